@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import fields
 from pathlib import Path
-from statistics import median
+from statistics import geometric_mean, median
 from typing import Any
 
 from benchmarks.shape_sweep import CLIFF, Timed, worst
@@ -36,6 +36,7 @@ def main() -> None:
         ("latent_decode_h200.json", latent_decode),
         ("sparse_decode_h200.json", sparse_decode),
         ("wide_rows_h200.json", wide_rows),
+        ("named_shapes_h200.json", named_shapes),
         ("random_shapes_h200.json", random_shapes),
         ("tensor_parallel_h200.json", tensor_parallel),
         ("soak_h200.json", soak),
@@ -292,6 +293,30 @@ def wide_rows(result: dict[str, Any]) -> str:
     lines += ["", f"| rows, us | {' | '.join(names.values())} |", "|---" * (len(names) + 1) + "|"]
     for name, row in result["row_work"].items():
         lines.append(f"| {name} | {' | '.join(f'{row[key]:.1f}' for key in names)} |")
+    return "\n".join(lines) + "\n"
+
+
+def named_shapes(result: dict[str, Any]) -> str:
+    """Extend over layouts of models."""
+    lines = [
+        "## Extend over layouts and steps of models, bf16, pages of 16, CUDA-graph replay\n",
+        machine_line(result["machine"]),
+        "limit: bytes at copy bandwidth, or products at the rate of a large bf16 product, and launches. The schedule, "
+        "and FA3's metadata, are made once a step, outside.\n",
+        "| step | query heads / KV heads x head_dim | us | x limit | FA3 us | x FA3 |",
+        "|---|---|---|---|---|---|",
+    ]
+    beside: dict[str, list[float]] = {}
+    for row in result["rows"]:
+        times, peer = "", ""
+        if row["peer_us"]:
+            beside.setdefault(row["step"], []).append(row["us"] / row["peer_us"])
+            peer, times = f"{row['peer_us']:.1f}", f"{row['us'] / row['peer_us']:.2f}"
+        x_limit = row["us"] / row["limit_us"]
+        lines.append(f"| {row['step']} | {row['layout']} | {row['us']:.1f} | {x_limit:.2f} | {peer} | {times} |")
+    if beside:
+        means = "; ".join(f"{step} {geometric_mean(times):.2f}" for step, times in beside.items())
+        lines.append(f"\nGeometric means of x FA3: {means}.")
     return "\n".join(lines) + "\n"
 
 

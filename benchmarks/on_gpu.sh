@@ -26,6 +26,7 @@ measure latent_decode
 measure sparse_decode
 measure wide_rows
 measure score_cost
+measure named_shapes
 measure random_shapes
 measure tensor_parallel
 measure soak --steps 20000 --seed 11

@@ -1,10 +1,10 @@
 """Time of one layer over random shapes, beside the nearest tuned layout and, where one is there, FlashAttention-3.
 
-python -m benchmarks.random_shapes --part 1/4 --out benchmarks/results/random_shapes_h200.json
+python -m benchmarks.random_shapes --part 1/3 --out benchmarks/results/random_shapes_h200.json
 
 Kernels are chosen by select(), as a user gets them. Processes side by side compile each shape's kernels and compare a
 few rows with float32; what is wrong gets no time. Then one process measures, in CUDA graphs over pages past the L2. The
-result file keeps what other parts, and runs that were broken off, have measured.
+result file keeps what other parts, and runs whose time was up, have measured.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,10 +54,10 @@ class Case:
     problem: Problem
 
 
-def case_of(shape: Shape, seed: int) -> Case:
-    """With pages of its own, which lie anywhere."""
+def cases_of(shape: Shape, count: int) -> list[Case]:
+    """With pages of their own, which lie anywhere in a pool of all."""
     device = torch.device("cuda", 0)
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(1)
     problem = Problem(
         shape.num_q_heads,
         shape.num_kv_heads,
@@ -71,28 +72,32 @@ def case_of(shape: Shape, seed: int) -> Case:
     kernel = select(problem, detect_target(device), "triton").kernels[kind].bound
     num_seqs, num_tokens = len(shape.q_len), sum(shape.q_len)
     pages = [-(-kv_len // shape.page_size) for kv_len in shape.kv_len]
-    table = torch.zeros(num_seqs, max(pages), dtype=torch.int32, device=device)
-    order = torch.randperm(sum(pages), device=device, generator=generator).int() + 1
     is_page = torch.arange(max(pages), device=device) < ints(pages, device)[:, None]
-    table[is_page] = order
-    step = StepTensors.of(
-        ints([], device),
-        counts=ints([num_seqs, num_tokens, 1, 0], device),
-        kv_len=ints(shape.kv_len, device),
-        q_len=ints(shape.q_len, device),
-        q_indptr=torch.tensor([0, *shape.q_len]).cumsum(0).int().to(device),
-        table=table,
-        row_of_seq=torch.arange(num_seqs, dtype=torch.int32, device=device),
-    )
 
     def rows(*sizes: int) -> Tensor:
         return torch.randn(*sizes, device=device, generator=generator, dtype=torch.bfloat16)
 
-    k, v = (rows(sum(pages) + 1, shape.page_size, shape.num_kv_heads, shape.head_dim) for _ in range(2))
-    q = rows(num_tokens, shape.num_q_heads, shape.head_dim)
+    num_pages = sum(pages)
+    orders = (torch.randperm(num_pages * count, device=device, generator=generator).int() + 1).view(count, -1)
+    k, v = (rows(num_pages * count + 1, shape.page_size, shape.num_kv_heads, shape.head_dim) for _ in range(2))
     bounds = StepBounds(PaddedShape(kind, num_seqs, num_tokens), max(shape.q_len), max(shape.kv_len))
-    out = torch.full_like(q, float("nan"))
-    return Case(Prepared.of(kernel, step, bounds, (q, out), LayerPages.plain(k, v)), problem)
+    cases = []
+    for order in orders:
+        table = torch.zeros(num_seqs, max(pages), dtype=torch.int32, device=device)
+        table[is_page] = order
+        step = StepTensors.of(
+            ints([], device),
+            counts=ints([num_seqs, num_tokens, 1, 0], device),
+            kv_len=ints(shape.kv_len, device),
+            q_len=ints(shape.q_len, device),
+            q_indptr=torch.tensor([0, *shape.q_len]).cumsum(0).int().to(device),
+            table=table,
+            row_of_seq=torch.arange(num_seqs, dtype=torch.int32, device=device),
+        )
+        q = rows(num_tokens, shape.num_q_heads, shape.head_dim)
+        out = torch.full_like(q, float("nan"))
+        cases.append(Case(Prepared.of(kernel, step, bounds, (q, out), LayerPages.plain(k, v)), problem))
+    return cases
 
 
 def error_of(shape: Shape, case: Case) -> float:
@@ -120,7 +125,7 @@ def error_of(shape: Shape, case: Case) -> float:
 def checked(shape: Shape) -> tuple[Shape, float, str]:
     """Compile what a shape needs, and compare: its error, and what went wrong."""
     try:
-        case = case_of(shape, seed=1)
+        case = cases_of(shape, 1)[0]
         case.prepared.attend()
         return shape, error_of(shape, case), ""
     except Exception as failure:
@@ -132,21 +137,27 @@ def checked(shape: Shape) -> tuple[Shape, float, str]:
 def microseconds(shape: Shape, new_run: Callable[[Case], Callable[[], object]]) -> float:
     """Of one layer. new_run: what launches a case's layer"""
     sets = min(MOST_SETS, max(1, -(-PAST_L2 // max(shape.num_bytes, 1))))
-    cases = [case_of(shape, seed) for seed in range(sets)]
+    cases = cases_of(shape, sets)
     runs = [new_run(case) for case in cases]
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(side):
+
+    def all_runs() -> None:
         for run in runs:
             run()
+
+    return _median_us(all_runs) / sets
+
+
+def _median_us(work: Callable[[], object]) -> float:
+    """Of work, replayed as a graph."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side):
-        for run in runs:
-            run()
-    return _median_us(graph) / sets
-
-
-def _median_us(graph: torch.cuda.CUDAGraph) -> float:
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        work()
+        torch.cuda.synchronize()
+        # Not torch.cuda.graph(), which collects garbage and gives memory back each time.
+        graph.capture_begin()
+        work()
+        graph.capture_end()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
 
     def once(replays: int) -> float:
@@ -201,23 +212,16 @@ class FlashAttention3:
 
 def ceilings() -> dict[str, float]:
     """What this GPU copies and multiplies in a second."""
-    source = torch.empty(512 << 20, dtype=torch.int8, device="cuda")
+    source = torch.ones(256 << 20, dtype=torch.bfloat16, device="cuda")
     target = torch.empty_like(source)
     a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-
-    def seconds(work: Callable[[], object]) -> float:
-        graph = torch.cuda.CUDAGraph()
-        work()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            work()
-        return _median_us(graph) * 1e-6
-
-    copied = 2 * source.numel() / seconds(lambda: target.copy_(source))
-    return {"bytes_per_s": copied, "flops_per_s": 2 * 8192**3 / seconds(lambda: torch.mm(a, b))}
+    product = torch.empty_like(a)
+    copy_us = _median_us(lambda: torch.neg(source, out=target))
+    product_us = _median_us(lambda: torch.mm(a, b, out=product))
+    return {"bytes_per_s": 4e6 * source.numel() / copy_us, "flops_per_s": 2e6 * 8192**3 / product_us}
 
 
-def measured(shape: Shape, limits: dict[str, float], errors: dict[Shape, float], peer: Any) -> dict[str, Any]:
+def measured(shape: Shape, limits: dict[str, float], error: float | str, peer: Any) -> dict[str, Any]:
     """A row of the result file."""
     neighbour = shape.neighbour()
     us = microseconds(shape, own_run)
@@ -225,7 +229,7 @@ def measured(shape: Shape, limits: dict[str, float], errors: dict[Shape, float],
         "name": str(shape),
         "us": round(us, 2),
         "limit_us": round(shape.limit_us(**limits), 2),
-        "error": errors[shape],
+        "error": error,
         "neighbour": str(neighbour),
         "neighbour_us": round(us if neighbour == shape else microseconds(neighbour, own_run), 2),
         "neighbour_limit_us": round(neighbour.limit_us(**limits), 2),
@@ -245,45 +249,54 @@ def main() -> None:
     parser.add_argument("--part", default="1/1", help="which part of the shapes, as 1/4 (default: all)")
     parser.add_argument("--fa3", default="", help="a shared library of FlashAttention-3, as vLLM ships it")
     parser.add_argument("--processes", type=int, default=15)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="after which no other shape is begun")
+    parser.add_argument("--compile-seconds", type=float, default=3600, help="after which what is compiled is measured")
+    parser.add_argument("--seconds", type=float, default=7200, help="after which no other shape is begun")
     args = parser.parse_args()
     started = time.monotonic()
     part, parts = map(int, args.part.split("/"))
-    numbered = list(enumerate(random_shapes(COUNT, SEED)))[part - 1 :: parts]
     kept = json.loads(args.out.read_text()) if args.out.exists() else {"rows": {}, "wrong": {}}
+    numbered = list(enumerate(random_shapes(COUNT, SEED)))[part - 1 :: parts]
     numbered = [(number, shape) for number, shape in numbered if str(number) not in kept["rows"]]
-    errors, wrong = check_all([shape for _, shape in numbered], args.processes)
-    print(f"{len(errors)} compiled and compared in {time.monotonic() - started:.0f} s, {len(wrong)} of them wrong")
+    # A shape and its neighbour one after the other: time that runs out leaves pairs.
+    pairs = [one for _, shape in numbered for one in (shape, shape.neighbour())]
+    errors = check_all(pairs, args.processes, started + args.compile_seconds)
+    print(f"{len(errors)} compiled and compared in {time.monotonic() - started:.0f} s", flush=True)
     kept |= {"machine": describe_machine(), "seed": SEED, "launches_us": LAUNCHES_US, "ceilings": ceilings()}
     peer = FlashAttention3(args.fa3) if args.fa3 else None
     for number, shape in numbered:
-        if time.monotonic() - started > args.seconds:
-            print("the time is up; run it again for the rest")
-            break
-        bad = [str(each) for each in (shape, shape.neighbour()) if each in wrong]
-        if bad:
-            kept["wrong"][str(number)] = {name: wrong[each] for each in wrong if (name := str(each)) in bad}
+        found = {each: errors.get(each, "not compiled yet") for each in (shape, shape.neighbour())}
+        if time.monotonic() - started > args.seconds or "not compiled yet" in found.values():
             continue
-        kept["rows"][str(number)] = measured(shape, kept["ceilings"], errors, peer)
+        wrong = {str(each): what for each, what in found.items() if isinstance(what, str)}
+        if wrong:
+            kept["wrong"][str(number)] = wrong
+        else:
+            kept["rows"][str(number)] = measured(shape, kept["ceilings"], errors[shape], peer)
+        args.out.write_text(json.dumps(kept, indent=1))
         torch.cuda.empty_cache()
-    args.out.write_text(json.dumps(kept, indent=1))
-    print(f"{len(kept['rows'])} shapes measured, {time.monotonic() - started:.0f} s; wrong: {kept['wrong'] or 'none'}")
+    left = len(numbered) - sum(str(number) in kept["rows"] or str(number) in kept["wrong"] for number, _ in numbered)
+    print(
+        f"{time.monotonic() - started:.0f} s; {left} shapes are left for another run; wrong: {kept['wrong'] or 'none'}"
+    )
 
 
-def check_all(shapes: Sequence[Shape], processes: int) -> tuple[dict[Shape, float], dict[Shape, str]]:
-    """Errors of shapes and their neighbours, and what is wrong with those that are."""
-    each = list(dict.fromkeys(one for shape in shapes for one in (shape, shape.neighbour())))
-    # The longest compilations first.
-    each.sort(key=lambda shape: (max(shape.q_len) == 1, -shape.head_dim))
-    errors: dict[Shape, float] = {}
-    wrong: dict[Shape, str] = {}
+def check_all(shapes: Sequence[Shape], processes: int, until: float) -> dict[Shape, float | str]:
+    """Errors of shapes, or what is wrong with them; of as many as are compiled in time.
+
+    until: of time.monotonic()
+    """
+    each = list(dict.fromkeys(shapes))
+    errors: dict[Shape, float | str] = {}
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        for shape, error, failure in pool.imap_unordered(checked, each):
-            errors[shape] = error
-            if failure or not error <= MOST_ERROR:
-                wrong[shape] = failure or f"error {error:.2e}"
-                print(f"WRONG {shape}: {wrong[shape]}")
-    return errors, wrong
+        checks = pool.imap_unordered(checked, each)
+        with suppress(multiprocessing.TimeoutError):
+            for _ in each:
+                shape, error, failure = checks.next(max(0.1, until - time.monotonic()))
+                is_wrong = failure or not error <= MOST_ERROR
+                errors[shape] = (failure or f"error {error:.2e}") if is_wrong else error
+                if is_wrong:
+                    print(f"WRONG {shape}: {errors[shape]}", flush=True)
+    return errors
 
 
 if __name__ == "__main__":

@@ -117,6 +117,8 @@ class ExternalOptions:
                    nothing is written but K and V of new tokens, to their slots
     short_kv:      whether sequences may have fewer tokens in their KV than new ones; in steps that are not causal
     causalities:   what steps may say of causality; kernels are chosen for each
+    binds_calls:   whether a layer may have other pages at each call, also after seal(): bind() comes before the call,
+                   and the caller keeps the pages of captured calls where they are
     on_fault:      called with what went wrong on the device in an earlier step
     """
 
@@ -126,6 +128,7 @@ class ExternalOptions:
     zero_tails: bool = False
     short_kv: bool = False
     causalities: Sequence[Causality] = (Causality.OF_LAYERS,)
+    binds_calls: bool = False
     on_fault: FaultPolicy = raise_fault
 
     def problem(self, problem: Problem, causality: Causality) -> Problem:
@@ -344,10 +347,11 @@ class ExternalAttention:
             raise NeverFits(
                 f"{bounds.num_seqs} sequences are to be captured, built for {self.bounds.num_seqs}; raise num_seqs"
             )
-        for layer in range(len(self._first_core.layers)):
-            self._pages.layer(layer)
-        for layer in self._first_core.layers.selecting.indexed:
-            self._pages.index(layer)
+        if not self.options.binds_calls:
+            for layer in range(len(self._first_core.layers)):
+                self._pages.layer(layer)
+            for layer in self._first_core.layers.selecting.indexed:
+                self._pages.index(layer)
         num_seqs, num_tokens = bounds.num_seqs, max(bounds.num_seqs, bounds.num_tokens)
         for core in self._cores.values():
             kinds = [StepKind.EXTEND, StepKind.MIXED]
@@ -356,7 +360,8 @@ class ExternalAttention:
             shapes = [PaddedShape(kind, num_seqs, num_tokens) for kind in kinds]
             with on_device(self.device):
                 core.seal([PaddedShape(StepKind.DECODE, num_seqs, num_seqs), *shapes])
-        self._pages.seal()
+        if not self.options.binds_calls:
+            self._pages.seal()
         self._tables.seal()
         self._is_sealed = True
 

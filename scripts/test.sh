@@ -80,7 +80,7 @@ spread() {
 # run_on_host ARGUMENT...: the tests that need neither a GPU nor Triton's interpreter.
 run_on_host() {
     AITER_SOURCE="" spread "$@" \
-        tests/amd/{host,hip_graphs,runtime,external,guards,graphs,system,runner,doctor,aiter,aiter_source,house}
+        tests/amd/{host,hip_graphs,runtime,external,integrations,guards,graphs,system,runner,doctor,aiter,aiter_source,house}
 }
 
 # run_simulator: the kernels last and by one pytest, which has processes of its own: each of several workers would run
@@ -115,8 +115,8 @@ run_stage() {
     types) mypy -p rocm_attn -p tests -p benchmarks ;;
     host) run_on_host -m "not nightly" ;;
     host-long) run_on_host -m nightly ;;
-    interpreter) TRITON_INTERPRET=1 spread -m "not long" tests/amd/{kernels,runtime,external} ;;
-    interpreter-long) TRITON_INTERPRET=1 spread -m long tests/amd/{kernels,runtime,external} ;;
+    interpreter) TRITON_INTERPRET=1 spread -m "not long" tests/amd/{kernels,runtime,external,integrations} ;;
+    interpreter-long) TRITON_INTERPRET=1 spread -m long tests/amd/{kernels,runtime,external,integrations} ;;
     mutation) spread -m "not long" tests/amd/mutation ;;
     mutation-long) spread -m long tests/amd/mutation ;;
     offline-long) compile -m long ;;
@@ -133,8 +133,8 @@ run_stage() {
     simulator) run_simulator ;;
     simulator@*) with_triton "${1#simulator@}" python -m tests.amd.simulator.record docs/simulator.md ;;
     aiter-source) run_aiters_kernels ;;
-    device) run_pytest -m "not nightly" tests/amd/{kernels,hip_graphs,runtime,external,guards,graphs,system,text,doctor} ;;
-    rocm) report_from_gpu tests/amd/{rocm,kernels,hip_graphs,runtime,external,guards,graphs,system,text,doctor} ;;
+    device) run_pytest -m "not nightly" tests/amd/{kernels,hip_graphs,runtime,external,integrations,guards,graphs,system,text,doctor} ;;
+    rocm) report_from_gpu tests/amd/{rocm,kernels,hip_graphs,runtime,external,integrations,guards,graphs,system,text,doctor} ;;
     images)
         hadolint docker/{,stand_in/}Dockerfile
         shellcheck -x docker/*.sh docker/stand_in/rocm/bin/* scripts/*.sh benchmarks/*.sh .ci/*

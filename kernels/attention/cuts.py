@@ -67,7 +67,7 @@ class DecodeCut:
 
     rows:        rows of a sequence with one new token
     key_block:   keys of a block
-    row_cost:    what starting a row costs beside its key blocks, in blocks; at least 1
+    row_cost:    what starting a row costs beside its key blocks, in blocks. 0: no program visits a row without keys
     programs:    programs that share the work
     window_left: keys before its last that a sequence sees; UNLIMITED_WINDOW: all of them
     tokens:      which sequences take part
@@ -81,7 +81,7 @@ class DecodeCut:
     tokens: NewTokens = ONE_TOKEN
 
     def __post_init__(self) -> None:
-        assert self.row_cost >= 1
+        assert self.row_cost >= 0
         assert self.programs >= 1
         assert 1 <= self.tokens.FEWEST <= self.tokens.MOST
         assert self.rows == 1 or self.tokens.MOST == 1
@@ -139,20 +139,22 @@ class DecodeCut:
 class Sharing(NamedTuple):
     """How the longest rows of a step are shared out; a row is a query block and a KV head, or part of its heads.
 
-    programs:    programs that share; 0: every row is one program's
-    rows:        rows of a query block
-    causal:      whether a row sees no key after its own
-    window_left: of the scores
-    row_keys:    of the tiles: prologue, diagonal and epilogue
-    split_keys:  of the tiles: a second row and the merge
-    gain:        sixteenths of the mean load that sharing must gain, beside split_keys
-    least_keys:  no share is smaller
+    programs:     programs that share; 0: every row is one program's
+    rows:         rows of a query block
+    causal:       whether a row sees no key after its own
+    window_left:  of the scores
+    rows_at_once: of the tiles: whole rows that run in the room of such a program
+    row_keys:     of the tiles: prologue, diagonal and epilogue
+    split_keys:   of the tiles: a second row and the merge
+    gain:         sixteenths of the mean load that sharing must gain, beside split_keys
+    least_keys:   no share is smaller
     """
 
     programs: int = 0
     rows: int = 1
     causal: bool = True
     window_left: int = UNLIMITED_WINDOW
+    rows_at_once: int = 1
     row_keys: int = 256
     split_keys: int = 384
     gain: int = 2
@@ -199,6 +201,7 @@ class ExtendCut:
             rows=num_kv_heads * tiles.head_blocks(gqa_ratio),
             causal=causal,
             window_left=window_left,
+            rows_at_once=tiles.rows_at_once,
             row_keys=tiles.row_keys,
             split_keys=tiles.split_keys,
             least_keys=tiles.row_keys,

@@ -212,6 +212,11 @@ def _extend_kernel(
     G: tl.constexpr,
 ):
     K: tl.constexpr = G.keys
+    if G.STRIDE_UNIT > 1:
+        q_token, q_head = q_token * G.STRIDE_UNIT, q_head * G.STRIDE_UNIT
+        kp_page, kp_token, kp_head = kp_page * G.STRIDE_UNIT, kp_token * G.STRIDE_UNIT, kp_head * G.STRIDE_UNIT
+        vp_page, vp_token, vp_head = vp_page * G.STRIDE_UNIT, vp_token * G.STRIDE_UNIT, vp_head * G.STRIDE_UNIT
+        out_token, out_head = out_token * G.STRIDE_UNIT, out_head * G.STRIDE_UNIT
     mask = None
     if mask_words is not None:
         mask = MaskOfStep(mask_words, mask_indptr, position_of_token, q_indptr)
@@ -300,14 +305,14 @@ def launch_paged_extend(
     sharing = geometry._replace(SHARES=True, WHOLE_ROWS=tiles.one_launch, STAGES=tiles.share_stages)
     if programs and tiles.one_launch:
         _launch_rows(args, scores, cut, mask, programs + rows, sharing, options)
-        launch_extend_merge(args, cut, geometry)
+        launch_extend_merge(args, cut, geometry, tiles.merge_stages)
         return
     if programs:
         keys = geometry.keys._replace(KEY_BLOCK=min(tiles.share_block or tiles.key_block, tiles.key_block))
         edge_stages = min(geometry.EDGE_STAGES, tiles.share_stages)
         shares = sharing._replace(keys=keys, EDGE_STAGES=edge_stages)
         _launch_rows(args, scores, cut, mask, programs, shares, num_warps)
-        launch_extend_merge(args, cut, geometry)
+        launch_extend_merge(args, cut, geometry, tiles.merge_stages)
     _launch_rows(args, scores, cut, mask, rows, geometry, options)
 
 
@@ -349,8 +354,7 @@ def _launch_rows(
         cut.sharing.programs,
         cut.max_blocks(queries.num_tokens, queries.num_seqs),
         table.shape[1],
-        *args.read_strides,
-        *args.written_strides,
+        *args.strides_in(geometry.STRIDE_UNIT),
         G=geometry,
         **options,
     )
@@ -390,4 +394,5 @@ def _geometry(
         SEGMENT_LEN=0,
         STAGES=tiles.num_stages,
         EDGE_STAGES=tiles.diagonal_stages if mask is None else tiles.num_stages,
+        STRIDE_UNIT=args.stride_unit,
     )

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.attention.bundles import Softmax
 from rocm_attn.kernels.attention.cuts import ExtendCut
 from rocm_attn.kernels.attention.extend_schedule import (
     BLOCK_FIRST_TOKEN,
@@ -25,11 +26,13 @@ from rocm_attn.kernels.attention.extend_schedule import (
     SHARE_WORDS,
     SHARE_WORK,
 )
-from rocm_attn.kernels.attention.merge import Parts, merge_parts
+from rocm_attn.kernels.attention.merge import Parts
 from rocm_attn.kernels.attention.query_block import BlockGeometry
 from rocm_attn.kernels.attention.softmax import LN_2, add_sink
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
+
+_FEW_PARTS = tl.constexpr(6)
 
 
 class ExtendMergeGeometry(NamedTuple):
@@ -37,9 +40,9 @@ class ExtendMergeGeometry(NamedTuple):
 
     GQA_RATIO, BLOCK_HEADS, HEAD_BLOCKS, QUERY_ROWS, ROW_KEYS: extend's
     V_HEAD_DIM: elements of an output row
-    HEADS:      lines of a query block, a token and a query head each, of one program
+    LINES:      lines of a query block, a token and a query head each, of one program
     COLUMNS:    columns of a line, padding included
-    PARTS:      parts that are added up in one step
+    STAGES:     parts whose loads are in flight, where a row has many
     """
 
     GQA_RATIO: int
@@ -48,9 +51,38 @@ class ExtendMergeGeometry(NamedTuple):
     QUERY_ROWS: int
     ROW_KEYS: int
     V_HEAD_DIM: int
-    HEADS: int
+    LINES: int
     COLUMNS: int
-    PARTS: int
+    STAGES: int
+
+
+@triton.jit
+def _sum_of_parts(parts, began, num_parts, line, column, STAGES: tl.constexpr, G: tl.constexpr):
+    """What all parts of a row give, one after the other. line: which lines of a part
+
+    Without masks: lines without a token and padded columns give numbers that are never stored, and what is read for
+    them lies in the workspace too, of which the sums are the end.
+    """
+    LINES: tl.constexpr = G.LINES
+    COLUMNS: tl.constexpr = G.COLUMNS
+    maximum = tl.full([LINES], float("-inf"), tl.float32)
+    total = tl.zeros([LINES], tl.float32)
+    acc = tl.zeros([LINES, COLUMNS], tl.float32)
+    for index in tl.range(0, num_parts, num_stages=STAGES):
+        # The row began in its first program (part 2p + 1) and was begun earlier for all the others (part 2p).
+        at = tl.maximum(2 * (began + index), 2 * began + 1) * G.QUERY_ROWS + line
+        part_maximum = tl.load(parts.sums + at * 2)
+        part_total = tl.load(parts.sums + at * 2 + 1)
+        part_acc = tl.load(parts.acc + (at * G.V_HEAD_DIM)[:, None] + column[None, :])
+        new_maximum = tl.maximum(maximum, part_maximum)
+        # A row may have seen no key yet: no inf - inf.
+        base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        decay = tl.exp2(maximum - base)
+        weight = tl.exp2(part_maximum - base)
+        total = total * decay + part_total * weight
+        acc = acc * decay[:, None] + part_acc * weight[:, None]
+        maximum = new_maximum
+    return Softmax(acc, maximum, total)
 
 
 @triton.jit(do_not_specialize=["num_programs", "max_blocks"])
@@ -75,16 +107,20 @@ def _extend_merge_kernel(
     start = tl.load((share + SHARE_START).to(tl.pointer_type(tl.int64)))
     size = tl.load(share + SHARE_SIZE)
     words = schedule + tl.load(share + SHARE_BLOCK) * BLOCK_WORDS
-    line = tl.program_id(1) * G.HEADS + tl.arange(0, G.HEADS)
+    line = tl.program_id(1) * G.LINES + tl.arange(0, G.LINES)
     num_lines = tl.load(words + BLOCK_TOKENS) * G.BLOCK_HEADS
-    if goes_on & (start // size == began) & (tl.program_id(1) * G.HEADS < num_lines):
+    if goes_on & (start // size == began) & (tl.program_id(1) * G.LINES < num_lines):
         row = tl.load(share + SHARE_ROW)
         cost = tl.load(words + BLOCK_KEYS) + G.ROW_KEYS
         num_parts = ((start + cost - 1) // size).to(tl.int32) - began + 1
         column = tl.program_id(2) * G.COLUMNS + tl.arange(0, G.COLUMNS)
         sums = partials + num_programs * (2 * G.QUERY_ROWS * G.V_HEAD_DIM)
         parts = Parts(partials, sums)
-        acc, maximum, total = merge_parts(parts, began, num_parts, line, num_lines, column, G.QUERY_ROWS, G)
+        # To have loads in flight costs more than waiting for a few parts.
+        if (G.STAGES > 1) and (num_parts > _FEW_PARTS):
+            acc, maximum, total = _sum_of_parts(parts, began, num_parts, line, column, G.STAGES, G)
+        else:
+            acc, maximum, total = _sum_of_parts(parts, began, num_parts, line, column, 1, G)
         ratio_head = row % G.HEAD_BLOCKS * G.BLOCK_HEADS + line % G.BLOCK_HEADS
         token = (tl.load(words + BLOCK_FIRST_TOKEN) + line // G.BLOCK_HEADS).to(tl.int64)
         head = (row // G.HEAD_BLOCKS * G.GQA_RATIO + ratio_head).to(tl.int64)
@@ -103,11 +139,13 @@ def _extend_merge_kernel(
             tl.store(lse + token * lse_token + head * lse_head, (maximum + tl.log2(total)) * LN_2, mask=is_row)
 
 
-def launch_extend_merge(args: AttendArgs, cut: ExtendCut, block: BlockGeometry) -> None:
-    """out and lse of every row of which several programs hold parts; the arguments are launch_paged_extend's."""
+def launch_extend_merge(args: AttendArgs, cut: ExtendCut, block: BlockGeometry, stages: int) -> None:
+    """out and lse of every row of which several programs hold parts; args and cut are launch_paged_extend's.
+
+    stages: parts whose loads are in flight
+    """
     queries, v_head_dim, programs = args.queries, args.out.shape[2], cut.sharing.programs
-    # Small blocks are those of few new tokens, whose rows have many parts.
-    lines, parts = (16, 1) if block.QUERY_ROWS > 64 else (4, 4)
+    lines = min(16, block.QUERY_ROWS)
     columns = min(128, max(16, next_power_of_2(v_head_dim)))
     launch(
         _extend_merge_kernel,
@@ -129,7 +167,7 @@ def launch_extend_merge(args: AttendArgs, cut: ExtendCut, block: BlockGeometry) 
             v_head_dim,
             lines,
             columns,
-            parts,
+            stages,
         ),
         num_warps=4,
     )

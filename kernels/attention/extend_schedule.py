@@ -17,7 +17,9 @@ The cut is the one that an estimate likes best, of _CUTS evenly spaced ones:
 
     shared / programs + split_keys + gain / 16 mean loads + max(rest / programs, (k + 1) cost of the row after k rounds)
 
-The first three only where something is shared; the last since k + 1 rows that long have one slot among programs.
+The first three only where something is shared; the last since k + 1 rows that long have one slot among programs. Where
+two whole rows run in the room of a program (rows_at_once), a round has twice as many, and a row takes half as long
+again: it runs at half the speed until its neighbour ends.
 
 The schedule is int32, flat, BLOCK_WORDS a block, then SHARE_WORDS a program. num_tokens // query_tokens + num_seqs + 1
 blocks are enough for any split of num_tokens, the padded tail included. Costs are in keys, 64 bits.
@@ -208,11 +210,12 @@ class ShareGeometry(NamedTuple):
     ROUNDS: int
 
 
-@triton.jit(do_not_specialize=["max_blocks", "num_programs", "split_keys", "gain", "least_keys"])
+@triton.jit(do_not_specialize=["max_blocks", "num_programs", "rows_at_once", "split_keys", "gain", "least_keys"])
 def _share_kernel(
     schedule,
     max_blocks,
     num_programs,
+    rows_at_once,
     split_keys,
     gain,
     least_keys,
@@ -232,10 +235,10 @@ def _share_kernel(
     total = _cost_before(schedule, num_blocks, True) * ROWS
     shared = _cost_before(schedule, cut, cut <= num_blocks) * ROWS
     rounds = tl.arange(0, G.ROUNDS)
-    block = cut[:, None] + ((rounds * num_programs) // ROWS)[None, :]
+    block = cut[:, None] + ((rounds * num_programs * rows_at_once) // ROWS)[None, :]
     is_block = block < num_blocks
     cost = _cost_before(schedule, block + 1, is_block) - _cost_before(schedule, block, is_block)
-    longest = tl.max(cost * (rounds + 1)[None, :], 1)
+    longest = tl.max(cost * (rounds + 1)[None, :], 1) * (1 + rows_at_once) // 2
     estimate = shared // num_programs
     estimate += tl.where(cut > 0, split_keys + total // num_programs * gain // 16, 0)
     estimate += tl.maximum((total - shared) // num_programs, longest)
@@ -296,6 +299,7 @@ def launch_extend_schedule(queries: Queries, schedule: Tensor, cut: ExtendCut) -
         schedule,
         max_blocks,
         sharing.programs,
+        sharing.rows_at_once,
         sharing.split_keys,
         sharing.gain,
         sharing.least_keys,

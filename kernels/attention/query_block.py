@@ -31,6 +31,7 @@ class BlockGeometry(NamedTuple):
     SEGMENT_LEN: keys of a segment of deterministic attention; 0: keys are not cut
     STAGES:      key blocks whose loads are in flight, where every row sees all keys
     EDGE_STAGES: the same where keys are masked
+    STRIDE_UNIT: elements that strides of q, pages and out are counted in
     """
 
     keys: Any
@@ -45,6 +46,7 @@ class BlockGeometry(NamedTuple):
     SEGMENT_LEN: int
     STAGES: int
     EDGE_STAGES: int
+    STRIDE_UNIT: int = 1
 
 
 @triton.jit

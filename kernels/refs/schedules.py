@@ -107,8 +107,10 @@ def _estimate(costs: Sequence[int], cut: int, sharing: Sharing) -> int:
     shared, total = rows * sum(costs[:cut]), rows * sum(costs)
     price = sharing.split_keys + total // programs * sharing.gain // 16 if cut else 0
     whole = costs[cut:]
-    rounds = [(k + 1) * whole[k * programs // rows] for k in range(16) if k * programs // rows < len(whole)]
-    return shared // programs + price + max((total - shared) // programs, *rounds, 0)
+    slots = programs * sharing.rows_at_once
+    rounds = [(k + 1) * whole[k * slots // rows] for k in range(16) if k * slots // rows < len(whole)]
+    longest = max(rounds, default=0) * (1 + sharing.rows_at_once) // 2
+    return shared // programs + price + max((total - shared) // programs, longest)
 
 
 def _halves(number: int) -> tuple[int, int]:

@@ -48,6 +48,10 @@ class DecodeTiles:
     row_cost:         what starting a row costs beside its key blocks, in blocks; at least 1
     paired:           whether V's codes are read two by two, as float16 that matrix units take in turned; not transposed
     waves_per_eu:     as in ExtendTiles
+    dim_block:        columns of the equal blocks that the dims of K and of V are cut into; 0: they are one block. Not
+                      paired, and not with two heads a row
+    max_registers:    registers of a thread that NVIDIA's compiler may take; 0: its own choice
+    early_merge:      whether the merge of rows is launched while programs still run (NVIDIA, from sm_90 on)
     """
 
     key_block: int
@@ -60,6 +64,13 @@ class DecodeTiles:
     row_cost: int = 2
     paired: bool = False
     waves_per_eu: int = 0
+    dim_block: int = 0
+    max_registers: int = 0
+    early_merge: bool = False
+
+    def columns(self, dim: int) -> int:
+        """Columns of a block of rows of dim elements; a power of two."""
+        return equal_columns(dim * self.heads_per_row, self.dim_block)
 
     def rows_per_seq(self, num_kv_heads: int) -> int:
         """Rows of a sequence."""
@@ -72,7 +83,8 @@ class DecodeTiles:
 
     def options(self) -> dict[str, int]:
         """Launch options beside the warps."""
-        return {"waves_per_eu": self.waves_per_eu} if self.waves_per_eu else {}
+        named = {"waves_per_eu": self.waves_per_eu, "maxnreg": self.max_registers}
+        return {name: value for name, value in named.items() if value}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +102,9 @@ class ExtendTiles:
     programs_per_cu:  programs for each compute unit that share out the longest rows; 0: every row is one program's
     share_stages:     num_stages of those programs, which take more registers
     share_block:      key_block of those programs, where they are a launch of their own; 0: key_block
+    rows_at_once:     whole rows that run in the room of such a program, 1 or 2
     one_launch:       whether a launch takes shares and whole rows, and not one for each
+    merge_stages:     parts of a row whose loads are in flight as they are added up
     row_keys:         what starting a row costs beside its keys, in keys
     split_keys:       what sharing costs a program, in keys
     """
@@ -106,14 +120,15 @@ class ExtendTiles:
     programs_per_cu: int = 0
     share_stages: int = 1
     share_block: int = 0
+    rows_at_once: int = 1
     one_launch: bool = False
+    merge_stages: int = 1
     row_keys: int = 256
     split_keys: int = 384
 
     def columns(self, dim: int) -> int:
         """Columns of a block of rows of dim elements; a power of two."""
-        whole = max(16, next_power_of_2(dim))
-        return min(self.dim_block, whole) if self.dim_block else whole
+        return equal_columns(dim, self.dim_block)
 
     def heads_per_block(self, gqa_ratio: int) -> int:
         """Query heads of one KV head that share a query block."""
@@ -189,29 +204,44 @@ class ExtendRow:
 # The first row that serves wins. In the comments llama8b is (32 query heads, 8 KV heads, 128), gptoss (64, 8, 64) and
 # gemma (8, 4, 256), and "of the floor" means of the time to read K and V once.
 DECODE_ROWS = (
-    # gptoss 64 x 4k: 83 us, of bfloat16 138; 111 where codes are not read in pairs.
-    DecodeRow("sm_90", 2, 64, 16, DecodeTiles(64, 2, 3, 4, heads_per_row=2, paired=True), (Codes.BY_ROW,)),
-    # llama8b 64 x 4k: 148 us, of bfloat16 255; 171 not in pairs, 193 with 4 warps, 217 to 345 in other tiles.
-    DecodeRow("sm_90", 2, 128, 16, DecodeTiles(64, 2, 3, 4, paired=True), (Codes.BY_ROW,)),
-    # 122 us where a row is one head.
-    DecodeRow("sm_90", 2, 64, 16, DecodeTiles(64, 2, 3, 4, heads_per_row=2, paired=True), (Codes.BY_TOKEN,)),
-    # llama8b 64 x 4k: 150 us, though up to 64 bytes spill with Triton 3.9; 167 with two warps and blocks of 64 keys.
-    DecodeRow("sm_90", 2, 128, 16, DecodeTiles(32, 1, 3, 8, paired=True), (Codes.BY_TOKEN,)),
+    # gptoss 64 x 4k: 81 us, of bfloat16 135; 83 with one warp and blocks of 32 keys, 111 where codes are not read in
+    # pairs.
+    DecodeRow(
+        "sm_90", 2, 64, 16, DecodeTiles(64, 2, 3, 4, heads_per_row=2, paired=True, early_merge=True), (Codes.BY_ROW,)
+    ),
+    # llama8b 64 x 4k: 143 us, of bfloat16 255; 146 with two warps and blocks of 64 keys, 171 not in pairs. At 128 x 8k:
+    # 520 and 531.
+    DecodeRow("sm_90", 2, 128, 16, DecodeTiles(32, 1, 3, 8, paired=True, early_merge=True), (Codes.BY_ROW,)),
+    # gptoss 64 x 4k: 92 us; 89 to 91 in tiles of one warp that spill up to 288 bytes, 97 with six programs an SM, which
+    # spill too, 136 where a row is one head.
+    DecodeRow(
+        "sm_90", 2, 64, 16, DecodeTiles(64, 2, 3, 4, heads_per_row=2, paired=True, early_merge=True), (Codes.BY_TOKEN,)
+    ),
+    # llama8b 64 x 4k: 150 us, though up to 120 bytes spill with Triton 3.9 where scores have a cap; 160 with two warps
+    # and blocks of 64 keys, which spill nothing.
+    DecodeRow("sm_90", 2, 128, 16, DecodeTiles(32, 1, 3, 8, paired=True, early_merge=True), (Codes.BY_TOKEN,)),
     # gemma 64 x 4k: 153 us with 4 KV heads, 234 not in pairs.
-    DecodeRow("sm_90", 2, 256, 16, DecodeTiles(16, 2, 3, 4, paired=True), (Codes.BY_ROW,)),
-    # gptoss 128 x 8k: 499 us, 1.06 of the floor; 528 with one KV head a row.
-    DecodeRow("sm_90", 2, 64, 16, DecodeTiles(64, 4, 3, 2, transposed=True, heads_per_row=2)),
-    # llama8b 64 x 4k: 253 us, 1.07 of the floor; 331 with 1 program an SM, 380 with blocks of 128 keys.
-    DecodeRow("sm_90", 2, 128, 16, DecodeTiles(64, 4, 3, 2, transposed=True)),
-    DecodeRow("sm_90", 2, 128, 64, DecodeTiles(32, 4, 2, 2)),
-    # gemma 64 x 4k: 495 us, 1.05 of the floor; 602 transposed.
-    DecodeRow("sm_90", 2, 256, 16, DecodeTiles(32, 4, 3, 2)),
+    DecodeRow("sm_90", 2, 256, 16, DecodeTiles(16, 2, 3, 4, paired=True, early_merge=True), (Codes.BY_ROW,)),
+    # gptoss 64 x 4k: 136 us; 137 before the merge was early, 145 with one KV head a row.
+    DecodeRow("sm_90", 2, 64, 16, DecodeTiles(64, 4, 3, 2, transposed=True, heads_per_row=2, early_merge=True)),
+    # 32 query heads of 80 on 8 KV heads, 64 x 4k: 208 us; 219 in the tiles of 128, 224 to 297 in other equal blocks.
+    DecodeRow("sm_90", 2, 80, 16, DecodeTiles(32, 4, 3, 4, dim_block=32, early_merge=True), (Codes.NONE,)),
+    # llama8b and llama70b 64 x 4k: 255 and 256 us; 331 with 1 program an SM, 380 with blocks of 128 keys. 16 x 4k: 71,
+    # 72, a microsecond less than before the merge was early. Pages of 8: 270 where those of 32 take 258. Heads of 96 as
+    # equal blocks: 217 to 281 us where these tiles take 214 (32 KV heads, 16 x 4k).
+    DecodeRow("sm_90", 2, 128, 16, DecodeTiles(64, 4, 3, 2, transposed=True, early_merge=True)),
+    DecodeRow("sm_90", 2, 128, 64, DecodeTiles(32, 4, 2, 2, early_merge=True)),
+    # 64 query heads of 192 on 8 KV heads, 64 x 4k: 387 us; 399 as one block of 256 columns, 393 with 2 programs an SM.
+    DecodeRow("sm_90", 2, 192, 16, DecodeTiles(32, 4, 3, 3, dim_block=64, early_merge=True), (Codes.NONE,)),
+    # gemma 64 x 4k: 494 us, 1.05 of the floor; 495 as one block, 602 transposed.
+    DecodeRow("sm_90", 2, 256, 16, DecodeTiles(32, 4, 3, 2, dim_block=128, early_merge=True), (Codes.NONE,)),
+    DecodeRow("sm_90", 2, 256, 16, DecodeTiles(32, 4, 3, 2, early_merge=True)),
     # With blocks of 32 keys up to 112 bytes of registers spill.
-    DecodeRow("sm_90", 2, 256, 64, DecodeTiles(16, 8, 2, 1), (Codes.BY_TOKEN,)),
-    DecodeRow("sm_90", 2, 256, 64, DecodeTiles(32, 8, 2, 1)),
+    DecodeRow("sm_90", 2, 256, 64, DecodeTiles(16, 8, 2, 1, early_merge=True), (Codes.BY_TOKEN,)),
+    DecodeRow("sm_90", 2, 256, 64, DecodeTiles(32, 8, 2, 1, early_merge=True)),
     # Of 512 columns; with 64 query heads a row spills.
-    DecodeRow("sm_90", 2, 512, 16, DecodeTiles(32, 8, 3, 1)),
-    DecodeRow("sm_90", 2, 512, 32, DecodeTiles(32, 8, 2, 1)),
+    DecodeRow("sm_90", 2, 512, 16, DecodeTiles(32, 8, 3, 1, early_merge=True)),
+    DecodeRow("sm_90", 2, 512, 32, DecodeTiles(32, 8, 2, 1, early_merge=True)),
     DecodeRow("sm_90", 4, 128, 16, DecodeTiles(16, 4, 2, 2)),
     DecodeRow("sm_90", 4, 256, 16, DecodeTiles(16, 8, 2, 2)),
     DecodeRow("sm_90", 4, 512, 16, DecodeTiles(16, 8, 1, 1)),
@@ -279,6 +309,25 @@ DECODE_ROWS = (
     DecodeRow("interpreter", 4, 512, 64, DecodeTiles(16, 1, 1, 3)),
 )
 EXTEND_ROWS = (
+    # Of short sequences, 64 x 5 new tokens of 2505 and FA3 beside it. 12 x 4 heads: 49 us and 56.
+    ExtendRow(
+        "sm_90",
+        2,
+        64,
+        ExtendTiles(16, 128, 4, 3, 2, programs_per_cu=2, share_stages=3, one_launch=True, merge_stages=4),
+        alike=True,
+        codes=(Codes.NONE,),
+        max_rows=16,
+    ),
+    ExtendRow(
+        "sm_90",
+        2,
+        64,
+        ExtendTiles(64, 64, 4, 3, 2, programs_per_cu=2, share_stages=3, merge_stages=4),
+        alike=True,
+        codes=(Codes.NONE,),
+        max_rows=64,
+    ),
     # gptoss 1 x 2048 new + 6144 cached: 634 us, 646 with sinks; 657 with 4 warps, 791 and 847 with blocks of 32 keys
     # and 4 warps. With a window of 1024: 161; 184 with 4 warps, 174 with blocks of 32. Where blocks of V are narrower
     # than K's, what Triton 3.6 makes of blocks of 64 keys reads beyond the pages.
@@ -286,18 +335,38 @@ EXTEND_ROWS = (
         "sm_90",
         2,
         64,
-        ExtendTiles(128, 64, 8, 3, programs_per_cu=1, share_stages=3),
+        ExtendTiles(
+            128, 64, 8, 3, max_registers=128, programs_per_cu=2, share_stages=3, one_launch=True, merge_stages=4
+        ),
         alike=True,
         codes=(Codes.NONE,),
     ),
     ExtendRow("sm_90", 2, 64, ExtendTiles(128, 64, 8, 3), alike=True, codes=(Codes.BY_ROW, Codes.BY_TOKEN)),
+    ExtendRow(
+        "sm_90",
+        2,
+        96,
+        ExtendTiles(16, 64, 4, 3, 2, programs_per_cu=2, share_stages=3, one_launch=True, merge_stages=4),
+        alike=True,
+        codes=(Codes.NONE,),
+        max_rows=16,
+    ),
+    ExtendRow(
+        "sm_90",
+        2,
+        96,
+        ExtendTiles(32, 64, 4, 3, 2, dim_block=32, programs_per_cu=2, share_stages=3, one_launch=True, merge_stages=4),
+        alike=True,
+        codes=(Codes.NONE,),
+        max_rows=32,
+    ),
     # 32 x 32 heads of 96, 777 new of 5778: 153 us where blocks of 128 columns took 266. With 128 registers at most, of
     # which two programs fit an SM, what scores may have beside that spills up to 48 bytes.
     ExtendRow(
         "sm_90",
         2,
         96,
-        ExtendTiles(128, 64, 8, 3, 2, dim_block=32, programs_per_cu=1, share_stages=3),
+        ExtendTiles(128, 64, 8, 3, 2, dim_block=32, programs_per_cu=1, share_stages=3, merge_stages=4),
         alike=True,
         codes=(Codes.NONE,),
     ),
@@ -307,15 +376,54 @@ EXTEND_ROWS = (
     ExtendRow("sm_90", 2, 128, ExtendTiles(64, 128, 4, 2), alike=True, codes=(Codes.BY_TOKEN,)),
     # With two stages 16 bytes spill.
     ExtendRow("sm_90", 2, 256, ExtendTiles(128, 32, 8, 1), codes=(Codes.BY_TOKEN,)),
+    ExtendRow(
+        "sm_90",
+        2,
+        128,
+        ExtendTiles(32, 64, 4, 3, 2, programs_per_cu=2, share_stages=3, one_launch=True, merge_stages=4),
+        alike=True,
+        codes=(Codes.NONE,),
+        max_rows=32,
+    ),
+    ExtendRow(
+        "sm_90",
+        2,
+        128,
+        ExtendTiles(64, 64, 4, 3, 2, dim_block=64, programs_per_cu=2, share_stages=3, one_launch=True, merge_stages=4),
+        alike=True,
+        codes=(Codes.NONE,),
+        max_rows=64,
+    ),
     # llama8b 1 x 2048 new + 6144 cached: 530 us, with a window of 4096 of 32k 362, though 8 to 32 bytes spill; 552 and
     # 409 in blocks of 32 keys, 589 and 541 in (128, 32, 4, 3), one program an SM. 16 new after 100k: 132, 173, 2766.
     ExtendRow(
         "sm_90",
         2,
         128,
-        ExtendTiles(128, 64, 8, 2, 2, dim_block=64, max_registers=128, programs_per_cu=1, share_stages=3),
+        ExtendTiles(
+            128,
+            64,
+            8,
+            2,
+            2,
+            dim_block=64,
+            max_registers=128,
+            programs_per_cu=1,
+            share_stages=3,
+            rows_at_once=2,
+            merge_stages=4,
+        ),
         alike=True,
         codes=(Codes.NONE,),
+    ),
+    ExtendRow(
+        "sm_90",
+        2,
+        192,
+        ExtendTiles(64, 32, 4, 3, 2, dim_block=64, programs_per_cu=2, share_stages=3, one_launch=True, merge_stages=4),
+        alike=True,
+        codes=(Codes.NONE,),
+        max_rows=64,
     ),
     # 64 x 8 heads of 192, 777 new of 5778: 401 us, in (128, 32, 8, 2) of 256 columns 847; 580 with two stages. Shares
     # with three spill up to 80 bytes with Triton 3.9.
@@ -323,15 +431,59 @@ EXTEND_ROWS = (
         "sm_90",
         2,
         192,
-        ExtendTiles(128, 64, 8, 3, 2, dim_block=64, programs_per_cu=1, share_stages=2),
+        ExtendTiles(128, 64, 8, 3, 2, dim_block=64, programs_per_cu=1, share_stages=2, merge_stages=4),
         alike=True,
         codes=(Codes.NONE,),
     ),
+    ExtendRow(
+        "sm_90",
+        2,
+        256,
+        ExtendTiles(16, 64, 4, 2, 2, programs_per_cu=1, share_stages=2, one_launch=True, merge_stages=4),
+        alike=True,
+        codes=(Codes.NONE,),
+        max_rows=16,
+    ),
+    ExtendRow(
+        "sm_90",
+        2,
+        256,
+        # gemma, 16 x 16 new of 4112: 200 us, 254 without, though 48 bytes spill with Triton 3.6.
+        ExtendTiles(32, 64, 4, 2, 2, dim_block=64, programs_per_cu=1, share_stages=2, one_launch=True, merge_stages=4),
+        alike=True,
+        codes=(Codes.NONE,),
+        max_rows=32,
+    ),
     # No row is shared: programs with shares spill up to 48 bytes.
     ExtendRow("sm_90", 2, 256, ExtendTiles(128, 32, 8, 2)),
-    # Blocks of 64 rows spill, with 16 warps too: (64, 32, 8, 2), which takes half the time, up to 700 bytes, and
-    # (64, 16, 8, 2, 2) 56 with Triton 3.9.
-    ExtendRow("sm_90", 2, 512, ExtendTiles(32, 32, 8, 2, programs_per_cu=1, share_stages=2), codes=(Codes.NONE,)),
+    # 40 x 2 heads of 320, 824 new of 5940: 453 us, in (32, 32, 8, 2) of 512 columns 3602. Up to 200 bytes spill with
+    # Triton 3.9, none of a plain layer with 3.6.
+    ExtendRow(
+        "sm_90",
+        2,
+        320,
+        ExtendTiles(128, 32, 8, 2, 2, dim_block=64, programs_per_cu=1, share_stages=2),
+        alike=True,
+        codes=(Codes.NONE,),
+    ),
+    # The same of 512: 1277 us, though 32 bytes spill and up to 416 with Triton 3.9, and of 384 1021; 3789 and 3621 in
+    # (32, 32, 8, 2), and of 512 1740 with 4 warps. Blocks of 128 rows do not fit.
+    ExtendRow(
+        "sm_90",
+        2,
+        512,
+        ExtendTiles(64, 32, 8, 2, 2, dim_block=64, programs_per_cu=1, share_stages=2),
+        alike=True,
+        codes=(Codes.NONE,),
+    ),
+    # Beside rows of up to 32 elements. Blocks of 64 rows spill where a head is one block of columns.
+    ExtendRow(
+        "sm_90",
+        2,
+        512,
+        ExtendTiles(32, 32, 8, 2, programs_per_cu=1, share_stages=2, merge_stages=4),
+        codes=(Codes.NONE,),
+    ),
     ExtendRow("sm_90", 2, 512, ExtendTiles(32, 32, 8, 2), codes=(Codes.BY_ROW, Codes.BY_TOKEN)),
     ExtendRow("sm_90", 4, 128, ExtendTiles(32, 16, 4, 1)),
     ExtendRow("sm_90", 4, 256, ExtendTiles(16, 16, 4, 1)),
@@ -435,12 +587,14 @@ def decode_tiles(
             and codes in row.codes
             and max(head_dim, v_head_dim) <= row.max_head_dim
             and (row.tiles.heads_per_row == 1 or _pairs(row, gqa_ratio, num_kv_heads, head_dim, v_head_dim))
+            and not (row.tiles.dim_block and row.tiles.columns(head_dim) != row.tiles.columns(v_head_dim))
         ]
         for row in rows:
             if gqa_ratio * row.tiles.heads_per_row <= row.max_q_rows:
                 return row.tiles
         if rows:
-            last = max(rows, key=lambda row: (-len(row.codes), rows.index(row)))
+            # Of rows for so many heads as can be, the one with the fewest columns.
+            last = min(rows, key=lambda row: (len(row.codes), -row.max_q_rows, row.max_head_dim))
             return replace(last.tiles, head_blocks=-(-gqa_ratio // last.max_q_rows))
     raise NoTiles(no_row("decode", DECODE_ROWS, arch, dtype, (head_dim, v_head_dim), codes))
 
@@ -503,6 +657,12 @@ def extend_tiles(
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is at least n, and at least 1."""
     return 1 << max(0, n - 1).bit_length()
+
+
+def equal_columns(dim: int, dim_block: int) -> int:
+    """Columns of the blocks that rows of dim elements are cut into, of dim_block at most if it is not 0."""
+    whole = max(16, next_power_of_2(dim))
+    return min(dim_block, whole) if dim_block else whole
 
 
 def names_of(arch: str) -> Iterator[str]:

@@ -37,8 +37,9 @@ from rocm_attn.step.step import Step
 # Above this a storage takes code with 64-bit addresses; a pool that is larger than this needs no more of itself here.
 _BUFFER_LOAD_BYTES = 2 << 30
 
-# Sizes of steps that run without a graph: sequences, new tokens of each.
-_EAGER_STEPS = ((1, 2), (1, 16), (3, 7))
+# Sizes of steps that run without a graph: sequences, new tokens of each. The last ones have more rows than any tiles of
+# short sequences.
+_EAGER_STEPS = ((1, 2), (1, 16), (3, 7), (2, 80))
 
 
 @dataclass(frozen=True, slots=True)

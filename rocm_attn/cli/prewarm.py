@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 
@@ -13,6 +13,7 @@ from rocm_attn.capture.prewarm import prewarm
 from rocm_attn.cli.arguments import described_model, page_choice, pages_as_json, runtime_options
 from rocm_attn.cli.progress_bar import ProgressBar
 from rocm_attn.errors import BadSetting
+from rocm_attn.machine.releases import Release, triton_version
 from rocm_attn.machine.target import Target, detect_target, known_target
 from rocm_attn.providers.select import select
 from rocm_attn.selection.kernels import missing_kernels
@@ -55,5 +56,9 @@ def target_and_device(arch: str | None) -> tuple[Target, torch.device]:
     here = detect_target(torch.device("cuda")) if torch.cuda.is_available() else known_target("cpu")
     if arch is None and not here.is_gpu:
         raise BadSetting("there is no GPU to compile for; name one with --arch, or run this on the machine that serves")
-    target = known_target(arch) if arch is not None and arch != here.arch else here
+    target = here
+    if arch is not None and arch != here.arch:
+        # The Triton that compiles is the one that will run: a cache's entries are of one release.
+        absent = known_target(arch)
+        target = replace(absent, releases=replace(absent.releases, triton=Release.of(triton_version())))
     return target, torch.device("cuda" if target == here and here.is_gpu else "cpu")

@@ -1,4 +1,4 @@
-"""Releases of ROCm and of AITER, as values that a choice of kernels can be a pure function of."""
+"""Releases of ROCm, of AITER and of Triton, as values that a choice of kernels can be a pure function of."""
 
 from __future__ import annotations
 
@@ -72,10 +72,11 @@ EVERY_RELEASE = Span()
 
 @dataclass(frozen=True, slots=True)
 class Releases:
-    """What runs on a device, or would: the ROCm that compiles for it, and the AITER that is installed."""
+    """What runs on a device, or would: the ROCm that compiles for it, and the AITER and Triton that are installed."""
 
     rocm: Release = UNKNOWN
     aiter: Release = UNKNOWN
+    triton: Release = UNKNOWN
 
 
 NOT_KNOWN = Releases()
@@ -83,12 +84,20 @@ NOT_KNOWN = Releases()
 
 def installed_releases() -> Releases:
     """Those of this machine. torch names the HIP that it was built with, whose first two numbers are ROCm's."""
-    return Releases(Release.of(torch.version.hip or ""), Release.of(aiter_version()))
+    return Releases(Release.of(torch.version.hip or ""), Release.of(aiter_version()), Release.of(triton_version()))
 
 
 def aiter_version() -> str:
     """The installed AITER's version; empty where its distribution does not say, or where there is none."""
     try:
         return metadata.version("amd-aiter")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def triton_version() -> str:
+    """The installed Triton's version, as its distribution says; empty where there is none of that name."""
+    try:
+        return metadata.version("triton")
     except metadata.PackageNotFoundError:
         return ""

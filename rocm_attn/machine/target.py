@@ -21,7 +21,7 @@ class Target:
     wave_size:      lanes of a wave or warp; 1 on a CPU
     lds_bytes:      LDS (AMD) or shared memory (NVIDIA) that one program may use
     fp8_dtype:      the FP8 encoding that the matrix units read, None where they read none
-    releases:       of ROCm and AITER; nothing is known of them where they have no part
+    releases:       of ROCm, AITER and Triton; nothing is known of them where they have no part
     """
 
     arch: str

@@ -15,7 +15,7 @@ from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
 from rocm_attn.kernels.cache.page_format import Scales
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
-from rocm_attn.machine.releases import EVERY_RELEASE, Span
+from rocm_attn.machine.releases import EVERY_RELEASE, Release, Span
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem
 from rocm_attn.providers.launches import (
@@ -188,6 +188,8 @@ class Limits:
     max_side_bytes: of one layer's K pages, and of its V pages; 0: no limit
     page_strides:  whether it reads pages of any strides but the last; without, it takes them for contiguous
     short_kv:      whether a sequence of a layer that is not causal may have fewer tokens in its KV than new ones
+    least_window:  the fewest keys of a window that it serves
+    tritons:       the only releases of Triton that it may run with; one that is not known is none of them
     """
 
     archs: tuple[str, ...]
@@ -212,6 +214,8 @@ class Limits:
     non_causal: bool = False
     page_strides: bool = False
     short_kv: bool = False
+    least_window: int = 0
+    tritons: tuple[Release, ...] = ()
 
     def refusals(self, problem: Problem, target: Target, pool: PoolSize = SMALLEST_POOL) -> tuple[str, ...]:
         """Every limit that the problem breaks, one clause each; empty when the kernel serves it.
@@ -223,6 +227,8 @@ class Limits:
         if problem.pool not in self.pools:
             return (f"it reads {_either(kind.value for kind in self.pools)}, and this layer has {problem.pool.value}",)
         reasons = []
+        if self.tritons and target.releases.triton not in self.tritons:
+            reasons.append(f"it runs with Triton {_either(self.tritons)}, and here it is {target.releases.triton}")
         if problem.dtype not in self.dtypes:
             reasons.append(f"dtype {dtype_name(problem.dtype)} is not one of {', '.join(map(dtype_name, self.dtypes))}")
         reasons += self._encoding_refusals(problem)
@@ -235,6 +241,8 @@ class Limits:
             reasons.append(f"{problem.gqa_ratio} query heads share a KV head, at most {self.max_gqa_ratio} may")
         if problem.window_left != UNLIMITED_WINDOW and not self.window:
             reasons.append(f"it has no sliding window (window_left {problem.window_left})")
+        if UNLIMITED_WINDOW != problem.window_left < self.least_window - 1:
+            reasons.append(f"a window of {problem.window_left + 1} keys is shorter than its {self.least_window}")
         if problem.logits_soft_cap and not self.soft_cap:
             reasons.append(f"it has no logits soft cap ({problem.logits_soft_cap:g})")
         if problem.has_sinks and not self.sinks:

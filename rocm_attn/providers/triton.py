@@ -17,7 +17,7 @@ from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles, decode_tiles, extend_rows
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import KVEncoding, Problem, Scales
-from rocm_attn.providers import triton_latent, triton_segments
+from rocm_attn.providers import triton_hopper, triton_latent, triton_segments
 from rocm_attn.providers.by_tokens import KernelByTokens, SizedKernel
 from rocm_attn.providers.contract import BoundKernel, Limits, PoolSize, Provider, StepBounds
 from rocm_attn.providers.mixed import MixedAtOnce, TritonMixed
@@ -179,6 +179,30 @@ def _bind_shared(problem: Problem, target: Target, pool: PoolSize) -> SharedPref
     return SharedPrefixKernel(problem, prefix, _bind_decode(problem, target, pool), triton_ops)
 
 
+def _bind_extend_hopper(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
+    return _hopper_by_tokens(problem, target)
+
+
+def _hopper_by_tokens(problem: Problem, target: Target, min_q_len: int = 1) -> BoundKernel:
+    """Sequences with few new tokens are the plain kernel's: of 128 rows most would have no token."""
+    hopper = triton_hopper.bind_extend(problem, target, min_q_len)
+    return _by_tokens(
+        problem,
+        target,
+        lambda tiles, is_short: _extend(problem, target, tiles, min_q_len) if is_short else hopper,
+    )
+
+
+def _bind_mixed_hopper(problem: Problem, target: Target, pool: PoolSize) -> MixedAtOnce:
+    extend = _hopper_by_tokens(problem, target, min_q_len=2)
+    return MixedAtOnce(TritonMixed(_bind_decode(problem, target, pool), extend))
+
+
+def _bind_shared_hopper(problem: Problem, target: Target, pool: PoolSize) -> SharedPrefixKernel:
+    prefix = _hopper_by_tokens(problem_of_prefixes(problem), target)
+    return SharedPrefixKernel(problem, prefix, _bind_decode(problem, target, pool), triton_ops)
+
+
 def _bind_mixed_segments(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed:
     extend = triton_segments.bind_extend(problem, target, pool)
     extend = replace(extend, cut=replace(extend.cut, min_q_len=2))
@@ -189,9 +213,18 @@ TRITON = Provider(
     name="triton",
     rows=(
         triton_row("triton.decode", StepKind.DECODE, _bind_decode, limits=_LIMITS),
+        triton_row("triton.hopper_extend", StepKind.EXTEND, _bind_extend_hopper, limits=triton_hopper.LIMITS),
         triton_row("triton.extend", StepKind.EXTEND, _bind_extend, limits=_LIMITS),
+        triton_row("triton.hopper_extend+decode", StepKind.MIXED, _bind_mixed_hopper, limits=triton_hopper.LIMITS),
         triton_row("triton.extend+decode", StepKind.MIXED, _bind_mixed, limits=_LIMITS),
         triton_row("triton.masked", StepKind.MASKED, _bind_masked, Need.MASK_INDPTR, Need.MASK_WORDS, limits=_LIMITS),
+        triton_row(
+            "triton.hopper_shared_prefix",
+            StepKind.SHARED,
+            _bind_shared_hopper,
+            Need.PREFIXES,
+            limits=limits_of_shared_prefix(triton_hopper.LIMITS),
+        ),
         triton_row(
             "triton.shared_prefix",
             StepKind.SHARED,

@@ -19,6 +19,8 @@ class _Later:
 
 
 if TYPE_CHECKING:
+    from rocm_attn.providers import hopper_launches as hopper_launches
     from rocm_attn.providers import triton_launches as triton_launches
 else:
     triton_launches = _Later("rocm_attn.providers.triton_launches")
+    hopper_launches = _Later("rocm_attn.providers.hopper_launches")

@@ -62,7 +62,9 @@ def _say_what_fell_back(selection: Selection) -> None:
     """Name the kinds of step that AITER does not serve, and why."""
     for kind, kernel in selection.kernels.items():
         reasons = [
-            f"{r.kernel}: {r.reason}" for r in selection.refusals if r.kind is kind and "not bound" not in r.reason
+            f"{r.kernel}: {r.reason}"
+            for r in selection.refusals
+            if r.kind is kind and r.kernel.startswith("aiter.") and "not bound" not in r.reason
         ]
         # Kinds that AITER has no kernels for have nothing to fall back from.
         if kernel.row.provider != "aiter" and reasons:

@@ -45,6 +45,7 @@ _MEANING = """\
 - **freezes**: host values that are part of a graph's key.
 - **pool limit**: bytes of one layer's K pages, and of its V pages.
 - **any batch**: whether a sequence's result is bitwise the same in any batch; deterministic mode takes no others.
+- **Triton**: the only releases that it runs with; one that is not known is none of them.
 - A padded sequence has the least KV length.
 """
 
@@ -201,6 +202,10 @@ def _factors(line: _Line) -> str:
     return ", ".join(name for scales, name in names.items() if scales in line[0].limits.scales) or "nothing"
 
 
+def _window(limits: Limits) -> str:
+    return f"of {limits.least_window} keys or more" if limits.window and limits.least_window else _yes(limits.window)
+
+
 def _yes(value: object) -> str:
     return "yes" if value else "no"
 
@@ -228,7 +233,7 @@ _SERVES: dict[str, Callable[[_Line], str]] = {
 _SCORES: dict[str, Callable[[_Line], str]] = {
     **_NAME,
     "steps": lambda line: line[1],
-    "window": lambda line: _yes(line[0].limits.window),
+    "window": lambda line: _window(line[0].limits),
     "soft cap": lambda line: _yes(line[0].limits.soft_cap),
     "sinks": lambda line: _yes(line[0].limits.sinks),
     "ALiBi": lambda line: _yes(line[0].limits.alibi),
@@ -253,4 +258,5 @@ _DEMANDS: dict[str, Callable[[_Line], str]] = {
     "clears pads": lambda line: _yes(line[0].clears_pads),
     "in graphs": lambda line: _yes(line[0].graph_safe),
     "any batch": lambda line: _yes(line[0].batch_invariant),
+    "Triton": lambda line: ", ".join(map(str, line[0].limits.tritons)) or "any",
 }

@@ -209,3 +209,25 @@ def test_a_captured_decode_is_padded_to_its_lengths(device: torch.device) -> Non
     step = ExternalStep.decode(lengths, num_seqs=2, max_kv_len=7, captured=True)
     assert (step.num_seqs, step.padded_seqs, step.padded_tokens, step.captured) == (2, 4, 4, True)
     assert step.shape.kind.decodes
+
+
+@pytest.mark.parametrize("binds_calls", [False, True])
+def test_pages_of_a_call_may_come_after_seal_where_the_engine_says_so(binds_calls: bool, device: torch.device) -> None:
+    pages = [torch.zeros((BLOCKS, BLOCK_SIZE, KV_HEADS, DIM), device=device) for _ in range(4)]
+    attention = ExternalAttention(
+        [LayerSource(PROBLEM)],
+        TableSource(torch.zeros((4, 6), dtype=torch.int32, device=device), null_page=False),
+        device=device,
+        bounds=Bounds(num_seqs=4, num_tokens=40, kv_len=24, num_pages=BLOCKS),
+        options=ExternalOptions(provider="torch", binds_calls=binds_calls),
+    )
+    if not binds_calls:
+        attention.bind(0, pages[0], pages[1])
+    attention.seal()
+    attention.bind(0, pages[0], pages[1])
+    if binds_calls:
+        attention.bind(0, pages[2], pages[3])
+        assert attention._pages.layer(0).k is pages[2]
+    else:
+        with pytest.raises(WrongState, match="the pages of layer 0 have moved"):
+            attention.bind(0, pages[2], pages[3])

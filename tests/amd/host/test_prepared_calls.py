@@ -385,6 +385,17 @@ def test_a_layers_new_pages_and_weights_are_used_at_once() -> None:
     assert sinks.data_ptr() in attend(forms, 0, q, out, None).addresses
 
 
+def test_pages_whose_k_and_v_are_one_make_another_form() -> None:
+    forms, pool, _ = forms_of(PLAIN)
+    q, out = q_and_out()
+    k, v = kv()
+    apart = attend(forms, 0, q, out, None).form, store(forms, 0, k, v).form
+    pages = pool.layer(0)
+    pool.take(0, LayerPages.plain(pages.k, pages.k))
+    assert attend(forms, 0, q, out, None).form != apart[0]
+    assert store(forms, 0, k, v).form != apart[1]
+
+
 def test_a_layer_that_wants_weights_is_refused() -> None:
     forms, *_ = forms_of(WITH_SINKS)
     with pytest.raises(WrongState, match="never given"):

@@ -27,13 +27,14 @@ FLOORS_UP = (
     "oracle",
     "selection",
     "external",
+    "integrations",
     "capture",
     "watch",
     "soak",
     "runner",
     "cli",
 )
-MOST_FLOORS = 19
+MOST_FLOORS = 20
 
 KERNELS, HIP_GRAPHS, PROVIDERS, RUNNER, CLI = (
     f"rocm_attn.{name}" for name in ("kernels", "hip_graphs", "providers", "runner", "cli")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, replace
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -55,6 +56,7 @@ def steps(draw: st.DrawFn) -> Step:
         rows=draw(st.integers(1, 4)),
         causal=draw(st.booleans()),
         window_left=draw(st.sampled_from([UNLIMITED_WINDOW, 0, 7, 40, 1000])),
+        rows_at_once=draw(st.integers(1, 2)),
         row_keys=draw(st.integers(1, 60)),
         split_keys=draw(st.sampled_from([-99999, 0, 50, 99999])),
         gain=draw(st.integers(0, 4)),
@@ -132,3 +134,11 @@ def test_no_program_leaves_more_than_two_rows_unfinished_and_the_merge_finds_the
     for program, begins in unfinished.items():
         count = sum(1 for parts in taken(step).values() if len(parts) > 1 for other, *_ in parts if other == program)
         assert count == len(begins), "two parts in one place"
+
+
+@pytest.mark.parametrize(("rows_at_once", "is_shared"), [(1, False), (2, True)])
+def test_rows_that_run_two_at_a_time_are_shared_where_one_would_be_late(rows_at_once: int, is_shared: bool) -> None:
+    """Three long rows among many short ones: as good as balanced, unless each long one has to share its unit."""
+    sharing = Sharing(programs=4, rows=1, rows_at_once=rows_at_once, row_keys=64, split_keys=100, gain=1, least_keys=64)
+    step = Step(((1000, 5), (990, 5), (980, 5), *[(60, 5)] * 14), sharing)
+    assert (step.words()[-1] > 0) == is_shared

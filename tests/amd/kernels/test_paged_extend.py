@@ -47,6 +47,7 @@ GEOMETRIES = {
     "gqa_4": replace(RAGGED, heads=(4, 1), page_size=1),
     "gqa_8": replace(RAGGED, heads=(8, 1), page_size=64),
     "mqa_40": replace(RAGGED, heads=(40, 1), dims=(32, 32), page_size=128),
+    "dim_40": replace(RAGGED, dims=(40, 40), heads=(2, 1)),
     "dim_80": replace(RAGGED, dims=(80, 80), page_size=5),
     "dim_96": replace(RAGGED, dims=(96, 96), heads=(2, 1)),
     "dim_128": replace(RAGGED, dims=(128, 128), heads=(3, 1)),
@@ -237,7 +238,7 @@ def without_idle_shares(words: list[int], cut: ExtendCut) -> list[int]:
     "sharing",
     [
         WHOLE_ROWS,
-        Sharing(programs=7, rows=2, row_keys=20, split_keys=0, gain=0, least_keys=1),
+        Sharing(programs=7, rows=2, rows_at_once=2, row_keys=20, split_keys=0, gain=0, least_keys=1),
         Sharing(programs=3, rows=1, row_keys=1, split_keys=3, gain=1, least_keys=9, window_left=33),
         Sharing(programs=9, rows=4, row_keys=9, split_keys=-99999, gain=0, least_keys=1, causal=False),
         Sharing(programs=5, rows=3, row_keys=64, split_keys=5, gain=2, causal=False, window_left=7),

@@ -25,14 +25,13 @@ import triton
 from triton.compiler import CompiledKernel
 
 from tests.amd.offline.code_object import read_amd_code
-from tests.amd.offline.compiling import AMD_ARCHS, compiled_kernels
+from tests.amd.offline.compiling import AMD_ARCHS, OLDEST_TRITON, compiled_kernels
 from tests.amd.offline.matrix import ROWS, Row
 from tests.amd.offline.sparse_matrix import ROWS as SPARSE_ROWS
 from tests.amd.offline.sparse_matrix import SparseRow, compiled_sparse_kernels
 
 AnyRow = Row | SparseRow
 FOLDER = Path(__file__).parent / "budgets"
-OLDEST_TRITON = "3.6.0"
 
 # How much of what was accepted may come on top.
 MARGIN = 0.1

@@ -131,7 +131,9 @@ def _waves_per_simd(compiled: CompiledKernel, by_registers: int) -> int:
 
 
 def _has_dot(compiled: CompiledKernel) -> bool:
-    return re.search(r"\btt\.dot(_scaled)?\b", compiled.asm["ttir"]) is not None
+    # A kernel in Gluon has no source but the second.
+    source = compiled.asm["ttir" if "ttir" in compiled.asm else "ttgir"]
+    return re.search(r"\btt\.dot(_scaled)?\b|\bttng\.warp_group_dot\b", source) is not None
 
 
 def _only(pattern: str, text: str) -> str:

@@ -38,7 +38,7 @@ from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, OWN_TABLE, StepTen
 from rocm_attn.kernels.metadata.take_slots import launch_take_slots
 from rocm_attn.kernels.tuning.expert_tiles import expert_tiles
 from rocm_attn.kernels.tuning.segment_tiles import segment_tiles
-from rocm_attn.kernels.tuning.tiles import NoTiles
+from rocm_attn.kernels.tuning.tiles import NoTiles, extend_rows
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.triton import TRITON
@@ -172,6 +172,10 @@ ROWS = (
     # More query heads on a KV head than any row serves at once: they are cut into blocks.
     Row("gfx942", (128, 1), (128, 128), BF16, 16),
     *(Row("sm_90", *layer) for layer in _SM_90_LAYERS),
+    # Heads with tiles for decode or for short sequences, of fewer query heads a KV head than those above.
+    *(Row("sm_90", (heads, 4), (dim, dim), BF16, 16) for heads, dim in ((16, 80), (16, 96), (32, 192))),
+    # More blocks of columns than in heads of 256, and rows beside which others are no whole block.
+    *(Row("sm_90", (16, 2), dims, BF16, 16) for dims in ((320, 320), (512, 32))),
     *(Row("sm_80", *layer) for layer in _SM_80_LAYERS),
     *(
         Row(
@@ -208,6 +212,8 @@ def launch_all(row: Row) -> None:
     runtime, rows = _runtime(row, row.problems)
     _launch_step(runtime, _batch(rows, [1] * 16))
     _launch_step(runtime, _batch(rows, [32] * 16))
+    for q_len in _short_q_lens(row):
+        _launch_step(runtime, _batch(rows, [q_len] * 16))
     _launch_row_work(runtime, _batch(rows, [1] * 16))
     _launch_masked_step(row)
     if row.kv is not KVEncoding.LIKE_Q:
@@ -234,6 +240,22 @@ def _has_segments(row: Row) -> bool:
     except NoTiles:
         return False
     return True
+
+
+def _short_q_lens(row: Row) -> list[int]:
+    """New tokens of sequences that the tuning rows for short ones are chosen for; one token is a step of decode."""
+    problem = row.problems[0]
+    tuned = extend_rows(
+        row.arch,
+        gqa_ratio=problem.gqa_ratio,
+        num_kv_heads=problem.num_kv_heads,
+        head_dim=problem.head_dim,
+        v_head_dim=problem.v_head_dim,
+        dtype=problem.dtype,
+        codes=codes_of(problem),
+    )
+    q_lens = [short.max_rows // problem.gqa_ratio for short in tuned[:-1]]
+    return [q_len for q_len in q_lens if q_len > 1]
 
 
 def launch_rest(row: Row) -> None:
@@ -274,9 +296,10 @@ def _launch_shared_step(row: Row) -> None:
 
 
 def _launch_masked_step(row: Row) -> None:
-    """A step with a mask, in a runtime of its own: with masked layers every fill derives where masks begin."""
+    """Steps with a mask, in a runtime of its own: with masked layers every fill derives where masks begin."""
     runtime, rows = _runtime(row, [replace(problem, custom_mask=True) for problem in row.problems])
-    _launch_step(runtime, with_random_mask(_batch(rows, [8] * 16), torch.Generator()))
+    for q_len in (*_short_q_lens(row), 128):
+        _launch_step(runtime, with_random_mask(_batch(rows, [q_len] * 16), torch.Generator()))
 
 
 def _runtime(row: Row, problems: list[Problem], *, deterministic: bool = False) -> tuple[AttentionRuntime, list[int]]:

@@ -9,7 +9,6 @@ import triton
 
 from tests.amd.offline.budgets import (
     FOLDER,
-    OLDEST_TRITON,
     Cost,
     Variant,
     complaints,
@@ -17,7 +16,7 @@ from tests.amd.offline.budgets import (
     read,
     rows_with_budgets,
 )
-from tests.amd.offline.compiling import AMD_ARCHS, compiled_kernels, rows_for
+from tests.amd.offline.compiling import AMD_ARCHS, OLDEST_TRITON, compiled_kernels, rows_for
 from tests.amd.offline.matrix import Row
 
 VARIANT = Variant("row", "_decode_kernel", 0)

@@ -28,7 +28,9 @@ def rows_for(archs: tuple[str, ...]) -> pytest.MarkDecorator:
             pytest.param(
                 row,
                 id=str(row),
-                marks=[pytest.mark.oldest_triton] * row.on_oldest + [pytest.mark.long] * (str(row) not in _QUICK),
+                marks=[pytest.mark.xdist_group(str(row))]
+                + [pytest.mark.oldest_triton] * row.on_oldest
+                + [pytest.mark.long] * (str(row) not in _QUICK),
             )
             for row in ROWS
             if row.arch in archs

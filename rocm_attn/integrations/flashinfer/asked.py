@@ -1,0 +1,220 @@
+"""What callers of FlashInfer's functions ask for: layouts, dtypes, a geometry; what is not served, and why."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import BadProblem, BadSetting, BadTensor, Unsupported
+from rocm_attn.machine.choices import PROVIDERS
+from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem, Scales
+
+LAYOUTS = ("NHD", "HND")
+NO_POSITIONS, ROPE, ALIBI = "NONE", "ROPE_LLAMA", "ALIBI"
+_EIGHT_BITS = {torch.float8_e4m3fn: KVEncoding.E4M3FN, torch.float8_e5m2: KVEncoding.E5M2}
+
+# What FlashInfer takes and no kernel here does, and why.
+_REFUSED = {
+    "window_right": "windows reach back from a query, not ahead of it",
+    "jit_args": "they are CUDA source, which is compiled into FlashInfer's own kernels",
+    "jit_kwargs": "they are CUDA source, which is compiled into FlashInfer's own kernels",
+    "variant_owns_mask": "it is about CUDA source that is compiled into FlashInfer's own kernels",
+    "*args": "they are arguments of CUDA source that is compiled into FlashInfer's own kernels",
+    "kv_cache_sf": "no kernel here reads NVFP4 pages; keep K and V in 16 bits or in FP8",
+    "skip_softmax_threshold_scale_factor": "every key counts here; leave it None",
+    "uses_spcompress": "no kernel here has a compressed softmax; leave it None",
+    "prefix_len_ptr": "there is no multi-item scoring; pass its mask as custom_mask",
+    "token_pos_in_items_ptr": "there is no multi-item scoring; pass its mask as custom_mask",
+    "max_item_len_ptr": "there is no multi-item scoring; pass its mask as custom_mask",
+    "v_indptr": "K and V of a token lie at the same place of their tensors; leave it None",
+    "o_indptr": "a token's output lies where its query lies; leave it None",
+    "scale_q": "queries in eight bits have no kernel here; pass them in 16 bits",
+    "scale_k": "factors of heads belong to queries in eight bits, which have no kernel here",
+    "scale_v": "factors of heads belong to queries in eight bits, which have no kernel here",
+    "o_scale": "outputs in eight bits are not written; scale the output",
+    "skip_softmax": "every key counts here; leave it False",
+    "ckv_scale": "latent pages in eight bits with a factor at each call are not read; keep them in 16 bits",
+    "ckv_scale_arr": "latent pages in eight bits with a factor at each call are not read; keep them in 16 bits",
+    "kpe_scale": "latent pages in eight bits with a factor at each call are not read; keep them in 16 bits",
+    "output_scale": "outputs in eight bits are not written; scale the output",
+    "scale_mode": "latent pages in eight bits with a factor at each call are not read; keep them in 16 bits",
+    "bmm1_scale": "the scale of a plan holds; give sm_scale to plan()",
+    "bmm2_scale": "scale the output",
+    "profiler_buffer": "FlashInfer's kernels write it, and they do not run here",
+}
+
+
+def refuse(**asked: bool) -> None:
+    """Raise Unsupported with the reason for the first argument that is asked for. positional: of *args"""
+    for name, is_asked in asked.items():
+        if is_asked:
+            name = "*args" if name == "positional" else name
+            raise Unsupported(f"{name} is not served: {_REFUSED[name]}")
+
+
+def check_layout(kv_layout: str) -> str:
+    """The layout. Raises BadSetting for one that FlashInfer does not know."""
+    if kv_layout not in LAYOUTS:
+        raise BadSetting(f"kv_layout is {kv_layout!r}; it is NHD or HND")
+    return kv_layout
+
+
+def check_positions(pos_encoding_mode: str) -> bool:
+    """Whether scores get ALiBi's bias. Raises Unsupported, BadSetting."""
+    if pos_encoding_mode == ROPE:
+        raise Unsupported(
+            "pos_encoding_mode ROPE_LLAMA is not served: kernels here read keys as they are stored; rotate queries and "
+            "keys before they are stored, and ask for NONE"
+        )
+    if pos_encoding_mode not in (NO_POSITIONS, ALIBI):
+        raise BadSetting(f"pos_encoding_mode is {pos_encoding_mode!r}; it is NONE, ROPE_LLAMA or ALIBI")
+    return pos_encoding_mode == ALIBI
+
+
+def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """A dtype, or the name of one. Raises BadSetting."""
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype):
+        raise BadSetting(f"{dtype!r} is no dtype of torch")
+    return found
+
+
+_chosen = ["auto"]
+
+
+def use_provider(provider: str) -> None:
+    """Choose what serves calls that name no kernels, from now on: "auto", "torch", "triton" or "aiter"."""
+    if provider not in PROVIDERS:
+        raise BadSetting(f"provider is {provider!r}; it is one of {', '.join(PROVIDERS)}")
+    _chosen[0] = provider
+
+
+def provider_of(backend: str = "auto") -> str:
+    """Whose kernels serve a call.
+
+    backend: a provider of ours, or a name of FlashInfer's, which means "auto": its kernels do not run here
+    """
+    return backend if backend in PROVIDERS and backend != "auto" else _chosen[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What a plan fixes.
+
+    dtype:         of q; kv_dtype: of K and V, the same or eight bits
+    window_left:   previous keys that a query sees besides its own; -1: all of them
+    alibi:         whether scores get ALiBi's bias
+    sinks:         whether softmax denominators have a sink
+    deterministic: whether a sequence's results must be the same in any batch
+    """
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    page_size: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    scale: float
+    window_left: int = UNLIMITED_WINDOW
+    soft_cap: float = 0.0
+    alibi: bool = False
+    causal: bool = False
+    sinks: bool = False
+    pool: PoolKind = PoolKind.SPLIT
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype.itemsize == 1:
+            raise Unsupported(f"queries in {self.dtype} are not served; pass them in 16 bits")
+        if self.kv_dtype == torch.uint8:
+            raise Unsupported(f"K and V in torch.uint8 are not served: {_REFUSED['kv_cache_sf']}")
+        if self.kv_dtype != self.dtype and self.kv_dtype not in _EIGHT_BITS:
+            raise Unsupported(
+                f"K and V in {self.kv_dtype} beside queries in {self.dtype} are not served; give both one dtype, or "
+                "K and V torch.float8_e4m3fn or torch.float8_e5m2"
+            )
+        if self.alibi and self.soft_cap:
+            raise Unsupported("ALIBI with a logits_soft_cap is not served: the bias is added after the cap here")
+        if not 1 <= self.num_kv_heads <= self.num_q_heads:
+            raise BadProblem(
+                f"{self.num_q_heads} query heads over {self.num_kv_heads} KV heads; give at least 1 of each"
+            )
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether K and V are in eight bits."""
+        return self.kv_dtype in _EIGHT_BITS
+
+    def scaled(self, factor: float) -> Geometry:
+        """The same with another scale."""
+        return self if factor == 1.0 else replace(self, scale=self.scale * factor)
+
+    def seen(self, causal: bool, scores: Scores) -> Geometry:
+        """The same with another causality, and other scores."""
+        return scores.over(replace(self, causal=causal))
+
+    def problem(self, *, causal: bool, masked: bool) -> Problem:
+        """What kernels are chosen for. masked: whether steps say cell by cell what is seen, in place of the rest"""
+        return Problem(
+            self.num_q_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.v_head_dim,
+            self.dtype,
+            self.page_size,
+            self.scale,
+            window_left=self.window_left if causal else UNLIMITED_WINDOW,
+            logits_soft_cap=self.soft_cap,
+            has_sinks=self.sinks,
+            has_alibi_slopes=self.alibi,
+            causal=causal,
+            custom_mask=masked,
+            pool=self.pool,
+            kv_encoding=_EIGHT_BITS.get(self.kv_dtype, KVEncoding.LIKE_Q),
+            kv_scales=Scales.LAYER if self.is_coded else Scales.NONE,
+            wants_lse=True,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How scores become weights, as FlashInfer's arguments say it; None is their default."""
+
+    pos_encoding_mode: str
+    window_left: int
+    logits_soft_cap: float | None
+    sm_scale: float | None
+
+    def over(self, geometry: Geometry) -> Geometry:
+        """The geometry with these scores."""
+        return replace(
+            geometry,
+            alibi=check_positions(self.pos_encoding_mode),
+            window_left=max(self.window_left, UNLIMITED_WINDOW),
+            soft_cap=self.logits_soft_cap or 0.0,
+            scale=self.sm_scale if self.sm_scale is not None else 1.0 / math.sqrt(geometry.head_dim),
+        )
+
+
+def alibi_slopes(num_heads: int) -> Tensor:
+    """A slope for each head: 2^(-8 i / n), i from 1 on, n the largest power of two of heads; then those between.
+
+    Press, Smith and Lewis, "Train Short, Test Long", and its published code for other numbers of heads.
+    """
+    power = 1 << (num_heads.bit_length() - 1)
+    slopes = [2.0 ** (-8.0 * i / power) for i in range(1, power + 1)]
+    slopes += [2.0 ** (-4.0 * i / power) for i in range(1, 2 * (num_heads - power), 2)]
+    return torch.tensor(slopes, dtype=torch.float32)
+
+
+def check_rows(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """Raise BadTensor where a tensor is another than it must be."""
+    if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != device:
+        raise BadTensor(
+            f"{name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}; it must be {dtype} "
+            f"{list(shape)} on {device}"
+        )

@@ -1,0 +1,139 @@
+"""One call of a wrapper's run(): its outputs, scales and log-sum-exp, around PlannedAttention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import BadSetting, BadTensor
+from rocm_attn.integrations.flashinfer.asked import Geometry, check_rows
+from rocm_attn.integrations.flashinfer.batch import Inputs
+from rocm_attn.integrations.flashinfer.planned import LOG2_E, PlannedAttention
+
+Scale = float | Tensor | None
+# K and V in one tensor, or in two.
+PagedKV = Tensor | tuple[Tensor, Tensor]
+# An output, or with its log-sum-exp.
+Result = Tensor | tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What run() is given beside q, k and v, as FlashInfer names it."""
+
+    out: Tensor | None = None
+    lse: Tensor | None = None
+    return_lse: bool = False
+    lse_base: str = "log2"
+    lse_layout: str = "NH"
+    q_scale: Scale = None
+    k_scale: Scale = None
+    v_scale: Scale = None
+    sinks: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.lse_base not in ("log2", "ln"):
+            raise BadSetting(f"lse_base is {self.lse_base!r}; it is log2 or ln")
+        if self.lse_layout not in ("NH", "HN"):
+            raise BadSetting(f"lse_layout is {self.lse_layout!r}; it is NH or HN")
+
+
+def pages_of(paged_kv_cache: PagedKV, kv_layout: str) -> tuple[Tensor, Tensor]:
+    """K and V as [pages, page_size, kv_heads, dim]: views, of any layout of FlashInfer's. Raises BadTensor.
+
+    A tensor has K and V in its second dimension; without one for the page size, that is 1.
+    """
+    if isinstance(paged_kv_cache, Tensor):
+        if paged_kv_cache.dim() not in (4, 5) or paged_kv_cache.shape[1] != 2:
+            raise BadTensor(
+                f"the KV cache is {list(paged_kv_cache.shape)}; it is [pages, 2, ...] or a tuple of K and V, each "
+                "[pages, page_size, kv_heads, head_dim] in NHD and [pages, kv_heads, page_size, head_dim] in HND"
+            )
+        k, v = paged_kv_cache.unbind(1)
+    else:
+        k, v = paged_kv_cache
+    return _as_nhd(k, kv_layout), _as_nhd(v, kv_layout)
+
+
+def _as_nhd(side: Tensor, kv_layout: str) -> Tensor:
+    if side.dim() == 3:
+        return side.unsqueeze(1)
+    if side.dim() != 4:
+        raise BadTensor(
+            f"a side of the KV cache is {list(side.shape)}; it has 4 dimensions, or 3 with pages of 1 token"
+        )
+    return side if kv_layout == "NHD" else side.transpose(1, 2)
+
+
+def attend(
+    planned: PlannedAttention,
+    geometry: Geometry,
+    out_dtype: torch.dtype,
+    q: Tensor,
+    pages: tuple[Tensor, Tensor],
+    call: Call,
+) -> Result:
+    """The output of one call, and its log-sum-exp where that is asked for. Raises BadTensor, WrongState, Unsupported.
+
+    q:     [tokens, q_heads, head_dim]
+    pages: K and V, [pages, page_size, kv_heads, head_dim | v_head_dim]
+    """
+    num_tokens = planned.batch.lengths.num_tokens
+    check_rows("q", q, (num_tokens, geometry.num_q_heads, geometry.head_dim), geometry.dtype, planned.device)
+    shape = num_tokens, geometry.num_q_heads, geometry.v_head_dim
+    out = call.out
+    if out is None:
+        out = torch.empty(shape, dtype=out_dtype, device=planned.device)
+    check_rows("out", out, shape, out_dtype, planned.device)
+    is_whole = out.dtype == geometry.dtype and out.stride(-1) == 1
+    computed = out if is_whole else torch.empty(shape, dtype=geometry.dtype, device=planned.device)
+    lse = _lse_rows(call, (num_tokens, geometry.num_q_heads), planned.device)
+    k_scale = v_scale = None
+    factor = _number(call.q_scale)
+    if geometry.is_coded:
+        k_scale, v_scale = _factor(call.k_scale, planned.device), _factor(call.v_scale, planned.device)
+    else:
+        factor *= _number(call.k_scale)
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    planned.run(geometry, Inputs(q, *pages, computed, lse, call.sinks, k_scale, v_scale), factor=factor)
+    if computed is not out:
+        out.copy_(computed)
+    if call.v_scale is not None and v_scale is None:
+        out.mul_(call.v_scale)
+    if lse is None:
+        return out
+    lse = _finished(lse, call)
+    return (out, lse) if call.return_lse else out
+
+
+def _lse_rows(call: Call, shape: tuple[int, int], device: torch.device) -> Tensor | None:
+    """float32 [tokens, heads] where a log-sum-exp is asked for: the caller's own memory where it gives some."""
+    if call.lse is None:
+        return torch.empty(shape, dtype=torch.float32, device=device) if call.return_lse else None
+    check_rows("lse", call.lse, shape if call.lse_layout == "NH" else shape[::-1], torch.float32, device)
+    return call.lse if call.lse_layout == "NH" else call.lse.t()
+
+
+def _finished(lse: Tensor, call: Call) -> Tensor:
+    """From the natural log to the base and layout that are asked for."""
+    if call.lse_base == "log2":
+        lse.mul_(LOG2_E)
+    if call.lse_layout == "NH":
+        return lse
+    return call.lse if call.lse is not None else lse.t().contiguous()
+
+
+def _number(scale: Scale) -> float:
+    """A factor on the host; a tensor is waited for."""
+    return 1.0 if scale is None else float(scale)
+
+
+def _factor(scale: Scale, device: torch.device) -> Tensor:
+    """float32 [1] on the device."""
+    if isinstance(scale, Tensor) and scale.numel() == 1:
+        return scale.to(device, torch.float32).reshape(1)
+    if isinstance(scale, Tensor):
+        raise BadTensor(f"a scale of shape {list(scale.shape)} is not served; K and V have one factor each")
+    return torch.full((1,), 1.0 if scale is None else scale, dtype=torch.float32, device=device)

@@ -1,0 +1,84 @@
+"""Masks of a cell for each new token and key: those that callers bring, and those of windows and of short KV.
+
+The cells of a sequence are [q_len, kv_len], one sequence after the other. Token i of a sequence is at position
+kv_len - q_len + i, which is negative where a sequence has more new tokens than KV.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import BadTensor
+from rocm_attn.integrations.flashinfer.lengths import Lengths
+from rocm_attn.problem import UNLIMITED_WINDOW
+
+
+def seen_cells(
+    lengths: Lengths, mask: Tensor | None, *, causal: bool, window_left: int, device: torch.device
+) -> Tensor:
+    """bool [cells]: what each token sees of its sequence's KV, at least one cell.
+
+    mask: bool [cells], what a caller shows, in place of causality; a window hides what lies further back in any case
+    """
+    num_cells = lengths.num_cells
+    if num_cells == 0:
+        return torch.zeros(1, dtype=torch.bool, device=device)
+    if mask is not None and window_left == UNLIMITED_WINDOW:
+        return mask
+    seen = torch.ones(num_cells, dtype=torch.bool, device=device) if mask is None else mask.clone()
+    key = torch.arange(lengths.max_kv_len, device=device)
+    begin = 0
+    for q_len, kv_len in zip(lengths.q_len.tolist(), lengths.kv_len.tolist(), strict=True):
+        cells = seen[begin : begin + q_len * kv_len].view(q_len, kv_len)
+        begin += q_len * kv_len
+        position = torch.arange(kv_len - q_len, kv_len, device=device)[:, None]
+        if causal and mask is None:
+            cells &= key[:kv_len] <= position
+        if window_left != UNLIMITED_WINDOW:
+            cells &= key[:kv_len] >= position - window_left
+    return seen
+
+
+def token_positions(lengths: Lengths) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Where each new token is in its sequence: int64 [tokens]."""
+    q_len = lengths.q_len
+    first = lengths.kv_len - q_len - lengths.q_indptr[:-1]
+    return np.repeat(first, q_len) + np.arange(lengths.num_tokens)
+
+
+def given_cells(
+    lengths: Lengths, custom_mask: Tensor | None, packed_custom_mask: Tensor | None, device: torch.device
+) -> Tensor | None:
+    """bool [cells] of a caller's mask, or None where there is none. Raises BadTensor.
+
+    custom_mask:        [cells], not 0 where a key is seen
+    packed_custom_mask: uint8, eight cells a byte, from the lowest bit on; each sequence begins with a byte of its own.
+                        It counts where both are given
+    """
+    if packed_custom_mask is not None:
+        return _unpacked(lengths, packed_custom_mask).to(device)
+    if custom_mask is None:
+        return None
+    if custom_mask.numel() != lengths.num_cells:
+        raise BadTensor(
+            f"custom_mask has {custom_mask.numel()} cells; the batch has {lengths.num_cells}, one for each new token "
+            "and key of its sequence"
+        )
+    return (custom_mask.reshape(-1) != 0).to(device)
+
+
+def _unpacked(lengths: Lengths, packed: Tensor) -> Tensor:
+    cells = lengths.q_len * lengths.kv_len
+    num_bytes = -(-cells // 8)
+    if packed.dtype != torch.uint8 or packed.dim() != 1 or len(packed) != num_bytes.sum():
+        raise BadTensor(
+            f"packed_custom_mask is {packed.dtype} {list(packed.shape)}; it is uint8 [{num_bytes.sum()}]: the cells of "
+            "each sequence from a byte of its own on"
+        )
+    bits = (packed[:, None] >> torch.arange(8, dtype=torch.uint8, device=packed.device)) & 1
+    # cell -> bit: those of a sequence move by what the bytes before it have left empty.
+    left_empty = np.cumsum(num_bytes * 8 - cells) - (num_bytes * 8 - cells)
+    bit = np.arange(lengths.num_cells) + np.repeat(left_empty, cells)
+    return bits.reshape(-1)[torch.from_numpy(bit).to(packed.device)] != 0

@@ -1,0 +1,333 @@
+"""Decode: one new token, or a few, in each sequence of a batch. Names and arguments are FlashInfer's."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import BadBatch, BadSetting, BadTensor, Unsupported, WrongState
+from rocm_attn.integrations.flashinfer.asked import (
+    Geometry,
+    Scores,
+    as_dtype,
+    check_layout,
+    provider_of,
+    refuse,
+)
+from rocm_attn.integrations.flashinfer.batch import Room
+from rocm_attn.integrations.flashinfer.calls import Call, PagedKV, Result, Scale, attend, pages_of
+from rocm_attn.integrations.flashinfer.planned import PlannedAttention
+from rocm_attn.integrations.flashinfer.single import as_nhd, attend_alone
+from rocm_attn.integrations.flashinfer.wrapped import PagedKVLists, keep
+
+Dtype = str | torch.dtype | None
+
+# What plan() once took by position after page_size, in order.
+_ONCE_POSITIONAL = (
+    "pos_encoding_mode",
+    "window_left",
+    "logits_soft_cap",
+    "q_data_type",
+    "kv_data_type",
+    "o_data_type",
+    "data_type",
+    "sm_scale",
+    "rope_scale",
+    "rope_theta",
+    "non_blocking",
+    "block_tables",
+    "seq_lens",
+    "fixed_split_size",
+    "disable_split_kv",
+    "q_len_per_req",
+)
+
+
+def single_decode_with_kv_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    use_tensor_cores: bool = False,
+    q_scale: float | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    sm_scale: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    return_lse: bool = False,
+) -> Result:
+    """Attention of one new token: [q_heads, v_head_dim], and its LSE [q_heads] where that is asked for.
+
+    q: [q_heads, head_dim]; k, v: [kv_len, kv_heads, dim] in NHD, [kv_heads, kv_len, dim] in HND
+    Raises Unsupported, BadTensor.
+    """
+    call = Call(return_lse=return_lse, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+    scores = Scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale)
+    result = attend_alone(q.unsqueeze(0), as_nhd(k, v, kv_layout), scores, call, causal=True)
+    return result.squeeze(0) if isinstance(result, Tensor) else (result[0].squeeze(0), result[1].squeeze(0))
+
+
+class BatchDecodeWithPagedKVCacheWrapper:
+    """Decode over lists of pages: plan() once a step, run() for each layer.
+
+    float_workspace_buffer: its device is the wrapper's; nothing is written to it
+    use_cuda_graph:         whether run() is captured; the three buffers then keep what plan() is given
+    use_tensor_cores, enable_pdl: whatever is said, kernels are chosen here
+    backend:                a provider of ours, or a name of FlashInfer's, which stands for the best one
+    Raises Unsupported, BadSetting.
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        use_tensor_cores: bool = False,
+        paged_kv_indptr_buffer: Tensor | None = None,
+        paged_kv_indices_buffer: Tensor | None = None,
+        paged_kv_last_page_len_buffer: Tensor | None = None,
+        backend: str = "auto",
+        jit_args: list[Any] | None = None,
+    ) -> None:
+        refuse(jit_args=jit_args is not None)
+        self.device = float_workspace_buffer.device
+        self._kv_layout = check_layout(kv_layout)
+        self._provider = provider_of(backend)
+        self._use_cuda_graph, self._use_tensor_cores = use_cuda_graph, use_tensor_cores
+        self._paged_kv_indptr_buf = paged_kv_indptr_buffer
+        self._paged_kv_indices_buf = paged_kv_indices_buffer
+        self._paged_kv_last_page_len_buf = paged_kv_last_page_len_buffer
+        if use_cuda_graph:
+            buffers = paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer
+            if any(buffer is None for buffer in buffers):
+                raise BadTensor("with use_cuda_graph give the buffers of indptr, indices and last_page_len")
+        self._planned: PlannedAttention | None = (
+            None if use_cuda_graph else PlannedAttention(self.device, self._provider)
+        )
+        self._geometry: Geometry | None = None
+        self._out_dtype = torch.float16
+        self._q_len_per_req = 1
+
+    @property
+    def use_tensor_cores(self) -> bool:
+        """What was said when the wrapper was made."""
+        return self._use_tensor_cores
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        """Whether run() is captured."""
+        return self._use_cuda_graph
+
+    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
+        """Nothing: no workspace of the caller's is used."""
+
+    def plan(
+        self,
+        indptr: Tensor,
+        indices: Tensor,
+        last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        *deprecated_positional_args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Use this batch from now on. Optional arguments are those of _plan_impl, also by position, with a warning.
+
+        Raises Unsupported, BadBatch, BadTensor, NeverFits; nothing is planned then.
+        """
+        if len(deprecated_positional_args) > len(_ONCE_POSITIONAL):
+            raise TypeError(
+                f"plan() takes at most {len(_ONCE_POSITIONAL)} arguments by position after page_size; got "
+                f"{len(deprecated_positional_args)}"
+            )
+        if deprecated_positional_args:
+            warnings.warn(
+                "arguments of plan() after page_size are deprecated by position; name them",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+            named = dict(zip(_ONCE_POSITIONAL, deprecated_positional_args, strict=False))
+            if twice := sorted(named.keys() & kwargs.keys()):
+                raise TypeError(f"plan() got {', '.join(twice)} twice")
+            kwargs |= named
+        of_kv = indptr, indices, last_page_len
+        self._plan_impl(*of_kv, num_qo_heads, num_kv_heads, head_dim, page_size, **kwargs)
+
+    def _plan_impl(
+        self,
+        indptr: Tensor,
+        indices: Tensor,
+        last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        *,
+        pos_encoding_mode: str = "NONE",
+        window_left: int = -1,
+        window_right: int = 0,
+        logits_soft_cap: float | None = None,
+        q_data_type: Dtype = "float16",
+        kv_data_type: Dtype = None,
+        o_data_type: Dtype = None,
+        data_type: Dtype = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        non_blocking: bool = True,
+        block_tables: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        q_len_per_req: int = 1,
+        is_causal: bool | None = None,
+    ) -> None:
+        """What plan() takes. fixed_split_size, disable_split_kv: results are the same in any batch."""
+        refuse(window_right=window_right != 0)
+        if q_len_per_req < 1:
+            raise BadBatch(f"q_len_per_req is {q_len_per_req}; it is at least 1")
+        if is_causal is not None and is_causal != (q_len_per_req > 1):
+            raise Unsupported(f"is_causal={is_causal} with q_len_per_req={q_len_per_req} is not served; leave it None")
+        q_dtype = as_dtype(data_type if q_data_type is None and data_type is not None else q_data_type or "float16")
+        kv_dtype = as_dtype(kv_data_type or data_type or q_dtype)
+        sizes = num_qo_heads, num_kv_heads, head_dim, head_dim, page_size, q_dtype, kv_dtype
+        deterministic = fixed_split_size is not None or disable_split_kv
+        geometry = Geometry(*sizes, scale=1.0, causal=True, deterministic=deterministic)
+        geometry = Scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale).over(geometry)
+        lists = PagedKVLists(indptr, indices, last_page_len, seq_lens)
+        self._use(lists, geometry, as_dtype(o_data_type or q_dtype), q_len_per_req)
+
+    begin_forward = plan
+
+    def _use(self, lists: PagedKVLists, geometry: Geometry, out_dtype: torch.dtype, q_len: int) -> None:
+        batch = lists.batch(torch.arange(len(lists.last_page_len) + 1) * q_len, geometry.page_size)
+        if q_len > 1 and (batch.lengths.kv_len < q_len).any():
+            raise BadBatch(f"a sequence has fewer tokens in its KV than q_len_per_req, {q_len}; append them first")
+        if self._planned is None:
+            assert self._paged_kv_indices_buf is not None
+            assert self._paged_kv_last_page_len_buf is not None
+            num_seqs, num_entries = len(self._paged_kv_last_page_len_buf), len(self._paged_kv_indices_buf)
+            fixed = Room(num_seqs, num_seqs * q_len, num_entries, num_entries)
+            self._planned = PlannedAttention(self.device, self._provider, fixed=fixed, each_one=q_len == 1)
+        elif self._use_cuda_graph and q_len != self._q_len_per_req:
+            raise BadBatch(f"q_len_per_req is {q_len} after {self._q_len_per_req}; make a wrapper for each")
+        self._planned.plan(batch, geometry)
+        if self._use_cuda_graph:
+            keep("paged_kv_indptr_buffer", self._paged_kv_indptr_buf, lists.indptr)
+            keep("paged_kv_indices_buffer", self._paged_kv_indices_buf, lists.indices[: batch.num_entries])
+            keep("paged_kv_last_page_len_buffer", self._paged_kv_last_page_len_buf, lists.last_page_len)
+        self._geometry, self._out_dtype, self._q_len_per_req = geometry, out_dtype, q_len
+
+    def run(
+        self,
+        q: Tensor,
+        paged_kv_cache: PagedKV,
+        *args: Any,
+        q_scale: Scale = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+        window_left: int | None = None,
+        sinks: Tensor | None = None,
+        q_len_per_req: int | None = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+        kv_cache_sf: PagedKV | None = None,
+    ) -> Result:
+        """Attention of the planned batch over a layer's pages: [tokens, q_heads, head_dim], and LSE to base 2.
+
+        paged_kv_cache: [pages, 2, page_size, kv_heads, head_dim] in NHD, [pages, 2, kv_heads, page_size, head_dim] in
+                        HND, or K and V alone
+        Raises Unsupported, BadTensor, BadSetting, WrongState.
+        """
+        refuse(
+            positional=bool(args),
+            kv_cache_sf=kv_cache_sf is not None,
+            skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor is not None,
+        )
+        planned, geometry = self._ready()
+        if window_left is not None and window_left != geometry.window_left:
+            raise BadSetting(f"window_left is {window_left}, planned as {geometry.window_left}; plan again")
+        if q_len_per_req is not None:
+            warnings.warn("q_len_per_req belongs to plan()", DeprecationWarning, stacklevel=2)
+            if q_len_per_req != self._q_len_per_req:
+                raise BadBatch(f"q_len_per_req is {q_len_per_req}, planned as {self._q_len_per_req}; plan again")
+        if len(q) != planned.batch.lengths.num_tokens:
+            raise BadTensor(
+                f"q has {len(q)} rows; {planned.batch.lengths.num_seqs} sequences were planned with q_len_per_req "
+                f"{self._q_len_per_req}, plan again"
+            )
+        call = Call(out, lse, return_lse, "log2", "NH", q_scale, k_scale, v_scale, sinks)
+        return attend(planned, geometry, self._out_dtype, q, pages_of(paged_kv_cache, self._kv_layout), call)
+
+    run_return_lse = functools.partialmethod(run, return_lse=True)
+
+    def forward(
+        self,
+        q: Tensor,
+        paged_kv_cache: PagedKV,
+        pos_encoding_mode: str = "NONE",
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> Result:
+        """Deprecated in FlashInfer: run(), with scores that need not be those of plan()."""
+        self._geometry = Scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale).over(self._ready()[1])
+        return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+
+    def forward_return_lse(
+        self,
+        q: Tensor,
+        paged_kv_cache: PagedKV,
+        pos_encoding_mode: str = "NONE",
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> Result:
+        """Deprecated in FlashInfer: forward() with the LSE."""
+        self._geometry = Scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale).over(self._ready()[1])
+        return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=True)
+
+    def _ready(self) -> tuple[PlannedAttention, Geometry]:
+        if self._planned is None or self._geometry is None:
+            raise WrongState("nothing is planned; call plan() before run()")
+        return self._planned, self._geometry
+
+
+class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
+    """Decode whose run() is captured: batches have as many sequences as last_page_len_buffer has entries."""
+
+    def __init__(
+        self,
+        workspace_buffer: Tensor,
+        indptr_buffer: Tensor,
+        indices_buffer: Tensor,
+        last_page_len_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_tensor_cores: bool = False,
+    ) -> None:
+        super().__init__(
+            workspace_buffer, kv_layout, True, use_tensor_cores, indptr_buffer, indices_buffer, last_page_len_buffer
+        )

@@ -1,0 +1,132 @@
+"""The lengths of a batch on the host, from what plan() is given; where that is on a device, one copy brings it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.step_batch import INT32_MAX
+from rocm_attn.errors import BadBatch, BadTensor
+from rocm_attn.problem import UNLIMITED_WINDOW
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class Sight(enum.Enum):
+    """Which keys a batch's tokens see."""
+
+    CAUSAL = "what comes before"
+    ALL = "everything"
+    CELLS = "a mask"
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """A batch of S sequences.
+
+    q_indptr:   [S + 1]  where each sequence's new tokens begin
+    first_page: [S]      where each sequence's pages begin in the list of all
+    kv_len:     [S]      tokens, new ones included
+    Raises BadBatch.
+    """
+
+    q_indptr: Int64Array
+    first_page: Int64Array
+    kv_len: Int64Array
+
+    def __post_init__(self) -> None:
+        _check_indptr("qo_indptr", self.q_indptr)
+        if not len(self.q_indptr) - 1 == len(self.first_page) == len(self.kv_len):
+            raise BadBatch(
+                f"qo_indptr names {len(self.q_indptr) - 1} sequences and the KV's lengths {len(self.kv_len)}; "
+                "give one entry more of indptr than sequences"
+            )
+        if self.q_indptr[-1] > INT32_MAX or (self.kv_len > INT32_MAX).any() or (self.kv_len < 0).any():
+            raise BadBatch(f"lengths must be 0 to {INT32_MAX}")
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.kv_len)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.q_indptr[-1])
+
+    @property
+    def q_len(self) -> Int64Array:
+        return np.diff(self.q_indptr)
+
+    @property
+    def max_kv_len(self) -> int:
+        return int(self.kv_len.max(initial=0))
+
+    @property
+    def num_cells(self) -> int:
+        """Pairs of a new token and a key of its sequence."""
+        return int((self.q_len * self.kv_len).sum())
+
+    def sight(self, *, causal: bool, window_left: int, has_mask: bool, one_is_causal: bool) -> Sight:
+        """What says which keys are seen.
+
+        A step that is causal takes a sequence without KV for a pad, if none with KV follows, and has no other with
+        fewer tokens in its KV than new ones. One that is not causal has no window.
+        one_is_causal: whether a batch of one new token each may count as causal, in which nothing else is seen
+        """
+        if has_mask:
+            return Sight.CELLS
+        with_kv = np.flatnonzero(self.kv_len)
+        last = int(with_kv[-1]) + 1 if len(with_kv) else 0
+        q_len = self.q_len
+        can_be_causal = bool((q_len[:last] <= self.kv_len[:last]).all())
+        if causal:
+            return Sight.CAUSAL if can_be_causal else Sight.CELLS
+        if one_is_causal and can_be_causal and q_len.max(initial=0) <= 1:
+            return Sight.CAUSAL
+        return Sight.ALL if window_left == UNLIMITED_WINDOW else Sight.CELLS
+
+
+def on_host(*tensors: Tensor) -> list[Int64Array]:
+    """Integers of one dimension, on the host. Those on one device come in one copy. Raises BadTensor."""
+    for tensor in tensors:
+        if tensor.dim() != 1 or tensor.is_floating_point() or tensor.is_complex():
+            raise BadTensor(
+                f"lengths and boundaries are integers of one dimension, not {tensor.dtype} {list(tensor.shape)}"
+            )
+    away = [tensor for tensor in tensors if tensor.device.type != "cpu"]
+    copied: Iterator[Tensor] = iter(())
+    if away:
+        joined = torch.cat([tensor.to(away[0].device, torch.int64) for tensor in away]).cpu()
+        copied = iter(torch.split(joined, [len(tensor) for tensor in away]))
+    return [(next(copied) if tensor.device.type != "cpu" else tensor.to(torch.int64)).numpy() for tensor in tensors]
+
+
+def paged_kv_len(indptr: Int64Array, last_page_len: Int64Array, page_size: int) -> Int64Array:
+    """Tokens of each sequence: full pages, and what its last page holds. Raises BadBatch."""
+    _check_indptr("indptr", indptr)
+    pages = np.diff(indptr)
+    if len(pages) != len(last_page_len):
+        raise BadBatch(f"indptr names {len(pages)} sequences, last_page_len {len(last_page_len)}; give one for each")
+    wrong = (pages > 0) & ((last_page_len < 1) | (last_page_len > page_size))
+    if wrong.any():
+        seq = int(wrong.argmax())
+        raise BadBatch(
+            f"last_page_len of sequence {seq} is {last_page_len[seq]}; with pages it is 1 to page_size, {page_size}"
+        )
+    kv_len: Int64Array = np.where(pages > 0, (pages - 1) * page_size + last_page_len, 0)
+    return kv_len
+
+
+def _check_indptr(name: str, indptr: Int64Array) -> None:
+    if len(indptr) < 1 or indptr[0] != 0 or (np.diff(indptr) < 0).any():
+        raise BadBatch(f"{name} is {indptr[:9].tolist()}...; boundaries begin at 0 and never fall")
+
+
+def uniform_indptr(num_seqs: int, q_len: int) -> Int64Array:
+    """Boundaries of sequences with as many new tokens each."""
+    return np.arange(num_seqs + 1, dtype=np.int64) * q_len

@@ -1,0 +1,84 @@
+"""Merging attention over parts of the keys. Names and arguments are FlashInfer's.
+
+A state is an output [tokens, heads, dim] and its log-sum-exp [tokens, heads], to base 2.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import BadTensor
+from rocm_attn.integrations.flashinfer.page import step_ops
+from rocm_attn.integrations.flashinfer.planned import LOG2_E
+from rocm_attn.machine.devices import on_device, with_index
+
+_LN_2 = 1.0 / LOG2_E
+
+
+def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over the keys of both sides; the output has the dtype of v_a.
+
+    v_a, v_b: [tokens, heads, dim]; s_a, s_b: [tokens, heads], to base 2
+    Raises BadTensor.
+    """
+    out, lse = torch.empty_like(v_a, memory_format=torch.contiguous_format), s_a.to(torch.float32, copy=True)
+    _check(v_a, lse)
+    _merge((v_a, lse.mul_(_LN_2)), (v_b, s_b.to(torch.float32) * _LN_2), (out, lse))
+    return out, lse.mul_(LOG2_E)
+
+
+def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None = None) -> None:
+    """merge_state into v and s.
+
+    s:    float32 [tokens, heads]
+    mask: [tokens], not 0 where a token takes the other side; None: all do
+    Raises BadTensor.
+    """
+    _check(v, s)
+    if s.dtype != torch.float32:
+        raise BadTensor(f"s is {s.dtype}; it is written, so it must be torch.float32")
+    other = s_other.to(torch.float32) * _LN_2
+    if mask is not None:
+        if mask.shape != s.shape[:1]:
+            raise BadTensor(f"mask is {list(mask.shape)}; it has one entry for each of {s.shape[0]} tokens")
+        other = other.masked_fill((mask == 0)[:, None], float("-inf"))
+    merged = s * _LN_2
+    _merge((v, merged), (v_other, other), (v, merged))
+    merged.mul_(LOG2_E)
+    s.copy_(merged if mask is None else torch.where((mask != 0)[:, None], merged, s))
+
+
+def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over the keys of all sides.
+
+    v: [tokens, sides, heads, dim]; s: [tokens, sides, heads], to base 2
+    Raises BadTensor.
+    """
+    if v.dim() != 4 or s.shape != v.shape[:3] or v.shape[1] == 0:
+        raise BadTensor(
+            f"v is {list(v.shape)} and s {list(s.shape)}; they are [tokens, sides, heads, dim] and without dim"
+        )
+    natural = s.to(torch.float32) * _LN_2
+    lse = natural[:, 0].clone()
+    # Between sides float32, so that a sum of many is rounded once.
+    out = v[:, 0].to(torch.float32, copy=True).contiguous()
+    sides = [(v[:, side], natural[:, side]) for side in range(1, v.shape[1])]
+    for side in sides or [(v[:, 0], torch.full_like(lse, float("-inf")))]:
+        _merge((out, lse), side, (out, lse))
+    return out.to(v.dtype), lse.mul_(LOG2_E)
+
+
+def _merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], into: tuple[Tensor, Tensor]) -> None:
+    if a[0].shape != b[0].shape or a[1].shape != b[1].shape:
+        raise BadTensor(f"the sides are {list(a[0].shape)} and {list(b[0].shape)}; they have the same tokens and heads")
+    device = with_index(a[0].device)
+    with on_device(device):
+        step_ops(device).merge_states(*a, *b, *into)
+
+
+def _check(v: Tensor, s: Tensor) -> None:
+    if v.dim() != 3 or s.shape != v.shape[:2]:
+        raise BadTensor(
+            f"v is {list(v.shape)} and s {list(s.shape)}; they are [tokens, heads, dim] and [tokens, heads]"
+        )

@@ -1,0 +1,282 @@
+"""Attention over latent pages (MLA, absorbed). Names and arguments are FlashInfer's.
+
+A row of a latent cache is a compressed part and a rotated part, ckv and kpe; V is the first. Kernels here read rows
+that have both. Where they lie in two tensors that are no parts of one, run() copies the pages of the plan to one first.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import BadBatch, BadTensor, Unsupported, WrongState
+from rocm_attn.integrations.flashinfer.asked import Geometry, as_dtype, check_rows, provider_of, refuse
+from rocm_attn.integrations.flashinfer.batch import Batch, Room
+from rocm_attn.integrations.flashinfer.calls import Call, Result, attend
+from rocm_attn.integrations.flashinfer.latent_batch import MLAPlanMetadata, batch_of, given
+from rocm_attn.integrations.flashinfer.planned import PlannedAttention
+from rocm_attn.integrations.flashinfer.wrapped import keep
+from rocm_attn.problem import PoolKind
+
+__all__ = ["BatchMLAPagedAttentionWrapper", "MLAPlanMetadata"]
+
+# A tensor whose last dimension is both parts, or the two parts.
+Parts = Tensor | tuple[Tensor, Tensor]
+LseMode = Literal["none", "base2", "basee"]
+ScaleMode = Literal["default", "kv-per-tensor", "bmm-scalar", "bmm-tensor"]
+
+
+class BatchMLAPagedAttentionWrapper:
+    """Attention over latent pages: plan() once a step, run() for each layer.
+
+    float_workspace_buffer: its device is the wrapper's; nothing is written to it
+    use_cuda_graph:         whether run() is captured. Batches then have as many sequences as kv_len_arr has entries,
+                            and no more new tokens than the first; where each sequence of that has one, all have. The
+                            buffers keep what plan() is given
+    backend:                a provider of ours, or a name of FlashInfer's, which stands for the best one
+    Raises BadTensor.
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        use_cuda_graph: bool = False,
+        qo_indptr: Tensor | None = None,
+        kv_indptr: Tensor | None = None,
+        kv_indices: Tensor | None = None,
+        kv_len_arr: Tensor | None = None,
+        backend: str = "auto",
+    ) -> None:
+        self.device = float_workspace_buffer.device
+        self._provider, self._use_cuda_graph = provider_of(backend), use_cuda_graph
+        self._buffers = {
+            "qo_indptr": qo_indptr,
+            "kv_indptr": kv_indptr,
+            "kv_indices": kv_indices,
+            "kv_len_arr": kv_len_arr,
+        }
+        if use_cuda_graph and any(buffer is None for buffer in self._buffers.values()):
+            raise BadTensor(f"with use_cuda_graph give {', '.join(self._buffers)}")
+        # Of caches with both parts in a row, and of those in two tensors, whose pages are copied to others.
+        self._planned: dict[bool, PlannedAttention] = {}
+        self._batch: Batch | None = None
+        self._geometry: Geometry | None = None
+        self._out_dtype = torch.bfloat16
+
+    def plan(
+        self,
+        qo_indptr: Tensor | None = None,
+        kv_indptr: Tensor | None = None,
+        kv_indices: Tensor | None = None,
+        kv_len_arr: Tensor | None = None,
+        num_heads: int | None = None,
+        head_dim_ckv: int | None = None,
+        head_dim_kpe: int | None = None,
+        page_size: int | None = None,
+        causal: bool | None = None,
+        sm_scale: float | None = None,
+        q_data_type: torch.dtype | None = None,
+        kv_data_type: torch.dtype | None = None,
+        use_profiler: bool = False,
+        *,
+        metadata: MLAPlanMetadata | None = None,
+        cum_seq_lens_q: Tensor | None = None,
+        block_tables: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        max_q_len: int | None = None,
+        query_layout: Literal["packed", "split"] | None = None,
+        kv_cache_layout: Literal["packed", "split"] | None = None,
+        lse_mode: LseMode = "none",
+        output_dtype: torch.dtype | None = None,
+        output_scale: Literal["none", "per-tensor"] = "none",
+        scale_mode: ScaleMode = "default",
+        skip_softmax: bool = False,
+        enable_pdl: bool | None = None,
+        use_sinks: bool = False,
+    ) -> None:
+        """Use this batch from now on: metadata, or its tensors alone.
+
+        What is about layouts is not needed: run() takes either. Raises Unsupported, BadBatch, BadTensor, NeverFits.
+        """
+        refuse(skip_softmax=skip_softmax, output_scale=output_scale != "none", scale_mode=scale_mode.startswith("bmm"))
+        flat = qo_indptr, kv_indptr, kv_indices, kv_len_arr, cum_seq_lens_q, block_tables, seq_lens, max_q_len
+        if metadata is not None and any(each is not None for each in flat):
+            raise BadBatch("the plan has metadata and tensors of its own; give one of them")
+        sizes = num_heads, head_dim_ckv, head_dim_kpe, page_size, causal, sm_scale, q_data_type, kv_data_type
+        geometry = _geometry(*sizes)
+        self._use(metadata or MLAPlanMetadata(*flat), geometry)
+        self._out_dtype = as_dtype(output_dtype or geometry.dtype)
+
+    def _use(self, metadata: MLAPlanMetadata, geometry: Geometry) -> None:
+        self._batch = None
+        batch = batch_of(metadata, geometry.page_size)
+        self._geometry = geometry
+        for is_copied in self._planned or (False,):
+            self._plan(batch, is_copied)
+        if self._use_cuda_graph:
+            if metadata.kv_indptr is None:
+                raise Unsupported("tables of pages are not served where run() is captured; give lists of pages")
+            count = {"kv_indptr": batch.lengths.num_seqs + 1, "kv_indices": batch.num_entries}
+            lists = metadata.qo_indptr, metadata.kv_indptr, metadata.kv_indices, metadata.kv_len_arr
+            for (name, buffer), values in zip(self._buffers.items(), map(given, lists), strict=True):
+                keep(name, buffer, values[: count.get(name, len(values))])
+        self._batch = batch
+
+    def _plan(self, batch: Batch, is_copied: bool) -> PlannedAttention:
+        """Plan over the caller's pages, or over copies of those that the batch names, in their order."""
+        assert self._geometry is not None
+        planned = self._planned.get(is_copied)
+        if planned is None:
+            fixed = None
+            if self._use_cuda_graph:
+                num_entries = len(given(self._buffers["kv_indices"]))
+                num_seqs = len(given(self._buffers["kv_len_arr"]))
+                fixed = Room(num_seqs, max(batch.lengths.num_tokens, 1), num_entries, num_entries)
+            each_one = bool((batch.lengths.q_len == 1).all())
+            planned = PlannedAttention(self.device, self._provider, fixed=fixed, each_one=each_one)
+        if is_copied:
+            pages = torch.arange(max(batch.num_entries, 1), dtype=torch.int32, device=self.device)
+            batch = Batch(batch.lengths, pages, batch.num_entries, (0, batch.num_entries - 1))
+        planned.plan(batch, self._geometry)
+        self._planned[is_copied] = planned
+        return planned
+
+    def run(
+        self,
+        q_nope: Tensor | None = None,
+        q_pe: Tensor | None = None,
+        ckv_cache: Tensor | None = None,
+        kpe_cache: Tensor | None = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        return_lse: bool = False,
+        profiler_buffer: Tensor | None = None,
+        kv_len: Tensor | None = None,
+        page_table: Tensor | None = None,
+        return_lse_base_on_e: bool = False,
+        o_scale: float | None = None,
+        *,
+        query: Any = None,
+        kv_cache: Any = None,
+        ckv_scale: float | None = None,
+        ckv_scale_arr: Tensor | None = None,
+        kpe_scale: float | None = None,
+        sinks: Tensor | None = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+        bmm1_scale: float | Tensor | None = None,
+        bmm2_scale: float | Tensor | None = None,
+    ) -> Result:
+        """Attention of the planned batch over a layer's latent pages: [tokens, heads, head_dim_ckv], and LSE.
+
+        query:    [tokens, heads, head_dim_ckv + head_dim_kpe], or its two parts; also as q_nope and q_pe
+        kv_cache: [pages, page_size, head_dim_ckv + head_dim_kpe], or its two parts; also as ckv_cache and kpe_cache
+        kv_len, page_table: of batches that were not planned, which are refused
+        Raises Unsupported, BadTensor, WrongState.
+        """
+        refuse(
+            profiler_buffer=profiler_buffer is not None,
+            o_scale=o_scale is not None,
+            ckv_scale=ckv_scale is not None,
+            ckv_scale_arr=ckv_scale_arr is not None,
+            kpe_scale=kpe_scale is not None,
+            skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor is not None,
+            bmm1_scale=bmm1_scale is not None,
+            bmm2_scale=bmm2_scale is not None,
+        )
+        if self._geometry is None or self._batch is None:
+            raise WrongState("nothing is planned; call plan() before run()")
+        geometry, call = self._geometry, _call(out, lse, return_lse, return_lse_base_on_e, sinks)
+        q = _joined(_one_of("query", query, (q_nope, q_pe)))
+        parts = _one_of("kv_cache", kv_cache, (ckv_cache, kpe_cache))
+        rows = _whole(parts, geometry)
+        is_copied = rows is None
+        planned = self._planned.get(is_copied) or self._plan(self._batch, is_copied)
+        if rows is None:
+            assert isinstance(parts, tuple)
+            rows = self._copied(parts, self._batch)
+        rows = rows.unsqueeze(2)
+        return attend(planned, geometry, self._out_dtype, q, (rows, rows[..., : geometry.v_head_dim]), call)
+
+    def _copied(self, parts: tuple[Tensor, Tensor], batch: Batch) -> Tensor:
+        """The pages that a batch names, one after the other, with both parts in a row."""
+        low, high = batch.page_ids
+        if low < 0 or high >= min(len(part) for part in parts):
+            raise BadTensor(f"the plan names pages {low} to {high}; the caches have {[len(part) for part in parts]}")
+        pages = batch.pages[: batch.num_entries].to(self.device)
+        if self._use_cuda_graph:
+            # As many as there may be: a graph copies those of later plans too. Those that no plan named are page 0.
+            pages = given(self._buffers["kv_indices"]).clamp(0, len(parts[0]) - 1)
+        if not len(parts[0]):
+            return torch.cat(parts, -1)
+        return torch.cat([part.index_select(0, pages) for part in parts], -1)
+
+
+def _geometry(
+    num_heads: int | None,
+    head_dim_ckv: int | None,
+    head_dim_kpe: int | None,
+    page_size: int | None,
+    causal: bool | None,
+    sm_scale: float | None,
+    q_data_type: torch.dtype | None,
+    kv_data_type: torch.dtype | None,
+) -> Geometry:
+    if (
+        num_heads is None
+        or head_dim_ckv is None
+        or head_dim_kpe is None
+        or page_size is None
+        or causal is None
+        or sm_scale is None
+        or q_data_type is None
+        or kv_data_type is None
+    ):
+        raise BadBatch(
+            "plan() needs num_heads, head_dim_ckv, head_dim_kpe, page_size, causal, sm_scale, q_data_type and "
+            "kv_data_type"
+        )
+    q_dtype, kv_dtype = as_dtype(q_data_type), as_dtype(kv_data_type)
+    if kv_dtype != q_dtype:
+        raise Unsupported(f"latent pages in {kv_dtype} beside queries in {q_dtype} are not served; give both one dtype")
+    sizes = num_heads, 1, head_dim_ckv + head_dim_kpe, head_dim_ckv, page_size, q_dtype, kv_dtype
+    return Geometry(*sizes, scale=sm_scale, causal=causal, pool=PoolKind.LATENT)
+
+
+def _call(out: Tensor | None, lse: Tensor | None, return_lse: bool, base_e: bool, sinks: Tensor | None) -> Call:
+    return Call(out, lse, return_lse, "ln" if base_e else "log2", sinks=sinks)
+
+
+def _one_of(name: str, whole: Any, parts: tuple[Tensor | None, Tensor | None]) -> Parts:
+    """One argument, or the two that it replaces."""
+    first, second = parts
+    if whole is None and first is not None and second is not None:
+        return first, second
+    if first is not None or second is not None or whole is None:
+        raise BadTensor(f"give {name}, or its two parts, and not both")
+    found: Parts = whole if isinstance(whole, Tensor) else (whole[0], whole[1])
+    return found
+
+
+def _joined(parts: Parts) -> Tensor:
+    return parts if isinstance(parts, Tensor) else torch.cat(parts, -1)
+
+
+def _whole(parts: Parts, geometry: Geometry) -> Tensor | None:
+    """[pages, page_size, both parts] where they lie in one row; None where they do not. Raises BadTensor."""
+    dims = geometry.v_head_dim, geometry.head_dim - geometry.v_head_dim
+    sides = [parts] if isinstance(parts, Tensor) else list(parts)
+    for side, dim in zip(sides, [geometry.head_dim] if len(sides) == 1 else dims, strict=True):
+        if side.dim() != 3:
+            raise BadTensor(f"a latent cache is {list(side.shape)}; it is [pages, page_size, dim]")
+        check_rows("a latent cache", side, (side.shape[0], geometry.page_size, dim), geometry.kv_dtype, sides[0].device)
+    if isinstance(parts, Tensor):
+        return parts
+    ckv, kpe = parts
+    if dims[1] == 0:
+        return ckv
+    follows = kpe.data_ptr() == ckv.data_ptr() + dims[0] * ckv.element_size()
+    if not follows or ckv.stride() != kpe.stride() or ckv.stride(2) != 1 or ckv.shape[0] != kpe.shape[0]:
+        return None
+    return ckv.as_strided((*ckv.shape[:2], geometry.head_dim), ckv.stride())

@@ -1,0 +1,161 @@
+"""K and V of new tokens into pages. Names and arguments are FlashInfer's.
+
+A token whose sequence, place or page is not there is written nowhere. What is infinite or no number is written as 0.
+Nothing waits for the device, so all of it may be captured.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import BadTensor, Unsupported
+from rocm_attn.integrations.flashinfer.asked import check_layout, check_rows, provider_of
+from rocm_attn.integrations.flashinfer.calls import PagedKV, pages_of
+from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.machine.devices import on_device, with_index
+from rocm_attn.problem import DTYPES
+from rocm_attn.providers.contract import StepOps
+from rocm_attn.providers.torch_ref import TORCH
+from rocm_attn.providers.triton import TRITON
+
+
+def step_ops(device: torch.device) -> StepOps:
+    """The launches around attention on a device: those of the provider that was chosen."""
+    provider = provider_of()
+    on_triton = provider in ("triton", "aiter") or (provider == "auto" and device.type == "cuda")
+    return (TRITON if on_triton else TORCH).ops()
+
+
+def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) -> Tensor:
+    """Tokens of each sequence, [S]: its full pages, and what its last page holds."""
+    return (kv_indptr[1:] - kv_indptr[:-1] - 1).clamp(min=0) * page_size + kv_last_page_len
+
+
+def get_batch_indices_positions(
+    append_indptr: Tensor,
+    seq_lens: Tensor,
+    nnz: int,
+    batch_indices: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The sequence of each new token, and its place there: int32 [nnz] each. New tokens are a sequence's last ones.
+
+    append_indptr: int [S + 1], where each sequence's new tokens begin; seq_lens: int [S], new tokens included
+    nnz:           entries, of which those after append_indptr[S] get sequence -1 and place 0
+    batch_indices, positions: int32 [nnz], written where they are given
+    Raises BadTensor.
+    """
+    device = append_indptr.device
+    given = {"batch_indices": batch_indices, "positions": positions}
+    for name, tensor in given.items():
+        if tensor is not None:
+            check_rows(name, tensor, (nnz,), torch.int32, device)
+    if batch_indices is None:
+        batch_indices = torch.empty(nnz, dtype=torch.int32, device=device)
+    if positions is None:
+        positions = torch.empty(nnz, dtype=torch.int32, device=device)
+    if append_indptr.shape[0] < 2 or nnz == 0:
+        batch_indices.fill_(-1)
+        positions.zero_()
+        return batch_indices, positions
+    indptr, kv_len = append_indptr.long(), seq_lens.to(device).long()
+    token = torch.arange(nnz, device=device)
+    seq = torch.searchsorted(indptr[1:].contiguous(), token, right=True)
+    is_new = token < indptr[-1]
+    seq = torch.where(is_new, seq, 0)
+    place = kv_len[seq] - indptr[seq + 1] + token
+    batch_indices.copy_(torch.where(is_new, seq, -1))
+    positions.copy_(torch.where(is_new, place, 0))
+    return batch_indices, positions
+
+
+def append_paged_kv_cache(
+    append_key: Tensor,
+    append_value: Tensor,
+    batch_indices: Tensor,
+    positions: Tensor,
+    paged_kv_cache: PagedKV,
+    kv_indices: Tensor,
+    kv_indptr: Tensor,
+    kv_last_page_len: Tensor,
+    kv_layout: str = "NHD",
+) -> None:
+    """Write K and V of new tokens to their places: page kv_indices[kv_indptr[seq] + place // page_size].
+
+    append_key, append_value: [nnz, kv_heads, head_dim]
+    batch_indices, positions: int [nnz], the sequence and the place of each
+    paged_kv_cache:           as BatchDecodeWithPagedKVCacheWrapper.run, written in place
+    Raises BadTensor, Unsupported.
+    """
+    k_pages, v_pages = pages_of(paged_kv_cache, check_layout(kv_layout))
+    _append(
+        (append_key, append_value),
+        (k_pages, v_pages),
+        _slots(batch_indices, positions, kv_indices, kv_indptr, k_pages.shape[0], k_pages.shape[1]),
+    )
+
+
+def append_paged_mla_kv_cache(
+    append_ckv: Tensor,
+    append_kpe: Tensor,
+    batch_indices: Tensor,
+    positions: Tensor,
+    ckv_cache: Tensor | None,
+    kpe_cache: Tensor | None,
+    kv_indices: Tensor,
+    kv_indptr: Tensor,
+    kv_last_page_len: Tensor,
+) -> None:
+    """As append_paged_kv_cache, for latent rows and rotated parts of keys.
+
+    append_ckv, append_kpe: [nnz, dim]; ckv_cache, kpe_cache: [pages, page_size, dim], written in place
+    Raises BadTensor, Unsupported.
+    """
+    if ckv_cache is None or kpe_cache is None:
+        raise BadTensor("ckv_cache and kpe_cache are None; give both")
+    _append(
+        (append_ckv.unsqueeze(1), append_kpe.unsqueeze(1)),
+        (ckv_cache.unsqueeze(2), kpe_cache.unsqueeze(2)),
+        _slots(batch_indices, positions, kv_indices, kv_indptr, ckv_cache.shape[0], ckv_cache.shape[1]),
+    )
+
+
+def _slots(
+    batch_indices: Tensor, positions: Tensor, indices: Tensor, indptr: Tensor, num_pages: int, page_size: int
+) -> Tensor:
+    """int32 [nnz]: page * page_size + offset of each token; -1 for one that has no place."""
+    num_seqs = indptr.shape[0] - 1
+    if num_seqs < 1 or not len(indices):
+        return torch.full_like(batch_indices, -1, dtype=torch.int32)
+    seq, place, bounds = batch_indices.long(), positions.long(), indptr.long()
+    is_seq = (seq >= 0) & (seq < num_seqs)
+    seq = torch.where(is_seq, seq, 0)
+    page_no = torch.div(place, page_size, rounding_mode="floor")
+    entry = bounds[seq] + page_no
+    is_place = is_seq & (place >= 0) & (entry < bounds[seq + 1]) & (entry >= 0) & (entry < len(indices))
+    page = indices[torch.where(is_place, entry, 0)].long()
+    is_place &= (page >= 0) & (page < num_pages)
+    return torch.where(is_place, page * page_size + place - page_no * page_size, -1).to(torch.int32)
+
+
+def _append(rows: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor], slots: Tensor) -> None:
+    """Write rows [nnz, heads, dim] to slots of pages [pages, page_size, heads, dim]."""
+    device = pages[0].device
+    if pages[0].shape[:3] != pages[1].shape[:3]:
+        raise BadTensor(f"the sides of the KV cache are {list(pages[0].shape)} and {list(pages[1].shape)}")
+    if pages[0].shape[0] * pages[0].shape[1] > torch.iinfo(torch.int32).max:
+        raise BadTensor(f"the KV cache is {list(pages[0].shape)}; it may have 2^31 - 1 tokens")
+    for name, side, its in zip(("the first", "the second"), rows, pages, strict=True):
+        check_rows(f"{name} side of new tokens", side, (len(slots), *its.shape[2:]), its.dtype, device)
+    if pages[0].dtype not in DTYPES:
+        raise Unsupported(
+            f"pages in {pages[0].dtype} are not appended to; write their codes, or keep K and V in "
+            f"{', '.join(map(str, DTYPES))}"
+        )
+    if not len(slots):
+        return
+    k, v = (side if side.stride(-1) == 1 else side.contiguous() for side in rows)
+    counts = torch.full((4,), len(slots), dtype=torch.int32, device=device)
+    with on_device(with_index(device)):
+        step_ops(device).store_kv(k, v, slots, counts, LayerPages.plain(*pages), null_page=False)

@@ -1,0 +1,52 @@
+"""PageLists: lists of pages, one after the other, as a table that kernels read where it lies.
+
+Row r of the table begins at entry r of the list, and so overlaps with the rows after it: both strides are 1. The
+sequence whose pages begin at entry e has row e. So no step gathers its pages into rows of their own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import BadTensor, NeverFits
+from rocm_attn.paging.adopted import TableSource
+
+
+class PageLists:
+    """Room for lists of num_entries pages together, of up to width pages each.
+
+    Entries that no list has are 0, which names a page of any cache: torch's kernels read them, and use nothing of it.
+    """
+
+    def __init__(self, num_entries: int, width: int, device: torch.device) -> None:
+        self.num_entries, self.width = num_entries, width
+        self._num_written = 0
+        # A sequence without pages may begin after the last entry.
+        self._entries = torch.zeros(num_entries + 1 + width, dtype=torch.int32, device=device)
+
+    @property
+    def table(self) -> TableSource:
+        """As ExternalAttention takes it. Page 0 is a page like others."""
+        return TableSource(self._entries.as_strided((self.num_entries + 1, self.width), (1, 1)), null_page=False)
+
+    def write(self, pages: Tensor, count: int) -> None:
+        """Take the first count pages. Raises BadTensor, NeverFits."""
+        if pages.dim() != 1 or pages.dtype not in (torch.int32, torch.int64) or len(pages) < count:
+            raise BadTensor(
+                f"page indices are {pages.dtype} {list(pages.shape)}; they are int32 or int64 in one dimension, with "
+                f"the {count} entries that indptr ends with"
+            )
+        if count > self.num_entries:
+            raise NeverFits(f"{count} page indices do not fit the {self.num_entries} that the wrapper has room for")
+        self._entries[:count].copy_(pages[:count], non_blocking=True)
+        if count < self._num_written:
+            self._entries[count : self._num_written].zero_()
+        self._num_written = count
+
+
+def page_bounds(pages: Tensor, count: int) -> Tensor:
+    """The smallest and the largest of the first count pages, where they are; int64 [2], 0 and -1 without any."""
+    if count == 0 or not len(pages):
+        return torch.tensor([0, -1])
+    return torch.stack(torch.aminmax(pages[:count])).to(torch.int64)

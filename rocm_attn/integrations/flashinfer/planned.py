@@ -1,0 +1,295 @@
+"""PlannedAttention: a batch that was planned once, and attention over it for each layer that runs.
+
+Every geometry that runs has an ExternalAttention over the same lists of pages. plan() begins and fills the steps of
+those that ran after the plan before; another begins where it first runs, which a capture cannot do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.step_batch import INT32_MAX
+from rocm_attn.errors import BadBatch, BadTensor, NeverFits, Unsupported, WrongState
+from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
+from rocm_attn.integrations.flashinfer.asked import Geometry, alibi_slopes
+from rocm_attn.integrations.flashinfer.batch import NO_ROOM, Batch, Inputs, Room
+from rocm_attn.integrations.flashinfer.cells import seen_cells, token_positions
+from rocm_attn.integrations.flashinfer.lengths import Lengths, Sight
+from rocm_attn.integrations.flashinfer.page_lists import PageLists
+from rocm_attn.machine.devices import with_index
+from rocm_attn.paging.adopted import EnginePages
+from rocm_attn.problem import Problem
+from rocm_attn.step.external_step import NO_CELLS, ONE_EACH, BoolCells, Boundaries, ExternalStep, NoCells
+from rocm_attn.step.head_weights import HeadWeights
+
+LOG2_E = 1.4426950408889634
+# Where nothing is captured: attentions that are kept, for scales that differ from call to call, for instance.
+_MOST_BUILT = 32
+
+
+class _Variant(NamedTuple):
+    """What a call adds to the plan's geometry: sinks, and a factor on its scale."""
+
+    sinks: bool = False
+    factor: float = 1.0
+
+    def over(self, geometry: Geometry) -> Geometry:
+        return replace(geometry, sinks=True).scaled(self.factor) if self.sinks else geometry.scaled(self.factor)
+
+
+@dataclass(slots=True)
+class _Built:
+    """An attention, and the plan that it has begun last."""
+
+    attention: ExternalAttention
+    plan: int = 0
+
+
+class PlannedAttention:
+    """Attention over batches of one wrapper.
+
+    fixed: of a wrapper whose run() is captured: the largest batch. Every batch has its number of sequences, and steps
+           are padded to its tokens; None where nothing is captured
+    each_one: of such a wrapper: whether every sequence has one new token in every batch
+    """
+
+    def __init__(
+        self, device: torch.device, provider: str, *, fixed: Room | None = None, each_one: bool = False
+    ) -> None:
+        self.device, self._provider = with_index(device), provider
+        self._fixed, self._each_one = fixed, each_one
+        self._room = NO_ROOM
+        self._page_size = 0
+        self._lists: PageLists | None = None
+        self._built: dict[tuple[Problem, bool], _Built] = {}
+        self._ran: set[_Variant] = set()
+        self._plan = 0
+        self._batch: Batch | None = None
+        self._sight: Sight | None = None
+        self._on_device = torch.zeros(0, dtype=torch.int32)
+
+    @property
+    def batch(self) -> Batch:
+        """The batch that was planned last. Raises WrongState."""
+        if self._batch is None:
+            raise WrongState("nothing is planned; call plan() before run()")
+        return self._batch
+
+    def plan(self, batch: Batch, geometry: Geometry) -> None:
+        """Use this batch from now on, and begin a step of it. Raises Unsupported, BadBatch, NeverFits, BadTensor."""
+        self._refuse_capture()
+        self._batch = None
+        if self._fixed is not None and self._each_one and (batch.lengths.q_len != 1).any():
+            raise BadBatch(
+                "the wrapper was first planned with one new token in each sequence, and others are planned now"
+            )
+        self._make_room(batch, geometry.page_size)
+        assert self._lists is not None
+        self._lists.write(batch.pages, batch.num_entries)
+        self._plan += 1
+        lengths = batch.lengths
+        self._on_device = _sent(
+            np.concatenate([lengths.kv_len, lengths.q_indptr, lengths.first_page]).astype(np.int32), self.device
+        )
+        if self._fixed is not None or lengths.num_tokens:
+            for variant in self._ran or {_Variant()}:
+                self._begin(batch, variant.over(geometry))
+        if self._fixed is None:
+            self._ran.clear()
+        self._batch = batch
+
+    def run(self, geometry: Geometry, inputs: Inputs, *, factor: float = 1.0) -> None:
+        """Attend. factor: on the scale. Raises BadTensor, WrongState, Unsupported."""
+        batch = self.batch
+        if inputs.q.shape[0] != batch.lengths.num_tokens:
+            raise BadTensor(
+                f"q has {inputs.q.shape[0]} rows; {batch.lengths.num_tokens} were planned, call plan() again"
+            )
+        if not batch.lengths.num_tokens:
+            return
+        low, high = batch.page_ids
+        if low < 0 or high >= inputs.k.shape[0]:
+            raise BadTensor(
+                f"the plan names pages {low} to {high}; the KV cache has pages 0 to {inputs.k.shape[0] - 1}"
+            )
+        if not len(inputs.k):
+            _see_nothing(inputs)
+            return
+        variant = _Variant(inputs.sinks is not None, factor)
+        geometry = variant.over(geometry)
+        attention = self._begin(batch, geometry)
+        self._ran.add(variant)
+        coded = None
+        if inputs.k_scale is not None and inputs.v_scale is not None:
+            coded = EnginePages(inputs.k_scale, inputs.v_scale, geometry.problem(causal=True, masked=False).page_format)
+        attention.bind(0, inputs.k, inputs.v, coded)
+        if inputs.sinks is not None:
+            attention.set_head_weights(0, _head_weights(geometry, inputs.sinks))
+        if self._fixed is not None and len(inputs.q) < self._fixed.num_tokens:
+            self._attend_padded(attention, inputs, self._fixed.num_tokens)
+        else:
+            attention.attend(0, inputs.q, inputs.out, inputs.lse)
+        if geometry.alibi and inputs.lse is not None:
+            self._raise_lse(batch.lengths, geometry, inputs.lse)
+
+    def _attend_padded(self, attention: ExternalAttention, inputs: Inputs, num_tokens: int) -> None:
+        """Attend with fewer tokens than the captured step has."""
+        count = len(inputs.q)
+        q, out = (each.new_zeros((num_tokens, *each.shape[1:])) for each in (inputs.q, inputs.out))
+        q[:count] = inputs.q
+        lse = None if inputs.lse is None else inputs.lse.new_empty((num_tokens, *inputs.lse.shape[1:]))
+        attention.attend(0, q, out, lse)
+        inputs.out.copy_(out[:count])
+        if inputs.lse is not None and lse is not None:
+            inputs.lse.copy_(lse[:count])
+
+    def _raise_lse(self, lengths: Lengths, geometry: Geometry, lse: Tensor) -> None:
+        """Make it FlashInfer's, whose bias is 0 at key i for the new token i; ours is 0 at a token's own key."""
+        if self._fixed is not None:
+            raise Unsupported("the log-sum-exp of ALIBI is not served where run() is captured; its lengths are frozen")
+        rise = np.repeat(lengths.kv_len - lengths.q_len, lengths.q_len).astype(np.float32)
+        slopes = alibi_slopes(geometry.num_q_heads).to(self.device)
+        lse.add_(_sent(rise, self.device)[:, None] * slopes)
+
+    def _begin(self, batch: Batch, geometry: Geometry) -> ExternalAttention:
+        """The attention of a geometry, with a step of the batch that has begun."""
+        sight = self._sight_of(batch, geometry)
+        problem = geometry.problem(causal=sight is Sight.CAUSAL, masked=sight is Sight.CELLS)
+        built = self._built.get((problem, geometry.deterministic))
+        if built is not None and built.plan == self._plan:
+            return built.attention
+        self._refuse_capture()
+        if built is None:
+            if self._fixed is None and len(self._built) >= _MOST_BUILT:
+                del self._built[next(iter(self._built))]
+            built = _Built(self._new(geometry, problem))
+            self._built[problem, geometry.deterministic] = built
+        built.attention.begin(self._step(batch, geometry, sight))
+        built.attention.fill()
+        built.plan = self._plan
+        return built.attention
+
+    def _sight_of(self, batch: Batch, geometry: Geometry) -> Sight:
+        """What says what the batch's tokens see; always the same of a wrapper whose run() is captured."""
+        sight = batch.lengths.sight(
+            causal=geometry.causal,
+            window_left=geometry.window_left,
+            has_mask=batch.mask is not None,
+            one_is_causal=self._fixed is None,
+        )
+        if self._fixed is not None:
+            self._sight = self._sight or sight
+            if sight is not self._sight:
+                raise BadBatch(
+                    f"what new tokens see was first planned as {self._sight.value}, and now as {sight.value}, which "
+                    "captured kernels do not read; plan with and without masks in two wrappers, and put "
+                    "sequences without KV last"
+                )
+        return sight
+
+    def _step(self, batch: Batch, geometry: Geometry, sight: Sight) -> ExternalStep:
+        lengths, num_seqs = batch.lengths, batch.lengths.num_seqs
+        kv_len, q_indptr, rows = torch.split(self._on_device, [num_seqs, num_seqs + 1, num_seqs])
+        q_len = lengths.q_len[lengths.q_len > 0]
+        captured = self._fixed is not None
+        each_one = self._each_one if captured else len(q_len) == num_seqs and bool((q_len == 1).all())
+        each_one &= sight is not Sight.CELLS
+        num_tokens = self._fixed.num_tokens if self._fixed is not None else lengths.num_tokens
+        # A step whose sequences have one new token each is a decode, and no other one is.
+        most = 1 if each_one else max(2, num_tokens if captured else int(q_len.max()))
+        cells: NoCells | BoolCells = NO_CELLS
+        if sight is Sight.CELLS:
+            seen = seen_cells(
+                lengths, batch.mask, causal=geometry.causal, window_left=geometry.window_left, device=self.device
+            )
+            cells = BoolCells(seen, _sent(token_positions(lengths).astype(np.int32), self.device))
+        return ExternalStep(
+            num_seqs,
+            num_seqs,
+            num_tokens,
+            kv_len,
+            ONE_EACH if each_one else Boundaries(q_indptr),
+            rows,
+            1 if captured or each_one else min(int(q_len.min()), 2),
+            most,
+            max(lengths.max_kv_len, 1),
+            captured=captured,
+            mask=cells,
+        )
+
+    def _new(self, geometry: Geometry, problem: Problem) -> ExternalAttention:
+        assert self._lists is not None
+        room = self._room
+        attention = ExternalAttention(
+            [LayerSource(problem, head_weights=_head_weights(geometry, None))],
+            self._lists.table,
+            device=self.device,
+            bounds=Bounds(
+                num_seqs=room.num_seqs,
+                num_tokens=room.num_tokens,
+                kv_len=min(room.width * geometry.page_size, INT32_MAX),
+                num_pages=INT32_MAX // geometry.page_size,
+            ),
+            options=ExternalOptions(
+                provider=self._provider,
+                deterministic=geometry.deterministic,
+                page_strides=True,
+                short_kv=not problem.causal,
+                binds_calls=True,
+            ),
+        )
+        if self._fixed is not None:
+            attention.seal()
+        return attention
+
+    def _make_room(self, batch: Batch, page_size: int) -> None:
+        """Room for the batch. What was built for less, or for other pages, is dropped."""
+        needs = batch.room(page_size)
+        if self._fixed is not None:
+            if not self._fixed.holds(needs) or needs.num_seqs != self._fixed.num_seqs:
+                raise NeverFits(
+                    f"the batch has {needs}, and a wrapper whose run() is captured keeps {self._fixed}; a batch has as "
+                    "many sequences, and of the others no more. Make a wrapper with larger buffers"
+                )
+            if self._page_size not in (0, page_size):
+                raise BadBatch(f"pages of {page_size} tokens after {self._page_size}; make a wrapper for each")
+        if self._lists is not None and self._room.holds(needs) and self._page_size == page_size:
+            return
+        self._room = self._fixed or self._room.grown(needs)
+        self._page_size = page_size
+        self._built.clear()
+        self._lists = PageLists(self._room.num_entries, self._room.width, self.device)
+
+    def _refuse_capture(self) -> None:
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise WrongState(
+                "a plan cannot be captured; before the capture call plan(), and run() once with the same arguments"
+            )
+
+
+def _see_nothing(inputs: Inputs) -> None:
+    """What a cache without pages gives: no kernel reads one."""
+    inputs.out.zero_()
+    if inputs.lse is not None:
+        inputs.lse.fill_(float("-inf"))
+        if inputs.sinks is not None:
+            inputs.lse.copy_(inputs.sinks.expand_as(inputs.lse))
+
+
+def _head_weights(geometry: Geometry, sinks: Tensor | None) -> HeadWeights:
+    """What the geometry has of them; sinks that are not there yet count for nothing."""
+    slopes = alibi_slopes(geometry.num_q_heads) if geometry.alibi else None
+    if geometry.sinks and sinks is None:
+        sinks = torch.full((geometry.num_q_heads,), float("-inf"))
+    return HeadWeights(sinks, slopes)
+
+
+def _sent(values: np.ndarray[tuple[int], np.dtype[np.int32 | np.float32]], device: torch.device) -> Tensor:
+    """Values on the device, without a wait."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

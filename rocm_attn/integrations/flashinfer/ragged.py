@@ -1,0 +1,209 @@
+"""Prefill whose K and V are two tensors, token after token. Names and arguments are FlashInfer's.
+
+To kernels each token is a page of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import BadTensor, Unsupported, WrongState
+from rocm_attn.integrations.flashinfer.asked import (
+    Geometry,
+    Scores,
+    as_dtype,
+    check_layout,
+    provider_of,
+    refuse,
+)
+from rocm_attn.integrations.flashinfer.calls import Call, PagedKV, Result, attend
+from rocm_attn.integrations.flashinfer.lengths import Lengths, on_host
+from rocm_attn.integrations.flashinfer.planned import PlannedAttention
+from rocm_attn.integrations.flashinfer.single import token_batch
+
+
+class BatchPrefillWithRaggedKVCacheWrapper:
+    """Prefill of sequences whose K and V lie one after the other: plan() once a step, run() for each layer.
+
+    float_workspace_buffer: its device is the wrapper's; nothing is written to it
+    kv_layout:              NHD: k and v are [tokens, kv_heads, dim]; HND: [kv_heads, tokens, dim]
+    backend:                a provider of ours, or a name of FlashInfer's, which stands for the best one
+    Raises Unsupported, also for use_cuda_graph: its lengths of K and V have no bound.
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: Tensor | None = None,
+        kv_indptr_buf: Tensor | None = None,
+        custom_mask_buf: Tensor | None = None,
+        mask_indptr_buf: Tensor | None = None,
+        backend: str = "auto",
+        jit_args: list[Any] | None = None,
+        jit_kwargs: dict[str, Any] | None = None,
+        variant_owns_mask: bool = False,
+    ) -> None:
+        refuse(jit_args=jit_args is not None, jit_kwargs=bool(jit_kwargs), variant_owns_mask=variant_owns_mask)
+        if use_cuda_graph:
+            raise Unsupported(
+                "use_cuda_graph is not served by the ragged wrapper: no buffer bounds K and V; capture the paged one"
+            )
+        self.device = float_workspace_buffer.device
+        self._kv_layout = check_layout(kv_layout)
+        self._planned = PlannedAttention(self.device, provider_of(backend))
+        self._geometry: Geometry | None = None
+        self._out_dtype = torch.float16
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        """Whether run() is captured."""
+        return False
+
+    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
+        """Nothing: no workspace of the caller's is used."""
+
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        kv_indptr: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        head_dim_vo: int | None = None,
+        custom_mask: Tensor | None = None,
+        packed_custom_mask: Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: str | torch.dtype = "float16",
+        kv_data_type: str | torch.dtype | None = None,
+        o_data_type: str | torch.dtype | None = None,
+        non_blocking: bool = True,
+        prefix_len_ptr: Tensor | None = None,
+        token_pos_in_items_ptr: Tensor | None = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: Tensor | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        seq_lens: Tensor | None = None,
+        seq_lens_q: Tensor | None = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        v_indptr: Tensor | None = None,
+        o_indptr: Tensor | None = None,
+        uniform_q_len: int | None = None,
+    ) -> None:
+        """Use this batch from now on.
+
+        qo_indptr, kv_indptr: int [S + 1], where each sequence's new tokens, and its K and V, begin
+        The rest as BatchPrefillWithPagedKVCacheWrapper.plan. Raises Unsupported, BadBatch, BadTensor.
+        """
+        refuse(
+            prefix_len_ptr=prefix_len_ptr is not None,
+            token_pos_in_items_ptr=token_pos_in_items_ptr is not None,
+            max_item_len_ptr=max_item_len_ptr is not None,
+            v_indptr=v_indptr is not None,
+            o_indptr=o_indptr is not None,
+        )
+        q_dtype = as_dtype(q_data_type)
+        sizes = num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo or head_dim_qk, 1, q_dtype
+        deterministic = fixed_split_size is not None or disable_split_kv
+        geometry = Geometry(
+            *sizes, as_dtype(kv_data_type or q_dtype), scale=1.0, causal=causal, deterministic=deterministic
+        )
+        geometry = Scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale).over(geometry)
+        q, kv = on_host(qo_indptr, kv_indptr)
+        lengths = Lengths(q, kv[:-1], np.diff(kv))
+        batch = token_batch(lengths, kv, (custom_mask, packed_custom_mask), self._planned.device)
+        self._planned.plan(batch, geometry)
+        self._geometry, self._out_dtype = geometry, as_dtype(o_data_type or q_dtype)
+
+    begin_forward = plan
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *args: Any,
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        o_scale: float | None = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        return_lse: bool = False,
+        lse_base: str = "log2",
+        lse_layout: str = "NH",
+        enable_pdl: bool | None = None,
+        kv_cache_sf: PagedKV | None = None,
+    ) -> Result:
+        """Attention of the planned batch over a layer's K and V: [tokens, q_heads, v_head_dim], and LSE.
+
+        Raises Unsupported, BadTensor, BadSetting, WrongState.
+        """
+        refuse(positional=bool(args), o_scale=o_scale not in (None, 1.0), kv_cache_sf=kv_cache_sf is not None)
+        geometry = self._ready()
+        if self._kv_layout == "HND":
+            k, v = k.transpose(0, 1), v.transpose(0, 1)
+        if k.dim() != 3 or v.dim() != 3:
+            raise BadTensor(f"k is {list(k.shape)} and v {list(v.shape)}; each has 3 dimensions")
+        call = Call(out, lse, return_lse, lse_base, lse_layout, q_scale, k_scale, v_scale)
+        return attend(self._planned, geometry, self._out_dtype, q, (k.unsqueeze(1), v.unsqueeze(1)), call)
+
+    run_return_lse = functools.partialmethod(run, return_lse=True)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> Result:
+        """Deprecated in FlashInfer: run(), with scores that need not be those of plan()."""
+        scores = Scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale)
+        self._geometry = self._ready().seen(causal, scores)
+        return self.run(q, k, v)
+
+    def forward_return_lse(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> Result:
+        """Deprecated in FlashInfer: forward() with the LSE."""
+        scores = Scores(pos_encoding_mode, window_left, logits_soft_cap, sm_scale)
+        self._geometry = self._ready().seen(causal, scores)
+        return self.run(q, k, v, return_lse=True)
+
+    def _ready(self) -> Geometry:
+        if self._geometry is None:
+            raise WrongState("nothing is planned; call plan() before run()")
+        return self._geometry

@@ -1,0 +1,71 @@
+"""One sequence whose K and V are two tensors: pages of one token each, in order."""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import BadTensor
+from rocm_attn.integrations.flashinfer.asked import Geometry, Scores, check_layout, provider_of
+from rocm_attn.integrations.flashinfer.batch import Batch
+from rocm_attn.integrations.flashinfer.calls import Call, Result, attend
+from rocm_attn.integrations.flashinfer.cells import given_cells
+from rocm_attn.integrations.flashinfer.lengths import Int64Array, Lengths
+from rocm_attn.integrations.flashinfer.planned import PlannedAttention
+from rocm_attn.machine.devices import with_index
+
+Masks = tuple[Tensor | None, Tensor | None]
+NO_MASKS: Masks = (None, None)
+
+
+@functools.lru_cache(maxsize=8)
+def _planned_alone(device: torch.device, provider: str) -> PlannedAttention:
+    return PlannedAttention(device, provider)
+
+
+def token_batch(lengths: Lengths, kv_indptr: Int64Array, masks: Masks, device: torch.device) -> Batch:
+    """A batch whose K and V lie token after token, each a page of its own."""
+    num_keys = int(kv_indptr[-1])
+    pages = torch.arange(max(num_keys, 1), dtype=torch.int32, device=device)
+    return Batch(lengths, pages, num_keys, (0, num_keys - 1), given_cells(lengths, *masks, device))
+
+
+def as_nhd(k: Tensor, v: Tensor, kv_layout: str) -> tuple[Tensor, Tensor]:
+    """K and V of a sequence as [kv_len, kv_heads, dim]; in HND they are [kv_heads, kv_len, dim]. Raises BadSetting."""
+    return (k, v) if check_layout(kv_layout) == "NHD" else (k.transpose(0, 1), v.transpose(0, 1))
+
+
+def attend_alone(
+    q: Tensor,
+    kv: tuple[Tensor, Tensor],
+    scores: Scores,
+    call: Call,
+    *,
+    causal: bool,
+    masks: Masks = NO_MASKS,
+    out_dtype: torch.dtype | Literal["as q"] = "as q",
+    backend: str = "auto",
+) -> Result:
+    """Attention of a sequence's last tokens. Raises BadTensor, Unsupported, WrongState in a capture.
+
+    q: [tokens, q_heads, head_dim]; kv: K and V, [kv_len, kv_heads, dim]
+    """
+    k, v = kv
+    if q.dim() != 3 or k.dim() != 3 or v.dim() != 3 or k.shape[:2] != v.shape[:2]:
+        raise BadTensor(
+            f"q is {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} as NHD; each has 3 dimensions, and k and v "
+            "the same tokens and heads"
+        )
+    device = with_index(q.device)
+    sizes = q.shape[1], k.shape[1], q.shape[2], v.shape[2], 1, q.dtype, k.dtype
+    geometry = scores.over(Geometry(*sizes, scale=1.0, causal=causal))
+    kv_indptr = np.array([0, len(k)], np.int64)
+    lengths = Lengths(np.array([0, len(q)], np.int64), kv_indptr[:1], kv_indptr[1:])
+    planned = _planned_alone(device, provider_of(backend))
+    planned.plan(token_batch(lengths, kv_indptr, masks, device), geometry)
+    pages = k.unsqueeze(1), v.unsqueeze(1)
+    return attend(planned, geometry, q.dtype if out_dtype == "as q" else out_dtype, q, pages, call)

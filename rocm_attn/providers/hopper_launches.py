@@ -1,0 +1,7 @@
+"""Launches in Gluon for Hopper, apart from triton_launches.py: not every release of Triton has Gluon in this form."""
+
+from __future__ import annotations
+
+from rocm_attn.kernels.hopper.extend import launch_hopper_extend
+
+__all__ = ["launch_hopper_extend"]

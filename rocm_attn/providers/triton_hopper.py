@@ -1,0 +1,85 @@
+"""Extend for Hopper of the triton provider: its limits, and the bound kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.kernels.attention import limits
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.attention.cuts import ExtendCut
+from rocm_attn.kernels.attention.scores import Scores
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
+from rocm_attn.kernels.tuning.hopper_tiles import HOPPER_EXTEND_TILES, HopperTiles
+from rocm_attn.machine.releases import Release
+from rocm_attn.machine.target import Target
+from rocm_attn.problem import Problem
+from rocm_attn.providers.contract import Limits, StepBounds
+from rocm_attn.providers.schedules import ExtendSchedule
+from rocm_attn.providers.scores import scores_of
+from rocm_attn.providers.triton_later import hopper_launches
+
+# Gluon, in which the kernel is written, changes from release to release: those that its tests have passed with.
+TRITONS = (Release.of("3.6.0"),)
+
+LIMITS = Limits(
+    archs=("sm_90",),
+    dtypes=(torch.bfloat16, torch.float16),
+    head_dim=(min(HOPPER_EXTEND_TILES), max(HOPPER_EXTEND_TILES)),
+    v_head_dim=(min(HOPPER_EXTEND_TILES), max(HOPPER_EXTEND_TILES)),
+    exact_dims=tuple((dim, dim) for dim in HOPPER_EXTEND_TILES),
+    # TMA swizzles eight rows at a time, and a tile is whole pages or part of one.
+    page_size=(8, limits.MAX_PAGE_SIZE),
+    page_sizes=(8, 16, 32, 64, 128),
+    max_gqa_ratio=limits.MAX_GQA_RATIO,
+    window=True,
+    # Its steps are long. Heads of 64, 1 x 2048 new + 6144 cached, windows of 128 keys: 67 us, the plain kernel 44; of
+    # 1024: 164, 164. Heads of 128, of 4096: 338, 362 (H200).
+    least_window=2048,
+    soft_cap=False,
+    sinks=True,
+    non_causal=True,
+    short_kv=True,
+    tritons=TRITONS,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class HopperExtend:
+    """Ragged extend over a cached prefix, for sequences with cut.min_q_len new tokens or more."""
+
+    problem: Problem
+    scores: Scores
+    tiles: HopperTiles
+    cut: ExtendCut
+
+    @property
+    def schedule(self) -> ExtendSchedule:
+        return ExtendSchedule(self.cut)
+
+    def describe(self) -> str:
+        programs = self.cut.sharing.programs
+        return (
+            f"triton.hopper_extend({self.problem}, {self.tiles}, min_q_len={self.cut.min_q_len}, programs={programs})"
+        )
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        return self.cut.partials_words(query_rows=self.tiles.extend.query_rows, v_head_dim=self.problem.v_head_dim)
+
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        hopper_launches.launch_hopper_extend(args, scores=self.scores, cut=self.cut, tiles=self.tiles)
+
+
+def bind_extend(problem: Problem, target: Target, min_q_len: int) -> HopperExtend:
+    """For a problem within LIMITS, and sequences with min_q_len new tokens or more."""
+    tiles = HOPPER_EXTEND_TILES[problem.head_dim]
+    cut = ExtendCut.of(tiles.extend, gqa_ratio=problem.gqa_ratio, min_q_len=min_q_len).shared_by(
+        tiles.extend,
+        compute_units=target.compute_units,
+        heads=(problem.num_kv_heads, problem.gqa_ratio),
+        causal=problem.causal,
+        window_left=problem.window_left,
+    )
+    return HopperExtend(problem, scores_of(problem), tiles, cut)

@@ -1,0 +1,97 @@
+"""FlashInfer's own tests against ours: how many pass, how many ask for what is refused, and why.
+
+    python -m tests.amd.integrations.flashinfer_suite CHECKOUT [PAGE]
+
+CHECKOUT: a folder with FlashInfer's folder `tests`, which no commit here holds. The table goes to the output, and into
+PAGE between the lines that name it. FLASHINFER_CASES and FLASHINFER_MOST_WORK: flashinfer_stand_in.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[3]
+FILES = (
+    "test_batch_decode_kernels",
+    "test_tensor_cores_decode",
+    "test_non_contiguous_decode",
+    "test_decode_fp8_calibration_scale",
+    "test_batch_prefill_kernels",
+    "test_batch_prefill",
+    "test_non_contiguous_prefill",
+    "test_single_prefill",
+    "test_decode_prefill_lse",
+    "test_sliding_window",
+    "test_logits_cap",
+    "test_alibi",
+    "test_attention_sink",
+    "test_page",
+    "test_mla_page",
+    "test_shared_prefix_kernels",
+    "test_deepseek_mla",
+)
+BEGIN, END = "<!-- flashinfer_suite begins -->", "<!-- flashinfer_suite ends -->"
+
+
+def outcomes(checkout: Path, name: str) -> dict[str, Any]:
+    """How the cases of a file went, in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        written = Path(folder) / "outcomes.json"
+        path = os.pathsep.join(map(str, (checkout, Path(__file__).parent, ROOT, os.environ.get("PYTHONPATH", ""))))
+        environment = {**os.environ, "PYTHONPATH": path, "FLASHINFER_OUTCOMES": str(written)}
+        options = ["-p", "flashinfer_stand_in", "--noconftest", "-p", "no:cacheprovider", "-q", "-c", os.devnull]
+        finished = subprocess.run(
+            [sys.executable, "-m", "pytest", *options, f"--rootdir={checkout}", f"tests/attention/{name}.py"],
+            cwd=checkout,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if not written.exists():
+            raise RuntimeError(f"{name} did not run:\n{finished.stdout[-2000:]}{finished.stderr[-2000:]}")
+        found: dict[str, Any] = json.loads(written.read_text())
+    return found
+
+
+def line(name: str, found: dict[str, Any]) -> str:
+    """A row of the table."""
+    counts = Counter(each["outcome"] for each in found["outcomes"])
+    why = Counter(_short(each) for each in found["outcomes"] if each["outcome"] != "passed")
+    reasons = "; ".join(f"{reason} ({count})" for reason, count in why.most_common())
+    cells = [counts[each] for each in ("passed", "refused", "skipped", "failed")]
+    return f"| `{name}` | {found['cases']} | {len(found['outcomes'])} | {' | '.join(map(str, cells))} | {reasons} |"
+
+
+def _short(each: dict[str, str]) -> str:
+    """A reason without what differs from case to case."""
+    why = re.sub(r"\s+", " ", each["why"]).replace("|", "/")
+    why = why.partition(": ")[0] if each["outcome"] == "refused" else why[:100]
+    return why[:80]
+
+
+def table(checkout: Path) -> str:
+    """All files."""
+    rows = []
+    for name in FILES:
+        found = outcomes(checkout, name)
+        rows.append(line(name, found))
+        print(rows[-1], flush=True)
+    head = "| file | cases | run | pass | refused | skipped | fail | what was refused, skipped or failed |"
+    return "\n".join([head, "|---" * 8 + "|", *rows])
+
+
+if __name__ == "__main__":
+    written = table(Path(sys.argv[1]).resolve())
+    if len(sys.argv) > 2:
+        page = Path(sys.argv[2])
+        before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+        page.write_text(f"{before}{BEGIN}\n{written}\n{END}{rest.partition(END)[2]}", encoding="utf-8")

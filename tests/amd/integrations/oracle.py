@@ -1,0 +1,59 @@
+"""What FlashInfer says that attention gives, in NumPy and float64: one token and one head after the other.
+
+It shares no code with the project.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How logits become weights. slopes, sinks: [q_heads]; shown: [tokens, keys], in place of causality"""
+
+    scale: float
+    causal: bool = True
+    window_left: int = -1
+    cap: float = 0.0
+    slopes: Array | None = None
+    sinks: Array | None = None
+    shown: Array | None = None
+
+    def sees(self, token: int, key: int, tokens: int, keys: int) -> bool:
+        """Tokens are a sequence's last ones, also where they are more than its keys."""
+        position = keys - tokens + token
+        if self.window_left >= 0 and key < position - self.window_left:
+            return False
+        return bool(self.shown[token, key]) if self.shown is not None else key <= position or not self.causal
+
+
+def attention(q: Array, k: Array, v: Array, scores: Scores) -> tuple[Array, Array]:
+    """Output [tokens, q_heads, v_dim] and log-sum-exp to base 2 [tokens, q_heads]; 0 and -inf where nothing is seen.
+
+    q: [tokens, q_heads, dim]; k: [keys, kv_heads, dim]; v: [keys, kv_heads, v_dim]
+    """
+    tokens, q_heads, _ = q.shape
+    keys, kv_heads, v_dim = v.shape
+    out, lse = np.zeros((tokens, q_heads, v_dim)), np.full((tokens, q_heads), -np.inf)
+    for token in range(tokens):
+        seen = [key for key in range(keys) if scores.sees(token, key, tokens, keys)]
+        for head in range(q_heads):
+            logits = k[seen, head // (q_heads // kv_heads)] @ q[token, head] * scores.scale
+            if scores.slopes is not None:
+                logits = logits + scores.slopes[head] * (np.array(seen, np.float64) - token)
+            if scores.cap:
+                logits = scores.cap * np.tanh(logits / scores.cap)
+            total = np.exp(logits).sum()
+            if scores.sinks is not None:
+                total += math.exp(scores.sinks[head])
+            if total > 0:
+                out[token, head] = np.exp(logits) @ v[seen, head // (q_heads // kv_heads)] / total
+                lse[token, head] = math.log2(total)
+    return out, lse

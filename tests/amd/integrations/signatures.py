@@ -1,0 +1,117 @@
+"""FlashInfer's public signatures, read from its files, and ours, read from ours: names, kinds and defaults.
+
+    python -m tests.amd.integrations.signatures FOLDER
+
+writes those of FlashInfer to flashinfer_signatures.json. FOLDER: its package, as in its wheel. No line of it runs.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+DATA = Path(__file__).with_name("flashinfer_signatures.json")
+RELEASE = "0.7.2.post1"
+
+# Module -> names, as FlashInfer has them; a folder of several files has the module's name.
+NAMES = {
+    "decode": (
+        "single_decode_with_kv_cache",
+        "BatchDecodeWithPagedKVCacheWrapper",
+        "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    ),
+    "prefill": (
+        "single_prefill_with_kv_cache",
+        "BatchPrefillWithPagedKVCacheWrapper",
+        "BatchPrefillWithRaggedKVCacheWrapper",
+    ),
+    "cascade": (
+        "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
+        "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
+        "MultiLevelCascadeAttentionWrapper",
+        "merge_state",
+        "merge_state_in_place",
+        "merge_states",
+    ),
+    "mla": ("BatchMLAPagedAttentionWrapper", "MLAPlanMetadata"),
+    "page": (
+        "append_paged_kv_cache",
+        "append_paged_mla_kv_cache",
+        "get_batch_indices_positions",
+        "get_seq_lens",
+    ),
+}
+
+# Methods of FlashInfer's that have no meaning here: they are about its own memory and kernels.
+LEFT_OUT = {"workspace_size", "prewarm_paged_kv_stride_variant", "resolved_backend"}
+
+# function or Class.method -> parameters as "name", "name=default", "*args", and "*" before those by name alone
+Signatures = dict[str, list[str]]
+
+
+def _parameters(node: ast.FunctionDef) -> list[str]:
+    of = node.args
+    defaults: list[ast.expr | None] = [None] * (len(of.args) - len(of.defaults)) + list(of.defaults)
+    found = [_said(argument, default) for argument, default in zip(of.args, defaults, strict=True)]
+    if of.vararg is not None or of.kwonlyargs:
+        found.append("*" if of.vararg is None else f"*{of.vararg.arg}")
+    found += [_said(argument, default) for argument, default in zip(of.kwonlyargs, of.kw_defaults, strict=True)]
+    return found + ([] if of.kwarg is None else [f"**{of.kwarg.arg}"])
+
+
+def _said(argument: ast.arg, default: ast.expr | None) -> str:
+    return argument.arg if default is None else f"{argument.arg}={ast.unparse(default)}"
+
+
+def _functions(tree: ast.Module, names: tuple[str, ...]) -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Those of these names that are not overloads; of classes the public methods, what makes them, and a plan's."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name in names and not _is_overload(node):
+            yield node.name, node
+        if isinstance(node, ast.ClassDef) and node.name in names:
+            for method in node.body:
+                if isinstance(method, ast.FunctionDef) and not _is_overload(method) and _is_public(method.name):
+                    yield f"{node.name}.{method.name}", method
+
+
+def _is_overload(node: ast.FunctionDef) -> bool:
+    return any(ast.unparse(decorator) == "overload" for decorator in node.decorator_list)
+
+
+def _is_public(name: str) -> bool:
+    return not name.startswith("_") or name in ("__init__", "_plan_impl")
+
+
+def signatures(files: dict[str, list[Path]]) -> Signatures:
+    """Of the names of each module, in the files that it is made of."""
+    found: Signatures = {}
+    for module, paths in files.items():
+        for path in paths:
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            found |= {name: _parameters(node) for name, node in _functions(tree, NAMES[module])}
+    return found
+
+
+def of_flashinfer(folder: Path) -> Signatures:
+    """Those of a package, a module of which may be a folder."""
+    files = {module: folder / f"{module}.py" for module in NAMES}
+    return signatures(
+        {
+            module: [file] if file.is_file() else sorted((folder / module).rglob("*.py"))
+            for module, file in files.items()
+        }
+    )
+
+
+def recorded() -> Signatures:
+    """Those of the release that was read last."""
+    found: Signatures = json.loads(DATA.read_text(encoding="utf-8"))["signatures"]
+    return found
+
+
+if __name__ == "__main__":
+    kept = {"release": RELEASE, "signatures": of_flashinfer(Path(sys.argv[1]))}
+    DATA.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")

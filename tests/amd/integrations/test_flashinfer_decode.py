@@ -1,0 +1,239 @@
+"""Decode by FlashInfer's names gives what FlashInfer says it gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import BadBatch, BadSetting, BadTensor, NeverFits, Unsupported, WrongState
+from rocm_attn.integrations import flashinfer
+from rocm_attn.integrations.flashinfer.page_lists import PageLists
+from tests.amd.integrations.batches import DIM, KV_HEADS, Q_HEADS, check, ints, new_batch, queries, wanted
+from tests.amd.integrations.oracle import Scores
+
+# Of the interpreter's stage; test_flashinfer_program.py is in its short form.
+pytestmark = pytest.mark.long
+
+SIZES = Q_HEADS, KV_HEADS, DIM
+SLOPES = np.array([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8])
+LENS = (1, 17, 0, 33, 16)
+
+
+def workspace(device: torch.device) -> Tensor:
+    return torch.empty(16, dtype=torch.uint8, device=device)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "layout", "window", "cap", "positions"),
+    [
+        (16, "NHD", -1, 0.0, "NONE"),
+        (1, "NHD", 7, 0.0, "NONE"),
+        (5, "HND", 20, 30.0, "NONE"),
+        (16, "HND", -1, 0.0, "ALIBI"),
+    ],
+)
+def test_each_token_is_the_last_of_its_sequence(
+    page_size: int, layout: str, window: int, cap: float, positions: str, device: torch.device
+) -> None:
+    batch = new_batch(LENS, page_size, layout, device=device)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device), layout)
+    wrapper.plan(
+        *batch.lists,
+        *SIZES,
+        page_size,
+        pos_encoding_mode=positions,
+        window_left=window,
+        logits_soft_cap=cap,
+        q_data_type=torch.float32,
+        sm_scale=0.3,
+    )
+    q = queries(len(LENS), device=device)
+    scores = Scores(0.3, window_left=window, cap=cap, slopes=SLOPES if positions == "ALIBI" else None)
+    expected = wanted(batch, q, [1] * len(LENS), [scores] * len(LENS))
+    check(wrapper.run(q, batch.cache, return_lse=True), expected)
+    check(wrapper.run_return_lse(q, (batch.cache[:, 0], batch.cache[:, 1])), expected)
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=device)
+    found = wrapper.run(q, batch.cache, out=out, lse=lse, return_lse=True)
+    assert isinstance(found, tuple)
+    assert found[0] is out
+    assert found[1] is lse
+    check(found, expected)
+
+
+def plan(wrapper: flashinfer.BatchDecodeWithPagedKVCacheWrapper, device: torch.device, *more: object) -> Tensor:
+    """A plan of two sequences, with more arguments by position; their KV."""
+    batch = new_batch((6, 3), 4, device=device)
+    wrapper.plan(*batch.lists, *SIZES, 4, *more)
+    return batch.cache
+
+
+def test_optional_arguments_of_plan_may_come_by_position(device: torch.device) -> None:
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
+    named = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
+    with pytest.warns(DeprecationWarning, match="name them"):
+        cache = plan(wrapper, device, "NONE", 2, 5.0, "float32", None, None, None, 0.3)
+    batch = new_batch((6, 3), 4, device=device)
+    more: dict[str, Any] = {"window_left": 2, "logits_soft_cap": 5.0, "q_data_type": torch.float32, "sm_scale": 0.3}
+    named.begin_forward(*batch.lists, *SIZES, 4, **more)
+    q = queries(2, device=device)
+    found, wanted_out = wrapper.run(q, cache), named.run(q, cache)
+    assert isinstance(found, Tensor)
+    assert isinstance(wanted_out, Tensor)
+    assert found.equal(wanted_out)
+    with pytest.raises(TypeError, match="at most 16 arguments by position"):
+        plan(wrapper, device, *range(17))
+    with (
+        pytest.warns(DeprecationWarning, match="name them|belongs to plan"),
+        pytest.raises(TypeError, match="got window_left twice"),
+    ):
+        wrapper.plan(*batch.lists, *SIZES, 4, "NONE", 2, window_left=2)
+
+
+def test_several_new_tokens_of_each_request_see_no_later_ones(device: torch.device) -> None:
+    batch = new_batch((7, 2, 12), 4, device=device)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device), use_tensor_cores=True)
+    wrapper.plan(*batch.lists, *SIZES, 4, q_data_type="float32", sm_scale=0.3, q_len_per_req=2)
+    q = queries(6, device=device)
+    check(wrapper.run(q, batch.cache, return_lse=True), wanted(batch, q, [2] * 3, [Scores(0.3)] * 3))
+    with pytest.raises(BadBatch, match="fewer tokens in its KV than q_len_per_req, 3"):
+        wrapper.plan(*batch.lists, *SIZES, 4, q_len_per_req=3)
+
+
+def test_scores_may_be_those_of_a_deprecated_forward(device: torch.device) -> None:
+    batch = new_batch((6, 9), 4, device=device)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
+    wrapper.plan(*batch.lists, *SIZES, 4, q_data_type="float32", window_left=1)
+    q = queries(2, device=device)
+    expected = wanted(batch, q, [1, 1], [Scores(0.2, cap=3.0)] * 2)
+    check(wrapper.forward_return_lse(q, batch.cache, logits_soft_cap=3.0, sm_scale=0.2), expected)
+    found = wrapper.forward(q, batch.cache, logits_soft_cap=3.0, sm_scale=0.2)
+    assert isinstance(found, Tensor)
+    check((found, torch.from_numpy(expected[1])), expected)
+
+
+REFUSED_PLANS = [
+    ({"pos_encoding_mode": "ROPE_LLAMA"}, Unsupported, "rotate queries and keys before they are stored"),
+    ({"pos_encoding_mode": "rope"}, BadSetting, "it is NONE, ROPE_LLAMA or ALIBI"),
+    ({"window_right": 4}, Unsupported, "window_right is not served: windows reach back"),
+    ({"q_data_type": torch.float8_e4m3fn}, Unsupported, "pass them in 16 bits"),
+    ({"kv_data_type": "bfloat16"}, Unsupported, "give both one dtype"),
+    ({"kv_data_type": torch.uint8}, Unsupported, "no kernel here reads NVFP4 pages"),
+    ({"kv_data_type": "nvfp4"}, BadSetting, "'nvfp4' is no dtype"),
+    ({"pos_encoding_mode": "ALIBI", "logits_soft_cap": 1.0}, Unsupported, "after the cap here"),
+    ({"is_causal": True}, Unsupported, "leave it None"),
+    ({"q_len_per_req": 0}, BadBatch, "it is at least 1"),
+    ({"sm_scale": -1.0}, ValueError, "must be a positive number"),
+]
+
+
+@pytest.mark.parametrize(("more", "error", "message"), REFUSED_PLANS)
+def test_what_is_not_served_is_refused_by_plan(
+    more: dict[str, Any], error: type[Exception], message: str, device: torch.device
+) -> None:
+    batch = new_batch((6, 3), 4, device=device)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
+    with pytest.raises(error, match=message):
+        wrapper.plan(*batch.lists, *SIZES, 4, **more)
+    with pytest.raises(WrongState, match=r"call plan.. before run"):
+        wrapper.run(queries(2, device=device), batch.cache)
+
+
+def test_what_is_not_served_is_refused_by_run(device: torch.device) -> None:
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
+    batch = new_batch((6, 3), 4, device=device)
+    wrapper.plan(*batch.lists, *SIZES, 4, q_data_type="float32", window_left=5)
+    q, cache = queries(2, device=device), batch.cache
+    cases: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"kv_cache_sf": cache}, Unsupported, "NVFP4"),
+        ({"skip_softmax_threshold_scale_factor": 0.1}, Unsupported, "every key counts"),
+        ({"window_left": 4}, BadSetting, "planned as 5"),
+        ({"out": torch.empty_like(q).half()}, BadTensor, "out is torch.float16"),
+        ({"lse": torch.empty(2, device=device), "return_lse": True}, BadTensor, "lse is torch.float32 .2."),
+    ]
+    for more, error, message in cases:
+        with pytest.raises(error, match=message):
+            wrapper.run(q, cache, **more)
+    with pytest.raises(Unsupported, match=r"\*args is not served"):
+        wrapper.run(q, cache, 1.0)
+    bad: list[tuple[Tensor, Tensor | tuple[Tensor, Tensor], str]] = [
+        (q[:1], cache, "q has 1 rows; 2 sequences were planned"),
+        (q.half(), cache, "q is torch.float16"),
+        (q, cache[:2], "the KV cache has pages 0 to 1"),
+        (q, cache.half(), "layer 0 is torch.float16"),
+        (q, cache[:, :, :2], "pages of 2 tokens"),
+        (q, cache[0], "a tuple of K and V"),
+        (q, (cache[0, 0, 0], cache[0, 0, 0]), "it has 4 dimensions"),
+    ]
+    for rows, kv, message in bad:
+        with pytest.raises(BadTensor, match=message):
+            wrapper.run(rows, kv)
+    with (
+        pytest.warns(DeprecationWarning, match="name them|belongs to plan"),
+        pytest.raises(BadBatch, match="planned as 1"),
+    ):
+        wrapper.run(q, cache, q_len_per_req=2)
+    check(wrapper.run(q, cache, return_lse=True), wanted(batch, q, [1, 1], [Scores(DIM**-0.5, window_left=5)] * 2))
+
+
+def test_lists_that_contradict_each_other_are_refused(device: torch.device) -> None:
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
+    starts, pages, last = new_batch((6, 3), 4, device=device).lists
+    cases: list[tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any], type[Exception], str]] = [
+        ((starts + 1, pages, last), {}, BadBatch, "boundaries begin at 0 and never fall"),
+        ((starts.flip(0) - 3, pages, last), {}, BadBatch, "boundaries begin at 0 and never fall"),
+        ((starts, pages[:2], last), {}, BadTensor, "the 3 entries that indptr ends with"),
+        ((starts, pages.float(), last), {}, BadTensor, "int32 or int64 in one dimension"),
+        ((starts, pages, last + 4), {}, BadBatch, "last_page_len of sequence 0 is 6"),
+        ((starts, pages, last * 0), {}, BadBatch, "last_page_len of sequence 0 is 0"),
+        ((starts, pages, last[:1]), {}, BadBatch, "give one for each"),
+        ((starts, pages, last), {"seq_lens": ints([6, 4], device)}, BadBatch, "seq_lens are .6, 4."),
+        ((starts.float(), pages, last), {}, BadTensor, "integers of one dimension"),
+    ]
+    for lists, more, error, message in cases:
+        with pytest.raises(error, match=message):
+            wrapper.plan(*lists, *SIZES, 4, **more)
+
+
+def test_a_batch_of_nothing_gives_nothing(device: torch.device) -> None:
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
+    batch = new_batch((), 4, device=device)
+    wrapper.plan(ints([0], device), ints([], device), ints([], device), *SIZES, 4, q_data_type="float32")
+    found = wrapper.run(queries(0, device=device), batch.cache, return_lse=True)
+    assert isinstance(found, tuple)
+    assert [list(each.shape) for each in found] == [[0, 4, 16], [0, 4]]
+
+
+def test_providers_are_chosen_by_name(device: torch.device) -> None:
+    with pytest.raises(BadSetting, match="provider is 'fa2'; it is one of auto, torch, triton, aiter"):
+        flashinfer.use_provider("fa2")
+    cache = new_batch((6, 3), 4, device=device).cache
+    for backend in ("fa2", "torch"):
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device), backend=backend)
+        with pytest.warns(DeprecationWarning, match="name them"):
+            plan(wrapper, device, "NONE", -1, None, "float32")
+        assert isinstance(wrapper.run(queries(2, device=device), cache), Tensor)
+
+
+def test_more_pages_than_there_is_room_for_are_refused(device: torch.device) -> None:
+    lists = PageLists(2, 1, device)
+    with pytest.raises(NeverFits, match="3 page indices do not fit the 2"):
+        lists.write(ints([0, 1, 2], device), 3)
+    with pytest.raises(BadTensor, match="the 3 entries that indptr ends with"):
+        lists.write(ints([0, 1], device), 3)
+
+
+def test_scales_of_many_calls_keep_no_kernels_without_end(device: torch.device) -> None:
+    batch = new_batch((6, 3), 4, device=device)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
+    wrapper.plan(*batch.lists, *SIZES, 4, q_data_type="float32", sm_scale=0.01)
+    q = queries(2, device=device)
+    for scale in range(1, 41):
+        found = wrapper.run(q, batch.cache, q_scale=float(scale), return_lse=True)
+        if scale % 20 == 0:
+            check(found, wanted(batch, q, [1, 1], [Scores(0.01 * scale)] * 2))
+    assert wrapper._planned is not None
+    assert len(wrapper._planned._built) == 32

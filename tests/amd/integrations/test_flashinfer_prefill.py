@@ -1,0 +1,177 @@
+"""Prefill by FlashInfer's names gives what FlashInfer says it gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import BadTensor
+from rocm_attn.integrations import flashinfer
+from tests.amd.integrations.batches import DIM, KV_HEADS, Q_HEADS, check, indptr, new_batch, queries, wanted
+from tests.amd.integrations.oracle import Array, Scores
+
+# Of the interpreter's stage; test_flashinfer_program.py is in its short form.
+pytestmark = pytest.mark.long
+
+SIZES = Q_HEADS, KV_HEADS, DIM
+SLOPES = np.array([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8])
+KV_LENS, Q_LENS = (1, 19, 9, 6), (1, 3, 9, 2)
+
+
+def workspace(device: torch.device) -> Tensor:
+    return torch.empty(16, dtype=torch.uint8, device=device)
+
+
+def random_mask(q_lens: tuple[int, ...], kv_lens: tuple[int, ...]) -> tuple[Tensor, list[Array]]:
+    """The cells of a batch, and those of each sequence. Every token sees its first key."""
+    random = np.random.default_rng(2)
+    of_seqs = [random.random((q_len, kv_len)) < 0.6 for q_len, kv_len in zip(q_lens, kv_lens, strict=True)]
+    for cells in of_seqs:
+        cells[:, :1] = True
+    return torch.from_numpy(np.concatenate([cells.reshape(-1) for cells in of_seqs])), [
+        cells.astype(np.float64) for cells in of_seqs
+    ]
+
+
+CASES = [
+    ("causal", KV_LENS, Q_LENS, Scores(0.3), {}),
+    ("causal, windows and a cap", KV_LENS, Q_LENS, Scores(0.3, window_left=4, cap=2.0), {}),
+    ("all keys", KV_LENS, Q_LENS, Scores(0.3, causal=False), {}),
+    ("all keys of a window", KV_LENS, Q_LENS, Scores(0.3, causal=False, window_left=4), {}),
+    ("more new tokens than KV", (1, 0, 4, 6), (3, 2, 9, 1), Scores(0.3, causal=False), {}),
+    ("causal, more new tokens than KV", (1, 0, 4, 6), (3, 2, 9, 1), Scores(0.3), {}),
+    ("sequences without new tokens", (4, 0, 9, 5), (2, 0, 0, 1), Scores(0.3), {}),
+    ("one each, all keys of a window", (4, 9), (1, 1), Scores(0.3, causal=False, window_left=3), {}),
+    ("ALiBi", KV_LENS, Q_LENS, Scores(0.3, causal=False, slopes=SLOPES), {"pos_encoding_mode": "ALIBI"}),
+    ("the same in any batch", KV_LENS, Q_LENS, Scores(0.3), {"fixed_split_size": 4}),
+]
+
+
+@pytest.mark.parametrize(
+    ("kv_lens", "q_lens", "scores", "more"), [case[1:] for case in CASES], ids=[c[0] for c in CASES]
+)
+@pytest.mark.parametrize(("page_size", "layout"), [(4, "NHD"), (16, "HND")])
+def test_new_tokens_are_the_last_of_their_sequence(
+    kv_lens: tuple[int, ...],
+    q_lens: tuple[int, ...],
+    scores: Scores,
+    more: dict[str, Any],
+    page_size: int,
+    layout: str,
+    device: torch.device,
+) -> None:
+    batch = new_batch(kv_lens, page_size, layout, device=device)
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device), layout)
+    said: dict[str, Any] = {"causal": scores.causal, "window_left": scores.window_left, "logits_soft_cap": scores.cap}
+    said |= {"sm_scale": 0.3, "q_data_type": torch.float32, **more}
+    wrapper.plan(indptr(q_lens, device), *batch.lists, *SIZES, page_size, **said)
+    q = queries(sum(q_lens), device=device)
+    check(wrapper.run(q, batch.cache, return_lse=True), wanted(batch, q, q_lens, [scores] * len(q_lens)))
+
+
+@pytest.mark.parametrize("window", [-1, 3])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_mask_says_what_is_seen(window: int, packed: bool, device: torch.device) -> None:
+    cells, of_seqs = random_mask(Q_LENS, KV_LENS)
+    batch = new_batch(KV_LENS, 4, device=device)
+    scores = [Scores(0.3, window_left=window, shown=shown) for shown in of_seqs]
+    said: dict[str, Any] = {"causal": True, "sm_scale": 0.3, "window_left": window, "q_data_type": "float32"}
+    if packed:
+        bits = [np.packbits(shown.reshape(-1) != 0, bitorder="little") for shown in of_seqs]
+        said["packed_custom_mask"] = torch.from_numpy(np.concatenate(bits)).to(device)
+    else:
+        said["custom_mask"] = cells.to(device)
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
+    wrapper.plan(indptr(Q_LENS, device), *batch.lists, *SIZES, 4, **said)
+    q = queries(sum(Q_LENS), device=device)
+    check(wrapper.run(q, batch.cache, return_lse=True), wanted(batch, q, Q_LENS, scores))
+
+
+def test_a_mask_of_another_size_is_refused(device: torch.device) -> None:
+    batch = new_batch(KV_LENS, 4, device=device)
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
+    cells = random_mask(Q_LENS, KV_LENS)[0].to(device)
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"custom_mask": cells[1:]}, "custom_mask has 150 cells; the batch has 151"),
+        ({"packed_custom_mask": cells[:20].to(torch.uint8)}, "packed_custom_mask is torch.uint8 .20."),
+        ({"packed_custom_mask": cells[:21]}, "packed_custom_mask is torch.bool"),
+    ]
+    for more, message in cases:
+        with pytest.raises(BadTensor, match=message):
+            wrapper.plan(indptr(Q_LENS, device), *batch.lists, *SIZES, 4, **more)
+
+
+@pytest.mark.parametrize("scores", [Scores(0.3), Scores(0.3, causal=False, window_left=4)], ids=["causal", "window"])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_ragged_k_and_v_are_read_where_they_lie(scores: Scores, layout: str, device: torch.device) -> None:
+    batch = new_batch(KV_LENS, 4, device=device)
+    k, v = (torch.from_numpy(np.concatenate(side)).float().to(device) for side in (batch.k, batch.v))
+    if layout == "HND":
+        k, v = k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device), layout)
+    said: dict[str, Any] = {"causal": scores.causal, "window_left": scores.window_left, "sm_scale": 0.3}
+    wrapper.plan(indptr(Q_LENS, device), indptr(KV_LENS, device), *SIZES, q_data_type=torch.float32, **said)
+    q = queries(sum(Q_LENS), device=device)
+    out, lse = wanted(batch, q, Q_LENS, [scores] * len(Q_LENS))
+    check(wrapper.run(q, k, v, return_lse=True), (out, lse))
+    found = wrapper.run(q, k, v, return_lse=True, lse_base="ln", lse_layout="HN")
+    check(found, (out, (lse * np.log(2)).T))
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_one_sequence_needs_no_plan(layout: str, device: torch.device) -> None:
+    batch = new_batch((9,), 4, device=device)
+    k, v = (torch.from_numpy(side[0]).float().to(device) for side in (batch.k, batch.v))
+    if layout == "HND":
+        k, v = k.transpose(0, 1), v.transpose(0, 1)
+    for tokens, scores in ((3, Scores(0.3)), (3, Scores(0.3, causal=False)), (12, Scores(0.3, causal=False, cap=5.0))):
+        q = queries(tokens, device=device)
+        found = flashinfer.single_prefill_with_kv_cache(
+            q, k, v, causal=scores.causal, kv_layout=layout, sm_scale=0.3, logits_soft_cap=scores.cap, return_lse=True
+        )
+        check(found, wanted(batch, q, [tokens], [scores]))
+    q = queries(1, device=device)
+    found = flashinfer.single_decode_with_kv_cache(q[0], k, v, layout, sm_scale=0.3, window_left=4, return_lse=True)
+    out, lse = wanted(batch, q, [1], [Scores(0.3, window_left=4)])
+    check(found, (out[0], lse[0]))
+
+
+def test_scales_and_sinks_are_those_of_the_call(device: torch.device) -> None:
+    batch = new_batch(KV_LENS, 4, device=device)
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
+    wrapper.plan(
+        indptr(Q_LENS, device), *batch.lists, *SIZES, 4, causal=True, q_data_type="float32", o_data_type="float64"
+    )
+    q, sinks = queries(sum(Q_LENS), device=device), np.array([0.5, -1.0, 2.0, 0.0])
+    for _ in range(2):
+        found = wrapper.run(
+            q,
+            batch.cache,
+            q_scale=0.5,
+            k_scale=torch.tensor(3.0),
+            v_scale=2.0,
+            sinks=torch.from_numpy(sinks).float().to(device),
+            return_lse=True,
+        )
+        out, lse = wanted(batch, q, Q_LENS, [Scores(1.5 * DIM**-0.5, sinks=sinks)] * len(Q_LENS))
+        check(found, (out * 2, lse))
+        assert isinstance(found, tuple)
+        assert found[0].dtype == torch.float64
+        check(wrapper.run_return_lse(q, batch.cache), wanted(batch, q, Q_LENS, [Scores(DIM**-0.5)] * len(Q_LENS)))
+
+
+def test_fp8_pages_have_a_factor_for_k_and_one_for_v(device: torch.device) -> None:
+    batch = new_batch(KV_LENS, 4, device=device, dtype=torch.float16)
+    codes = batch.cache.to(torch.float8_e4m3fn)
+    for side, factor in ((batch.k, 0.5), (batch.v, 3.0)):
+        side[:] = [torch.from_numpy(rows).half().to(codes.dtype).double().numpy() * factor for rows in side]
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
+    said: dict[str, Any] = {"q_data_type": torch.float32, "kv_data_type": torch.float8_e4m3fn, "causal": True}
+    wrapper.plan(indptr(Q_LENS, device), *batch.lists, *SIZES, 4, **said)
+    q = queries(sum(Q_LENS), device=device)
+    found = wrapper.run(q, codes, k_scale=0.5, v_scale=torch.tensor(3.0, device=device), return_lse=True)
+    check(found, wanted(batch, q, Q_LENS, [Scores(DIM**-0.5)] * len(Q_LENS)))

@@ -1,0 +1,247 @@
+"""Extend for Hopper against a float64 answer, with NaN in everything that may not be read. It needs that GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.kernels.attention.cuts import ExtendCut, Sharing
+from rocm_attn.kernels.attention.extend_schedule import launch_extend_schedule
+from rocm_attn.kernels.tuning.hopper_tiles import HOPPER_EXTEND_TILES
+from rocm_attn.machine.releases import Release, triton_version
+from rocm_attn.machine.target import detect_target
+from rocm_attn.providers.select import select
+from rocm_attn.providers.triton_hopper import LIMITS, TRITONS
+from rocm_attn.providers.triton_later import hopper_launches
+from tests.amd.kernels.attention_cases import (
+    ALL_SHARED,
+    UNTOUCHED,
+    Case,
+    Tensors,
+    assert_served,
+    build,
+    extend_cut,
+    garbage,
+    run_decode,
+)
+from tests.amd.runtime.stepping import small_problem
+from tests.amd.runtime.token_stories import Story, Teller
+
+IS_SERVED = (
+    torch.cuda.is_available()
+    and torch.version.hip is None
+    and torch.cuda.get_device_capability() == (9, 0)
+    and Release.of(triton_version()) in TRITONS
+)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not IS_SERVED, reason="needs Hopper and a Triton that it knows"),
+]
+
+# A prefix and several tiles, nothing at all, no prefix, one new token, a cached sequence without new tokens.
+RAGGED = Case(
+    kv_len=[260, 0, 40, 333, 1, 130, 12, 400],
+    q_len=[41, 0, 40, 2, 1, 1, 0, 33],
+    tail=3,
+    heads=(8, 2),
+    dims=(128, 128),
+    dtype=torch.bfloat16,
+)
+# No row is shared: the price is too high.
+NONE_SHARED = ALL_SHARED._replace(split_keys=1 << 20)
+
+dims = pytest.mark.parametrize("dim", list(HOPPER_EXTEND_TILES))
+# Every page size, with a number of heads and a dtype each.
+FORMS = [
+    (8, (6, 2), torch.float16),
+    (16, (8, 2), torch.bfloat16),
+    (32, (2, 2), torch.bfloat16),
+    (64, (16, 1), torch.float16),
+    (128, (5, 1), torch.bfloat16),
+]
+
+
+def run_hopper(tensors: Tensors, sharing: Sharing, *, min_q_len: int = 1) -> ExtendCut:
+    """Schedule, extend and merge, with scratch memory that is NaN or garbage beforehand."""
+    tiles = HOPPER_EXTEND_TILES[tensors.case.dims[0]]
+    cut = extend_cut(tensors, tiles.extend, sharing, min_q_len=min_q_len)
+    device = tensors.q.device
+    schedule = garbage(cut.words(tensors.q.shape[0], tensors.num_seqs), device)
+    words = cut.partials_words(query_rows=tiles.extend.query_rows, v_head_dim=tensors.case.dims[1])
+    partials = torch.full((words,), float("nan"), device=device)
+    launch_extend_schedule(tensors.queries, schedule, cut)
+    hopper_launches.launch_hopper_extend(tensors.args(schedule, partials), scores=tensors.scores, cut=cut, tiles=tiles)
+    return cut
+
+
+def assert_right(case: Case, device: torch.device) -> None:
+    """Where every row is shared out, and where none is."""
+    for sharing in (ALL_SHARED, NONE_SHARED):
+        tensors = build(case, device)
+        run_hopper(tensors, sharing)
+        assert_served(tensors)
+
+
+def test_every_page_size_has_a_form() -> None:
+    assert tuple(page_size for page_size, *_ in FORMS) == LIMITS.page_sizes
+    assert {dtype for *_, dtype in FORMS} == set(LIMITS.dtypes)
+
+
+@dims
+@pytest.mark.parametrize(("page_size", "heads", "dtype"), FORMS)
+def test_extend_equals_the_reference(
+    page_size: int, heads: tuple[int, int], dtype: torch.dtype, dim: int, device: torch.device
+) -> None:
+    """The padded tail included: output 0 and LSE -inf."""
+    assert_right(replace(RAGGED, heads=heads, page_size=page_size, dtype=dtype, dims=(dim, dim)), device)
+
+
+@dims
+@pytest.mark.parametrize(
+    "scores",
+    [
+        {"window_left": 0, "page_size": 128},
+        {"window_left": 5},
+        {"window_left": 100},
+        {"window_left": 5000, "page_size": 64},
+        {"sinks": True},
+        {"sinks": True, "window_left": 63, "page_size": 128},
+        {"causal": False},
+        {"causal": False, "sinks": True, "page_size": 128},
+    ],
+    ids=str,
+)
+def test_windows_sinks_and_attention_to_all_keys_are_right(
+    scores: dict[str, Any], dim: int, device: torch.device
+) -> None:
+    assert_right(replace(RAGGED, dims=(dim, dim), **scores), device)
+
+
+@dims
+@pytest.mark.parametrize("page_size", [8, 64])
+def test_every_length_around_pages_and_tiles_is_right(page_size: int, dim: int, device: torch.device) -> None:
+    around = [edge + more for edge in (8, 16, 64, 128, 192) for more in (-1, 0, 1)]
+    lengths = [(length, new) for length in around for new in (1, 7, 8, 9, length) if new <= length]
+    kv_len, q_len = map(list, zip(*lengths, strict=True))
+    assert_right(replace(RAGGED, kv_len=kv_len, q_len=q_len, page_size=page_size, dims=(dim, dim)), device)
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim"), [((1, 1), 64), ((3, 1), 128), ((40, 1), 128), ((65, 1), 64), ((128, 1), 192)]
+)
+def test_every_number_of_query_heads_on_a_kv_head_is_right(
+    heads: tuple[int, int], dim: int, device: torch.device
+) -> None:
+    case = replace(RAGGED, kv_len=[90, 1, 33], q_len=[5, 1, 3], heads=heads, dims=(dim, dim))
+    assert_right(case, device)
+
+
+@dims
+def test_decode_and_extend_share_a_mixed_step(dim: int, device: torch.device) -> None:
+    """Extend leaves single tokens to decode, decode leaves the rest: together they serve everything once."""
+    tensors = build(
+        replace(RAGGED, kv_len=[40, 20, 17, 0, 50, 33], q_len=[1, 9, 17, 0, 1, 2], tail=0, dims=(dim, dim)), device
+    )
+    run_hopper(tensors, ALL_SHARED, min_q_len=2)
+    assert (tensors.out[[0, 27]] == UNTOUCHED).all()
+    assert (tensors.lse[[0, 27]] == UNTOUCHED).all()
+    run_decode(tensors)
+    assert_served(tensors)
+
+
+@pytest.mark.parametrize(("kv_len", "q_len"), [([], []), ([0, 0], [0, 0]), ([9, 5], [0, 0])])
+def test_a_step_of_nothing_but_padding_is_all_zeros(kv_len: list[int], q_len: list[int], device: torch.device) -> None:
+    tensors = build(replace(RAGGED, kv_len=kv_len, q_len=q_len, tail=40), device)
+    run_hopper(tensors, ALL_SHARED)
+    assert_served(tensors)
+    assert (tensors.out == 0).all()
+
+
+@dims
+def test_padded_tokens_never_change_a_real_one(dim: int, device: torch.device) -> None:
+    tensors = build(replace(RAGGED, tail=11, dims=(dim, dim)), device)
+    tensors.q[-11:] = float("nan")
+    run_hopper(tensors, ALL_SHARED)
+    assert_served(tensors)
+
+
+@dims
+def test_few_tokens_after_many_are_right(dim: int, device: torch.device) -> None:
+    """Every program has a part of the one row."""
+    tensors = build(replace(RAGGED, kv_len=[70001], q_len=[3], tail=0, heads=(4, 1), dims=(dim, dim)), device)
+    run_hopper(tensors, Sharing(programs=132))
+    assert_served(tensors)
+
+
+@dims
+def test_many_short_sequences_are_right(dim: int, device: torch.device) -> None:
+    kv_len, q_len = [20 + at % 37 for at in range(300)], [at % 3 for at in range(300)]
+    tensors = build(replace(RAGGED, kv_len=kv_len, q_len=q_len, heads=(2, 1), dims=(dim, dim)), device)
+    run_hopper(tensors, Sharing(programs=132))
+    assert_served(tensors)
+
+
+@dims
+def test_a_graph_serves_other_lengths_than_it_was_captured_with(dim: int, device: torch.device) -> None:
+    """What is shared follows from the lengths: all of the first step, and nothing of the second."""
+    long = replace(RAGGED, kv_len=[900, 30], q_len=[40, 20], tail=0, heads=(4, 1), dims=(dim, dim))
+    short = replace(long, kv_len=[30, 70], q_len=[9, 51])
+    tiles = HOPPER_EXTEND_TILES[dim]
+    first, second = build(long, device), build(short, device, seed=1)
+    cut = extend_cut(first, tiles.extend, Sharing(programs=132))
+    schedule = garbage(cut.words(60, 2), device)
+    partials = torch.full(
+        (cut.partials_words(query_rows=tiles.extend.query_rows, v_head_dim=dim),), float("nan"), device=device
+    )
+    # The memory of both steps.
+    tensors = build(long, device)
+
+    def launch() -> None:
+        launch_extend_schedule(tensors.queries, schedule, cut)
+        args = tensors.args(schedule, partials)
+        hopper_launches.launch_hopper_extend(args, scores=tensors.scores, cut=cut, tiles=tiles)
+
+    launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    for step in (second, first):
+        for name in ("q", "kv_len", "q_len", "q_indptr", "row_of_seq"):
+            getattr(tensors, name).copy_(getattr(step, name))
+        for name in ("k_pages", "v_pages"):
+            getattr(tensors, name)[: getattr(step, name).shape[0]].copy_(getattr(step, name))
+        tensors.table[:, : step.table.shape[1]].copy_(step.table)
+        tensors.out.fill_(UNTOUCHED)
+        graph.replay()
+        assert_served(replace(tensors, reference=step.reference, reference_lse=step.reference_lse))
+
+
+LAYERS = {
+    "llama": small_problem(16, torch.bfloat16, num_q_heads=8, num_kv_heads=2, head_dim=128, v_head_dim=128),
+    "gpt_oss": small_problem(
+        32, torch.float16, num_q_heads=16, num_kv_heads=2, head_dim=64, v_head_dim=64, has_sinks=True
+    ),
+}
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_runtime_serves_extend_and_mixed_steps_by_it(layer: str, graphs: bool, device: torch.device) -> None:
+    problem = LAYERS[layer]
+    chosen = select(problem, detect_target(device), "triton")
+    assert chosen.kernel(StepKind.EXTEND).row.name == "triton.hopper_extend"
+    assert chosen.kernel(StepKind.MIXED).row.name == "triton.hopper_extend+decode"
+    teller = Teller(device, "triton", problem, graphs=graphs, deterministic=False, max_kv_len=1024, num_pages=200)
+    told, beside = (teller.begin(Story.random(problem, 1000, seed)) for seed in (1, 2))
+    teller.step([(told, 500)])
+    teller.step([(beside, 300), (told, 200)])
+    for new in (70, 1, 60, 1):
+        teller.step([(told, new), (beside, 1)])
+    teller.step([(beside, 400), (told, 1)])
+    for each in (told, beside):
+        teller.check(each)

@@ -1,0 +1,87 @@
+"""The extend kernel for Hopper compiles: it fits, and ptxas waits for its products where the kernel does."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from triton import knobs
+from triton.compiler import CompiledKernel
+
+from rocm_attn.kernels.attention.cuts import Sharing
+from rocm_attn.kernels.tuning.hopper_tiles import HOPPER_EXTEND_TILES
+from rocm_attn.machine.releases import Release, triton_version
+from rocm_attn.machine.target import known_target
+from rocm_attn.providers.triton_hopper import TRITONS
+from rocm_attn.providers.triton_later import hopper_launches
+from tests.amd.kernels.attention_cases import Case, build, extend_cut, garbage
+from tests.amd.offline.code_object import read_nvidia_code
+from tests.amd.offline.offline_driver import compiled_by
+
+pytestmark = [
+    pytest.mark.oldest_triton,
+    pytest.mark.skipif(
+        Release.of(triton_version()) not in TRITONS,
+        reason=f"it runs with Triton {' or '.join(map(str, TRITONS))}, which the stages oldest and oldest-long have",
+    ),
+]
+
+# Bytes on the stack, by head dim: outside of the loops, or measured as the fastest all the same.
+SPILLED = {192: 56}
+
+CASE = Case([300], [200], heads=(8, 2), dtype=torch.bfloat16)
+LAYERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"window_left": 100, "sinks": True},
+    "to_all": {"causal": False},
+    "float16": {"dtype": torch.float16, "page_size": 8},
+}
+
+
+def compiled(case: Case) -> CompiledKernel:
+    tensors = build(case, torch.device("cpu"))
+    tiles = HOPPER_EXTEND_TILES[case.dims[0]]
+    cut = extend_cut(tensors, tiles.extend, Sharing(programs=known_target("sm_90").compute_units))
+    schedule = garbage(cut.words(sum(case.q_len), 1), torch.device("cpu"))
+    workspace = torch.empty(cut.partials_words(query_rows=tiles.extend.query_rows, v_head_dim=case.dims[1]))
+
+    def launch() -> None:
+        args = tensors.args(schedule, workspace)
+        hopper_launches.launch_hopper_extend(args, scores=tensors.scores, cut=cut, tiles=tiles)
+
+    return next(kernel for kernel in compiled_by(launch, "sm_90") if kernel.name == "_hopper_extend_kernel")
+
+
+def instructions(kernel: CompiledKernel, name: str) -> int:
+    """Machine instructions of that name."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(kernel.asm["cubin"])
+        cubin.flush()
+        listing = subprocess.run(
+            [knobs.nvidia.cuobjdump.path, "-sass", cubin.name], capture_output=True, text=True, check=True
+        ).stdout
+    return len(re.findall(rf"\b{re.escape(name)}\b", listing))
+
+
+@pytest.mark.parametrize(
+    ("dim", "layer"),
+    [
+        pytest.param(dim, layer, marks=[pytest.mark.long] * ((dim, layer) != (128, "plain")))
+        for dim in HOPPER_EXTEND_TILES
+        for layer in LAYERS
+    ],
+)
+def test_it_fits_and_its_products_are_not_waited_for_one_by_one(dim: int, layer: str) -> None:
+    kernel = compiled(replace(CASE, dims=(dim, dim), **LAYERS[layer]))
+    code = read_nvidia_code(kernel)
+    assert code.stack_bytes <= SPILLED.get(dim, 0)
+    assert code.local_bytes == 0
+    assert code.shared_bytes <= known_target("sm_90").lds_bytes
+    assert code.matrix_ops > 0
+    waits = len(re.findall(r"wgmma\.wait_group", kernel.asm["ptx"]))
+    assert instructions(kernel, "WARPGROUP.DEPBAR.LE") == waits

@@ -27,6 +27,7 @@ from rocm_attn.kernels.cache.codes import (
 
 # A block whose factors are all 0 has codes of 0 alone.
 _SMALLEST_FACTOR = tl.constexpr(2.0**-120)
+_LEAST_PART = tl.constexpr(2.0**-60)
 
 
 class Factors(NamedTuple):
@@ -141,24 +142,36 @@ def token_factor(scale, page, offset, head, live, MASKED: tl.constexpr, C: tl.co
 
 
 @triton.jit
-def of_heads(first, second, is_second, TRANSPOSED: tl.constexpr):
-    """The factors of keys, [keys] of each of two KV heads, for rows that read one of them: [rows, keys], or swapped.
-
-    is_second: [rows]
-    """
-    if TRANSPOSED:
-        factor = tl.where(is_second[None, :], second[:, None], first[:, None])
-    else:
-        factor = tl.where(is_second[:, None], second[None, :], first[None, :])
-    return factor
+def factors_of_two(scale, page, offset, head, live, C: tl.constexpr):
+    """The factors of keys for a KV head and for the next one, float32 [2, keys]; see token_factor."""
+    # [keys]; page is one number where all keys lie in one.
+    place = page * (C.KV_HEADS * C.PAGE_SIZE) + offset
+    of_head = (head + tl.arange(0, 2)) * C.PAGE_SIZE
+    return tl.load(scale + place[None, :] + of_head[:, None], mask=live[None, :], other=0.0)
 
 
 @triton.jit
-def shared_factor(first, second):
-    """The larger factor of each key, and what parts of it the two are; [keys] all of them."""
-    larger = tl.maximum(first, second)
-    divisor = tl.maximum(larger, _SMALLEST_FACTOR)
-    return larger, first / divisor, second / divisor
+def times_factors(block, factor, TRANSPOSED: tl.constexpr):
+    """A block of rows and keys, times the factors of keys. factor: [keys], or [2, keys] for either half of the rows
+
+    block: [rows, keys], or swapped
+    """
+    if len(factor.shape) == 1:
+        block = block * (factor[:, None] if TRANSPOSED else factor[None, :])
+    elif TRANSPOSED:
+        halves = tl.reshape(block, [block.shape[0], 2, block.shape[1] // 2]) * tl.trans(factor)[:, :, None]
+        block = tl.reshape(halves, block.shape)
+    else:
+        halves = tl.reshape(block, [2, block.shape[0] // 2, block.shape[1]]) * factor[:, None, :]
+        block = tl.reshape(halves, block.shape)
+    return block
+
+
+@triton.jit
+def shared_factor(factor):
+    """Of factors of keys for two heads, [2, keys]: the larger one of each key, [keys], and what part of it each is."""
+    larger = tl.max(factor, 0)
+    return larger, factor / tl.maximum(larger, _SMALLEST_FACTOR)[None, :]
 
 
 @triton.jit
@@ -185,15 +198,44 @@ def add_values(acc, decay, weights, v, factor, DTYPE: tl.constexpr, TRANSPOSED: 
 
 
 @triton.jit
-def add_value_pairs(even, odd, decay, shares, pairs, amount, C: tl.constexpr):
+def add_value_pairs(even, odd, decay, shares, pairs, C: tl.constexpr):
     """As add_values in float16, of V's codes two by two.
 
-    even, odd:      float32 [rows, columns / 2], the accumulators of even columns and of odd ones
-    shares, amount: of half_shares
-    pairs:          uint16 [keys, columns / 2]
+    even, odd: float32 [rows, columns / 2], the accumulators of even columns and of odd ones
+    decay:     float32 [rows, 1]; where tokens have factors, with the change of the amount
+    shares:    float16 [rows, keys], at most 2
+    pairs:     uint16 [keys, columns / 2]
     """
     v_even, v_odd = decoded_pairs(pairs, C.ENCODING)
-    return add_shares(even, decay, shares, v_even, amount, C), add_shares(odd, decay, shares, v_odd, amount, C)
+    return tl.dot(shares, v_even, even * decay), tl.dot(shares, v_odd, odd * decay)
+
+
+class Amount(NamedTuple):
+    """What an accumulator is to be multiplied with, a power of 2, as its exponent; and the largest factor so far.
+
+    float32, scalars
+    """
+
+    exponent: Any
+    largest: Any
+
+
+@triton.jit
+def no_amount():
+    """The amount of an accumulator of zeros."""
+    return Amount(tl.full([], 0.0, tl.float32), tl.full([], 0.0, tl.float32))
+
+
+@triton.jit
+def amount_of(factor, before):
+    """The amount for a block of keys with these factors, of any shape: that of the largest one.
+
+    So float16 keeps small weights. Not less than 2^-60 of the largest of all blocks: so sums stay finite.
+    """
+    block = tl.max(factor)
+    largest = tl.maximum(before.largest, block)
+    now = tl.maximum(tl.maximum(block, largest * _LEAST_PART), _SMALLEST_FACTOR)
+    return Amount(((now.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.float32), largest)
 
 
 @triton.jit
@@ -205,14 +247,6 @@ def half_shares(weights, factor, C: tl.constexpr):
         amount = tl.maximum(tl.max(factor, 0), _SMALLEST_FACTOR)
         weights = weights * (factor * (1.0 / amount))[None, :]
     return weights.to(tl.float16), amount
-
-
-@triton.jit
-def half_shares_of_heads(weights, first, second, is_second):
-    """As half_shares, for rows that read one of two KV heads: see of_heads."""
-    amount = tl.maximum(tl.max(tl.maximum(first, second), 0), _SMALLEST_FACTOR)
-    part = 1.0 / amount
-    return (weights * of_heads(first * part, second * part, is_second, False)).to(tl.float16), amount
 
 
 @triton.jit

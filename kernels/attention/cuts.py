@@ -67,7 +67,7 @@ class DecodeCut:
 
     rows:        rows of a sequence with one new token
     key_block:   keys of a block
-    row_cost:    what starting a row costs beside its key blocks, in blocks; at least 1
+    row_cost:    what starting a row costs beside its key blocks, in blocks. 0: no program visits a row without keys
     programs:    programs that share the work
     window_left: keys before its last that a sequence sees; UNLIMITED_WINDOW: all of them
     tokens:      which sequences take part
@@ -81,7 +81,7 @@ class DecodeCut:
     tokens: NewTokens = ONE_TOKEN
 
     def __post_init__(self) -> None:
-        assert self.row_cost >= 1
+        assert self.row_cost >= 0
         assert self.programs >= 1
         assert 1 <= self.tokens.FEWEST <= self.tokens.MOST
         assert self.rows == 1 or self.tokens.MOST == 1

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import Line, Logits, Softmax, Span
@@ -22,14 +23,16 @@ from rocm_attn.kernels.attention.coded import (
     Factors,
     add_value_pairs,
     add_values,
+    amount_of,
     coded_scales,
+    factors_of_two,
     half_query,
-    half_shares,
-    half_shares_of_heads,
-    of_heads,
+    no_amount,
     row_factor,
-    scaled_values,
+    scaled_parts,
+    scaled_value_parts,
     shared_factor,
+    times_factors,
     token_factor,
 )
 from rocm_attn.kernels.attention.cuts import DecodeCut, RowCut
@@ -45,6 +48,7 @@ from rocm_attn.kernels.attention.decode_schedule import (
     words_of_program,
     words_of_seq,
 )
+from rocm_attn.kernels.attention.key_loop import is_column
 from rocm_attn.kernels.attention.key_rows import (
     are_read_by_page,
     lie_in_one_page,
@@ -73,7 +77,9 @@ class DecodeGeometry(NamedTuple):
 
     rows:                 how a sequence is cut into rows
     HEAD_DIM, V_HEAD_DIM: elements of a K row and of a V row of one KV head
-    K_COLUMNS, V_COLUMNS: columns of a K block and of a V block: the KV heads of a row beside each other, then padding
+    K_COLUMNS, V_COLUMNS: columns of a block of K and of a block of V: the KV heads of a row beside each other, then
+                          padding; or equal parts of one KV head's, the last one padded
+    K_PARTS, V_PARTS:     blocks of columns of a row of K and of V
     QUERY_ROWS:           rows of the q block, a query head each, then padding
     PAGE_SIZE:            tokens of a page
     SAME_OFFSETS:         whether K and V of a token lie at the same place of their pages
@@ -81,6 +87,7 @@ class DecodeGeometry(NamedTuple):
     TRANSPOSED:           whether scores are computed as k q^T
     PAIRED:               whether V's codes are read two by two
     WHOLE_ROWS:           whether every row has a program of its own
+    EARLY_MERGE:          whether the merge may be launched while programs still run
     CAPPED:               whether scores have a cap
     STAGES:               key blocks whose loads are in flight
     coding:               how elements of pages are encoded
@@ -92,6 +99,8 @@ class DecodeGeometry(NamedTuple):
     V_HEAD_DIM: int
     K_COLUMNS: int
     V_COLUMNS: int
+    K_PARTS: int
+    V_PARTS: int
     QUERY_ROWS: int
     PAGE_SIZE: int
     SAME_OFFSETS: bool
@@ -99,6 +108,7 @@ class DecodeGeometry(NamedTuple):
     TRANSPOSED: bool
     PAIRED: bool
     WHOLE_ROWS: bool
+    EARLY_MERGE: bool
     CAPPED: bool
     STAGES: int
     coding: Coding
@@ -106,14 +116,13 @@ class DecodeGeometry(NamedTuple):
 
 
 class Side(NamedTuple):
-    """K or V of a row: pointer, strides between pages and between tokens; of each column of a block its offset in a
-    token, and whether it is an element, not padding."""
+    """K or V of a row: pointer, strides between pages and between tokens; of each column of the first block its offset
+    in a token."""
 
     at: Any
     page: Any
     token: Any
     column: Any
-    inside: Any
 
 
 class KeyBlocks(NamedTuple):
@@ -125,10 +134,72 @@ class KeyBlocks(NamedTuple):
 
 
 @triton.jit
+def _elements(rows, live, PART: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr):
+    """A block of columns of K rows or V rows; 0 beyond the row and of keys that are not live, [keys]."""
+    mask = live[:, None]
+    if (PART + 1) * COLUMNS > DIM:
+        mask = mask & is_column(PART, COLUMNS, DIM)
+    return tl.load(rows + PART * COLUMNS, mask=mask, other=0)
+
+
+@triton.jit
+def _products(q, k_rows, live, G: tl.constexpr):
+    """q . k of a key block, [QUERY_ROWS, KEY_BLOCK] or swapped."""
+    DIM: tl.constexpr = G.HEAD_DIM * G.rows.HEADS_PER_ROW
+    PARTS: tl.constexpr = G.K_PARTS
+    for i in tl.static_range(PARTS):
+        k = decoded(_elements(k_rows, live, i, G.K_COLUMNS, DIM), G.coding.ENCODING, q[i].dtype)
+        if G.TRANSPOSED:
+            left, right = k, q[i]
+        else:
+            left, right = q[i], tl.trans(k)
+        if i == 0:
+            products = tl.dot(left, right, input_precision="ieee")
+        else:
+            products = tl.dot(left, right, products, input_precision="ieee")
+    return products
+
+
+@triton.jit
+def _alone(block):
+    """A tuple of one block."""
+    return (block,)
+
+
+@triton.jit
+def _zeros(COLUMNS: tl.constexpr, G: tl.constexpr):
+    """The accumulator of no key, a tuple of blocks of so many columns."""
+    blocks = ()
+    PARTS: tl.constexpr = G.V_PARTS
+    QUERY_ROWS: tl.constexpr = G.QUERY_ROWS
+    for _ in tl.static_range(PARTS):
+        zeros = tl.zeros([COLUMNS, QUERY_ROWS] if G.TRANSPOSED else [QUERY_ROWS, COLUMNS], tl.float32)
+        blocks += (zeros,)  # type: ignore[assignment]
+    return blocks
+
+
+@triton.jit
+def _with_values(acc, decay, weights, v_rows, live, factor, DTYPE: tl.constexpr, G: tl.constexpr):
+    """acc * decay + weights * V, block by block; see add_values."""
+    blocks = ()
+    C: tl.constexpr = G.coding
+    PARTS: tl.constexpr = G.V_PARTS
+    COLUMNS: tl.constexpr = G.V_COLUMNS
+    DIM: tl.constexpr = G.V_HEAD_DIM * G.rows.HEADS_PER_ROW
+    TRANSPOSED: tl.constexpr = G.TRANSPOSED
+    for i in tl.static_range(PARTS):
+        v = _elements(v_rows, live, i, COLUMNS, DIM)
+        more = add_values(acc[i], decay, weights, v, factor, DTYPE, TRANSPOSED, C)
+        blocks += (more,)  # type: ignore[assignment]
+    return blocks
+
+
+@triton.jit
 def _attend_key_blocks(q, k_side, v_side, read, logits, factors, G: tl.constexpr):
     """What some key blocks give each q row.
 
-    q: [QUERY_ROWS, K_COLUMNS]; the accumulator is [QUERY_ROWS, V_COLUMNS]; both are swapped if TRANSPOSED
+    q: a tuple of blocks of columns, [QUERY_ROWS, K_COLUMNS]; the accumulator is one too, [QUERY_ROWS, V_COLUMNS]; both
+    are swapped if TRANSPOSED
     """
     pages, blocks, keys = read
     C: tl.constexpr = G.coding
@@ -136,15 +207,23 @@ def _attend_key_blocks(q, k_side, v_side, read, logits, factors, G: tl.constexpr
     QUERY_ROWS: tl.constexpr = G.QUERY_ROWS
     PAGE_SIZE: tl.constexpr = G.PAGE_SIZE
     BY_PAGE: tl.constexpr = are_read_by_page(G.IN_ONE_PAGE)
-    # Whether a key has a factor for each of two heads, and which rows of q are the second one's.
+    # Whether a key has a factor for each of two heads.
     TWO_FACTORS: tl.constexpr = C.SCALES == TOKEN_SCALES and G.rows.HEADS_PER_ROW == 2
-    is_second = tl.arange(0, QUERY_ROWS) >= G.rows.GQA_RATIO
     lane = tl.arange(0, KEY_BLOCK)
     maximum = tl.full([QUERY_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([QUERY_ROWS], tl.float32)
+    DTYPE: tl.constexpr = q[0].dtype
     LOADED: tl.constexpr = G.V_COLUMNS // 2 if G.PAIRED else G.V_COLUMNS
-    acc = tl.zeros([LOADED, QUERY_ROWS] if G.TRANSPOSED else [QUERY_ROWS, LOADED], tl.float32)
-    odd = acc
+    V_READ: tl.constexpr = (G.V_HEAD_DIM // 2 if G.PAIRED else G.V_HEAD_DIM) * G.rows.HEADS_PER_ROW
+    acc = _zeros(LOADED, G)
+    odd = acc[0]
+    amount = no_amount()
+    # Factors of tokens are many operations: scores are scaled by what subtracts the maximum, and weights come out as
+    # parts of the amount that they are to be multiplied with.
+    SCALED_LATE: tl.constexpr = C.SCALES == TOKEN_SCALES and not G.CAPPED and logits.slope is None
+    BY_AMOUNT: tl.constexpr = C.SCALES == TOKEN_SCALES and G.PAIRED
+    early = 1.0 if SCALED_LATE else logits.qk_scale
+    late = logits.qk_scale if SCALED_LATE else 1.0
     if BY_PAGE:
         k_offsets = offsets_in_page(lane, k_side.token, k_side.column)
         v_offsets = offsets_in_page(lane, v_side.token, v_side.column)
@@ -155,7 +234,9 @@ def _attend_key_blocks(q, k_side, v_side, read, logits, factors, G: tl.constexpr
         # kv_index, live, offset: [KEY_BLOCK]; page: [KEY_BLOCK], or one
         kv_index = block * KEY_BLOCK + lane
         live = in_range(kv_index, keys.first, keys.end) if G.rows.WINDOWED else kv_index < keys.end
-        page = next_page.to(tl.int64)
+        # No page is negative. Said, because ptxas moves the extension of a sign far ahead, and so waits for the load of
+        # the number at once (H200, llama70b 64 x 4k: 271 us in place of 258, with pages of 8 300 and 270).
+        page = next_page.to(tl.uint32, bitcast=True).to(tl.int64)
         next_page = pages_of_block(pages, block + 1, lane, PAGE_SIZE, KEY_BLOCK, BY_PAGE)
         offset = (kv_index % PAGE_SIZE).to(tl.int64)
         first = tl.cast(block * KEY_BLOCK % PAGE_SIZE, tl.int64) if BY_PAGE else offset
@@ -167,67 +248,114 @@ def _attend_key_blocks(q, k_side, v_side, read, logits, factors, G: tl.constexpr
         else:
             k_rows = k_side.at + k_row[:, None] + k_side.column[None, :]
             v_rows = v_side.at + v_row[:, None] + v_side.column[None, :]
-        k_mask = live[:, None]
-        if G.K_COLUMNS > G.HEAD_DIM * G.rows.HEADS_PER_ROW:
-            k_mask = k_mask & k_side.inside[None, :]
-        v_mask = live[:, None]
-        if G.V_COLUMNS > G.V_HEAD_DIM * G.rows.HEADS_PER_ROW:
-            v_mask = v_mask & v_side.inside[None, :]
-        k_factor = token_factor(factors.k, page, offset, factors.head, live, True, C)
-        v_factor = token_factor(factors.v, page, offset, factors.head, live, True, C)
         if TWO_FACTORS:
-            k_second = token_factor(factors.k, page, offset, factors.head + 1, live, True, C)
-            v_second = token_factor(factors.v, page, offset, factors.head + 1, live, True, C)
-            k_factor = of_heads(k_factor, k_second, is_second, G.TRANSPOSED)
-        elif C.SCALES == TOKEN_SCALES:
-            k_factor = k_factor[:, None] if G.TRANSPOSED else k_factor[None, :]
-        # k: [KEY_BLOCK, K_COLUMNS]; scores, weights: [QUERY_ROWS, KEY_BLOCK], or swapped
-        k = tl.load(k_rows, mask=k_mask, other=0)
-        k = decoded(k, C.ENCODING, q.dtype)
+            # [2, KEY_BLOCK]
+            k_factor = factors_of_two(factors.k, page, offset, factors.head, live, C)
+            v_factor = factors_of_two(factors.v, page, offset, factors.head, live, C)
+        else:
+            k_factor = token_factor(factors.k, page, offset, factors.head, live, True, C)
+            v_factor = token_factor(factors.v, page, offset, factors.head, live, True, C)
+        # scores, weights: [QUERY_ROWS, KEY_BLOCK], or swapped
+        products = _products(q, k_rows, live, G)
+        if C.SCALES == TOKEN_SCALES:
+            products = times_factors(products, k_factor, G.TRANSPOSED)
         if G.TRANSPOSED:
-            products = tl.dot(k, q, input_precision="ieee")
-            if C.SCALES == TOKEN_SCALES:
-                products = products * k_factor
-            scores = (capped(products, logits.tanh_scale) if G.CAPPED else products) * logits.qk_scale
+            scores = (capped(products, logits.tanh_scale) if G.CAPPED else products) * early
             if logits.slope is not None:
                 scores += logits.slope[None, :] * (kv_index - (keys.end - 1))[:, None]
             scores = tl.where(live[:, None], scores, float("-inf"))
-            new_maximum = tl.maximum(maximum, tl.max(scores, 0))
-            weights = tl.exp2(scores - new_maximum[None, :])
+            new_maximum = tl.maximum(maximum, tl.max(scores, 0) * late)
+            weights = tl.exp2(scores * late - new_maximum[None, :])
         else:
-            products = tl.dot(q, tl.trans(k), input_precision="ieee")
-            if C.SCALES == TOKEN_SCALES:
-                products = products * k_factor
-            scores = (capped(products, logits.tanh_scale) if G.CAPPED else products) * logits.qk_scale
+            scores = (capped(products, logits.tanh_scale) if G.CAPPED else products) * early
             if logits.slope is not None:
                 scores += logits.slope[:, None] * (kv_index - (keys.end - 1))[None, :]
             scores = tl.where(live[None, :], scores, float("-inf"))
-            new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-            weights = tl.exp2(scores - new_maximum[:, None])
+            new_maximum = tl.maximum(maximum, tl.max(scores, 1) * late)
+            base = new_maximum
+            if BY_AMOUNT:
+                before = amount.exponent
+                amount = amount_of(v_factor, amount)
+                base = new_maximum + amount.exponent
+            weights = tl.exp2(scores * late - base[:, None])
         decay = tl.exp2(maximum - new_maximum)
         maximum = new_maximum
         wide = decay[None, :] if G.TRANSPOSED else decay[:, None]
         if G.PAIRED:
             # pairs: [KEY_BLOCK, V_COLUMNS / 2]
-            pairs = tl.load(v_rows, mask=v_mask, other=0)
-            if TWO_FACTORS:
-                shares, amount = half_shares_of_heads(weights, v_factor, v_second, is_second)
-            else:
-                shares, amount = half_shares(weights, v_factor, C)
-            acc, odd = add_value_pairs(acc, odd, wide, shares, pairs, amount, C)
+            pairs = _elements(v_rows, live, 0, LOADED, V_READ)
+            shares = weights
+            if BY_AMOUNT:
+                shares = times_factors(weights, v_factor, False)
+                wide = wide * tl.exp2(before - amount.exponent)
+            even, odd = add_value_pairs(acc[0], odd, wide, shares.to(tl.float16), pairs, C)
+            acc = _alone(even)
         else:
             parts = weights
             if TWO_FACTORS:
-                v_factor, v_first, v_second = shared_factor(v_factor, v_second)
-                parts = weights * of_heads(v_first, v_second, is_second, G.TRANSPOSED)
-            # v: [KEY_BLOCK, V_COLUMNS]
-            v = tl.load(v_rows, mask=v_mask, other=0)
-            acc = add_values(acc, wide, parts, v, v_factor, q.dtype, G.TRANSPOSED, C)
+                v_factor, part = shared_factor(v_factor)
+                parts = times_factors(weights, part, G.TRANSPOSED)
+            acc = _with_values(acc, wide, parts, v_rows, live, v_factor, DTYPE, G)
         # After the product: before it, gfx942's compiler takes a register more, and a fourth wave has no room.
-        total = total * decay + tl.sum(weights, 0 if G.TRANSPOSED else 1)
+        more = tl.sum(weights, 0 if G.TRANSPOSED else 1)
+        total = total * decay + (more * tl.exp2(amount.exponent) if BY_AMOUNT else more)
     if G.PAIRED:
-        acc = tl.reshape(tl.join(acc, odd), [QUERY_ROWS, G.V_COLUMNS])
-    return scaled_values(Softmax(acc, maximum, total), row_factor(factors.v, factors.head, C), C)
+        if BY_AMOUNT:
+            acc, odd = scaled_parts(acc, tl.exp2(amount.exponent)), odd * tl.exp2(amount.exponent)
+        acc = _alone(tl.reshape(tl.join(acc[0], odd), [QUERY_ROWS, G.V_COLUMNS]))
+    return scaled_value_parts(Softmax(acc, maximum, total), row_factor(factors.v, factors.head, C), C)
+
+
+@triton.jit
+def _column_offsets(column, DIM: tl.constexpr, head_stride, G: tl.constexpr):
+    """Where columns of a block lie in a token's rows, from its first head's on. DIM: of a head"""
+    R: tl.constexpr = G.rows
+    if R.HEADS_PER_ROW > 1 and are_read_by_page(G.IN_ONE_PAGE):
+        column = column // DIM * near(head_stride) + column % DIM
+    elif R.HEADS_PER_ROW > 1:
+        column = (column // DIM).to(tl.int64) * head_stride + column % DIM
+    return column
+
+
+@triton.jit
+def _own_columns(half, PART: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr, G: tl.constexpr):
+    """Of each column of a block the element of its head, and whether that is the row's own; [rows, COLUMNS] or swapped.
+
+    half: [rows], which of two heads a row reads
+    """
+    column = PART * COLUMNS + tl.arange(0, COLUMNS)
+    column = column[:, None] if G.TRANSPOSED else column[None, :]
+    if G.rows.HEADS_PER_ROW > 1:
+        own = column // DIM == (half[None, :] if G.TRANSPOSED else half[:, None])
+        column = column % DIM
+    else:
+        own = column < DIM
+    return column, own
+
+
+@triton.jit
+def _q_blocks(q_line, half, is_row, G: tl.constexpr):
+    """The q block, a tuple of blocks of columns. q_line: of each row; is_row: whether it is one"""
+    blocks = ()
+    PARTS: tl.constexpr = G.K_PARTS
+    for i in tl.static_range(PARTS):
+        own, is_k = _own_columns(half, i, G.K_COLUMNS, G.HEAD_DIM, G)
+        mask = is_row & is_k
+        blocks += (tl.load(q_line + own, mask=mask, other=0.0),)  # type: ignore[assignment]
+    return blocks
+
+
+@triton.jit
+def _own_places(half, is_row, G: tl.constexpr):
+    """Of each block of columns of the output: _own_columns of the rows that are one."""
+    places, inside = (), ()
+    PARTS: tl.constexpr = G.V_PARTS
+    for i in tl.static_range(PARTS):
+        own, is_v = _own_columns(half, i, G.V_COLUMNS, G.V_HEAD_DIM, G)
+        is_own = is_row & is_v
+        places += (own,)  # type: ignore[assignment]
+        inside += (is_own,)  # type: ignore[assignment]
+    return places, inside
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_programs", "width"])
@@ -277,6 +405,8 @@ def _decode_kernel(
         vp_page, vp_token, vp_head = vp_page * G.STRIDE_UNIT, vp_token * G.STRIDE_UNIT, vp_head * G.STRIDE_UNIT
         out_token, out_head = out_token * G.STRIDE_UNIT, out_head * G.STRIDE_UNIT
     program = tl.program_id(0)
+    if G.EARLY_MERGE:
+        gdc_launch_dependents()
     if G.WHOLE_ROWS:
         seq = program // R.ROWS
         row = program % R.ROWS
@@ -292,10 +422,15 @@ def _decode_kernel(
         work = tl.load(words + PROGRAM_WORK)
         kv_len = tl.load(words + PROGRAM_KV_LEN)
 
-    # Indices along the two sides of the q and the output block, which TRANSPOSED swaps.
+    # q heads of a row, padding included. Where rows read two KV heads each has half of them; QUERY_ROWS is no head.
+    HALF: tl.constexpr = QUERY_ROWS // R.HEADS_PER_ROW
     q_row = tl.arange(0, QUERY_ROWS)
-    k_lane = tl.arange(0, G.K_COLUMNS)
-    v_lane = tl.arange(0, G.V_COLUMNS)
+    half = q_row // HALF
+    if HALF > R.GQA_RATIO and R.HEADS_PER_ROW > 1:
+        q_row = tl.where(q_row % HALF < R.GQA_RATIO, half * R.GQA_RATIO + q_row % HALF, QUERY_ROWS)
+    # Columns of a block are [KV head, dim], and q is zero in those of the other head: one product over both heads gives
+    # each q row the scores of its own, and its result is in its own head's columns.
+    V_PARTS: tl.constexpr = G.V_PARTS
     V_READ: tl.constexpr = G.V_HEAD_DIM // 2 if G.PAIRED else G.V_HEAD_DIM
     if G.PAIRED:
         # V's rows, strides and dims are counted in pairs where they are loaded.
@@ -304,29 +439,11 @@ def _decode_kernel(
         v_read = tl.arange(0, G.V_COLUMNS // 2)
     else:
         v_rows, v_page, v_token, v_head = v_pages, vp_page, vp_token, vp_head
-        v_read = v_lane
-    if G.TRANSPOSED:
-        m, k_wide, v_wide = q_row[None, :], k_lane[:, None], v_lane[:, None]
-    else:
-        m, k_wide, v_wide = q_row[:, None], k_lane[None, :], v_lane[None, :]
-    is_k = k_wide < G.HEAD_DIM * R.HEADS_PER_ROW
-    is_v = v_wide < G.V_HEAD_DIM * R.HEADS_PER_ROW
-    if R.HEADS_PER_ROW > 1:
-        # Columns are [KV head, dim] and q is block-diagonal, zero in the columns of the other head: one product over
-        # both heads then gives each q row the scores of its own, and its result is in its own head's columns.
-        is_k = is_k & (m // R.GQA_RATIO == k_wide // G.HEAD_DIM)
-        is_v = is_v & (m // R.GQA_RATIO == v_wide // G.V_HEAD_DIM)
-        k_wide = k_wide % G.HEAD_DIM
-        v_wide = v_wide % G.V_HEAD_DIM
-        if are_read_by_page(G.IN_ONE_PAGE):
-            k_column = k_lane // G.HEAD_DIM * near(kp_head) + k_lane % G.HEAD_DIM
-            v_column = v_read // V_READ * near(v_head) + v_read % V_READ
-        else:
-            k_column = (k_lane // G.HEAD_DIM).to(tl.int64) * kp_head + k_lane % G.HEAD_DIM
-            v_column = (v_read // V_READ).to(tl.int64) * v_head + v_read % V_READ
-    else:
-        k_column = k_lane
-        v_column = v_read
+        v_read = tl.arange(0, G.V_COLUMNS)
+    k_column = _column_offsets(tl.arange(0, G.K_COLUMNS), G.HEAD_DIM, kp_head, G)
+    v_column = _column_offsets(v_read, V_READ, v_head, G)
+    # Along the side of the q and the output block that TRANSPOSED chooses.
+    m = q_row[None, :] if G.TRANSPOSED else q_row[:, None]
     sums = partials + num_programs * (2 * R.Q_ROWS * G.V_HEAD_DIM)
 
     while work > 0:
@@ -338,13 +455,13 @@ def _decode_kernel(
         # A row is HEADS_PER_ROW KV heads, or a block of one KV head's query heads.
         first_kv_head, first_head, num_q_rows = heads_of_row(row, R)
         is_row = q_row < num_q_rows
-        is_out = (m < num_q_rows) & is_v
+        # Here, not where it is used: there gfx942's compiler takes two registers more, and a fourth wave has no room.
+        v_own, is_out = _own_places(half, m < num_q_rows, G)
         if (kv_len == 0) & (done == 0):
             token = tl.load(q_indptr + seq).to(tl.int64)
-            out_row = out + token * out_token + first_head * out_head
-            tl.store(
-                out_row + m.to(tl.int64) * out_head + v_wide, tl.zeros(is_out.shape, out.dtype.element_ty), mask=is_out
-            )
+            out_row = out + token * out_token + first_head * out_head + m.to(tl.int64) * out_head
+            for i in tl.static_range(V_PARTS):
+                tl.store(out_row + v_own[i], tl.zeros(is_out[i].shape, out.dtype.element_ty), mask=is_out[i])
             if lse is not None:
                 lse_row = lse + token * lse_token + first_head * lse_head
                 nothing = tl.full([QUERY_ROWS], float("-inf"), tl.float32)
@@ -357,7 +474,6 @@ def _decode_kernel(
                 skipped = tl.load(first_page + seq)
                 table_line += skipped
                 line_width = width - skipped
-            q_line = q + token * q_token + first_head * q_head
             slope = None
             if slopes is not None:
                 slope = tl.load(slopes + first_head + q_row, mask=is_row, other=0.0) * LOG2_E
@@ -365,17 +481,19 @@ def _decode_kernel(
             # the first one.
             head = first_kv_head
             if R.HEADS_PER_ROW > 1 and C.SCALES != TOKEN_SCALES:
-                head = first_kv_head + m // R.GQA_RATIO
-            q_block = tl.load(q_line + m.to(tl.int64) * q_head + k_wide, mask=(m < num_q_rows) & is_k, other=0.0)
+                head = first_kv_head + (half[None, :] if G.TRANSPOSED else half[:, None])
+            q_line = q + token * q_token + first_head * q_head + m.to(tl.int64) * q_head
+            q_blocks = _q_blocks(q_line, half, m < num_q_rows, G)
             k_factor = row_factor(k_scale, head, C)
             if G.PAIRED:
-                q_block, q_factor = half_query(q_block)
+                q_block, q_factor = half_query(q_blocks[0])
+                q_blocks = _alone(q_block)
                 k_factor *= q_factor
             k_scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, k_factor, G.CAPPED, C)
             acc, maximum, total = _attend_key_blocks(
-                q_block,
-                Side(k_pages + first_kv_head * kp_head, kp_page, kp_token, k_column, k_lane < G.HEAD_DIM),
-                Side(v_rows + first_kv_head * v_head, v_page, v_token, v_column, v_read < V_READ),
+                q_blocks,
+                Side(k_pages + first_kv_head * kp_head, kp_page, kp_token, k_column),
+                Side(v_rows + first_kv_head * v_head, v_page, v_token, v_column),
                 KeyBlocks(
                     Line(table_line, line_width),
                     Span(window_block + first_block, window_block + end_block),
@@ -389,17 +507,20 @@ def _decode_kernel(
                 if sinks is not None:
                     sink = tl.load(sinks + first_head + q_row, mask=is_row, other=float("-inf"))
                     maximum, total, decay = add_sink(maximum, total, sink)
-                    acc = acc * (decay[None, :] if G.TRANSPOSED else decay[:, None])
-                value = acc / (total[None, :] if G.TRANSPOSED else total[:, None])
-                out_row = out + token * out_token + first_head * out_head
-                tl.store(out_row + m.to(tl.int64) * out_head + v_wide, value.to(out.dtype.element_ty), mask=is_out)
+                    acc = scaled_parts(acc, decay[None, :] if G.TRANSPOSED else decay[:, None])
+                out_row = out + token * out_token + first_head * out_head + m.to(tl.int64) * out_head
+                for i in tl.static_range(V_PARTS):
+                    value = acc[i] / (total[None, :] if G.TRANSPOSED else total[:, None])
+                    tl.store(out_row + v_own[i], value.to(out.dtype.element_ty), mask=is_out[i])
                 if lse is not None:
                     lse_row = lse + token * lse_token + first_head * lse_head
                     tl.store(lse_row + q_row.to(tl.int64) * lse_head, (maximum + tl.log2(total)) * LN_2, mask=is_row)
             else:
                 # Part 2p of program p goes to a row begun by an earlier program, 2p + 1 to one that goes on.
                 part = 2 * program + (first_block == 0).to(tl.int32)
-                tl.store(partials + (part * R.Q_ROWS + m) * G.V_HEAD_DIM + v_wide, acc, mask=is_out)
+                part_row = partials + (part * R.Q_ROWS + m) * G.V_HEAD_DIM
+                for i in tl.static_range(V_PARTS):
+                    tl.store(part_row + v_own[i], acc[i], mask=is_out[i])
                 tl.store(sums + (part * R.Q_ROWS + q_row) * 2, maximum, mask=is_row)
                 tl.store(sums + (part * R.Q_ROWS + q_row) * 2 + 1, total, mask=is_row)
         work -= take
@@ -459,9 +580,10 @@ def launch_paged_decode(args: AttendArgs, *, scores: Scores, cut: DecodeCut, til
         *args.strides_in(geometry.STRIDE_UNIT),
         G=geometry,
         num_warps=tiles.num_warps,
+        **tiles.options(),
     )
     if not geometry.WHOLE_ROWS:
-        launch_merge(args, cut, geometry.rows)
+        launch_merge(args, cut, geometry.rows, early=geometry.EARLY_MERGE)
 
 
 def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: DecodeTiles) -> DecodeGeometry:
@@ -479,26 +601,33 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: DecodeTil
     assert workspace.dtype == torch.float32
     assert workspace.numel() >= words
     assert workspace.is_contiguous()
+    assert cut.row_cost >= 1, "some program must write the zeros of a row without keys"
     assert heads <= 2
+    assert not tiles.dim_block or (heads == 1 and not tiles.paired)
     assert heads == 1 or (head_dim == v_head_dim == next_power_of_2(head_dim) and tiles.head_blocks == 1)
+    k_columns, v_columns = tiles.columns(head_dim), tiles.columns(v_head_dim)
+    whole_rows = has_whole_rows(
+        num_seqs * cut.rows,
+        num_programs=cut.programs,
+        window_left=scores.window_left,
+        head_dim=max(head_dim, v_head_dim),
+    )
     return DecodeGeometry(
         rows=cut.row_cut(tiles, gqa_ratio),
         HEAD_DIM=head_dim,
         V_HEAD_DIM=v_head_dim,
-        K_COLUMNS=max(16, next_power_of_2(head_dim * heads)),
-        V_COLUMNS=max(16, next_power_of_2(v_head_dim * heads)),
+        K_COLUMNS=k_columns,
+        V_COLUMNS=v_columns,
+        K_PARTS=-(-head_dim * heads // k_columns),
+        V_PARTS=-(-v_head_dim * heads // v_columns),
         QUERY_ROWS=max(16, next_power_of_2(tiles.q_rows(gqa_ratio))),
         PAGE_SIZE=args.pages.format.page_size,
         SAME_OFFSETS=args.same_offsets,
         IN_ONE_PAGE=lie_in_one_page(args, cut.key_block),
         TRANSPOSED=tiles.transposed,
         PAIRED=tiles.paired and args.has_value_pairs and args.q.dtype.itemsize == 2,
-        WHOLE_ROWS=has_whole_rows(
-            num_seqs * cut.rows,
-            num_programs=cut.programs,
-            window_left=scores.window_left,
-            head_dim=max(head_dim, v_head_dim),
-        ),
+        WHOLE_ROWS=whole_rows,
+        EARLY_MERGE=tiles.early_merge and not whole_rows,
         CAPPED=scores.soft_cap > 0,
         STAGES=tiles.num_stages,
         coding=args.pages.coding,

@@ -57,20 +57,23 @@ class ExtendMergeGeometry(NamedTuple):
 
 
 @triton.jit
-def _sum_of_parts(parts, began, num_parts, line, is_line, column, STAGES: tl.constexpr, G: tl.constexpr):
-    """What all parts of a row give, one after the other. line: which lines of a part"""
+def _sum_of_parts(parts, began, num_parts, line, column, STAGES: tl.constexpr, G: tl.constexpr):
+    """What all parts of a row give, one after the other. line: which lines of a part
+
+    Without masks: lines without a token and padded columns give numbers that are never stored, and what is read for
+    them lies in the workspace too, of which the sums are the end.
+    """
     LINES: tl.constexpr = G.LINES
     COLUMNS: tl.constexpr = G.COLUMNS
     maximum = tl.full([LINES], float("-inf"), tl.float32)
     total = tl.zeros([LINES], tl.float32)
     acc = tl.zeros([LINES, COLUMNS], tl.float32)
-    is_acc = is_line[:, None] & (column < G.V_HEAD_DIM)[None, :]
     for index in tl.range(0, num_parts, num_stages=STAGES):
         # The row began in its first program (part 2p + 1) and was begun earlier for all the others (part 2p).
         at = tl.maximum(2 * (began + index), 2 * began + 1) * G.QUERY_ROWS + line
-        part_maximum = tl.load(parts.sums + at * 2, mask=is_line, other=float("-inf"))
-        part_total = tl.load(parts.sums + at * 2 + 1, mask=is_line, other=0.0)
-        part_acc = tl.load(parts.acc + (at * G.V_HEAD_DIM)[:, None] + column[None, :], mask=is_acc, other=0.0)
+        part_maximum = tl.load(parts.sums + at * 2)
+        part_total = tl.load(parts.sums + at * 2 + 1)
+        part_acc = tl.load(parts.acc + (at * G.V_HEAD_DIM)[:, None] + column[None, :])
         new_maximum = tl.maximum(maximum, part_maximum)
         # A row may have seen no key yet: no inf - inf.
         base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
@@ -113,12 +116,11 @@ def _extend_merge_kernel(
         column = tl.program_id(2) * G.COLUMNS + tl.arange(0, G.COLUMNS)
         sums = partials + num_programs * (2 * G.QUERY_ROWS * G.V_HEAD_DIM)
         parts = Parts(partials, sums)
-        is_line = line < num_lines
         # To have loads in flight costs more than waiting for a few parts.
         if (G.STAGES > 1) and (num_parts > _FEW_PARTS):
-            acc, maximum, total = _sum_of_parts(parts, began, num_parts, line, is_line, column, G.STAGES, G)
+            acc, maximum, total = _sum_of_parts(parts, began, num_parts, line, column, G.STAGES, G)
         else:
-            acc, maximum, total = _sum_of_parts(parts, began, num_parts, line, is_line, column, 1, G)
+            acc, maximum, total = _sum_of_parts(parts, began, num_parts, line, column, 1, G)
         ratio_head = row % G.HEAD_BLOCKS * G.BLOCK_HEADS + line % G.BLOCK_HEADS
         token = (tl.load(words + BLOCK_FIRST_TOKEN) + line // G.BLOCK_HEADS).to(tl.int64)
         head = (row // G.HEAD_BLOCKS * G.GQA_RATIO + ratio_head).to(tl.int64)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import Softmax
@@ -45,6 +46,7 @@ class MergeGeometry(NamedTuple):
     MOST_ROWS:  rows of a sequence, at most
     V_HEAD_DIM: elements of an output row
     BY_ROW, HEADS, COLUMNS, PARTS: see MergeShape
+    EARLY:      see launch_merge
     """
 
     rows: RowCut
@@ -54,6 +56,7 @@ class MergeGeometry(NamedTuple):
     HEADS: int
     COLUMNS: int
     PARTS: int
+    EARLY: bool
 
 
 class Parts(NamedTuple):
@@ -141,6 +144,9 @@ def _merge_kernel(
         goes_on = (tl.load(words + PROGRAM_WORK) > 0) & (tl.load(words + PROGRAM_DONE) > R.ROW_COST)
         mine = goes_on & (first_program == index)
     num_parts = (first_position + num_blocks - 1) // share - first_program + 1
+    if G.EARLY:
+        # In every program: what follows the merge may start when all have ended, and shall find decode ended too.
+        gdc_wait()
     if mine & (num_parts > 1):
         q_row = tl.program_id(1) * G.HEADS + tl.arange(0, G.HEADS)
         column = tl.program_id(2) * G.COLUMNS + tl.arange(0, G.COLUMNS)
@@ -209,8 +215,17 @@ def merge_shape(num_rows: int, num_programs: int, q_rows: int, v_head_dim: int) 
     return MergeShape(True, 1, min(block, 32), parts, 8 if parts >= 256 else 1)
 
 
-def launch_merge(args: AttendArgs, cut: DecodeCut, rows: RowCut) -> None:
-    """out and lse of every row of which several programs hold parts; the arguments are launch_paged_decode's."""
+def early_options(early: bool) -> dict[str, bool]:
+    """Launch options of a kernel that may start before the one before it has ended; AMD's compiler knows none."""
+    return {"launch_pdl": True} if early else {}
+
+
+def launch_merge(args: AttendArgs, cut: DecodeCut, rows: RowCut, *, early: bool = False) -> None:
+    """out and lse of every row of which several programs hold parts; the arguments are launch_paged_decode's.
+
+    early: whether the launch before it, decode's, lets this one start while it runs. The merge waits for its end on the
+           device ("programmatic dependent launch" of NVIDIA from sm_90 on)
+    """
     queries, v_head_dim = args.queries, args.out.shape[2]
     num_rows = queries.num_seqs * cut.most_rows
     shape = merge_shape(num_rows, cut.programs, rows.Q_ROWS, v_head_dim)
@@ -230,6 +245,7 @@ def launch_merge(args: AttendArgs, cut: DecodeCut, rows: RowCut) -> None:
         cut.programs,
         cut.window_left,
         *args.written_strides,
-        G=MergeGeometry(rows, cut.most_rows, v_head_dim, shape.by_row, shape.heads, shape.columns, shape.parts),
+        G=MergeGeometry(rows, cut.most_rows, v_head_dim, shape.by_row, shape.heads, shape.columns, shape.parts, early),
         num_warps=shape.num_warps,
+        **early_options(early),
     )

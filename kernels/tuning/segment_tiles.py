@@ -48,7 +48,8 @@ class SegmentTiles:
             num_stages=self.decode_stages,
             programs_per_cu=self.programs_per_cu,
             head_blocks=-(-gqa_ratio // self.decode_rows),
-            row_cost=1,
+            # A program's share is a few segments: counted as one more, the start of a row would unbalance them.
+            row_cost=0,
         )
 
     def options(self) -> dict[str, int]:
@@ -79,8 +80,8 @@ SEGMENT_ROWS = (
     SegmentRow("sm_90", 2, 128, SegmentTiles(1024, 32, 64, 8, 2, 1, ExtendTiles(128, 32, 8, 2)), _BY_TOKEN),
     # Extend: 250 registers, both accumulators among them, so one program an SM; with 4 warps it spills. llama8b
     # 1 x 2048 new + 6144 cached: 585 us, 653 in one block of columns.
-    SegmentRow("sm_90", 2, 128, SegmentTiles(1024, 64, 64, 4, 3, 2, ExtendTiles(128, 64, 8, 3, 2, dim_block=64))),
-    # 64 x 8 heads of 192, 777 new of 5778: 5220 us in the tiles of wider heads.
+    SegmentRow("sm_90", 2, 128, SegmentTiles(1024, 64, 64, 4, 3, 2, ExtendTiles(128, 64, 8, 3, dim_block=64))),
+    # 64 x 8 heads of 192, 777 new of 5778: 1200 us, though 24 bytes spill with Triton 3.9; 5220 in wider ones.
     SegmentRow(
         "sm_90", 2, 192, SegmentTiles(1024, 64, 64, 8, 2, 1, ExtendTiles(64, 64, 8, 2, dim_block=64)), (Codes.NONE,)
     ),

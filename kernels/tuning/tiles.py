@@ -47,6 +47,10 @@ class DecodeTiles:
     head_blocks:      blocks that the query heads of a KV head are cut into; each reads K and V
     row_cost:         what starting a row costs beside its key blocks, in blocks; at least 1
     paired:           whether V's codes are read two by two, as float16 that matrix units take in turned; not transposed
+    dim_block:        columns of the equal blocks that the dims of K and of V are cut into; 0: they are one block. Not
+                      paired, and not with two heads a row
+    max_registers:    registers of a thread that NVIDIA's compiler may take; 0: its own choice
+    early_merge:      whether the merge of rows is launched while programs still run (NVIDIA, from sm_90 on)
     """
 
     key_block: int
@@ -58,6 +62,13 @@ class DecodeTiles:
     head_blocks: int = 1
     row_cost: int = 2
     paired: bool = False
+    dim_block: int = 0
+    max_registers: int = 0
+    early_merge: bool = False
+
+    def columns(self, dim: int) -> int:
+        """Columns of a block of rows of dim elements; a power of two."""
+        return equal_columns(dim * self.heads_per_row, self.dim_block)
 
     def rows_per_seq(self, num_kv_heads: int) -> int:
         """Rows of a sequence."""
@@ -67,6 +78,10 @@ class DecodeTiles:
     def q_rows(self, gqa_ratio: int) -> int:
         """Query heads of a row, at most."""
         return -(-gqa_ratio // self.head_blocks) * self.heads_per_row
+
+    def options(self) -> dict[str, int]:
+        """Launch options beside the warps."""
+        return {"maxnreg": self.max_registers} if self.max_registers else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +123,7 @@ class ExtendTiles:
 
     def columns(self, dim: int) -> int:
         """Columns of a block of rows of dim elements; a power of two."""
-        whole = max(16, next_power_of_2(dim))
-        return min(self.dim_block, whole) if self.dim_block else whole
+        return equal_columns(dim, self.dim_block)
 
     def heads_per_block(self, gqa_ratio: int) -> int:
         """Query heads of one KV head that share a query block."""
@@ -185,29 +199,44 @@ class ExtendRow:
 # The first row that serves wins. In the comments llama8b is (32 query heads, 8 KV heads, 128), gptoss (64, 8, 64) and
 # gemma (8, 4, 256), and "of the floor" means of the time to read K and V once.
 DECODE_ROWS = (
-    # gptoss 64 x 4k: 83 us, of bfloat16 138; 111 where codes are not read in pairs.
-    DecodeRow("sm_90", 2, 64, 16, DecodeTiles(64, 2, 3, 4, heads_per_row=2, paired=True), (Codes.BY_ROW,)),
-    # llama8b 64 x 4k: 148 us, of bfloat16 255; 171 not in pairs, 193 with 4 warps, 217 to 345 in other tiles.
-    DecodeRow("sm_90", 2, 128, 16, DecodeTiles(64, 2, 3, 4, paired=True), (Codes.BY_ROW,)),
-    # 122 us where a row is one head.
-    DecodeRow("sm_90", 2, 64, 16, DecodeTiles(64, 2, 3, 4, heads_per_row=2, paired=True), (Codes.BY_TOKEN,)),
-    # llama8b 64 x 4k: 150 us, though up to 64 bytes spill with Triton 3.9; 167 with two warps and blocks of 64 keys.
-    DecodeRow("sm_90", 2, 128, 16, DecodeTiles(32, 1, 3, 8, paired=True), (Codes.BY_TOKEN,)),
+    # gptoss 64 x 4k: 81 us, of bfloat16 135; 83 with one warp and blocks of 32 keys, 111 where codes are not read in
+    # pairs.
+    DecodeRow(
+        "sm_90", 2, 64, 16, DecodeTiles(64, 2, 3, 4, heads_per_row=2, paired=True, early_merge=True), (Codes.BY_ROW,)
+    ),
+    # llama8b 64 x 4k: 143 us, of bfloat16 255; 146 with two warps and blocks of 64 keys, 171 not in pairs. At 128 x 8k:
+    # 520 and 531.
+    DecodeRow("sm_90", 2, 128, 16, DecodeTiles(32, 1, 3, 8, paired=True, early_merge=True), (Codes.BY_ROW,)),
+    # gptoss 64 x 4k: 92 us; 89 to 91 in tiles of one warp that spill up to 288 bytes, 97 with six programs an SM, which
+    # spill too, 136 where a row is one head.
+    DecodeRow(
+        "sm_90", 2, 64, 16, DecodeTiles(64, 2, 3, 4, heads_per_row=2, paired=True, early_merge=True), (Codes.BY_TOKEN,)
+    ),
+    # llama8b 64 x 4k: 150 us, though up to 120 bytes spill with Triton 3.9 where scores have a cap; 160 with two warps
+    # and blocks of 64 keys, which spill nothing.
+    DecodeRow("sm_90", 2, 128, 16, DecodeTiles(32, 1, 3, 8, paired=True, early_merge=True), (Codes.BY_TOKEN,)),
     # gemma 64 x 4k: 153 us with 4 KV heads, 234 not in pairs.
-    DecodeRow("sm_90", 2, 256, 16, DecodeTiles(16, 2, 3, 4, paired=True), (Codes.BY_ROW,)),
-    # gptoss 128 x 8k: 499 us, 1.06 of the floor; 528 with one KV head a row.
-    DecodeRow("sm_90", 2, 64, 16, DecodeTiles(64, 4, 3, 2, transposed=True, heads_per_row=2)),
-    # llama8b 64 x 4k: 253 us, 1.07 of the floor; 331 with 1 program an SM, 380 with blocks of 128 keys.
-    DecodeRow("sm_90", 2, 128, 16, DecodeTiles(64, 4, 3, 2, transposed=True)),
-    DecodeRow("sm_90", 2, 128, 64, DecodeTiles(32, 4, 2, 2)),
-    # gemma 64 x 4k: 495 us, 1.05 of the floor; 602 transposed.
-    DecodeRow("sm_90", 2, 256, 16, DecodeTiles(32, 4, 3, 2)),
+    DecodeRow("sm_90", 2, 256, 16, DecodeTiles(16, 2, 3, 4, paired=True, early_merge=True), (Codes.BY_ROW,)),
+    # gptoss 64 x 4k: 136 us; 137 before the merge was early, 145 with one KV head a row.
+    DecodeRow("sm_90", 2, 64, 16, DecodeTiles(64, 4, 3, 2, transposed=True, heads_per_row=2, early_merge=True)),
+    # 32 query heads of 80 on 8 KV heads, 64 x 4k: 208 us; 219 in the tiles of 128, 224 to 297 in other equal blocks.
+    DecodeRow("sm_90", 2, 80, 16, DecodeTiles(32, 4, 3, 4, dim_block=32, early_merge=True), (Codes.NONE,)),
+    # llama8b and llama70b 64 x 4k: 255 and 256 us; 331 with 1 program an SM, 380 with blocks of 128 keys. 16 x 4k: 71,
+    # 72, a microsecond less than before the merge was early. Pages of 8: 270 where those of 32 take 258. Heads of 96 as
+    # equal blocks: 217 to 281 us where these tiles take 214 (32 KV heads, 16 x 4k).
+    DecodeRow("sm_90", 2, 128, 16, DecodeTiles(64, 4, 3, 2, transposed=True, early_merge=True)),
+    DecodeRow("sm_90", 2, 128, 64, DecodeTiles(32, 4, 2, 2, early_merge=True)),
+    # 64 query heads of 192 on 8 KV heads, 64 x 4k: 387 us; 399 as one block of 256 columns, 393 with 2 programs an SM.
+    DecodeRow("sm_90", 2, 192, 16, DecodeTiles(32, 4, 3, 3, dim_block=64, early_merge=True), (Codes.NONE,)),
+    # gemma 64 x 4k: 494 us, 1.05 of the floor; 495 as one block, 602 transposed.
+    DecodeRow("sm_90", 2, 256, 16, DecodeTiles(32, 4, 3, 2, dim_block=128, early_merge=True), (Codes.NONE,)),
+    DecodeRow("sm_90", 2, 256, 16, DecodeTiles(32, 4, 3, 2, early_merge=True)),
     # With blocks of 32 keys up to 112 bytes of registers spill.
-    DecodeRow("sm_90", 2, 256, 64, DecodeTiles(16, 8, 2, 1), (Codes.BY_TOKEN,)),
-    DecodeRow("sm_90", 2, 256, 64, DecodeTiles(32, 8, 2, 1)),
+    DecodeRow("sm_90", 2, 256, 64, DecodeTiles(16, 8, 2, 1, early_merge=True), (Codes.BY_TOKEN,)),
+    DecodeRow("sm_90", 2, 256, 64, DecodeTiles(32, 8, 2, 1, early_merge=True)),
     # Of 512 columns; with 64 query heads a row spills.
-    DecodeRow("sm_90", 2, 512, 16, DecodeTiles(32, 8, 3, 1)),
-    DecodeRow("sm_90", 2, 512, 32, DecodeTiles(32, 8, 2, 1)),
+    DecodeRow("sm_90", 2, 512, 16, DecodeTiles(32, 8, 3, 1, early_merge=True)),
+    DecodeRow("sm_90", 2, 512, 32, DecodeTiles(32, 8, 2, 1, early_merge=True)),
     DecodeRow("sm_90", 4, 128, 16, DecodeTiles(16, 4, 2, 2)),
     DecodeRow("sm_90", 4, 256, 16, DecodeTiles(16, 8, 2, 2)),
     DecodeRow("sm_90", 4, 512, 16, DecodeTiles(16, 8, 1, 1)),
@@ -406,6 +435,7 @@ EXTEND_ROWS = (
         "sm_90",
         2,
         256,
+        # gemma, 16 x 16 new of 4112: 200 us, 254 without, though 48 bytes spill with Triton 3.6.
         ExtendTiles(32, 64, 4, 2, 2, dim_block=64, programs_per_cu=1, share_stages=2, one_launch=True, merge_stages=4),
         alike=True,
         codes=(Codes.NONE,),
@@ -413,8 +443,27 @@ EXTEND_ROWS = (
     ),
     # No row is shared: programs with shares spill up to 48 bytes.
     ExtendRow("sm_90", 2, 256, ExtendTiles(128, 32, 8, 2)),
-    # Blocks of 64 rows spill, with 16 warps too: (64, 32, 8, 2), which takes half the time, up to 700 bytes, and
-    # (64, 16, 8, 2, 2) 56 with Triton 3.9.
+    # 40 x 2 heads of 320, 824 new of 5940: 453 us, in (32, 32, 8, 2) of 512 columns 3602. Up to 200 bytes spill with
+    # Triton 3.9, none of a plain layer with 3.6.
+    ExtendRow(
+        "sm_90",
+        2,
+        320,
+        ExtendTiles(128, 32, 8, 2, 2, dim_block=64, programs_per_cu=1, share_stages=2),
+        alike=True,
+        codes=(Codes.NONE,),
+    ),
+    # The same of 512: 1277 us, though 32 bytes spill and up to 416 with Triton 3.9, and of 384 1021; 3789 and 3621 in
+    # (32, 32, 8, 2), and of 512 1740 with 4 warps. Blocks of 128 rows do not fit.
+    ExtendRow(
+        "sm_90",
+        2,
+        512,
+        ExtendTiles(64, 32, 8, 2, 2, dim_block=64, programs_per_cu=1, share_stages=2),
+        alike=True,
+        codes=(Codes.NONE,),
+    ),
+    # Beside rows of up to 32 elements. Blocks of 64 rows spill where a head is one block of columns.
     ExtendRow(
         "sm_90",
         2,
@@ -509,12 +558,14 @@ def decode_tiles(
             and codes in row.codes
             and max(head_dim, v_head_dim) <= row.max_head_dim
             and (row.tiles.heads_per_row == 1 or _pairs(row, gqa_ratio, num_kv_heads, head_dim, v_head_dim))
+            and not (row.tiles.dim_block and row.tiles.columns(head_dim) != row.tiles.columns(v_head_dim))
         ]
         for row in rows:
             if gqa_ratio * row.tiles.heads_per_row <= row.max_q_rows:
                 return row.tiles
         if rows:
-            last = max(rows, key=lambda row: (-len(row.codes), rows.index(row)))
+            # Of rows for so many heads as can be, the one with the fewest columns.
+            last = min(rows, key=lambda row: (len(row.codes), -row.max_q_rows, row.max_head_dim))
             return replace(last.tiles, head_blocks=-(-gqa_ratio // last.max_q_rows))
     raise NoTiles(no_row("decode", DECODE_ROWS, arch, dtype, (head_dim, v_head_dim), codes))
 
@@ -577,6 +628,12 @@ def extend_tiles(
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is at least n, and at least 1."""
     return 1 << max(0, n - 1).bit_length()
+
+
+def equal_columns(dim: int, dim_block: int) -> int:
+    """Columns of the blocks that rows of dim elements are cut into, of dim_block at most if it is not 0."""
+    whole = max(16, next_power_of_2(dim))
+    return min(dim_block, whole) if dim_block else whole
 
 
 def names_of(arch: str) -> Iterator[str]:

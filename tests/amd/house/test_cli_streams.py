@@ -45,7 +45,7 @@ def generate(model: Path, *more: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("redirected", ["2>&-", "2>/dev/full", "2>&- <&-"])
+@pytest.mark.parametrize("redirected", ["2>&-", pytest.param("2>/dev/full", marks=pytest.mark.nightly), "2>&- <&-"])
 def test_without_a_stderr_progress_goes_nowhere_and_the_json_is_whole(redirected: str, model: Path) -> None:
     done = in_a_shell(redirected, *generate(model, "--json", PROMPT))
     assert done.returncode == DONE
@@ -70,7 +70,7 @@ def test_streams_that_are_open_stay_as_they_are() -> None:
     assert [os.fstat(number) for number in range(3)] == before
 
 
-@pytest.mark.parametrize("json_too", [(), ("--json",)])
+@pytest.mark.parametrize("json_too", [pytest.param((), marks=pytest.mark.nightly), ("--json",)])
 def test_a_full_stdout_is_a_sentence(json_too: tuple[str, ...], model: Path) -> None:
     done = in_a_shell(">/dev/full", *generate(model, *json_too, PROMPT))
     assert done.returncode == FAILED

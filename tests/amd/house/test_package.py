@@ -143,23 +143,24 @@ def test_hugging_face_kernels_and_ours_import_side_by_side(
         assert Path(ours) != Path(theirs).parent / "launch.py"
 
 
+@pytest.mark.parametrize("kind", ["wheel", pytest.param("editable", marks=pytest.mark.nightly)])
 def test_type_checkers_read_a_wheel_and_an_editable_install_as_they_come(
-    tree: Path, wheel: Path, tmp_path: Path
+    kind: str, tree: Path, wheel: Path, tmp_path: Path
 ) -> None:
     """mypy --strict passes the README's example, and finds the mistakes of a file beside it."""
     (tmp_path / "example.py").write_text(*code_blocks("python"))
     (tmp_path / "wrong.py").write_text("import rocm_attn as ra\n\nra.StepBatch(1, [1], [1])\nra.Pages\n")
-    for name, options in (("wheel", [str(wheel)]), ("editable", ["--editable", str(tree)])):
-        python = new_interpreter(tmp_path / name, LIBRARIES)
-        pip("--python", str(python), "install", "--no-deps", *options)
-        where = "import importlib.util as u; print(u.find_spec('rocm_attn.kernels.launch').origin)"
-        found = subprocess.run([python, "-Ic", where], cwd=tmp_path, capture_output=True, text=True, check=True)
-        assert Path(found.stdout.strip()).is_relative_to(tree if name == "editable" else tmp_path / name)
-        command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(python)]
-        command += ["--cache-dir", str(tmp_path / "cache"), "example.py", "wrong.py"]
-        checked = subprocess.run(command, cwd=tmp_path, env={}, capture_output=True, text=True, check=False)
-        errors = re.findall(r"^(\w+\.py:\d+): error: .*\[([\w-]+)\]$", checked.stdout, re.MULTILINE)
-        assert errors == [("wrong.py:3", "arg-type"), ("wrong.py:4", "attr-defined")], checked.stdout + checked.stderr
+    python = new_interpreter(tmp_path / kind, LIBRARIES)
+    options = ["--editable", str(tree)] if kind == "editable" else [str(wheel)]
+    pip("--python", str(python), "install", "--no-deps", *options)
+    where = "import importlib.util as u; print(u.find_spec('rocm_attn.kernels.launch').origin)"
+    found = subprocess.run([python, "-Ic", where], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert Path(found.stdout.strip()).is_relative_to(tree if kind == "editable" else tmp_path / kind)
+    command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(python)]
+    command += ["--cache-dir", str(tmp_path / "cache"), "example.py", "wrong.py"]
+    checked = subprocess.run(command, cwd=tmp_path, env={}, capture_output=True, text=True, check=False)
+    errors = re.findall(r"^(\w+\.py:\d+): error: .*\[([\w-]+)\]$", checked.stdout, re.MULTILINE)
+    assert errors == [("wrong.py:3", "arg-type"), ("wrong.py:4", "attr-defined")], checked.stdout + checked.stderr
 
 
 def test_importing_takes_torch_and_nothing_else_and_touches_no_gpu() -> None:

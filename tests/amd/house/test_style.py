@@ -21,7 +21,10 @@ def every_python_file() -> list[Path]:
 
 def is_jitted(node: Function) -> bool:
     """Whether Triton compiles the function, so that its arguments are no Python values."""
-    return any(ast.unparse(decorator).startswith(("triton.", "gluon.")) for decorator in node.decorator_list)
+    return any(
+        ast.unparse(decorator).startswith(("triton.", "gluon.", "constexpr_function"))
+        for decorator in node.decorator_list
+    )
 
 
 def test_no_file_is_too_long_to_read() -> None:

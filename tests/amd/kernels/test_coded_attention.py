@@ -106,6 +106,23 @@ def test_two_heads_in_one_row_have_a_factor_each(
         assert_served(tensors)
 
 
+@pytest.mark.parametrize("heads_per_row", [1, 2])
+@pytest.mark.parametrize("change", [2.0**-40, 2.0**40, 2.0**-75], ids=str)
+def test_factors_of_tokens_may_differ_far_from_block_to_block(
+    change: float, heads_per_row: int, kernel_device: torch.device
+) -> None:
+    """Weights are float16 and sums float32: neither may vanish or overflow for what another block holds."""
+    tiles = DecodeTiles(16, 1, 1, 1, heads_per_row=heads_per_row, paired=True)
+    case = Case([64], [1], heads=(4, 2), dims=(32, 32), page_size=16, kv=Encoding.E4M3FN, scales=Scales.TOKEN)
+    tensors = build(case, kernel_device)
+    scales = tensors.pages.v_scale
+    assert scales is not None
+    for page in tensors.table[0, :4:2].tolist():
+        scales[page] *= change
+    run_decode(tensors, num_programs=1, tiles=tiles)
+    assert_served(tensors)
+
+
 @each_scales
 def test_a_packed_mask_hides_keys_and_their_factors(scales: Scales, kernel_device: torch.device) -> None:
     for run in EVERY_EXTEND:

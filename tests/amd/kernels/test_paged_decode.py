@@ -115,6 +115,8 @@ def test_any_number_of_programs_gives_the_same_answer(num_programs: int, kernel_
         DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, head_blocks=2),
         DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, head_blocks=3, transposed=True),
         DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, row_cost=7),
+        DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, dim_block=16),
+        DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, dim_block=32, transposed=True),
     ],
     ids=str,
 )
@@ -124,6 +126,15 @@ def test_every_form_of_the_inner_loop_is_right(
 ) -> None:
     """Five query heads a KV head are cut unevenly by 2 and 3 blocks."""
     tensors = build(replace(RAGGED, heads=(10, 2), page_size=3, dtype=dtype), kernel_device)
+    run_decode(tensors, num_programs=4, tiles=tiles)
+    assert_served(tensors)
+
+
+@pytest.mark.parametrize("dims", [(40, 24), (96, 80), (48, 48)])
+def test_equal_blocks_of_a_head_leave_nothing_out(dims: tuple[int, int], kernel_device: torch.device) -> None:
+    """The last block of K, of V or of both is padded; a sequence has no key, and programs share rows."""
+    tiles = DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, dim_block=32)
+    tensors = build(replace(RAGGED, kv_len=[70, 0, 18], q_len=[1] * 3, dims=dims), kernel_device)
     run_decode(tensors, num_programs=4, tiles=tiles)
     assert_served(tensors)
 

@@ -107,6 +107,7 @@ def test_shared_rows_add_a_sink_once(num_programs: int, kernel_device: torch.dev
         DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, heads_per_row=2),
         DecodeTiles(key_block=32, num_warps=4, num_stages=1, programs_per_cu=1, heads_per_row=2, transposed=True),
         DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, head_blocks=3),
+        DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, dim_block=16),
     ],
     ids=str,
 )

@@ -39,6 +39,12 @@ def other_kernels(row: Row, tiles: DecodeTiles | ExtendTiles) -> Iterator[Compil
             yield _compile(sized, replace(sized.problems[0], custom_mask=True), tiles.of_masked_steps())
 
 
+def decode_kernels(row: Row, tiles: DecodeTiles) -> dict[str, CompiledKernel]:
+    """Decode and its merge, by name, for the row's plain layer."""
+    kernels = compiled_by(lambda: _launch_decode(row, row.problems[0], tiles), row.arch)
+    return {kernel.name: kernel for kernel in kernels}
+
+
 def _compile(row: Row, problem: Problem, tiles: DecodeTiles | ExtendTiles) -> CompiledKernel:
     if isinstance(tiles, DecodeTiles):
         kernels = compiled_by(lambda: _launch_decode(row, problem, tiles), row.arch)

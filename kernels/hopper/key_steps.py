@@ -1,0 +1,128 @@
+"""The loop over keys of extend for Hopper: steps added to a running softmax; key_loop.py has the formula."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from rocm_attn.kernels.attention.bundles import Softmax
+from rocm_attn.kernels.hopper.rings import zero_unseen
+from rocm_attn.kernels.hopper.rows import GROUP_ROWS
+
+
+class Query(NamedTuple):
+    """A consumer's rows: tiles of q in shared memory, kv_index [64] of each row, factor of the scores in base 2."""
+
+    tiles: Any
+    kv_index: Any
+    qk_scale: Any
+
+
+@gluon.jit
+def _visible(own, key, seen, G: gl.constexpr):
+    """Which keys [1, KEY_BLOCK] rows see. own: kv_index [64, 1] of the rows"""
+    if G.WINDOWED:
+        # 0 <= own - key <= window_left by one comparison.
+        visible = (own - key).to(gl.uint32, bitcast=True) <= seen.window_left.to(gl.uint32, bitcast=True)
+    elif G.CAUSAL:
+        visible = key <= own
+    else:
+        visible = key < seen.end
+    return visible
+
+
+@gluon.jit
+def _waited(products):
+    """The accumulators of products that are in flight."""
+    return (warpgroup_mma_wait(0, deps=products),) if len(products) == 1 else warpgroup_mma_wait(0, deps=products)
+
+
+@gluon.jit
+def nothing_seen(G: gl.constexpr):
+    """The softmax of no key."""
+    COLUMNS: gl.constexpr = G.COLUMNS
+    PARTS: gl.constexpr = G.DIM // G.COLUMNS
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.KEY_BLOCK, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.COLUMNS, 16])
+    acc = ()
+    for _ in gl.static_range(PARTS):
+        acc += (gl.zeros([GROUP_ROWS, COLUMNS], gl.float32, layout=o_layout),)  # type: ignore[assignment]
+    maximum = gl.full([GROUP_ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, s_layout))
+    return Softmax(acc, maximum, gl.zeros([GROUP_ROWS], gl.float32, layout=gl.SliceLayout(1, s_layout)))
+
+
+@gluon.jit
+def attend_steps(softmax, n, query, rings, span, seen, G: gl.constexpr, MASKED: gl.constexpr):
+    """Steps of a span added to a softmax; n: steps that have passed through the rings before.
+
+    If G.OVERLAPS, the products with V of one step run under those with K of the next one, up to the wait for both: a
+    wait for one of two products in flight makes ptxas wait for each.
+    """
+    KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
+    PARTS: gl.constexpr = G.DIM // G.COLUMNS
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.KEY_BLOCK, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.COLUMNS, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    lane = gl.arange(0, KEY_BLOCK, layout=gl.SliceLayout(0, s_layout))
+    zero = gl.zeros([GROUP_ROWS, KEY_BLOCK], gl.float32, layout=s_layout)
+    k, v = rings
+    acc, maximum, total = softmax
+    if G.OVERLAPS:
+        products = ()
+        for i in gl.static_range(PARTS):
+            products += (warpgroup_mma_init(acc[i]),)  # type: ignore[assignment]
+    for step in range(span.first, span.end):
+        stage = n % G.STAGES
+        phase = (n // G.STAGES) & 1
+        mbarrier.wait(k.full.index(stage), phase)
+        pending = (zero,)
+        for i in gl.static_range(PARTS):
+            k_tile = k.tiles.index(stage * PARTS + i).permute((1, 0))
+            pending = (warpgroup_mma(query.tiles.index(i), k_tile, pending[0], use_acc=i > 0, is_async=True),)
+        if G.OVERLAPS:
+            waited = warpgroup_mma_wait(0, deps=pending + products)
+            scores, acc = waited[0], waited[1:]
+        else:
+            scores = warpgroup_mma_wait(0, deps=pending)
+        gl.thread_barrier()
+        mbarrier.arrive(k.free.index(stage), count=1)
+        if G.OVERLAPS:
+            mbarrier.arrive(v.free.index((n + G.STAGES - 1) % G.STAGES), count=1, pred=step > span.first)
+        if MASKED:
+            key = gl.expand_dims(step * KEY_BLOCK + lane, 0)
+            visible = _visible(gl.expand_dims(query.kv_index, 1), key, seen, G)
+            scores = gl.where(visible, scores, float("-inf"))
+        new_maximum = gl.maximum(maximum, gl.max(scores, 1) * query.qk_scale)
+        # A row of a masked step may have seen no key yet; the subtractions below must not be inf - inf.
+        base = gl.where(new_maximum == float("-inf"), 0.0, new_maximum) if MASKED else new_maximum
+        decay = gl.exp2(maximum - base)
+        weights = gl.exp2(scores * query.qk_scale - gl.expand_dims(base, 1))
+        total = total * decay + gl.sum(weights, 1)
+        maximum = new_maximum
+        p = gl.convert_layout(weights.to(query.tiles.dtype), p_layout)
+        decay = gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, o_layout)), 1)
+        mbarrier.wait(v.full.index(stage), phase)
+        if MASKED:
+            zero_unseen(v, stage, step, seen, G)
+        products = ()
+        for i in gl.static_range(PARTS):
+            v_tile = v.tiles.index(stage * PARTS + i)
+            products += (warpgroup_mma(p, v_tile, acc[i] * decay, is_async=True),)  # type: ignore[assignment]
+        if not G.OVERLAPS:
+            acc = _waited(products)
+            gl.thread_barrier()
+            mbarrier.arrive(v.free.index(stage), count=1)
+        n += 1
+    if G.OVERLAPS:
+        acc = _waited(products)
+        gl.thread_barrier()
+        mbarrier.arrive(v.free.index((n + G.STAGES - 1) % G.STAGES), count=1, pred=span.end > span.first)
+    return Softmax(acc, maximum, total), n

@@ -1,0 +1,125 @@
+"""How a consumer of extend for Hopper reads its rows of a query block, and writes what they receive."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from rocm_attn.kernels.attention.extend_schedule import BLOCK_FIRST_TOKEN, BLOCK_TOKENS
+from rocm_attn.kernels.attention.softmax import LN_2, LOG2_E
+from rocm_attn.kernels.hopper.rows import GROUP_ROWS
+
+
+class Results(NamedTuple):
+    """Rows of q, out and lse (bundles.Rows); sinks; accumulators and sums of parts of rows."""
+
+    q: Any
+    out: Any
+    lse: Any
+    sinks: Any
+    partials: Any
+    sums: Any
+
+
+@gluon.jit
+def lines_of_group(GROUP: gl.constexpr, layout: gl.constexpr):
+    """The group's rows, counted from the query block's first one."""
+    return GROUP * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=layout)
+
+
+@gluon.jit
+def _is_row(line, words, G: gl.constexpr):
+    """Whether rows of a query block have a token."""
+    return line < gl.minimum(gl.load(words + BLOCK_TOKENS), G.TOKENS) * G.GQA_RATIO
+
+
+@gluon.jit
+def _place(rows, line, words, kv_head, G: gl.constexpr):
+    """Where rows of a query block lie in q, out or lse."""
+    token = (gl.load(words + BLOCK_FIRST_TOKEN) + line // G.GQA_RATIO).to(gl.int64)
+    head = (kv_head * G.GQA_RATIO + line % G.GQA_RATIO).to(gl.int64)
+    return rows.at + token * rows.token + head * rows.head
+
+
+@gluon.jit
+def load_queries(GROUP: gl.constexpr, q, tiles, words, kv_head, G: gl.constexpr):
+    """The group's rows of q to shared memory; 0 of rows without a token."""
+    COLUMNS: gl.constexpr = G.COLUMNS
+    PARTS: gl.constexpr = G.DIM // G.COLUMNS
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
+    ROW: gl.constexpr = gl.SliceLayout(1, layout)
+    line = lines_of_group(GROUP, ROW)
+    rows = gl.expand_dims(_place(q, line, words, kv_head, G), 1)
+    is_row = gl.expand_dims(_is_row(line, words, G), 1)
+    column = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout)), 0)
+    # All warps have read the row before.
+    gl.thread_barrier()
+    for i in gl.static_range(PARTS):
+        tiles.index(i).store(gl.load(rows + (i * COLUMNS + column), mask=is_row, other=0.0))
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
+def _with_sinks(softmax, sinks, line, words, kv_head, G: gl.constexpr):
+    """A softmax with the sinks of its rows; softmax.add_sink has the formula."""
+    _, maximum, total = softmax
+    head = kv_head * G.GQA_RATIO + line % G.GQA_RATIO
+    sink = gl.load(sinks + head, mask=_is_row(line, words, G), other=float("-inf")) * LOG2_E
+    new_maximum = gl.where(total > 0.0, gl.maximum(maximum, sink), maximum)
+    base = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    decay = gl.exp2(maximum - base)
+    total = total * decay + gl.where(total > 0.0, gl.exp2(sink - base), 0.0)
+    return new_maximum, total, decay
+
+
+@gluon.jit
+def store_results(GROUP: gl.constexpr, softmax, to, words, kv_head, G: gl.constexpr):
+    """The results of a whole row."""
+    PARTS: gl.constexpr = G.DIM // G.COLUMNS
+    acc, maximum, total = softmax
+    o_layout: gl.constexpr = acc[0].type.layout
+    O_ROW: gl.constexpr = gl.SliceLayout(1, o_layout)
+    S_ROW: gl.constexpr = maximum.type.layout
+    line = lines_of_group(GROUP, S_ROW)
+    decay = gl.full_like(total, 1.0)
+    if to.sinks is not None:
+        maximum, total, decay = _with_sinks(softmax, to.sinks, line, words, kv_head, G)
+    # Tokens of no sequence have seen no key: 0 / 1, and LSE -inf + log2(1).
+    total = gl.where(total == 0.0, 1.0, total)
+    if to.lse.at is not None:
+        rows = _place(to.lse, line, words, kv_head, G)
+        gl.store(rows, (maximum + gl.log2(total)) * LN_2, mask=_is_row(line, words, G))
+    share = gl.expand_dims(gl.convert_layout(decay / total, gl.SliceLayout(1, o_layout)), 1)
+    line = lines_of_group(GROUP, O_ROW)
+    rows = gl.expand_dims(_place(to.out, line, words, kv_head, G), 1)
+    is_row = gl.expand_dims(_is_row(line, words, G), 1)
+    COLUMNS: gl.constexpr = G.COLUMNS
+    column = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, o_layout)), 0)
+    for i in gl.static_range(PARTS):
+        gl.store(rows + (i * COLUMNS + column), (acc[i] * share).to(to.out.at.dtype.element_ty), mask=is_row)
+
+
+@gluon.jit
+def store_part(GROUP: gl.constexpr, softmax, to, words, done, G: gl.constexpr):
+    """Part 2p of program p goes to a row begun by an earlier program, 2p + 1 to one that goes on."""
+    COLUMNS: gl.constexpr = G.COLUMNS
+    PARTS: gl.constexpr = G.DIM // G.COLUMNS
+    acc, maximum, total = softmax
+    o_layout: gl.constexpr = acc[0].type.layout
+    O_ROW: gl.constexpr = gl.SliceLayout(1, o_layout)
+    S_ROW: gl.constexpr = maximum.type.layout
+    part = 2 * gl.program_id(0) + (done == 0).to(gl.int32)
+    first = part * (G.GROUPS * GROUP_ROWS)
+    sums = to.sums + (first + lines_of_group(GROUP, S_ROW)) * 2
+    gl.store(sums, maximum)
+    gl.store(sums + 1, total)
+    line = lines_of_group(GROUP, O_ROW)
+    rows = to.partials + gl.expand_dims((first + line) * G.DIM, 1)
+    is_row = gl.expand_dims(_is_row(line, words, G), 1)
+    column = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, o_layout)), 0)
+    for i in gl.static_range(PARTS):
+        gl.store(rows + (i * COLUMNS + column), acc[i], mask=is_row)

@@ -1,0 +1,139 @@
+"""K and V on their way through shared memory: rings of stages that one warp fills by TMA, box by box."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from rocm_attn.kernels.attention.extend_schedule import BLOCK_WORDS
+from rocm_attn.kernels.hopper.rows import BOX_COLUMNS, next_row, seen_by_block, steps_of
+
+
+class Ring(NamedTuple):
+    """K or V in shared memory: the same as boxes and as tiles; barriers that a step is loaded, and that it was read."""
+
+    boxes: Any
+    tiles: Any
+    full: Any
+    free: Any
+
+
+class Rings(NamedTuple):
+    """Those of K and of V."""
+
+    k: Any
+    v: Any
+
+
+class Cache(NamedTuple):
+    """Where pages are: descriptors of K and V with their number of slots, the table, and the sequences' rows in it."""
+
+    k: Any
+    v: Any
+    num_slots: Any
+    table: Any
+    table_row: Any
+    width: Any
+    row_of_seq: Any
+
+
+class Source(NamedTuple):
+    """K or V of one KV head of a sequence: descriptor and first column, slots in all; pages, and how many to read."""
+
+    desc: Any
+    column: Any
+    num_slots: Any
+    pages: Any
+    width: Any
+
+
+@gluon.jit
+def new_ring(DTYPE: gl.constexpr, G: gl.constexpr):
+    """A ring with nothing in it. Boxes, one after the other, are in memory what a swizzled tile is."""
+    STAGES: gl.constexpr = G.STAGES
+    BOX: gl.constexpr = G.BOX
+    BOXES: gl.constexpr = G.STAGES * (G.DIM // BOX_COLUMNS) * (G.KEY_BLOCK // G.BOX)
+    TILES: gl.constexpr = G.STAGES * (G.DIM // G.COLUMNS)
+    KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
+    COLUMNS: gl.constexpr = G.COLUMNS
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    bars: gl.constexpr = mbarrier.MBarrierLayout()
+    boxes = gl.allocate_shared_memory(DTYPE, [BOXES, BOX, BOX_COLUMNS], layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(free.index(i), count=G.GROUPS)
+    return Ring(boxes, boxes._reinterpret(DTYPE, [TILES, KEY_BLOCK, COLUMNS], layout), full, free)
+
+
+@gluon.jit
+def _load_step(source, ring, n, step, seen, G: gl.constexpr):
+    """The keys of a step to the n-th stage, box by box, as soon as it is free."""
+    BOXES: gl.constexpr = G.KEY_BLOCK // G.BOX
+    PARTS: gl.constexpr = G.DIM // BOX_COLUMNS
+    stage = n % G.STAGES
+    full = ring.full.index(stage)
+    mbarrier.wait(ring.free.index(stage), ((n // G.STAGES) & 1) ^ 1)
+    mbarrier.expect(full, G.KEY_BLOCK * G.DIM * 2)
+    for i in gl.static_range(BOXES):
+        key = step * G.KEY_BLOCK + i * G.BOX
+        page = gl.load(source.pages + gl.minimum(key // G.PAGE_SIZE, source.width - 1))
+        is_seen = (key < seen.end) & (key + G.BOX > seen.first)
+        slot = gl.where(is_seen, page * G.PAGE_SIZE + key % G.PAGE_SIZE, source.num_slots)
+        for c in gl.static_range(PARTS):
+            box = ring.boxes.index((stage * PARTS + c) * BOXES + i)
+            tma.async_copy_global_to_shared(source.desc, [slot, source.column + c * BOX_COLUMNS], full, box)
+
+
+@gluon.jit
+def produce(x, cache, rings, todo, G: gl.constexpr):
+    """Load the keys of all the program's rows."""
+    n = 0
+    while todo.keys > 0:
+        words = x.words + todo.block * BLOCK_WORDS
+        seq, seen = seen_by_block(x, words, G)
+        steps = steps_of(words, seen, todo, G)
+        pages = cache.table + gl.load(cache.row_of_seq + gl.maximum(seq, 0)).to(gl.int64) * cache.table_row
+        k_source = Source(cache.k, todo.row * G.DIM, cache.num_slots, pages, cache.width)
+        v_source = Source(cache.v, todo.row * G.DIM, cache.num_slots, pages, cache.width)
+        for step in range(steps.first, steps.end):
+            _load_step(k_source, rings.k, n, step, seen, G)
+            _load_step(v_source, rings.v, n, step, seen, G)
+            n += 1
+        todo = next_row(todo, steps.take, G)
+
+
+@gluon.jit
+def _zero_in_box(ring, stage, at, first, end, G: gl.constexpr):
+    """Zero the keys of a box, counted from its step, that are not in [first, end)."""
+    BOXES: gl.constexpr = G.KEY_BLOCK // G.BOX
+    PARTS: gl.constexpr = G.DIM // BOX_COLUMNS
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    key = gl.expand_dims(at * G.BOX + gl.arange(0, G.BOX, layout=gl.SliceLayout(1, layout)), 1)
+    for c in gl.static_range(PARTS):
+        box = ring.boxes.index((stage * PARTS + c) * BOXES + at)
+        values = box.load(layout)
+        box.store(gl.where((key >= first) & (key < end), values, gl.zeros_like(values)))
+
+
+@gluon.jit
+def zero_unseen(ring, stage, step, seen, G: gl.constexpr):
+    """Zero what no row sees in the boxes that lie across an edge.
+
+    Each consumer does it, and all of them write the same, in whatever order: none waits for another.
+    """
+    first = seen.first - step * G.KEY_BLOCK
+    end = seen.end - step * G.KEY_BLOCK
+    if (first > 0) | (end < G.KEY_BLOCK):
+        if (end < G.KEY_BLOCK) & (end % G.BOX != 0):
+            _zero_in_box(ring, stage, end // G.BOX, first, end, G)
+        if G.WINDOWED:
+            is_cut_before = (first > 0) & (first % G.BOX != 0)
+            if is_cut_before:
+                _zero_in_box(ring, stage, first // G.BOX, first, end, G)
+        fence_async_shared()
+        gl.thread_barrier()

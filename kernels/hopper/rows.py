@@ -1,0 +1,161 @@
+"""The rows of a program of extend for Hopper, by the words of extend_schedule.py, and the keys that they see."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from rocm_attn.kernels.attention.extend_schedule import (
+    BLOCK_KEYS,
+    BLOCK_KV_INDEX,
+    BLOCK_SEQ,
+    BLOCK_TOKENS,
+    BLOCK_WORDS,
+    SHARE_BLOCK,
+    SHARE_CUT,
+    SHARE_DONE,
+    SHARE_ROW,
+    SHARE_WORDS,
+    SHARE_WORK,
+)
+
+# Columns of a box of K or V: 128 bytes, the widest swizzle.
+BOX_COLUMNS = gl.constexpr(64)
+# Rows of a consumer: a warp group's tile of the matrix units.
+GROUP_ROWS = gl.constexpr(64)
+
+
+class HopperGeometry(NamedTuple):
+    """What the kernel is compiled for.
+
+    KV_HEADS:  KV heads
+    GQA_RATIO: query heads that share a KV head
+    TOKENS:    new tokens of a full query block
+    DIM:       elements of a q, K, V and output row
+    COLUMNS:   columns of the equal tiles that a row is cut into, a multiple of BOX_COLUMNS
+    PAGE_SIZE: tokens of a page
+    BOX:       keys of a box, of one page each
+    KEY_BLOCK: keys of a step, whole boxes
+    STAGES:    steps that a ring holds
+    GROUPS:    consumers
+    ROW_KEYS:  of cuts.Sharing
+    CAUSAL:    whether a row sees no key after its own
+    WINDOWED:  whether there is a window
+    OVERLAPS:  whether products with V run under the next step's products with K, which takes registers
+    """
+
+    KV_HEADS: int
+    GQA_RATIO: int
+    TOKENS: int
+    DIM: int
+    COLUMNS: int
+    PAGE_SIZE: int
+    BOX: int
+    KEY_BLOCK: int
+    STAGES: int
+    GROUPS: int
+    ROW_KEYS: int
+    CAUSAL: bool
+    WINDOWED: bool
+    OVERLAPS: bool
+
+    @property
+    def query_rows(self) -> int:
+        """Rows of a query block."""
+        return self.GROUPS * int(GROUP_ROWS.value)
+
+
+class Work(NamedTuple):
+    """What a program does: `keys` of cost, from the offset `done` of a row on. row: KV head of the query block"""
+
+    block: Any
+    row: Any
+    done: Any
+    keys: Any
+
+
+class Seen(NamedTuple):
+    """Keys of a sequence that some row of a query block sees, [first, end), and of each row's window."""
+
+    first: Any
+    end: Any
+    window_left: Any
+
+
+class Steps(NamedTuple):
+    """What a program takes of a row: cost, steps [first, end), and whether the row ends with them."""
+
+    take: Any
+    first: Any
+    end: Any
+    ends: Any
+
+
+class Schedule(NamedTuple):
+    """The words of extend_schedule.py, and what else says which keys rows see: kv_len of sequences, window_left."""
+
+    words: Any
+    kv_len: Any
+    window_left: Any
+
+
+@gluon.jit
+def seen_by_block(x, words, G: gl.constexpr):
+    """Sequence of a query block, or -1, and the keys that it sees. The padded tail belongs to no sequence."""
+    seq = gl.load(words + BLOCK_SEQ)
+    first_kv_index = gl.load(words + BLOCK_KV_INDEX)
+    end_key = first_kv_index + gl.load(words + BLOCK_TOKENS) if G.CAUSAL else gl.load(x.kv_len + gl.maximum(seq, 0))
+    end_key = gl.where(seq >= 0, end_key, 0)
+    first_key = gl.to_tensor(0)
+    if G.WINDOWED:
+        first_key = gl.maximum(first_kv_index - x.window_left, 0)
+    return seq, Seen(first_key, end_key, x.window_left)
+
+
+@gluon.jit
+def steps_of(words, seen, todo, G: gl.constexpr):
+    """What is taken of the row at which a program is. Steps belong to the share in which they begin."""
+    num_keys = gl.load(words + BLOCK_KEYS)
+    cost = num_keys + G.ROW_KEYS
+    take = gl.minimum(todo.keys, cost - todo.done)
+    first_cost_key = seen.end - num_keys
+    first_key = first_cost_key + gl.maximum(todo.done - G.ROW_KEYS, 0)
+    end_key = first_cost_key + gl.maximum(todo.done + take - G.ROW_KEYS, 0)
+    ends = todo.done + take == cost
+    end_step = gl.where(ends, gl.cdiv(seen.end, G.KEY_BLOCK), end_key // G.KEY_BLOCK)
+    return Steps(take, gl.maximum(first_key, seen.first) // G.KEY_BLOCK, end_step, ends)
+
+
+@gluon.jit
+def next_row(todo, take, G: gl.constexpr):
+    """What is left to do after a row."""
+    is_last = todo.row == G.KV_HEADS - 1
+    block = gl.where(is_last, todo.block + 1, todo.block)
+    return Work(block, gl.where(is_last, 0, todo.row + 1), gl.to_tensor(0), todo.keys - take)
+
+
+@gluon.jit
+def work_of_program(schedule, max_blocks, num_programs, G: gl.constexpr):
+    """A share of the longest rows, or one row of the others; no keys where there is nothing to do."""
+    program = gl.program_id(0)
+    shares = schedule + max_blocks * BLOCK_WORDS
+    cut = gl.load(shares + SHARE_CUT)
+    if (cut > 0) & (program < num_programs):
+        share = shares + program * SHARE_WORDS
+        block = gl.load(share + SHARE_BLOCK)
+        row = gl.load(share + SHARE_ROW)
+        done = gl.load(share + SHARE_DONE)
+        keys = gl.load(share + SHARE_WORK)
+    else:
+        index = gl.where(cut > 0, program - num_programs, program)
+        block = index // G.KV_HEADS
+        row = index % G.KV_HEADS
+        done = 0
+        keys = 0
+        if (block >= cut) & (block < max_blocks):
+            words = schedule + block * BLOCK_WORDS
+            if gl.load(words + BLOCK_TOKENS) > 0:
+                keys = gl.load(words + BLOCK_KEYS) + G.ROW_KEYS
+    return Work(block, row, done, keys)

@@ -35,7 +35,9 @@ from typing import Any
 
 from rocm_attn.cli.cost_figures import CODE_OBJECTS, DECODE, EXTEND
 from rocm_attn.cli.static_figures import DecodeFigures, ExtendFigures
-from rocm_attn.kernels.tuning.tiles import NoTiles, decode_tiles, extend_tiles
+from rocm_attn.kernels.tuning.decode_tiles import decode_tiles
+from rocm_attn.kernels.tuning.extend_tiles import extend_tiles
+from rocm_attn.kernels.tuning.tiles import NoTiles
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import UNLIMITED_WINDOW, AllKeys, KVEncoding, PoolKind, Problem
 

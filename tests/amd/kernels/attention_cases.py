@@ -22,7 +22,9 @@ from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW, Scores
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import Encoding, PoolKind, Scales
 from rocm_attn.kernels.refs.attention import paged_decode, paged_extend
-from rocm_attn.kernels.tuning.tiles import Codes, DecodeTiles, ExtendTiles, decode_tiles, extend_tiles
+from rocm_attn.kernels.tuning.decode_tiles import decode_tiles
+from rocm_attn.kernels.tuning.extend_tiles import extend_tiles
+from rocm_attn.kernels.tuning.tiles import Codes, DecodeTiles, ExtendTiles
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
 # A value of every tensor that a kernel has to overwrite or must leave alone.

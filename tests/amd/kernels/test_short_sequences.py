@@ -13,7 +13,8 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.kernels.tuning.tiles import ANY_ROWS, EXTEND_ROWS, ExtendRow, extend_rows
+from rocm_attn.kernels.tuning.extend_tiles import EXTEND_ROWS, extend_rows
+from rocm_attn.kernels.tuning.tiles import ANY_ROWS, ExtendRow
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.by_tokens import KernelByTokens, likely_q_len

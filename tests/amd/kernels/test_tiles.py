@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from rocm_attn.kernels.attention.limits import DTYPES, MAX_GQA_RATIO, MAX_HEAD_DIM
-from rocm_attn.kernels.tuning.tiles import DECODE_ROWS, EXTEND_ROWS, DecodeTiles, NoTiles, decode_tiles, extend_tiles
+from rocm_attn.kernels.tuning.decode_tiles import DECODE_ROWS, decode_tiles
+from rocm_attn.kernels.tuning.extend_tiles import EXTEND_ROWS, extend_tiles
+from rocm_attn.kernels.tuning.tiles import DecodeTiles, NoTiles
 
 ARCHS = ("sm_90", "sm_80", "sm_120", "gfx942", "gfx950", "interpreter", "cpu")
 BF16 = torch.bfloat16

@@ -37,8 +37,9 @@ from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, OWN_TABLE, StepTensors, TableTerms
 from rocm_attn.kernels.metadata.take_slots import launch_take_slots
 from rocm_attn.kernels.tuning.expert_tiles import expert_tiles
+from rocm_attn.kernels.tuning.extend_tiles import extend_rows
 from rocm_attn.kernels.tuning.segment_tiles import segment_tiles
-from rocm_attn.kernels.tuning.tiles import NoTiles, extend_rows
+from rocm_attn.kernels.tuning.tiles import NoTiles
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.triton import TRITON
@@ -122,7 +123,7 @@ class Row:
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
-# One layer for each decode row of tuning/tiles.py, with the most query heads it serves; they meet every extend row too.
+# One layer for each decode row of tuning/decode_tiles.py, with the most query heads it serves; they meet every extend row too.
 _AMD_LAYERS = (
     ((64, 8), (64, 64), BF16, 16),
     ((32, 8), (128, 128), BF16, 16),

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from rocm_attn.kernels.tuning import latent_tiles
+from rocm_attn.kernels.tuning.decode_tiles import DECODE_ROWS, decode_tiles
 from rocm_attn.kernels.tuning.expert_tiles import EXPERT_ROWS, expert_tiles
+from rocm_attn.kernels.tuning.extend_tiles import EXTEND_ROWS, extend_rows
 from rocm_attn.kernels.tuning.latent_tiles import (
     LatentTiles,
     latent_decode_tiles,
@@ -20,7 +22,7 @@ from rocm_attn.kernels.tuning.latent_tiles import (
     latent_segment_tiles,
 )
 from rocm_attn.kernels.tuning.segment_tiles import SEGMENT_ROWS, segment_tiles
-from rocm_attn.kernels.tuning.tiles import DECODE_ROWS, EXTEND_ROWS, Codes, NoTiles, decode_tiles, extend_rows
+from rocm_attn.kernels.tuning.tiles import Codes, NoTiles
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import KVEncoding, PoolKind
 from rocm_attn.providers.triton_segments import codes_of
@@ -39,7 +41,7 @@ from tests.amd.offline.offline_driver import compiled_by
 from tests.amd.offline.test_offline_driver import gather_product
 
 MAX_ROWS = 109
-# Where the rows of an arch without rows of its own stand in tuning/tiles.py.
+# Where the rows of an arch without rows of its own stand in tuning/decode_tiles.py.
 FAMILIES = {"sm_80": "sm_"}
 
 # A wave of gfx942 and gfx950 addresses 512 vector registers, accumulation registers included.
@@ -64,7 +66,7 @@ READS_PAGES = (
 # that spill nothing have no warpgroup products.
 SPILLED_AROUND_PRODUCTS = {("sm_90", "_latent_decode_kernel"): 768, ("sm_90", "_latent_extend_kernel"): 512}
 
-# Bytes on the stack of tiles that were measured as the fastest all the same (kernels/tuning/tiles.py has times): by the
+# Bytes on the stack of tiles that were measured as the fastest all the same (kernels/tuning/ has times): by the
 # larger head dim, whether pages are coded, and the kernel.
 SPILLED_YET_FASTEST = {
     ("sm_90", 64, False, "_extend_kernel"): 16,

@@ -13,7 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 from triton.runtime.errors import OutOfResources
 
-from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles, decode_tiles, extend_tiles
+from rocm_attn.kernels.tuning.decode_tiles import decode_tiles
+from rocm_attn.kernels.tuning.extend_tiles import extend_tiles
+from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
 from tests.amd.offline.candidate_kernels import other_kernels, plain_kernel
 from tests.amd.offline.code_object import AmdCode, read_amd_code
 from tests.amd.offline.compiling import AMD_ARCHS

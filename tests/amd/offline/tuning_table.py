@@ -41,7 +41,7 @@ _HEAD = """\
 # Where the AMD tiles come from
 
 **Nothing on this page was measured on hardware.** No AMD GPU was at hand. The tuning rows of gfx942 and gfx950
-(`kernels/tuning/tiles.py`) were chosen from what the compiler reports, and from a static model around `llvm-mca`, which
+(`kernels/tuning/`) were chosen from what the compiler reports, and from a static model around `llvm-mca`, which
 reads machine code and runs none. The order of candidates is a guess that a first measurement may overturn; differences
 below {tolerance:.0%} mean nothing at all.
 

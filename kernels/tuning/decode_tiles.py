@@ -1,0 +1,156 @@
+"""Tiles of paged decode: a row for each arch and kind of problem. See tiles.py for where its numbers come from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from rocm_attn.kernels.tuning.tiles import Codes, DecodeRow, DecodeTiles, NoTiles, names_of, next_power_of_2, no_row
+
+# The first row that serves wins. In the comments llama8b is (32 query heads, 8 KV heads, 128), gptoss (64, 8, 64) and
+# gemma (8, 4, 256), and "of the floor" means of the time to read K and V once.
+DECODE_ROWS = (
+    # gptoss 64 x 4k: 81 us, of bfloat16 135; 83 with one warp and blocks of 32 keys, 111 where codes are not read in
+    # pairs.
+    DecodeRow(
+        "sm_90", 2, 64, 16, DecodeTiles(64, 2, 3, 4, heads_per_row=2, paired=True, early_merge=True), (Codes.BY_ROW,)
+    ),
+    # llama8b 64 x 4k: 143 us, of bfloat16 255; 146 with two warps and blocks of 64 keys, 171 not in pairs. At 128 x 8k:
+    # 520 and 531.
+    DecodeRow("sm_90", 2, 128, 16, DecodeTiles(32, 1, 3, 8, paired=True, early_merge=True), (Codes.BY_ROW,)),
+    # gptoss 64 x 4k: 92 us; 89 to 91 in tiles of one warp that spill up to 288 bytes, 97 with six programs an SM, which
+    # spill too, 136 where a row is one head.
+    DecodeRow(
+        "sm_90", 2, 64, 16, DecodeTiles(64, 2, 3, 4, heads_per_row=2, paired=True, early_merge=True), (Codes.BY_TOKEN,)
+    ),
+    # llama8b 64 x 4k: 150 us, though up to 120 bytes spill with Triton 3.9 where scores have a cap; 160 with two warps
+    # and blocks of 64 keys, which spill nothing.
+    DecodeRow("sm_90", 2, 128, 16, DecodeTiles(32, 1, 3, 8, paired=True, early_merge=True), (Codes.BY_TOKEN,)),
+    # gemma 64 x 4k: 153 us with 4 KV heads, 234 not in pairs.
+    DecodeRow("sm_90", 2, 256, 16, DecodeTiles(16, 2, 3, 4, paired=True, early_merge=True), (Codes.BY_ROW,)),
+    # gptoss 64 x 4k: 136 us; 137 before the merge was early, 145 with one KV head a row.
+    DecodeRow("sm_90", 2, 64, 16, DecodeTiles(64, 4, 3, 2, transposed=True, heads_per_row=2, early_merge=True)),
+    # 32 query heads of 80 on 8 KV heads, 64 x 4k: 208 us; 219 in the tiles of 128, 224 to 297 in other equal blocks.
+    DecodeRow("sm_90", 2, 80, 16, DecodeTiles(32, 4, 3, 4, dim_block=32, early_merge=True), (Codes.NONE,)),
+    # llama8b and llama70b 64 x 4k: 255 and 256 us; 331 with 1 program an SM, 380 with blocks of 128 keys. 16 x 4k: 71,
+    # 72, a microsecond less than before the merge was early. Pages of 8: 270 where those of 32 take 258. Heads of 96 as
+    # equal blocks: 217 to 281 us where these tiles take 214 (32 KV heads, 16 x 4k).
+    DecodeRow("sm_90", 2, 128, 16, DecodeTiles(64, 4, 3, 2, transposed=True, early_merge=True)),
+    DecodeRow("sm_90", 2, 128, 64, DecodeTiles(32, 4, 2, 2, early_merge=True)),
+    # 64 query heads of 192 on 8 KV heads, 64 x 4k: 387 us; 399 as one block of 256 columns, 393 with 2 programs an SM.
+    DecodeRow("sm_90", 2, 192, 16, DecodeTiles(32, 4, 3, 3, dim_block=64, early_merge=True), (Codes.NONE,)),
+    # gemma 64 x 4k: 494 us, 1.05 of the floor; 495 as one block, 602 transposed.
+    DecodeRow("sm_90", 2, 256, 16, DecodeTiles(32, 4, 3, 2, dim_block=128, early_merge=True), (Codes.NONE,)),
+    DecodeRow("sm_90", 2, 256, 16, DecodeTiles(32, 4, 3, 2, early_merge=True)),
+    # With blocks of 32 keys up to 112 bytes of registers spill.
+    DecodeRow("sm_90", 2, 256, 64, DecodeTiles(16, 8, 2, 1, early_merge=True), (Codes.BY_TOKEN,)),
+    DecodeRow("sm_90", 2, 256, 64, DecodeTiles(32, 8, 2, 1, early_merge=True)),
+    # Of 512 columns; with 64 query heads a row spills.
+    DecodeRow("sm_90", 2, 512, 16, DecodeTiles(32, 8, 3, 1, early_merge=True)),
+    DecodeRow("sm_90", 2, 512, 32, DecodeTiles(32, 8, 2, 1, early_merge=True)),
+    DecodeRow("sm_90", 4, 128, 16, DecodeTiles(16, 4, 2, 2)),
+    DecodeRow("sm_90", 4, 256, 16, DecodeTiles(16, 8, 2, 2)),
+    DecodeRow("sm_90", 4, 512, 16, DecodeTiles(16, 8, 1, 1)),
+    DecodeRow("sm_", 2, 128, 16, DecodeTiles(32, 4, 2, 2)),
+    DecodeRow("sm_", 2, 256, 16, DecodeTiles(32, 4, 2, 1)),
+    DecodeRow("sm_", 2, 512, 16, DecodeTiles(16, 8, 2, 1)),
+    DecodeRow("sm_", 4, 128, 16, DecodeTiles(16, 4, 2, 2)),
+    DecodeRow("sm_", 4, 256, 16, DecodeTiles(16, 8, 1, 1)),
+    # Two blocks in flight, with the loads of factors, spill up to 38 SGPRs, with factors of heads 1. 91 to 196 VGPRs,
+    # 2 to 32 KiB of LDS.
+    DecodeRow("gfx942", 2, 128, 16, DecodeTiles(32, 4, 1, 3), (Codes.BY_TOKEN,)),
+    DecodeRow("gfx942", 2, 128, 32, DecodeTiles(16, 4, 1, 3), (Codes.BY_TOKEN,)),
+    DecodeRow("gfx942", 2, 256, 32, DecodeTiles(16, 4, 1, 2), (Codes.BY_TOKEN,)),
+    DecodeRow("gfx942", 2, 256, 16, DecodeTiles(32, 4, 1, 2), (Codes.BY_ROW,)),
+    # 122 to 161 VGPRs, 8 KiB of LDS: 3 workgroups a CU.
+    DecodeRow("gfx942", 2, 64, 16, DecodeTiles(32, 4, 2, 3, heads_per_row=2), (Codes.BY_ROW,)),
+    DecodeRow("gfx942", 2, 128, 16, DecodeTiles(32, 4, 2, 3), (Codes.BY_ROW,)),
+    DecodeRow("gfx942", 2, 128, 32, DecodeTiles(16, 4, 2, 3), (Codes.BY_ROW,)),
+    DecodeRow("gfx942", 2, 256, 32, DecodeTiles(16, 4, 2, 2), (Codes.BY_ROW,)),
+    # One wave waits for no other at a barrier, and eight programs a CU keep 128 KiB of K and V in flight: loads may
+    # take 3.4 us before HBM idles, where they may take 2.4 in four waves of 32 keys. 177 to 212 VGPRs, 8 KiB of LDS.
+    DecodeRow("gfx942", 2, 64, 16, DecodeTiles(16, 1, 2, 8, heads_per_row=2), (Codes.NONE,)),
+    DecodeRow("gfx942", 2, 128, 16, DecodeTiles(16, 1, 2, 8), (Codes.NONE,)),
+    # 1.8 us; one wave would have 3.3, and spills up to 9 registers of odd head dims. 120 VGPRs, 9 KiB of LDS.
+    DecodeRow("gfx942", 2, 128, 32, DecodeTiles(16, 4, 2, 4), (Codes.NONE,)),
+    # 3.2 us; four waves of 32 keys 1.5. In one wave up to 137 registers spill. 200 to 224 VGPRs, 16 KiB of LDS.
+    DecodeRow("gfx942", 2, 256, 16, DecodeTiles(16, 2, 2, 4), (Codes.NONE,)),
+    DecodeRow("gfx942", 2, 256, 32, DecodeTiles(16, 4, 2, 2), (Codes.NONE,)),
+    # 154 to 242 VGPRs, 33 KiB of LDS: one workgroup of 8 waves, 2 a SIMD. 4 waves spill scalar registers.
+    DecodeRow("gfx942", 2, 512, 32, DecodeTiles(16, 8, 2, 1), (Codes.NONE, Codes.BY_ROW)),
+    DecodeRow("gfx942", 4, 128, 32, DecodeTiles(16, 4, 2, 2)),
+    DecodeRow("gfx942", 4, 256, 32, DecodeTiles(16, 8, 1, 1)),
+    # Two blocks in flight spill up to 63 SGPRs. 90 to 252 VGPRs, 2 to 32 KiB of LDS.
+    DecodeRow("gfx950", 2, 128, 16, DecodeTiles(32, 4, 1, 2), (Codes.BY_TOKEN,)),
+    DecodeRow("gfx950", 2, 128, 32, DecodeTiles(16, 4, 1, 3), (Codes.BY_TOKEN,)),
+    DecodeRow("gfx950", 2, 256, 16, DecodeTiles(32, 4, 1, 2), (Codes.BY_TOKEN,)),
+    DecodeRow("gfx950", 2, 256, 32, DecodeTiles(16, 4, 1, 2), (Codes.BY_TOKEN,)),
+    DecodeRow("gfx950", 2, 512, 32, DecodeTiles(16, 8, 1, 1), (Codes.BY_TOKEN,)),
+    DecodeRow("gfx950", 2, 64, 16, DecodeTiles(32, 4, 2, 3, heads_per_row=2), (Codes.BY_ROW,)),
+    DecodeRow("gfx950", 2, 128, 16, DecodeTiles(32, 4, 2, 3), (Codes.BY_ROW,)),
+    DecodeRow("gfx950", 2, 128, 32, DecodeTiles(16, 4, 2, 3), (Codes.BY_ROW,)),
+    DecodeRow("gfx950", 2, 256, 16, DecodeTiles(32, 4, 1, 2), (Codes.BY_ROW,)),
+    DecodeRow("gfx950", 2, 256, 32, DecodeTiles(16, 4, 1, 2), (Codes.BY_ROW,)),
+    DecodeRow("gfx950", 2, 512, 32, DecodeTiles(16, 8, 1, 1), (Codes.BY_ROW,)),
+    # As on gfx942, in blocks of 32 keys: loads may take 3.6 us before HBM idles, in four waves 1.9. Without
+    # waves_per_eu Triton 3.6 takes up to 268 VGPRs, which leave room for half as many waves. 187 to 230, 17 KiB of LDS.
+    DecodeRow("gfx950", 2, 64, 16, DecodeTiles(32, 1, 2, 8, heads_per_row=2, waves_per_eu=2)),
+    DecodeRow("gfx950", 2, 128, 16, DecodeTiles(32, 1, 2, 8, waves_per_eu=2)),
+    # 1.9 us; four waves 0.7.
+    DecodeRow("gfx950", 2, 128, 32, DecodeTiles(16, 1, 2, 8, waves_per_eu=2)),
+    # 3.9 us; four waves of 32 keys 1.8. Triton 3.6 takes 332 VGPRs: 1.8 us. With waves_per_eu it spills up to 15.
+    DecodeRow("gfx950", 2, 256, 16, DecodeTiles(16, 1, 2, 8)),
+    # 1.4 us; two programs a CU 0.9, one wave 1.8, of which up to 61 registers spill with Triton 3.6.
+    DecodeRow("gfx950", 2, 256, 32, DecodeTiles(16, 4, 2, 3)),
+    # 166 to 200 VGPRs, 67 KiB of LDS: one workgroup of 8 waves, 2 a SIMD.
+    DecodeRow("gfx950", 2, 512, 32, DecodeTiles(16, 8, 2, 1)),
+    DecodeRow("gfx950", 4, 128, 32, DecodeTiles(16, 4, 2, 2)),
+    DecodeRow("gfx950", 4, 256, 32, DecodeTiles(16, 8, 1, 1)),
+    DecodeRow("interpreter", 2, 64, 16, DecodeTiles(16, 1, 1, 3, heads_per_row=2, paired=True), (Codes.BY_ROW,)),
+    DecodeRow("interpreter", 2, 64, 16, DecodeTiles(16, 1, 1, 3, heads_per_row=2, paired=True), (Codes.BY_TOKEN,)),
+    DecodeRow("interpreter", 2, 512, 16, DecodeTiles(16, 1, 1, 3, paired=True), (Codes.BY_ROW,)),
+    DecodeRow("interpreter", 2, 512, 16, DecodeTiles(16, 1, 1, 3, paired=True), (Codes.BY_TOKEN,)),
+    DecodeRow("interpreter", 2, 64, 16, DecodeTiles(16, 1, 1, 3, transposed=True, heads_per_row=2)),
+    DecodeRow("interpreter", 2, 512, 16, DecodeTiles(16, 1, 1, 3, transposed=True)),
+    DecodeRow("interpreter", 4, 512, 64, DecodeTiles(16, 1, 1, 3)),
+)
+
+
+def decode_tiles(
+    arch: str,
+    *,
+    gqa_ratio: int,
+    num_kv_heads: int,
+    head_dim: int,
+    v_head_dim: int,
+    dtype: torch.dtype,
+    codes: Codes = Codes.NONE,
+) -> DecodeTiles:
+    """The tiles of paged decode. Raises NoTiles."""
+    for name in names_of(arch):
+        rows = [
+            row
+            for row in DECODE_ROWS
+            if row.arch == name
+            and row.item_bytes == dtype.itemsize
+            and codes in row.codes
+            and max(head_dim, v_head_dim) <= row.max_head_dim
+            and (row.tiles.heads_per_row == 1 or _pairs(row, gqa_ratio, num_kv_heads, head_dim, v_head_dim))
+            and not (row.tiles.dim_block and row.tiles.columns(head_dim) != row.tiles.columns(v_head_dim))
+        ]
+        for row in rows:
+            if gqa_ratio * row.tiles.heads_per_row <= row.max_q_rows:
+                return row.tiles
+        if rows:
+            # Of rows for so many heads as can be, the one with the fewest columns.
+            last = min(rows, key=lambda row: (len(row.codes), -row.max_q_rows, row.max_head_dim))
+            return replace(last.tiles, head_blocks=-(-gqa_ratio // last.max_q_rows))
+    raise NoTiles(no_row("decode", DECODE_ROWS, arch, dtype, (head_dim, v_head_dim), codes))
+
+
+def _pairs(row: DecodeRow, gqa_ratio: int, num_kv_heads: int, head_dim: int, v_head_dim: int) -> bool:
+    """Whether the KV heads can be read as rows of row.tiles.heads_per_row."""
+    heads = row.tiles.heads_per_row
+    fits = num_kv_heads % heads == 0 and gqa_ratio * heads <= row.max_q_rows
+    return fits and head_dim == v_head_dim == next_power_of_2(head_dim)

@@ -1,0 +1,320 @@
+"""Tiles of paged extend: rows for each arch and kind of problem. See tiles.py for where its numbers come from."""
+
+from __future__ import annotations
+
+import torch
+
+from rocm_attn.kernels.tuning.tiles import ANY_ROWS, Codes, ExtendRow, ExtendTiles, NoTiles, names_of, no_row
+
+EXTEND_ROWS = (
+    # Of short sequences, 64 x 5 new tokens of 2505 and FA3 beside it. 12 x 4 heads: 49 us and 56.
+    ExtendRow(
+        "sm_90",
+        2,
+        64,
+        ExtendTiles(16, 128, 4, 3, 2, programs_per_cu=2, share_stages=3, one_launch=True, merge_stages=4),
+        alike=True,
+        codes=(Codes.NONE,),
+        max_rows=16,
+    ),
+    ExtendRow(
+        "sm_90",
+        2,
+        64,
+        ExtendTiles(64, 64, 4, 3, 2, programs_per_cu=2, share_stages=3, merge_stages=4),
+        alike=True,
+        codes=(Codes.NONE,),
+        max_rows=64,
+    ),
+    # gptoss 1 x 2048 new + 6144 cached: 634 us, 646 with sinks; 657 with 4 warps, 791 and 847 with blocks of 32 keys
+    # and 4 warps. With a window of 1024: 161; 184 with 4 warps, 174 with blocks of 32. Where blocks of V are narrower
+    # than K's, what Triton 3.6 makes of blocks of 64 keys reads beyond the pages.
+    ExtendRow(
+        "sm_90",
+        2,
+        64,
+        ExtendTiles(
+            128, 64, 8, 3, max_registers=128, programs_per_cu=2, share_stages=3, one_launch=True, merge_stages=4
+        ),
+        alike=True,
+        codes=(Codes.NONE,),
+    ),
+    ExtendRow("sm_90", 2, 64, ExtendTiles(128, 64, 8, 3), alike=True, codes=(Codes.BY_ROW, Codes.BY_TOKEN)),
+    ExtendRow(
+        "sm_90",
+        2,
+        96,
+        ExtendTiles(16, 64, 4, 3, 2, programs_per_cu=2, share_stages=3, one_launch=True, merge_stages=4),
+        alike=True,
+        codes=(Codes.NONE,),
+        max_rows=16,
+    ),
+    ExtendRow(
+        "sm_90",
+        2,
+        96,
+        ExtendTiles(32, 64, 4, 3, 2, dim_block=32, programs_per_cu=2, share_stages=3, one_launch=True, merge_stages=4),
+        alike=True,
+        codes=(Codes.NONE,),
+        max_rows=32,
+    ),
+    # 32 x 32 heads of 96, 777 new of 5778: 153 us where blocks of 128 columns took 266. With 128 registers at most, of
+    # which two programs fit an SM, what scores may have beside that spills up to 48 bytes.
+    ExtendRow(
+        "sm_90",
+        2,
+        96,
+        ExtendTiles(128, 64, 8, 3, 2, dim_block=32, programs_per_cu=1, share_stages=3, merge_stages=4),
+        alike=True,
+        codes=(Codes.NONE,),
+    ),
+    # llama8b 1 x 2048 + 6144: 694 us, though up to 152 bytes spill; 844 in (128, 64, 8, 2), 758 in tiles of bfloat16.
+    ExtendRow("sm_90", 2, 128, ExtendTiles(128, 64, 4, 2), alike=True, codes=(Codes.BY_ROW,)),
+    # 820 us, though 8 bytes spill; 1230 in (128, 32, 8, 3), 931 in the tiles of bfloat16.
+    ExtendRow("sm_90", 2, 128, ExtendTiles(64, 128, 4, 2), alike=True, codes=(Codes.BY_TOKEN,)),
+    # With two stages 16 bytes spill.
+    ExtendRow("sm_90", 2, 256, ExtendTiles(128, 32, 8, 1), codes=(Codes.BY_TOKEN,)),
+    ExtendRow(
+        "sm_90",
+        2,
+        128,
+        ExtendTiles(32, 64, 4, 3, 2, programs_per_cu=2, share_stages=3, one_launch=True, merge_stages=4),
+        alike=True,
+        codes=(Codes.NONE,),
+        max_rows=32,
+    ),
+    ExtendRow(
+        "sm_90",
+        2,
+        128,
+        ExtendTiles(64, 64, 4, 3, 2, dim_block=64, programs_per_cu=2, share_stages=3, one_launch=True, merge_stages=4),
+        alike=True,
+        codes=(Codes.NONE,),
+        max_rows=64,
+    ),
+    # llama8b 1 x 2048 new + 6144 cached: 530 us, with a window of 4096 of 32k 362, though 8 to 32 bytes spill; 552 and
+    # 409 in blocks of 32 keys, 589 and 541 in (128, 32, 4, 3), one program an SM. 16 new after 100k: 132, 173, 2766.
+    ExtendRow(
+        "sm_90",
+        2,
+        128,
+        ExtendTiles(
+            128,
+            64,
+            8,
+            2,
+            2,
+            dim_block=64,
+            max_registers=128,
+            programs_per_cu=1,
+            share_stages=3,
+            rows_at_once=2,
+            merge_stages=4,
+        ),
+        alike=True,
+        codes=(Codes.NONE,),
+    ),
+    ExtendRow(
+        "sm_90",
+        2,
+        192,
+        ExtendTiles(64, 32, 4, 3, 2, dim_block=64, programs_per_cu=2, share_stages=3, one_launch=True, merge_stages=4),
+        alike=True,
+        codes=(Codes.NONE,),
+        max_rows=64,
+    ),
+    # 64 x 8 heads of 192, 777 new of 5778: 401 us, in (128, 32, 8, 2) of 256 columns 847; 580 with two stages. Shares
+    # with three spill up to 80 bytes with Triton 3.9.
+    ExtendRow(
+        "sm_90",
+        2,
+        192,
+        ExtendTiles(128, 64, 8, 3, 2, dim_block=64, programs_per_cu=1, share_stages=2, merge_stages=4),
+        alike=True,
+        codes=(Codes.NONE,),
+    ),
+    ExtendRow(
+        "sm_90",
+        2,
+        256,
+        ExtendTiles(16, 64, 4, 2, 2, programs_per_cu=1, share_stages=2, one_launch=True, merge_stages=4),
+        alike=True,
+        codes=(Codes.NONE,),
+        max_rows=16,
+    ),
+    ExtendRow(
+        "sm_90",
+        2,
+        256,
+        # gemma, 16 x 16 new of 4112: 200 us, 254 without, though 48 bytes spill with Triton 3.6.
+        ExtendTiles(32, 64, 4, 2, 2, dim_block=64, programs_per_cu=1, share_stages=2, one_launch=True, merge_stages=4),
+        alike=True,
+        codes=(Codes.NONE,),
+        max_rows=32,
+    ),
+    # No row is shared: programs with shares spill up to 48 bytes.
+    ExtendRow("sm_90", 2, 256, ExtendTiles(128, 32, 8, 2)),
+    # 40 x 2 heads of 320, 824 new of 5940: 453 us, in (32, 32, 8, 2) of 512 columns 3602. Up to 200 bytes spill with
+    # Triton 3.9, none of a plain layer with 3.6.
+    ExtendRow(
+        "sm_90",
+        2,
+        320,
+        ExtendTiles(128, 32, 8, 2, 2, dim_block=64, programs_per_cu=1, share_stages=2),
+        alike=True,
+        codes=(Codes.NONE,),
+    ),
+    # The same of 512: 1277 us, though 32 bytes spill and up to 416 with Triton 3.9, and of 384 1021; 3789 and 3621 in
+    # (32, 32, 8, 2), and of 512 1740 with 4 warps. Blocks of 128 rows do not fit.
+    ExtendRow(
+        "sm_90",
+        2,
+        512,
+        ExtendTiles(64, 32, 8, 2, 2, dim_block=64, programs_per_cu=1, share_stages=2),
+        alike=True,
+        codes=(Codes.NONE,),
+    ),
+    # Beside rows of up to 32 elements. Blocks of 64 rows spill where a head is one block of columns.
+    ExtendRow(
+        "sm_90",
+        2,
+        512,
+        ExtendTiles(32, 32, 8, 2, programs_per_cu=1, share_stages=2, merge_stages=4),
+        codes=(Codes.NONE,),
+    ),
+    ExtendRow("sm_90", 2, 512, ExtendTiles(32, 32, 8, 2), codes=(Codes.BY_ROW, Codes.BY_TOKEN)),
+    ExtendRow("sm_90", 4, 128, ExtendTiles(32, 16, 4, 1)),
+    ExtendRow("sm_90", 4, 256, ExtendTiles(16, 16, 4, 1)),
+    ExtendRow("sm_90", 4, 512, ExtendTiles(16, 16, 8, 1)),
+    ExtendRow("sm_", 2, 128, ExtendTiles(64, 32, 4, 2)),
+    ExtendRow("sm_", 2, 256, ExtendTiles(32, 32, 4, 1)),
+    ExtendRow("sm_", 2, 512, ExtendTiles(32, 16, 8, 1)),
+    ExtendRow("sm_", 4, 128, ExtendTiles(32, 16, 8, 1)),
+    ExtendRow("sm_", 4, 256, ExtendTiles(16, 16, 4, 1)),
+    # With 4 waves up to 60 VGPRs spill, with 8 and blocks of 32 keys 3 with Triton 3.6. 123 to 256 VGPRs.
+    ExtendRow("gfx942", 2, 64, ExtendTiles(128, 32, 4, 2), codes=(Codes.BY_TOKEN,)),
+    ExtendRow("gfx942", 2, 128, ExtendTiles(128, 16, 8, 2, waves_per_eu=2), codes=(Codes.BY_TOKEN,)),
+    ExtendRow("gfx942", 2, 256, ExtendTiles(128, 16, 8, 2), codes=(Codes.BY_TOKEN,)),
+    ExtendRow("gfx942", 2, 64, ExtendTiles(128, 32, 4, 2), codes=(Codes.BY_ROW,)),
+    ExtendRow("gfx942", 2, 128, ExtendTiles(128, 32, 8, 2, waves_per_eu=2), codes=(Codes.BY_ROW,)),
+    # Of whole rows. Programs with shares keep up to 17 SGPRs in lanes of VGPRs.
+    # Blocks of 64 keys have fewer steps of the softmax a key, which bounds it, and need no single loads from LDS: 164
+    # clocks where blocks of 32 take 188. 184 to 200 VGPRs, 16 KiB of LDS: 2 workgroups a CU.
+    ExtendRow(
+        "gfx942",
+        2,
+        64,
+        ExtendTiles(128, 64, 4, 2, waves_per_eu=2, programs_per_cu=2, share_stages=2, share_block=32),
+        codes=(Codes.NONE,),
+    ),
+    # Bound by the matrix units; blocks of 128 columns leave more waits. 220 to 233 VGPRs, 16 KiB of LDS: 2 workgroups a
+    # CU. Without waves_per_eu up to 288 with Triton 3.6.
+    ExtendRow(
+        "gfx942",
+        2,
+        128,
+        ExtendTiles(128, 32, 4, 2, waves_per_eu=2, dim_block=64, programs_per_cu=2),
+        codes=(Codes.NONE,),
+    ),
+    # 110 to 190 VGPRs, 64 KiB of LDS: one workgroup of 8 waves, 2 a SIMD. Blocks of 32 keys: twice the issue cycles.
+    ExtendRow("gfx942", 2, 256, ExtendTiles(128, 16, 8, 2), codes=(Codes.BY_ROW,)),
+    ExtendRow("gfx942", 2, 256, ExtendTiles(128, 16, 8, 2, programs_per_cu=1)),
+    # 171 to 214 VGPRs, 64 KiB of LDS: one workgroup of 8 waves, 2 a SIMD.
+    ExtendRow("gfx942", 2, 512, ExtendTiles(64, 16, 8, 2), codes=(Codes.BY_ROW, Codes.BY_TOKEN)),
+    ExtendRow("gfx942", 2, 512, ExtendTiles(64, 16, 8, 2, programs_per_cu=1)),
+    ExtendRow("gfx942", 4, 128, ExtendTiles(64, 16, 4, 1, programs_per_cu=1)),
+    ExtendRow("gfx942", 4, 256, ExtendTiles(32, 16, 8, 1, programs_per_cu=1)),
+    # With blocks of 128 rows up to 69 VGPRs spill; with factors of heads and 4 waves, 2.
+    ExtendRow("gfx950", 2, 64, ExtendTiles(128, 32, 4, 2), codes=(Codes.BY_TOKEN,)),
+    ExtendRow("gfx950", 2, 128, ExtendTiles(64, 16, 4, 2, waves_per_eu=2), codes=(Codes.BY_TOKEN,)),
+    ExtendRow("gfx950", 2, 256, ExtendTiles(64, 16, 8, 2), codes=(Codes.BY_TOKEN,)),
+    ExtendRow("gfx950", 2, 512, ExtendTiles(32, 16, 8, 2), codes=(Codes.BY_TOKEN,)),
+    ExtendRow("gfx950", 2, 64, ExtendTiles(128, 32, 4, 2), codes=(Codes.BY_ROW,)),
+    ExtendRow("gfx950", 2, 128, ExtendTiles(128, 32, 8, 2, waves_per_eu=2), codes=(Codes.BY_ROW,)),
+    ExtendRow("gfx950", 2, 256, ExtendTiles(128, 16, 8, 2), codes=(Codes.BY_ROW,)),
+    ExtendRow("gfx950", 2, 512, ExtendTiles(32, 16, 8, 2), codes=(Codes.BY_ROW,)),
+    # 142 clocks, in blocks of 32 keys 165. 174 to 192 VGPRs, 17 to 33 KiB of LDS: 2 workgroups a CU. With blocks of 64
+    # programs with shares keep up to 30 SGPRs in lanes of VGPRs.
+    ExtendRow("gfx950", 2, 64, ExtendTiles(128, 64, 4, 2, waves_per_eu=2, programs_per_cu=2, share_block=32)),
+    # 165 clocks, in blocks of 32 keys 193. 224 to 256 VGPRs, 32 KiB of LDS (66 with Triton's asynchronous copies): 2
+    # workgroups a CU. Blocks of 64 columns take 157, and up to 21 registers spill.
+    ExtendRow("gfx950", 2, 128, ExtendTiles(128, 64, 4, 2, waves_per_eu=2, programs_per_cu=2, share_block=32)),
+    # 122 to 183 VGPRs, 64 KiB of LDS: one workgroup of 8 waves, 2 a SIMD.
+    ExtendRow("gfx950", 2, 256, ExtendTiles(128, 16, 8, 2, programs_per_cu=1)),
+    # 193 to 226 VGPRs, 68 KiB of LDS: one workgroup of 8 waves, 2 a SIMD.
+    ExtendRow("gfx950", 2, 512, ExtendTiles(64, 16, 8, 2, programs_per_cu=1)),
+    ExtendRow("gfx950", 4, 128, ExtendTiles(64, 16, 4, 1, programs_per_cu=1)),
+    ExtendRow("gfx950", 4, 256, ExtendTiles(32, 16, 8, 1, programs_per_cu=1)),
+    # Costs so small that short steps share rows too.
+    ExtendRow(
+        "interpreter",
+        2,
+        512,
+        ExtendTiles(16, 16, 1, 1, programs_per_cu=1, one_launch=True, row_keys=8, split_keys=4),
+        max_rows=16,
+    ),
+    ExtendRow("interpreter", 2, 512, ExtendTiles(32, 16, 1, 1, programs_per_cu=1, row_keys=8, split_keys=4)),
+    ExtendRow(
+        "interpreter",
+        4,
+        512,
+        ExtendTiles(16, 16, 1, 1, programs_per_cu=1, one_launch=True, row_keys=8, split_keys=4),
+        max_rows=16,
+    ),
+    ExtendRow("interpreter", 4, 512, ExtendTiles(32, 16, 1, 1, programs_per_cu=1, row_keys=8, split_keys=4)),
+)
+
+
+def extend_rows(
+    arch: str,
+    *,
+    gqa_ratio: int,
+    num_kv_heads: int,
+    head_dim: int,
+    v_head_dim: int,
+    dtype: torch.dtype,
+    codes: Codes = Codes.NONE,
+) -> tuple[ExtendRow, ...]:
+    """The tuning rows of paged extend: of a step the first whose max_rows holds its rows. The last one holds any.
+
+    Raises NoTiles.
+    """
+    for name in names_of(arch):
+        found: list[ExtendRow] = []
+        for row in EXTEND_ROWS:
+            if (
+                row.arch == name
+                and row.item_bytes == dtype.itemsize
+                and codes in row.codes
+                and max(head_dim, v_head_dim) <= row.max_head_dim
+                and not (row.alike and row.tiles.columns(head_dim) != row.tiles.columns(v_head_dim))
+                and gqa_ratio <= row.max_rows
+                and not (found and row.max_rows <= found[-1].max_rows)
+            ):
+                found.append(row)
+                if row.max_rows == ANY_ROWS:
+                    return tuple(found)
+    raise NoTiles(no_row("extend", EXTEND_ROWS, arch, dtype, (head_dim, v_head_dim), codes))
+
+
+def extend_tiles(
+    arch: str,
+    *,
+    gqa_ratio: int,
+    num_kv_heads: int,
+    head_dim: int,
+    v_head_dim: int,
+    dtype: torch.dtype,
+    codes: Codes = Codes.NONE,
+) -> ExtendTiles:
+    """The tiles of paged extend for sequences with any number of new tokens. Raises NoTiles."""
+    rows = extend_rows(
+        arch,
+        gqa_ratio=gqa_ratio,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        dtype=dtype,
+        codes=codes,
+    )
+    return rows[-1].tiles

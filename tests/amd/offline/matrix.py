@@ -123,7 +123,7 @@ class Row:
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
-# One layer for each decode row of tuning/decode_tiles.py, with the most query heads it serves; they meet every extend row too.
+# One layer for each row of tuning/decode_tiles.py, with the most query heads it serves; they meet every extend row too.
 _AMD_LAYERS = (
     ((64, 8), (64, 64), BF16, 16),
     ((32, 8), (128, 128), BF16, 16),

@@ -111,6 +111,8 @@ def attention(memory: Memory, case: Case) -> Tensors:
     tensors = replace(tensors, k_pages=tensors.k_pages[:num_pages], v_pages=tensors.v_pages[:num_pages])
     if tensors.k_scale is not None:
         tensors = replace(tensors, k_scale=tensors.k_scale[:num_pages])
+    if tensors.v_scale is not None:
+        tensors = replace(tensors, v_scale=tensors.v_scale[:num_pages])
     names = (
         "q",
         "k_pages",
@@ -126,6 +128,7 @@ def attention(memory: Memory, case: Case) -> Tensors:
         "slopes",
         "first_page",
         "k_scale",
+        "v_scale",
     )
     given = {name: tensor for name in names if (tensor := getattr(tensors, name)) is not None}
     placed: dict[str, Any] = {name: memory.put(tensor) for name, tensor in given.items()}
@@ -157,6 +160,21 @@ def decode(memory: Memory) -> None:
         launch_paged_decode(tensors.args(schedule, partials), scores=tensors.scores, cut=cut, tiles=tiles)
         assert_served(tensors)
         memory.assert_surroundings_untouched()
+
+
+def decode_of_two_heads(memory: Memory) -> None:
+    """Two heads a row of codes with a factor for each token, whose last pages are not full."""
+    case = Case([33, 16], [1, 1], (4, 2), (32, 32), PAGE_SIZE, kv=Encoding.E4M3FN, scales=Scales.TOKEN)
+    tiles = replace(DECODE_TILES, heads_per_row=2)
+    tensors = attention(memory, case)
+    cut = DecodeCut.of(tiles, num_kv_heads=2, programs=3, window_left=case.window_left)
+    words = cut.partials_words(gqa_ratio=tensors.gqa_ratio, v_head_dim=case.dims[1], tiles=tiles)
+    partials = memory.put(torch.full((words,), float("nan")))
+    schedule = memory.put(garbage(cut.words(len(case.kv_len))))
+    launch_decode_schedule(tensors.queries, schedule, cut)
+    launch_paged_decode(tensors.args(schedule, partials), scores=tensors.scores, cut=cut, tiles=tiles)
+    assert_served(tensors)
+    memory.assert_surroundings_untouched()
 
 
 def extend(memory: Memory) -> None:
@@ -626,6 +644,7 @@ def rows_with_gaps(rows: Tensor) -> Tensor:
 
 
 CHECKS: dict[str, Callable[[Memory], None]] = {
+    "attention/coded.py": decode_of_two_heads,
     "attention/decode.py": decode,
     "attention/decode_schedule.py": decode_schedule,
     "attention/extend.py": extend,

@@ -56,7 +56,7 @@ STRAYS = "outside of every allocation"
 MISTAKES = {
     "decode_multiplies_page_ids_in_32_bits": Mistake(
         decode,
-        "page = next_page.to(tl.int64)",
+        "page = next_page.to(tl.uint32, bitcast=True).to(tl.int64)",
         "page = next_page",
         "launch_paged_decode",
         attention_cases,
@@ -87,8 +87,8 @@ MISTAKES = {
     ),
     "decode_reads_v_without_a_mask": Mistake(
         decode,
-        "v = tl.load(v_rows, mask=v_mask, other=0)",
-        "v = tl.load(v_rows)",
+        "v = _elements(v_rows, live, i, COLUMNS, DIM)",
+        "v = tl.load(v_rows + i * COLUMNS)",
         "launch_paged_decode",
         attention_cases,
         small_step(is_large=False),

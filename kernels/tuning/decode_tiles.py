@@ -63,9 +63,6 @@ DECODE_ROWS = (
     DecodeRow("gfx942", 2, 128, 32, DecodeTiles(16, 4, 1, 3), (Codes.BY_TOKEN,)),
     DecodeRow("gfx942", 2, 256, 32, DecodeTiles(16, 4, 1, 2), (Codes.BY_TOKEN,)),
     DecodeRow("gfx942", 2, 256, 16, DecodeTiles(32, 4, 1, 2), (Codes.BY_ROW,)),
-    # 122 to 161 VGPRs, 8 KiB of LDS: 3 workgroups a CU.
-    DecodeRow("gfx942", 2, 64, 16, DecodeTiles(32, 4, 2, 3, heads_per_row=2), (Codes.BY_ROW,)),
-    DecodeRow("gfx942", 2, 128, 16, DecodeTiles(32, 4, 2, 3), (Codes.BY_ROW,)),
     DecodeRow("gfx942", 2, 128, 32, DecodeTiles(16, 4, 2, 3), (Codes.BY_ROW,)),
     DecodeRow("gfx942", 2, 256, 32, DecodeTiles(16, 4, 2, 2), (Codes.BY_ROW,)),
     # One wave waits for no other at a barrier, and eight programs a CU keep 128 KiB of K and V in flight: loads may

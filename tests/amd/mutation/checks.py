@@ -74,6 +74,7 @@ from tests.amd.kernels.launches_of_tensors import (
     of_place_mask,
     of_publish,
 )
+from tests.amd.mutation.coded_pages import PAGE_SIZE, coded_pages, of_coded_pages
 from tests.amd.mutation.memory import Memory
 from tests.amd.mutation.sparse_checks import SPARSE_CHECKS
 from tests.amd.vectorised import vectorised_keys, vectorised_values
@@ -81,7 +82,7 @@ from tests.amd.vectorised import vectorised_keys, vectorised_values
 CPU = torch.device("cpu")
 GARBAGE = -0x7F7F7F7F
 # Heads that leave lanes of every tile empty, dims that are no powers of two, gaps between all rows.
-HEADS, DIMS, PAGE_SIZE = (6, 2), (24, 40), 3
+HEADS, DIMS = (6, 2), (24, 40)
 DECODE_TILES = DecodeTiles(key_block=16, num_warps=1, num_stages=1, programs_per_cu=1)
 EXTEND_TILES = ExtendTiles(query_rows=16, key_block=16, num_warps=1, num_stages=1)
 SEGMENT_TILES = SegmentTiles(
@@ -411,25 +412,6 @@ def assert_alike(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
     """Up to the order of a norm's sum, by which an eight-bit code may be the next one."""
     for got, want in zip(found, wanted, strict=True):
         torch.testing.assert_close(got, want, rtol=0.26 if got is not found[0] else 1e-5, atol=1e-5, equal_nan=True)
-
-
-def coded_pages(num_pages: int, scales: Scales) -> list[Tensor]:
-    """Bytes of three heads of odd dims, with gaps, and the factors of K and V."""
-    pages = [torch.zeros(num_pages, 3, PAGE_SIZE, dim + 8, dtype=torch.uint8)[..., :dim] for dim in (24, 40)]
-    factors = torch.full((3,), 0.02) if scales is Scales.HEAD else torch.zeros(num_pages, PAGE_SIZE, 3)
-    return [*(side.transpose(1, 2) for side in pages), factors, factors.clone()]
-
-
-def of_coded_pages(launch: Callable[..., None], scales: Scales) -> Callable[..., None]:
-    """launch(*what it reads, K pages, V pages and their factors)."""
-    form = PageFormat(Encoding.E4M3FN, PoolKind.SPLIT, PAGE_SIZE, 3, 24, 40, scales)
-
-    def of_tensors(*tensors: Tensor) -> None:
-        k, v, k_scale, v_scale = tensors[-4:]
-        dtype = form.encoding.dtype
-        launch(*tensors[:-4], LayerPages(k.view(dtype), v.view(dtype), form, k_scale, v_scale))
-
-    return of_tensors
 
 
 def tails(memory: Memory) -> None:

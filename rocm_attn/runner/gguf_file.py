@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import gguf
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -15,6 +15,9 @@ from torch import Tensor
 from rocm_attn.errors import BadModel
 from rocm_attn.runner.fields import shown
 from rocm_attn.runner.tensors import Shape
+
+if TYPE_CHECKING:
+    import gguf
 
 Float32Array = npt.NDArray[np.float32]
 
@@ -50,7 +53,11 @@ class GGUFFile:
     """
 
     def __init__(self, path: Path) -> None:
+        # Here, as the package is only needed by those who have such files.
+        import gguf
+
         self.name = str(path)
+        self._dequantize, self._float32 = gguf.dequantize, gguf.GGMLQuantizationType.F32
         try:
             reader = gguf.GGUFReader(path)
             self.metadata: dict[str, object] = {name: field.contents() for name, field in reader.fields.items()}
@@ -84,7 +91,7 @@ class GGUFFile:
             start = where[0].start // rows_of_head * rows_of_head
             stop = -(-where[0].stop // rows_of_head) * rows_of_head
         try:
-            values = gguf.dequantize(tensor.data[start:stop] if len(shape) > 1 else tensor.data, tensor.tensor_type)
+            values = self._dequantize(tensor.data[start:stop] if len(shape) > 1 else tensor.data, tensor.tensor_type)
         except (NotImplementedError, *_DAMAGE) as error:
             raise BadModel(f"{self.name}: {tensor.name} cannot be dequantised ({error})") from error
         values = values.reshape(stop - start, *shape[1:])
@@ -109,7 +116,7 @@ class GGUFFile:
         tensor = self._tensors.get(_ROPE_DIVISORS)
         if tensor is None:
             return None
-        if tensor.tensor_type != gguf.GGMLQuantizationType.F32 or len(tensor.shape) != 1:
+        if tensor.tensor_type != self._float32 or len(tensor.shape) != 1:
             raise BadModel(f"{self.name}: {_ROPE_DIVISORS} must be one row in float32")
         return tuple(float(value) for value in tensor.data)
 

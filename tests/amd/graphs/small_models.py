@@ -195,12 +195,14 @@ class Forgetful:
 
     def _without_launch(self, fn: Callable[[], Any]) -> Any:
         core = self._runtime.core
-        ops = core.ops
+        ops, launches_alone = core.ops, core.layers._launches_alone
         core.ops = core.layers._ops = replace(ops, **{self._launch: lambda *args, **kwargs: None})
+        core.layers._launches_alone = False  # or calls that the warm-ups prepared would launch as before
         try:
             return fn()
         finally:
             core.ops = core.layers._ops = ops
+            core.layers._launches_alone = launches_alone
 
 
 class Lazy:

@@ -58,6 +58,13 @@ from rocm_attn.hip_graphs.size_ladder import default_ladder as default_ladder
 from rocm_attn.step.metrics import Metrics as Metrics
 from rocm_attn.step.durations import Durations as Durations
 
+# Forwards that are compiled
+from rocm_attn.integrations.compiled import SPLITTING_OPS as SPLITTING_OPS
+from rocm_attn.integrations.compiled import CompiledForward as CompiledForward
+from rocm_attn.integrations.compiled import CompiledLayers as CompiledLayers
+from rocm_attn.integrations.compiled import compile_forward as compile_forward
+from rocm_attn.integrations.compiled import compiled_layers as compiled_layers
+
 # An engine's own pages, tables and graphs
 from rocm_attn.external import Bounds as Bounds
 from rocm_attn.external import ExternalAttention as ExternalAttention

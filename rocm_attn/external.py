@@ -453,6 +453,13 @@ class ExternalAttention:
         run = self._running()
         run.core.layers.attend(run.step, run.plan, layer, q, out, lse)
 
+    def store_and_attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None = None
+    ) -> None:
+        """store, then attend."""
+        self.store(layer, k, v)
+        self.attend(layer, q, out, lse)
+
     def store_index(self, layer: int, k: Tensor) -> None:
         """Write the step's new index keys of a layer that has an Indexer. As LayerCalls.store_index."""
         run = self._running()
@@ -462,6 +469,12 @@ class ExternalAttention:
         """Choose the keys that the step's new tokens attend to, by a layer's Indexer. As LayerCalls.select."""
         run = self._running()
         run.core.layers.select(run.step, layer, q, weights)
+        self._selections.after_select(0, layer)
+
+    def give_selection(self, layer: int, units: Tensor, counts: Tensor) -> None:
+        """In place of select(): what the caller has chosen. As LayerCalls.give_selection."""
+        run = self._running()
+        run.core.layers.give_selection(run.step, layer, units, counts)
         self._selections.after_select(0, layer)
 
     def attend_selected(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:

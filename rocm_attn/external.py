@@ -32,8 +32,9 @@ from rocm_attn.machine.settings import whole_number
 from rocm_attn.machine.target import Target, detect_target
 from rocm_attn.paging.adopted import AdoptedPages, AdoptedTables, EnginePages, Source, layer_pages
 from rocm_attn.paging.index_spaces import Space
+from rocm_attn.paging.storage import Pool
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
-from rocm_attn.providers.contract import Baked, PoolSize, PoolTerms
+from rocm_attn.providers.contract import Baked, PoolSize, PoolTerms, StepOps
 from rocm_attn.selection.kernels import choose_kernels
 from rocm_attn.step.core import StepCore
 from rocm_attn.step.engine_publisher import EnginePublisher
@@ -255,6 +256,16 @@ class ExternalAttention:
     def max_kv_len(self) -> int:
         """Tokens of the longest sequence."""
         return self._tables.max_kv_len
+
+    @property
+    def pool(self) -> Pool:
+        """The pages that were bound."""
+        return self._pages
+
+    @property
+    def ops(self) -> StepOps:
+        """The launches around attention."""
+        return self._ops
 
     @property
     def step_number(self) -> int:

@@ -23,6 +23,7 @@ from rocm_attn.kernels.attention.pads import launch_clear_pads
 from rocm_attn.kernels.attention.segment_decode import launch_segment_decode
 from rocm_attn.kernels.attention.segment_extend import launch_segment_extend
 from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.cache.move_rows import launch_export_rows, launch_import_rows
 from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, Scales
 from rocm_attn.kernels.cache.rope_store import launch_rope_store
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopePairs, RopeTable, RowNorm, TokenPlaces
@@ -74,6 +75,7 @@ from tests.amd.kernels.launches_of_tensors import (
     of_place_mask,
     of_publish,
 )
+from tests.amd.kernels.moved_cases import moved_pages, moved_rows, moved_words, of_moves
 from tests.amd.mutation.coded_pages import PAGE_SIZE, coded_pages, of_coded_pages
 from tests.amd.mutation.memory import Memory
 from tests.amd.mutation.sparse_checks import SPARSE_CHECKS
@@ -431,6 +433,17 @@ def tails(memory: Memory) -> None:
     assert_same(memory, of_pages(launch_zero_tails), of_pages(cache_twins.zero_tails), inputs, vectorised_pages(7))
 
 
+def moves(memory: Memory) -> None:
+    """Tokens from within a page on, and, into pages, also from a page on that begins after the first row."""
+    for launch, twin, span in (
+        (launch_export_rows, cache_twins.export_rows, (4, 6, 16)),
+        (launch_import_rows, cache_twins.import_rows, (4, 6, 16)),
+        (launch_import_rows, cache_twins.import_rows, (8, 6, 16)),
+    ):
+        sides = [moved_rows(*span[1:]), moved_pages()]
+        assert_same(memory, of_moves(launch, *span), of_moves(twin, *span), [moved_words(*span)], sides)
+
+
 def vectorised_pages(num_pages: int) -> list[Tensor]:
     """Three heads of odd dims in pages of four tokens, the first page zero."""
     k, v = (torch.randn(num_pages, 4, 3, dim) for dim in (24, 40))
@@ -642,6 +655,7 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "attention/segment_decode.py": segments,
     "attention/segment_extend.py": segments,
     "attention/segment_merge.py": segments,
+    "cache/move_rows.py": moves,
     "cache/rope.py": rope_store,
     "cache/rope_store.py": rope_store,
     "cache/store.py": store,

@@ -82,6 +82,12 @@ from rocm_attn.step.external_step import Causality as Causality
 from rocm_attn.step.external_step import ExternalStep as ExternalStep
 from rocm_attn.step.external_step import Lengths as Lengths
 
+# Tokens that move to another pool
+from rocm_attn.integrations.kv_passport import KVExtent as KVExtent
+from rocm_attn.integrations.kv_passport import KVPassport as KVPassport
+from rocm_attn.integrations.kv_transfer import KVExporter as KVExporter
+from rocm_attn.integrations.kv_transfer import KVImporter as KVImporter
+
 # Sampling
 from rocm_attn.runner.sampling import Sampler as Sampler
 from rocm_attn.runner.sampling import Sampling as Sampling

@@ -23,7 +23,6 @@ from rocm_attn.kernels.attention.pads import launch_clear_pads
 from rocm_attn.kernels.attention.segment_decode import launch_segment_decode
 from rocm_attn.kernels.attention.segment_extend import launch_segment_extend
 from rocm_attn.kernels.cache.layer_pages import LayerPages
-from rocm_attn.kernels.cache.move_rows import launch_export_rows, launch_import_rows
 from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, Scales
 from rocm_attn.kernels.cache.rope_store import launch_rope_store
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopePairs, RopeTable, RowNorm, TokenPlaces
@@ -75,9 +74,9 @@ from tests.amd.kernels.launches_of_tensors import (
     of_place_mask,
     of_publish,
 )
-from tests.amd.kernels.moved_cases import moved_pages, moved_rows, moved_words, of_moves
 from tests.amd.mutation.coded_pages import PAGE_SIZE, coded_pages, of_coded_pages
-from tests.amd.mutation.memory import Memory
+from tests.amd.mutation.memory import Memory, assert_same
+from tests.amd.mutation.moves_check import moves
 from tests.amd.mutation.sparse_checks import SPARSE_CHECKS
 from tests.amd.vectorised import vectorised_keys, vectorised_values
 
@@ -433,17 +432,6 @@ def tails(memory: Memory) -> None:
     assert_same(memory, of_pages(launch_zero_tails), of_pages(cache_twins.zero_tails), inputs, vectorised_pages(7))
 
 
-def moves(memory: Memory) -> None:
-    """Tokens from within a page on, and, into pages, also from a page on that begins after the first row."""
-    for launch, twin, span in (
-        (launch_export_rows, cache_twins.export_rows, (4, 6, 16)),
-        (launch_import_rows, cache_twins.import_rows, (4, 6, 16)),
-        (launch_import_rows, cache_twins.import_rows, (8, 6, 16)),
-    ):
-        sides = [moved_rows(*span[1:]), moved_pages()]
-        assert_same(memory, of_moves(launch, *span), of_moves(twin, *span), [moved_words(*span)], sides)
-
-
 def vectorised_pages(num_pages: int) -> list[Tensor]:
     """Three heads of odd dims in pages of four tokens, the first page zero."""
     k, v = (torch.randn(num_pages, 4, 3, dim) for dim in (24, 40))
@@ -677,24 +665,6 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "metadata/take_slots.py": slots,
     **SPARSE_CHECKS,
 }
-
-
-def assert_same(
-    memory: Memory,
-    launch: Callable[..., None],
-    twin: Callable[..., None],
-    inputs: Sequence[Tensor],
-    outputs: Sequence[Tensor],
-    **options: int,
-) -> None:
-    """A launcher, in memory, writes what its torch twin writes, and nothing else."""
-    wanted = [output.clone() for output in outputs]
-    placed = [memory.put(output) for output in outputs]
-    launch(*map(memory.put, inputs), *placed, **options)
-    twin(*inputs, *wanted, **options)
-    for got, want in zip(placed, wanted, strict=True):
-        assert torch.equal(got, want), f"{got.tolist()} instead of {want.tolist()}"
-    memory.assert_surroundings_untouched()
 
 
 def ints(values: Sequence[int]) -> Tensor:

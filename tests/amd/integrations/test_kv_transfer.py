@@ -275,6 +275,10 @@ def test_an_engines_pages_are_sent_as_a_runtimes_are(
     other.run([there, filler], [1, 1])
     with pytest.raises(WrongState, match="an engine's rows are not known here"):
         importer.admit(extent)
+    k, v = one.pages[0]
+    one.attention.bind(0, k.clone(memory_format=torch.preserve_format), v)
+    with pytest.raises(WrongState, match="pages of layer 0 have moved"):
+        exporter.export(request.pages, extent, buffer)
 
 
 def test_what_does_not_fit_is_refused_with_every_reason_before_anything_is_written(

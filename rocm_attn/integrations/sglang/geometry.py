@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from rocm_attn.errors import Unsupported
+from rocm_attn.errors import Unsupported, WrongState
 from rocm_attn.external import LayerSource
 from rocm_attn.integrations.sglang.seen import Layer, Pool, Runner, windowed_layers
 from rocm_attn.kernels.cache.page_format import Encoding, PoolKind, Scales
@@ -61,7 +62,9 @@ class ModelLayers:
         if refused:
             raise Unsupported("; ".join(refused))
         self.layers: Sequence[Layer] = [each.layer for each in found]
-        self.place: Mapping[int, int] = {id(each.layer): place for place, each in enumerate(found)}
+        self._places = {_signature(each.layer): place for place, each in enumerate(found)}
+        # Keeps each layer that was looked up, so that its id stays its own.
+        self._looked_up: dict[int, tuple[Layer, int]] = {}
         self._sinks = [each.sinks for each in found]
         windowed = windowed_layers(pool)
         self._problems = [self._problem(each, pool) for each in found]
@@ -73,6 +76,20 @@ class ModelLayers:
             )
             for each, problem in zip(found, self._problems, strict=True)
         ]
+
+    def place(self, layer: Layer) -> int:
+        """A layer's place among those of the model. Raises WrongState for one that is like none of them."""
+        kept = self._looked_up.get(id(layer))
+        if kept is None:
+            place = self._places.get(_signature(layer))
+            if place is None:
+                raise WrongState(
+                    f"layer {layer.layer_id} is like none that the model had when its backend was made, so no kernel "
+                    f"was chosen for it: {layer.tp_q_head_num} query heads over {layer.tp_k_head_num} KV heads, "
+                    f"head_dim {layer.qk_head_dim}, v_head_dim {layer.v_head_dim}, window {layer.sliding_window_size}"
+                )
+            kept = self._looked_up[id(layer)] = layer, place
+        return kept[1]
 
     def sinks(self) -> list[Tensor | None]:
         """Of each layer, as the model has them now."""
@@ -142,8 +159,14 @@ def _found(model: nn.Module, layer_type: type) -> list[Found]:
         for child in module.children():
             if isinstance(child, layer_type):
                 sinks = next((getattr(module, name, None) for name in _SINK_NAMES if _is_tensor(module, name)), None)
-                found.setdefault(id(child), Found(child, sinks))  # type: ignore[arg-type]  # a Layer, by its type
+                found.setdefault(id(child), Found(cast("Layer", child), sinks))
     return sorted(found.values(), key=lambda each: each.layer.layer_id)
+
+
+def _signature(layer: Layer) -> tuple[object, ...]:
+    """What kernels are chosen by."""
+    heads = layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim
+    return layer.layer_id, *heads, layer.scaling, layer.sliding_window_size, layer.logit_cap
 
 
 def _is_tensor(module: nn.Module, name: str) -> bool:

@@ -287,12 +287,7 @@ class AttentionHooks:
 
     def _place(self, layer: Layer) -> int:
         """A layer's place among those of the model, after a look at whether its pages are where they were."""
-        place = self._layers.place.get(id(layer))
-        if place is None:
-            raise WrongState(
-                f"layer {layer.layer_id} is not one that the model had when its backend was made, so no kernel was "
-                "chosen for it"
-            )
+        place = self._layers.place(layer)
         # Also waits for a layer whose KV is being loaded, where SGLang does that.
         owner = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         if owner.data_ptr() != self._owners[place]:

@@ -280,7 +280,10 @@ class AttentionHooks:
             out[tokens:].zero_()
         if saves and k is not None and v is not None:
             k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
-            v = v.view(-1, layer.tp_k_head_num, layer.v_head_dim)
+            if self._layers.is_latent:
+                v = k[..., : layer.v_head_dim]
+            else:
+                v = v.view(-1, layer.tp_k_head_num, layer.v_head_dim)
             self._attention.store(place, k[:tokens], v[:tokens])
         self._attention.attend(place, q[:tokens], out[:tokens])
         return out.view(out.shape[0], -1)

@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -99,6 +100,7 @@ def write_deepseek(folder: Path) -> None:
     """A small DeepSeek V3 with random weights: latent attention, dense layers."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
+    read_by_engines: dict[str, Any] = {"moe_layer_freq": 1, "num_nextn_predict_layers": 0}
     config = DeepseekV3Config(
         hidden_size=128,
         intermediate_size=256,
@@ -116,14 +118,24 @@ def write_deepseek(folder: Path) -> None:
         n_group=1,
         topk_group=1,
         moe_intermediate_size=64,
-        num_nextn_predict_layers=0,
         vocab_size=VOCABULARY,
         max_position_embeddings=1024,
+        rope_parameters={  # SGLang on a CPU has no other for latent attention
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 256,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
         architectures=["DeepseekV3ForCausalLM"],
         dtype="float32",
+        **read_by_engines,
     )
     write_random(folder, lambda: DeepseekV3ForCausalLM(config))
 

@@ -8,8 +8,9 @@ pages are not chosen.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -26,6 +27,7 @@ from vllm.v1.attention.backend import (
     AttentionMetadataBuilder,
     MultipleOf,
 )
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from rocm_attn.errors import Unsupported
 from rocm_attn.external import ExternalOptions
@@ -186,8 +188,12 @@ def layers_of(vllm_config: VllmConfig, layer_names: Sequence[str]) -> Mapping[st
 
 def group_layer(layer: Any, problem: Any, device: torch.device) -> GroupLayer:
     """A layer of vLLM's as KVGroup takes it."""
-    weights: Callable[[], Any] = lambda: layer.impl.terms.head_weights(device)  # noqa: E731
-    return GroupLayer(layer, problem, weights)
+    return GroupLayer(layer, problem, partial(layer.impl.terms.head_weights, device))
+
+
+def has_name(name: str) -> bool:
+    """Whether this vLLM has a backend of a name."""
+    return name in AttentionBackendEnum.__members__
 
 
 def new_group(layers: Mapping[str, GroupLayer], vllm_config: VllmConfig, device: torch.device) -> KVGroup:
@@ -207,7 +213,8 @@ def new_group(layers: Mapping[str, GroupLayer], vllm_config: VllmConfig, device:
     )
     ranks = get_tp_group()
     agree = among(ranks.cpu_group) if ranks.world_size > 1 else alone
-    return KVGroup(layers, sizes, device, GroupOptions(external, agree, said=lambda s: log_kernels(VLLM, s)))
+    has_slots = vllm_config.parallel_config.decode_context_parallel_size == 1
+    return KVGroup(layers, sizes, device, GroupOptions(external, agree, has_slots, said=partial(log_kernels, VLLM)))
 
 
 def _require_parallel(vllm_config: VllmConfig) -> None:

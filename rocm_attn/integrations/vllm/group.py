@@ -20,7 +20,7 @@ from rocm_attn.integrations.vllm.steps import CommonMetadata, Shape, external_st
 from rocm_attn.machine.agreement import Agree, alone
 from rocm_attn.machine.target import detect_target
 from rocm_attn.paging.adopted import EnginePages, TableSource
-from rocm_attn.problem import KVEncoding, Problem
+from rocm_attn.problem import KVEncoding, PoolKind, Problem
 from rocm_attn.providers.select import Selection
 from rocm_attn.selection.kernels import choose_kernels
 from rocm_attn.step.head_weights import NO_HEAD_WEIGHTS, HeadWeights
@@ -63,15 +63,16 @@ def say_nothing(selections: Sequence[Selection]) -> None:
 class GroupOptions:
     """How a group runs.
 
-    agree:   how ranks agree on kernels
-    dummies: whether a step none of whose tokens is stored is one that vLLM runs for its own sake: to warm up, or on an
-             idle rank. Its tables name no pages. Not so where another rank stores tokens of this one's step
-    said:    called with the kernels that were chosen
+    agree:     how ranks agree on kernels
+    has_slots: whether every new token has a slot on this rank, which is then checked. A step none of whose tokens has
+               one is run for vLLM's own sake, to warm up or on an idle rank: its tables name no pages, and all of its
+               sequences are pads. Not so where ranks share a sequence's KV
+    said:      called with the kernels that were chosen
     """
 
     external: ExternalOptions = field(default_factory=lambda: ExternalOptions(page_strides=True))
     agree: Agree = alone
-    dummies: bool = True
+    has_slots: bool = True
     said: Callable[[Sequence[Selection]], None] = say_nothing
 
 
@@ -125,7 +126,7 @@ class KVGroup:
         known = self._captured.get(own.padded)
         shape, is_captured = (known, True) if known is not None and known.serves(own) else (own, False)
         kv_len = common.seq_lens
-        if self._options.dummies:
+        if self._options.has_slots:
             kv_len = kv_len * (common.slot_mapping[: shape.num_tokens].amax() >= 0)
         return self._run(common, shape, kv_len, common.num_reqs, is_captured)
 
@@ -162,7 +163,7 @@ class KVGroup:
     def _run(self, common: CommonMetadata, shape: Shape, kv_len: Tensor, num_seqs: int, captured: bool) -> StepOfGroup:
         attention = self._attention_over(common.block_table_tensor)
         attention.begin(external_step(common, shape, kv_len, num_seqs, captured))
-        attention.fill(common.slot_mapping[: shape.num_tokens])
+        attention.fill(common.slot_mapping[: shape.num_tokens] if self._options.has_slots else None)
         return StepOfGroup(attention.step_number, shape.num_tokens)
 
     def _attention_over(self, block_table: Tensor) -> ExternalAttention:
@@ -219,7 +220,8 @@ class KVGroup:
         coded = None
         if each.problem.kv_encoding is not KVEncoding.LIKE_Q:
             layer = each.layer
-            coded = EnginePages(layer._k_scale, layer._v_scale, each.problem.page_format)
+            v_scale = layer._k_scale if each.problem.pool is PoolKind.LATENT else layer._v_scale
+            coded = EnginePages(layer._k_scale, v_scale, each.problem.page_format)
         attention.bind(self._index[name], k, v, coded)
         self._bound[name] = kv_cache.data_ptr()
 

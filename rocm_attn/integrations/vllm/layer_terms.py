@@ -122,7 +122,7 @@ class LayerTerms:
             raise Unsupported(f"an MLA layer asks for {named}, which rocm_attn does not serve in vLLM's MLA layers")
         encoding = _encoding(self.kv_cache_dtype, cache)
         return Problem(
-            num_q_heads=self.num_heads,
+            num_q_heads=self.num_heads * cache.shards,
             num_kv_heads=1,
             head_dim=self.head_size,
             v_head_dim=v_head_dim,
@@ -130,6 +130,7 @@ class LayerTerms:
             page_size=cache.block_size,
             scale=float(self.scale),
             pool=PoolKind.LATENT,
+            wants_lse=cache.shards > 1,
             kv_encoding=encoding,
             kv_scales=Scales.NONE if encoding is KVEncoding.LIKE_Q else Scales.LAYER,
         )
@@ -150,12 +151,14 @@ class CacheTerms:
     block_size: tokens of a block, as kernels see it
     dtype:      of q, k, v and the output
     fp8_dtype:  the platform's e4m3
+    shards:     ranks that share the KV of an MLA layer's sequences, and gather their query heads for it
     """
 
     block_size: int
     v_head_size: int
     dtype: torch.dtype
     fp8_dtype: torch.dtype
+    shards: int = 1
 
 
 def _encoding(kv_cache_dtype: str, cache: CacheTerms) -> KVEncoding:

@@ -36,6 +36,21 @@ class CommonMetadata(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class DecodesOfStep:
+    """The first sequences of a step, as CommonMetadata says it."""
+
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    block_table_tensor: Tensor
+    slot_mapping: Tensor
+    causal: bool | Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Shape:
     """What a graph of vLLM's has frozen of a step, and what tells the steps that replay it from others.
 

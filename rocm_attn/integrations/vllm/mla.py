@@ -152,6 +152,17 @@ class RocmAttnMLAImpl(MLACommonImpl[MLACommonMetadata]):
         self.terms = LayerTerms.read([terms[name] for name in _GIVEN[:_OF_LAYERS]], {})
         self.supports_quant_query_input = False
 
+    def do_kv_cache_update(
+        self, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *encoding: Any
+    ) -> None:
+        """Store latent rows, by vLLM's kernel where it has one. encoding: dtype of the cache, and its factor"""
+        if kv_cache.device.type != "cpu" or not kv_cache.numel():
+            super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, *encoding)
+            return
+        is_stored = slot_mapping >= 0
+        rows = torch.cat([kv_c_normed, k_pe.flatten(1)], dim=1)[: len(slot_mapping)]
+        kv_cache.view(-1, kv_cache.shape[-1])[slot_mapping[is_stored]] = rows[is_stored].to(kv_cache.dtype)
+
     def forward_mqa(
         self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, layer: Any
     ) -> tuple[Tensor, Tensor | None]:

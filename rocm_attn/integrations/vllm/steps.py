@@ -24,15 +24,24 @@ class CommonMetadata(Protocol):
     causal:             True, False, or a tensor of one for each request
     """
 
-    query_start_loc: Tensor
-    seq_lens: Tensor
-    num_reqs: int
-    num_actual_tokens: int
-    max_query_len: int
-    max_seq_len: int
-    block_table_tensor: Tensor
-    slot_mapping: Tensor
-    causal: bool | Tensor
+    @property
+    def query_start_loc(self) -> Tensor: ...
+    @property
+    def seq_lens(self) -> Tensor: ...
+    @property
+    def num_reqs(self) -> int: ...
+    @property
+    def num_actual_tokens(self) -> int: ...
+    @property
+    def max_query_len(self) -> int: ...
+    @property
+    def max_seq_len(self) -> int: ...
+    @property
+    def block_table_tensor(self) -> Tensor: ...
+    @property
+    def slot_mapping(self) -> Tensor: ...
+    @property
+    def causal(self) -> bool | Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)

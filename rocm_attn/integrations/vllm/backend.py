@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 import vllm.envs
 from torch import Tensor
-from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.config import CUDAGraphMode, VllmConfig, get_layers_from_vllm_config
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
@@ -214,7 +214,10 @@ def new_group(layers: Mapping[str, GroupLayer], vllm_config: VllmConfig, device:
     ranks = get_tp_group()
     agree = among(ranks.cpu_group) if ranks.world_size > 1 else alone
     has_slots = vllm_config.parallel_config.decode_context_parallel_size == 1
-    return KVGroup(layers, sizes, device, GroupOptions(external, agree, has_slots, said=partial(log_kernels, VLLM)))
+    mode = compilation.cudagraph_mode
+    wide = mode is not None and not mode.separate_routine() and mode.mixed_mode() == CUDAGraphMode.FULL
+    options = GroupOptions(external, agree, has_slots, wide, partial(log_kernels, VLLM))
+    return KVGroup(layers, sizes, device, options)
 
 
 def _require_parallel(vllm_config: VllmConfig) -> None:

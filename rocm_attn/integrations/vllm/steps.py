@@ -82,6 +82,10 @@ class Shape:
         """Whether each sequence has one new token, pads included."""
         return self.max_q_len == 1 and self.num_seqs == self.num_tokens
 
+    def widest(self) -> Shape:
+        """That of steps of this size in which one sequence may have all new tokens."""
+        return Shape(self.num_seqs, self.num_tokens, self.num_tokens)
+
     @property
     def padded(self) -> tuple[int, int]:
         """What vLLM looks a graph up by."""

@@ -214,10 +214,15 @@ def new_group(layers: Mapping[str, GroupLayer], vllm_config: VllmConfig, device:
     ranks = get_tp_group()
     agree = among(ranks.cpu_group) if ranks.world_size > 1 else alone
     has_slots = vllm_config.parallel_config.decode_context_parallel_size == 1
-    mode = compilation.cudagraph_mode
-    wide = mode is not None and not mode.separate_routine() and mode.mixed_mode() == CUDAGraphMode.FULL
-    options = GroupOptions(external, agree, has_slots, wide, partial(log_kernels, VLLM))
+    is_wide = partial(_captures_prompts, compilation)
+    options = GroupOptions(external, agree, has_slots, is_wide, partial(log_kernels, VLLM))
     return KVGroup(layers, sizes, device, options)
+
+
+def _captures_prompts(compilation: Any) -> bool:
+    """Whether full graphs serve prompts too. vLLM settles its mode after it has made builders."""
+    mode = compilation.cudagraph_mode
+    return mode is not None and not mode.separate_routine() and mode.mixed_mode() == CUDAGraphMode.FULL
 
 
 def _require_parallel(vllm_config: VllmConfig) -> None:

@@ -67,15 +67,15 @@ class GroupOptions:
     has_slots: whether every new token has a slot on this rank, which is then checked. A step none of whose tokens has
                one is run for vLLM's own sake, to warm up or on an idle rank: its tables name no pages, and all of its
                sequences are pads. Not so where ranks share a sequence's KV
-    wide:      whether vLLM's full graphs serve any step of their padded size, prompts too. What a step that is captured
-               says of its longest sequence means nothing then
+    is_wide:   asked at a capture: whether vLLM's full graphs serve any step of their padded size, prompts too. What the
+               captured step says of its longest sequence means nothing then
     said:      called with the kernels that were chosen
     """
 
     external: ExternalOptions = field(default_factory=lambda: ExternalOptions(page_strides=True))
     agree: Agree = alone
     has_slots: bool = True
-    wide: bool = False
+    is_wide: Callable[[], bool] = lambda: False
     said: Callable[[Sequence[Selection]], None] = say_nothing
 
 
@@ -137,7 +137,7 @@ class KVGroup:
         """Begin and fill a step that vLLM captures, with pads alone: what its tensors hold means nothing yet."""
         require_causal(common)
         shape = Shape.of(common)
-        if self._options.wide:
+        if self._options.is_wide():
             shape = shape.widest()
         known = self._captured.get(shape.padded, shape)
         if known != shape:

@@ -37,6 +37,9 @@ def started(runner: Runner) -> Runner:
     return runner
 
 
+# Under Triton's interpreter one of each in every run, and the others in the nightly one.
+long = pytest.mark.long
+
 LAYERS = {
     "plain": TERMS,
     "window": WINDOW,
@@ -47,8 +50,8 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("heads_first", [False, True], ids=["NHD", "HND"])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("heads_first", [False, pytest.param(True, marks=long)], ids=["NHD", "HND"])
+@pytest.mark.parametrize("name", ["FP8", *(pytest.param(name, marks=long) for name in LAYERS if name != "FP8")])
 def test_decodes_prompts_chunks_and_mixed_steps_equal_the_oracle(
     name: str, heads_first: bool, device: torch.device, provider: str
 ) -> None:
@@ -60,6 +63,7 @@ def test_decodes_prompts_chunks_and_mixed_steps_equal_the_oracle(
     runner.groups[0].attention.check_device()
 
 
+@long
 def test_groups_of_a_model_with_windows_have_tables_of_their_own(device: torch.device, provider: str) -> None:
     runner = started(Runner([WINDOW, TERMS, WINDOW], (0, 1, 0), device=device, provider=provider))
     runner.evict(1, 0, 1)  # of 41 tokens, the first block has left the window
@@ -69,6 +73,7 @@ def test_groups_of_a_model_with_windows_have_tables_of_their_own(device: torch.d
         group.attention.check_device()
 
 
+@long
 def test_a_layer_that_shares_kv_reads_what_its_target_has_stored(device: torch.device, provider: str) -> None:
     shares = replace(TERMS, kv_sharing_target_layer_name="layers.0")
     runner = Runner([TERMS, shares], (0, 0), device=device, provider=provider)
@@ -80,7 +85,7 @@ def test_a_layer_that_shares_kv_reads_what_its_target_has_stored(device: torch.d
     runner.compare([20], given, outs)
 
 
-@pytest.mark.parametrize("name", ["plain", "window", "FP8"])
+@pytest.mark.parametrize("name", ["window", pytest.param("plain", marks=long), pytest.param("FP8", marks=long)])
 def test_a_decode_graph_serves_any_lengths_and_pads_change_nothing(
     name: str, device: torch.device, provider: str
 ) -> None:
@@ -96,6 +101,7 @@ def test_a_decode_graph_serves_any_lengths_and_pads_change_nothing(
     runner.groups[0].attention.check_device()
 
 
+@long
 def test_a_graph_of_verification_steps_serves_fewer_drafts_too(device: torch.device, provider: str) -> None:
     runner = started(Runner([TERMS, WINDOW], (0, 1), device=device, provider=provider))
     graph = runner.capture(4, 12, 3)
@@ -117,6 +123,7 @@ def test_a_full_graph_of_mixed_steps_serves_a_prompt_that_fills_it(device: torch
     runner.groups[0].attention.check_device()
 
 
+@long
 def test_steps_that_vllm_runs_to_warm_up_are_pads_and_no_fault(runner: Runner) -> None:
     for num_tokens, max_query_len in ((4, 1), (12, 3)):
         for table in runner.tables:
@@ -141,7 +148,9 @@ def assert_told_two_steps_later(run: Callable[[Sequence[int]], object], what: st
         run([1, 1, 1])
 
 
+@long
 def test_a_stale_pad_is_told(runner: Runner) -> None:
+    runner.pad = 3.0
     graph = runner.capture(4, 4, 1)
 
     def lie(runner: Runner) -> None:
@@ -151,6 +160,7 @@ def test_a_stale_pad_is_told(runner: Runner) -> None:
     assert_told_two_steps_later(graph.run_unseen, "a new token had no page of its own")
 
 
+@long
 def test_a_wrong_slot_is_told_and_harms_no_other_request(runner: Runner) -> None:
     def lie(runner: Runner) -> None:
         runner.slots[0][0] = runner.slots[0][1] - 1  # where request 1 has a token
@@ -165,6 +175,7 @@ def test_a_wrong_slot_is_told_and_harms_no_other_request(runner: Runner) -> None
         runner.compare_request(0, [1, 1, 1], given, outs)
 
 
+@long
 def test_a_table_that_moves_after_a_capture_is_refused_before_the_step(runner: Runner) -> None:
     graph = runner.capture(4, 4, 1)
     graph.run([1, 1, 1])
@@ -176,6 +187,7 @@ def test_a_table_that_moves_after_a_capture_is_refused_before_the_step(runner: R
         graph.run_unseen([1, 1, 1], lie)
 
 
+@long
 def test_a_table_that_moves_between_eager_steps_is_read_where_it_is(runner: Runner) -> None:
     def move(runner: Runner) -> None:
         runner.tables[0] = runner.tables[0].clone()
@@ -184,6 +196,7 @@ def test_a_table_that_moves_between_eager_steps_is_read_where_it_is(runner: Runn
     runner.step([1, 3, 1])
 
 
+@long
 def test_a_window_whose_page_was_evicted_too_early_is_told(device: torch.device, provider: str) -> None:
     runner = started(Runner([WINDOW], device=device, provider=provider))
     runner.evict(1, 0, 2)  # of 41 tokens, 32 are gone; the window still sees from 22 on
@@ -191,6 +204,7 @@ def test_a_window_whose_page_was_evicted_too_early_is_told(device: torch.device,
     assert_told_two_steps_later(runner.step_unseen, "the first key that a new token sees lay in a page")
 
 
+@long
 def test_a_cache_that_moves_after_a_capture_is_refused(runner: Runner) -> None:
     runner.capture(4, 4, 1)
     runner.layers[0].kv_cache = runner.layers[0].kv_cache.clone()
@@ -198,6 +212,7 @@ def test_a_cache_that_moves_after_a_capture_is_refused(runner: Runner) -> None:
         runner.step([1, 1, 1])
 
 
+@long
 def test_metadata_of_an_earlier_step_is_refused(runner: Runner) -> None:
     runner.prepare([1, 1, 1], 3, 3)
     common = runner.common(0, 3, 3, 1)
@@ -208,11 +223,13 @@ def test_metadata_of_an_earlier_step_is_refused(runner: Runner) -> None:
         runner.forward([first], [given], [torch.empty_like(given[0])])
 
 
+@long
 def test_a_step_that_is_not_causal_is_refused(runner: Runner) -> None:
     with pytest.raises(Unsupported, match="not causal"):
         runner.groups[0].begin(runner.common(0, 3, 3, 1, causal=False))
 
 
+@long
 def test_faults_may_be_logged_and_counted_in_place_of_raised(device: torch.device, provider: str) -> None:
     counted = LogAndCount()
     runner = started(Runner(device=device, provider=provider, external=ExternalOptions(on_fault=counted)))
@@ -232,6 +249,7 @@ def test_a_geometry_that_no_kernel_serves_is_refused_before_the_first_step(devic
         Runner([odd], device=device, provider="triton")
 
 
+@long
 def test_two_graphs_of_one_size_that_a_step_cannot_tell_apart_are_refused(runner: Runner) -> None:
     runner.capture(4, 12, 3)
     with pytest.raises(Unsupported, match="vLLM captures two graphs for 4 sequences with 12 tokens"):

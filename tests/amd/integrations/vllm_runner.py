@@ -74,7 +74,7 @@ class Runner:
         external: ExternalOptions | None = None,
     ) -> None:
         self.device, self.block_size = device, block_size
-        self.random = np.random.default_rng(0)
+        self.random, self.pad = np.random.default_rng(0), NAN
         self.cache = CacheTerms(block_size, DIM, torch.float32, torch.float8_e4m3fn)
         self.layers = [
             self._new_layer(f"layers.{i}", each, group, heads_first)
@@ -185,13 +185,13 @@ class Runner:
         )
 
     def projected(self, num_tokens: int, padded: int) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of a layer; NaN in padded rows."""
+        """q, k and v of a layer; self.pad in padded rows."""
         values = [
             torch.from_numpy(self.random.standard_normal((padded, heads, DIM))).float().to(self.device)
             for heads in (HEADS, KV_HEADS, KV_HEADS)
         ]
         for each in values:
-            each[num_tokens:] = NAN
+            each[num_tokens:] = self.pad
         return values[0], values[1], values[2]
 
     def forward(

@@ -90,7 +90,7 @@ def test_two_ranks_give_the_tokens_of_one(vllm: VllmVenv, tmp_path: Path) -> Non
 @pytest.mark.nightly
 def test_latent_attention_gives_vllms_own_tokens(vllm: VllmVenv, tmp_path: Path) -> None:
     """On a CPU vLLM has neither chunks nor a prefix cache for MLA, and its own decode reads pages of 16."""
-    args = {"attention_backend": "CPU_MLA", "block_size": 16, "max_num_batched_tokens": 512}
+    args: dict[str, Any] = {"attention_backend": "CPU_MLA", "block_size": 16, "max_num_batched_tokens": 512}
     asked = [run(vllm, "deepseek_wide", **args)]
     (stock,) = vllm.stock(asked, tmp_path)
     assert_equal(vllm.ours(asked, tmp_path), stock)

@@ -21,6 +21,9 @@
 #   simulator@VERSION  the simulator's full grid with another Triton; writes docs/simulator.md (not part of the default)
 #   aiter-source     AITER's own Triton and Gluon kernels in the simulator and the interpreter, from the checkout that
 #                    AITER_SOURCE names; fails where it names none (not part of the default)
+#   engines          vLLM's whole engine with our backend, in the environment that ENGINE_VENVS names; where it names none
+#                    the stage says so, and is not among the passed ones
+#   engines-long     what that leaves out; makes the environment first (not part of the default)
 #   device           kernels, graphs and the runtime on this machine's GPU (part of the default where there is one)
 #   rocm             the same and more on an MI300 or MI350, with a report to send in reports/ (not part of the default)
 #   images           hadolint and shellcheck over the images and scripts
@@ -35,6 +38,8 @@ unset PYTHONDONTWRITEBYTECODE
 
 readonly OLDEST_TRITON=3.6.0
 readonly VENV=.venv-test
+# What a stage returns that could not run here, which is no pass and no failure.
+readonly NOT_RUN=77
 
 # run_pytest ARGUMENT...: a run in which nothing passed is a failure, whatever was skipped.
 run_pytest() {
@@ -70,6 +75,16 @@ run_aiters_kernels() {
     fi
     run_pytest -n auto tests/amd/aiter_source
     TRITON_INTERPRET=1 run_pytest -n auto tests/amd/aiter_source/test_interpreted.py
+}
+
+# run_engines ARGUMENT...: whole engines, each in a virtual environment of its own.
+run_engines() {
+    if [ ! -e "${ENGINE_VENVS:-/nonexistent}/vllm/bin/python" ]; then
+        echo "NOT RUN: engines: there is no environment in ENGINE_VENVS='${ENGINE_VENVS:-}';" \
+            "run ENGINE_VENVS=FOLDER bash scripts/engine_venv.sh vllm" | tee -a "$verdicts" >&2
+        return $NOT_RUN
+    fi
+    run_pytest tests/amd/engines "$@"
 }
 
 # spread ARGUMENT...: tests over all cores. Workers share what is left at the end, where long tests would wait for one.
@@ -122,6 +137,8 @@ run_stage() {
     offline-long) compile -m long ;;
     driver) spread tests/amd/driver ;;
     driver-long) python -m tests.amd.driver --seeds 200:2000 | tee -a "$verdicts" ;;
+    engines) run_engines -m "not nightly" ;;
+    engines-long) bash scripts/engine_venv.sh vllm && run_engines -m nightly ;;
     text) run_pytest -n auto --dist loadfile -m "not nightly" tests/amd/text ;;
     text-long) run_pytest -n auto -m nightly tests/amd/text ;;
     soak) rocm-attn soak --steps 2000 --seed 0 ;;
@@ -152,7 +169,7 @@ verdicts=$VENV/verdicts
 
 if [ $# -eq 0 ]; then
     # Stages that leave a core idle, at their ends or all the time, run beside another.
-    set -- lint 'types soak' images host interpreter 'mutation text' 'driver simulator' 'offline oldest'
+    set -- lint 'types soak' images host interpreter 'mutation text' 'driver simulator' 'offline oldest' engines
     if python -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; then
         set -- "$@" device
     fi
@@ -167,10 +184,13 @@ time_stage() {
         set -e
         run_stage "$1"
     )
-    # shellcheck disable=SC2181 # in a condition, `set -e` would not hold inside
-    [ $? -eq 0 ] || verdict=FAILED
+    case $? in # in a condition, `set -e` would not hold inside
+    0) ;;
+    "$NOT_RUN") verdict='NOT RUN' ;;
+    *) verdict=FAILED ;;
+    esac
     set -e
-    printf '%-16s %-6s %4d s\n' "$1" $verdict $((SECONDS - started)) >"$VENV/stage-$1"
+    printf '%-16s %-7s %4d s\n' "$1" "$verdict" $((SECONDS - started)) >"$VENV/stage-$1"
 }
 
 summary=""

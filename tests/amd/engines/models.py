@@ -129,7 +129,7 @@ def write_deepseek(folder: Path) -> None:
 
 
 def write_wide_deepseek(folder: Path) -> None:
-    """A DeepSeek V3 of three layers with random weights and the published latent rows: vLLM's CPU kernel has no other."""
+    """A DeepSeek V3 of three layers with random weights and latent rows of 576: vLLM's CPU kernel has no others."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
     config = DeepseekV3Config(

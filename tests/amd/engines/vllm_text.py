@@ -2,8 +2,8 @@
 
     python -m tests.amd.engines.vllm_text REQUEST OUT
 
-REQUEST: JSON, a list of the fields of Run; OUT: receives JSON, a list of the fields of Answer. The environment says which
-backend serves: vLLM finds our plug-in where the package's metadata is on the path.
+REQUEST: JSON, a list of the fields of Run; OUT: receives JSON, a list of the fields of Answer. The environment says
+which backend serves: vLLM finds our plug-in where the package's metadata is on the path.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ class Planted:
     def __init__(self, fault: str) -> None:
         from rocm_attn.integrations.vllm.group import KVGroup
 
-        self._begin, self._group = KVGroup.begin, KVGroup
+        self._begin: Callable[..., Any] = KVGroup.begin
+        self._group: Any = KVGroup
         self._fault = FAULTS[fault]
         self.begun: dict[int, int] = {}
         planted = self
@@ -97,7 +98,7 @@ class Planted:
             number = planted.begun[id(group)] = planted.begun.get(id(group), 0) + 1
             return planted._begin(group, planted._fault(common) if number == _FAULTY_STEP else common)
 
-        self._group.begin = begin  # type: ignore[method-assign]
+        self._group.begin = begin
 
     @property
     def steps_later(self) -> int:
@@ -105,7 +106,7 @@ class Planted:
         return max(self.begun.values()) - _FAULTY_STEP - 1
 
     def undo(self) -> None:
-        self._group.begin = self._begin  # type: ignore[method-assign]
+        self._group.begin = self._begin
 
 
 def answer(run: Run) -> Answer:

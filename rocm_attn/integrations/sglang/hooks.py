@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadTensor, NeverFits, Unsupported, WrongState
-from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, FaultPolicy, LogAndCount
+from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, FaultPolicy, raise_fault
 from rocm_attn.guards.registry import Guards
 from rocm_attn.integrations.plugins import SGLANG, log_kernels
 from rocm_attn.integrations.sglang.geometry import ModelLayers
@@ -48,7 +48,7 @@ class Serving:
     deterministic: bool = False
     with_trees: bool = False
     agree: Agree = alone
-    on_fault: FaultPolicy | None = None
+    on_fault: FaultPolicy = raise_fault
     guards: Guards | None = None
 
 
@@ -73,7 +73,7 @@ class AttentionHooks:
         # SGLang reads both here, and puts another pool in for some drafts.
         self.req_to_token_pool: Rows = runner.req_to_token_pool
         self.token_to_kv_pool: Pool = runner.token_to_kv_pool
-        self.on_fault = serving.on_fault if serving.on_fault is not None else LogAndCount()
+        self.on_fault = serving.on_fault
         self._serving, self._own_table = serving, table
         self._device = torch.device(runner.device)
         _check_pool(self.token_to_kv_pool)

@@ -31,10 +31,10 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from rocm_attn.errors import Unsupported
 from rocm_attn.external import ExternalOptions
+from rocm_attn.integrations.engine_settings import fault_policy, provider
 from rocm_attn.integrations.plugins import VLLM, log_kernels
 from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup, StepOfGroup
 from rocm_attn.integrations.vllm.layer_terms import KV_CACHE_DTYPES, CacheTerms, LayerTerms
-from rocm_attn.integrations.vllm.settings import fault_policy, provider
 from rocm_attn.integrations.vllm.steps import CommonMetadata
 from rocm_attn.machine.agreement import alone, among
 

@@ -35,7 +35,7 @@ class Run:
 
 @dataclass
 class Answer:
-    """tokens: of each prompt of each round; cached: tokens of its prompt that a radix hit gave; faults: the plug-in's"""
+    """tokens: of each prompt of each round; cached: those of its prompt that a radix hit gave; faults: what was told"""
 
     tokens: list[list[list[int]]] = field(default_factory=list)
     cached: list[list[int]] = field(default_factory=list)

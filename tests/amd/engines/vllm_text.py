@@ -98,7 +98,7 @@ class Planted:
             number = planted.begun[id(group)] = planted.begun.get(id(group), 0) + 1
             return planted._begin(group, planted._fault(common) if number == _FAULTY_STEP else common)
 
-        self._group.begin = begin
+        setattr(self._group, "begin", begin)  # noqa: B010  # for this process
 
     @property
     def steps_later(self) -> int:

@@ -186,6 +186,8 @@ class AttentionHooks:
         """Tokens of a pad."""
         return PAD_KV_LEN
 
+    get_cpu_graph_seq_len_fill_value = get_cuda_graph_seq_len_fill_value
+
     def init_forward_metadata_out_graph(self, forward_batch: Batch, in_capture: bool = False) -> None:
         """What is done outside of the graph of a step, before its capture and each replay."""
         cells = self._graph_cells(forward_batch, in_capture=in_capture)

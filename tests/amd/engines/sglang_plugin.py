@@ -3,7 +3,7 @@
 SGLang's processes find it where the metadata of an installation is on their path.
 
 ENGINE_WINDOW_POOL=1   gives Gemma 3 a pool of its own for layers with a window, which SGLang does for newer models
-ENGINE_FAULTS_LOG=FILE once the file is there, one of FAULTS is planted in every eighth step that decodes; each becomes
+ENGINE_FAULTS_LOG=FILE once the file is there, one of FAULTS is planted in every fourth step that decodes; each becomes
                        a line of JSON: planted (its name) and step, and what was reported a line with told and begun
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 WINDOW_POOL, FAULTS_LOG = "ENGINE_WINDOW_POOL", "ENGINE_FAULTS_LOG"
-_STEPS_APART = 8
+_STEPS_APART = 4
 
 Undo = Callable[[], None]
 

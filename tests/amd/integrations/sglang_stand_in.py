@@ -71,19 +71,19 @@ class RadixAttention(nn.Module):
             setattr(self, name, value)
 
 
-def unwritten(num_slots: int, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
+def unwritten(num_slots: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Rows that nothing was stored in: NaN, but for slots that pads may be read from."""
     rows = torch.full((num_slots, heads, dim), NAN)
     rows[:_MOST_TOKENS_OF_A_PAGE] = 0
-    return rows.to(dtype)
+    return rows.to(device, dtype)
 
 
 class SplitPool:
     """MHATokenToKVPool: [slots, heads, dim] for each layer; slots of page 0 belong to no one."""
 
-    def __init__(self, layers: Sequence[int], num_slots: int, dtype: torch.dtype) -> None:
+    def __init__(self, layers: Sequence[int], num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         def rows() -> Tensor:
-            return unwritten(num_slots, KV_HEADS, DIM, dtype)
+            return unwritten(num_slots, KV_HEADS, DIM, dtype, device)
 
         self.k, self.v = ({layer: rows() for layer in layers} for _ in range(2))
 
@@ -99,8 +99,8 @@ class LatentPool(SplitPool):
 
     kv_lora_rank, qk_rope_head_dim = LATENT, ROTATED
 
-    def __init__(self, layers: Sequence[int], num_slots: int, dtype: torch.dtype) -> None:
-        self.k = {layer: unwritten(num_slots, 1, LATENT + ROTATED, dtype) for layer in layers}
+    def __init__(self, layers: Sequence[int], num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.k = {layer: unwritten(num_slots, 1, LATENT + ROTATED, dtype, device) for layer in layers}
 
     def get_value_buffer(self, layer_id: int) -> Tensor:
         return self.k[layer_id][..., :LATENT]
@@ -111,11 +111,11 @@ class WindowPool:
 
     swa_layer_nums = 1
 
-    def __init__(self, windows: Sequence[int], num_slots: int, dtype: torch.dtype) -> None:
-        self.pool = SplitPool(range(len(windows)), num_slots, dtype)
+    def __init__(self, windows: Sequence[int], num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.pool = SplitPool(range(len(windows)), num_slots, dtype, device)
         self.layers_mapping = {layer: (layer, window >= 0) for layer, window in enumerate(windows)}
         # The last entry is what an index of -1 finds.
-        self.full_to_swa_index_mapping = torch.zeros(num_slots + 1, dtype=torch.int64)
+        self.full_to_swa_index_mapping = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self.full_to_swa_index_mapping[-1] = -1
 
     def get_key_buffer(self, layer_id: int) -> Tensor:
@@ -155,6 +155,7 @@ class Engine:
     def __init__(
         self,
         provider: str,
+        device: torch.device,
         *,
         page_size: int = 4,
         windows: Sequence[int] = (-1,),
@@ -166,17 +167,17 @@ class Engine:
         serve: bool = True,
         **fields: Any,
     ) -> None:
-        self.page_size, self.windows, self.is_latent = page_size, tuple(windows), is_latent
+        self.page_size, self.windows, self.is_latent, self.device = page_size, tuple(windows), is_latent, device
         self.random = np.random.default_rng(0)
         num_pages = 1 + (NUM_ROWS - 1) * -(-ROOM // page_size)
         num_slots = num_pages * page_size
         self.free = self.random.permutation(np.arange(1, num_pages)).tolist()
-        self.table = torch.zeros(NUM_ROWS, ROOM, dtype=torch.int32)
+        self.table = torch.zeros(NUM_ROWS, ROOM, dtype=torch.int32, device=device)
         pool_type = LatentPool if is_latent else SplitPool
         self.pool: Any = (
-            WindowPool(windows, num_slots, kv_dtype)
+            WindowPool(windows, num_slots, kv_dtype, device)
             if with_window_pool
-            else pool_type(range(len(windows)), num_slots, kv_dtype)
+            else pool_type(range(len(windows)), num_slots, kv_dtype, device)
         )
         self.num_slots = num_slots
         if is_latent:
@@ -187,11 +188,11 @@ class Engine:
             block = nn.Module()
             block.attn = RadixAttention(layer_id, sliding_window_size=window, **fields)
             if with_sinks:
-                block.sinks = nn.Parameter(torch.from_numpy(self.random.standard_normal(Q_HEADS)).float())
+                block.sinks = nn.Parameter(self.random_rows(Q_HEADS))
             self.layers.append(block.attn)
             self.model.add_module(f"block{layer_id}", block)
         self.runner: Any = SimpleNamespace(
-            device="cpu",
+            device=str(device),
             dtype=torch.float32,
             page_size=page_size,
             model=self.model,
@@ -226,7 +227,11 @@ class Engine:
                 )
 
     def random_rows(self, *shape: int) -> Tensor:
-        return torch.from_numpy(self.random.standard_normal(shape)).float()
+        return torch.from_numpy(self.random.standard_normal(shape)).float().to(self.device)
+
+    def ints(self, values: Sequence[int]) -> Tensor:
+        """int64, on the device."""
+        return torch.tensor(list(values), dtype=torch.int64, device=self.device)
 
     def batch(self, mode: Mode, requests: Sequence[Request], new: Sequence[int], **more: Any) -> Any:
         """A ForwardBatch, with pages for its new tokens. Lengths are without drafts that are verified."""
@@ -243,13 +248,13 @@ class Engine:
         return SimpleNamespace(
             forward_mode=mode,
             batch_size=len(requests),
-            req_pool_indices=torch.tensor([r.row for r in requests]),
-            seq_lens=torch.tensor(lens),
+            req_pool_indices=self.ints([r.row for r in requests]),
+            seq_lens=self.ints(lens),
             seq_lens_cpu=torch.tensor(lens),
-            out_cache_loc=torch.tensor(slots),
-            extend_seq_lens=torch.tensor(list(new), dtype=torch.int32),
+            out_cache_loc=self.ints(slots),
+            extend_seq_lens=self.ints(new).int(),
             extend_seq_lens_cpu=list(new),
-            positions=torch.tensor(positions),
+            positions=self.ints(positions),
             spec_info=SimpleNamespace(draft_token_num=max(new), num_tokens_per_req=max(new), topk=1, custom_mask=None),
             **more,
         )
@@ -293,7 +298,7 @@ class Engine:
         """What the pool gives back of rows that were stored in it."""
         dtype = self.pool.get_key_buffer(0).dtype
         factor = 1.0 if scale is None else scale
-        rows: Array = ((values.float() / factor).to(dtype).double() * factor).numpy()
+        rows: Array = ((values.float() / factor).to(dtype).double() * factor).cpu().numpy()
         return rows
 
     def keep(self, requests: Sequence[Request], step: Step) -> None:
@@ -318,7 +323,7 @@ class Engine:
             first, layer = 0, self.layers[place]
             out = step.outs[place].view(-1, Q_HEADS, layer.v_head_dim)
             for number, (request, count) in enumerate(zip(requests, step.new, strict=True)):
-                q = step.q[place][first : first + count].double().numpy()
+                q = step.q[place][first : first + count].double().cpu().numpy()
                 want, lse = attention(
                     q,
                     *self.stored[place, request.row],
@@ -328,9 +333,9 @@ class Engine:
                 )
                 block: Any = self.model.get_submodule(f"block{layer.layer_id}")
                 if hasattr(block, "sinks"):
-                    sinks = block.sinks.detach().double().numpy()
+                    sinks = block.sinks.detach().double().cpu().numpy()
                     want = want * (1 / (1 + np.exp(sinks[None] - lse)))[..., None]
-                found = out[first : first + count].double().numpy()
+                found = out[first : first + count].double().cpu().numpy()
                 assert np.allclose(found, want, atol=TOLERANCE, rtol=TOLERANCE), f"layer {place}, row {request.row}"
                 first += count
             assert (out[first:] == 0).all(), f"padded rows of layer {place} are not 0"
@@ -351,11 +356,11 @@ class Graph:
         self.batch: Any = SimpleNamespace(
             forward_mode=mode,
             batch_size=bucket,
-            req_pool_indices=torch.zeros(bucket, dtype=torch.int64),
-            seq_lens=torch.full((bucket,), fill),
+            req_pool_indices=engine.ints([0] * bucket),
+            seq_lens=engine.ints([fill] * bucket),
             seq_lens_cpu=None,
-            out_cache_loc=torch.zeros(tokens, dtype=torch.int64),
-            positions=torch.zeros(tokens, dtype=torch.int64),
+            out_cache_loc=engine.ints([0] * tokens),
+            positions=engine.ints([0] * tokens),
             spec_info=SimpleNamespace(draft_token_num=width, num_tokens_per_req=width, topk=topk, custom_mask=None),
         )
         self.fill = fill
@@ -366,7 +371,7 @@ class Graph:
             engine.hooks.init_forward_metadata_in_graph(self.batch)
             engine.forward(self.step)
 
-        self.recording, _ = recorder_for(torch.device("cpu")).record(body)
+        self.recording, _ = recorder_for(engine.device).record(body)
 
     def replay(
         self,
@@ -401,7 +406,7 @@ class Graph:
         spec.topk = self.topk
         if mask is not None:
             cells = [torch.from_numpy(mask(number) != 0).flatten() for number in range(count)]
-            spec.custom_mask = torch.cat(cells)
+            spec.custom_mask = torch.cat(cells).to(engine.device)
         view = SimpleNamespace(**{**vars(static), "out_cache_loc": raw.out_cache_loc, "spec_info": spec})
         if says_padding:
             view.num_padding = self.bucket - count

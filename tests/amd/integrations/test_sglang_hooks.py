@@ -39,19 +39,12 @@ POOLS: list[Any] = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def on_cpu(device: torch.device) -> None:
-    """The stand-in's tensors are on the CPU."""
-    if device.type == "cuda":
-        pytest.skip("the stand-in has a CPU's tensors; SGLang's own kit runs on a GPU")
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("kind", POOLS)
 def test_prompts_in_chunks_decode_mixed_and_idle_steps_give_what_an_oracle_gives(
-    kind: dict[str, Any], provider: str
+    kind: dict[str, Any], provider: str, device: torch.device
 ) -> None:
-    engine = Engine(provider, **kind)
+    engine = Engine(provider, device, **kind)
     one, two, three = (engine.admit() for _ in range(3))
     engine.run(Mode.EXTEND, [one, two], [7, 3])
     engine.run(Mode.EXTEND, [one, three], [6, 2])
@@ -68,9 +61,9 @@ def test_prompts_in_chunks_decode_mixed_and_idle_steps_give_what_an_oracle_gives
 @pytest.mark.parametrize("kind", POOLS)
 @pytest.mark.parametrize("says_padding", [True, False])
 def test_a_captured_step_serves_any_batch_up_to_its_bucket(
-    kind: dict[str, Any], says_padding: bool, provider: str
+    kind: dict[str, Any], says_padding: bool, provider: str, device: torch.device
 ) -> None:
-    engine = Engine(provider, **kind)
+    engine = Engine(provider, device, **kind)
     requests = [engine.admit() for _ in range(4)]
     engine.run(Mode.EXTEND, requests, [9, 2, 5, 1])
     engine.hooks.init_cuda_graph_state(4, 12)
@@ -101,8 +94,8 @@ def tree_of(requests: Sequence[Request], new: int) -> Any:
 
 
 @pytest.mark.long
-def test_a_tree_of_drafts_is_verified_by_its_mask_eagerly_and_in_a_graph(provider: str) -> None:
-    engine = Engine(provider, with_trees=True)
+def test_a_tree_of_drafts_is_verified_by_its_mask_eagerly_and_in_a_graph(provider: str, device: torch.device) -> None:
+    engine = Engine(provider, device, with_trees=True)
     requests = [engine.admit() for _ in range(3)]
     engine.run(Mode.EXTEND, requests, [9, 2, 5])
     batch = engine.batch(Mode.TARGET_VERIFY, requests, [3, 3, 3])
@@ -111,7 +104,7 @@ def test_a_tree_of_drafts_is_verified_by_its_mask_eagerly_and_in_a_graph(provide
         request.kv_len += 3
     shown = tree_of(requests, 3)
     batch.spec_info.topk = 2
-    batch.spec_info.custom_mask = torch.cat([torch.from_numpy(shown(n) != 0).flatten() for n in range(3)])
+    batch.spec_info.custom_mask = torch.cat([torch.from_numpy(shown(n) != 0).flatten() for n in range(3)]).to(device)
     for request in requests:
         request.kv_len -= 3
     engine.hooks.init_forward_metadata(batch)
@@ -141,9 +134,9 @@ def replay_tree(graph: Graph, requests: Sequence[Request]) -> None:
 @pytest.mark.parametrize(("topk", "page_size"), [(1, 4), (2, 1), (2, 4), (3, 4)])
 @pytest.mark.parametrize("captured", [False, True])
 def test_draft_steps_see_their_request_and_their_own_branch(
-    topk: int, page_size: int, captured: bool, provider: str
+    topk: int, page_size: int, captured: bool, provider: str, device: torch.device
 ) -> None:
-    engine = Engine(provider, page_size=page_size)
+    engine = Engine(provider, device, page_size=page_size)
     requests = [engine.admit() for _ in range(3)]
     engine.run(Mode.EXTEND, requests, [9, 4, 5])
     drafts = Drafts(engine, requests, topk=topk, num_steps=3)
@@ -176,8 +169,8 @@ class Drafts:
         batch = SimpleNamespace(
             forward_mode=Mode.DECODE,
             batch_size=len(self.requests) + pads,
-            req_pool_indices=torch.tensor([r.row for r in self.requests] + [0] * pads),
-            seq_lens=torch.tensor([r.kv_len for r in self.requests] + [1] * pads),
+            req_pool_indices=engine.ints([r.row for r in self.requests] + [0] * pads),
+            seq_lens=engine.ints([r.kv_len for r in self.requests] + [1] * pads),
             seq_lens_cpu=None,
             out_cache_loc=None,
         )
@@ -203,12 +196,12 @@ class Drafts:
                 at = number * self.topk + branch
                 before = seen.get((number, branch), self.engine.stored[0, request.row])
                 k, v = (
-                    np.concatenate([old, fresh[0][at : at + 1].double().numpy()])
+                    np.concatenate([old, fresh[0][at : at + 1].double().cpu().numpy()])
                     for old, fresh in zip(before, (step.k, step.v), strict=True)
                 )
                 seen[number, branch] = k, v
-                want, _ = attention(step.q[0][at : at + 1].double().numpy(), k, v, scale=0.3)
-                assert np.allclose(out[at : at + 1].double().numpy(), want, atol=TOLERANCE, rtol=TOLERANCE), (at,)
+                want, _ = attention(step.q[0][at : at + 1].double().cpu().numpy(), k, v, scale=0.3)
+                assert np.allclose(out[at : at + 1].double().cpu().numpy(), want, atol=TOLERANCE, rtol=TOLERANCE), (at,)
 
 
 def test_a_table_of_branches_refuses_more_than_it_has_room_for() -> None:
@@ -219,16 +212,18 @@ def test_a_table_of_branches_refuses_more_than_it_has_room_for() -> None:
 
 @pytest.mark.parametrize("scale", [None, 0.5])
 @pytest.mark.parametrize("is_latent", [False, True])
-def test_eight_bit_pages_are_read_with_the_layers_factors(is_latent: bool, scale: float | None, provider: str) -> None:
+def test_eight_bit_pages_are_read_with_the_layers_factors(
+    is_latent: bool, scale: float | None, provider: str, device: torch.device
+) -> None:
     factors: dict[str, Any] = {} if is_latent else {"k_scale_float": scale, "v_scale_float": scale}
-    engine = Engine(provider, is_latent=is_latent, kv_dtype=torch.float8_e4m3fn, **factors)
+    engine = Engine(provider, device, is_latent=is_latent, kv_dtype=torch.float8_e4m3fn, **factors)
     one, two = engine.admit(), engine.admit()
     engine.run(Mode.EXTEND, [one, two], [7, 3])
     engine.run(Mode.DECODE, [one, two], [1, 1])
 
 
-def test_the_two_halves_of_an_overlapped_batch_have_backends_of_their_own(provider: str) -> None:
-    engine = Engine(provider)
+def test_the_two_halves_of_an_overlapped_batch_have_backends_of_their_own(provider: str, device: torch.device) -> None:
+    engine = Engine(provider, device)
     other = AttentionHooks(engine.runner, engine.serving)
     one, two = engine.admit(), engine.admit()
     engine.run(Mode.EXTEND, [one, two], [7, 3])
@@ -242,9 +237,9 @@ def test_the_two_halves_of_an_overlapped_batch_have_backends_of_their_own(provid
         engine.compare([request], step)
 
 
-def test_tokens_past_those_of_a_step_are_zero(provider: str) -> None:
+def test_tokens_past_those_of_a_step_are_zero(provider: str, device: torch.device) -> None:
     """A rank that keeps up with others calls layers with more tokens than it has."""
-    engine = Engine(provider)
+    engine = Engine(provider, device)
     one, two = engine.admit(), engine.admit()
     step = engine.step_of(engine.batch(Mode.EXTEND, [one, two], [3, 2]), [3, 2], padded=8)
     engine.hooks.init_forward_metadata(step.batch)
@@ -253,17 +248,17 @@ def test_tokens_past_those_of_a_step_are_zero(provider: str) -> None:
     engine.compare([one, two], step)
 
 
-def test_pads_of_a_rank_in_row_0_are_not_computed(provider: str) -> None:
-    engine = Engine(provider)
+def test_pads_of_a_rank_in_row_0_are_not_computed(provider: str, device: torch.device) -> None:
+    engine = Engine(provider, device)
     one = engine.admit()
     engine.run(Mode.EXTEND, [one], [3])
     batch = engine.batch(Mode.DECODE, [one], [1])
     step = engine.step_of(batch, [1], padded=3)
     batch.batch_size, batch._original_batch_size = 3, 1
-    batch.req_pool_indices = torch.tensor([one.row, 0, 0])
-    batch.seq_lens = torch.tensor([4, 1, 1])
-    batch.seq_lens_cpu = batch.seq_lens
-    batch.out_cache_loc = torch.tensor([*batch.out_cache_loc.tolist(), 0, 0])
+    batch.req_pool_indices = engine.ints([one.row, 0, 0])
+    batch.seq_lens = engine.ints([4, 1, 1])
+    batch.seq_lens_cpu = batch.seq_lens.cpu()
+    batch.out_cache_loc = engine.ints([*batch.out_cache_loc.tolist(), 0, 0])
     engine.hooks.init_forward_metadata(batch)
     engine.forward(step)
     engine.keep([one], step)
@@ -301,9 +296,9 @@ FAULTS: list[Any] = [
 @pytest.mark.parametrize(("corrupt", "said"), FAULTS)
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_fault_in_a_step_of_the_engine_is_reported_within_two_steps(
-    corrupt: Corrupt, said: str, captured: bool, provider: str
+    corrupt: Corrupt, said: str, captured: bool, provider: str, device: torch.device
 ) -> None:
-    engine = Engine(provider, windows=(-1, 5), with_window_pool=True)
+    engine = Engine(provider, device, windows=(-1, 5), with_window_pool=True)
     requests = [engine.admit(), engine.admit()]
     engine.run(Mode.EXTEND, requests, [3, 9])
     engine.hooks.init_cuda_graph_state(2, 2)
@@ -328,8 +323,8 @@ def test_a_fault_in_a_step_of_the_engine_is_reported_within_two_steps(
         step(lambda *_: None)
 
 
-def test_a_table_that_moves_is_followed_until_graphs_read_it(provider: str) -> None:
-    engine = Engine(provider)
+def test_a_table_that_moves_is_followed_until_graphs_read_it(provider: str, device: torch.device) -> None:
+    engine = Engine(provider, device)
     one = engine.admit()
     engine.run(Mode.EXTEND, [one], [3])
     engine.table = engine.runner.req_to_token_pool.req_to_token = engine.table.clone()
@@ -340,8 +335,8 @@ def test_a_table_that_moves_is_followed_until_graphs_read_it(provider: str) -> N
         engine.run(Mode.DECODE, [one], [1])
 
 
-def test_a_pool_that_moves_is_followed_until_graphs_read_it(provider: str) -> None:
-    engine = Engine(provider)
+def test_a_pool_that_moves_is_followed_until_graphs_read_it(provider: str, device: torch.device) -> None:
+    engine = Engine(provider, device)
     one = engine.admit()
     engine.run(Mode.EXTEND, [one], [3])
     engine.pool.k[0] = engine.pool.k[0].clone()
@@ -352,11 +347,11 @@ def test_a_pool_that_moves_is_followed_until_graphs_read_it(provider: str) -> No
         engine.run(Mode.DECODE, [one], [1])
 
 
-def test_a_pool_that_is_swapped_for_drafts_is_read(provider: str) -> None:
-    engine = Engine(provider)
+def test_a_pool_that_is_swapped_for_drafts_is_read(provider: str, device: torch.device) -> None:
+    engine = Engine(provider, device)
     one = engine.admit()
     engine.run(Mode.EXTEND, [one], [3])
-    other = SplitPool([0], engine.num_slots, torch.float32)
+    other = SplitPool([0], engine.num_slots, torch.float32, device)
     other.k[0].copy_(engine.pool.k[0])
     other.v[0].copy_(engine.pool.v[0])
     engine.pool.k[0].fill_(float("nan"))
@@ -364,8 +359,8 @@ def test_a_pool_that_is_swapped_for_drafts_is_read(provider: str) -> None:
     engine.run(Mode.DECODE, [one], [1])
 
 
-def test_faults_may_be_counted_so_that_serving_goes_on(provider: str) -> None:
-    engine = Engine(provider, serve=False)
+def test_faults_may_be_counted_so_that_serving_goes_on(provider: str, device: torch.device) -> None:
+    engine = Engine(provider, device, serve=False)
     counted = LogAndCount()
     engine.hooks = AttentionHooks(engine.runner, replace(engine.serving, on_fault=counted))
     one = engine.admit()
@@ -390,27 +385,29 @@ REFUSED: list[Any] = [
 
 
 @pytest.mark.parametrize(("fields", "said"), REFUSED)
-def test_a_layer_that_is_not_served_is_refused_before_serving(fields: dict[str, Any], said: str, provider: str) -> None:
+def test_a_layer_that_is_not_served_is_refused_before_serving(
+    fields: dict[str, Any], said: str, provider: str, device: torch.device
+) -> None:
     with pytest.raises(Unsupported, match=f"layer 0: .*{said}.* is not served"):
-        Engine(provider, **fields)
+        Engine(provider, device, **fields)
 
 
-def test_attention_within_chunks_is_refused(provider: str) -> None:
-    engine = Engine(provider, serve=False, use_irope=True)
+def test_attention_within_chunks_is_refused(provider: str, device: torch.device) -> None:
+    engine = Engine(provider, device, serve=False, use_irope=True)
     engine.runner.attention_chunk_size = 8192
     with pytest.raises(Unsupported, match="attention within chunks of the sequence is not served"):
         AttentionHooks(engine.runner, engine.serving)
 
 
-def test_a_model_whose_geometry_is_not_known_before_it_serves_is_refused(provider: str) -> None:
-    engine = Engine(provider, serve=False)
+def test_a_model_whose_geometry_is_not_known_before_it_serves_is_refused(provider: str, device: torch.device) -> None:
+    engine = Engine(provider, device, serve=False)
     engine.runner.model = torch.nn.Module()
     with pytest.raises(Unsupported, match="no attention layer that could be found before it serves"):
         AttentionHooks(engine.runner, engine.serving)
 
 
-def test_a_layer_that_the_model_did_not_have_is_refused(provider: str) -> None:
-    engine = Engine(provider)
+def test_a_layer_that_the_model_did_not_have_is_refused(provider: str, device: torch.device) -> None:
+    engine = Engine(provider, device)
     one = engine.admit()
     engine.run(Mode.EXTEND, [one], [3])
     engine.layers = [RadixAttention(0, sliding_window_size=7)]
@@ -422,15 +419,15 @@ def test_a_layer_that_the_model_did_not_have_is_refused(provider: str) -> None:
     ("name", "said"),
     [("is_quantized_kv_cache", "keeps K and V in four bits"), ("dsa_kv_cache_store_fp8", "packs latent rows")],
 )
-def test_a_pool_that_no_kernel_reads_is_refused(name: str, said: str, provider: str) -> None:
-    engine = Engine(provider, serve=False)
+def test_a_pool_that_no_kernel_reads_is_refused(name: str, said: str, provider: str, device: torch.device) -> None:
+    engine = Engine(provider, device, serve=False)
     setattr(engine.pool, name, True)
     with pytest.raises(Unsupported, match=said):
         AttentionHooks(engine.runner, engine.serving)
 
 
-def test_what_a_call_asks_for_beyond_that_is_refused_by_name(provider: str) -> None:
-    engine = Engine(provider)
+def test_what_a_call_asks_for_beyond_that_is_refused_by_name(provider: str, device: torch.device) -> None:
+    engine = Engine(provider, device)
     one = engine.admit()
     step = engine.step_of(engine.batch(Mode.EXTEND, [one], [3]), [3])
     engine.hooks.init_forward_metadata(step.batch)
@@ -441,8 +438,8 @@ def test_what_a_call_asks_for_beyond_that_is_refused_by_name(provider: str) -> N
         engine.forward(step, sinks=torch.zeros(Q_HEADS))
 
 
-def test_metadata_of_another_batch_is_refused(provider: str) -> None:
-    engine = Engine(provider)
+def test_metadata_of_another_batch_is_refused(provider: str, device: torch.device) -> None:
+    engine = Engine(provider, device)
     one = engine.admit()
     step = engine.step_of(engine.batch(Mode.EXTEND, [one], [3]), [3])
     engine.hooks.init_forward_metadata(step.batch)
@@ -451,24 +448,24 @@ def test_metadata_of_another_batch_is_refused(provider: str) -> None:
         engine.forward(step)
 
 
-def test_graphs_larger_than_those_that_were_prepared_are_refused(provider: str) -> None:
-    engine = Engine(provider)
+def test_graphs_larger_than_those_that_were_prepared_are_refused(provider: str, device: torch.device) -> None:
+    engine = Engine(provider, device)
     engine.hooks.init_cuda_graph_state(2, 2)
     engine.hooks.init_cuda_graph_state(1, 1)
     with pytest.raises(NeverFits, match="begin with the largest"):
         engine.hooks.init_cuda_graph_state(4, 4)
 
 
-def test_a_graph_may_have_more_sequences_than_the_pool_has_rows(provider: str) -> None:
-    engine = Engine(provider)
+def test_a_graph_may_have_more_sequences_than_the_pool_has_rows(provider: str, device: torch.device) -> None:
+    engine = Engine(provider, device)
     one = engine.admit()
     engine.run(Mode.EXTEND, [one], [3])
     engine.hooks.init_cuda_graph_state(16, 16)
     Graph(engine, 16).replay([one])
 
 
-def test_new_weights_of_sinks_are_read_when_asked(provider: str) -> None:
-    engine = Engine(provider, with_sinks=True)
+def test_new_weights_of_sinks_are_read_when_asked(provider: str, device: torch.device) -> None:
+    engine = Engine(provider, device, with_sinks=True)
     one = engine.admit()
     engine.run(Mode.EXTEND, [one], [3])
     with torch.no_grad():

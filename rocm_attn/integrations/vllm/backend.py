@@ -35,7 +35,7 @@ from rocm_attn.integrations.plugins import VLLM, log_kernels
 from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup, StepOfGroup
 from rocm_attn.integrations.vllm.layer_terms import KV_CACHE_DTYPES, CacheTerms, LayerTerms
 from rocm_attn.integrations.vllm.settings import fault_policy, provider
-from rocm_attn.integrations.vllm.steps import CommonMetadata
+from rocm_attn.integrations.vllm.steps import GQA_GRAPHS, CommonMetadata
 from rocm_attn.machine.agreement import alone, among
 
 try:
@@ -111,8 +111,7 @@ class RocmAttnMetadata:
 class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
     """One for each attention group, and micro-batch, of vLLM's."""
 
-    # A schedule on the device says what each program of a captured step does, so one graph serves all lengths.
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport[GQA_GRAPHS]
 
     def __init__(self, kv_cache_spec: Any, layer_names: Sequence[str], vllm_config: VllmConfig, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)

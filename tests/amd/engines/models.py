@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -132,32 +133,33 @@ def write_wide_deepseek(folder: Path) -> None:
     """A DeepSeek V3 of three layers with random weights and latent rows of 576: vLLM's CPU kernel has no others."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-    config = DeepseekV3Config(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        first_k_dense_replace=3,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        q_lora_rank=64,
-        kv_lora_rank=512,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        moe_intermediate_size=64,
-        num_nextn_predict_layers=0,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=1024,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        architectures=["DeepseekV3ForCausalLM"],
-        dtype="float32",
-    )
+    settings: dict[str, Any] = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 64,
+        "num_nextn_predict_layers": 0,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 1024,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "dtype": "float32",
+    }
+    config = DeepseekV3Config(**settings)
     write_random(folder, lambda: DeepseekV3ForCausalLM(config))
 
 

@@ -234,6 +234,8 @@ class KVGroup:
 def forget_empty_parts(kv_len: Tensor, out: Tensor, lse: Tensor) -> None:
     """Where ranks share sequences, one may have no token of some: its part then weighs nothing. May be captured.
 
+    Kernels that need a token of each sequence have read one that is not its own.
+
     kv_len: [num_seqs], this rank's part of each; out: [num_seqs, heads, dim] becomes 0, lse: [num_seqs, heads] -inf
     """
     is_empty = kv_len == 0

@@ -10,8 +10,8 @@ from torch import Tensor
 from rocm_attn.errors import Unsupported
 from rocm_attn.step.external_step import ONE_EACH, Boundaries, ExternalStep
 
-# What our builders declare of full graphs, by vLLM's names (AttentionCGSupport). A schedule on the device says what each
-# program of a step does, so one graph serves all lengths. Of MLA layers prompts are vLLM's, which are not captured.
+# What our builders declare of full graphs, by vLLM's names. A schedule on the device says what each
+# program of a step does, so one graph serves all lengths. Of MLA layers prompts are vLLM's, and not captured.
 GQA_GRAPHS, MLA_GRAPHS = "ALWAYS", "UNIFORM_BATCH"
 
 

@@ -104,7 +104,8 @@ def test_ranks_that_share_a_sequence_merge_to_the_oracles_by_their_log_sum_exps(
     outs, lses = [], []
     for part in parts:
         for seq, rows in enumerate(of_seq):
-            part.slots[seq] = part.store(seq, rows)[-1] if ranks == 1 else -1
+            slots = part.store(seq, rows)
+            part.slots[seq] = slots[-1] if ranks == 1 else -1
         step = part.group.begin(part.common(3, 1))
         outs.append(torch.full((3, HEADS, V_DIM), 7.0, device=device))
         lse = torch.full((3, HEADS), 7.0, device=device)
@@ -121,6 +122,16 @@ def test_ranks_that_share_a_sequence_merge_to_the_oracles_by_their_log_sum_exps(
     for seq, rows in enumerate(of_seq):
         want = wanted(q[seq : seq + 1], rows)[0]
         torch.testing.assert_close(merged[seq].double().cpu(), want, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_a_part_without_tokens_weighs_nothing_whatever_a_kernel_has_written() -> None:
+    out, lse = torch.full((3, HEADS, V_DIM), float("nan")), torch.full((3, HEADS), 4.0)
+    out[1:] = 1.0
+    forget_empty_parts(torch.tensor([0, 5, 1]), out, lse)
+    assert (out[0] == 0).all()
+    assert (lse[0] == float("-inf")).all()
+    assert (out[1:] == 1).all()
+    assert (lse[1:] == 4).all()
 
 
 @pytest.mark.long

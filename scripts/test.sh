@@ -21,9 +21,9 @@
 #   simulator@VERSION  the simulator's full grid with another Triton; writes docs/simulator.md (not part of the default)
 #   aiter-source     AITER's own Triton and Gluon kernels in the simulator and the interpreter, from the checkout that
 #                    AITER_SOURCE names; fails where it names none (not part of the default)
-#   engines          vLLM's whole engine with our backend, in the environment that ENGINE_VENVS names; where it names none
-#                    the stage says so, and is not among the passed ones
-#   engines-long     what that leaves out; makes the environment first (not part of the default)
+#   engines          whole engines with our backend, SGLang's and vLLM's, in the environments that ENGINE_VENVS holds;
+#                    where one is missing the end of the output says so, and a stage without any is not a passed one
+#   engines-long     what that leaves out; makes the environments first (not part of the default)
 #   device           kernels, graphs and the runtime on this machine's GPU (part of the default where there is one)
 #   rocm             the same and more on an MI300 or MI350, with a report to send in reports/ (not part of the default)
 #   images           hadolint and shellcheck over the images and scripts
@@ -35,6 +35,9 @@ source scripts/venv.sh
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # Without bytecode, each process of each stage would compile the package and the tests again.
 unset PYTHONDONTWRITEBYTECODE
+
+# Where engines have their virtual environments: .ci/nightly makes them, other runs find them.
+export ENGINE_VENVS=${ENGINE_VENVS:-${XDG_CACHE_HOME:-$HOME/.cache}/rocm-attn-engines}
 
 readonly OLDEST_TRITON=3.6.0
 readonly VENV=.venv-test
@@ -77,14 +80,19 @@ run_aiters_kernels() {
     TRITON_INTERPRET=1 run_pytest -n auto tests/amd/aiter_source/test_interpreted.py
 }
 
-# run_engines ARGUMENT...: whole engines, each in a virtual environment of its own.
+# run_engines ARGUMENT...: whole engines, each in a virtual environment of its own; those that have one.
 run_engines() {
-    if [ ! -e "${ENGINE_VENVS:-/nonexistent}/vllm/bin/python" ]; then
-        echo "NOT RUN: engines: there is no environment in ENGINE_VENVS='${ENGINE_VENVS:-}';" \
-            "run ENGINE_VENVS=FOLDER bash scripts/engine_venv.sh vllm" | tee -a "$verdicts" >&2
-        return $NOT_RUN
-    fi
-    run_pytest tests/amd/engines "$@"
+    local engine found=()
+    for engine in sglang vllm; do
+        if [ -e "$ENGINE_VENVS/$engine/bin/python" ]; then
+            found+=("tests/amd/engines/test_$engine.py")
+        else
+            echo "NOT RUN: engines: $engine has no environment in ENGINE_VENVS='$ENGINE_VENVS';" \
+                "run ENGINE_VENVS='$ENGINE_VENVS' bash scripts/engine_venv.sh $engine" | tee -a "$verdicts" >&2
+        fi
+    done
+    [ ${#found[@]} -gt 0 ] || return $NOT_RUN
+    run_pytest "${found[@]}" "$@"
 }
 
 # spread ARGUMENT...: tests over all cores. Workers share what is left at the end, where long tests would wait for one.
@@ -138,7 +146,7 @@ run_stage() {
     driver) spread tests/amd/driver ;;
     driver-long) python -m tests.amd.driver --seeds 200:2000 | tee -a "$verdicts" ;;
     engines) run_engines -m "not nightly" ;;
-    engines-long) bash scripts/engine_venv.sh vllm && run_engines -m nightly ;;
+    engines-long) bash scripts/engine_venv.sh sglang vllm && run_engines -m nightly ;;
     text) run_pytest -n auto --dist loadfile -m "not nightly" tests/amd/text ;;
     text-long) run_pytest -n auto -m nightly tests/amd/text ;;
     soak) rocm-attn soak --steps 2000 --seed 0 ;;

@@ -10,7 +10,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 
 from rocm_attn.errors import Unsupported
-from rocm_attn.external import LogAndCount, raise_fault
+from rocm_attn.integrations.engine_settings import fault_policy, provider
 from rocm_attn.integrations.plugins import SGLANG
 from rocm_attn.integrations.sglang.hooks import AttentionHooks, Serving
 from rocm_attn.machine.agreement import alone, among
@@ -40,9 +40,9 @@ def serving_of(runner: Any) -> Serving:
     is_alone = parallel.attn_tp_size == 1
     return Serving(
         RadixAttention,
-        provider=os.environ.get("ROCM_ATTN_PROVIDER", "auto"),
+        provider=provider(os.environ),
         deterministic=get_exec().deterministic.enable_deterministic_inference,
         with_trees=(get_spec().speculative_eagle_topk or 0) > 1,
-        on_fault=raise_fault if os.environ.get("ROCM_ATTN_ON_FAULT") == "raise" else LogAndCount(),
+        on_fault=fault_policy(os.environ),
         agree=alone if is_alone else among(parallel.attn_tp_group.cpu_group),
     )

@@ -99,7 +99,7 @@ class ModelLayers:
     def has_strides(self) -> bool:
         """Whether a layer's pages have gaps."""
         pages = (self.pages(place, self._runner.token_to_kv_pool) for place in range(len(self.layers)))
-        return not all(each.k.is_contiguous() and (each.v.is_contiguous() or self._is_latent) for each in pages)
+        return not all(each.k.is_contiguous() and (each.v.is_contiguous() or self.is_latent) for each in pages)
 
     @property
     def num_pages(self) -> int:
@@ -112,16 +112,17 @@ class ModelLayers:
         layer, problem = self.layers[place], self._problems[place]
         owner = pool.get_key_buffer(layer.layer_id)
         k = self._paged(owner)
-        v = k[..., : layer.v_head_dim] if self._is_latent else self._paged(pool.get_value_buffer(layer.layer_id))
+        v = k[..., : layer.v_head_dim] if self.is_latent else self._paged(pool.get_value_buffer(layer.layer_id))
         coded = None
         if problem.kv_encoding is not KVEncoding.LIKE_Q:
-            scales = (1.0, 1.0) if self._is_latent else (layer.k_scale_float or 1.0, layer.v_scale_float or 1.0)
+            scales = (1.0, 1.0) if self.is_latent else (layer.k_scale_float or 1.0, layer.v_scale_float or 1.0)
             k_scale, v_scale = (torch.tensor([scale], dtype=torch.float32, device=owner.device) for scale in scales)
             coded = EnginePages(k_scale, v_scale, problem.page_format)
         return Pages(owner, k, v, coded)
 
     @property
-    def _is_latent(self) -> bool:
+    def is_latent(self) -> bool:
+        """Whether a token has one row, whose first part is its value."""
         return self._runner.use_mla_backend
 
     def _paged(self, rows: Tensor) -> Tensor:
@@ -146,7 +147,7 @@ class ModelLayers:
             logits_soft_cap=layer.logit_cap or 0.0,
             has_sinks=found.sinks is not None,
             custom_mask=self._with_masks,
-            pool=PoolKind.LATENT if self._is_latent else PoolKind.SPLIT,
+            pool=PoolKind.LATENT if self.is_latent else PoolKind.SPLIT,
             kv_encoding=KVEncoding(encoding.value) if is_coded else KVEncoding.LIKE_Q,
             kv_scales=Scales.LAYER if is_coded else Scales.NONE,
         )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadTensor, NeverFits, Unsupported, WrongState
-from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, FaultPolicy, LogAndCount
+from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, FaultPolicy, raise_fault
 from rocm_attn.guards.registry import Guards
 from rocm_attn.integrations.plugins import SGLANG, log_kernels
 from rocm_attn.integrations.sglang.geometry import ModelLayers
@@ -48,7 +48,7 @@ class Serving:
     deterministic: bool = False
     with_trees: bool = False
     agree: Agree = alone
-    on_fault: FaultPolicy | None = None
+    on_fault: FaultPolicy = raise_fault
     guards: Guards | None = None
 
 
@@ -73,7 +73,7 @@ class AttentionHooks:
         # SGLang reads both here, and puts another pool in for some drafts.
         self.req_to_token_pool: Rows = runner.req_to_token_pool
         self.token_to_kv_pool: Pool = runner.token_to_kv_pool
-        self.on_fault = serving.on_fault if serving.on_fault is not None else LogAndCount()
+        self.on_fault = serving.on_fault
         self._serving, self._own_table = serving, table
         self._device = torch.device(runner.device)
         _check_pool(self.token_to_kv_pool)
@@ -186,6 +186,8 @@ class AttentionHooks:
         """Tokens of a pad."""
         return PAD_KV_LEN
 
+    get_cpu_graph_seq_len_fill_value = get_cuda_graph_seq_len_fill_value
+
     def init_forward_metadata_out_graph(self, forward_batch: Batch, in_capture: bool = False) -> None:
         """What is done outside of the graph of a step, before its capture and each replay."""
         cells = self._graph_cells(forward_batch, in_capture=in_capture)
@@ -280,7 +282,10 @@ class AttentionHooks:
             out[tokens:].zero_()
         if saves and k is not None and v is not None:
             k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
-            v = v.view(-1, layer.tp_k_head_num, layer.v_head_dim)
+            if self._layers.is_latent:
+                v = k[..., : layer.v_head_dim]
+            else:
+                v = v.view(-1, layer.tp_k_head_num, layer.v_head_dim)
             self._attention.store(place, k[:tokens], v[:tokens])
         self._attention.attend(place, q[:tokens], out[:tokens])
         return out.view(out.shape[0], -1)

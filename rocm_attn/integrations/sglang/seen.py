@@ -121,9 +121,12 @@ def windowed_layers(pool: Pool) -> frozenset[int]:
 
 
 def real_sequences(batch: Batch) -> int | None:
-    """Sequences that are no pads, where a graph runner says so."""
+    """Sequences that are no pads, where a graph runner says so, or a rank that keeps up with others; else None."""
     padding: int | None = getattr(batch, "num_padding", None)
-    return None if padding is None else batch.batch_size - padding
+    if padding is not None:
+        return batch.batch_size - padding
+    before: int | None = getattr(batch, "_original_batch_size", None)
+    return None if before is None else min(before, batch.batch_size)
 
 
 def on_host(lengths: Sequence[int] | Tensor | None) -> list[int] | None:

@@ -30,11 +30,13 @@ class StepMaker:
         mode = batch.forward_mode
         if mode.is_idle() or batch.batch_size == 0:
             return None
+        real = real_sequences(batch)
+        num_seqs = batch.batch_size if real is None else real
         if mode.is_decode():
-            return self._decode(batch, batch.batch_size, captured=False)
+            return self._decode(batch, num_seqs, captured=False)
         if mode.is_target_verify() or mode.is_draft_extend_v2():
-            return self._drafts(batch, batch.batch_size, _cells(batch), captured=False)
-        return self._extend(batch)
+            return self._drafts(batch, num_seqs, _cells(batch), captured=False)
+        return self._extend(batch, num_seqs)
 
     def graphed(self, batch: Batch, cells: BoolCells | NoCells, *, in_capture: bool) -> ExternalStep:
         """A step that is captured or replayed: of one token each, or of as many drafts each.
@@ -76,14 +78,14 @@ class StepMaker:
             num_seqs, count, count * width, kv_len, new, rows, width, width, self.max_kv_len, captured, mask=cells
         )
 
-    def _extend(self, batch: Batch) -> ExternalStep:
+    def _extend(self, batch: Batch, num_seqs: int) -> ExternalStep:
         lens = on_host(batch.extend_seq_lens_cpu)
         if lens is None:
             raise BadBatch("a batch that extends has no extend_seq_lens_cpu; its number of tokens must be known")
         lens = lens[: batch.batch_size]
         most = max(lens)
         return ExternalStep(
-            batch.batch_size,
+            num_seqs,
             batch.batch_size,
             max(1, sum(lens)),
             batch.seq_lens,

@@ -97,43 +97,23 @@ def write_gemma3(folder: Path) -> None:
 
 
 def write_deepseek(folder: Path) -> None:
-    """A small DeepSeek V3 with random weights: latent attention, dense layers."""
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-
-    config = DeepseekV3Config(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        first_k_dense_replace=3,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        q_lora_rank=64,
-        kv_lora_rank=64,
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=16,
-        v_head_dim=32,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        moe_intermediate_size=64,
-        num_nextn_predict_layers=0,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=1024,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        architectures=["DeepseekV3ForCausalLM"],
-        dtype="float32",
-    )
-    write_random(folder, lambda: DeepseekV3ForCausalLM(config))
+    """Latent rows of 64 and 16 elements, and positions that SGLang can rotate on a CPU."""
+    scaling = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256}
+    scaling |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    sizes = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+    write_small_deepseek(folder, rope_parameters=scaling, moe_layer_freq=1, **sizes)
 
 
 def write_wide_deepseek(folder: Path) -> None:
-    """A DeepSeek V3 of three layers with random weights and latent rows of 576: vLLM's CPU kernel has no others."""
+    """Latent rows of 576 elements: vLLM's kernel for a CPU has no others."""
+    write_small_deepseek(folder, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+
+
+def write_small_deepseek(folder: Path, **own: Any) -> None:
+    """A DeepSeek V3 of three dense layers with random weights. own: of its config"""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-    settings: dict[str, Any] = {
+    common: dict[str, Any] = {
         "hidden_size": 128,
         "intermediate_size": 256,
         "num_hidden_layers": 3,
@@ -141,10 +121,6 @@ def write_wide_deepseek(folder: Path) -> None:
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
         "q_lora_rank": 64,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
         "n_group": 1,
@@ -159,7 +135,7 @@ def write_wide_deepseek(folder: Path) -> None:
         "architectures": ["DeepseekV3ForCausalLM"],
         "dtype": "float32",
     }
-    config = DeepseekV3Config(**settings)
+    config = DeepseekV3Config(**common, **own)
     write_random(folder, lambda: DeepseekV3ForCausalLM(config))
 
 

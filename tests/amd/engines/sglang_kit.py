@@ -12,8 +12,8 @@ import sys
 import unittest
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -25,7 +25,7 @@ _KIT = "sglang.test.kits.attention_unittest"
 # Other kinds of attention in the kit, whose kernels no wheel for a CPU has.
 _ABSENT = "gdn", "kda", "lightning", "mamba2", "dsv4", "dsa"
 
-Case = Callable[[], None]
+Case = Callable[[], object]
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Kit:
         self.backends.append(RocmAttnBackend(runner, serving))
         return self.backends[-1]
 
-    def module(self, name: str) -> ModuleType:
+    def module(self, name: str) -> Any:
         import importlib
 
         return importlib.import_module(f"{_KIT}.{name}")
@@ -107,9 +107,7 @@ class Kit:
             for case in made:
                 yield (
                     f"{layout} {case.name}",
-                    lambda case=case, layout=layout: dense.run_dense_attention_case(
-                        unittest.TestCase(), case, device="cpu", loc_layout=layout
-                    ),
+                    partial(dense.run_dense_attention_case, unittest.TestCase(), case, device="cpu", loc_layout=layout),
                 )
 
     def verified(self) -> Iterator[tuple[str, Case]]:
@@ -132,8 +130,8 @@ class Kit:
                     )
                     yield (
                         name,
-                        lambda case=case, topk=topk: self.verify.run_dense_eagle_verify_case(
-                            unittest.TestCase(), case, topk=topk, device="cpu"
+                        partial(
+                            self.verify.run_dense_eagle_verify_case, unittest.TestCase(), case, topk=topk, device="cpu"
                         ),
                     )
 
@@ -143,12 +141,8 @@ class Kit:
             more = {"qk_rope_head_dim": rotated} if rotated else {}
             for layout in LAYOUTS[:3]:
                 for case in self.mla.make_mla_cases(NAME):
-                    yield (
-                        f"{layout} {case.name} rope {rotated}",
-                        lambda case=case, layout=layout, more=more: self.mla.run_mla_attention_case(
-                            unittest.TestCase(), case, device="cpu", loc_layout=layout, **more
-                        ),
-                    )
+                    run = partial(self.mla.run_mla_attention_case, unittest.TestCase(), case, device="cpu", **more)
+                    yield f"{layout} {case.name} rope {rotated}", partial(run, loc_layout=layout)
 
     def run(self, cases: Iterator[tuple[str, Case]]) -> Tally:
         from rocm_attn.errors import DeviceFault

@@ -47,7 +47,8 @@ class Rank:
         cache = CacheTerms(BLOCK, 0, torch.float32, torch.float8_e4m3fn, ranks)
         # Query heads of all ranks are gathered, so a rank's layer has its share of them.
         problem = LayerTerms(HEADS // ranks, LATENT, SCALE, 1).latent_problem(cache, V_DIM)
-        options = GroupOptions(ExternalOptions(provider=provider, page_strides=True), has_slots=ranks == 1)
+        external = ExternalOptions(provider=provider, page_strides=True, short_kv=ranks > 1)
+        options = GroupOptions(external, has_slots=ranks == 1)
         self.group = KVGroup({"layer": GroupLayer(self.layer, problem)}, GroupSizes(SEQS, 32, MAX_LEN), device, options)
         blocks = np.random.default_rng(rank).permutation(np.arange(1, NUM_BLOCKS))[: SEQS * 8].reshape(SEQS, 8)
         self.table = torch.from_numpy(blocks.astype(np.int32)).to(device)

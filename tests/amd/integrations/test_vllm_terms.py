@@ -13,11 +13,11 @@ import torch
 
 from rocm_attn.errors import BadSetting, BadTensor, DeviceFault, Unsupported
 from rocm_attn.external import LogAndCount
+from rocm_attn.integrations.engine_settings import fault_policy, provider
 from rocm_attn.integrations.plugins import VLLM
 from rocm_attn.integrations.vllm import GQA_BACKEND, MLA_BACKEND, MLA_NAME, register
 from rocm_attn.integrations.vllm.kv_views import pages_of
 from rocm_attn.integrations.vllm.layer_terms import CacheTerms, LayerTerms
-from rocm_attn.integrations.vllm.settings import fault_policy, provider
 from rocm_attn.machine import settings as machine_settings
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Scales
 

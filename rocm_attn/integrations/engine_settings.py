@@ -1,4 +1,4 @@
-"""What the environment says of our backend within vLLM, which has no channel of its own to a backend.
+"""What the environment says of our backend within engines, which have no channel of their own to a backend.
 
 ROCM_ATTN_PROVIDER  auto, triton, aiter or torch (auto): whose kernels serve
 ROCM_ATTN_ON_FAULT  raise or log (raise): what becomes of a fault of the device that is found a step or two later

@@ -35,7 +35,7 @@ from rocm_attn.integrations.engine_settings import fault_policy, provider
 from rocm_attn.integrations.plugins import VLLM, log_kernels
 from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup, StepOfGroup
 from rocm_attn.integrations.vllm.layer_terms import KV_CACHE_DTYPES, CacheTerms, LayerTerms
-from rocm_attn.integrations.vllm.steps import CommonMetadata
+from rocm_attn.integrations.vllm.steps import GQA_GRAPHS, CommonMetadata
 from rocm_attn.machine.agreement import alone, among
 
 try:
@@ -111,8 +111,7 @@ class RocmAttnMetadata:
 class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
     """One for each attention group, and micro-batch, of vLLM's."""
 
-    # A schedule on the device says what each program of a captured step does, so one graph serves all lengths.
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport[GQA_GRAPHS]
 
     def __init__(self, kv_cache_spec: Any, layer_names: Sequence[str], vllm_config: VllmConfig, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -205,15 +204,16 @@ def new_group(layers: Mapping[str, GroupLayer], vllm_config: VllmConfig, device:
         num_tokens=max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, largest),
         kv_len=vllm_config.model_config.max_model_len,
     )
+    has_slots = vllm_config.parallel_config.decode_context_parallel_size == 1
     external = ExternalOptions(
         provider=provider(os.environ),
         deterministic=bool(getattr(vllm.envs, "VLLM_BATCH_INVARIANT", False)),
         page_strides=True,
+        short_kv=not has_slots,  # a rank may have no token of a sequence that has a new one
         on_fault=fault_policy(os.environ),
     )
     ranks = get_tp_group()
     agree = among(ranks.cpu_group) if ranks.world_size > 1 else alone
-    has_slots = vllm_config.parallel_config.decode_context_parallel_size == 1
     is_wide = partial(_captures_prompts, compilation)
     options = GroupOptions(external, agree, has_slots, is_wide, partial(log_kernels, VLLM))
     return KVGroup(layers, sizes, device, options)

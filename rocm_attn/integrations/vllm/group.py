@@ -231,6 +231,18 @@ class KVGroup:
         self._bound[name] = kv_cache.data_ptr()
 
 
+def forget_empty_parts(kv_len: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Where ranks share sequences, one may have no token of some: its part then weighs nothing. May be captured.
+
+    Kernels that need a token of each sequence have read one that is not its own.
+
+    kv_len: [num_seqs], this rank's part of each; out: [num_seqs, heads, dim] becomes 0, lse: [num_seqs, heads] -inf
+    """
+    is_empty = kv_len == 0
+    out.masked_fill_(is_empty[:, None, None], 0.0)
+    lse.masked_fill_(is_empty[:, None], float("-inf"))
+
+
 def _require_kernels(
     problems: Sequence[Problem], sizes: GroupSizes, device: torch.device, options: ExternalOptions
 ) -> None:

@@ -28,9 +28,9 @@ from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
 from rocm_attn.integrations.plugins import VLLM
 from rocm_attn.integrations.vllm import MLA_NAME
 from rocm_attn.integrations.vllm.backend import has_name, layers_of, new_group
-from rocm_attn.integrations.vllm.group import GroupLayer, KVGroup, StepOfGroup
+from rocm_attn.integrations.vllm.group import GroupLayer, KVGroup, StepOfGroup, forget_empty_parts
 from rocm_attn.integrations.vllm.layer_terms import KV_CACHE_DTYPES, CacheTerms, LayerTerms
-from rocm_attn.integrations.vllm.steps import DecodesOfStep
+from rocm_attn.integrations.vllm.steps import MLA_GRAPHS, DecodesOfStep
 
 
 class RocmAttnMLABackend(MLACommonBackend):
@@ -77,8 +77,7 @@ class RocmAttnDecodes(MLACommonDecodeMetadata):
 class RocmAttnMLABuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
     """One for each attention group, and micro-batch, of vLLM's."""
 
-    # Prompts are vLLM's, whose prefill backends are not captured; steps of verification are.
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport[MLA_GRAPHS]
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.UNIFORM
 
     def __init__(self, kv_cache_spec: Any, layer_names: Sequence[str], vllm_config: VllmConfig, device: Any) -> None:
@@ -173,4 +172,6 @@ class RocmAttnMLAImpl(MLACommonImpl[MLACommonMetadata]):
         out = queries.new_empty(tokens, heads, self.kv_lora_rank)
         lse = queries.new_empty(tokens, heads, dtype=torch.float32) if self.need_to_return_lse_for_decode else None
         decodes.group.attend(layer.layer_name, decodes.step, kv_c_and_k_pe_cache, queries, out, lse)
+        if lse is not None:
+            forget_empty_parts(decodes.seq_lens, out, lse)
         return out, lse

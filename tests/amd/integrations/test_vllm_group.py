@@ -11,6 +11,7 @@ import torch
 from rocm_attn.errors import DeviceFault, Unsupported, WrongState
 from rocm_attn.external import ExternalOptions, LogAndCount
 from rocm_attn.integrations.vllm.layer_terms import LayerTerms
+from rocm_attn.integrations.vllm.steps import GQA_GRAPHS
 from tests.amd.integrations.vllm_runner import HEADS, MAX_SEQS, TERMS, Runner
 
 WINDOW = replace(TERMS, sliding_window=20)
@@ -254,3 +255,39 @@ def test_two_graphs_of_one_size_that_a_step_cannot_tell_apart_are_refused(runner
     runner.capture(4, 12, 3)
     with pytest.raises(Unsupported, match="vLLM captures two graphs for 4 sequences with 12 tokens"):
         runner.capture(4, 12, 12)
+
+
+def of_one_token_each(runner: Runner) -> None:
+    graph = runner.capture(4, 4, 1)
+    graph.run([1, 1, 1])
+    graph.run([1])
+
+
+def of_as_many_tokens_each(runner: Runner) -> None:
+    graph = runner.capture(4, 12, 3)
+    graph.run([3, 3, 3])
+    graph.run([3, 3])
+
+
+def of_any_tokens(runner: Runner) -> None:
+    graph = runner.capture(MAX_SEQS, 32, 4)
+    graph.run([1, 29, 1])
+    graph.run([1, 1, 1])
+
+
+# vLLM's levels, in order: what a graph of a builder that declares one may be captured and replayed for.
+LEVELS: dict[str, Callable[[Runner], None]] = {
+    "UNIFORM_SINGLE_TOKEN_DECODE": of_one_token_each,
+    "UNIFORM_BATCH": of_as_many_tokens_each,
+    "ALWAYS": of_any_tokens,
+}
+
+
+@long
+@pytest.mark.parametrize("layer", LAYERS)
+def test_what_is_declared_of_graphs_is_what_they_serve(layer: str, device: torch.device, provider: str) -> None:
+    assert list(LEVELS)[-1] == GQA_GRAPHS
+    for level, replay in LEVELS.items():
+        runner = started(Runner([LAYERS[layer]], device=device, provider=provider, wide=level == "ALWAYS"))
+        replay(runner)
+        runner.groups[0].attention.check_device()

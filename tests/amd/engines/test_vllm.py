@@ -95,3 +95,25 @@ def test_latent_attention_gives_vllms_own_tokens(vllm: VllmVenv, tmp_path: Path)
     asked = [run(vllm, "deepseek_wide", **args)]
     (stock,) = vllm.stock(asked, tmp_path)
     assert_equal(vllm.ours(asked, tmp_path), stock)
+
+
+@pytest.mark.nightly
+def test_the_newest_release_gives_the_same_tokens(vllm: VllmVenv, tmp_path: Path) -> None:
+    """Its Python, over the compiled part of the newest wheel for CPUs."""
+    (stock,) = vllm.stock([run(vllm, "gemma3")], tmp_path)
+    fault = run(vllm, "gemma3", fault="wrong_slot", block_size=16)
+    ours, told = vllm.ours([run(vllm, "gemma3"), fault], tmp_path, newest=True)
+    assert_equal([ours], stock)
+    assert told.said.startswith("DeviceFault: step 5: ")
+    assert 0 <= told.steps_later <= MOST_STEPS_LATER
+
+
+@pytest.mark.nightly
+def test_verified_drafts_give_the_tokens_of_single_steps(vllm: VllmVenv, tmp_path: Path) -> None:
+    """Drafts are looked up in the prompt, so prompts repeat themselves."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    asked = [run(vllm, "gemma3", 24), run(vllm, "gemma3", 24, speculative_config=drafts)]
+    for each in asked:
+        each.rounds.append([(prompt[:6] * 12)[:length] for prompt in prompts()[3:6] for length in (30, 41, 52)])
+    single, verified = vllm.ours(asked, tmp_path)
+    assert verified.tokens == single.tokens

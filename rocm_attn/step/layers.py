@@ -84,10 +84,10 @@ class Layers:
                     f"the pages of layer {layer} hold {pool.format(layer)}; its kernels are for {problem.page_format}"
                 )
         self._work_of_layer: dict[int, QkvWork] = {}
-        self._forms = LayerForms(self._kind_of_layer, pool, head_weights)
         # A CPU has no launches to prepare.
         on_gpu = pool.device.type == "cuda"
-        self._stream = current_stream(pool.device) if on_gpu else _no_stream
+        stream = current_stream(pool.device) if on_gpu else _no_stream
+        self._forms = LayerForms(self._kind_of_layer, pool, head_weights, stream)
         around = ops.store_kv, ops.rope_store, ops.zero_tails, ops.clear_pads
         self._launches_alone = on_gpu and all(does_only_launch(launcher) for launcher in around)
         kernels = (kernel for selection in kinds.selections for kernel in selection.kernels.values())
@@ -243,7 +243,7 @@ class Layers:
 
     def _noting(self, step: DeviceStep, call: Call) -> AbstractContextManager[None]:
         """Prepare the form of a call that is made meanwhile."""
-        return nullcontext() if call is _AS_IT_IS else step.prepared.noting(call, step, self._stream)
+        return nullcontext() if call is _AS_IT_IS else step.prepared.noting(call, step)
 
     def problem(self, layer: int) -> Problem:
         """A layer's problem. Raises BadTensor for a layer that does not exist."""

@@ -74,7 +74,7 @@ def calls_after(
 ) -> tuple[PreparedCalls, Call]:
     calls = PreparedCalls()
     call = Call(form, tuple(tensor.data_ptr() for tensor in tensors), len(tensors))
-    with calls.noting(call, memory, stream):
+    with calls.noting(call, memory):
         make()
     return calls, call
 
@@ -83,7 +83,8 @@ def made_again(calls: PreparedCalls, call: Call) -> bool:
     """Make a call, if one of its form was prepared; whether it was made."""
     prepared = calls.by_form.get(call.form)
     if prepared is not None:
-        prepared(call.addresses)
+        for run, arguments in prepared.launches(STREAM, call.addresses):
+            run(*arguments)
     return prepared is not None
 
 
@@ -180,7 +181,7 @@ def test_a_call_that_raises_is_not_prepared() -> None:
     q, kernel, calls = rows(), Kernel(("q",)), PreparedCalls()
     call = Call("form", (q.data_ptr(),), 1)
     try:
-        with calls.noting(call, (), stream):
+        with calls.noting(call, ()):
             launch(kernel, (1,), q)
             raise KeyboardInterrupt
     except KeyboardInterrupt:
@@ -214,7 +215,7 @@ def test_a_prepared_form_is_not_used_for_tensors_that_begin_elsewhere(odd_one: i
 
     for call in made(given(odd=False)):
         assert call is not None
-        with calls.noting(call, (), stream):
+        with calls.noting(call, ()):
             launch(kernel, (1,), 1)
     assert made(given(odd=False)) == [None] * 3
     assert len(kernel.ran) == 3
@@ -231,7 +232,7 @@ def test_a_tensor_that_is_also_the_layers_is_not_prepared() -> None:
     q, kernel = rows(), Kernel(("q", "pages"))
     calls = PreparedCalls()
     call = Call("form", (q.data_ptr(), q.data_ptr()), 1)
-    with calls.noting(call, (), stream):
+    with calls.noting(call, ()):
         launch(kernel, (1,), q, q)
     assert not made_again(calls, call)
 
@@ -241,7 +242,7 @@ def test_a_step_remembers_a_limited_number_of_forms() -> None:
     made = []
     for form in range(100):
         call = Call(form, (q.data_ptr(),), 1)
-        with calls.noting(call, (), stream):
+        with calls.noting(call, ()):
             launch(kernel, (1,), q)
         made.append(made_again(calls, call))
     assert 16 <= sum(made) <= 64
@@ -289,7 +290,7 @@ def forms_of(*problems: Problem) -> tuple[LayerForms, HybridKVPool, LayerHeadWei
     pool = HybridKVPool(problems, [Space.FULL] * len(problems), num_pages={Space.FULL: 4}, device=CPU)
     weights = LayerHeadWeights(problems, CPU)
     kinds = sorted(set(problems), key=problems.index)
-    return LayerForms([kinds.index(problem) for problem in problems], pool, weights), pool, weights
+    return LayerForms([kinds.index(problem) for problem in problems], pool, weights, stream), pool, weights
 
 
 def kv(tokens: int = 4) -> tuple[Tensor, Tensor]:
@@ -375,7 +376,7 @@ def test_a_layers_new_pages_and_weights_are_used_at_once() -> None:
     assert pages.k.data_ptr() in stored.addresses
     assert pages.k.data_ptr() not in store(forms, 0, *kv()).addresses
     elsewhere = LayerHeadWeights([WITH_SINKS], CPU, renew=lambda owned, given: given.clone())
-    forms = LayerForms([0], pool, elsewhere)
+    forms = LayerForms([0], pool, elsewhere, stream)
     elsewhere.set(0, HeadWeights(sinks=torch.ones(8)))
     first = attend(forms, 0, q, out, None)
     elsewhere.set(0, HeadWeights(sinks=torch.zeros(8)))

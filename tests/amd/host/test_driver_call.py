@@ -88,7 +88,7 @@ def test_whatever_else_runs_a_kernel_is_called_as_it_is() -> None:
 def test_a_launcher_that_hands_over_twice_is_called_as_it_is() -> None:
     class Twice:
         def __init__(self) -> None:
-            self.launch = lambda *args: None
+            self.launch: Callable[..., None] = lambda *args: None
 
         def __call__(self, *args: object) -> None:
             self.launch(*args)

@@ -239,7 +239,7 @@ class Layers:
     def _prepares(self) -> bool:
         """Whether calls are prepared, and made again by what was prepared."""
         # torch._C: see on_device. A call for a device that is not the current one is made as it is.
-        return self._launches_alone and not is_observed() and torch._C._cuda_getDevice() == self._device.index
+        return self._launches_alone and torch._C._cuda_getDevice() == self._device.index and not is_observed()
 
     def _noting(self, step: DeviceStep, call: Call) -> AbstractContextManager[None]:
         """Prepare the form of a call that is made meanwhile."""

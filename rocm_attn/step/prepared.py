@@ -52,10 +52,16 @@ class PreparedCall:
         self._launches = tuple(launches)
         self._constants = constants
 
-    def launches(self, stream: int, addresses: tuple[int, ...]) -> Launches:
-        """For the handle of a stream, and tensors as the call was prepared with, in their order."""
+    def __call__(self, stream: int, addresses: tuple[int, ...]) -> None:
+        """Launch on a stream, by its handle. addresses: of the tensors that the call was prepared with, in order"""
         values = (stream, *addresses, *self._constants)
-        return tuple((run, arguments(values)) for run, arguments in self._launches)
+        for run, arguments in self._launches:
+            run(*arguments(values))
+
+    def launches(self, stream: int, addresses: tuple[int, ...]) -> Launches:
+        """What a call of these launches."""
+        values = (stream, *addresses, *self._constants)
+        return tuple([(run, arguments(values)) for run, arguments in self._launches])
 
 
 # The stream's handle; then the addresses, 0 for what is not there, and the forms of the tensors that are the call's.
@@ -68,6 +74,10 @@ class LastCall(NamedTuple):
     given: Given
     owners: tuple[object, object]
     launches: Launches
+
+
+# Of a layer that was called once: what it launched is kept from the second time on, as most views serve one step.
+_NOT_KEPT = LastCall((-1, (), ()), (None, None), ())
 
 
 class PreparedCalls:
@@ -96,7 +106,7 @@ class PreparedCalls:
         """
         with note_launches() as notes:
             yield
-        is_clear = notes.is_whole and call.is_alone and not any(each % ALIGNMENT for each in call.addresses)
+        is_clear = notes.is_whole and call.is_alone and not _are_odd(call.addresses)
         if is_clear and len(self.by_form) < _MOST_FORMS:
             self._owned = self._owned or frozenset(_storage(tensor) for tensor in tensors_in(memory))
             prepared = prepare(notes.launches, call.addresses, self._owned)
@@ -214,7 +224,7 @@ class LayerForms:
         pages = self._pool.layer(layer)
         of_k, of_v = (k.shape, k.stride(), k.dtype, k.device), (v.shape, v.stride(), v.dtype, v.device)
         given = self._stream(), (k.data_ptr(), v.data_ptr()), (of_k, of_v)
-        if _made_again(prepared.stored.get(layer), given, pages, None):
+        if _made_again(prepared.stored.get(layer, _NOT_KEPT), given, pages, None):
             return None
         memory = self._written.get(layer)
         if memory is None or memory.owners[0] is not pages:
@@ -226,7 +236,7 @@ class LayerForms:
         pages, (q, k, v, q_out) = self._pool.layer(layer), given
         addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), q_out.data_ptr()
         of_call = self._stream(), addresses, (_form(q), _form(k), _form(v), _form(q_out))
-        if _made_again(prepared.roped.get(layer), of_call, pages, work):
+        if _made_again(prepared.roped.get(layer, _NOT_KEPT), of_call, pages, work):
             return None
         memory = self._roped.get(layer)
         if memory is None or memory.owners[0] is not pages or memory.owners[1] is not work:
@@ -240,7 +250,7 @@ class LayerForms:
         of_q, of_out = (q.shape, q.stride(), q.dtype, q.device), (out.shape, out.stride(), out.dtype, out.device)
         at_lse, of_lse = (0, None) if lse is None else (lse.data_ptr(), _form(lse))
         given = self._stream(), (q.data_ptr(), out.data_ptr(), at_lse), (of_q, of_out, of_lse)
-        if _made_again(prepared.attended.get(layer), given, pages, weights):
+        if _made_again(prepared.attended.get(layer, _NOT_KEPT), given, pages, weights):
             return None
         memory = self._read.get(layer)
         if memory is None or memory.owners[0] is not pages or memory.owners[1] is not weights:
@@ -260,19 +270,27 @@ class LayerForms:
         return _LayerMemory(owners, addresses, self._numbers.setdefault(layout, len(self._numbers)))
 
 
-def _made_again(last: LastCall | None, given: Given, pages: object, other: object) -> bool:
+def _made_again(last: LastCall, given: Given, pages: object, other: object) -> bool:
     """Launch what a layer launched last, if it is given the same, by the same owners."""
-    if last is None or last.given != given or last.owners[0] is not pages or last.owners[1] is not other:
+    if last.given != given or last.owners[0] is not pages or last.owners[1] is not other:
         return False
     for run, arguments in last.launches:
         run(*arguments)
     return True
 
 
+def _are_odd(addresses: tuple[int, ...]) -> bool:
+    """Whether one of them is no multiple of what prepared launches take."""
+    bits = 0
+    for address in addresses:
+        bits |= address
+    return bits % ALIGNMENT != 0
+
+
 def _make(
     prepared: PreparedCalls, last: dict[int, LastCall], layer: int, memory: _LayerMemory, what: tuple[str, Given]
 ) -> Call | None:
-    """Make a call of a form that was prepared, and remember it as the layer's last one. The call, where there is none.
+    """Make a call of a form that was prepared; remember it as the layer's last one. The call, where it was not made.
 
     what: the operation, and what it is given
     """
@@ -281,10 +299,15 @@ def _make(
     form = operation, memory.layout, tuple(map(own.index, own)), forms
     addresses = (*own, *memory.addresses)
     call = prepared.by_form.get(form)
-    if call is None or any(each % ALIGNMENT for each in own):
+    if call is None or _are_odd(own):
         return Call(form, addresses, len(own))
-    now = last[layer] = LastCall(given, memory.owners, call.launches(stream, addresses))
-    for run, arguments in now.launches:
+    if layer not in last:
+        last[layer] = _NOT_KEPT
+        call(stream, addresses)
+        return None
+    launches = call.launches(stream, addresses)
+    last[layer] = LastCall(given, memory.owners, launches)
+    for run, arguments in launches:
         run(*arguments)
     return None
 

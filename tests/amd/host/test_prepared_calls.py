@@ -255,6 +255,40 @@ def test_a_layer_that_is_called_again_launches_what_it_is_given_now() -> None:
     assert len(kernel.ran) == 17
 
 
+def test_a_layer_that_is_called_again_launches_its_new_weights() -> None:
+    pool = HybridKVPool([WITH_SINKS], [Space.FULL], num_pages={Space.FULL: 4}, device=CPU)
+    weights = LayerHeadWeights([WITH_SINKS], CPU, renew=lambda owned, given: given.clone())
+    forms = LayerForms([0], pool, weights, stream)
+    kernel, calls = Kernel(("last",)), PreparedCalls()
+    q, out = q_and_out()
+
+    def attend_with(sinks: Tensor) -> None:
+        weights.set(0, HeadWeights(sinks=sinks))
+        for _ in range(4):
+            call = forms.attend(calls, 0, q, out, None)
+            if call is not None:
+                with calls.noting(call, ()):
+                    launch(kernel, (1,), weights.of(0).sinks)
+        held = weights.of(0).sinks
+        assert held is not None
+        assert kernel.ran[-1][-1] == held.data_ptr()
+
+    def rope_with(work: QkvWork) -> None:
+        for _ in range(4):
+            call = forms.rope_and_store(calls, 0, Projected(q, *given, out), work)
+            if call is not None:
+                with calls.noting(call, ()):
+                    launch(kernel, (1,), work.rope.cos_sin if work.rope is not None else None)
+        assert work.rope is not None
+        assert kernel.ran[-1][-1] == work.rope.cos_sin.data_ptr()
+
+    given = kv()
+    for at in range(2):
+        attend_with(torch.full((8,), float(at)))
+        rope_with(QkvWork(rope=RopeTable(torch.ones(8, 16))))
+    assert kernel.by_triton == 2, "each operation was prepared once"
+
+
 def test_what_a_layer_launched_last_is_not_launched_for_tensors_of_another_form() -> None:
     forms, *_ = forms_of(PLAIN)
     kernel, calls = Kernel(("q", "out")), PreparedCalls()

@@ -260,7 +260,7 @@ def test_a_layer_that_is_called_again_launches_its_new_weights() -> None:
     weights = LayerHeadWeights([WITH_SINKS], CPU, renew=lambda owned, given: given.clone())
     forms = LayerForms([0], pool, weights, stream)
     kernel, calls = Kernel(("last",)), PreparedCalls()
-    q, out = q_and_out()
+    (q, out), (k, v) = q_and_out(), kv()
 
     def attend_with(sinks: Tensor) -> None:
         weights.set(0, HeadWeights(sinks=sinks))
@@ -275,14 +275,13 @@ def test_a_layer_that_is_called_again_launches_its_new_weights() -> None:
 
     def rope_with(work: QkvWork) -> None:
         for _ in range(4):
-            call = forms.rope_and_store(calls, 0, Projected(q, *given, out), work)
+            call = forms.rope_and_store(calls, 0, Projected(q, k, v, out), work)
             if call is not None:
                 with calls.noting(call, ()):
                     launch(kernel, (1,), work.rope.cos_sin if work.rope is not None else None)
         assert work.rope is not None
         assert kernel.ran[-1][-1] == work.rope.cos_sin.data_ptr()
 
-    given = kv()
     for at in range(2):
         attend_with(torch.full((8,), float(at)))
         rope_with(QkvWork(rope=RopeTable(torch.ones(8, 16))))

@@ -105,9 +105,14 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: object, **options: object)
         return
     compiled = kernel[grid](*args, **options)
     if _notes:
-        notes = _notes.get(get_ident())
-        if notes is not None:
-            notes.add(kernel, compiled, grid, args, options)
+        _note(kernel, compiled, grid, args, options)
+
+
+def _note(kernel: Any, compiled: Any, grid: tuple[int, ...], args: tuple[object, ...], options: Any) -> None:
+    """This thread has made a launch."""
+    notes = _notes.get(get_ident())
+    if notes is not None:
+        notes.add(kernel, compiled, grid, args, options)
 
 
 def _note_other_work() -> None:
@@ -128,6 +133,7 @@ def run_as_launch(fn: Callable[..., object], *args: object, **options: object) -
 
 # What launches a variant; what puts its arguments together of the stream, those that are given, and constants; these.
 _Runner = tuple[Run, Arguments, tuple[object, ...]]
+_NO_RUNNER = None, None
 
 
 class RepeatedLaunch:
@@ -140,25 +146,25 @@ class RepeatedLaunch:
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
-        self._runners: dict[tuple[torch.device, tuple[int, int, int]], _Runner] = {}
+        self._runners: dict[tuple[torch.device, tuple[int, int, int]], tuple[Any, _Runner]] = {}
 
     def __call__(self, device: torch.device, grid: tuple[int, int, int], *args: object, **options: object) -> None:
         """kernel[grid](*args, **options); args are all of the kernel's arguments in order, constexpr ones included."""
         options = {**_OPTIONS, **options}
-        if _notes:
-            _note_other_work()
         if _observers:
             _observers[-1](partial(self._kernel[grid], *args, **options))
             return
-        runner = self._runners.get((device, grid))
+        compiled, runner = self._runners.get((device, grid), _NO_RUNNER)
         if runner is not None:
             # torch._C: what Triton asks for the stream in its place costs as much as the launch.
             run, arguments, constants = runner
             run(*arguments((torch._C._cuda_getCurrentRawStream(device.index), *args, *constants)))
-            return
-        compiled = self._kernel[grid](*args, **options)
-        if compiled is not None:  # under the interpreter there is nothing to keep
-            self._runners[device, grid] = _runner(compiled, grid, len(args), ())
+        else:
+            compiled = self._kernel[grid](*args, **options)
+            if compiled is not None:  # under the interpreter there is nothing to keep
+                self._runners[device, grid] = compiled, _runner(compiled, grid, len(args), ())
+        if _notes:
+            _note(self._kernel, compiled, grid, args, options)
 
 
 def repeated_launches(kernel: Any) -> Callable[..., RepeatedLaunch]:

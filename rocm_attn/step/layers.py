@@ -27,7 +27,7 @@ from rocm_attn.step.head_weights import LayerHeadWeights, NewHeadWeights, writte
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.memory import DeviceStep
 from rocm_attn.step.plan import StepPlan
-from rocm_attn.step.prepared import Call, LayerForms, current_stream, is_prepared
+from rocm_attn.step.prepared import FILL, Call, LayerForms, current_stream, is_prepared
 from rocm_attn.step.row_work import check_rope, check_work
 from rocm_attn.step.selections import Require, StepSelections, refuse_stale
 
@@ -86,8 +86,8 @@ class Layers:
         self._work_of_layer: dict[int, QkvWork] = {}
         # A CPU has no launches to prepare.
         on_gpu = pool.device.type == "cuda"
-        stream = current_stream(pool.device) if on_gpu else _no_stream
-        self._forms = LayerForms(self._kind_of_layer, pool, head_weights, stream)
+        self._stream = current_stream(pool.device) if on_gpu else _no_stream
+        self._forms = LayerForms(self._kind_of_layer, pool, head_weights, self._stream)
         around = ops.store_kv, ops.rope_store, ops.zero_tails, ops.clear_pads
         self._launches_alone = on_gpu and all(does_only_launch(launcher) for launcher in around)
         kernels = (kernel for selection in kinds.selections for kernel in selection.kernels.values())
@@ -235,6 +235,14 @@ class Layers:
         args = SelectedArgs(q, pages, tensors.table, step.places, selected, out, lse, sinks, step.workspace)
         with on_device(self._device):
             sparse.selected.attend(args)
+
+    def fill_again(self, step: DeviceStep) -> bool:
+        """Derive a step's metadata by the launches that were prepared for it; whether there are any."""
+        return self._prepares() and step.prepared.fill_again(self._stream())
+
+    def noting_fill(self, step: DeviceStep) -> AbstractContextManager[None]:
+        """Prepare what derives a step's metadata meanwhile, where its views serve more than one step."""
+        return self._noting(step, FILL if self._prepares() and step.prepared.is_filled_again() else _AS_IT_IS)
 
     def _prepares(self) -> bool:
         """Whether calls are prepared, and made again by what was prepared."""

@@ -27,7 +27,7 @@ from rocm_attn.kernels.cache.row_work import Projected, QkvWork
 from rocm_attn.kernels.driver_call import Arguments, Place, Run, arguments_of, driver_call
 from rocm_attn.kernels.launch import Launch, does_only_launch, note_launches
 from rocm_attn.paging.storage import Pool
-from rocm_attn.providers.contract import BoundKernel
+from rocm_attn.providers.contract import BoundKernel, Schedule
 from rocm_attn.step.head_weights import LayerHeadWeights
 
 # What Triton looks at of an address; variants for others than multiples of it are as rare as such tensors.
@@ -76,6 +76,8 @@ class LastCall(NamedTuple):
     launches: Launches
 
 
+# No stream has this handle.
+_NEVER: tuple[int, Launches] = (-1, ())
 # Of a layer that was called once: what it launched is kept from the second time on, as most views serve one step.
 _NOT_KEPT = LastCall((-1, (), ()), (None, None), ())
 
@@ -89,14 +91,32 @@ class PreparedCalls:
     stored, roped, attended: the last call of each layer
     """
 
-    __slots__ = ("_owned", "attended", "by_form", "roped", "stored")
+    __slots__ = ("_filled", "_is_filled", "_owned", "attended", "by_form", "roped", "stored")
 
     def __init__(self) -> None:
         self.by_form: dict[Hashable, PreparedCall] = {}
         self.stored: dict[int, LastCall] = {}
         self.roped: dict[int, LastCall] = {}
         self.attended: dict[int, LastCall] = {}
+        self._is_filled = False
+        self._filled: tuple[int, Launches] = _NEVER
         self._owned: frozenset[int] = frozenset()
+
+    def fill_again(self, stream: int) -> bool:
+        """Launch what FILL was prepared to, on a stream; whether it was prepared."""
+        prepared = self.by_form.get(FILL.form)
+        if prepared is None:
+            return False
+        if self._filled[0] != stream:
+            self._filled = stream, prepared.launches(stream, ())
+        for run, arguments in self._filled[1]:
+            run(*arguments)
+        return True
+
+    def is_filled_again(self) -> bool:
+        """Whether the step's views were filled before: most serve one step, for which nothing is worth preparing."""
+        was_filled, self._is_filled = self._is_filled, True
+        return was_filled
 
     @contextmanager
     def noting(self, call: Call, memory: object) -> Iterator[None]:
@@ -155,9 +175,19 @@ def _storage(tensor: Tensor) -> int:
 
 def is_prepared(kernel: BoundKernel) -> bool:
     """Whether all work of a kernel, and of those that it is made of, is launches."""
-    parts: list[Any] = [getattr(kernel, each.name) for each in fields(kernel)] if is_dataclass(kernel) else []
-    of_parts = (is_prepared(part) for part in parts if hasattr(part, "attend"))
-    return does_only_launch(type(kernel).attend) and all(of_parts)
+    return _only_launches(kernel, "attend")
+
+
+def builds_by_launches(schedule: Schedule) -> bool:
+    """Whether all work that builds a schedule, and those that it is made of, is launches."""
+    return _only_launches(schedule, "build")
+
+
+def _only_launches(value: Any, name: str) -> bool:
+    """Whether a method does nothing but launch, and that of every part that has one."""
+    parts: list[Any] = [getattr(value, each.name) for each in fields(value)] if is_dataclass(value) else []
+    of_parts = (_only_launches(part, name) for part in parts if hasattr(part, name))
+    return does_only_launch(getattr(type(value), name)) and all(of_parts)
 
 
 def _form(tensor: Tensor) -> tuple[object, ...]:
@@ -182,6 +212,10 @@ class Call(NamedTuple):
         """Whether no tensor of the call begins where one of the layer does: launches could be given either."""
         own, of_layer = set(self.addresses[: self.num_own]), set(self.addresses[self.num_own :])
         return not (own & of_layer) - {0}
+
+
+# What derives a step's metadata. All of its memory is the step's.
+FILL = Call("fill", (), 0)
 
 
 class _LayerMemory(NamedTuple):

@@ -12,13 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.errors import WrongState
-from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopePairs, RopeTable, RowNorm
 from rocm_attn.kernels.launch import (
     FixedLaunch,
     Launch,
+    RepeatedLaunch,
     does_only_launch,
     launch,
     note_launches,
@@ -31,12 +33,13 @@ from rocm_attn.machine.target import KNOWN_TARGETS
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.kv_pool import HybridKVPool
 from rocm_attn.problem import Problem
-from rocm_attn.providers.contract import StepBounds
+from rocm_attn.providers.contract import NO_SCHEDULE, StepBounds
 from rocm_attn.providers.mixed import TritonMixed
+from rocm_attn.providers.schedules import TwoSchedules
 from rocm_attn.providers.select import select
 from rocm_attn.providers.torch_ref import TorchDecode
 from rocm_attn.step.head_weights import HeadWeights, LayerHeadWeights
-from rocm_attn.step.prepared import Call, LayerForms, PreparedCalls, is_prepared
+from rocm_attn.step.prepared import FILL, Call, LayerForms, PreparedCalls, builds_by_launches, is_prepared
 
 STREAM = 77
 NOTHING_PREPARED = PreparedCalls()
@@ -515,6 +518,44 @@ def test_another_norm_or_rope_makes_another_form_and_its_weights_are_used() -> N
     assert again.rope.cos_sin.data_ptr() in call.addresses
     in_place = rope_and_store(forms, 0, given._replace(q_out=q), again)
     assert in_place.form != call.form
+
+
+def test_what_derives_a_steps_metadata_is_launched_again_on_the_stream_of_then() -> None:
+    fill, build, table = Kernel(("table", "width", "G")), Kernel(("table",)), rows()
+    calls = PreparedCalls()
+    assert not calls.fill_again(STREAM)
+    assert [calls.is_filled_again() for _ in range(3)] == [False, True, True]
+    with calls.noting(FILL, {"table": table}):
+        RepeatedLaunch(fill)(table.device, (5, 1, 1), table, 8, ("bundle",))
+        launch(build, (2,), table)
+    handles = "function", "metadata", None, None, None
+    for handle in (STREAM, STREAM, STREAM + 1, STREAM):
+        assert calls.fill_again(handle)
+        assert fill.ran[-1] == (5, 1, 1, handle, *handles, table.data_ptr(), 8, ("bundle",))
+        assert build.ran[-1] == (2, 1, 1, handle, *handles, table.data_ptr())
+    assert (fill.by_triton, build.by_triton, len(fill.ran)) == (1, 1, 4)
+
+
+def test_schedules_are_prepared_whose_parts_all_are() -> None:
+    problem = Problem(8, 2, 128, 128, torch.bfloat16, 16, 128**-0.5)
+    selected = select(problem, KNOWN_TARGETS["gfx942"], "triton").kernels
+    by_name = {kernel.row.name: kernel.bound.schedule for kernel in selected.values()}
+    mixed = by_name["triton.extend+decode"]
+    assert isinstance(mixed, TwoSchedules)
+    assert builds_by_launches(by_name["triton.decode"])
+    assert builds_by_launches(mixed)
+    assert builds_by_launches(NO_SCHEDULE)
+    assert not builds_by_launches(TwoSchedules(_BuiltByOtherWork(), mixed.second))
+
+
+class _BuiltByOtherWork:
+    """A schedule that torch fills."""
+
+    def words(self, shape: PaddedShape) -> int:
+        return 1
+
+    def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
+        words.zero_()
 
 
 class _WithOtherWork:

@@ -475,11 +475,11 @@ class RequestTable:
         if len(rows) == 0:
             return
         # The rows of a step are mostly those of the step before it, and comparing bytes costs next to nothing.
-        named = rows.tobytes()
+        named = batch.row_bytes
         if named != self._rows_checked:
             self._check_rows(rows)
             self._rows_checked = named
-        room = named, batch.kv_len.tobytes()
+        room = named, batch.kv_len_bytes
         if room != self._has_room:
             reserved = self._reserved_len.take(rows)  # -1 in rows that are not admitted, the reserved row among them
             short = reserved < batch.kv_len

@@ -212,32 +212,70 @@ class RequestTable:
 
     def _look_at(self, rows: Int32Array, kv_len: Int32Array) -> None:
         """Take the pages, and the copies of shared ones, that these rows need for so many tokens."""
-        reserved = self._reserved_len[rows]
-        grows = kv_len > reserved
+        reserved, capacity = self._reserved_len[rows], self._capacity[rows]
+        # Mostly all of these have filled their pages, and have no part of one to share.
+        if reserved.tobytes() != capacity.tobytes():
+            rows, kv_len, capacity = self._with_own_last_pages(rows, kv_len, reserved)
+        grows = kv_len > capacity
+        if not grows.all():
+            self._settle(rows[~grows], capacity[~grows])
+            rows, kv_len, capacity = rows[grows], kv_len[grows], capacity[grows]
+        if len(rows):
+            self._append_pages(rows, kv_len, capacity)
+
+    def _with_own_last_pages(
+        self, rows: Int32Array, kv_len: Int32Array, reserved: Int32Array
+    ) -> tuple[Int32Array, Int32Array, Int32Array]:
+        """Reserve for rows that go on in a page which others hold too; the others of rows, their kv_len and capacity.
+
+        Raises as reserve_all, for all of them.
+        """
         last_page_no = np.minimum(reserved // self.page_size, self.width - 1)
         shares = self._full.shares(rows, last_page_no)
         for table in self._windowed:
             shares |= table.shares(rows, last_page_no)
         shares &= reserved % self.page_size != 0
-        slow = np.flatnonzero(grows & ((kv_len > self._capacity[rows]) | shares))
-        if len(slow):
-            self._reserve_slowly(rows[slow].tolist(), kv_len[slow].tolist())
-        settled = rows[grows | ~shares]
-        self._look_from[settled] = np.minimum(self._capacity[settled], self.max_kv_len) + 1
+        if shares.any():
+            copies = shares & (kv_len > reserved)
+            self._must_have_pages(rows.tolist(), kv_len.tolist())
+            for row, length in zip(rows[copies].tolist(), kv_len[copies].tolist(), strict=True):
+                self._grow(row, length)
+            self._settle(rows[copies], self._capacity[rows[copies]])
+            rows, kv_len = rows[~shares], kv_len[~shares]
+        return rows, kv_len, self._capacity[rows]
 
-    def _reserve_slowly(self, rows: list[int], kv_len: list[int]) -> None:
+    def _must_have_pages(self, rows: list[int], kv_len: list[int]) -> None:
+        """Raise unless every space has the pages, and the copies of some, that rows need for kv_len tokens."""
         for table in self.spaces:
             # An upper bound: of two rows that share a page only one needs a copy.
             short = sum(self._short(table, row, length) for row, length in zip(rows, kv_len, strict=True))
             if short > table.num_free_pages:
-                for row, length in zip(rows, kv_len, strict=True):
-                    self._must_fit(table, row, length)
-                raise OutOfPages(
-                    f"{len(rows)} sequences need more pages{table.pages.of} than the {table.num_free_pages} that are "
-                    f"free; free a request or raise {table.pages.knob}"
-                )
+                self._refuse_for_pages(table, rows, kv_len)
+
+    def _refuse_for_pages(self, table: PageTable, rows: list[int], kv_len: list[int]) -> None:
         for row, length in zip(rows, kv_len, strict=True):
-            self._grow(row, length)
+            self._must_fit(table, row, length)
+        raise OutOfPages(
+            f"{len(rows)} sequences need more pages{table.pages.of} than the {table.num_free_pages} that are "
+            f"free; free a request or raise {table.pages.knob}"
+        )
+
+    def _append_pages(self, rows: Int32Array, kv_len: Int32Array, capacity: Int32Array) -> None:
+        """Take pages for kv_len tokens, which are more than capacity. Raises OutOfPages, NeverFits before it does."""
+        end, new_end = capacity // self.page_size, num_pages(kv_len, self.page_size)
+        missing = [table.num_missing(rows, end, new_end) for table in self.spaces]
+        for table, counts in zip(self.spaces, missing, strict=True):
+            if counts.sum() > table.num_free_pages:
+                self._refuse_for_pages(table, rows.tolist(), kv_len.tolist())
+        for table, counts in zip(self.spaces, missing, strict=True):
+            table.append_all(rows, end, counts)
+        capacity = new_end * np.int32(self.page_size)
+        self._capacity[rows], self._reserved_len[rows] = capacity, kv_len
+        self._settle(rows, capacity)
+
+    def _settle(self, rows: Int32Array, capacity: Int32Array) -> None:
+        """Rows need nothing before they have filled their capacity: no page before it has another holder."""
+        self._look_from[rows] = np.minimum(capacity, self.max_kv_len) + 1
 
     def evict(self, rows: Int32Array, kv_len: Int32Array) -> None:
         """Give back what no later step needs of rows[i], which have kv_len[i] tokens stored or on their way.

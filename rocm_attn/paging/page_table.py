@@ -55,7 +55,7 @@ class RowWidth:
         self, entries: Int32Array, rows: Int32Array, first: Int32Array, counts: Int32Array, pages: Int32Array
     ) -> list[tuple[int, int, int]]:
         """put() the next counts[i] pages into rows[i], from first[i] on, for every i."""
-        if len(pages) > len(rows) or counts.min() == 0:
+        if len(pages) > len(rows) or not counts.all():
             return self._put_row_by_row(entries, rows, first, counts, pages)
         entries[rows, first] = pages
         begin = first.tolist()
@@ -235,7 +235,7 @@ class PageTable:
 
     def append_all(self, rows: Int32Array, end: Int32Array, counts: Int32Array) -> None:
         """append() to every row, which has the pages [., end) and takes counts of them."""
-        total = int(counts.sum())
+        total = sum(counts.tolist())
         if total:
             taken = self._free[-total:]
             del self._free[-total:]

@@ -204,15 +204,16 @@ class RequestTable:
             self._must_all_be_admitted(rows)
         beyond = kv_len >= self._look_from.take(rows)
         if beyond[beyond.argmax()]:
-            self._must_all_be_admitted(rows)
-            self._row_width.require(int(kv_len.max()), self.max_kv_len)
             self._look_at(rows[beyond], kv_len[beyond])
         self._reserved_len[rows] = np.maximum(self._reserved_len.take(rows), kv_len)
         self._has_room = named, kv_len.tobytes()
 
     def _look_at(self, rows: Int32Array, kv_len: Int32Array) -> None:
         """Take the pages, and the copies of shared ones, that these rows need for so many tokens."""
-        reserved, capacity = self._reserved_len[rows], self._capacity[rows]
+        reserved, capacity = self._reserved_len.take(rows), self._capacity.take(rows)
+        if capacity[capacity.argmin()] < 0:
+            self._must_all_be_admitted(rows)
+        self._row_width.require(int(kv_len[kv_len.argmax()]), self.max_kv_len)
         # Mostly all of these have filled their pages, and have no part of one to share.
         if reserved.tobytes() != capacity.tobytes():
             rows, kv_len, capacity = self._with_own_last_pages(rows, kv_len, reserved)
@@ -265,7 +266,7 @@ class RequestTable:
         end, new_end = capacity // self.page_size, num_pages(kv_len, self.page_size)
         missing = [table.num_missing(rows, end, new_end) for table in self.spaces]
         for table, counts in zip(self.spaces, missing, strict=True):
-            if counts.sum() > table.num_free_pages:
+            if sum(counts.tolist()) > table.num_free_pages:
                 self._refuse_for_pages(table, rows.tolist(), kv_len.tolist())
         for table, counts in zip(self.spaces, missing, strict=True):
             table.append_all(rows, end, counts)

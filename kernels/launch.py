@@ -201,7 +201,9 @@ class FixedLaunch:
             _observers[-1](partial(self._kernel[self._grid], *first, *self._fixed, **self._options))
         elif self._runner is not None:
             run, arguments, constants = self._runner
-            run(*arguments((torch._C._cuda_getCurrentRawStream(self._device), *first, *constants)))
+            # Of a tensor the launcher would ask the driver where it lies; of one in pinned host memory it has to.
+            given = [tensor.data_ptr() if tensor.is_cuda else tensor for tensor in first]
+            run(*arguments((torch._C._cuda_getCurrentRawStream(self._device), *given, *constants)))
         else:
             compiled = self._kernel[self._grid](*first, *self._fixed, **self._options)
             if compiled is not None and self._device is not None:  # under the interpreter there is nothing to keep

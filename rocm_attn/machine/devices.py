@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -65,8 +63,10 @@ class _DeviceStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+
+    def current_handle(self) -> int:
         # torch._C: the public functions cost more than a step has to spend.
-        self.current_handle: Callable[[], int] = partial(torch._C._cuda_getCurrentRawStream, device.index)
+        return torch._C._cuda_getCurrentRawStream(self._device.index)
 
     def current(self) -> Any:
         return torch.cuda.current_stream(self._device)

@@ -124,6 +124,7 @@ def test_a_prompt_that_is_no_text_is_a_sentence() -> None:
 
 AT_IMPORT = """
 import importlib.abc, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background starts with SIG_IGN
 class Interrupted(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
         if name == "torch":

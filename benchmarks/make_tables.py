@@ -94,7 +94,8 @@ def beside_peers(rows: list[dict[str, Any]]) -> list[str]:
             ratios = [row["us"] / fastest_peer(row)[1] for row in of_kind]
             lines.append(
                 f"- {title}: {sum(ratio <= 1 for ratio in ratios)} of {len(ratios)} cases faster than every peer; "
-                f"{geometric_mean(ratios):.2f} x the fastest peer's time in the geometric mean, {max(ratios):.2f} x at most"
+                f"{geometric_mean(ratios):.2f} x the fastest peer's time in the geometric mean, "
+                f"{max(ratios):.2f} x at most"
             )
     return [*lines, ""]
 

@@ -78,7 +78,7 @@ def launch(shape: Shape) -> None:
     (case,) = cases_of(shape, 1)
     case.prepared.attend()
     torch.cuda.synchronize()
-    profiler = torch.cuda.cudart()
+    profiler = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     profiler.cudaProfilerStart()
     case.prepared.attend()
     torch.cuda.synchronize()

@@ -2,8 +2,8 @@
 
     python -m benchmarks.counters --out benchmarks/results/counters_h200.json
 
-Nsight Compute (ncu) runs each shape's launches by themselves, with clocks left alone, and reads how busy memory and
-the units of the multiprocessors were. Its times are of launches apart: longer than in a graph.
+Nsight Compute (ncu) runs each launch by itself, with clocks left alone, and reads how busy memory and the units of the
+multiprocessors were. Its times are of launches apart: longer than in a graph.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import csv
 import json
 import subprocess
 import sys
+import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.machine import describe_machine
-from benchmarks.random_shapes import cases_of
+from benchmarks.random_shapes import cases_of, check_all
 from benchmarks.shape_sweep import Shape, Work
 from rocm_attn.problem import UNLIMITED_WINDOW
 
@@ -40,6 +41,8 @@ KEPT = {
 }
 MOST_STALLS = 3
 STALL = "Stall "
+# In the name of the kernel that fills a tensor.
+MARK = "FillFunctor"
 
 
 def _shape(heads: tuple[int, int, int], work: Work, kv_len: tuple[int, ...], q_len: tuple[int, ...]) -> Shape:
@@ -62,59 +65,63 @@ def main() -> None:
     """Measure all of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--run", choices=SHAPES, help="launch one shape's layer for ncu, and measure nothing")
+    parser.add_argument("--processes", type=int, default=15)
+    parser.add_argument("--launch", action="store_true", help="launch the shapes' layers for ncu, and measure nothing")
     args = parser.parse_args()
-    if args.run is not None:
-        launch(SHAPES[args.run])
+    if args.launch:
+        for shape in SHAPES.values():
+            launch(shape)
         return
     if args.out is None:
         parser.error("give --out")
-    rows = [row for name in SHAPES for row in counters_of(name)]
+    # Kernels are compiled by many processes here, and found in Triton's cache by the one that ncu looks at.
+    errors = check_all(list(SHAPES.values()), args.processes, time.monotonic() + 3600)
+    if wrong := {name: errors[shape] for name, shape in SHAPES.items() if isinstance(errors[shape], str)}:
+        sys.exit(f"wrong: {wrong}")
+    sections = [part for section in SECTIONS for part in ("--section", section)]
+    how = "--profile-from-start", "off", "--clock-control", "none", "--print-details", "all"
+    child = [sys.executable, "-m", "benchmarks.counters", "--launch"]
+    command = ["ncu", "--csv", "--page", "details", *how, *sections, *child]
+    printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    rows = rows_of(printed)
     args.out.write_text(json.dumps({"machine": describe_machine(), "rows": rows}, indent=1) + "\n")
 
 
 def launch(shape: Shape) -> None:
-    """The layer's launches, once to compile and once for the profiler."""
+    """The layer's launches, once to load them and once for the profiler, after a mark."""
     (case,) = cases_of(shape, 1)
+    mark = torch.empty(1, device="cuda")
     case.prepared.attend()
     torch.cuda.synchronize()
     profiler = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     profiler.cudaProfilerStart()
+    mark.fill_(0.0)
     case.prepared.attend()
     torch.cuda.synchronize()
     profiler.cudaProfilerStop()
 
 
-def counters_of(name: str) -> list[dict[str, Any]]:
-    """A row of each launch of a shape. Raises CalledProcessError where ncu cannot read counters."""
-    sections = [part for section in SECTIONS for part in ("--section", section)]
-    how = "--profile-from-start", "off", "--clock-control", "none", "--print-details", "all"
-    command = ["ncu", "--csv", "--page", "details", *how, *sections]
-    child = [sys.executable, "-m", "benchmarks.counters", "--run", name]
-    printed = subprocess.run([*command, *child], stdout=subprocess.PIPE, text=True, check=True).stdout
-    rows = rows_of(name, printed)
-    for row in rows:
-        print(row, flush=True)
-    return rows
-
-
-def rows_of(name: str, printed: str) -> list[dict[str, Any]]:
-    """What ncu printed of a shape's launches, as rows."""
+def rows_of(printed: str) -> list[dict[str, Any]]:
+    """What ncu printed of the shapes' launches, a row for each; marks tell where a shape begins."""
     lines = printed.splitlines()
     table = lines[next(at for at, line in enumerate(lines) if line.startswith('"ID"')) :]
     launches: dict[str, dict[str, Any]] = {}
     stalls: dict[str, dict[str, float]] = defaultdict(dict)
     for line in csv.DictReader(table):
-        row = launches.setdefault(line["ID"], {"shape": name, "kernel": line["Kernel Name"]})
+        row = launches.setdefault(line["ID"], {"kernel": line["Kernel Name"]})
         metric, value = line["Metric Name"], line["Metric Value"].replace(",", "")
         if metric in KEPT:
             row[KEPT[metric]] = _microseconds(value, line["Metric Unit"]) if metric == "Duration" else float(value)
         elif metric.startswith(STALL):
             stalls[line["ID"]][metric.removeprefix(STALL)] = float(value)
+    names, rows = iter(SHAPES), []
     for number, row in launches.items():
+        if MARK in row["kernel"]:
+            name = next(names)
+            continue
         most = sorted(stalls[number].items(), key=lambda stall: -stall[1])[:MOST_STALLS]
-        row["stalls"] = {reason: round(cycles, 2) for reason, cycles in most}
-    return list(launches.values())
+        rows.append({"shape": name, **row, "stalls": {reason: round(cycles, 2) for reason, cycles in most}})
+    return rows
 
 
 def _microseconds(value: str, unit: str) -> float:

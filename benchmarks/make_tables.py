@@ -38,6 +38,7 @@ def main() -> None:
         ("sparse_decode_h200.json", sparse_decode),
         ("wide_rows_h200.json", wide_rows),
         ("named_shapes_h200.json", named_shapes),
+        ("counters_h200.json", counters),
         ("random_shapes_h200.json", random_shapes),
         ("tensor_parallel_h200.json", tensor_parallel),
         ("soak_h200.json", soak),
@@ -343,6 +344,28 @@ def named_shapes(result: dict[str, Any]) -> str:
     if beside:
         means = "; ".join(f"{step} {geometric_mean(times):.2f}" for step, times in beside.items())
         lines.append(f"\nGeometric means of x FA3: {means}.")
+    return "\n".join(lines) + "\n"
+
+
+def counters(result: dict[str, Any]) -> str:
+    """What ncu read of each launch."""
+    lines = [
+        "## What the counters say of the shapes that are compared\n",
+        machine_line(result["machine"]),
+        "Read by Nsight Compute, each launch by itself: its times are longer than those in graphs. DRAM, L2 and units "
+        "of the multiprocessors: percent of what they can do. Stalls: what a warp waits for, in cycles for each "
+        "instruction, of all that it takes for one.\n",
+        "| shape | kernel | us | programs | registers | occupancy % | DRAM % | L2 % | units % | issue % | stalls |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        stalls = ", ".join(f"{reason.lower()} {cycles}" for reason, cycles in row["stalls"].items())
+        lines.append(
+            f"| {row['shape']} | `{row['kernel']}` | {row['us']} | {row['programs']:.0f} | {row['registers']:.0f} "
+            f"| {row['occupancy_percent']:.0f} | {row['dram_percent']:.0f} | {row['l2_percent']:.0f} "
+            f"| {row['compute_percent']:.0f} | {row['issue_percent']:.0f} "
+            f"| {stalls}; of {row['cycles_per_instruction']:.1f} |"
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -106,6 +106,10 @@ class AttentionRuntime:
         self._check_stored, require_stored = guards.batch.stored(self.table)
         selecting = core.layers.selecting
         self._stores = StepStores(len(problems) + len(selecting.indexed), self.table.tokens, require_stored)
+        # (layers): the staged step is about to be run by a graph that stores in these; raises as store and attend do.
+        self.begin_replay = self._stores.before_replay
+        # (layers): the graph was launched, and has stored in these.
+        self.end_replay = self._stores.after_replay
         self._selections = StepSelections(selecting, guards.step.layers.selection_of)
         self._selects = bool(selecting.indexed)
         self._evict = guards.batch.evict(self.table) if windows else None
@@ -490,14 +494,6 @@ class AttentionRuntime:
     def may_store(self) -> bool:
         """Whether the step that was staged begins after all tokens that its rows share."""
         return not self._stores.refusal
-
-    def begin_replay(self, stored_layers: int) -> None:
-        """The staged step is about to be run by a graph that stores in these layers. Raises as store and attend do."""
-        self._stores.before_replay(stored_layers)
-
-    def end_replay(self, stored_layers: int) -> None:
-        """The graph was launched, and has stored in these layers."""
-        self._stores.after_replay(stored_layers)
 
     def _check_tokens(self, batch: StepBatch) -> str:
         """Why a step may not store, or nothing. Raises BadBatch where it begins after what is stored."""

@@ -119,7 +119,16 @@ VLLM = Plugin(
         Checked("0.33.0", "on a CPU, its Python tree over the binaries of 0.32.0"),
     ),
     before=(0, 34),
-    takes=("CPU_ATTN", "ROCM_AITER_FA", "ROCM_AITER_UNIFIED_ATTN", "ROCM_ATTN", "TRITON_ATTN"),
+    takes=(
+        "CPU_ATTN",
+        "CPU_MLA",
+        "ROCM_AITER_FA",
+        "ROCM_AITER_MLA",
+        "ROCM_AITER_UNIFIED_ATTN",
+        "ROCM_ATTN",
+        "TRITON_ATTN",
+        "TRITON_MLA",
+    ),
 )
 
 SGLANG = Plugin(

@@ -14,6 +14,7 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
 from rocm_attn.kernels.cache.page_format import Scales
+from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
 from rocm_attn.machine.releases import EVERY_RELEASE, Release, Span
 from rocm_attn.machine.target import Target
@@ -90,6 +91,7 @@ class NoSchedule:
         """None."""
         return 0
 
+    @only_launches
     def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
         """Nothing to fill."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from sglang.srt.arg_groups import choices
@@ -13,6 +13,15 @@ from rocm_attn.integrations.plugins import SGLANG
 
 NAME = "rocm_attn"
 _FACTORY = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
+_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+_UPDATES = (
+    "update_weights_from_disk",
+    "load_weights_from_distributed",
+    "update_weights_from_tensor",
+    "update_weights_from_ipc",
+)
+# Where backends that are made of others keep them.
+_PARTS = "primary", "children", "prefill_backend", "decode_backend", "attn_backend_list", "attn_backends"
 
 
 def register_names() -> None:
@@ -33,6 +42,8 @@ def register_names() -> None:
         register_attention_backend(name)(_create)
     HookRegistry.register(f"{_FACTORY}.create_decode_backend", _draft_decode, HookType.AROUND)
     HookRegistry.register(f"{_FACTORY}.create_draft_extend_backend", _draft_extend, HookType.AROUND)
+    for update in _UPDATES:
+        HookRegistry.register(f"{_UPDATER}.{update}", _renew_sinks, HookType.AFTER)
 
 
 def ours() -> tuple[str, ...]:
@@ -74,6 +85,26 @@ def _draft_extend(original: Callable[[Any], Any], factory: Any) -> Any:
     backend = _create(factory.draft_model_runner)
     backend.prefill_attention_backend_str = backend.decode_attention_backend_str = name
     return backend
+
+
+def _renew_sinks(result: Any, updater: Any, *_: Any, **__: Any) -> None:
+    """After an update of a model's weights: its sinks were copied."""
+    runner = updater.get_model_runner()
+    for name in ("attn_backend", "draft_attn_backend"):
+        for backend in _of_ours(getattr(runner, name, None)):
+            backend.renew_sinks()
+
+
+def _of_ours(backend: Any) -> Iterator[Any]:
+    """Our backends among those that a backend is made of."""
+    if hasattr(backend, "renew_sinks"):
+        yield backend
+        return
+    for name in _PARTS:
+        parts = getattr(backend, name, None)
+        for part in parts if isinstance(parts, (list, tuple)) else [parts]:
+            if part is not None:
+                yield from _of_ours(part)
 
 
 def _draft_name(factory: Any, phase: str) -> str:

@@ -66,6 +66,9 @@ class SglangVenv:
     def _answers(self, runs: Sequence[Run], backend: str, scratch: Path, *, window_pool: bool) -> list[Answer]:
         asked = [{**asdict(run), "engine": {**run.engine, "attention_backend": backend}} for run in runs]
         settings = {FAULTS_LOG: str(scratch / "faults"), WINDOW_POOL: "1" if window_pool else "0"}
+        ranks = max(run.engine.get("tp_size", 1) for run in runs)
+        if ranks > 1:  # each on a core of its own: SGLang wants a NUMA node for each else
+            settings["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(ranks)))
         answered = self._call("tests.amd.engines.sglang_text", asked, scratch, settings)
         is_ours = "rocm_attn serves SGLang" in (scratch / "log").read_text()
         assert is_ours is (backend == "rocm_attn"), f"{backend} was asked for, and another backend has served"

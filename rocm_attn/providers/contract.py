@@ -26,6 +26,7 @@ from rocm_attn.providers.launches import (
     Finish,
     GatherTable,
     MergeStates,
+    MoveRows,
     PackMask,
     PlaceDeviceInputs,
     PlaceMask,
@@ -425,6 +426,9 @@ class StepOps:
     gather_table: GatherTable
     take_slots: TakeSlots
     pack_mask: PackMask
+    # Between pages and what engines send each other.
+    export_rows: MoveRows
+    import_rows: MoveRows
     # Of selections that a caller makes, and of all of them in debug runs.
     check_selection: CheckSelection
 

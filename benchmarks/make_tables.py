@@ -34,6 +34,7 @@ def main() -> None:
         ("deterministic_cost_h200.json", deterministic_cost),
         ("score_cost_h200.json", score_cost),
         ("eight_bit_cost_h200.json", eight_bit_cost),
+        ("kv_transfer_h200.json", kv_transfer),
         ("latent_decode_h200.json", latent_decode),
         ("sparse_decode_h200.json", sparse_decode),
         ("wide_rows_h200.json", wide_rows),
@@ -257,6 +258,24 @@ def eight_bit_cost(result: dict[str, Any]) -> str:
         coded = [row["eight_bit"][scales] for scales in ("LAYER", "HEAD", "TOKEN")]
         times = " | ".join(f"{us:.1f}" for us in (row["bfloat16"], *coded))
         lines.append(f"| {row['name']} | {times} | {max(coded) / row['bfloat16']:.3f} | {row['times_allowed']} |")
+    return "\n".join(lines) + "\n"
+
+
+def kv_transfer(result: dict[str, Any]) -> str:
+    """A request's tokens out of pages, and into others."""
+    lines = [
+        "## A request's tokens to a buffer and back\n",
+        machine_line(result["machine"]),
+        "All layers at once. copy: of as many bytes on the same device; torch: its indexing, side after side; host: "
+        "what an export keeps the host for.\n",
+        "| request | MB | copy us | export us | import us | copy / export | one layer us | torch us | host us |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for case in result["cases"]:
+        us = case["us"]
+        times = f"{us['copy']:.0f} | {us['export']:.0f} | {us['import']:.0f} | {us['copy'] / us['export']:.2f}"
+        rest = f"{us['export of one layer']:.0f} | {us['torch export']:.0f} | {us['host of an export']:.0f}"
+        lines.append(f"| {case['name']} | {case['megabytes']:.0f} | {times} | {rest} |")
     return "\n".join(lines) + "\n"
 
 

@@ -22,6 +22,7 @@ measure fill_time
 measure graph_cost
 measure deterministic_cost
 measure eight_bit_cost
+measure kv_transfer
 measure latent_decode
 measure sparse_decode
 measure wide_rows

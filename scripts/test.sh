@@ -14,7 +14,7 @@
 #   offline          every kernel compiled for gfx942, gfx950 and sm_90 with the installed Triton, pools below 2 GiB
 #   simulator        every kernel executed as gfx942 and gfx950 machine code, with every address checked
 #   oldest           one compile a kernel with the oldest supported Triton
-#   host-long, interpreter-long, mutation-long, text-long, offline-long, oldest-long, driver-long
+#   host-long, interpreter-long, mutation-long, text-long, offline-long, oldest-long, driver-long, simulator-long
 #                    what these leave out (not part of the default)
 #   tuning           no AMD tuning row costs much more than a candidate; needs llvm-mca (not part of the default)
 #   offline@VERSION  all AMD compiles with another Triton, for instance offline@3.7.1 (not part of the default)
@@ -110,7 +110,7 @@ run_on_host() {
 # every case.
 run_simulator() {
     local kernels=tests/amd/simulator/test_kernels.py
-    spread --ignore $kernels tests/amd/simulator
+    spread -m "not nightly" --ignore $kernels tests/amd/simulator
     run_pytest $kernels
 }
 
@@ -156,6 +156,7 @@ run_stage() {
     oldest-long) with_triton $OLDEST_TRITON compile -m "oldest_triton and long" ;;
     offline@*) with_triton "${1#offline@}" compile -m "not llvm_mca" -k "gfx and not budget" ;;
     simulator) run_simulator ;;
+    simulator-long) spread -m nightly tests/amd/simulator ;;
     simulator@*) with_triton "${1#simulator@}" python -m tests.amd.simulator.record docs/simulator.md ;;
     aiter-source) run_aiters_kernels ;;
     device) run_pytest -m "not nightly" tests/amd/{kernels,hip_graphs,runtime,external,integrations,guards,graphs,system,text,doctor} ;;

@@ -10,8 +10,8 @@ from __future__ import annotations
 import enum
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from rocm_attn.errors import BadSetting, BadTensor
 from rocm_attn.external import ExternalAttention
@@ -60,6 +60,7 @@ class LayerPassport:
     space:       the name of the space that it lives in
     window_left: previous keys that it sees; -1: all of them
     factors:     of layers and heads, float32: those of K, of V, and of index keys; empty where there are none
+    row_bytes:   the stretches of the layer, in order, with the bytes of a row
     """
 
     form: PageFormat
@@ -68,9 +69,13 @@ class LayerPassport:
     space: str
     window_left: int
     factors: tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
+    row_bytes: Mapping[Role, int] = field(init=False, repr=False, compare=False)
 
-    def row_bytes(self) -> Mapping[Role, int]:
-        """The stretches of the layer, in order, with the bytes of a row."""
+    def __post_init__(self) -> None:
+        # Made once: every transfer asks for it, layer after layer.
+        object.__setattr__(self, "row_bytes", self._row_bytes())
+
+    def _row_bytes(self) -> Mapping[Role, int]:
         sides = dict(zip((Role.K, Role.V), self.form.side_elements, strict=True))
         rows = {role: count * self.form.encoding.dtype.itemsize for role, count in sides.items() if count}
         if self.form.scales is Scales.TOKEN:
@@ -148,8 +153,7 @@ class KVExtent:
     first: Mapping[str, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Stretch:
+class Stretch(NamedTuple):
     """A stretch of a buffer.
 
     place:     bytes from the buffer's start
@@ -177,16 +181,17 @@ def stretches(passport: KVPassport, extent: KVExtent, layers: Sequence[int]) -> 
     place = 0
     for number in layers:
         layer = passport.layers[number]
-        if not 0 <= extent.first.get(layer.space, -1) <= extent.kv_len:
+        first = extent.first.get(layer.space, -1)
+        if not 0 <= first <= extent.kv_len:
             raise BadTensor(
                 f"the extent has {dict(extent.first)} of {extent.kv_len} tokens, and layer {number} lives in "
                 f"{layer.space!r}; send the extent that the exporter gave"
             )
-        for role, row_bytes in layer.row_bytes().items():
+        for role, row_bytes in layer.row_bytes.items():
             unit = layer.key_tokens if role.is_index else 1
-            first, end = extent.first[layer.space] // unit, extent.kv_len // unit
-            found.append(Stretch(number, role, place, first, end - first, row_bytes))
-            place = -(-found[-1].end // ALIGNMENT) * ALIGNMENT
+            num_rows = extent.kv_len // unit - first // unit
+            found.append(Stretch(number, role, place, first // unit, num_rows, row_bytes))
+            place += -(-num_rows * row_bytes // ALIGNMENT) * ALIGNMENT
     return found
 
 

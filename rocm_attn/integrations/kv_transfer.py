@@ -67,7 +67,12 @@ class _Mover:
         self._sides = {
             (layer, role): _side(self._pages(layer, role), role)
             for layer in self._all
-            for role in self.passport.layers[layer].row_bytes()
+            for role in self.passport.layers[layer].row_bytes
+        }
+        self._bound = {part: self._pages(*part) for part in self._sides}
+        self._num_pages = {
+            space: min(len(pages.k) for (layer, _), pages in self._bound.items() if self._spaces[layer] == space)
+            for space in dict.fromkeys(self._spaces)
         }
         with torch.inference_mode(False):
             self._alike = {
@@ -117,13 +122,21 @@ class _Mover:
                     f"{len(listed)} pages are given in the space {space.value!r}; {kv_len} tokens lie in {count} pages "
                     f"of {self._page_size}, the last of which is not page {RESERVED_PAGE}"
                 )
-            most = min(len(self._pages(x, Role.K).k) for x in layers if self._spaces[x] == space)
+            most = self._num_pages[space]
             if not 0 <= min(listed) <= max(listed) < most:
                 raise BadBatch(f"pages from {min(listed)} to {max(listed)} are given; there are {most}")
         for layer in layers:
-            for role in self.passport.layers[layer].row_bytes():
-                if _memory(self._pages(layer, role), role).data_ptr() != self._sides[layer, role].data_ptr():
-                    raise WrongState(f"the pages of layer {layer} have moved since this was made; make another one")
+            for role in self.passport.layers[layer].row_bytes:
+                self._must_lie_there(layer, role)
+
+    def _must_lie_there(self, layer: int, role: Role) -> None:
+        """Raises WrongState where an engine has bound other pages since."""
+        pages = self._pages(layer, role)
+        if pages is not self._bound[layer, role]:
+            is_short = len(pages.k) < self._num_pages[self._spaces[layer]]
+            if is_short or _memory(pages, role).data_ptr() != self._sides[layer, role].data_ptr():
+                raise WrongState(f"the pages of layer {layer} have moved since this was made; make another one")
+            self._bound[layer, role] = pages
 
     def _buffer(self, buffer: Tensor, num_bytes: int) -> Tensor:
         """The bytes that are used. Raises BadTensor."""
@@ -262,7 +275,7 @@ class KVImporter(_Mover):
         self._codes: dict[tuple[int, Role], Tensor] = {}
         self._factors: dict[tuple[int, Role], float] = {}
         for number, (there, here) in enumerate(zip(source.layers, self.passport.layers, strict=True)):
-            for role in here.row_bytes():
+            for role in here.row_bytes:
                 self._learn(number, role, there, here)
 
     def admit(self, extent: KVExtent) -> int:

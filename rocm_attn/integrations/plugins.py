@@ -136,7 +136,7 @@ SGLANG = Plugin(
     engine="SGLang",
     group="sglang.srt.plugins",
     distributions=("sglang",),
-    checked=(Checked("0.5.23", "on a CPU, and its attention kit on an H200"),),
+    checked=(Checked("0.5.23", "on a CPU, whole and by its attention kit"),),
     before=(0, 5, 24),
     takes=("aiter", "torch_native", "triton"),
 )

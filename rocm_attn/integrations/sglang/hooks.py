@@ -217,7 +217,11 @@ class AttentionHooks:
 
     def _graph_cells(self, batch: Batch, *, in_capture: bool) -> BoolCells | NoCells:
         """The mask of a captured step of drafts, in memory that stays where it is."""
-        if self._cells is None or not batch.forward_mode.is_target_verify():
+        if not batch.forward_mode.is_target_verify():
+            return NO_CELLS
+        if self._cells is None:
+            if not in_capture and has_tree(batch):
+                raise WrongState("a tree of drafts is to be verified, and graphs were captured without masks")
             return NO_CELLS
         if not in_capture:
             if not has_tree(batch):

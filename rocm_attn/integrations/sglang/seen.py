@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -134,11 +134,6 @@ def on_host(lengths: Sequence[int] | Tensor | None) -> list[int] | None:
     if lengths is None:
         return None
     return lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
-
-
-def modules(model: torch.nn.Module) -> Iterable[torch.nn.Module]:
-    """All of a model's."""
-    return model.modules()
 
 
 def _has_windows(pool: Pool) -> bool:

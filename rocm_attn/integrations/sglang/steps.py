@@ -119,13 +119,12 @@ def draft_width(batch: Batch) -> int:
 
 
 def has_tree(batch: Batch) -> bool:
-    """Whether what is verified is a tree, whose mask says what is seen; a chain is causal."""
+    """Whether what is verified has a mask, and is not known to be a chain, which is causal."""
     spec = batch.spec_info
-    return (
-        batch.forward_mode.is_target_verify()
-        and getattr(spec, "topk", 1) > 1
-        and getattr(spec, "custom_mask", None) is not None
-    )
+    if not batch.forward_mode.is_target_verify() or getattr(spec, "custom_mask", None) is None:
+        return False
+    branches = getattr(spec, "tree_topk", getattr(spec, "topk", None))
+    return branches != 1
 
 
 def without_pads(kv_len: Tensor, rows: Tensor) -> Tensor:

@@ -161,13 +161,12 @@ class RocmAttnImpl(AttentionImpl[RocmAttnMetadata]):
         kv_cache: Tensor,
         attn_metadata: RocmAttnMetadata | None,
         output: Tensor,
-        *scales: Tensor | None,
-        **named_scales: Tensor | None,
+        **scales: Tensor | None,
     ) -> Tensor:
         """Store the step's K and V, and write its attention to output. No metadata: vLLM measures memory."""
         if attn_metadata is None:
             return output.fill_(0)
-        if any(scale is not None for scale in (*scales, *named_scales.values())):
+        if any(scale is not None for scale in scales.values()):
             raise Unsupported(
                 "vLLM asks for quantised output, which rocm_attn does not write; set fuse_attn_quant to false in the "
                 "pass config"

@@ -20,6 +20,7 @@ from unittest.mock import MagicMock
 import torch
 
 NAME = "rocm_attn"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYOUTS = "contiguous", "shuffled_pages", "interleaved_pages", "non_monotonic_extend"
 _KIT = "sglang.test.kits.attention_unittest"
 # Other kinds of attention in the kit, whose kernels no wheel for a CPU has.
@@ -54,6 +55,7 @@ class Kit:
         self.dense = self.module("attention_methods.dense_attention")
         self.mla = self.module("attention_methods.mla_attention")
         self.verify = self.module("runner_modes.speculative_target_verify_runner")
+        self.graphs = self.module("runner_modes.cuda_graph_decode_runner")
         # SGLang's backends disagree on the window of decode; ours is that of most of them.
         self.dense._SWA_DECODE_EXTEND_WINDOW |= {NAME}
         self._give_models()
@@ -62,8 +64,18 @@ class Kit:
         from rocm_attn.integrations.sglang.backend import RocmAttnBackend, serving_of
 
         serving = replace(serving_of(runner), with_trees=self.with_trees)
-        self.backends.append(RocmAttnBackend(runner, serving))
-        return self.backends[-1]
+        backend = RocmAttnBackend(runner, serving)
+        begin = backend.init_forward_metadata_out_graph
+
+        def begin_without_pads(batch: Any, in_capture: bool = False) -> None:
+            # The kit fills graphs up with sequences that have rows and pages of their own, and uses row 0, which
+            # SGLang keeps for pads; SGLang says how many pads there are.
+            batch.num_padding = 0
+            begin(batch, in_capture)
+
+        backend.init_forward_metadata_out_graph = begin_without_pads  # type: ignore[assignment]
+        self.backends.append(backend)
+        return backend
 
     def module(self, name: str) -> Any:
         import importlib
@@ -107,7 +119,9 @@ class Kit:
             for case in made:
                 yield (
                     f"{layout} {case.name}",
-                    partial(dense.run_dense_attention_case, unittest.TestCase(), case, device="cpu", loc_layout=layout),
+                    partial(
+                        dense.run_dense_attention_case, unittest.TestCase(), case, device=DEVICE, loc_layout=layout
+                    ),
                 )
 
     def verified(self) -> Iterator[tuple[str, Case]]:
@@ -131,7 +145,7 @@ class Kit:
                     yield (
                         name,
                         partial(
-                            self.verify.run_dense_eagle_verify_case, unittest.TestCase(), case, topk=topk, device="cpu"
+                            self.verify.run_dense_eagle_verify_case, unittest.TestCase(), case, topk=topk, device=DEVICE
                         ),
                     )
 
@@ -141,8 +155,22 @@ class Kit:
             more = {"qk_rope_head_dim": rotated} if rotated else {}
             for layout in LAYOUTS[:3]:
                 for case in self.mla.make_mla_cases(NAME):
-                    run = partial(self.mla.run_mla_attention_case, unittest.TestCase(), case, device="cpu", **more)
+                    run = partial(self.mla.run_mla_attention_case, unittest.TestCase(), case, device=DEVICE, **more)
                     yield f"{layout} {case.name} rope {rotated}", partial(run, loc_layout=layout)
+
+    def graphed(self) -> Iterator[tuple[str, Case]]:
+        """Decode by what is begun and filled for a graph of more sequences; the kit runs the layers outside of one."""
+        self.with_trees = False
+        dense, latent = self.dense, self.mla
+        windows = (*dense.make_swa_no_prefix_input_config_cases(NAME), *dense.make_swa_prefix_input_config_cases(NAME))
+        for case in (*dense.make_dense_cases(NAME), *windows):
+            if case.forward_mode.is_decode():
+                run = self.graphs.run_dense_cuda_graph_decode_case
+                yield case.name, partial(run, unittest.TestCase(), case, device=DEVICE)
+        for case in latent.make_mla_cases(NAME):
+            if case.forward_mode.is_decode():
+                run = self.graphs.run_mla_cuda_graph_decode_case
+                yield f"latent {case.name}", partial(run, unittest.TestCase(), case, device=DEVICE)
 
     def run(self, cases: Iterator[tuple[str, Case]]) -> Tally:
         from rocm_attn.errors import DeviceFault
@@ -172,6 +200,7 @@ GROUPS: dict[str, Callable[[Kit], Iterator[tuple[str, Case]]]] = {
     "window": lambda kit: kit.dense_cases(window=True),
     "verify": Kit.verified,
     "latent": Kit.latent_cases,
+    "graphs": Kit.graphed,
 }
 
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -40,16 +40,23 @@ class SglangVenv:
     def python(self) -> Path:
         return self.folder / "sglang" / "bin" / "python"
 
-    def ours(self, runs: Sequence[Run], scratch: Path, *, window_pool: bool = False) -> list[Answer]:
-        """What our backend answers."""
-        return self._answers(runs, "rocm_attn", scratch, window_pool=window_pool)
+    def ours(
+        self, runs: Sequence[Run], scratch: Path, *, name: str = "rocm_attn", window_pool: bool = False
+    ) -> list[Answer]:
+        """What our backend answers, under its own name or one that it takes."""
+        taken = {} if name == "rocm_attn" else {"ROCM_ATTN_TAKE_BACKENDS": name}
+        settings = {WINDOW_POOL: "1" if window_pool else "0", **taken}
+        answers = self._answers(runs, name, scratch, settings)
+        assert "rocm_attn serves SGLang" in (scratch / "log").read_text(), "our backend did not serve"
+        return answers
 
     def stock(self, runs: Sequence[Run], scratch: Path) -> list[Answer]:
         """What SGLang's own backend for a CPU answers."""
         asked = json.dumps([_VERSION, [self._words(run) for run in runs]], sort_keys=True)
         kept = self.folder / "answers" / f"{hashlib.sha256(asked.encode()).hexdigest()}.json"
         if not kept.is_file():
-            answers = self._answers(runs, "torch_native", scratch, window_pool=False)
+            answers = self._answers(runs, "torch_native", scratch, {"ROCM_ATTN_DISABLE_PLUGINS": "sglang"})
+            assert "rocm_attn serves" not in (scratch / "log").read_text(), "our backend has served"
             kept.parent.mkdir(exist_ok=True)
             kept.write_text(json.dumps([asdict(answer) for answer in answers]))
         return [Answer(**each) for each in json.loads(kept.read_text())]
@@ -63,18 +70,15 @@ class SglangVenv:
         """A run with its model's name in place of its folder, which may lie elsewhere the next time."""
         return {**asdict(run), "engine": {**run.engine, "model_path": Path(run.engine["model_path"]).name}}
 
-    def _answers(self, runs: Sequence[Run], backend: str, scratch: Path, *, window_pool: bool) -> list[Answer]:
+    def _answers(self, runs: Sequence[Run], backend: str, scratch: Path, more: Mapping[str, str]) -> list[Answer]:
         asked = [{**asdict(run), "engine": {**run.engine, "attention_backend": backend}} for run in runs]
-        settings = {FAULTS_LOG: str(scratch / "faults"), WINDOW_POOL: "1" if window_pool else "0"}
+        settings = {FAULTS_LOG: str(scratch / "faults"), **more}
         ranks = max(run.engine.get("tp_size", 1) for run in runs)
         if ranks > 1:  # each on a core of its own: SGLang wants a NUMA node for each else
             settings["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(ranks)))
-        answered = self._call("tests.amd.engines.sglang_text", asked, scratch, settings)
-        is_ours = "rocm_attn serves SGLang" in (scratch / "log").read_text()
-        assert is_ours is (backend == "rocm_attn"), f"{backend} was asked for, and another backend has served"
-        return [Answer(**each) for each in answered]
+        return [Answer(**each) for each in self._call("tests.amd.engines.sglang_text", asked, scratch, settings)]
 
-    def _call(self, module: str, asked: Any, scratch: Path, settings: dict[str, str]) -> Any:
+    def _call(self, module: str, asked: Any, scratch: Path, settings: Mapping[str, str]) -> Any:
         request, out = scratch / "request.json", scratch / "answers.json"
         request.write_text(json.dumps(asked))
         environment = {

@@ -118,6 +118,13 @@ def test_two_ranks_give_the_tokens_of_one(sglang: SglangVenv, tmp_path: Path) ->
 
 
 @pytest.mark.nightly
+def test_our_backend_serves_under_the_name_of_one_whose_place_it_takes(sglang: SglangVenv, tmp_path: Path) -> None:
+    asked = [run(sglang, "gemma3")]
+    (stock,) = sglang.stock(asked, tmp_path)
+    assert_equal(sglang.ours(asked, tmp_path, name="torch_native"), stock)
+
+
+@pytest.mark.nightly
 def test_latent_attention_gives_the_tokens_of_transformers(sglang: SglangVenv, tmp_path: Path) -> None:
     """SGLang's own backend for a CPU cannot serve it."""
     from transformers import DeepseekV3ForCausalLM

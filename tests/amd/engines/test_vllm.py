@@ -15,7 +15,7 @@ from tests.amd.engines.vllm_text import FAULTS, Answer, Run
 
 # vLLM's own CPU backend reads no other.
 STOCK_BLOCK = 32
-# Steps that are begun after a faulty one, before it is told.
+# Steps that are begun after a faulty one, before it is reported.
 MOST_STEPS_LATER = 2
 
 
@@ -59,16 +59,16 @@ def assert_equal(ours: Sequence[Answer], stock: Answer) -> None:
         assert answer.tokens == stock.tokens
 
 
-def test_a_model_with_windows_gives_vllms_own_tokens_and_faults_in_its_steps_are_told(
+def test_a_model_with_windows_gives_vllms_own_tokens_and_faults_in_its_steps_are_reported(
     vllm: VllmVenv, tmp_path: Path
 ) -> None:
     """One process of vLLM's: its import takes longer than an engine."""
     (stock,) = vllm.stock([run(vllm, "gemma3")], tmp_path)
     faults = {name: run(vllm, "gemma3", fault=name, block_size=16) for name in FAULTS}
-    ours, *told = vllm.ours([run(vllm, "gemma3"), *faults.values()], tmp_path)
+    ours, *reported = vllm.ours([run(vllm, "gemma3"), *faults.values()], tmp_path)
     assert_equal([ours], stock)
     assert all(ours.cached[1])
-    for name, answer in zip(faults, told, strict=True):
+    for name, answer in zip(faults, reported, strict=True):
         assert answer.said.startswith("DeviceFault: step 5: "), f"{name}: {answer.said or 'nothing was said'}"
         assert 0 <= answer.steps_later <= MOST_STEPS_LATER, name
 
@@ -102,10 +102,10 @@ def test_the_newest_release_gives_the_same_tokens(vllm: VllmVenv, tmp_path: Path
     """Its Python, over the compiled part of the newest wheel for CPUs."""
     (stock,) = vllm.stock([run(vllm, "gemma3")], tmp_path)
     fault = run(vllm, "gemma3", fault="wrong_slot", block_size=16)
-    ours, told = vllm.ours([run(vllm, "gemma3"), fault], tmp_path, newest=True)
+    ours, reported = vllm.ours([run(vllm, "gemma3"), fault], tmp_path, newest=True)
     assert_equal([ours], stock)
-    assert told.said.startswith("DeviceFault: step 5: ")
-    assert 0 <= told.steps_later <= MOST_STEPS_LATER
+    assert reported.said.startswith("DeviceFault: step 5: ")
+    assert 0 <= reported.steps_later <= MOST_STEPS_LATER
 
 
 @pytest.mark.nightly

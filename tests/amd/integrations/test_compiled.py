@@ -42,7 +42,11 @@ DIM = 16
 # Prompts, then decode steps; each shape is compiled for.
 SHORT = [[5, 2], [1, 1], [1, 1]]
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # Inductor's own, where it is imported
+# Inductor's own, where it is imported and where it compiles.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning:torch._inductor"),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,7 @@ import torch
 
 from rocm_attn.errors import BadSetting, Unsupported
 from rocm_attn.integrations import plugins
+from rocm_attn.integrations.engine_settings import ON_FAULT, PROVIDER
 from rocm_attn.integrations.plugins import PLUGINS, SGLANG, VLLM, Plugin, load, log_kernels, matrix
 from rocm_attn.machine.settings import DISABLE_PLUGINS, TAKE_BACKENDS, Settings, read_settings
 from rocm_attn.machine.target import known_target
@@ -51,6 +52,12 @@ def test_the_entry_points_are_those_of_the_list() -> None:
 def test_the_matrix_of_versions_in_the_docs_is_the_table() -> None:
     page = (ROOT / "docs" / "engines.md").read_text()
     assert matrix() in page, "copy the output of rocm_attn.integrations.plugins.matrix() to docs/engines.md"
+
+
+def test_the_page_names_every_setting_and_every_backend_that_may_be_taken() -> None:
+    page = (ROOT / "docs" / "engines.md").read_text()
+    names = [DISABLE_PLUGINS, TAKE_BACKENDS, PROVIDER, ON_FAULT, *VLLM.takes, *SGLANG.takes]
+    assert [name for name in names if f"`{name}`" not in page] == []
 
 
 @each_plugin
@@ -214,15 +221,18 @@ def test_lines_go_to_the_engines_own_loggers() -> None:
     assert [plugin.log.name for plugin in PLUGINS] == ["vllm.rocm_attn", "sglang.rocm_attn"]
 
 
-def test_loading_imports_no_kernel_and_no_triton() -> None:
+@each_plugin
+def test_an_entry_point_imports_no_kernel_and_no_triton_and_steps_back_where_its_engine_is_not(plugin: Plugin) -> None:
     code = (
-        "import sys, rocm_attn.integrations.plugins as p\n"
-        "print(p.load(p.VLLM, lambda: None))\n"
-        "heavy = [m for m in sys.modules if m.startswith(('triton', 'rocm_attn.kernels', 'rocm_attn.providers'))]\n"
-        "print(heavy)\n"
+        "import sys\n"
+        f"sys.modules['{plugin.name}'] = None  # also where it is installed\n"
+        f"from rocm_attn.integrations.{plugin.name} import register\n"
+        "register()\n"
+        "print([m for m in sys.modules if m.startswith(('triton', 'rocm_attn.kernels', 'rocm_attn.providers'))])\n"
     )
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert ran.stdout.splitlines() == ["True", "[]"]
+    assert ran.stdout.splitlines() == ["[]"]
+    assert f"rocm_attn is not registered: rocm_attn does not serve {plugin.engine} without a version" in ran.stderr
 
 
 def test_a_table_that_contradicts_itself_cannot_be_made() -> None:

@@ -131,6 +131,23 @@ def replay_tree(graph: Graph, requests: Sequence[Request]) -> None:
     graph.replay(requests, mask=cells)
 
 
+@pytest.mark.parametrize("spec", [{"topk": 2}, {"tree_topk": -1}, {}], ids=["two branches", "irregular", "unknown"])
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_tree_is_refused_where_no_kernel_looks_at_masks(
+    spec: dict[str, int], captured: bool, provider: str, device: torch.device
+) -> None:
+    engine = Engine(provider, device)
+    one = engine.admit()
+    engine.run(Mode.EXTEND, [one], [3])
+    engine.hooks.init_cuda_graph_state(1, 3)
+    batch = engine.batch(Mode.TARGET_VERIFY, [one], [3], num_padding=0)
+    mask = torch.ones(3 * 6, dtype=torch.bool, device=device)
+    batch.spec_info = SimpleNamespace(draft_token_num=3, custom_mask=mask, **spec)
+    begin = engine.hooks.init_forward_metadata_out_graph if captured else engine.hooks.init_forward_metadata
+    with pytest.raises(WrongState, match="mask"):
+        begin(batch)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("topk", "page_size"), [(1, 4), (2, 1), (2, 4), (3, 4)])
 @pytest.mark.parametrize("captured", [False, True])
@@ -264,6 +281,19 @@ def test_pads_of_a_rank_in_row_0_are_not_computed(provider: str, device: torch.d
     engine.forward(step)
     engine.keep([one], step)
     engine.compare([one], step)
+    engine.hooks.attention.check_device()
+
+
+def test_what_an_idle_rank_makes_up_to_keep_up_is_not_computed(provider: str, device: torch.device) -> None:
+    engine = Engine(provider, device)
+    one = engine.admit()
+    batch = engine.batch(Mode.EXTEND, [one], [4])
+    batch.req_pool_indices, batch.out_cache_loc = engine.ints([0]), engine.ints([0] * 4)
+    batch._original_batch_size = 0
+    step = engine.step_of(batch, [], padded=4)
+    engine.hooks.init_forward_metadata(batch)
+    engine.forward(step)
+    engine.compare([], step)
     engine.hooks.attention.check_device()
 
 

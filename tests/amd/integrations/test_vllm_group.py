@@ -141,7 +141,7 @@ def test_steps_that_vllm_runs_to_warm_up_are_pads_and_no_fault(runner: Runner) -
     runner.groups[0].attention.check_device()
 
 
-def assert_told_two_steps_later(run: Callable[[Sequence[int]], object], what: str) -> None:
+def assert_reported_two_steps_later(run: Callable[[Sequence[int]], object], what: str) -> None:
     """Two steps run after the faulty one, and the third is not begun."""
     run([1, 1, 1])
     run([1, 1, 1])
@@ -150,7 +150,7 @@ def assert_told_two_steps_later(run: Callable[[Sequence[int]], object], what: st
 
 
 @long
-def test_a_stale_pad_is_told(runner: Runner) -> None:
+def test_a_stale_pad_is_reported(runner: Runner) -> None:
     runner.pad = 3.0
     graph = runner.capture(4, 4, 1)
 
@@ -158,16 +158,16 @@ def test_a_stale_pad_is_told(runner: Runner) -> None:
         runner.seq_lens[3] = 33  # of a request that was there in an earlier step; its line of the table is empty
 
     graph.run_unseen([1, 1, 1], lie)
-    assert_told_two_steps_later(graph.run_unseen, "a new token had no page of its own")
+    assert_reported_two_steps_later(graph.run_unseen, "a new token had no page of its own")
 
 
 @long
-def test_a_wrong_slot_is_told_and_harms_no_other_request(runner: Runner) -> None:
+def test_a_wrong_slot_is_reported_and_harms_no_other_request(runner: Runner) -> None:
     def lie(runner: Runner) -> None:
         runner.slots[0][0] = runner.slots[0][1] - 1  # where request 1 has a token
 
     runner.step_unseen([1, 1, 1], lie)
-    assert_told_two_steps_later(runner.step_unseen, "a slot that was given for a new token is not the one")
+    assert_reported_two_steps_later(runner.step_unseen, "a slot that was given for a new token is not the one")
     # What the step wrote to a place of request 1's was dropped. Request 0 has a hole where its token should be.
     given, outs = runner.step_unseen([1, 1, 1])
     runner.compare_request(1, [1, 1, 1], given, outs)
@@ -198,11 +198,11 @@ def test_a_table_that_moves_between_eager_steps_is_read_where_it_is(runner: Runn
 
 
 @long
-def test_a_window_whose_page_was_evicted_too_early_is_told(device: torch.device, provider: str) -> None:
+def test_a_window_whose_page_was_evicted_too_early_is_reported(device: torch.device, provider: str) -> None:
     runner = started(Runner([WINDOW], device=device, provider=provider))
     runner.evict(1, 0, 2)  # of 41 tokens, 32 are gone; the window still sees from 22 on
     runner.step_unseen([1, 1, 1])
-    assert_told_two_steps_later(runner.step_unseen, "the first key that a new token sees lay in a page")
+    assert_reported_two_steps_later(runner.step_unseen, "the first key that a new token sees lay in a page")
 
 
 @long

@@ -1,4 +1,4 @@
-"""What vLLM says of layers becomes problems or a refusal in one sentence; and what it is told of our backend."""
+"""What vLLM says of layers becomes problems or a refusal in one sentence; and which names of backends are ours."""
 
 from __future__ import annotations
 

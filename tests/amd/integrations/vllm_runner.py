@@ -1,7 +1,7 @@
 """What vLLM's model runners do with an attention backend, in small: packed caches, block tables, slots, pads, graphs.
 
 Written from vLLM 0.26 and 0.32 (v1/worker/gpu_model_runner.py, v1/worker/gpu/cudagraph_utils.py, block_table.py), with
-K and V of every request kept in NumPy beside it. Blocks that nobody has hold NaN, and so does what pads bring.
+K and V of every request kept in NumPy beside it. Blocks that no request has hold NaN, and so does what pads bring.
 """
 
 from __future__ import annotations

@@ -266,9 +266,7 @@ def test_every_run_compiles_each_kind_of_layer() -> None:
     assert {row.pool for row in rows} == {row.pool for row in ROWS}
     long = {(80, 80), (80, 96), (96, 96), (192, 128), (192, 192), (256, 256), (320, 320), (512, 32), (512, 512)}
     assert {row.dims for row in rows} == {row.dims for row in ROWS} - long
-    assert {row.scales for row in rows} == {row.scales for row in ROWS}
-    for arch in AMD_ARCHS:
-        assert any(row.arch == arch and row.kv is not KVEncoding.LIKE_Q for row in rows), f"no codes on {arch}"
+    assert {row.kv is KVEncoding.LIKE_Q for row in rows} == {True, False}
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,7 @@ def test_the_way_of_serving_changes_no_token(
     assert (report.metrics.replays > NEW_TOKENS // 2) == options.graphs
 
 
+@pytest.mark.nightly
 def test_neither_order_nor_batch_size_changes_a_token(
     loaded: LoadedModel, requests: list[Request], completions: list[Completion]
 ) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from rocm_attn.batch.step_batch import Int32Array
-from rocm_attn.errors import BadBatch, NeverFits
+from rocm_attn.errors import BadBatch, NeverFits, OutOfPages
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, OWN_TABLE, TableTerms
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space, num_pages
 from rocm_attn.paging.kept_pages import IsKept, the_same_id
@@ -245,6 +246,25 @@ class PageTable:
             first = end if self.window_left == ALL_KEYS else np.maximum(end, self._first[rows])
             self.pending.cells += self._guards.row_width.put_all(self.entries_host, rows, first, counts, pages)
 
+    def must_fit(self, row: int, kv_len: int) -> None:
+        """Raise NeverFits where row would need more pages than the pool has, whatever others give back."""
+        needed = self.num_held(row, num_pages(kv_len, self._page_size))
+        if needed > self.num_usable_pages:
+            raise NeverFits(
+                f"row {row} needs {needed} pages{self.pages.of} for {kv_len} tokens and there are "
+                f"{self.num_usable_pages}; raise {self.pages.knob}"
+                + ("" if self.window_left == ALL_KEYS else ", or go on by fewer tokens at a time, with evict() before")
+            )
+
+    def refuse(self, rows: Sequence[int], kv_len: Sequence[int]) -> NoReturn:
+        """Raise for rows that need more pages than are free: NeverFits as must_fit, else OutOfPages."""
+        for row, length in zip(rows, kv_len, strict=True):
+            self.must_fit(row, length)
+        raise OutOfPages(
+            f"{len(rows)} sequences need more pages{self.pages.of} than the {self.num_free_pages} that are free; "
+            f"free a request or raise {self.pages.knob}"
+        )
+
     def shares(self, rows: Int32Array, page_no: Int32Array) -> npt.NDArray[np.bool_]:
         """Whether rows must not write to these pages of theirs."""
         return self._guards.is_shared(self._holders[self.entries_host[rows, page_no]])
@@ -256,6 +276,20 @@ class PageTable:
     def held_elsewhere(self, rows: Int32Array, end: int) -> npt.NDArray[np.bool_]:
         """Of the pages [0, end) of rows, [len(rows), end]: whether they have other holders too."""
         return self._holders[self.entries_host[rows, :end]] > 1
+
+    @staticmethod
+    def shared_ends(
+        tables: Sequence[PageTable], rows: Int32Array, ends: npt.NDArray[np.integer]
+    ) -> npt.NDArray[np.int64]:
+        """[n]: one past the last of the pages [0, ends[i]) of rows[i] that has another holder in a table; 0: none."""
+        end = int(ends.max(initial=0))
+        held = np.zeros((len(rows), end), np.bool_)
+        for table in tables:
+            held |= table.held_elsewhere(rows, end)
+        page_no = np.arange(end)
+        held &= page_no < ends[:, None]
+        last: npt.NDArray[np.int64] = np.max(held * (page_no + 1), axis=1, initial=0)
+        return last
 
     def own(self, row: int, page_no: int) -> None:
         """Put a copy in the place of a page that row shares."""

@@ -172,7 +172,7 @@ class RequestTable:
         for table in self.spaces:
             short = self._short(table, row, kv_len)
             if short > table.num_free_pages:
-                self._must_fit(table, row, kv_len)
+                table.must_fit(row, kv_len)
                 raise OutOfPages(
                     f"row {row} needs {short} more pages{table.pages.of} for {kv_len} tokens and "
                     f"{table.num_free_pages} are free; free a request or raise {table.pages.knob}"
@@ -251,15 +251,7 @@ class RequestTable:
             # An upper bound: of two rows that share a page only one needs a copy.
             short = sum(self._short(table, row, length) for row, length in zip(rows, kv_len, strict=True))
             if short > table.num_free_pages:
-                self._refuse_for_pages(table, rows, kv_len)
-
-    def _refuse_for_pages(self, table: PageTable, rows: list[int], kv_len: list[int]) -> None:
-        for row, length in zip(rows, kv_len, strict=True):
-            self._must_fit(table, row, length)
-        raise OutOfPages(
-            f"{len(rows)} sequences need more pages{table.pages.of} than the {table.num_free_pages} that are "
-            f"free; free a request or raise {table.pages.knob}"
-        )
+                table.refuse(rows, kv_len)
 
     def _append_pages(self, rows: Int32Array, kv_len: Int32Array, capacity: Int32Array) -> None:
         """Take pages for kv_len tokens, which are more than capacity. Raises OutOfPages, NeverFits before it does."""
@@ -267,7 +259,7 @@ class RequestTable:
         missing = [table.num_missing(rows, end, new_end) for table in self.spaces]
         for table, counts in zip(self.spaces, missing, strict=True):
             if sum(counts.tolist()) > table.num_free_pages:
-                self._refuse_for_pages(table, rows.tolist(), kv_len.tolist())
+                table.refuse(rows.tolist(), kv_len.tolist())
         for table, counts in zip(self.spaces, missing, strict=True):
             table.append_all(rows, end, counts)
         capacity = new_end * np.int32(self.page_size)
@@ -601,14 +593,7 @@ class RequestTable:
 
     def _search_floors(self, rows: Int32Array, floor: Int32Array) -> Int32Array:
         """Where the last page before each floor ends that has another holder."""
-        ends = num_pages(floor, self.page_size)
-        end = int(ends.max(initial=0))
-        held = np.zeros((len(rows), end), np.bool_)
-        for table in self.spaces:
-            held |= table.held_elsewhere(rows, end)
-        page_no = np.arange(end)
-        held &= page_no < ends[:, None]
-        shared_end = np.max(held * (page_no + 1), axis=1, initial=0) * self.page_size
+        shared_end = PageTable.shared_ends(self.spaces, rows, num_pages(floor, self.page_size)) * self.page_size
         lowered: Int32Array = np.minimum(floor, shared_end).astype(np.int32)
         return lowered
 
@@ -679,16 +664,6 @@ class RequestTable:
         wanted = num_pages(kv_len, self.page_size)
         more = table.num_held(row, wanted) - table.num_held(row, self._end(row))
         return max(0, more) + (kv_len > self._reserved_len[row] and self._shares_last_page(table, row))
-
-    def _must_fit(self, table: PageTable, row: int, kv_len: int) -> None:
-        """Raise NeverFits where row would need more pages than the pool has, whatever others give back."""
-        needed = table.num_held(row, num_pages(kv_len, self.page_size))
-        if needed > table.num_usable_pages:
-            raise NeverFits(
-                f"row {row} needs {needed} pages{table.pages.of} for {kv_len} tokens and there are "
-                f"{table.num_usable_pages}; raise {table.pages.knob}"
-                + ("" if table.window_left == ALL_KEYS else ", or go on by fewer tokens at a time, with evict() before")
-            )
 
     def _shares_last_page(self, table: PageTable, row: int) -> bool:
         """Whether the next token of row would land in a page that another row holds too."""

@@ -84,6 +84,101 @@ def test_reserving_for_many_rows_is_all_or_nothing() -> None:
     assert [len(table.pages_of(int(row))) for row in rows] == [2, 1]
 
 
+class Twins:
+    """Two tables of the same history; one reserves for all rows of a step at once, the other row by row."""
+
+    def __init__(self) -> None:
+        self.at_once, self.one_by_one = (make_table(40, max_num_seqs=6) for _ in range(2))
+        self.rows: list[int] = []
+
+    def admit(self, random: np.random.Generator) -> None:
+        if self.at_once.num_free_rows:
+            row, other = self.at_once.admit(), self.one_by_one.admit()
+            assert row == other
+            self.rows.append(row)
+
+    def fork(self, random: np.random.Generator) -> None:
+        if self.rows and self.at_once.num_free_rows:
+            row, kv_len = self.any_row(random)
+            child, other = self.at_once.fork(row, kv_len), self.one_by_one.fork(row, kv_len)
+            assert child == other
+            self.rows.append(child)
+
+    def truncate(self, random: np.random.Generator) -> None:
+        if self.rows:
+            row, kv_len = self.any_row(random)
+            self.at_once.truncate(row, kv_len)
+            self.one_by_one.truncate(row, kv_len)
+
+    def free(self, random: np.random.Generator) -> None:
+        if self.rows:
+            row = self.rows.pop(int(random.integers(len(self.rows))))
+            self.at_once.free(row)
+            self.one_by_one.free(row)
+
+    def grow(self, random: np.random.Generator) -> None:
+        """Steps of some rows, in which each gets a few tokens more; then they are all that a step may say."""
+        rows = [row for row in self.rows if random.random() < 0.5]
+        for _ in range(3):
+            kv_len = [min(20, max(1, self.room(row) + int(random.integers(0, 3)))) for row in rows]
+            short = sum(map(len, map(self.pages_after, rows, kv_len)))
+            if not rows or short > self.at_once.num_free_pages:
+                return
+            self.at_once.reserve_all(np.array(rows, np.int32), np.array(kv_len, np.int32))
+            for row, length in zip(rows, kv_len, strict=True):
+                self.one_by_one.reserve(row, length)
+            self.check(rows, kv_len)
+
+    def check(self, rows: list[int], kv_len: list[int]) -> None:
+        """What a row holds, who else holds it, and up to which length it may be used."""
+        for table in (self.at_once, self.one_by_one):
+            table.check_batch(batch_of(rows, kv_len))
+        assert self.holders(self.at_once) == self.holders(self.one_by_one)
+        assert self.at_once.num_free_pages == self.one_by_one.num_free_pages
+
+    def holders(self, table: RequestTable) -> dict[int, list[int]]:
+        return {row: [table.num_holders(page) for page in table.pages_of(row).tolist()] for row in self.rows}
+
+    def any_row(self, random: np.random.Generator) -> tuple[int, int]:
+        row = self.rows[int(random.integers(len(self.rows)))]
+        # Half of the time the last page is in question, which may be filled in part.
+        return row, self.room(row) if random.random() < 0.5 else int(random.integers(0, self.room(row) + 1))
+
+    def room(self, row: int) -> int:
+        return int(self.one_by_one._reserved_len[row])
+
+    def pages_after(self, row: int, kv_len: int) -> range:
+        """No fewer than row will take, a copy included."""
+        return range(-(-kv_len // 4) - len(self.one_by_one.pages_of(row)) + 1)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_reserving_for_a_step_holds_what_reserving_row_by_row_does(seed: int) -> None:
+    random, twins = np.random.default_rng(seed), Twins()
+    changes = [Twins.admit, Twins.fork, Twins.truncate, Twins.free, *[Twins.grow] * 4]
+    for _ in range(120):
+        changes[int(random.integers(len(changes)))](twins, random)
+
+
+def test_a_step_is_refused_for_room_that_was_given_back_since_it_was_reserved() -> None:
+    table = make_table()
+    rows = [table.admit(), table.admit()]
+    step = batch_of(rows, [9, 6])
+    table.reserve_all(step.rows, step.kv_len)
+    table.check_batch(step)
+    table.truncate(rows[0], 5)
+    with pytest.raises(BadBatch, match="sequence 0 has kv_len 9, but row 1 has room for 5 tokens"):
+        table.check_batch(step)
+    table.reserve_all(step.rows, step.kv_len)
+    table.check_batch(step)
+    assert len(table.pages_of(rows[0])) == 3
+    table.free(rows[1])
+    with pytest.raises(BadBatch, match="row 2 of sequence 1 is not admitted"):
+        table.check_batch(step)
+    with pytest.raises(WrongState, match="row 2 is not admitted"):
+        table.reserve_all(step.rows, step.kv_len)
+
+
 def test_a_second_free_is_an_error() -> None:
     table = make_table()
     row = table.admit()

@@ -54,15 +54,6 @@ def _sums_of_lanes(weights, G: gl.constexpr):
 
 
 @gluon.jit
-def _largest(scores, G: gl.constexpr):
-    """The largest score of each row. A lane compares in a tree: one after the other, each would wait for the last."""
-    ROWS: gl.constexpr = GROUP_ROWS
-    FEW: gl.constexpr = G.KEY_BLOCK // 32
-    of_lanes = gl.max(gl.max(gl.max(scores.reshape([ROWS, 4, FEW, 4, 2]), 2), 1), 2)
-    return gl.convert_layout(gl.max(of_lanes, 1), gl.SliceLayout(1, scores.type.layout))
-
-
-@gluon.jit
 def nothing_seen(G: gl.constexpr):
     """The softmax of no key, with sums of lanes."""
     KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
@@ -125,7 +116,7 @@ def attend_steps(softmax, n, query, rings, span, seen, G: gl.constexpr, MASKED: 
             key = gl.expand_dims(step * KEY_BLOCK + lane, 0)
             visible = _visible(gl.expand_dims(query.kv_index, 1), key, seen, G)
             scores = gl.where(visible, scores, float("-inf"))
-        new_maximum = gl.maximum(maximum, _largest(scores, G) * query.qk_scale)
+        new_maximum = gl.maximum(maximum, gl.max(scores, 1) * query.qk_scale)
         # A row of a masked step may have seen no key yet; the subtractions below must not be inf - inf.
         base = gl.where(new_maximum == float("-inf"), 0.0, new_maximum) if MASKED else new_maximum
         decay = gl.exp2(maximum - base)

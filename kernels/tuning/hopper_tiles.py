@@ -26,8 +26,9 @@ class HopperTiles:
 HOPPER_EXTEND_TILES: Mapping[int, HopperTiles] = {
     # gptoss 1 x 2048 new + 6144 cached: 536 us; the plain kernel 631.
     64: HopperTiles(ExtendTiles(128, 128, 4, 4, programs_per_cu=1, merge_stages=4), overlaps=True, registers=224),
-    # llama8b 1 x 2048 + 6144: 392 us, 8 x 512 + 4096: 513, 1 x 2048 + 30720: 1664; with three stages 396, 519 and 1683;
-    # in blocks of 64 keys with four 423, 566 and 1936; the plain kernel 535 and 694.
+    # llama8b 1 x 2048 + 6144: 394 us, 8 x 512 + 4096: 506, 1 x 2048 + 30720: 1664; with three stages 396, 519 and 1683;
+    # in blocks of 64 keys with four 423, 566 and 1936; the plain kernel 535 and 694 of the first two. Where the groups
+    # take turns at the matrix units: 504, 636 and 2121.
     128: HopperTiles(ExtendTiles(128, 128, 4, 2, programs_per_cu=1, merge_stages=4), overlaps=True, registers=224),
     # 64 x 8 heads, 777 new of 5778: 353 to 378 us, 12 ragged chunks 553; without overlap 370 to 378 and 584.
     192: HopperTiles(

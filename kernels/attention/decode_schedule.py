@@ -46,7 +46,7 @@ PROGRAM_WORK = tl.constexpr(3)
 PROGRAM_SHARE = tl.constexpr(4)
 PROGRAM_ROW_START = tl.constexpr(5)  # position where the row starts
 PROGRAM_KV_LEN = tl.constexpr(6)
-PROGRAM_PAD = tl.constexpr(7)  # positions after each row that nothing lies at
+PROGRAM_PAD = tl.constexpr(7)  # positions after each row that nothing lies at; 0 unless the cut is even
 # The words of a sequence.
 SEQ_WORDS = tl.constexpr(cuts.SEQ_WORDS)
 SEQ_START = tl.constexpr(0)  # position where its rows start

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import fields
 from pathlib import Path
 from statistics import geometric_mean, median
@@ -37,6 +38,7 @@ def main() -> None:
         ("sparse_decode_h200.json", sparse_decode),
         ("wide_rows_h200.json", wide_rows),
         ("named_shapes_h200.json", named_shapes),
+        ("counters_h200.json", counters),
         ("random_shapes_h200.json", random_shapes),
         ("tensor_parallel_h200.json", tensor_parallel),
         ("soak_h200.json", soak),
@@ -62,16 +64,41 @@ def attention(result: dict[str, Any]) -> str:
         f"Ceilings of the same run: copy {ceilings['copy_GBs']:.0f} GB/s, read {ceilings['read_GBs']:.0f} GB/s, "
         f"bf16 8192^3 matmul {ceilings['mma_TFs']:.0f} TFLOP/s. floor: streaming read of the same bytes, or the "
         "matmul bound; limit: the same bytes at copy bandwidth, or the matmul bound. Input sets are rotated past the "
-        "L2; the schedule is built once a step, outside. Error: relative to float32, before and after the graph.\n",
-        "| case | us | floor us | x floor | limit us | x limit | error |",
-        "|---|---|---|---|---|---|---|",
+        "L2; the schedule is built once a step, outside. Error: relative to float32, before and after the graph. "
+        f"Times are means of {result['passes']} passes; in the same process every peer that serves the case was "
+        "timed, of which the fastest is shown (all are in the result file).\n",
+        *beside_peers(result["rows"]),
+        "| case | us | x floor | limit us | x limit | fastest peer | its us | own / peer | error |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in sorted(result["rows"], key=lambda row: row["case"]):
+        name, us = fastest_peer(row)
         lines.append(
-            f"| {row['case']} | {row['us']} | {row['floor_us']} | {row['times_floor']:.2f} | {row['limit_us']} "
-            f"| {row['times_limit']:.2f} | {row['error']:.1e} / {row['error_in_graph']:.1e} |"
+            f"| {row['case']} | {row['us']} | {row['times_floor']:.2f} | {row['limit_us']} "
+            f"| {row['times_limit']:.2f} | {name} | {us} | {row['us'] / us:.2f} "
+            f"| {row['error']:.1e} / {row['error_in_graph']:.1e} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def fastest_peer(row: dict[str, Any]) -> tuple[str, float]:
+    """Its name and microseconds; no name where no peer served the case."""
+    return min(row["peers_us"].items(), key=lambda peer: peer[1], default=("", math.nan))
+
+
+def beside_peers(rows: list[dict[str, Any]]) -> list[str]:
+    """A line of each kind of work: how this library's times compare with the fastest peer's."""
+    lines = []
+    for kind, title in {"dec": "decode", "swa": "decode in a window", "ext": "extend", "mla": "latent decode"}.items():
+        of_kind = [row for row in rows if row["case"].startswith(f"{kind}/") and row["peers_us"]]
+        if of_kind:
+            ratios = [row["us"] / fastest_peer(row)[1] for row in of_kind]
+            lines.append(
+                f"- {title}: {sum(ratio <= 1 for ratio in ratios)} of {len(ratios)} cases faster than every peer; "
+                f"{geometric_mean(ratios):.2f} x the fastest peer's time in the geometric mean, "
+                f"{max(ratios):.2f} x at most"
+            )
+    return [*lines, ""]
 
 
 def host_time(result: dict[str, Any]) -> str:
@@ -317,6 +344,28 @@ def named_shapes(result: dict[str, Any]) -> str:
     if beside:
         means = "; ".join(f"{step} {geometric_mean(times):.2f}" for step, times in beside.items())
         lines.append(f"\nGeometric means of x FA3: {means}.")
+    return "\n".join(lines) + "\n"
+
+
+def counters(result: dict[str, Any]) -> str:
+    """What ncu read of each launch."""
+    lines = [
+        "## What the counters say of the shapes that are compared\n",
+        machine_line(result["machine"]),
+        "Read by Nsight Compute, each launch by itself: its times are longer than those in graphs. DRAM, L2 and units "
+        "of the multiprocessors: percent of what they can do. Stalls: what a warp waits for, in cycles for each "
+        "instruction, of all that it takes for one.\n",
+        "| shape | kernel | us | programs | registers | occupancy % | DRAM % | L2 % | units % | issue % | stalls |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        stalls = ", ".join(f"{reason.lower()} {cycles}" for reason, cycles in row["stalls"].items())
+        lines.append(
+            f"| {row['shape']} | `{row['kernel']}` | {row['us']} | {row['programs']:.0f} | {row['registers']:.0f} "
+            f"| {row['occupancy_percent']:.0f} | {row['dram_percent']:.0f} | {row['l2_percent']:.0f} "
+            f"| {row['compute_percent']:.0f} | {row['issue_percent']:.0f} "
+            f"| {stalls}; of {row['cycles_per_instruction']:.1f} |"
+        )
     return "\n".join(lines) + "\n"
 
 

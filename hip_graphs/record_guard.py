@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rocm_attn.hip_graphs.collectives import unwraps_itself
 from rocm_attn.hip_graphs.errors import RecordingRefused
 from rocm_attn.hip_graphs.forbidden_ops import KEEP_ON_DEVICE, READS_ON_HOST, is_composite, refusal
+from rocm_attn.hip_graphs.host_ops import body_of
 from rocm_attn.hip_graphs.tensor_trees import tensors_in
 
 _NOT_THE_CALLER = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
@@ -105,6 +106,15 @@ class RecordGuard:
         finally:
             self.is_lifted = before
 
+    @contextmanager
+    def stepped_out(self) -> Iterator[None]:
+        """Nothing is looked at for a while: for compiled code, which torch runs only where no mode looks on."""
+        self.__exit__()
+        try:
+            yield
+        finally:
+            self.__enter__()
+
     def refuse(self, subject: str, what: str, remedy: str) -> None:
         """Raises RecordingRefused about the subject, unless the guard is lifted."""
         if not self.is_lifted:
@@ -147,6 +157,10 @@ class _OperationGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         guard = self._guard
         if guard.is_lifted:
             return func(*args, **kwargs)
+        body = body_of(func)
+        if body is not None:
+            with self:
+                return body(*args, **kwargs)
         refused = refusal(func, args, kwargs, guard.device, guard.is_host_number)
         if refused is not None:
             guard.refuse(str(func), *refused)
@@ -189,7 +203,7 @@ class _Watch:
 
     @contextmanager
     def by(self, guard: RecordGuard) -> Iterator[None]:
-        outer = getattr(self._here, "guard", None)
+        outer = self.here()
         try:
             with self._lock:
                 self._active.append(guard)
@@ -205,6 +219,10 @@ class _Watch:
                 if not self._active:
                     self._restore_all()
 
+    def here(self) -> RecordGuard | None:
+        """The guard of this thread that watches."""
+        return getattr(self._here, "guard", None)
+
     def _wrap_all(self) -> None:
         for owner, name, subject in _WAITS_AND_QUERIES:
             self._wrapped.append((owner, name, vars(owner)[name]))
@@ -216,7 +234,7 @@ class _Watch:
 
     def _wrapper(self, original: Callable[..., Any], subject: str) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:
-            guard: RecordGuard | None = getattr(self._here, "guard", None)
+            guard = self.here()
             if guard is not None:
                 guard.refuse(subject, "waits for or asks the device", "do it before or after recording")
             return original(*args, **kwargs)
@@ -225,3 +243,8 @@ class _Watch:
 
 
 _WATCH = _Watch()
+
+
+def guard_here() -> RecordGuard | None:
+    """The guard that is active in this thread."""
+    return _WATCH.here()

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from rocm_attn.kernels.driver_call import Arguments, Place, Run, arguments_of, driver_call
+
 Thunk = Callable[[], object]
 LaunchObserver = Callable[[Thunk], None]
 Launcher = TypeVar("Launcher", bound=Callable[..., object])
@@ -103,9 +105,14 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: object, **options: object)
         return
     compiled = kernel[grid](*args, **options)
     if _notes:
-        notes = _notes.get(get_ident())
-        if notes is not None:
-            notes.add(kernel, compiled, grid, args, options)
+        _note(kernel, compiled, grid, args, options)
+
+
+def _note(kernel: Any, compiled: Any, grid: tuple[int, ...], args: tuple[object, ...], options: Any) -> None:
+    """This thread has made a launch."""
+    notes = _notes.get(get_ident())
+    if notes is not None:
+        notes.add(kernel, compiled, grid, args, options)
 
 
 def _note_other_work() -> None:
@@ -124,6 +131,11 @@ def run_as_launch(fn: Callable[..., object], *args: object, **options: object) -
         fn(*args, **options)
 
 
+# What launches a variant; what puts its arguments together of the stream, those that are given, and constants; these.
+_Runner = tuple[Run, Arguments, tuple[object, ...]]
+_NO_RUNNER = None, None
+
+
 class RepeatedLaunch:
     """A kernel that is launched once a step with arguments of the same kind.
 
@@ -134,24 +146,25 @@ class RepeatedLaunch:
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
-        self._runners: dict[tuple[torch.device, tuple[int, int, int]], Callable[..., object]] = {}
+        self._runners: dict[tuple[torch.device, tuple[int, int, int]], tuple[Any, _Runner]] = {}
 
     def __call__(self, device: torch.device, grid: tuple[int, int, int], *args: object, **options: object) -> None:
         """kernel[grid](*args, **options); args are all of the kernel's arguments in order, constexpr ones included."""
         options = {**_OPTIONS, **options}
-        if _notes:
-            _note_other_work()
         if _observers:
             _observers[-1](partial(self._kernel[grid], *args, **options))
             return
-        runner = self._runners.get((device, grid))
+        compiled, runner = self._runners.get((device, grid), _NO_RUNNER)
         if runner is not None:
             # torch._C: what Triton asks for the stream in its place costs as much as the launch.
-            runner(*args, stream=torch._C._cuda_getCurrentRawStream(device.index))
-            return
-        compiled = self._kernel[grid](*args, **options)
-        if compiled is not None:  # under the interpreter there is nothing to keep
-            self._runners[device, grid] = compiled[grid]
+            run, arguments, constants = runner
+            run(*arguments((torch._C._cuda_getCurrentRawStream(device.index), *args, *constants)))
+        else:
+            compiled = self._kernel[grid](*args, **options)
+            if compiled is not None:  # under the interpreter there is nothing to keep
+                self._runners[device, grid] = compiled, _runner(compiled, grid, len(args), ())
+        if _notes:
+            _note(self._kernel, compiled, grid, args, options)
 
 
 def repeated_launches(kernel: Any) -> Callable[..., RepeatedLaunch]:
@@ -178,8 +191,7 @@ class FixedLaunch:
         self._kernel, self._device, self._grid = kernel, device.index, grid
         self._fixed, self._options = fixed, {**_OPTIONS, **options}
         self._addresses = tuple(arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in fixed)
-        self._run: Callable[..., object] | None = None
-        self._handles: tuple[object, ...] = ()
+        self._runner: _Runner | None = None
 
     def __call__(self, *first: torch.Tensor) -> None:
         """Launch on the current stream. first: the arguments that are not fixed."""
@@ -187,18 +199,22 @@ class FixedLaunch:
             _note_other_work()
         if _observers:
             _observers[-1](partial(self._kernel[self._grid], *first, *self._fixed, **self._options))
-        elif self._run is not None:
-            stream = torch._C._cuda_getCurrentRawStream(self._device)
-            self._run(stream, *self._handles, *first, *self._addresses)
+        elif self._runner is not None:
+            run, arguments, constants = self._runner
+            # Of a tensor the launcher would ask the driver where it lies; of one in pinned host memory it has to.
+            given = [tensor.data_ptr() if tensor.is_cuda else tensor for tensor in first]
+            run(*arguments((torch._C._cuda_getCurrentRawStream(self._device), *given, *constants)))
         else:
-            self._keep(self._kernel[self._grid](*first, *self._fixed, **self._options))
+            compiled = self._kernel[self._grid](*first, *self._fixed, **self._options)
+            if compiled is not None and self._device is not None:  # under the interpreter there is nothing to keep
+                self._runner = _runner(compiled, self._grid, len(first), self._addresses)
 
-    def _keep(self, compiled: Any) -> None:
-        if compiled is None or self._device is None:  # nothing to keep under the interpreter and without a GPU
-            return
-        # What compiled[grid] does, less looking for hooks of a profiler.
-        self._run = partial(compiled.run, *self._grid)
-        self._handles = (compiled.function, compiled.packed_metadata, None, None, None)
+
+def _runner(compiled: Any, grid: tuple[int, int, int], num_given: int, fixed: tuple[object, ...]) -> _Runner:
+    given = [Place(1 + at) for at in range(num_given)]
+    run, template = driver_call(compiled, grid, Place(0), (*given, *fixed))
+    constants: list[object] = []
+    return run, arguments_of(template, 1 + num_given, constants), tuple(constants)
 
 
 @contextmanager

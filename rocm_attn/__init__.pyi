@@ -58,6 +58,13 @@ from rocm_attn.hip_graphs.size_ladder import default_ladder as default_ladder
 from rocm_attn.step.metrics import Metrics as Metrics
 from rocm_attn.step.durations import Durations as Durations
 
+# Forwards that are compiled
+from rocm_attn.integrations.compiled import SPLITTING_OPS as SPLITTING_OPS
+from rocm_attn.integrations.compiled import CompiledForward as CompiledForward
+from rocm_attn.integrations.compiled import CompiledLayers as CompiledLayers
+from rocm_attn.integrations.compiled import compile_forward as compile_forward
+from rocm_attn.integrations.compiled import compiled_layers as compiled_layers
+
 # An engine's own pages, tables and graphs
 from rocm_attn.external import Bounds as Bounds
 from rocm_attn.external import ExternalAttention as ExternalAttention
@@ -74,6 +81,12 @@ from rocm_attn.step.external_step import Boundaries as Boundaries
 from rocm_attn.step.external_step import Causality as Causality
 from rocm_attn.step.external_step import ExternalStep as ExternalStep
 from rocm_attn.step.external_step import Lengths as Lengths
+
+# Tokens that move to another pool
+from rocm_attn.integrations.kv_passport import KVExtent as KVExtent
+from rocm_attn.integrations.kv_passport import KVPassport as KVPassport
+from rocm_attn.integrations.kv_transfer import KVExporter as KVExporter
+from rocm_attn.integrations.kv_transfer import KVImporter as KVImporter
 
 # Sampling
 from rocm_attn.runner.sampling import Sampler as Sampler

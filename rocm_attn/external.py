@@ -32,8 +32,9 @@ from rocm_attn.machine.settings import whole_number
 from rocm_attn.machine.target import Target, detect_target
 from rocm_attn.paging.adopted import AdoptedPages, AdoptedTables, EnginePages, Source, layer_pages
 from rocm_attn.paging.index_spaces import Space
+from rocm_attn.paging.storage import Pool
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
-from rocm_attn.providers.contract import Baked, PoolSize, PoolTerms
+from rocm_attn.providers.contract import Baked, PoolSize, PoolTerms, StepOps
 from rocm_attn.selection.kernels import choose_kernels
 from rocm_attn.step.core import StepCore
 from rocm_attn.step.engine_publisher import EnginePublisher
@@ -257,6 +258,16 @@ class ExternalAttention:
         return self._tables.max_kv_len
 
     @property
+    def pool(self) -> Pool:
+        """The pages that were bound."""
+        return self._pages
+
+    @property
+    def ops(self) -> StepOps:
+        """The launches around attention."""
+        return self._ops
+
+    @property
     def step_number(self) -> int:
         """The number of the step that was begun last, from 1 on; a DeviceFault names its step by it."""
         return self._publisher.step_number
@@ -453,6 +464,13 @@ class ExternalAttention:
         run = self._running()
         run.core.layers.attend(run.step, run.plan, layer, q, out, lse)
 
+    def store_and_attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None = None
+    ) -> None:
+        """store, then attend."""
+        self.store(layer, k, v)
+        self.attend(layer, q, out, lse)
+
     def store_index(self, layer: int, k: Tensor) -> None:
         """Write the step's new index keys of a layer that has an Indexer. As LayerCalls.store_index."""
         run = self._running()
@@ -462,6 +480,12 @@ class ExternalAttention:
         """Choose the keys that the step's new tokens attend to, by a layer's Indexer. As LayerCalls.select."""
         run = self._running()
         run.core.layers.select(run.step, layer, q, weights)
+        self._selections.after_select(0, layer)
+
+    def give_selection(self, layer: int, units: Tensor, counts: Tensor) -> None:
+        """In place of select(): what the caller has chosen. As LayerCalls.give_selection."""
+        run = self._running()
+        run.core.layers.give_selection(run.step, layer, units, counts)
         self._selections.after_select(0, layer)
 
     def attend_selected(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:

@@ -45,6 +45,7 @@ from rocm_attn.step.layers import StepLayers
 from rocm_attn.step.memory import DeviceStep, StepPart
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.plan import StepPlan
+from rocm_attn.step.protocols import LayerCalls
 from rocm_attn.step.publisher import Publisher
 from rocm_attn.step.selections import StepSelections
 from rocm_attn.step.step import SplitStep, Step
@@ -105,6 +106,10 @@ class AttentionRuntime:
         self._check_stored, require_stored = guards.batch.stored(self.table)
         selecting = core.layers.selecting
         self._stores = StepStores(len(problems) + len(selecting.indexed), self.table.tokens, require_stored)
+        # (layers): the staged step is about to be run by a graph that stores in these; raises as store and attend do.
+        self.begin_replay = self._stores.before_replay
+        # (layers): the graph was launched, and has stored in these.
+        self.end_replay = self._stores.after_replay
         self._selections = StepSelections(selecting, guards.step.layers.selection_of)
         self._selects = bool(selecting.indexed)
         self._evict = guards.batch.evict(self.table) if windows else None
@@ -121,6 +126,7 @@ class AttentionRuntime:
         self._state = _State.IDLE
         self._plan: StepPlan | None = None
         self._children: tuple[DeviceStep, ...] = ()
+        self._layers: tuple[LayerCalls, ...] = ()
         self._last_step: Step | None = None
         # Whose layers may be called: a whole step's views, or what stands for one split step.
         self._who_runs: object = None
@@ -340,6 +346,7 @@ class AttentionRuntime:
         if step is None or not step.is_for(batch, children[0], plan):
             layers = self._step_layers(children[0], plan, self._who_runs, 0)
             step = self._last_step = Step.of(batch, children[0], plan, layers, 0)
+        self._layers = (step.layers,)
         return step
 
     def _stage_halves(self, batch: StepBatch, plan: StepPlan, refusal: str) -> SplitStep:
@@ -361,6 +368,7 @@ class AttentionRuntime:
             Step.of(batches[half], child, plan, self._step_layers(child, plan, self._who_runs, half), half)
             for half, child in enumerate(children)
         )
+        self._layers = first.layers, second.layers
         num_first, num_first_tokens = children[0].tensors.counts[:2].unbind()
         return SplitStep((first, second), num_first, num_first_tokens, plan)
 
@@ -373,6 +381,16 @@ class AttentionRuntime:
             self.core.fill(self._children, self._plan)
         self._state = _State.RUNNING
 
+    def running(self, half: int) -> LayerCalls:
+        """The `layers` of the step that was begun, or of a half of it (0 or 1). Raises WrongState."""
+        if half < len(self._layers):
+            return self._layers[half]
+        raise WrongState(
+            "the step has no second half; begin it with begin_split_step()"
+            if self._layers
+            else f"store and attend need a running step, but {self._state.value}; call begin_step() first"
+        )
+
     def end_step(self) -> None:
         """Close the step, so that the next one may begin. Also the way back after an exception inside a step.
 
@@ -382,7 +400,7 @@ class AttentionRuntime:
         if self._holder.is_mine:
             self._stores.end()
             self._state = _State.IDLE
-            self._plan, self._children, self._who_runs = None, (), None
+            self._plan, self._children, self._layers, self._who_runs = None, (), (), None
             self._holder.give_back()
 
     def abandon_step(self) -> None:
@@ -476,14 +494,6 @@ class AttentionRuntime:
     def may_store(self) -> bool:
         """Whether the step that was staged begins after all tokens that its rows share."""
         return not self._stores.refusal
-
-    def begin_replay(self, stored_layers: int) -> None:
-        """The staged step is about to be run by a graph that stores in these layers. Raises as store and attend do."""
-        self._stores.before_replay(stored_layers)
-
-    def end_replay(self, stored_layers: int) -> None:
-        """The graph was launched, and has stored in these layers."""
-        self._stores.after_replay(stored_layers)
 
     def _check_tokens(self, batch: StepBatch) -> str:
         """Why a step may not store, or nothing. Raises BadBatch where it begins after what is stored."""

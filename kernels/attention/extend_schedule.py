@@ -2,7 +2,8 @@
 
 A query block is up to query_tokens consecutive new tokens of one sequence. A program places one block at its rank: the
 number of blocks of all sequences that reach further, which has a closed form for each sequence, so nothing is sorted.
-Blocks of equal reach keep the order of their sequences. A row is a block and a KV head, or part of that head's query
+Blocks of about equal reach (of one class, see _class_of) stay sequence by sequence: programs that run at a time then
+read the same keys, from the L2. A row is a block and a KV head, or part of that head's query
 heads; it costs the keys that the block sees plus row_keys. The cost of all blocks that come before one has a closed
 form too.
 
@@ -64,6 +65,11 @@ _CUTS = 128
 _ROUNDS = 16
 
 
+# A class of reaches: at most a quarter longer than its shortest one, and no narrower than 128 keys.
+_CLASS_BITS = tl.constexpr(cuts.CLASS_BITS)
+_CLASS_KEYS_LOG2 = tl.constexpr(cuts.CLASS_KEYS_LOG2)
+
+
 class ListGeometry(NamedTuple):
     """What the list is compiled for: QUERY_TOKENS, CAUSAL, WINDOWED of the cut; SEQS: sequences of one iteration."""
 
@@ -114,6 +120,17 @@ def _keys_of_last(count, blocks, q_len, length, window_left, G: tl.constexpr):
     return keys
 
 
+@triton.jit
+def _class_of(reach):
+    """The reaches [first, end) of one class with this one: those that agree in their leading bits."""
+    units = (reach >> _CLASS_KEYS_LOG2) + 1
+    # The exponent of a float32 is the number of the leading bit: units have less than 24 bits.
+    leading = (units.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+    shift = tl.maximum(leading - _CLASS_BITS, 0)
+    first = (units >> shift) << shift
+    return (first - 1) << _CLASS_KEYS_LOG2, (first - 1 + (1 << shift)) << _CLASS_KEYS_LOG2
+
+
 @triton.jit(do_not_specialize=["num_seqs", "num_tokens", "min_q_len", "window_left", "row_keys"])
 def _list_kernel(
     kv_len,
@@ -153,6 +170,7 @@ def _list_kernel(
     prefix = length - seq_q_len
     offset = (block - first_block) * QUERY_TOKENS
     extent = prefix + tl.minimum(seq_q_len, offset + QUERY_TOKENS) if G.CAUSAL else length
+    first_alike, end_alike = _class_of(extent)
     # Of no block the cost of all of them.
     rank = 0
     before = tl.zeros([], tl.int64)
@@ -160,14 +178,15 @@ def _list_kernel(
         other = first + lane
         _, q_len, blocks = _blocks_of(q_indptr, other, num_seqs, min_q_len, G)
         other_len = tl.load(kv_len + other, mask=other < num_seqs, other=0)
-        # Blocks of the other sequence that go before this one: those with a larger extent, and of earlier sequences
-        # those with the same.
+        # Blocks of the other sequence that go before this one: those of a longer class, and of earlier sequences those
+        # of the same one.
         if G.CAUSAL:
-            later = tl.maximum(extent - (other < seq).to(tl.int32) - (other_len - q_len), 0)
+            edge = tl.where(other == seq, extent, tl.where(other < seq, first_alike, end_alike) - 1)
+            later = tl.maximum(edge - (other_len - q_len), 0)
             later_blocks = tl.where(later >= q_len, blocks, later // QUERY_TOKENS)
             count = blocks - tl.minimum(later_blocks, blocks)
         else:
-            goes_before = (other_len > extent) | ((other_len == extent) & (other < seq))
+            goes_before = (other_len >= end_alike) | ((other_len >= first_alike) & (other < seq))
             count = tl.where(goes_before, blocks, tl.where(other == seq, block - first_block, 0))
         count = tl.where(is_block, count, blocks)
         keys = _keys_of_last(count, blocks, q_len, other_len, window_left, G)

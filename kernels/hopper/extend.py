@@ -3,11 +3,12 @@
     out[token] = softmax(scores of q[token] . K^T) V        K, V: the keys that the token sees (scores.py)
 
 A program is one warp that loads pages by TMA, and consumers: groups of four warps, 64 rows of a query block each. Tiles
-of K and of V pass through two rings in shared memory, which run on from row to row, so that the next row's keys arrive
-while results are written. Each warp group walks the program's rows by itself; they meet at the rings' barriers alone.
+of K and of V pass through two rings in shared memory, which run on from row to row. Each warp group walks the program's
+rows by itself; they meet at the rings' barriers alone.
 
 Rows, and how the longest are shared out, are those of extend_schedule.py; extend_merge.py adds up what several programs
-hold of a row. Programs with shares come first in the grid, unless nothing is shared: then the rows do.
+hold of a row. There are as many programs as run at a time. Each takes its share, and then whole rows: the keys and the
+queries of the next row arrive while results are written.
 
 What no row sees may be NaN. A box of keys of which no row sees one is loaded from beyond the pages: TMA fills it with
 zeros. In a box that lies across the edge V is zeroed in shared memory.
@@ -25,13 +26,19 @@ from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import Rows, Span
 from rocm_attn.kernels.attention.cuts import ExtendCut
 from rocm_attn.kernels.attention.extend_merge import launch_extend_merge
-from rocm_attn.kernels.attention.extend_schedule import BLOCK_KV_INDEX, BLOCK_WORDS
+from rocm_attn.kernels.attention.extend_schedule import BLOCK_KV_INDEX, BLOCK_WORDS, SHARE_CUT
 from rocm_attn.kernels.attention.query_block import BlockGeometry
 from rocm_attn.kernels.attention.scores import Scores
-from rocm_attn.kernels.hopper.even_groups import even_warp_specialize
-from rocm_attn.kernels.hopper.key_steps import Query, attend_steps, nothing_seen
-from rocm_attn.kernels.hopper.query_rows import Results, lines_of_group, load_queries, store_part, store_results
-from rocm_attn.kernels.hopper.rings import Cache, Rings, new_ring, produce
+from rocm_attn.kernels.hopper.key_steps import Query, attend_steps, ended, nothing_seen
+from rocm_attn.kernels.hopper.query_rows import (
+    Results,
+    fetch_queries,
+    lines_of_group,
+    put_queries,
+    store_part,
+    store_results,
+)
+from rocm_attn.kernels.hopper.rings import Cache, new_rings, produce
 from rocm_attn.kernels.hopper.rows import (
     BOX_COLUMNS,
     GROUP_ROWS,
@@ -42,19 +49,24 @@ from rocm_attn.kernels.hopper.rows import (
     steps_of,
     work_of_program,
 )
+from rocm_attn.kernels.hopper.warp_groups import leave
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.hopper_tiles import HopperTiles
+
+# Of a thread of each of three warp groups together: what an SM has, in units of eight.
+_REGISTERS = 504
 
 
 @gluon.jit
 def _consume(GROUP: gl.constexpr, x, tiles, rings, to, qk_scale, todo, G: gl.constexpr):
     """64 rows of each of the program's query blocks."""
     n = 0
+    queries = fetch_queries(GROUP, to.q, x.words, todo, G)
     while todo.keys > 0:
         words = x.words + todo.block * BLOCK_WORDS
         _, seen = seen_by_block(x, words, G)
         steps = steps_of(words, seen, todo, G)
-        load_queries(GROUP, to.q, tiles, words, todo.row, G)
+        put_queries(queries, tiles, G)
         softmax = nothing_seen(G)
         first_kv_index = gl.load(words + BLOCK_KV_INDEX)
         S_ROW: gl.constexpr = softmax.maximum.type.layout
@@ -68,11 +80,15 @@ def _consume(GROUP: gl.constexpr, x, tiles, rings, to, qk_scale, todo, G: gl.con
             softmax, n = attend_steps(softmax, n, query, rings, open_steps, seen, G, False)
         edge = Span(gl.maximum(edge_step, steps.first), steps.end)
         softmax, n = attend_steps(softmax, n, query, rings, edge, seen, G, True)
+        after = next_row(x, todo, steps.take, G)
+        # They arrive while results are written.
+        queries = fetch_queries(GROUP, to.q, x.words, after, G)
         if steps.ends & (todo.done == 0):
-            store_results(GROUP, softmax, to, words, todo.row, G)
+            store_results(GROUP, ended(softmax), to, words, todo.row, G)
         else:
-            store_part(GROUP, softmax, to, words, todo.done, G)
-        todo = next_row(todo, steps.take, G)
+            store_part(GROUP, ended(softmax), to, words, todo.done, G)
+        todo = after
+    leave()
 
 
 @gluon.jit(do_not_specialize=["num_programs", "max_blocks", "width", "num_slots", "window_left"])
@@ -103,29 +119,36 @@ def _hopper_extend_kernel(
     lse_head,
     G: gl.constexpr,
 ):
-    todo = work_of_program(schedule, max_blocks, num_programs, G)
+    cut = gl.load(schedule + max_blocks * BLOCK_WORDS + SHARE_CUT)
+    x = Schedule(schedule, max_blocks, num_programs, cut, kv_len, window_left)
+    todo = work_of_program(x, G)
     if todo.keys > 0:
         DTYPE: gl.constexpr = q.dtype.element_ty
         PARTS: gl.constexpr = G.DIM // G.COLUMNS
         COLUMNS: gl.constexpr = G.COLUMNS
-        rings = Rings(new_ring(DTYPE, G), new_ring(DTYPE, G))
+        rings = new_rings(DTYPE, G)
         layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
         first_q = gl.allocate_shared_memory(DTYPE, [PARTS, GROUP_ROWS, COLUMNS], layout)
         second_q = gl.allocate_shared_memory(DTYPE, [PARTS, GROUP_ROWS, COLUMNS], layout)
         fence_async_shared()
         gl.thread_barrier()
-        x = Schedule(schedule, kv_len, window_left)
         cache = Cache(k_desc, v_desc, num_slots, table, table_row, width, row_of_seq)
         sums = partials + num_programs * (2 * G.GROUPS * GROUP_ROWS * G.DIM)
         q_rows, out_rows = Rows(q, q_token, q_head), Rows(out, out_token, out_head)
         to = Results(q_rows, out_rows, Rows(lse, lse_token, lse_head), sinks, partials, sums)
-        even_warp_specialize(
+        CONSUMER: gl.constexpr = G.CONSUMER_REGISTERS
+        OTHER: gl.constexpr = G.OTHER_REGISTERS
+        gl.warp_specialize(
             [
                 (_consume, (0, x, first_q, rings, to, qk_scale, todo, G)),
                 (_consume, (1, x, second_q, rings, to, qk_scale, todo, G)),
                 (produce, (x, cache, rings, todo, G)),
+                # Triton asks for registers by warp groups: these are the rest of the producer's.
+                (leave, ()),
+                (leave, ()),
             ],
-            [4, 1],
+            [4, 1, 1, 2],
+            [CONSUMER, OTHER, OTHER, OTHER],
         )
 
 
@@ -141,7 +164,7 @@ def launch_hopper_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut, ti
     k, v = _described(pages.k, geometry), _described(pages.v, geometry)
     launch(
         _hopper_extend_kernel,
-        (programs + max_blocks * geometry.KV_HEADS,),
+        (programs,),
         args.q,
         k,
         v,
@@ -195,6 +218,8 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
         CAUSAL=scores.causal,
         WINDOWED=scores.windowed,
         OVERLAPS=tiles.overlaps,
+        CONSUMER_REGISTERS=tiles.registers,
+        OTHER_REGISTERS=_REGISTERS - 2 * tiles.registers,
     )
 
 

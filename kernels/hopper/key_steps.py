@@ -46,8 +46,26 @@ def _waited(products):
 
 
 @gluon.jit
+def _sums_of_lanes(weights, G: gl.constexpr):
+    """Sums [64, 4] of rows: of the columns that each of the four lanes has which hold a row. No lane needs another."""
+    ROWS: gl.constexpr = GROUP_ROWS
+    BLOCKS: gl.constexpr = G.KEY_BLOCK // 8
+    return gl.sum(gl.sum(weights.reshape([ROWS, BLOCKS, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _largest(scores, G: gl.constexpr):
+    """The largest score of each row. A lane compares in a tree: one after the other, each would wait for the last."""
+    ROWS: gl.constexpr = GROUP_ROWS
+    FEW: gl.constexpr = G.KEY_BLOCK // 32
+    of_lanes = gl.max(gl.max(gl.max(scores.reshape([ROWS, 4, FEW, 4, 2]), 2), 1), 2)
+    return gl.convert_layout(gl.max(of_lanes, 1), gl.SliceLayout(1, scores.type.layout))
+
+
+@gluon.jit
 def nothing_seen(G: gl.constexpr):
-    """The softmax of no key."""
+    """The softmax of no key, with sums of lanes."""
+    KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
     COLUMNS: gl.constexpr = G.COLUMNS
     PARTS: gl.constexpr = G.DIM // G.COLUMNS
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.KEY_BLOCK, 16])
@@ -56,7 +74,14 @@ def nothing_seen(G: gl.constexpr):
     for _ in gl.static_range(PARTS):
         acc += (gl.zeros([GROUP_ROWS, COLUMNS], gl.float32, layout=o_layout),)  # type: ignore[assignment]
     maximum = gl.full([GROUP_ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, s_layout))
-    return Softmax(acc, maximum, gl.zeros([GROUP_ROWS], gl.float32, layout=gl.SliceLayout(1, s_layout)))
+    return Softmax(acc, maximum, _sums_of_lanes(gl.zeros([GROUP_ROWS, KEY_BLOCK], gl.float32, layout=s_layout), G))
+
+
+@gluon.jit
+def ended(softmax):
+    """A softmax with the sums of rows in place of those of lanes."""
+    acc, maximum, total = softmax
+    return Softmax(acc, maximum, gl.convert_layout(gl.sum(total, 1), maximum.type.layout))
 
 
 @gluon.jit
@@ -64,7 +89,8 @@ def attend_steps(softmax, n, query, rings, span, seen, G: gl.constexpr, MASKED: 
     """Steps of a span added to a softmax; n: steps that have passed through the rings before.
 
     If G.OVERLAPS, the products with V of one step run under those with K of the next one, up to the wait for both: a
-    wait for one of two products in flight makes ptxas wait for each.
+    wait for one of two products in flight makes ptxas wait for each. What comes between two waits is mixed by ptxas,
+    but not across a wait: V is waited for before the exponentials, so that the accumulators are scaled among them.
     """
     KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
     PARTS: gl.constexpr = G.DIM // G.COLUMNS
@@ -73,7 +99,7 @@ def attend_steps(softmax, n, query, rings, span, seen, G: gl.constexpr, MASKED: 
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     lane = gl.arange(0, KEY_BLOCK, layout=gl.SliceLayout(0, s_layout))
     zero = gl.zeros([GROUP_ROWS, KEY_BLOCK], gl.float32, layout=s_layout)
-    k, v = rings
+    k, v, free = rings
     acc, maximum, total = softmax
     if G.OVERLAPS:
         products = ()
@@ -93,23 +119,23 @@ def attend_steps(softmax, n, query, rings, span, seen, G: gl.constexpr, MASKED: 
         else:
             scores = warpgroup_mma_wait(0, deps=pending)
         gl.thread_barrier()
-        mbarrier.arrive(k.free.index(stage), count=1)
-        if G.OVERLAPS:
-            mbarrier.arrive(v.free.index((n + G.STAGES - 1) % G.STAGES), count=1, pred=step > span.first)
+        mbarrier.arrive(free.index(stage), count=1)
+        mbarrier.wait(v.full.index(stage), phase)
         if MASKED:
             key = gl.expand_dims(step * KEY_BLOCK + lane, 0)
             visible = _visible(gl.expand_dims(query.kv_index, 1), key, seen, G)
             scores = gl.where(visible, scores, float("-inf"))
-        new_maximum = gl.maximum(maximum, gl.max(scores, 1) * query.qk_scale)
+        new_maximum = gl.maximum(maximum, _largest(scores, G) * query.qk_scale)
         # A row of a masked step may have seen no key yet; the subtractions below must not be inf - inf.
         base = gl.where(new_maximum == float("-inf"), 0.0, new_maximum) if MASKED else new_maximum
         decay = gl.exp2(maximum - base)
         weights = gl.exp2(scores * query.qk_scale - gl.expand_dims(base, 1))
-        total = total * decay + gl.sum(weights, 1)
+        sums = _sums_of_lanes(weights, G)
+        S_LANES: gl.constexpr = sums.type.layout
+        total = total * gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, S_LANES)), 1) + sums
         maximum = new_maximum
         p = gl.convert_layout(weights.to(query.tiles.dtype), p_layout)
         decay = gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, o_layout)), 1)
-        mbarrier.wait(v.full.index(stage), phase)
         if MASKED:
             zero_unseen(v, stage, step, seen, G)
         products = ()
@@ -118,11 +144,7 @@ def attend_steps(softmax, n, query, rings, span, seen, G: gl.constexpr, MASKED: 
             products += (warpgroup_mma(p, v_tile, acc[i] * decay, is_async=True),)  # type: ignore[assignment]
         if not G.OVERLAPS:
             acc = _waited(products)
-            gl.thread_barrier()
-            mbarrier.arrive(v.free.index(stage), count=1)
         n += 1
     if G.OVERLAPS:
         acc = _waited(products)
-        gl.thread_barrier()
-        mbarrier.arrive(v.free.index((n + G.STAGES - 1) % G.STAGES), count=1, pred=span.end > span.first)
     return Softmax(acc, maximum, total), n

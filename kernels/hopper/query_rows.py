@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from rocm_attn.kernels.attention.extend_schedule import BLOCK_FIRST_TOKEN, BLOCK_TOKENS
+from rocm_attn.kernels.attention.extend_schedule import BLOCK_FIRST_TOKEN, BLOCK_TOKENS, BLOCK_WORDS
 from rocm_attn.kernels.attention.softmax import LN_2, LOG2_E
 from rocm_attn.kernels.hopper.rows import GROUP_ROWS
 
@@ -45,20 +45,30 @@ def _place(rows, line, words, kv_head, G: gl.constexpr):
 
 
 @gluon.jit
-def load_queries(GROUP: gl.constexpr, q, tiles, words, kv_head, G: gl.constexpr):
-    """The group's rows of q to shared memory; 0 of rows without a token."""
+def fetch_queries(GROUP: gl.constexpr, q, words, todo, G: gl.constexpr):
+    """The group's rows of q, on their way to registers; 0 of rows without a token, and where nothing is to do."""
     COLUMNS: gl.constexpr = G.COLUMNS
     PARTS: gl.constexpr = G.DIM // G.COLUMNS
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
-    ROW: gl.constexpr = gl.SliceLayout(1, layout)
-    line = lines_of_group(GROUP, ROW)
-    rows = gl.expand_dims(_place(q, line, words, kv_head, G), 1)
-    is_row = gl.expand_dims(_is_row(line, words, G), 1)
+    words += gl.where(todo.keys > 0, todo.block, 0) * BLOCK_WORDS
+    line = lines_of_group(GROUP, gl.SliceLayout(1, layout))
+    rows = gl.expand_dims(_place(q, line, words, todo.row, G), 1)
+    is_row = gl.expand_dims(_is_row(line, words, G) & (todo.keys > 0), 1)
     column = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout)), 0)
+    fetched = ()
+    for i in gl.static_range(PARTS):
+        fetched += (gl.load(rows + (i * COLUMNS + column), mask=is_row, other=0.0),)  # type: ignore[assignment]
+    return fetched
+
+
+@gluon.jit
+def put_queries(fetched, tiles, G: gl.constexpr):
+    """Rows of q to shared memory."""
+    PARTS: gl.constexpr = G.DIM // G.COLUMNS
     # All warps have read the row before.
     gl.thread_barrier()
     for i in gl.static_range(PARTS):
-        tiles.index(i).store(gl.load(rows + (i * COLUMNS + column), mask=is_row, other=0.0))
+        tiles.index(i).store(fetched[i])
     fence_async_shared()
     gl.thread_barrier()
 

@@ -10,22 +10,23 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from rocm_attn.kernels.attention.extend_schedule import BLOCK_WORDS
 from rocm_attn.kernels.hopper.rows import BOX_COLUMNS, next_row, seen_by_block, steps_of
+from rocm_attn.kernels.hopper.warp_groups import leave
 
 
 class Ring(NamedTuple):
-    """K or V in shared memory: the same as boxes and as tiles; barriers that a step is loaded, and that it was read."""
+    """K or V in shared memory: the same as boxes and as tiles; barriers that a step is loaded."""
 
     boxes: Any
     tiles: Any
     full: Any
-    free: Any
 
 
 class Rings(NamedTuple):
-    """Those of K and of V."""
+    """Those of K and of V; barriers that consumers have read the keys of a step, and the values of the one before."""
 
     k: Any
     v: Any
+    free: Any
 
 
 class Cache(NamedTuple):
@@ -41,17 +42,15 @@ class Cache(NamedTuple):
 
 
 class Source(NamedTuple):
-    """K or V of one KV head of a sequence: descriptor and first column, slots in all; pages, and how many to read."""
+    """Where a sequence's keys are: slots in all; its pages, and how many to read."""
 
-    desc: Any
-    column: Any
     num_slots: Any
     pages: Any
     width: Any
 
 
 @gluon.jit
-def new_ring(DTYPE: gl.constexpr, G: gl.constexpr):
+def _new_ring(DTYPE: gl.constexpr, G: gl.constexpr):
     """A ring with nothing in it. Boxes, one after the other, are in memory what a swizzled tile is."""
     STAGES: gl.constexpr = G.STAGES
     BOX: gl.constexpr = G.BOX
@@ -63,30 +62,51 @@ def new_ring(DTYPE: gl.constexpr, G: gl.constexpr):
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     boxes = gl.allocate_shared_memory(DTYPE, [BOXES, BOX, BOX_COLUMNS], layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(free.index(i), count=G.GROUPS)
-    return Ring(boxes, boxes._reinterpret(DTYPE, [TILES, KEY_BLOCK, COLUMNS], layout), full, free)
+    return Ring(boxes, boxes._reinterpret(DTYPE, [TILES, KEY_BLOCK, COLUMNS], layout), full)
 
 
 @gluon.jit
-def _load_step(source, ring, n, step, seen, G: gl.constexpr):
-    """The keys of a step to the n-th stage, box by box, as soon as it is free."""
+def new_rings(DTYPE: gl.constexpr, G: gl.constexpr):
+    """Both rings."""
+    STAGES: gl.constexpr = G.STAGES
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(free.index(i), count=G.GROUPS)
+    return Rings(_new_ring(DTYPE, G), _new_ring(DTYPE, G), free)
+
+
+@gluon.jit
+def _slots_of_step(source, step, seen, G: gl.constexpr):
+    """First slot of each box of a step; that after the last slot of all for a box of which no row sees a key."""
     BOXES: gl.constexpr = G.KEY_BLOCK // G.BOX
-    PARTS: gl.constexpr = G.DIM // BOX_COLUMNS
-    stage = n % G.STAGES
-    full = ring.full.index(stage)
-    mbarrier.wait(ring.free.index(stage), ((n // G.STAGES) & 1) ^ 1)
-    mbarrier.expect(full, G.KEY_BLOCK * G.DIM * 2)
+    slots = ()
     for i in gl.static_range(BOXES):
         key = step * G.KEY_BLOCK + i * G.BOX
         page = gl.load(source.pages + gl.minimum(key // G.PAGE_SIZE, source.width - 1))
         is_seen = (key < seen.end) & (key + G.BOX > seen.first)
-        slot = gl.where(is_seen, page * G.PAGE_SIZE + key % G.PAGE_SIZE, source.num_slots)
+        slots += (gl.where(is_seen, page * G.PAGE_SIZE + key % G.PAGE_SIZE, source.num_slots),)  # type: ignore[assignment]
+    return slots
+
+
+@gluon.jit
+def _load_step(desc, column, ring, stage, slots, G: gl.constexpr):
+    """K or V of a step to a stage, box by box."""
+    BOXES: gl.constexpr = G.KEY_BLOCK // G.BOX
+    PARTS: gl.constexpr = G.DIM // BOX_COLUMNS
+    full = ring.full.index(stage)
+    mbarrier.expect(full, G.KEY_BLOCK * G.DIM * 2)
+    for i in gl.static_range(BOXES):
         for c in gl.static_range(PARTS):
             box = ring.boxes.index((stage * PARTS + c) * BOXES + i)
-            tma.async_copy_global_to_shared(source.desc, [slot, source.column + c * BOX_COLUMNS], full, box)
+            tma.async_copy_global_to_shared(desc, [slots[i], column + c * BOX_COLUMNS], full, box)
+
+
+@gluon.jit
+def _wait_until_read(rings, n, G: gl.constexpr):
+    """Until the n-th step may take the place of the keys that are in its stage, and the step before that of values."""
+    mbarrier.wait(rings.free.index(n % G.STAGES), ((n // G.STAGES) & 1) ^ 1)
 
 
 @gluon.jit
@@ -98,13 +118,18 @@ def produce(x, cache, rings, todo, G: gl.constexpr):
         seq, seen = seen_by_block(x, words, G)
         steps = steps_of(words, seen, todo, G)
         pages = cache.table + gl.load(cache.row_of_seq + gl.maximum(seq, 0)).to(gl.int64) * cache.table_row
-        k_source = Source(cache.k, todo.row * G.DIM, cache.num_slots, pages, cache.width)
-        v_source = Source(cache.v, todo.row * G.DIM, cache.num_slots, pages, cache.width)
+        source = Source(cache.num_slots, pages, cache.width)
+        column = todo.row * G.DIM
         for step in range(steps.first, steps.end):
-            _load_step(k_source, rings.k, n, step, seen, G)
-            _load_step(v_source, rings.v, n, step, seen, G)
+            slots = _slots_of_step(source, step, seen, G)
+            stage = n % G.STAGES
+            _wait_until_read(rings, n, G)
+            _load_step(cache.k, column, rings.k, stage, slots, G)
+            _wait_until_read(rings, n + 1, G)
+            _load_step(cache.v, column, rings.v, stage, slots, G)
             n += 1
-        todo = next_row(todo, steps.take, G)
+        todo = next_row(x, todo, steps.take, G)
+    leave()
 
 
 @gluon.jit

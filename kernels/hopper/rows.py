@@ -14,7 +14,6 @@ from rocm_attn.kernels.attention.extend_schedule import (
     BLOCK_TOKENS,
     BLOCK_WORDS,
     SHARE_BLOCK,
-    SHARE_CUT,
     SHARE_DONE,
     SHARE_ROW,
     SHARE_WORDS,
@@ -44,6 +43,7 @@ class HopperGeometry(NamedTuple):
     CAUSAL:    whether a row sees no key after its own
     WINDOWED:  whether there is a window
     OVERLAPS:  whether products with V run under the next step's products with K, which takes registers
+    CONSUMER_REGISTERS, OTHER_REGISTERS: of a thread of a consumer, and of the producer's warp group
     """
 
     KV_HEADS: int
@@ -60,6 +60,8 @@ class HopperGeometry(NamedTuple):
     CAUSAL: bool
     WINDOWED: bool
     OVERLAPS: bool
+    CONSUMER_REGISTERS: int
+    OTHER_REGISTERS: int
 
     @property
     def query_rows(self) -> int:
@@ -68,12 +70,17 @@ class HopperGeometry(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a program does: `keys` of cost, from the offset `done` of a row on. row: KV head of the query block"""
+    """What a program does next: `keys` of cost, from the offset `done` of a row on.
+
+    row:  KV head of the query block
+    turn: how many whole rows the program has begun
+    """
 
     block: Any
     row: Any
     done: Any
     keys: Any
+    turn: Any
 
 
 class Seen(NamedTuple):
@@ -94,9 +101,14 @@ class Steps(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """The words of extend_schedule.py, and what else says which keys rows see: kv_len of sequences, window_left."""
+    """The words of extend_schedule.py, with how many blocks and programs there are and the blocks that are shared out
+    (cut); what else says which keys rows see: kv_len of sequences, window_left.
+    """
 
     words: Any
+    max_blocks: Any
+    num_programs: Any
+    cut: Any
     kv_len: Any
     window_left: Any
 
@@ -129,33 +141,39 @@ def steps_of(words, seen, todo, G: gl.constexpr):
 
 
 @gluon.jit
-def next_row(todo, take, G: gl.constexpr):
-    """What is left to do after a row."""
-    is_last = todo.row == G.KV_HEADS - 1
-    block = gl.where(is_last, todo.block + 1, todo.block)
-    return Work(block, gl.where(is_last, 0, todo.row + 1), gl.to_tensor(0), todo.keys - take)
+def _whole_row(x, turn, G: gl.constexpr):
+    """The program's turn-th whole row. They are dealt out back and forth, the longest first."""
+    program = gl.program_id(0)
+    place = turn * x.num_programs + gl.where(turn % 2 == 0, program, x.num_programs - 1 - program)
+    block = x.cut + place // G.KV_HEADS
+    words = x.words + gl.minimum(block, x.max_blocks - 1) * BLOCK_WORDS
+    is_row = (block < x.max_blocks) & (gl.load(words + BLOCK_TOKENS) > 0)
+    keys = gl.where(is_row, gl.load(words + BLOCK_KEYS) + G.ROW_KEYS, 0)
+    return Work(block, place % G.KV_HEADS, gl.to_tensor(0), keys, turn + 1)
 
 
 @gluon.jit
-def work_of_program(schedule, max_blocks, num_programs, G: gl.constexpr):
-    """A share of the longest rows, or one row of the others; no keys where there is nothing to do."""
-    program = gl.program_id(0)
-    shares = schedule + max_blocks * BLOCK_WORDS
-    cut = gl.load(shares + SHARE_CUT)
-    if (cut > 0) & (program < num_programs):
-        share = shares + program * SHARE_WORDS
-        block = gl.load(share + SHARE_BLOCK)
-        row = gl.load(share + SHARE_ROW)
-        done = gl.load(share + SHARE_DONE)
-        keys = gl.load(share + SHARE_WORK)
-    else:
-        index = gl.where(cut > 0, program - num_programs, program)
-        block = index // G.KV_HEADS
-        row = index % G.KV_HEADS
-        done = 0
-        keys = 0
-        if (block >= cut) & (block < max_blocks):
-            words = schedule + block * BLOCK_WORDS
-            if gl.load(words + BLOCK_TOKENS) > 0:
-                keys = gl.load(words + BLOCK_KEYS) + G.ROW_KEYS
-    return Work(block, row, done, keys)
+def next_row(x, todo, take, G: gl.constexpr):
+    """What is left to do after a row."""
+    keys = todo.keys - take
+    is_last = todo.row == G.KV_HEADS - 1
+    block = gl.where(is_last, todo.block + 1, todo.block)
+    row = gl.where(is_last, 0, todo.row + 1)
+    turn = todo.turn
+    if keys == 0:
+        block, row, _, keys, turn = _whole_row(x, turn, G)
+    return Work(block, row, gl.to_tensor(0), keys, turn)
+
+
+@gluon.jit
+def work_of_program(x, G: gl.constexpr):
+    """A share of the longest rows, then whole rows; no keys where there is nothing to do."""
+    share = x.words + x.max_blocks * BLOCK_WORDS + gl.program_id(0) * SHARE_WORDS
+    block = gl.load(share + SHARE_BLOCK)
+    row = gl.load(share + SHARE_ROW)
+    done = gl.load(share + SHARE_DONE)
+    keys = gl.load(share + SHARE_WORK)
+    turn = gl.to_tensor(0)
+    if keys == 0:
+        block, row, done, keys, turn = _whole_row(x, turn, G)
+    return Work(block, row, done, keys, turn)

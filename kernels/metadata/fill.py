@@ -38,7 +38,7 @@ from operator import attrgetter
 import triton
 import triton.language as tl
 
-from rocm_attn.kernels.launch import repeated_launches
+from rocm_attn.kernels.launch import only_launches, repeated_launches
 from rocm_attn.kernels.metadata.fill_roles import (
     PAGES_AT_ONCE,
     SEQS_AT_ONCE,
@@ -157,6 +157,7 @@ _tensors = attrgetter(*(name for name in inspect.signature(_fill_kernel.fn).para
 _variant = repeated_launches(_fill_kernel)
 
 
+@only_launches
 def launch_fill(step: StepTensors, *, page_size: int, window_left: int = ALL_KEYS) -> None:
     """Write every tensor of the step that is derived and has elements; S and T are at least 1.
 

@@ -11,6 +11,7 @@ Word 5 is that step's error word, or one of the two words below; 0 says that all
 from __future__ import annotations
 
 from functools import lru_cache
+from struct import Struct
 from typing import NamedTuple
 
 COUNT_WORDS = 4  # num_seqs, num_tokens, step number, error word, as a step's counts hold them
@@ -22,6 +23,14 @@ NUM_SEQS, NUM_TOKENS, STEP, HAS_IDS = 0, 1, 2, 3
 STEP_BEFORE, ECHO, ECHOED_STEP = 4, 5, 6
 WRONG_STEP = 1 << 16  # the device's counts held another number than word 4
 NO_ECHO = 1 << 17  # what the host puts into word 5: no kernel has read this slot
+
+
+_HEADER = Struct(f"={HEADER_WORDS}i")
+
+
+def slot_header(num_seqs: int, num_tokens: int, step: int, has_ids: bool, step_before: int) -> bytes:
+    """The words before the parts, without an echo."""
+    return _HEADER.pack(num_seqs, num_tokens, step, has_ids, step_before, 0, 0, 0)
 
 
 class SlotParts(NamedTuple):

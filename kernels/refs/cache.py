@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.cache.moved_rows import AlikePages, MovedTokens
 from rocm_attn.kernels.cache.page_format import PageFormat, PoolKind, Scales
 from rocm_attn.kernels.cache.page_rows import PageRows
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, NOT_FINITE
@@ -88,3 +89,35 @@ def zero_tails(
         for scale in (pages.k_scale, pages.v_scale):
             assert scale is not None
             scale[page] = scale[page].masked_fill(dead[:, None], 0)
+
+
+def export_rows(pages: AlikePages, moved: MovedTokens) -> None:
+    """Twin of launch_export_rows."""
+    page, group, offset = _places_in_pages(pages, moved, moved.first)
+    for part, side in enumerate(pages.sides):
+        moved.rows[_places_in_rows(pages, moved, part)] = side[page, group, offset].flatten(1)
+
+
+def import_rows(pages: AlikePages, moved: MovedTokens) -> None:
+    """Twin of launch_import_rows."""
+    page, group, offset = _places_in_pages(pages, moved, moved.begin)
+    before, unread = max(0, moved.first - moved.begin), max(0, moved.begin - moved.first)
+    for part, side in enumerate(pages.sides):
+        side[page[:before], group[:before], offset[:before]] = 0
+        given = moved.rows[_places_in_rows(pages, moved, part)[unread:]].unflatten(1, side.shape[3:])
+        side[page[before:], group[before:], offset[before:]] = given
+
+
+def _places_in_pages(pages: AlikePages, moved: MovedTokens, first: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Page, group and place in the group of the tokens from `first` on."""
+    token = torch.arange(first, moved.end, device=moved.rows.device)
+    offset, tokens = token % pages.page_size, pages.sides[0].shape[2]
+    page = moved.words[token // pages.page_size - moved.begin // pages.page_size]
+    return page, offset // tokens, offset % tokens
+
+
+def _places_in_rows(pages: AlikePages, moved: MovedTokens, part: int) -> Tensor:
+    """int64 [n, row_words], of a part."""
+    num_rows = moved.end - moved.first
+    word = torch.arange(num_rows * pages.row_words, device=moved.rows.device)
+    return moved.words[moved.num_pages + part] + word.view(num_rows, pages.row_words)

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut, Sharing
+from rocm_attn.kernels.attention.cuts import CLASS_BITS, CLASS_KEYS_LOG2, DecodeCut, ExtendCut, Sharing
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
 
 
@@ -87,7 +87,7 @@ def extend_schedule(kv_len: Sequence[int], q_len: Sequence[int], cut: ExtendCut,
             keys = reach if sharing.window_left == UNLIMITED_WINDOW else min(reach, window)
             listed.append((reach, seq, token + offset, tokens, length - new + offset, keys))
         token += new
-    listed.sort(key=lambda block: -block[0])
+    listed.sort(key=lambda block: (-_class_of(block[0]), block[1], -block[0]))
     words: list[int] = []
     costs = [keys + sharing.row_keys for *_, keys in listed]
     for (_, seq, first, tokens, kv_index, keys), before in zip(listed, accumulate([0, *costs]), strict=False):
@@ -96,6 +96,13 @@ def extend_schedule(kv_len: Sequence[int], q_len: Sequence[int], cut: ExtendCut,
         words += [-1, token, min(max(num_tokens - token, 0), block_len), 0, 0, 0, *_halves(sum(costs))]
         token += block_len
     return words + _shares(costs, sharing)
+
+
+def _class_of(reach: int) -> int:
+    """A number for all reaches that count as equally long, larger for longer ones."""
+    units = (reach >> CLASS_KEYS_LOG2) + 1
+    shift = max(units.bit_length() - 1 - CLASS_BITS, 0)
+    return units >> shift << shift
 
 
 def _shares(costs: Sequence[int], sharing: Sharing) -> list[int]:

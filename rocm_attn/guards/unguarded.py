@@ -330,6 +330,11 @@ class _PastTheRow(RowWidth):
         rows = range(start // width, -(-stop // width))
         return [(at, max(start - at * width, 0), min(stop - at * width, width)) for at in rows]
 
+    def put_all(
+        self, entries: Int32Array, rows: Int32Array, first: Int32Array, counts: Int32Array, pages: Int32Array
+    ) -> list[tuple[int, int, int]]:
+        return self._put_row_by_row(entries, rows, first, counts, pages)
+
 
 PAST_THE_ROW = _PastTheRow()
 

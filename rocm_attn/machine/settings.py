@@ -2,6 +2,8 @@
 
 ROCM_ATTN_DEBUG           0 or 1 (0): whether what is only good for debugging may be asked for
 ROCM_ATTN_DISABLE_GUARDS  ids of safeguards, separated by commas: they are switched off. Needs ROCM_ATTN_DEBUG=1.
+ROCM_ATTN_DISABLE_PLUGINS names of plug-ins (vllm, sglang), separated by commas: engines load them to no effect
+ROCM_ATTN_TAKE_BACKENDS   names of engines' own attention backends, separated by commas: ours takes their place
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from rocm_attn.errors import BadSetting
 
 DEBUG = "ROCM_ATTN_DEBUG"
 DISABLE_GUARDS = "ROCM_ATTN_DISABLE_GUARDS"
+DISABLE_PLUGINS = "ROCM_ATTN_DISABLE_PLUGINS"
+TAKE_BACKENDS = "ROCM_ATTN_TAKE_BACKENDS"
 
 _SWITCH = {"": False, "0": False, "1": True}
 
@@ -24,12 +28,16 @@ _SWITCH = {"": False, "0": False, "1": True}
 class Settings:
     """The environment's say.
 
-    debug:          whether debugging was asked for
-    disable_guards: ids of the safeguards to switch off, as they were written; none without debug
+    debug:           whether debugging was asked for
+    disable_guards:  ids of the safeguards to switch off, as they were written; none without debug
+    disable_plugins: names of the plug-ins to switch off, as they were written
+    take_backends:   names of engines' own backends that ours serves, as they were written
     """
 
     debug: bool = False
     disable_guards: tuple[str, ...] = ()
+    disable_plugins: tuple[str, ...] = ()
+    take_backends: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.disable_guards and not self.debug:
@@ -54,8 +62,17 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
     debug = environment.get(DEBUG, "").strip()
     if debug not in _SWITCH:
         raise BadSetting(f"{DEBUG} is {debug!r}; it must be 0 or 1")
-    ids = [guard.strip() for guard in environment.get(DISABLE_GUARDS, "").split(",")]
-    return Settings(debug=_SWITCH[debug], disable_guards=tuple(guard for guard in ids if guard))
+    return Settings(
+        debug=_SWITCH[debug],
+        disable_guards=_listed(environment, DISABLE_GUARDS),
+        disable_plugins=_listed(environment, DISABLE_PLUGINS),
+        take_backends=_listed(environment, TAKE_BACKENDS),
+    )
+
+
+def _listed(environment: Mapping[str, str], variable: str) -> tuple[str, ...]:
+    """What a variable lists, separated by commas."""
+    return tuple(entry for entry in map(str.strip, environment.get(variable, "").split(",")) if entry)
 
 
 @cache

@@ -20,8 +20,8 @@ from rocm_attn.paging.index_spaces import RESERVED_PAGE
 
 # Pages whose codes are looked up at a time, as 64-bit integers.
 _PAGES_AT_A_TIME = 256
-# Of factors of tokens, which are made here: so that codes keep their bits.
-_KEEPING_BITS = {(Encoding.E4M3FN, Encoding.E4M3FNUZ): 2.0, (Encoding.E4M3FNUZ, Encoding.E4M3FN): 0.5}
+# What factors are multiplied by where they are made here, those of tokens: so that codes keep their bits.
+KEEPING_BITS = {(Encoding.E4M3FN, Encoding.E4M3FNUZ): 2.0, (Encoding.E4M3FNUZ, Encoding.E4M3FN): 0.5}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +62,10 @@ def convert_pages(source: LayerPages, target: LayerPages, source_pages: Tensor, 
         assert own is not None
         ratio = given.double() / own.double()
         if source.format.scales is Scales.TOKEN:
-            by = _KEEPING_BITS.get((source.format.encoding, target.format.encoding), 1.0)
+            by = KEEPING_BITS.get((source.format.encoding, target.format.encoding), 1.0)
             own[target_pages] = given[source_pages] * by
             ratio = torch.full((1,), 1.0 / by, dtype=torch.float64, device=given.device)
-        tables = _tables(source.format.encoding, target.format.encoding, ratio)
+        tables = code_tables(source.format.encoding, target.format.encoding, ratio)
         for first in range(0, len(source_pages), _PAGES_AT_A_TIME):
             some = slice(first, first + _PAGES_AT_A_TIME)
             found += _convert(codes, converted, source_pages[some], target_pages[some], tables, source.format.kind)
@@ -90,7 +90,7 @@ def _convert(
     return torch.bincount(change[head, picked].flatten(), minlength=4)[1:]
 
 
-def _tables(source: Encoding, target: Encoding, ratio: Tensor) -> tuple[Tensor, Tensor]:
+def code_tables(source: Encoding, target: Encoding, ratio: Tensor) -> tuple[Tensor, Tensor]:
     """New codes, uint8 [heads, 256], and 1, 2 or 3 where one saturates, rounds or is no number, int64 [heads, 256].
 
     ratio: float64 [heads], or [1] for all heads

@@ -51,6 +51,26 @@ class RowWidth:
         entries[row, first:end] = pages
         return [(row, first, end)]
 
+    def put_all(
+        self, entries: Int32Array, rows: Int32Array, first: Int32Array, counts: Int32Array, pages: Int32Array
+    ) -> list[tuple[int, int, int]]:
+        """put() the next counts[i] pages into rows[i], from first[i] on, for every i."""
+        if len(pages) > len(rows) or not counts.all():
+            return self._put_row_by_row(entries, rows, first, counts, pages)
+        entries[rows, first] = pages
+        begin = first.tolist()
+        return list(zip(rows.tolist(), begin, [at + 1 for at in begin], strict=True))
+
+    def _put_row_by_row(
+        self, entries: Int32Array, rows: Int32Array, first: Int32Array, counts: Int32Array, pages: Int32Array
+    ) -> list[tuple[int, int, int]]:
+        cells, left = [], pages.tolist()
+        for row, begin, count in zip(rows.tolist(), first.tolist(), counts.tolist(), strict=True):
+            if count:
+                cells += self.put(entries, row, begin, left[:count])
+                del left[:count]
+        return cells
+
 
 WITHIN_THE_ROW = RowWidth()
 
@@ -206,6 +226,25 @@ class PageTable:
         if taken:
             self.pending.cells += self._guards.row_width.put(self.entries_host, row, first, taken)
 
+    def num_missing(self, rows: Int32Array, end: Int32Array, new_end: Int32Array) -> Int32Array:
+        """int32 [n]: pages that rows lack to hold [., new_end) in the place of [., end), which is no more."""
+        if self.window_left == ALL_KEYS:
+            return new_end - end
+        first = self._first[rows]
+        return (np.maximum(new_end, first) - np.maximum(end, first)).astype(np.int32)
+
+    def append_all(self, rows: Int32Array, end: Int32Array, counts: Int32Array) -> None:
+        """append() to every row, which has the pages [., end) and takes counts of them."""
+        total = sum(counts.tolist())
+        if total:
+            taken = self._free[-total:]
+            del self._free[-total:]
+            taken.reverse()  # the last one is the next one
+            pages = np.array(taken, np.int32)
+            self._holders[pages] = 1
+            first = end if self.window_left == ALL_KEYS else np.maximum(end, self._first[rows])
+            self.pending.cells += self._guards.row_width.put_all(self.entries_host, rows, first, counts, pages)
+
     def shares(self, rows: Int32Array, page_no: Int32Array) -> npt.NDArray[np.bool_]:
         """Whether rows must not write to these pages of theirs."""
         return self._guards.is_shared(self._holders[self.entries_host[rows, page_no]])
@@ -328,6 +367,9 @@ class PageTable:
             return np.empty((0, 3), np.int32)
         ranges = np.array(self.pending.cells, np.int32)
         counts = ranges[:, 2] - ranges[:, 1]
+        if (counts == 1).all():  # as where sequences grow by tokens
+            ranges[:, 2] = self.entries_host[ranges[:, 0], ranges[:, 1]]
+            return ranges
         starts = np.cumsum(counts) - counts
         updates = np.empty((int(counts.sum()), 3), np.int32)
         updates[:, 0] = np.repeat(ranges[:, 0], counts)

@@ -27,6 +27,11 @@ from rocm_attn.paging.stored_tokens import StoredTokens
 # All that a table may have.
 EVERY_SPACE: Final[tuple[Space, ...]] = (Space.FULL, Space.SWA)
 
+# Of a row whose next reservation is looked at, whatever its length.
+_ALWAYS = np.iinfo(np.int32).min
+# Rows and lengths of no step.
+_NO_ROOM = (b"", b"")
+
 
 class RequestTable:
     """Rows of pages, with reference counts.
@@ -82,11 +87,15 @@ class RequestTable:
         # Tokens the row's owner asked room for, and tokens the row's pages hold; -1 in both: not admitted.
         self._reserved_len = np.full(num_rows, -1, np.int32)
         self._capacity = np.full(num_rows, -1, np.int32)
+        # The first kv_len for which a row may need a page, or a copy of one. Below it a reservation is a number alone.
+        self._look_from = np.full(num_rows, _ALWAYS, np.int32)
         self.tokens = StoredTokens(num_rows, guards.shared_floor)
         self._kept = KeptPages(len(self.spaces), guards.is_kept)
         self._free_rows = list(range(num_rows - 1, RESERVED_ROW, -1))
         self._seen = np.zeros(num_rows, np.int32)
         self._rows_checked = b""
+        # rows and kv_len, as bytes, for which there was room when it was last looked at, and no row has gone back since
+        self._has_room = _NO_ROOM
         self._num_forgotten = 0
         self._prefixes_checked: tuple[SharedPrefixes | None, bytes, int] = (None, b"", 0)
         self._order = np.arange(max_num_seqs, dtype=np.int32)
@@ -190,33 +199,84 @@ class RequestTable:
         """
         if len(rows) == 0:
             return
-        self._must_all_be_admitted(rows)
-        self._row_width.require(int(kv_len.max()), self.max_kv_len)
-        reserved = self._reserved_len[rows]
-        grows = kv_len > reserved
+        named = rows.tobytes()
+        if named != self._rows_checked:
+            self._must_all_be_admitted(rows)
+        beyond = kv_len >= self._look_from.take(rows)
+        if beyond[beyond.argmax()]:
+            self._look_at(rows[beyond], kv_len[beyond])
+        self._reserved_len[rows] = np.maximum(self._reserved_len.take(rows), kv_len)
+        self._has_room = named, kv_len.tobytes()
+
+    def _look_at(self, rows: Int32Array, kv_len: Int32Array) -> None:
+        """Take the pages, and the copies of shared ones, that these rows need for so many tokens."""
+        reserved, capacity = self._reserved_len.take(rows), self._capacity.take(rows)
+        if capacity[capacity.argmin()] < 0:
+            self._must_all_be_admitted(rows)
+        self._row_width.require(int(kv_len[kv_len.argmax()]), self.max_kv_len)
+        # Mostly all of these have filled their pages, and have no part of one to share.
+        if reserved.tobytes() != capacity.tobytes():
+            rows, kv_len, capacity = self._with_own_last_pages(rows, kv_len, reserved)
+        grows = kv_len > capacity
+        if not grows.all():
+            self._settle(rows[~grows], capacity[~grows])
+            rows, kv_len, capacity = rows[grows], kv_len[grows], capacity[grows]
+        if len(rows):
+            self._append_pages(rows, kv_len, capacity)
+
+    def _with_own_last_pages(
+        self, rows: Int32Array, kv_len: Int32Array, reserved: Int32Array
+    ) -> tuple[Int32Array, Int32Array, Int32Array]:
+        """Reserve for rows that go on in a page which others hold too; the others of rows, their kv_len and capacity.
+
+        Raises as reserve_all, for all of them.
+        """
         last_page_no = np.minimum(reserved // self.page_size, self.width - 1)
         shares = self._full.shares(rows, last_page_no)
         for table in self._windowed:
             shares |= table.shares(rows, last_page_no)
         shares &= reserved % self.page_size != 0
-        slow = np.flatnonzero(grows & ((kv_len > self._capacity[rows]) | shares))
-        if len(slow):
-            self._reserve_slowly(rows[slow].tolist(), kv_len[slow].tolist())
-        self._reserved_len[rows] = np.maximum(reserved, kv_len)
+        if shares.any():
+            copies = shares & (kv_len > reserved)
+            self._must_have_pages(rows.tolist(), kv_len.tolist())
+            for row, length in zip(rows[copies].tolist(), kv_len[copies].tolist(), strict=True):
+                self._grow(row, length)
+            self._settle(rows[copies], self._capacity[rows[copies]])
+            rows, kv_len = rows[~shares], kv_len[~shares]
+        return rows, kv_len, self._capacity[rows]
 
-    def _reserve_slowly(self, rows: list[int], kv_len: list[int]) -> None:
+    def _must_have_pages(self, rows: list[int], kv_len: list[int]) -> None:
+        """Raise unless every space has the pages, and the copies of some, that rows need for kv_len tokens."""
         for table in self.spaces:
             # An upper bound: of two rows that share a page only one needs a copy.
             short = sum(self._short(table, row, length) for row, length in zip(rows, kv_len, strict=True))
             if short > table.num_free_pages:
-                for row, length in zip(rows, kv_len, strict=True):
-                    self._must_fit(table, row, length)
-                raise OutOfPages(
-                    f"{len(rows)} sequences need more pages{table.pages.of} than the {table.num_free_pages} that are "
-                    f"free; free a request or raise {table.pages.knob}"
-                )
+                self._refuse_for_pages(table, rows, kv_len)
+
+    def _refuse_for_pages(self, table: PageTable, rows: list[int], kv_len: list[int]) -> None:
         for row, length in zip(rows, kv_len, strict=True):
-            self._grow(row, length)
+            self._must_fit(table, row, length)
+        raise OutOfPages(
+            f"{len(rows)} sequences need more pages{table.pages.of} than the {table.num_free_pages} that are "
+            f"free; free a request or raise {table.pages.knob}"
+        )
+
+    def _append_pages(self, rows: Int32Array, kv_len: Int32Array, capacity: Int32Array) -> None:
+        """Take pages for kv_len tokens, which are more than capacity. Raises OutOfPages, NeverFits before it does."""
+        end, new_end = capacity // self.page_size, num_pages(kv_len, self.page_size)
+        missing = [table.num_missing(rows, end, new_end) for table in self.spaces]
+        for table, counts in zip(self.spaces, missing, strict=True):
+            if sum(counts.tolist()) > table.num_free_pages:
+                self._refuse_for_pages(table, rows.tolist(), kv_len.tolist())
+        for table, counts in zip(self.spaces, missing, strict=True):
+            table.append_all(rows, end, counts)
+        capacity = new_end * np.int32(self.page_size)
+        self._capacity[rows], self._reserved_len[rows] = capacity, kv_len
+        self._settle(rows, capacity)
+
+    def _settle(self, rows: Int32Array, capacity: Int32Array) -> None:
+        """Rows need nothing before they have filled their capacity: no page before it has another holder."""
+        self._look_from[rows] = np.minimum(capacity, self.max_kv_len) + 1
 
     def evict(self, rows: Int32Array, kv_len: Int32Array) -> None:
         """Give back what no later step needs of rows[i], which have kv_len[i] tokens stored or on their way.
@@ -243,6 +303,7 @@ class RequestTable:
         if not 0 <= kv_len <= self._reserved_len[row]:
             raise BadBatch(f"row {row} holds {self._reserved_len[row]} tokens; {kv_len} of them cannot be shared")
         child, end = self.admit(), num_pages(kv_len, self.page_size)
+        self._look_from[row] = _ALWAYS
         try:
             for table in reversed(self.spaces):  # what may be refused comes first
                 table.share(row, child, kv_len, end)
@@ -399,6 +460,7 @@ class RequestTable:
             raise BadBatch(f"row {row} has room for {self._reserved_len[row]} tokens; it cannot go back to {kv_len}")
         end, new_end = self._end(row), num_pages(kv_len, self.page_size)
         self._num_forgotten += 1
+        self._has_room, self._look_from[row] = _NO_ROOM, _ALWAYS
         # In this order an interrupt leaves no token that counts as stored without its page, and none that may be stored
         # in a page that another row holds.
         self.tokens.forget(row, kv_len)
@@ -452,15 +514,18 @@ class RequestTable:
         if len(rows) == 0:
             return
         # The rows of a step are mostly those of the step before it, and comparing bytes costs next to nothing.
-        named = rows.tobytes()
+        named = batch.row_bytes
         if named != self._rows_checked:
             self._check_rows(rows)
             self._rows_checked = named
-        reserved = self._reserved_len.take(rows)  # -1 in rows that are not admitted, the reserved row among them
-        short = reserved < batch.kv_len
-        if short[short.argmax()]:
-            self._refuse_rows(rows)
-            self._refuse_lengths(batch)
+        room = named, batch.kv_len_bytes
+        if room != self._has_room:
+            reserved = self._reserved_len.take(rows)  # -1 in rows that are not admitted, the reserved row among them
+            short = reserved < batch.kv_len
+            if short[short.argmax()]:
+                self._refuse_rows(rows)
+                self._refuse_lengths(batch)
+            self._has_room = room
         for table in self._windowed:
             table.check_windows(rows, batch.kv_len - batch.q_len)
         if isinstance(batch.prefixes, SharedPrefixes):
@@ -646,6 +711,7 @@ class RequestTable:
     def _forget(self, row: int) -> None:
         """A row that holds no page is free."""
         self._num_forgotten += 1
+        self._has_room, self._look_from[row] = _NO_ROOM, _ALWAYS
         for table in self._windowed:
             table.start_over(row)
         self.tokens.start_over(row)

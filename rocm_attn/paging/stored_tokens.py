@@ -61,7 +61,8 @@ class StoredTokens:
 
         Most steps do; nothing else has to be asked of them.
         """
-        return self._last == (batch.rows.tobytes(), (batch.kv_len - batch.q_len).tobytes())
+        rows, kv_len = self._last
+        return rows == batch.row_bytes and kv_len == (batch.kv_len - batch.q_len).tobytes()
 
     def start_over(self, row: int) -> None:
         """A row that holds nothing begins anew."""
@@ -107,13 +108,12 @@ class StoredTokens:
 
     def end_step(self, batch: StepBatch, *, complete: bool) -> None:
         """A step has written to pages; complete: in every layer. Otherwise its tokens have still to be stored."""
-        rows, kv_len, q_len = batch.rows, batch.kv_len, batch.q_len
         if complete and batch.min_q_len > 0 and not self.changed:
-            named = rows.tobytes()
-            if named != self._last[0]:
+            if batch.row_bytes != self._last[0]:
                 _ = self.stored_len
-            self._last = named, kv_len.tobytes()  # copies: the caller may go on with the same arrays
+            self._last = batch.row_bytes, batch.kv_len_bytes
             return
+        rows, kv_len, q_len = batch.rows, batch.kv_len, batch.q_len
         stored_len = self.stored_len
         reached = kv_len if complete else np.minimum(kv_len - q_len, stored_len[rows])
         wrote = (q_len > 0) & ~np.isin(rows, self.changed)

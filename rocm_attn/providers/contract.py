@@ -14,6 +14,7 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
 from rocm_attn.kernels.cache.page_format import Scales
+from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
 from rocm_attn.machine.releases import EVERY_RELEASE, Release, Span
 from rocm_attn.machine.target import Target
@@ -25,6 +26,7 @@ from rocm_attn.providers.launches import (
     Finish,
     GatherTable,
     MergeStates,
+    MoveRows,
     PackMask,
     PlaceDeviceInputs,
     PlaceMask,
@@ -89,6 +91,7 @@ class NoSchedule:
         """None."""
         return 0
 
+    @only_launches
     def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
         """Nothing to fill."""
 
@@ -423,6 +426,9 @@ class StepOps:
     gather_table: GatherTable
     take_slots: TakeSlots
     pack_mask: PackMask
+    # Between pages and what engines send each other.
+    export_rows: MoveRows
+    import_rows: MoveRows
     # Of selections that a caller makes, and of all of them in debug runs.
     check_selection: CheckSelection
 

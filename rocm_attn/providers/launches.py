@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.cache.moved_rows import AlikePages, MovedTokens
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopeTable, TokenPlaces
 from rocm_attn.kernels.metadata.engine_tensors import EngineLengths, GatherSource, LengthBounds, PublishedLengths
 from rocm_attn.kernels.metadata.given_inputs import GivenInputs
@@ -81,6 +82,12 @@ class ZeroTails(Protocol):
     def __call__(
         self, table: Tensor, row_of_seq: Tensor, kv_len: Tensor, q_len: Tensor, pages: LayerPages, *, null_page: bool
     ) -> None: ...
+
+
+class MoveRows(Protocol):
+    """launch_export_rows or launch_import_rows, or its twin."""
+
+    def __call__(self, pages: AlikePages, moved: MovedTokens) -> None: ...
 
 
 class ClearPads(Protocol):

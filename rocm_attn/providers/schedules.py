@@ -10,6 +10,7 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.hip_graphs.size_ladder import round_up
 from rocm_attn.kernels.attention.arguments import Queries
 from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
+from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.providers.contract import Schedule, StepBounds
 from rocm_attn.providers.triton_later import triton_launches
@@ -24,6 +25,7 @@ class DecodeSchedule:
     def words(self, shape: PaddedShape) -> int:
         return self.cut.words(shape.num_seqs)
 
+    @only_launches
     def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
         triton_launches.launch_decode_schedule(queries, words, self.cut)
 
@@ -37,6 +39,7 @@ class ExtendSchedule:
     def words(self, shape: PaddedShape) -> int:
         return self.cut.words(shape.num_tokens, shape.num_seqs)
 
+    @only_launches
     def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
         triton_launches.launch_extend_schedule(queries, words, self.cut)
 
@@ -56,6 +59,7 @@ class TwoSchedules:
         end = self._words_of_first(shape)
         return words[:end], words[end:]
 
+    @only_launches
     def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
         first, second = self.split(bounds.shape, words)
         self.first.build(queries, step, bounds, first)

@@ -88,6 +88,17 @@ class Selection:
             chosen.append(f"over a selection: {', '.join(self.sparse.rows)}")
         return chosen + [f"{r.kind.value}: not {r.kernel}: {r.reason}" for r in self.refusals]
 
+    def sentence(self) -> str:
+        """The choice in one sentence: the layer, the kernels, and others with why not, each reason once."""
+        chosen = [f"{kind.value} by {kernel.row.name}" for kind, kernel in self.kernels.items()]
+        if self.sparse is not None:
+            chosen.append(f"over a selection by {', '.join(self.sparse.rows)}")
+        refused: dict[str, dict[str, None]] = {}
+        for refusal in self.refusals:
+            refused.setdefault(refusal.reason, {})[refusal.kernel] = None
+        why = "".join(f"; not {_few(list(kernels))}, because {reason}" for reason, kernels in refused.items())
+        return f"{_describe(self.problem)}: {', '.join(chosen)}{why}"
+
 
 def select(
     problem: Problem,
@@ -200,6 +211,14 @@ def _sparse_kernels(
         f"{_describe(problem)} on {target.arch}",
         reasons,
     )
+
+
+def _few(kernels: Sequence[str]) -> str:
+    """Up to two kernels by name; more of them by their number and providers."""
+    if len(kernels) <= 2:
+        return _and(kernels)
+    providers = sorted({kernel.partition(".")[0] for kernel in kernels})
+    return f"{len(kernels)} kernels of {_and(providers)}"
 
 
 def _and(words: Sequence[str]) -> str:

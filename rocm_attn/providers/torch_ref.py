@@ -168,6 +168,8 @@ def _ops() -> StepOps:
         gather_table=engine_metadata.gather_table,
         take_slots=engine_metadata.take_slots,
         pack_mask=engine_metadata.pack_mask,
+        export_rows=cache.export_rows,
+        import_rows=cache.import_rows,
         check_selection=sparse.check_selection,
     )
 

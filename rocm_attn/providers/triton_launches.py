@@ -11,6 +11,7 @@ from rocm_attn.kernels.attention.merge_states import launch_merge_states
 from rocm_attn.kernels.attention.pads import launch_clear_pads
 from rocm_attn.kernels.attention.segment_decode import launch_segment_decode
 from rocm_attn.kernels.attention.segment_extend import launch_segment_extend
+from rocm_attn.kernels.cache.move_rows import launch_export_rows, launch_import_rows
 from rocm_attn.kernels.cache.rope_store import launch_rope_queries, launch_rope_store
 from rocm_attn.kernels.cache.store import launch_store_kv
 from rocm_attn.kernels.cache.tails import launch_zero_tails
@@ -66,5 +67,7 @@ OPS = StepOps(
     gather_table=launch_gather_table,
     take_slots=launch_take_slots,
     pack_mask=launch_pack_mask,
+    export_rows=launch_export_rows,
+    import_rows=launch_import_rows,
     check_selection=launch_check_selection,
 )

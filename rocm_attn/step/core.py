@@ -6,11 +6,13 @@ AttentionRuntime is one user of it, with a pool and a request table of its own.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 
 from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape, PaddingPolicy
 from rocm_attn.kernels.cache.pool_slots import write_pool_slots
+from rocm_attn.kernels.launch import does_only_launch
 from rocm_attn.machine.devices import on_device
 from rocm_attn.machine.target import Target
 from rocm_attn.paging.index_spaces import Space
@@ -24,6 +26,7 @@ from rocm_attn.step.layers import Layers
 from rocm_attn.step.memory import DeviceStep, StepMemory, pools_of
 from rocm_attn.step.plan import StepPlan, make_plan
 from rocm_attn.step.planner import Planner
+from rocm_attn.step.prepared import builds_by_launches
 
 
 class StepCore:
@@ -84,14 +87,25 @@ class StepCore:
         """
         with on_device(self.device):
             for step in children:
-                for tensors, table in zip(step.spaces, self._table.spaces, strict=True):
-                    self.ops.fill(tensors, page_size=self._pool.page_size, window_left=table.window_left)
-                for (space, tokens), slots in dict(zip(self._pools, step.index_slots, strict=True)).items():
-                    if tokens > 1:
-                        self._fill_pool_slots(step, space, tokens, slots)
-                for kind in sorted(set(plan.schedule_of_kind)):
-                    tensors, schedule = step.of_kind[kind], plan.kernels[kind].bound.schedule
-                    schedule.build(step.queries, tensors, plan.bounds, step.schedules[kind])
+                if not self.layers.fill_again(step):
+                    with self.layers.noting_fill(step) if self._fills_by_launches(plan) else nullcontext():
+                        self._derive(step, plan)
+
+    def _fills_by_launches(self, plan: StepPlan) -> bool:
+        """Whether all that derives the metadata of steps of a plan is launches."""
+        schedules = all(builds_by_launches(kernel.bound.schedule) for kernel in plan.kernels)
+        return schedules and does_only_launch(self.ops.fill) and all(tokens == 1 for _, tokens in self._pools)
+
+    def _derive(self, step: DeviceStep, plan: StepPlan) -> None:
+        """Launch all that derives the metadata of a step of a plan."""
+        for tensors, table in zip(step.spaces, self._table.spaces, strict=True):
+            self.ops.fill(tensors, page_size=self._pool.page_size, window_left=table.window_left)
+        for (space, tokens), slots in dict(zip(self._pools, step.index_slots, strict=True)).items():
+            if tokens > 1:
+                self._fill_pool_slots(step, space, tokens, slots)
+        for kind in sorted(set(plan.schedule_of_kind)):
+            tensors, schedule = step.of_kind[kind], plan.kernels[kind].bound.schedule
+            schedule.build(step.queries, tensors, plan.bounds, step.schedules[kind])
 
     def _fill_pool_slots(self, step: DeviceStep, space: Space, key_tokens: int, slots: Tensor) -> None:
         tensors = step.of_kind[self.kinds.spaces.index(space)]

@@ -37,7 +37,7 @@ class EnginePublisher:
         """The next slot, when its readers are done and what it echoes was looked at: see found."""
         if self._launching is not None:
             self._settle()
-        slot, words = self._line.ring.acquire(HEADER_WORDS)
+        slot, words, _ = self._line.ring.acquire(HEADER_WORDS)
         if words[ECHO]:
             self._line.look(words, self.found)
         return slot, words

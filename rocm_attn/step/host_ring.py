@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -41,10 +41,24 @@ def wait_for(fence: Fence) -> None:
     fence.synchronize()
 
 
-def wait_for_all(fences: Sequence[Fence], slots: Sequence[Tensor]) -> None:
+def wait_for_all(fences: Sequence[Fence], slots: Sequence[RingSlot]) -> None:
     """Wait until no kernel reads these slots any more, and hold them until then."""
     for fence in fences:
         fence.synchronize()
+
+
+class RingSlot(NamedTuple):
+    """A slot, for kernels and for the host: as int32 words, and as bytes."""
+
+    tensor: Tensor
+    words: Int32Array
+    raw: memoryview
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> RingSlot:
+        """The slot that lies in a tensor of the host."""
+        words: Int32Array = tensor.numpy()
+        return cls(tensor, words, words.data.cast("B"))
 
 
 class HostRing:
@@ -71,34 +85,35 @@ class HostRing:
         self._wait = wait
         self._new_fence = new_fence
         self._depth = depth
-        self._slots = [torch.empty(0, dtype=torch.int32)] * depth
-        self._arrays: list[Int32Array] = [slot.numpy() for slot in self._slots]
+        empty = torch.empty(0, dtype=torch.int32)
+        self._slots = [RingSlot(empty, empty.numpy(), memoryview(b""))] * depth
         self._done = [new_fence() for _ in range(depth)]
         self._next = 0
         # Not at exit, where the device may be gone before the ring is.
         weakref.finalize(self, wait_for_all, self._done, self._slots).atexit = False
 
-    def acquire(self, words: int) -> tuple[Tensor, Int32Array]:
-        """The next slot, as a tensor for kernels and an array for the host, both at least `words` int32 long.
+    def acquire(self, words: int) -> RingSlot:
+        """The next slot, at least `words` int32 long.
 
         Waits when the device is `depth` steps late. It holds what it held before; a word that was never written is 0.
         """
         at = self._next
         self._wait(self._done[at])
-        if len(self._arrays[at]) < words:
+        slot = self._slots[at]
+        if len(slot.words) < words:
             # A power of two: batches that grow slowly would otherwise pin memory again each time.
             with torch.inference_mode(False):  # what is made in that mode cannot be written outside of it
-                slot = torch.zeros(next_power_of_2(words), dtype=torch.int32, pin_memory=self._pinned)
-                slot[: len(self._arrays[at])] = self._slots[at]
-            self._slots[at], self._arrays[at] = slot, slot.numpy()
-        return self._slots[at], self._arrays[at]
+                larger = torch.zeros(next_power_of_2(words), dtype=torch.int32, pin_memory=self._pinned)
+                larger[: len(slot.words)] = slot.tensor
+            slot = self._slots[at] = RingSlot.of(larger)
+        return slot
 
     def written(self) -> list[Int32Array]:
         """The slots that were used, oldest first, when their readers are done."""
         order = (*range(self._next, self._depth), *range(self._next))
         for at in order:
             self._wait(self._done[at])
-        return [self._arrays[at] for at in order if len(self._arrays[at])]
+        return [self._slots[at].words for at in order if len(self._slots[at].words)]
 
     def drain(self) -> None:
         """Wait for everything that was launched on the current stream so far, whether or not a slot was released."""

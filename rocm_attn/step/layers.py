@@ -27,7 +27,7 @@ from rocm_attn.step.head_weights import LayerHeadWeights, NewHeadWeights, writte
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.memory import DeviceStep
 from rocm_attn.step.plan import StepPlan
-from rocm_attn.step.prepared import Call, LayerForms, current_stream, is_prepared
+from rocm_attn.step.prepared import FILL, Call, LayerForms, current_stream, is_prepared
 from rocm_attn.step.row_work import check_rope, check_work
 from rocm_attn.step.selections import Require, StepSelections, refuse_stale
 
@@ -84,10 +84,10 @@ class Layers:
                     f"the pages of layer {layer} hold {pool.format(layer)}; its kernels are for {problem.page_format}"
                 )
         self._work_of_layer: dict[int, QkvWork] = {}
-        self._forms = LayerForms(self._kind_of_layer, pool, head_weights)
         # A CPU has no launches to prepare.
         on_gpu = pool.device.type == "cuda"
         self._stream = current_stream(pool.device) if on_gpu else _no_stream
+        self._forms = LayerForms(self._kind_of_layer, pool, head_weights, self._stream)
         around = ops.store_kv, ops.rope_store, ops.zero_tails, ops.clear_pads
         self._launches_alone = on_gpu and all(does_only_launch(launcher) for launcher in around)
         kernels = (kernel for selection in kinds.selections for kernel in selection.kernels.values())
@@ -236,14 +236,22 @@ class Layers:
         with on_device(self._device):
             sparse.selected.attend(args)
 
+    def fill_again(self, step: DeviceStep) -> bool:
+        """Derive a step's metadata by the launches that were prepared for it; whether there are any."""
+        return self._prepares() and step.prepared.fill_again(self._stream())
+
+    def noting_fill(self, step: DeviceStep) -> AbstractContextManager[None]:
+        """Prepare what derives a step's metadata meanwhile, where its views serve more than one step."""
+        return self._noting(step, FILL if self._prepares() and step.prepared.is_filled_again() else _AS_IT_IS)
+
     def _prepares(self) -> bool:
         """Whether calls are prepared, and made again by what was prepared."""
         # torch._C: see on_device. A call for a device that is not the current one is made as it is.
-        return self._launches_alone and not is_observed() and torch._C._cuda_getDevice() == self._device.index
+        return self._launches_alone and torch._C._cuda_getDevice() == self._device.index and not is_observed()
 
     def _noting(self, step: DeviceStep, call: Call) -> AbstractContextManager[None]:
         """Prepare the form of a call that is made meanwhile."""
-        return nullcontext() if call is _AS_IT_IS else step.prepared.noting(call, step, self._stream)
+        return nullcontext() if call is _AS_IT_IS else step.prepared.noting(call, step)
 
     def problem(self, layer: int) -> Problem:
         """A layer's problem. Raises BadTensor for a layer that does not exist."""

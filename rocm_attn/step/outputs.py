@@ -68,7 +68,7 @@ def _mapped(tree: Any, per_seq: Callable[[Tensor], Tensor], per_token: Callable[
 def real_rows(outputs: Outputs, num_seqs: int, num_tokens: int) -> Outputs:
     """The outputs without what they hold for pads: [num_seqs, ...], and [num_tokens, ...] of PerToken. No copies."""
     if isinstance(outputs, Tensor):  # of most forwards
-        return cast(Outputs, outputs if outputs.shape[0] == num_seqs else outputs[:num_seqs])
+        return outputs if outputs.shape[0] == num_seqs else outputs[:num_seqs]  # type: ignore[return-value]
     return map_leaves(outputs, lambda rows: rows[:num_seqs], lambda rows: rows[:num_tokens])
 
 

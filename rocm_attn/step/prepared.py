@@ -3,7 +3,8 @@
 Triton looks at every argument of every launch to see which compiled variant it needs, and a launcher asks tensors for
 their sizes; for one layer of attention that costs ten times what the launches do. A call of equal forms needs the same
 variants with the same numbers. So the first call of a form runs as it is, with all its checks, and what it launches is
-noted; later calls of that form put their own addresses into those launches.
+noted; later calls of that form put their own addresses into those launches. A layer that is given what it was given
+the last time, at the same addresses, has nothing to put anywhere.
 
 A call is not prepared where its launches are not all that it does, where a launch is given memory that is neither the
 call's, nor the layer's, nor the step's, or where tensors do not begin at a multiple of 16 bytes.
@@ -15,7 +16,6 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -24,9 +24,10 @@ from torch import Tensor
 from rocm_attn.hip_graphs.tensor_trees import tensors_in
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork
+from rocm_attn.kernels.driver_call import Arguments, Place, Run, arguments_of, driver_call
 from rocm_attn.kernels.launch import Launch, does_only_launch, note_launches
 from rocm_attn.paging.storage import Pool
-from rocm_attn.providers.contract import BoundKernel
+from rocm_attn.providers.contract import BoundKernel, Schedule
 from rocm_attn.step.head_weights import LayerHeadWeights
 
 # What Triton looks at of an address; variants for others than multiples of it are as rare as such tensors.
@@ -34,34 +35,51 @@ ALIGNMENT = 16
 # Forms of calls that a step remembers. A caller that gives tensors of ever other strides makes each call as it is.
 _MOST_FORMS = 64
 
-Run = Callable[..., object]
+# Calls of the driver, with all that each is given.
+Launches = tuple[tuple[Run, tuple[object, ...]], ...]
 
 
 class PreparedCall:
     """The launches of a call, for any addresses of its tensors.
 
-    launches:  what runs each, and from where in (stream, *addresses, *constants) its arguments come
+    launches:  what runs each, and what puts its arguments together of (stream, *addresses, *constants)
     constants: everything that calls of the form have in common
-    stream:    the handle of the current stream
     """
 
-    __slots__ = ("_constants", "_launches", "_stream")
+    __slots__ = ("_constants", "_launches")
 
-    def __init__(
-        self,
-        launches: Sequence[tuple[Run, Callable[[tuple[object, ...]], tuple[object, ...]]]],
-        constants: tuple[object, ...],
-        stream: Callable[[], int],
-    ) -> None:
+    def __init__(self, launches: Sequence[tuple[Run, Arguments]], constants: tuple[object, ...]) -> None:
         self._launches = tuple(launches)
         self._constants = constants
-        self._stream = stream
 
-    def __call__(self, addresses: tuple[int, ...]) -> None:
-        """Launch on the current stream. addresses: of the tensors that the call was prepared with, in their order"""
-        values = (self._stream(), *addresses, *self._constants)
-        for run, arguments_of in self._launches:
-            run(*arguments_of(values))
+    def __call__(self, stream: int, addresses: tuple[int, ...]) -> None:
+        """Launch on a stream, by its handle. addresses: of the tensors that the call was prepared with, in order"""
+        values = (stream, *addresses, *self._constants)
+        for run, arguments in self._launches:
+            run(*arguments(values))
+
+    def launches(self, stream: int, addresses: tuple[int, ...]) -> Launches:
+        """What a call of these launches."""
+        values = (stream, *addresses, *self._constants)
+        return tuple([(run, arguments(values)) for run, arguments in self._launches])
+
+
+# The stream's handle; then the addresses, 0 for what is not there, and the forms of the tensors that are the call's.
+Given = tuple[int, tuple[int, ...], tuple[object, ...]]
+
+
+class LastCall(NamedTuple):
+    """What a layer launched for what it was given the last time. owners: as of _LayerMemory"""
+
+    given: Given
+    owners: tuple[object, object]
+    launches: Launches
+
+
+# No stream has this handle.
+_NEVER: tuple[int, Launches] = (-1, ())
+# Of a layer that was called once: what it launched is kept from the second time on, as most views serve one step.
+_NOT_KEPT = LastCall((-1, (), ()), (None, None), ())
 
 
 class PreparedCalls:
@@ -69,33 +87,54 @@ class PreparedCalls:
 
     A form holds all that a call's launches follow from but addresses: the operation, the kind and layout of the layer,
     shape, strides, dtype and device of every tensor that is given, and which of them are one.
+
+    stored, roped, attended: the last call of each layer
     """
 
-    __slots__ = ("_owned", "by_form")
+    __slots__ = ("_filled", "_is_filled", "_owned", "attended", "by_form", "roped", "stored")
 
     def __init__(self) -> None:
         self.by_form: dict[Hashable, PreparedCall] = {}
+        self.stored: dict[int, LastCall] = {}
+        self.roped: dict[int, LastCall] = {}
+        self.attended: dict[int, LastCall] = {}
+        self._is_filled = False
+        self._filled: tuple[int, Launches] = _NEVER
         self._owned: frozenset[int] = frozenset()
 
+    def fill_again(self, stream: int) -> bool:
+        """Launch what FILL was prepared to, on a stream; whether it was prepared."""
+        prepared = self.by_form.get(FILL.form)
+        if prepared is None:
+            return False
+        if self._filled[0] != stream:
+            self._filled = stream, prepared.launches(stream, ())
+        for run, arguments in self._filled[1]:
+            run(*arguments)
+        return True
+
+    def is_filled_again(self) -> bool:
+        """Whether the step's views were filled before: most serve one step, for which nothing is worth preparing."""
+        was_filled, self._is_filled = self._is_filled, True
+        return was_filled
+
     @contextmanager
-    def noting(self, call: Call, memory: object, stream: Callable[[], int]) -> Iterator[None]:
+    def noting(self, call: Call, memory: object) -> Iterator[None]:
         """Prepare calls of this one's form by what is launched meanwhile.
 
         memory: a tree of tensors that stay where they are for as long as the step's views
         """
         with note_launches() as notes:
             yield
-        is_clear = notes.is_whole and call.is_alone and not any(each % ALIGNMENT for each in call.addresses)
+        is_clear = notes.is_whole and call.is_alone and not _are_odd(call.addresses)
         if is_clear and len(self.by_form) < _MOST_FORMS:
             self._owned = self._owned or frozenset(_storage(tensor) for tensor in tensors_in(memory))
-            prepared = prepare(notes.launches, call.addresses, self._owned, stream)
+            prepared = prepare(notes.launches, call.addresses, self._owned)
             if prepared is not None:
                 self.by_form[call.form] = prepared
 
 
-def prepare(
-    launches: Sequence[Launch], addresses: tuple[int, ...], owned: frozenset[int], stream: Callable[[], int]
-) -> PreparedCall | None:
+def prepare(launches: Sequence[Launch], addresses: tuple[int, ...], owned: frozenset[int]) -> PreparedCall | None:
     """A call of these launches for other addresses, or None where something in them is not understood.
 
     addresses: what the launches were given; 0 for what is not there
@@ -103,29 +142,14 @@ def prepare(
     """
     places = {address: 1 + place for place, address in enumerate(addresses) if address}
     constants: list[object] = []
-    made: list[tuple[Run, Callable[[tuple[object, ...]], tuple[object, ...]]]] = []
+    made: list[tuple[Run, Arguments]] = []
     for launch in launches:
         found = _arguments(launch, places, owned)
         if launch.compiled is None or found is None:
             return None
-        # What compiled[grid] does, less looking for hooks of a profiler.
-        compiled, grid = launch.compiled, (*launch.grid, 1, 1)[:3]
-        handles = compiled.function, compiled.packed_metadata, None, None, None
-        taken = []
-        for argument in (*grid, _Place(0), *handles, *found):
-            if isinstance(argument, _Place):
-                taken.append(argument.number)
-            else:
-                taken.append(1 + len(addresses) + len(constants))
-                constants.append(argument)
-        made.append((compiled.run, itemgetter(*taken)))
-    return PreparedCall(made, tuple(constants), stream) if made else None
-
-
-class _Place(NamedTuple):
-    """An argument that is the stream, whose number is 0, or one of a call's addresses, from 1 on."""
-
-    number: int
+        run, template = driver_call(launch.compiled, launch.grid, Place(0), found)
+        made.append((run, arguments_of(template, 1 + len(addresses), constants)))
+    return PreparedCall(made, tuple(constants)) if made else None
 
 
 def _arguments(launch: Launch, places: dict[int, int], owned: frozenset[int]) -> list[object] | None:
@@ -137,7 +161,7 @@ def _arguments(launch: Launch, places: dict[int, int], owned: frozenset[int]) ->
         elif not isinstance(argument, Tensor):
             return None
         elif argument.data_ptr() in places:
-            found.append(_Place(places[argument.data_ptr()]))
+            found.append(Place(places[argument.data_ptr()]))
         elif _storage(argument) in owned:
             found.append(argument.data_ptr())
         else:
@@ -151,9 +175,19 @@ def _storage(tensor: Tensor) -> int:
 
 def is_prepared(kernel: BoundKernel) -> bool:
     """Whether all work of a kernel, and of those that it is made of, is launches."""
-    parts: list[Any] = [getattr(kernel, each.name) for each in fields(kernel)] if is_dataclass(kernel) else []
-    of_parts = (is_prepared(part) for part in parts if hasattr(part, "attend"))
-    return does_only_launch(type(kernel).attend) and all(of_parts)
+    return _only_launches(kernel, "attend")
+
+
+def builds_by_launches(schedule: Schedule) -> bool:
+    """Whether all work that builds a schedule, and those that it is made of, is launches."""
+    return _only_launches(schedule, "build")
+
+
+def _only_launches(value: Any, name: str) -> bool:
+    """Whether a method does nothing but launch, and that of every part that has one."""
+    parts: list[Any] = [getattr(value, each.name) for each in fields(value)] if is_dataclass(value) else []
+    of_parts = (_only_launches(part, name) for part in parts if hasattr(part, name))
+    return does_only_launch(getattr(type(value), name)) and all(of_parts)
 
 
 def _form(tensor: Tensor) -> tuple[object, ...]:
@@ -180,6 +214,10 @@ class Call(NamedTuple):
         return not (own & of_layer) - {0}
 
 
+# What derives a step's metadata. All of its memory is the step's.
+FILL = Call("fill", (), 0)
+
+
 class _LayerMemory(NamedTuple):
     """What a layer's launches are given beside a call's own tensors and the step's.
 
@@ -197,68 +235,62 @@ class LayerForms:
     """The forms of calls of a model's layers.
 
     kind_of_layer: layers of a kind have one problem, and one kernel in each step
+    stream:        gives the handle of the current stream
     """
 
-    def __init__(self, kind_of_layer: Sequence[int], pool: Pool, head_weights: LayerHeadWeights) -> None:
+    def __init__(
+        self, kind_of_layer: Sequence[int], pool: Pool, head_weights: LayerHeadWeights, stream: Callable[[], int]
+    ) -> None:
         self._kind_of_layer = kind_of_layer
         self._pool = pool
         self._head_weights = head_weights
+        self._stream = stream
         self._numbers: dict[Hashable, int] = {}
         self._written: dict[int, _LayerMemory] = {}
         self._read: dict[int, _LayerMemory] = {}
         self._roped: dict[int, _LayerMemory] = {}
 
-    # What follows runs at every layer of every eager step: forms are written out, as calls would take half of the time.
+    # What follows runs at every layer of every eager step. So what is given is written out, in a tuple that is compared
+    # before it is hashed, and with addresses first: mostly they differ where something does.
 
     def store(self, prepared: PreparedCalls, layer: int, k: Tensor, v: Tensor) -> Call | None:
         """Make Layers.store again, if one of its form was prepared. The call, where it was not made."""
         pages = self._pool.layer(layer)
+        of_k, of_v = (k.shape, k.stride(), k.dtype, k.device), (v.shape, v.stride(), v.dtype, v.device)
+        given = self._stream(), (k.data_ptr(), v.data_ptr()), (of_k, of_v)
+        if _made_again(prepared.stored.get(layer, _NOT_KEPT), given, pages, None):
+            return None
         memory = self._written.get(layer)
         if memory is None or memory.owners[0] is not pages:
             memory = self._written[layer] = self._memory(layer, (pages, None), _tensors_of_pages(pages), pages.format)
-        at_k, at_v = k.data_ptr(), v.data_ptr()
-        of_k, of_v = (k.shape, k.stride(), k.dtype, k.device), (v.shape, v.stride(), v.dtype, v.device)
-        form = "store", memory.layout, at_k == at_v, of_k, of_v
-        addresses = at_k, at_v, *memory.addresses
-        call = prepared.by_form.get(form)
-        if call is None or (at_k | at_v) % ALIGNMENT:
-            return Call(form, addresses, 2)
-        call(addresses)
-        return None
+        return _make(prepared, prepared.stored, layer, memory, ("store", given))
 
     def rope_and_store(self, prepared: PreparedCalls, layer: int, given: Projected, work: QkvWork) -> Call | None:
         """As store, of Layers.rope_and_store."""
-        pages = self._pool.layer(layer)
+        pages, (q, k, v, q_out) = self._pool.layer(layer), given
+        addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), q_out.data_ptr()
+        of_call = self._stream(), addresses, (_form(q), _form(k), _form(v), _form(q_out))
+        if _made_again(prepared.roped.get(layer, _NOT_KEPT), of_call, pages, work):
+            return None
         memory = self._roped.get(layer)
         if memory is None or memory.owners[0] is not pages or memory.owners[1] is not work:
             tensors = (*_tensors_of_pages(pages), *_tensors_of_work(work))
             memory = self._roped[layer] = self._memory(layer, (pages, work), tensors, (pages.format, _numbers(work)))
-        q, k, v, q_out = given
-        at_q, at_k, at_v, at_out = q.data_ptr(), k.data_ptr(), v.data_ptr(), q_out.data_ptr()
-        form = "rope", memory.layout, at_q == at_out, at_k == at_v, _form(q), _form(k), _form(v), _form(q_out)
-        addresses = at_q, at_k, at_v, at_out, *memory.addresses
-        call = prepared.by_form.get(form)
-        if call is None or (at_q | at_k | at_v | at_out) % ALIGNMENT:
-            return Call(form, addresses, 4)
-        call(addresses)
-        return None
+        return _make(prepared, prepared.roped, layer, memory, ("rope", of_call))
 
     def attend(self, prepared: PreparedCalls, layer: int, q: Tensor, out: Tensor, lse: Tensor | None) -> Call | None:
         """As store, of Layers.attend. Raises WrongState for a layer that wants head weights."""
         pages, weights = self._pool.layer(layer), self._head_weights.of(layer)
+        of_q, of_out = (q.shape, q.stride(), q.dtype, q.device), (out.shape, out.stride(), out.dtype, out.device)
+        at_lse, of_lse = (0, None) if lse is None else (lse.data_ptr(), _form(lse))
+        given = self._stream(), (q.data_ptr(), out.data_ptr(), at_lse), (of_q, of_out, of_lse)
+        if _made_again(prepared.attended.get(layer, _NOT_KEPT), given, pages, weights):
+            return None
         memory = self._read.get(layer)
         if memory is None or memory.owners[0] is not pages or memory.owners[1] is not weights:
             tensors = (*_tensors_of_pages(pages), weights.sinks, weights.alibi_slopes)
             memory = self._read[layer] = self._memory(layer, (pages, weights), tensors, pages.format)
-        at_q, at_out, at_lse = q.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr()
-        of_q, of_out = (q.shape, q.stride(), q.dtype, q.device), (out.shape, out.stride(), out.dtype, out.device)
-        form = "attend", memory.layout, at_q == at_out, of_q, of_out, None if lse is None else _form(lse)
-        addresses = at_q, at_out, at_lse, *memory.addresses
-        call = prepared.by_form.get(form)
-        if call is None or (at_q | at_out | at_lse) % ALIGNMENT:
-            return Call(form, addresses, 3)
-        call(addresses)
-        return None
+        return _make(prepared, prepared.attended, layer, memory, ("attend", given))
 
     def _memory(
         self, layer: int, owners: tuple[object, object], tensors: Sequence[Tensor | None], common: Hashable
@@ -270,6 +302,48 @@ class LayerForms:
         same = tuple(addresses.index(address) for address in addresses)
         layout = self._kind_of_layer[layer], common, forms, same
         return _LayerMemory(owners, addresses, self._numbers.setdefault(layout, len(self._numbers)))
+
+
+def _made_again(last: LastCall, given: Given, pages: object, other: object) -> bool:
+    """Launch what a layer launched last, if it is given the same, by the same owners."""
+    if last.given != given or last.owners[0] is not pages or last.owners[1] is not other:
+        return False
+    for run, arguments in last.launches:
+        run(*arguments)
+    return True
+
+
+def _are_odd(addresses: tuple[int, ...]) -> bool:
+    """Whether one of them is no multiple of what prepared launches take."""
+    bits = 0
+    for address in addresses:
+        bits |= address
+    return bits % ALIGNMENT != 0
+
+
+def _make(
+    prepared: PreparedCalls, last: dict[int, LastCall], layer: int, memory: _LayerMemory, what: tuple[str, Given]
+) -> Call | None:
+    """Make a call of a form that was prepared; remember it as the layer's last one. The call, where it was not made.
+
+    what: the operation, and what it is given
+    """
+    operation, given = what
+    stream, own, forms = given
+    form = operation, memory.layout, tuple(map(own.index, own)), forms
+    addresses = (*own, *memory.addresses)
+    call = prepared.by_form.get(form)
+    if call is None or _are_odd(own):
+        return Call(form, addresses, len(own))
+    if layer not in last:
+        last[layer] = _NOT_KEPT
+        call(stream, addresses)
+        return None
+    launches = call.launches(stream, addresses)
+    last[layer] = LastCall(given, memory.owners, launches)
+    for run, arguments in launches:
+        run(*arguments)
+    return None
 
 
 def _tensors_of_pages(pages: LayerPages) -> tuple[Tensor | None, ...]:

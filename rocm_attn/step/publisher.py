@@ -25,14 +25,12 @@ from rocm_attn.kernels.metadata.given_inputs import GivenInputs
 from rocm_attn.kernels.metadata.slot_layout import (
     COUNT_WORDS,
     ECHO,
-    HAS_IDS,
     HEADER_WORDS,
     NO_ECHO,
-    NUM_SEQS,
-    NUM_TOKENS,
     STEP,
     STEP_BEFORE,
     SlotParts,
+    slot_header,
     slot_parts,
 )
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
@@ -196,7 +194,7 @@ class Publisher:
                 self._copy_pages(table)
             if pending.cells:
                 updates = table.pending_updates()
-                slot, words = self._updates.acquire(updates.size)
+                slot, words, _ = self._updates.acquire(updates.size)
                 words[: updates.size] = updates.reshape(-1)
                 launch = partial(self._ops.table_update, slot, table.entries, num_updates=len(updates))
                 self._deliver(launch, pending.cells.clear)
@@ -205,7 +203,7 @@ class Publisher:
     def _copy_pages(self, table: PageTable) -> None:
         """Launch a space's pending copies. No target is a source, so a launch that failed half way may run again."""
         copies = table.pending.copies
-        slot, words = self._updates.acquire(2 * len(copies))
+        slot, words, _ = self._updates.acquire(2 * len(copies))
         words[: len(copies)], words[len(copies) : 2 * len(copies)] = list(copies), list(copies.values())
         try:
             # int64 on the device: a copy that converts would do so on the host, and wait.
@@ -233,16 +231,16 @@ class Publisher:
         num_seqs, num_ids = batch.num_seqs, len(batch.token_ids)
         line = self._lines[child]
         parts = slot_parts(num_seqs, num_ids)
-        slot, words = line.ring.acquire(parts.floor.stop)
+        slot, words, raw = line.ring.acquire(parts.floor.stop)
         if words[ECHO]:
             line.look(words, self._found)
         if self._found:
             self._report_at_once()
         number = (self.step_number + 1) & INT32_MAX
-        words[NUM_SEQS], words[NUM_TOKENS], words[HAS_IDS] = num_seqs, batch.num_tokens, num_ids > 0
-        words[STEP], words[STEP_BEFORE] = number, line.number
-        words[parts.rows], words[parts.kv_len], words[parts.q_len] = batch.rows, batch.kv_len, batch.q_len
-        words[parts.token_ids] = batch.token_ids
+        header = slot_header(num_seqs, batch.num_tokens, number, num_ids > 0, line.number)
+        # At once, and as bytes: that takes a third of what writing to parts of an array does.
+        inputs = b"".join((header, batch.row_bytes, batch.kv_len_bytes, batch.q_len_bytes, batch.token_ids.tobytes()))
+        raw[: len(inputs)] = inputs
         if isinstance(batch.prefixes, SharedPrefixes):
             words[parts.prefix_len], words[parts.group_end] = batch.prefixes.prefix_len, batch.prefixes.group_end
         if isinstance(batch.inputs, DeviceInputs):
@@ -329,7 +327,7 @@ class Publisher:
             self._settle()
         line = self._lines[1]
         if self._steps_to_answer == _STEPS_TO_ANSWER:
-            slot, words = line.ring.acquire(HEADER_WORDS)
+            slot, words, _ = line.ring.acquire(HEADER_WORDS)
             if words[ECHO]:
                 line.look(words, self._found)
             self._report_at_once()

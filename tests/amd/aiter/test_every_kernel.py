@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.problem import KVEncoding, PoolKind
 from rocm_attn.providers.aiter.rows import ROWS
 from tests.amd.aiter.eight_bit_world import eight_bit_kinds
@@ -23,7 +24,7 @@ _SOME = (
     "window and sinks",
     "the usual scale, 2 KV heads",
 )
-# These go through 1024 keys of float64 for each token: of two dtypes one in every run.
+# These go through 1024 keys of float64 for each token.
 _SLOW = "128x128-pages of 1024"
 # Of eight bits fewer: what a factor is of, and who multiplies by it.
 _SOME_EIGHT_BITS = ("128x128-pages of 16", "192x128-pages of 16", "the usual scale, 1 KV heads")
@@ -58,8 +59,13 @@ def test_every_bound_kernel_and_kind_of_step_has_cases_with_every_dtype_and_page
 
 
 def _marked(case: Case) -> object:
-    is_slow = case.what.startswith(_SLOW) and case.problem.dtype == torch.float16
-    return pytest.param(case, marks=[pytest.mark.nightly] * is_slow)
+    """In every run each case in one of its dtypes, by turns; of the slow ones those of extend are nightly."""
+    of_row = [other for other in SOME if other.row is case.row]
+    turn = list(dict.fromkeys(other.what for other in of_row)).index(case.what)
+    dtypes = [other.problem.dtype for other in of_row if other.what == case.what]
+    is_slow = case.what.startswith(_SLOW) and case.row.kind is StepKind.EXTEND
+    is_other = case.problem.dtype != dtypes[turn % len(dtypes)]
+    return pytest.param(case, marks=[pytest.mark.nightly] * (is_slow or is_other))
 
 
 @pytest.mark.parametrize("case", [_marked(case) for case in SOME], ids=str)

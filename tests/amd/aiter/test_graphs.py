@@ -33,7 +33,18 @@ PROBLEMS = {
 }
 
 
-@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
+def by_turns(of_day: int) -> pytest.MarkDecorator:
+    """Every problem; in every run the first ones or the second ones of all pairs, of_day 0 or 1."""
+    return pytest.mark.parametrize(
+        "problem",
+        [
+            pytest.param(problem, id=name, marks=[pytest.mark.nightly] * (at % 2 != of_day))
+            for at, (name, problem) in enumerate(PROBLEMS.items())
+        ],
+    )
+
+
+@by_turns(0)
 def test_replayed_steps_equal_eager_ones_bitwise(problem: Problem, aiter: StandIn) -> None:
     graphed, eager = OneLayer.build(problem), OneLayer.build(problem)
     runner = StepRunner(graphed.runtime, graphed.forward, recorder_for(CPU))
@@ -58,7 +69,7 @@ class InHalves:
         return self._runner.run_split(batch, pad_to)
 
 
-@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
+@by_turns(1)
 def test_a_step_in_two_halves_equals_a_whole_one_bitwise(problem: Problem, aiter: StandIn) -> None:
     whole, split = OneLayer.build(problem), OneLayer.build(problem)
     runner = StepRunner(split.runtime, split.forward, recorder_for(CPU))

@@ -87,7 +87,9 @@ def test_a_wrong_kernel_is_switched_off_with_a_reason_and_the_next_serves(
         serving.step(requests, q_len)
 
 
-@pytest.mark.parametrize("error", [RuntimeError, TypeError, AttributeError])
+@pytest.mark.parametrize(
+    "error", [TypeError, *(pytest.param(other, marks=pytest.mark.nightly) for other in (RuntimeError, AttributeError))]
+)
 def test_a_kernel_that_raises_over_vectorised_pages_gives_way_to_the_next(
     error: type[Exception], aiter: StandIn
 ) -> None:

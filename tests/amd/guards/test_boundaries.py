@@ -36,7 +36,7 @@ def grow_to(serving: Serving, requests: list[Request], lengths: list[int]) -> No
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 @pytest.mark.parametrize("largest", [CAP, 2 * POOL], ids=["cap below the pool", "cap twice the pool"])
-@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("page_size", [1, pytest.param(16, marks=pytest.mark.nightly), 64])
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_sequences_of_every_count_and_length(
     provider: str, page_size: int, largest: int, graphs: bool, device: torch.device

@@ -90,7 +90,7 @@ def test_the_inputs_of_the_last_two_steps_wait_in_slots_of_their_own(device: tor
     rows = [request.row for request in requests]
     lengths = [request.kv_len for request in requests]
     published = {
-        tuple(slot[HEADER_WORDS : HEADER_WORDS + 2 * int(slot[0])].tolist())
+        tuple(slot.words[HEADER_WORDS : HEADER_WORDS + 2 * int(slot.words[0])].tolist())
         for line in serving.runtime._publisher._lines
         for slot in line.ring._slots
     }

@@ -71,8 +71,9 @@ def test_what_a_plan_reads_shares_no_memory_with_what_graphs_read_or_write(devic
     batch = StepBatch(np.array([1, 2]), np.array([6, 5]), np.array([1, 1]))
     inputs = [torch.from_numpy(values) for values in (batch.rows, batch.kv_len, batch.q_len)]
     publisher, table = serving.runtime._publisher, serving.runtime.table
-    inputs += [slot for line in publisher._lines for slot in line.ring._slots]
-    inputs += [*publisher._updates._slots, torch.from_numpy(table.entries_host)]
+    rings = [*(line.ring for line in publisher._lines), publisher._updates]
+    inputs += [slot.tensor for ring in rings for slot in ring._slots]
+    inputs.append(torch.from_numpy(table.entries_host))
     for tensor in inputs:
         assert sharing_memory(tensor, sealed) == []
     assert sharing_memory(sealed["q_indptr"][1:], sealed) == ["q_indptr"]

@@ -103,8 +103,9 @@ def test_a_reopen_that_runs_out_of_memory_changes_nothing(
     assert steps_of_all_sizes(serving, requests)
 
 
+@pytest.mark.parametrize("apart", [61, pytest.param(23, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("sizes", [(1, 2, 4), (1,)], ids=["larger", "smaller"])
-def test_a_reopen_that_is_interrupted_at_any_line_serves_right(sizes: tuple[int, ...]) -> None:
+def test_a_reopen_that_is_interrupted_at_any_line_serves_right(sizes: tuple[int, ...], apart: int) -> None:
     serving, requests = decoding()
     line = 1
     while interrupted_at(line, lambda: serving.runner.reopen(sizes)):
@@ -118,7 +119,7 @@ def test_a_reopen_that_is_interrupted_at_any_line_serves_right(sizes: tuple[int,
             serving.free(*requests)
             requests = serving.admit(5)
             serving.step(requests, [4, 3, 2, 2, 2])
-        line += 23
+        line += apart
     assert line > 200
     assert steps_of_all_sizes(serving, requests)
 

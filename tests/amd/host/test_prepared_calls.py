@@ -12,13 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.errors import WrongState
-from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopePairs, RopeTable, RowNorm
 from rocm_attn.kernels.launch import (
     FixedLaunch,
     Launch,
+    RepeatedLaunch,
     does_only_launch,
     launch,
     note_launches,
@@ -31,12 +33,13 @@ from rocm_attn.machine.target import KNOWN_TARGETS
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.kv_pool import HybridKVPool
 from rocm_attn.problem import Problem
-from rocm_attn.providers.contract import StepBounds
+from rocm_attn.providers.contract import NO_SCHEDULE, StepBounds
 from rocm_attn.providers.mixed import TritonMixed
+from rocm_attn.providers.schedules import TwoSchedules
 from rocm_attn.providers.select import select
 from rocm_attn.providers.torch_ref import TorchDecode
 from rocm_attn.step.head_weights import HeadWeights, LayerHeadWeights
-from rocm_attn.step.prepared import Call, LayerForms, PreparedCalls, is_prepared
+from rocm_attn.step.prepared import FILL, Call, LayerForms, PreparedCalls, builds_by_launches, is_prepared
 
 STREAM = 77
 NOTHING_PREPARED = PreparedCalls()
@@ -74,7 +77,7 @@ def calls_after(
 ) -> tuple[PreparedCalls, Call]:
     calls = PreparedCalls()
     call = Call(form, tuple(tensor.data_ptr() for tensor in tensors), len(tensors))
-    with calls.noting(call, memory, stream):
+    with calls.noting(call, memory):
         make()
     return calls, call
 
@@ -83,7 +86,7 @@ def made_again(calls: PreparedCalls, call: Call) -> bool:
     """Make a call, if one of its form was prepared; whether it was made."""
     prepared = calls.by_form.get(call.form)
     if prepared is not None:
-        prepared(call.addresses)
+        prepared(STREAM, call.addresses)
     return prepared is not None
 
 
@@ -180,7 +183,7 @@ def test_a_call_that_raises_is_not_prepared() -> None:
     q, kernel, calls = rows(), Kernel(("q",)), PreparedCalls()
     call = Call("form", (q.data_ptr(),), 1)
     try:
-        with calls.noting(call, (), stream):
+        with calls.noting(call, ()):
             launch(kernel, (1,), q)
             raise KeyboardInterrupt
     except KeyboardInterrupt:
@@ -214,12 +217,101 @@ def test_a_prepared_form_is_not_used_for_tensors_that_begin_elsewhere(odd_one: i
 
     for call in made(given(odd=False)):
         assert call is not None
-        with calls.noting(call, (), stream):
+        with calls.noting(call, ()):
             launch(kernel, (1,), 1)
     assert made(given(odd=False)) == [None] * 3
     assert len(kernel.ran) == 3
     has_it = [odd_one < 2, odd_one < 4, odd_one >= 2]
     assert [call is not None for call in made(given(odd=True))] == has_it
+
+
+def test_a_layer_that_is_called_again_launches_what_it_is_given_now() -> None:
+    """What a layer launched last is kept; whatever a call is given, on whichever stream, is what is launched."""
+    pool = HybridKVPool([PLAIN], [Space.FULL], num_pages={Space.FULL: 4}, device=CPU)
+    streams = [STREAM]
+    forms = LayerForms([0], pool, LayerHeadWeights([PLAIN], CPU), lambda: streams[-1])
+    kernel, calls = Kernel(("k", "v", "pages")), PreparedCalls()
+
+    def make(k: Tensor, v: Tensor) -> None:
+        call = forms.store(calls, 0, k, v)
+        if call is not None:
+            with calls.noting(call, ()):
+                launch(kernel, (k.shape[0],), k, v, pool.layer(0).raw_k)
+        elif k.shape[0] != kernel.ran[-1][0]:
+            raise AssertionError("a launch of another form was made")
+        else:
+            expected = streams[-1], k.data_ptr(), v.data_ptr(), pool.layer(0).raw_k.data_ptr()
+            assert (kernel.ran[-1][3], *kernel.ran[-1][-3:]) == expected
+
+    (k, v), (other_k, other_v), longer = kv(), kv(), kv(5)
+    for given in ((k, v), (k, v), (k, v), (k, v), (other_k, v), (other_k, other_v), longer, longer, (k, v), longer):
+        make(*given)
+    for _ in range(3):
+        streams.append(streams[-1] + 1)
+        make(k, v)
+        make(k, v)
+    pages = pool.layer(0)
+    pool.take(0, LayerPages.plain(pages.k.clone(), pages.v.clone()))
+    for _ in range(3):
+        make(k, v)
+    assert kernel.by_triton == 2, "each form was prepared once"
+    assert len(kernel.ran) == 17
+
+
+def test_a_layer_that_is_called_again_launches_its_new_weights() -> None:
+    pool = HybridKVPool([WITH_SINKS], [Space.FULL], num_pages={Space.FULL: 4}, device=CPU)
+    weights = LayerHeadWeights([WITH_SINKS], CPU, renew=lambda owned, given: given.clone())
+    forms = LayerForms([0], pool, weights, stream)
+    kernel, calls = Kernel(("last",)), PreparedCalls()
+    (q, out), (k, v) = q_and_out(), kv()
+
+    def attend_with(sinks: Tensor) -> None:
+        weights.set(0, HeadWeights(sinks=sinks))
+        for _ in range(4):
+            call = forms.attend(calls, 0, q, out, None)
+            if call is not None:
+                with calls.noting(call, ()):
+                    launch(kernel, (1,), weights.of(0).sinks)
+        held = weights.of(0).sinks
+        assert held is not None
+        assert kernel.ran[-1][-1] == held.data_ptr()
+
+    def rope_with(work: QkvWork) -> None:
+        for _ in range(4):
+            call = forms.rope_and_store(calls, 0, Projected(q, k, v, out), work)
+            if call is not None:
+                with calls.noting(call, ()):
+                    launch(kernel, (1,), work.rope.cos_sin if work.rope is not None else None)
+        assert work.rope is not None
+        assert kernel.ran[-1][-1] == work.rope.cos_sin.data_ptr()
+
+    for at in range(2):
+        attend_with(torch.full((8,), float(at)))
+        rope_with(QkvWork(rope=RopeTable(torch.ones(8, 16))))
+    assert kernel.by_triton == 2, "each operation was prepared once"
+
+
+def test_what_a_layer_launched_last_is_not_launched_for_tensors_of_another_form() -> None:
+    forms, *_ = forms_of(PLAIN)
+    kernel, calls = Kernel(("q", "out")), PreparedCalls()
+    memory = torch.zeros(4096)
+    q, out = q_and_out()
+
+    def attend_as(one: Tensor, other: Tensor) -> bool:
+        call = forms.attend(calls, 0, one, other, None)
+        if call is not None:
+            with calls.noting(call, ()):
+                launch(kernel, (1,), one, other)
+        return call is None
+
+    same_place = memory[:512].view(4, 8, 16), memory[:256].view(2, 8, 16), memory[:1024].view(4, 16, 16)[:, :8]
+    assert [attend_as(same_place[0], out) for _ in range(4)] == [False, True, True, True]
+    for each in same_place[1:]:
+        assert not attend_as(each, out)
+    assert attend_as(same_place[0], out)
+    assert not attend_as(same_place[0].view(torch.int32), out)
+    assert not attend_as(same_place[0], same_place[0])
+    assert not attend_as(q.half(), out)
 
 
 def rows_at(first: int, *sizes: int) -> Tensor:
@@ -231,7 +323,7 @@ def test_a_tensor_that_is_also_the_layers_is_not_prepared() -> None:
     q, kernel = rows(), Kernel(("q", "pages"))
     calls = PreparedCalls()
     call = Call("form", (q.data_ptr(), q.data_ptr()), 1)
-    with calls.noting(call, (), stream):
+    with calls.noting(call, ()):
         launch(kernel, (1,), q, q)
     assert not made_again(calls, call)
 
@@ -241,7 +333,7 @@ def test_a_step_remembers_a_limited_number_of_forms() -> None:
     made = []
     for form in range(100):
         call = Call(form, (q.data_ptr(),), 1)
-        with calls.noting(call, (), stream):
+        with calls.noting(call, ()):
             launch(kernel, (1,), q)
         made.append(made_again(calls, call))
     assert 16 <= sum(made) <= 64
@@ -289,7 +381,7 @@ def forms_of(*problems: Problem) -> tuple[LayerForms, HybridKVPool, LayerHeadWei
     pool = HybridKVPool(problems, [Space.FULL] * len(problems), num_pages={Space.FULL: 4}, device=CPU)
     weights = LayerHeadWeights(problems, CPU)
     kinds = sorted(set(problems), key=problems.index)
-    return LayerForms([kinds.index(problem) for problem in problems], pool, weights), pool, weights
+    return LayerForms([kinds.index(problem) for problem in problems], pool, weights, stream), pool, weights
 
 
 def kv(tokens: int = 4) -> tuple[Tensor, Tensor]:
@@ -375,7 +467,7 @@ def test_a_layers_new_pages_and_weights_are_used_at_once() -> None:
     assert pages.k.data_ptr() in stored.addresses
     assert pages.k.data_ptr() not in store(forms, 0, *kv()).addresses
     elsewhere = LayerHeadWeights([WITH_SINKS], CPU, renew=lambda owned, given: given.clone())
-    forms = LayerForms([0], pool, elsewhere)
+    forms = LayerForms([0], pool, elsewhere, stream)
     elsewhere.set(0, HeadWeights(sinks=torch.ones(8)))
     first = attend(forms, 0, q, out, None)
     elsewhere.set(0, HeadWeights(sinks=torch.zeros(8)))
@@ -426,6 +518,44 @@ def test_another_norm_or_rope_makes_another_form_and_its_weights_are_used() -> N
     assert again.rope.cos_sin.data_ptr() in call.addresses
     in_place = rope_and_store(forms, 0, given._replace(q_out=q), again)
     assert in_place.form != call.form
+
+
+def test_what_derives_a_steps_metadata_is_launched_again_on_the_stream_of_then() -> None:
+    fill, build, table = Kernel(("table", "width", "G")), Kernel(("table",)), rows()
+    calls = PreparedCalls()
+    assert not calls.fill_again(STREAM)
+    assert [calls.is_filled_again() for _ in range(3)] == [False, True, True]
+    with calls.noting(FILL, {"table": table}):
+        RepeatedLaunch(fill)(table.device, (5, 1, 1), table, 8, ("bundle",))
+        launch(build, (2,), table)
+    handles = "function", "metadata", None, None, None
+    for handle in (STREAM, STREAM, STREAM + 1, STREAM):
+        assert calls.fill_again(handle)
+        assert fill.ran[-1] == (5, 1, 1, handle, *handles, table.data_ptr(), 8, ("bundle",))
+        assert build.ran[-1] == (2, 1, 1, handle, *handles, table.data_ptr())
+    assert (fill.by_triton, build.by_triton, len(fill.ran)) == (1, 1, 4)
+
+
+def test_schedules_are_prepared_whose_parts_all_are() -> None:
+    problem = Problem(8, 2, 128, 128, torch.bfloat16, 16, 128**-0.5)
+    selected = select(problem, KNOWN_TARGETS["gfx942"], "triton").kernels
+    by_name = {kernel.row.name: kernel.bound.schedule for kernel in selected.values()}
+    mixed = by_name["triton.extend+decode"]
+    assert isinstance(mixed, TwoSchedules)
+    assert builds_by_launches(by_name["triton.decode"])
+    assert builds_by_launches(mixed)
+    assert builds_by_launches(NO_SCHEDULE)
+    assert not builds_by_launches(TwoSchedules(_BuiltByOtherWork(), mixed.second))
+
+
+class _BuiltByOtherWork:
+    """A schedule that torch fills."""
+
+    def words(self, shape: PaddedShape) -> int:
+        return 1
+
+    def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
+        words.zero_()
 
 
 class _WithOtherWork:

@@ -124,12 +124,20 @@ def test_an_installed_wheel_imports_all_three_floors(installed: Path, tmp_path: 
     assert Path(printed).is_relative_to(installed)
 
 
+@pytest.mark.parametrize("published", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_hugging_face_kernels_and_ours_import_side_by_side(
-    installed: Path, tmp_path_factory: pytest.TempPathFactory
+    published: bool, installed: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """From the root of the checkout too, where a folder called kernels is the first thing that Python meets."""
+    """From the root of the checkout too, where a folder called kernels is the first thing that Python meets.
+
+    published: their package as pip installs it, or a package of the same name and version.
+    """
     target = tmp_path_factory.mktemp("hf_kernels")
-    pip("install", "--no-deps", "--target", str(target), HF_KERNELS)
+    if published:
+        pip("install", "--no-deps", "--target", str(target), HF_KERNELS)
+    else:
+        (target / "kernels").mkdir()
+        (target / "kernels" / "__init__.py").write_text(f"__version__ = '{HF_KERNELS.partition('==')[2]}'\n")
     code = (
         "import kernels, rocm_attn.kernels.launch as launch, rocm_attn;"
         "print(kernels.__version__, kernels.__file__, launch.__file__, sep='\\n')"
@@ -143,11 +151,23 @@ def test_hugging_face_kernels_and_ours_import_side_by_side(
         assert Path(ours) != Path(theirs).parent / "launch.py"
 
 
-@pytest.mark.parametrize("kind", ["wheel", pytest.param("editable", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    ("kind", "reads_libraries"),
+    [
+        ("wheel", False),
+        pytest.param("wheel", True, marks=pytest.mark.nightly),
+        pytest.param("editable", True, marks=pytest.mark.nightly),
+    ],
+)
 def test_type_checkers_read_a_wheel_and_an_editable_install_as_they_come(
-    kind: str, tree: Path, wheel: Path, tmp_path: Path
+    kind: str, reads_libraries: bool, tree: Path, wheel: Path, tmp_path: Path
 ) -> None:
-    """mypy --strict passes the README's example, and finds the mistakes of a file beside it."""
+    """mypy --strict passes the README's example, and finds the mistakes of a file beside it.
+
+    reads_libraries: whether torch's types are read too, which takes most of the time.
+    """
+    config = tmp_path / "mypy.ini"
+    config.write_text("[mypy]\n" + "[mypy-torch.*]\nfollow_imports = skip\n" * (not reads_libraries))
     (tmp_path / "example.py").write_text(*code_blocks("python"))
     (tmp_path / "wrong.py").write_text("import rocm_attn as ra\n\nra.StepBatch(1, [1], [1])\nra.Pages\n")
     python = new_interpreter(tmp_path / kind, LIBRARIES)
@@ -157,7 +177,7 @@ def test_type_checkers_read_a_wheel_and_an_editable_install_as_they_come(
     found = subprocess.run([python, "-Ic", where], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert Path(found.stdout.strip()).is_relative_to(tree if kind == "editable" else tmp_path / kind)
     command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(python)]
-    command += ["--cache-dir", str(tmp_path / "cache"), "example.py", "wrong.py"]
+    command += ["--config-file", str(config), "--cache-dir", str(tmp_path / "cache"), "example.py", "wrong.py"]
     checked = subprocess.run(command, cwd=tmp_path, env={}, capture_output=True, text=True, check=False)
     errors = re.findall(r"^(\w+\.py:\d+): error: .*\[([\w-]+)\]$", checked.stdout, re.MULTILINE)
     assert errors == [("wrong.py:3", "arg-type"), ("wrong.py:4", "attr-defined")], checked.stdout + checked.stderr

@@ -5,9 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-import pytest
-
-from tests.amd.house.source_tree import ROOT, Source, python_files, sources
+from tests.amd.house.source_tree import ROOT, python_files, sources
 
 MAX_LINES = 700
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -32,40 +30,42 @@ def test_no_file_is_too_long_to_read() -> None:
     assert {path: lines for path, lines in too_long.items() if lines > MAX_LINES} == {}
 
 
-@pytest.mark.parametrize("source", sources(), ids=lambda source: source.module)
-def test_every_public_function_and_class_says_what_it_is(source: Source) -> None:
-    assert source.is_package or ast.get_docstring(source.tree), f"{source.module} has no docstring"
-    silent = [
-        f"{node.name} (line {node.lineno})"
-        for node in source.tree.body
-        if isinstance(node, Function | ast.ClassDef) and not node.name.startswith("_") and not ast.get_docstring(node)
-    ]
-    assert not silent, f"{source.module}: no docstring on {silent}"
+def test_every_public_function_and_class_says_what_it_is() -> None:
+    for source in sources():
+        assert source.is_package or ast.get_docstring(source.tree), f"{source.module} has no docstring"
+        silent = [
+            f"{node.name} (line {node.lineno})"
+            for node in source.tree.body
+            if isinstance(node, Function | ast.ClassDef)
+            and not node.name.startswith("_")
+            and not ast.get_docstring(node)
+        ]
+        assert not silent, f"{source.module}: no docstring on {silent}"
 
 
-@pytest.mark.parametrize("source", sources(), ids=lambda source: source.module)
-def test_every_function_but_the_jitted_ones_is_typed(source: Source) -> None:
+def test_every_function_but_the_jitted_ones_is_typed() -> None:
     """mypy does so too, except in kernels/, where it must let jitted bodies pass."""
-    for node in ast.walk(source.tree):
-        if not isinstance(node, Function) or is_jitted(node):
-            continue
-        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-        untyped = [argument.arg for argument in arguments if not argument.annotation]
-        assert set(untyped) <= {"self", "cls"}, f"{source.module}:{node.lineno} {node.name}: {untyped}"
-        assert node.returns, f"{source.module}:{node.lineno} {node.name} has no return type"
+    for source in sources():
+        for node in ast.walk(source.tree):
+            if not isinstance(node, Function) or is_jitted(node):
+                continue
+            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            untyped = [argument.arg for argument in arguments if not argument.annotation]
+            assert set(untyped) <= {"self", "cls"}, f"{source.module}:{node.lineno} {node.name}: {untyped}"
+            assert node.returns, f"{source.module}:{node.lineno} {node.name} has no return type"
 
 
-@pytest.mark.parametrize("source", sources(), ids=lambda source: source.module)
-def test_what_kernels_are_compiled_for_has_no_strings(source: Source) -> None:
+def test_what_kernels_are_compiled_for_has_no_strings() -> None:
     """Triton 3.6 hands no tuple with a string to a function. Fields of such tuples are written in capitals."""
-    strings = [
-        f"{node.name}.{field.target.id}"
-        for node in ast.walk(source.tree)
-        if isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "NamedTuple" for base in node.bases)
-        for field in node.body
-        if isinstance(field, ast.AnnAssign)
-        and isinstance(field.target, ast.Name)
-        and field.target.id.isupper()
-        and ast.unparse(field.annotation) == "str"
-    ]
-    assert not strings, f"{source.module}: {', '.join(strings)}: use a number"
+    for source in sources():
+        strings = [
+            f"{node.name}.{field.target.id}"
+            for node in ast.walk(source.tree)
+            if isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "NamedTuple" for base in node.bases)
+            for field in node.body
+            if isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and field.target.id.isupper()
+            and ast.unparse(field.annotation) == "str"
+        ]
+        assert not strings, f"{source.module}: {', '.join(strings)}: use a number"

@@ -75,7 +75,8 @@ from tests.amd.kernels.launches_of_tensors import (
     of_publish,
 )
 from tests.amd.mutation.coded_pages import PAGE_SIZE, coded_pages, of_coded_pages
-from tests.amd.mutation.memory import Memory
+from tests.amd.mutation.memory import Memory, assert_same
+from tests.amd.mutation.moves_check import moves
 from tests.amd.mutation.sparse_checks import SPARSE_CHECKS
 from tests.amd.vectorised import vectorised_keys, vectorised_values
 
@@ -642,6 +643,7 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "attention/segment_decode.py": segments,
     "attention/segment_extend.py": segments,
     "attention/segment_merge.py": segments,
+    "cache/move_rows.py": moves,
     "cache/rope.py": rope_store,
     "cache/rope_store.py": rope_store,
     "cache/store.py": store,
@@ -663,24 +665,6 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "metadata/take_slots.py": slots,
     **SPARSE_CHECKS,
 }
-
-
-def assert_same(
-    memory: Memory,
-    launch: Callable[..., None],
-    twin: Callable[..., None],
-    inputs: Sequence[Tensor],
-    outputs: Sequence[Tensor],
-    **options: int,
-) -> None:
-    """A launcher, in memory, writes what its torch twin writes, and nothing else."""
-    wanted = [output.clone() for output in outputs]
-    placed = [memory.put(output) for output in outputs]
-    launch(*map(memory.put, inputs), *placed, **options)
-    twin(*inputs, *wanted, **options)
-    for got, want in zip(placed, wanted, strict=True):
-        assert torch.equal(got, want), f"{got.tolist()} instead of {want.tolist()}"
-    memory.assert_surroundings_untouched()
 
 
 def ints(values: Sequence[int]) -> Tensor:

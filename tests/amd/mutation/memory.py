@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -74,3 +75,21 @@ class Fenced(Memory):
         assert libc.mprotect(fence, ctypes.c_size_t(mmap.PAGESIZE), _PROT_NONE) == 0, ctypes.get_errno()
         elements = usable // dtype.itemsize
         return torch.frombuffer(pages, dtype=dtype, count=elements), elements - span
+
+
+def assert_same(
+    memory: Memory,
+    launch: Callable[..., None],
+    twin: Callable[..., None],
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    **options: int,
+) -> None:
+    """A launcher, in memory, writes what its torch twin writes, and nothing else."""
+    wanted = [output.clone() for output in outputs]
+    placed = [memory.put(output) for output in outputs]
+    launch(*map(memory.put, inputs), *placed, **options)
+    twin(*inputs, *wanted, **options)
+    for got, want in zip(placed, wanted, strict=True):
+        assert torch.equal(got, want), f"{got.tolist()} instead of {want.tolist()}"
+    memory.assert_surroundings_untouched()

@@ -19,7 +19,9 @@ from rocm_attn.capture.probe_requests import with_random_mask
 from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.attention.merge_states import launch_merge_states
 from rocm_attn.kernels.cache.layer_pages import LayerPages
-from rocm_attn.kernels.cache.page_rows import empty_vectorised_pages
+from rocm_attn.kernels.cache.move_rows import launch_export_rows, launch_import_rows
+from rocm_attn.kernels.cache.moved_rows import AlikePages, MovedTokens, page_words
+from rocm_attn.kernels.cache.page_rows import empty_vectorised_pages, key_rows
 from rocm_attn.kernels.cache.row_work import QkvWork, RopePairs, RopeTable, RowNorm
 from rocm_attn.kernels.experts.groups import ExpertGroups
 from rocm_attn.kernels.experts.product import launch_expert_product
@@ -482,3 +484,14 @@ def _launch_of_engines(page_size: int) -> None:
         TRITON.ops().store_kv(k, k, of_seq, counts, LayerPages.plain(pages, pages), null_page=False)
         cells, indptr = torch.empty(num_seqs, dtype=torch.uint8), torch.empty(num_seqs + 1, dtype=torch.int64)
         of_pack_mask(launch_pack_mask)(cells, given, counts, indptr, of_seq, of_seq)
+    launch_moves(page_size)
+
+
+def launch_moves(page_size: int) -> None:
+    """Tokens between pages and rows: whole rows, heads apart, and factors of tokens."""
+    pages = torch.empty(64, page_size, 2, 128, dtype=torch.int64)
+    factors = torch.empty(64, 2, page_size, dtype=torch.int32).transpose(1, 2)[:, :, None, None]
+    for side in (page_words(key_rows(pages)), page_words(key_rows(pages[..., :64])), factors):
+        rows, words = torch.empty(1 << 20, dtype=side.dtype), torch.empty(16, dtype=torch.int64)
+        for launch in (launch_export_rows, launch_import_rows):
+            launch(AlikePages.of([side, side]), MovedTokens(words, rows, 0, 0, 3 * page_size, 3))

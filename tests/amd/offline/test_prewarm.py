@@ -220,6 +220,13 @@ def test_the_command_prints_what_it_compiled(tmp_path: Path, cache: Path, capsys
     told = json.loads(capsys.readouterr().out)
     assert (told["arch"], told["ran"], told["compiled"]) == (ARCH, False, {})
     assert told["cached"]["_decode_kernel"] == 1
+
+
+@pytest.mark.long
+def test_the_command_prewarms_deterministic_mode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(CONFIG))
+    command = ["prewarm", str(config), "--arch", ARCH, "--max-batch-size", "4", "--num-pages", "64"]
     assert main([*command, "--json", "--deterministic"]) == DONE
     assert json.loads(capsys.readouterr().out)["compiled"]["_segment_decode_kernel"] > 0
 

@@ -22,6 +22,7 @@ the clock under load and the price of starting a row or a tile. Nothing here was
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from triton.compiler import CompiledKernel
 
@@ -89,18 +90,38 @@ def cost_of_loop(
     row: Row, tiles: DecodeTiles | ExtendTiles, loop: HotLoop, cycles: LoopCycles, waves_per_simd: int
 ) -> TileCost:
     """The bounds from what is known of the loop."""
-    programs = max(1, waves_per_simd * _SIMDS // tiles.num_warps)
-    is_decode = isinstance(tiles, DecodeTiles)
+    programs = programs_on_a_cu(waves_per_simd, tiles.num_warps)
     if isinstance(tiles, DecodeTiles):
         programs = min(programs, tiles.programs_per_cu)
-    work = work_of_iteration(tiles)
-    lanes = tiles.num_warps * _LANES
+    return cost_of(row, type(tiles), loop, cycles, Running(tiles.num_warps, programs, work_of_iteration(tiles)))
+
+
+def programs_on_a_cu(waves_per_simd: int, num_warps: int) -> int:
+    """That registers and LDS leave room for."""
+    return max(1, waves_per_simd * _SIMDS // num_warps)
+
+
+class Running(NamedTuple):
+    """How a kernel runs: the waves of a program, programs on a CU, and units of work that one does in an iteration."""
+
+    num_warps: int
+    programs: int
+    work: float
+
+
+def cost_of(
+    row: Row, kind: type[DecodeTiles] | type[ExtendTiles], loop: HotLoop, cycles: LoopCycles, running: Running
+) -> TileCost:
+    """The bounds of a kernel that decodes or extends the row's plain layer, whoever wrote it."""
+    num_warps, programs, work = running
+    is_decode = kind is DecodeTiles
+    lanes = num_warps * _LANES
     units = (
-        CLOCKS_PER_CYCLE * cycles.issue * tiles.num_warps / _SIMDS / work,
+        CLOCKS_PER_CYCLE * cycles.issue * num_warps / _SIMDS / work,
         loop.lds_bytes * lanes / _LDS_BYTES_A_CLOCK / work,
         loop.loaded_bytes * lanes / _LOAD_BYTES_A_CLOCK / work,
     )
-    floor = floor_clocks(row, type(tiles))
+    floor = floor_clocks(row, kind)
     spare = programs * work * floor / CLOCKS_PER_CYCLE - cycles.own
     is_fed = is_decode and max(units) <= floor and spare > 0
     microseconds = CLOCKS_PER_CYCLE / CLOCK_GHZ[row.arch] / 1000

@@ -81,6 +81,7 @@ masks, pools below and above 2 GiB. Tiles of decode that leave a SIMD one wave c
 are left out. Candidates more than {far} times worse than the best are compiled for the plain layer only. **Bold** is
 the row that serves. VGPRs, LDS and the figures are those of the plain layer, waves a SIMD those of the kernel that
 needs most. float32 and deterministic rows have no ranking; they are held to the budgets.
+[amd_beside_aiter.md](amd_beside_aiter.md) has the rows that serve beside AITER's own kernels.
 
 Left for hardware to decide: eight waves in turns on gfx950 (`ExtendTiles(256, 32, 8, 4)` with four stages at the launch
 compiles to four `s_setprio` and four barriers without a spill, and is right in the simulator, but no model here credits
@@ -95,7 +96,10 @@ def main(document: Path) -> int:
     rankings = []
     for row, kind in layers():
         ranking = rank(row, kind)
-        print(f"{title(ranking)}: {ranking.excess:.1%} worse than the best, or above the floor", flush=True)
+        print(
+            f"{title(ranking.row, ranking.kind)}: {ranking.excess:.1%} worse than the best, or above the floor",
+            flush=True,
+        )
         rankings.append(ranking)
     if any(ranking.excess > TOLERANCE for ranking in rankings):
         return 1
@@ -124,17 +128,17 @@ def page(rankings: list[Ranking]) -> str:
         extend=EXTEND_LATENCY,
         far=FAR,
     )
-    ranked = "".join(f"\n## {title(ranking)}\n\n{_table(ranking)}" for ranking in rankings)
+    ranked = "".join(f"\n## {title(ranking.row, ranking.kind)}\n\n{_table(ranking)}" for ranking in rankings)
     return f"{head}{ranked}\n{section()}"
 
 
-def title(ranking: Ranking) -> str:
-    """What a ranking is about."""
-    row, (q_heads, kv_heads) = ranking.row, ranking.row.heads
-    verb = "decode" if ranking.kind is DecodeTiles else "extend"
+def title(row: Row, kind: Kind) -> str:
+    """What a ranking of such tiles is about."""
+    q_heads, kv_heads = row.heads
+    verb = "decode" if kind is DecodeTiles else "extend"
     dtype = str(row.dtype).removeprefix("torch.")
     dims = "/".join(map(str, dict.fromkeys(row.dims)))
-    floor = f"{floor_clocks(row, ranking.kind):.1f}"
+    floor = f"{floor_clocks(row, kind):.1f}"
     return f"{row.arch} {verb}: {q_heads} x {kv_heads} heads of {dims}, {dtype}, floor {floor}"
 
 

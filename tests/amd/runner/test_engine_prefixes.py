@@ -80,7 +80,7 @@ class IdealCache:
         self._known |= {(salt, stored[:end]) for end in range(PAGE, len(stored) + 1, PAGE)}
 
 
-@pytest.mark.parametrize("turns", [1, 3])
+@pytest.mark.parametrize("turns", [1, pytest.param(3, marks=pytest.mark.nightly)])
 def test_hits_are_those_of_an_ideal_cache_where_there_are_pages_for_everything(turns: int, loaded: LoadedModel) -> None:
     served, ideal = engine(loaded, num_pages=4000), IdealCache()
     for request in chats(1, 40):

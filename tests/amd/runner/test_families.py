@@ -64,8 +64,8 @@ def requests_of(served: Served) -> list[Request]:
     return [Request(tuple(served.texts[0].roll(length)[:length].tolist()), 14) for length in lengths]
 
 
-# chunk, page size, graphs: both page sizes, with graphs and without, and every chunk; the others go to the nightly run
-QUICK = {(1, 16, False), (7, 1, True), (64, 16, True)}
+# chunk, page size, graphs: both page sizes, with graphs and without, in chunks and whole; the others are nightly
+QUICK = {(7, 1, True), (64, 16, False)}
 WAYS = [
     pytest.param(*way, marks=[pytest.mark.nightly] * (way not in QUICK))
     for way in product((1, 7, 64), (1, 16), (False, True))
@@ -99,12 +99,12 @@ def test_greedy_tokens_are_those_of_transformers(served: Served) -> None:
         *(
             pytest.param(
                 dict(zip(("chunk", "page_size", "graphs"), way.values, strict=True)),
-                marks=[pytest.mark.nightly] * (way.values[:2] != (7, 1) or bool(way.marks)),
+                marks=pytest.mark.nightly,
             )
             for way in WAYS
         ),
         pytest.param({"max_batch_size": 1}, marks=pytest.mark.nightly),
-        {"max_batch_size": 3, "graphs": True},
+        {"max_batch_size": 3, "chunk": 7, "page_size": 1, "graphs": True},
         {"num_pages": 9, "max_batch_size": 4, "chunk": 7},
     ],
     ids=str,
@@ -175,7 +175,7 @@ def test_what_a_config_may_change_changes_the_logits_as_in_transformers(variant:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.nightly)])
 def test_narrow_dtypes_stay_near_float32(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     # where an indexer chooses all keys it cannot choose otherwise
     changes = {"index_topk": 64} if "index_topk" in FAMILIES[family][1] else {}

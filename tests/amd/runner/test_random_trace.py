@@ -7,7 +7,15 @@ import pytest
 from tests.amd.runner.random_trace import run_trace
 
 
-@pytest.mark.parametrize("seed", range(4), ids=["eager", "graphs", "windows", "windows, graphs"])
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(0, id="eager"),
+        pytest.param(1, id="graphs", marks=pytest.mark.nightly),
+        pytest.param(2, id="windows", marks=pytest.mark.nightly),
+        pytest.param(3, id="windows, graphs"),
+    ],
+)
 def test_every_output_of_a_random_trace_is_the_oracles(seed: int) -> None:
     served = run_trace(seed, 60)
     metrics = served.metrics

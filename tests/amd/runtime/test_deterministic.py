@@ -29,7 +29,18 @@ LAYERS: Mapping[str, Problem] = {
 # Of several problems so that pages, dims and ratios differ; each is told in every way.
 both = pytest.mark.parametrize("provider", deterministic_providers())
 every_layer = pytest.mark.parametrize(
-    "layer", [pytest.param(name, marks=[pytest.mark.long] * (name != "window_sinks")) for name in LAYERS]
+    ("graphs", "layer"),
+    [
+        pytest.param(
+            graphs,
+            layer,
+            id=f"{'graphed' if graphs else 'eager'}-{layer}",
+            marks=[pytest.mark.long] * (graphs or layer != "window_sinks")
+            + [pytest.mark.nightly] * (graphs and layer != "window_sinks"),
+        )
+        for graphs in (False, True)
+        for layer in LAYERS
+    ],
 )
 
 Way = Callable[[Teller, Story], Told]
@@ -120,9 +131,6 @@ def ways_for(provider: str, device: torch.device, *, graphs: bool) -> Mapping[st
 
 @both
 @every_layer
-@pytest.mark.parametrize(
-    "graphs", [pytest.param(False, id="eager"), pytest.param(True, id="graphed", marks=pytest.mark.long)]
-)
 def test_a_sequence_gives_the_same_bits_in_every_way(
     graphs: bool, layer: str, provider: str, device: torch.device
 ) -> None:

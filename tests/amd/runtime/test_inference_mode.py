@@ -20,7 +20,9 @@ each_order = pytest.mark.parametrize("order", [("inference", "plain"), ("plain",
 
 
 @each_order
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+@pytest.mark.parametrize(
+    "graphs", [pytest.param(False, id="eager"), pytest.param(True, id="graphed", marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("provider", providers())
 def test_what_grows_in_one_mode_serves_in_the_other(
     provider: str, graphs: bool, order: tuple[str, str], device: torch.device

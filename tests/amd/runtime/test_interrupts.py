@@ -68,10 +68,11 @@ class Counted:
         return out.flatten(1).index_select(0, step.last_token_of_seq)
 
 
+@pytest.mark.parametrize("apart", [5, pytest.param(1, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
-def test_an_interrupt_at_any_line_of_a_step_leaves_the_next_one_right(graphs: bool, kind: str) -> None:
-    """And no fault is reported that there was not."""
+def test_an_interrupt_at_any_line_of_a_step_leaves_the_next_one_right(graphs: bool, kind: str, apart: int) -> None:
+    """And no fault is reported that there was not. apart: lines from one interrupt to the next."""
     served = Counted(graphs=graphs)
     for _ in range(2):
         served.run(kind, 1)
@@ -82,8 +83,8 @@ def test_an_interrupt_at_any_line_of_a_step_leaves_the_next_one_right(graphs: bo
             served.run("split", 2)
         served.run(kind, 3)
 
-    # Whole eager steps at every line; the others differ from them in a few.
-    for line in every_line(step, 1 if kind == "whole" and not graphs else 11):
+    # Whole eager steps at more lines; the others differ from them in a few.
+    for line in every_line(step, apart if kind == "whole" and not graphs else 6 * apart):
         interrupts += 1
         for number in range(4):
             served.run("split" if number == 2 else kind, 10 + line + number)
@@ -92,7 +93,7 @@ def test_an_interrupt_at_any_line_of_a_step_leaves_the_next_one_right(graphs: bo
     assert (served.runner.counters.replays > 0) == graphs
 
 
-@pytest.mark.parametrize("stride", [1009, pytest.param(131, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("stride", [4001, pytest.param(131, marks=pytest.mark.nightly)])
 def test_an_interrupt_while_a_graph_is_made_leaves_the_next_step_right(stride: int) -> None:
     """And no row or page is lost."""
     line = 1

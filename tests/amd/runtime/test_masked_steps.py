@@ -48,7 +48,13 @@ def random_masks(world: World, requests: Sequence[Request], q_len: Sequence[int]
 
 
 @each_provider
-@pytest.mark.parametrize("q_len", [[1, 1, 1], [5, 7, 8], [1, 6, 0], [0, 1, 0], [0, 0, 0]], ids=str)
+@pytest.mark.parametrize(
+    "q_len",
+    [
+        pytest.param(q_len, id=str(q_len), marks=[pytest.mark.long] * (q_len in ([1, 1, 1], [0, 1, 0])))
+        for q_len in ([1, 1, 1], [5, 7, 8], [1, 6, 0], [0, 1, 0], [0, 0, 0])
+    ],
+)
 def test_masked_layers_see_what_the_mask_says_and_others_what_they_always_do(
     q_len: list[int], provider: str, device: torch.device
 ) -> None:

@@ -20,6 +20,9 @@ from rocm_attn.step.options import RuntimeOptions
 from tests.amd.runtime.interrupts import interrupted_at
 from tests.amd.runtime.stepping import small_problem
 
+# Of the interpreter's stage: its kernels are torch's, and the stage host runs it every time.
+pytestmark = pytest.mark.long
+
 
 def two_faults() -> AttentionRuntime:
     """After a whole step, 1, and a split one, 2 and 3; 1 and 3 were given lengths beyond their bounds."""
@@ -89,9 +92,16 @@ CALLS: dict[str, Callable[[AttentionRuntime], object]] = {
 }
 
 
+# Operations, or lines, from one that goes wrong to the next.
+apart = pytest.mark.parametrize("apart", [7, pytest.param(1, marks=pytest.mark.nightly)])
+
+
+@apart
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("rest", ["steps", "check_device"])
-def test_a_fault_is_reported_although_memory_runs_out_while_the_device_is_asked(call: str, rest: str) -> None:
+def test_a_fault_is_reported_although_memory_runs_out_while_the_device_is_asked(
+    call: str, rest: str, apart: int
+) -> None:
     operation, broken = 1, True
     while broken:
         runtime, told, broken = two_faults(), set[int](), False
@@ -106,12 +116,13 @@ def test_a_fault_is_reported_although_memory_runs_out_while_the_device_is_asked(
         else:
             listen(told, runtime.check_device)
         assert told == {1, 3}, f"memory ran out at operation {operation}"
-        operation += 1
+        operation += apart
     assert operation > 3
 
 
+@apart
 @pytest.mark.parametrize("call", ["check_device", "steps"])
-def test_a_fault_is_reported_although_the_user_interrupts_while_the_device_is_asked(call: str) -> None:
+def test_a_fault_is_reported_although_the_user_interrupts_while_the_device_is_asked(call: str, apart: int) -> None:
     line, broken = 1, True
     while broken:
         runtime, told = two_faults(), set[int]()
@@ -120,5 +131,5 @@ def test_a_fault_is_reported_although_the_user_interrupts_while_the_device_is_as
         listen(told, runtime.check_device)
         go_on(runtime, told)
         assert told == {1, 3}, f"interrupted at line {line}"
-        line += 1
+        line += apart
     assert line > 20

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.kernels.attention.pads import launch_clear_pads
+from rocm_attn.kernels.cache.move_rows import launch_export_rows, launch_import_rows
 from rocm_attn.kernels.cache.tails import launch_zero_tails
 from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
 from rocm_attn.kernels.metadata.engine_tensors import (
@@ -44,6 +45,7 @@ from tests.amd.kernels.launches_of_tensors import (
     of_place_mask,
     of_publish,
 )
+from tests.amd.kernels.moved_cases import moved_pages, moved_rows, moved_words, of_moves
 from tests.amd.simulator.case import KernelCase
 from tests.amd.simulator.driver import Simulation, simulated
 from tests.amd.vectorised import vectorised_keys, vectorised_values
@@ -162,6 +164,7 @@ def _launches() -> dict[str, _Launch]:
         ),
         **_of_engines(),
         **_fix_ups(),
+        **_moves(),
     }
 
 
@@ -277,6 +280,24 @@ def _fix_ups() -> dict[str, _Launch]:
         out = torch.ones(7, 5, 80, dtype=dtype), torch.ones(7, 5)
         cases[f"clear_pads-{name}"] = _Launch(launch_clear_pads, clear_pads, [_ints(3, 4, 1, 0), *out], {})
     return cases
+
+
+def _moves() -> dict[str, _Launch]:
+    """Tokens within pages, of parts in one memory."""
+    moves = {
+        "export_rows": (launch_export_rows, cache_twins.export_rows, (4, 6, 16)),
+        "import_rows": (launch_import_rows, cache_twins.import_rows, (4, 6, 16)),
+        "import_rows-later": (launch_import_rows, cache_twins.import_rows, (8, 6, 16)),
+    }
+    return {
+        name: _Launch(
+            of_moves(launch, *span),
+            of_moves(twin, *span),
+            [moved_words(*span), moved_rows(*span[1:]), moved_pages()],
+            {},
+        )
+        for name, (launch, twin, span) in moves.items()
+    }
 
 
 def run_launch(arch: str, name: str) -> Simulation:

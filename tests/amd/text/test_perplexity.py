@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from tests.amd.text.perplexity import perplexity
 # as a part of the perplexity with K and V as they are computed
 MOST = 0.01
 
+# the second is in every run
 ENCODINGS = [KVEncoding.E4M3FN, KVEncoding.E4M3FNUZ]
 # fewer tokens differ by chance
 SHORT = 512
@@ -36,11 +37,13 @@ def tokens_of(loaded: LoadedModel) -> Tensor:
     return torch.tensor(loaded.tokenizer.encode(text))
 
 
-def assert_near(loaded: LoadedModel, tokens: Tensor, provider: str) -> None:
+def assert_near(
+    loaded: LoadedModel, tokens: Tensor, provider: str, encodings: Sequence[KVEncoding] = ENCODINGS
+) -> None:
     """Eight-bit perplexity is near, and is not the same: the encoding is in use."""
     exact = perplexity(loaded, tokens, AS_COMPUTED, provider=provider)
     assert 2 < exact < 40, "the model understands the text"
-    for encoding in ENCODINGS:
+    for encoding in encodings:
         eight_bits = perplexity(loaded, tokens, KVFormat(encoding, Scales.TOKEN), provider=provider)
         assert eight_bits != exact
         assert abs(eight_bits / exact - 1) < MOST, f"{encoding}: {eight_bits} in place of {exact}"
@@ -48,7 +51,7 @@ def assert_near(loaded: LoadedModel, tokens: Tensor, provider: str) -> None:
 
 def test_perplexity_with_eight_bit_kv_is_within_a_percent() -> None:
     loaded = load_model("smollm2", dtype=torch.float32, device=torch.device("cpu"))
-    assert_near(loaded, tokens_of(loaded)[:SHORT], "torch")
+    assert_near(loaded, tokens_of(loaded)[:SHORT], "torch", ENCODINGS[1:])
 
 
 @pytest.mark.nightly

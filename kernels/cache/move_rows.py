@@ -1,0 +1,142 @@
+"""Move tokens between pages and contiguous rows, which is what engines send: one launch for all layers that lie alike.
+
+See moved_rows.py for the formula. Tokens lie in any page sizes on either side, because rows know none.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from rocm_attn.kernels.cache.moved_rows import AlikePages, MovedTokens
+from rocm_attn.kernels.launch import launch, only_launches
+
+# Words that a program moves at a time; as many of one row as there are, up to so many.
+_BLOCK, _ROW_BLOCK = 2048, 256
+
+
+class MoveGeometry(NamedTuple):
+    """What the kernels are compiled for. GROUP_TOKENS and INNER as in AlikePages"""
+
+    PAGE_SIZE: int
+    GROUP_TOKENS: int
+    ROW_WORDS: int
+    INNER: int
+    BLOCK_TOKENS: int
+    BLOCK_WORDS: int
+
+
+@triton.jit
+def _token_cells(words, tokens, begin, live, p_page, p_group, p_token, G: tl.constexpr):
+    """Where tokens' rows begin in their pages, int64 words."""
+    page = tl.load(words + tokens // G.PAGE_SIZE - begin // G.PAGE_SIZE, mask=live, other=0)
+    offset = (tokens % G.PAGE_SIZE).to(tl.int64)
+    return page * p_page + offset // G.GROUP_TOKENS * p_group + offset % G.GROUP_TOKENS * p_token
+
+
+@triton.jit(do_not_specialize=["pages", "begin", "first", "end", "num_pages"])
+def _export_rows_kernel(
+    words,
+    rows,
+    pages,
+    places,
+    begin,
+    first,
+    end,
+    num_pages,
+    p_page,
+    p_group,
+    p_token,
+    p_outer,
+    p_inner,
+    G: tl.constexpr,
+):
+    part = tl.program_id(1)
+    # Parts are allocations of their own: their distances need 64 bits, and `pages` must count as no allocation's begin.
+    from_pages = pages + tl.load(places + part)
+    to_rows = rows + tl.load(words + num_pages + part)
+    tokens = first + tl.program_id(0) * G.BLOCK_TOKENS + tl.arange(0, G.BLOCK_TOKENS)
+    live = tokens < end
+    cells = _token_cells(words, tokens, begin, live, p_page, p_group, p_token, G)
+    row = (tokens - first).to(tl.int64) * G.ROW_WORDS
+    for start in range(0, G.ROW_WORDS, G.BLOCK_WORDS):
+        word = start + tl.arange(0, G.BLOCK_WORDS)
+        inside = live[:, None] & (word < G.ROW_WORDS)[None, :]
+        cell = (word // G.INNER).to(tl.int64) * p_outer + (word % G.INNER).to(tl.int64) * p_inner
+        moved = tl.load(from_pages + cells[:, None] + cell[None, :], mask=inside, other=0)
+        tl.store(to_rows + row[:, None] + word[None, :], moved, mask=inside)
+
+
+@triton.jit(do_not_specialize=["pages", "begin", "first", "end", "num_pages"])
+def _import_rows_kernel(
+    words,
+    rows,
+    pages,
+    places,
+    begin,
+    first,
+    end,
+    num_pages,
+    p_page,
+    p_group,
+    p_token,
+    p_outer,
+    p_inner,
+    G: tl.constexpr,
+):
+    part = tl.program_id(1)
+    to_pages = pages + tl.load(places + part)
+    from_rows = rows + tl.load(words + num_pages + part)
+    tokens = begin + tl.program_id(0) * G.BLOCK_TOKENS + tl.arange(0, G.BLOCK_TOKENS)
+    live = tokens < end
+    cells = _token_cells(words, tokens, begin, live, p_page, p_group, p_token, G)
+    row = (tokens - first).to(tl.int64) * G.ROW_WORDS
+    for start in range(0, G.ROW_WORDS, G.BLOCK_WORDS):
+        word = start + tl.arange(0, G.BLOCK_WORDS)
+        inside = live[:, None] & (word < G.ROW_WORDS)[None, :]
+        cell = (word // G.INNER).to(tl.int64) * p_outer + (word % G.INNER).to(tl.int64) * p_inner
+        has_row = inside & (tokens >= first)[:, None]
+        moved = tl.load(from_rows + row[:, None] + word[None, :], mask=has_row, other=0)
+        tl.store(to_pages + cells[:, None] + cell[None, :], moved, mask=inside)
+
+
+@only_launches
+def launch_export_rows(pages: AlikePages, moved: MovedTokens) -> None:
+    """Copy the tokens [first, end) from pages to rows, for every part. moved.begin is not after first."""
+    _launch(_export_rows_kernel, pages, moved, moved.end - moved.first)
+
+
+@only_launches
+def launch_import_rows(pages: AlikePages, moved: MovedTokens) -> None:
+    """Copy rows to the tokens [begin, end) in pages, for every part; tokens before `first` become 0."""
+    _launch(_import_rows_kernel, pages, moved, moved.end - moved.begin)
+
+
+def _launch(kernel: object, pages: AlikePages, moved: MovedTokens, num_tokens: int) -> None:
+    side = pages.sides[0]
+    block_words = min(_ROW_BLOCK, triton.next_power_of_2(pages.row_words))
+    geometry = MoveGeometry(
+        PAGE_SIZE=pages.page_size,
+        GROUP_TOKENS=side.shape[2],
+        ROW_WORDS=pages.row_words,
+        INNER=side.shape[4],
+        BLOCK_TOKENS=_BLOCK // block_words,
+        BLOCK_WORDS=block_words,
+    )
+    launch(
+        kernel,
+        (triton.cdiv(num_tokens, geometry.BLOCK_TOKENS), len(pages.sides)),
+        moved.words,
+        moved.rows,
+        side,
+        pages.places,
+        moved.begin,
+        moved.first,
+        moved.end,
+        moved.num_pages,
+        *side.stride(),
+        G=geometry,
+        num_warps=4,
+    )

@@ -1,0 +1,77 @@
+"""What a launch of a compiled kernel comes down to: one call of the driver, with everything but a few values fixed.
+
+Triton's launcher asks, in each launch, how much scratch memory the kernel takes and which hooks there are, and then
+calls a function of the driver. That costs a third of a launch. What it hands to that function does not change with the
+values of the kernel's arguments, so it is found out once: a copy of the launcher hands over places in their stead.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+Run = Callable[..., object]
+# values, the fixed ones last -> what a function of the driver is given
+Arguments = Callable[[tuple[object, ...]], tuple[object, ...]]
+
+# What a launcher does beside handing its arguments over, where one of these is not 0.
+_OTHER_WORK = ("global_scratch_size", "profile_scratch_size", "gsan_enabled")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An argument that is another one in each launch: the number of its value."""
+
+    number: int
+
+
+def driver_call(compiled: Any, grid: tuple[int, ...], stream: object, arguments: Iterable[object]) -> tuple[Run, Any]:
+    """A function, and the tuple of arguments that it is called with to launch a compiled kernel.
+
+    stream, arguments: values, or Places, which come back where they belong, perhaps within a tuple of the tuple
+    """
+    # What compiled[grid] does, less looking for hooks of a profiler.
+    handles = compiled.function, compiled.packed_metadata, None, None, None
+    given = (*(*grid, 1, 1)[:3], stream, *handles, *arguments)
+    launcher = compiled.run
+    if not hasattr(launcher, "launch") or any(getattr(launcher, name, 0) for name in _OTHER_WORK):
+        return launcher, given
+    handed: list[tuple[object, ...]] = []
+    stand_in = copy.copy(launcher)
+    stand_in.launch = lambda *args: handed.append(args)
+    stand_in(*given)
+    return (launcher.launch, handed[0]) if len(handed) == 1 else (launcher, given)
+
+
+def arguments_of(template: tuple[object, ...], num_values: int, constants: list[object]) -> Arguments:
+    """What puts values in the Places of a template. constants: everything else, which is added to it.
+
+    num_values: how many values come before the constants
+    """
+    inner = [at for at, each in enumerate(template) if type(each) is tuple and any(map(_is_place, each))]
+    if not inner:
+        return _taken(template, num_values, constants)
+    assert inner == [len(template) - 1], "a launcher hands a kernel's arguments over flat, or as its last argument"
+    first, last = template[:-1], template[-1]
+    assert isinstance(last, tuple)
+    outer_of, inner_of = _taken(first, num_values, constants), _taken(last, num_values, constants)
+    return lambda values: (*outer_of(values), inner_of(values))
+
+
+def _is_place(argument: object) -> bool:
+    return isinstance(argument, Place)
+
+
+def _taken(template: tuple[object, ...], num_values: int, constants: list[object]) -> Arguments:
+    taken = []
+    for argument in template:
+        if isinstance(argument, Place):
+            taken.append(argument.number)
+        else:
+            taken.append(num_values + len(constants))
+            constants.append(argument)
+    # Of one number itemgetter gives no tuple.
+    return itemgetter(*taken) if len(taken) > 1 else lambda values: tuple(values[at] for at in taken)

@@ -1,0 +1,18 @@
+"""How a warp group ends.
+
+Triton lets a warp group that is done wait for more work, in a loop. ptxas then finds no one number of registers at the
+loop's head, and waits after each matrix product (C7512). A kernel whose warp groups have one task each ends them.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def leave():
+    """End these threads. What comes after it is not reached, by none of the program's warp groups."""
+    gl.inline_asm_elementwise(
+        "exit; mov.u32 $0, $1;", "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False, pack=1
+    )

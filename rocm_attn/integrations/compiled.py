@@ -1,0 +1,349 @@
+"""Layer calls as operations of torch.library, so that models which make them compile.
+
+torch.compile cannot look into a runtime, whose steps the host decides. So a compiled model calls operations
+(rocm_attn::store, rocm_attn::attend and so on) that name their runtime by a number, and each of them makes the call of
+the step that runs there: eager, captured and compiled steps are one path.
+
+What an operation does to pages, step and workspace is declared as a write to one small tensor, the state of the
+runtime. So compiled code keeps all operations of a runtime, in their order, and copies no pool.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import BadTensor, WrongState
+from rocm_attn.external import ExternalAttention
+from rocm_attn.hip_graphs.host_ops import is_host_code
+from rocm_attn.hip_graphs.record_guard import guard_here
+from rocm_attn.kernels.cache.row_work import QkvWork, RopePairs, RopeTable, RowNorm
+from rocm_attn.problem import PoolKind
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step.protocols import LayerCalls
+from rocm_attn.step.step import Step
+
+Owner = AttentionRuntime | ExternalAttention
+Result = TypeVar("Result")
+
+NAMESPACE = "rocm_attn"
+
+# What norms and rope come to as arguments of an operation: see _flat().
+_Norms = tuple[Tensor | None, Tensor | None, Tensor | None, Sequence[float]]
+_Rope = tuple[Tensor | None, bool, bool]
+
+_ROPE_WORK = (
+    "Tensor? q_norm, Tensor? k_norm, Tensor? v_norm, float[] eps_and_offsets, "
+    "Tensor? cos_sin, bool neighbours, bool at_end"
+)
+
+
+class _Called:
+    """What a number stands for: a runtime for as long as it lives, and one half of its steps."""
+
+    def __init__(self, owner: Owner, half: int) -> None:
+        self._owner, self._half = weakref.ref(owner), half
+        problems = owner.kinds.problems if isinstance(owner, AttentionRuntime) else owner.kernels().problems
+        self._v_dims = tuple(problem.v_head_dim for problem in problems)
+        self._works: dict[int, tuple[tuple[object, ...], QkvWork]] = {}
+
+    @property
+    def owner(self) -> Owner:
+        owner = self._owner()
+        assert owner is not None  # its number goes with it
+        return owner
+
+    @property
+    def layers(self) -> LayerCalls:
+        """Of the step that runs. Raises WrongState."""
+        owner = self.owner
+        return owner.running(self._half) if isinstance(owner, AttentionRuntime) else owner
+
+    def v_of(self, layer: int, k: Tensor, v: Tensor | None) -> Tensor:
+        """V of a layer; where none is given, the first part of k, as of latent layers."""
+        return k[..., : self._v_dims[layer]] if v is None else v
+
+    def work(self, layer: int, norms: _Norms, rope: _Rope) -> QkvWork:
+        """What a layer does to its rows: one object for as long as it is made of the same, which is checked once."""
+        *weights, numbers = norms
+        cos_sin, *of_table = rope
+        tensors = *weights, cos_sin
+        made_of = *(None if each is None else each.data_ptr() for each in tensors), *numbers, *of_table
+        kept = self._works.get(layer)
+        if kept is None or kept[0] != made_of:
+            each = [
+                None if weight is None else RowNorm(weight, eps, offset)
+                for weight, eps, offset in zip(weights, numbers[::2], numbers[1::2], strict=True)
+            ]
+            kept = self._works[layer] = made_of, QkvWork(_table(*rope), *each)
+        return kept[1]
+
+
+_called: dict[int, _Called] = {}
+_numbers = itertools.count(1)
+_of_owner: weakref.WeakKeyDictionary[Owner, tuple[CompiledLayers, CompiledLayers]] = weakref.WeakKeyDictionary()
+
+
+def _of(number: int) -> _Called:
+    called = _called.get(number)
+    if called is None:
+        raise WrongState(
+            f"runtime {number} is none of this process, or has ended; call compiled_layers() with the one that runs, "
+            "and compile again"
+        )
+    return called
+
+
+class CompiledLayers:
+    """The layer calls of a runtime's steps, as LayerCalls, for forwards that are compiled. Of compiled_layers().
+
+    Each is made in the step that runs when the operation does. It may be kept for as long as the runtime lives, and
+    does not keep it alive. No gradients.
+
+    number: of the runtime and the half of its steps, in operations
+    state:  int32 [1], what operations write to instead of pages, step and workspace
+    """
+
+    def __init__(self, owner: Owner, half: int) -> None:
+        called = _Called(owner, half)
+        problems = owner.kinds.problems if isinstance(owner, AttentionRuntime) else owner.kernels().problems
+        self.number, self._half = next(_numbers), half
+        with torch.inference_mode(False):
+            self.state = torch.zeros(1, dtype=torch.int32, device=owner.device)
+        self._is_latent = tuple(problem.pool is PoolKind.LATENT for problem in problems)
+        self._halves: tuple[CompiledLayers, ...] = ()
+        _called[self.number] = called
+        weakref.finalize(owner, _called.pop, self.number, None)
+
+    def of(self, step: Step) -> CompiledLayers:
+        """The calls of a step, or of a half of a split one."""
+        return self._halves[step.half]
+
+    def fill(self, *written: Tensor, slots: Tensor | None = None) -> None:
+        """As AttentionRuntime.fill, or as ExternalAttention.fill(slots), where the compiled code does that too.
+
+        written: every tensor of the step that the code reads afterwards: fill writes it, which torch must know
+        """
+        torch.ops.rocm_attn.fill(self.state, written, slots, self.number)
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """As LayerCalls.store."""
+        torch.ops.rocm_attn.store(self.state, k, self._v(layer, v), self.number, layer)
+
+    def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
+        """As LayerCalls.attend."""
+        torch.ops.rocm_attn.attend(self.state, q, out, lse, self.number, layer)
+
+    def store_and_attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None = None
+    ) -> None:
+        """store, then attend."""
+        self.store(layer, k, v)
+        self.attend(layer, q, out, lse)
+
+    def rope_and_store(self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_out: Tensor, work: QkvWork) -> None:
+        """As LayerCalls.rope_and_store."""
+        flat = *_flat(work), *_flat_rope(work.rope)
+        torch.ops.rocm_attn.rope_and_store(self.state, q, k, self._v(layer, v), q_out, *flat, self.number, layer)
+
+    def rope_queries(self, layer: int, q: Tensor, q_out: Tensor, work: QkvWork) -> None:
+        """As LayerCalls.rope_queries."""
+        flat = *_flat(work), *_flat_rope(work.rope)
+        torch.ops.rocm_attn.rope_queries(self.state, q, q_out, *flat, self.number, layer)
+
+    def finish(self, layer: int, out: Tensor, *, gate: Tensor | None = None, undo: RopeTable | None = None) -> None:
+        """As LayerCalls.finish."""
+        torch.ops.rocm_attn.finish(self.state, out, gate, *_flat_rope(undo), self.number, layer)
+
+    def store_index(self, layer: int, k: Tensor) -> None:
+        """As LayerCalls.store_index."""
+        torch.ops.rocm_attn.store_index(self.state, k, self.number, layer)
+
+    def select(self, layer: int, q: Tensor, weights: Tensor | None = None) -> None:
+        """As LayerCalls.select."""
+        torch.ops.rocm_attn.select(self.state, q, weights, self.number, layer)
+
+    def give_selection(self, layer: int, units: Tensor, counts: Tensor) -> None:
+        """As LayerCalls.give_selection."""
+        torch.ops.rocm_attn.give_selection(self.state, units, counts, self.number, layer)
+
+    def attend_selected(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
+        """As LayerCalls.attend_selected."""
+        torch.ops.rocm_attn.attend_selected(self.state, q, out, lse, self.number, layer)
+
+    def _v(self, layer: int, v: Tensor) -> Tensor | None:
+        """V as an argument: a latent layer's is part of k, which compiled code might copy."""
+        if not 0 <= layer < len(self._is_latent):
+            raise BadTensor(f"layer {layer} does not exist; there are layers 0 to {len(self._is_latent) - 1}")
+        return None if self._is_latent[layer] else v
+
+
+def compiled_layers(owner: Owner) -> CompiledLayers:
+    """The calls that a forward makes if it is to be compiled, in place of `step.layers`; one object for each runtime.
+
+    owner: whose steps run; of an ExternalAttention, every step has one part, and of() is not needed
+    """
+    kept = _of_owner.get(owner)
+    if kept is None:
+        kept = _of_owner[owner] = CompiledLayers(owner, 0), CompiledLayers(owner, 1)
+        for half in kept:
+            half._halves = kept
+    return kept[0]
+
+
+class CompiledForward(Generic[Result]):
+    """A forward that is compiled, and may be captured. Of compile_forward().
+
+    A capture looks at each operation as it runs, and torch runs no compiled code where that is done. So on a device the
+    guard of a capture steps aside while compiled code runs; the host's recorder, which knows a step by its operations,
+    gets the forward as it was written.
+    """
+
+    def __init__(self, forward: Callable[..., Result], compiled: Callable[..., Result]) -> None:
+        self._forward, self._compiled = forward, compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Result:
+        """As the forward."""
+        guard = guard_here()
+        if guard is None:
+            return self._compiled(*args, **kwargs)
+        if guard.device.type == "cpu":
+            return self._forward(*args, **kwargs)
+        with guard.stepped_out():
+            return self._compiled(*args, **kwargs)
+
+
+def compile_forward(forward: Callable[..., Result], **options: Any) -> CompiledForward[Result]:
+    """torch.compile of a forward whose layer calls are CompiledLayers, without a break, for a StepRunner or by itself.
+
+    options: of torch.compile; fullgraph is True
+    """
+    return CompiledForward(forward, torch.compile(forward, fullgraph=True, **options))
+
+
+def _flat(work: QkvWork) -> _Norms:
+    """The weights of the three norms, and eps and offset of each; zeros where there is none."""
+    norms = work.q_norm, work.k_norm, work.v_norm
+    q, k, v = (None if norm is None else norm.weight for norm in norms)
+    numbers: list[float] = []
+    for norm in norms:
+        numbers += [0.0, 0.0] if norm is None else [norm.eps, norm.offset]
+    return q, k, v, numbers
+
+
+def _flat_rope(rope: RopeTable | None) -> _Rope:
+    """cos_sin, whether neighbours are pairs, at_end."""
+    return (None, False, False) if rope is None else (rope.cos_sin, rope.pairs is RopePairs.NEIGHBOURS, rope.at_end)
+
+
+def _table(cos_sin: Tensor | None, neighbours: bool, at_end: bool) -> RopeTable | None:
+    if cos_sin is None:
+        return None
+    return RopeTable(cos_sin, RopePairs.NEIGHBOURS if neighbours else RopePairs.HALVES, at_end)
+
+
+def _fill(state: Tensor, written: Sequence[Tensor], slots: Tensor | None, number: int) -> None:
+    owner = _of(number).owner
+    if isinstance(owner, ExternalAttention):
+        owner.fill(slots)
+    elif slots is None:
+        owner.fill()
+    else:
+        raise BadTensor("slots are given to fill() of a runtime, which has its own; only an engine's steps bring them")
+
+
+def _store(state: Tensor, k: Tensor, v: Tensor | None, number: int, layer: int) -> None:
+    called = _of(number)
+    called.layers.store(layer, k, called.v_of(layer, k, v))
+
+
+def _attend(state: Tensor, q: Tensor, out: Tensor, lse: Tensor | None, number: int, layer: int) -> None:
+    _of(number).layers.attend(layer, q, out, lse)
+
+
+def _rope_and_store(state: Tensor, q: Tensor, k: Tensor, v: Tensor | None, q_out: Tensor, *flat: Any) -> None:
+    *work, number, layer = flat
+    called = _of(number)
+    its_work = called.work(layer, tuple(work[:4]), tuple(work[4:]))
+    called.layers.rope_and_store(layer, q, k, called.v_of(layer, k, v), q_out, its_work)
+
+
+def _rope_queries(state: Tensor, q: Tensor, q_out: Tensor, *flat: Any) -> None:
+    *work, number, layer = flat
+    called = _of(number)
+    called.layers.rope_queries(layer, q, q_out, called.work(layer, tuple(work[:4]), tuple(work[4:])))
+
+
+def _finish(state: Tensor, out: Tensor, gate: Tensor | None, *flat: Any) -> None:
+    *undo, number, layer = flat
+    _of(number).layers.finish(layer, out, gate=gate, undo=_table(*undo))
+
+
+def _store_index(state: Tensor, k: Tensor, number: int, layer: int) -> None:
+    _of(number).layers.store_index(layer, k)
+
+
+def _select(state: Tensor, q: Tensor, weights: Tensor | None, number: int, layer: int) -> None:
+    _of(number).layers.select(layer, q, weights)
+
+
+def _give_selection(state: Tensor, units: Tensor, counts: Tensor, number: int, layer: int) -> None:
+    _of(number).layers.give_selection(layer, units, counts)
+
+
+def _attend_selected(state: Tensor, q: Tensor, out: Tensor, lse: Tensor | None, number: int, layer: int) -> None:
+    _of(number).layers.attend_selected(layer, q, out, lse)
+
+
+# Name -> the arguments between the state and the number, and what the operation does. Tensor(x!) is written.
+_OPERATIONS: Mapping[str, tuple[str, Callable[..., None]]] = {
+    "store": ("Tensor k, Tensor? v", _store),
+    "attend": ("Tensor q, Tensor(b!) out, Tensor(c!)? lse", _attend),
+    "rope_and_store": (f"Tensor q, Tensor k, Tensor? v, Tensor(b!) q_out, {_ROPE_WORK}", _rope_and_store),
+    "rope_queries": (f"Tensor q, Tensor(b!) q_out, {_ROPE_WORK}", _rope_queries),
+    "finish": ("Tensor(b!) out, Tensor? gate, Tensor? cos_sin, bool neighbours, bool at_end", _finish),
+    "store_index": ("Tensor k", _store_index),
+    "select": ("Tensor q, Tensor? weights", _select),
+    "give_selection": ("Tensor units, Tensor counts", _give_selection),
+    "attend_selected": ("Tensor q, Tensor(b!) out, Tensor(c!)? lse", _attend_selected),
+}
+
+_SCHEMAS = {
+    name: f"(Tensor(a!) state, {given}, int number, int layer) -> ()" for name, (given, _) in _OPERATIONS.items()
+}
+_SCHEMAS["fill"] = "(Tensor(a!) state, Tensor(b!)[] written, Tensor? slots, int number) -> ()"
+_BODIES = {"fill": _fill, **{name: body for name, (_, body) in _OPERATIONS.items()}}
+
+# A step's host code runs in each of them: an engine that captures a model in pieces cuts it here, and captures none of
+# these. Names as engines list them.
+SPLITTING_OPS = tuple(f"{NAMESPACE}::{name}" for name in _BODIES)
+
+# Strides are part of what an operation is given; Inductor captures no graph around one that it may not replay.
+_TAGS = tuple(
+    getattr(torch.Tag, name)
+    for name in ("pt2_compliant_tag", "needs_exact_strides", "cudagraph_unsafe")
+    if hasattr(torch.Tag, name)
+)
+
+
+def _writes_only(*arguments: object) -> None:
+    """What torch runs on tensors without memory: operations give nothing back."""
+
+
+def _define() -> torch.library.Library:
+    library = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
+    for name, body in _BODIES.items():
+        library.define(name + _SCHEMAS[name], tags=_TAGS)  # type: ignore[no-untyped-call]
+        library.impl(name, body, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        torch.library.register_fake(f"{NAMESPACE}::{name}", _writes_only, lib=library)
+        is_host_code(getattr(torch.ops.rocm_attn, name).default, body)
+    return library
+
+
+# Operations live as long as this.
+_LIBRARY = _define()

@@ -1,0 +1,311 @@
+"""KVPassport: what the pages of a pool hold, for those who take tokens of it; and how tokens lie in a buffer.
+
+A buffer has no pages. Of each layer, in order, it holds K, V, their factors of tokens, index keys and their factors, as
+far as the layer has them; of each of these, token after token, one row [heads, dim] each. Each begins at a multiple of
+16 bytes. So pages may be of any size and layout on either side.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from rocm_attn.errors import BadSetting, BadTensor
+from rocm_attn.external import ExternalAttention
+from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, Scales
+from rocm_attn.paging.index_spaces import Space
+from rocm_attn.paging.storage import Pool
+from rocm_attn.problem import Problem
+from rocm_attn.runtime import AttentionRuntime
+
+Owner = AttentionRuntime | ExternalAttention
+
+# Of the passport and of the buffer's order. Another one is refused.
+VERSION = 1
+ALIGNMENT = 16
+
+
+class Role(enum.Enum):
+    """What of a layer a stretch of a buffer holds, in this order."""
+
+    K = "K"
+    V = "V"
+    K_FACTORS = "factors of K"
+    V_FACTORS = "factors of V"
+    INDEX = "index keys"
+    INDEX_FACTORS = "factors of index keys"
+
+    @property
+    def is_index(self) -> bool:
+        """Whether it is of index keys, which may stand for several tokens each."""
+        return self in (Role.INDEX, Role.INDEX_FACTORS)
+
+    @property
+    def is_codes(self) -> bool:
+        """Whether elements are in the encoding of the format; factors are float32."""
+        return self in (Role.K, Role.V, Role.INDEX)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPassport:
+    """One layer of a pool.
+
+    form:        what its pages hold
+    index:       what its index pages hold; None: it has none
+    key_tokens:  tokens that an index key stands for
+    space:       the name of the space that it lives in
+    window_left: previous keys that it sees; -1: all of them
+    factors:     of layers and heads, float32: those of K, of V, and of index keys; empty where there are none
+    row_bytes:   the stretches of the layer, in order, with the bytes of a row
+    """
+
+    form: PageFormat
+    index: PageFormat | None
+    key_tokens: int
+    space: str
+    window_left: int
+    factors: tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
+    row_bytes: Mapping[Role, int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Made once: every transfer asks for it, layer after layer.
+        object.__setattr__(self, "row_bytes", self._row_bytes())
+
+    def _row_bytes(self) -> Mapping[Role, int]:
+        sides = dict(zip((Role.K, Role.V), self.form.side_elements, strict=True))
+        rows = {role: count * self.form.encoding.dtype.itemsize for role, count in sides.items() if count}
+        if self.form.scales is Scales.TOKEN:
+            rows |= dict.fromkeys((Role.K_FACTORS, Role.V_FACTORS)[: len(rows)], 4 * self.form.num_kv_heads)
+        if self.index is not None:
+            rows[Role.INDEX] = self.index.head_dim * self.index.num_kv_heads * self.index.encoding.dtype.itemsize
+            if self.index.scales is Scales.TOKEN:
+                rows[Role.INDEX_FACTORS] = 4 * self.index.num_kv_heads
+        return rows
+
+    def form_of(self, role: Role) -> PageFormat:
+        """What the pages of a stretch hold."""
+        form = self.index if role.is_index else self.form
+        assert form is not None
+        return form
+
+
+@dataclass(frozen=True, slots=True)
+class KVPassport:
+    """What the pages of a model's layers hold: exchanged once, before tokens are sent.
+
+    Factors of layers and heads are in it as they were when it was made; they change while a runtime is empty only.
+    """
+
+    layers: tuple[LayerPassport, ...]
+    version: int = VERSION
+
+    @classmethod
+    def of(cls, owner: Owner) -> KVPassport:
+        """Of a runtime, or of the pages that an engine has bound. Waits for the device, where its factors lie."""
+        pool, problems = pool_of(owner), problems_of(owner)
+        spaces = spaces_of(owner)
+        return cls(tuple(_layer(pool, *each) for each in zip(range(len(problems)), problems, spaces, strict=True)))
+
+    def to_json(self) -> str:
+        """As text, for a peer of any release that has this version."""
+        return json.dumps({"version": self.version, "layers": [_as_json(layer) for layer in self.layers]})
+
+    @classmethod
+    def from_json(cls, text: str) -> KVPassport:
+        """What to_json() wrote. Raises BadSetting for anything else, and for another version."""
+        try:
+            fields = json.loads(text)
+            version = fields["version"]
+            if version == VERSION:
+                return cls(tuple(_from_json(layer) for layer in fields["layers"]))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise BadSetting(
+                f"this is no passport of a KV pool ({error}); give what KVPassport.to_json() wrote"
+            ) from error
+        raise BadSetting(
+            f"the passport has version {version!r}, and this release reads {VERSION}; use one release on both"
+        )
+
+    def refusals(self, source: KVPassport) -> list[str]:
+        """Why tokens of a source cannot be stored here, one sentence for each layer; none: they can."""
+        if len(source.layers) != len(self.layers):
+            return [f"the source has {len(source.layers)} layers, and there are {len(self.layers)} here"]
+        reasons = []
+        for number, (there, here) in enumerate(zip(source.layers, self.layers, strict=True)):
+            if why := _why_not(there, here):
+                reasons.append(f"layer {number}: {why}")
+        return reasons
+
+
+@dataclass(frozen=True, slots=True)
+class KVExtent:
+    """Which tokens of a request are sent.
+
+    kv_len: its tokens
+    first:  name of a space -> the first token that it still has there: 0, or where a window's pages begin
+    """
+
+    kv_len: int
+    first: Mapping[str, int]
+
+
+class Stretch(NamedTuple):
+    """A stretch of a buffer.
+
+    place:     bytes from the buffer's start
+    first:     the first token, or index key
+    num_rows:  how many there are
+    row_bytes: of one of them
+    """
+
+    layer: int
+    role: Role
+    place: int
+    first: int
+    num_rows: int
+    row_bytes: int
+
+    @property
+    def end(self) -> int:
+        """Bytes from the buffer's start to its end."""
+        return self.place + self.num_rows * self.row_bytes
+
+
+def stretches(passport: KVPassport, extent: KVExtent, layers: Sequence[int]) -> list[Stretch]:
+    """How the tokens of some layers lie in a buffer. Raises BadTensor for an extent that is not the source's."""
+    found: list[Stretch] = []
+    place = 0
+    for number in layers:
+        layer = passport.layers[number]
+        first = extent.first.get(layer.space, -1)
+        if not 0 <= first <= extent.kv_len:
+            raise BadTensor(
+                f"the extent has {dict(extent.first)} of {extent.kv_len} tokens, and layer {number} lives in "
+                f"{layer.space!r}; send the extent that the exporter gave"
+            )
+        for role, row_bytes in layer.row_bytes.items():
+            unit = layer.key_tokens if role.is_index else 1
+            num_rows = extent.kv_len // unit - first // unit
+            found.append(Stretch(number, role, place, first // unit, num_rows, row_bytes))
+            place += -(-num_rows * row_bytes // ALIGNMENT) * ALIGNMENT
+    return found
+
+
+def pool_of(owner: Owner) -> Pool:
+    """The pages of its layers."""
+    return owner.pool
+
+
+def problems_of(owner: Owner) -> tuple[Problem, ...]:
+    """The problem of each layer."""
+    return owner.kinds.problems if isinstance(owner, AttentionRuntime) else owner.kernels().problems
+
+
+def spaces_of(owner: Owner) -> tuple[Space, ...]:
+    """The space of each layer."""
+    kinds = owner.kinds if isinstance(owner, AttentionRuntime) else owner.kernels()
+    return kinds.spaces_of_layers
+
+
+def _layer(pool: Pool, number: int, problem: Problem, space: Space) -> LayerPassport:
+    pages = pool.layer(number)
+    index = pool.index(number) if problem.index_format is not None else None
+    key_tokens = problem.page_size // index.format.page_size if index is not None else 1
+    k, v = _factors(pages)
+    return LayerPassport(
+        pages.format,
+        None if index is None else index.format,
+        key_tokens,
+        space.value,
+        problem.window_left,
+        (k, v, () if index is None else _factors(index)[0]),
+    )
+
+
+def _factors(pages: LayerPages) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    if pages.format.scales not in (Scales.LAYER, Scales.HEAD):
+        return (), ()
+    assert pages.k_scale is not None
+    assert pages.v_scale is not None
+    return tuple(pages.k_scale.tolist()), tuple(pages.v_scale.tolist())
+
+
+def _why_not(there: LayerPassport, here: LayerPassport) -> str:
+    """Why a layer cannot take another's tokens; empty: it can."""
+    for name, source, own in (("pages", there.form, here.form), ("index pages", there.index, here.index)):
+        if (source is None) != (own is None):
+            return f"one side has {name}, the other has none"
+        if source is None or own is None:
+            continue
+        if why := _why_no_form(source, own):
+            return f"{name} there hold {source}, here {own}: {why}"
+    if there.key_tokens != here.key_tokens:
+        return f"an index key stands for {there.key_tokens} tokens there, for {here.key_tokens} here"
+    if there.window_left != here.window_left:
+        return f"its window is {there.window_left} there, {here.window_left} here"
+    if here.space == Space.FULL.value and there.space != here.space:
+        return f"it lives in {there.space!r} there, which has given tokens back that {here.space!r} keeps here"
+    return ""
+
+
+def _why_no_form(source: PageFormat, own: PageFormat) -> str:
+    if (source.num_kv_heads, source.head_dim, source.v_head_dim) != (own.num_kv_heads, own.head_dim, own.v_head_dim):
+        return "heads and dims must be equal"
+    if (source.kind is PoolKind.LATENT) != (own.kind is PoolKind.LATENT):
+        return "latent rows stay latent"
+    if source.encoding != own.encoding and not (source.encoding.is_fp8 and own.encoding.is_fp8):
+        return "encodings of eight bits alone are converted"
+    if source.scales != own.scales:
+        return "the kind of factor must be equal"
+    return ""
+
+
+def _form_as_json(form: PageFormat | None) -> dict[str, Any] | None:
+    if form is None:
+        return None
+    return {
+        "encoding": form.encoding.value,
+        "kind": form.kind.name,
+        "page_size": form.page_size,
+        "num_kv_heads": form.num_kv_heads,
+        "head_dim": form.head_dim,
+        "v_head_dim": form.v_head_dim,
+        "scales": form.scales.name,
+        "producer": form.producer,
+    }
+
+
+def _form_from_json(fields: dict[str, Any]) -> PageFormat:
+    named = {
+        "encoding": Encoding(fields["encoding"]),
+        "kind": PoolKind[fields["kind"]],
+        "scales": Scales[fields["scales"]],
+    }
+    return PageFormat(**{**fields, **named})
+
+
+def _as_json(layer: LayerPassport) -> dict[str, Any]:
+    return {
+        "form": _form_as_json(layer.form),
+        "index": _form_as_json(layer.index),
+        "key_tokens": layer.key_tokens,
+        "space": layer.space,
+        "window_left": layer.window_left,
+        "factors": layer.factors,
+    }
+
+
+def _from_json(fields: dict[str, Any]) -> LayerPassport:
+    k, v, index = (tuple(map(float, each)) for each in fields["factors"])
+    return LayerPassport(
+        _form_from_json(fields["form"]),
+        None if fields["index"] is None else _form_from_json(fields["index"]),
+        int(fields["key_tokens"]),
+        str(fields["space"]),
+        int(fields["window_left"]),
+        (k, v, index),
+    )

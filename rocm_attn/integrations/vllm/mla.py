@@ -1,0 +1,177 @@
+"""The backend of MLA layers: decode in absorbed form by our kernels, over vLLM's latent pages.
+
+vLLM splits a step: what it counts as decodes comes first and is ours, prompts go to its own prefill backends. It stores
+the latent rows itself, before it asks for attention.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLACommonBackend,
+    MLACommonDecodeMetadata,
+    MLACommonImpl,
+    MLACommonMetadata,
+    MLACommonMetadataBuilder,
+    QueryLenSupport,
+)
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
+
+from rocm_attn.integrations.plugins import VLLM
+from rocm_attn.integrations.vllm import MLA_NAME
+from rocm_attn.integrations.vllm.backend import has_name, layers_of, new_group
+from rocm_attn.integrations.vllm.group import GroupLayer, KVGroup, StepOfGroup, forget_empty_parts
+from rocm_attn.integrations.vllm.layer_terms import KV_CACHE_DTYPES, CacheTerms, LayerTerms
+from rocm_attn.integrations.vllm.steps import MLA_GRAPHS, DecodesOfStep
+
+
+class RocmAttnMLABackend(MLACommonBackend):
+    """MLA layers: what vLLM asks before it builds a model."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(KV_CACHE_DTYPES)
+
+    @staticmethod
+    def get_name() -> str:
+        return MLA_NAME if has_name(MLA_NAME) else "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[RocmAttnMLAImpl]:
+        VLLM.require_served()
+        return RocmAttnMLAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[RocmAttnMLABuilder]:
+        return RocmAttnMLABuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: object = None) -> list[int | MultipleOf]:
+        return [16, 32, 64, 128]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        """Any: kernels are asked when the layers are known."""
+        return []
+
+    @classmethod
+    def supports_block_size(cls, block_size: int | None) -> bool:
+        return block_size is None or block_size % 16 == 0
+
+
+@dataclass
+class RocmAttnDecodes(MLACommonDecodeMetadata):
+    """The decodes of a step."""
+
+    group: KVGroup
+    step: StepOfGroup
+
+
+class RocmAttnMLABuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
+    """One for each attention group, and micro-batch, of vLLM's."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport[MLA_GRAPHS]
+    query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.UNIFORM
+
+    def __init__(self, kv_cache_spec: Any, layer_names: Sequence[str], vllm_config: VllmConfig, device: Any) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        VLLM.require_served()
+        shards = vllm_config.parallel_config.decode_context_parallel_size
+        cache = CacheTerms(
+            kv_cache_spec.block_size, 0, vllm_config.model_config.dtype, current_platform.fp8_dtype(), shards
+        )
+        layers = layers_of(vllm_config, layer_names)
+        self.group = new_group(
+            {
+                name: GroupLayer(layer, layer.impl.terms.latent_problem(cache, layer.impl.kv_lora_rank))
+                for name, layer in layers.items()
+            },
+            vllm_config,
+            device,
+        )
+        self._shards = shards
+        self._captures = False
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> MLACommonMetadata:
+        self._captures = True
+        try:
+            return super().build_for_cudagraph_capture(common_attn_metadata)
+        finally:
+            self._captures = False
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> MLACommonMetadata:
+        self._common = common_attn_metadata
+        return super().build(common_prefix_len, common_attn_metadata, fast_build)
+
+    def _build_decode(self, **given: Any) -> RocmAttnDecodes:
+        """Begin a step of the decodes. given: as MLACommonMetadataBuilder names them; 0.26 has no max_query_len."""
+        common = self._common
+        decodes = DecodesOfStep(
+            query_start_loc=given["query_start_loc_device"],
+            seq_lens=given["seq_lens_device"],
+            num_reqs=given["seq_lens_device"].shape[0],
+            num_actual_tokens=given["num_decode_tokens"],
+            max_query_len=min(common.max_query_len, self.reorder_batch_threshold),
+            max_seq_len=given["max_seq_len"],
+            block_table_tensor=given["block_table_tensor"],
+            slot_mapping=common.slot_mapping,
+            causal=common.causal,
+        )
+        begin = self.group.begin_capture if self._captures else self.group.begin
+        return RocmAttnDecodes(
+            given["block_table_tensor"],
+            given["seq_lens_device"],
+            given["dcp_tot_seq_lens_device"],
+            self.group,
+            begin(decodes),
+        )
+
+
+_GIVEN = [name for name in inspect.signature(MLACommonImpl.__init__).parameters if name != "self"]
+_OF_LAYERS = 10  # the arguments that all implementations have come first
+
+
+class RocmAttnMLAImpl(MLACommonImpl[MLACommonMetadata]):
+    """One layer. Raises Unsupported for terms that are not served."""
+
+    can_return_lse_for_decode: bool = True
+    supports_dcp: bool = True
+    supports_pcp: bool = False
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        terms = dict(zip(_GIVEN, given, strict=False)) | named
+        self.terms = LayerTerms.read([terms[name] for name in _GIVEN[:_OF_LAYERS]], {})
+        self.supports_quant_query_input = False
+
+    def do_kv_cache_update(
+        self, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *encoding: Any
+    ) -> None:
+        """Store latent rows, by vLLM's kernel where it has one. encoding: dtype of the cache, and its factor"""
+        if kv_cache.device.type != "cpu" or not kv_cache.numel():
+            super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, *encoding)
+            return
+        is_stored = slot_mapping >= 0
+        rows = torch.cat([kv_c_normed, k_pe.flatten(1)], dim=1)[: len(slot_mapping)]
+        kv_cache.view(-1, kv_cache.shape[-1])[slot_mapping[is_stored]] = rows[is_stored].to(kv_cache.dtype)
+
+    def forward_mqa(
+        self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, layer: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention of the step's decodes over latent rows; with its LSE, natural log, where ranks share sequences."""
+        decodes: RocmAttnDecodes = attn_metadata.decode
+        queries = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+        tokens, heads = queries.shape[:2]
+        out = queries.new_empty(tokens, heads, self.kv_lora_rank)
+        lse = queries.new_empty(tokens, heads, dtype=torch.float32) if self.need_to_return_lse_for_decode else None
+        decodes.group.attend(layer.layer_name, decodes.step, kv_c_and_k_pe_cache, queries, out, lse)
+        if lse is not None:
+            forget_empty_parts(decodes.seq_lens, out, lse)
+        return out, lse

@@ -1,0 +1,129 @@
+"""A step as vLLM's runner describes it, as the runtime takes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from rocm_attn.errors import Unsupported
+from rocm_attn.step.external_step import ONE_EACH, Boundaries, ExternalStep
+
+# What our builders declare of full graphs, by vLLM's names. A schedule on the device says what each
+# program of a step does, so one graph serves all lengths. Of MLA layers prompts are vLLM's, and not captured.
+GQA_GRAPHS, MLA_GRAPHS = "ALWAYS", "UNIFORM_BATCH"
+
+
+class CommonMetadata(Protocol):
+    """What is read of vLLM's CommonAttentionMetadata. Nothing of it is on the host but the numbers.
+
+    query_start_loc:    int32 [num_reqs + 1 or more]; where each request's new tokens begin
+    seq_lens:           int32 [num_reqs or more]; tokens of each request, new ones included, 0 for a pad
+    num_reqs:           padded for a full graph
+    num_actual_tokens:  padded for a full graph
+    max_query_len, max_seq_len: upper bounds
+    block_table_tensor: int32 [num_reqs or more, width]; null blocks are 0
+    slot_mapping:       int64 [num_actual_tokens or more]; -1: this token is not stored
+    causal:             True, False, or a tensor of one for each request
+    """
+
+    @property
+    def query_start_loc(self) -> Tensor: ...
+    @property
+    def seq_lens(self) -> Tensor: ...
+    @property
+    def num_reqs(self) -> int: ...
+    @property
+    def num_actual_tokens(self) -> int: ...
+    @property
+    def max_query_len(self) -> int: ...
+    @property
+    def max_seq_len(self) -> int: ...
+    @property
+    def block_table_tensor(self) -> Tensor: ...
+    @property
+    def slot_mapping(self) -> Tensor: ...
+    @property
+    def causal(self) -> bool | Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DecodesOfStep:
+    """The first sequences of a step, as CommonMetadata says it."""
+
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    block_table_tensor: Tensor
+    slot_mapping: Tensor
+    causal: bool | Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a graph of vLLM's has frozen of a step, and what tells the steps that replay it from others.
+
+    num_seqs, num_tokens: padded ones
+    max_q_len:            the most new tokens of a sequence
+    """
+
+    num_seqs: int
+    num_tokens: int
+    max_q_len: int
+
+    @classmethod
+    def of(cls, common: CommonMetadata) -> Shape:
+        """Of a step. A step has at least one token, and a sequence at least one new one."""
+        tokens = max(1, common.num_actual_tokens)
+        return cls(max(1, common.num_reqs), tokens, min(max(1, common.max_query_len), tokens))
+
+    @property
+    def decodes(self) -> bool:
+        """Whether each sequence has one new token, pads included."""
+        return self.max_q_len == 1 and self.num_seqs == self.num_tokens
+
+    def widest(self) -> Shape:
+        """That of steps of this size in which one sequence may have all new tokens."""
+        return Shape(self.num_seqs, self.num_tokens, self.num_tokens)
+
+    @property
+    def padded(self) -> tuple[int, int]:
+        """What vLLM looks a graph up by."""
+        return self.num_seqs, self.num_tokens
+
+    def serves(self, step: Shape) -> bool:
+        """Whether a step may run as one of this shape: with longer bounds, never with shorter ones."""
+        return step.padded == self.padded and step.max_q_len <= self.max_q_len
+
+
+def require_causal(common: CommonMetadata) -> None:
+    """Raises Unsupported for a step that is not causal."""
+    if common.causal is not True:
+        raise Unsupported(
+            "a step is not causal, and rocm_attn serves causal steps in vLLM; choose another attention backend for "
+            "this model"
+        )
+
+
+def external_step(common: CommonMetadata, shape: Shape, kv_len: Tensor, num_seqs: int, captured: bool) -> ExternalStep:
+    """The step at a shape.
+
+    kv_len:   of its sequences; as common has them, or less
+    num_seqs: sequences that are looked at; the others are pads
+    """
+    return ExternalStep(
+        num_seqs=num_seqs,
+        padded_seqs=shape.num_seqs,
+        padded_tokens=shape.num_tokens,
+        kv_len=kv_len,
+        q=ONE_EACH if shape.decodes else Boundaries(common.query_start_loc),
+        rows=None,
+        min_q_len=1,
+        max_q_len=shape.max_q_len,
+        max_kv_len=max(1, common.max_seq_len),
+        captured=captured,
+    )

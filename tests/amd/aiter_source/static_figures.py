@@ -1,0 +1,237 @@
+"""Write the page that puts AITER's kernels beside the AMD tuning rows, by the model of docs/amd_tuning.md.
+
+    AITER_SOURCE=<checkout> python -m tests.amd.aiter_source.static_figures docs/amd_beside_aiter.md
+
+compiles both with the Triton at hand, which must be the newest supported, and costs them with llvm-mca. AITER's own
+wrappers choose its tiles. Nothing runs: launches of compiled kernels do nothing, and tensors hold no numbers.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction
+
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
+from rocm_attn.kernels.tuning.tiles import DecodeTiles
+from rocm_attn.paging.kv_pool import KVPool
+from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.providers.aiter.rows import ROWS
+from rocm_attn.providers.contract import BoundKernel, PoolSize, StepBounds
+from tests.amd.aiter_source.checkout import Checkout, imported
+from tests.amd.offline.code_object import AmdCode, read_amd_code
+from tests.amd.offline.compiling import AMD_ARCHS
+from tests.amd.offline.hot_loop import hot_loop
+from tests.amd.offline.matrix import Row
+from tests.amd.offline.mca import find_llvm_mca, loop_cycles
+from tests.amd.offline.offline_driver import offline
+from tests.amd.offline.tile_candidates import Kind, chosen_tiles, estimate
+from tests.amd.offline.tile_cost import Running, TileCost, cost_of, programs_on_a_cu
+from tests.amd.offline.tuning_table import layers, title, words
+
+# Steps by whose lengths AITER's wrappers choose tiles and splits: kv_len and q_len of each sequence.
+_DECODE = ((4096,) * 64, (1,) * 64)
+_EXTEND = ((8192,) * 4, (2048,) * 4)
+_NUM_PAGES = 64
+
+# Kernels that attend, and which of their constants says how many keys an iteration of the hot loop takes.
+_KEYS = {
+    "kernel_unified_attention_2d": "TILE_SIZE",
+    "kernel_unified_attention_3d": "TILE_SIZE",
+    "paged_attention_decode_sliding_window": "CONTEXT_PARTITION_SIZE",
+    "paged_attention_decode_sliding_window_head_1": "CONTEXT_PARTITION_SIZE",
+}
+_QUERY_ROWS = "BLOCK_M"
+_PAIRS = 1024
+_COLUMNS = (
+    "kernel",
+    "VGPRs",
+    "spilled",
+    "LDS",
+    "waves",
+    "programs",
+    "own",
+    "in series",
+    "issue",
+    "LDS clocks",
+    "loads",
+    "waits",
+)
+# The pool that each of AITER's functions reads.
+_FUNCTIONS = {
+    StepKind.DECODE: {"aiter.unified_attention": PoolKind.SPLIT, "aiter.pa_decode_gluon": PoolKind.VECTORIZED},
+    StepKind.EXTEND: {"aiter.unified_attention": PoolKind.SPLIT},
+}
+
+_HEAD = """\
+# The AMD tiles beside AITER's kernels
+
+**Nothing on this page was measured on hardware.** It compares what the compiler reports of this project's decode and
+extend kernels with what it reports of AITER's Triton and Gluon kernels for the same layers, by the model that
+[amd_tuning.md](amd_tuning.md) explains. AITER's assembly is not in it: no loop of it can be costed in the same way.
+Differences below 10% mean nothing, and a first measurement may overturn all of it.
+
+`AITER_SOURCE=<checkout> python -m tests.amd.aiter_source.static_figures docs/amd_beside_aiter.md` writes this page.
+This page: AITER {aiter} of {date}, Triton {triton} for both (AITER pins an older one), LLVM {llvm}. AITER's wrappers
+chose its tiles for 64 sequences of 4,096 keys (decode) and 4 chunks of 2,048 tokens of 8,192 (extend), pages of 16.
+
+A kernel that spills has its cost all the same, to compare; what the memory traffic of the spilled registers costs is in
+its loads. "refused" is what this project's provider refuses, with its reason. Merges of parts are left out on both
+sides.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What is known of a kernel. name: of the kernel, with its tiles"""
+
+    name: str
+    code: AmdCode
+    cost: TileCost
+
+
+class _Launched:
+    """Kernels that Triton was asked to launch, with the constants they were given."""
+
+    def __init__(self) -> None:
+        self.kernels: list[tuple[str, CompiledKernel, dict[str, Any]]] = []
+
+    def __enter__(self) -> _Launched:
+        run = JITFunction.run
+
+        def kept(function: Any, *args: Any, **named: Any) -> Any:
+            kernel = run(function, *args, **named)
+            self.kernels.append((function.fn.__name__, kernel, named))
+            return kernel
+
+        self._patch = mock.patch.object(JITFunction, "run", kept)
+        self._patch.start()
+        return self
+
+    def __exit__(self, *why: object) -> None:
+        self._patch.stop()
+
+
+def main(document: Path) -> None:
+    """Compile, print, write."""
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    checkout = Checkout.named()
+    lines = [
+        _HEAD.format(aiter=checkout.commit(), date=checkout.date(), triton=triton.__version__, llvm=find_llvm_mca()[1])
+    ]
+    for arch in AMD_ARCHS:
+        for row, kind in layers():
+            if row.arch == arch:
+                lines.append(f"## {title(row, kind)}\n\n{_table(checkout, row, kind)}")
+                print(lines[-1], flush=True)
+    document.write_text("\n".join(lines))
+
+
+def _table(checkout: Checkout, row: Row, kind: Kind) -> str:
+    last = "break-even" if kind is DecodeTiles else "cost"
+    lines = [
+        f"| {' | '.join((*_COLUMNS, last))} |",
+        "|---" * (len(_COLUMNS) + 1) + "|",
+        _line(_ours(row, kind), kind),
+    ]
+    step_kind = StepKind.DECODE if kind is DecodeTiles else StepKind.EXTEND
+    for function, pool in _FUNCTIONS[step_kind].items():
+        problem = replace(row.problems[0], pool=pool)
+        target = checkout.target(row.arch)
+        aiters = next(each for each in ROWS if each.name == function and each.kind is step_kind)
+        try:
+            kernel = aiters.bind(problem, target, PoolSize(_NUM_PAGES, max(_DECODE[0]), len(_DECODE[0])))
+        except LookupError as error:
+            lines.append(f"| {function} | refused: {error} |" + " |" * len(_COLUMNS))
+            continue
+        lines += [_line(each, kind) for each in _aiters(checkout, row, kind, problem, kernel)]
+    return "\n".join(lines) + "\n"
+
+
+def _ours(row: Row, kind: Kind) -> Figures:
+    tiles = chosen_tiles(row, kind)
+    found = estimate(row, tiles, whole=False, given_programs=True)
+    assert found.code is not None
+    assert found.cost is not None
+    return Figures(f"**`{words(tiles)}`**", found.code, found.cost)
+
+
+def _aiters(checkout: Checkout, row: Row, kind: Kind, problem: Problem, kernel: BoundKernel) -> Iterator[Figures]:
+    """Of each kernel with products that a function of AITER's launches."""
+    with offline(row.arch), imported(checkout, row.arch), _Launched() as launched:
+        _attend(problem, kernel, StepKind.DECODE if kind is DecodeTiles else StepKind.EXTEND)
+    # The others merge parts.
+    attending = [launch for launch in launched.kernels if launch[0] in _KEYS]
+    assert attending, f"AITER attends with {[name for name, *_ in launched.kernels]}; _KEYS knows none of them"
+    for name, compiled, constants in attending:
+        keys, rows = constants[_KEYS[name]], constants.get(_QUERY_ROWS, 0)
+        num_warps = compiled.metadata.num_warps
+        code, loop = read_amd_code(compiled), hot_loop(compiled.asm["amdgcn"])
+        running = Running(
+            num_warps,
+            programs_on_a_cu(code.waves_per_simd, num_warps),
+            keys if kind is DecodeTiles else rows * keys / _PAIRS,
+        )
+        tiles = f"{keys} keys, {num_warps} warps" if kind is DecodeTiles else f"{rows} x {keys}, {num_warps} warps"
+        yield Figures(f"`{name}`: {tiles}", code, cost_of(row, kind, loop, loop_cycles(loop, row.arch), running))
+
+
+def _attend(problem: Problem, kernel: BoundKernel, kind: StepKind) -> None:
+    """Launch a layer of a step of this kind, with tensors of the right shapes and no numbers."""
+    kv_len, q_len = _DECODE if kind is StepKind.DECODE else _EXTEND
+    num_seqs, num_tokens, width = len(kv_len), sum(q_len), max(kv_len) // problem.page_size
+    bounds = StepBounds(PaddedShape(kind, num_seqs, num_tokens), max(q_len), max(kv_len))
+    table = torch.zeros(num_seqs, width, dtype=torch.int32)
+    step = StepTensors.of(
+        torch.empty(0, dtype=torch.int32),
+        counts=torch.tensor([num_seqs, num_tokens, 1, 0], dtype=torch.int32),
+        kv_len=torch.tensor(kv_len, dtype=torch.int32),
+        kv_len_int64=torch.tensor(kv_len),
+        q_len=torch.tensor(q_len, dtype=torch.int32),
+        q_indptr=torch.tensor([0, *accumulate(q_len)], dtype=torch.int32),
+        table=table,
+        block_table=table,
+        row_of_seq=torch.arange(num_seqs, dtype=torch.int32),
+    )
+    pool = KVPool([problem], num_pages=_NUM_PAGES, page_size=problem.page_size, device=torch.device("cpu"))
+    q = torch.empty(num_tokens, problem.num_q_heads, problem.head_dim, dtype=problem.dtype)
+    out = torch.empty(num_tokens, problem.num_q_heads, problem.v_head_dim, dtype=problem.dtype)
+    memory = (
+        torch.empty(size, dtype=torch.int32)
+        for size in (kernel.schedule.words(bounds.shape), kernel.workspace_words(bounds.shape))
+    )
+    args = AttendArgs(q, pool.layer(0), table, bounds.queries(step), out, None, None, None, *memory)
+    kernel.attend(args, step, bounds)
+
+
+def _line(figures: Figures, kind: Kind) -> str:
+    code, cost = figures.code, figures.cost
+    cells = [
+        figures.name,
+        f"{code.vgprs}",
+        f"{code.vgpr_spills}",
+        f"{code.lds_bytes / 1024:.0f} KiB",
+        f"{code.waves_per_simd}",
+        f"{cost.programs}",
+        f"{cost.cycles.own:.0f}",
+        f"{cost.cycles.latencies:.1f}",
+        *(f"{bound:.1f}" for bound in (cost.issue, cost.lds, cost.loads, cost.waits)),
+        f"{cost.break_even:.1f} us" if kind is DecodeTiles else f"{cost.clocks:.1f}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

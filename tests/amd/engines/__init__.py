@@ -1,0 +1,1 @@
+"""Whole engines with our backend, in virtual environments of their own."""

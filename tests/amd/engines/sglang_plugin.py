@@ -1,0 +1,131 @@
+"""A plug-in of SGLang's for tests, beside ours: a pool of windows for Gemma 3, and faults in the engine's steps.
+
+SGLang's processes find it where the metadata of an installation is on their path.
+
+ENGINE_WINDOW_POOL=1   gives Gemma 3 a pool of its own for layers with a window, which SGLang does for newer models
+ENGINE_FAULTS_LOG=FILE once the file is there, one of FAULTS is planted in every fourth step that decodes; each becomes
+                       a line of JSON: planted (its name) and step, and what was reported a line with told and begun
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+WINDOW_POOL, FAULTS_LOG = "ENGINE_WINDOW_POOL", "ENGINE_FAULTS_LOG"
+_STEPS_APART = 4
+
+Undo = Callable[[], None]
+
+
+def register() -> None:
+    """The entry point."""
+    if os.environ.get(WINDOW_POOL) == "1":
+        give_gemma3_a_window_pool()
+    if FAULTS_LOG in os.environ:
+        Planter(Path(os.environ[FAULTS_LOG])).plant()
+
+
+def give_gemma3_a_window_pool() -> None:
+    from sglang.srt.arg_groups import model_override_base
+    from sglang.srt.configs import model_config
+
+    def layer_ids(architectures: Any, config: Any, *_: Any, **__: Any) -> tuple[list[int], list[int]]:
+        kinds = ("sliding_attention", "full_attention")
+        windowed, full = ([i for i, kind in enumerate(config.layer_types) if kind == each] for each in kinds)
+        return windowed, full
+
+    model_override_base._MODEL_OVERRIDE_FNS.pop("Gemma3ForCausalLM", None)
+    model_config.is_hybrid_swa_model = lambda *_, **__: True
+    model_config.get_hybrid_layer_ids = layer_ids
+
+
+def wrong_slot(hooks: Any, batch: Any) -> Undo:
+    """The first new token goes a page further than its table says."""
+    slots = batch.out_cache_loc
+    batch.out_cache_loc = slots.clone()
+    batch.out_cache_loc[0] += 16
+
+    def undo() -> None:
+        batch.out_cache_loc = slots
+
+    return undo
+
+
+def lost_table(hooks: Any, batch: Any) -> Undo:
+    """The first sequence's row is one that was cleared."""
+    table, row = hooks.req_to_token_pool.req_to_token, int(batch.req_pool_indices[0])
+    before = table[row].clone()
+    table[row] = 0
+
+    def undo() -> None:
+        table[row] = before
+
+    return undo
+
+
+def stale_length(hooks: Any, batch: Any) -> Undo:
+    """The first sequence's length is one of another's, past the pages that it has."""
+    lengths = batch.seq_lens
+    batch.seq_lens = lengths.clone()
+    batch.seq_lens[0] += 64
+
+    def undo() -> None:
+        batch.seq_lens = lengths
+
+    return undo
+
+
+def evicted_window(hooks: Any, batch: Any) -> Undo:
+    """What the first sequence's window still sees was given back, but for the page of its new token."""
+    mapped = hooks.token_to_kv_pool.full_to_swa_index_mapping
+    last = int(batch.seq_lens[0]) - 1
+    slots = hooks.req_to_token_pool.req_to_token[batch.req_pool_indices[0], : last - last % 16].long()
+    before = mapped[slots].clone()
+    mapped[slots] = 0
+
+    def undo() -> None:
+        mapped[slots] = before
+
+    return undo
+
+
+FAULTS: tuple[Callable[[Any, Any], Undo], ...] = (wrong_slot, lost_table, stale_length, evicted_window)
+
+
+class Planter:
+    """Plants each fault once, in the metadata of a step; layers run after it was undone in the engine's tensors."""
+
+    def __init__(self, log: Path) -> None:
+        self.log, self.decoded, self.left = log, 0, list(FAULTS)
+
+    def plant(self) -> None:
+        from rocm_attn.integrations.sglang.hooks import AttentionHooks
+
+        begin = AttentionHooks.init_forward_metadata
+
+        def planted(hooks: Any, batch: Any) -> None:
+            if not self.log.exists() or not batch.forward_mode.is_decode() or int(batch.seq_lens[0]) < 20:
+                begin(hooks, batch)
+                return
+            hooks.on_fault = lambda fault: self.write(told=str(fault), begun=hooks.attention.step_number)
+            self.decoded += 1
+            if self.decoded % _STEPS_APART or not self.left:
+                begin(hooks, batch)
+                return
+            fault = self.left.pop(0)
+            undo = fault(hooks, batch)
+            try:
+                begin(hooks, batch)
+            finally:
+                undo()
+            self.write(planted=fault.__name__, step=hooks.attention.step_number)
+
+        AttentionHooks.init_forward_metadata = planted  # type: ignore[method-assign,assignment]  # for this process
+
+    def write(self, **line: Any) -> None:
+        with self.log.open("a") as log:
+            print(json.dumps(line), file=log)

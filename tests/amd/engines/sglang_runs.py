@@ -1,0 +1,120 @@
+"""Runs in SGLang's own virtual environment, which ENGINE_VENVS names: FOLDER/sglang.
+
+`bash scripts/engine_venv.sh sglang` makes it. What SGLang's own backend answers is kept beside it for the next time: it
+does not depend on this project.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.amd.engines.sglang_kit import Tally
+from tests.amd.engines.sglang_plugin import FAULTS_LOG, WINDOW_POOL
+from tests.amd.engines.sglang_text import Answer, Run
+
+ROOT = Path(__file__).parents[3]
+VENVS = "ENGINE_VENVS"
+_VERSION = "0.5.23"
+_ENTRY_POINTS = """[sglang.srt.plugins]
+rocm_attn = rocm_attn.integrations.sglang:register
+engine_test = tests.amd.engines.sglang_plugin:register
+"""
+
+
+class SglangVenv:
+    """A virtual environment with SGLang, and a folder for what is made once. plugin: with our package's metadata"""
+
+    def __init__(self, folder: Path, plugin: Path) -> None:
+        self.folder, self.plugin = folder, plugin
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "sglang" / "bin" / "python"
+
+    def ours(
+        self, runs: Sequence[Run], scratch: Path, *, name: str = "rocm_attn", window_pool: bool = False
+    ) -> list[Answer]:
+        """What our backend answers, under its own name or one that it takes."""
+        taken = {} if name == "rocm_attn" else {"ROCM_ATTN_TAKE_BACKENDS": name}
+        settings = {WINDOW_POOL: "1" if window_pool else "0", **taken}
+        answers = self._answers(runs, name, scratch, settings)
+        assert "rocm_attn serves SGLang" in (scratch / "log").read_text(), "our backend did not serve"
+        return answers
+
+    def stock(self, runs: Sequence[Run], scratch: Path) -> list[Answer]:
+        """What SGLang's own backend for a CPU answers."""
+        asked = json.dumps([_VERSION, [self._words(run) for run in runs]], sort_keys=True)
+        kept = self.folder / "answers" / f"{hashlib.sha256(asked.encode()).hexdigest()}.json"
+        if not kept.is_file():
+            answers = self._answers(runs, "torch_native", scratch, {"ROCM_ATTN_DISABLE_PLUGINS": "sglang"})
+            assert "rocm_attn serves" not in (scratch / "log").read_text(), "our backend has served"
+            kept.parent.mkdir(exist_ok=True)
+            kept.write_text(json.dumps([asdict(answer) for answer in answers]))
+        return [Answer(**each) for each in json.loads(kept.read_text())]
+
+    def kit(self, groups: Sequence[str], scratch: Path) -> dict[str, Tally]:
+        """What SGLang's attention kit says of our backend."""
+        answered = self._call("tests.amd.engines.sglang_kit", list(groups), scratch, {})
+        return {name: Tally(**tally) for name, tally in answered.items()}
+
+    def _words(self, run: Run) -> dict[str, Any]:
+        """A run with its model's name in place of its folder, which may lie elsewhere the next time."""
+        return {**asdict(run), "engine": {**run.engine, "model_path": Path(run.engine["model_path"]).name}}
+
+    def _answers(self, runs: Sequence[Run], backend: str, scratch: Path, more: Mapping[str, str]) -> list[Answer]:
+        asked = [{**asdict(run), "engine": {**run.engine, "attention_backend": backend}} for run in runs]
+        settings = {FAULTS_LOG: str(scratch / "faults"), **more}
+        ranks = max(run.engine.get("tp_size", 1) for run in runs)
+        if ranks > 1:  # each on a core of its own: SGLang wants a NUMA node for each else
+            settings["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(ranks)))
+        return [Answer(**each) for each in self._call("tests.amd.engines.sglang_text", asked, scratch, settings)]
+
+    def _call(self, module: str, asked: Any, scratch: Path, settings: Mapping[str, str]) -> Any:
+        request, out = scratch / "request.json", scratch / "answers.json"
+        request.write_text(json.dumps(asked))
+        environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith(("ROCM_ATTN_", "TRITON_"))},
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{self.plugin}",
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "HF_HUB_OFFLINE": "1",
+            "ROCM_ATTN_ON_FAULT": "raise",
+            **settings,
+        }
+        with (scratch / "log").open("w+") as log:
+            done = subprocess.run(
+                [self.python, "-m", module, request, out],
+                cwd=scratch,
+                env=environment,
+                stdout=log,
+                stderr=log,
+                check=False,
+            )
+            log.seek(0)
+            said = log.read()
+        assert done.returncode == 0, said[-6000:]
+        return json.loads(out.read_text())
+
+
+def sglang_venv(plugin: Path) -> SglangVenv:
+    """The environment, or a skip that says what to do.
+
+    plugin: an empty folder, which receives the metadata that an installation of this checkout has
+    """
+    folder = os.environ.get(VENVS, "")
+    found = SglangVenv(Path(folder), plugin)
+    if not folder or not found.python.is_file():
+        pytest.skip(f"NOT RUN: SGLang has no environment in {VENVS}={folder!r}; run bash scripts/engine_venv.sh sglang")
+    metadata = plugin / "rocm_attn-0.1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: rocm-attn\nVersion: 0.1.0\n")
+    (metadata / "entry_points.txt").write_text(_ENTRY_POINTS)
+    return found

@@ -1,0 +1,68 @@
+"""SGLang's whole engine on a CPU: the tokens of greedy text, as JSON. Run by the interpreter of SGLang's environment.
+
+    python -m tests.amd.engines.sglang_text REQUEST OUT
+
+REQUEST: JSON, a list of the fields of Run; OUT: receives JSON, a list of the fields of Answer
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.amd.engines.sglang_plugin import FAULTS_LOG
+
+
+@dataclass
+class Run:
+    """One engine.
+
+    engine:     arguments of sglang.Engine
+    rounds:     prompts of calls, one after the other
+    new_tokens: of each prompt
+    faults:     whether the first round runs once more, with faults in its steps
+    """
+
+    engine: dict[str, Any]
+    rounds: list[list[list[int]]]
+    new_tokens: int
+    faults: bool = False
+
+
+@dataclass
+class Answer:
+    """tokens: of each prompt of each round; cached: those of its prompt that a radix hit gave; faults: what was told"""
+
+    tokens: list[list[list[int]]] = field(default_factory=list)
+    cached: list[list[int]] = field(default_factory=list)
+    faults: list[dict[str, Any]] = field(default_factory=list)
+
+
+def answer(run: Run) -> Answer:
+    import sglang
+
+    log = Path(os.environ[FAULTS_LOG])
+    log.unlink(missing_ok=True)
+    engine = sglang.Engine(skip_tokenizer_init=True, device="cpu", disable_cuda_graph=True, **run.engine)
+    found = Answer()
+    sampling = {"temperature": 0, "max_new_tokens": run.new_tokens, "ignore_eos": True}
+    for prompts in run.rounds:
+        outputs = engine.generate(input_ids=prompts, sampling_params=sampling)
+        found.tokens.append([output["output_ids"] for output in outputs])
+        found.cached.append([output["meta_info"]["cached_tokens"] for output in outputs])
+    if run.faults:
+        log.touch()
+        engine.generate(input_ids=run.rounds[0], sampling_params={**sampling, "max_new_tokens": 40})
+        found.faults = [json.loads(line) for line in log.read_text().splitlines()]
+    engine.shutdown()
+    return found
+
+
+if __name__ == "__main__":
+    asked, out = map(Path, sys.argv[1:])
+    runs = [Run(**each) for each in json.loads(asked.read_text())]
+    out.write_text(json.dumps([asdict(answer(run)) for run in runs]))

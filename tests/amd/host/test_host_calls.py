@@ -1,0 +1,182 @@
+"""What the host does in a step, counted in calls: a clock would say less, and not the same on every machine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.check import NO_CHECK
+from rocm_attn.capture.step_runner import StepRunner
+from rocm_attn.guards.registry import Guards
+from rocm_attn.guards.unguarded import EchoIgnored
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
+from rocm_attn.problem import Problem
+from rocm_attn.providers.contract import LayerKernel, StepBounds, StepOps
+from rocm_attn.providers.select import Selection
+from rocm_attn.providers.torch_ref import TorchDecode
+from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.guards import LaunchGuards, StepGuards
+from rocm_attn.step.options import RuntimeOptions
+from rocm_attn.step.publisher import PublishingGuards
+from rocm_attn.step.step import Step
+
+PROBLEM = Problem(8, 2, 16, 16, torch.float32, 16, 0.25)
+
+
+def calls_in(work: Callable[[], object]) -> int:
+    """Calls of Python's functions and of C's."""
+    calls = 0
+
+    def count(frame: FrameType, event: str, arg: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+    return calls
+
+
+def operations_in(work: Callable[[], object]) -> int:
+    """Operations of torch."""
+
+    class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        count = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        ) -> Any:
+            Counting.count += 1
+            return func(*args, **(kwargs or {}))
+
+    with Counting():  # type: ignore[no-untyped-call]
+        work()
+    return Counting.count
+
+
+def _nothing(*args: object, **options: object) -> None:
+    """A launch that is not made."""
+
+
+def _launch_nothing(ops: StepOps) -> StepOps:
+    return replace(ops, **{field.name: _nothing for field in fields(ops)})
+
+
+@dataclass(frozen=True, slots=True)
+class _AttendsNothing(TorchDecode):
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        pass
+
+
+def _attend_nothing(selection: Selection) -> Selection:
+    kernel = _AttendsNothing(selection.problem)
+    return replace(selection, kernels={kind: LayerKernel(each.row, kernel) for kind, each in selection.kernels.items()})
+
+
+class _Replays:
+    """A graph that is not there."""
+
+    bytes = 0
+
+    def replay(self) -> None:
+        pass
+
+
+class _Recorder:
+    def record(self, fn: Callable[[], Any]) -> tuple[_Replays, Any]:
+        return _Replays(), fn()
+
+    def release_memory(self) -> None:
+        pass
+
+
+class Server:
+    """Decodes sequences by replayed steps, each of which adds a token to all of them."""
+
+    def __init__(self, num_seqs: int) -> None:
+        launches = LaunchGuards(pads=_launch_nothing, v_mask=_attend_nothing)
+        guards = Guards(
+            step=StepGuards(launches=launches),
+            publishing=PublishingGuards(new_echo_check=EchoIgnored, of_last_step=lambda counts, number: None),
+        )
+        options = RuntimeOptions(
+            num_pages=num_seqs * 16 + 1,
+            max_num_seqs=num_seqs,
+            max_kv_len=256,
+            provider="torch",
+            capture_sizes=[num_seqs],
+        )
+        self.runtime = build_runtime([PROBLEM] * 2, options, device="cpu", guards=guards)
+        self.out = torch.zeros(num_seqs, 8, 16)
+        self.runner = StepRunner(self.runtime, self.forward, _Recorder(), check=NO_CHECK)
+        table = self.runtime.table
+        self.rows = np.array([table.admit() for _ in range(num_seqs)], np.int32)
+        self.kv_len = np.full(num_seqs, 130, np.int32)
+        self.ones = np.ones(num_seqs, np.int32)
+        table.reserve_all(self.rows, self.kv_len)
+        table.mark_stored(self.rows, self.kv_len)
+        for _ in range(3):
+            self.runner.run(self.next())
+
+    def forward(self, step: Step) -> Tensor:
+        k = torch.zeros(len(self.out), 2, 16)
+        for layer in range(2):
+            step.layers.store_and_attend(layer, self.out, k, k, self.out)
+        return self.out
+
+    def next(self) -> StepBatch:
+        self.kv_len = self.kv_len + 1
+        self.runtime.table.reserve_all(self.rows, self.kv_len)
+        return StepBatch(self.rows, self.kv_len, self.ones, self.rows)
+
+
+def test_a_replayed_step_makes_few_calls_however_many_sequences_it_has() -> None:
+    counts = []
+    for num_seqs in (1, 64):
+        server = Server(num_seqs)
+        batch, replays = server.next(), server.runner.counters.replays
+        counts.append(calls_in(lambda server=server, batch=batch: server.runner.run(batch)))  # type: ignore[misc]
+        assert server.runner.counters.replays == replays + 1
+    assert counts[0] == counts[1]
+    assert 20 < counts[0] <= 90
+
+
+def test_a_replayed_step_runs_no_operation_of_torch() -> None:
+    server = Server(8)
+    batch = server.next()
+    assert operations_in(lambda: server.runner.run(batch)) == 0
+    assert operations_in(lambda: server.out.zero_()) == 1, "one that is run is counted"
+
+
+def test_room_within_pages_is_reserved_by_few_calls() -> None:
+    """Also for rows that have shared a page, once each has its own."""
+    server = Server(16)
+    table, rows = server.runtime.table, server.rows
+
+    def within_pages() -> int:
+        server.kv_len = server.kv_len + 1
+        return calls_in(lambda: table.reserve_all(rows, server.kv_len))
+
+    counts = [within_pages() for _ in range(3)]
+    assert counts == [counts[0]] * 3
+    assert counts[0] <= 12
+    table.free(int(rows[1]))
+    rows[1] = table.fork(int(rows[0]), int(server.kv_len[0]))
+    assert within_pages() > 20, "a shared page is looked at, and copied"
+    assert table.pages_of(int(rows[0]))[-1] != table.pages_of(int(rows[1]))[-1]
+    within_pages()
+    table.check_batch(StepBatch(rows, server.kv_len, server.ones))  # by which the rows are known to be distinct
+    assert within_pages() == counts[0]

@@ -1,0 +1,412 @@
+"""Layer calls as operations of torch.library: what is declared of them, and that a compiled step is the eager one."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx import GraphModule
+
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.check import NO_CHECK
+from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.capture.step_runner import StepRunner
+from rocm_attn.errors import BadTensor, WrongState
+from rocm_attn.external import ExternalAttention
+from rocm_attn.hip_graphs.errors import RecordingRefused
+from rocm_attn.hip_graphs.record_guard import RecordGuard
+from rocm_attn.integrations import compiled
+from rocm_attn.integrations.compiled import SPLITTING_OPS, CompiledLayers, compile_forward, compiled_layers
+from rocm_attn.kernels.cache.row_work import QkvWork, RopePairs, RopeTable, RowNorm
+from rocm_attn.kernels.sparse.arguments import Indexing
+from rocm_attn.problem import EarlierSelection, PoolKind
+from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.options import RuntimeOptions
+from rocm_attn.step.protocols import LayerCalls
+from rocm_attn.step.step import Step
+from tests.amd.external.engines import SGLang, Tensors
+from tests.amd.graphs.small_models import Requests, Tiny, same, serve
+from tests.amd.runtime.sparse_world import SparseWorld, indexer, layer
+from tests.amd.runtime.stepping import small_problem
+
+OPS = torch.ops.rocm_attn
+INDUCTOR = pytest.param("inductor", marks=pytest.mark.nightly)  # compiles C++ on a CPU
+DIM = 16
+# Prompts, then decode steps; each shape is compiled for.
+SHORT = [[5, 2], [1, 1], [1, 1]]
+
+# Inductor's own, where it is imported and where it compiles.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning:torch._inductor"),
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    """Nothing is compiled yet, and nothing is differentiated."""
+    torch._dynamo.reset()
+    with torch.no_grad():
+        yield
+
+
+def work_of(device: torch.device) -> QkvWork:
+    frequencies = torch.tensor([1.0, 0.1, 0.01, 0.001], device=device)
+    table = RopeTable.of_frequencies(frequencies, 128, pairs=RopePairs.NEIGHBOURS)
+    return QkvWork(table, q_norm=RowNorm(torch.linspace(0.5, 2, DIM, device=device), 1e-6, offset=1.0))
+
+
+def forward_of(model: Tiny, calls_of: Callable[[Step], LayerCalls], work: QkvWork) -> Callable[[Step], Tensor]:
+    """The first layer stores plain rows, the second one normalises and turns them, and has a gate."""
+    embedding, (first, second) = model.embedding, model.projections
+
+    def forward(step: Step) -> Tensor:
+        calls = calls_of(step)
+        hidden = embedding[step.token_ids] * (1 + step.positions[:, None] / 100)
+        kv = (hidden @ first).view(-1, 4, DIM)
+        out = torch.empty_like(hidden).view(-1, 6, DIM)
+        lse = torch.empty_like(out[..., 0])
+        calls.store_and_attend(0, hidden.view(-1, 6, DIM), kv[:, :2], kv[:, 2:], out, lse)
+        hidden = hidden + out.flatten(1)
+        kv, q = (hidden @ second).view(-1, 4, DIM), hidden.clone().view(-1, 6, DIM)
+        calls.rope_and_store(1, q, kv[:, :2], kv[:, 2:], q, work)
+        out = torch.empty_like(q)
+        calls.attend(1, q, out)
+        calls.finish(1, out, gate=lse)
+        return (hidden + out.flatten(1))[step.last_token_of_seq]
+
+    return forward
+
+
+def eager_forward(model: Tiny, work: QkvWork) -> Callable[[Step], Tensor]:
+    return forward_of(model, lambda step: step.layers, work)
+
+
+def compilable(model: Tiny, work: QkvWork) -> Callable[[Step], Tensor]:
+    return forward_of(model, compiled_layers(model.runtime).of, work)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+def test_a_compiled_forward_gives_the_bits_of_the_eager_one(
+    backend: str, graphs: bool, provider: str, device: torch.device
+) -> None:
+    model, work = Tiny.build(device, provider), work_of(device)
+    eager = serve(StepRunner(model.runtime, eager_forward(model, work), None), model.runtime, SHORT)
+    recorder = recorder_for(device) if graphs else None
+    runner = StepRunner(model.runtime, compile_forward(compilable(model, work), backend=backend), recorder)
+    assert same(eager, serve(runner, model.runtime, SHORT))
+    assert (runner.counters.replays > 0) == graphs
+
+
+def test_the_operations_by_themselves_give_the_bits_of_the_layers(provider: str, device: torch.device) -> None:
+    model, work = Tiny.build(device, provider), work_of(device)
+    layers = serve(StepRunner(model.runtime, eager_forward(model, work), None), model.runtime)
+    assert same(layers, serve(StepRunner(model.runtime, compilable(model, work), None), model.runtime))
+
+
+@pytest.mark.nightly
+def test_both_halves_of_a_split_step_find_their_own_tokens(provider: str, device: torch.device) -> None:
+    model, work = Tiny.build(device, provider, split_steps=True), work_of(device)
+    outs = []
+    for forward in (eager_forward(model, work), compile_forward(compilable(model, work), backend="aot_eager")):
+        requests = Requests(model.runtime)
+        requests.admit(3)
+        runner = StepRunner(model.runtime, forward, None)
+        outs.append([runner.run(requests.batch([5, 2, 7])), runner.run_split(requests.batch([1, 1, 1])).clone()])
+        requests.free()
+    assert same(*outs)
+
+
+def operations_of(forward: Callable[..., Any], *args: Any) -> list[str]:
+    """The operations of this project that compiled code calls, in order, after what has no effect was left out."""
+    found: list[str] = []
+
+    def look(graph: GraphModule, example: Sequence[Tensor]) -> Callable[..., Any]:
+        for node in graph.graph.nodes:
+            names = [str(node.target), str(node.args[0]) if node.args else ""]
+            found.extend(name.split(".")[1] for name in names if name.startswith("rocm_attn."))
+        return graph.forward
+
+    torch.compile(forward, fullgraph=True, backend=aot_autograd(fw_compiler=look))(*args)
+    return found
+
+
+def running(model: Tiny) -> tuple[Step, CompiledLayers]:
+    """A step that runs."""
+    requests = Requests(model.runtime)
+    requests.admit(2)
+    step = model.runtime.begin_step(requests.batch([3, 2]))
+    return step, compiled_layers(model.runtime)
+
+
+def rows(step: Step, heads: int) -> Tensor:
+    count = step.token_ids.shape[0]
+    return torch.randn(count, heads, DIM, generator=torch.Generator().manual_seed(1)).to(step.token_ids.device)
+
+
+def test_compiled_code_keeps_every_operation_in_its_order(provider: str, device: torch.device) -> None:
+    model, work = Tiny.build(device, provider), work_of(device)
+    step, _ = running(model)
+    found = operations_of(compilable(model, work), step)
+    assert found == ["store", "attend", "rope_and_store", "attend", "finish"]
+
+
+def test_a_layer_that_only_stores_is_kept_too(provider: str, device: torch.device) -> None:
+    step, calls = running(Tiny.build(device, provider))
+    assert operations_of(lambda k: calls.store(1, k * 2, k), rows(step, 2)) == ["store"]
+
+
+def test_what_fill_writes_is_read_after_it(provider: str, device: torch.device) -> None:
+    """Also by compiled code, which would otherwise be free to read the tokens of the step before."""
+    model = Tiny.build(device, provider)
+    requests, calls = Requests(model.runtime), compiled_layers(model.runtime)
+    requests.admit(2)
+
+    def body(step: Step) -> tuple[Tensor, Tensor]:
+        calls.fill(step.positions, step.token_ids)
+        return step.token_ids + 1, step.positions * 2
+
+    both = compile_forward(body, backend="aot_eager")
+    for q_len in ([3, 2], [1, 1], [1, 1]):
+        batch = requests.batch(q_len)
+        step = model.runtime.stage(batch)
+        ids, positions = both(step)
+        assert torch.equal(ids, step.token_ids + 1)
+        assert torch.equal(positions, step.positions * 2)
+        assert ids[: batch.num_tokens].tolist() == [int(each) + 1 for each in batch.token_ids]
+        model.runtime.end_step()
+        model.runtime.table.mark_stored(batch.rows, batch.kv_len)
+
+
+def checked(operation: Any, *args: Any) -> None:
+    """What torch can tell of a declaration: writes and aliases, the fake kernel, and the way through AOT autograd."""
+    torch.library.opcheck(operation.default, args)
+
+
+def test_what_is_declared_of_operations_holds(provider: str, device: torch.device) -> None:
+    step, calls = running(Tiny.build(device, provider))
+    q, k, v, out = rows(step, 6), rows(step, 2), rows(step, 2) * 2, torch.zeros_like(rows(step, 6))
+    lse, end = torch.zeros_like(q[..., 0]), (calls.number, 1)
+    work = work_of(device)
+    flat = *compiled._flat(work), *compiled._flat_rope(work.rope)
+    checked(OPS.fill, calls.state, [step.positions, step.token_ids], None, calls.number)
+    checked(OPS.store, calls.state, k, v, *end)
+    checked(OPS.attend, calls.state, q, out, lse, *end)
+    checked(OPS.attend, calls.state, q, out, None, *end)
+    checked(OPS.rope_and_store, calls.state, q, k, v, out, *flat, *end)
+    checked(OPS.rope_queries, calls.state, q, out, *flat, *end)
+    checked(OPS.finish, calls.state, out, lse, *flat[4:], *end)
+
+
+@pytest.mark.parametrize(
+    "declared", ["Tensor(a!) state, Tensor q, Tensor out", "Tensor state, Tensor q, Tensor(b!) out"]
+)
+def test_a_write_that_is_not_declared_is_noticed(declared: str, provider: str, device: torch.device) -> None:
+    """By opcheck where it is to a tensor; by what compiled code leaves out where it is to the pages."""
+    step, calls = running(Tiny.build(device, provider))
+    q, out = rows(step, 6), torch.zeros_like(rows(step, 6))
+    calls.store(0, rows(step, 2), rows(step, 2))
+    library = torch.library.Library("rocm_attn_wrong", "DEF")  # type: ignore[no-untyped-call]
+    try:
+        library.define(f"attend({declared}, Tensor? lse, int number, int layer) -> ()")  # type: ignore[no-untyped-call]
+        library.define("store(Tensor state, Tensor k, Tensor? v, int number, int layer) -> ()")  # type: ignore[no-untyped-call]
+        for name in ("attend", "store"):
+            library.impl(name, compiled._BODIES[name], "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+            torch.library.register_fake(f"rocm_attn_wrong::{name}", compiled._writes_only, lib=library)
+        wrong = torch.ops.rocm_attn_wrong
+        if "out" in declared.partition("(b!)")[2]:
+            found = operations_of(lambda k: wrong.store(calls.state, k * 2, k, calls.number, 1), rows(step, 2))
+            assert found == []
+        else:
+            with pytest.raises(Exception, match=r"[mM]utat|alias"):
+                checked(wrong.attend, calls.state, q, out, None, calls.number, 0)
+    finally:
+        library._destroy()  # type: ignore[no-untyped-call]
+
+
+def test_graphs_are_cut_at_every_operation_that_there_is() -> None:
+    names = torch._C._dispatch_get_all_op_names()
+    assert sorted(SPLITTING_OPS) == sorted({name for name in names if name.startswith("rocm_attn::")})
+
+
+def test_what_lies_between_the_cuts_asks_no_runtime_for_anything(provider: str, device: torch.device) -> None:
+    """Cut as engines cut it, the pieces give what the whole does."""
+    model, work = Tiny.build(device, provider), work_of(device)
+    step, _ = running(model)
+    want = eager_forward(model, work)(step)
+    kinds: list[bool] = []
+
+    def cut(graph: GraphModule, example: Sequence[Tensor]) -> Callable[..., Any]:
+        piece, was_cut = 0, True
+        pieces: dict[torch.fx.Node, int] = {}
+        for node in graph.graph.nodes:
+            if node.op not in ("placeholder", "output"):
+                cuts = str(node.target).replace(".", "::", 1) in SPLITTING_OPS
+                piece += cuts or was_cut
+                was_cut, pieces[node] = cuts, piece
+        split = torch.fx.passes.split_module.split_module(graph, graph, pieces.__getitem__, keep_original_order=True)
+        for child in split.children():
+            assert isinstance(child, GraphModule)
+            called = [str(node.target) for node in child.graph.nodes if node.op == "call_function"]
+            of_runtime = [name for name in called if name.startswith("rocm_attn.")]
+            assert not of_runtime or called == of_runtime
+            kinds.append(bool(of_runtime))
+        return split.forward
+
+    got = torch.compile(compilable(model, work), fullgraph=True, backend=cut)(step)
+    assert torch.equal(got, want)
+    assert kinds.count(True) == 5
+    assert kinds.count(False) >= 3
+
+
+def test_several_runtimes_share_compiled_code_and_keep_their_own_pages(provider: str, device: torch.device) -> None:
+    models, work = [Tiny.build(device, provider) for _ in range(2)], work_of(device)
+    models[1].projections[0] *= 2
+    want = [
+        serve(StepRunner(model.runtime, eager_forward(model, work), None), model.runtime, SHORT) for model in models
+    ]
+    forwards = [compile_forward(compilable(model, work), backend="aot_eager") for model in models]
+    runners = [StepRunner(m.runtime, f, None) for m, f in zip(models, forwards, strict=True)]
+    got: list[list[Tensor]] = [[], []]
+    requests = [Requests(model.runtime) for model in models]
+    for each in requests:
+        each.admit(2)
+    for q_len in SHORT:
+        for its, each, runner in zip(got, requests, runners, strict=True):
+            its.append(each.run(runner, q_len))
+    assert all(map(same, want, got))
+    assert not same(got[0], got[1])
+
+
+def test_a_runtime_that_has_ended_is_refused_and_its_memory_is_free(provider: str, device: torch.device) -> None:
+    model = Tiny.build(device, provider)
+    step, calls = running(model)
+    forward = compile_forward(lambda k: calls.store(0, k, k), backend="aot_eager")
+    k = rows(step, 2)
+    forward(k)
+    number = calls.number
+    del step, model
+    gc.collect()
+    assert number not in compiled._called
+    with pytest.raises(WrongState, match=f"runtime {number} is none of this process, or has ended"):
+        forward(k)
+
+
+def test_one_runtime_has_one_number_and_another_one_another() -> None:
+    cpu = torch.device("cpu")
+    one, other = Tiny.build(cpu, "torch"), Tiny.build(cpu, "torch")
+    assert compiled_layers(one.runtime) is compiled_layers(one.runtime)
+    assert compiled_layers(one.runtime).number != compiled_layers(other.runtime).number
+
+
+def test_calls_out_of_order_are_refused_as_those_of_a_step_are(provider: str, device: torch.device) -> None:
+    model = Tiny.build(device, provider)
+    step, calls = running(model)
+    q, k = rows(step, 6), rows(step, 2)
+    with pytest.raises(BadTensor, match="layer 2 does not exist"):
+        calls.store(2, k, k)
+    with pytest.raises(WrongState, match="no second half"):
+        OPS.attend(calls.state, q, q.clone(), None, calls._halves[1].number, 0)
+    with pytest.raises(BadTensor, match="slots are given"):
+        calls.fill(slots=torch.zeros(5, dtype=torch.int32, device=device))
+    model.runtime.end_step()
+    with pytest.raises(WrongState, match="call begin_step"):
+        calls.store(0, k, k)
+
+
+def test_a_latent_layers_v_stays_part_of_k(device: torch.device) -> None:
+    """Compiled code may copy a part of a tensor; the operation takes it from k itself."""
+    problem = replace(small_problem(num_kv_heads=1, head_dim=24, v_head_dim=16), pool=PoolKind.LATENT)
+    options = RuntimeOptions(num_pages=16, max_num_seqs=2, max_kv_len=16, provider="torch")
+    runtime = build_runtime([problem], options, device=device)
+    row = runtime.table.admit()
+    runtime.table.reserve(row, 5)
+    step, calls = runtime.begin_step(StepBatch([row], [5], [5])), compiled_layers(runtime)
+    q, k = (torch.randn(5, heads, 24, device=device) for heads in (6, 1))
+
+    def attend(calls: LayerCalls, q: Tensor, k: Tensor) -> Tensor:
+        rows, out = k * 2, torch.empty_like(q[..., :16])
+        calls.store_and_attend(0, q, rows, rows[..., :16] if calls is step.layers else rows[..., :16].clone(), out)
+        return out
+
+    want = attend(step.layers, q, k)
+    assert torch.equal(compile_forward(partial(attend, calls), backend="aot_eager")(q, k), want)
+
+
+@pytest.mark.parametrize("graphs", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["eager", "graphed"])
+def test_layers_that_select_keys_are_operations_too(graphs: bool, device: torch.device) -> None:
+    indexing = Indexing(0.25, top=5)
+    problems = [layer(indexer(indexing)), layer(EarlierSelection(indexing)), layer()]
+    world = SparseWorld(problems, device)
+    calls = compiled_layers(world.runtime)
+
+    def forward(step: Step) -> Tensor:
+        return world.forward(replace(step, layers=calls.of(step)))
+
+    body = forward if graphs else compile_forward(forward, backend="aot_eager")
+    world.runner = StepRunner(world.runtime, body, recorder_for(device) if graphs else None, check=NO_CHECK)
+    requests = [world.admit(), world.admit()]
+    for q_len in ([9, 14], [1, 1], [1, 1]):
+        world.step(requests, q_len)
+
+
+class CompiledEngine(SGLang):
+    """An engine whose layer calls, and fill, are operations."""
+
+    def forward(self, given: Tensors) -> list[Tensor]:
+        attention, self.attention = self.attention, cast(ExternalAttention, compiled_layers(self.attention))
+        try:
+            return super().forward(given)
+        finally:
+            self.attention = attention
+
+
+def test_an_engines_own_pages_are_served_by_operations(provider: str, device: torch.device) -> None:
+    engine = CompiledEngine(4, device=device, provider=provider)
+    requests = [engine.admit(), engine.admit()]
+    engine.run(requests, [7, 3])
+    engine.run(requests, [1, 1], pads=1)
+    calls = compiled_layers(engine.attention)
+    slots = torch.zeros(3, dtype=torch.int32, device=device)
+    checked(OPS.fill, calls.state, [], slots, calls.number)
+    engine.attention.seal()
+    graph = engine.capture(4)
+    for _ in range(2):
+        graph.run(requests)
+
+
+def test_on_a_device_the_guard_of_a_capture_steps_aside_for_compiled_code() -> None:
+    """torch runs no compiled code where operations are looked at, and would capture the forward as it was written."""
+    ran: list[str] = []
+
+    def backend(graph: GraphModule, example: Sequence[Tensor]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            ran.append("compiled")
+            return graph.forward(*args)
+
+        return run
+
+    def forward(x: Tensor) -> Tensor:
+        return x + 1
+
+    double = compile_forward(forward, backend=backend)
+    x = torch.ones(3)
+    assert double(x).sum() == 6
+    ran.clear()
+    with RecordGuard(torch.device("cuda")):
+        assert double(x).sum() == 6
+        assert ran == ["compiled"]
+        with pytest.raises(RecordingRefused):
+            torch.cuda.synchronize()
+    ran.clear()
+    with RecordGuard(torch.device("cpu")):
+        double(x)
+    assert ran == []

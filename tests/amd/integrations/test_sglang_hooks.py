@@ -1,0 +1,562 @@
+"""The hooks of SGLang's attention backend, over its pools and batches: eagerly, in graphs, of drafts, and refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rocm_attn.errors import BadTensor, DeviceFault, NeverFits, Unsupported, WrongState
+from rocm_attn.external import LogAndCount
+from rocm_attn.integrations.sglang.drafts import BranchTable, DraftSteps
+from rocm_attn.integrations.sglang.hooks import AttentionHooks
+from tests.amd.external.oracle import Array, attention
+from tests.amd.integrations.sglang_stand_in import (
+    DIM,
+    LATENT,
+    Q_HEADS,
+    TOLERANCE,
+    Engine,
+    Graph,
+    Mode,
+    RadixAttention,
+    Request,
+    SplitPool,
+    Step,
+)
+
+POOLS: list[Any] = [
+    pytest.param({}, id="one pool"),
+    pytest.param({"page_size": 1}, id="page size 1"),
+    pytest.param({"windows": (-1, 5)}, id="a window in one pool"),
+    pytest.param({"windows": (-1, 5), "with_window_pool": True}, id="a window in its own pool"),
+    pytest.param({"is_latent": True}, id="latent rows"),
+    pytest.param({"with_sinks": True}, id="sinks"),
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", POOLS)
+def test_prompts_in_chunks_decode_mixed_and_idle_steps_give_what_an_oracle_gives(
+    kind: dict[str, Any], provider: str, device: torch.device
+) -> None:
+    engine = Engine(provider, device, **kind)
+    one, two, three = (engine.admit() for _ in range(3))
+    engine.run(Mode.EXTEND, [one, two], [7, 3])
+    engine.run(Mode.EXTEND, [one, three], [6, 2])
+    engine.run(Mode.MIXED, [one, two, three], [1, 5, 1])
+    for _ in range(3):
+        engine.run(Mode.DECODE, [three, one, two], [1, 1, 1])
+    engine.hooks.init_forward_metadata(SimpleNamespace(forward_mode=Mode.IDLE, batch_size=0))
+    engine.run(Mode.TARGET_VERIFY, [two, one], [3, 3])
+    engine.run(Mode.DRAFT_EXTEND_V2, [two, one], [2, 2])
+    engine.hooks.attention.check_device()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", POOLS)
+@pytest.mark.parametrize("says_padding", [True, False])
+def test_a_captured_step_serves_any_batch_up_to_its_bucket(
+    kind: dict[str, Any], says_padding: bool, provider: str, device: torch.device
+) -> None:
+    engine = Engine(provider, device, **kind)
+    requests = [engine.admit() for _ in range(4)]
+    engine.run(Mode.EXTEND, requests, [9, 2, 5, 1])
+    engine.hooks.init_cuda_graph_state(4, 12)
+    decode = Graph(engine, 4)
+    verify = Graph(engine, 4, width=3, mode=Mode.TARGET_VERIFY)
+    for batch in (requests, requests[:1], requests[1:], requests[2:3]):
+        if not says_padding and decode.bucket > len(batch):
+            continue  # a decode runner always says it
+        decode.replay(batch)
+    for batch in (requests[:2], requests, requests[3:]):
+        verify.replay(batch, says_padding=says_padding)
+    engine.run(Mode.EXTEND, requests[:2], [8, 8])
+    decode.replay(requests[:3])
+    engine.hooks.attention.check_device()
+
+
+def tree_of(requests: Sequence[Request], new: int) -> Any:
+    """What drafts of a tree see: all that was there, themselves, and the first of them; not one another."""
+
+    def cells(number: int) -> Array:
+        before = requests[number].kv_len - new
+        seen = np.zeros((new, before + new))
+        seen[:, : before + 1] = 1
+        seen[np.arange(new), before + np.arange(new)] = 1
+        return seen
+
+    return cells
+
+
+@pytest.mark.long
+def test_a_tree_of_drafts_is_verified_by_its_mask_eagerly_and_in_a_graph(provider: str, device: torch.device) -> None:
+    engine = Engine(provider, device, with_trees=True)
+    requests = [engine.admit() for _ in range(3)]
+    engine.run(Mode.EXTEND, requests, [9, 2, 5])
+    batch = engine.batch(Mode.TARGET_VERIFY, requests, [3, 3, 3])
+    step = engine.step_of(batch, [3, 3, 3])
+    for request in requests:
+        request.kv_len += 3
+    shown = tree_of(requests, 3)
+    batch.spec_info.topk = 2
+    batch.spec_info.custom_mask = torch.cat([torch.from_numpy(shown(n) != 0).flatten() for n in range(3)]).to(device)
+    for request in requests:
+        request.kv_len -= 3
+    engine.hooks.init_forward_metadata(batch)
+    engine.forward(step)
+    engine.keep(requests, step)
+    engine.compare(requests, step, shown)
+    engine.hooks.init_cuda_graph_state(3, 9)
+    graph = Graph(engine, 3, width=3, mode=Mode.TARGET_VERIFY, topk=2)
+    for batch_of in (requests[:2], requests):
+        replay_tree(graph, batch_of)
+
+
+def replay_tree(graph: Graph, requests: Sequence[Request]) -> None:
+    """The mask's lengths are those after the step."""
+
+    def cells(number: int) -> Array:
+        count = graph.width
+        longer = [Request(r.row, r.pages, r.kv_len + count) for r in before]
+        seen: Array = tree_of(longer, count)(number)
+        return seen
+
+    before = [Request(r.row, r.pages, r.kv_len) for r in requests]
+    graph.replay(requests, mask=cells)
+
+
+@pytest.mark.parametrize("spec", [{"topk": 2}, {"tree_topk": -1}, {}], ids=["two branches", "irregular", "unknown"])
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_tree_is_refused_where_no_kernel_looks_at_masks(
+    spec: dict[str, int], captured: bool, provider: str, device: torch.device
+) -> None:
+    engine = Engine(provider, device)
+    one = engine.admit()
+    engine.run(Mode.EXTEND, [one], [3])
+    engine.hooks.init_cuda_graph_state(1, 3)
+    batch = engine.batch(Mode.TARGET_VERIFY, [one], [3], num_padding=0)
+    mask = torch.ones(3 * 6, dtype=torch.bool, device=device)
+    batch.spec_info = SimpleNamespace(draft_token_num=3, custom_mask=mask, **spec)
+    begin = engine.hooks.init_forward_metadata_out_graph if captured else engine.hooks.init_forward_metadata
+    with pytest.raises(WrongState, match="mask"):
+        begin(batch)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("topk", "page_size"), [(1, 4), (2, 1), (2, 4), (3, 4)])
+@pytest.mark.parametrize("captured", [False, True])
+def test_draft_steps_see_their_request_and_their_own_branch(
+    topk: int, page_size: int, captured: bool, provider: str, device: torch.device
+) -> None:
+    engine = Engine(provider, device, page_size=page_size)
+    requests = [engine.admit() for _ in range(3)]
+    engine.run(Mode.EXTEND, requests, [9, 4, 5])
+    drafts = Drafts(engine, requests, topk=topk, num_steps=3)
+    if captured:
+        drafts.steps.init_cuda_graph_state(4, 4 * topk)
+    drafts.run(captured=captured)
+
+
+class Drafts:
+    """A round of drafts: each step stores a token of each branch, which sees its request and its branch."""
+
+    def __init__(self, engine: Engine, requests: list[Request], *, topk: int, num_steps: int) -> None:
+        self.engine, self.requests, self.topk, self.num_steps = engine, requests, topk, num_steps
+        self.steps = DraftSteps(engine.runner, topk, num_steps, engine.serving, AttentionHooks)
+
+    def branch_columns(self, kv_len: int, branch: int) -> list[int]:
+        """Where a branch's drafts are in their request's row, as SGLang lays them out."""
+        size, steps = self.engine.page_size, self.num_steps
+        if self.topk == 1 or size == 1:
+            return [kv_len + branch * steps + step for step in range(steps)]
+        last = kv_len % size
+        pages = -(-(last + steps) // size)
+        return [kv_len // size * size + branch * pages * size + last + step for step in range(steps)]
+
+    def run(self, *, captured: bool) -> None:
+        engine, topk = self.engine, self.topk
+        for request in self.requests:
+            engine.reserve(request, 1 + max(self.branch_columns(request.kv_len, topk - 1)))
+        pads = 1 if captured else 0
+        batch = SimpleNamespace(
+            forward_mode=Mode.DECODE,
+            batch_size=len(self.requests) + pads,
+            req_pool_indices=engine.ints([r.row for r in self.requests] + [0] * pads),
+            seq_lens=engine.ints([r.kv_len for r in self.requests] + [1] * pads),
+            seq_lens_cpu=None,
+            out_cache_loc=None,
+        )
+        if captured:
+            self.steps.init_forward_metadata_out_graph(batch, in_capture=True)
+            self.steps.init_forward_metadata_in_graph(batch)
+            self.steps.init_forward_metadata_out_graph(batch)
+            self.steps.init_forward_metadata_in_graph(batch)
+        else:
+            self.steps.init_forward_metadata(batch)
+        seen: dict[tuple[int, int], tuple[Array, Array]] = {}
+        for hooks in self.steps.attn_backends:
+            rows = (len(self.requests) + pads) * topk
+            step = engine.step_of(batch, [1] * (rows - pads * topk), padded=rows)
+            engine.forward(step, hooks)
+            self._compare(step, seen)
+            hooks.attention.check_device()
+
+    def _compare(self, step: Step, seen: dict[tuple[int, int], tuple[Array, Array]]) -> None:
+        out = step.outs[0].view(-1, Q_HEADS, DIM)
+        for number, request in enumerate(self.requests):
+            for branch in range(self.topk):
+                at = number * self.topk + branch
+                before = seen.get((number, branch), self.engine.stored[0, request.row])
+                k, v = (
+                    np.concatenate([old, fresh[0][at : at + 1].double().cpu().numpy()])
+                    for old, fresh in zip(before, (step.k, step.v), strict=True)
+                )
+                seen[number, branch] = k, v
+                want, _ = attention(step.q[0][at : at + 1].double().cpu().numpy(), k, v, scale=0.3)
+                assert np.allclose(out[at : at + 1].double().cpu().numpy(), want, atol=TOLERANCE, rtol=TOLERANCE), (at,)
+
+
+def test_a_table_of_branches_refuses_more_than_it_has_room_for() -> None:
+    table = BranchTable(torch.zeros(3, 8, dtype=torch.int32), topk=2, num_steps=2, page_size=1)
+    with pytest.raises(NeverFits, match="8 branches of drafts do not fit a table of 6"):
+        table.write(torch.zeros(4, dtype=torch.int64), torch.ones(4, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("scale", [None, 0.5])
+@pytest.mark.parametrize("is_latent", [False, True])
+def test_eight_bit_pages_are_read_with_the_layers_factors(
+    is_latent: bool, scale: float | None, provider: str, device: torch.device
+) -> None:
+    factors: dict[str, Any] = {} if is_latent else {"k_scale_float": scale, "v_scale_float": scale}
+    engine = Engine(provider, device, is_latent=is_latent, kv_dtype=torch.float8_e4m3fn, **factors)
+    one, two = engine.admit(), engine.admit()
+    engine.run(Mode.EXTEND, [one, two], [7, 3])
+    engine.run(Mode.DECODE, [one, two], [1, 1])
+
+
+def test_the_two_halves_of_an_overlapped_batch_have_backends_of_their_own(provider: str, device: torch.device) -> None:
+    engine = Engine(provider, device)
+    other = AttentionHooks(engine.runner, engine.serving)
+    one, two = engine.admit(), engine.admit()
+    engine.run(Mode.EXTEND, [one, two], [7, 3])
+    halves = [engine.step_of(engine.batch(Mode.DECODE, [request], [1]), [1]) for request in (one, two)]
+    both = [(engine.hooks, halves[0], one), (other, halves[1], two)]
+    for hooks, step, _ in both:  # both are begun before either attends
+        hooks.init_forward_metadata(step.batch)
+    for hooks, step, request in both:
+        engine.forward(step, hooks)
+        engine.keep([request], step)
+        engine.compare([request], step)
+
+
+def test_tokens_past_those_of_a_step_are_zero(provider: str, device: torch.device) -> None:
+    """A rank that keeps up with others calls layers with more tokens than it has."""
+    engine = Engine(provider, device)
+    one, two = engine.admit(), engine.admit()
+    step = engine.step_of(engine.batch(Mode.EXTEND, [one, two], [3, 2]), [3, 2], padded=8)
+    engine.hooks.init_forward_metadata(step.batch)
+    engine.forward(step)
+    engine.keep([one, two], step)
+    engine.compare([one, two], step)
+
+
+def test_pads_of_a_rank_in_row_0_are_not_computed(provider: str, device: torch.device) -> None:
+    engine = Engine(provider, device)
+    one = engine.admit()
+    engine.run(Mode.EXTEND, [one], [3])
+    batch = engine.batch(Mode.DECODE, [one], [1])
+    step = engine.step_of(batch, [1], padded=3)
+    batch.batch_size, batch._original_batch_size = 3, 1
+    batch.req_pool_indices = engine.ints([one.row, 0, 0])
+    batch.seq_lens = engine.ints([4, 1, 1])
+    batch.seq_lens_cpu = batch.seq_lens.cpu()
+    batch.out_cache_loc = engine.ints([*batch.out_cache_loc.tolist(), 0, 0])
+    engine.hooks.init_forward_metadata(batch)
+    engine.forward(step)
+    engine.keep([one], step)
+    engine.compare([one], step)
+    engine.hooks.attention.check_device()
+
+
+def test_what_an_idle_rank_makes_up_to_keep_up_is_not_computed(provider: str, device: torch.device) -> None:
+    engine = Engine(provider, device)
+    one = engine.admit()
+    batch = engine.batch(Mode.EXTEND, [one], [4])
+    batch.req_pool_indices, batch.out_cache_loc = engine.ints([0]), engine.ints([0] * 4)
+    batch._original_batch_size = 0
+    step = engine.step_of(batch, [], padded=4)
+    engine.hooks.init_forward_metadata(batch)
+    engine.forward(step)
+    engine.compare([], step)
+    engine.hooks.attention.check_device()
+
+
+Corrupt = Callable[[Engine, Any], None]
+
+
+def stale_pad(engine: Engine, static: Any) -> None:
+    """A pad has the row of a request, and a length that its pages do not reach."""
+    static.req_pool_indices[-1], static.seq_lens[-1] = static.req_pool_indices[0], static.seq_lens[0] + 50
+
+
+def wrong_slot(engine: Engine, static: Any) -> None:
+    """A new token is to go where its table does not say."""
+    static.out_cache_loc[0] += 4
+
+
+def evicted_window(engine: Engine, static: Any) -> None:
+    """What a layer's window still sees was given back."""
+    first_page = engine.table[static.req_pool_indices[0], : engine.page_size].long()
+    engine.pool.full_to_swa_index_mapping[first_page] = 0
+
+
+FAULTS: list[Any] = [
+    pytest.param(stale_pad, "its row led to page 0", id="a stale pad"),
+    pytest.param(wrong_slot, "a slot that was given for a new token", id="a wrong slot"),
+    pytest.param(evicted_window, "lay in a page that its row does not hold any more", id="an evicted window"),
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("corrupt", "said"), FAULTS)
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_fault_in_a_step_of_the_engine_is_reported_within_two_steps(
+    corrupt: Corrupt, said: str, captured: bool, provider: str, device: torch.device
+) -> None:
+    engine = Engine(provider, device, windows=(-1, 5), with_window_pool=True)
+    requests = [engine.admit(), engine.admit()]
+    engine.run(Mode.EXTEND, requests, [3, 9])
+    engine.hooks.init_cuda_graph_state(2, 2)
+    graph = Graph(engine, 2)
+
+    def step(corrupt: Corrupt) -> None:
+        if captured:
+            graph.replay(requests, corrupt=lambda static: corrupt(engine, static), compares=False)
+            return
+        batch = engine.batch(Mode.DECODE, requests, [1, 1])
+        corrupt(engine, batch)
+        engine.hooks.init_forward_metadata(batch)
+        done = engine.step_of(batch, [1, 1])
+        engine.forward(done)
+        engine.keep(requests, done)
+
+    step(lambda *_: None)
+    step(corrupt)
+    for _ in range(2):
+        step(lambda *_: None)
+    with pytest.raises(DeviceFault, match=said):
+        step(lambda *_: None)
+
+
+def test_a_table_that_moves_is_followed_until_graphs_read_it(provider: str, device: torch.device) -> None:
+    engine = Engine(provider, device)
+    one = engine.admit()
+    engine.run(Mode.EXTEND, [one], [3])
+    engine.table = engine.runner.req_to_token_pool.req_to_token = engine.table.clone()
+    engine.run(Mode.DECODE, [one], [1])
+    engine.hooks.init_cuda_graph_state(2, 2)
+    engine.table = engine.runner.req_to_token_pool.req_to_token = engine.table.clone()
+    with pytest.raises(WrongState, match="table of the FULL space has moved, and graphs read the old one"):
+        engine.run(Mode.DECODE, [one], [1])
+
+
+def test_a_pool_that_moves_is_followed_until_graphs_read_it(provider: str, device: torch.device) -> None:
+    engine = Engine(provider, device)
+    one = engine.admit()
+    engine.run(Mode.EXTEND, [one], [3])
+    engine.pool.k[0] = engine.pool.k[0].clone()
+    engine.run(Mode.DECODE, [one], [1])
+    engine.hooks.init_cuda_graph_state(2, 2)
+    engine.pool.k[0] = engine.pool.k[0].clone()
+    with pytest.raises(WrongState, match="pages of layer 0 have moved"):
+        engine.run(Mode.DECODE, [one], [1])
+
+
+def test_a_pool_that_is_swapped_for_drafts_is_read(provider: str, device: torch.device) -> None:
+    engine = Engine(provider, device)
+    one = engine.admit()
+    engine.run(Mode.EXTEND, [one], [3])
+    other = SplitPool([0], engine.num_slots, torch.float32, device)
+    other.k[0].copy_(engine.pool.k[0])
+    other.v[0].copy_(engine.pool.v[0])
+    engine.pool.k[0].fill_(float("nan"))
+    engine.hooks.token_to_kv_pool = other
+    engine.run(Mode.DECODE, [one], [1])
+
+
+def test_faults_may_be_counted_so_that_serving_goes_on(provider: str, device: torch.device) -> None:
+    engine = Engine(provider, device, serve=False)
+    counted = LogAndCount()
+    engine.hooks = AttentionHooks(engine.runner, replace(engine.serving, on_fault=counted))
+    one = engine.admit()
+    engine.run(Mode.EXTEND, [one], [3])
+    batch = engine.batch(Mode.DECODE, [one], [1])
+    wrong_slot(engine, batch)
+    engine.hooks.init_forward_metadata(batch)
+    step = engine.step_of(batch, [1])
+    engine.forward(step)
+    engine.keep([one], step)
+    engine.hooks.attention.check_device()
+    assert counted.count == 1
+
+
+REFUSED: list[Any] = [
+    pytest.param({"is_cross_attention": True}, "cross attention", id="cross attention"),
+    pytest.param({"attn_type": SimpleNamespace(value="encoder_only")}, "'encoder_only'", id="an encoder"),
+    pytest.param({"pos_encoding_mode": "ALIBI"}, "positions encoded in the kernel", id="positions"),
+    pytest.param({"logit_cap": 30.0, "logit_capping_method": "sigmoid"}, "a soft cap by sigmoid", id="a cap"),
+    pytest.param({"xai_temperature_len": 1024}, "a temperature that grows", id="a temperature"),
+]
+
+
+@pytest.mark.parametrize(("fields", "said"), REFUSED)
+def test_a_layer_that_is_not_served_is_refused_before_serving(
+    fields: dict[str, Any], said: str, provider: str, device: torch.device
+) -> None:
+    with pytest.raises(Unsupported, match=f"layer 0: .*{said}.* is not served"):
+        Engine(provider, device, **fields)
+
+
+def test_attention_within_chunks_is_refused(provider: str, device: torch.device) -> None:
+    engine = Engine(provider, device, serve=False, use_irope=True)
+    engine.runner.attention_chunk_size = 8192
+    with pytest.raises(Unsupported, match="attention within chunks of the sequence is not served"):
+        AttentionHooks(engine.runner, engine.serving)
+
+
+def test_a_model_whose_geometry_is_not_known_before_it_serves_is_refused(provider: str, device: torch.device) -> None:
+    engine = Engine(provider, device, serve=False)
+    engine.runner.model = torch.nn.Module()
+    with pytest.raises(Unsupported, match="no attention layer that could be found before it serves"):
+        AttentionHooks(engine.runner, engine.serving)
+
+
+def test_a_layer_that_the_model_did_not_have_is_refused(provider: str, device: torch.device) -> None:
+    engine = Engine(provider, device)
+    one = engine.admit()
+    engine.run(Mode.EXTEND, [one], [3])
+    engine.layers = [RadixAttention(0, sliding_window_size=7)]
+    with pytest.raises(WrongState, match=r"layer 0 is like none that the model had .*, window 7"):
+        engine.run(Mode.DECODE, [one], [1])
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("is_quantized_kv_cache", "keeps K and V in four bits"), ("dsa_kv_cache_store_fp8", "packs latent rows")],
+)
+def test_a_pool_that_no_kernel_reads_is_refused(name: str, said: str, provider: str, device: torch.device) -> None:
+    engine = Engine(provider, device, serve=False)
+    setattr(engine.pool, name, True)
+    with pytest.raises(Unsupported, match=said):
+        AttentionHooks(engine.runner, engine.serving)
+
+
+def test_what_a_call_asks_for_beyond_that_is_refused_by_name(provider: str, device: torch.device) -> None:
+    engine = Engine(provider, device)
+    one = engine.admit()
+    step = engine.step_of(engine.batch(Mode.EXTEND, [one], [3]), [3])
+    engine.hooks.init_forward_metadata(step.batch)
+    engine.forward(step, return_lse=False, topk_indices=None)  # says nothing
+    with pytest.raises(Unsupported, match="layer 0 was called with topk_indices, which is not served"):
+        engine.forward(step, topk_indices=torch.zeros(3, 8))
+    with pytest.raises(Unsupported, match="called with sinks, and had none when its kernels were chosen"):
+        engine.forward(step, sinks=torch.zeros(Q_HEADS))
+
+
+def test_metadata_of_another_batch_is_refused(provider: str, device: torch.device) -> None:
+    engine = Engine(provider, device)
+    one = engine.admit()
+    step = engine.step_of(engine.batch(Mode.EXTEND, [one], [3]), [3])
+    engine.hooks.init_forward_metadata(step.batch)
+    step.q[0] = step.q[0][:2]
+    with pytest.raises(BadTensor, match="called with 2 tokens in a step of 3"):
+        engine.forward(step)
+
+
+def test_graphs_larger_than_those_that_were_prepared_are_refused(provider: str, device: torch.device) -> None:
+    engine = Engine(provider, device)
+    engine.hooks.init_cuda_graph_state(2, 2)
+    engine.hooks.init_cuda_graph_state(1, 1)
+    with pytest.raises(NeverFits, match="begin with the largest"):
+        engine.hooks.init_cuda_graph_state(4, 4)
+
+
+def test_a_graph_may_have_more_sequences_than_the_pool_has_rows(provider: str, device: torch.device) -> None:
+    engine = Engine(provider, device)
+    one = engine.admit()
+    engine.run(Mode.EXTEND, [one], [3])
+    engine.hooks.init_cuda_graph_state(16, 16)
+    Graph(engine, 16).replay([one])
+
+
+def test_new_weights_of_sinks_are_read_when_asked(provider: str, device: torch.device) -> None:
+    engine = Engine(provider, device, with_sinks=True)
+    one = engine.admit()
+    engine.run(Mode.EXTEND, [one], [3])
+    with torch.no_grad():
+        engine.model.get_parameter("block0.sinks").add_(2.0)
+    engine.hooks.renew_sinks()
+    engine.run(Mode.DECODE, [one], [1])
+
+
+def test_the_rotated_part_of_latent_rows_may_come_beside_them(provider: str, device: torch.device) -> None:
+    engine = Engine(provider, device, is_latent=True)
+    one = engine.admit()
+    step = engine.step_of(engine.batch(Mode.EXTEND, [one], [5]), [5])
+    engine.hooks.init_forward_metadata(step.batch)
+    (q,), (k,), (layer,) = step.q, step.k, engine.layers
+    latent: Any = layer
+    out = engine.hooks.forward_extend(
+        q[..., :LATENT],
+        k[..., :LATENT],
+        k[..., :LATENT],
+        latent,
+        step.batch,
+        q_rope=q[..., LATENT:],
+        k_rope=k[..., LATENT:],
+    )
+    step.outs = [out]
+    engine.keep([one], step)
+    engine.compare([one], step)
+
+
+def test_what_the_engine_stored_itself_is_not_stored_again(provider: str, device: torch.device) -> None:
+    engine = Engine(provider, device)
+    one = engine.admit()
+    step = engine.step_of(engine.batch(Mode.EXTEND, [one], [3]), [3])
+    engine.hooks.init_forward_metadata(step.batch)
+    engine.pool.k[0][step.batch.out_cache_loc] = step.k[0]
+    engine.pool.v[0][step.batch.out_cache_loc] = step.v[0]
+    engine.keep([one], step)
+    step.k[0], step.v[0] = step.k[0] + 1, step.v[0] + 1
+    engine.forward(step, save_kv_cache=False)
+    engine.compare([one], step)
+
+
+def test_in_the_deterministic_mode_a_request_has_the_same_bits_in_any_batch(
+    provider: str, device: torch.device
+) -> None:
+    outs = []
+    for others in (0, 3):
+        engine = Engine(provider, device, deterministic=True)
+        requests = [engine.admit() for _ in range(1 + others)]
+        engine.random = np.random.default_rng(1)
+        engine.run(Mode.EXTEND, requests[:1], [9])
+        alone = engine.random.bit_generator.state
+        if others:
+            engine.run(Mode.EXTEND, requests[1:], [5] * others)
+        engine.random.bit_generator.state = alone
+        batch = engine.batch(Mode.DECODE, requests, [1] * len(requests))
+        step = engine.step_of(batch, [1] * len(requests))
+        for values in (step.q, step.k, step.v):
+            values[0][:1] = torch.arange(values[0][0].numel(), device=device).view_as(values[0][:1]).float().sin()
+        engine.hooks.init_forward_metadata(batch)
+        engine.forward(step)
+        outs.append(step.outs[0][0])
+    assert torch.equal(*outs)

@@ -1,0 +1,173 @@
+"""Our names in SGLang's lists, over modules that stand for SGLang's."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rocm_attn.integrations.plugins import SGLANG
+
+STOCK = ["triton", "aiter"]
+REGISTRATION = "rocm_attn.integrations.sglang.registration"
+
+
+class Stand(ModuleType):
+    """A module with these names. It is a package too, so that modules within it are found."""
+
+    def __init__(self, name: str, **names: Any) -> None:
+        super().__init__(name)
+        self.__path__: list[str] = []
+        for key, value in names.items():
+            setattr(self, key, value)
+
+
+class SGLang:
+    """The lists, the registry and the hooks of SGLang's plug-ins."""
+
+    def __init__(self) -> None:
+        lists = {
+            name: list(STOCK)
+            for name in (
+                "ATTENTION_BACKEND_CHOICES",
+                "DRAFT_ATTENTION_BACKEND_CHOICES",
+                "DETERMINISTIC_ATTENTION_BACKEND_CHOICES",
+                "RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND",
+            )
+        }
+        self.lists = lists
+        self.backends: dict[str, Callable[[Any], Any]] = {}
+        self.hooks: dict[str, Callable[..., Any]] = {}
+        self.choices = Stand(
+            "sglang.srt.arg_groups.choices",
+            **lists,
+            add_attention_backend_choices=lists["ATTENTION_BACKEND_CHOICES"].extend,
+            add_draft_attention_backend_choices=lists["DRAFT_ATTENTION_BACKEND_CHOICES"].extend,
+            add_deterministic_attention_backend_choices=lists["DETERMINISTIC_ATTENTION_BACKEND_CHOICES"].extend,
+            add_radix_supported_deterministic_attention_backend_choices=lists[
+                "RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND"
+            ].extend,
+        )
+
+    def register(self, name: str) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+        def keep(create: Callable[[Any], Any]) -> Callable[[Any], Any]:
+            self.backends[name] = create
+            return create
+
+        return keep
+
+    def modules(self) -> dict[str, ModuleType]:
+        registry = Stand("attention_registry", register_attention_backend=self.register)
+        hooks = SimpleNamespace(register=lambda target, hook, kind: self.hooks.__setitem__(target, hook))
+        registry_of_hooks = Stand(
+            "hook_registry", HookRegistry=hooks, HookType=SimpleNamespace(AROUND="around", AFTER="after")
+        )
+        context = Stand(
+            "runtime_context",
+            attention_backends=lambda: ("triton", "rocm_attn"),
+            get_spec=lambda: SimpleNamespace(speculative_attention_mode="prefill"),
+        )
+        within = {
+            "arg_groups": Stand("arg_groups", choices=self.choices),
+            "arg_groups.choices": self.choices,
+            "layers": Stand("layers"),
+            "layers.attention": Stand("attention"),
+            "layers.attention.attention_registry": registry,
+            "plugins": Stand("plugins"),
+            "plugins.hook_registry": registry_of_hooks,
+            "runtime_context": context,
+        }
+        return {
+            "sglang": Stand("sglang", __version__="0.5.23"),
+            "sglang.srt": Stand("srt"),
+            **{f"sglang.srt.{name}": module for name, module in within.items()},
+        }
+
+
+@pytest.fixture
+def sglang(monkeypatch: pytest.MonkeyPatch) -> SGLang:
+    """SGLang's modules."""
+    stand = SGLang()
+    for name, module in stand.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return stand
+
+
+@pytest.fixture
+def registration(sglang: SGLang) -> Iterator[Any]:
+    """Our module over SGLang's, which other tests do not see."""
+    yield importlib.import_module(REGISTRATION)
+    del sys.modules[REGISTRATION]
+
+
+def test_the_name_is_in_every_list_once_however_often_the_plugin_is_loaded(sglang: SGLang, registration: Any) -> None:
+    registration.register_names()
+    registration.register_names()
+    assert all(names == [*STOCK, "rocm_attn"] for names in sglang.lists.values())
+    assert [*sglang.backends] == ["rocm_attn"]
+
+
+def test_the_name_of_a_built_in_backend_is_taken_when_it_is_asked_for(
+    sglang: SGLang, registration: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(SGLANG), "taken", lambda plugin: ("aiter",))
+    registration.register_names()
+    assert [*sglang.backends] == ["rocm_attn", "aiter"]
+    assert sglang.lists["ATTENTION_BACKEND_CHOICES"] == [*STOCK, "rocm_attn"]
+
+
+def test_another_backends_draft_steps_are_left_to_sglang(sglang: SGLang, registration: Any) -> None:
+    registration.register_names()
+    draft = {name.rpartition(".")[2]: hook for name, hook in sglang.hooks.items()}
+    triton = SimpleNamespace(draft_attn_backend="triton", speculative_num_steps=3)
+    for hook in (draft["create_decode_backend"], draft["create_draft_extend_backend"]):
+        assert hook(lambda factory: "SGLang's", triton) == "SGLang's"
+    unnamed = SimpleNamespace(draft_attn_backend=None, speculative_num_steps=3)
+    assert draft["create_draft_extend_backend"](lambda factory: "SGLang's", unnamed) == "SGLang's"
+    one_step = SimpleNamespace(draft_attn_backend="rocm_attn", speculative_num_steps=1)
+    assert draft["create_decode_backend"](lambda factory: None, one_step) is None
+
+
+def test_draft_steps_are_ours_where_the_draft_model_or_the_server_names_us(
+    sglang: SGLang, registration: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+
+    def create(runner: Any, topk: int, num_steps: int) -> Any:
+        made.append((runner, topk, num_steps))
+        return SimpleNamespace(attn_backends=[SimpleNamespace(), SimpleNamespace()])
+
+    drafts = Stand("drafts", create_draft_steps=create)
+    monkeypatch.setitem(sys.modules, "rocm_attn.integrations.sglang.drafts", drafts)
+    registration.register_names()
+    (decode,) = [hook for name, hook in sglang.hooks.items() if name.endswith("create_decode_backend")]
+    for named in ("rocm_attn", None):  # the server's decode backend is ours
+        factory = SimpleNamespace(
+            draft_attn_backend=named, speculative_num_steps=3, topk=2, draft_model_runner="the draft's"
+        )
+        backend = decode(lambda factory: None, factory)
+        stamps = [each.decode_attention_backend_str for each in (backend, *backend.attn_backends)]
+        assert stamps == ["rocm_attn"] * 3
+    assert made == [("the draft's", 2, 3)] * 2
+
+
+def test_sinks_are_read_again_after_an_update_of_weights_in_whatever_our_backends_are_parts_of(
+    sglang: SGLang, registration: Any
+) -> None:
+    renewed: list[str] = []
+
+    def backend(name: str) -> Any:
+        return SimpleNamespace(renew_sinks=lambda: renewed.append(name))
+
+    overlapped = SimpleNamespace(primary=backend("primary"), children=[backend("left"), backend("right")])
+    drafts = SimpleNamespace(attn_backends=[backend("draft"), SimpleNamespace()])
+    runner = SimpleNamespace(attn_backend=overlapped, draft_attn_backend=drafts)
+    registration.register_names()
+    updates = [hook for name, hook in sglang.hooks.items() if ".WeightUpdater." in name]
+    assert len(updates) == 4
+    assert updates[0]((True, "done"), SimpleNamespace(get_model_runner=lambda: runner), "a path") is None
+    assert renewed == ["primary", "left", "right", "draft"]

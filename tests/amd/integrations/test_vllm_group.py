@@ -1,0 +1,293 @@
+"""Steps as vLLM's runners make them, eager and in full graphs, against the oracle; and what they may get wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rocm_attn.errors import DeviceFault, Unsupported, WrongState
+from rocm_attn.external import ExternalOptions, LogAndCount
+from rocm_attn.integrations.vllm.layer_terms import LayerTerms
+from rocm_attn.integrations.vllm.steps import GQA_GRAPHS
+from tests.amd.integrations.vllm_runner import HEADS, MAX_SEQS, TERMS, Runner
+
+WINDOW = replace(TERMS, sliding_window=20)
+
+
+@pytest.fixture(autouse=True)
+def inference_mode() -> Iterator[None]:
+    """vLLM allocates and runs in it."""
+    with torch.inference_mode():
+        yield
+
+
+@pytest.fixture
+def runner(device: torch.device, provider: str) -> Runner:
+    """One layer; requests with 9, 40 and 17 tokens."""
+    return started(Runner(device=device, provider=provider))
+
+
+def started(runner: Runner) -> Runner:
+    for _ in range(3):
+        runner.admit()
+    runner.step([9, 40, 15])
+    runner.step([1, 1, 2])
+    return runner
+
+
+# Under Triton's interpreter one of each in every run, and the others in the nightly one.
+long = pytest.mark.long
+
+LAYERS = {
+    "plain": TERMS,
+    "window": WINDOW,
+    "soft cap": replace(TERMS, logits_soft_cap=5.0),
+    "sinks": replace(TERMS, sinks=torch.linspace(-1, 1, HEADS)),
+    "ALiBi": replace(TERMS, alibi_slopes=[0.5, 0.25, 0.125, 0.0625]),
+    "FP8": replace(TERMS, kv_cache_dtype="fp8"),
+}
+
+
+@pytest.mark.parametrize("heads_first", [False, pytest.param(True, marks=long)], ids=["NHD", "HND"])
+@pytest.mark.parametrize("name", ["FP8", *(pytest.param(name, marks=long) for name in LAYERS if name != "FP8")])
+def test_decodes_prompts_chunks_and_mixed_steps_equal_the_oracle(
+    name: str, heads_first: bool, device: torch.device, provider: str
+) -> None:
+    runner = started(Runner([LAYERS[name]], device=device, provider=provider, heads_first=heads_first))
+    runner.step([1, 1, 1])
+    runner.step([1, 1, 30])
+    runner.admit()
+    runner.step([1, 7, 1, 5])
+    runner.groups[0].attention.check_device()
+
+
+@long
+def test_groups_of_a_model_with_windows_have_tables_of_their_own(device: torch.device, provider: str) -> None:
+    runner = started(Runner([WINDOW, TERMS, WINDOW], (0, 1, 0), device=device, provider=provider))
+    runner.evict(1, 0, 1)  # of 41 tokens, the first block has left the window
+    for _ in range(3):
+        runner.step([1, 1, 1])
+    for group in runner.groups:
+        group.attention.check_device()
+
+
+@long
+def test_a_layer_that_shares_kv_reads_what_its_target_has_stored(device: torch.device, provider: str) -> None:
+    shares = replace(TERMS, kv_sharing_target_layer_name="layers.0")
+    runner = Runner([TERMS, shares], (0, 0), device=device, provider=provider)
+    first, second = runner.layers
+    second.kv_cache = first.kv_cache
+    runner.admit()
+    given, outs = runner.step_unseen([20])
+    second.stored = first.stored
+    runner.compare([20], given, outs)
+
+
+@pytest.mark.parametrize("name", ["window", pytest.param("plain", marks=long), pytest.param("FP8", marks=long)])
+def test_a_decode_graph_serves_any_lengths_and_pads_change_nothing(
+    name: str, device: torch.device, provider: str
+) -> None:
+    runner = started(Runner([LAYERS[name]], device=device, provider=provider))
+    of_four, of_two = runner.capture(4, 4, 1), runner.capture(2, 2, 1)
+    for _ in range(4):
+        of_four.run([1, 1, 1])
+    runner.step([1, 20, 1])
+    of_two.run([1, 1])
+    runner.admit()
+    runner.step([1, 1, 1, 6])
+    of_four.run([1, 1, 1, 1])
+    runner.groups[0].attention.check_device()
+
+
+@long
+def test_a_graph_of_verification_steps_serves_fewer_drafts_too(device: torch.device, provider: str) -> None:
+    runner = started(Runner([TERMS, WINDOW], (0, 1), device=device, provider=provider))
+    graph = runner.capture(4, 12, 3)
+    graph.run([3, 3, 3])
+    graph.run([3, 1, 2])
+    graph.run([3])
+    runner.step([12])  # as many tokens as the graph has, of one request: not the graph's
+    for group in runner.groups:
+        group.attention.check_device()
+
+
+def test_a_full_graph_of_mixed_steps_serves_a_prompt_that_fills_it(device: torch.device, provider: str) -> None:
+    """vLLM 0.26 captures it with the tokens spread evenly, so what it says of the longest sequence means nothing."""
+    runner = started(Runner(device=device, provider=provider, wide=True))
+    graph = runner.capture(MAX_SEQS, 32, 4)
+    graph.run([1, 29, 1])
+    graph.run([1, 1, 1])
+    graph.run([32])
+    runner.groups[0].attention.check_device()
+
+
+@long
+def test_steps_that_vllm_runs_to_warm_up_are_pads_and_no_fault(runner: Runner) -> None:
+    for num_tokens, max_query_len in ((4, 1), (12, 3)):
+        for table in runner.tables:
+            table.zero_()
+        runner.slots[0].fill_(-1)
+        runner.seq_lens[:4] = max_query_len
+        runner.query_start_loc[:5] = torch.arange(5) * max_query_len
+        step = runner.groups[0].begin(runner.common(0, 4, num_tokens, max_query_len))
+        given, out = runner.projected(num_tokens, num_tokens), torch.full((num_tokens, HEADS, 16), 7.0)
+        out = out.to(runner.device)
+        runner.forward([step], [given], [out])
+        assert not out.any()
+    runner.step([1, 1, 1])
+    runner.groups[0].attention.check_device()
+
+
+def assert_reported_two_steps_later(run: Callable[[Sequence[int]], object], what: str) -> None:
+    """Two steps run after the faulty one, and the third is not begun."""
+    run([1, 1, 1])
+    run([1, 1, 1])
+    with pytest.raises(DeviceFault, match=what):
+        run([1, 1, 1])
+
+
+@long
+def test_a_stale_pad_is_reported(runner: Runner) -> None:
+    runner.pad = 3.0
+    graph = runner.capture(4, 4, 1)
+
+    def lie(runner: Runner) -> None:
+        runner.seq_lens[3] = 33  # of a request that was there in an earlier step; its line of the table is empty
+
+    graph.run_unseen([1, 1, 1], lie)
+    assert_reported_two_steps_later(graph.run_unseen, "a new token had no page of its own")
+
+
+@long
+def test_a_wrong_slot_is_reported_and_harms_no_other_request(runner: Runner) -> None:
+    def lie(runner: Runner) -> None:
+        runner.slots[0][0] = runner.slots[0][1] - 1  # where request 1 has a token
+
+    runner.step_unseen([1, 1, 1], lie)
+    assert_reported_two_steps_later(runner.step_unseen, "a slot that was given for a new token is not the one")
+    # What the step wrote to a place of request 1's was dropped. Request 0 has a hole where its token should be.
+    given, outs = runner.step_unseen([1, 1, 1])
+    runner.compare_request(1, [1, 1, 1], given, outs)
+    runner.compare_request(2, [1, 1, 1], given, outs)
+    with pytest.raises(AssertionError, match="request 0"):
+        runner.compare_request(0, [1, 1, 1], given, outs)
+
+
+@long
+def test_a_table_that_moves_after_a_capture_is_refused_before_the_step(runner: Runner) -> None:
+    graph = runner.capture(4, 4, 1)
+    graph.run([1, 1, 1])
+
+    def lie(runner: Runner) -> None:
+        runner.tables[0] = runner.tables[0].clone()
+
+    with pytest.raises(WrongState, match="the table of the FULL space has moved"):
+        graph.run_unseen([1, 1, 1], lie)
+
+
+@long
+def test_a_table_that_moves_between_eager_steps_is_read_where_it_is(runner: Runner) -> None:
+    def move(runner: Runner) -> None:
+        runner.tables[0] = runner.tables[0].clone()
+
+    runner.step([1, 1, 1], move)
+    runner.step([1, 3, 1])
+
+
+@long
+def test_a_window_whose_page_was_evicted_too_early_is_reported(device: torch.device, provider: str) -> None:
+    runner = started(Runner([WINDOW], device=device, provider=provider))
+    runner.evict(1, 0, 2)  # of 41 tokens, 32 are gone; the window still sees from 22 on
+    runner.step_unseen([1, 1, 1])
+    assert_reported_two_steps_later(runner.step_unseen, "the first key that a new token sees lay in a page")
+
+
+@long
+def test_a_cache_that_moves_after_a_capture_is_refused(runner: Runner) -> None:
+    runner.capture(4, 4, 1)
+    runner.layers[0].kv_cache = runner.layers[0].kv_cache.clone()
+    with pytest.raises(WrongState, match="the pages of layer 0 have moved"):
+        runner.step([1, 1, 1])
+
+
+@long
+def test_metadata_of_an_earlier_step_is_refused(runner: Runner) -> None:
+    runner.prepare([1, 1, 1], 3, 3)
+    common = runner.common(0, 3, 3, 1)
+    first = runner.groups[0].begin(common)
+    runner.groups[0].begin(common)
+    given = runner.projected(3, 3)
+    with pytest.raises(WrongState, match="runs one step at a time"):
+        runner.forward([first], [given], [torch.empty_like(given[0])])
+
+
+@long
+def test_a_step_that_is_not_causal_is_refused(runner: Runner) -> None:
+    with pytest.raises(Unsupported, match="not causal"):
+        runner.groups[0].begin(runner.common(0, 3, 3, 1, causal=False))
+
+
+@long
+def test_faults_may_be_logged_and_counted_in_place_of_raised(device: torch.device, provider: str) -> None:
+    counted = LogAndCount()
+    runner = started(Runner(device=device, provider=provider, external=ExternalOptions(on_fault=counted)))
+
+    def lie(runner: Runner) -> None:
+        runner.slots[0][0] += 16
+
+    runner.step_unseen([1, 1, 1], lie)
+    for _ in range(3):
+        runner.step_unseen([1, 1, 1])
+    assert counted.count == 1
+
+
+def test_a_geometry_that_no_kernel_serves_is_refused_before_the_first_step(device: torch.device) -> None:
+    odd = LayerTerms(num_heads=4, head_size=3000, scale=1.0)
+    with pytest.raises(Unsupported, match="no kernel"):
+        Runner([odd], device=device, provider="triton")
+
+
+@long
+def test_two_graphs_of_one_size_that_a_step_cannot_tell_apart_are_refused(runner: Runner) -> None:
+    runner.capture(4, 12, 3)
+    with pytest.raises(Unsupported, match="vLLM captures two graphs for 4 sequences with 12 tokens"):
+        runner.capture(4, 12, 12)
+
+
+def of_one_token_each(runner: Runner) -> None:
+    graph = runner.capture(4, 4, 1)
+    graph.run([1, 1, 1])
+    graph.run([1])
+
+
+def of_as_many_tokens_each(runner: Runner) -> None:
+    graph = runner.capture(4, 12, 3)
+    graph.run([3, 3, 3])
+    graph.run([3, 3])
+
+
+def of_any_tokens(runner: Runner) -> None:
+    graph = runner.capture(MAX_SEQS, 32, 4)
+    graph.run([1, 29, 1])
+    graph.run([1, 1, 1])
+
+
+# vLLM's levels, in order: what a graph of a builder that declares one may be captured and replayed for.
+LEVELS: dict[str, Callable[[Runner], None]] = {
+    "UNIFORM_SINGLE_TOKEN_DECODE": of_one_token_each,
+    "UNIFORM_BATCH": of_as_many_tokens_each,
+    "ALWAYS": of_any_tokens,
+}
+
+
+@long
+@pytest.mark.parametrize("layer", LAYERS)
+def test_what_is_declared_of_graphs_is_what_they_serve(layer: str, device: torch.device, provider: str) -> None:
+    assert list(LEVELS)[-1] == GQA_GRAPHS
+    for level, replay in LEVELS.items():
+        runner = started(Runner([LAYERS[layer]], device=device, provider=provider, wide=level == "ALWAYS"))
+        replay(runner)
+        runner.groups[0].attention.check_device()

@@ -1,0 +1,168 @@
+"""Decodes of MLA layers as vLLM runs them: it stores latent rows itself, and ranks may share a sequence's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.external import ExternalOptions
+from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup, forget_empty_parts
+from rocm_attn.integrations.vllm.layer_terms import CacheTerms, LayerTerms
+from rocm_attn.integrations.vllm.steps import MLA_GRAPHS, DecodesOfStep
+from tests.amd.integrations.oracle import Scores, attention
+
+HEADS, LATENT, V_DIM, BLOCK = 4, 80, 64, 16
+SEQS, MAX_LEN, NUM_BLOCKS = 4, 128, 40
+SCALE = 0.2
+TOLERANCE = 3e-5
+
+
+@pytest.fixture(autouse=True)
+def inference_mode() -> Iterator[None]:
+    """vLLM allocates and runs in it."""
+    with torch.inference_mode():
+        yield
+
+
+class Layer:
+    """vLLM's MLA layer."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.kv_cache = torch.full((NUM_BLOCKS, BLOCK, LATENT), float("nan"), device=device)
+        self.kv_cache[0] = 0
+        self._k_scale = self._v_scale = torch.ones((), device=device)
+
+
+class Rank:
+    """A rank's part of every sequence: rows `rank`, `rank + ranks`, ... of it, in blocks of its own."""
+
+    def __init__(self, rank: int, ranks: int, device: torch.device, provider: str) -> None:
+        self.rank, self.ranks, self.device = rank, ranks, device
+        self.layer = Layer(device)
+        cache = CacheTerms(BLOCK, 0, torch.float32, torch.float8_e4m3fn, ranks)
+        # Query heads of all ranks are gathered, so a rank's layer has its share of them.
+        problem = LayerTerms(HEADS // ranks, LATENT, SCALE, 1).latent_problem(cache, V_DIM)
+        external = ExternalOptions(provider=provider, page_strides=True, short_kv=ranks > 1)
+        options = GroupOptions(external, has_slots=ranks == 1)
+        self.group = KVGroup({"layer": GroupLayer(self.layer, problem)}, GroupSizes(SEQS, 32, MAX_LEN), device, options)
+        blocks = np.random.default_rng(rank).permutation(np.arange(1, NUM_BLOCKS))[: SEQS * 8].reshape(SEQS, 8)
+        self.table = torch.from_numpy(blocks.astype(np.int32)).to(device)
+        self.seq_lens = torch.zeros(SEQS, dtype=torch.int32, device=device)
+        self.query_start_loc = torch.zeros(SEQS + 1, dtype=torch.int32, device=device)
+        self.slots = torch.full((32,), -1, dtype=torch.int64, device=device)
+
+    def store(self, seq: int, rows: Tensor) -> list[int]:
+        """Write this rank's rows of a sequence, as vLLM does; the slots of all of them."""
+        mine = rows[self.rank :: self.ranks]
+        place = torch.arange(len(mine))
+        slots = self.table[seq].cpu().long()[place // BLOCK] * BLOCK + place % BLOCK
+        self.layer.kv_cache.view(-1, LATENT)[slots.to(self.device)] = mine.to(self.device)
+        self.seq_lens[seq] = len(mine)
+        return [int(slot) for slot in slots]
+
+    def common(self, num_reqs: int, width: int) -> DecodesOfStep:
+        """Metadata of decodes of `width` new tokens each."""
+        self.query_start_loc.copy_((torch.arange(SEQS + 1) * width).int())
+        tokens = num_reqs * width
+        return DecodesOfStep(
+            self.query_start_loc[: num_reqs + 1],
+            self.seq_lens[:num_reqs],
+            num_reqs,
+            tokens,
+            width,
+            MAX_LEN,
+            self.table[:num_reqs],
+            self.slots[:tokens],
+            True,
+        )
+
+
+def rows_of(lengths: Sequence[int]) -> list[Tensor]:
+    """Latent rows of sequences."""
+    draw = np.random.default_rng(7)
+    return [torch.from_numpy(draw.standard_normal((length, LATENT))).float() for length in lengths]
+
+
+def wanted(q: Tensor, rows: Tensor) -> Tensor:
+    """The oracle's, of a sequence's last tokens."""
+    k = rows.double().numpy()[:, None]
+    out, _ = attention(q.double().cpu().numpy(), k, k[..., :V_DIM], Scores(SCALE))
+    return torch.from_numpy(out)
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_ranks_that_share_a_sequence_merge_to_the_oracles_by_their_log_sum_exps(
+    ranks: int, device: torch.device, provider: str
+) -> None:
+    of_seq = rows_of([1, 33, 80])  # of the first one, the second rank has nothing
+    parts = [Rank(rank, ranks, device, provider) for rank in range(ranks)]
+    q = torch.from_numpy(np.random.default_rng(1).standard_normal((3, HEADS, LATENT))).float().to(device)
+    outs, lses = [], []
+    for part in parts:
+        for seq, rows in enumerate(of_seq):
+            slots = part.store(seq, rows)
+            part.slots[seq] = slots[-1] if ranks == 1 else -1
+        step = part.group.begin(part.common(3, 1))
+        outs.append(torch.full((3, HEADS, V_DIM), 7.0, device=device))
+        lse = torch.full((3, HEADS), 7.0, device=device)
+        part.group.attend("layer", step, part.layer.kv_cache, q, outs[-1], lse if ranks > 1 else None)
+        if ranks > 1:
+            forget_empty_parts(part.seq_lens[:3], outs[-1], lse)
+        lses.append(lse)
+        part.group.attention.check_device()
+    merged = outs[0]
+    if ranks > 1:
+        weights = torch.stack(lses).softmax(0)
+        assert (weights[1, 0] == 0).all()
+        merged = (torch.stack(outs) * weights[..., None]).sum(0)
+    for seq, rows in enumerate(of_seq):
+        want = wanted(q[seq : seq + 1], rows)[0]
+        torch.testing.assert_close(merged[seq].double().cpu(), want, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_a_part_without_tokens_weighs_nothing_whatever_a_kernel_has_written() -> None:
+    out, lse = torch.full((3, HEADS, V_DIM), float("nan")), torch.full((3, HEADS), 4.0)
+    out[1:] = 1.0
+    forget_empty_parts(torch.tensor([0, 5, 1]), out, lse)
+    assert (out[0] == 0).all()
+    assert (lse[0] == float("-inf")).all()
+    assert (out[1:] == 1).all()
+    assert (lse[1:] == 4).all()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("width", [1, 3])
+def test_graphs_of_decodes_and_of_verification_are_what_mla_layers_declare(
+    width: int, device: torch.device, provider: str
+) -> None:
+    assert MLA_GRAPHS == "UNIFORM_BATCH"
+    part = Rank(0, 1, device, provider)
+    q = torch.zeros(SEQS * width, HEADS, LATENT, device=device)
+    out = torch.full((SEQS * width, HEADS, V_DIM), 7.0, device=device)
+    captured = part.group.begin_capture(part.common(SEQS, width))
+    recording, _ = recorder_for(device).record(
+        lambda: part.group.attend("layer", captured, part.layer.kv_cache, q, out)
+    )
+    for lengths in ((5, 16, 40), (3, 100)):
+        of_seq = rows_of(lengths)
+        part.seq_lens.zero_()
+        part.slots.fill_(-1)
+        for seq, rows in enumerate(of_seq):
+            slots = part.store(seq, rows)[-width:]
+            part.slots[seq * width : (seq + 1) * width] = torch.tensor(slots, device=device)
+        q.copy_(torch.from_numpy(np.random.default_rng(2).standard_normal(q.shape)))
+        q[len(of_seq) * width :] = float("nan")
+        common = part.common(SEQS, width)
+        part.query_start_loc.clamp_(max=len(of_seq) * width)  # vLLM's pads have no token
+        part.group.begin(common)
+        recording.replay()
+        for seq, rows in enumerate(of_seq):
+            tokens = slice(seq * width, (seq + 1) * width)
+            want = wanted(q[tokens], rows)
+            torch.testing.assert_close(out[tokens].double().cpu(), want, atol=TOLERANCE, rtol=TOLERANCE)
+    part.group.attention.check_device()

@@ -1,0 +1,203 @@
+"""What vLLM says of layers becomes problems or a refusal in one sentence; and which names of backends are ours."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from enum import Enum
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from rocm_attn.errors import BadSetting, BadTensor, DeviceFault, Unsupported
+from rocm_attn.external import LogAndCount
+from rocm_attn.integrations.engine_settings import fault_policy, provider
+from rocm_attn.integrations.plugins import VLLM
+from rocm_attn.integrations.vllm import GQA_BACKEND, MLA_BACKEND, MLA_NAME, register
+from rocm_attn.integrations.vllm.kv_views import pages_of
+from rocm_attn.integrations.vllm.layer_terms import CacheTerms, LayerTerms
+from rocm_attn.machine import settings as machine_settings
+from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Scales
+
+CACHE = CacheTerms(16, 64, torch.bfloat16, torch.float8_e4m3fn)
+TERMS = LayerTerms(32, 64, 0.125, 8)
+
+
+def test_terms_are_read_in_vllms_order_and_by_its_names() -> None:
+    given = (32, 64, 0.125, 8, None, 128, "auto", 30.0, "decoder", None)
+    sinks = torch.zeros(32)
+    terms = LayerTerms.read(given, {"sinks": sinks, "chunk_lookback": -1, "use_alibi_sqrt": False})
+    problem = terms.problem(CACHE)
+    assert (problem.num_q_heads, problem.num_kv_heads, problem.head_dim, problem.page_size) == (32, 8, 64, 16)
+    # vLLM counts the query itself among the keys of its window.
+    assert problem.window_left == 127
+    assert problem.logits_soft_cap == 30.0
+    assert problem.has_sinks
+    assert terms.stores
+    assert terms.head_weights(torch.device("cpu")).sinks is not None
+
+
+def test_a_layer_without_a_window_or_kv_heads_of_its_own_sees_all_keys_by_all_heads() -> None:
+    problem = LayerTerms(4, 64, 1.0).problem(CACHE)
+    assert problem.window_left == UNLIMITED_WINDOW
+    assert problem.num_kv_heads == 4
+
+
+@pytest.mark.parametrize(
+    ("named", "what"),
+    [
+        ({"use_alibi_sqrt": True}, "use_alibi_sqrt=True"),
+        ({"chunk_lookback": 2}, "chunk_lookback=2"),
+        ({"something_new": 1}, "something_new=1"),
+        ({"attn_type": "encoder_only"}, "attention type encoder_only"),
+        ({"kv_cache_dtype": "nvfp4"}, "dtype nvfp4"),
+        ({"kv_cache_dtype": "int8_per_token_head"}, "dtype int8_per_token_head"),
+    ],
+)
+def test_terms_that_are_not_served_are_refused(named: dict[str, Any], what: str) -> None:
+    with pytest.raises(Unsupported, match=what):
+        LayerTerms.read((32, 64, 0.125, 8), named)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "platform", "encoding"),
+    [
+        ("auto", torch.float8_e4m3fn, KVEncoding.LIKE_Q),
+        ("bfloat16", torch.float8_e4m3fn, KVEncoding.LIKE_Q),
+        ("fp8", torch.float8_e4m3fn, KVEncoding.E4M3FN),
+        ("fp8_e4m3", torch.float8_e4m3fnuz, KVEncoding.E4M3FNUZ),
+        ("fp8_e5m2", torch.float8_e4m3fnuz, KVEncoding.E5M2),
+    ],
+)
+def test_the_platform_says_which_e4m3_an_fp8_cache_holds(
+    dtype: str, platform: torch.dtype, encoding: KVEncoding
+) -> None:
+    problem = replace(TERMS, kv_cache_dtype=dtype).problem(replace(CACHE, fp8_dtype=platform))
+    assert problem.kv_encoding is encoding
+    assert (problem.kv_scales is Scales.LAYER) == (encoding is not KVEncoding.LIKE_Q)
+
+
+def test_a_cache_of_another_16_bit_dtype_than_the_models_is_refused() -> None:
+    with pytest.raises(Unsupported, match=r"the KV cache is torch.float16 and the model computes in torch.bfloat16"):
+        replace(TERMS, kv_cache_dtype="float16").problem(CACHE)
+
+
+def test_an_mla_layer_is_latent_with_the_heads_of_all_ranks_that_share_its_sequences() -> None:
+    terms = LayerTerms(16, 576, 0.1, 1)
+    alone, shared = (terms.latent_problem(replace(CACHE, shards=shards), 512) for shards in (1, 4))
+    assert (alone.pool, alone.num_q_heads, alone.head_dim, alone.v_head_dim) == (PoolKind.LATENT, 16, 576, 512)
+    assert not alone.wants_lse
+    assert shared.num_q_heads == 64
+    assert shared.wants_lse
+
+
+@pytest.mark.parametrize(
+    ("asked", "what"),
+    [
+        ({"sliding_window": 8}, "a sliding window"),
+        ({"logits_soft_cap": 5.0}, "a soft cap"),
+        ({"kv_sharing_target_layer_name": "layers.0"}, "KV of another layer"),
+    ],
+)
+def test_what_mla_layers_have_no_kernels_for_is_refused(asked: dict[str, Any], what: str) -> None:
+    with pytest.raises(Unsupported, match=f"an MLA layer asks for {what}"):
+        replace(LayerTerms(16, 576, 0.1, 1), **asked).latent_problem(CACHE, 512)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)], ids=["HND", "NHD"])
+def test_packed_caches_are_viewed_in_any_layout_and_never_copied(order: tuple[int, ...]) -> None:
+    problem = TERMS.problem(CACHE)
+    shape = [5, 8, 16, 128]
+    stored = torch.zeros([shape[axis] for axis in order], dtype=torch.bfloat16)
+    cache = stored.permute([order.index(axis) for axis in range(4)])
+    k, v = pages_of(problem, cache)
+    assert k.shape == v.shape == (5, 16, 8, 64)
+    k[3, 2, 1] = 1
+    v[3, 2, 1] = 2
+    assert cache[3, 1, 2].tolist() == [1.0] * 64 + [2.0] * 64
+    assert stored.float().sum() == 64 * 3
+
+
+def test_caches_of_other_layouts_are_refused() -> None:
+    with pytest.raises(BadTensor, match=r"rocm_attn reads \[blocks, 8 KV heads, 16 tokens, 128"):
+        pages_of(TERMS.problem(CACHE), torch.zeros(2, 5, 16, 8, 64))
+    latent = LayerTerms(16, 576, 0.1, 1).latent_problem(CACHE, 512)
+    assert pages_of(latent, torch.zeros(5, 1, 16, 576))[0].shape == (5, 16, 1, 576)
+    assert pages_of(latent, torch.zeros(5, 16, 576))[1].shape == (5, 16, 1, 512)
+    with pytest.raises(BadTensor, match="an MLA layer's KV cache"):
+        pages_of(latent, torch.zeros(5, 16, 656))
+
+
+def test_the_environment_says_whose_kernels_serve_and_what_a_fault_does() -> None:
+    assert provider({}) == "auto"
+    assert provider({"ROCM_ATTN_PROVIDER": "triton"}) == "triton"
+    assert isinstance(fault_policy({"ROCM_ATTN_ON_FAULT": "log"}), LogAndCount)
+    with pytest.raises(DeviceFault, match="gone"):
+        fault_policy({})(DeviceFault("gone"))
+    with pytest.raises(BadSetting, match="ROCM_ATTN_ON_FAULT is 'ignore'; it must be raise or log"):
+        fault_policy({"ROCM_ATTN_ON_FAULT": "ignore"})
+
+
+class Registry:
+    """vLLM's registry of backends, as 0.26 has it; with names of one's own from 0.32 on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, takes_names: bool) -> None:
+        self.paths: dict[str, str] = {}
+        members = {"CUSTOM": None, "CPU_ATTN": "a", "CPU_MLA": "b", "TRITON_ATTN": "c"}
+        self.enum: Any = Enum("AttentionBackendEnum", [(name, name) for name in members])  # type: ignore[misc]
+        if takes_names:
+            self.enum.register = None
+        module: Any = ModuleType("vllm.v1.attention.backends.registry")
+        module.AttentionBackendEnum, module.register_backend = self.enum, self.register_backend
+        for name in ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends"):
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    def register_backend(self, backend: Any, class_path: str | None = None, is_mamba: bool = False) -> None:
+        """Lazily: a path is kept, and nothing imported."""
+        assert class_path is not None
+        self.paths[backend if isinstance(backend, str) else backend.name] = class_path
+
+
+def settings_of(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
+    """The process's settings, read anew."""
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    machine_settings.settings.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def read_settings_again() -> Any:
+    """Other tests read their own."""
+    yield
+    machine_settings.settings.cache_clear()
+
+
+@pytest.mark.parametrize("takes_names", [False, True], ids=["0.26", "0.32"])
+def test_custom_is_ours_and_mla_layers_have_a_name_where_vllm_takes_one(
+    takes_names: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = Registry(monkeypatch, takes_names)
+    settings_of(monkeypatch)
+    register()
+    assert registry.paths == {"CUSTOM": GQA_BACKEND} | ({MLA_NAME: MLA_BACKEND} if takes_names else {})
+
+
+def test_the_places_of_vllms_own_backends_are_taken_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = Registry(monkeypatch, takes_names=False)
+    settings_of(monkeypatch, ROCM_ATTN_TAKE_BACKENDS="CPU_ATTN,CPU_MLA,ROCM_AITER_FA")
+    register()
+    assert registry.paths == {"CUSTOM": GQA_BACKEND, "CPU_ATTN": GQA_BACKEND, "CPU_MLA": MLA_BACKEND}
+
+
+def test_a_plugin_that_is_switched_off_registers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = Registry(monkeypatch, takes_names=True)
+    settings_of(monkeypatch, ROCM_ATTN_DISABLE_PLUGINS="vllm")
+    register()
+    assert not registry.paths
+
+
+def test_every_backend_whose_place_ours_takes_has_a_class_of_ours() -> None:
+    assert {name for name in VLLM.takes if "MLA" in name} == {"CPU_MLA", "ROCM_AITER_MLA", "TRITON_MLA"}

@@ -1,0 +1,296 @@
+"""What vLLM's model runners do with an attention backend, in small: packed caches, block tables, slots, pads, graphs.
+
+Written from vLLM 0.26 and 0.32 (v1/worker/gpu_model_runner.py, v1/worker/gpu/cudagraph_utils.py, block_table.py), with
+K and V of every request kept in NumPy beside it. Blocks that no request has hold NaN, and so does what pads bring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.external import ExternalOptions
+from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup
+from rocm_attn.integrations.vllm.layer_terms import CacheTerms, LayerTerms
+from rocm_attn.integrations.vllm.steps import DecodesOfStep
+from tests.amd.coded import kept
+from tests.amd.integrations.oracle import Array, Scores, attention
+
+HEADS, KV_HEADS, DIM = 4, 2, 16
+SCALE = 0.3
+MAX_SEQS, MAX_TOKENS, MAX_LEN = 8, 64, 128
+NUM_BLOCKS = 40
+NAN = float("nan")
+# Float32 against float64.
+TOLERANCE = 3e-5
+
+TERMS = LayerTerms(HEADS, DIM, SCALE, KV_HEADS)
+
+
+@dataclass
+class Request:
+    """A request in a line of the block tables. blocks: of each group, 0 where one was evicted"""
+
+    blocks: list[list[int]]
+    kv_len: int = 0
+
+
+@dataclass
+class Layer:
+    """One layer as vLLM has it, and what its requests have stored. group: of KV caches"""
+
+    name: str
+    terms: LayerTerms
+    group: int
+    kv_cache: Tensor
+    _k_scale: Tensor
+    _v_scale: Tensor
+    stored: dict[int, list[tuple[Array, Array]]] = field(default_factory=dict)
+
+
+def unchanged(runner: Runner) -> None:
+    """Nothing goes wrong in a step."""
+
+
+class Runner:
+    """A runner of vLLM's over KVGroups, one for each KV cache group; layers live in the groups that `groups` names."""
+
+    def __init__(
+        self,
+        terms: Sequence[LayerTerms] = (TERMS,),
+        groups: Sequence[int] = (0,),
+        *,
+        device: torch.device,
+        provider: str,
+        block_size: int = 16,
+        heads_first: bool = False,
+        wide: bool = False,
+        external: ExternalOptions | None = None,
+    ) -> None:
+        self.device, self.block_size = device, block_size
+        self.random, self.pad = np.random.default_rng(0), NAN
+        self.cache = CacheTerms(block_size, DIM, torch.float32, torch.float8_e4m3fn)
+        self.layers = [
+            self._new_layer(f"layers.{i}", each, group, heads_first)
+            for i, (each, group) in enumerate(zip(terms, groups, strict=True))
+        ]
+        self.tables = [
+            torch.zeros(MAX_SEQS, -(-MAX_LEN // block_size), dtype=torch.int32, device=device)
+            for _ in range(max(groups) + 1)
+        ]
+        self.slots = [torch.full((MAX_TOKENS,), -1, dtype=torch.int64, device=device) for _ in self.tables]
+        self.seq_lens = torch.zeros(MAX_SEQS, dtype=torch.int32, device=device)
+        self.query_start_loc = torch.zeros(MAX_SEQS + 1, dtype=torch.int32, device=device)
+        self.free = [self.random.permutation(np.arange(1, NUM_BLOCKS)).tolist() for _ in self.tables]
+        self.requests: list[Request] = []
+        external = external if external is not None else ExternalOptions()
+        options = GroupOptions(replace(external, provider=provider, page_strides=True), is_wide=lambda: wide)
+        self.groups = [
+            KVGroup(self._group_layers(group), GroupSizes(MAX_SEQS, MAX_TOKENS, MAX_LEN), device, options)
+            for group in range(len(self.tables))
+        ]
+
+    def _new_layer(self, name: str, terms: LayerTerms, group: int, heads_first: bool) -> Layer:
+        shape = (NUM_BLOCKS, KV_HEADS, self.block_size, 2 * DIM)
+        is_coded = terms.kv_cache_dtype != "auto"
+        if not heads_first:
+            shape = (shape[0], shape[2], shape[1], shape[3])
+        cache = (
+            torch.full(shape, 127, dtype=torch.uint8, device=self.device)  # NaN in e4m3
+            if is_coded
+            else torch.full(shape, NAN, device=self.device)
+        )
+        cache[0] = 0
+        k_scale, v_scale = (torch.tensor(scale, device=self.device) for scale in (0.5, 0.25))
+        return Layer(name, terms, group, cache if heads_first else cache.transpose(1, 2), k_scale, v_scale)
+
+    def _group_layers(self, group: int) -> dict[str, GroupLayer]:
+        return {
+            layer.name: GroupLayer(
+                layer, layer.terms.problem(self.cache), partial(layer.terms.head_weights, self.device)
+            )
+            for layer in self.layers
+            if layer.group == group
+        }
+
+    def admit(self) -> int:
+        """A new request, in the next line."""
+        self.requests.append(Request([[] for _ in self.tables]))
+        for layer in self.layers:
+            layer.stored[len(self.requests) - 1] = []
+        return len(self.requests) - 1
+
+    def step(self, new: Sequence[int], corrupt: Callable[[Runner], None] = unchanged) -> None:
+        """An eager step of the first requests, with so many new tokens each; compared with the oracle."""
+        given, outs = self.step_unseen(new, corrupt)
+        self.compare(new, given, outs)
+
+    def step_unseen(
+        self, new: Sequence[int], corrupt: Callable[[Runner], None] = unchanged
+    ) -> tuple[list[tuple[Tensor, Tensor, Tensor]], list[Tensor]]:
+        """As step(), without a look at the results."""
+        total = sum(new)
+        self.prepare(new, len(new), total)
+        corrupt(self)
+        steps = [group.begin(self.common(index, len(new), total, max(new))) for index, group in enumerate(self.groups)]
+        # vLLM's q, k and v may be longer than the step, for graphs of the rest of the model.
+        given = [self.projected(total, total + 3) for _ in self.layers]
+        outs = [torch.full((total + 3, HEADS, DIM), 7.0, device=self.device) for _ in self.layers]
+        self.forward(steps, given, outs)
+        self.keep(new, given)
+        return given, outs
+
+    def prepare(self, new: Sequence[int], padded_seqs: int, padded_tokens: int) -> None:
+        """Blocks, lengths and slots of a step, and vLLM's pads."""
+        ends = np.cumsum([0, *new])
+        for index, table in enumerate(self.tables):
+            slots: list[int] = []
+            for row, count in enumerate(new):
+                request = self.requests[row]
+                blocks = request.blocks[index]
+                while len(blocks) * self.block_size < request.kv_len + count:
+                    blocks.append(self.free[index].pop())
+                table[row, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+                places = range(request.kv_len, request.kv_len + count)
+                slots += [blocks[at // self.block_size] * self.block_size + at % self.block_size for at in places]
+            table[len(new) : padded_seqs] = 0
+            self.slots[index].fill_(-1)
+            self.slots[index][: len(slots)] = torch.tensor(slots, dtype=torch.int64)
+        lengths = [self.requests[row].kv_len + count for row, count in enumerate(new)]
+        self.seq_lens.zero_()
+        self.seq_lens[: len(new)] = torch.tensor(lengths, dtype=torch.int32)
+        self.query_start_loc.fill_(int(ends[-1]))
+        self.query_start_loc[: len(ends)] = torch.from_numpy(ends.astype(np.int32))
+
+    def common(
+        self, group: int, num_reqs: int, num_tokens: int, max_query_len: int, causal: bool = True
+    ) -> DecodesOfStep:
+        """A group's metadata: parts of memory that stays."""
+        return DecodesOfStep(
+            self.query_start_loc[: num_reqs + 1],
+            self.seq_lens[:num_reqs],
+            num_reqs,
+            num_tokens,
+            max_query_len,
+            int(self.seq_lens.max()),
+            self.tables[group][:num_reqs],
+            self.slots[group][:num_tokens],
+            causal,
+        )
+
+    def projected(self, num_tokens: int, padded: int) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of a layer; self.pad in padded rows."""
+        values = [
+            torch.from_numpy(self.random.standard_normal((padded, heads, DIM))).float().to(self.device)
+            for heads in (HEADS, KV_HEADS, KV_HEADS)
+        ]
+        for each in values:
+            each[num_tokens:] = self.pad
+        return values[0], values[1], values[2]
+
+    def forward(
+        self, steps: Sequence[object], given: Sequence[tuple[Tensor, Tensor, Tensor]], outs: Sequence[Tensor]
+    ) -> None:
+        """What layers of vLLM's call."""
+        for layer, (q, k, v), out in zip(self.layers, given, outs, strict=True):
+            group, step = self.groups[layer.group], steps[layer.group]
+            if layer.terms.stores:
+                group.store(layer.name, step, layer.kv_cache, k, v)  # type: ignore[arg-type]
+            group.attend(layer.name, step, layer.kv_cache, q, out)  # type: ignore[arg-type]
+
+    def keep(self, new: Sequence[int], given: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
+        """Remember what was stored, as a reader of the pages gets it."""
+        for layer, (_, k, v) in zip(self.layers, given, strict=True):
+            problem, first = layer.terms.problem(self.cache), 0
+            scales = [scale.cpu().reshape(1) for scale in (layer._k_scale, layer._v_scale)]
+            for row, count in enumerate(new):
+                rows = [
+                    kept(side[first : first + count].cpu(), problem, scale).double().numpy()
+                    for side, scale in zip((k, v), scales, strict=True)
+                ]
+                layer.stored[row].append((rows[0], rows[1]))
+                first += count
+        for row, count in enumerate(new):
+            self.requests[row].kv_len += count
+
+    def compare(
+        self, new: Sequence[int], given: Sequence[tuple[Tensor, Tensor, Tensor]], outs: Sequence[Tensor]
+    ) -> None:
+        """Every token's row is the oracle's."""
+        for row in range(len(new)):
+            self.compare_request(row, new, given, outs)
+
+    def compare_request(
+        self, row: int, new: Sequence[int], given: Sequence[tuple[Tensor, Tensor, Tensor]], outs: Sequence[Tensor]
+    ) -> None:
+        """Those of one request are."""
+        tokens = slice(sum(new[:row]), sum(new[: row + 1]))
+        for layer, (q, _, _), out in zip(self.layers, given, outs, strict=True):
+            terms = layer.terms
+            scores = Scores(
+                SCALE,
+                window_left=-1 if terms.sliding_window is None else terms.sliding_window - 1,
+                cap=terms.logits_soft_cap or 0.0,
+                slopes=None if terms.alibi_slopes is None else np.array(terms.alibi_slopes),
+                sinks=None if terms.sinks is None else terms.sinks.double().cpu().numpy(),
+            )
+            k, v = (np.concatenate(side) for side in zip(*layer.stored[row], strict=True))
+            want, _ = attention(q[tokens].double().cpu().numpy(), k, v, scores)
+            found = out[tokens].double().cpu().numpy()
+            assert np.allclose(found, want, atol=TOLERANCE, rtol=TOLERANCE), f"{layer.name}, request {row}"
+
+    def evict(self, row: int, group: int, blocks: int) -> None:
+        """Give back a request's first blocks of a group, as its window has passed them."""
+        request = self.requests[row]
+        for index in range(blocks):
+            block = request.blocks[group][index]
+            for layer in self.layers:
+                if layer.group == group and block:
+                    layer.kv_cache[block] = NAN
+            request.blocks[group][index] = 0
+
+    def capture(self, num_reqs: int, num_tokens: int, max_query_len: int) -> Graph:
+        """A full graph of steps of a padded size."""
+        return Graph(self, num_reqs, num_tokens, max_query_len)
+
+
+class Graph:
+    """One of vLLM's full graphs: build_for_cudagraph_capture, a warm-up, the capture; then build and replay."""
+
+    def __init__(self, runner: Runner, num_reqs: int, num_tokens: int, max_query_len: int) -> None:
+        self.runner, self.num_reqs, self.num_tokens = runner, num_reqs, num_tokens
+        self.given = [runner.projected(0, num_tokens) for _ in runner.layers]
+        self.outs = [torch.full((num_tokens, HEADS, DIM), 7.0, device=runner.device) for _ in runner.layers]
+        # vLLM's dummy batch: tokens spread over requests without blocks, and no slots.
+        for table, slots in zip(runner.tables, runner.slots, strict=True):
+            table.zero_()
+            slots.fill_(-1)
+        runner.seq_lens[:num_reqs] = max_query_len
+        runner.query_start_loc[: num_reqs + 1] = torch.linspace(0, num_tokens, num_reqs + 1).int()
+        commons = [runner.common(group, num_reqs, num_tokens, max_query_len) for group in range(len(runner.tables))]
+        steps = [group.begin_capture(common) for group, common in zip(runner.groups, commons, strict=True)]
+        self.recording, _ = recorder_for(runner.device).record(lambda: runner.forward(steps, self.given, self.outs))
+
+    def run(self, new: Sequence[int], corrupt: Callable[[Runner], None] = unchanged) -> None:
+        """Replay for the first requests; compared with the oracle."""
+        self.run_unseen(new, corrupt)
+        self.runner.compare(new, self.given, self.outs)
+
+    def run_unseen(self, new: Sequence[int], corrupt: Callable[[Runner], None] = unchanged) -> None:
+        """As run(), without a look at the results."""
+        runner, total = self.runner, sum(new)
+        runner.prepare(new, self.num_reqs, self.num_tokens)
+        corrupt(runner)
+        for index, group in enumerate(runner.groups):
+            group.begin(runner.common(index, self.num_reqs, self.num_tokens, max(new)))
+        for mine in self.given:
+            for to, values in zip(mine, runner.projected(total, self.num_tokens), strict=True):
+                to.copy_(values)
+        self.recording.replay()
+        runner.keep(new, self.given)

@@ -92,11 +92,11 @@ class AttendArgs(NamedTuple):
         return k.shape[3] == v.shape[3] and k.stride() == v.stride()
 
     @property
-    def has_value_pairs(self) -> bool:
-        """Whether V's codes can be read two by two."""
-        v = self.pages.raw_v
-        is_even = not any(number % 2 for number in (v.data_ptr(), v.shape[3], *v.stride()[:3]))
-        return self.pages.format.encoding.is_fp8 and is_even
+    def has_pairs(self) -> bool:
+        """Whether codes of K and of V can be read two by two."""
+        sides = self.pages.raw_k, self.pages.raw_v
+        numbers = (number for side in sides for number in (side.data_ptr(), side.shape[3], *side.stride()[:3]))
+        return self.pages.format.encoding.is_fp8 and not any(number % 2 for number in numbers)
 
     @property
     def read_strides(self) -> tuple[int, ...]:

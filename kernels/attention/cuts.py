@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
-from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
+from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles, next_power_of_2
 
 # int32 words of a schedule: of a program and of a sequence (decode_schedule.py), of a query block and of a program's
 # share (extend_schedule.py).
@@ -74,6 +74,7 @@ class DecodeCut:
     programs:    programs that share the work
     window_left: keys before its last that a sequence sees; UNLIMITED_WINDOW: all of them
     tokens:      which sequences take part
+    is_even:     whether rows that are alike are cut alike (decode_schedule.py)
     """
 
     rows: int
@@ -82,6 +83,7 @@ class DecodeCut:
     programs: int
     window_left: int
     tokens: NewTokens = ONE_TOKEN
+    is_even: bool = False
 
     def __post_init__(self) -> None:
         assert self.row_cost >= 0
@@ -93,7 +95,9 @@ class DecodeCut:
     @classmethod
     def of(cls, tiles: DecodeTiles, *, num_kv_heads: int, programs: int, window_left: int) -> DecodeCut:
         """The cut of a layer that is served with these tiles."""
-        return cls(tiles.rows_per_seq(num_kv_heads), tiles.key_block, tiles.row_cost, programs, window_left)
+        rows = tiles.rows_per_seq(num_kv_heads)
+        # Slots of partial results, which deterministic decode has, follow rows without a gap.
+        return cls(rows, tiles.key_block, tiles.row_cost, programs, window_left, is_even=tiles.row_cost > 0)
 
     @property
     def most_rows(self) -> int:
@@ -137,6 +141,54 @@ class DecodeCut:
         slots = num_seqs * self.rows * (most_segments + self.row_cost)
         # Triton compiles a kernel anew when a pointer's alignment changes.
         return -(-slots * q_rows * 2 // 4) * 4, slots * q_rows * v_head_dim
+
+
+# Fewer programs of the merge leave a GPU idle, many more come one after the other.
+_MERGE_PROGRAMS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class MergeShape:
+    """How the merge is cut.
+
+    by_row:     a program for each row; or for each pair of neighbouring decode programs, where rows outnumber them
+    heads:      q rows of a program
+    columns:    output columns of a program
+    parts:      parts that are added up in one step
+    num_warps:  warps of a program
+    """
+
+    by_row: bool
+    heads: int
+    columns: int
+    parts: int
+    num_warps: int
+
+
+def merge_shape(num_rows: int, num_programs: int, q_rows: int, v_head_dim: int) -> MergeShape:
+    """The cut for num_rows rows of q_rows query heads.
+
+    Two things count (measured on one H200): all parts of a typical row in one step, and enough programs.
+    1 row, 264 parts: 45 us with 8 parts a step, 16 us with 256. 64 x 4k, 512 rows: 7.6 us with one head a program, 3 us
+    with all. Everything that varies with the batch has few values, so that few variants are compiled.
+    """
+    block = max(16, next_power_of_2(v_head_dim))
+    if num_rows > num_programs:
+        heads = min(next_power_of_2(q_rows), max(1, 2048 // block))
+        return MergeShape(False, heads, block, 8 if heads * block <= 1024 else 4, 2)
+    # Parts of a row, where all rows are alike: few rows begin where a program does.
+    typical = next_power_of_2(num_programs // max(num_rows, 1) + 1)
+    if typical > 32:
+        # 8 rows of 133 parts: 13.5 us in three steps, 14.5 in one of eight warps.
+        parts = 64 if num_rows >= 4 and typical <= 256 else min(max(typical, 64), 1024)
+        return MergeShape(True, 1, min(block, 16 if parts > 512 else 32), parts, 8 if parts >= 256 else 1)
+    if typical > 8:
+        return MergeShape(True, 1, min(block, 64), typical, 2)
+    # 256 rows of 8 heads (256 x 2k): 68.4 us with 4 heads a program, 70.9 with one, which are too many programs. 128
+    # rows (16 x 4k): 71.6 and 70.8, and 77 with all heads, which are too few.
+    heads = min(q_rows, num_rows * q_rows // _MERGE_PROGRAMS, 2048 // (max(typical, 4) * block))
+    columns = block if num_rows * q_rows >= _MERGE_PROGRAMS else min(block, 64)
+    return MergeShape(True, 1 << max(0, heads.bit_length() - 1), columns, max(typical, 4), 2)
 
 
 class Sharing(NamedTuple):

@@ -54,12 +54,13 @@ from rocm_attn.kernels.attention.key_rows import (
     lie_in_one_page,
     near,
     offsets_in_page,
+    pages_at_once,
     pages_of_block,
 )
 from rocm_attn.kernels.attention.merge import launch_merge
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW, Scores
 from rocm_attn.kernels.attention.softmax import LN_2, LOG2_E, add_sink, capped, in_range, visible_blocks
-from rocm_attn.kernels.cache.codes import TOKEN_SCALES, decoded
+from rocm_attn.kernels.cache.codes import TOKEN_SCALES, decoded, decoded_pairs
 from rocm_attn.kernels.cache.page_format import Coding
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, next_power_of_2
@@ -147,17 +148,30 @@ def _products(q, k_rows, live, G: tl.constexpr):
     """q . k of a key block, [QUERY_ROWS, KEY_BLOCK] or swapped."""
     DIM: tl.constexpr = G.HEAD_DIM * G.rows.HEADS_PER_ROW
     PARTS: tl.constexpr = G.K_PARTS
-    for i in tl.static_range(PARTS):
-        k = decoded(_elements(k_rows, live, i, G.K_COLUMNS, DIM), G.coding.ENCODING, q[i].dtype)
-        if G.TRANSPOSED:
-            left, right = k, q[i]
-        else:
-            left, right = q[i], tl.trans(k)
-        if i == 0:
-            products = tl.dot(left, right, input_precision="ieee")
-        else:
-            products = tl.dot(left, right, products, input_precision="ieee")
+    if G.PAIRED:
+        pairs = _elements(k_rows, live, 0, G.K_COLUMNS // 2, DIM // 2)
+        k_even, k_odd = decoded_pairs(pairs, G.coding.ENCODING)
+        products = tl.dot(q[0], tl.trans(k_even))
+        products = tl.dot(q[1], tl.trans(k_odd), products)
+    else:
+        for i in tl.static_range(PARTS):
+            k = decoded(_elements(k_rows, live, i, G.K_COLUMNS, DIM), G.coding.ENCODING, q[i].dtype)
+            if G.TRANSPOSED:
+                left, right = k, q[i]
+            else:
+                left, right = q[i], tl.trans(k)
+            if i == 0:
+                products = tl.dot(left, right, input_precision="ieee")
+            else:
+                products = tl.dot(left, right, products, input_precision="ieee")
     return products
+
+
+@triton.jit
+def _even_and_odd(block):
+    """The even columns of a block and the odd ones, a tuple."""
+    pairs = tl.reshape(block, [block.shape[0], block.shape[1] // 2, 2])
+    return tl.split(pairs)
 
 
 @triton.jit
@@ -229,7 +243,10 @@ def _attend_key_blocks(q, k_side, v_side, read, logits, factors, G: tl.constexpr
         v_offsets = offsets_in_page(lane, v_side.token, v_side.column)
     # The next block's page ids travel one iteration ahead: a load inside the loop that other loads depend on makes the
     # pipeliner spend its stages on it (H200, llama8b 64 x 4k: 329 -> 267 us). Hence clamped to the table, not masked.
-    next_page = pages_of_block(pages, blocks.first, lane, PAGE_SIZE, KEY_BLOCK, BY_PAGE)
+    PAGES: tl.constexpr = pages_at_once(PAGE_SIZE, KEY_BLOCK) if G.PAIRED else KEY_BLOCK
+    BY_NUMBER: tl.constexpr = PAGES < KEY_BLOCK and not BY_PAGE
+    page_lane = tl.arange(0, PAGES) * (KEY_BLOCK // PAGES) if BY_NUMBER else lane
+    next_page = pages_of_block(pages, blocks.first, page_lane, PAGE_SIZE, KEY_BLOCK, BY_PAGE)
     for block in tl.range(blocks.first, blocks.end, num_stages=G.STAGES):
         # kv_index, live, offset: [KEY_BLOCK]; page: [KEY_BLOCK], or one
         kv_index = block * KEY_BLOCK + lane
@@ -237,11 +254,16 @@ def _attend_key_blocks(q, k_side, v_side, read, logits, factors, G: tl.constexpr
         # No page is negative. Said, because ptxas moves the extension of a sign far ahead, and so waits for the load of
         # the number at once (H200, llama70b 64 x 4k: 271 us in place of 258, with pages of 8 300 and 270).
         page = next_page.to(tl.uint32, bitcast=True).to(tl.int64)
-        next_page = pages_of_block(pages, block + 1, lane, PAGE_SIZE, KEY_BLOCK, BY_PAGE)
-        offset = (kv_index % PAGE_SIZE).to(tl.int64)
+        next_page = pages_of_block(pages, block + 1, page_lane, PAGE_SIZE, KEY_BLOCK, BY_PAGE)
+        if BY_NUMBER:
+            page = tl.reshape(tl.broadcast_to(page[:, None], [PAGES, KEY_BLOCK // PAGES]), [KEY_BLOCK])
+        if BY_NUMBER and PAGES * PAGE_SIZE == KEY_BLOCK:
+            offset = (lane % PAGE_SIZE).to(tl.int64)
+        else:
+            offset = (kv_index % PAGE_SIZE).to(tl.int64)
         first = tl.cast(block * KEY_BLOCK % PAGE_SIZE, tl.int64) if BY_PAGE else offset
         k_row = page * k_side.page + first * k_side.token
-        v_row = k_row if G.SAME_OFFSETS and not G.PAIRED else page * v_side.page + first * v_side.token
+        v_row = k_row if G.SAME_OFFSETS else page * v_side.page + first * v_side.token
         if BY_PAGE:
             k_rows = k_side.at + k_row + k_offsets
             v_rows = v_side.at + v_row + v_offsets
@@ -432,16 +454,17 @@ def _decode_kernel(
     # each q row the scores of its own, and its result is in its own head's columns.
     V_PARTS: tl.constexpr = G.V_PARTS
     V_READ: tl.constexpr = G.V_HEAD_DIM // 2 if G.PAIRED else G.V_HEAD_DIM
+    K_READ: tl.constexpr = G.HEAD_DIM // 2 if G.PAIRED else G.HEAD_DIM
     if G.PAIRED:
-        # V's rows, strides and dims are counted in pairs where they are loaded.
-        v_rows = v_pages.to(tl.pointer_type(tl.uint16))
-        v_page, v_token, v_head = vp_page // 2, vp_token // 2, vp_head // 2
-        v_read = tl.arange(0, G.V_COLUMNS // 2)
+        # Rows, strides and dims of pages are counted in pairs.
+        k_pages, v_pages = k_pages.to(tl.pointer_type(tl.uint16)), v_pages.to(tl.pointer_type(tl.uint16))
+        kp_page, kp_token, kp_head = kp_page // 2, kp_token // 2, kp_head // 2
+        vp_page, vp_token, vp_head = vp_page // 2, vp_token // 2, vp_head // 2
+        k_read, v_read = tl.arange(0, G.K_COLUMNS // 2), tl.arange(0, G.V_COLUMNS // 2)
     else:
-        v_rows, v_page, v_token, v_head = v_pages, vp_page, vp_token, vp_head
-        v_read = tl.arange(0, G.V_COLUMNS)
-    k_column = _column_offsets(tl.arange(0, G.K_COLUMNS), G.HEAD_DIM, kp_head, G)
-    v_column = _column_offsets(v_read, V_READ, v_head, G)
+        k_read, v_read = tl.arange(0, G.K_COLUMNS), tl.arange(0, G.V_COLUMNS)
+    k_column = _column_offsets(k_read, K_READ, kp_head, G)
+    v_column = _column_offsets(v_read, V_READ, vp_head, G)
     # Along the side of the q and the output block that TRANSPOSED chooses.
     m = q_row[None, :] if G.TRANSPOSED else q_row[:, None]
     sums = partials + num_programs * (2 * R.Q_ROWS * G.V_HEAD_DIM)
@@ -487,13 +510,13 @@ def _decode_kernel(
             k_factor = row_factor(k_scale, head, C)
             if G.PAIRED:
                 q_block, q_factor = half_query(q_blocks[0])
-                q_blocks = _alone(q_block)
+                q_blocks = _even_and_odd(q_block)
                 k_factor *= q_factor
             k_scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, k_factor, G.CAPPED, C)
             acc, maximum, total = _attend_key_blocks(
                 q_blocks,
                 Side(k_pages + first_kv_head * kp_head, kp_page, kp_token, k_column),
-                Side(v_rows + first_kv_head * v_head, v_page, v_token, v_column),
+                Side(v_pages + first_kv_head * vp_head, vp_page, vp_token, v_column),
                 KeyBlocks(
                     Line(table_line, line_width),
                     Span(window_block + first_block, window_block + end_block),
@@ -625,7 +648,7 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: DecodeTil
         SAME_OFFSETS=args.same_offsets,
         IN_ONE_PAGE=lie_in_one_page(args, cut.key_block),
         TRANSPOSED=tiles.transposed,
-        PAIRED=tiles.paired and args.has_value_pairs and args.q.dtype.itemsize == 2,
+        PAIRED=tiles.paired and args.has_pairs and args.q.dtype.itemsize == 2,
         WHOLE_ROWS=whole_rows,
         EARLY_MERGE=tiles.early_merge and not whole_rows,
         CAPPED=scores.soft_cap > 0,

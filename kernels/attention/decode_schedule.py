@@ -9,6 +9,11 @@ share = ceil(total / programs). All the rest is arithmetic:
   (x + row_cost + blocks - 1) // share, in this order.
 
 So there is no list of parts and no atomic, and the cut depends on nothing but the lengths.
+
+Where all rows cost the same, and a share that a row is a multiple of, or that is a multiple of a row, is larger by a
+sixteenth at most, it is that one: then no program has an end of one row and the beginning of the next. What a row lacks
+to a multiple counts as padding after it.
+
 With a window a row has only the blocks that its new tokens see. A sequence takes part by its number of new tokens, of
 which each OF_ROW have rows of their own; each row is as long as the last one. With kv_len 0 a row costs row_cost, so
 that some program writes its zeros.
@@ -32,7 +37,7 @@ from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
 from rocm_attn.kernels.attention.softmax import visible_blocks
 from rocm_attn.kernels.launch import launch
 
-# The words of a program; the last one is 0.
+# The words of a program.
 PROGRAM_WORDS = tl.constexpr(cuts.PROGRAM_WORDS)
 PROGRAM_SEQ = tl.constexpr(0)
 PROGRAM_ROW = tl.constexpr(1)
@@ -41,12 +46,16 @@ PROGRAM_WORK = tl.constexpr(3)
 PROGRAM_SHARE = tl.constexpr(4)
 PROGRAM_ROW_START = tl.constexpr(5)  # position where the row starts
 PROGRAM_KV_LEN = tl.constexpr(6)
+PROGRAM_PAD = tl.constexpr(7)  # positions after each row that nothing lies at; 0 unless the cut is even
 # The words of a sequence.
 SEQ_WORDS = tl.constexpr(cuts.SEQ_WORDS)
 SEQ_START = tl.constexpr(0)  # position where its rows start
 SEQ_KV_LEN = tl.constexpr(1)  # -1 if it takes no part
 # Sequences that a program looks at in one step; a fixed number, so that no batch size needs another compilation.
 _SEQS_AT_ONCE = 512
+# A share may be larger by a part of it, where all rows are alike.
+_SIXTEEN = tl.constexpr(16)
+_MOST_COST = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
@@ -103,6 +112,7 @@ class ScheduleGeometry(NamedTuple):
     KEY_BLOCK: int
     ROW_COST: int
     WINDOWED: bool
+    IS_EVEN: bool
     SEQS: int
     TOKENS: NewTokens
 
@@ -126,6 +136,19 @@ def _costs(kv_len, q_indptr, seq, num_seqs, window_left, G: tl.constexpr):
     return tl.where(takes_part, row_cost * num_rows, 0), row_cost, length
 
 
+@triton.jit
+def _even_share(share, shortest, longest):
+    """What a program takes, and the padding after each row. shortest, longest: cost of a row; share: at least"""
+    cost = tl.maximum(longest, 1)
+    # So many rows for a program, or so many programs for a row.
+    rows = tl.cdiv(share, cost)
+    parts = tl.maximum(cost // share, 1)
+    even = tl.where(share >= cost, rows * cost, tl.cdiv(cost, parts))
+    is_even = (shortest == longest) & (even <= share + share // _SIXTEEN)
+    pad = tl.where(is_even & (share < cost), even * parts - cost, 0)
+    return tl.where(is_even, even, share), pad
+
+
 @triton.jit(do_not_specialize=["num_seqs", "num_programs", "window_left"])
 def _schedule_kernel(
     kv_len,
@@ -141,12 +164,19 @@ def _schedule_kernel(
     lane = tl.arange(0, SEQS)
 
     total = 0
+    longest = 0
+    shortest = _MOST_COST
     for first in range(0, num_seqs, SEQS):
-        cost, _, _ = _costs(kv_len, q_indptr, first + lane, num_seqs, window_left, G)
+        cost, cost_of_row, length = _costs(kv_len, q_indptr, first + lane, num_seqs, window_left, G)
         total += tl.sum(cost, 0)
+        if G.IS_EVEN:
+            longest = tl.maximum(longest, tl.max(tl.where(length < 0, 0, cost_of_row), 0))
+            shortest = tl.minimum(shortest, tl.min(tl.where(length < 0, _MOST_COST, cost_of_row), 0))
     share = tl.maximum(tl.cdiv(total, num_programs), 1)
+    pad = 0
+    if G.IS_EVEN:
+        share, pad = _even_share(share, shortest, longest)
     start = program * share
-    work = tl.maximum(tl.minimum(share, total - start), 0)
 
     # The sequence whose positions contain `start`: the number of sequences that end at or before it.
     seq = 0
@@ -157,6 +187,9 @@ def _schedule_kernel(
     for first in range(0, num_seqs, SEQS):
         # cost, cost_of_row, length: [SEQS]
         cost, cost_of_row, length = _costs(kv_len, q_indptr, first + lane, num_seqs, window_left, G)
+        if G.IS_EVEN:
+            # Padding follows rows that are alike.
+            cost += cost // tl.maximum(longest, 1) * pad
         end = before + tl.cumsum(cost, 0)
         here = (end > start) & (end - cost <= start)
         seq += tl.sum((end <= start).to(tl.int32), 0)
@@ -168,9 +201,13 @@ def _schedule_kernel(
             tl.store(words + SEQ_START, end - cost, mask=first + lane < num_seqs)
             tl.store(words + SEQ_KV_LEN, length, mask=first + lane < num_seqs)
         before += tl.sum(cost, 0)
-    row_cost = tl.maximum(row_cost, 1)
-    row = (start - seq_start) // row_cost
-    row_start = seq_start + row * row_cost
+    row_size = tl.maximum(row_cost + pad, 1)
+    row = (start - seq_start) // row_size
+    row_start = seq_start + row * row_size
+    work = tl.maximum(tl.minimum(share, before - start), 0)
+    if G.IS_EVEN:
+        # Of a row that padding follows, its rest.
+        work = tl.where(pad > 0, tl.maximum(tl.minimum(work, row_start + row_cost - start), 0), work)
 
     words = words_of_program(schedule, program)
     tl.store(words + PROGRAM_SEQ, tl.minimum(seq, num_seqs))
@@ -180,7 +217,7 @@ def _schedule_kernel(
     tl.store(words + PROGRAM_SHARE, share)
     tl.store(words + PROGRAM_ROW_START, row_start)
     tl.store(words + PROGRAM_KV_LEN, seq_len)
-    tl.store(words + PROGRAM_WORDS - 1, 0)
+    tl.store(words + PROGRAM_PAD, pad)
 
 
 def launch_decode_schedule(queries: Queries, schedule: Tensor, cut: DecodeCut) -> None:
@@ -201,7 +238,13 @@ def launch_decode_schedule(queries: Queries, schedule: Tensor, cut: DecodeCut) -
         cut.programs,
         cut.window_left,
         G=ScheduleGeometry(
-            cut.rows, cut.key_block, cut.row_cost, cut.window_left != UNLIMITED_WINDOW, _SEQS_AT_ONCE, cut.tokens
+            cut.rows,
+            cut.key_block,
+            cut.row_cost,
+            cut.window_left != UNLIMITED_WINDOW,
+            cut.is_even,
+            _SEQS_AT_ONCE,
+            cut.tokens,
         ),
         num_warps=4,
     )

@@ -40,6 +40,20 @@ def pages_of_block(pages, block, lane, PAGE_SIZE: tl.constexpr, KEY_BLOCK: tl.co
     return tl.load(pages.at + tl.minimum(first // PAGE_SIZE, pages.width - 1))
 
 
+@constexpr_function
+def pages_at_once(page_size: int, key_block: int) -> int:
+    """Page numbers that are loaded for a block on NVIDIA: one for each of its pages, where it begins or ends with one.
+
+    Fewer than a program has threads are loaded by every thread that needs them; others are handed round in shared
+    memory, at two barriers each.
+    """
+    target = None if knobs.runtime.interpret else current_target()
+    is_whole = key_block % page_size == 0 or page_size % key_block == 0
+    if is_whole and (target is None or target.backend == "cuda"):
+        return max(1, key_block // page_size)
+    return key_block
+
+
 @triton.jit
 def near(stride):
     """A stride of near pages: the compiler learns that offsets of a few of them fit 32 bits, and are not negative."""

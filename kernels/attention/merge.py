@@ -9,7 +9,6 @@ Which programs hold parts of a row follows from the schedule (see decode_schedul
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import triton
@@ -18,10 +17,11 @@ from triton.language.extra.cuda import gdc_wait
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import Softmax
-from rocm_attn.kernels.attention.cuts import DecodeCut, RowCut
+from rocm_attn.kernels.attention.cuts import DecodeCut, RowCut, merge_shape
 from rocm_attn.kernels.attention.decode_schedule import (
     PROGRAM_DONE,
     PROGRAM_KV_LEN,
+    PROGRAM_PAD,
     PROGRAM_ROW,
     PROGRAM_ROW_START,
     PROGRAM_SEQ,
@@ -36,7 +36,6 @@ from rocm_attn.kernels.attention.decode_schedule import (
 )
 from rocm_attn.kernels.attention.softmax import LN_2, add_sink, visible_blocks
 from rocm_attn.kernels.launch import launch
-from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 
 class MergeGeometry(NamedTuple):
@@ -127,7 +126,8 @@ def _merge_kernel(
         seq_words = words_of_seq(schedule, num_programs, seq)
         share = tl.load(schedule + PROGRAM_SHARE)
         _, _, num_blocks = visible_blocks(tl.load(seq_words + SEQ_KV_LEN), window_left, R.KEY_BLOCK, R.WINDOWED)
-        first_position = tl.load(seq_words + SEQ_START) + row * (num_blocks + R.ROW_COST) + R.ROW_COST
+        row_size = num_blocks + R.ROW_COST + tl.load(schedule + PROGRAM_PAD)
+        first_position = tl.load(seq_words + SEQ_START) + row * row_size + R.ROW_COST
         first_program = first_position // share
         mine = num_blocks > 0
         if T.MOST > 1:
@@ -176,43 +176,6 @@ def _merge_kernel(
             # Programs of other column chunks store the same number.
             value = (maximum + tl.log2(tl.where(is_row, total, 1.0))) * LN_2
             tl.store(lse + token * lse_token + head * lse_head, value, mask=is_row)
-
-
-@dataclass(frozen=True, slots=True)
-class MergeShape:
-    """How the merge is cut.
-
-    by_row:     a program for each row; or for each pair of neighbouring decode programs, where rows outnumber them
-    heads:      q rows of a program
-    columns:    output columns of a program
-    parts:      parts that are added up in one step
-    num_warps:  warps of a program
-    """
-
-    by_row: bool
-    heads: int
-    columns: int
-    parts: int
-    num_warps: int
-
-
-def merge_shape(num_rows: int, num_programs: int, q_rows: int, v_head_dim: int) -> MergeShape:
-    """The cut for num_rows rows of q_rows query heads.
-
-    Two things count (measured on one H200): all parts of a typical row in one step, and enough programs.
-    1 row, 264 parts: 45 us with 8 parts a step, 16 us with 256. 64 x 4k, 512 rows: 7.6 us with one head a program, 3 us
-    with all. Everything that varies with the batch has few values, so that few variants are compiled.
-    """
-    block = max(16, next_power_of_2(v_head_dim))
-    if num_rows > num_programs:
-        heads = min(next_power_of_2(q_rows), max(1, 2048 // block))
-        return MergeShape(False, heads, block, 8 if heads * block <= 1024 else 4, 2)
-    if num_rows > 16:
-        return MergeShape(True, 1, min(block, 64), 16, 2)
-    if num_rows >= 4:
-        return MergeShape(True, 1, min(block, 32), 64, 1)
-    parts = min(max(next_power_of_2(num_programs // max(num_rows, 1) + 1), 64), 512)
-    return MergeShape(True, 1, min(block, 32), parts, 8 if parts >= 256 else 1)
 
 
 def early_options(early: bool) -> dict[str, bool]:

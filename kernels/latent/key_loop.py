@@ -169,7 +169,7 @@ def read_strides(args: AttendArgs) -> tuple[int, ...]:
 def _has_pairs(args: AttendArgs) -> bool:
     """Whether rows can be read as pairs of codes, and multiplied as float16."""
     is_even = not any(dim % 2 for dim in (args.q.shape[2], args.out.shape[2]))
-    return args.q.dtype.itemsize == 2 and is_even and args.has_value_pairs
+    return args.q.dtype.itemsize == 2 and is_even and args.has_pairs
 
 
 @triton.jit

@@ -17,29 +17,51 @@ def decode_schedule(kv_len: Sequence[int], q_len: Sequence[int], cut: DecodeCut)
 
     Of a program without work only words 3 and 4 (work and share) have a meaning; the others are 0 here.
     """
+    fewest, most, of_row = cut.tokens
+    rows_of = [cut.rows * -(-new // of_row) if fewest <= new <= most else 0 for new in q_len]
+    costs = [
+        len(visible_blocks(length, cut)) + cut.row_cost
+        for length, num_rows in zip(kv_len, rows_of, strict=True)
+        for _ in range(num_rows)
+    ]
+    share = max(-(-sum(costs) // cut.programs), 1)
+    share, pad = _even_share(costs, share) if cut.is_even else (share, 0)
     rows: list[tuple[int, int]] = []
     starts: list[int] = []
     words_of_seqs: list[int] = []
     position = 0
     for seq, (length, new) in enumerate(zip(kv_len, q_len, strict=True)):
-        takes_part = cut.tokens.FEWEST <= new <= cut.tokens.MOST
-        words_of_seqs += [position, length if takes_part else -1]
-        for row in range(cut.rows * -(-new // cut.tokens.OF_ROW) if takes_part else 0):
+        words_of_seqs += [position, length if fewest <= new <= most else -1]
+        for row in range(rows_of[seq]):
             rows.append((seq, row))
             starts.append(position)
-            position += len(visible_blocks(length, cut)) + cut.row_cost
-    share = max(-(-position // cut.programs), 1)
+            position += len(visible_blocks(length, cut)) + cut.row_cost + pad
     words: list[int] = []
     for program in range(cut.programs):
         start = program * share
-        if start >= position:
+        index = bisect_right(starts, start) - 1
+        end = starts[index] + costs[index] if pad else position
+        if start >= min(end, position):
             words += [0, 0, 0, 0, share, 0, 0, 0]
             continue
-        index = bisect_right(starts, start) - 1
         seq, row = rows[index]
-        work = min(share, position - start)
-        words += [seq, row, start - starts[index], work, share, starts[index], kv_len[seq], 0]
+        words += [seq, row, start - starts[index], min(share, end - start), share, starts[index], kv_len[seq], pad]
     return words + words_of_seqs
+
+
+def _even_share(costs: Sequence[int], share: int) -> tuple[int, int]:
+    """What a program takes of rows with these costs, and the padding after each of them. share: the least it can be"""
+    if len(set(costs)) != 1:
+        return share, 0
+    cost = costs[0]
+    if cost <= share:
+        even = next(size for size in range(cost, share + cost, cost) if size >= share)
+        pad = 0
+    else:
+        parts = max(number for number in range(1, cost + 1) if number * share <= cost)
+        even = -(-cost // parts)
+        pad = even * parts - cost
+    return (even, pad) if 16 * (even - share) <= share else (share, 0)
 
 
 def visible_blocks(kv_len: int, cut: DecodeCut) -> range:

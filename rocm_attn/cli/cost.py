@@ -1,10 +1,11 @@
 """What one layer of attention should take on an MI300X or an MI355X, predicted: a range, and its middle.
 
-    decode   max(bytes / HBM, iterations * (own + latencies * L), units) + 2 L + launches
+    decode   max(bytes / HBM, iterations * (own + latencies * L), units) + (2 + merge) L + launches
     extend   operations / (peak * fraction) + launches
 
 own, latencies (in series, of an iteration of the hot loop) and units are static figures of the compiled kernel
-(cost_figures.py). No AMD GPU was at hand: the rest is published, or assumed where nothing is.
+(cost_figures.py). merge counts latencies too: its words, and each step in which it adds up parts of a row
+(kernels/attention/cuts.py, merge_shape). No AMD GPU was at hand: the rest is published, or assumed where nothing is.
 
 HBM        what streams of reads reach. MI300X 3.9 TB/s (ROCm/rocm-systems#2934) to 4.2 (ROCm/legacy-rocm-build#5070).
            MI355X 5 TB/s by AITER's decode in assembly, 80 to 85 % of a stream (ROCm/aiter#5190): 6 at most.
@@ -35,6 +36,7 @@ from typing import Any
 
 from rocm_attn.cli.cost_figures import CODE_OBJECTS, DECODE, EXTEND
 from rocm_attn.cli.static_figures import DecodeFigures, ExtendFigures
+from rocm_attn.kernels.attention.cuts import merge_shape
 from rocm_attn.kernels.tuning.decode_tiles import decode_tiles
 from rocm_attn.kernels.tuning.extend_tiles import extend_tiles
 from rocm_attn.kernels.tuning.tiles import NoTiles
@@ -186,6 +188,7 @@ def _decode(problem: Problem, gpu: Gpu, shape: Shape, figures: DecodeFigures) ->
     units = known_target(figures.arch).compute_units
     loaded = shape.num_seqs * keys * problem.num_kv_heads * 2 * problem.head_dim * problem.dtype.itemsize
     blocks = shape.num_seqs * tiles.rows_per_seq(problem.num_kv_heads) * -(-keys // tiles.key_block)
+    merge = _merge_latencies(problem, shape.num_seqs, -(-keys // tiles.key_block), figures)
     # Programs beside those that a CU has room for run after them.
     iterations = -(-blocks // (units * tiles.programs_per_cu)) * tiles.programs_per_cu / figures.programs
     busy = shape.num_seqs * keys * problem.num_kv_heads * figures.clocks / units / gpu.clock
@@ -193,11 +196,23 @@ def _decode(problem: Problem, gpu: Gpu, shape: Shape, figures: DecodeFigures) ->
     def seconds(latency: float, hbm: float, launches: float) -> float:
         own = _CLOCKS_PER_CYCLE * figures.own / gpu.clock
         waits = iterations * (own + figures.latencies * latency)
-        return max(loaded / hbm, waits, busy) + _START_LATENCIES * latency + launches
+        return max(loaded / hbm, waits, busy) + (_START_LATENCIES + merge) * latency + launches
 
     least = seconds(_LATENCY[0], gpu.hbm[1], _LAUNCHES[0])
     took = Range.between(least, seconds(_LATENCY[1], gpu.hbm[0], _LAUNCHES[1]))
     return Prediction(shape, took, took.per(loaded))
+
+
+def _merge_latencies(problem: Problem, num_seqs: int, blocks: int, figures: DecodeFigures) -> int:
+    """Loads of the merge that wait for one another. blocks: key blocks of a row; all rows are alike."""
+    tiles = figures.tiles
+    programs = known_target(figures.arch).compute_units * tiles.programs_per_cu
+    rows = num_seqs * tiles.rows_per_seq(problem.num_kv_heads)
+    share = -(-rows * (blocks + tiles.row_cost) // programs)
+    # Few rows begin where a program does.
+    parts = -(-blocks // share) + 1
+    shape = merge_shape(rows, programs, tiles.q_rows(problem.gqa_ratio), problem.v_head_dim)
+    return 1 + -(-parts // shape.parts)
 
 
 def _extend(problem: Problem, arch: str, shape: Shape, figures: ExtendFigures) -> Prediction:

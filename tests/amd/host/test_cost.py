@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rocm_attn.cli import cost
 from rocm_attn.cli.cost import GPUS, SHAPES, Shape, fraction, predicted, predictions
 from rocm_attn.cli.cost_figures import CODE_OBJECTS, DECODE, EXTEND
 from rocm_attn.cli.static_figures import ExtendFigures
+from rocm_attn.kernels.attention.cuts import merge_shape
 from rocm_attn.kernels.tuning.tiles import ExtendTiles
 from rocm_attn.problem import KVEncoding, Problem, Scales
 
@@ -57,6 +59,24 @@ def test_more_softmax_beside_as_many_products_is_slower(arch: str) -> None:
     for found in extends:
         slower = replace(found, vector=2 * found.vector)
         assert fraction(arch, slower).middle < fraction(arch, found).middle
+
+
+@every_arch
+def test_rows_that_are_merged_in_more_steps_take_longer(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = predicted(LLAMA, arch, Shape(1, 8192))
+    monkeypatch.setattr(cost, "merge_shape", lambda *given: replace(merge_shape(*given), parts=16))
+    slower = predicted(LLAMA, arch, Shape(1, 8192))
+    assert found is not None
+    assert slower is not None
+    assert slower.seconds.low > found.seconds.low
+
+
+@pytest.mark.parametrize("compute_units", [80, 256, 304])
+@pytest.mark.parametrize("programs_per_cu", [1, 2, 8])
+def test_a_row_is_merged_in_a_few_steps_where_all_are_alike(compute_units: int, programs_per_cu: int) -> None:
+    programs = compute_units * programs_per_cu
+    for num_rows in range(3, programs + 1):
+        assert 4 * merge_shape(num_rows, programs, 4, 128).parts >= programs // num_rows
 
 
 def test_every_loop_of_decode_waits_for_its_keys() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
@@ -55,7 +56,8 @@ class Batch:
 def batches(draw: st.DrawFn) -> Batch:
     """Lengths from nothing to far apart, some sequences of another kind, and as few or as many programs as may be."""
     longest = draw(st.sampled_from([3, 40, 300, 5000]))
-    seqs = draw(st.lists(st.tuples(st.integers(0, longest), st.sampled_from([1, 1, 1, 0, 2])), max_size=20))
+    lengths = st.just(longest) if draw(st.booleans()) else st.integers(0, longest)
+    seqs = draw(st.lists(st.tuples(lengths, st.sampled_from([1, 1, 1, 0, 2])), max_size=20))
     tiles = replace(TILES, row_cost=draw(st.integers(0, 4)), head_blocks=draw(st.integers(1, 2)))
     return Batch(
         [length for length, _ in seqs],
@@ -126,14 +128,14 @@ def test_the_merge_finds_the_programs_of_every_row_that_is_shared(batch: Batch) 
         for row, first, end in walk(batch, program):
             if end > first:
                 programs_of[row].append(program)
-    share = words[4]
+    share, pad = words[4], words[7]
 
     def holders(row_start: int, num_blocks: int) -> list[int]:
         first = row_start + row_cost
         return list(range(first // share, (first + num_blocks - 1) // share + 1))
 
     for (seq, row_of_seq), programs in programs_of.items():
-        start = words[8 * batch.num_programs + 2 * seq] + row_of_seq * (batch.blocks_of(seq) + row_cost)
+        start = words[8 * batch.num_programs + 2 * seq] + row_of_seq * (batch.blocks_of(seq) + row_cost + pad)
         assert holders(start, batch.blocks_of(seq)) == programs
 
     found: dict[Row, list[int]] = {}
@@ -150,10 +152,12 @@ def test_the_merge_finds_the_programs_of_every_row_that_is_shared(batch: Batch) 
 @given(batches())
 def test_no_program_has_more_work_than_another_but_for_the_last_ones(batch: Batch) -> None:
     work = batch.words()[3 : 8 * batch.num_programs : 8]
-    share = work[0]
-    used = -(-sum(work) // share) if share else 0
-    assert all(amount == share for amount in work[: max(used - 1, 0)])
-    assert all(amount == 0 for amount in work[used:])
+    share, pad = batch.words()[4], batch.words()[7]
+    assert max(work) <= share
+    if pad == 0:
+        used = -(-sum(work) // share)
+        assert all(amount == share for amount in work[: max(used - 1, 0)])
+        assert all(amount == 0 for amount in work[used:])
 
 
 def device_words(batch: Batch, device: torch.device) -> list[int]:
@@ -184,6 +188,34 @@ def test_the_device_writes_the_words_of_the_host_twin(
     q_len[0] = 1
     batch = Batch(kv_len, q_len, num_kv_heads, num_programs, TILES, window_left)
     assert device_words(batch, kernel_device) == batch.words()
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "kv_len", "num_programs", "rows", "pad"),
+    # Of a row's cost, which is 2 more than its blocks: halves, halves with padding, whole rows, two rows each; none.
+    [
+        (16, 1024, 264, 0.5, 0),
+        (16, 1008, 264, 0.5, 1),
+        (32, 256, 264, 1, 0),
+        (64, 1024, 264, 2, 0),
+        (1, 256, 264, 0, 0),
+    ],
+)
+def test_rows_that_are_alike_are_cut_alike(
+    num_seqs: int, kv_len: int, num_programs: int, rows: float, pad: int, kernel_device: torch.device
+) -> None:
+    """A program has so many rows; where no such share is near, 0."""
+    batch = Batch([kv_len] * num_seqs, [1] * num_seqs, 8, num_programs, TILES)
+    words = device_words(batch, kernel_device)
+    assert words == batch.words()
+    cost = batch.blocks_of(0) + TILES.row_cost
+    assert words[7] == pad
+    if rows:
+        assert words[4] == math.ceil(rows * cost)
+        visits = [walk(batch, program) for program in range(num_programs)]
+        assert max(map(len, visits)) == math.ceil(rows), "no program has an end of a row and the beginning of another"
+    else:
+        assert words[4] == -(-8 * cost // num_programs)
 
 
 @pytest.mark.parametrize("q_len", [[], [0, 0, 0], [5, 0, 2]])

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
-from rocm_attn.kernels.attention.cuts import DecodeCut
+from rocm_attn.kernels.attention.cuts import DecodeCut, merge_shape
 from rocm_attn.kernels.attention.decode import launch_paged_decode
-from rocm_attn.kernels.attention.merge import merge_shape
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
@@ -141,7 +140,7 @@ def test_equal_blocks_of_a_head_leave_nothing_out(dims: tuple[int, int], kernel_
 
 @pytest.mark.parametrize(
     ("num_seqs", "num_programs", "is_by_row", "parts"),
-    [(1, 40, True, 64), (1, 260, True, 256), (3, 24, True, 64), (9, 30, True, 16), (9, 9, False, 8)],
+    [(1, 40, True, 32), (1, 70, True, 64), (1, 260, True, 256), (3, 24, True, 8), (9, 30, True, 4), (9, 9, False, 8)],
 )
 def test_every_cut_of_the_merge_is_right(
     num_seqs: int, num_programs: int, is_by_row: bool, parts: int, kernel_device: torch.device

@@ -14,6 +14,7 @@ import torch
 from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
 from rocm_attn.kernels.attention.cuts import BLOCK_WORDS, SHARE_WORDS, WHOLE_ROWS, ExtendCut, Sharing
 from rocm_attn.kernels.attention.extend import launch_paged_extend
+from rocm_attn.kernels.attention.extend_merge import merge_of_few_rows
 from rocm_attn.kernels.attention.extend_schedule import launch_extend_schedule
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW, Scores
 from rocm_attn.kernels.cache.layer_pages import LayerPages
@@ -132,6 +133,24 @@ def test_one_launch_may_take_shares_and_whole_rows(
     sharing = ALL_SHARED._replace(programs=3, split_keys=split_keys)
     words = extend_schedule(case.kv_len, case.q_len, extend_cut(tensors, tiles, sharing), tensors.q.shape[0])
     assert 0 < words[-1] < 8 if some_are_shared else words[-1] == 0
+    run_extend(tensors, tiles=tiles, sharing=sharing)
+    assert_served(tensors)
+
+
+@pytest.mark.parametrize("layer", [{}, {"masked": True}, {"sinks": True}, {"window_left": 40}], ids=str)
+@pytest.mark.parametrize(("programs", "parts"), [(50, 8), (150, 32)])
+def test_few_rows_of_many_parts_are_merged_by_row(
+    programs: int, parts: int, layer: dict[str, Any], kernel_device: torch.device
+) -> None:
+    """Two heads of a sequence's six tokens, whose keys many programs share; in more than one step, and in one."""
+    case = Case(kv_len=[170, 0], q_len=[6, 0], tail=2, heads=(6, 2), dims=(24, 40), **layer)
+    tensors = build(case, kernel_device)
+    tiles = ExtendTiles(query_rows=16, key_block=16, num_warps=4, num_stages=1)
+    sharing = ALL_SHARED._replace(programs=programs)
+    rows = 2 * extend_cut(tensors, tiles, sharing).max_blocks(tensors.q.shape[0], 2)
+    shape = merge_of_few_rows(rows, programs)
+    assert shape is not None
+    assert shape.parts == parts
     run_extend(tensors, tiles=tiles, sharing=sharing)
     assert_served(tensors)
 

@@ -157,7 +157,7 @@ def test_tma_sees_pages_as_rows_of_slots_and_boxes_within_a_page(monkeypatch: py
         launch_hopper_extend(args, scores=tensors.scores, cut=cut, tiles=kernel.tiles)
         grid, _, k, v, *_ = launched[-1]
         slots = tensors.k_pages.shape[0] * page_size
-        assert grid == (132 + cut.max_blocks(200, 1) * 2,)
+        assert grid == (132,)  # programs that stay: rows are dealt out to them
         for described, pages in ((k, tensors.k_pages), (v, tensors.v_pages)):
             assert described.base is pages
             assert (described.shape, described.strides) == ([slots, 2 * 128], [2 * 128, 1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import fields
 from pathlib import Path
 from statistics import geometric_mean, median
@@ -65,41 +64,16 @@ def attention(result: dict[str, Any]) -> str:
         f"Ceilings of the same run: copy {ceilings['copy_GBs']:.0f} GB/s, read {ceilings['read_GBs']:.0f} GB/s, "
         f"bf16 8192^3 matmul {ceilings['mma_TFs']:.0f} TFLOP/s. floor: streaming read of the same bytes, or the "
         "matmul bound; limit: the same bytes at copy bandwidth, or the matmul bound. Input sets are rotated past the "
-        "L2; the schedule is built once a step, outside. Error: relative to float32, before and after the graph. "
-        f"Times are means of {result['passes']} passes; in the same process every peer that serves the case was "
-        "timed, of which the fastest is shown (all are in the result file).\n",
-        *beside_peers(result["rows"]),
-        "| case | us | x floor | limit us | x limit | fastest peer | its us | own / peer | error |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "L2; the schedule is built once a step, outside. Error: relative to float32, before and after the graph.\n",
+        "| case | us | floor us | x floor | limit us | x limit | error |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in sorted(result["rows"], key=lambda row: row["case"]):
-        name, us = fastest_peer(row)
         lines.append(
-            f"| {row['case']} | {row['us']} | {row['times_floor']:.2f} | {row['limit_us']} "
-            f"| {row['times_limit']:.2f} | {name} | {us} | {row['us'] / us:.2f} "
-            f"| {row['error']:.1e} / {row['error_in_graph']:.1e} |"
+            f"| {row['case']} | {row['us']} | {row['floor_us']} | {row['times_floor']:.2f} | {row['limit_us']} "
+            f"| {row['times_limit']:.2f} | {row['error']:.1e} / {row['error_in_graph']:.1e} |"
         )
     return "\n".join(lines) + "\n"
-
-
-def fastest_peer(row: dict[str, Any]) -> tuple[str, float]:
-    """Its name and microseconds; no name where no peer served the case."""
-    return min(row["peers_us"].items(), key=lambda peer: peer[1], default=("", math.nan))
-
-
-def beside_peers(rows: list[dict[str, Any]]) -> list[str]:
-    """A line of each kind of work: how this library's times compare with the fastest peer's."""
-    lines = []
-    for kind, title in {"dec": "decode", "swa": "decode in a window", "ext": "extend", "mla": "latent decode"}.items():
-        of_kind = [row for row in rows if row["case"].startswith(f"{kind}/") and row["peers_us"]]
-        if of_kind:
-            ratios = [row["us"] / fastest_peer(row)[1] for row in of_kind]
-            lines.append(
-                f"- {title}: {sum(ratio <= 1 for ratio in ratios)} of {len(ratios)} cases faster than every peer; "
-                f"{geometric_mean(ratios):.2f} x the fastest peer's time in the geometric mean, "
-                f"{max(ratios):.2f} x at most"
-            )
-    return [*lines, ""]
 
 
 def host_time(result: dict[str, Any]) -> str:

@@ -54,6 +54,14 @@ def python_of(folder: Path, engine: str) -> Path:
     return folder / engine / "bin" / "python"
 
 
+def python_path(plugin: Path) -> tuple[Path, Path]:
+    """Where this checkout's metadata and itself lie.
+
+    Of metadata of one name the first counts, and an editable install leaves some in the checkout.
+    """
+    return plugin, ROOT
+
+
 def environment_without_settings() -> dict[str, str]:
     """This process's, less what it says of this project and of Triton."""
     return {name: value for name, value in os.environ.items() if not name.startswith(("ROCM_ATTN_", "TRITON_"))}

@@ -15,7 +15,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.amd.engines.serving import ROOT, engine_folder, environment_without_settings, python_of, write_metadata
+from tests.amd.engines.serving import (
+    engine_folder,
+    environment_without_settings,
+    python_of,
+    python_path,
+    write_metadata,
+)
 from tests.amd.engines.sglang_kit import Tally
 from tests.amd.engines.sglang_plugin import FAULTS_LOG, WINDOW_POOL
 from tests.amd.engines.sglang_text import Answer, Run
@@ -80,7 +86,7 @@ class SglangVenv:
         request.write_text(json.dumps(asked))
         environment = {
             **environment_without_settings(),
-            "PYTHONPATH": f"{ROOT}{os.pathsep}{self.plugin}",
+            "PYTHONPATH": os.pathsep.join(map(str, python_path(self.plugin))),
             "SGLANG_USE_CPU_ENGINE": "1",
             "HF_HUB_OFFLINE": "1",
             "ROCM_ATTN_ON_FAULT": "raise",

@@ -14,7 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.amd.engines.serving import ROOT, engine_folder, environment_without_settings, python_of, write_metadata
+from tests.amd.engines.serving import (
+    engine_folder,
+    environment_without_settings,
+    python_of,
+    python_path,
+    write_metadata,
+)
 from tests.amd.engines.vllm_text import Answer, Run
 
 # The environment's.
@@ -41,15 +47,13 @@ class VllmVenv:
         if release != VLLM:
             tree = self.folder / "vllm" / f"python-{release}"
             assert (tree / "vllm").is_dir(), f"{tree} is missing: remove {self.folder / 'vllm'} and make it anew"
-            settings |= {"VLLM_TARGET_DEVICE": "cpu", "PYTHONPATH": os.pathsep.join(map(str, (tree, *self.path)))}
+            settings |= {
+                "VLLM_TARGET_DEVICE": "cpu",
+                "PYTHONPATH": os.pathsep.join(map(str, (tree, *python_path(self.plugin)))),
+            }
         answers, said = self._answers(runs, scratch, settings)
         assert f"rocm_attn serves vLLM {release}" in said, "our backend did not serve"
         return answers
-
-    @property
-    def path(self) -> tuple[Path, Path]:
-        """Where this checkout and its metadata lie."""
-        return ROOT, self.plugin
 
     def stock(self, runs: Sequence[Run], scratch: Path) -> list[Answer]:
         """What vLLM's own backends answer."""
@@ -74,7 +78,7 @@ class VllmVenv:
         ranks = max(run.args.get("tensor_parallel_size", 1) for run in runs)
         environment = {
             **environment_without_settings(),
-            "PYTHONPATH": os.pathsep.join(map(str, self.path)),
+            "PYTHONPATH": os.pathsep.join(map(str, python_path(self.plugin))),
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_OMP_THREADS_BIND": "auto" if ranks == 1 else "|".join(map(str, range(ranks))),

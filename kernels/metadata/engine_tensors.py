@@ -9,6 +9,9 @@ from torch import Tensor
 # How given_q says the new tokens of a sequence.
 Q_EACH_ONE, Q_LENGTHS, Q_BOUNDARIES = 0, 1, 2
 
+# Cells of a mask of bytes at most: the kernel that packs them counts in 32 bits, and a little beyond the last one.
+MOST_MASK_CELLS = 2**31 - 2**22
+
 
 @dataclass(frozen=True, slots=True)
 class EngineLengths:

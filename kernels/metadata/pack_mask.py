@@ -65,8 +65,8 @@ _variant = repeated_launches(_pack_mask_kernel)
 def launch_pack_mask(cells: Tensor, positions: Tensor, to: StepTensors) -> None:
     """Put a mask of bytes in its place, packed.
 
-    cells:             bool or uint8 [n], contiguous, below 2 GiB; read only: the [q_len, kv_len] cells of a sequence,
-                       one sequence after the other
+    cells:             bool or uint8 [n], contiguous, MOST_MASK_CELLS at most; read only: the [q_len, kv_len] cells of a
+                       sequence, one sequence after the other
     positions:         int32 or int64 [m], any stride, at least as many as the step has tokens; read only
     to:                counts and mask_indptr say how many tokens and cells the step has; mask_words receive the cells,
                        mask_positions the positions, and 0 after the step's tokens

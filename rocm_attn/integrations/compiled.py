@@ -22,13 +22,13 @@ from rocm_attn.errors import BadTensor, WrongState
 from rocm_attn.external import ExternalAttention
 from rocm_attn.hip_graphs.host_ops import is_host_code
 from rocm_attn.hip_graphs.record_guard import guard_here
+from rocm_attn.integrations.owners import Owner, problems_of
 from rocm_attn.kernels.cache.row_work import QkvWork, RopePairs, RopeTable, RowNorm
 from rocm_attn.problem import PoolKind
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.protocols import LayerCalls
 from rocm_attn.step.step import Step
 
-Owner = AttentionRuntime | ExternalAttention
 Result = TypeVar("Result")
 
 NAMESPACE = "rocm_attn"
@@ -48,8 +48,7 @@ class _Called:
 
     def __init__(self, owner: Owner, half: int) -> None:
         self._owner, self._half = weakref.ref(owner), half
-        problems = owner.kinds.problems if isinstance(owner, AttentionRuntime) else owner.kernels().problems
-        self._v_dims = tuple(problem.v_head_dim for problem in problems)
+        self._v_dims = tuple(problem.v_head_dim for problem in problems_of(owner))
         self._works: dict[int, tuple[tuple[object, ...], QkvWork]] = {}
 
     @property
@@ -73,7 +72,9 @@ class _Called:
         *weights, numbers = norms
         cos_sin, *of_table = rope
         tensors = *weights, cos_sin
-        made_of = *(None if each is None else each.data_ptr() for each in tensors), *numbers, *of_table
+        # What is kept holds the tensors, so an address is theirs; a part of one may begin there too.
+        places = (None if each is None else (each.data_ptr(), each.shape) for each in tensors)
+        made_of = *places, *numbers, *of_table
         kept = self._works.get(layer)
         if kept is None or kept[0] != made_of:
             each = [
@@ -111,11 +112,10 @@ class CompiledLayers:
 
     def __init__(self, owner: Owner, half: int) -> None:
         called = _Called(owner, half)
-        problems = owner.kinds.problems if isinstance(owner, AttentionRuntime) else owner.kernels().problems
         self.number, self._half = next(_numbers), half
         with torch.inference_mode(False):
             self.state = torch.zeros(1, dtype=torch.int32, device=owner.device)
-        self._is_latent = tuple(problem.pool is PoolKind.LATENT for problem in problems)
+        self._is_latent = tuple(problem.pool is PoolKind.LATENT for problem in problems_of(owner))
         self._halves: tuple[CompiledLayers, ...] = ()
         _called[self.number] = called
         weakref.finalize(owner, _called.pop, self.number, None)

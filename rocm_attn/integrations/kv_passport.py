@@ -14,15 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rocm_attn.errors import BadSetting, BadTensor
-from rocm_attn.external import ExternalAttention
+from rocm_attn.integrations.owners import Owner, problems_of, spaces_of
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, Scales
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.storage import Pool
 from rocm_attn.problem import Problem
-from rocm_attn.runtime import AttentionRuntime
-
-Owner = AttentionRuntime | ExternalAttention
 
 # Of the passport and of the buffer's order. Another one is refused.
 VERSION = 1
@@ -106,9 +103,9 @@ class KVPassport:
     @classmethod
     def of(cls, owner: Owner) -> KVPassport:
         """Of a runtime, or of the pages that an engine has bound. Waits for the device, where its factors lie."""
-        pool, problems = pool_of(owner), problems_of(owner)
-        spaces = spaces_of(owner)
-        return cls(tuple(_layer(pool, *each) for each in zip(range(len(problems)), problems, spaces, strict=True)))
+        problems, spaces = problems_of(owner), spaces_of(owner)
+        layers = zip(range(len(problems)), problems, spaces, strict=True)
+        return cls(tuple(_layer(owner.pool, *each) for each in layers))
 
     def to_json(self) -> str:
         """As text, for a peer of any release that has this version."""
@@ -193,22 +190,6 @@ def stretches(passport: KVPassport, extent: KVExtent, layers: Sequence[int]) -> 
             found.append(Stretch(number, role, place, first // unit, num_rows, row_bytes))
             place += -(-num_rows * row_bytes // ALIGNMENT) * ALIGNMENT
     return found
-
-
-def pool_of(owner: Owner) -> Pool:
-    """The pages of its layers."""
-    return owner.pool
-
-
-def problems_of(owner: Owner) -> tuple[Problem, ...]:
-    """The problem of each layer."""
-    return owner.kinds.problems if isinstance(owner, AttentionRuntime) else owner.kernels().problems
-
-
-def spaces_of(owner: Owner) -> tuple[Space, ...]:
-    """The space of each layer."""
-    kinds = owner.kinds if isinstance(owner, AttentionRuntime) else owner.kernels()
-    return kinds.spaces_of_layers
 
 
 def _layer(pool: Pool, number: int, problem: Problem, space: Space) -> LayerPassport:

@@ -19,13 +19,11 @@ from rocm_attn.integrations.kv_passport import (
     KVExtent,
     KVPassport,
     LayerPassport,
-    Owner,
     Role,
     Stretch,
-    pool_of,
-    spaces_of,
     stretches,
 )
+from rocm_attn.integrations.owners import Owner, ops_of, spaces_of
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.moved_rows import AlikePages, MovedTokens, page_words, word_dtype
 from rocm_attn.kernels.cache.page_format import PoolKind, Scales
@@ -58,7 +56,7 @@ class _Mover:
     """What both directions share: the sides of an owner's pages, put together by how they lie."""
 
     def __init__(self, owner: Owner) -> None:
-        self._owner, self._pool = owner, pool_of(owner)
+        self._owner, self._pool = owner, owner.pool
         self.device = self._pool.device
         self.passport = KVPassport.of(owner)
         self._spaces = spaces_of(owner)
@@ -252,7 +250,7 @@ class KVExporter(_Mover):
         def first_of(space: Space, unit: int) -> int:
             return extent.first[space.value] // unit
 
-        self._move(_ops(self._owner)[0], layers, pages, parts, first_of, used)
+        self._move(ops_of(self._owner).export_rows, layers, pages, parts, first_of, used)
 
 
 class KVImporter(_Mover):
@@ -314,7 +312,7 @@ class KVImporter(_Mover):
         self._import(self._all, pages, extent, buffer)
 
     def import_layer(self, layer: int, pages: Pages, extent: KVExtent, buffer: Tensor) -> None:
-        """As import_pages, of one layer. A runtime's row is told by table.mark_stored() when all layers are there."""
+        """As import_pages, of one layer. Call table.mark_stored() of a runtime's row when all layers are there."""
         self._import((self._all[layer],), pages, extent, buffer)
 
     def _import(self, layers: Sequence[int], pages: Pages, extent: KVExtent, buffer: Tensor) -> None:
@@ -328,7 +326,7 @@ class KVImporter(_Mover):
         def first_of(space: Space, unit: int) -> int:
             return begins[space] // unit
 
-        self._move(_ops(self._owner)[1], layers, pages, parts, first_of, used)
+        self._move(ops_of(self._owner).import_rows, layers, pages, parts, first_of, used)
 
     def _begin(self, space: Space, pages: Pages) -> int:
         """The first token that has a page. Raises BadBatch for a hole."""
@@ -398,6 +396,8 @@ class KVImporter(_Mover):
         buffer = buffer.clone()
         for part in parts:
             stretch, at = buffer[part.place : part.end], (part.layer, part.role)
+            if not part.num_rows:  # an index key of several tokens, the first of which is not complete
+                continue
             if at in self._codes:
                 heads = self.source.layers[part.layer].form_of(part.role).num_kv_heads
                 codes = stretch.view(part.num_rows, heads, -1)
@@ -410,11 +410,6 @@ class KVImporter(_Mover):
 
 def _num_bytes(parts: Sequence[Stretch]) -> int:
     return -(-parts[-1].end // ALIGNMENT) * ALIGNMENT
-
-
-def _ops(owner: Owner) -> tuple[MoveRows, MoveRows]:
-    ops = owner.core.ops if isinstance(owner, AttentionRuntime) else owner.ops
-    return ops.export_rows, ops.import_rows
 
 
 def _memory(pages: LayerPages, role: Role) -> Tensor:

@@ -11,7 +11,13 @@ from torch import Tensor
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadBatch, BadTensor
-from rocm_attn.kernels.metadata.engine_tensors import Q_BOUNDARIES, Q_EACH_ONE, Q_LENGTHS, EngineLengths
+from rocm_attn.kernels.metadata.engine_tensors import (
+    MOST_MASK_CELLS,
+    Q_BOUNDARIES,
+    Q_EACH_ONE,
+    Q_LENGTHS,
+    EngineLengths,
+)
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -62,7 +68,7 @@ class BoolCells:
     """A mask of one byte a cell: what each new token sees of its sequence's KV.
 
     cells:     bool or uint8 [n], contiguous, on the device: the [q_len, kv_len] cells of each sequence, one sequence
-               after the other
+               after the other; almost 2^31 of them at most
     positions: int32 or int64 [num_tokens or more], any stride, on the device; where each token is, for windows
     """
 
@@ -73,6 +79,11 @@ class BoolCells:
         if self.cells.dtype not in (torch.bool, torch.uint8) or self.cells.dim() != 1 or not self.cells.is_contiguous():
             raise BadTensor(
                 f"mask cells are {self.cells.dtype} {list(self.cells.shape)}; they must be bool or uint8, in one row"
+            )
+        if self.cells.numel() > MOST_MASK_CELLS:
+            raise BadTensor(
+                f"a mask has {self.cells.numel()} cells, and at most {MOST_MASK_CELLS} can be packed; give steps fewer "
+                "tokens, or shorter sequences"
             )
         _check("positions", self.positions, 0)
 

@@ -176,8 +176,11 @@ def _is_tensor(module: nn.Module, name: str) -> bool:
 
 def _has_pages(layer: Layer, runner: Runner) -> bool:
     """Whether a layer reads the pool. Of latent attention, which a model also has as one over keys and values, only
-    the layer of one head over latent rows does."""
-    return not runner.use_mla_backend or layer.tp_k_head_num == 1
+    the layer of one head over latent rows does. A rank may have one head of the other one too."""
+    if not runner.use_mla_backend:
+        return True
+    latent = getattr(runner.token_to_kv_pool, "kv_lora_rank", layer.v_head_dim)
+    return layer.tp_k_head_num == 1 and bool(layer.v_head_dim == latent)
 
 
 def _refusals(layer: Layer, runner: Runner) -> list[str]:

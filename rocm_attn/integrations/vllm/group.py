@@ -156,9 +156,13 @@ class KVGroup:
     def attend(
         self, name: str, step: StepOfGroup, kv_cache: Tensor, q: Tensor, out: Tensor, lse: Tensor | None = None
     ) -> None:
-        """Attention of a step's new tokens. q, out: [num_tokens or more, q_heads, head_dim | v_head_dim]"""
-        index = self._bind(name, step, kv_cache)
-        self.attention.attend(index, q[: step.num_tokens], out[: step.num_tokens], lse)
+        """Attention of a step's new tokens.
+
+        q, out: [num_tokens or more, q_heads, head_dim | v_head_dim]
+        lse:    float32 [num_tokens or more, q_heads]
+        """
+        index, tokens = self._bind(name, step, kv_cache), slice(step.num_tokens)
+        self.attention.attend(index, q[tokens], out[tokens], None if lse is None else lse[tokens])
 
     def store(self, name: str, step: StepOfGroup, kv_cache: Tensor, k: Tensor, v: Tensor) -> None:
         """Write K and V of a step's new tokens. k, v: [num_tokens or more, kv_heads, head_dim | v_head_dim]"""

@@ -7,7 +7,7 @@ the latent rows itself, before it asks for attention.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -25,11 +25,12 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
 
+from rocm_attn.errors import Unsupported
 from rocm_attn.integrations.plugins import VLLM
 from rocm_attn.integrations.vllm import MLA_NAME
 from rocm_attn.integrations.vllm.backend import has_name, layers_of, new_group
 from rocm_attn.integrations.vllm.group import GroupLayer, KVGroup, StepOfGroup, forget_empty_parts
-from rocm_attn.integrations.vllm.layer_terms import KV_CACHE_DTYPES, CacheTerms, LayerTerms
+from rocm_attn.integrations.vllm.layer_terms import FP8_DTYPES, KV_CACHE_DTYPES, CacheTerms, LayerTerms
 from rocm_attn.integrations.vllm.steps import MLA_GRAPHS, DecodesOfStep
 
 
@@ -88,6 +89,8 @@ class RocmAttnMLABuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
             kv_cache_spec.block_size, 0, vllm_config.model_config.dtype, current_platform.fp8_dtype(), shards
         )
         layers = layers_of(vllm_config, layer_names)
+        if torch.device(device).type == "cpu":
+            _require_plain(layers.values())
         self.group = new_group(
             {
                 name: GroupLayer(layer, layer.impl.terms.latent_problem(cache, layer.impl.kv_lora_rank))
@@ -132,6 +135,12 @@ class RocmAttnMLABuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
             self.group,
             begin(decodes),
         )
+
+
+def _require_plain(layers: Iterable[Any]) -> None:
+    """Raises Unsupported for an FP8 cache on a CPU, where vLLM has no kernel that stores latent rows as codes."""
+    if any(layer.impl.terms.kv_cache_dtype in FP8_DTYPES for layer in layers):
+        raise Unsupported("latent rows are not stored in FP8 on a CPU; leave --kv-cache-dtype at auto there")
 
 
 _GIVEN = [name for name in inspect.signature(MLACommonImpl.__init__).parameters if name != "self"]

@@ -31,10 +31,10 @@ Case = Callable[[], object]
 
 @dataclass
 class Tally:
-    """passed: names of cases; told: those that differ, of which our backend reported a fault; failed: name -> why"""
+    """passed: names of cases; reported: those that differ, and our backend reported a fault; failed: name -> why"""
 
     passed: list[str] = field(default_factory=list)
-    told: list[str] = field(default_factory=list)
+    reported: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
 
 
@@ -189,7 +189,7 @@ class Kit:
                         backend.attention.check_device()
                     tally.failed[name] = str(difference)
                 except DeviceFault:
-                    tally.told.append(name)
+                    tally.reported.append(name)
             except Exception as error:
                 tally.failed[name] = f"{type(error).__name__}: {error}"
         return tally

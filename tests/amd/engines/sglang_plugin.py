@@ -4,7 +4,7 @@ SGLang's processes find it where the metadata of an installation is on their pat
 
 ENGINE_WINDOW_POOL=1   gives Gemma 3 a pool of its own for layers with a window, which SGLang does for newer models
 ENGINE_FAULTS_LOG=FILE once the file is there, one of FAULTS is planted in every fourth step that decodes; each becomes
-                       a line of JSON: planted (its name) and step, and what was reported a line with told and begun
+                       a line of JSON: planted (its name) and step, and what was reported a line with reported and begun
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Planter:
             if not self.log.exists() or not batch.forward_mode.is_decode() or int(batch.seq_lens[0]) < 20:
                 begin(hooks, batch)
                 return
-            hooks.on_fault = lambda fault: self.write(told=str(fault), begun=hooks.attention.step_number)
+            hooks.on_fault = lambda fault: self.write(reported=str(fault), begun=hooks.attention.step_number)
             self.decoded += 1
             if self.decoded % _STEPS_APART or not self.left:
                 begin(hooks, batch)

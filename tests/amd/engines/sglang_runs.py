@@ -15,14 +15,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import pytest
-
+from tests.amd.engines.serving import (
+    engine_folder,
+    environment_without_settings,
+    python_of,
+    python_path,
+    write_metadata,
+)
 from tests.amd.engines.sglang_kit import Tally
 from tests.amd.engines.sglang_plugin import FAULTS_LOG, WINDOW_POOL
 from tests.amd.engines.sglang_text import Answer, Run
 
-ROOT = Path(__file__).parents[3]
-VENVS = "ENGINE_VENVS"
 _VERSION = "0.5.23"
 _ENTRY_POINTS = """[sglang.srt.plugins]
 rocm_attn = rocm_attn.integrations.sglang:register
@@ -38,7 +41,7 @@ class SglangVenv:
 
     @property
     def python(self) -> Path:
-        return self.folder / "sglang" / "bin" / "python"
+        return python_of(self.folder, "sglang")
 
     def ours(
         self, runs: Sequence[Run], scratch: Path, *, name: str = "rocm_attn", window_pool: bool = False
@@ -82,9 +85,8 @@ class SglangVenv:
         request, out = scratch / "request.json", scratch / "answers.json"
         request.write_text(json.dumps(asked))
         environment = {
-            **{name: value for name, value in os.environ.items() if not name.startswith(("ROCM_ATTN_", "TRITON_"))},
-            # First: of metadata of one name the first counts, and an editable install leaves some in the checkout.
-            "PYTHONPATH": f"{self.plugin}{os.pathsep}{ROOT}",
+            **environment_without_settings(),
+            "PYTHONPATH": os.pathsep.join(map(str, python_path(self.plugin))),
             "SGLANG_USE_CPU_ENGINE": "1",
             "HF_HUB_OFFLINE": "1",
             "ROCM_ATTN_ON_FAULT": "raise",
@@ -110,12 +112,6 @@ def sglang_venv(plugin: Path) -> SglangVenv:
 
     plugin: an empty folder, which receives the metadata that an installation of this checkout has
     """
-    folder = os.environ.get(VENVS, "")
-    found = SglangVenv(Path(folder), plugin)
-    if not folder or not found.python.is_file():
-        pytest.skip(f"NOT RUN: SGLang has no environment in {VENVS}={folder!r}; run bash scripts/engine_venv.sh sglang")
-    metadata = plugin / "rocm_attn-0.1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: rocm-attn\nVersion: 0.1.0\n")
-    (metadata / "entry_points.txt").write_text(_ENTRY_POINTS)
+    found = SglangVenv(engine_folder("sglang"), plugin)
+    write_metadata(plugin, _ENTRY_POINTS)
     return found

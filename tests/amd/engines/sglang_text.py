@@ -35,7 +35,8 @@ class Run:
 
 @dataclass
 class Answer:
-    """tokens: of each prompt of each round; cached: those of its prompt that a radix hit gave; faults: what was told"""
+    """tokens: of each prompt of each round; cached: those of its prompt that a radix hit gave; faults: as planted and
+    reported"""
 
     tokens: list[list[list[int]]] = field(default_factory=list)
     cached: list[list[int]] = field(default_factory=list)

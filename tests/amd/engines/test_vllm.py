@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.amd.engines.models import VOCABULARY, model
+from tests.amd.engines.models import model
+from tests.amd.engines.serving import MOST_STEPS_LATER, assert_equal_tokens, prompts
 from tests.amd.engines.vllm_runs import VllmVenv, vllm_venv
 from tests.amd.engines.vllm_text import FAULTS, Answer, Run
 
 # vLLM's own CPU backend reads no other.
 STOCK_BLOCK = 32
-# Steps that are begun after a faulty one, before it is reported.
-MOST_STEPS_LATER = 2
 
 
 @pytest.fixture(scope="module")
 def vllm(tmp_path_factory: pytest.TempPathFactory) -> VllmVenv:
     return vllm_venv(tmp_path_factory.mktemp("plugin"))
-
-
-def prompts() -> list[list[int]]:
-    """16 that are served at once: around the block sizes and the window, and three with a common beginning."""
-    draw = random.Random(0)
-
-    def tokens(count: int) -> list[int]:
-        return [draw.randrange(3, VOCABULARY) for _ in range(count)]
-
-    shared = tokens(40)
-    lengths = (1, 5, 9, 16, 23, 24, 25, 31, 32, 33, 40, 70, 100)
-    return [*map(tokens, lengths), shared + tokens(3), shared + tokens(20), shared]
 
 
 def run(vllm: VllmVenv, name: str, new_tokens: int = 16, fault: str = "", **args: Any) -> Run:
@@ -53,10 +39,8 @@ def run(vllm: VllmVenv, name: str, new_tokens: int = 16, fault: str = "", **args
 
 
 def assert_equal(ours: Sequence[Answer], stock: Answer) -> None:
-    """All requests have the tokens of vLLM's own backend, which are not all alike."""
-    assert len({tuple(tokens) for tokens in stock.tokens[0]}) > len(stock.tokens[0]) // 2
-    for answer in ours:
-        assert answer.tokens == stock.tokens
+    """All requests have the tokens of vLLM's own backend."""
+    assert_equal_tokens([answer.tokens for answer in ours], stock.tokens)
 
 
 def test_a_model_with_windows_gives_vllms_own_tokens_and_faults_in_its_steps_are_reported(

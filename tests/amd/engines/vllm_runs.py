@@ -14,14 +14,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
-
+from tests.amd.engines.serving import (
+    engine_folder,
+    environment_without_settings,
+    python_of,
+    python_path,
+    write_metadata,
+)
 from tests.amd.engines.vllm_text import Answer, Run
 
-ROOT = Path(__file__).parents[3]
-VENVS = "ENGINE_VENVS"
 # The environment's.
 VLLM = "0.32.0"
+_ENTRY_POINTS = "[vllm.general_plugins]\nrocm_attn = rocm_attn.integrations.vllm:register\n"
 
 
 class VllmVenv:
@@ -32,7 +36,7 @@ class VllmVenv:
 
     @property
     def python(self) -> Path:
-        return self.folder / "vllm" / "bin" / "python"
+        return python_of(self.folder, "vllm")
 
     def ours(self, runs: Sequence[Run], scratch: Path, *, release: str = VLLM) -> list[Answer]:
         """What our backend answers, in the place of vLLM's own ones.
@@ -43,15 +47,13 @@ class VllmVenv:
         if release != VLLM:
             tree = self.folder / "vllm" / f"python-{release}"
             assert (tree / "vllm").is_dir(), f"{tree} is missing: remove {self.folder / 'vllm'} and make it anew"
-            settings |= {"VLLM_TARGET_DEVICE": "cpu", "PYTHONPATH": os.pathsep.join(map(str, (tree, *self.path)))}
+            settings |= {
+                "VLLM_TARGET_DEVICE": "cpu",
+                "PYTHONPATH": os.pathsep.join(map(str, (tree, *python_path(self.plugin)))),
+            }
         answers, said = self._answers(runs, scratch, settings)
         assert f"rocm_attn serves vLLM {release}" in said, "our backend did not serve"
         return answers
-
-    @property
-    def path(self) -> tuple[Path, Path]:
-        """Where this checkout's metadata and itself lie. Of metadata of one name the first counts."""
-        return self.plugin, ROOT
 
     def stock(self, runs: Sequence[Run], scratch: Path) -> list[Answer]:
         """What vLLM's own backends answer."""
@@ -75,8 +77,8 @@ class VllmVenv:
         # Each of two ranks on a core of its own: vLLM finds no place for them else.
         ranks = max(run.args.get("tensor_parallel_size", 1) for run in runs)
         environment = {
-            **{name: value for name, value in os.environ.items() if not name.startswith(("ROCM_ATTN_", "TRITON_"))},
-            "PYTHONPATH": os.pathsep.join(map(str, self.path)),
+            **environment_without_settings(),
+            "PYTHONPATH": os.pathsep.join(map(str, python_path(self.plugin))),
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_OMP_THREADS_BIND": "auto" if ranks == 1 else "|".join(map(str, range(ranks))),
@@ -98,14 +100,6 @@ def vllm_venv(plugin: Path) -> VllmVenv:
 
     plugin: an empty folder, which receives the metadata that an installation of this checkout has
     """
-    folder = os.environ.get(VENVS, "")
-    found = VllmVenv(Path(folder), plugin)
-    if not folder or not found.python.is_file():
-        pytest.skip(f"NOT RUN: vLLM has no environment in {VENVS}={folder!r}; run bash scripts/engine_venv.sh vllm")
-    metadata = plugin / "rocm_attn-0.1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: rocm-attn\nVersion: 0.1.0\n")
-    (metadata / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\nrocm_attn = rocm_attn.integrations.vllm:register\n"
-    )
+    found = VllmVenv(engine_folder("vllm"), plugin)
+    write_metadata(plugin, _ENTRY_POINTS)
     return found

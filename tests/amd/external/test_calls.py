@@ -156,6 +156,12 @@ def test_a_mask_of_bytes_says_what_tokens_see(dtype: torch.dtype, device: torch.
         plain.attention.begin(plain.step(q_len, mask=BoolCells(cells, positions)))
 
 
+def test_a_mask_of_more_cells_than_can_be_packed_is_refused_in_words() -> None:
+    positions = torch.zeros(1, dtype=torch.int64, device="meta")
+    with pytest.raises(BadTensor, match="a mask has 2147483648 cells, and at most 2143289344 can be packed"):
+        BoolCells(torch.empty(2**31, dtype=torch.bool, device="meta"), positions)
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("kind", ["pages", "pages in columns", "slots", "mapped slots", "lists"])
 def test_tables_of_any_kind_lead_to_the_same_pages(

@@ -322,6 +322,17 @@ def test_calls_out_of_order_are_refused_as_those_of_a_step_are(provider: str, de
         calls.store(0, k, k)
 
 
+def test_a_table_of_angles_that_grows_where_it_lies_is_read_whole(device: torch.device) -> None:
+    model, work = Tiny.build(device, "torch"), work_of(device)
+    assert work.rope is not None
+    called = compiled._called[compiled_layers(model.runtime).number]
+    norms, (cos_sin, *of_table) = compiled._flat(work), compiled._flat_rope(work.rope)
+    assert cos_sin is not None
+    half, whole = (called.work(0, norms, (part, of_table[0], of_table[1])) for part in (cos_sin[:64], cos_sin))
+    assert [len(each.rope.cos_sin) for each in (half, whole) if each.rope is not None] == [64, len(cos_sin)]
+    assert called.work(0, norms, (cos_sin, of_table[0], of_table[1])) is whole
+
+
 def test_a_latent_layers_v_stays_part_of_k(device: torch.device) -> None:
     """Compiled code may copy a part of a tensor; the operation takes it from k itself."""
     problem = replace(small_problem(num_kv_heads=1, head_dim=24, v_head_dim=16), pool=PoolKind.LATENT)

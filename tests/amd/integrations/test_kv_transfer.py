@@ -236,6 +236,16 @@ def test_codes_of_another_gpu_keep_their_worth(scales: Scales, provider: str, de
         assert not KVImporter(back, KVPassport.of(target)).is_exact
 
 
+def test_index_keys_of_which_none_is_complete_are_recoded_to_nothing(provider: str, device: torch.device) -> None:
+    chooses = indexer(Indexing(0.25, top=3, key_tokens=4, last_unit=LastUnit.ADDED))
+    there, here = ([layer(replace(chooses, key_encoding=encoding, key_scales=Scales.LAYER))] for encoding in (FN, FNUZ))
+    source, target = (runtime_of(problems, device, provider) for problems in (there, here))
+    row = Story(there, device).prefill(source, 3)
+    new_row = moved(source, row, 3, target)
+    assert target.table.num_held(new_row) == 1
+    target.check_device()
+
+
 def test_layers_may_be_sent_one_by_one(provider: str, device: torch.device) -> None:
     problems = MODELS["different layers"]
     story, source = Story(problems, device), runtime_of(problems, device, provider)

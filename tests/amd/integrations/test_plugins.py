@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -52,6 +53,13 @@ def test_the_entry_points_are_those_of_the_list() -> None:
 def test_the_matrix_of_versions_in_the_docs_is_the_table() -> None:
     page = (ROOT / "docs" / "engines.md").read_text()
     assert matrix() in page, "copy the output of rocm_attn.integrations.plugins.matrix() to docs/engines.md"
+
+
+def test_the_environments_of_engines_have_the_releases_of_the_list() -> None:
+    script = (ROOT / "scripts" / "engine_venv.sh").read_text()
+    for plugin in PLUGINS:
+        made = re.findall(rf"\b{plugin.name.upper()}(?:_OLDEST|_NEWEST)?=([\d.]+)", script)
+        assert sorted(made) == [checked.version for checked in plugin.checked]
 
 
 def test_the_page_names_every_setting_and_every_backend_that_may_be_taken() -> None:

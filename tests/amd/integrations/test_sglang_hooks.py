@@ -437,6 +437,15 @@ def test_a_model_whose_geometry_is_not_known_before_it_serves_is_refused(provide
         AttentionHooks(engine.runner, engine.serving)
 
 
+def test_of_latent_attention_the_layer_over_keys_and_values_has_no_pages(provider: str, device: torch.device) -> None:
+    """Where a rank has one head, both of a model's layers have one KV head."""
+    engine = Engine(provider, device, serve=False, is_latent=True)
+    block = engine.model.get_submodule("block0")
+    block.attn_mha = RadixAttention(0, tp_q_head_num=1, tp_k_head_num=1, qk_head_dim=DIM, v_head_dim=DIM // 2)
+    engine.hooks = AttentionHooks(engine.runner, engine.serving)
+    engine.run(Mode.EXTEND, [engine.admit()], [3])
+
+
 def test_a_layer_that_the_model_did_not_have_is_refused(provider: str, device: torch.device) -> None:
     engine = Engine(provider, device)
     one = engine.admit()

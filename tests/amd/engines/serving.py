@@ -1,0 +1,75 @@
+"""What the tests of both engines share: prompts, what is asked of answers, and where environments are."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.amd.engines.models import VOCABULARY
+
+ROOT = Path(__file__).parents[3]
+VENVS = "ENGINE_VENVS"
+# Steps that are begun after a faulty one, before it is reported.
+MOST_STEPS_LATER = 2
+
+# Tokens of each prompt of each round.
+Rounds = list[list[list[int]]]
+
+
+def prompts() -> list[list[int]]:
+    """16 that are served at once: around page sizes and the window, and three with a common beginning."""
+    draw = random.Random(0)
+
+    def tokens(count: int) -> list[int]:
+        return [draw.randrange(3, VOCABULARY) for _ in range(count)]
+
+    shared = tokens(40)
+    lengths = (1, 5, 9, 16, 23, 24, 25, 31, 32, 33, 40, 70, 100)
+    return [*map(tokens, lengths), shared + tokens(3), shared + tokens(20), shared]
+
+
+def assert_equal_tokens(ours: Sequence[Rounds], stock: Rounds) -> None:
+    """All requests have the tokens of the engine's own backend, which are not all alike."""
+    assert len({tuple(tokens) for tokens in stock[0]}) > len(stock[0]) // 2
+    for rounds in ours:
+        assert rounds == stock
+
+
+def engine_folder(engine: str) -> Path:
+    """The folder that has an engine's environment, or a skip that says what to do."""
+    folder = os.environ.get(VENVS, "")
+    if not folder or not python_of(Path(folder), engine).is_file():
+        pytest.skip(
+            f"NOT RUN: {engine} has no environment in {VENVS}={folder!r}; run bash scripts/engine_venv.sh {engine}"
+        )
+    return Path(folder)
+
+
+def python_of(folder: Path, engine: str) -> Path:
+    """The interpreter of an engine's environment."""
+    return folder / engine / "bin" / "python"
+
+
+def python_path(plugin: Path) -> tuple[Path, Path]:
+    """Where this checkout's metadata and itself lie.
+
+    Of metadata of one name the first counts, and an editable install leaves some in the checkout.
+    """
+    return plugin, ROOT
+
+
+def environment_without_settings() -> dict[str, str]:
+    """This process's, less what it says of this project and of Triton."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("ROCM_ATTN_", "TRITON_"))}
+
+
+def write_metadata(plugin: Path, entry_points: str) -> None:
+    """What an installation of this checkout has, in an empty folder that goes on an engine's path."""
+    metadata = plugin / "rocm_attn-0.1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: rocm-attn\nVersion: 0.1.0\n")
+    (metadata / "entry_points.txt").write_text(entry_points)

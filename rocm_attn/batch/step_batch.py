@@ -39,8 +39,8 @@ class StepBatch:
     prefixes:   which sequences of a decode step share pages, to be read once for all of them; without a mask, and with
                 lengths that the host knows
 
-    row_bytes, kv_len_bytes and q_len_bytes are what the arrays held when the batch was made: that is what a step runs
-    by, and bytes are compared in a tenth of the time of arrays.
+    rows, kv_len and q_len are what was given when the batch was made, whatever becomes of the caller's arrays.
+    row_bytes, kv_len_bytes and q_len_bytes are what lies in them: bytes are compared in a tenth of the time of arrays.
 
     Zero sequences, zero lengths and zero new tokens are legal. Raises BadBatch.
     """
@@ -81,7 +81,10 @@ class StepBatch:
             raise BadBatch(
                 f"{num_seqs} rows, {len(kv_len)} kv_len and {len(q_len)} q_len: each sequence has one of each"
             )
-        q_len_bytes = q_len.tobytes()
+        row_bytes, kv_len_bytes, q_len_bytes = rows.tobytes(), kv_len.tobytes(), q_len.tobytes()
+        # What is checked and what is published are one, though the caller goes on with the same arrays.
+        rows, kv_len = np.frombuffer(row_bytes, _INT32), np.frombuffer(kv_len_bytes, _INT32)
+        q_len = np.frombuffer(q_len_bytes, _INT32)
         fewest, most = (1, 1) if num_seqs and q_len_bytes == _ones(num_seqs) else _extremes(q_len)
         shortest, longest = _extremes(kv_len)
         # The extremes settle it for almost every batch.
@@ -111,8 +114,8 @@ class StepBatch:
         self.max_q_len = most
         self.min_q_len = fewest
         self.max_kv_len = longest
-        self.row_bytes = rows.tobytes()
-        self.kv_len_bytes = kv_len.tobytes()
+        self.row_bytes = row_bytes
+        self.kv_len_bytes = kv_len_bytes
         self.q_len_bytes = q_len_bytes
 
 

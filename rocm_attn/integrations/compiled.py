@@ -73,7 +73,8 @@ class _Called:
         *weights, numbers = norms
         cos_sin, *of_table = rope
         tensors = *weights, cos_sin
-        made_of = *(None if each is None else each.data_ptr() for each in tensors), *numbers, *of_table
+        forms = (None if each is None else (each.data_ptr(), each.dtype, each.shape, each.stride()) for each in tensors)
+        made_of = *forms, *numbers, *of_table
         kept = self._works.get(layer)
         if kept is None or kept[0] != made_of:
             each = [

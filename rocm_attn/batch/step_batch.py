@@ -83,28 +83,28 @@ class StepBatch:
             )
         row_bytes, kv_len_bytes, q_len_bytes = rows.tobytes(), kv_len.tobytes(), q_len.tobytes()
         # What is checked and what is published are one, though the caller goes on with the same arrays.
-        rows, kv_len = np.frombuffer(row_bytes, _INT32), np.frombuffer(kv_len_bytes, _INT32)
-        q_len = np.frombuffer(q_len_bytes, _INT32)
-        fewest, most = (1, 1) if num_seqs and q_len_bytes == _ones(num_seqs) else _extremes(q_len)
-        shortest, longest = _extremes(kv_len)
+        kv = np.frombuffer(kv_len_bytes, _INT32)
+        new = np.frombuffer(q_len_bytes, _INT32)
+        fewest, most = (1, 1) if num_seqs and q_len_bytes == _ones(num_seqs) else _extremes(new)
+        shortest, longest = _extremes(kv)
         # The extremes settle it for almost every batch.
-        if fewest < 0 or (shortest < most and (kv_len < q_len).any()):
-            _refuse_lengths(kv_len, q_len)
-        if num_seqs * longest > INT32_MAX and _total(kv_len) > INT32_MAX:
-            raise BadBatch(f"{_total(kv_len)} KV tokens in one step overflow an int32 indptr; split the batch")
-        num_tokens = num_seqs * most if fewest == most else _total(q_len)
+        if fewest < 0 or (shortest < most and (kv < new).any()):
+            _refuse_lengths(kv, new)
+        if num_seqs * longest > INT32_MAX and _total(kv) > INT32_MAX:
+            raise BadBatch(f"{_total(kv)} KV tokens in one step overflow an int32 indptr; split the batch")
+        num_tokens = num_seqs * most if fewest == most else _total(new)
         if len(token_ids) not in (0, num_tokens):
             raise BadBatch(f"{len(token_ids)} token ids for {num_tokens} new tokens; pass one each, or none")
         if inputs is not HOST_INPUTS:  # on most steps there is nothing to ask
             fewest = inputs.min_q_len(num_seqs, num_tokens, fewest)
         if isinstance(mask, StepMask):
-            mask.check(mask_bytes(kv_len, q_len), num_tokens)
+            mask.check(mask_bytes(kv, new), num_tokens)
         if isinstance(prefixes, SharedPrefixes):
             _check_beside_prefixes(inputs, mask)
-            prefixes.check(kv_len, decodes=num_seqs == 0 or fewest == most == 1)
-        self.rows = rows
-        self.kv_len = kv_len
-        self.q_len = q_len
+            prefixes.check(kv, decodes=num_seqs == 0 or fewest == most == 1)
+        self.rows = np.frombuffer(row_bytes, _INT32)
+        self.kv_len = kv
+        self.q_len = new
         self.token_ids = token_ids
         self.inputs = inputs
         self.mask = mask

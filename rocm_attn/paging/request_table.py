@@ -679,11 +679,8 @@ class RequestTable:
             raise WrongState(f"row {row} is not admitted: it was never handed out, or it was freed already")
 
     def _must_all_be_admitted(self, rows: Int32Array) -> None:
-        if (
-            int(rows.min()) <= RESERVED_ROW
-            or int(rows.max()) >= len(self._capacity)
-            or (self._capacity[rows] < 0).any()
-        ):
+        outside = int(rows.min()) <= RESERVED_ROW or int(rows.max()) >= len(self._capacity)
+        if outside or (self._capacity[rows] < 0).any():
             for row in rows.tolist():
                 self._must_be_admitted(row)
 

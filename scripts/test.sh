@@ -92,7 +92,7 @@ run_engines() {
         fi
     done
     [ ${#found[@]} -gt 0 ] || return $NOT_RUN
-    run_pytest "${found[@]}" "$@"
+    run_pytest -n auto --dist loadfile "${found[@]}" "$@" # each engine has a worker
 }
 
 # spread ARGUMENT...: tests over all cores. Workers share what is left at the end, where long tests would wait for one.

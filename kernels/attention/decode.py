@@ -86,7 +86,7 @@ class DecodeGeometry(NamedTuple):
     SAME_OFFSETS:         whether K and V of a token lie at the same place of their pages
     IN_ONE_PAGE:          whether the keys of a block lie in one page (key_rows.py)
     TRANSPOSED:           whether scores are computed as k q^T
-    PAIRED:               whether V's codes are read two by two
+    PAIRED:               whether codes of K and of V are read two by two
     WHOLE_ROWS:           whether every row has a program of its own
     EARLY_MERGE:          whether the merge may be launched while programs still run
     CAPPED:               whether scores have a cap

@@ -3,9 +3,8 @@
 A query block is up to query_tokens consecutive new tokens of one sequence. A program places one block at its rank: the
 number of blocks of all sequences that reach further, which has a closed form for each sequence, so nothing is sorted.
 Blocks of about equal reach (of one class, see _class_of) stay sequence by sequence: programs that run at a time then
-read the same keys, from the L2. A row is a block and a KV head, or part of that head's query
-heads; it costs the keys that the block sees plus row_keys. The cost of all blocks that come before one has a closed
-form too.
+read the same keys, from the L2. A row is a block and a KV head, or part of that head's query heads; it costs the keys
+that the block sees plus row_keys. The cost of all blocks that come before one has a closed form too.
 
 Rows then lie on one axis, block by block. The `cut` longest blocks are shared out: with `shared` the cost of their
 rows, program p takes the positions [p * share, (p + 1) * share), share = ceil(shared / programs). All rows after them
@@ -124,7 +123,7 @@ def _keys_of_last(count, blocks, q_len, length, window_left, G: tl.constexpr):
 def _class_of(reach):
     """The reaches [first, end) of one class with this one: those that agree in their leading bits."""
     units = (reach >> _CLASS_KEYS_LOG2) + 1
-    # The exponent of a float32 is the number of the leading bit: units have less than 24 bits.
+    # The exponent of a float32 is the number of the leading bit: units are 2^24 at most, so none is rounded.
     leading = (units.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
     shift = tl.maximum(leading - _CLASS_BITS, 0)
     first = (units >> shift) << shift

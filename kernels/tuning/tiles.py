@@ -46,7 +46,8 @@ class DecodeTiles:
     heads_per_row:    1, or 2: two KV heads of 64 are read as one of 128
     head_blocks:      blocks that the query heads of a KV head are cut into; each reads K and V
     row_cost:         what starting a row costs beside its key blocks, in blocks; at least 1
-    paired:           whether V's codes are read two by two, as float16 that matrix units take in turned; not transposed
+    paired:           whether codes of K and of V are read two by two, as float16 that matrix units take in turned; not
+                      transposed
     waves_per_eu:     as in ExtendTiles
     dim_block:        columns of the equal blocks that the dims of K and of V are cut into; 0: they are one block. Not
                       paired, and not with two heads a row

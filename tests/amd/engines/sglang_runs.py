@@ -83,7 +83,8 @@ class SglangVenv:
         request.write_text(json.dumps(asked))
         environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith(("ROCM_ATTN_", "TRITON_"))},
-            "PYTHONPATH": f"{ROOT}{os.pathsep}{self.plugin}",
+            # First: of metadata of one name the first counts, and an editable install leaves some in the checkout.
+            "PYTHONPATH": f"{self.plugin}{os.pathsep}{ROOT}",
             "SGLANG_USE_CPU_ENGINE": "1",
             "HF_HUB_OFFLINE": "1",
             "ROCM_ATTN_ON_FAULT": "raise",

@@ -50,8 +50,8 @@ class VllmVenv:
 
     @property
     def path(self) -> tuple[Path, Path]:
-        """Where this checkout and its metadata lie."""
-        return ROOT, self.plugin
+        """Where this checkout's metadata and itself lie. Of metadata of one name the first counts."""
+        return self.plugin, ROOT
 
     def stock(self, runs: Sequence[Run], scratch: Path) -> list[Answer]:
         """What vLLM's own backends answer."""

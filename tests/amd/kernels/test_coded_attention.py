@@ -106,6 +106,19 @@ def test_two_heads_in_one_row_have_a_factor_each(
         assert_served(tensors)
 
 
+@pytest.mark.parametrize(
+    ("dims", "page_size"), [((24, 40), 2), ((24, 40), 8), ((24, 40), 48), ((33, 40), 8), ((24, 17), 8)], ids=str
+)
+def test_pairs_are_read_from_pages_of_any_size_and_never_across_odd_rows(
+    dims: tuple[int, int], page_size: int, kernel_device: torch.device
+) -> None:
+    """Pages that are part of a key block have a number each. Rows of odd lengths, of K or of V, are no pairs."""
+    layer = replace(DECODES, dims=dims, page_size=page_size, kv=Encoding.E4M3FN, dtype=torch.float16, window_left=21)
+    tensors = build(layer, kernel_device)
+    run_decode(tensors, tiles=DecodeTiles(32, 1, 1, 1, paired=True))
+    assert_served(tensors)
+
+
 @pytest.mark.parametrize("heads_per_row", [1, 2])
 @pytest.mark.parametrize("change", [2.0**-40, 2.0**40, 2.0**-75], ids=str)
 def test_factors_of_tokens_may_differ_far_from_block_to_block(

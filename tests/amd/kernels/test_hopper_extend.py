@@ -11,6 +11,7 @@ import torch
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention.cuts import ExtendCut, Sharing
 from rocm_attn.kernels.attention.extend_schedule import launch_extend_schedule
+from rocm_attn.kernels.refs.schedules import extend_schedule
 from rocm_attn.kernels.tuning.hopper_tiles import HOPPER_EXTEND_TILES
 from rocm_attn.machine.releases import Release, triton_version
 from rocm_attn.machine.target import detect_target
@@ -174,6 +175,20 @@ def test_few_tokens_after_many_are_right(dim: int, device: torch.device) -> None
     """Every program has a part of the one row."""
     tensors = build(replace(RAGGED, kv_len=[70001], q_len=[3], tail=0, heads=(4, 1), dims=(dim, dim)), device)
     run_hopper(tensors, Sharing(programs=132))
+    assert_served(tensors)
+
+
+@dims
+def test_programs_take_their_share_and_then_whole_rows(dim: int, device: torch.device) -> None:
+    """Four blocks are shared out, of a long sequence above all; a program has several of the other rows, with pads."""
+    case = replace(
+        RAGGED, kv_len=[3000, 0, *range(60, 72), 9], q_len=[40, 0, *[20] * 12, 1], heads=(8, 2), dims=(dim, dim)
+    )
+    tensors = build(case, device)
+    sharing = ALL_SHARED._replace(programs=5, split_keys=0)
+    cut = run_hopper(tensors, sharing)
+    words = extend_schedule(case.kv_len, case.q_len, cut, tensors.q.shape[0])
+    assert words[-1] == 4
     assert_served(tensors)
 
 

@@ -16,6 +16,7 @@ from rocm_attn.kernels.attention.cuts import DecodeCut, merge_shape
 from rocm_attn.kernels.attention.decode import launch_paged_decode
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.refs.schedules import decode_schedule
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
 from tests.amd.kernels.attention_cases import (
     UNTOUCHED,
@@ -140,7 +141,16 @@ def test_equal_blocks_of_a_head_leave_nothing_out(dims: tuple[int, int], kernel_
 
 @pytest.mark.parametrize(
     ("num_seqs", "num_programs", "is_by_row", "parts"),
-    [(1, 40, True, 32), (1, 70, True, 64), (1, 260, True, 256), (3, 24, True, 8), (9, 30, True, 4), (9, 9, False, 8)],
+    [
+        (1, 40, True, 32),
+        (1, 70, True, 64),
+        (1, 260, True, 256),
+        # As one sequence has it on an MI300X.
+        pytest.param(1, 2432, True, 1024, marks=pytest.mark.long),
+        (3, 24, True, 8),
+        (9, 30, True, 4),
+        (9, 9, False, 8),
+    ],
 )
 def test_every_cut_of_the_merge_is_right(
     num_seqs: int, num_programs: int, is_by_row: bool, parts: int, kernel_device: torch.device
@@ -152,6 +162,23 @@ def test_every_cut_of_the_merge_is_right(
     case = Case(kv_len=[longest, *[20] * (num_seqs - 1)], q_len=[1] * num_seqs, heads=(4, 2), dims=(32, 32))
     tensors = build(case, kernel_device)
     run_decode(tensors, num_programs=num_programs)
+    assert_served(tensors)
+
+
+@pytest.mark.parametrize("num_pads", [0, 2])
+def test_the_merge_finds_rows_that_padding_follows(num_pads: int, kernel_device: torch.device) -> None:
+    """Six rows of 33, of which thirteen programs would take 16: two programs have 17 each of a row and 1 beyond it.
+
+    Sequences without a new token make more rows than programs, as in a padded graph.
+    """
+    case = Case(kv_len=[491] + [0] * num_pads, q_len=[1] + [0] * num_pads, heads=(6, 6), dims=(16, 16))
+    tensors = build(case, kernel_device)
+    tiles = DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1)
+    cut = DecodeCut.of(tiles, num_kv_heads=6, programs=13, window_left=case.window_left)
+    words = decode_schedule(case.kv_len, case.q_len, cut)
+    assert (words[4], words[7]) == (17, 1)
+    assert merge_shape(len(case.kv_len) * 6, 13, 1, 16).by_row == (num_pads == 0)
+    run_decode(tensors, num_programs=13, tiles=tiles)
     assert_served(tensors)
 
 

@@ -214,7 +214,9 @@ def _runner(compiled: Any, grid: tuple[int, int, int], num_given: int, fixed: tu
     given = [Place(1 + at) for at in range(num_given)]
     run, template = driver_call(compiled, grid, Place(0), (*given, *fixed))
     constants: list[object] = []
-    return run, arguments_of(template, 1 + num_given, constants), tuple(constants)
+    arguments = arguments_of(template, 1 + num_given, constants)
+    constants.append(compiled)  # no argument: held, as Triton unloads what is held no longer
+    return run, arguments, tuple(constants)
 
 
 @contextmanager

@@ -114,7 +114,7 @@ class DeviceInputs:
         """As HostInputs.for_lengths: the new tokens are on the device where those of this step are."""
         if self.q_len is ON_HOST:
             return HOST_INPUTS
-        return DeviceInputs(q_len=torch.from_numpy(q_len).to(self.device))
+        return DeviceInputs(q_len=torch.tensor(q_len, device=self.device))
 
     def cut(self, num_seqs: int, num_tokens: int) -> tuple[Inputs, Inputs]:
         """As HostInputs.cut. Raises BadBatch where the number of new tokens is on the device."""

@@ -39,8 +39,8 @@ class StepBatch:
     prefixes:   which sequences of a decode step share pages, to be read once for all of them; without a mask, and with
                 lengths that the host knows
 
-    row_bytes, kv_len_bytes and q_len_bytes are what the arrays held when the batch was made: that is what a step runs
-    by, and bytes are compared in a tenth of the time of arrays.
+    rows, kv_len and q_len are what was given when the batch was made, whatever becomes of the caller's arrays.
+    row_bytes, kv_len_bytes and q_len_bytes are what lies in them: bytes are compared in a tenth of the time of arrays.
 
     Zero sequences, zero lengths and zero new tokens are legal. Raises BadBatch.
     """
@@ -81,27 +81,30 @@ class StepBatch:
             raise BadBatch(
                 f"{num_seqs} rows, {len(kv_len)} kv_len and {len(q_len)} q_len: each sequence has one of each"
             )
-        q_len_bytes = q_len.tobytes()
-        fewest, most = (1, 1) if num_seqs and q_len_bytes == _ones(num_seqs) else _extremes(q_len)
-        shortest, longest = _extremes(kv_len)
+        row_bytes, kv_len_bytes, q_len_bytes = rows.tobytes(), kv_len.tobytes(), q_len.tobytes()
+        # What is checked and what is published are one, though the caller goes on with the same arrays.
+        kv = np.frombuffer(kv_len_bytes, _INT32)
+        new = np.frombuffer(q_len_bytes, _INT32)
+        fewest, most = (1, 1) if num_seqs and q_len_bytes == _ones(num_seqs) else _extremes(new)
+        shortest, longest = _extremes(kv)
         # The extremes settle it for almost every batch.
-        if fewest < 0 or (shortest < most and (kv_len < q_len).any()):
-            _refuse_lengths(kv_len, q_len)
-        if num_seqs * longest > INT32_MAX and _total(kv_len) > INT32_MAX:
-            raise BadBatch(f"{_total(kv_len)} KV tokens in one step overflow an int32 indptr; split the batch")
-        num_tokens = num_seqs * most if fewest == most else _total(q_len)
+        if fewest < 0 or (shortest < most and (kv < new).any()):
+            _refuse_lengths(kv, new)
+        if num_seqs * longest > INT32_MAX and _total(kv) > INT32_MAX:
+            raise BadBatch(f"{_total(kv)} KV tokens in one step overflow an int32 indptr; split the batch")
+        num_tokens = num_seqs * most if fewest == most else _total(new)
         if len(token_ids) not in (0, num_tokens):
             raise BadBatch(f"{len(token_ids)} token ids for {num_tokens} new tokens; pass one each, or none")
         if inputs is not HOST_INPUTS:  # on most steps there is nothing to ask
             fewest = inputs.min_q_len(num_seqs, num_tokens, fewest)
         if isinstance(mask, StepMask):
-            mask.check(mask_bytes(kv_len, q_len), num_tokens)
+            mask.check(mask_bytes(kv, new), num_tokens)
         if isinstance(prefixes, SharedPrefixes):
             _check_beside_prefixes(inputs, mask)
-            prefixes.check(kv_len, decodes=num_seqs == 0 or fewest == most == 1)
-        self.rows = rows
-        self.kv_len = kv_len
-        self.q_len = q_len
+            prefixes.check(kv, decodes=num_seqs == 0 or fewest == most == 1)
+        self.rows = np.frombuffer(row_bytes, _INT32)
+        self.kv_len = kv
+        self.q_len = new
         self.token_ids = token_ids
         self.inputs = inputs
         self.mask = mask
@@ -111,8 +114,8 @@ class StepBatch:
         self.max_q_len = most
         self.min_q_len = fewest
         self.max_kv_len = longest
-        self.row_bytes = rows.tobytes()
-        self.kv_len_bytes = kv_len.tobytes()
+        self.row_bytes = row_bytes
+        self.kv_len_bytes = kv_len_bytes
         self.q_len_bytes = q_len_bytes
 
 

@@ -56,7 +56,7 @@ def tree_mask(batch: StepBatch, parents: Tensor) -> StepMask:
 
 def _lengths(batch: StepBatch, device: torch.device) -> tuple[Tensor, Tensor]:
     """kv_len and q_len, int64 on the device; where the batch's inputs have them, from there."""
-    kv_len, q_len = (torch.from_numpy(lengths).to(device).long() for lengths in (batch.kv_len, batch.q_len))
+    kv_len, q_len = (torch.tensor(lengths, device=device).long() for lengths in (batch.kv_len, batch.q_len))
     inputs = batch.inputs
     if isinstance(inputs, DeviceInputs):
         # Cut as the step itself cuts them, so that the packing agrees and nothing lies beyond the bounds.

@@ -73,8 +73,8 @@ class _Called:
         cos_sin, *of_table = rope
         tensors = *weights, cos_sin
         # What is kept holds the tensors, so an address is theirs; a part of one may begin there too.
-        places = (None if each is None else (each.data_ptr(), each.shape) for each in tensors)
-        made_of = *places, *numbers, *of_table
+        forms = (None if each is None else (each.data_ptr(), each.dtype, each.shape, each.stride()) for each in tensors)
+        made_of = *forms, *numbers, *of_table
         kept = self._works.get(layer)
         if kept is None or kept[0] != made_of:
             each = [

@@ -40,7 +40,7 @@ Pages = Mapping[Space, Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class _Alike:
-    """What one launch moves: sides of one space whose pages lie alike.
+    """What one launch moves: sides of one space whose pages lie alike, and whose tokens come from one space.
 
     unit:     tokens of a row: 1, or what an index key stands for
     parts:    (layer, role) of each side
@@ -53,12 +53,16 @@ class _Alike:
 
 
 class _Mover:
-    """What both directions share: the sides of an owner's pages, put together by how they lie."""
+    """What both directions share: the sides of an owner's pages, put together by how they lie.
 
-    def __init__(self, owner: Owner) -> None:
+    passport: of the owner's pages
+    source:   of the pages that the tokens come from
+    """
+
+    def __init__(self, owner: Owner, passport: KVPassport, source: KVPassport) -> None:
         self._owner, self._pool = owner, owner.pool
         self.device = self._pool.device
-        self.passport = KVPassport.of(owner)
+        self.passport, self.source = passport, source
         self._spaces = spaces_of(owner)
         self._page_size = self._pool.page_size
         self._all = tuple(range(len(self._spaces)))
@@ -96,7 +100,9 @@ class _Mover:
         for (layer, role), side in self._sides.items():
             if layer in layers:
                 unit = self.passport.layers[layer].key_tokens if role.is_index else 1
-                lie = self._spaces[layer], unit, side.dtype, side.shape[1:], side.stride()
+                # Where they come from, as rows begin with the first token that the source has there.
+                spaces = self._spaces[layer], self.source.layers[layer].space
+                lie = spaces, unit, side.dtype, side.shape[1:], side.stride()
                 found.setdefault(lie, []).append((layer, role))
         return tuple(
             _Alike(
@@ -194,6 +200,10 @@ class KVExporter(_Mover):
     passport: what KVImporter is made with, wherever that is
     """
 
+    def __init__(self, owner: Owner) -> None:
+        passport = KVPassport.of(owner)
+        super().__init__(owner, passport, passport)
+
     def extent(self, pages: Pages, kv_len: int) -> KVExtent:
         """The tokens that these pages still have, of the first kv_len. Raises BadBatch."""
         self._check(pages, kv_len, self._all)
@@ -265,10 +275,10 @@ class KVImporter(_Mover):
     """
 
     def __init__(self, owner: Owner, source: KVPassport) -> None:
-        super().__init__(owner)
-        if reasons := self.passport.refusals(source):
+        passport = KVPassport.of(owner)
+        if reasons := passport.refusals(source):
             raise BadTensor("\n  - ".join(("tokens of this source cannot be stored here", *reasons)))
-        self.source = source
+        super().__init__(owner, passport, source)
         self.is_exact = True
         self._codes: dict[tuple[int, Role], Tensor] = {}
         self._factors: dict[tuple[int, Role], float] = {}
@@ -351,7 +361,9 @@ class KVImporter(_Mover):
         table = self._runtime.table
         for each in table.spaces:
             held = np.array([page for page in pages[each.space] if page != RESERVED_PAGE], np.int32)
-            if (each.num_holders(held) > 1).any() or any(int(page) in each.pending.copies for page in held):
+            # Of a copy that was not made yet, neither page may change.
+            copied = {*each.pending.copies, *each.pending.copies.values()}
+            if (each.num_holders(held) > 1).any() or not copied.isdisjoint(held.tolist()):
                 raise BadBatch(
                     f"row {row} shares pages with others, which must not be written; import into one of admit()"
                 )
@@ -400,7 +412,7 @@ class KVImporter(_Mover):
                 continue
             if at in self._codes:
                 heads = self.source.layers[part.layer].form_of(part.role).num_kv_heads
-                codes = stretch.view(part.num_rows, heads, -1)
+                codes = stretch.view(part.num_rows, heads, part.row_bytes // heads)
                 head = torch.arange(heads, device=self.device)[:, None] * 256
                 codes.copy_(self._codes[at].take(codes.long() + head))
             elif at in self._factors:

@@ -98,7 +98,6 @@ class RequestTable:
         self._has_room = _NO_ROOM
         self._num_forgotten = 0
         self._prefixes_checked: tuple[SharedPrefixes | None, bytes, int] = (None, b"", 0)
-        self._order = np.arange(max_num_seqs, dtype=np.int32)
 
     @property
     def entries(self) -> torch.Tensor:
@@ -195,13 +194,15 @@ class RequestTable:
     def reserve_all(self, rows: Int32Array, kv_len: Int32Array) -> None:
         """reserve(rows[i], kv_len[i]) for every i, or for none: what raises leaves all rows as they were.
 
-        rows, kv_len: int32 [num_seqs]; rows are distinct. Only rows that need a page cost a Python iteration.
+        rows, kv_len: int32 [num_seqs]. Only rows that need a page cost a Python iteration.
+        Raises as reserve(), and BadBatch for a row that is named twice.
         """
         if len(rows) == 0:
             return
         named = rows.tobytes()
         if named != self._rows_checked:
             self._must_all_be_admitted(rows)
+            self._must_be_distinct(rows)
         beyond = kv_len >= self._look_from.take(rows)
         if beyond[beyond.argmax()]:
             self._look_at(rows[beyond], kv_len[beyond])
@@ -621,9 +622,12 @@ class RequestTable:
         # Read as unsigned, a negative row is a huge one.
         if np.maximum.reduce(rows.view(np.uint32)) >= len(self._capacity):
             self._refuse_rows(rows)
-        if len(rows) > len(self._order):
-            raise NeverFits(f"{len(rows)} sequences in one step; raise max_num_seqs = {len(self._order)} or split it")
-        order = self._order[: len(rows)]
+        if len(rows) > self.max_num_seqs:
+            raise NeverFits(f"{len(rows)} sequences in one step; raise max_num_seqs = {self.max_num_seqs} or split it")
+        self._must_be_distinct(rows)
+
+    def _must_be_distinct(self, rows: Int32Array) -> None:
+        order = np.arange(len(rows), dtype=np.int32)
         self._seen[rows] = order
         if (self._seen[rows] != order).any():
             seq = int(np.argmax(self._seen[rows] != order))
@@ -675,11 +679,8 @@ class RequestTable:
             raise WrongState(f"row {row} is not admitted: it was never handed out, or it was freed already")
 
     def _must_all_be_admitted(self, rows: Int32Array) -> None:
-        if (
-            int(rows.min()) <= RESERVED_ROW
-            or int(rows.max()) >= len(self._capacity)
-            or (self._capacity[rows] < 0).any()
-        ):
+        outside = int(rows.min()) <= RESERVED_ROW or int(rows.max()) >= len(self._capacity)
+        if outside or (self._capacity[rows] < 0).any():
             for row in rows.tolist():
                 self._must_be_admitted(row)
 

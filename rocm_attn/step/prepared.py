@@ -149,6 +149,7 @@ def prepare(launches: Sequence[Launch], addresses: tuple[int, ...], owned: froze
             return None
         run, template = driver_call(launch.compiled, launch.grid, Place(0), found)
         made.append((run, arguments_of(template, 1 + len(addresses), constants)))
+        constants.append(launch.compiled)  # no argument: held, as Triton unloads what is held no longer
     return PreparedCall(made, tuple(constants)) if made else None
 
 
@@ -300,7 +301,8 @@ class LayerForms:
         forms = tuple(None if tensor is None else _form(tensor) for tensor in tensors)
         # Of tensors that begin at one place, launches do not say which they were given.
         same = tuple(addresses.index(address) for address in addresses)
-        layout = self._kind_of_layer[layer], common, forms, same
+        # What was prepared by other addresses may count on what these are multiples of.
+        layout = self._kind_of_layer[layer], common, forms, same, _are_odd(addresses)
         return _LayerMemory(owners, addresses, self._numbers.setdefault(layout, len(self._numbers)))
 
 

@@ -57,16 +57,16 @@ class FlightRecorder:
         self._noted = 0
 
     def note(self, batch: StepBatch, plan: StepPlan, replayed: bool, epoch: int) -> None:
-        """As Flight.note. The lengths are copied: a caller may change its arrays in place."""
+        """As Flight.note. A batch keeps its lengths, whatever becomes of the caller's arrays."""
         at = self._noted
         self._ring[at % self._num_steps] = (
             at,
             plan,
             replayed,
             epoch,
-            batch.rows.copy(),
-            batch.kv_len.copy(),
-            batch.q_len.copy(),
+            batch.rows,
+            batch.kv_len,
+            batch.q_len,
             batch.prefixes,
         )
         self._noted = at + 1

@@ -67,8 +67,9 @@ def test_a_caller_may_change_its_arrays(device: torch.device, tmp_path: Path) ->
     requests = Requests(tiny.runtime)
     requests.admit(2)
     batch = requests.batch([2, 3])
-    runner.run(batch)
-    for array in (batch.rows, batch.kv_len, batch.q_len):
+    rows, kv_len, q_len = (array.copy() for array in (batch.rows, batch.kv_len, batch.q_len))
+    runner.run(StepBatch(rows, kv_len, q_len, batch.token_ids))
+    for array in (rows, kv_len, q_len):
         array += 40
     (step,) = flight.steps()
     assert (step.rows, step.kv_len, step.q_len) == ((1, 2), (2, 3), (2, 3))

@@ -62,6 +62,7 @@ def sharing_memory(tensor: Tensor, others: Mapping[str, Tensor]) -> list[str]:
     ]
 
 
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable:UserWarning")
 def test_what_a_plan_reads_shares_no_memory_with_what_graphs_read_or_write(device: torch.device) -> None:
     serving = Serving(device, graphs=True, provider="csr")
     requests = serving.admit(2)

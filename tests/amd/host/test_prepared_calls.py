@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -518,6 +520,48 @@ def test_another_norm_or_rope_makes_another_form_and_its_weights_are_used() -> N
     assert again.rope.cos_sin.data_ptr() in call.addresses
     in_place = rope_and_store(forms, 0, given._replace(q_out=q), again)
     assert in_place.form != call.form
+
+
+def test_what_was_prepared_by_aligned_memory_is_not_used_for_a_layer_whose_memory_is_not() -> None:
+    forms, pool, _ = forms_of(PLAIN, PLAIN)
+    given = Projected(torch.zeros(4, 8, 16), *kv(), torch.zeros(4, 8, 16))
+    aligned, odd = (QkvWork(q_norm=RowNorm(rows_at(first, 16), 1e-6)) for first in (0, 1))
+    assert rope_and_store(forms, 0, given, aligned).form != rope_and_store(forms, 0, given, odd).form
+    before = store(forms, 1, *kv()).form
+    pages = pool.layer(1)
+    pool.take(1, LayerPages.plain(*(rows_at(2, *side.shape) for side in (pages.k, pages.v))))
+    assert store(forms, 1, *kv()).form != before
+
+
+def test_a_variant_that_is_launched_again_stays_loaded() -> None:
+    """Triton unloads what is held no longer."""
+
+    class Variant(SimpleNamespace):
+        pass
+
+    class Compiled:
+        """A jitted function that does not keep its variants."""
+
+        params = (SimpleNamespace(is_constexpr=False),)
+        arg_names = ("q",)
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+            def run(*args: object, **options: object) -> object:
+                made = Variant(run=lambda *args: None, function="function", packed_metadata="metadata")
+                variants.append(weakref.ref(made))
+                return made
+
+            return run
+
+    variants: list[weakref.ref[Variant]] = []
+    q = rows()
+    calls, call = calls_after(lambda: launch(Compiled(), (1,), q), q)
+    gc.collect()
+    assert made_again(calls, call)
+    assert variants[0]() is not None
+    del calls
+    gc.collect()
+    assert variants[0]() is None
 
 
 def test_what_derives_a_steps_metadata_is_launched_again_on_the_stream_of_then() -> None:

@@ -295,6 +295,16 @@ def test_a_batch_that_the_table_does_not_know_is_refused(rows: list[int], kv_len
         table.check_batch(batch_of(rows, kv_len))
 
 
+def test_a_row_that_is_named_twice_takes_no_page() -> None:
+    table = make_table()
+    row, free = table.admit(), table.num_free_pages
+    with pytest.raises(BadBatch, match="occurs twice"):
+        table.reserve_all(np.array([row, row], np.int32), np.array([4, 4], np.int32))
+    assert table.num_free_pages == free
+    table.free(row)
+    assert table.is_empty
+
+
 def test_updates_carry_the_newest_entry_of_a_cell() -> None:
     table = make_table()
     row = table.admit()

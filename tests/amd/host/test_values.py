@@ -210,6 +210,19 @@ def test_targets_are_known_by_name_or_detected() -> None:
         detect_target(torch.device("meta"))
 
 
+def test_a_batch_stays_what_it_was_when_the_callers_arrays_change() -> None:
+    """What is checked and what is published are one."""
+    given = [np.array(values, np.int32) for values in ([1, 2], [7, 9], [1, 2])]
+    batch = StepBatch(*given)
+    for array in given:
+        array[:] = 50
+    assert [batch.rows.tolist(), batch.kv_len.tolist(), batch.q_len.tolist()] == [[1, 2], [7, 9], [1, 2]]
+    held = batch.row_bytes, batch.kv_len_bytes, batch.q_len_bytes
+    assert held == (batch.rows.tobytes(), batch.kv_len.tobytes(), batch.q_len.tobytes())
+    with pytest.raises(ValueError, match="read-only"):
+        batch.kv_len[0] = 5
+
+
 def test_a_batch_takes_plain_sequences() -> None:
     """As the README's does; the types say so too."""
     batch = StepBatch(rows=[1, 2], kv_len=(10, 3), q_len=range(1, 3), token_ids=[5, 6, 7])

@@ -152,6 +152,19 @@ def rows(step: Step, heads: int) -> Tensor:
     return torch.randn(count, heads, DIM, generator=torch.Generator().manual_seed(1)).to(step.token_ids.device)
 
 
+def test_a_part_of_a_table_is_not_taken_for_all_of_it(provider: str, device: torch.device) -> None:
+    """Both begin at one address."""
+    model, work = Tiny.build(device, provider), work_of(device)
+    step, calls = running(model)
+    q, whole = rows(step, 6), work.rope
+    assert whole is not None
+    calls.rope_queries(1, q, torch.empty_like(q), replace(work, rope=replace(whole, cos_sin=whole.cos_sin[:1])))
+    by_operation, by_layers = torch.empty_like(q), torch.empty_like(q)
+    calls.rope_queries(1, q, by_operation, work)
+    step.layers.rope_queries(1, q, by_layers, work)
+    assert torch.equal(by_operation, by_layers)
+
+
 def test_compiled_code_keeps_every_operation_in_its_order(provider: str, device: torch.device) -> None:
     model, work = Tiny.build(device, provider), work_of(device)
     step, _ = running(model)

@@ -196,6 +196,27 @@ def test_a_windows_space_takes_the_tokens_that_are_still_seen(
     assert all(map(torch.equal, story.decode(target, stayed, 29), story.decode(target, new_row, 29)))
 
 
+def test_layers_of_one_space_may_come_from_different_ones(provider: str, device: torch.device) -> None:
+    """Of two windows alike, the sender has one from its first token on, and one from where its pages begin."""
+    problems = [small_problem(window_left=window) for window in (6, -1, 6)]
+    story, target = Story(problems, device), runtime_of(problems, device, provider, swa_pages=40)
+    whole, windowed = (runtime_of(problems, device, provider, **swa) for swa in ({}, {"swa_pages": 40}))
+    buffers, extents, layers = [], [], []
+    for number, source in enumerate((whole, whole, windowed)):
+        row, exporter = story.prefill(source, 29), KVExporter(source)
+        pages = exporter.pages_of(row, 29)
+        extent = exporter.extent(pages, 29)
+        buffers.append(torch.empty(exporter.num_layer_bytes(extent, number), dtype=torch.uint8, device=device))
+        exporter.export_layer(number, pages, extent, buffers[-1])
+        extents.append(extent)
+        layers.append(exporter.passport.layers[number])
+    importer, extent = KVImporter(target, KVPassport(tuple(layers))), extents[-1]
+    assert extent.first == {"full": 0, "swa": 16}
+    stayed, new_row = story.prefill(target, 29), importer.admit(extent)
+    importer.import_row(new_row, extent, torch.cat(buffers))
+    assert all(map(torch.equal, story.decode(target, stayed, 29), story.decode(target, new_row, 29)))
+
+
 def test_tokens_that_a_window_has_given_back_are_no_ones_elsewhere(provider: str, device: torch.device) -> None:
     problems = [small_problem(window_left=6), small_problem()]
     source = runtime_of(problems, device, provider, swa_pages=40)
@@ -236,14 +257,16 @@ def test_codes_of_another_gpu_keep_their_worth(scales: Scales, provider: str, de
         assert not KVImporter(back, KVPassport.of(target)).is_exact
 
 
-def test_index_keys_of_which_none_is_complete_are_recoded_to_nothing(provider: str, device: torch.device) -> None:
-    chooses = indexer(Indexing(0.25, top=3, key_tokens=4, last_unit=LastUnit.ADDED))
-    there, here = ([layer(replace(chooses, key_encoding=encoding, key_scales=Scales.LAYER))] for encoding in (FN, FNUZ))
-    source, target = (runtime_of(problems, device, provider) for problems in (there, here))
-    row = Story(there, device).prefill(source, 3)
-    new_row = moved(source, row, 3, target)
-    assert target.table.num_held(new_row) == 1
-    target.check_device()
+@pytest.mark.parametrize("kv_len", [1, 3, 19])
+def test_index_keys_in_codes_of_another_gpu_keep_their_worth(kv_len: int, provider: str, device: torch.device) -> None:
+    """A key stands for four tokens: of fewer than these, none is sent."""
+    pooled = indexer(Indexing(0.25, top=3, key_tokens=4, last_unit=LastUnit.ADDED))
+    there, here = ([layer(replace(pooled, key_encoding=encoding, key_scales=Scales.TOKEN))] for encoding in (FN, FNUZ))
+    story, source = Story(there, device), runtime_of(there, device, provider)
+    target = runtime_of(here, device, provider)
+    row = story.prefill(source, kv_len)
+    new_row = moved(source, row, kv_len, target)
+    assert all(map(torch.equal, story.decode(source, row, kv_len), story.decode(target, new_row, kv_len)))
 
 
 def test_layers_may_be_sent_one_by_one(provider: str, device: torch.device) -> None:
@@ -328,6 +351,14 @@ def test_what_does_not_fit_is_refused_with_every_reason_before_anything_is_writt
     target.table.fork(shared, 8)
     with pytest.raises(BadBatch, match="shares pages with others"):
         importer.import_row(shared, extent, buffer)
+    source_of_copy = target.table.admit()
+    target.table.reserve(source_of_copy, 3)
+    child = target.table.fork(source_of_copy, 3)
+    target.table.reserve(child, 4)
+    assert target.table.num_holders(target.table.pages_of(source_of_copy)[0]) == 1, "the copy is still to be made"
+    target.table.reserve(source_of_copy, 11)
+    with pytest.raises(BadBatch, match="shares pages with others"):
+        importer.import_row(source_of_copy, extent, buffer)
     for tensor, was in zip(storages(target), before, strict=True):
         assert torch.equal(tensor.view(torch.uint8), was.view(torch.uint8))
 

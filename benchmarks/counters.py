@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 from benchmarks.machine import describe_machine
+from benchmarks.named_shapes import PAGE_SIZE, named_shapes
 from benchmarks.random_shapes import cases_of, check_all
 from benchmarks.shape_sweep import Shape, Work
 from rocm_attn.problem import UNLIMITED_WINDOW
 
-PAGE_SIZE = 16
 SECTIONS = "SpeedOfLight", "LaunchStats", "Occupancy", "WarpStateStats", "SchedulerStats", "ComputeWorkloadAnalysis"
 # ncu's names of what is kept, and ours.
 KEPT = {
@@ -45,19 +45,19 @@ STALL = "Stall "
 MARK = "FillFunctor"
 
 
-def _shape(heads: tuple[int, int, int], work: Work, kv_len: tuple[int, ...], q_len: tuple[int, ...]) -> Shape:
-    return Shape(*heads, PAGE_SIZE, UNLIMITED_WINDOW, work, kv_len, q_len)
+def _decode(heads: tuple[int, int, int], num_seqs: int, kv_len: int) -> Shape:
+    return Shape(*heads, PAGE_SIZE, UNLIMITED_WINDOW, Work.DECODE, (kv_len,) * num_seqs, (1,) * num_seqs)
 
 
 SHAPES = {
-    "decode, 64/8 x 128, 16 x 4,096": _shape((64, 8, 128), Work.DECODE, (4096,) * 16, (1,) * 16),
-    "decode, 64/8 x 128, 64 x 4,096": _shape((64, 8, 128), Work.DECODE, (4096,) * 64, (1,) * 64),
-    "decode, 8/1 x 128, 256 x 2,048": _shape((8, 1, 128), Work.DECODE, (2048,) * 256, (1,) * 256),
-    "extend, 32/8 x 128, 2,048 of 2,048": _shape((32, 8, 128), Work.EXTEND, (2048,), (2048,)),
-    "extend, 32/8 x 128, 2,048 of 8,192": _shape((32, 8, 128), Work.EXTEND, (8192,), (2048,)),
-    "extend, 32/8 x 128, 8 x 512 of 4,608": _shape((32, 8, 128), Work.EXTEND, (4608,) * 8, (512,) * 8),
-    "extend, 40/4 x 128, 777 of 5,778": _shape((40, 4, 128), Work.EXTEND, (5778,), (777,)),
-    "extend, 64/8 x 192, 777 of 5,778": _shape((64, 8, 192), Work.EXTEND, (5778,), (777,)),
+    "decode, 64/8 x 128, 16 x 4,096": _decode((64, 8, 128), 16, 4096),
+    "decode, 64/8 x 128, 64 x 4,096": _decode((64, 8, 128), 64, 4096),
+    "decode, 8/1 x 128, 256 x 2,048": _decode((8, 1, 128), 256, 2048),
+    **{
+        f"{layout}, {step}": shape
+        for step, layout, shape in named_shapes()
+        if layout in {"32/8 x 128", "40/4 x 128", "64/8 x 192"} and step.startswith(("one chunk", "8 chunks"))
+    },
 }
 
 

@@ -234,19 +234,6 @@ class AttentionHooks:
 
     # Of a layer.
 
-    def forward_decode(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layer: Layer,
-        forward_batch: Batch,
-        save_kv_cache: bool = True,
-        **more: Any,
-    ) -> Tensor:
-        """[T, q_heads * v_head_dim]: a layer's attention in a step of one token each."""
-        return self._run(q, k, v, layer, save_kv_cache, more)
-
     def forward_extend(
         self,
         q: Tensor,
@@ -257,10 +244,10 @@ class AttentionHooks:
         save_kv_cache: bool = True,
         **more: Any,
     ) -> Tensor:
-        """[T, q_heads * v_head_dim]: a layer's attention in any other step."""
+        """[T, q_heads * v_head_dim]: a layer's attention in a step of any kind."""
         return self._run(q, k, v, layer, save_kv_cache, more)
 
-    forward_mixed = forward_extend
+    forward_decode = forward_mixed = forward_extend
 
     def support_triton(self) -> bool:
         """Whether SGLang may run Triton kernels of its own beside ours."""

@@ -38,8 +38,8 @@ from tests.amd.offline.matrix import Row
 from tests.amd.offline.mca import find_llvm_mca, loop_cycles
 from tests.amd.offline.offline_driver import offline
 from tests.amd.offline.tile_candidates import Kind, chosen_tiles, estimate
-from tests.amd.offline.tile_cost import Running, TileCost, cost_of, programs_on_a_cu
-from tests.amd.offline.tuning_table import layers, title, words
+from tests.amd.offline.tile_cost import PAIRS, Running, TileCost, cost_of, programs_on_a_cu
+from tests.amd.offline.tuning_table import cost_cells, layers, ranked_by, title, words
 
 # Steps by whose lengths AITER's wrappers choose tiles and splits: kv_len and q_len of each sequence.
 _DECODE = ((4096,) * 64, (1,) * 64)
@@ -54,7 +54,6 @@ _KEYS = {
     "paged_attention_decode_sliding_window_head_1": "CONTEXT_PARTITION_SIZE",
 }
 _QUERY_ROWS = "BLOCK_M"
-_PAIRS = 1024
 _COLUMNS = (
     "kernel",
     "VGPRs",
@@ -140,9 +139,8 @@ def main(document: Path) -> None:
 
 
 def _table(checkout: Checkout, row: Row, kind: Kind) -> str:
-    last = "break-even" if kind is DecodeTiles else "cost"
     lines = [
-        f"| {' | '.join((*_COLUMNS, last))} |",
+        f"| {' | '.join((*_COLUMNS, ranked_by(kind)))} |",
         "|---" * (len(_COLUMNS) + 1) + "|",
         _line(_ours(row, kind), kind),
     ]
@@ -182,7 +180,7 @@ def _aiters(checkout: Checkout, row: Row, kind: Kind, problem: Problem, kernel: 
         running = Running(
             num_warps,
             programs_on_a_cu(code.waves_per_simd, num_warps),
-            keys if kind is DecodeTiles else rows * keys / _PAIRS,
+            keys if kind is DecodeTiles else rows * keys / PAIRS,
         )
         tiles = f"{keys} keys, {num_warps} warps" if kind is DecodeTiles else f"{rows} x {keys}, {num_warps} warps"
         yield Figures(f"`{name}`: {tiles}", code, cost_of(row, kind, loop, loop_cycles(loop, row.arch), running))
@@ -225,10 +223,7 @@ def _line(figures: Figures, kind: Kind) -> str:
         f"{code.lds_bytes / 1024:.0f} KiB",
         f"{code.waves_per_simd}",
         f"{cost.programs}",
-        f"{cost.cycles.own:.0f}",
-        f"{cost.cycles.latencies:.1f}",
-        *(f"{bound:.1f}" for bound in (cost.issue, cost.lds, cost.loads, cost.waits)),
-        f"{cost.break_even:.1f} us" if kind is DecodeTiles else f"{cost.clocks:.1f}",
+        *cost_cells(cost, kind),
     ]
     return f"| {' | '.join(cells)} |"
 

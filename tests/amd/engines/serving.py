@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,6 +40,21 @@ def assert_equal_tokens(ours: Sequence[Rounds], stock: Rounds) -> None:
     assert len({tuple(tokens) for tokens in stock[0]}) > len(stock[0]) // 2
     for rounds in ours:
         assert rounds == stock
+
+
+def kept_answers(folder: Path, asked: object, answer: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """What an engine's own backends answer to what is asked, kept for the next time.
+
+    asked: JSON, everything that answers depend on
+    """
+    words = json.dumps(asked, sort_keys=True)
+    kept = folder / "answers" / f"{hashlib.sha256(words.encode()).hexdigest()}.json"
+    if not kept.is_file():
+        answers = answer()
+        kept.parent.mkdir(exist_ok=True)
+        kept.write_text(json.dumps(answers))
+    found: list[dict[str, Any]] = json.loads(kept.read_text())
+    return found
 
 
 def engine_folder(engine: str) -> Path:

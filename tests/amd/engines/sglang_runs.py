@@ -6,7 +6,6 @@ does not depend on this project.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
@@ -18,6 +17,7 @@ from typing import Any
 from tests.amd.engines.serving import (
     engine_folder,
     environment_without_settings,
+    kept_answers,
     python_of,
     python_path,
     write_metadata,
@@ -55,14 +55,14 @@ class SglangVenv:
 
     def stock(self, runs: Sequence[Run], scratch: Path) -> list[Answer]:
         """What SGLang's own backend for a CPU answers."""
-        asked = json.dumps([_VERSION, [self._words(run) for run in runs]], sort_keys=True)
-        kept = self.folder / "answers" / f"{hashlib.sha256(asked.encode()).hexdigest()}.json"
-        if not kept.is_file():
+
+        def stock_answers() -> list[dict[str, Any]]:
             answers = self._answers(runs, "torch_native", scratch, {"ROCM_ATTN_DISABLE_PLUGINS": "sglang"})
             assert "rocm_attn serves" not in (scratch / "log").read_text(), "our backend has served"
-            kept.parent.mkdir(exist_ok=True)
-            kept.write_text(json.dumps([asdict(answer) for answer in answers]))
-        return [Answer(**each) for each in json.loads(kept.read_text())]
+            return [asdict(answer) for answer in answers]
+
+        asked = [_VERSION, [self._words(run) for run in runs]]
+        return [Answer(**each) for each in kept_answers(self.folder, asked, stock_answers)]
 
     def kit(self, groups: Sequence[str], scratch: Path) -> dict[str, Tally]:
         """What SGLang's attention kit says of our backend."""

@@ -6,7 +6,6 @@ does not depend on this project.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
@@ -17,6 +16,7 @@ from typing import Any
 from tests.amd.engines.serving import (
     engine_folder,
     environment_without_settings,
+    kept_answers,
     python_of,
     python_path,
     write_metadata,
@@ -57,14 +57,14 @@ class VllmVenv:
 
     def stock(self, runs: Sequence[Run], scratch: Path) -> list[Answer]:
         """What vLLM's own backends answer."""
-        asked = json.dumps([VLLM, [self._words(run) for run in runs]], sort_keys=True)
-        kept = self.folder / "answers" / f"{hashlib.sha256(asked.encode()).hexdigest()}.json"
-        if not kept.is_file():
+
+        def stock_answers() -> list[dict[str, Any]]:
             answers, said = self._answers(runs, scratch, {"ROCM_ATTN_DISABLE_PLUGINS": "vllm"})
             assert "rocm_attn serves" not in said, "our backend has served"
-            kept.parent.mkdir(exist_ok=True)
-            kept.write_text(json.dumps([vars(answer) for answer in answers]))
-        return [Answer(**each) for each in json.loads(kept.read_text())]
+            return [vars(answer) for answer in answers]
+
+        asked = [VLLM, [self._words(run) for run in runs]]
+        return [Answer(**each) for each in kept_answers(self.folder, asked, stock_answers)]
 
     def _words(self, run: Run) -> dict[str, Any]:
         """A run with its model's name in place of its folder, which may lie elsewhere the next time."""

@@ -54,7 +54,7 @@ _MATRIX_OPS_A_CLOCK = {"gfx942": 2048, "gfx950": 4096}
 # Cycles of four clocks that the matrix unit of a SIMD takes for one such operation.
 CYCLES_OF_MATRIX_OPS = {arch: _SIMDS / ops / CLOCKS_PER_CYCLE for arch, ops in _MATRIX_OPS_A_CLOCK.items()}
 CLOCK_GHZ = {"gfx942": 2.1, "gfx950": 2.4}
-_PAIRS = 1024
+PAIRS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class Running(NamedTuple):
 def cost_of(
     row: Row, kind: type[DecodeTiles] | type[ExtendTiles], loop: HotLoop, cycles: LoopCycles, running: Running
 ) -> TileCost:
-    """The bounds of a kernel that decodes or extends the row's plain layer, whoever wrote it."""
+    """The bounds of a kernel that decodes or extends the row's plain layer, of this project or another."""
     num_warps, programs, work = running
     is_decode = kind is DecodeTiles
     lanes = num_warps * _LANES
@@ -138,7 +138,7 @@ def work_of_iteration(tiles: DecodeTiles | ExtendTiles) -> float:
     """Units of work that a program does in one iteration of its hot loop."""
     if isinstance(tiles, DecodeTiles):
         return tiles.key_block * tiles.heads_per_row
-    return tiles.query_rows * tiles.key_block / _PAIRS
+    return tiles.query_rows * tiles.key_block / PAIRS
 
 
 def floor_clocks(row: Row, kind: type[DecodeTiles] | type[ExtendTiles]) -> float:
@@ -146,7 +146,7 @@ def floor_clocks(row: Row, kind: type[DecodeTiles] | type[ExtendTiles]) -> float
     dims = sum(row.dims)
     if kind is DecodeTiles:
         return dims * row.dtype.itemsize / _HBM_BYTES_A_CLOCK[row.arch]
-    return 2 * dims * _PAIRS / _MATRIX_OPS_A_CLOCK[row.arch]
+    return 2 * dims * PAIRS / _MATRIX_OPS_A_CLOCK[row.arch]
 
 
 def room_of(codes: list[AmdCode]) -> int:

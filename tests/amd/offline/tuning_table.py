@@ -32,7 +32,7 @@ from tests.amd.offline.tile_candidates import (
     chosen_tiles,
     rank,
 )
-from tests.amd.offline.tile_cost import DECODE_LATENCY, EXTEND_LATENCY, floor_clocks
+from tests.amd.offline.tile_cost import DECODE_LATENCY, EXTEND_LATENCY, TileCost, floor_clocks
 
 # Candidates of a layer that the page shows, besides the row that serves.
 SHOWN = 6
@@ -159,9 +159,8 @@ def words(tiles: Tiles) -> str:
 def _table(ranking: Ranking) -> str:
     fitting = [found for found in ranking.candidates if found.cost]
     shown = [found for place, found in enumerate(fitting) if place < SHOWN or found is ranking.chosen]
-    last = "break-even" if ranking.kind is DecodeTiles else "cost"
     lines = [
-        f"| tiles | VGPRs | LDS | waves | own | in series | issue | LDS | loads | waits | {last} |",
+        f"| tiles | VGPRs | LDS | waves | own | in series | issue | LDS | loads | waits | {ranked_by(ranking.kind)} |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
         *(_line(found, found is ranking.chosen) for found in shown),
     ]
@@ -178,12 +177,24 @@ def _line(found: Estimate, is_chosen: bool) -> str:
         f"{code.vgprs}",
         f"{code.lds_bytes / 1024:.0f} KiB",
         f"{found.waves}",
+        *cost_cells(cost, type(found.tiles)),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def ranked_by(kind: Kind) -> str:
+    """The last column of cost_cells."""
+    return "break-even" if kind is DecodeTiles else "cost"
+
+
+def cost_cells(cost: TileCost, kind: Kind) -> tuple[str, ...]:
+    """What a line says of a cost: an iteration's own cycles, latencies in series, the four bounds, the order."""
+    return (
         f"{cost.cycles.own:.0f}",
         f"{cost.cycles.latencies:.1f}",
         *(f"{bound:.1f}" for bound in (cost.issue, cost.lds, cost.loads, cost.waits)),
-        f"{cost.break_even:.1f} us" if isinstance(found.tiles, DecodeTiles) else f"{cost.clocks:.1f}",
-    ]
-    return f"| {' | '.join(cells)} |"
+        f"{cost.break_even:.1f} us" if kind is DecodeTiles else f"{cost.clocks:.1f}",
+    )
 
 
 if __name__ == "__main__":

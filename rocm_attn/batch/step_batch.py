@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rocm_attn.batch.inputs import HOST_INPUTS, Inputs
-from rocm_attn.batch.mask import NO_MASK, Mask, StepMask, mask_bytes
+from rocm_attn.batch.mask import NO_MASK, Mask, NoMask
 from rocm_attn.batch.prefixes import NO_PREFIXES, Prefixes, SharedPrefixes
 from rocm_attn.errors import BadBatch
 
@@ -97,8 +97,8 @@ class StepBatch:
             raise BadBatch(f"{len(token_ids)} token ids for {num_tokens} new tokens; pass one each, or none")
         if inputs is not HOST_INPUTS:  # on most steps there is nothing to ask
             fewest = inputs.min_q_len(num_seqs, num_tokens, fewest)
-        if isinstance(mask, StepMask):
-            mask.check(mask_bytes(kv, new), num_tokens)
+        if not isinstance(mask, NoMask):
+            mask.check(kv, new)
         if isinstance(prefixes, SharedPrefixes):
             _check_beside_prefixes(inputs, mask)
             prefixes.check(kv, decodes=num_seqs == 0 or fewest == most == 1)

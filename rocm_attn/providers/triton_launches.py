@@ -24,6 +24,7 @@ from rocm_attn.kernels.metadata.fill import launch_fill
 from rocm_attn.kernels.metadata.gather_table import launch_gather_table
 from rocm_attn.kernels.metadata.pack_mask import launch_pack_mask
 from rocm_attn.kernels.metadata.place_mask import launch_place_mask
+from rocm_attn.kernels.metadata.place_trees import launch_place_trees
 from rocm_attn.kernels.metadata.publish import launch_publish
 from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
 from rocm_attn.kernels.metadata.table_update import launch_table_update
@@ -54,6 +55,7 @@ OPS = StepOps(
     publish=launch_publish,
     device_inputs=launch_device_inputs,
     place_mask=launch_place_mask,
+    place_trees=launch_place_trees,
     table_update=launch_table_update,
     fill=launch_fill,
     store_kv=launch_store_kv,

@@ -30,6 +30,7 @@ from rocm_attn.providers.launches import (
     PackMask,
     PlaceDeviceInputs,
     PlaceMask,
+    DeriveDraftSteps,
     Publish,
     PublishEngine,
     RopeQueries,
@@ -412,6 +413,7 @@ class StepOps:
     publish: Publish
     device_inputs: PlaceDeviceInputs
     place_mask: PlaceMask
+    draft_steps: DeriveDraftSteps
     table_update: UpdateTable
     fill: Fill
     store_kv: StoreKV

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -32,6 +33,12 @@ class PlaceMask(Protocol):
     """launch_place_mask, or its twin."""
 
     def __call__(self, bits: Tensor, positions: Tensor, to: StepTensors) -> None: ...
+
+
+class DeriveDraftSteps(Protocol):
+    """launch_draft_steps, or its twin."""
+
+    def __call__(self, steps: Sequence[StepTensors], parents: Tensor, branches: int) -> None: ...
 
 
 class UpdateTable(Protocol):

@@ -12,7 +12,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import Tensor
 from benchmarks.machine import describe_machine
 from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.inputs import DeviceInputs
+from rocm_attn.batch.mask import NO_MASK, TreeMask
 from rocm_attn.batch.step_batch import StepBatch, draft_batch
 from rocm_attn.capture.draft_runner import DraftRunner
 from rocm_attn.capture.graphs import recorder_for
@@ -119,6 +120,10 @@ def measure(shape: Shape, device: torch.device, bytes_a_us: float) -> dict[str, 
     runtime.pool.layer(0).v.normal_()
     on_device = torch.from_numpy(prefix).to(device)
     new = np.full(shape.num_seqs, shape.verified, np.int32)
+    # Node n goes on from node (n - 1) // 2, and the first one from none: -1 // 2 is NO_PARENT.
+    nodes = torch.arange(shape.verified, device=device, dtype=torch.int32)
+    tree = ((nodes - 1) // 2).expand(shape.num_seqs, -1).contiguous()
+    mask = TreeMask(tree) if drafts.branches > 1 else NO_MASK
 
     def draft_round() -> None:
         inputs = DeviceInputs(kv_len=on_device, ahead=drafts.tokens)
@@ -126,12 +131,12 @@ def measure(shape: Shape, device: torch.device, bytes_a_us: float) -> dict[str, 
 
     def verify_round() -> None:
         inputs = DeviceInputs(kv_len=on_device, ahead=shape.verified)
-        verify.run(StepBatch(rows, prefix + new, new, inputs=inputs))
+        verify.run(StepBatch(rows, prefix + new, new, inputs=inputs, mask=mask))
 
     for _ in range(5):
         draft_round()
         verify_round()
-    host = [_host_us(lambda: (draft_round(), verify_round()), device) for _ in range(ROUNDS)]
+    host = [_host_us((draft_round, verify_round), device) for _ in range(ROUNDS)]
     floor = drafts.steps * shape.num_seqs * shape.prefix * 2 * 8 * 128 * 2 / bytes_a_us
     times = {"draft": gpu_us(draft_round, device), "verify": gpu_us(verify_round, device)}
     runtime.check_device()
@@ -150,17 +155,18 @@ def measure(shape: Shape, device: torch.device, bytes_a_us: float) -> dict[str, 
     }
 
 
-def _host_us(run: Callable[[], object], device: torch.device) -> float:
-    """Host time of a round that finds the device idle."""
+def _host_us(parts: Sequence[Callable[[], object]], device: torch.device) -> float:
+    """Host time of a round of these parts that finds the device idle."""
     torch.cuda.synchronize(device)
     before = time.perf_counter()
-    run()
+    for run in parts:
+        run()
     return (time.perf_counter() - before) * 1e6
 
 
 def gpu_us(run: Callable[[], object], device: torch.device, count: int = 20) -> float:
     """GPU time of one of many runs that were launched before the first of them could start."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     times = []
     for _ in range(3):
         torch.cuda.synchronize(device)
@@ -170,7 +176,7 @@ def gpu_us(run: Callable[[], object], device: torch.device, count: int = 20) -> 
             run()
         end.record()
         torch.cuda.synchronize(device)
-        times.append(begin.elapsed_time(end) * 1e3 / count)
+        times.append(float(begin.elapsed_time(end)) * 1e3 / count)
     return min(times)
 
 

@@ -53,7 +53,6 @@ from rocm_attn.step.publisher import Publisher
 from rocm_attn.step.selections import StepSelections
 from rocm_attn.step.step import SplitStep, Step
 
-
 # What staging a step gives.
 Staged = Step | SplitStep | DraftSteps | SplitDrafts
 
@@ -112,7 +111,7 @@ class AttentionRuntime:
             max_num_rows=options.max_num_rows,
             guards=guards.table,
         )
-        self.core = core = StepCore(kinds, self.table, self.pool, guards.step)
+        self.core = core = StepCore(kinds, self.table, self.pool, guards.step, mask_keys=options.mask_keys)
         self._check_batch = guards.batch.check(self.table)
         self._check_stored, require_stored = guards.batch.stored(self.table)
         selecting = core.layers.selecting

@@ -40,8 +40,7 @@ class Need(enum.Enum):
     PAGE_LIST = "CSR page list with page_indptr and last_page_len"
     BLOCK_TABLE = "dense block table, one row for each sequence"
     KV_LEN_INT64 = "int64 KV lengths"
-    MASK_INDPTR = "int64 first mask cell of each sequence, for masks of [q_len, kv_len] cells"
-    MASK_WORDS = "packed mask cells, and positions that come with them"
+    MASK = "packed mask cells, where each sequence's begin, and positions that come with them"
     PREFIXES = "lengths of shared prefixes, where their groups begin, and what comes after them"
 
 
@@ -92,7 +91,7 @@ class TableTerms(NamedTuple):
 OWN_TABLE = TableTerms()
 
 _LIST = frozenset({Need.PAGE_LIST})
-_MASK = frozenset({Need.MASK_WORDS})
+_MASK = frozenset({Need.MASK})
 _PREFIXES = frozenset({Need.PREFIXES})
 
 
@@ -152,8 +151,8 @@ class StepTensors:
     block_table: Annotated[Tensor, Field(Unit.TABLE_ENTRY, needs=frozenset({Need.BLOCK_TABLE}), of_space=True)]
     # [S]
     kv_len_int64: Annotated[Tensor, Field(Unit.SEQ, torch.int64, needs=frozenset({Need.KV_LEN_INT64}))]
-    # [S + 1] sequence -> first cell of its [q_len, kv_len] mask
-    mask_indptr: Annotated[Tensor, Field(Unit.SEQ_BOUNDARY, torch.int64, needs=frozenset({Need.MASK_INDPTR}))]
+    # [S + 1] sequence -> first cell of its [q_len, kv_len - mask_start] mask
+    mask_indptr: Annotated[Tensor, Field(Unit.SEQ_BOUNDARY, torch.int64, needs=_MASK)]
     # [S + 1] group -> first of its sequences; a group has the number of its first sequence, other groups are empty
     group_indptr: Annotated[Tensor, Field(Unit.SEQ_BOUNDARY, needs=_PREFIXES)]
     # [S] tokens after the shared prefix, 0 for pads

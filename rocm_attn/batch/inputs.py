@@ -62,8 +62,8 @@ class DeviceInputs:
                new tokens, kv_len may be what was stored before it
 
     They are read where they lie, never written, by kernels on the stream of the step: they must hold their values until
-    those have run, and may change afterwards. A value outside of 0 <= q_len <= kv_len + ahead <= bound is cut, and the step's
-    error word says so: a later step raises DeviceFault. Raises BadTensor.
+    those have run, and may change afterwards. A value outside of 0 <= q_len <= kv_len + ahead <= bound is cut, and the
+    step's error word says so: a later step raises DeviceFault. Raises BadTensor.
     """
 
     kv_len: Tensor = ON_HOST

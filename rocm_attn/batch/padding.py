@@ -21,7 +21,7 @@ import numpy.typing as npt
 from rocm_attn.batch.drafts import NO_DRAFTS, AnyDrafts, Drafts
 from rocm_attn.batch.halves import HALVES, split_batch
 from rocm_attn.batch.inputs import HOST_INPUTS
-from rocm_attn.batch.mask import NO_MASK
+from rocm_attn.batch.mask import NO_MASK, NoMask
 from rocm_attn.batch.prefixes import NO_PREFIXES
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import Extra, StepKind
@@ -114,10 +114,11 @@ class PaddingPolicy:
 
     seqs:         the sequence counts that graphs are captured at
     tokens:       the token counts that steps with more than one new token a sequence are captured at
-    max_children: the most parts that the sequences of a captured step are cut into; a split step takes the sizes of the ladders, rounded up
-                  to two equal halves
+    max_children: the most parts that the sequences of a captured step are cut into; a split step takes the sizes of the
+                  ladders, rounded up to two equal halves
     extras:       what captured steps may bring
     drafts:       the rounds of drafts that may be captured
+    mask_keys:    keys before the new ones that masks of captured steps have room for
     """
 
     seqs: SizeLadder
@@ -125,6 +126,7 @@ class PaddingPolicy:
     max_children: int = 1
     extras: frozenset[Extra] = _NO_EXTRAS
     drafts: tuple[Drafts, ...] = ()
+    mask_keys: int = 0
 
     def kinds(self, num_children: int) -> tuple[StepKind, ...]:
         """The kinds of steps that may be captured whole, or in so many parts."""
@@ -185,6 +187,12 @@ class PaddingPolicy:
         fits_tokens = shape.kind.decodes or shape.num_tokens <= round_up(self.tokens.largest, halves)
         return fits_tokens and self._captures(shape.kind, halves)
 
+    def has_room(self, batch: StepBatch, shape: PaddedShape) -> bool:
+        """Whether captured steps of this shape have room for the cells of a batch's mask."""
+        if isinstance(batch.mask, NoMask):
+            return True
+        return batch.mask.num_cells(batch.kv_len, batch.q_len) <= room_for_cells(shape.num_tokens, self.mask_keys)
+
     def _captures(self, kind: StepKind, num_children: int) -> bool:
         return kind.captured and kind.extra in self.extras and (num_children == 1 or kind.splits)
 
@@ -198,6 +206,11 @@ class PaddingPolicy:
             ]
             shapes += [PaddedShape.of_drafts(drafts, seqs, children) for drafts in self.drafts]
         return tuple(shapes)
+
+
+def room_for_cells(num_tokens: int, mask_keys: int) -> int:
+    """Cells of any mask of so many new tokens that covers up to mask_keys keys before each sequence's new ones."""
+    return num_tokens * (num_tokens + mask_keys)
 
 
 def fits(batch: StepBatch, shape: PaddedShape) -> bool:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from rocm_attn.batch.drafts import NO_DRAFTS, AnyDrafts, Drafts
 from rocm_attn.batch.inputs import HOST_INPUTS, ON_HOST, DeviceInputs, Inputs
-from rocm_attn.batch.mask import NO_MASK, Mask, StepMask, mask_bytes
+from rocm_attn.batch.mask import NO_MASK, Mask, NoMask
 from rocm_attn.batch.prefixes import NO_PREFIXES, Prefixes, SharedPrefixes
 from rocm_attn.errors import BadBatch
 
@@ -107,8 +107,8 @@ class StepBatch:
             raise BadBatch(f"{len(token_ids)} token ids for {fed} new tokens; pass one each, or none")
         if inputs is not HOST_INPUTS:  # on most steps there is nothing to ask
             fewest = inputs.min_q_len(num_seqs, fed, fewest)
-        if isinstance(mask, StepMask):
-            mask.check(mask_bytes(kv, new), num_tokens)
+        if not isinstance(mask, NoMask):
+            mask.check(kv, new)
         if isinstance(prefixes, SharedPrefixes):
             _check_beside_prefixes(inputs, mask)
             prefixes.check(kv, decodes=num_seqs == 0 or fewest == most == 1)

@@ -123,7 +123,7 @@ def _specs(runtime: AttentionRuntime) -> dict[str, BufferSpec]:
     every_need = {table.space: list(Need) for table in runtime.table.spaces}
     indexings = [indexing for indexing in indexings_of(runtime.selections) if indexing is not None]
     pools = [(space, tokens) for space, tokens in pools_of(runtime.kinds) if tokens > 1]
-    of_table = table_sizes(runtime.selections, runtime.table).buffers(every_need)
+    of_table = table_sizes(runtime.selections, runtime.table, runtime.padding.mask_keys).buffers(every_need)
     declared = (*of_table, *draft_buffers(every_need), *selection_buffers(indexings), *pool_slot_buffers(pools))
     held = runtime.sealed_tensors()
     return {spec.name: spec for spec in declared if spec.name in held}
@@ -131,7 +131,7 @@ def _specs(runtime: AttentionRuntime) -> dict[str, BufferSpec]:
 
 def _step_parts(runtime: AttentionRuntime, padding: PaddingPolicy) -> list[Part]:
     """What steps that are captured use, at the size of the largest. padding: says which are"""
-    memory = StepMemory(runtime.kinds, runtime.table, runtime.device)
+    memory = StepMemory(runtime.kinds, runtime.table, runtime.device, mask_keys=padding.mask_keys)
     memory.seal(padding.largest_shapes())
     knobs = _knobs(runtime)
     return [
@@ -151,7 +151,7 @@ def _knobs(runtime: AttentionRuntime) -> dict[str, str]:
         Unit.TOKEN: f"{seqs} or {tokens}",
         Unit.LIST_ENTRY: f"{seqs} x {_row_width(runtime)}",
         Unit.TABLE_ENTRY: f"{seqs} x {_row_width(runtime)}",
-        Unit.MASK_WORD: f"{tokens} x max_kv_len {runtime.max_kv_len}",
+        Unit.MASK_WORD: f"{tokens}, mask_keys {runtime.padding.mask_keys}",
     }
     of_unit[Unit.DRAFT] = f"{seqs}, drafts"
     of_buffer = {name: of_unit[spec.unit] for name, spec in _specs(runtime).items()}

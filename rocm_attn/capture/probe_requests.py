@@ -327,8 +327,8 @@ def with_extra(batch: StepBatch, kind: StepKind, generator: torch.Generator) -> 
 
 
 def with_random_mask(batch: StepBatch, generator: torch.Generator) -> StepBatch:
-    """The step with a mask that hides every second cell or so."""
-    return replace(batch, mask=random_mask(batch.kv_len, batch.q_len, generator))
+    """The step with a mask that hides every second new key or so; for that all masked steps have room."""
+    return replace(batch, mask=random_mask(batch.kv_len, batch.q_len, generator, keys_before=0))
 
 
 def with_nothing_shared(batch: StepBatch) -> StepBatch:

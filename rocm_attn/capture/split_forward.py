@@ -11,8 +11,8 @@ from torch import Tensor
 from rocm_attn.errors import BadTensor
 from rocm_attn.hip_graphs.forked import ForkedStream
 from rocm_attn.hip_graphs.tensor_trees import branches_of, with_branches
-from rocm_attn.step.outputs import Outputs, PerToken, structure_of
 from rocm_attn.step.drafts import SplitDrafts
+from rocm_attn.step.outputs import Outputs, PerToken, structure_of
 from rocm_attn.step.step import SplitStep, Step
 
 Forward = Callable[[Step], Outputs]

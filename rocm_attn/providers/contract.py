@@ -22,6 +22,7 @@ from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem
 from rocm_attn.providers.launches import (
     CheckSelection,
     ClearPads,
+    DeriveDraftSteps,
     Fill,
     Finish,
     GatherTable,
@@ -30,7 +31,7 @@ from rocm_attn.providers.launches import (
     PackMask,
     PlaceDeviceInputs,
     PlaceMask,
-    DeriveDraftSteps,
+    PlaceTrees,
     Publish,
     PublishEngine,
     RopeQueries,
@@ -414,6 +415,7 @@ class StepOps:
     device_inputs: PlaceDeviceInputs
     place_mask: PlaceMask
     draft_steps: DeriveDraftSteps
+    place_trees: PlaceTrees
     table_update: UpdateTable
     fill: Fill
     store_kv: StoreKV

@@ -32,7 +32,13 @@ class PlaceDeviceInputs(Protocol):
 class PlaceMask(Protocol):
     """launch_place_mask, or its twin."""
 
-    def __call__(self, bits: Tensor, positions: Tensor, to: StepTensors) -> None: ...
+    def __call__(self, bits: Tensor, positions: Tensor, keys_before: int, to: StepTensors) -> None: ...
+
+
+class PlaceTrees(Protocol):
+    """launch_place_trees, or its twin."""
+
+    def __call__(self, parents: Tensor, nodes_before: int, to: StepTensors) -> None: ...
 
 
 class DeriveDraftSteps(Protocol):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.drafts import Drafts
-from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.padding import PaddedShape, room_for_cells
 from rocm_attn.batch.step_kinds import Extra
 from rocm_attn.errors import NeverFits
 from rocm_attn.hip_graphs.size_ladder import round_up
@@ -57,7 +57,7 @@ def name_in(space: Space, name: str) -> str:
 
 
 # What a step brings where it uses the tensors of a need; a need that is not named here has tensors in every step.
-_EXTRA_OF_NEED = {Need.MASK_WORDS: Extra.MASK, Need.PREFIXES: Extra.PREFIXES}
+_EXTRA_OF_NEED = {Need.MASK: Extra.MASK, Need.PREFIXES: Extra.PREFIXES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,28 +68,36 @@ class TableSizes:
     list_tail:   entries of page_list after the last sequence's, for kernels that read ahead
     table_width: entries in a row of block_table, row_width or more
     row_tokens:  tokens that a row of the request table has room for
+    mask_keys:   keys before the new ones that masks have cells for, at most
     """
 
     row_width: int
     list_tail: int
     table_width: int
     row_tokens: int
+    mask_keys: int
 
     def elements(self, field: Field, shape: PaddedShape) -> int:
         """Elements of a tensor of a step, or of a child of one, of this shape."""
-        extra = shape.kind.extra
+        extra, tokens = shape.kind.extra, shape.num_tokens
         if any(_EXTRA_OF_NEED.get(need, extra) is not extra for need in field.needs):
             return 0
         return {
             Unit.COUNT: COUNT_WORDS,
             Unit.SEQ: shape.num_seqs,
             Unit.SEQ_BOUNDARY: shape.num_seqs + 1,
-            Unit.TOKEN: shape.num_tokens,
+            Unit.TOKEN: tokens,
             # A padded sequence may hold pages too.
             Unit.LIST_ENTRY: shape.num_seqs * self.row_width + self.list_tail,
             Unit.TABLE_ENTRY: shape.num_seqs * self.table_width,
-            Unit.MASK_WORD: -(-shape.num_tokens * self.row_tokens // 32),
+            Unit.MASK_WORD: -(-min(self._mask_cells(shape), tokens * self.row_tokens) // 32),
         }[field.unit]
+
+    def _mask_cells(self, shape: PaddedShape) -> int:
+        """Cells of the mask of a step of this shape. A round's drafts have some for each other, and for no prefix."""
+        if isinstance(shape.drafts, Drafts):
+            return shape.num_tokens * shape.drafts.tokens
+        return room_for_cells(shape.num_tokens, self.mask_keys)
 
     def buffers(self, needs_of_space: Mapping[Space, Collection[Need]]) -> tuple[BufferSpec, ...]:
         """The buffers of steps whose kernels, in each space, have these needs.
@@ -128,7 +136,7 @@ DRAFT_PARENTS = "draft_parents"
 
 def draft_buffers(needs_of_space: Mapping[Space, Collection[Need]]) -> tuple[BufferSpec, ...]:
     """Whose child each draft of a round is; none where no kernel takes a mask, which branches ask for."""
-    if not any(Need.MASK_WORDS in needs for needs in needs_of_space.values()):
+    if not any(Need.MASK in needs for needs in needs_of_space.values()):
         return ()
 
     def drafts_of(shape: PaddedShape) -> int:

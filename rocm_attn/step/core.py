@@ -14,6 +14,7 @@ from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.padding import PaddedShape, PaddingPolicy
 from rocm_attn.kernels.cache.pool_slots import write_pool_slots
 from rocm_attn.kernels.launch import does_only_launch
+from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
 from rocm_attn.machine.devices import on_device
 from rocm_attn.machine.target import Target
 from rocm_attn.paging.index_spaces import Space
@@ -36,15 +37,18 @@ class StepCore:
     kinds: the layers, with the kernels that were chosen for them
     table: the rows that sequences read, in every space that a kind of layer lives in
     pool:  the pages of every layer
+    mask_keys: as StepMemory's
     """
 
-    def __init__(self, kinds: LayerKinds, table: Table, pool: Pool, guards: StepGuards) -> None:
+    def __init__(
+        self, kinds: LayerKinds, table: Table, pool: Pool, guards: StepGuards, *, mask_keys: int = ALL_KEYS
+    ) -> None:
         self.device = pool.device
         self.kinds = kinds = kinds.of_kernels(guards.launches.selection)
         self.head_weights = LayerHeadWeights(kinds.problems, self.device, guards.layers.new_head_weights)
         self.ops = guards.launches.ops(ops_for(kinds.selections, on_cpu=self.device.type == "cpu"))
         self.layers = Layers(kinds, pool, self.head_weights, self.ops, guards.layers)
-        self.memory = StepMemory(kinds, table, self.device, guards.memory)
+        self.memory = StepMemory(kinds, table, self.device, guards.memory, mask_keys=mask_keys)
         self._pools = pools_of(kinds)
         self._table = table
         self._pool = pool

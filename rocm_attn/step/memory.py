@@ -14,7 +14,7 @@ from torch import Tensor
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.hip_graphs.size_ladder import round_up
 from rocm_attn.kernels.attention.arguments import Queries
-from rocm_attn.kernels.metadata.step_tensors import FIELDS, Need, StepTensors, Unit
+from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, FIELDS, Need, StepTensors, Unit
 from rocm_attn.kernels.sparse.arguments import Indexing, TokenPlaces
 from rocm_attn.kernels.sparse.arguments import Selection as SelectedUnits
 from rocm_attn.paging.index_spaces import Space
@@ -94,7 +94,7 @@ class StepPart:
         self.workspace.seal()
 
 
-def table_sizes(selections: Sequence[Selection], table: Table) -> TableSizes:
+def table_sizes(selections: Sequence[Selection], table: Table, mask_keys: int) -> TableSizes:
     """The sizes that serve all kernels of a runtime."""
     ahead = [kernel.row.reads_ahead for s in selections for kernel in s.kernels.values()]
     page_size = selections[0].problem.page_size
@@ -104,27 +104,35 @@ def table_sizes(selections: Sequence[Selection], table: Table) -> TableSizes:
         list_tail=max(each.list_entries for each in ahead),
         table_width=round_up(table.width, multiple),
         row_tokens=table.width * page_size,
+        mask_keys=mask_keys,
     )
 
 
 class StepMemory:
     """Buffers and workspace for every step of a model.
 
-    kinds: the layers, whose kernels say what they need
+    kinds:     the layers, whose kernels say what they need
+    mask_keys: keys before the new ones that masks of steps which graphs replay have room for; others have it for all
     """
 
     def __init__(
-        self, kinds: LayerKinds, table: Table, device: torch.device, guards: MemoryGuards = ALL_MEMORY_GUARDS
+        self,
+        kinds: LayerKinds,
+        table: Table,
+        device: torch.device,
+        guards: MemoryGuards = ALL_MEMORY_GUARDS,
+        *,
+        mask_keys: int = ALL_KEYS,
     ) -> None:
         self._selections = kinds.selections
         num_rows = table.spaces[0].entries.shape[0] - 1
         self._guards = replace(guards, capacity=guards.capacity.of_table(num_rows))
         self._table = table
         self._space_of_kind = kinds.spaces
-        self._sizes = table_sizes(kinds.selections, table)
+        self._sizes = table_sizes(kinds.selections, table, mask_keys)
         self._pools = pools_of(kinds)
         self._device = device
-        self._sealed, self._open = self.new_part(), self.new_part()
+        self._sealed, self._open = self.new_part(), self._part(replace(self._sizes, mask_keys=ALL_KEYS))
 
     def sealed_tensors(self) -> Mapping[str, Tensor]:
         """Name -> tensor for everything that graphs read."""
@@ -173,8 +181,12 @@ class StepMemory:
         return views
 
     def new_part(self) -> StepPart:
-        """Memory that grows as steps need it."""
-        return StepPart(StepBuffers(self._specs(), self._device, self._guards), Workspace(self._device, self._guards))
+        """Memory for steps that graphs replay, which grows as they need it."""
+        return self._part(self._sizes)
+
+    def _part(self, sizes: TableSizes) -> StepPart:
+        buffers = StepBuffers(self._specs(sizes), self._device, self._guards)
+        return StepPart(buffers, Workspace(self._device, self._guards))
 
     def _make_room(self, part: StepPart, shapes: Sequence[PaddedShape]) -> None:
         for shape in shapes:
@@ -234,12 +246,12 @@ class StepMemory:
         tensors["block_table"] = tensors["block_table"].view(-1, self._sizes.table_width)
         return StepTensors(**tensors, table=pages.entries, pads=plan.pads, terms=pages.terms)
 
-    def _specs(self) -> list[BufferSpec]:
+    def _specs(self, sizes: TableSizes) -> list[BufferSpec]:
         needs = {pages.space: self._needs_in(pages.space) for pages in self._table.spaces}
         schedules = (_schedule_spec(kind, selection) for kind, selection in enumerate(self._selections))
         indexings = [indexing for indexing in indexings_of(self._selections) if indexing is not None]
         pools = pool_slot_buffers([(space, tokens) for space, tokens in self._pools if tokens > 1])
-        declared = (*self._sizes.buffers(needs), *draft_buffers(needs))
+        declared = (*sizes.buffers(needs), *draft_buffers(needs))
         return [*declared, *schedules, *selection_buffers(indexings), *pools]
 
     def _needs_in(self, space: Space) -> set[Need]:

@@ -46,6 +46,8 @@ class RuntimeOptions:
                      captured memory has room for them; without, such steps run eagerly
     drafts:          the rounds of drafts that graphs may be made of, so that captured memory has room for their steps;
                      others run eagerly. Several branches take masks in every layer
+    mask_keys:       keys before a sequence's new ones that the masks of captured steps have room for, a bit for each of
+                     them and each padded token; a step whose mask has more cells than such masks runs eagerly
     deterministic:   whether a sequence's results must be bitwise the same in any batch, padded and chunked in any way
                      (docs/deterministic.md)
 
@@ -65,6 +67,7 @@ class RuntimeOptions:
     split_steps: bool = False
     shared_prefixes: bool = False
     drafts: Sequence[Drafts] = ()
+    mask_keys: int = 1024
     deterministic: bool = False
 
     def __post_init__(self) -> None:
@@ -76,6 +79,7 @@ class RuntimeOptions:
             "swa_pages",
             "swa_kept",
             "first_swa_page",
+            "mask_keys",
         ):
             object.__setattr__(self, name, whole_number(name, getattr(self, name)))
         if self.max_num_rows and self.max_num_rows < self.max_num_seqs:
@@ -83,6 +87,8 @@ class RuntimeOptions:
                 f"max_num_rows is {self.max_num_rows} and max_num_seqs is {self.max_num_seqs}; each sequence of a step "
                 "has a row, so give at least as many rows, or 0 for as many"
             )
+        if not 0 <= self.mask_keys <= INT32_MAX:
+            raise BadSetting(f"mask_keys is {self.mask_keys}; it is a number of keys, from 0 to {INT32_MAX}")
         if self.swa_kept < 0:
             raise BadSetting(f"swa_kept is {self.swa_kept}; it is a number of tokens, 0 or more")
         if self.first_swa_page <= RESERVED_PAGE:
@@ -136,6 +142,7 @@ class RuntimeOptions:
             HALVES if self.split_steps else 1,
             frozenset(extras),
             drafts,
+            self.mask_keys,
         )
 
 

@@ -141,7 +141,7 @@ class Planner:
 
     def _make_plan(self, shape: PaddedShape, batch: StepBatch, max_q_len: int, max_kv_len: int) -> StepPlan:
         """max_q_len: new tokens of a sequence at most, for kernels that bake them"""
-        may_capture = self.padding.captures(shape)
+        may_capture = self.padding.captures(shape) and self.padding.has_room(batch, shape)
         if isinstance(batch.drafts, Drafts):
             max_q_len = batch.drafts.branches
         if self._has_prefill and not may_capture and shape.kind is StepKind.EXTEND and is_prefill(batch):

@@ -18,7 +18,7 @@ from torch import Tensor
 from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.halves import HALVES
 from rocm_attn.batch.inputs import ON_HOST, DeviceInputs
-from rocm_attn.batch.mask import StepMask, mask_bytes
+from rocm_attn.batch.mask import StepMask, TreeMask, bytes_of_cells
 from rocm_attn.batch.prefixes import SharedPrefixes
 from rocm_attn.batch.step_batch import INT32_MAX, Int32Array, StepBatch
 from rocm_attn.errors import DeviceFault
@@ -260,8 +260,11 @@ class Publisher:
                 ahead = batch.inputs.ahead - (batch.num_tokens - num_fed) // max(1, num_seqs)
                 self._place(batch.inputs, ahead, slot, parts, to)
             if isinstance(batch.mask, StepMask):
-                bits = batch.mask.bits[: mask_bytes(batch.kv_len, batch.q_len)]
-                self._ops.place_mask(bits, batch.mask.positions, to)
+                mask = batch.mask
+                bits = mask.bits[: bytes_of_cells(mask.num_cells(batch.kv_len, batch.q_len))]
+                self._ops.place_mask(bits, mask.positions, mask.keys_before, to)
+            elif isinstance(batch.mask, TreeMask):
+                self._ops.place_trees(batch.mask.parents, 0, to)
         finally:
             line.ring.release()
         line.recent.append((number, batch.rows))

@@ -20,7 +20,7 @@ from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.protocols import LayerCalls, Steps
-from rocm_attn.step.step import SplitStep, Step
+from rocm_attn.step.step import Step
 from tests.amd.runtime.stepping import padded_to, small_problem
 
 VOCABULARY = 50

@@ -91,7 +91,7 @@ def test_padded_sequences_of_a_round_are_rewritten(
 
 
 def overfull(drafting: Drafting, page_size: int, prefix: int) -> tuple[bool, bool]:
-    """A round whose drafts leave the first request's row: whether it was refused, and whether its neighbour is whole."""
+    """A round whose drafts may leave a request's row: whether it was refused, and whether its neighbour is whole."""
     first, neighbour = drafting.admit([prefix, 2 * page_size])
     table = drafting.runtime.table
     assert neighbour.row == first.row + 1

@@ -15,7 +15,7 @@ from rocm_attn.kernels.metadata.step_tensors import NO_PADS, OWN_TABLE, Pads, St
 Launch = Callable[..., None]
 
 # What fill reads and writes, in the order in which of_fill takes it.
-READ_BY_FILL = ("counts", "row_of_seq", "kv_len", "q_len", "table", "prefix_len", "group_end")
+READ_BY_FILL = ("counts", "row_of_seq", "kv_len", "q_len", "table", "prefix_len", "group_end", "mask_start")
 WRITTEN_BY_FILL = (
     "q_indptr",
     "last_token_of_seq",
@@ -33,6 +33,7 @@ WRITTEN_BY_FILL = (
     "suffix_kv_len",
     "suffix_page",
 )
+_PLACED = ("counts", "kv_len", "q_len", "mask_start", "mask_words", "mask_positions")
 _PUBLISHED = ("counts", "row_of_seq", "kv_len", "q_len", "prefix_len", "group_end", "token_ids")
 
 
@@ -79,10 +80,19 @@ def of_device_inputs(place: Launch, ahead: int = 0) -> Launch:
 
 
 def of_place_mask(place: Launch) -> Launch:
-    """place(bits, positions, counts, mask_words, mask_positions)."""
+    """place(bits, positions, counts, kv_len, q_len, mask_start, mask_words, mask_positions, keys_before=)."""
 
-    def of_tensors(bits: Tensor, positions: Tensor, counts: Tensor, words: Tensor, placed: Tensor) -> None:
-        place(bits, positions, step_of({"counts": counts, "mask_words": words, "mask_positions": placed}))
+    def of_tensors(bits: Tensor, positions: Tensor, *tensors: Tensor, keys_before: int) -> None:
+        place(bits, positions, keys_before, step_of(dict(zip(_PLACED, tensors, strict=True))))
+
+    return of_tensors
+
+
+def of_place_trees(place: Launch) -> Launch:
+    """place(parents, counts, kv_len, q_len, mask_start, mask_words, mask_positions, nodes_before=)."""
+
+    def of_tensors(parents: Tensor, *tensors: Tensor, nodes_before: int) -> None:
+        place(parents, nodes_before, step_of(dict(zip(_PLACED, tensors, strict=True))))
 
     return of_tensors
 

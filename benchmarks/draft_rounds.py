@@ -111,13 +111,16 @@ def measure(shape: Shape, device: torch.device, bytes_a_us: float) -> dict[str, 
     runtime, drafts = model.runtime, shape.drafts
     draft = DraftRunner(runtime, model.draft, recorder_for(device))
     verify = StepRunner(runtime, model.verify, recorder_for(device))
+    # Before rows and pages are taken, for their probe requests need some.
+    draft.capture_all()
+    verify.capture_all()
     rows = np.array([runtime.table.admit() for _ in range(shape.num_seqs)], np.int32)
     prefix = np.full(shape.num_seqs, shape.prefix, np.int32)
     bound = prefix + max(drafts.tokens, shape.verified)
     runtime.table.reserve_all(rows, bound)
     runtime.table.mark_stored(rows, prefix)  # whatever the pages hold will do
-    runtime.pool.layer(0).k.normal_()
-    runtime.pool.layer(0).v.normal_()
+    runtime.pool.layer(0).k[1:].normal_()
+    runtime.pool.layer(0).v[1:].normal_()
     on_device = torch.from_numpy(prefix).to(device)
     new = np.full(shape.num_seqs, shape.verified, np.int32)
     # Node n goes on from node (n - 1) // 2, and the first one from none: -1 // 2 is NO_PARENT.

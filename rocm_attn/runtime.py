@@ -137,6 +137,7 @@ class AttentionRuntime:
         self._plan: StepPlan | None = None
         self._children: tuple[DeviceStep, ...] = ()
         self._layers: tuple[LayerCalls, ...] = ()
+        self._rounds: tuple[DraftSteps, ...] = ()
         self._last_step: Step | None = None
         self._last_drafts: DraftSteps | None = None
         # Whose layers may be called: a whole step's views, or what stands for one split step.
@@ -451,8 +452,7 @@ class AttentionRuntime:
         drafts, self._who_runs = self._last_drafts, children[0]
         if drafts is None or not drafts.is_for(batch, children, plan):
             drafts = self._last_drafts = self._draft_steps(batch, children, plan, 0)
-        drafts.begin()
-        self._layers = tuple(step.layers for step in drafts.steps)
+        self._layers, self._rounds = tuple(step.layers for step in drafts.steps), (drafts,)
         return drafts
 
     def _stage_split_round(self, batch: StepBatch, plan: StepPlan, refusal: str) -> SplitDrafts:
@@ -460,7 +460,8 @@ class AttentionRuntime:
         children = self._publish_rounds(batch, batches, plan, refusal)
         self._who_runs = object()
         first, second = (self._draft_steps(batches[half], children, plan, half) for half in range(HALVES))
-        self._layers = tuple(step.layers for half in (first, second) for step in half.steps)
+        self._rounds = first, second
+        self._layers = tuple(step.layers for half in self._rounds for step in half.steps)
         num_first, num_first_tokens = children[0].tensors.counts[:2].unbind()
         return SplitDrafts((first, second), num_first, num_first_tokens, plan)
 
@@ -505,6 +506,8 @@ class AttentionRuntime:
         with on_device(self.device):
             self._streams.join()
             self.core.fill(self._children, self._plan)
+        for drafts in self._rounds:
+            drafts.begin()
         self._state = _State.RUNNING
 
     def running(self, half: int) -> LayerCalls:
@@ -526,7 +529,7 @@ class AttentionRuntime:
         if self._holder.is_mine:
             self._stores.end()
             self._state = _State.IDLE
-            self._plan, self._children, self._layers, self._who_runs = None, (), (), None
+            self._plan, self._children, self._layers, self._rounds, self._who_runs = None, (), (), (), None
             self._holder.give_back()
 
     def abandon_step(self) -> None:

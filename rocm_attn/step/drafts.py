@@ -84,7 +84,7 @@ class DraftSteps:
         self._place_mask = place_mask
 
     def begin(self) -> None:
-        """The round is staged again, in the same memory."""
+        """The round is filled, and runs from its first step on: once, or again to be captured."""
         self._turns.begin()
 
     def set_parents(self, step: int, parents: Tensor) -> None:

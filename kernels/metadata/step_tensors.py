@@ -13,6 +13,9 @@ from typing import Annotated, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
+# Of a draft that no other one comes before.
+NO_PARENT = -1
+
 # UNLIMITED_WINDOW where a window is subtracted from lengths: no sequence has so many keys.
 ALL_KEYS = 2**31 - 1
 
@@ -27,6 +30,7 @@ class Unit(enum.Enum):
     LIST_ENTRY = "entry of the page list"
     TABLE_ENTRY = "entry of the block table"
     MASK_WORD = "word of the packed mask"
+    DRAFT = "draft of a round"
     WORD = "word of a schedule"
 
 
@@ -50,6 +54,7 @@ class Field:
     pad:      what an element holds where no real sequence, token or page is, when its memory is new
     needs:    the kernels' need that it serves; EVERY_STEP: none is asked for
     of_space: whether its entries are pages or slots, so that each space has its own
+    of_round: whether the steps of a round of drafts have one of it: what each step's lengths do not change
     """
 
     unit: Unit
@@ -57,6 +62,7 @@ class Field:
     pad: int = 0
     needs: frozenset[Need] = EVERY_STEP
     of_space: bool = False
+    of_round: bool = False
 
 
 class Pads(NamedTuple):
@@ -100,13 +106,13 @@ class StepTensors:
 
     # Published: from the host, or from the caller's tensors on the device.
     # [4] num_seqs, num_tokens, step number, error word; fill sets bits of the last
-    counts: Annotated[Tensor, Field(Unit.COUNT)]
+    counts: Annotated[Tensor, Field(Unit.COUNT, of_round=True)]
     # [S] sequence -> row of the table
-    row_of_seq: Annotated[Tensor, Field(Unit.SEQ)]
+    row_of_seq: Annotated[Tensor, Field(Unit.SEQ, of_round=True)]
     # [S] tokens, new ones included
     kv_len: Annotated[Tensor, Field(Unit.SEQ)]
     # [S] new tokens
-    q_len: Annotated[Tensor, Field(Unit.SEQ)]
+    q_len: Annotated[Tensor, Field(Unit.SEQ, of_round=True)]
     # [T] 0 for pads, and for every token where the step brings no ids
     token_ids: Annotated[Tensor, Field(Unit.TOKEN)]
     # [S] tokens that the sequence shares with its group, whole pages

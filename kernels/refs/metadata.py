@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -23,7 +25,7 @@ from rocm_attn.kernels.metadata.slot_layout import (
     WRONG_STEP,
     slot_parts,
 )
-from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, StepTensors
+from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, NO_PARENT, StepTensors
 
 
 def publish(slot: Tensor, counts_before: Tensor, to: StepTensors) -> None:
@@ -128,6 +130,7 @@ def device_inputs(slot: Tensor, given: GivenInputs, to: StepTensors) -> None:
     given_kv, given_q, begin = (
         words[:num_seqs].to(counts.device) for words in (given.kv_len, given.q_len, given.floor)
     )
+    given_kv = given_kv + given.ahead
     new = given_q.clamp(min=0).minimum(q_bound)
     length = given_kv.maximum(new).minimum(kv_bound)
     cut = ((new != given_q) | (length != given_kv)).any()
@@ -141,6 +144,21 @@ def device_inputs(slot: Tensor, given: GivenInputs, to: StepTensors) -> None:
     live = torch.arange(num_ids, device=counts.device) < counts[1]
     to.token_ids[:num_ids].copy_(torch.where(live, given.token_ids.to(counts.device), 0))
     to.token_ids[num_ids:].zero_()
+
+
+def draft_steps(steps: Sequence[StepTensors], parents: Tensor, branches: int) -> None:
+    """Twin of launch_draft_steps."""
+    first = steps[0]
+    live = torch.arange(len(first.kv_len), device=first.counts.device) < first.counts[0]
+    for number, step in enumerate(steps):
+        if step.mask_start.numel():
+            step.mask_start.copy_(torch.where(live, first.kv_len - branches, 0))
+        if number:
+            step.kv_len.copy_(torch.where(live, first.kv_len + number * branches, first.pads.kv_len))
+            step.token_ids.zero_()
+    if parents.numel():
+        draft = torch.arange(parents.shape[1], device=parents.device, dtype=torch.int32)
+        parents.copy_(torch.where(draft < branches, NO_PARENT, draft - branches).expand_as(parents))
 
 
 def table_update(updates: Tensor, table: Tensor, *, num_updates: int) -> None:

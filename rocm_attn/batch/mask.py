@@ -28,8 +28,6 @@ from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
 _MOST_BYTES = 1 << 30
 # Nodes of a tree: their cells are counted in 32 bits.
 _MOST_NODES = 1 << 15
-# A draft whose tree begins with it.
-NO_PARENT = -1
 
 
 class NoMask:

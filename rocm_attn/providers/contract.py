@@ -22,6 +22,7 @@ from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem
 from rocm_attn.providers.launches import (
     CheckSelection,
     ClearPads,
+    DeriveDraftSteps,
     Fill,
     Finish,
     GatherTable,
@@ -413,6 +414,7 @@ class StepOps:
     publish: Publish
     device_inputs: PlaceDeviceInputs
     place_mask: PlaceMask
+    draft_steps: DeriveDraftSteps
     place_trees: PlaceTrees
     table_update: UpdateTable
     fill: Fill

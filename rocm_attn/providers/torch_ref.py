@@ -155,6 +155,7 @@ def _ops() -> StepOps:
         publish=metadata.publish,
         device_inputs=metadata.device_inputs,
         place_mask=metadata.place_mask,
+        draft_steps=metadata.draft_steps,
         place_trees=metadata.place_trees,
         table_update=metadata.table_update,
         fill=metadata.fill,

@@ -17,9 +17,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.mask import NO_PARENT
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_batch import Int32Array
+from rocm_attn.kernels.metadata.step_tensors import NO_PARENT
 from rocm_attn.oracle.numerics import BOUNDS, error_parts
 from rocm_attn.oracle.reference import attend_sequence
 from rocm_attn.problem import Problem

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from rocm_attn.batch.mask import NO_PARENT, TreeMask
+from rocm_attn.batch.mask import TreeMask
 from rocm_attn.batch.prefixes import NO_PREFIXES, Prefixes, PrefixGroup, SharedPrefixes
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.errors import BadBatch, BadSetting, OutOfPages
+from rocm_attn.kernels.metadata.step_tensors import NO_PARENT
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.soak.model import SequenceTruth, chain

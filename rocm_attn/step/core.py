@@ -10,6 +10,7 @@ from contextlib import nullcontext
 
 from torch import Tensor
 
+from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.padding import PaddedShape, PaddingPolicy
 from rocm_attn.kernels.cache.pool_slots import write_pool_slots
 from rocm_attn.kernels.launch import does_only_launch
@@ -90,10 +91,25 @@ class StepCore:
         Running it twice is harmless.
         """
         with on_device(self.device):
+            if isinstance(plan.shape.drafts, Drafts):
+                self._derive_drafts(children, plan.shape.drafts)
             for step in children:
                 if not self.layers.fill_again(step):
                     with self.layers.noting_fill(step) if self._fills_by_launches(plan) else nullcontext():
                         self._derive(step, plan)
+
+    def _derive_drafts(self, children: Sequence[DeviceStep], drafts: Drafts) -> None:
+        """What the steps of a round of drafts start from, in each half of it."""
+        for first in range(0, len(children), drafts.steps):
+            half = children[first : first + drafts.steps]
+            self.ops.draft_steps([step.tensors for step in half], half[0].parents, drafts.branches)
+            if drafts.branches > 1:
+                self.place_draft_mask(drafts, 0, half[0])
+
+    def place_draft_mask(self, drafts: Drafts, number: int, step: DeviceStep) -> None:
+        """Work out what the drafts of a draft step see, from the parents of all drafts up to it."""
+        with on_device(self.device):
+            self.ops.place_trees(step.parents, number * drafts.branches, step.tensors)
 
     def _fills_by_launches(self, plan: StepPlan) -> bool:
         """Whether all that derives the metadata of steps of a plan is launches."""

@@ -23,12 +23,14 @@ from rocm_attn.problem import AllKeys, Indexer
 from rocm_attn.providers.select import Selection
 from rocm_attn.step.buffers import (
     ALL_MEMORY_GUARDS,
+    DRAFT_PARENTS,
     SELECTION_COUNTS,
     SELECTION_UNITS,
     BufferSpec,
     MemoryGuards,
     StepBuffers,
     TableSizes,
+    draft_buffers,
     name_in,
     one_after_another,
     pool_slot_buffers,
@@ -53,6 +55,8 @@ class DeviceStep:
     places:    where the tokens are, likewise, for what attends over a selection
     selected:  per kind of layer, where its selection lies; None where it attends to all keys
     index_slots: per kind of layer, int32 [T], the slots of its index keys; those of tokens where it has none
+    parents:   of a draft step, int32 [S, K * steps]: of each draft of the round the number of its parent among them, or
+               NO_PARENT; draft step * K + branch is a draft's number. Empty where there are no branches
     prepared:  the layers' calls that were made in these views
     """
 
@@ -64,6 +68,7 @@ class DeviceStep:
     places: TokenPlaces
     selected: tuple[SelectedUnits | None, ...]
     index_slots: tuple[Tensor, ...]
+    parents: Tensor
     prepared: PreparedCalls = field(default_factory=PreparedCalls, init=False, repr=False, compare=False)
 
     @property
@@ -169,7 +174,7 @@ class StepMemory:
             return kept[1]
         part = self._sealed if plan.replayable else self._open
         part.buffers.ensure(plan.shape)
-        part.workspace.ensure(words_of_children(plan.workspace_words, plan.shape.num_children))
+        part.workspace.ensure(words_of_children(plan.workspace_words, plan.shape.num_halves))
         views = tuple(self._views(plan, part, child) for child in range(plan.shape.num_children))
         if plan.replayable:  # ragged shapes are too many to keep
             part.views[plan] = (part.buffers.epoch, views)
@@ -188,7 +193,7 @@ class StepMemory:
             part.buffers.ensure(shape)
             kernels = (selection.kernel(shape.kind).bound for selection in self._selections)
             words = max(kernel.workspace_words(shape.child) for kernel in kernels)
-            part.workspace.ensure(words_of_children(words, shape.num_children))
+            part.workspace.ensure(words_of_children(words, shape.num_halves))
 
     def _views(self, plan: StepPlan, part: StepPart, child: int) -> DeviceStep:
         def view(name: str) -> Tensor:
@@ -201,7 +206,8 @@ class StepMemory:
             spaces=tuple(spaces.values()),
             of_kind=tuple(spaces[space] for space in self._space_of_kind),
             schedules=tuple(view(_schedule_name(kind)) for kind in plan.schedule_of_kind),
-            workspace=part.workspace.view(words, self._guards.first_of_child(child, words)),
+            # The steps of a round of drafts follow each other, and use one.
+            workspace=part.workspace.view(words, self._guards.first_of_child(child // plan.shape.drafts.steps, words)),
             queries=plan.bounds.queries(first),
             places=TokenPlaces(
                 first.row_of_token,
@@ -218,6 +224,7 @@ class StepMemory:
                 view(pool_slots_name(space, tokens)) if tokens > 1 else spaces[space].slot_of_token
                 for space, tokens in self._pools
             ),
+            parents=view(DRAFT_PARENTS).view(plan.shape.child.num_seqs, -1),
         )
 
     def _selected(
@@ -244,7 +251,8 @@ class StepMemory:
         schedules = (_schedule_spec(kind, selection) for kind, selection in enumerate(self._selections))
         indexings = [indexing for indexing in indexings_of(self._selections) if indexing is not None]
         pools = pool_slot_buffers([(space, tokens) for space, tokens in self._pools if tokens > 1])
-        return [*sizes.buffers(needs), *schedules, *selection_buffers(indexings), *pools]
+        declared = (*sizes.buffers(needs), *draft_buffers(needs))
+        return [*declared, *schedules, *selection_buffers(indexings), *pools]
 
     def _needs_in(self, space: Space) -> set[Need]:
         """What the kernels of a space read besides lengths and the table."""
@@ -266,7 +274,7 @@ def pools_of(kinds: LayerKinds) -> tuple[tuple[Space, int], ...]:
 
 
 def words_of_children(words: int, num_children: int) -> int:
-    """Words of workspace for all children of a step, each of which needs this many."""
+    """Words for all parts of a step that have some of their own, each of which needs this many."""
     return one_after_another(num_children - 1, words) + words
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.halves import HALVES
 from rocm_attn.batch.padding import PaddingPolicy
 from rocm_attn.batch.step_batch import INT32_MAX
@@ -43,6 +44,8 @@ class RuntimeOptions:
                      both halves; without, split steps run eagerly
     shared_prefixes: whether graphs may be made of decode steps that share prefixes (batch/prefixes.py), so that
                      captured memory has room for them; without, such steps run eagerly
+    drafts:          the rounds of drafts that graphs may be made of, so that captured memory has room for their steps;
+                     others run eagerly. Several branches take masks in every layer
     mask_keys:       keys before a sequence's new ones that the masks of captured steps have room for, a bit for each of
                      them and each padded token; a step whose mask has more cells than such masks runs eagerly
     deterministic:   whether a sequence's results must be bitwise the same in any batch, padded and chunked in any way
@@ -63,6 +66,7 @@ class RuntimeOptions:
     capture_tokens: Sequence[int] = (1,)
     split_steps: bool = False
     shared_prefixes: bool = False
+    drafts: Sequence[Drafts] = ()
     mask_keys: int = 1024
     deterministic: bool = False
 
@@ -94,6 +98,7 @@ class RuntimeOptions:
         if self.capture_sizes is not None:
             object.__setattr__(self, "capture_sizes", _ladder("capture_sizes", self.capture_sizes).sizes)
         object.__setattr__(self, "capture_tokens", _ladder("capture_tokens", self.capture_tokens).sizes)
+        object.__setattr__(self, "drafts", tuple(dict.fromkeys(self.drafts)))
 
     @property
     def num_rows(self) -> int:
@@ -126,11 +131,17 @@ class RuntimeOptions:
             extras.add(Extra.MASK)
         if self.shared_prefixes:
             extras.add(Extra.PREFIXES)
+        drafts = tuple(self.drafts)
+        if any(each.branches > 1 for each in drafts) and not all(problem.custom_mask for problem in problems):
+            raise BadSetting(
+                "drafts with several branches need masks in every layer; give problems with custom_mask, or one branch"
+            )
         return PaddingPolicy(
             default_ladder(self.max_num_seqs) if sizes is None else SizeLadder(tuple(sizes)),
             SizeLadder(tuple(self.capture_tokens)),
             HALVES if self.split_steps else 1,
             frozenset(extras),
+            drafts,
             self.mask_keys,
         )
 

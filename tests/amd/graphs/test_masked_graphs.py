@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rocm_attn.batch.mask import NO_PARENT, StepMask, TreeMask, random_mask
+from rocm_attn.batch.mask import StepMask, TreeMask, random_mask
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.capture.graphs import recorder_for, shape_name
 from rocm_attn.capture.step_runner import StepRunner
+from rocm_attn.kernels.metadata.step_tensors import NO_PARENT
 from tests.amd.graphs.small_models import Requests, Tiny
 from tests.amd.runtime.stepping import providers
 

@@ -65,12 +65,16 @@ def of_publish(publish: Launch, pads: Pads) -> Launch:
     )
 
 
-def of_device_inputs(place: Launch) -> Launch:
+def of_device_inputs(place: Launch, ahead: int = 0) -> Launch:
     """place(slot, kv_len, q_len, token_ids, floor, and what they are written to: counts, kv_len, q_len, token_ids)."""
 
     def of_tensors(slot: Tensor, *tensors: Tensor) -> None:
         names = ("counts", "kv_len", "q_len", "token_ids")
-        place(slot, GivenInputs(*tensors[:4]), step_of(dict(zip(names, tensors[4:], strict=True))))
+        place(
+            slot,
+            GivenInputs(tensors[0], tensors[1], tensors[2], tensors[3], ahead),
+            step_of(dict(zip(names, tensors[4:], strict=True))),
+        )
 
     return of_tensors
 

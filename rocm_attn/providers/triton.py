@@ -241,6 +241,14 @@ TRITON = Provider(
             "triton.segment_extend", StepKind.EXTEND, triton_segments.bind_extend, limits=_LIMITS, batch_invariant=True
         ),
         triton_row(
+            "triton.segment_masked",
+            StepKind.MASKED,
+            triton_segments.bind_masked,
+            Need.MASK,
+            limits=_LIMITS,
+            batch_invariant=True,
+        ),
+        triton_row(
             "triton.segment_extend+decode", StepKind.MIXED, _bind_mixed_segments, limits=_LIMITS, batch_invariant=True
         ),
         *triton_latent.ROWS,

@@ -25,6 +25,7 @@ from rocm_attn.kernels.cache.page_rows import empty_vectorised_pages, key_rows
 from rocm_attn.kernels.cache.row_work import QkvWork, RopePairs, RopeTable, RowNorm
 from rocm_attn.kernels.experts.groups import ExpertGroups
 from rocm_attn.kernels.experts.product import launch_expert_product
+from rocm_attn.kernels.metadata.draft_steps import launch_draft_steps
 from rocm_attn.kernels.metadata.engine_tensors import (
     Q_BOUNDARIES,
     Q_EACH_ONE,
@@ -35,6 +36,7 @@ from rocm_attn.kernels.metadata.engine_tensors import (
 )
 from rocm_attn.kernels.metadata.gather_table import launch_gather_table
 from rocm_attn.kernels.metadata.pack_mask import launch_pack_mask
+from rocm_attn.kernels.metadata.place_trees import launch_place_trees
 from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, OWN_TABLE, StepTensors, TableTerms
 from rocm_attn.kernels.metadata.take_slots import launch_take_slots
@@ -292,8 +294,9 @@ def _launch_latent(row: Row) -> None:
     runtime, rows = _runtime(row, row.problems[:1], deterministic=True)
     _launch_step(runtime, _batch(rows, [1, 32] * 8), with_lse=True)
     masked = replace(row.problems[0], custom_mask=True)
-    runtime, rows = _runtime(row, [masked])
-    _launch_step(runtime, with_random_mask(_batch(rows, [8] * 16), torch.Generator()))
+    for deterministic in (False, True):
+        runtime, rows = _runtime(row, [masked], deterministic=deterministic)
+        _launch_step(runtime, with_random_mask(_batch(rows, [8] * 16), torch.Generator()))
     _launch_shared_step(row)
 
 
@@ -309,6 +312,8 @@ def _launch_masked_step(row: Row) -> None:
     runtime, rows = _runtime(row, [replace(problem, custom_mask=True) for problem in row.problems])
     for q_len in (*_short_q_lens(row), 128):
         _launch_step(runtime, with_random_mask(_batch(rows, [q_len] * 16), torch.Generator()))
+    runtime, rows = _runtime(row, [replace(row.problems[0], custom_mask=True)], deterministic=True)
+    _launch_step(runtime, with_random_mask(_batch(rows, [8] * 16), torch.Generator()))
 
 
 def _runtime(row: Row, problems: list[Problem], *, deterministic: bool = False) -> tuple[AttentionRuntime, list[int]]:
@@ -506,6 +511,18 @@ def launch_speculative(page_size: int) -> None:
     launch_accept_sampled(Probabilities(rows, rows, uniform, uniform), given, accepted)
     table = torch.empty(num_seqs + 1, 64, dtype=torch.int32)
     paths = AcceptedPaths(accepted.path, accepted.num_accepted, accepted.kv_len, of_seq, table, 0)
+    step = StepTensors.of(
+        torch.empty(0, dtype=torch.int32),
+        counts=of_seq,
+        kv_len=of_seq,
+        q_len=of_seq,
+        token_ids=ids,
+        mask_start=of_seq,
+        mask_words=ids,
+        mask_positions=ids,
+    )
+    launch_place_trees(given.parents, 0, step)
+    launch_draft_steps([step], given.parents, 2)
     for side in _sides_that_move(page_size):
         launch_move_paths(AlikePages.of([side, side]), paths)
 

@@ -79,6 +79,7 @@ from tests.amd.mutation.draft_checks import device_inputs, draft_steps
 from tests.amd.mutation.memory import Memory, assert_same
 from tests.amd.mutation.moves_check import moves
 from tests.amd.mutation.sparse_checks import SPARSE_CHECKS
+from tests.amd.mutation.speculative_checks import SPECULATIVE_CHECKS
 from tests.amd.vectorised import vectorised_keys, vectorised_values
 
 CPU = torch.device("cpu")
@@ -259,6 +260,7 @@ def latents(memory: Memory) -> None:
         (run_latent_decode, 3, (16, 16), {"kv_len": [33, 5], "q_len": [1] * 2}),
         (partial(run_latent_decode, most=5), 3, LATENT_DIMS, few),
         (partial(run_latent_decode, most=5), 19, LATENT_DIMS, few | LATENT_SCORES),
+        (partial(run_latent_decode, most=5), 19, LATENT_DIMS, few | {"masked": True, "mask_keys": 4}),
         (run_latent_extend, 3, LATENT_DIMS, {"kv_len": [43, 18, 0], "q_len": [24, 18, 0], "tail": 3}),
         (run_latent_extend, 19, LATENT_DIMS, {"kv_len": [21], "q_len": [2], "causal": False, "tail": 1}),
         (run_latent_extend, 3, LATENT_DIMS, {"kv_len": [43], "q_len": [24], "masked": True, **LATENT_SCORES}),
@@ -672,6 +674,7 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "metadata/table_update.py": table_update,
     "metadata/take_slots.py": slots,
     **SPARSE_CHECKS,
+    **SPECULATIVE_CHECKS,
 }
 
 

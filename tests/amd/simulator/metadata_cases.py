@@ -38,7 +38,11 @@ from rocm_attn.kernels.metadata.take_slots import launch_take_slots
 from rocm_attn.kernels.refs import cache as cache_twins
 from rocm_attn.kernels.refs import engine_metadata
 from rocm_attn.kernels.refs import metadata as twins
+from rocm_attn.kernels.refs import speculative as speculative_twins
 from rocm_attn.kernels.refs.pads import clear_pads
+from rocm_attn.kernels.speculative.accept_drawn import launch_accept_drawn
+from rocm_attn.kernels.speculative.accept_sampled import launch_accept_sampled
+from rocm_attn.kernels.speculative.move_paths import launch_move_paths
 from tests.amd.kernels.launches_of_tensors import (
     of_device_inputs,
     of_draft_steps,
@@ -50,6 +54,17 @@ from tests.amd.kernels.launches_of_tensors import (
     of_publish,
 )
 from tests.amd.kernels.moved_cases import moved_pages, moved_rows, moved_words, of_moves
+from tests.amd.kernels.speculative_cases import (
+    drawn,
+    layers_of_pages,
+    of_accept_drawn,
+    of_accept_sampled,
+    of_move_paths,
+    paths,
+    probabilities,
+    room,
+    trees,
+)
 from tests.amd.simulator.case import KernelCase
 from tests.amd.simulator.driver import Simulation, simulated
 from tests.amd.vectorised import vectorised_keys, vectorised_values
@@ -205,6 +220,7 @@ def _launches() -> dict[str, _Launch]:
         **_of_engines(),
         **_fix_ups(),
         **_moves(),
+        **_speculative(),
     }
 
 
@@ -337,6 +353,30 @@ def _moves() -> dict[str, _Launch]:
             {},
         )
         for name, (launch, twin, span) in moves.items()
+    }
+
+
+def _speculative() -> dict[str, _Launch]:
+    """Acceptance of trees, and moves of what was accepted."""
+    return {
+        "accept_drawn": _Launch(
+            of_accept_drawn(launch_accept_drawn),
+            of_accept_drawn(speculative_twins.accept_drawn),
+            [drawn(), *trees(), *room(GARBAGE)],
+            {},
+        ),
+        "accept_sampled": _Launch(
+            of_accept_sampled(launch_accept_sampled),
+            of_accept_sampled(speculative_twins.accept_sampled),
+            [*probabilities(), *trees(), *room(GARBAGE)],
+            {},
+        ),
+        "move_paths": _Launch(
+            of_move_paths(launch_move_paths, 0),
+            of_move_paths(speculative_twins.move_paths, 0),
+            [*paths(), *layers_of_pages()],
+            {},
+        ),
     }
 
 

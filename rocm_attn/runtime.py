@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -56,6 +56,7 @@ from rocm_attn.step.step import SplitStep, Step
 
 # What staging a step gives.
 Staged = Step | SplitStep | DraftSteps | SplitDrafts
+_Begun = TypeVar("_Begun", Step, SplitStep, DraftSteps, SplitDrafts)
 
 
 def _warn_of(guards: Guards) -> None:
@@ -296,39 +297,27 @@ class AttentionRuntime:
 
         pad_to: of both halves together; even
         """
-        self.require_idle()
-        try:
-            self.meet()
-            step = self.stage_split(batch, pad_to)
-            self.fill()
-            return step
-        except BaseException:
-            self.end_step()
-            raise
+        return self._begun(partial(self.stage_split, batch, pad_to))
 
     def begin_drafts(self, batch: StepBatch, pad_to: PadTo | None = None) -> DraftSteps:
         """As begin_step, of a round of drafts (draft_batch()): its `steps` are run one after the other.
 
         Raises also Unsupported for several branches where a layer's problem has no custom_mask.
         """
-        self.require_idle()
-        try:
-            self.meet()
-            drafts = self.stage_drafts(batch, pad_to)
-            self.fill()
-            return drafts
-        except BaseException:
-            self.end_step()
-            raise
+        return self._begun(partial(self.stage_drafts, batch, pad_to))
 
     def begin_split_drafts(self, batch: StepBatch, pad_to: PadTo | None = None) -> SplitDrafts:
         """As begin_drafts, in two halves, each of which has all draft steps. pad_to: of both together; even."""
+        return self._begun(partial(self.stage_split_drafts, batch, pad_to))
+
+    def _begun(self, stage: Callable[[], _Begun]) -> _Begun:
+        """What stage() gives, filled; no step is begun where that raises."""
         self.require_idle()
         try:
             self.meet()
-            drafts = self.stage_split_drafts(batch, pad_to)
+            staged = stage()
             self.fill()
-            return drafts
+            return staged
         except BaseException:
             self.end_step()
             raise

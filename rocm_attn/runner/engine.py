@@ -35,7 +35,7 @@ from rocm_attn.runner.request import (
 )
 from rocm_attn.runner.request_times import note_tokens
 from rocm_attn.runner.sampling import Sampler, pick_tokens
-from rocm_attn.runner.scheduler import ScheduledStep, Scheduler
+from rocm_attn.runner.scheduler import ScheduledStep, Scheduler, Taken
 from rocm_attn.runner.serving import serve_all
 from rocm_attn.runner.tokenizer import TextStream
 from rocm_attn.runner.watched import watched_steps
@@ -265,22 +265,29 @@ class Engine:
         if step.is_of_a_suspect:
             self._check_device()  # before it gets a token, and before others run again
         samplers = [sequence.sampler for sequence in step.picking]
-        picks = pick_tokens(logits[: step.num_picks], samplers) if samplers else []
-        reasons = self._scheduler.finish_step(step, picks)
-        self._note_times(step, started, launched)
-        for sequence, pick, reason in zip(step.picking, picks, reasons, strict=True):
+        picked = pick_tokens(logits[: step.num_picks], samplers) if samplers else []
+        picks = [pick if isinstance(pick, BadLogits) else (pick,) for pick in picked]
+        taken = self._scheduler.finish_step(step, picks)
+        self._note_times(step, taken, started, launched)
+        for sequence, pick, each in zip(step.picking, picks, taken, strict=True):
             if isinstance(pick, BadLogits):
                 self._fail(sequence.number, str(pick))
-            else:
-                self._publish(sequence.number, pick, reason)
+                continue
+            *before, last = each.token_ids
+            for token in before:
+                self._publish(sequence.number, token, None)
+            self._publish(sequence.number, last, each.reason)
 
-    def _note_times(self, step: ScheduledStep, started: float, launched: float) -> None:
+    def _note_times(self, step: ScheduledStep, taken: Many[Taken], started: float, launched: float) -> None:
         """A step has run, and its sequences have their tokens; the device was not waited for when it was launched."""
         now, metrics = time.perf_counter(), self.metrics
         metrics.seconds += now - started
         metrics.step_seconds.note(now - started)
         metrics.host_seconds.note(launched - started)
         note_tokens((sequence.times for sequence in step.picking), now, metrics)
+        together = sum(max(0, len(each.token_ids) - 1) for each in taken) if step.drafts else 0
+        if together > 0:
+            metrics.token_gap_seconds.note(0.0, together)
 
     def _check_device(self) -> None:
         """Wait for the device, if a step has run since that was done last. Raises DeviceFault."""

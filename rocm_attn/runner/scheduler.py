@@ -11,6 +11,11 @@ due to: alone, in steps of its own, up to its next token, and without pages of t
 A sequence that waits and has a better priority than some that run takes their places and pages, where that lets it in.
 No sequence ever gives way to one that comes after it in order, so the first of all always moves on, and all come to
 their end unless better ones keep coming.
+
+A step may be scheduled while the one before it runs, whose tokens are on the device alone. A sequence that has one of
+these goes on with it unread. Where that one is its last whatever it is, it gets no more; where it turns out to end the
+sequence, which then was in one step too many, what that step brings it is dropped. Before anything is decided for which
+the tokens must be known, they are read: before a sequence is preempted, and before a suspect runs.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ from rocm_attn.paging.index_spaces import RESERVED_PAGE, RESERVED_ROW, num_pages
 from rocm_attn.paging.page_table import PageTable
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.runner.prefix_cache import CachedPage, PrefixCache
-from rocm_attn.runner.request import FinishReason, Sequence
+from rocm_attn.runner.request import ALL_READ, FinishReason, Sequence
 from rocm_attn.step.metrics import Metrics
 
 _by_urgency = attrgetter("urgency")
@@ -39,11 +44,16 @@ _by_urgency = attrgetter("urgency")
 _PAGES_PER_SPARE_ONE = 64
 
 
+class _UnreadTokens(Exception):
+    """What is to be decided depends on tokens that were not read yet."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ScheduledStep:
     """A step to be run; pages for its tokens are reserved.
 
     sequences: seq -> the sequence
+    batch:     the token ids include unread(place), for the token in this place among the picks of the step before
     num_picks: how many pick a token after this step: all, or all but the last, whose prompt goes on in the next step
     """
 
@@ -97,6 +107,7 @@ class Scheduler:
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self._suspects: list[Sequence] = []
+        self._num_unread = 0  # steps that were launched and not finished
         for pages in table.spaces:
             needed = self._most_pages(max_kv_len, chunk, pages)
             if needed > pages.num_usable_pages:
@@ -125,9 +136,21 @@ class Scheduler:
         """Queue a sequence whose prompt fits max_kv_len and the pool."""
         insort(self._waiting, sequence, key=_by_urgency)
 
-    def next_step(self) -> ScheduledStep:
-        """The next step. There must be work."""
+    def next_step(self) -> ScheduledStep | None:
+        """The next step; None: it depends on tokens of a step that was launched and is to be finished first.
+
+        There must be work. At most one step is not finished.
+        """
+        assert self._num_unread <= 1
+        try:
+            return self._next_step()
+        except _UnreadTokens:
+            return None
+
+    def _next_step(self) -> ScheduledStep:
+        """Raises _UnreadTokens."""
         if self._suspects:
+            self._require_all_read()
             suspect = self._suspects[0]
             self._admit_alone(suspect)
             return _step_of(self._continue([suspect])[0])
@@ -140,14 +163,28 @@ class Scheduler:
                 break
             self._admit(newcomer, found, budget)
             budget -= self._add_prompt(scheduled, newcomer, budget)
+        if not scheduled:  # all that run have their last token
+            self._require_all_read()
         assert scheduled, "a running sequence always gets a token, and a lone waiting one is always admitted"
         return _step_of(scheduled)
 
-    def finish_step(self, step: ScheduledStep, picks: Many[int | BadLogits]) -> list[FinishReason | None]:
-        """Take in a token for each of step.picking: why that sequence ends, or None. Ended ones leave their pages."""
-        for sequence, kv_len in zip(step.sequences, step.batch.kv_len.tolist(), strict=True):
-            sequence.num_stored = kv_len
+    def launched(self, step: ScheduledStep) -> None:
+        """A step will run, on which next_step() can go on. All steps before it are finished."""
+        assert self._num_unread == 0
+        self._num_unread = 1
+        kv_len = step.batch.kv_len.tolist()
+        for place, sequence in enumerate(step.sequences):
+            if sequence.row != RESERVED_ROW:  # else it has ended since the step was scheduled
+                sequence.num_stored = kv_len[place]
+                sequence.unread_at = place if place < step.num_picks else ALL_READ
         self._enter_pages(step)
+
+    def finish_step(self, step: ScheduledStep, picks: Many[int | BadLogits]) -> list[FinishReason | None]:
+        """Take in a token for each of step.picking: why that sequence ends, or None. Ended ones leave their pages.
+
+        A sequence that has ended since the step was scheduled takes none; its reason is None too.
+        """
+        self._num_unread = 0
         if step.is_of_a_suspect:
             for sequence in step.picking:
                 self._clear_of_suspicion(sequence)
@@ -193,14 +230,24 @@ class Scheduler:
         self._cache.all_is_right()
 
     def _enter_pages(self, step: ScheduledStep) -> None:
-        """Let the pages be found that a step has completed."""
+        """Let the pages be found that a step completes; all of its tokens are known.
+
+        At once, before the next step's windows have moved on.
+        """
         self._cache.end_step()
         kv_len, page_size = step.batch.kv_len, self._table.page_size
         completed = kv_len // page_size > (kv_len - step.batch.q_len) // page_size
         sequences = [step.sequences[seq] for seq in np.flatnonzero(completed).tolist()]
-        self._cache.enter((each.cached_row, each.row, each.token_ids, each.num_stored) for each in sequences)
+        self._cache.enter(
+            (each.cached_row, each.row, each.token_ids, each.num_stored)
+            for each in sequences
+            if each.row != RESERVED_ROW
+        )
 
     def _take(self, sequence: Sequence, token: int | BadLogits) -> FinishReason | None:
+        if sequence.unread_at == ALL_READ:
+            return None
+        sequence.unread_at = ALL_READ
         if isinstance(token, BadLogits):
             self.fail(sequence)
             return "error"
@@ -208,7 +255,7 @@ class Scheduler:
         reason: FinishReason | None = None
         if token in sequence.stops:
             reason = "stop"
-        elif sequence.num_new >= sequence.request.max_new_tokens or sequence.num_stored >= self._max_kv_len:
+        elif self._has_no_room(sequence):
             reason = "length"
         if reason is not None:
             self._end(sequence)
@@ -218,7 +265,7 @@ class Scheduler:
         self._running.remove(sequence)
         self._cache.leave(sequence.cached_row)
         self._table.free(sequence.row)
-        sequence.row = RESERVED_ROW
+        sequence.row, sequence.unread_at = RESERVED_ROW, ALL_READ
 
     def _clear_of_suspicion(self, sequence: Sequence) -> None:
         if sequence.is_suspect:
@@ -232,7 +279,7 @@ class Scheduler:
         running: all that run, or one of them
         """
         while True:
-            scheduled = [(sequence, 1) for sequence in running if sequence.num_left == 1]
+            scheduled = [(each, 1) for each in running if each.num_left == 1 and not self._is_through(each)]
             budget = max(self._chunk - len(scheduled), 1)
             for sequence in running:
                 if sequence.num_left > 1 and budget > 0:
@@ -249,6 +296,14 @@ class Scheduler:
                 self._preempt(next(other for other in reversed(self._running) if not other.is_suspect))
             else:
                 return scheduled, budget
+
+    def _is_through(self, sequence: Sequence) -> bool:
+        """Whether it ends with the token that it has unread, whatever that one is."""
+        return sequence.unread_at != ALL_READ and self._has_no_room(sequence)
+
+    def _has_no_room(self, sequence: Sequence) -> bool:
+        """Whether it has all the tokens that it may come to."""
+        return sequence.num_new >= sequence.request.max_new_tokens or sequence.num_stored >= self._max_kv_len
 
     def _evict(self, scheduled: list[tuple[Sequence, int]], rows: Int32Array, stored: Int32Array) -> None:
         """Give back the pages that have left the windows of some rows, before others are taken."""
@@ -310,7 +365,14 @@ class Scheduler:
             self._preempt(self._running[-1])
         self._admit(suspect, [], self._chunk)
 
+    def _require_all_read(self) -> None:
+        """Raise _UnreadTokens while a step is not finished."""
+        if self._num_unread:
+            raise _UnreadTokens
+
     def _preempt(self, sequence: Sequence) -> None:
+        """Raises _UnreadTokens: what a sequence has unread would be lost with its row."""
+        self._require_all_read()
         self._end(sequence)
         sequence.num_stored = 0
         insort(self._waiting, sequence, key=_by_urgency)
@@ -333,7 +395,7 @@ class Scheduler:
         Without that page a newcomer would soon be preempted again.
         """
         num_held = self._table.num_held(held.row, pages.space)
-        prompt = self._most_pages(len(held.token_ids), self._chunk if held.num_left > 1 else 1, pages)
+        prompt = self._most_pages(held.num_tokens, self._chunk if held.num_left > 1 else 1, pages)
         grows = self._most_pages(self._final_kv_len(held), 1, pages) > max(prompt, num_held)
         return max(0, prompt - num_held) + grows
 
@@ -375,10 +437,16 @@ class Scheduler:
         return q_len
 
 
+def unread(place: int) -> int:
+    """The id that stands for a token: the one in this place among the picks of the step before."""
+    return -1 - place
+
+
 def _step_of(scheduled: list[tuple[Sequence, int]]) -> ScheduledStep:
     token_ids: list[int] = []
     for sequence, q_len in scheduled:
-        token_ids += sequence.token_ids[sequence.num_stored : sequence.num_stored + q_len]
+        known = sequence.token_ids[sequence.num_stored : sequence.num_stored + q_len]
+        token_ids += known if known else [unread(sequence.unread_at)]
     batch = StepBatch(
         rows=np.array([sequence.row for sequence, _ in scheduled], np.int32),
         kv_len=np.array([sequence.num_stored + q_len for sequence, q_len in scheduled], np.int32),

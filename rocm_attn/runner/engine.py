@@ -34,7 +34,7 @@ from rocm_attn.runner.request import (
 )
 from rocm_attn.runner.request_times import note_tokens
 from rocm_attn.runner.sampling import PickedTokens, Sampler, TokenPicker
-from rocm_attn.runner.scheduler import ScheduledStep, Scheduler
+from rocm_attn.runner.scheduler import ScheduledStep, Scheduler, Taken
 from rocm_attn.runner.serving import serve_all
 from rocm_attn.runner.tokenizer import TextStream
 from rocm_attn.runner.unread import UnreadStep, with_unread_tokens
@@ -293,7 +293,7 @@ class Engine:
         self.settle()
         self._scheduler.launched(step)
         self._unread.append(UnreadStep(step, self.runtime.step_number, picks, started, launched))
-        while len(self._unread) > (0 if step.is_of_a_suspect else self._steps_ahead):
+        while len(self._unread) > (0 if step.is_of_a_suspect or step.drafts else self._steps_ahead):
             self._read_oldest()
 
     def _read_oldest(self) -> None:
@@ -301,21 +301,22 @@ class Engine:
         unread = self._unread[0]
         picks = unread.picks.read()
         del self._unread[0]
-        picking = unread.step.picking
-        reasons = self._scheduler.finish_step(unread.step, picks)
-        # those that have not ended while the step ran
-        taking = [each for each in zip(picking, picks, reasons, strict=True) if each[0].number in self._outputs]
-        self._note_times(unread, [sequence for sequence, _, _ in taking])
-        for sequence, pick, reason in taking:
-            if isinstance(pick, BadLogits):
+        taken = self._scheduler.finish_step(
+            unread.step, [pick if isinstance(pick, BadLogits) else (pick,) for pick in picks]
+        )
+        self._note_times(unread, taken)
+        for sequence, pick, each in zip(unread.step.picking, picks, taken, strict=True):
+            if isinstance(pick, BadLogits) and each.reason == "error":
                 self._fail(sequence.number, str(pick))
-            else:
-                self._read_ids.append(pick)
-                self._publish(sequence.number, pick, reason)
-            if reason is not None:
+            for token in each.token_ids[:-1]:
+                self._publish(sequence.number, token, None)
+            for token in each.token_ids[-1:]:
+                self._publish(sequence.number, token, each.reason)
+            self._read_ids += each.token_ids
+            if each.reason is not None:
                 self._recent.leave(sequence.number, unread.number)
 
-    def _note_times(self, unread: UnreadStep, taking: list[Sequence]) -> None:
+    def _note_times(self, unread: UnreadStep, taken: Many[Taken]) -> None:
         """A step has run, and its sequences have their tokens; the device was not waited for when it was launched."""
         now, metrics = time.perf_counter(), self.metrics
         seconds = now - max(unread.started, self._read_at)  # steps that overlap are not counted twice
@@ -323,7 +324,11 @@ class Engine:
         metrics.seconds += seconds
         metrics.step_seconds.note(seconds)
         metrics.host_seconds.note(unread.launched - unread.started)
-        note_tokens((sequence.times for sequence in taking), now, metrics)
+        picking = zip(unread.step.picking, taken, strict=True)
+        note_tokens((sequence.times for sequence, each in picking if each.token_ids), now, metrics)
+        together = sum(max(0, len(each.token_ids) - 1) for each in taken) if unread.step.drafts else 0
+        if together > 0:
+            metrics.token_gap_seconds.note(0.0, together)
 
     def _check_device(self) -> None:
         """Wait for the device, if a step has run since that was done last. Raises DeviceFault."""

@@ -205,7 +205,7 @@ class EngineOptions:
             raise BadSetting(f"gpu_memory_share is {self.gpu_memory_share}; it must be above 0 and at most 1")
         if self.steps_ahead not in (None, 0, 1):
             raise BadSetting(
-                f"steps_ahead is {self.steps_ahead}; it must be 0 or 1, because a step begins with the tokens of the last"
+                f"steps_ahead is {self.steps_ahead}; it must be 0 or 1: a step needs the tokens of the one before it"
             )
 
     def steps_ahead_on(self, device_type: str) -> int:

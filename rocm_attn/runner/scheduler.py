@@ -1,12 +1,16 @@
 """Scheduler: which sequences run in the next step, with how many tokens. Host values only.
 
 Every step holds all sequences that decode, one token each, and fills up to `chunk` tokens with prompts, in the order of
-their requests' priorities and then of their age. A sequence is admitted when there are pages for all of its tokens, and
-in the SWA space those for its window and a chunk; it begins with the pages that the prefix cache has of it, and takes
-the others chunk by chunk. When pages run out, those that only the cache holds are given back; then the sequence that is
-the last in order gives its own back and waits. It is computed again later from its prompt and the tokens it has
-generated, so it goes on with the token that it would have had. So is a suspect one, which a fault of the device may be
-due to: alone, in steps of its own, up to its next token, and without pages of the cache.
+their requests' priorities and then of their age. What prompts leave of the chunk goes to drafts: tokens that were
+guessed for sequences that decode, which the step verifies. They are stored after their sequence's last token; those
+that are rejected are stored over. Drafts take pages that are free, and never those of another sequence.
+
+A sequence is admitted when there are pages for all of its tokens, and in the SWA space those for its window and a
+chunk; it begins with the pages that the prefix cache has of it, and takes the others chunk by chunk. When pages run
+out, those that only the cache holds are given back; then the sequence that is the last in order gives its own back and
+waits. It is computed again later from its prompt and the tokens it has generated, so it goes on with the token that it
+would have had. So is a suspect one, which a fault of the device may be due to: alone, in steps of its own, up to its
+next token, and without pages of the cache.
 
 A sequence that waits and has a better priority than some that run takes their places and pages, where that lets it in.
 No sequence ever gives way to one that comes after it in order, so the first of all always moves on, and all come to
@@ -21,9 +25,11 @@ the tokens must be known, they are read: before a sequence is preempted, and bef
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from operator import attrgetter
+from types import MappingProxyType
 
 import numpy as np
 
@@ -35,9 +41,13 @@ from rocm_attn.paging.page_table import PageTable
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.runner.prefix_cache import CachedPage, PrefixCache
 from rocm_attn.runner.request import ALL_READ, FinishReason, Sequence
+from rocm_attn.runner.speculation.drafts import Drafts
 from rocm_attn.step.metrics import Metrics
 
 _by_urgency = attrgetter("urgency")
+
+# Of a step without drafts.
+NO_SEQUENCE: Mapping[int, Drafts] = MappingProxyType({})
 
 # A space of so many pages has one more given back each time that idle ones are: these calls are fewer then, and there
 # is some room for the probe requests on which a fresh graph is checked.
@@ -55,11 +65,13 @@ class ScheduledStep:
     sequences: seq -> the sequence
     batch:     the token ids include unread(place), for the token in this place among the picks of the step before
     num_picks: how many pick a token after this step: all, or all but the last, whose prompt goes on in the next step
+    drafts:    seq -> the drafts that its new tokens end with, of those that have any
     """
 
     sequences: tuple[Sequence, ...]
     batch: StepBatch
     num_picks: int
+    drafts: Mapping[int, Drafts]
 
     @property
     def picking(self) -> tuple[Sequence, ...]:
@@ -70,6 +82,18 @@ class ScheduledStep:
     def is_of_a_suspect(self) -> bool:
         """Whether its one sequence is served alone, because a fault may be due to it."""
         return self.sequences[0].is_suspect
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a sequence got of a step.
+
+    token_ids: at least one, or none where it has failed
+    reason:    why it has ended; None: it goes on
+    """
+
+    token_ids: tuple[int, ...]
+    reason: FinishReason | None
 
 
 class Scheduler:
@@ -136,26 +160,39 @@ class Scheduler:
         """Queue a sequence whose prompt fits max_kv_len and the pool."""
         insort(self._waiting, sequence, key=_by_urgency)
 
-    def next_step(self) -> ScheduledStep | None:
+    def decoding(self) -> list[tuple[Sequence, int]]:
+        """The sequences for which the next step has use of drafts, and of how many each has at most.
+
+        More would be beyond what the sequence may come to. None where a suspect is served alone.
+        """
+        if self._suspects:
+            return []
+        decoding = [each for each in self._running if each.num_left == 1]
+        each_most = [(each, self._final_kv_len(each) - len(each.token_ids)) for each in decoding]
+        return [(each, most) for each, most in each_most if most > 0]
+
+    def next_step(self, drafts: Mapping[int, Drafts] = NO_SEQUENCE) -> ScheduledStep | None:
         """The next step; None: it depends on tokens of a step that was launched and is to be finished first.
 
         There must be work. At most one step is not finished.
+        drafts: of some that decoding() has named, by their requests' numbers, no more than it allows. As many of each
+                are in the step as there is room for, from the first one on
         """
         assert self._num_unread <= 1
         try:
-            return self._next_step()
+            return self._next_step(drafts)
         except _UnreadTokens:
             return None
 
-    def _next_step(self) -> ScheduledStep:
+    def _next_step(self, drafts: Mapping[int, Drafts]) -> ScheduledStep:
         """Raises _UnreadTokens."""
         if self._suspects:
             self._require_all_read()
             suspect = self._suspects[0]
             self._admit_alone(suspect)
-            return _step_of(self._continue([suspect])[0])
+            return _step_of(self._continue([suspect], NO_SEQUENCE)[0], NO_SEQUENCE)
         self._admit_urgent()
-        scheduled, budget = self._continue(self._running)
+        scheduled, budget = self._continue(self._running, drafts)
         while budget > 0 and self._waiting and len(self._running) < self._max_batch_size:
             newcomer = self._waiting[0]
             found = self._cache.find(newcomer.cached_row, newcomer.token_ids)
@@ -166,31 +203,44 @@ class Scheduler:
         if not scheduled:  # all that run have their last token
             self._require_all_read()
         assert scheduled, "a running sequence always gets a token, and a lone waiting one is always admitted"
-        return _step_of(scheduled)
+        return _step_of(scheduled, drafts)
 
     def launched(self, step: ScheduledStep) -> None:
         """A step will run, on which next_step() can go on. All steps before it are finished."""
         assert self._num_unread == 0
         self._num_unread = 1
-        kv_len = step.batch.kv_len.tolist()
+        stored = step.batch.kv_len.tolist()
+        for place, drafts in step.drafts.items():
+            stored[place] -= len(drafts)
         for place, sequence in enumerate(step.sequences):
             if sequence.row != RESERVED_ROW:  # else it has ended since the step was scheduled
-                sequence.num_stored = kv_len[place]
+                sequence.num_stored = stored[place]
                 sequence.unread_at = place if place < step.num_picks else ALL_READ
+        self._cache.end_step()
         self._enter_pages(step)
 
-    def finish_step(self, step: ScheduledStep, picks: Many[int | BadLogits]) -> list[FinishReason | None]:
-        """Take in a token for each of step.picking: why that sequence ends, or None. Ended ones leave their pages.
+    def finish_step(self, step: ScheduledStep, picks: Many[Many[int] | BadLogits]) -> list[Taken]:
+        """Take in what each of step.picking got: how many of the tokens it took, and why it ends, if it does.
 
-        A sequence that has ended since the step was scheduled takes none; its reason is None too.
+        picks: for each the drafts that were accepted, in order, and then one token more. The K and V of these drafts
+               lie in the places of their tokens: in a tree, the engine has moved them there
+        A token that ends a sequence is its last one, whatever comes after it. Ended ones leave their pages. A sequence
+        that has ended since the step was scheduled takes nothing.
         """
         self._num_unread = 0
+        taken = [self._take(sequence, pick) for sequence, pick in zip(step.picking, picks, strict=True)]
+        if step.drafts:
+            self._enter_pages(step)
         if step.is_of_a_suspect:
             for sequence in step.picking:
                 self._clear_of_suspicion(sequence)
-        reasons = [self._take(sequence, pick) for sequence, pick in zip(step.picking, picks, strict=True)]
+        for sequence, each in zip(step.picking, taken, strict=True):
+            if each.reason == "error":
+                self.fail(sequence)
+            elif each.reason is not None:
+                self._end(sequence)
         self._count_cached_pages()
-        return reasons
+        return taken
 
     def suspect(self, sequence: Sequence) -> None:
         """Compute a sequence again, alone, from the tokens that are known. What it has stored is given up."""
@@ -230,13 +280,13 @@ class Scheduler:
         self._cache.all_is_right()
 
     def _enter_pages(self, step: ScheduledStep) -> None:
-        """Let the pages be found that a step completes; all of its tokens are known.
+        """Let the pages be found that a step completes, with tokens of their sequences that are known.
 
         At once, before the next step's windows have moved on.
         """
-        self._cache.end_step()
         kv_len, page_size = step.batch.kv_len, self._table.page_size
         completed = kv_len // page_size > (kv_len - step.batch.q_len) // page_size
+        # Of these, rejected drafts may have completed some; num_stored does not count them.
         sequences = [step.sequences[seq] for seq in np.flatnonzero(completed).tolist()]
         self._cache.enter(
             (each.cached_row, each.row, each.token_ids, each.num_stored)
@@ -244,22 +294,24 @@ class Scheduler:
             if each.row != RESERVED_ROW
         )
 
-    def _take(self, sequence: Sequence, token: int | BadLogits) -> FinishReason | None:
+    def _take(self, sequence: Sequence, pick: Many[int] | BadLogits) -> Taken:
+        """What a sequence takes of a pick; the token that was picked last is not stored yet, those before it are."""
         if sequence.unread_at == ALL_READ:
-            return None
+            return Taken((), None)
         sequence.unread_at = ALL_READ
-        if isinstance(token, BadLogits):
-            self.fail(sequence)
-            return "error"
-        sequence.token_ids.append(token)
+        if isinstance(pick, BadLogits):
+            return Taken((), "error")
         reason: FinishReason | None = None
-        if token in sequence.stops:
-            reason = "stop"
-        elif self._has_no_room(sequence):
-            reason = "length"
-        if reason is not None:
-            self._end(sequence)
-        return reason
+        for num_before, token in enumerate(pick):
+            sequence.num_stored += num_before > 0
+            sequence.token_ids.append(token)
+            if token in sequence.stops:
+                reason = "stop"
+            elif self._has_no_room(sequence):
+                reason = "length"
+            if reason is not None:
+                return Taken(tuple(pick[: num_before + 1]), reason)
+        return Taken(tuple(pick), None)
 
     def _end(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
@@ -272,18 +324,17 @@ class Scheduler:
             sequence.is_suspect = False
             self._suspects.remove(sequence)
 
-    def _continue(self, running: list[Sequence]) -> tuple[list[tuple[Sequence, int]], int]:
+    def _continue(
+        self, running: list[Sequence], drafts: Mapping[int, Drafts]
+    ) -> tuple[list[tuple[Sequence, int]], int]:
         """What some that run do next, with room for it, and how many more tokens the step takes.
 
-        The last one that is not a suspect gives up its pages. A lone sequence has the pools to itself.
+        Where pages run out, drafts are left out, then room that was taken for rejected ones is given back, and then the
+        last one that is not a suspect gives up its pages. A lone sequence has the pools to itself.
         running: all that run, or one of them
         """
         while True:
-            scheduled = [(each, 1) for each in running if each.num_left == 1 and not self._is_through(each)]
-            budget = max(self._chunk - len(scheduled), 1)
-            for sequence in running:
-                if sequence.num_left > 1 and budget > 0:
-                    budget -= self._add_prompt(scheduled, sequence, budget)
+            scheduled, budget = self._assigned(running, drafts)
             rows = np.array([sequence.row for sequence, _ in scheduled], np.int32)
             stored = np.array([sequence.num_stored for sequence, _ in scheduled], np.int32)
             new = np.array([q_len for _, q_len in scheduled], np.int32)
@@ -293,7 +344,10 @@ class Scheduler:
             try:
                 self._table.reserve_all(rows, stored + new)
             except OutOfPages:
-                self._preempt(next(other for other in reversed(self._running) if not other.is_suspect))
+                if drafts:
+                    drafts = NO_SEQUENCE
+                elif not self._give_back_room():
+                    self._preempt(next(other for other in reversed(self._running) if not other.is_suspect))
             else:
                 return scheduled, budget
 
@@ -304,6 +358,37 @@ class Scheduler:
     def _has_no_room(self, sequence: Sequence) -> bool:
         """Whether it has all the tokens that it may come to."""
         return sequence.num_new >= sequence.request.max_new_tokens or sequence.num_stored >= self._max_kv_len
+
+    def _assigned(
+        self, running: list[Sequence], drafts: Mapping[int, Drafts]
+    ) -> tuple[list[tuple[Sequence, int]], int]:
+        """The new tokens of some that run, those that decode first; and how many more the step takes."""
+        scheduled = [(each, 1) for each in running if each.num_left == 1 and not self._is_through(each)]
+        num_decoding = len(scheduled)
+        budget = max(self._chunk - num_decoding, 1)
+        for sequence in running:
+            if sequence.num_left > 1 and budget > 0:
+                budget -= self._add_prompt(scheduled, sequence, budget)
+        if drafts and num_decoding < self._chunk:
+            # Those that wait get their share: drafts only make faster what goes on without them.
+            room = budget // 2 if self._waiting else budget
+            for seq, (sequence, q_len) in enumerate(scheduled[:num_decoding]):
+                num_drafts = min(len(drafts.get(sequence.number, ())), room)
+                scheduled[seq] = sequence, q_len + num_drafts
+                room -= num_drafts
+                budget -= num_drafts
+        return scheduled, budget
+
+    def _give_back_room(self) -> bool:
+        """Give back pages that hold nothing but rejected drafts; whether there were any."""
+        given = False
+        for sequence in self._running:
+            kv_len = sequence.num_tokens
+            num_needed = num_pages(kv_len, self._table.page_size)
+            if sequence.num_left == 1 and self._table.num_held(sequence.row) > num_needed:
+                self._table.truncate(sequence.row, kv_len)
+                given = True
+        return given
 
     def _evict(self, scheduled: list[tuple[Sequence, int]], rows: Int32Array, stored: Int32Array) -> None:
         """Give back the pages that have left the windows of some rows, before others are taken."""
@@ -442,11 +527,16 @@ def unread(place: int) -> int:
     return -1 - place
 
 
-def _step_of(scheduled: list[tuple[Sequence, int]]) -> ScheduledStep:
+def _step_of(scheduled: list[tuple[Sequence, int]], drafts: Mapping[int, Drafts]) -> ScheduledStep:
+    """drafts: of those that were scheduled with some, at least"""
     token_ids: list[int] = []
-    for sequence, q_len in scheduled:
+    verified: dict[int, Drafts] = {}
+    for seq, (sequence, q_len) in enumerate(scheduled):
         known = sequence.token_ids[sequence.num_stored : sequence.num_stored + q_len]
         token_ids += known if known else [unread(sequence.unread_at)]
+        if drafts and q_len > sequence.num_left:
+            verified[seq] = drafts[sequence.number].first(q_len - sequence.num_left)
+            token_ids += verified[seq].token_ids
     batch = StepBatch(
         rows=np.array([sequence.row for sequence, _ in scheduled], np.int32),
         kv_len=np.array([sequence.num_stored + q_len for sequence, q_len in scheduled], np.int32),
@@ -456,4 +546,4 @@ def _step_of(scheduled: list[tuple[Sequence, int]]) -> ScheduledStep:
     # a prompt that is not through took all that was left of the chunk, so nothing comes after it
     last, last_q_len = scheduled[-1]
     num_picks = len(scheduled) - (last_q_len < last.num_left)
-    return ScheduledStep(tuple(sequence for sequence, _ in scheduled), batch, num_picks)
+    return ScheduledStep(tuple(sequence for sequence, _ in scheduled), batch, num_picks, verified)

@@ -35,7 +35,7 @@ PICK = TokenPicker.pick
 
 
 def some_requests() -> list[Request]:
-    """Requests that differ by their seed. They draw, as good as certainly the likeliest token: a draw tells the seed."""
+    """Requests that differ by their seed, which their draws tell; what is drawn is the likeliest token."""
     generator = torch.Generator().manual_seed(5)
     lengths = (3, 29, 1, 17, 8, 22)
     prompts = [torch.randint(CONFIG.vocab_size, (length,), generator=generator).tolist() for length in lengths]

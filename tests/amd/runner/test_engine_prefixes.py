@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -255,9 +256,9 @@ def test_what_is_computed_again_alone_uses_no_page_of_the_cache(monkeypatch: pyt
         served.submit(Request((*SHARED, last, 1, 2), 20))
     next_step = served._scheduler.next_step
 
-    def watched() -> ScheduledStep:
+    def watched() -> ScheduledStep | None:
         step = next_step()
-        if step.is_of_a_suspect:
+        if step is not None and step.is_of_a_suspect:
             starts.add(int(step.batch.kv_len[0] - step.batch.q_len[0]))
         return step
 

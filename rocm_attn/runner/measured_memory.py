@@ -21,7 +21,7 @@ from rocm_attn.errors import NeverFits
 from rocm_attn.machine.devices import on_device
 from rocm_attn.paging.index_spaces import num_pages
 from rocm_attn.runner.pool_size import Measured
-from rocm_attn.runner.sampling import in_float32
+from rocm_attn.runner.sampling import draw_all
 from rocm_attn.runtime import AttentionRuntime
 
 # Graphs share one pool of memory, in which each keeps its outputs; the rest of it takes what the other graphs leave.
@@ -183,7 +183,7 @@ def _run(
             batch = probes.admit(kv_len, q_len)
             memory.give_back()  # what random K and V were drawn in
             memory.start_peak()
-            in_float32(runner.run_eagerly(batch))
+            draw_all(runner.run_eagerly(batch))
             step_bytes = max(step_bytes, memory.most_held() - held)
             runtime.forget_faults()  # random K and V may overflow
         memory.give_back()

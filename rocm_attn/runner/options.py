@@ -156,6 +156,16 @@ class EngineOptions:
     deterministic: bool = option(
         False, "a prompt's tokens are the same bit by bit whatever is served beside it, at some cost in speed"
     )
+    steps_ahead: int | None = option(
+        None,
+        "0 or 1: steps that run on the device when the next one is launched, so that it does not wait for the host; "
+        "their tokens are read afterwards",
+        kind=int,
+        unit="STEPS",
+        least=0,
+        default_is="1 on a GPU; 0 on a CPU, where a step has run when it was launched",
+        on_generate=False,
+    )
     flight_record: Path | None = option(  # noqa: RUF009  # it makes a field
         None,
         "file that the last steps are written to when one fails; `rocm-attn replay-step` reads it",
@@ -193,3 +203,13 @@ class EngineOptions:
                 raise BadSetting(f"{name} is {value}; it must be at least {text.least}")
         if not 0 < self.gpu_memory_share <= 1:
             raise BadSetting(f"gpu_memory_share is {self.gpu_memory_share}; it must be above 0 and at most 1")
+        if self.steps_ahead not in (None, 0, 1):
+            raise BadSetting(
+                f"steps_ahead is {self.steps_ahead}; it must be 0 or 1: a step needs the tokens of the one before it"
+            )
+
+    def steps_ahead_on(self, device_type: str) -> int:
+        """steps_ahead as it is, or as it is decided for a device."""
+        if self.steps_ahead is not None:
+            return self.steps_ahead
+        return 0 if device_type == "cpu" else 1

@@ -15,6 +15,11 @@ next token, and without pages of the cache.
 A sequence that waits and has a better priority than some that run takes their places and pages, where that lets it in.
 No sequence ever gives way to one that comes after it in order, so the first of all always moves on, and all come to
 their end unless better ones keep coming.
+
+A step may be scheduled while the one before it runs, whose tokens are on the device alone. A sequence that has one of
+these goes on with it unread. Where that one is its last whatever it is, it gets no more; where it turns out to end the
+sequence, which then was in one step too many, what that step brings it is dropped. Before anything is decided for which
+the tokens must be known, they are read: before a sequence is preempted, and before a suspect runs.
 """
 
 from __future__ import annotations
@@ -35,7 +40,7 @@ from rocm_attn.paging.index_spaces import RESERVED_PAGE, RESERVED_ROW, num_pages
 from rocm_attn.paging.page_table import PageTable
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.runner.prefix_cache import CachedPage, PrefixCache
-from rocm_attn.runner.request import FinishReason, Sequence
+from rocm_attn.runner.request import ALL_READ, FinishReason, Sequence
 from rocm_attn.runner.speculation.drafts import Drafts
 from rocm_attn.step.metrics import Metrics
 
@@ -49,11 +54,16 @@ NO_SEQUENCE: Mapping[int, Drafts] = MappingProxyType({})
 _PAGES_PER_SPARE_ONE = 64
 
 
+class _UnreadTokens(Exception):
+    """What is to be decided depends on tokens that were not read yet."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ScheduledStep:
     """A step to be run; pages for its tokens are reserved.
 
     sequences: seq -> the sequence
+    batch:     the token ids include unread(place), for the token in this place among the picks of the step before
     num_picks: how many pick a token after this step: all, or all but the last, whose prompt goes on in the next step
     drafts:    seq -> the drafts that its new tokens end with, of those that have any
     """
@@ -121,6 +131,7 @@ class Scheduler:
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self._suspects: list[Sequence] = []
+        self._num_unread = 0  # steps that were launched and not finished
         for pages in table.spaces:
             needed = self._most_pages(max_kv_len, chunk, pages)
             if needed > pages.num_usable_pages:
@@ -160,13 +171,23 @@ class Scheduler:
         each_most = [(each, self._final_kv_len(each) - len(each.token_ids)) for each in decoding]
         return [(each, most) for each, most in each_most if most > 0]
 
-    def next_step(self, drafts: Mapping[int, Drafts] = NO_SEQUENCE) -> ScheduledStep:
-        """The next step. There must be work.
+    def next_step(self, drafts: Mapping[int, Drafts] = NO_SEQUENCE) -> ScheduledStep | None:
+        """The next step; None: it depends on tokens of a step that was launched and is to be finished first.
 
+        There must be work. At most one step is not finished.
         drafts: of some that decoding() has named, by their requests' numbers, no more than it allows. As many of each
                 are in the step as there is room for, from the first one on
         """
+        assert self._num_unread <= 1
+        try:
+            return self._next_step(drafts)
+        except _UnreadTokens:
+            return None
+
+    def _next_step(self, drafts: Mapping[int, Drafts]) -> ScheduledStep:
+        """Raises _UnreadTokens."""
         if self._suspects:
+            self._require_all_read()
             suspect = self._suspects[0]
             self._admit_alone(suspect)
             return _step_of(self._continue([suspect], NO_SEQUENCE)[0], NO_SEQUENCE)
@@ -179,24 +200,37 @@ class Scheduler:
                 break
             self._admit(newcomer, found, budget)
             budget -= self._add_prompt(scheduled, newcomer, budget)
+        if not scheduled:  # all that run have their last token
+            self._require_all_read()
         assert scheduled, "a running sequence always gets a token, and a lone waiting one is always admitted"
         return _step_of(scheduled, drafts)
+
+    def launched(self, step: ScheduledStep) -> None:
+        """A step will run, on which next_step() can go on. All steps before it are finished."""
+        assert self._num_unread == 0
+        self._num_unread = 1
+        stored = step.batch.kv_len.tolist()
+        for place, drafts in step.drafts.items():
+            stored[place] -= len(drafts)
+        for place, sequence in enumerate(step.sequences):
+            if sequence.row != RESERVED_ROW:  # else it has ended since the step was scheduled
+                sequence.num_stored = stored[place]
+                sequence.unread_at = place if place < step.num_picks else ALL_READ
+        self._cache.end_step()
+        self._enter_pages(step)
 
     def finish_step(self, step: ScheduledStep, picks: Many[Many[int] | BadLogits]) -> list[Taken]:
         """Take in what each of step.picking got: how many of the tokens it took, and why it ends, if it does.
 
         picks: for each the drafts that were accepted, in order, and then one token more. The K and V of these drafts
                lie in the places of their tokens: in a tree, the engine has moved them there
-        A token that ends a sequence is its last one, whatever comes after it. Ended ones leave their pages.
+        A token that ends a sequence is its last one, whatever comes after it. Ended ones leave their pages. A sequence
+        that has ended since the step was scheduled takes nothing.
         """
-        before = step.batch.kv_len - step.batch.q_len
-        stored = step.batch.kv_len.tolist()
-        for seq, drafts in step.drafts.items():
-            stored[seq] -= len(drafts)
-        for sequence, num_stored in zip(step.sequences, stored, strict=True):
-            sequence.num_stored = num_stored
+        self._num_unread = 0
         taken = [self._take(sequence, pick) for sequence, pick in zip(step.picking, picks, strict=True)]
-        self._enter_pages(step, before)
+        if step.drafts:
+            self._enter_pages(step)
         if step.is_of_a_suspect:
             for sequence in step.picking:
                 self._clear_of_suspicion(sequence)
@@ -245,20 +279,26 @@ class Scheduler:
         """The device was waited for: no step has gone wrong that was not reported."""
         self._cache.all_is_right()
 
-    def _enter_pages(self, step: ScheduledStep, before: Int32Array) -> None:
-        """Let the pages be found that a step has completed, with tokens that are the sequence's own.
+    def _enter_pages(self, step: ScheduledStep) -> None:
+        """Let the pages be found that a step completes, with tokens of their sequences that are known.
 
-        before: int32 [num_seqs], what was stored before the step
+        At once, before the next step's windows have moved on.
         """
-        self._cache.end_step()
-        page_size = self._table.page_size
-        completed = step.batch.kv_len // page_size > before // page_size
+        kv_len, page_size = step.batch.kv_len, self._table.page_size
+        completed = kv_len // page_size > (kv_len - step.batch.q_len) // page_size
         # Of these, rejected drafts may have completed some; num_stored does not count them.
         sequences = [step.sequences[seq] for seq in np.flatnonzero(completed).tolist()]
-        self._cache.enter((each.cached_row, each.row, each.token_ids, each.num_stored) for each in sequences)
+        self._cache.enter(
+            (each.cached_row, each.row, each.token_ids, each.num_stored)
+            for each in sequences
+            if each.row != RESERVED_ROW
+        )
 
     def _take(self, sequence: Sequence, pick: Many[int] | BadLogits) -> Taken:
         """What a sequence takes of a pick; the token that was picked last is not stored yet, those before it are."""
+        if sequence.unread_at == ALL_READ:
+            return Taken((), None)
+        sequence.unread_at = ALL_READ
         if isinstance(pick, BadLogits):
             return Taken((), "error")
         reason: FinishReason | None = None
@@ -267,7 +307,7 @@ class Scheduler:
             sequence.token_ids.append(token)
             if token in sequence.stops:
                 reason = "stop"
-            elif sequence.num_new >= sequence.request.max_new_tokens or sequence.num_stored >= self._max_kv_len:
+            elif self._has_no_room(sequence):
                 reason = "length"
             if reason is not None:
                 return Taken(tuple(pick[: num_before + 1]), reason)
@@ -277,7 +317,7 @@ class Scheduler:
         self._running.remove(sequence)
         self._cache.leave(sequence.cached_row)
         self._table.free(sequence.row)
-        sequence.row = RESERVED_ROW
+        sequence.row, sequence.unread_at = RESERVED_ROW, ALL_READ
 
     def _clear_of_suspicion(self, sequence: Sequence) -> None:
         if sequence.is_suspect:
@@ -311,11 +351,19 @@ class Scheduler:
             else:
                 return scheduled, budget
 
+    def _is_through(self, sequence: Sequence) -> bool:
+        """Whether it ends with the token that it has unread, whatever that one is."""
+        return sequence.unread_at != ALL_READ and self._has_no_room(sequence)
+
+    def _has_no_room(self, sequence: Sequence) -> bool:
+        """Whether it has all the tokens that it may come to."""
+        return sequence.num_new >= sequence.request.max_new_tokens or sequence.num_stored >= self._max_kv_len
+
     def _assigned(
         self, running: list[Sequence], drafts: Mapping[int, Drafts]
     ) -> tuple[list[tuple[Sequence, int]], int]:
         """The new tokens of some that run, those that decode first; and how many more the step takes."""
-        scheduled = [(sequence, 1) for sequence in running if sequence.num_left == 1]
+        scheduled = [(each, 1) for each in running if each.num_left == 1 and not self._is_through(each)]
         num_decoding = len(scheduled)
         budget = max(self._chunk - num_decoding, 1)
         for sequence in running:
@@ -335,7 +383,7 @@ class Scheduler:
         """Give back pages that hold nothing but rejected drafts; whether there were any."""
         given = False
         for sequence in self._running:
-            kv_len = len(sequence.token_ids)
+            kv_len = sequence.num_tokens
             num_needed = num_pages(kv_len, self._table.page_size)
             if sequence.num_left == 1 and self._table.num_held(sequence.row) > num_needed:
                 self._table.truncate(sequence.row, kv_len)
@@ -402,7 +450,14 @@ class Scheduler:
             self._preempt(self._running[-1])
         self._admit(suspect, [], self._chunk)
 
+    def _require_all_read(self) -> None:
+        """Raise _UnreadTokens while a step is not finished."""
+        if self._num_unread:
+            raise _UnreadTokens
+
     def _preempt(self, sequence: Sequence) -> None:
+        """Raises _UnreadTokens: what a sequence has unread would be lost with its row."""
+        self._require_all_read()
         self._end(sequence)
         sequence.num_stored = 0
         insort(self._waiting, sequence, key=_by_urgency)
@@ -425,7 +480,7 @@ class Scheduler:
         Without that page a newcomer would soon be preempted again.
         """
         num_held = self._table.num_held(held.row, pages.space)
-        prompt = self._most_pages(len(held.token_ids), self._chunk if held.num_left > 1 else 1, pages)
+        prompt = self._most_pages(held.num_tokens, self._chunk if held.num_left > 1 else 1, pages)
         grows = self._most_pages(self._final_kv_len(held), 1, pages) > max(prompt, num_held)
         return max(0, prompt - num_held) + grows
 
@@ -467,12 +522,18 @@ class Scheduler:
         return q_len
 
 
+def unread(place: int) -> int:
+    """The id that stands for a token: the one in this place among the picks of the step before."""
+    return -1 - place
+
+
 def _step_of(scheduled: list[tuple[Sequence, int]], drafts: Mapping[int, Drafts]) -> ScheduledStep:
     """drafts: of those that were scheduled with some, at least"""
     token_ids: list[int] = []
     verified: dict[int, Drafts] = {}
     for seq, (sequence, q_len) in enumerate(scheduled):
-        token_ids += sequence.token_ids[sequence.num_stored : sequence.num_stored + q_len]
+        known = sequence.token_ids[sequence.num_stored : sequence.num_stored + q_len]
+        token_ids += known if known else [unread(sequence.unread_at)]
         if drafts and q_len > sequence.num_left:
             verified[seq] = drafts[sequence.number].first(q_len - sequence.num_left)
             token_ids += verified[seq].token_ids

@@ -13,7 +13,7 @@ LAST_TOKEN = -1
 class Drafts:
     """A tree of tokens after a sequence's last one. A chain is a tree without branches.
 
-    token_ids: at least one
+    token_ids: of the drafts
     parents:   draft -> the draft that it comes after, which stands before it, or LAST_TOKEN
     is_chain:  whether each comes after the one before it
     """
@@ -74,3 +74,6 @@ class Drafts:
                     parents.append(at)
                 at = number
         return cls(tuple(token_ids), tuple(parents))
+
+
+NO_DRAFTS = Drafts((), ())

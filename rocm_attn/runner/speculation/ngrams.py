@@ -57,7 +57,9 @@ class _Text:
         for num in range(_LONGEST, _SHORTEST - 1, -1):
             places = self._places[num - _SHORTEST].get(tuple(token_ids[-num:]))
             if places:
-                return _cut([_copied(token_ids, place, most) for place in places[: -_MOST_PLACES - 1 : -1]], most, num_branches)
+                return _cut(
+                    [_copied(token_ids, place, most) for place in places[: -_MOST_PLACES - 1 : -1]], most, num_branches
+                )
         return []
 
     def _look_at(self, token_ids: Many[int]) -> None:

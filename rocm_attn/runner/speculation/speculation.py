@@ -9,21 +9,27 @@ nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Many
+from dataclasses import replace
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.step_batch import Int32Array, StepBatch
+from rocm_attn.batch.tree_mask import NO_PARENT, tree_mask
 from rocm_attn.errors import BadLogits
 from rocm_attn.runner.request import Sequence
 from rocm_attn.runner.sampling import Draw, PickedTokens, TokenPicker
 from rocm_attn.runner.scheduler import NO_SEQUENCE, ScheduledStep, Taken
-from rocm_attn.runner.speculation.drafts import LAST_TOKEN, Drafts
+from rocm_attn.runner.speculation.drafts import LAST_TOKEN, NO_DRAFTS, Drafts
 from rocm_attn.step.metrics import Metrics
 
 Picks = list[Many[int] | BadLogits]
+# Scheduler.decoding
+Decoding = Callable[[], Iterable[tuple[Sequence, int]]]
 
 
 class Drafter(Protocol):
@@ -52,9 +58,13 @@ class NoSpeculation:
     def __init__(self, picker: TokenPicker) -> None:
         self._picker = picker
 
-    def drafts(self, decoding: Iterable[tuple[Sequence, int]], alive: Collection[int]) -> Mapping[int, Drafts]:
+    def drafts(self, decoding: Decoding, alive: Collection[int]) -> Mapping[int, Drafts]:
         """As Speculation.drafts."""
         return NO_SEQUENCE
+
+    def batch(self, step: ScheduledStep) -> StepBatch:
+        """As Speculation.batch."""
+        return step.batch
 
     def pick(self, step: ScheduledStep, logits: Tensor) -> StepPicks:
         """As Speculation.pick. logits: [num_seqs, vocab]"""
@@ -80,12 +90,23 @@ class Speculation:
     def __init__(self, drafter: Drafter, picker: TokenPicker, num_drafts: int, metrics: Metrics) -> None:
         self._drafter = drafter
         self._picker = picker
+        self._device = picker.tokens.device
         self._num_drafts = num_drafts
         self._metrics = metrics
 
-    def drafts(self, decoding: Iterable[tuple[Sequence, int]], alive: Collection[int]) -> Mapping[int, Drafts]:
-        """Drafts for the next step. Arguments as of Drafter.draft; the tokens of all steps were read."""
-        return self._drafter.draft([(each, min(most, self._num_drafts)) for each, most in decoding], alive)
+    def drafts(self, decoding: Decoding, alive: Collection[int]) -> Mapping[int, Drafts]:
+        """Drafts for the next step; the tokens of all steps were read.
+
+        decoding: Scheduler.decoding
+        alive:    as of Drafter.draft
+        """
+        return self._drafter.draft([(each, min(most, self._num_drafts)) for each, most in decoding()], alive)
+
+    def batch(self, step: ScheduledStep) -> StepBatch:
+        """The batch of a step, with the mask of its trees where it has any."""
+        if all(drafts.is_chain for drafts in step.drafts.values()):
+            return step.batch
+        return replace(step.batch, mask=tree_mask(step.batch, torch.from_numpy(_parents(step)).to(self._device)))
 
     def pick(self, step: ScheduledStep, logits: Tensor) -> StepPicks:
         """Pick the tokens that each of step.picking gets: the drafts that were right, in order, and one more.
@@ -96,8 +117,7 @@ class Speculation:
         draws: dict[int, Draw] = {}
         for seq, sequence in enumerate(step.picking):
             if not sequence.request.sampling.is_greedy:
-                drafts = step.drafts.get(seq)
-                depths = [0, *drafts.depths()] if drafts is not None else [0]
+                depths = [0, *step.drafts.get(seq, NO_DRAFTS).depths()]
                 for row, depth in enumerate(depths, (seq + 1) * num_rows - len(depths)):
                     draws[row] = sequence.sampler.draw(sequence.num_new + depth)
         rows = logits[: step.num_picks].flatten(0, 1)
@@ -132,10 +152,20 @@ class _Verified:
         """As StepPicks.read."""
         found, picks = self._picked.read(), Picks()
         for seq in range(self._step.num_picks):
-            drafts = self._step.drafts.get(seq)
+            drafts = self._step.drafts.get(seq, NO_DRAFTS)
             last = (seq + 1) * self._num_rows
-            picks.append(_found_right(found[last - 1 : last], NO_DRAFTS) if drafts is None else _found_right(found[last - 1 - len(drafts) : last], drafts))
+            picks.append(_found_right(found[last - 1 - len(drafts) : last], drafts))
         return picks
+
+
+def _parents(step: ScheduledStep) -> Int32Array:
+    """int32 [num_tokens]: token -> its parent's place among the sequence's new tokens, or NO_PARENT."""
+    parents = []
+    for seq, q_len in enumerate(step.batch.q_len.tolist()):
+        drafts = step.drafts.get(seq, NO_DRAFTS)
+        known = q_len - len(drafts)
+        parents += [*range(NO_PARENT, known - 1), *(known + parent for parent in drafts.parents)]
+    return np.array(parents, np.int32)
 
 
 def _found_right(rows: Many[int | BadLogits], drafts: Drafts) -> Many[int] | BadLogits:
@@ -150,5 +180,7 @@ def _found_right(rows: Many[int | BadLogits], drafts: Drafts) -> Many[int] | Bad
         if isinstance(pick, BadLogits):
             return tokens if tokens else pick
         tokens.append(pick)
-        at = drafts.after(at, pick)
+        number = drafts.after(at, pick)
+        # K and V of a draft serve where they lie in the place of its token.
+        at = number if number == at + 1 else None
     return tokens

@@ -146,7 +146,7 @@ class PaddingPolicy:
         if pad_to is None or not pad_to.tokens:
             if kind.decodes and (num_children == 1 or kind.splits):
                 return PaddedShape(kind, num_seqs, num_seqs, num_children)
-            if batch.max_q_len <= self.verify and num_children == 1 and num_seqs <= self.seqs.largest:
+            if self._is_verified(batch, num_seqs) and num_children == 1:
                 return PaddedShape(kind, num_seqs, num_seqs * self.verify)
             needed = _tokens_of_children(batch, num_seqs, num_children)
             return PaddedShape(kind, num_seqs, self.round_tokens(needed, num_children), num_children)
@@ -171,6 +171,10 @@ class PaddingPolicy:
             )
             and self._captures(shape.kind, children)
         )
+
+    def _is_verified(self, batch: StepBatch, num_seqs: int) -> bool:
+        """Whether a batch that is padded to so many sequences is one of those that verify drafts."""
+        return self.verify > 0 and batch.max_q_len <= self.verify and num_seqs <= self.seqs.largest
 
     def verifies(self, shape: PaddedShape) -> bool:
         """Whether steps that verify drafts have this shape."""

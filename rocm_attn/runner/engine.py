@@ -94,14 +94,14 @@ class Engine:
         self.limits = RequestLimits(loaded.config.context_len, self.max_kv_len, loaded.config.vocab_size)
         path, model = options.flight_record, model_over(self.runtime, loaded, options)
         self._steps_ahead = options.steps_ahead_on(self.runtime.device.type)
-        picker = TokenPicker(self.runtime.device, options.max_batch_size * options.rows_of_each)
+        self._picker = TokenPicker(self.runtime.device, options.max_batch_size * options.rows_of_each)
         forward = forward_of(model, options)
         if self._steps_ahead:
-            forward = with_unread_tokens(forward, picker.tokens)
+            forward = with_unread_tokens(forward, self._picker.tokens)
         self.flight = FlightRecorder(self.runtime, path) if path is not None else NO_FLIGHT_RECORDER
         self._runner, self._steps = watched_steps(self.runtime, forward, options, self.flight, self._new_runner)
         self.metrics = self._runner.metrics
-        self._speculation = speculation_of(options, picker, self.metrics)
+        self._speculation = speculation_of(options, self._picker, self.metrics)
         self._scheduler = Scheduler(
             self.runtime.table,
             self.metrics,

@@ -37,8 +37,8 @@ NUM_SEQS, PROMPT, NEW_TOKENS = 64, 32, 160
 SKIPPED = 20  # the first steps: prompts, and the capture
 MOST_IDLE = 0.01
 MODELS = {
-    "2 layers of 1024": model_of((16, 8, 64), 1024, 2816, 32000, 2, 1024),
     "SmolLM2-135M's sizes": model_of((9, 3, 64), 576, 1536, 49152, 30, 1024),
+    "2 layers of 1024": model_of((16, 8, 64), 1024, 2816, 32000, 2, 1024),
 }
 SAMPLINGS = {"greedy": None, "temperature 0.8, top_p 0.9": (0.8, 0.9)}
 

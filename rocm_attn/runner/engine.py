@@ -33,9 +33,11 @@ from rocm_attn.runner.request import (
     TokenEvent,
 )
 from rocm_attn.runner.request_times import note_tokens
-from rocm_attn.runner.sampling import PickedTokens, Sampler, TokenPicker
+from rocm_attn.runner.sampling import Sampler, TokenPicker
 from rocm_attn.runner.scheduler import ScheduledStep, Scheduler, Taken
 from rocm_attn.runner.serving import serve_all
+from rocm_attn.runner.speculation.engines import forward_of, speculation_of
+from rocm_attn.runner.speculation.speculation import StepPicks
 from rocm_attn.runner.tokenizer import TextStream
 from rocm_attn.runner.unread import UnreadStep, with_unread_tokens
 from rocm_attn.runner.watched import watched_steps
@@ -92,11 +94,14 @@ class Engine:
         self.limits = RequestLimits(loaded.config.context_len, self.max_kv_len, loaded.config.vocab_size)
         path, model = options.flight_record, model_over(self.runtime, loaded, options)
         self._steps_ahead = options.steps_ahead_on(self.runtime.device.type)
-        self._picker = TokenPicker(self.runtime.device, options.max_batch_size)
-        forward = with_unread_tokens(model.forward, self._picker.tokens) if self._steps_ahead else model.forward
+        picker = TokenPicker(self.runtime.device, options.max_batch_size * options.rows_of_each)
+        forward = forward_of(model, options)
+        if self._steps_ahead:
+            forward = with_unread_tokens(forward, picker.tokens)
         self.flight = FlightRecorder(self.runtime, path) if path is not None else NO_FLIGHT_RECORDER
         self._runner, self._steps = watched_steps(self.runtime, forward, options, self.flight, self._new_runner)
         self.metrics = self._runner.metrics
+        self._speculation = speculation_of(options, picker, self.metrics)
         self._scheduler = Scheduler(
             self.runtime.table,
             self.metrics,
@@ -282,7 +287,7 @@ class Engine:
         What comes next may depend on tokens that were not read yet; then no step is launched.
         """
         started = time.perf_counter()
-        step = self._scheduler.next_step()
+        step = self._scheduler.next_step(self._speculation.drafts(self._scheduler.decoding, self._outputs.keys()))
         if step is None:
             self.settle()
             return
@@ -301,9 +306,8 @@ class Engine:
         unread = self._unread[0]
         picks = unread.picks.read()
         del self._unread[0]
-        taken = self._scheduler.finish_step(
-            unread.step, [pick if isinstance(pick, BadLogits) else (pick,) for pick in picks]
-        )
+        taken = self._scheduler.finish_step(unread.step, picks)
+        self._speculation.count(unread.step, taken)
         self._note_times(unread, taken)
         for sequence, pick, each in zip(unread.step.picking, picks, taken, strict=True):
             if isinstance(pick, BadLogits) and each.reason == "error":
@@ -337,7 +341,7 @@ class Engine:
             self._runner.check_device()
             self._scheduler.all_is_right()
 
-    def _run(self, step: ScheduledStep) -> PickedTokens:
+    def _run(self, step: ScheduledStep) -> StepPicks:
         """Launch a step, and what picks its tokens."""
         before, batch = self.runtime.step_number, step.batch
         self._must_check = True
@@ -346,16 +350,11 @@ class Engine:
             self.runtime.meetings.digest = crc32(np.concatenate(words).tobytes())
         self._read_ids.clear()
         try:
-            logits = self._steps.run(batch)
+            logits = self._steps.run(self._speculation.batch(step))
         finally:
             requests = (sequence.number for sequence in step.sequences)
             self._recent.note(before, self.runtime.step_number, requests)
-        draws = {
-            row: sequence.sampler.draw(sequence.num_new)
-            for row, sequence in enumerate(step.picking)
-            if not sequence.request.sampling.is_greedy
-        }
-        return self._picker.pick(logits[: step.num_picks], draws)
+        return self._speculation.pick(step, logits)
 
     def _publish(self, number: int, token: int, reason: FinishReason | None) -> None:
         output = self._outputs[number]

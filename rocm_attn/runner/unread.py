@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from rocm_attn.capture.split_forward import Forward
-from rocm_attn.runner.sampling import PickedTokens
 from rocm_attn.runner.scheduler import ScheduledStep
+from rocm_attn.runner.speculation.speculation import StepPicks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -17,14 +17,14 @@ class UnreadStep:
     """A step that was launched.
 
     number:   the runtime's
-    picks:    one for each of step.picking
+    picks:    of each of step.picking
     started:  when it began to be scheduled, in seconds of time.perf_counter()
     launched: when its launches were made
     """
 
     step: ScheduledStep
     number: int
-    picks: PickedTokens
+    picks: StepPicks
     started: float
     launched: float
 

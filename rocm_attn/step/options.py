@@ -39,6 +39,9 @@ class RuntimeOptions:
                      max_num_seqs
     capture_tokens:  token counts that steps with more than one new token a sequence are padded to and may be captured
                      at; such steps run eagerly above the largest, and by default that is all of them
+    verify_tokens:   new tokens of a sequence in steps that verify drafts, its last token among them: steps of up to as
+                     many are padded to so many for each padded sequence, and may be captured at the sizes of
+                     capture_sizes; 0: as other steps
     split_steps:     whether graphs may be made of steps that are split in two, so that captured memory has room for
                      both halves; without, split steps run eagerly
     shared_prefixes: whether graphs may be made of decode steps that share prefixes (batch/prefixes.py), so that
@@ -59,6 +62,7 @@ class RuntimeOptions:
     provider: str = "auto"
     capture_sizes: Sequence[int] | None = None
     capture_tokens: Sequence[int] = (1,)
+    verify_tokens: int = 0
     split_steps: bool = False
     shared_prefixes: bool = False
     deterministic: bool = False
@@ -72,12 +76,17 @@ class RuntimeOptions:
             "swa_pages",
             "swa_kept",
             "first_swa_page",
+            "verify_tokens",
         ):
             object.__setattr__(self, name, whole_number(name, getattr(self, name)))
         if self.max_num_rows and self.max_num_rows < self.max_num_seqs:
             raise BadSetting(
                 f"max_num_rows is {self.max_num_rows} and max_num_seqs is {self.max_num_seqs}; each sequence of a step "
                 "has a row, so give at least as many rows, or 0 for as many"
+            )
+        if self.verify_tokens < 0:
+            raise BadSetting(
+                f"verify_tokens is {self.verify_tokens}; it is a number of tokens, drafts and the one before them, or 0"
             )
         if self.swa_kept < 0:
             raise BadSetting(f"swa_kept is {self.swa_kept}; it is a number of tokens, 0 or more")
@@ -125,6 +134,7 @@ class RuntimeOptions:
             SizeLadder(tuple(self.capture_tokens)),
             HALVES if self.split_steps else 1,
             frozenset(extras),
+            verify=self.verify_tokens,
         )
 
 

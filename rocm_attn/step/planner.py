@@ -114,7 +114,10 @@ class Planner:
             # Where ranks agree, none of them has a bucket of its own.
             longest = shape.child.num_tokens if pad_to is not None and pad_to.tokens else batch.max_q_len
             plan = self._make_plan(shape, batch, longest, max_kv_len)
-            if plan.replayable and plan.shape.kind.decodes:  # ragged sizes are too many to keep
+            # ragged sizes are too many to keep
+            if plan.replayable and (
+                plan.shape.kind.decodes or batch.min_q_len == batch.max_q_len == self.padding.verify
+            ):
                 self._plan_of_sizes[sizes] = plan
         return plan
 
@@ -141,6 +144,8 @@ class Planner:
         may_capture = self.padding.captures(shape)
         if self._has_prefill and not may_capture and shape.kind is StepKind.EXTEND and is_prefill(batch):
             shape = replace(shape, kind=StepKind.PREFILL)
+        if self.padding.verifies(shape):
+            max_q_len = max(max_q_len, self.padding.verify)
         if not self._bakes_q_len:
             max_q_len = 1 if shape.kind.decodes else shape.child.num_tokens
         else:

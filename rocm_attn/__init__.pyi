@@ -33,7 +33,9 @@ from rocm_attn.batch.step_batch import StepBatch as StepBatch
 from rocm_attn.batch.padding import PadTo as PadTo
 from rocm_attn.batch.inputs import ON_HOST as ON_HOST
 from rocm_attn.batch.inputs import DeviceInputs as DeviceInputs
+from rocm_attn.kernels.metadata.step_tensors import NO_PARENT as NO_PARENT
 from rocm_attn.batch.mask import StepMask as StepMask
+from rocm_attn.batch.mask import TreeMask as TreeMask
 from rocm_attn.batch.prefixes import PrefixGroup as PrefixGroup
 from rocm_attn.batch.prefixes import SharedPrefixes as SharedPrefixes
 from rocm_attn.step.step import SplitStep as SplitStep

@@ -21,22 +21,27 @@ def _load_word(words, word, row_end):
 
 
 @triton.jit
-def row_bits(words, row_cell, row_end, first_key, end_key):
-    """Bit n of each row: whether it sees key first_key + n. Bits at or past end_key are 0.
+def row_bits(words, row_cell, row_end, first_key, start, end_key):
+    """Bit n of each row: whether it sees key first_key + n. Bits of keys before start are 1, at or past end_key 0.
 
     words:    of the cell that the query block counts its cells from
-    row_cell: int32, the row's first cell, counted from the first bit of words
-    row_end:  int32, the end of its cells; 0 for a row without a token, which sees nothing
+    row_cell: int32, the row's first cell, which is of key start, counted from the first bit of words
+    row_end:  int32, the end of its cells; 0 for a row without a token
+    start:    the first key that has cells; where the block lies before it, no word is read
     """
-    cell = row_cell + first_key
+    before = tl.minimum(tl.maximum(start - first_key, 0), 32)
+    cell = row_cell + tl.maximum(first_key - start, 0)
+    cells_end = tl.where(before < 32, row_end, 0)
     word = cell // 32
     shift = (cell % 32).to(tl.uint32)
-    low = _load_word(words, word, row_end) >> shift
+    low = _load_word(words, word, cells_end) >> shift
     # In two shifts, because one by 32 is undefined.
-    high = _load_word(words, word + 1, row_end) << 1 << (31 - shift)
+    high = _load_word(words, word + 1, cells_end) << 1 << (31 - shift)
+    has_cells = bits_from(before)
+    seen = ((low | high) << tl.minimum(before, 31).to(tl.uint32)) & has_cells | ~has_cells
     # The lowest bits of a word of ones, as many as there are keys left.
     beyond = tl.maximum(first_key + 32 - end_key, 0)
-    return (low | high) & (tl.full([1], 0xFFFFFFFF, tl.uint32) >> beyond.to(tl.uint32))
+    return seen & (tl.full([1], 0xFFFFFFFF, tl.uint32) >> beyond.to(tl.uint32))
 
 
 @triton.jit

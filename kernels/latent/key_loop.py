@@ -278,7 +278,7 @@ def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: 
     """Key blocks [blocks.first, blocks.end) added to a softmax. Only keys that some row sees are loaded.
 
     If not MASKED, every row sees all keys of the blocks. If MASKED, a row sees those of its window; with bits those
-    before the end whose bits are set, of a window from bits.first_key on.
+    before the end that have no bits or whose bits are set, of a window from bits.first_key on.
 
     seen:   key_loop.Seen
     STAGES: blocks whose loads are in flight
@@ -307,7 +307,8 @@ def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: 
         offset = (kv_index % K.PAGE_SIZE).to(tl.int64)
         row = rows.at + (page * rows.page + offset * rows.token)
         if PACKED:
-            bits = row_bits(seen.bits.words, seen.bits.cell, seen.bits.end, block * KEY_BLOCK, seen.keys.end)
+            packed = seen.bits
+            bits = row_bits(packed.words, packed.cell, packed.end, block * KEY_BLOCK, packed.start, seen.keys.end)
             if K.WINDOWED:
                 bits = bits & bits_from(seen.bits.first_key - block * KEY_BLOCK)
             live = bit_is_set(seen_by_some(bits), lane)

@@ -22,6 +22,7 @@ from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem
 from rocm_attn.providers.launches import (
     CheckSelection,
     ClearPads,
+    DeriveDraftSteps,
     Fill,
     Finish,
     GatherTable,
@@ -30,6 +31,7 @@ from rocm_attn.providers.launches import (
     PackMask,
     PlaceDeviceInputs,
     PlaceMask,
+    PlaceTrees,
     Publish,
     PublishEngine,
     RopeQueries,
@@ -412,6 +414,8 @@ class StepOps:
     publish: Publish
     device_inputs: PlaceDeviceInputs
     place_mask: PlaceMask
+    draft_steps: DeriveDraftSteps
+    place_trees: PlaceTrees
     table_update: UpdateTable
     fill: Fill
     store_kv: StoreKV

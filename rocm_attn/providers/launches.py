@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -31,7 +32,19 @@ class PlaceDeviceInputs(Protocol):
 class PlaceMask(Protocol):
     """launch_place_mask, or its twin."""
 
-    def __call__(self, bits: Tensor, positions: Tensor, to: StepTensors) -> None: ...
+    def __call__(self, bits: Tensor, positions: Tensor, keys_before: int, to: StepTensors) -> None: ...
+
+
+class PlaceTrees(Protocol):
+    """launch_place_trees, or its twin."""
+
+    def __call__(self, parents: Tensor, nodes_before: int, to: StepTensors) -> None: ...
+
+
+class DeriveDraftSteps(Protocol):
+    """launch_draft_steps, or its twin."""
+
+    def __call__(self, steps: Sequence[StepTensors], parents: Tensor, branches: int) -> None: ...
 
 
 class UpdateTable(Protocol):

@@ -219,7 +219,7 @@ TRITON = Provider(
         triton_row("triton.extend", StepKind.EXTEND, _bind_extend, limits=_LIMITS),
         triton_row("triton.hopper_extend+decode", StepKind.MIXED, _bind_mixed_hopper, limits=triton_hopper.LIMITS),
         triton_row("triton.extend+decode", StepKind.MIXED, _bind_mixed, limits=_LIMITS),
-        triton_row("triton.masked", StepKind.MASKED, _bind_masked, Need.MASK_INDPTR, Need.MASK_WORDS, limits=_LIMITS),
+        triton_row("triton.masked", StepKind.MASKED, _bind_masked, Need.MASK, limits=_LIMITS),
         triton_row(
             "triton.hopper_shared_prefix",
             StepKind.SHARED,

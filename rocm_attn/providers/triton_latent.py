@@ -264,9 +264,7 @@ ROWS = (
     triton_row("triton.latent_decode", StepKind.DECODE, _bind_decode, limits=_LIMITS),
     triton_row("triton.latent_extend", StepKind.EXTEND, _bind_extend, limits=_LIMITS),
     triton_row("triton.latent_extend+decode", StepKind.MIXED, _bind_mixed, limits=_LIMITS),
-    triton_row(
-        "triton.latent_masked", StepKind.MASKED, _bind_masked, Need.MASK_INDPTR, Need.MASK_WORDS, limits=_LIMITS
-    ),
+    triton_row("triton.latent_masked", StepKind.MASKED, _bind_masked, Need.MASK, limits=_LIMITS),
     triton_row(
         "triton.latent_shared_prefix",
         StepKind.SHARED,

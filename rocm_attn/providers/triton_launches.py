@@ -20,10 +20,12 @@ from rocm_attn.kernels.latent.extend import launch_latent_extend
 from rocm_attn.kernels.latent.segment_decode import launch_latent_segment_decode
 from rocm_attn.kernels.latent.segment_extend import launch_latent_segment_extend
 from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
+from rocm_attn.kernels.metadata.draft_steps import launch_draft_steps
 from rocm_attn.kernels.metadata.fill import launch_fill
 from rocm_attn.kernels.metadata.gather_table import launch_gather_table
 from rocm_attn.kernels.metadata.pack_mask import launch_pack_mask
 from rocm_attn.kernels.metadata.place_mask import launch_place_mask
+from rocm_attn.kernels.metadata.place_trees import launch_place_trees
 from rocm_attn.kernels.metadata.publish import launch_publish
 from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
 from rocm_attn.kernels.metadata.table_update import launch_table_update
@@ -54,6 +56,8 @@ OPS = StepOps(
     publish=launch_publish,
     device_inputs=launch_device_inputs,
     place_mask=launch_place_mask,
+    draft_steps=launch_draft_steps,
+    place_trees=launch_place_trees,
     table_update=launch_table_update,
     fill=launch_fill,
     store_kv=launch_store_kv,

@@ -58,7 +58,7 @@ class Step:
         """The step of a batch, or of its part in a half, run by a plan in these views."""
         return cls(
             num_seqs=batch.num_seqs,
-            num_tokens=batch.num_tokens,
+            num_tokens=batch.num_fed,
             token_ids=views.tensors.token_ids,
             positions=views.tensors.positions,
             row_of_seq=views.tensors.row_of_seq,
@@ -77,7 +77,7 @@ class Step:
             self.plan is plan
             and self.token_ids is views.spaces[0].token_ids
             and self.num_seqs == batch.num_seqs
-            and self.num_tokens == batch.num_tokens
+            and self.num_tokens == batch.num_fed
         )
 
 

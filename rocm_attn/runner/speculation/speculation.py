@@ -18,9 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.mask import TreeMask
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
-from rocm_attn.batch.tree_mask import NO_PARENT, tree_mask
 from rocm_attn.errors import BadLogits
+from rocm_attn.kernels.metadata.step_tensors import NO_PARENT
 from rocm_attn.runner.request import Sequence
 from rocm_attn.runner.sampling import Draw, PickedTokens, TokenPicker
 from rocm_attn.runner.scheduler import NO_SEQUENCE, ScheduledStep, Taken
@@ -106,7 +107,7 @@ class Speculation:
         """The batch of a step, with the mask of its trees where it has any."""
         if all(drafts.is_chain for drafts in step.drafts.values()):
             return step.batch
-        return replace(step.batch, mask=tree_mask(step.batch, torch.from_numpy(_parents(step)).to(self._device)))
+        return replace(step.batch, mask=TreeMask(torch.from_numpy(_parents(step)).to(self._device)))
 
     def pick(self, step: ScheduledStep, logits: Tensor) -> StepPicks:
         """Pick the tokens that each of step.picking gets: the drafts that were right, in order, and one more.
@@ -159,13 +160,12 @@ class _Verified:
 
 
 def _parents(step: ScheduledStep) -> Int32Array:
-    """int32 [num_tokens]: token -> its parent's place among the sequence's new tokens, or NO_PARENT."""
-    parents = []
-    for seq, q_len in enumerate(step.batch.q_len.tolist()):
-        drafts = step.drafts.get(seq, NO_DRAFTS)
-        known = q_len - len(drafts)
-        parents += [*range(NO_PARENT, known - 1), *(known + parent for parent in drafts.parents)]
-    return np.array(parents, np.int32)
+    """int32 [num_seqs, most]: new token of a sequence -> the one that it comes after, or NO_PARENT."""
+    parents = np.tile(np.arange(NO_PARENT, step.batch.max_q_len - 1, dtype=np.int32), (step.batch.num_seqs, 1))
+    for seq, drafts in step.drafts.items():
+        known = int(step.batch.q_len[seq]) - len(drafts)
+        parents[seq, known : known + len(drafts)] = np.array(drafts.parents, np.int32) + known
+    return parents
 
 
 def _found_right(rows: Many[int | BadLogits], drafts: Drafts) -> Many[int] | BadLogits:

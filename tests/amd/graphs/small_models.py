@@ -15,12 +15,12 @@ from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.hip_graphs.torch_recorder import TorchRecorder
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
-from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.runtime import AttentionRuntime, Staged
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.protocols import LayerCalls, Steps
-from rocm_attn.step.step import SplitStep, Step
+from rocm_attn.step.step import Step
 from tests.amd.runtime.stepping import padded_to, small_problem
 
 VOCABULARY = 50
@@ -255,7 +255,7 @@ def takes_another_bias_each_step(tiny: Tiny) -> Callable[[Step], Tensor]:
         replace_bias(batch)
         return stage(batch, pad_to)
 
-    def staged_like(plan: StepPlan, batch: StepBatch) -> Step | SplitStep:
+    def staged_like(plan: StepPlan, batch: StepBatch) -> Staged:
         replace_bias(batch)
         return stage_like(plan, batch)
 

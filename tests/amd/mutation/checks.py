@@ -43,6 +43,7 @@ from rocm_attn.kernels.metadata.fill import launch_fill
 from rocm_attn.kernels.metadata.gather_table import launch_gather_table
 from rocm_attn.kernels.metadata.pack_mask import launch_pack_mask
 from rocm_attn.kernels.metadata.place_mask import launch_place_mask
+from rocm_attn.kernels.metadata.place_trees import launch_place_trees
 from rocm_attn.kernels.metadata.publish import launch_publish
 from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, FIELDS, Pads
@@ -72,6 +73,7 @@ from tests.amd.kernels.launches_of_tensors import (
     of_pack_mask,
     of_pages,
     of_place_mask,
+    of_place_trees,
     of_publish,
 )
 from tests.amd.mutation.coded_pages import PAGE_SIZE, coded_pages, of_coded_pages
@@ -136,7 +138,7 @@ def attention(memory: Memory, case: Case) -> Tensors:
     placed: dict[str, Any] = {name: memory.put(tensor) for name, tensor in given.items()}
     if tensors.mask is not None:
         mask = tensors.mask
-        placed["mask"] = PackedMask(memory.put(mask.words), memory.put(mask.indptr), memory.put(mask.positions))
+        placed["mask"] = PackedMask(*map(memory.put, (mask.words, mask.indptr, mask.start, mask.positions)))
     return replace(tensors, **placed)
 
 
@@ -458,7 +460,7 @@ def fill(memory: Memory) -> None:
         (wrong, 9, 9, 7, 1),
     ):
         inputs = [ints([5, num_tokens, 1, 0]), ints([2, 1, 3, 3, 2]), ints(kv_len), ints(q_len), table]
-        inputs += [ints([3, 3, 0, 6, 0]), ints([2, 2, 3, 5, 5])]
+        inputs += [ints([3, 3, 0, 6, 0]), ints([2, 2, 3, 5, 5]), ints([0, 3, 0, 1, 0])]
         outputs = [garbage(size) for size in (6, 5, *[num_tokens_padded] * 4, 6, list_len, 5)]
         dense, wide, mask_indptr = garbage(25).view(5, 5), garbage(5).long(), garbage(6).long()
         groups = [garbage(size) for size in (6, 5, 5)]
@@ -493,10 +495,26 @@ def device_inputs(memory: Memory) -> None:
 
 
 def place_mask(memory: Memory) -> None:
-    """Seven bytes for words that hold more, and positions of three tokens at five."""
+    """Seven bytes for words that hold more, and positions of three tokens at five; three sequences, one a pad."""
     inputs = [torch.arange(1, 8, dtype=torch.uint8), ints([4, 5, 6, 7]), ints([2, 3, 1, 0])]
-    launches = of_place_mask(launch_place_mask), of_place_mask(twins.place_mask)
-    assert_same(memory, *launches, inputs, [garbage(2), garbage(5)])
+    inputs += [ints([9, 2, 0]), ints([2, 1, 0])]
+    for keys_before in (0, 3, ALL_KEYS):
+        launch, twin = (
+            partial(of_place_mask(place), keys_before=keys_before) for place in (launch_place_mask, twins.place_mask)
+        )
+        assert_same(memory, launch, twin, inputs, [garbage(3), garbage(2), garbage(5)])
+
+
+def place_trees(memory: Memory) -> None:
+    """Trees of three sequences and a pad, of new nodes alone and of nodes before them; words that are shared."""
+    parents = ints([-1, 0, 0, 1, 2, -1, -1, 0, 1, 9, 3, 7, -1, -1, 1, 2, 3, 0]).view(3, 6)
+    inputs = [parents, ints([3, 7, 1, 0]), ints([9, 5, 7, 0]), ints([3, 2, 2, 0])]
+    for nodes_before in (0, 2, 3):
+        launch, twin = (
+            partial(of_place_trees(place), nodes_before=nodes_before)
+            for place in (launch_place_trees, twins.place_trees)
+        )
+        assert_same(memory, launch, twin, inputs, [garbage(4), garbage(3), garbage(9)])
 
 
 def merge_sides(memory: Memory) -> None:
@@ -659,6 +677,7 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "metadata/gather_table.py": gather,
     "metadata/pack_mask.py": pack_mask,
     "metadata/place_mask.py": place_mask,
+    "metadata/place_trees.py": place_trees,
     "metadata/publish.py": publish,
     "metadata/publish_engine.py": publish_engine,
     "metadata/table_update.py": table_update,

@@ -20,6 +20,7 @@ from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Completion, Event, FailureEvent, Request, RequestsFailed, TokenEvent
 from rocm_attn.runner.sampling import Draw, PickedTokens, Sampling, TokenPicker
+from rocm_attn.runner.speculation.speculation import StepPicks
 from tests.amd.runner.cache_invariants import check_cache
 from tests.amd.runner.tiny_model import CONFIG, tiny_model
 
@@ -213,7 +214,7 @@ def test_one_that_has_ended_is_not_failed_by_the_step_that_it_was_in_too_many(
     last = whole.token_ids.index(stop) + 1
     engine, numbers = Engine(loaded, BASE), itertools.count(1)
 
-    def wiping(engine: Engine, step: Any) -> PickedTokens:
+    def wiping(engine: Engine, step: Any) -> StepPicks:
         if next(numbers) == last + 1:
             engine.runtime._publisher.apply_table_changes()
             engine.runtime.table.entries.zero_()

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rocm_attn.batch.mask import TreeMask
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
+from rocm_attn.capture.graphs import Progress
 from rocm_attn.errors import BadLogits
 from rocm_attn.kernels.metadata.step_tensors import NO_PARENT
 from rocm_attn.runner.request import Sequence
@@ -42,6 +43,10 @@ class Drafter(Protocol):
         decoding: sequences with the most drafts that each may have, at least 1; the next token of each is to be picked
         alive:    numbers of all requests that have not ended: what is kept of others is to be dropped
         """
+        ...
+
+    def capture_all(self, progress: Progress) -> None:
+        """Make the graphs of what drafts, if it has any. progress: as of StepRunner.capture_all"""
         ...
 
 
@@ -79,6 +84,9 @@ class NoSpeculation:
     def count(self, step: ScheduledStep, taken: Many[Taken]) -> None:
         """As Speculation.count."""
 
+    def capture_all(self, progress: Progress) -> None:
+        """As Speculation.capture_all."""
+
 
 class Speculation:
     """Drafts for the next step, and what became of them.
@@ -94,6 +102,10 @@ class Speculation:
         self._device = picker.tokens.device
         self._num_drafts = num_drafts
         self._metrics = metrics
+
+    def capture_all(self, progress: Progress) -> None:
+        """As Drafter.capture_all."""
+        self._drafter.capture_all(progress)
 
     def drafts(self, decoding: Decoding, alive: Collection[int]) -> Mapping[int, Drafts]:
         """Drafts for the next step; the tokens of all steps were read.

@@ -20,7 +20,7 @@ from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Completion, Event, FailureEvent, Request, RequestsFailed, TokenEvent
 from rocm_attn.runner.sampling import Draw, PickedTokens, Sampling, TokenPicker
-from rocm_attn.runner.speculation.speculation import StepPicks
+from rocm_attn.runner.speculation.speculation import NoSpeculation, StepPicks
 from tests.amd.runner.cache_invariants import check_cache
 from tests.amd.runner.tiny_model import CONFIG, tiny_model
 
@@ -306,7 +306,7 @@ class _Unlucky:
 def test_what_is_read_is_what_the_next_step_went_on_with(loaded: LoadedModel) -> None:
     """A wrong pick leads to other tokens after it, which are those that follow from it."""
     engine, request = Engine(loaded, BASE), Request((9, 10, 11), 8)
-    engine._picker = _Unlucky(engine._picker)  # type: ignore[assignment]
+    engine._speculation = NoSpeculation(_Unlucky(engine._picker))  # type: ignore[arg-type]
     (done,) = engine.generate([request])
     right = alone(loaded, request).token_ids
     assert done.token_ids[:2] == right[:2]

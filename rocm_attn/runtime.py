@@ -27,6 +27,7 @@ from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, PadTo, fits
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadBatch, DeviceFault, NeverFits, NotCopied, WrongState
 from rocm_attn.guards.registry import Guards
+from rocm_attn.kernels.speculative.arguments import Accepted
 from rocm_attn.machine.agreement import Agree, Agreement, alone
 from rocm_attn.machine.devices import StreamOrder, on_device, with_index
 from rocm_attn.machine.target import Target
@@ -275,6 +276,16 @@ class AttentionRuntime:
         except BaseException:
             self.end_step()
             raise
+
+    def move_accepted(self, accepted: Accepted, row_of_seq: Tensor) -> None:
+        """Move the K and V of accepted drafts to the places of their tokens, in all layers; see step/accepting.py.
+
+        To be called once after a verify step of trees has stored, in its forward or after it, and before the next step
+        of its sequences. Chains need none.
+        row_of_seq: int32 [S], as the step has it
+        Raises Unsupported for layers whose index keys stand for several tokens.
+        """
+        self.core.moves.move(accepted, row_of_seq)
 
     def begin_split_step(self, batch: StepBatch, pad_to: PadTo | None = None) -> SplitStep:
         """As begin_step, in two halves; store and attend with their `layers`, in any order of the two.

@@ -110,7 +110,7 @@ class _Walk:
 
     def finish(self, next_token: Tensor, given: Verified, to: Accepted) -> None:
         """Write what became of the sequences."""
-        to.count.copy_(self.count)
+        to.num_accepted.copy_(self.count)
         to.path.copy_(self.path)
         to.next_token.copy_(next_token)
         after = self.path.roll(-1, 1)
@@ -126,9 +126,9 @@ def move_paths(pages: AlikePages, paths: AcceptedPaths) -> None:
     """Twin of launch_move_paths; may be recorded."""
     num_seqs, width = paths.path.shape
     place = torch.arange(width, device=paths.path.device)
-    older = paths.kv_len[:num_seqs].long() - paths.q_indptr.diff()[:num_seqs]
-    moves = (place > 0) & (place <= paths.count[:num_seqs, None]) & (paths.path > place)
-    rows = paths.row_of_seq[:num_seqs].long()
+    older = paths.kv_len.long() - 1 - paths.num_accepted
+    moves = (place > 0) & (place <= paths.num_accepted[:, None]) & (paths.path > place)
+    rows = paths.row_of_seq.long()
     page_size, group_tokens = pages.page_size, pages.sides[0].shape[2]
     last = paths.table.shape[1] - 1
 

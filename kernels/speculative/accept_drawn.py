@@ -120,7 +120,7 @@ def launch_accept_drawn(drawn: Tensor, given: Verified, to: Accepted) -> None:
     nodes = max(16, next_power_of_2(num_nodes))
     launch: RepeatedLaunch = _variant(nodes)
     launch(
-        to.count.device,
+        to.num_accepted.device,
         (given.num_seqs, 1, 1),
         drawn,
         given.token_ids,

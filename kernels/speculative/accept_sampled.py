@@ -157,7 +157,7 @@ def launch_accept_sampled(probabilities: Probabilities, given: Verified, to: Acc
     nodes = max(16, next_power_of_2(num_nodes))
     launch: RepeatedLaunch = _variant(nodes)
     launch(
-        to.count.device,
+        to.num_accepted.device,
         (given.num_seqs, 1, 1),
         *probabilities,
         given.token_ids,

@@ -39,14 +39,14 @@ class Verified(NamedTuple):
 class Accepted(NamedTuple):
     """What became of drafts, by sequence; contiguous.
 
-    count:      int32 [S]     drafts that were accepted
-    path:       int32 [S, W]  0, then their nodes in order, then -1
-    token_ids:  int32 [S, W]  their ids, then the next token, then -1
-    next_token: int32 [S]     -1 where a sequence has no node, or no token can be drawn
-    kv_len:     int32 [S]     tokens of the sequence with the accepted drafts, and without the next token
+    num_accepted: int32 [S]     drafts that were accepted
+    path:         int32 [S, W]  0, then their nodes in order, then -1
+    token_ids:    int32 [S, W]  their ids, then the next token, then -1
+    next_token:   int32 [S]     -1 where a sequence has no node, or no token can be drawn
+    kv_len:       int32 [S]     tokens of the sequence with the accepted drafts, and without the next token
     """
 
-    count: Tensor
+    num_accepted: Tensor
     path: Tensor
     token_ids: Tensor
     next_token: Tensor

@@ -1,7 +1,7 @@
 """Move the K and V of accepted paths to the places that their tokens have from then on, in all layers.
 
-    row of token older + i of sequence s <- row of token older + path[s, i]      0 < i <= count[s]
-    older = kv_len[s] - q_len[s]
+    row of token older + i of sequence s <- row of token older + path[s, i]      0 < i <= num_accepted[s]
+    older = kv_len[s] - 1 - num_accepted[s]
 
 A path rises, and so path[i] >= i: what is written is read by no later move, and in a block of moves all rows are loaded
 before one is stored. What is moved is not looked at: words of K, of V, of factors of tokens, of index keys
@@ -51,9 +51,8 @@ def _move_paths_kernel(
     pages,
     places,
     path,
-    count,
+    num_accepted,
     kv_len,
-    q_indptr,
     row_of_seq,
     table,
     num_nodes,
@@ -72,8 +71,8 @@ def _move_paths_kernel(
     word = tl.program_id(0) % WORD_BLOCKS * G.BLOCK_WORDS + tl.arange(0, G.BLOCK_WORDS)
     # Parts are allocations of their own: their distances need 64 bits, and `pages` must count as no allocation's begin.
     of_part = pages + tl.load(places + tl.program_id(1))
-    num_moves = tl.minimum(tl.load(count + seq), num_nodes - 1)
-    older = tl.load(kv_len + seq) - (tl.load(q_indptr + seq + 1) - tl.load(q_indptr + seq))
+    num_moves = tl.minimum(tl.load(num_accepted + seq), num_nodes - 1)
+    older = tl.load(kv_len + seq) - 1 - num_moves
     line = table + tl.load(row_of_seq + seq).to(tl.int64) * table_row
     in_row = (word // G.INNER).to(tl.int64) * p_outer + (word % G.INNER).to(tl.int64) * p_inner
     for first in range(1, num_moves + 1, G.BLOCK_MOVES):
@@ -112,9 +111,8 @@ def launch_move_paths(pages: AlikePages, paths: AcceptedPaths) -> None:
         side,
         pages.places,
         paths.path,
-        paths.count,
+        paths.num_accepted,
         paths.kv_len,
-        paths.q_indptr,
         paths.row_of_seq,
         paths.table,
         num_nodes,

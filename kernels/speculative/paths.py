@@ -10,19 +10,17 @@ from torch import Tensor
 class AcceptedPaths(NamedTuple):
     """Which of a step's new tokens are kept, of S sequences in one space; int32.
 
-    path:       [S, W]         place on the path -> node of the sequence's tree, rising; see arguments.py
-    count:      [S]            nodes of the path after the first one
-    kv_len:     [S]            tokens, nodes included
-    q_indptr:   [S + 1]        boundaries of nodes
-    row_of_seq: [S]            sequence -> line of the table
-    table:      [rows, width]  line and page_no -> page
-    no_page:    pages up to this one belong to no sequence: 0, or -1 where page 0 is a real page
+    path:         [S, W]         place on the path -> node of the sequence's tree, rising; see arguments.py
+    num_accepted: [S]            nodes of the path after the first one
+    kv_len:       [S]            tokens before the tree, its first node and so many more
+    row_of_seq:   [S]            sequence -> line of the table
+    table:        [rows, width]  line and page_no -> page
+    no_page:      pages up to this one belong to no sequence: 0, or -1 where page 0 is a real page
     """
 
     path: Tensor
-    count: Tensor
+    num_accepted: Tensor
     kv_len: Tensor
-    q_indptr: Tensor
     row_of_seq: Tensor
     table: Tensor
     no_page: int

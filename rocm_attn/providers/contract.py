@@ -20,6 +20,8 @@ from rocm_attn.machine.releases import EVERY_RELEASE, Release, Span
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem
 from rocm_attn.providers.launches import (
+    AcceptDrawn,
+    AcceptSampled,
     CheckSelection,
     ClearPads,
     DeriveDraftSteps,
@@ -27,6 +29,7 @@ from rocm_attn.providers.launches import (
     Finish,
     GatherTable,
     MergeStates,
+    MovePaths,
     MoveRows,
     PackMask,
     PlaceDeviceInputs,
@@ -433,6 +436,10 @@ class StepOps:
     # Between pages and what engines send each other.
     export_rows: MoveRows
     import_rows: MoveRows
+    # Of drafts.
+    accept_drawn: AcceptDrawn
+    accept_sampled: AcceptSampled
+    move_paths: MovePaths
     # Of selections that a caller makes, and of all of them in debug runs.
     check_selection: CheckSelection
 

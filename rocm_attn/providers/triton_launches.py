@@ -33,6 +33,9 @@ from rocm_attn.kernels.metadata.take_slots import launch_take_slots
 from rocm_attn.kernels.sparse.attention import launch_selected_attention, launch_selected_segments
 from rocm_attn.kernels.sparse.check import launch_check_selection
 from rocm_attn.kernels.sparse.index_scores import launch_select
+from rocm_attn.kernels.speculative.accept_drawn import launch_accept_drawn
+from rocm_attn.kernels.speculative.accept_sampled import launch_accept_sampled
+from rocm_attn.kernels.speculative.move_paths import launch_move_paths
 from rocm_attn.providers.contract import StepOps
 
 __all__ = [
@@ -72,6 +75,9 @@ OPS = StepOps(
     take_slots=launch_take_slots,
     pack_mask=launch_pack_mask,
     export_rows=launch_export_rows,
+    accept_drawn=launch_accept_drawn,
+    accept_sampled=launch_accept_sampled,
+    move_paths=launch_move_paths,
     import_rows=launch_import_rows,
     check_selection=launch_check_selection,
 )

@@ -20,6 +20,7 @@ from rocm_attn.machine.target import Target
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.storage import Pool, Table
 from rocm_attn.providers.select import Selection, ops_for
+from rocm_attn.step.accepting import AcceptedMoves
 from rocm_attn.step.buffers import name_in
 from rocm_attn.step.guards import StepGuards
 from rocm_attn.step.head_weights import LayerHeadWeights
@@ -49,6 +50,7 @@ class StepCore:
         self.ops = guards.launches.ops(ops_for(kinds.selections, on_cpu=self.device.type == "cpu"))
         self.layers = Layers(kinds, pool, self.head_weights, self.ops, guards.layers)
         self.memory = StepMemory(kinds, table, self.device, guards.memory, mask_keys=mask_keys)
+        self.moves = AcceptedMoves(kinds, table, pool, self.ops)
         self._pools = pools_of(kinds)
         self._table = table
         self._pool = pool

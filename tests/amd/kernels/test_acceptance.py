@@ -65,13 +65,13 @@ def check(to: Accepted, trees: Sequence[Tree], paths: Sequence[Sequence[int]], n
     for seq, (tree, path, token) in enumerate(zip(trees, paths, next_tokens, strict=True)):
         root = [0] if tree.parents else []
         after = [*(tree.token_ids[node] for node in path), *([token] if root else [])]
-        assert to.count[seq] == len(path)
+        assert to.num_accepted[seq] == len(path)
         assert to.path[seq].tolist() == [*root, *path, *[-1] * (width - len(path) - len(root))]
         assert to.token_ids[seq].tolist() == [*after, *[-1] * (width - len(after))]
         assert to.next_token[seq] == (token if root else -1)
         assert to.kv_len[seq] == (tree.older + 1 + len(path) if root else tree.older)
-    for seq in range(len(trees), len(to.count)):
-        assert (to.count[seq], to.next_token[seq], to.kv_len[seq]) == (0, -1, 0)
+    for seq in range(len(trees), len(to.num_accepted)):
+        assert [int(each[seq]) for each in (to.num_accepted, to.next_token, to.kv_len)] == [0, -1, 0]
         assert (to.path[seq] == -1).all()
 
 
@@ -88,7 +88,8 @@ def tree_of(most: int, vocab: int) -> st.SearchStrategy[Tree]:
 
 def followed(tree: Tree, drawn: Sequence[int]) -> tuple[list[int], int]:
     """The path by the drawn tokens, and the token after it."""
-    path, node = [], 0
+    path: list[int] = []
+    node = 0
     while tree.parents:
         found = [child for child in tree.children(node) if tree.token_ids[child] == drawn[node]]
         if not found:
@@ -130,7 +131,8 @@ def rejected(
     tree: Tree, target: Tensor, draft: Tensor, accept_uniform: Sequence[float], draw_uniform: Sequence[float]
 ) -> tuple[list[int], int]:
     """Rejection sampling as it is defined, each residual normalised, in float64."""
-    path, node, r = [], 0, target[0].double()
+    path: list[int] = []
+    node, r = 0, target[0].double()
     untried = tree.children(0)
     while untried:
         child = untried.pop(0)
@@ -210,7 +212,9 @@ def emitted_by(
     return to.token_ids[:, 0].cpu(), p
 
 
-@pytest.mark.parametrize("children", [1, 2, 4])
+@pytest.mark.parametrize(
+    "children", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(4, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize(
     ("accept", "num_seqs"),
     [(launch_accept_sampled, 400), (twins.accept_sampled, 50_000)],

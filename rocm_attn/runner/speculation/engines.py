@@ -27,7 +27,7 @@ def speculation_of(
     """What drafts and picks. Raises BadModel, BadSetting, CapacityExceeded for a small model that cannot draft."""
     if not options.speculates:
         return NoSpeculation(picker)
-    return Speculation(_drafter(loaded, options, runtime), picker, options.draft_tokens, metrics)
+    return Speculation(_drafter(loaded, options, runtime), runtime, picker, options.draft_tokens, metrics)
 
 
 def _drafter(loaded: LoadedModel, options: EngineOptions, runtime: AttentionRuntime) -> Drafter:

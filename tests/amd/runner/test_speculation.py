@@ -247,7 +247,7 @@ def drafting(large: LoadedModel, small: LoadedModel, options: EngineOptions) -> 
     """An engine of the large model, for which the small one drafts."""
     engine = Engine(large, options)
     drafter = model_drafter(small, large, options, engine.runtime)
-    engine._speculation = Speculation(drafter, engine._picker, options.draft_tokens, engine.metrics)
+    engine._speculation = Speculation(drafter, engine.runtime, engine._picker, options.draft_tokens, engine.metrics)
     return engine
 
 

@@ -14,6 +14,7 @@ from rocm_attn.kernels.attention.pads import launch_clear_pads
 from rocm_attn.kernels.cache.move_rows import launch_export_rows, launch_import_rows
 from rocm_attn.kernels.cache.tails import launch_zero_tails
 from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
+from rocm_attn.kernels.metadata.draft_steps import launch_draft_steps
 from rocm_attn.kernels.metadata.engine_tensors import (
     Q_BOUNDARIES,
     Q_EACH_ONE,
@@ -44,6 +45,7 @@ from rocm_attn.kernels.speculative.accept_sampled import launch_accept_sampled
 from rocm_attn.kernels.speculative.move_paths import launch_move_paths
 from tests.amd.kernels.launches_of_tensors import (
     of_device_inputs,
+    of_draft_steps,
     of_fill,
     of_pack_mask,
     of_pages,
@@ -184,6 +186,18 @@ def _launches() -> dict[str, _Launch]:
                 _garbage(50),
             ],
             {"nodes_before": 2},
+        ),
+        "draft_steps": _Launch(
+            of_draft_steps(launch_draft_steps),
+            of_draft_steps(twins.draft_steps),
+            [
+                _ints(3, 9, 1, 0),
+                torch.cat([_ints(13, 300, 4), _garbage(4 * 6 - 3)]),
+                _garbage(4 * 20),
+                _garbage(4 * 6),
+                _garbage(5 * 12),
+            ],
+            {"num_seqs": 5, "branches": 3, "steps": 4},
         ),
         "table_update": _Launch(
             launch_table_update, twins.table_update, [_updates(), _garbage(33, 40)], {"num_updates": 300}

@@ -119,6 +119,9 @@ class PaddingPolicy:
     extras:       what captured steps may bring
     drafts:       the rounds of drafts that may be captured
     mask_keys:    keys before the new ones that masks of captured steps have room for
+    verify:       new tokens of a sequence in steps that verify drafts. Steps of up to as many new tokens a sequence, of
+                  sequence counts of the ladder, are padded to so many for each padded sequence, and may be captured;
+                  0: none are
     """
 
     seqs: SizeLadder
@@ -127,6 +130,7 @@ class PaddingPolicy:
     extras: frozenset[Extra] = _NO_EXTRAS
     drafts: tuple[Drafts, ...] = ()
     mask_keys: int = 0
+    verify: int = 0
 
     def kinds(self, num_children: int) -> tuple[StepKind, ...]:
         """The kinds of steps that may be captured whole, or in so many parts."""
@@ -167,6 +171,8 @@ class PaddingPolicy:
         if pad_to is None or not pad_to.tokens:
             if kind.decodes and (num_children == 1 or kind.splits):
                 return PaddedShape(kind, num_seqs, num_seqs, num_children)
+            if self._is_verified(batch, num_seqs) and num_children == 1:
+                return PaddedShape(kind, num_seqs, num_seqs * self.verify)
             needed = _tokens_of_children(batch, num_seqs, num_children)
             return PaddedShape(kind, num_seqs, self.round_tokens(needed, num_children), num_children)
         needed = _tokens_of_children(batch, num_seqs, num_children)
@@ -184,14 +190,27 @@ class PaddingPolicy:
             return False
         if isinstance(shape.drafts, Drafts):
             return shape.drafts in self.drafts and shape.kind.extra in self.extras
-        fits_tokens = shape.kind.decodes or shape.num_tokens <= round_up(self.tokens.largest, halves)
-        return fits_tokens and self._captures(shape.kind, halves)
+        fits_tokens = shape.num_tokens <= round_up(self.tokens.largest, halves) or self.verifies(shape)
+        return (shape.kind.decodes or fits_tokens) and self._captures(shape.kind, halves)
 
     def has_room(self, batch: StepBatch, shape: PaddedShape) -> bool:
         """Whether captured steps of this shape have room for the cells of a batch's mask."""
         if isinstance(batch.mask, NoMask):
             return True
         return batch.mask.num_cells(batch.kv_len, batch.q_len) <= room_for_cells(shape.num_tokens, self.mask_keys)
+
+    def _is_verified(self, batch: StepBatch, num_seqs: int) -> bool:
+        """Whether a batch that is padded to so many sequences is one of those that verify drafts."""
+        return self.verify > 0 and batch.max_q_len <= self.verify and num_seqs <= self.seqs.largest
+
+    def verifies(self, shape: PaddedShape) -> bool:
+        """Whether steps that verify drafts have this shape."""
+        uniform = shape.num_children == 1 and not shape.kind.decodes
+        return self.verify > 0 and uniform and shape.num_tokens == shape.num_seqs * self.verify
+
+    def most_q_len(self, shape: PaddedShape) -> int:
+        """New tokens of a sequence, at most, in steps of a shape."""
+        return self.verify if self.verifies(shape) else shape.child.num_tokens
 
     def _captures(self, kind: StepKind, num_children: int) -> bool:
         return kind.captured and kind.extra in self.extras and (num_children == 1 or kind.splits)
@@ -201,8 +220,9 @@ class PaddingPolicy:
         shapes = []
         for children in range(1, self.max_children + 1):
             seqs, tokens = (round_up(ladder.largest, children) for ladder in (self.seqs, self.tokens))
+            most = max(tokens, seqs * self.verify) if children == 1 else tokens
             shapes += [
-                PaddedShape(kind, seqs, seqs if kind.decodes else tokens, children) for kind in self.kinds(children)
+                PaddedShape(kind, seqs, seqs if kind.decodes else most, children) for kind in self.kinds(children)
             ]
             shapes += [PaddedShape.of_drafts(drafts, seqs, children) for drafts in self.drafts]
         return tuple(shapes)

@@ -48,10 +48,11 @@ def eager_steps_before_capture(device: torch.device) -> int:
 def capture_shapes(padding: PaddingPolicy) -> tuple[PaddedShape, ...]:
     """The padded shapes that are captured ahead of the first request, largest first, so that they share memory well.
 
-    Every sequence count once for decode steps; every pair of a sequence count and a token count that a step can have in
-    which each sequence has a token. A token count of 1 is left to be captured when it is met: only idle sequences make
-    such a step. The same once more for split steps, where they may be captured. Masked steps, where there are any, like
-    those that extend; steps that share prefixes, where they may be captured, like those that decode.
+    Every sequence count once for decode steps, and once for steps that verify drafts; every pair of a sequence count
+    and a token count that a step can have in which each sequence has a token. A token count of 1 is left to be captured
+    when it is met: only idle sequences make such a step. The same once more for split steps, where they may be
+    captured. Masked steps, where there are any, like those that extend; steps that share prefixes, where they may be
+    captured, like those that decode.
     """
     shapes = [shape for children in range(1, padding.max_children + 1) for shape in _shapes(padding, children)]
     return tuple(sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_seqs), reverse=True))
@@ -83,6 +84,12 @@ def _shapes(padding: PaddingPolicy, children: int) -> list[PaddedShape]:
             for num_tokens in tokens
             if _exists(kind, num_seqs, fewest_seqs, num_tokens, children)
         ]
+        if padding.verify > 1 and children == 1:
+            shapes += [
+                PaddedShape(kind, num_seqs, num_seqs * padding.verify)
+                for num_seqs in seqs
+                if num_seqs > kind.mixes and num_seqs * padding.verify not in tokens
+            ]
     return shapes
 
 

@@ -256,9 +256,10 @@ def _shortest_of_bucket(max_kv_len: int) -> int:
     return 0 if max_kv_len <= SMALLEST_KV_BUCKET else (1 << (max_kv_len - 1).bit_length() - 1) + 1
 
 
-def typical_q_len(shape: PaddedShape, *, max_seqs: int, max_kv_len: int) -> Int32Array | None:
+def typical_q_len(shape: PaddedShape, *, most: int, max_seqs: int, max_kv_len: int) -> Int32Array | None:
     """New tokens of the sequences of a step that is padded to shape, or None where there is no such step.
 
+    most:     new tokens that a sequence may have
     max_seqs: sequences that the step may have; they are fewer than the padded ones where requests are few
     """
     num_seqs, num_tokens = min(shape.num_seqs, max_seqs), shape.num_tokens
@@ -271,10 +272,14 @@ def typical_q_len(shape: PaddedShape, *, max_seqs: int, max_kv_len: int) -> Int3
         return np.ones(num_seqs, np.int32)
     if shape.num_halves > 1:
         # Halves that are alike: the cut lies between them.
-        half = typical_q_len(shape.child, max_seqs=max_seqs // HALVES, max_kv_len=max_kv_len)
+        half = typical_q_len(shape.child, most=most, max_seqs=max_seqs // HALVES, max_kv_len=max_kv_len)
         return None if half is None else np.tile(half, HALVES)
     if not shape.kind.mixes:
-        q_len = _even(num_tokens, min(num_seqs, num_tokens // 2))
+        num_seqs = min(num_seqs, num_tokens // 2)
+        q_len = _even(min(num_tokens, num_seqs * most), num_seqs)
+    elif most < num_tokens:
+        # As in verifying: every sequence has its drafts, but for one that has none.
+        q_len = [most] * (num_seqs - 1) + [1]
     else:
         # As in serving: every sequence decodes, but for the one that brings a prompt.
         num_seqs = min(num_seqs, num_tokens - 1)

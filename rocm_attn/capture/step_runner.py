@@ -336,7 +336,8 @@ class StepRunner(Generic[Outputs]):
         table = self._runtime.table
         if batch.num_seqs:
             return batch.q_len
-        typical = typical_q_len(plan.shape, max_seqs=table.most_new_seqs, max_kv_len=table.max_kv_len)
+        most = self._runtime.padding.most_q_len(plan.shape)
+        typical = typical_q_len(plan.shape, most=most, max_seqs=table.most_new_seqs, max_kv_len=table.max_kv_len)
         return batch.q_len if typical is None else typical
 
     def _why_not_now(self, plan: StepPlan, batch: StepBatch) -> str:
@@ -397,7 +398,8 @@ class StepRunner(Generic[Outputs]):
     def _typical_step(self, shape: PaddedShape) -> tuple[StepPlan | None, Int32Array, str]:
         """The plan and new tokens of a step of a shape, and why no graph can be made; there is a plan or a reason."""
         table, nothing = self._runtime.table, np.empty(0, np.int32)
-        q_len = typical_q_len(shape, max_seqs=table.most_new_seqs, max_kv_len=table.max_kv_len)
+        most = self._runtime.padding.most_q_len(shape)
+        q_len = typical_q_len(shape, most=most, max_seqs=table.most_new_seqs, max_kv_len=table.max_kv_len)
         if q_len is None:
             reason = "no request row is free" if not table.num_free_rows else "no free rows hold a step of this shape"
             return None, nothing, reason

@@ -40,6 +40,9 @@ class RuntimeOptions:
                      max_num_seqs
     capture_tokens:  token counts that steps with more than one new token a sequence are padded to and may be captured
                      at; such steps run eagerly above the largest, and by default that is all of them
+    verify_tokens:   new tokens of a sequence in steps that verify drafts, its last token among them: steps of up to as
+                     many are padded to so many for each padded sequence, and may be captured at the sizes of
+                     capture_sizes; 0: as other steps
     split_steps:     whether graphs may be made of steps that are split in two, so that captured memory has room for
                      both halves; without, split steps run eagerly
     shared_prefixes: whether graphs may be made of decode steps that share prefixes (batch/prefixes.py), so that
@@ -64,6 +67,7 @@ class RuntimeOptions:
     provider: str = "auto"
     capture_sizes: Sequence[int] | None = None
     capture_tokens: Sequence[int] = (1,)
+    verify_tokens: int = 0
     split_steps: bool = False
     shared_prefixes: bool = False
     drafts: Sequence[Drafts] = ()
@@ -80,6 +84,7 @@ class RuntimeOptions:
             "swa_kept",
             "first_swa_page",
             "mask_keys",
+            "verify_tokens",
         ):
             object.__setattr__(self, name, whole_number(name, getattr(self, name)))
         if self.max_num_rows and self.max_num_rows < self.max_num_seqs:
@@ -89,6 +94,10 @@ class RuntimeOptions:
             )
         if not 0 <= self.mask_keys <= INT32_MAX:
             raise BadSetting(f"mask_keys is {self.mask_keys}; it is a number of keys, from 0 to {INT32_MAX}")
+        if self.verify_tokens < 0:
+            raise BadSetting(
+                f"verify_tokens is {self.verify_tokens}; it is a number of tokens, drafts and the one before them, or 0"
+            )
         if self.swa_kept < 0:
             raise BadSetting(f"swa_kept is {self.swa_kept}; it is a number of tokens, 0 or more")
         if self.first_swa_page <= RESERVED_PAGE:
@@ -143,6 +152,7 @@ class RuntimeOptions:
             frozenset(extras),
             drafts,
             self.mask_keys,
+            verify=self.verify_tokens,
         )
 
 

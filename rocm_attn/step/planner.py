@@ -117,6 +117,7 @@ class Planner:
             longest = shape.child.num_tokens if pad_to is not None and pad_to.tokens else batch.max_q_len
             plan = self._make_plan(shape, batch, longest, max_kv_len)
             is_uniform = plan.shape.kind.decodes or batch.drafts is not NO_DRAFTS
+            is_uniform |= batch.min_q_len == batch.max_q_len == self.padding.verify
             if plan.replayable and is_uniform:  # ragged sizes are too many to keep
                 self._plan_of_sizes[sizes] = plan
         return plan
@@ -146,6 +147,8 @@ class Planner:
             max_q_len = batch.drafts.branches
         if self._has_prefill and not may_capture and shape.kind is StepKind.EXTEND and is_prefill(batch):
             shape = replace(shape, kind=StepKind.PREFILL)
+        if self.padding.verifies(shape):
+            max_q_len = max(max_q_len, self.padding.verify)
         if not self._bakes_q_len:
             max_q_len = 1 if shape.kind.decodes else shape.child.num_tokens
         else:

@@ -29,6 +29,11 @@ each_provider = pytest.mark.parametrize("provider", providers())
 CHAIN, TREE = Drafts(1, 3), Drafts(2, 2)
 each_shape = pytest.mark.parametrize("drafts", [CHAIN, TREE], ids=["chain", "tree"])
 
+tree_mostly = pytest.mark.parametrize(
+    "drafts", [pytest.param(CHAIN, marks=pytest.mark.nightly), TREE], ids=["chain", "tree"]
+)
+host_only = pytest.mark.parametrize("provider", [name for name in providers() if name == "torch"])
+
 
 def build(device: torch.device, provider: str, drafts: Drafts, *, split: bool = False) -> Tiny:
     """Graphs of the drafts of two and of four sequences, or halves of them."""
@@ -82,8 +87,8 @@ def test_one_graph_holds_all_draft_steps_of_a_round(provider: str, drafts: Draft
     assert bucket.check.startswith("equal to eager bitwise")
 
 
-@pytest.mark.parametrize("provider", [name for name in providers() if name == "torch"])
-@each_shape
+@host_only
+@tree_mostly
 def test_rounds_in_two_halves_are_captured_and_keep_the_order_of_the_batch(
     drafts: Drafts, provider: str, device: torch.device
 ) -> None:
@@ -103,8 +108,8 @@ def test_rounds_in_two_halves_are_captured_and_keep_the_order_of_the_batch(
     assert runner.counters.graphs_off == ""
 
 
-@pytest.mark.parametrize("provider", [name for name in providers() if name == "torch"])
-@each_shape
+@host_only
+@tree_mostly
 def test_a_round_recomputes_whatever_was_left_in_its_buffers(
     drafts: Drafts, provider: str, device: torch.device
 ) -> None:
@@ -124,7 +129,7 @@ def test_a_round_recomputes_whatever_was_left_in_its_buffers(
     assert all(torch.equal(one, other) for one, other in zip(*outs, strict=True))
 
 
-@pytest.mark.parametrize("provider", [name for name in providers() if name == "torch"])
+@host_only
 @pytest.mark.parametrize("launch", ["draft_steps", "place_trees", "fill"])
 def test_a_graph_that_lacks_a_launch_of_the_round_never_serves(
     launch: str, provider: str, device: torch.device
@@ -140,7 +145,7 @@ def test_a_graph_that_lacks_a_launch_of_the_round_never_serves(
     assert torch.equal(picked, runner.run_eagerly(batch))
 
 
-@pytest.mark.parametrize("provider", [name for name in providers() if name == "torch"])
+@host_only
 def test_rounds_are_captured_ahead_and_predicted(provider: str, device: torch.device) -> None:
     tiny = build(device, provider, TREE, split=True)
     runner = DraftRunner(tiny.runtime, tiny.draft, recorder_for(device))
@@ -158,7 +163,7 @@ def test_rounds_are_captured_ahead_and_predicted(provider: str, device: torch.de
     assert without.draft_bytes == 0
 
 
-@pytest.mark.parametrize("provider", [name for name in providers() if name == "torch"])
+@host_only
 def test_rounds_that_were_not_asked_for_run_eagerly(provider: str, device: torch.device) -> None:
     tiny = build(device, provider, CHAIN)
     requests = prompted(tiny)
@@ -170,7 +175,7 @@ def test_rounds_that_were_not_asked_for_run_eagerly(provider: str, device: torch
         RuntimeOptions(num_pages=9, max_num_seqs=2, max_kv_len=16, drafts=[TREE]).padding([small_problem()])
 
 
-@pytest.mark.parametrize("provider", [name for name in providers() if name == "torch"])
+@host_only
 def test_a_graph_that_a_kernel_cannot_serve_is_never_made(provider: str, device: torch.device) -> None:
     """A kernel that may not be captured runs the draft steps eagerly, and says so; no graph is tried on it."""
     tiny = build(device, provider, TREE)
@@ -195,7 +200,7 @@ def test_a_graph_that_a_kernel_cannot_serve_is_never_made(provider: str, device:
     assert runner.counters.replays == runner.counters.captures == 0
 
 
-@pytest.mark.parametrize("provider", [name for name in providers() if name == "torch"])
+@host_only
 def test_a_round_without_room_for_probe_requests_is_tried_on_itself(provider: str, device: torch.device) -> None:
     tiny = Tiny.build(device, provider, (2,), drafts=[CHAIN], max_num_seqs=2)
     requests = Requests(tiny.runtime)

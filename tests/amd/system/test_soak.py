@@ -239,19 +239,20 @@ def test_a_tree_that_is_seen_as_a_chain_is_found(scenario: Scenario, monkeypatch
 def test_a_mask_of_an_earlier_step_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     late = Fuse(monkeypatch, 60)
 
-    def place_mask(original: Callable[..., None], *args: Any) -> None:
+    def place_trees(original: Callable[..., None], *args: Any) -> None:
         if not late():
             original(*args)
 
-    wrap(monkeypatch, metadata, "place_mask", place_mask)
+    wrap(monkeypatch, metadata, "place_trees", place_trees)
     assert "(tree: masked, " in found(ALMOST_ALL_EAGER).finding.where
 
 
 def test_positions_that_do_not_come_with_the_mask_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def place_mask(original: Callable[..., None], bits: Tensor, positions: Tensor, to: StepTensors) -> None:
-        original(bits, torch.zeros_like(positions), to)
+    def place_trees(original: Callable[..., None], parents: Tensor, nodes_before: int, to: StepTensors) -> None:
+        original(parents, nodes_before, to)
+        to.mask_positions.zero_()
 
-    wrap(monkeypatch, metadata, "place_mask", place_mask)
+    wrap(monkeypatch, metadata, "place_trees", place_trees)
     assert "(tree: masked, " in found().finding.where
 
 

@@ -38,7 +38,11 @@ def of_accept_sampled(accept: Launch) -> Launch:
 
 def of_move_paths(move: Launch, no_page: int) -> Launch:
     """move(path, num_accepted, kv_len, row_of_seq, table, pages as AlikePages has them)."""
-    return lambda *tensors: move(AlikePages.of(tensors[5:]), AcceptedPaths(*tensors[:5], no_page))
+
+    def of_tensors(path: Tensor, num: Tensor, kv_len: Tensor, rows: Tensor, table: Tensor, pages: Tensor) -> None:
+        move(AlikePages.of(pages.unbind()), AcceptedPaths(path, num, kv_len, rows, table, no_page))
+
+    return of_tensors
 
 
 def trees() -> list[Tensor]:
@@ -82,7 +86,7 @@ def paths() -> list[Tensor]:
     return [path.int(), ints([3, 2, 1, 5]), ints([5, 4, 6, 6]), ints([2, 1, 3, 4]), table[:, :4]]
 
 
-def layers_of_pages() -> list[Tensor]:
-    """K of two layers: pages of two tokens of two heads, in memory with gaps."""
-    memory = torch.arange(2 * 16 * 2 * 2 * 7, dtype=torch.int32).view(2, 16, 2, 2, 7)
-    return [memory[layer].clone()[:, :, None, :, :5] for layer in range(2)]
+def layers_of_pages() -> Tensor:
+    """K of two layers: pages of two tokens of two heads, in one memory with gaps."""
+    memory = torch.arange(2 * 16 * 2 * 2 * 7, dtype=torch.int32).view(2, 16, 2, 1, 2, 7)
+    return memory[..., :5]

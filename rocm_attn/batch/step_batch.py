@@ -152,9 +152,9 @@ def draft_batch(
     Raises BadBatch.
     """
     before = _as_int32("prefix_len", prefix_len)
-    if len(before) and int(before.max()) > INT32_MAX - drafts.tokens:
+    if len(before) and before.item(before.argmax()) > INT32_MAX - drafts.tokens:
         raise BadBatch(f"a prefix of {int(before.max())} tokens with {drafts.tokens} drafts overflows int32")
-    q_len = np.full(len(before), drafts.tokens, np.int32)
+    q_len = as_many(len(before), drafts.tokens)
     return StepBatch(rows, before + q_len, q_len, token_ids, inputs=inputs, drafts=drafts)
 
 
@@ -204,6 +204,14 @@ def _extremes(values: Int32Array) -> tuple[int, int]:
     if not len(values):
         return 0, 0
     return values.item(values.argmin()), values.item(values.argmax())
+
+
+@lru_cache(maxsize=1024)
+def as_many(num_seqs: int, tokens: int) -> Int32Array:
+    """int32 [num_seqs]: the q_len of a step in which each sequence has so many new tokens; read-only."""
+    array = np.full(num_seqs, tokens, np.int32)
+    array.flags.writeable = False
+    return array
 
 
 @lru_cache(maxsize=1024)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,11 +18,12 @@ from rocm_attn.capture.draft_runner import DraftRunner
 from rocm_attn.capture.forecast import plan_capture
 from rocm_attn.capture.graphs import draft_shapes, recorder_for
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.errors import BadSetting
+from rocm_attn.errors import BadBatch, BadSetting
 from rocm_attn.providers.contract import LayerKernel
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.options import RuntimeOptions
+from rocm_attn.watch.flight_recorder import FlightRecorder, read_dump
 from tests.amd.graphs.small_models import Forgetful, Requests, Tiny
 from tests.amd.runtime.stepping import providers, small_problem
 
@@ -224,3 +226,17 @@ def test_the_lengths_of_a_round_are_those_of_its_rows(device: torch.device) -> N
     lengths = [child.tensors.kv_len[:3].tolist() for child in tiny.runtime._children]
     assert lengths == [[length + step for length in requests.kv_len] for step in (1, 2, 3)]
     tiny.runtime.end_step()
+
+
+def test_a_dump_knows_rounds_of_drafts(device: torch.device, tmp_path: Path) -> None:
+    tiny = build(device, "torch", TREE)
+    flight = FlightRecorder(tiny.runtime, tmp_path / "flight.json")
+    runner = DraftRunner(tiny.runtime, tiny.draft, recorder_for(device), flight=flight)
+    runner.run(prompted(tiny).draft_batch(TREE, 3))
+    flight.dump("asked for")
+    dump = read_dump(tmp_path / "flight.json")
+    assert dump.runtime.options.drafts == (TREE,)
+    step = dump.step(None)
+    assert (step.branches, step.draft_steps, step.children, step.padded_seqs) == (2, 2, 2, 4)
+    with pytest.raises(BadBatch, match="was a round of drafts"):
+        step.batch()

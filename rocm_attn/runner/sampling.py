@@ -69,6 +69,7 @@ class Sampler:
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
+        self.is_greedy = sampling.is_greedy
         self._random = np.random.default_rng(sampling.seed)
         self._uniform: list[float] = []
         self._next = 0

@@ -30,6 +30,7 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from operator import attrgetter
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
@@ -84,8 +85,7 @@ class ScheduledStep:
         return self.sequences[0].is_suspect
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
+class Taken(NamedTuple):
     """What a sequence got of a step.
 
     token_ids: at least one, or none where it has failed
@@ -158,6 +158,9 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence whose prompt fits max_kv_len and the pool."""
+        request = sequence.request
+        # the token that is picked last is never stored
+        sequence.most_tokens = min(len(request.prompt_token_ids) + request.max_new_tokens, self._max_kv_len + 1)
         insort(self._waiting, sequence, key=_by_urgency)
 
     def decoding(self) -> list[tuple[Sequence, int]]:
@@ -168,7 +171,7 @@ class Scheduler:
         if self._suspects:
             return []
         decoding = [each for each in self._running if each.num_left == 1]
-        each_most = [(each, self._final_kv_len(each) - len(each.token_ids)) for each in decoding]
+        each_most = [(each, each.most_tokens - 1 - len(each.token_ids)) for each in decoding]
         return [(each, most) for each, most in each_most if most > 0]
 
     def next_step(self, drafts: Mapping[int, Drafts] = NO_SEQUENCE) -> ScheduledStep | None:
@@ -307,7 +310,7 @@ class Scheduler:
             sequence.token_ids.append(token)
             if token in sequence.stops:
                 reason = "stop"
-            elif self._has_no_room(sequence):
+            elif len(sequence.token_ids) >= sequence.most_tokens:
                 reason = "length"
             if reason is not None:
                 return Taken(tuple(pick[: num_before + 1]), reason)
@@ -351,23 +354,22 @@ class Scheduler:
             else:
                 return scheduled, budget
 
-    def _is_through(self, sequence: Sequence) -> bool:
-        """Whether it ends with the token that it has unread, whatever that one is."""
-        return sequence.unread_at != ALL_READ and self._has_no_room(sequence)
-
-    def _has_no_room(self, sequence: Sequence) -> bool:
-        """Whether it has all the tokens that it may come to."""
-        return sequence.num_new >= sequence.request.max_new_tokens or sequence.num_stored >= self._max_kv_len
-
     def _assigned(
         self, running: list[Sequence], drafts: Mapping[int, Drafts]
     ) -> tuple[list[tuple[Sequence, int]], int]:
         """The new tokens of some that run, those that decode first; and how many more the step takes."""
-        scheduled = [(each, 1) for each in running if each.num_left == 1 and not self._is_through(each)]
+        scheduled: list[tuple[Sequence, int]] = []
+        prompts: list[Sequence] = []
+        for sequence in running:
+            if sequence.num_left > 1:
+                prompts.append(sequence)
+            # else it ends with the token that it has unread, whatever that one is
+            elif sequence.unread_at == ALL_READ or len(sequence.token_ids) + 1 < sequence.most_tokens:
+                scheduled.append((sequence, 1))
         num_decoding = len(scheduled)
         budget = max(self._chunk - num_decoding, 1)
-        for sequence in running:
-            if sequence.num_left > 1 and budget > 0:
+        for sequence in prompts:
+            if budget > 0:
                 budget -= self._add_prompt(scheduled, sequence, budget)
         if drafts and num_decoding < self._chunk:
             # Those that wait get their share: drafts only make faster what goes on without them.
@@ -481,17 +483,12 @@ class Scheduler:
         """
         num_held = self._table.num_held(held.row, pages.space)
         prompt = self._most_pages(held.num_tokens, self._chunk if held.num_left > 1 else 1, pages)
-        grows = self._most_pages(self._final_kv_len(held), 1, pages) > max(prompt, num_held)
+        grows = self._most_pages(held.most_tokens - 1, 1, pages) > max(prompt, num_held)
         return max(0, prompt - num_held) + grows
 
     def _most_pages(self, kv_len: int, q_len: int, pages: PageTable) -> int:
         """The most pages of a space that a sequence holds on its way to kv_len tokens, in steps of up to q_len."""
         return pages.pages.most_held(kv_len, q_len, self._table.page_size)
-
-    def _final_kv_len(self, sequence: Sequence) -> int:
-        """Tokens in its KV at the very end: the last one it picks is never stored."""
-        request = sequence.request
-        return min(len(request.prompt_token_ids) + request.max_new_tokens - 1, self._max_kv_len)
 
     def _admit(self, sequence: Sequence, found: Many[CachedPage], budget: int) -> None:
         """Let a sequence that waits run.
@@ -532,8 +529,10 @@ def _step_of(scheduled: list[tuple[Sequence, int]], drafts: Mapping[int, Drafts]
     token_ids: list[int] = []
     verified: dict[int, Drafts] = {}
     for seq, (sequence, q_len) in enumerate(scheduled):
-        known = sequence.token_ids[sequence.num_stored : sequence.num_stored + q_len]
-        token_ids += known if known else [unread(sequence.unread_at)]
+        if sequence.unread_at != ALL_READ:
+            token_ids.append(unread(sequence.unread_at))
+            continue
+        token_ids += sequence.token_ids[sequence.num_stored : sequence.num_stored + q_len]
         if drafts and q_len > sequence.num_left:
             verified[seq] = drafts[sequence.number].first(q_len - sequence.num_left)
             token_ids += verified[seq].token_ids

@@ -67,7 +67,7 @@ def event() -> torch.Event:
 def mark(engine: Engine) -> Marked:
     """Put marks around the steps of an engine."""
     marked = Marked(engine._steps)
-    pick = engine._picker.pick
+    pick = engine.picker.pick
 
     def and_then(*arguments: object) -> object:
         picked = pick(*arguments)  # type: ignore[arg-type]
@@ -75,7 +75,7 @@ def mark(engine: Engine) -> Marked:
         return picked
 
     engine._steps = marked
-    engine._picker.pick = and_then  # type: ignore[method-assign,assignment]
+    engine.picker.pick = and_then  # type: ignore[method-assign,assignment]
     return marked
 
 

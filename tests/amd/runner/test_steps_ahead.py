@@ -213,7 +213,7 @@ def test_one_that_has_ended_is_not_failed_by_the_step_that_it_was_in_too_many(
     last = whole.token_ids.index(stop) + 1
     engine, numbers = Engine(loaded, BASE), itertools.count(1)
 
-    def wiping(engine: Engine, step: Any) -> PickedTokens:
+    def wiping(engine: Engine, step: Any) -> Any:
         if next(numbers) == last + 1:
             engine.runtime._publisher.apply_table_changes()
             engine.runtime.table.entries.zero_()

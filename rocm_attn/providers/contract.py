@@ -28,6 +28,7 @@ from rocm_attn.providers.launches import (
     MergeStates,
     MoveRows,
     PackMask,
+    PickRows,
     PlaceDeviceInputs,
     PlaceMask,
     Publish,
@@ -431,6 +432,8 @@ class StepOps:
     import_rows: MoveRows
     # Of selections that a caller makes, and of all of them in debug runs.
     check_selection: CheckSelection
+    # From logits to tokens.
+    pick_rows: PickRows
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,17 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
-from rocm_attn.kernels.refs import attention, cache, engine_metadata, merge_states, metadata, pads, rope, sparse
+from rocm_attn.kernels.refs import (
+    attention,
+    cache,
+    engine_metadata,
+    merge_states,
+    metadata,
+    pads,
+    rope,
+    sampling,
+    sparse,
+)
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers import torch_segments
@@ -171,6 +181,7 @@ def _ops() -> StepOps:
         export_rows=cache.export_rows,
         import_rows=cache.import_rows,
         check_selection=sparse.check_selection,
+        pick_rows=sampling.pick_rows,
     )
 
 

@@ -94,7 +94,9 @@ class Engine:
         self.limits = RequestLimits(loaded.config.context_len, self.max_kv_len, loaded.config.vocab_size)
         path, model = options.flight_record, model_over(self.runtime, loaded, options)
         self._steps_ahead = options.steps_ahead_on(self.runtime.device.type)
-        self.picker = picker = TokenPicker(self.runtime.device, options.max_batch_size * options.rows_of_each)
+        self.picker = picker = TokenPicker(
+            self.runtime.device, options.max_batch_size * options.rows_of_each, self.runtime.core.ops.pick_rows
+        )
         forward = forward_of(model, options)
         if self._steps_ahead:
             forward = with_unread_tokens(forward, picker.tokens)

@@ -38,6 +38,7 @@ from rocm_attn.kernels.metadata.pack_mask import launch_pack_mask
 from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, OWN_TABLE, StepTensors, TableTerms
 from rocm_attn.kernels.metadata.take_slots import launch_take_slots
+from rocm_attn.kernels.sampling.pick_rows import launch_pick_rows
 from rocm_attn.kernels.tuning.expert_tiles import expert_tiles
 from rocm_attn.kernels.tuning.extend_tiles import extend_rows
 from rocm_attn.kernels.tuning.segment_tiles import segment_tiles
@@ -485,6 +486,15 @@ def _launch_of_engines(page_size: int) -> None:
         cells, indptr = torch.empty(num_seqs, dtype=torch.uint8), torch.empty(num_seqs + 1, dtype=torch.int64)
         of_pack_mask(launch_pack_mask)(cells, given, counts, indptr, of_seq, of_seq)
     launch_moves(page_size)
+    launch_picks(num_seqs)
+
+
+def launch_picks(num_seqs: int) -> None:
+    """Tokens of rows of every dtype."""
+    terms, words = torch.empty(num_seqs, 3), torch.empty(num_seqs, 2, dtype=torch.int32)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        logits = torch.empty(num_seqs, 32000, dtype=dtype)
+        launch_pick_rows(logits, terms, torch.empty(num_seqs, dtype=torch.int32), words, num_drawing=1)
 
 
 def launch_moves(page_size: int) -> None:

@@ -26,7 +26,6 @@ from rocm_attn.kernels.sampling.found import ALL_ZERO
 _BLOCK = 4096
 _ALL_ZERO = tl.constexpr(ALL_ZERO)
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_NAN = tl.constexpr(float("nan"))
 # Low bits of a float32 that every value of a narrower dtype has alike.
 _SAME_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 
@@ -83,7 +82,7 @@ def _pick_rows_kernel(
         top = tl.where(better, x, top)
         where_top = tl.where(better, token, where_top)
     has_nan = tl.max(odd >> 1, 0) > 0
-    best = tl.where(has_nan, _NAN, tl.max(top, 0))
+    best = tl.where(has_nan, float("nan"), tl.max(top, 0))
     # Of a row of NaN or of -inf it is some token.
     picked = tl.min(tl.where(top == tl.max(top, 0), where_top, vocab - 1), 0)
     temperature = 0.0

@@ -67,7 +67,7 @@ def event() -> torch.Event:
 def mark(engine: Engine) -> Marked:
     """Put marks around the steps of an engine."""
     marked = Marked(engine._steps)
-    pick = engine.picker.pick
+    pick = engine._picker.pick
 
     def and_then(*arguments: object) -> object:
         picked = pick(*arguments)  # type: ignore[arg-type]
@@ -75,7 +75,7 @@ def mark(engine: Engine) -> Marked:
         return picked
 
     engine._steps = marked
-    engine.picker.pick = and_then  # type: ignore[method-assign,assignment]
+    engine._picker.pick = and_then  # type: ignore[method-assign,assignment]
     return marked
 
 

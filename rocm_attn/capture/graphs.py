@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.padding import PaddedShape, PaddingPolicy
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.hip_graphs.recorder import Recorder
@@ -57,6 +58,17 @@ def capture_shapes(padding: PaddingPolicy) -> tuple[PaddedShape, ...]:
     return tuple(sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_seqs), reverse=True))
 
 
+def draft_shapes(padding: PaddingPolicy) -> tuple[PaddedShape, ...]:
+    """As capture_shapes, of the rounds of drafts that may be captured, whole and in halves."""
+    shapes = [
+        PaddedShape.of_drafts(drafts, num_seqs, halves)
+        for halves in range(1, padding.max_children + 1)
+        for drafts in padding.drafts
+        for num_seqs in dict.fromkeys(round_up(size, halves) for size in padding.seqs)
+    ]
+    return tuple(sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_seqs), reverse=True))
+
+
 def _shapes(padding: PaddingPolicy, children: int) -> list[PaddedShape]:
     seqs, tokens = (
         tuple(dict.fromkeys(round_up(size, children) for size in ladder)) for ladder in (padding.seqs, padding.tokens)
@@ -97,8 +109,12 @@ def _with_fewest(sizes: tuple[int, ...]) -> list[tuple[int, int]]:
 def shape_name(shape: PaddedShape) -> str:
     """A padded shape in words."""
     seqs = "1 sequence" if shape.num_seqs == 1 else f"{shape.num_seqs} sequences"
+    halves = "" if shape.num_halves == 1 else " in two halves"
+    drafts = shape.drafts
+    if isinstance(drafts, Drafts):
+        branches = "1 branch" if drafts.branches == 1 else f"{drafts.branches} branches"
+        return f"{drafts.steps} draft steps of {seqs} with {branches}{halves}"
     tokens = "" if shape.kind.decodes else f" with {shape.num_tokens} tokens"
-    halves = "" if shape.num_children == 1 else " in two halves"
     return f"{shape.kind.value} of {seqs}{tokens}{halves}"
 
 

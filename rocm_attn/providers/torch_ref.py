@@ -21,6 +21,7 @@ from rocm_attn.kernels.refs import (
     rope,
     sampling,
     sparse,
+    speculative,
 )
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
@@ -165,6 +166,8 @@ def _ops() -> StepOps:
         publish=metadata.publish,
         device_inputs=metadata.device_inputs,
         place_mask=metadata.place_mask,
+        draft_steps=metadata.draft_steps,
+        place_trees=metadata.place_trees,
         table_update=metadata.table_update,
         fill=metadata.fill,
         store_kv=cache.store_kv,
@@ -179,6 +182,9 @@ def _ops() -> StepOps:
         take_slots=engine_metadata.take_slots,
         pack_mask=engine_metadata.pack_mask,
         export_rows=cache.export_rows,
+        accept_drawn=speculative.accept_drawn,
+        accept_sampled=speculative.accept_sampled,
+        move_paths=speculative.move_paths,
         import_rows=cache.import_rows,
         check_selection=sparse.check_selection,
         pick_rows=sampling.pick_rows,
@@ -197,7 +203,7 @@ TORCH = Provider(
             _bind_masked,
             Baked.MAX_KV_LEN,
             Baked.MAX_Q_LEN,
-            needs=frozenset({Need.MASK_INDPTR, Need.MASK_WORDS}),
+            needs=frozenset({Need.MASK}),
             limits=_LIMITS,
         ),
         _shared_row(),

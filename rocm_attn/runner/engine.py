@@ -36,7 +36,8 @@ from rocm_attn.runner.request_times import note_tokens
 from rocm_attn.runner.sampling import Sampler, TokenPicker
 from rocm_attn.runner.scheduler import ScheduledStep, Scheduler, Taken
 from rocm_attn.runner.serving import serve_all
-from rocm_attn.runner.speculation.engines import forward_of, speculation_of
+from rocm_attn.runner.speculation.engines import speculation_of
+from rocm_attn.runner.speculation.last_rows import forward_of
 from rocm_attn.runner.speculation.speculation import StepPicks
 from rocm_attn.runner.tokenizer import TextStream
 from rocm_attn.runner.unread import UnreadStep, with_unread_tokens
@@ -94,16 +95,16 @@ class Engine:
         self.limits = RequestLimits(loaded.config.context_len, self.max_kv_len, loaded.config.vocab_size)
         path, model = options.flight_record, model_over(self.runtime, loaded, options)
         self._steps_ahead = options.steps_ahead_on(self.runtime.device.type)
-        self.picker = picker = TokenPicker(
+        self._picker = TokenPicker(
             self.runtime.device, options.max_batch_size * options.rows_of_each, self.runtime.core.ops.pick_rows
         )
         forward = forward_of(model, options)
         if self._steps_ahead:
-            forward = with_unread_tokens(forward, picker.tokens)
+            forward = with_unread_tokens(forward, self._picker.tokens)
         self.flight = FlightRecorder(self.runtime, path) if path is not None else NO_FLIGHT_RECORDER
         self._runner, self._steps = watched_steps(self.runtime, forward, options, self.flight, self._new_runner)
         self.metrics = self._runner.metrics
-        self._speculation = speculation_of(options, picker, self.metrics)
+        self._speculation = speculation_of(loaded, options, self.runtime, self._picker, self.metrics)
         self._scheduler = Scheduler(
             self.runtime.table,
             self.metrics,
@@ -147,6 +148,7 @@ class Engine:
         self.forget_prefixes()
         started = time.perf_counter()
         try:
+            self._speculation.capture_all(progress)
             return self._runner.capture_all(progress)
         finally:
             self.metrics.seconds += time.perf_counter() - started

@@ -22,7 +22,7 @@ from rocm_attn.runner.measured_memory import LargestSteps, measure, memory_of
 from rocm_attn.runner.model import Model
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.pool_size import CPU_BYTES, NOT_MEASURED, Measured, PoolPages, is_small, most_kv_bytes, pool_pages
-from rocm_attn.runner.speculation.engines import forward_of
+from rocm_attn.runner.speculation.last_rows import forward_of
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.selection.kernels import missing_kernels

@@ -5,8 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rocm_attn.capture.split_forward import Forward
 from rocm_attn.runner.model import Model
+from rocm_attn.runner.options import EngineOptions
 from rocm_attn.step.step import Step
+
+
+def forward_of(model: Model, options: EngineOptions) -> Forward:
+    """The model's forward: with logits of as many tokens of each sequence as the options ask for."""
+    return LastRows(model, options.rows_of_each) if options.speculates else model.forward
 
 
 class LastRows:

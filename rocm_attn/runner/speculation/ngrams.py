@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Many
 
+from rocm_attn.capture.graphs import Progress
 from rocm_attn.runner.request import Sequence
 from rocm_attn.runner.speculation.drafts import Drafts
 
@@ -39,6 +40,9 @@ class NgramDrafter:
             if branches:
                 found[sequence.number] = Drafts.tree(branches, most)
         return found
+
+    def capture_all(self, progress: Progress) -> None:
+        """As Drafter.capture_all."""
 
 
 class _Text:

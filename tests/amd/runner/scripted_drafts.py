@@ -6,6 +6,7 @@ import random
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Many
 
+from rocm_attn.capture.graphs import Progress
 from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.request import Sequence
 from rocm_attn.runner.speculation.drafts import LAST_TOKEN, Drafts
@@ -34,6 +35,9 @@ class ScriptedDrafter:
         assert {each.number for each, _ in decoding} <= set(alive)
         drafts = {each.number: self._tree(each, self._random.randint(0, most)) for each, most in decoding}
         return {number: tree for number, tree in drafts.items() if len(tree)}
+
+    def capture_all(self, progress: Progress) -> None:
+        """As Drafter.capture_all."""
 
     def _tree(self, sequence: Sequence, num: int) -> Drafts:
         text = self._texts[sequence.number]

@@ -11,12 +11,15 @@ from typing import Any
 
 import pytest
 
-from rocm_attn.errors import BadSetting
+from rocm_attn.errors import BadModel, BadSetting
 from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Completion, Event, Request, TokenEvent
 from rocm_attn.runner.sampling import Sampling
+from rocm_attn.runner.speculation.draft_model import ModelDrafter
+from rocm_attn.runner.speculation.engines import model_drafter
+from rocm_attn.runner.speculation.speculation import Speculation
 from tests.amd.runner.scripted_drafts import ScriptedDrafter, with_drafter
 from tests.amd.runner.tiny_model import CONFIG, tiny_model, with_windows
 
@@ -238,3 +241,48 @@ def chi_square_exceedance(first: Counter[tuple[int, ...]], second: Counter[tuple
 def test_options_that_cannot_be_are_refused(changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(BadSetting, match=sentence):
         replace(BASE, **changes)
+
+
+def drafting(large: LoadedModel, small: LoadedModel, options: EngineOptions) -> Engine:
+    """An engine of the large model, for which the small one drafts."""
+    engine = Engine(large, options)
+    drafter = model_drafter(small, large, options, engine.runtime)
+    engine._speculation = Speculation(drafter, engine.runtime, engine._picker, options.draft_tokens, engine.metrics)
+    return engine
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"topk": 2, "page_size": 1}, {"graphs": True, "draft_tokens": 3}, {"chunk": 9}]
+)
+def test_a_model_that_drafts_for_itself_is_always_right(changes: dict[str, Any], loaded: LoadedModel) -> None:
+    options = replace(BASE, speculative="ngram", **changes)
+    requests = some_requests(5)
+    expected = Engine(loaded, without_speculation(options)).generate(requests)
+    engine = drafting(loaded, loaded, options)
+    assert engine.generate(requests) == expected
+    metrics = engine.report().metrics
+    if options.topk == 1:
+        assert metrics.accepted_drafts == metrics.drafts > 30
+    assert metrics.accepted_drafts > 30
+
+
+@pytest.mark.parametrize("changes", [{}, {"topk": 2}, {"num_pages": 18}])
+def test_a_model_that_drafts_for_another_changes_no_token(changes: dict[str, Any], windowed: LoadedModel) -> None:
+    options = replace(BASE, speculative="ngram", **changes)
+    requests = some_requests(5, new_tokens=30) + some_requests(3, sampling=DRAWN)
+    expected = Engine(windowed, without_speculation(options)).generate(requests)
+    engine = drafting(windowed, tiny_model(), options)
+    assert engine.generate(requests) == expected
+    metrics = engine.report().metrics
+    assert metrics.drafts > metrics.accepted_drafts
+    drafter = engine._speculation._drafter  # type: ignore[union-attr]
+    assert isinstance(drafter, ModelDrafter)
+    drafter.draft([], ())
+    assert drafter._table.num_free_rows == options.max_batch_size
+    assert drafter._table.num_free_pages == drafter._table.num_usable_pages
+
+
+def test_a_model_with_other_tokens_cannot_draft(loaded: LoadedModel) -> None:
+    other = tiny_model(base=replace(CONFIG, vocab_size=65))
+    with pytest.raises(BadModel, match="the model that drafts has 65 tokens and the one that it drafts for 64"):
+        drafting(loaded, other, replace(BASE, speculative="ngram"))

@@ -20,6 +20,7 @@ from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Completion, Event, FailureEvent, Request, RequestsFailed, TokenEvent
 from rocm_attn.runner.sampling import Draw, PickedTokens, Sampling, TokenPicker
+from rocm_attn.runner.speculation.speculation import StepPicks
 from tests.amd.runner.cache_invariants import check_cache
 from tests.amd.runner.tiny_model import CONFIG, tiny_model
 
@@ -213,7 +214,7 @@ def test_one_that_has_ended_is_not_failed_by_the_step_that_it_was_in_too_many(
     last = whole.token_ids.index(stop) + 1
     engine, numbers = Engine(loaded, BASE), itertools.count(1)
 
-    def wiping(engine: Engine, step: Any) -> Any:
+    def wiping(engine: Engine, step: Any) -> StepPicks:
         if next(numbers) == last + 1:
             engine.runtime._publisher.apply_table_changes()
             engine.runtime.table.entries.zero_()
@@ -305,7 +306,7 @@ class _Unlucky:
 def test_what_is_read_is_what_the_next_step_went_on_with(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong pick leads to other tokens after it, which are those that follow from it."""
     engine, request = Engine(loaded, BASE), Request((9, 10, 11), 8)
-    monkeypatch.setattr(engine.picker, "pick", _Unlucky(engine.picker).pick)
+    monkeypatch.setattr(engine._picker, "pick", _Unlucky(engine._picker).pick)
     (done,) = engine.generate([request])
     right = alone(loaded, request).token_ids
     assert done.token_ids[:2] == right[:2]

@@ -98,6 +98,26 @@ def test_a_sound_runtime_soaks_without_a_finding(seed: int, device: torch.device
     assert 0 < report.worst_error <= 1
 
 
+@pytest.mark.nightly
+def test_ten_thousand_rounds_of_drafts_show_nothing() -> None:
+    report = soak(Scenario.of_seed(0).speculative(), 10_000, 0)
+    assert report.actions["tree"] + report.actions["verify"] > 4000
+    assert report.moved_paths > 1000
+    assert report.actions["reject"] > 500
+    assert report.actions["preempt"] > 500
+
+
+def test_accepted_drafts_that_are_not_moved_to_the_places_of_their_tokens_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scenario = replace(SMALL.speculative(), reopen_every=1000)
+    report = soak(scenario, 50)
+    assert report.moved_paths > 5
+    assert f"({report.moved_paths} paths moved)" in str(report)
+    monkeypatch.setattr(AttentionRuntime, "move_accepted", lambda *_: None)
+    assert "differs from the reference" in found(scenario).finding.what
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.nightly)], ids=str)
 def test_narrow_types_stay_within_their_bounds(dtype: torch.dtype, device: torch.device) -> None:
     report = Soak(SMALL, seed=2, device=device, provider="auto", dtype=dtype).run(60)

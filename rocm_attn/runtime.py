@@ -25,7 +25,7 @@ from rocm_attn.batch.drafts import NO_DRAFTS, Drafts
 from rocm_attn.batch.halves import HALVES, split_batch
 from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, PadTo, fits
 from rocm_attn.batch.step_batch import StepBatch
-from rocm_attn.errors import BadBatch, DeviceFault, NeverFits, NotCopied, WrongState
+from rocm_attn.errors import BadBatch, BadTensor, DeviceFault, NeverFits, NotCopied, WrongState
 from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.speculative.arguments import Accepted
 from rocm_attn.machine.agreement import Agree, Agreement, alone
@@ -256,6 +256,23 @@ class AttentionRuntime:
         with self._alone("the device cannot be asked"):
             self._find_faults()
             self._publisher.forget_faults()
+
+    def require_state(self, **states: Tensor) -> None:
+        """Check tensors that a forward keeps state of requests in, by name, before steps are run or captured.
+
+        Each has an entry for every row of the request table, the reserved row 0 included, which padded sequences use:
+        so no padded batch has more sequences than there are entries to read. Raises BadTensor.
+        """
+        needed = self.table.spaces[0].entries.shape[0]
+        for name, state in states.items():
+            entries = state.shape[0] if state.dim() else 0
+            if entries < needed:
+                raise BadTensor(
+                    f"{name} has {entries} entries; sequences have rows 0 to {needed - 1}, and padded ones row 0: give "
+                    f"it {needed}"
+                )
+            if state.device != self.device:
+                raise BadTensor(f"{name} is on {state.device}; the runtime is on {self.device}")
 
     def sealed_tensors(self) -> Mapping[str, Tensor]:
         """Everything that a graph reads and the runtime owns, by name: buffers, workspace, table and pages."""

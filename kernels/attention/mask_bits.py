@@ -5,8 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Keys that a row's word has room for: no key block of a masked step has more.
+# Keys that a row's word has room for: key blocks that are read by it have no more.
 MAX_MASK_BLOCK = 32
+# Keys of a block that is read by two words a row.
+TWO_WORDS = 64
 
 
 @triton.jit
@@ -61,3 +63,24 @@ def seen_by_some(bits):
 def bit_is_set(bits, lane):
     """Whether the bit of a lane is set."""
     return ((bits >> lane.to(tl.uint32)) & 1) != 0
+
+
+@triton.jit
+def visible_keys(packed, first_key, end_key, K: tl.constexpr, KEY_BLOCK: tl.constexpr):
+    """Which keys of a block each row sees, [rows, KEY_BLOCK], and which of them any row sees, [KEY_BLOCK].
+
+    packed: key_loop.Bits; a block has 16 or 32 keys, or TWO_WORDS
+    """
+    lane = tl.arange(0, KEY_BLOCK)
+    bits = row_bits(packed.words, packed.cell, packed.end, first_key, packed.start, end_key)
+    if K.WINDOWED:
+        bits = bits & bits_from(packed.first_key - first_key)
+    some = seen_by_some(bits)
+    of_lane = bits[:, None]
+    if KEY_BLOCK > 32:
+        high = row_bits(packed.words, packed.cell, packed.end, first_key + 32, packed.start, end_key)
+        if K.WINDOWED:
+            high = high & bits_from(packed.first_key - first_key - 32)
+        of_lane = tl.where((lane < 32)[None, :], bits[:, None], high[:, None])
+        some = tl.where(lane < 32, some, seen_by_some(high))
+    return bit_is_set(of_lane, (lane % 32)[None, :]), bit_is_set(some, lane % 32)

@@ -24,7 +24,7 @@ from rocm_attn.kernels.attention.extend_schedule import (
     BLOCK_WORDS,
 )
 from rocm_attn.kernels.attention.key_loop import Seen
-from rocm_attn.kernels.attention.mask_bits import MAX_MASK_BLOCK
+from rocm_attn.kernels.attention.mask_bits import TWO_WORDS
 from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.query_block import BlockGeometry, MaskOfStep, bits_of_block, rows_of_block
 from rocm_attn.kernels.attention.scores import Scores
@@ -188,6 +188,6 @@ def _geometry(
     assert cut.query_tokens == tiles.tokens_per_block(num_heads), "the schedule was cut for other tiles"
     if mask is not None:
         mask.check(queries.num_seqs, queries.num_tokens)
-        assert tiles.key_block <= MAX_MASK_BLOCK
+        assert tiles.key_block <= TWO_WORDS
     causal = scores.causal and mask is None
     return latent_block_geometry(args, scores, tiles, causal=causal, segment_len=0)

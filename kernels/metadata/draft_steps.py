@@ -60,7 +60,7 @@ def _draft_steps_kernel(
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     step = tl.program_id(1)
     live = at < tl.load(counts)
-    length = tl.load(kv_len + at, mask=live & (at < num_seqs_padded), other=0)
+    length = tl.load(kv_len + at, mask=live, other=0)
     start = tl.where(live, length - branches, 0)
     tl.store(mask_start + step * mask_start_stride + at, start, mask=at < num_mask_starts)
     if step > 0:
@@ -90,17 +90,20 @@ def launch_draft_steps(steps: Sequence[StepTensors], parents: Tensor, branches: 
     first = steps[0]
     assert parents.is_contiguous()
     num_seqs, num_tokens = first.kv_len.shape[0], first.token_ids.shape[0]
+    kv_len, kv_len_stride = _in_one([step.kv_len for step in steps])
+    token_ids, token_ids_stride = _in_one([step.token_ids for step in steps])
+    mask_start, mask_start_stride = _in_one([step.mask_start for step in steps])
     _derive(
         first.counts.device,
         (-(-max(num_seqs, num_tokens) // _BLOCK), len(steps), 1),
         first.counts,
-        first.kv_len,
-        first.token_ids,
-        first.mask_start,
+        kv_len,
+        token_ids,
+        mask_start,
         parents,
-        _distance([step.kv_len for step in steps]),
-        _distance([step.token_ids for step in steps]),
-        _distance([step.mask_start for step in steps]),
+        kv_len_stride,
+        token_ids_stride,
+        mask_start_stride,
         num_seqs,
         num_tokens,
         first.mask_start.shape[0],
@@ -113,12 +116,11 @@ def launch_draft_steps(steps: Sequence[StepTensors], parents: Tensor, branches: 
     )
 
 
-def _distance(tensors: Sequence[Tensor]) -> int:
-    """Elements from the beginning of each of these int32 tensors to that of the next one."""
-    if len(tensors) == 1 or not tensors[0].numel():
-        return 0
-    distance = (tensors[1].data_ptr() - tensors[0].data_ptr()) // 4
-    assert all(
-        (tensor.data_ptr() - tensors[0].data_ptr()) // 4 == place * distance for place, tensor in enumerate(tensors)
-    )
-    return distance
+def _in_one(tensors: Sequence[Tensor]) -> tuple[Tensor, int]:
+    """What these int32 tensors of one size span, and elements from the beginning of one to that of the next."""
+    first = tensors[0]
+    if len(tensors) == 1 or not first.numel():
+        return first, 0
+    distance = (tensors[1].data_ptr() - first.data_ptr()) // 4
+    assert all((tensor.data_ptr() - first.data_ptr()) // 4 == place * distance for place, tensor in enumerate(tensors))
+    return first.as_strided(((len(tensors) - 1) * distance + first.numel(),), (1,)), distance

@@ -97,6 +97,28 @@ def of_place_trees(place: Launch) -> Launch:
     return of_tensors
 
 
+def of_draft_steps(derive: Launch, pads: Pads = NO_PADS) -> Launch:
+    """derive(counts, kv_len, token_ids, mask_start, parents, num_seqs=, branches=, steps=).
+
+    Tensors of the steps lie one after the other, each with a gap after it; parents has a line for each sequence.
+    """
+
+    def of_tensors(counts: Tensor, *tensors: Tensor, num_seqs: int, branches: int, steps: int) -> None:
+        *of_steps, parents = tensors
+        names = ("kv_len", "token_ids", "mask_start")
+        sizes = (num_seqs, num_seqs * branches, num_seqs if parents.numel() else 0)
+        children = []
+        for step in range(steps):
+            views = {
+                name: tensor.view(steps, -1)[step, :size]
+                for name, tensor, size in zip(names, of_steps, sizes, strict=True)
+            }
+            children.append(step_of({"counts": counts, **views}, pads))
+        derive(children, parents.view(num_seqs, -1), branches)
+
+    return of_tensors
+
+
 def of_pack_mask(pack_mask: Launch) -> Launch:
     """pack_mask(cells, positions, counts, mask_indptr, mask_words, mask_positions)."""
 

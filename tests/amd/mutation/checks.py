@@ -31,6 +31,7 @@ from rocm_attn.kernels.cache.tails import launch_zero_tails
 from rocm_attn.kernels.experts.groups import ExpertGroups
 from rocm_attn.kernels.experts.product import launch_expert_product
 from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
+from rocm_attn.kernels.metadata.draft_steps import launch_draft_steps
 from rocm_attn.kernels.metadata.engine_tensors import (
     Q_BOUNDARIES,
     Q_LENGTHS,
@@ -70,6 +71,7 @@ from tests.amd.kernels.latent_cases import (
 from tests.amd.kernels.launches_of_tensors import (
     fill_step,
     of_device_inputs,
+    of_draft_steps,
     of_pack_mask,
     of_pages,
     of_place_mask,
@@ -80,6 +82,7 @@ from tests.amd.mutation.coded_pages import PAGE_SIZE, coded_pages, of_coded_page
 from tests.amd.mutation.memory import Memory, assert_same
 from tests.amd.mutation.moves_check import moves
 from tests.amd.mutation.sparse_checks import SPARSE_CHECKS
+from tests.amd.mutation.speculative_checks import SPECULATIVE_CHECKS
 from tests.amd.vectorised import vectorised_keys, vectorised_values
 
 CPU = torch.device("cpu")
@@ -260,6 +263,7 @@ def latents(memory: Memory) -> None:
         (run_latent_decode, 3, (16, 16), {"kv_len": [33, 5], "q_len": [1] * 2}),
         (partial(run_latent_decode, most=5), 3, LATENT_DIMS, few),
         (partial(run_latent_decode, most=5), 19, LATENT_DIMS, few | LATENT_SCORES),
+        (partial(run_latent_decode, most=5), 19, LATENT_DIMS, few | {"masked": True, "mask_keys": 4}),
         (run_latent_extend, 3, LATENT_DIMS, {"kv_len": [43, 18, 0], "q_len": [24, 18, 0], "tail": 3}),
         (run_latent_extend, 19, LATENT_DIMS, {"kv_len": [21], "q_len": [2], "causal": False, "tail": 1}),
         (run_latent_extend, 3, LATENT_DIMS, {"kv_len": [43], "q_len": [24], "masked": True, **LATENT_SCORES}),
@@ -517,6 +521,17 @@ def place_trees(memory: Memory) -> None:
         assert_same(memory, launch, twin, inputs, [garbage(4), garbage(3), garbage(9)])
 
 
+def draft_steps(memory: Memory) -> None:
+    """Three steps of two branches; two sequences and two pads, and a gap after each step's part."""
+    kv_len, token_ids, mask_start, parents = garbage(15), garbage(27), garbage(15), garbage(24)
+    kv_len[:2] = ints([9, 30])
+    launch, twin = (
+        partial(of_draft_steps(derive, Pads(5, 0)), num_seqs=4, branches=2, steps=3)
+        for derive in (launch_draft_steps, twins.draft_steps)
+    )
+    assert_same(memory, launch, twin, [ints([2, 4, 1, 0])], [kv_len, token_ids, mask_start, parents])
+
+
 def merge_sides(memory: Memory) -> None:
     """Rows of an odd dim; each side is empty and NaN somewhere, and both are."""
     sides = []
@@ -673,6 +688,7 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "cache/tails.py": tails,
     "experts/product.py": experts,
     "metadata/device_inputs.py": device_inputs,
+    "metadata/draft_steps.py": draft_steps,
     "metadata/fill_roles.py": fill,
     "metadata/gather_table.py": gather,
     "metadata/pack_mask.py": pack_mask,
@@ -683,6 +699,7 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "metadata/table_update.py": table_update,
     "metadata/take_slots.py": slots,
     **SPARSE_CHECKS,
+    **SPECULATIVE_CHECKS,
 }
 
 

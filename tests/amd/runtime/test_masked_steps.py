@@ -295,5 +295,11 @@ def test_masked_steps_have_a_plan_of_their_own(device: torch.device) -> None:
 
 def test_runtimes_without_masked_layers_hold_no_memory_for_masks(device: torch.device) -> None:
     held = [set(World.build([p], device, "torch").runtime.sealed_tensors()) for p in (small_problem(), MASKED)]
-    assert held[1] - held[0] == {"mask_words", "mask_indptr", "mask_positions", "mask_start"}
+    assert held[1] - held[0] == {
+        "draft_parents",
+        "mask_words",
+        "mask_indptr",
+        "mask_positions",
+        "mask_start",
+    }
     assert np.all([name not in held[0] for name in ("mask_words", "mask_indptr")])

@@ -14,6 +14,7 @@ from rocm_attn.kernels.attention.pads import launch_clear_pads
 from rocm_attn.kernels.cache.move_rows import launch_export_rows, launch_import_rows
 from rocm_attn.kernels.cache.tails import launch_zero_tails
 from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
+from rocm_attn.kernels.metadata.draft_steps import launch_draft_steps
 from rocm_attn.kernels.metadata.engine_tensors import (
     Q_BOUNDARIES,
     Q_EACH_ONE,
@@ -37,9 +38,14 @@ from rocm_attn.kernels.metadata.take_slots import launch_take_slots
 from rocm_attn.kernels.refs import cache as cache_twins
 from rocm_attn.kernels.refs import engine_metadata
 from rocm_attn.kernels.refs import metadata as twins
+from rocm_attn.kernels.refs import speculative as speculative_twins
 from rocm_attn.kernels.refs.pads import clear_pads
+from rocm_attn.kernels.speculative.accept_drawn import launch_accept_drawn
+from rocm_attn.kernels.speculative.accept_sampled import launch_accept_sampled
+from rocm_attn.kernels.speculative.move_paths import launch_move_paths
 from tests.amd.kernels.launches_of_tensors import (
     of_device_inputs,
+    of_draft_steps,
     of_fill,
     of_pack_mask,
     of_pages,
@@ -48,6 +54,17 @@ from tests.amd.kernels.launches_of_tensors import (
     of_publish,
 )
 from tests.amd.kernels.moved_cases import moved_pages, moved_rows, moved_words, of_moves
+from tests.amd.kernels.speculative_cases import (
+    drawn,
+    layers_of_pages,
+    of_accept_drawn,
+    of_accept_sampled,
+    of_move_paths,
+    paths,
+    probabilities,
+    room,
+    trees,
+)
 from tests.amd.simulator.case import KernelCase
 from tests.amd.simulator.driver import Simulation, simulated
 from tests.amd.vectorised import vectorised_keys, vectorised_values
@@ -170,6 +187,18 @@ def _launches() -> dict[str, _Launch]:
             ],
             {"nodes_before": 2},
         ),
+        "draft_steps": _Launch(
+            of_draft_steps(launch_draft_steps),
+            of_draft_steps(twins.draft_steps),
+            [
+                _ints(3, 9, 1, 0),
+                torch.cat([_ints(13, 300, 4), _garbage(4 * 6 - 3)]),
+                _garbage(4 * 20),
+                _garbage(4 * 6),
+                _garbage(5 * 12),
+            ],
+            {"num_seqs": 5, "branches": 3, "steps": 4},
+        ),
         "table_update": _Launch(
             launch_table_update, twins.table_update, [_updates(), _garbage(33, 40)], {"num_updates": 300}
         ),
@@ -191,6 +220,7 @@ def _launches() -> dict[str, _Launch]:
         **_of_engines(),
         **_fix_ups(),
         **_moves(),
+        **_speculative(),
     }
 
 
@@ -323,6 +353,30 @@ def _moves() -> dict[str, _Launch]:
             {},
         )
         for name, (launch, twin, span) in moves.items()
+    }
+
+
+def _speculative() -> dict[str, _Launch]:
+    """Acceptance of trees, and moves of what was accepted."""
+    return {
+        "accept_drawn": _Launch(
+            of_accept_drawn(launch_accept_drawn),
+            of_accept_drawn(speculative_twins.accept_drawn),
+            [drawn(), *trees(), *room(GARBAGE)],
+            {},
+        ),
+        "accept_sampled": _Launch(
+            of_accept_sampled(launch_accept_sampled),
+            of_accept_sampled(speculative_twins.accept_sampled),
+            [*probabilities(), *trees(), *room(GARBAGE)],
+            {},
+        ),
+        "move_paths": _Launch(
+            of_move_paths(launch_move_paths, 0),
+            of_move_paths(speculative_twins.move_paths, 0),
+            [*paths(), *layers_of_pages()],
+            {},
+        ),
     }
 
 

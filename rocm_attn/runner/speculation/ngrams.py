@@ -86,6 +86,9 @@ def _copied(token_ids: Many[int], place: int, num: int) -> list[int]:
 
 def _cut(candidates: list[list[int]], most: int, num_branches: int) -> list[list[int]]:
     """The first candidates that begin differently, so long that they have `most` tokens together."""
-    branches = list({branch[0]: branch for branch in reversed(candidates)}.values())[::-1][:num_branches]
+    distinct: dict[int, list[int]] = {}
+    for candidate in candidates:
+        distinct.setdefault(candidate[0], candidate)
+    branches = list(distinct.values())[:num_branches]
     of_each = most // len(branches)
     return [branches[0][: most - of_each * (len(branches) - 1)], *(branch[:of_each] for branch in branches[1:])]

@@ -7,6 +7,7 @@ step was run.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.step_batch import Int32Array
 from rocm_attn.errors import BadLogits, BadRequest
 from rocm_attn.kernels.sampling.found import ALL_ZERO
 from rocm_attn.providers.launches import PickRows
@@ -99,13 +101,13 @@ class PickedTokens:
 
     __slots__ = ("_done", "_found")
 
-    def __init__(self, found: Tensor, done: Fence) -> None:
+    def __init__(self, found: Int32Array, done: Fence) -> None:
         self._found, self._done = found, done
 
     def read(self) -> list[int | BadLogits]:
         """Wait for them. One token id for each row; for a row that none can be picked from, why."""
         self._done.synchronize()
-        ids, best = self._found[:, 0].tolist(), self._found[:, 1].contiguous().view(torch.float32).tolist()
+        ids, best = self._found[:, 0].tolist(), self._found.view(np.float32)[:, 1].tolist()
         # A row that holds NaN has NaN as its largest. A norm whose squares overflow gives 0, and so does all after it.
         return [
             token if token != ALL_ZERO and math.isfinite(most) else _bad_logits(most)
@@ -113,12 +115,39 @@ class PickedTokens:
         ]
 
 
-class _HostMemory(NamedTuple):
-    """Memory that the device reads terms from and writes what it has found to, and the fence after that."""
+class _Rows(NamedTuple):
+    """What a launch for so many rows gets beside the logits, and what it has found, as the host reads it."""
 
     terms: Tensor
+    tokens: Tensor
     found: Tensor
-    done: Fence
+    found_words: Int32Array
+
+
+class _HostMemory:
+    """Memory that the device reads terms from and writes what it has found to, and the fence after that."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        most_rows, pinned = tokens.shape[0], tokens.is_cuda
+        self._tokens = tokens
+        self._terms = torch.empty(most_rows, 3, dtype=torch.float32, pin_memory=pinned)
+        self._found = torch.empty(most_rows, 2, dtype=torch.int32, pin_memory=pinned)
+        self._rows: dict[int, _Rows] = {}
+        self.done: Fence = torch.Event(tokens.device) if pinned else NoFence()
+        # torch knows of no kernel that reads or writes pinned memory, and gives a dropped one's to the next who asks.
+        weakref.finalize(self, _hold_until, self.done, (self._terms, self._found)).atexit = False
+
+    def rows(self, rows: int) -> _Rows:
+        """Its first rows."""
+        found = self._rows.get(rows)
+        if found is None:
+            views = self._terms[:rows], self._tokens[:rows], self._found[:rows]
+            found = self._rows[rows] = _Rows(*views, self._found.numpy()[:rows])
+        return found
+
+
+def _hold_until(done: Fence, tensors: tuple[Tensor, ...]) -> None:
+    done.synchronize()
 
 
 class TokenPicker:
@@ -136,7 +165,7 @@ class TokenPicker:
         self.tokens = torch.zeros(most_rows, dtype=torch.int32, device=device)
         self._pick_rows = pick_rows
         self._next = 0
-        self._host = [self._new_host_memory(device.type == "cuda") for _ in range(2)]
+        self._host = [_HostMemory(self.tokens) for _ in range(2)]
 
     def pick(self, logits: Tensor, draws: Mapping[int, Draw]) -> PickedTokens:
         """Pick a token for each row.
@@ -146,21 +175,14 @@ class TokenPicker:
         """
         rows = logits.shape[0]
         host, self._next = self._host[self._next], 1 - self._next
-        terms, found = host.terms[:rows], host.found[:rows]
+        terms, tokens, found, words = host.rows(rows)
         if rows:
             if draws:
+                host.done.synchronize()  # a step that was never read may not have read its terms
                 _put_terms(terms, draws)
-            self._pick_rows(logits, terms, self.tokens[:rows], found, num_drawing=len(draws))
+            self._pick_rows(logits, terms, tokens, found, num_drawing=len(draws))
             host.done.record()
-        return PickedTokens(found, host.done)
-
-    def _new_host_memory(self, pinned: bool) -> _HostMemory:
-        rows = self.tokens.shape[0]
-        return _HostMemory(
-            torch.empty(rows, 3, dtype=torch.float32, pin_memory=pinned),
-            torch.empty(rows, 2, dtype=torch.int32, pin_memory=pinned),
-            torch.Event(self.tokens.device) if pinned else NoFence(),
-        )
+        return PickedTokens(words, host.done)
 
 
 def pick_tokens(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | BadLogits]:
@@ -184,7 +206,7 @@ def _found(logits: Tensor, draws: Mapping[int, Draw], pick_rows: PickRows) -> li
     _put_terms(terms, draws)
     tokens, found = (torch.empty(rows, *of_each, dtype=torch.int32, device=logits.device) for of_each in ((), (2,)))
     pick_rows(logits, terms.to(logits.device), tokens, found, num_drawing=len(draws))
-    return PickedTokens(found, NoFence()).read()
+    return PickedTokens(found.cpu().numpy(), NoFence()).read()
 
 
 def _put_terms(terms: Tensor, draws: Mapping[int, Draw]) -> None:

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from rocm_attn.kernels.sampling.found import ALL_ZERO
 
-# Rows are drawn from so many logits at a time, in float64: about 120 MB.
-_LOGITS_AT_ONCE = 1 << 21
+# Rows are drawn from so many logits at a time, in float64: about 4 MB.
+_LOGITS_AT_ONCE = 1 << 16
 
 
 def pick_rows(logits: Tensor, terms: Tensor, tokens: Tensor, found: Tensor, *, num_drawing: int) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
+from rocm_attn.errors import BadLogits
 from rocm_attn.runner.prefix_cache import CachedRow
 from rocm_attn.runner.request import Request, Sequence
 from rocm_attn.runner.sampling import Sampler, Sampling
 from rocm_attn.runner.speculation.drafts import LAST_TOKEN, Drafts
 from rocm_attn.runner.speculation.ngrams import NgramDrafter
+from rocm_attn.runner.speculation.speculation import _found_right
 
 
 def sequence(*token_ids: int, number: int = 0) -> Sequence:
@@ -67,3 +71,26 @@ def test_the_first_drafts_of_a_tree_are_a_tree(num: int) -> None:
     assert tree.first(num) == Drafts((5, 6, 7)[:num], (LAST_TOKEN, 0, LAST_TOKEN)[:num])
     assert tree.depths() == [1, 2, 1, 2]
     assert (tree.after(LAST_TOKEN, 7), tree.after(0, 6), tree.after(0, 7)) == (2, 1, None)
+
+
+def test_a_guess_is_what_looking_through_the_whole_text_finds() -> None:
+    chooser = random.Random(3)
+    for _ in range(60):
+        drafter, growing = NgramDrafter(1), sequence(chooser.randrange(3))
+        for _ in range(30):
+            growing.token_ids += [chooser.randrange(3) for _ in range(chooser.randint(1, 3))]
+            text = growing.token_ids
+            places = [
+                (num, at) for num in (2, 3, 4) for at in range(num, len(text)) if text[at - num : at] == text[-num:]
+            ]
+            found = drafter.draft([(growing, 1)], {0})
+            assert found == ({0: Drafts.chain((text[max(places)[1]],))} if places else {})
+
+
+def test_a_token_that_cannot_be_picked_ends_the_accepted_ones_and_fails_its_sequence_in_the_next_step() -> None:
+    why = BadLogits("no number")
+    drafts_of = Drafts((5, 6, 7), (LAST_TOKEN, LAST_TOKEN, 1))
+    assert _found_right([6, 1, 7, 2], drafts_of) == ([6, 7, 2], [1, 2])
+    assert _found_right([6, 1, why, 2], drafts_of) == ([6], [])
+    assert _found_right([6, 1, 7, why], drafts_of) == ([6, 7], [1])
+    assert _found_right([why, 1, 7, 2], drafts_of) == (why, [])

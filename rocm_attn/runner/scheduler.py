@@ -85,6 +85,22 @@ class ScheduledStep:
         return self.sequences[0].is_suspect
 
 
+class _Lengths(NamedTuple):
+    """Of the sequences of a step: rows, tokens that are stored before it, and new tokens. int32 [num_seqs] each"""
+
+    rows: Int32Array
+    stored: Int32Array
+    new: Int32Array
+
+    @classmethod
+    def of(cls, scheduled: list[tuple[Sequence, int]]) -> _Lengths:
+        return cls(
+            np.array([sequence.row for sequence, _ in scheduled], np.int32),
+            np.array([sequence.num_stored for sequence, _ in scheduled], np.int32),
+            np.array([q_len for _, q_len in scheduled], np.int32),
+        )
+
+
 class Taken(NamedTuple):
     """What a sequence got of a step.
 
@@ -193,9 +209,9 @@ class Scheduler:
             self._require_all_read()
             suspect = self._suspects[0]
             self._admit_alone(suspect)
-            return _step_of(self._continue([suspect], NO_SEQUENCE)[0], NO_SEQUENCE)
+            return _step_of(*self._continue([suspect], NO_SEQUENCE)[:2], NO_SEQUENCE)
         self._admit_urgent()
-        scheduled, budget = self._continue(self._running, drafts)
+        scheduled, lengths, budget = self._continue(self._running, drafts)
         while budget > 0 and self._waiting and len(self._running) < self._max_batch_size:
             newcomer = self._waiting[0]
             found = self._cache.find(newcomer.cached_row, newcomer.token_ids)
@@ -206,7 +222,9 @@ class Scheduler:
         if not scheduled:  # all that run have their last token
             self._require_all_read()
         assert scheduled, "a running sequence always gets a token, and a lone waiting one is always admitted"
-        return _step_of(scheduled, drafts)
+        if len(scheduled) > len(lengths.rows):
+            lengths = _Lengths.of(scheduled)
+        return _step_of(scheduled, lengths, drafts)
 
     def launched(self, step: ScheduledStep) -> None:
         """A step will run, on which next_step() can go on. All steps before it are finished."""
@@ -329,7 +347,7 @@ class Scheduler:
 
     def _continue(
         self, running: list[Sequence], drafts: Mapping[int, Drafts]
-    ) -> tuple[list[tuple[Sequence, int]], int]:
+    ) -> tuple[list[tuple[Sequence, int]], _Lengths, int]:
         """What some that run do next, with room for it, and how many more tokens the step takes.
 
         Where pages run out, drafts are left out, then room that was taken for rejected ones is given back, and then the
@@ -338,9 +356,7 @@ class Scheduler:
         """
         while True:
             scheduled, budget = self._assigned(running, drafts)
-            rows = np.array([sequence.row for sequence, _ in scheduled], np.int32)
-            stored = np.array([sequence.num_stored for sequence, _ in scheduled], np.int32)
-            new = np.array([q_len for _, q_len in scheduled], np.int32)
+            lengths = rows, stored, new = _Lengths.of(scheduled)
             self._evict(scheduled, rows, stored)
             page_size = self._table.page_size
             self._make_room(int((num_pages(stored + new, page_size) - num_pages(stored, page_size)).sum()))
@@ -352,7 +368,7 @@ class Scheduler:
                 elif not self._give_back_room():
                     self._preempt(next(other for other in reversed(self._running) if not other.is_suspect))
             else:
-                return scheduled, budget
+                return scheduled, lengths, budget
 
     def _assigned(
         self, running: list[Sequence], drafts: Mapping[int, Drafts]
@@ -524,8 +540,8 @@ def unread(place: int) -> int:
     return -1 - place
 
 
-def _step_of(scheduled: list[tuple[Sequence, int]], drafts: Mapping[int, Drafts]) -> ScheduledStep:
-    """drafts: of those that were scheduled with some, at least"""
+def _step_of(scheduled: list[tuple[Sequence, int]], lengths: _Lengths, drafts: Mapping[int, Drafts]) -> ScheduledStep:
+    """lengths: of scheduled; drafts: of those that were scheduled with some, at least"""
     token_ids: list[int] = []
     verified: dict[int, Drafts] = {}
     for seq, (sequence, q_len) in enumerate(scheduled):
@@ -536,13 +552,9 @@ def _step_of(scheduled: list[tuple[Sequence, int]], drafts: Mapping[int, Drafts]
         if drafts and q_len > sequence.num_left:
             verified[seq] = drafts[sequence.number].first(q_len - sequence.num_left)
             token_ids += verified[seq].token_ids
-    batch = StepBatch(
-        rows=np.array([sequence.row for sequence, _ in scheduled], np.int32),
-        kv_len=np.array([sequence.num_stored + q_len for sequence, q_len in scheduled], np.int32),
-        q_len=np.array([q_len for _, q_len in scheduled], np.int32),
-        token_ids=np.array(token_ids, np.int32),
-    )
+    rows, stored, new = lengths
+    batch = StepBatch(rows=rows, kv_len=stored + new, q_len=new, token_ids=np.array(token_ids, np.int32))
     # a prompt that is not through took all that was left of the chunk, so nothing comes after it
     last, last_q_len = scheduled[-1]
     num_picks = len(scheduled) - (last_q_len < last.num_left)
-    return ScheduledStep(tuple(sequence for sequence, _ in scheduled), batch, num_picks, verified)
+    return ScheduledStep(tuple([sequence for sequence, _ in scheduled]), batch, num_picks, verified)

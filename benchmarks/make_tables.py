@@ -25,6 +25,7 @@ def main() -> None:
     for name, section in (
         ("attention_h200.json", attention),
         ("host_time_h200.json", host_time),
+        ("steps_ahead_h200.json", steps_ahead),
         ("eager_step_h200.json", eager_step),
         ("external_host_time_h200.json", external_host_time),
         ("in_turn_h200.json", in_turn),
@@ -105,6 +106,23 @@ def eager_step(result: dict[str, Any]) -> str:
         "|---|---|---|",
     ]
     lines += [f"| {row['num_seqs']} | {row['step_us_median']} | {row['step_us_p10']} |" for row in result["rows"]]
+    return "\n".join(lines) + "\n"
+
+
+def steps_ahead(result: dict[str, Any]) -> str:
+    """What a GPU waits for the host between decode steps."""
+    lines = [
+        "## Decode steps of an engine, launched ahead and not, 64 sequences\n",
+        machine_line(result["machine"]),
+        "Between the end of a step's picks and the beginning of the next step the GPU is idle; events mark both.\n",
+        "| model | tokens | steps ahead | step us | idle between steps us | idle share | tokens / s |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['model']} | {row['sampling']} | {row['steps_ahead']} | {row['step_us']} | {row['gap_us_median']} | "
+        f"{row['idle_share']:.1%} | {row['tokens_per_second']} |"
+        for row in result["rows"]
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -16,6 +16,7 @@ measure() {
 }
 
 measure host_time
+measure steps_ahead
 measure eager_step
 measure external_host_time
 measure fill_time

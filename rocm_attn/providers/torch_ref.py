@@ -19,6 +19,7 @@ from rocm_attn.kernels.refs import (
     metadata,
     pads,
     rope,
+    sampling,
     sparse,
     speculative,
 )
@@ -192,6 +193,7 @@ def _ops() -> StepOps:
         move_paths=speculative.move_paths,
         import_rows=cache.import_rows,
         check_selection=sparse.check_selection,
+        pick_rows=sampling.pick_rows,
     )
 
 

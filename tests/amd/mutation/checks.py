@@ -49,11 +49,12 @@ from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, FIELDS, Pads
 from rocm_attn.kernels.metadata.table_update import launch_table_update
 from rocm_attn.kernels.metadata.take_slots import launch_take_slots
 from rocm_attn.kernels.refs import cache as cache_twins
-from rocm_attn.kernels.refs import engine_metadata, schedules
+from rocm_attn.kernels.refs import engine_metadata, sampling, schedules
 from rocm_attn.kernels.refs import merge_states as merge_twins
 from rocm_attn.kernels.refs import metadata as twins
 from rocm_attn.kernels.refs import rope as rope_twins
 from rocm_attn.kernels.refs.pads import clear_pads
+from rocm_attn.kernels.sampling.pick_rows import launch_pick_rows
 from rocm_attn.kernels.tuning.expert_tiles import ExpertTiles
 from rocm_attn.kernels.tuning.latent_tiles import LatentSegmentTiles, LatentTiles
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
@@ -613,6 +614,16 @@ def pack_mask(memory: Memory) -> None:
     assert_same(memory, kernel, twin, inputs, [garbage(3), garbage(5)])
 
 
+def pick_rows(memory: Memory) -> None:
+    """Rows that end in a block that is not full, one that draws among some of its tokens, and one of zeros."""
+    logits = rows_with_gaps(torch.randn(3, 4099, generator=torch.Generator().manual_seed(2)))
+    logits[2] = 0.0
+    logits[0, 4098] = 9.0
+    terms = torch.tensor([[0.0, 0.0, 0.0], [1.0, 0.9, 0.41], [0.0, 0.0, 0.0]])
+    kernel, twin = (partial(pick, num_drawing=1) for pick in (launch_pick_rows, sampling.pick_rows))
+    assert_same(memory, kernel, twin, [logits, terms], [garbage(3), garbage(6).view(3, 2)])
+
+
 def experts(memory: Memory) -> None:
     """Experts with more pairs than a tile has rows and with none; sizes that leave parts of tiles empty."""
     tiles = ExpertTiles(rows=16, columns=16, step=16, num_warps=1, num_stages=1)
@@ -673,6 +684,7 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "metadata/publish_engine.py": publish_engine,
     "metadata/table_update.py": table_update,
     "metadata/take_slots.py": slots,
+    "sampling/pick_rows.py": pick_rows,
     **SPARSE_CHECKS,
     **SPECULATIVE_CHECKS,
 }

@@ -95,16 +95,18 @@ def raise_fault(fault: DeviceFault) -> None:
 class LogAndCount:
     """Faults are logged and counted, and serving goes on.
 
+    log:   where each is a line; not given: this package's own logger
     count: the faults so far
     """
 
-    def __init__(self) -> None:
+    def __init__(self, log: logging.Logger | None = None) -> None:
+        self.log = log if log is not None else logging.getLogger(__name__)
         self.count = 0
 
     def __call__(self, fault: DeviceFault) -> None:
         """Log a fault."""
         self.count += len(fault.each)
-        logging.getLogger(__name__).error("%s", fault)
+        self.log.error("%s", fault)
 
 
 @dataclass(frozen=True, slots=True)

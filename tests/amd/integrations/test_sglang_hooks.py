@@ -409,14 +409,17 @@ def test_a_table_that_moves_is_followed_until_graphs_read_it(provider: str, devi
         engine.run(Mode.DECODE, [one], [1])
 
 
-def test_a_pool_that_moves_is_followed_until_graphs_read_it(provider: str, device: torch.device) -> None:
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_a_pool_that_moves_is_followed_until_graphs_read_it(side: str, provider: str, device: torch.device) -> None:
     engine = Engine(provider, device)
     one = engine.admit()
     engine.run(Mode.EXTEND, [one], [3])
-    engine.pool.k[0] = engine.pool.k[0].clone()
+    rows = getattr(engine.pool, side)
+    before, rows[0] = rows[0], rows[0].clone()
+    before.fill_(float("nan"))
     engine.run(Mode.DECODE, [one], [1])
     engine.hooks.init_cuda_graph_state(2, 2)
-    engine.pool.k[0] = engine.pool.k[0].clone()
+    rows[0] = rows[0].clone()
     with pytest.raises(WrongState, match="pages of layer 0 have moved"):
         engine.run(Mode.DECODE, [one], [1])
 

@@ -265,6 +265,11 @@ class ExternalAttention:
         return self._pages
 
     @property
+    def null_pages(self) -> Mapping[Space, bool]:
+        """Whether page 0 of a space belongs to no one."""
+        return {space.space: space.terms.null_page for space in self._tables.spaces}
+
+    @property
     def ops(self) -> StepOps:
         """The launches around attention."""
         return self._ops

@@ -69,8 +69,7 @@ class Kit:
         self._give_models()
         self._use_rows_after_the_first()
         if DEVICE == "cuda":
-            for module in (self.graphs, self.verify, self.extended):
-                self._replay_in_graphs(module)
+            self._replay_in_graphs()
 
     def create(self, runner: Any) -> Any:
         from rocm_attn.integrations.sglang.backend import RocmAttnBackend, serving_of
@@ -128,14 +127,16 @@ class Kit:
             module._configure_runner_for_eagle_draft = with_attention
 
     def _use_rows_after_the_first(self) -> None:
-        """Of the draft model's steps, whose runners of graphs fill up with pads in row 0."""
+        """For SGLang's own runners of a draft model's graphs, which fill up with pads in row 0."""
         for kind in ("dense", "mla"):
             prepare = f"_prepare_{kind}_draft_replay_state"
             batch = f"_make_{kind}_eagle_draft_forward_batch"
             setattr(self.drafts, prepare, _moved_by_a_row(getattr(self.drafts, prepare)))
             setattr(self.drafts, batch, _in_the_next_row(getattr(self.drafts, batch)))
+            extended = f"_make_{kind}_eagle_draft_extend_v2_forward_batch"
+            setattr(self.extended, extended, _moved_with_its_table(getattr(self.extended, extended)))
 
-    def _replay_in_graphs(self, module: Any) -> None:
+    def _replay_in_graphs(self) -> None:
         """Of what the kit runs as graphs prepare it: the fill and the layers of a replay in a graph, which is replayed.
 
         The kit itself calls them one after the other.
@@ -153,6 +154,7 @@ class Kit:
                 if not pending:
                     return run(fixture, batch, inputs)
                 backend, view = pending.pop()
+                backend.init_forward_metadata_in_graph(view)
                 run(fixture, batch, inputs)  # compiles; stores what the graph stores again
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph):
@@ -165,9 +167,9 @@ class Kit:
 
             return replay
 
-        module._init_cuda_graph_replay_metadata = runner._init_cuda_graph_replay_metadata = begin_replay
-        for name in ("run_dense_forward", "run_mla_forward"):
-            if hasattr(module, name):
+        self.graphs._init_cuda_graph_replay_metadata = runner._init_cuda_graph_replay_metadata = begin_replay
+        for module in (self.graphs, self.verify, self.extended):
+            for name in ("run_dense_forward", "run_mla_forward"):
                 setattr(module, name, in_a_graph(getattr(module, name)))
 
     def dense_cases(self, window: bool) -> Iterator[tuple[str, Case]]:
@@ -269,7 +271,7 @@ class Kit:
             ("latent", latent, self.extended.run_mla_eagle_draft_extend_v2_cuda_graph_runner_case),
         ):
             case = _drafts_case(of_kind, ForwardMode.DRAFT_EXTEND_V2, 16)
-            yield f"{kind} extend by a runner", partial(run, unittest.TestCase(), case, device=DEVICE)
+            yield f"{kind} extend by a runner", self._in_order(self.extended, partial(run, unittest.TestCase(), case))
 
     def latent_cases(self) -> Iterator[tuple[str, Case]]:
         self.with_trees = False
@@ -344,6 +346,17 @@ def _moved_by_a_row(prepare: Callable[..., None]) -> Callable[..., None]:
         rows[1:].copy_(rows[:-1].clone())
 
     return prepare_moved
+
+
+def _moved_with_its_table(make: Callable[..., Any]) -> Callable[..., Any]:
+    def made(fixture: Any, *given: Any) -> Any:
+        batch = make(fixture, *given)
+        batch.req_pool_indices += 1
+        rows = fixture.runner.req_to_token_pool.req_to_token
+        rows[1:].copy_(rows[:-1].clone())
+        return batch
+
+    return made
 
 
 def _in_the_next_row(make: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from rocm_attn.integrations.plugins import SGLANG as SGLANG_PLUGIN
 from tests.amd.engines.models import model
 from tests.amd.engines.serving import MOST_STEPS_LATER, assert_equal_tokens, prompts
 from tests.amd.engines.sglang_kit import GROUPS
 from tests.amd.engines.sglang_plugin import FAULTS
-from tests.amd.engines.sglang_runs import SglangVenv, sglang_venv
+from tests.amd.engines.sglang_runs import SGLANG, SglangVenv, sglang_venv
 from tests.amd.engines.sglang_text import Answer, Run
 
 
@@ -100,6 +101,17 @@ def test_windows_give_sglangs_own_tokens_in_one_pool_and_in_two(
     (stock,) = sglang.stock(asked, tmp_path)
     assert_equal(sglang.ours(asked, tmp_path), stock)
     assert_equal(sglang.ours(asked, tmp_path, window_pool=True), stock)
+
+
+@pytest.mark.nightly
+def test_the_oldest_release_that_is_served_gives_the_newest_ones_tokens(sglang: SglangVenv, tmp_path: Path) -> None:
+    oldest = SGLANG_PLUGIN.checked[0].version
+    assert oldest != SGLANG
+    for name, pools in (("gemma3", (False, True)), ("smollm2", (False,))):
+        asked = [run(sglang, name)]
+        (stock,) = sglang.stock(asked, tmp_path)
+        for window_pool in pools:
+            assert_equal(sglang.ours(asked, tmp_path, window_pool=window_pool, release=oldest), stock)
 
 
 @pytest.mark.nightly

@@ -104,6 +104,30 @@ def test_windows_give_sglangs_own_tokens_in_one_pool_and_in_two(
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize(("branches", "page_size"), [(1, 16), (2, 1)])
+def test_drafts_of_another_model_change_no_token(
+    branches: int, page_size: int, sglang: SglangVenv, tmp_path: Path
+) -> None:
+    """Steps of a draft model, of verification in a chain or by a tree's mask, and of what the draft model takes up."""
+    (stock,) = sglang.stock([run(sglang, "gemma3")], tmp_path)
+    drafting = run(
+        sglang,
+        "gemma3",
+        page_size=page_size,
+        speculative_algorithm="STANDALONE",
+        speculative_draft_model_path=str(model("gemma3_draft", sglang.folder)),
+        speculative_num_steps=3,
+        speculative_eagle_topk=branches,
+        speculative_num_draft_tokens=4,
+    )
+    (ours,) = sglang.ours([drafting], tmp_path)
+    assert ours.tokens == stock.tokens
+    tokens, steps = (sum(map(sum, each)) for each in ([[len(t) for t in r] for r in ours.tokens], ours.verified))
+    # Some drafts were accepted, and not all: a step of verification gives one token at least and four at most.
+    assert tokens / 3.5 < steps < tokens / 1.2
+
+
+@pytest.mark.nightly
 def test_the_oldest_release_that_is_served_gives_the_newest_ones_tokens(sglang: SglangVenv, tmp_path: Path) -> None:
     oldest = SGLANG_PLUGIN.checked[0].version
     assert oldest != SGLANG

@@ -30,15 +30,15 @@ def give_kernels() -> None:
 
 def see_whole_masks() -> None:
     """Masks of trees as on a GPU: over all keys of a request. On a CPU SGLang has those of the drafts alone."""
-    from sglang.kernels.ops.speculative.spec_tree import TreeMaskMode  # type: ignore[import-not-found]
-    from sglang.srt.speculative import eagle_utils  # type: ignore[import-not-found]
+    from sglang.kernels.ops.speculative.spec_tree import TreeMaskMode
+    from sglang.srt.speculative import eagle_utils
 
     eagle_utils.default_tree_mask_mode = lambda *_: TreeMaskMode.FULL_MASK
 
 
 def find_last_slots_in_torch() -> None:
     """SGLang finds the slot of a request's last token by a kernel of Triton's, but for backends that it knows."""
-    from sglang.srt.mem_cache import allocation  # type: ignore[import-not-found]
+    from sglang.srt.mem_cache import allocation
 
     allocation.get_last_loc_triton = allocation.get_last_loc_torch
 

@@ -549,4 +549,4 @@ def launch_moves(page_size: int) -> None:
     for side in _sides_that_move(page_size):
         rows, words = torch.empty(1 << 20, dtype=side.dtype), torch.empty(16, dtype=torch.int64)
         for launch in (launch_export_rows, launch_import_rows):
-            launch(AlikePages.of([side, side]), MovedTokens(words, rows, 0, 0, 3 * page_size, 3))
+            launch(AlikePages.of([side, side]), MovedTokens(words, rows, 0, 0, 3 * page_size, 3 * page_size, 3))

@@ -350,15 +350,15 @@ def _fix_ups() -> dict[str, _Launch]:
 def _moves() -> dict[str, _Launch]:
     """Tokens within pages, of parts in one memory."""
     moves = {
-        "export_rows": (launch_export_rows, cache_twins.export_rows, (4, 6, 16)),
-        "import_rows": (launch_import_rows, cache_twins.import_rows, (4, 6, 16)),
-        "import_rows-later": (launch_import_rows, cache_twins.import_rows, (8, 6, 16)),
+        "export_rows": (launch_export_rows, cache_twins.export_rows, (4, 6, 16, 16)),
+        "import_rows": (launch_import_rows, cache_twins.import_rows, (4, 6, 16, 16)),
+        "import_rows-later": (launch_import_rows, cache_twins.import_rows, (8, 6, 14, 16)),
     }
     return {
         name: _Launch(
             of_moves(launch, *span),
             of_moves(twin, *span),
-            [moved_words(*span), moved_rows(*span[1:]), moved_pages()],
+            [moved_words(*span), moved_rows(*span[1:3]), moved_pages()],
             {},
         )
         for name, (launch, twin, span) in moves.items()

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import Line, Logits, Rows, Span
@@ -32,7 +33,7 @@ from rocm_attn.kernels.attention.decode_schedule import (
     words_of_program,
 )
 from rocm_attn.kernels.attention.key_loop import Seen
-from rocm_attn.kernels.attention.merge import launch_merge
+from rocm_attn.kernels.attention.merge import early_options, launch_merge
 from rocm_attn.kernels.attention.query_block import rows_of_block
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.softmax import visible_blocks
@@ -66,6 +67,7 @@ class LatentDecodeGeometry(NamedTuple):
     HEAD_BLOCKS: blocks of query heads, which neighbouring programs take
     QUERY_ROWS:  rows of a query block, a new token and a query head each, then padding
     STAGES:      key blocks whose loads are in flight
+    EARLY:       whether launches may begin while the one before still runs
     """
 
     rows: RowCut
@@ -75,6 +77,7 @@ class LatentDecodeGeometry(NamedTuple):
     HEAD_BLOCKS: int
     QUERY_ROWS: int
     STAGES: int
+    EARLY: bool
 
 
 @triton.jit
@@ -125,6 +128,11 @@ def _latent_decode_kernel(
     T: tl.constexpr = R.TOKENS
     program = tl.program_id(0) // G.HEAD_BLOCKS
     head_block = tl.program_id(0) % G.HEAD_BLOCKS
+    if G.EARLY:
+        # All that is read may be what the launch before this one writes. The merge may start when every program is past
+        # this, and so find the schedule.
+        gdc_wait()
+        gdc_launch_dependents()
     words = words_of_program(schedule, program)
     seq = tl.load(words + PROGRAM_SEQ)
     row = tl.load(words + PROGRAM_ROW)
@@ -230,8 +238,9 @@ def launch_latent_decode(args: AttendArgs, *, scores: Scores, cut: DecodeCut, ti
         G=geometry,
         num_warps=tiles.num_warps,
         **tiles.options(),
+        **early_options(tiles.early),
     )
-    launch_merge(args, cut, geometry.rows)
+    launch_merge(args, cut, geometry.rows, early=tiles.early)
 
 
 def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: LatentTiles) -> LatentDecodeGeometry:
@@ -254,4 +263,5 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: LatentTil
         HEAD_BLOCKS=tiles.head_blocks(num_heads),
         QUERY_ROWS=tiles.query_rows,
         STAGES=tiles.num_stages,
+        EARLY=tiles.early,
     )

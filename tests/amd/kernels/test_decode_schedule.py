@@ -58,8 +58,8 @@ def batches(draw: st.DrawFn) -> Batch:
     longest = draw(st.sampled_from([3, 40, 300, 5000]))
     lengths = st.just(longest) if draw(st.booleans()) else st.integers(0, longest)
     seqs = draw(st.lists(st.tuples(lengths, st.sampled_from([1, 1, 1, 0, 2])), max_size=20))
-    costs = {"row_cost": draw(st.integers(0, 4)), "row_end": draw(st.integers(0, 2))}
-    tiles = replace(TILES, **costs, head_blocks=draw(st.integers(1, 2)))
+    row_cost, row_end = draw(st.integers(0, 4)), draw(st.integers(0, 2))
+    tiles = replace(TILES, row_cost=row_cost, row_end=row_end, head_blocks=draw(st.integers(1, 2)))
     return Batch(
         [length for length, _ in seqs],
         [new for _, new in seqs],

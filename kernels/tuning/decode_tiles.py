@@ -32,8 +32,9 @@ DECODE_ROWS = (
         16,
         DecodeTiles(64, 4, 3, 2, transposed=True, heads_per_row=2, row_cost=1, row_end=1, early=True),
     ),
-    # 20 query heads on 10 KV heads, 3 x 25k: 41 us of 24 elements, 54 of 48; 49 and 60 in blocks of 32 keys.
-    DecodeRow("sm_90", 2, 48, 16, DecodeTiles(64, 4, 3, 4, dim_block=32, early=True), (Codes.NONE,)),
+    # 20 query heads on 10 KV heads, 3 x 25k: of 24 elements 39 us, and 48 with 4 programs an SM. Blocks of 32 keys take
+    # 1.1 to 1.2 of the time.
+    DecodeRow("sm_90", 2, 48, 16, DecodeTiles(64, 4, 3, 6, dim_block=32, early=True), (Codes.NONE,)),
     # 32 query heads of 80 on 8 KV heads, 64 x 4k: 208 us; 219 in the tiles of 128, 224 to 297 in other equal blocks.
     DecodeRow("sm_90", 2, 80, 16, DecodeTiles(32, 4, 3, 4, dim_block=32, early=True), (Codes.NONE,)),
     # llama70b 64 x 4k: 247 us, 250 without early launches; 331 with 1 program an SM, 380 with blocks of 128 keys. 16 x
@@ -57,6 +58,10 @@ DECODE_ROWS = (
     # With blocks of 32 keys up to 112 bytes of registers spill.
     DecodeRow("sm_90", 2, 256, 64, DecodeTiles(16, 8, 2, 1, early=True), (Codes.BY_TOKEN,)),
     DecodeRow("sm_90", 2, 256, 64, DecodeTiles(32, 8, 2, 1, early=True)),
+    # 20 query heads on 5 KV heads, 18 x 2.7k: of 320 elements 83 us, of 384 98; 125 and 126 as one block of 512 columns.
+    DecodeRow("sm_90", 2, 384, 16, DecodeTiles(32, 4, 3, 2, dim_block=64, early=True), (Codes.NONE,)),
+    # 32 query heads on 4 KV heads, 16 x 4k: 135 us, and 24 on 6, 2 x 10.7k: 71; 142 and 73 as one block.
+    DecodeRow("sm_90", 2, 512, 32, DecodeTiles(16, 4, 3, 2, dim_block=64, early=True), (Codes.NONE,)),
     # Of 512 columns; with 64 query heads a row spills.
     DecodeRow("sm_90", 2, 512, 16, DecodeTiles(32, 8, 3, 1, early=True)),
     DecodeRow("sm_90", 2, 512, 32, DecodeTiles(32, 8, 2, 1, early=True)),

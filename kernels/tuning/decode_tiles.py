@@ -58,7 +58,7 @@ DECODE_ROWS = (
     # With blocks of 32 keys up to 112 bytes of registers spill.
     DecodeRow("sm_90", 2, 256, 64, DecodeTiles(16, 8, 2, 1, early=True), (Codes.BY_TOKEN,)),
     DecodeRow("sm_90", 2, 256, 64, DecodeTiles(32, 8, 2, 1, early=True)),
-    # 20 query heads on 5 KV heads, 18 x 2.7k: of 320 elements 83 us, of 384 98; 125 and 126 as one block of 512 columns.
+    # 20 query heads on 5 KV heads, 18 x 2.7k: of 320 elements 83 us, of 384 98; 125 and 126 as one block of 512.
     DecodeRow("sm_90", 2, 384, 16, DecodeTiles(32, 4, 3, 2, dim_block=64, early=True), (Codes.NONE,)),
     # 32 query heads on 4 KV heads, 16 x 4k: 135 us, and 24 on 6, 2 x 10.7k: 71; 142 and 73 as one block.
     DecodeRow("sm_90", 2, 512, 32, DecodeTiles(16, 4, 3, 2, dim_block=64, early=True), (Codes.NONE,)),

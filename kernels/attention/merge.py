@@ -170,12 +170,14 @@ def _merge_kernel(
             sink = tl.load(sinks + head, mask=is_row, other=float("-inf"))
             maximum, total, decay = add_sink(maximum, total, sink)
             acc = acc * decay[:, None]
-        value = (acc / tl.where(is_row, total, 1.0)[:, None]).to(out.dtype.element_ty)
+        # Other lines hold anything, and a token whose mask shows no key has seen none: 0 / 1, and LSE -inf + log2(1).
+        total = tl.where(is_row & (total != 0.0), total, 1.0)
+        value = (acc / total[:, None]).to(out.dtype.element_ty)
         mask = is_row[:, None] & (column < G.V_HEAD_DIM)[None, :]
         tl.store(out + (token * out_token + head * out_head)[:, None] + column[None, :], value, mask=mask)
         if lse is not None:
             # Programs of other column chunks store the same number.
-            value = (maximum + tl.log2(tl.where(is_row, total, 1.0))) * LN_2
+            value = (maximum + tl.log2(total)) * LN_2
             tl.store(lse + token * lse_token + head * lse_head, value, mask=is_row)
 
 

@@ -72,8 +72,10 @@ def paged_extend(args: AttendArgs, *, scores: Scores, mask: PackedMask | None = 
     end_key = kv_index + 1 if scores.causal and mask is None else kv_len
     cells = None
     if mask is not None:
+        start = mask.start[cut.seq][:, None]
         position = torch.maximum(mask.positions[cut.token], first_new_key)
-        cells = _Cells(mask.words, mask.indptr[cut.seq][:, None] + cut.offset * kv_len.long())
+        first_cell = mask.indptr[cut.seq][:, None] + cut.offset * (kv_len - start).long()
+        cells = _Cells(mask.words, first_cell, start)
     tiles = _Tiles(
         q=args.q[cut.token],
         pages=_pages_of(args)[cut.seq],
@@ -170,15 +172,27 @@ def _pages_of(args: AttendArgs) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Cells:
-    """The cells of tiles in a packed mask; first: int64 [tiles, tile_len], a row's first cell."""
+    """The cells of tiles in a packed mask.
+
+    first: int64 [tiles, tile_len]  a row's first cell
+    start: int32 [tiles, 1]         the first key that has cells; rows see those before it
+    """
 
     words: Tensor
     first: Tensor
+    start: Tensor
+
+    def cut(self, first: int, end: int) -> _Cells:
+        """Those of some of the tiles."""
+        return _Cells(self.words, self.first[first:end], self.start[first:end])
 
     def visible(self, key: Tensor, is_cell: Tensor) -> Tensor:
         """Whether each row sees each key; is_cell: bool [tiles, tile_len, keys], others are not looked up."""
-        cell = torch.where(is_cell, self.first[:, :, None] + key, 0)
-        return is_cell & ((self.words[cell >> 5] >> (cell & 31).int()) & 1).bool()
+        start = self.start[:, :, None]
+        is_seen = is_cell & (key < start)
+        is_cell = is_cell & (key >= start)
+        cell = torch.where(is_cell, self.first[:, :, None] + key - start, 0)
+        return is_seen | is_cell & ((self.words[cell >> 5] >> (cell & 31).int()) & 1).bool()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -208,7 +222,7 @@ class _Tiles:
             kv_index=self.kv_index[first:end],
             window_start=self.window_start[first:end],
             end_key=self.end_key[first:end],
-            cells=None if self.cells is None else _Cells(self.cells.words, self.cells.first[first:end]),
+            cells=None if self.cells is None else self.cells.cut(first, end),
         )
 
     def hidden(self, num_keys: int, scores: Scores) -> Tensor:

@@ -20,16 +20,21 @@ from rocm_attn.machine.releases import EVERY_RELEASE, Release, Span
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem
 from rocm_attn.providers.launches import (
+    AcceptDrawn,
+    AcceptSampled,
     CheckSelection,
     ClearPads,
+    DeriveDraftSteps,
     Fill,
     Finish,
     GatherTable,
     MergeStates,
+    MovePaths,
     MoveRows,
     PackMask,
     PlaceDeviceInputs,
     PlaceMask,
+    PlaceTrees,
     Publish,
     PublishEngine,
     RopeQueries,
@@ -412,6 +417,8 @@ class StepOps:
     publish: Publish
     device_inputs: PlaceDeviceInputs
     place_mask: PlaceMask
+    draft_steps: DeriveDraftSteps
+    place_trees: PlaceTrees
     table_update: UpdateTable
     fill: Fill
     store_kv: StoreKV
@@ -429,6 +436,10 @@ class StepOps:
     # Between pages and what engines send each other.
     export_rows: MoveRows
     import_rows: MoveRows
+    # Of drafts.
+    accept_drawn: AcceptDrawn
+    accept_sampled: AcceptSampled
+    move_paths: MovePaths
     # Of selections that a caller makes, and of all of them in debug runs.
     check_selection: CheckSelection
 

@@ -11,7 +11,17 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
-from rocm_attn.kernels.refs import attention, cache, engine_metadata, merge_states, metadata, pads, rope, sparse
+from rocm_attn.kernels.refs import (
+    attention,
+    cache,
+    engine_metadata,
+    merge_states,
+    metadata,
+    pads,
+    rope,
+    sparse,
+    speculative,
+)
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers import torch_segments
@@ -155,6 +165,8 @@ def _ops() -> StepOps:
         publish=metadata.publish,
         device_inputs=metadata.device_inputs,
         place_mask=metadata.place_mask,
+        draft_steps=metadata.draft_steps,
+        place_trees=metadata.place_trees,
         table_update=metadata.table_update,
         fill=metadata.fill,
         store_kv=cache.store_kv,
@@ -169,6 +181,9 @@ def _ops() -> StepOps:
         take_slots=engine_metadata.take_slots,
         pack_mask=engine_metadata.pack_mask,
         export_rows=cache.export_rows,
+        accept_drawn=speculative.accept_drawn,
+        accept_sampled=speculative.accept_sampled,
+        move_paths=speculative.move_paths,
         import_rows=cache.import_rows,
         check_selection=sparse.check_selection,
     )
@@ -186,7 +201,7 @@ TORCH = Provider(
             _bind_masked,
             Baked.MAX_KV_LEN,
             Baked.MAX_Q_LEN,
-            needs=frozenset({Need.MASK_INDPTR, Need.MASK_WORDS}),
+            needs=frozenset({Need.MASK}),
             limits=_LIMITS,
         ),
         _shared_row(),

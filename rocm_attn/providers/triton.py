@@ -27,7 +27,7 @@ from rocm_attn.providers.schedules import DecodeSchedule, ExtendSchedule
 from rocm_attn.providers.scores import scores_of
 from rocm_attn.providers.shared_prefix import SharedPrefixKernel, limits_of_shared_prefix, problem_of_prefixes
 from rocm_attn.providers.triton_later import triton_launches
-from rocm_attn.providers.triton_rows import ARCHS, MaskedExtend, triton_ops, triton_row
+from rocm_attn.providers.triton_rows import ARCHS, Masked, triton_ops, triton_row
 
 _LIMITS = Limits(
     archs=ARCHS,
@@ -168,10 +168,10 @@ def _bind_mixed(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel
 def _bind_masked(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
     codes = triton_segments.codes_of(problem)
 
-    def bind(tiles: ExtendTiles, is_short: bool) -> MaskedExtend:
+    def bind(tiles: ExtendTiles, is_short: bool) -> Masked:
         tiles = tiles.of_masked_steps(codes, is_short=is_short)
         cut = _extend_cut(problem, target, tiles, causal=False)
-        return MaskedExtend(TritonExtend(problem, scores_of(problem), tiles, cut))
+        return Masked(TritonExtend(problem, scores_of(problem), tiles, cut))
 
     return _by_tokens(problem, target, bind)
 
@@ -219,7 +219,7 @@ TRITON = Provider(
         triton_row("triton.extend", StepKind.EXTEND, _bind_extend, limits=_LIMITS),
         triton_row("triton.hopper_extend+decode", StepKind.MIXED, _bind_mixed_hopper, limits=triton_hopper.LIMITS),
         triton_row("triton.extend+decode", StepKind.MIXED, _bind_mixed, limits=_LIMITS),
-        triton_row("triton.masked", StepKind.MASKED, _bind_masked, Need.MASK_INDPTR, Need.MASK_WORDS, limits=_LIMITS),
+        triton_row("triton.masked", StepKind.MASKED, _bind_masked, Need.MASK, limits=_LIMITS),
         triton_row(
             "triton.hopper_shared_prefix",
             StepKind.SHARED,

@@ -13,6 +13,8 @@ from rocm_attn.runner.sampling import Sampler, Sampling
 
 FinishReason = Literal["stop", "length", "error", "abort"]
 
+ALL_READ = -1
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -133,11 +135,13 @@ class Sequence:
     number:     in the order of submission
     stops:      tokens that end the text
     token_ids:  the prompt and what was generated
-    num_stored: tokens whose K and V are in the pool
+    num_stored: tokens whose K and V are in the pool when all steps have run that were launched
     cached_row: what the prefix cache knows of it
     row:        of the request table; 0 while it waits
     is_suspect: whether a step in which it was had a fault that may be its own; then it is computed again alone
     times:      since the request was taken
+    unread_at:  its place among the picks of the step that was launched last, whose token the host has not read yet;
+                ALL_READ where there is none
     """
 
     number: int
@@ -150,11 +154,17 @@ class Sequence:
     row: int = 0
     is_suspect: bool = False
     times: RequestTimes = field(default_factory=RequestTimes)
+    unread_at: int = ALL_READ
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt, and what was generated: the one that was not read yet, too."""
+        return len(self.token_ids) + (self.unread_at != ALL_READ)
 
     @property
     def num_left(self) -> int:
         """Tokens to be stored before the next one can be picked; 1 while it decodes."""
-        return len(self.token_ids) - self.num_stored
+        return self.num_tokens - self.num_stored
 
     @property
     def urgency(self) -> tuple[int, int]:
@@ -163,10 +173,10 @@ class Sequence:
 
     @property
     def num_new(self) -> int:
-        """Tokens that were generated so far."""
-        return len(self.token_ids) - len(self.request.prompt_token_ids)
+        """Tokens that were generated so far, the one that was not read yet too."""
+        return self.num_tokens - len(self.request.prompt_token_ids)
 
     @property
     def new_token_ids(self) -> tuple[int, ...]:
-        """What was generated so far."""
+        """What was generated and read so far."""
         return tuple(self.token_ids[len(self.request.prompt_token_ids) :])

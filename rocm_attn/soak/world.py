@@ -15,10 +15,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
+from rocm_attn.batch.mask import TreeMask
 from rocm_attn.batch.prefixes import NO_PREFIXES, Prefixes, PrefixGroup, SharedPrefixes
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
-from rocm_attn.batch.tree_mask import NO_PARENT, tree_mask
 from rocm_attn.errors import BadBatch, BadSetting, OutOfPages
+from rocm_attn.kernels.metadata.step_tensors import NO_PARENT
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.soak.model import SequenceTruth, chain
@@ -258,8 +259,10 @@ class DrawnStep:
         """The batch, with the mask of its trees if it has any."""
         if self.action is not Action.TREE:
             return self.batch
-        parents = np.concatenate([chain(0), *(turn.parents for turn in self.turns)])
-        return replace(self.batch, mask=tree_mask(self.batch, torch.from_numpy(parents).to(device)))
+        parents = np.full((len(self.turns), max(1, self.batch.max_q_len)), NO_PARENT, np.int32)
+        for line, turn in zip(parents, self.turns, strict=True):
+            line[: turn.q_len] = turn.parents
+        return replace(self.batch, mask=TreeMask(torch.from_numpy(parents).to(device)))
 
     def truths(self) -> tuple[SequenceTruth, ...]:
         """What the sequences hold after the step."""

@@ -48,7 +48,7 @@ def test_what_is_predicted_is_what_is_allocated_and_captured(
             provider=provider,
             capture_sizes=[1, 4],
             capture_tokens=[4, 8],
-            **mode,
+            **mode,  # type: ignore[arg-type]
         ),
     )
     assert [bucket.shape for bucket in plan.buckets] == [bucket.key.shape for bucket in report.buckets]

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rocm_attn.batch.mask import StepMask, random_mask
+from rocm_attn.batch.mask import StepMask, TreeMask, random_mask
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.batch.tree_mask import NO_PARENT, tree_mask
 from rocm_attn.capture.graphs import recorder_for, shape_name
 from rocm_attn.capture.step_runner import StepRunner
+from rocm_attn.kernels.metadata.step_tensors import NO_PARENT
 from tests.amd.graphs.small_models import Requests, Tiny
 from tests.amd.runtime.stepping import providers
 
@@ -36,8 +36,8 @@ def test_one_graph_serves_every_mask_and_every_tree_of_its_size(provider: str, d
         rows = runner.run(batch).clone()
         assert torch.equal(rows, runner.run_eagerly(batch))
     tree = requests.batch([5, 1, 4])
-    parents = [NO_PARENT, 0, 0, 1, 2, NO_PARENT, NO_PARENT, 0, 0, NO_PARENT]
-    tree = replace(tree, mask=tree_mask(tree, torch.tensor(parents, dtype=torch.int32, device=device)))
+    parents = [[NO_PARENT, 0, 0, 1, 2], [NO_PARENT] * 5, [NO_PARENT, 0, 0, NO_PARENT, 7]]
+    tree = replace(tree, mask=TreeMask(torch.tensor(parents, dtype=torch.int32, device=device)))
     rows = runner.run(tree).clone()
     assert torch.equal(rows, runner.run_eagerly(tree))
     assert runner.counters.replays == 5, runner.counters

@@ -65,7 +65,9 @@ def run_latent_decode(
     words = latent_partials_words(cut, num_heads=num_heads, v_head_dim=v_head_dim)
     partials = put(torch.full((words,), float("nan"), device=tensors.q.device))
     launch_decode_schedule(tensors.queries, schedule, cut)
-    launch_latent_decode(tensors.args(schedule, partials), scores=tensors.scores, cut=cut, tiles=tiles)
+    launch_latent_decode(
+        tensors.args(schedule, partials), scores=tensors.scores, cut=cut, tiles=tiles, mask=tensors.mask
+    )
 
 
 def run_latent_extend(

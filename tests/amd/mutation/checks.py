@@ -31,6 +31,7 @@ from rocm_attn.kernels.cache.tails import launch_zero_tails
 from rocm_attn.kernels.experts.groups import ExpertGroups
 from rocm_attn.kernels.experts.product import launch_expert_product
 from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
+from rocm_attn.kernels.metadata.draft_steps import launch_draft_steps
 from rocm_attn.kernels.metadata.engine_tensors import (
     Q_BOUNDARIES,
     Q_LENGTHS,
@@ -43,6 +44,7 @@ from rocm_attn.kernels.metadata.fill import launch_fill
 from rocm_attn.kernels.metadata.gather_table import launch_gather_table
 from rocm_attn.kernels.metadata.pack_mask import launch_pack_mask
 from rocm_attn.kernels.metadata.place_mask import launch_place_mask
+from rocm_attn.kernels.metadata.place_trees import launch_place_trees
 from rocm_attn.kernels.metadata.publish import launch_publish
 from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, FIELDS, Pads
@@ -69,15 +71,18 @@ from tests.amd.kernels.latent_cases import (
 from tests.amd.kernels.launches_of_tensors import (
     fill_step,
     of_device_inputs,
+    of_draft_steps,
     of_pack_mask,
     of_pages,
     of_place_mask,
+    of_place_trees,
     of_publish,
 )
 from tests.amd.mutation.coded_pages import PAGE_SIZE, coded_pages, of_coded_pages
 from tests.amd.mutation.memory import Memory, assert_same
 from tests.amd.mutation.moves_check import moves
 from tests.amd.mutation.sparse_checks import SPARSE_CHECKS
+from tests.amd.mutation.speculative_checks import SPECULATIVE_CHECKS
 from tests.amd.vectorised import vectorised_keys, vectorised_values
 
 CPU = torch.device("cpu")
@@ -136,7 +141,7 @@ def attention(memory: Memory, case: Case) -> Tensors:
     placed: dict[str, Any] = {name: memory.put(tensor) for name, tensor in given.items()}
     if tensors.mask is not None:
         mask = tensors.mask
-        placed["mask"] = PackedMask(memory.put(mask.words), memory.put(mask.indptr), memory.put(mask.positions))
+        placed["mask"] = PackedMask(*map(memory.put, (mask.words, mask.indptr, mask.start, mask.positions)))
     return replace(tensors, **placed)
 
 
@@ -258,6 +263,7 @@ def latents(memory: Memory) -> None:
         (run_latent_decode, 3, (16, 16), {"kv_len": [33, 5], "q_len": [1] * 2}),
         (partial(run_latent_decode, most=5), 3, LATENT_DIMS, few),
         (partial(run_latent_decode, most=5), 19, LATENT_DIMS, few | LATENT_SCORES),
+        (partial(run_latent_decode, most=5), 19, LATENT_DIMS, few | {"masked": True, "mask_keys": 4}),
         (run_latent_extend, 3, LATENT_DIMS, {"kv_len": [43, 18, 0], "q_len": [24, 18, 0], "tail": 3}),
         (run_latent_extend, 19, LATENT_DIMS, {"kv_len": [21], "q_len": [2], "causal": False, "tail": 1}),
         (run_latent_extend, 3, LATENT_DIMS, {"kv_len": [43], "q_len": [24], "masked": True, **LATENT_SCORES}),
@@ -458,7 +464,7 @@ def fill(memory: Memory) -> None:
         (wrong, 9, 9, 7, 1),
     ):
         inputs = [ints([5, num_tokens, 1, 0]), ints([2, 1, 3, 3, 2]), ints(kv_len), ints(q_len), table]
-        inputs += [ints([3, 3, 0, 6, 0]), ints([2, 2, 3, 5, 5])]
+        inputs += [ints([3, 3, 0, 6, 0]), ints([2, 2, 3, 5, 5]), ints([0, 3, 0, 1, 0])]
         outputs = [garbage(size) for size in (6, 5, *[num_tokens_padded] * 4, 6, list_len, 5)]
         dense, wide, mask_indptr = garbage(25).view(5, 5), garbage(5).long(), garbage(6).long()
         groups = [garbage(size) for size in (6, 5, 5)]
@@ -493,10 +499,37 @@ def device_inputs(memory: Memory) -> None:
 
 
 def place_mask(memory: Memory) -> None:
-    """Seven bytes for words that hold more, and positions of three tokens at five."""
+    """Seven bytes for words that hold more, and positions of three tokens at five; three sequences, one a pad."""
     inputs = [torch.arange(1, 8, dtype=torch.uint8), ints([4, 5, 6, 7]), ints([2, 3, 1, 0])]
-    launches = of_place_mask(launch_place_mask), of_place_mask(twins.place_mask)
-    assert_same(memory, *launches, inputs, [garbage(2), garbage(5)])
+    inputs += [ints([9, 2, 0]), ints([2, 1, 0])]
+    for keys_before in (0, 3, ALL_KEYS):
+        launch, twin = (
+            partial(of_place_mask(place), keys_before=keys_before) for place in (launch_place_mask, twins.place_mask)
+        )
+        assert_same(memory, launch, twin, inputs, [garbage(3), garbage(2), garbage(5)])
+
+
+def place_trees(memory: Memory) -> None:
+    """Trees of three sequences and a pad, of new nodes alone and of nodes before them; words that are shared."""
+    parents = ints([-1, 0, 0, 1, 2, -1, -1, 0, 1, 9, 3, 7, -1, -1, 1, 2, 3, 0]).view(3, 6)
+    inputs = [parents, ints([3, 7, 1, 0]), ints([9, 5, 7, 0]), ints([3, 2, 2, 0])]
+    for nodes_before in (0, 2, 3):
+        launch, twin = (
+            partial(of_place_trees(place), nodes_before=nodes_before)
+            for place in (launch_place_trees, twins.place_trees)
+        )
+        assert_same(memory, launch, twin, inputs, [garbage(4), garbage(3), garbage(9)])
+
+
+def draft_steps(memory: Memory) -> None:
+    """Three steps of two branches; two sequences and two pads, and a gap after each step's part."""
+    kv_len, token_ids, mask_start, parents = garbage(15), garbage(27), garbage(15), garbage(24)
+    kv_len[:2] = ints([9, 30])
+    launch, twin = (
+        partial(of_draft_steps(derive, Pads(5, 0)), num_seqs=4, branches=2, steps=3)
+        for derive in (launch_draft_steps, twins.draft_steps)
+    )
+    assert_same(memory, launch, twin, [ints([2, 4, 1, 0])], [kv_len, token_ids, mask_start, parents])
 
 
 def merge_sides(memory: Memory) -> None:
@@ -655,15 +688,18 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "cache/tails.py": tails,
     "experts/product.py": experts,
     "metadata/device_inputs.py": device_inputs,
+    "metadata/draft_steps.py": draft_steps,
     "metadata/fill_roles.py": fill,
     "metadata/gather_table.py": gather,
     "metadata/pack_mask.py": pack_mask,
     "metadata/place_mask.py": place_mask,
+    "metadata/place_trees.py": place_trees,
     "metadata/publish.py": publish,
     "metadata/publish_engine.py": publish_engine,
     "metadata/table_update.py": table_update,
     "metadata/take_slots.py": slots,
     **SPARSE_CHECKS,
+    **SPECULATIVE_CHECKS,
 }
 
 

@@ -455,6 +455,7 @@ def _launch_whole_fill(page_size: int) -> None:
         last_page_len=of_seq,
         block_table=torch.empty(num_seqs, width, dtype=torch.int32),
         kv_len_int64=torch.empty(num_seqs, dtype=torch.int64),
+        mask_start=of_seq,
         mask_indptr=torch.empty(num_seqs + 1, dtype=torch.int64),
     )
     for terms in (OWN_TABLE, TableTerms(null_page=False, short_kv=True)):

@@ -491,9 +491,9 @@ def _launch_of_engines(page_size: int) -> None:
 
 
 def launch_picks(num_seqs: int) -> None:
-    """Tokens of rows of every dtype."""
+    """Tokens of rows of narrow and of wide logits."""
     terms, words = torch.empty(num_seqs, 3), torch.empty(num_seqs, 2, dtype=torch.int32)
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+    for dtype in (torch.bfloat16, torch.float32):
         logits = torch.empty(num_seqs, 32000, dtype=dtype)
         launch_pick_rows(logits, terms, torch.empty(num_seqs, dtype=torch.int32), words, num_drawing=1)
 

@@ -36,6 +36,7 @@ def main() -> None:
         ("eight_bit_cost_h200.json", eight_bit_cost),
         ("kv_transfer_h200.json", kv_transfer),
         ("latent_decode_h200.json", latent_decode),
+        ("speculative_h200.json", speculative),
         ("sparse_decode_h200.json", sparse_decode),
         ("wide_rows_h200.json", wide_rows),
         ("named_shapes_h200.json", named_shapes),
@@ -268,6 +269,24 @@ def kv_transfer(result: dict[str, Any]) -> str:
         times = f"{us['copy']:.0f} | {us['export']:.0f} | {us['import']:.0f} | {us['copy'] / us['export']:.2f}"
         rest = f"{us['export of one layer']:.0f} | {us['torch export']:.0f} | {us['host of an export']:.0f}"
         lines.append(f"| {case['name']} | {case['megabytes']:.0f} | {times} | {rest} |")
+    return "\n".join(lines) + "\n"
+
+
+def speculative(result: dict[str, Any]) -> str:
+    """Masked steps of drafts beside steps without a mask."""
+    lines = [
+        "## Drafts: verify steps of trees, and draft steps with branches\n",
+        machine_line(result["machine"]),
+        "One layer, its schedule built in it. plain: the same step without a mask; floor: a plain read of K and V. "
+        "Error: of the first and last sequence, relative to float32.\n",
+        "| case | us | plain us | floor us | x plain | x floor | error |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        lines.append(
+            f"| {row['case']} | {row['us']:.1f} | {row['plain_us']:.1f} | {row['floor_us']:.1f} "
+            f"| {row['times_plain']:.2f} | {row['times_floor']:.2f} | {row['error']:.1e} |"
+        )
     return "\n".join(lines) + "\n"
 
 

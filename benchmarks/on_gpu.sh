@@ -25,6 +25,7 @@ measure deterministic_cost
 measure eight_bit_cost
 measure kv_transfer
 measure latent_decode
+measure speculative
 measure sparse_decode
 measure wide_rows
 measure score_cost

@@ -383,7 +383,7 @@ def _speculative() -> dict[str, _Launch]:
         "move_paths": _Launch(
             of_move_paths(launch_move_paths, 0),
             of_move_paths(speculative_twins.move_paths, 0),
-            [*paths(), *layers_of_pages()],
+            [*paths(), layers_of_pages()],
             {},
         ),
     }

@@ -17,6 +17,7 @@ measure() {
 
 measure host_time
 measure steps_ahead
+measure ngram_speculation
 measure eager_step
 measure external_host_time
 measure fill_time

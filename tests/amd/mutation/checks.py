@@ -49,12 +49,11 @@ from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, FIELDS, Pads
 from rocm_attn.kernels.metadata.table_update import launch_table_update
 from rocm_attn.kernels.metadata.take_slots import launch_take_slots
 from rocm_attn.kernels.refs import cache as cache_twins
-from rocm_attn.kernels.refs import engine_metadata, sampling, schedules
+from rocm_attn.kernels.refs import engine_metadata, schedules
 from rocm_attn.kernels.refs import merge_states as merge_twins
 from rocm_attn.kernels.refs import metadata as twins
 from rocm_attn.kernels.refs import rope as rope_twins
 from rocm_attn.kernels.refs.pads import clear_pads
-from rocm_attn.kernels.sampling.pick_rows import launch_pick_rows
 from rocm_attn.kernels.tuning.expert_tiles import ExpertTiles
 from rocm_attn.kernels.tuning.latent_tiles import LatentSegmentTiles, LatentTiles
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
@@ -79,6 +78,7 @@ from tests.amd.mutation.coded_pages import PAGE_SIZE, coded_pages, of_coded_page
 from tests.amd.mutation.draft_checks import device_inputs, draft_steps
 from tests.amd.mutation.memory import Memory, assert_same
 from tests.amd.mutation.moves_check import moves
+from tests.amd.mutation.picks_check import pick_rows
 from tests.amd.mutation.sparse_checks import SPARSE_CHECKS
 from tests.amd.mutation.speculative_checks import SPECULATIVE_CHECKS
 from tests.amd.vectorised import vectorised_keys, vectorised_values
@@ -612,16 +612,6 @@ def pack_mask(memory: Memory) -> None:
     inputs = [cells, ints([4, 5, 6, 7]), ints([2, 3, 1, 0]), torch.tensor([0, 7, 39])]
     kernel, twin = of_pack_mask(launch_pack_mask), of_pack_mask(engine_metadata.pack_mask)
     assert_same(memory, kernel, twin, inputs, [garbage(3), garbage(5)])
-
-
-def pick_rows(memory: Memory) -> None:
-    """Rows that end in a block that is not full, one that draws among some of its tokens, and one of zeros."""
-    logits = rows_with_gaps(torch.randn(3, 4099, generator=torch.Generator().manual_seed(2)))
-    logits[2] = 0.0
-    logits[0, 4098] = 9.0
-    terms = torch.tensor([[0.0, 0.0, 0.0], [1.0, 0.9, 0.41], [0.0, 0.0, 0.0]])
-    kernel, twin = (partial(pick, num_drawing=1) for pick in (launch_pick_rows, sampling.pick_rows))
-    assert_same(memory, kernel, twin, [logits, terms], [garbage(3), garbage(6).view(3, 2)])
 
 
 def experts(memory: Memory) -> None:

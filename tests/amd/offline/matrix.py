@@ -497,8 +497,16 @@ def _launch_of_engines(page_size: int) -> None:
         cells, indptr = torch.empty(num_seqs, dtype=torch.uint8), torch.empty(num_seqs + 1, dtype=torch.int64)
         of_pack_mask(launch_pack_mask)(cells, given, counts, indptr, of_seq, of_seq)
     launch_moves(page_size)
-    launch_speculative(page_size)
     launch_picks(num_seqs)
+    launch_speculative(page_size)
+
+
+def launch_picks(num_seqs: int) -> None:
+    """Tokens of rows of narrow and of wide logits."""
+    terms, words = torch.empty(num_seqs, 3), torch.empty(num_seqs, 2, dtype=torch.int32)
+    for dtype in (torch.bfloat16, torch.float32):
+        logits = torch.empty(num_seqs, 32000, dtype=dtype)
+        launch_pick_rows(logits, terms, torch.empty(num_seqs, dtype=torch.int32), words, num_drawing=1)
 
 
 def launch_speculative(page_size: int) -> None:
@@ -534,14 +542,6 @@ def _sides_that_move(page_size: int) -> tuple[torch.Tensor, ...]:
     pages = torch.empty(64, page_size, 2, 128, dtype=torch.int64)
     factors = torch.empty(64, 2, page_size, dtype=torch.int32).transpose(1, 2)[:, :, None, None]
     return page_words(key_rows(pages)), page_words(key_rows(pages[..., :64])), factors
-
-
-def launch_picks(num_seqs: int) -> None:
-    """Tokens of rows of every dtype."""
-    terms, words = torch.empty(num_seqs, 3), torch.empty(num_seqs, 2, dtype=torch.int32)
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        logits = torch.empty(num_seqs, 32000, dtype=dtype)
-        launch_pick_rows(logits, terms, torch.empty(num_seqs, dtype=torch.int32), words, num_drawing=1)
 
 
 def launch_moves(page_size: int) -> None:

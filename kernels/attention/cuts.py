@@ -222,6 +222,8 @@ class Sharing(NamedTuple):
 
 
 WHOLE_ROWS = Sharing()
+# Of split_keys: more than any step can gain.
+NEVER_SPLIT = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)

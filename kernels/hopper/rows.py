@@ -22,6 +22,8 @@ from rocm_attn.kernels.attention.extend_schedule import (
 
 # Columns of a box of K or V: 128 bytes, the widest swizzle.
 BOX_COLUMNS = gl.constexpr(64)
+# Keys of a piece, which is of BOX_COLUMNS: what is decoded at a time, as much as fits in few registers.
+PIECE = gl.constexpr(64)
 # Rows of a consumer: a warp group's tile of the matrix units.
 GROUP_ROWS = gl.constexpr(64)
 
@@ -40,10 +42,14 @@ class HopperGeometry(NamedTuple):
     STAGES:    steps that a ring holds
     GROUPS:    consumers
     ROW_KEYS:  of cuts.Sharing
+    SEGMENT_STEPS: of deterministic attention, steps of a segment; 0 of other attention
     CAUSAL:    whether a row sees no key after its own
     WINDOWED:  whether there is a window
     OVERLAPS:  whether products with V run under the next step's products with K, which takes registers
-    CONSUMER_REGISTERS, OTHER_REGISTERS: of a thread of a consumer, and of the producer's warp group
+    ENCODING, SCALES: of coding.Coding
+    CODE_TILES: tiles of codes that are in shared memory at a time; 0: pages are in q's dtype
+    MOVES_Q:   whether rows of q are moved into float16
+    CONSUMER_REGISTERS, DECODER_REGISTERS, PRODUCER_REGISTERS: of a thread of each warp group
     """
 
     KV_HEADS: int
@@ -57,11 +63,17 @@ class HopperGeometry(NamedTuple):
     STAGES: int
     GROUPS: int
     ROW_KEYS: int
+    SEGMENT_STEPS: int
     CAUSAL: bool
     WINDOWED: bool
     OVERLAPS: bool
+    ENCODING: int
+    SCALES: int
+    CODE_TILES: int
+    MOVES_Q: bool
     CONSUMER_REGISTERS: int
-    OTHER_REGISTERS: int
+    DECODER_REGISTERS: int
+    PRODUCER_REGISTERS: int
 
     @property
     def query_rows(self) -> int:

@@ -84,9 +84,10 @@ def test_a_schedule_that_may_leave_gaps_between_rows_is_refused(kernel_device: t
     """Slots of partial results follow rows without a gap: the merge would add up what no program wrote."""
     tensors = build(Case([300, 300], [1, 1]), kernel_device)
     tiles = tiles_at(kernel_device, tensors.case)
-    decode, shape = tiles.decode(tensors.gqa_ratio), {"num_kv_heads": 2, "programs": 3, "window_left": -1}
-    even = DecodeCut.of(decode, **shape)
-    assert DecodeCut.of(decode, **shape, has_slots=True) == replace(even, is_even=False)
+    decode = tiles.decode(tensors.gqa_ratio)
+    even = DecodeCut.of(decode, num_kv_heads=2, programs=3, window_left=-1)
+    without_gaps = DecodeCut.of(decode, num_kv_heads=2, programs=3, window_left=-1, has_slots=True)
+    assert without_gaps == replace(even, is_even=False)
     words = torch.zeros(even.words(2), dtype=torch.int32, device=kernel_device)
     with pytest.raises(AssertionError, match="cut for another launch"):
         launch_segment_decode(tensors.args(words), scores=tensors.scores, most_segments=9, cut=even, tiles=tiles)

@@ -47,8 +47,8 @@ _EXTEND_TILES: Mapping[int, HopperTiles] = {
     ),
 }
 
-# Of eight-bit pages. llama8b 1 x 2048 + 6144 with factors of heads: 452 us, 400 over bfloat16 pages in the same run; 8 x
-# 512 + 4096: 589 and 521; of tokens: 580 and 763.
+# Of eight-bit pages. llama8b 1 x 2048 + 6144 with factors of heads: 452 us, 400 over bfloat16 pages in the same run;
+# 8 x 512 + 4096: 589 and 521; of tokens: 580 and 763.
 _CODED_TILES: Mapping[int, HopperTiles] = {
     64: HopperTiles(
         ExtendTiles(128, 128, 4, 4, programs_per_cu=1, merge_stages=4),
@@ -73,9 +73,9 @@ _CODED_TILES: Mapping[int, HopperTiles] = {
     ),
 }
 
-# Of deterministic attention: segments and key blocks are those of segment_tiles.py, by which decode walks them. llama8b
-# 1 x 2048 + 6144: 517 us, 8 x 512 + 4096: 673; in blocks of 128 keys 434 and 562, but decode of such blocks takes 1.17 to
-# 1.27 of the normal mode, and 1.05 to 1.13 of these.
+# Of deterministic attention: segments and key blocks are those of segment_tiles.py, by which decode walks them.
+# llama8b 1 x 2048 + 6144: 517 us, 8 x 512 + 4096: 673; in blocks of 128 keys 434 and 562, but decode of those takes
+# 1.17 to 1.27 of the normal mode, and 1.05 to 1.13 of these.
 _SEGMENT_TILES: Mapping[int, HopperTiles] = {
     64: HopperTiles(ExtendTiles(128, 64, 4, 4, programs_per_cu=1), overlaps=True, registers=224, segment_len=1024),
     128: HopperTiles(ExtendTiles(128, 64, 4, 4, programs_per_cu=1), overlaps=True, registers=224, segment_len=1024),

@@ -19,7 +19,7 @@ from rocm_attn.kernels.attention.extend_schedule import BLOCK_WORDS
 from rocm_attn.kernels.cache.codes import HEAD_SCALES, LAYER_SCALES, TOKEN_SCALES
 from rocm_attn.kernels.cache.page_format import Encoding
 from rocm_attn.kernels.hopper.rings import slots_of_step, source_of, wait_until_read, zero_unseen
-from rocm_attn.kernels.hopper.rows import BOX_COLUMNS, PIECE, next_row, seen_by_block, steps_of
+from rocm_attn.kernels.hopper.rows import BOX_COLUMNS, next_row, piece_rows, seen_by_block, steps_of
 from rocm_attn.kernels.hopper.warp_groups import leave
 
 # Four codes of a word as four float16: of E4M3FN by an instruction a pair; one of E5M2 is a float16's upper byte.
@@ -48,7 +48,7 @@ class Codes(NamedTuple):
     boxes, pieces: it as boxes of a page, and as pieces that are decoded at a time
     full, free:    barriers that a tile is loaded, and that it is decoded
     k_factors:     float32 [STAGES, KEY_BLOCK], factors of tokens, with the ring of K
-    v_factors:     float32 [KEY_BLOCK], of the step that is decoded
+    v_factors:     float32 [copies, KEY_BLOCK], of the step that is decoded, for each row of a piece
     """
 
     boxes: Any
@@ -85,7 +85,8 @@ def new_codes(G: gl.constexpr):
     BOX: gl.constexpr = G.BOX
     PARTS: gl.constexpr = G.CODE_TILES * (G.DIM // BOX_COLUMNS)
     BOXES: gl.constexpr = PARTS * (G.KEY_BLOCK // G.BOX)
-    PIECES: gl.constexpr = PARTS * (G.KEY_BLOCK // PIECE)
+    PIECE: gl.constexpr = piece_rows(G)
+    PIECES: gl.constexpr = PARTS * G.KEY_BLOCK // PIECE
     layout: gl.constexpr = gl.NVMMASharedLayout(64, 8, rank=2)
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     boxes = gl.allocate_shared_memory(gl.uint8, [BOXES, BOX, BOX_COLUMNS], layout)
@@ -99,7 +100,8 @@ def new_codes(G: gl.constexpr):
     KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     k_factors = gl.allocate_shared_memory(gl.float32, [STAGES, KEY_BLOCK], line)
-    v_factors = gl.allocate_shared_memory(gl.float32, [KEY_BLOCK], line)
+    COPIES: gl.constexpr = PIECE // KEY_BLOCK
+    v_factors = gl.allocate_shared_memory(gl.float32, [COPIES, KEY_BLOCK], line)
     return Codes(boxes, pieces, full, free, k_factors, v_factors)
 
 
@@ -159,20 +161,21 @@ def _factors_of_keys(factors, row, at, G: gl.constexpr):
 @gluon.jit
 def _decode_tile(codes, n, ring, stage, SCALED: gl.constexpr, G: gl.constexpr):
     """The n-th tile of codes to a stage, where it is zeroed no further. SCALED: with factors of V"""
-    PIECES: gl.constexpr = G.KEY_BLOCK // PIECE
-    PARTS: gl.constexpr = G.DIM // BOX_COLUMNS
+    PIECE: gl.constexpr = piece_rows(G)
+    PIECES: gl.constexpr = (G.DIM // BOX_COLUMNS) * G.KEY_BLOCK // PIECE
     ASSEMBLY: gl.constexpr = _as_half(G.ENCODING)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     place = n % G.CODE_TILES
+    if SCALED:
+        factors = codes.v_factors._reinterpret(gl.float32, [PIECE], line)
+        factor = gl.expand_dims(factors.load(gl.SliceLayout(1, layout)), 1)
     for i in gl.static_range(PIECES):
+        piece = codes.pieces.index(place * PIECES + i).load(layout)
+        numbers = gl.inline_asm_elementwise(ASSEMBLY, "=r,=r,r", [piece], dtype=gl.float16, is_pure=True, pack=4)
         if SCALED:
-            factor = gl.expand_dims(codes.v_factors.slice(i * PIECE, PIECE).load(gl.SliceLayout(1, layout)), 1)
-        for c in gl.static_range(PARTS):
-            piece = codes.pieces.index((place * PARTS + c) * PIECES + i).load(layout)
-            numbers = gl.inline_asm_elementwise(ASSEMBLY, "=r,=r,r", [piece], dtype=gl.float16, is_pure=True, pack=4)
-            if SCALED:
-                numbers = (numbers.to(gl.float32) * factor).to(ring.pieces.dtype)
-            ring.pieces.index((stage * PARTS + c) * PIECES + i).store(numbers)
+            numbers = (numbers.to(gl.float32) * factor).to(ring.pieces.dtype)
+        ring.pieces.index(stage * PIECES + i).store(numbers)
 
 
 @gluon.jit
@@ -209,7 +212,9 @@ def decode(x, cache, factors, codes, rings, todo, G: gl.constexpr):
             wait_until_read(rings, n, G)
             if BY_TOKEN:
                 codes.k_factors.index(stage).store(k_factor)
-                codes.v_factors.store(v_factor)
+                COPIES: gl.constexpr = piece_rows(G) // G.KEY_BLOCK
+                for i in gl.static_range(COPIES):
+                    codes.v_factors.index(i).store(v_factor)
                 k_factor, v_factor = _factors_of_keys(factors, todo.row, at, G)
                 at = _pages_of_keys(source, step + 2, seen, G)
             _decode_tile(codes, 2 * n, rings.k, stage, False, G)

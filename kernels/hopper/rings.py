@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from rocm_attn.kernels.attention.extend_schedule import BLOCK_WORDS
-from rocm_attn.kernels.hopper.rows import BOX_COLUMNS, PIECE, next_row, seen_by_block, steps_of
+from rocm_attn.kernels.hopper.rows import BOX_COLUMNS, next_row, piece_rows, seen_by_block, steps_of
 from rocm_attn.kernels.hopper.warp_groups import leave
 
 
@@ -56,7 +56,8 @@ def _new_ring(DTYPE: gl.constexpr, G: gl.constexpr):
     STAGES: gl.constexpr = G.STAGES
     BOX: gl.constexpr = G.BOX
     BOXES: gl.constexpr = G.STAGES * (G.DIM // BOX_COLUMNS) * (G.KEY_BLOCK // G.BOX)
-    PIECES: gl.constexpr = G.STAGES * (G.DIM // BOX_COLUMNS) * (G.KEY_BLOCK // PIECE)
+    PIECE: gl.constexpr = piece_rows(G)
+    PIECES: gl.constexpr = G.STAGES * (G.DIM // BOX_COLUMNS) * G.KEY_BLOCK // PIECE
     TILES: gl.constexpr = G.STAGES * (G.DIM // G.COLUMNS)
     KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
     COLUMNS: gl.constexpr = G.COLUMNS

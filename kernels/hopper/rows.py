@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.attention.extend_schedule import (
     BLOCK_KEYS,
@@ -22,8 +23,6 @@ from rocm_attn.kernels.attention.extend_schedule import (
 
 # Columns of a box of K or V: 128 bytes, the widest swizzle.
 BOX_COLUMNS = gl.constexpr(64)
-# Keys of a piece, which is of BOX_COLUMNS: what is decoded at a time, as much as fits in few registers.
-PIECE = gl.constexpr(64)
 # Rows of a consumer: a warp group's tile of the matrix units.
 GROUP_ROWS = gl.constexpr(64)
 
@@ -79,6 +78,13 @@ class HopperGeometry(NamedTuple):
     def query_rows(self) -> int:
         """Rows of a query block."""
         return self.GROUPS * int(GROUP_ROWS.value)
+
+
+@constexpr_function
+def piece_rows(G):
+    """Rows of BOX_COLUMNS that are decoded at a time: all of a tile, or its keys where all are no power of two."""
+    rows = G.DIM // BOX_COLUMNS.value * G.KEY_BLOCK
+    return rows if rows & (rows - 1) == 0 else G.KEY_BLOCK
 
 
 class Work(NamedTuple):

@@ -47,8 +47,8 @@ _EXTEND_TILES: Mapping[int, HopperTiles] = {
     ),
 }
 
-# Of eight-bit pages. llama8b 1 x 2048 + 6144 with factors of heads: 452 us, 400 over bfloat16 pages in the same run;
-# 8 x 512 + 4096: 589 and 521; of tokens: 580 and 763.
+# Of eight-bit pages. llama8b 1 x 2048 + 6144 with factors of heads: 425 us, 386 over bfloat16 pages in the same run;
+# 8 x 512 + 4096: 563 and 511; of tokens: 539 and 713.
 _CODED_TILES: Mapping[int, HopperTiles] = {
     64: HopperTiles(
         ExtendTiles(128, 128, 4, 4, programs_per_cu=1, merge_stages=4),

@@ -96,17 +96,22 @@ class DecodeCut:
         assert self.tokens.OF_ROW >= 1
 
     @classmethod
-    def of(cls, tiles: DecodeTiles, *, num_kv_heads: int, programs: int, window_left: int) -> DecodeCut:
-        """The cut of a layer that is served with these tiles."""
+    def of(
+        cls, tiles: DecodeTiles, *, num_kv_heads: int, programs: int, window_left: int, has_slots: bool = False
+    ) -> DecodeCut:
+        """The cut of a layer that is served with these tiles.
+
+        has_slots: whether partial results have slots, as in deterministic decode: they follow rows without a gap, which
+                   rows that are cut alike may leave
+        """
         rows = tiles.rows_per_seq(num_kv_heads)
-        # Slots of partial results, which deterministic decode has, follow rows without a gap.
         return cls(
             rows,
             tiles.key_block,
             tiles.row_cost,
             programs,
             window_left,
-            is_even=tiles.row_cost > 0,
+            is_even=not has_slots,
             row_end=tiles.row_end,
         )
 
@@ -229,6 +234,8 @@ class Sharing(NamedTuple):
 
 
 WHOLE_ROWS = Sharing()
+# Of split_keys: more than any step can gain.
+NEVER_SPLIT = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,7 +193,7 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: SegmentTi
     decode = tiles.decode(gqa_ratio)
     cut.check(args.schedule, args.queries.num_seqs)
     assert cut == DecodeCut.of(
-        decode, num_kv_heads=num_kv_heads, programs=cut.programs, window_left=scores.window_left
+        decode, num_kv_heads=num_kv_heads, programs=cut.programs, window_left=scores.window_left, has_slots=True
     ), "the schedule was cut for another launch"
     return SegmentDecodeGeometry(
         rows=cut.row_cut(decode, gqa_ratio),

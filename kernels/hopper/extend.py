@@ -16,6 +16,8 @@ zeros. In a box that lies across the edge V is zeroed in shared memory.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -24,12 +26,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import Rows, Span
-from rocm_attn.kernels.attention.cuts import ExtendCut
+from rocm_attn.kernels.attention.cuts import NEVER_SPLIT, ExtendCut
 from rocm_attn.kernels.attention.extend_merge import launch_extend_merge
 from rocm_attn.kernels.attention.extend_schedule import BLOCK_KV_INDEX, BLOCK_WORDS, SHARE_CUT
 from rocm_attn.kernels.attention.query_block import BlockGeometry
 from rocm_attn.kernels.attention.scores import Scores
-from rocm_attn.kernels.hopper.key_steps import Query, attend_steps, ended, nothing_seen
+from rocm_attn.kernels.attention.segments import UNFUSED
+from rocm_attn.kernels.cache.codes import TOKEN_SCALES
+from rocm_attn.kernels.hopper.codes import Factors, decode, new_codes, produce_codes, row_factor
+from rocm_attn.kernels.hopper.key_steps import Progress, Query, attend_steps, ended, nothing_seen, rows_of_scores
 from rocm_attn.kernels.hopper.query_rows import (
     Results,
     fetch_queries,
@@ -49,44 +54,62 @@ from rocm_attn.kernels.hopper.rows import (
     steps_of,
     work_of_program,
 )
+from rocm_attn.kernels.hopper.segments import merged, new_left, nothing_left
 from rocm_attn.kernels.hopper.warp_groups import leave
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.hopper_tiles import HopperTiles
 
-# Of a thread of each of three warp groups together: what an SM has, in units of eight.
-_REGISTERS = 504
+
+class Own(NamedTuple):
+    """What a consumer has in shared memory: tiles of q, and room for what lies left of a segment; factors of keys."""
+
+    tiles: Any
+    left: Any
+    k_factors: Any
 
 
 @gluon.jit
-def _consume(GROUP: gl.constexpr, x, tiles, rings, to, qk_scale, todo, G: gl.constexpr):
+def _attend_row(n, query, v_factor, rings, steps, edge_step, seen, G: gl.constexpr):
+    """The softmax of a row's steps, and n, steps that have passed through the rings."""
+    empty = nothing_seen(G)
+    progress = Progress(empty, nothing_left(query.left, empty, G), n)
+    if not G.WINDOWED:
+        # Steps before it are seen whole by every row. With a window a loop of its own for them does not pay.
+        open_steps = Span(steps.first, gl.minimum(edge_step, steps.end))
+        progress = attend_steps(progress, query, rings, open_steps, seen, G, False)
+    edge = Span(gl.maximum(edge_step, steps.first), steps.end)
+    softmax, left, n = attend_steps(progress, query, rings, edge, seen, G, True)
+    softmax = merged(query.left, left, softmax, G) if G.SEGMENT_STEPS > 0 else ended(softmax, v_factor, G)
+    return softmax, n
+
+
+@gluon.jit
+def _consume(GROUP: gl.constexpr, x, own, rings, to, factors, todo, G: gl.constexpr):
     """64 rows of each of the program's query blocks."""
     n = 0
+    S_ROW: gl.constexpr = rows_of_scores(G)
     queries = fetch_queries(GROUP, to.q, x.words, todo, G)
     while todo.keys > 0:
         words = x.words + todo.block * BLOCK_WORDS
         _, seen = seen_by_block(x, words, G)
         steps = steps_of(words, seen, todo, G)
-        put_queries(queries, tiles, G)
-        softmax = nothing_seen(G)
+        qk_scale = factors.qk_scale * row_factor(factors.k, todo.row, G)
+        qk_scale = put_queries(queries, own.tiles, qk_scale, S_ROW, G)
+        v_factor = row_factor(factors.v, todo.row, G)
         first_kv_index = gl.load(words + BLOCK_KV_INDEX)
-        S_ROW: gl.constexpr = softmax.maximum.type.layout
-        line = lines_of_group(GROUP, S_ROW)
-        query = Query(tiles, first_kv_index + line // G.GQA_RATIO, qk_scale)
+        kv_index = first_kv_index + lines_of_group(GROUP, S_ROW) // G.GQA_RATIO
+        query = Query(own.tiles, kv_index, qk_scale, own.k_factors, own.left, steps.first)
         edge_step = steps.first
         if not G.WINDOWED:
-            # Steps before it are seen whole by every row. With a window a loop of its own for them does not pay.
             edge_step = (first_kv_index + 1 if G.CAUSAL else seen.end) // G.KEY_BLOCK
-            open_steps = Span(steps.first, gl.minimum(edge_step, steps.end))
-            softmax, n = attend_steps(softmax, n, query, rings, open_steps, seen, G, False)
-        edge = Span(gl.maximum(edge_step, steps.first), steps.end)
-        softmax, n = attend_steps(softmax, n, query, rings, edge, seen, G, True)
+        softmax, n = _attend_row(n, query, v_factor, rings, steps, edge_step, seen, G)
         after = next_row(x, todo, steps.take, G)
         # They arrive while results are written.
         queries = fetch_queries(GROUP, to.q, x.words, after, G)
         if steps.ends & (todo.done == 0):
-            store_results(GROUP, ended(softmax), to, words, todo.row, G)
+            store_results(GROUP, softmax, to, words, todo.row, G)
         else:
-            store_part(GROUP, ended(softmax), to, words, todo.done, G)
+            store_part(GROUP, softmax, to, words, todo.done, G)
         todo = after
     leave()
 
@@ -104,6 +127,8 @@ def _hopper_extend_kernel(
     out,
     lse,
     sinks,
+    k_scale,
+    v_scale,
     qk_scale,
     window_left,
     num_programs,
@@ -126,10 +151,23 @@ def _hopper_extend_kernel(
         DTYPE: gl.constexpr = q.dtype.element_ty
         PARTS: gl.constexpr = G.DIM // G.COLUMNS
         COLUMNS: gl.constexpr = G.COLUMNS
-        rings = new_rings(DTYPE, G)
+        K_DTYPE: gl.constexpr = gl.float16 if G.CODE_TILES else DTYPE
+        # A row of V times the factor of its token may be larger than float16 goes.
+        V_DTYPE: gl.constexpr = DTYPE if G.SCALES == TOKEN_SCALES else K_DTYPE
+        rings = new_rings(K_DTYPE, V_DTYPE, G)
         layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-        first_q = gl.allocate_shared_memory(DTYPE, [PARTS, GROUP_ROWS, COLUMNS], layout)
-        second_q = gl.allocate_shared_memory(DTYPE, [PARTS, GROUP_ROWS, COLUMNS], layout)
+        first_q = gl.allocate_shared_memory(K_DTYPE, [PARTS, GROUP_ROWS, COLUMNS], layout)
+        second_q = gl.allocate_shared_memory(K_DTYPE, [PARTS, GROUP_ROWS, COLUMNS], layout)
+        factors = Factors(qk_scale, k_scale, v_scale)
+        # Gluon hands no None to warp groups: where there is nothing left of a segment, and there are no factors of
+        # keys, these are not read.
+        first_left, second_left, k_factors = first_q, second_q, rings.free
+        if G.SEGMENT_STEPS > 0:
+            first_left, second_left = new_left(G), new_left(G)
+        if G.CODE_TILES > 0:
+            codes = new_codes(G)
+            k_factors = codes.k_factors
+        first, second = Own(first_q, first_left, k_factors), Own(second_q, second_left, k_factors)
         fence_async_shared()
         gl.thread_barrier()
         cache = Cache(k_desc, v_desc, num_slots, table, table_row, width, row_of_seq)
@@ -137,19 +175,34 @@ def _hopper_extend_kernel(
         q_rows, out_rows = Rows(q, q_token, q_head), Rows(out, out_token, out_head)
         to = Results(q_rows, out_rows, Rows(lse, lse_token, lse_head), sinks, partials, sums)
         CONSUMER: gl.constexpr = G.CONSUMER_REGISTERS
-        OTHER: gl.constexpr = G.OTHER_REGISTERS
-        gl.warp_specialize(
-            [
-                (_consume, (0, x, first_q, rings, to, qk_scale, todo, G)),
-                (_consume, (1, x, second_q, rings, to, qk_scale, todo, G)),
-                (produce, (x, cache, rings, todo, G)),
-                # Triton asks for registers by warp groups: these are the rest of the producer's.
-                (leave, ()),
-                (leave, ()),
-            ],
-            [4, 1, 1, 2],
-            [CONSUMER, OTHER, OTHER, OTHER],
-        )
+        PRODUCER: gl.constexpr = G.PRODUCER_REGISTERS
+        # Triton asks for registers by warp groups: those that leave are the rest of the producer's.
+        if G.CODE_TILES > 0:
+            DECODER: gl.constexpr = G.DECODER_REGISTERS
+            gl.warp_specialize(
+                [
+                    (_consume, (0, x, first, rings, to, factors, todo, G)),
+                    (_consume, (1, x, second, rings, to, factors, todo, G)),
+                    (decode, (x, cache, factors, codes, rings, todo, G)),
+                    (produce_codes, (x, cache, codes, todo, G)),
+                    (leave, ()),
+                    (leave, ()),
+                ],
+                [4, 4, 1, 1, 2],
+                [CONSUMER, DECODER, PRODUCER, PRODUCER, PRODUCER],
+            )
+        else:
+            gl.warp_specialize(
+                [
+                    (_consume, (0, x, first, rings, to, factors, todo, G)),
+                    (_consume, (1, x, second, rings, to, factors, todo, G)),
+                    (produce, (x, cache, rings, todo, G)),
+                    (leave, ()),
+                    (leave, ()),
+                ],
+                [4, 1, 1, 2],
+                [CONSUMER, PRODUCER, PRODUCER, PRODUCER],
+            )
 
 
 def launch_hopper_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut, tiles: HopperTiles) -> None:
@@ -161,7 +214,7 @@ def launch_hopper_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut, ti
     queries, pages, table = args.queries, args.pages, args.table
     geometry = _geometry(args, scores, cut, tiles)
     programs, max_blocks = cut.sharing.programs, cut.max_blocks(queries.num_tokens, queries.num_seqs)
-    k, v = _described(pages.k, geometry), _described(pages.v, geometry)
+    k, v = _described(pages.raw_k, geometry), _described(pages.raw_v, geometry)
     launch(
         _hopper_extend_kernel,
         (programs,),
@@ -176,6 +229,8 @@ def launch_hopper_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut, ti
         args.out,
         args.lse,
         args.sinks,
+        pages.k_scale,
+        pages.v_scale,
         scores.base_2_scale,
         scores.window_left,
         programs,
@@ -188,21 +243,27 @@ def launch_hopper_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut, ti
         *args.written_strides,
         G=geometry,
         num_warps=4,
+        **(UNFUSED if tiles.segment_len else {}),
     )
-    launch_extend_merge(args, cut, _merged_geometry(geometry), tiles.extend.merge_stages)
+    if not tiles.segment_len:
+        launch_extend_merge(args, cut, _merged_geometry(geometry), tiles.extend.merge_stages)
 
 
 def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTiles) -> HopperGeometry:
     """What the launch is compiled for; the schedule is checked."""
     num_kv_heads, gqa_ratio = args.heads
     queries, sharing, page_size = args.queries, cut.sharing, args.pages.format.page_size
+    coding, is_fp8 = args.pages.coding, args.pages.format.encoding.is_fp8
     cut.check(args.schedule, queries.num_tokens, queries.num_seqs)
+    assert is_fp8 == (tiles.code_tiles > 0), "the tiles are of other pages"
     of_layer = (num_kv_heads, scores.causal, scores.window_left)
     assert (sharing.rows, sharing.causal, sharing.window_left) == of_layer, "the schedule was cut for another launch"
     assert cut.query_tokens == tiles.extend.tokens_per_block(gqa_ratio), "the schedule was cut for other tiles"
-    assert args.workspace.numel() >= cut.partials_words(
-        query_rows=tiles.extend.query_rows, v_head_dim=args.out.shape[2]
-    )
+    if tiles.segment_len:
+        assert sharing.split_keys == NEVER_SPLIT, "deterministic attention shares no row"
+    else:
+        words = cut.partials_words(query_rows=tiles.extend.query_rows, v_head_dim=args.out.shape[2])
+        assert args.workspace.numel() >= words
     return HopperGeometry(
         KV_HEADS=num_kv_heads,
         GQA_RATIO=gqa_ratio,
@@ -215,24 +276,31 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
         STAGES=tiles.extend.num_stages,
         GROUPS=tiles.extend.query_rows // GROUP_ROWS.value,
         ROW_KEYS=sharing.row_keys,
+        SEGMENT_STEPS=tiles.segment_len // tiles.extend.key_block,
         CAUSAL=scores.causal,
         WINDOWED=scores.windowed,
         OVERLAPS=tiles.overlaps,
+        ENCODING=coding.ENCODING,
+        SCALES=coding.SCALES,
+        CODE_TILES=tiles.code_tiles,
+        MOVES_Q=is_fp8 and args.q.dtype == torch.bfloat16,
         CONSUMER_REGISTERS=tiles.registers,
-        OTHER_REGISTERS=_REGISTERS - 2 * tiles.registers,
+        DECODER_REGISTERS=tiles.decoder_registers,
+        PRODUCER_REGISTERS=tiles.producer_registers,
     )
 
 
 def _described(pages: torch.Tensor, geometry: HopperGeometry) -> TensorDescriptor:
     """Contiguous pages as rows of slots, of which TMA loads boxes."""
     num_pages, page_size, num_heads, dim = pages.shape
+    bits = 8 * pages.element_size()
     assert pages.is_contiguous()
     return TensorDescriptor(
         pages,
         [num_pages * page_size, num_heads * dim],
         [num_heads * dim, 1],
         [geometry.BOX, BOX_COLUMNS.value],
-        gl.NVMMASharedLayout(128, 16, rank=2),
+        gl.NVMMASharedLayout(BOX_COLUMNS.value * bits // 8, bits, rank=2),
     )
 
 

@@ -12,18 +12,38 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
+from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.attention.bundles import Softmax
+from rocm_attn.kernels.attention.coded import scaled_parts
+from rocm_attn.kernels.cache.codes import TOKEN_SCALES
 from rocm_attn.kernels.hopper.rings import zero_unseen
 from rocm_attn.kernels.hopper.rows import GROUP_ROWS
+from rocm_attn.kernels.hopper.segments import merge_segment
 
 
 class Query(NamedTuple):
-    """A consumer's rows: tiles of q in shared memory, kv_index [64] of each row, factor of the scores in base 2."""
+    """A consumer's rows: tiles of q in shared memory, kv_index [64] of each row, factor of the scores in base 2, of all
+    or [64]. In shared memory: factors of keys, where tokens have them, and room for what lies left of a segment. The
+    row's first step.
+    """
 
     tiles: Any
     kv_index: Any
     qk_scale: Any
+    k_factors: Any
+    left: Any
+    first_step: Any
+
+
+class Progress(NamedTuple):
+    """A consumer in the midst of a row: the softmax of its keys, or of a segment of them with what lies left of that;
+    n, steps that have passed through the rings before.
+    """
+
+    softmax: Any
+    left: Any
+    n: Any
 
 
 @gluon.jit
@@ -53,9 +73,15 @@ def _sums_of_lanes(weights, G: gl.constexpr):
     return gl.sum(gl.sum(weights.reshape([ROWS, BLOCKS, 4, 2]), 3), 1)
 
 
+@constexpr_function
+def rows_of_scores(G):
+    """The layout of a number for each row of a consumer."""
+    return gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.KEY_BLOCK, 16]))
+
+
 @gluon.jit
 def nothing_seen(G: gl.constexpr):
-    """The softmax of no key, with sums of lanes."""
+    """The softmax of no key, with sums of lanes; of deterministic attention with sums of rows."""
     KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
     COLUMNS: gl.constexpr = G.COLUMNS
     PARTS: gl.constexpr = G.DIM // G.COLUMNS
@@ -65,23 +91,31 @@ def nothing_seen(G: gl.constexpr):
     for _ in gl.static_range(PARTS):
         acc += (gl.zeros([GROUP_ROWS, COLUMNS], gl.float32, layout=o_layout),)  # type: ignore[assignment]
     maximum = gl.full([GROUP_ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, s_layout))
-    return Softmax(acc, maximum, _sums_of_lanes(gl.zeros([GROUP_ROWS, KEY_BLOCK], gl.float32, layout=s_layout), G))
+    total = gl.zeros([GROUP_ROWS], gl.float32, layout=gl.SliceLayout(1, s_layout))
+    if G.SEGMENT_STEPS == 0:
+        total = _sums_of_lanes(gl.zeros([GROUP_ROWS, KEY_BLOCK], gl.float32, layout=s_layout), G)
+    return Softmax(acc, maximum, total)
 
 
 @gluon.jit
-def ended(softmax):
-    """A softmax with the sums of rows in place of those of lanes."""
+def ended(softmax, v_factor, G: gl.constexpr):
+    """A softmax with the sums of rows in place of those of lanes. v_factor: of V's codes"""
     acc, maximum, total = softmax
+    if G.CODE_TILES > 0 and G.SCALES != TOKEN_SCALES:
+        acc = scaled_parts(acc, v_factor)
     return Softmax(acc, maximum, gl.convert_layout(gl.sum(total, 1), maximum.type.layout))
 
 
 @gluon.jit
-def attend_steps(softmax, n, query, rings, span, seen, G: gl.constexpr, MASKED: gl.constexpr):
-    """Steps of a span added to a softmax; n: steps that have passed through the rings before.
+def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl.constexpr):
+    """Steps of a span added to a softmax.
 
     If G.OVERLAPS, the products with V of one step run under those with K of the next one, up to the wait for both: a
     wait for one of two products in flight makes ptxas wait for each. What comes between two waits is mixed by ptxas,
     but not across a wait: V is waited for before the exponentials, so that the accumulators are scaled among them.
+
+    Of deterministic attention every sum of products is an explicit fma (kernels/attention/segments.py). A segment ends
+    where the next one's first products with K are there already: the matrix units do not run dry.
     """
     KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
     PARTS: gl.constexpr = G.DIM // G.COLUMNS
@@ -91,6 +125,8 @@ def attend_steps(softmax, n, query, rings, span, seen, G: gl.constexpr, MASKED: 
     lane = gl.arange(0, KEY_BLOCK, layout=gl.SliceLayout(0, s_layout))
     zero = gl.zeros([GROUP_ROWS, KEY_BLOCK], gl.float32, layout=s_layout)
     k, v, free = rings
+    by_row = gl.expand_dims(query.qk_scale, 1) if G.MOVES_Q else query.qk_scale
+    softmax, left, n = progress
     acc, maximum, total = softmax
     if G.OVERLAPS:
         products = ()
@@ -109,9 +145,18 @@ def attend_steps(softmax, n, query, rings, span, seen, G: gl.constexpr, MASKED: 
             scores, acc = waited[0], waited[1:]
         else:
             scores = warpgroup_mma_wait(0, deps=pending)
+        if G.SCALES == TOKEN_SCALES:
+            k_factor = query.k_factors.index(stage).load(gl.SliceLayout(0, s_layout))
         gl.thread_barrier()
         mbarrier.arrive(free.index(stage), count=1)
+        if G.SEGMENT_STEPS > 0:
+            begins = (step % G.SEGMENT_STEPS == 0) & (step > query.first_step)
+            if begins:
+                left = merge_segment(query.left, left, Softmax(acc, maximum, total), G)
+                acc, maximum, total = nothing_seen(G)
         mbarrier.wait(v.full.index(stage), phase)
+        if G.SCALES == TOKEN_SCALES:
+            scores = scores * gl.expand_dims(k_factor, 0)
         if MASKED:
             key = gl.expand_dims(step * KEY_BLOCK + lane, 0)
             visible = _visible(gl.expand_dims(query.kv_index, 1), key, seen, G)
@@ -120,14 +165,18 @@ def attend_steps(softmax, n, query, rings, span, seen, G: gl.constexpr, MASKED: 
         # A row of a masked step may have seen no key yet; the subtractions below must not be inf - inf.
         base = gl.where(new_maximum == float("-inf"), 0.0, new_maximum) if MASKED else new_maximum
         decay = gl.exp2(maximum - base)
-        weights = gl.exp2(scores * query.qk_scale - gl.expand_dims(base, 1))
-        sums = _sums_of_lanes(weights, G)
-        S_LANES: gl.constexpr = sums.type.layout
-        total = total * gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, S_LANES)), 1) + sums
+        if G.SEGMENT_STEPS > 0:
+            weights = gl.exp2(gl.fma(scores, by_row, gl.expand_dims(-base, 1)))
+            total = gl.fma(total, decay, gl.sum(weights, 1))
+        else:
+            weights = gl.exp2(scores * by_row - gl.expand_dims(base, 1))
+            sums = _sums_of_lanes(weights, G)
+            S_LANES: gl.constexpr = sums.type.layout
+            total = total * gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, S_LANES)), 1) + sums
         maximum = new_maximum
-        p = gl.convert_layout(weights.to(query.tiles.dtype), p_layout)
+        p = gl.convert_layout(weights.to(v.tiles.dtype), p_layout)
         decay = gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, o_layout)), 1)
-        if MASKED:
+        if MASKED and G.CODE_TILES == 0:
             zero_unseen(v, stage, step, seen, G)
         products = ()
         for i in gl.static_range(PARTS):
@@ -138,4 +187,4 @@ def attend_steps(softmax, n, query, rings, span, seen, G: gl.constexpr, MASKED: 
         n += 1
     if G.OVERLAPS:
         acc = _waited(products)
-    return Softmax(acc, maximum, total), n
+    return Progress(Softmax(acc, maximum, total), left, n)

@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from rocm_attn.kernels.attention.coded import factor_of_moved, moved_to_half
 from rocm_attn.kernels.attention.extend_schedule import BLOCK_FIRST_TOKEN, BLOCK_TOKENS, BLOCK_WORDS
 from rocm_attn.kernels.attention.softmax import LN_2, LOG2_E
 from rocm_attn.kernels.hopper.rows import GROUP_ROWS
@@ -62,15 +63,30 @@ def fetch_queries(GROUP: gl.constexpr, q, words, todo, G: gl.constexpr):
 
 
 @gluon.jit
-def put_queries(fetched, tiles, G: gl.constexpr):
-    """Rows of q to shared memory."""
+def put_queries(fetched, tiles, qk_scale, LAYOUT: gl.constexpr, G: gl.constexpr):
+    """Rows of q to shared memory, and what products with them are to be multiplied with: qk_scale of any row.
+
+    Where K is in float16, rows of bfloat16 are moved there, each by a power of two of its own: see coded.half_query.
+    That factor is of LAYOUT, [64].
+    """
     PARTS: gl.constexpr = G.DIM // G.COLUMNS
+    if G.MOVES_Q:
+        largest = gl.max(gl.abs(fetched[0].to(gl.float32)), 1)
+        for i in gl.static_range(1, PARTS):
+            largest = gl.maximum(largest, gl.max(gl.abs(fetched[i].to(gl.float32)), 1))
+        exponent = gl.minimum(gl.maximum(largest.to(gl.int32, bitcast=True) >> 23, 15), 254)
+        moved = ()
+        for i in gl.static_range(PARTS):
+            moved += (moved_to_half(fetched[i], gl.expand_dims(exponent, 1)),)  # type: ignore[assignment]
+        fetched = moved
+        qk_scale = gl.convert_layout(factor_of_moved(exponent), LAYOUT) * qk_scale
     # All warps have read the row before.
     gl.thread_barrier()
     for i in gl.static_range(PARTS):
         tiles.index(i).store(fetched[i])
     fence_async_shared()
     gl.thread_barrier()
+    return qk_scale
 
 
 @gluon.jit
@@ -103,14 +119,20 @@ def store_results(GROUP: gl.constexpr, softmax, to, words, kv_head, G: gl.conste
     if to.lse.at is not None:
         rows = _place(to.lse, line, words, kv_head, G)
         gl.store(rows, (maximum + gl.log2(total)) * LN_2, mask=_is_row(line, words, G))
-    share = gl.expand_dims(gl.convert_layout(decay / total, gl.SliceLayout(1, o_layout)), 1)
+    if G.SEGMENT_STEPS > 0:
+        # As decode rounds them.
+        decay = gl.expand_dims(gl.convert_layout(decay, O_ROW), 1)
+        total = gl.expand_dims(gl.convert_layout(total, O_ROW), 1)
+    else:
+        share = gl.expand_dims(gl.convert_layout(decay / total, O_ROW), 1)
     line = lines_of_group(GROUP, O_ROW)
     rows = gl.expand_dims(_place(to.out, line, words, kv_head, G), 1)
     is_row = gl.expand_dims(_is_row(line, words, G), 1)
     COLUMNS: gl.constexpr = G.COLUMNS
     column = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, o_layout)), 0)
     for i in gl.static_range(PARTS):
-        gl.store(rows + (i * COLUMNS + column), (acc[i] * share).to(to.out.at.dtype.element_ty), mask=is_row)
+        values = acc[i] * decay / total if G.SEGMENT_STEPS > 0 else acc[i] * share
+        gl.store(rows + (i * COLUMNS + column), values.to(to.out.at.dtype.element_ty), mask=is_row)
 
 
 @gluon.jit

@@ -9,14 +9,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from rocm_attn.kernels.attention.extend_schedule import BLOCK_WORDS
-from rocm_attn.kernels.hopper.rows import BOX_COLUMNS, next_row, seen_by_block, steps_of
+from rocm_attn.kernels.hopper.rows import BOX_COLUMNS, next_row, piece_rows, seen_by_block, steps_of
 from rocm_attn.kernels.hopper.warp_groups import leave
 
 
 class Ring(NamedTuple):
-    """K or V in shared memory: the same as boxes and as tiles; barriers that a step is loaded."""
+    """K or V in shared memory: the same as boxes, as pieces and as tiles; barriers that a step is there."""
 
     boxes: Any
+    pieces: Any
     tiles: Any
     full: Any
 
@@ -55,6 +56,8 @@ def _new_ring(DTYPE: gl.constexpr, G: gl.constexpr):
     STAGES: gl.constexpr = G.STAGES
     BOX: gl.constexpr = G.BOX
     BOXES: gl.constexpr = G.STAGES * (G.DIM // BOX_COLUMNS) * (G.KEY_BLOCK // G.BOX)
+    PIECE: gl.constexpr = piece_rows(G)
+    PIECES: gl.constexpr = G.STAGES * (G.DIM // BOX_COLUMNS) * G.KEY_BLOCK // PIECE
     TILES: gl.constexpr = G.STAGES * (G.DIM // G.COLUMNS)
     KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
     COLUMNS: gl.constexpr = G.COLUMNS
@@ -64,21 +67,29 @@ def _new_ring(DTYPE: gl.constexpr, G: gl.constexpr):
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-    return Ring(boxes, boxes._reinterpret(DTYPE, [TILES, KEY_BLOCK, COLUMNS], layout), full)
+    pieces = boxes._reinterpret(DTYPE, [PIECES, PIECE, BOX_COLUMNS], layout)
+    return Ring(boxes, pieces, boxes._reinterpret(DTYPE, [TILES, KEY_BLOCK, COLUMNS], layout), full)
 
 
 @gluon.jit
-def new_rings(DTYPE: gl.constexpr, G: gl.constexpr):
+def new_rings(K_DTYPE: gl.constexpr, V_DTYPE: gl.constexpr, G: gl.constexpr):
     """Both rings."""
     STAGES: gl.constexpr = G.STAGES
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(free.index(i), count=G.GROUPS)
-    return Rings(_new_ring(DTYPE, G), _new_ring(DTYPE, G), free)
+    return Rings(_new_ring(K_DTYPE, G), _new_ring(V_DTYPE, G), free)
 
 
 @gluon.jit
-def _slots_of_step(source, step, seen, G: gl.constexpr):
+def source_of(cache, seq):
+    """The source of a sequence; of no sequence, whose keys nothing loads, any."""
+    pages = cache.table + gl.load(cache.row_of_seq + gl.maximum(seq, 0)).to(gl.int64) * cache.table_row
+    return Source(cache.num_slots, pages, cache.width)
+
+
+@gluon.jit
+def slots_of_step(source, step, seen, G: gl.constexpr):
     """First slot of each box of a step; that after the last slot of all for a box of which no row sees a key."""
     BOXES: gl.constexpr = G.KEY_BLOCK // G.BOX
     slots = ()
@@ -104,7 +115,7 @@ def _load_step(desc, column, ring, stage, slots, G: gl.constexpr):
 
 
 @gluon.jit
-def _wait_until_read(rings, n, G: gl.constexpr):
+def wait_until_read(rings, n, G: gl.constexpr):
     """Until the n-th step may take the place of the keys that are in its stage, and the step before that of values."""
     mbarrier.wait(rings.free.index(n % G.STAGES), ((n // G.STAGES) & 1) ^ 1)
 
@@ -117,15 +128,14 @@ def produce(x, cache, rings, todo, G: gl.constexpr):
         words = x.words + todo.block * BLOCK_WORDS
         seq, seen = seen_by_block(x, words, G)
         steps = steps_of(words, seen, todo, G)
-        pages = cache.table + gl.load(cache.row_of_seq + gl.maximum(seq, 0)).to(gl.int64) * cache.table_row
-        source = Source(cache.num_slots, pages, cache.width)
+        source = source_of(cache, seq)
         column = todo.row * G.DIM
         for step in range(steps.first, steps.end):
-            slots = _slots_of_step(source, step, seen, G)
+            slots = slots_of_step(source, step, seen, G)
             stage = n % G.STAGES
-            _wait_until_read(rings, n, G)
+            wait_until_read(rings, n, G)
             _load_step(cache.k, column, rings.k, stage, slots, G)
-            _wait_until_read(rings, n + 1, G)
+            wait_until_read(rings, n + 1, G)
             _load_step(cache.v, column, rings.v, stage, slots, G)
             n += 1
         todo = next_row(x, todo, steps.take, G)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.attention.extend_schedule import (
     BLOCK_KEYS,
@@ -40,10 +41,14 @@ class HopperGeometry(NamedTuple):
     STAGES:    steps that a ring holds
     GROUPS:    consumers
     ROW_KEYS:  of cuts.Sharing
+    SEGMENT_STEPS: of deterministic attention, steps of a segment; 0 of other attention
     CAUSAL:    whether a row sees no key after its own
     WINDOWED:  whether there is a window
     OVERLAPS:  whether products with V run under the next step's products with K, which takes registers
-    CONSUMER_REGISTERS, OTHER_REGISTERS: of a thread of a consumer, and of the producer's warp group
+    ENCODING, SCALES: of coding.Coding
+    CODE_TILES: tiles of codes that are in shared memory at a time; 0: pages are in q's dtype
+    MOVES_Q:   whether rows of q are moved into float16
+    CONSUMER_REGISTERS, DECODER_REGISTERS, PRODUCER_REGISTERS: of a thread of each warp group
     """
 
     KV_HEADS: int
@@ -57,16 +62,29 @@ class HopperGeometry(NamedTuple):
     STAGES: int
     GROUPS: int
     ROW_KEYS: int
+    SEGMENT_STEPS: int
     CAUSAL: bool
     WINDOWED: bool
     OVERLAPS: bool
+    ENCODING: int
+    SCALES: int
+    CODE_TILES: int
+    MOVES_Q: bool
     CONSUMER_REGISTERS: int
-    OTHER_REGISTERS: int
+    DECODER_REGISTERS: int
+    PRODUCER_REGISTERS: int
 
     @property
     def query_rows(self) -> int:
         """Rows of a query block."""
         return self.GROUPS * int(GROUP_ROWS.value)
+
+
+@constexpr_function
+def piece_rows(G):
+    """Rows of BOX_COLUMNS that are decoded at a time: all of a tile, or its keys where all are no power of two."""
+    rows = G.DIM // BOX_COLUMNS.value * G.KEY_BLOCK
+    return rows if rows & (rows - 1) == 0 else G.KEY_BLOCK
 
 
 class Work(NamedTuple):

@@ -154,18 +154,18 @@ EXTEND_ROWS = (
     ),
     # No row is shared: programs with shares spill up to 48 bytes.
     ExtendRow("sm_90", 2, 256, ExtendTiles(128, 32, 8, 2)),
-    # 40 x 2 heads of 320, 824 new of 5940: 453 us, in (32, 32, 8, 2) of 512 columns 3602. Up to 200 bytes spill with
-    # Triton 3.9, none of a plain layer with 3.6.
+    # 40 x 2 heads of 320, 824 new of 5940: 453 us, in (32, 32, 8, 2) of 512 columns 3602; of 384 869 us, and 1953 in
+    # blocks of 64 rows. Up to 240 bytes spill, of programs with shares alone.
     ExtendRow(
         "sm_90",
         2,
-        320,
+        384,
         ExtendTiles(128, 32, 8, 2, 2, dim_block=64, programs_per_cu=1, share_stages=2),
         alike=True,
         codes=(Codes.NONE,),
     ),
-    # The same of 512: 1277 us, though 32 bytes spill and up to 416 with Triton 3.9, and of 384 1021; 3789 and 3621 in
-    # (32, 32, 8, 2), and of 512 1740 with 4 warps. Blocks of 128 rows do not fit.
+    # The same of 512: 1277 us, though 32 bytes spill and up to 416 with Triton 3.9; 3789 in (32, 32, 8, 2), and 1740
+    # with 4 warps. Blocks of 128 rows do not fit.
     ExtendRow(
         "sm_90",
         2,

@@ -14,16 +14,27 @@ class HopperTiles:
 
     extend:   query blocks of two groups of 64 rows, of num_warps each; num_stages key blocks of K and of V in flight
     overlaps: whether products with V run under those of the next key block with K, which takes registers
-    registers: of a thread of a consumer; the warp that loads pages has what is left
+    registers, decoder_registers: of a thread of a consumer, and of the group that decodes codes, if there is one; the
+              warp that loads pages has what is left
+    segment_len: of deterministic attention, as SegmentTiles has it; else 0
+    code_tiles: key blocks of K or of V whose codes are in flight; 0: pages are in q's dtype
     """
 
     extend: ExtendTiles
     overlaps: bool
     registers: int
+    decoder_registers: int = 0
+    code_tiles: int = 0
+    segment_len: int = 0
+
+    @property
+    def producer_registers(self) -> int:
+        """What an SM has for a thread of each warp group together, in units of eight, and the others leave."""
+        return (512 if self.code_tiles else 504) - 2 * self.registers - self.decoder_registers
 
 
 # One H200, torch 2.11, Triton 3.6. llama8b is (32 query heads, 8 KV heads, 128), gptoss (64, 8, 64).
-HOPPER_EXTEND_TILES: Mapping[int, HopperTiles] = {
+_EXTEND_TILES: Mapping[int, HopperTiles] = {
     # gptoss 1 x 2048 new + 6144 cached: 536 us; the plain kernel 631.
     64: HopperTiles(ExtendTiles(128, 128, 4, 4, programs_per_cu=1, merge_stages=4), overlaps=True, registers=224),
     # llama8b 1 x 2048 + 6144: 394 us, 8 x 512 + 4096: 506, 1 x 2048 + 30720: 1664; with three stages 396, 519 and 1683;
@@ -35,3 +46,49 @@ HOPPER_EXTEND_TILES: Mapping[int, HopperTiles] = {
         ExtendTiles(128, 64, 4, 3, dim_block=64, programs_per_cu=1, merge_stages=4), overlaps=True, registers=232
     ),
 }
+
+# Of eight-bit pages. llama8b 1 x 2048 + 6144 with factors of heads: 425 us, 386 over bfloat16 pages in the same run;
+# 8 x 512 + 4096: 563 and 511; of tokens: 539 and 713.
+_CODED_TILES: Mapping[int, HopperTiles] = {
+    64: HopperTiles(
+        ExtendTiles(128, 128, 4, 4, programs_per_cu=1, merge_stages=4),
+        overlaps=True,
+        registers=208,
+        decoder_registers=64,
+        code_tiles=4,
+    ),
+    128: HopperTiles(
+        ExtendTiles(128, 128, 4, 2, programs_per_cu=1, merge_stages=4),
+        overlaps=True,
+        registers=208,
+        decoder_registers=64,
+        code_tiles=4,
+    ),
+    192: HopperTiles(
+        ExtendTiles(128, 64, 4, 3, dim_block=64, programs_per_cu=1, merge_stages=4),
+        overlaps=True,
+        registers=216,
+        decoder_registers=48,
+        code_tiles=2,
+    ),
+}
+
+# Of deterministic attention: segments and key blocks are those of segment_tiles.py, by which decode walks them.
+# llama8b 1 x 2048 + 6144: 517 us, 8 x 512 + 4096: 673; in blocks of 128 keys 434 and 562, but decode of those takes
+# 1.17 to 1.27 of the normal mode, and 1.05 to 1.13 of these.
+_SEGMENT_TILES: Mapping[int, HopperTiles] = {
+    64: HopperTiles(ExtendTiles(128, 64, 4, 4, programs_per_cu=1), overlaps=True, registers=224, segment_len=1024),
+    128: HopperTiles(ExtendTiles(128, 64, 4, 4, programs_per_cu=1), overlaps=True, registers=224, segment_len=1024),
+}
+
+HEAD_DIMS, SEGMENT_HEAD_DIMS = tuple(_EXTEND_TILES), tuple(_SEGMENT_TILES)
+
+
+def hopper_tiles(head_dim: int, *, coded: bool) -> HopperTiles:
+    """The tiles of heads of one of HEAD_DIMS. coded: whether pages are of eight bits"""
+    return (_CODED_TILES if coded else _EXTEND_TILES)[head_dim]
+
+
+def hopper_segment_tiles(head_dim: int) -> HopperTiles:
+    """The tiles of deterministic attention, of heads of one of SEGMENT_HEAD_DIMS."""
+    return _SEGMENT_TILES[head_dim]

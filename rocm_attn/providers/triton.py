@@ -207,6 +207,15 @@ def _bind_shared_hopper(problem: Problem, target: Target, pool: PoolSize) -> Sha
     return SharedPrefixKernel(problem, prefix, _bind_decode(problem, target, pool), triton_ops)
 
 
+def _bind_extend_hopper_segments(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
+    return triton_hopper.bind_segment_extend(problem, target, min_q_len=1)
+
+
+def _bind_mixed_hopper_segments(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed:
+    extend = triton_hopper.bind_segment_extend(problem, target, min_q_len=2)
+    return TritonMixed(triton_segments.bind_decode(problem, target, pool), extend)
+
+
 def _bind_mixed_segments(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed:
     extend = triton_segments.bind_extend(problem, target, pool)
     extend = replace(extend, cut=replace(extend.cut, min_q_len=2))
@@ -240,7 +249,21 @@ TRITON = Provider(
             "triton.segment_decode", StepKind.DECODE, triton_segments.bind_decode, limits=_LIMITS, batch_invariant=True
         ),
         triton_row(
+            "triton.hopper_segment_extend",
+            StepKind.EXTEND,
+            _bind_extend_hopper_segments,
+            limits=triton_hopper.SEGMENT_LIMITS,
+            batch_invariant=True,
+        ),
+        triton_row(
             "triton.segment_extend", StepKind.EXTEND, triton_segments.bind_extend, limits=_LIMITS, batch_invariant=True
+        ),
+        triton_row(
+            "triton.hopper_segment_extend+decode",
+            StepKind.MIXED,
+            _bind_mixed_hopper_segments,
+            limits=triton_hopper.SEGMENT_LIMITS,
+            batch_invariant=True,
         ),
         triton_row(
             "triton.segment_masked",

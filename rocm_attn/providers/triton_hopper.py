@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.attention import limits
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.cuts import ExtendCut
+from rocm_attn.kernels.attention.cuts import NEVER_SPLIT, ExtendCut
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
-from rocm_attn.kernels.tuning.hopper_tiles import HOPPER_EXTEND_TILES, HopperTiles
+from rocm_attn.kernels.tuning.hopper_tiles import (
+    HEAD_DIMS,
+    SEGMENT_HEAD_DIMS,
+    HopperTiles,
+    hopper_segment_tiles,
+    hopper_tiles,
+)
 from rocm_attn.machine.releases import Release
 from rocm_attn.machine.target import Target
-from rocm_attn.problem import Problem
+from rocm_attn.problem import KVEncoding, Problem, Scales
 from rocm_attn.providers.contract import Limits, StepBounds
 from rocm_attn.providers.schedules import ExtendSchedule
 from rocm_attn.providers.scores import scores_of
@@ -27,9 +33,9 @@ TRITONS = (Release.of("3.6.0"),)
 LIMITS = Limits(
     archs=("sm_90",),
     dtypes=(torch.bfloat16, torch.float16),
-    head_dim=(min(HOPPER_EXTEND_TILES), max(HOPPER_EXTEND_TILES)),
-    v_head_dim=(min(HOPPER_EXTEND_TILES), max(HOPPER_EXTEND_TILES)),
-    exact_dims=tuple((dim, dim) for dim in HOPPER_EXTEND_TILES),
+    head_dim=(min(HEAD_DIMS), max(HEAD_DIMS)),
+    v_head_dim=(min(HEAD_DIMS), max(HEAD_DIMS)),
+    exact_dims=tuple((dim, dim) for dim in HEAD_DIMS),
     # TMA swizzles eight rows at a time, and a tile is whole pages or part of one.
     page_size=(8, limits.MAX_PAGE_SIZE),
     page_sizes=(8, 16, 32, 64, 128),
@@ -42,7 +48,19 @@ LIMITS = Limits(
     sinks=True,
     non_causal=True,
     short_kv=True,
+    encodings=(KVEncoding.LIKE_Q, KVEncoding.E4M3FN, KVEncoding.E5M2),
+    scales=tuple(Scales),
     tritons=TRITONS,
+)
+
+# Both accumulators of deterministic attention have room beside the tiles of these heads.
+SEGMENT_LIMITS = replace(
+    LIMITS,
+    head_dim=(min(SEGMENT_HEAD_DIMS), max(SEGMENT_HEAD_DIMS)),
+    v_head_dim=(min(SEGMENT_HEAD_DIMS), max(SEGMENT_HEAD_DIMS)),
+    exact_dims=tuple((dim, dim) for dim in SEGMENT_HEAD_DIMS),
+    encodings=(KVEncoding.LIKE_Q,),
+    scales=(Scales.NONE,),
 )
 
 
@@ -61,11 +79,12 @@ class HopperExtend:
 
     def describe(self) -> str:
         programs = self.cut.sharing.programs
-        return (
-            f"triton.hopper_extend({self.problem}, {self.tiles}, min_q_len={self.cut.min_q_len}, programs={programs})"
-        )
+        name = "hopper_segment_extend" if self.tiles.segment_len else "hopper_extend"
+        return f"triton.{name}({self.problem}, {self.tiles}, min_q_len={self.cut.min_q_len}, programs={programs})"
 
     def workspace_words(self, shape: PaddedShape) -> int:
+        if self.tiles.segment_len:
+            return 0
         return self.cut.partials_words(query_rows=self.tiles.extend.query_rows, v_head_dim=self.problem.v_head_dim)
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
@@ -74,12 +93,23 @@ class HopperExtend:
 
 def bind_extend(problem: Problem, target: Target, min_q_len: int) -> HopperExtend:
     """For a problem within LIMITS, and sequences with min_q_len new tokens or more."""
-    tiles = HOPPER_EXTEND_TILES[problem.head_dim]
-    cut = ExtendCut.of(tiles.extend, gqa_ratio=problem.gqa_ratio, min_q_len=min_q_len).shared_by(
+    tiles = hopper_tiles(problem.head_dim, coded=problem.kv_encoding is not KVEncoding.LIKE_Q)
+    return HopperExtend(problem, scores_of(problem), tiles, _cut(problem, target, tiles, min_q_len))
+
+
+def bind_segment_extend(problem: Problem, target: Target, min_q_len: int) -> HopperExtend:
+    """Deterministic: for a problem within SEGMENT_LIMITS. No row is shared out."""
+    tiles = hopper_segment_tiles(problem.head_dim)
+    cut = _cut(problem, target, tiles, min_q_len)
+    cut = replace(cut, sharing=cut.sharing._replace(split_keys=NEVER_SPLIT))
+    return HopperExtend(problem, scores_of(problem), tiles, cut)
+
+
+def _cut(problem: Problem, target: Target, tiles: HopperTiles, min_q_len: int) -> ExtendCut:
+    return ExtendCut.of(tiles.extend, gqa_ratio=problem.gqa_ratio, min_q_len=min_q_len).shared_by(
         tiles.extend,
         compute_units=target.compute_units,
         heads=(problem.num_kv_heads, problem.gqa_ratio),
         causal=problem.causal,
         window_left=problem.window_left,
     )
-    return HopperExtend(problem, scores_of(problem), tiles, cut)

@@ -100,6 +100,7 @@ def bind_decode(problem: Problem, target: Target, pool: PoolSize) -> SegmentDeco
         num_kv_heads=problem.num_kv_heads,
         programs=target.compute_units * tiles.programs_per_cu,
         window_left=problem.window_left,
+        has_slots=True,
     )
     most_segments = tiles.most_segments(pool.max_kv_len, problem.window_left)
     return SegmentDecode(problem, scores_of(problem), tiles, cut, most_segments)

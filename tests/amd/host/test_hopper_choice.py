@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.cli.prewarm import target_and_device
+from rocm_attn.kernels.cache.page_format import Encoding
 from rocm_attn.kernels.hopper import extend
 from rocm_attn.kernels.hopper.extend import launch_hopper_extend
+from rocm_attn.kernels.refs.schedules import extend_schedule
 from rocm_attn.machine.releases import UNKNOWN, Release, Releases, installed_releases, triton_version
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.problem import KVEncoding, Problem, Scales
@@ -29,6 +33,8 @@ HOPPER = {
     StepKind.MIXED: "triton.hopper_extend+decode",
     StepKind.SHARED: "triton.hopper_shared_prefix",
 }
+PLAIN_PAGES: dict[str, Any] = {}
+CODED_PAGES: dict[str, Any] = {"kv": Encoding.E4M3FN, "scales": Scales.HEAD}
 PLAIN = {
     StepKind.EXTEND: "triton.extend",
     StepKind.MIXED: "triton.extend+decode",
@@ -64,6 +70,8 @@ def names(selection: Selection) -> dict[StepKind, str]:
         {"head_dim": 64, "v_head_dim": 64, "page_size": 8},
         {"page_size": 128, "has_sinks": True},
         {"num_q_heads": 128, "num_kv_heads": 1, "wants_lse": True},
+        {"kv_encoding": KVEncoding.E4M3FN, "kv_scales": Scales.HEAD},
+        {"kv_encoding": KVEncoding.E5M2, "kv_scales": Scales.TOKEN, "dtype": torch.float16},
     ],
     ids=str,
 )
@@ -99,7 +107,7 @@ def test_with_another_triton_the_plain_kernel_serves_and_the_reason_is_said(said
         {"logits_soft_cap": 30.0},
         {"has_alibi_slopes": True},
         {"window_left": 2046},
-        {"kv_encoding": KVEncoding.E4M3FN, "kv_scales": Scales.HEAD},
+        {"kv_encoding": KVEncoding.E4M3FNUZ, "kv_scales": Scales.HEAD},
     ],
     ids=str,
 )
@@ -109,14 +117,52 @@ def test_what_it_does_not_serve_the_plain_kernel_does(more: dict[str, Any]) -> N
     assert [r for r in selection.refusals if r.kernel == HOPPER[StepKind.EXTEND]]
 
 
-def test_pages_with_strides_masks_and_deterministic_steps_are_left_to_other_kernels() -> None:
+def test_pages_with_strides_and_masks_are_left_to_other_kernels() -> None:
     target = on(TRITONS[0])
     pool = PoolSize(64, 1024, 4, PoolTerms(page_strides=True))
     assert names(chosen(LAYER, target, pool=pool)) == PLAIN
     assert names(chosen(LAYER, target, pool=replace(pool, terms=OWN_POOL))) == HOPPER
     masked = chosen(replace(LAYER, custom_mask=True), target)
     assert masked.kernel(StepKind.MASKED).row.name == "triton.masked"
-    assert chosen(LAYER, target, deterministic=True).kernel(StepKind.EXTEND).row.name == "triton.segment_extend"
+
+
+DETERMINISTIC = {
+    "triton.hopper_segment_extend": [{}, {"dtype": torch.float16}, {"head_dim": 64, "v_head_dim": 64}],
+    "triton.segment_extend": [
+        {"head_dim": 192, "v_head_dim": 192},
+        {"window_left": 100},
+        {"kv_encoding": KVEncoding.E4M3FN, "kv_scales": Scales.HEAD},
+        {"has_alibi_slopes": True},
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "more"), [(name, more) for name, each in DETERMINISTIC.items() for more in each], ids=str
+)
+def test_deterministic_extend_has_segments_and_key_blocks_of_deterministic_decode(
+    name: str, more: dict[str, Any]
+) -> None:
+    """A token's bits do not depend on which of the two it runs through."""
+    problem = replace(LAYER, **more)
+    selection = chosen(problem, on(TRITONS[0]), deterministic=True)
+    extend, mixed = (selection.kernel(kind).row.name for kind in (StepKind.EXTEND, StepKind.MIXED))
+    assert (extend, mixed) == (name, f"{name}+decode")
+    decode: Any = selection.kernel(StepKind.DECODE).bound
+    kernel: Any = selection.kernel(StepKind.EXTEND).bound
+    assert kernel.tiles.segment_len == decode.tiles.segment_len
+    assert kernel.tiles.extend.key_block == decode.tiles.key_block
+    elsewhere = chosen(problem, on(Release.of("3.9.0")), deterministic=True)
+    assert elsewhere.kernel(StepKind.EXTEND).row.name == "triton.segment_extend"
+
+
+def test_deterministic_extend_shares_no_row() -> None:
+    selection = chosen(LAYER, on(TRITONS[0]), deterministic=True)
+    kernel = hopper_of(selection.kernel(StepKind.EXTEND).bound)
+    assert kernel.workspace_words(PaddedShape(StepKind.EXTEND, 1, 4096)) == 0
+    other = hopper_of(chosen(LAYER, on(TRITONS[0])).kernel(StepKind.EXTEND).bound)
+    shared = [extend_schedule([1 << 20], [2], each.cut, 2)[-1] for each in (kernel, other)]
+    assert shared == [0, 1]  # blocks, of one whose row every program could have a part of
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "gfx942", "gfx950"])
@@ -146,10 +192,12 @@ def test_tma_sees_pages_as_rows_of_slots_and_boxes_within_a_page(monkeypatch: py
     launched: list[tuple[Any, ...]] = []
     monkeypatch.setattr(extend, "launch", lambda kernel, grid, *args, **options: launched.append((grid, *args)))
     monkeypatch.setattr(extend, "launch_extend_merge", lambda *args: None)
-    for page_size in (8, 16, 128):
-        case = Case([300], [200], heads=(8, 2), dims=(128, 128), page_size=page_size, dtype=torch.bfloat16)
+    for page_size, coding in itertools.product((8, 16, 128), (PLAIN_PAGES, CODED_PAGES)):
+        case = Case([300], [200], heads=(8, 2), dims=(128, 128), page_size=page_size, dtype=torch.bfloat16, **coding)
         tensors = build(case, torch.device("cpu"))
-        selection = chosen(replace(LAYER, num_q_heads=8, num_kv_heads=2, page_size=page_size), on(TRITONS[0]))
+        encoding = KVEncoding.LIKE_Q if case.kv is None else KVEncoding.E4M3FN
+        layer = replace(LAYER, num_q_heads=8, num_kv_heads=2, page_size=page_size)
+        selection = chosen(replace(layer, kv_encoding=encoding, kv_scales=case.scales), on(TRITONS[0]))
         kernel = hopper_of(selection.kernel(StepKind.EXTEND).bound)
         cut = extend_cut(tensors, kernel.tiles.extend, kernel.cut.sharing)
         workspace = torch.empty(cut.partials_words(query_rows=kernel.tiles.extend.query_rows, v_head_dim=128))
@@ -159,9 +207,11 @@ def test_tma_sees_pages_as_rows_of_slots_and_boxes_within_a_page(monkeypatch: py
         slots = tensors.k_pages.shape[0] * page_size
         assert grid == (132,)  # programs that stay: rows are dealt out to them
         for described, pages in ((k, tensors.k_pages), (v, tensors.v_pages)):
-            assert described.base is pages
+            assert described.base.data_ptr() == pages.data_ptr()
+            assert described.base.element_size() == pages.element_size()
             assert (described.shape, described.strides) == ([slots, 2 * 128], [2 * 128, 1])
             keys, columns = described.block_shape
             assert page_size % keys == 0 or keys % page_size == 0
             assert keys <= page_size
             assert columns == 64
+            assert described.layout.swizzle_byte_width == columns * pages.element_size()

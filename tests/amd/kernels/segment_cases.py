@@ -23,7 +23,11 @@ def run_decode(tensors: Tensors, *, num_programs: int, tiles: SegmentTiles) -> N
     """Schedule, decode and merge, with scratch memory that is NaN or garbage beforehand."""
     case, device, ratio = tensors.case, tensors.q.device, tensors.gqa_ratio
     cut = DecodeCut.of(
-        tiles.decode(ratio), num_kv_heads=case.heads[1], programs=num_programs, window_left=case.window_left
+        tiles.decode(ratio),
+        num_kv_heads=case.heads[1],
+        programs=num_programs,
+        window_left=case.window_left,
+        has_slots=True,
     )
     schedule = _garbage(cut.words(tensors.num_seqs), device)
     launch_decode_schedule(tensors.queries, schedule, cut)

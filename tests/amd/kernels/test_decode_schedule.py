@@ -38,7 +38,11 @@ class Batch:
     @property
     def cut(self) -> DecodeCut:
         return DecodeCut.of(
-            self.tiles, num_kv_heads=self.num_kv_heads, programs=self.num_programs, window_left=self.window_left
+            self.tiles,
+            num_kv_heads=self.num_kv_heads,
+            programs=self.num_programs,
+            window_left=self.window_left,
+            has_slots=self.tiles.row_cost == 0,
         )
 
     def words(self) -> list[int]:

@@ -7,17 +7,27 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.kernels.attention.cuts import ExtendCut, Sharing
+from rocm_attn.kernels.attention.cuts import NEVER_SPLIT, ExtendCut, Sharing
 from rocm_attn.kernels.attention.extend_schedule import launch_extend_schedule
+from rocm_attn.kernels.cache.page_format import Encoding, Scales
 from rocm_attn.kernels.refs.schedules import extend_schedule
-from rocm_attn.kernels.tuning.hopper_tiles import HOPPER_EXTEND_TILES
+from rocm_attn.kernels.tuning.hopper_tiles import (
+    HEAD_DIMS,
+    SEGMENT_HEAD_DIMS,
+    HopperTiles,
+    hopper_segment_tiles,
+    hopper_tiles,
+)
+from rocm_attn.kernels.tuning.segment_tiles import segment_tiles
 from rocm_attn.machine.releases import Release, triton_version
 from rocm_attn.machine.target import detect_target
 from rocm_attn.providers.select import select
 from rocm_attn.providers.triton_hopper import LIMITS, TRITONS
 from rocm_attn.providers.triton_later import hopper_launches
+from tests.amd.kernels import segment_cases
 from tests.amd.kernels.attention_cases import (
     ALL_SHARED,
     UNTOUCHED,
@@ -29,6 +39,7 @@ from tests.amd.kernels.attention_cases import (
     garbage,
     run_decode,
 )
+from tests.amd.kernels.segment_cases import assert_same_bits, last_tokens
 from tests.amd.runtime.stepping import small_problem
 from tests.amd.runtime.token_stories import Story, Teller
 
@@ -53,9 +64,9 @@ RAGGED = Case(
     dtype=torch.bfloat16,
 )
 # No row is shared: the price is too high.
-NONE_SHARED = ALL_SHARED._replace(split_keys=1 << 20)
+NONE_SHARED = ALL_SHARED._replace(split_keys=NEVER_SPLIT)
 
-dims = pytest.mark.parametrize("dim", list(HOPPER_EXTEND_TILES))
+dims = pytest.mark.parametrize("dim", HEAD_DIMS)
 # Every page size, with a number of heads and a dtype each.
 FORMS = [
     (8, (6, 2), torch.float16),
@@ -66,9 +77,11 @@ FORMS = [
 ]
 
 
-def run_hopper(tensors: Tensors, sharing: Sharing, *, min_q_len: int = 1) -> ExtendCut:
+def run_hopper(
+    tensors: Tensors, sharing: Sharing, *, min_q_len: int = 1, tiles: HopperTiles | None = None
+) -> ExtendCut:
     """Schedule, extend and merge, with scratch memory that is NaN or garbage beforehand."""
-    tiles = HOPPER_EXTEND_TILES[tensors.case.dims[0]]
+    tiles = tiles or hopper_tiles(tensors.case.dims[0], coded=tensors.case.kv is not None)
     cut = extend_cut(tensors, tiles.extend, sharing, min_q_len=min_q_len)
     device = tensors.q.device
     schedule = garbage(cut.words(tensors.q.shape[0], tensors.num_seqs), device)
@@ -120,6 +133,47 @@ def test_windows_sinks_and_attention_to_all_keys_are_right(
     scores: dict[str, Any], dim: int, device: torch.device
 ) -> None:
     assert_right(replace(RAGGED, dims=(dim, dim), **scores), device)
+
+
+codings = pytest.mark.parametrize(
+    ("kv", "scales"),
+    [
+        (Encoding.E4M3FN, Scales.LAYER),
+        (Encoding.E4M3FN, Scales.HEAD),
+        (Encoding.E4M3FN, Scales.TOKEN),
+        (Encoding.E5M2, Scales.HEAD),
+        (Encoding.E5M2, Scales.TOKEN),
+    ],
+    ids=str,
+)
+
+
+@dims
+@codings
+@pytest.mark.parametrize(("page_size", "heads", "dtype"), FORMS)
+def test_extend_of_eight_bit_pages_equals_the_reference(
+    page_size: int,
+    heads: tuple[int, int],
+    dtype: torch.dtype,
+    kv: Encoding,
+    scales: Scales,
+    dim: int,
+    device: torch.device,
+) -> None:
+    """The padded tail included, and NaN in the codes and the factors that no token sees."""
+    case = replace(RAGGED, heads=heads, page_size=page_size, dtype=dtype, dims=(dim, dim), kv=kv, scales=scales)
+    assert_right(case, device)
+
+
+@dims
+@codings
+@pytest.mark.parametrize(
+    "scores", [{"window_left": 100}, {"sinks": True, "window_left": 63, "page_size": 128}, {"causal": False}], ids=str
+)
+def test_windows_sinks_and_attention_to_all_keys_are_right_over_eight_bit_pages(
+    scores: dict[str, Any], kv: Encoding, scales: Scales, dim: int, device: torch.device
+) -> None:
+    assert_right(replace(RAGGED, dims=(dim, dim), kv=kv, scales=scales, **scores), device)
 
 
 @dims
@@ -205,7 +259,7 @@ def test_a_graph_serves_other_lengths_than_it_was_captured_with(dim: int, device
     """What is shared follows from the lengths: all of the first step, and nothing of the second."""
     long = replace(RAGGED, kv_len=[900, 30], q_len=[40, 20], tail=0, heads=(4, 1), dims=(dim, dim))
     short = replace(long, kv_len=[30, 70], q_len=[9, 51])
-    tiles = HOPPER_EXTEND_TILES[dim]
+    tiles = hopper_tiles(dim, coded=False)
     first, second = build(long, device), build(short, device, seed=1)
     cut = extend_cut(first, tiles.extend, Sharing(programs=132))
     schedule = garbage(cut.words(60, 2), device)
@@ -234,6 +288,61 @@ def test_a_graph_serves_other_lengths_than_it_was_captured_with(dim: int, device
         tensors.out.fill_(UNTOUCHED)
         graph.replay()
         assert_served(replace(tensors, reference=step.reference, reference_lse=step.reference_lse))
+
+
+def run_segments(tensors: Tensors, *, min_q_len: int = 1) -> None:
+    """Deterministic: schedule and extend."""
+    run_hopper(tensors, NONE_SHARED, min_q_len=min_q_len, tiles=hopper_segment_tiles(tensors.case.dims[0]))
+
+
+def last_of(tensors: Tensors, new: int) -> tuple[Tensors, Tensor]:
+    """The last so many new tokens of each sequence as a chunk of their own over the same pages; and which they are."""
+    ends = tensors.q_indptr[1:].tolist()
+    at = torch.tensor([token for end in ends for token in range(end - new, end)], device=tensors.q.device)
+    chunk = replace(
+        tensors,
+        case=replace(tensors.case, q_len=[new] * len(ends), tail=0),
+        q=tensors.q[at].contiguous(),
+        q_len=torch.full_like(tensors.q_len, new),
+        q_indptr=torch.arange(len(ends) + 1, dtype=torch.int32, device=at.device) * new,
+        out=torch.full_like(tensors.out[at], UNTOUCHED),
+        lse=torch.full_like(tensors.lse[at], UNTOUCHED),
+        reference=tensors.reference[at],
+        reference_lse=tensors.reference_lse[at],
+    )
+    return chunk, at
+
+
+SEGMENTS = Case([2100, 1024, 70, 1025, 3000], [70, 33, 40, 65, 33], heads=(8, 2), dims=(128, 128), dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("dim", SEGMENT_HEAD_DIMS)
+@pytest.mark.parametrize(
+    "scores",
+    [
+        {},
+        {"dtype": torch.float16, "page_size": 64},
+        {"sinks": True, "page_size": 8},
+        {"window_left": 1500, "sinks": True},
+        {"heads": (6, 1), "tail": 5},
+    ],
+    ids=str,
+)
+def test_deterministic_extend_gives_a_token_the_bits_of_every_chunk_and_of_decode(
+    scores: dict[str, Any], dim: int, device: torch.device
+) -> None:
+    tensors = build(replace(SEGMENTS, dims=(dim, dim), **scores), device)
+    run_segments(tensors)
+    assert_served(tensors)
+    for new in (1, 2, 31, 33):
+        chunk, at = last_of(tensors, new)
+        run_segments(chunk)
+        assert torch.equal(chunk.out, tensors.out[at])
+        assert torch.equal(chunk.lse, tensors.lse[at])
+    decoded = last_tokens(tensors)
+    tiles = segment_tiles("sm_90", head_dim=dim, v_head_dim=dim, dtype=tensors.case.dtype)
+    segment_cases.run_decode(decoded, num_programs=132, tiles=tiles)
+    assert_same_bits(decoded, tensors)
 
 
 LAYERS = {

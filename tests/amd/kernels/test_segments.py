@@ -8,7 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rocm_attn.kernels.attention.cuts import DecodeCut
 from rocm_attn.kernels.attention.packed_mask import PackedMask
+from rocm_attn.kernels.attention.segment_decode import launch_segment_decode
 from rocm_attn.kernels.tuning.segment_tiles import SEGMENT_ROWS, SegmentTiles, segment_tiles
 from rocm_attn.kernels.tuning.tiles import NoTiles
 from tests.amd.kernels.attention_cases import UNTOUCHED, Case, Tensors, assert_served, build, dtypes
@@ -77,6 +79,19 @@ def test_who_runs_a_segment_changes_no_bit(num_programs: int, kernel_device: tor
     mine, other = decoded(num_programs), decoded(3)
     assert torch.equal(mine.out, other.out)
     assert torch.equal(mine.lse, other.lse)
+
+
+def test_a_schedule_that_may_leave_gaps_between_rows_is_refused(kernel_device: torch.device) -> None:
+    """Slots of partial results follow rows without a gap: the merge would add up what no program wrote."""
+    tensors = build(Case([300, 300], [1, 1]), kernel_device)
+    tiles = tiles_at(kernel_device, tensors.case)
+    decode = tiles.decode(tensors.gqa_ratio)
+    even = DecodeCut.of(decode, num_kv_heads=2, programs=3, window_left=-1)
+    without_gaps = DecodeCut.of(decode, num_kv_heads=2, programs=3, window_left=-1, has_slots=True)
+    assert without_gaps == replace(even, is_even=False)
+    words = torch.zeros(even.words(2), dtype=torch.int32, device=kernel_device)
+    with pytest.raises(AssertionError, match="cut for another launch"):
+        launch_segment_decode(tensors.args(words), scores=tensors.scores, most_segments=9, cut=even, tiles=tiles)
 
 
 def test_each_kernel_leaves_the_others_tokens_alone(kernel_device: torch.device) -> None:

@@ -239,7 +239,9 @@ def segment_extend(memory: Memory, tensors: Tensors) -> None:
 def segment_decode(memory: Memory, tensors: Tensors) -> None:
     """launch_segment_decode in memory, with a workspace that is no longer than it must be."""
     case, ratio, tiles = tensors.case, tensors.gqa_ratio, SEGMENT_TILES
-    cut = DecodeCut.of(tiles.decode(ratio), num_kv_heads=case.heads[1], programs=3, window_left=case.window_left)
+    cut = DecodeCut.of(
+        tiles.decode(ratio), num_kv_heads=case.heads[1], programs=3, window_left=case.window_left, has_slots=True
+    )
     schedule = memory.put(garbage(cut.words(tensors.num_seqs)))
     launch_decode_schedule(tensors.queries, schedule, cut)
     most = tiles.most_segments(max(case.kv_len), case.window_left)

@@ -13,8 +13,15 @@ import torch
 from triton import knobs
 from triton.compiler import CompiledKernel
 
-from rocm_attn.kernels.attention.cuts import Sharing
-from rocm_attn.kernels.tuning.hopper_tiles import HOPPER_EXTEND_TILES
+from rocm_attn.kernels.attention.cuts import NEVER_SPLIT, Sharing
+from rocm_attn.kernels.cache.page_format import Encoding, Scales
+from rocm_attn.kernels.tuning.hopper_tiles import (
+    HEAD_DIMS,
+    SEGMENT_HEAD_DIMS,
+    HopperTiles,
+    hopper_segment_tiles,
+    hopper_tiles,
+)
 from rocm_attn.machine.releases import Release, triton_version
 from rocm_attn.machine.target import known_target
 from rocm_attn.providers.triton_hopper import TRITONS
@@ -31,22 +38,25 @@ pytestmark = [
     ),
 ]
 
-# Bytes on the stack, by head dim: outside of the loops, or measured as the fastest all the same.
-SPILLED = {192: 24}
-
 CASE = Case([300], [200], heads=(8, 2), dtype=torch.bfloat16)
 LAYERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"window_left": 100, "sinks": True},
     "to_all": {"causal": False},
     "float16": {"dtype": torch.float16, "page_size": 8},
+    "codes": {"kv": Encoding.E4M3FN, "scales": Scales.HEAD},
+    "codes_by_token": {"kv": Encoding.E5M2, "scales": Scales.TOKEN},
 }
+# Bytes on the stack, by head dim and layer: outside of the loops, or measured as the fastest all the same.
+SPILLED = {(128, "codes_by_token"): 24, **{(192, layer): 24 for layer in LAYERS}}
 
 
-def compiled(case: Case) -> CompiledKernel:
+def compiled(case: Case, tiles: HopperTiles) -> CompiledKernel:
     tensors = build(case, torch.device("cpu"))
-    tiles = HOPPER_EXTEND_TILES[case.dims[0]]
-    cut = extend_cut(tensors, tiles.extend, Sharing(programs=known_target("sm_90").compute_units))
+    sharing = Sharing(programs=known_target("sm_90").compute_units)
+    if tiles.segment_len:
+        sharing = sharing._replace(split_keys=NEVER_SPLIT)
+    cut = extend_cut(tensors, tiles.extend, sharing)
     schedule = garbage(cut.words(sum(case.q_len), 1), torch.device("cpu"))
     workspace = torch.empty(cut.partials_words(query_rows=tiles.extend.query_rows, v_head_dim=case.dims[1]))
 
@@ -72,14 +82,25 @@ def instructions(kernel: CompiledKernel, name: str) -> int:
     ("dim", "layer"),
     [
         pytest.param(dim, layer, marks=[pytest.mark.long] * ((dim, layer) != (128, "plain")))
-        for dim in HOPPER_EXTEND_TILES
+        for dim in HEAD_DIMS
         for layer in LAYERS
     ],
 )
 def test_it_fits_and_its_products_are_not_waited_for_one_by_one(dim: int, layer: str) -> None:
-    kernel = compiled(replace(CASE, dims=(dim, dim), **LAYERS[layer]))
+    case = replace(CASE, dims=(dim, dim), **LAYERS[layer])
+    assert_fast(compiled(case, hopper_tiles(dim, coded=case.kv is not None)), SPILLED.get((dim, layer), 0))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dim", SEGMENT_HEAD_DIMS)
+def test_deterministic_extend_does_too(dim: int) -> None:
+    assert_fast(compiled(replace(CASE, dims=(dim, dim)), hopper_segment_tiles(dim)), 0)
+
+
+def assert_fast(kernel: CompiledKernel, spilled: int) -> None:
+    """It fits, spills so many bytes at most, and waits where the source does."""
     code = read_nvidia_code(kernel)
-    assert code.stack_bytes <= SPILLED.get(dim, 0)
+    assert code.stack_bytes <= spilled
     assert code.local_bytes == 0
     assert code.shared_bytes <= known_target("sm_90").lds_bytes
     assert code.matrix_ops > 0

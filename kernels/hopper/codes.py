@@ -1,0 +1,229 @@
+"""Eight-bit pages on their way through shared memory: codes arrive by TMA, and a warp group of its own decodes them.
+
+    pages -> ring of codes -> ring of K and ring of V, in sixteen bits -> matrix units
+
+A code is exact in float16. Factors of the layer or of a head are multiplied in where they are of rows (coded.py). A
+token's factor of K multiplies its column of the scores, and that of V its row of V, which is then rounded.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.runtime.jit import constexpr_function
+
+from rocm_attn.kernels.attention.extend_schedule import BLOCK_WORDS
+from rocm_attn.kernels.cache.codes import HEAD_SCALES, LAYER_SCALES, TOKEN_SCALES
+from rocm_attn.kernels.cache.page_format import Encoding
+from rocm_attn.kernels.hopper.rings import slots_of_step, source_of, wait_until_read, zero_unseen
+from rocm_attn.kernels.hopper.rows import BOX_COLUMNS, next_row, piece_rows, seen_by_block, steps_of
+from rocm_attn.kernels.hopper.warp_groups import leave
+
+# Four codes of a word as four float16: of E4M3FN by an instruction a pair; one of E5M2 is a float16's upper byte.
+_AS_HALF = {
+    Encoding.E4M3FN.number: """{
+        .reg .b16 first, second;
+        mov.b32 {first, second}, $2;
+        cvt.rn.f16x2.e4m3x2 $0, first;
+        cvt.rn.f16x2.e4m3x2 $1, second;
+    }""",
+    Encoding.E5M2.number: """{
+        prmt.b32 $0, $2, 0, 0x1404;
+        prmt.b32 $1, $2, 0, 0x3424;
+    }""",
+}
+
+
+@constexpr_function
+def _as_half(encoding: int) -> str:
+    return _AS_HALF[encoding]
+
+
+class Codes(NamedTuple):
+    """A ring of tiles of codes, of K and of V in turn.
+
+    boxes, pieces: it as boxes of a page, and as pieces that are decoded at a time
+    full, free:    barriers that a tile is loaded, and that it is decoded
+    k_factors:     float32 [STAGES, KEY_BLOCK], factors of tokens, with the ring of K
+    v_factors:     float32 [copies, KEY_BLOCK], of the step that is decoded, for each row of a piece
+    """
+
+    boxes: Any
+    pieces: Any
+    full: Any
+    free: Any
+    k_factors: Any
+    v_factors: Any
+
+
+class Factors(NamedTuple):
+    """Of scores, in base 2: a number; of K and of V: pointers, or None."""
+
+    qk_scale: Any
+    k: Any
+    v: Any
+
+
+@gluon.jit
+def row_factor(scale, head, G: gl.constexpr):
+    """The factor of the layer or of a head; 1 where there is none, or each token has one."""
+    factor = 1.0
+    if G.SCALES == LAYER_SCALES:
+        factor = gl.load(scale)
+    elif G.SCALES == HEAD_SCALES:
+        factor = gl.load(scale + head)
+    return factor
+
+
+@gluon.jit
+def new_codes(G: gl.constexpr):
+    """A ring with nothing in it."""
+    TILES: gl.constexpr = G.CODE_TILES
+    BOX: gl.constexpr = G.BOX
+    PARTS: gl.constexpr = G.CODE_TILES * (G.DIM // BOX_COLUMNS)
+    BOXES: gl.constexpr = PARTS * (G.KEY_BLOCK // G.BOX)
+    PIECE: gl.constexpr = piece_rows(G)
+    PIECES: gl.constexpr = PARTS * G.KEY_BLOCK // PIECE
+    layout: gl.constexpr = gl.NVMMASharedLayout(64, 8, rank=2)
+    bars: gl.constexpr = mbarrier.MBarrierLayout()
+    boxes = gl.allocate_shared_memory(gl.uint8, [BOXES, BOX, BOX_COLUMNS], layout)
+    full = gl.allocate_shared_memory(gl.int64, [TILES, 1], bars)
+    free = gl.allocate_shared_memory(gl.int64, [TILES, 1], bars)
+    for i in gl.static_range(TILES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    pieces = boxes._reinterpret(gl.uint8, [PIECES, PIECE, BOX_COLUMNS], layout)
+    STAGES: gl.constexpr = G.STAGES
+    KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
+    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    k_factors = gl.allocate_shared_memory(gl.float32, [STAGES, KEY_BLOCK], line)
+    COPIES: gl.constexpr = PIECE // KEY_BLOCK
+    v_factors = gl.allocate_shared_memory(gl.float32, [COPIES, KEY_BLOCK], line)
+    return Codes(boxes, pieces, full, free, k_factors, v_factors)
+
+
+@gluon.jit
+def _load_codes(desc, column, codes, n, slots, G: gl.constexpr):
+    """The n-th tile of codes, box by box."""
+    BOXES: gl.constexpr = G.KEY_BLOCK // G.BOX
+    PARTS: gl.constexpr = G.DIM // BOX_COLUMNS
+    place = n % G.CODE_TILES
+    mbarrier.wait(codes.free.index(place), ((n // G.CODE_TILES) & 1) ^ 1)
+    full = codes.full.index(place)
+    mbarrier.expect(full, G.KEY_BLOCK * G.DIM)
+    for i in gl.static_range(BOXES):
+        for c in gl.static_range(PARTS):
+            box = codes.boxes.index((place * PARTS + c) * BOXES + i)
+            tma.async_copy_global_to_shared(desc, [slots[i], column + c * BOX_COLUMNS], full, box)
+
+
+@gluon.jit
+def produce_codes(x, cache, codes, todo, G: gl.constexpr):
+    """Load the codes of all the program's rows."""
+    n = 0
+    while todo.keys > 0:
+        words = x.words + todo.block * BLOCK_WORDS
+        seq, seen = seen_by_block(x, words, G)
+        steps = steps_of(words, seen, todo, G)
+        source = source_of(cache, seq)
+        column = todo.row * G.DIM
+        for step in range(steps.first, steps.end):
+            slots = slots_of_step(source, step, seen, G)
+            _load_codes(cache.k, column, codes, 2 * n, slots, G)
+            _load_codes(cache.v, column, codes, 2 * n + 1, slots, G)
+            n += 1
+        todo = next_row(x, todo, steps.take, G)
+    leave()
+
+
+@gluon.jit
+def _pages_of_keys(source, step, seen, G: gl.constexpr):
+    """Where the factors of a step's keys are: page [KEY_BLOCK], offset in it, and whether some row sees the key."""
+    KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    key = step * KEY_BLOCK + gl.arange(0, KEY_BLOCK, layout=layout)
+    live = (key >= seen.first) & (key < seen.end)
+    page = gl.load(source.pages + gl.minimum(key // G.PAGE_SIZE, source.width - 1), mask=live, other=0)
+    return page, key % G.PAGE_SIZE, live
+
+
+@gluon.jit
+def _factors_of_keys(factors, row, at, G: gl.constexpr):
+    """Factors of K and of V; 0 of keys that no row sees."""
+    page, offset, live = at
+    place = (page.to(gl.int64) * G.KV_HEADS + row) * G.PAGE_SIZE + offset
+    return gl.load(factors.k + place, mask=live, other=0.0), gl.load(factors.v + place, mask=live, other=0.0)
+
+
+@gluon.jit
+def _decode_tile(codes, n, ring, stage, SCALED: gl.constexpr, G: gl.constexpr):
+    """The n-th tile of codes to a stage, where it is zeroed no further. SCALED: with factors of V"""
+    PIECE: gl.constexpr = piece_rows(G)
+    PIECES: gl.constexpr = (G.DIM // BOX_COLUMNS) * G.KEY_BLOCK // PIECE
+    ASSEMBLY: gl.constexpr = _as_half(G.ENCODING)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    place = n % G.CODE_TILES
+    if SCALED:
+        factors = codes.v_factors._reinterpret(gl.float32, [PIECE], line)
+        factor = gl.expand_dims(factors.load(gl.SliceLayout(1, layout)), 1)
+    for i in gl.static_range(PIECES):
+        piece = codes.pieces.index(place * PIECES + i).load(layout)
+        numbers = gl.inline_asm_elementwise(ASSEMBLY, "=r,=r,r", [piece], dtype=gl.float16, is_pure=True, pack=4)
+        if SCALED:
+            numbers = (numbers.to(gl.float32) * factor).to(ring.pieces.dtype)
+        ring.pieces.index(stage * PIECES + i).store(numbers)
+
+
+@gluon.jit
+def _pass_on(codes, n, ring, stage, G: gl.constexpr):
+    """A tile is decoded: its codes' place is free, and its stage is full."""
+    fence_async_shared()
+    gl.thread_barrier()
+    mbarrier.arrive(codes.free.index(n % G.CODE_TILES), count=1)
+    mbarrier.arrive(ring.full.index(stage), count=1)
+
+
+@gluon.jit
+def _wait_for_codes(codes, n, G: gl.constexpr):
+    mbarrier.wait(codes.full.index(n % G.CODE_TILES), (n // G.CODE_TILES) & 1)
+
+
+@gluon.jit
+def decode(x, cache, factors, codes, rings, todo, G: gl.constexpr):
+    """Decode the codes of all the program's rows."""
+    BY_TOKEN: gl.constexpr = G.SCALES == TOKEN_SCALES
+    n = 0
+    while todo.keys > 0:
+        words = x.words + todo.block * BLOCK_WORDS
+        seq, seen = seen_by_block(x, words, G)
+        steps = steps_of(words, seen, todo, G)
+        if BY_TOKEN:
+            # Two steps ahead, and one: a load of a factor waits for that of its page.
+            source = source_of(cache, seq)
+            k_factor, v_factor = _factors_of_keys(factors, todo.row, _pages_of_keys(source, steps.first, seen, G), G)
+            at = _pages_of_keys(source, steps.first + 1, seen, G)
+        for step in range(steps.first, steps.end):
+            stage = n % G.STAGES
+            _wait_for_codes(codes, 2 * n, G)
+            wait_until_read(rings, n, G)
+            if BY_TOKEN:
+                codes.k_factors.index(stage).store(k_factor)
+                COPIES: gl.constexpr = piece_rows(G) // G.KEY_BLOCK
+                for i in gl.static_range(COPIES):
+                    codes.v_factors.index(i).store(v_factor)
+                k_factor, v_factor = _factors_of_keys(factors, todo.row, at, G)
+                at = _pages_of_keys(source, step + 2, seen, G)
+            _decode_tile(codes, 2 * n, rings.k, stage, False, G)
+            _pass_on(codes, 2 * n, rings.k, stage, G)
+            _wait_for_codes(codes, 2 * n + 1, G)
+            wait_until_read(rings, n + 1, G)
+            _decode_tile(codes, 2 * n + 1, rings.v, stage, BY_TOKEN, G)
+            zero_unseen(rings.v, stage, step, seen, G)
+            _pass_on(codes, 2 * n + 1, rings.v, stage, G)
+            n += 1
+        todo = next_row(x, todo, steps.take, G)
+    leave()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.attention.arguments import AttendArgs
@@ -113,7 +113,13 @@ def bind_extend(problem: Problem, target: Target, pool: PoolSize) -> SegmentExte
 
 def bind_masked(problem: Problem, target: Target, pool: PoolSize) -> Masked:
     """Deterministic attention of steps with a mask. Raises NoTiles."""
-    return Masked(bind_extend(problem, target, pool))
+    bound = bind_extend(problem, target, pool)
+    if target.arch.startswith("sm_"):
+        # With all rows sm_90 spills 24 bytes at a head dim of 128.
+        extend = replace(bound.tiles.extend, query_rows=max(16, bound.tiles.extend.query_rows // 2))
+        cut = ExtendCut.of(extend, gqa_ratio=problem.gqa_ratio)
+        bound = replace(bound, tiles=replace(bound.tiles, extend=extend), cut=cut)
+    return Masked(bound)
 
 
 def _tiles(problem: Problem, target: Target) -> SegmentTiles:

@@ -258,12 +258,12 @@ NOT_HERE = {
     "graph_epoch": "the engine replays its graphs",
     "sealed_capture": "a captured step before seal() is refused, with no way around",
     "child_ranges": "the engine's steps are whole",
+    "draft_lengths": "an engine makes a step of each draft step: tests/amd/guards/test_drafts.py",
     "kv_scales": "the engine owns the factors: tests/amd/guards/test_formats.py",
     "fresh_selection": "of layers that select keys: tests/amd/external/test_selections.py",
     "selection_place": "of layers that select keys: tests/amd/guards/test_selections.py",
     "page_format": "of bind(), before any step: tests/amd/guards/test_formats.py",
     "cut_points": "of the kernels: tests/amd/guards/test_cut_points.py",
-    "draft_lengths": "of drafts of a runtime's own step; each of an engine's is a step: tests/amd/runtime/test_drafts.py",
     "ring_wait": "of the ring: tests/amd/guards/test_publication.py, and on a CPU the device is never late",
 }
 

@@ -42,7 +42,6 @@ from rocm_attn.kernels.metadata.fill import launch_fill
 from rocm_attn.kernels.metadata.gather_table import launch_gather_table
 from rocm_attn.kernels.metadata.pack_mask import launch_pack_mask
 from rocm_attn.kernels.metadata.place_mask import launch_place_mask
-from rocm_attn.kernels.metadata.place_trees import launch_place_trees
 from rocm_attn.kernels.metadata.publish import launch_publish
 from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, FIELDS, Pads
@@ -71,11 +70,10 @@ from tests.amd.kernels.launches_of_tensors import (
     of_pack_mask,
     of_pages,
     of_place_mask,
-    of_place_trees,
     of_publish,
 )
 from tests.amd.mutation.coded_pages import PAGE_SIZE, coded_pages, of_coded_pages
-from tests.amd.mutation.draft_checks import device_inputs, draft_steps
+from tests.amd.mutation.draft_checks import device_inputs, draft_steps, place_trees
 from tests.amd.mutation.memory import Memory, assert_same
 from tests.amd.mutation.moves_check import moves
 from tests.amd.mutation.picks_check import pick_rows
@@ -496,18 +494,6 @@ def place_mask(memory: Memory) -> None:
             partial(of_place_mask(place), keys_before=keys_before) for place in (launch_place_mask, twins.place_mask)
         )
         assert_same(memory, launch, twin, inputs, [garbage(3), garbage(2), garbage(5)])
-
-
-def place_trees(memory: Memory) -> None:
-    """Trees of three sequences and a pad, of new nodes alone and of nodes before them; words that are shared."""
-    parents = ints([-1, 0, 0, 1, 2, -1, -1, 0, 1, 9, 3, 7, -1, -1, 1, 2, 3, 0]).view(3, 6)
-    inputs = [parents, ints([3, 7, 1, 0]), ints([9, 5, 7, 0]), ints([3, 2, 2, 0])]
-    for nodes_before in (0, 2, 3):
-        launch, twin = (
-            partial(of_place_trees(place), nodes_before=nodes_before)
-            for place in (launch_place_trees, twins.place_trees)
-        )
-        assert_same(memory, launch, twin, inputs, [garbage(4), garbage(3), garbage(9)])
 
 
 def merge_sides(memory: Memory) -> None:

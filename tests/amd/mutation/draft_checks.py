@@ -9,9 +9,10 @@ from torch import Tensor
 
 from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
 from rocm_attn.kernels.metadata.draft_steps import launch_draft_steps
+from rocm_attn.kernels.metadata.place_trees import launch_place_trees
 from rocm_attn.kernels.metadata.step_tensors import Pads
 from rocm_attn.kernels.refs import metadata as twins
-from tests.amd.kernels.launches_of_tensors import of_device_inputs, of_draft_steps
+from tests.amd.kernels.launches_of_tensors import of_device_inputs, of_draft_steps, of_place_trees
 from tests.amd.mutation.memory import Memory, assert_same
 
 
@@ -39,3 +40,15 @@ def draft_steps(memory: Memory) -> None:
         for derive in (launch_draft_steps, twins.draft_steps)
     )
     assert_same(memory, launch, twin, [_ints(2, 4, 1, 0)], [kv_len, token_ids, mask_start, parents])
+
+
+def place_trees(memory: Memory) -> None:
+    """Trees of three sequences and a pad, of new nodes alone and of nodes before them; words that are shared."""
+    parents = _ints(*[-1, 0, 0, 1, 2, -1, -1, 0, 1, 9, 3, 7, -1, -1, 1, 2, 3, 0]).view(3, 6)
+    inputs = [parents, _ints(*[3, 7, 1, 0]), _ints(*[9, 5, 7, 0]), _ints(*[3, 2, 2, 0])]
+    for nodes_before in (0, 2, 3):
+        launch, twin = (
+            partial(of_place_trees(place), nodes_before=nodes_before)
+            for place in (launch_place_trees, twins.place_trees)
+        )
+        assert_same(memory, launch, twin, inputs, [_ints(*[-77] * 4), _ints(*[-77] * 3), _ints(*[-77] * 9)])

@@ -22,6 +22,7 @@ from rocm_attn.runner.speculation.draft_model import ModelDrafter
 from rocm_attn.runner.speculation.engines import model_drafter
 from rocm_attn.runner.speculation.speculation import Speculation
 from tests.amd.runner.scripted_drafts import ScriptedDrafter, with_drafter
+from tests.amd.runner.thread_ranks import ThreadRank, on_threads
 from tests.amd.runner.tiny_model import CONFIG, tiny_model, with_windows
 
 BASE = EngineOptions(
@@ -293,3 +294,17 @@ def test_a_model_with_other_tokens_cannot_draft(loaded: LoadedModel) -> None:
     other = tiny_model(base=replace(CONFIG, vocab_size=65))
     with pytest.raises(BadModel, match="the model that drafts has 65 tokens and the one that it drafts for 64"):
         drafting(loaded, other, replace(BASE, speculative="ngram"))
+
+
+def test_ranks_that_share_a_model_guess_and_verify_the_same() -> None:
+    # Tokens that repeat themselves, so that there is something to look up.
+    requests = [Request((5, 6, 7) * 4, 20), Request((9, 8) * 5, 20, sampling=DRAWN)]
+    expected = Engine(tiny_model(), BASE).generate(requests)
+
+    def served(rank: ThreadRank) -> tuple[list[Completion], int]:
+        engine = Engine(tiny_model(ranks=rank), replace(BASE, speculative="ngram"))
+        return engine.generate(requests), engine.report().metrics.drafts
+
+    for completions, drafts in on_threads(2, served):
+        assert completions == expected
+        assert drafts > 0

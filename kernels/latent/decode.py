@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import Line, Logits, Rows, Span
@@ -33,7 +34,7 @@ from rocm_attn.kernels.attention.decode_schedule import (
 )
 from rocm_attn.kernels.attention.key_loop import Seen
 from rocm_attn.kernels.attention.mask_bits import TWO_WORDS
-from rocm_attn.kernels.attention.merge import launch_merge
+from rocm_attn.kernels.attention.merge import early_options, launch_merge
 from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.query_block import MaskOfStep, bits_of_block, rows_of_block
 from rocm_attn.kernels.attention.scores import Scores
@@ -68,6 +69,7 @@ class LatentDecodeGeometry(NamedTuple):
     HEAD_BLOCKS: blocks of query heads, which neighbouring programs take
     QUERY_ROWS:  rows of a query block, a new token and a query head each, then padding
     STAGES:      key blocks whose loads are in flight
+    EARLY:       whether launches may begin while the one before still runs
     """
 
     rows: RowCut
@@ -77,6 +79,7 @@ class LatentDecodeGeometry(NamedTuple):
     HEAD_BLOCKS: int
     QUERY_ROWS: int
     STAGES: int
+    EARLY: bool
 
 
 @triton.jit
@@ -131,6 +134,11 @@ def _latent_decode_kernel(
     T: tl.constexpr = R.TOKENS
     program = tl.program_id(0) // G.HEAD_BLOCKS
     head_block = tl.program_id(0) % G.HEAD_BLOCKS
+    if G.EARLY:
+        # All that is read may be what the launch before this one writes. The merge may start when every program is past
+        # this, and so find the schedule.
+        gdc_wait()
+        gdc_launch_dependents()
     words = words_of_program(schedule, program)
     seq = tl.load(words + PROGRAM_SEQ)
     row = tl.load(words + PROGRAM_ROW)
@@ -249,8 +257,9 @@ def launch_latent_decode(
         G=geometry,
         num_warps=tiles.num_warps,
         **tiles.options(),
+        **early_options(tiles.early),
     )
-    launch_merge(args, cut, geometry.rows)
+    launch_merge(args, cut, geometry.rows, early=tiles.early)
 
 
 def _geometry(
@@ -278,4 +287,5 @@ def _geometry(
         HEAD_BLOCKS=tiles.head_blocks(num_heads),
         QUERY_ROWS=tiles.query_rows,
         STAGES=tiles.num_stages,
+        EARLY=tiles.early,
     )

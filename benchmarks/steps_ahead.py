@@ -5,7 +5,7 @@ python -m benchmarks.steps_ahead --out benchmarks/results/steps_ahead_h200.json
 An engine serves 64 requests of a Llama of random weights, graphs on. Events on the stream mark the beginning and the
 end of each step, its picks included: between the end of one and the beginning of the next the GPU has nothing to do.
 Tokens must be the same with steps ahead and without. Exits with 1, after writing the file, if they are not, or if more
-than 1 % of the time is idle with steps ahead.
+than 1 % of the time is idle with steps ahead, but for a model whose steps are shorter than the host's work for them.
 """
 
 from __future__ import annotations
@@ -36,9 +36,12 @@ from rocm_attn.step.protocols import Steps
 NUM_SEQS, PROMPT, NEW_TOKENS = 64, 32, 160
 SKIPPED = 20  # the first steps: prompts, and the capture
 MOST_IDLE = 0.01
+# Its steps are shorter than what the host does for one, so its GPU is idle either way: it shows the host's time.
+BOUND_BY_THE_HOST = "2 layers of 1024"
 MODELS = {
     "SmolLM2-135M's sizes": model_of((9, 3, 64), 576, 1536, 49152, 30, 1024),
-    "2 layers of 1024": model_of((16, 8, 64), 1024, 2816, 32000, 2, 1024),
+    "Llama-3.2-1B's sizes": model_of((32, 8, 64), 2048, 8192, 128256, 16, 1024),
+    BOUND_BY_THE_HOST: model_of((16, 8, 64), 1024, 2816, 32000, 2, 1024),
 }
 SAMPLINGS = {"greedy": None, "temperature 0.8, top_p 0.9": (0.8, 0.9)}
 
@@ -152,7 +155,7 @@ def main() -> None:
                 print(rows[-1], flush=True)
             if found[0] != found[1]:
                 failures.append(f"{name}, {how}: tokens differ")
-            if figures["idle_share"] > MOST_IDLE:
+            if figures["idle_share"] > MOST_IDLE and name != BOUND_BY_THE_HOST:
                 failures.append(f"{name}, {how}: {figures['idle_share']:.1%} idle with steps ahead")
     with open(args.out, "w") as file:
         json.dump({"machine": {**describe_machine(), "python_loop_us": python_us()}, "rows": rows}, file, indent=1)

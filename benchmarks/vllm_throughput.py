@@ -6,10 +6,14 @@ Each backend runs in a process of its own, once for each cudagraph mode: vLLM ke
 them are made ready together, and then generate in turn, so that nothing else runs on the device. All of them hold their
 weights and --kv-gib of KV cache meanwhile.
 
-A process generates the workloads named below, each of them first with a few new tokens to warm up. tokens_per_s counts
+A process generates the workloads named below, each of them first with a part of its requests and a few new tokens, to
+warm up. tokens_per_s counts
 new tokens from the first prompt to the last token. decode_tokens_per_s counts those that came after each request had
 its first one. Float32 text must be the same token for token; of two-byte dtypes the share of equal requests is written
 beside the speed, and is no verdict. A process that fails costs its own mode alone: what it said is printed in full.
+
+Triton multiplies float32 numbers in TF32 where a kernel does not say otherwise, as TRITON_ATTN's does not. Text of such
+a model is compared with TRITON_F32_DEFAULT=ieee.
 
 Where --model names a folder with config.json alone, --dummy gives it random weights.
 """
@@ -35,7 +39,7 @@ OURS = "CUSTOM"
 MODES = ("eager", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 # What a process writes when its engine is ready.
 _READY = "ready"
-_WARM_UP_TOKENS = 8
+_WARM_UP_TOKENS, _WARM_UP_PART = 8, 4
 
 
 @dataclass(frozen=True)
@@ -57,12 +61,16 @@ def workloads(requests: int, longest: int, new: int) -> list[Workload]:
 
 
 class EngineProcess:
-    """A process with one engine, which waits for its turn when it is ready. backend: by vLLM's name"""
+    """A process with one engine, which waits for its turn when it is ready.
 
-    def __init__(self, backend: str, mode: str) -> None:
+    backend:   by vLLM's name
+    arguments: of this program
+    """
+
+    def __init__(self, backend: str, mode: str, arguments: Sequence[str]) -> None:
         self.backend, self.mode = backend, mode
         own, its = os.pipe()
-        command = [sys.executable, "-m", "benchmarks.vllm_throughput", *sys.argv[1:]]
+        command = [sys.executable, "-m", "benchmarks.vllm_throughput", *arguments]
         command += ["--run", backend, "--modes", mode, "--answer-to", str(its)]
         # Engines that compile the same model at once would write the same files.
         self._cache = tempfile.TemporaryDirectory()
@@ -72,6 +80,7 @@ class EngineProcess:
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
             "VLLM_CACHE_ROOT": self._cache.name,
             "HF_HUB_OFFLINE": "1",
+            "TRITON_F32_DEFAULT": "ieee",
         }
         # Not a pipe: nothing is read of it before the end, and a full one would stop the process.
         self._log = (Path(self._cache.name) / "log").open("w+")
@@ -140,7 +149,7 @@ def main() -> None:
 
 def in_turn(runs: Sequence[tuple[str, str]]) -> dict[tuple[str, str], dict[str, Any]]:
     """What each backend and mode generates: all engines are made at once, and generate one after the other."""
-    processes = [EngineProcess(*run) for run in runs]
+    processes = [EngineProcess(*run, sys.argv[1:]) for run in runs]
     ready = [process.is_ready() for process in processes]
     found = {}
     for process, was_ready in zip(processes, ready, strict=True):
@@ -177,7 +186,8 @@ def generate(args: argparse.Namespace) -> None:
 
     register()  # an installed package is registered already, and this changes nothing then
     (mode,) = args.modes
-    graphs = {"enforce_eager": True} if mode == "eager" else {"compilation_config": {"cudagraph_mode": mode}}
+    compilation = {"cudagraph_mode": mode} | ({"mode": 0} if args.no_compile else {})
+    graphs = {"enforce_eager": True} if mode == "eager" else {"compilation_config": compilation}
     engine = LLM(
         model=args.model,
         load_format="dummy" if args.dummy else "auto",
@@ -200,7 +210,8 @@ def generate(args: argparse.Namespace) -> None:
         found = {}
         for workload in workloads(args.requests, args.longest, args.new):
             prompts = prompts_of(workload, args.vocabulary)
-            timed(engine, prompts, [min(_WARM_UP_TOKENS, new) for new in workload.new])
+            few = prompts[::_WARM_UP_PART]
+            timed(engine, few, [_WARM_UP_TOKENS] * len(few))
             found[workload.name] = timed(engine, prompts, workload.new)
         print(json.dumps(found), file=answers, flush=True)
 
@@ -246,6 +257,7 @@ def parse_args(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", required=True, help="a folder of Hugging Face's")
     parser.add_argument("--dummy", action="store_true")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--no-compile", action="store_true", help="full graphs of a model as it is, without Inductor")
     parser.add_argument("--against", default="TRITON_ATTN")
     parser.add_argument("--modes", nargs="+", default=["eager", "FULL"], choices=MODES)
     parser.add_argument("--requests", type=int, default=64)

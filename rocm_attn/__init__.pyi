@@ -26,6 +26,7 @@ from rocm_attn.runtime import AttentionRuntime as AttentionRuntime
 from rocm_attn.selection.build import build_runtime as build_runtime
 from rocm_attn.step.options import RuntimeOptions as RuntimeOptions
 from rocm_attn.paging.request_table import RequestTable as RequestTable
+from rocm_attn.paging.state_slots import require_state_slots as require_state_slots
 from rocm_attn.paging.index_spaces import Space as Space
 
 # A step

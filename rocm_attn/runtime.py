@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from rocm_attn.batch.drafts import NO_DRAFTS, Drafts
 from rocm_attn.batch.halves import HALVES, split_batch
 from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, PadTo, fits
 from rocm_attn.batch.step_batch import StepBatch
-from rocm_attn.errors import BadBatch, BadTensor, DeviceFault, NeverFits, NotCopied, WrongState
+from rocm_attn.errors import BadBatch, DeviceFault, NeverFits, NotCopied, WrongState
 from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.speculative.arguments import Accepted
 from rocm_attn.machine.agreement import Agree, Agreement, alone
@@ -56,6 +56,12 @@ from rocm_attn.step.step import SplitStep, Step
 
 # What staging a step gives.
 Staged = Step | SplitStep | DraftSteps | SplitDrafts
+_Begun = TypeVar("_Begun", Step, SplitStep, DraftSteps, SplitDrafts)
+
+
+def _warn_of(guards: Guards) -> None:
+    if guards.off:
+        logging.getLogger(__name__).warning("safeguards are switched off: %s", ", ".join(guards.off))
 
 
 def _refuse_drafts() -> NoReturn:
@@ -92,8 +98,7 @@ class AttentionRuntime:
         guards: Guards,
         agree: Agreement = alone,
     ) -> None:
-        if guards.off:
-            logging.getLogger(__name__).warning("safeguards are switched off: %s", ", ".join(guards.off))
+        _warn_of(guards)
         self.guards, self.options = guards, options
         self.agree: Agree = agree
         self.meetings = agree.new_meetings()
@@ -257,23 +262,6 @@ class AttentionRuntime:
             self._find_faults()
             self._publisher.forget_faults()
 
-    def require_state(self, **states: Tensor) -> None:
-        """Check tensors that a forward keeps state of requests in, by name, before steps are run or captured.
-
-        Each has an entry for every row of the request table, the reserved row 0 included, which padded sequences use:
-        so no padded batch has more sequences than there are entries to read. Raises BadTensor.
-        """
-        needed = self.table.spaces[0].entries.shape[0]
-        for name, state in states.items():
-            entries = state.shape[0] if state.dim() else 0
-            if entries < needed:
-                raise BadTensor(
-                    f"{name} has {entries} entries; sequences have rows 0 to {needed - 1}, and padded ones row 0: give "
-                    f"it {needed}"
-                )
-            if state.device != self.device:
-                raise BadTensor(f"{name} is on {state.device}; the runtime is on {self.device}")
-
     def sealed_tensors(self) -> Mapping[str, Tensor]:
         """Everything that a graph reads and the runtime owns, by name: buffers, workspace, table and pages."""
         return self.core.sealed_tensors()
@@ -309,39 +297,27 @@ class AttentionRuntime:
 
         pad_to: of both halves together; even
         """
-        self.require_idle()
-        try:
-            self.meet()
-            step = self.stage_split(batch, pad_to)
-            self.fill()
-            return step
-        except BaseException:
-            self.end_step()
-            raise
+        return self._begun(partial(self.stage_split, batch, pad_to))
 
     def begin_drafts(self, batch: StepBatch, pad_to: PadTo | None = None) -> DraftSteps:
         """As begin_step, of a round of drafts (draft_batch()): its `steps` are run one after the other.
 
         Raises also Unsupported for several branches where a layer's problem has no custom_mask.
         """
-        self.require_idle()
-        try:
-            self.meet()
-            drafts = self.stage_drafts(batch, pad_to)
-            self.fill()
-            return drafts
-        except BaseException:
-            self.end_step()
-            raise
+        return self._begun(partial(self.stage_drafts, batch, pad_to))
 
     def begin_split_drafts(self, batch: StepBatch, pad_to: PadTo | None = None) -> SplitDrafts:
         """As begin_drafts, in two halves, each of which has all draft steps. pad_to: of both together; even."""
+        return self._begun(partial(self.stage_split_drafts, batch, pad_to))
+
+    def _begun(self, stage: Callable[[], _Begun]) -> _Begun:
+        """What stage() gives, filled; no step is begun where that raises."""
         self.require_idle()
         try:
             self.meet()
-            drafts = self.stage_split_drafts(batch, pad_to)
+            staged = stage()
             self.fill()
-            return drafts
+            return staged
         except BaseException:
             self.end_step()
             raise
@@ -515,17 +491,17 @@ class AttentionRuntime:
 
     def _draft_steps(self, batch: StepBatch, children: Sequence[DeviceStep], plan: StepPlan, half: int) -> DraftSteps:
         """The draft steps of a round, or of a half of one. batch: its sequences; children: those of all halves"""
-        drafts = plan.shape.drafts
+        drafts, who = plan.shape.drafts, self._who_runs
         assert isinstance(drafts, Drafts)
         first = half * drafts.steps
-        turns, who = Turns(drafts), self._who_runs
-        own = children[first : first + drafts.steps]
-        steps = []
-        for number, child in enumerate(own):
+
+        def layers(number: int, child: DeviceStep, turns: Turns) -> StepLayers:
             require = partial(self._require_turn, who, turns, number)
-            layers = StepLayers(self.core.layers, child, plan, require, self._stores, self._selections, first + number)
-            steps.append(Step.of(batch, child, plan, layers, half))
-        return DraftSteps(steps, own, turns, partial(self.core.place_draft_mask, drafts), drafts.branches)
+            calls = self.core.layers, child, plan, require, self._stores, self._selections
+            return StepLayers(*calls, first + number)
+
+        place_mask = partial(self.core.place_draft_mask, drafts)
+        return DraftSteps.of(batch, children[first : first + drafts.steps], plan, half, layers, place_mask)
 
     def fill(self) -> None:
         """Derive the step's metadata on the device; captured where a step is. Running it twice is harmless."""

@@ -20,7 +20,7 @@ from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import Softmax
 from rocm_attn.kernels.attention.coded import add_values, token_factor
 from rocm_attn.kernels.attention.key_rows import are_read_by_page, lie_in_one_page, offsets_in_page, pages_of_block
-from rocm_attn.kernels.attention.mask_bits import bit_is_set, bits_from, row_bits, seen_by_some
+from rocm_attn.kernels.attention.mask_bits import is_seen, row_words, seen_by_some
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.softmax import LN_2, capped, capped_at_once, has_tanh, in_range
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES, decoded
@@ -200,11 +200,8 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
             k_rows = kv.k.at + k_row[:, None] + k_column[None, :]
             v_rows = kv.v.at + v_row[:, None] + v_column[None, :]
         if PACKED:
-            packed = seen.bits
-            bits = row_bits(packed.words, packed.cell, packed.end, block * KEY_BLOCK, packed.start, seen.keys.end)
-            if K.WINDOWED:
-                bits = bits & bits_from(seen.bits.first_key - block * KEY_BLOCK)
-            live = bit_is_set(seen_by_some(bits), lane)
+            bits, more_bits = row_words(seen.bits, block * KEY_BLOCK, seen.keys.end, K, KEY_BLOCK)
+            live = is_seen(seen_by_some(bits), seen_by_some(more_bits), lane, KEY_BLOCK)
         else:
             live = in_range(kv_index, seen.keys.first, seen.keys.end) if K.WINDOWED else kv_index < seen.keys.end
         k_factor = token_factor(kv.factors.k, page, offset, kv.factors.head, live, MASKED, C)
@@ -231,7 +228,7 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
                 scores = scores * qk_scale + slope[:, None] * distance
         if MASKED:
             if PACKED:
-                visible = bit_is_set(bits[:, None], lane[None, :])
+                visible = is_seen(bits[:, None], more_bits[:, None], lane[None, :], KEY_BLOCK)
             elif K.WINDOWED:
                 visible = in_range(query.kv_index[:, None] - kv_index[None, :], 0, seen.window_left + 1)
             elif K.CAUSAL:

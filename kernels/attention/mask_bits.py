@@ -66,21 +66,23 @@ def bit_is_set(bits, lane):
 
 
 @triton.jit
-def visible_keys(packed, first_key, end_key, K: tl.constexpr, KEY_BLOCK: tl.constexpr):
-    """Which keys of a block each row sees, [rows, KEY_BLOCK], and which of them any row sees, [KEY_BLOCK].
+def row_words(packed, first_key, end_key, K: tl.constexpr, KEY_BLOCK: tl.constexpr):
+    """The bits of a block's keys, as one word a row, or as two where it has TWO_WORDS keys; then windows are in them.
 
-    packed: key_loop.Bits; a block has 16 or 32 keys, or TWO_WORDS
+    packed: key_loop.Bits
     """
-    lane = tl.arange(0, KEY_BLOCK)
-    bits = row_bits(packed.words, packed.cell, packed.end, first_key, packed.start, end_key)
+    low = row_bits(packed.words, packed.cell, packed.end, first_key, packed.start, end_key)
     if K.WINDOWED:
-        bits = bits & bits_from(packed.first_key - first_key)
-    some = seen_by_some(bits)
-    of_lane = bits[:, None]
+        low = low & bits_from(packed.first_key - first_key)
+    high = low
     if KEY_BLOCK > 32:
         high = row_bits(packed.words, packed.cell, packed.end, first_key + 32, packed.start, end_key)
         if K.WINDOWED:
             high = high & bits_from(packed.first_key - first_key - 32)
-        of_lane = tl.where((lane < 32)[None, :], bits[:, None], high[:, None])
-        some = tl.where(lane < 32, some, seen_by_some(high))
-    return bit_is_set(of_lane, (lane % 32)[None, :]), bit_is_set(some, lane % 32)
+    return low, high
+
+
+@triton.jit
+def is_seen(low, high, lane, KEY_BLOCK: tl.constexpr):
+    """Whether the key of a lane is seen, by the words of a row, or of rows [rows, 1] and lanes [1, KEY_BLOCK]."""
+    return bit_is_set(tl.where(lane < 32, low, high), lane % 32) if KEY_BLOCK > 32 else bit_is_set(low, lane)

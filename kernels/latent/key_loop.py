@@ -25,7 +25,7 @@ from rocm_attn.kernels.attention.coded import (
     moved_to_half,
     token_factor,
 )
-from rocm_attn.kernels.attention.mask_bits import visible_keys
+from rocm_attn.kernels.attention.mask_bits import is_seen, row_words, seen_by_some
 from rocm_attn.kernels.attention.query_block import BlockGeometry
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.softmax import LN_2, add_sink, capped, in_range
@@ -307,7 +307,8 @@ def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: 
         offset = (kv_index % K.PAGE_SIZE).to(tl.int64)
         row = rows.at + (page * rows.page + offset * rows.token)
         if PACKED:
-            visible, live = visible_keys(seen.bits, block * KEY_BLOCK, seen.keys.end, K, KEY_BLOCK)
+            bits, more_bits = row_words(seen.bits, block * KEY_BLOCK, seen.keys.end, K, KEY_BLOCK)
+            live = is_seen(seen_by_some(bits), seen_by_some(more_bits), lane, KEY_BLOCK)
         else:
             live = in_range(kv_index, seen.keys.first, seen.keys.end) if K.WINDOWED else kv_index < seen.keys.end
         # Without factors of tokens something that is not read.
@@ -347,13 +348,14 @@ def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: 
         if K.CAPPED:
             scores = capped(scores, logits.tanh_scale)
         if MASKED:
-            if not PACKED:
-                if K.WINDOWED:
-                    visible = in_range(query.kv_index[:, None] - kv_index[None, :], 0, seen.window_left + 1)
-                elif K.CAUSAL:
-                    visible = kv_index[None, :] <= query.kv_index[:, None]
-                else:
-                    visible = live[None, :]
+            if PACKED:
+                visible = is_seen(bits[:, None], more_bits[:, None], lane[None, :], KEY_BLOCK)
+            elif K.WINDOWED:
+                visible = in_range(query.kv_index[:, None] - kv_index[None, :], 0, seen.window_left + 1)
+            elif K.CAUSAL:
+                visible = kv_index[None, :] <= query.kv_index[:, None]
+            else:
+                visible = live[None, :]
             if not PARTLY:
                 scores = tl.where(visible, scores, float("-inf"))
             elif (block + 1) * KEY_BLOCK > end_of_all:

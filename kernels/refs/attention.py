@@ -72,10 +72,8 @@ def paged_extend(args: AttendArgs, *, scores: Scores, mask: PackedMask | None = 
     end_key = kv_index + 1 if scores.causal and mask is None else kv_len
     cells = None
     if mask is not None:
-        start = mask.start[cut.seq][:, None]
         position = torch.maximum(mask.positions[cut.token], first_new_key)
-        first_cell = mask.indptr[cut.seq][:, None] + cut.offset * (kv_len - start).long()
-        cells = _Cells(mask.words, first_cell, start)
+        cells = Cells.of(mask, cut, kv_len)
     tiles = _Tiles(
         q=args.q[cut.token],
         pages=_pages_of(args)[cut.seq],
@@ -171,7 +169,7 @@ def _pages_of(args: AttendArgs) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Cells:
+class Cells:
     """The cells of tiles in a packed mask.
 
     first: int64 [tiles, tile_len]  a row's first cell
@@ -182,9 +180,15 @@ class _Cells:
     first: Tensor
     start: Tensor
 
-    def cut(self, first: int, end: int) -> _Cells:
+    @classmethod
+    def of(cls, mask: PackedMask, cut: TileCut, kv_len: Tensor) -> Cells:
+        """The cells of the tiles of a cut. kv_len: [tiles, 1]"""
+        start = mask.start[cut.seq][:, None]
+        return cls(mask.words, mask.indptr[cut.seq][:, None] + cut.offset * (kv_len - start).long(), start)
+
+    def cut(self, first: int, end: int) -> Cells:
         """Those of some of the tiles."""
-        return _Cells(self.words, self.first[first:end], self.start[first:end])
+        return Cells(self.words, self.first[first:end], self.start[first:end])
 
     def visible(self, key: Tensor, is_cell: Tensor) -> Tensor:
         """Whether each row sees each key; is_cell: bool [tiles, tile_len, keys], others are not looked up."""
@@ -212,7 +216,7 @@ class _Tiles:
     kv_index: Tensor
     window_start: Tensor
     end_key: Tensor
-    cells: _Cells | None = None
+    cells: Cells | None = None
 
     def cut(self, first: int, end: int) -> _Tiles:
         """Some of the tiles."""

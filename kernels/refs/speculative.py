@@ -133,15 +133,15 @@ def move_paths(pages: AlikePages, paths: AcceptedPaths) -> None:
     last = paths.table.shape[1] - 1
 
     def cells(kv_index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        page = paths.table[rows, (kv_index // page_size).clamp(max=last)].long()
-        offset = kv_index % page_size
-        return page, offset // group_tokens, offset % group_tokens
+        page_no, offset = kv_index // page_size, kv_index % page_size
+        page = paths.table[rows, page_no.clamp(0, last)].long()
+        in_row = (page_no >= 0) & (page_no <= last)
+        return torch.where(in_row, page, -1), offset // group_tokens, offset % group_tokens
 
     # In order, as a place may be the target of one move and lie before the source of the next one.
     for at in range(1, width):
         live = moves[:, at]
-        target = cells((older + at).clamp(min=0))
-        source = cells((older + paths.path[:, at]).clamp(min=0))
+        target, source = cells(older + at), cells(older + paths.path[:, at])
         is_live = live & (source[0] > paths.no_page) & (target[0] > paths.no_page)
         # Fixed shapes: a sequence without a move does again what another one does, or writes what lies in page 0.
         any_live = is_live.any()

@@ -61,6 +61,11 @@ class LatentTiles:
         """
         return replace(self, query_rows=min(32, self.query_rows), key_block=min(32, self.key_block))
 
+    def of_few_masked_tokens(self) -> LatentTiles:
+        """For masked steps whose keys are split as in decode: at most 32 rows, but for warpgroup products."""
+        # With 64 rows gfx942 spills a register.
+        return self if self.wide else replace(self, query_rows=min(32, self.query_rows))
+
     def options(self) -> dict[str, int]:
         """Launch options beside the warps."""
         return {"waves_per_eu": self.waves_per_eu} if self.waves_per_eu else {}

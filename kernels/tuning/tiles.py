@@ -151,16 +151,14 @@ class ExtendTiles:
         named = {"waves_per_eu": self.waves_per_eu, "maxnreg": self.max_registers}
         return {name: value for name, value in named.items() if value}
 
-    def of_masked_steps(self, codes: Codes = Codes.NONE, *, is_short: bool = False) -> ExtendTiles:
+    def of_masked_steps(self, codes: Codes = Codes.NONE) -> ExtendTiles:
         """Half the rows and at most 32 keys, for steps with packed masks: bits take registers, and trees are small.
 
-        is_short: whether the tiles are of short sequences; those stay as they are, lest each reads its keys twice, or
-                  those before the mask slower than in other steps
+        Tiles of short sequences stay as they are, lest each reads its keys twice, or those before the mask slower than
+        in other steps.
         """
         # With all rows sm_90 spills 32 bytes at head_dim 128.
-        tiles = self
-        if not is_short:
-            tiles = replace(self, query_rows=max(16, self.query_rows // 2), key_block=min(32, self.key_block))
+        tiles = replace(self, query_rows=max(16, self.query_rows // 2), key_block=min(32, self.key_block))
         # With factors of tokens and two stages up to 33 SGPRs spill on AMD.
         return replace(tiles, num_stages=1) if codes is Codes.BY_TOKEN else tiles
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -76,23 +76,36 @@ class DeviceInputs:
             raise BadTensor(
                 f"ahead is {self.ahead} and kv_len is on the host, which counts all tokens; leave ahead out"
             )
-        for name, tensor in self._given().items():
+        # A step of every round makes one, so nothing is put together where all is well.
+        device = None
+        for name, tensor in (("kv_len", self.kv_len), ("q_len", self.q_len), ("token_ids", self.token_ids)):
+            if tensor is ON_HOST:
+                continue
+            if device is None:
+                device = tensor.device
+            if tensor.device != device:
+                self._refuse_devices()
             if tensor.dtype != torch.int32 or tensor.dim() != 1 or not tensor.is_contiguous():
                 raise BadTensor(
                     f"{name} is a {tensor.dtype} tensor of shape {list(tensor.shape)} and strides "
                     f"{list(tensor.stride())}; it must be a contiguous int32 vector"
                 )
-        devices = {tensor.device for tensor in self._given().values()}
-        if len(devices) != 1:
-            raise BadTensor(
-                f"tensors on {', '.join(sorted(map(str, devices))) or 'no device'} were given; "
-                "a step takes kv_len, q_len or token_ids from one device"
-            )
+        if device is None:
+            self._refuse_devices()
+
+    def _refuse_devices(self) -> NoReturn:
+        devices = {str(tensor.device) for tensor in self._given().values()}
+        raise BadTensor(
+            f"tensors on {', '.join(sorted(devices)) or 'no device'} were given; "
+            "a step takes kv_len, q_len or token_ids from one device"
+        )
 
     @property
     def device(self) -> torch.device:
         """Of the tensors."""
-        return next(iter(self._given().values())).device
+        if self.kv_len is not ON_HOST:
+            return self.kv_len.device
+        return (self.token_ids if self.q_len is ON_HOST else self.q_len).device
 
     @property
     def kv_len_on_host(self) -> bool:

@@ -101,8 +101,7 @@ class StepBatch:
         num_tokens = num_seqs * most if fewest == most else _total(new)
         fed = num_tokens
         if isinstance(drafts, Drafts):
-            fed = num_seqs * drafts.branches
-            _check_drafts(drafts, (fewest, most), num_seqs, (inputs, mask, prefixes))
+            fed = _fed_at_once(drafts, (fewest, most), num_seqs, (inputs, mask, prefixes))
         if len(token_ids) not in (0, fed):
             raise BadBatch(f"{len(token_ids)} token ids for {fed} new tokens; pass one each, or none")
         if inputs is not HOST_INPUTS:  # on most steps there is nothing to ask
@@ -153,16 +152,16 @@ def draft_batch(
     Raises BadBatch.
     """
     before = _as_int32("prefix_len", prefix_len)
-    if len(before) and int(before.max()) > INT32_MAX - drafts.tokens:
+    if len(before) and before.item(before.argmax()) > INT32_MAX - drafts.tokens:
         raise BadBatch(f"a prefix of {int(before.max())} tokens with {drafts.tokens} drafts overflows int32")
-    q_len = np.full(len(before), drafts.tokens, np.int32)
+    q_len = as_many(len(before), drafts.tokens)
     return StepBatch(rows, before + q_len, q_len, token_ids, inputs=inputs, drafts=drafts)
 
 
-def _check_drafts(
+def _fed_at_once(
     drafts: Drafts, extremes: tuple[int, int], num_seqs: int, beside: tuple[Inputs, Mask, Prefixes]
-) -> None:
-    """Refuse a round of drafts that is none. extremes: the smallest and the largest q_len. Raises BadBatch."""
+) -> int:
+    """Drafts of a draft step. extremes: the smallest and the largest q_len. Raises BadBatch for what is no round."""
     inputs, mask, prefixes = beside
     if num_seqs and extremes != (drafts.tokens, drafts.tokens):
         raise BadBatch(
@@ -173,6 +172,7 @@ def _check_drafts(
         raise BadBatch("drafts have masks of their own, and share no prefixes with others; leave mask and prefixes out")
     if isinstance(inputs, DeviceInputs) and inputs.q_len is not ON_HOST:
         raise BadBatch("each sequence of a round has as many drafts; leave q_len out of its device inputs")
+    return num_seqs * drafts.branches
 
 
 def _check_beside_prefixes(inputs: Inputs, mask: Mask) -> None:
@@ -204,6 +204,14 @@ def _extremes(values: Int32Array) -> tuple[int, int]:
     if not len(values):
         return 0, 0
     return values.item(values.argmin()), values.item(values.argmax())
+
+
+@lru_cache(maxsize=1024)
+def as_many(num_seqs: int, tokens: int) -> Int32Array:
+    """int32 [num_seqs]: the q_len of a step in which each sequence has so many new tokens; read-only."""
+    array = np.full(num_seqs, tokens, np.int32)
+    array.flags.writeable = False
+    return array
 
 
 @lru_cache(maxsize=1024)

@@ -32,6 +32,7 @@ from rocm_attn.providers.launches import (
     MovePaths,
     MoveRows,
     PackMask,
+    PickRows,
     PlaceDeviceInputs,
     PlaceMask,
     PlaceTrees,
@@ -442,6 +443,8 @@ class StepOps:
     move_paths: MovePaths
     # Of selections that a caller makes, and of all of them in debug runs.
     check_selection: CheckSelection
+    # From logits to tokens.
+    pick_rows: PickRows
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,6 +174,12 @@ class PackMask(Protocol):
     def __call__(self, cells: Tensor, positions: Tensor, to: StepTensors) -> None: ...
 
 
+class PickRows(Protocol):
+    """launch_pick_rows, or its twin."""
+
+    def __call__(self, logits: Tensor, terms: Tensor, tokens: Tensor, found: Tensor, *, num_drawing: int) -> None: ...
+
+
 class CheckSelection(Protocol):
     """launch_check_selection, or its twin."""
 

@@ -19,6 +19,7 @@ from rocm_attn.kernels.refs import (
     metadata,
     pads,
     rope,
+    sampling,
     sparse,
     speculative,
 )
@@ -154,6 +155,12 @@ def _segments_row(kind: StepKind) -> KernelRow:
     return replace(row, limits=replace(_LIMITS, archs=("cpu", "interpreter")), batch_invariant=True)
 
 
+def _masked_segments_row() -> KernelRow:
+    bakes, needs = (Baked.MAX_KV_LEN, Baked.MAX_Q_LEN), frozenset({Need.MASK})
+    row = _row("torch.masked_segments", StepKind.MASKED, torch_segments.bind_masked, *bakes, needs=needs)
+    return replace(row, limits=replace(_LIMITS, archs=("cpu", "interpreter")), batch_invariant=True)
+
+
 def _shared_row() -> KernelRow:
     needs = frozenset({Need.PREFIXES})
     row = _row("torch.shared_prefix", StepKind.SHARED, _bind_shared, Baked.MAX_KV_LEN, needs=needs)
@@ -186,6 +193,7 @@ def _ops() -> StepOps:
         move_paths=speculative.move_paths,
         import_rows=cache.import_rows,
         check_selection=sparse.check_selection,
+        pick_rows=sampling.pick_rows,
     )
 
 
@@ -206,6 +214,7 @@ TORCH = Provider(
         ),
         _shared_row(),
         *map(_segments_row, (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED)),
+        _masked_segments_row(),
     ),
     ops=_ops,
 )

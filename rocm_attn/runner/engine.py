@@ -95,7 +95,9 @@ class Engine:
         self.limits = RequestLimits(loaded.config.context_len, self.max_kv_len, loaded.config.vocab_size)
         path, model = options.flight_record, model_over(self.runtime, loaded, options)
         self._steps_ahead = options.steps_ahead_on(self.runtime.device.type)
-        self._picker = TokenPicker(self.runtime.device, options.max_batch_size * options.rows_of_each)
+        self._picker = TokenPicker(
+            self.runtime.device, options.max_batch_size * options.rows_of_each, self.runtime.core.ops.pick_rows
+        )
         forward = forward_of(model, options)
         if self._steps_ahead:
             forward = with_unread_tokens(forward, self._picker.tokens)
@@ -311,15 +313,12 @@ class Engine:
         taken = self._scheduler.finish_step(unread.step, picks)
         self._speculation.count(unread.step, taken)
         self._note_times(unread, taken)
-        for sequence, pick, each in zip(unread.step.picking, picks, taken, strict=True):
-            if isinstance(pick, BadLogits) and each.reason == "error":
+        for sequence, pick, (token_ids, reason) in zip(unread.step.picking, picks, taken, strict=True):
+            if token_ids:
+                self._publish(sequence.number, token_ids, reason)
+            elif isinstance(pick, BadLogits) and reason == "error":
                 self._fail(sequence.number, str(pick))
-            for token in each.token_ids[:-1]:
-                self._publish(sequence.number, token, None)
-            for token in each.token_ids[-1:]:
-                self._publish(sequence.number, token, each.reason)
-            self._read_ids += each.token_ids
-            if each.reason is not None:
+            if reason is not None:
                 self._recent.leave(sequence.number, unread.number)
 
     def _note_times(self, unread: UnreadStep, taken: Many[Taken]) -> None:
@@ -358,19 +357,23 @@ class Engine:
             self._recent.note(before, self.runtime.step_number, requests)
         return self._speculation.pick(step, logits)
 
-    def _publish(self, number: int, token: int, reason: FinishReason | None) -> None:
-        output = self._outputs[number]
-        piece = ""
-        if output.stream is not None:
-            # a stop token need not be a special one; it is never part of the text
-            piece = "" if reason == "stop" else output.stream.push(token)
-            piece += output.stream.finish() if reason is not None else ""
-        output.text += piece
-        self.metrics.new_tokens += 1
+    def _publish(self, number: int, token_ids: tuple[int, ...], reason: FinishReason | None) -> None:
+        """Note the tokens that a request got of a step, at least one. reason: why it ends with the last of them"""
+        output, last = self._outputs[number], len(token_ids) - 1
+        self.metrics.new_tokens += len(token_ids)
+        self._read_ids += token_ids
+        for place, token in enumerate(token_ids):
+            why = reason if place == last else None
+            piece = ""
+            if output.stream is not None:
+                # a stop token need not be a special one; it is never part of the text
+                piece = "" if why == "stop" else output.stream.push(token)
+                piece += output.stream.finish() if why is not None else ""
+                output.text += piece
+            self._events.append(TokenEvent(number, token, piece, why))
         if reason is not None:
             del self._outputs[number]
             self._done[number] = output.completion(reason)
-        self._events.append(TokenEvent(number, token, piece, reason))
 
     def _fail(self, number: int, error: str) -> None:
         """Note that a request has failed, whose sequence has left the scheduler; or one that had ended."""

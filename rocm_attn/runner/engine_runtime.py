@@ -143,8 +143,13 @@ class _Sizing:
         )
 
     def _verify_tokens(self) -> int:
-        """Of captured steps that verify drafts; 0 where there are none."""
-        return self.options.rows_of_each if self.options.graphs and self.options.speculates else 0
+        """Of captured steps that verify drafts; 0 where there are none.
+
+        On a CPU the pads of such a step cost more than its graph saves, so it has one only where graphs are asked for.
+        """
+        options, on_cpu = self.options, self.loaded.weights.device.type == "cpu"
+        captures = options.graphs and not (on_cpu and options.capture_after is None)
+        return options.rows_of_each if captures and options.speculates else 0
 
     def _largest_steps(self, free_bytes: int) -> LargestSteps:
         """Steps whose small pool takes at most half of what is free."""

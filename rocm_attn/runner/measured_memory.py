@@ -186,7 +186,7 @@ def _run(
             batch = probes.admit(kv_len, q_len)
             memory.give_back()  # what random K and V were drawn in
             memory.start_peak()
-            draw_all(runner.run_eagerly(batch).flatten(0, -2))
+            draw_all(runner.run_eagerly(batch).flatten(0, -2), runtime.core.ops.pick_rows)
             step_bytes = max(step_bytes, memory.most_held() - held)
             runtime.forget_faults()  # random K and V may overflow
         memory.give_back()

@@ -178,7 +178,6 @@ class EngineOptions:
         least=0,
         default_is="1 on a GPU; 0 on a CPU, where a step has run when it was launched, and where tokens are guessed, "
         "which takes those before them",
-        on_generate=False,
     )
     flight_record: Path | None = option(  # noqa: RUF009  # it makes a field
         None,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
+from rocm_attn.batch.step_batch import INT32_MAX
 from rocm_attn.errors import BadRequest, DeviceFault, RocmAttnError
 from rocm_attn.runner.prefix_cache import CachedRow
 from rocm_attn.runner.request_times import RequestTimes
@@ -67,19 +68,20 @@ class Completion:
     error: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: every token makes one, and setting the fields of a frozen class takes three times as long.
+@dataclass(slots=True, unsafe_hash=True)
 class TokenEvent:
-    """One new token.
+    """One new token. Not to be changed.
 
     request:       number of the request, in the order of submission
     text:          what can be printed now; a character that needs several tokens comes with the last of them
     finish_reason: None while there is more to come
     """
 
-    request: int
-    token_id: int
-    text: str
-    finish_reason: FinishReason | None
+    request: Final[int]
+    token_id: Final[int]
+    text: Final[str]
+    finish_reason: Final[FinishReason | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +144,7 @@ class Sequence:
     times:      since the request was taken
     unread_at:  its place among the picks of the step that was launched last, whose token the host has not read yet;
                 ALL_READ where there is none
+    most_tokens: of prompt and text together: with so many the text ends
     """
 
     number: int
@@ -155,6 +158,7 @@ class Sequence:
     is_suspect: bool = False
     times: RequestTimes = field(default_factory=RequestTimes)
     unread_at: int = ALL_READ
+    most_tokens: int = INT32_MAX
 
     @property
     def num_tokens(self) -> int:
@@ -164,7 +168,7 @@ class Sequence:
     @property
     def num_left(self) -> int:
         """Tokens to be stored before the next one can be picked; 1 while it decodes."""
-        return self.num_tokens - self.num_stored
+        return len(self.token_ids) + (self.unread_at != ALL_READ) - self.num_stored
 
     @property
     def urgency(self) -> tuple[int, int]:

@@ -7,6 +7,7 @@ step was run.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,13 +16,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.step_batch import Int32Array
 from rocm_attn.errors import BadLogits, BadRequest
+from rocm_attn.kernels.sampling.found import ALL_ZERO
+from rocm_attn.providers.launches import PickRows
+from rocm_attn.providers.torch_ref import TORCH
 from rocm_attn.step.host_ring import Fence, NoFence
 
-# Rows are drawn from so many logits at a time, in float64: about 120 MB.
-_LOGITS_AT_ONCE = 1 << 21
 # Uniform numbers are made so many at a time.
 _NUMBERS_AT_ONCE = 16
+# Float32 holds these; what a temperature beyond them does is no other thing.
+_COLDEST, _HOTTEST = 1e-30, 1e30
+_GREEDY = (0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +75,7 @@ class Sampler:
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
+        self.is_greedy = sampling.is_greedy
         self._random = np.random.default_rng(sampling.seed)
         self._uniform: list[float] = []
         self._next = 0
@@ -85,44 +92,62 @@ class Sampler:
         return Draw(self.sampling.temperature, self.sampling.top_p, self._uniform[place])
 
 
-class Found(NamedTuple):
-    """What was found in the rows of some logits.
-
-    ids:    int32 or int64 [rows]   the token that was picked; some token id where none can be
-    best:   of a float dtype [rows] the largest logit
-    is_any: bool [rows]             whether any logit is not 0
-    """
-
-    ids: Tensor
-    best: Tensor
-    is_any: Tensor
-
-    def on_host(self) -> list[int | BadLogits]:
-        """One token id for each row; for a row that none can be picked from, why."""
-        found = zip(self.ids.tolist(), self.best.tolist(), self.is_any.tolist(), strict=True)
-        # A row that holds NaN has NaN as its largest. A norm whose squares overflow gives 0, and so does all after it.
-        return [token if is_any and math.isfinite(best) else _bad_logits(best) for token, best, is_any in found]
-
-
 class PickedTokens:
-    """The tokens of one step, on their way to the host. done: after which they are in found"""
+    """The tokens of one step, on their way to the host.
+
+    found: int32 [rows, 2], as of launch_pick_rows
+    done:  after which they are there
+    """
 
     __slots__ = ("_done", "_found")
 
-    def __init__(self, found: Found, done: Fence) -> None:
+    def __init__(self, found: Int32Array, done: Fence) -> None:
         self._found, self._done = found, done
 
     def read(self) -> list[int | BadLogits]:
         """Wait for them. One token id for each row; for a row that none can be picked from, why."""
         self._done.synchronize()
-        return self._found.on_host()
+        ids, best = self._found[:, 0].tolist(), self._found.view(np.float32)[:, 1].tolist()
+        # A row that holds NaN has NaN as its largest. A norm whose squares overflow gives 0, and so does all after it.
+        return [
+            token if token != ALL_ZERO and math.isfinite(most) else _bad_logits(most)
+            for token, most in zip(ids, best, strict=True)
+        ]
 
 
-class _HostMemory(NamedTuple):
-    """What is found is copied to, and the fence after the copies."""
+class _Rows(NamedTuple):
+    """What a launch for so many rows gets beside the logits, and what it has found, as the host reads it."""
 
-    found: Found
-    done: Fence
+    terms: Tensor
+    tokens: Tensor
+    found: Tensor
+    found_words: Int32Array
+
+
+class _HostMemory:
+    """Memory that the device reads terms from and writes what it has found to, and the fence after that."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        most_rows, pinned = tokens.shape[0], tokens.is_cuda
+        self._tokens = tokens
+        self._terms = torch.empty(most_rows, 3, dtype=torch.float32, pin_memory=pinned)
+        self._found = torch.empty(most_rows, 2, dtype=torch.int32, pin_memory=pinned)
+        self._rows: dict[int, _Rows] = {}
+        self.done: Fence = torch.Event(tokens.device) if pinned else NoFence()
+        # torch knows of no kernel that reads or writes pinned memory, and gives a dropped one's to the next who asks.
+        weakref.finalize(self, _hold_until, self.done, (self._terms, self._found)).atexit = False
+
+    def rows(self, rows: int) -> _Rows:
+        """Its first rows."""
+        found = self._rows.get(rows)
+        if found is None:
+            views = self._terms[:rows], self._tokens[:rows], self._found[:rows]
+            found = self._rows[rows] = _Rows(*views, self._found.numpy()[:rows])
+        return found
+
+
+def _hold_until(done: Fence, tensors: tuple[Tensor, ...]) -> None:
+    done.synchronize()
 
 
 class TokenPicker:
@@ -130,16 +155,17 @@ class TokenPicker:
 
     A step that was picked from is read before the second step after it is.
 
-    tokens: int32 [most_rows], row -> the token that was picked last: what a step reads whose tokens the host does not
-            know yet. A row that no token can be picked from has one that may be looked up
+    pick_rows: of the runtime's launches
+    tokens:    int32 [most_rows], row -> the token that was picked last: what a step reads whose tokens the host does
+               not know yet. A row that no token can be picked from has some token of the vocabulary
     """
 
     @torch.inference_mode(False)  # memory that is made in that mode cannot be written outside of it
-    def __init__(self, device: torch.device, most_rows: int) -> None:
+    def __init__(self, device: torch.device, most_rows: int, pick_rows: PickRows) -> None:
         self.tokens = torch.zeros(most_rows, dtype=torch.int32, device=device)
-        self._on_gpu = device.type == "cuda"
+        self._pick_rows = pick_rows
         self._next = 0
-        self._host = [self._new_host_memory() for _ in range(2)]
+        self._host = [_HostMemory(self.tokens) for _ in range(2)]
 
     def pick(self, logits: Tensor, draws: Mapping[int, Draw]) -> PickedTokens:
         """Pick a token for each row.
@@ -147,22 +173,16 @@ class TokenPicker:
         logits: [rows, vocab], most_rows at most; may change when the launches that were made here have run
         draws:  row -> how its token is drawn; of the others the likeliest is taken
         """
-        rows = len(logits)
-        if not rows:
-            return PickedTokens(Found(*(each[:0] for each in self._host[0].found)), NoFence())
-        found = _found(logits, draws)
-        self.tokens[:rows].copy_(found.ids)
+        rows = logits.shape[0]
         host, self._next = self._host[self._next], 1 - self._next
-        on_host = Found(*(each[:rows] for each in host.found))
-        for there, here in zip(on_host, (self.tokens[:rows], found.best, found.is_any), strict=True):
-            there.copy_(here, non_blocking=True)
-        host.done.record()
-        return PickedTokens(on_host, host.done)
-
-    def _new_host_memory(self) -> _HostMemory:
-        kinds = (torch.int32, torch.float64, torch.bool)
-        tensors = [torch.empty(len(self.tokens), dtype=kind, pin_memory=self._on_gpu) for kind in kinds]
-        return _HostMemory(Found(*tensors), torch.Event(self.tokens.device) if self._on_gpu else NoFence())
+        terms, tokens, found, words = host.rows(rows)
+        if rows:
+            if draws:
+                host.done.synchronize()  # a step that was never read may not have read its terms
+                _put_terms(terms, draws)
+            self._pick_rows(logits, terms, tokens, found, num_drawing=len(draws))
+            host.done.record()
+        return PickedTokens(words, host.done)
 
 
 def pick_tokens(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | BadLogits]:
@@ -171,53 +191,37 @@ def pick_tokens(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | BadLo
     logits: [rows, vocab]. It is waited for
     """
     draws = [sampler.next_draw() for sampler in samplers]
-    return _found(logits, {row: draw for row, draw in enumerate(draws) if draw.temperature > 0}).on_host()
+    return _found(logits, {row: draw for row, draw in enumerate(draws) if draw.temperature > 0}, TORCH.ops().pick_rows)
 
 
-def draw_tokens(logits: Tensor, temperature: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
-    """int64 [rows]: a token for each row, drawn among the likeliest of its tokens.
-
-    The tokens are put in order, the likeliest first, equals by their ids. Those up to the one with which the sum of the
-    probabilities reaches top_p are kept; of these the first one is taken whose sum is above `uniform` of the whole.
-
-    logits:                     [rows, vocab]; -inf rules a token out. What is drawn of a row that holds NaN, or nothing
-                                but -inf, is a token id and nothing else is known of it
-    temperature, top_p, uniform: float64 [rows, 1]
-    """
-    exact = logits.double()
-    # The best one is 0 whatever it is divided by; where the temperature is tiny, all others are -inf.
-    weights = exact.sub_(exact.amax(-1, keepdim=True)).div_(temperature).exp_()
-    ordered, order = weights.sort(dim=-1, descending=True, stable=True)
-    mass = ordered.cumsum(-1)
-    last = mass.shape[-1] - 1
-    kept = torch.searchsorted(mass, top_p * mass[:, -1:]).clamp_(max=last)  # the token that reaches the sum is still in
-    chosen = torch.searchsorted(mass, uniform * mass.gather(-1, kept), right=True)
-    return order.gather(-1, torch.minimum(chosen, kept)).squeeze(-1)
-
-
-def draw_all(logits: Tensor) -> None:
+def draw_all(logits: Tensor, pick_rows: PickRows) -> None:
     """Draw a token for every row: the largest thing that picking tokens takes of a device."""
-    _found(logits, dict.fromkeys(range(len(logits)), Draw(1.0, 0.5, 0.5)))
+    _found(logits, dict.fromkeys(range(logits.shape[0]), Draw(1.0, 0.5, 0.5)), pick_rows)
 
 
-def _found(logits: Tensor, draws: Mapping[int, Draw]) -> Found:
-    """draws: row -> how its token is drawn; of the others the likeliest is taken"""
-    best, ids = logits.max(-1)
-    if draws:
-        _put_drawn(logits, draws, ids)
-    return Found(ids, best, logits.any(-1))
+def _found(logits: Tensor, draws: Mapping[int, Draw], pick_rows: PickRows) -> list[int | BadLogits]:
+    """draws: as of TokenPicker.pick"""
+    rows = logits.shape[0]
+    terms = torch.empty(rows, 3)
+    _put_terms(terms, draws)
+    tokens, found = (torch.empty(rows, *of_each, dtype=torch.int32, device=logits.device) for of_each in ((), (2,)))
+    pick_rows(logits, terms.to(logits.device), tokens, found, num_drawing=len(draws))
+    return PickedTokens(found.cpu().numpy(), NoFence()).read()
 
 
-def _put_drawn(logits: Tensor, draws: Mapping[int, Draw], tokens: Tensor) -> None:
-    """Replace tokens, int64 [rows], in the rows that draw."""
-    at_once = max(1, _LOGITS_AT_ONCE // logits.shape[-1])
-    terms = torch.tensor([(row, *draw) for row, draw in draws.items()], dtype=torch.float64)
-    if logits.is_cuda:
-        terms = terms.pin_memory().to(logits.device, non_blocking=True)
-    for some in torch.split(terms, at_once):
-        row = some[:, 0].long()
-        temperature, top_p, uniform = (some[:, column : column + 1].contiguous() for column in (1, 2, 3))
-        tokens.index_copy_(0, row, draw_tokens(logits.index_select(0, row), temperature, top_p, uniform))
+def _put_terms(terms: Tensor, draws: Mapping[int, Draw]) -> None:
+    """terms: float32 [rows, 3] of the host, as of launch_pick_rows"""
+    terms.numpy()[:] = [
+        (min(max(draw.temperature, _COLDEST), _HOTTEST), draw.top_p, _below_one(draw.uniform))
+        if (draw := draws.get(row)) is not None
+        else _GREEDY
+        for row in range(terms.shape[0])
+    ]
+
+
+def _below_one(uniform: float) -> float:
+    """A uniform number that float32 does not round up to 1."""
+    return min(uniform, 1 - 2**-24)
 
 
 def _bad_logits(best: float) -> BadLogits:

@@ -30,6 +30,7 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from operator import attrgetter
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
@@ -84,8 +85,23 @@ class ScheduledStep:
         return self.sequences[0].is_suspect
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
+class _Lengths(NamedTuple):
+    """Of the sequences of a step: rows, tokens that are stored before it, and new tokens. int32 [num_seqs] each"""
+
+    rows: Int32Array
+    stored: Int32Array
+    new: Int32Array
+
+    @classmethod
+    def of(cls, scheduled: list[tuple[Sequence, int]]) -> _Lengths:
+        return cls(
+            np.array([sequence.row for sequence, _ in scheduled], np.int32),
+            np.array([sequence.num_stored for sequence, _ in scheduled], np.int32),
+            np.array([q_len for _, q_len in scheduled], np.int32),
+        )
+
+
+class Taken(NamedTuple):
     """What a sequence got of a step.
 
     token_ids: at least one, or none where it has failed
@@ -158,6 +174,9 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence whose prompt fits max_kv_len and the pool."""
+        request = sequence.request
+        # the token that is picked last is never stored
+        sequence.most_tokens = min(len(request.prompt_token_ids) + request.max_new_tokens, self._max_kv_len + 1)
         insort(self._waiting, sequence, key=_by_urgency)
 
     def decoding(self) -> list[tuple[Sequence, int]]:
@@ -168,7 +187,7 @@ class Scheduler:
         if self._suspects:
             return []
         decoding = [each for each in self._running if each.num_left == 1]
-        each_most = [(each, self._final_kv_len(each) - len(each.token_ids)) for each in decoding]
+        each_most = [(each, each.most_tokens - 1 - len(each.token_ids)) for each in decoding]
         return [(each, most) for each, most in each_most if most > 0]
 
     def next_step(self, drafts: Mapping[int, Drafts] = NO_SEQUENCE) -> ScheduledStep | None:
@@ -190,9 +209,9 @@ class Scheduler:
             self._require_all_read()
             suspect = self._suspects[0]
             self._admit_alone(suspect)
-            return _step_of(self._continue([suspect], NO_SEQUENCE)[0], NO_SEQUENCE)
+            return _step_of(*self._continue([suspect], NO_SEQUENCE)[:2], NO_SEQUENCE)
         self._admit_urgent()
-        scheduled, budget = self._continue(self._running, drafts)
+        scheduled, lengths, budget = self._continue(self._running, drafts)
         while budget > 0 and self._waiting and len(self._running) < self._max_batch_size:
             newcomer = self._waiting[0]
             found = self._cache.find(newcomer.cached_row, newcomer.token_ids)
@@ -203,7 +222,9 @@ class Scheduler:
         if not scheduled:  # all that run have their last token
             self._require_all_read()
         assert scheduled, "a running sequence always gets a token, and a lone waiting one is always admitted"
-        return _step_of(scheduled, drafts)
+        if len(scheduled) > len(lengths.rows):
+            lengths = _Lengths.of(scheduled)
+        return _step_of(scheduled, lengths, drafts)
 
     def launched(self, step: ScheduledStep) -> None:
         """A step will run, on which next_step() can go on. All steps before it are finished."""
@@ -307,7 +328,7 @@ class Scheduler:
             sequence.token_ids.append(token)
             if token in sequence.stops:
                 reason = "stop"
-            elif self._has_no_room(sequence):
+            elif len(sequence.token_ids) >= sequence.most_tokens:
                 reason = "length"
             if reason is not None:
                 return Taken(tuple(pick[: num_before + 1]), reason)
@@ -326,7 +347,7 @@ class Scheduler:
 
     def _continue(
         self, running: list[Sequence], drafts: Mapping[int, Drafts]
-    ) -> tuple[list[tuple[Sequence, int]], int]:
+    ) -> tuple[list[tuple[Sequence, int]], _Lengths, int]:
         """What some that run do next, with room for it, and how many more tokens the step takes.
 
         Where pages run out, drafts are left out, then room that was taken for rejected ones is given back, and then the
@@ -335,9 +356,7 @@ class Scheduler:
         """
         while True:
             scheduled, budget = self._assigned(running, drafts)
-            rows = np.array([sequence.row for sequence, _ in scheduled], np.int32)
-            stored = np.array([sequence.num_stored for sequence, _ in scheduled], np.int32)
-            new = np.array([q_len for _, q_len in scheduled], np.int32)
+            lengths = rows, stored, new = _Lengths.of(scheduled)
             self._evict(scheduled, rows, stored)
             page_size = self._table.page_size
             self._make_room(int((num_pages(stored + new, page_size) - num_pages(stored, page_size)).sum()))
@@ -349,25 +368,24 @@ class Scheduler:
                 elif not self._give_back_room():
                     self._preempt(next(other for other in reversed(self._running) if not other.is_suspect))
             else:
-                return scheduled, budget
-
-    def _is_through(self, sequence: Sequence) -> bool:
-        """Whether it ends with the token that it has unread, whatever that one is."""
-        return sequence.unread_at != ALL_READ and self._has_no_room(sequence)
-
-    def _has_no_room(self, sequence: Sequence) -> bool:
-        """Whether it has all the tokens that it may come to."""
-        return sequence.num_new >= sequence.request.max_new_tokens or sequence.num_stored >= self._max_kv_len
+                return scheduled, lengths, budget
 
     def _assigned(
         self, running: list[Sequence], drafts: Mapping[int, Drafts]
     ) -> tuple[list[tuple[Sequence, int]], int]:
         """The new tokens of some that run, those that decode first; and how many more the step takes."""
-        scheduled = [(each, 1) for each in running if each.num_left == 1 and not self._is_through(each)]
+        scheduled: list[tuple[Sequence, int]] = []
+        prompts: list[Sequence] = []
+        for sequence in running:
+            if sequence.num_left > 1:
+                prompts.append(sequence)
+            # else it ends with the token that it has unread, whatever that one is
+            elif sequence.unread_at == ALL_READ or len(sequence.token_ids) + 1 < sequence.most_tokens:
+                scheduled.append((sequence, 1))
         num_decoding = len(scheduled)
         budget = max(self._chunk - num_decoding, 1)
-        for sequence in running:
-            if sequence.num_left > 1 and budget > 0:
+        for sequence in prompts:
+            if budget > 0:
                 budget -= self._add_prompt(scheduled, sequence, budget)
         if drafts and num_decoding < self._chunk:
             # Those that wait get their share: drafts only make faster what goes on without them.
@@ -481,17 +499,12 @@ class Scheduler:
         """
         num_held = self._table.num_held(held.row, pages.space)
         prompt = self._most_pages(held.num_tokens, self._chunk if held.num_left > 1 else 1, pages)
-        grows = self._most_pages(self._final_kv_len(held), 1, pages) > max(prompt, num_held)
+        grows = self._most_pages(held.most_tokens - 1, 1, pages) > max(prompt, num_held)
         return max(0, prompt - num_held) + grows
 
     def _most_pages(self, kv_len: int, q_len: int, pages: PageTable) -> int:
         """The most pages of a space that a sequence holds on its way to kv_len tokens, in steps of up to q_len."""
         return pages.pages.most_held(kv_len, q_len, self._table.page_size)
-
-    def _final_kv_len(self, sequence: Sequence) -> int:
-        """Tokens in its KV at the very end: the last one it picks is never stored."""
-        request = sequence.request
-        return min(len(request.prompt_token_ids) + request.max_new_tokens - 1, self._max_kv_len)
 
     def _admit(self, sequence: Sequence, found: Many[CachedPage], budget: int) -> None:
         """Let a sequence that waits run.
@@ -527,23 +540,21 @@ def unread(place: int) -> int:
     return -1 - place
 
 
-def _step_of(scheduled: list[tuple[Sequence, int]], drafts: Mapping[int, Drafts]) -> ScheduledStep:
-    """drafts: of those that were scheduled with some, at least"""
+def _step_of(scheduled: list[tuple[Sequence, int]], lengths: _Lengths, drafts: Mapping[int, Drafts]) -> ScheduledStep:
+    """lengths: of scheduled; drafts: of those that were scheduled with some, at least"""
     token_ids: list[int] = []
     verified: dict[int, Drafts] = {}
     for seq, (sequence, q_len) in enumerate(scheduled):
-        known = sequence.token_ids[sequence.num_stored : sequence.num_stored + q_len]
-        token_ids += known if known else [unread(sequence.unread_at)]
+        if sequence.unread_at != ALL_READ:
+            token_ids.append(unread(sequence.unread_at))
+            continue
+        token_ids += sequence.token_ids[sequence.num_stored : sequence.num_stored + q_len]
         if drafts and q_len > sequence.num_left:
             verified[seq] = drafts[sequence.number].first(q_len - sequence.num_left)
             token_ids += verified[seq].token_ids
-    batch = StepBatch(
-        rows=np.array([sequence.row for sequence, _ in scheduled], np.int32),
-        kv_len=np.array([sequence.num_stored + q_len for sequence, q_len in scheduled], np.int32),
-        q_len=np.array([q_len for _, q_len in scheduled], np.int32),
-        token_ids=np.array(token_ids, np.int32),
-    )
+    rows, stored, new = lengths
+    batch = StepBatch(rows=rows, kv_len=stored + new, q_len=new, token_ids=np.array(token_ids, np.int32))
     # a prompt that is not through took all that was left of the chunk, so nothing comes after it
     last, last_q_len = scheduled[-1]
     num_picks = len(scheduled) - (last_q_len < last.num_left)
-    return ScheduledStep(tuple(sequence for sequence, _ in scheduled), batch, num_picks, verified)
+    return ScheduledStep(tuple([sequence for sequence, _ in scheduled]), batch, num_picks, verified)

@@ -14,6 +14,7 @@ from rocm_attn.errors import BadTensor, WrongState
 from rocm_attn.machine.devices import on_device
 from rocm_attn.step.memory import DeviceStep
 from rocm_attn.step.plan import StepPlan
+from rocm_attn.step.protocols import LayerCalls
 from rocm_attn.step.step import Step
 
 # (draft step, its memory): works out the mask of its drafts from the parents of all drafts so far.
@@ -44,6 +45,10 @@ class Turns:
                 f"draft step {step} has no parents yet; call set_parents({step}, ...) or keep_branches({step}) before "
                 "its layers"
             )
+
+
+# (draft step, its memory, whose turn it is): its layer calls.
+LayersOf = Callable[[int, DeviceStep, Turns], LayerCalls]
 
 
 class DraftSteps:
@@ -82,6 +87,25 @@ class DraftSteps:
         self._children = tuple(children)
         self._turns = turns
         self._place_mask = place_mask
+
+    @classmethod
+    def of(
+        cls,
+        batch: StepBatch,
+        children: Sequence[DeviceStep],
+        plan: StepPlan,
+        half: int,
+        layers: LayersOf,
+        place_mask: PlaceMask,
+    ) -> DraftSteps:
+        """The round of a batch, or of its part in a half, run by a plan in these views, one for each draft step."""
+        drafts = plan.shape.drafts
+        assert isinstance(drafts, Drafts)
+        turns = Turns(drafts)
+        steps = [
+            Step.of(batch, child, plan, layers(number, child, turns), half) for number, child in enumerate(children)
+        ]
+        return cls(steps, children, turns, place_mask, drafts.branches)
 
     def begin(self) -> None:
         """The round is filled, and runs from its first step on: once, or again to be captured."""

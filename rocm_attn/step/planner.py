@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.drafts import NO_DRAFTS, AnyDrafts, Drafts
-from rocm_attn.batch.mask import NO_MASK
+from rocm_attn.batch.mask import NO_MASK, StepMask
 from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, PadTo, is_prefill, require_pad_to
 from rocm_attn.batch.prefixes import NO_PREFIXES
 from rocm_attn.batch.step_batch import StepBatch
@@ -19,6 +19,9 @@ from rocm_attn.errors import BadBatch, BadTensor, NeverFits, Unsupported
 from rocm_attn.providers.contract import Baked
 from rocm_attn.providers.select import Selection
 from rocm_attn.step.plan import GraphKey, StepPlan, kv_len_bucket, make_plan, q_len_bucket
+
+# New tokens of each sequence in a step of equally many, up to which its plan is kept by its sizes.
+_MOST_VERIFIED = 64
 
 # Name -> tensor, of what graphs read in the memory of steps
 SealedTensors = Callable[[], Mapping[str, Tensor]]
@@ -45,6 +48,16 @@ class PlanningGuards:
 
     longest: Callable[[SealedTensors], Callable[[StepBatch], int]] = lengths_on_the_host
     graph_key: Callable[[GraphKey], GraphKey] = whole_key
+
+
+def _is_one_of_few(batch: StepBatch) -> bool:
+    """Whether steps of such sizes come again: rounds of drafts and verify steps, not prompts.
+
+    A mask of the caller's bits may have more cells in one step than in the next, and only some have room in a graph.
+    """
+    if isinstance(batch.mask, StepMask):
+        return False
+    return batch.drafts is not NO_DRAFTS or batch.max_q_len == batch.min_q_len <= _MOST_VERIFIED
 
 
 class Planner:
@@ -116,9 +129,7 @@ class Planner:
             # Where ranks agree, none of them has a bucket of its own.
             longest = shape.child.num_tokens if pad_to is not None and pad_to.tokens else batch.max_q_len
             plan = self._make_plan(shape, batch, longest, max_kv_len)
-            is_uniform = plan.shape.kind.decodes or batch.drafts is not NO_DRAFTS
-            is_uniform |= batch.min_q_len == batch.max_q_len == self.padding.verify
-            if plan.replayable and is_uniform:  # ragged sizes are too many to keep
+            if plan.replayable and (plan.shape.kind.decodes or _is_one_of_few(batch)):
                 self._plan_of_sizes[sizes] = plan
         return plan
 

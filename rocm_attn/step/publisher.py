@@ -20,7 +20,7 @@ from rocm_attn.batch.halves import HALVES
 from rocm_attn.batch.inputs import ON_HOST, DeviceInputs
 from rocm_attn.batch.mask import StepMask, TreeMask, bytes_of_cells
 from rocm_attn.batch.prefixes import SharedPrefixes
-from rocm_attn.batch.step_batch import INT32_MAX, Int32Array, StepBatch
+from rocm_attn.batch.step_batch import INT32_MAX, Int32Array, StepBatch, as_many
 from rocm_attn.errors import DeviceFault
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD
 from rocm_attn.kernels.metadata.given_inputs import GivenInputs
@@ -373,7 +373,7 @@ class Publisher:
 def _first_draft_step(batch: StepBatch, drafts: Drafts) -> tuple[bytes, bytes]:
     """kv_len and q_len of the first step of a round of drafts, as bytes."""
     kv_len = batch.kv_len - np.int32(drafts.tokens - drafts.branches)
-    return kv_len.tobytes(), np.full(batch.num_seqs, drafts.branches, np.int32).tobytes()
+    return kv_len.tobytes(), as_many(batch.num_seqs, drafts.branches).tobytes()
 
 
 def _no_sequences(device: torch.device) -> StepTensors:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Many
+from itertools import pairwise
 
 from rocm_attn.capture.graphs import Progress
 from rocm_attn.runner.request import Sequence
 from rocm_attn.runner.speculation.drafts import Drafts
 
-# How many of the last tokens are looked up: the most that were there before count. A single token says too little.
+# The last two tokens are looked up: one says too little. The places where most of those before them are the same, too,
+# are taken, and more than so many say no more.
 _LONGEST = 4
-_SHORTEST = 2
-# Of each n-gram as many of its last places are looked at.
-_MOST_PLACES = 16
+# As many of their last places are looked at.
+_MOST_PLACES = 64
 
 
 class NgramDrafter:
@@ -46,33 +47,51 @@ class NgramDrafter:
 
 
 class _Text:
-    """The n-grams of a sequence, each with the places after it."""
+    """A sequence's pairs of tokens, each with the places after it, the last one last.
+
+    One entry for each token: a long prompt is looked at in the step after it, and must not hold up the others.
+    """
 
     def __init__(self) -> None:
-        self._places: tuple[dict[tuple[int, ...], list[int]], ...] = tuple({} for _ in range(_SHORTEST, _LONGEST + 1))
-        self._num_seen = 0
+        self._places: dict[tuple[int, int], list[int]] = {}
+        self._num_seen = 1
 
     def continuations(self, token_ids: Many[int], most: int, num_branches: int) -> list[list[int]]:
         """What came after the last tokens before, the last time first; different ones, `most` tokens of all together.
 
         The first has what the others leave.
         """
+        if len(token_ids) < 2:
+            return []
         self._look_at(token_ids)
-        for num in range(_LONGEST, _SHORTEST - 1, -1):
-            places = self._places[num - _SHORTEST].get(tuple(token_ids[-num:]))
-            if places:
-                return _cut(
-                    [_copied(token_ids, place, most) for place in places[: -_MOST_PLACES - 1 : -1]], most, num_branches
-                )
-        return []
+        found: dict[int, list[int]] = {}  # by how many tokens are the same
+        for place in self._places.get((token_ids[-2], token_ids[-1]), [])[: -_MOST_PLACES - 1 : -1]:
+            num_same = _num_same(token_ids, place)
+            found.setdefault(num_same, []).append(place)
+            if num_same == _LONGEST and num_branches == 1:
+                break
+        if not found:
+            return []
+        return _cut([_copied(token_ids, place, most) for place in found[max(found)]], most, num_branches)
 
     def _look_at(self, token_ids: Many[int]) -> None:
-        """Note the n-grams that have a token after them now."""
-        for end in range(max(1, self._num_seen), len(token_ids)):
-            for num, places in enumerate(self._places, _SHORTEST):
-                if num <= end:
-                    places.setdefault(tuple(token_ids[end - num : end]), []).append(end)
-        self._num_seen = len(token_ids)
+        """Note the pairs that have a token after them now."""
+        places, first = self._places, self._num_seen - 1
+        new = token_ids[first:-1]
+        for place, pair in enumerate(pairwise(new), first + 2):
+            if pair in places:
+                places[pair].append(place)
+            else:
+                places[pair] = [place]
+        self._num_seen = max(self._num_seen, len(token_ids) - 1)
+
+
+def _num_same(token_ids: Many[int], place: int) -> int:
+    """Tokens before a place that are those before the end, from 2 on to _LONGEST."""
+    num = 2
+    while num < _LONGEST and place > num and token_ids[place - num - 1] == token_ids[-num - 1]:
+        num += 1
+    return num
 
 
 def _copied(token_ids: Many[int], place: int, num: int) -> list[int]:
@@ -86,6 +105,9 @@ def _copied(token_ids: Many[int], place: int, num: int) -> list[int]:
 
 def _cut(candidates: list[list[int]], most: int, num_branches: int) -> list[list[int]]:
     """The first candidates that begin differently, so long that they have `most` tokens together."""
-    branches = list({branch[0]: branch for branch in reversed(candidates)}.values())[::-1][:num_branches]
+    distinct: dict[int, list[int]] = {}
+    for candidate in candidates:
+        distinct.setdefault(candidate[0], candidate)
+    branches = list(distinct.values())[:num_branches]
     of_each = most // len(branches)
     return [branches[0][: most - of_each * (len(branches) - 1)], *(branch[:of_each] for branch in branches[1:])]

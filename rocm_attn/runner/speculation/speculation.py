@@ -79,7 +79,7 @@ class NoSpeculation:
         draws = {
             row: sequence.sampler.draw(sequence.num_new)
             for row, sequence in enumerate(step.picking)
-            if not sequence.request.sampling.is_greedy
+            if not sequence.sampler.is_greedy
         }
         return _OneEach(self._picker.pick(logits[: step.num_picks], draws))
 

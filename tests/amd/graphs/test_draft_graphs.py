@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,17 +18,23 @@ from rocm_attn.capture.draft_runner import DraftRunner
 from rocm_attn.capture.forecast import plan_capture
 from rocm_attn.capture.graphs import draft_shapes, recorder_for
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.errors import BadSetting
+from rocm_attn.errors import BadBatch, BadSetting
 from rocm_attn.providers.contract import LayerKernel
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.options import RuntimeOptions
+from rocm_attn.watch.flight_recorder import FlightRecorder, read_dump
 from tests.amd.graphs.small_models import Forgetful, Requests, Tiny
 from tests.amd.runtime.stepping import providers, small_problem
 
 each_provider = pytest.mark.parametrize("provider", providers())
 CHAIN, TREE = Drafts(1, 3), Drafts(2, 2)
 each_shape = pytest.mark.parametrize("drafts", [CHAIN, TREE], ids=["chain", "tree"])
+
+tree_mostly = pytest.mark.parametrize(
+    "drafts", [pytest.param(CHAIN, marks=pytest.mark.nightly), TREE], ids=["chain", "tree"]
+)
+host_only = pytest.mark.parametrize("provider", [name for name in providers() if name == "torch"])
 
 
 def build(device: torch.device, provider: str, drafts: Drafts, *, split: bool = False) -> Tiny:
@@ -82,8 +89,8 @@ def test_one_graph_holds_all_draft_steps_of_a_round(provider: str, drafts: Draft
     assert bucket.check.startswith("equal to eager bitwise")
 
 
-@pytest.mark.parametrize("provider", [name for name in providers() if name == "torch"])
-@each_shape
+@host_only
+@tree_mostly
 def test_rounds_in_two_halves_are_captured_and_keep_the_order_of_the_batch(
     drafts: Drafts, provider: str, device: torch.device
 ) -> None:
@@ -103,8 +110,8 @@ def test_rounds_in_two_halves_are_captured_and_keep_the_order_of_the_batch(
     assert runner.counters.graphs_off == ""
 
 
-@pytest.mark.parametrize("provider", [name for name in providers() if name == "torch"])
-@each_shape
+@host_only
+@tree_mostly
 def test_a_round_recomputes_whatever_was_left_in_its_buffers(
     drafts: Drafts, provider: str, device: torch.device
 ) -> None:
@@ -124,7 +131,7 @@ def test_a_round_recomputes_whatever_was_left_in_its_buffers(
     assert all(torch.equal(one, other) for one, other in zip(*outs, strict=True))
 
 
-@pytest.mark.parametrize("provider", [name for name in providers() if name == "torch"])
+@host_only
 @pytest.mark.parametrize("launch", ["draft_steps", "place_trees", "fill"])
 def test_a_graph_that_lacks_a_launch_of_the_round_never_serves(
     launch: str, provider: str, device: torch.device
@@ -140,7 +147,7 @@ def test_a_graph_that_lacks_a_launch_of_the_round_never_serves(
     assert torch.equal(picked, runner.run_eagerly(batch))
 
 
-@pytest.mark.parametrize("provider", [name for name in providers() if name == "torch"])
+@host_only
 def test_rounds_are_captured_ahead_and_predicted(provider: str, device: torch.device) -> None:
     tiny = build(device, provider, TREE, split=True)
     runner = DraftRunner(tiny.runtime, tiny.draft, recorder_for(device))
@@ -158,7 +165,7 @@ def test_rounds_are_captured_ahead_and_predicted(provider: str, device: torch.de
     assert without.draft_bytes == 0
 
 
-@pytest.mark.parametrize("provider", [name for name in providers() if name == "torch"])
+@host_only
 def test_rounds_that_were_not_asked_for_run_eagerly(provider: str, device: torch.device) -> None:
     tiny = build(device, provider, CHAIN)
     requests = prompted(tiny)
@@ -170,7 +177,7 @@ def test_rounds_that_were_not_asked_for_run_eagerly(provider: str, device: torch
         RuntimeOptions(num_pages=9, max_num_seqs=2, max_kv_len=16, drafts=[TREE]).padding([small_problem()])
 
 
-@pytest.mark.parametrize("provider", [name for name in providers() if name == "torch"])
+@host_only
 def test_a_graph_that_a_kernel_cannot_serve_is_never_made(provider: str, device: torch.device) -> None:
     """A kernel that may not be captured runs the draft steps eagerly, and says so; no graph is tried on it."""
     tiny = build(device, provider, TREE)
@@ -195,7 +202,7 @@ def test_a_graph_that_a_kernel_cannot_serve_is_never_made(provider: str, device:
     assert runner.counters.replays == runner.counters.captures == 0
 
 
-@pytest.mark.parametrize("provider", [name for name in providers() if name == "torch"])
+@host_only
 def test_a_round_without_room_for_probe_requests_is_tried_on_itself(provider: str, device: torch.device) -> None:
     tiny = Tiny.build(device, provider, (2,), drafts=[CHAIN], max_num_seqs=2)
     requests = Requests(tiny.runtime)
@@ -219,3 +226,17 @@ def test_the_lengths_of_a_round_are_those_of_its_rows(device: torch.device) -> N
     lengths = [child.tensors.kv_len[:3].tolist() for child in tiny.runtime._children]
     assert lengths == [[length + step for length in requests.kv_len] for step in (1, 2, 3)]
     tiny.runtime.end_step()
+
+
+def test_a_dump_knows_rounds_of_drafts(device: torch.device, tmp_path: Path) -> None:
+    tiny = build(device, "torch", TREE)
+    flight = FlightRecorder(tiny.runtime, tmp_path / "flight.json")
+    runner = DraftRunner(tiny.runtime, tiny.draft, recorder_for(device), flight=flight)
+    runner.run(prompted(tiny).draft_batch(TREE, 3))
+    flight.dump("asked for")
+    dump = read_dump(tmp_path / "flight.json")
+    assert dump.runtime.options.drafts == (TREE,)
+    step = dump.step(None)
+    assert (step.branches, step.draft_steps, step.children, step.padded_seqs) == (2, 2, 2, 4)
+    with pytest.raises(BadBatch, match="was a round of drafts"):
+        step.batch()

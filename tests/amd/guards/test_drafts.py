@@ -8,15 +8,27 @@ import pytest
 import torch
 
 from rocm_attn.batch.drafts import Drafts
+from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.errors import CapacityExceeded, DeviceFault
 from rocm_attn.guards.registry import Guards
 from tests.amd.guards.drafting import Drafting
 from tests.amd.guards.serving import ALL_ON, DEVICE_FAULT, run_elsewhere
-from tests.amd.runtime.stepping import providers
+from tests.amd.runtime.stepping import Request, providers
 
 both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 each_provider = pytest.mark.parametrize("provider", providers())
-shapes = pytest.mark.parametrize("drafts", [Drafts(1, 3), Drafts(3, 2)], ids=str)
+CHAIN, TREE = Drafts(1, 3), Drafts(3, 2)
+shapes = pytest.mark.parametrize("drafts", [CHAIN, TREE], ids=["chain", "tree"])
+# Where each takes a process of its own.
+one_way_each = pytest.mark.parametrize(
+    ("drafts", "graphs"),
+    [
+        pytest.param(CHAIN, False, id="chain-eager"),
+        pytest.param(CHAIN, True, id="chain-graphed", marks=pytest.mark.nightly),
+        pytest.param(TREE, False, id="tree-eager", marks=pytest.mark.nightly),
+        pytest.param(TREE, True, id="tree-graphed"),
+    ],
+)
 
 
 def two_rounds(drafting: Drafting) -> list[bool]:
@@ -42,8 +54,7 @@ def test_every_draft_step_sees_the_drafts_before_it(
     assert two_rounds(off) == [False, False]
 
 
-@both_ways
-@shapes
+@one_way_each
 def test_each_draft_step_has_memory_of_its_own(drafts: Drafts, graphs: bool, device: torch.device) -> None:
     """H4: what several steps keep in one matrix runs over into the next step's line."""
     assert two_rounds(Drafting(device, ALL_ON, drafts=drafts, graphs=graphs)) == [True, True]
@@ -56,8 +67,7 @@ def test_each_draft_step_has_memory_of_its_own(drafts: Drafts, graphs: bool, dev
     assert off.stdout == "[False, False]\n" or re.search(DEVICE_FAULT, off.stderr), off.stdout + off.stderr
 
 
-@both_ways
-@shapes
+@one_way_each
 def test_room_is_for_branches_and_not_for_requests(drafts: Drafts, graphs: bool, device: torch.device) -> None:
     """H3, H5: buffers and scratch are counted in requests of the pool, and used with padded ones and their branches."""
     assert two_rounds(Drafting(device, ALL_ON, drafts=drafts, graphs=graphs, capture_sizes=(16,))) == [True, True]
@@ -90,75 +100,77 @@ def test_padded_sequences_of_a_round_are_rewritten(
     assert stale.any()
 
 
-def overfull(drafting: Drafting, page_size: int, prefix: int) -> tuple[bool, bool]:
-    """A round whose drafts may leave a request's row: whether it was refused, and whether its neighbour is whole."""
-    first, neighbour = drafting.admit([prefix, 2 * page_size])
-    table = drafting.runtime.table
-    assert neighbour.row == first.row + 1
-    try:
-        table.reserve(first.row, first.kv_len + drafting.drafts.tokens)
-        drafting.run_batch([first], drafting.batch([first]))
-    except CapacityExceeded:
-        return True, drafting_is_whole(drafting, neighbour.row)
-    return False, drafting_is_whole(drafting, neighbour.row)
-
-
-def drafting_is_whole(drafting: Drafting, row: int) -> bool:
+def is_whole(drafting: Drafting, request: Request) -> bool:
     """Whether a request's stored tokens are what it stored, by way of its row."""
-    (request,) = (request for request in drafting.world.requests if request.row == row)
-    table, pages = drafting.runtime.table, drafting.runtime.pool.layer(0)
-    page_size, entries = table.page_size, table.spaces[0].entries.cpu()
-    for place in range(request.kv_len):
-        page, offset = int(entries[row, place // page_size]), place % page_size
-        if not torch.equal(pages.k[page, offset], request.k[0][place]):
-            return False
-    return True
+    pages, page_size = drafting.runtime.pool.layer(0), drafting.runtime.table.page_size
+    entries = drafting.runtime.table.spaces[0].entries[request.row].long()
+    place = torch.arange(request.kv_len, device=entries.device)
+    page, offset = entries[place // page_size], place % page_size
+    return torch.equal(pages.k[page, offset], request.k[0]) and torch.equal(pages.v[page, offset], request.v[0])
+
+
+def overfull(drafting: Drafting, prefix: int) -> tuple[bool, bool]:
+    """A round that may leave its row: whether it was refused, and whether the rows around it are whole."""
+    full = drafting.runtime.table.max_kv_len
+    before, request, after = drafting.admit([full, prefix, full])
+    assert [row - before.row for row in (request.row, after.row)] == [1, 2]
+    refused = False
+    try:
+        drafting.runtime.table.reserve(request.row, request.kv_len + drafting.drafts.tokens)
+        drafting.run_batch([request], drafting.batch([request]))
+    except CapacityExceeded:
+        refused = True
+    whole = is_whole(drafting, before) and is_whole(drafting, after) and is_whole(drafting, request)
+    return refused, whole and (refused or drafting.is_right([request]))
+
+
+def drafting_of(
+    device: torch.device, guards: Guards, drafts: Drafts, page_size: int, provider: str = "torch"
+) -> Drafting:
+    """Rows of three pages, and three of them."""
+    return Drafting(
+        device,
+        guards,
+        drafts=drafts,
+        graphs=False,
+        provider=provider,
+        page_size=page_size,
+        max_kv_len=3 * page_size,
+        num_pages=16,
+        max_num_seqs=3,
+        capture_sizes=(1,),
+    )
 
 
 @pytest.mark.parametrize("page_size", [2, 16])
 def test_drafts_stay_in_their_row_at_every_last_page_length(page_size: int, device: torch.device) -> None:
     """Seed 002: the drafts of K branches and S steps span more pages than a row has left.
 
-    Every length of the last page, branches 1 and 3, steps 1 to 4; the neighbour's row and tokens are the sentinels.
+    Every length of the last page; the rows before and after, full of tokens, are the sentinels.
     """
-    width = 3 * page_size
-    for branches in (1, 3):
+    refusals = []
+    for branches in (1, 3, 8):
         for steps in (1, 2, 4):
-            drafts = Drafts(branches, steps)
-            sizes = {"max_kv_len": width, "num_pages": 24, "page_size": page_size, "max_num_seqs": 2}
+            drafting = drafting_of(device, ALL_ON, Drafts(branches, steps), page_size)
             for last in range(page_size):
-                prefix = width - page_size + 1 + last
-                drafting = Drafting(
-                    device,
-                    ALL_ON,
-                    drafts=drafts,
-                    graphs=False,
-                    capture_sizes=(2,),
-                    **sizes,  # type: ignore[arg-type]
-                )
-                refused, whole = overfull(drafting, page_size, prefix)
+                prefix = page_size + 1 + last
+                refused, whole = overfull(drafting, prefix)
                 assert whole
-                assert refused == (prefix + drafts.tokens > width)
+                assert refused == (prefix + branches * steps > 3 * page_size)
+                refusals.append(refused)
+                drafting.free(*reversed(drafting.world.requests))
+    assert len(set(refusals)) == 2
 
 
+@pytest.mark.parametrize("page_size", [2, 16])
 @each_provider
-def test_a_round_past_its_row_reaches_the_neighbour_without_its_width(provider: str, device: torch.device) -> None:
-    def drafting(guards: Guards) -> Drafting:
-        return Drafting(
-            device,
-            guards,
-            drafts=Drafts(1, 4),
-            graphs=False,
-            provider=provider,
-            page_size=2,
-            max_kv_len=6,
-            num_pages=24,
-            max_num_seqs=2,
-            capture_sizes=(2,),
-        )
-
-    assert overfull(drafting(ALL_ON), 2, 5) == (True, True)
-    assert overfull(drafting(Guards().without("row_width")), 2, 5) == (False, False)
+def test_a_round_past_its_row_reaches_the_next_row_without_its_width(
+    provider: str, page_size: int, device: torch.device
+) -> None:
+    drafts, prefix = Drafts(1, 4), 3 * page_size - 1
+    assert overfull(drafting_of(device, ALL_ON, drafts, page_size, provider), prefix) == (True, True)
+    off = drafting_of(device, Guards().without("row_width"), drafts, page_size, provider)
+    assert overfull(off, prefix) == (False, False)
 
 
 @both_ways
@@ -167,7 +179,6 @@ def test_a_prefix_on_the_device_beyond_its_bound_reaches_no_neighbour(
     provider: str, graphs: bool, device: torch.device
 ) -> None:
     """H17 in draft steps: a length that only the device knows leads past the pages that were reserved."""
-    from rocm_attn.batch.inputs import DeviceInputs
 
     def round_beyond(guards: Guards) -> Drafting:
         drafting = Drafting(

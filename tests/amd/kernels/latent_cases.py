@@ -109,4 +109,4 @@ def run_latent_segment_extend(
     cut = latent_extend_cut(tiles.block, num_heads=case.heads[0], min_q_len=min_q_len)
     schedule = put(garbage(cut.words(tensors.q.shape[0], tensors.num_seqs), tensors.q.device))
     launch_extend_schedule(tensors.queries, schedule, cut)
-    launch_latent_segment_extend(tensors.args(schedule), scores=tensors.scores, cut=cut, tiles=tiles)
+    launch_latent_segment_extend(tensors.args(schedule), scores=tensors.scores, cut=cut, tiles=tiles, mask=tensors.mask)

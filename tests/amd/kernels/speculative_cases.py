@@ -13,9 +13,11 @@ from rocm_attn.kernels.speculative.paths import AcceptedPaths
 
 Launch = Callable[..., None]
 
-# Trees of up to five nodes; the third sequence has none, and the last one no line of parents.
+# Trees of up to five nodes; the third sequence has none, and those after it no line of parents.
 PARENTS = [[-1, 0, 0, 1, 2], [-1, 0, 7, 2, 3], [5, 5, 5, 5, 5]]
-Q_LEN, KV_LEN = [5, 3, 0, 2], [17, 9, 4, 6]
+Q_LEN, KV_LEN = [5, 3, 0, 2, 0], [17, 9, 4, 6, 3]
+# In no vocabulary.
+_NO_TOKEN = 1 << 28
 VOCAB = 11
 
 
@@ -36,15 +38,19 @@ def of_accept_sampled(accept: Launch) -> Launch:
 
 def of_move_paths(move: Launch, no_page: int) -> Launch:
     """move(path, num_accepted, kv_len, row_of_seq, table, pages as AlikePages has them)."""
-    return lambda *tensors: move(AlikePages.of(tensors[5:]), AcceptedPaths(*tensors[:5], no_page))
+
+    def of_tensors(path: Tensor, num: Tensor, kv_len: Tensor, rows: Tensor, table: Tensor, pages: Tensor) -> None:
+        move(AlikePages.of(pages.unbind()), AcceptedPaths(path, num, kv_len, rows, table, no_page))
+
+    return of_tensors
 
 
 def trees() -> list[Tensor]:
     """token_ids, q_indptr, kv_len and parents, whose rows have a stride."""
     parents = torch.full((3, 7), 1 << 20, dtype=torch.int32)
     parents[:, :5] = torch.tensor(PARENTS)
-    q_indptr = ints([sum(Q_LEN[:seq]) for seq in range(5)])
-    return [ints([9, 1, 2, 3, 4, 9, 5, 6, 9, 7]), q_indptr, ints(KV_LEN), parents[:, :5]]
+    q_indptr = ints([sum(Q_LEN[:seq]) for seq in range(6)])
+    return [ints([9, _NO_TOKEN, 2, 3, 4, 9, 5, 6, 9, 7]), q_indptr, ints(KV_LEN), parents[:, :5]]
 
 
 def drawn() -> Tensor:
@@ -65,22 +71,22 @@ def probabilities() -> list[Tensor]:
 
 def room(garbage: int) -> list[Tensor]:
     """What Accepted has, of garbage."""
-    accepted = Accepted.empty(4, 5, torch.device("cpu"))
+    accepted = Accepted.empty(5, 5, torch.device("cpu"))
     return [each.fill_(garbage) for each in accepted]
 
 
 def paths() -> list[Tensor]:
     """path, num_accepted, kv_len, row_of_seq and a table of pages of two tokens, one of which is no page.
 
-    The third sequence reaches past its line, and the last one keeps nothing.
+    The third sequence reaches past its line, and the last one to the last token of the last page.
     """
-    path = torch.tensor([[0, 2, 3, 5, -1, -1], [0, 3, 4, -1, -1, -1], [0, 4, -1, -1, -1, -1], [0, -1, -1, -1, -1, -1]])
+    path = torch.tensor([[0, 2, 3, 5, -1, -1], [0, 3, 4, -1, -1, -1], [0, 4, -1, -1, -1, -1], [0, 1, 2, 3, 5, 7]])
     table = torch.zeros(5, 6, dtype=torch.int32)
     table[1:, :4] = torch.tensor([[3, 1, 4, 2], [5, 9, 0, 6], [7, 8, 10, 11], [12, 13, 14, 15]])
-    return [path.int(), ints([3, 2, 1, 0]), ints([5, 4, 6, 1]), ints([2, 1, 3, 4]), table[:, :4]]
+    return [path.int(), ints([3, 2, 1, 5]), ints([5, 4, 6, 6]), ints([2, 1, 3, 4]), table[:, :4]]
 
 
-def layers_of_pages() -> list[Tensor]:
-    """K of two layers: pages of two tokens of two heads, in memory with gaps."""
-    memory = torch.arange(2 * 16 * 2 * 2 * 7, dtype=torch.int32).view(2, 16, 2, 2, 7)
-    return [memory[layer].clone()[:, :, None, :, :5] for layer in range(2)]
+def layers_of_pages() -> Tensor:
+    """K of two layers: pages of two tokens of two heads, in one memory with gaps."""
+    memory = torch.arange(2 * 16 * 2 * 2 * 7, dtype=torch.int32).view(2, 16, 2, 1, 2, 7)
+    return memory[..., :5]

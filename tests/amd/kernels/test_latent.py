@@ -144,6 +144,13 @@ def test_extend_equals_the_reference(case: Case, kernel_device: torch.device) ->
         assert_served(tensors)
 
 
+@pytest.mark.parametrize("case", [EXTENDED[name] for name in ("masked", "masked_window", "tree")])
+def test_deterministic_masked_steps_are_right(case: Case, kernel_device: torch.device) -> None:
+    tensors = build(replace(case, dtype=torch.float16), kernel_device)
+    run_latent_segment_extend(tensors)
+    assert_served(tensors)
+
+
 @pytest.mark.parametrize("case", [DECODES, DRAFTS, CHUNKS], ids=["decodes", "drafts", "chunks"])
 def test_the_twins_of_linear_pages_serve_latent_ones(case: Case, kernel_device: torch.device) -> None:
     tensors = build(case, kernel_device)

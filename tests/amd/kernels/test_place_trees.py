@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rocm_attn.kernels.metadata.place_trees import launch_place_trees
@@ -84,6 +84,7 @@ def trees_of(nodes_before: int) -> st.SearchStrategy[list[tuple[int, ...]]]:
 
 @both
 @pytest.mark.parametrize("nodes_before", [0, 2])
+@settings(max_examples=20)
 @given(data=st.data())
 def test_a_draft_sees_the_prefix_its_ancestors_and_itself(
     place: Place, nodes_before: int, data: st.DataObject, kernel_device: torch.device
@@ -100,6 +101,7 @@ def test_long_branches_are_followed_to_their_ends(place: Place, num_nodes: int, 
     check(place, [range(-1, num_nodes - 1)], [20], 0, kernel_device)
 
 
+@pytest.mark.long
 @both
 def test_more_sequences_than_a_program_looks_at_in_one_step(place: Place, kernel_device: torch.device) -> None:
     trees = [[-1, 0, 0][: 1 + seq % 3] for seq in range(270)]

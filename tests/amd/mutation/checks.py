@@ -30,8 +30,6 @@ from rocm_attn.kernels.cache.store import launch_store_kv
 from rocm_attn.kernels.cache.tails import launch_zero_tails
 from rocm_attn.kernels.experts.groups import ExpertGroups
 from rocm_attn.kernels.experts.product import launch_expert_product
-from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
-from rocm_attn.kernels.metadata.draft_steps import launch_draft_steps
 from rocm_attn.kernels.metadata.engine_tensors import (
     Q_BOUNDARIES,
     Q_LENGTHS,
@@ -51,11 +49,12 @@ from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, FIELDS, Pads
 from rocm_attn.kernels.metadata.table_update import launch_table_update
 from rocm_attn.kernels.metadata.take_slots import launch_take_slots
 from rocm_attn.kernels.refs import cache as cache_twins
-from rocm_attn.kernels.refs import engine_metadata, schedules
+from rocm_attn.kernels.refs import engine_metadata, sampling, schedules
 from rocm_attn.kernels.refs import merge_states as merge_twins
 from rocm_attn.kernels.refs import metadata as twins
 from rocm_attn.kernels.refs import rope as rope_twins
 from rocm_attn.kernels.refs.pads import clear_pads
+from rocm_attn.kernels.sampling.pick_rows import launch_pick_rows
 from rocm_attn.kernels.tuning.expert_tiles import ExpertTiles
 from rocm_attn.kernels.tuning.latent_tiles import LatentSegmentTiles, LatentTiles
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
@@ -70,8 +69,6 @@ from tests.amd.kernels.latent_cases import (
 )
 from tests.amd.kernels.launches_of_tensors import (
     fill_step,
-    of_device_inputs,
-    of_draft_steps,
     of_pack_mask,
     of_pages,
     of_place_mask,
@@ -79,6 +76,7 @@ from tests.amd.kernels.launches_of_tensors import (
     of_publish,
 )
 from tests.amd.mutation.coded_pages import PAGE_SIZE, coded_pages, of_coded_pages
+from tests.amd.mutation.draft_checks import device_inputs, draft_steps
 from tests.amd.mutation.memory import Memory, assert_same
 from tests.amd.mutation.moves_check import moves
 from tests.amd.mutation.sparse_checks import SPARSE_CHECKS
@@ -487,17 +485,6 @@ def publish(memory: Memory) -> None:
         assert_same(memory, of_publish(launch_publish, Pads(5, 0)), of_publish(twins.publish, Pads(5, 0)), [], outputs)
 
 
-def device_inputs(memory: Memory) -> None:
-    """Two sequences of up to five tokens, within their bounds and not, before what is shared too, at five and seven."""
-    slot = ints([2, 5, 9, 0, 8, 0, 8, 0, 4, 5, 30, 40, 3, 2])
-    for kv_len, q_len, floor in (([29, 40], [1, 2], [28, 0]), ([31, 1], [4, 2], [0, 0]), ([29, 1], [3, 1], [28, 9])):
-        inputs = [slot, ints(kv_len), ints(q_len), ints([11, 12, 13, 14, 15]), ints(floor)]
-        outputs = [ints([2, 5, 9, 0]), *(garbage(size) for size in (5, 5, 7))]
-        assert_same(
-            memory, of_device_inputs(launch_device_inputs), of_device_inputs(twins.device_inputs), inputs, outputs
-        )
-
-
 def place_mask(memory: Memory) -> None:
     """Seven bytes for words that hold more, and positions of three tokens at five; three sequences, one a pad."""
     inputs = [torch.arange(1, 8, dtype=torch.uint8), ints([4, 5, 6, 7]), ints([2, 3, 1, 0])]
@@ -519,17 +506,6 @@ def place_trees(memory: Memory) -> None:
             for place in (launch_place_trees, twins.place_trees)
         )
         assert_same(memory, launch, twin, inputs, [garbage(4), garbage(3), garbage(9)])
-
-
-def draft_steps(memory: Memory) -> None:
-    """Three steps of two branches; two sequences and two pads, and a gap after each step's part."""
-    kv_len, token_ids, mask_start, parents = garbage(15), garbage(27), garbage(15), garbage(24)
-    kv_len[:2] = ints([9, 30])
-    launch, twin = (
-        partial(of_draft_steps(derive, Pads(5, 0)), num_seqs=4, branches=2, steps=3)
-        for derive in (launch_draft_steps, twins.draft_steps)
-    )
-    assert_same(memory, launch, twin, [ints([2, 4, 1, 0])], [kv_len, token_ids, mask_start, parents])
 
 
 def merge_sides(memory: Memory) -> None:
@@ -638,6 +614,16 @@ def pack_mask(memory: Memory) -> None:
     assert_same(memory, kernel, twin, inputs, [garbage(3), garbage(5)])
 
 
+def pick_rows(memory: Memory) -> None:
+    """Rows that end in a block that is not full, one that draws among some of its tokens, and one of zeros."""
+    logits = rows_with_gaps(torch.randn(3, 4099, generator=torch.Generator().manual_seed(2)))
+    logits[2] = 0.0
+    logits[0, 4098] = 9.0
+    terms = torch.tensor([[0.0, 0.0, 0.0], [1.0, 0.9, 0.41], [0.0, 0.0, 0.0]])
+    kernel, twin = (partial(pick, num_drawing=1) for pick in (launch_pick_rows, sampling.pick_rows))
+    assert_same(memory, kernel, twin, [logits, terms], [garbage(3), garbage(6).view(3, 2)])
+
+
 def experts(memory: Memory) -> None:
     """Experts with more pairs than a tile has rows and with none; sizes that leave parts of tiles empty."""
     tiles = ExpertTiles(rows=16, columns=16, step=16, num_warps=1, num_stages=1)
@@ -698,6 +684,7 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "metadata/publish_engine.py": publish_engine,
     "metadata/table_update.py": table_update,
     "metadata/take_slots.py": slots,
+    "sampling/pick_rows.py": pick_rows,
     **SPARSE_CHECKS,
     **SPECULATIVE_CHECKS,
 }

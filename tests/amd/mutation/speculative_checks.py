@@ -40,7 +40,7 @@ def move_paths(memory: Memory) -> None:
     """Paths within rows of the table, at a page that is none, and past a row's end."""
     for no_page in (0, -1):
         launch, twin = of_move_paths(launch_move_paths, no_page), of_move_paths(twins.move_paths, no_page)
-        assert_same(memory, launch, twin, paths(), layers_of_pages())
+        assert_same(memory, launch, twin, paths(), [layers_of_pages()])
 
 
 SPECULATIVE_CHECKS: dict[str, Callable[[Memory], None]] = {

@@ -22,6 +22,7 @@ from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Completion, Request
 from rocm_attn.runner.sampling import Draw, PickedTokens, TokenPicker
 from rocm_attn.runner.scheduler import ScheduledStep
+from rocm_attn.runner.speculation.drafts import Drafts
 from rocm_attn.step.echo import STEPS_UNTIL_ECHO
 from tests.amd.runner.float64_llama import Float64Llama, assert_greedy
 from tests.amd.runner.tiny_model import CONFIG, tiny_model, with_windows
@@ -256,8 +257,8 @@ def test_what_is_computed_again_alone_uses_no_page_of_the_cache(monkeypatch: pyt
         served.submit(Request((*SHARED, last, 1, 2), 20))
     next_step = served._scheduler.next_step
 
-    def watched() -> ScheduledStep | None:
-        step = next_step()
+    def watched(drafts: Mapping[int, Drafts]) -> ScheduledStep | None:
+        step = next_step(drafts)
         if step is not None and step.is_of_a_suspect:
             starts.add(int(step.batch.kv_len[0] - step.batch.q_len[0]))
         return step

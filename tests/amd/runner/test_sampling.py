@@ -7,20 +7,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from rocm_attn.errors import BadLogits, BadRequest
-from rocm_attn.runner.sampling import Draw, Sampler, Sampling, TokenPicker, draw_tokens, pick_tokens
+from rocm_attn.providers.torch_ref import TORCH
+from rocm_attn.runner.sampling import Sampler, Sampling, TokenPicker, pick_tokens
 
 LOGITS = (np.log([0.05, 0.5, 0.15, 0.3]) + 3.0).astype(np.float32)
+
+
+def new_picker(most_rows: int) -> TokenPicker:
+    return TokenPicker(torch.device("cpu"), most_rows, TORCH.ops().pick_rows)
 
 
 def drawn(logits: np.ndarray[tuple[int], np.dtype[np.float32]], sampling: Sampling, draws: int) -> list[int]:
     """The first tokens of a request, all of which are drawn from these logits."""
     rows = torch.from_numpy(logits).expand(draws, -1)
-    picks = TokenPicker(torch.device("cpu"), draws).pick(
-        rows, dict(enumerate(map(Sampler(sampling).draw, range(draws))))
-    )
+    picks = new_picker(draws).pick(rows, dict(enumerate(map(Sampler(sampling).draw, range(draws)))))
     return [pick for pick in picks.read() if not isinstance(pick, BadLogits)]
 
 
@@ -107,29 +109,6 @@ def test_a_requests_draws_do_not_depend_on_its_company() -> None:
     assert together[0] == int(logits[0].argmax())
 
 
-def by_numpy(logits: Tensor, draw: Draw) -> int:
-    """A token drawn in float64: of the likeliest whose sum reaches top_p, the first one beyond the uniform number."""
-    weights = np.exp((logits.double().numpy() - float(logits.max())) / draw.temperature)
-    order = np.argsort(-weights, kind="stable")
-    mass = np.cumsum(weights[order])
-    mass = mass[: int(np.searchsorted(mass, draw.top_p * mass[-1])) + 1]
-    return int(order[min(int(np.searchsorted(mass, draw.uniform * mass[-1], side="right")), len(mass) - 1)])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_what_is_drawn_is_what_the_definition_says(dtype: torch.dtype) -> None:
-    """Among them equal logits, which bfloat16 has many of."""
-    generator = torch.Generator().manual_seed(0)
-    logits = (torch.randn(200, 500, generator=generator) * 3).to(dtype)
-    draws = [
-        Draw(0.5 + 0.01 * row, (1.0, 0.9, 0.5)[row % 3], Sampler(Sampling(seed=row)).draw(row).uniform)
-        for row in range(200)
-    ]
-    terms = torch.tensor(draws, dtype=torch.float64)
-    tokens = draw_tokens(logits, *(terms[:, column : column + 1].contiguous() for column in range(3)))
-    assert tokens.tolist() == [by_numpy(row, draw) for row, draw in zip(logits, draws, strict=True)]
-
-
 def test_a_token_is_drawn_alike_however_often_and_in_whatever_order_it_is_asked_for() -> None:
     sampler, again = (Sampler(Sampling(temperature=1.0, seed=4)) for _ in range(2))
     in_order = [sampler.next_draw() for _ in range(50)]
@@ -139,7 +118,7 @@ def test_a_token_is_drawn_alike_however_often_and_in_whatever_order_it_is_asked_
 
 
 def test_two_steps_may_be_picked_from_before_the_first_is_read() -> None:
-    picker = TokenPicker(torch.device("cpu"), 3)
+    picker = new_picker(3)
     first = picker.pick(torch.eye(3), {})
     second = picker.pick(torch.eye(3)[[2, 0]], {})
     assert picker.tokens.tolist() == [2, 0, 2]

@@ -10,6 +10,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
 
 from rocm_attn.errors import BadModel, BadSetting
 from rocm_attn.runner.engine import Engine
@@ -120,6 +121,12 @@ def test_they_are_for_any_number_of_sequences(num_requests: int, loaded: LoadedM
 def test_drawn_tokens_are_those_of_plain_decoding(topk: int, loaded: LoadedModel) -> None:
     options = replace(BASE, speculative="ngram", topk=topk)
     assert_lossless(loaded, options, some_requests(5) + some_requests(4, sampling=DRAWN))
+
+
+def test_deterministic_mode_gives_the_same_bits_and_tokens_in_sixteen_bits_too() -> None:
+    half = tiny_model(dtype=torch.float16)
+    options = replace(BASE, speculative="ngram", deterministic=True)
+    assert_lossless(half, options, some_requests(5) + some_requests(2, sampling=DRAWN))
 
 
 @pytest.mark.parametrize("topk", [1, 2])

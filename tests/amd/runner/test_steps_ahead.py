@@ -20,7 +20,7 @@ from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Completion, Event, FailureEvent, Request, RequestsFailed, TokenEvent
 from rocm_attn.runner.sampling import Draw, PickedTokens, Sampling, TokenPicker
-from rocm_attn.runner.speculation.speculation import NoSpeculation, StepPicks
+from rocm_attn.runner.speculation.speculation import StepPicks
 from tests.amd.runner.cache_invariants import check_cache
 from tests.amd.runner.tiny_model import CONFIG, tiny_model
 
@@ -296,17 +296,17 @@ class _Unlucky:
     """Picks another token than the likeliest for one row, once."""
 
     def __init__(self, picker: TokenPicker) -> None:
-        self._pick, self.tokens, self._left = picker.pick, picker.tokens, 3
+        self._pick, self._left = picker.pick, 3
 
     def pick(self, logits: Tensor, draws: Mapping[int, Draw]) -> PickedTokens:
         self._left -= 1
         return self._pick(-logits if not self._left else logits, draws)
 
 
-def test_what_is_read_is_what_the_next_step_went_on_with(loaded: LoadedModel) -> None:
+def test_what_is_read_is_what_the_next_step_went_on_with(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong pick leads to other tokens after it, which are those that follow from it."""
     engine, request = Engine(loaded, BASE), Request((9, 10, 11), 8)
-    engine._speculation = NoSpeculation(_Unlucky(engine._picker))  # type: ignore[arg-type]
+    monkeypatch.setattr(engine._picker, "pick", _Unlucky(engine._picker).pick)
     (done,) = engine.generate([request])
     right = alone(loaded, request).token_ids
     assert done.token_ids[:2] == right[:2]

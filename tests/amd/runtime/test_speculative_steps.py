@@ -19,6 +19,7 @@ from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadBatch, BadTensor
 from rocm_attn.oracle.reference import attend_sequence
+from rocm_attn.paging.state_slots import require_state_slots
 from rocm_attn.step.accepted import select_last_accepted
 from rocm_attn.step.step import Step
 from tests.amd.runtime.stepping import Request, World, providers, small_problem, take_back
@@ -72,7 +73,7 @@ class Extending:
         self.qkv = [[world.random(4 * NEW, heads, 16) for heads in (6, 2, 2)] for _ in world.problems]
         self.outs = [torch.zeros_like(q) for q, _, _ in self.qkv]
         self.accepted_of_row = torch.ones(runtime.options.num_rows + 1, dtype=torch.int64, device=runtime.device)
-        runtime.require_state(accepted_of_row=self.accepted_of_row)
+        require_state_slots(runtime.table, accepted_of_row=self.accepted_of_row)
         recorder = recorder_for(runtime.device) if self.graphs else None
         self.runner = StepRunner(runtime, self.forward, recorder, check=NO_CHECK)
 
@@ -87,8 +88,8 @@ class Extending:
         """A step after what the requests have, of which the host knows bounds; accepted tokens of it stay theirs."""
         world, device = self.world, self.world.runtime.device
         num_tokens = len(requests) * NEW
-        for rows in self.qkv:
-            for tensor in rows:
+        for of_layer in self.qkv:
+            for tensor in of_layer:
                 tensor[:num_tokens] = world.random(num_tokens, *tensor.shape[1:])
         rows = np.array([request.row for request in requests], np.int32)
         self.accepted_of_row[torch.from_numpy(rows).long()] = torch.tensor(accepted, device=device)
@@ -149,9 +150,10 @@ def test_state_with_too_few_slots_is_refused_before_anything_is_captured(device:
     """recipes#853: state slots fewer than the padded batch abort a capture."""
     runtime = world_of("torch", device, 4).runtime
     rows = runtime.options.num_rows
-    runtime.require_state(conv=torch.zeros(rows + 1, 3, device=device), scan=torch.zeros(rows + 5, device=device))
+    conv, scan = torch.zeros(rows + 1, 3, device=device), torch.zeros(rows + 5, device=device)
+    require_state_slots(runtime.table, conv=conv, scan=scan)
     with pytest.raises(BadTensor, match=rf"conv has {rows} entries; .* give it {rows + 1}"):
-        runtime.require_state(conv=torch.zeros(rows, 3, device=device))
+        require_state_slots(runtime.table, conv=conv[1:], scan=scan)
 
 
 def check_alone(

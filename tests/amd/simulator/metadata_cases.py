@@ -36,10 +36,11 @@ from rocm_attn.kernels.metadata.step_tensors import Pads, TableTerms
 from rocm_attn.kernels.metadata.table_update import launch_table_update
 from rocm_attn.kernels.metadata.take_slots import launch_take_slots
 from rocm_attn.kernels.refs import cache as cache_twins
-from rocm_attn.kernels.refs import engine_metadata
+from rocm_attn.kernels.refs import engine_metadata, sampling
 from rocm_attn.kernels.refs import metadata as twins
 from rocm_attn.kernels.refs import speculative as speculative_twins
 from rocm_attn.kernels.refs.pads import clear_pads
+from rocm_attn.kernels.sampling.pick_rows import launch_pick_rows
 from rocm_attn.kernels.speculative.accept_drawn import launch_accept_drawn
 from rocm_attn.kernels.speculative.accept_sampled import launch_accept_sampled
 from rocm_attn.kernels.speculative.move_paths import launch_move_paths
@@ -283,7 +284,15 @@ def _of_engines() -> dict[str, _Launch]:
         _garbage(PADDED_TOKENS),
     ]
     cases["pack_mask"] = _Launch(of_pack_mask(launch_pack_mask), of_pack_mask(engine_metadata.pack_mask), mask, {})
+    logits = torch.randn(3, 4300, generator=torch.Generator().manual_seed(4)).bfloat16()
+    picks = [logits, torch.tensor([[0.0, 0.0, 0.0], [1.0, 0.9, 0.37], [0.7, 1.0, 0.62]]), _garbage(3), _garbage(6)]
+    cases["pick_rows"] = _Launch(_picks(launch_pick_rows), _picks(sampling.pick_rows), picks, {})
     return cases
+
+
+def _picks(pick: Callable[..., None]) -> Callable[..., None]:
+    """pick as a function of the tensors."""
+    return lambda logits, terms, tokens, found: pick(logits, terms, tokens, found.view(3, 2), num_drawing=2)
 
 
 def _of_engine(publish: Callable[..., None], q_form: int) -> Callable[..., None]:
@@ -341,15 +350,15 @@ def _fix_ups() -> dict[str, _Launch]:
 def _moves() -> dict[str, _Launch]:
     """Tokens within pages, of parts in one memory."""
     moves = {
-        "export_rows": (launch_export_rows, cache_twins.export_rows, (4, 6, 16)),
-        "import_rows": (launch_import_rows, cache_twins.import_rows, (4, 6, 16)),
-        "import_rows-later": (launch_import_rows, cache_twins.import_rows, (8, 6, 16)),
+        "export_rows": (launch_export_rows, cache_twins.export_rows, (4, 6, 16, 16)),
+        "import_rows": (launch_import_rows, cache_twins.import_rows, (4, 6, 16, 16)),
+        "import_rows-later": (launch_import_rows, cache_twins.import_rows, (8, 6, 14, 16)),
     }
     return {
         name: _Launch(
             of_moves(launch, *span),
             of_moves(twin, *span),
-            [moved_words(*span), moved_rows(*span[1:]), moved_pages()],
+            [moved_words(*span), moved_rows(*span[1:3]), moved_pages()],
             {},
         )
         for name, (launch, twin, span) in moves.items()
@@ -374,7 +383,7 @@ def _speculative() -> dict[str, _Launch]:
         "move_paths": _Launch(
             of_move_paths(launch_move_paths, 0),
             of_move_paths(speculative_twins.move_paths, 0),
-            [*paths(), *layers_of_pages()],
+            [*paths(), layers_of_pages()],
             {},
         ),
     }

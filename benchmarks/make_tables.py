@@ -354,12 +354,12 @@ def wide_rows(result: dict[str, Any]) -> str:
 
 
 def named_shapes(result: dict[str, Any]) -> str:
-    """Extend over layouts of models."""
+    """Layouts and steps of models."""
     lines = [
-        "## Extend over layouts and steps of models, bf16, pages of 16, CUDA-graph replay\n",
+        "## Layouts and steps of models, bf16, CUDA-graph replay\n",
         machine_line(result["machine"]),
         "limit: bytes at copy bandwidth, or products at the rate of a large bf16 product, and launches. The schedule, "
-        "and FA3's metadata, are made once a step, outside.\n",
+        "and FA3's metadata, are made once a step, outside. Pages of 16 tokens where the step names no others.\n",
         "| step | query heads / KV heads x head_dim | us | x limit | FA3 us | x FA3 |",
         "|---|---|---|---|---|---|",
     ]

@@ -87,7 +87,7 @@ def zero(words):
     return tl.load(words + (PROGRAM_WORDS - 1), volatile=True)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_programs", "width", "window_left"])
+@triton.jit(do_not_specialize=["num_programs", "width", "window_left"])
 def _latent_decode_kernel(
     q,
     pages,
@@ -104,7 +104,6 @@ def _latent_decode_kernel(
     qk_scale,
     tanh_scale,
     window_left,
-    num_seqs,
     num_programs,
     width,
     q_token,
@@ -190,7 +189,7 @@ def _latent_decode_kernel(
         work -= take
         done = 0
         num_rows = rows_of_tokens(q_len, R.ROWS, T)
-        seq, row, kv_len = next_row(schedule, num_programs, num_seqs, seq, row, num_rows, kv_len, R)
+        seq, row, kv_len = next_row(schedule, num_programs, work, seq, row, num_rows, kv_len, R)
 
 
 def launch_latent_decode(args: AttendArgs, *, scores: Scores, cut: DecodeCut, tiles: LatentTiles) -> None:
@@ -222,7 +221,6 @@ def launch_latent_decode(args: AttendArgs, *, scores: Scores, cut: DecodeCut, ti
         scores.base_2_scale,
         scores.tanh_scale,
         scores.window_left,
-        queries.num_seqs,
         cut.programs,
         table.shape[1],
         *read_strides(args),

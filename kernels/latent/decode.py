@@ -175,7 +175,8 @@ def _latent_decode_kernel(
             softmax = scaled_latents(softmax, factor, K)
             # Worked out again, not kept: the accumulators leave no registers to keep them in.
             token, head, is_row = rows_of_block(first_token, num_tokens, 0, head_block + zero(words), G)
-            if is_empty | (end_block - first_block == num_blocks):
+            # Without blocks it is empty; a mask of that would be kept over the loop, too.
+            if (num_blocks == 0) | (end_block - first_block == num_blocks):
                 out_rows, lse_rows = Rows(out, out_token, out_head), Rows(lse, lse_token, lse_head)
                 store_latent_results(softmax, token, head, is_row, sinks, out_rows, lse_rows, K)
             else:

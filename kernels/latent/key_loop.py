@@ -342,7 +342,6 @@ def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: 
             k_high = k_low
             if not K.WIDE:
                 k_high = load_latents(row, near_row, live, factor, K, K.PART, K.PART, DTYPE)
-        # All loads come before the first product: AMD's compiler moves none past what it writes to LDS for one.
         if K.REST > 0 and K.PAIRED:
             rest_pairs = load_part(row, near_row, live, K.V_HEAD_DIM // 2, K.REST, K.HEAD_DIM // 2)
             k_rest, k_rest_high = decoded_pairs(rest_pairs, C.ENCODING)

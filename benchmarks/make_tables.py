@@ -25,6 +25,7 @@ def main() -> None:
     for name, section in (
         ("attention_h200.json", attention),
         ("host_time_h200.json", host_time),
+        ("steps_ahead_h200.json", steps_ahead),
         ("eager_step_h200.json", eager_step),
         ("external_host_time_h200.json", external_host_time),
         ("in_turn_h200.json", in_turn),
@@ -35,6 +36,7 @@ def main() -> None:
         ("eight_bit_cost_h200.json", eight_bit_cost),
         ("kv_transfer_h200.json", kv_transfer),
         ("latent_decode_h200.json", latent_decode),
+        ("speculative_h200.json", speculative),
         ("sparse_decode_h200.json", sparse_decode),
         ("wide_rows_h200.json", wide_rows),
         ("named_shapes_h200.json", named_shapes),
@@ -104,6 +106,23 @@ def eager_step(result: dict[str, Any]) -> str:
         "|---|---|---|",
     ]
     lines += [f"| {row['num_seqs']} | {row['step_us_median']} | {row['step_us_p10']} |" for row in result["rows"]]
+    return "\n".join(lines) + "\n"
+
+
+def steps_ahead(result: dict[str, Any]) -> str:
+    """What a GPU waits for the host between decode steps."""
+    lines = [
+        "## Decode steps of an engine, launched ahead and not, 64 sequences\n",
+        machine_line(result["machine"]),
+        "Between the end of a step's picks and the beginning of the next step the GPU is idle; events mark both.\n",
+        "| model | tokens | steps ahead | step us | idle between steps us | idle share | tokens / s |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['model']} | {row['sampling']} | {row['steps_ahead']} | {row['step_us']} | {row['gap_us_median']} | "
+        f"{row['idle_share']:.1%} | {row['tokens_per_second']} |"
+        for row in result["rows"]
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -250,6 +269,24 @@ def kv_transfer(result: dict[str, Any]) -> str:
         times = f"{us['copy']:.0f} | {us['export']:.0f} | {us['import']:.0f} | {us['copy'] / us['export']:.2f}"
         rest = f"{us['export of one layer']:.0f} | {us['torch export']:.0f} | {us['host of an export']:.0f}"
         lines.append(f"| {case['name']} | {case['megabytes']:.0f} | {times} | {rest} |")
+    return "\n".join(lines) + "\n"
+
+
+def speculative(result: dict[str, Any]) -> str:
+    """Masked steps of drafts beside steps without a mask."""
+    lines = [
+        "## Drafts: verify steps of trees, and draft steps with branches\n",
+        machine_line(result["machine"]),
+        "One layer, its schedule built in it. plain: the same step without a mask; floor: a plain read of K and V. "
+        "Error: of the first and last sequence, relative to float32.\n",
+        "| case | us | plain us | floor us | x plain | x floor | error |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        lines.append(
+            f"| {row['case']} | {row['us']:.1f} | {row['plain_us']:.1f} | {row['floor_us']:.1f} "
+            f"| {row['times_plain']:.2f} | {row['times_floor']:.2f} | {row['error']:.1e} |"
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -1,9 +1,10 @@
-"""Time of one layer of extend over layouts and steps that models have, beside FlashAttention-3 where one is there.
+"""Time of one layer over layouts and steps that models have, beside FlashAttention-3 where one is there.
 
     python -m benchmarks.named_shapes --out benchmarks/results/named_shapes_h200.json [--fa3 LIBRARY]
 
-Steps of few query blocks, verification of drafts, decodes beside new prompts, and large chunks. Kernels are chosen,
-compared and timed as benchmarks/random_shapes.py does it. Exits with 1, after writing the file, if a result is wrong.
+Steps of few query blocks, verification of drafts, decodes beside new prompts, large chunks, and decodes over pages of
+several sizes. Kernels are chosen, compared and timed as benchmarks/random_shapes.py does it. Exits with 1, after
+writing the file, if a result is wrong.
 """
 
 from __future__ import annotations
@@ -56,16 +57,26 @@ LARGE_STEPS = {
     "one chunk of 2,048 after 30,720": (Work.EXTEND, ((32768,), (2048,))),
     "8 chunks of 512 after 4,096": (Work.EXTEND, ((4608,) * 8, (512,) * 8)),
 }
+DECODED = {"64/8 x 128": (64, 8, 128), "8/1 x 128": (8, 1, 128), "64/8 x 192": (64, 8, 192)}
+DECODE_PAGES = 8, 16, 32
+DECODE_STEPS = {"64 decodes of 4,096": ((4096,) * 64, (1,) * 64), "16 decodes of 4,096": ((4096,) * 16, (1,) * 16)}
 
 
 def named_shapes() -> list[tuple[str, str, Shape]]:
     """Step, layout, and the shape of both."""
-    return [
+    extends = [
         (step, layout, Shape(*heads, PAGE_SIZE, UNLIMITED_WINDOW, work, *lengths))
         for layouts, steps in ((LAYOUTS, STEPS), (LARGE, LARGE_STEPS))
         for step, (work, lengths) in steps.items()
         for layout, heads in layouts.items()
     ]
+    decodes = [
+        (f"{step}, pages of {page_size}", layout, Shape(*heads, page_size, UNLIMITED_WINDOW, Work.DECODE, *lengths))
+        for step, lengths in DECODE_STEPS.items()
+        for page_size in DECODE_PAGES
+        for layout, heads in DECODED.items()
+    ]
+    return [*extends, *decodes]
 
 
 def main() -> None:

@@ -16,6 +16,8 @@ measure() {
 }
 
 measure host_time
+measure steps_ahead
+measure ngram_speculation
 measure eager_step
 measure external_host_time
 measure fill_time
@@ -24,6 +26,7 @@ measure deterministic_cost
 measure eight_bit_cost
 measure kv_transfer
 measure latent_decode
+measure speculative
 measure sparse_decode
 measure wide_rows
 measure score_cost

@@ -2,9 +2,18 @@
 
 python -m benchmarks.vllm_throughput --model smollm2 --dtype float32 --out benchmarks/results/vllm_h200.json
 
-Each backend runs in a process of its own, in turn, once for each cudagraph mode: vLLM keeps one engine a process. A
-process generates the workloads named below, each once to warm up. Float32 text must be the same token for token; of
-two-byte dtypes the share of equal requests is written beside the speed, and is no verdict.
+Each backend runs in a process of its own, once for each cudagraph mode: vLLM keeps one engine a process. --at-once of
+them are made ready together, and then generate in turn, so that nothing else runs on the device. All of them hold their
+weights and --kv-gib of KV cache meanwhile.
+
+A process generates the workloads named below, each of them first with a part of its requests and a few new tokens, to
+warm up. tokens_per_s counts
+new tokens from the first prompt to the last token. decode_tokens_per_s counts those that came after each request had
+its first one. Float32 text must be the same token for token; of two-byte dtypes the share of equal requests is written
+beside the speed, and is no verdict. A process that fails costs its own mode alone: what it said is printed in full.
+
+Triton multiplies float32 numbers in TF32 where a kernel does not say otherwise, as TRITON_ATTN's does not. Text of such
+a model is compared with TRITON_F32_DEFAULT=ieee.
 
 Where --model names a folder with config.json alone, --dummy gives it random weights.
 """
@@ -19,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +37,9 @@ from benchmarks.machine import describe_machine, version_of
 
 OURS = "CUSTOM"
 MODES = ("eager", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
-# What a finished generation reports.
-_RESULT = "RESULT "
+# What a process writes when its engine is ready.
+_READY = "ready"
+_WARM_UP_TOKENS, _WARM_UP_PART = 8, 4
 
 
 @dataclass(frozen=True)
@@ -42,12 +52,72 @@ class Workload:
 
 
 def workloads(requests: int, longest: int, new: int) -> list[Workload]:
-    """Requests of one length, and of lengths between a sixteenth of it and all of it."""
+    """Requests of a quarter of the longest length, and of lengths between a sixteenth of it and all of it."""
     draw = random.Random(1)
     ragged = tuple(round(longest * 2 ** draw.uniform(-4, 0)) for _ in range(requests))
     ends = tuple(round(new * 2 ** draw.uniform(-2, 0)) for _ in range(requests))
-    even = Workload("even", (longest // 2,) * requests, (new,) * requests)
+    even = Workload("even", (longest // 4,) * requests, (new,) * requests)
     return [even, Workload("ragged", ragged, ends)]
+
+
+class EngineProcess:
+    """A process with one engine, which waits for its turn when it is ready.
+
+    backend:   by vLLM's name
+    arguments: of this program
+    """
+
+    def __init__(self, backend: str, mode: str, arguments: Sequence[str]) -> None:
+        self.backend, self.mode = backend, mode
+        own, its = os.pipe()
+        command = [sys.executable, "-m", "benchmarks.vllm_throughput", *arguments]
+        command += ["--run", backend, "--modes", mode, "--answer-to", str(its)]
+        # Engines that compile the same model at once would write the same files.
+        self._cache = tempfile.TemporaryDirectory()
+        settings = {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            # Greedy tokens need no sampler of FlashInfer's, which vLLM imports on CUDA unless it is switched off.
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
+            "VLLM_CACHE_ROOT": self._cache.name,
+            "HF_HUB_OFFLINE": "1",
+            "TRITON_F32_DEFAULT": "ieee",
+        }
+        # Not a pipe: nothing is read of it before the end, and a full one would stop the process.
+        self._log = (Path(self._cache.name) / "log").open("w+")
+        self._process = subprocess.Popen(
+            command,
+            env={**settings, **os.environ},
+            stdin=subprocess.PIPE,
+            stdout=self._log,
+            stderr=self._log,
+            pass_fds=[its],
+            text=True,
+        )
+        os.close(its)
+        self._answers = os.fdopen(own)
+
+    def is_ready(self) -> bool:
+        """Wait until its engine is made. False: the process has failed."""
+        return self._answers.readline().strip() == _READY
+
+    def generated(self) -> dict[str, Any]:
+        """Let it generate, and wait. Of each workload: tokens_per_s, decode_tokens_per_s, each request's tokens
+
+        Empty if the process has failed.
+        """
+        try:
+            self._process.communicate("go\n")
+        except BrokenPipeError:
+            self._process.wait()
+        answer = self._answers.readline()
+        self._answers.close()
+        found: dict[str, Any] = json.loads(answer) if answer else {}
+        return found
+
+    def said(self) -> str:
+        """All that it has logged, after it has ended."""
+        self._log.seek(0)
+        return self._log.read()
 
 
 def main() -> None:
@@ -57,63 +127,67 @@ def main() -> None:
         generate(args)
         return
     runs = [(backend, mode) for mode in args.modes for backend in (args.against, OURS)]
-    found = {run: in_a_process(args, *run) for run in runs}
-    rows = []
-    for mode in args.modes:
-        ours, theirs = found[OURS, mode], found[args.against, mode]
-        for name in ours:
-            pairs = list(zip(ours[name]["tokens"], theirs[name]["tokens"], strict=True))
-            row = {
-                "mode": mode,
-                "workload": name,
-                "requests": len(pairs),
-                "equal": sum(a == b for a, b in pairs),
-                "ours_tokens_per_s": ours[name]["tokens_per_s"],
-                f"{args.against.lower()}_tokens_per_s": theirs[name]["tokens_per_s"],
-                "ratio": round(ours[name]["tokens_per_s"] / theirs[name]["tokens_per_s"], 3),
-            }
-            print(json.dumps(row), flush=True)
-            rows.append(row)
     result = {
         "machine": {**describe_machine(), "vllm": version_of("vllm")},
         "model": Path(args.model).name,
         "dtype": args.dtype,
         "against": args.against,
-        "rows": rows,
+        "rows": [],
     }
-    Path(args.out).write_text(json.dumps(result, indent=1))
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for first in range(0, len(runs), args.at_once):
+        found |= in_turn(runs[first : first + args.at_once])
+        result["rows"] = rows = [row for mode in args.modes for row in compared(found, mode, args.against)]
+        Path(args.out).write_text(json.dumps(result, indent=1))
+    for row in rows:
+        print(json.dumps(row), flush=True)
+    if failed := [" ".join(run) for run in runs if not found[run]]:
+        sys.exit(f"failed: {', '.join(failed)}")
     if args.dtype == "float32" and any(row["equal"] != row["requests"] for row in rows):
         sys.exit("the text differs")
 
 
-def in_a_process(args: argparse.Namespace, backend: str, mode: str) -> dict[str, Any]:
-    """What a backend does in a mode, by workload: tokens_per_s, and the tokens of each request."""
-    command = [sys.executable, "-m", "benchmarks.vllm_throughput", *sys.argv[1:], "--run", backend, "--modes", mode]
-    # Greedy tokens need no sampler of FlashInfer's, which vLLM imports on CUDA unless it is switched off.
-    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1"}
-    environment = {**settings, **os.environ}
-    with tempfile.TemporaryFile("w+") as errors:
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True, check=False)
-        errors.seek(0)
-        log = errors.read()
-    line = next((line for line in done.stdout.splitlines() if line.startswith(_RESULT)), None)
-    said = [line for line in (done.stdout + log).splitlines() if "rocm_attn serves" in line]
-    print("\n".join(said), flush=True)
-    if done.returncode or line is None:
-        sys.exit(f"{backend} in mode {mode} failed:\n{(done.stdout + log)[-4000:]}")
-    result: dict[str, Any] = json.loads(line.removeprefix(_RESULT))
-    return result
+def in_turn(runs: Sequence[tuple[str, str]]) -> dict[tuple[str, str], dict[str, Any]]:
+    """What each backend and mode generates: all engines are made at once, and generate one after the other."""
+    processes = [EngineProcess(*run, sys.argv[1:]) for run in runs]
+    ready = [process.is_ready() for process in processes]
+    found = {}
+    for process, was_ready in zip(processes, ready, strict=True):
+        found[process.backend, process.mode] = answer = process.generated()
+        log = process.said()
+        kernels = [line for line in log.splitlines() if "rocm_attn serves" in line]
+        print("\n".join([f"{process.backend} {process.mode}", *kernels]), flush=True)
+        if not answer:
+            print(f"FAILED while it {'generated' if was_ready else 'was made'}:\n{log}", flush=True)
+    return found
+
+
+def compared(found: Mapping[tuple[str, str], Mapping[str, Any]], mode: str, against: str) -> list[dict[str, Any]]:
+    """A row for each workload of a mode that both backends have generated."""
+    ours, theirs = found.get((OURS, mode)), found.get((against, mode))
+    if not ours or not theirs:
+        return []
+    rows = []
+    for name in ours:
+        pairs = list(zip(ours[name]["tokens"], theirs[name]["tokens"], strict=True))
+        row = {"mode": mode, "workload": name, "requests": len(pairs), "equal": sum(a == b for a, b in pairs)}
+        for speed in ("tokens_per_s", "decode_tokens_per_s"):
+            row[f"ours_{speed}"], row[f"{against.lower()}_{speed}"] = ours[name][speed], theirs[name][speed]
+            row[f"{speed}_ratio"] = round(ours[name][speed] / theirs[name][speed], 3)
+        rows.append(row)
+    return rows
 
 
 def generate(args: argparse.Namespace) -> None:
-    """In a process of its own: generate every workload twice, and print what the second time gave."""
-    from vllm import LLM, SamplingParams
+    """In a process of its own: make an engine, wait for the turn, and answer what the workloads gave."""
+    from vllm import LLM
 
     from rocm_attn.integrations.vllm import register
 
     register()  # an installed package is registered already, and this changes nothing then
     (mode,) = args.modes
-    graphs = {"enforce_eager": True} if mode == "eager" else {"compilation_config": {"cudagraph_mode": mode}}
+    compilation = {"cudagraph_mode": mode} | ({"mode": 0} if args.no_compile else {})
+    graphs = {"enforce_eager": True} if mode == "eager" else {"compilation_config": compilation}
     engine = LLM(
         model=args.model,
         load_format="dummy" if args.dummy else "auto",
@@ -122,25 +196,54 @@ def generate(args: argparse.Namespace) -> None:
         attention_backend=args.run,
         max_model_len=args.longest + args.new,
         max_num_seqs=args.requests,
-        gpu_memory_utilization=args.memory,
+        # vLLM would measure the device's free memory, which other processes change meanwhile.
+        kv_cache_memory_bytes=int(args.kv_gib * 2**30),
+        gpu_memory_utilization=0.02,
         enable_prefix_caching=False,
         disable_log_stats=True,
         seed=0,
         **graphs,
     )
-    found = {}
-    for workload in workloads(args.requests, args.longest, args.new):
-        prompts = prompts_of(workload, args.vocabulary)
-        params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in workload.new]
-        for _ in range(2):
-            begin = time.perf_counter()
-            outputs = engine.generate(prompts, params, use_tqdm=False)
-            seconds = time.perf_counter() - begin
-        found[workload.name] = {
-            "tokens_per_s": round(sum(workload.new) / seconds, 1),
-            "tokens": [list(each.outputs[0].token_ids) for each in outputs],
-        }
-    print(_RESULT + json.dumps(found), flush=True)
+    with os.fdopen(args.answer_to, "w") as answers:
+        print(_READY, file=answers, flush=True)
+        sys.stdin.readline()
+        found = {}
+        for workload in workloads(args.requests, args.longest, args.new):
+            prompts = prompts_of(workload, args.vocabulary)
+            few = prompts[::_WARM_UP_PART]
+            timed(engine, few, [_WARM_UP_TOKENS] * len(few))
+            found[workload.name] = timed(engine, prompts, workload.new)
+        print(json.dumps(found), file=answers, flush=True)
+
+
+def timed(engine: Any, prompts: Sequence[dict[str, list[int]]], new: Sequence[int]) -> dict[str, Any]:
+    """Generate new[i] tokens after prompt i, all at once: tokens_per_s, decode_tokens_per_s and tokens."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    core = engine.llm_engine
+    tokens: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
+    begin = time.perf_counter()
+    for number, (prompt, count) in enumerate(zip(prompts, new, strict=True)):
+        greedy = SamplingParams(
+            temperature=0, max_tokens=count, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
+        )
+        core.add_request(str(number), prompt, greedy)
+    all_began = begin
+    came_before = 0
+    while core.has_unfinished_requests():
+        for each in core.step():
+            tokens[each.request_id] += each.outputs[0].token_ids
+        if all_began == begin and all(tokens.values()):
+            all_began, came_before = time.perf_counter(), sum(map(len, tokens.values()))
+    end = time.perf_counter()
+    count = sum(map(len, tokens.values()))
+    assert count == sum(new), (count, sum(new))
+    return {
+        "tokens_per_s": round(count / (end - begin), 1),
+        "decode_tokens_per_s": round((count - came_before) / (end - all_began), 1),
+        "tokens": list(tokens.values()),
+    }
 
 
 def prompts_of(workload: Workload, vocabulary: int) -> list[dict[str, list[int]]]:
@@ -154,15 +257,18 @@ def parse_args(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", required=True, help="a folder of Hugging Face's")
     parser.add_argument("--dummy", action="store_true")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--no-compile", action="store_true", help="full graphs of a model as it is, without Inductor")
     parser.add_argument("--against", default="TRITON_ATTN")
     parser.add_argument("--modes", nargs="+", default=["eager", "FULL"], choices=MODES)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--longest", type=int, default=4096, help="tokens of the longest prompt")
     parser.add_argument("--new", type=int, default=128, help="tokens that a request generates at most")
     parser.add_argument("--vocabulary", type=int, default=1000)
-    parser.add_argument("--memory", type=float, default=0.6, help="share of the device's memory")
+    parser.add_argument("--kv-gib", type=float, default=8, help="KV cache of each process")
+    parser.add_argument("--at-once", type=int, default=2, help="processes that are made ready together")
     parser.add_argument("--out", default="vllm_throughput.json")
     parser.add_argument("--run", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--answer-to", type=int, default=-1, help=argparse.SUPPRESS)
     return parser.parse_args(given)
 
 

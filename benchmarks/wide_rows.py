@@ -2,7 +2,8 @@
 
     python -m benchmarks.wide_rows --out benchmarks/results/wide_rows_h200.json [--tiles]
 
-Errors are against torch's kernels in float32 over the same pages. "limit" is the time to copy half of the bytes that
+Processes side by side compile the kernels and compare; then one measures. Errors are against torch's kernels in float32
+over the same pages. "limit" is the time to copy half of the bytes that
 must be read, or that of the products at the speed of a large one, whichever is longer. --tiles also times other tiles
 for rows of 512 than those in use. Exits with 1, after writing the file, if something is wrong or slower than it may be.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -45,6 +47,9 @@ SHAPES = (
     *((8, dims) for dims in ((320, 320), (384, 384), (512, 512), (512, 256), (256, 512), (320, 512))),
     *((ratio, (512, 512)) for ratio in (1, 32, 71)),
 )
+
+# Steps of decode, of extend and mixed ones.
+CHECKED = tuple(Batch((1024,) * 3, q_len) for q_len in ((1, 1, 1), (17, 48, 33), (1, 7, 1)))
 
 
 def problem_of(heads: tuple[int, int], dims: tuple[int, int]) -> Problem:
@@ -91,11 +96,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tiles", action="store_true", help="time other tiles for rows of 512 too")
+    parser.add_argument("--processes", type=int, default=15)
     options = parser.parse_args()
+    work = list(itertools.product(LAYERS, TOKENS))
+    with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
+        # What the first two give is measured again below, by a process alone.
+        steps_made, rows_made = pool.starmap_async(_step_us, TIMED, 1), pool.starmap_async(_row_work, work, 1)
+        errors = dict(pool.starmap(_error, itertools.product(SHAPES, CHECKED), 1))
+        steps_made.get()
+        rows_made.get()
     ceilings = _ceilings()
-    errors = dict(_errors())
-    steps = [_timed(name, problem, batch, ceilings) for name, problem, batch in TIMED]
-    rows = dict(_row_work(layer, num_tokens) for layer in LAYERS for num_tokens in TOKENS)
+    steps = [_timed(*timed, ceilings) for timed in TIMED]
+    rows = dict(itertools.starmap(_row_work, work))
     tiles = list(_other_tiles()) if options.tiles else []
     result = {
         "machine": describe_machine(),
@@ -120,19 +132,18 @@ def _kernel(problem: Problem, batch: Batch, provider: str) -> BoundKernel:
     return kernels[step_kind(batch.q_len)].bound
 
 
-def _errors() -> Iterator[tuple[str, float]]:
-    """Of decode, extend and mixed steps, as a part of the largest number."""
-    batches = [Batch((1024,) * 3, q_len) for q_len in ((1, 1, 1), (17, 48, 33), (1, 7, 1))]
-    for (ratio, dims), batch in itertools.product(SHAPES, batches):
-        problem = problem_of((2 * ratio, 2), dims)
-        found = LayerGraph.capture(problem, _kernel(problem, batch, "triton"), batch)
-        last = found.kept[-1]
-        exact = torch.empty_like(last.args.out, dtype=torch.float32)
-        pages = LayerPages.plain(last.args.pages.k.float(), last.args.pages.v.float())
-        trusted = _kernel(replace(problem, dtype=torch.float32), batch, "torch")
-        trusted.attend(last.args._replace(q=last.args.q.float(), out=exact, pages=pages), last.step, last.bounds)
-        error = float((found.out.float() - exact).abs().max() / exact.abs().max())
-        yield f"{step_kind(batch.q_len).value} {problem.num_q_heads}/2 heads of {dims[0]}/{dims[1]}", error
+def _error(shape: tuple[int, tuple[int, int]], batch: Batch) -> tuple[str, float]:
+    """A step's name, and its error as a part of the largest number."""
+    ratio, dims = shape
+    problem = problem_of((2 * ratio, 2), dims)
+    found = LayerGraph.capture(problem, _kernel(problem, batch, "triton"), batch)
+    last = found.kept[-1]
+    exact = torch.empty_like(last.args.out, dtype=torch.float32)
+    pages = LayerPages.plain(last.args.pages.k.float(), last.args.pages.v.float())
+    trusted = _kernel(replace(problem, dtype=torch.float32), batch, "torch")
+    trusted.attend(last.args._replace(q=last.args.q.float(), out=exact, pages=pages), last.step, last.bounds)
+    error = float((found.out.float() - exact).abs().max() / exact.abs().max())
+    return f"{step_kind(batch.q_len).value} {problem.num_q_heads}/2 heads of {dims[0]}/{dims[1]}", error
 
 
 def _ceilings() -> dict[str, float]:
@@ -143,8 +154,14 @@ def _ceilings() -> dict[str, float]:
     return {"read_bytes_per_s": source.nbytes / read_us * 1e6, "products_per_s": 2 * 8192**3 / product_us * 1e6}
 
 
-def _timed(name: str, problem: Problem, batch: Batch, ceilings: dict[str, float]) -> dict[str, object]:
+def _step_us(name: str, problem: Problem, batch: Batch) -> float:
+    """Microseconds of a step of TIMED."""
     (us,) = medians_in_turn([LayerGraph.capture(problem, _kernel(problem, batch, "triton"), batch)])
+    return us
+
+
+def _timed(name: str, problem: Problem, batch: Batch, ceilings: dict[str, float]) -> dict[str, object]:
+    us = _step_us(name, problem, batch)
     limit_us = _limit(problem, batch, ceilings)
     return {"name": name, "us": us, "limit_us": limit_us, "times_limit": us / limit_us}
 

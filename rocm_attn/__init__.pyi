@@ -26,6 +26,7 @@ from rocm_attn.runtime import AttentionRuntime as AttentionRuntime
 from rocm_attn.selection.build import build_runtime as build_runtime
 from rocm_attn.step.options import RuntimeOptions as RuntimeOptions
 from rocm_attn.paging.request_table import RequestTable as RequestTable
+from rocm_attn.paging.state_slots import require_state_slots as require_state_slots
 from rocm_attn.paging.index_spaces import Space as Space
 
 # A step
@@ -33,10 +34,17 @@ from rocm_attn.batch.step_batch import StepBatch as StepBatch
 from rocm_attn.batch.padding import PadTo as PadTo
 from rocm_attn.batch.inputs import ON_HOST as ON_HOST
 from rocm_attn.batch.inputs import DeviceInputs as DeviceInputs
+from rocm_attn.kernels.metadata.step_tensors import NO_PARENT as NO_PARENT
+from rocm_attn.batch.drafts import Drafts as Drafts
+from rocm_attn.batch.step_batch import draft_batch as draft_batch
 from rocm_attn.batch.mask import StepMask as StepMask
+from rocm_attn.batch.mask import TreeMask as TreeMask
 from rocm_attn.batch.prefixes import PrefixGroup as PrefixGroup
 from rocm_attn.batch.prefixes import SharedPrefixes as SharedPrefixes
 from rocm_attn.step.step import SplitStep as SplitStep
+from rocm_attn.step.drafts import DraftSteps as DraftSteps
+from rocm_attn.step.drafts import SplitDrafts as SplitDrafts
+from rocm_attn.step.accepted import select_last_accepted as select_last_accepted
 from rocm_attn.step.step import Step as Step
 from rocm_attn.step.outputs import PerToken as PerToken
 from rocm_attn.step.protocols import LayerCalls as LayerCalls
@@ -49,6 +57,7 @@ from rocm_attn.step.expanded import ExpandedPrefill as ExpandedPrefill
 
 # Graphs
 from rocm_attn.capture.step_runner import StepRunner as StepRunner
+from rocm_attn.capture.draft_runner import DraftRunner as DraftRunner
 from rocm_attn.capture.check import NO_CHECK as NO_CHECK
 from rocm_attn.capture.check import CaptureCheck as CaptureCheck
 from rocm_attn.capture.graphs import CaptureReport as CaptureReport

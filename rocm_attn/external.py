@@ -43,6 +43,7 @@ from rocm_attn.step.head_weights import NO_HEAD_WEIGHTS, HeadWeights
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.memory import DeviceStep
 from rocm_attn.step.plan import StepPlan, kv_len_bucket, q_len_bucket
+from rocm_attn.step.protocols import StoreAndAttend
 from rocm_attn.step.selections import StepSelections
 
 # Runs of steps that are not captured are kept for so many shapes.
@@ -95,16 +96,18 @@ def raise_fault(fault: DeviceFault) -> None:
 class LogAndCount:
     """Faults are logged and counted, and serving goes on.
 
+    log:   where each is a line; not given: this package's own logger
     count: the faults so far
     """
 
-    def __init__(self) -> None:
+    def __init__(self, log: logging.Logger | None = None) -> None:
+        self.log = log if log is not None else logging.getLogger(__name__)
         self.count = 0
 
     def __call__(self, fault: DeviceFault) -> None:
         """Log a fault."""
         self.count += len(fault.each)
-        logging.getLogger(__name__).error("%s", fault)
+        self.log.error("%s", fault)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +182,7 @@ class ShadowView:
     eight_bit_products: bool
 
 
-class ExternalAttention:
+class ExternalAttention(StoreAndAttend):
     """Paged attention for the layers of an engine's model, over what the engine owns.
 
     One thread at a time, and everything on the current stream.
@@ -261,6 +264,11 @@ class ExternalAttention:
     def pool(self) -> Pool:
         """The pages that were bound."""
         return self._pages
+
+    @property
+    def null_pages(self) -> Mapping[Space, bool]:
+        """Whether page 0 of a space belongs to no one."""
+        return {space.space: space.terms.null_page for space in self._tables.spaces}
 
     @property
     def ops(self) -> StepOps:
@@ -463,13 +471,6 @@ class ExternalAttention:
         """
         run = self._running()
         run.core.layers.attend(run.step, run.plan, layer, q, out, lse)
-
-    def store_and_attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None = None
-    ) -> None:
-        """store, then attend."""
-        self.store(layer, k, v)
-        self.attend(layer, q, out, lse)
 
     def store_index(self, layer: int, k: Tensor) -> None:
         """Write the step's new index keys of a layer that has an Indexer. As LayerCalls.store_index."""

@@ -2,6 +2,7 @@
 
 begin_step   host: check, pad, plan, grow buffers;  device: page copies, table updates, publish, fill
              begin_split_step: the same in two halves, each published and filled for itself
+             begin_drafts: a round of drafts, published once and filled for each of its steps
 per layer    the step's layers: store, attend, or both in one call
 end_step     host only
 """
@@ -15,16 +16,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.drafts import NO_DRAFTS, Drafts
 from rocm_attn.batch.halves import HALVES, split_batch
 from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, PadTo, fits
 from rocm_attn.batch.step_batch import StepBatch
-from rocm_attn.errors import DeviceFault, NeverFits, NotCopied, WrongState
+from rocm_attn.errors import BadBatch, DeviceFault, NeverFits, NotCopied, WrongState
 from rocm_attn.guards.registry import Guards
+from rocm_attn.kernels.speculative.arguments import Accepted
 from rocm_attn.machine.agreement import Agree, Agreement, alone
 from rocm_attn.machine.devices import StreamOrder, on_device, with_index
 from rocm_attn.machine.target import Target
@@ -35,6 +38,7 @@ from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.paging.stored_tokens import StepStores
 from rocm_attn.providers.select import Selection
 from rocm_attn.step.core import StepCore
+from rocm_attn.step.drafts import DraftSteps, SplitDrafts, Turns
 from rocm_attn.step.echo import STEPS_UNTIL_ECHO
 from rocm_attn.step.expanded import ExpandedPrefill
 from rocm_attn.step.head_weights import LayerHeadWeights
@@ -49,6 +53,19 @@ from rocm_attn.step.protocols import LayerCalls
 from rocm_attn.step.publisher import Publisher
 from rocm_attn.step.selections import StepSelections
 from rocm_attn.step.step import SplitStep, Step
+
+# What staging a step gives.
+Staged = Step | SplitStep | DraftSteps | SplitDrafts
+_Begun = TypeVar("_Begun", Step, SplitStep, DraftSteps, SplitDrafts)
+
+
+def _warn_of(guards: Guards) -> None:
+    if guards.off:
+        logging.getLogger(__name__).warning("safeguards are switched off: %s", ", ".join(guards.off))
+
+
+def _refuse_drafts() -> NoReturn:
+    raise BadBatch("the batch is a round of drafts; call begin_drafts(), or run it by a DraftRunner")
 
 
 class _State(enum.Enum):
@@ -81,8 +98,7 @@ class AttentionRuntime:
         guards: Guards,
         agree: Agreement = alone,
     ) -> None:
-        if guards.off:
-            logging.getLogger(__name__).warning("safeguards are switched off: %s", ", ".join(guards.off))
+        _warn_of(guards)
         self.guards, self.options = guards, options
         self.agree: Agree = agree
         self.meetings = agree.new_meetings()
@@ -101,7 +117,7 @@ class AttentionRuntime:
             max_num_rows=options.max_num_rows,
             guards=guards.table,
         )
-        self.core = core = StepCore(kinds, self.table, self.pool, guards.step)
+        self.core = core = StepCore(kinds, self.table, self.pool, guards.step, mask_keys=options.mask_keys)
         self._check_batch = guards.batch.check(self.table)
         self._check_stored, require_stored = guards.batch.stored(self.table)
         selecting = core.layers.selecting
@@ -127,7 +143,9 @@ class AttentionRuntime:
         self._plan: StepPlan | None = None
         self._children: tuple[DeviceStep, ...] = ()
         self._layers: tuple[LayerCalls, ...] = ()
+        self._rounds: tuple[DraftSteps, ...] = ()
         self._last_step: Step | None = None
+        self._last_drafts: DraftSteps | None = None
         # Whose layers may be called: a whole step's views, or what stands for one split step.
         self._who_runs: object = None
         self._streams = StreamOrder(self.device)
@@ -264,17 +282,42 @@ class AttentionRuntime:
             self.end_step()
             raise
 
+    def move_accepted(self, accepted: Accepted, row_of_seq: Tensor) -> None:
+        """Move the K and V of accepted drafts to the places of their tokens, in all layers; see step/accepting.py.
+
+        To be called once after a verify step of trees has stored, in its forward or after it, and before the next step
+        of its sequences. Chains need none.
+        row_of_seq: int32 [S], as the step has it
+        Raises Unsupported for layers whose index keys stand for several tokens.
+        """
+        self.core.moves.move(accepted, row_of_seq)
+
     def begin_split_step(self, batch: StepBatch, pad_to: PadTo | None = None) -> SplitStep:
         """As begin_step, in two halves; store and attend with their `layers`, in any order of the two.
 
         pad_to: of both halves together; even
         """
+        return self._begun(partial(self.stage_split, batch, pad_to))
+
+    def begin_drafts(self, batch: StepBatch, pad_to: PadTo | None = None) -> DraftSteps:
+        """As begin_step, of a round of drafts (draft_batch()): its `steps` are run one after the other.
+
+        Raises also Unsupported for several branches where a layer's problem has no custom_mask.
+        """
+        return self._begun(partial(self.stage_drafts, batch, pad_to))
+
+    def begin_split_drafts(self, batch: StepBatch, pad_to: PadTo | None = None) -> SplitDrafts:
+        """As begin_drafts, in two halves, each of which has all draft steps. pad_to: of both together; even."""
+        return self._begun(partial(self.stage_split_drafts, batch, pad_to))
+
+    def _begun(self, stage: Callable[[], _Begun]) -> _Begun:
+        """What stage() gives, filled; no step is begun where that raises."""
         self.require_idle()
         try:
             self.meet()
-            step = self.stage_split(batch, pad_to)
+            staged = stage()
             self.fill()
-            return step
+            return staged
         except BaseException:
             self.end_step()
             raise
@@ -283,6 +326,8 @@ class AttentionRuntime:
         """The part of begin_step that runs before a graph: check, plan, update the table, publish the inputs."""
         self._begin("a step cannot begin")
         try:
+            if batch.drafts is not NO_DRAFTS:
+                _refuse_drafts()
             self._check_batch(batch)
             refusal = "" if self.table.tokens.goes_on(batch) else self._check_tokens(batch)
             return self._stage_whole(batch, self._planner.plan(batch, pad_to, 1), refusal)
@@ -294,21 +339,43 @@ class AttentionRuntime:
         """The part of begin_split_step that runs before a graph."""
         self._begin("a step cannot begin")
         try:
+            if batch.drafts is not NO_DRAFTS:
+                _refuse_drafts()
             refusal = self._checked(batch)
             return self._stage_halves(batch, self._planner.plan(batch, pad_to, HALVES), refusal)
         except BaseException:
             self.end_step()
             raise
 
-    def stage_as(self, shape: PaddedShape, batch: StepBatch) -> Step | SplitStep:
+    def stage_drafts(self, batch: StepBatch, pad_to: PadTo | None = None) -> DraftSteps:
+        """The part of begin_drafts that runs before a graph."""
+        self._begin("a round of drafts cannot begin")
+        try:
+            refusal = self._checked_drafts(batch)
+            return self._stage_round(batch, self._planner.plan(batch, pad_to, 1), refusal)
+        except BaseException:
+            self.end_step()
+            raise
+
+    def stage_split_drafts(self, batch: StepBatch, pad_to: PadTo | None = None) -> SplitDrafts:
+        """The part of begin_split_drafts that runs before a graph."""
+        self._begin("a round of drafts cannot begin")
+        try:
+            refusal = self._checked_drafts(batch)
+            return self._stage_split_round(batch, self._planner.plan(batch, pad_to, HALVES), refusal)
+        except BaseException:
+            self.end_step()
+            raise
+
+    def stage_as(self, shape: PaddedShape, batch: StepBatch) -> Staged:
         """Stage a batch whole or split, at a padded shape. Raises NeverFits where it does not fit that."""
         return self._stage(batch, shape, lambda: self._planner.plan_as(batch, shape))
 
-    def stage_like(self, plan: StepPlan, batch: StepBatch) -> Step | SplitStep:
+    def stage_like(self, plan: StepPlan, batch: StepBatch) -> Staged:
         """As stage_as, by the plan of another step, whose bounds on lengths the batch is within."""
         return self._stage(batch, plan.shape, lambda: plan)
 
-    def _stage(self, batch: StepBatch, shape: PaddedShape, plan_of_step: Callable[[], StepPlan]) -> Step | SplitStep:
+    def _stage(self, batch: StepBatch, shape: PaddedShape, plan_of_step: Callable[[], StepPlan]) -> Staged:
         self._begin("a step cannot begin")
         try:
             if not fits(batch, shape):
@@ -318,11 +385,22 @@ class AttentionRuntime:
                 )
             refusal = self._checked(batch)
             plan = plan_of_step()
-            stage = self._stage_whole if plan.shape.num_children == 1 else self._stage_halves
-            return stage(batch, plan, refusal)
+            return self._staged_by(plan)(batch, plan, refusal)
         except BaseException:
             self.end_step()
             raise
+
+    def _staged_by(self, plan: StepPlan) -> Callable[[StepBatch, StepPlan, str], Staged]:
+        """What stages the steps of a plan."""
+        if plan.shape.drafts is NO_DRAFTS:
+            return self._stage_whole if plan.shape.num_halves == 1 else self._stage_halves
+        return self._stage_round if plan.shape.num_halves == 1 else self._stage_split_round
+
+    def _checked_drafts(self, batch: StepBatch) -> str:
+        """As _checked, of a round of drafts. Raises BadBatch also for another step."""
+        if batch.drafts is NO_DRAFTS:
+            raise BadBatch("the batch has no drafts; make it by draft_batch(), or call begin_step()")
+        return self._checked(batch)
 
     def _checked(self, batch: StepBatch) -> str:
         """Why a step of the batch may not store, or nothing. Raises BadBatch."""
@@ -372,6 +450,59 @@ class AttentionRuntime:
         num_first, num_first_tokens = children[0].tensors.counts[:2].unbind()
         return SplitStep((first, second), num_first, num_first_tokens, plan)
 
+    def _stage_round(self, batch: StepBatch, plan: StepPlan, refusal: str) -> DraftSteps:
+        children = self._publish_rounds(batch, (batch,), plan, refusal)
+        # As in _stage_whole: the same views are those of many rounds in a row.
+        drafts, self._who_runs = self._last_drafts, children[0]
+        if drafts is None or not drafts.is_for(batch, children, plan):
+            drafts = self._last_drafts = self._draft_steps(batch, children, plan, 0)
+        self._layers, self._rounds = tuple(step.layers for step in drafts.steps), (drafts,)
+        return drafts
+
+    def _stage_split_round(self, batch: StepBatch, plan: StepPlan, refusal: str) -> SplitDrafts:
+        batches = split_batch(batch, plan.shape.child.num_seqs)
+        children = self._publish_rounds(batch, batches, plan, refusal)
+        self._who_runs = object()
+        first, second = (self._draft_steps(batches[half], children, plan, half) for half in range(HALVES))
+        self._rounds = first, second
+        self._layers = tuple(step.layers for half in self._rounds for step in half.steps)
+        num_first, num_first_tokens = children[0].tensors.counts[:2].unbind()
+        return SplitDrafts((first, second), num_first, num_first_tokens, plan)
+
+    def _publish_rounds(
+        self, batch: StepBatch, batches: Sequence[StepBatch], plan: StepPlan, refusal: str
+    ) -> tuple[DeviceStep, ...]:
+        """Publish a round of drafts, whole or in halves: only what the first draft step of each half starts from."""
+        if self._evict is not None:
+            self._evict(batch)
+        with on_device(self.device):
+            self._streams.follow()
+            children = self.core.memory.device_steps(plan)
+            self._publisher.apply_table_changes()
+            if len(batches) == 1:
+                self._publisher.publish_whole(batch, children[0])
+            else:
+                for half, part in enumerate(batches):
+                    self._publisher.publish(part, children[half * plan.shape.drafts.steps], half)
+        self._plan, self._children, self._state = plan, children, _State.STAGED
+        self._stores.begin(batch, len(children), refusal)
+        self._selections.begin(len(children))
+        return children
+
+    def _draft_steps(self, batch: StepBatch, children: Sequence[DeviceStep], plan: StepPlan, half: int) -> DraftSteps:
+        """The draft steps of a round, or of a half of one. batch: its sequences; children: those of all halves"""
+        drafts, who = plan.shape.drafts, self._who_runs
+        assert isinstance(drafts, Drafts)
+        first = half * drafts.steps
+
+        def layers(number: int, child: DeviceStep, turns: Turns) -> StepLayers:
+            require = partial(self._require_turn, who, turns, number)
+            calls = self.core.layers, child, plan, require, self._stores, self._selections
+            return StepLayers(*calls, first + number)
+
+        place_mask = partial(self.core.place_draft_mask, drafts)
+        return DraftSteps.of(batch, children[first : first + drafts.steps], plan, half, layers, place_mask)
+
     def fill(self) -> None:
         """Derive the step's metadata on the device; captured where a step is. Running it twice is harmless."""
         if self._plan is None:
@@ -379,6 +510,8 @@ class AttentionRuntime:
         with on_device(self.device):
             self._streams.join()
             self.core.fill(self._children, self._plan)
+        for drafts in self._rounds:
+            drafts.begin()
         self._state = _State.RUNNING
 
     def running(self, half: int) -> LayerCalls:
@@ -400,14 +533,15 @@ class AttentionRuntime:
         if self._holder.is_mine:
             self._stores.end()
             self._state = _State.IDLE
-            self._plan, self._children, self._layers, self._who_runs = None, (), (), None
+            self._plan, self._children, self._layers, self._rounds, self._who_runs = None, (), (), (), None
             self._holder.give_back()
 
     def abandon_step(self) -> None:
         """Close a step that was staged and is not run. A fault in its inputs is reported when they come again."""
         if self._holder.is_mine and self._state is _State.STAGED:
             with on_device(self.device):
-                self._publisher.disregard(len(self._children))
+                assert self._plan is not None
+                self._publisher.disregard(self._plan.shape.num_halves)
         self.end_step()
 
     def require_idle(self) -> None:
@@ -483,7 +617,7 @@ class AttentionRuntime:
         self.seal_number = 0
         self.core.memory.take(part)
         self._planner.start_over(padding)
-        self._last_step = None
+        self._last_step = self._last_drafts = None
 
     @property
     def stored_layers(self) -> int:
@@ -546,6 +680,11 @@ class AttentionRuntime:
     def _step_layers(self, views: DeviceStep, plan: StepPlan, who: object, half: int) -> StepLayers:
         require = partial(self._require_running, who)
         return StepLayers(self.core.layers, views, plan, require, self._stores, self._selections, half)
+
+    def _require_turn(self, who: object, turns: Turns, number: int) -> None:
+        """As _require_running, of a draft step. Raises WrongState also where its drafts have no parents."""
+        self._require_running(who)
+        turns.require(number)
 
     def _require_running(self, who: object) -> None:
         """The layers of this step, or of a half of it, may store and attend now. Raises WrongState."""

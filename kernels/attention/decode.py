@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import Line, Logits, Softmax, Span
@@ -57,7 +58,7 @@ from rocm_attn.kernels.attention.key_rows import (
     pages_at_once,
     pages_of_block,
 )
-from rocm_attn.kernels.attention.merge import launch_merge
+from rocm_attn.kernels.attention.merge import early_options, launch_merge
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW, Scores
 from rocm_attn.kernels.attention.softmax import LN_2, LOG2_E, add_sink, capped, in_range, visible_blocks
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES, decoded, decoded_pairs
@@ -88,7 +89,7 @@ class DecodeGeometry(NamedTuple):
     TRANSPOSED:           whether scores are computed as k q^T
     PAIRED:               whether codes of K and of V are read two by two
     WHOLE_ROWS:           whether every row has a program of its own
-    EARLY_MERGE:          whether the merge may be launched while programs still run
+    EARLY:                whether launches may begin while the one before still runs
     CAPPED:               whether scores have a cap
     STAGES:               key blocks whose loads are in flight
     coding:               how elements of pages are encoded
@@ -109,7 +110,7 @@ class DecodeGeometry(NamedTuple):
     TRANSPOSED: bool
     PAIRED: bool
     WHOLE_ROWS: bool
-    EARLY_MERGE: bool
+    EARLY: bool
     CAPPED: bool
     STAGES: int
     coding: Coding
@@ -127,11 +128,12 @@ class Side(NamedTuple):
 
 
 class KeyBlocks(NamedTuple):
-    """Key blocks of a sequence: its line of the table, which blocks, and the keys that a row sees."""
+    """Key blocks of a sequence: its line of the table, which ones, the keys that a row sees, the first one's pages."""
 
     line: Line
     blocks: Span
     keys: Span
+    first_pages: Any
 
 
 @triton.jit
@@ -208,6 +210,22 @@ def _with_values(acc, decay, weights, v_rows, live, factor, DTYPE: tl.constexpr,
     return blocks
 
 
+@constexpr_function
+def _pages_at_once(G: DecodeGeometry) -> int:
+    """Page numbers that are loaded for a block."""
+    return pages_at_once(G.PAGE_SIZE, G.rows.KEY_BLOCK) if G.PAIRED else G.rows.KEY_BLOCK
+
+
+@triton.jit
+def _pages_of_block(pages, block, G: tl.constexpr):
+    """pages_of_block, of one block."""
+    KEY_BLOCK: tl.constexpr = G.rows.KEY_BLOCK
+    PAGES: tl.constexpr = _pages_at_once(G)
+    BY_PAGE: tl.constexpr = are_read_by_page(G.IN_ONE_PAGE)
+    lane = tl.arange(0, PAGES) * (KEY_BLOCK // PAGES)
+    return pages_of_block(pages, block, lane, G.PAGE_SIZE, KEY_BLOCK, BY_PAGE)
+
+
 @triton.jit
 def _attend_key_blocks(q, k_side, v_side, read, logits, factors, G: tl.constexpr):
     """What some key blocks give each q row.
@@ -215,7 +233,7 @@ def _attend_key_blocks(q, k_side, v_side, read, logits, factors, G: tl.constexpr
     q: a tuple of blocks of columns, [QUERY_ROWS, K_COLUMNS]; the accumulator is one too, [QUERY_ROWS, V_COLUMNS]; both
     are swapped if TRANSPOSED
     """
-    pages, blocks, keys = read
+    pages, blocks, keys, next_page = read
     C: tl.constexpr = G.coding
     KEY_BLOCK: tl.constexpr = G.rows.KEY_BLOCK
     QUERY_ROWS: tl.constexpr = G.QUERY_ROWS
@@ -243,10 +261,9 @@ def _attend_key_blocks(q, k_side, v_side, read, logits, factors, G: tl.constexpr
         v_offsets = offsets_in_page(lane, v_side.token, v_side.column)
     # The next block's page ids travel one iteration ahead: a load inside the loop that other loads depend on makes the
     # pipeliner spend its stages on it (H200, llama8b 64 x 4k: 329 -> 267 us). Hence clamped to the table, not masked.
-    PAGES: tl.constexpr = pages_at_once(PAGE_SIZE, KEY_BLOCK) if G.PAIRED else KEY_BLOCK
+    PAGES: tl.constexpr = _pages_at_once(G)
     BY_NUMBER: tl.constexpr = PAGES < KEY_BLOCK and not BY_PAGE
     page_lane = tl.arange(0, PAGES) * (KEY_BLOCK // PAGES) if BY_NUMBER else lane
-    next_page = pages_of_block(pages, blocks.first, page_lane, PAGE_SIZE, KEY_BLOCK, BY_PAGE)
     for block in tl.range(blocks.first, blocks.end, num_stages=G.STAGES):
         # kv_index, live, offset: [KEY_BLOCK]; page: [KEY_BLOCK], or one
         kv_index = block * KEY_BLOCK + lane
@@ -426,7 +443,10 @@ def _decode_kernel(
         vp_page, vp_token, vp_head = vp_page * G.STRIDE_UNIT, vp_token * G.STRIDE_UNIT, vp_head * G.STRIDE_UNIT
         out_token, out_head = out_token * G.STRIDE_UNIT, out_head * G.STRIDE_UNIT
     program = tl.program_id(0)
-    if G.EARLY_MERGE:
+    if G.EARLY:
+        # All that is read may be what the launch before this one writes. The merge may start when every program is past
+        # this, and so find the schedule.
+        gdc_wait()
         gdc_launch_dependents()
     if G.WHOLE_ROWS:
         seq = program // R.ROWS
@@ -470,10 +490,12 @@ def _decode_kernel(
 
     while work > 0:
         first_key, window_block, num_blocks = visible_blocks(kv_len, window_left, R.KEY_BLOCK, R.WINDOWED)
-        row_cost = tl.where(kv_len < 0, 0, num_blocks + R.ROW_COST)
+        row_cost = tl.where(kv_len < 0, 0, num_blocks + (R.ROW_COST + R.ROW_END))
         take = tl.minimum(work, row_cost - done)
         first_block = tl.maximum(done - R.ROW_COST, 0)
         end_block = done + take - R.ROW_COST
+        if R.ROW_END > 0:
+            end_block = tl.minimum(end_block, num_blocks)
         # A row is HEADS_PER_ROW KV heads, or a block of one KV head's query heads.
         first_kv_head, first_head, num_q_rows = heads_of_row(row, R)
         is_row = q_row < num_q_rows
@@ -496,6 +518,10 @@ def _decode_kernel(
                 skipped = tl.load(first_page + seq)
                 table_line += skipped
                 line_width = width - skipped
+            line = Line(table_line, line_width)
+            if G.EARLY:
+                # Before q is loaded and waited for, so that one latency hides the other. Elsewhere it takes registers.
+                first_pages = _pages_of_block(line, window_block + first_block, G)
             slope = None
             if slopes is not None:
                 slope = tl.load(slopes + first_head + q_row, mask=is_row, other=0.0) * LOG2_E
@@ -512,14 +538,17 @@ def _decode_kernel(
                 q_blocks = _even_and_odd(q_block)
                 k_factor *= q_factor
             k_scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, k_factor, G.CAPPED, C)
+            if not G.EARLY:
+                first_pages = _pages_of_block(line, window_block + first_block, G)
             acc, maximum, total = _attend_key_blocks(
                 q_blocks,
                 Side(k_pages + first_kv_head * kp_head, kp_page, kp_token, k_column),
                 Side(v_pages + first_kv_head * vp_head, vp_page, vp_token, v_column),
                 KeyBlocks(
-                    Line(table_line, line_width),
+                    line,
                     Span(window_block + first_block, window_block + end_block),
                     Span(first_key, kv_len),
+                    first_pages,
                 ),
                 Logits(k_scaled, tanh_scaled, slope),
                 Factors(k_scale, v_scale, head),
@@ -604,9 +633,10 @@ def launch_paged_decode(args: AttendArgs, *, scores: Scores, cut: DecodeCut, til
         G=geometry,
         num_warps=tiles.num_warps,
         **tiles.options(),
+        **early_options(tiles.early),
     )
     if not geometry.WHOLE_ROWS:
-        launch_merge(args, cut, geometry.rows, early=geometry.EARLY_MERGE)
+        launch_merge(args, cut, geometry.rows, early=tiles.early)
 
 
 def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: DecodeTiles) -> DecodeGeometry:
@@ -650,7 +680,7 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: DecodeTil
         TRANSPOSED=tiles.transposed,
         PAIRED=tiles.paired and args.has_pairs and args.q.dtype.itemsize == 2,
         WHOLE_ROWS=whole_rows,
-        EARLY_MERGE=tiles.early_merge and not whole_rows,
+        EARLY=tiles.early,
         CAPPED=scores.soft_cap > 0,
         STAGES=tiles.num_stages,
         coding=args.pages.coding,

@@ -1,8 +1,8 @@
 """Hand out the KV of a decode batch evenly to a fixed number of programs, on the device, from the live lengths.
 
-Work lies on one axis: sequence, then row of KV heads, then key block. A row costs row_cost + its key blocks. With
-`total` the cost of all rows, program p takes the positions [p * share, (p + 1) * share),
-share = ceil(total / programs). All the rest is arithmetic:
+Work lies on one axis: sequence, then row of KV heads, then key block. A row costs row_cost + its key blocks + row_end.
+With `total` the cost of all rows, program p takes the positions [p * share, (p + 1) * share), share =
+ceil(total / programs). All the rest is arithmetic:
 
   a program leaves at most two rows unfinished: the first, begun by an earlier program, and the last, which goes on;
   the key blocks of a row that starts at position x are worked on by programs (x + row_cost) // share to
@@ -113,6 +113,7 @@ class ScheduleGeometry(NamedTuple):
     ROWS: int
     KEY_BLOCK: int
     ROW_COST: int
+    ROW_END: int
     WINDOWED: bool
     IS_EVEN: bool
     SEQS: int
@@ -134,7 +135,7 @@ def _costs(kv_len, q_indptr, seq, num_seqs, window_left, G: tl.constexpr):
         num_rows = rows_of_tokens(q_len, G.ROWS, T)
     length = tl.where(takes_part, tl.load(kv_len + seq, mask=inside, other=0), -1)
     _, _, num_blocks = visible_blocks(length, window_left, G.KEY_BLOCK, G.WINDOWED)
-    row_cost = num_blocks + G.ROW_COST
+    row_cost = num_blocks + (G.ROW_COST + G.ROW_END)
     return tl.where(takes_part, row_cost * num_rows, 0), row_cost, length
 
 
@@ -243,6 +244,7 @@ def launch_decode_schedule(queries: Queries, schedule: Tensor, cut: DecodeCut) -
             cut.rows,
             cut.key_block,
             cut.row_cost,
+            cut.row_end,
             cut.window_left != UNLIMITED_WINDOW,
             cut.is_even,
             _SEQS_AT_ONCE,

@@ -7,8 +7,9 @@ shared out (extend_schedule.py): programs take the shares, extend_merge.py adds 
 take the other rows, one each. Those need fewer registers, so that tiles of many rows give them a launch of their own: a
 step that shares nothing then costs no more. Other tiles save that launch.
 Keys that every row sees come first, without masks; then the diagonal, under masks with other=0.0: what no row sees may
-be NaN. With a window every key block is masked; with a packed mask (packed_mask.py) too, and its bits from the window's
-first key on say what a row sees.
+be NaN. With a window every key block is masked. A packed mask (packed_mask.py) takes the diagonal's place: key blocks
+before the first key that has bits are as those of any step, and the bits of the others, from the window's first key on,
+say what a row sees.
 """
 
 from __future__ import annotations
@@ -121,8 +122,8 @@ def _attend_row(x, query_block, row, done, take, G: tl.constexpr):
         edge_block = first_key // K.KEY_BLOCK
     bits = None
     if PACKED:
-        first_seen, bits = bits_of_block(x.mask, seq, first_token, is_row, end_key, x.window_left, G)
-        edge_block = first_seen // K.KEY_BLOCK
+        first_masked, bits = bits_of_block(x.mask, seq, first_token, is_row, end_key, x.window_left, G)
+        edge_block = first_masked // K.KEY_BLOCK
     end_block = tl.cdiv(end_key, K.KEY_BLOCK)
     if G.SHARES:
         # The blocks that begin in the share; the last one of a row takes what is left.
@@ -132,17 +133,19 @@ def _attend_row(x, query_block, row, done, take, G: tl.constexpr):
         share_end = (row_key + tl.maximum(done + take - G.ROW_KEYS, 0)) // K.KEY_BLOCK
         end_block = tl.where(done + take == row_keys + G.ROW_KEYS, end_block, share_end)
         open_blocks = Span(first_block, tl.minimum(edge_block, end_block))
-        edge = Span(tl.maximum(edge_block, first_block), end_block)
+        edge_block = tl.maximum(edge_block, first_block)
     else:
         open_blocks = Span(0, edge_block)
-        edge = Span(edge_block, end_block)
+    # From here on in blocks of EDGE_BLOCK keys.
+    PER_BLOCK: tl.constexpr = K.KEY_BLOCK // K.EDGE_BLOCK
+    edge = Span(edge_block * PER_BLOCK, tl.minimum(end_block * PER_BLOCK, tl.cdiv(end_key, K.EDGE_BLOCK)))
     k_factor = row_factor(x.factors.k, kv_head, C)
     k_scaled, tanh_scaled = coded_scales(x.logits.qk_scale, x.logits.tanh_scale, k_factor, K.CAPPED, C)
     query = Query(queries, row_kv_index, Logits(k_scaled, tanh_scaled, slope))
     kv = KeyValues(k_side, v_side, Line(pages, x.line.width), Factors(x.factors.k, x.factors.v, kv_head))
     seen = Seen(Span(first_key, end_key), x.window_left, bits)
     softmax = nothing_seen(G.QUERY_ROWS, K)
-    if not K.WINDOWED and not PACKED:
+    if not K.WINDOWED:
         softmax = attend_key_blocks(softmax, query, kv, seen, open_blocks, K, False, G.STAGES)
     softmax = attend_key_blocks(softmax, query, kv, seen, edge, K, True, G.EDGE_STAGES)
     return scaled_value_parts(softmax, row_factor(x.factors.v, kv_head, C), C)
@@ -189,6 +192,7 @@ def _extend_kernel(
     q_indptr,
     mask_words,
     mask_indptr,
+    mask_start,
     position_of_token,
     qk_scale,
     tanh_scale,
@@ -219,7 +223,7 @@ def _extend_kernel(
         out_token, out_head = out_token * G.STRIDE_UNIT, out_head * G.STRIDE_UNIT
     mask = None
     if mask_words is not None:
-        mask = MaskOfStep(mask_words, mask_indptr, position_of_token, q_indptr)
+        mask = MaskOfStep(mask_words, mask_indptr, mask_start, position_of_token, q_indptr)
     x = Operands(
         schedule,
         Rows(q, q_token, q_head),
@@ -308,7 +312,8 @@ def launch_paged_extend(
         launch_extend_merge(args, cut, geometry, tiles.merge_stages)
         return
     if programs:
-        keys = geometry.keys._replace(KEY_BLOCK=min(tiles.share_block or tiles.key_block, tiles.key_block))
+        key_block = min(tiles.share_block or tiles.key_block, tiles.key_block)
+        keys = geometry.keys._replace(KEY_BLOCK=key_block, EDGE_BLOCK=min(key_block, geometry.keys.EDGE_BLOCK))
         edge_stages = min(geometry.EDGE_STAGES, tiles.share_stages)
         shares = sharing._replace(keys=keys, EDGE_STAGES=edge_stages)
         _launch_rows(args, scores, cut, mask, programs, shares, num_warps)
@@ -347,6 +352,7 @@ def _launch_rows(
         None if mask is None else queries.q_indptr,
         None if mask is None else mask.words,
         None if mask is None else mask.indptr,
+        None if mask is None else mask.start,
         None if mask is None else mask.positions,
         scores.base_2_scale,
         scores.tanh_scale,
@@ -370,7 +376,6 @@ def _geometry(
     assert cut.query_tokens == tiles.tokens_per_block(gqa_ratio), "the schedule was cut for other tiles"
     if mask is not None:
         mask.check(queries.num_seqs, queries.num_tokens)
-        assert tiles.key_block <= MAX_MASK_BLOCK
     block_heads, head_blocks = tiles.heads_per_block(gqa_ratio), tiles.head_blocks(gqa_ratio)
     causal, sharing, workspace = scores.causal and mask is None, cut.sharing, args.workspace
     if sharing.programs:
@@ -381,8 +386,11 @@ def _geometry(
         assert workspace.dtype == torch.float32
         assert workspace.is_contiguous()
         assert workspace.numel() >= cut.partials_words(query_rows=tiles.query_rows, v_head_dim=args.out.shape[2])
+    keys = key_geometry(args, scores, tiles=tiles, causal=causal, exact=False)
+    if mask is not None:
+        keys = keys._replace(EDGE_BLOCK=min(keys.EDGE_BLOCK, MAX_MASK_BLOCK))
     return BlockGeometry(
-        keys=key_geometry(args, scores, tiles=tiles, causal=causal, exact=False),
+        keys=keys,
         KV_HEADS=num_kv_heads,
         GQA_RATIO=gqa_ratio,
         BLOCK_HEADS=block_heads,

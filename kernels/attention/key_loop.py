@@ -20,7 +20,7 @@ from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import Softmax
 from rocm_attn.kernels.attention.coded import add_values, token_factor
 from rocm_attn.kernels.attention.key_rows import are_read_by_page, lie_in_one_page, offsets_in_page, pages_of_block
-from rocm_attn.kernels.attention.mask_bits import bit_is_set, bits_from, row_bits, seen_by_some
+from rocm_attn.kernels.attention.mask_bits import is_seen, row_words, seen_by_some
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.softmax import LN_2, capped, capped_at_once, has_tanh, in_range
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES, decoded
@@ -36,6 +36,7 @@ class KeyGeometry(NamedTuple):
     K_PARTS, V_PARTS:     blocks of columns of a K row and of a V row
     PAGE_SIZE:            tokens of a page
     KEY_BLOCK:            keys of a block
+    EDGE_BLOCK:           keys of a block where rows do not see all of them; divides KEY_BLOCK
     CAUSAL:               whether a row sees no key after its own
     WINDOWED, CAPPED:     whether scores have a window, a cap
     SAME_OFFSETS:         whether K and V of a token lie at the same place of their pages
@@ -52,6 +53,7 @@ class KeyGeometry(NamedTuple):
     V_PARTS: int
     PAGE_SIZE: int
     KEY_BLOCK: int
+    EDGE_BLOCK: int
     CAUSAL: bool
     WINDOWED: bool
     CAPPED: bool
@@ -77,12 +79,14 @@ class Bits(NamedTuple):
     words:     of the cell that cells are counted from
     cell:      [rows] a row's first cell
     end:       [rows] the end of its cells; 0 for a row without a token
+    start:     the first key that has cells; every row sees those before it, as far as its window lets
     first_key: [rows] of a window, the first key that it holds
     """
 
     words: Any
     cell: Any
     end: Any
+    start: Any
     first_key: Any
 
 
@@ -107,6 +111,7 @@ def key_geometry(args: AttendArgs, scores: Scores, *, tiles: ExtendTiles, causal
         V_PARTS=-(-v_head_dim // v_columns),
         PAGE_SIZE=args.pages.format.page_size,
         KEY_BLOCK=tiles.key_block,
+        EDGE_BLOCK=tiles.key_block,
         CAUSAL=causal,
         WINDOWED=scores.windowed,
         CAPPED=scores.soft_cap > 0,
@@ -150,15 +155,15 @@ def _elements(rows, live, PART: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.con
 
 @triton.jit
 def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr):
-    """Key blocks [blocks.first, blocks.end) added to a softmax.
+    """Key blocks [blocks.first, blocks.end) added to a softmax: of KEY_BLOCK keys, and of EDGE_BLOCK if MASKED.
 
     If not MASKED, every row sees all their keys. If MASKED, a row sees the keys of its window, and only keys in
-    seen.keys are loaded; with bits a row sees the keys before the end whose bits are set, of a window from
-    bits.first_key on, and only keys that some row sees are loaded.
+    seen.keys are loaded; with bits a row sees the keys before the end that have no bits or whose bits are set, of a
+    window from bits.first_key on, and only keys that some row sees are loaded.
 
     STAGES: blocks whose loads are in flight
     """
-    KEY_BLOCK: tl.constexpr = K.KEY_BLOCK
+    KEY_BLOCK: tl.constexpr = K.EDGE_BLOCK if MASKED else K.KEY_BLOCK
     C: tl.constexpr = K.coding
     DTYPE: tl.constexpr = query.blocks[0].dtype
     PACKED: tl.constexpr = MASKED and seen.bits is not None
@@ -195,10 +200,8 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
             k_rows = kv.k.at + k_row[:, None] + k_column[None, :]
             v_rows = kv.v.at + v_row[:, None] + v_column[None, :]
         if PACKED:
-            bits = row_bits(seen.bits.words, seen.bits.cell, seen.bits.end, block * KEY_BLOCK, seen.keys.end)
-            if K.WINDOWED:
-                bits = bits & bits_from(seen.bits.first_key - block * KEY_BLOCK)
-            live = bit_is_set(seen_by_some(bits), lane)
+            bits, more_bits = row_words(seen.bits, block * KEY_BLOCK, seen.keys.end, K, KEY_BLOCK)
+            live = is_seen(seen_by_some(bits), seen_by_some(more_bits), lane, KEY_BLOCK)
         else:
             live = in_range(kv_index, seen.keys.first, seen.keys.end) if K.WINDOWED else kv_index < seen.keys.end
         k_factor = token_factor(kv.factors.k, page, offset, kv.factors.head, live, MASKED, C)
@@ -225,7 +228,7 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
                 scores = scores * qk_scale + slope[:, None] * distance
         if MASKED:
             if PACKED:
-                visible = bit_is_set(bits[:, None], lane[None, :])
+                visible = is_seen(bits[:, None], more_bits[:, None], lane[None, :], KEY_BLOCK)
             elif K.WINDOWED:
                 visible = in_range(query.kv_index[:, None] - kv_index[None, :], 0, seen.window_left + 1)
             elif K.CAUSAL:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Keys that a row's word has room for: no key block of a masked step has more.
+# Keys that a row's word has room for: key blocks that are read by it have no more.
 MAX_MASK_BLOCK = 32
+# Keys of a block that is read by two words a row.
+TWO_WORDS = 64
 
 
 @triton.jit
@@ -21,22 +23,27 @@ def _load_word(words, word, row_end):
 
 
 @triton.jit
-def row_bits(words, row_cell, row_end, first_key, end_key):
-    """Bit n of each row: whether it sees key first_key + n. Bits at or past end_key are 0.
+def row_bits(words, row_cell, row_end, first_key, start, end_key):
+    """Bit n of each row: whether it sees key first_key + n. Bits of keys before start are 1, at or past end_key 0.
 
     words:    of the cell that the query block counts its cells from
-    row_cell: int32, the row's first cell, counted from the first bit of words
-    row_end:  int32, the end of its cells; 0 for a row without a token, which sees nothing
+    row_cell: int32, the row's first cell, which is of key start, counted from the first bit of words
+    row_end:  int32, the end of its cells; 0 for a row without a token
+    start:    the first key that has cells; where the block lies before it, no word is read
     """
-    cell = row_cell + first_key
+    before = tl.minimum(tl.maximum(start - first_key, 0), 32)
+    cell = row_cell + tl.maximum(first_key - start, 0)
+    cells_end = tl.where(before < 32, row_end, 0)
     word = cell // 32
     shift = (cell % 32).to(tl.uint32)
-    low = _load_word(words, word, row_end) >> shift
+    low = _load_word(words, word, cells_end) >> shift
     # In two shifts, because one by 32 is undefined.
-    high = _load_word(words, word + 1, row_end) << 1 << (31 - shift)
+    high = _load_word(words, word + 1, cells_end) << 1 << (31 - shift)
+    has_cells = bits_from(before)
+    seen = ((low | high) << tl.minimum(before, 31).to(tl.uint32)) & has_cells | ~has_cells
     # The lowest bits of a word of ones, as many as there are keys left.
     beyond = tl.maximum(first_key + 32 - end_key, 0)
-    return (low | high) & (tl.full([1], 0xFFFFFFFF, tl.uint32) >> beyond.to(tl.uint32))
+    return seen & (tl.full([1], 0xFFFFFFFF, tl.uint32) >> beyond.to(tl.uint32))
 
 
 @triton.jit
@@ -56,3 +63,26 @@ def seen_by_some(bits):
 def bit_is_set(bits, lane):
     """Whether the bit of a lane is set."""
     return ((bits >> lane.to(tl.uint32)) & 1) != 0
+
+
+@triton.jit
+def row_words(packed, first_key, end_key, K: tl.constexpr, KEY_BLOCK: tl.constexpr):
+    """The bits of a block's keys, as one word a row, or as two where it has TWO_WORDS keys; then windows are in them.
+
+    packed: key_loop.Bits
+    """
+    low = row_bits(packed.words, packed.cell, packed.end, first_key, packed.start, end_key)
+    if K.WINDOWED:
+        low = low & bits_from(packed.first_key - first_key)
+    high = low
+    if KEY_BLOCK > 32:
+        high = row_bits(packed.words, packed.cell, packed.end, first_key + 32, packed.start, end_key)
+        if K.WINDOWED:
+            high = high & bits_from(packed.first_key - first_key - 32)
+    return low, high
+
+
+@triton.jit
+def is_seen(low, high, lane, KEY_BLOCK: tl.constexpr):
+    """Whether the key of a lane is seen, by the words of a row, or of rows [rows, 1] and lanes [1, KEY_BLOCK]."""
+    return bit_is_set(tl.where(lane < 32, low, high), lane % 32) if KEY_BLOCK > 32 else bit_is_set(low, lane)

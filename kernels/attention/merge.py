@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import Softmax
@@ -126,7 +126,7 @@ def _merge_kernel(
         seq_words = words_of_seq(schedule, num_programs, seq)
         share = tl.load(schedule + PROGRAM_SHARE)
         _, _, num_blocks = visible_blocks(tl.load(seq_words + SEQ_KV_LEN), window_left, R.KEY_BLOCK, R.WINDOWED)
-        row_size = num_blocks + R.ROW_COST + tl.load(schedule + PROGRAM_PAD)
+        row_size = num_blocks + (R.ROW_COST + R.ROW_END) + tl.load(schedule + PROGRAM_PAD)
         first_position = tl.load(seq_words + SEQ_START) + row * row_size + R.ROW_COST
         first_program = first_position // share
         mine = num_blocks > 0
@@ -145,6 +145,7 @@ def _merge_kernel(
         mine = goes_on & (first_program == index)
     num_parts = (first_position + num_blocks - 1) // share - first_program + 1
     if G.EARLY:
+        gdc_launch_dependents()
         # In every program: what follows the merge may start when all have ended, and shall find decode ended too.
         gdc_wait()
     if mine & (num_parts > 1):
@@ -169,12 +170,14 @@ def _merge_kernel(
             sink = tl.load(sinks + head, mask=is_row, other=float("-inf"))
             maximum, total, decay = add_sink(maximum, total, sink)
             acc = acc * decay[:, None]
-        value = (acc / tl.where(is_row, total, 1.0)[:, None]).to(out.dtype.element_ty)
+        # Other lines hold anything, and a token whose mask shows no key has seen none: 0 / 1, and LSE -inf + log2(1).
+        total = tl.where(is_row & (total != 0.0), total, 1.0)
+        value = (acc / total[:, None]).to(out.dtype.element_ty)
         mask = is_row[:, None] & (column < G.V_HEAD_DIM)[None, :]
         tl.store(out + (token * out_token + head * out_head)[:, None] + column[None, :], value, mask=mask)
         if lse is not None:
             # Programs of other column chunks store the same number.
-            value = (maximum + tl.log2(tl.where(is_row, total, 1.0))) * LN_2
+            value = (maximum + tl.log2(total)) * LN_2
             tl.store(lse + token * lse_token + head * lse_head, value, mask=is_row)
 
 

@@ -1,12 +1,14 @@
-"""PackedMask: one bit for each new token and each key of its sequence.
+"""PackedMask: one bit for each new token and each key of its sequence from some key on.
 
-Cell (t, j) of sequence i, its t-th new token and the key at kv_index j, is bit c % 32 of word c // 32, where
+Cell (t, j) of sequence i, its t-th new token and the key at kv_index j >= start[i], is bit c % 32 of word c // 32, and
+bit c % 8 of byte c // 8, where
 
-    c = indptr[i] + t * kv_len[i] + j                       which is also bit c % 8 of byte c // 8
+    c = indptr[i] + t * (kv_len[i] - start[i]) + j - start[i]
 
-A token sees exactly the keys whose bits are set; it need not see itself, and may see what comes after it. In a layer
-with a window it sees those of them from kv_index positions[token] - window_left on. A position counts as the place of
-its sequence's first new token at least: no window reaches further back than that token's.
+A token sees every key before start[i], and of the others exactly those whose bits are set; it need not see itself, and
+may see what comes after it. A tree of drafts needs bits of its own tokens alone, and start 0 is a mask of all keys. In
+a layer with a window it sees those of them from kv_index positions[token] - window_left on. A position counts as the
+place of its sequence's first new token at least: no window reaches further back than that token's.
 """
 
 from __future__ import annotations
@@ -23,11 +25,13 @@ class PackedMask:
 
     words:     int32 [n]      the cells of all sequences, and words that are not read
     indptr:    int64 [S + 1]  sequence -> its first cell
+    start:     int32 [S]      sequence -> the first key that has cells, from 0 up to kv_len
     positions: int32 [T]      token -> its position; in a tree of drafts its depth after the older keys
     """
 
     words: Tensor
     indptr: Tensor
+    start: Tensor
     positions: Tensor
 
     def check(self, num_seqs: int, num_tokens: int) -> None:
@@ -37,6 +41,9 @@ class PackedMask:
         assert self.indptr.dtype == torch.int64
         assert self.indptr.is_contiguous()
         assert self.indptr.shape == (num_seqs + 1,)
+        assert self.start.dtype == torch.int32
+        assert self.start.is_contiguous()
+        assert self.start.shape == (num_seqs,)
         assert self.positions.dtype == torch.int32
         assert self.positions.is_contiguous()
         assert self.positions.shape == (num_tokens,)

@@ -69,30 +69,33 @@ def rows_of_block(first_token, num_tokens, kv_head, head_block, G: tl.constexpr)
 
 
 class MaskOfStep(NamedTuple):
-    """A packed mask (packed_mask.py), and the tokens that it is of: words, indptr, positions, q_indptr."""
+    """A packed mask (packed_mask.py), and the tokens that it is of: words, indptr, start, positions, q_indptr."""
 
     words: Any
     indptr: Any
+    start: Any
     positions: Any
     q_indptr: Any
 
 
 @triton.jit
 def bits_of_block(mask, seq, first_token, is_row, end_key, window_left, G: tl.constexpr):
-    """Where the rows of a block read the mask, and the first key that some row may see.
+    """Where the rows of a block read the mask, and the first key that not every row sees.
 
     seq:     below 0: the padded tail, which sees no key; its bits are those of the first sequence
     end_key: keys of the sequence
     """
     K: tl.constexpr = G.keys
     block_token = tl.arange(0, G.QUERY_ROWS) // G.BLOCK_HEADS
-    first_seen = 0
     seq_cell = tl.load(mask.indptr + tl.maximum(seq, 0))
     seq_token = tl.load(mask.q_indptr + tl.maximum(seq, 0))
-    block_cell = seq_cell + (first_token - seq_token).to(tl.int64) * end_key
+    start = tl.load(mask.start + seq, mask=seq >= 0, other=0)
+    mask_len = end_key - start
+    first_masked = start
+    block_cell = seq_cell + (first_token - seq_token).to(tl.int64) * mask_len
     # From here on cells are counted from the block's first word, and fit 32 bits.
-    row_cell = (block_cell % 32).to(tl.int32) + block_token * end_key
-    row_end = tl.where(is_row, row_cell + end_key, 0)
+    row_cell = (block_cell % 32).to(tl.int32) + block_token * mask_len
+    row_end = tl.where(is_row, row_cell + mask_len, 0)
     row_first_key = row_cell  # not read without a window
     if K.WINDOWED:
         first_new_key = end_key - (tl.load(mask.q_indptr + tl.maximum(seq, 0) + 1) - seq_token)
@@ -100,8 +103,8 @@ def bits_of_block(mask, seq, first_token, is_row, end_key, window_left, G: tl.co
         position = tl.load(mask.positions + token, mask=is_row, other=0x7FFFFFFF)
         row_first_key = tl.maximum(position, first_new_key) - window_left
         # Tokens of a tree lie at any depth of it: the first key of all rows need not be the first row's.
-        first_seen = tl.minimum(tl.maximum(tl.min(row_first_key, 0), 0), end_key)
-    return first_seen, Bits(mask.words + block_cell // 32, row_cell, row_end, row_first_key)
+        first_masked = tl.minimum(tl.maximum(tl.min(row_first_key, 0), 0), end_key)
+    return first_masked, Bits(mask.words + block_cell // 32, row_cell, row_end, start, row_first_key)
 
 
 @triton.jit

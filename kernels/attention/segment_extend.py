@@ -21,8 +21,12 @@ from rocm_attn.kernels.attention.extend_schedule import (
     BLOCK_WORDS,
 )
 from rocm_attn.kernels.attention.key_loop import Query, Seen, key_geometry, nothing_seen
+from rocm_attn.kernels.attention.mask_bits import TWO_WORDS
+from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.query_block import (
     BlockGeometry,
+    MaskOfStep,
+    bits_of_block,
     load_queries,
     place_of_program,
     rows_of_block,
@@ -50,6 +54,11 @@ def _segment_extend_kernel(
     slopes,
     k_scale,
     v_scale,
+    q_indptr,
+    mask_words,
+    mask_indptr,
+    mask_start,
+    position_of_token,
     qk_scale,
     tanh_scale,
     window_left,
@@ -105,7 +114,14 @@ def _segment_extend_kernel(
         k_scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, k_factor, K.CAPPED, C)
         query = Query(queries, row_kv_index, Logits(k_scaled, tanh_scaled, slope))
         kv = KeyValues(k_side, v_side, Line(pages, width), factors)
-        seen = Seen(Span(first_key, end_key), window_left, None)
+        bits = None
+        if mask_words is not None:
+            mask = MaskOfStep(mask_words, mask_indptr, mask_start, position_of_token, q_indptr)
+            first_masked, bits = bits_of_block(mask, seq, first_token, is_row, end_key, window_left, G)
+            edge_block = first_masked // K.KEY_BLOCK
+            if K.WINDOWED:
+                first_key = first_masked
+        seen = Seen(Span(first_key, end_key), window_left, bits)
         first_segment = first_key // G.SEGMENT_LEN
         end_segment = tl.cdiv(end_key, G.SEGMENT_LEN)
         acc, maximum, total = nothing_seen(QUERY_ROWS, K)
@@ -120,17 +136,20 @@ def _segment_extend_kernel(
         store_results(Softmax(acc, maximum, total), token, head, is_row, sinks, out_rows, lse_rows, K)
 
 
-def launch_segment_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut, tiles: SegmentTiles) -> None:
+def launch_segment_extend(
+    args: AttendArgs, *, scores: Scores, cut: ExtendCut, tiles: SegmentTiles, mask: PackedMask | None = None
+) -> None:
     """launch_paged_extend, bitwise the same for a token in any batch and chunk, and as launch_segment_decode gives it.
 
     args: with cut's schedule; there is no workspace
     cut:  of tiles.extend
+    mask: which keys each token sees, in place of scores.causal. A token that sees none receives 0 and LSE -inf
 
     Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
     """
     args.check("deterministic extend")
     queries, pages, table = args.queries, args.pages, args.table
-    geometry = _geometry(args, scores, cut, tiles)
+    geometry = _geometry(args, scores, cut, tiles, mask)
     max_blocks = cut.max_blocks(queries.num_tokens, queries.num_seqs)
     launch(
         _segment_extend_kernel,
@@ -148,6 +167,11 @@ def launch_segment_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut, t
         args.slopes,
         pages.k_scale,
         pages.v_scale,
+        None if mask is None else queries.q_indptr,
+        None if mask is None else mask.words,
+        None if mask is None else mask.indptr,
+        None if mask is None else mask.start,
+        None if mask is None else mask.positions,
         scores.base_2_scale,
         scores.tanh_scale,
         scores.window_left,
@@ -162,15 +186,20 @@ def launch_segment_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut, t
     )
 
 
-def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: SegmentTiles) -> BlockGeometry:
+def _geometry(
+    args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: SegmentTiles, mask: PackedMask | None
+) -> BlockGeometry:
     """What the launch is compiled for; the schedule is checked."""
     extend = tiles.extend
     num_kv_heads, gqa_ratio = args.heads
     cut.check(args.schedule, args.queries.num_tokens, args.queries.num_seqs)
     assert cut.query_tokens == extend.tokens_per_block(gqa_ratio), "the schedule was cut for other tiles"
+    if mask is not None:
+        mask.check(args.queries.num_seqs, args.queries.num_tokens)
+        assert extend.key_block <= TWO_WORDS
     block_heads = extend.heads_per_block(gqa_ratio)
     return BlockGeometry(
-        keys=key_geometry(args, scores, tiles=extend, causal=scores.causal, exact=True),
+        keys=key_geometry(args, scores, tiles=extend, causal=scores.causal and mask is None, exact=True),
         KV_HEADS=num_kv_heads,
         GQA_RATIO=gqa_ratio,
         BLOCK_HEADS=block_heads,

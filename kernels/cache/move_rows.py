@@ -18,8 +18,9 @@ _BLOCK, _ROW_BLOCK = 2048, 256
 
 
 class MoveGeometry(NamedTuple):
-    """What the kernels are compiled for. GROUP_TOKENS and INNER as in AlikePages"""
+    """What the kernel is compiled for. GROUP_TOKENS and INNER as in AlikePages"""
 
+    TO_PAGES: bool
     PAGE_SIZE: int
     GROUP_TOKENS: int
     ROW_WORDS: int
@@ -28,16 +29,8 @@ class MoveGeometry(NamedTuple):
     BLOCK_WORDS: int
 
 
-@triton.jit
-def _token_cells(words, tokens, begin, live, p_page, p_group, p_token, G: tl.constexpr):
-    """Where tokens' rows begin in their pages, int64 words."""
-    page = tl.load(words + tokens // G.PAGE_SIZE - begin // G.PAGE_SIZE, mask=live, other=0)
-    offset = (tokens % G.PAGE_SIZE).to(tl.int64)
-    return page * p_page + offset // G.GROUP_TOKENS * p_group + offset % G.GROUP_TOKENS * p_token
-
-
-@triton.jit(do_not_specialize=["pages", "begin", "first", "end", "num_pages"])
-def _export_rows_kernel(
+@triton.jit(do_not_specialize=["pages", "begin", "first", "end", "until", "num_pages"])
+def _move_rows_kernel(
     words,
     rows,
     pages,
@@ -45,6 +38,7 @@ def _export_rows_kernel(
     begin,
     first,
     end,
+    until,
     num_pages,
     p_page,
     p_group,
@@ -55,69 +49,44 @@ def _export_rows_kernel(
 ):
     part = tl.program_id(1)
     # Parts are allocations of their own: their distances need 64 bits, and `pages` must count as no allocation's begin.
-    from_pages = pages + tl.load(places + part)
-    to_rows = rows + tl.load(words + num_pages + part)
-    tokens = first + tl.program_id(0) * G.BLOCK_TOKENS + tl.arange(0, G.BLOCK_TOKENS)
-    live = tokens < end
-    cells = _token_cells(words, tokens, begin, live, p_page, p_group, p_token, G)
-    row = (tokens - first).to(tl.int64) * G.ROW_WORDS
-    for start in range(0, G.ROW_WORDS, G.BLOCK_WORDS):
-        word = start + tl.arange(0, G.BLOCK_WORDS)
-        inside = live[:, None] & (word < G.ROW_WORDS)[None, :]
-        cell = (word // G.INNER).to(tl.int64) * p_outer + (word % G.INNER).to(tl.int64) * p_inner
-        moved = tl.load(from_pages + cells[:, None] + cell[None, :], mask=inside, other=0)
-        tl.store(to_rows + row[:, None] + word[None, :], moved, mask=inside)
-
-
-@triton.jit(do_not_specialize=["pages", "begin", "first", "end", "num_pages"])
-def _import_rows_kernel(
-    words,
-    rows,
-    pages,
-    places,
-    begin,
-    first,
-    end,
-    num_pages,
-    p_page,
-    p_group,
-    p_token,
-    p_outer,
-    p_inner,
-    G: tl.constexpr,
-):
-    part = tl.program_id(1)
-    to_pages = pages + tl.load(places + part)
-    from_rows = rows + tl.load(words + num_pages + part)
+    its_pages = pages + tl.load(places + part)
+    its_rows = rows + tl.load(words + num_pages + part)
     tokens = begin + tl.program_id(0) * G.BLOCK_TOKENS + tl.arange(0, G.BLOCK_TOKENS)
-    live = tokens < end
-    cells = _token_cells(words, tokens, begin, live, p_page, p_group, p_token, G)
+    live = tokens < until
+    page = tl.load(words + tokens // G.PAGE_SIZE - begin // G.PAGE_SIZE, mask=live, other=0)
+    offset = (tokens % G.PAGE_SIZE).to(tl.int64)
+    cells = page * p_page + offset // G.GROUP_TOKENS * p_group + offset % G.GROUP_TOKENS * p_token
     row = (tokens - first).to(tl.int64) * G.ROW_WORDS
     for start in range(0, G.ROW_WORDS, G.BLOCK_WORDS):
         word = start + tl.arange(0, G.BLOCK_WORDS)
-        inside = live[:, None] & (word < G.ROW_WORDS)[None, :]
+        inside = (word < G.ROW_WORDS)[None, :]
+        has_row = inside & ((tokens >= first) & (tokens < end))[:, None]
         cell = (word // G.INNER).to(tl.int64) * p_outer + (word % G.INNER).to(tl.int64) * p_inner
-        has_row = inside & (tokens >= first)[:, None]
-        moved = tl.load(from_rows + row[:, None] + word[None, :], mask=has_row, other=0)
-        tl.store(to_pages + cells[:, None] + cell[None, :], moved, mask=inside)
+        in_pages = its_pages + cells[:, None] + cell[None, :]
+        in_rows = its_rows + row[:, None] + word[None, :]
+        if G.TO_PAGES:
+            tl.store(in_pages, tl.load(in_rows, mask=has_row, other=0), mask=inside & live[:, None])
+        else:
+            tl.store(in_rows, tl.load(in_pages, mask=has_row, other=0), mask=has_row)
 
 
 @only_launches
 def launch_export_rows(pages: AlikePages, moved: MovedTokens) -> None:
-    """Copy the tokens [first, end) from pages to rows, for every part. moved.begin is not after first."""
-    _launch(_export_rows_kernel, pages, moved, moved.end - moved.first)
+    """Copy the tokens [first, end) from pages to rows, for every part. begin is not after first, and end is until."""
+    _launch(pages, moved, to_pages=False)
 
 
 @only_launches
 def launch_import_rows(pages: AlikePages, moved: MovedTokens) -> None:
-    """Copy rows to the tokens [begin, end) in pages, for every part; tokens before `first` become 0."""
-    _launch(_import_rows_kernel, pages, moved, moved.end - moved.begin)
+    """Copy rows to the tokens [begin, until) in pages, for every part; those outside of [first, end) become 0."""
+    _launch(pages, moved, to_pages=True)
 
 
-def _launch(kernel: object, pages: AlikePages, moved: MovedTokens, num_tokens: int) -> None:
+def _launch(pages: AlikePages, moved: MovedTokens, *, to_pages: bool) -> None:
     side = pages.sides[0]
     block_words = min(_ROW_BLOCK, triton.next_power_of_2(pages.row_words))
     geometry = MoveGeometry(
+        TO_PAGES=to_pages,
         PAGE_SIZE=pages.page_size,
         GROUP_TOKENS=side.shape[2],
         ROW_WORDS=pages.row_words,
@@ -126,8 +95,8 @@ def _launch(kernel: object, pages: AlikePages, moved: MovedTokens, num_tokens: i
         BLOCK_WORDS=block_words,
     )
     launch(
-        kernel,
-        (triton.cdiv(num_tokens, geometry.BLOCK_TOKENS), len(pages.sides)),
+        _move_rows_kernel,
+        (triton.cdiv(moved.until - moved.begin, geometry.BLOCK_TOKENS), len(pages.sides)),
         moved.words,
         moved.rows,
         side,
@@ -135,6 +104,7 @@ def _launch(kernel: object, pages: AlikePages, moved: MovedTokens, num_tokens: i
         moved.begin,
         moved.first,
         moved.end,
+        moved.until,
         moved.num_pages,
         *side.stride(),
         G=geometry,

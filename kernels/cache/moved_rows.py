@@ -58,7 +58,8 @@ class MovedTokens(NamedTuple):
     rows:      the contiguous rows, one-dimensional, of words like the pages'
     begin:     the first token that has a place in pages, a multiple of the page size
     first:     the first token that has a row
-    end:       one after the last token
+    end:       one after the last token that has a row
+    until:     one after the last token that is written in pages: end, or more of its page
     num_pages: of the words, how many are page ids
     """
 
@@ -67,6 +68,7 @@ class MovedTokens(NamedTuple):
     begin: int
     first: int
     end: int
+    until: int
     num_pages: int
 
 

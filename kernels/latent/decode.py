@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import Line, Logits, Rows, Span
@@ -32,8 +33,10 @@ from rocm_attn.kernels.attention.decode_schedule import (
     words_of_program,
 )
 from rocm_attn.kernels.attention.key_loop import Seen
-from rocm_attn.kernels.attention.merge import launch_merge
-from rocm_attn.kernels.attention.query_block import rows_of_block
+from rocm_attn.kernels.attention.mask_bits import TWO_WORDS
+from rocm_attn.kernels.attention.merge import early_options, launch_merge
+from rocm_attn.kernels.attention.packed_mask import PackedMask
+from rocm_attn.kernels.attention.query_block import MaskOfStep, bits_of_block, rows_of_block
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.softmax import visible_blocks
 from rocm_attn.kernels.latent.cuts import latent_partials_words, latent_row_cut
@@ -66,6 +69,7 @@ class LatentDecodeGeometry(NamedTuple):
     HEAD_BLOCKS: blocks of query heads, which neighbouring programs take
     QUERY_ROWS:  rows of a query block, a new token and a query head each, then padding
     STAGES:      key blocks whose loads are in flight
+    EARLY:       whether launches may begin while the one before still runs
     """
 
     rows: RowCut
@@ -75,6 +79,7 @@ class LatentDecodeGeometry(NamedTuple):
     HEAD_BLOCKS: int
     QUERY_ROWS: int
     STAGES: int
+    EARLY: bool
 
 
 @triton.jit
@@ -94,6 +99,10 @@ def _latent_decode_kernel(
     table,
     row_of_seq,
     q_indptr,
+    mask_words,
+    mask_indptr,
+    mask_start,
+    position_of_token,
     schedule,
     partials,
     out,
@@ -124,6 +133,11 @@ def _latent_decode_kernel(
     T: tl.constexpr = R.TOKENS
     program = tl.program_id(0) // G.HEAD_BLOCKS
     head_block = tl.program_id(0) % G.HEAD_BLOCKS
+    if G.EARLY:
+        # All that is read may be what the launch before this one writes. The merge may start when every program is past
+        # this, and so find the schedule.
+        gdc_wait()
+        gdc_launch_dependents()
     words = words_of_program(schedule, program)
     seq = tl.load(words + PROGRAM_SEQ)
     row = tl.load(words + PROGRAM_ROW)
@@ -162,16 +176,22 @@ def _latent_decode_kernel(
             scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, factor * q_factor, K.CAPPED, C)
             logits = Logits(scaled, tanh_scaled, None)
             query = LatentQuery(q_low, q_high, q_rest, q_rest_high, first_kv_index + block_token, logits)
-            softmax = attend_latents(
-                no_latents_seen(G.QUERY_ROWS, K),
-                query,
-                LatentRows(pages, p_page, p_token, Line(table_line, line_width), scale),
-                Seen(Span(first_key, end_key), window_left, None),
-                Span(window_block + first_block, window_block + end_block),
-                K,
-                True,
-                G.STAGES,
-            )
+            rows = LatentRows(pages, p_page, p_token, Line(table_line, line_width), scale)
+            softmax = no_latents_seen(G.QUERY_ROWS, K)
+            first = window_block + first_block
+            end = window_block + end_block
+            bits = None
+            if mask_words is not None:
+                mask = MaskOfStep(mask_words, mask_indptr, mask_start, position_of_token, q_indptr)
+                first_masked, bits = bits_of_block(mask, seq, first_token, is_row, end_key, window_left, G)
+                if not R.WINDOWED:
+                    # Every row sees the keys before those with bits, in a loop as that of steps without a mask.
+                    edge = tl.minimum(tl.maximum(first_masked // K.KEY_BLOCK, first), end)
+                    seen = Seen(Span(first_key, end_key), window_left, None)
+                    softmax = attend_latents(softmax, query, rows, seen, Span(first, edge), K, True, G.STAGES)
+                    first = edge
+            seen = Seen(Span(first_key, end_key), window_left, bits)
+            softmax = attend_latents(softmax, query, rows, seen, Span(first, end), K, True, G.STAGES)
             softmax = scaled_latents(softmax, factor, K)
             # Worked out again, not kept: the accumulators leave no registers to keep them in.
             token, head, is_row = rows_of_block(first_token, num_tokens, 0, head_block + zero(words), G)
@@ -193,17 +213,20 @@ def _latent_decode_kernel(
         seq, row, kv_len = next_row(schedule, num_programs, work, seq, row, num_rows, kv_len, R)
 
 
-def launch_latent_decode(args: AttendArgs, *, scores: Scores, cut: DecodeCut, tiles: LatentTiles) -> None:
+def launch_latent_decode(
+    args: AttendArgs, *, scores: Scores, cut: DecodeCut, tiles: LatentTiles, mask: PackedMask | None = None
+) -> None:
     """Attention of every sequence with as many new tokens as the cut says; all other tokens of out and lse stay.
 
     A sequence with kv_len 0 receives 0 and LSE -inf.
     args: with cut's schedule, and a workspace of latent_partials_words(...) or longer; pages are latent
     cut:  of latent_decode_cut, for these tiles and the scores' window; the grid is its programs times head blocks
+    mask: which keys each token sees, in place of scores.causal. A token that sees none receives 0 and LSE -inf
 
     Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
     """
     queries, table = args.queries, args.table
-    geometry = _geometry(args, scores, cut, tiles)
+    geometry = _geometry(args, scores, cut, tiles, mask)
     launch(
         _latent_decode_kernel,
         (cut.programs * geometry.HEAD_BLOCKS,),
@@ -212,6 +235,10 @@ def launch_latent_decode(args: AttendArgs, *, scores: Scores, cut: DecodeCut, ti
         table,
         queries.row_of_seq,
         queries.q_indptr,
+        None if mask is None else mask.words,
+        None if mask is None else mask.indptr,
+        None if mask is None else mask.start,
+        None if mask is None else mask.positions,
         args.schedule,
         args.workspace,
         args.out,
@@ -229,11 +256,14 @@ def launch_latent_decode(args: AttendArgs, *, scores: Scores, cut: DecodeCut, ti
         G=geometry,
         num_warps=tiles.num_warps,
         **tiles.options(),
+        **early_options(tiles.early),
     )
-    launch_merge(args, cut, geometry.rows)
+    launch_merge(args, cut, geometry.rows, early=tiles.early)
 
 
-def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: LatentTiles) -> LatentDecodeGeometry:
+def _geometry(
+    args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: LatentTiles, mask: PackedMask | None
+) -> LatentDecodeGeometry:
     """What the launch is compiled for; its arguments are checked."""
     check_latent(args, "latent decode")
     num_heads, v_head_dim = args.q.shape[1], args.out.shape[2]
@@ -241,16 +271,20 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: LatentTil
     assert cut.key_block == tiles.key_block, "the schedule was cut for other tiles"
     assert tiles.tokens_per_block(num_heads) >= cut.tokens.OF_ROW, "the schedule was cut for other tiles"
     assert (cut.window_left < 0) == (scores.window_left < 0), "the schedule was cut for another window"
+    if mask is not None:
+        mask.check(args.queries.num_seqs, args.queries.num_tokens)
+        assert tiles.key_block <= TWO_WORDS
     workspace = args.workspace
     assert workspace.dtype == torch.float32
     assert workspace.numel() >= latent_partials_words(cut, num_heads=num_heads, v_head_dim=v_head_dim)
     assert workspace.is_contiguous()
     return LatentDecodeGeometry(
         rows=latent_row_cut(cut, num_heads),
-        keys=latent_geometry(args, scores, tiles, causal=scores.causal, exact=False),
+        keys=latent_geometry(args, scores, tiles, causal=scores.causal and mask is None, exact=False),
         GQA_RATIO=num_heads,
         BLOCK_HEADS=tiles.block_heads(num_heads),
         HEAD_BLOCKS=tiles.head_blocks(num_heads),
         QUERY_ROWS=tiles.query_rows,
         STAGES=tiles.num_stages,
+        EARLY=tiles.early,
     )

@@ -3,8 +3,8 @@
     out[token, head] = softmax(scores of q[token, head] . (c | r)^T) c       c | r: rows that it sees (key_loop.py)
 
 A program takes one query block of the schedule (attention/extend_schedule.py) and as many query heads as fit: programs
-of the same block are neighbours. Keys that every row sees come first, without masks on scores; then the diagonal. With
-a window, or a packed mask, every key block is masked.
+of the same block are neighbours. Keys that every row sees come first, without masks on scores; then the diagonal, or
+the keys that have bits in a packed mask. With a window every key block is masked.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rocm_attn.kernels.attention.extend_schedule import (
     BLOCK_WORDS,
 )
 from rocm_attn.kernels.attention.key_loop import Seen
-from rocm_attn.kernels.attention.mask_bits import MAX_MASK_BLOCK
+from rocm_attn.kernels.attention.mask_bits import TWO_WORDS
 from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.query_block import BlockGeometry, MaskOfStep, bits_of_block, rows_of_block
 from rocm_attn.kernels.attention.scores import Scores
@@ -60,6 +60,7 @@ def _latent_extend_kernel(
     q_indptr,
     mask_words,
     mask_indptr,
+    mask_start,
     position_of_token,
     qk_scale,
     tanh_scale,
@@ -106,9 +107,9 @@ def _latent_extend_kernel(
             edge_block = first_key // K.KEY_BLOCK
         bits = None
         if PACKED:
-            mask = MaskOfStep(mask_words, mask_indptr, position_of_token, q_indptr)
-            first_seen, bits = bits_of_block(mask, seq, first_token, is_row, end_key, window_left, G)
-            edge_block = first_seen // K.KEY_BLOCK
+            mask = MaskOfStep(mask_words, mask_indptr, mask_start, position_of_token, q_indptr)
+            first_masked, bits = bits_of_block(mask, seq, first_token, is_row, end_key, window_left, G)
+            edge_block = first_masked // K.KEY_BLOCK
         factor = row_factor(scale, 0, C)
         q_rows = q + (token * q_token + head * q_head)
         q_low, q_high, q_rest, q_rest_high, q_factor = load_latent_query(q_rows, is_row, K)
@@ -118,7 +119,7 @@ def _latent_extend_kernel(
         rows = LatentRows(pages, p_page, p_token, Line(table_line, width), scale)
         seen = Seen(Span(first_key, end_key), window_left, bits)
         softmax = no_latents_seen(G.QUERY_ROWS, K)
-        if not K.WINDOWED and not PACKED:
+        if not K.WINDOWED:
             softmax = attend_latents(softmax, query, rows, seen, Span(0, edge_block), K, False, G.STAGES)
         edge = Span(edge_block, tl.cdiv(end_key, K.KEY_BLOCK))
         softmax = attend_latents(softmax, query, rows, seen, edge, K, True, G.EDGE_STAGES)
@@ -163,6 +164,7 @@ def launch_latent_extend(
         None if mask is None else queries.q_indptr,
         None if mask is None else mask.words,
         None if mask is None else mask.indptr,
+        None if mask is None else mask.start,
         None if mask is None else mask.positions,
         scores.base_2_scale,
         scores.tanh_scale,
@@ -186,6 +188,6 @@ def _geometry(
     assert cut.query_tokens == tiles.tokens_per_block(num_heads), "the schedule was cut for other tiles"
     if mask is not None:
         mask.check(queries.num_seqs, queries.num_tokens)
-        assert tiles.key_block <= MAX_MASK_BLOCK
+        assert tiles.key_block <= TWO_WORDS
     causal = scores.causal and mask is None
     return latent_block_geometry(args, scores, tiles, causal=causal, segment_len=0)

@@ -26,7 +26,7 @@ from rocm_attn.kernels.attention.coded import (
     token_factor,
 )
 from rocm_attn.kernels.attention.key_rows import are_read_by_page, lie_in_one_page, near, pages_of_block
-from rocm_attn.kernels.attention.mask_bits import bit_is_set, bits_from, row_bits, seen_by_some
+from rocm_attn.kernels.attention.mask_bits import is_seen, row_words, seen_by_some
 from rocm_attn.kernels.attention.query_block import BlockGeometry
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.softmax import LN_2, add_sink, capped, in_range
@@ -289,7 +289,7 @@ def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: 
     """Key blocks [blocks.first, blocks.end) added to a softmax. Only keys that some row sees are loaded.
 
     If not MASKED, every row sees all keys of the blocks. If MASKED, a row sees those of its window; with bits those
-    before the end whose bits are set, of a window from bits.first_key on.
+    before the end that have no bits or whose bits are set, of a window from bits.first_key on.
 
     seen:   key_loop.Seen
     STAGES: blocks whose loads are in flight
@@ -327,10 +327,8 @@ def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: 
         else:
             row = rows.at + (page * rows.page + offset * rows.token)
         if PACKED:
-            bits = row_bits(seen.bits.words, seen.bits.cell, seen.bits.end, block * KEY_BLOCK, seen.keys.end)
-            if K.WINDOWED:
-                bits = bits & bits_from(seen.bits.first_key - block * KEY_BLOCK)
-            live = bit_is_set(seen_by_some(bits), lane)
+            bits, more_bits = row_words(seen.bits, block * KEY_BLOCK, seen.keys.end, K, KEY_BLOCK)
+            live = is_seen(seen_by_some(bits), seen_by_some(more_bits), lane, KEY_BLOCK)
         else:
             live = in_range(kv_index, seen.keys.first, seen.keys.end) if K.WINDOWED else kv_index < seen.keys.end
         # Without factors of tokens something that is not read.
@@ -373,7 +371,7 @@ def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: 
             scores = capped(scores, logits.tanh_scale)
         if MASKED:
             if PACKED:
-                visible = bit_is_set(bits[:, None], lane[None, :])
+                visible = is_seen(bits[:, None], more_bits[:, None], lane[None, :], KEY_BLOCK)
             elif K.WINDOWED:
                 visible = in_range(query.kv_index[:, None] - kv_index[None, :], 0, seen.window_left + 1)
             elif K.CAUSAL:

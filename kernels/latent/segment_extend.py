@@ -20,7 +20,9 @@ from rocm_attn.kernels.attention.extend_schedule import (
     BLOCK_WORDS,
 )
 from rocm_attn.kernels.attention.key_loop import Seen
-from rocm_attn.kernels.attention.query_block import rows_of_block
+from rocm_attn.kernels.attention.mask_bits import TWO_WORDS
+from rocm_attn.kernels.attention.packed_mask import PackedMask
+from rocm_attn.kernels.attention.query_block import MaskOfStep, bits_of_block, rows_of_block
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.segments import UNFUSED
 from rocm_attn.kernels.latent.key_loop import (
@@ -53,6 +55,11 @@ def _latent_segment_extend_kernel(
     lse,
     sinks,
     scale,
+    q_indptr,
+    mask_words,
+    mask_indptr,
+    mask_start,
+    position_of_token,
     qk_scale,
     tanh_scale,
     window_left,
@@ -97,7 +104,13 @@ def _latent_segment_extend_kernel(
         q_low, q_high, q_rest, q_rest_high, _ = load_latent_query(q_rows, is_row, K)
         query = LatentQuery(q_low, q_high, q_rest, q_rest_high, row_kv_index, Logits(scaled, tanh_scaled, None))
         rows = LatentRows(pages, p_page, p_token, Line(table_line, width), scale)
-        seen = Seen(Span(first_key, end_key), window_left, None)
+        bits = None
+        if mask_words is not None:
+            mask = MaskOfStep(mask_words, mask_indptr, mask_start, position_of_token, q_indptr)
+            first_masked, bits = bits_of_block(mask, seq, first_token, is_row, end_key, window_left, G)
+            if K.WINDOWED:
+                first_key = first_masked
+        seen = Seen(Span(first_key, end_key), window_left, bits)
         low, high, maximum, total = no_latents_seen(G.QUERY_ROWS, K)
         for segment in range(first_key // G.SEGMENT_LEN, tl.cdiv(end_key, G.SEGMENT_LEN)):
             part = attend_latent_segment(segment, query, rows, seen, G)
@@ -109,12 +122,13 @@ def _latent_segment_extend_kernel(
 
 
 def launch_latent_segment_extend(
-    args: AttendArgs, *, scores: Scores, cut: ExtendCut, tiles: LatentSegmentTiles
+    args: AttendArgs, *, scores: Scores, cut: ExtendCut, tiles: LatentSegmentTiles, mask: PackedMask | None = None
 ) -> None:
     """launch_latent_extend, bitwise the same for a token in any batch and chunk, and as deterministic decode gives it.
 
     args: with cut's schedule; there is no workspace; pages are latent
     cut:  of latent_extend_cut, for tiles.block
+    mask: which keys each token sees, in place of scores.causal. A token that sees none receives 0 and LSE -inf
 
     Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
     """
@@ -122,7 +136,11 @@ def launch_latent_segment_extend(
     queries, table, block, num_heads = args.queries, args.table, tiles.block, args.q.shape[1]
     cut.check(args.schedule, queries.num_tokens, queries.num_seqs)
     assert cut.query_tokens == block.tokens_per_block(num_heads), "the schedule was cut for other tiles"
-    geometry = latent_block_geometry(args, scores, block, causal=scores.causal, segment_len=tiles.segment_len)
+    if mask is not None:
+        mask.check(queries.num_seqs, queries.num_tokens)
+        assert block.key_block <= TWO_WORDS
+    causal = scores.causal and mask is None
+    geometry = latent_block_geometry(args, scores, block, causal=causal, segment_len=tiles.segment_len)
     launch(
         _latent_segment_extend_kernel,
         (cut.max_blocks(queries.num_tokens, queries.num_seqs) * geometry.HEAD_BLOCKS,),
@@ -136,6 +154,11 @@ def launch_latent_segment_extend(
         args.lse,
         args.sinks,
         args.pages.k_scale,
+        None if mask is None else queries.q_indptr,
+        None if mask is None else mask.words,
+        None if mask is None else mask.indptr,
+        None if mask is None else mask.start,
+        None if mask is None else mask.positions,
         scores.base_2_scale,
         scores.tanh_scale,
         scores.window_left,

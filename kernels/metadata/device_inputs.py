@@ -1,7 +1,7 @@
 """Put lengths and token ids that only the device knows in the place of what the host has published for a step.
 
     q_len[i]  = min(max(device_q_len[i], 0), q bound[i])
-    kv_len[i] = min(max(device_kv_len[i], q_len[i]), kv bound[i])
+    kv_len[i] = min(max(device_kv_len[i] + ahead, q_len[i]), kv bound[i])
     where q_len[i] > 0 and kv_len[i] - q_len[i] < floor[i]:
         kv_len[i] = min(floor[i] + q_len[i], kv bound[i])
         q_len[i]  = min(q_len[i], max(kv_len[i] - floor[i], 0))
@@ -35,7 +35,7 @@ _SHARED_TOKEN = tl.constexpr(error_word.SHARED_TOKEN)
 
 
 @triton.jit(
-    do_not_specialize=["num_token_ids", "num_tokens_padded"],
+    do_not_specialize=["ahead", "num_token_ids", "num_tokens_padded"],
     do_not_specialize_on_alignment=[
         "slot",
         "device_kv_len",
@@ -54,6 +54,7 @@ def _device_inputs_kernel(
     device_q_len,
     device_token_ids,
     floor,
+    ahead,
     counts,
     kv_len,
     q_len,
@@ -74,7 +75,7 @@ def _device_inputs_kernel(
         live = seq < num_seqs
         kv_bound = tl.load(slot + HEADER + num_seqs + seq, mask=live, other=0)
         q_bound = tl.load(slot + HEADER + 2 * num_seqs + seq, mask=live, other=0)
-        given_kv = tl.load(device_kv_len + seq, mask=live, other=0)
+        given_kv = tl.load(device_kv_len + seq, mask=live, other=-ahead) + ahead
         given_q = tl.load(device_q_len + seq, mask=live, other=0)
         new = tl.minimum(tl.maximum(given_q, 0), q_bound)
         length = tl.minimum(tl.maximum(given_kv, new), kv_bound)

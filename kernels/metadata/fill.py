@@ -11,7 +11,7 @@
     last_page_len[i]      = (kv_len[i] - 1) % page_size + 1, and 1 where kv_len is 0
     block_table[i, j]     = table[row_of_seq[i], j] for the sequence's pages
     kv_len_int64[i]       = kv_len[i]
-    mask_indptr[i]        = q_len[0] * kv_len[0] + ... + q_len[i-1] * kv_len[i-1], in 64 bits
+    mask_indptr[i]        = cells of sequences 0 .. i-1, in 64 bits: q_len * (kv_len - mask_start) each
     group_indptr[i]       = i where a group begins, group_end[i] where none does, num_seqs at or past num_seqs
     suffix_kv_len[i]      = kv_len[i] - prefix_len[i], and 0 for pads
     suffix_page[i]        = prefix_len[i] // page_size
@@ -88,6 +88,7 @@ def _fill_kernel(
     table,
     prefix_len,
     group_end,
+    mask_start,
     q_indptr,
     last_token_of_seq,
     seq_of_token,
@@ -132,7 +133,7 @@ def _fill_kernel(
     request_table = Table(table, table_stride, table_width)
     if token_share < 0:
         boundaries = Boundaries(q_indptr, last_token_of_seq, page_indptr, last_page_len, kv_len_int64, mask_indptr)
-        write_boundaries(block, seqs, boundaries, PAGE_SIZE, WITH_PAGE_LIST, WITH_INT64, WITH_MASK)
+        write_boundaries(block, seqs, mask_start, boundaries, PAGE_SIZE, WITH_PAGE_LIST, WITH_INT64, WITH_MASK)
         if WITH_PREFIXES:
             groups = Groups(prefix_len, group_end, group_indptr, suffix_kv_len, suffix_page)
             write_groups(block, seqs, groups, PAGE_SIZE)

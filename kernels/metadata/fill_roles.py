@@ -103,12 +103,13 @@ def _units_around(length_of_seq, seq, num_seqs, UNIT: tl.constexpr):
 
 
 @triton.jit
-def _cells_before(seqs, seq):
+def _cells_before(seqs, mask_start, seq):
     """Mask cells of the sequences before seq, a multiple of _SEQS."""
     cells = tl.zeros([_SEQS], tl.int64)
     for first in range(0, seq, _SEQS):
         other = first + tl.arange(0, _SEQS)
-        cells += tl.load(seqs.q_len + other).to(tl.int64) * tl.load(seqs.kv_len + other)
+        keys = tl.load(seqs.kv_len + other) - tl.load(mask_start + other)
+        cells += tl.load(seqs.q_len + other).to(tl.int64) * keys
     return tl.sum(cells, 0)
 
 
@@ -116,6 +117,7 @@ def _cells_before(seqs, seq):
 def write_boundaries(
     block,
     seqs,
+    mask_start,
     to,
     PAGE_SIZE: tl.constexpr,
     WITH_PAGE_LIST: tl.constexpr,
@@ -142,8 +144,8 @@ def write_boundaries(
     if WITH_INT64:
         tl.store(to.kv_len_int64 + seq, length.to(tl.int64), mask=inside)
     if WITH_MASK:
-        cells = new.to(tl.int64) * length
-        cells_before = _cells_before(seqs, first_seq)
+        cells = new.to(tl.int64) * (length - tl.load(mask_start + seq, mask=inside, other=0))
+        cells_before = _cells_before(seqs, mask_start, first_seq)
         tl.store(to.mask_indptr + seq, cells_before + tl.cumsum(cells, 0) - cells, mask=boundary)
 
 

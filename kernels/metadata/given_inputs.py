@@ -13,9 +13,11 @@ class GivenInputs(NamedTuple):
     kv_len, q_len: [num_seqs], on the device, or in the ring slot where the host knows them
     token_ids:     [n], sequence after sequence by q_len; n is 0 without ids, otherwise the sum of the bounds of q_len
     floor:         [num_seqs], in the slot; the first token that a step may store, no more than the bound of kv_len
+    ahead:         tokens that kv_len leaves out; negative where it has more than the step
     """
 
     kv_len: Tensor
     q_len: Tensor
     token_ids: Tensor
     floor: Tensor
+    ahead: int = 0

@@ -2,6 +2,7 @@
 
     words      <- bits, byte by byte; what comes after them stays, and no kernel looks at it
     position t <- positions[t] for the step's tokens, 0 after them
+    start[i]    = max(kv_len[i] - q_len[i] - keys_before, 0)
 
 A kernel does it, not a copy, for the reason that publish.py gives. Runs after publish and device_inputs, which say how
 many tokens the step has.
@@ -23,17 +24,31 @@ _PROGRAMS = 512
 
 
 @triton.jit(
-    do_not_specialize=["num_bytes", "num_tokens_padded"],
-    do_not_specialize_on_alignment=["bits", "positions", "counts", "mask_bytes", "position_of_token"],
+    do_not_specialize=["num_bytes", "num_seqs_padded", "num_tokens_padded", "keys_before"],
+    do_not_specialize_on_alignment=[
+        "bits",
+        "positions",
+        "counts",
+        "kv_len",
+        "q_len",
+        "start",
+        "mask_bytes",
+        "position_of_token",
+    ],
 )
 def _place_mask_kernel(
     bits,
     positions,
     counts,
+    kv_len,
+    q_len,
+    start,
     mask_bytes,
     position_of_token,
     num_bytes,
+    num_seqs_padded,
     num_tokens_padded,
+    keys_before,
     PROGRAMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -47,18 +62,27 @@ def _place_mask_kernel(
         token = at + lane
         position = tl.load(positions + token, mask=token < num_tokens, other=0)
         tl.store(position_of_token + token, position, mask=token < num_tokens_padded)
+    for at in range(first, num_seqs_padded, PROGRAMS * BLOCK):
+        seq = at + lane
+        older = tl.load(kv_len + seq, mask=seq < num_seqs_padded, other=0)
+        older -= tl.load(q_len + seq, mask=seq < num_seqs_padded, other=0)
+        # Two steps: of all keys before, keys_before is the largest number there is.
+        shown = tl.minimum(tl.maximum(older, 0), keys_before)
+        tl.store(start + seq, tl.maximum(older, 0) - shown, mask=seq < num_seqs_padded)
 
 
 _place = RepeatedLaunch(_place_mask_kernel)
 
 
-def launch_place_mask(bits: Tensor, positions: Tensor, to: StepTensors) -> None:
+def launch_place_mask(bits: Tensor, positions: Tensor, keys_before: int, to: StepTensors) -> None:
     """Put a mask in its place.
 
-    bits:      uint8 [bytes], below 2 GiB; read only
-    positions: int32 [n], at least as many as the step has tokens; read only
-    to:        counts[1] is the number of the step's tokens. mask_words, of at least as many bytes as bits, receives
-               them; mask_positions receives positions, and 0 after the step's tokens
+    bits:        uint8 [bytes], below 2 GiB; read only
+    positions:   int32 [n], at least as many as the step has tokens; read only
+    keys_before: keys before a sequence's new ones that have cells, at most
+    to:          counts[1] is the number of the step's tokens, kv_len and q_len are its lengths. mask_words, of at least
+                 as many bytes as bits, receives them; mask_positions receives positions, and 0 after the step's tokens;
+                 mask_start receives the first key that has cells
     """
     assert to.mask_words.nbytes >= bits.nbytes
     assert bits.nbytes + _PROGRAMS * _BLOCK < 2**31
@@ -68,10 +92,15 @@ def launch_place_mask(bits: Tensor, positions: Tensor, to: StepTensors) -> None:
         bits,
         positions,
         to.counts,
+        to.kv_len,
+        to.q_len,
+        to.mask_start,
         to.mask_words.view(torch.uint8),
         to.mask_positions,
         bits.shape[0],
+        to.mask_start.shape[0],
         to.mask_positions.shape[0],
+        keys_before,
         _PROGRAMS,
         _BLOCK,
         num_warps=4,

@@ -13,6 +13,9 @@ from typing import Annotated, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
+# Of a draft that no other one comes before.
+NO_PARENT = -1
+
 # UNLIMITED_WINDOW where a window is subtracted from lengths: no sequence has so many keys.
 ALL_KEYS = 2**31 - 1
 
@@ -27,6 +30,7 @@ class Unit(enum.Enum):
     LIST_ENTRY = "entry of the page list"
     TABLE_ENTRY = "entry of the block table"
     MASK_WORD = "word of the packed mask"
+    DRAFT = "draft of a round"
     WORD = "word of a schedule"
 
 
@@ -36,8 +40,7 @@ class Need(enum.Enum):
     PAGE_LIST = "CSR page list with page_indptr and last_page_len"
     BLOCK_TABLE = "dense block table, one row for each sequence"
     KV_LEN_INT64 = "int64 KV lengths"
-    MASK_INDPTR = "int64 first mask cell of each sequence, for masks of [q_len, kv_len] cells"
-    MASK_WORDS = "packed mask cells, and positions that come with them"
+    MASK = "packed mask cells, where each sequence's begin, and positions that come with them"
     PREFIXES = "lengths of shared prefixes, where their groups begin, and what comes after them"
 
 
@@ -51,6 +54,7 @@ class Field:
     pad:      what an element holds where no real sequence, token or page is, when its memory is new
     needs:    the kernels' need that it serves; EVERY_STEP: none is asked for
     of_space: whether its entries are pages or slots, so that each space has its own
+    of_round: whether the steps of a round of drafts have one of it: what each step's lengths do not change
     """
 
     unit: Unit
@@ -58,6 +62,7 @@ class Field:
     pad: int = 0
     needs: frozenset[Need] = EVERY_STEP
     of_space: bool = False
+    of_round: bool = False
 
 
 class Pads(NamedTuple):
@@ -86,7 +91,7 @@ class TableTerms(NamedTuple):
 OWN_TABLE = TableTerms()
 
 _LIST = frozenset({Need.PAGE_LIST})
-_MASK = frozenset({Need.MASK_WORDS})
+_MASK = frozenset({Need.MASK})
 _PREFIXES = frozenset({Need.PREFIXES})
 
 
@@ -101,20 +106,22 @@ class StepTensors:
 
     # Published: from the host, or from the caller's tensors on the device.
     # [4] num_seqs, num_tokens, step number, error word; fill sets bits of the last
-    counts: Annotated[Tensor, Field(Unit.COUNT)]
+    counts: Annotated[Tensor, Field(Unit.COUNT, of_round=True)]
     # [S] sequence -> row of the table
-    row_of_seq: Annotated[Tensor, Field(Unit.SEQ)]
+    row_of_seq: Annotated[Tensor, Field(Unit.SEQ, of_round=True)]
     # [S] tokens, new ones included
     kv_len: Annotated[Tensor, Field(Unit.SEQ)]
     # [S] new tokens
-    q_len: Annotated[Tensor, Field(Unit.SEQ)]
+    q_len: Annotated[Tensor, Field(Unit.SEQ, of_round=True)]
     # [T] 0 for pads, and for every token where the step brings no ids
     token_ids: Annotated[Tensor, Field(Unit.TOKEN)]
     # [S] tokens that the sequence shares with its group, whole pages
     prefix_len: Annotated[Tensor, Field(Unit.SEQ, needs=_PREFIXES)]
     # [S] one past the last sequence of its group
     group_end: Annotated[Tensor, Field(Unit.SEQ, needs=_PREFIXES)]
-    # [n] cells of a mask, packed: mask_bits.py; in masked steps only
+    # [S] the first key that has cells in a mask, 0 where all have; in masked steps only
+    mask_start: Annotated[Tensor, Field(Unit.SEQ, needs=_MASK)]
+    # [n] cells of a mask, packed: packed_mask.py; in masked steps only
     mask_words: Annotated[Tensor, Field(Unit.MASK_WORD, needs=_MASK)]
     # [T] positions that came with the mask; in masked steps only
     mask_positions: Annotated[Tensor, Field(Unit.TOKEN, needs=_MASK)]
@@ -144,8 +151,8 @@ class StepTensors:
     block_table: Annotated[Tensor, Field(Unit.TABLE_ENTRY, needs=frozenset({Need.BLOCK_TABLE}), of_space=True)]
     # [S]
     kv_len_int64: Annotated[Tensor, Field(Unit.SEQ, torch.int64, needs=frozenset({Need.KV_LEN_INT64}))]
-    # [S + 1] sequence -> first cell of its [q_len, kv_len] mask
-    mask_indptr: Annotated[Tensor, Field(Unit.SEQ_BOUNDARY, torch.int64, needs=frozenset({Need.MASK_INDPTR}))]
+    # [S + 1] sequence -> first cell of its [q_len, kv_len - mask_start] mask
+    mask_indptr: Annotated[Tensor, Field(Unit.SEQ_BOUNDARY, torch.int64, needs=_MASK)]
     # [S + 1] group -> first of its sequences; a group has the number of its first sequence, other groups are empty
     group_indptr: Annotated[Tensor, Field(Unit.SEQ_BOUNDARY, needs=_PREFIXES)]
     # [S] tokens after the shared prefix, 0 for pads

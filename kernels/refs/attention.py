@@ -73,7 +73,7 @@ def paged_extend(args: AttendArgs, *, scores: Scores, mask: PackedMask | None = 
     cells = None
     if mask is not None:
         position = torch.maximum(mask.positions[cut.token], first_new_key)
-        cells = _Cells(mask.words, mask.indptr[cut.seq][:, None] + cut.offset * kv_len.long())
+        cells = Cells.of(mask, cut, kv_len)
     tiles = _Tiles(
         q=args.q[cut.token],
         pages=_pages_of(args)[cut.seq],
@@ -169,16 +169,34 @@ def _pages_of(args: AttendArgs) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Cells:
-    """The cells of tiles in a packed mask; first: int64 [tiles, tile_len], a row's first cell."""
+class Cells:
+    """The cells of tiles in a packed mask.
+
+    first: int64 [tiles, tile_len]  a row's first cell
+    start: int32 [tiles, 1]         the first key that has cells; rows see those before it
+    """
 
     words: Tensor
     first: Tensor
+    start: Tensor
+
+    @classmethod
+    def of(cls, mask: PackedMask, cut: TileCut, kv_len: Tensor) -> Cells:
+        """The cells of the tiles of a cut. kv_len: [tiles, 1]"""
+        start = mask.start[cut.seq][:, None]
+        return cls(mask.words, mask.indptr[cut.seq][:, None] + cut.offset * (kv_len - start).long(), start)
+
+    def cut(self, first: int, end: int) -> Cells:
+        """Those of some of the tiles."""
+        return Cells(self.words, self.first[first:end], self.start[first:end])
 
     def visible(self, key: Tensor, is_cell: Tensor) -> Tensor:
         """Whether each row sees each key; is_cell: bool [tiles, tile_len, keys], others are not looked up."""
-        cell = torch.where(is_cell, self.first[:, :, None] + key, 0)
-        return is_cell & ((self.words[cell >> 5] >> (cell & 31).int()) & 1).bool()
+        start = self.start[:, :, None]
+        is_seen = is_cell & (key < start)
+        is_cell = is_cell & (key >= start)
+        cell = torch.where(is_cell, self.first[:, :, None] + key - start, 0)
+        return is_seen | is_cell & ((self.words[cell >> 5] >> (cell & 31).int()) & 1).bool()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -198,7 +216,7 @@ class _Tiles:
     kv_index: Tensor
     window_start: Tensor
     end_key: Tensor
-    cells: _Cells | None = None
+    cells: Cells | None = None
 
     def cut(self, first: int, end: int) -> _Tiles:
         """Some of the tiles."""
@@ -208,7 +226,7 @@ class _Tiles:
             kv_index=self.kv_index[first:end],
             window_start=self.window_start[first:end],
             end_key=self.end_key[first:end],
-            cells=None if self.cells is None else _Cells(self.cells.words, self.cells.first[first:end]),
+            cells=None if self.cells is None else self.cells.cut(first, end),
         )
 
     def hidden(self, num_keys: int, scores: Scores) -> Tensor:

@@ -93,24 +93,24 @@ def zero_tails(
 
 def export_rows(pages: AlikePages, moved: MovedTokens) -> None:
     """Twin of launch_export_rows."""
-    page, group, offset = _places_in_pages(pages, moved, moved.first)
+    page, group, offset = _places_in_pages(pages, moved, moved.first, moved.end)
     for part, side in enumerate(pages.sides):
         moved.rows[_places_in_rows(pages, moved, part)] = side[page, group, offset].flatten(1)
 
 
 def import_rows(pages: AlikePages, moved: MovedTokens) -> None:
     """Twin of launch_import_rows."""
-    page, group, offset = _places_in_pages(pages, moved, moved.begin)
-    before, unread = max(0, moved.first - moved.begin), max(0, moved.begin - moved.first)
+    unread = max(0, moved.begin - moved.first)
     for part, side in enumerate(pages.sides):
-        side[page[:before], group[:before], offset[:before]] = 0
         given = moved.rows[_places_in_rows(pages, moved, part)[unread:]].unflatten(1, side.shape[3:])
-        side[page[before:], group[before:], offset[before:]] = given
+        side[_places_in_pages(pages, moved, moved.begin, moved.first)] = 0
+        side[_places_in_pages(pages, moved, max(moved.begin, moved.first), moved.end)] = given
+        side[_places_in_pages(pages, moved, moved.end, moved.until)] = 0
 
 
-def _places_in_pages(pages: AlikePages, moved: MovedTokens, first: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Page, group and place in the group of the tokens from `first` on."""
-    token = torch.arange(first, moved.end, device=moved.rows.device)
+def _places_in_pages(pages: AlikePages, moved: MovedTokens, first: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Page, group and place in the group of the tokens [first, end); none where it ends before it begins."""
+    token = torch.arange(first, max(first, end), device=moved.rows.device)
     offset, tokens = token % pages.page_size, pages.sides[0].shape[2]
     page = moved.words[token // pages.page_size - moved.begin // pages.page_size]
     return page, offset // tokens, offset % tokens

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -23,7 +25,7 @@ from rocm_attn.kernels.metadata.slot_layout import (
     WRONG_STEP,
     slot_parts,
 )
-from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, StepTensors
+from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, NO_PARENT, StepTensors
 
 
 def publish(slot: Tensor, counts_before: Tensor, to: StepTensors) -> None:
@@ -51,14 +53,73 @@ def echo_step_before(slot: Tensor, counts_before: Tensor) -> None:
     slot[ECHO] = torch.where(counts_before[STEP] == slot[STEP_BEFORE], counts_before[ERROR_WORD], WRONG_STEP)
 
 
-def place_mask(bits: Tensor, positions: Tensor, to: StepTensors) -> None:
+def place_mask(bits: Tensor, positions: Tensor, keys_before: int, to: StepTensors) -> None:
     """Twin of launch_place_mask; runs outside of recordings."""
+    to.mask_start.copy_((to.kv_len - to.q_len - keys_before).clamp(min=0))
     to.mask_words.view(torch.uint8)[: len(bits)].copy_(bits)
     num_given = min(len(positions), len(to.mask_positions))
     to.mask_positions.zero_()
     to.mask_positions[:num_given].copy_(positions[:num_given])
     token = torch.arange(len(to.mask_positions), device=to.counts.device)
     to.mask_positions.masked_fill_(token >= to.counts[1], 0)
+
+
+def place_trees(parents: Tensor, nodes_before: int, to: StepTensors) -> None:
+    """Twin of launch_place_trees; may be recorded."""
+    num_tokens = len(to.mask_positions)
+    if not parents.numel():
+        to.mask_positions.zero_()
+        to.mask_start.copy_((to.kv_len - to.q_len - nodes_before).clamp(min=0))
+        return
+    new = to.q_len.long()
+    nodes = new + (to.kv_len - new).clamp(0, nodes_before)
+    start, before = to.kv_len - nodes, nodes - new
+    to.mask_start.copy_(start.clamp(min=0))
+    seq = torch.arange(len(new), device=new.device)
+    node = torch.arange(parents.shape[1], device=new.device)
+    parent = parents[seq.clamp(max=len(parents) - 1)].long()
+    sees = _ancestors(torch.where(parent < node, parent, -1))
+    depth = sees.sum(2) - 1
+    token = torch.arange(num_tokens, device=new.device)
+    end = new.cumsum(0)
+    of_token = torch.searchsorted(end, token, right=True)
+    live = (token < to.counts[1]) & (of_token < len(new))
+    of_token = of_token.clamp(max=len(new) - 1)
+    of_tree = torch.where(live, before[of_token] + token - (end - new)[of_token], 0).clamp(max=len(node) - 1)
+    to.mask_positions.copy_(torch.where(live, start[of_token] + depth[of_token, of_tree], 0))
+    _write_tree_cells(sees, before, nodes, to.mask_words.view(torch.uint8))
+
+
+def _ancestors(parent: Tensor) -> Tensor:
+    """bool [seqs, n, n]: whether a node is another one or descends from it, from parents [seqs, n], -1 for none."""
+    num_nodes = parent.shape[1]
+    node = torch.arange(num_nodes, device=parent.device)
+    reach = (parent[:, :, None] == node) | (node[:, None] == node)
+    steps = 1
+    while steps < num_nodes:
+        # Reaching in s steps twice is reaching in 2 s; float32 counts these exactly.
+        reach = torch.bmm(reach.float(), reach.float()) > 0
+        steps *= 2
+    return reach
+
+
+def _write_tree_cells(sees: Tensor, before: Tensor, nodes: Tensor, mask_bytes: Tensor) -> None:
+    """The cells of new nodes [before, nodes) of each sequence's tree; all other bits of the bytes stay."""
+    num_seqs, num_nodes, _ = sees.shape
+    node = torch.arange(num_nodes, device=sees.device)
+    cells = (nodes - before) * nodes
+    row = (cells.cumsum(0) - cells)[:, None] + (node - before[:, None]) * nodes[:, None]
+    cell = row[:, :, None] + node
+    is_row = (node >= before[:, None]) & (node < nodes[:, None])
+    is_cell = is_row[:, :, None] & (node < nodes[:, None])[:, None, :]
+    place = torch.where(is_cell, cell // 8, 0).flatten()
+    # No two cells are the same bit, so that sums of bits are unions of them.
+    bit = torch.where(is_cell, 1 << cell % 8, 0).flatten()
+    mask_bytes = mask_bytes[: -(-num_seqs * num_nodes * num_nodes // 8)]
+    nothing = torch.zeros(len(mask_bytes), dtype=torch.int64, device=sees.device)
+    own = nothing.index_add(0, place, bit)
+    seen = nothing.index_add(0, place, torch.where(sees.flatten(), bit, 0))
+    mask_bytes.copy_(mask_bytes & ~own | seen)
 
 
 def device_inputs(slot: Tensor, given: GivenInputs, to: StepTensors) -> None:
@@ -69,6 +130,7 @@ def device_inputs(slot: Tensor, given: GivenInputs, to: StepTensors) -> None:
     given_kv, given_q, begin = (
         words[:num_seqs].to(counts.device) for words in (given.kv_len, given.q_len, given.floor)
     )
+    given_kv = given_kv + given.ahead
     new = given_q.clamp(min=0).minimum(q_bound)
     length = given_kv.maximum(new).minimum(kv_bound)
     cut = ((new != given_q) | (length != given_kv)).any()
@@ -82,6 +144,21 @@ def device_inputs(slot: Tensor, given: GivenInputs, to: StepTensors) -> None:
     live = torch.arange(num_ids, device=counts.device) < counts[1]
     to.token_ids[:num_ids].copy_(torch.where(live, given.token_ids.to(counts.device), 0))
     to.token_ids[num_ids:].zero_()
+
+
+def draft_steps(steps: Sequence[StepTensors], parents: Tensor, branches: int) -> None:
+    """Twin of launch_draft_steps."""
+    first = steps[0]
+    live = torch.arange(len(first.kv_len), device=first.counts.device) < first.counts[0]
+    for number, step in enumerate(steps):
+        if step.mask_start.numel():
+            step.mask_start.copy_(torch.where(live, first.kv_len - branches, 0))
+        if number:
+            step.kv_len.copy_(torch.where(live, first.kv_len + number * branches, first.pads.kv_len))
+            step.token_ids.zero_()
+    if parents.numel():
+        draft = torch.arange(parents.shape[1], device=parents.device, dtype=torch.int32)
+        parents.copy_(torch.where(draft < branches, NO_PARENT, draft - branches).expand_as(parents))
 
 
 def table_update(updates: Tensor, table: Tensor, *, num_updates: int) -> None:
@@ -105,7 +182,7 @@ def fill(step: StepTensors, *, page_size: int, window_left: int = ALL_KEYS) -> N
     if step.kv_len_int64.numel():
         step.kv_len_int64.copy_(step.kv_len)
     if step.mask_indptr.numel():
-        _write_indptr(step.mask_indptr, step.q_len.long() * step.kv_len)
+        _write_indptr(step.mask_indptr, step.q_len.long() * (step.kv_len - step.mask_start))
     if step.group_indptr.numel():
         _write_groups(step, page_size)
 

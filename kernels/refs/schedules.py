@@ -20,7 +20,7 @@ def decode_schedule(kv_len: Sequence[int], q_len: Sequence[int], cut: DecodeCut)
     fewest, most, of_row = cut.tokens
     rows_of = [cut.rows * -(-new // of_row) if fewest <= new <= most else 0 for new in q_len]
     costs = [
-        len(visible_blocks(length, cut)) + cut.row_cost
+        len(visible_blocks(length, cut)) + cut.row_cost + cut.row_end
         for length, num_rows in zip(kv_len, rows_of, strict=True)
         for _ in range(num_rows)
     ]
@@ -35,7 +35,7 @@ def decode_schedule(kv_len: Sequence[int], q_len: Sequence[int], cut: DecodeCut)
         for row in range(rows_of[seq]):
             rows.append((seq, row))
             starts.append(position)
-            position += len(visible_blocks(length, cut)) + cut.row_cost + pad
+            position += len(visible_blocks(length, cut)) + cut.row_cost + cut.row_end + pad
     words: list[int] = []
     for program in range(cut.programs):
         start = program * share

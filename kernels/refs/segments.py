@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.scores import Scores
-from rocm_attn.kernels.refs.attention import by_row, by_token, clear, seq_of_tokens, tile_cut
+from rocm_attn.kernels.refs.attention import Cells, by_row, by_token, clear, seq_of_tokens, tile_cut
 
 TILE_LEN = 8
 SEGMENT_LEN = 128
@@ -37,7 +38,9 @@ def segment_decode(args: AttendArgs, *, scores: Scores) -> None:
         lse.copy_(torch.where(is_mine[:, None], mine.lse, lse))
 
 
-def segment_extend(args: AttendArgs, *, scores: Scores, segment_len: int = SEGMENT_LEN) -> None:
+def segment_extend(
+    args: AttendArgs, *, scores: Scores, segment_len: int = SEGMENT_LEN, mask: PackedMask | None = None
+) -> None:
     """Attention of every new token of every sequence; tokens at or past q_indptr[-1] get 0 and LSE -inf.
 
     Twin of launch_segment_extend; schedule and workspace have no meaning here, segments have segment_len keys. Without
@@ -49,14 +52,19 @@ def segment_extend(args: AttendArgs, *, scores: Scores, segment_len: int = SEGME
         return
     cut = tile_cut(queries, TILE_LEN)
     kv_len = queries.kv_len[cut.seq][:, None]
-    kv_index = kv_len - queries.q_indptr.diff()[cut.seq][:, None] + cut.offset
-    end_key = kv_index + 1 if scores.causal else kv_len.expand_as(kv_index)
+    first_new_key = kv_len - queries.q_indptr.diff()[cut.seq][:, None]
+    kv_index = position = first_new_key + cut.offset
+    end_key = kv_index + 1 if scores.causal and mask is None else kv_len.expand_as(kv_index)
+    if mask is not None:
+        position = torch.maximum(mask.positions[cut.token], first_new_key)
     width = max(-(-queries.max_kv_len // args.pages.keys.page_size), 1)
     rows = _Rows(
         q=torch.where(cut.has_token[:, :, None, None], args.q[cut.token], 0),
         pages=args.table[:, :width][queries.row_of_seq[cut.seq]],
         kv_index=kv_index,
+        window_start=position - scores.window_left,
         end_key=torch.where(cut.has_token, end_key, 0),
+        cells=None if mask is None else Cells.of(mask, cut, kv_len),
     )
     cut.store(args, *_attend(args, rows, scores, segment_len))
 
@@ -68,17 +76,28 @@ class _Rows:
     q:        [tiles, TILE_LEN, q_heads, head_dim]
     pages:    integer [tiles, width]: the tile's pages in order
     kv_index: integer [tiles, TILE_LEN]: a row's place in its sequence's KV
+    window_start: integer [tiles, TILE_LEN]: of a windowed layer, the first key that a row's window holds
     end_key:  integer [tiles, TILE_LEN]: a row sees keys before it, from the beginning of its window on
+    cells:    of a packed mask, which hides keys besides
     """
 
     q: Tensor
     pages: Tensor
     kv_index: Tensor
+    window_start: Tensor
     end_key: Tensor
+    cells: Cells | None
 
     def cut(self, first: int, end: int) -> _Rows:
         """Some of the tiles."""
-        return _Rows(*(each[first:end] for each in (self.q, self.pages, self.kv_index, self.end_key)))
+        return _Rows(
+            q=self.q[first:end],
+            pages=self.pages[first:end],
+            kv_index=self.kv_index[first:end],
+            window_start=self.window_start[first:end],
+            end_key=self.end_key[first:end],
+            cells=None if self.cells is None else self.cells.cut(first, end),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +161,9 @@ def _segment(args: AttendArgs, q: Tensor, rows: _Rows, key: Tensor, scores: Scor
     k, v = (side.to(q.dtype).permute(2, 0, 1, 3).contiguous() for side in picked)
     hidden = key >= rows.end_key[:, :, None]
     if scores.windowed:
-        hidden = hidden | (key < (rows.kv_index - scores.window_left)[:, :, None])
+        hidden = hidden | (key < rows.window_start[:, :, None])
+    if rows.cells is not None:
+        hidden = hidden | ~rows.cells.visible(key, ~hidden)
     # A dead V row meets a weight of 0, and 0 * NaN is NaN. A dead K row meets nothing but logits, replaced below.
     v.masked_fill_(hidden.all(1)[:, :, None], 0)
     logits = torch.matmul(q, k.transpose(2, 3))

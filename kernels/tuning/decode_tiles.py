@@ -12,50 +12,59 @@ from rocm_attn.kernels.tuning.tiles import Codes, DecodeRow, DecodeTiles, NoTile
 # gemma (8, 4, 256), and "of the floor" means of the time to read K and V once.
 DECODE_ROWS = (
     # gptoss 64 x 4k: 77 us, of bfloat16 129; 78 with two warps and blocks of 64 keys.
-    DecodeRow(
-        "sm_90", 2, 64, 16, DecodeTiles(16, 1, 4, 8, heads_per_row=2, paired=True, early_merge=True), (Codes.BY_ROW,)
-    ),
+    DecodeRow("sm_90", 2, 64, 16, DecodeTiles(16, 1, 4, 8, heads_per_row=2, paired=True, early=True), (Codes.BY_ROW,)),
     # llama8b 64 x 4k: 143 us, of bfloat16 256; 148 with blocks of 32 keys. At 128 x 8k with one KV head 76 and 78.
-    DecodeRow("sm_90", 2, 128, 16, DecodeTiles(16, 1, 4, 8, paired=True, early_merge=True), (Codes.BY_ROW,)),
+    DecodeRow("sm_90", 2, 128, 16, DecodeTiles(16, 1, 4, 8, paired=True, early=True), (Codes.BY_ROW,)),
     # gptoss 64 x 4k: 80 us, though up to 56 bytes spill where there is a window; 88 with two warps and blocks of 64
     # keys.
     DecodeRow(
-        "sm_90", 2, 64, 16, DecodeTiles(16, 1, 3, 8, heads_per_row=2, paired=True, early_merge=True), (Codes.BY_TOKEN,)
+        "sm_90", 2, 64, 16, DecodeTiles(16, 1, 3, 8, heads_per_row=2, paired=True, early=True), (Codes.BY_TOKEN,)
     ),
     # llama8b 64 x 4k: 154 us, though up to 64 bytes spill; 170 with blocks of 16 keys.
-    DecodeRow("sm_90", 2, 128, 16, DecodeTiles(32, 1, 3, 8, paired=True, early_merge=True), (Codes.BY_TOKEN,)),
+    DecodeRow("sm_90", 2, 128, 16, DecodeTiles(32, 1, 3, 8, paired=True, early=True), (Codes.BY_TOKEN,)),
     # gemma 64 x 4k: 153 us with 4 KV heads, 234 not in pairs.
-    DecodeRow("sm_90", 2, 256, 16, DecodeTiles(16, 2, 3, 4, paired=True, early_merge=True), (Codes.BY_ROW,)),
-    # gptoss 64 x 4k: 136 us; 137 before the merge was early, 145 with one KV head a row.
-    DecodeRow("sm_90", 2, 64, 16, DecodeTiles(64, 4, 3, 2, transposed=True, heads_per_row=2, early_merge=True)),
-    # 20 query heads on 10 KV heads, 3 x 25k: 41 us of 24 elements, 54 of 48; 49 and 60 in blocks of 32 keys.
-    DecodeRow("sm_90", 2, 48, 16, DecodeTiles(64, 4, 3, 4, dim_block=32, early_merge=True), (Codes.NONE,)),
+    DecodeRow("sm_90", 2, 256, 16, DecodeTiles(16, 2, 3, 4, paired=True, early=True), (Codes.BY_ROW,)),
+    # gptoss 64 x 4k: 127 us, 128 without early launches; 145 with one KV head a row.
+    DecodeRow(
+        "sm_90",
+        2,
+        64,
+        16,
+        DecodeTiles(64, 4, 3, 2, transposed=True, heads_per_row=2, row_cost=1, row_end=1, early=True),
+    ),
+    # 20 query heads on 10 KV heads, 3 x 25k: of 24 elements 39 us, and 48 with 4 programs an SM. Blocks of 32 keys take
+    # 1.1 to 1.2 of the time.
+    DecodeRow("sm_90", 2, 48, 16, DecodeTiles(64, 4, 3, 6, dim_block=32, early=True), (Codes.NONE,)),
     # 32 query heads of 80 on 8 KV heads, 64 x 4k: 208 us; 219 in the tiles of 128, 224 to 297 in other equal blocks.
-    DecodeRow("sm_90", 2, 80, 16, DecodeTiles(32, 4, 3, 4, dim_block=32, early_merge=True), (Codes.NONE,)),
-    # llama8b and llama70b 64 x 4k: 255 and 256 us; 331 with 1 program an SM, 380 with blocks of 128 keys. 16 x 4k: 71,
-    # 72, a microsecond less than before the merge was early. Pages of 8: 270 where those of 32 take 258. Heads of 96 as
-    # equal blocks: 217 to 281 us where these tiles take 214 (32 KV heads, 16 x 4k).
-    DecodeRow("sm_90", 2, 128, 16, DecodeTiles(64, 4, 3, 2, transposed=True, early_merge=True)),
+    DecodeRow("sm_90", 2, 80, 16, DecodeTiles(32, 4, 3, 4, dim_block=32, early=True), (Codes.NONE,)),
+    # llama70b 64 x 4k: 247 us, 250 without early launches; 331 with 1 program an SM, 380 with blocks of 128 keys. 16 x
+    # 4k: 69, 70 where a row's cost is all at its start, 71 without early launches too. Pages of 8 take 1.02 of the time
+    # of those of 32. Heads of 96 as equal blocks: 217 to 281 us where these tiles take 214 (32 KV heads, 16 x 4k).
+    DecodeRow("sm_90", 2, 128, 16, DecodeTiles(64, 4, 3, 2, transposed=True, row_cost=1, row_end=1, early=True)),
     # 64 query heads on one KV head, 64 x 4k: of 64 elements 31 us, of 96 42; 47 and 59 as one block.
-    DecodeRow("sm_90", 2, 96, 64, DecodeTiles(32, 4, 3, 3, dim_block=32, early_merge=True), (Codes.NONE,)),
+    DecodeRow("sm_90", 2, 96, 64, DecodeTiles(32, 4, 3, 3, dim_block=32, early=True), (Codes.NONE,)),
     # 64 query heads on one KV head, 64 x 4k: 48 us; 60 as one block.
-    DecodeRow("sm_90", 2, 128, 64, DecodeTiles(32, 4, 3, 2, dim_block=64, early_merge=True), (Codes.NONE,)),
-    DecodeRow("sm_90", 2, 128, 64, DecodeTiles(32, 4, 2, 2, early_merge=True)),
+    DecodeRow("sm_90", 2, 128, 64, DecodeTiles(32, 4, 3, 2, dim_block=64, early=True), (Codes.NONE,)),
+    DecodeRow("sm_90", 2, 128, 64, DecodeTiles(32, 4, 2, 2, early=True)),
     # 64 query heads of 192 on 8 KV heads, 64 x 4k: 387 us; 399 as one block of 256 columns, 393 with 2 programs an SM.
-    DecodeRow("sm_90", 2, 192, 16, DecodeTiles(32, 4, 3, 3, dim_block=64, early_merge=True), (Codes.NONE,)),
+    DecodeRow("sm_90", 2, 192, 16, DecodeTiles(32, 4, 3, 3, dim_block=64, early=True), (Codes.NONE,)),
     # gemma 64 x 4k: 494 us, 1.05 of the floor; 495 as one block, 602 transposed.
-    DecodeRow("sm_90", 2, 256, 16, DecodeTiles(32, 4, 3, 2, dim_block=128, early_merge=True), (Codes.NONE,)),
-    DecodeRow("sm_90", 2, 256, 16, DecodeTiles(32, 4, 3, 2, early_merge=True)),
+    DecodeRow("sm_90", 2, 256, 16, DecodeTiles(32, 4, 3, 2, dim_block=128, early=True), (Codes.NONE,)),
+    DecodeRow("sm_90", 2, 256, 16, DecodeTiles(32, 4, 3, 2, early=True)),
     # 64 query heads of 160 on one KV head, 38 x 14k: 104 us, 273 as one block. Of 192, 38 x 4k: 48 and 95.
-    DecodeRow("sm_90", 2, 192, 64, DecodeTiles(32, 4, 3, 2, dim_block=32, early_merge=True), (Codes.NONE,)),
+    DecodeRow("sm_90", 2, 192, 64, DecodeTiles(32, 4, 3, 2, dim_block=32, early=True), (Codes.NONE,)),
     # 64 query heads on one KV head, 38 x 4k: 61 us; 99 as one block.
-    DecodeRow("sm_90", 2, 256, 64, DecodeTiles(32, 4, 2, 2, dim_block=64, early_merge=True), (Codes.NONE,)),
+    DecodeRow("sm_90", 2, 256, 64, DecodeTiles(32, 4, 2, 2, dim_block=64, early=True), (Codes.NONE,)),
     # With blocks of 32 keys up to 112 bytes of registers spill.
-    DecodeRow("sm_90", 2, 256, 64, DecodeTiles(16, 8, 2, 1, early_merge=True), (Codes.BY_TOKEN,)),
-    DecodeRow("sm_90", 2, 256, 64, DecodeTiles(32, 8, 2, 1, early_merge=True)),
+    DecodeRow("sm_90", 2, 256, 64, DecodeTiles(16, 8, 2, 1, early=True), (Codes.BY_TOKEN,)),
+    DecodeRow("sm_90", 2, 256, 64, DecodeTiles(32, 8, 2, 1, early=True)),
+    # 20 query heads on 5 KV heads, 18 x 2.7k: of 320 elements 83 us, of 384 98; 125 and 126 as one block of 512.
+    DecodeRow("sm_90", 2, 384, 16, DecodeTiles(32, 4, 3, 2, dim_block=64, early=True), (Codes.NONE,)),
+    # 32 query heads on 4 KV heads, 16 x 4k: 135 us, and 24 on 6, 2 x 10.7k: 71; 142 and 73 as one block.
+    DecodeRow("sm_90", 2, 512, 32, DecodeTiles(16, 4, 3, 2, dim_block=64, early=True), (Codes.NONE,)),
     # Of 512 columns; with 64 query heads a row spills.
-    DecodeRow("sm_90", 2, 512, 16, DecodeTiles(32, 8, 3, 1, early_merge=True)),
-    DecodeRow("sm_90", 2, 512, 32, DecodeTiles(32, 8, 2, 1, early_merge=True)),
+    DecodeRow("sm_90", 2, 512, 16, DecodeTiles(32, 8, 3, 1, early=True)),
+    DecodeRow("sm_90", 2, 512, 32, DecodeTiles(32, 8, 2, 1, early=True)),
     DecodeRow("sm_90", 4, 128, 16, DecodeTiles(16, 4, 2, 2)),
     DecodeRow("sm_90", 4, 256, 16, DecodeTiles(16, 8, 2, 2)),
     DecodeRow("sm_90", 4, 512, 16, DecodeTiles(16, 8, 1, 1)),
@@ -116,7 +125,7 @@ DECODE_ROWS = (
     DecodeRow("interpreter", 2, 512, 16, DecodeTiles(16, 1, 1, 3, paired=True), (Codes.BY_ROW,)),
     DecodeRow("interpreter", 2, 512, 16, DecodeTiles(16, 1, 1, 3, paired=True), (Codes.BY_TOKEN,)),
     DecodeRow("interpreter", 2, 64, 16, DecodeTiles(16, 1, 1, 3, transposed=True, heads_per_row=2)),
-    DecodeRow("interpreter", 2, 512, 16, DecodeTiles(16, 1, 1, 3, transposed=True)),
+    DecodeRow("interpreter", 2, 512, 16, DecodeTiles(16, 1, 1, 3, transposed=True, row_cost=1, row_end=1)),
     DecodeRow("interpreter", 4, 512, 64, DecodeTiles(16, 1, 1, 3)),
 )
 

@@ -27,6 +27,7 @@ class LatentTiles:
     wide:            whether V's columns are one part, not two: what products of sm_90's warpgroups want
     paired:          whether codes are read two by two, as float16 that matrix units take in turn; not wide
     waves_per_eu:    waves a SIMD that the AMD compiler shall make room for; 0: its own choice, and elsewhere
+    early:           whether launches of decode may begin while the one before still runs (tiles.py)
     """
 
     query_rows: int
@@ -39,6 +40,7 @@ class LatentTiles:
     wide: bool = False
     paired: bool = False
     waves_per_eu: int = 0
+    early: bool = False
 
     def head_blocks(self, num_heads: int) -> int:
         """Blocks that a token's query heads are cut into."""
@@ -58,6 +60,11 @@ class LatentTiles:
         A row's bits of one key block are a word of 32; they take registers, and trees are small.
         """
         return replace(self, query_rows=min(32, self.query_rows), key_block=min(32, self.key_block))
+
+    def of_few_masked_tokens(self) -> LatentTiles:
+        """For masked steps whose keys are split as in decode: at most 32 rows, but for warpgroup products."""
+        # With 64 rows gfx942 spills a register.
+        return self if self.wide else replace(self, query_rows=min(32, self.query_rows))
 
     def options(self) -> dict[str, int]:
         """Launch options beside the warps."""
@@ -125,18 +132,18 @@ _LARGEST = (512, 64)
 # codes come before those that serve them too.
 DECODE_ROWS: tuple[LatentRow, ...] = (
     # 128 sequences x 4k: 132 us, 1.39 of the floor; 136 with two stages, 153 to 272 in other tiles.
-    LatentRow("sm_90", 2, _LARGEST, LatentTiles(16, 64, 4, 3, 2, chains=2, paired=True), coded=True),
+    LatentRow("sm_90", 2, _LARGEST, LatentTiles(16, 64, 4, 3, 2, chains=2, paired=True, early=True), coded=True),
     # 32 heads, 128 x 4k: 258 us; 270 with blocks of 64 keys and 8 warps, 293 as two blocks of 16 heads.
-    LatentRow("sm_90", 2, _LARGEST, LatentTiles(32, 32, 4, 3, 2, chains=2, paired=True), coded=True),
+    LatentRow("sm_90", 2, _LARGEST, LatentTiles(32, 32, 4, 3, 2, chains=2, paired=True, early=True), coded=True),
     # 128 heads, 128 x 4k: 521 us, 2.83 of the products; 593 with two stages, 754 in the tiles of 32 heads.
-    LatentRow("sm_90", 2, _LARGEST, LatentTiles(64, 64, 8, 3, chains=2, wide=True), coded=True),
+    LatentRow("sm_90", 2, _LARGEST, LatentTiles(64, 64, 8, 3, chains=2, wide=True, early=True), coded=True),
     # 16 heads, 128 x 4k: 173 us, 1.09 of the floor.
-    LatentRow("sm_90", 2, _LARGEST, LatentTiles(16, 32, 4, 3, 2, chains=2)),
+    LatentRow("sm_90", 2, _LARGEST, LatentTiles(16, 32, 4, 3, 2, chains=2, early=True)),
     # 32 heads, 128 x 4k: 238 us, 1.51 of the floor; 415 with 8 warps.
-    LatentRow("sm_90", 2, _LARGEST, LatentTiles(32, 32, 4, 3, 2, chains=2)),
+    LatentRow("sm_90", 2, _LARGEST, LatentTiles(32, 32, 4, 3, 2, chains=2, early=True)),
     # 128 heads, 128 x 4k: 530 us, 2.88 of the products; 566 in two parts, 765 in the tiles of 32 heads. The only tiles
     # with warpgroup products. What they spill lies outside of the products.
-    LatentRow("sm_90", 2, _LARGEST, LatentTiles(64, 64, 8, 2, chains=2, wide=True)),
+    LatentRow("sm_90", 2, _LARGEST, LatentTiles(64, 64, 8, 2, chains=2, wide=True, early=True)),
     # Of float32, which no model is served in: 72 KiB of shared memory, up to 128 registers, 8 bytes of stack.
     LatentRow("sm_90", 4, _LARGEST, LatentTiles(16, 16, 8, 1)),
     LatentRow("sm_", 2, _LARGEST, LatentTiles(16, 32, 4, 2)),

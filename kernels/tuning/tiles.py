@@ -46,13 +46,15 @@ class DecodeTiles:
     heads_per_row:    1, or 2: two KV heads of 64 are read as one of 128
     head_blocks:      blocks that the query heads of a KV head are cut into; each reads K and V
     row_cost:         what starting a row costs beside its key blocks, in blocks; at least 1
+    row_end:          what finishing it costs: in few equal parts of a row, the last one's share of row_cost
     paired:           whether codes of K and of V are read two by two, as float16 that matrix units take in turned; not
                       transposed
     waves_per_eu:     as in ExtendTiles
     dim_block:        columns of the equal blocks that the dims of K and of V are cut into; 0: they are one block. Not
                       paired, and not with two heads a row
     max_registers:    registers of a thread that NVIDIA's compiler may take; 0: its own choice
-    early_merge:      whether the merge of rows is launched while programs still run (NVIDIA, from sm_90 on)
+    early:            whether launches may begin while the one before still runs, and wait on the device for its end
+                      ("programmatic dependent launch" of NVIDIA from sm_90 on)
     """
 
     key_block: int
@@ -63,11 +65,12 @@ class DecodeTiles:
     heads_per_row: int = 1
     head_blocks: int = 1
     row_cost: int = 2
+    row_end: int = 0
     paired: bool = False
     waves_per_eu: int = 0
     dim_block: int = 0
     max_registers: int = 0
-    early_merge: bool = False
+    early: bool = False
 
     def columns(self, dim: int) -> int:
         """Columns of a block of rows of dim elements; a power of two."""
@@ -148,16 +151,14 @@ class ExtendTiles:
         named = {"waves_per_eu": self.waves_per_eu, "maxnreg": self.max_registers}
         return {name: value for name, value in named.items() if value}
 
-    def of_masked_steps(self, codes: Codes = Codes.NONE, *, is_short: bool = False) -> ExtendTiles:
-        """Half the rows and at most 32 keys, for steps with packed masks.
+    def of_masked_steps(self, codes: Codes = Codes.NONE) -> ExtendTiles:
+        """Half the rows and at most 32 keys, for steps with packed masks: bits take registers, and trees are small.
 
-        A row's bits of one key block are a word of 32; they take registers, and trees are small.
-
-        is_short: whether the tiles are of short sequences; those keep their rows, lest each reads its keys twice
+        Tiles of short sequences stay as they are, lest each reads its keys twice, or those before the mask slower than
+        in other steps.
         """
         # With all rows sm_90 spills 32 bytes at head_dim 128.
-        query_rows = self.query_rows if is_short else max(16, self.query_rows // 2)
-        tiles = replace(self, query_rows=query_rows, key_block=min(32, self.key_block))
+        tiles = replace(self, query_rows=max(16, self.query_rows // 2), key_block=min(32, self.key_block))
         # With factors of tokens and two stages up to 33 SGPRs spill on AMD.
         return replace(tiles, num_stages=1) if codes is Codes.BY_TOKEN else tiles
 

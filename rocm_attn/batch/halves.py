@@ -41,9 +41,11 @@ def split_batch(batch: StepBatch, most: int) -> tuple[StepBatch, StepBatch]:
     if batch.prefixes is not NO_PREFIXES:
         raise BadBatch("a step with shared prefixes cannot be split, because both halves would read them; run it whole")
     first = (batch.num_seqs + 1) // 2 if batch.min_q_len == batch.max_q_len else split_point(batch.q_len, most)
-    tokens, ids = int(batch.q_len[:first].sum()), batch.token_ids
+    drafts = batch.drafts
+    tokens, ids = int(batch.q_len[:first].sum()) // drafts.steps, batch.token_ids
+    rows, kv_len, q_len = batch.rows, batch.kv_len, batch.q_len
     first_inputs, second_inputs = batch.inputs.cut(first, tokens)
     return (
-        StepBatch(batch.rows[:first], batch.kv_len[:first], batch.q_len[:first], ids[:tokens], inputs=first_inputs),
-        StepBatch(batch.rows[first:], batch.kv_len[first:], batch.q_len[first:], ids[tokens:], inputs=second_inputs),
+        StepBatch(rows[:first], kv_len[:first], q_len[:first], ids[:tokens], inputs=first_inputs, drafts=drafts),
+        StepBatch(rows[first:], kv_len[first:], q_len[first:], ids[tokens:], inputs=second_inputs, drafts=drafts),
     )

@@ -7,8 +7,8 @@ scheduling which tokens were sampled. The host then gives upper bounds, and the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import ClassVar, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -56,35 +56,56 @@ class DeviceInputs:
 
     kv_len:    int32 [num_seqs]  the batch's kv_len are upper bounds of these
     q_len:     int32 [num_seqs]  the batch's q_len are upper bounds of these; tokens of the step are packed by them
-    token_ids: int32 [n]         sequence after sequence; n is the sum of the batch's q_len
+    token_ids: int32 [n]         sequence after sequence; n is the sum of the batch's q_len, or with drafts those of the
+               first draft step
+    ahead:     tokens of the step that kv_len leaves out: a sequence has kv_len + ahead of them. With W for a step of W
+               new tokens, kv_len may be what was stored before it
 
     They are read where they lie, never written, by kernels on the stream of the step: they must hold their values until
-    those have run, and may change afterwards. A value outside of 0 <= q_len <= kv_len <= bound is cut, and the step's
-    error word says so: a later step raises DeviceFault. Raises BadTensor.
+    those have run, and may change afterwards. A value outside of 0 <= q_len <= kv_len + ahead <= bound is cut, and the
+    step's error word says so: a later step raises DeviceFault. Raises BadTensor.
     """
 
     kv_len: Tensor = ON_HOST
     q_len: Tensor = ON_HOST
     token_ids: Tensor = ON_HOST
+    ahead: int = 0
 
     def __post_init__(self) -> None:
-        for name, tensor in self._given().items():
+        if self.ahead and self.kv_len is ON_HOST:
+            raise BadTensor(
+                f"ahead is {self.ahead} and kv_len is on the host, which counts all tokens; leave ahead out"
+            )
+        # A step of every round makes one, so nothing is put together where all is well.
+        device = None
+        for name, tensor in (("kv_len", self.kv_len), ("q_len", self.q_len), ("token_ids", self.token_ids)):
+            if tensor is ON_HOST:
+                continue
+            if device is None:
+                device = tensor.device
+            if tensor.device != device:
+                self._refuse_devices()
             if tensor.dtype != torch.int32 or tensor.dim() != 1 or not tensor.is_contiguous():
                 raise BadTensor(
                     f"{name} is a {tensor.dtype} tensor of shape {list(tensor.shape)} and strides "
                     f"{list(tensor.stride())}; it must be a contiguous int32 vector"
                 )
-        devices = {tensor.device for tensor in self._given().values()}
-        if len(devices) != 1:
-            raise BadTensor(
-                f"tensors on {', '.join(sorted(map(str, devices))) or 'no device'} were given; "
-                "a step takes kv_len, q_len or token_ids from one device"
-            )
+        if device is None:
+            self._refuse_devices()
+
+    def _refuse_devices(self) -> NoReturn:
+        devices = {str(tensor.device) for tensor in self._given().values()}
+        raise BadTensor(
+            f"tensors on {', '.join(sorted(devices)) or 'no device'} were given; "
+            "a step takes kv_len, q_len or token_ids from one device"
+        )
 
     @property
     def device(self) -> torch.device:
         """Of the tensors."""
-        return next(iter(self._given().values())).device
+        if self.kv_len is not ON_HOST:
+            return self.kv_len.device
+        return (self.token_ids if self.q_len is ON_HOST else self.q_len).device
 
     @property
     def kv_len_on_host(self) -> bool:
@@ -126,19 +147,20 @@ class DeviceInputs:
         places = (("kv_len", self.kv_len, num_seqs), ("token_ids", self.token_ids, num_tokens))
         given = [(name, tensor, at) for name, tensor, at in places if tensor is not ON_HOST]
         return (
-            DeviceInputs(**{name: tensor[:at] for name, tensor, at in given}),
-            DeviceInputs(**{name: tensor[at:] for name, tensor, at in given}),
+            DeviceInputs(**{name: tensor[:at] for name, tensor, at in given}, ahead=self.ahead),
+            DeviceInputs(**{name: tensor[at:] for name, tensor, at in given}, ahead=self.ahead),
         )
 
-    def __reduce__(self) -> tuple[Callable[[dict[str, Tensor]], DeviceInputs], tuple[dict[str, Tensor]]]:
-        return _device_inputs, (self._given(),)  # ON_HOST is known by its identity
+    def __reduce__(self) -> tuple[Callable[[dict[str, Tensor], int], DeviceInputs], tuple[dict[str, Tensor], int]]:
+        return _device_inputs, (self._given(), self.ahead)  # ON_HOST is known by its identity
 
     def _given(self) -> dict[str, Tensor]:
-        return {field.name: tensor for field in fields(self) if (tensor := getattr(self, field.name)) is not ON_HOST}
+        given = {"kv_len": self.kv_len, "q_len": self.q_len, "token_ids": self.token_ids}
+        return {name: tensor for name, tensor in given.items() if tensor is not ON_HOST}
 
 
-def _device_inputs(given: dict[str, Tensor]) -> DeviceInputs:
-    return DeviceInputs(**given)
+def _device_inputs(given: dict[str, Tensor], ahead: int) -> DeviceInputs:
+    return DeviceInputs(**given, ahead=ahead)
 
 
 Inputs = HostInputs | DeviceInputs

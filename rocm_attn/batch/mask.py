@@ -1,9 +1,14 @@
-"""StepMask: which keys each new token of a step sees, where causality does not say it.
+"""StepMask, TreeMask: which keys each new token of a step sees, where causality does not say it.
 
-Cell (t, j) of sequence i, its t-th new token and the key at kv_index j, is bit c % 8 of byte c // 8 (the lowest bit
-first), where c = mask_indptr[i] + t * kv_len[i] + j and mask_indptr[i] = q_len[0] * kv_len[0] + ... up to sequence i.
-Layers whose problem has custom_mask see by it; others see what they always do. In a layer with a window a token sees
-the keys that its mask shows, from kv_index position - window_left on.
+A mask has cells for a sequence's new keys, and for some before them. Cell (t, j) of sequence i, its t-th new token and
+the key at kv_index j >= start[i], is bit c % 8 of byte c // 8 (the lowest bit first), where
+
+    mask_len[i] = q_len[i] + min(kv_len[i] - q_len[i], keys_before)                 start[i] = kv_len[i] - mask_len[i]
+    c = cells of the sequences before i + t * mask_len[i] + j - start[i]            q_len * mask_len cells each
+
+Keys without cells are seen by all new tokens. Layers whose problem has custom_mask see by the mask; others see what
+they always do. In a layer with a window a token sees the keys that its mask shows, from kv_index position - window_left
+on.
 """
 
 from __future__ import annotations
@@ -17,9 +22,12 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadBatch, BadTensor
+from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
 
 # What a launch copies is counted in 32 bits, with room for its last stride.
 _MOST_BYTES = 1 << 30
+# Nodes of a tree: their cells are counted in 32 bits.
+_MOST_NODES = 1 << 15
 
 
 class NoMask:
@@ -36,19 +44,22 @@ class NoMask:
 class StepMask:
     """Tensors of the caller on the runtime's device.
 
-    bits:      uint8 [bytes]       the cells, at least as many as q_len * kv_len of all sequences come to; with lengths
-                                   on the device by those, and room for the batch's bounds
-    positions: int32 [num_tokens]  what Step.positions shall hold: in a tree a token's position is its depth, not its
-                                   place in the KV; kv_positions() where it is the place. Windows are counted back from
-                                   them, or from kv_len - q_len where they are less: what lies before the window of
-                                   that place was given up. ALiBi counts places
+    bits:        uint8 [bytes]       the cells, at least as many as those of all sequences; with lengths on the device
+                                     by those, and room for the batch's bounds
+    positions:   int32 [num_tokens]  what Step.positions shall hold: in a tree a token's position is its depth, not its
+                                     place in the KV; kv_positions() where it is the place. Windows are counted back
+                                     from them, or from kv_len - q_len where they are less: what lies before the window
+                                     of that place was given up. ALiBi counts places
+    keys_before: keys before a sequence's new ones that have cells, at most; all new tokens see those before them.
+                 ALL_KEYS: each sequence has q_len * kv_len cells
 
     They are read where they lie, by a kernel on the stream of the step: they must hold their values until it has run,
-    and may change afterwards. Raises BadTensor.
+    and may change afterwards. Raises BadTensor, BadBatch.
     """
 
     bits: Tensor
     positions: Tensor
+    keys_before: int = ALL_KEYS
 
     def __post_init__(self) -> None:
         for name, tensor, dtype in (("bits", self.bits, torch.uint8), ("positions", self.positions, torch.int32)):
@@ -62,33 +73,95 @@ class StepMask:
                 f"the bits of a mask are on {self.bits.device} and its positions on {self.positions.device}; "
                 "give both on one device"
             )
+        if not 0 <= self.keys_before <= ALL_KEYS:
+            raise BadBatch(
+                f"keys_before of a mask is {self.keys_before}; it is a number of keys, from 0 to {ALL_KEYS} for all"
+            )
 
     @property
     def device(self) -> torch.device:
         """Of both tensors."""
         return self.bits.device
 
-    def check(self, num_bytes: int, num_tokens: int) -> None:
-        """Refuse a mask that is too short for a step of so many bytes of cells and new tokens. Raises BadBatch."""
+    def num_cells(self, kv_len: npt.NDArray[np.int32], q_len: npt.NDArray[np.int32]) -> int:
+        """Cells that sequences with these lengths have together."""
+        return mask_cells(kv_len, q_len, self.keys_before)
+
+    def check(self, kv_len: npt.NDArray[np.int32], q_len: npt.NDArray[np.int32]) -> None:
+        """Refuse a mask that is too short for a step of these lengths. Raises BadBatch."""
+        num_bytes, num_tokens = bytes_of_cells(self.num_cells(kv_len, q_len)), int(q_len.sum())
         if num_bytes > _MOST_BYTES:
             raise BadBatch(
                 f"the mask of the step takes {num_bytes} bytes, at most {_MOST_BYTES} serve; split the batch"
             )
         if len(self.bits) < num_bytes:
+            keys = "kv_len" if self.keys_before == ALL_KEYS else f"(q_len + up to {self.keys_before} keys before)"
             raise BadBatch(
-                f"the mask has {len(self.bits)} bytes; the sum of q_len * kv_len bits of this step takes {num_bytes}"
+                f"the mask has {len(self.bits)} bytes; the sum of q_len * {keys} bits of this step takes {num_bytes}"
             )
         if len(self.positions) != num_tokens:
             raise BadBatch(f"the mask has {len(self.positions)} positions for {num_tokens} new tokens; give one each")
 
 
-Mask = NoMask | StepMask
+@dataclass(frozen=True, slots=True, eq=False)
+class TreeMask:
+    """The mask of a step whose new tokens are trees of drafts, one or more for each sequence.
+
+    A draft sees the KV that was there before the step, itself, and its ancestors among the sequence's new tokens. Its
+    position is its place in the branch: tokens before the step, and one more for each ancestor.
+
+    parents: int32 [num_seqs, n] on the runtime's device, rows contiguous at any stride: new token -> its parent's place
+             among the sequence's new tokens, or NO_PARENT; a parent comes before its children, and what does not counts
+             as NO_PARENT. n is max_q_len or more; what lies after a sequence's new tokens is not read
+
+    Read where it lies, as the tensors of a StepMask; lengths are the step's, wherever it has them. Raises BadTensor.
+    """
+
+    parents: Tensor
+
+    def __post_init__(self) -> None:
+        parents = self.parents
+        if parents.dtype != torch.int32 or parents.dim() != 2 or (parents.shape[1] > 1 and parents.stride(1) != 1):
+            raise BadTensor(
+                f"parents is {parents.dtype} of shape {list(parents.shape)} and strides {list(parents.stride())}; "
+                "it must be torch.int32 of shape [num_seqs, new tokens] with contiguous rows"
+            )
+
+    @property
+    def device(self) -> torch.device:
+        """Of the parents."""
+        return self.parents.device
+
+    def num_cells(self, kv_len: npt.NDArray[np.int32], q_len: npt.NDArray[np.int32]) -> int:
+        """As StepMask.num_cells."""
+        return mask_cells(kv_len, q_len, 0)
+
+    def check(self, kv_len: npt.NDArray[np.int32], q_len: npt.NDArray[np.int32]) -> None:
+        """Refuse parents that are too few for a step of these lengths. Raises BadBatch."""
+        most = int(q_len.max(initial=0))
+        if most > _MOST_NODES:
+            raise BadBatch(f"a sequence has {most} new tokens in trees; at most {_MOST_NODES} serve")
+        num_seqs, width = self.parents.shape
+        if num_seqs != len(q_len) or width < most:
+            raise BadBatch(
+                f"parents has shape [{num_seqs}, {width}]; a step of {len(q_len)} sequences with up to {most} new "
+                f"tokens needs [{len(q_len)}, {most}] or wider"
+            )
+
+
+Mask = NoMask | StepMask | TreeMask
 NO_MASK = NoMask()
 
 
-def mask_bytes(kv_len: npt.NDArray[np.int32], q_len: npt.NDArray[np.int32]) -> int:
-    """Bytes that the cells of sequences with these lengths take together."""
-    return -(-int(np.dot(kv_len.astype(np.int64), q_len.astype(np.int64))) // 8)
+def mask_cells(kv_len: npt.NDArray[np.int32], q_len: npt.NDArray[np.int32], keys_before: int) -> int:
+    """Cells that sequences with these lengths have together."""
+    new = q_len.astype(np.int64)
+    return int(np.dot(new, new + np.minimum(kv_len - new, keys_before)))
+
+
+def bytes_of_cells(num_cells: int) -> int:
+    """Bytes that so many cells take."""
+    return -(-num_cells // 8)
 
 
 def kv_positions(kv_len: npt.NDArray[np.int32], q_len: npt.NDArray[np.int32], device: torch.device) -> Tensor:
@@ -98,8 +171,14 @@ def kv_positions(kv_len: npt.NDArray[np.int32], q_len: npt.NDArray[np.int32], de
     return torch.from_numpy((first + np.arange(int(q_len.sum()))).astype(np.int32)).to(device)
 
 
-def random_mask(kv_len: npt.NDArray[np.int32], q_len: npt.NDArray[np.int32], generator: torch.Generator) -> StepMask:
+def random_mask(
+    kv_len: npt.NDArray[np.int32],
+    q_len: npt.NDArray[np.int32],
+    generator: torch.Generator,
+    keys_before: int = ALL_KEYS,
+) -> StepMask:
     """Every second cell or so, for probes and tests; on the generator's device, with positions by place."""
     device = generator.device
-    bits = torch.randint(256, (mask_bytes(kv_len, q_len),), generator=generator, device=device, dtype=torch.uint8)
-    return StepMask(bits, kv_positions(kv_len, q_len, device))
+    num_bytes = bytes_of_cells(mask_cells(kv_len, q_len, keys_before))
+    bits = torch.randint(256, (num_bytes,), generator=generator, device=device, dtype=torch.uint8)
+    return StepMask(bits, kv_positions(kv_len, q_len, device), keys_before)

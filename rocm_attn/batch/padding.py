@@ -18,9 +18,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from rocm_attn.batch.drafts import NO_DRAFTS, AnyDrafts, Drafts
 from rocm_attn.batch.halves import HALVES, split_batch
 from rocm_attn.batch.inputs import HOST_INPUTS
-from rocm_attn.batch.mask import NO_MASK
+from rocm_attn.batch.mask import NO_MASK, NoMask
 from rocm_attn.batch.prefixes import NO_PREFIXES
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import Extra, StepKind
@@ -34,21 +35,38 @@ _NO_EXTRAS = frozenset({Extra.NOTHING})
 class PaddedShape:
     """The shape a step runs at.
 
-    num_seqs, num_tokens: padded, of all children together; at least 1 each in every child
-    num_children:         parts of one shape that the step runs as, each in buffers of its own; 1 where it is not split
+    num_seqs:     padded, of both halves together; at least 1 in each
+    num_tokens:   padded, of all children together; at least 1 in each
+    num_children: parts of one shape that the step runs as, each in buffers of its own: halves, draft steps, or the
+                  draft steps of the first half and then those of the second; 1 where it runs whole
+    drafts:       the round of drafts that it is, whose steps all have the half's sequences
     """
 
     kind: StepKind
     num_seqs: int
     num_tokens: int
     num_children: int = 1
+    drafts: AnyDrafts = NO_DRAFTS
+
+    @classmethod
+    def of_drafts(cls, drafts: Drafts, num_seqs: int, num_halves: int) -> PaddedShape:
+        """The shape of a round of drafts: what decodes where they are chains, and what takes masks otherwise."""
+        kind = StepKind.DECODE if drafts.branches == 1 else StepKind.MASKED
+        return cls(kind, num_seqs, num_seqs * drafts.tokens, num_halves * drafts.steps, drafts)
+
+    @property
+    def num_halves(self) -> int:
+        """Parts that the sequences are cut into: 1 or 2."""
+        # A draft step by itself is less than a half.
+        return max(1, self.num_children // self.drafts.steps)
 
     @property
     def child(self) -> PaddedShape:
-        """The shape of one child; a step that is not split is its own child."""
+        """The shape of one child; a step that runs whole is its own child."""
         if self.num_children == 1:
             return self
-        return PaddedShape(self.kind, self.num_seqs // self.num_children, self.num_tokens // self.num_children)
+        num_seqs, num_tokens = self.num_seqs // self.num_halves, self.num_tokens // self.num_children
+        return PaddedShape(self.kind, num_seqs, num_tokens, drafts=self.drafts)
 
     @property
     def pad_q_len(self) -> int:
@@ -74,7 +92,8 @@ class PadTo(NamedTuple):
     def of(cls, batch: StepBatch, padding: PaddingPolicy, num_children: int = 1) -> PadTo:
         """What a batch is padded to by itself. num_children: 2 where it runs as halves"""
         shape = padding.shape(batch) if num_children == 1 else padding.split_shape(batch)
-        return cls(shape.num_seqs, 0 if shape.kind.decodes else shape.num_tokens, batch.max_kv_len)
+        is_uniform = shape.kind.decodes or batch.drafts is not NO_DRAFTS
+        return cls(shape.num_seqs, 0 if is_uniform else shape.num_tokens, batch.max_kv_len)
 
     @classmethod
     def all_of(cls, each: Iterable[PadTo], padding: PaddingPolicy, num_children: int = 1) -> PadTo:
@@ -95,15 +114,23 @@ class PaddingPolicy:
 
     seqs:         the sequence counts that graphs are captured at
     tokens:       the token counts that steps with more than one new token a sequence are captured at
-    max_children: the most children that a captured step has; a split step takes the sizes of the ladders, rounded up
-                  to two equal halves
+    max_children: the most parts that the sequences of a captured step are cut into; a split step takes the sizes of the
+                  ladders, rounded up to two equal halves
     extras:       what captured steps may bring
+    drafts:       the rounds of drafts that may be captured
+    mask_keys:    keys before the new ones that masks of captured steps have room for
+    verify:       new tokens of a sequence in steps that verify drafts. Steps of up to as many new tokens a sequence, of
+                  sequence counts of the ladder, are padded to so many for each padded sequence, and may be captured;
+                  0: none are
     """
 
     seqs: SizeLadder
     tokens: SizeLadder
     max_children: int = 1
     extras: frozenset[Extra] = _NO_EXTRAS
+    drafts: tuple[Drafts, ...] = ()
+    mask_keys: int = 0
+    verify: int = 0
 
     def kinds(self, num_children: int) -> tuple[StepKind, ...]:
         """The kinds of steps that may be captured whole, or in so many parts."""
@@ -139,9 +166,13 @@ class PaddingPolicy:
         else:
             _check(batch, pad_to, num_children)
             num_seqs = pad_to.seqs
+        if isinstance(batch.drafts, Drafts):
+            return PaddedShape.of_drafts(batch.drafts, num_seqs, num_children)
         if pad_to is None or not pad_to.tokens:
             if kind.decodes and (num_children == 1 or kind.splits):
                 return PaddedShape(kind, num_seqs, num_seqs, num_children)
+            if self._is_verified(batch, num_seqs) and num_children == 1:
+                return PaddedShape(kind, num_seqs, num_seqs * self.verify)
             needed = _tokens_of_children(batch, num_seqs, num_children)
             return PaddedShape(kind, num_seqs, self.round_tokens(needed, num_children), num_children)
         needed = _tokens_of_children(batch, num_seqs, num_children)
@@ -154,13 +185,32 @@ class PaddingPolicy:
 
     def captures(self, shape: PaddedShape) -> bool:
         """Whether steps of this shape may be captured: none of its sizes lies above its ladder."""
-        children = shape.num_children
-        return (
-            children <= self.max_children
-            and shape.num_seqs <= round_up(self.seqs.largest, children)
-            and (shape.kind.decodes or shape.num_tokens <= round_up(self.tokens.largest, children))
-            and self._captures(shape.kind, children)
-        )
+        halves = shape.num_halves
+        if halves > self.max_children or shape.num_seqs > round_up(self.seqs.largest, halves):
+            return False
+        if isinstance(shape.drafts, Drafts):
+            return shape.drafts in self.drafts and shape.kind.extra in self.extras
+        fits_tokens = shape.num_tokens <= round_up(self.tokens.largest, halves) or self.verifies(shape)
+        return (shape.kind.decodes or fits_tokens) and self._captures(shape.kind, halves)
+
+    def has_room(self, batch: StepBatch, shape: PaddedShape) -> bool:
+        """Whether captured steps of this shape have room for the cells of a batch's mask."""
+        if isinstance(batch.mask, NoMask):
+            return True
+        return batch.mask.num_cells(batch.kv_len, batch.q_len) <= room_for_cells(shape.num_tokens, self.mask_keys)
+
+    def _is_verified(self, batch: StepBatch, num_seqs: int) -> bool:
+        """Whether a batch that is padded to so many sequences is one of those that verify drafts."""
+        return self.verify > 0 and batch.max_q_len <= self.verify and num_seqs <= self.seqs.largest
+
+    def verifies(self, shape: PaddedShape) -> bool:
+        """Whether steps that verify drafts have this shape."""
+        uniform = shape.num_children == 1 and not shape.kind.decodes
+        return self.verify > 0 and uniform and shape.num_tokens == shape.num_seqs * self.verify
+
+    def most_q_len(self, shape: PaddedShape) -> int:
+        """New tokens of a sequence, at most, in steps of a shape."""
+        return self.verify if self.verifies(shape) else shape.child.num_tokens
 
     def _captures(self, kind: StepKind, num_children: int) -> bool:
         return kind.captured and kind.extra in self.extras and (num_children == 1 or kind.splits)
@@ -170,21 +220,33 @@ class PaddingPolicy:
         shapes = []
         for children in range(1, self.max_children + 1):
             seqs, tokens = (round_up(ladder.largest, children) for ladder in (self.seqs, self.tokens))
+            most = max(tokens, seqs * self.verify) if children == 1 else tokens
             shapes += [
-                PaddedShape(kind, seqs, seqs if kind.decodes else tokens, children) for kind in self.kinds(children)
+                PaddedShape(kind, seqs, seqs if kind.decodes else most, children) for kind in self.kinds(children)
             ]
+            shapes += [PaddedShape.of_drafts(drafts, seqs, children) for drafts in self.drafts]
         return tuple(shapes)
+
+
+def room_for_cells(num_tokens: int, mask_keys: int) -> int:
+    """Cells of any mask of so many new tokens that covers up to mask_keys keys before each sequence's new ones."""
+    return num_tokens * (num_tokens + mask_keys)
 
 
 def fits(batch: StepBatch, shape: PaddedShape) -> bool:
     """Whether a batch can run at a padded shape, each of its parts in a child of it."""
+    if shape.drafts is not NO_DRAFTS or batch.drafts is not NO_DRAFTS:
+        return batch.num_seqs <= shape.num_seqs and batch.drafts == shape.drafts
     if batch.num_seqs > shape.num_seqs or (shape.kind.decodes and step_kind(batch).decodes != shape.kind.decodes):
         return False
     return shape.kind.decodes or _tokens_of_children(batch, shape.num_seqs, shape.num_children) <= shape.num_tokens
 
 
 def token_places(batch: StepBatch, shape: PaddedShape) -> npt.NDArray[np.int64]:
-    """int64 [T]; places of a step's tokens among its padded ones, one half after the other: real tokens, then pads."""
+    """int64 [T]; places of a step's tokens among its padded ones, one half after the other: real tokens, then pads.
+
+    Not of drafts, whose steps have the same places.
+    """
     places = np.arange(shape.num_tokens)
     if shape.num_children == 1:
         return places
@@ -206,6 +268,8 @@ def _check(batch: StepBatch, pad_to: PadTo, num_children: int) -> None:
     wanted = max(1, batch.num_seqs)
     if pad_to.seqs < wanted:
         raise NeverFits(f"{batch.num_seqs} sequences cannot be padded to {pad_to.seqs}; pad to at least {wanted}")
+    if pad_to.tokens and batch.drafts is not NO_DRAFTS:
+        raise BadBatch(f"a round of drafts has as many tokens as its sequences say; pad to PadTo({pad_to.seqs}) alone")
     for count, what in ((pad_to.seqs, "sequences"), (pad_to.tokens, "tokens")):
         if count % num_children:
             raise NeverFits(f"{count} {what} cannot be split into halves of one size; pad to an even number")
@@ -239,7 +303,12 @@ def is_prefill(batch: StepBatch) -> bool:
 
 
 def step_kind(batch: StepBatch) -> StepKind:
-    """The kind of step that a batch is. Without a mask an empty one is a decode step; PREFILL is for the planner."""
+    """The kind of step that a batch is. Without a mask an empty one is a decode step; PREFILL is for the planner.
+
+    Of a round of drafts, the kind of each of its steps.
+    """
+    if isinstance(batch.drafts, Drafts):
+        return StepKind.DECODE if batch.drafts.branches == 1 else StepKind.MASKED
     if batch.mask is not NO_MASK:
         return StepKind.MASKED
     if batch.prefixes is not NO_PREFIXES:

@@ -10,8 +10,9 @@ from typing import Any, Final, TypeGuard
 import numpy as np
 import numpy.typing as npt
 
-from rocm_attn.batch.inputs import HOST_INPUTS, Inputs
-from rocm_attn.batch.mask import NO_MASK, Mask, StepMask, mask_bytes
+from rocm_attn.batch.drafts import NO_DRAFTS, AnyDrafts, Drafts
+from rocm_attn.batch.inputs import HOST_INPUTS, ON_HOST, DeviceInputs, Inputs
+from rocm_attn.batch.mask import NO_MASK, Mask, NoMask
 from rocm_attn.batch.prefixes import NO_PREFIXES, Prefixes, SharedPrefixes
 from rocm_attn.errors import BadBatch
 
@@ -32,12 +33,15 @@ class StepBatch:
     rows:       int32 [num_seqs]    seq -> row of the request table
     kv_len:     int32 [num_seqs]    tokens in the sequence's KV after this step, the new ones included
     q_len:      int32 [num_seqs]    new tokens of this step, at the end of the KV
-    token_ids:  int32 [num_tokens]  ids of the new tokens, sequence after sequence; empty: the caller feeds the model
+    token_ids:  int32 [num_tokens]  ids of the new tokens, sequence after sequence; empty: the caller feeds the model.
+                With drafts those of the first draft step alone: int32 [num_seqs * branches]
     inputs:     what the device alone knows: kv_len and q_len are then upper bounds, and with them num_tokens,
                 max_q_len and max_kv_len; pages are reserved for the bounds
     mask:       what the new tokens see in layers whose problem has custom_mask
     prefixes:   which sequences of a decode step share pages, to be read once for all of them; without a mask, and with
                 lengths that the host knows
+    drafts:     a round of drafts, which runs in so many steps (batch/drafts.py): each sequence has branches * steps new
+                tokens. Without a mask and prefixes, and with q_len on the host. draft_batch() makes such a batch
 
     rows, kv_len and q_len are what was given when the batch was made, whatever becomes of the caller's arrays.
     row_bytes, kv_len_bytes and q_len_bytes are what lies in them: bytes are compared in a tenth of the time of arrays.
@@ -52,6 +56,7 @@ class StepBatch:
     inputs: Final[Inputs]
     mask: Final[Mask]
     prefixes: Final[Prefixes]
+    drafts: Final[AnyDrafts]
     num_seqs: int = field(init=False)
     num_tokens: int = field(init=False)
     max_q_len: int = field(init=False)
@@ -72,6 +77,7 @@ class StepBatch:
         inputs: Inputs = HOST_INPUTS,
         mask: Mask = NO_MASK,
         prefixes: Prefixes = NO_PREFIXES,
+        drafts: AnyDrafts = NO_DRAFTS,
     ) -> None:
         if not (_is_int32(rows) and _is_int32(kv_len) and _is_int32(q_len) and _is_int32(token_ids)):
             rows, kv_len = _as_int32("rows", rows), _as_int32("kv_len", kv_len)
@@ -93,12 +99,15 @@ class StepBatch:
         if num_seqs * longest > INT32_MAX and _total(kv) > INT32_MAX:
             raise BadBatch(f"{_total(kv)} KV tokens in one step overflow an int32 indptr; split the batch")
         num_tokens = num_seqs * most if fewest == most else _total(new)
-        if len(token_ids) not in (0, num_tokens):
-            raise BadBatch(f"{len(token_ids)} token ids for {num_tokens} new tokens; pass one each, or none")
+        fed = num_tokens
+        if isinstance(drafts, Drafts):
+            fed = _fed_at_once(drafts, (fewest, most), num_seqs, (inputs, mask, prefixes))
+        if len(token_ids) not in (0, fed):
+            raise BadBatch(f"{len(token_ids)} token ids for {fed} new tokens; pass one each, or none")
         if inputs is not HOST_INPUTS:  # on most steps there is nothing to ask
-            fewest = inputs.min_q_len(num_seqs, num_tokens, fewest)
-        if isinstance(mask, StepMask):
-            mask.check(mask_bytes(kv, new), num_tokens)
+            fewest = inputs.min_q_len(num_seqs, fed, fewest)
+        if not isinstance(mask, NoMask):
+            mask.check(kv, new)
         if isinstance(prefixes, SharedPrefixes):
             _check_beside_prefixes(inputs, mask)
             prefixes.check(kv, decodes=num_seqs == 0 or fewest == most == 1)
@@ -109,6 +118,7 @@ class StepBatch:
         self.inputs = inputs
         self.mask = mask
         self.prefixes = prefixes
+        self.drafts = drafts
         self.num_seqs = num_seqs
         self.num_tokens = num_tokens
         self.max_q_len = most
@@ -117,6 +127,52 @@ class StepBatch:
         self.row_bytes = row_bytes
         self.kv_len_bytes = kv_len_bytes
         self.q_len_bytes = q_len_bytes
+
+    @property
+    def num_fed(self) -> int:
+        """New tokens that the forward is given at a time: all of them, or those of one draft step."""
+        return self.num_tokens // self.drafts.steps
+
+
+def draft_batch(
+    rows: Integers,
+    prefix_len: Integers,
+    drafts: Drafts,
+    token_ids: Integers = NO_TOKEN_IDS,
+    *,
+    inputs: Inputs = HOST_INPUTS,
+) -> StepBatch:
+    """A round of drafts.
+
+    rows:       int32 [num_seqs]  seq -> row of the request table, which has room for prefix_len + drafts.tokens
+    prefix_len: int32 [num_seqs]  tokens that are stored before the drafts; upper bounds where inputs have kv_len
+    token_ids:  int32 [num_seqs * branches]  what the first draft step is fed, sequence after sequence; or none
+    inputs:     DeviceInputs(kv_len=prefix lengths, ahead=drafts.tokens) where only the device knows them
+
+    Raises BadBatch.
+    """
+    before = _as_int32("prefix_len", prefix_len)
+    if len(before) and before.item(before.argmax()) > INT32_MAX - drafts.tokens:
+        raise BadBatch(f"a prefix of {int(before.max())} tokens with {drafts.tokens} drafts overflows int32")
+    q_len = as_many(len(before), drafts.tokens)
+    return StepBatch(rows, before + q_len, q_len, token_ids, inputs=inputs, drafts=drafts)
+
+
+def _fed_at_once(
+    drafts: Drafts, extremes: tuple[int, int], num_seqs: int, beside: tuple[Inputs, Mask, Prefixes]
+) -> int:
+    """Drafts of a draft step. extremes: the smallest and the largest q_len. Raises BadBatch for what is no round."""
+    inputs, mask, prefixes = beside
+    if num_seqs and extremes != (drafts.tokens, drafts.tokens):
+        raise BadBatch(
+            f"sequences have {extremes[0]} to {extremes[1]} new tokens; with {drafts.branches} branches and "
+            f"{drafts.steps} steps of drafts each has {drafts.tokens}"
+        )
+    if mask is not NO_MASK or prefixes is not NO_PREFIXES:
+        raise BadBatch("drafts have masks of their own, and share no prefixes with others; leave mask and prefixes out")
+    if isinstance(inputs, DeviceInputs) and inputs.q_len is not ON_HOST:
+        raise BadBatch("each sequence of a round has as many drafts; leave q_len out of its device inputs")
+    return num_seqs * drafts.branches
 
 
 def _check_beside_prefixes(inputs: Inputs, mask: Mask) -> None:
@@ -148,6 +204,14 @@ def _extremes(values: Int32Array) -> tuple[int, int]:
     if not len(values):
         return 0, 0
     return values.item(values.argmin()), values.item(values.argmax())
+
+
+@lru_cache(maxsize=1024)
+def as_many(num_seqs: int, tokens: int) -> Int32Array:
+    """int32 [num_seqs]: the q_len of a step in which each sequence has so many new tokens; read-only."""
+    array = np.full(num_seqs, tokens, np.int32)
+    array.flags.writeable = False
+    return array
 
 
 @lru_cache(maxsize=1024)

@@ -34,13 +34,12 @@ from rocm_attn.capture.probe_requests import (
     stored_new_tokens,
 )
 from rocm_attn.oracle.numerics import BOUNDS, error_parts
-from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.runtime import AttentionRuntime, Staged
 from rocm_attn.step.outputs import Outputs, PerToken, leaves_of, real_rows, structure_of
 from rocm_attn.step.plan import StepPlan
-from rocm_attn.step.step import SplitStep, Step
 
-Record = Callable[[Step | SplitStep], Callable[[], Outputs]]
-Eager = Callable[[Step | SplitStep], Outputs]
+Record = Callable[[Staged], Callable[[], Outputs]]
+Eager = Callable[[Staged], Outputs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +222,7 @@ class _Trial(Generic[Outputs]):
 
     def _result(self, batch: StepBatch, outputs: Outputs) -> _Result:
         """What a run of a step gave, without pads; of a forward that returns no tensor, the K and V that it stored."""
-        tensors = tensors_of(real_rows(outputs, batch.num_seqs, batch.num_tokens))
+        tensors = tensors_of(real_rows(outputs, batch.num_seqs, batch.num_fed))
         if not tensors:
             tensors = stored_new_tokens(self._runtime, batch)
         return _Result(structure_of(outputs), {path: tensor.clone() for path, tensor in tensors.items()})
@@ -346,7 +345,8 @@ def _select(batch: StepBatch, order: npt.NDArray[np.int_]) -> StepBatch:
     """The sequences of a batch at these places, in this order."""
     token_ids = batch.token_ids
     if len(token_ids):
-        parts = np.split(token_ids, np.cumsum(batch.q_len)[:-1])
+        parts = np.split(token_ids, np.cumsum(batch.q_len // batch.drafts.steps)[:-1])
         token_ids = np.concatenate([parts[seq] for seq in order])
     prefixes = batch.prefixes.select(order)
-    return StepBatch(batch.rows[order], batch.kv_len[order], batch.q_len[order], token_ids, prefixes=prefixes)
+    lengths = batch.kv_len[order], batch.q_len[order]
+    return StepBatch(batch.rows[order], *lengths, token_ids, prefixes=prefixes, drafts=batch.drafts)

@@ -8,12 +8,12 @@ when they are made.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from rocm_attn.batch.padding import PaddedShape
-from rocm_attn.capture.graphs import capture_shapes
+from rocm_attn.batch.padding import PaddedShape, PaddingPolicy
+from rocm_attn.capture.graphs import capture_shapes, draft_shapes
 from rocm_attn.kernels.metadata.step_tensors import FIELDS, Need, Unit
 from rocm_attn.machine.target import Target
 from rocm_attn.paging.index_spaces import Space
@@ -27,6 +27,7 @@ from rocm_attn.step.buffers import (
     SELECTION_COUNTS,
     SELECTION_UNITS,
     BufferSpec,
+    draft_buffers,
     pool_slot_buffers,
     selection_buffers,
 )
@@ -63,14 +64,17 @@ class Bucket:
 class CapturePlan:
     """What a runtime of these settings allocates and captures.
 
-    buckets: graphs, in the order in which they are made; none where a kernel cannot be captured
+    buckets: graphs, in the order in which they are made; none where a kernel cannot be captured. Those of rounds of
+             drafts come last
     lengths: whether more graphs follow, one for each length bucket, because a kernel bakes a length
     parts:   every allocation that is made before the first step
+    draft_bytes: what would not be allocated without rounds of drafts; pages are as many as num_pages says
     """
 
     buckets: tuple[Bucket, ...]
     lengths: bool
     parts: tuple[Part, ...]
+    draft_bytes: int
 
     @property
     def num_bytes(self) -> int:
@@ -84,12 +88,17 @@ def plan_capture(problems: Sequence[Problem], target: Target, options: RuntimeOp
     Raises what build_runtime raises.
     """
     runtime = build_runtime(problems, options, device=torch.device("meta"), target=target)
-    shapes = [shape for shape in capture_shapes(runtime.padding) if _is_captured(runtime, shape)]
+    padding = runtime.padding
+    every_shape = (*capture_shapes(padding), *draft_shapes(padding))
+    shapes = [shape for shape in every_shape if _is_captured(runtime, shape)]
     rows = [kernel.row for selection in runtime.selections for kernel in selection.kernels.values()]
+    parts = _step_parts(runtime, padding)
+    without = _step_parts(runtime, replace(padding, drafts=())) if padding.drafts else parts
     return CapturePlan(
         buckets=tuple(_bucket(runtime, shape) for shape in shapes),
         lengths=bool(shapes) and any(row.bakes for row in rows),
-        parts=(*_step_parts(runtime), *_request_parts(runtime, problems)),
+        parts=(*parts, *_request_parts(runtime, problems)),
+        draft_bytes=sum(part.num_bytes for part in parts) - sum(part.num_bytes for part in without),
     )
 
 
@@ -104,7 +113,7 @@ def _bucket(runtime: AttentionRuntime, shape: PaddedShape) -> Bucket:
         words_of_children(kernel.schedule.words(shape.child), shape.num_children) for kernel in kernels
     )
     workspace_words = words_of_children(
-        max(kernel.workspace_words(shape.child) for kernel in kernels), shape.num_children
+        max(kernel.workspace_words(shape.child) for kernel in kernels), shape.num_halves
     )
     return Bucket(shape, step_bytes + schedule_words * torch.int32.itemsize, workspace_words * torch.float32.itemsize)
 
@@ -114,16 +123,16 @@ def _specs(runtime: AttentionRuntime) -> dict[str, BufferSpec]:
     every_need = {table.space: list(Need) for table in runtime.table.spaces}
     indexings = [indexing for indexing in indexings_of(runtime.selections) if indexing is not None]
     pools = [(space, tokens) for space, tokens in pools_of(runtime.kinds) if tokens > 1]
-    of_table = table_sizes(runtime.selections, runtime.table).buffers(every_need)
-    declared = (*of_table, *selection_buffers(indexings), *pool_slot_buffers(pools))
+    of_table = table_sizes(runtime.selections, runtime.table, runtime.padding.mask_keys).buffers(every_need)
+    declared = (*of_table, *draft_buffers(every_need), *selection_buffers(indexings), *pool_slot_buffers(pools))
     held = runtime.sealed_tensors()
     return {spec.name: spec for spec in declared if spec.name in held}
 
 
-def _step_parts(runtime: AttentionRuntime) -> list[Part]:
-    """What steps that are captured use, at the size of the largest."""
-    memory = StepMemory(runtime.kinds, runtime.table, runtime.device)
-    memory.seal(runtime.padding.largest_shapes())
+def _step_parts(runtime: AttentionRuntime, padding: PaddingPolicy) -> list[Part]:
+    """What steps that are captured use, at the size of the largest. padding: says which are"""
+    memory = StepMemory(runtime.kinds, runtime.table, runtime.device, mask_keys=padding.mask_keys)
+    memory.seal(padding.largest_shapes())
     knobs = _knobs(runtime)
     return [
         Part(name, tensor.nbytes, knobs.get(name, knobs["schedules"]))
@@ -142,8 +151,9 @@ def _knobs(runtime: AttentionRuntime) -> dict[str, str]:
         Unit.TOKEN: f"{seqs} or {tokens}",
         Unit.LIST_ENTRY: f"{seqs} x {_row_width(runtime)}",
         Unit.TABLE_ENTRY: f"{seqs} x {_row_width(runtime)}",
-        Unit.MASK_WORD: f"{tokens} x max_kv_len {runtime.max_kv_len}",
+        Unit.MASK_WORD: f"{tokens}, mask_keys {runtime.padding.mask_keys}",
     }
+    of_unit[Unit.DRAFT] = f"{seqs}, drafts"
     of_buffer = {name: of_unit[spec.unit] for name, spec in _specs(runtime).items()}
     of_need = {Need.PREFIXES: f"shared_prefixes, {seqs}"}
     of_prefixes = {name: of_need[need] for name, field in FIELDS.items() for need in field.needs if need in of_need}

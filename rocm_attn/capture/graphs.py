@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.padding import PaddedShape, PaddingPolicy
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.hip_graphs.recorder import Recorder
@@ -47,12 +48,24 @@ def eager_steps_before_capture(device: torch.device) -> int:
 def capture_shapes(padding: PaddingPolicy) -> tuple[PaddedShape, ...]:
     """The padded shapes that are captured ahead of the first request, largest first, so that they share memory well.
 
-    Every sequence count once for decode steps; every pair of a sequence count and a token count that a step can have in
-    which each sequence has a token. A token count of 1 is left to be captured when it is met: only idle sequences make
-    such a step. The same once more for split steps, where they may be captured. Masked steps, where there are any, like
-    those that extend; steps that share prefixes, where they may be captured, like those that decode.
+    Every sequence count once for decode steps, and once for steps that verify drafts; every pair of a sequence count
+    and a token count that a step can have in which each sequence has a token. A token count of 1 is left to be captured
+    when it is met: only idle sequences make such a step. The same once more for split steps, where they may be
+    captured. Masked steps, where there are any, like those that extend; steps that share prefixes, where they may be
+    captured, like those that decode.
     """
     shapes = [shape for children in range(1, padding.max_children + 1) for shape in _shapes(padding, children)]
+    return tuple(sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_seqs), reverse=True))
+
+
+def draft_shapes(padding: PaddingPolicy) -> tuple[PaddedShape, ...]:
+    """As capture_shapes, of the rounds of drafts that may be captured, whole and in halves."""
+    shapes = [
+        PaddedShape.of_drafts(drafts, num_seqs, halves)
+        for halves in range(1, padding.max_children + 1)
+        for drafts in padding.drafts
+        for num_seqs in dict.fromkeys(round_up(size, halves) for size in padding.seqs)
+    ]
     return tuple(sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_seqs), reverse=True))
 
 
@@ -71,6 +84,12 @@ def _shapes(padding: PaddingPolicy, children: int) -> list[PaddedShape]:
             for num_tokens in tokens
             if _exists(kind, num_seqs, fewest_seqs, num_tokens, children)
         ]
+        if padding.verify > 1 and children == 1:
+            shapes += [
+                PaddedShape(kind, num_seqs, num_seqs * padding.verify)
+                for num_seqs in seqs
+                if num_seqs > kind.mixes and num_seqs * padding.verify not in tokens
+            ]
     return shapes
 
 
@@ -90,8 +109,12 @@ def _with_fewest(sizes: tuple[int, ...]) -> list[tuple[int, int]]:
 def shape_name(shape: PaddedShape) -> str:
     """A padded shape in words."""
     seqs = "1 sequence" if shape.num_seqs == 1 else f"{shape.num_seqs} sequences"
+    halves = "" if shape.num_halves == 1 else " in two halves"
+    drafts = shape.drafts
+    if isinstance(drafts, Drafts):
+        branches = "1 branch" if drafts.branches == 1 else f"{drafts.branches} branches"
+        return f"{drafts.steps} draft steps of {seqs} with {branches}{halves}"
     tokens = "" if shape.kind.decodes else f" with {shape.num_tokens} tokens"
-    halves = "" if shape.num_children == 1 else " in two halves"
     return f"{shape.kind.value} of {seqs}{tokens}{halves}"
 
 

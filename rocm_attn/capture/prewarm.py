@@ -137,7 +137,8 @@ def _steps(runtime: AttentionRuntime) -> Iterator[tuple[PaddedShape, list[int]]]
     """A step of every shape that is captured, and of some that are not: the shape, and its sequences' new tokens."""
     table = runtime.table
     for shape in capture_shapes(runtime.padding):
-        q_len = typical_q_len(shape, max_seqs=table.most_new_seqs, max_kv_len=table.max_kv_len)
+        most = runtime.padding.most_q_len(shape)
+        q_len = typical_q_len(shape, most=most, max_seqs=table.most_new_seqs, max_kv_len=table.max_kv_len)
         if q_len is not None:
             yield shape, q_len.tolist()
     for num_seqs, longest in _EAGER_STEPS:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.drafts import NO_DRAFTS, Drafts
 from rocm_attn.batch.halves import HALVES, split_point
 from rocm_attn.batch.inputs import HOST_INPUTS, Inputs
 from rocm_attn.batch.mask import random_mask
@@ -114,15 +115,17 @@ class ProbeRequests:
             return
         new = [int(tokens) for tokens in q_len[: room.num_seqs]]
         for batch in self._plain(plan, room, new, q_len):
-            if plan.shape.kind.extra is Extra.PREFIXES:
+            if isinstance(plan.shape.drafts, Drafts):
+                yield as_drafts(batch, plan.shape.drafts)
+            elif plan.shape.kind.extra is Extra.PREFIXES:
                 yield self._with_random_groups(batch)
             else:
                 yield with_extra(batch, plan.shape.kind, self._generator)
 
     def _plain(self, plan: StepPlan, room: _Room, new: list[int], q_len: Int32Array) -> Iterator[StepBatch]:
-        fewer = new[: (len(new) + 1) // 2] if plan.shape.kind.decodes else new
+        fewer = new[: (len(new) + 1) // 2] if _is_uniform(plan.shape) else new
         yield self.admit(room.largest(new), new)
-        cut = split_point(q_len, plan.shape.child.num_seqs) if plan.shape.num_children > 1 else 0
+        cut = split_point(q_len, plan.shape.child.num_seqs) if plan.shape.num_halves > 1 else 0
         yield self.admit(*self._ragged(room, new, cut))
         yield self.admit(*self._ragged(room, fewer, cut))
         yield self.admit(room.largest(new), new)
@@ -230,7 +233,7 @@ def _room(runtime: AttentionRuntime, plan: StepPlan, q_len: Int32Array, limits: 
     needed = max(low, int(q_len.max(initial=0)), 1)
     bound = min(plan.key.max_kv_len, table.max_kv_len, max(limits.longest, needed))
     num_seqs = min(len(q_len), table.most_new_seqs)
-    if not plan.shape.kind.decodes and num_seqs < len(q_len):
+    if not _is_uniform(plan.shape) and num_seqs < len(q_len):
         return None
     while num_seqs > 0:
         own_pages = num_pages(q_len[:num_seqs], page_size) + 1
@@ -239,8 +242,13 @@ def _room(runtime: AttentionRuntime, plan: StepPlan, q_len: Int32Array, limits: 
         longest = min(bound, left * page_size)
         if longest >= needed:
             return _Room(num_seqs, longest, low, limits.total)
-        num_seqs = num_seqs // 2 if plan.shape.kind.decodes else 0
+        num_seqs = num_seqs // 2 if _is_uniform(plan.shape) else 0
     return None
+
+
+def _is_uniform(shape: PaddedShape) -> bool:
+    """Whether a step of the shape may have any number of sequences, each with as many new tokens."""
+    return shape.kind.decodes or shape.drafts is not NO_DRAFTS
 
 
 def _shortest_of_bucket(max_kv_len: int) -> int:
@@ -248,22 +256,30 @@ def _shortest_of_bucket(max_kv_len: int) -> int:
     return 0 if max_kv_len <= SMALLEST_KV_BUCKET else (1 << (max_kv_len - 1).bit_length() - 1) + 1
 
 
-def typical_q_len(shape: PaddedShape, *, max_seqs: int, max_kv_len: int) -> Int32Array | None:
+def typical_q_len(shape: PaddedShape, *, most: int, max_seqs: int, max_kv_len: int) -> Int32Array | None:
     """New tokens of the sequences of a step that is padded to shape, or None where there is no such step.
 
+    most:     new tokens that a sequence may have
     max_seqs: sequences that the step may have; they are fewer than the padded ones where requests are few
     """
     num_seqs, num_tokens = min(shape.num_seqs, max_seqs), shape.num_tokens
     if num_seqs == 0:
         return None
+    if isinstance(shape.drafts, Drafts):
+        tokens = shape.drafts.tokens
+        return np.full(num_seqs, tokens, np.int32) if tokens <= max_kv_len else None
     if shape.kind.decodes:
         return np.ones(num_seqs, np.int32)
-    if shape.num_children > 1:
+    if shape.num_halves > 1:
         # Halves that are alike: the cut lies between them.
-        half = typical_q_len(shape.child, max_seqs=max_seqs // HALVES, max_kv_len=max_kv_len)
+        half = typical_q_len(shape.child, most=most, max_seqs=max_seqs // HALVES, max_kv_len=max_kv_len)
         return None if half is None else np.tile(half, HALVES)
     if not shape.kind.mixes:
-        q_len = _even(num_tokens, min(num_seqs, num_tokens // 2))
+        num_seqs = min(num_seqs, num_tokens // 2)
+        q_len = _even(min(num_tokens, num_seqs * most), num_seqs)
+    elif most < num_tokens:
+        # As in verifying: every sequence has its drafts, but for one that has none.
+        q_len = [most] * (num_seqs - 1) + [1]
     else:
         # As in serving: every sequence decodes, but for the one that brings a prompt.
         num_seqs = min(num_seqs, num_tokens - 1)
@@ -290,12 +306,22 @@ def plan_of(runtime: AttentionRuntime, shape: PaddedShape, q_len: Int32Array) ->
         for row, tokens in zip(rows, q_len.tolist(), strict=True):
             runtime.table.reserve(row, tokens)
         batch = StepBatch(np.array(rows, np.int32), q_len, q_len)
-        step = runtime.stage_as(shape, with_extra(batch, shape.kind, torch.Generator(runtime.device)))
+        if isinstance(shape.drafts, Drafts):
+            batch = as_drafts(StepBatch(batch.rows, q_len, q_len), shape.drafts)
+        else:
+            batch = with_extra(batch, shape.kind, torch.Generator(runtime.device))
+        step = runtime.stage_as(shape, batch)
         runtime.end_step()
         return step.plan
     finally:
         for row in reversed(rows):
             runtime.table.free(row)
+
+
+def as_drafts(batch: StepBatch, drafts: Drafts) -> StepBatch:
+    """The step, each of whose sequences has as many new tokens as a round of drafts, as such a round."""
+    first = batch.token_ids[: batch.num_seqs * drafts.branches]
+    return replace(batch, drafts=drafts, token_ids=first)
 
 
 def with_extra(batch: StepBatch, kind: StepKind, generator: torch.Generator) -> StepBatch:
@@ -306,8 +332,8 @@ def with_extra(batch: StepBatch, kind: StepKind, generator: torch.Generator) -> 
 
 
 def with_random_mask(batch: StepBatch, generator: torch.Generator) -> StepBatch:
-    """The step with a mask that hides every second cell or so."""
-    return replace(batch, mask=random_mask(batch.kv_len, batch.q_len, generator))
+    """The step with a mask that hides every second new key or so; for that all masked steps have room."""
+    return replace(batch, mask=random_mask(batch.kv_len, batch.q_len, generator, keys_before=0))
 
 
 def with_nothing_shared(batch: StepBatch) -> StepBatch:

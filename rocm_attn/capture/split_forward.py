@@ -11,6 +11,7 @@ from torch import Tensor
 from rocm_attn.errors import BadTensor
 from rocm_attn.hip_graphs.forked import ForkedStream
 from rocm_attn.hip_graphs.tensor_trees import branches_of, with_branches
+from rocm_attn.step.drafts import SplitDrafts
 from rocm_attn.step.outputs import Outputs, PerToken, structure_of
 from rocm_attn.step.step import SplitStep, Step
 
@@ -42,7 +43,7 @@ def side_by_side(forward: Forward[Outputs], side: ForkedStream) -> SplitForward[
     return run
 
 
-def in_batch_order(step: SplitStep, outputs: tuple[Outputs, Outputs]) -> Outputs:
+def in_batch_order(step: SplitStep | SplitDrafts, outputs: tuple[Outputs, Outputs]) -> Outputs:
     """What both halves gave, as one: rows of real sequences, or tokens, first and in the order of the batch.
 
     Device work only, of fixed shape: where the second half's rows go follows from counts on the device. Rows after
@@ -55,7 +56,7 @@ def in_batch_order(step: SplitStep, outputs: tuple[Outputs, Outputs]) -> Outputs
     return cast(Outputs, _joined(step, *outputs))
 
 
-def _joined(step: SplitStep, first: Any, second: Any) -> Any:
+def _joined(step: SplitStep | SplitDrafts, first: Any, second: Any) -> Any:
     """One tree of two with the same structure."""
     if first is None:
         return None

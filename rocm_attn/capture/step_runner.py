@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Generic, NoReturn
+from typing import Generic, NoReturn, cast
 
 import numpy as np
 import torch
 
+from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.padding import PaddedShape, PadTo
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.capture.check import CaptureCheck, Check, Verdict
@@ -29,7 +30,8 @@ from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.machine.agreement import alone
 from rocm_attn.machine.watchdog import Watchdog
 from rocm_attn.paging.index_spaces import Space
-from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.runtime import AttentionRuntime, Staged
+from rocm_attn.step.drafts import SplitDrafts
 from rocm_attn.step.metrics import Metrics
 from rocm_attn.step.outputs import Outputs, real_rows, require_rows
 from rocm_attn.step.plan import StepPlan
@@ -44,7 +46,7 @@ CAPTURE_WATCHDOG = Watchdog(CAPTURE_SECONDS)
 _STEPS_BEFORE_ANOTHER_TRY = 64
 _TOO_FEW_PAGES = "too few pages are free to check it on"
 
-Stage = Callable[[], Step | SplitStep]
+Stage = Callable[[], Staged]
 
 
 class StepRunner(Generic[Outputs]):
@@ -148,7 +150,7 @@ class StepRunner(Generic[Outputs]):
         self.metrics.steps += 1
         self.metrics.real_seqs += batch.num_seqs
         self.metrics.padded_seqs += plan.shape.num_seqs - batch.num_seqs
-        return real_rows(outputs, batch.num_seqs, batch.num_tokens)
+        return real_rows(outputs, batch.num_seqs, batch.num_fed)
 
     def _staged_and_run(self, stage: Stage, batch: StepBatch) -> tuple[Outputs, StepPlan]:
         """What a step gives, with its pads, and its plan; the step is not ended."""
@@ -181,7 +183,7 @@ class StepRunner(Generic[Outputs]):
 
     def _eagerly(self, stage: Stage, batch: StepBatch) -> Outputs:
         try:
-            return real_rows(self._body(stage()), batch.num_seqs, batch.num_tokens)
+            return real_rows(self._body(stage()), batch.num_seqs, batch.num_fed)
         except DeviceFault as fault:  # of a step before it
             self._count_faults(fault)
             raise
@@ -196,7 +198,7 @@ class StepRunner(Generic[Outputs]):
         Raises DeviceFault of steps that were run before.
         """
         self._follow_seal()
-        shapes = capture_shapes(self._runtime.padding)
+        shapes = self._shapes()
         skipped = []
         for done, shape in enumerate(shapes):
             if self._recorder is None:
@@ -286,23 +288,27 @@ class StepRunner(Generic[Outputs]):
         self._graphs.drop_all()
         self._pinned.release()
 
-    def _body(self, step: Step | SplitStep) -> Outputs:
+    def _shapes(self) -> tuple[PaddedShape, ...]:
+        """Those that capture_all() makes graphs of."""
+        return capture_shapes(self._runtime.padding)
+
+    def _body(self, step: Staged) -> Outputs:
         return self._body_with(self._half_by_half, step)
 
     @torch.no_grad()
-    def _body_with(self, split_forward: SplitForward[Outputs], step: Step | SplitStep) -> Outputs:
+    def _body_with(self, split_forward: SplitForward[Outputs], step: Staged) -> Outputs:
         self._runtime.fill()
         child = step.plan.shape.child
-        if isinstance(step, SplitStep):
-            of_halves = split_forward(step)
+        if isinstance(step, (SplitStep, SplitDrafts)):
+            of_halves = split_forward(cast(SplitStep, step))
             for half in of_halves:
                 require_rows(half, child.num_seqs, child.num_tokens)
             return in_batch_order(step, of_halves)
-        outputs = self._forward(step)
+        outputs = self._forward(cast(Step, step))
         require_rows(outputs, child.num_seqs, child.num_tokens)
         return outputs
 
-    def _first_run(self, step: Step | SplitStep, stage: Stage, batch: StepBatch) -> Outputs:
+    def _first_run(self, step: Staged, stage: Stage, batch: StepBatch) -> Outputs:
         """A staged step that has no graph: run eagerly, or as a graph that is made now."""
         plan, may_store = step.plan, self._runtime.may_store
         reason = self._why_not_now(plan, batch)
@@ -323,12 +329,15 @@ class StepRunner(Generic[Outputs]):
 
     def _new_tokens_like(self, plan: StepPlan, batch: StepBatch) -> Int32Array:
         """New tokens of the sequences of a step that has the plan of a batch."""
+        if isinstance(plan.shape.drafts, Drafts):
+            return np.full(plan.shape.num_seqs, plan.shape.drafts.tokens, np.int32)
         if plan.shape.kind.decodes:
             return np.ones(plan.shape.num_seqs, np.int32)
         table = self._runtime.table
         if batch.num_seqs:
             return batch.q_len
-        typical = typical_q_len(plan.shape, max_seqs=table.most_new_seqs, max_kv_len=table.max_kv_len)
+        most = self._runtime.padding.most_q_len(plan.shape)
+        typical = typical_q_len(plan.shape, most=most, max_seqs=table.most_new_seqs, max_kv_len=table.max_kv_len)
         return batch.q_len if typical is None else typical
 
     def _why_not_now(self, plan: StepPlan, batch: StepBatch) -> str:
@@ -349,7 +358,7 @@ class StepRunner(Generic[Outputs]):
             return "it may not store"
         return "" if self._is_due(plan) else "eager steps come first"
 
-    def _without_graph(self, step: Step | SplitStep, reason: str) -> Outputs:
+    def _without_graph(self, step: Staged, reason: str) -> Outputs:
         if self._wants_graphs and step.plan.replayable:
             self.metrics.fallbacks[reason] = self.metrics.fallbacks.get(reason, 0) + 1
         return self._body(step)
@@ -389,7 +398,8 @@ class StepRunner(Generic[Outputs]):
     def _typical_step(self, shape: PaddedShape) -> tuple[StepPlan | None, Int32Array, str]:
         """The plan and new tokens of a step of a shape, and why no graph can be made; there is a plan or a reason."""
         table, nothing = self._runtime.table, np.empty(0, np.int32)
-        q_len = typical_q_len(shape, max_seqs=table.most_new_seqs, max_kv_len=table.max_kv_len)
+        most = self._runtime.padding.most_q_len(shape)
+        q_len = typical_q_len(shape, most=most, max_seqs=table.most_new_seqs, max_kv_len=table.max_kv_len)
         if q_len is None:
             reason = "no request row is free" if not table.num_free_rows else "no free rows hold a step of this shape"
             return None, nothing, reason
@@ -443,7 +453,7 @@ class StepRunner(Generic[Outputs]):
         """Why the graph is refused, or nothing; only a graph that has passed is kept."""
         note = ""
         trial = self._try(self._split_forward, plan, q_len, live)
-        has_another_way = plan.shape.num_children > 1 and self._split_forward is not self._half_by_half
+        has_another_way = plan.shape.num_halves > 1 and self._split_forward is not self._half_by_half
         if has_another_way and not trial.is_bitwise and not trial.is_final:
             reason = trial.refusal or "the given split_forward is not bitwise the same"
             note = f"; one half after the other, because {reason}"
@@ -463,7 +473,7 @@ class StepRunner(Generic[Outputs]):
         fresh: list[_FreshGraph[Outputs]] = []
         recorded = _Once(self._runtime)
 
-        def record(step: Step | SplitStep) -> Callable[[], Outputs]:
+        def record(step: Staged) -> Callable[[], Outputs]:
             assert self._recorder is not None
             body = partial(self._watched_body, name, split_forward, step)
             refusal = ""
@@ -525,7 +535,7 @@ class StepRunner(Generic[Outputs]):
         check = verdict.summary + note
         self._buckets.append(CapturedBucket(plan.key, graph.seconds, verdict.seconds, graph.recording.bytes, check))
 
-    def _watched_body(self, name: str, split_forward: SplitForward[Outputs], step: Step | SplitStep) -> Outputs:
+    def _watched_body(self, name: str, split_forward: SplitForward[Outputs], step: Staged) -> Outputs:
         with self._watchdog.watch(f"forward, run for {name},"):
             return self._body_with(split_forward, step)
 

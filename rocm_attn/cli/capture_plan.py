@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from rocm_attn.batch.drafts import NO_DRAFTS
 from rocm_attn.capture.forecast import CapturePlan, plan_capture
 from rocm_attn.capture.graphs import shape_name
 from rocm_attn.cli.arguments import described_model, page_choice, pages_as_json, runtime_options
@@ -35,8 +36,10 @@ def run(options: argparse.Namespace) -> None:
         options, over, lambda problem: select(problem, target, options.provider, deterministic=options.deterministic)
     )
     problems = pages.problems(over)
+    if any(drafts.branches > 1 for drafts in options.drafts):
+        problems = tuple(replace(problem, custom_mask=True) for problem in problems)
     common = runtime_options(options, max_kv_len=max_kv_len, page_size=pages.page_size)
-    settings = replace(common, swa_pages=options.swa_pages, split_steps=options.split_steps)
+    settings = replace(common, swa_pages=options.swa_pages, split_steps=options.split_steps, drafts=options.drafts)
     plan = plan_capture(problems, target, settings)
     if options.json:
         described = {"arch": target.arch, **pages_as_json(pages), "max_kv_len": max_kv_len}
@@ -57,7 +60,10 @@ def _lines(plan: CapturePlan) -> list[str]:
         lines.append("  and more of each as longer lengths are met: a kernel bakes the length bucket")
     lines += ["", "memory:"]
     lines += [f"  {part.name:20} {_size(part.num_bytes):>12}   {part.knob}" for part in plan.parts]
-    return [*lines, f"  {'all of it':20} {_size(plan.num_bytes):>12}", "", _NOT_PREDICTED]
+    lines.append(f"  {'all of it':20} {_size(plan.num_bytes):>12}")
+    if any(bucket.shape.drafts is not NO_DRAFTS for bucket in plan.buckets):
+        lines.append(f"  {'of it for drafts':20} {_size(plan.draft_bytes):>12}")
+    return [*lines, "", _NOT_PREDICTED]
 
 
 def _size(num_bytes: int) -> str:
@@ -74,7 +80,9 @@ def _as_json(plan: CapturePlan) -> dict[str, Any]:
                 "kind": bucket.shape.kind.value,
                 "num_seqs": bucket.shape.num_seqs,
                 "num_tokens": bucket.shape.num_tokens,
-                "halves": bucket.shape.num_children,
+                "halves": bucket.shape.num_halves,
+                "branches": bucket.shape.drafts.branches,
+                "draft_steps": bucket.shape.drafts.steps,
                 "step_bytes": bucket.step_bytes,
                 "workspace_bytes": bucket.workspace_bytes,
             }
@@ -83,4 +91,5 @@ def _as_json(plan: CapturePlan) -> dict[str, Any]:
         "more_graphs_by_length": plan.lengths,
         "parts": [{"name": part.name, "bytes": part.num_bytes, "knob": part.knob} for part in plan.parts],
         "total_bytes": plan.num_bytes,
+        "draft_bytes": plan.draft_bytes,
     }

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from rocm_attn.batch.drafts import Drafts
 from rocm_attn.machine.choices import AUTO, DTYPES
 from rocm_attn.machine.choices import PROVIDERS as PROVIDER_NAMES
 from rocm_attn.runner.options import EngineOptions, OptionText, option_texts
@@ -75,6 +76,17 @@ def probability(text: str) -> float:
 def sizes(text: str) -> tuple[int, ...]:
     """Whole numbers of at least 1, separated by commas."""
     return tuple(positive(size) for size in text.split(","))
+
+
+def drafts(text: str) -> tuple[Drafts, ...]:
+    """Rounds of drafts as KxS, branches and steps, separated by commas. Raises ArgumentTypeError, ValueError."""
+    rounds = []
+    for word in text.split(","):
+        branches, x, steps = word.partition("x")
+        if not x:
+            raise argparse.ArgumentTypeError(f"{word!r} is not branches and steps, as 8x4")
+        rounds.append(Drafts(positive(branches), positive(steps)))
+    return tuple(rounds)
 
 
 def names(text: str) -> tuple[str, ...]:
@@ -144,6 +156,13 @@ CAPTURE_TOKENS = option(
     help="token counts of extend and mixed steps (none)",
 )
 SPLIT_STEPS = switch("--split-steps", "steps that run as two halves, too")
+DRAFTS = option(
+    "--drafts",
+    type=drafts,
+    default=(),
+    metavar="KxS,...",
+    help="rounds of drafts with K branches and S steps, too, as 8x4 (none)",
+)
 SHARED_PREFIXES = switch("--shared-prefixes", "decode steps that share prefixes, too")
 RANKS = option("--tp", type=positive, default=1, metavar="RANKS", help="tensor-parallel ranks that share the heads (1)")
 AITER_RELEASE = option(

@@ -144,7 +144,7 @@ def _add_capture_plan(commands: Commands[argparse.ArgumentParser]) -> None:
     swa_pages = o.SWA_PAGES.but(default=0, help="pages of a pool for layers with a window (none)")
     max_batch_size = o.MAX_BATCH_SIZE.but(required=True)
     options = (o.CONFIG, o.ARCH.but(required=True), max_batch_size, o.MAX_KV_LEN, o.NUM_PAGES, swa_pages, *o.PAGES)
-    captured = (o.CAPTURE_SIZES, o.CAPTURE_TOKENS, o.SPLIT_STEPS, o.SHARED_PREFIXES)
+    captured = (o.CAPTURE_SIZES, o.CAPTURE_TOKENS, o.SPLIT_STEPS, o.SHARED_PREFIXES, o.DRAFTS)
     _add_options(parser, (*options, o.DTYPE, *o.KV_FORMAT, o.PROVIDER, *captured, o.DETERMINISTIC, o.JSON))
 
 
@@ -191,7 +191,8 @@ def _add_soak(commands: Commands[argparse.ArgumentParser]) -> None:
         help="soak deterministic mode: some sequences must be bitwise what they are alone"
     )
     json = o.JSON.but(help="print one JSON object with what was done, or what was found")
-    _add_options(parser, (o.STEPS, seed, o.DEVICE, o.PROVIDER, dtype, deterministic, json))
+    speculative = o.switch("--speculative", "mostly verify drafts: chains, trees, and what becomes of rejected ones")
+    _add_options(parser, (o.STEPS, seed, o.DEVICE, o.PROVIDER, dtype, deterministic, speculative, json))
 
 
 def _add_truth(commands: Commands[argparse.ArgumentParser]) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from rocm_attn.cli.arguments import device_named
 from rocm_attn.cli.streams import say
+from rocm_attn.errors import BadSetting
 from rocm_attn.soak.soak import Finding, Soak, SoakFailed
 from rocm_attn.soak.world import LONG_KV_LEN, SHORT_KV_LEN, Scenario
 
@@ -18,8 +19,11 @@ def run(options: argparse.Namespace) -> None:
     """Print what was done on stdout, or what was found. Raises SoakFailed at the first finding."""
     device = device_named(options.device)
     dtype_name = options.dtype or ("float32" if device.type == "cpu" else "bfloat16")
+    if options.speculative and options.deterministic:
+        raise BadSetting("--deterministic has no kernels for trees of drafts, which --speculative draws; leave one out")
+    scenario = Scenario.of_seed(options.seed, LONG_KV_LEN if options.deterministic else SHORT_KV_LEN)
     soak = Soak(
-        Scenario.of_seed(options.seed, LONG_KV_LEN if options.deterministic else SHORT_KV_LEN),
+        scenario.speculative() if options.speculative else scenario,
         seed=options.seed,
         device=device,
         provider=options.provider,
@@ -41,5 +45,7 @@ def _command(options: argparse.Namespace, finding: Finding, device: torch.device
     """The shortest soak that finds it again."""
     return (
         f"rocm-attn soak --steps {finding.step} --seed {options.seed} --device {device} "
-        f"--provider {options.provider} --dtype {dtype_name}" + (" --deterministic" if options.deterministic else "")
+        f"--provider {options.provider} --dtype {dtype_name}"
+        + (" --deterministic" if options.deterministic else "")
+        + (" --speculative" if options.speculative else "")
     )

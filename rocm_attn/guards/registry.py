@@ -243,6 +243,14 @@ GUARDS: tuple[Guard, ...] = (
         "test_rows.py::test_a_length_beyond_the_row_writes_no_other_requests_page",
     ),
     _guard(
+        "draft_lengths",
+        "step.launches.draft_lengths",
+        "the lengths of a round's later draft steps leave out its drafts: they overwrite each other, and none sees any",
+        "H8, G12",
+        unguarded.lengths_of_the_first_step,
+        "test_drafts.py::test_every_draft_step_sees_the_drafts_before_it",
+    ),
+    _guard(
         "copy_on_write",
         "table.is_shared",
         "requests that share a partly filled page overwrite each other's tokens",

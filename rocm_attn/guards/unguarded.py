@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.hip_graphs.pinned import PinnedTensors
@@ -116,6 +117,17 @@ def fill_once(ops: StepOps) -> StepOps:
             ops.fill(step, page_size=page_size, window_left=window_left)
 
     return replace(ops, fill=fill)
+
+
+def lengths_of_the_first_step(ops: StepOps) -> StepOps:
+    """No step of a round of drafts counts those of the steps before it."""
+
+    def draft_steps(steps: Sequence[StepTensors], parents: Tensor, branches: int) -> None:
+        ops.draft_steps(steps, parents, branches)
+        for step in steps[1:]:
+            step.kv_len.copy_(steps[0].kv_len)
+
+    return replace(ops, draft_steps=draft_steps)
 
 
 def slots_past_the_row(ops: StepOps) -> StepOps:
@@ -284,7 +296,11 @@ class _RequestRows(Capacity):
         return _RequestRows(num_rows)
 
     def elements(self, spec: BufferSpec, shape: PaddedShape) -> int:
-        return PADDED_BATCH.elements(spec, replace(shape, num_seqs=min(shape.num_seqs, self.max_num_seqs)))
+        num_seqs = min(shape.num_seqs, self.max_num_seqs)
+        shape = replace(shape, num_seqs=num_seqs)
+        if isinstance(shape.drafts, Drafts):  # a row for each request, and none for its other branches
+            shape = replace(shape, num_tokens=num_seqs * shape.drafts.steps)
+        return PADDED_BATCH.elements(spec, shape)
 
     def allocated(self, elements: int) -> int:
         return elements

@@ -26,7 +26,7 @@ from rocm_attn.integrations.owners import Owner, problems_of
 from rocm_attn.kernels.cache.row_work import QkvWork, RopePairs, RopeTable, RowNorm
 from rocm_attn.problem import PoolKind
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step.protocols import LayerCalls
+from rocm_attn.step.protocols import LayerCalls, StoreAndAttend
 from rocm_attn.step.step import Step
 
 Result = TypeVar("Result")
@@ -100,7 +100,7 @@ def _of(number: int) -> _Called:
     return called
 
 
-class CompiledLayers:
+class CompiledLayers(StoreAndAttend):
     """The layer calls of a runtime's steps, as LayerCalls, for forwards that are compiled. Of compiled_layers().
 
     Each is made in the step that runs when the operation does. It may be kept for as long as the runtime lives, and
@@ -138,13 +138,6 @@ class CompiledLayers:
     def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
         """As LayerCalls.attend."""
         torch.ops.rocm_attn.attend(self.state, q, out, lse, self.number, layer)
-
-    def store_and_attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None = None
-    ) -> None:
-        """store, then attend."""
-        self.store(layer, k, v)
-        self.attend(layer, q, out, lse)
 
     def rope_and_store(self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_out: Tensor, work: QkvWork) -> None:
         """As LayerCalls.rope_and_store."""

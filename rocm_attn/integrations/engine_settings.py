@@ -6,6 +6,7 @@ ROCM_ATTN_ON_FAULT  raise or log (raise): what becomes of a fault of the device 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 from rocm_attn.errors import BadSetting
@@ -20,9 +21,9 @@ def provider(environment: Mapping[str, str]) -> str:
     return _one_of(environment, PROVIDER, _PROVIDERS)
 
 
-def fault_policy(environment: Mapping[str, str]) -> FaultPolicy:
-    """What becomes of a fault. Raises BadSetting."""
-    return LogAndCount() if _one_of(environment, ON_FAULT, ("raise", "log")) == "log" else raise_fault
+def fault_policy(environment: Mapping[str, str], log: logging.Logger) -> FaultPolicy:
+    """What becomes of a fault. log: the engine's, which it shows. Raises BadSetting."""
+    return LogAndCount(log) if _one_of(environment, ON_FAULT, ("raise", "log")) == "log" else raise_fault
 
 
 def _one_of(environment: Mapping[str, str], variable: str, allowed: tuple[str, ...]) -> str:

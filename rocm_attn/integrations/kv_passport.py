@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, Scales
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.storage import Pool
-from rocm_attn.problem import Problem
+from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 
 # Of the passport and of the buffer's order. Another one is refused.
 VERSION = 1
@@ -266,7 +267,28 @@ def _form_from_json(fields: dict[str, Any]) -> PageFormat:
         "kind": PoolKind[fields["kind"]],
         "scales": Scales[fields["scales"]],
     }
-    return PageFormat(**{**fields, **named})
+    form = PageFormat(**{**fields, **named})
+    for name in ("page_size", "num_kv_heads", "head_dim", "v_head_dim"):
+        _require_count(name, getattr(form, name), 1)
+    if not isinstance(form.producer, str):
+        raise ValueError(f"the producer is {form.producer!r}")
+    if form.kind is PoolKind.LATENT and (form.num_kv_heads != 1 or form.v_head_dim > form.head_dim):
+        raise ValueError(f"latent rows of {form}")
+    return form
+
+
+def _require_count(name: str, value: object, least: int) -> None:
+    """Raises ValueError."""
+    if type(value) is not int or value < least:
+        raise ValueError(f"{name} is {value!r}; it is a whole number from {least} on")
+
+
+def _require_factors(name: str, form: PageFormat | None, factors: tuple[float, ...]) -> None:
+    """As many as the format says, and each a number to multiply with. Raises ValueError."""
+    scales = Scales.NONE if form is None else form.scales
+    count = math.prod(form.scale_shape) if form is not None and scales in (Scales.LAYER, Scales.HEAD) else 0
+    if len(factors) != count or not all(0 < factor < math.inf for factor in factors):
+        raise ValueError(f"factors of {name} are {factors}; {count} positive numbers are expected for {scales.value}")
 
 
 def _as_json(layer: LayerPassport) -> dict[str, Any]:
@@ -281,12 +303,15 @@ def _as_json(layer: LayerPassport) -> dict[str, Any]:
 
 
 def _from_json(fields: dict[str, Any]) -> LayerPassport:
-    k, v, index = (tuple(map(float, each)) for each in fields["factors"])
-    return LayerPassport(
-        _form_from_json(fields["form"]),
-        None if fields["index"] is None else _form_from_json(fields["index"]),
-        int(fields["key_tokens"]),
-        str(fields["space"]),
-        int(fields["window_left"]),
-        (k, v, index),
-    )
+    k, v, of_index = (tuple(map(float, each)) for each in fields["factors"])
+    form = _form_from_json(fields["form"])
+    index = None if fields["index"] is None else _form_from_json(fields["index"])
+    _require_count("key_tokens", fields["key_tokens"], 1)
+    _require_count("window_left", fields["window_left"], UNLIMITED_WINDOW)
+    if not isinstance(fields["space"], str) or not fields["space"]:
+        raise ValueError(f"the space is {fields['space']!r}; it is a name")
+    if index is not None and index.page_size * fields["key_tokens"] != form.page_size:
+        raise ValueError(f"index pages of {index.page_size} keys of {fields['key_tokens']} tokens for {form}")
+    for name, its, factors in (("K", form, k), ("V", form, v), ("index keys", index, of_index)):
+        _require_factors(name, its, factors)
+    return LayerPassport(form, index, fields["key_tokens"], fields["space"], fields["window_left"], (k, v, of_index))

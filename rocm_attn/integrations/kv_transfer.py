@@ -23,7 +23,7 @@ from rocm_attn.integrations.kv_passport import (
     Stretch,
     stretches,
 )
-from rocm_attn.integrations.owners import Owner, ops_of, spaces_of
+from rocm_attn.integrations.owners import Owner, clears_tails, given_back, ops_of, spaces_of
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.moved_rows import AlikePages, MovedTokens, page_words, word_dtype
 from rocm_attn.kernels.cache.page_format import PoolKind, Scales
@@ -34,8 +34,11 @@ from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space, num_pages
 from rocm_attn.providers.launches import MoveRows
 from rocm_attn.runtime import AttentionRuntime
 
-# Space -> the page of each page_no of a request, 0 where it was given back.
+# Space -> the page of each page_no of a request. Where one was given back it is 0, or -1 in an engine's table of which
+# page 0 is a page like others.
 Pages = Mapping[Space, Sequence[int]]
+# Bytes that are recoded at a time: indexing them takes eight times as much.
+_RECODED_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,7 @@ class _Mover:
         self.passport, self.source = passport, source
         self._spaces = spaces_of(owner)
         self._page_size = self._pool.page_size
+        self._gone, self._clears_tails = given_back(owner), clears_tails(owner)
         self._all = tuple(range(len(self._spaces)))
         self._sides = {
             (layer, role): _side(self._pages(layer, role), role)
@@ -72,6 +76,7 @@ class _Mover:
             for role in self.passport.layers[layer].row_bytes
         }
         self._bound = {part: self._pages(*part) for part in self._sides}
+        self._versions = {part: _version(pages) for part, pages in self._bound.items()}
         self._num_pages = {
             space: min(len(pages.k) for (layer, _), pages in self._bound.items() if self._spaces[layer] == space)
             for space in dict.fromkeys(self._spaces)
@@ -121,26 +126,36 @@ class _Mover:
         """Raises BadBatch, WrongState."""
         for space in {self._spaces[layer] for layer in layers}:
             listed, count = pages.get(space, ()), num_pages(kv_len, self._page_size)
-            if len(listed) != count or not listed or listed[-1] == RESERVED_PAGE:
+            gone, most = self._gone[space], self._num_pages[space]
+            if len(listed) != count or not listed or listed[-1] == gone:
                 raise BadBatch(
                     f"{len(listed)} pages are given in the space {space.value!r}; {kv_len} tokens lie in {count} pages "
-                    f"of {self._page_size}, the last of which is not page {RESERVED_PAGE}"
+                    f"of {self._page_size}, the last of which is not {gone}, which means none"
                 )
-            most = self._num_pages[space]
-            if not 0 <= min(listed) <= max(listed) < most:
+            if not min(gone, 0) <= min(listed) <= max(listed) < most:
                 raise BadBatch(f"pages from {min(listed)} to {max(listed)} are given; there are {most}")
         for layer in layers:
             for role in self.passport.layers[layer].row_bytes:
                 self._must_lie_there(layer, role)
 
     def _must_lie_there(self, layer: int, role: Role) -> None:
-        """Raises WrongState where an engine has bound other pages since."""
-        pages = self._pages(layer, role)
-        if pages is not self._bound[layer, role]:
-            is_short = len(pages.k) < self._num_pages[self._spaces[layer]]
-            if is_short or _memory(pages, role).data_ptr() != self._sides[layer, role].data_ptr():
+        """Raises WrongState where an engine has bound other pages since, or a layer has other factors."""
+        pages, part = self._pages(layer, role), (layer, role)
+        if pages is not self._bound[part]:
+            side, was = _side(pages, role), self._sides[part]
+            lie = (side.data_ptr(), side.dtype, side.shape[1:], side.stride())
+            if len(side) < self._num_pages[self._spaces[layer]] or lie != (
+                was.data_ptr(),
+                was.dtype,
+                was.shape[1:],
+                was.stride(),
+            ):
                 raise WrongState(f"the pages of layer {layer} have moved since this was made; make another one")
-            self._bound[layer, role] = pages
+            self._bound[part] = pages
+        if _version(pages) != self._versions[part]:
+            raise WrongState(
+                f"layer {layer} has got other factors since this was made; make another one, and send its passport anew"
+            )
 
     def _buffer(self, buffer: Tensor, num_bytes: int) -> Tensor:
         """The bytes that are used. Raises BadTensor."""
@@ -169,8 +184,14 @@ class _Mover:
         parts: Sequence[Stretch],
         first_of: Callable[[Space, int], int],
         buffer: Tensor,
+        *,
+        clears: bool,
     ) -> None:
-        """One launch for each group of sides that lie alike. first_of: space, unit -> the row that pages begin with"""
+        """One launch for each group of sides that lie alike.
+
+        first_of: space, unit -> the row that pages begin with
+        clears:   whether the rest of the last page is written, too
+        """
         by_part = {(part.layer, part.role): part for part in parts}
         with on_device(self.device):
             for alike in self._alike[tuple(layers)]:
@@ -182,7 +203,8 @@ class _Mover:
                 listed = list(pages[alike.space])[first // page_rows : num_pages(end, page_rows)]
                 places = [by_part[part].place // word for part in alike.parts]
                 rows = buffer.view(alike.pages.sides[0].dtype)
-                moved = MovedTokens(self._words(listed + places), rows, first, some.first, end, len(listed))
+                until = len(listed) * page_rows + first // page_rows * page_rows if clears else end
+                moved = MovedTokens(self._words(listed + places), rows, first, some.first, end, until, len(listed))
                 launch(alike.pages, moved)
 
     def _words(self, values: list[int]) -> Tensor:
@@ -210,7 +232,7 @@ class KVExporter(_Mover):
         first = {}
         for space in dict.fromkeys(self._spaces):
             listed = np.array(pages[space])
-            gone = np.flatnonzero(listed == RESERVED_PAGE)
+            gone = np.flatnonzero(listed == self._gone[space])
             first[space.value] = (int(gone[-1]) + 1 if len(gone) else 0) * self._page_size
         return KVExtent(kv_len, first)
 
@@ -251,7 +273,7 @@ class KVExporter(_Mover):
         self._check(pages, extent.kv_len, layers)
         parts = stretches(self.passport, extent, layers)
         for space in {self._spaces[layer] for layer in layers}:
-            if RESERVED_PAGE in pages[space][extent.first[space.value] // self._page_size :]:
+            if self._gone[space] in pages[space][extent.first[space.value] // self._page_size :]:
                 raise BadBatch(
                     f"pages of the space {space.value!r} were given back that the extent names; make it anew"
                 )
@@ -260,7 +282,7 @@ class KVExporter(_Mover):
         def first_of(space: Space, unit: int) -> int:
             return extent.first[space.value] // unit
 
-        self._move(ops_of(self._owner).export_rows, layers, pages, parts, first_of, used)
+        self._move(ops_of(self._owner).export_rows, layers, pages, parts, first_of, used, clears=False)
 
 
 class KVImporter(_Mover):
@@ -317,6 +339,8 @@ class KVImporter(_Mover):
     def import_pages(self, pages: Pages, extent: KVExtent, buffer: Tensor) -> None:
         """Put an extent into pages, all layers. Tokens of the first page that were not sent become 0.
 
+        So does what follows the last token in its page, but where ExternalOptions say that it is kept.
+
         Raises BadBatch, BadTensor, WrongState; nothing was written then.
         """
         self._import(self._all, pages, extent, buffer)
@@ -336,14 +360,15 @@ class KVImporter(_Mover):
         def first_of(space: Space, unit: int) -> int:
             return begins[space] // unit
 
-        self._move(ops_of(self._owner).import_rows, layers, pages, parts, first_of, used)
+        clears = self._clears_tails
+        self._move(ops_of(self._owner).import_rows, layers, pages, parts, first_of, used, clears=clears)
 
     def _begin(self, space: Space, pages: Pages) -> int:
         """The first token that has a page. Raises BadBatch for a hole."""
-        listed = pages[space]
-        first = next(at for at, page in enumerate(listed) if page != RESERVED_PAGE)
-        if RESERVED_PAGE in listed[first:] or len(set(listed[first:])) < len(listed) - first:
-            raise BadBatch(f"page {RESERVED_PAGE}, or a page twice, is among those of the space {space.value!r}")
+        listed, gone = pages[space], self._gone[space]
+        first = next(at for at, page in enumerate(listed) if page != gone)
+        if gone in listed[first:] or len(set(listed[first:])) < len(listed) - first:
+            raise BadBatch(f"page {gone}, or a page twice, is among those of the space {space.value!r}")
         return first * self._page_size
 
     def _must_see(self, part: Stretch, extent: KVExtent, begin: int) -> None:
@@ -414,7 +439,8 @@ class KVImporter(_Mover):
                 heads = self.source.layers[part.layer].form_of(part.role).num_kv_heads
                 codes = stretch.view(part.num_rows, heads, part.row_bytes // heads)
                 head = torch.arange(heads, device=self.device)[:, None] * 256
-                codes.copy_(self._codes[at].take(codes.long() + head))
+                for some in torch.split(codes, max(1, _RECODED_AT_ONCE // part.row_bytes)):
+                    some.copy_(self._codes[at].take(some.long() + head))
             elif at in self._factors:
                 stretch.view(torch.float32).mul_(self._factors[at])
         return buffer
@@ -422,6 +448,14 @@ class KVImporter(_Mover):
 
 def _num_bytes(parts: Sequence[Stretch]) -> int:
     return -(-parts[-1].end // ALIGNMENT) * ALIGNMENT
+
+
+def _version(pages: LayerPages) -> tuple[int, ...]:
+    """Another value after factors of layers or heads were written, which the passport has."""
+    if pages.format.scales not in (Scales.LAYER, Scales.HEAD):
+        return ()
+    factors = [each for each in (pages.k_scale, pages.v_scale) if each is not None]
+    return tuple(number for each in factors for number in (id(each), 0 if each.is_inference() else each._version))
 
 
 def _memory(pages: LayerPages, role: Role) -> Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rocm_attn.external import ExternalAttention
-from rocm_attn.paging.index_spaces import Space
+from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space
 from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import StepOps
 from rocm_attn.runtime import AttentionRuntime
@@ -25,6 +27,18 @@ def spaces_of(owner: Owner) -> tuple[Space, ...]:
 def ops_of(owner: Owner) -> StepOps:
     """The launches around attention."""
     return owner.core.ops if isinstance(owner, AttentionRuntime) else owner.ops
+
+
+def given_back(owner: Owner) -> Mapping[Space, int]:
+    """What stands for a page that was given back: page 0, where it belongs to no one."""
+    if isinstance(owner, AttentionRuntime):
+        return dict.fromkeys(spaces_of(owner), RESERVED_PAGE)
+    return {space: RESERVED_PAGE if has_null else -1 for space, has_null in owner.null_pages.items()}
+
+
+def clears_tails(owner: Owner) -> bool:
+    """Whether what follows a sequence in its last page may be zeroed, as some kernels need it."""
+    return isinstance(owner, AttentionRuntime) or owner.options.zero_tails
 
 
 def _kinds(owner: Owner) -> LayerKinds:

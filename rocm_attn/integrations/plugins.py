@@ -136,7 +136,10 @@ SGLANG = Plugin(
     engine="SGLang",
     group="sglang.srt.plugins",
     distributions=("sglang",),
-    checked=(Checked("0.5.23", "on a CPU, whole and by its attention kit"),),
+    checked=(
+        Checked("0.5.22", "on a CPU, whole, over the environment of 0.5.23"),
+        Checked("0.5.23", "on a CPU, whole and by its attention kit; on an H200 by the kit"),
+    ),
     before=(0, 5, 24),
     takes=("aiter", "torch_native", "triton"),
 )

@@ -138,7 +138,8 @@ class StepStores:
         self.refusal = ""
 
     def begin(self, batch: StepBatch, num_children: int, refusal: str) -> None:
-        """A step is staged. refusal: why it may not store, or nothing."""
+        """A step is staged. num_children: halves, draft steps, or those of both halves. refusal: why it may not store,
+        or nothing."""
         self._batch, self.refusal = batch, refusal
         self._done = [0] * num_children
         self._wrote = False
@@ -181,5 +182,7 @@ class StepStores:
     def end(self) -> None:
         """The step is over, whether it went well or not. Doing it again is harmless: an interrupt may break it off."""
         if self._batch is not None and self._wrote:
-            self._tokens.end_step(self._batch, complete=self.layers == self._all)
+            # Branches of drafts lie beside each other, and are no tokens that another step could go on from.
+            complete = self.layers == self._all and self._batch.drafts.branches <= 1
+            self._tokens.end_step(self._batch, complete=complete)
         self._batch = None

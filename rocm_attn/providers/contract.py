@@ -20,16 +20,22 @@ from rocm_attn.machine.releases import EVERY_RELEASE, Release, Span
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem
 from rocm_attn.providers.launches import (
+    AcceptDrawn,
+    AcceptSampled,
     CheckSelection,
     ClearPads,
+    DeriveDraftSteps,
     Fill,
     Finish,
     GatherTable,
     MergeStates,
+    MovePaths,
     MoveRows,
     PackMask,
+    PickRows,
     PlaceDeviceInputs,
     PlaceMask,
+    PlaceTrees,
     Publish,
     PublishEngine,
     RopeQueries,
@@ -412,6 +418,8 @@ class StepOps:
     publish: Publish
     device_inputs: PlaceDeviceInputs
     place_mask: PlaceMask
+    draft_steps: DeriveDraftSteps
+    place_trees: PlaceTrees
     table_update: UpdateTable
     fill: Fill
     store_kv: StoreKV
@@ -429,8 +437,14 @@ class StepOps:
     # Between pages and what engines send each other.
     export_rows: MoveRows
     import_rows: MoveRows
+    # Of drafts.
+    accept_drawn: AcceptDrawn
+    accept_sampled: AcceptSampled
+    move_paths: MovePaths
     # Of selections that a caller makes, and of all of them in debug runs.
     check_selection: CheckSelection
+    # From logits to tokens.
+    pick_rows: PickRows
 
 
 @dataclass(frozen=True, slots=True)

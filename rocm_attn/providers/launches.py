@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -14,6 +15,8 @@ from rocm_attn.kernels.metadata.given_inputs import GivenInputs
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.sparse.arguments import Selection
 from rocm_attn.kernels.sparse.arguments import TokenPlaces as SelectingTokens
+from rocm_attn.kernels.speculative.arguments import Accepted, Probabilities, Verified
+from rocm_attn.kernels.speculative.paths import AcceptedPaths
 
 
 class Publish(Protocol):
@@ -31,7 +34,37 @@ class PlaceDeviceInputs(Protocol):
 class PlaceMask(Protocol):
     """launch_place_mask, or its twin."""
 
-    def __call__(self, bits: Tensor, positions: Tensor, to: StepTensors) -> None: ...
+    def __call__(self, bits: Tensor, positions: Tensor, keys_before: int, to: StepTensors) -> None: ...
+
+
+class PlaceTrees(Protocol):
+    """launch_place_trees, or its twin."""
+
+    def __call__(self, parents: Tensor, nodes_before: int, to: StepTensors) -> None: ...
+
+
+class DeriveDraftSteps(Protocol):
+    """launch_draft_steps, or its twin."""
+
+    def __call__(self, steps: Sequence[StepTensors], parents: Tensor, branches: int) -> None: ...
+
+
+class AcceptDrawn(Protocol):
+    """launch_accept_drawn, or its twin."""
+
+    def __call__(self, drawn: Tensor, given: Verified, to: Accepted) -> None: ...
+
+
+class AcceptSampled(Protocol):
+    """launch_accept_sampled, or its twin."""
+
+    def __call__(self, probabilities: Probabilities, given: Verified, to: Accepted) -> None: ...
+
+
+class MovePaths(Protocol):
+    """launch_move_paths, or its twin."""
+
+    def __call__(self, pages: AlikePages, paths: AcceptedPaths) -> None: ...
 
 
 class UpdateTable(Protocol):
@@ -139,6 +172,12 @@ class PackMask(Protocol):
     """launch_pack_mask, or its twin."""
 
     def __call__(self, cells: Tensor, positions: Tensor, to: StepTensors) -> None: ...
+
+
+class PickRows(Protocol):
+    """launch_pick_rows, or its twin."""
+
+    def __call__(self, logits: Tensor, terms: Tensor, tokens: Tensor, found: Tensor, *, num_drawing: int) -> None: ...
 
 
 class CheckSelection(Protocol):

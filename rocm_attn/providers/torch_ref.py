@@ -11,7 +11,18 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
-from rocm_attn.kernels.refs import attention, cache, engine_metadata, merge_states, metadata, pads, rope, sparse
+from rocm_attn.kernels.refs import (
+    attention,
+    cache,
+    engine_metadata,
+    merge_states,
+    metadata,
+    pads,
+    rope,
+    sampling,
+    sparse,
+    speculative,
+)
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers import torch_segments
@@ -144,6 +155,12 @@ def _segments_row(kind: StepKind) -> KernelRow:
     return replace(row, limits=replace(_LIMITS, archs=("cpu", "interpreter")), batch_invariant=True)
 
 
+def _masked_segments_row() -> KernelRow:
+    bakes, needs = (Baked.MAX_KV_LEN, Baked.MAX_Q_LEN), frozenset({Need.MASK})
+    row = _row("torch.masked_segments", StepKind.MASKED, torch_segments.bind_masked, *bakes, needs=needs)
+    return replace(row, limits=replace(_LIMITS, archs=("cpu", "interpreter")), batch_invariant=True)
+
+
 def _shared_row() -> KernelRow:
     needs = frozenset({Need.PREFIXES})
     row = _row("torch.shared_prefix", StepKind.SHARED, _bind_shared, Baked.MAX_KV_LEN, needs=needs)
@@ -155,6 +172,8 @@ def _ops() -> StepOps:
         publish=metadata.publish,
         device_inputs=metadata.device_inputs,
         place_mask=metadata.place_mask,
+        draft_steps=metadata.draft_steps,
+        place_trees=metadata.place_trees,
         table_update=metadata.table_update,
         fill=metadata.fill,
         store_kv=cache.store_kv,
@@ -169,8 +188,12 @@ def _ops() -> StepOps:
         take_slots=engine_metadata.take_slots,
         pack_mask=engine_metadata.pack_mask,
         export_rows=cache.export_rows,
+        accept_drawn=speculative.accept_drawn,
+        accept_sampled=speculative.accept_sampled,
+        move_paths=speculative.move_paths,
         import_rows=cache.import_rows,
         check_selection=sparse.check_selection,
+        pick_rows=sampling.pick_rows,
     )
 
 
@@ -186,11 +209,12 @@ TORCH = Provider(
             _bind_masked,
             Baked.MAX_KV_LEN,
             Baked.MAX_Q_LEN,
-            needs=frozenset({Need.MASK_INDPTR, Need.MASK_WORDS}),
+            needs=frozenset({Need.MASK}),
             limits=_LIMITS,
         ),
         _shared_row(),
         *map(_segments_row, (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED)),
+        _masked_segments_row(),
     ),
     ops=_ops,
 )

@@ -12,7 +12,7 @@ from rocm_attn.kernels.refs import segments
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import NO_SCHEDULE, PoolSize, Schedule, StepBounds
-from rocm_attn.providers.scores import scores_of
+from rocm_attn.providers.scores import packed_mask, scores_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,30 @@ class TorchSegments:
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         segments.segment_extend(args, scores=scores_of(self.problem), segment_len=self.segment_len)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchMaskedSegments:
+    """As TorchSegments, of steps with a mask."""
+
+    problem: Problem
+    segment_len: int = segments.SEGMENT_LEN
+    schedule: ClassVar[Schedule] = NO_SCHEDULE
+
+    def describe(self) -> str:
+        return f"torch.masked_segments({self.problem}, {self.segment_len})"
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        return 0
+
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        scores = scores_of(self.problem)
+        segments.segment_extend(args, scores=scores, segment_len=self.segment_len, mask=packed_mask(step))
+
+
+def bind_masked(problem: Problem, target: Target, pool: PoolSize) -> TorchMaskedSegments:
+    """Deterministic attention of a step with a mask."""
+    return TorchMaskedSegments(problem)
 
 
 def bind(problem: Problem, target: Target, pool: PoolSize) -> TorchSegments:

@@ -33,7 +33,7 @@ from rocm_attn.providers.schedules import DecodeSchedule, ExtendSchedule
 from rocm_attn.providers.scores import scores_of
 from rocm_attn.providers.shared_prefix import SharedPrefixKernel, limits_of_shared_prefix, problem_of_prefixes
 from rocm_attn.providers.triton_later import triton_launches
-from rocm_attn.providers.triton_rows import ARCHS, MaskedExtend, triton_ops, triton_row
+from rocm_attn.providers.triton_rows import ARCHS, Masked, triton_ops, triton_row
 
 _LIMITS = Limits(
     archs=ARCHS,
@@ -77,7 +77,11 @@ class LatentDecode:
 
     @only_launches
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        triton_launches.launch_latent_decode(args, scores=self.scores, cut=self.cut, tiles=self.tiles)
+        self.attend_by(args, None)
+
+    def attend_by(self, args: AttendArgs, mask: PackedMask | None) -> None:
+        """As attend, and tokens see what a mask says."""
+        triton_launches.launch_latent_decode(args, scores=self.scores, cut=self.cut, tiles=self.tiles, mask=mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,18 +169,32 @@ class LatentSegmentExtend:
 
     @only_launches
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        triton_launches.launch_latent_segment_extend(args, scores=self.scores, cut=self.cut, tiles=self.tiles)
+        self.attend_by(args, None)
+
+    def attend_by(self, args: AttendArgs, mask: PackedMask | None) -> None:
+        """As attend, and tokens see what a mask says."""
+        triton_launches.launch_latent_segment_extend(
+            args, scores=self.scores, cut=self.cut, tiles=self.tiles, mask=mask
+        )
 
 
 def _decode(problem: Problem, target: Target, *, fewest: int, most: int) -> LatentDecode:
-    heads = problem.num_q_heads
-    tiles = latent_decode_tiles(
+    return _decode_in(_decode_tiles(problem, target, most), problem, target, fewest=fewest, most=most)
+
+
+def _decode_tiles(problem: Problem, target: Target, most: int) -> LatentTiles:
+    """most: new tokens of a sequence"""
+    return latent_decode_tiles(
         target.arch,
-        num_rows=heads * most,
+        num_rows=problem.num_q_heads * most,
         dims=_dims(problem),
         dtype=problem.dtype,
         is_coded=problem.page_format.encoding.is_fp8,
     )
+
+
+def _decode_in(tiles: LatentTiles, problem: Problem, target: Target, *, fewest: int, most: int) -> LatentDecode:
+    heads = problem.num_q_heads
     cut = latent_decode_cut(
         tiles,
         num_heads=heads,
@@ -222,10 +240,12 @@ def _bind_mixed(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed
     return TritonMixed(_bind_decode(problem, target, pool), longer)
 
 
-def _bind_masked(problem: Problem, target: Target, pool: PoolSize) -> MaskedExtend:
+def _bind_masked(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed:
+    most = limits.MOST_SPLIT_TOKENS
+    few = _decode_in(_decode_tiles(problem, target, most).of_few_masked_tokens(), problem, target, fewest=1, most=most)
     tiles = _extend_tiles(problem, target).of_masked_steps()
-    cut = latent_extend_cut(tiles, num_heads=problem.num_q_heads)
-    return MaskedExtend(LatentExtend(problem, scores_of(problem), tiles, cut))
+    cut = latent_extend_cut(tiles, num_heads=problem.num_q_heads, min_q_len=limits.MOST_SPLIT_TOKENS + 1)
+    return TritonMixed(Masked(few), Masked(LatentExtend(problem, scores_of(problem), tiles, cut)))
 
 
 def _bind_shared(problem: Problem, target: Target, pool: PoolSize) -> SharedPrefixKernel:
@@ -255,6 +275,10 @@ def _bind_segment_extend(problem: Problem, target: Target, pool: PoolSize) -> La
     return _segment_extend(problem, target, min_q_len=1)
 
 
+def _bind_masked_segments(problem: Problem, target: Target, pool: PoolSize) -> Masked:
+    return Masked(_segment_extend(problem, target, min_q_len=1))
+
+
 def _bind_mixed_segments(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed:
     extend = _segment_extend(problem, target, min_q_len=2)
     return TritonMixed(_bind_segment_decode(problem, target, pool), extend)
@@ -264,9 +288,7 @@ ROWS = (
     triton_row("triton.latent_decode", StepKind.DECODE, _bind_decode, limits=_LIMITS),
     triton_row("triton.latent_extend", StepKind.EXTEND, _bind_extend, limits=_LIMITS),
     triton_row("triton.latent_extend+decode", StepKind.MIXED, _bind_mixed, limits=_LIMITS),
-    triton_row(
-        "triton.latent_masked", StepKind.MASKED, _bind_masked, Need.MASK_INDPTR, Need.MASK_WORDS, limits=_LIMITS
-    ),
+    triton_row("triton.latent_masked", StepKind.MASKED, _bind_masked, Need.MASK, limits=_LIMITS),
     triton_row(
         "triton.latent_shared_prefix",
         StepKind.SHARED,
@@ -279,6 +301,14 @@ ROWS = (
     ),
     triton_row(
         "triton.latent_segment_extend", StepKind.EXTEND, _bind_segment_extend, limits=_LIMITS, batch_invariant=True
+    ),
+    triton_row(
+        "triton.latent_segment_masked",
+        StepKind.MASKED,
+        _bind_masked_segments,
+        Need.MASK,
+        limits=_LIMITS,
+        batch_invariant=True,
     ),
     triton_row(
         "triton.latent_segment_extend+decode",

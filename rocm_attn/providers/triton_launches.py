@@ -20,17 +20,23 @@ from rocm_attn.kernels.latent.extend import launch_latent_extend
 from rocm_attn.kernels.latent.segment_decode import launch_latent_segment_decode
 from rocm_attn.kernels.latent.segment_extend import launch_latent_segment_extend
 from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
+from rocm_attn.kernels.metadata.draft_steps import launch_draft_steps
 from rocm_attn.kernels.metadata.fill import launch_fill
 from rocm_attn.kernels.metadata.gather_table import launch_gather_table
 from rocm_attn.kernels.metadata.pack_mask import launch_pack_mask
 from rocm_attn.kernels.metadata.place_mask import launch_place_mask
+from rocm_attn.kernels.metadata.place_trees import launch_place_trees
 from rocm_attn.kernels.metadata.publish import launch_publish
 from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
 from rocm_attn.kernels.metadata.table_update import launch_table_update
 from rocm_attn.kernels.metadata.take_slots import launch_take_slots
+from rocm_attn.kernels.sampling.pick_rows import launch_pick_rows
 from rocm_attn.kernels.sparse.attention import launch_selected_attention, launch_selected_segments
 from rocm_attn.kernels.sparse.check import launch_check_selection
 from rocm_attn.kernels.sparse.index_scores import launch_select
+from rocm_attn.kernels.speculative.accept_drawn import launch_accept_drawn
+from rocm_attn.kernels.speculative.accept_sampled import launch_accept_sampled
+from rocm_attn.kernels.speculative.move_paths import launch_move_paths
 from rocm_attn.providers.contract import StepOps
 
 __all__ = [
@@ -54,6 +60,8 @@ OPS = StepOps(
     publish=launch_publish,
     device_inputs=launch_device_inputs,
     place_mask=launch_place_mask,
+    draft_steps=launch_draft_steps,
+    place_trees=launch_place_trees,
     table_update=launch_table_update,
     fill=launch_fill,
     store_kv=launch_store_kv,
@@ -68,6 +76,10 @@ OPS = StepOps(
     take_slots=launch_take_slots,
     pack_mask=launch_pack_mask,
     export_rows=launch_export_rows,
+    accept_drawn=launch_accept_drawn,
+    accept_sampled=launch_accept_sampled,
+    move_paths=launch_move_paths,
     import_rows=launch_import_rows,
     check_selection=launch_check_selection,
+    pick_rows=launch_pick_rows,
 )

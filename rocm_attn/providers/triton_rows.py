@@ -9,20 +9,20 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.packed_mask import PackedMask
+from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
-from rocm_attn.providers.contract import Bind, KernelRow, Limits, StepBounds, StepOps
-from rocm_attn.providers.schedules import ExtendSchedule
+from rocm_attn.providers.contract import Bind, KernelRow, Limits, Schedule, StepBounds, StepOps
 from rocm_attn.providers.scores import packed_mask
 from rocm_attn.providers.triton_later import triton_launches
 
 ARCHS = ("gfx942", "gfx950", "sm_*", "interpreter")
 
 
-class MaskableExtend(Protocol):
-    """A bound extend that may also be given a packed mask."""
+class Maskable(Protocol):
+    """A bound kernel that may also be given a packed mask."""
 
     @property
-    def schedule(self) -> ExtendSchedule:
+    def schedule(self) -> Schedule:
         """The fill's."""
         ...
 
@@ -40,23 +40,24 @@ class MaskableExtend(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class MaskedExtend:
-    """Extend by a packed mask, for any number of new tokens."""
+class Masked:
+    """A kernel by a packed mask."""
 
-    extend: MaskableExtend
+    kernel: Maskable
 
     @property
-    def schedule(self) -> ExtendSchedule:
-        return self.extend.schedule
+    def schedule(self) -> Schedule:
+        return self.kernel.schedule
 
     def describe(self) -> str:
-        return f"{self.extend.describe()} by mask"
+        return f"{self.kernel.describe()} by mask"
 
     def workspace_words(self, shape: PaddedShape) -> int:
-        return self.extend.workspace_words(shape)
+        return self.kernel.workspace_words(shape)
 
+    @only_launches
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        self.extend.attend_by(args, packed_mask(step))
+        self.kernel.attend_by(args, packed_mask(step))
 
 
 def triton_row(

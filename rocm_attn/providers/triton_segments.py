@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
+from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
@@ -18,6 +19,7 @@ from rocm_attn.providers.contract import PoolSize, StepBounds
 from rocm_attn.providers.schedules import DecodeSchedule, ExtendSchedule
 from rocm_attn.providers.scores import scores_of
 from rocm_attn.providers.triton_later import triton_launches
+from rocm_attn.providers.triton_rows import Masked
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,11 @@ class SegmentExtend:
 
     @only_launches
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        triton_launches.launch_segment_extend(args, scores=self.scores, cut=self.cut, tiles=self.tiles)
+        self.attend_by(args, None)
+
+    def attend_by(self, args: AttendArgs, mask: PackedMask | None) -> None:
+        """As attend, and tokens see what a mask says."""
+        triton_launches.launch_segment_extend(args, scores=self.scores, cut=self.cut, tiles=self.tiles, mask=mask)
 
 
 def bind_decode(problem: Problem, target: Target, pool: PoolSize) -> SegmentDecode:
@@ -103,6 +109,11 @@ def bind_extend(problem: Problem, target: Target, pool: PoolSize) -> SegmentExte
     """Deterministic extend. Raises NoTiles."""
     tiles = _tiles(problem, target)
     return SegmentExtend(problem, scores_of(problem), tiles, ExtendCut.of(tiles.extend, gqa_ratio=problem.gqa_ratio))
+
+
+def bind_masked(problem: Problem, target: Target, pool: PoolSize) -> Masked:
+    """Deterministic attention of steps with a mask. Raises NoTiles."""
+    return Masked(bind_extend(problem, target, pool))
 
 
 def _tiles(problem: Problem, target: Target) -> SegmentTiles:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from zlib import crc32
 
 import numpy as np
-from torch import Tensor
 
 from rocm_attn.capture.check import CaptureCheck
 from rocm_attn.capture.graphs import CaptureReport, Progress, eager_steps_before_capture, recorder_for
@@ -34,10 +33,14 @@ from rocm_attn.runner.request import (
     TokenEvent,
 )
 from rocm_attn.runner.request_times import note_tokens
-from rocm_attn.runner.sampling import Sampler, pick_tokens
-from rocm_attn.runner.scheduler import ScheduledStep, Scheduler
+from rocm_attn.runner.sampling import Sampler, TokenPicker
+from rocm_attn.runner.scheduler import ScheduledStep, Scheduler, Taken
 from rocm_attn.runner.serving import serve_all
+from rocm_attn.runner.speculation.engines import speculation_of
+from rocm_attn.runner.speculation.last_rows import forward_of
+from rocm_attn.runner.speculation.speculation import StepPicks
 from rocm_attn.runner.tokenizer import TextStream
+from rocm_attn.runner.unread import UnreadStep, with_unread_tokens
 from rocm_attn.runner.watched import watched_steps
 from rocm_attn.step.protocols import NO_FLIGHT_RECORDER
 from rocm_attn.watch.flight_recorder import FlightRecorder
@@ -68,6 +71,10 @@ class Engine:
 
     submit() queues a request, step() runs all of them one step further; generate() does both until all are done.
 
+    With options.steps_ahead a step is scheduled and launched while the one before it runs, and the tokens of that one
+    are read afterwards. The tokens are the same; step() returns them one step later, and settle() reads those that are
+    left.
+
     What goes wrong with one request ends that request alone: its Completion says why, and the others go on. A fault of
     the device ends the requests that were in its step, and all that have run where that step is not known; what it
     leaves in the queue is served by the steps after it. Where only some of the step's requests can be wrong, and the
@@ -87,9 +94,17 @@ class Engine:
         self.max_kv_len = self.runtime.max_kv_len
         self.limits = RequestLimits(loaded.config.context_len, self.max_kv_len, loaded.config.vocab_size)
         path, model = options.flight_record, model_over(self.runtime, loaded, options)
+        self._steps_ahead = options.steps_ahead_on(self.runtime.device.type)
+        self._picker = TokenPicker(
+            self.runtime.device, options.max_batch_size * options.rows_of_each, self.runtime.core.ops.pick_rows
+        )
+        forward = forward_of(model, options)
+        if self._steps_ahead:
+            forward = with_unread_tokens(forward, self._picker.tokens)
         self.flight = FlightRecorder(self.runtime, path) if path is not None else NO_FLIGHT_RECORDER
-        self._runner, self._steps = watched_steps(self.runtime, model.forward, options, self.flight, self._new_runner)
+        self._runner, self._steps = watched_steps(self.runtime, forward, options, self.flight, self._new_runner)
         self.metrics = self._runner.metrics
+        self._speculation = speculation_of(loaded, options, self.runtime, self._picker, self.metrics)
         self._scheduler = Scheduler(
             self.runtime.table,
             self.metrics,
@@ -103,6 +118,9 @@ class Engine:
         self._events: list[Event] = []  # that no step() has returned yet
         self._must_check = False  # whether a step has run since the device was waited for
         self._recent = RecentSteps()
+        self._unread: list[UnreadStep] = []  # oldest first
+        self._read_at = 0.0  # when tokens were read last
+        self._read_ids: list[int] = []  # tokens that were read since the last step was launched
         self._num_submitted = 0
 
     def _new_runner(self, forward: Forward) -> StepRunner:
@@ -130,6 +148,7 @@ class Engine:
         self.forget_prefixes()
         started = time.perf_counter()
         try:
+            self._speculation.capture_all(progress)
             return self._runner.capture_all(progress)
         finally:
             self.metrics.seconds += time.perf_counter() - started
@@ -179,7 +198,16 @@ class Engine:
 
         Call it where weights were changed in place, while no request runs.
         """
+        self.settle()
         self._scheduler.forget_pages()
+
+    def settle(self) -> None:
+        """Wait until no step runs. What came of the last one is returned by the next step().
+
+        To be called between two steps before something is changed that a step which still runs might see.
+        """
+        while self._unread:
+            self._read_oldest()
 
     def cancel(self, number: int) -> None:
         """Forget a request, finished or not: its pages are given back as by abort(), and nothing more comes of it."""
@@ -204,6 +232,7 @@ class Engine:
             if not self._events:
                 self._advance()
             if not self._scheduler.has_work:
+                self.settle()
                 self._check_device()
         except DeviceFault as fault:
             self._take_in(fault)
@@ -257,30 +286,54 @@ class Engine:
         )
 
     def _advance(self) -> None:
-        """Run one step and note the events that came out of it. Raises DeviceFault."""
+        """Launch a step, and note the events that came out of those before it. Raises DeviceFault.
+
+        What comes next may depend on tokens that were not read yet; then no step is launched.
+        """
         started = time.perf_counter()
-        step = self._scheduler.next_step()
-        logits = self._run(step)
+        step = self._scheduler.next_step(self._speculation.drafts(self._scheduler.decoding, self._outputs.keys()))
+        if step is None:
+            self.settle()
+            return
+        picks = self._run(step)
         launched = time.perf_counter()
         if step.is_of_a_suspect:
             self._check_device()  # before it gets a token, and before others run again
-        samplers = [sequence.sampler for sequence in step.picking]
-        picks = pick_tokens(logits[: step.num_picks], samplers) if samplers else []
-        reasons = self._scheduler.finish_step(step, picks)
-        self._note_times(step, started, launched)
-        for sequence, pick, reason in zip(step.picking, picks, reasons, strict=True):
-            if isinstance(pick, BadLogits):
-                self._fail(sequence.number, str(pick))
-            else:
-                self._publish(sequence.number, pick, reason)
+        self.settle()
+        self._scheduler.launched(step)
+        self._unread.append(UnreadStep(step, self.runtime.step_number, picks, started, launched))
+        while len(self._unread) > (0 if step.is_of_a_suspect or step.drafts else self._steps_ahead):
+            self._read_oldest()
 
-    def _note_times(self, step: ScheduledStep, started: float, launched: float) -> None:
+    def _read_oldest(self) -> None:
+        """Wait for the tokens of the oldest step that was not read, and note the events that come out of it."""
+        unread = self._unread[0]
+        picks = unread.picks.read()
+        del self._unread[0]
+        taken = self._scheduler.finish_step(unread.step, picks)
+        self._speculation.count(unread.step, taken)
+        self._note_times(unread, taken)
+        for sequence, pick, (token_ids, reason) in zip(unread.step.picking, picks, taken, strict=True):
+            if token_ids:
+                self._publish(sequence.number, token_ids, reason)
+            elif isinstance(pick, BadLogits) and reason == "error":
+                self._fail(sequence.number, str(pick))
+            if reason is not None:
+                self._recent.leave(sequence.number, unread.number)
+
+    def _note_times(self, unread: UnreadStep, taken: Many[Taken]) -> None:
         """A step has run, and its sequences have their tokens; the device was not waited for when it was launched."""
         now, metrics = time.perf_counter(), self.metrics
-        metrics.seconds += now - started
-        metrics.step_seconds.note(now - started)
-        metrics.host_seconds.note(launched - started)
-        note_tokens((sequence.times for sequence in step.picking), now, metrics)
+        seconds = now - max(unread.started, self._read_at)  # steps that overlap are not counted twice
+        self._read_at = now
+        metrics.seconds += seconds
+        metrics.step_seconds.note(seconds)
+        metrics.host_seconds.note(unread.launched - unread.started)
+        picking = zip(unread.step.picking, taken, strict=True)
+        note_tokens((sequence.times for sequence, each in picking if each.token_ids), now, metrics)
+        together = sum(max(0, len(each.token_ids) - 1) for each in taken) if unread.step.drafts else 0
+        if together > 0:
+            metrics.token_gap_seconds.note(0.0, together)
 
     def _check_device(self) -> None:
         """Wait for the device, if a step has run since that was done last. Raises DeviceFault."""
@@ -289,31 +342,38 @@ class Engine:
             self._runner.check_device()
             self._scheduler.all_is_right()
 
-    def _run(self, step: ScheduledStep) -> Tensor:
+    def _run(self, step: ScheduledStep) -> StepPicks:
+        """Launch a step, and what picks its tokens."""
         before, batch = self.runtime.step_number, step.batch
         self._must_check = True
         if self._loaded.ranks.shard.num_ranks > 1:  # that they were given the same requests, and picked the same tokens
-            words = (batch.kv_len, batch.q_len, batch.token_ids)
+            words = (batch.kv_len, batch.q_len, batch.token_ids, np.array(self._read_ids, np.int32))
             self.runtime.meetings.digest = crc32(np.concatenate(words).tobytes())
+        self._read_ids.clear()
         try:
-            return self._steps.run(batch)
+            logits = self._steps.run(self._speculation.batch(step))
         finally:
             requests = (sequence.number for sequence in step.sequences)
             self._recent.note(before, self.runtime.step_number, requests)
+        return self._speculation.pick(step, logits)
 
-    def _publish(self, number: int, token: int, reason: FinishReason | None) -> None:
-        output = self._outputs[number]
-        piece = ""
-        if output.stream is not None:
-            # a stop token need not be a special one; it is never part of the text
-            piece = "" if reason == "stop" else output.stream.push(token)
-            piece += output.stream.finish() if reason is not None else ""
-        output.text += piece
-        self.metrics.new_tokens += 1
+    def _publish(self, number: int, token_ids: tuple[int, ...], reason: FinishReason | None) -> None:
+        """Note the tokens that a request got of a step, at least one. reason: why it ends with the last of them"""
+        output, last = self._outputs[number], len(token_ids) - 1
+        self.metrics.new_tokens += len(token_ids)
+        self._read_ids += token_ids
+        for place, token in enumerate(token_ids):
+            why = reason if place == last else None
+            piece = ""
+            if output.stream is not None:
+                # a stop token need not be a special one; it is never part of the text
+                piece = "" if why == "stop" else output.stream.push(token)
+                piece += output.stream.finish() if why is not None else ""
+                output.text += piece
+            self._events.append(TokenEvent(number, token, piece, why))
         if reason is not None:
             del self._outputs[number]
             self._done[number] = output.completion(reason)
-        self._events.append(TokenEvent(number, token, piece, reason))
 
     def _fail(self, number: int, error: str) -> None:
         """Note that a request has failed, whose sequence has left the scheduler; or one that had ended."""
@@ -327,6 +387,7 @@ class Engine:
 
     def _take_in(self, fault: DeviceFault) -> None:
         """Fail every request that was in the step of a fault and was not handed over; or see which are concerned."""
+        self.settle()
         faults = [fault, *self._more_faults()]
         self._scheduler.forget_unknown_pages()
         # Several of these faults may be of steps before a sequence became suspect: that it is alone shows nothing yet.

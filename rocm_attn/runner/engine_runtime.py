@@ -22,6 +22,7 @@ from rocm_attn.runner.measured_memory import LargestSteps, measure, memory_of
 from rocm_attn.runner.model import Model
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.pool_size import CPU_BYTES, NOT_MEASURED, Measured, PoolPages, is_small, most_kv_bytes, pool_pages
+from rocm_attn.runner.speculation.last_rows import forward_of
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.selection.kernels import missing_kernels
@@ -49,6 +50,8 @@ def runtime_for(loaded: LoadedModel, options: EngineOptions) -> tuple[AttentionR
     target, has_factors = detect_target(weights.device), all(layer.kv_factors is not None for layer in weights.layers)
     kv = KVFormat.named(options.kv_dtype, options.kv_scales, target, has_factors=has_factors)
     over = geometry.problems(dtype=weights.dtype, page_size=1, kv=kv)
+    if options.speculates and options.topk > 1:
+        over = tuple(replace(problem, custom_mask=True) for problem in over)
     problems = _page_choice(over, loaded, options).problems(over)
     if options.swa_pages and all(problem.window_left == UNLIMITED_WINDOW for problem in problems):
         raise BadSetting(
@@ -132,17 +135,29 @@ class _Sizing:
                 max_num_seqs=self.options.max_batch_size,
                 max_kv_len=max_kv_len,
                 provider=self.options.provider,
+                verify_tokens=self._verify_tokens(),
                 deterministic=self.options.deterministic,
             ),
             device=self.loaded.weights.device,
             agree=self.loaded.ranks.agree,
         )
 
+    def _verify_tokens(self) -> int:
+        """Of captured steps that verify drafts; 0 where there are none.
+
+        On a CPU the pads of such a step cost more than its graph saves, so it has one only where graphs are asked for.
+        """
+        options, on_cpu = self.options, self.loaded.weights.device.type == "cpu"
+        captures = options.graphs and not (on_cpu and options.capture_after is None)
+        return options.rows_of_each if captures and options.speculates else 0
+
     def _largest_steps(self, free_bytes: int) -> LargestSteps:
         """Steps whose small pool takes at most half of what is free."""
         page_size, affordable = self.problems[0].page_size, free_bytes // page_bytes(self.problems)
         num_seqs = self.options.max_batch_size
-        steps = LargestSteps(num_seqs, max(num_seqs, self.options.chunk), self.max_kv_len, affordable * page_size)
+        captured = self._verify_tokens() or 1
+        num_tokens = max(num_seqs * captured, self.options.chunk)
+        steps = LargestSteps(num_seqs, num_tokens, self.max_kv_len, affordable * page_size, captured)
         most = steps.longest - max(0, steps.pages(page_size) - affordable // 2) * page_size
         return replace(steps, longest=min(steps.longest, max(most, page_size)))
 
@@ -154,7 +169,7 @@ class _Sizing:
         recorder = recorder_for(runtime.device) if self.options.graphs else None
         check = CaptureCheck(vocabulary=self.loaded.config.vocab_size)
         return runtime, StepRunner(
-            runtime, model_over(runtime, self.loaded, self.options).forward, recorder, check=check
+            runtime, forward_of(model_over(runtime, self.loaded, self.options), self.options), recorder, check=check
         )
 
 

@@ -39,6 +39,7 @@ class ServingEngine(Protocol):
     def step(self) -> list[Event]: ...
     def abort(self, number: int) -> None: ...
     def cancel(self, number: int) -> None: ...
+    def settle(self) -> None: ...
     def completion(self, number: int) -> Completion: ...
     def report(self) -> Report: ...
 
@@ -128,7 +129,7 @@ class EngineThread:
         self._commands.put(partial(self._call, function, waiting))
 
     def pause(self) -> None:
-        """Run no step from the next one on; commands run. Pauses are counted."""
+        """Run no step from the next one on, and wait for the one that runs; commands run. Pauses are counted."""
         self._commands.put(partial(self._add_pauses, 1))
 
     def resume(self) -> None:
@@ -244,6 +245,8 @@ class EngineThread:
 
     def _add_pauses(self, pauses: int) -> None:
         self._num_pauses += pauses
+        if self._num_pauses:
+            self._engine.settle()
 
     def _stop(self) -> None:
         self._is_stopping = True

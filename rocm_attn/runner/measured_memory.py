@@ -21,7 +21,7 @@ from rocm_attn.errors import NeverFits
 from rocm_attn.machine.devices import on_device
 from rocm_attn.paging.index_spaces import num_pages
 from rocm_attn.runner.pool_size import Measured
-from rocm_attn.runner.sampling import in_float32
+from rocm_attn.runner.sampling import draw_all
 from rocm_attn.runtime import AttentionRuntime
 
 # Graphs share one pool of memory, in which each keeps its outputs; the rest of it takes what the other graphs leave.
@@ -104,18 +104,20 @@ class LargestSteps:
     """The steps of a model that take the most memory.
 
     num_seqs:   sequences of a step, at most
-    num_tokens: new tokens of a step, at most; at least num_seqs
+    num_tokens: new tokens of a step, at most; at least those of num_seqs sequences that are captured
     longest:    tokens of the longest sequence
     total:      tokens of all sequences in the pool that is to be, about
+    captured:   new tokens of each sequence in the steps that are captured, at most: more than 1 to verify drafts
     """
 
     num_seqs: int
     num_tokens: int
     longest: int
     total: int
+    captured: int = 1
 
     def lengths(self) -> Iterator[tuple[list[int], list[int]]]:
-        """kv_len and q_len of each: a prompt beside sequences that decode, one prompt, many prompts, all decoding."""
+        """kv_len and q_len of each: a prompt beside sequences that decode, one prompt, many prompts, all captured."""
         usual = min(self.longest, self.total // self.num_seqs)
         most = min(self.num_tokens, self.num_seqs * self.longest)
         for num_seqs in (self.num_seqs, 1):
@@ -123,7 +125,8 @@ class LargestSteps:
             yield [self.longest, *(max(usual, new) for new in q_len[1:])], q_len
         prompts = [len(part) for part in np.array_split(np.arange(most), min(self.num_seqs, max(1, most // 2)))]
         yield prompts, prompts
-        yield [self.longest, *[max(usual, 1)] * (self.num_seqs - 1)], [1] * self.num_seqs
+        new = min(self.captured, self.longest)
+        yield [self.longest, *[max(usual, new)] * (self.num_seqs - 1)], [new] * self.num_seqs
 
     def pages(self, page_size: int) -> int:
         """Pages that hold the sequences of any of these steps, which share all pages but those of their new tokens."""
@@ -147,8 +150,8 @@ def measure(
 ) -> Measured:
     """What the largest steps and the graphs take. Everything that was built for it is gone afterwards.
 
-    build:      a runtime with room for these steps, and a runner of the model over it, which makes a graph of a decode
-                step at its first run or makes none
+    build:      a runtime with room for these steps, and a runner of the model over it, which makes a graph of a step at
+                its first run or makes none
     vocabulary: of the model
     Raises NeverFits when a step does not fit beside the weights.
     """
@@ -183,13 +186,13 @@ def _run(
             batch = probes.admit(kv_len, q_len)
             memory.give_back()  # what random K and V were drawn in
             memory.start_peak()
-            in_float32(runner.run_eagerly(batch))
+            draw_all(runner.run_eagerly(batch).flatten(0, -2), runtime.core.ops.pick_rows)
             step_bytes = max(step_bytes, memory.most_held() - held)
             runtime.forget_faults()  # random K and V may overflow
         memory.give_back()
         free, held_before = memory.free(), memory.held()
         memory.start_peak()
-        rows = runner.run(batch)  # the last one decodes: it is captured, and the graph is compared with the eager run
+        rows = runner.run(batch)  # the last one is captured, and the graph is compared with the eager run
         row_bytes = rows.nbytes // len(rows)
         runtime.forget_faults()
         buckets = runner.capture_report().buckets
@@ -200,6 +203,10 @@ def _run(
         of_each = max(memory.of_a_graph(), free - memory.free() - (memory.held() - held_before))
     if not buckets:
         return step_bytes, 0
-    sizes = [shape.num_seqs for shape in capture_shapes(runtime.padding)]
-    shared = max(0, of_largest - row_bytes * max(sizes))
-    return step_bytes, _GRAPHS_OF_ANY_ORDER * shared + row_bytes * sum(sizes) + len(sizes) * of_each
+    # a graph of a decode step has logits of one token of each sequence
+    outputs = [
+        row_bytes * shape.num_seqs // (largest.captured if shape.kind.decodes else 1)
+        for shape in capture_shapes(runtime.padding)
+    ]
+    shared = max(0, of_largest - max(outputs))
+    return step_bytes, _GRAPHS_OF_ANY_ORDER * shared + sum(outputs) + len(outputs) * of_each

@@ -96,6 +96,10 @@ class Model:
 
     def forward(self, step: StepInputs) -> Tensor:
         """Logits [S, vocab] of each sequence's last new token, in the weights' dtype."""
+        return self.logits(self.hidden(step).index_select(0, step.last_token_of_seq))
+
+    def hidden(self, step: StepInputs) -> Tensor:
+        """[T, hidden]: what the last layer gives of each new token."""
         arithmetic, hidden = self._arithmetic, self.embed(step.token_ids)
         own_inputs = self._own_inputs(step.token_ids, hidden)
         cos_sin = {rope: table.index_select(0, step.positions) for rope, table in self._cos_sin.items()}
@@ -110,7 +114,12 @@ class Model:
                 hidden = arithmetic.add_own_input(hidden, own_inputs[:, number], weights.own_input)
             if weights.factor is not None:
                 hidden = hidden * weights.factor
-        last = arithmetic.norm(hidden.index_select(0, step.last_token_of_seq), self.weights.final_norm)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, vocab] of tokens for which the last layer gives hidden [n, hidden]."""
+        arithmetic = self._arithmetic
+        last = arithmetic.norm(hidden, self.weights.final_norm)
         factor = self.config.multipliers.head
         own = self._capped(arithmetic.linears.linear(last if factor == 1.0 else last * factor, self.weights.head))
         return self._ranks.gathered(own)[:, : self.config.vocab_size]  # all ranks pick from the same bits

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from rocm_attn.errors import BadSetting
 from rocm_attn.machine.choices import AUTO, KV_DTYPES, KV_SCALES, POOLS, PROVIDERS
+from rocm_attn.runner.speculation.methods import OFF, require_method
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +157,28 @@ class EngineOptions:
     deterministic: bool = option(
         False, "a prompt's tokens are the same bit by bit whatever is served beside it, at some cost in speed"
     )
+    speculative: str = option(
+        OFF,
+        "how tokens are guessed, several of which a step verifies: by what came after the last ones before (ngram), or "
+        "by a small model that shares the tokens (draft:MODEL)",
+        unit="off|ngram|draft:MODEL",
+    )
+    draft_tokens: int = option(
+        4, "with speculative: tokens that are guessed for a sequence and step, at most", unit="TOKENS", least=1
+    )
+    topk: int = option(
+        1, "with speculative: branches that the guessed tokens of a sequence may have", unit="BRANCHES", least=1
+    )
+    steps_ahead: int | None = option(
+        None,
+        "0 or 1: steps that run on the device when the next one is launched, so that it does not wait for the host; "
+        "their tokens are read afterwards",
+        kind=int,
+        unit="STEPS",
+        least=0,
+        default_is="1 on a GPU; 0 on a CPU, where a step has run when it was launched, and where tokens are guessed, "
+        "which takes those before them",
+    )
     flight_record: Path | None = option(  # noqa: RUF009  # it makes a field
         None,
         "file that the last steps are written to when one fails; `rocm-attn replay-step` reads it",
@@ -187,9 +210,37 @@ class EngineOptions:
             value = getattr(self, name)
             if value == default or value in text.choices:
                 continue
-            if text.kind is str:
+            if text.kind is str and text.choices:
                 raise BadSetting(f"{name} {value!r} is not known; choose one of {', '.join(text.choices)}")
             if text.least is not None and value < text.least:
                 raise BadSetting(f"{name} is {value}; it must be at least {text.least}")
         if not 0 < self.gpu_memory_share <= 1:
             raise BadSetting(f"gpu_memory_share is {self.gpu_memory_share}; it must be above 0 and at most 1")
+        require_method(self.speculative)
+        if self.topk > self.draft_tokens:
+            raise BadSetting(
+                f"topk is {self.topk} and draft_tokens is {self.draft_tokens}; each branch has a token at least, so "
+                "raise draft_tokens or lower topk"
+            )
+        if self.speculates and self.steps_ahead:
+            raise BadSetting("steps_ahead is 1 and tokens are guessed by those before them; leave one of them out")
+        if self.steps_ahead not in (None, 0, 1):
+            raise BadSetting(
+                f"steps_ahead is {self.steps_ahead}; it must be 0 or 1: a step needs the tokens of the one before it"
+            )
+
+    @property
+    def speculates(self) -> bool:
+        """Whether tokens are guessed."""
+        return self.speculative != OFF
+
+    @property
+    def rows_of_each(self) -> int:
+        """Tokens of a sequence and step after which one may be picked."""
+        return 1 + self.draft_tokens if self.speculates else 1
+
+    def steps_ahead_on(self, device_type: str) -> int:
+        """steps_ahead as it is, or as it is decided for a device."""
+        if self.steps_ahead is not None:
+            return self.steps_ahead
+        return 0 if device_type == "cpu" or self.speculates else 1

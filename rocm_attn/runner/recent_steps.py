@@ -19,7 +19,7 @@ class _Run:
 
     before: int
     last: int
-    requests: frozenset[int]
+    requests: set[int]
 
 
 class RecentSteps:
@@ -30,7 +30,14 @@ class RecentSteps:
 
     def note(self, before: int, last: int, requests: Iterable[int]) -> None:
         """Remember a run; before, last: the runtime's step number before and after it."""
-        self._runs.append(_Run(before, last, frozenset(requests)))
+        self._runs.append(_Run(before, last, set(requests)))
+
+    def leave(self, request: int, last: int) -> None:
+        """A request has ended with the run up to step `last`: what goes wrong in a later one is not its own."""
+        for run in reversed(self._runs):
+            if run.last == last:
+                return
+            run.requests.discard(request)
 
     def requests_in(self, step: int | None) -> frozenset[int] | None:
         """The requests that were in a step; None where the step, or what was in it, is not known."""
@@ -39,5 +46,5 @@ class RecentSteps:
         for run in self._runs:
             # the numbers wrap
             if 0 < (step - run.before) & INT32_MAX <= (run.last - run.before) & INT32_MAX:
-                return run.requests
+                return frozenset(run.requests)
         return None

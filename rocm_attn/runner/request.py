@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
+from rocm_attn.batch.step_batch import INT32_MAX
 from rocm_attn.errors import BadRequest, DeviceFault, RocmAttnError
 from rocm_attn.runner.prefix_cache import CachedRow
 from rocm_attn.runner.request_times import RequestTimes
 from rocm_attn.runner.sampling import Sampler, Sampling
 
 FinishReason = Literal["stop", "length", "error", "abort"]
+
+ALL_READ = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +68,20 @@ class Completion:
     error: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: every token makes one, and setting the fields of a frozen class takes three times as long.
+@dataclass(slots=True, unsafe_hash=True)
 class TokenEvent:
-    """One new token.
+    """One new token. Not to be changed.
 
     request:       number of the request, in the order of submission
     text:          what can be printed now; a character that needs several tokens comes with the last of them
     finish_reason: None while there is more to come
     """
 
-    request: int
-    token_id: int
-    text: str
-    finish_reason: FinishReason | None
+    request: Final[int]
+    token_id: Final[int]
+    text: Final[str]
+    finish_reason: Final[FinishReason | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +137,14 @@ class Sequence:
     number:     in the order of submission
     stops:      tokens that end the text
     token_ids:  the prompt and what was generated
-    num_stored: tokens whose K and V are in the pool
+    num_stored: tokens whose K and V are in the pool when all steps have run that were launched
     cached_row: what the prefix cache knows of it
     row:        of the request table; 0 while it waits
     is_suspect: whether a step in which it was had a fault that may be its own; then it is computed again alone
     times:      since the request was taken
+    unread_at:  its place among the picks of the step that was launched last, whose token the host has not read yet;
+                ALL_READ where there is none
+    most_tokens: of prompt and text together: with so many the text ends
     """
 
     number: int
@@ -150,11 +157,18 @@ class Sequence:
     row: int = 0
     is_suspect: bool = False
     times: RequestTimes = field(default_factory=RequestTimes)
+    unread_at: int = ALL_READ
+    most_tokens: int = INT32_MAX
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt, and what was generated: the one that was not read yet, too."""
+        return len(self.token_ids) + (self.unread_at != ALL_READ)
 
     @property
     def num_left(self) -> int:
         """Tokens to be stored before the next one can be picked; 1 while it decodes."""
-        return len(self.token_ids) - self.num_stored
+        return len(self.token_ids) + (self.unread_at != ALL_READ) - self.num_stored
 
     @property
     def urgency(self) -> tuple[int, int]:
@@ -163,10 +177,10 @@ class Sequence:
 
     @property
     def num_new(self) -> int:
-        """Tokens that were generated so far."""
-        return len(self.token_ids) - len(self.request.prompt_token_ids)
+        """Tokens that were generated so far, the one that was not read yet too."""
+        return self.num_tokens - len(self.request.prompt_token_ids)
 
     @property
     def new_token_ids(self) -> tuple[int, ...]:
-        """What was generated so far."""
+        """What was generated and read so far."""
         return tuple(self.token_ids[len(self.request.prompt_token_ids) :])

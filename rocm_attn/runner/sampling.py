@@ -1,19 +1,33 @@
-"""Sampling: from logits to token ids. A request's draws depend on its own logits and seed, never on the batch."""
+"""Sampling: from logits to token ids, on the device of the logits and without waiting for it.
+
+A request's draws depend on its own logits, its seed and the place of the token, never on the batch, nor on how often a
+step was run.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.step_batch import Int32Array
 from rocm_attn.errors import BadLogits, BadRequest
+from rocm_attn.kernels.sampling.found import ALL_ZERO
+from rocm_attn.providers.launches import PickRows
+from rocm_attn.providers.torch_ref import TORCH
+from rocm_attn.step.host_ring import Fence, NoFence
 
-Float32Array = npt.NDArray[np.float32]
+# Uniform numbers are made so many at a time.
+_NUMBERS_AT_ONCE = 16
+# Float32 holds these; what a temperature beyond them does is no other thing.
+_COLDEST, _HOTTEST = 1e-30, 1e30
+_GREEDY = (0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,64 +59,169 @@ class Sampling:
         return self.temperature == 0
 
 
+class Draw(NamedTuple):
+    """How one token is drawn.
+
+    uniform: a number of [0, 1) that decides
+    """
+
+    temperature: float
+    top_p: float
+    uniform: float
+
+
 class Sampler:
-    """One request's source of tokens: one uniform number per token."""
+    """One request's source of tokens: one uniform number for each, known before any token is picked."""
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
+        self.is_greedy = sampling.is_greedy
         self._random = np.random.default_rng(sampling.seed)
+        self._uniform: list[float] = []
+        self._next = 0
 
-    def draw(self, logits: Float32Array) -> int:
-        """A token id.
+    def next_draw(self) -> Draw:
+        """How the token is drawn that comes after the one of the call before, from the first one on."""
+        self._next += 1
+        return self.draw(self._next - 1)
 
-        logits: [vocab]; -inf rules a token out
-        Raises BadLogits where they hold NaN or infinity, or rule every token out.
+    def draw(self, place: int) -> Draw:
+        """How the request's new token number `place`, from 0 on, is drawn."""
+        while place >= len(self._uniform):
+            self._uniform += self._random.random(_NUMBERS_AT_ONCE).tolist()
+        return Draw(self.sampling.temperature, self.sampling.top_p, self._uniform[place])
+
+
+class PickedTokens:
+    """The tokens of one step, on their way to the host.
+
+    found: int32 [rows, 2], as of launch_pick_rows
+    done:  after which they are there
+    """
+
+    __slots__ = ("_done", "_found")
+
+    def __init__(self, found: Int32Array, done: Fence) -> None:
+        self._found, self._done = found, done
+
+    def read(self) -> list[int | BadLogits]:
+        """Wait for them. One token id for each row; for a row that none can be picked from, why."""
+        self._done.synchronize()
+        ids, best = self._found[:, 0].tolist(), self._found.view(np.float32)[:, 1].tolist()
+        # A row that holds NaN has NaN as its largest. A norm whose squares overflow gives 0, and so does all after it.
+        return [
+            token if token != ALL_ZERO and math.isfinite(most) else _bad_logits(most)
+            for token, most in zip(ids, best, strict=True)
+        ]
+
+
+class _Rows(NamedTuple):
+    """What a launch for so many rows gets beside the logits, and what it has found, as the host reads it."""
+
+    terms: Tensor
+    tokens: Tensor
+    found: Tensor
+    found_words: Int32Array
+
+
+class _HostMemory:
+    """Memory that the device reads terms from and writes what it has found to, and the fence after that."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        most_rows, pinned = tokens.shape[0], tokens.is_cuda
+        self._tokens = tokens
+        self._terms = torch.empty(most_rows, 3, dtype=torch.float32, pin_memory=pinned)
+        self._found = torch.empty(most_rows, 2, dtype=torch.int32, pin_memory=pinned)
+        self._rows: dict[int, _Rows] = {}
+        self.done: Fence = torch.Event(tokens.device) if pinned else NoFence()
+        # torch knows of no kernel that reads or writes pinned memory, and gives a dropped one's to the next who asks.
+        weakref.finalize(self, _hold_until, self.done, (self._terms, self._found)).atexit = False
+
+    def rows(self, rows: int) -> _Rows:
+        """Its first rows."""
+        found = self._rows.get(rows)
+        if found is None:
+            views = self._terms[:rows], self._tokens[:rows], self._found[:rows]
+            found = self._rows[rows] = _Rows(*views, self._found.numpy()[:rows])
+        return found
+
+
+def _hold_until(done: Fence, tensors: tuple[Tensor, ...]) -> None:
+    done.synchronize()
+
+
+class TokenPicker:
+    """Picks the tokens of an engine's steps where the logits are, and sends them to the host.
+
+    A step that was picked from is read before the second step after it is.
+
+    pick_rows: of the runtime's launches
+    tokens:    int32 [most_rows], row -> the token that was picked last: what a step reads whose tokens the host does
+               not know yet. A row that no token can be picked from has some token of the vocabulary
+    """
+
+    @torch.inference_mode(False)  # memory that is made in that mode cannot be written outside of it
+    def __init__(self, device: torch.device, most_rows: int, pick_rows: PickRows) -> None:
+        self.tokens = torch.zeros(most_rows, dtype=torch.int32, device=device)
+        self._pick_rows = pick_rows
+        self._next = 0
+        self._host = [_HostMemory(self.tokens) for _ in range(2)]
+
+    def pick(self, logits: Tensor, draws: Mapping[int, Draw]) -> PickedTokens:
+        """Pick a token for each row.
+
+        logits: [rows, vocab], most_rows at most; may change when the launches that were made here have run
+        draws:  row -> how its token is drawn; of the others the likeliest is taken
         """
-        best = float(logits.max())
-        if not math.isfinite(best):
-            raise _bad_logits(best)
-        # The best one is 0 whatever it is divided by; where the temperature is tiny, all others are -inf.
-        with np.errstate(over="ignore"):
-            scaled = (logits.astype(np.float64) - best) / self.sampling.temperature
-        weights = np.exp(scaled)
-        order = np.argsort(-weights, kind="stable")
-        mass = np.cumsum(weights[order])
-        # the token that reaches the sum is still in
-        kept = int(np.searchsorted(mass, self.sampling.top_p * mass[-1])) + 1
-        mass = mass[:kept]
-        chosen = int(np.searchsorted(mass, self._random.random() * mass[-1], side="right"))
-        return int(order[min(chosen, len(mass) - 1)])
+        rows = logits.shape[0]
+        host, self._next = self._host[self._next], 1 - self._next
+        terms, tokens, found, words = host.rows(rows)
+        if rows:
+            if draws:
+                host.done.synchronize()  # a step that was never read may not have read its terms
+                _put_terms(terms, draws)
+            self._pick_rows(logits, terms, tokens, found, num_drawing=len(draws))
+            host.done.record()
+        return PickedTokens(words, host.done)
 
 
 def pick_tokens(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | BadLogits]:
-    """One token id for each row; for a row that none can be picked from, why. The other rows do not depend on it.
+    """One token id for each row, by its sampler's next draw; for a row that none can be picked from, why.
 
-    logits: [rows, vocab]; the likeliest tokens are found on the device, only rows that draw come to the host
+    logits: [rows, vocab]. It is waited for
     """
-    # A row that holds NaN has NaN as its largest; one copy brings ids and values, and float64 holds both exactly.
-    ids = logits.argmax(-1, keepdim=True)
-    found = torch.cat((ids.double(), logits.gather(-1, ids).double()), 1).tolist()
-    picks: list[int | BadLogits] = [int(token) if math.isfinite(best) else _bad_logits(best) for token, best in found]
-    for row, (_, best) in enumerate(found):
-        # A norm whose squares overflow gives 0, and so does everything after it.
-        if best == 0 and not logits[row].any():
-            picks[row] = _bad_logits(best)
-    drawing = [
-        row
-        for row, (pick, sampler) in enumerate(zip(picks, samplers, strict=True))
-        if not (sampler.sampling.is_greedy or isinstance(pick, BadLogits))
+    draws = [sampler.next_draw() for sampler in samplers]
+    return _found(logits, {row: draw for row, draw in enumerate(draws) if draw.temperature > 0}, TORCH.ops().pick_rows)
+
+
+def draw_all(logits: Tensor, pick_rows: PickRows) -> None:
+    """Draw a token for every row: the largest thing that picking tokens takes of a device."""
+    _found(logits, dict.fromkeys(range(logits.shape[0]), Draw(1.0, 0.5, 0.5)), pick_rows)
+
+
+def _found(logits: Tensor, draws: Mapping[int, Draw], pick_rows: PickRows) -> list[int | BadLogits]:
+    """draws: as of TokenPicker.pick"""
+    rows = logits.shape[0]
+    terms = torch.empty(rows, 3)
+    _put_terms(terms, draws)
+    tokens, found = (torch.empty(rows, *of_each, dtype=torch.int32, device=logits.device) for of_each in ((), (2,)))
+    pick_rows(logits, terms.to(logits.device), tokens, found, num_drawing=len(draws))
+    return PickedTokens(found.cpu().numpy(), NoFence()).read()
+
+
+def _put_terms(terms: Tensor, draws: Mapping[int, Draw]) -> None:
+    """terms: float32 [rows, 3] of the host, as of launch_pick_rows"""
+    terms.numpy()[:] = [
+        (min(max(draw.temperature, _COLDEST), _HOTTEST), draw.top_p, _below_one(draw.uniform))
+        if (draw := draws.get(row)) is not None
+        else _GREEDY
+        for row in range(terms.shape[0])
     ]
-    if drawing:
-        index = torch.tensor(drawing, device=logits.device)
-        rows = in_float32(logits.index_select(0, index)).cpu().numpy()
-        for row, values in zip(drawing, rows, strict=True):
-            picks[row] = samplers[row].draw(values)
-    return picks
 
 
-def in_float32(logits: Tensor) -> Tensor:
-    """The rows that draw, as they come to the host; on a GPU that is the largest thing that picking tokens takes."""
-    return logits.float()
+def _below_one(uniform: float) -> float:
+    """A uniform number that float32 does not round up to 1."""
+    return min(uniform, 1 - 2**-24)
 
 
 def _bad_logits(best: float) -> BadLogits:

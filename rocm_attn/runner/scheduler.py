@@ -1,24 +1,36 @@
 """Scheduler: which sequences run in the next step, with how many tokens. Host values only.
 
 Every step holds all sequences that decode, one token each, and fills up to `chunk` tokens with prompts, in the order of
-their requests' priorities and then of their age. A sequence is admitted when there are pages for all of its tokens, and
-in the SWA space those for its window and a chunk; it begins with the pages that the prefix cache has of it, and takes
-the others chunk by chunk. When pages run out, those that only the cache holds are given back; then the sequence that is
-the last in order gives its own back and waits. It is computed again later from its prompt and the tokens it has
-generated, so it goes on with the token that it would have had. So is a suspect one, which a fault of the device may be
-due to: alone, in steps of its own, up to its next token, and without pages of the cache.
+their requests' priorities and then of their age. What prompts leave of the chunk goes to drafts: tokens that were
+guessed for sequences that decode, which the step verifies. They are stored after their sequence's last token; those
+that are rejected are stored over. Drafts take pages that are free, and never those of another sequence.
+
+A sequence is admitted when there are pages for all of its tokens, and in the SWA space those for its window and a
+chunk; it begins with the pages that the prefix cache has of it, and takes the others chunk by chunk. When pages run
+out, those that only the cache holds are given back; then the sequence that is the last in order gives its own back and
+waits. It is computed again later from its prompt and the tokens it has generated, so it goes on with the token that it
+would have had. So is a suspect one, which a fault of the device may be due to: alone, in steps of its own, up to its
+next token, and without pages of the cache.
 
 A sequence that waits and has a better priority than some that run takes their places and pages, where that lets it in.
 No sequence ever gives way to one that comes after it in order, so the first of all always moves on, and all come to
 their end unless better ones keep coming.
+
+A step may be scheduled while the one before it runs, whose tokens are on the device alone. A sequence that has one of
+these goes on with it unread. Where that one is its last whatever it is, it gets no more; where it turns out to end the
+sequence, which then was in one step too many, what that step brings it is dropped. Before anything is decided for which
+the tokens must be known, they are read: before a sequence is preempted, and before a suspect runs.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from operator import attrgetter
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,14 +41,22 @@ from rocm_attn.paging.index_spaces import RESERVED_PAGE, RESERVED_ROW, num_pages
 from rocm_attn.paging.page_table import PageTable
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.runner.prefix_cache import CachedPage, PrefixCache
-from rocm_attn.runner.request import FinishReason, Sequence
+from rocm_attn.runner.request import ALL_READ, FinishReason, Sequence
+from rocm_attn.runner.speculation.drafts import Drafts
 from rocm_attn.step.metrics import Metrics
 
 _by_urgency = attrgetter("urgency")
 
+# Of a step without drafts.
+NO_SEQUENCE: Mapping[int, Drafts] = MappingProxyType({})
+
 # A space of so many pages has one more given back each time that idle ones are: these calls are fewer then, and there
 # is some room for the probe requests on which a fresh graph is checked.
 _PAGES_PER_SPARE_ONE = 64
+
+
+class _UnreadTokens(Exception):
+    """What is to be decided depends on tokens that were not read yet."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,12 +64,15 @@ class ScheduledStep:
     """A step to be run; pages for its tokens are reserved.
 
     sequences: seq -> the sequence
+    batch:     the token ids include unread(place), for the token in this place among the picks of the step before
     num_picks: how many pick a token after this step: all, or all but the last, whose prompt goes on in the next step
+    drafts:    seq -> the drafts that its new tokens end with, of those that have any
     """
 
     sequences: tuple[Sequence, ...]
     batch: StepBatch
     num_picks: int
+    drafts: Mapping[int, Drafts]
 
     @property
     def picking(self) -> tuple[Sequence, ...]:
@@ -60,6 +83,33 @@ class ScheduledStep:
     def is_of_a_suspect(self) -> bool:
         """Whether its one sequence is served alone, because a fault may be due to it."""
         return self.sequences[0].is_suspect
+
+
+class _Lengths(NamedTuple):
+    """Of the sequences of a step: rows, tokens that are stored before it, and new tokens. int32 [num_seqs] each"""
+
+    rows: Int32Array
+    stored: Int32Array
+    new: Int32Array
+
+    @classmethod
+    def of(cls, scheduled: list[tuple[Sequence, int]]) -> _Lengths:
+        return cls(
+            np.array([sequence.row for sequence, _ in scheduled], np.int32),
+            np.array([sequence.num_stored for sequence, _ in scheduled], np.int32),
+            np.array([q_len for _, q_len in scheduled], np.int32),
+        )
+
+
+class Taken(NamedTuple):
+    """What a sequence got of a step.
+
+    token_ids: at least one, or none where it has failed
+    reason:    why it has ended; None: it goes on
+    """
+
+    token_ids: tuple[int, ...]
+    reason: FinishReason | None
 
 
 class Scheduler:
@@ -97,6 +147,7 @@ class Scheduler:
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self._suspects: list[Sequence] = []
+        self._num_unread = 0  # steps that were launched and not finished
         for pages in table.spaces:
             needed = self._most_pages(max_kv_len, chunk, pages)
             if needed > pages.num_usable_pages:
@@ -123,16 +174,44 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence whose prompt fits max_kv_len and the pool."""
+        request = sequence.request
+        # the token that is picked last is never stored
+        sequence.most_tokens = min(len(request.prompt_token_ids) + request.max_new_tokens, self._max_kv_len + 1)
         insort(self._waiting, sequence, key=_by_urgency)
 
-    def next_step(self) -> ScheduledStep:
-        """The next step. There must be work."""
+    def decoding(self) -> list[tuple[Sequence, int]]:
+        """The sequences for which the next step has use of drafts, and of how many each has at most.
+
+        More would be beyond what the sequence may come to. None where a suspect is served alone.
+        """
         if self._suspects:
+            return []
+        decoding = [each for each in self._running if each.num_left == 1]
+        each_most = [(each, each.most_tokens - 1 - len(each.token_ids)) for each in decoding]
+        return [(each, most) for each, most in each_most if most > 0]
+
+    def next_step(self, drafts: Mapping[int, Drafts] = NO_SEQUENCE) -> ScheduledStep | None:
+        """The next step; None: it depends on tokens of a step that was launched and is to be finished first.
+
+        There must be work. At most one step is not finished.
+        drafts: of some that decoding() has named, by their requests' numbers, no more than it allows. As many of each
+                are in the step as there is room for, from the first one on
+        """
+        assert self._num_unread <= 1
+        try:
+            return self._next_step(drafts)
+        except _UnreadTokens:
+            return None
+
+    def _next_step(self, drafts: Mapping[int, Drafts]) -> ScheduledStep:
+        """Raises _UnreadTokens."""
+        if self._suspects:
+            self._require_all_read()
             suspect = self._suspects[0]
             self._admit_alone(suspect)
-            return _step_of(self._continue([suspect])[0])
+            return _step_of(*self._continue([suspect], NO_SEQUENCE)[:2], NO_SEQUENCE)
         self._admit_urgent()
-        scheduled, budget = self._continue(self._running)
+        scheduled, lengths, budget = self._continue(self._running, drafts)
         while budget > 0 and self._waiting and len(self._running) < self._max_batch_size:
             newcomer = self._waiting[0]
             found = self._cache.find(newcomer.cached_row, newcomer.token_ids)
@@ -140,20 +219,49 @@ class Scheduler:
                 break
             self._admit(newcomer, found, budget)
             budget -= self._add_prompt(scheduled, newcomer, budget)
+        if not scheduled:  # all that run have their last token
+            self._require_all_read()
         assert scheduled, "a running sequence always gets a token, and a lone waiting one is always admitted"
-        return _step_of(scheduled)
+        if len(scheduled) > len(lengths.rows):
+            lengths = _Lengths.of(scheduled)
+        return _step_of(scheduled, lengths, drafts)
 
-    def finish_step(self, step: ScheduledStep, picks: Many[int | BadLogits]) -> list[FinishReason | None]:
-        """Take in a token for each of step.picking: why that sequence ends, or None. Ended ones leave their pages."""
-        for sequence, kv_len in zip(step.sequences, step.batch.kv_len.tolist(), strict=True):
-            sequence.num_stored = kv_len
+    def launched(self, step: ScheduledStep) -> None:
+        """A step will run, on which next_step() can go on. All steps before it are finished."""
+        assert self._num_unread == 0
+        self._num_unread = 1
+        stored = step.batch.kv_len.tolist()
+        for place, drafts in step.drafts.items():
+            stored[place] -= len(drafts)
+        for place, sequence in enumerate(step.sequences):
+            if sequence.row != RESERVED_ROW:  # else it has ended since the step was scheduled
+                sequence.num_stored = stored[place]
+                sequence.unread_at = place if place < step.num_picks else ALL_READ
+        self._cache.end_step()
         self._enter_pages(step)
+
+    def finish_step(self, step: ScheduledStep, picks: Many[Many[int] | BadLogits]) -> list[Taken]:
+        """Take in what each of step.picking got: how many of the tokens it took, and why it ends, if it does.
+
+        picks: for each the drafts that were accepted, in order, and then one token more. The K and V of these drafts
+               lie in the places of their tokens: in a tree, the engine has moved them there
+        A token that ends a sequence is its last one, whatever comes after it. Ended ones leave their pages. A sequence
+        that has ended since the step was scheduled takes nothing.
+        """
+        self._num_unread = 0
+        taken = [self._take(sequence, pick) for sequence, pick in zip(step.picking, picks, strict=True)]
+        if step.drafts:
+            self._enter_pages(step)
         if step.is_of_a_suspect:
             for sequence in step.picking:
                 self._clear_of_suspicion(sequence)
-        reasons = [self._take(sequence, pick) for sequence, pick in zip(step.picking, picks, strict=True)]
+        for sequence, each in zip(step.picking, taken, strict=True):
+            if each.reason == "error":
+                self.fail(sequence)
+            elif each.reason is not None:
+                self._end(sequence)
         self._count_cached_pages()
-        return reasons
+        return taken
 
     def suspect(self, sequence: Sequence) -> None:
         """Compute a sequence again, alone, from the tokens that are known. What it has stored is given up."""
@@ -193,62 +301,112 @@ class Scheduler:
         self._cache.all_is_right()
 
     def _enter_pages(self, step: ScheduledStep) -> None:
-        """Let the pages be found that a step has completed."""
-        self._cache.end_step()
+        """Let the pages be found that a step completes, with tokens of their sequences that are known.
+
+        At once, before the next step's windows have moved on.
+        """
         kv_len, page_size = step.batch.kv_len, self._table.page_size
         completed = kv_len // page_size > (kv_len - step.batch.q_len) // page_size
+        # Of these, rejected drafts may have completed some; num_stored does not count them.
         sequences = [step.sequences[seq] for seq in np.flatnonzero(completed).tolist()]
-        self._cache.enter((each.cached_row, each.row, each.token_ids, each.num_stored) for each in sequences)
+        self._cache.enter(
+            (each.cached_row, each.row, each.token_ids, each.num_stored)
+            for each in sequences
+            if each.row != RESERVED_ROW
+        )
 
-    def _take(self, sequence: Sequence, token: int | BadLogits) -> FinishReason | None:
-        if isinstance(token, BadLogits):
-            self.fail(sequence)
-            return "error"
-        sequence.token_ids.append(token)
+    def _take(self, sequence: Sequence, pick: Many[int] | BadLogits) -> Taken:
+        """What a sequence takes of a pick; the token that was picked last is not stored yet, those before it are."""
+        if sequence.unread_at == ALL_READ:
+            return Taken((), None)
+        sequence.unread_at = ALL_READ
+        if isinstance(pick, BadLogits):
+            return Taken((), "error")
         reason: FinishReason | None = None
-        if token in sequence.stops:
-            reason = "stop"
-        elif sequence.num_new >= sequence.request.max_new_tokens or sequence.num_stored >= self._max_kv_len:
-            reason = "length"
-        if reason is not None:
-            self._end(sequence)
-        return reason
+        for num_before, token in enumerate(pick):
+            sequence.num_stored += num_before > 0
+            sequence.token_ids.append(token)
+            if token in sequence.stops:
+                reason = "stop"
+            elif len(sequence.token_ids) >= sequence.most_tokens:
+                reason = "length"
+            if reason is not None:
+                return Taken(tuple(pick[: num_before + 1]), reason)
+        return Taken(tuple(pick), None)
 
     def _end(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
         self._cache.leave(sequence.cached_row)
         self._table.free(sequence.row)
-        sequence.row = RESERVED_ROW
+        sequence.row, sequence.unread_at = RESERVED_ROW, ALL_READ
 
     def _clear_of_suspicion(self, sequence: Sequence) -> None:
         if sequence.is_suspect:
             sequence.is_suspect = False
             self._suspects.remove(sequence)
 
-    def _continue(self, running: list[Sequence]) -> tuple[list[tuple[Sequence, int]], int]:
+    def _continue(
+        self, running: list[Sequence], drafts: Mapping[int, Drafts]
+    ) -> tuple[list[tuple[Sequence, int]], _Lengths, int]:
         """What some that run do next, with room for it, and how many more tokens the step takes.
 
-        The last one that is not a suspect gives up its pages. A lone sequence has the pools to itself.
+        Where pages run out, drafts are left out, then room that was taken for rejected ones is given back, and then the
+        last one that is not a suspect gives up its pages. A lone sequence has the pools to itself.
         running: all that run, or one of them
         """
         while True:
-            scheduled = [(sequence, 1) for sequence in running if sequence.num_left == 1]
-            budget = max(self._chunk - len(scheduled), 1)
-            for sequence in running:
-                if sequence.num_left > 1 and budget > 0:
-                    budget -= self._add_prompt(scheduled, sequence, budget)
-            rows = np.array([sequence.row for sequence, _ in scheduled], np.int32)
-            stored = np.array([sequence.num_stored for sequence, _ in scheduled], np.int32)
-            new = np.array([q_len for _, q_len in scheduled], np.int32)
+            scheduled, budget = self._assigned(running, drafts)
+            lengths = rows, stored, new = _Lengths.of(scheduled)
             self._evict(scheduled, rows, stored)
             page_size = self._table.page_size
             self._make_room(int((num_pages(stored + new, page_size) - num_pages(stored, page_size)).sum()))
             try:
                 self._table.reserve_all(rows, stored + new)
             except OutOfPages:
-                self._preempt(next(other for other in reversed(self._running) if not other.is_suspect))
+                if drafts:
+                    drafts = NO_SEQUENCE
+                elif not self._give_back_room():
+                    self._preempt(next(other for other in reversed(self._running) if not other.is_suspect))
             else:
-                return scheduled, budget
+                return scheduled, lengths, budget
+
+    def _assigned(
+        self, running: list[Sequence], drafts: Mapping[int, Drafts]
+    ) -> tuple[list[tuple[Sequence, int]], int]:
+        """The new tokens of some that run, those that decode first; and how many more the step takes."""
+        scheduled: list[tuple[Sequence, int]] = []
+        prompts: list[Sequence] = []
+        for sequence in running:
+            if sequence.num_left > 1:
+                prompts.append(sequence)
+            # else it ends with the token that it has unread, whatever that one is
+            elif sequence.unread_at == ALL_READ or len(sequence.token_ids) + 1 < sequence.most_tokens:
+                scheduled.append((sequence, 1))
+        num_decoding = len(scheduled)
+        budget = max(self._chunk - num_decoding, 1)
+        for sequence in prompts:
+            if budget > 0:
+                budget -= self._add_prompt(scheduled, sequence, budget)
+        if drafts and num_decoding < self._chunk:
+            # Those that wait get their share: drafts only make faster what goes on without them.
+            room = budget // 2 if self._waiting else budget
+            for seq, (sequence, q_len) in enumerate(scheduled[:num_decoding]):
+                num_drafts = min(len(drafts.get(sequence.number, ())), room)
+                scheduled[seq] = sequence, q_len + num_drafts
+                room -= num_drafts
+                budget -= num_drafts
+        return scheduled, budget
+
+    def _give_back_room(self) -> bool:
+        """Give back pages that hold nothing but rejected drafts; whether there were any."""
+        given = False
+        for sequence in self._running:
+            kv_len = sequence.num_tokens
+            num_needed = num_pages(kv_len, self._table.page_size)
+            if sequence.num_left == 1 and self._table.num_held(sequence.row) > num_needed:
+                self._table.truncate(sequence.row, kv_len)
+                given = True
+        return given
 
     def _evict(self, scheduled: list[tuple[Sequence, int]], rows: Int32Array, stored: Int32Array) -> None:
         """Give back the pages that have left the windows of some rows, before others are taken."""
@@ -310,7 +468,14 @@ class Scheduler:
             self._preempt(self._running[-1])
         self._admit(suspect, [], self._chunk)
 
+    def _require_all_read(self) -> None:
+        """Raise _UnreadTokens while a step is not finished."""
+        if self._num_unread:
+            raise _UnreadTokens
+
     def _preempt(self, sequence: Sequence) -> None:
+        """Raises _UnreadTokens: what a sequence has unread would be lost with its row."""
+        self._require_all_read()
         self._end(sequence)
         sequence.num_stored = 0
         insort(self._waiting, sequence, key=_by_urgency)
@@ -333,18 +498,13 @@ class Scheduler:
         Without that page a newcomer would soon be preempted again.
         """
         num_held = self._table.num_held(held.row, pages.space)
-        prompt = self._most_pages(len(held.token_ids), self._chunk if held.num_left > 1 else 1, pages)
-        grows = self._most_pages(self._final_kv_len(held), 1, pages) > max(prompt, num_held)
+        prompt = self._most_pages(held.num_tokens, self._chunk if held.num_left > 1 else 1, pages)
+        grows = self._most_pages(held.most_tokens - 1, 1, pages) > max(prompt, num_held)
         return max(0, prompt - num_held) + grows
 
     def _most_pages(self, kv_len: int, q_len: int, pages: PageTable) -> int:
         """The most pages of a space that a sequence holds on its way to kv_len tokens, in steps of up to q_len."""
         return pages.pages.most_held(kv_len, q_len, self._table.page_size)
-
-    def _final_kv_len(self, sequence: Sequence) -> int:
-        """Tokens in its KV at the very end: the last one it picks is never stored."""
-        request = sequence.request
-        return min(len(request.prompt_token_ids) + request.max_new_tokens - 1, self._max_kv_len)
 
     def _admit(self, sequence: Sequence, found: Many[CachedPage], budget: int) -> None:
         """Let a sequence that waits run.
@@ -375,17 +535,26 @@ class Scheduler:
         return q_len
 
 
-def _step_of(scheduled: list[tuple[Sequence, int]]) -> ScheduledStep:
+def unread(place: int) -> int:
+    """The id that stands for a token: the one in this place among the picks of the step before."""
+    return -1 - place
+
+
+def _step_of(scheduled: list[tuple[Sequence, int]], lengths: _Lengths, drafts: Mapping[int, Drafts]) -> ScheduledStep:
+    """lengths: of scheduled; drafts: of those that were scheduled with some, at least"""
     token_ids: list[int] = []
-    for sequence, q_len in scheduled:
+    verified: dict[int, Drafts] = {}
+    for seq, (sequence, q_len) in enumerate(scheduled):
+        if sequence.unread_at != ALL_READ:
+            token_ids.append(unread(sequence.unread_at))
+            continue
         token_ids += sequence.token_ids[sequence.num_stored : sequence.num_stored + q_len]
-    batch = StepBatch(
-        rows=np.array([sequence.row for sequence, _ in scheduled], np.int32),
-        kv_len=np.array([sequence.num_stored + q_len for sequence, q_len in scheduled], np.int32),
-        q_len=np.array([q_len for _, q_len in scheduled], np.int32),
-        token_ids=np.array(token_ids, np.int32),
-    )
+        if drafts and q_len > sequence.num_left:
+            verified[seq] = drafts[sequence.number].first(q_len - sequence.num_left)
+            token_ids += verified[seq].token_ids
+    rows, stored, new = lengths
+    batch = StepBatch(rows=rows, kv_len=stored + new, q_len=new, token_ids=np.array(token_ids, np.int32))
     # a prompt that is not through took all that was left of the chunk, so nothing comes after it
     last, last_q_len = scheduled[-1]
     num_picks = len(scheduled) - (last_q_len < last.num_left)
-    return ScheduledStep(tuple(sequence for sequence, _ in scheduled), batch, num_picks)
+    return ScheduledStep(tuple([sequence for sequence, _ in scheduled]), batch, num_picks, verified)

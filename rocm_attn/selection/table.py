@@ -180,7 +180,7 @@ def _needs(line: _Line) -> str:
         Need.PAGE_LIST: "page list",
         Need.BLOCK_TABLE: "block table",
         Need.KV_LEN_INT64: "int64 lengths",
-        Need.MASK_WORDS: "packed masks",
+        Need.MASK: "packed masks",
         Need.PREFIXES: "groups of sequences",
     }
     needs = [name for need, name in names.items() if need in line[0].needs]

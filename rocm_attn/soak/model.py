@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_batch import Int32Array
-from rocm_attn.batch.tree_mask import NO_PARENT
+from rocm_attn.kernels.metadata.step_tensors import NO_PARENT
 from rocm_attn.oracle.numerics import BOUNDS, error_parts
 from rocm_attn.oracle.reference import attend_sequence
 from rocm_attn.problem import Problem
@@ -151,7 +151,7 @@ class SequenceTruth:
 
     token_ids: of all tokens of its KV
     q_len:     of them, those that are new
-    parents:   int32 [q_len]  new token -> its parent's place among them, as tree_mask takes it; chain() where they are
+    parents:   int32 [q_len]  new token -> its parent's place among them, as TreeMask has it; chain() where they are
                no tree
     """
 

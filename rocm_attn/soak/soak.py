@@ -78,6 +78,7 @@ class SoakReport:
     split_steps:         steps that ran as two halves
     ways:                how often steps of each kind ran in each way, for instance "masked replayed"
     actions:             how often each action was drawn and done
+    moved_paths:         accepted paths of trees whose K and V were moved
     page_copies:         pages that were copied before a row wrote to them
     checked_tokens:      tokens whose outputs were compared, in each layer
     worst_error:         the largest error, as a part of what is allowed
@@ -96,6 +97,7 @@ class SoakReport:
     ways: dict[str, int]
     reopens: int
     actions: dict[str, int]
+    moved_paths: int
     page_copies: int
     checked_tokens: int
     worst_error: float
@@ -113,7 +115,8 @@ class SoakReport:
     def __str__(self) -> str:
         return (
             f"{self.steps} steps of seed {self.seed} without a mismatch: {self.replays} replays, "
-            f"{self.captures} captures, {self.split_steps} split steps, {self.actions['tree']} steps of trees, "
+            f"{self.captures} captures, {self.split_steps} split steps, {self.actions['tree']} steps of trees "
+            f"({self.moved_paths} paths moved), "
             f"{self.actions['share']} shared steps, {self.reopens} reopens, {self.actions['preempt']} preemptions, "
             f"{self.actions['fork']} forks, {self.page_copies} page copies, {self.checked_tokens} tokens, worst error "
             f"{self.worst_error:.2f} of the allowed, memory {self.host_growth_bytes / 2**20:+.1f} MiB on the host and "
@@ -213,7 +216,7 @@ class Soak:
             )
         self._runner = StepRunner(self._runtime, self._model.forward, recorder_for(self._runtime.device))
         self._unchecked: list[PlayedStep] = []
-        self._reopens = self._page_copies = self._split_steps = 0
+        self._reopens = self._page_copies = self._split_steps = self._moved_paths = 0
         self._ways: Counter[str] = Counter()
         self._memory: list[_MemoryUse] = []
 
@@ -247,6 +250,10 @@ class Soak:
         self._model.poison()
         before = self._runner.counters
         rows = self._runner.run_as(shape, batch)
+        moves = drawn.moves_on(self._runtime.device)
+        if moves is not None:
+            self._runtime.move_accepted(*moves)
+            self._moved_paths += len(moves[1])
         after = self._runner.counters
         way = _way(before, after)
         self._ways[f"{shape.kind.value} {way}"] += 1
@@ -368,6 +375,7 @@ class Soak:
             ways=dict(sorted(self._ways.items())),
             reopens=self._reopens,
             actions={action.value: self._world.counts[action] for action in Action},
+            moved_paths=self._moved_paths,
             page_copies=self._page_copies,
             checked_tokens=self._checker.num_tokens,
             worst_error=self._checker.worst,

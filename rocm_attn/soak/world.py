@@ -15,10 +15,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
+from rocm_attn.batch.mask import TreeMask
 from rocm_attn.batch.prefixes import NO_PREFIXES, Prefixes, PrefixGroup, SharedPrefixes
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
-from rocm_attn.batch.tree_mask import NO_PARENT, tree_mask
 from rocm_attn.errors import BadBatch, BadSetting, OutOfPages
+from rocm_attn.kernels.metadata.step_tensors import NO_PARENT
+from rocm_attn.kernels.speculative.arguments import Accepted
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.soak.model import SequenceTruth, chain
@@ -40,7 +42,7 @@ class Action(enum.Enum):
     DECODE = "decode"  # one new token in each sequence
     SHARE = "share"  # the same, and what sequences share is read once for them
     VERIFY = "verify"  # the same few new tokens in each sequence
-    TREE = "tree"  # trees of drafts, each with a mask; the first tokens of the first branch stay, the others go
+    TREE = "tree"  # trees of drafts, each with a mask; the tokens of a path from the first one on stay, the others go
     EXTEND = "extend"  # chunks of a few sequences
     MIXED = "mixed"  # up to two chunks among decodes and idle sequences
     IDLE = "idle"  # no new token in any sequence
@@ -161,6 +163,11 @@ class Scenario:
             max_kv_len=max_kv_len,
         )
 
+    def speculative(self) -> Scenario:
+        """The same in which most steps verify drafts, chains and trees, and requests often go back and give way."""
+        more = {Action.TREE: 14.0, Action.VERIFY: 5.0, Action.REJECT: 4.0, Action.PREEMPT: 1.5, Action.DECODE: 3.0}
+        return replace(self, weights={**self.weights, **more}, tree_len=9)
+
     def without(self, action: Action) -> Scenario:
         """The same in which an action is never drawn."""
         return replace(self, weights={**self.weights, action: 0.0})
@@ -218,19 +225,24 @@ class KeptTokens:
 class Turn:
     """A request's part in a step.
 
-    parents:  as in SequenceTruth
-    num_kept: of the new tokens, the first ones, which are still stored after the step; the others are taken back
+    parents: as in SequenceTruth
+    kept:    of the new tokens, those that stay after the step, in order; the others are taken back
     """
 
     request: Request
     q_len: int
     parents: Int32Array
-    num_kept: int
+    kept: tuple[int, ...]
 
     @classmethod
     def of_chain(cls, request: Request, q_len: int) -> Turn:
         """New tokens that follow each other, and stay."""
-        return cls(request, q_len, chain(q_len), q_len)
+        return cls(request, q_len, chain(q_len), tuple(range(q_len)))
+
+    @property
+    def moves(self) -> bool:
+        """Whether a token that stays lies in the place of another one."""
+        return self.kept != tuple(range(len(self.kept)))
 
     def truth(self) -> SequenceTruth:
         """What the request holds after the step, before anything is taken back."""
@@ -238,8 +250,9 @@ class Turn:
         return SequenceTruth(self.request.row, np.array(token_ids, np.int32), self.q_len, self.parents)
 
     def __str__(self) -> str:
-        rejected = f"-{self.q_len - self.num_kept}" if self.num_kept < self.q_len else ""
-        return f"{self.request.row}:{self.request.num_stored}+{self.q_len}{rejected}"
+        rejected = f"-{self.q_len - len(self.kept)}" if len(self.kept) < self.q_len else ""
+        moved = f"({'>'.join(map(str, self.kept))})" if self.moves else ""
+        return f"{self.request.row}:{self.request.num_stored}+{self.q_len}{rejected}{moved}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,8 +271,27 @@ class DrawnStep:
         """The batch, with the mask of its trees if it has any."""
         if self.action is not Action.TREE:
             return self.batch
-        parents = np.concatenate([chain(0), *(turn.parents for turn in self.turns)])
-        return replace(self.batch, mask=tree_mask(self.batch, torch.from_numpy(parents).to(device)))
+        parents = np.full((len(self.turns), max(1, self.batch.max_q_len)), NO_PARENT, np.int32)
+        for line, turn in zip(parents, self.turns, strict=True):
+            line[: turn.q_len] = turn.parents
+        return replace(self.batch, mask=TreeMask(torch.from_numpy(parents).to(device)))
+
+    def moves_on(self, device: torch.device) -> tuple[Accepted, torch.Tensor] | None:
+        """What stays of trees and lies elsewhere, with the rows of its sequences; None where all lies in its place."""
+        moving = [turn for turn in self.turns if turn.moves]
+        if not moving:
+            return None
+        path = np.full((len(moving), max(len(turn.kept) for turn in moving)), -1, np.int32)
+        for line, turn in zip(path, moving, strict=True):
+            line[: len(turn.kept)] = turn.kept
+        counts = np.array([len(turn.kept) for turn in moving], np.int32)
+        stored = np.array([turn.request.num_stored for turn in moving], np.int32)
+        rows = np.array([turn.request.row for turn in moving], np.int32)
+        count, kv_len, paths, row_of_seq = (
+            torch.from_numpy(values).to(device) for values in (counts - 1, stored + counts, path, rows)
+        )
+        room = Accepted.empty(*path.shape, device)
+        return room._replace(num_accepted=count, kv_len=kv_len, path=paths), row_of_seq
 
     def truths(self) -> tuple[SequenceTruth, ...]:
         """What the sequences hold after the step."""
@@ -312,9 +344,10 @@ class World:
         for turn in step.turns:
             request = turn.request
             request.reached = max(request.reached, request.num_stored)
-            request.num_stored += turn.q_len
-            if turn.num_kept < turn.q_len:
-                request.take_back(turn.q_len - turn.num_kept)
+            if len(turn.kept) < turn.q_len:
+                new = request.token_ids[request.num_stored :]
+                request.token_ids[request.num_stored :] = [new[token] for token in turn.kept]
+            request.num_stored += len(turn.kept)
             if request.num_stored >= request.limit:
                 self._free(request)
 
@@ -356,12 +389,17 @@ class World:
         return DrawnStep(action, batch, pad_to, turns)
 
     def _tree(self, request: Request, q_len: int) -> Turn:
-        """Drafts, of which the first ones are a chain and the others hang anywhere; some of the chain stay."""
-        first_branch = self._between(min(1, q_len), q_len)
+        """Drafts that hang anywhere, at the last of them more often than not; those of a path stay."""
         parents = chain(q_len)
-        for token in range(first_branch, q_len):
-            parents[token] = self._between(NO_PARENT, token - 1)
-        return Turn(request, q_len, parents, self._between(min(1, q_len), first_branch))
+        for token in range(1, q_len):
+            if self._chance(0.5):
+                parents[token] = self._between(NO_PARENT, token - 1)
+        kept: list[int] = []
+        after = [0] if q_len else []
+        while after:
+            kept.append(after[self._below(len(after))])
+            after = np.flatnonzero(parents == kept[-1]).tolist() if self._chance(0.8) else []
+        return Turn(request, q_len, parents, tuple(kept))
 
     def _draw_sequences(self, action: Action) -> list[tuple[Request, int]]:
         """Some requests in random order, each with a number of new tokens that it has room for."""
@@ -474,7 +512,9 @@ class World:
             return []
         parent.num_shared = max(parent.num_shared, shared)
         limit = self._between(shared + 1, self.scenario.max_kv_len)
-        child = Request(row, parent.token_ids[:shared], shared, shared, limit, reached=shared)
+        # The child has what the parent has kept of its windows, and goes back no further.
+        reached = max(shared, parent.reached)
+        child = Request(row, parent.token_ids[:shared], shared, shared, limit, reached=reached)
         self.requests.append(child)
         self._happened(Action.FORK, f"row {row} shares {shared} tokens of row {parent.row}")
         return [child]

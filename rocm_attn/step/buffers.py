@@ -14,12 +14,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.drafts import Drafts
+from rocm_attn.batch.padding import PaddedShape, room_for_cells
 from rocm_attn.batch.step_kinds import Extra
 from rocm_attn.errors import NeverFits
 from rocm_attn.hip_graphs.size_ladder import round_up
 from rocm_attn.kernels.metadata.slot_layout import COUNT_WORDS
-from rocm_attn.kernels.metadata.step_tensors import FIELDS, Field, Need, StepTensors, Unit
+from rocm_attn.kernels.metadata.step_tensors import FIELDS, NO_PARENT, Field, Need, StepTensors, Unit
 from rocm_attn.kernels.sparse.arguments import NO_UNIT, Indexing
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 from rocm_attn.paging.index_spaces import Space
@@ -31,6 +32,7 @@ class BufferSpec:
 
     elements: padded shape of a child -> elements that a child of that shape uses
     pad:      what an element holds where no real sequence, token or page is
+    of_round: whether the steps of a round of drafts have one of it
     """
 
     name: str
@@ -38,6 +40,15 @@ class BufferSpec:
     dtype: torch.dtype
     elements: Callable[[PaddedShape], int]
     pad: int
+    of_round: bool = False
+
+    def children(self, shape: PaddedShape) -> int:
+        """Parts of a buffer that a step of this shape uses, one after the other."""
+        return shape.num_halves if self.of_round else shape.num_children
+
+    def part_of(self, shape: PaddedShape, child: int) -> int:
+        """Which of them a child uses."""
+        return child // shape.drafts.steps if self.of_round else child
 
 
 def name_in(space: Space, name: str) -> str:
@@ -46,7 +57,7 @@ def name_in(space: Space, name: str) -> str:
 
 
 # What a step brings where it uses the tensors of a need; a need that is not named here has tensors in every step.
-_EXTRA_OF_NEED = {Need.MASK_WORDS: Extra.MASK, Need.PREFIXES: Extra.PREFIXES}
+_EXTRA_OF_NEED = {Need.MASK: Extra.MASK, Need.PREFIXES: Extra.PREFIXES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,28 +68,36 @@ class TableSizes:
     list_tail:   entries of page_list after the last sequence's, for kernels that read ahead
     table_width: entries in a row of block_table, row_width or more
     row_tokens:  tokens that a row of the request table has room for
+    mask_keys:   keys before the new ones that masks have cells for, at most
     """
 
     row_width: int
     list_tail: int
     table_width: int
     row_tokens: int
+    mask_keys: int
 
     def elements(self, field: Field, shape: PaddedShape) -> int:
         """Elements of a tensor of a step, or of a child of one, of this shape."""
-        extra = shape.kind.extra
+        extra, tokens = shape.kind.extra, shape.num_tokens
         if any(_EXTRA_OF_NEED.get(need, extra) is not extra for need in field.needs):
             return 0
         return {
             Unit.COUNT: COUNT_WORDS,
             Unit.SEQ: shape.num_seqs,
             Unit.SEQ_BOUNDARY: shape.num_seqs + 1,
-            Unit.TOKEN: shape.num_tokens,
+            Unit.TOKEN: tokens,
             # A padded sequence may hold pages too.
             Unit.LIST_ENTRY: shape.num_seqs * self.row_width + self.list_tail,
             Unit.TABLE_ENTRY: shape.num_seqs * self.table_width,
-            Unit.MASK_WORD: -(-shape.num_tokens * self.row_tokens // 32),
+            Unit.MASK_WORD: -(-min(self._mask_cells(shape), tokens * self.row_tokens) // 32),
         }[field.unit]
+
+    def _mask_cells(self, shape: PaddedShape) -> int:
+        """Cells of the mask of a step of this shape. A round's drafts have some for each other, and for no prefix."""
+        if isinstance(shape.drafts, Drafts):
+            return shape.num_tokens * shape.drafts.tokens
+        return room_for_cells(shape.num_tokens, self.mask_keys)
 
     def buffers(self, needs_of_space: Mapping[Space, Collection[Need]]) -> tuple[BufferSpec, ...]:
         """The buffers of steps whose kernels, in each space, have these needs.
@@ -86,7 +105,7 @@ class TableSizes:
         What holds lengths alone exists once, however many spaces need it.
         """
         specs = {
-            name: BufferSpec(name, field.unit, field.dtype, partial(self.elements, field), field.pad)
+            name: BufferSpec(name, field.unit, field.dtype, partial(self.elements, field), field.pad, field.of_round)
             for space, needs in needs_of_space.items()
             for name, field in ((name_in(space, name) if f.of_space else name, f) for name, f in FIELDS.items())
             if field.needs <= set(needs)
@@ -107,9 +126,24 @@ def selection_buffers(indexings: Sequence[Indexing]) -> tuple[BufferSpec, ...]:
         return lambda shape: shape.num_tokens * per_token
 
     return (
-        BufferSpec(SELECTION_UNITS, Unit.TOKEN, torch.int32, of_tokens(width), NO_UNIT),
-        BufferSpec(SELECTION_COUNTS, Unit.TOKEN, torch.int32, of_tokens(sets), 0),
+        BufferSpec(SELECTION_UNITS, Unit.TOKEN, torch.int32, of_tokens(width), NO_UNIT, of_round=True),
+        BufferSpec(SELECTION_COUNTS, Unit.TOKEN, torch.int32, of_tokens(sets), 0, of_round=True),
     )
+
+
+DRAFT_PARENTS = "draft_parents"
+
+
+def draft_buffers(needs_of_space: Mapping[Space, Collection[Need]]) -> tuple[BufferSpec, ...]:
+    """Whose child each draft of a round is; none where no kernel takes a mask, which branches ask for."""
+    if not any(Need.MASK in needs for needs in needs_of_space.values()):
+        return ()
+
+    def drafts_of(shape: PaddedShape) -> int:
+        drafts = shape.drafts
+        return shape.num_seqs * drafts.tokens if isinstance(drafts, Drafts) and drafts.branches > 1 else 0
+
+    return (BufferSpec(DRAFT_PARENTS, Unit.DRAFT, torch.int32, drafts_of, NO_PARENT, of_round=True),)
 
 
 # (child, elements of a child) -> the first element of the child's sub-range
@@ -133,7 +167,7 @@ class Capacity:
     def elements(self, spec: BufferSpec, shape: PaddedShape) -> int:
         """Elements that a buffer must hold for a step of this shape, all of its children together."""
         used = spec.elements(shape.child)
-        return one_after_another(shape.num_children - 1, used) + used
+        return one_after_another(spec.children(shape) - 1, used) + used
 
     def allocated(self, elements: int) -> int:
         """Elements to allocate where this many are needed."""
@@ -263,7 +297,7 @@ class StepBuffers:
         if spec is None:
             return self._nothing
         elements = spec.elements(shape.child)
-        return self.view(name, elements, self._guards.first_of_child(child, elements))
+        return self.view(name, elements, self._guards.first_of_child(spec.part_of(shape, child), elements))
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Name -> whole buffer, for fingerprints and poison tests."""

@@ -10,14 +10,17 @@ from contextlib import nullcontext
 
 from torch import Tensor
 
+from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.padding import PaddedShape, PaddingPolicy
 from rocm_attn.kernels.cache.pool_slots import write_pool_slots
 from rocm_attn.kernels.launch import does_only_launch
+from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
 from rocm_attn.machine.devices import on_device
 from rocm_attn.machine.target import Target
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.storage import Pool, Table
 from rocm_attn.providers.select import Selection, ops_for
+from rocm_attn.step.accepting import AcceptedMoves
 from rocm_attn.step.buffers import name_in
 from rocm_attn.step.guards import StepGuards
 from rocm_attn.step.head_weights import LayerHeadWeights
@@ -35,15 +38,19 @@ class StepCore:
     kinds: the layers, with the kernels that were chosen for them
     table: the rows that sequences read, in every space that a kind of layer lives in
     pool:  the pages of every layer
+    mask_keys: as StepMemory's
     """
 
-    def __init__(self, kinds: LayerKinds, table: Table, pool: Pool, guards: StepGuards) -> None:
+    def __init__(
+        self, kinds: LayerKinds, table: Table, pool: Pool, guards: StepGuards, *, mask_keys: int = ALL_KEYS
+    ) -> None:
         self.device = pool.device
         self.kinds = kinds = kinds.of_kernels(guards.launches.selection)
         self.head_weights = LayerHeadWeights(kinds.problems, self.device, guards.layers.new_head_weights)
         self.ops = guards.launches.ops(ops_for(kinds.selections, on_cpu=self.device.type == "cpu"))
         self.layers = Layers(kinds, pool, self.head_weights, self.ops, guards.layers)
-        self.memory = StepMemory(kinds, table, self.device, guards.memory)
+        self.memory = StepMemory(kinds, table, self.device, guards.memory, mask_keys=mask_keys)
+        self.moves = AcceptedMoves(kinds, table, pool, self.ops)
         self._pools = pools_of(kinds)
         self._table = table
         self._pool = pool
@@ -86,10 +93,25 @@ class StepCore:
         Running it twice is harmless.
         """
         with on_device(self.device):
+            if isinstance(plan.shape.drafts, Drafts):
+                self._derive_drafts(children, plan.shape.drafts)
             for step in children:
                 if not self.layers.fill_again(step):
                     with self.layers.noting_fill(step) if self._fills_by_launches(plan) else nullcontext():
                         self._derive(step, plan)
+
+    def _derive_drafts(self, children: Sequence[DeviceStep], drafts: Drafts) -> None:
+        """What the steps of a round of drafts start from, in each half of it."""
+        for first in range(0, len(children), drafts.steps):
+            half = children[first : first + drafts.steps]
+            self.ops.draft_steps([step.tensors for step in half], half[0].parents, drafts.branches)
+            if drafts.branches > 1:
+                self.place_draft_mask(drafts, 0, half[0])
+
+    def place_draft_mask(self, drafts: Drafts, number: int, step: DeviceStep) -> None:
+        """Work out what the drafts of a draft step see, from the parents of all drafts up to it."""
+        with on_device(self.device):
+            self.ops.place_trees(step.parents, number * drafts.branches, step.tensors)
 
     def _fills_by_launches(self, plan: StepPlan) -> bool:
         """Whether all that derives the metadata of steps of a plan is launches."""

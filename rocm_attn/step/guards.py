@@ -37,6 +37,7 @@ class LaunchGuards:
     table_first: OpsChange = unchanged_ops
     table_tails: OpsChange = unchanged_ops
     slot_in_row: OpsChange = unchanged_ops
+    draft_lengths: OpsChange = unchanged_ops
     full_refresh: OpsChange = unchanged_ops
     length_bounds: OpsChange = unchanged_ops
     slots_in_table: OpsChange = unchanged_ops
@@ -53,6 +54,7 @@ class LaunchGuards:
             self.table_first,
             self.table_tails,
             self.slot_in_row,
+            self.draft_lengths,
             self.full_refresh,
             self.length_bounds,
             self.slots_in_table,

@@ -14,7 +14,7 @@ from torch import Tensor
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.hip_graphs.size_ladder import round_up
 from rocm_attn.kernels.attention.arguments import Queries
-from rocm_attn.kernels.metadata.step_tensors import FIELDS, Need, StepTensors, Unit
+from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, FIELDS, Need, StepTensors, Unit
 from rocm_attn.kernels.sparse.arguments import Indexing, TokenPlaces
 from rocm_attn.kernels.sparse.arguments import Selection as SelectedUnits
 from rocm_attn.paging.index_spaces import Space
@@ -23,12 +23,14 @@ from rocm_attn.problem import AllKeys, Indexer
 from rocm_attn.providers.select import Selection
 from rocm_attn.step.buffers import (
     ALL_MEMORY_GUARDS,
+    DRAFT_PARENTS,
     SELECTION_COUNTS,
     SELECTION_UNITS,
     BufferSpec,
     MemoryGuards,
     StepBuffers,
     TableSizes,
+    draft_buffers,
     name_in,
     one_after_another,
     pool_slot_buffers,
@@ -53,6 +55,8 @@ class DeviceStep:
     places:    where the tokens are, likewise, for what attends over a selection
     selected:  per kind of layer, where its selection lies; None where it attends to all keys
     index_slots: per kind of layer, int32 [T], the slots of its index keys; those of tokens where it has none
+    parents:   of a draft step, int32 [S, K * steps]: of each draft of the round the number of its parent among them, or
+               NO_PARENT; draft step * K + branch is a draft's number. Empty where there are no branches
     prepared:  the layers' calls that were made in these views
     """
 
@@ -64,6 +68,7 @@ class DeviceStep:
     places: TokenPlaces
     selected: tuple[SelectedUnits | None, ...]
     index_slots: tuple[Tensor, ...]
+    parents: Tensor
     prepared: PreparedCalls = field(default_factory=PreparedCalls, init=False, repr=False, compare=False)
 
     @property
@@ -89,7 +94,7 @@ class StepPart:
         self.workspace.seal()
 
 
-def table_sizes(selections: Sequence[Selection], table: Table) -> TableSizes:
+def table_sizes(selections: Sequence[Selection], table: Table, mask_keys: int) -> TableSizes:
     """The sizes that serve all kernels of a runtime."""
     ahead = [kernel.row.reads_ahead for s in selections for kernel in s.kernels.values()]
     page_size = selections[0].problem.page_size
@@ -99,27 +104,35 @@ def table_sizes(selections: Sequence[Selection], table: Table) -> TableSizes:
         list_tail=max(each.list_entries for each in ahead),
         table_width=round_up(table.width, multiple),
         row_tokens=table.width * page_size,
+        mask_keys=mask_keys,
     )
 
 
 class StepMemory:
     """Buffers and workspace for every step of a model.
 
-    kinds: the layers, whose kernels say what they need
+    kinds:     the layers, whose kernels say what they need
+    mask_keys: keys before the new ones that masks of steps which graphs replay have room for; others have it for all
     """
 
     def __init__(
-        self, kinds: LayerKinds, table: Table, device: torch.device, guards: MemoryGuards = ALL_MEMORY_GUARDS
+        self,
+        kinds: LayerKinds,
+        table: Table,
+        device: torch.device,
+        guards: MemoryGuards = ALL_MEMORY_GUARDS,
+        *,
+        mask_keys: int = ALL_KEYS,
     ) -> None:
         self._selections = kinds.selections
         num_rows = table.spaces[0].entries.shape[0] - 1
         self._guards = replace(guards, capacity=guards.capacity.of_table(num_rows))
         self._table = table
         self._space_of_kind = kinds.spaces
-        self._sizes = table_sizes(kinds.selections, table)
+        self._sizes = table_sizes(kinds.selections, table, mask_keys)
         self._pools = pools_of(kinds)
         self._device = device
-        self._sealed, self._open = self.new_part(), self.new_part()
+        self._sealed, self._open = self.new_part(), self._part(replace(self._sizes, mask_keys=ALL_KEYS))
 
     def sealed_tensors(self) -> Mapping[str, Tensor]:
         """Name -> tensor for everything that graphs read."""
@@ -161,22 +174,26 @@ class StepMemory:
             return kept[1]
         part = self._sealed if plan.replayable else self._open
         part.buffers.ensure(plan.shape)
-        part.workspace.ensure(words_of_children(plan.workspace_words, plan.shape.num_children))
+        part.workspace.ensure(words_of_children(plan.workspace_words, plan.shape.num_halves))
         views = tuple(self._views(plan, part, child) for child in range(plan.shape.num_children))
         if plan.replayable:  # ragged shapes are too many to keep
             part.views[plan] = (part.buffers.epoch, views)
         return views
 
     def new_part(self) -> StepPart:
-        """Memory that grows as steps need it."""
-        return StepPart(StepBuffers(self._specs(), self._device, self._guards), Workspace(self._device, self._guards))
+        """Memory for steps that graphs replay, which grows as they need it."""
+        return self._part(self._sizes)
+
+    def _part(self, sizes: TableSizes) -> StepPart:
+        buffers = StepBuffers(self._specs(sizes), self._device, self._guards)
+        return StepPart(buffers, Workspace(self._device, self._guards))
 
     def _make_room(self, part: StepPart, shapes: Sequence[PaddedShape]) -> None:
         for shape in shapes:
             part.buffers.ensure(shape)
             kernels = (selection.kernel(shape.kind).bound for selection in self._selections)
             words = max(kernel.workspace_words(shape.child) for kernel in kernels)
-            part.workspace.ensure(words_of_children(words, shape.num_children))
+            part.workspace.ensure(words_of_children(words, shape.num_halves))
 
     def _views(self, plan: StepPlan, part: StepPart, child: int) -> DeviceStep:
         def view(name: str) -> Tensor:
@@ -189,7 +206,8 @@ class StepMemory:
             spaces=tuple(spaces.values()),
             of_kind=tuple(spaces[space] for space in self._space_of_kind),
             schedules=tuple(view(_schedule_name(kind)) for kind in plan.schedule_of_kind),
-            workspace=part.workspace.view(words, self._guards.first_of_child(child, words)),
+            # The steps of a round of drafts follow each other, and use one.
+            workspace=part.workspace.view(words, self._guards.first_of_child(child // plan.shape.drafts.steps, words)),
             queries=plan.bounds.queries(first),
             places=TokenPlaces(
                 first.row_of_token,
@@ -206,6 +224,7 @@ class StepMemory:
                 view(pool_slots_name(space, tokens)) if tokens > 1 else spaces[space].slot_of_token
                 for space, tokens in self._pools
             ),
+            parents=view(DRAFT_PARENTS).view(plan.shape.child.num_seqs, -1),
         )
 
     def _selected(
@@ -227,12 +246,13 @@ class StepMemory:
         tensors["block_table"] = tensors["block_table"].view(-1, self._sizes.table_width)
         return StepTensors(**tensors, table=pages.entries, pads=plan.pads, terms=pages.terms)
 
-    def _specs(self) -> list[BufferSpec]:
+    def _specs(self, sizes: TableSizes) -> list[BufferSpec]:
         needs = {pages.space: self._needs_in(pages.space) for pages in self._table.spaces}
         schedules = (_schedule_spec(kind, selection) for kind, selection in enumerate(self._selections))
         indexings = [indexing for indexing in indexings_of(self._selections) if indexing is not None]
         pools = pool_slot_buffers([(space, tokens) for space, tokens in self._pools if tokens > 1])
-        return [*self._sizes.buffers(needs), *schedules, *selection_buffers(indexings), *pools]
+        declared = (*sizes.buffers(needs), *draft_buffers(needs))
+        return [*declared, *schedules, *selection_buffers(indexings), *pools]
 
     def _needs_in(self, space: Space) -> set[Need]:
         """What the kernels of a space read besides lengths and the table."""
@@ -254,7 +274,7 @@ def pools_of(kinds: LayerKinds) -> tuple[tuple[Space, int], ...]:
 
 
 def words_of_children(words: int, num_children: int) -> int:
-    """Words of workspace for all children of a step, each of which needs this many."""
+    """Words for all parts of a step that have some of their own, each of which needs this many."""
     return one_after_another(num_children - 1, words) + words
 
 

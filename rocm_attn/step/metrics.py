@@ -83,6 +83,9 @@ class Metrics:
     prefix_hits: int = _counter(
         "tokens whose K and V were found in the prefix cache and not computed again", "{} tokens found there"
     )
+    verifications: int = _counter("times that drafts of a sequence were verified in a step", "drafts verified {} times")
+    drafts: int = _counter("tokens that were guessed, and verified", "{} drafts")
+    accepted_drafts: int = _counter("of them, those that were right", "{} of them accepted")
     prompt_tokens: int = _counter("tokens of the prompts of all requests that were taken", "{} prompt tokens")
     new_tokens: int = _counter("tokens generated", "{} new tokens")
     seconds: float = _counter("time spent in steps, making graphs included", "{:.1f} s in steps", 0.0)
@@ -128,6 +131,16 @@ class Metrics:
         stepping = self.seconds - self.capture_seconds
         return self.new_tokens / stepping if stepping > 0 else 0.0
 
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens that a sequence got of a step that verified drafts of it, on average; 0 where none did."""
+        return 1 + self.accepted_drafts / self.verifications if self.verifications else 0.0
+
+    @property
+    def tokens_per_step(self) -> float:
+        """New tokens of a step, on average; those of all its sequences."""
+        return self.new_tokens / self.steps if self.steps else 0.0
+
     def snapshot(self, **now: int | str) -> Metrics:
         """A copy that never changes. now: the metrics that are read at this moment, by name"""
         values = self._values()
@@ -139,7 +152,8 @@ class Metrics:
         plain = {
             name: value.as_dict() if isinstance(value, Durations) else value for name, value in self._values().items()
         }
-        return {**plain, "padded_share": self.padded_share, "tokens_per_s": self.tokens_per_s}
+        derived = ("padded_share", "tokens_per_s", "tokens_per_step", "acceptance_length")
+        return {**plain, **{name: getattr(self, name) for name in derived}}
 
     def as_prometheus(self, prefix: str = "rocm_attn") -> str:
         """The metrics in Prometheus' text format, version 0.0.4. prefix: of every name"""
@@ -171,6 +185,9 @@ class Metrics:
             if value:
                 part = each.metadata["words"].format(_in_words(value))
                 (times if isinstance(value, Durations) else counts).append(part)
+        if self.acceptance_length:
+            counts.append(f"acceptance length {self.acceptance_length:.2f}")
+            counts.append(f"{self.tokens_per_step:.2f} tokens a step")
         if self.tokens_per_s:
             counts.append(f"{self.tokens_per_s:.1f} tokens/s")
         return [line for line in (", ".join(counts), "; ".join(times)) if line]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.halves import HALVES
 from rocm_attn.batch.padding import PaddingPolicy
 from rocm_attn.batch.step_batch import INT32_MAX
@@ -39,10 +40,17 @@ class RuntimeOptions:
                      max_num_seqs
     capture_tokens:  token counts that steps with more than one new token a sequence are padded to and may be captured
                      at; such steps run eagerly above the largest, and by default that is all of them
+    verify_tokens:   new tokens of a sequence in steps that verify drafts, its last token among them: steps of up to as
+                     many are padded to so many for each padded sequence, and may be captured at the sizes of
+                     capture_sizes; 0: as other steps
     split_steps:     whether graphs may be made of steps that are split in two, so that captured memory has room for
                      both halves; without, split steps run eagerly
     shared_prefixes: whether graphs may be made of decode steps that share prefixes (batch/prefixes.py), so that
                      captured memory has room for them; without, such steps run eagerly
+    drafts:          the rounds of drafts that graphs may be made of, so that captured memory has room for their steps;
+                     others run eagerly. Several branches take masks in every layer
+    mask_keys:       keys before a sequence's new ones that the masks of captured steps have room for, a bit for each of
+                     them and each padded token; a step whose mask has more cells than such masks runs eagerly
     deterministic:   whether a sequence's results must be bitwise the same in any batch, padded and chunked in any way
                      (docs/deterministic.md)
 
@@ -59,8 +67,11 @@ class RuntimeOptions:
     provider: str = "auto"
     capture_sizes: Sequence[int] | None = None
     capture_tokens: Sequence[int] = (1,)
+    verify_tokens: int = 0
     split_steps: bool = False
     shared_prefixes: bool = False
+    drafts: Sequence[Drafts] = ()
+    mask_keys: int = 1024
     deterministic: bool = False
 
     def __post_init__(self) -> None:
@@ -72,12 +83,20 @@ class RuntimeOptions:
             "swa_pages",
             "swa_kept",
             "first_swa_page",
+            "mask_keys",
+            "verify_tokens",
         ):
             object.__setattr__(self, name, whole_number(name, getattr(self, name)))
         if self.max_num_rows and self.max_num_rows < self.max_num_seqs:
             raise BadSetting(
                 f"max_num_rows is {self.max_num_rows} and max_num_seqs is {self.max_num_seqs}; each sequence of a step "
                 "has a row, so give at least as many rows, or 0 for as many"
+            )
+        if not 0 <= self.mask_keys <= INT32_MAX:
+            raise BadSetting(f"mask_keys is {self.mask_keys}; it is a number of keys, from 0 to {INT32_MAX}")
+        if self.verify_tokens < 0:
+            raise BadSetting(
+                f"verify_tokens is {self.verify_tokens}; it is a number of tokens, drafts and the one before them, or 0"
             )
         if self.swa_kept < 0:
             raise BadSetting(f"swa_kept is {self.swa_kept}; it is a number of tokens, 0 or more")
@@ -88,6 +107,7 @@ class RuntimeOptions:
         if self.capture_sizes is not None:
             object.__setattr__(self, "capture_sizes", _ladder("capture_sizes", self.capture_sizes).sizes)
         object.__setattr__(self, "capture_tokens", _ladder("capture_tokens", self.capture_tokens).sizes)
+        object.__setattr__(self, "drafts", tuple(dict.fromkeys(self.drafts)))
 
     @property
     def num_rows(self) -> int:
@@ -120,11 +140,19 @@ class RuntimeOptions:
             extras.add(Extra.MASK)
         if self.shared_prefixes:
             extras.add(Extra.PREFIXES)
+        drafts = tuple(self.drafts)
+        if any(each.branches > 1 for each in drafts) and not all(problem.custom_mask for problem in problems):
+            raise BadSetting(
+                "drafts with several branches need masks in every layer; give problems with custom_mask, or one branch"
+            )
         return PaddingPolicy(
             default_ladder(self.max_num_seqs) if sizes is None else SizeLadder(tuple(sizes)),
             SizeLadder(tuple(self.capture_tokens)),
             HALVES if self.split_steps else 1,
             frozenset(extras),
+            drafts,
+            self.mask_keys,
+            verify=self.verify_tokens,
         )
 
 

@@ -9,7 +9,8 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.mask import NO_MASK
+from rocm_attn.batch.drafts import NO_DRAFTS, AnyDrafts, Drafts
+from rocm_attn.batch.mask import NO_MASK, StepMask
 from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, PadTo, is_prefill, require_pad_to
 from rocm_attn.batch.prefixes import NO_PREFIXES
 from rocm_attn.batch.step_batch import StepBatch
@@ -18,6 +19,9 @@ from rocm_attn.errors import BadBatch, BadTensor, NeverFits, Unsupported
 from rocm_attn.providers.contract import Baked
 from rocm_attn.providers.select import Selection
 from rocm_attn.step.plan import GraphKey, StepPlan, kv_len_bucket, make_plan, q_len_bucket
+
+# New tokens of each sequence in a step of equally many, up to which its plan is kept by its sizes.
+_MOST_VERIFIED = 64
 
 # Name -> tensor, of what graphs read in the memory of steps
 SealedTensors = Callable[[], Mapping[str, Tensor]]
@@ -44,6 +48,16 @@ class PlanningGuards:
 
     longest: Callable[[SealedTensors], Callable[[StepBatch], int]] = lengths_on_the_host
     graph_key: Callable[[GraphKey], GraphKey] = whole_key
+
+
+def _is_one_of_few(batch: StepBatch) -> bool:
+    """Whether steps of such sizes come again: rounds of drafts and verify steps, not prompts.
+
+    A mask of the caller's bits may have more cells in one step than in the next, and only some have room in a graph.
+    """
+    if isinstance(batch.mask, StepMask):
+        return False
+    return batch.drafts is not NO_DRAFTS or batch.max_q_len == batch.min_q_len <= _MOST_VERIFIED
 
 
 class Planner:
@@ -77,7 +91,7 @@ class Planner:
         self._bakes_q_len = Baked.MAX_Q_LEN in bakes
         self._has_prefill = any(row.kind is StepKind.PREFILL for row in rows)
         self._plan_of_key: dict[GraphKey, StepPlan] = {}
-        self._plan_of_sizes: dict[tuple[int | tuple[int, int] | torch.device | None, ...], StepPlan] = {}
+        self._plan_of_sizes: dict[tuple[int | tuple[int, int] | torch.device | AnyDrafts | None, ...], StepPlan] = {}
 
     def start_over(self, padding: PaddingPolicy) -> None:
         """Forget every plan and pad by another policy."""
@@ -106,6 +120,7 @@ class Planner:
             batch.inputs.device,
             batch.mask is NO_MASK,
             batch.prefixes is NO_PREFIXES,
+            batch.drafts,
         )
         plan = self._plan_of_sizes.get(sizes)
         if plan is None:
@@ -114,7 +129,7 @@ class Planner:
             # Where ranks agree, none of them has a bucket of its own.
             longest = shape.child.num_tokens if pad_to is not None and pad_to.tokens else batch.max_q_len
             plan = self._make_plan(shape, batch, longest, max_kv_len)
-            if plan.replayable and plan.shape.kind.decodes:  # ragged sizes are too many to keep
+            if plan.replayable and (plan.shape.kind.decodes or _is_one_of_few(batch)):
                 self._plan_of_sizes[sizes] = plan
         return plan
 
@@ -138,13 +153,17 @@ class Planner:
 
     def _make_plan(self, shape: PaddedShape, batch: StepBatch, max_q_len: int, max_kv_len: int) -> StepPlan:
         """max_q_len: new tokens of a sequence at most, for kernels that bake them"""
-        may_capture = self.padding.captures(shape)
+        may_capture = self.padding.captures(shape) and self.padding.has_room(batch, shape)
+        if isinstance(batch.drafts, Drafts):
+            max_q_len = batch.drafts.branches
         if self._has_prefill and not may_capture and shape.kind is StepKind.EXTEND and is_prefill(batch):
             shape = replace(shape, kind=StepKind.PREFILL)
+        if self.padding.verifies(shape):
+            max_q_len = max(max_q_len, self.padding.verify)
         if not self._bakes_q_len:
             max_q_len = 1 if shape.kind.decodes else shape.child.num_tokens
         else:
-            max_q_len = q_len_bucket(max_q_len) if may_capture else max(1, batch.max_q_len)
+            max_q_len = q_len_bucket(max_q_len) if may_capture else max(1, min(max_q_len, batch.max_q_len))
         plan = make_plan(
             shape,
             [selection.kernel(shape.kind) for selection in self._selections],
@@ -162,6 +181,8 @@ class Planner:
             raise BadBatch(
                 "the step has a mask and no layer looks at it; build the runtime of problems with custom_mask"
             )
+        if isinstance(batch.drafts, Drafts) and batch.drafts.branches > 1:
+            self._check_branches(batch.drafts)
         if batch.mask.device not in (None, self._device):
             raise BadTensor(f"the step's mask is on {batch.mask.device}; the runtime is on {self._device}")
         if batch.prefixes is not NO_PREFIXES and not any(
@@ -183,4 +204,14 @@ class Planner:
             raise Unsupported(
                 f"{', '.join(needy)} must know the lengths of a step on the host, and they are on {self._device}; "
                 "read them back before the step, or choose another provider"
+            )
+
+    def _check_branches(self, drafts: Drafts) -> None:
+        """Refuse branches where a layer does not look at masks: its drafts would see those of other branches."""
+        without = [str(s.problem) for s in self._selections if not s.problem.custom_mask]
+        if without:
+            raise Unsupported(
+                f"drafts with {drafts.branches} branches need masks in every layer; build the runtime of problems with "
+                "custom_mask, or draft with one branch",
+                [f"no custom_mask: {problem}" for problem in without],
             )

@@ -24,6 +24,31 @@ class Steps(Protocol[Outputs_co]):
         ...
 
 
+class _StoresAndAttends(Protocol):
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None: ...
+
+    def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None: ...
+
+
+class StoreAndAttend:
+    """LayerCalls.store_and_attend, of what stores and attends."""
+
+    __slots__ = ()
+
+    def store_and_attend(
+        self: _StoresAndAttends,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor | None = None,
+    ) -> None:
+        """store, then attend."""
+        self.store(layer, k, v)
+        self.attend(layer, q, out, lse)
+
+
 class LayerCalls(Protocol):
     """What a model's forward calls in each layer: the layers of a step, or something around them. T padded tokens."""
 

@@ -11,14 +11,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.halves import HALVES
 from rocm_attn.batch.inputs import ON_HOST, DeviceInputs
-from rocm_attn.batch.mask import StepMask, mask_bytes
+from rocm_attn.batch.mask import StepMask, TreeMask, bytes_of_cells
 from rocm_attn.batch.prefixes import SharedPrefixes
-from rocm_attn.batch.step_batch import INT32_MAX, Int32Array, StepBatch
+from rocm_attn.batch.step_batch import INT32_MAX, Int32Array, StepBatch, as_many
 from rocm_attn.errors import DeviceFault
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD
 from rocm_attn.kernels.metadata.given_inputs import GivenInputs
@@ -228,7 +230,10 @@ class Publisher:
         """
         if self._launching is not None:
             self._settle()
-        num_seqs, num_ids = batch.num_seqs, len(batch.token_ids)
+        num_seqs, num_ids, num_fed = batch.num_seqs, len(batch.token_ids), batch.num_tokens
+        kv_len_bytes, q_len_bytes = batch.kv_len_bytes, batch.q_len_bytes
+        if isinstance(batch.drafts, Drafts):  # the device derives the others from the first draft step
+            num_fed, kv_len_bytes, q_len_bytes = batch.num_fed, *_first_draft_step(batch, batch.drafts)
         line = self._lines[child]
         parts = slot_parts(num_seqs, num_ids)
         slot, words, raw = line.ring.acquire(parts.floor.stop)
@@ -237,9 +242,9 @@ class Publisher:
         if self._found:
             self._report_at_once()
         number = (self.step_number + 1) & INT32_MAX
-        header = slot_header(num_seqs, batch.num_tokens, number, num_ids > 0, line.number)
+        header = slot_header(num_seqs, num_fed, number, num_ids > 0, line.number)
         # At once, and as bytes: that takes a third of what writing to parts of an array does.
-        inputs = b"".join((header, batch.row_bytes, batch.kv_len_bytes, batch.q_len_bytes, batch.token_ids.tobytes()))
+        inputs = b"".join((header, batch.row_bytes, kv_len_bytes, q_len_bytes, batch.token_ids.tobytes()))
         raw[: len(inputs)] = inputs
         if isinstance(batch.prefixes, SharedPrefixes):
             words[parts.prefix_len], words[parts.group_end] = batch.prefixes.prefix_len, batch.prefixes.group_end
@@ -252,10 +257,14 @@ class Publisher:
         try:
             self._ops.publish(slot, counts if line.counts is None else line.counts, to)
             if isinstance(batch.inputs, DeviceInputs):
-                self._place(batch.inputs, slot, parts, to)
+                ahead = batch.inputs.ahead - (batch.num_tokens - num_fed) // max(1, num_seqs)
+                self._place(batch.inputs, ahead, slot, parts, to)
             if isinstance(batch.mask, StepMask):
-                bits = batch.mask.bits[: mask_bytes(batch.kv_len, batch.q_len)]
-                self._ops.place_mask(bits, batch.mask.positions, to)
+                mask = batch.mask
+                bits = mask.bits[: bytes_of_cells(mask.num_cells(batch.kv_len, batch.q_len))]
+                self._ops.place_mask(bits, mask.positions, mask.keys_before, to)
+            elif isinstance(batch.mask, TreeMask):
+                self._ops.place_trees(batch.mask.parents, 0, to)
         finally:
             line.ring.release()
         line.recent.append((number, batch.rows))
@@ -346,15 +355,25 @@ class Publisher:
                     self._report_at_once()
         self._steps_to_answer -= 1
 
-    def _place(self, inputs: DeviceInputs, slot: Tensor, parts: SlotParts, to: StepTensors) -> None:
-        """Put the caller's tensors in the place of what the host has published; it stays where there is no tensor."""
+    def _place(self, inputs: DeviceInputs, ahead: int, slot: Tensor, parts: SlotParts, to: StepTensors) -> None:
+        """Put the caller's tensors in the place of what the host has published; it stays where there is no tensor.
+
+        ahead: new tokens of what is published that the caller's kv_len leaves out
+        """
         given = GivenInputs(
             slot[parts.kv_len] if inputs.kv_len is ON_HOST else inputs.kv_len,
             slot[parts.q_len] if inputs.q_len is ON_HOST else inputs.q_len,
             slot[parts.token_ids] if inputs.token_ids is ON_HOST else inputs.token_ids,
             slot[parts.floor],
+            0 if inputs.kv_len is ON_HOST else ahead,
         )
         self._ops.device_inputs(slot, given, to)
+
+
+def _first_draft_step(batch: StepBatch, drafts: Drafts) -> tuple[bytes, bytes]:
+    """kv_len and q_len of the first step of a round of drafts, as bytes."""
+    kv_len = batch.kv_len - np.int32(drafts.tokens - drafts.branches)
+    return kv_len.tobytes(), as_many(batch.num_seqs, drafts.branches).tobytes()
 
 
 def _no_sequences(device: torch.device) -> StepTensors:

@@ -23,6 +23,7 @@ class Step:
     token_ids:            int32 [T], pads 0
     positions:            int32 [T], rope positions, pads 0; places in the KV, or what came with the step's mask
     row_of_seq:           int32 [S], sequence -> row of the request table; pads 0, which is no request's
+    kv_len:               int32 [S], tokens after the step, new ones included
     q_indptr:             int32 [S + 1], sequence -> first token; the last one is where the last sequence's tokens end
     seq_of_token:         int32 [T], token -> sequence. Tokens at or past q_indptr[S] are of none and have S - 1, which
                           may be a real one: harmless to read by, and not to write by
@@ -39,6 +40,7 @@ class Step:
     token_ids: Tensor
     positions: Tensor
     row_of_seq: Tensor
+    kv_len: Tensor
     q_indptr: Tensor
     seq_of_token: Tensor
     row_of_token: Tensor
@@ -58,10 +60,11 @@ class Step:
         """The step of a batch, or of its part in a half, run by a plan in these views."""
         return cls(
             num_seqs=batch.num_seqs,
-            num_tokens=batch.num_tokens,
+            num_tokens=batch.num_fed,
             token_ids=views.tensors.token_ids,
             positions=views.tensors.positions,
             row_of_seq=views.tensors.row_of_seq,
+            kv_len=views.tensors.kv_len,
             q_indptr=views.tensors.q_indptr,
             seq_of_token=views.tensors.seq_of_token,
             row_of_token=views.tensors.row_of_token,
@@ -77,7 +80,7 @@ class Step:
             self.plan is plan
             and self.token_ids is views.spaces[0].token_ids
             and self.num_seqs == batch.num_seqs
-            and self.num_tokens == batch.num_tokens
+            and self.num_tokens == batch.num_fed
         )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.prefixes import NO_PREFIXES, Prefixes, PrefixGroup, SharedPrefixes
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
@@ -29,7 +30,7 @@ from rocm_attn.step.plan import StepPlan
 from rocm_attn.watch.indexer_json import indexer_as_json, indexer_from_json
 
 NUM_STEPS = 64
-_FORMAT = 6
+_FORMAT = 7
 # Fields of a problem that are values of an enum.
 _NAMED = {"pool": PoolKind, "kv_encoding": KVEncoding, "kv_scales": Scales}
 
@@ -117,7 +118,8 @@ class NotedStep:
     number:      of the step, from 0 for the first that was noted
     kind:        of the step
     real_*, padded_*: sequences and tokens
-    children:    halves that it ran in; 1 for a step that was not split
+    children:    parts that it ran in: halves, draft steps, or those of both halves; 1 for a step that ran whole
+    branches, draft_steps: of a round of drafts; 0 and 1 of another step
     max_q_len, max_kv_len: the bounds in its graph key
     kernels:     per kind of layer
     replayed:    whether a graph of it existed when it began
@@ -133,6 +135,8 @@ class NotedStep:
     padded_seqs: int
     padded_tokens: int
     children: int
+    branches: int
+    draft_steps: int
     max_q_len: int
     max_kv_len: int
     kernels: tuple[str, ...]
@@ -167,6 +171,8 @@ class NotedStep:
             padded_seqs=shape.num_seqs,
             padded_tokens=shape.num_tokens,
             children=shape.num_children,
+            branches=shape.drafts.branches,
+            draft_steps=shape.drafts.steps,
             max_q_len=key.max_q_len,
             max_kv_len=key.max_kv_len,
             kernels=key.kernel_names,
@@ -186,6 +192,8 @@ class NotedStep:
 
     def batch(self) -> StepBatch:
         """The step's sequences, without token ids. Raises BadBatch."""
+        if self.branches:
+            raise BadBatch(f"step {self.number} was a round of drafts, which is not run again; replay another step")
         if StepKind(self.kind).extra is Extra.MASK:
             raise BadBatch(f"step {self.number} had a mask, which a dump does not hold; replay a step without one")
         arrays = (torch.tensor(values, dtype=torch.int32).numpy() for values in self._arrays())
@@ -230,7 +238,8 @@ class RuntimeFacts:
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> RuntimeFacts:
         """The facts that a dump holds. Raises TypeError, KeyError, BadSetting."""
-        options = RuntimeOptions(**_with_tuples(fields["options"]))
+        given = _with_tuples(fields["options"])
+        options = RuntimeOptions(**{**given, "drafts": [Drafts(**drafts) for drafts in given["drafts"]]})
         return cls(**{**_with_tuples(fields), "options": options})
 
 

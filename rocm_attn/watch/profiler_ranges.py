@@ -19,7 +19,7 @@ from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadSetting
 from rocm_attn.kernels.cache.row_work import QkvWork, RopeTable
 from rocm_attn.step.outputs import Outputs
-from rocm_attn.step.protocols import LayerCalls, Steps
+from rocm_attn.step.protocols import LayerCalls, Steps, StoreAndAttend
 
 
 class Ranges(Protocol):
@@ -65,7 +65,7 @@ class RangedSteps(Generic[Outputs]):
             self._ranges.pop()
 
 
-class RangedLayers:
+class RangedLayers(StoreAndAttend):
     """A step's layer calls, each in a range. A model gets it in place of the step's layers."""
 
     def __init__(self, layers: LayerCalls, ranges: Ranges) -> None:
@@ -81,13 +81,6 @@ class RangedLayers:
         """As LayerCalls.attend."""
         with self._range(f"layer {layer}: attend"):
             self._layers.attend(layer, q, out, lse)
-
-    def store_and_attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None = None
-    ) -> None:
-        """As LayerCalls.store_and_attend."""
-        self.store(layer, k, v)
-        self.attend(layer, q, out, lse)
 
     def rope_and_store(self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_out: Tensor, work: QkvWork) -> None:
         """As LayerCalls.rope_and_store."""

@@ -28,11 +28,11 @@ from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.metrics import Metrics
 from rocm_attn.step.outputs import Outputs
-from rocm_attn.step.protocols import LayerCalls
+from rocm_attn.step.protocols import LayerCalls, StoreAndAttend
 from rocm_attn.watch.few_sequences import MOST_SEQS, LayerOfStep
 
 
-class LayerTap:
+class LayerTap(StoreAndAttend):
     """Around the layers of a step; copies what goes into and comes out of one layer's attention when that is asked for.
 
     around() is called before every step's first layer.
@@ -67,13 +67,6 @@ class LayerTap:
         self._layers.attend(layer, q, out, lse)
         if layer == self._layer:
             self._taken = q.clone(), out.clone()
-
-    def store_and_attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None = None
-    ) -> None:
-        """As LayerCalls.store_and_attend."""
-        self.store(layer, k, v)
-        self.attend(layer, q, out, lse)
 
     def rope_and_store(self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_out: Tensor, work: QkvWork) -> None:
         """As LayerCalls.rope_and_store."""

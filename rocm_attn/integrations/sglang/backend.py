@@ -43,6 +43,6 @@ def serving_of(runner: Any) -> Serving:
         provider=provider(os.environ),
         deterministic=get_exec().deterministic.enable_deterministic_inference,
         with_trees=(get_spec().speculative_eagle_topk or 0) > 1 or runner.spec_algorithm.is_ngram(),
-        on_fault=fault_policy(os.environ),
+        on_fault=fault_policy(os.environ, SGLANG.log),
         agree=alone if is_alone else among(parallel.attn_tp_group.cpu_group),
     )

@@ -32,8 +32,8 @@ class BranchTable:
         width, device = requests.shape[1], requests.device
         with torch.inference_mode(False):
             self.entries = torch.zeros((requests.shape[0] * topk, width), dtype=torch.int32, device=device)
-            self._columns = torch.arange(width, device=device)
-            self._branch = torch.arange(topk, device=device)
+            self._step = torch.arange(num_steps, device=device)
+            self._branch = torch.arange(topk, device=device)[None, :, None]
 
     def grow(self, num_seqs: int) -> None:
         """Room for so many sequences. Before the first capture."""
@@ -42,19 +42,24 @@ class BranchTable:
                 self.entries = self.entries.new_zeros((num_seqs * self._topk, self.entries.shape[1]))
 
     def write(self, rows: Tensor, kv_len: Tensor) -> None:
-        """Of sequences in these rows of SGLang's table, with so many tokens before their drafts."""
+        """Of sequences in these rows of SGLang's table, with so many tokens before their drafts. May be captured.
+
+        A row is copied as it is, and then the slots of the branch's own drafts are put after those of the request.
+        """
         count = rows.shape[0] * self._topk
         if count > self.entries.shape[0]:
             raise NeverFits(f"{count} branches of drafts do not fit a table of {self.entries.shape[0]}")
-        last = kv_len % self._page_size
-        pages = (last + self._steps + self._page_size - 1) // self._page_size
-        apart = torch.full_like(kv_len, self._steps) if self._page_size == 1 else pages * self._page_size
-        shift = (self._branch[None, :] * apart[:, None])[:, :, None]  # [S, topk, 1]
-        columns = self._columns[None, None, :]
-        source = torch.where(columns < kv_len[:, None, None], columns, columns + shift)
-        source = source.clamp_(max=self.entries.shape[1] - 1).flatten(0, 1)
-        of_branch = self._requests.index_select(0, rows.repeat_interleave(self._topk))
-        torch.gather(of_branch, 1, source, out=self.entries[:count])
+        entries, width = self.entries[:count], self.entries.shape[1]
+        row_of = rows.repeat_interleave(self._topk)
+        torch.index_select(self._requests, 0, row_of, out=entries)
+        page_size = self._page_size
+        # At page size 1 this is num_steps.
+        apart = (kv_len % page_size + self._steps + page_size - 1) // page_size * page_size
+        columns = (kv_len[:, None] + self._step)[:, None, :]  # [S, 1, num_steps]
+        there = columns + self._branch * apart[:, None, None]
+        columns = columns.expand_as(there).flatten(0, 1).clamp(max=width - 1)
+        slots = self._requests[row_of[:, None], there.flatten(0, 1).clamp(max=width - 1)]
+        entries.scatter_(1, columns.long(), slots)
 
 
 class DraftSteps:
@@ -87,7 +92,7 @@ class DraftSteps:
 
     def init_forward_metadata(self, forward_batch: Batch) -> None:
         """All steps, eagerly."""
-        self._write(forward_batch)
+        self._write_branches(forward_batch)
         for number, backend in enumerate(self.attn_backends):
             backend.begin(backend.branch_step(*self._step(forward_batch, number), captured=False), None)
 
@@ -106,19 +111,19 @@ class DraftSteps:
 
     def init_forward_metadata_out_graph(self, forward_batch: Batch, in_capture: bool = False) -> None:
         """Before a capture and each replay of the graph of all steps."""
-        self._write(forward_batch)
         for number, backend in enumerate(self.attn_backends):
             backend.begin_graphed(backend.branch_step(*self._step(forward_batch, number), captured=True))
 
     def init_forward_metadata_in_graph(self, forward_batch: Batch) -> None:
-        """Captured, before the first step."""
+        """Captured, before the first step: the batch's rows and lengths lie where they will at each replay."""
+        self._write_branches(forward_batch)
         for backend in self.attn_backends:
             backend.fill(None)
 
     def on_after_cuda_graph_warmup(self) -> None:
         """Nothing was changed."""
 
-    def _write(self, batch: Batch) -> None:
+    def _write_branches(self, batch: Batch) -> None:
         if self._branches is not None:
             count = batch.batch_size
             self._branches.write(batch.req_pool_indices[:count], batch.seq_lens[:count])

@@ -32,9 +32,8 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """A layer's pages, as ExternalAttention.bind takes them, and the tensor of SGLang's that they are views of."""
+    """A layer's pages, as ExternalAttention.bind takes them."""
 
-    owner: Tensor
     k: Tensor
     v: Tensor
     coded: EnginePages | None
@@ -118,7 +117,13 @@ class ModelLayers:
             scales = (1.0, 1.0) if self.is_latent else (layer.k_scale_float or 1.0, layer.v_scale_float or 1.0)
             k_scale, v_scale = (torch.tensor([scale], dtype=torch.float32, device=owner.device) for scale in scales)
             coded = EnginePages(k_scale, v_scale, problem.page_format)
-        return Pages(owner, k, v, coded)
+        return Pages(k, v, coded)
+
+    def addresses(self, place: int, pool: Pool) -> tuple[int, int]:
+        """Where a layer's K and V lie in a pool. SGLang waits here for a layer whose KV is being loaded."""
+        layer_id = self.layers[place].layer_id
+        k = pool.get_key_buffer(layer_id).data_ptr()
+        return k, k if self.is_latent else pool.get_value_buffer(layer_id).data_ptr()
 
     @property
     def is_latent(self) -> bool:

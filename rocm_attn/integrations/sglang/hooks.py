@@ -131,11 +131,11 @@ class AttentionHooks:
 
     def _bind(self, attention: ExternalAttention) -> None:
         pool = self._pool_seen = self.token_to_kv_pool
-        self._owners: list[int] = []
+        self._addresses: list[tuple[int, int]] = []
         for place in range(len(self._layers.layers)):
             pages = self._layers.pages(place, pool)
             attention.bind(place, pages.k, pages.v, pages.coded)
-            self._owners.append(pages.owner.data_ptr())
+            self._addresses.append(self._layers.addresses(place, pool))
 
     def _follow(self) -> None:
         """Another pool, or tables that lie elsewhere. Raises WrongState where graphs read the old ones."""
@@ -284,12 +284,11 @@ class AttentionHooks:
     def _place(self, layer: Layer) -> int:
         """A layer's place among those of the model, after a look at whether its pages are where they were."""
         place = self._layers.place(layer)
-        # Also waits for a layer whose KV is being loaded, where SGLang does that.
-        owner = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
-        if owner.data_ptr() != self._owners[place]:
+        addresses = self._layers.addresses(place, self.token_to_kv_pool)
+        if addresses != self._addresses[place]:
             pages = self._layers.pages(place, self.token_to_kv_pool)
             self._attention.bind(place, pages.k, pages.v, pages.coded)
-            self._owners[place] = owner.data_ptr()
+            self._addresses[place] = addresses
         return place
 
     def _check_sinks(self, place: int, sinks: Tensor | None) -> None:

@@ -34,7 +34,7 @@ from rocm_attn.external import ExternalOptions
 from rocm_attn.integrations.engine_settings import fault_policy, provider
 from rocm_attn.integrations.plugins import VLLM, log_kernels
 from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup, StepOfGroup
-from rocm_attn.integrations.vllm.layer_terms import KV_CACHE_DTYPES, CacheTerms, LayerTerms
+from rocm_attn.integrations.vllm.layer_terms import KV_CACHE_DTYPES, CacheTerms, LayerTerms, WeightLoads
 from rocm_attn.integrations.vllm.steps import GQA_GRAPHS, CommonMetadata
 from rocm_attn.machine.agreement import alone, among
 
@@ -151,6 +151,12 @@ class RocmAttnImpl(AttentionImpl[RocmAttnMetadata]):
         self.kv_cache_dtype, self.attn_type = terms.kv_cache_dtype, terms.attn_type
         self.kv_sharing_target_layer_name = terms.kv_sharing_target_layer_name
         self.sinks = terms.sinks
+        self.loads = WeightLoads(terms.sinks)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """vLLM has loaded this layer's weights, for the first time or anew."""
+        super().process_weights_after_loading(act_dtype)
+        self.loads.count += 1
 
     def forward(  # its parameters are vLLM's
         self,
@@ -186,7 +192,7 @@ def layers_of(vllm_config: VllmConfig, layer_names: Sequence[str]) -> Mapping[st
 
 def group_layer(layer: Any, problem: Any, device: torch.device) -> GroupLayer:
     """A layer of vLLM's as KVGroup takes it."""
-    return GroupLayer(layer, problem, partial(layer.impl.terms.head_weights, device))
+    return GroupLayer(layer, problem, partial(layer.impl.terms.head_weights, device), layer.impl.loads)
 
 
 def has_name(name: str) -> bool:
@@ -209,7 +215,7 @@ def new_group(layers: Mapping[str, GroupLayer], vllm_config: VllmConfig, device:
         deterministic=bool(getattr(vllm.envs, "VLLM_BATCH_INVARIANT", False)),
         page_strides=True,
         short_kv=not has_slots,  # a rank may have no token of a sequence that has a new one
-        on_fault=fault_policy(os.environ),
+        on_fault=fault_policy(os.environ, VLLM.log),
     )
     ranks = get_tp_group()
     agree = among(ranks.cpu_group) if ranks.world_size > 1 else alone

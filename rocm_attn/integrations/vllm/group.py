@@ -16,6 +16,7 @@ from torch import Tensor
 from rocm_attn.errors import Unsupported, WrongState
 from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
 from rocm_attn.integrations.vllm.kv_views import pages_of
+from rocm_attn.integrations.vllm.layer_terms import WeightLoads
 from rocm_attn.integrations.vllm.steps import CommonMetadata, Shape, external_step, require_causal
 from rocm_attn.machine.agreement import Agree, alone
 from rocm_attn.machine.target import detect_target
@@ -39,11 +40,16 @@ class CachedLayer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GroupLayer:
-    """A layer of a group. weights: called when the first step begins, after vLLM has loaded weights."""
+    """A layer of a group.
+
+    weights: called when the first step begins, after vLLM has loaded weights, and when it has loaded others
+    loads:   tells others; None: the layer has none
+    """
 
     layer: CachedLayer
     problem: Problem
     weights: Callable[[], HeadWeights] = lambda: NO_HEAD_WEIGHTS
+    loads: WeightLoads | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +105,8 @@ class KVGroup:
     ) -> None:
         _require_kernels([each.problem for each in layers.values()], sizes, device, options.external)
         self._layers = dict(layers)
+        self._loads = {name: each.loads for name, each in layers.items() if each.problem.has_sinks and each.loads}
+        self._seen: dict[str, tuple[int, int]] = {}
         self._index = {name: index for index, name in enumerate(layers)}
         self._bound: dict[str, int] = {}
         self._sizes, self._device, self._options = sizes, device, options
@@ -171,6 +179,10 @@ class KVGroup:
 
     def _run(self, common: CommonMetadata, shape: Shape, kv_len: Tensor, num_seqs: int, captured: bool) -> StepOfGroup:
         attention = self._attention_over(common.block_table_tensor)
+        for name, loads in self._loads.items():
+            if (seen := loads.seen()) != self._seen.get(name):
+                attention.set_head_weights(self._index[name], self._layers[name].weights())
+                self._seen[name] = seen
         attention.begin(external_step(common, shape, kv_len, num_seqs, captured))
         attention.fill(common.slot_mapping[: shape.num_tokens] if self._options.has_slots else None)
         return StepOfGroup(attention.step_number, shape.num_tokens)
@@ -205,8 +217,7 @@ class KVGroup:
                 agree=self._options.agree,
             )
             for name, each in self._layers.items():
-                weights = each.weights()
-                if weights != NO_HEAD_WEIGHTS:
+                if name not in self._loads and (weights := each.weights()) != NO_HEAD_WEIGHTS:
                     attention.set_head_weights(self._index[name], weights)
                 self._use_pages(attention, name, caches[name])
         self._options.said(attention.kernels().selections)

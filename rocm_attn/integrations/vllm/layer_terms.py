@@ -144,6 +144,21 @@ class LayerTerms:
         )
 
 
+class WeightLoads:
+    """Tells new weights of a layer from those that were read before. count: how often vLLM says that it loaded them
+
+    Weights in kernel format are copied into a parameter without a word; its version shows those.
+    """
+
+    def __init__(self, weights: Tensor | None) -> None:
+        self._weights, self.count = weights, 0
+
+    def seen(self) -> tuple[int, int]:
+        """Another value after each load."""
+        weights = self._weights
+        return self.count, 0 if weights is None or weights.is_inference() else weights._version
+
+
 @dataclass(frozen=True, slots=True)
 class CacheTerms:
     """What the layers of a KV cache group have in common.

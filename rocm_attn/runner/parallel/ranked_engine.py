@@ -89,6 +89,10 @@ class RankedEngine:
         """As Engine.forget_prefixes."""
         self._processes.call("forget_prefixes")
 
+    def settle(self) -> None:
+        """As Engine.settle."""
+        self._processes.call("settle")
+
     def cancel(self, number: int) -> None:
         """As Engine.cancel. Does nothing where a rank has failed: then nothing is left of any request."""
         if self._processes.is_alive:

@@ -104,7 +104,8 @@ class Draft:
                 "token_ids": ids + [1] * (room - len(ids)),
             }
             tensors = {name: _int32(given[name], device) for name in sorted(self.on_device)}
-            inputs = DeviceInputs(**{name: tensors.get(name, ON_HOST) for name in given})
+            kv_len, q_len, on_device = (tensors.get(name, ON_HOST) for name in given)
+            inputs = DeviceInputs(kv_len, q_len, on_device)
         token_ids = [] if "token_ids" in self.on_device else ids + [1] * (room - len(ids))
         return StepBatch(
             np.array([seq.row for seq in self.seqs], np.int32),

@@ -96,6 +96,17 @@ def write_gemma3(folder: Path) -> None:
     write_random(folder, lambda: Gemma3ForCausalLM(config))
 
 
+def write_gemma3_draft(folder: Path) -> None:
+    """The small Gemma 3 with other weights near its own: of what it drafts, some is what the other one says."""
+    from safetensors.torch import load_file
+
+    write_gemma3(folder)
+    random = torch.Generator().manual_seed(1)
+    weights = load_file(folder / "model.safetensors")
+    near = {name: each + 0.1 * each.std() * torch.randn(each.shape, generator=random) for name, each in weights.items()}
+    save_file(near, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def write_deepseek(folder: Path) -> None:
     """Latent rows of 64 and 16 elements, and positions that SGLang can rotate on a CPU."""
     scaling = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256}
@@ -158,6 +169,7 @@ def write(folder: Path, weights: Mapping[str, Tensor], config: Mapping[str, obje
 MODELS: Mapping[str, Callable[[Path], None]] = {
     "smollm2": write_smollm2,
     "gemma3": write_gemma3,
+    "gemma3_draft": write_gemma3_draft,
     "deepseek": write_deepseek,
     "deepseek_wide": write_wide_deepseek,
 }

@@ -3,6 +3,7 @@
 SGLang's processes find it where the metadata of an installation is on their path.
 
 ENGINE_WINDOW_POOL=1   gives Gemma 3 a pool of its own for layers with a window, which SGLang does for newer models
+ENGINE_DRAFTS=1        gives SGLang what it calls around drafts, which no wheel for a CPU has
 ENGINE_FAULTS_LOG=FILE once the file is there, one of FAULTS is planted in every fourth step that decodes; each becomes
                        a line of JSON: planted (its name) and step, and what was reported a line with reported and begun
 """
@@ -15,7 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-WINDOW_POOL, FAULTS_LOG = "ENGINE_WINDOW_POOL", "ENGINE_FAULTS_LOG"
+from tests.amd.engines import sglang_cpu_drafts
+
+WINDOW_POOL, FAULTS_LOG, DRAFTS = "ENGINE_WINDOW_POOL", "ENGINE_FAULTS_LOG", "ENGINE_DRAFTS"
 _STEPS_APART = 4
 
 Undo = Callable[[], None]
@@ -25,6 +28,9 @@ def register() -> None:
     """The entry point."""
     if os.environ.get(WINDOW_POOL) == "1":
         give_gemma3_a_window_pool()
+    if os.environ.get(DRAFTS) == "1":
+        sglang_cpu_drafts.see_whole_masks()
+        sglang_cpu_drafts.find_last_slots_in_torch()
     if FAULTS_LOG in os.environ:
         Planter(Path(os.environ[FAULTS_LOG])).plant()
 

@@ -23,10 +23,11 @@ from tests.amd.engines.serving import (
     write_metadata,
 )
 from tests.amd.engines.sglang_kit import Tally
-from tests.amd.engines.sglang_plugin import FAULTS_LOG, WINDOW_POOL
+from tests.amd.engines.sglang_plugin import DRAFTS, FAULTS_LOG, WINDOW_POOL
 from tests.amd.engines.sglang_text import Answer, Run
 
-_VERSION = "0.5.23"
+# The environment's.
+SGLANG = "0.5.23"
 _ENTRY_POINTS = """[sglang.srt.plugins]
 rocm_attn = rocm_attn.integrations.sglang:register
 engine_test = tests.amd.engines.sglang_plugin:register
@@ -44,13 +45,27 @@ class SglangVenv:
         return python_of(self.folder, "sglang")
 
     def ours(
-        self, runs: Sequence[Run], scratch: Path, *, name: str = "rocm_attn", window_pool: bool = False
+        self,
+        runs: Sequence[Run],
+        scratch: Path,
+        *,
+        name: str = "rocm_attn",
+        window_pool: bool = False,
+        release: str = SGLANG,
     ) -> list[Answer]:
-        """What our backend answers, under its own name or one that it takes."""
-        taken = {} if name == "rocm_attn" else {"ROCM_ATTN_TAKE_BACKENDS": name}
-        settings = {WINDOW_POOL: "1" if window_pool else "0", **taken}
+        """What our backend answers, under its own name or one that it takes.
+
+        release: another one than the environment's is run from a folder beside it, with what the environment has else
+        """
+        settings = {WINDOW_POOL: "1" if window_pool else "0"}
+        if name != "rocm_attn":
+            settings["ROCM_ATTN_TAKE_BACKENDS"] = name
+        if release != SGLANG:
+            tree = self.folder / "sglang" / f"python-{release}"
+            assert (tree / "sglang").is_dir(), f"{tree} is missing: remove {self.folder / 'sglang'} and make it anew"
+            settings["PYTHONPATH"] = os.pathsep.join(map(str, (tree, *python_path(self.plugin))))
         answers = self._answers(runs, name, scratch, settings)
-        assert "rocm_attn serves SGLang" in (scratch / "log").read_text(), "our backend did not serve"
+        assert f"rocm_attn serves SGLang {release}" in (scratch / "log").read_text(), "our backend did not serve"
         return answers
 
     def stock(self, runs: Sequence[Run], scratch: Path) -> list[Answer]:
@@ -61,7 +76,7 @@ class SglangVenv:
             assert "rocm_attn serves" not in (scratch / "log").read_text(), "our backend has served"
             return [asdict(answer) for answer in answers]
 
-        asked = [_VERSION, [self._words(run) for run in runs]]
+        asked = [SGLANG, [self._words(run) for run in runs]]
         return [Answer(**each) for each in kept_answers(self.folder, asked, stock_answers)]
 
     def kit(self, groups: Sequence[str], scratch: Path) -> dict[str, Tally]:
@@ -75,7 +90,8 @@ class SglangVenv:
 
     def _answers(self, runs: Sequence[Run], backend: str, scratch: Path, more: Mapping[str, str]) -> list[Answer]:
         asked = [{**asdict(run), "engine": {**run.engine, "attention_backend": backend}} for run in runs]
-        settings = {FAULTS_LOG: str(scratch / "faults"), **more}
+        drafts = any("speculative_algorithm" in run.engine for run in runs)
+        settings = {FAULTS_LOG: str(scratch / "faults"), DRAFTS: "1" if drafts else "0", **more}
         ranks = max(run.engine.get("tp_size", 1) for run in runs)
         if ranks > 1:  # each on a core of its own: SGLang wants a NUMA node for each else
             settings["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(ranks)))

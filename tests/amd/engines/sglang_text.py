@@ -14,7 +14,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.amd.engines.sglang_plugin import FAULTS_LOG
+from tests.amd.engines.sglang_cpu_drafts import give_kernels
+from tests.amd.engines.sglang_plugin import DRAFTS, FAULTS_LOG
+
+# SGLang's own processes import this module, too, before anything of SGLang's.
+if os.environ.get(DRAFTS) == "1":
+    give_kernels()
 
 
 @dataclass
@@ -35,11 +40,17 @@ class Run:
 
 @dataclass
 class Answer:
-    """tokens: of each prompt of each round; cached: those of its prompt that a radix hit gave; faults: as planted and
-    reported"""
+    """What came of a run.
+
+    tokens:   of each prompt of each round
+    cached:   those of its prompt that a radix hit gave
+    verified: steps that have verified drafts of it
+    faults:   as planted and reported
+    """
 
     tokens: list[list[list[int]]] = field(default_factory=list)
     cached: list[list[int]] = field(default_factory=list)
+    verified: list[list[int]] = field(default_factory=list)
     faults: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -55,6 +66,7 @@ def answer(run: Run) -> Answer:
         outputs = engine.generate(input_ids=prompts, sampling_params=sampling)
         found.tokens.append([output["output_ids"] for output in outputs])
         found.cached.append([output["meta_info"]["cached_tokens"] for output in outputs])
+        found.verified.append([output["meta_info"].get("spec_verify_ct", 0) for output in outputs])
     if run.faults:
         log.touch()
         engine.generate(input_ids=run.rounds[0], sampling_params={**sampling, "max_new_tokens": 40})

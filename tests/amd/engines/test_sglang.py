@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from rocm_attn.integrations.plugins import SGLANG as SGLANG_PLUGIN
 from tests.amd.engines.models import model
 from tests.amd.engines.serving import MOST_STEPS_LATER, assert_equal_tokens, prompts
 from tests.amd.engines.sglang_kit import GROUPS
 from tests.amd.engines.sglang_plugin import FAULTS
-from tests.amd.engines.sglang_runs import SglangVenv, sglang_venv
+from tests.amd.engines.sglang_runs import SGLANG, SglangVenv, sglang_venv
 from tests.amd.engines.sglang_text import Answer, Run
 
 
@@ -51,7 +52,14 @@ def test_the_kit_passes_and_reports_tokens_that_are_scattered_in_a_page(sglang: 
     tallies = sglang.kit([*GROUPS], tmp_path)
     assert {name: tally.failed for name, tally in tallies.items()} == {name: {} for name in GROUPS}
     counts = {name: (len(tally.passed), len(tally.reported)) for name, tally in tallies.items()}
-    assert counts == {"dense": (43, 5), "window": (6, 2), "verify": (24, 0), "latent": (60, 0), "graphs": (5, 0)}
+    assert counts == {
+        "dense": (43, 5),
+        "window": (6, 2),
+        "verify": (24, 0),
+        "latent": (60, 0),
+        "graphs": (5, 0),
+        "graphs of drafts": (12, 0),
+    }
     assert all(name.startswith("non_monotonic") for tally in tallies.values() for name in tally.reported)
 
 
@@ -93,6 +101,41 @@ def test_windows_give_sglangs_own_tokens_in_one_pool_and_in_two(
     (stock,) = sglang.stock(asked, tmp_path)
     assert_equal(sglang.ours(asked, tmp_path), stock)
     assert_equal(sglang.ours(asked, tmp_path, window_pool=True), stock)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("branches", "page_size"), [(1, 16), (2, 1)])
+def test_drafts_of_another_model_change_no_token(
+    branches: int, page_size: int, sglang: SglangVenv, tmp_path: Path
+) -> None:
+    """Steps of a draft model, of verification in a chain or by a tree's mask, and of what the draft model takes up."""
+    (stock,) = sglang.stock([run(sglang, "gemma3")], tmp_path)
+    drafting = run(
+        sglang,
+        "gemma3",
+        page_size=page_size,
+        speculative_algorithm="STANDALONE",
+        speculative_draft_model_path=str(model("gemma3_draft", sglang.folder)),
+        speculative_num_steps=3,
+        speculative_eagle_topk=branches,
+        speculative_num_draft_tokens=4,
+    )
+    (ours,) = sglang.ours([drafting], tmp_path)
+    assert ours.tokens == stock.tokens
+    tokens, steps = (sum(map(sum, each)) for each in ([[len(t) for t in r] for r in ours.tokens], ours.verified))
+    # Some drafts were accepted, and not all: a step of verification gives one token at least and four at most.
+    assert tokens / 3.5 < steps < tokens / 1.2
+
+
+@pytest.mark.nightly
+def test_the_oldest_release_that_is_served_gives_the_newest_ones_tokens(sglang: SglangVenv, tmp_path: Path) -> None:
+    oldest = SGLANG_PLUGIN.checked[0].version
+    assert oldest != SGLANG
+    for name, pools in (("gemma3", (False, True)), ("smollm2", (False,))):
+        asked = [run(sglang, name)]
+        (stock,) = sglang.stock(asked, tmp_path)
+        for window_pool in pools:
+            assert_equal(sglang.ours(asked, tmp_path, window_pool=window_pool, release=oldest), stock)
 
 
 @pytest.mark.nightly

@@ -263,6 +263,7 @@ NOT_HERE = {
     "selection_place": "of layers that select keys: tests/amd/guards/test_selections.py",
     "page_format": "of bind(), before any step: tests/amd/guards/test_formats.py",
     "cut_points": "of the kernels: tests/amd/guards/test_cut_points.py",
+    "draft_lengths": "of drafts of a runtime's own step; each of an engine's is a step: tests/amd/runtime/test_drafts.py",
     "ring_wait": "of the ring: tests/amd/guards/test_publication.py, and on a CPU the device is never late",
 }
 

@@ -10,17 +10,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.padding import PadTo
-from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_batch import StepBatch, draft_batch
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.hip_graphs.torch_recorder import TorchRecorder
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
-from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.runtime import AttentionRuntime, Staged
 from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.drafts import DraftSteps
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.protocols import LayerCalls, Steps
-from rocm_attn.step.step import SplitStep, Step
+from rocm_attn.step.step import Step
 from tests.amd.runtime.stepping import padded_to, small_problem
 
 VOCABULARY = 50
@@ -58,6 +60,7 @@ class Tiny:
         swa_pages: int = 0,
         deterministic: bool = False,
         pool: PoolKind = PoolKind.SPLIT,
+        drafts: Sequence[Drafts] = (),
     ) -> Tiny:
         """window_left: of the second layer, which lives in the SWA space if there is one."""
         problem = replace(small_problem(custom_mask=custom_mask), pool=pool)
@@ -75,6 +78,7 @@ class Tiny:
                 split_steps=split_steps,
                 deterministic=deterministic,
                 shared_prefixes=shared_prefixes,
+                drafts=drafts,
             ),
             device=device,
         )
@@ -88,14 +92,29 @@ class Tiny:
 
     def forward(self, step: Step) -> Tensor:
         """[S, 96]"""
-        hidden = self.embedding[step.token_ids] * (1 + step.positions[:, None] / 100)
+        return self.hidden(step, step.token_ids)[step.last_token_of_seq]
+
+    def draft(self, drafts: DraftSteps) -> Tensor:
+        """int32 [S, branches * steps]: the ids that each draft step has picked, whose parents it picks too."""
+        ids, picked = drafts.steps[0].token_ids, []
+        for number, step in enumerate(drafts.steps):
+            if number:
+                drafts.set_parents(number, ids % drafts.branches)
+            scores = self.hidden(step, ids).abs().sum(1)
+            ids = (scores * 1000).int() % VOCABULARY
+            picked.append(ids.view(-1, drafts.branches))
+        return torch.cat(picked, 1)
+
+    def hidden(self, step: Step, token_ids: Tensor) -> Tensor:
+        """[T, 96]"""
+        hidden = self.embedding[token_ids] * (1 + step.positions[:, None] / 100)
         layers = self.around(step.layers)
         for layer, weight in enumerate(self.projections):
             kv = (hidden @ weight).view(-1, 4, 16)
             out = torch.empty_like(hidden).view(-1, 6, 16)
             layers.store_and_attend(layer, hidden.view(-1, 6, 16), kv[:, :2], kv[:, 2:], out)
             hidden = hidden + out.flatten(1)
-        return hidden[step.last_token_of_seq]
+        return hidden
 
 
 @dataclass
@@ -136,6 +155,14 @@ class Requests:
         count = len(q_len)
         ids = self.random.integers(1, VOCABULARY, sum(q_len))
         return StepBatch(*(np.array(x, np.int32) for x in (self.rows[:count], self.kv_len[:count], q_len, ids)))
+
+    def draft_batch(self, drafts: Drafts, count: int) -> StepBatch:
+        """A round of drafts of the first requests, which keep their lengths; pages are reserved."""
+        rows, prefix = self.rows[:count], self.kv_len[:count]
+        for row, length in zip(rows, prefix, strict=True):
+            self.runtime.table.reserve(row, length + drafts.tokens)
+        ids = self.random.integers(1, VOCABULARY, count * drafts.branches)
+        return draft_batch(np.array(rows, np.int32), np.array(prefix, np.int32), drafts, ids)
 
     def stored(self) -> list[Tensor]:
         """K and V of every layer and request, [kv_len, kv_heads, 16]."""
@@ -255,7 +282,7 @@ def takes_another_bias_each_step(tiny: Tiny) -> Callable[[Step], Tensor]:
         replace_bias(batch)
         return stage(batch, pad_to)
 
-    def staged_like(plan: StepPlan, batch: StepBatch) -> Step | SplitStep:
+    def staged_like(plan: StepPlan, batch: StepBatch) -> Staged:
         replace_bias(batch)
         return stage_like(plan, batch)
 

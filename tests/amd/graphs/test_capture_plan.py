@@ -48,7 +48,7 @@ def test_what_is_predicted_is_what_is_allocated_and_captured(
             provider=provider,
             capture_sizes=[1, 4],
             capture_tokens=[4, 8],
-            **mode,
+            **mode,  # type: ignore[arg-type]
         ),
     )
     assert [bucket.shape for bucket in plan.buckets] == [bucket.key.shape for bucket in report.buckets]
@@ -100,6 +100,23 @@ def test_the_command_lists_graphs_and_memory(tmp_path: Path, capsys: pytest.Capt
     (pool,) = [line for line in printed if "KV pool" in line]
     # 256 pages and the reserved one, 16 tokens, 32 layers, 8 heads, 128 + 128 elements of 2 bytes
     assert pool.split() == ["KV", "pool", "514.0", "MiB", "num_pages", "257", "of", "2097152", "bytes"]
+
+
+@pytest.mark.parametrize("page_size", [pytest.param(1, marks=pytest.mark.nightly), 16, 64])
+def test_drafts_of_many_branches_take_little_at_long_contexts(
+    page_size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """512 sequences of 128k tokens, 8 branches, 4 steps: lists of pages for each branch and step would take 17 GB."""
+    arguments = ["--arch", "gfx942", "--max-batch-size", "512", "--page-size", str(page_size), "--drafts", "8x4"]
+    assert main(["capture-plan", config_file(tmp_path), *arguments, "--json"]) == DONE
+    plan = json.loads(capsys.readouterr().out)
+    assert 0 < plan["draft_bytes"] < 100 << 20
+    (largest,) = [b for b in plan["buckets"] if b["branches"] and b["num_seqs"] == 512]
+    assert (largest["branches"], largest["draft_steps"], largest["num_tokens"]) == (8, 4, 512 * 8 * 4)
+    assert main(["capture-plan", config_file(tmp_path), *arguments]) == DONE
+    printed = capsys.readouterr().out
+    assert "4 draft steps of 512 sequences with 8 branches" in printed
+    assert "of it for drafts" in printed
 
 
 def test_layers_that_read_anothers_k_and_v_have_no_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,13 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
-from rocm_attn.batch.mask import StepMask, random_mask
+from rocm_attn.batch.mask import StepMask, TreeMask, random_mask
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.batch.tree_mask import NO_PARENT, tree_mask
 from rocm_attn.capture.graphs import recorder_for, shape_name
 from rocm_attn.capture.step_runner import StepRunner
+from rocm_attn.kernels.metadata.step_tensors import NO_PARENT
+from rocm_attn.step.accepting import accept_drawn, verified
+from rocm_attn.step.step import Step
 from tests.amd.graphs.small_models import Requests, Tiny
 from tests.amd.runtime.stepping import providers
 
@@ -36,8 +39,8 @@ def test_one_graph_serves_every_mask_and_every_tree_of_its_size(provider: str, d
         rows = runner.run(batch).clone()
         assert torch.equal(rows, runner.run_eagerly(batch))
     tree = requests.batch([5, 1, 4])
-    parents = [NO_PARENT, 0, 0, 1, 2, NO_PARENT, NO_PARENT, 0, 0, NO_PARENT]
-    tree = replace(tree, mask=tree_mask(tree, torch.tensor(parents, dtype=torch.int32, device=device)))
+    parents = [[NO_PARENT, 0, 0, 1, 2], [NO_PARENT] * 5, [NO_PARENT, 0, 0, NO_PARENT, 7]]
+    tree = replace(tree, mask=TreeMask(torch.tensor(parents, dtype=torch.int32, device=device)))
     rows = runner.run(tree).clone()
     assert torch.equal(rows, runner.run_eagerly(tree))
     assert runner.counters.replays == 5, runner.counters
@@ -98,3 +101,31 @@ def test_without_room_for_probe_requests_a_masked_step_makes_no_graph(device: to
     batch = masked(requests.batch([3, 4]), 0, tiny.runtime.device)
     assert runner.run(batch).isfinite().all()
     assert (runner.counters.replays, runner.counters.captures, runner.counters.graphs_off) == (0, 0, "")
+
+
+@each_provider
+def test_drafts_are_accepted_and_moved_in_the_graph_of_their_step(provider: str, device: torch.device) -> None:
+    """What a replay accepts, and what later steps find in the pages, is what the eager run gives."""
+    parents = torch.tensor([[NO_PARENT, 0, 1, 0, 3], [NO_PARENT, 0, 0, 2, 2]], dtype=torch.int32, device=device)
+    # The token that is drawn after each one: the path 0, 3, 4 of the first tree, and 0, 2, 4 of the second.
+    after = torch.tensor([3, 0, 0, 4, 0, 7, 5, 9, 5, 5], device=device)
+    results = []
+    for runs_graphs in (True, False):
+        tiny = Tiny.build(device, provider, (2,), (10,), custom_mask=True)
+
+        def forward(step: Step, tiny: Tiny = tiny) -> Tensor:
+            hidden = tiny.hidden(step, step.token_ids)
+            accepted = accept_drawn(step.token_ids[after], verified(step, parents))
+            tiny.runtime.move_accepted(accepted, step.row_of_seq)
+            return torch.cat([accepted.token_ids, accepted.path, hidden[step.last_token_of_seq].int()], 1)
+
+        runner = StepRunner(tiny.runtime, forward, recorder_for(device))
+        requests = Requests(tiny.runtime)
+        requests.admit(2)
+        run = runner.run if runs_graphs else runner.run_eagerly
+        run(requests.batch([5, 5]))
+        rows = [run(replace(requests.batch([5, 5]), mask=TreeMask(parents))).clone() for _ in range(2)]
+        results.append(rows)
+        assert runner.counters.replays == 3 * runs_graphs
+    assert all(torch.equal(replayed, eager) for replayed, eager in zip(*results, strict=True))
+    assert (results[0][0][:, 5:10].amax(1) >= 3).all(), "a node is accepted that has to move"

@@ -29,8 +29,7 @@ BUFFERS_OF_NEED = {
     Need.PAGE_LIST: {"page_indptr", "page_list", "last_page_len"},
     Need.BLOCK_TABLE: {"block_table"},
     Need.KV_LEN_INT64: {"kv_len_int64"},
-    Need.MASK_INDPTR: {"mask_indptr"},
-    Need.MASK_WORDS: {"mask_words", "mask_positions"},
+    Need.MASK: {"mask_start", "mask_words", "mask_positions", "mask_indptr"},
     Need.PREFIXES: {"prefix_len", "group_end", "group_indptr", "suffix_kv_len", "suffix_page"},
 }
 
@@ -48,17 +47,6 @@ def test_a_need_brings_its_own_buffers_and_no_others(need: Need, monkeypatch: py
     )
     held = set(runtime.sealed_tensors())
     assert {name for names in BUFFERS_OF_NEED.values() for name in names} & held == BUFFERS_OF_NEED[need]
-
-
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
-def test_mask_cells_of_a_step_are_counted(graphs: bool, device: torch.device) -> None:
-    serving = Serving(device, graphs=graphs, provider="csr", capture_sizes=(4,), capture_tokens=(16,))
-    requests = serving.admit(3)
-    serving.step(requests, [3, 4, 5])
-    serving.step(requests, [2, 0, 6])
-    counted = serving.runtime.sealed_tensors()["mask_indptr"][:5].tolist()
-    cells = [0, 2 * 5, 2 * 5, 2 * 5 + 6 * 11]
-    assert counted == [*cells, cells[-1]]
 
 
 def test_kinds_of_layer_with_equal_schedules_share_one_build(

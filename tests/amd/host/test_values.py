@@ -142,7 +142,7 @@ def test_a_forced_bucket_that_is_too_small_is_refused() -> None:
         policy.shape(batch([1, 1]), pad_to=PadTo(1))
 
 
-SIZES = TableSizes(row_width=3, list_tail=0, table_width=3, row_tokens=0)
+SIZES = TableSizes(row_width=3, list_tail=0, table_width=3, row_tokens=0, mask_keys=0)
 
 
 def decode(num_seqs: int) -> PaddedShape:

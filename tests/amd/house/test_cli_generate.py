@@ -106,6 +106,31 @@ def test_options_of_serving_change_no_token(capsys: pytest.CaptureFixture[str]) 
         assert generate(capsys, *prompts, "--max-new-tokens", "12", *options)["results"] == plain
 
 
+def test_guessed_tokens_change_none_and_are_reported(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tiny model drafts for itself, and is always right."""
+
+    def load_small(path: str, *, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+        assert path == "small"
+        return tiny_model(dtype=dtype, device=device)
+
+    monkeypatch.setattr("rocm_attn.runner.speculation.engines.load_model", load_small)
+    arguments = ["--raw", "--max-new-tokens", "12", "w5 w6", "w7"]
+    plain, drafted, looked_up = (
+        generate(capsys, *arguments, *more)
+        for more in (
+            [],
+            ["--speculative", "draft:small", "--draft-tokens", "5"],
+            ["--speculative", "ngram", "--draft-tokens", "3", "--topk", "2"],
+        )
+    )
+    assert plain["results"] == drafted["results"] == looked_up["results"]
+    assert drafted["report"]["accepted_drafts"] == drafted["report"]["drafts"] > 0
+    assert drafted["report"]["acceptance_length"] > 4
+    assert drafted["report"]["tokens_per_step"] > plain["report"]["tokens_per_step"]
+
+
 def test_the_pages_of_windows_change_no_token_and_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--model", "windowed", "--raw", "--page-size", "4", "--chunk", "8", "--max-new-tokens", "12"]
     arguments += ["w5 w6 w7 " * 10, "w1 w2"]

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadBatch, BadSetting, BadTensor, WrongState
+from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
 from rocm_attn.integrations.kv_passport import KVExtent, KVPassport, stretches
 from rocm_attn.integrations.kv_transfer import KVExporter, KVImporter
 from rocm_attn.kernels.sparse.arguments import Indexing, LastUnit
+from rocm_attn.paging.adopted import TableSource
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import Indexer, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.runtime import AttentionRuntime
@@ -363,6 +365,109 @@ def test_what_does_not_fit_is_refused_with_every_reason_before_anything_is_writt
         assert torch.equal(tensor.view(torch.uint8), was.view(torch.uint8))
 
 
+def test_factors_that_change_later_are_refused_on_both_sides(provider: str, device: torch.device) -> None:
+    problems = coded(FN, Scales.LAYER)
+    story, source = Story(problems, device), runtime_of(problems, device, provider)
+    target = runtime_of(problems, device, provider)
+    exporter, importer = KVExporter(source), KVImporter(target, KVPassport.of(source))
+    target.set_kv_scales(1, KVScales(0.5, 0.25))
+    row = story.prefill(source, 11)
+    pages = exporter.pages_of(row, 11)
+    extent = exporter.extent(pages, 11)
+    buffer = torch.zeros(exporter.num_bytes(extent), dtype=torch.uint8, device=device)
+    exporter.export(pages, extent, buffer)
+    with pytest.raises(WrongState, match="layer 1 has got other factors since this was made"):
+        importer.import_pages(pages, extent, buffer)
+    source.table.free(row)
+    source.set_kv_scales(0, KVScales(0.5, 0.25))
+    with pytest.raises(WrongState, match="layer 0 has got other factors"):
+        exporter.export(pages, extent, buffer)
+
+
+def test_codes_are_recoded_a_part_at_a_time(
+    provider: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are 32 bytes."""
+    monkeypatch.setattr("rocm_attn.integrations.kv_transfer._RECODED_AT_ONCE", 100)
+    test_codes_of_another_gpu_keep_their_worth(Scales.HEAD, provider, device)
+
+
+def test_the_rest_of_a_last_page_becomes_zero_but_in_pages_whose_tails_are_kept(
+    provider: str, device: torch.device
+) -> None:
+    problems = [small_problem()]
+    story, source = Story(problems, device), runtime_of(problems, device, provider)
+    target = runtime_of(problems, device, provider)
+    new_row = moved(source, story.prefill(source, 9), 9, target)
+    last = int(target.table.pages_of(new_row)[-1])
+    for side in target.pool.layer(0).read(torch.tensor([last], device=device)):
+        assert not side[0, 9 % problems[0].page_size :].any()
+    one, other = (VLLM(4, device=device, provider=provider) for _ in range(2))
+    request, there = one.admit(), other.admit()
+    one.run([request], [9])
+    other.reserve(there, 9)
+    exporter, importer = KVExporter(one.attention), KVImporter(other.attention, KVPassport.of(one.attention))
+    extent = exporter.extent(request.pages, 9)
+    buffer = torch.empty(exporter.num_bytes(extent), dtype=torch.uint8, device=device)
+    exporter.export(request.pages, extent, buffer)
+    k, v = other.pages[0]
+    page = there.pages[Space.FULL][-1]
+    k[page, 1:], v[page, 1:] = 7, 8
+    importer.import_pages(there.pages, extent, buffer)
+    assert (k[page, 1:] == 7).all()
+    assert (v[page, 1:] == 8).all()
+
+
+def test_page_0_of_an_engine_to_which_it_is_a_page_like_others_is_moved_too(
+    provider: str, device: torch.device
+) -> None:
+    problems, random = [small_problem()], torch.Generator().manual_seed(0)
+    attentions = []
+    for _ in range(2):
+        table = TableSource(torch.zeros(2, 8, dtype=torch.int32, device=device), null_page=False)
+        attention = ExternalAttention(
+            [LayerSource(problem) for problem in problems],
+            table,
+            device=device,
+            bounds=Bounds(2, 8, 32, 6),
+            options=ExternalOptions(provider=provider),
+        )
+        k, v = (torch.randn(6, *side, generator=random).to(device) for side in ((4, 2, 16), (4, 2, 16)))
+        attention.bind(0, k, v)
+        attentions.append((attention, k, v))
+    (one, k, v), (other, new_k, new_v) = attentions
+    exporter, importer = KVExporter(one), KVImporter(other, KVPassport.of(one))
+    pages, there = {Space.FULL: [3, 0, 5]}, {Space.FULL: [0, 2, 1]}
+    extent = exporter.extent(pages, 12)
+    assert extent.first == {"full": 0}
+    buffer = torch.empty(exporter.num_bytes(extent), dtype=torch.uint8, device=device)
+    exporter.export(pages, extent, buffer)
+    importer.import_pages(there, extent, buffer)
+    for side, new in ((k, new_k), (v, new_v)):
+        assert torch.equal(side[[3, 0, 5]], new[[0, 2, 1]])
+    with pytest.raises(BadBatch, match="the last of which is not -1, which means none"):
+        exporter.extent({Space.FULL: [3, 0, -1]}, 12)
+    other.bind(0, new_k.view(6, 4, 2, 16), new_v)
+    importer.import_pages(there, extent, buffer)  # bound anew as they lay
+
+
+def test_pages_that_are_bound_anew_at_one_address_with_other_strides_are_refused(
+    provider: str, device: torch.device
+) -> None:
+    one = VLLM(4, device=device, provider=provider)
+    request = one.admit()
+    one.run([request], [5])
+    exporter = KVExporter(one.attention)
+    extent = exporter.extent(request.pages, 5)
+    buffer = torch.empty(exporter.num_bytes(extent), dtype=torch.uint8, device=device)
+    k, v = one.pages[0]
+    strides = list(k.stride())
+    strides[1], strides[2] = k.shape[3], k.shape[1] * k.shape[3]
+    one.attention.bind(0, k.as_strided(k.shape, strides), v)
+    with pytest.raises(WrongState, match="pages of layer 0 have moved"):
+        exporter.export(request.pages, extent, buffer)
+
+
 @pytest.mark.parametrize(
     ("other", "reason"),
     [
@@ -389,6 +494,19 @@ def test_a_passport_is_text_with_a_version() -> None:
     for text in ("{}", "nonsense", "[]", '{"version": 1, "layers": [{}]}'):
         with pytest.raises(BadSetting, match="no passport of a KV pool"):
             KVPassport.from_json(text)
+    for field, value in (
+        ('"window_left": -1', '"window_left": -2'),
+        ('"num_kv_heads": 2', '"num_kv_heads": 0'),
+        ('"page_size": 4', '"page_size": true'),
+        ('"space": "full"', '"space": 7'),
+        ('"factors": [[1.0], [1.0], []]', '"factors": [[1.0], [-1.0], []]'),
+        ('"factors": [[1.0], [1.0], []]', '"factors": [[1.0, 1.0], [1.0], []]'),
+        ('"factors": [[1.0], [1.0], []]', '"factors": [[1.0], [NaN], []]'),
+        ('"key_tokens": 1', '"key_tokens": 3'),
+    ):
+        assert field in passport.to_json(), field
+        with pytest.raises(BadSetting, match="no passport of a KV pool"):
+            KVPassport.from_json(passport.to_json().replace(field, value))
     with pytest.raises(BadSetting, match="version 2, and this release reads 1"):
         KVPassport.from_json(passport.to_json().replace('"version": 1', '"version": 2'))
 

@@ -85,7 +85,7 @@ def test_checked_releases_are_served(plugin: Plugin, monkeypatch: pytest.MonkeyP
         (VLLM, "0.34.0rc1"),
         (VLLM, "0.34.0"),
         (VLLM, "1.0.0"),
-        (SGLANG, "0.5.22.post3"),
+        (SGLANG, "0.5.21.post3"),
         (SGLANG, "0.5.24.dev3+gabc"),
         (SGLANG, "0.5.24"),
     ],

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.errors import BadTensor, DeviceFault, NeverFits, Unsupported, WrongState
 from rocm_attn.external import LogAndCount
 from rocm_attn.integrations.sglang.drafts import BranchTable, DraftSteps
@@ -157,17 +158,22 @@ def test_draft_steps_see_their_request_and_their_own_branch(
     engine = Engine(provider, device, page_size=page_size)
     requests = [engine.admit() for _ in range(3)]
     engine.run(Mode.EXTEND, requests, [9, 4, 5])
-    drafts = Drafts(engine, requests, topk=topk, num_steps=3)
-    if captured:
-        drafts.steps.init_cuda_graph_state(4, 4 * topk)
-    drafts.run(captured=captured)
+    drafts = Drafts(engine, topk=topk, num_steps=3)
+    if not captured:
+        drafts.run(requests)
+        return
+    drafts.capture(4)
+    drafts.replay(requests)
+    engine.run(Mode.EXTEND, requests[:2], [3, 1])
+    drafts.replay([requests[2], requests[0]])
+    drafts.replay(requests[1:2])
 
 
 class Drafts:
-    """A round of drafts: each step stores a token of each branch, which sees its request and its branch."""
+    """Rounds of drafts: each step stores a token of each branch, which sees its request and its branch."""
 
-    def __init__(self, engine: Engine, requests: list[Request], *, topk: int, num_steps: int) -> None:
-        self.engine, self.requests, self.topk, self.num_steps = engine, requests, topk, num_steps
+    def __init__(self, engine: Engine, *, topk: int, num_steps: int) -> None:
+        self.engine, self.topk, self.num_steps = engine, topk, num_steps
         self.steps = DraftSteps(engine.runner, topk, num_steps, engine.serving, AttentionHooks)
 
     def branch_columns(self, kv_len: int, branch: int) -> list[int]:
@@ -179,37 +185,74 @@ class Drafts:
         pages = -(-(last + steps) // size)
         return [kv_len // size * size + branch * pages * size + last + step for step in range(steps)]
 
-    def run(self, *, captured: bool) -> None:
-        engine, topk = self.engine, self.topk
-        for request in self.requests:
-            engine.reserve(request, 1 + max(self.branch_columns(request.kv_len, topk - 1)))
-        pads = 1 if captured else 0
-        batch = SimpleNamespace(
+    def batch(self, requests: Sequence[Request], bucket: int) -> Any:
+        """As SGLang makes it, with pads up to the bucket."""
+        for request in requests:
+            self.engine.reserve(request, 1 + max(self.branch_columns(request.kv_len, self.topk - 1)))
+        pads = bucket - len(requests)
+        return SimpleNamespace(
             forward_mode=Mode.DECODE,
-            batch_size=len(self.requests) + pads,
-            req_pool_indices=engine.ints([r.row for r in self.requests] + [0] * pads),
-            seq_lens=engine.ints([r.kv_len for r in self.requests] + [1] * pads),
+            batch_size=bucket,
+            req_pool_indices=self.engine.ints([r.row for r in requests] + [0] * pads),
+            seq_lens=self.engine.ints([r.kv_len for r in requests] + [1] * pads),
             seq_lens_cpu=None,
             out_cache_loc=None,
         )
-        if captured:
-            self.steps.init_forward_metadata_out_graph(batch, in_capture=True)
-            self.steps.init_forward_metadata_in_graph(batch)
-            self.steps.init_forward_metadata_out_graph(batch)
-            self.steps.init_forward_metadata_in_graph(batch)
-        else:
-            self.steps.init_forward_metadata(batch)
+
+    def new_steps(self, batch: Any, count: int) -> list[Step]:
+        """New q, k and v of each step; pads are NaN."""
+        rows = batch.batch_size * self.topk
+        return [self.engine.step_of(batch, [1] * (count * self.topk), padded=rows) for _ in self.steps.attn_backends]
+
+    def forward(self, steps: Sequence[Step]) -> None:
+        for step, hooks in zip(steps, self.steps.attn_backends, strict=True):
+            self.engine.forward(step, hooks)
+
+    def run(self, requests: Sequence[Request]) -> None:
+        """Eagerly."""
+        batch = self.batch(requests, len(requests))
+        self.steps.init_forward_metadata(batch)
+        steps = self.new_steps(batch, len(requests))
+        self.forward(steps)
+        self.compare(requests, steps)
+
+    def capture(self, bucket: int) -> None:
+        """One graph of all steps, while nothing is in its batch."""
+        self.steps.init_cuda_graph_state(bucket, bucket * self.topk)
+        self.static = self.batch([], bucket)
+        self.captured = self.new_steps(self.static, 0)
+        self.steps.init_forward_metadata_out_graph(self.static, in_capture=True)
+
+        def body() -> None:
+            self.steps.init_forward_metadata_in_graph(self.static)
+            self.forward(self.captured)
+
+        self.recording, _ = recorder_for(self.engine.device).record(body)
+
+    def replay(self, requests: Sequence[Request]) -> None:
+        """With other requests in the static tensors."""
+        batch = self.batch(requests, self.static.batch_size)
+        for name in ("req_pool_indices", "seq_lens"):
+            getattr(self.static, name).copy_(getattr(batch, name))
+        for step, fresh in zip(self.captured, self.new_steps(batch, len(requests)), strict=True):
+            for of_graph, new in zip((step.q, step.k, step.v), (fresh.q, fresh.k, fresh.v), strict=True):
+                of_graph[0].copy_(new[0])
+        self.steps.init_forward_metadata_out_graph(self.static)
+        self.recording.replay()
+        self.compare(requests, self.captured)
+
+    def compare(self, requests: Sequence[Request], steps: Sequence[Step]) -> None:
+        """With an oracle."""
         seen: dict[tuple[int, int], tuple[Array, Array]] = {}
-        for hooks in self.steps.attn_backends:
-            rows = (len(self.requests) + pads) * topk
-            step = engine.step_of(batch, [1] * (rows - pads * topk), padded=rows)
-            engine.forward(step, hooks)
-            self._compare(step, seen)
+        for step, hooks in zip(steps, self.steps.attn_backends, strict=True):
+            self._compare(requests, step, seen)
             hooks.attention.check_device()
 
-    def _compare(self, step: Step, seen: dict[tuple[int, int], tuple[Array, Array]]) -> None:
+    def _compare(
+        self, requests: Sequence[Request], step: Step, seen: dict[tuple[int, int], tuple[Array, Array]]
+    ) -> None:
         out = step.outs[0].view(-1, Q_HEADS, DIM)
-        for number, request in enumerate(self.requests):
+        for number, request in enumerate(requests):
             for branch in range(self.topk):
                 at = number * self.topk + branch
                 before = seen.get((number, branch), self.engine.stored[0, request.row])
@@ -366,14 +409,17 @@ def test_a_table_that_moves_is_followed_until_graphs_read_it(provider: str, devi
         engine.run(Mode.DECODE, [one], [1])
 
 
-def test_a_pool_that_moves_is_followed_until_graphs_read_it(provider: str, device: torch.device) -> None:
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_a_pool_that_moves_is_followed_until_graphs_read_it(side: str, provider: str, device: torch.device) -> None:
     engine = Engine(provider, device)
     one = engine.admit()
     engine.run(Mode.EXTEND, [one], [3])
-    engine.pool.k[0] = engine.pool.k[0].clone()
+    rows = getattr(engine.pool, side)
+    before, rows[0] = rows[0], rows[0].clone()
+    before.fill_(float("nan"))
     engine.run(Mode.DECODE, [one], [1])
     engine.hooks.init_cuda_graph_state(2, 2)
-    engine.pool.k[0] = engine.pool.k[0].clone()
+    rows[0] = rows[0].clone()
     with pytest.raises(WrongState, match="pages of layer 0 have moved"):
         engine.run(Mode.DECODE, [one], [1])
 

@@ -64,6 +64,22 @@ def test_decodes_prompts_chunks_and_mixed_steps_equal_the_oracle(
     runner.groups[0].attention.check_device()
 
 
+def test_sinks_that_are_loaded_anew_are_read_from_the_next_step_on_in_graphs_too(
+    device: torch.device, provider: str
+) -> None:
+    with torch.inference_mode(False):
+        sinks = torch.nn.Parameter(torch.linspace(-1, 1, HEADS, device=device), requires_grad=False)
+    runner = started(Runner([replace(TERMS, sinks=sinks)], device=device, provider=provider))
+    graph = runner.capture(4, 4, 1)
+    graph.run([1, 1, 1])
+    sinks.data.fill_(3.0)  # vLLM's loaders write so, and call process_weights_after_loading then
+    runner.layers[0].loads.count += 1
+    graph.run([1, 1, 1])
+    sinks.copy_(torch.linspace(2, -2, HEADS))  # weights in kernel format come so, without a word
+    runner.step([1, 3, 1])
+    graph.run([1, 1, 1])
+
+
 @long
 def test_groups_of_a_model_with_windows_have_tables_of_their_own(device: torch.device, provider: str) -> None:
     runner = started(Runner([WINDOW, TERMS, WINDOW], (0, 1, 0), device=device, provider=provider))

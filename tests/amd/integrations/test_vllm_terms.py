@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from dataclasses import replace
 from enum import Enum
@@ -130,14 +131,18 @@ def test_caches_of_other_layouts_are_refused() -> None:
         pages_of(latent, torch.zeros(5, 16, 656))
 
 
-def test_the_environment_says_whose_kernels_serve_and_what_a_fault_does() -> None:
+def test_the_environment_says_whose_kernels_serve_and_what_a_fault_does(caplog: pytest.LogCaptureFixture) -> None:
     assert provider({}) == "auto"
     assert provider({"ROCM_ATTN_PROVIDER": "triton"}) == "triton"
-    assert isinstance(fault_policy({"ROCM_ATTN_ON_FAULT": "log"}), LogAndCount)
+    policy = fault_policy({"ROCM_ATTN_ON_FAULT": "log"}, VLLM.log)
+    assert isinstance(policy, LogAndCount)
+    with caplog.at_level(logging.ERROR, logger="vllm"):
+        policy(DeviceFault("step 3: gone"))
+    assert [(line.name, line.message) for line in caplog.records] == [("vllm.rocm_attn", "step 3: gone")]
     with pytest.raises(DeviceFault, match="gone"):
-        fault_policy({})(DeviceFault("gone"))
+        fault_policy({}, VLLM.log)(DeviceFault("gone"))
     with pytest.raises(BadSetting, match="ROCM_ATTN_ON_FAULT is 'ignore'; it must be raise or log"):
-        fault_policy({"ROCM_ATTN_ON_FAULT": "ignore"})
+        fault_policy({"ROCM_ATTN_ON_FAULT": "ignore"}, VLLM.log)
 
 
 class Registry:

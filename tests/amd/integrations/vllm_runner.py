@@ -17,7 +17,7 @@ from torch import Tensor
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.external import ExternalOptions
 from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup
-from rocm_attn.integrations.vllm.layer_terms import CacheTerms, LayerTerms
+from rocm_attn.integrations.vllm.layer_terms import CacheTerms, LayerTerms, WeightLoads
 from rocm_attn.integrations.vllm.steps import DecodesOfStep
 from tests.amd.coded import kept
 from tests.amd.integrations.oracle import Array, Scores, attention
@@ -51,6 +51,7 @@ class Layer:
     kv_cache: Tensor
     _k_scale: Tensor
     _v_scale: Tensor
+    loads: WeightLoads
     stored: dict[int, list[tuple[Array, Array]]] = field(default_factory=dict)
 
 
@@ -108,12 +109,23 @@ class Runner:
         )
         cache[0] = 0
         k_scale, v_scale = (torch.tensor(scale, device=self.device) for scale in (0.5, 0.25))
-        return Layer(name, terms, group, cache if heads_first else cache.transpose(1, 2), k_scale, v_scale)
+        return Layer(
+            name,
+            terms,
+            group,
+            cache if heads_first else cache.transpose(1, 2),
+            k_scale,
+            v_scale,
+            WeightLoads(terms.sinks),
+        )
 
     def _group_layers(self, group: int) -> dict[str, GroupLayer]:
         return {
             layer.name: GroupLayer(
-                layer, layer.terms.problem(self.cache), partial(layer.terms.head_weights, self.device)
+                layer,
+                layer.terms.problem(self.cache),
+                partial(layer.terms.head_weights, self.device),
+                layer.loads,
             )
             for layer in self.layers
             if layer.group == group

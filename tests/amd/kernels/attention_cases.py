@@ -21,6 +21,7 @@ from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW, Scores
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import Encoding, PoolKind, Scales
+from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
 from rocm_attn.kernels.refs.attention import paged_decode, paged_extend
 from rocm_attn.kernels.tuning.decode_tiles import decode_tiles
 from rocm_attn.kernels.tuning.extend_tiles import extend_tiles
@@ -66,6 +67,7 @@ class Case:
     window_left, soft_cap, causal: see Scores
     sinks, slopes:   whether the heads have them
     masked:          whether a random packed mask says what each token sees, few keys, all, or none, and where it is
+    mask_keys:       keys before a sequence's new ones that the mask covers, at most; all tokens see those before them
     first_page:      pages of each sequence's row that lie before its keys; nothing: none
     latent:          whether V is the first part of K
     kv, scales:      the encoding of eight-bit pages, and what shares a factor; None: pages are in dtype
@@ -85,6 +87,7 @@ class Case:
     sinks: bool = False
     slopes: bool = False
     masked: bool = False
+    mask_keys: int = ALL_KEYS
     first_page: Sequence[int] = ()
     kv: Encoding | None = None
     scales: Scales = Scales.NONE
@@ -206,8 +209,10 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Tensors:
         v = k.first_columns(v_head_dim) if case.latent else v_side.drawn(length, generator)
         seen: list[Sequence[int]]
         if case.masked:
-            shown = [_random_keys(length, generator) for _ in range(new)]
-            drawn += [key in keys for keys in shown for key in range(length)]
+            start = max(length - new - case.mask_keys, 0)
+            covered = [[start + key for key in _random_keys(length - start, generator)] for _ in range(new)]
+            drawn += [key in keys for keys in covered for key in range(start, length)]
+            shown = [[*range(start), *keys] for keys in covered]
             given = torch.randint(length - new - 3, length, (new,), generator=generator).tolist() if new else []
             positions += given
             seen = [
@@ -373,10 +378,12 @@ def _packed(cells: Sequence[bool], positions: Sequence[int], case: Case, device:
     """Cells of all sequences as words. Bits after the last one are set: a kernel that reads them sees too much."""
     bits = [*cells, *[True] * (-len(cells) % 32)]
     words = [sum(bit << place for place, bit in enumerate(bits[at : at + 32])) for at in range(0, len(bits), 32)]
-    sizes = [length * new for length, new in zip(case.kv_len, case.q_len, strict=True)]
+    start = [max(length - new - case.mask_keys, 0) for length, new in zip(case.kv_len, case.q_len, strict=True)]
+    sizes = [(end - first) * new for first, end, new in zip(start, case.kv_len, case.q_len, strict=True)]
     return PackedMask(
         torch.tensor([word - (word >> 31 << 32) for word in words], dtype=torch.int32).to(device),
         torch.tensor([sum(sizes[:seq]) for seq in range(len(sizes) + 1)]).to(device),
+        torch.tensor(start, dtype=torch.int32).to(device),
         torch.tensor(positions, dtype=torch.int32).to(device),
     )
 

@@ -54,6 +54,12 @@ class Case:
         return max(map(len, self.pages), default=1)
 
     @property
+    def mask_start(self) -> list[int]:
+        """Of each padded sequence: half of its older keys, and none of a pad's."""
+        starts = [(length - new) // 2 for length, new in self.seqs]
+        return starts + [0] * (self.num_seqs_padded - len(self.seqs))
+
+    @property
     def padded_seqs(self) -> list[tuple[int, int]]:
         return self.seqs + [self.pad] * (self.num_seqs_padded - len(self.seqs))
 
@@ -162,6 +168,7 @@ def tensors(case: Case, device: torch.device) -> StepTensors:
         table=table.to(device) if device.type == "cuda" else table,
         prefix_len=ints([*case.prefix_len, *pads]),
         group_end=ints([*case.group_end, *pads]),
+        mask_start=ints(case.mask_start),
         **{name: output(name) for name in DERIVED},
     )
 
@@ -188,7 +195,7 @@ def derived_by_hand(case: Case) -> dict[str, object]:
     page_list: list[int] = []
     block_table: list[list[int]] = []
     lost = False
-    for seq, (length, new) in enumerate(case.padded_seqs):
+    for seq, ((length, new), start) in enumerate(zip(case.padded_seqs, case.mask_start, strict=True)):
         row = case.pages[seq] if seq < len(case.seqs) else []
         pages = [row[page_no] if page_no < len(row) else 0 for page_no in range(-(-length // page_size))]
         for kv_index in range(length - new, length):
@@ -201,7 +208,7 @@ def derived_by_hand(case: Case) -> dict[str, object]:
         row_of_token += [case.rows[seq] if seq < len(case.seqs) else 0] * new
         q_indptr.append(q_indptr[-1] + new)
         page_indptr.append(page_indptr[-1] + len(pages))
-        mask_indptr.append(mask_indptr[-1] + new * length)
+        mask_indptr.append(mask_indptr[-1] + new * (length - start))
         last_token.append(q_indptr[-1] - 1 if new else 0)
         last_page_len.append((length - 1) % page_size + 1 if length else 1)
         page_list += pages

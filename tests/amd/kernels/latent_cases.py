@@ -65,7 +65,9 @@ def run_latent_decode(
     words = latent_partials_words(cut, num_heads=num_heads, v_head_dim=v_head_dim)
     partials = put(torch.full((words,), float("nan"), device=tensors.q.device))
     launch_decode_schedule(tensors.queries, schedule, cut)
-    launch_latent_decode(tensors.args(schedule, partials), scores=tensors.scores, cut=cut, tiles=tiles)
+    launch_latent_decode(
+        tensors.args(schedule, partials), scores=tensors.scores, cut=cut, tiles=tiles, mask=tensors.mask
+    )
 
 
 def run_latent_extend(
@@ -107,4 +109,4 @@ def run_latent_segment_extend(
     cut = latent_extend_cut(tiles.block, num_heads=case.heads[0], min_q_len=min_q_len)
     schedule = put(garbage(cut.words(tensors.q.shape[0], tensors.num_seqs), tensors.q.device))
     launch_extend_schedule(tensors.queries, schedule, cut)
-    launch_latent_segment_extend(tensors.args(schedule), scores=tensors.scores, cut=cut, tiles=tiles)
+    launch_latent_segment_extend(tensors.args(schedule), scores=tensors.scores, cut=cut, tiles=tiles, mask=tensors.mask)

@@ -15,7 +15,7 @@ from rocm_attn.kernels.metadata.step_tensors import NO_PADS, OWN_TABLE, Pads, St
 Launch = Callable[..., None]
 
 # What fill reads and writes, in the order in which of_fill takes it.
-READ_BY_FILL = ("counts", "row_of_seq", "kv_len", "q_len", "table", "prefix_len", "group_end")
+READ_BY_FILL = ("counts", "row_of_seq", "kv_len", "q_len", "table", "prefix_len", "group_end", "mask_start")
 WRITTEN_BY_FILL = (
     "q_indptr",
     "last_token_of_seq",
@@ -33,6 +33,7 @@ WRITTEN_BY_FILL = (
     "suffix_kv_len",
     "suffix_page",
 )
+_PLACED = ("counts", "kv_len", "q_len", "mask_start", "mask_words", "mask_positions")
 _PUBLISHED = ("counts", "row_of_seq", "kv_len", "q_len", "prefix_len", "group_end", "token_ids")
 
 
@@ -64,21 +65,56 @@ def of_publish(publish: Launch, pads: Pads) -> Launch:
     )
 
 
-def of_device_inputs(place: Launch) -> Launch:
+def of_device_inputs(place: Launch, ahead: int = 0) -> Launch:
     """place(slot, kv_len, q_len, token_ids, floor, and what they are written to: counts, kv_len, q_len, token_ids)."""
 
     def of_tensors(slot: Tensor, *tensors: Tensor) -> None:
         names = ("counts", "kv_len", "q_len", "token_ids")
-        place(slot, GivenInputs(*tensors[:4]), step_of(dict(zip(names, tensors[4:], strict=True))))
+        place(
+            slot,
+            GivenInputs(tensors[0], tensors[1], tensors[2], tensors[3], ahead),
+            step_of(dict(zip(names, tensors[4:], strict=True))),
+        )
 
     return of_tensors
 
 
 def of_place_mask(place: Launch) -> Launch:
-    """place(bits, positions, counts, mask_words, mask_positions)."""
+    """place(bits, positions, counts, kv_len, q_len, mask_start, mask_words, mask_positions, keys_before=)."""
 
-    def of_tensors(bits: Tensor, positions: Tensor, counts: Tensor, words: Tensor, placed: Tensor) -> None:
-        place(bits, positions, step_of({"counts": counts, "mask_words": words, "mask_positions": placed}))
+    def of_tensors(bits: Tensor, positions: Tensor, *tensors: Tensor, keys_before: int) -> None:
+        place(bits, positions, keys_before, step_of(dict(zip(_PLACED, tensors, strict=True))))
+
+    return of_tensors
+
+
+def of_place_trees(place: Launch) -> Launch:
+    """place(parents, counts, kv_len, q_len, mask_start, mask_words, mask_positions, nodes_before=)."""
+
+    def of_tensors(parents: Tensor, *tensors: Tensor, nodes_before: int) -> None:
+        place(parents, nodes_before, step_of(dict(zip(_PLACED, tensors, strict=True))))
+
+    return of_tensors
+
+
+def of_draft_steps(derive: Launch, pads: Pads = NO_PADS) -> Launch:
+    """derive(counts, kv_len, token_ids, mask_start, parents, num_seqs=, branches=, steps=).
+
+    Tensors of the steps lie one after the other, each with a gap after it; parents has a line for each sequence.
+    """
+
+    def of_tensors(counts: Tensor, *tensors: Tensor, num_seqs: int, branches: int, steps: int) -> None:
+        *of_steps, parents = tensors
+        names = ("kv_len", "token_ids", "mask_start")
+        sizes = (num_seqs, num_seqs * branches, num_seqs if parents.numel() else 0)
+        children = []
+        for step in range(steps):
+            views = {
+                name: tensor.view(steps, -1)[step, :size]
+                for name, tensor, size in zip(names, of_steps, sizes, strict=True)
+            }
+            children.append(step_of({"counts": counts, **views}, pads))
+        derive(children, parents.view(num_seqs, -1), branches)
 
     return of_tensors
 

@@ -15,17 +15,17 @@ Move = Callable[[AlikePages, MovedTokens], None]
 PARTS, PAGES, PAGE_SIZE, HEADS, WORDS = 2, 5, 4, 3, 5
 
 
-def of_moves(move: Move, begin: int, first: int, end: int) -> Callable[..., None]:
+def of_moves(move: Move, begin: int, first: int, end: int, until: int) -> Callable[..., None]:
     """A move as a function of (words, rows, pages [parts, pages, page_size, 1, heads, words])."""
 
     def of_tensors(words: Tensor, rows: Tensor, pages: Tensor) -> None:
         count = -(-end // PAGE_SIZE) - begin // PAGE_SIZE
-        move(AlikePages.of(list(pages.unbind())), MovedTokens(words, rows, begin, first, end, count))
+        move(AlikePages.of(list(pages.unbind())), MovedTokens(words, rows, begin, first, end, until, count))
 
     return of_tensors
 
 
-def moved_words(begin: int, first: int, end: int) -> Tensor:
+def moved_words(begin: int, first: int, end: int, until: int) -> Tensor:
     """Pages in an order of their own, then where the parts' rows begin."""
     count = -(-end // PAGE_SIZE) - begin // PAGE_SIZE
     return torch.tensor([3, 1, 4, 2][:count] + [part * (end - first) * HEADS * WORDS for part in range(PARTS)])

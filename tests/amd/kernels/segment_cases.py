@@ -40,7 +40,7 @@ def run_extend(tensors: Tensors, *, min_q_len: int = 1, tiles: SegmentTiles) -> 
     cut = ExtendCut.of(tiles.extend, gqa_ratio=tensors.gqa_ratio, min_q_len=min_q_len)
     schedule = _garbage(cut.words(tensors.q.shape[0], tensors.num_seqs), tensors.q.device)
     launch_extend_schedule(tensors.queries, schedule, cut)
-    launch_segment_extend(tensors.args(schedule), scores=tensors.scores, cut=cut, tiles=tiles)
+    launch_segment_extend(tensors.args(schedule), scores=tensors.scores, cut=cut, tiles=tiles, mask=tensors.mask)
 
 
 def run_decode_twin(tensors: Tensors) -> None:
@@ -50,7 +50,7 @@ def run_decode_twin(tensors: Tensors) -> None:
 
 def run_extend_twin(tensors: Tensors) -> None:
     """The torch twin of run_extend; it has no min_q_len."""
-    twins.segment_extend(tensors.args(), scores=tensors.scores)
+    twins.segment_extend(tensors.args(), scores=tensors.scores, mask=tensors.mask)
 
 
 def last_tokens(tensors: Tensors) -> Tensors:

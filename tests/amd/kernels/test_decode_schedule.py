@@ -58,7 +58,8 @@ def batches(draw: st.DrawFn) -> Batch:
     longest = draw(st.sampled_from([3, 40, 300, 5000]))
     lengths = st.just(longest) if draw(st.booleans()) else st.integers(0, longest)
     seqs = draw(st.lists(st.tuples(lengths, st.sampled_from([1, 1, 1, 0, 2])), max_size=20))
-    tiles = replace(TILES, row_cost=draw(st.integers(0, 4)), head_blocks=draw(st.integers(1, 2)))
+    row_cost, row_end = draw(st.integers(0, 4)), draw(st.integers(0, 2))
+    tiles = replace(TILES, row_cost=row_cost, row_end=row_end, head_blocks=draw(st.integers(1, 2)))
     return Batch(
         [length for length, _ in seqs],
         [new for _, new in seqs],
@@ -74,13 +75,14 @@ def walk(batch: Batch, program: int) -> list[tuple[Row, int, int]]:
     words = batch.words()
     seq, row, done, work = words[8 * program : 8 * program + 4]
     rows_per_seq, row_cost = batch.tiles.rows_per_seq(batch.num_kv_heads), batch.tiles.row_cost
+    row_end = batch.tiles.row_end
     visits = []
     while work > 0:
         length = words[8 * batch.num_programs + 2 * seq + 1]
         num_blocks = len(visible_blocks(max(length, 0), batch.cut))
-        cost = 0 if length < 0 else num_blocks + row_cost
+        cost = 0 if length < 0 else num_blocks + row_cost + row_end
         take = min(work, cost - done)
-        first, end = max(done - row_cost, 0), done + take - row_cost
+        first, end = max(done - row_cost, 0), min(done + take - row_cost, num_blocks)
         if end > first:
             visits.append(((seq, row), first, end))
         if length == 0 and done == 0:
@@ -135,7 +137,9 @@ def test_the_merge_finds_the_programs_of_every_row_that_is_shared(batch: Batch) 
         return list(range(first // share, (first + num_blocks - 1) // share + 1))
 
     for (seq, row_of_seq), programs in programs_of.items():
-        start = words[8 * batch.num_programs + 2 * seq] + row_of_seq * (batch.blocks_of(seq) + row_cost + pad)
+        start = words[8 * batch.num_programs + 2 * seq] + row_of_seq * (
+            batch.blocks_of(seq) + row_cost + batch.tiles.row_end + pad
+        )
         assert holders(start, batch.blocks_of(seq)) == programs
 
     found: dict[Row, list[int]] = {}

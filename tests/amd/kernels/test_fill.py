@@ -191,10 +191,10 @@ def test_fill_leaves_the_other_bits_of_the_error_word(fill: Fill, kernel_device:
 
 @both
 def test_mask_cells_are_counted_in_64_bits(fill: Fill, kernel_device: torch.device) -> None:
-    seqs = [(70_000, 32_768)] * 3
+    seqs = [(140_000, 32_768)] * 3
     case = Case(seqs, (1, 1), 5, 1, 1, 128, random_pages(seqs, 1, 5), wanted=(*REQUIRED, "mask_indptr"))
     step = fill_once(fill, case, kernel_device)
-    cells = 70_000 * 32_768
+    cells = (140_000 - (140_000 - 32_768) // 2) * 32_768
     assert cells > 2**31
     assert step.mask_indptr.tolist() == [0, cells, 2 * cells, 3 * cells, 3 * cells + 1, 3 * cells + 2]
 

@@ -63,6 +63,12 @@ DRAFTED = {
     "70_heads": replace(DRAFTS, heads=(70, 1), dims=(24, 16)),
     "window": replace(DRAFTS, heads=(20, 1), window_left=11, sinks=True),
     "not_causal": replace(DRAFTS, causal=False),
+    "masked": replace(DRAFTS, masked=True),
+    "tree": replace(DRAFTS, masked=True, mask_keys=0, heads=(20, 1), sinks=True),
+    "masked_window": replace(DRAFTS, masked=True, mask_keys=7, window_left=10, soft_cap=1.5),
+    "masked_eight_bits": replace(
+        DRAFTS, masked=True, mask_keys=3, kv=Encoding.E4M3FN, scales=Scales.LAYER, dtype=torch.float16
+    ),
 }
 EXTENDED = {
     "plain": CHUNKS,
@@ -71,6 +77,7 @@ EXTENDED = {
     "not_causal": replace(CHUNKS, causal=False),
     "masked": replace(CHUNKS, masked=True),
     "masked_window": replace(CHUNKS, masked=True, window_left=10),
+    "tree": replace(CHUNKS, masked=True, mask_keys=0),
 }
 
 
@@ -117,6 +124,17 @@ def test_a_few_new_tokens_are_split_over_their_keys(case: Case, kernel_device: t
         assert_served(tensors)
 
 
+@pytest.mark.parametrize("key_block", [16, 32, 64])
+@pytest.mark.parametrize("mask_keys", [0, 40])
+def test_blocks_of_one_word_and_of_two_read_their_bits(
+    key_block: int, mask_keys: int, kernel_device: torch.device
+) -> None:
+    case = replace(DRAFTS, kv_len=[140, 64, 63, 97], q_len=[3, 8, 2, 5], masked=True, mask_keys=mask_keys)
+    tensors = build(replace(case, dtype=torch.float16), kernel_device)
+    run_latent_decode(tensors, most=8, compute_units=3, tiles=LatentTiles(32, key_block, 4, 1, chains=2))
+    assert_served(tensors)
+
+
 @pytest.mark.parametrize("case", EXTENDED.values(), ids=EXTENDED)
 def test_extend_equals_the_reference(case: Case, kernel_device: torch.device) -> None:
     for dtype in latent_dtypes(kernel_device)[-1:]:
@@ -124,6 +142,13 @@ def test_extend_equals_the_reference(case: Case, kernel_device: torch.device) ->
         tiles = latent_extend_tiles(arch_of(tensors), dims=case.dims, dtype=dtype, is_coded=case.kv is not None)
         run_latent_extend(tensors, tiles=tiles.of_masked_steps() if case.masked else tiles)
         assert_served(tensors)
+
+
+@pytest.mark.parametrize("case", [EXTENDED[name] for name in ("masked", "masked_window", "tree")])
+def test_deterministic_masked_steps_are_right(case: Case, kernel_device: torch.device) -> None:
+    tensors = build(replace(case, dtype=torch.float16), kernel_device)
+    run_latent_segment_extend(tensors)
+    assert_served(tensors)
 
 
 @pytest.mark.parametrize("case", [DECODES, DRAFTS, CHUNKS], ids=["decodes", "drafts", "chunks"])

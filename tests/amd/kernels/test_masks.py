@@ -47,6 +47,10 @@ FEATURES = {
     "all": {"soft_cap": 1.5, "slopes": True, "sinks": True, "heads": (6, 2), "dims": (40, 24)},
     "all_and_a_window": {"soft_cap": 1.5, "slopes": True, "sinks": True, "window_left": 20, "dims": (40, 24)},
     "gaps": {"spread": True},
+    "new_keys": {"mask_keys": 0},
+    "new_keys_and_few_before": {"mask_keys": 9, "sinks": True, "soft_cap": 0.9},
+    "new_keys_in_a_window": {"mask_keys": 0, "window_left": 20},
+    "few_before_in_a_short_window": {"mask_keys": 5, "window_left": 3, "heads": (6, 2)},
 }
 
 run_extends = pytest.mark.parametrize("run", [run_extend, run_shared_extend, run_extend_twin])
@@ -76,9 +80,42 @@ def test_lengths_around_words_and_tiles_are_right(
     assert_served(tensors)
 
 
-@pytest.mark.parametrize("key_block", [16, 32])
+@run_extends
+@pytest.mark.parametrize("mask_keys", [0, 1, 13, 31, 33])
+def test_masks_that_begin_anywhere_in_a_key_block_are_right(
+    mask_keys: int, run: Callable[[Tensors], None], kernel_device: torch.device
+) -> None:
+    """The first key that has bits lies before, at and after the edges of tiles and of words."""
+    lengths = [64, 65, 95, 96, 97, 33, 32, 31]
+    new = [1, 3, 2, 4, 1, 2, 3, 4]
+    tensors = build(
+        Case(lengths, new, heads=(2, 1), dims=(16, 16), page_size=5, masked=True, mask_keys=mask_keys), kernel_device
+    )
+    run(tensors)
+    assert_served(tensors)
+
+
+@run_extends
+def test_keys_before_the_mask_are_seen_whatever_its_bits_are(
+    run: Callable[[Tensors], None], kernel_device: torch.device
+) -> None:
+    """With all bits off a token gets what it gets of the keys before the mask alone."""
+    case = Case([90, 40], [3, 2], heads=(2, 1), dims=(16, 16), page_size=5, masked=True, mask_keys=0)
+    tensors = build(case, kernel_device)
+    assert tensors.mask is not None
+    tensors.mask.words.zero_()
+    run(tensors)
+    masked, masked_lse = tensors.out.clone(), tensors.lse.clone()
+    scores = replace(tensors.scores, causal=False)
+    before = replace(tensors, case=replace(case, causal=False), kv_len=tensors.mask.start, mask=None, scores=scores)
+    run(before)
+    torch.testing.assert_close(masked, before.out)
+    torch.testing.assert_close(masked_lse, before.lse)
+
+
+@pytest.mark.parametrize("key_block", [16, 32, 64])
 def test_every_tile_reads_its_own_bits(key_block: int, kernel_device: torch.device) -> None:
-    tensors = build(replace(MASKED, heads=(5, 1)), kernel_device)
+    tensors = build(replace(MASKED, heads=(5, 1), mask_keys=11), kernel_device)
     run_extend(tensors, tiles=ExtendTiles(query_rows=16, key_block=key_block, num_warps=4, num_stages=1))
     assert_served(tensors)
 
@@ -123,6 +160,7 @@ def test_a_mask_takes_the_place_of_causality(run: Callable[[Tensors], None], ker
     mask = PackedMask(
         torch.tensor([word - (word >> 31 << 32) for word in words], dtype=torch.int32).to(kernel_device),
         torch.tensor([0, 81, 81 + 160]).to(kernel_device),
+        torch.zeros(2, dtype=torch.int32).to(kernel_device),
         torch.tensor([*range(9), *range(36, 40)], dtype=torch.int32).to(kernel_device),
     )
     masked = replace(causal, out=torch.full_like(causal.out, -1.0), mask=mask)

@@ -62,7 +62,7 @@ def moved_tokens(pages: AlikePages, begin: int, first: int, end: int, rows: Tens
     ids = torch.randperm(NUM_PAGES - 1, generator=torch.Generator().manual_seed(end))[:count] + 1
     each = (end - first) * pages.row_words
     places = torch.arange(len(pages.sides)) * (each + 4) + 8
-    return MovedTokens(torch.cat([ids, places]).to(rows.device), rows, begin, first, end, count)
+    return MovedTokens(torch.cat([ids, places]).to(rows.device), rows, begin, first, end, end, count)
 
 
 def room(pages: AlikePages, tokens: int) -> Tensor:
@@ -83,13 +83,17 @@ def test_the_kernels_move_what_their_twins_move(
     launch_export_rows(pages, moved_tokens(pages, begin, first, end, found))
     twins.export_rows(pages, moved_tokens(pages, begin, first, end, wanted))
     assert torch.equal(found, wanted)
-    for later in (0, PAGE_SIZE):  # also where the receiver's pages begin after the first row
+    # Also where the receiver's pages begin after the first row, and where the rest of the last page is cleared.
+    for later, until in ((0, end), (PAGE_SIZE, end), (0, -(-end // PAGE_SIZE) * PAGE_SIZE)):
         if begin + later >= end:
             continue
         targets = [AlikePages.of([torch.full_like(side, 55) for side in pages.sides]) for _ in range(2)]
         moved = moved_tokens(pages, begin, first, end, found)
         moved = moved._replace(
-            words=moved.words[later // PAGE_SIZE :], begin=begin + later, num_pages=moved.num_pages - later // PAGE_SIZE
+            words=moved.words[later // PAGE_SIZE :],
+            begin=begin + later,
+            until=until,
+            num_pages=moved.num_pages - later // PAGE_SIZE,
         )
         launch_import_rows(targets[0], moved)
         twins.import_rows(targets[1], moved._replace(rows=wanted))
@@ -122,6 +126,9 @@ def test_rows_hold_tokens_in_order_and_come_back_in_their_places(layout: str, de
         others = torch.ones(NUM_PAGES, dtype=torch.bool, device=device)
         others[listed] = False
         assert (copy[others] == 55).all()
+    twins.import_rows(target, moved._replace(until=32))
+    for copy in target.sides:
+        assert not copy[moved.words[moved.num_pages - 1]].flatten(0, 1)[end % PAGE_SIZE :].any()
 
 
 def test_words_are_as_large_as_rows_strides_and_addresses_allow() -> None:

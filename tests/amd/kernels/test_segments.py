@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.tuning.segment_tiles import SEGMENT_ROWS, SegmentTiles, segment_tiles
 from rocm_attn.kernels.tuning.tiles import NoTiles
 from tests.amd.kernels.attention_cases import UNTOUCHED, Case, Tensors, assert_served, build, dtypes
@@ -85,6 +86,53 @@ def test_each_kernel_leaves_the_others_tokens_alone(kernel_device: torch.device)
     assert (tensors.out[[0, 7]] == UNTOUCHED).all()
     run_decode(tensors, num_programs=3, tiles=tiles)
     assert_served(tensors)
+
+
+MASKED = {
+    "mask": Case([130, 64, 65, 1, 100], [9, 3, 1, 1, 5], masked=True),
+    "tree": Case([130, 64, 65, 1, 100], [9, 3, 1, 1, 5], masked=True, mask_keys=0, sinks=True, soft_cap=2.0),
+    "window": Case([130, 67], [7, 4], masked=True, mask_keys=30, window_left=50, tail=2),
+}
+
+
+@pytest.mark.parametrize("run", [run_extend, run_extend_twin])
+@pytest.mark.parametrize("case", MASKED.values(), ids=MASKED)
+def test_masked_steps_are_right(case: Case, run: Callable[..., None], kernel_device: torch.device) -> None:
+    tensors = build(case, kernel_device)
+    run(tensors, tiles=tiles_at(kernel_device, case)) if run is run_extend else run(tensors)
+    assert_served(tensors)
+
+
+@pytest.mark.parametrize("mask_keys", [0, 20, 200])
+def test_a_mask_of_a_chain_changes_no_bit(mask_keys: int, kernel_device: torch.device) -> None:
+    """Whatever of its keys has bits: a token gets what it gets as the last of a causal step."""
+    lengths, new = [130, 70], [5, 66]
+    plain = build(Case(lengths, new, dims=(32, 32)), kernel_device)
+    tiles = tiles_at(kernel_device, plain.case)
+    run_extend(plain, tiles=tiles)
+    start = [max(length - q_len - mask_keys, 0) for length, q_len in zip(lengths, new, strict=True)]
+    cells = [
+        [key <= token for key in range(first, length)]
+        for first, length, q_len in zip(start, lengths, new, strict=True)
+        for token in range(length - q_len, length)
+    ]
+    sizes = [q_len * (length - first) for first, length, q_len in zip(start, lengths, new, strict=True)]
+    mask = PackedMask(
+        words_of([bit for row in cells for bit in row]).to(kernel_device),
+        torch.tensor([0, sizes[0], sum(sizes)]).to(kernel_device),
+        torch.tensor(start, dtype=torch.int32).to(kernel_device),
+        torch.zeros(sum(new), dtype=torch.int32).to(kernel_device),
+    )
+    masked = replace(plain, out=torch.zeros_like(plain.out), lse=torch.zeros_like(plain.lse), mask=mask)
+    run_extend(masked, tiles=tiles)
+    assert torch.equal(masked.out, plain.out)
+    assert torch.equal(masked.lse, plain.lse)
+
+
+def words_of(bits: list[bool]) -> torch.Tensor:
+    """int32, the lowest bit of each word first."""
+    words = [sum(bit << place for place, bit in enumerate(bits[at : at + 32])) for at in range(0, len(bits), 32)]
+    return torch.tensor([word - (word >> 31 << 32) for word in words], dtype=torch.int32)
 
 
 @pytest.mark.parametrize("twin", [run_extend_twin, run_decode_twin])

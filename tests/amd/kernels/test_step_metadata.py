@@ -88,12 +88,14 @@ class Given:
 
     seqs:     (kv_len, bound, q_len, bound, floor) of each sequence
     with_ids: whether there are token ids
+    ahead:    what the lengths on the device leave out
     """
 
     seqs: list[tuple[int, int, int, int, int]]
     seq_pads: int
     token_pads: int
     with_ids: bool
+    ahead: int = 0
 
 
 @st.composite
@@ -101,7 +103,12 @@ def given_lengths(draw: st.DrawFn) -> Given:
     any_value = st.integers(-3, 12) | st.integers(-(2**31), 2**31 - 1)
     bounds = draw(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), min_size=1, max_size=9))
     seqs = [(draw(any_value), kv + q, draw(any_value), q, draw(st.integers(0, kv + q))) for kv, q in bounds]
-    return Given(seqs, draw(st.integers(0, 3)), draw(st.integers(0, 3)), draw(st.booleans()))
+    return Given(seqs, draw(st.integers(0, 3)), draw(st.integers(0, 3)), draw(st.booleans()), draw(st.integers(-2, 9)))
+
+
+def _wrapped(value: int) -> int:
+    """As int32 holds it."""
+    return (value + 2**31) % 2**32 - 2**31
 
 
 @pytest.mark.parametrize("place", [launch_device_inputs, refs.device_inputs])
@@ -117,8 +124,10 @@ def test_device_inputs_are_placed_within_their_bounds(place: Launch, kernel_devi
     counts = device_ints([n, most, 41, 0], kernel_device)
     lengths = [garbage(n + case.seq_pads, kernel_device) for _ in range(2)]
     token_ids = garbage(max(1, most + case.token_pads), kernel_device)
-    of_device_inputs(place)(slot, *sources, counts, *lengths, token_ids)
+    of_device_inputs(place, case.ahead)(slot, *sources, counts, *lengths, token_ids)
 
+    given = kv_len
+    kv_len = [_wrapped(length + case.ahead) for length in given]
     new = [min(max(q, 0), bound) for q, bound in zip(q_len, q_bound, strict=True)]
     kept = [min(max(kv, q), bound) for kv, q, bound in zip(kv_len, new, kv_bound, strict=True)]
     error = 0 if (new, kept) == (q_len, kv_len) else LENGTH_BEYOND_BOUND
@@ -134,7 +143,7 @@ def test_device_inputs_are_placed_within_their_bounds(place: Launch, kernel_devi
     assert counts.tolist() == [n, sum(new), 41, error]
     live = ids[: sum(new)]
     assert token_ids.tolist() == live + [0] * (len(token_ids) - len(live))
-    assert [x.tolist() for x in sources] == [kv_len, q_len, ids, floor]
+    assert [x.tolist() for x in sources] == [given, q_len, ids, floor]
     assert slot.tolist() == words
 
 

@@ -30,7 +30,6 @@ from rocm_attn.kernels.cache.store import launch_store_kv
 from rocm_attn.kernels.cache.tails import launch_zero_tails
 from rocm_attn.kernels.experts.groups import ExpertGroups
 from rocm_attn.kernels.experts.product import launch_expert_product
-from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
 from rocm_attn.kernels.metadata.engine_tensors import (
     Q_BOUNDARIES,
     Q_LENGTHS,
@@ -43,17 +42,19 @@ from rocm_attn.kernels.metadata.fill import launch_fill
 from rocm_attn.kernels.metadata.gather_table import launch_gather_table
 from rocm_attn.kernels.metadata.pack_mask import launch_pack_mask
 from rocm_attn.kernels.metadata.place_mask import launch_place_mask
+from rocm_attn.kernels.metadata.place_trees import launch_place_trees
 from rocm_attn.kernels.metadata.publish import launch_publish
 from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, FIELDS, Pads
 from rocm_attn.kernels.metadata.table_update import launch_table_update
 from rocm_attn.kernels.metadata.take_slots import launch_take_slots
 from rocm_attn.kernels.refs import cache as cache_twins
-from rocm_attn.kernels.refs import engine_metadata, schedules
+from rocm_attn.kernels.refs import engine_metadata, sampling, schedules
 from rocm_attn.kernels.refs import merge_states as merge_twins
 from rocm_attn.kernels.refs import metadata as twins
 from rocm_attn.kernels.refs import rope as rope_twins
 from rocm_attn.kernels.refs.pads import clear_pads
+from rocm_attn.kernels.sampling.pick_rows import launch_pick_rows
 from rocm_attn.kernels.tuning.expert_tiles import ExpertTiles
 from rocm_attn.kernels.tuning.latent_tiles import LatentSegmentTiles, LatentTiles
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
@@ -68,16 +69,18 @@ from tests.amd.kernels.latent_cases import (
 )
 from tests.amd.kernels.launches_of_tensors import (
     fill_step,
-    of_device_inputs,
     of_pack_mask,
     of_pages,
     of_place_mask,
+    of_place_trees,
     of_publish,
 )
 from tests.amd.mutation.coded_pages import PAGE_SIZE, coded_pages, of_coded_pages
+from tests.amd.mutation.draft_checks import device_inputs, draft_steps
 from tests.amd.mutation.memory import Memory, assert_same
 from tests.amd.mutation.moves_check import moves
 from tests.amd.mutation.sparse_checks import SPARSE_CHECKS
+from tests.amd.mutation.speculative_checks import SPECULATIVE_CHECKS
 from tests.amd.vectorised import vectorised_keys, vectorised_values
 
 CPU = torch.device("cpu")
@@ -136,7 +139,7 @@ def attention(memory: Memory, case: Case) -> Tensors:
     placed: dict[str, Any] = {name: memory.put(tensor) for name, tensor in given.items()}
     if tensors.mask is not None:
         mask = tensors.mask
-        placed["mask"] = PackedMask(memory.put(mask.words), memory.put(mask.indptr), memory.put(mask.positions))
+        placed["mask"] = PackedMask(*map(memory.put, (mask.words, mask.indptr, mask.start, mask.positions)))
     return replace(tensors, **placed)
 
 
@@ -258,6 +261,7 @@ def latents(memory: Memory) -> None:
         (run_latent_decode, 3, (16, 16), {"kv_len": [33, 5], "q_len": [1] * 2}),
         (partial(run_latent_decode, most=5), 3, LATENT_DIMS, few),
         (partial(run_latent_decode, most=5), 19, LATENT_DIMS, few | LATENT_SCORES),
+        (partial(run_latent_decode, most=5), 19, LATENT_DIMS, few | {"masked": True, "mask_keys": 4}),
         (run_latent_extend, 3, LATENT_DIMS, {"kv_len": [43, 18, 0], "q_len": [24, 18, 0], "tail": 3}),
         (run_latent_extend, 19, LATENT_DIMS, {"kv_len": [21], "q_len": [2], "causal": False, "tail": 1}),
         (run_latent_extend, 3, LATENT_DIMS, {"kv_len": [43], "q_len": [24], "masked": True, **LATENT_SCORES}),
@@ -458,7 +462,7 @@ def fill(memory: Memory) -> None:
         (wrong, 9, 9, 7, 1),
     ):
         inputs = [ints([5, num_tokens, 1, 0]), ints([2, 1, 3, 3, 2]), ints(kv_len), ints(q_len), table]
-        inputs += [ints([3, 3, 0, 6, 0]), ints([2, 2, 3, 5, 5])]
+        inputs += [ints([3, 3, 0, 6, 0]), ints([2, 2, 3, 5, 5]), ints([0, 3, 0, 1, 0])]
         outputs = [garbage(size) for size in (6, 5, *[num_tokens_padded] * 4, 6, list_len, 5)]
         dense, wide, mask_indptr = garbage(25).view(5, 5), garbage(5).long(), garbage(6).long()
         groups = [garbage(size) for size in (6, 5, 5)]
@@ -481,22 +485,27 @@ def publish(memory: Memory) -> None:
         assert_same(memory, of_publish(launch_publish, Pads(5, 0)), of_publish(twins.publish, Pads(5, 0)), [], outputs)
 
 
-def device_inputs(memory: Memory) -> None:
-    """Two sequences of up to five tokens, within their bounds and not, before what is shared too, at five and seven."""
-    slot = ints([2, 5, 9, 0, 8, 0, 8, 0, 4, 5, 30, 40, 3, 2])
-    for kv_len, q_len, floor in (([29, 40], [1, 2], [28, 0]), ([31, 1], [4, 2], [0, 0]), ([29, 1], [3, 1], [28, 9])):
-        inputs = [slot, ints(kv_len), ints(q_len), ints([11, 12, 13, 14, 15]), ints(floor)]
-        outputs = [ints([2, 5, 9, 0]), *(garbage(size) for size in (5, 5, 7))]
-        assert_same(
-            memory, of_device_inputs(launch_device_inputs), of_device_inputs(twins.device_inputs), inputs, outputs
-        )
-
-
 def place_mask(memory: Memory) -> None:
-    """Seven bytes for words that hold more, and positions of three tokens at five."""
+    """Seven bytes for words that hold more, and positions of three tokens at five; three sequences, one a pad."""
     inputs = [torch.arange(1, 8, dtype=torch.uint8), ints([4, 5, 6, 7]), ints([2, 3, 1, 0])]
-    launches = of_place_mask(launch_place_mask), of_place_mask(twins.place_mask)
-    assert_same(memory, *launches, inputs, [garbage(2), garbage(5)])
+    inputs += [ints([9, 2, 0]), ints([2, 1, 0])]
+    for keys_before in (0, 3, ALL_KEYS):
+        launch, twin = (
+            partial(of_place_mask(place), keys_before=keys_before) for place in (launch_place_mask, twins.place_mask)
+        )
+        assert_same(memory, launch, twin, inputs, [garbage(3), garbage(2), garbage(5)])
+
+
+def place_trees(memory: Memory) -> None:
+    """Trees of three sequences and a pad, of new nodes alone and of nodes before them; words that are shared."""
+    parents = ints([-1, 0, 0, 1, 2, -1, -1, 0, 1, 9, 3, 7, -1, -1, 1, 2, 3, 0]).view(3, 6)
+    inputs = [parents, ints([3, 7, 1, 0]), ints([9, 5, 7, 0]), ints([3, 2, 2, 0])]
+    for nodes_before in (0, 2, 3):
+        launch, twin = (
+            partial(of_place_trees(place), nodes_before=nodes_before)
+            for place in (launch_place_trees, twins.place_trees)
+        )
+        assert_same(memory, launch, twin, inputs, [garbage(4), garbage(3), garbage(9)])
 
 
 def merge_sides(memory: Memory) -> None:
@@ -605,6 +614,16 @@ def pack_mask(memory: Memory) -> None:
     assert_same(memory, kernel, twin, inputs, [garbage(3), garbage(5)])
 
 
+def pick_rows(memory: Memory) -> None:
+    """Rows that end in a block that is not full, one that draws among some of its tokens, and one of zeros."""
+    logits = rows_with_gaps(torch.randn(3, 4099, generator=torch.Generator().manual_seed(2)))
+    logits[2] = 0.0
+    logits[0, 4098] = 9.0
+    terms = torch.tensor([[0.0, 0.0, 0.0], [1.0, 0.9, 0.41], [0.0, 0.0, 0.0]])
+    kernel, twin = (partial(pick, num_drawing=1) for pick in (launch_pick_rows, sampling.pick_rows))
+    assert_same(memory, kernel, twin, [logits, terms], [garbage(3), garbage(6).view(3, 2)])
+
+
 def experts(memory: Memory) -> None:
     """Experts with more pairs than a tile has rows and with none; sizes that leave parts of tiles empty."""
     tiles = ExpertTiles(rows=16, columns=16, step=16, num_warps=1, num_stages=1)
@@ -655,15 +674,19 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "cache/tails.py": tails,
     "experts/product.py": experts,
     "metadata/device_inputs.py": device_inputs,
+    "metadata/draft_steps.py": draft_steps,
     "metadata/fill_roles.py": fill,
     "metadata/gather_table.py": gather,
     "metadata/pack_mask.py": pack_mask,
     "metadata/place_mask.py": place_mask,
+    "metadata/place_trees.py": place_trees,
     "metadata/publish.py": publish,
     "metadata/publish_engine.py": publish_engine,
     "metadata/table_update.py": table_update,
     "metadata/take_slots.py": slots,
+    "sampling/pick_rows.py": pick_rows,
     **SPARSE_CHECKS,
+    **SPECULATIVE_CHECKS,
 }
 
 

@@ -9,11 +9,11 @@ from tests.amd.mutation.memory import Memory, assert_same
 
 
 def moves(memory: Memory) -> None:
-    """Tokens from within a page on, and, into pages, also from a page on that begins after the first row."""
+    """Tokens from within a page on, and into pages also from a later page on, with the tail of the last one."""
     for launch, twin, span in (
-        (launch_export_rows, cache_twins.export_rows, (4, 6, 16)),
-        (launch_import_rows, cache_twins.import_rows, (4, 6, 16)),
-        (launch_import_rows, cache_twins.import_rows, (8, 6, 16)),
+        (launch_export_rows, cache_twins.export_rows, (4, 6, 16, 16)),
+        (launch_import_rows, cache_twins.import_rows, (4, 6, 15, 15)),
+        (launch_import_rows, cache_twins.import_rows, (8, 6, 14, 16)),
     ):
-        sides = [moved_rows(*span[1:]), moved_pages()]
+        sides = [moved_rows(*span[1:3]), moved_pages()]
         assert_same(memory, of_moves(launch, *span), of_moves(twin, *span), [moved_words(*span)], sides)

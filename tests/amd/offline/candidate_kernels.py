@@ -67,6 +67,7 @@ def _launch_extend(row: Row, problem: Problem, tiles: ExtendTiles) -> None:
     mask = PackedMask(
         torch.empty(1 << 16, dtype=torch.int32),
         torch.empty(_SEQS + 1, dtype=torch.int64),
+        torch.empty(_SEQS, dtype=torch.int32),
         torch.empty(num_tokens, dtype=torch.int32),
     )
     args = _args(row, problem, num_tokens, cut.words(num_tokens, _SEQS), 0)

@@ -25,6 +25,7 @@ from rocm_attn.kernels.cache.page_rows import empty_vectorised_pages, key_rows
 from rocm_attn.kernels.cache.row_work import QkvWork, RopePairs, RopeTable, RowNorm
 from rocm_attn.kernels.experts.groups import ExpertGroups
 from rocm_attn.kernels.experts.product import launch_expert_product
+from rocm_attn.kernels.metadata.draft_steps import launch_draft_steps
 from rocm_attn.kernels.metadata.engine_tensors import (
     Q_BOUNDARIES,
     Q_EACH_ONE,
@@ -35,9 +36,16 @@ from rocm_attn.kernels.metadata.engine_tensors import (
 )
 from rocm_attn.kernels.metadata.gather_table import launch_gather_table
 from rocm_attn.kernels.metadata.pack_mask import launch_pack_mask
+from rocm_attn.kernels.metadata.place_trees import launch_place_trees
 from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, OWN_TABLE, StepTensors, TableTerms
 from rocm_attn.kernels.metadata.take_slots import launch_take_slots
+from rocm_attn.kernels.sampling.pick_rows import launch_pick_rows
+from rocm_attn.kernels.speculative.accept_drawn import launch_accept_drawn
+from rocm_attn.kernels.speculative.accept_sampled import launch_accept_sampled
+from rocm_attn.kernels.speculative.arguments import Accepted, Probabilities, Verified
+from rocm_attn.kernels.speculative.move_paths import launch_move_paths
+from rocm_attn.kernels.speculative.paths import AcceptedPaths
 from rocm_attn.kernels.tuning.expert_tiles import expert_tiles
 from rocm_attn.kernels.tuning.extend_tiles import extend_rows
 from rocm_attn.kernels.tuning.segment_tiles import segment_tiles
@@ -287,8 +295,9 @@ def _launch_latent(row: Row) -> None:
     runtime, rows = _runtime(row, row.problems[:1], deterministic=True)
     _launch_step(runtime, _batch(rows, [1, 32] * 8), with_lse=True)
     masked = replace(row.problems[0], custom_mask=True)
-    runtime, rows = _runtime(row, [masked])
-    _launch_step(runtime, with_random_mask(_batch(rows, [8] * 16), torch.Generator()))
+    for deterministic in (False, True):
+        runtime, rows = _runtime(row, [masked], deterministic=deterministic)
+        _launch_step(runtime, with_random_mask(_batch(rows, [8] * 16), torch.Generator()))
     _launch_shared_step(row)
 
 
@@ -304,6 +313,8 @@ def _launch_masked_step(row: Row) -> None:
     runtime, rows = _runtime(row, [replace(problem, custom_mask=True) for problem in row.problems])
     for q_len in (*_short_q_lens(row), 128):
         _launch_step(runtime, with_random_mask(_batch(rows, [q_len] * 16), torch.Generator()))
+    runtime, rows = _runtime(row, [replace(row.problems[0], custom_mask=True)], deterministic=True)
+    _launch_step(runtime, with_random_mask(_batch(rows, [8] * 16), torch.Generator()))
 
 
 def _runtime(row: Row, problems: list[Problem], *, deterministic: bool = False) -> tuple[AttentionRuntime, list[int]]:
@@ -455,6 +466,7 @@ def _launch_whole_fill(page_size: int) -> None:
         last_page_len=of_seq,
         block_table=torch.empty(num_seqs, width, dtype=torch.int32),
         kv_len_int64=torch.empty(num_seqs, dtype=torch.int64),
+        mask_start=of_seq,
         mask_indptr=torch.empty(num_seqs + 1, dtype=torch.int64),
     )
     for terms in (OWN_TABLE, TableTerms(null_page=False, short_kv=True)):
@@ -485,13 +497,56 @@ def _launch_of_engines(page_size: int) -> None:
         cells, indptr = torch.empty(num_seqs, dtype=torch.uint8), torch.empty(num_seqs + 1, dtype=torch.int64)
         of_pack_mask(launch_pack_mask)(cells, given, counts, indptr, of_seq, of_seq)
     launch_moves(page_size)
+    launch_speculative(page_size)
+    launch_picks(num_seqs)
+
+
+def launch_speculative(page_size: int) -> None:
+    """Acceptance of drafts, and moves of what was accepted: whole rows, heads apart, and factors of tokens."""
+    num_seqs, num_nodes, vocab = 16, 8, 4096
+    tokens, words = num_seqs * num_nodes, torch.empty(num_seqs + 1, dtype=torch.int32)
+    ids, of_seq = torch.empty(tokens, dtype=torch.int32), words[:num_seqs]
+    given = Verified(ids, words, of_seq, ids.view(num_seqs, num_nodes))
+    accepted = Accepted.empty(num_seqs, num_nodes, torch.device("cpu"))
+    rows, uniform = torch.empty(tokens, vocab), torch.empty(tokens)
+    launch_accept_drawn(ids, given, accepted)
+    launch_accept_sampled(Probabilities(rows, rows, uniform, uniform), given, accepted)
+    table = torch.empty(num_seqs + 1, 64, dtype=torch.int32)
+    paths = AcceptedPaths(accepted.path, accepted.num_accepted, accepted.kv_len, of_seq, table, 0)
+    step = StepTensors.of(
+        torch.empty(0, dtype=torch.int32),
+        counts=of_seq,
+        kv_len=of_seq,
+        q_len=of_seq,
+        token_ids=ids,
+        mask_start=of_seq,
+        mask_words=ids,
+        mask_positions=ids,
+    )
+    launch_place_trees(given.parents, 0, step)
+    launch_draft_steps([step], given.parents, 2)
+    for side in _sides_that_move(page_size):
+        launch_move_paths(AlikePages.of([side, side]), paths)
+
+
+def _sides_that_move(page_size: int) -> tuple[torch.Tensor, ...]:
+    """Whole rows, heads apart, and factors of tokens."""
+    pages = torch.empty(64, page_size, 2, 128, dtype=torch.int64)
+    factors = torch.empty(64, 2, page_size, dtype=torch.int32).transpose(1, 2)[:, :, None, None]
+    return page_words(key_rows(pages)), page_words(key_rows(pages[..., :64])), factors
+
+
+def launch_picks(num_seqs: int) -> None:
+    """Tokens of rows of every dtype."""
+    terms, words = torch.empty(num_seqs, 3), torch.empty(num_seqs, 2, dtype=torch.int32)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        logits = torch.empty(num_seqs, 32000, dtype=dtype)
+        launch_pick_rows(logits, terms, torch.empty(num_seqs, dtype=torch.int32), words, num_drawing=1)
 
 
 def launch_moves(page_size: int) -> None:
     """Tokens between pages and rows: whole rows, heads apart, and factors of tokens."""
-    pages = torch.empty(64, page_size, 2, 128, dtype=torch.int64)
-    factors = torch.empty(64, 2, page_size, dtype=torch.int32).transpose(1, 2)[:, :, None, None]
-    for side in (page_words(key_rows(pages)), page_words(key_rows(pages[..., :64])), factors):
+    for side in _sides_that_move(page_size):
         rows, words = torch.empty(1 << 20, dtype=side.dtype), torch.empty(16, dtype=torch.int64)
         for launch in (launch_export_rows, launch_import_rows):
-            launch(AlikePages.of([side, side]), MovedTokens(words, rows, 0, 0, 3 * page_size, 3))
+            launch(AlikePages.of([side, side]), MovedTokens(words, rows, 0, 0, 3 * page_size, 3 * page_size, 3))

@@ -88,12 +88,13 @@ class NoNumbersInPassing:
 class Trace:
     """One engine, the requests that it was given, and what it has said of them."""
 
-    def __init__(self, seed: int, num_requests: int) -> None:
+    def __init__(self, seed: int, num_requests: int, steps_ahead: int) -> None:
         self._random = random.Random(seed)
         self._num_requests = num_requests
         windows = seed & 2 > 0
         self.loaded = model(windows)
         options = replace(OPTIONS, graphs=seed & 1 > 0, swa_pages=13 if windows else 0, deterministic=seed % 5 == 4)
+        options = replace(options, steps_ahead=steps_ahead)
         self.engine = Engine(self.loaded, options)
         self._in_passing = NoNumbersInPassing(self.engine, random.Random(seed))
         self._oracle = Float64Llama(self.loaded)
@@ -191,6 +192,6 @@ def _is_last(event: Event) -> bool:
     return not isinstance(event, TokenEvent) or event.finish_reason is not None
 
 
-def run_trace(seed: int, num_requests: int) -> Served:
+def run_trace(seed: int, num_requests: int, steps_ahead: int = 0) -> Served:
     """Serve the requests of a seed. Raises AssertionError for an output that is not the oracle's."""
-    return Trace(seed, num_requests).run()
+    return Trace(seed, num_requests, steps_ahead).run()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,13 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.errors import BadLogits
-from rocm_attn.runner import engine as engine_module
 from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.linears import ROWS, AllRows, BlocksOfRows
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Request
-from rocm_attn.runner.sampling import Sampler, Sampling, pick_tokens
+from rocm_attn.runner.sampling import Draw, PickedTokens, Sampler, Sampling, TokenPicker
 from tests.amd.runner.tiny_model import CONFIG, tiny_model
 from tests.amd.tolerances import assert_products_close
 
@@ -33,12 +31,15 @@ BASE = EngineOptions(
 )
 
 
+PICK = TokenPicker.pick
+
+
 def some_requests() -> list[Request]:
-    """Requests that differ by their seed; the seeds of greedy ones draw nothing."""
+    """Requests that differ by their seed, which their draws tell; what is drawn is the likeliest token."""
     generator = torch.Generator().manual_seed(5)
     lengths = (3, 29, 1, 17, 8, 22)
     prompts = [torch.randint(CONFIG.vocab_size, (length,), generator=generator).tolist() for length in lengths]
-    return [Request(tuple(prompt), 9, sampling=Sampling(seed=seed)) for seed, prompt in enumerate(prompts)]
+    return [Request(tuple(prompt), 9, sampling=Sampling(1e-6, seed=seed)) for seed, prompt in enumerate(prompts)]
 
 
 def logits_of(
@@ -46,13 +47,15 @@ def logits_of(
 ) -> tuple[dict[int, list[Tensor]], Engine]:
     """Seed -> the logits that each of the request's tokens was picked from."""
     seen: dict[int, list[Tensor]] = defaultdict(list)
+    samplings = [request.sampling for request in requests]
+    seed_of = {Sampler(sampling).draw(place): sampling.seed for sampling in samplings for place in range(9)}
 
-    def watched(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | BadLogits]:
-        for row, sampler in zip(logits, samplers, strict=True):
-            seen[sampler.sampling.seed].append(row.clone())
-        return pick_tokens(logits, samplers)
+    def watched(picker: TokenPicker, logits: Tensor, draws: Mapping[int, Draw]) -> PickedTokens:
+        for row, draw in draws.items():
+            seen[seed_of[draw]].append(logits[row].clone())
+        return PICK(picker, logits, draws)
 
-    monkeypatch.setattr(engine_module, "pick_tokens", watched)
+    monkeypatch.setattr(TokenPicker, "pick", watched)
     engine = Engine(tiny_model(), replace(BASE, **changes))
     engine.generate(requests)
     return seen, engine

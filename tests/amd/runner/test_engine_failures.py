@@ -83,7 +83,7 @@ def all_pages_are_free(engine: Engine) -> bool:
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=3)], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=4)], ids=["greedy", "drawn"])
 @pytest.mark.parametrize(
     ("prompt", "why_it_fails"),
     [((3, 4, NAN_TOKEN), "the largest logit .* is nan"), ((3, NAN_TOKEN, 4), r"step \d+: K or V .* was infinite")],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,15 +14,15 @@ from torch import Tensor
 
 from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
-from rocm_attn.errors import BadLogits, DeviceFault
-from rocm_attn.runner import engine as engine_module
+from rocm_attn.errors import DeviceFault
 from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.model import Model
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Completion, Request
-from rocm_attn.runner.sampling import Sampler, pick_tokens
+from rocm_attn.runner.sampling import Draw, PickedTokens, TokenPicker
 from rocm_attn.runner.scheduler import ScheduledStep
+from rocm_attn.runner.speculation.drafts import Drafts
 from rocm_attn.step.echo import STEPS_UNTIL_ECHO
 from tests.amd.runner.float64_llama import Float64Llama, assert_greedy
 from tests.amd.runner.tiny_model import CONFIG, tiny_model, with_windows
@@ -110,11 +111,13 @@ def test_in_deterministic_mode_a_hit_changes_no_bit(
     """A hit moves the boundaries of chunks; the logits that tokens are picked from are the same bit by bit."""
     seen: list[Tensor] = []
 
-    def watched(logits: Tensor, samplers: list[Sampler]) -> list[int | BadLogits]:
-        seen.append(logits.clone())
-        return pick_tokens(logits, samplers)
+    pick = TokenPicker.pick
 
-    monkeypatch.setattr(engine_module, "pick_tokens", watched)
+    def watched(picker: TokenPicker, logits: Tensor, draws: Mapping[int, Draw]) -> PickedTokens:
+        seen.append(logits.clone())
+        return pick(picker, logits, draws)
+
+    monkeypatch.setattr(TokenPicker, "pick", watched)
     logits = []
     for prefix_caching in (True, False):
         served = engine(loaded, deterministic=True, graphs=graphs, prefix_caching=prefix_caching)
@@ -254,9 +257,9 @@ def test_what_is_computed_again_alone_uses_no_page_of_the_cache(monkeypatch: pyt
         served.submit(Request((*SHARED, last, 1, 2), 20))
     next_step = served._scheduler.next_step
 
-    def watched() -> ScheduledStep:
-        step = next_step()
-        if step.is_of_a_suspect:
+    def watched(drafts: Mapping[int, Drafts]) -> ScheduledStep | None:
+        step = next_step(drafts)
+        if step is not None and step.is_of_a_suspect:
             starts.add(int(step.batch.kv_len[0] - step.batch.q_len[0]))
         return step
 

@@ -221,10 +221,23 @@ def given_other_requests(rank: int) -> list[str]:
     return ["served"]
 
 
+def picked_apart(rank: int) -> list[str]:
+    """Rank 1 picks another token, which neither rank's host knows when the next step is launched."""
+    serving = engine(steps_ahead=1)
+    pick = serving._picker.pick
+    serving._picker.pick = lambda logits, draws: pick(-logits if rank == 1 else logits, draws)  # type: ignore[method-assign]
+    try:
+        serving.generate([Request((1, 2, 3), 8)])
+    except RanksDiverged as error:
+        return [str(error)]
+    return ["served"]
+
+
 BODIES: Mapping[str, Callable[[int], list[str]]] = {
     "eager": lambda rank: served(rank),
     "graphs": lambda rank: served(rank, graphs=True),
     "deterministic": lambda rank: served(rank, deterministic=True),
+    "ahead": lambda rank: served(rank, graphs=True, steps_ahead=1),
     "one at a time": one_at_a_time,
     "few pages": on_few_pages,
     "second turns": lambda rank: second_turns(engine(num_pages=19)),
@@ -233,8 +246,10 @@ BODIES: Mapping[str, Callable[[int], list[str]]] = {
     "other graph": lambda rank: a_graph_is_wrong_on_one_rank(rank, GivesOthers),
     "nan, eager": lambda rank: nan_in_the_kv_of_one_rank(rank),
     "nan, graphs": lambda rank: nan_in_the_kv_of_one_rank(rank, graphs=True),
+    "nan, ahead": lambda rank: nan_in_the_kv_of_one_rank(rank, steps_ahead=1),
     "wiped": the_table_of_one_rank_is_wiped,
     "diverged": given_other_requests,
+    "picked apart": picked_apart,
 }
 _SEPARATOR = "---"
 
@@ -273,9 +288,9 @@ def same_on_all(lines: list[list[str]]) -> list[str]:
     return lines[0]
 
 
-@pytest.mark.parametrize("name", ["eager", "graphs", "deterministic"])
+@pytest.mark.parametrize("name", ["eager", "graphs", "deterministic", "ahead"])
 def test_tokens_are_those_of_one_rank(name: str, found: Found, alone: list[str]) -> None:
-    assert same_on_all(found[name]) == [*alone, f"replays {name == 'graphs'}"]
+    assert same_on_all(found[name]) == [*alone, f"replays {name in ('graphs', 'ahead')}"]
 
 
 def test_what_a_prompt_gives_deterministically_does_not_depend_on_those_beside_it(found: Found) -> None:
@@ -313,7 +328,7 @@ def test_a_graph_that_fails_on_one_rank_serves_on_none(name: str, why: str, foun
     assert tokens == alone
 
 
-@pytest.mark.parametrize("name", ["nan, eager", "nan, graphs"])
+@pytest.mark.parametrize("name", ["nan, eager", "nan, graphs", "nan, ahead"])
 def test_numbers_that_are_none_on_one_rank_fail_their_request_alone_on_all(
     name: str, found: Found, alone: list[str]
 ) -> None:
@@ -334,8 +349,9 @@ def test_a_fault_of_one_rank_is_raised_by_all_between_the_same_two_steps(found: 
     assert lines[-1] == alone[0], "all ranks go on afterwards"
 
 
-def test_ranks_that_were_given_other_requests_are_told_apart(found: Found) -> None:
-    (error,) = same_on_all(found["diverged"])
+@pytest.mark.parametrize("name", ["diverged", "picked apart"])
+def test_ranks_that_were_given_other_requests_or_picked_other_tokens_are_told_apart(name: str, found: Found) -> None:
+    (error,) = same_on_all(found[name])
     assert error.startswith("rank 1 ran another step than rank 0 after step ")
 
 

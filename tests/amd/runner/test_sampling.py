@@ -9,14 +9,25 @@ import pytest
 import torch
 
 from rocm_attn.errors import BadLogits, BadRequest
-from rocm_attn.runner.sampling import Float32Array, Sampler, Sampling, pick_tokens
+from rocm_attn.providers.torch_ref import TORCH
+from rocm_attn.runner.sampling import Sampler, Sampling, TokenPicker, pick_tokens
 
-LOGITS: Float32Array = (np.log([0.05, 0.5, 0.15, 0.3]) + 3.0).astype(np.float32)
+LOGITS = (np.log([0.05, 0.5, 0.15, 0.3]) + 3.0).astype(np.float32)
+
+
+def new_picker(most_rows: int) -> TokenPicker:
+    return TokenPicker(torch.device("cpu"), most_rows, TORCH.ops().pick_rows)
+
+
+def drawn(logits: np.ndarray[tuple[int], np.dtype[np.float32]], sampling: Sampling, draws: int) -> list[int]:
+    """The first tokens of a request, all of which are drawn from these logits."""
+    rows = torch.from_numpy(logits).expand(draws, -1)
+    picks = new_picker(draws).pick(rows, dict(enumerate(map(Sampler(sampling).draw, range(draws)))))
+    return [pick for pick in picks.read() if not isinstance(pick, BadLogits)]
 
 
 def shares(sampling: Sampling, draws: int = 20_000) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    sampler = Sampler(sampling)
-    return np.bincount([sampler.draw(LOGITS) for _ in range(draws)], minlength=4) / draws
+    return np.bincount(drawn(LOGITS, sampling, draws), minlength=4) / draws
 
 
 def test_temperature_one_draws_by_the_probabilities() -> None:
@@ -45,14 +56,12 @@ def test_top_p_keeps_the_likeliest_up_to_the_one_that_reaches_it(top_p: float, e
 
 
 def test_a_tiny_temperature_neither_overflows_nor_draws_anything_but_the_best() -> None:
-    sampler = Sampler(Sampling(temperature=1e-6))
-    assert {sampler.draw(LOGITS * np.float32(1e3)) for _ in range(50)} == {1}
+    assert set(drawn(LOGITS * np.float32(1e3), Sampling(temperature=1e-6), 50)) == {1}
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-310, 5e-324])
 def test_a_temperature_next_to_nothing_draws_what_greedy_takes(temperature: float) -> None:
-    sampler = Sampler(Sampling(temperature=temperature))
-    assert {sampler.draw(LOGITS) for _ in range(50)} == {int(LOGITS.argmax())}
+    assert set(drawn(LOGITS, Sampling(temperature=temperature), 50)) == {int(LOGITS.argmax())}
 
 
 NAN, INF = float("nan"), float("inf")
@@ -77,19 +86,17 @@ def test_a_row_of_zeros_is_no_token_and_a_row_whose_best_is_zero_is_one() -> Non
 
 @pytest.mark.parametrize("logits", [[1, NAN, 3], [NAN] * 3, [1, INF, 3], [-INF] * 3])
 def test_nothing_is_drawn_from_logits_that_are_not_finite(logits: list[float]) -> None:
-    with pytest.raises(BadLogits, match="no token can be picked"):
-        Sampler(Sampling(temperature=1.0)).draw(np.array(logits, np.float32))
+    assert drawn(np.array(logits, np.float32), Sampling(temperature=1.0), 3) == []
 
 
 @pytest.mark.parametrize("temperature", [1e-310, 1.0, 1e300])
 def test_a_token_that_is_ruled_out_is_never_drawn(temperature: float) -> None:
-    sampler = Sampler(Sampling(temperature=temperature))
-    assert {sampler.draw(np.array([-INF, 0, 0, -INF], np.float32)) for _ in range(60)} == {1, 2}
+    assert set(drawn(np.array([-INF, 0, 0, -INF], np.float32), Sampling(temperature=temperature), 60)) == {1, 2}
 
 
 def test_equal_seeds_draw_equal_tokens_and_others_do_not() -> None:
-    logits = np.zeros(1000, np.float32)
-    draws = [[Sampler(Sampling(temperature=1.0, seed=seed)).draw(logits)] for seed in (5, 5, 6)]
+    logits = np.ones(1000, np.float32)
+    draws = [drawn(logits, Sampling(temperature=1.0, seed=seed), 40) for seed in (5, 5, 6)]
     assert draws[0] == draws[1] != draws[2]
 
 
@@ -100,6 +107,23 @@ def test_a_requests_draws_do_not_depend_on_its_company() -> None:
     alone = [pick_tokens(logits[i : i + 1], [Sampler(samplings[i])])[0] for i in range(6)]
     assert together == alone
     assert together[0] == int(logits[0].argmax())
+
+
+def test_a_token_is_drawn_alike_however_often_and_in_whatever_order_it_is_asked_for() -> None:
+    sampler, again = (Sampler(Sampling(temperature=1.0, seed=4)) for _ in range(2))
+    in_order = [sampler.next_draw() for _ in range(50)]
+    assert [again.draw(place) for place in reversed(range(50))] == in_order[::-1]
+    assert sampler.draw(7) == in_order[7]
+    assert len({draw.uniform for draw in in_order}) == 50
+
+
+def test_two_steps_may_be_picked_from_before_the_first_is_read() -> None:
+    picker = new_picker(3)
+    first = picker.pick(torch.eye(3), {})
+    second = picker.pick(torch.eye(3)[[2, 0]], {})
+    assert picker.tokens.tolist() == [2, 0, 2]
+    assert (first.read(), second.read()) == ([0, 1, 2], [2, 0])
+    assert picker.pick(torch.eye(3)[:0], {}).read() == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

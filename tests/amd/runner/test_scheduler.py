@@ -7,8 +7,9 @@ does a page that came out of the prefix cache and holds other tokens, or those o
 from __future__ import annotations
 
 import itertools
+import random
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
@@ -24,7 +25,8 @@ from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.runner.prefix_cache import CachedRow
 from rocm_attn.runner.request import FinishReason, Request, Sequence
 from rocm_attn.runner.sampling import Sampler
-from rocm_attn.runner.scheduler import ScheduledStep, Scheduler
+from rocm_attn.runner.scheduler import ScheduledStep, Scheduler, unread
+from rocm_attn.runner.speculation.drafts import LAST_TOKEN, Drafts
 from rocm_attn.step.echo import STEPS_UNTIL_ECHO
 from rocm_attn.step.metrics import Metrics
 from tests.amd.runner.cache_invariants import check_cache
@@ -48,9 +50,74 @@ def expected_tokens(request: Request, max_kv_len: int) -> tuple[list[int], Finis
             return token_ids[-new:], "length"
 
 
+Guess = Callable[[Many[int], int], Drafts | None]
+
+
+def no_drafts(token_ids: Many[int], most: int) -> Drafts | None:
+    """Nothing is guessed."""
+    return None
+
+
+def guesses(seed: int) -> Guess:
+    """Random trees and chains of drafts, about two of three of them right."""
+    chooser = random.Random(seed)
+
+    def guess(token_ids: Many[int], most: int) -> Drafts | None:
+        num = chooser.randint(0, min(most, 9))
+        is_chain = chooser.random() < 0.5
+        parents = tuple(draft - 1 if is_chain else chooser.randint(LAST_TOKEN, draft - 1) for draft in range(num))
+        tokens: list[int] = []
+        branches: list[list[int]] = []
+        for parent in parents:
+            before = branches[parent] if parent != LAST_TOKEN else []
+            token = next_token([*token_ids, *before]) if chooser.random() < 0.7 else chooser.randrange(VOCAB)
+            tokens.append(token)
+            branches.append([*before, token])
+        return Drafts(tuple(tokens), parents) if num else None
+
+    return guess
+
+
+def right(num: int) -> Guess:
+    """So many drafts, all of them right."""
+
+    def guess(token_ids: Many[int], most: int) -> Drafts | None:
+        tokens = list(token_ids)
+        for _ in range(min(num, most)):
+            tokens.append(next_token(tokens))
+        return Drafts.chain(tuple(tokens[len(token_ids) :])) if len(tokens) > len(token_ids) else None
+
+    return guess
+
+
+def wrong(num: int) -> Guess:
+    """So many drafts, of which the first one is wrong."""
+
+    def guess(token_ids: Many[int], most: int) -> Drafts | None:
+        token = (next_token(token_ids) + 1) % VOCAB
+        return Drafts.chain((token,) * min(num, most)) if most else None
+
+    return guess
+
+
+def accepted(token_ids: list[int], drafts: Drafts) -> list[int]:
+    """The drafts that continue the tokens as next_token() does, in order."""
+    path: list[int] = []
+    while True:
+        at, token = path[-1] if path else LAST_TOKEN, next_token([*token_ids, *(drafts.token_ids[i] for i in path)])
+        after = [i for i, parent in enumerate(drafts.parents) if parent == at and drafts.token_ids[i] == token]
+        if not after:
+            return path
+        path.append(after[0])
+
+
 @dataclass
 class World:
-    """A scheduler, its table, and the pool as the fake model sees it."""
+    """A scheduler, its table, and the pool as the fake model sees it.
+
+    guess: the drafts of a sequence with these tokens, at most so many; None where there are none
+    ahead: whether a step is scheduled and run before the tokens of the one before it are read
+    """
 
     page_size: int
     num_pages: int
@@ -58,6 +125,9 @@ class World:
     chunk: int
     max_kv_len: int
     windows: tuple[SpacePages, ...] = ()
+    guess: Guess = no_drafts
+    ahead: bool = False
+    unread: list[tuple[ScheduledStep, list[list[int]]]] = field(default_factory=list)
     slots: dict[tuple[Space, int], tuple[str, int]] = field(default_factory=dict)  # the salt, and the token
     sequences: dict[int, Sequence] = field(default_factory=dict)
     steps: list[ScheduledStep] = field(default_factory=list)
@@ -90,39 +160,69 @@ class World:
         self.scheduler.add(sequence)
 
     def step(self) -> None:
-        step = self.scheduler.next_step()
+        decoding = [] if self.unread else self.scheduler.decoding()
+        guessed = {each.number: self.guess(each.token_ids, most) for each, most in decoding}
+        step = self.scheduler.next_step({number: drafts for number, drafts in guessed.items() if drafts is not None})
+        if step is None:
+            assert self.unread
+            self.read()
+            return
         self.table.check_batch(step.batch)
         self.steps.append(step)
         outputs = self._forward(step)
-        whole = [sequence.num_stored + q == len(sequence.token_ids) for sequence, q in self._q_len(step)]
+        whole = [sequence.num_stored + q >= sequence.num_tokens for sequence, q in self._q_len(step)]
         assert whole == [True] * step.num_picks + [False] * (len(whole) - step.num_picks)
-        reasons = self.scheduler.finish_step(step, outputs[: step.num_picks])
-        for sequence, reason in zip(step.picking, reasons, strict=True):
-            if reason is not None:
-                self.results[sequence.number] = list(sequence.new_token_ids), reason
+        self.read()
+        self.scheduler.launched(step)
+        self.unread.append((step, outputs))
+        if step.drafts or not self.ahead or not self.scheduler.has_work:
+            self.read()
+
+    def read(self) -> None:
+        """Read the tokens of the step that was run last, unless that was done."""
+        while self.unread:
+            step, outputs = self.unread.pop()
+            taken = self.scheduler.finish_step(step, outputs[: step.num_picks])
+            for sequence, output, each in zip(step.picking, outputs, taken, strict=False):
+                assert each.token_ids == tuple(output[: len(each.token_ids)])
+                if each.reason is not None:
+                    self.results[sequence.number] = list(sequence.new_token_ids), each.reason
 
     @staticmethod
     def _q_len(step: ScheduledStep) -> Iterator[tuple[Sequence, int]]:
         return zip(step.sequences, step.batch.q_len.tolist(), strict=True)
 
-    def _forward(self, step: ScheduledStep) -> list[int]:
+    def _forward(self, step: ScheduledStep) -> list[list[int]]:
         batch, outputs = step.batch, []
         new = iter(batch.token_ids.tolist())
-        for sequence, kv_len, q_len in zip(step.sequences, batch.kv_len.tolist(), batch.q_len.tolist(), strict=True):
-            salt, start = sequence.request.cache_salt, kv_len - q_len
-            stored = [(salt, next(new)) for _ in range(q_len)]
+        self.table.mark_stored(batch.rows, batch.kv_len)
+        for seq, (sequence, q_len) in enumerate(self._q_len(step)):
+            start = sequence.num_stored
+            salt, kv_len = sequence.request.cache_salt, start + q_len
+            assert kv_len == batch.kv_len[seq] <= self.max_kv_len
+            stored = [(salt, self._known(next(new))) for _ in range(q_len)]
+            drafts = step.drafts.get(seq)
+            known = kv_len if drafts is None else kv_len - len(drafts)
             for table in self.table.spaces:
                 slots = self._slots(sequence.row, table.space, kv_len)
                 self.slots.update(zip(slots[start:], stored, strict=True))
-                read = [self.slots[slot] for slot in slots[max(0, start - table.window_left) :]]
+                first = max(0, start - table.window_left)
+                read = [self.slots[slot] for slot in slots[first:known]]
                 assert {of for of, _ in read} == {salt}, "nothing of another tenant's is read"
+                tokens = [token for _, token in read]
+                was = [*sequence.token_ids, *(self._known(unread(at)) for at in [sequence.unread_at] if at >= 0)]
+                assert tokens == was[first:known], "what is stored is not what it was"
                 if table.space is Space.FULL:
-                    outputs.append(next_token([token for _, token in read]))
-                else:
-                    seen = sequence.token_ids[max(0, start - table.window_left) : kv_len]
-                    assert [token for _, token in read] == seen, "a window is not what it was"
-        self.table.mark_stored(batch.rows, batch.kv_len)
+                    path = accepted(tokens, drafts) if drafts is not None else []
+                    right = [drafts.token_ids[draft] for draft in path] if drafts is not None else []
+                    outputs.append([*right, next_token([*tokens, *right])])
+                for place, draft in enumerate(path):  # what an engine does on the device
+                    self.slots[slots[known + place]] = self.slots[slots[known + draft]]
         return outputs
+
+    def _known(self, token: int) -> int:
+        """A token; one of the step before, which was not read, by its place there."""
+        return token if token >= 0 else self.unread[0][1][-1 - token][-1]
 
     def _slots(self, row: int, space: Space, kv_len: int) -> list[tuple[Space, int]]:
         pages = self.table.pages_of(row, space).tolist()
@@ -159,8 +259,10 @@ requests = st.builds(
     chunk=st.integers(1, 40),
     spare_pages=st.integers(0, 12),
     window_left=st.sampled_from([None, 0, 4, 7]),
+    guess=st.one_of(st.just(no_drafts), st.integers(0, 1000).map(guesses)),
+    ahead=st.booleans(),
 )
-@settings(max_examples=150)
+@settings(max_examples=200)
 def test_every_request_comes_to_what_it_would_alone(
     arrivals: list[tuple[int, Request]],
     aborts: dict[int, int],
@@ -169,12 +271,14 @@ def test_every_request_comes_to_what_it_would_alone(
     chunk: int,
     spare_pages: int,
     window_left: int | None,
+    guess: Guess,
+    ahead: bool,
 ) -> None:
     """Random lengths and arrivals over few pages: nothing is lost, leaked, mixed up or starved."""
     max_kv_len = 40
     num_pages = 1 + -(-max_kv_len // page_size) + spare_pages
     windows = () if window_left is None else (SpacePages(Space.SWA, num_pages, window_left=window_left),)
-    world = World(page_size, num_pages, max_batch_size, chunk, max_kv_len, windows)
+    world = World(page_size, num_pages, max_batch_size, chunk, max_kv_len, windows, guess, ahead)
     late = [(sum(steps for steps, _ in arrivals[: n + 1]), n, request) for n, (_, request) in enumerate(arrivals)]
     for now in itertools.count():
         for _, number, request in (one for one in late if one[0] == now):
@@ -187,6 +291,8 @@ def test_every_request_comes_to_what_it_would_alone(
             check_cache(world.scheduler._cache, world.table)
         elif now > late[-1][0]:
             break
+        if not world.scheduler.has_work:
+            world.read()  # an abort may have left it
         assert now < 10_000
     for number, (_, request) in enumerate(arrivals):
         tokens, reason = expected_tokens(request, max_kv_len)
@@ -196,7 +302,7 @@ def test_every_request_comes_to_what_it_would_alone(
     assert all(pages.num_free_pages == pages.num_usable_pages for pages in world.table.spaces)
     assert world.table.num_free_rows == max_batch_size
     for step in world.steps:
-        decodes = int((step.batch.q_len == 1).sum())
+        decodes = int((step.batch.q_len == 1).sum()) + len(step.drafts)
         assert step.batch.num_seqs <= max_batch_size
         assert step.batch.num_tokens <= max(chunk, decodes + 1)
 
@@ -417,3 +523,96 @@ def test_a_sequence_that_is_dropped_leaves_its_place_and_pages(steps: int) -> No
     assert served.results[1] == expected_tokens(served.sequences[1].request, 32)
     served.scheduler.forget_pages()
     assert served.table.num_free_pages == served.table.num_usable_pages
+
+
+@pytest.mark.parametrize("num_drafts", [1, 4, 7])
+def test_a_sequence_gets_its_accepted_drafts_and_a_token_more(num_drafts: int) -> None:
+    served = world(chunk=64)
+    served.guess = right(num_drafts)
+    served.add(0, request(5, max_new_tokens=17))
+    while served.scheduler.has_work:
+        served.step()
+    assert served.results[0] == expected_tokens(request(5, max_new_tokens=17), 64)
+    assert len(served.steps) == 1 + -(-16 // (1 + num_drafts))
+    longest = max(int(step.batch.kv_len.max()) for step in served.steps)
+    assert longest <= 5 + 17 - 1, "no draft is beyond what the request may come to"
+
+
+def test_a_stop_token_among_accepted_drafts_ends_the_text_there() -> None:
+    free, _ = expected_tokens(request(5, max_new_tokens=17), 64)
+    stop = free[7]
+    at = free.index(stop)
+    stopping = Request(tuple(range(5)), 17, stop_token_ids=(stop,))
+    served = world(chunk=64)
+    served.guess = right(6)
+    served.add(0, stopping)
+    while served.scheduler.has_work:
+        served.step()
+    assert served.results[0] == (free[: at + 1], "stop")
+
+
+def test_no_page_with_a_rejected_draft_is_found() -> None:
+    served = world(chunk=64)
+    served.guess = wrong(9)
+    served.add(0, request(6, max_new_tokens=12))
+    while served.scheduler.has_work:
+        served.step()
+        stored = served.sequences[0].num_stored
+        assert len(served.scheduler._cache) == stored // 4
+    served.add(1, Request((*range(6), *served.results[0][0]), 3, cache_salt=""))
+    served_in_turn(served)
+    assert served.results[1] == expected_tokens(served.sequences[1].request, 64)
+    assert served.metrics.prefix_hits > 0
+
+
+@pytest.mark.parametrize("guess", [right(19), wrong(19)], ids=["right", "wrong"])
+def test_drafts_never_take_the_pages_of_another_sequence(guess: Guess) -> None:
+    """The first ends before the second has grown much, so that there is room for both but for the drafts."""
+    for guessed in (no_drafts, guess):
+        served = World(page_size=1, num_pages=1 + 28, max_batch_size=2, chunk=64, max_kv_len=24, guess=guessed)
+        served.add(0, Request(tuple(range(4)), 5))
+        served.add(1, Request((7, 8, 9, 10), 21))
+        served_in_turn(served)
+        assert served.metrics.preemptions == 0
+        assert served.results[1] == expected_tokens(served.sequences[1].request, 24)
+
+
+def test_pages_that_hold_nothing_but_rejected_drafts_are_given_back_before_a_sequence_is() -> None:
+    served = World(page_size=1, num_pages=1 + 32, max_batch_size=2, chunk=64, max_kv_len=24)
+    served.guess = lambda token_ids, most: wrong(15)(token_ids, most) if token_ids[0] == 7 else None
+    served.add(0, Request(tuple(range(4)), 14))
+    served.add(1, Request((7, 8), 20))
+    served.step()
+    served.step()
+    assert served.steps[-1].batch.q_len.tolist() == [1, 1 + 15]
+    served.guess = no_drafts
+    served_in_turn(served)
+    assert served.metrics.preemptions == 0
+
+
+def test_drafts_leave_the_prompts_that_run_all_of_the_chunk_and_those_that_wait_half_of_the_rest() -> None:
+    served = world(chunk=12)
+    served.guess = right(20)
+    served.add(0, request(2, max_new_tokens=40))
+    served.step()
+    served.step()
+    assert served.steps[-1].batch.q_len.tolist() == [12], "alone it may have all"
+    served.add(1, Request(tuple(range(20, 40)), 3))
+    served.step()
+    assert served.steps[-1].batch.q_len.tolist() == [1 + 5, 6], "half of what a newcomer could take"
+    served.step()
+    assert served.steps[-1].batch.q_len.tolist() == [1, 11], "a prompt that runs goes first"
+
+
+def test_a_suspect_is_served_without_drafts() -> None:
+    served = world(chunk=64)
+    served.guess = right(4)
+    served.add(0, request(5, max_new_tokens=20))
+    served.step()
+    served.step()
+    assert served.steps[-1].drafts
+    served.scheduler.suspect(served.sequences[0])
+    served.step()
+    assert not served.steps[-1].drafts
+    served_in_turn(served)
+    assert served.results[0] == expected_tokens(served.sequences[0].request, 64)

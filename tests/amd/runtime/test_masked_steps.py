@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from rocm_attn.batch.inputs import DeviceInputs
-from rocm_attn.batch.mask import NO_MASK, StepMask, kv_positions
+from rocm_attn.batch.mask import NO_MASK, StepMask, TreeMask, kv_positions
 from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.batch.tree_mask import NO_PARENT, tree_mask
 from rocm_attn.errors import BadBatch, BadTensor, Unsupported
+from rocm_attn.kernels.metadata.step_tensors import NO_PARENT
 from rocm_attn.machine.target import known_target
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.providers.select import select
@@ -93,6 +93,11 @@ def test_a_window_counts_the_depth_of_a_tree_and_not_its_tokens(provider: str, d
     world.step([trunk], [8], visible=[siblings], positions=at_the_trunk)
 
 
+def trees(parents: Sequence[Sequence[int]], device: torch.device) -> TreeMask:
+    """Trees of drafts, as wide as the widest line."""
+    return TreeMask(torch.tensor(parents, dtype=torch.int32, device=device))
+
+
 def random_positions(world: World, requests: Sequence[Request], q_len: Sequence[int]) -> torch.Tensor:
     """Of the next step's tokens: as many steps after the older keys as there are new ones, and some before those."""
     rows = [
@@ -129,8 +134,8 @@ def test_keys_that_no_bit_shows_may_be_nan(provider: str, device: torch.device) 
 def test_positions_come_with_the_mask_and_pads_are_zero(provider: str, device: torch.device) -> None:
     world, requests = world_of(device, provider)
     batch = world.batch(requests, [3, 1, 2])
-    parents = torch.tensor([NO_PARENT, 0, 0, NO_PARENT, NO_PARENT, NO_PARENT], dtype=torch.int32, device=device)
-    step = world.runtime.begin_step(replace(batch, mask=tree_mask(batch, parents)))
+    parents = [[NO_PARENT, 0, 0], [NO_PARENT, 7, 7], [NO_PARENT, NO_PARENT, 7]]
+    step = world.runtime.begin_step(replace(batch, mask=trees(parents, device)))
     positions = [9, 10, 10, 20, 1, 1]
     assert step.positions.tolist() == positions + [0] * (len(step.positions) - 6)
     world.runtime.end_step()
@@ -150,8 +155,7 @@ def test_a_branch_is_what_a_chain_of_its_tokens_would_be(provider: str, device: 
     chains = {token: world.fork(trunk, 11) for token in range(7)}
     out = torch.full_like(q, float("nan"))
     batch = world.batch([trunk], [7])
-    mask = tree_mask(batch, torch.tensor(parents, dtype=torch.int32, device=device))
-    step = world.runtime.begin_step(replace(batch, mask=mask), pad_to=PadTo(1))
+    step = world.runtime.begin_step(replace(batch, mask=trees([parents], device)), pad_to=PadTo(1))
     step.layers.store_and_attend(0, q, k, v, out)
     world.runtime.end_step()
     for token, request in chains.items():
@@ -229,7 +233,7 @@ def test_a_mask_that_is_too_short_is_refused(device: torch.device) -> None:
 def test_a_mask_beyond_what_a_launch_counts_is_refused() -> None:
     mask = StepMask(torch.empty(0, dtype=torch.uint8, device="meta"), torch.empty(0, dtype=torch.int32, device="meta"))
     with pytest.raises(BadBatch, match="takes 1073741825 bytes, at most 1073741824 serve; split the batch"):
-        mask.check(2**30 + 1, 0)
+        mask.check(np.array([2**30 + 1], np.int32), np.array([8], np.int32))
 
 
 BAD_MASKS = {
@@ -291,5 +295,11 @@ def test_masked_steps_have_a_plan_of_their_own(device: torch.device) -> None:
 
 def test_runtimes_without_masked_layers_hold_no_memory_for_masks(device: torch.device) -> None:
     held = [set(World.build([p], device, "torch").runtime.sealed_tensors()) for p in (small_problem(), MASKED)]
-    assert held[1] - held[0] == {"mask_words", "mask_indptr", "mask_positions"}
+    assert held[1] - held[0] == {
+        "draft_parents",
+        "mask_words",
+        "mask_indptr",
+        "mask_positions",
+        "mask_start",
+    }
     assert np.all([name not in held[0] for name in ("mask_words", "mask_indptr")])

@@ -14,6 +14,7 @@ from rocm_attn.kernels.attention.pads import launch_clear_pads
 from rocm_attn.kernels.cache.move_rows import launch_export_rows, launch_import_rows
 from rocm_attn.kernels.cache.tails import launch_zero_tails
 from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
+from rocm_attn.kernels.metadata.draft_steps import launch_draft_steps
 from rocm_attn.kernels.metadata.engine_tensors import (
     Q_BOUNDARIES,
     Q_EACH_ONE,
@@ -27,6 +28,7 @@ from rocm_attn.kernels.metadata.fill import launch_fill
 from rocm_attn.kernels.metadata.gather_table import launch_gather_table
 from rocm_attn.kernels.metadata.pack_mask import launch_pack_mask
 from rocm_attn.kernels.metadata.place_mask import launch_place_mask
+from rocm_attn.kernels.metadata.place_trees import launch_place_trees
 from rocm_attn.kernels.metadata.publish import launch_publish
 from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
 from rocm_attn.kernels.metadata.slot_layout import NO_ECHO
@@ -34,18 +36,36 @@ from rocm_attn.kernels.metadata.step_tensors import Pads, TableTerms
 from rocm_attn.kernels.metadata.table_update import launch_table_update
 from rocm_attn.kernels.metadata.take_slots import launch_take_slots
 from rocm_attn.kernels.refs import cache as cache_twins
-from rocm_attn.kernels.refs import engine_metadata
+from rocm_attn.kernels.refs import engine_metadata, sampling
 from rocm_attn.kernels.refs import metadata as twins
+from rocm_attn.kernels.refs import speculative as speculative_twins
 from rocm_attn.kernels.refs.pads import clear_pads
+from rocm_attn.kernels.sampling.pick_rows import launch_pick_rows
+from rocm_attn.kernels.speculative.accept_drawn import launch_accept_drawn
+from rocm_attn.kernels.speculative.accept_sampled import launch_accept_sampled
+from rocm_attn.kernels.speculative.move_paths import launch_move_paths
 from tests.amd.kernels.launches_of_tensors import (
     of_device_inputs,
+    of_draft_steps,
     of_fill,
     of_pack_mask,
     of_pages,
     of_place_mask,
+    of_place_trees,
     of_publish,
 )
 from tests.amd.kernels.moved_cases import moved_pages, moved_rows, moved_words, of_moves
+from tests.amd.kernels.speculative_cases import (
+    drawn,
+    layers_of_pages,
+    of_accept_drawn,
+    of_accept_sampled,
+    of_move_paths,
+    paths,
+    probabilities,
+    room,
+    trees,
+)
 from tests.amd.simulator.case import KernelCase
 from tests.amd.simulator.driver import Simulation, simulated
 from tests.amd.vectorised import vectorised_keys, vectorised_values
@@ -57,6 +77,7 @@ REAL_PAGE_0 = TableTerms(null_page=False, short_kv=True)
 # Three sequences and two padded ones; rows of the table are 1 to 3, row 0 is all page 0.
 KV_LEN, Q_LEN, ROWS = [13, 300, 4, 0, 0], [3, 290, 1, 0, 0], [2, 3, 1, 0, 0]
 NUM_SEQS, NUM_TOKENS, PADDED_TOKENS = 3, 294, 300
+MASK_START = [2, 0, 1, 0, 0]
 PREFIX_LEN, GROUP_END = [8, 8, 0], [2, 2, 3]
 
 
@@ -77,6 +98,12 @@ def _slot() -> Tensor:
     header = [NUM_SEQS, NUM_TOKENS, 41, 1, 40, NO_ECHO, GARBAGE, GARBAGE]
     seqs = [value for values in (ROWS, KV_LEN, Q_LEN) for value in values[:NUM_SEQS]]
     return _ints(*header, *seqs, *range(1000, 1000 + NUM_TOKENS), *PREFIX_LEN, *GROUP_END, *[GARBAGE] * 9)
+
+
+def _parents(num_nodes: int) -> Tensor:
+    """Random trees of the live sequences; some parents do not come before their child."""
+    drawn = torch.randint(-1, num_nodes, (NUM_SEQS, num_nodes), generator=torch.Generator().manual_seed(1))
+    return (drawn % (torch.arange(num_nodes) + 2) - 1).int()
 
 
 def _garbage(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -107,7 +134,7 @@ def _launches() -> dict[str, _Launch]:
     device_lengths = _ints(99, 300, 4), _ints(3, 200, 7), torch.arange(NUM_TOKENS, dtype=torch.int32), _ints(0, 9, 2)
     step = _garbage(seqs), _garbage(seqs), _garbage(PADDED_TOKENS)
     prefixes, ids = (_garbage(seqs), _garbage(seqs)), _garbage(PADDED_TOKENS)
-    read = counts, rows, kv_len, q_len, table, _ints(*PREFIX_LEN, 0, 0), _ints(*GROUP_END, 0, 0)
+    read = counts, rows, kv_len, q_len, table, _ints(*PREFIX_LEN, 0, 0), _ints(*GROUP_END, 0, 0), _ints(*MASK_START)
     derived = _garbage(seqs + 1), _garbage(seqs), *(_garbage(PADDED_TOKENS) for _ in range(4))
     lists = _garbage(seqs + 1), _garbage(90), _garbage(seqs), _garbage(seqs, 90)
     masks = _garbage(seqs, dtype=torch.int64), _garbage(seqs + 1, dtype=torch.int64)
@@ -139,10 +166,39 @@ def _launches() -> dict[str, _Launch]:
                 (torch.arange(5003) % 256).to(torch.uint8),
                 torch.arange(NUM_TOKENS, dtype=torch.int32),
                 counts,
+                kv_len,
+                q_len,
+                _garbage(seqs),
                 _garbage(1300),
                 _garbage(PADDED_TOKENS),
             ],
-            {},
+            {"keys_before": 3},
+        ),
+        "place_trees": _Launch(
+            of_place_trees(launch_place_trees),
+            of_place_trees(twins.place_trees),
+            [
+                _parents(40),
+                _ints(3, 41, 1, 0),
+                _ints(13, 45, 4, 0),
+                _ints(3, 37, 1, 0),
+                _garbage(4),
+                _garbage(60),
+                _garbage(50),
+            ],
+            {"nodes_before": 2},
+        ),
+        "draft_steps": _Launch(
+            of_draft_steps(launch_draft_steps),
+            of_draft_steps(twins.draft_steps),
+            [
+                _ints(3, 9, 1, 0),
+                torch.cat([_ints(13, 300, 4), _garbage(4 * 6 - 3)]),
+                _garbage(4 * 20),
+                _garbage(4 * 6),
+                _garbage(5 * 12),
+            ],
+            {"num_seqs": 5, "branches": 3, "steps": 4},
         ),
         "table_update": _Launch(
             launch_table_update, twins.table_update, [_updates(), _garbage(33, 40)], {"num_updates": 300}
@@ -165,6 +221,7 @@ def _launches() -> dict[str, _Launch]:
         **_of_engines(),
         **_fix_ups(),
         **_moves(),
+        **_speculative(),
     }
 
 
@@ -227,7 +284,15 @@ def _of_engines() -> dict[str, _Launch]:
         _garbage(PADDED_TOKENS),
     ]
     cases["pack_mask"] = _Launch(of_pack_mask(launch_pack_mask), of_pack_mask(engine_metadata.pack_mask), mask, {})
+    logits = torch.randn(3, 4300, generator=torch.Generator().manual_seed(4)).bfloat16()
+    picks = [logits, torch.tensor([[0.0, 0.0, 0.0], [1.0, 0.9, 0.37], [0.7, 1.0, 0.62]]), _garbage(3), _garbage(6)]
+    cases["pick_rows"] = _Launch(_picks(launch_pick_rows), _picks(sampling.pick_rows), picks, {})
     return cases
+
+
+def _picks(pick: Callable[..., None]) -> Callable[..., None]:
+    """pick as a function of the tensors."""
+    return lambda logits, terms, tokens, found: pick(logits, terms, tokens, found.view(3, 2), num_drawing=2)
 
 
 def _of_engine(publish: Callable[..., None], q_form: int) -> Callable[..., None]:
@@ -285,18 +350,42 @@ def _fix_ups() -> dict[str, _Launch]:
 def _moves() -> dict[str, _Launch]:
     """Tokens within pages, of parts in one memory."""
     moves = {
-        "export_rows": (launch_export_rows, cache_twins.export_rows, (4, 6, 16)),
-        "import_rows": (launch_import_rows, cache_twins.import_rows, (4, 6, 16)),
-        "import_rows-later": (launch_import_rows, cache_twins.import_rows, (8, 6, 16)),
+        "export_rows": (launch_export_rows, cache_twins.export_rows, (4, 6, 16, 16)),
+        "import_rows": (launch_import_rows, cache_twins.import_rows, (4, 6, 16, 16)),
+        "import_rows-later": (launch_import_rows, cache_twins.import_rows, (8, 6, 14, 16)),
     }
     return {
         name: _Launch(
             of_moves(launch, *span),
             of_moves(twin, *span),
-            [moved_words(*span), moved_rows(*span[1:]), moved_pages()],
+            [moved_words(*span), moved_rows(*span[1:3]), moved_pages()],
             {},
         )
         for name, (launch, twin, span) in moves.items()
+    }
+
+
+def _speculative() -> dict[str, _Launch]:
+    """Acceptance of trees, and moves of what was accepted."""
+    return {
+        "accept_drawn": _Launch(
+            of_accept_drawn(launch_accept_drawn),
+            of_accept_drawn(speculative_twins.accept_drawn),
+            [drawn(), *trees(), *room(GARBAGE)],
+            {},
+        ),
+        "accept_sampled": _Launch(
+            of_accept_sampled(launch_accept_sampled),
+            of_accept_sampled(speculative_twins.accept_sampled),
+            [*probabilities(), *trees(), *room(GARBAGE)],
+            {},
+        ),
+        "move_paths": _Launch(
+            of_move_paths(launch_move_paths, 0),
+            of_move_paths(speculative_twins.move_paths, 0),
+            [*paths(), layers_of_pages()],
+            {},
+        ),
     }
 
 

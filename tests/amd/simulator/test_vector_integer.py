@@ -62,6 +62,8 @@ def random_words() -> Array:
         ("v_max_i32", [MINUS_1, 3], 3),
         ("v_min_i32", [MINUS_1, 3], MINUS_1),
         ("v_max3_i32", [MINUS_1, 9, 3], 9),
+        ("v_max3_u32", [MINUS_1, 9, 3], MINUS_1),
+        ("v_bcnt_u32_b32", [0xF0F00001, 5], 14),
         ("v_min3_i32", [3, 9, MINUS_1], MINUS_1),
         ("v_max_u32", [MINUS_1, 3], MINUS_1),
         ("v_min_u32", [MINUS_1, 3], 3),

@@ -98,6 +98,26 @@ def test_a_sound_runtime_soaks_without_a_finding(seed: int, device: torch.device
     assert 0 < report.worst_error <= 1
 
 
+@pytest.mark.nightly
+def test_ten_thousand_rounds_of_drafts_show_nothing() -> None:
+    report = soak(Scenario.of_seed(0).speculative(), 10_000, 0)
+    assert report.actions["tree"] + report.actions["verify"] > 4000
+    assert report.moved_paths > 1000
+    assert report.actions["reject"] > 500
+    assert report.actions["preempt"] > 500
+
+
+def test_accepted_drafts_that_are_not_moved_to_the_places_of_their_tokens_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scenario = replace(SMALL, weights={Action.ADMIT: 3, Action.TREE: 6, Action.DECODE: 2}, tree_len=9)
+    report = soak(scenario, 40)
+    assert report.moved_paths > 5
+    assert f"({report.moved_paths} paths moved)" in str(report)
+    monkeypatch.setattr(AttentionRuntime, "move_accepted", lambda *_: None)
+    assert "differs from the reference" in found(scenario).finding.what
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.nightly)], ids=str)
 def test_narrow_types_stay_within_their_bounds(dtype: torch.dtype, device: torch.device) -> None:
     report = Soak(SMALL, seed=2, device=device, provider="auto", dtype=dtype).run(60)
@@ -239,19 +259,21 @@ def test_a_tree_that_is_seen_as_a_chain_is_found(scenario: Scenario, monkeypatch
 def test_a_mask_of_an_earlier_step_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     late = Fuse(monkeypatch, 60)
 
-    def place_mask(original: Callable[..., None], *args: Any) -> None:
+    def place_trees(original: Callable[..., None], *args: Any) -> None:
         if not late():
             original(*args)
 
-    wrap(monkeypatch, metadata, "place_mask", place_mask)
+    wrap(monkeypatch, metadata, "place_trees", place_trees)
     assert "(tree: masked, " in found(ALMOST_ALL_EAGER).finding.where
 
 
 def test_positions_that_do_not_come_with_the_mask_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def place_mask(original: Callable[..., None], bits: Tensor, positions: Tensor, to: StepTensors) -> None:
-        original(bits, torch.zeros_like(positions), to)
+    def place_trees(original: Callable[..., None], parents: Tensor, nodes_before: int, to: StepTensors) -> None:
+        original(parents, nodes_before, to)
+        assert to.mask_positions is not None
+        to.mask_positions.zero_()
 
-    wrap(monkeypatch, metadata, "place_mask", place_mask)
+    wrap(monkeypatch, metadata, "place_trees", place_trees)
     assert "(tree: masked, " in found().finding.where
 
 
@@ -319,7 +341,7 @@ def test_a_buffer_that_moved_under_a_graph_is_named(monkeypatch: pytest.MonkeyPa
 
 def test_a_buffer_that_moved_under_a_graph_shows_in_the_outputs_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepRunner, "check_addresses", lambda _: None)
-    moves = Fuse(monkeypatch, 60)
+    moves = Fuse(monkeypatch, 66)
 
     def stage(original: Callable[..., object], runtime: AttentionRuntime, *args: Any) -> object:
         if moves():
@@ -329,7 +351,7 @@ def test_a_buffer_that_moved_under_a_graph_shows_in_the_outputs_too(monkeypatch:
 
     wrap(monkeypatch, AttentionRuntime, "stage_as", stage)
     failed = found()
-    assert failed.finding.step >= 60
+    assert failed.finding.step >= 66
     # The graph reads the table of before: its new tokens are in other pages, or in none.
     signs = ("differs from the reference", "a new token had no page of its own")
     assert any(sign in failed.finding.what for sign in signs), failed

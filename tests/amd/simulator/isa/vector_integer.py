@@ -190,9 +190,11 @@ OPS: dict[str, VectorOp] = {
     "v_min_i32": _op(np.minimum, I32, I32),
     "v_max3_i32": _op(lambda a, b, c: np.maximum(np.maximum(a, b), c), I32, I32, I32),
     "v_min3_i32": _op(lambda a, b, c: np.minimum(np.minimum(a, b), c), I32, I32, I32),
+    "v_max3_u32": _op(lambda a, b, c: np.maximum(np.maximum(a, b), c), U32, U32, U32),
     "v_max_u32": _unsigned(np.maximum),
     "v_min_u32": _unsigned(np.minimum),
     "v_med3_i32": _op(lambda a, b, c: np.maximum(np.minimum(a, b), np.minimum(np.maximum(a, b), c)), I32, I32, I32),
+    "v_bcnt_u32_b32": _unsigned(lambda bits, more: np.bitwise_count(bits).astype(np.uint32) + more),
     "v_mbcnt_lo_u32_b32": _unsigned(_lanes_below(0)),
     "v_mbcnt_hi_u32_b32": _unsigned(_lanes_below(1)),
     **{

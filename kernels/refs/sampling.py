@@ -1,0 +1,44 @@
+"""Torch twin of kernels/sampling: the same tokens but for rounding; here sums are in float64."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rocm_attn.kernels.sampling.found import ALL_ZERO
+
+# Rows are drawn from so many logits at a time, in float64: about 4 MB.
+_LOGITS_AT_ONCE = 1 << 16
+
+
+def pick_rows(logits: Tensor, terms: Tensor, tokens: Tensor, found: Tensor, *, num_drawing: int) -> None:
+    """Twin of launch_pick_rows; runs outside of recordings. All tensors may lie where they like."""
+    best, ids = logits.max(-1)
+    if num_drawing:
+        here = terms.to(logits.device)
+        for row in (here[:, 0] > 0).nonzero().flatten().split(max(1, _LOGITS_AT_ONCE // logits.shape[-1])):
+            ids[row] = draw_rows(logits[row], here[row].double())
+    tokens.copy_(ids)
+    found[:, 0].copy_(torch.where(logits.any(-1), ids, ALL_ZERO))
+    found[:, 1].copy_(best.float().view(torch.int32))
+
+
+def draw_rows(logits: Tensor, terms: Tensor) -> Tensor:
+    """int64 [rows]: a token for each row; of a row that holds NaN, or nothing but -inf, some token.
+
+    terms: float64 [rows, 3], as of launch_pick_rows
+    """
+    temperature, top_p, uniform = (terms[:, column : column + 1].contiguous() for column in range(3))
+    exact = logits.double()
+    # The best one is 0 whatever it is divided by; where the temperature is tiny, all others are -inf.
+    weights = exact.sub_(exact.amax(-1, keepdim=True)).div_(temperature).exp_()
+    ordered, order = weights.sort(dim=-1, descending=True, stable=True)
+    mass, last = ordered.cumsum(-1), logits.shape[-1] - 1
+    needed = torch.searchsorted(mass, top_p * mass[:, -1:]).clamp_(max=last)  # the one that reaches the sum is still in
+    is_kept = torch.zeros_like(weights, dtype=torch.bool)
+    is_kept.scatter_(-1, order, torch.arange(last + 1, device=logits.device) <= needed)
+    so_far = torch.where(is_kept, weights, 0.0).cumsum(-1)
+    drawn = torch.searchsorted(so_far, uniform * so_far[:, -1:], right=True).squeeze(-1)
+    # Rounding may leave the sum below a uniform number next to 1.
+    last_kept = (is_kept & (weights > 0)).int().mul_(torch.arange(last + 1, device=logits.device)).amax(-1)
+    return torch.minimum(drawn, last_kept)

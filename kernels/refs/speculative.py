@@ -1,0 +1,152 @@
+"""Torch twins of kernels/speculative: same signatures, same results, fixed shapes, no host synchronisation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rocm_attn.kernels.cache.moved_rows import AlikePages
+from rocm_attn.kernels.speculative.arguments import Accepted, Probabilities, Verified
+from rocm_attn.kernels.speculative.paths import AcceptedPaths
+
+
+def accept_drawn(drawn: Tensor, given: Verified, to: Accepted) -> None:
+    """Twin of launch_accept_drawn; may be recorded."""
+    walk = _Walk(given, to)
+    is_alive = walk.has_nodes
+    next_token = torch.full_like(to.next_token, -1)
+    for _ in range(walk.width):
+        next_token = torch.where(is_alive, drawn[walk.row()], next_token)
+        is_next = walk.children(walk.node) & (walk.token_ids == next_token[:, None])
+        child = walk.first_of(is_next)
+        is_alive = is_alive & (child < walk.width)
+        walk.accept(child, is_alive)
+    walk.finish(next_token, given, to)
+
+
+def accept_sampled(probabilities: Probabilities, given: Verified, to: Accepted) -> None:
+    """Twin of launch_accept_sampled; may be recorded."""
+    target, draft, accept_uniform, draw_uniform = probabilities
+    walk, vocab = _Walk(given, to), target.shape[1]
+    tried, taken = torch.zeros_like(walk.node), torch.zeros(len(walk.node), device=target.device)
+    left = torch.ones_like(taken)
+    for _ in range(walk.width - 1):
+        is_open = walk.children(walk.node) & (walk.places > tried[:, None])
+        child = walk.first_of(is_open)
+        is_tried = child < walk.width
+        place = child.clamp(max=walk.width - 1)
+        token = walk.token_ids.gather(1, place[:, None])[:, 0].long()
+        is_token, row = (token >= 0) & (token < vocab), walk.row()
+        token = token.clamp(0, vocab - 1)
+        p, q = (torch.where(is_token, side[row, token], 0) for side in (target, draft))
+        uniform = accept_uniform[walk.row(place)]
+        is_accepted = is_tried & (q > 0) & (uniform * left * q < p - taken * q)
+        is_refused = is_tried & ~is_accepted
+        taken = torch.where(is_accepted, 0, torch.where(is_refused, taken + left, taken))
+        rest = _left(target[row], draft[row], taken).sum(1)
+        left = torch.where(is_accepted, 1, torch.where(is_refused, rest, left))
+        walk.accept(child, is_accepted)
+        tried = torch.where(is_tried, child, tried)
+    row = walk.row()
+    total = _left(target[row], draft[row], taken).sum(1)
+    taken = torch.where(total > 0, taken, 0)
+    share = _left(target[row], draft[row], taken)
+    total = share.sum(1)
+    reached, tokens = share.cumsum(1), torch.arange(vocab, device=target.device)
+    drawn = torch.where((reached > (draw_uniform[row] * total)[:, None]) & (share > 0), tokens, vocab).amin(1)
+    last = torch.where(share > 0, tokens, -1).amax(1)
+    is_number = (total > 0) & total.isfinite() & walk.has_nodes
+    next_token = torch.where(is_number, torch.where(drawn < vocab, drawn, last), -1)
+    walk.finish(next_token.to(torch.int32), given, to)
+
+
+def _left(target: Tensor, draft: Tensor, taken: Tensor) -> Tensor:
+    """What is left of rows of the target's probabilities; the draft's are not looked at where nothing is taken."""
+    taken = taken[:, None]
+    return (target - torch.where(taken > 0, taken * draft, 0)).clamp(min=0)
+
+
+class _Walk:
+    """How far a path has come in each sequence's tree; nodes of W are a column each."""
+
+    def __init__(self, given: Verified, to: Accepted) -> None:
+        num_seqs, self.width = to.path.shape
+        num_trees, device = given.parents.shape[0], to.path.device
+        seq = torch.arange(num_seqs, device=device)
+        self.first = given.q_indptr[:-1].long()
+        self.nodes = torch.where(seq < num_trees, given.q_indptr.diff().clamp(max=self.width), 0)
+        self.has_nodes = self.nodes > 0
+        self.places = torch.arange(self.width, device=device)
+        is_node = self.places < self.nodes[:, None]
+        self._last_row = max(len(given.token_ids) - 1, 0)
+        ids = given.token_ids[(self.first[:, None] + self.places).clamp(max=self._last_row)]
+        self.token_ids = torch.where(is_node, ids, -1)
+        # A shape is known on the host: without trees there are no lines to look at.
+        lines = given.parents[seq.clamp(max=num_trees - 1), : self.width] if num_trees else -1
+        self._parent = torch.where(is_node, lines, -1)
+        self._is_node = is_node
+        self.node = torch.zeros(num_seqs, dtype=torch.int64, device=device)
+        self.count = torch.zeros_like(self.node)
+        self.path = torch.where((self.places == 0) & self.has_nodes[:, None], 0, -1)
+
+    def row(self, node: Tensor | None = None) -> Tensor:
+        """The token of each sequence's node, that of the path's end where none is given."""
+        return (self.first + (self.node if node is None else node)).clamp(max=self._last_row)
+
+    def children(self, node: Tensor) -> Tensor:
+        """bool [S, W]."""
+        return (self._parent == node[:, None]) & (self.places > node[:, None]) & self._is_node
+
+    def first_of(self, which: Tensor) -> Tensor:
+        """The first node of some, W where there is none."""
+        return torch.where(which, self.places, self.width).amin(1)
+
+    def accept(self, child: Tensor, is_accepted: Tensor) -> None:
+        """Go on to a child."""
+        self.count = self.count + is_accepted
+        here = (self.places == self.count[:, None]) & is_accepted[:, None]
+        self.path = torch.where(here, child[:, None], self.path)
+        self.node = torch.where(is_accepted, child, self.node)
+
+    def finish(self, next_token: Tensor, given: Verified, to: Accepted) -> None:
+        """Write what became of the sequences."""
+        to.num_accepted.copy_(self.count)
+        to.path.copy_(self.path)
+        to.next_token.copy_(next_token)
+        after = self.path.roll(-1, 1)
+        ids = self.token_ids.gather(1, after.clamp(min=0))
+        count = self.count[:, None]
+        ids = torch.where(self.places < count, ids, torch.where(self.places == count, next_token[:, None], -1))
+        to.token_ids.copy_(torch.where(self.has_nodes[:, None], ids, -1))
+        kept = given.kv_len - self.nodes + 1 + self.count
+        to.kv_len.copy_(torch.where(self.has_nodes, kept, given.kv_len))
+
+
+def move_paths(pages: AlikePages, paths: AcceptedPaths) -> None:
+    """Twin of launch_move_paths; may be recorded."""
+    num_seqs, width = paths.path.shape
+    place = torch.arange(width, device=paths.path.device)
+    older = paths.kv_len.long() - 1 - paths.num_accepted
+    moves = (place > 0) & (place <= paths.num_accepted[:, None]) & (paths.path > place)
+    rows = paths.row_of_seq.long()
+    page_size, group_tokens = pages.page_size, pages.sides[0].shape[2]
+    last = paths.table.shape[1] - 1
+
+    def cells(kv_index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        page_no, offset = kv_index // page_size, kv_index % page_size
+        page = paths.table[rows, page_no.clamp(0, last)].long()
+        in_row = (page_no >= 0) & (page_no <= last)
+        return torch.where(in_row, page, -1), offset // group_tokens, offset % group_tokens
+
+    # In order, as a place may be the target of one move and lie before the source of the next one.
+    for at in range(1, width):
+        live = moves[:, at]
+        target, source = cells(older + at), cells(older + paths.path[:, at])
+        is_live = live & (source[0] > paths.no_page) & (target[0] > paths.no_page)
+        # Fixed shapes: a sequence without a move does again what another one does, or writes what lies in page 0.
+        any_live = is_live.any()
+        mover = torch.where(is_live, torch.arange(num_seqs, device=live.device), is_live.int().argmax())
+        source = tuple(torch.where(any_live, each[mover], 0) for each in source)  # type: ignore[assignment]
+        target = tuple(torch.where(any_live, each[mover], 0) for each in target)  # type: ignore[assignment]
+        for side in pages.sides:
+            side[target] = side[source]

@@ -1,0 +1,1 @@
+"""Tokens picked from logits."""

@@ -1,0 +1,136 @@
+"""Accept the drafts that a model would have chosen by itself.
+
+    drawn[t] = the token that the model chooses after token t: the most likely one, or one that it draws
+
+From node 0 on: the first child whose token is the one drawn at its parent is accepted, and so on from that child. Where
+there is none the path ends, and the token drawn there comes next. So a sequence gets exactly the tokens that steps of
+one token each would have given it, if the draw at a place follows from its probabilities and the place alone. Drafts
+may come from anywhere.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rocm_attn.kernels.launch import RepeatedLaunch, repeated_launches
+from rocm_attn.kernels.speculative.arguments import Accepted, Verified, check_trees
+from rocm_attn.kernels.tuning.tiles import next_power_of_2
+
+
+@triton.jit
+def load_tree(parents, parents_row, num_trees, q_indptr, seq, num_nodes, NODES: tl.constexpr):
+    """A sequence's first token, how many nodes it has, and their parents [NODES]; -1 where there is no node."""
+    first = tl.load(q_indptr + seq)
+    nodes = tl.minimum(tl.load(q_indptr + seq + 1) - first, num_nodes)
+    nodes = tl.where(seq < num_trees, nodes, 0)
+    lane = tl.arange(0, NODES)
+    parent = tl.load(parents + seq.to(tl.int64) * parents_row + lane, mask=lane < nodes, other=-1)
+    return first, nodes, parent
+
+
+@triton.jit
+def next_child(parent, node, tried, nodes, NODES: tl.constexpr):
+    """The first child of a node after the one that was tried last; NODES where there is none."""
+    lane = tl.arange(0, NODES)
+    is_child = (parent == node) & (lane > node) & (lane > tried) & (lane < nodes)
+    return tl.min(tl.where(is_child, lane, NODES), 0)
+
+
+@triton.jit
+def store_accepted(
+    seq, path, token_ids, next_token, count, nodes, kv_len, num_nodes, to_count, to_path, to_ids, to_next, to_kv_len,
+    NODES: tl.constexpr,
+):  # fmt: skip
+    """Write what became of a sequence. path, token_ids: [NODES]"""
+    lane = tl.arange(0, NODES)
+    row = seq.to(tl.int64) * num_nodes + lane
+    tl.store(to_path + row, path, mask=lane < num_nodes)
+    tl.store(to_ids + row, token_ids, mask=lane < num_nodes)
+    tl.store(to_count + seq, count)
+    tl.store(to_next + seq, next_token)
+    length = tl.load(kv_len + seq)
+    tl.store(to_kv_len + seq, tl.where(nodes > 0, length - nodes + 1 + count, length))
+
+
+@triton.jit(
+    do_not_specialize=["parents_row", "num_trees", "num_nodes"],
+    do_not_specialize_on_alignment=[
+        "drawn",
+        "token_ids",
+        "q_indptr",
+        "kv_len",
+        "parents",
+        "to_count",
+        "to_path",
+        "to_ids",
+        "to_next",
+        "to_kv_len",
+    ],
+)
+def _accept_drawn_kernel(
+    drawn,
+    token_ids,
+    q_indptr,
+    kv_len,
+    parents,
+    to_count,
+    to_path,
+    to_ids,
+    to_next,
+    to_kv_len,
+    parents_row,
+    num_trees,
+    num_nodes,
+    NODES: tl.constexpr,
+):
+    seq = tl.program_id(0)
+    first, nodes, parent = load_tree(parents, parents_row, num_trees, q_indptr, seq, num_nodes, NODES)
+    lane = tl.arange(0, NODES)
+    token_id = tl.load(token_ids + first + lane, mask=lane < nodes, other=-1)
+    path = tl.where((lane == 0) & (nodes > 0), 0, -1)
+    ids = tl.zeros([NODES], tl.int32) - 1
+    count = 0
+    node = tl.where(nodes > 0, 0, NODES)
+    next_token = -1
+    while node < NODES:
+        next_token = tl.load(drawn + first + node)
+        ids = tl.where(lane == count, next_token, ids)
+        is_next = (parent == node) & (lane > node) & (lane < nodes) & (token_id == next_token)
+        node = tl.min(tl.where(is_next, lane, NODES), 0)
+        count += (node < NODES).to(tl.int32)
+        path = tl.where((lane == count) & (node < NODES), node, path)
+    store_accepted(
+        seq, path, ids, next_token, count, nodes, kv_len, num_nodes, to_count, to_path, to_ids, to_next, to_kv_len,
+        NODES,
+    )  # fmt: skip
+
+
+_variant = repeated_launches(_accept_drawn_kernel)
+
+
+def launch_accept_drawn(drawn: Tensor, given: Verified, to: Accepted) -> None:
+    """Follow the drawn tokens down each sequence's tree.
+
+    drawn: int32 [T], contiguous
+    """
+    check_trees(given, to)
+    num_nodes = to.path.shape[1]
+    nodes = max(16, next_power_of_2(num_nodes))
+    launch: RepeatedLaunch = _variant(nodes)
+    launch(
+        to.num_accepted.device,
+        (given.num_seqs, 1, 1),
+        drawn,
+        given.token_ids,
+        given.q_indptr,
+        given.kv_len,
+        given.parents,
+        *to,
+        given.parents.stride(0),
+        given.parents.shape[0],
+        num_nodes,
+        nodes,
+        num_warps=1 if nodes <= 64 else 4,
+    )

@@ -1,0 +1,89 @@
+"""What acceptance of drafts reads and writes: trees of drafts that a step has verified, and what became of them.
+
+The new tokens of a sequence are the nodes 0, 1, ... of a tree. Node 0 is the sequence's last token, which is no draft:
+no step has stored it before. Every other node is a draft and descends from it; a parent comes before its children.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Nodes of a tree: a program holds all of one.
+MOST_NODES = 4096
+
+
+class Verified(NamedTuple):
+    """A step of S sequences and T tokens, in which sequence i has q_indptr[i + 1] - q_indptr[i] nodes.
+
+    token_ids: int32 [T]
+    q_indptr:  int32 [S + 1]
+    kv_len:    int32 [S]    tokens, nodes included
+    parents:   int32 [n, W] node -> its parent, rows contiguous at any stride; of a node that does not come after its
+               parent nothing descends. What lies after a sequence's nodes is not read; sequences at or past n have none
+    """
+
+    token_ids: Tensor
+    q_indptr: Tensor
+    kv_len: Tensor
+    parents: Tensor
+
+    @property
+    def num_seqs(self) -> int:
+        """S."""
+        return self.kv_len.shape[0]
+
+
+class Accepted(NamedTuple):
+    """What became of drafts, by sequence; contiguous.
+
+    num_accepted: int32 [S]     drafts that were accepted
+    path:         int32 [S, W]  0, then their nodes in order, then -1
+    token_ids:    int32 [S, W]  their ids, then the next token, then -1
+    next_token:   int32 [S]     -1 where a sequence has no node, or no token can be drawn
+    kv_len:       int32 [S]     tokens of the sequence with the accepted drafts, and without the next token
+    """
+
+    num_accepted: Tensor
+    path: Tensor
+    token_ids: Tensor
+    next_token: Tensor
+    kv_len: Tensor
+
+    @classmethod
+    def empty(cls, num_seqs: int, num_nodes: int, device: torch.device) -> Accepted:
+        """Room for what becomes of trees of up to num_nodes nodes."""
+
+        def ints(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.int32, device=device)
+
+        return cls(ints(num_seqs), ints(num_seqs, num_nodes), ints(num_seqs, num_nodes), ints(num_seqs), ints(num_seqs))
+
+
+class Probabilities(NamedTuple):
+    """What rejection sampling needs, float32, rows contiguous at any stride.
+
+    target:         [T, V]  node -> of each token to come after it, by the model that verifies
+    draft:          [T, V]  node -> by which its children were drawn, each for itself; not read for a node without any
+    accept_uniform: [T]     draft -> a number of [0, 1) that decides whether it is accepted
+    draw_uniform:   [T]     node -> a number of [0, 1) that decides on the next token where the path ends there
+    """
+
+    target: Tensor
+    draft: Tensor
+    accept_uniform: Tensor
+    draw_uniform: Tensor
+
+
+def check_trees(given: Verified, to: Accepted) -> None:
+    """What launchers assert."""
+    num_nodes = to.path.shape[1]
+    assert 1 <= num_nodes <= MOST_NODES
+    assert given.parents.shape[1] >= num_nodes
+    assert given.parents.dtype == given.token_ids.dtype == given.q_indptr.dtype == torch.int32
+    assert given.parents.shape[1] == 1 or given.parents.stride(1) == 1
+    assert to.token_ids.shape == to.path.shape
+    assert all(each.is_contiguous() and each.dtype == torch.int32 for each in to)
+    assert all(each.shape[0] == given.num_seqs for each in to)

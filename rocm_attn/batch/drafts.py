@@ -1,0 +1,59 @@
+"""Drafts: a round of speculative drafting, as one step that runs in several parts.
+
+A draft model proposes K branches in each of S steps, one step after the other. All K * S drafts of a sequence are new
+tokens of one step of the runtime. They lie in the sequence's own row, after what is stored there:
+
+    place of branch b of draft step i = prefix + i * K + b,    where prefix = kv_len - K * S
+
+So a sequence has one list of pages, however many branches it has; the partly filled page at its end is shared by all of
+them; and reserve(row, kv_len) is the one bound on where drafts go. What a draft sees besides the prefix and itself are
+its ancestors, which a mask says. With one branch, drafts are a chain, and each draft step decodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rocm_attn.errors import BadBatch
+
+
+class NoDrafts:
+    """A step that runs in one part, or in two halves."""
+
+    __slots__ = ()
+    branches: ClassVar[int] = 0
+    steps: ClassVar[int] = 1
+
+    def __repr__(self) -> str:
+        return "NO_DRAFTS"
+
+    def __reduce__(self) -> str:
+        return "NO_DRAFTS"  # there is one; a copy, pickled or not, is that one
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """A round of drafts.
+
+    branches: K, drafts of a sequence in each draft step; 1: a chain
+    steps:    S, draft steps of the round
+
+    Raises BadBatch.
+    """
+
+    branches: int
+    steps: int
+
+    def __post_init__(self) -> None:
+        if self.branches < 1 or self.steps < 1:
+            raise BadBatch(f"drafts have {self.branches} branches and {self.steps} steps; give at least 1 of each")
+
+    @property
+    def tokens(self) -> int:
+        """Drafts of a sequence in all steps: K * S."""
+        return self.branches * self.steps
+
+
+AnyDrafts = NoDrafts | Drafts
+NO_DRAFTS = NoDrafts()

@@ -1,0 +1,26 @@
+"""require_state_slots: tensors in which a forward keeps state of requests, checked before anything is captured."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rocm_attn.errors import BadTensor
+from rocm_attn.paging.request_table import RequestTable
+
+
+def require_state_slots(table: RequestTable, **states: Tensor) -> None:
+    """Check tensors of state, by name, before steps are run or captured.
+
+    Each has an entry for every row of the request table, the reserved row 0 included, which padded sequences use: so
+    no padded batch has a sequence without a slot, however many it has. Raises BadTensor.
+    """
+    entries = table.spaces[0].entries
+    for name, state in states.items():
+        found = state.shape[0] if state.dim() else 0
+        if found < len(entries):
+            raise BadTensor(
+                f"{name} has {found} entries; sequences have rows 0 to {len(entries) - 1}, and padded ones row 0: give "
+                f"it {len(entries)}"
+            )
+        if state.device != entries.device:
+            raise BadTensor(f"{name} is on {state.device}; the request table is on {entries.device}")

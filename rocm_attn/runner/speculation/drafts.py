@@ -1,0 +1,79 @@
+"""Drafts: tokens that may come next in a sequence, as they were guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+# The parent of a draft that comes right after the sequence's last token.
+LAST_TOKEN = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """A tree of tokens after a sequence's last one. A chain is a tree without branches.
+
+    token_ids: of the drafts
+    parents:   draft -> the draft that it comes after, which stands before it, or LAST_TOKEN
+    is_chain:  whether each comes after the one before it
+    """
+
+    token_ids: tuple[int, ...]
+    parents: tuple[int, ...]
+    is_chain: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        assert len(self.parents) == len(self.token_ids)
+        assert all(LAST_TOKEN <= parent < draft for draft, parent in enumerate(self.parents))
+        object.__setattr__(self, "is_chain", self.parents == tuple(range(LAST_TOKEN, len(self.parents) - 1)))
+
+    @classmethod
+    def chain(cls, token_ids: tuple[int, ...]) -> Drafts:
+        """Each comes after the one before it."""
+        return cls(token_ids, tuple(range(LAST_TOKEN, len(token_ids) - 1)))
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def depths(self) -> list[int]:
+        """draft -> how many tokens come between it and the sequence's last one, plus 1."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent == LAST_TOKEN else depths[parent] + 1)
+        return depths
+
+    def first(self, num: int) -> Drafts:
+        """The first so many of them, which are a tree too."""
+        return self if num == len(self) else Drafts(self.token_ids[:num], self.parents[:num])
+
+    def after(self, draft: int, token_id: int) -> int | None:
+        """The first draft of this token that comes after a draft, or after LAST_TOKEN; None where there is none."""
+        for number in range(draft + 1, len(self.token_ids)):
+            if self.parents[number] == draft and self.token_ids[number] == token_id:
+                return number
+        return None
+
+    @classmethod
+    def tree(cls, branches: Sequence[Sequence[int]], most: int) -> Drafts:
+        """At most so many drafts of branches that all begin after the last token; where they are alike they are one.
+
+        The first branch is whole, as far as `most` allows, and comes first; so the likeliest one belongs there.
+        """
+        token_ids: list[int] = []
+        parents: list[int] = []
+        number_of: dict[tuple[int, int], int] = {}
+        for branch in branches:
+            at = LAST_TOKEN
+            for token in branch:
+                number = number_of.get((at, token), -1)
+                if number < 0:
+                    if len(token_ids) == most:
+                        break
+                    number = number_of[at, token] = len(token_ids)
+                    token_ids.append(token)
+                    parents.append(at)
+                at = number
+        return cls(tuple(token_ids), tuple(parents))
+
+
+NO_DRAFTS = Drafts((), ())

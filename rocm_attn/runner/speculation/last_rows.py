@@ -1,0 +1,37 @@
+"""The forward of steps that verify: logits of each sequence's last tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rocm_attn.capture.split_forward import Forward
+from rocm_attn.runner.model import Model
+from rocm_attn.runner.options import EngineOptions
+from rocm_attn.step.step import Step
+
+
+def forward_of(model: Model, options: EngineOptions) -> Forward:
+    """The model's forward: with logits of as many tokens of each sequence as the options ask for."""
+    return LastRows(model, options.rows_of_each) if options.speculates else model.forward
+
+
+class LastRows:
+    """A forward that gives [S, num_rows, vocab]: logits of the last num_rows new tokens of each sequence, in order.
+
+    In a decode step there is one row. Where a sequence has fewer new tokens, the rows before its own are those of
+    others, which mean nothing.
+    """
+
+    def __init__(self, model: Model, num_rows: int) -> None:
+        self._model = model
+        self._back = torch.arange(1 - num_rows, 1, device=model.weights.device)
+
+    def __call__(self, step: Step) -> Tensor:
+        """See the class."""
+        hidden, last = self._model.hidden(step), step.last_token_of_seq
+        if step.plan.shape.kind.decodes:
+            return self._model.logits(hidden.index_select(0, last)).unsqueeze(1)
+        rows = (last[:, None] + self._back).clamp_(min=0).flatten()
+        logits = self._model.logits(hidden.index_select(0, rows))
+        return logits.view(len(last), len(self._back), logits.shape[-1])

@@ -1,0 +1,113 @@
+"""Prompt lookup: what came after the last tokens when they were there before comes again.
+
+Of texts that repeat themselves or their prompt, as edited code does, most tokens are guessed so, at no cost on the
+device. The method is known as prompt lookup decoding, and as n-gram speculation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from collections.abc import Sequence as Many
+from itertools import pairwise
+
+from rocm_attn.capture.graphs import Progress
+from rocm_attn.runner.request import Sequence
+from rocm_attn.runner.speculation.drafts import Drafts
+
+# The last two tokens are looked up: one says too little. The places where most of those before them are the same, too,
+# are taken, and more than so many say no more.
+_LONGEST = 4
+# As many of their last places are looked at.
+_MOST_PLACES = 64
+
+
+class NgramDrafter:
+    """Guesses by what the sequence itself holds. num_branches: continuations that a tree may have; 1: chains"""
+
+    def __init__(self, num_branches: int) -> None:
+        self._num_branches = num_branches
+        self._texts: dict[int, _Text] = {}
+
+    def draft(self, decoding: Iterable[tuple[Sequence, int]], alive: Collection[int]) -> dict[int, Drafts]:
+        """As Drafter.draft."""
+        for number in self._texts.keys() - alive:
+            del self._texts[number]
+        found: dict[int, Drafts] = {}
+        for sequence, most in decoding:
+            text = self._texts.get(sequence.number)
+            if text is None:
+                text = self._texts[sequence.number] = _Text()
+            branches = text.continuations(sequence.token_ids, most, self._num_branches)
+            if branches:
+                found[sequence.number] = Drafts.tree(branches, most)
+        return found
+
+    def capture_all(self, progress: Progress) -> None:
+        """As Drafter.capture_all."""
+
+
+class _Text:
+    """A sequence's pairs of tokens, each with the places after it, the last one last.
+
+    One entry for each token: a long prompt is looked at in the step after it, and must not hold up the others.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[int, int], list[int]] = {}
+        self._num_seen = 1
+
+    def continuations(self, token_ids: Many[int], most: int, num_branches: int) -> list[list[int]]:
+        """What came after the last tokens before, the last time first; different ones, `most` tokens of all together.
+
+        The first has what the others leave.
+        """
+        if len(token_ids) < 2:
+            return []
+        self._look_at(token_ids)
+        found: dict[int, list[int]] = {}  # by how many tokens are the same
+        for place in self._places.get((token_ids[-2], token_ids[-1]), [])[: -_MOST_PLACES - 1 : -1]:
+            num_same = _num_same(token_ids, place)
+            found.setdefault(num_same, []).append(place)
+            if num_same == _LONGEST and num_branches == 1:
+                break
+        if not found:
+            return []
+        return _cut([_copied(token_ids, place, most) for place in found[max(found)]], most, num_branches)
+
+    def _look_at(self, token_ids: Many[int]) -> None:
+        """Note the pairs that have a token after them now."""
+        places, first = self._places, self._num_seen - 1
+        new = token_ids[first:-1]
+        for place, pair in enumerate(pairwise(new), first + 2):
+            if pair in places:
+                places[pair].append(place)
+            else:
+                places[pair] = [place]
+        self._num_seen = max(self._num_seen, len(token_ids) - 1)
+
+
+def _num_same(token_ids: Many[int], place: int) -> int:
+    """Tokens before a place that are those before the end, from 2 on to _LONGEST."""
+    num = 2
+    while num < _LONGEST and place > num and token_ids[place - num - 1] == token_ids[-num - 1]:
+        num += 1
+    return num
+
+
+def _copied(token_ids: Many[int], place: int, num: int) -> list[int]:
+    """The tokens from a place on; past the end those that were copied, as in a text that goes round in a circle."""
+    copied = list(token_ids[place : place + num])
+    period = len(token_ids) - place
+    while len(copied) < num:
+        copied.append(copied[len(copied) - period])
+    return copied
+
+
+def _cut(candidates: list[list[int]], most: int, num_branches: int) -> list[list[int]]:
+    """The first candidates that begin differently, so long that they have `most` tokens together."""
+    distinct: dict[int, list[int]] = {}
+    for candidate in candidates:
+        distinct.setdefault(candidate[0], candidate)
+    branches = list(distinct.values())[:num_branches]
+    of_each = most // len(branches)
+    return [branches[0][: most - of_each * (len(branches) - 1)], *(branch[:of_each] for branch in branches[1:])]

@@ -1,0 +1,230 @@
+"""Speculation: drafts are made before a step, and verified by the step's logits.
+
+A step computes the logits after each draft, as if it had been picked. From the sequence's last token on, a token is
+picked as it always is, by the request's own way and its own random numbers; where there is a draft of that token, the
+logits after it are there already, and the next token is picked from them. So each token is the one that plain decoding
+would have picked, greedily or by chance, whatever the drafts are: they decide how many tokens a step brings, and
+nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Sequence as Many
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.mask import TreeMask
+from rocm_attn.batch.step_batch import Int32Array, StepBatch
+from rocm_attn.capture.graphs import Progress
+from rocm_attn.errors import BadLogits
+from rocm_attn.kernels.metadata.step_tensors import NO_PARENT
+from rocm_attn.kernels.speculative.arguments import Accepted
+from rocm_attn.runner.request import Sequence
+from rocm_attn.runner.sampling import Draw, PickedTokens, TokenPicker
+from rocm_attn.runner.scheduler import NO_SEQUENCE, ScheduledStep, Taken
+from rocm_attn.runner.speculation.drafts import LAST_TOKEN, NO_DRAFTS, Drafts
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step.metrics import Metrics
+
+Picks = list[Many[int] | BadLogits]
+# Scheduler.decoding
+Decoding = Callable[[], Iterable[tuple[Sequence, int]]]
+
+
+class Drafter(Protocol):
+    """Guesses what comes next."""
+
+    def draft(self, decoding: Many[tuple[Sequence, int]], alive: Collection[int]) -> Mapping[int, Drafts]:
+        """Drafts of some sequences, by their requests' numbers.
+
+        decoding: sequences with the most drafts that each may have, at least 1; the next token of each is to be picked
+        alive:    numbers of all requests that have not ended: what is kept of others is to be dropped
+        """
+        ...
+
+    def capture_all(self, progress: Progress) -> None:
+        """Make the graphs of what drafts, if it has any. progress: as of StepRunner.capture_all"""
+        ...
+
+
+class StepPicks(Protocol):
+    """What the sequences of a step get, on its way to the host."""
+
+    def read(self) -> Picks:
+        """Wait for it. For each of step.picking the tokens that it gets, or why it gets none."""
+        ...
+
+
+class NoSpeculation:
+    """Each step brings a sequence one token."""
+
+    def __init__(self, picker: TokenPicker) -> None:
+        self._picker = picker
+
+    def drafts(self, decoding: Decoding, alive: Collection[int]) -> Mapping[int, Drafts]:
+        """As Speculation.drafts."""
+        return NO_SEQUENCE
+
+    def batch(self, step: ScheduledStep) -> StepBatch:
+        """As Speculation.batch."""
+        return step.batch
+
+    def pick(self, step: ScheduledStep, logits: Tensor) -> StepPicks:
+        """As Speculation.pick. logits: [num_seqs, vocab]"""
+        draws = {
+            row: sequence.sampler.draw(sequence.num_new)
+            for row, sequence in enumerate(step.picking)
+            if not sequence.sampler.is_greedy
+        }
+        return _OneEach(self._picker.pick(logits[: step.num_picks], draws))
+
+    def count(self, step: ScheduledStep, taken: Many[Taken]) -> None:
+        """As Speculation.count."""
+
+    def capture_all(self, progress: Progress) -> None:
+        """As Speculation.capture_all."""
+
+
+class Speculation:
+    """Drafts for the next step, and what became of them.
+
+    runtime:    of the model that verifies
+    picker:     has room for 1 + num_drafts rows of each sequence of a step
+    num_drafts: of a sequence and step, at most
+    metrics:    in which drafts are counted
+    """
+
+    def __init__(
+        self, drafter: Drafter, runtime: AttentionRuntime, picker: TokenPicker, num_drafts: int, metrics: Metrics
+    ) -> None:
+        self._drafter = drafter
+        self._runtime = runtime
+        self._picker = picker
+        self._num_drafts = num_drafts
+        self._metrics = metrics
+
+    def capture_all(self, progress: Progress) -> None:
+        """As Drafter.capture_all."""
+        self._drafter.capture_all(progress)
+
+    def drafts(self, decoding: Decoding, alive: Collection[int]) -> Mapping[int, Drafts]:
+        """Drafts for the next step; the tokens of all steps were read.
+
+        decoding: Scheduler.decoding
+        alive:    as of Drafter.draft
+        """
+        return self._drafter.draft([(each, min(most, self._num_drafts)) for each, most in decoding()], alive)
+
+    def batch(self, step: ScheduledStep) -> StepBatch:
+        """The batch of a step, with the mask of its trees where it has any."""
+        if all(drafts.is_chain for drafts in step.drafts.values()):
+            return step.batch
+        return replace(step.batch, mask=TreeMask(torch.from_numpy(_parents(step)).to(self._runtime.device)))
+
+    def pick(self, step: ScheduledStep, logits: Tensor) -> StepPicks:
+        """Pick the tokens that each of step.picking gets: the drafts that were right, in order, and one more.
+
+        logits: [num_seqs, rows, vocab], of the last tokens of each sequence; in a decode step rows is 1
+        """
+        num_rows = logits.shape[1]
+        draws: dict[int, Draw] = {}
+        for seq, sequence in enumerate(step.picking):
+            if not sequence.request.sampling.is_greedy:
+                depths = [0, *step.drafts.get(seq, NO_DRAFTS).depths()]
+                for row, depth in enumerate(depths, (seq + 1) * num_rows - len(depths)):
+                    draws[row] = sequence.sampler.draw(sequence.num_new + depth)
+        rows = logits[: step.num_picks].flatten(0, 1)
+        return _Verified(self._picker.pick(rows, draws), step, num_rows, self._runtime)
+
+    def count(self, step: ScheduledStep, taken: Many[Taken]) -> None:
+        """Count what became of a step's drafts. taken: of each of step.picking"""
+        for seq, drafts in step.drafts.items():
+            self._metrics.verifications += 1
+            self._metrics.drafts += len(drafts)
+            self._metrics.accepted_drafts += max(0, len(taken[seq].token_ids) - 1)
+
+
+class _OneEach:
+    """A token for each sequence."""
+
+    def __init__(self, picked: PickedTokens) -> None:
+        self._picked = picked
+
+    def read(self) -> Picks:
+        """As StepPicks.read."""
+        return [pick if isinstance(pick, BadLogits) else (pick,) for pick in self._picked.read()]
+
+
+class _Verified:
+    """A token after each draft, from which the accepted ones follow.
+
+    num_rows: of each sequence's last tokens
+    runtime:  in which their K and V are moved to the places of their tokens, where they lie in others
+    """
+
+    def __init__(self, picked: PickedTokens, step: ScheduledStep, num_rows: int, runtime: AttentionRuntime) -> None:
+        self._picked, self._step, self._num_rows, self._runtime = picked, step, num_rows, runtime
+
+    def read(self) -> Picks:
+        """As StepPicks.read, before the next step of these sequences."""
+        found, picks = self._picked.read(), Picks()
+        moves: dict[int, list[int]] = {}
+        for seq in range(self._step.num_picks):
+            drafts = self._step.drafts.get(seq, NO_DRAFTS)
+            last = (seq + 1) * self._num_rows
+            tokens, path = _found_right(found[last - 1 - len(drafts) : last], drafts)
+            picks.append(tokens)
+            if path != list(range(len(path))):
+                moves[seq] = path
+        if moves:
+            self._move(moves)
+        return picks
+
+    def _move(self, paths: Mapping[int, list[int]]) -> None:
+        """Move what some sequences have accepted. paths: seq -> their drafts, in order"""
+        batch, seqs = self._step.batch, list(paths)
+        nodes = np.full((len(seqs), 1 + max(map(len, paths.values()))), -1, np.int32)
+        for line, path in zip(nodes, paths.values(), strict=True):
+            line[: 1 + len(path)] = (0, *(1 + draft for draft in path))
+        counts = np.array([len(path) for path in paths.values()], np.int32)
+        kv_len = batch.kv_len[seqs] - batch.q_len[seqs] + 1 + counts
+        device = self._runtime.device
+        num_accepted, path_of, length, rows = (
+            torch.from_numpy(values).to(device) for values in (counts, nodes, kv_len, batch.rows[seqs])
+        )
+        accepted = Accepted.empty(*nodes.shape, device)._replace(num_accepted=num_accepted, path=path_of, kv_len=length)
+        self._runtime.move_accepted(accepted, rows)
+
+
+def _parents(step: ScheduledStep) -> Int32Array:
+    """int32 [num_seqs, most]: new token of a sequence -> the one that it comes after, or NO_PARENT."""
+    parents = np.tile(np.arange(NO_PARENT, step.batch.max_q_len - 1, dtype=np.int32), (step.batch.num_seqs, 1))
+    for seq, drafts in step.drafts.items():
+        known = int(step.batch.q_len[seq]) - len(drafts)
+        parents[seq, known : known + len(drafts)] = np.array(drafts.parents, np.int32) + known
+    return parents
+
+
+def _found_right(rows: Many[int | BadLogits], drafts: Drafts) -> tuple[Many[int] | BadLogits, list[int]]:
+    """The tokens from a sequence's last one on, and the drafts of all but the last of them.
+
+    rows: what was picked after the last token, and after each draft
+    Where none can be picked after an accepted draft, the step ends before that draft: its sequence fails in the next.
+    """
+    tokens: list[int] = []
+    path: list[int] = []
+    at: int | None = LAST_TOKEN
+    while at is not None:
+        pick = rows[1 + at]
+        if isinstance(pick, BadLogits):
+            return (tokens, path[:-1]) if tokens else (pick, [])
+        tokens.append(pick)
+        at = drafts.after(at, pick)
+        if at is not None:
+            path.append(at)
+    return tokens, path

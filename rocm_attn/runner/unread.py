@@ -1,0 +1,43 @@
+"""Steps whose tokens the host has not read yet, and how the step after them reads these tokens on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from rocm_attn.capture.split_forward import Forward
+from rocm_attn.runner.scheduler import ScheduledStep
+from rocm_attn.runner.speculation.speculation import StepPicks
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UnreadStep:
+    """A step that was launched.
+
+    number:   the runtime's
+    picks:    of each of step.picking
+    started:  when it began to be scheduled, in seconds of time.perf_counter()
+    launched: when its launches were made
+    """
+
+    step: ScheduledStep
+    number: int
+    picks: StepPicks
+    started: float
+    launched: float
+
+
+def with_unread_tokens(forward: Forward, picked: Tensor) -> Forward:
+    """The forward, given token ids that scheduler.unread() stands in for: they are looked up.
+
+    It may run any number of times for a step, until the step's own tokens are picked.
+    picked: int32 [most_seqs], place among the picks of the step before -> token id; a graph reads it where it lies
+    """
+
+    def looked_up(ids: Tensor) -> Tensor:
+        place = ids.bitwise_not()  # -1 - id
+        return torch.where(ids < 0, picked.index_select(0, place.clamp_(min=0)), ids)
+
+    return lambda step: forward(replace(step, token_ids=looked_up(step.token_ids)))

@@ -1,0 +1,166 @@
+"""What becomes of drafts after a verify step: which are accepted, and where their K and V go. All of it on the device.
+
+The new tokens of a sequence in a verify step are the nodes of a tree. Node 0 is its last token, which no step has
+stored before; the others are drafts. What acceptance gives is all that the next step needs: its lengths are
+Accepted.kv_len plus its new tokens, of which Accepted.next_token is the first. Nothing here waits for the device, and
+all of it may be captured with a forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import BadTensor, Unsupported
+from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.cache.moved_rows import AlikePages, page_words, word_dtype
+from rocm_attn.kernels.cache.page_format import PoolKind, Scales
+from rocm_attn.kernels.cache.page_rows import key_rows, value_rows
+from rocm_attn.kernels.speculative.arguments import MOST_NODES, Accepted, Probabilities, Verified
+from rocm_attn.kernels.speculative.paths import AcceptedPaths
+from rocm_attn.machine.devices import on_device
+from rocm_attn.paging.storage import Pool, SpaceTable, Table
+from rocm_attn.providers.contract import StepOps
+from rocm_attn.providers.torch_ref import TORCH
+from rocm_attn.providers.triton import TRITON
+from rocm_attn.step.layer_kinds import LayerKinds
+from rocm_attn.step.step import Step
+
+_ELEMENTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def verified(step: Step, parents: Tensor) -> Verified:
+    """What a verify step has verified. parents: as of its TreeMask; of chains -1, 0, 1, ... in each row
+
+    Raises BadTensor.
+    """
+    if parents.dtype != torch.int32 or parents.dim() != 2 or (parents.shape[1] > 1 and parents.stride(1) != 1):
+        raise BadTensor(
+            f"parents is {parents.dtype} of shape {list(parents.shape)} and strides {list(parents.stride())}; "
+            "it must be torch.int32 of shape [num_seqs, nodes] with contiguous rows"
+        )
+    if not 1 <= parents.shape[1] <= MOST_NODES:
+        raise BadTensor(f"trees have up to {parents.shape[1]} nodes; at least 1 and at most {MOST_NODES} serve")
+    if parents.device != step.kv_len.device:
+        raise BadTensor(f"parents is on {parents.device} and the step on {step.kv_len.device}; give it there")
+    return Verified(step.token_ids, step.q_indptr, step.kv_len, parents)
+
+
+def accept_drawn(drawn: Tensor, given: Verified) -> Accepted:
+    """Accept the drafts that the model would have chosen by itself: kernels/speculative/accept_drawn.py.
+
+    drawn: int32 [T], token -> the one that the model chooses after it, by argmax or by a draw of its place
+    Raises BadTensor.
+    """
+    num_tokens = given.token_ids.shape[0]
+    if drawn.dtype != torch.int32 or drawn.shape != (num_tokens,) or not drawn.is_contiguous():
+        raise BadTensor(
+            f"drawn is {drawn.dtype} of shape {list(drawn.shape)}; it must be torch.int32 [{num_tokens}], contiguous"
+        )
+    to = _room(given)
+    with on_device(to.num_accepted.device):
+        _ops(to.num_accepted).accept_drawn(drawn, given, to)
+    return to
+
+
+def accept_sampled(probabilities: Probabilities, given: Verified) -> Accepted:
+    """Accept drafts that were drawn by probabilities of their own: kernels/speculative/accept_sampled.py.
+
+    Raises BadTensor.
+    """
+    num_tokens, vocab = given.token_ids.shape[0], probabilities.target.shape[-1]
+    for name, tensor in probabilities._asdict().items():
+        shape = (num_tokens,) if name.endswith("uniform") else (num_tokens, vocab)
+        if tensor.dtype != torch.float32 or tensor.shape != shape or (tensor.shape[-1] > 1 and tensor.stride(-1) != 1):
+            raise BadTensor(
+                f"{name} is {tensor.dtype} of shape {list(tensor.shape)}; it must be torch.float32 {list(shape)} with "
+                "contiguous rows"
+            )
+    to = _room(given)
+    with on_device(to.num_accepted.device):
+        _ops(to.num_accepted).accept_sampled(probabilities, given, to)
+    return to
+
+
+def _room(given: Verified) -> Accepted:
+    return Accepted.empty(given.num_seqs, given.parents.shape[1], given.kv_len.device)
+
+
+def _ops(tensor: Tensor) -> StepOps:
+    return (TRITON if tensor.is_cuda else TORCH).ops()
+
+
+class AcceptedMoves:
+    """Moves the K and V of accepted drafts to the places of their tokens, in all layers of a model.
+
+    Factors of tokens and index keys go with them. A launch for each space and each kind of memory.
+    """
+
+    def __init__(self, kinds: LayerKinds, table: Table, pool: Pool, ops: StepOps) -> None:
+        self._kinds, self._table, self._pool, self._ops = kinds, table, pool, ops
+        self._alike: list[tuple[SpaceTable, AlikePages]] | None = None
+
+    def move(self, accepted: Accepted, row_of_seq: Tensor) -> None:
+        """Move what was accepted. To be called once for a verify step, before the next step of its sequences.
+
+        row_of_seq: int32 [S], sequence -> row of the request table, as the verify step has it
+        Raises Unsupported for layers whose index keys stand for several tokens.
+        """
+        if self._alike is None:
+            # Not in a capture: a step runs eagerly before it is captured.
+            with torch.inference_mode(False):
+                self._alike = self._put_together()
+        with on_device(self._pool.device):
+            for table, pages in self._alike:
+                no_page = 0 if table.terms.null_page else -1
+                self._ops.move_paths(
+                    pages,
+                    AcceptedPaths(
+                        accepted.path, accepted.num_accepted, accepted.kv_len, row_of_seq, table.entries, no_page
+                    ),
+                )
+
+    def _put_together(self) -> list[tuple[SpaceTable, AlikePages]]:
+        """The memory of all layers, as few as lie alike in a space."""
+        tables = {table.space: table for table in self._table.spaces}
+        found: dict[object, tuple[SpaceTable, list[Tensor]]] = {}
+        for layer, kind in enumerate(self._kinds.of_layer):
+            space = self._kinds.spaces[kind]
+            for side in self._sides_of(layer):
+                key = space, side.dtype, side.shape[1:], side.stride()
+                found.setdefault(key, (tables[space], []))[1].append(side)
+        return [(table, AlikePages.of(sides)) for table, sides in found.values()]
+
+    def _sides_of(self, layer: int) -> Sequence[Tensor]:
+        """All that a layer keeps of a token, as AlikePages has it."""
+        pages = self._pool.layer(layer)
+        sides = _sides(pages)
+        if layer in self._kinds.selecting.indexed:
+            index = self._pool.index(layer)
+            if index.format.page_size != pages.format.page_size:
+                raise Unsupported(
+                    f"an index key of layer {layer} stands for several tokens, so it does not follow one that moves; "
+                    "verify chains, whose tokens stay where they are",
+                    [],
+                )
+            sides = [*sides, *_sides(index, is_index=True)]
+        return sides
+
+
+def _sides(pages: LayerPages, *, is_index: bool = False) -> list[Tensor]:
+    """K, V and factors of tokens of some pages; of latent and of index pages V is part of K."""
+    has_v = pages.format.kind is not PoolKind.LATENT and not is_index
+    rows: list[tuple[Tensor, Tensor | None, Callable[..., object]]] = [(pages.raw_k, pages.k_scale, key_rows)]
+    if has_v:
+        rows.append((pages.raw_v, pages.v_scale, value_rows))
+    sides = []
+    for memory, scale, of in rows:
+        is_cut = pages.format.kind is PoolKind.VECTORIZED
+        words = memory.view(_ELEMENTS[memory.element_size()] if is_cut else word_dtype(memory))
+        sides.append(page_words(of(words)))  # type: ignore[arg-type]
+        if pages.format.scales is Scales.TOKEN:
+            assert scale is not None
+            sides.append(scale.view(torch.int32).transpose(1, 2)[:, :, None, None])
+    return sides

@@ -1,0 +1,242 @@
+"""Graphs of rounds of drafts: all draft steps and what is picked between them, bitwise as they run eagerly."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.drafts import Drafts
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.capture.draft_runner import DraftRunner
+from rocm_attn.capture.forecast import plan_capture
+from rocm_attn.capture.graphs import draft_shapes, recorder_for
+from rocm_attn.capture.step_runner import StepRunner
+from rocm_attn.errors import BadBatch, BadSetting
+from rocm_attn.providers.contract import LayerKernel
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step.layer_kinds import LayerKinds
+from rocm_attn.step.options import RuntimeOptions
+from rocm_attn.watch.flight_recorder import FlightRecorder, read_dump
+from tests.amd.graphs.small_models import Forgetful, Requests, Tiny
+from tests.amd.runtime.stepping import providers, small_problem
+
+each_provider = pytest.mark.parametrize("provider", providers())
+CHAIN, TREE = Drafts(1, 3), Drafts(2, 2)
+each_shape = pytest.mark.parametrize("drafts", [CHAIN, TREE], ids=["chain", "tree"])
+
+tree_mostly = pytest.mark.parametrize(
+    "drafts", [pytest.param(CHAIN, marks=pytest.mark.nightly), TREE], ids=["chain", "tree"]
+)
+host_only = pytest.mark.parametrize("provider", [name for name in providers() if name == "torch"])
+
+
+def build(device: torch.device, provider: str, drafts: Drafts, *, split: bool = False) -> Tiny:
+    """Graphs of the drafts of two and of four sequences, or halves of them."""
+    return Tiny.build(
+        device, provider, (2, 4), split_steps=split, custom_mask=drafts.branches > 1, drafts=[drafts], max_num_seqs=12
+    )
+
+
+def prompted(tiny: Tiny) -> Requests:
+    """Three requests with prompts."""
+    requests = Requests(tiny.runtime)
+    requests.admit(3)
+    requests.run(StepRunner(tiny.runtime, tiny.forward, None), [9, 2, 5])
+    return requests
+
+
+@pytest.mark.long
+@each_shape
+@each_provider
+def test_a_replayed_round_is_bitwise_the_eager_one(provider: str, drafts: Drafts, device: torch.device) -> None:
+    """Rounds of three, one and no sequences, with decode steps of another runner between them."""
+    tiny = build(device, provider, drafts)
+    requests = prompted(tiny)
+    runner = DraftRunner(tiny.runtime, tiny.draft, recorder_for(device))
+    steps = StepRunner(tiny.runtime, tiny.forward, recorder_for(device))
+    for count in (3, 1, 3, 2, 0, 3):
+        batch = requests.draft_batch(drafts, count)
+        picked = runner.run(batch).clone()
+        assert picked.shape == (count, drafts.tokens)
+        assert torch.equal(picked, runner.run_eagerly(batch))
+        requests.run(steps, [1, 1, 1])
+    assert (runner.counters.graphs_off, runner.counters.captures) == ("", 2)
+    assert runner.counters.replays >= 5
+    runner.check_addresses()
+    tiny.runtime.check_device()
+
+
+@each_shape
+@each_provider
+def test_one_graph_holds_all_draft_steps_of_a_round(provider: str, drafts: Drafts, device: torch.device) -> None:
+    """The short form of what runs for long elsewhere: one graph, checked, then replayed with other picks."""
+    tiny = build(device, provider, Drafts(drafts.branches, 2))
+    requests = prompted(tiny)
+    runner = DraftRunner(tiny.runtime, tiny.draft, recorder_for(device))
+    batch = requests.draft_batch(Drafts(drafts.branches, 2), 2)
+    picked = runner.run(batch).clone()
+    assert torch.equal(picked, runner.run_eagerly(batch))
+    assert (runner.counters.captures, runner.counters.replays, runner.counters.graphs_off) == (1, 1, "")
+    (bucket,) = runner.capture_report().buckets
+    assert bucket.key.shape.kind is (StepKind.DECODE if drafts.branches == 1 else StepKind.MASKED)
+    assert bucket.check.startswith("equal to eager bitwise")
+
+
+@host_only
+@tree_mostly
+def test_rounds_in_two_halves_are_captured_and_keep_the_order_of_the_batch(
+    drafts: Drafts, provider: str, device: torch.device
+) -> None:
+    tiny = build(device, provider, drafts, split=True)
+    requests = prompted(tiny)
+    runner = DraftRunner(tiny.runtime, tiny.draft, recorder_for(device))
+    eager = DraftRunner(tiny.runtime, tiny.draft, None)
+    for count in (3, 1, 2):
+        batch = requests.draft_batch(drafts, count)
+        picked = runner.run_split(batch).clone()
+        assert torch.equal(picked, eager.run_split(batch))
+        # Whole, its sums are rounded otherwise; the first picks follow from the ids and the prefix.
+        assert len(picked) == len(runner.run(batch)) == count
+    names = {bucket.name.partition(",")[0] for bucket in runner.capture_report().buckets}
+    branches = "1 branch" if drafts is CHAIN else "2 branches"
+    assert f"{drafts.steps} draft steps of 4 sequences with {branches} in two halves" in names
+    assert runner.counters.graphs_off == ""
+
+
+@host_only
+@tree_mostly
+def test_a_round_recomputes_whatever_was_left_in_its_buffers(
+    drafts: Drafts, provider: str, device: torch.device
+) -> None:
+    outs: list[list[Tensor]] = []
+    for poison in (False, True):
+        tiny = build(device, provider, drafts)
+        requests = prompted(tiny)
+        runner = DraftRunner(tiny.runtime, tiny.draft, recorder_for(device))
+        of_rounds = []
+        for count in (3, 1, 3, 2):
+            for name, tensor in tiny.runtime.sealed_tensors().items() if poison else ():
+                if name not in ("table", "counts") and "pages" not in name:
+                    tensor.fill_(float("nan") if tensor.is_floating_point() else 0x7F7F7F7F)
+            of_rounds.append(runner.run(requests.draft_batch(drafts, count)).clone())
+        outs.append(of_rounds)
+        assert runner.counters.replays == 4
+    assert all(torch.equal(one, other) for one, other in zip(*outs, strict=True))
+
+
+@host_only
+@pytest.mark.parametrize("launch", ["draft_steps", "place_trees", "fill"])
+def test_a_graph_that_lacks_a_launch_of_the_round_never_serves(
+    launch: str, provider: str, device: torch.device
+) -> None:
+    tiny = build(device, provider, TREE)
+    requests = prompted(tiny)
+    runner = DraftRunner(tiny.runtime, tiny.draft, Forgetful(recorder_for(device), tiny.runtime, launch))
+    batch = requests.draft_batch(TREE, 3)
+    picked = runner.run(batch).clone()
+    assert runner.counters.replays == 0
+    # Without lengths the drafts may lie outside of their rows, which the device reports by itself.
+    assert re.search("differs from the eager run|a new token had no page", runner.counters.graphs_off)
+    assert torch.equal(picked, runner.run_eagerly(batch))
+
+
+@host_only
+def test_rounds_are_captured_ahead_and_predicted(provider: str, device: torch.device) -> None:
+    tiny = build(device, provider, TREE, split=True)
+    runner = DraftRunner(tiny.runtime, tiny.draft, recorder_for(device))
+    report = runner.capture_all()
+    assert (report.skipped, report.graphs_off) == ((), "")
+    assert [bucket.key.shape for bucket in report.buckets] == list(draft_shapes(tiny.runtime.padding))
+    options = tiny.runtime.options
+    plan = plan_capture([tiny.problem] * 2, tiny.runtime.target, options)
+    drafts = [bucket.shape for bucket in plan.buckets if bucket.shape.drafts == TREE]
+    assert drafts == list(draft_shapes(tiny.runtime.padding))
+    held = {name: tensor.nbytes for name, tensor in tiny.runtime.core.memory.sealed_tensors().items()}
+    assert held == {part.name: part.num_bytes for part in plan.parts if part.name in held}
+    without = plan_capture([tiny.problem] * 2, tiny.runtime.target, replace(options, drafts=()))
+    assert plan.draft_bytes == plan.num_bytes - without.num_bytes > 0
+    assert without.draft_bytes == 0
+
+
+@host_only
+def test_rounds_that_were_not_asked_for_run_eagerly(provider: str, device: torch.device) -> None:
+    tiny = build(device, provider, CHAIN)
+    requests = prompted(tiny)
+    runner = DraftRunner(tiny.runtime, tiny.draft, recorder_for(device))
+    picked = runner.run(requests.draft_batch(Drafts(1, 2), 3))
+    assert picked.shape == (3, 2)
+    assert runner.counters.replays == runner.counters.captures == 0
+    with pytest.raises(BadSetting, match="drafts with several branches need masks in every layer"):
+        RuntimeOptions(num_pages=9, max_num_seqs=2, max_kv_len=16, drafts=[TREE]).padding([small_problem()])
+
+
+@host_only
+def test_a_graph_that_a_kernel_cannot_serve_is_never_made(provider: str, device: torch.device) -> None:
+    """A kernel that may not be captured runs the draft steps eagerly, and says so; no graph is tried on it."""
+    tiny = build(device, provider, TREE)
+    options, selections = tiny.runtime.options, []
+    for selection in tiny.runtime.selections:
+        kernels = {
+            kind: LayerKernel(replace(kernel.row, graph_safe=kind is not StepKind.MASKED), kernel.bound)
+            for kind, kernel in selection.kernels.items()
+        }
+        selections.append(replace(selection, kernels=kernels))
+    problems = [tiny.problem] * 2
+    kinds = LayerKinds.of(problems, options.spaces(problems), selections)
+    runtime = AttentionRuntime(kinds, options, device=device, guards=tiny.runtime.guards)
+    tiny = replace(tiny, runtime=runtime)
+    runner = DraftRunner(runtime, tiny.draft, recorder_for(device))
+    report = runner.capture_all()
+    assert not report.buckets
+    assert {skipped.shape for skipped in report.skipped} == set(draft_shapes(runtime.padding))
+    assert all("not every kernel can be captured" in skipped.reason for skipped in report.skipped)
+    requests = prompted(tiny)
+    assert runner.run(requests.draft_batch(TREE, 3)).shape == (3, 4)
+    assert runner.counters.replays == runner.counters.captures == 0
+
+
+@host_only
+def test_a_round_without_room_for_probe_requests_is_tried_on_itself(provider: str, device: torch.device) -> None:
+    tiny = Tiny.build(device, provider, (2,), drafts=[CHAIN], max_num_seqs=2)
+    requests = Requests(tiny.runtime)
+    requests.admit(2)
+    requests.run(StepRunner(tiny.runtime, tiny.forward, None), [9, 2])
+    runner = DraftRunner(tiny.runtime, tiny.draft, recorder_for(device))
+    batch = requests.draft_batch(CHAIN, 2)
+    picked = runner.run(batch).clone()
+    assert torch.equal(picked, runner.run_eagerly(batch))
+    assert "of the step itself" in runner.capture_report().buckets[0].check
+
+
+def test_the_lengths_of_a_round_are_those_of_its_rows(device: torch.device) -> None:
+    """What is published is the first draft step alone: the others follow on the device."""
+    tiny = build(device, "torch", CHAIN)
+    requests = prompted(tiny)
+    batch = requests.draft_batch(CHAIN, 3)
+    assert isinstance(batch, StepBatch)
+    assert np.array_equal(batch.kv_len, np.array(requests.kv_len) + 3)
+    tiny.runtime.begin_drafts(batch)
+    lengths = [child.tensors.kv_len[:3].tolist() for child in tiny.runtime._children]
+    assert lengths == [[length + step for length in requests.kv_len] for step in (1, 2, 3)]
+    tiny.runtime.end_step()
+
+
+def test_a_dump_knows_rounds_of_drafts(device: torch.device, tmp_path: Path) -> None:
+    tiny = build(device, "torch", TREE)
+    flight = FlightRecorder(tiny.runtime, tmp_path / "flight.json")
+    runner = DraftRunner(tiny.runtime, tiny.draft, recorder_for(device), flight=flight)
+    runner.run(prompted(tiny).draft_batch(TREE, 3))
+    flight.dump("asked for")
+    dump = read_dump(tmp_path / "flight.json")
+    assert dump.runtime.options.drafts == (TREE,)
+    step = dump.step(None)
+    assert (step.branches, step.draft_steps, step.children, step.padded_seqs) == (2, 2, 2, 4)
+    with pytest.raises(BadBatch, match="was a round of drafts"):
+        step.batch()

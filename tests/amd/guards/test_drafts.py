@@ -1,0 +1,199 @@
+"""Rounds of drafts without the safeguards: the reports of engines whose draft workers keep lists of their own."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from rocm_attn.batch.drafts import Drafts
+from rocm_attn.batch.inputs import DeviceInputs
+from rocm_attn.errors import CapacityExceeded, DeviceFault
+from rocm_attn.guards.registry import Guards
+from tests.amd.guards.drafting import Drafting
+from tests.amd.guards.serving import ALL_ON, DEVICE_FAULT, run_elsewhere
+from tests.amd.runtime.stepping import Request, providers
+
+both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+each_provider = pytest.mark.parametrize("provider", providers())
+CHAIN, TREE = Drafts(1, 3), Drafts(3, 2)
+shapes = pytest.mark.parametrize("drafts", [CHAIN, TREE], ids=["chain", "tree"])
+# Where each takes a process of its own.
+one_way_each = pytest.mark.parametrize(
+    ("drafts", "graphs"),
+    [
+        pytest.param(CHAIN, False, id="chain-eager"),
+        pytest.param(CHAIN, True, id="chain-graphed", marks=pytest.mark.nightly),
+        pytest.param(TREE, False, id="tree-eager", marks=pytest.mark.nightly),
+        pytest.param(TREE, True, id="tree-graphed"),
+    ],
+)
+
+
+def two_rounds(drafting: Drafting) -> list[bool]:
+    """A round of five requests, and one of two of them in its padded size; whether each was right."""
+    requests = drafting.admit([5, 1, 9, 4, 3])
+    right = []
+    for count in (5, 2):
+        drafting.run(requests[:count])
+        right.append(drafting.is_right(requests[:count]))
+    return right
+
+
+@both_ways
+@shapes
+@each_provider
+def test_every_draft_step_sees_the_drafts_before_it(
+    provider: str, drafts: Drafts, graphs: bool, device: torch.device
+) -> None:
+    """H8: the lengths that a kernel is given leave out the drafts of this round."""
+    assert two_rounds(Drafting(device, ALL_ON, drafts=drafts, provider=provider, graphs=graphs)) == [True, True]
+
+    off = Drafting(device, Guards().without("draft_lengths"), drafts=drafts, provider=provider, graphs=graphs)
+    assert two_rounds(off) == [False, False]
+
+
+@one_way_each
+def test_each_draft_step_has_memory_of_its_own(drafts: Drafts, graphs: bool, device: torch.device) -> None:
+    """H4: what several steps keep in one matrix runs over into the next step's line."""
+    assert two_rounds(Drafting(device, ALL_ON, drafts=drafts, graphs=graphs)) == [True, True]
+
+    off = run_elsewhere(
+        "import torch\nfrom tests.amd.guards.test_drafts import *\n"
+        'guards = Guards().without("child_ranges").without("echo_check", "last_steps")\n'
+        f"print(two_rounds(Drafting(torch.device({device.type!r}), guards, drafts={drafts}, graphs={graphs})))"
+    )
+    assert off.stdout == "[False, False]\n" or re.search(DEVICE_FAULT, off.stderr), off.stdout + off.stderr
+
+
+@one_way_each
+def test_room_is_for_branches_and_not_for_requests(drafts: Drafts, graphs: bool, device: torch.device) -> None:
+    """H3, H5: buffers and scratch are counted in requests of the pool, and used with padded ones and their branches."""
+    assert two_rounds(Drafting(device, ALL_ON, drafts=drafts, graphs=graphs, capture_sizes=(16,))) == [True, True]
+
+    off = run_elsewhere(
+        "import torch\nfrom tests.amd.guards.test_drafts import *\n"
+        f"off = Drafting(torch.device({device.type!r}), Guards().without('capacity'), drafts={drafts}, "
+        f"graphs={graphs}, capture_sizes=(16,))\nprint(two_rounds(off))"
+    )
+    assert off.returncode != 0 or "False" in off.stdout, off.stdout
+    assert off.returncode == 0 or re.search(r"size|out of bounds|invalid|" + DEVICE_FAULT, off.stderr), off.stderr
+
+
+@both_ways
+@shapes
+@each_provider
+def test_padded_sequences_of_a_round_are_rewritten(
+    provider: str, drafts: Drafts, graphs: bool, device: torch.device
+) -> None:
+    """Seed 001 in its draft runners: a smaller round keeps the rows of those that sat there before."""
+    sound = Drafting(device, ALL_ON, drafts=drafts, provider=provider, graphs=graphs)
+    assert two_rounds(sound) == [True, True]
+    pads = slice(2 * drafts.branches, None)
+    assert all(not out[pads].any() for out in sound.out)
+
+    off = Drafting(device, Guards().without("pads"), drafts=drafts, provider=provider, graphs=graphs)
+    two_rounds(off)
+    # A query of zeros weighs all keys alike: the pads hold what they have read of the third request and its drafts.
+    stale = off.out[0][pads][: drafts.branches]
+    assert stale.any()
+
+
+def is_whole(drafting: Drafting, request: Request) -> bool:
+    """Whether a request's stored tokens are what it stored, by way of its row."""
+    pages, page_size = drafting.runtime.pool.layer(0), drafting.runtime.table.page_size
+    entries = drafting.runtime.table.spaces[0].entries[request.row].long()
+    place = torch.arange(request.kv_len, device=entries.device)
+    page, offset = entries[place // page_size], place % page_size
+    return torch.equal(pages.k[page, offset], request.k[0]) and torch.equal(pages.v[page, offset], request.v[0])
+
+
+def overfull(drafting: Drafting, prefix: int) -> tuple[bool, bool]:
+    """A round that may leave its row: whether it was refused, and whether the rows around it are whole."""
+    full = drafting.runtime.table.max_kv_len
+    before, request, after = drafting.admit([full, prefix, full])
+    assert [row - before.row for row in (request.row, after.row)] == [1, 2]
+    refused = False
+    try:
+        drafting.runtime.table.reserve(request.row, request.kv_len + drafting.drafts.tokens)
+        drafting.run_batch([request], drafting.batch([request]))
+    except CapacityExceeded:
+        refused = True
+    whole = is_whole(drafting, before) and is_whole(drafting, after) and is_whole(drafting, request)
+    return refused, whole and (refused or drafting.is_right([request]))
+
+
+def drafting_of(
+    device: torch.device, guards: Guards, drafts: Drafts, page_size: int, provider: str = "torch"
+) -> Drafting:
+    """Rows of three pages, and three of them."""
+    return Drafting(
+        device,
+        guards,
+        drafts=drafts,
+        graphs=False,
+        provider=provider,
+        page_size=page_size,
+        max_kv_len=3 * page_size,
+        num_pages=16,
+        max_num_seqs=3,
+        capture_sizes=(1,),
+    )
+
+
+@pytest.mark.parametrize("page_size", [2, 16])
+def test_drafts_stay_in_their_row_at_every_last_page_length(page_size: int, device: torch.device) -> None:
+    """Seed 002: the drafts of K branches and S steps span more pages than a row has left.
+
+    Every length of the last page; the rows before and after, full of tokens, are the sentinels.
+    """
+    refusals = []
+    for branches in (1, 3, 8):
+        for steps in (1, 2, 4):
+            drafting = drafting_of(device, ALL_ON, Drafts(branches, steps), page_size)
+            for last in range(page_size):
+                prefix = page_size + 1 + last
+                refused, whole = overfull(drafting, prefix)
+                assert whole
+                assert refused == (prefix + branches * steps > 3 * page_size)
+                refusals.append(refused)
+                drafting.free(*reversed(drafting.world.requests))
+    assert len(set(refusals)) == 2
+
+
+@pytest.mark.parametrize("page_size", [2, 16])
+@each_provider
+def test_a_round_past_its_row_reaches_the_next_row_without_its_width(
+    provider: str, page_size: int, device: torch.device
+) -> None:
+    drafts, prefix = Drafts(1, 4), 3 * page_size - 1
+    assert overfull(drafting_of(device, ALL_ON, drafts, page_size, provider), prefix) == (True, True)
+    off = drafting_of(device, Guards().without("row_width"), drafts, page_size, provider)
+    assert overfull(off, prefix) == (False, False)
+
+
+@both_ways
+@each_provider
+def test_a_prefix_on_the_device_beyond_its_bound_reaches_no_neighbour(
+    provider: str, graphs: bool, device: torch.device
+) -> None:
+    """H17 in draft steps: a length that only the device knows leads past the pages that were reserved."""
+
+    def round_beyond(guards: Guards) -> Drafting:
+        drafting = Drafting(
+            device, guards, drafts=Drafts(1, 3), graphs=graphs, provider=provider, page_size=2, max_kv_len=16
+        )
+        one, _ = drafting.admit([5, 16])
+        drafting.runtime.table.reserve(one.row, one.kv_len + 3)
+        lengths = torch.tensor([14], dtype=torch.int32, device=device)
+        inputs = DeviceInputs(kv_len=lengths, ahead=3)
+        drafting.run_batch([one], drafting.batch([one], inputs))
+        return drafting
+
+    sound = round_beyond(ALL_ON)
+    assert sound.is_right(sound.world.requests[:1])
+    with pytest.raises(DeviceFault, match="a length on the device lay outside"):
+        sound.runtime.check_device()
+    off = round_beyond(Guards().without("length_bounds"))
+    assert not off.is_right(off.world.requests[:1])

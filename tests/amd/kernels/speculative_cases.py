@@ -1,0 +1,92 @@
+"""What became of drafts, as functions of plain tensors, for suites that copy and compare what they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from rocm_attn.kernels.cache.moved_rows import AlikePages
+from rocm_attn.kernels.speculative.arguments import Accepted, Probabilities, Verified
+from rocm_attn.kernels.speculative.paths import AcceptedPaths
+
+Launch = Callable[..., None]
+
+# Trees of up to five nodes; the third sequence has none, and those after it no line of parents.
+PARENTS = [[-1, 0, 0, 1, 2], [-1, 0, 7, 2, 3], [5, 5, 5, 5, 5]]
+Q_LEN, KV_LEN = [5, 3, 0, 2, 0], [17, 9, 4, 6, 3]
+# In no vocabulary.
+_NO_TOKEN = 1 << 28
+VOCAB = 11
+
+
+def ints(values: list[int]) -> Tensor:
+    """int32."""
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def of_accept_drawn(accept: Launch) -> Launch:
+    """accept(drawn, token_ids, q_indptr, kv_len, parents, and what Accepted has)."""
+    return lambda drawn, *tensors: accept(drawn, Verified(*tensors[:4]), Accepted(*tensors[4:]))
+
+
+def of_accept_sampled(accept: Launch) -> Launch:
+    """accept(what Probabilities have, token_ids, q_indptr, kv_len, parents, and what Accepted has)."""
+    return lambda *tensors: accept(Probabilities(*tensors[:4]), Verified(*tensors[4:8]), Accepted(*tensors[8:]))
+
+
+def of_move_paths(move: Launch, no_page: int) -> Launch:
+    """move(path, num_accepted, kv_len, row_of_seq, table, pages as AlikePages has them)."""
+
+    def of_tensors(path: Tensor, num: Tensor, kv_len: Tensor, rows: Tensor, table: Tensor, pages: Tensor) -> None:
+        move(AlikePages.of(pages.unbind()), AcceptedPaths(path, num, kv_len, rows, table, no_page))
+
+    return of_tensors
+
+
+def trees() -> list[Tensor]:
+    """token_ids, q_indptr, kv_len and parents, whose rows have a stride."""
+    parents = torch.full((3, 7), 1 << 20, dtype=torch.int32)
+    parents[:, :5] = torch.tensor(PARENTS)
+    q_indptr = ints([sum(Q_LEN[:seq]) for seq in range(6)])
+    return [ints([9, _NO_TOKEN, 2, 3, 4, 9, 5, 6, 9, 7]), q_indptr, ints(KV_LEN), parents[:, :5]]
+
+
+def drawn() -> Tensor:
+    """The path 0, 2, 4 of the first tree, and the whole second one but for its strays."""
+    return ints([2, 0, 4, 0, 8, 5, 3, 0, 7, 10])
+
+
+def probabilities() -> list[Tensor]:
+    """Random ones in rows with gaps, and uniform numbers that accept some drafts and refuse others."""
+    generator = torch.Generator().manual_seed(5)
+    rows = torch.rand(2, sum(Q_LEN), VOCAB + 2, generator=generator)[..., :VOCAB]
+    rows = rows / rows.sum(2, keepdim=True)
+    target = torch.zeros(sum(Q_LEN), VOCAB + 2)[:, :VOCAB].copy_(rows[0])
+    draft = torch.zeros(sum(Q_LEN), VOCAB + 2)[:, :VOCAB].copy_(rows[1])
+    uniform = torch.rand(2, sum(Q_LEN), generator=generator)
+    return [target, draft, uniform[0].clone(), uniform[1].clone()]
+
+
+def room(garbage: int) -> list[Tensor]:
+    """What Accepted has, of garbage."""
+    accepted = Accepted.empty(5, 5, torch.device("cpu"))
+    return [each.fill_(garbage) for each in accepted]
+
+
+def paths() -> list[Tensor]:
+    """path, num_accepted, kv_len, row_of_seq and a table of pages of two tokens, one of which is no page.
+
+    The third sequence reaches past its line, and the last one to the last token of the last page.
+    """
+    path = torch.tensor([[0, 2, 3, 5, -1, -1], [0, 3, 4, -1, -1, -1], [0, 4, -1, -1, -1, -1], [0, 1, 2, 3, 5, 7]])
+    table = torch.zeros(5, 6, dtype=torch.int32)
+    table[1:, :4] = torch.tensor([[3, 1, 4, 2], [5, 9, 0, 6], [7, 8, 10, 11], [12, 13, 14, 15]])
+    return [path.int(), ints([3, 2, 1, 5]), ints([5, 4, 6, 6]), ints([2, 1, 3, 4]), table[:, :4]]
+
+
+def layers_of_pages() -> Tensor:
+    """K of two layers: pages of two tokens of two heads, in one memory with gaps."""
+    memory = torch.arange(2 * 16 * 2 * 2 * 7, dtype=torch.int32).view(2, 16, 2, 1, 2, 7)
+    return memory[..., :5]

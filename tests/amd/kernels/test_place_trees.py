@@ -1,0 +1,121 @@
+"""Masks and positions of draft trees that the device works out, against walks from each node to its root."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rocm_attn.kernels.metadata.place_trees import launch_place_trees
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
+from rocm_attn.kernels.refs.metadata import place_trees
+from tests.amd.kernels.fill_cases import GARBAGE
+
+Place = Callable[[torch.Tensor, int, StepTensors], None]
+
+both = pytest.mark.parametrize("place", [launch_place_trees, place_trees], ids=["kernel", "twin"])
+Tree = Sequence[int]
+
+
+def step_of(older: Sequence[int], q_len: Sequence[int], pads: tuple[int, int], device: torch.device) -> StepTensors:
+    """Lengths of a step, and garbage where its mask goes. older: tokens before the new ones; pads: sequences, tokens"""
+
+    def ints(values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    def garbage(size: int) -> torch.Tensor:
+        return torch.full((size,), GARBAGE, dtype=torch.int32, device=device)
+
+    num_tokens, nothing = sum(q_len), [0] * pads[0]
+    return StepTensors.of(
+        ints([]),
+        counts=ints([len(q_len), num_tokens, 1, 0]),
+        kv_len=ints([*(before + new for before, new in zip(older, q_len, strict=True)), *nothing]),
+        q_len=ints([*q_len, *nothing]),
+        mask_start=garbage(len(q_len) + pads[0]),
+        mask_words=garbage(60),
+        mask_positions=garbage(num_tokens + pads[1]),
+    )
+
+
+def walked(trees: Sequence[Tree], older: Sequence[int], nodes_before: int) -> tuple[list[bool], list[int]]:
+    """The cells and positions of trees, token by token."""
+    cells, positions = [], []
+    for parents, before in zip(trees, older, strict=True):
+        for node in range(nodes_before, len(parents)):
+            branch = [node]
+            while 0 <= parents[branch[-1]] < branch[-1]:
+                branch.append(parents[branch[-1]])
+            cells += [other in branch for other in range(len(parents))]
+            positions.append(before - nodes_before + len(branch) - 1)
+    return cells, positions
+
+
+def check(place: Place, trees: Sequence[Tree], older: Sequence[int], nodes_before: int, device: torch.device) -> None:
+    """Place trees, twice, and compare all of it; parents have a stride, and rows garbage after their nodes."""
+    most = max(map(len, trees), default=0)
+    wide = torch.full((len(trees), most + 3), GARBAGE, dtype=torch.int32)
+    for line, tree in zip(wide, trees, strict=True):
+        line[: len(tree)] = torch.tensor(tree, dtype=torch.int32)
+    step = step_of(older, [len(tree) - nodes_before for tree in trees], (2, 5), device)
+    parents = wide.to(device)[:, : most + 1]
+    for _ in range(2):
+        place(parents, nodes_before, step)
+    cells, positions = walked(trees, older, nodes_before)
+    starts = [before - nodes_before for before in older]
+    assert step.mask_start.tolist() == [*starts, 0, 0]
+    assert step.mask_positions.tolist() == positions + [0] * 5
+    words = [word % 2**32 for word in step.mask_words.tolist()]
+    bits = [bool(word >> place & 1) for word in words for place in range(32)]
+    assert bits[: len(cells)] == cells
+    assert bits[len(cells) :] == [bool(GARBAGE >> place & 1) for _ in words for place in range(32)][len(cells) :]
+
+
+def trees_of(nodes_before: int) -> st.SearchStrategy[list[tuple[int, ...]]]:
+    """Up to five trees; parents that do not come before their child count as none."""
+    return st.lists(
+        st.integers(nodes_before, 9).flatmap(lambda n: st.tuples(*(st.integers(-2, node + 1) for node in range(n)))),
+        max_size=5,
+    )
+
+
+@both
+@pytest.mark.parametrize("nodes_before", [0, 2])
+@settings(max_examples=20)
+@given(data=st.data())
+def test_a_draft_sees_the_prefix_its_ancestors_and_itself(
+    place: Place, nodes_before: int, data: st.DataObject, kernel_device: torch.device
+) -> None:
+    drawn = data.draw(trees_of(nodes_before))
+    older = data.draw(st.lists(st.integers(nodes_before, 70), min_size=len(drawn), max_size=len(drawn)))
+    check(place, drawn, older, nodes_before, kernel_device)
+
+
+@both
+@pytest.mark.parametrize("num_nodes", [1, 31, 32, 33])
+def test_long_branches_are_followed_to_their_ends(place: Place, num_nodes: int, kernel_device: torch.device) -> None:
+    """A chain is causal, and its positions are places in the KV."""
+    check(place, [range(-1, num_nodes - 1)], [20], 0, kernel_device)
+
+
+@pytest.mark.long
+@both
+def test_more_sequences_than_a_program_looks_at_in_one_step(place: Place, kernel_device: torch.device) -> None:
+    trees = [[-1, 0, 0][: 1 + seq % 3] for seq in range(270)]
+    check(place, trees, list(range(270)), 0, kernel_device)
+
+
+@both
+def test_lengths_that_leave_no_room_for_older_nodes_stay_within_the_row(
+    place: Place, kernel_device: torch.device
+) -> None:
+    """Of the keys before the new ones there are fewer than nodes: those that there are have cells."""
+    step = step_of([1], [2], (0, 0), kernel_device)
+    parents = torch.tensor([[-1, 0, 1, 2, 3]], dtype=torch.int32, device=kernel_device)
+    place(parents, 3, step)
+    assert step.mask_start.tolist() == [0]
+    assert step.mask_positions.tolist() == [1, 2]
+    assert step.mask_words.tolist()[0] & 0b111111 == 0b111_011

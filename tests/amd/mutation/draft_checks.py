@@ -1,0 +1,41 @@
+"""What the launches that take lengths from the device, and those of a round of drafts, need of their masks."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
+from rocm_attn.kernels.metadata.draft_steps import launch_draft_steps
+from rocm_attn.kernels.metadata.step_tensors import Pads
+from rocm_attn.kernels.refs import metadata as twins
+from tests.amd.kernels.launches_of_tensors import of_device_inputs, of_draft_steps
+from tests.amd.mutation.memory import Memory, assert_same
+
+
+def _ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def device_inputs(memory: Memory) -> None:
+    """Two sequences of up to five tokens, within their bounds and not, before what is shared too, at five and seven."""
+    slot = _ints(*[2, 5, 9, 0, 8, 0, 8, 0, 4, 5, 30, 40, 3, 2])
+    for kv_len, q_len, floor in (([29, 40], [1, 2], [28, 0]), ([31, 1], [4, 2], [0, 0]), ([29, 1], [3, 1], [28, 9])):
+        inputs = [slot, _ints(*kv_len), _ints(*q_len), _ints(*[11, 12, 13, 14, 15]), _ints(*floor)]
+        outputs = [_ints(*[2, 5, 9, 0]), *(_ints(*[-77] * size) for size in (5, 5, 7))]
+        assert_same(
+            memory, of_device_inputs(launch_device_inputs), of_device_inputs(twins.device_inputs), inputs, outputs
+        )
+
+
+def draft_steps(memory: Memory) -> None:
+    """Three steps of two branches; two sequences and two pads, and a gap after each step's part."""
+    kv_len, token_ids, mask_start, parents = (_ints(*[-77] * size) for size in (15, 27, 15, 24))
+    kv_len[:2] = _ints(9, 30)
+    launch, twin = (
+        partial(of_draft_steps(derive, Pads(5, 0)), num_seqs=4, branches=2, steps=3)
+        for derive in (launch_draft_steps, twins.draft_steps)
+    )
+    assert_same(memory, launch, twin, [_ints(2, 4, 1, 0)], [kv_len, token_ids, mask_start, parents])

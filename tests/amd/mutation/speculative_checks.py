@@ -1,0 +1,50 @@
+"""What the kernels that accept drafts need of their masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rocm_attn.kernels.refs import speculative as twins
+from rocm_attn.kernels.speculative.accept_drawn import launch_accept_drawn
+from rocm_attn.kernels.speculative.accept_sampled import launch_accept_sampled
+from rocm_attn.kernels.speculative.move_paths import launch_move_paths
+from tests.amd.kernels.speculative_cases import (
+    drawn,
+    layers_of_pages,
+    of_accept_drawn,
+    of_accept_sampled,
+    of_move_paths,
+    paths,
+    probabilities,
+    room,
+    trees,
+)
+from tests.amd.mutation.memory import Memory, assert_same
+
+_GARBAGE = 0x5A5A5A5A
+
+
+def accept_drawn(memory: Memory) -> None:
+    """Trees of five nodes, of three, of none, and one without a line of parents."""
+    launch, twin = of_accept_drawn(launch_accept_drawn), of_accept_drawn(twins.accept_drawn)
+    assert_same(memory, launch, twin, [drawn(), *trees()], room(_GARBAGE))
+
+
+def accept_sampled(memory: Memory) -> None:
+    """The same trees, and rows of a few tokens with gaps after them."""
+    launch, twin = of_accept_sampled(launch_accept_sampled), of_accept_sampled(twins.accept_sampled)
+    assert_same(memory, launch, twin, [*probabilities(), *trees()], room(_GARBAGE))
+
+
+def move_paths(memory: Memory) -> None:
+    """Paths within rows of the table, at a page that is none, and past a row's end."""
+    for no_page in (0, -1):
+        launch, twin = of_move_paths(launch_move_paths, no_page), of_move_paths(twins.move_paths, no_page)
+        assert_same(memory, launch, twin, paths(), [layers_of_pages()])
+
+
+SPECULATIVE_CHECKS: dict[str, Callable[[Memory], None]] = {
+    "speculative/accept_drawn.py": accept_drawn,
+    "speculative/accept_sampled.py": accept_sampled,
+    "speculative/move_paths.py": move_paths,
+}

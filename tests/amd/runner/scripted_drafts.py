@@ -1,0 +1,62 @@
+"""Drafts that a test writes: mostly what a request comes to, with mistakes and branches of every kind."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Mapping
+from collections.abc import Sequence as Many
+
+from rocm_attn.capture.graphs import Progress
+from rocm_attn.runner.engine import Engine
+from rocm_attn.runner.request import Sequence
+from rocm_attn.runner.speculation.drafts import LAST_TOKEN, Drafts
+from rocm_attn.runner.speculation.speculation import Speculation
+
+
+class ScriptedDrafter:
+    """Knows the texts, and makes mistakes.
+
+    texts:    of each request all tokens, the prompt's too, or those of the longest text that it may come to
+    branches: whether drafts are trees
+    mistakes: share of the drafts that are wrong
+    """
+
+    def __init__(
+        self, texts: Many[Many[int]], vocabulary: int, *, seed: int = 0, branches: bool = False, mistakes: float = 0.2
+    ) -> None:
+        self._texts = texts
+        self._vocabulary = vocabulary
+        self._random = random.Random(seed)
+        self._branches = branches
+        self._mistakes = mistakes
+
+    def draft(self, decoding: Many[tuple[Sequence, int]], alive: Collection[int]) -> Mapping[int, Drafts]:
+        """As Drafter.draft."""
+        assert {each.number for each, _ in decoding} <= set(alive)
+        drafts = {each.number: self._tree(each, self._random.randint(0, most)) for each, most in decoding}
+        return {number: tree for number, tree in drafts.items() if len(tree)}
+
+    def capture_all(self, progress: Progress) -> None:
+        """As Drafter.capture_all."""
+
+    def _tree(self, sequence: Sequence, num: int) -> Drafts:
+        text = self._texts[sequence.number]
+        token_ids: list[int] = []
+        parents: list[int] = []
+        depths: list[int] = []
+        for draft in range(num):
+            parent = self._random.randint(LAST_TOKEN, draft - 1) if self._branches else draft - 1
+            depth = 1 if parent == LAST_TOKEN else depths[parent] + 1
+            place = len(sequence.token_ids) + depth - 1
+            right = place < len(text) and self._random.random() >= self._mistakes
+            token_ids.append(text[place] if right else self._random.randrange(self._vocabulary))
+            parents.append(parent)
+            depths.append(depth)
+        return Drafts(tuple(token_ids), tuple(parents))
+
+
+def with_drafter(engine: Engine, drafter: ScriptedDrafter) -> Engine:
+    """The engine, whose drafts come from a script."""
+    assert isinstance(engine._speculation, Speculation)
+    engine._speculation._drafter = drafter
+    return engine

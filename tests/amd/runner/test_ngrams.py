@@ -1,0 +1,96 @@
+"""Prompt lookup guesses that what came after the last tokens before comes again."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from rocm_attn.errors import BadLogits
+from rocm_attn.runner.prefix_cache import CachedRow
+from rocm_attn.runner.request import Request, Sequence
+from rocm_attn.runner.sampling import Sampler, Sampling
+from rocm_attn.runner.speculation.drafts import LAST_TOKEN, Drafts
+from rocm_attn.runner.speculation.ngrams import NgramDrafter
+from rocm_attn.runner.speculation.speculation import _found_right
+
+
+def sequence(*token_ids: int, number: int = 0) -> Sequence:
+    return Sequence(number, Request(token_ids), frozenset(), Sampler(Sampling()), list(token_ids), CachedRow())
+
+
+def drafts(*token_ids: int, most: int = 4, branches: int = 1) -> Drafts | None:
+    return NgramDrafter(branches).draft([(sequence(*token_ids), most)], {0}).get(0)
+
+
+def test_what_came_after_the_last_tokens_comes_again() -> None:
+    assert drafts(1, 2, 3, 4, 5, 6, 9, 1, 2, 3) == Drafts.chain((4, 5, 6, 9))
+    assert drafts(1, 2, 3, 4, 5, 6, 9, 1, 2, 3, most=2) == Drafts.chain((4, 5))
+
+
+def test_nothing_is_guessed_of_tokens_that_are_new_or_of_one_alone() -> None:
+    assert drafts(1, 2, 3, 4, 5) is None
+    assert drafts(1, 2, 3, 4, 2) is None
+    assert drafts(7) is None
+
+
+def test_most_of_the_last_tokens_count_and_then_the_last_time() -> None:
+    assert drafts(1, 2, 3, 10, 5, 2, 3, 20, 5, 1, 2, 3, most=1) == Drafts.chain((10,))
+    assert drafts(2, 3, 10, 5, 2, 3, 20, 6, 2, 3, most=1) == Drafts.chain((20,))
+
+
+def test_a_text_that_goes_round_in_a_circle_is_guessed_on_and_on() -> None:
+    assert drafts(5, 7, 5, 7, 5, 7, most=5) == Drafts.chain((5, 7, 5, 7, 5))
+    assert drafts(4, 4, 4, most=3) == Drafts.chain((4, 4, 4))
+
+
+def test_branches_begin_with_different_tokens_and_the_last_one_comes_first() -> None:
+    text = (1, 2, 10, 11, 12, 1, 2, 20, 21, 22, 1, 2, 10, 13, 14, 1, 2)
+    tree = drafts(*text, most=6, branches=3)
+    assert tree == Drafts((10, 13, 14, 20, 21, 22), (LAST_TOKEN, 0, 1, LAST_TOKEN, 3, 4))
+    assert drafts(*text, most=5, branches=2) == Drafts((10, 13, 14, 20, 21), (LAST_TOKEN, 0, 1, LAST_TOKEN, 3))
+    assert drafts(*text, most=3) == Drafts.chain((10, 13, 14))
+
+
+def test_a_sequence_is_looked_at_as_it_grows_and_forgotten_when_it_ends() -> None:
+    drafter, growing = NgramDrafter(1), sequence(1, 2, 3)
+    assert drafter.draft([(growing, 4)], {0}) == {}
+    growing.token_ids += [4, 1, 2]
+    assert drafter.draft([(growing, 2)], {0})[0] == Drafts.chain((3, 4))
+    growing.token_ids += [3, 9, 2, 3]
+    assert drafter.draft([(growing, 1)], {0})[0] == Drafts.chain((9,))
+    assert drafter.draft([], {0}) == {}
+    assert drafter._texts.keys() == {0}
+    drafter.draft([], set())
+    assert not drafter._texts
+
+
+@pytest.mark.parametrize("num", [0, 1, 3])
+def test_the_first_drafts_of_a_tree_are_a_tree(num: int) -> None:
+    tree = Drafts((5, 6, 7, 8), (LAST_TOKEN, 0, LAST_TOKEN, 2))
+    assert tree.first(num) == Drafts((5, 6, 7)[:num], (LAST_TOKEN, 0, LAST_TOKEN)[:num])
+    assert tree.depths() == [1, 2, 1, 2]
+    assert (tree.after(LAST_TOKEN, 7), tree.after(0, 6), tree.after(0, 7)) == (2, 1, None)
+
+
+def test_a_guess_is_what_looking_through_the_whole_text_finds() -> None:
+    chooser = random.Random(3)
+    for _ in range(60):
+        drafter, growing = NgramDrafter(1), sequence(chooser.randrange(3))
+        for _ in range(30):
+            growing.token_ids += [chooser.randrange(3) for _ in range(chooser.randint(1, 3))]
+            text = growing.token_ids
+            places = [
+                (num, at) for num in (2, 3, 4) for at in range(num, len(text)) if text[at - num : at] == text[-num:]
+            ]
+            found = drafter.draft([(growing, 1)], {0})
+            assert found == ({0: Drafts.chain((text[max(places)[1]],))} if places else {})
+
+
+def test_a_token_that_cannot_be_picked_ends_the_accepted_ones_and_fails_its_sequence_in_the_next_step() -> None:
+    why = BadLogits("no number")
+    drafts_of = Drafts((5, 6, 7), (LAST_TOKEN, LAST_TOKEN, 1))
+    assert _found_right([6, 1, 7, 2], drafts_of) == ([6, 7, 2], [1, 2])
+    assert _found_right([6, 1, why, 2], drafts_of) == ([6], [])
+    assert _found_right([6, 1, 7, why], drafts_of) == ([6, 7], [1])
+    assert _found_right([why, 1, 7, 2], drafts_of) == (why, [])

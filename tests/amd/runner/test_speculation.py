@@ -1,0 +1,295 @@
+"""Speculation decides how many tokens a step brings, and never which ones."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence as Many
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from rocm_attn.errors import BadModel, BadSetting
+from rocm_attn.runner.engine import Engine
+from rocm_attn.runner.loading import LoadedModel
+from rocm_attn.runner.options import EngineOptions
+from rocm_attn.runner.request import Completion, Event, Request, TokenEvent
+from rocm_attn.runner.sampling import Sampling
+from rocm_attn.runner.speculation.draft_model import ModelDrafter
+from rocm_attn.runner.speculation.engines import model_drafter
+from rocm_attn.runner.speculation.speculation import Speculation
+from tests.amd.runner.scripted_drafts import ScriptedDrafter, with_drafter
+from tests.amd.runner.tiny_model import CONFIG, tiny_model, with_windows
+
+BASE = EngineOptions(
+    provider="torch", page_size=4, max_batch_size=8, chunk=64, graphs=False, max_kv_len=64, capture_after=0
+)
+DRAWN = Sampling(temperature=0.8, top_p=0.9, seed=4)
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def windowed() -> LoadedModel:
+    """Every other layer has a window, as in Gemma, and lies in a pool of its own."""
+    return tiny_model(base=with_windows(CONFIG, 9, -1))
+
+
+def some_requests(num: int = 7, new_tokens: int = 20, **options: Any) -> list[Request]:
+    chooser = random.Random(num)
+    lengths = [chooser.randrange(1, 30) for _ in range(num)]
+    return [
+        Request(tuple(chooser.randrange(CONFIG.vocab_size) for _ in range(length)), new_tokens, **options)
+        for length in lengths
+    ]
+
+
+def texts_of(completions: Many[Completion]) -> list[tuple[int, ...]]:
+    return [done.prompt_token_ids + done.token_ids for done in completions]
+
+
+def without_speculation(options: EngineOptions) -> EngineOptions:
+    return replace(options, speculative="off", draft_tokens=4, topk=1)
+
+
+def speculating(loaded: LoadedModel, options: EngineOptions, requests: list[Request], **script: Any) -> Engine:
+    """An engine with drafts that are mostly right, and plain decoding's word of what is right."""
+    texts = texts_of(Engine(loaded, without_speculation(options)).generate(requests))
+    return with_drafter(
+        Engine(loaded, options), ScriptedDrafter(texts, CONFIG.vocab_size, branches=options.topk > 1, **script)
+    )
+
+
+def assert_lossless(loaded: LoadedModel, options: EngineOptions, requests: list[Request]) -> Engine:
+    """Every token is plain decoding's; some drafts were right and some wrong, and all pages come back."""
+    expected = Engine(loaded, without_speculation(options)).generate(requests)
+    engine = speculating(loaded, options, requests)
+    assert engine.generate(requests) == expected
+    metrics = engine.report().metrics
+    assert 0 < metrics.accepted_drafts < metrics.drafts
+    assert metrics.new_tokens == sum(len(done.token_ids) for done in expected)
+    engine.forget_prefixes()
+    for table in engine.runtime.table.spaces:
+        assert table.num_free_pages == table.num_usable_pages
+    return engine
+
+
+QUICK = {(1, 4, 1, False), (2, 3, 2, True), (16, 8, 8, False)}
+GRID = [
+    pytest.param(*way, marks=[] if way in QUICK else [pytest.mark.nightly])
+    for way in sorted({*QUICK, *product((1, 2, 16), (2, 3, 4, 7, 8, 16), (1, 2, 8), (False, True))})
+    if way[2] <= way[1]
+]
+
+
+@pytest.mark.parametrize(("page_size", "draft_tokens", "topk", "graphs"), GRID)
+def test_greedy_tokens_are_those_of_plain_decoding(
+    page_size: int, draft_tokens: int, topk: int, graphs: bool, loaded: LoadedModel
+) -> None:
+    options = replace(
+        BASE, page_size=page_size, draft_tokens=draft_tokens, topk=topk, graphs=graphs, speculative="ngram"
+    )
+    assert_lossless(loaded, options, some_requests())
+
+
+@pytest.mark.parametrize(("page_size", "draft_tokens", "topk", "graphs"), GRID)
+def test_they_are_with_a_pool_of_its_own_for_layers_with_windows(
+    page_size: int, draft_tokens: int, topk: int, graphs: bool, windowed: LoadedModel
+) -> None:
+    options = replace(
+        BASE, page_size=page_size, draft_tokens=draft_tokens, topk=topk, graphs=graphs, speculative="ngram"
+    )
+    engine = assert_lossless(windowed, options, some_requests())
+    assert engine.report().swa_pages > 0
+
+
+@pytest.mark.parametrize(
+    "num_requests", [1, *(pytest.param(num, marks=pytest.mark.nightly) for num in (2, 16, 33, 64))]
+)
+def test_they_are_for_any_number_of_sequences(num_requests: int, loaded: LoadedModel) -> None:
+    options = replace(BASE, speculative="ngram", draft_tokens=3, max_batch_size=64, chunk=512, graphs=num_requests > 1)
+    assert_lossless(loaded, options, some_requests(num_requests, new_tokens=34))
+
+
+@pytest.mark.parametrize("topk", [1, 2])
+def test_drawn_tokens_are_those_of_plain_decoding(topk: int, loaded: LoadedModel) -> None:
+    options = replace(BASE, speculative="ngram", topk=topk)
+    assert_lossless(loaded, options, some_requests(5) + some_requests(4, sampling=DRAWN))
+
+
+def test_deterministic_mode_gives_the_same_bits_and_tokens_in_sixteen_bits_too() -> None:
+    half = tiny_model(dtype=torch.float16)
+    options = replace(BASE, speculative="ngram", deterministic=True)
+    assert_lossless(half, options, some_requests(5) + some_requests(2, sampling=DRAWN))
+
+
+@pytest.mark.parametrize("topk", [1, 2])
+def test_preemption_changes_no_token_of_a_speculating_engine(topk: int, loaded: LoadedModel) -> None:
+    options = replace(BASE, speculative="ngram", draft_tokens=6, topk=topk, num_pages=18)
+    engine = assert_lossless(loaded, options, some_requests(5, new_tokens=34))
+    assert engine.report().metrics.preemptions > 0
+
+
+def test_a_prompt_that_comes_later_finds_no_rejected_draft_in_the_prefix_cache(loaded: LoadedModel) -> None:
+    options = replace(BASE, speculative="ngram", draft_tokens=8, page_size=1)
+    requests = some_requests(4)
+    expected = Engine(loaded, without_speculation(options)).generate(requests)
+    longer = [Request(text, 5) for text in texts_of(expected)]
+    wanted = Engine(loaded, without_speculation(options)).generate(longer)
+    script = ScriptedDrafter(texts_of([*expected, *wanted]), CONFIG.vocab_size, mistakes=0.5)
+    engine = with_drafter(Engine(loaded, options), script)
+    assert engine.generate(requests) == expected
+    assert engine.generate(longer) == wanted
+    assert engine.report().metrics.prefix_hits > 0
+
+
+def test_a_stop_token_among_accepted_drafts_is_the_last_event(loaded: LoadedModel) -> None:
+    request = some_requests(1)[0]
+    free = Engine(loaded, BASE).generate([request])[0].token_ids
+    stopping = replace(request, stop_token_ids=(free[9],))
+    engine = speculating(loaded, replace(BASE, speculative="ngram", draft_tokens=16), [request], mistakes=0.0)
+    events: list[Event] = []
+    completion = engine.generate([stopping], events.append)[0]
+    assert completion.token_ids == free[: free.index(free[9]) + 1]
+    tokens = [event for event in events if isinstance(event, TokenEvent)]
+    assert tuple(event.token_id for event in tokens) == completion.token_ids
+    assert [event.finish_reason for event in tokens] == [None] * (len(tokens) - 1) + ["stop"]
+
+
+def test_the_report_counts_drafts_and_what_steps_bring(loaded: LoadedModel) -> None:
+    requests = some_requests(2, new_tokens=21)
+    engine = speculating(loaded, replace(BASE, speculative="ngram"), requests, mistakes=0.0)
+    engine._speculation._drafter._random.randint = lambda low, high: high  # type: ignore[union-attr]
+    engine.generate(requests)
+    metrics = engine.report().metrics
+    # 1 token of the prompt's step, then 5 of each of 4 steps
+    assert (metrics.verifications, metrics.drafts, metrics.accepted_drafts) == (8, 32, 32)
+    assert metrics.acceptance_length == 5
+    assert metrics.tokens_per_step == 42 / 5
+    assert "acceptance length 5.00, 8.40 tokens a step" in str(metrics)
+    assert "rocm_attn_accepted_drafts_total 32" in metrics.as_prometheus()
+    assert metrics.as_dict()["acceptance_length"] == 5
+
+
+def test_steps_that_verify_are_replayed(loaded: LoadedModel) -> None:
+    options = replace(BASE, speculative="ngram", draft_tokens=3, graphs=True, max_batch_size=4)
+    requests = some_requests(4)
+    engine = speculating(loaded, options, requests)
+    made = engine.capture_all(lambda done, total, name: None)
+    assert not made.skipped
+    assert {
+        "extend of 4 sequences with 16 tokens, lengths to 64",
+        "mixed of 4 sequences with 16 tokens, lengths to 64",
+    } <= {bucket.name for bucket in made.buckets}
+    engine.generate(requests)
+    metrics = engine.report().metrics
+    assert metrics.captures == len(made.buckets)
+    assert not metrics.graphs_off
+    # all but those with prompts
+    assert metrics.replays >= metrics.steps - len(requests)
+
+
+def test_tokens_are_distributed_as_by_plain_sampling(loaded: LoadedModel) -> None:
+    """Chi-square of two samples, with seeds of their own: pairs of a text's second and third token."""
+    sampling = Sampling(temperature=0.7, top_p=0.8)
+    plain, verified = (
+        [Request((5, 6, 7), 3, sampling=replace(sampling, seed=first + seed)) for seed in range(800)]
+        for first in (0, 10_000)
+    )
+    options = replace(
+        BASE, speculative="ngram", draft_tokens=2, max_batch_size=200, chunk=800, page_size=16, max_kv_len=16
+    )
+    counts = [
+        Counter(done.token_ids[1:] for done in engine.generate(requests))
+        for engine, requests in (
+            (Engine(loaded, without_speculation(options)), plain),
+            (likeliest_drafts(loaded, options), verified),
+        )
+    ]
+    assert chi_square_exceedance(*counts) < 4.0
+
+
+def likeliest_drafts(loaded: LoadedModel, options: EngineOptions) -> Engine:
+    """An engine whose drafts are what a greedy request comes to: right more often than any others."""
+    greedy = Engine(loaded, without_speculation(options)).generate([Request((5, 6, 7), 3)])
+    texts = texts_of(greedy * 2000)
+    return with_drafter(Engine(loaded, options), ScriptedDrafter(texts, CONFIG.vocab_size, mistakes=0.0))
+
+
+def chi_square_exceedance(first: Counter[tuple[int, ...]], second: Counter[tuple[int, ...]]) -> float:
+    """By how many standard deviations the statistic of two samples of one size exceeds its mean; rare kinds are one."""
+    both = first + second
+    kinds = [kind for kind, count in both.items() if count >= 20]
+    cells = [(first[kind], second[kind]) for kind in kinds]
+    cells.append((first.total() - sum(a for a, _ in cells), second.total() - sum(b for _, b in cells)))
+    cells = [(a, b) for a, b in cells if a + b]
+    assert len(cells) > 3
+    statistic = sum((a - b) ** 2 / (a + b) for a, b in cells)
+    degrees = len(cells) - 1
+    return float((statistic - degrees) / (2 * degrees) ** 0.5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"speculative": "guess"}, "speculative 'guess' is not known; it is off, ngram, or draft:MODEL"),
+        ({"speculative": "draft:"}, "speculative 'draft:' is not known"),
+        ({"speculative": "ngram", "topk": 5}, "topk is 5 and draft_tokens is 4; each branch has a token at least"),
+        ({"speculative": "ngram", "draft_tokens": 0}, "draft_tokens is 0; it must be at least 1"),
+        ({"speculative": "ngram", "steps_ahead": 1}, "steps_ahead is 1 and tokens are guessed by those before them"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(BadSetting, match=sentence):
+        replace(BASE, **changes)
+
+
+def drafting(large: LoadedModel, small: LoadedModel, options: EngineOptions) -> Engine:
+    """An engine of the large model, for which the small one drafts."""
+    engine = Engine(large, options)
+    drafter = model_drafter(small, large, options, engine.runtime)
+    engine._speculation = Speculation(drafter, engine.runtime, engine._picker, options.draft_tokens, engine.metrics)
+    return engine
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"topk": 2, "page_size": 1}, {"graphs": True, "draft_tokens": 3}, {"chunk": 9}]
+)
+def test_a_model_that_drafts_for_itself_is_always_right(changes: dict[str, Any], loaded: LoadedModel) -> None:
+    options = replace(BASE, speculative="ngram", **changes)
+    requests = some_requests(5)
+    expected = Engine(loaded, without_speculation(options)).generate(requests)
+    engine = drafting(loaded, loaded, options)
+    assert engine.generate(requests) == expected
+    metrics = engine.report().metrics
+    if options.topk == 1:
+        assert metrics.accepted_drafts == metrics.drafts > 30
+    assert metrics.accepted_drafts > 30
+
+
+@pytest.mark.parametrize("changes", [{}, {"topk": 2}, {"num_pages": 18}])
+def test_a_model_that_drafts_for_another_changes_no_token(changes: dict[str, Any], windowed: LoadedModel) -> None:
+    options = replace(BASE, speculative="ngram", **changes)
+    requests = some_requests(5, new_tokens=30) + some_requests(3, sampling=DRAWN)
+    expected = Engine(windowed, without_speculation(options)).generate(requests)
+    engine = drafting(windowed, tiny_model(), options)
+    assert engine.generate(requests) == expected
+    metrics = engine.report().metrics
+    assert metrics.drafts > metrics.accepted_drafts
+    drafter = engine._speculation._drafter  # type: ignore[union-attr]
+    assert isinstance(drafter, ModelDrafter)
+    drafter.draft([], ())
+    assert drafter._table.num_free_rows == options.max_batch_size
+    assert drafter._table.num_free_pages == drafter._table.num_usable_pages
+
+
+def test_a_model_with_other_tokens_cannot_draft(loaded: LoadedModel) -> None:
+    other = tiny_model(base=replace(CONFIG, vocab_size=65))
+    with pytest.raises(BadModel, match="the model that drafts has 65 tokens and the one that it drafts for 64"):
+        drafting(loaded, other, replace(BASE, speculative="ngram"))

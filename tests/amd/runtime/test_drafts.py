@@ -1,0 +1,188 @@
+"""Rounds of drafts: every draft sees its prefix, its ancestors and itself, and nothing else is touched."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from rocm_attn.batch.drafts import Drafts
+from rocm_attn.batch.inputs import DeviceInputs
+from rocm_attn.batch.mask import StepMask
+from rocm_attn.batch.step_batch import StepBatch, draft_batch
+from rocm_attn.errors import BadBatch, BadTensor, CapacityExceeded, DeviceFault, Unsupported, WrongState
+from tests.amd.runtime.drafting import Round, begin_round, run_round
+from tests.amd.runtime.stepping import World, providers, small_problem
+
+pytestmark = [pytest.mark.parametrize("provider", providers()), pytest.mark.long]
+
+
+def world_of(
+    provider: str, device: torch.device, branches: int, *, page_size: int = 4, window_left: int = -1, swa: bool = False
+) -> World:
+    """Two layers, of which the second may have a window and live in a pool of its own."""
+    problem = small_problem(page_size, custom_mask=branches > 1)
+    problems = [problem, replace(problem, window_left=window_left)]
+    return World.build(
+        problems,
+        device,
+        provider,
+        num_pages=64 * 4 // page_size + 1,
+        swa_pages=(40 * 4 // page_size + 1) if swa else 0,
+        swa_kept=16 if swa else 0,
+        max_kv_len=48,
+    )
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 16])
+@pytest.mark.parametrize("branches", [1, 3])
+def test_drafts_see_their_prefix_their_ancestors_and_themselves(
+    branches: int, page_size: int, provider: str, device: torch.device
+) -> None:
+    """Rounds after prompts of all last-page lengths; between them the first drafts become tokens."""
+    world = world_of(provider, device, branches, page_size=page_size)
+    requests = [world.admit() for _ in range(3)]
+    world.step(requests, [5, 1, 8])
+    for seed, steps in enumerate([3, 1, 2]):
+        run_round(world, requests, Round.drawn(Drafts(branches, steps), 3, seed))
+        world.step(requests, [1, 2, 1])
+    world.runtime.check_device()
+    assert world.page_zero_is_zero()
+
+
+@pytest.mark.parametrize("branches", [1, 2])
+def test_lengths_on_the_device_move_drafts_and_nothing_else(branches: int, provider: str, device: torch.device) -> None:
+    world = world_of(provider, device, branches)
+    requests = [world.admit() for _ in range(3)]
+    world.step(requests, [5, 1, 8])
+    run_round(world, requests, replace(Round.drawn(Drafts(branches, 2), 3, 0), room=[3, 0, 7], pad_to=5))
+    world.step(requests, [1, 1, 1])
+    world.runtime.check_device()
+
+
+@pytest.mark.parametrize("branches", [1, 2])
+def test_a_round_runs_as_two_halves_in_turn(branches: int, provider: str, device: torch.device) -> None:
+    """Two-batch overlap: each half has all draft steps, its own lengths and its own parents; either may be empty."""
+    world = world_of(provider, device, branches)
+    requests = [world.admit() for _ in range(3)]
+    world.step(requests, [5, 1, 8])
+    round_ = replace(Round.drawn(Drafts(branches, 2), 3, 0), halves=True)
+    run_round(world, requests, round_)
+    run_round(world, requests[:1], replace(round_, parents=[p[:1] for p in round_.parents]))
+    run_round(world, requests, replace(round_, room=[0, 2, 1]))
+    world.step(requests, [1, 1, 1])
+    world.runtime.check_device()
+
+
+@pytest.mark.parametrize("branches", [1, 2])
+@pytest.mark.parametrize("swa", [False, True])
+def test_windows_count_back_from_the_depth_of_a_draft(
+    swa: bool, branches: int, provider: str, device: torch.device
+) -> None:
+    world = world_of(provider, device, branches, window_left=5, swa=swa)
+    requests = [world.admit() for _ in range(2)]
+    world.step(requests, [9, 3])
+    for seed in range(3):
+        run_round(world, requests, Round.drawn(Drafts(branches, 3), 2, seed))
+        world.step(requests, [2, 1])
+    world.runtime.check_device()
+
+
+def test_a_round_without_sequences_is_legal(provider: str, device: torch.device) -> None:
+    world = world_of(provider, device, 2)
+    round_ = Round(Drafts(2, 3), [[], [], []])
+    run_round(world, [], round_)
+    run_round(world, [], replace(round_, halves=True))
+    world.runtime.check_device()
+
+
+def test_what_is_no_round_is_refused(provider: str, device: torch.device) -> None:
+    world = world_of(provider, device, 1)
+    runtime, drafts = world.runtime, Drafts(1, 2)
+    request = world.admit()
+    world.step([request], [5])
+    row = [request.row]
+    with pytest.raises(BadBatch, match="give at least 1 of each"):
+        Drafts(0, 2)
+    with pytest.raises(BadBatch, match="sequences have 3 to 3 new tokens; with 1 branches and 2 steps"):
+        StepBatch(row, [8], [3], drafts=drafts)
+    with pytest.raises(BadBatch, match="3 token ids for 1 new tokens"):
+        draft_batch(row, [5], drafts, [1, 2, 3])
+    mask = StepMask(torch.zeros(9, dtype=torch.uint8), torch.zeros(2, dtype=torch.int32))
+    with pytest.raises(BadBatch, match="drafts have masks of their own"):
+        StepBatch(row, [7], [2], mask=mask, drafts=drafts)
+    lengths = torch.tensor([2], dtype=torch.int32, device=runtime.device)
+    with pytest.raises(BadBatch, match="leave q_len out"):
+        draft_batch(row, [5], drafts, inputs=DeviceInputs(q_len=lengths))
+    with pytest.raises(BadTensor, match="leave ahead out"):
+        DeviceInputs(q_len=lengths, ahead=2)
+    batch = draft_batch(row, [5], drafts)
+    with pytest.raises(BadBatch, match=r"call begin_drafts\(\)"):
+        runtime.begin_step(batch)
+    with pytest.raises(BadBatch, match="the batch has no drafts"):
+        runtime.begin_drafts(StepBatch(row, [7], [2]))
+    with pytest.raises(BadBatch, match="row"):
+        runtime.begin_drafts(draft_batch(row, [20], drafts))
+    branched = draft_batch(row, [5], Drafts(2, 1))
+    runtime.table.reserve(request.row, 12)
+    with pytest.raises(Unsupported, match="need masks in every layer"):
+        runtime.begin_drafts(branched)
+    world.step([request], [1])
+
+
+def test_a_draft_step_waits_for_its_parents(provider: str, device: torch.device) -> None:
+    """Whose children drafts are decides what they see, so no layer of theirs is called before."""
+    world = world_of(provider, device, 2)
+    request = world.admit()
+    world.step([request], [5])
+    drafts = world.runtime.begin_drafts(begin_round(world, [request], Round(Drafts(2, 3), [])))
+    q, k, v = world.qkv(world.problems[0], drafts.steps[0])
+    out = torch.zeros_like(q)
+    with pytest.raises(WrongState, match=r"call set_parents\(1, ...\) or keep_branches\(1\)"):
+        drafts.steps[1].layers.store(0, k, v)
+    drafts.steps[0].layers.store_and_attend(0, q, k, v, out)
+    with pytest.raises(WrongState, match="in this order and once each"):
+        drafts.keep_branches(2)
+    with pytest.raises(BadTensor, match=r"takes torch.int32 \[\d, 2\]"):
+        drafts.set_parents(1, torch.zeros(2, 2, dtype=torch.int64, device=world.runtime.device))
+    drafts.keep_branches(1)
+    with pytest.raises(WrongState, match="in this order and once each"):
+        drafts.keep_branches(1)
+    drafts.steps[1].layers.store_and_attend(0, q, k, v, out)
+    world.runtime.end_step()
+    with pytest.raises(WrongState, match="no step was begun"):
+        drafts.steps[1].layers.store(0, k, v)
+
+
+def test_a_round_stays_within_what_was_reserved_for_it(provider: str, device: torch.device) -> None:
+    """A prefix on the device that is longer than its bound is cut, for all draft steps, and reported once."""
+    world = world_of(provider, device, 2)
+    one, other = world.admit(), world.admit()
+    world.step([one, other], [5, 8])
+    drafts, runtime = Drafts(2, 3), world.runtime
+    for request in (one, other):
+        runtime.table.reserve(request.row, request.kv_len + drafts.tokens)
+    lengths = torch.tensor([40, 8], dtype=torch.int32, device=runtime.device)
+    rows, prefix = np.array([one.row, other.row], np.int32), np.array([5, 8], np.int32)
+    inputs = DeviceInputs(kv_len=lengths, ahead=drafts.tokens)
+    steps = runtime.begin_drafts(draft_batch(rows, prefix, drafts, inputs=inputs))
+    tensors = [child.tensors for child in runtime._children]
+    assert [step.kv_len[:2].tolist() for step in tensors] == [[7, 10], [9, 12], [11, 14]]
+    assert all(step.counts.data_ptr() == tensors[0].counts.data_ptr() for step in tensors)
+    assert steps.parents[:1].tolist() == [[-1, -1, 0, 1, 2, 3]]
+    runtime.end_step()
+    with pytest.raises(DeviceFault, match="a length on the device lay outside"):
+        runtime.check_device()
+    world.step([one, other], [1, 1])
+
+
+def test_drafts_beyond_a_rows_width_are_refused_before_anything_is_published(
+    provider: str, device: torch.device
+) -> None:
+    world = world_of(provider, device, 1)
+    request = world.admit()
+    world.step([request], [40])
+    with pytest.raises(CapacityExceeded):
+        begin_round(world, [request], Round(Drafts(1, 9), []))

@@ -397,7 +397,7 @@ def _own_places(half, is_row, G: tl.constexpr):
     return places, inside
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_programs", "width"])
+@triton.jit(do_not_specialize=["num_programs", "width"])
 def _decode_kernel(
     q,
     k_pages,
@@ -417,7 +417,6 @@ def _decode_kernel(
     qk_scale,
     tanh_scale,
     window_left: tl.constexpr,
-    num_seqs,
     num_programs,
     width,
     q_token,
@@ -575,10 +574,12 @@ def _decode_kernel(
                     tl.store(part_row + v_own[i], acc[i], mask=is_out[i])
                 tl.store(sums + (part * R.Q_ROWS + q_row) * 2, maximum, mask=is_row)
                 tl.store(sums + (part * R.Q_ROWS + q_row) * 2 + 1, total, mask=is_row)
-        work -= take
-        if not G.WHOLE_ROWS:
+        if G.WHOLE_ROWS:
+            work = 0
+        else:
+            work -= take
             done = 0
-            seq, row, kv_len = next_row(schedule, num_programs, num_seqs, seq, row, R.ROWS, kv_len, R)
+            seq, row, kv_len = next_row(schedule, num_programs, work, seq, row, R.ROWS, kv_len, R)
 
 
 def has_whole_rows(num_rows: int, *, num_programs: int, window_left: int, head_dim: int) -> bool:
@@ -626,7 +627,6 @@ def launch_paged_decode(args: AttendArgs, *, scores: Scores, cut: DecodeCut, til
         scores.base_2_scale,
         scores.tanh_scale,
         scores.window_left,
-        queries.num_seqs,
         cut.programs,
         table.shape[1],
         *args.strides_in(geometry.STRIDE_UNIT),

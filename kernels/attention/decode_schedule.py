@@ -93,16 +93,18 @@ def rows_of_tokens(q_len, ROWS: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
-def next_row(schedule, num_programs, num_seqs, seq, row, num_rows, kv_len, R: tl.constexpr):
+def next_row(schedule, num_programs, work, seq, row, num_rows, kv_len, R: tl.constexpr):
     """Sequence, row and kv_len of the row after this one; of a sequence that takes no part (-1) no row is visited.
 
+    work:     what the program still has to do; where that is nothing, there may be no row
     num_rows: of the sequence, if it takes part
     """
-    row = tl.where(kv_len < 0, num_rows, row + 1)
-    seq = tl.where(row == num_rows, seq + 1, seq)
-    row = tl.where(row == num_rows, 0, row)
+    # A mask of kv_len < 0 would be kept in two scalar registers all through the loop over keys.
+    row = tl.maximum(row + 1, (kv_len >> 31) & num_rows)
+    seq = tl.where(row >= num_rows, seq + 1, seq)
+    row = tl.where(row >= num_rows, 0, row)
     words = words_of_seq(schedule, num_programs, seq)
-    return seq, row, tl.load(words + SEQ_KV_LEN, mask=seq < num_seqs, other=-1)
+    return seq, row, tl.load(words + SEQ_KV_LEN, mask=work > 0, other=-1)
 
 
 class ScheduleGeometry(NamedTuple):

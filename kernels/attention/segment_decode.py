@@ -56,7 +56,7 @@ class SegmentDecodeGeometry(NamedTuple):
     EDGE_STAGES: int
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_programs", "width", "window_left"])
+@triton.jit(do_not_specialize=["num_programs", "width", "window_left"])
 def _segment_decode_kernel(
     q,
     k_pages,
@@ -73,7 +73,6 @@ def _segment_decode_kernel(
     qk_scale,
     tanh_scale,
     window_left,
-    num_seqs,
     num_programs,
     width,
     q_token,
@@ -133,7 +132,7 @@ def _segment_decode_kernel(
         work -= take
         done = 0
         row_start += row_cost
-        seq, row, kv_len = next_row(schedule, num_programs, num_seqs, seq, row, R.ROWS, kv_len, R)
+        seq, row, kv_len = next_row(schedule, num_programs, work, seq, row, R.ROWS, kv_len, R)
 
 
 def launch_segment_decode(
@@ -175,7 +174,6 @@ def launch_segment_decode(
         scores.base_2_scale,
         scores.tanh_scale,
         scores.window_left,
-        queries.num_seqs,
         cut.programs,
         table.shape[1],
         *args.read_strides,

@@ -92,7 +92,7 @@ def zero(words):
     return tl.load(words + (PROGRAM_WORDS - 1), volatile=True)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_programs", "width", "window_left"])
+@triton.jit(do_not_specialize=["num_programs", "width", "window_left"])
 def _latent_decode_kernel(
     q,
     pages,
@@ -113,7 +113,6 @@ def _latent_decode_kernel(
     qk_scale,
     tanh_scale,
     window_left,
-    num_seqs,
     num_programs,
     width,
     q_token,
@@ -196,7 +195,8 @@ def _latent_decode_kernel(
             softmax = scaled_latents(softmax, factor, K)
             # Worked out again, not kept: the accumulators leave no registers to keep them in.
             token, head, is_row = rows_of_block(first_token, num_tokens, 0, head_block + zero(words), G)
-            if is_empty | (end_block - first_block == num_blocks):
+            # Without blocks it is empty; a mask of that would be kept over the loop, too.
+            if (num_blocks == 0) | (end_block - first_block == num_blocks):
                 out_rows, lse_rows = Rows(out, out_token, out_head), Rows(lse, lse_token, lse_head)
                 store_latent_results(softmax, token, head, is_row, sinks, out_rows, lse_rows, K)
             else:
@@ -210,7 +210,7 @@ def _latent_decode_kernel(
         work -= take
         done = 0
         num_rows = rows_of_tokens(q_len, R.ROWS, T)
-        seq, row, kv_len = next_row(schedule, num_programs, num_seqs, seq, row, num_rows, kv_len, R)
+        seq, row, kv_len = next_row(schedule, num_programs, work, seq, row, num_rows, kv_len, R)
 
 
 def launch_latent_decode(
@@ -249,7 +249,6 @@ def launch_latent_decode(
         scores.base_2_scale,
         scores.tanh_scale,
         scores.window_left,
-        queries.num_seqs,
         cut.programs,
         table.shape[1],
         *read_strides(args),

@@ -25,6 +25,7 @@ from rocm_attn.kernels.attention.coded import (
     moved_to_half,
     token_factor,
 )
+from rocm_attn.kernels.attention.key_rows import are_read_by_page, lie_in_one_page, near, pages_of_block
 from rocm_attn.kernels.attention.mask_bits import is_seen, row_words, seen_by_some
 from rocm_attn.kernels.attention.query_block import BlockGeometry
 from rocm_attn.kernels.attention.scores import Scores
@@ -43,6 +44,7 @@ class LatentGeometry(NamedTuple):
     REST:                 columns of what comes after V, padding included; 0: nothing does. Of codes in pairs: pairs
     PAGE_SIZE:            tokens of a page
     KEY_BLOCK:            keys of a block
+    IN_ONE_PAGE:          whether they lie in one page (attention/key_rows.py)
     CAUSAL:               whether a row sees no key after its own
     WINDOWED, CAPPED:     whether scores have a window, a cap
     EXACT:                whether results may not depend on which products and sums the compiler fuses
@@ -58,6 +60,7 @@ class LatentGeometry(NamedTuple):
     REST: int
     PAGE_SIZE: int
     KEY_BLOCK: int
+    IN_ONE_PAGE: bool
     CAUSAL: bool
     WINDOWED: bool
     CAPPED: bool
@@ -128,6 +131,7 @@ def latent_geometry(
         REST=max(16, next_power_of_2(rest_columns)) if rest else 0,
         PAGE_SIZE=args.pages.format.page_size,
         KEY_BLOCK=tiles.key_block,
+        IN_ONE_PAGE=lie_in_one_page(args, tiles.key_block),
         CAUSAL=causal,
         WINDOWED=scores.windowed,
         CAPPED=scores.soft_cap > 0,
@@ -196,16 +200,21 @@ def no_latents_seen(ROWS: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def load_part(rows, live, FIRST: tl.constexpr, COLUMNS: tl.constexpr, END: tl.constexpr, STEP: tl.constexpr = 1):
+def load_part(
+    rows, near_rows, live, FIRST: tl.constexpr, COLUMNS: tl.constexpr, END: tl.constexpr, STEP: tl.constexpr = 1
+):
     """COLUMNS columns of rows, every STEP-th from FIRST on, 0 from END on and where a row is not live.
 
-    rows: pointers to the first columns [n]; live: [n]
+    rows:      pointers to the first columns [n]; or one pointer, and near_rows what each row lies after it, int32 [n]
+    near_rows: or None
+    live:      [n]
     """
     column = FIRST + STEP * tl.arange(0, COLUMNS)
     mask = live[:, None]
     if FIRST + STEP * (COLUMNS - 1) >= END:
         mask = mask & (column < END)[None, :]
-    return tl.load(rows[:, None] + column[None, :], mask=mask, other=0)
+    elements = rows[:, None] + column[None, :] if near_rows is None else rows + (near_rows[:, None] + column[None, :])
+    return tl.load(elements, mask=mask, other=0)
 
 
 @triton.jit
@@ -217,13 +226,13 @@ def load_latent_query(rows, is_row, K: tl.constexpr):
     # What there is not is something that is not read: Triton 3.6 returns no tuple with None.
     factor = 1.0
     if K.PAIRED:
-        low = load_part(rows, is_row, 0, K.PART, K.V_HEAD_DIM, 2)
-        high = load_part(rows, is_row, 1, K.PART, K.V_HEAD_DIM, 2)
+        low = load_part(rows, None, is_row, 0, K.PART, K.V_HEAD_DIM, 2)
+        high = load_part(rows, None, is_row, 1, K.PART, K.V_HEAD_DIM, 2)
         rest = low
         rest_high = high
         if K.REST > 0:
-            rest = load_part(rows, is_row, K.V_HEAD_DIM, K.REST, K.HEAD_DIM, 2)
-            rest_high = load_part(rows, is_row, K.V_HEAD_DIM + 1, K.REST, K.HEAD_DIM, 2)
+            rest = load_part(rows, None, is_row, K.V_HEAD_DIM, K.REST, K.HEAD_DIM, 2)
+            rest_high = load_part(rows, None, is_row, K.V_HEAD_DIM + 1, K.REST, K.HEAD_DIM, 2)
         if low.dtype == tl.bfloat16:
             exponent = tl.maximum(largest_exponent(low), largest_exponent(high))
             exponent = tl.maximum(exponent, tl.maximum(largest_exponent(rest), largest_exponent(rest_high)))
@@ -233,19 +242,21 @@ def load_latent_query(rows, is_row, K: tl.constexpr):
             rest_high = moved_to_half(rest_high, exponent)
             factor = factor_of_moved(exponent)
     else:
-        low = load_part(rows, is_row, 0, K.PART, K.V_HEAD_DIM)
+        low = load_part(rows, None, is_row, 0, K.PART, K.V_HEAD_DIM)
         high = low
         if not K.WIDE:
-            high = load_part(rows, is_row, K.PART, K.PART, K.V_HEAD_DIM)
+            high = load_part(rows, None, is_row, K.PART, K.PART, K.V_HEAD_DIM)
         rest = low
         if K.REST > 0:
-            rest = load_part(rows, is_row, K.V_HEAD_DIM, K.REST, K.HEAD_DIM)
+            rest = load_part(rows, None, is_row, K.V_HEAD_DIM, K.REST, K.HEAD_DIM)
         rest_high = rest
     return low, high, rest, rest_high, factor
 
 
 @triton.jit
-def load_latents(rows, live, factor, K: tl.constexpr, FIRST: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr):
+def load_latents(
+    rows, near_rows, live, factor, K: tl.constexpr, FIRST: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr
+):
     """Columns [FIRST, FIRST + COLUMNS) of V, or from V's end on of the rest, in DTYPE.
 
     factor: of each token, [keys], if tokens have one. Float16's weights would lose their smallest bits by it, so there
@@ -253,7 +264,7 @@ def load_latents(rows, live, factor, K: tl.constexpr, FIRST: tl.constexpr, COLUM
     """
     C: tl.constexpr = K.coding
     END: tl.constexpr = K.V_HEAD_DIM if FIRST < K.V_HEAD_DIM else K.HEAD_DIM
-    held = load_part(rows, live, FIRST, COLUMNS, END)
+    held = load_part(rows, near_rows, live, FIRST, COLUMNS, END)
     if C.SCALES == TOKEN_SCALES and tl.float16 == DTYPE:
         values = (decoded(held, C.ENCODING, tl.float32) * factor[:, None]).to(DTYPE)
     else:
@@ -285,10 +296,13 @@ def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: 
     """
     KEY_BLOCK: tl.constexpr = K.KEY_BLOCK
     PACKED: tl.constexpr = MASKED and seen.bits is not None
+    PAGE_SIZE: tl.constexpr = K.PAGE_SIZE
+    BY_PAGE: tl.constexpr = are_read_by_page(K.IN_ONE_PAGE)
     C: tl.constexpr = K.coding
     DTYPE: tl.constexpr = query.low.dtype
     BY_COLUMN: tl.constexpr = C.SCALES == TOKEN_SCALES and (K.PAIRED or tl.float16 != DTYPE)
-    # Whether some blocks of masked ones show all their keys to all rows, which is asked of each.
+    # Whether some blocks of masked ones show all their keys to all rows, which is asked of each. Over that branch AMD's
+    # compiler moves nothing: gfx942 keeps 85 registers less with it.
     PARTLY: tl.constexpr = MASKED and K.WIDE and not K.WINDOWED and not PACKED
     low, high, maximum, total = softmax
     logits = query.logits
@@ -297,15 +311,21 @@ def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: 
     end_of_all = seen.keys.end
     if PARTLY and K.CAUSAL:
         end_of_all = tl.minimum(tl.min(query.kv_index, 0) + 1, end_of_all)
+    near_row = lane * near(rows.token) if BY_PAGE else None
     # Page ids travel one block ahead of the loads that need them, clamped to the table (see attention/decode.py).
-    next_page = tl.load(pages.at + tl.minimum((blocks.first * KEY_BLOCK + lane) // K.PAGE_SIZE, pages.width - 1))
+    next_page = pages_of_block(pages, blocks.first, lane, PAGE_SIZE, KEY_BLOCK, BY_PAGE)
     for block in tl.range(blocks.first, blocks.end, num_stages=STAGES):
-        # kv_index, page, row: [KEY_BLOCK]; k_low, k_high: [KEY_BLOCK, PART]; k_rest, k_rest_high: [KEY_BLOCK, REST]
+        # kv_index, offset: [KEY_BLOCK]; page, row: [KEY_BLOCK], or one; k_low, k_high: [KEY_BLOCK, PART];
+        # k_rest, k_rest_high: [KEY_BLOCK, REST]
         kv_index = block * KEY_BLOCK + lane
         page = next_page.to(tl.int64)
-        next_page = tl.load(pages.at + tl.minimum((kv_index + KEY_BLOCK) // K.PAGE_SIZE, pages.width - 1))
-        offset = (kv_index % K.PAGE_SIZE).to(tl.int64)
-        row = rows.at + (page * rows.page + offset * rows.token)
+        next_page = pages_of_block(pages, block + 1, lane, PAGE_SIZE, KEY_BLOCK, BY_PAGE)
+        offset = (kv_index % PAGE_SIZE).to(tl.int64)
+        if BY_PAGE:
+            first = tl.cast(block * KEY_BLOCK % PAGE_SIZE, tl.int64)
+            row = rows.at + (page * rows.page + first * rows.token)
+        else:
+            row = rows.at + (page * rows.page + offset * rows.token)
         if PACKED:
             bits, more_bits = row_words(seen.bits, block * KEY_BLOCK, seen.keys.end, K, KEY_BLOCK)
             live = is_seen(seen_by_some(bits), seen_by_some(more_bits), lane, KEY_BLOCK)
@@ -314,12 +334,17 @@ def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: 
         # Without factors of tokens something that is not read.
         factor = token_factor(rows.scale, page, offset, 0, live, True, C) if C.SCALES == TOKEN_SCALES else live
         if K.PAIRED:
-            k_low, k_high = decoded_pairs(load_part(row, live, 0, K.PART, K.V_HEAD_DIM // 2), C.ENCODING)
+            k_low, k_high = decoded_pairs(load_part(row, near_row, live, 0, K.PART, K.V_HEAD_DIM // 2), C.ENCODING)
         else:
-            k_low = load_latents(row, live, factor, K, 0, K.PART, DTYPE)
+            k_low = load_latents(row, near_row, live, factor, K, 0, K.PART, DTYPE)
             k_high = k_low
             if not K.WIDE:
-                k_high = load_latents(row, live, factor, K, K.PART, K.PART, DTYPE)
+                k_high = load_latents(row, near_row, live, factor, K, K.PART, K.PART, DTYPE)
+        if K.REST > 0 and K.PAIRED:
+            rest_pairs = load_part(row, near_row, live, K.V_HEAD_DIM // 2, K.REST, K.HEAD_DIM // 2)
+            k_rest, k_rest_high = decoded_pairs(rest_pairs, C.ENCODING)
+        elif K.REST > 0:
+            k_rest = load_latents(row, near_row, live, factor, K, K.V_HEAD_DIM, K.REST, DTYPE)
         # scores, weights: [rows, KEY_BLOCK]
         scores = tl.dot(query.low, tl.trans(k_low), input_precision="ieee")
         if not K.WIDE or K.REST > 0:
@@ -329,12 +354,9 @@ def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: 
             if not K.WIDE:
                 others = tl.dot(query.high, tl.trans(k_high), others, input_precision="ieee")
             if K.REST > 0 and K.PAIRED:
-                pairs = load_part(row, live, K.V_HEAD_DIM // 2, K.REST, K.HEAD_DIM // 2)
-                k_rest, k_rest_high = decoded_pairs(pairs, C.ENCODING)
                 others = tl.dot(query.rest, tl.trans(k_rest), others, input_precision="ieee")
                 others = tl.dot(query.rest_high, tl.trans(k_rest_high), others, input_precision="ieee")
             elif K.REST > 0:
-                k_rest = load_latents(row, live, factor, K, K.V_HEAD_DIM, K.REST, DTYPE)
                 others = tl.dot(query.rest, tl.trans(k_rest), others, input_precision="ieee")
             if K.CHAINS == 2 and K.WIDE:
                 # Of a plain sum Triton would make one chain again.

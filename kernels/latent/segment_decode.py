@@ -74,7 +74,7 @@ class LatentSegmentGeometry(NamedTuple):
     STAGES: int
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_programs", "width", "window_left"])
+@triton.jit(do_not_specialize=["num_programs", "width", "window_left"])
 def _latent_segment_decode_kernel(
     q,
     pages,
@@ -88,7 +88,6 @@ def _latent_segment_decode_kernel(
     qk_scale,
     tanh_scale,
     window_left,
-    num_seqs,
     num_programs,
     width,
     q_token,
@@ -138,7 +137,7 @@ def _latent_segment_decode_kernel(
         work -= take
         done = 0
         row_start += row_cost
-        seq, row, kv_len = next_row(schedule, num_programs, num_seqs, seq, row, R.ROWS, kv_len, R)
+        seq, row, kv_len = next_row(schedule, num_programs, work, seq, row, R.ROWS, kv_len, R)
 
 
 def launch_latent_segment_decode(
@@ -176,7 +175,6 @@ def launch_latent_segment_decode(
         scores.base_2_scale,
         scores.tanh_scale,
         scores.window_left,
-        queries.num_seqs,
         cut.programs,
         table.shape[1],
         *read_strides(args),

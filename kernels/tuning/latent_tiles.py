@@ -148,22 +148,30 @@ DECODE_ROWS: tuple[LatentRow, ...] = (
     LatentRow("sm_90", 4, _LARGEST, LatentTiles(16, 16, 8, 1)),
     LatentRow("sm_", 2, _LARGEST, LatentTiles(16, 32, 4, 2)),
     LatentRow("sm_", 2, _LARGEST, LatentTiles(32, 32, 8, 2)),
-    # Of codes. With 8 waves up to 11 VGPRs spill where a block has 32 rows.
-    LatentRow("gfx942", 2, _LARGEST, LatentTiles(16, 16, 4, 1, 2), coded=True),
-    LatentRow("gfx942", 2, _LARGEST, LatentTiles(32, 16, 4, 1), coded=True),
+    # AMD's: clocks of a CU for a key where a load takes 1.5 us, by the model of docs/amd_tuning.md. HBM takes 139 of
+    # them on gfx942 and 89 on gfx950, of codes half; with 128 heads LDS and the matrix units take about as many.
+    # 152 clocks. With blocks of 32 keys 81, and up to 187 VGPRs spill with a cap and a window.
+    LatentRow("gfx942", 2, _LARGEST, LatentTiles(16, 16, 2, 2, 2, wide=True), coded=True),
+    # 304 clocks. In two waves 164, and up to 51 VGPRs spill.
+    LatentRow("gfx942", 2, _LARGEST, LatentTiles(32, 16, 4, 2, wide=True), coded=True),
+    # 1650 clocks. With two blocks in flight 606, and up to 29 VGPRs spill.
     LatentRow("gfx942", 2, _LARGEST, LatentTiles(64, 16, 4, 1), coded=True),
-    LatentRow("gfx950", 2, _LARGEST, LatentTiles(16, 16, 4, 1, 2), coded=True),
-    LatentRow("gfx950", 2, _LARGEST, LatentTiles(32, 16, 4, 1), coded=True),
-    LatentRow("gfx950", 2, _LARGEST, LatentTiles(64, 16, 4, 1), coded=True),
-    # 212 to 238 VGPRs, 8 KiB of LDS: 2 workgroups a CU. Blocks of 32 keys leave one with a window, or above 2 GiB.
-    LatentRow("gfx942", 2, _LARGEST, LatentTiles(16, 16, 4, 1, 2)),
-    # 212 to 234 VGPRs, 16 KiB of LDS: one workgroup of 8 waves, 2 a SIMD.
-    LatentRow("gfx942", 2, _LARGEST, LatentTiles(32, 16, 8, 1)),
-    # 320 to 370 VGPRs, 32 KiB of LDS: one workgroup of 4 waves. With 8 waves 256, and some are spilled on gfx950.
-    LatentRow("gfx942", 2, _LARGEST, LatentTiles(64, 16, 4, 1)),
-    LatentRow("gfx950", 2, _LARGEST, LatentTiles(16, 16, 4, 1, 2)),
-    LatentRow("gfx950", 2, _LARGEST, LatentTiles(32, 16, 8, 1)),
-    LatentRow("gfx950", 2, _LARGEST, LatentTiles(64, 16, 4, 1)),
+    # 126, 137 and 507 clocks. In one chain 3 VGPRs spill with Triton 3.6.
+    LatentRow("gfx950", 2, _LARGEST, LatentTiles(16, 16, 4, 2, 2, wide=True), coded=True),
+    LatentRow("gfx950", 2, _LARGEST, LatentTiles(32, 16, 2, 2, 2, wide=True), coded=True),
+    LatentRow("gfx950", 2, _LARGEST, LatentTiles(64, 16, 4, 2, chains=2, wide=True), coded=True),
+    # 139 clocks: 222 VGPRs, so that a SIMD has two waves. One wave a program 78, and up to 119 VGPRs spill.
+    LatentRow("gfx942", 2, _LARGEST, LatentTiles(16, 16, 4, 2, 2, wide=True)),
+    # 137 clocks, 413 to 439 VGPRs.
+    LatentRow("gfx942", 2, _LARGEST, LatentTiles(32, 16, 2, 2, 2, wide=True)),
+    # 538 clocks, 357 to 397 VGPRs, 64 KiB of LDS. Blocks of 32 keys spill 11 VGPRs.
+    LatentRow("gfx942", 2, _LARGEST, LatentTiles(64, 16, 4, 2, wide=True)),
+    # 122 clocks, 238 VGPRs, two waves a SIMD. One wave a program 75, of which 67 VGPRs spill with Triton 3.6.
+    LatentRow("gfx950", 2, _LARGEST, LatentTiles(16, 16, 4, 2, 2, wide=True)),
+    # 127 clocks, 348 to 421 VGPRs.
+    LatentRow("gfx950", 2, _LARGEST, LatentTiles(32, 16, 2, 2, 2, wide=True)),
+    # 496 clocks, 327 to 376 VGPRs. With blocks of 32 keys 255, and up to 16 SGPRs are kept in lanes of VGPRs.
+    LatentRow("gfx950", 2, _LARGEST, LatentTiles(64, 16, 4, 2, wide=True)),
     LatentRow("interpreter", 2, _LARGEST, LatentTiles(16, 16, 1, 1, chains=2, paired=True), coded=True),
     LatentRow("interpreter", 2, _LARGEST, LatentTiles(64, 16, 1, 1, chains=2, wide=True), coded=True),
     LatentRow("interpreter", 2, _LARGEST, LatentTiles(16, 16, 1, 1)),

@@ -40,7 +40,7 @@ _MAX_CPU_SECONDS = 10
 # llvm-mca 22 may stall for ever at an instruction of two micro-operations. Each of these becomes two instructions that
 # read the same registers and write one of its two each.
 _SWAP = re.compile(r"v_permlane\d+_swap_b32(?:_e\d+)? (v\d+), (v\d+)")
-_FLAT_LOAD = re.compile(r"global_load_(lds_)?(\w+) (?:(v\S+), )?(v\[\d+:\d+\]|v\d+), (?:off|s\[\d+:\d+\])")
+_FLAT_LOAD = re.compile(r"global_load_(lds_)?(\w+) (?:([av]\S+), )?(v\[\d+:\d+\]|v\d+), (?:off|s\[\d+:\d+\])")
 # AMD's CDNA3 instruction set says of which a SIMD computes a quarter as many: "transcendental", and 32-bit products.
 SLOW = re.compile(r"v_(?:exp|log|rcp|rsq|sqrt|sin|cos)_|v_mul_(?:lo|hi)_[iu]32")
 SLOW_CYCLES = 4

@@ -49,7 +49,8 @@ MAX_VGPRS = 512
 
 SMALL, LARGE = (next(row for row in ROWS if row.is_large == is_large) for is_large in (False, True))
 
-# Kernels that read K or V pages: above 2 GiB their loads need 64-bit addresses.
+# Kernels that read K or V pages: above 2 GiB their loads need 64-bit addresses. _latent_segment_extend_kernel is left
+# out: it adds offsets of 32 bits to a page's address, a scalar.
 READS_PAGES = (
     "_decode_kernel",
     "_extend_kernel",
@@ -58,7 +59,6 @@ READS_PAGES = (
     "_latent_decode_kernel",
     "_latent_extend_kernel",
     "_latent_segment_decode_kernel",
-    "_latent_segment_extend_kernel",
 )
 
 # Bytes on the stack of kernels with warpgroup products of 64 rows and 512 columns, whose accumulators take half of all

@@ -21,6 +21,7 @@ LOADS = (
     "buffer_load_dwordx4 v[0:3], v9, s[4:7], 0 offen",
     "global_load_dwordx4 v[0:3], v[4:5], off offset:16",
     "global_load_dwordx4 v[0:3], v4, s[4:5]",
+    "global_load_dwordx4 a[0:3], v[4:5], off",
 )
 ADD = "v_add_f32_e32 v8, v8, v0"
 

@@ -1,16 +1,16 @@
 """Write the page that says what the tuning rows of gfx942 and gfx950 were chosen from.
 
-    python -m tests.amd.offline.tuning_table docs/amd_tuning.md
+    python -m tests.amd.offline.tuning_table docs/amd_tuning.md [TITLE...]
 
 compiles every candidate with the Triton at hand, which must be the newest supported, and costs it with llvm-mca (see
-mca.py). Prints a line for each layer; exits with 1, and leaves the page as it is, where a row spills or is worse than
-its best candidate by more than the tolerance.
+mca.py). With titles only sections in whose own one of them stands are written anew. Prints a line for each layer; exits
+with 1, and leaves the page as it is, where a row spills or is worse than its best candidate by more than the tolerance.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -89,12 +89,14 @@ what overlaps), and loads of K and V that stay out of the L2 cache (`.cg`).
 """
 
 
-def main(document: Path) -> int:
+def main(document: Path, titles: Sequence[str] = ()) -> int:
     """Rank, print, write; the exit status."""
     # Compiling touches no memory; filled with NaN, a cache above 2 GiB would be resident.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     rankings = []
     for row, kind in layers():
+        if titles and not any(wanted in title(row, kind) for wanted in titles):
+            continue
         ranking = rank(row, kind)
         print(
             f"{title(ranking.row, ranking.kind)}: {ranking.excess:.1%} worse than the best, or above the floor",
@@ -103,7 +105,7 @@ def main(document: Path) -> int:
         rankings.append(ranking)
     if any(ranking.excess > TOLERANCE for ranking in rankings):
         return 1
-    document.write_text(page(rankings))
+    document.write_text(renewed(document.read_text(), rankings) if titles else page(rankings))
     return 0
 
 
@@ -130,6 +132,16 @@ def page(rankings: list[Ranking]) -> str:
     )
     ranked = "".join(f"\n## {title(ranking.row, ranking.kind)}\n\n{_table(ranking)}" for ranking in rankings)
     return f"{head}{ranked}\n{section()}"
+
+
+def renewed(text: str, rankings: list[Ranking]) -> str:
+    """A page with some of its sections anew."""
+    for ranking in rankings:
+        before, heading, rest = text.partition(f"## {title(ranking.row, ranking.kind)}\n")
+        assert heading, f"the page has no section for {title(ranking.row, ranking.kind)}"
+        _, following, others = rest.partition("\n## ")
+        text = f"{before}{heading}\n{_table(ranking)}{following}{others}"
+    return text
 
 
 def title(row: Row, kind: Kind) -> str:
@@ -198,4 +210,4 @@ def cost_cells(cost: TileCost, kind: Kind) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))

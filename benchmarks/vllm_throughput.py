@@ -70,20 +70,22 @@ class EngineProcess:
     def __init__(self, backend: str, mode: str, arguments: Sequence[str]) -> None:
         self.backend, self.mode = backend, mode
         own, its = os.pipe()
+        # A file holds answers of any length; what is written to a full pipe waits for a reader.
+        self._folder = tempfile.TemporaryDirectory()
+        self._answer = Path(self._folder.name) / "answer.json"
         command = [sys.executable, "-m", "benchmarks.vllm_throughput", *arguments]
-        command += ["--run", backend, "--modes", mode, "--answer-to", str(its)]
+        command += ["--run", backend, "--modes", mode, "--ready-to", str(its), "--answer", str(self._answer)]
         # Engines that compile the same model at once would write the same files.
-        self._cache = tempfile.TemporaryDirectory()
         settings = {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             # Greedy tokens need no sampler of FlashInfer's, which vLLM imports on CUDA unless it is switched off.
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
-            "VLLM_CACHE_ROOT": self._cache.name,
+            "VLLM_CACHE_ROOT": self._folder.name,
             "HF_HUB_OFFLINE": "1",
             "TRITON_F32_DEFAULT": "ieee",
         }
         # Not a pipe: nothing is read of it before the end, and a full one would stop the process.
-        self._log = (Path(self._cache.name) / "log").open("w+")
+        self._log = (Path(self._folder.name) / "log").open("w+")
         self._process = subprocess.Popen(
             command,
             env={**settings, **os.environ},
@@ -94,11 +96,12 @@ class EngineProcess:
             text=True,
         )
         os.close(its)
-        self._answers = os.fdopen(own)
+        self._ready = os.fdopen(own)
 
     def is_ready(self) -> bool:
         """Wait until its engine is made. False: the process has failed."""
-        return self._answers.readline().strip() == _READY
+        with self._ready:
+            return self._ready.readline().strip() == _READY
 
     def generated(self) -> dict[str, Any]:
         """Let it generate, and wait. Of each workload: tokens_per_s, decode_tokens_per_s, each request's tokens
@@ -109,9 +112,7 @@ class EngineProcess:
             self._process.communicate("go\n")
         except BrokenPipeError:
             self._process.wait()
-        answer = self._answers.readline()
-        self._answers.close()
-        found: dict[str, Any] = json.loads(answer) if answer else {}
+        found: dict[str, Any] = json.loads(self._answer.read_text()) if self._answer.is_file() else {}
         return found
 
     def said(self) -> str:
@@ -204,16 +205,16 @@ def generate(args: argparse.Namespace) -> None:
         seed=0,
         **graphs,
     )
-    with os.fdopen(args.answer_to, "w") as answers:
-        print(_READY, file=answers, flush=True)
-        sys.stdin.readline()
-        found = {}
-        for workload in workloads(args.requests, args.longest, args.new):
-            prompts = prompts_of(workload, args.vocabulary)
-            few = prompts[::_WARM_UP_PART]
-            timed(engine, few, [_WARM_UP_TOKENS] * len(few))
-            found[workload.name] = timed(engine, prompts, workload.new)
-        print(json.dumps(found), file=answers, flush=True)
+    with os.fdopen(args.ready_to, "w") as ready:
+        print(_READY, file=ready)
+    sys.stdin.readline()
+    found = {}
+    for workload in workloads(args.requests, args.longest, args.new):
+        prompts = prompts_of(workload, args.vocabulary)
+        few = prompts[::_WARM_UP_PART]
+        timed(engine, few, [_WARM_UP_TOKENS] * len(few))
+        found[workload.name] = timed(engine, prompts, workload.new)
+    Path(args.answer).write_text(json.dumps(found))
 
 
 def timed(engine: Any, prompts: Sequence[dict[str, list[int]]], new: Sequence[int]) -> dict[str, Any]:
@@ -268,7 +269,8 @@ def parse_args(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--at-once", type=int, default=2, help="processes that are made ready together")
     parser.add_argument("--out", default="vllm_throughput.json")
     parser.add_argument("--run", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--answer-to", type=int, default=-1, help=argparse.SUPPRESS)
+    parser.add_argument("--ready-to", type=int, default=-1, help=argparse.SUPPRESS)
+    parser.add_argument("--answer", default="", help=argparse.SUPPRESS)
     return parser.parse_args(given)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from rocm_attn.errors import BadBatch, BadTensor
 
 # In the place of a tensor of DeviceInputs: the host has these values; for token ids, there may be none.
-ON_HOST = torch.empty(0, dtype=torch.int32)
+ON_HOST = torch.empty(0, dtype=torch.int32, device="cpu")
 
 
 class HostInputs:

@@ -121,7 +121,7 @@ class ExpandedPrefill:
         """Attention over keys that lie one after the other, as pages of one token; float32 out, lse."""
         num_tokens, heads, _ = q.shape
         out = torch.empty(num_tokens, heads, v.shape[2], dtype=q.dtype, device=q.device)
-        lse = torch.empty(num_tokens, heads, device=q.device)
+        lse = torch.empty(num_tokens, heads, dtype=torch.float32, device=q.device)
         queries, table = lengths.queries(q.device)
         scores = replace(scores_of(self.problem), causal=causal)
         args = AttendArgs(
@@ -134,7 +134,7 @@ class ExpandedPrefill:
             sinks=self.sinks if causal else None,
             slopes=None,
             schedule=torch.empty(0, dtype=torch.int32, device=q.device),
-            workspace=torch.empty(0, device=q.device),
+            workspace=torch.empty(0, dtype=torch.float32, device=q.device),
         )
         self._launch(args, scores)
         return out.float(), lse

@@ -61,7 +61,7 @@ def written_pages(pages: LayerPages, k: Tensor, v: Tensor, renew: NewHeadWeights
 
 
 def _checked(name: str, given: Tensor | float, count: int) -> Tensor:
-    factors = torch.as_tensor(given).detach()
+    factors = torch.as_tensor(given, dtype=torch.float32 if isinstance(given, float) else None).detach()
     if not factors.is_floating_point() or factors.numel() != count or factors.dim() > 1:
         raise BadTensor(
             f"the factors of {name} are {factors.dtype} {list(factors.shape)}; they must be floating point, {count} of "

@@ -285,7 +285,7 @@ def _head_weights(geometry: Geometry, sinks: Tensor | None) -> HeadWeights:
     """What the geometry has of them; sinks that are not there yet count for nothing."""
     slopes = alibi_slopes(geometry.num_q_heads) if geometry.alibi else None
     if geometry.sinks and sinks is None:
-        sinks = torch.full((geometry.num_q_heads,), float("-inf"))
+        sinks = torch.full((geometry.num_q_heads,), float("-inf"), dtype=torch.float32)
     return HeadWeights(sinks, slopes)
 
 

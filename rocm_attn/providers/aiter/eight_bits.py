@@ -20,7 +20,8 @@ from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import StepBounds
 from rocm_attn.providers.scratch import Part
 
-_ONE_AS_INT32 = torch.tensor(1.0).view(torch.int32).item()
+# Its dtype and device are said, as an engine may have set others where it imports this.
+_ONE_AS_INT32 = torch.tensor(1.0, dtype=torch.float32, device="cpu").view(torch.int32).item()
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,8 @@ from rocm_attn.providers.contract import NO_SCHEDULE, PoolSize, Schedule, StepBo
 
 # Below every logit, and in float32 far from overflowing when it is multiplied by log2(e).
 FAR_BELOW = -1e30
-_FAR_BELOW_AS_INT32 = torch.tensor(FAR_BELOW).view(torch.int32).item()
+# Its dtype and device are said, as an engine may have set others where it imports this.
+_FAR_BELOW_AS_INT32 = torch.tensor(FAR_BELOW, dtype=torch.float32, device="cpu").view(torch.int32).item()
 
 # Sequences of up to so many keys are not split; it does not ask how long they are otherwise.
 LONGEST_UNSPLIT = 512

@@ -194,3 +194,34 @@ def test_importing_takes_torch_and_nothing_else_and_touches_no_gpu() -> None:
         "print(sorted(loaded - set(sys.stdlib_module_names)))\n"
     )
     assert run_python(code, path=ROOT, folder=ROOT / "docs").splitlines() == ["False", "['rocm_attn']"]
+
+
+_IMPORTS = """
+import importlib, pkgutil, torch
+torch.set_default_dtype(torch.bfloat16)
+torch.set_default_device("meta")
+import rocm_attn
+ENGINES = "vllm", "sglang"
+count = 0
+for module in pkgutil.walk_packages(rocm_attn.__path__, "rocm_attn."):
+    if module.name.endswith("__main__"):
+        continue
+    try:
+        importlib.import_module(module.name)
+        count += 1
+    except ModuleNotFoundError as missing:
+        if missing.name.split(".")[0] not in ENGINES:
+            raise
+from rocm_attn.providers.aiter.eight_bits import _ONE_AS_INT32
+from rocm_attn.batch.inputs import ON_HOST
+assert _ONE_AS_INT32 == 0x3F800000
+assert ON_HOST.device.type == "cpu"
+print(count)
+"""
+
+
+def test_every_module_can_be_imported_where_an_engine_has_set_another_dtype_and_device() -> None:
+    """vLLM imports a backend while it builds a model in bfloat16, in a device's context."""
+    done = subprocess.run([sys.executable, "-c", _IMPORTS], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout) > 150

@@ -132,18 +132,18 @@ _LARGEST = (512, 64)
 # codes come before those that serve them too.
 DECODE_ROWS: tuple[LatentRow, ...] = (
     # 128 sequences x 4k: 132 us, 1.39 of the floor; 136 with two stages, 153 to 272 in other tiles.
-    LatentRow("sm_90", 2, _LARGEST, LatentTiles(16, 64, 4, 3, 2, chains=2, paired=True, early=True), coded=True),
+    LatentRow("sm_90", 2, _LARGEST, LatentTiles(16, 64, 4, 3, 2, chains=2, paired=True), coded=True),
     # 32 heads, 128 x 4k: 258 us; 270 with blocks of 64 keys and 8 warps, 293 as two blocks of 16 heads.
-    LatentRow("sm_90", 2, _LARGEST, LatentTiles(32, 32, 4, 3, 2, chains=2, paired=True, early=True), coded=True),
+    LatentRow("sm_90", 2, _LARGEST, LatentTiles(32, 32, 4, 3, 2, chains=2, paired=True), coded=True),
     # 128 heads, 128 x 4k: 521 us, 2.83 of the products; 593 with two stages, 754 in the tiles of 32 heads.
-    LatentRow("sm_90", 2, _LARGEST, LatentTiles(64, 64, 8, 3, chains=2, wide=True, early=True), coded=True),
+    LatentRow("sm_90", 2, _LARGEST, LatentTiles(64, 64, 8, 3, chains=2, wide=True), coded=True),
     # 16 heads, 128 x 4k: 173 us, 1.09 of the floor.
-    LatentRow("sm_90", 2, _LARGEST, LatentTiles(16, 32, 4, 3, 2, chains=2, early=True)),
+    LatentRow("sm_90", 2, _LARGEST, LatentTiles(16, 32, 4, 3, 2, chains=2)),
     # 32 heads, 128 x 4k: 238 us, 1.51 of the floor; 415 with 8 warps.
-    LatentRow("sm_90", 2, _LARGEST, LatentTiles(32, 32, 4, 3, 2, chains=2, early=True)),
+    LatentRow("sm_90", 2, _LARGEST, LatentTiles(32, 32, 4, 3, 2, chains=2)),
     # 128 heads, 128 x 4k: 530 us, 2.88 of the products; 566 in two parts, 765 in the tiles of 32 heads. The only tiles
     # with warpgroup products. What they spill lies outside of the products.
-    LatentRow("sm_90", 2, _LARGEST, LatentTiles(64, 64, 8, 2, chains=2, wide=True, early=True)),
+    LatentRow("sm_90", 2, _LARGEST, LatentTiles(64, 64, 8, 2, chains=2, wide=True)),
     # Of float32, which no model is served in: 72 KiB of shared memory, up to 128 registers, 8 bytes of stack.
     LatentRow("sm_90", 4, _LARGEST, LatentTiles(16, 16, 8, 1)),
     LatentRow("sm_", 2, _LARGEST, LatentTiles(16, 32, 4, 2)),

@@ -31,7 +31,9 @@ def _left(target, draft, taken, token, end):
     p = tl.load(target + token, mask=token < end, other=0.0)
     # Of a node without drafts the draft's row holds anything.
     q = tl.load(draft + token, mask=token < tl.where(taken > 0, end, 0), other=0.0)
-    return tl.maximum(p - taken * q, 0.0)
+    left = p - taken * q
+    # Not the larger of both: that is 0 on a device where one is no number, and the row would look like a distribution.
+    return tl.where(left < 0.0, 0.0, left)
 
 
 @triton.jit

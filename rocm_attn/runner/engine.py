@@ -214,6 +214,8 @@ class Engine:
         output = self._outputs.pop(number, None)
         if output is not None:
             self._scheduler.drop(output.sequence)
+        if not self._scheduler.has_work:
+            self.settle()  # no step() may come after it
         self._done.pop(number, None)
         self._events = [event for event in self._events if event.request != number]
 

@@ -102,7 +102,8 @@ class Engine:
         if self._steps_ahead:
             forward = with_unread_tokens(forward, self._picker.tokens)
         self.flight = FlightRecorder(self.runtime, path) if path is not None else NO_FLIGHT_RECORDER
-        self._runner, self._steps = watched_steps(self.runtime, forward, options, self.flight, self._new_runner)
+        watched = watched_steps(self.runtime, forward, options, self.flight, self._new_runner)
+        self._runner, self._steps, self._watch = watched
         self.metrics = self._runner.metrics
         self._speculation = speculation_of(loaded, options, self.runtime, self._picker, self.metrics)
         self._scheduler = Scheduler(
@@ -214,6 +215,8 @@ class Engine:
         output = self._outputs.pop(number, None)
         if output is not None:
             self._scheduler.drop(output.sequence)
+        if not self._scheduler.has_work:
+            self.settle()  # no step() may come after it
         self._done.pop(number, None)
         self._events = [event for event in self._events if event.request != number]
 
@@ -308,7 +311,9 @@ class Engine:
     def _read_oldest(self) -> None:
         """Wait for the tokens of the oldest step that was not read, and note the events that come out of it."""
         unread = self._unread[0]
-        picks = unread.picks.read()
+        batch = unread.step.batch
+        with self._watch.watch(f"a step that was launched ({batch.num_seqs} sequences, {batch.num_tokens} tokens)"):
+            picks = unread.picks.read()
         del self._unread[0]
         taken = self._scheduler.finish_step(unread.step, picks)
         self._speculation.count(unread.step, taken)

@@ -18,7 +18,7 @@ from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.runner.linears import linears_over
 from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.measured_memory import LargestSteps, measure, memory_of
+from rocm_attn.runner.measured_memory import LargestSteps, free_of, measure, memory_of
 from rocm_attn.runner.model import Model
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.pool_size import CPU_BYTES, NOT_MEASURED, Measured, PoolPages, is_small, most_kv_bytes, pool_pages
@@ -102,7 +102,7 @@ class _Sizing:
         if memory is None:
             return CPU_BYTES, NOT_MEASURED
         ranks = self.loaded.ranks  # all of them have as many pages as the one with the least memory
-        free = ranks.least(memory.free())
+        free = ranks.least(free_of(memory))
         wanted = most_kv_bytes(
             self.problems, max_num_seqs=options.max_batch_size, max_kv_len=self.max_kv_len, chunk=options.chunk
         )

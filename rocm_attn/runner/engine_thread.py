@@ -125,7 +125,7 @@ class EngineThread:
         self._commands.put(partial(self._forget, ticket))
 
     def call(self, function: Callable[[], object], waiting: asyncio.Future[Any]) -> None:
-        """Call a function between two steps. waiting: who is answered"""
+        """Call a function between two steps, while none runs on the device. waiting: who is answered"""
         self._commands.put(partial(self._call, function, waiting))
 
     def pause(self) -> None:
@@ -237,6 +237,7 @@ class EngineThread:
     def _call(self, function: Callable[[], object], waiting: asyncio.Future[Any]) -> None:
         result: object = None
         error: Exception | None = None
+        self._engine.settle()
         try:
             result = function()
         except Exception as raised:  # the caller's own

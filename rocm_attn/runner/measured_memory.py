@@ -99,6 +99,13 @@ def memory_of(device: torch.device) -> DeviceMemory | None:
     return TorchMemory(device) if device.type == "cuda" else None
 
 
+def free_of(memory: DeviceMemory) -> int:
+    """What is free once all is given back that nothing needs: engines that are gone hold theirs in reference cycles."""
+    gc.collect()
+    memory.give_back()
+    return memory.free()
+
+
 @dataclass(frozen=True, slots=True)
 class LargestSteps:
     """The steps of a model that take the most memory.
@@ -155,8 +162,7 @@ def measure(
     vocabulary: of the model
     Raises NeverFits when a step does not fit beside the weights.
     """
-    gc.collect()  # a runner and its graphs refer to each other: those of an engine that is gone may still be there
-    memory.give_back()
+    free_of(memory)  # before anything is counted
     held = memory.held()
     try:
         step_bytes, graph_bytes = _run(memory, held, build, largest, vocabulary)
@@ -165,9 +171,7 @@ def measure(
             f"a step of {largest.num_tokens} tokens in {largest.num_seqs} sequences does not fit beside the weights; "
             "lower max_batch_size or chunk, or take a smaller model"
         ) from full
-    gc.collect()
-    memory.give_back()
-    return Measured(memory.total(), memory.free(), step_bytes, graph_bytes)
+    return Measured(memory.total(), free_of(memory), step_bytes, graph_bytes)
 
 
 def _run(

@@ -12,7 +12,7 @@ from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.machine.watchdog import Watchdog
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step.protocols import Flight, LayerCalls, Steps
+from rocm_attn.step.protocols import NO_WATCHDOG, Flight, LayerCalls, Steps, Watch
 from rocm_attn.watch.flight_recorder import FlightRecorder
 from rocm_attn.watch.profiler_ranges import RangedLayers, RangedSteps, device_ranges
 from rocm_attn.watch.sampled_check import LayerTap, SampledCheck
@@ -25,8 +25,10 @@ def watched_steps(
     options: EngineOptions,
     flight: Flight,
     new_runner: Callable[[Forward], StepRunner],
-) -> tuple[StepRunner, Steps]:
+) -> tuple[StepRunner, Steps, Watch]:
     """A runner of the forward, and what the engine runs its steps by: the runner, with what the options put around it.
+
+    The last one looks on where the engine waits for a step's tokens.
 
     new_runner: makes the runner of a forward
     Raises BadSetting where profiler ranges are asked for and this torch has none.
@@ -43,9 +45,10 @@ def watched_steps(
         steps = SampledCheck(runner, runtime, runtime.kinds.problems, tap, every=options.check_every)
     if ranges is not None:
         steps = RangedSteps(steps, ranges)
-    if options.hang_after:
-        steps = WatchedSteps(steps, Watchdog(options.hang_after, on_hang=partial(_dump, flight)))
-    return runner, steps
+    if not options.hang_after:
+        return runner, steps, NO_WATCHDOG
+    watchdog = Watchdog(options.hang_after, on_hang=partial(_dump, flight))
+    return runner, WatchedSteps(steps, watchdog), watchdog
 
 
 def around_layers(forward: Forward, wrap: Callable[[LayerCalls], LayerCalls]) -> Forward:

@@ -206,13 +206,13 @@ def test_tokens_are_distributed_as_by_plain_sampling(loaded: LoadedModel) -> Non
     options = replace(
         BASE, speculative="ngram", draft_tokens=2, max_batch_size=200, chunk=800, page_size=16, max_kv_len=16
     )
+    verifying = likeliest_drafts(loaded, options)
     counts = [
         Counter(done.token_ids[1:] for done in engine.generate(requests))
-        for engine, requests in (
-            (Engine(loaded, without_speculation(options)), plain),
-            (likeliest_drafts(loaded, options), verified),
-        )
+        for engine, requests in ((Engine(loaded, without_speculation(options)), plain), (verifying, verified))
     ]
+    metrics = verifying.report().metrics
+    assert 100 < metrics.accepted_drafts < metrics.drafts - 100, "both what is accepted and what is not is drawn"
     assert chi_square_exceedance(*counts) < 4.0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,6 +16,7 @@ from torch import Tensor
 from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadSetting, DeviceFault
+from rocm_attn.runner.async_engine import AsyncEngine
 from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.options import EngineOptions
@@ -261,6 +263,36 @@ def test_an_abort_and_a_cancel_of_what_runs_leave_nothing(loaded: LoadedModel) -
     assert engine.completion(numbers[0]).token_ids == alone(loaded, Request((9, 10), 20)).token_ids[:3]
     assert engine.completion(numbers[2]) == alone(loaded, Request((9, 12), 20))
     assert_is_empty(engine)
+
+
+def test_nothing_runs_once_the_last_request_was_cancelled(loaded: LoadedModel) -> None:
+    """No step() comes after it: the step that ran would be read when the next request comes, and timed until then."""
+    engine = Engine(loaded, BASE)
+    number = engine.submit(Request((9, 10), 20))
+    engine.step()
+    assert engine._unread
+    engine.cancel(number)
+    assert not engine.has_work
+    assert not engine._unread
+    assert_is_empty(engine)
+
+
+def test_no_step_runs_while_a_function_is_called_between_two(loaded: LoadedModel) -> None:
+    """Nor on the device: so the function may change what a step reads."""
+    engine = Engine(loaded, BASE)
+
+    async def main() -> tuple[list[int], Completion]:
+        async with AsyncEngine(engine) as front:
+            served = asyncio.create_task(front.complete(Request((9, 10, 11), 30)))
+            unread = []
+            while not served.done():
+                unread.append(await front.between_steps(lambda: len(engine._unread)))
+            return unread, await served
+
+    unread, done = asyncio.run(main())
+    assert len(unread) > 2
+    assert set(unread) == {0}
+    assert done == alone(loaded, Request((9, 10, 11), 30))
 
 
 def test_checked_and_replayed_steps_give_the_same_tokens(loaded: LoadedModel) -> None:

@@ -17,7 +17,7 @@ from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.errors import BadSetting, DeviceFault
+from rocm_attn.errors import BadLogits, BadSetting, DeviceFault
 from rocm_attn.machine.watchdog import Watchdog
 from rocm_attn.oracle.reference import attend_paged
 from rocm_attn.runner import watched
@@ -25,6 +25,7 @@ from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.model import Model
 from rocm_attn.runner.request import RequestsFaulted
+from rocm_attn.runner.sampling import PickedTokens
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from tests.amd.graphs.test_profiler_ranges import Timeline
@@ -158,6 +159,32 @@ def test_a_step_that_hangs_is_named_and_leaves_the_flight_record(
     assert record.exists() == has_record
     if has_record:
         assert "has not ended after 0.01 s" in json.loads(record.read_text())["reason"]
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+def test_a_step_whose_tokens_never_come_is_named(
+    steps_ahead: int, loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device hangs after its launches were made: where the host waits for what was picked."""
+    spoken = threading.Event()
+    report, read = Watchdog._report, PickedTokens.read
+
+    def reports(watchdog: Watchdog, what: str) -> None:
+        report(watchdog, what)
+        if what.startswith("a step that was launched"):
+            spoken.set()
+
+    def waits(picks: PickedTokens) -> list[int | BadLogits]:
+        assert spoken.wait(60), "the watchdog has not spoken"
+        return read(picks)
+
+    monkeypatch.setattr(Watchdog, "_report", reports)
+    monkeypatch.setattr(PickedTokens, "read", waits)
+    with (tmp_path / "stderr.txt").open("w+") as stream:
+        monkeypatch.setattr(sys, "__stderr__", stream)
+        engine(loaded, hang_after=0.01, steps_ahead=steps_ahead).generate(some_requests(1))
+        stream.seek(0)
+        assert "a step that was launched (1 sequences, " in stream.read()
 
 
 def test_a_hang_whose_record_cannot_be_written_is_still_named(

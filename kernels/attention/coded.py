@@ -28,6 +28,9 @@ from rocm_attn.kernels.cache.codes import (
 # A block whose factors are all 0 has codes of 0 alone.
 _SMALLEST_FACTOR = tl.constexpr(2.0**-120)
 _LEAST_PART = tl.constexpr(2.0**-60)
+# 2^-63, biased: scores of smaller rows of q are 0 in effect. So the factor of rows of zeros is large enough that its
+# product with K's factor is not 0: 0 times the -inf of an unseen key is NaN.
+_LEAST_EXPONENT = tl.constexpr(64)
 
 
 class Factors(NamedTuple):
@@ -52,10 +55,18 @@ def row_factor(scale, head, C: tl.constexpr):
 
 
 @triton.jit
+def exponent_to_move(largest):
+    """The biased float32 exponent that rows with this largest magnitude are moved by, such that factors are finite.
+
+    largest: float32, of any shape
+    """
+    return tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, _LEAST_EXPONENT), 254)
+
+
+@triton.jit
 def largest_exponent(q):
-    """The biased float32 exponent of a bfloat16 block's largest element, such that the factors below are finite."""
-    largest = tl.max(tl.max(tl.abs(q.to(tl.float32)), 1), 0)
-    return tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 15), 254)
+    """exponent_to_move of a block of bfloat16."""
+    return exponent_to_move(tl.max(tl.max(tl.abs(q.to(tl.float32)), 1), 0))
 
 
 @triton.jit

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from rocm_attn.kernels.attention.coded import factor_of_moved, moved_to_half
+from rocm_attn.kernels.attention.coded import exponent_to_move, factor_of_moved, moved_to_half
 from rocm_attn.kernels.attention.extend_schedule import BLOCK_FIRST_TOKEN, BLOCK_TOKENS, BLOCK_WORDS
 from rocm_attn.kernels.attention.softmax import LN_2, LOG2_E
 from rocm_attn.kernels.hopper.rows import GROUP_ROWS
@@ -74,7 +74,7 @@ def put_queries(fetched, tiles, qk_scale, LAYOUT: gl.constexpr, G: gl.constexpr)
         largest = gl.max(gl.abs(fetched[0].to(gl.float32)), 1)
         for i in gl.static_range(1, PARTS):
             largest = gl.maximum(largest, gl.max(gl.abs(fetched[i].to(gl.float32)), 1))
-        exponent = gl.minimum(gl.maximum(largest.to(gl.int32, bitcast=True) >> 23, 15), 254)
+        exponent = exponent_to_move(largest)
         moved = ()
         for i in gl.static_range(PARTS):
             moved += (moved_to_half(fetched[i], gl.expand_dims(exponent, 1)),)  # type: ignore[assignment]

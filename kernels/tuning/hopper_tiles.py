@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
+from rocm_attn.kernels.tuning.segment_tiles import segment_tiles
 from rocm_attn.kernels.tuning.tiles import ExtendTiles
 
 
@@ -73,15 +76,9 @@ _CODED_TILES: Mapping[int, HopperTiles] = {
     ),
 }
 
-# Of deterministic attention: segments and key blocks are those of segment_tiles.py, by which decode walks them.
-# llama8b 1 x 2048 + 6144: 517 us, 8 x 512 + 4096: 673; in blocks of 128 keys 434 and 562, but decode of those takes
-# 1.17 to 1.27 of the normal mode, and 1.05 to 1.13 of these.
-_SEGMENT_TILES: Mapping[int, HopperTiles] = {
-    64: HopperTiles(ExtendTiles(128, 64, 4, 4, programs_per_cu=1), overlaps=True, registers=224, segment_len=1024),
-    128: HopperTiles(ExtendTiles(128, 64, 4, 4, programs_per_cu=1), overlaps=True, registers=224, segment_len=1024),
-}
-
-HEAD_DIMS, SEGMENT_HEAD_DIMS = tuple(_EXTEND_TILES), tuple(_SEGMENT_TILES)
+HEAD_DIMS = tuple(_EXTEND_TILES)
+# Of deterministic attention.
+SEGMENT_HEAD_DIMS = (64, 128)
 
 
 def hopper_tiles(head_dim: int, *, coded: bool) -> HopperTiles:
@@ -90,5 +87,13 @@ def hopper_tiles(head_dim: int, *, coded: bool) -> HopperTiles:
 
 
 def hopper_segment_tiles(head_dim: int) -> HopperTiles:
-    """The tiles of deterministic attention, of heads of one of SEGMENT_HEAD_DIMS."""
-    return _SEGMENT_TILES[head_dim]
+    """The tiles of deterministic attention, of heads of one of SEGMENT_HEAD_DIMS.
+
+    Segments and key blocks are those by which decode walks them.
+    """
+    # llama8b 1 x 2048 + 6144: 517 us, 8 x 512 + 4096: 673; in blocks of 128 keys 434 and 562, but decode of those takes
+    # 1.17 to 1.27 of the normal mode, and 1.05 to 1.13 of these. Of heads of 64 decode would take the same, but masks
+    # of deterministic steps are read for blocks of 64 keys at most (mask_bits.TWO_WORDS).
+    of_decode = segment_tiles("sm_90", head_dim=head_dim, v_head_dim=head_dim, dtype=torch.bfloat16)
+    extend = ExtendTiles(128, of_decode.key_block, 4, 4, programs_per_cu=1)
+    return HopperTiles(extend, overlaps=True, registers=224, segment_len=of_decode.segment_len)

@@ -208,7 +208,7 @@ def _merge_latencies(problem: Problem, num_seqs: int, blocks: int, figures: Deco
     tiles = figures.tiles
     programs = known_target(figures.arch).compute_units * tiles.programs_per_cu
     rows = num_seqs * tiles.rows_per_seq(problem.num_kv_heads)
-    share = -(-rows * (blocks + tiles.row_cost) // programs)
+    share = -(-rows * (blocks + tiles.row_cost + tiles.row_end) // programs)
     # Few rows begin where a program does.
     parts = -(-blocks // share) + 1
     shape = merge_shape(rows, programs, tiles.q_rows(problem.gqa_ratio), problem.v_head_dim)

@@ -12,6 +12,7 @@ from rocm_attn.cli.cost import GPUS, SHAPES, Shape, fraction, predicted, predict
 from rocm_attn.cli.cost_figures import CODE_OBJECTS, DECODE, EXTEND
 from rocm_attn.cli.static_figures import ExtendFigures
 from rocm_attn.kernels.attention.cuts import merge_shape
+from rocm_attn.kernels.tuning.decode_tiles import decode_tiles
 from rocm_attn.kernels.tuning.tiles import ExtendTiles
 from rocm_attn.problem import KVEncoding, Problem, Scales
 
@@ -69,6 +70,22 @@ def test_rows_that_are_merged_in_more_steps_take_longer(arch: str, monkeypatch: 
     assert found is not None
     assert slower is not None
     assert slower.seconds.low > found.seconds.low
+
+
+@every_arch
+def test_rows_whose_ends_cost_more_are_merged_in_fewer_steps(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs with larger shares hold fewer parts of a row."""
+    monkeypatch.setattr(cost, "merge_shape", lambda *given: replace(merge_shape(*given), parts=16))
+    found = predicted(LLAMA, arch, Shape(1, 8192))
+    figures = [replace(each, tiles=replace(each.tiles, row_end=400)) for each in DECODE]
+    monkeypatch.setattr(cost, "DECODE", figures)
+    monkeypatch.setattr(
+        cost, "decode_tiles", lambda *given, **layer: replace(decode_tiles(*given, **layer), row_end=400)
+    )
+    sooner = predicted(LLAMA, arch, Shape(1, 8192))
+    assert found is not None
+    assert sooner is not None
+    assert sooner.seconds.low < found.seconds.low
 
 
 @pytest.mark.parametrize("compute_units", [80, 256, 304])

@@ -177,6 +177,23 @@ def test_windows_sinks_and_attention_to_all_keys_are_right_over_eight_bit_pages(
 
 
 @dims
+@pytest.mark.parametrize("scales", [Scales.LAYER, Scales.HEAD])
+def test_rows_of_zeros_see_all_keys_alike_however_small_the_factor_of_k_is(
+    scales: Scales, dim: int, device: torch.device
+) -> None:
+    """Rows are moved to float16 by a factor of their own, and the product of both times -inf must not be NaN."""
+    case = replace(RAGGED, dims=(dim, dim), kv=Encoding.E5M2, scales=scales, tail=0)
+    tensors = build(case, device)
+    assert tensors.k_scale is not None
+    tensors.q.zero_()
+    tensors.k_scale.fill_(2.0**-40)
+    run_hopper(tensors, NONE_SHARED)
+    seen = [key + 1 for length, new in zip(case.kv_len, case.q_len, strict=True) for key in range(length - new, length)]
+    lse = torch.tensor(seen, device=device).float().log()[:, None].expand_as(tensors.lse)
+    torch.testing.assert_close(tensors.lse, lse)
+
+
+@dims
 @pytest.mark.parametrize("page_size", [8, 64])
 def test_every_length_around_pages_and_tiles_is_right(page_size: int, dim: int, device: torch.device) -> None:
     around = [edge + more for edge in (8, 16, 64, 128, 192) for more in (-1, 0, 1)]

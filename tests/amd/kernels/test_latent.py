@@ -116,6 +116,16 @@ def test_latents_in_eight_bits_are_what_their_codes_are_worth(case: Case, kernel
             assert_served(tensors)
 
 
+def test_rows_of_zeros_see_all_keys_alike_however_small_the_factor_of_k_is(kernel_device: torch.device) -> None:
+    """Rows of bfloat16 are moved by a factor of their own, and the product of both times -inf must not be NaN."""
+    tensors = build(replace(DECODES, dtype=torch.bfloat16, kv=Encoding.E4M3FN, scales=Scales.LAYER), kernel_device)
+    assert tensors.k_scale is not None
+    tensors.q.zero_()
+    tensors.k_scale.fill_(2.0**-40)
+    run_latent_decode(tensors)
+    torch.testing.assert_close(tensors.lse, tensors.kv_len.float().log()[:, None].expand_as(tensors.lse))
+
+
 @pytest.mark.parametrize("case", DRAFTED.values(), ids=DRAFTED)
 def test_a_few_new_tokens_are_split_over_their_keys(case: Case, kernel_device: torch.device) -> None:
     for dtype in latent_dtypes(kernel_device)[-1:]:

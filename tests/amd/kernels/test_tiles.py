@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from rocm_attn.kernels.attention.limits import DTYPES, MAX_GQA_RATIO, MAX_HEAD_DIM
+from rocm_attn.kernels.attention.mask_bits import TWO_WORDS
 from rocm_attn.kernels.tuning.decode_tiles import DECODE_ROWS, decode_tiles
 from rocm_attn.kernels.tuning.extend_tiles import EXTEND_ROWS, extend_tiles
+from rocm_attn.kernels.tuning.hopper_tiles import SEGMENT_HEAD_DIMS, hopper_segment_tiles
+from rocm_attn.kernels.tuning.segment_tiles import segment_tiles
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, NoTiles
 
 ARCHS = ("sm_90", "sm_80", "sm_120", "gfx942", "gfx950", "interpreter", "cpu")
@@ -93,3 +96,13 @@ def test_every_row_starts_with_whole_tiles() -> None:
     sides += [side for row in EXTEND_ROWS for side in (row.tiles.query_rows, row.tiles.key_block)]
     assert all(side >= 16 and side & (side - 1) == 0 for side in sides)
     assert all(row.tiles.row_cost >= 1 for row in DECODE_ROWS)
+
+
+@pytest.mark.parametrize("dim", SEGMENT_HEAD_DIMS)
+def test_deterministic_extend_on_hopper_walks_keys_as_decode_does(dim: int) -> None:
+    """And as masked steps do, which read bits of two words a row at most."""
+    for dtype in (torch.bfloat16, torch.float16):
+        ours = hopper_segment_tiles(dim)
+        theirs = segment_tiles("sm_90", head_dim=dim, v_head_dim=dim, dtype=dtype)
+        assert (ours.segment_len, ours.extend.key_block) == (theirs.segment_len, theirs.key_block)
+        assert theirs.key_block <= TWO_WORDS

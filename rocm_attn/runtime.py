@@ -285,11 +285,16 @@ class AttentionRuntime:
     def move_accepted(self, accepted: Accepted, row_of_seq: Tensor) -> None:
         """Move the K and V of accepted drafts to the places of their tokens, in all layers; see step/accepting.py.
 
-        To be called once after a verify step of trees has stored, in its forward or after it, and before the next step
-        of its sequences. Chains need none.
+        To be called once after a verify step of trees has stored, in its forward or after it, and before its rows are
+        forked, kept, cut or freed and before the next step. Chains need none.
         row_of_seq: int32 [S], as the step has it
-        Raises Unsupported for layers whose index keys stand for several tokens.
+        Raises BadTensor; BadBatch where the step may not store, because other rows hold its pages too; Unsupported for
+        layers whose index keys stand for several tokens.
         """
+        self._stores.before_move()
+        with on_device(self.device):
+            # After its step a move follows all of it, and the next step follows the move.
+            (self._streams.follow if self._state is _State.IDLE else self._streams.join)()
         self.core.moves.move(accepted, row_of_seq)
 
     def begin_split_step(self, batch: StepBatch, pad_to: PadTo | None = None) -> SplitStep:

@@ -251,6 +251,14 @@ GUARDS: tuple[Guard, ...] = (
         "test_drafts.py::test_every_draft_step_sees_the_drafts_before_it",
     ),
     _guard(
+        "path_pages",
+        "step.launches.path_pages",
+        "an accepted path that leads past its row's pages moves what page 0 holds over a token of the row",
+        "G4, G12",
+        unguarded.paths_through_page_zero,
+        "test_drafts.py::test_a_path_past_the_rows_pages_moves_nothing",
+    ),
+    _guard(
         "copy_on_write",
         "table.is_shared",
         "requests that share a partly filled page overwrite each other's tokens",

@@ -21,6 +21,7 @@ from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.hip_graphs.pinned import PinnedTensors
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.cache.moved_rows import AlikePages
 from rocm_attn.kernels.cache.page_format import PageFormat
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, TokenPlaces
 from rocm_attn.kernels.metadata.engine_tensors import EngineLengths, LengthBounds, PublishedLengths
@@ -28,6 +29,7 @@ from rocm_attn.kernels.metadata.given_inputs import GivenInputs
 from rocm_attn.kernels.metadata.slot_layout import UPDATE_WORDS
 from rocm_attn.kernels.metadata.step_tensors import StepTensors, TableTerms
 from rocm_attn.kernels.refs.rope import rope_queries, stored_rows
+from rocm_attn.kernels.speculative.paths import AcceptedPaths
 from rocm_attn.paging.kept_pages import KeptIds
 from rocm_attn.paging.page_table import RowWidth
 from rocm_attn.paging.request_table import RequestTable
@@ -128,6 +130,15 @@ def lengths_of_the_first_step(ops: StepOps) -> StepOps:
             step.kv_len.copy_(steps[0].kv_len)
 
     return replace(ops, draft_steps=draft_steps)
+
+
+def paths_through_page_zero(ops: StepOps) -> StepOps:
+    """Accepted paths take page 0 for a page like any other."""
+
+    def move_paths(pages: AlikePages, paths: AcceptedPaths) -> None:
+        ops.move_paths(pages, paths._replace(no_page=-1))
+
+    return replace(ops, move_paths=move_paths)
 
 
 def slots_past_the_row(ops: StepOps) -> StepOps:

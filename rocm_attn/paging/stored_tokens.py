@@ -151,6 +151,11 @@ class StepStores:
             raise BadBatch(self.refusal)
         self._wrote = True
 
+    def before_move(self) -> None:
+        """Raise BadBatch where the step that runs, or the last one, may not write to the pages of its new tokens."""
+        if self.refusal:
+            raise BadBatch(self.refusal)
+
     def after_store(self, child: int, layer: int) -> None:
         """A child of the step has stored in a layer."""
         self._done[child] |= 1 << layer

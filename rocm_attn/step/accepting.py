@@ -106,8 +106,9 @@ class AcceptedMoves:
         """Move what was accepted. To be called once for a verify step, before the next step of its sequences.
 
         row_of_seq: int32 [S], sequence -> row of the request table, as the verify step has it
-        Raises Unsupported for layers whose index keys stand for several tokens.
+        Raises BadTensor, and Unsupported for layers whose index keys stand for several tokens.
         """
+        _check_paths(accepted, row_of_seq, self._pool.device)
         if self._alike is None:
             # Not in a capture: a step runs eagerly before it is captured.
             with torch.inference_mode(False):
@@ -147,6 +148,25 @@ class AcceptedMoves:
                 )
             sides = [*sides, *_sides(index, is_index=True)]
         return sides
+
+
+def _check_paths(accepted: Accepted, row_of_seq: Tensor, device: torch.device) -> None:
+    """Refuse paths that a move would read past the end of."""
+    num_seqs = accepted.path.shape[0]
+    paths, counts, lengths = accepted.path, accepted.num_accepted, accepted.kv_len
+    for name, tensor, dims in (("path", paths, 2), ("num_accepted", counts, 1), ("kv_len", lengths, 1)):
+        _check_ints(name, tensor, dims, num_seqs, device)
+    _check_ints("row_of_seq", row_of_seq, 1, num_seqs, device)
+
+
+def _check_ints(name: str, tensor: Tensor, dims: int, num_seqs: int, device: torch.device) -> None:
+    is_shaped = tensor.dim() == dims and tensor.shape[0] == num_seqs and tensor.is_contiguous()
+    if tensor.dtype != torch.int32 or not is_shaped or tensor.device != device:
+        shape = f"[{num_seqs}]" if dims == 1 else f"[{num_seqs}, nodes]"
+        raise BadTensor(
+            f"{name} of a move is {tensor.dtype} of shape {list(tensor.shape)} on {tensor.device}; it must be "
+            f"torch.int32 {shape}, contiguous, on {device}"
+        )
 
 
 def _sides(pages: LayerPages, *, is_index: bool = False) -> list[Tensor]:

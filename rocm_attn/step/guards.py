@@ -38,6 +38,7 @@ class LaunchGuards:
     table_tails: OpsChange = unchanged_ops
     slot_in_row: OpsChange = unchanged_ops
     draft_lengths: OpsChange = unchanged_ops
+    path_pages: OpsChange = unchanged_ops
     full_refresh: OpsChange = unchanged_ops
     length_bounds: OpsChange = unchanged_ops
     slots_in_table: OpsChange = unchanged_ops
@@ -55,6 +56,7 @@ class LaunchGuards:
             self.table_tails,
             self.slot_in_row,
             self.draft_lengths,
+            self.path_pages,
             self.full_refresh,
             self.length_bounds,
             self.slots_in_table,

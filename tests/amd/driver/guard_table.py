@@ -35,6 +35,7 @@ _ENGINES = "no engine owns pages in these runs: tests/amd/external"
 # Why neither run needs a safeguard: what would meet it is not there, on any machine or on a kind of device.
 UNSEEN = {
     "draft_lengths": "no step of these runs has drafts: tests/amd/guards/test_drafts.py",
+    "path_pages": "paths of these runs lie within their rows: tests/amd/guards/test_drafts.py",
     "row_zero": "no call of the API changes row 0, and the pads of an update have no cell",
     "table_tails": "read by AITER's kernels alone: those of torch and Triton read no entry after the last page",
     "sealed_growth": "refuses what the planner does not ask for: a step above the captured sizes uses other memory",

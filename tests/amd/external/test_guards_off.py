@@ -259,6 +259,7 @@ NOT_HERE = {
     "sealed_capture": "a captured step before seal() is refused, with no way around",
     "child_ranges": "the engine's steps are whole",
     "draft_lengths": "an engine makes a step of each draft step: tests/amd/guards/test_drafts.py",
+    "path_pages": "the engine moves what it accepts: tests/amd/guards/test_drafts.py",
     "kv_scales": "the engine owns the factors: tests/amd/guards/test_formats.py",
     "fresh_selection": "of layers that select keys: tests/amd/external/test_selections.py",
     "selection_place": "of layers that select keys: tests/amd/guards/test_selections.py",

@@ -6,11 +6,13 @@ import re
 
 import pytest
 import torch
+from torch import Tensor
 
 from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.errors import CapacityExceeded, DeviceFault
 from rocm_attn.guards.registry import Guards
+from rocm_attn.kernels.speculative.arguments import Accepted
 from tests.amd.guards.drafting import Drafting
 from tests.amd.guards.serving import ALL_ON, DEVICE_FAULT, run_elsewhere
 from tests.amd.runtime.stepping import Request, providers
@@ -197,3 +199,30 @@ def test_a_prefix_on_the_device_beyond_its_bound_reaches_no_neighbour(
         sound.runtime.check_device()
     off = round_beyond(Guards().without("length_bounds"))
     assert not off.is_right(off.world.requests[:1])
+
+
+def token_after_a_path_past_the_row(guards: Guards, provider: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """K of the last token of a row of eight, before and after a path that moves token 10, of no page, to its place."""
+    drafting = Drafting(device, guards, drafts=TREE, provider=provider, graphs=False)
+    (request,) = drafting.admit([8])
+    table, pages = drafting.runtime.table.spaces[0], drafting.runtime.pool.layer(0)
+    page = int(table.entries[request.row, 1])
+    path = torch.tensor([[0, 4]], dtype=torch.int32, device=device)
+    num_accepted, kv_len, rows = (
+        torch.tensor([number], dtype=torch.int32, device=device) for number in (1, 8, request.row)
+    )
+    accepted = Accepted.empty(1, 2, device)._replace(path=path, num_accepted=num_accepted, kv_len=kv_len)
+    before = pages.k[page, 3].clone()
+    drafting.runtime.move_accepted(accepted, rows)
+    return before, pages.k[page, 3]
+
+
+@each_provider
+def test_a_path_past_the_rows_pages_moves_nothing(provider: str, device: torch.device) -> None:
+    """Paths are numbers on the device, which the host does not look at."""
+    before, after = token_after_a_path_past_the_row(ALL_ON, provider, device)
+    assert torch.equal(before, after)
+
+    before, after = token_after_a_path_past_the_row(Guards().without("path_pages"), provider, device)
+    assert before.any()
+    assert not after.any()

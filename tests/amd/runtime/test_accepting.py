@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from rocm_attn.batch.mask import TreeMask
-from rocm_attn.errors import BadTensor
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.errors import BadBatch, BadTensor
 from rocm_attn.kernels.metadata.step_tensors import NO_PARENT
 from rocm_attn.kernels.speculative.arguments import Accepted, Probabilities
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.step.accepting import accept_drawn, accept_sampled, verified
+from tests.amd.host.test_stream_order import order
 from tests.amd.runtime.stepping import Request, World, providers, small_problem
 
 each_provider = pytest.mark.parametrize("provider", providers())
@@ -112,3 +114,64 @@ def test_what_cannot_be_accepted_is_refused(provider: str, device: torch.device)
     ):
         accept_sampled(Probabilities(rows, rows[:, :8], uniform, uniform), given)
     world.runtime.end_step()
+
+
+def one_path(world: World, request: Request) -> tuple[Accepted, torch.Tensor]:
+    """The path 0, 2 of a tree of three nodes, which are the last tokens of a request, and its row."""
+
+    def ints(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=world.runtime.device)
+
+    accepted = Accepted.empty(1, 3, world.runtime.device)._replace(
+        path=ints([0, 2, -1])[None], num_accepted=ints([1]), kv_len=ints([request.kv_len - 1])
+    )
+    return accepted, ints([request.row])
+
+
+def test_paths_that_a_move_would_read_past_the_end_of_are_refused(device: torch.device) -> None:
+    world = World.build([MASKED], device, "torch")
+    request = world.admit()
+    world.step([request], [5])
+    accepted, rows = one_path(world, request)
+    for wrong, named in (
+        ((accepted, rows.repeat(2)), r"row_of_seq of a move is torch.int32 of shape \[2\]"),
+        ((accepted, rows.long()), "row_of_seq of a move is torch.int64"),
+        ((accepted._replace(kv_len=rows[:0]), rows), r"kv_len of a move is torch.int32 of shape \[0\]"),
+        ((accepted._replace(num_accepted=rows.to("meta")), rows), "num_accepted of a move is .* on meta"),
+        ((accepted._replace(path=accepted.path[0]), rows.repeat(3)), r"path of a move .* must be .* \[3, nodes\]"),
+    ):
+        with pytest.raises(BadTensor, match=named):
+            world.runtime.move_accepted(*wrong)
+    world.runtime.move_accepted(accepted, rows)
+
+
+def test_a_step_that_may_not_store_moves_nothing(device: torch.device) -> None:
+    """Its new tokens lie in pages that another row reads too."""
+    world = World.build([MASKED], device, "torch")
+    request = world.admit()
+    world.step([request], [7])
+    child = world.fork(request, 7)
+    rows = torch.tensor([child.row], dtype=torch.int32).numpy()
+    before = world.runtime.pool.layer(0).k.clone()
+    step = world.runtime.begin_step(StepBatch(rows, [7], [3]))
+    q = world.random(step.token_ids.shape[0], 6, 16)
+    step.layers.attend(0, q, torch.empty_like(q))
+    for _ in range(2):
+        with pytest.raises(BadBatch, match=f"would store token 4 of row {child.row} in a page that another row"):
+            world.runtime.move_accepted(*one_path(world, child))
+        world.runtime.end_step()
+    assert torch.equal(before.nan_to_num(), world.runtime.pool.layer(0).k.nan_to_num())
+
+
+def test_a_move_on_another_stream_comes_between_its_step_and_the_next_one() -> None:
+    world = World.build([MASKED], torch.device("cpu"), "torch")
+    world.runtime._streams, streams = order()
+    request = world.admit()
+    world.step([request], [5])
+    streams.now = 7
+    accepted, rows = one_path(world, request)
+    world.runtime.move_accepted(accepted._replace(num_accepted=torch.zeros_like(rows)), rows)
+    assert streams.take_log() == ["7 waits for 0"]
+    streams.now = 0
+    world.step([request], [1])
+    assert streams.take_log() == ["0 waits for 7"]

@@ -10,6 +10,8 @@ may come from anywhere.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,6 +19,25 @@ from torch import Tensor
 from rocm_attn.kernels.launch import RepeatedLaunch, repeated_launches
 from rocm_attn.kernels.speculative.arguments import Accepted, Verified, check_trees
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
+
+
+class Outcome(NamedTuple):
+    """What became of a sequence. count, next_token: scalars; path, token_ids: [NODES]"""
+
+    count: tl.tensor
+    path: tl.tensor
+    token_ids: tl.tensor
+    next_token: tl.tensor
+
+
+class Outputs(NamedTuple):
+    """Pointers to the tensors of Accepted (arguments.py)."""
+
+    count: tl.tensor
+    path: tl.tensor
+    token_ids: tl.tensor
+    next_token: tl.tensor
+    kv_len: tl.tensor
 
 
 @triton.jit
@@ -39,19 +60,16 @@ def next_child(parent, node, tried, nodes, NODES: tl.constexpr):
 
 
 @triton.jit
-def store_accepted(
-    seq, path, token_ids, next_token, count, nodes, kv_len, num_nodes, to_count, to_path, to_ids, to_next, to_kv_len,
-    NODES: tl.constexpr,
-):  # fmt: skip
-    """Write what became of a sequence. path, token_ids: [NODES]"""
+def store_accepted(seq, nodes, kv_len, outcome, to, num_nodes, NODES: tl.constexpr):
+    """Write what became of a sequence of so many nodes; rows of `to` are num_nodes long. outcome, to: see above"""
     lane = tl.arange(0, NODES)
     row = seq.to(tl.int64) * num_nodes + lane
-    tl.store(to_path + row, path, mask=lane < num_nodes)
-    tl.store(to_ids + row, token_ids, mask=lane < num_nodes)
-    tl.store(to_count + seq, count)
-    tl.store(to_next + seq, next_token)
+    tl.store(to.path + row, outcome.path, mask=lane < num_nodes)
+    tl.store(to.token_ids + row, outcome.token_ids, mask=lane < num_nodes)
+    tl.store(to.count + seq, outcome.count)
+    tl.store(to.next_token + seq, outcome.next_token)
     length = tl.load(kv_len + seq)
-    tl.store(to_kv_len + seq, tl.where(nodes > 0, length - nodes + 1 + count, length))
+    tl.store(to.kv_len + seq, tl.where(nodes > 0, length - nodes + 1 + outcome.count, length))
 
 
 @triton.jit(
@@ -101,10 +119,9 @@ def _accept_drawn_kernel(
         node = tl.min(tl.where(is_next, lane, NODES), 0)
         count += (node < NODES).to(tl.int32)
         path = tl.where((lane == count) & (node < NODES), node, path)
-    store_accepted(
-        seq, path, ids, next_token, count, nodes, kv_len, num_nodes, to_count, to_path, to_ids, to_next, to_kv_len,
-        NODES,
-    )  # fmt: skip
+    outcome = Outcome(count, path, ids, next_token)
+    to = Outputs(to_count, to_path, to_ids, to_next, to_kv_len)
+    store_accepted(seq, nodes, kv_len, outcome, to, num_nodes, NODES)
 
 
 _variant = repeated_launches(_accept_drawn_kernel)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from rocm_attn.kernels.launch import RepeatedLaunch, repeated_launches
-from rocm_attn.kernels.speculative.accept_drawn import load_tree, next_child, store_accepted
+from rocm_attn.kernels.speculative.accept_drawn import Outcome, Outputs, load_tree, next_child, store_accepted
 from rocm_attn.kernels.speculative.arguments import Accepted, Probabilities, Verified, check_trees
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
@@ -31,7 +31,9 @@ def _left(target, draft, taken, token, end):
     p = tl.load(target + token, mask=token < end, other=0.0)
     # Of a node without drafts the draft's row holds anything.
     q = tl.load(draft + token, mask=token < tl.where(taken > 0, end, 0), other=0.0)
-    return tl.maximum(p - taken * q, 0.0)
+    left = p - taken * q
+    # Not the larger of both: that is 0 on a device where one is no number, and the row would look like a distribution.
+    return tl.where(left < 0.0, 0.0, left)
 
 
 @triton.jit
@@ -138,10 +140,9 @@ def _accept_sampled_kernel(
     is_number = tl.where(total > 0, total, float("inf")) < float("inf")
     next_token = tl.where(nodes > 0, tl.where(is_number, next_token, -1), -1)
     ids = tl.where((lane == count) & (nodes > 0), next_token, ids)
-    store_accepted(
-        seq, path, ids, next_token, count, nodes, kv_len, num_nodes, to_count, to_path, to_ids, to_next, to_kv_len,
-        NODES,
-    )  # fmt: skip
+    outcome = Outcome(count, path, ids, next_token)
+    to = Outputs(to_count, to_path, to_ids, to_next, to_kv_len)
+    store_accepted(seq, nodes, kv_len, outcome, to, num_nodes, NODES)
 
 
 _variant = repeated_launches(_accept_sampled_kernel)

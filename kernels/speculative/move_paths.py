@@ -35,15 +35,31 @@ class PathGeometry(NamedTuple):
     BLOCK_WORDS: int
 
 
+class Line(NamedTuple):
+    """The pages of a sequence in order, int32: pointer, and how many there are; pages up to no_page are none."""
+
+    at: tl.tensor
+    width: tl.tensor
+    no_page: tl.tensor
+
+
+class Strides(NamedTuple):
+    """Words between pages, between groups of a page, and between tokens of a group."""
+
+    page: tl.tensor
+    group: tl.tensor
+    token: tl.tensor
+
+
 @triton.jit
-def _cells_of(line, width, kv_index, live, no_page, p_page, p_group, p_token, G: tl.constexpr):
-    """Where rows of tokens begin in their pages, int64 words, and whether there is a page."""
+def _cells_of(line, strides, kv_index, live, G: tl.constexpr):
+    """Where rows of tokens begin in their pages, int64 words, and whether there is a page. line: Line"""
     page_no = kv_index // G.PAGE_SIZE
-    in_row = live & (kv_index >= 0) & (page_no < width)
-    page = tl.load(line + page_no, mask=in_row, other=-1)
+    in_row = live & (kv_index >= 0) & (page_no < line.width)
+    page = tl.load(line.at + page_no, mask=in_row, other=-1)
     offset = (kv_index % G.PAGE_SIZE).to(tl.int64)
-    cell = page.to(tl.int64) * p_page + offset // G.GROUP_TOKENS * p_group + offset % G.GROUP_TOKENS * p_token
-    return cell, page > no_page
+    in_page = offset // G.GROUP_TOKENS * strides.group + offset % G.GROUP_TOKENS * strides.token
+    return page.to(tl.int64) * strides.page + in_page, page > line.no_page
 
 
 @triton.jit(do_not_specialize=["pages", "num_nodes", "width", "no_page"])
@@ -73,15 +89,16 @@ def _move_paths_kernel(
     of_part = pages + tl.load(places + tl.program_id(1))
     num_moves = tl.minimum(tl.load(num_accepted + seq), num_nodes - 1)
     older = tl.load(kv_len + seq) - 1 - num_moves
-    line = table + tl.load(row_of_seq + seq).to(tl.int64) * table_row
+    line = Line(table + tl.load(row_of_seq + seq).to(tl.int64) * table_row, width, no_page)
+    strides = Strides(p_page, p_group, p_token)
     in_row = (word // G.INNER).to(tl.int64) * p_outer + (word % G.INNER).to(tl.int64) * p_inner
     for first in range(1, num_moves + 1, G.BLOCK_MOVES):
         at = first + tl.arange(0, G.BLOCK_MOVES)
         is_move = at <= num_moves
         node = tl.load(path + seq.to(tl.int64) * num_nodes + at, mask=is_move, other=0)
         is_move = is_move & (node > at)
-        source, has_source = _cells_of(line, width, older + node, is_move, no_page, p_page, p_group, p_token, G)
-        target, has_target = _cells_of(line, width, older + at, is_move, no_page, p_page, p_group, p_token, G)
+        source, has_source = _cells_of(line, strides, older + node, is_move, G)
+        target, has_target = _cells_of(line, strides, older + at, is_move, G)
         live = (has_source & has_target)[:, None] & (word < G.ROW_WORDS)[None, :]
         moved = tl.load(of_part + source[:, None] + in_row[None, :], mask=live, other=0)
         # Threads may load other words than they store.

@@ -151,7 +151,7 @@ def lengths_as_they_come(ops: StepOps) -> StepOps:
     def device_inputs(slot: Tensor, given: GivenInputs, to: StepTensors) -> None:
         ops.device_inputs(slot, given, to)
         seqs = int(slot[0])
-        to.kv_len[:seqs].copy_(given.kv_len[:seqs])
+        to.kv_len[:seqs].copy_(given.kv_len[:seqs] + given.ahead)
         to.q_len[:seqs].copy_(given.q_len[:seqs])
         to.counts[1], to.counts[3] = to.q_len[:seqs].sum(), 0
 

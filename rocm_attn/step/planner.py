@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.drafts import NO_DRAFTS, AnyDrafts, Drafts
-from rocm_attn.batch.mask import NO_MASK, StepMask
+from rocm_attn.batch.mask import NO_MASK, Mask, StepMask
 from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, PadTo, is_prefill, require_pad_to
 from rocm_attn.batch.prefixes import NO_PREFIXES
 from rocm_attn.batch.step_batch import StepBatch
@@ -91,7 +91,9 @@ class Planner:
         self._bakes_q_len = Baked.MAX_Q_LEN in bakes
         self._has_prefill = any(row.kind is StepKind.PREFILL for row in rows)
         self._plan_of_key: dict[GraphKey, StepPlan] = {}
-        self._plan_of_sizes: dict[tuple[int | tuple[int, int] | torch.device | AnyDrafts | None, ...], StepPlan] = {}
+        self._plan_of_sizes: dict[
+            tuple[int | tuple[int, int] | torch.device | AnyDrafts | type[Mask] | None, ...], StepPlan
+        ] = {}
 
     def start_over(self, padding: PaddingPolicy) -> None:
         """Forget every plan and pad by another policy."""
@@ -118,7 +120,8 @@ class Planner:
             pad_to and pad_to[:2],
             num_children,
             batch.inputs.device,
-            batch.mask is NO_MASK,
+            # Trees have room in every graph of their size, and other masks may have none.
+            type(batch.mask),
             batch.prefixes is NO_PREFIXES,
             batch.drafts,
         )

@@ -97,7 +97,8 @@ class ModelDrafter:
 
     def _num_steps(self, sequence: Sequence, most: int) -> int:
         """Steps of the model that bring `most` drafts of a sequence, or as many as the model's context allows."""
-        return min(-(-most // self._num_branches), self._table.max_kv_len - len(sequence.token_ids) + 1)
+        room = max(0, self._table.max_kv_len - len(sequence.token_ids) + 1)
+        return min(-(-most // self._num_branches), room)
 
     def _has_room(self, sequence: Sequence, num_steps: int) -> bool:
         """Bring a sequence's row up to what is known, and make room for its drafts; False where there is none."""

@@ -61,6 +61,7 @@ class Tiny:
         deterministic: bool = False,
         pool: PoolKind = PoolKind.SPLIT,
         drafts: Sequence[Drafts] = (),
+        mask_keys: int = 1024,
     ) -> Tiny:
         """window_left: of the second layer, which lives in the SWA space if there is one."""
         problem = replace(small_problem(custom_mask=custom_mask), pool=pool)
@@ -79,6 +80,7 @@ class Tiny:
                 deterministic=deterministic,
                 shared_prefixes=shared_prefixes,
                 drafts=drafts,
+                mask_keys=mask_keys,
             ),
             device=device,
         )

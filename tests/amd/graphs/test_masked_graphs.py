@@ -92,6 +92,23 @@ def test_a_masked_step_above_the_largest_graph_runs_eagerly(provider: str, devic
     assert runner.counters.replays == 0
 
 
+@each_provider
+def test_a_mask_without_room_is_no_replay_of_a_tree_of_its_size(provider: str, device: torch.device) -> None:
+    """A mask over all keys comes after a tree of the same lengths, whose graph has room for new keys alone."""
+    tiny = Tiny.build(device, provider, (2,), (8,), custom_mask=True, mask_keys=0)
+    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(device))
+    requests = Requests(tiny.runtime)
+    requests.admit(2)
+    runner.run(requests.batch([20, 15]))
+    tree = torch.tensor([[NO_PARENT, 0, 0, 1]] * 2, dtype=torch.int32, device=device)
+    batch = requests.batch([4, 4])
+    runner.run(replace(batch, mask=TreeMask(tree)))
+    before = runner.counters.replays
+    wide = masked(batch, 0, tiny.runtime.device)
+    assert torch.equal(runner.run(wide).clone(), runner.run_eagerly(wide))
+    assert runner.counters.replays == before
+
+
 def test_without_room_for_probe_requests_a_masked_step_makes_no_graph(device: torch.device) -> None:
     """Its own requests would be tried with the same mask only, which proves little."""
     tiny = Tiny.build(device, "torch", (2,), (8,), max_num_seqs=2, custom_mask=True)

@@ -259,6 +259,21 @@ def test_rows_that_are_no_distribution_give_no_token(
 
 
 @by_sampled
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_one_probability_that_is_no_number_gives_no_token(
+    accept: Callable[..., None], bad: float, kernel_device: torch.device
+) -> None:
+    """Whether the path ends at a node without drafts, or where the only draft is rejected."""
+    given, to = verified([Tree(2, [-1], [1]), Tree(4, [-1, 0], [1, 2])], kernel_device)
+    rows = probabilities(3, 5, 0, kernel_device)
+    rows.target[:, 3] = bad
+    rows.target[1, 2] = 0
+    accept(rows, given, to)
+    assert to.num_accepted.tolist() == [0, 0]
+    assert to.next_token.tolist() == [-1, -1]
+
+
+@by_sampled
 def test_the_same_numbers_give_the_same_tokens_in_any_batch(
     accept: Callable[..., None], kernel_device: torch.device
 ) -> None:

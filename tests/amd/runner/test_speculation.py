@@ -290,6 +290,15 @@ def test_a_model_that_drafts_for_another_changes_no_token(changes: dict[str, Any
     assert drafter._table.num_free_pages == drafter._table.num_usable_pages
 
 
+def test_a_model_with_a_shorter_context_drafts_as_far_as_that_goes(loaded: LoadedModel) -> None:
+    options, short = replace(BASE, speculative="ngram"), 24
+    requests = [Request((5, 6, 7), 40), Request(tuple(range(8, 8 + short + 4)), 20), Request((9,), 4)]
+    expected = Engine(loaded, without_speculation(options)).generate(requests)
+    engine = drafting(loaded, tiny_model(context_len=short), options)
+    assert engine.generate(requests) == expected
+    assert 0 < engine.report().metrics.drafts <= 2 * short * options.draft_tokens
+
+
 def test_a_model_with_other_tokens_cannot_draft(loaded: LoadedModel) -> None:
     other = tiny_model(base=replace(CONFIG, vocab_size=65))
     with pytest.raises(BadModel, match="the model that drafts has 65 tokens and the one that it drafts for 64"):

@@ -26,6 +26,7 @@ measure deterministic_cost
 measure eight_bit_cost
 measure kv_transfer
 measure latent_decode
+measure draft_rounds
 measure speculative
 measure sparse_decode
 measure wide_rows

@@ -7,7 +7,7 @@ query_rows there, with the same warps. No row was measured on AMD.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -51,6 +51,15 @@ class SegmentTiles:
             # A program's share is a few segments: counted as one more, the start of a row would unbalance them.
             row_cost=0,
         )
+
+    def of_masked_steps(self) -> SegmentTiles:
+        """For masked steps on NVIDIA: half of extend's rows, as bits take registers, or as many as decode's.
+
+        Fewer would be other matrix instructions than decode's, and so other bits.
+        """
+        # With all rows sm_90 spills 24 bytes at a head dim of 128.
+        query_rows = max(self.decode_rows, self.extend.query_rows // 2)
+        return replace(self, extend=replace(self.extend, query_rows=query_rows))
 
     def options(self) -> dict[str, int]:
         """Launch options that decode and extend have in common."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.attention.arguments import AttendArgs
@@ -108,19 +108,17 @@ def bind_decode(problem: Problem, target: Target, pool: PoolSize) -> SegmentDeco
 
 def bind_extend(problem: Problem, target: Target, pool: PoolSize) -> SegmentExtend:
     """Deterministic extend. Raises NoTiles."""
-    tiles = _tiles(problem, target)
-    return SegmentExtend(problem, scores_of(problem), tiles, ExtendCut.of(tiles.extend, gqa_ratio=problem.gqa_ratio))
+    return _extend_in(_tiles(problem, target), problem)
 
 
 def bind_masked(problem: Problem, target: Target, pool: PoolSize) -> Masked:
     """Deterministic attention of steps with a mask. Raises NoTiles."""
-    bound = bind_extend(problem, target, pool)
-    if target.arch.startswith("sm_"):
-        # With all rows sm_90 spills 24 bytes at a head dim of 128.
-        extend = replace(bound.tiles.extend, query_rows=max(16, bound.tiles.extend.query_rows // 2))
-        cut = ExtendCut.of(extend, gqa_ratio=problem.gqa_ratio)
-        bound = replace(bound, tiles=replace(bound.tiles, extend=extend), cut=cut)
-    return Masked(bound)
+    tiles = _tiles(problem, target)
+    return Masked(_extend_in(tiles.of_masked_steps() if target.arch.startswith("sm_") else tiles, problem))
+
+
+def _extend_in(tiles: SegmentTiles, problem: Problem) -> SegmentExtend:
+    return SegmentExtend(problem, scores_of(problem), tiles, ExtendCut.of(tiles.extend, gqa_ratio=problem.gqa_ratio))
 
 
 def _tiles(problem: Problem, target: Target) -> SegmentTiles:

@@ -118,11 +118,12 @@ def test_masked_steps_are_right(case: Case, run: Callable[..., None], kernel_dev
     assert_served(tensors)
 
 
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
 @pytest.mark.parametrize("mask_keys", [0, 20, 200])
-def test_a_mask_of_a_chain_changes_no_bit(mask_keys: int, kernel_device: torch.device) -> None:
-    """Whatever of its keys has bits: a token gets what it gets as the last of a causal step."""
+def test_a_mask_of_a_chain_changes_no_bit(mask_keys: int, dtype: torch.dtype, kernel_device: torch.device) -> None:
+    """Whatever of its keys has bits: a token gets what it gets as the last of a causal step, and from decode."""
     lengths, new = [130, 70], [5, 66]
-    plain = build(Case(lengths, new, dims=(32, 32)), kernel_device)
+    plain = build(Case(lengths, new, dims=(32, 32), dtype=dtype), kernel_device)
     tiles = tiles_at(kernel_device, plain.case)
     run_extend(plain, tiles=tiles)
     start = [max(length - q_len - mask_keys, 0) for length, q_len in zip(lengths, new, strict=True)]
@@ -139,9 +140,12 @@ def test_a_mask_of_a_chain_changes_no_bit(mask_keys: int, kernel_device: torch.d
         torch.zeros(sum(new), dtype=torch.int32).to(kernel_device),
     )
     masked = replace(plain, out=torch.zeros_like(plain.out), lse=torch.zeros_like(plain.lse), mask=mask)
-    run_extend(masked, tiles=tiles)
+    run_extend(masked, tiles=tiles.of_masked_steps())
     assert torch.equal(masked.out, plain.out)
     assert torch.equal(masked.lse, plain.lse)
+    decoded = last_tokens(plain)
+    run_decode(decoded, num_programs=5, tiles=tiles)
+    assert_same_bits(decoded, masked)
 
 
 def words_of(bits: list[bool]) -> torch.Tensor:

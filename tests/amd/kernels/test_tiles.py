@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from rocm_attn.kernels.attention.mask_bits import TWO_WORDS
 from rocm_attn.kernels.tuning.decode_tiles import DECODE_ROWS, decode_tiles
 from rocm_attn.kernels.tuning.extend_tiles import EXTEND_ROWS, extend_tiles
 from rocm_attn.kernels.tuning.hopper_tiles import SEGMENT_HEAD_DIMS, hopper_segment_tiles
-from rocm_attn.kernels.tuning.segment_tiles import segment_tiles
+from rocm_attn.kernels.tuning.segment_tiles import SEGMENT_ROWS, segment_tiles
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, NoTiles
 
 ARCHS = ("sm_90", "sm_80", "sm_120", "gfx942", "gfx950", "interpreter", "cpu")
@@ -106,3 +107,12 @@ def test_deterministic_extend_on_hopper_walks_keys_as_decode_does(dim: int) -> N
         theirs = segment_tiles("sm_90", head_dim=dim, v_head_dim=dim, dtype=dtype)
         assert (ours.segment_len, ours.extend.key_block) == (theirs.segment_len, theirs.key_block)
         assert theirs.key_block <= TWO_WORDS
+
+
+def test_deterministic_masked_steps_on_nvidia_have_no_fewer_rows_than_decode() -> None:
+    """Fewer would be multiplied by other instructions, and drafts would not get the bits of decode."""
+    rows = [row.tiles for row in SEGMENT_ROWS if row.arch.startswith("sm_")]
+    masked = [tiles.of_masked_steps() for tiles in rows]
+    assert all(some.extend.query_rows >= some.decode_rows for some in masked)
+    assert [replace(some, extend=all_rows.extend) for some, all_rows in zip(masked, rows, strict=True)] == rows
+    assert any(some.extend.query_rows < all_rows.extend.query_rows for some, all_rows in zip(masked, rows, strict=True))

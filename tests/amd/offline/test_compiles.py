@@ -72,7 +72,9 @@ SPILLED_YET_FASTEST = {
     ("sm_90", 64, False, "_extend_kernel"): 16,
     ("sm_90", 128, False, "_extend_kernel"): 32,
     ("sm_90", 192, False, "_extend_kernel"): 80,
-    ("sm_90", 192, False, "_segment_extend_kernel"): 24,
+    # With masks, where fewer rows would give drafts other bits than decode: 96, and 16 over codes, of which 32 without.
+    ("sm_90", 192, False, "_segment_extend_kernel"): 96,
+    ("sm_90", 192, True, "_segment_extend_kernel"): 32,
     ("sm_90", 256, False, "_extend_kernel"): 48,
     ("sm_90", 384, False, "_extend_kernel"): 240,
     ("sm_90", 512, False, "_extend_kernel"): 416,

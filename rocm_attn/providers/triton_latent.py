@@ -242,7 +242,8 @@ def _bind_mixed(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed
 
 def _bind_masked(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed:
     most = limits.MOST_SPLIT_TOKENS
-    few = _decode_in(_decode_tiles(problem, target, most).of_few_masked_tokens(), problem, target, fewest=1, most=most)
+    few_tiles = _decode_tiles(problem, target, most).of_few_masked_tokens(target.arch)
+    few = _decode_in(few_tiles, problem, target, fewest=1, most=most)
     tiles = _extend_tiles(problem, target).of_masked_steps()
     cut = latent_extend_cut(tiles, num_heads=problem.num_q_heads, min_q_len=limits.MOST_SPLIT_TOKENS + 1)
     return TritonMixed(Masked(few), Masked(LatentExtend(problem, scores_of(problem), tiles, cut)))

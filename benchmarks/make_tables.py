@@ -37,6 +37,9 @@ def main() -> None:
         ("kv_transfer_h200.json", kv_transfer),
         ("latent_decode_h200.json", latent_decode),
         ("speculative_h200.json", speculative),
+        ("draft_rounds_h200.json", draft_rounds),
+        ("ngram_speculation_h200.json", ngram_speculation),
+        ("vllm_h200.json", vllm),
         ("sparse_decode_h200.json", sparse_decode),
         ("wide_rows_h200.json", wide_rows),
         ("named_shapes_h200.json", named_shapes),
@@ -287,6 +290,60 @@ def speculative(result: dict[str, Any]) -> str:
             f"| {row['case']} | {row['us']:.1f} | {row['plain_us']:.1f} | {row['floor_us']:.1f} "
             f"| {row['times_plain']:.2f} | {row['times_floor']:.2f} | {row['error']:.1e} |"
         )
+    return "\n".join(lines) + "\n"
+
+
+def draft_rounds(result: dict[str, Any]) -> str:
+    """Rounds of a draft graph and a verify graph."""
+    lines = [
+        "## Rounds of drafts: a graph of four draft steps, and a graph of a verify step\n",
+        machine_line(result["machine"]),
+        "One layer, lengths on the device alone. floor: a plain read of every prefix, once for each draft step. "
+        "Host: staging and replay of both graphs.\n",
+        "| sequences x prefix | branches | drafts us | x floor | verify us | host us |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['num_seqs']} x {row['prefix']} | {row['branches']} | {row['draft_gpu_us']:.0f} | "
+        f"{row['draft_by_floor']:.2f} | {row['verify_gpu_us']:.0f} | {row['host_us_median']:.0f} |"
+        for row in result["rows"]
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def ngram_speculation(result: dict[str, Any]) -> str:
+    """SmolLM2 edits code, with guesses from its prompt and without."""
+    lines = [
+        "## Drafts from the prompt: SmolLM2-135M edits code\n",
+        machine_line(result["machine"]),
+        f"{result['dtype']}, greedy. Equal texts: as without drafts.\n",
+        "| sequences | draft tokens | tokens / s | speed-up | tokens a verification | equal texts |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['sequences']} | {row['draft_tokens']} | {row['tokens_per_second']} | {row['speedup']:.2f} | "
+        f"{row['acceptance_length']:.2f} | {row['equal_texts']} |"
+        for row in result["rows"]
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def vllm(result: dict[str, Any]) -> str:
+    """vLLM with our backend and with its own."""
+    lines = [
+        f"## vLLM with our backend, beside {result['against']}\n",
+        machine_line(result["machine"]),
+        f"{result['model']}, {result['dtype']}. Decode: once every request has its first token. Equal texts: of "
+        "requests.\n",
+        "| graphs | lengths | requests | equal texts | tokens / s | x | decode tokens / s | x |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['mode']} | {row['workload']} | {row['requests']} | {row['equal']} | {row['ours_tokens_per_s']} | "
+        f"{row['tokens_per_s_ratio']:.2f} | {row['ours_decode_tokens_per_s']} | "
+        f"{row['decode_tokens_per_s_ratio']:.2f} |"
+        for row in result["rows"]
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
@@ -14,6 +13,8 @@ from rocm_attn.runner.loading import LoadedModel, load_model
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Completion, Request
 from tests.amd.runner.scripted_drafts import ScriptedDrafter, with_drafter
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 CODE = (
     "def total(items):\n    result = 0\n    for item in items:\n        result = result + item.price\n"
@@ -38,15 +39,6 @@ WAYS = [
     for way in product((1, 2, 16), (2, 4, 16), (1, 2, 8), (False, True))
     if way[2] <= way[1]
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The matrices are small, and threads that wait for each other are slow on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ without such a place, and the test says so if that changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -16,6 +16,8 @@ from rocm_attn.runner.loading import LoadedModel, load_model
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Completion, Request
 from tests.amd.text.hf_reference import greedy_steps, hf_llama
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 NEW_TOKENS = 16
 MANY_NEW_TOKENS = 64
@@ -55,15 +57,6 @@ WAYS = [
     )
     for page_size, chunk, graphs in ((16, 64, False), (16, 7, True), (1, 64, True), (1, 7, False))
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The matrices are small, and threads that wait for each other are slow on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ def paged_decode(args: AttendArgs, *, scores: Scores) -> None:
         return
     first_token = queries.q_indptr[:-1].clamp(max=num_tokens - 1)
     kv_len = queries.kv_len[:, None]
-    tiles = _Tiles(
+    tiles = Tiles(
         q=args.q[first_token][:, None],
         pages=_pages_of(args),
         kv_index=kv_len - 1,
@@ -74,7 +74,7 @@ def paged_extend(args: AttendArgs, *, scores: Scores, mask: PackedMask | None = 
     if mask is not None:
         position = torch.maximum(mask.positions[cut.token], first_new_key)
         cells = Cells.of(mask, cut, kv_len)
-    tiles = _Tiles(
+    tiles = Tiles(
         q=args.q[cut.token],
         pages=_pages_of(args)[cut.seq],
         kv_index=kv_index,
@@ -200,7 +200,7 @@ class Cells:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Tiles:
+class Tiles:
     """Consecutive new tokens of one sequence each, and what they look at.
 
     q:            [tiles, tile_len, q_heads, head_dim]
@@ -218,9 +218,9 @@ class _Tiles:
     end_key: Tensor
     cells: Cells | None = None
 
-    def cut(self, first: int, end: int) -> _Tiles:
+    def cut(self, first: int, end: int) -> Tiles:
         """Some of the tiles."""
-        return _Tiles(
+        return Tiles(
             q=self.q[first:end],
             pages=self.pages[first:end],
             kv_index=self.kv_index[first:end],
@@ -229,9 +229,8 @@ class _Tiles:
             cells=None if self.cells is None else self.cells.cut(first, end),
         )
 
-    def hidden(self, num_keys: int, scores: Scores) -> Tensor:
-        """Whether a row does not see a key, bool [tiles, tile_len, num_keys]."""
-        key = torch.arange(num_keys, device=self.q.device)
+    def hidden(self, key: Tensor, scores: Scores) -> Tensor:
+        """Whether a row does not see the key at a place, bool [tiles, tile_len, keys]. key: integer [keys]"""
         hidden = key >= self.end_key[:, :, None]
         if scores.windowed:
             hidden = hidden | (key < self.window_start[:, :, None])
@@ -240,7 +239,7 @@ class _Tiles:
         return hidden
 
 
-def _attend(args: AttendArgs, tiles: _Tiles, scores: Scores) -> tuple[Tensor, Tensor | None]:
+def _attend(args: AttendArgs, tiles: Tiles, scores: Scores) -> tuple[Tensor, Tensor | None]:
     """Attention of each tile over its own pages, a group of tiles at a time.
 
     returns [tiles, tile_len, q_heads, v_head_dim] and LSE [tiles, tile_len, q_heads], in the compute dtype; no LSE
@@ -256,14 +255,15 @@ def _attend(args: AttendArgs, tiles: _Tiles, scores: Scores) -> tuple[Tensor, Te
     return torch.cat([result for result, _ in parts]), torch.cat(lse) if lse else None
 
 
-def _attend_group(args: AttendArgs, tiles: _Tiles, scores: Scores) -> tuple[Tensor, Tensor | None]:
+def _attend_group(args: AttendArgs, tiles: Tiles, scores: Scores) -> tuple[Tensor, Tensor | None]:
     """_attend for tiles whose keys, values and scores are held at the same time."""
     keys = args.pages.keys
     tile_len, num_q_heads = tiles.q.shape[1:3]
     num_kv_heads, ratio = keys.num_heads, num_q_heads // keys.num_heads
     compute = torch.float64 if tiles.q.dtype == torch.float64 else torch.float32
     k, v = (side.to(compute) for side in _gather(args.pages, tiles.pages))
-    hidden = tiles.hidden(k.shape[2], scores)
+    key = torch.arange(k.shape[2], device=k.device)
+    hidden = tiles.hidden(key, scores)
     unseeing = hidden.all(2)
     # A dead V row meets a probability of 0, and 0 * NaN is NaN. A dead K row meets nothing but scores, replaced below.
     v.masked_fill_(hidden.all(1)[:, :, None], 0)
@@ -274,7 +274,6 @@ def _attend_group(args: AttendArgs, tiles: _Tiles, scores: Scores) -> tuple[Tens
     if scores.soft_cap:
         logits = torch.tanh(logits / scores.soft_cap) * scores.soft_cap
     if args.slopes is not None:
-        key = torch.arange(k.shape[2], device=k.device)
         distance = (key - tiles.kv_index[:, :, None]).repeat_interleave(ratio, 1)
         logits = logits + by_row(args.slopes, num_kv_heads, tile_len).to(compute) * distance
     logits.masked_fill_(hidden.repeat_interleave(ratio, 1), float("-inf"))

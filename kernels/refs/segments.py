@@ -15,7 +15,7 @@ from torch import Tensor
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.scores import Scores
-from rocm_attn.kernels.refs.attention import Cells, by_row, by_token, clear, seq_of_tokens, tile_cut
+from rocm_attn.kernels.refs.attention import Cells, Tiles, by_row, by_token, clear, seq_of_tokens, tile_cut
 
 TILE_LEN = 8
 SEGMENT_LEN = 128
@@ -58,7 +58,7 @@ def segment_extend(
     if mask is not None:
         position = torch.maximum(mask.positions[cut.token], first_new_key)
     width = max(-(-queries.max_kv_len // args.pages.keys.page_size), 1)
-    rows = _Rows(
+    rows = Tiles(
         q=torch.where(cut.has_token[:, :, None, None], args.q[cut.token], 0),
         pages=args.table[:, :width][queries.row_of_seq[cut.seq]],
         kv_index=kv_index,
@@ -67,37 +67,6 @@ def segment_extend(
         cells=None if mask is None else Cells.of(mask, cut, kv_len),
     )
     cut.store(args, *_attend(args, rows, scores, segment_len))
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """Rows of tiles.
-
-    q:        [tiles, TILE_LEN, q_heads, head_dim]
-    pages:    integer [tiles, width]: the tile's pages in order
-    kv_index: integer [tiles, TILE_LEN]: a row's place in its sequence's KV
-    window_start: integer [tiles, TILE_LEN]: of a windowed layer, the first key that a row's window holds
-    end_key:  integer [tiles, TILE_LEN]: a row sees keys before it, from the beginning of its window on
-    cells:    of a packed mask, which hides keys besides
-    """
-
-    q: Tensor
-    pages: Tensor
-    kv_index: Tensor
-    window_start: Tensor
-    end_key: Tensor
-    cells: Cells | None
-
-    def cut(self, first: int, end: int) -> _Rows:
-        """Some of the tiles."""
-        return _Rows(
-            q=self.q[first:end],
-            pages=self.pages[first:end],
-            kv_index=self.kv_index[first:end],
-            window_start=self.window_start[first:end],
-            end_key=self.end_key[first:end],
-            cells=None if self.cells is None else self.cells.cut(first, end),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +85,7 @@ class _Partial:
         return _Partial(self.acc * decay + right.acc * weight, maximum, self.total * decay + right.total * weight)
 
 
-def _attend(args: AttendArgs, rows: _Rows, scores: Scores, segment_len: int) -> tuple[Tensor, Tensor]:
+def _attend(args: AttendArgs, rows: Tiles, scores: Scores, segment_len: int) -> tuple[Tensor, Tensor]:
     """[tiles, TILE_LEN, q_heads, v_head_dim] and LSE [tiles, TILE_LEN, q_heads], a group of tiles at a time."""
     num_tiles, _, num_q_heads, head_dim = rows.q.shape
     num_kv_heads, v_head_dim = args.pages.format.num_kv_heads, args.pages.format.v_head_dim
@@ -128,7 +97,7 @@ def _attend(args: AttendArgs, rows: _Rows, scores: Scores, segment_len: int) -> 
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
 
-def _attend_group(args: AttendArgs, rows: _Rows, scores: Scores, segment_len: int) -> tuple[Tensor, Tensor]:
+def _attend_group(args: AttendArgs, rows: Tiles, scores: Scores, segment_len: int) -> tuple[Tensor, Tensor]:
     num_tiles, _, num_q_heads, _ = rows.q.shape
     form = args.pages.format
     page_size, num_kv_heads, v_head_dim = form.page_size, form.num_kv_heads, form.v_head_dim
@@ -152,18 +121,14 @@ def _attend_group(args: AttendArgs, rows: _Rows, scores: Scores, segment_len: in
     return by_token(state.acc / total, ratio), by_token(state.maximum + total.log(), ratio).squeeze(-1)
 
 
-def _segment(args: AttendArgs, q: Tensor, rows: _Rows, key: Tensor, scores: Scores) -> _Partial:
+def _segment(args: AttendArgs, q: Tensor, rows: Tiles, key: Tensor, scores: Scores) -> _Partial:
     """What the keys with these places, integer [segment_len], give."""
     page_size, num_kv_heads = args.pages.format.page_size, args.pages.format.num_kv_heads
     ratio = q.shape[2] // TILE_LEN
     page = rows.pages[:, (key // page_size).clamp(max=rows.pages.shape[1] - 1)].long()
     picked = args.pages.read_tokens(page, key % page_size)
     k, v = (side.to(q.dtype).permute(2, 0, 1, 3).contiguous() for side in picked)
-    hidden = key >= rows.end_key[:, :, None]
-    if scores.windowed:
-        hidden = hidden | (key < rows.window_start[:, :, None])
-    if rows.cells is not None:
-        hidden = hidden | ~rows.cells.visible(key, ~hidden)
+    hidden = rows.hidden(key, scores)
     # A dead V row meets a weight of 0, and 0 * NaN is NaN. A dead K row meets nothing but logits, replaced below.
     v.masked_fill_(hidden.all(1)[:, :, None], 0)
     logits = torch.matmul(q, k.transpose(2, 3))

@@ -64,10 +64,6 @@ def _warn_of(guards: Guards) -> None:
         logging.getLogger(__name__).warning("safeguards are switched off: %s", ", ".join(guards.off))
 
 
-def _refuse_drafts() -> NoReturn:
-    raise BadBatch("the batch is a round of drafts; call begin_drafts(), or run it by a DraftRunner")
-
-
 class _State(enum.Enum):
     IDLE = "no step was begun"
     STAGED = "a step was staged and its metadata is not filled yet"
@@ -331,10 +327,7 @@ class AttentionRuntime:
         """The part of begin_step that runs before a graph: check, plan, update the table, publish the inputs."""
         self._begin("a step cannot begin")
         try:
-            if batch.drafts is not NO_DRAFTS:
-                _refuse_drafts()
-            self._check_batch(batch)
-            refusal = "" if self.table.tokens.goes_on(batch) else self._check_tokens(batch)
+            refusal = self._checked_step(batch)
             return self._stage_whole(batch, self._planner.plan(batch, pad_to, 1), refusal)
         except BaseException:
             self.end_step()
@@ -344,9 +337,7 @@ class AttentionRuntime:
         """The part of begin_split_step that runs before a graph."""
         self._begin("a step cannot begin")
         try:
-            if batch.drafts is not NO_DRAFTS:
-                _refuse_drafts()
-            refusal = self._checked(batch)
+            refusal = self._checked_step(batch)
             return self._stage_halves(batch, self._planner.plan(batch, pad_to, HALVES), refusal)
         except BaseException:
             self.end_step()
@@ -400,6 +391,12 @@ class AttentionRuntime:
         if plan.shape.drafts is NO_DRAFTS:
             return self._stage_whole if plan.shape.num_halves == 1 else self._stage_halves
         return self._stage_round if plan.shape.num_halves == 1 else self._stage_split_round
+
+    def _checked_step(self, batch: StepBatch) -> str:
+        """As _checked, of a step. Raises BadBatch also for a round of drafts."""
+        if batch.drafts is not NO_DRAFTS:
+            raise BadBatch("the batch is a round of drafts; call begin_drafts(), or run it by a DraftRunner")
+        return self._checked(batch)
 
     def _checked_drafts(self, batch: StepBatch) -> str:
         """As _checked, of a round of drafts. Raises BadBatch also for another step."""

@@ -60,19 +60,28 @@ def machine_line(machine: dict[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in machine.items()) + "\n"
 
 
+def opening(result: dict[str, Any], title: str, said: str, head: str) -> list[str]:
+    """The lines of a section up to its table's rows. head: the table's first line"""
+    return [f"## {title}\n", machine_line(result["machine"]), f"{said}\n", head, divider(head)]
+
+
+def divider(head: str) -> str:
+    """The line between a table's head and its rows."""
+    return f"|{'---|' * (head.count('|') - 1)}"
+
+
 def attention(result: dict[str, Any]) -> str:
     """One layer's launches per case."""
     ceilings = result["ceilings"]
-    lines = [
-        "## One layer of attention, bf16, CUDA-graph replay\n",
-        machine_line(result["machine"]),
+    lines = opening(
+        result,
+        "One layer of attention, bf16, CUDA-graph replay",
         f"Ceilings of the same run: copy {ceilings['copy_GBs']:.0f} GB/s, read {ceilings['read_GBs']:.0f} GB/s, "
         f"bf16 8192^3 matmul {ceilings['mma_TFs']:.0f} TFLOP/s. floor: streaming read of the same bytes, or the "
         "matmul bound; limit: the same bytes at copy bandwidth, or the matmul bound. Input sets are rotated past the "
-        "L2; the schedule is built once a step, outside. Error: relative to float32, before and after the graph.\n",
+        "L2; the schedule is built once a step, outside. Error: relative to float32, before and after the graph.",
         "| case | us | floor us | x floor | limit us | x limit | error |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    )
     for row in sorted(result["rows"], key=lambda row: row["case"]):
         lines.append(
             f"| {row['case']} | {row['us']} | {row['floor_us']} | {row['times_floor']:.2f} | {row['limit_us']} "
@@ -83,14 +92,13 @@ def attention(result: dict[str, Any]) -> str:
 
 def host_time(result: dict[str, Any]) -> str:
     """Host microseconds of a replayed step."""
-    lines = [
-        "## Host time of one graphed decode step, 32 layers of attention\n",
-        machine_line(result["machine"]),
+    lines = opening(
+        result,
+        "Host time of one graphed decode step, 32 layers of attention",
         "A step: begin_step, publish and the replay call; median of 1,000 steps with growing lengths. What comes "
-        "before it is listed apart: the StepBatch of NumPy arrays, and the request table's growth.\n",
+        "before it is listed apart: the StepBatch of NumPy arrays, and the request table's growth.",
         "| sequences | step us | p90 us | StepBatch us | reserve us |",
-        "|---|---|---|---|---|",
-    ]
+    )
     lines += [
         f"| {row['num_seqs']} | {row['step_us_median']} | {row['step_us_p90']} "
         f"| {row['batch_us_median']} | {row['reserve_us_median']} |"
@@ -101,26 +109,24 @@ def host_time(result: dict[str, Any]) -> str:
 
 def eager_step(result: dict[str, Any]) -> str:
     """Host microseconds of an eager step."""
-    lines = [
-        "## Host time of one eager decode step, 32 layers of attention\n",
-        machine_line(result["machine"]),
-        "From its StepBatch to the last layer's launch.\n",
+    lines = opening(
+        result,
+        "Host time of one eager decode step, 32 layers of attention",
+        "From its StepBatch to the last layer's launch.",
         "| sequences | step us | first decile us |",
-        "|---|---|---|",
-    ]
+    )
     lines += [f"| {row['num_seqs']} | {row['step_us_median']} | {row['step_us_p10']} |" for row in result["rows"]]
     return "\n".join(lines) + "\n"
 
 
 def steps_ahead(result: dict[str, Any]) -> str:
     """What a GPU waits for the host between decode steps."""
-    lines = [
-        "## Decode steps of an engine, launched ahead and not, 64 sequences\n",
-        machine_line(result["machine"]),
-        "Between the end of a step's picks and the beginning of the next step the GPU is idle; events mark both.\n",
+    lines = opening(
+        result,
+        "Decode steps of an engine, launched ahead and not, 64 sequences",
+        "Between the end of a step's picks and the beginning of the next step the GPU is idle; events mark both.",
         "| model | tokens | steps ahead | step us | idle between steps us | idle share | tokens / s |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    )
     lines += [
         f"| {row['model']} | {row['sampling']} | {row['steps_ahead']} | {row['step_us']} | {row['gap_us_median']} | "
         f"{row['idle_share']:.1%} | {row['tokens_per_second']} |"
@@ -132,13 +138,12 @@ def steps_ahead(result: dict[str, Any]) -> str:
 def external_host_time(result: dict[str, Any]) -> str:
     """Host microseconds of a step over an engine's storage."""
     calls = list(result["allowed_us"])
-    lines = [
-        "## Host time of a step over an engine's storage, every launch replaced by nothing\n",
-        machine_line(result["machine"]),
-        "CPU time in microseconds of each call of a captured decode step; store and attend for each layer.\n",
+    lines = opening(
+        result,
+        "Host time of a step over an engine's storage, every launch replaced by nothing",
+        "CPU time in microseconds of each call of a captured decode step; store and attend for each layer.",
         f"| engine | {' | '.join(calls)} |",
-        f"|---|{'---|' * len(calls)}",
-    ]
+    )
     lines += [f"| {name} | {' | '.join(str(row[call]) for call in calls)} |" for name, row in result["rows"].items()]
     lines.append(f"| allowed | {' | '.join(str(result['allowed_us'][call]) for call in calls)} |")
     return "\n".join(lines) + "\n"
@@ -146,13 +151,12 @@ def external_host_time(result: dict[str, Any]) -> str:
 
 def in_turn(result: dict[str, Any]) -> str:
     """Two commits on one machine."""
-    lines = [
-        f"## Commit {result['before']} and a later one, in turn\n",
-        machine_line(result["machine"]),
-        f"The smallest of {result['rounds']} runs each, in microseconds. before: {result['before']}.\n",
+    lines = opening(
+        result,
+        f"Commit {result['before']} and a later one, in turn",
+        f"The smallest of {result['rounds']} runs each, in microseconds. before: {result['before']}.",
         "| script | what | before | after | x before |",
-        "|---|---|---|---|---|",
-    ]
+    )
     lines += [
         f"| {row['script']} | {row['what']} | {row['before']} | {row['after']} | {row['after'] / row['before']:.3f} |"
         for row in result["rows"]
@@ -162,14 +166,13 @@ def in_turn(result: dict[str, Any]) -> str:
 
 def graph_cost(result: dict[str, Any]) -> str:
     """Capturing every decode size, and a captured step beside an eager one."""
-    lines = [
-        "## Graphs of decode steps, attention of Llama-3-8B\n",
-        machine_line(result["machine"]),
+    lines = opening(
+        result,
+        "Graphs of decode steps, attention of Llama-3-8B",
         "Capture of every decode size up to 256; seconds in all, and of them warm-up with recording, and the checks. "
-        "The first in a process compiles kernels, or finds them in Triton's cache.\n",
+        "The first in a process compiles kernels, or finds them in Triton's cache.",
         "| capture | layers | graphs | s | recording s | checks s | MiB | slowest graph s |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    )
     for row in result["captures"]:
         slowest = max(bucket["seconds"] + bucket["check_seconds"] for bucket in row["buckets"])
         lines.append(
@@ -192,15 +195,14 @@ def graph_cost(result: dict[str, Any]) -> str:
 
 def fill_time(result: dict[str, Any]) -> str:
     """Device microseconds of the index tensors of a step."""
-    lines = [
-        f"## Fill of a decode step of sequences of {result['kv_len']} tokens, CUDA-graph replay\n",
-        machine_line(result["machine"]),
+    lines = opening(
+        result,
+        f"Fill of a decode step of sequences of {result['kv_len']} tokens, CUDA-graph replay",
         f"Every index tensor of the step, in one launch; {result['fills']} of them in a graph, median of "
         f"{result['rounds']} replays. Copy: an elementwise kernel that reads and writes as many entries as the page "
-        "list and the block table have, timed the same way.\n",
+        "list and the block table have, timed the same way.",
         "| beside the tensors that every step has | sequences | us | MB moved | copy us | x copy |",
-        "|---|---|---|---|---|---|",
-    ]
+    )
     for row in result["rows"]:
         moved = f"{row['bytes'] / 1e6:.1f} | {row['copy_us']} | {row['us'] / row['copy_us']:.2f}"
         lines.append(f"| {row['form']} | {row['num_seqs']} | {row['us']} | {moved if row['bytes'] else '- | - | -'} |")
@@ -209,13 +211,12 @@ def fill_time(result: dict[str, Any]) -> str:
 
 def deterministic_cost(result: dict[str, Any]) -> str:
     """Both modes of the same step."""
-    lines = [
-        "## Deterministic mode beside the normal one, attention of Llama-3-8B, bf16, CUDA-graph replay\n",
-        machine_line(result["machine"]),
-        "One layer's launches; medians of rounds in which the modes take turns.\n",
+    lines = opening(
+        result,
+        "Deterministic mode beside the normal one, attention of Llama-3-8B, bf16, CUDA-graph replay",
+        "One layer's launches; medians of rounds in which the modes take turns.",
         "| step | normal us | deterministic us | x normal | allowed |",
-        "|---|---|---|---|---|",
-    ]
+    )
     lines += [
         f"| {row['case']} | {row['normal_us']} | {row['deterministic_us']} | {row['times']:.2f} "
         f"| {row['times_allowed']} |"
@@ -227,13 +228,12 @@ def deterministic_cost(result: dict[str, Any]) -> str:
 
 def score_cost(result: dict[str, Any]) -> str:
     """A layer with and without a feature of its scores."""
-    lines = [
-        "## Sinks and soft caps, bf16, CUDA-graph replay\n",
-        machine_line(result["machine"]),
-        f"One layer's launches; medians of rounds that take turns. At most {result['times_allowed']} x is allowed.\n",
+    lines = opening(
+        result,
+        "Sinks and soft caps, bf16, CUDA-graph replay",
+        f"One layer's launches; medians of rounds that take turns. At most {result['times_allowed']} x is allowed.",
         "| step | without us | with us | x without |",
-        "|---|---|---|---|",
-    ]
+    )
     lines += [
         f"| {row['case']} | {row['plain_us']:.1f} | {row['us']:.1f} | {row['times']:.3f} |" for row in result["rows"]
     ]
@@ -242,14 +242,13 @@ def score_cost(result: dict[str, Any]) -> str:
 
 def eight_bit_cost(result: dict[str, Any]) -> str:
     """Steps and stores over eight-bit pages beside bfloat16 ones."""
-    lines = [
-        "## Eight-bit K and V beside bfloat16\n",
-        machine_line(result["machine"]),
+    lines = opening(
+        result,
+        "Eight-bit K and V beside bfloat16",
         "float8_e4m3fn, with a factor for each layer, KV head or token; graph replay, inputs past the L2, in turn. "
-        "allowed: of the slowest, as a part of bfloat16's time.\n",
+        "allowed: of the slowest, as a part of bfloat16's time.",
         "| work | bfloat16 us | layer us | head us | token us | slowest / bfloat16 | allowed |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    )
     for row in (*result["steps"], *result["stores"]):
         coded = [row["eight_bit"][scales] for scales in ("LAYER", "HEAD", "TOKEN")]
         times = " | ".join(f"{us:.1f}" for us in (row["bfloat16"], *coded))
@@ -259,14 +258,13 @@ def eight_bit_cost(result: dict[str, Any]) -> str:
 
 def kv_transfer(result: dict[str, Any]) -> str:
     """A request's tokens out of pages, and into others."""
-    lines = [
-        "## A request's tokens to a buffer and back\n",
-        machine_line(result["machine"]),
+    lines = opening(
+        result,
+        "A request's tokens to a buffer and back",
         "All layers at once. copy: of as many bytes on the same device; torch: its indexing, side after side; host: "
-        "what an export keeps the host for.\n",
+        "what an export keeps the host for.",
         "| request | MB | copy us | export us | import us | copy / export | one layer us | torch us | host us |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    )
     for case in result["cases"]:
         us = case["us"]
         times = f"{us['copy']:.0f} | {us['export']:.0f} | {us['import']:.0f} | {us['copy'] / us['export']:.2f}"
@@ -277,14 +275,13 @@ def kv_transfer(result: dict[str, Any]) -> str:
 
 def speculative(result: dict[str, Any]) -> str:
     """Masked steps of drafts beside steps without a mask."""
-    lines = [
-        "## Drafts: verify steps of trees, and draft steps with branches\n",
-        machine_line(result["machine"]),
+    lines = opening(
+        result,
+        "Drafts: verify steps of trees, and draft steps with branches",
         "One layer, its schedule built in it. plain: the same step without a mask; floor: a plain read of K and V. "
-        "Error: of the first and last sequence, relative to float32.\n",
+        "Error: of the first and last sequence, relative to float32.",
         "| case | us | plain us | floor us | x plain | x floor | error |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    )
     for row in result["rows"]:
         lines.append(
             f"| {row['case']} | {row['us']:.1f} | {row['plain_us']:.1f} | {row['floor_us']:.1f} "
@@ -295,14 +292,13 @@ def speculative(result: dict[str, Any]) -> str:
 
 def draft_rounds(result: dict[str, Any]) -> str:
     """Rounds of a draft graph and a verify graph."""
-    lines = [
-        "## Rounds of drafts: a graph of four draft steps, and a graph of a verify step\n",
-        machine_line(result["machine"]),
+    lines = opening(
+        result,
+        "Rounds of drafts: a graph of four draft steps, and a graph of a verify step",
         "One layer, lengths on the device alone. floor: a plain read of every prefix, once for each draft step. "
-        "Host: staging and replay of both graphs.\n",
+        "Host: staging and replay of both graphs.",
         "| sequences x prefix | branches | drafts us | x floor | verify us | host us |",
-        "|---|---|---|---|---|---|",
-    ]
+    )
     lines += [
         f"| {row['num_seqs']} x {row['prefix']} | {row['branches']} | {row['draft_gpu_us']:.0f} | "
         f"{row['draft_by_floor']:.2f} | {row['verify_gpu_us']:.0f} | {row['host_us_median']:.0f} |"
@@ -313,13 +309,12 @@ def draft_rounds(result: dict[str, Any]) -> str:
 
 def ngram_speculation(result: dict[str, Any]) -> str:
     """SmolLM2 edits code, with guesses from its prompt and without."""
-    lines = [
-        "## Drafts from the prompt: SmolLM2-135M edits code\n",
-        machine_line(result["machine"]),
-        f"{result['dtype']}, greedy. Equal texts: as without drafts.\n",
+    lines = opening(
+        result,
+        "Drafts from the prompt: SmolLM2-135M edits code",
+        f"{result['dtype']}, greedy. Equal texts: as without drafts.",
         "| sequences | draft tokens | tokens / s | speed-up | tokens a verification | equal texts |",
-        "|---|---|---|---|---|---|",
-    ]
+    )
     lines += [
         f"| {row['sequences']} | {row['draft_tokens']} | {row['tokens_per_second']} | {row['speedup']:.2f} | "
         f"{row['acceptance_length']:.2f} | {row['equal_texts']} |"
@@ -330,14 +325,13 @@ def ngram_speculation(result: dict[str, Any]) -> str:
 
 def vllm(result: dict[str, Any]) -> str:
     """vLLM with our backend and with its own."""
-    lines = [
-        f"## vLLM with our backend, beside {result['against']}\n",
-        machine_line(result["machine"]),
+    lines = opening(
+        result,
+        f"vLLM with our backend, beside {result['against']}",
         f"{result['model']}, {result['dtype']}. Decode: once every request has its first token. Equal texts: of "
-        "requests.\n",
+        "requests.",
         "| graphs | lengths | requests | equal texts | tokens / s | x | decode tokens / s | x |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    )
     lines += [
         f"| {row['mode']} | {row['workload']} | {row['requests']} | {row['equal']} | {row['ours_tokens_per_s']} | "
         f"{row['tokens_per_s_ratio']:.2f} | {row['ours_decode_tokens_per_s']} | "
@@ -349,14 +343,13 @@ def vllm(result: dict[str, Any]) -> str:
 
 def latent_decode(result: dict[str, Any]) -> str:
     """Decode over latent pages."""
-    lines = [
-        "## Decode over latent pages (MLA)\n",
-        machine_line(result["machine"]),
+    lines = opening(
+        result,
+        "Decode over latent pages (MLA)",
         "floor: a sum over as many bytes; products: as many operations at the rate of a large bf16 product; limit: the "
-        "larger of the two. Error: of the first and last sequence, relative to float32.\n",
+        "larger of the two. Error: of the first and last sequence, relative to float32.",
         "| case | us | floor us | products us | x limit | allowed | error |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    )
     for row in result["rows"]:
         if "products_us" not in row:  # a candidate
             continue
@@ -368,14 +361,13 @@ def latent_decode(result: dict[str, Any]) -> str:
 
 def sparse_decode(result: dict[str, Any]) -> str:
     """Index scores, top-k and attention over a selection."""
-    lines = [
-        "## Sparse decode: index scores, top-k, attention over the selection\n",
-        machine_line(result["machine"]),
+    lines = opening(
+        result,
+        "Sparse decode: index scores, top-k, attention over the selection",
         "floor: a sum over as many bytes as a piece must read. Error: of what was chosen, or of the output. "
-        f"The first case may take {result['times_allowed']} x the floor of all pieces.\n",
+        f"The first case may take {result['times_allowed']} x the floor of all pieces.",
         "| case | piece | us | floor us | x floor | error |",
-        "|---|---|---|---|---|---|",
-    ]
+    )
     for row in result["rows"]:
         if "floor_us" not in row:  # a candidate
             continue
@@ -395,13 +387,12 @@ def wide_rows(result: dict[str, Any]) -> str:
         "finish_us": "gate",
         "torch_gate_us": "gate in torch",
     }
-    lines = [
-        "## Wide heads, and norms, turns and gates around attention\n",
-        machine_line(result["machine"]),
-        "limit: the bytes at the rate of a sum, or the products at that of a large bf16 product.\n",
+    lines = opening(
+        result,
+        "Wide heads, and norms, turns and gates around attention",
+        "limit: the bytes at the rate of a sum, or the products at that of a large bf16 product.",
         "| step | us | limit us | x limit |",
-        "|---|---|---|---|",
-    ]
+    )
     for row in result["steps"]:
         lines.append(f"| {row['name']} | {row['us']:.1f} | {row['limit_us']:.1f} | {row['times_limit']:.2f} |")
     lines += ["", f"| rows, us | {' | '.join(names.values())} |", "|---" * (len(names) + 1) + "|"]
@@ -412,14 +403,13 @@ def wide_rows(result: dict[str, Any]) -> str:
 
 def named_shapes(result: dict[str, Any]) -> str:
     """Layouts and steps of models."""
-    lines = [
-        "## Layouts and steps of models, bf16, CUDA-graph replay\n",
-        machine_line(result["machine"]),
+    lines = opening(
+        result,
+        "Layouts and steps of models, bf16, CUDA-graph replay",
         "limit: bytes at copy bandwidth, or products at the rate of a large bf16 product, and launches. The schedule, "
-        "and FA3's metadata, are made once a step, outside. Pages of 16 tokens where the step names no others.\n",
+        "and FA3's metadata, are made once a step, outside. Pages of 16 tokens where the step names no others.",
         "| step | query heads / KV heads x head_dim | us | x limit | FA3 us | x FA3 |",
-        "|---|---|---|---|---|---|",
-    ]
+    )
     beside: dict[str, list[float]] = {}
     for row in result["rows"]:
         times, peer = "", ""
@@ -436,15 +426,14 @@ def named_shapes(result: dict[str, Any]) -> str:
 
 def counters(result: dict[str, Any]) -> str:
     """What ncu read of each launch."""
-    lines = [
-        "## What the counters say of the shapes that are compared\n",
-        machine_line(result["machine"]),
+    lines = opening(
+        result,
+        "What the counters say of the shapes that are compared",
         "Read by Nsight Compute, each launch by itself: its times are longer than those in graphs. DRAM, L2 and units "
         "of the multiprocessors: percent of what they can do. Stalls: what a warp waits for, in cycles for each "
-        "instruction, of all that it takes for one.\n",
+        "instruction, of all that it takes for one.",
         "| shape | kernel | us | programs | registers | occupancy % | DRAM % | L2 % | units % | issue % | stalls |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    )
     for row in result["rows"]:
         stalls = ", ".join(f"{reason.lower()} {cycles}" for reason, cycles in row["stalls"].items())
         lines.append(
@@ -463,17 +452,16 @@ def random_shapes(result: dict[str, Any]) -> str:
     cliffs = sum(row.is_cliff for row in rows)
     beside = sorted(row.x_peer for row in rows if row.peer_us)
     peers = f" FA3 serves {len(beside)} of them: median {median(beside):.2f} x its time." if beside else ""
-    lines = [
-        "## Random shapes, bf16, CUDA-graph replay\n",
-        machine_line(result["machine"]),
+    lines = opening(
+        result,
+        "Random shapes, bf16, CUDA-graph replay",
         f"{len(rows)} shapes of seed {result['seed']}, {len(result['wrong'])} more gave wrong results or failed, and "
         f"have no time. limit: bytes at copy bandwidth or products at the rate of a large bf16 product, and "
         f"{result['launches_us']:g} us of launches. neighbour: the same step with the nearest tuned head dim and "
         f"group; x neighbour: how many times further from its limit a shape is than that one. More than {CLIFF:g} x "
-        f"the neighbour or the peer: {cliffs}.{peers} The worst ten:\n",
+        f"the neighbour or the peer: {cliffs}.{peers} The worst ten:",
         "| shape | us | x limit | neighbour | us | x limit | x neighbour | x FA3 |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    )
     lines += [
         f"| {row.name} | {row.us:.1f} | {row.us / row.limit_us:.2f} | {row.neighbour} | {row.neighbour_us:.1f} | "
         f"{row.neighbour_us / row.neighbour_limit_us:.2f} | {row.x_neighbour:.2f} | "
@@ -485,16 +473,15 @@ def random_shapes(result: dict[str, Any]) -> str:
 
 def tensor_parallel(result: dict[str, Any]) -> str:
     """A decode step on several ranks, and its parts alone."""
-    lines = [
-        "## Tensor parallelism, Llama-3.1-8B's sizes, random weights, bf16, CUDA-graph replay\n",
-        machine_line(result["machine"]),
+    lines = opening(
+        result,
+        "Tensor parallelism, Llama-3.1-8B's sizes, random weights, bf16, CUDA-graph replay",
         "A decode step of all 32 layers, and each of its parts alone in a graph: attention with the fill, the matrix "
         "products, NCCL's sums over ranks and its gathering of logits; microseconds. The rest is what is left of the "
         f"step, by layer; at most {result['allowed_rest_us']:.0f} us are allowed. It is too small by what parts take "
-        "longer when they follow one another alone: sums then wait for each other's ranks.\n",
+        "longer when they follow one another alone: sums then wait for each other's ranks.",
         "| ranks | sequences | tokens | step | attention | products | sums | one sum | gathering | rest a layer |",
-        f"|{'---|' * 10}",
-    ]
+    )
     for run in result["results"]:
         lines += [
             f"| {run['ranks']} | {row['num_seqs']} | {row['kv_len']} | {row['step_us']} | {row['attention_us']} "
@@ -536,13 +523,12 @@ def soak(result: dict[str, Any]) -> str:
 
 def runner(result: dict[str, Any]) -> str:
     """The model runner beside transformers."""
-    lines = [
-        "## The runner beside transformers' generate, on a CPU\n",
-        machine_line(result["machine"]),
-        f"{result['what']}; contestants take turns, medians.\n",
+    lines = opening(
+        result,
+        "The runner beside transformers' generate, on a CPU",
+        f"{result['what']}; contestants take turns, medians.",
         "| contestant | tokens/s | x transformers |",
-        "|---|---|---|",
-    ]
+    )
     lines += [
         f"| {name} | {row['tokens_per_s']} | {row['times_transformers']} |" for name, row in result["results"].items()
     ]

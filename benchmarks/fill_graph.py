@@ -21,6 +21,7 @@ import torch
 from benchmarks.machine import describe_machine
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.external import Bounds, ExternalAttention, LayerSource
+from rocm_attn.paging.adopted import TableSource
 from rocm_attn.problem import Problem
 from rocm_attn.step.external_step import ONE_EACH, ExternalStep
 
@@ -36,7 +37,7 @@ def measure(num_seqs: int, windows: tuple[int, ...]) -> dict[str, object]:
     table = torch.randint(1, num_seqs * pages_of_seq, (num_seqs, pages_of_seq), dtype=torch.int32, device=_DEVICE)
     attention = ExternalAttention(
         [LayerSource(replace(problem, window_left=window)) for window in windows],
-        table,
+        TableSource(table),
         device=_DEVICE,
         bounds=Bounds(num_seqs, num_seqs, _KV_LEN, num_seqs * pages_of_seq),
     )

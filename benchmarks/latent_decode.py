@@ -3,9 +3,9 @@
     python -m benchmarks.latent_decode --out benchmarks/results/latent_decode_h200.json [--candidates] [--cases N]
 
 Times are of one layer in a graph, its schedule built in it. floor: a streaming read of the latents; products: their
-time at the rate of a large matrix product; limit: the larger of both. Each is timed after a pause; sustained is the time
-after half a second of the same work, when the GPU's power limit has taken the clock down that is beside it. With
---candidates other tiles are timed too.
+time at the rate of a large matrix product; limit: the larger of both. Each is timed after a pause; sustained is the
+time after half a second of the same work, when the GPU's power limit has taken the clock down, which is beside it.
+With --candidates other tiles are timed too.
 Exits with 1, after writing the file, if a result is wrong or a case takes longer than it may.
 """
 

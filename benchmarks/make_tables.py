@@ -347,7 +347,7 @@ def latent_decode(result: dict[str, Any]) -> str:
         result,
         "Decode over latent pages (MLA)",
         "floor: a sum over as many bytes; products: as many operations at the rate of a large bf16 product; limit: "
-        "the larger of the two, all of them after a pause. Sustained: after half a second of the same, at the clock that "
+        "the larger of the two, all of them after a pause. Sustained: after half a second of it, at the clock that "
         "the power limit leaves. Error: of the first and last sequence, relative to float32.",
         "| case | us | floor us | products us | x limit | allowed | sustained us | at MHz | error |",
     )

@@ -40,6 +40,7 @@ def main() -> None:
         ("draft_rounds_h200.json", draft_rounds),
         ("ngram_speculation_h200.json", ngram_speculation),
         ("vllm_h200.json", vllm),
+        ("fill_graph_h200.json", fill_graph),
         ("sparse_decode_h200.json", sparse_decode),
         ("wide_rows_h200.json", wide_rows),
         ("named_shapes_h200.json", named_shapes),
@@ -358,6 +359,20 @@ def latent_decode(result: dict[str, Any]) -> str:
         sustained = f"{row['us_sustained']:.1f} | {row['clock_mhz_sustained']}"
         allowed = f"{row['times_limit']:.2f} | {row['times_allowed'] or ''}"
         lines.append(f"| {row['case']} | {times} | {allowed} | {sustained} | {row['error']:.1e} |")
+    return "\n".join(lines) + "\n"
+
+
+def fill_graph(result: dict[str, Any]) -> str:
+    """Begin and fill of a step that an engine has captured."""
+    lines = opening(
+        result,
+        "A captured decode step of an engine, begun and filled: host time",
+        "What an engine that replays its own graphs pays once a step, by launches and by a graph of the fill.",
+        "| sequences | windows of the layers | us by launches | us by a graph |",
+    )
+    for row in result["rows"]:
+        windows = ", ".join("none" if window < 0 else str(window) for window in row["windows"])
+        lines.append(f"| {row['sequences']} | {windows} | {row['us_by_launches']:.0f} | {row['us_by_graph']:.0f} |")
     return "\n".join(lines) + "\n"
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from rocm_attn.errors import BadSetting
+from rocm_attn.kernels.tuning.measured import MeasuredRow
 from rocm_attn.machine.releases import NOT_KNOWN, Release, Releases, installed_releases
 
 
@@ -22,6 +23,7 @@ class Target:
     lds_bytes:      LDS (AMD) or shared memory (NVIDIA) that one program may use
     fp8_dtype:      the FP8 encoding that the matrix units read, None where they read none
     releases:       of ROCm, AITER and Triton; nothing is known of them where they have no part
+    measured:       rows of tiles that the user has measured on its like (measured_rows.py)
     """
 
     arch: str
@@ -30,6 +32,7 @@ class Target:
     lds_bytes: int
     fp8_dtype: torch.dtype | None
     releases: Releases = NOT_KNOWN
+    measured: tuple[MeasuredRow, ...] = ()
 
     @property
     def is_amd(self) -> bool:

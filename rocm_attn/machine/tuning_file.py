@@ -133,7 +133,8 @@ def _value(kind: Any, content: object, where: str) -> Any:
     if dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
         given = _fields(content, list(hints), where)
-        return kind(**{name: _value(hint, given[name], f"{where}.{name}") for name, hint in hints.items()})
+        make: Any = kind
+        return make(**{name: _value(hint, given[name], f"{where}.{name}") for name, hint in hints.items()})
     if typing.get_origin(kind) is tuple:
         if not isinstance(content, list):
             raise ValueError(f"{where} is no list")

@@ -7,7 +7,7 @@ pages that no cache holds at the same time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -38,10 +38,17 @@ _ON_TRIAL = Provenance("on trial", "", 0, "", "", "", "", "", "", (), 0, 0.0, 0.
 
 
 class LayerBench:
-    """Judges and times on a device. timer: what takes samples there"""
+    """Judges and times on a device.
 
-    def __init__(self, device: torch.device, target: Target, timer: Timer) -> None:
+    timer: what takes samples there
+    edges: the steps of a job that every candidate is judged on, whatever shapes are timed; not given: edges_of
+    """
+
+    def __init__(
+        self, device: torch.device, target: Target, timer: Timer, edges: Callable[[Job], list[Lengths]] | None = None
+    ) -> None:
         self._device, self._target, self._timer = device, target, timer
+        self._edges_of = edges_of if edges is None else edges
         self._job: Job | None = None
         self._edges: list[StepData] = []
         self._timed: list[StepData] = []
@@ -77,7 +84,8 @@ class LayerBench:
         self._edges, self._timed, self._in_use = [], [], None
         self._job = job
         self._edges = [
-            StepData.random(job.problem, lengths, sets=1, device=self._device, lse=True) for lengths in edges_of(job)
+            StepData.random(job.problem, lengths, sets=1, device=self._device, lse=True)
+            for lengths in self._edges_of(job)
         ]
         for shape in job.shapes:
             lengths = Lengths((shape.kv_len,) * shape.num_seqs, (shape.q_len,) * shape.num_seqs)

@@ -28,9 +28,8 @@ from rocm_attn.providers.by_tokens import KernelByTokens
 from rocm_attn.providers.contract import BoundKernel, StepBounds
 from rocm_attn.providers.select import select
 
-# Of K and V that lie between two uses of a page: twice the largest cache that a GPU has beside its memory, which is
-# AMD's Infinity Cache of 256 MiB, and NVIDIA's L2 of 50 to 126.
-_PAST_CACHES = {True: 512 << 20, False: 256 << 20}
+# Twice the largest cache that a GPU has beside its memory: AMD's Infinity Cache of 256 MiB.
+_PAST_CACHES = 512 << 20
 _MOST_SETS = 32
 # New tokens of a sequence, at most, whose steps have rows of their own.
 _MOST_SHORT = 65
@@ -42,13 +41,20 @@ class LayerBench:
 
     timer: what takes samples there
     edges: the steps of a job that every candidate is judged on, whatever shapes are timed; not given: edges_of
+    apart: bytes of K and V that lie between two uses of a page
     """
 
     def __init__(
-        self, device: torch.device, target: Target, timer: Timer, edges: Callable[[Job], list[Lengths]] | None = None
+        self,
+        device: torch.device,
+        target: Target,
+        timer: Timer,
+        *,
+        edges: Callable[[Job], list[Lengths]] | None = None,
+        apart: int = _PAST_CACHES,
     ) -> None:
         self._device, self._target, self._timer = device, target, timer
-        self._edges_of = edges_of if edges is None else edges
+        self._edges_of, self._apart = edges_of if edges is None else edges, apart
         self._job: Job | None = None
         self._edges: list[StepData] = []
         self._timed: list[StepData] = []
@@ -89,7 +95,7 @@ class LayerBench:
         ]
         for shape in job.shapes:
             lengths = Lengths((shape.kv_len,) * shape.num_seqs, (shape.q_len,) * shape.num_seqs)
-            sets = sets_of(job, sum(lengths.kv_len), _PAST_CACHES[self._target.is_amd])
+            sets = sets_of(job, sum(lengths.kv_len), self._apart)
             self._timed.append(StepData.random(job.problem, lengths, sets=sets, device=self._device, lse=False))
 
     def _kernel(self, job: Job, tiles: Tiles, data: StepData) -> BoundKernel:
@@ -163,9 +169,9 @@ def edges_of(job: Job) -> list[Lengths]:
     return [decode, mixed] if job.kind is StepKind.DECODE else [extend, only_new, mixed]
 
 
-def sets_of(job: Job, num_tokens: int, past_caches: int) -> int:
+def sets_of(job: Job, num_tokens: int, apart: int) -> int:
     """Sets of pages of a step, so that one is out of the caches before it is read again."""
     problem = job.problem
     dims = problem.head_dim + (0 if "latent" in job.table.value else problem.v_head_dim)
     num_bytes = num_tokens * problem.num_kv_heads * dims * problem.page_format.encoding.dtype.itemsize
-    return max(1, min(_MOST_SETS, -(-past_caches // num_bytes)))
+    return max(1, min(_MOST_SETS, -(-apart // num_bytes)))

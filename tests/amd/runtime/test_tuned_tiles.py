@@ -61,7 +61,7 @@ def few_edges(job: Job) -> list[Lengths]:
 def bench(kernel_device: torch.device) -> LayerBench:
     if kernel_device.type != "cpu":
         pytest.skip("rocm-attn tune itself runs on a GPU")
-    return LayerBench(CPU, TARGET, FakeTimer(), few_edges)
+    return LayerBench(CPU, TARGET, FakeTimer(), edges=few_edges, apart=1)
 
 
 @pytest.mark.parametrize(

@@ -69,8 +69,8 @@ def bench(kernel_device: torch.device) -> LayerBench:
     [
         (layer(window_left=20, has_sinks=True), Table.DECODE),
         (layer(), Table.EXTEND),
-        (CODED, Table.DECODE),
-        (LATENT, Table.LATENT_DECODE),
+        pytest.param(CODED, Table.DECODE, marks=pytest.mark.nightly),
+        pytest.param(LATENT, Table.LATENT_DECODE, marks=pytest.mark.nightly),
     ],
     ids=["decode", "extend", "codes", "latent"],
 )

@@ -236,4 +236,5 @@ TUNING_FILE = option(
     "--tuning", metavar="FILE", help="a file of measured tiles, or off (what ROCM_ATTN_TUNING names, or the cache's)"
 )
 TRITON_RELEASE = option("--triton-release", metavar="RELEASE", help="of Triton, for instance 3.6.0 (what is installed)")
+RELEASES = (AITER_RELEASE, ROCM_RELEASE, TRITON_RELEASE)
 AT_BUILD = switch("--at-build", "leave out what only the host that will serve can show")

@@ -138,7 +138,7 @@ def _add_explain(commands: Commands[argparse.ArgumentParser]) -> None:
         examples=_EXPLAIN_EXAMPLES,
     )
     options = (o.CONFIG, o.ARCH.but(required=True), o.DTYPE, *o.KV_FORMAT, *o.PAGES, o.PROVIDER, o.RANKS, o.NUM_PAGES)
-    _add_options(parser, (*options, o.DETERMINISTIC, o.AITER_RELEASE, o.ROCM_RELEASE, o.COST, o.JSON))
+    _add_options(parser, (*options, o.DETERMINISTIC, *o.RELEASES, o.TUNING_FILE, o.COST, o.JSON))
 
 
 def _add_capture_plan(commands: Commands[argparse.ArgumentParser]) -> None:

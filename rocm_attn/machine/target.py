@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from rocm_attn.errors import BadSetting
 from rocm_attn.kernels.tuning.measured import MeasuredRow
-from rocm_attn.machine.releases import NOT_KNOWN, Release, Releases, installed_releases
+from rocm_attn.machine.releases import NOT_KNOWN, Release, Releases, installed_releases, triton_version
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,15 @@ def known_target(arch: str) -> Target:
     if arch not in KNOWN_TARGETS:
         raise BadSetting(f"arch {arch!r} is not known; choose one of {', '.join(KNOWN_TARGETS)}")
     return KNOWN_TARGETS[arch]
+
+
+def target_elsewhere(arch: str) -> Target:
+    """The target written down for an arch, to which what is compiled here goes: with the Triton that is installed.
+
+    A cache's entries and measured tiles are of one release. Raises BadSetting.
+    """
+    known = known_target(arch)
+    return replace(known, releases=replace(known.releases, triton=Release.of(triton_version())))
 
 
 def detect_target(device: torch.device) -> Target:

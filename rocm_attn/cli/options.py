@@ -231,6 +231,7 @@ SECONDS = option(
 OUTPUT = option(
     "--output", metavar="FILE", help="where rows are kept (what ROCM_ATTN_TUNING names, or the cache's tuning.json)"
 )
+JOBS = option("--jobs", type=positive, metavar="N", help="processes that compile (all cores but one)")
 DRY_RUN = switch("--dry-run", "list the candidates, and try none; needs no GPU")
 TUNING_FILE = option(
     "--tuning", metavar="FILE", help="a file of measured tiles, or off (what ROCM_ATTN_TUNING names, or the cache's)"

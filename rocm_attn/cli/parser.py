@@ -187,7 +187,7 @@ def _add_tune(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     arch = o.ARCH.but(help="with --dry-run: gfx942 (MI300X), gfx950 (MI355X), sm_90 or sm_80 (gfx942)")
     model = (config, o.RANKS, o.DTYPE, *o.KV_FORMAT, *o.PAGES, o.PROVIDER, o.MAX_KV_LEN)
-    _add_options(parser, (*model, o.SHAPES, o.SECONDS, o.OUTPUT, o.DEVICE, arch, o.DRY_RUN, o.JSON))
+    _add_options(parser, (*model, o.SHAPES, o.SECONDS, o.OUTPUT, o.JOBS, o.DEVICE, arch, o.DRY_RUN, o.JSON))
 
 
 def _add_replay_step(commands: Commands[argparse.ArgumentParser]) -> None:

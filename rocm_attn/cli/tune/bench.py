@@ -8,7 +8,7 @@ pages that no cache holds at the same time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -24,6 +24,7 @@ from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.tuning.measured import Provenance, Tiles
 from rocm_attn.kernels.tuning.tiles import ANY_ROWS
 from rocm_attn.machine.target import Target
+from rocm_attn.problem import Problem
 from rocm_attn.providers.by_tokens import KernelByTokens
 from rocm_attn.providers.contract import BoundKernel, StepBounds
 from rocm_attn.providers.select import select
@@ -36,29 +37,55 @@ _MOST_SHORT = 65
 _ON_TRIAL = Provenance("on trial", "", 0, "", "", "", "", "", "", (), 0, 0.0, 0.0, 0.0, 0)
 
 
-class LayerBench:
-    """Judges and times on a device.
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """A step that candidates run. sets: of pages; is_edge: whether it is judged alone, with its log-sum-exp"""
 
-    timer: what takes samples there
-    edges: the steps of a job that every candidate is judged on, whatever shapes are timed; not given: edges_of
-    apart: bytes of K and V that lie between two uses of a page
+    lengths: Lengths
+    sets: int
+    is_edge: bool
+
+    def random(self, problem: Problem, device: torch.device) -> StepData:
+        """With data."""
+        return StepData.random(problem, self.lengths, sets=self.sets, device=device, lse=self.is_edge)
+
+    def empty(self, problem: Problem) -> StepData:
+        """Without, on the CPU."""
+        return StepData.empty(problem, self.lengths, sets=self.sets, device=torch.device("cpu"), lse=self.is_edge)
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """The steps of a job.
+
+    edges: those that every candidate is judged on, whatever shapes are timed
+    apart: bytes of K and V that lie between two uses of a page of a timed step
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        target: Target,
-        timer: Timer,
-        *,
-        edges: Callable[[Job], list[Lengths]] | None = None,
-        apart: int = _PAST_CACHES,
-    ) -> None:
-        self._device, self._target, self._timer = device, target, timer
-        self._edges_of, self._apart = edges_of if edges is None else edges, apart
+    edges: Callable[[Job], list[Lengths]]
+    apart: int = _PAST_CACHES
+
+    def of(self, job: Job) -> list[StepSizes]:
+        """The edges, then what is timed."""
+        timed = [Lengths((each.kv_len,) * each.num_seqs, (each.q_len,) * each.num_seqs) for each in job.shapes]
+        return [
+            *(StepSizes(lengths, 1, is_edge=True) for lengths in self.edges(job)),
+            *(StepSizes(each, sets_of(job, sum(each.kv_len), self.apart), is_edge=False) for each in timed),
+        ]
+
+
+class LayerBench:
+    """Judges and times on a device. timer: what takes samples there; steps: what it makes of a job"""
+
+    def __init__(self, device: torch.device, target: Target, timer: Timer, steps: Steps) -> None:
+        self._device, self._target, self._timer, self._steps = device, target, timer, steps
         self._job: Job | None = None
         self._edges: list[StepData] = []
         self._timed: list[StepData] = []
         self._in_use: tuple[Tiles, list[Sample]] | None = None
+
+    def expect(self, job: Job, tiles: Sequence[Tiles]) -> None:
+        """As Bench: nothing is done ahead."""
 
     def judge(self, job: Job, tiles: Tiles) -> Judged:
         """As Bench."""
@@ -89,25 +116,12 @@ class LayerBench:
             return
         self._edges, self._timed, self._in_use = [], [], None
         self._job = job
-        self._edges = [
-            StepData.random(job.problem, lengths, sets=1, device=self._device, lse=True)
-            for lengths in self._edges_of(job)
-        ]
-        for shape in job.shapes:
-            lengths = Lengths((shape.kv_len,) * shape.num_seqs, (shape.q_len,) * shape.num_seqs)
-            sets = sets_of(job, sum(lengths.kv_len), self._apart)
-            self._timed.append(StepData.random(job.problem, lengths, sets=sets, device=self._device, lse=False))
-
-    def _kernel(self, job: Job, tiles: Tiles, data: StepData) -> BoundKernel:
-        row = job.row(tiles, _ON_TRIAL)
-        problem = replace(job.problem, wants_lse=data.lse is not None)
-        selection = select(problem, replace(self._target, measured=(row,)), "triton")
-        bound = selection.kernel(data.lengths.kind).bound
-        return bound.of_shape(data.bounds.shape) if isinstance(bound, KernelByTokens) else bound
+        for step in self._steps.of(job):
+            (self._edges if step.is_edge else self._timed).append(step.random(job.problem, self._device))
 
     def _run(self, job: Job, tiles: Tiles, data: StepData, seqs: Sequence[int]) -> tuple[str, int]:
         """What is wrong with a candidate on a step, and the registers that it spills."""
-        kernel = self._kernel(job, tiles, data)
+        kernel = kernel_of(job, tiles, data, self._target)
         if str(tiles) not in kernel.describe():
             name = kernel.describe().partition("(")[0]
             return f"these steps are served by {name}, whose tiles are not searched", 0
@@ -126,7 +140,7 @@ class LayerBench:
 
     def _samples(self, job: Job, tiles: Tiles) -> Iterator[Sample]:
         for data in self._timed:
-            kernel = self._kernel(job, tiles, data)
+            kernel = kernel_of(job, tiles, data, self._target)
             runs = data.runs(kernel)
 
             launch = partial(_attend_all, kernel, runs, data.bounds)
@@ -146,6 +160,14 @@ class LayerBench:
                 f"the GPU does no work any more after {str(failure).strip().splitlines()[:1]}; what was found is kept. "
                 "Run the same command again: that candidate is passed over then"
             ) from failure
+
+
+def kernel_of(job: Job, tiles: Tiles, data: StepData, target: Target) -> BoundKernel:
+    """What would serve a step of the layer, were these tiles measured."""
+    problem = replace(job.problem, wants_lse=data.lse is not None)
+    selection = select(problem, replace(target, measured=(job.row(tiles, _ON_TRIAL),)), "triton")
+    bound = selection.kernel(data.lengths.kind).bound
+    return bound.of_shape(data.bounds.shape) if isinstance(bound, KernelByTokens) else bound
 
 
 def _attend_all(kernel: BoundKernel, runs: Sequence[tuple[AttendArgs, StepTensors]], bounds: StepBounds) -> None:

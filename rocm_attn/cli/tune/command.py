@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import re
 import subprocess
 import time
@@ -21,7 +22,7 @@ from rocm_attn.cli.streams import say
 from rocm_attn.cli.tune.candidates import candidates
 from rocm_attn.cli.tune.jobs import SHAPES, Job, jobs_of, shapes_named
 from rocm_attn.cli.tune.journal import Journal
-from rocm_attn.cli.tune.search import Bench, Found, Search, Tried, what_became
+from rocm_attn.cli.tune.search import TIMED, Bench, Found, Search, Tried, what_became
 from rocm_attn.errors import BadSetting
 from rocm_attn.kernels.tuning.measured import MeasuredRow, Provenance, ShapeTimes
 from rocm_attn.machine.measured_rows import OFF, default_place, place_of
@@ -53,12 +54,18 @@ def run(options: argparse.Namespace) -> None:
     if target.releases.triton == UNKNOWN:
         raise BadSetting("the installed Triton's release is not known, and a row serves one release; install triton")
     # Here, because it captures graphs of a GPU.
-    from rocm_attn.cli.tune.bench import LayerBench
+    from rocm_attn.cli.tune.ahead import CompiledAhead
+    from rocm_attn.cli.tune.bench import LayerBench, Steps, edges_of
     from rocm_attn.cli.tune.timer import GraphTimer
 
+    steps = Steps(edges_of)
+    workers = options.jobs or max(1, len(os.sched_getaffinity(0)) - 1)
     with torch.cuda.device(device):
-        bench = LayerBench(device, target, GraphTimer())
-        tune(options, target, torch.cuda.get_device_name(device), bench)
+        ahead = CompiledAhead(LayerBench(device, target, GraphTimer(), steps), target, workers, steps)
+        try:
+            tune(options, target, torch.cuda.get_device_name(device), ahead)
+        finally:
+            ahead.close()
 
 
 def tune(options: argparse.Namespace, target: Target, device: str, bench: Bench) -> None:
@@ -127,7 +134,7 @@ class _Run:
 
     def report(self, in_json: bool, *, was_enough: bool) -> None:
         """What was found, on stdout."""
-        failed = [tried for tried in self._tried if tried.trial.outcome != "timed"]
+        failed = [tried for tried in self._tried if tried.trial.outcome != TIMED]
         if in_json:
             rows = [as_json(row) for row in self._found.values()]
             not_timed = [

@@ -62,21 +62,12 @@ class StepData:
     lse: Tensor | None
 
     @classmethod
-    def random(cls, problem: Problem, lengths: Lengths, *, sets: int, device: torch.device, lse: bool) -> StepData:
-        """Normal numbers; where a page has none, because its sequence has ended, NaN."""
-        generator = torch.Generator(device).manual_seed(0)
-        num_seqs, num_tokens = len(lengths.q_len), sum(lengths.q_len)
+    def empty(cls, problem: Problem, lengths: Lengths, *, sets: int, device: torch.device, lse: bool) -> StepData:
+        """Of the sizes that random() has, with nothing in it: to be compiled for."""
         num_pages = [-(-length // problem.page_size) for length in lengths.kv_len]
-        tables, widest = [], max(num_pages)
-        order = torch.randperm(sets * sum(num_pages), generator=generator, device=device).int() + 1
-        for of_seq in torch.split(order, num_pages * sets):
-            tables.append(torch.nn.functional.pad(of_seq, (0, widest - len(of_seq))))
-        table = torch.stack(tables).view(sets, num_seqs, widest)
-        pool = KVPool([problem], num_pages=1 + len(order), page_size=problem.page_size, device=device)
-        pages = pool.layer(0)
-        _fill(pages, generator)
-        for of_set in table:
-            _end_in_nan(pages, of_set, lengths.kv_len)
+        tables = torch.zeros(sets, len(num_pages), max(num_pages), dtype=torch.int32, device=device)
+        num_tokens, num_seqs = sum(lengths.q_len), len(lengths.q_len)
+        pool = KVPool([problem], num_pages=1 + sets * sum(num_pages), page_size=problem.page_size, device=device)
 
         def ints(values: Sequence[int]) -> Tensor:
             return torch.tensor(list(values), dtype=torch.int32, device=device)
@@ -87,15 +78,30 @@ class StepData:
             kv_len=ints(lengths.kv_len),
             q_len=ints(lengths.q_len),
             q_indptr=torch.tensor([0, *lengths.q_len]).cumsum(0).int().to(device),
-            table=table[0],
+            table=tables[0],
             row_of_seq=ints(range(num_seqs)),
         )
-        q = torch.randn(num_tokens, problem.num_q_heads, problem.head_dim, generator=generator, device=device)
+        q = torch.empty(num_tokens, problem.num_q_heads, problem.head_dim, dtype=problem.dtype, device=device)
+        out = q.new_empty(num_tokens, problem.num_q_heads, problem.v_head_dim)
+        of_lse = torch.empty(out.shape[:2], device=device) if lse else None
         weights = HeadWeights.random(problem, torch.Generator().manual_seed(0)).to(device)
-        q = q.to(problem.dtype)
-        out = torch.full_like(q[..., : problem.v_head_dim], float("nan")).contiguous()
-        of_lse = torch.full(out.shape[:2], float("nan"), device=device) if lse else None
-        return cls(problem, lengths, step, table, pages, weights, q, out, of_lse)
+        return cls(problem, lengths, step, tables, pool.layer(0), weights, q, out, of_lse)
+
+    @classmethod
+    def random(cls, problem: Problem, lengths: Lengths, *, sets: int, device: torch.device, lse: bool) -> StepData:
+        """Normal numbers; where a page has none, because its sequence has ended, NaN."""
+        data = cls.empty(problem, lengths, sets=sets, device=device, lse=lse)
+        generator = torch.Generator(device).manual_seed(0)
+        num_pages = [-(-length // problem.page_size) for length in lengths.kv_len]
+        order = torch.randperm(sets * sum(num_pages), generator=generator, device=device).int() + 1
+        for number, ids in enumerate(torch.split(order, num_pages * sets)):
+            data.tables[number // len(num_pages), number % len(num_pages), : len(ids)] = ids
+        _fill(data.pages, generator)
+        for of_set in data.tables:
+            _end_in_nan(data.pages, of_set, lengths.kv_len)
+        data.q.copy_(torch.randn(data.q.shape, generator=generator, device=device))
+        data.out.fill_(float("nan"))
+        return data
 
     @property
     def bounds(self) -> StepBounds:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,6 +39,9 @@ class FakeBench:
         self._cost, self._wrong = cost, wrong
         self.judged: list[Tiles] = []
         self.timed: list[Tiles] = []
+
+    def expect(self, job: Job, tiles: Sequence[Tiles]) -> None:
+        """As Bench."""
 
     def judge(self, job: Job, tiles: Tiles) -> Judged:
         """As Bench."""

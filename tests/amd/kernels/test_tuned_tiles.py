@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rocm_attn.cli.cost import Shape
-from rocm_attn.cli.tune.bench import LayerBench
+from rocm_attn.cli.tune.bench import LayerBench, Steps
 from rocm_attn.cli.tune.data import Lengths
 from rocm_attn.cli.tune.jobs import Job, jobs_of
 from rocm_attn.cli.tune.timer import Sample, Work
@@ -61,7 +61,7 @@ def few_edges(job: Job) -> list[Lengths]:
 def bench(kernel_device: torch.device) -> LayerBench:
     if kernel_device.type != "cpu":
         pytest.skip("rocm-attn tune itself runs on a GPU")
-    return LayerBench(CPU, TARGET, FakeTimer(), edges=few_edges, apart=1)
+    return LayerBench(CPU, TARGET, FakeTimer(), Steps(few_edges, apart=1))
 
 
 @pytest.mark.parametrize(

@@ -76,12 +76,12 @@ def _rows(table: Table, problem: Problem, target: Target) -> Iterator[TileRow]:
             few = "" if row.max_rows == ANY_ROWS else f", up to {row.max_rows // problem.gqa_ratio} new tokens"
             yield _row(table, few, row.tiles, problem, target, row.max_rows)
         return
-    tiles_of = {
-        Table.DECODE: decode_tiles_of,
-        Table.LATENT_DECODE: latent_decode_tiles_of,
-        Table.LATENT_EXTEND: latent_extend_tiles_of,
-    }
-    tiles: Tiles = tiles_of[table](problem, target)
+    if table is Table.DECODE:
+        tiles: Tiles = decode_tiles_of(problem, target)
+    elif table is Table.LATENT_DECODE:
+        tiles = latent_decode_tiles_of(problem, target)
+    else:
+        tiles = latent_extend_tiles_of(problem, target)
     yield _row(table, "", tiles, problem, target, ANY_ROWS)
 
 

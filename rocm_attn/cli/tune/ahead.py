@@ -10,7 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -132,7 +132,7 @@ def _compile_all(connection: Connection, target: Target, steps: Steps) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asked answers it
     torch.set_num_threads(1)
     gpu = AbsentGpu(target.arch, target.compute_units, target.wave_size, target.lds_bytes)
-    with compile_only(gpu), observe_launches(lambda launch: launch()):
+    with compile_only(gpu), observe_launches(_launch):
         while True:
             try:
                 job, tiles = connection.recv()
@@ -140,6 +140,10 @@ def _compile_all(connection: Connection, target: Target, steps: Steps) -> None:
                 return
             compile_tiles(job, tiles, target, steps)
             connection.send(None)
+
+
+def _launch(launch: Callable[[], object]) -> None:
+    launch()
 
 
 def compile_tiles(job: Job, tiles: Tiles, target: Target, steps: Steps) -> None:

@@ -216,7 +216,7 @@ def test_no_candidate_is_begun_when_time_is_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ticks = iter(range(1000))
-    monkeypatch.setattr(command.time, "monotonic", lambda: float(next(ticks)))
+    monkeypatch.setattr("rocm_attn.cli.tune.command.time.monotonic", lambda: float(next(ticks)))
     search(tmp_path / "t.json", bench := FakeBench(cost), "--seconds", "5")
     assert 1 <= len(bench.judged) <= 5
     assert "time was up before all were tried; the same command goes on from here" in capsys.readouterr().out

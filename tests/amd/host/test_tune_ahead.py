@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -28,6 +28,10 @@ pytestmark = pytest.mark.nightly
 GFX942 = known_target("gfx942")
 TILES = DecodeTiles(16, 1, 2, 8)
 DEADLY = 64
+
+
+def launch(thunk: Callable[[], object]) -> None:
+    thunk()
 
 
 class Judge:
@@ -94,7 +98,7 @@ def test_what_is_compiled_ahead_is_what_a_launch_on_the_gpu_finds() -> None:
     """The same kernels, by their names in Triton's cache, as a launch over data makes them compile."""
     heads, steps, gpu = job(8), Steps(one_step), AbsentGpu("gfx942", 304, 64, 64 << 10)
     seen: list[CompileEvent] = []
-    with compile_only(gpu), observe_launches(lambda launch: launch()), observe_compiles(seen.append):
+    with compile_only(gpu), observe_launches(launch), observe_compiles(seen.append):
         compile_tiles(heads, TILES, GFX942, steps)
         compiled = len(seen)
         data = StepData.random(heads.problem, one_step(heads)[0], sets=1, device=torch.device("cpu"), lse=True)
@@ -107,5 +111,5 @@ def test_what_is_compiled_ahead_is_what_a_launch_on_the_gpu_finds() -> None:
 
 def test_what_cannot_be_compiled_is_left_to_the_bench() -> None:
     gpu = AbsentGpu("gfx942", 304, 64, 64 << 10)
-    with compile_only(gpu), observe_launches(lambda launch: launch()):
+    with compile_only(gpu), observe_launches(launch):
         compile_tiles(job(8), replace(TILES, key_block=24), GFX942, Steps(one_step))

@@ -15,10 +15,14 @@ from rocm_attn.cli.tune.bench import LayerBench, Steps
 from rocm_attn.cli.tune.data import Lengths
 from rocm_attn.cli.tune.jobs import Job, jobs_of
 from rocm_attn.cli.tune.timer import Sample, Work
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.attention.cuts import DecodeCut
+from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.tuning.measured import Table
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.providers.triton_later import triton_launches
 
 TARGET = known_target("interpreter")
 SHAPES = (Shape(1, 20), Shape(1, 18, 3))
@@ -88,14 +92,12 @@ def test_a_kernel_that_is_wrong_with_its_tiles_is_seen(bench: LayerBench, monkey
     """With one KV head's results in the other's place, as tiles that mix up heads would give."""
     job = job_of(layer(), Table.DECODE)
     assert isinstance(job.in_use, DecodeTiles)
-    from rocm_attn.providers.triton_later import triton_launches
-
     launch = triton_launches.launch_paged_decode
 
-    def mixed_up(args: object, *, tiles: DecodeTiles, **others: object) -> None:
-        launch(args, tiles=tiles, **others)
+    def mixed_up(args: AttendArgs, *, tiles: DecodeTiles, scores: Scores, cut: DecodeCut) -> None:
+        launch(args, tiles=tiles, scores=scores, cut=cut)
         if tiles.key_block == 32:
-            args.out.copy_(args.out.roll(1, dims=1))  # type: ignore[attr-defined]
+            args.out.copy_(args.out.roll(1, dims=1))
 
     monkeypatch.setattr(triton_launches, "launch_paged_decode", mixed_up)
     assert bench.judge(job, job.in_use).wrong == ""

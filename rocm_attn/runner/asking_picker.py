@@ -1,8 +1,8 @@
 """AskingPicker: picks the tokens of steps in which some rows ask for more than a plain pick.
 
 All rows go through TokenPicker, whose launch is the same as ever: it finds what is wrong with a row, and picks for
-those that ask for nothing else. Rows with penalties, biases, a mask, top_k or min_p are then shaped into a place of their own
-in float32, and picked from there by the same kernel. Logprobs are those of the logits as the model gave them.
+those that ask for nothing else. Rows with penalties, biases, a mask, top_k or min_p are then shaped into a place of
+their own in float32, and picked from there by the same kernel. Logprobs are those of the logits as the model gave them.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ ASKING = (
     Request(PROMPT, 16, drawn(top_k=3, min_p=0.1)),
     Request(PROMPT, 16, drawn(logit_bias=((30, 9.0), (31, 9.0)), top_p=0.9)),
     Request(PROMPT, 16, Sampling(logit_bias=((END, 90.0),)), min_tokens=9),
-    Request(PROMPT, 16, drawn(), stop=("e", "3a")),
+    Request(PROMPT, 16, drawn(), stop=("rp", "never")),
 )
 CONSTRAINED = (
     Request(PROMPT, 40, drawn(), constraint=Constraint.json_schema(SCHEMA), logprobs=1),

@@ -13,6 +13,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import torch
+
+import rocm_attn as ra
 from rocm_attn.cli import main
 from tests.amd.docs.pages import Block, blocks, pages
 from tests.amd.house.source_tree import ROOT
@@ -112,6 +116,28 @@ def shows(said: str, output: str) -> bool:
     """Whether an output is what a page says it is; `...` stands for anything, on a line of its own for any lines."""
     pattern = re.escape(said.strip()).replace(r"\.\.\.", ".*")
     return re.fullmatch(pattern, output.strip(), re.DOTALL) is not None
+
+
+def record_steps(path: Path) -> None:
+    """A flight record, as a failing step leaves one: a prompt's step and two that decode, three sequences each."""
+    layer = ra.Problem(4, 2, 32, 32, torch.float32, page_size=16, scale=32**-0.5)
+    runtime = ra.build_runtime([layer], ra.RuntimeOptions(num_pages=32, max_num_seqs=4, max_kv_len=128), device="cpu")
+
+    def forward(step: ra.Step) -> torch.Tensor:
+        q = torch.ones(len(step.token_ids), 4, 32)
+        out = torch.empty_like(q)
+        step.layers.store_and_attend(0, q, q[:, :2], q[:, 2:], out)
+        return out[step.last_token_of_seq]
+
+    flight = ra.FlightRecorder(runtime, path)
+    runner = ra.StepRunner(runtime, forward, ra.recorder_for(runtime.device), flight=flight)
+    rows = np.array([runtime.table.admit() for _ in range(3)], np.int32)
+    lengths = np.zeros(3, np.int32)
+    for new in ([5, 3, 8], [1, 1, 1], [1, 1, 1]):
+        lengths = lengths + np.array(new, np.int32)
+        runtime.table.reserve_all(rows, lengths)
+        runner.run(ra.StepBatch(rows, kv_len=lengths, q_len=new, token_ids=[1] * sum(new)))
+    flight.dump("a fault")
 
 
 def run(line: str) -> tuple[int, str]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import re
 from pathlib import Path
 
 import pytest
 
 from rocm_attn.cli.parser import build_parser
 from tests.amd.docs import untested
-from tests.amd.docs.commands import commands_of, files_of, run, scratch, script, shell_blocks, shows, typed
+from tests.amd.docs.commands import commands_of, files_of, record_steps, run, scratch, script, shell_blocks, shows, typed
 from tests.amd.docs.pages import Block, blocks, pages
 from tests.amd.house.source_tree import ROOT
 
@@ -43,6 +45,8 @@ def test_a_block_runs(block: Block) -> None:
 
 @each([block for block in BLOCKS if not block.reason and block.language == "console"])
 def test_a_console_shows_what_is_printed(block: Block) -> None:
+    if "last_steps.json" in block.text:
+        record_steps(Path("last_steps.json"))
     for line, said in typed(block):
         _, output = run(line)
         assert shows(said, output), f"{line}\n{output}"
@@ -58,6 +62,19 @@ def test_a_command_is_one_that_there_is(block: Block) -> None:
             build_parser().parse_args(command.words[1:])
         for file in files_of(command):
             assert (ROOT / file).exists(), file
+
+
+def test_a_command_within_a_sentence_has_the_flags_that_it_is_given() -> None:
+    (commands,) = (action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    found = [(page, words) for page in pages() for words in re.findall(r"`rocm-attn ([^`]+)`", page.read_text())]
+    assert len(found) > 20
+    for page, words in found:
+        name, *others = words.split()
+        if name.isupper() or name == "...":
+            continue
+        assert name in commands.choices, f"{page.name}: rocm-attn {words}"
+        flags = commands.choices[name]._option_string_actions
+        assert {word for word in others if word.startswith("--")} <= set(flags), f"{page.name}: rocm-attn {words}"
 
 
 def test_what_no_test_runs_is_listed_with_its_reason() -> None:

@@ -47,16 +47,14 @@ class Gate:
 
     def _admit(self, scope: Scope) -> str:
         """The salt of the client. Raises ApiError."""
-        salt: str | None = ""
         headers = dict(scope["headers"])
-        if scope["path"].startswith("/v1/"):
-            salt = self._keys.salt_of(headers.get(b"authorization"))
-            if salt is None:
-                raise ApiError(
-                    401,
-                    "the API key is missing or wrong; send it as the header Authorization: Bearer KEY",
-                    code="invalid_api_key",
-                )
+        salt = self._keys.salt_of(headers.get(b"authorization")) if scope["path"].startswith("/v1/") else ""
+        if salt is None:
+            raise ApiError(
+                401,
+                "the API key is missing or wrong; send it as the header Authorization: Bearer KEY",
+                code="invalid_api_key",
+            )
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._options.max_body_bytes * _READ_IN_VAIN:
             raise _too_large(self._options.max_body_bytes)
@@ -128,7 +126,8 @@ async def _read_body(receive: Receive, options: ServerOptions) -> bytes:
 
 
 async def _read(receive: Receive, most: int) -> bytes:
-    parts, num_bytes, more = [], 0, True
+    parts: list[bytes] = []
+    num_bytes, more = 0, True
     while more and num_bytes <= most * _READ_IN_VAIN:
         message = await receive()
         if message["type"] == "http.disconnect":

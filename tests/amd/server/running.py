@@ -122,7 +122,9 @@ def running(
 
 
 @contextmanager
-def served_process(*flags: str, environment: dict[str, str] | None = None) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def served_process(
+    *flags: str, environment: dict[str, str] | None = None
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`rocm-attn serve` over the tiny model as a process, and its URL; it is killed afterwards if it runs.
 
     flags: beside those that the tiny model needs; --port 0 unless a port is given

@@ -60,7 +60,14 @@ def test_a_completion_is_what_the_engine_generates(client: openai.OpenAI, direct
 
 @pytest.mark.parametrize("seed", [0, 7, -1, 2**63 - 1])
 def test_a_stream_is_the_whole_answer_in_pieces(seed: int, client: openai.OpenAI, direct: Engine) -> None:
-    asked: dict[str, Any] = {"model": NAME, "prompt": PROMPT, "max_tokens": 12, "temperature": 0.9, "seed": seed, "n": 3}
+    asked: dict[str, Any] = {
+        "model": NAME,
+        "prompt": PROMPT,
+        "max_tokens": 12,
+        "temperature": 0.9,
+        "seed": seed,
+        "n": 3,
+    }
     whole = client.completions.create(**asked)
     texts, reasons, usage = ["", "", ""], [None] * 3, []
     for chunk in client.completions.create(**asked, stream=True, stream_options={"include_usage": True}):

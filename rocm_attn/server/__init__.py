@@ -1,0 +1,1 @@
+"""An HTTP server over AsyncEngine, which speaks OpenAI's API."""

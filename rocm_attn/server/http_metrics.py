@@ -12,6 +12,8 @@ from rocm_attn.step.durations import Durations
 from rocm_attn.step.exposition import heading, histogram, sample, text_of
 
 _PROC = Path("/proc/self")
+# Statuses of which an alert knows.
+_ALARMING = ("429", "500", "503")
 _TICKS, _PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
 
 
@@ -40,6 +42,9 @@ class HttpMetrics:
         status:  of HTTP
         seconds: since the request's first byte
         """
+        if route not in self._seconds:
+            # A rate begins with the second value of a series: the first errors of all would not be seen.
+            self._answers.update({(route, alarming): 0 for alarming in _ALARMING})
         self._answers[route, str(status)] += 1
         self._seconds.setdefault(route, Durations()).note(seconds)
 

@@ -1,1 +1,1 @@
-"""An HTTP server over AsyncEngine, which speaks OpenAI's API."""
+"""The server of `rocm-attn serve`: OpenAI's HTTP API over an AsyncEngine. Modules of HTTP alone import fastapi."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +20,7 @@ from rocm_attn.server.gate import JOB, Gate
 from rocm_attn.server.generation import Generations
 from rocm_attn.server.job import Job
 from rocm_attn.server.keys import ApiKeys
-from rocm_attn.server.replies import ChatReplies, CompletionReplies, Json, Replies, Usage
+from rocm_attn.server.replies import ChatReplies, CompletionReplies, Replies, Usage
 from rocm_attn.server.schema import SHAPES, ChatBody, CompletionBody, GenerationBody, refuse_unserved
 from rocm_attn.server.scrape import Scrape
 from rocm_attn.server.served_model import ServedModel

@@ -79,9 +79,7 @@ async def serve(
 class Server(uvicorn.Server):
     """A server that drains: the first SIGTERM or SIGINT lets go what was taken, the second ends at once."""
 
-    def __init__(
-        self, front: AsyncEngine, model: ServedModel, keys: ApiKeys, announce: Callable[[str], None]
-    ) -> None:
+    def __init__(self, front: AsyncEngine, model: ServedModel, keys: ApiKeys, announce: Callable[[str], None]) -> None:
         self._front, self._options, self._announce = front, model.options, announce
         self._jobs = Jobs()
         self._loop = asyncio.get_running_loop()
@@ -135,7 +133,9 @@ class Server(uvicorn.Server):
         await self._signal.wait()
         self._jobs.is_draining = True
         seconds = self._options.drain_seconds
-        self._announce(f"shutting down: {len(self._jobs)} requests have {seconds:g} seconds; a second signal ends at once")
+        self._announce(
+            f"shutting down: {len(self._jobs)} requests have {seconds:g} seconds; a second signal ends at once"
+        )
         try:
             await asyncio.wait_for(self._jobs.empty(), seconds)
         except asyncio.TimeoutError:

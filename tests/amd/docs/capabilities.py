@@ -33,6 +33,8 @@ them serves, it is [tried on the model's own shape](providers.md#the-probe).
 *Dense* is a layer of 32 query heads over 8 KV heads of 128 elements, as in Llama 3.1 8B. Where nothing else is said a
 layer is in bfloat16, over K and V pages of 16 tokens, causal, without a window. FP8 is the encoding that the GPU's
 matrix units read, E4M3FNUZ on an MI300X and E4M3FN on the others. Layers with the same kernels share a row.
+[Selecting keys](sparse.md), [shared prefixes](shared_prefixes.md), [masks](steps.md#masks) and [deterministic
+mode](deterministic.md) have kernels of their own, Triton's or torch's.
 """
 
 
@@ -112,7 +114,9 @@ MACHINES = (
     Machine("MI300X (gfx942)", known_target("gfx942")),
     Machine("MI355X (gfx950)", known_target("gfx950")),
     Machine("MI300X without AITER", known_target("gfx942"), "triton"),
-    Machine(f"H100 and H200 (sm_90), Triton {_HOPPERS}", replace(known_target("sm_90"), releases=Releases(triton=_HOPPERS))),
+    Machine(
+        f"H100 and H200 (sm_90), Triton {_HOPPERS}", replace(known_target("sm_90"), releases=Releases(triton=_HOPPERS))
+    ),
     Machine("A CPU", known_target("cpu")),
 )
 
@@ -121,9 +125,8 @@ _STEPS = {
     "extend": StepKind.EXTEND,
     "mixed": StepKind.MIXED,
     "prefill": StepKind.PREFILL,
-    "shared prefixes": StepKind.SHARED,
-    "masked": StepKind.MASKED,
 }
+_EXTRAS = ("selects keys", "shared prefixes", "masks", "deterministic")
 
 
 def chosen(problem: Problem, machine: Machine, *, deterministic: bool = False) -> Selection | None:
@@ -134,22 +137,21 @@ def chosen(problem: Problem, machine: Machine, *, deterministic: bool = False) -
         return None
 
 
-def _masked(problem: Problem, machine: Machine) -> Selection | None:
-    return chosen(replace(problem, custom_mask=True), machine)
-
-
 def row(problem: Problem, machine: Machine) -> list[str]:
-    """The cells of a layer: the kernel of each kind of step, what selects keys, and deterministic mode."""
+    """The cells of a layer: the kernel of each kind of step, and whether it serves what only some steps ask for."""
     selection = chosen(problem, machine)
     if selection is None:
-        return ["not served"] + ["-"] * (len(_STEPS) + 1)
-    cells = []
-    for kind in _STEPS.values():
-        of = _masked(problem, machine) if kind.extra is Extra.MASK else selection
-        kernel = of.kernels.get(kind) if of else None
-        cells.append(f"`{kernel.row.name}`" if kernel else "-" if kind.extra is not Extra.NOTHING else "as extend")
-    sparse = ", ".join(f"`{name}`" for name in selection.sparse.rows) if selection.sparse else "-"
-    return [*cells, sparse, "yes" if chosen(problem, machine, deterministic=True) else "no"]
+        return ["not served"] + ["-"] * (len(_STEPS) + len(_EXTRAS) - 1)
+    kernels = [selection.kernels.get(kind) for kind in _STEPS.values()]
+    extras = (
+        selection.sparse,
+        selection.kernels.get(StepKind.SHARED),
+        chosen(replace(problem, custom_mask=True), machine),
+        chosen(problem, machine, deterministic=True),
+    )
+    return [f"`{kernel.row.name}`" if kernel else "as extend" for kernel in kernels] + [
+        "yes" if extra else "no" for extra in extras
+    ]
 
 
 def _table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
@@ -168,7 +170,7 @@ def _of_machine(machine: Machine, like: Machine | None) -> str:
     together: dict[tuple[str, ...], list[str]] = {}
     for name, cells in cells_of.items():
         together.setdefault(cells, []).append(name)
-    columns = ["layer", *_STEPS, "over a selection", "deterministic"]
+    columns = ["layer", *_STEPS, *_EXTRAS]
     lines = [["; ".join(names), *cells] for cells, names in together.items()]
     return f"## {machine.title}\n\n{said}{_table(columns, lines)}"
 
@@ -206,9 +208,7 @@ def _dims(limits: Sequence[Limits]) -> str:
     exact = sorted({dims for each in limits for dims in each.exact_dims})
     words = [_span(ranges)] if ranges else []
     inside = ranges[0] if ranges else (1, 0)
-    words += [
-        str(qk) if qk == v else f"{qk}/{v}" for qk, v in exact if not (qk == v and inside[0] <= qk <= inside[1])
-    ]
+    words += [str(qk) if qk == v else f"{qk}/{v}" for qk, v in exact if not (qk == v and inside[0] <= qk <= inside[1])]
     return ", ".join(words)
 
 
@@ -226,7 +226,9 @@ def _some(limits: Sequence[Limits], has: Callable[[Limits], bool]) -> str:
 _REACH: Mapping[str, Callable[[Sequence[Limits]], str]] = {
     "sets of limits": lambda all_: str(len(all_)),
     "archs": lambda all_: ", ".join(dict.fromkeys(arch for each in all_ for arch in each.archs)).replace("*", "\\*"),
-    "dtypes": lambda all_: ", ".join(dict.fromkeys(str(d).removeprefix("torch.") for each in all_ for d in each.dtypes)),
+    "dtypes": lambda all_: ", ".join(
+        dict.fromkeys(str(d).removeprefix("torch.") for each in all_ for d in each.dtypes)
+    ),
     "K and V": lambda all_: ", ".join(dict.fromkeys(code.value for each in all_ for code in each.encodings)),
     "factors": lambda all_: ", ".join(
         dict.fromkeys(scales.value for each in all_ for scales in each.scales if scales is not Scales.NONE)
@@ -255,7 +257,8 @@ def _reach() -> str:
     lines.append(["selects keys (sparse)", *("yes" if INDEX_ROWS.get(name) else "no" for name in titles)])
     return (
         "## What the providers reach\n\nAll kernels of a provider together; no single kernel need have it all. A count such "
-        "as 8 of 16 is of sets of limits, of which a kernel has one for each kind of step.\n\n" + _table(["", *titles.values()], lines)
+        "as 8 of 16 is of sets of limits, of which a kernel has one for each kind of step.\n\n"
+        + _table(["", *titles.values()], lines)
     )
 
 

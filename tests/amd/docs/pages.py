@@ -15,7 +15,9 @@ LIST = DOCS / "README.md"
 
 _FENCE = re.compile(r"^( *)(`{3,})(\w*).*?^\1\2 *$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
-_MARK = re.compile(r"<!-- (not run: (?P<reason>.+)|(?P<night>run at night)) -->\n\s*\Z")
+_MARK = re.compile(
+    r"<!-- (not run: (?P<reason>.+)|(?P<night>run at night)|(?P<server>run against a server)) -->\n\s*\Z"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,7 @@ class Block:
     language: as the fence says; "" where it says none
     reason:   why no test runs it; "" where one does
     at_night: whether the test that runs it is left to .ci/nightly
+    server:   whether it speaks to a server, see served.py
     """
 
     page: str
@@ -35,6 +38,7 @@ class Block:
     text: str
     reason: str = ""
     at_night: bool = False
+    server: bool = False
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
@@ -59,6 +63,7 @@ def blocks(page: Path) -> list[Block]:
                 "\n".join(line.removeprefix(fence[1]) for line in fence[0].splitlines()[1:-1]),
                 (mark["reason"] or "") if mark else "",
                 bool(mark and mark["night"]),
+                bool(mark and mark["server"]),
             )
         )
     return found

@@ -60,7 +60,9 @@ def markdown(docstring: str) -> str:
 
 
 def _paragraph(text: str) -> str:
-    """Runs of sentences, and tables of what comes as `name: text`."""
+    """Runs of sentences, and tables of what comes as `name: text`; what is indented as a whole is code."""
+    if all(line.startswith("    ") for line in text.splitlines()):
+        return f"```text\n{inspect.cleandoc(text)}\n```"
     parts: list[list[str]] = []
     tables: list[bool] = []
     for line in text.splitlines():

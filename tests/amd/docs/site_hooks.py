@@ -22,7 +22,7 @@ _REFERENCE = "API reference"
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Make the menu of docs/README.md's sections."""
-    sections: list[Any] = [{"rocm_attn": "README.md"}]
+    sections: list[Any] = [{"Home": "README.md"}]
     for section, listed in menu().items():
         entries = [{title: _place(path)} for title, path in listed]
         if section == _REFERENCE:

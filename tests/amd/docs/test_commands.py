@@ -10,8 +10,19 @@ import pytest
 
 from rocm_attn.cli.parser import build_parser
 from tests.amd.docs import untested
-from tests.amd.docs.commands import commands_of, files_of, record_steps, run, scratch, script, shell_blocks, shows, typed
+from tests.amd.docs.commands import (
+    commands_of,
+    files_of,
+    record_steps,
+    run,
+    scratch,
+    script,
+    shell_blocks,
+    shows,
+    typed,
+)
 from tests.amd.docs.pages import Block, blocks, pages
+from tests.amd.docs.served import against_a_server
 from tests.amd.house.source_tree import ROOT
 
 BLOCKS = shell_blocks()
@@ -31,7 +42,7 @@ def scratch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@each([block for block in BLOCKS if not block.reason and block.language == "bash"])
+@each([block for block in BLOCKS if block.language == "bash" and not (block.reason or block.server)])
 def test_a_block_runs(block: Block) -> None:
     # What runs in this process is one line; other lines of a block may need what lines before them have set.
     ours = all(command.is_ours and not command.variables for command in commands_of(script(block)))
@@ -41,6 +52,13 @@ def test_a_block_runs(block: Block) -> None:
             # The doctor's exit code says what it found on this machine.
             allowed = (0, 1) if found[0].words[:2] == ("rocm-attn", "doctor") else (0,)
             assert code in allowed, f"{line}\n{output}"
+
+
+@each([block for block in BLOCKS if block.server])
+def test_a_block_that_speaks_to_a_server_runs(block: Block) -> None:
+    with against_a_server(block.text) as text:
+        code, output = run(text)
+    assert code == 0, output
 
 
 @each([block for block in BLOCKS if not block.reason and block.language == "console"])
@@ -93,7 +111,9 @@ def test_pages_say_which_language_a_shell_block_is_in() -> None:
 
 
 def test_commands_are_read_as_bash_reads_them() -> None:
-    text = "A=1 rocm-attn guards --json > out.json  # it's; a list\ngit clone x && cd x | tee 'a; b' $(echo 1; echo 2)\n"
+    text = (
+        "A=1 rocm-attn guards --json > out.json  # it's; a list\ngit clone x && cd x | tee 'a; b' $(echo 1; echo 2)\n"
+    )
     first, *others = commands_of(text)
     assert (first.variables, first.words, first.output) == ({"A": "1"}, ("rocm-attn", "guards", "--json"), "out.json")
     assert [command.words[0] for command in others] == ["git", "cd", "tee"]

@@ -256,8 +256,8 @@ def _reach() -> str:
     lines = [[what, *(tell(of[name]) for name in titles)] for what, tell in _REACH.items()]
     lines.append(["selects keys (sparse)", *("yes" if INDEX_ROWS.get(name) else "no" for name in titles)])
     return (
-        "## What the providers reach\n\nAll kernels of a provider together; no single kernel need have it all. A count such "
-        "as 8 of 16 is of sets of limits, of which a kernel has one for each kind of step.\n\n"
+        "## What the providers reach\n\nAll kernels of a provider together; no single kernel need have it all. A count "
+        "such as 8 of 16 is of sets of limits, of which a kernel has one for each kind of step.\n\n"
         + _table(["", *titles.values()], lines)
     )
 

@@ -55,7 +55,7 @@ def script(block: Block) -> str:
 def commands_of(text: str) -> list[Command]:
     """A script's commands in order; those in pipes and lists count one by one. Raises ValueError at open quotes."""
     found = []
-    for line in text.replace("\\\n", " ").splitlines():
+    for line in lines(text):
         for part in _parts(line):
             variables: dict[str, str] = {}
             words = shlex.split(part, comments=True)
@@ -68,6 +68,23 @@ def commands_of(text: str) -> list[Command]:
                 output, words = words[at + 1], words[:at] + words[at + 2 :]
             if words:
                 found.append(Command(variables, tuple(words), output))
+    return found
+
+
+def lines(text: str) -> list[str]:
+    """A script's lines, each with those that it goes on in, after a backslash or within quotes."""
+    found, open_line = [], ""
+    for line in text.replace("\\\n", " ").splitlines():
+        open_line += line
+        try:
+            shlex.split(open_line, comments=True)
+        except ValueError:
+            open_line += "\n"
+        else:
+            found.append(open_line)
+            open_line = ""
+    if open_line:
+        raise ValueError(f"quotes are open in {open_line!r}")
     return found
 
 

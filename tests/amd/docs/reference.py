@@ -30,8 +30,8 @@ def pages() -> dict[str, tuple[str, str]]:
 def _page(heading: str, names: dict[str, str]) -> str:
     parts = [
         f"# {heading}",
-        "Made from the docstrings, for `import rocm_attn as ra`. [Stable names](../names.md) has all groups on one page; "
-        "[stability](../stability.md) says what may be counted on.",
+        "Made from the docstrings, for `import rocm_attn as ra`. [Stable names](../names.md) has all groups on one "
+        "page; [stability](../stability.md) says what may be counted on.",
     ]
     for name, module in names.items():
         node = interface.definition(name, module)

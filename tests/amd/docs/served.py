@@ -1,4 +1,4 @@
-"""A server for the pages' clients: 127.0.0.1:8000 and smollm2 of a page stand for a port of its own and a tiny model."""
+"""A server for the pages' clients: 127.0.0.1:8000 and smollm2 of a page stand for its address and a tiny model."""
 
 from __future__ import annotations
 

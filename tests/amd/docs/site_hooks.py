@@ -1,7 +1,7 @@
 """What MkDocs does beside its own: the menu, pages and files from outside docs/, and the reference of every name.
 
-docs/ stays readable where it lies: links lead to files of the repository. On the site, a page that is linked to and lies
-outside docs/ becomes a page, any other such file a copy; both keep their paths, under repository/.
+docs/ stays readable where it lies: links lead to files of the repository. On the site, a page that is linked to and
+lies outside docs/ becomes a page, any other such file a copy; both keep their paths, under repository/.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from tests.amd.docs import reference
-from tests.amd.docs.pages import ROOT, menu, resolved, targets, with_links
+from tests.amd.docs.pages import menu, resolved, targets, with_links
+from tests.amd.house.source_tree import ROOT
 
 _REFERENCE = "API reference"
 

@@ -13,6 +13,7 @@ from tests.amd.docs import untested
 from tests.amd.docs.commands import (
     commands_of,
     files_of,
+    lines,
     record_steps,
     run,
     scratch,
@@ -46,7 +47,7 @@ def scratch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_block_runs(block: Block) -> None:
     # What runs in this process is one line; other lines of a block may need what lines before them have set.
     ours = all(command.is_ours and not command.variables for command in commands_of(script(block)))
-    for line in script(block).replace("\\\n", " ").splitlines() if ours else [script(block)]:
+    for line in lines(script(block)) if ours else [script(block)]:
         if found := commands_of(line):
             code, output = run(line)
             # The doctor's exit code says what it found on this machine.
@@ -118,6 +119,10 @@ def test_commands_are_read_as_bash_reads_them() -> None:
     assert (first.variables, first.words, first.output) == ({"A": "1"}, ("rocm-attn", "guards", "--json"), "out.json")
     assert [command.words[0] for command in others] == ["git", "cd", "tee"]
     assert others[-1].words[1] == "a; b"
+    (one, _) = commands_of("curl -d '{\n}' x \\\n  -f\nls")
+    assert one.words == ("curl", "-d", "{\n}", "x", "-f")
+    with pytest.raises(ValueError, match="quotes are open"):
+        commands_of("echo 'a\nb")
 
 
 def test_a_wrong_output_a_failing_command_and_a_wrong_flag_are_noticed() -> None:

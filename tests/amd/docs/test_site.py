@@ -12,9 +12,11 @@ from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
 import rocm_attn
+from rocm_attn.providers.select import ROWS
 from tests.amd.docs import capabilities, reference
-from tests.amd.docs.pages import DOCS, ROOT, menu, resolved, with_links
+from tests.amd.docs.pages import DOCS, menu, resolved, with_links
 from tests.amd.house import interface
+from tests.amd.house.source_tree import ROOT
 
 CONFIG = ROOT / "docs" / "site" / "mkdocs.yml"
 
@@ -125,5 +127,5 @@ def test_the_page_of_capabilities_is_current() -> None:
 
 
 def test_the_page_of_capabilities_would_notice_a_lost_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(cast("dict[str, Any]", capabilities.ROWS), "aiter", capabilities.ROWS["aiter"][1:])
+    monkeypatch.setitem(cast("dict[str, Any]", ROWS), "aiter", ROWS["aiter"][1:])
     assert capabilities.PAGE.read_text() != capabilities.page()

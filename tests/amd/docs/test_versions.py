@@ -12,7 +12,8 @@ from rocm_attn.integrations.plugins import PLUGINS, Plugin
 from rocm_attn.machine.target import IMAGE_RELEASES, KNOWN_TARGETS
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.triton_hopper import TRITONS
-from tests.amd.docs.pages import DOCS, ROOT
+from tests.amd.docs.pages import DOCS
+from tests.amd.house.source_tree import ROOT
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -25,8 +26,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 def row(first: str) -> list[str]:
     """The cells of the line of a table that begins so."""
-    (found,) = re.findall(rf"^\| {re.escape(first)} \| (.+) \|$", PAGE, re.MULTILINE)
-    return found.split(" | ")
+    (found,) = re.finditer(rf"^\| {re.escape(first)} \| (.+) \|$", PAGE, re.MULTILINE)
+    return found[1].split(" | ")
 
 
 @pytest.mark.parametrize(("name", "package"), [("torch", "torch"), ("NumPy", "numpy"), ("Triton", "triton")])

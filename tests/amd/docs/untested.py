@@ -1,4 +1,7 @@
-"""The list of commands that no test runs, as docs/untested.md ends with it: python -m tests.amd.docs.untested writes it."""
+"""The commands that no test runs, as docs/untested.md ends with them.
+
+python -m tests.amd.docs.untested writes them.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,8 @@ def _section() -> str:
             by_reason.setdefault(block.reason, []).append(block)
     lines = [
         "",
-        "Every shell block of these pages is run by a test, at night where it takes long, or has a reason over it why not.",
-        "Those with a reason have their commands parsed, and the files that they start exist.",
+        "Every shell block of these pages is run by a test, at night where it takes long, or has a reason over it why",
+        "not. Those with a reason have their commands parsed, and the files that they start exist.",
         f"Of {len(found)} blocks {sum(map(len, by_reason.values()))} are not run:",
         "",
         "| reason | blocks |",

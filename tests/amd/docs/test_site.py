@@ -109,6 +109,12 @@ def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
         assert loaded == [], page
 
 
+@pytest.mark.parametrize("picture", sorted(DOCS.glob("*.png")), ids=lambda path: path.name)
+def test_a_picture_of_a_browser_is_small_and_is_shown(picture: Path) -> None:
+    assert picture.stat().st_size < 200_000
+    assert any(f"]({picture.name})" in page.read_text() for page in DOCS.glob("*.md"))
+
+
 def test_links_out_of_docs_lead_to_copies(site: Path) -> None:
     assert 'href="../repository/CHANGELOG/"' in html(site, "stability.md")
     assert 'href="../../engines/"' in html(site, "repository/CHANGELOG.md")

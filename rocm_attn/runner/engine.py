@@ -150,6 +150,7 @@ class Engine:
             matcher = self._matching.matcher(request.constraint, request.stop_token_ids)
         number = self._num_submitted
         self._num_submitted += 1
+        self.metrics.requests += 1
         self.metrics.prompt_tokens += len(request.prompt_token_ids)
         stops = frozenset(request.stop_token_ids + (() if request.ignore_eos else self._loaded.config.eos_token_ids))
         sequence = Sequence(
@@ -182,7 +183,7 @@ class Engine:
         self._scheduler.drop(output.sequence)
         self.metrics.aborts += 1
         piece = output.last_text()
-        self._done[number] = output.completion("abort")
+        self._end(output, "abort")
         self._events.append(AbortEvent(number, piece))
 
     def forget_prefixes(self) -> None:
@@ -206,6 +207,7 @@ class Engine:
         output = self._outputs.pop(number, None)
         if output is not None:
             self._scheduler.drop(output.sequence)
+            self.metrics.note_end("cancelled", output.seconds)
         if not self._scheduler.has_work:
             self.settle()  # no step() may come after it
         self._done.pop(number, None)
@@ -388,8 +390,13 @@ class Engine:
             if reason is None:  # only its text says so
                 self._scheduler.drop(output.sequence)
             del self._outputs[number]
-            self._done[number] = output.completion(why)
+            self._end(output, why)
         return why
+
+    def _end(self, output: Output, reason: FinishReason, error: str = "") -> None:
+        """Note what a request came to, which is not served any more."""
+        self.metrics.note_end(reason, output.seconds)
+        self._done[output.sequence.number] = output.completion(reason, error)
 
     def _fail(self, number: int, error: str) -> None:
         """Note that a request has failed, whose sequence has left the scheduler; or one that had ended."""
@@ -398,7 +405,7 @@ class Engine:
             self._done[number] = replace(self._done[number], finish_reason="error", error=error)
         else:
             piece = output.last_text()
-            self._done[number] = output.completion("error", error)
+            self._end(output, "error", error)
         self._events.append(FailureEvent(number, piece, error))
 
     def _take_in(self, fault: DeviceFault) -> None:

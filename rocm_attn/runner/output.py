@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
@@ -54,6 +55,11 @@ class Output:
             if why is not None:
                 break
         return events, why
+
+    @property
+    def seconds(self) -> float:
+        """Since it was taken."""
+        return time.perf_counter() - self.sequence.times.taken
 
     def last_text(self) -> str:
         """What was held back, of a character that will not be completed for one; it is part of the text now."""

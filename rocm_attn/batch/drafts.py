@@ -24,6 +24,7 @@ class NoDrafts:
     __slots__ = ()
     branches: ClassVar[int] = 0
     steps: ClassVar[int] = 1
+    tokens: ClassVar[int] = 0
 
     def __repr__(self) -> str:
         return "NO_DRAFTS"

@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from rocm_attn.batch.drafts import Drafts
 from rocm_attn.capture.check import CaptureCheck
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
@@ -32,7 +33,41 @@ from rocm_attn.step.kv_scales import KVScales
 from rocm_attn.step.options import RuntimeOptions
 
 
+@dataclass(frozen=True, slots=True)
+class StepForms:
+    """Which steps an engine's runtime has beside those that decode and those that take in prompts.
+
+    verify_tokens: as of RuntimeOptions
+    masks:         whether trees of tokens are verified or drafted
+    drafts:        rounds that draft
+    """
+
+    verify_tokens: int = 0
+    masks: bool = False
+    drafts: tuple[Drafts, ...] = ()
+
+    @classmethod
+    def of(cls, options: EngineOptions, device: torch.device) -> StepForms:
+        """Those of an engine that verifies what is guessed, if it does."""
+        if not options.speculates:
+            return cls()
+        return cls(options.rows_of_each if captures_all_steps(options, device) else 0, options.topk > 1)
+
+
+def captures_all_steps(options: EngineOptions, device: torch.device) -> bool:
+    """Whether steps that hold pads for each sequence are made graphs of.
+
+    On a CPU the pads of such a step cost more than its graph saves, so it has one only where graphs are asked for.
+    """
+    return options.graphs and not (device.type == "cpu" and options.capture_after is None)
+
+
 def runtime_for(loaded: LoadedModel, options: EngineOptions) -> tuple[AttentionRuntime, Measured]:
+    """runtime_with, for the steps that the options ask for."""
+    return runtime_with(loaded, options, StepForms.of(options, loaded.weights.device))
+
+
+def runtime_with(loaded: LoadedModel, options: EngineOptions, forms: StepForms) -> tuple[AttentionRuntime, Measured]:
     """A runtime whose pool holds max_batch_size sequences of full length, or as many as the memory allows.
 
     Where neither kv_bytes nor num_pages is given, and a GPU has no plenty of room, the model's largest steps are run
@@ -50,7 +85,7 @@ def runtime_for(loaded: LoadedModel, options: EngineOptions) -> tuple[AttentionR
     target, has_factors = detect_target(weights.device), all(layer.kv_factors is not None for layer in weights.layers)
     kv = KVFormat.named(options.kv_dtype, options.kv_scales, target, has_factors=has_factors)
     over = geometry.problems(dtype=weights.dtype, page_size=1, kv=kv)
-    if options.speculates and options.topk > 1:
+    if forms.masks:
         over = tuple(replace(problem, custom_mask=True) for problem in over)
     problems = _page_choice(over, loaded, options).problems(over)
     if options.swa_pages and all(problem.window_left == UNLIMITED_WINDOW for problem in problems):
@@ -58,7 +93,7 @@ def runtime_for(loaded: LoadedModel, options: EngineOptions) -> tuple[AttentionR
             f"swa_pages is {options.swa_pages} and no layer of the model has a window that sequences of up to "
             f"{max_kv_len} tokens outgrow, so nothing would lie there; leave it out"
         )
-    sizing = _Sizing(loaded, options, problems, max_kv_len)
+    sizing = _Sizing(loaded, options, problems, max_kv_len, forms)
     kv_bytes, measured = sizing.kv_bytes()
     pages = sizing.pages(kv_bytes)
     # a sequence cannot outgrow the pool
@@ -90,6 +125,7 @@ class _Sizing:
     options: EngineOptions
     problems: Sequence[Problem]
     max_kv_len: int
+    forms: StepForms
 
     def kv_bytes(self) -> tuple[int, Measured]:
         """Memory for K and V, and what was measured for it. What is asked for is not cut to what is there."""
@@ -135,27 +171,19 @@ class _Sizing:
                 max_num_seqs=self.options.max_batch_size,
                 max_kv_len=max_kv_len,
                 provider=self.options.provider,
-                verify_tokens=self._verify_tokens(),
+                verify_tokens=self.forms.verify_tokens,
+                drafts=self.forms.drafts,
                 deterministic=self.options.deterministic,
             ),
             device=self.loaded.weights.device,
             agree=self.loaded.ranks.agree,
         )
 
-    def _verify_tokens(self) -> int:
-        """Of captured steps that verify drafts; 0 where there are none.
-
-        On a CPU the pads of such a step cost more than its graph saves, so it has one only where graphs are asked for.
-        """
-        options, on_cpu = self.options, self.loaded.weights.device.type == "cpu"
-        captures = options.graphs and not (on_cpu and options.capture_after is None)
-        return options.rows_of_each if captures and options.speculates else 0
-
     def _largest_steps(self, free_bytes: int) -> LargestSteps:
         """Steps whose small pool takes at most half of what is free."""
         page_size, affordable = self.problems[0].page_size, free_bytes // page_bytes(self.problems)
         num_seqs = self.options.max_batch_size
-        captured = self._verify_tokens() or 1
+        captured = self.forms.verify_tokens or 1
         num_tokens = max(num_seqs * captured, self.options.chunk)
         steps = LargestSteps(num_seqs, num_tokens, self.max_kv_len, affordable * page_size, captured)
         most = steps.longest - max(0, steps.pages(page_size) - affordable // 2) * page_size

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rocm_attn.capture.check import CaptureCheck
-from rocm_attn.capture.graphs import eager_steps_before_capture, recorder_for
-from rocm_attn.capture.step_runner import StepRunner
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.drafts import Drafts
 from rocm_attn.errors import BadModel, BadSetting
 from rocm_attn.paging.index_spaces import num_pages
-from rocm_attn.runner.engine_runtime import model_over, runtime_for
+from rocm_attn.runner.engine_runtime import StepForms, captures_all_steps, model_over, runtime_with
 from rocm_attn.runner.loading import LoadedModel, load_model
+from rocm_attn.runner.model import Model
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.sampling import TokenPicker
 from rocm_attn.runner.speculation.draft_model import ModelDrafter
+from rocm_attn.runner.speculation.draft_runners import DraftRunners, drafts_of, num_levels
 from rocm_attn.runner.speculation.methods import DRAFT_MODEL, OFF
 from rocm_attn.runner.speculation.ngrams import NgramDrafter
 from rocm_attn.runner.speculation.speculation import Drafter, NoSpeculation, Speculation
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.metrics import Metrics
+from rocm_attn.step.step import Step
 
 
 def speculation_of(
@@ -59,8 +63,9 @@ def model_drafter(
             f"the model that drafts has {small.config.vocab_size} tokens and the one that it drafts for "
             f"{large.config.vocab_size}; take one that shares them"
         )
-    max_kv_len = min(runtime.max_kv_len, small.config.context_len)
-    page_size = runtime.pool.page_size
+    page_size, drafts = runtime.pool.page_size, drafts_of(options)
+    max_kv_len = min(runtime.max_kv_len + drafts.tokens, small.config.context_len)
+    few = 2 if options.topk == 1 else 1 + num_levels(options)
     its_own = replace(
         options,
         speculative=OFF,
@@ -74,13 +79,29 @@ def model_drafter(
         kv_bytes=None,
         swa_pages=0,
     )
-    drafting, _ = runtime_for(small, its_own)
-    after = options.capture_after
-    runner = StepRunner(
-        drafting,
-        model_over(drafting, small, its_own).forward,
-        recorder_for(drafting.device) if options.graphs else None,
-        check=CaptureCheck(vocabulary=small.config.vocab_size),
-        capture_after=eager_steps_before_capture(drafting.device) if after is None else after,
+    forms = StepForms(
+        verify_tokens=few if captures_all_steps(options, runtime.device) else 0,
+        masks=options.topk > 1,
+        drafts=tuple(each for each in (drafts,) if isinstance(each, Drafts)),
     )
-    return ModelDrafter(runner, drafting.table, chunk=options.chunk, num_branches=options.topk)
+    drafting, _ = runtime_with(small, its_own, forms)
+    model = SmallModel(model_over(drafting, small, its_own))
+    runners = DraftRunners(drafting, model, options, vocabulary=small.config.vocab_size)
+    return ModelDrafter(runners, drafting.table, chunk=options.chunk, few=few)
+
+
+class SmallModel:
+    """A whole model that drafts: all that it hands on from token to token are K and V."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self.nothing_carried = torch.empty(0, 0, dtype=model.weights.dtype, device=model.weights.device)
+
+    def taken_in(self, step: Step) -> tuple[Tensor, Tensor]:
+        """As of DraftingModel."""
+        logits = self._model.forward(step)
+        return logits, self.nothing_carried.new_empty(logits.shape[0], 0)
+
+    def drafted(self, step: Step, carried: Tensor) -> tuple[Tensor, Tensor]:
+        """As of DraftingModel."""
+        return self._model.logits(self._model.hidden(step)), carried

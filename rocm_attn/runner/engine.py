@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -38,7 +39,7 @@ from rocm_attn.runner.scheduler import ScheduledStep, Scheduler, Taken
 from rocm_attn.runner.serving import serve_all
 from rocm_attn.runner.speculation.engines import speculation_of
 from rocm_attn.runner.speculation.last_rows import forward_of
-from rocm_attn.runner.speculation.speculation import StepPicks
+from rocm_attn.runner.speculation.speculation import Picks, StepPicks
 from rocm_attn.runner.tokenizer import TextStream
 from rocm_attn.runner.unread import UnreadStep, with_unread_tokens
 from rocm_attn.runner.watched import watched_steps
@@ -66,13 +67,22 @@ class _Output:
         return Completion(sequence.request.prompt_token_ids, sequence.new_token_ids, self.text, reason, error)
 
 
+class _ReadStep(NamedTuple):
+    """A step whose tokens were read. picks, taken: of each of step.picking"""
+
+    unread: UnreadStep
+    picks: Picks
+    taken: Many[Taken]
+
+
 class Engine:
     """Serves requests with one model, many at a time.
 
     submit() queues a request, step() runs all of them one step further; generate() does both until all are done.
 
     With options.steps_ahead a step is scheduled and launched while the one before it runs, and the tokens of that one
-    are read afterwards. The tokens are the same; step() returns them one step later, and settle() reads those that are
+    are read afterwards; where tokens are guessed, they are read first, and published afterwards. The tokens are the
+    same; step() returns them one step later, and settle() reads those that are
     left.
 
     What goes wrong with one request ends that request alone: its Completion says why, and the others go on. A fault of
@@ -99,7 +109,7 @@ class Engine:
             self.runtime.device, options.max_batch_size * options.rows_of_each, self.runtime.core.ops.pick_rows
         )
         forward = forward_of(model, options)
-        if self._steps_ahead:
+        if self._steps_ahead and not options.speculates:
             forward = with_unread_tokens(forward, self._picker.tokens)
         self.flight = FlightRecorder(self.runtime, path) if path is not None else NO_FLIGHT_RECORDER
         watched = watched_steps(self.runtime, forward, options, self.flight, self._new_runner)
@@ -120,6 +130,7 @@ class Engine:
         self._must_check = False  # whether a step has run since the device was waited for
         self._recent = RecentSteps()
         self._unread: list[UnreadStep] = []  # oldest first
+        self._read: list[_ReadStep] = []  # whose tokens are to be published, oldest first
         self._read_at = 0.0  # when tokens were read last
         self._read_ids: list[int] = []  # tokens that were read since the last step was launched
         self._num_submitted = 0
@@ -207,8 +218,8 @@ class Engine:
 
         To be called between two steps before something is changed that a step which still runs might see.
         """
-        while self._unread:
-            self._read_oldest()
+        self._read_all()
+        self._publish_read()
 
     def cancel(self, number: int) -> None:
         """Forget a request, finished or not: its pages are given back as by abort(), and nothing more comes of it."""
@@ -293,23 +304,36 @@ class Engine:
 
         What comes next may depend on tokens that were not read yet; then no step is launched.
         """
-        started = time.perf_counter()
-        step = self._scheduler.next_step(self._speculation.drafts(self._scheduler.decoding, self._outputs.keys()))
-        if step is None:
-            self.settle()
-            return
-        picks = self._run(step)
-        launched = time.perf_counter()
+        if self.options.speculates:  # by the tokens before; they are published while the next step runs
+            self._read_all()
+        try:
+            if not self._scheduler.has_work:
+                return
+            started = time.perf_counter()
+            step = self._scheduler.next_step(self._speculation.drafts(self._scheduler.decoding, self._outputs.keys()))
+            if step is None:
+                self.settle()
+                return
+            picks = self._run(step)
+            launched = time.perf_counter()
+        finally:
+            self._publish_read()
         if step.is_of_a_suspect:
             self._check_device()  # before it gets a token, and before others run again
         self.settle()
         self._scheduler.launched(step)
         self._unread.append(UnreadStep(step, self.runtime.step_number, picks, started, launched))
-        while len(self._unread) > (0 if step.is_of_a_suspect or step.drafts else self._steps_ahead):
+        # What was accepted of a tree is moved before its sequence's pages may be given back.
+        while len(self._unread) > (0 if step.is_of_a_suspect or step.has_trees else self._steps_ahead):
+            self._read_oldest()
+        self._publish_read()
+
+    def _read_all(self) -> None:
+        while self._unread:
             self._read_oldest()
 
     def _read_oldest(self) -> None:
-        """Wait for the tokens of the oldest step that was not read, and note the events that come out of it."""
+        """Wait for the tokens of the oldest step that was not read; they are to be published."""
         unread = self._unread[0]
         batch = unread.step.batch
         with self._watch.watch(f"a step that was launched ({batch.num_seqs} sequences, {batch.num_tokens} tokens)"):
@@ -318,13 +342,19 @@ class Engine:
         taken = self._scheduler.finish_step(unread.step, picks)
         self._speculation.count(unread.step, taken)
         self._note_times(unread, taken)
-        for sequence, pick, (token_ids, reason) in zip(unread.step.picking, picks, taken, strict=True):
-            if token_ids:
-                self._publish(sequence.number, token_ids, reason)
-            elif isinstance(pick, BadLogits) and reason == "error":
-                self._fail(sequence.number, str(pick))
-            if reason is not None:
-                self._recent.leave(sequence.number, unread.number)
+        self._read.append(_ReadStep(unread, picks, taken))
+
+    def _publish_read(self) -> None:
+        """Note the events that come out of steps that were read."""
+        while self._read:
+            unread, picks, taken = self._read.pop(0)
+            for sequence, pick, (token_ids, reason) in zip(unread.step.picking, picks, taken, strict=True):
+                if token_ids:
+                    self._publish(sequence.number, token_ids, reason)
+                elif isinstance(pick, BadLogits) and reason == "error":
+                    self._fail(sequence.number, str(pick))
+                if reason is not None:
+                    self._recent.leave(sequence.number, unread.number)
 
     def _note_times(self, unread: UnreadStep, taken: Many[Taken]) -> None:
         """A step has run, and its sequences have their tokens; the device was not waited for when it was launched."""

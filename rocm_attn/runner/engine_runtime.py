@@ -38,11 +38,13 @@ class StepForms:
     """Which steps an engine's runtime has beside those that decode and those that take in prompts.
 
     verify_tokens: as of RuntimeOptions
+    prompt_tokens: likewise
     masks:         whether trees of tokens are verified or drafted
     drafts:        rounds that draft
     """
 
     verify_tokens: int = 0
+    prompt_tokens: tuple[int, ...] = ()
     masks: bool = False
     drafts: tuple[Drafts, ...] = ()
 
@@ -51,7 +53,18 @@ class StepForms:
         """Those of an engine that verifies what is guessed, if it does."""
         if not options.speculates:
             return cls()
-        return cls(options.rows_of_each if captures_all_steps(options, device) else 0, options.topk > 1)
+        if not captures_all_steps(options, device):
+            return cls(masks=options.topk > 1)
+        return cls(options.rows_of_each, prompt_sizes(options.chunk), options.topk > 1)
+
+
+def prompt_sizes(chunk: int) -> tuple[int, ...]:
+    """Token counts that steps with prompts are padded to: a quarter of a chunk where that is enough, and the chunk.
+
+    Steps wait for the tokens of the steps before them where tokens are guessed, so the host's time for an eager one is
+    paid in full.
+    """
+    return tuple(sorted({-(-chunk // 4), chunk} - {1}))
 
 
 def captures_all_steps(options: EngineOptions, device: torch.device) -> bool:
@@ -172,6 +185,7 @@ class _Sizing:
                 max_kv_len=max_kv_len,
                 provider=self.options.provider,
                 verify_tokens=self.forms.verify_tokens,
+                prompt_tokens=self.forms.prompt_tokens,
                 drafts=self.forms.drafts,
                 deterministic=self.options.deterministic,
             ),
@@ -183,7 +197,9 @@ class _Sizing:
         """Steps whose small pool takes at most half of what is free."""
         page_size, affordable = self.problems[0].page_size, free_bytes // page_bytes(self.problems)
         num_seqs = self.options.max_batch_size
-        captured = self.forms.verify_tokens or 1
+        # Steps with prompts are captured at a size of all sequences, whatever each of them has of it.
+        most_captured = max(1, -(-max(self.forms.prompt_tokens, default=0) // num_seqs))
+        captured = max(self.forms.verify_tokens, most_captured)
         num_tokens = max(num_seqs * captured, self.options.chunk)
         steps = LargestSteps(num_seqs, num_tokens, self.max_kv_len, affordable * page_size, captured)
         most = steps.longest - max(0, steps.pages(page_size) - affordable // 2) * page_size

@@ -122,7 +122,7 @@ class Speculation:
 
     def batch(self, step: ScheduledStep) -> StepBatch:
         """The batch of a step, with the mask of its trees where it has any."""
-        if all(drafts.is_chain for drafts in step.drafts.values()):
+        if not step.has_trees:
             return step.batch
         return replace(step.batch, mask=TreeMask(torch.from_numpy(_parents(step)).to(self._runtime.device)))
 

@@ -37,7 +37,7 @@ from rocm_attn.runner.request_times import note_tokens
 from rocm_attn.runner.sampling import Sampler, TokenPicker
 from rocm_attn.runner.scheduler import ScheduledStep, Scheduler, Taken
 from rocm_attn.runner.serving import serve_all
-from rocm_attn.runner.speculation.engines import speculation_of
+from rocm_attn.runner.speculation.engines import served, speculation_of
 from rocm_attn.runner.speculation.last_rows import forward_of
 from rocm_attn.runner.speculation.speculation import Picks, StepPicks
 from rocm_attn.runner.tokenizer import TextStream
@@ -103,7 +103,7 @@ class Engine:
         self.runtime, self._measured = runtime_for(loaded, options)
         self.max_kv_len = self.runtime.max_kv_len
         self.limits = RequestLimits(loaded.config.context_len, self.max_kv_len, loaded.config.vocab_size)
-        path, model = options.flight_record, model_over(self.runtime, loaded, options)
+        path, model = options.flight_record, served(model_over(self.runtime, loaded, options), options, self.runtime)
         self._steps_ahead = options.steps_ahead_on(self.runtime.device.type)
         self._picker = TokenPicker(
             self.runtime.device, options.max_batch_size * options.rows_of_each, self.runtime.core.ops.pick_rows
@@ -115,7 +115,7 @@ class Engine:
         watched = watched_steps(self.runtime, forward, options, self.flight, self._new_runner)
         self._runner, self._steps, self._watch = watched
         self.metrics = self._runner.metrics
-        self._speculation = speculation_of(loaded, options, self.runtime, self._picker, self.metrics)
+        self._speculation = speculation_of(loaded, options, self.runtime, model, self._picker, self.metrics)
         self._scheduler = Scheduler(
             self.runtime.table,
             self.metrics,
@@ -340,7 +340,7 @@ class Engine:
             picks = unread.picks.read()
         del self._unread[0]
         taken = self._scheduler.finish_step(unread.step, picks)
-        self._speculation.count(unread.step, taken)
+        self._speculation.follow(unread.step, taken)
         self._note_times(unread, taken)
         self._read.append(_ReadStep(unread, picks, taken))
 

@@ -159,9 +159,9 @@ class EngineOptions:
     )
     speculative: str = option(
         OFF,
-        "how tokens are guessed, several of which a step verifies: by what came after the last ones before (ngram), or "
-        "by a small model that shares the tokens (draft:MODEL)",
-        unit="off|ngram|draft:MODEL",
+        "how tokens are guessed, several of which a step verifies: by what came after the last ones before (ngram), by "
+        "a small model that shares the tokens (draft:MODEL), or by an EAGLE head (eagle:HEAD, or eagle:seeded)",
+        unit="off|ngram|draft:MODEL|eagle:HEAD",
     )
     draft_tokens: int = option(
         4, "with speculative: tokens that are guessed for a sequence and step, at most", unit="TOKENS", least=1

@@ -19,6 +19,7 @@ from rocm_attn.capture.graphs import Progress
 from rocm_attn.errors import DeviceFault, FitsLater
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.runner.request import Sequence
+from rocm_attn.runner.scheduler import ScheduledStep, Taken
 from rocm_attn.runner.speculation.beams import Found
 from rocm_attn.runner.speculation.draft_runners import DraftRunners
 from rocm_attn.runner.speculation.drafts import Drafts
@@ -71,6 +72,9 @@ class ModelDrafter:
             for number in list(self._followers):
                 self._leave(number)
             return {}
+
+    def follow(self, step: ScheduledStep, taken: Many[Taken]) -> None:
+        """As Drafter.follow: what is known of a sequence is enough."""
 
     def capture_all(self, progress: Progress) -> None:
         """As Drafter.capture_all."""

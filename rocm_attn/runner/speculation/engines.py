@@ -17,7 +17,10 @@ from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.sampling import TokenPicker
 from rocm_attn.runner.speculation.draft_model import ModelDrafter
 from rocm_attn.runner.speculation.draft_runners import DraftRunners, drafts_of, num_levels
-from rocm_attn.runner.speculation.methods import DRAFT_MODEL, OFF
+from rocm_attn.runner.speculation.eagle import EagleDrafter
+from rocm_attn.runner.speculation.eagle_head import EagleHead, EagleWeights, load_head
+from rocm_attn.runner.speculation.last_rows import HandingOver
+from rocm_attn.runner.speculation.methods import DRAFT_MODEL, EAGLE, NGRAM, OFF
 from rocm_attn.runner.speculation.ngrams import NgramDrafter
 from rocm_attn.runner.speculation.speculation import Drafter, NoSpeculation, Speculation
 from rocm_attn.runtime import AttentionRuntime
@@ -25,37 +28,55 @@ from rocm_attn.step.metrics import Metrics
 from rocm_attn.step.step import Step
 
 
+def served(model: Model, options: EngineOptions, runtime: AttentionRuntime) -> Model | HandingOver:
+    """The model that steps run: one that hands its rows over where a head drafts."""
+    if not options.speculative.startswith(EAGLE):
+        return model
+    most = max(options.chunk + options.max_batch_size, runtime.padding.seqs.largest * options.rows_of_each)
+    return HandingOver(model, most)
+
+
 def speculation_of(
-    loaded: LoadedModel, options: EngineOptions, runtime: AttentionRuntime, picker: TokenPicker, metrics: Metrics
+    loaded: LoadedModel,
+    options: EngineOptions,
+    runtime: AttentionRuntime,
+    model: Model | HandingOver,
+    picker: TokenPicker,
+    metrics: Metrics,
 ) -> Speculation | NoSpeculation:
-    """What drafts and picks. Raises BadModel, BadSetting, CapacityExceeded for a small model that cannot draft."""
+    """What drafts and picks. model: as of served()
+
+    Raises BadModel, BadSetting, CapacityExceeded for a small model or a head that cannot draft.
+    """
     if not options.speculates:
         return NoSpeculation(picker)
-    return Speculation(_drafter(loaded, options, runtime), runtime, picker, options.draft_tokens, metrics)
+    drafter = _drafter(loaded, options, runtime, model)
+    return Speculation(drafter, runtime, picker, options.draft_tokens, metrics)
 
 
-def _drafter(loaded: LoadedModel, options: EngineOptions, runtime: AttentionRuntime) -> Drafter:
-    if not options.speculative.startswith(DRAFT_MODEL):
+def _drafter(
+    loaded: LoadedModel, options: EngineOptions, runtime: AttentionRuntime, model: Model | HandingOver
+) -> Drafter:
+    if options.speculative == NGRAM:
         return NgramDrafter(options.topk)
     if loaded.ranks.shard.num_ranks > 1:
         raise BadSetting(
-            f"speculative is {options.speculative} and {loaded.ranks.shard.num_ranks} ranks share the model; a small "
-            "model drafts on one rank, so take speculative ngram or one rank"
+            f"speculative is {options.speculative} and {loaded.ranks.shard.num_ranks} ranks share the model; what "
+            "drafts runs on one rank, so take speculative ngram or one rank"
         )
-    small = load_model(
-        options.speculative.removeprefix(DRAFT_MODEL), dtype=loaded.weights.dtype, device=loaded.weights.device
-    )
+    if isinstance(model, HandingOver):
+        head = load_head(options.speculative.removeprefix(EAGLE), loaded)
+        return eagle_drafter(head, model, options, runtime)
+    path = options.speculative.removeprefix(DRAFT_MODEL)
+    small = load_model(path, dtype=loaded.weights.dtype, device=loaded.weights.device)
     return model_drafter(small, loaded, options, runtime)
 
 
 def model_drafter(
     small: LoadedModel, large: LoadedModel, options: EngineOptions, runtime: AttentionRuntime
 ) -> ModelDrafter:
-    """A small model that drafts for a large one.
+    """A small model that drafts for a large one. options, runtime: of the large model's engine
 
-    Its pool holds as many sequences as the engine may run, of full length. It has one pool for all layers: K and V that
-    have left a window may be needed again, after drafts that were rejected.
-    options, runtime: of the large model's engine
     Raises BadModel for a model with other tokens, CapacityExceeded for a pool that cannot be.
     """
     if small.config.vocab_size != large.config.vocab_size:
@@ -63,9 +84,35 @@ def model_drafter(
             f"the model that drafts has {small.config.vocab_size} tokens and the one that it drafts for "
             f"{large.config.vocab_size}; take one that shares them"
         )
+    few = 2 if options.topk == 1 else 1 + num_levels(options)
+    drafting, its_own = _runtime_of(small, options, runtime, few)
+    model = SmallModel(model_over(drafting, small, its_own))
+    runners = DraftRunners(drafting, model, options, vocabulary=small.config.vocab_size)
+    return ModelDrafter(runners, drafting.table, chunk=options.chunk, few=few)
+
+
+def eagle_drafter(
+    weights: EagleWeights, large: HandingOver, options: EngineOptions, runtime: AttentionRuntime
+) -> EagleDrafter:
+    """A head that drafts for a model. options, runtime: of the model's engine. Raises CapacityExceeded."""
+    few = 1 + num_levels(options)
+    drafting, _ = _runtime_of(weights.model, options, runtime, few)
+    most = max(large.features.shape[0], drafting.padding.seqs.largest * few)
+    head = EagleHead(weights, large.model, drafting, most)
+    runners = DraftRunners(drafting, head, options, vocabulary=large.model.config.vocab_size)
+    return EagleDrafter(runners, drafting.table, handed=large.features, features=head.features, few=few)
+
+
+def _runtime_of(
+    small: LoadedModel, options: EngineOptions, runtime: AttentionRuntime, few: int
+) -> tuple[AttentionRuntime, EngineOptions]:
+    """The runtime of what drafts for an engine, and its options. few: new tokens of a sequence in captured steps
+
+    Its pool holds as many sequences as the engine may run, of full length. It has one pool for all layers: K and V that
+    have left a window may be needed again, after drafts that were rejected.
+    """
     page_size, drafts = runtime.pool.page_size, drafts_of(options)
     max_kv_len = min(runtime.max_kv_len + drafts.tokens, small.config.context_len)
-    few = 2 if options.topk == 1 else 1 + num_levels(options)
     its_own = replace(
         options,
         speculative=OFF,
@@ -85,9 +132,7 @@ def model_drafter(
         drafts=tuple(each for each in (drafts,) if isinstance(each, Drafts)),
     )
     drafting, _ = runtime_with(small, its_own, forms)
-    model = SmallModel(model_over(drafting, small, its_own))
-    runners = DraftRunners(drafting, model, options, vocabulary=small.config.vocab_size)
-    return ModelDrafter(runners, drafting.table, chunk=options.chunk, few=few)
+    return drafting, its_own
 
 
 class SmallModel:

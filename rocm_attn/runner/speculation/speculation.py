@@ -47,6 +47,13 @@ class Drafter(Protocol):
         """
         ...
 
+    def follow(self, step: ScheduledStep, taken: Many[Taken]) -> None:
+        """A step has run, and its tokens are its sequences' now; the next one is not launched.
+
+        taken: of each of step.picking
+        """
+        ...
+
     def capture_all(self, progress: Progress) -> None:
         """Make the graphs of what drafts, if it has any. progress: as of StepRunner.capture_all"""
         ...
@@ -83,8 +90,8 @@ class NoSpeculation:
         }
         return _OneEach(self._picker.pick(logits[: step.num_picks], draws))
 
-    def count(self, step: ScheduledStep, taken: Many[Taken]) -> None:
-        """As Speculation.count."""
+    def follow(self, step: ScheduledStep, taken: Many[Taken]) -> None:
+        """As Speculation.follow."""
 
     def capture_all(self, progress: Progress) -> None:
         """As Speculation.capture_all."""
@@ -141,8 +148,9 @@ class Speculation:
         rows = logits[: step.num_picks].flatten(0, 1)
         return _Verified(self._picker.pick(rows, draws), step, num_rows, self._runtime)
 
-    def count(self, step: ScheduledStep, taken: Many[Taken]) -> None:
-        """Count what became of a step's drafts. taken: of each of step.picking"""
+    def follow(self, step: ScheduledStep, taken: Many[Taken]) -> None:
+        """Count what became of a step's drafts, and tell what drafts. taken: of each of step.picking"""
+        self._drafter.follow(step, taken)
         for seq, drafts in step.drafts.items():
             self._metrics.verifications += 1
             self._metrics.drafts += len(drafts)

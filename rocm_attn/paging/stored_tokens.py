@@ -126,13 +126,22 @@ class StepStores:
     num_layers:     of the runtime, and after them those that have index keys to store
     tokens:         learns what was stored
     require_stored: raises BadBatch unless all tokens of a step's rows are stored
+    why_no_store:   why a step must not write to the pages of its new tokens, or nothing
     """
 
-    def __init__(self, num_layers: int, tokens: StoredTokens, require_stored: Callable[[StepBatch], None]) -> None:
+    def __init__(
+        self,
+        num_layers: int,
+        tokens: StoredTokens,
+        require_stored: Callable[[StepBatch], None],
+        why_no_store: Callable[[StepBatch], str],
+    ) -> None:
         self._tokens = tokens
         self._all = (1 << num_layers) - 1
         self._require_stored = require_stored
+        self._why_no_store = why_no_store
         self._batch: StepBatch | None = None
+        self._last: StepBatch | None = None  # as _batch, which outlives its step
         self._done = [0]
         self._wrote = False
         self.refusal = ""
@@ -140,7 +149,7 @@ class StepStores:
     def begin(self, batch: StepBatch, num_children: int, refusal: str) -> None:
         """A step is staged. num_children: halves, draft steps, or those of both halves. refusal: why it may not store,
         or nothing."""
-        self._batch, self.refusal = batch, refusal
+        self._batch, self._last, self.refusal = batch, batch, refusal
         self._done = [0] * num_children
         self._wrote = False
         self._tokens.changed.clear()
@@ -152,9 +161,13 @@ class StepStores:
         self._wrote = True
 
     def before_move(self) -> None:
-        """Raise BadBatch where the step that runs, or the last one, may not write to the pages of its new tokens."""
-        if self.refusal:
-            raise BadBatch(self.refusal)
+        """Raise BadBatch where the step that runs, or the last one, may not write to the pages of its new tokens.
+
+        Since it was staged, they may have been shared or kept.
+        """
+        refusal = self.refusal or (self._why_no_store(self._last) if self._last is not None else "")
+        if refusal:
+            raise BadBatch(refusal)
 
     def after_store(self, child: int, layer: int) -> None:
         """A child of the step has stored in a layer."""

@@ -37,9 +37,9 @@ from rocm_attn.runner.request_times import note_tokens
 from rocm_attn.runner.sampling import Sampler, TokenPicker
 from rocm_attn.runner.scheduler import ScheduledStep, Scheduler, Taken
 from rocm_attn.runner.serving import serve_all
-from rocm_attn.runner.speculation.engines import served, speculation_of
+from rocm_attn.runner.speculation.engines import drafter_of, layers_beside, read_drafting, served
 from rocm_attn.runner.speculation.last_rows import forward_of
-from rocm_attn.runner.speculation.speculation import Picks, StepPicks
+from rocm_attn.runner.speculation.speculation import NoSpeculation, Picks, Speculation, StepPicks
 from rocm_attn.runner.tokenizer import TextStream
 from rocm_attn.runner.unread import UnreadStep, with_unread_tokens
 from rocm_attn.runner.watched import watched_steps
@@ -100,7 +100,8 @@ class Engine:
     def __init__(self, loaded: LoadedModel, options: EngineOptions | None = None) -> None:
         self._loaded = loaded
         self.options = options = options if options is not None else EngineOptions()
-        self.runtime, self._measured = runtime_for(loaded, options)
+        drafting = read_drafting(loaded, options)
+        self.runtime, self._measured = runtime_for(loaded, options, layers_beside(drafting))
         self.max_kv_len = self.runtime.max_kv_len
         self.limits = RequestLimits(loaded.config.context_len, self.max_kv_len, loaded.config.vocab_size)
         path, model = options.flight_record, served(model_over(self.runtime, loaded, options), options, self.runtime)
@@ -115,7 +116,10 @@ class Engine:
         watched = watched_steps(self.runtime, forward, options, self.flight, self._new_runner)
         self._runner, self._steps, self._watch = watched
         self.metrics = self._runner.metrics
-        self._speculation = speculation_of(loaded, options, self.runtime, model, self._picker, self.metrics)
+        self._speculation: Speculation | NoSpeculation = NoSpeculation(self._picker)
+        if options.speculates:
+            drafter = drafter_of(drafting, loaded, options, self.runtime, model)
+            self._speculation = Speculation(drafter, self.runtime, self._picker, options.draft_tokens, self.metrics)
         self._scheduler = Scheduler(
             self.runtime.table,
             self.metrics,

@@ -14,9 +14,11 @@ from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadSetting
 from rocm_attn.machine.target import detect_target
+from rocm_attn.paging.index_spaces import num_pages
 from rocm_attn.paging.kv_pool import page_bytes
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
 from rocm_attn.providers.select import Selection, select
+from rocm_attn.runner.geometry import AttentionLayer
 from rocm_attn.runner.linears import linears_over
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.measured_memory import LargestSteps, free_of, measure, memory_of
@@ -41,21 +43,23 @@ class StepForms:
     prompt_tokens: likewise
     masks:         whether trees of tokens are verified or drafted
     drafts:        rounds that draft
+    beside:        layers of what drafts, which keeps K and V of the same tokens in a pool of its own
     """
 
     verify_tokens: int = 0
     prompt_tokens: tuple[int, ...] = ()
     masks: bool = False
     drafts: tuple[Drafts, ...] = ()
+    beside: tuple[AttentionLayer, ...] = ()
 
     @classmethod
-    def of(cls, options: EngineOptions, device: torch.device) -> StepForms:
+    def of(cls, options: EngineOptions, device: torch.device, beside: tuple[AttentionLayer, ...] = ()) -> StepForms:
         """Those of an engine that verifies what is guessed, if it does."""
         if not options.speculates:
             return cls()
         if not captures_all_steps(options, device):
-            return cls(masks=options.topk > 1)
-        return cls(options.rows_of_each, prompt_sizes(options.chunk), options.topk > 1)
+            return cls(masks=options.topk > 1, beside=beside)
+        return cls(options.rows_of_each, prompt_sizes(options.chunk), options.topk > 1, beside=beside)
 
 
 def prompt_sizes(chunk: int) -> tuple[int, ...]:
@@ -75,9 +79,11 @@ def captures_all_steps(options: EngineOptions, device: torch.device) -> bool:
     return options.graphs and not (device.type == "cpu" and options.capture_after is None)
 
 
-def runtime_for(loaded: LoadedModel, options: EngineOptions) -> tuple[AttentionRuntime, Measured]:
-    """runtime_with, for the steps that the options ask for."""
-    return runtime_with(loaded, options, StepForms.of(options, loaded.weights.device))
+def runtime_for(
+    loaded: LoadedModel, options: EngineOptions, beside: tuple[AttentionLayer, ...] = ()
+) -> tuple[AttentionRuntime, Measured]:
+    """runtime_with, for the steps that the options ask for. beside: as of StepForms"""
+    return runtime_with(loaded, options, StepForms.of(options, loaded.weights.device, beside))
 
 
 def runtime_with(loaded: LoadedModel, options: EngineOptions, forms: StepForms) -> tuple[AttentionRuntime, Measured]:
@@ -141,12 +147,25 @@ class _Sizing:
     forms: StepForms
 
     def kv_bytes(self) -> tuple[int, Measured]:
-        """Memory for K and V, and what was measured for it. What is asked for is not cut to what is there."""
+        """Memory for K and V, and what was measured for it. What is asked for is not cut to what is there.
+
+        Without that for K and V of what drafts, which has room for as many tokens.
+        """
+        own, (num_bytes, measured) = page_bytes(self.problems), self._all_kv_bytes()
+        return num_bytes * own // (own + self._beside_bytes), measured
+
+    @property
+    def _beside_bytes(self) -> int:
+        """What K and V of what drafts take for the tokens of a page."""
+        first = self.problems[0]
+        return page_bytes([layer.problem(dtype=first.dtype, page_size=first.page_size) for layer in self.forms.beside])
+
+    def _all_kv_bytes(self) -> tuple[int, Measured]:
         options, device = self.options, self.loaded.weights.device
         if options.kv_bytes is not None:
             return options.kv_bytes, NOT_MEASURED
         if options.num_pages is not None:
-            return options.num_pages * page_bytes(self.problems), NOT_MEASURED
+            return options.num_pages * (page_bytes(self.problems) + self._beside_bytes), NOT_MEASURED
         memory = memory_of(device)
         if memory is None:
             return CPU_BYTES, NOT_MEASURED
@@ -154,6 +173,9 @@ class _Sizing:
         free = ranks.least(free_of(memory))
         wanted = most_kv_bytes(
             self.problems, max_num_seqs=options.max_batch_size, max_kv_len=self.max_kv_len, chunk=options.chunk
+        )
+        wanted += (1 + options.max_batch_size * num_pages(self.max_kv_len, self.problems[0].page_size)) * (
+            self._beside_bytes
         )
         if is_small(wanted, free):
             return wanted, NOT_MEASURED
@@ -207,9 +229,9 @@ class _Sizing:
 
     def _for_measuring(self, steps: LargestSteps) -> tuple[AttentionRuntime, StepRunner]:
         """A runtime with a small pool, and a runner over it that makes a graph at the first chance."""
-        num_pages = steps.pages(self.problems[0].page_size)
-        has_swa = self.pages(page_bytes(self.problems) * num_pages).swa > 0
-        runtime = self.runtime(PoolPages(num_pages, num_pages if has_swa else 0), self.max_kv_len)
+        pages = steps.pages(self.problems[0].page_size)
+        has_swa = self.pages(page_bytes(self.problems) * pages).swa > 0
+        runtime = self.runtime(PoolPages(pages, pages if has_swa else 0), self.max_kv_len)
         recorder = recorder_for(runtime.device) if self.options.graphs else None
         check = CaptureCheck(vocabulary=self.loaded.config.vocab_size)
         return runtime, StepRunner(

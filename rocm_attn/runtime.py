@@ -117,9 +117,7 @@ class AttentionRuntime:
         self._check_batch = guards.batch.check(self.table)
         self._check_stored, require_stored = guards.batch.stored(self.table)
         selecting = core.layers.selecting
-        self._stores = StepStores(
-            len(problems) + len(selecting.indexed), self.table.tokens, require_stored, self.table.why_no_store
-        )
+        self._stores = StepStores(len(problems) + len(selecting.indexed), self.table.tokens, require_stored)
         # (layers): the staged step is about to be run by a graph that stores in these; raises as store and attend do.
         self.begin_replay = self._stores.before_replay
         # (layers): the graph was launched, and has stored in these.

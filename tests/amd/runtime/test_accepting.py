@@ -163,26 +163,18 @@ def test_a_step_that_may_not_store_moves_nothing(device: torch.device) -> None:
     assert torch.equal(before.nan_to_num(), world.runtime.pool.layer(0).k.nan_to_num())
 
 
-@pytest.mark.parametrize("keeps", [False, True])
-def test_what_is_shared_after_its_step_is_not_moved(keeps: bool, device: torch.device) -> None:
-    """A fork, or keep(), between a verify step and its move: the move would write to pages that another reads."""
+def test_what_is_forked_after_its_step_is_not_moved(device: torch.device) -> None:
+    """The move would write to pages that the fork reads."""
     world = World.build([MASKED], device, "torch")
     request, runtime = world.admit(), world.runtime
     world.step([request], [8])
     accepted, rows = one_path(world, request)
-    if keeps:
-        kept = runtime.table.keep(request.row, 0, 1)
-    else:
-        child = runtime.table.fork(request.row, 6)
+    child = runtime.table.fork(request.row, 6)
     before = runtime.pool.layer(0).k.clone()
-    with pytest.raises(BadBatch, match=f"token 0 of row {request.row} in a page that another row, or keep"):
+    with pytest.raises(BadBatch, match=f"row {request.row} was forked since its step stored token 1"):
         runtime.move_accepted(accepted, rows)
     assert torch.equal(before.nan_to_num(), runtime.pool.layer(0).k.nan_to_num())
-    if keeps:
-        runtime.table.drop(kept)
-    else:
-        runtime.table.free(child)
-    runtime.move_accepted(accepted._replace(num_accepted=torch.zeros_like(rows)), rows)
+    runtime.table.free(child)
 
 
 def test_a_move_on_another_stream_comes_between_its_step_and_the_next_one() -> None:

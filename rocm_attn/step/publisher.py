@@ -366,9 +366,10 @@ class Publisher:
             if len(self._parts) == _MOST_PARTS:
                 self._parts.clear()
             parts = slot_parts(num_seqs, num_ids)
-            cut = (slot[part] for part in (parts.kv_len, parts.q_len, parts.token_ids, parts.floor))
             # These hold the slot's memory, so that no other one gets its address.
-            found = self._parts[key] = GivenInputs(*cut, ahead=0)
+            found = self._parts[key] = GivenInputs(
+                slot[parts.kv_len], slot[parts.q_len], slot[parts.token_ids], slot[parts.floor]
+            )
         return found
 
     def _place(self, inputs: DeviceInputs, ahead: int, in_slot: GivenInputs, slot: Tensor, to: StepTensors) -> None:

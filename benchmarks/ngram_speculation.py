@@ -87,6 +87,7 @@ def measure(
         "step_us": round(1e6 * seconds / steps),
         "acceptance_length": round(1 + accepted / verified, 2) if verified else 1.0,
         "host_us": round(1e6 * after.host_seconds.quantile(0.5)),
+        "eager_steps": steps - (after.replays - before.replays),
         "replays": after.replays - before.replays,
         "graphs": engine.report().graphs,
     }
@@ -99,6 +100,8 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", default="float16")
     parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
+    parser.add_argument("--speculative", default="ngram", help="as of rocm-attn generate")
+    parser.add_argument("--topk", type=int, default=1)
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     loaded = load_model(args.model, dtype=getattr(torch, args.dtype), device=device)
@@ -111,7 +114,9 @@ def main() -> None:
         plain = EngineOptions(max_batch_size=num_seqs, max_kv_len=512, prefix_caching=False, capture_after=0)
         speed, expected = 0.0, list[tuple[int, ...]]()
         for num_drafts in (0, *DRAFT_TOKENS):
-            options = replace(plain, speculative="ngram", draft_tokens=num_drafts) if num_drafts else plain
+            options = plain
+            if num_drafts:
+                options = replace(plain, speculative=args.speculative, draft_tokens=num_drafts, topk=args.topk)
             figures, tokens = measure(loaded, options, requests)
             if not num_drafts:
                 speed, expected = float(str(figures["tokens_per_second"])), tokens
@@ -122,7 +127,8 @@ def main() -> None:
             if args.dtype == "float32" and tokens != expected:
                 failures.append(f"{num_seqs} sequences, {num_drafts} drafts: tokens differ")
             with open(args.out, "w") as file:
-                json.dump({"machine": describe_machine(), "dtype": args.dtype, "rows": rows}, file, indent=1)
+                how = {"dtype": args.dtype, "speculative": args.speculative.split(":")[0], "topk": args.topk}
+                json.dump({"machine": describe_machine(), **how, "rows": rows}, file, indent=1)
     print(*failures, sep="\n")
     sys.exit(bool(failures))
 

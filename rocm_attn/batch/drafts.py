@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rocm_attn.errors import BadBatch
+from rocm_attn.kernels.speculative.arguments import MOST_NODES
 
 
 class NoDrafts:
@@ -24,6 +25,7 @@ class NoDrafts:
     __slots__ = ()
     branches: ClassVar[int] = 0
     steps: ClassVar[int] = 1
+    tokens: ClassVar[int] = 0
 
     def __repr__(self) -> str:
         return "NO_DRAFTS"
@@ -48,6 +50,11 @@ class Drafts:
     def __post_init__(self) -> None:
         if self.branches < 1 or self.steps < 1:
             raise BadBatch(f"drafts have {self.branches} branches and {self.steps} steps; give at least 1 of each")
+        if self.tokens >= MOST_NODES:
+            raise BadBatch(
+                f"{self.branches} branches and {self.steps} steps are {self.tokens} drafts of a sequence; a tree that "
+                f"is verified has at most {MOST_NODES} nodes, its root among them, so draft fewer than that"
+            )
 
     @property
     def tokens(self) -> int:

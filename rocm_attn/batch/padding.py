@@ -122,6 +122,9 @@ class PaddingPolicy:
     verify:       new tokens of a sequence in steps that verify drafts. Steps of up to as many new tokens a sequence, of
                   sequence counts of the ladder, are padded to so many for each padded sequence, and may be captured;
                   0: none are
+    prompts:      token counts of steps that take in prompts: what has neither one token in each sequence nor is
+                  verified, and has no more tokens than the largest of them, is padded to one of them and to the
+                  largest sequence count, and may be captured, one graph for each
     """
 
     seqs: SizeLadder
@@ -131,6 +134,7 @@ class PaddingPolicy:
     drafts: tuple[Drafts, ...] = ()
     mask_keys: int = 0
     verify: int = 0
+    prompts: tuple[int, ...] = ()
 
     def kinds(self, num_children: int) -> tuple[StepKind, ...]:
         """The kinds of steps that may be captured whole, or in so many parts."""
@@ -173,6 +177,10 @@ class PaddingPolicy:
                 return PaddedShape(kind, num_seqs, num_seqs, num_children)
             if self._is_verified(batch, num_seqs) and num_children == 1:
                 return PaddedShape(kind, num_seqs, num_seqs * self.verify)
+            if self._is_prompts(batch, kind) and num_children == 1:
+                # Of mixed steps a sequence may have any number of tokens, so one graph serves all that have no mask.
+                kind = kind if kind.extra is Extra.MASK else StepKind.MIXED
+                return PaddedShape(kind, self.seqs.largest, SizeLadder(self.prompts).fit(batch.num_tokens))
             needed = _tokens_of_children(batch, num_seqs, num_children)
             return PaddedShape(kind, num_seqs, self.round_tokens(needed, num_children), num_children)
         needed = _tokens_of_children(batch, num_seqs, num_children)
@@ -190,7 +198,9 @@ class PaddingPolicy:
             return False
         if isinstance(shape.drafts, Drafts):
             return shape.drafts in self.drafts and shape.kind.extra in self.extras
-        fits_tokens = shape.num_tokens <= round_up(self.tokens.largest, halves) or self.verifies(shape)
+        fits_tokens = shape.num_tokens <= round_up(self.tokens.largest, halves) or (
+            self.verifies(shape) or self._holds_prompts(shape)
+        )
         return (shape.kind.decodes or fits_tokens) and self._captures(shape.kind, halves)
 
     def has_room(self, batch: StepBatch, shape: PaddedShape) -> bool:
@@ -203,10 +213,34 @@ class PaddingPolicy:
         """Whether a batch that is padded to so many sequences is one of those that verify drafts."""
         return self.verify > 0 and batch.max_q_len <= self.verify and num_seqs <= self.seqs.largest
 
+    def _is_prompts(self, batch: StepBatch, kind: StepKind) -> bool:
+        """Whether a batch without one token in each sequence is padded as those that take in prompts."""
+        return (
+            bool(self.prompts)
+            and not kind.decodes
+            and batch.num_seqs <= self.seqs.largest
+            and self.tokens.largest < batch.num_tokens <= self.prompts[-1]
+        )
+
+    def _holds_prompts(self, shape: PaddedShape) -> bool:
+        """Whether steps that take in prompts have this shape."""
+        return shape.num_children == 1 and shape in self.prompt_shapes()
+
+    def prompt_shapes(self) -> tuple[PaddedShape, ...]:
+        """Those of steps that take in prompts."""
+        kinds = [kind for kind in (StepKind.MIXED, StepKind.MASKED) if self._captures(kind, 1)]
+        return tuple(PaddedShape(kind, self.seqs.largest, tokens) for kind in kinds for tokens in self.prompts)
+
     def verifies(self, shape: PaddedShape) -> bool:
         """Whether steps that verify drafts have this shape."""
         uniform = shape.num_children == 1 and not shape.kind.decodes
         return self.verify > 0 and uniform and shape.num_tokens == shape.num_seqs * self.verify
+
+    def fixed_q_len(self, shape: PaddedShape) -> int:
+        """New tokens that kernels have room for in each sequence of a shape that has one graph; 0: it has several."""
+        if self.verifies(shape):
+            return self.verify
+        return shape.num_tokens if self._holds_prompts(shape) else 0
 
     def most_q_len(self, shape: PaddedShape) -> int:
         """New tokens of a sequence, at most, in steps of a shape."""
@@ -220,7 +254,7 @@ class PaddingPolicy:
         shapes = []
         for children in range(1, self.max_children + 1):
             seqs, tokens = (round_up(ladder.largest, children) for ladder in (self.seqs, self.tokens))
-            most = max(tokens, seqs * self.verify) if children == 1 else tokens
+            most = max(tokens, seqs * self.verify, *self.prompts) if children == 1 else tokens
             shapes += [
                 PaddedShape(kind, seqs, seqs if kind.decodes else most, children) for kind in self.kinds(children)
             ]

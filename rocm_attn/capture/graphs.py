@@ -52,10 +52,11 @@ def capture_shapes(padding: PaddingPolicy) -> tuple[PaddedShape, ...]:
     and a token count that a step can have in which each sequence has a token. A token count of 1 is left to be captured
     when it is met: only idle sequences make such a step. The same once more for split steps, where they may be
     captured. Masked steps, where there are any, like those that extend; steps that share prefixes, where they may be
-    captured, like those that decode.
+    captured, like those that decode. Steps with prompts at their own token counts, with all sequences.
     """
     shapes = [shape for children in range(1, padding.max_children + 1) for shape in _shapes(padding, children)]
-    return tuple(sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_seqs), reverse=True))
+    shapes += padding.prompt_shapes()
+    return tuple(sorted(dict.fromkeys(shapes), key=lambda shape: (shape.num_tokens, shape.num_seqs), reverse=True))
 
 
 def draft_shapes(padding: PaddingPolicy) -> tuple[PaddedShape, ...]:

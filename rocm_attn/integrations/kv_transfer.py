@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 
 import numpy as np
 import torch
@@ -76,7 +77,7 @@ class _Mover:
             for role in self.passport.layers[layer].row_bytes
         }
         self._bound = {part: self._pages(*part) for part in self._sides}
-        self._versions = {part: _version(pages) for part, pages in self._bound.items()}
+        self._versions = {part: _Factors(pages) for part, pages in self._bound.items()}
         self._num_pages = {
             space: min(len(pages.k) for (layer, _), pages in self._bound.items() if self._spaces[layer] == space)
             for space in dict.fromkeys(self._spaces)
@@ -152,7 +153,7 @@ class _Mover:
             ):
                 raise WrongState(f"the pages of layer {layer} have moved since this was made; make another one")
             self._bound[part] = pages
-        if _version(pages) != self._versions[part]:
+        if not _Factors(pages).is_like(self._versions[part]):
             raise WrongState(
                 f"layer {layer} has got other factors since this was made; make another one, and send its passport anew"
             )
@@ -450,12 +451,20 @@ def _num_bytes(parts: Sequence[Stretch]) -> int:
     return -(-parts[-1].end // ALIGNMENT) * ALIGNMENT
 
 
-def _version(pages: LayerPages) -> tuple[int, ...]:
-    """Another value after factors of layers or heads were written, which the passport has."""
-    if pages.format.scales not in (Scales.LAYER, Scales.HEAD):
-        return ()
-    factors = [each for each in (pages.k_scale, pages.v_scale) if each is not None]
-    return tuple(number for each in factors for number in (id(each), 0 if each.is_inference() else each._version))
+class _Factors:
+    """The factors of a layer or its heads, as they were when this was made.
+
+    The tensors themselves are held: another one may get the address, and the id(), of one that is gone.
+    """
+
+    def __init__(self, pages: LayerPages) -> None:
+        of_layer = pages.format.scales in (Scales.LAYER, Scales.HEAD)
+        self._tensors = [each for each in (pages.k_scale, pages.v_scale) if of_layer and each is not None]
+        self._versions = [0 if each.is_inference() else each._version for each in self._tensors]
+
+    def is_like(self, other: _Factors) -> bool:
+        """Whether these are the same tensors, and none was written in between."""
+        return self._versions == other._versions and all(map(is_, self._tensors, other._tensors))
 
 
 def _memory(pages: LayerPages, role: Role) -> Tensor:

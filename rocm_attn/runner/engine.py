@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import replace
+from typing import NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -41,13 +42,26 @@ from rocm_attn.runner.request_times import note_tokens
 from rocm_attn.runner.sampling import Sampler, TokenPicker
 from rocm_attn.runner.scheduler import ScheduledStep, Scheduler, Taken
 from rocm_attn.runner.serving import serve_all
-from rocm_attn.runner.speculation.engines import speculation_of
+from rocm_attn.runner.speculation.engines import drafter_of, layers_beside, read_drafting, served
 from rocm_attn.runner.speculation.last_rows import forward_of
-from rocm_attn.runner.speculation.speculation import StepPicks
+from rocm_attn.runner.speculation.speculation import NoSpeculation, Picks, Speculation, StepPicks
 from rocm_attn.runner.unread import UnreadStep, with_unread_tokens
 from rocm_attn.runner.watched import watched_steps
 from rocm_attn.step.protocols import NO_FLIGHT_RECORDER
 from rocm_attn.watch.flight_recorder import FlightRecorder
+
+
+class _ReadStep(NamedTuple):
+    """A step whose tokens were read.
+
+    picks, taken: of each of step.picking
+    logprobs:     as of StepPicks.logprobs
+    """
+
+    unread: UnreadStep
+    picks: Picks
+    taken: Many[Taken]
+    logprobs: Mapping[int, Many[TokenLogprobs]]
 
 
 class Engine:
@@ -56,7 +70,8 @@ class Engine:
     submit() queues a request, step() runs all of them one step further; generate() does both until all are done.
 
     With options.steps_ahead a step is scheduled and launched while the one before it runs, and the tokens of that one
-    are read afterwards. The tokens are the same; step() returns them one step later, and settle() reads those that are
+    are read afterwards; where tokens are guessed, they are read first, and published afterwards. The tokens are the
+    same; step() returns them one step later, and settle() reads those that are
     left.
 
     What goes wrong with one request ends that request alone: its Completion says why, and the others go on. A fault of
@@ -74,25 +89,29 @@ class Engine:
     def __init__(self, loaded: LoadedModel, options: EngineOptions | None = None) -> None:
         self._loaded = loaded
         self.options = options = options if options is not None else EngineOptions()
-        self.runtime, self._measured = runtime_for(loaded, options)
+        drafting = read_drafting(loaded, options)
+        self.runtime, self._measured = runtime_for(loaded, options, layers_beside(drafting))
         self.max_kv_len = self.runtime.max_kv_len
         self.limits = RequestLimits(
             loaded.config.context_len, self.max_kv_len, loaded.config.vocab_size, loaded.tokenizer is not None
         )
-        path, model = options.flight_record, model_over(self.runtime, loaded, options)
+        path, model = options.flight_record, served(model_over(self.runtime, loaded, options), options, self.runtime)
         self._steps_ahead = options.steps_ahead_on(self.runtime.device.type)
         ops, most = self.runtime.core.ops, options.max_batch_size
         plain = TokenPicker(self.runtime.device, most * options.rows_of_each, ops.pick_rows)
         self._picker = AskingPicker(plain, ops, loaded.config.vocab_size, most)
         self._matching = matching_of(loaded)
         forward = forward_of(model, options)
-        if self._steps_ahead:
+        if self._steps_ahead and not options.speculates:
             forward = with_unread_tokens(forward, plain.tokens)
         self.flight = FlightRecorder(self.runtime, path) if path is not None else NO_FLIGHT_RECORDER
         watched = watched_steps(self.runtime, forward, options, self.flight, self._new_runner)
         self._runner, self._steps, self._watch = watched
         self.metrics = self._runner.metrics
-        self._speculation = speculation_of(loaded, options, self.runtime, self._picker, self.metrics)
+        self._speculation: Speculation | NoSpeculation = NoSpeculation(self._picker)
+        if options.speculates:
+            drafter = drafter_of(drafting, loaded, options, self.runtime, model)
+            self._speculation = Speculation(drafter, self.runtime, self._picker, options.draft_tokens, self.metrics)
         self._scheduler = Scheduler(
             self.runtime.table,
             self.metrics,
@@ -107,6 +126,7 @@ class Engine:
         self._must_check = False  # whether a step has run since the device was waited for
         self._recent = RecentSteps()
         self._unread: list[UnreadStep] = []  # oldest first
+        self._read: list[_ReadStep] = []  # whose tokens are to be published, oldest first
         self._read_at = 0.0  # when tokens were read last
         self._read_ids: list[int] = []  # tokens that were read since the last step was launched
         self._num_submitted = 0
@@ -201,6 +221,8 @@ class Engine:
         """
         while self._unread:
             self._read_oldest()
+            self._publish_read()
+        self._publish_read()
 
     def cancel(self, number: int) -> None:
         """Forget a request, finished or not: its pages are given back as by abort(), and nothing more comes of it."""
@@ -296,42 +318,59 @@ class Engine:
 
         What comes next may depend on tokens that were not read yet; then no step is launched.
         """
-        started = time.perf_counter()
-        step = self._scheduler.next_step(self._speculation.drafts(self._scheduler.decoding, self._outputs.keys()))
-        if step is None:
-            self.settle()
-            return
-        picks = self._run(step)
-        launched = time.perf_counter()
+        if self.options.speculates:  # by the tokens before; they are published while the next step runs
+            self._read_all()
+        try:
+            if not self._scheduler.has_work:
+                return
+            started = time.perf_counter()
+            step = self._scheduler.next_step(self._speculation.drafts(self._scheduler.decoding, self._outputs.keys()))
+            if step is None:
+                self.settle()
+                return
+            picks = self._run(step)
+            launched = time.perf_counter()
+        finally:
+            self._publish_read()
         if step.is_of_a_suspect:
             self._check_device()  # before it gets a token, and before others run again
         self.settle()
         self._scheduler.launched(step)
         self._unread.append(UnreadStep(step, self.runtime.step_number, picks, started, launched))
-        while len(self._unread) > (0 if step.is_of_a_suspect or step.drafts else self._steps_ahead):
+        # What was accepted of a tree is moved before its sequence's pages may be given back.
+        while len(self._unread) > (0 if step.is_of_a_suspect or step.has_trees else self._steps_ahead):
+            self._read_oldest()
+        self._publish_read()
+
+    def _read_all(self) -> None:
+        while self._unread:
             self._read_oldest()
 
     def _read_oldest(self) -> None:
-        """Wait for the tokens of the oldest step that was not read, and note the events that come out of it."""
+        """Wait for the tokens of the oldest step that was not read; they are to be published."""
         unread = self._unread[0]
         batch = unread.step.batch
         with self._watch.watch(f"a step that was launched ({batch.num_seqs} sequences, {batch.num_tokens} tokens)"):
             picks = unread.picks.read()
         del self._unread[0]
         taken = self._scheduler.finish_step(unread.step, picks)
-        self._speculation.count(unread.step, taken)
+        self._speculation.follow(unread.step, taken)
         self._note_times(unread, taken)
-        told = unread.picks.logprobs()
-        for place, (sequence, pick, (token_ids, reason)) in enumerate(
-            zip(unread.step.picking, picks, taken, strict=True)
-        ):
-            why = reason
-            if token_ids:
-                why = self._publish(sequence.number, token_ids, reason, told.get(place, ()))
-            elif isinstance(pick, BadLogits) and reason == "error":
-                self._fail(sequence.number, str(pick))
-            if why is not None:
-                self._recent.leave(sequence.number, unread.number)
+        self._read.append(_ReadStep(unread, picks, taken, unread.picks.logprobs()))
+
+    def _publish_read(self) -> None:
+        """Note the events that come out of steps that were read."""
+        while self._read:
+            unread, picks, all_taken, told = self._read.pop(0)
+            each = zip(unread.step.picking, picks, all_taken, strict=True)
+            for place, (sequence, pick, (token_ids, reason)) in enumerate(each):
+                why = reason
+                if token_ids:
+                    why = self._publish(sequence.number, token_ids, reason, told.get(place, ()))
+                elif isinstance(pick, BadLogits) and reason == "error":
+                    self._fail(sequence.number, str(pick))
+                if why is not None:
+                    self._recent.leave(sequence.number, unread.number)
 
     def _note_times(self, unread: UnreadStep, taken: Many[Taken]) -> None:
         """A step has run, and its sequences have their tokens; the device was not waited for when it was launched."""

@@ -8,14 +8,17 @@ from functools import partial
 
 import torch
 
+from rocm_attn.batch.drafts import Drafts
 from rocm_attn.capture.check import CaptureCheck
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadSetting
 from rocm_attn.machine.target import detect_target
+from rocm_attn.paging.index_spaces import num_pages
 from rocm_attn.paging.kv_pool import page_bytes
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
 from rocm_attn.providers.select import Selection, select
+from rocm_attn.runner.geometry import AttentionLayer
 from rocm_attn.runner.linears import linears_over
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.measured_memory import LargestSteps, free_of, measure, memory_of
@@ -32,7 +35,58 @@ from rocm_attn.step.kv_scales import KVScales
 from rocm_attn.step.options import RuntimeOptions
 
 
-def runtime_for(loaded: LoadedModel, options: EngineOptions) -> tuple[AttentionRuntime, Measured]:
+@dataclass(frozen=True, slots=True)
+class StepForms:
+    """Which steps an engine's runtime has beside those that decode and those that take in prompts.
+
+    verify_tokens: as of RuntimeOptions
+    prompt_tokens: likewise
+    masks:         whether trees of tokens are verified or drafted
+    drafts:        rounds that draft
+    beside:        layers of what drafts, which keeps K and V of the same tokens in a pool of its own
+    """
+
+    verify_tokens: int = 0
+    prompt_tokens: tuple[int, ...] = ()
+    masks: bool = False
+    drafts: tuple[Drafts, ...] = ()
+    beside: tuple[AttentionLayer, ...] = ()
+
+    @classmethod
+    def of(cls, options: EngineOptions, device: torch.device, beside: tuple[AttentionLayer, ...] = ()) -> StepForms:
+        """Those of an engine that verifies what is guessed, if it does."""
+        if not options.speculates:
+            return cls()
+        if not captures_all_steps(options, device):
+            return cls(masks=options.topk > 1, beside=beside)
+        return cls(options.rows_of_each, prompt_sizes(options.chunk), options.topk > 1, beside=beside)
+
+
+def prompt_sizes(chunk: int) -> tuple[int, ...]:
+    """Token counts that steps with prompts are padded to: a quarter of a chunk where that is enough, and the chunk.
+
+    Steps wait for the tokens of the steps before them where tokens are guessed, so the host's time for an eager one is
+    paid in full.
+    """
+    return tuple(sorted({-(-chunk // 4), chunk} - {1}))
+
+
+def captures_all_steps(options: EngineOptions, device: torch.device) -> bool:
+    """Whether steps that hold pads for each sequence are made graphs of.
+
+    On a CPU the pads of such a step cost more than its graph saves, so it has one only where graphs are asked for.
+    """
+    return options.graphs and not (device.type == "cpu" and options.capture_after is None)
+
+
+def runtime_for(
+    loaded: LoadedModel, options: EngineOptions, beside: tuple[AttentionLayer, ...] = ()
+) -> tuple[AttentionRuntime, Measured]:
+    """runtime_with, for the steps that the options ask for. beside: as of StepForms"""
+    return runtime_with(loaded, options, StepForms.of(options, loaded.weights.device, beside))
+
+
+def runtime_with(loaded: LoadedModel, options: EngineOptions, forms: StepForms) -> tuple[AttentionRuntime, Measured]:
     """A runtime whose pool holds max_batch_size sequences of full length, or as many as the memory allows.
 
     Where neither kv_bytes nor num_pages is given, and a GPU has no plenty of room, the model's largest steps are run
@@ -50,7 +104,7 @@ def runtime_for(loaded: LoadedModel, options: EngineOptions) -> tuple[AttentionR
     target, has_factors = detect_target(weights.device), all(layer.kv_factors is not None for layer in weights.layers)
     kv = KVFormat.named(options.kv_dtype, options.kv_scales, target, has_factors=has_factors)
     over = geometry.problems(dtype=weights.dtype, page_size=1, kv=kv)
-    if options.speculates and options.topk > 1:
+    if forms.masks:
         over = tuple(replace(problem, custom_mask=True) for problem in over)
     problems = _page_choice(over, loaded, options).problems(over)
     if options.swa_pages and all(problem.window_left == UNLIMITED_WINDOW for problem in problems):
@@ -58,7 +112,7 @@ def runtime_for(loaded: LoadedModel, options: EngineOptions) -> tuple[AttentionR
             f"swa_pages is {options.swa_pages} and no layer of the model has a window that sequences of up to "
             f"{max_kv_len} tokens outgrow, so nothing would lie there; leave it out"
         )
-    sizing = _Sizing(loaded, options, problems, max_kv_len)
+    sizing = _Sizing(loaded, options, problems, max_kv_len, forms)
     kv_bytes, measured = sizing.kv_bytes()
     pages = sizing.pages(kv_bytes)
     # a sequence cannot outgrow the pool
@@ -90,14 +144,28 @@ class _Sizing:
     options: EngineOptions
     problems: Sequence[Problem]
     max_kv_len: int
+    forms: StepForms
 
     def kv_bytes(self) -> tuple[int, Measured]:
-        """Memory for K and V, and what was measured for it. What is asked for is not cut to what is there."""
+        """Memory for K and V, and what was measured for it. What is asked for is not cut to what is there.
+
+        Without that for K and V of what drafts, which has room for as many tokens.
+        """
+        own, (num_bytes, measured) = page_bytes(self.problems), self._all_kv_bytes()
+        return num_bytes * own // (own + self._beside_bytes), measured
+
+    @property
+    def _beside_bytes(self) -> int:
+        """What K and V of what drafts take for the tokens of a page."""
+        first = self.problems[0]
+        return page_bytes([layer.problem(dtype=first.dtype, page_size=first.page_size) for layer in self.forms.beside])
+
+    def _all_kv_bytes(self) -> tuple[int, Measured]:
         options, device = self.options, self.loaded.weights.device
         if options.kv_bytes is not None:
             return options.kv_bytes, NOT_MEASURED
         if options.num_pages is not None:
-            return options.num_pages * page_bytes(self.problems), NOT_MEASURED
+            return options.num_pages * (page_bytes(self.problems) + self._beside_bytes), NOT_MEASURED
         memory = memory_of(device)
         if memory is None:
             return CPU_BYTES, NOT_MEASURED
@@ -105,6 +173,9 @@ class _Sizing:
         free = ranks.least(free_of(memory))
         wanted = most_kv_bytes(
             self.problems, max_num_seqs=options.max_batch_size, max_kv_len=self.max_kv_len, chunk=options.chunk
+        )
+        wanted += (1 + options.max_batch_size * num_pages(self.max_kv_len, self.problems[0].page_size)) * (
+            self._beside_bytes
         )
         if is_small(wanted, free):
             return wanted, NOT_MEASURED
@@ -135,27 +206,22 @@ class _Sizing:
                 max_num_seqs=self.options.max_batch_size,
                 max_kv_len=max_kv_len,
                 provider=self.options.provider,
-                verify_tokens=self._verify_tokens(),
+                verify_tokens=self.forms.verify_tokens,
+                prompt_tokens=self.forms.prompt_tokens,
+                drafts=self.forms.drafts,
                 deterministic=self.options.deterministic,
             ),
             device=self.loaded.weights.device,
             agree=self.loaded.ranks.agree,
         )
 
-    def _verify_tokens(self) -> int:
-        """Of captured steps that verify drafts; 0 where there are none.
-
-        On a CPU the pads of such a step cost more than its graph saves, so it has one only where graphs are asked for.
-        """
-        options, on_cpu = self.options, self.loaded.weights.device.type == "cpu"
-        captures = options.graphs and not (on_cpu and options.capture_after is None)
-        return options.rows_of_each if captures and options.speculates else 0
-
     def _largest_steps(self, free_bytes: int) -> LargestSteps:
         """Steps whose small pool takes at most half of what is free."""
         page_size, affordable = self.problems[0].page_size, free_bytes // page_bytes(self.problems)
         num_seqs = self.options.max_batch_size
-        captured = self._verify_tokens() or 1
+        # Steps with prompts are captured at a size of all sequences, whatever each of them has of it.
+        most_captured = max(1, -(-max(self.forms.prompt_tokens, default=0) // num_seqs))
+        captured = max(self.forms.verify_tokens, most_captured)
         num_tokens = max(num_seqs * captured, self.options.chunk)
         steps = LargestSteps(num_seqs, num_tokens, self.max_kv_len, affordable * page_size, captured)
         most = steps.longest - max(0, steps.pages(page_size) - affordable // 2) * page_size
@@ -163,9 +229,9 @@ class _Sizing:
 
     def _for_measuring(self, steps: LargestSteps) -> tuple[AttentionRuntime, StepRunner]:
         """A runtime with a small pool, and a runner over it that makes a graph at the first chance."""
-        num_pages = steps.pages(self.problems[0].page_size)
-        has_swa = self.pages(page_bytes(self.problems) * num_pages).swa > 0
-        runtime = self.runtime(PoolPages(num_pages, num_pages if has_swa else 0), self.max_kv_len)
+        pages = steps.pages(self.problems[0].page_size)
+        has_swa = self.pages(page_bytes(self.problems) * pages).swa > 0
+        runtime = self.runtime(PoolPages(pages, pages if has_swa else 0), self.max_kv_len)
         recorder = recorder_for(runtime.device) if self.options.graphs else None
         check = CaptureCheck(vocabulary=self.loaded.config.vocab_size)
         return runtime, StepRunner(

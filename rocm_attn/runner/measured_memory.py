@@ -197,6 +197,7 @@ def _run(
         free, held_before = memory.free(), memory.held()
         memory.start_peak()
         rows = runner.run(batch)  # the last one is captured, and the graph is compared with the eager run
+        num_each = rows.shape[1] if rows.dim() == 3 else 1  # rows of logits of each sequence
         row_bytes = rows.nbytes // len(rows)
         runtime.forget_faults()
         buckets = runner.capture_report().buckets
@@ -209,7 +210,7 @@ def _run(
         return step_bytes, 0
     # a graph of a decode step has logits of one token of each sequence
     outputs = [
-        row_bytes * shape.num_seqs // (largest.captured if shape.kind.decodes else 1)
+        row_bytes * shape.num_seqs // (num_each if shape.kind.decodes else 1)
         for shape in capture_shapes(runtime.padding)
     ]
     shared = max(0, of_largest - max(outputs))

@@ -118,10 +118,16 @@ class Model:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, vocab] of tokens for which the last layer gives hidden [n, hidden]."""
-        arithmetic = self._arithmetic
-        last = arithmetic.norm(hidden, self.weights.final_norm)
-        factor = self.config.multipliers.head
-        own = self._capped(arithmetic.linears.linear(last if factor == 1.0 else last * factor, self.weights.head))
+        return self.logits_of_normed(self.normed(hidden))
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """[n, hidden]: what the output matrix gets of the last layer's rows."""
+        return self._arithmetic.norm(hidden, self.weights.final_norm)
+
+    def logits_of_normed(self, last: Tensor) -> Tensor:
+        """[n, vocab] of rows that normed() gave."""
+        factor, linears = self.config.multipliers.head, self._arithmetic.linears
+        own = self._capped(linears.linear(last if factor == 1.0 else last * factor, self.weights.head))
         return self._ranks.gathered(own)[:, : self.config.vocab_size]  # all ranks pick from the same bits
 
     def embed(self, token_ids: Tensor) -> Tensor:

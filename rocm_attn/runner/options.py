@@ -159,9 +159,9 @@ class EngineOptions:
     )
     speculative: str = option(
         OFF,
-        "how tokens are guessed, several of which a step verifies: by what came after the last ones before (ngram), or "
-        "by a small model that shares the tokens (draft:MODEL)",
-        unit="off|ngram|draft:MODEL",
+        "how tokens are guessed, several of which a step verifies: by what came after the last ones before (ngram), by "
+        "a small model that shares the tokens (draft:MODEL), or by an EAGLE head (eagle:HEAD, or eagle:seeded)",
+        unit="off|ngram|draft:MODEL|eagle:HEAD",
     )
     draft_tokens: int = option(
         4, "with speculative: tokens that are guessed for a sequence and step, at most", unit="TOKENS", least=1
@@ -172,12 +172,11 @@ class EngineOptions:
     steps_ahead: int | None = option(
         None,
         "0 or 1: steps that run on the device when the next one is launched, so that it does not wait for the host; "
-        "their tokens are read afterwards",
+        "their tokens are read afterwards, or before it where tokens are guessed, and published afterwards",
         kind=int,
         unit="STEPS",
         least=0,
-        default_is="1 on a GPU; 0 on a CPU, where a step has run when it was launched, and where tokens are guessed, "
-        "which takes those before them",
+        default_is="1 on a GPU; 0 on a CPU, where a step has run when it was launched",
     )
     flight_record: Path | None = option(  # noqa: RUF009  # it makes a field
         None,
@@ -222,8 +221,6 @@ class EngineOptions:
                 f"topk is {self.topk} and draft_tokens is {self.draft_tokens}; each branch has a token at least, so "
                 "raise draft_tokens or lower topk"
             )
-        if self.speculates and self.steps_ahead:
-            raise BadSetting("steps_ahead is 1 and tokens are guessed by those before them; leave one of them out")
         if self.steps_ahead not in (None, 0, 1):
             raise BadSetting(
                 f"steps_ahead is {self.steps_ahead}; it must be 0 or 1: a step needs the tokens of the one before it"
@@ -243,4 +240,4 @@ class EngineOptions:
         """steps_ahead as it is, or as it is decided for a device."""
         if self.steps_ahead is not None:
             return self.steps_ahead
-        return 0 if device_type == "cpu" or self.speculates else 1
+        return 0 if device_type == "cpu" else 1

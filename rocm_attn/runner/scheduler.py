@@ -80,6 +80,11 @@ class ScheduledStep:
         return self.sequences[: self.num_picks]
 
     @property
+    def has_trees(self) -> bool:
+        """Whether drafts have branches."""
+        return not all(drafts.is_chain for drafts in self.drafts.values())
+
+    @property
     def is_of_a_suspect(self) -> bool:
         """Whether its one sequence is served alone, because a fault may be due to it."""
         return self.sequences[0].is_suspect

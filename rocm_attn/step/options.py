@@ -43,6 +43,8 @@ class RuntimeOptions:
     verify_tokens:   new tokens of a sequence in steps that verify drafts, its last token among them: steps of up to as
                      many are padded to so many for each padded sequence, and may be captured at the sizes of
                      capture_sizes; 0: as other steps
+    prompt_tokens:   token counts that steps with prompts in them are padded to, all at the largest of capture_sizes,
+                     and may be captured at, one graph for each; such steps run eagerly above the largest
     split_steps:     whether graphs may be made of steps that are split in two, so that captured memory has room for
                      both halves; without, split steps run eagerly
     shared_prefixes: whether graphs may be made of decode steps that share prefixes (batch/prefixes.py), so that
@@ -68,6 +70,7 @@ class RuntimeOptions:
     capture_sizes: Sequence[int] | None = None
     capture_tokens: Sequence[int] = (1,)
     verify_tokens: int = 0
+    prompt_tokens: Sequence[int] = ()
     split_steps: bool = False
     shared_prefixes: bool = False
     drafts: Sequence[Drafts] = ()
@@ -107,6 +110,8 @@ class RuntimeOptions:
         if self.capture_sizes is not None:
             object.__setattr__(self, "capture_sizes", _ladder("capture_sizes", self.capture_sizes).sizes)
         object.__setattr__(self, "capture_tokens", _ladder("capture_tokens", self.capture_tokens).sizes)
+        if self.prompt_tokens:
+            object.__setattr__(self, "prompt_tokens", _ladder("prompt_tokens", self.prompt_tokens).sizes)
         object.__setattr__(self, "drafts", tuple(dict.fromkeys(self.drafts)))
 
     @property
@@ -153,6 +158,7 @@ class RuntimeOptions:
             drafts,
             self.mask_keys,
             verify=self.verify_tokens,
+            prompts=tuple(self.prompt_tokens),
         )
 
 

@@ -161,8 +161,7 @@ class Planner:
             max_q_len = batch.drafts.branches
         if self._has_prefill and not may_capture and shape.kind is StepKind.EXTEND and is_prefill(batch):
             shape = replace(shape, kind=StepKind.PREFILL)
-        if self.padding.verifies(shape):
-            max_q_len = max(max_q_len, self.padding.verify)
+        max_q_len = max(max_q_len, self.padding.fixed_q_len(shape))
         if not self._bakes_q_len:
             max_q_len = 1 if shape.kind.decodes else shape.child.num_tokens
         else:

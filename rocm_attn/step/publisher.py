@@ -31,7 +31,6 @@ from rocm_attn.kernels.metadata.slot_layout import (
     NO_ECHO,
     STEP,
     STEP_BEFORE,
-    SlotParts,
     slot_header,
     slot_parts,
 )
@@ -62,6 +61,9 @@ _REMEMBERED_STEPS = 5
 # Whole steps from the publication that asks how the second half of a split step went to the one that has the answer.
 _STEPS_TO_ANSWER = 3
 
+
+# Sizes of steps whose parts of ring slots are kept cut.
+_MOST_PARTS = 256
 
 # What went wrong on the device and was not reported yet. A fault is put here before its trace on the device is wiped,
 # and leaves when it is raised: memory that runs out, or an interrupt, at any place in between loses none.
@@ -184,6 +186,7 @@ class Publisher:
         self._updates = HostRing(pool.device, depth=2 * 2 * len(table.spaces), wait=guards.ring_wait)
         self._of_last_step = guards.of_last_step
         self._launching: _Launching | None = None
+        self._parts: dict[tuple[int, int, int], GivenInputs] = {}
         self._found: Found = []
         self._steps_to_answer = 0
         self.step_number = 0
@@ -258,7 +261,7 @@ class Publisher:
             self._ops.publish(slot, counts if line.counts is None else line.counts, to)
             if isinstance(batch.inputs, DeviceInputs):
                 ahead = batch.inputs.ahead - (batch.num_tokens - num_fed) // max(1, num_seqs)
-                self._place(batch.inputs, ahead, slot, parts, to)
+                self._place(batch.inputs, ahead, self._parts_in(slot, num_seqs, num_ids), slot, to)
             if isinstance(batch.mask, StepMask):
                 mask = batch.mask
                 bits = mask.bits[: bytes_of_cells(mask.num_cells(batch.kv_len, batch.q_len))]
@@ -355,17 +358,33 @@ class Publisher:
                     self._report_at_once()
         self._steps_to_answer -= 1
 
-    def _place(self, inputs: DeviceInputs, ahead: int, slot: Tensor, parts: SlotParts, to: StepTensors) -> None:
+    def _parts_in(self, slot: Tensor, num_seqs: int, num_ids: int) -> GivenInputs:
+        """The parts of a slot that device_inputs() reads, cut once for each slot and size."""
+        key = slot.data_ptr(), num_seqs, num_ids
+        found = self._parts.get(key)
+        if found is None:
+            if len(self._parts) == _MOST_PARTS:
+                self._parts.clear()
+            parts = slot_parts(num_seqs, num_ids)
+            # These hold the slot's memory, so that no other one gets its address.
+            found = self._parts[key] = GivenInputs(
+                slot[parts.kv_len], slot[parts.q_len], slot[parts.token_ids], slot[parts.floor]
+            )
+        return found
+
+    def _place(self, inputs: DeviceInputs, ahead: int, in_slot: GivenInputs, slot: Tensor, to: StepTensors) -> None:
         """Put the caller's tensors in the place of what the host has published; it stays where there is no tensor.
 
-        ahead: new tokens of what is published that the caller's kv_len leaves out
+        ahead:   new tokens of what is published that the caller's kv_len leaves out
+        in_slot: what was published
         """
+        has_kv_len = inputs.kv_len is not ON_HOST
         given = GivenInputs(
-            slot[parts.kv_len] if inputs.kv_len is ON_HOST else inputs.kv_len,
-            slot[parts.q_len] if inputs.q_len is ON_HOST else inputs.q_len,
-            slot[parts.token_ids] if inputs.token_ids is ON_HOST else inputs.token_ids,
-            slot[parts.floor],
-            0 if inputs.kv_len is ON_HOST else ahead,
+            inputs.kv_len if has_kv_len else in_slot.kv_len,
+            in_slot.q_len if inputs.q_len is ON_HOST else inputs.q_len,
+            in_slot.token_ids if inputs.token_ids is ON_HOST else inputs.token_ids,
+            in_slot.floor,
+            ahead if has_kv_len else 0,
         )
         self._ops.device_inputs(slot, given, to)
 

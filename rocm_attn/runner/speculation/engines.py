@@ -2,56 +2,91 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from rocm_attn.capture.check import CaptureCheck
-from rocm_attn.capture.graphs import eager_steps_before_capture, recorder_for
-from rocm_attn.capture.step_runner import StepRunner
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.drafts import Drafts
 from rocm_attn.errors import BadModel, BadSetting
 from rocm_attn.paging.index_spaces import num_pages
-from rocm_attn.runner.asking_picker import AskingPicker
-from rocm_attn.runner.engine_runtime import model_over, runtime_for
+from rocm_attn.runner.engine_runtime import StepForms, captures_all_steps, model_over, runtime_with
+from rocm_attn.runner.geometry import AttentionLayer
 from rocm_attn.runner.loading import LoadedModel, load_model
+from rocm_attn.runner.model import Model
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.speculation.draft_model import ModelDrafter
-from rocm_attn.runner.speculation.methods import DRAFT_MODEL, OFF
+from rocm_attn.runner.speculation.draft_runners import DraftRunners, drafts_of, num_levels
+from rocm_attn.runner.speculation.eagle import EagleDrafter
+from rocm_attn.runner.speculation.eagle_head import EagleHead, EagleWeights, load_head
+from rocm_attn.runner.speculation.last_rows import HandingOver
+from rocm_attn.runner.speculation.methods import DRAFT_MODEL, EAGLE, NGRAM, OFF
 from rocm_attn.runner.speculation.ngrams import NgramDrafter
-from rocm_attn.runner.speculation.speculation import Drafter, NoSpeculation, Speculation
+from rocm_attn.runner.speculation.speculation import Drafter
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step.metrics import Metrics
+from rocm_attn.step.step import Step
 
 
-def speculation_of(
-    loaded: LoadedModel, options: EngineOptions, runtime: AttentionRuntime, picker: AskingPicker, metrics: Metrics
-) -> Speculation | NoSpeculation:
-    """What drafts and picks. Raises BadModel, BadSetting, CapacityExceeded for a small model that cannot draft."""
-    if not options.speculates:
-        return NoSpeculation(picker)
-    return Speculation(_drafter(loaded, options, runtime), runtime, picker, options.draft_tokens, metrics)
+def served(model: Model, options: EngineOptions, runtime: AttentionRuntime) -> Model | HandingOver:
+    """The model that steps run: one that hands its rows over where a head drafts."""
+    if not options.speculative.startswith(EAGLE):
+        return model
+    most = max(options.chunk + options.max_batch_size, runtime.padding.seqs.largest * options.rows_of_each)
+    return HandingOver(model, most)
 
 
-def _drafter(loaded: LoadedModel, options: EngineOptions, runtime: AttentionRuntime) -> Drafter:
-    if not options.speculative.startswith(DRAFT_MODEL):
-        return NgramDrafter(options.topk)
+@dataclass(frozen=True, slots=True, eq=False)
+class NoWeights:
+    """Nothing drafts, or what came before in a text does."""
+
+
+def read_drafting(loaded: LoadedModel, options: EngineOptions) -> NoWeights | LoadedModel | EagleWeights:
+    """The weights of what drafts, to be read before the model's pool is sized. Raises BadModel, BadSetting."""
+    if options.speculative in (OFF, NGRAM):
+        return NoWeights()
     if loaded.ranks.shard.num_ranks > 1:
         raise BadSetting(
-            f"speculative is {options.speculative} and {loaded.ranks.shard.num_ranks} ranks share the model; a small "
-            "model drafts on one rank, so take speculative ngram or one rank"
+            f"speculative is {options.speculative} and {loaded.ranks.shard.num_ranks} ranks share the model; what "
+            "drafts runs on one rank, so take speculative ngram or one rank"
         )
-    small = load_model(
-        options.speculative.removeprefix(DRAFT_MODEL), dtype=loaded.weights.dtype, device=loaded.weights.device
-    )
-    return model_drafter(small, loaded, options, runtime)
+    if options.speculative.startswith(EAGLE):
+        return load_head(options.speculative.removeprefix(EAGLE), loaded)
+    path = options.speculative.removeprefix(DRAFT_MODEL)
+    return load_model(path, dtype=loaded.weights.dtype, device=loaded.weights.device)
+
+
+def layers_beside(drafting: NoWeights | LoadedModel | EagleWeights) -> tuple[AttentionLayer, ...]:
+    """The layers of what drafts that keep K and V."""
+    if isinstance(drafting, NoWeights):
+        return ()
+    small = drafting if isinstance(drafting, LoadedModel) else drafting.model
+    return small.config.attention.layers[: small.config.attention.num_storing]
+
+
+def drafter_of(
+    drafting: NoWeights | LoadedModel | EagleWeights,
+    loaded: LoadedModel,
+    options: EngineOptions,
+    runtime: AttentionRuntime,
+    model: Model | HandingOver,
+) -> Drafter:
+    """What drafts for an engine's model. model: as of served()
+
+    Raises BadModel, CapacityExceeded for a small model or a head that cannot draft.
+    """
+    if isinstance(drafting, LoadedModel):
+        return model_drafter(drafting, loaded, options, runtime)
+    if isinstance(drafting, EagleWeights):
+        assert isinstance(model, HandingOver)
+        return eagle_drafter(drafting, model, options, runtime)
+    return NgramDrafter(options.topk)
 
 
 def model_drafter(
     small: LoadedModel, large: LoadedModel, options: EngineOptions, runtime: AttentionRuntime
 ) -> ModelDrafter:
-    """A small model that drafts for a large one.
+    """A small model that drafts for a large one. options, runtime: of the large model's engine
 
-    Its pool holds as many sequences as the engine may run, of full length. It has one pool for all layers: K and V that
-    have left a window may be needed again, after drafts that were rejected.
-    options, runtime: of the large model's engine
     Raises BadModel for a model with other tokens, CapacityExceeded for a pool that cannot be.
     """
     if small.config.vocab_size != large.config.vocab_size:
@@ -59,8 +94,36 @@ def model_drafter(
             f"the model that drafts has {small.config.vocab_size} tokens and the one that it drafts for "
             f"{large.config.vocab_size}; take one that shares them"
         )
-    max_kv_len = min(runtime.max_kv_len, small.config.context_len)
-    page_size = runtime.pool.page_size
+    few = 2 if options.topk == 1 else 1 + num_levels(options)
+    drafting, its_own = _runtime_of(small, options, runtime, few)
+    model = SmallModel(model_over(drafting, small, its_own))
+    runners = DraftRunners(drafting, model, options, vocabulary=small.config.vocab_size)
+    return ModelDrafter(runners, drafting.table, chunk=options.chunk, few=few)
+
+
+def eagle_drafter(
+    weights: EagleWeights, large: HandingOver, options: EngineOptions, runtime: AttentionRuntime
+) -> EagleDrafter:
+    """A head that drafts for a model. options, runtime: of the model's engine. Raises CapacityExceeded."""
+    few = 1 + num_levels(options)
+    drafting, _ = _runtime_of(weights.model, options, runtime, few)
+    most = max(large.features.shape[0], drafting.padding.seqs.largest * few)
+    head = EagleHead(weights, large.model, drafting, most)
+    runners = DraftRunners(drafting, head, options, vocabulary=large.model.config.vocab_size)
+    return EagleDrafter(runners, drafting.table, handed=large.features, features=head.features, few=few)
+
+
+def _runtime_of(
+    small: LoadedModel, options: EngineOptions, runtime: AttentionRuntime, few: int
+) -> tuple[AttentionRuntime, EngineOptions]:
+    """The runtime of what drafts for an engine, and its options. few: new tokens of a sequence in captured steps
+
+    Its pool holds as many tokens as the engine's, and drafts of all its sequences. It has one pool for all layers: K
+    and V that have left a window may be needed again, after drafts that were rejected.
+    """
+    page_size, drafts = runtime.pool.page_size, drafts_of(options)
+    max_kv_len = min(runtime.max_kv_len + drafts.tokens, small.config.context_len)
+    most_pages = runtime.pool.num_pages + options.max_batch_size * (1 + num_pages(drafts.tokens, page_size))
     its_own = replace(
         options,
         speculative=OFF,
@@ -70,17 +133,31 @@ def model_drafter(
         kv_dtype="auto",
         kv_scales="auto",
         max_kv_len=max_kv_len,
-        num_pages=1 + options.max_batch_size * num_pages(max_kv_len, page_size),
+        num_pages=min(1 + options.max_batch_size * num_pages(max_kv_len, page_size), most_pages),
         kv_bytes=None,
         swa_pages=0,
     )
-    drafting, _ = runtime_for(small, its_own)
-    after = options.capture_after
-    runner = StepRunner(
-        drafting,
-        model_over(drafting, small, its_own).forward,
-        recorder_for(drafting.device) if options.graphs else None,
-        check=CaptureCheck(vocabulary=small.config.vocab_size),
-        capture_after=eager_steps_before_capture(drafting.device) if after is None else after,
+    forms = StepForms(
+        verify_tokens=few if captures_all_steps(options, runtime.device) else 0,
+        masks=options.topk > 1,
+        drafts=tuple(each for each in (drafts,) if isinstance(each, Drafts)),
     )
-    return ModelDrafter(runner, drafting.table, chunk=options.chunk, num_branches=options.topk)
+    drafting, _ = runtime_with(small, its_own, forms)
+    return drafting, its_own
+
+
+class SmallModel:
+    """A whole model that drafts: all that it hands on from token to token are K and V."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self.nothing_carried = torch.empty(0, 0, dtype=model.weights.dtype, device=model.weights.device)
+
+    def taken_in(self, step: Step) -> tuple[Tensor, Tensor]:
+        """As of DraftingModel."""
+        logits = self._model.forward(step)
+        return logits, self.nothing_carried.new_empty(logits.shape[0], 0)
+
+    def drafted(self, step: Step, carried: Tensor) -> tuple[Tensor, Tensor]:
+        """As of DraftingModel."""
+        return self._model.logits(self._model.hidden(step)), carried

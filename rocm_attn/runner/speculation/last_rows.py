@@ -2,16 +2,56 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from rocm_attn.capture.split_forward import Forward
 from rocm_attn.runner.model import Model
 from rocm_attn.runner.options import EngineOptions
+from rocm_attn.runner.weights import ModelWeights
 from rocm_attn.step.step import Step
 
 
-def forward_of(model: Model, options: EngineOptions) -> Forward:
+class GivesRows(Protocol):
+    """What Model and HandingOver have in common."""
+
+    @property
+    def weights(self) -> ModelWeights: ...
+    def forward(self, step: Step) -> Tensor: ...
+    def hidden(self, step: Step) -> Tensor: ...
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+class HandingOver:
+    """A model that leaves what its output matrix gets of each token of a step where a head that drafts finds it.
+
+    features: [most_tokens, hidden]; the last step's, its first rows
+    """
+
+    def __init__(self, model: Model, most_tokens: int) -> None:
+        self.model, self.weights = model, model.weights
+        with torch.inference_mode(False):
+            shape = most_tokens, model.config.hidden_size
+            self.features = torch.zeros(shape, dtype=model.weights.dtype, device=model.weights.device)
+
+    def forward(self, step: Step) -> Tensor:
+        """As Model.forward."""
+        return self.logits(self.hidden(step).index_select(0, step.last_token_of_seq))
+
+    def hidden(self, step: Step) -> Tensor:
+        """As Model.hidden."""
+        hidden = self.model.hidden(step)
+        self.features[: hidden.shape[0]].copy_(self.model.normed(hidden))
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As Model.logits."""
+        return self.model.logits(hidden)
+
+
+def forward_of(model: GivesRows, options: EngineOptions) -> Forward:
     """The model's forward: with logits of as many tokens of each sequence as the options ask for."""
     return LastRows(model, options.rows_of_each) if options.speculates else model.forward
 
@@ -23,7 +63,7 @@ class LastRows:
     others, which mean nothing.
     """
 
-    def __init__(self, model: Model, num_rows: int) -> None:
+    def __init__(self, model: GivesRows, num_rows: int) -> None:
         self._model = model
         self._back = torch.arange(1 - num_rows, 1, device=model.weights.device)
 

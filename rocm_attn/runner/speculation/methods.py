@@ -7,12 +7,17 @@ from rocm_attn.errors import BadSetting
 OFF = "off"
 NGRAM = "ngram"
 DRAFT_MODEL = "draft:"
+EAGLE = "eagle:"
+# In the place of an EAGLE head's directory: random weights, the same each time.
+SEEDED = "seeded"
 
 
 def require_method(name: str) -> None:
-    """Raise BadSetting unless name is one of the above, the last one with a model after it."""
-    if name not in (OFF, NGRAM) and not (name.startswith(DRAFT_MODEL) and len(name) > len(DRAFT_MODEL)):
+    """Raise BadSetting unless name is one of the above, the last two with a model after them."""
+    has_model = any(name.startswith(kind) and len(name) > len(kind) for kind in (DRAFT_MODEL, EAGLE))
+    if name not in (OFF, NGRAM) and not has_model:
         raise BadSetting(
-            f"speculative {name!r} is not known; it is {OFF}, {NGRAM}, or {DRAFT_MODEL}MODEL with the directory, the "
-            ".gguf file or the name of a small model that shares the large one's tokens"
+            f"speculative {name!r} is not known; it is {OFF}, {NGRAM}, {DRAFT_MODEL}MODEL with the directory, the "
+            f".gguf file or the name of a small model that shares the large one's tokens, or {EAGLE}HEAD with the "
+            f"directory of an EAGLE head, or {EAGLE}{SEEDED}"
         )

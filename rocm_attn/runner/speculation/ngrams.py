@@ -12,6 +12,7 @@ from itertools import pairwise
 
 from rocm_attn.capture.graphs import Progress
 from rocm_attn.runner.request import Sequence
+from rocm_attn.runner.scheduler import ScheduledStep, Taken
 from rocm_attn.runner.speculation.drafts import Drafts
 
 # The last two tokens are looked up: one says too little. The places where most of those before them are the same, too,
@@ -41,6 +42,9 @@ class NgramDrafter:
             if branches:
                 found[sequence.number] = Drafts.tree(branches, most)
         return found
+
+    def follow(self, step: ScheduledStep, taken: Many[Taken]) -> None:
+        """As Drafter.follow: what is known of a sequence is enough."""
 
     def capture_all(self, progress: Progress) -> None:
         """As Drafter.capture_all."""

@@ -54,6 +54,13 @@ class Drafter(Protocol):
         """
         ...
 
+    def follow(self, step: ScheduledStep, taken: Many[Taken]) -> None:
+        """A step has run, and its tokens are its sequences' now; the next one is not launched.
+
+        taken: of each of step.picking
+        """
+        ...
+
     def capture_all(self, progress: Progress) -> None:
         """Make the graphs of what drafts, if it has any. progress: as of StepRunner.capture_all"""
         ...
@@ -99,8 +106,8 @@ class NoSpeculation:
         asks = {row: asks.of(step.sequences[row], step.sequences[row].num_new) for row, asks in asking.items()}
         return _OneEachAsked(self._picker.pick(rows, draws, asks))
 
-    def count(self, step: ScheduledStep, taken: Many[Taken]) -> None:
-        """As Speculation.count."""
+    def follow(self, step: ScheduledStep, taken: Many[Taken]) -> None:
+        """As Speculation.follow."""
 
     def capture_all(self, progress: Progress) -> None:
         """As Speculation.capture_all."""
@@ -138,7 +145,7 @@ class Speculation:
 
     def batch(self, step: ScheduledStep) -> StepBatch:
         """The batch of a step, with the mask of its trees where it has any."""
-        if all(drafts.is_chain for drafts in step.drafts.values()):
+        if not step.has_trees:
             return step.batch
         return replace(step.batch, mask=TreeMask(torch.from_numpy(_parents(step)).to(self._runtime.device)))
 
@@ -163,8 +170,9 @@ class Speculation:
         picked = self._picker.pick(rows, draws, asks) if asks else self._picker.plain.pick(rows, draws)
         return _Verified(picked, step, num_rows, self._runtime)
 
-    def count(self, step: ScheduledStep, taken: Many[Taken]) -> None:
-        """Count what became of a step's drafts. taken: of each of step.picking"""
+    def follow(self, step: ScheduledStep, taken: Many[Taken]) -> None:
+        """Count what became of a step's drafts, and tell what drafts. taken: of each of step.picking"""
+        self._drafter.follow(step, taken)
         for seq, drafts in step.drafts.items():
             self._metrics.verifications += 1
             self._metrics.drafts += len(drafts)

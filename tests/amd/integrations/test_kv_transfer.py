@@ -384,6 +384,26 @@ def test_factors_that_change_later_are_refused_on_both_sides(provider: str, devi
         exporter.export(pages, extent, buffer)
 
 
+def test_other_factors_at_the_address_of_those_that_are_gone_are_refused(
+    provider: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problems = coded(FN, Scales.LAYER)
+    story, source = Story(problems, device), runtime_of(problems, device, provider)
+    # What is as new as the old ones were, and has their id() once they are gone.
+    monkeypatch.setattr("builtins.id", lambda each: 7)
+    exporter = KVExporter(source)
+    row = story.prefill(source, 11)
+    pages = exporter.pages_of(row, 11)
+    extent = exporter.extent(pages, 11)
+    buffer = torch.zeros(exporter.num_bytes(extent), dtype=torch.uint8, device=device)
+    layer = source.pool.layer(0)
+    other = torch.full_like(layer.k_scale, 3.0)
+    assert other._version == layer.k_scale._version
+    source.pool.take(0, replace(layer, k_scale=other))
+    with pytest.raises(WrongState, match="layer 0 has got other factors"):
+        exporter.export(pages, extent, buffer)
+
+
 def test_codes_are_recoded_a_part_at_a_time(
     provider: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence as Many
 from rocm_attn.capture.graphs import Progress
 from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.request import Sequence
+from rocm_attn.runner.scheduler import ScheduledStep, Taken
 from rocm_attn.runner.speculation.drafts import LAST_TOKEN, Drafts
 from rocm_attn.runner.speculation.speculation import Speculation
 
@@ -35,6 +36,9 @@ class ScriptedDrafter:
         assert {each.number for each, _ in decoding} <= set(alive)
         drafts = {each.number: self._tree(each, self._random.randint(0, most)) for each, most in decoding}
         return {number: tree for number, tree in drafts.items() if len(tree)}
+
+    def follow(self, step: ScheduledStep, taken: Many[Taken]) -> None:
+        """As Drafter.follow: what is known of a sequence is enough."""
 
     def capture_all(self, progress: Progress) -> None:
         """As Drafter.capture_all."""

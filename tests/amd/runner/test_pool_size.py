@@ -241,3 +241,17 @@ def test_a_cpu_is_not_measured() -> None:
     runtime, measured = runtime_for(tiny_model(context_len=4096), BASE)
     assert measured == NOT_MEASURED
     assert runtime.pool.num_pages == 1 + 4 * 1024
+
+
+def test_what_drafts_has_room_for_as_many_tokens_in_the_same_memory() -> None:
+    """A head of one layer beside a model of two takes a third."""
+    options = replace(BASE, kv_bytes=300_000, max_batch_size=64, speculative="ngram")
+    alone = Engine(tiny_model(), options).runtime.pool
+    engine = Engine(tiny_model(), replace(options, speculative="eagle:seeded"))
+    drafting = engine._speculation._drafter._runners._runtime.pool  # type: ignore[union-attr]
+    own = engine.runtime.pool
+    assert own.num_pages in (alone.num_pages * 2 // 3, alone.num_pages * 2 // 3 + 1)
+    room_for_drafts = 64 * 2
+    assert drafting.num_pages == own.num_pages + room_for_drafts
+    both = own.num_bytes + own.num_pages * (drafting.num_bytes // drafting.num_pages)
+    assert both <= 300_000 < alone.num_bytes * 1.1

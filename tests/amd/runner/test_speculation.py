@@ -196,6 +196,52 @@ def test_steps_that_verify_are_replayed(loaded: LoadedModel) -> None:
     assert metrics.replays >= metrics.steps - len(requests)
 
 
+def test_steps_with_prompts_are_replayed_too(loaded: LoadedModel) -> None:
+    """Prompts come singly, beside sequences whose drafts are verified: each such step has one of two sizes."""
+    options = replace(BASE, speculative="ngram", draft_tokens=3, graphs=True, max_batch_size=2, chunk=32)
+    requests = [replace(each, max_new_tokens=5 + 3 * place) for place, each in enumerate(some_requests(5))]
+    engine = speculating(loaded, options, requests)
+    assert engine.runtime.padding.prompts == (8, 32)
+    names = {bucket.name for bucket in engine.capture_all(lambda done, total, name: None).buckets}
+    assert {f"mixed of 2 sequences with {tokens} tokens, lengths to 64" for tokens in (8, 32)} <= names
+    assert engine.generate(requests) == Engine(loaded, without_speculation(options)).generate(requests)
+    metrics = engine.report().metrics
+    assert metrics.replays == metrics.steps
+    assert metrics.captures == len(names)
+
+
+@pytest.mark.parametrize("topk", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_what_came_of_a_step_is_published_while_the_next_one_runs(topk: int, loaded: LoadedModel) -> None:
+    options = replace(BASE, speculative="ngram", topk=topk, steps_ahead=1, max_batch_size=3)
+    requests = some_requests(3, new_tokens=12) + some_requests(2, new_tokens=12, sampling=DRAWN)
+    engine = assert_lossless(loaded, options, requests)
+    order: list[str] = []
+    run, publish = engine._run, engine._publish
+    engine._run = lambda step: (order.append("launched"), run(step))[1]  # type: ignore[method-assign,func-returns-value]
+    engine._publish = lambda *what: (order.append("published"), publish(*what))[1]  # type: ignore[method-assign,func-returns-value]
+    chains = [replace(request, max_new_tokens=2) for request in requests[:2]]
+    engine.generate(chains)
+    assert order == ["launched", "launched", "published", "published", "published", "published"]
+
+
+def test_a_request_is_aborted_while_its_drafts_are_verified(loaded: LoadedModel) -> None:
+    options = replace(BASE, speculative="ngram", steps_ahead=1)
+    requests = some_requests(4)
+    expected = Engine(loaded, without_speculation(options)).generate(requests)
+    engine = speculating(loaded, options, requests)
+    numbers = [engine.submit(request) for request in requests]
+    for _ in range(3):
+        engine.step()
+    assert engine._unread[0].step.drafts
+    engine.abort(numbers[1])
+    while engine.has_work:
+        engine.step()
+    done = [engine.completion(number) for number in numbers]
+    assert [each for place, each in enumerate(done) if place != 1] == [*expected[:1], *expected[2:]]
+    assert done[1].token_ids == expected[1].token_ids[: len(done[1].token_ids)]
+    assert done[1].finish_reason == "abort"
+
+
 def test_tokens_are_distributed_as_by_plain_sampling(loaded: LoadedModel) -> None:
     """Chi-square of two samples, with seeds of their own: pairs of a text's second and third token."""
     sampling = Sampling(temperature=0.7, top_p=0.8)
@@ -239,11 +285,10 @@ def chi_square_exceedance(first: Counter[tuple[int, ...]], second: Counter[tuple
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"speculative": "guess"}, "speculative 'guess' is not known; it is off, ngram, or draft:MODEL"),
+        ({"speculative": "guess"}, "speculative 'guess' is not known; it is off, ngram, draft:MODEL"),
         ({"speculative": "draft:"}, "speculative 'draft:' is not known"),
         ({"speculative": "ngram", "topk": 5}, "topk is 5 and draft_tokens is 4; each branch has a token at least"),
         ({"speculative": "ngram", "draft_tokens": 0}, "draft_tokens is 0; it must be at least 1"),
-        ({"speculative": "ngram", "steps_ahead": 1}, "steps_ahead is 1 and tokens are guessed by those before them"),
     ],
 )
 def test_options_that_cannot_be_are_refused(changes: dict[str, Any], sentence: str) -> None:
@@ -272,6 +317,32 @@ def test_a_model_that_drafts_for_itself_is_always_right(changes: dict[str, Any],
     if options.topk == 1:
         assert metrics.accepted_drafts == metrics.drafts > 30
     assert metrics.accepted_drafts > 30
+
+
+@pytest.mark.parametrize("topk", [pytest.param(1, marks=pytest.mark.nightly), 2])
+def test_drafts_of_all_levels_are_one_publication_and_one_graph(topk: int, loaded: LoadedModel) -> None:
+    options = replace(BASE, speculative="ngram", topk=topk, graphs=True, draft_tokens=4, max_batch_size=2)
+    requests = some_requests(2)
+    engine = drafting(loaded, tiny_model(seed=1), options)
+    drafter = engine._speculation._drafter  # type: ignore[union-attr]
+    assert isinstance(drafter, ModelDrafter)
+    runners, published = drafter._runners, Counter[int]()
+    draft, runtime = drafter._draft, runners._runtime
+
+    def counted(decoding: Any) -> Any:
+        before = runtime.step_number, runners._first.metrics.captures + runners._round.metrics.captures
+        found = draft(decoding)
+        if found and before[1] == runners._first.metrics.captures + runners._round.metrics.captures:
+            published[runtime.step_number - before[0]] += 1
+        return found
+
+    drafter._draft = counted  # type: ignore[method-assign]
+    engine.generate(requests)
+    # What is new is one step, and all that comes after the first drafts another one.
+    assert set(published) == {2}
+    assert published[2] > 3
+    assert runners._round.metrics.steps == runners._round.metrics.replays > 3
+    assert runners._drafts.tokens == (3 if topk == 1 else 4)
 
 
 @pytest.mark.parametrize("changes", [{}, {"topk": 2}, {"num_pages": 18}])

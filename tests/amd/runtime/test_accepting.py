@@ -163,6 +163,20 @@ def test_a_step_that_may_not_store_moves_nothing(device: torch.device) -> None:
     assert torch.equal(before.nan_to_num(), world.runtime.pool.layer(0).k.nan_to_num())
 
 
+def test_what_is_forked_after_its_step_is_not_moved(device: torch.device) -> None:
+    """The move would write to pages that the fork reads."""
+    world = World.build([MASKED], device, "torch")
+    request, runtime = world.admit(), world.runtime
+    world.step([request], [8])
+    accepted, rows = one_path(world, request)
+    child = runtime.table.fork(request.row, 6)
+    before = runtime.pool.layer(0).k.clone()
+    with pytest.raises(BadBatch, match=f"row {request.row} was forked since its step stored token 1"):
+        runtime.move_accepted(accepted, rows)
+    assert torch.equal(before.nan_to_num(), runtime.pool.layer(0).k.nan_to_num())
+    runtime.table.free(child)
+
+
 def test_a_move_on_another_stream_comes_between_its_step_and_the_next_one() -> None:
     world = World.build([MASKED], torch.device("cpu"), "torch")
     world.runtime._streams, streams = order()

@@ -106,6 +106,9 @@ def test_what_is_no_round_is_refused(provider: str, device: torch.device) -> Non
     row = [request.row]
     with pytest.raises(BadBatch, match="give at least 1 of each"):
         Drafts(0, 2)
+    assert Drafts(5, 819).tokens == 4095
+    with pytest.raises(BadBatch, match="8 branches and 512 steps are 4096 drafts of a sequence; a tree that is"):
+        Drafts(8, 512)
     with pytest.raises(BadBatch, match="sequences have 3 to 3 new tokens; with 1 branches and 2 steps"):
         StepBatch(row, [8], [3], drafts=drafts)
     with pytest.raises(BadBatch, match="3 token ids for 1 new tokens"):

@@ -1,0 +1,130 @@
+"""The two forwards of a model that drafts: one takes in what is new and gives the first drafts, one runs a round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.drafts import NO_DRAFTS, AnyDrafts, Drafts
+from rocm_attn.batch.inputs import DeviceInputs
+from rocm_attn.batch.step_batch import Int32Array, StepBatch, draft_batch
+from rocm_attn.capture.check import CaptureCheck
+from rocm_attn.capture.draft_runner import DraftRunner
+from rocm_attn.capture.graphs import Progress, eager_steps_before_capture, recorder_for
+from rocm_attn.capture.step_runner import StepRunner
+from rocm_attn.runner.options import EngineOptions
+from rocm_attn.runner.speculation.beams import Found, Level
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step.drafts import DraftSteps
+from rocm_attn.step.step import Step
+
+
+class DraftingModel(Protocol):
+    """What drafts: a model that gives logits, and may hand a row on from each token to the one after it."""
+
+    @property
+    def nothing_carried(self) -> Tensor:
+        """[0, width]: of the dtype, width and device of these rows."""
+        ...
+
+    def taken_in(self, step: Step) -> tuple[Tensor, Tensor]:
+        """Logits [S, vocab] after the last token of each sequence of a step, and the rows [S, width] handed on."""
+        ...
+
+    def drafted(self, step: Step, carried: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [T, vocab] after each token of a draft step, and rows [T, width]; carried: of the tokens before."""
+        ...
+
+
+def num_levels(options: EngineOptions) -> int:
+    """Levels of drafts. Where they branch, there are more drafts than are verified: the likeliest are."""
+    if options.topk == 1:
+        return options.draft_tokens
+    return min(options.draft_tokens, -(-options.draft_tokens // options.topk) + 1)
+
+
+def drafts_of(options: EngineOptions) -> AnyDrafts:
+    """The round that follows the first level."""
+    return Drafts(options.topk, num_levels(options) - 1) if num_levels(options) > 1 else NO_DRAFTS
+
+
+class DraftRunners:
+    """Runs a model that drafts.
+
+    runtime:    over whose pages it runs, with the round of drafts_of(options)
+    vocabulary: of the model
+    """
+
+    def __init__(
+        self, runtime: AttentionRuntime, model: DraftingModel, options: EngineOptions, *, vocabulary: int
+    ) -> None:
+        self._model, self._drafts = model, drafts_of(options)
+        branches = options.topk
+        # torch refuses writes to memory that was made in inference mode.
+        with torch.inference_mode(False):
+            self._first_level = Level.empty(runtime.padding.seqs.largest, branches, model.nothing_carried)
+        after = options.capture_after
+        made_by = recorder_for(runtime.device) if options.graphs else None
+        eager_first = eager_steps_before_capture(runtime.device) if after is None else after
+        check = CaptureCheck(vocabulary=vocabulary)
+        self._first = StepRunner(runtime, self._taken_in, made_by, check=check, capture_after=eager_first)
+        self._round = DraftRunner(
+            runtime,
+            self._all_levels,
+            recorder_for(runtime.device) if options.graphs else None,
+            check=check,
+            capture_after=eager_first,
+        )
+        self._runtime = runtime
+
+    @property
+    def room(self) -> int:
+        """Tokens that a round stores after a sequence's own."""
+        return self._drafts.tokens
+
+    def capture_all(self, progress: Progress) -> None:
+        """As Drafter.capture_all."""
+        self._first.capture_all(progress)
+        self._round.capture_all(progress)
+
+    def take_in(self, batch: StepBatch, whole: Sequence[int]) -> None:
+        """A step over tokens that are new. whole: the places of its first sequences, to which their first drafts go"""
+        level = self._first.run(batch)
+        if list(whole) == list(range(len(whole))):
+            self._first_level.put_first(level.of(len(whole)))
+        elif whole:
+            self._first_level.put(level, torch.tensor(whole, device=self._runtime.device))
+
+    def found(self, rows: Int32Array, num_stored: Int32Array) -> Found:
+        """All drafts of the sequences that were taken in, in the order of their places.
+
+        rows:       int32 [num_seqs], of the request table, with room for the round
+        num_stored: int32 [num_seqs], tokens before the drafts
+        """
+        first = self._first_level.of(len(rows))
+        if not isinstance(self._drafts, Drafts):
+            return Found(first.words()[:, None])
+        inputs = DeviceInputs(token_ids=first.token_ids.flatten())
+        return Found(self._round.run(draft_batch(rows, num_stored, self._drafts, inputs=inputs)))
+
+    def _taken_in(self, step: Step) -> Level:
+        logits, carried = self._model.taken_in(step)
+        return Level.first(logits, carried, self._first_level.scores.shape[1])
+
+    def _all_levels(self, round_: DraftSteps) -> Tensor:
+        """int32 [S, levels, 3, K]: the words of all levels, the first one included."""
+        num_seqs = round_.steps[0].token_ids.shape[0] // round_.branches
+        level = self._first_level.of(num_seqs)
+        token_ids, words = round_.steps[0].token_ids, [level.words()]
+        for number, step in enumerate(round_.steps):
+            if number:
+                round_.set_parents(number, level.branches)
+                token_ids = level.token_ids.flatten()
+            logits, carried = self._model.drafted(replace(step, token_ids=token_ids), level.carried.flatten(0, 1))
+            level = level.next(logits, carried)
+            words.append(level.words())
+        return torch.stack(words, 1)

@@ -1,0 +1,183 @@
+"""An EAGLE head drafts: it goes on from the rows that the large model handed over, which never leave the device.
+
+After each step of the large model, and before the next one, the head takes in its new tokens, those of prompts too:
+for each of them the row that the large model had for it, and the id of the token after it. What is rejected is left
+out. After the last one come the first drafts, and all others are one round (draft_runners.py).
+
+The head has rows and K and V of its own. A sequence that begins with pages of the prefix cache, or that was preempted,
+has no rows of the large model for the tokens before: its row of the head begins after them. Drafts may be worse then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.graphs import Progress
+from rocm_attn.errors import DeviceFault, FitsLater
+from rocm_attn.paging.index_spaces import RESERVED_ROW
+from rocm_attn.paging.request_table import RequestTable
+from rocm_attn.runner.request import Sequence
+from rocm_attn.runner.scheduler import ScheduledStep, Taken
+from rocm_attn.runner.speculation.draft_runners import DraftRunners
+from rocm_attn.runner.speculation.drafts import LAST_TOKEN, NO_DRAFTS, Drafts
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """The head's row of a sequence. first, end: the tokens of the sequence, half open, that it has taken in"""
+
+    row: int
+    first: int
+    end: int
+
+    @property
+    def num_stored(self) -> int:
+        """Tokens in the row."""
+        return self.end - self.first
+
+
+class _New(NamedTuple):
+    """What a step has brought a sequence.
+
+    first:  its first new token, by place
+    places: of the tokens that stay, in order, among the rows of the step
+    """
+
+    sequence: Sequence
+    first: int
+    places: list[int]
+
+
+class EagleDrafter:
+    """Drafts by a head.
+
+    runners:  of the head
+    table:    its rows, with room for a row for each sequence that runs
+    handed:   [most_tokens, hidden], a row for each token of the large model's last step
+    features: likewise, what the head reads
+    few:      new tokens of a sequence, at most, in steps of the head that are captured
+    """
+
+    def __init__(
+        self, runners: DraftRunners, table: RequestTable, *, handed: Tensor, features: Tensor, few: int
+    ) -> None:
+        self._runners = runners
+        self._table = table
+        self._handed = handed
+        self._features = features
+        self._few = few
+        self._rows: dict[int, _Row] = {}
+        self._new: dict[int, _New] = {}
+
+    def follow(self, step: ScheduledStep, taken: Many[Taken]) -> None:
+        """As Drafter.follow."""
+        first = 0
+        kv_len, q_len = step.batch.kv_len.tolist(), step.batch.q_len.tolist()
+        for seq, sequence in enumerate(step.sequences):
+            if sequence.row != RESERVED_ROW:
+                drafts = step.drafts.get(seq, NO_DRAFTS)
+                known = q_len[seq] - len(drafts)
+                places = list(range(first, first + known))
+                if len(drafts):
+                    places += [first + known + draft for draft in _accepted(drafts, taken[seq].token_ids)]
+                self._new[sequence.number] = _New(sequence, kv_len[seq] - q_len[seq], places)
+            first += q_len[seq]
+
+    def draft(self, decoding: Many[tuple[Sequence, int]], alive: Collection[int]) -> Mapping[int, Drafts]:
+        """As Drafter.draft: of the sequences that were in the last step.
+
+        After a fault of the device there are none, and the head begins anew: drafts are but guesses.
+        """
+        new, self._new = self._new, {}
+        for number in self._rows.keys() - alive:
+            self._leave(number)
+        try:
+            return self._draft(decoding, new)
+        except DeviceFault:
+            for number in list(self._rows):
+                self._leave(number)
+            return {}
+
+    def capture_all(self, progress: Progress) -> None:
+        """As Drafter.capture_all."""
+        self._runners.capture_all(progress)
+
+    def _draft(self, decoding: Many[tuple[Sequence, int]], new: dict[int, _New]) -> Mapping[int, Drafts]:
+        wanted = {sequence.number: most for sequence, most in decoding}
+        taking = [each for number, each in new.items() if self._has_room(each, number in wanted)]
+        drafting = [each for each in taking if each.sequence.number in wanted]
+        place_of = {each.sequence.number: place for place, each in enumerate(drafting)}
+        few = [each for each in drafting if len(each.places) <= self._few]
+        many = [each for each in drafting if len(each.places) > self._few]
+        many += [each for each in taking if each.sequence.number not in wanted]
+        for part in (few, many):
+            if part:
+                whole = [place_of[each.sequence.number] for each in part if each.sequence.number in place_of]
+                self._runners.take_in(self._batch(part), whole)
+        if not drafting:
+            return {}
+        rows = [self._rows[each.sequence.number] for each in drafting]
+        found = self._runners.found(
+            np.array([row.row for row in rows], np.int32), np.array([row.num_stored for row in rows], np.int32)
+        )
+        numbers = [each.sequence.number for each in drafting]
+        return {number: found.drafts(seq, wanted[number]) for seq, number in enumerate(numbers)}
+
+    def _has_room(self, new: _New, drafts: bool) -> bool:
+        """Whether the head has a row for what is new, and for drafts of it."""
+        sequence, end = new.sequence, new.first + len(new.places)
+        number = sequence.number
+        if sequence.row == RESERVED_ROW or end >= len(sequence.token_ids):
+            self._leave(number)
+            return False
+        held = self._rows.get(number)
+        if held is not None and held.end != new.first:
+            self._leave(number)
+            held = None
+        try:
+            if held is None:
+                held = self._rows[number] = _Row(self._table.admit(), new.first, new.first)
+            stored = end - held.first
+            self._table.reserve(held.row, stored + (self._runners.room if drafts else 0))
+        except FitsLater:
+            self._leave(number)
+            return False
+        return True
+
+    def _batch(self, part: list[_New]) -> StepBatch:
+        """A step of the head over what is new of some sequences; the rows that it reads are put in their places."""
+        rows, kv_len, q_len, token_ids, places = [], [], [], list[int](), list[int]()
+        for each in part:
+            held, num = self._rows[each.sequence.number], len(each.places)
+            token_ids += each.sequence.token_ids[each.first + 1 : each.first + 1 + num]
+            held.end += num
+            rows.append(held.row)
+            kv_len.append(held.num_stored)
+            q_len.append(num)
+            places += each.places
+        chosen = torch.tensor(places, device=self._handed.device)
+        torch.index_select(self._handed, 0, chosen, out=self._features[: len(places)])
+        return StepBatch(rows, kv_len, q_len, token_ids)
+
+    def _leave(self, number: int) -> None:
+        held = self._rows.pop(number, None)
+        if held is not None:
+            self._table.free(held.row)
+
+
+def _accepted(drafts: Drafts, token_ids: tuple[int, ...]) -> list[int]:
+    """The drafts that were accepted, in order. token_ids: these, and one token more"""
+    path: list[int] = []
+    for token in token_ids[:-1]:
+        draft = drafts.after(path[-1] if path else LAST_TOKEN, token)
+        assert draft is not None, "what was accepted was drafted"
+        path.append(draft)
+    return path

@@ -1,0 +1,213 @@
+"""The head of EAGLE-1: a layer that goes on from the rows that the large model hands over.
+
+For token i, with feature f[i], which is what the large model gives to its output matrix, and the token after it:
+
+    x = [embedding[token[i + 1]], f[i]] @ fc.T        f'[i + 1] = x + attention(x), and that + mlp(norm(...))
+
+and f' @ head.T are logits of token i + 2. Embedding and output matrix are the large model's. In a draft step f' takes
+the place of f. K and V of the layer are the head's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rocm_attn.errors import BadModel
+from rocm_attn.problem import UNLIMITED_WINDOW, AllKeys
+from rocm_attn.runner.arithmetic import Arithmetic
+from rocm_attn.runner.attention import layer_attention
+from rocm_attn.runner.config import LayerConfig, ModelConfig, OwnInputs
+from rocm_attn.runner.linears import linears_over
+from rocm_attn.runner.loading import LoadedModel
+from rocm_attn.runner.mlp import add_mlp
+from rocm_attn.runner.model import Model
+from rocm_attn.runner.ranks import ONE_RANK
+from rocm_attn.runner.safetensors_file import SafetensorsFiles
+from rocm_attn.runner.speculation.methods import SEEDED
+from rocm_attn.runner.tensors import Piece, Shape, TensorReader, TensorSource
+from rocm_attn.runner.weights import expected_shapes, load_weights
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step.step import Step
+
+_FC = "fc.weight"
+# A standard deviation with which random layers hand on about what they get.
+_SEEDED_STD = 0.02
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EagleWeights:
+    """A head that was read.
+
+    model: its one layer, as a model; the embedding and the output matrix are the large model's
+    fc:    [hidden, 2 * hidden]: of an embedding and a feature
+    """
+
+    model: LoadedModel
+    fc: Tensor
+
+
+def load_head(path: str, large: LoadedModel) -> EagleWeights:
+    """The head in a directory with model.safetensors, under EAGLE-1's names, or one of seeded random weights.
+
+    Raises BadModel for a head that is not made for this model.
+    """
+    layer, weights = _layer_like(large.config), large.weights
+    # Its own matrices would be the large model's: one row stands for them until it gets those.
+    config = replace(
+        large.config,
+        layers=(layer,),
+        reads=(),
+        vocab_size=1,
+        eos_token_ids=(),
+        tied_embeddings=True,
+        own_inputs=OwnInputs(),
+        has_layer_factors=False,
+        num_extra_layers=0,
+    )
+    shape = (config.hidden_size, 2 * config.hidden_size)
+    source: TensorSource = _Seeded(config, shape) if path == SEEDED else _EagleFiles(Path(path), config, shape)
+    if source.shapes()[_FC] != shape:
+        raise BadModel(
+            f"{source.name}: {_FC} has shape {list(source.shapes()[_FC])}; a head of this model has {list(shape)}"
+        )
+    of_head = load_weights(_WithoutFc(source), config, dtype=weights.dtype, device=weights.device)
+    reader = TensorReader(source, {_FC: shape}, weights.dtype, weights.device)
+    of_head = replace(of_head, embedding=weights.embedding, final_norm=weights.final_norm, head=weights.head)
+    config = replace(config, vocab_size=large.config.vocab_size)
+    return EagleWeights(LoadedModel(config, of_head, None, ONE_RANK), reader.join(Piece(_FC)))
+
+
+class EagleHead:
+    """As DraftingModel. large: the model that it drafts for; runtime: of the head's own layer
+
+    features: [most_tokens, hidden]: what taken_in() reads, one row for each token of its step; the caller writes them
+    """
+
+    def __init__(self, weights: EagleWeights, large: Model, runtime: AttentionRuntime, most_tokens: int) -> None:
+        config, of_head = weights.model.config, weights.model.weights
+        self._large, self._fc = large, weights.fc
+        self._layer, self._weights = config.layers[0], of_head.layers[0]
+        self._arithmetic = Arithmetic(
+            linears_over(ONE_RANK, deterministic=runtime.deterministic),
+            config.rms_norm_eps,
+            config.multipliers.residual,
+        )
+        rope = self._layer.rope.turns(runtime.max_kv_len, of_head.device)
+        self._attention = layer_attention(0, 0, self._layer, self._weights.attention, self._arithmetic, rope)
+        with torch.inference_mode(False):
+            self.features = torch.zeros(most_tokens, config.hidden_size, dtype=of_head.dtype, device=of_head.device)
+        self.nothing_carried = self.features[:0]
+
+    def taken_in(self, step: Step) -> tuple[Tensor, Tensor]:
+        """As of DraftingModel; carried are the features of the next tokens."""
+        features = self._next_features(step, self.features[: step.token_ids.shape[0]])
+        last = features.index_select(0, step.last_token_of_seq)
+        return self._large.logits_of_normed(last), last
+
+    def drafted(self, step: Step, carried: Tensor) -> tuple[Tensor, Tensor]:
+        """As of DraftingModel."""
+        features = self._next_features(step, carried)
+        return self._large.logits_of_normed(features), features
+
+    def _next_features(self, step: Step, features: Tensor) -> Tensor:
+        """[T, hidden]"""
+        arithmetic, of_attention = self._arithmetic, self._weights.attention
+        hidden = F.linear(torch.cat((self._large.embed(step.token_ids), features), 1), self._fc)
+        x = self._attention.attended(step.layers, hidden, {})  # the head's one layer has no norm before it
+        out_norm = self._weights.attention_out_norm
+        hidden = arithmetic.add(hidden, x, of_attention.out, of_attention.out_bias, out_norm)
+        return add_mlp(hidden, self._layer.mlp, self._weights, arithmetic)
+
+
+def _layer_like(config: ModelConfig) -> LayerConfig:
+    """The last layer that attends to all keys, without a window, by K and V of its own."""
+    for layer in reversed(config.layers):
+        if isinstance(layer.attention.indexer, AllKeys) and not layer.attention.has_sinks:
+            return replace(layer, attention=replace(layer.attention, window_left=UNLIMITED_WINDOW))
+    raise BadModel(
+        f"no layer of {config.architecture} attends to all keys without sinks, as the layer of an EAGLE head does; "
+        "take speculative ngram or draft:MODEL"
+    )
+
+
+class _Seeded:
+    """A TensorSource of random weights, the same each time. fc hands on both of its halves."""
+
+    name = "the seeded head"
+
+    def __init__(self, config: ModelConfig, fc: Shape) -> None:
+        self._shapes = {**expected_shapes(config), _FC: fc}
+        self._random = torch.Generator().manual_seed(0)
+
+    def shapes(self) -> Mapping[str, Shape]:
+        """As TensorSource.shapes."""
+        return self._shapes
+
+    def read(self, name: str, *where: slice) -> Tensor:
+        """As TensorSource.read."""
+        shape = self._shapes[name]
+        if "norm" in name:
+            return torch.ones(shape)[where]
+        random = torch.randn(shape, generator=self._random) * _SEEDED_STD
+        if name == _FC:
+            random[:, shape[0] :] += torch.eye(shape[0])
+        return random[where]
+
+
+class _EagleFiles:
+    """A TensorSource over a head's files: its names begin with `layers.0`, and it lacks what the large model has."""
+
+    def __init__(self, directory: Path, config: ModelConfig, fc: Shape) -> None:
+        if not directory.is_dir():
+            raise BadModel(f"{directory} is no directory; an EAGLE head lies in one with model.safetensors")
+        self._files, self.name = SafetensorsFiles(directory), str(directory)
+        expected = {**expected_shapes(config), _FC: fc}
+        found = {_ours(name): shape for name, shape in self._files.shapes().items()}
+        self._lacking = {
+            name: shape for name, shape in expected.items() if name not in found or name == "model.embed_tokens.weight"
+        }
+        refused = [name for name in self._lacking if name not in _OF_LARGE]
+        if refused:
+            raise BadModel(
+                f"{directory} lacks {refused[0].removeprefix('model.')}; it is no EAGLE-1 head of this model"
+            )
+        self._shapes = {**found, **self._lacking}
+
+    def shapes(self) -> Mapping[str, Shape]:
+        """As TensorSource.shapes."""
+        return self._shapes
+
+    def read(self, name: str, *where: slice) -> Tensor:
+        """As TensorSource.read."""
+        if name in self._lacking:
+            return torch.ones(self._lacking[name])[where]
+        return self._files.read(name if name == _FC else name.removeprefix("model."), *where)
+
+
+# What a head need not have: what it shares with the large model, and a norm that none has.
+_OF_LARGE = frozenset({"model.embed_tokens.weight", "model.norm.weight", "model.layers.0.input_layernorm.weight"})
+
+
+def _ours(name: str) -> str:
+    return name if name == _FC else f"model.{name}"
+
+
+class _WithoutFc:
+    """A head's tensors but for fc."""
+
+    def __init__(self, source: TensorSource) -> None:
+        self._source, self.name = source, source.name
+
+    def shapes(self) -> Mapping[str, Shape]:
+        """As TensorSource.shapes."""
+        return {name: shape for name, shape in self._source.shapes().items() if name != _FC}
+
+    def read(self, name: str, *where: slice) -> Tensor:
+        """As TensorSource.read."""
+        return self._source.read(name, *where)

@@ -209,7 +209,7 @@ def test_the_bound_of_a_body_holds_while_it_streams_in(server: Running) -> None:
     with socket.create_connection(server.address) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: chunked\r\n\r\n")
         chunk = b"%x\r\n%s\r\n" % (MOST_BYTES, b" " * MOST_BYTES)
-        connection.sendall(chunk * 2 + b"1\r\n")  # and no end
+        connection.sendall(chunk * 2 + b"1\r\n \r\n")  # and no end
         with connection.makefile("rb") as answer:
             assert answer.readline().startswith(b"HTTP/1.1 413 ")
             assert b'"code":"body_too_large"' in answer.read()

@@ -1,0 +1,110 @@
+"""Constraint: what a request's text must look like. llguidance reads it, which is imported late."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rocm_attn.errors import BadRequest
+
+# Characters of a constraint: longer ones take a while to be read, which is for nobody's good.
+MOST_CHARACTERS = 1 << 16
+_LONGEST_REASON = 400
+
+ConstraintKind = Literal["json_schema", "regex", "lark"]
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What the whole of a request's new text must match. Made by one of the functions below.
+
+    kind: what the text is: a JSON schema, a regular expression, or a grammar in Lark's notation
+    text: at most 65,536 characters
+
+    Raises BadRequest.
+    """
+
+    kind: ConstraintKind
+    text: str
+
+    def __post_init__(self) -> None:
+        if len(self.text) > MOST_CHARACTERS:
+            raise BadRequest(f"the constraint has {len(self.text)} characters; at most {MOST_CHARACTERS} are allowed")
+        if not self.text:
+            raise BadRequest("the constraint is empty; leave it out, or say what the text must match")
+
+    @classmethod
+    def json_schema(cls, schema: str | Mapping[str, Any]) -> Constraint:
+        """A JSON value that a schema accepts. schema: as an object, or as its text"""
+        return cls("json_schema", schema if isinstance(schema, str) else _as_json(schema))
+
+    @classmethod
+    def json_object(cls) -> Constraint:
+        """Any JSON object."""
+        return cls("json_schema", '{"type": "object"}')
+
+    @classmethod
+    def regex(cls, pattern: str) -> Constraint:
+        """A text that a regular expression matches from its first to its last character."""
+        return cls("regex", pattern)
+
+    @classmethod
+    def choice(cls, texts: Sequence[str]) -> Constraint:
+        """One of these texts."""
+        if not texts or not all(texts):
+            raise BadRequest("a choice needs texts to choose from, each with at least one character")
+        return cls("lark", f"start: {' | '.join(map(_as_json, texts))}")
+
+    @classmethod
+    def grammar(cls, lark: str) -> Constraint:
+        """A text that a context-free grammar gives, in the notation of Lark, from its rule `start` on."""
+        return cls("lark", lark)
+
+    def check(self) -> None:
+        """Raise BadRequest where the library refuses the constraint, with its reason; no model is needed.
+
+        It takes milliseconds, seconds at the worst; a server calls it outside of its event loop.
+        """
+        is_error, reasons = library().LLMatcher.validate_grammar_with_warnings(grammar_of(self))
+        if is_error:
+            raise BadRequest(f"the constraint cannot be used: {reason_of(reasons[0])}")
+
+
+def library() -> Any:
+    """llguidance. Raises BadRequest where it is not installed."""
+    try:
+        import llguidance
+    except ImportError as error:
+        raise BadRequest(
+            "constraints need the library llguidance, which is not installed: pip install 'rocm-attn[serve]'"
+        ) from error
+    return llguidance
+
+
+def grammar_of(constraint: Constraint) -> str:
+    """The constraint in the library's own words. Raises BadRequest."""
+    matcher = library().LLMatcher
+    if constraint.kind == "regex":
+        return str(matcher.grammar_from_regex(constraint.text))
+    if constraint.kind == "lark":
+        return str(matcher.grammar_from_lark(constraint.text))
+    try:
+        json.loads(constraint.text)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the JSON schema is not JSON ({error})") from error
+    return str(matcher.grammar_from_json_schema(constraint.text))
+
+
+def reason_of(error: str) -> str:
+    """What the library says, in one line and without what it says of its own state."""
+    words = " ".join(error.partition("<state>")[0].split())
+    return words if len(words) <= _LONGEST_REASON else words[:_LONGEST_REASON] + "..."
+
+
+def _as_json(value: object) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadRequest(f"the constraint cannot be written as JSON ({error})") from error

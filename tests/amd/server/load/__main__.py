@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import shlex
 import sys
 import tempfile
 import time
@@ -22,7 +23,10 @@ PARTS, DRAINS = 9, (3, 6)
 
 async def run(options: argparse.Namespace, folder: Path) -> bool:
     """Whether every answer was right and none was lost."""
-    load = MixedLoad(folder, at_a_time=options.clients, seed=options.seed, port=options.port, max_tokens=options.tokens)
+    flags = shlex.split(options.serve)
+    load = MixedLoad(
+        folder, *flags, at_a_time=options.clients, seed=options.seed, port=options.port, max_tokens=options.tokens
+    )
     begun = time.monotonic()
     async with load.running():
         for part in range(1, PARTS + 1):
@@ -57,6 +61,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=12, help="most new tokens of a request")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--port", type=int, default=0, help="of the server (a free one)")
+    parser.add_argument("--serve", default="", metavar="FLAGS", help="more flags of `rocm-attn serve`, in one argument")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         return 0 if asyncio.run(run(options, write_model(Path(folder)))) else 1

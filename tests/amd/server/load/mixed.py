@@ -60,15 +60,23 @@ class Tally:
 
 
 class MixedLoad:
-    """A load of so many clients on a server, and on those that come after it on its port.
+    """A load of so many clients on a server with these flags, and on those that come after it on its port.
 
     tally:    what has become of it so far
     num_sent: requests that were sent in all
     """
 
-    def __init__(self, model: Path, *, at_a_time: int, seed: int = 0, port: int = 0, max_tokens: int = 12) -> None:
+    def __init__(
+        self,
+        model: Path,
+        *flags: str,
+        at_a_time: int,
+        seed: int = 0,
+        port: int = 0,
+        max_tokens: int = 12,
+    ) -> None:
         self.tally = Tally()
-        self._model, self._chooser, self._at_a_time = model, random.Random(seed), at_a_time
+        self._model, self._flags, self._chooser, self._at_a_time = model, flags, random.Random(seed), at_a_time
         self._asked = conversations(40, seed, max_tokens=max_tokens)
         self._expected: list[Answer] = []
         self._open: dict[int, str] = {}  # number of a request that was sent -> what it is; each is to be answered
@@ -76,7 +84,7 @@ class MixedLoad:
         self.num_sent = 0
         self._may_send, self._is_served, self._quiet = asyncio.Event(), asyncio.Event(), asyncio.Condition()
         self._is_over = False
-        self._server = Served(model, port=port)
+        self._server = Served(model, *flags, port=port)
         self.port = self._server.port
         self._may_send.set()
         self._is_served.set()
@@ -131,7 +139,7 @@ class MixedLoad:
         if code != 0 or any("giving up" in line for line in self._server.log):
             self.tally.lost.append(f"the drained server ended with {code}: {self._server.log[-5:]}")
         self.tally.kinds["drains"] += 1
-        self._server = await asyncio.to_thread(Served, self._model, port=self.port)
+        self._server = await asyncio.to_thread(Served, self._model, *self._flags, port=self.port)
         self._is_served.set()
 
     async def _be_a_client(self) -> None:

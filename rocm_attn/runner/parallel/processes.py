@@ -77,8 +77,8 @@ class RankProcesses:
         self._folder = tempfile.mkdtemp(prefix="rocm_attn_ranks_")
         self._ranks: list[_Rank] = []
         self._selector = selectors.DefaultSelector()
-        # Who waits for the lock holds the next turn. A thread that steps would else take the lock again and again before
-        # another one that wants a report is awake.
+        # Who waits for the lock holds the next turn. A thread that steps would else take the lock again and again
+        # before another one that wants a report is awake.
         self._next_turn, self._lock = threading.Lock(), threading.Lock()
         self._awaited = ""  # the method whose answers are still to come
         self._is_torn = False  # a message is on its way, which an interrupt may cut
@@ -116,8 +116,8 @@ class RankProcesses:
     def call(self, method: str, *arguments: Any, on_progress: OnProgress | None = None) -> Any:
         """Call a method of every rank's engine; what rank 0 returns.
 
-        A call of another thread waits until this one has ended, and comes before the next one of this thread. An interrupt leaves the method running: the next call
-        waits for its end, and raises what it raises.
+        A call of another thread waits until this one has ended, and comes before the next one of this thread. An
+        interrupt leaves the method running: the next call waits for its end, and raises what it raises.
         Raises what all ranks raise, and RankFailed, after which there are no ranks.
         """
         with ExitStack() as turn:

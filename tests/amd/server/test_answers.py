@@ -74,7 +74,7 @@ def test_a_stream_is_the_whole_answer_in_pieces(seed: int, client: openai.OpenAI
         usage.append(chunk.usage)
         for choice in chunk.choices:
             texts[choice.index] += choice.text
-            reasons[choice.index] = choice.finish_reason  # type: ignore[call-overload]
+            reasons[choice.index] = choice.finish_reason
     sampled = [Sampling(temperature=0.9, seed=seed_of_choice(seed, choice)) for choice in range(3)]
     expected = [generated(direct, (9, 12, 33), 12, sampling=each) for each in sampled]
     assert texts == [each.text for each in whole.choices] == [each.text for each in expected]

@@ -171,7 +171,8 @@ def test_stacked_curves_stand_on_one_another_and_a_gap_is_a_gap() -> None:
     assert base.points == first.points
     pieces = list(script._pieces(script.Curve("", ((0, 1.0), (1, nan), (2, 3.0), (3, 3.0), (9, 1.0))), 3))
     assert pieces == [[(0, 1.0)], [(2, 3.0), (3, 3.0)], [(9, 1.0)]]
-    assert [script._round_up(value) for value in (0.0, 0.9, 1.0, 3.0, 1700.0)] == [1.0, 1.0, 1.0, 4.0, 2000.0]
+    assert [script._round_up(value, "s") for value in (0.0, 0.9, 1.0, 3.0, 1700.0)] == [1.0, 1.0, 1.0, 4.0, 2000.0]
+    assert script._round_up(250 << 20, "bytes") == 256 << 20
 
 
 def test_the_tables_of_the_page_are_current() -> None:

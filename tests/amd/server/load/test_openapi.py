@@ -15,6 +15,12 @@ from hypothesis import HealthCheck, Phase, given, settings
 from openai.types import Completion, ErrorObject, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
 
 from tests.amd.server.load.clients import MODEL
 from tests.amd.server.load.served import Served, served
@@ -65,7 +71,7 @@ def check_operation(operation: Any, num_examples: int, found: Counter[tuple[str,
 
 def check_by_openais_types(response: Any) -> None:
     """OpenAI's own client reads an answer: whole ones, the chunks of streams, and errors."""
-    kind = response.headers["content-type"].partition(";")[0]
+    kind = response.headers["content-type"][0].partition(";")[0]
     if kind == "text/event-stream":
         events = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
         if not events[-1].startswith('{"error"'):
@@ -87,10 +93,10 @@ TYPES: dict[str, type[BaseModel]] = {
     "model": Model,
 }
 CHECKS = [
-    schemathesis.checks.not_a_server_error,
-    schemathesis.specs.openapi.checks.status_code_conformance,
-    schemathesis.specs.openapi.checks.content_type_conformance,
-    schemathesis.specs.openapi.checks.response_schema_conformance,
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
 ]
 
 

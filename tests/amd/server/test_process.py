@@ -29,7 +29,7 @@ def ask(server: Served, **fields: Any) -> http.client.HTTPResponse:
     """Send a request; its answer, of which the first byte has come."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port)
     body = json.dumps({**LONG, **fields})
-    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json", "Connection": "close"})
     answer = connection.getresponse()
     assert answer.status == 200, answer.read()
     return answer

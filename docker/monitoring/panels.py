@@ -147,7 +147,7 @@ def _chart(panel: dict[str, Any], prometheus: Prometheus, span: Span) -> str:
     width = 56 * panel["gridPos"]["w"]
     drawn = _stacked(curves) if stacked else [(curve, None) for curve in curves]
     tallest = max((value for curve, _ in drawn for _, value in curve.points if not math.isnan(value)), default=0)
-    top = defaults.get("max") or _round_up(tallest)
+    top = defaults.get("max") or _round_up(tallest, defaults["unit"])
     lines = list(_axes(span, width, top, defaults["unit"]))
     for number, (curve, base) in reversed(list(enumerate(drawn))):
         lines += _line(_Frame(span, width, top), curve, base, COLOURS[number % len(COLOURS)])
@@ -225,10 +225,12 @@ def _axes(span: Span, width: int, top: float, unit: str) -> Iterator[str]:
         yield f'<text x="{frame.x(moment):.1f}" y="{TOP + PLOT_HEIGHT + 15}" class="below">{label}</text>'
 
 
-def _round_up(value: float) -> float:
-    """The next of 1, 2, 4 and 8 times a power of ten; 1 for 0."""
+def _round_up(value: float, unit: str) -> float:
+    """The next of 1, 2, 4 and 8 times a power of ten, or the next power of two of bytes; 1 for 0."""
     if value <= 0 or math.isinf(value):
         return 1.0
+    if unit == "bytes":
+        return 2.0 ** math.ceil(math.log2(value))
     power = 10.0 ** math.floor(math.log10(value))
     return next(digit * power for digit in (1, 2, 4, 8, 10) if digit * power >= value * (1 - 1e-9))
 

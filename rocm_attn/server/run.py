@@ -28,6 +28,9 @@ from rocm_attn.server.served_model import ServedModel
 # How long clients have to take the last bytes of their answers.
 _LAST_BYTES_SECONDS = 5
 _BACKLOG = 2048
+# How long a connection may be idle: longer than clients and gateways keep one (OpenAI's 5 seconds, others up to 60), so
+# that they close it, and no request comes on one that the server closes at that moment.
+_IDLE_SECONDS = 75
 
 
 def bind(options: ServerOptions) -> socket.socket:
@@ -96,6 +99,7 @@ class Server(uvicorn.Server):
                 backlog=_BACKLOG,
                 server_header=False,
                 timeout_graceful_shutdown=_LAST_BYTES_SECONDS,
+                timeout_keep_alive=_IDLE_SECONDS,
             )
         )
 

@@ -27,8 +27,8 @@ class Answer:
 
 
 def client_of(url: str, key: str = "nobody asks") -> openai.AsyncOpenAI:
-    """A client that sends nothing twice."""
-    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+    """A client that sends nothing twice, and waits for as long as a busy machine takes."""
+    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=None)
 
 
 def conversations(num: int, seed: int = 0, *, max_tokens: int = 12) -> list[dict[str, Any]]:

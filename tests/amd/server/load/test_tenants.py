@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.amd.server.load.clients import ask, ask_all, client_of, conversations
+from tests.amd.server.load.clients import ask, ask_all, client_of, conversations, in_parallel
 from tests.amd.server.load.served import Served, served
 
 ALICE, MALLORY = "alice-has-this-key", "mallory-has-that-key"
@@ -34,7 +34,7 @@ POISON: tuple[dict[str, Any], ...] = (
     {"presence_penalty": 2.0, "frequency_penalty": -2.0, "repetition_penalty": 1e-30},
     {"max_tokens": 2**31 - 1},
     {"max_completion_tokens": 2**31 - 1},
-    {"n": 16, "max_tokens": 90},
+    {"n": 8, "max_tokens": 30},
     {"stop": [f"w{number}" for number in range(16)]},
     {"logprobs": True, "top_logprobs": 20},
     {"seed": -(2**63)},
@@ -59,8 +59,7 @@ async def poison(server: Served, asked: list[dict[str, Any]], times: int) -> lis
             except openai.APIStatusError as error:
                 found.append(error.status_code)
 
-        for first in range(0, times, 8):
-            await asyncio.gather(*(send(number) for number in range(first, first + 8)))
+        await in_parallel(send, range(times), at_a_time=8)
     return found
 
 
@@ -68,12 +67,8 @@ def test_poison_under_one_key_changes_no_answer_under_another(server: Served) ->
     asked = conversations(24, seed=21)
     expected = asyncio.run(ask_all(server.url, asked, at_a_time=1, key=ALICE))
 
-    async def both() -> tuple[list[Any], list[int]]:
-        alice = asyncio.ensure_future(ask_all(server.url, asked * 3, at_a_time=6, key=ALICE))
-        return await alice, await poison(server, asked, 8 * len(POISON))
-
     async def at_once() -> tuple[list[Any], list[int]]:
-        poisoning = asyncio.ensure_future(poison(server, asked, 8 * len(POISON)))
+        poisoning = asyncio.ensure_future(poison(server, asked, 2 * len(POISON)))
         return await ask_all(server.url, asked * 3, at_a_time=6, key=ALICE), await poisoning
 
     answers, statuses = asyncio.run(at_once())

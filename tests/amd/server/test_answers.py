@@ -58,7 +58,7 @@ def test_a_completion_is_what_the_engine_generates(client: openai.OpenAI, direct
     assert counts == (3, 10, 13)
 
 
-@pytest.mark.parametrize("seed", [0, 7, -1, 2**63 - 1])
+@pytest.mark.parametrize("seed", [-1, 2**63 - 1])
 def test_a_stream_is_the_whole_answer_in_pieces(seed: int, client: openai.OpenAI, direct: Engine) -> None:
     asked: dict[str, Any] = {
         "model": NAME,

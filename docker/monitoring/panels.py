@@ -131,7 +131,8 @@ def _stat(panel: dict[str, Any], prometheus: Prometheus, span: Span) -> str:
         return '<p class="value">-</p>'
     steps = defaults["thresholds"]["steps"]
     colour = [step["color"] for step in steps if step["value"] is None or values[0] >= step["value"]][-1]
-    return f'<p class="value {colour}">{in_unit(values[0], defaults["unit"])}</p>'
+    value = round(values[0]) if defaults["unit"] == "none" else values[0]
+    return f'<p class="value {colour}">{in_unit(value, defaults["unit"])}</p>'
 
 
 def _chart(panel: dict[str, Any], prometheus: Prometheus, span: Span) -> str:
@@ -143,10 +144,10 @@ def _chart(panel: dict[str, Any], prometheus: Prometheus, span: Span) -> str:
         if any(not math.isnan(value) for _, value in curve.points)
     ]
     stacked = "stacking" in defaults["custom"]
-    width = 40 * panel["gridPos"]["w"] + 20
+    width = 56 * panel["gridPos"]["w"]
     drawn = _stacked(curves) if stacked else [(curve, None) for curve in curves]
     tallest = max((value for curve, _ in drawn for _, value in curve.points if not math.isnan(value)), default=0)
-    top = defaults.get("max") or _round_up(tallest)
+    top = defaults.get("max") or _round_up(tallest, defaults["unit"])
     lines = list(_axes(span, width, top, defaults["unit"]))
     for number, (curve, base) in reversed(list(enumerate(drawn))):
         lines += _line(_Frame(span, width, top), curve, base, COLOURS[number % len(COLOURS)])
@@ -194,7 +195,8 @@ def _line(frame: _Frame, curve: Curve, base: Curve | None, colour: str) -> Itera
     for piece in _pieces(curve, 3 * frame.span.step):
         line = " ".join(f"{frame.x(moment):.1f},{frame.y(value):.1f}" for moment, value in piece)
         if base is not None:
-            area = " ".join(f"{frame.x(moment):.1f},{frame.y(value):.1f}" for moment, value in reversed(base.points))
+            under = [point for point in reversed(base.points) if piece[0][0] <= point[0] <= piece[-1][0]]
+            area = " ".join(f"{frame.x(moment):.1f},{frame.y(value):.1f}" for moment, value in under)
             yield f'<polygon points="{line} {area}" fill="{colour}" fill-opacity="0.45"/>'
         yield f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.6"/>'
 
@@ -223,10 +225,12 @@ def _axes(span: Span, width: int, top: float, unit: str) -> Iterator[str]:
         yield f'<text x="{frame.x(moment):.1f}" y="{TOP + PLOT_HEIGHT + 15}" class="below">{label}</text>'
 
 
-def _round_up(value: float) -> float:
-    """The next of 1, 2, 4 and 8 times a power of ten; 1 for 0."""
+def _round_up(value: float, unit: str) -> float:
+    """The next of 1, 2, 4 and 8 times a power of ten, or the next power of two of bytes; 1 for 0."""
     if value <= 0 or math.isinf(value):
         return 1.0
+    if unit == "bytes":
+        return 2.0 ** math.ceil(math.log2(value))
     power = 10.0 ** math.floor(math.log10(value))
     return next(digit * power for digit in (1, 2, 4, 8, 10) if digit * power >= value * (1 - 1e-9))
 

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 import rocm_attn.runner.request as engine_request
 from rocm_attn.errors import RocmAttnError
 from rocm_attn.server.api_errors import ApiError, bad_request
+from rocm_attn.server.description import with_answers
 from rocm_attn.server.event_stream import EventStream, error_response
 from rocm_attn.server.gate import JOB, Gate
 from rocm_attn.server.generation import Generations
@@ -174,16 +175,11 @@ def _bad_body(errors: Sequence[Any]) -> ApiError:
 
 
 def _document(app: FastAPI) -> None:
-    """The OpenAPI description tells of the errors that there are: a body that is wrong is answered 400, not 422."""
+    """The OpenAPI description tells of answers and errors."""
     made = app.openapi
 
     def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            schema = made()
-            for path in schema["paths"].values():
-                for operation in path.values():
-                    operation["responses"].pop("422", None)
-                    operation["responses"]["default"] = {"description": "an error, in OpenAI's form"}
-        return app.openapi_schema or schema
+        # made() keeps its description, which has its answers from the first call on
+        return app.openapi_schema or with_answers(made())
 
     app.openapi = openapi  # type: ignore[method-assign]

@@ -24,12 +24,14 @@ class HttpMetrics:
     open:        requests whose answer has not ended
     draining:    whether no more requests are taken because the server ends
     disconnects: requests whose client left before the end of the answer
+    age_seconds: how old the engine's counts are that are told beside these
     refused:     requests that were refused before the engine saw them, by reason: few and fixed ones, such as "queue"
     """
 
     open: int = 0
     draining: bool = False
     disconnects: int = 0
+    age_seconds: float = 0.0
     refused: Counter[str] = field(default_factory=Counter)
     _answers: Counter[tuple[str, str]] = field(default_factory=Counter)
     _seconds: dict[str, Durations] = field(default_factory=dict)
@@ -60,6 +62,9 @@ class HttpMetrics:
         lines += [sample(name, count, reason=reason) for reason, count in sorted(self.refused.items())]
         name, help = f"{prefix}_draining", "whether no more requests are taken because the server ends"
         lines += [*heading(name, help, "gauge"), sample(name, int(self.draining))]
+        name = f"{prefix}_metrics_age_seconds"
+        lines += heading(name, "how old the engine's counts are, which come late while a step takes long", "gauge")
+        lines.append(sample(name, round(self.age_seconds, 3)))
         return text_of([*lines, *_process()])
 
     def _answers_as_lines(self, prefix: str) -> list[str]:

@@ -28,6 +28,9 @@ from rocm_attn.server.served_model import ServedModel
 # How long clients have to take the last bytes of their answers.
 _LAST_BYTES_SECONDS = 5
 _BACKLOG = 2048
+# How long a connection may be idle: longer than clients and gateways keep one (OpenAI's 5 seconds, others up to 60), so
+# that they close it, and no request comes on one that the server closes at that moment.
+_IDLE_SECONDS = 75
 
 
 def bind(options: ServerOptions) -> socket.socket:
@@ -82,12 +85,13 @@ class Server(uvicorn.Server):
     def __init__(self, front: AsyncEngine, model: ServedModel, keys: ApiKeys, announce: Callable[[str], None]) -> None:
         self._front, self._options, self._announce = front, model.options, announce
         self.jobs = Jobs()
+        self.generations = Generations(front, self.jobs)
         self._loop = asyncio.get_running_loop()
         self._signal = asyncio.Event()
         self._num_signals = 0
         super().__init__(
             uvicorn.Config(
-                build_app(Generations(front, self.jobs), model, keys),
+                build_app(self.generations, model, keys),
                 lifespan="off",
                 ws="none",
                 log_level="warning",
@@ -95,6 +99,7 @@ class Server(uvicorn.Server):
                 backlog=_BACKLOG,
                 server_header=False,
                 timeout_graceful_shutdown=_LAST_BYTES_SECONDS,
+                timeout_keep_alive=_IDLE_SECONDS,
             )
         )
 

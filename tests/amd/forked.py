@@ -14,7 +14,7 @@ def context() -> ForkServerContext:
     """Where processes come from. They have the environment of the first one's beginning."""
     forking = multiprocessing.get_context("forkserver")
     # None of these looks for a GPU, which no process forked later could then use.
-    forking.set_forkserver_preload(["torch", "torch.distributed", "rocm_attn.selection.build"])
+    forking.set_forkserver_preload(["torch", "torch.distributed", "rocm_attn.selection.build", "rocm_attn.cli.serve"])
     return forking
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, INTERRUPTED, READER_GONE, main
 from rocm_attn.cli.arguments import described_model
-from rocm_attn.cli.options import ON_GENERATE
+from rocm_attn.cli.options import ON_GENERATE, ON_SERVE, SERVER
 from rocm_attn.cli.ordered_text import OrderedText
 from rocm_attn.cli.parser import build_parser
 from rocm_attn.machine.choices import AUTO, DTYPES, POOLS, PROVIDERS
@@ -25,6 +25,7 @@ from rocm_attn.providers.select import ROWS
 from rocm_attn.runner.loading import find_model
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.selection.pages import POOLS as LAYOUTS
+from rocm_attn.server.options import ServerOptions
 from tests.amd.house.source_tree import ROOT
 from tests.amd.runner.hf_models import small_hf_model, write_gguf
 
@@ -67,6 +68,14 @@ def test_every_flag_of_generate_that_serves_is_a_field_of_the_engines_options() 
     assert {field.name for field in fields(EngineOptions)} - set(given) == {"capture_after", "max_kv_len", "kv_bytes"}
 
 
+def test_every_flag_of_serve_is_a_field_of_the_engines_options_or_of_the_servers() -> None:
+    parsed = build_parser().parse_args(["serve"])
+    assert EngineOptions(**{name: getattr(parsed, name) for name in ON_SERVE}) == EngineOptions()
+    assert ServerOptions(**{name: getattr(parsed, name) for name in SERVER}) == ServerOptions()
+    assert {field.name for field in fields(EngineOptions)} - set(ON_SERVE) == {"capture_after"}
+    assert {field.name for field in fields(ServerOptions)} == set(SERVER)
+
+
 @pytest.mark.parametrize(
     ("flag", "value"),
     [
@@ -89,7 +98,15 @@ def test_a_flag_gives_its_field_a_value_of_the_right_type(flag: list[str], value
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["generate", "--help"], ["explain", "--help"], ["env", "--help"], ["doctor", "--help"]]
+    "arguments",
+    [
+        ["--help"],
+        ["generate", "--help"],
+        ["serve", "--help"],
+        ["explain", "--help"],
+        ["env", "--help"],
+        ["doctor", "--help"],
+    ],
 )
 def test_help_is_printed_without_importing_torch(arguments: list[str]) -> None:
     code = (
@@ -105,7 +122,9 @@ def test_help_is_printed_without_importing_torch(arguments: list[str]) -> None:
     ("arguments", "complaint"),
     [
         ([], "COMMAND"),
-        (["serve"], "invalid choice: 'serve'"),
+        (["serves"], "invalid choice: 'serves'"),
+        (["serve", "--port", "-1"], "--port: -1 is not at least 0"),
+        (["serve", "--max-requests", "0"], "--max-requests: 0 is not at least 1"),
         (["generate", "--provider", "cuda", "x"], "invalid choice: 'cuda'"),
         (["generate", "--max-new-tokens", "0", "x"], "--max-new-tokens: 0 is not at least 1"),
         (["generate", "--page-size", "many", "x"], "--page-size"),

@@ -32,12 +32,13 @@ FLOORS_UP = (
     "watch",
     "soak",
     "runner",
+    "server",
     "cli",
 )
-MOST_FLOORS = 20
+MOST_FLOORS = 22
 
-KERNELS, HIP_GRAPHS, PROVIDERS, RUNNER, CLI = (
-    f"rocm_attn.{name}" for name in ("kernels", "hip_graphs", "providers", "runner", "cli")
+KERNELS, HIP_GRAPHS, PROVIDERS, RUNNER, SERVER, CLI = (
+    f"rocm_attn.{name}" for name in ("kernels", "hip_graphs", "providers", "runner", "server", "cli")
 )
 DOCTOR = "rocm_attn.cli.doctor"
 VLLM, SGLANG = "rocm_attn.integrations.vllm", "rocm_attn.integrations.sglang"
@@ -50,6 +51,7 @@ LIBRARIES = {
     AITER_MODULE: {"aiter", "numpy", "torch"},
     DOCTOR: set(),  # it must work where everything else cannot be imported
     RUNNER: {"gguf", "jinja2", "llguidance", "numpy", "safetensors", "tokenizers", "torch"},
+    SERVER: {"fastapi", "pydantic", "starlette", "uvicorn"},
     VLLM: {"torch", "vllm"},
     SGLANG: {"sglang", "torch"},
     "rocm_attn": {"numpy", "torch", "typing_extensions"},
@@ -109,6 +111,15 @@ def test_every_floor_is_there() -> None:
 def floor_of(module: str) -> str:
     """The file or folder of rocm_attn/ that a module is in."""
     return module.split(".")[1]
+
+
+def test_only_modules_of_http_import_fastapi() -> None:
+    """The others of the server serve whoever brings another framework; and --help reads the server's options."""
+    http = {"app", "event_stream", "gate", "run"}
+    for source in sources():
+        if belongs_to(source.module, SERVER) and source.path.stem not in http:
+            found = {name.module.partition(".")[0] for name in source.imports()}
+            assert not found & {"fastapi", "starlette", "uvicorn"}, source.module
 
 
 def test_the_doctor_needs_nothing_that_may_be_broken() -> None:

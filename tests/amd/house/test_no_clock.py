@@ -18,6 +18,8 @@ _WAITS = {"wait", "join", "poll", "communicate"}
 HARMLESS = {
     "conftest.py: deadline=None": "no deadline",
     "driver/__main__.py: time.monotonic()": "a time that is printed",
+    "server/load/clients.py: timeout=None": "no limit, in the place of OpenAI's 5 seconds for a connection",
+    "server/load/__main__.py: time.monotonic()": "how long a load goes on that somebody has asked for",
     "simulator/record.py: time.monotonic()": "a time that is written down",
 }
 

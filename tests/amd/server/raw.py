@@ -65,14 +65,19 @@ def post(server: Running, body: bytes | dict[str, Any], path: str = COMPLETIONS,
     return send(server, "POST", path, body, {name.replace("_", "-"): value for name, value in headers.items()})
 
 
+def as_bytes(body: dict[str, Any], path: str = COMPLETIONS) -> bytes:
+    """A request as it is sent."""
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
+
+
 class Client:
     """A connection over which a request was sent, whose answer is read when a test likes to."""
 
     def __init__(self, server: Running, body: dict[str, Any], path: str = COMPLETIONS) -> None:
-        content = json.dumps(body).encode()
         self.socket = socket.create_connection(server.address)
-        head = f"POST {path} HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
-        self.socket.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        self.socket.sendall(as_bytes(body, path))
         self._reader = self.socket.makefile("rb")
 
     def read_until(self, text: bytes) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -205,20 +206,16 @@ def test_a_body_that_is_too_long_is_not_kept(extra: int, server: Running) -> Non
 
 def test_the_bound_of_a_body_holds_while_it_streams_in(server: Running) -> None:
     """A body without a length, in chunks: the server answers before it has ended."""
-    import socket
-
     with socket.create_connection(server.address) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: chunked\r\n\r\n")
         chunk = b"%x\r\n%s\r\n" % (MOST_BYTES, b" " * MOST_BYTES)
-        connection.sendall(chunk * 3)  # and no end
+        connection.sendall(chunk * 2 + b"1\r\n \r\n")  # and no end
         with connection.makefile("rb") as answer:
-            assert answer.readline() == b"HTTP/1.1 413 Content Too Large\r\n"
+            assert answer.readline().startswith(b"HTTP/1.1 413 ")
             assert b'"code":"body_too_large"' in answer.read()
 
 
 def test_a_body_that_comes_slowly_is_given_up() -> None:
-    import socket
-
     with running(engine(tiny_model()), body_seconds=0.05) as served, socket.create_connection(served.address) as slow:
         slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Length: 9\r\n\r\n{")
         with slow.makefile("rb") as answer:

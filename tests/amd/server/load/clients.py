@@ -27,8 +27,8 @@ class Answer:
 
 
 def client_of(url: str, key: str = "nobody asks") -> openai.AsyncOpenAI:
-    """A client that sends nothing twice."""
-    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+    """A client that sends nothing twice, and waits for as long as a busy machine takes."""
+    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=None)
 
 
 def conversations(num: int, seed: int = 0, *, max_tokens: int = 12) -> list[dict[str, Any]]:
@@ -59,10 +59,15 @@ async def ask(client: openai.AsyncOpenAI, asked: dict[str, Any]) -> Answer:
         return Answer(choice.message.content or "", choice.finish_reason)
     text, reason = "", None
     async with await client.chat.completions.create(**asked) as stream:
-        async for chunk in stream:
-            for each in chunk.choices:
-                text += each.delta.content or ""
-                reason = each.finish_reason or reason
+        try:
+            async for chunk in stream:
+                for each in chunk.choices:
+                    text += each.delta.content or ""
+                    reason = each.finish_reason or reason
+        except openai.APIError:
+            raise
+        except Exception as error:  # of the library below OpenAI's client, which does not say so in a type of its own
+            raise LostAnswer(f"a stream broke off after {text!r}: {error}") from error
     if reason is None:
         raise LostAnswer(f"a stream ended after {text!r}")
     return Answer(text, reason)

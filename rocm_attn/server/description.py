@@ -1,0 +1,72 @@
+"""What the OpenAPI description tells of answers, which are made without FastAPI's models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Json = dict[str, Any]
+
+_TEXT, _COUNT = {"type": "string"}, {"type": "integer", "minimum": 0}
+
+
+def _object(**properties: Json) -> Json:
+    """An object that has all of these, and may have more."""
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+def _list_of(item: Json) -> Json:
+    return {"type": "array", "items": item}
+
+
+def _or_null(schema: Json) -> Json:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+_CARD = _object(id=_TEXT, object={"const": "model"}, created=_COUNT, owned_by=_TEXT, max_model_len=_COUNT)
+_USAGE = _object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
+_CHOICE: Json = {
+    "index": _COUNT,
+    "finish_reason": {"enum": ["stop", "length", "error", "abort"]},
+    "logprobs": _or_null({"type": "object"}),
+}
+_MESSAGE = _object(role={"const": "assistant"}, content=_TEXT, refusal={"type": "null"})
+
+
+def _answer(kind: str, **of_choice: Json) -> Json:
+    choices = _list_of(_object(**_CHOICE, **of_choice))
+    return _object(id=_TEXT, object={"const": kind}, created=_COUNT, model=_TEXT, choices=choices, usage=_USAGE)
+
+
+_ERROR = _object(error=_object(message=_TEXT, type=_TEXT, param=_or_null(_TEXT), code=_or_null(_TEXT)))
+
+# Path -> the schema of its JSON.
+_ANSWERS: dict[str, Json] = {
+    "/health": _object(status={"const": "ok"}),
+    "/ready": _object(status={"enum": ["ready", "draining"]}),
+    "/v1/models": _object(object={"const": "list"}, data=_list_of(_CARD)),
+    "/v1/models/{name}": _CARD,
+    "/v1/completions": _answer("text_completion", text=_TEXT),
+    "/v1/chat/completions": _answer("chat.completion", message=_MESSAGE),
+}
+# What a path sends beside JSON, or in its place.
+_TEXTS = {
+    "/metrics": "text/plain",
+    "/v1/completions": "text/event-stream",
+    "/v1/chat/completions": "text/event-stream",
+}
+
+
+def with_answers(description: Json) -> Json:
+    """The description with the answers of every path, in place: a body that is wrong is answered 400, not 422."""
+    error = {"description": "an error, in OpenAI's form", "content": {"application/json": {"schema": _ERROR}}}
+    for path, operations in description["paths"].items():
+        content: Json = {"application/json": {"schema": _ANSWERS[path]}} if path in _ANSWERS else {}
+        if path in _TEXTS:
+            content[_TEXTS[path]] = {"schema": _TEXT}
+        for operation in operations.values():
+            operation["responses"].pop("422", None)
+            operation["responses"]["200"]["content"] = content
+            operation["responses"]["default"] = error
+            if path == "/ready":
+                operation["responses"]["503"] = {"description": "the server ends", "content": content}
+    return description

@@ -1,0 +1,115 @@
+"""Requests that schemathesis makes of the served OpenAPI description: none is answered with a server's error."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from openai.types import Completion, ErrorObject, Model
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from pydantic import BaseModel
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from tests.amd.server.load.clients import MODEL
+from tests.amd.server.load.served import Served, served
+
+# The night makes more of them.
+FEW, MANY = 15, 400
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[Served]:
+    with served(model, "--max-new-tokens", "8", "--max-kv-len", "64") as server:
+        yield server
+
+
+def check_every_operation(server: Served, num_examples: int) -> Counter[tuple[str, int]]:
+    """Send so many requests of each operation; how often each was answered with which status."""
+    schema = schemathesis.openapi.from_dict(json.loads(server.get("/openapi.json")))
+    schema.config.update(base_url=server.url)
+    found = Counter[tuple[str, int]]()
+    for result in schema.get_all_operations():
+        check_operation(result.ok(), num_examples, found)
+    return found
+
+
+def check_operation(operation: Any, num_examples: int, found: Counter[tuple[str, int]]) -> None:
+    """Each answer is one that the description has; half of the bodies ask for the model that is there."""
+    chooser = random.Random(0)
+
+    @given(case=operation.as_strategy())
+    @settings(
+        max_examples=num_examples,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    def check(case: Any) -> None:
+        if isinstance(case.body, dict) and chooser.random() < 0.5:
+            case.body["model"] = MODEL
+        response = case.call()
+        assert response.status_code < 500, (case.body, response.text)
+        case.validate_response(response, checks=CHECKS)
+        check_by_openais_types(response)
+        found[operation.label, response.status_code] += 1
+
+    check()
+
+
+def check_by_openais_types(response: Any) -> None:
+    """OpenAI's own client reads an answer: whole ones, the chunks of streams, and errors."""
+    kind = response.headers["content-type"][0].partition(";")[0]
+    if kind == "text/event-stream":
+        events = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
+        if not events[-1].startswith('{"error"'):
+            assert events.pop() == "[DONE]"
+        for event in map(json.loads, events):
+            TYPES.get(event.get("object"), ErrorObject).model_validate(event.get("error", event), strict=True)
+    elif kind == "application/json":
+        content = response.json()
+        if response.status_code >= 400 and "error" in content:
+            ErrorObject.model_validate(content["error"], strict=True)
+        elif content.get("object") in TYPES:
+            TYPES[content["object"]].model_validate(content, strict=True)
+
+
+TYPES: dict[str, type[BaseModel]] = {
+    "chat.completion": ChatCompletion,
+    "chat.completion.chunk": ChatCompletionChunk,
+    "text_completion": Completion,
+    "model": Model,
+}
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+]
+
+
+@pytest.mark.parametrize("num_examples", [FEW, pytest.param(MANY, marks=pytest.mark.nightly)])
+def test_no_request_of_the_description_makes_the_server_fail(server: Served, num_examples: int) -> None:
+    found = check_every_operation(server, num_examples)
+    operations = {label for label, _ in found}
+    assert {"POST /v1/chat/completions", "POST /v1/completions", "GET /v1/models", "GET /metrics"} <= operations
+    for label in ("POST /v1/chat/completions", "POST /v1/completions"):
+        assert found[label, 400] > 0, found
+        assert sum(count for (name, _), count in found.items() if name == label) >= num_examples / 2
+    counts = server.counts()
+    assert counts["http_requests_total:status=500"] == 0
+    while (counts := server.counts())["requests_total"] != counts["requests_ended_total"]:
+        pass
+    counts.assert_empty()

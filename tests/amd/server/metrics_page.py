@@ -1,0 +1,71 @@
+"""The tables of docs/monitoring.md: every metric of /metrics and every alert, read from the code and from the rules.
+
+python -m tests.amd.server.metrics_page writes them.
+"""
+
+from __future__ import annotations
+
+import re
+
+import yaml
+
+from rocm_attn.server.http_metrics import HttpMetrics
+from rocm_attn.step.metrics import Metrics
+from tests.amd.house.source_tree import ROOT
+from tests.amd.server.scraped import families_of
+
+PAGE = ROOT / "docs/monitoring.md"
+MONITORING = ROOT / "docker/monitoring"
+_MARKS = "<!-- {name}: python -m tests.amd.server.metrics_page writes it -->\n", "<!-- end of {name} -->\n"
+
+
+def scrape() -> str:
+    """What /metrics answers where every label has a value."""
+    http = HttpMetrics()
+    http.note("/v1/completions", 200, 1.0)
+    http.refused["queue"] += 1
+    metrics = Metrics(fallbacks={"a reason": 1}, graphs_off="a reason", finding="a finding")
+    metrics.note_end("stop", 1.0)
+    return metrics.as_prometheus() + http.as_prometheus()
+
+
+def served_names() -> dict[str, set[str]]:
+    """The name of every sample, and its labels."""
+    found: dict[str, set[str]] = {}
+    for family in families_of(scrape()).values():
+        for each in family.samples:
+            found.setdefault(each.name, set()).update(each.labels)
+    return found
+
+
+def table_of_metrics() -> str:
+    """A row for each metric, in the order of the scrape."""
+    lines = ["| metric | type | labels | what it is |", "|---|---|---|---|"]
+    for family in families_of(scrape()).values():
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        labels = sorted({label for each in family.samples for label in each.labels} - {"le"})
+        shown = ", ".join(f"`{label}`" for label in labels)
+        lines.append(f"| `{name}` | {family.type} | {shown} | {family.documentation.replace('|', ' ')} |")
+    return "\n".join(lines) + "\n"
+
+
+def table_of_alerts() -> str:
+    """A row for each alert, in the order of the file."""
+    lines = ["| alert | how bad | for how long | what it says |", "|---|---|---|---|"]
+    for group in yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"]:
+        for rule in group["rules"]:
+            says = re.sub(r"{{ \$labels\.(\w+) }}", r"*\1*", rule["annotations"]["summary"])
+            lines.append(f"| {rule['alert']} | {rule['labels']['severity']} | {rule.get('for', 'at once')} | {says} |")
+    return "\n".join(lines) + "\n"
+
+
+def with_tables(text: str) -> str:
+    """A page with its tables as they are now. Raises ValueError where it has no place for them."""
+    for name, table in (("metrics", table_of_metrics()), ("alerts", table_of_alerts())):
+        begin, end = (mark.format(name=name) for mark in _MARKS)
+        text = text[: text.index(begin) + len(begin)] + "\n" + table + "\n" + text[text.index(end) :]
+    return text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_tables(PAGE.read_text()))

@@ -1,0 +1,103 @@
+"""What a request may ask for beside its prompt: stop texts, logprobs, JSON, biases. Most tokens are characters here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import tokenizers
+
+from rocm_attn.runner.engine import Engine
+from rocm_attn.runner.options import EngineOptions
+from rocm_attn.runner.request import Request
+from rocm_attn.runner.sampling import Sampling
+from rocm_attn.runner.tokenizer import Tokenizer
+from tests.amd.runner.asking import PROMPT, SCHEMA, character_model
+from tests.amd.runner.tiny_model import WORDS, tiny_model
+from tests.amd.server.raw import asked, post
+from tests.amd.server.running import Running, running
+from tests.amd.server.test_ends import events
+
+OPTIONS = EngineOptions(
+    provider="torch", page_size=4, max_batch_size=8, chunk=16, graphs=False, max_kv_len=64, deterministic=True
+)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    loaded = character_model()
+    with running(Engine(loaded, OPTIONS), tokenizer=loaded.tokenizer) as served:
+        yield served
+
+
+def choice_of(server: Running, **fields: Any) -> Any:
+    """The only answer; and it is the same in a stream."""
+    body = asked(**{"prompt": list(PROMPT), "max_tokens": 16, "seed": 4, **fields})
+    whole = post(server, body).json["choices"][0]
+    *chunks, done = events(post(server, {**body, "stream": True}).body)
+    streamed = [chunk["choices"][0] for chunk in chunks]
+    assert done == "[DONE]"
+    assert "".join(each["text"] for each in streamed) == whole["text"]
+    assert streamed[-1]["finish_reason"] == whole["finish_reason"]
+    if whole["logprobs"] is not None:
+        for name, values in whole["logprobs"].items():
+            told = [each["logprobs"][name] for each in streamed if each["logprobs"] is not None]
+            assert [value for some in told for value in some] == values
+    return whole
+
+
+def test_the_text_ends_before_a_stop_text(server: Running) -> None:
+    text = choice_of(server, temperature=1)["text"]
+    stop = text[5:7]
+    found = choice_of(server, temperature=1, stop=["never in it", stop])
+    assert (found["text"], found["finish_reason"]) == (text[: text.index(stop)], "stop")
+
+
+def test_logprobs_are_the_engines(server: Running) -> None:
+    loaded = character_model()
+    assert loaded.tokenizer is not None
+    (expected,) = Engine(loaded, OPTIONS).generate([Request(PROMPT, 16, logprobs=2)])
+    told = choice_of(server, logprobs=2)["logprobs"]
+    assert told["token_logprobs"] == [each.logprob for each in expected.logprobs]
+    assert "".join(told["tokens"]) == expected.text
+    assert [max(each.values()) for each in told["top_logprobs"]] == [each.likeliest[0][1] for each in expected.logprobs]
+    assert max(map(len, told["top_logprobs"])) == 2  # tokens of one text are told of once
+    assert told["text_offset"] == [len("".join(told["tokens"][:place])) for place in range(16)]
+    reply = post(server, asked(prompt=list(PROMPT), logprobs=0))
+    assert reply.json["choices"][0]["logprobs"]["top_logprobs"] == [{}] * 4
+
+
+@pytest.mark.parametrize("form", [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": SCHEMA}}])
+def test_an_answer_has_the_form_that_was_asked_for(form: dict[str, Any], server: Running) -> None:
+    found = choice_of(server, temperature=1, max_tokens=56, response_format=form)
+    if found["finish_reason"] == "stop":
+        assert isinstance(json.loads(found["text"]), dict)
+    else:  # no room for all of it
+        assert found["text"].lstrip().startswith("{")
+    if form["type"] == "json_schema":
+        content = json.loads(found["text"])
+        assert set(content) == {"a", "b"}
+        assert content["a"] >= 3
+
+
+def test_biases_and_penalties_are_the_engines(server: Running) -> None:
+    loaded = character_model()
+    sampling = Sampling(temperature=0.8, seed=4, frequency_penalty=1.5, logit_bias=((30, 9.0), (31, 9.0)), top_k=5)
+    (expected,) = Engine(loaded, OPTIONS).generate([Request(PROMPT, 16, sampling)])
+    fields = {"logit_bias": {"30": 9, "31": 9}, "frequency_penalty": 1.5, "top_k": 5}
+    assert choice_of(server, temperature=0.8, **fields)["text"] == expected.text
+
+
+def test_a_character_of_several_tokens_comes_whole() -> None:
+    """The two bytes of an é are tokens of their own, and nothing else is picked."""
+    vocabulary = {word: number for number, word in enumerate([*WORDS[:62], "<0xC3>", "<0xA9>"])}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
+    decoders = tokenizers.decoders
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = Tokenizer(backend, None, None)
+    with running(Engine(tiny_model(tokenizer=tokenizer), OPTIONS), tokenizer=tokenizer) as served:
+        bias = {"62": 100, "63": 100}
+        text = choice_of(served, prompt=[9], temperature=2, max_tokens=50, logit_bias=bias)["text"]
+    assert set(text) == {"é", "\N{REPLACEMENT CHARACTER}"}

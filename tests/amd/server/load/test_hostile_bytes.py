@@ -8,11 +8,12 @@ import gzip
 import random
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.amd.server.load.clients import ask_all, conversations
-from tests.amd.server.load.served import Served
+from tests.amd.server.load.served import Served, served
 from tests.amd.server.load.wire import CHAT, COMPLETIONS, answers, chat, connection, post, read_all, statuses
 
 # What a server's memory may grow by while it refuses.
@@ -74,6 +75,13 @@ REQUESTS = {
     "a length of a terabyte": post(CHAT, chat(), f"Content-Length: {1 << 40}"),
     "a method that is none": b"\x00\x01 /health HTTP/1.1\r\n\r\n",
 }
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[Served]:
+    """One that does not lose patience with clients, however slow the machine is."""
+    with served(model, "--write-seconds", "100000", "--body-seconds", "100000") as server:
+        yield server
 
 
 @pytest.fixture(autouse=True)

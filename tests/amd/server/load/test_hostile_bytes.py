@@ -86,7 +86,7 @@ def server(model: Path) -> Iterator[Served]:
 
 @pytest.fixture(autouse=True)
 def others_are_served(server: Served) -> Iterator[None]:
-    """After each test the server answers as ever, has made no mistake, and holds nothing."""
+    """After each test the server answers as before, has made no mistake, and holds nothing."""
     yield
     assert statuses(answers(server.port, post(CHAT, chat()))) == [200]
     while (counts := server.counts())["requests_total"] != counts["requests_ended_total"]:

@@ -153,7 +153,7 @@ def test_clients_that_say_half_of_a_request_hold_up_nobody(server: Served) -> No
 def test_a_client_that_reads_nothing_holds_up_nobody(server: Served) -> None:
     asked = conversations(10, seed=10)
     expected = asyncio.run(ask_all(server.url, asked, at_a_time=1))
-    body = chat(stream=True, max_tokens=100, n=8, ignore_eos=True)
+    body = chat(stream=True, max_tokens=60, n=4, ignore_eos=True)
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(connection(server.port, receive_buffer=1)) for _ in range(4)]
         for each in silent:

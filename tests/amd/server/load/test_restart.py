@@ -69,6 +69,7 @@ def test_ten_servers_one_after_the_other_on_one_port(model: Path) -> None:
         assert server.end() == (-signal.SIGKILL if turn % 2 else 0)
 
 
+@pytest.mark.nightly
 def test_clients_of_a_drained_server_are_told_to_go_elsewhere(model: Path) -> None:
     server = Served(model)
 

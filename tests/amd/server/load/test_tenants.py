@@ -65,7 +65,7 @@ async def poison(server: Served, asked: list[dict[str, Any]], times: int) -> lis
 
 
 def test_poison_under_one_key_changes_no_answer_under_another(server: Served) -> None:
-    asked = conversations(24, seed=21)
+    asked = conversations(12, seed=21)
     expected = asyncio.run(ask_all(server.url, asked, at_a_time=1, key=ALICE))
 
     async def at_once() -> tuple[list[Any], list[int]]:

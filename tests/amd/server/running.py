@@ -96,7 +96,11 @@ class Running:
         job = self.between_loops(lambda: Job("", 600.0))
         context = self.jobs.taken(job)
         self.between_loops(context.__enter__)
-        return lambda: self.between_loops(lambda: context.__exit__(None, None, None)) and None
+
+        def end() -> None:
+            self.between_loops(lambda: context.__exit__(None, None, None))
+
+        return end
 
     def jobs_are_done(self) -> None:
         """Wait until no request is being answered."""

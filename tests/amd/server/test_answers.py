@@ -58,7 +58,7 @@ def test_a_completion_is_what_the_engine_generates(client: openai.OpenAI, direct
     assert counts == (3, 10, 13)
 
 
-@pytest.mark.parametrize("seed", [0, 7, -1, 2**63 - 1])
+@pytest.mark.parametrize("seed", [-1, 2**63 - 1])
 def test_a_stream_is_the_whole_answer_in_pieces(seed: int, client: openai.OpenAI, direct: Engine) -> None:
     asked: dict[str, Any] = {
         "model": NAME,
@@ -74,7 +74,7 @@ def test_a_stream_is_the_whole_answer_in_pieces(seed: int, client: openai.OpenAI
         usage.append(chunk.usage)
         for choice in chunk.choices:
             texts[choice.index] += choice.text
-            reasons[choice.index] = choice.finish_reason  # type: ignore[call-overload]
+            reasons[choice.index] = choice.finish_reason
     sampled = [Sampling(temperature=0.9, seed=seed_of_choice(seed, choice)) for choice in range(3)]
     expected = [generated(direct, (9, 12, 33), 12, sampling=each) for each in sampled]
     assert texts == [each.text for each in whole.choices] == [each.text for each in expected]

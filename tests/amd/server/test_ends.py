@@ -22,6 +22,7 @@ from tests.amd.server.raw import CHAT, Client, Reply, as_bytes, asked, post, sen
 from tests.amd.server.running import NAME, Running, running
 
 LONG: dict[str, Any] = {"max_tokens": 60}
+SOON = {"timeout": 0.5}
 MANY_STEPS = 10_000
 
 
@@ -152,7 +153,7 @@ def test_a_request_that_takes_too_long_is_given_up(way: str, loaded: LoadedModel
 
 def test_a_stream_whose_deadline_passes_ends_with_an_error(loaded: LoadedModel) -> None:
     with gated_server(loaded) as (server, gated):
-        client = Client(server, asked(stream=True, timeout=0.5, **LONG))
+        client = Client(server, asked(stream=True, **LONG, **SOON))
         begun(gated)
         gated.let(1)
         *_, last = events(client.read_until(b"deadline_exceeded"))

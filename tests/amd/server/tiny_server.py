@@ -35,5 +35,6 @@ def dtype(*asked: Any) -> torch.dtype:
 if __name__ == "__main__":
     from tests.amd.server import tiny_server  # ranks import it by this name
 
-    command.load_model, command.open_model, command.dtype_of = tiny_server.load, tiny_server.files, tiny_server.dtype
+    for name, replacement in {"load_model": "load", "open_model": "files", "dtype_of": "dtype"}.items():
+        setattr(command, name, getattr(tiny_server, replacement))
     sys.exit(main(["serve", *FLAGS, *sys.argv[1:]]))

@@ -78,7 +78,7 @@ def test_panels_fill_their_rows_and_have_numbers_of_their_own() -> None:
     assert all(panel["description"] for panel in CHARTS)
 
 
-def test_alerts_say_whom_they_are_about_and_how_bad_it_is() -> None:
+def test_alerts_say_which_server_they_are_about_and_how_bad_it_is() -> None:
     assert len({rule["alert"] for rule in RULES}) == len(RULES) >= 10
     for rule in RULES:
         assert rule["labels"]["severity"] in ("critical", "warning")

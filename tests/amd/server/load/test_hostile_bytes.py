@@ -8,11 +8,12 @@ import gzip
 import random
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.amd.server.load.clients import ask_all, conversations
-from tests.amd.server.load.served import Served
+from tests.amd.server.load.served import Served, served
 from tests.amd.server.load.wire import CHAT, COMPLETIONS, answers, chat, connection, post, read_all, statuses
 
 # What a server's memory may grow by while it refuses.
@@ -76,9 +77,16 @@ REQUESTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[Served]:
+    """One that does not lose patience with clients, however slow the machine is."""
+    with served(model, "--write-seconds", "100000", "--body-seconds", "100000") as server:
+        yield server
+
+
 @pytest.fixture(autouse=True)
 def others_are_served(server: Served) -> Iterator[None]:
-    """After each test the server answers as ever, has made no mistake, and holds nothing."""
+    """After each test the server answers as before, has made no mistake, and holds nothing."""
     yield
     assert statuses(answers(server.port, post(CHAT, chat()))) == [200]
     while (counts := server.counts())["requests_total"] != counts["requests_ended_total"]:
@@ -145,7 +153,7 @@ def test_clients_that_say_half_of_a_request_hold_up_nobody(server: Served) -> No
 def test_a_client_that_reads_nothing_holds_up_nobody(server: Served) -> None:
     asked = conversations(10, seed=10)
     expected = asyncio.run(ask_all(server.url, asked, at_a_time=1))
-    body = chat(stream=True, max_tokens=100, n=8, ignore_eos=True)
+    body = chat(stream=True, max_tokens=60, n=4, ignore_eos=True)
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(connection(server.port, receive_buffer=1)) for _ in range(4)]
         for each in silent:

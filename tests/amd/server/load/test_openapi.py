@@ -26,7 +26,7 @@ from tests.amd.server.load.clients import MODEL
 from tests.amd.server.load.served import Served, served
 
 # The night makes more of them.
-FEW, MANY = 15, 400
+FEW, MANY = 6, 400
 
 
 @pytest.fixture(scope="module")

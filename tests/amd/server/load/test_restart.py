@@ -10,7 +10,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.amd.server.load.clients import LostAnswer, ask, ask_all, client_of, conversations
+from tests.amd.server.load.clients import Answer, LostAnswer, ask, ask_all, client_of, conversations
 from tests.amd.server.load.served import Served, served
 
 
@@ -58,7 +58,8 @@ def test_a_port_that_is_taken_is_named(model: Path) -> None:
 
 @pytest.mark.nightly
 def test_ten_servers_one_after_the_other_on_one_port(model: Path) -> None:
-    asked, port, expected = conversations(4, seed=32), 0, []
+    asked, port = conversations(4, seed=32), 0
+    expected: list[Answer] = []
     for turn in range(10):
         server = Served(model, port=port)
         answers = asyncio.run(ask_all(server.url, asked, at_a_time=4))
@@ -69,6 +70,7 @@ def test_ten_servers_one_after_the_other_on_one_port(model: Path) -> None:
         assert server.end() == (-signal.SIGKILL if turn % 2 else 0)
 
 
+@pytest.mark.nightly
 def test_clients_of_a_drained_server_are_told_to_go_elsewhere(model: Path) -> None:
     server = Served(model)
 

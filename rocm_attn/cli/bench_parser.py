@@ -1,0 +1,91 @@
+"""The arguments of `rocm-attn bench`. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from rocm_attn.bench.choices import ALL_SUITES, LAYERS, SUITES
+from rocm_attn.cli import options as o
+
+_EPILOG = """\
+examples:
+  rocm-attn bench kernels --batch 64d4k --batch 1x2048+6144 --layer llama-8b
+  rocm-attn bench kernels --batch 63d4k+1x2048 --heads 32/8 --head-dim 128 --providers triton,fa3 --out run.json
+  rocm-attn bench kernels --suite all --out run.json --csv run.csv
+  rocm-attn bench compare before.json after.json
+  rocm-attn bench plot run.json --folder pictures
+
+exit codes: 0 done, 1 a result was wrong or a comparison found something slower, 2 wrong usage or bad input
+"""
+
+
+def heads(text: str) -> tuple[int, int]:
+    """Query heads and KV heads, as 32/8. Raises ArgumentTypeError, ValueError."""
+    q, slash, kv = text.partition("/")
+    if not slash:
+        raise argparse.ArgumentTypeError(f"{text!r} is not query heads and KV heads, as 32/8")
+    return o.positive(q), o.positive(kv)
+
+
+BATCH = o.option(
+    "--batch",
+    action="append",
+    metavar="BATCH",
+    help="what a step does, again and again: 64d4k, 1x2048+6144, 63d4k+1x2048, or @FILE of lengths (docs/bench.md)",
+)
+SUITE = o.option(
+    "--suite", action="append", choices=(*SUITES, ALL_SUITES), help="layers and steps by name, again and again"
+)
+LAYER = o.option("--layer", action="append", choices=LAYERS, help="of a well-known model, again and again (llama-8b)")
+CONFIG = o.option("--config", metavar="CONFIG.json", help="every kind of layer of a model")
+HEADS = o.option("--heads", type=heads, metavar="Q/KV", help="query heads and KV heads of a layer, as 32/8")
+HEAD_DIM = o.option("--head-dim", type=o.positive, default=128, metavar="N", help="with --heads (128)")
+V_HEAD_DIM = o.option("--v-head-dim", type=o.positive, metavar="N", help="with --heads (as --head-dim)")
+PAGE_SIZES = o.option(
+    "--page-sizes", type=o.sizes, default=(16,), metavar="N,N,...", help="tokens in a page, one after the other (16)"
+)
+WINDOW = o.option("--window", type=o.positive, metavar="TOKENS", help="keys that a token sees, its own included (all)")
+SOFT_CAP = o.option("--soft-cap", type=o.not_negative, default=0.0, metavar="CAP", help="of logits (none)")
+SINKS = o.switch("--sinks", "layers with sinks")
+PROVIDERS = o.option(
+    "--providers",
+    type=o.names,
+    metavar="NAME,...",
+    help="who is measured: triton, torch, aiter, auto, with +deterministic; fa3, flashinfer, vllm-triton, sdpa",
+)
+FA3 = o.option("--fa3", default="", metavar="LIBRARY", help="FlashAttention-3 as a shared library (of installed vLLM)")
+ROUNDS = o.option("--rounds", type=o.positive, metavar="N", help="samples of each provider, taken in turn (15)")
+ROUND_US = o.option(
+    "--round-us", type=o.not_negative, metavar="US", help="microseconds that a sample is the mean of (3000; CPU 20000)"
+)
+ENERGY = o.option(
+    "--energy-seconds", type=o.not_negative, default=0.0, metavar="S", help="to count joules over, each provider (none)"
+)
+PROCESSES = o.option("--processes", type=o.natural, metavar="N", help="that compile ahead side by side (one a core)")
+OUT = o.option("--out", metavar="FILE", help="write everything as JSON, with each sample")
+CSV = o.option("--csv", metavar="FILE", help="write medians as CSV")
+
+
+def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `bench` and what it does."""
+    bench = commands.add_parser(
+        "bench",
+        help="measure kernels side by side, compare runs, and measure servers",
+        description="Measure. Results are judged by the float64 reference first; a wrong one gets no time.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = bench.add_subparsers(dest="what", metavar="WHAT", required=True)
+    kernels = what.add_parser("kernels", help="one layer of a step, by each provider")
+    layers = (LAYER, CONFIG, o.RANKS, HEADS, HEAD_DIM, V_HEAD_DIM, o.DTYPE, PAGE_SIZES, o.KV_ENCODINGS, WINDOW)
+    _add(kernels, (BATCH, SUITE))
+    _add(kernels.add_argument_group("layers"), (*layers, SOFT_CAP, SINKS))
+    measured = (o.DEVICE, PROVIDERS, FA3, ROUNDS, ROUND_US, ENERGY, PROCESSES, o.SEED)
+    _add(kernels.add_argument_group("measuring"), measured)
+    _add(kernels.add_argument_group("results"), (OUT, CSV, o.JSON))
+
+
+def _add(parser: argparse._ActionsContainer, options: Sequence[o.Option]) -> None:
+    for option in options:
+        parser.add_argument(*option.names, **option.arguments)

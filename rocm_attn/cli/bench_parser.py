@@ -66,6 +66,18 @@ PROCESSES = o.option("--processes", type=o.natural, metavar="N", help="that comp
 OUT = o.option("--out", metavar="FILE", help="write everything as JSON, with each sample")
 CSV = o.option("--csv", metavar="FILE", help="write medians as CSV")
 
+BEFORE = o.option("before", metavar="BEFORE.json", help="what `bench kernels --out` wrote")
+AFTER = o.option("after", metavar="AFTER.json", help="the same cases, measured again")
+SMALLEST = o.option(
+    "--smallest", type=o.not_negative, default=2.0, metavar="PERCENT", help="the smallest effect that counts (2)"
+)
+OTHER_DEVICE = o.switch("--other-device", "compare runs of two devices")
+COMMON_CASES = o.switch("--common-cases", "leave out what only one run has")
+EVERY = o.switch("--every", "print rows that stayed the same, too")
+RESULT = o.option("result", metavar="RUN.json", help="what `bench kernels --out` wrote")
+FOLDER = o.option("--folder", default=".", metavar="FOLDER", help="where pictures go (.)")
+PREFIX = o.option("--prefix", default="bench", metavar="NAME", help="what their names begin with (bench)")
+
 
 def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `bench` and what it does."""
@@ -84,6 +96,10 @@ def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     measured = (o.DEVICE, PROVIDERS, FA3, ROUNDS, ROUND_US, ENERGY, PROCESSES, o.SEED)
     _add(kernels.add_argument_group("measuring"), measured)
     _add(kernels.add_argument_group("results"), (OUT, CSV, o.JSON))
+    compare = what.add_parser("compare", help="two runs of the same cases; exit code 1 if something is slower")
+    _add(compare, (BEFORE, AFTER, SMALLEST, OTHER_DEVICE, COMMON_CASES, EVERY, o.JSON))
+    plot = what.add_parser("plot", help="pictures of a run")
+    _add(plot, (RESULT, FOLDER, PREFIX))
 
 
 def _add(parser: argparse._ActionsContainer, options: Sequence[o.Option]) -> None:

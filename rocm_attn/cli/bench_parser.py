@@ -15,6 +15,9 @@ examples:
   rocm-attn bench kernels --suite all --out run.json --csv run.csv
   rocm-attn bench compare before.json after.json
   rocm-attn bench plot run.json --folder pictures
+  rocm-attn bench traffic --requests 200 --rate 8 > trace.jsonl
+  rocm-attn bench serve --url http://127.0.0.1:8000 --trace trace.jsonl
+  rocm-attn bench runner --model ./Llama-3.1-8B-Instruct --trace trace.jsonl
 
 exit codes: 0 done, 1 a result was wrong or a comparison found something slower, 2 wrong usage or bad input
 """
@@ -26,6 +29,14 @@ def heads(text: str) -> tuple[int, int]:
     if not slash:
         raise argparse.ArgumentTypeError(f"{text!r} is not query heads and KV heads, as 32/8")
     return o.positive(q), o.positive(kv)
+
+
+def above_zero(text: str) -> float:
+    """A finite number above 0. Raises ArgumentTypeError, ValueError."""
+    number = o.not_negative(text)
+    if not number:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return number
 
 
 BATCH = o.option(
@@ -78,6 +89,29 @@ RESULT = o.option("result", metavar="RUN.json", help="what `bench kernels --out`
 FOLDER = o.option("--folder", default=".", metavar="FOLDER", help="where pictures go (.)")
 PREFIX = o.option("--prefix", default="bench", metavar="NAME", help="what their names begin with (bench)")
 
+TRACE = o.option("--trace", required=True, metavar="FILE", help="requests: own, Mooncake's or Azure's schema")
+REQUESTS = o.option("--requests", type=o.positive, metavar="N", help="only the first so many (all)")
+SPEED = o.option("--speed", type=above_zero, default=1.0, metavar="TIMES", help="how much faster they arrive (1)")
+AT_ONCE = o.switch("--at-once", "they all arrive at the beginning")
+CONCURRENCY = o.option("--concurrency", type=o.positive, default=256, metavar="N", help="most that are out (256)")
+MAX_SECONDS = o.option(
+    "--max-seconds", type=above_zero, default=3600.0, metavar="S", help="after which the rest is given up (3600)"
+)
+URL = o.option("--url", required=True, metavar="URL", help="of the server, as http://127.0.0.1:8000")
+SERVED_MODEL = o.option("--model", default="", metavar="NAME", help="of the server's (the first that it names)")
+VOCABULARY = o.option(
+    "--vocabulary", type=o.positive, default=1000, metavar="N", help="prompts have token ids below it (1000)"
+)
+RATE = o.option("--rate", type=above_zero, default=4.0, metavar="R", help="requests a second, on average (4)")
+PROMPT = o.option("--prompt", type=o.positive, default=512, metavar="TOKENS", help="median of prompts (512)")
+OUTPUT = o.option("--output", type=o.positive, default=128, metavar="TOKENS", help="median of new tokens (128)")
+SPREAD = o.option(
+    "--spread", type=o.not_negative, default=0.5, metavar="S", help="standard deviation of log lengths (0.5)"
+)
+SHARED = o.option(
+    "--shared-prefix", type=o.natural, default=0, metavar="TOKENS", help="that all prompts begin with (none)"
+)
+
 
 def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `bench` and what it does."""
@@ -100,6 +134,20 @@ def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     _add(compare, (BEFORE, AFTER, SMALLEST, OTHER_DEVICE, COMMON_CASES, EVERY, o.JSON))
     plot = what.add_parser("plot", help="pictures of a run")
     _add(plot, (RESULT, FOLDER, PREFIX))
+    _add_serving(what)
+
+
+def _add_serving(what: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """What puts requests to a server, or to an engine."""
+    put = (TRACE, REQUESTS, SPEED, AT_ONCE, CONCURRENCY, MAX_SECONDS, o.SEED.but(help="of prompts (0)"))
+    serve = what.add_parser("serve", help="a trace of requests to any server that speaks OpenAI's API")
+    _add(serve, (URL, SERVED_MODEL, VOCABULARY, *put, OUT, o.JSON))
+    runner = what.add_parser("runner", help="a trace of requests to an engine of this process")
+    _add(runner.add_argument_group("model"), (o.MODEL, o.DEVICE, o.DTYPE.but(default=None)))
+    _add(runner.add_argument_group("serving"), [o.OF_ENGINE[name] for name in o.ON_GENERATE])
+    _add(runner.add_argument_group("load"), (*put, OUT, o.JSON))
+    traffic = what.add_parser("traffic", help="a made-up trace: Poisson arrivals, log-normal lengths")
+    _add(traffic, (REQUESTS.but(default=200, help="requests (200)"), RATE, PROMPT, OUTPUT, SPREAD, SHARED, o.SEED))
 
 
 def _add(parser: argparse._ActionsContainer, options: Sequence[o.Option]) -> None:

@@ -7,17 +7,18 @@ steps are compared whole. No element of the output may be NaN, compared or not: 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from rocm_attn.bench.step_data import StepData
-from rocm_attn.oracle.numerics import bounds_of, eight_bit_queries, error_parts
+from rocm_attn.oracle.numerics import Bound, bounds_of, eight_bit_queries, error_parts
 from rocm_attn.oracle.reference import attend_sequence
 
 # Of a sequence: query heads times tokens times keys, in float64.
 MOST_SCORES = 1 << 24
+_NO_DIVISION_BY_ZERO = 1e-8
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class Verdict:
     part:      the largest error, as a part of what is allowed; at most 1 is right
     error:     |out - reference| / |reference| over what was compared
     max_error: largest |out - reference|
+    max_relative: largest |out - reference| / |reference|
     compared:  tokens
     wrong:     what is wrong, in a clause; empty where nothing is
     """
@@ -34,6 +36,7 @@ class Verdict:
     part: float
     error: float
     max_error: float
+    max_relative: float
     compared: int
     wrong: str = ""
 
@@ -45,11 +48,17 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Tokens that are compared. begin: the first of them, among the step's; wanted: float64 [tokens, q_heads, dim]"""
+    """Tokens that are compared.
+
+    begin:  the first of them, among the step's
+    wanted: float64 [tokens, q_heads, v_head_dim]
+    lse:    float64 [tokens, q_heads], natural
+    """
 
     begin: int
     seq: int
     wanted: Tensor
+    lse: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,23 +79,34 @@ class Truth:
         bound = bounds_of(self.data.problem.dtype, eight_bit_products=rounds_products).out
         if out.shape != self.data.out.shape:
             return _never(f"its output is {list(out.shape)} and should be {list(self.data.out.shape)}")
-        part = squares = wanted_squares = largest = 0.0
+        return self._compared(
+            out, bound, [(sample, sample.wanted, self._size(sample.wanted)) for sample in self.samples]
+        )
+
+    def judge_lse(self, lse: Tensor) -> Verdict:
+        """lse: natural, [T, q_heads]"""
+        bound = bounds_of(self.data.problem.dtype, eight_bit_products=False).lse
+        return self._compared(lse, bound, [(sample, sample.lse, 1.0) for sample in self.samples])
+
+    def _compared(self, found: Tensor, bound: Bound, wanted: Sequence[tuple[Sample, Tensor, float]]) -> Verdict:
+        part = squares = wanted_squares = largest = relative = 0.0
         worst_seq = compared = 0
-        for sample in self.samples:
-            found = out[sample.begin : sample.begin + len(sample.wanted)].double()
-            here = float(error_parts(found, sample.wanted, bound, size=self._size(sample.wanted)).max())
+        for sample, right, size in wanted:
+            mine = found[sample.begin : sample.begin + len(right)].double()
+            here = float(error_parts(mine, right, bound, size=size).max())
             if here > part:
                 part, worst_seq = here, sample.seq
-            difference = found - sample.wanted
+            difference = (mine - right).abs()
             squares += float(difference.square().sum())
-            wanted_squares += float(sample.wanted.square().sum())
-            largest = max(largest, float(difference.abs().max()))
-            compared += len(sample.wanted)
+            wanted_squares += float(right.square().sum())
+            largest = max(largest, float(difference.max()))
+            relative = max(relative, float((difference / (right.abs() + _NO_DIVISION_BY_ZERO)).max()))
+            compared += len(right)
         error = math.sqrt(squares / wanted_squares) if wanted_squares else math.sqrt(squares)
-        if bool(out.isnan().any()):
-            return Verdict(math.inf, error, largest, compared, "it left NaN in its output")
         wrong = f"sequence {worst_seq} is {part:.3g} times as far from the oracle as is allowed" if part > 1 else ""
-        return Verdict(part, error, largest, compared, wrong)
+        if bool(found.isnan().any()):
+            part, wrong = math.inf, "it left NaN in its output"
+        return Verdict(part, error, largest, relative, compared, wrong)
 
     def _size(self, wanted: Tensor) -> float:
         """What stands for a standard deviation of 1 in the bound.
@@ -107,7 +127,7 @@ def failed(error: BaseException) -> Verdict:
 
 
 def _never(wrong: str) -> Verdict:
-    return Verdict(math.inf, math.inf, math.inf, 0, wrong)
+    return Verdict(math.inf, math.inf, math.inf, math.inf, 0, wrong)
 
 
 def _samples(data: StepData, q: Tensor) -> Iterator[Sample]:
@@ -116,8 +136,8 @@ def _samples(data: StepData, q: Tensor) -> Iterator[Sample]:
         k, v = (side.flatten(0, 1)[:kv_len] for side in data.pages.read(data.pages_of_seq[seq]))
         for begin, end in _blocks(q_len, max(1, MOST_SCORES // (problem.num_q_heads * kv_len))):
             keys = kv_len - q_len + end if problem.causal else kv_len
-            out, _ = attend_sequence(q[first + begin : first + end], k[:keys], v[:keys], problem, data.weights)
-            yield Sample(first + begin, seq, out)
+            out, lse = attend_sequence(q[first + begin : first + end], k[:keys], v[:keys], problem, data.weights)
+            yield Sample(first + begin, seq, out, lse)
         first += q_len
 
 

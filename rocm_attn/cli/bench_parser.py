@@ -112,6 +112,13 @@ SHARED = o.option(
     "--shared-prefix", type=o.natural, default=0, metavar="TOKENS", help="that all prompts begin with (none)"
 )
 
+DEFINITION = o.option("definition", metavar="DEFINITION.json", help="what is computed")
+WORKLOADS = o.option("--workloads", required=True, metavar="FILE.jsonl", help="sizes and inputs, one a line")
+ROOT = o.option("--root", metavar="FOLDER", help="that paths of inputs start from (three above the workloads)")
+RUN_REFERENCE = o.switch("--run-reference", "run and time the definition's own source, too: a program of its author's")
+SOLUTION_OUT = o.option("--solution-out", default="", metavar="FILE.json", help="write our solution")
+TRACES_OUT = o.option("--traces-out", default="", metavar="FILE.jsonl", help="write what came of each workload")
+
 
 def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `bench` and what it does."""
@@ -135,6 +142,10 @@ def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     plot = what.add_parser("plot", help="pictures of a run")
     _add(plot, (RESULT, FOLDER, PREFIX))
     _add_serving(what)
+    flashinfer = what.add_parser("flashinfer", help="workloads of flashinfer-bench; traces and our solution as files")
+    read = (DEFINITION, WORKLOADS, ROOT, REQUESTS.but(help="only the first so many workloads (all)"))
+    provider = o.PROVIDER.but(default="auto")
+    _add(flashinfer, (*read, o.DEVICE, provider, RUN_REFERENCE, SOLUTION_OUT, TRACES_OUT, o.JSON))
 
 
 def _add_serving(what: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

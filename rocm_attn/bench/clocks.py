@@ -29,7 +29,7 @@ class Timed(Protocol):
         ...
 
     def run(self, seconds: float) -> int:
-        """Launch for about so long, and wait; how many launches it were."""
+        """Launch for about so long, at least once, and wait; how many launches it were."""
         ...
 
 
@@ -81,13 +81,13 @@ class _Graph:
         return _replay_us(self.graph, self.replays) / self.launches
 
     def run(self, seconds: float) -> int:
-        begin, replays = time.perf_counter(), 0
-        while time.perf_counter() - begin < seconds:
+        begin, launches = time.perf_counter(), 0
+        while not launches or time.perf_counter() - begin < seconds:
             for _ in range(self.replays):
                 self.graph.replay()
             torch.cuda.synchronize()
-            replays += self.replays
-        return replays * self.launches
+            launches += self.replays * self.launches
+        return launches
 
 
 def _replay_us(graph: torch.cuda.CUDAGraph, replays: int) -> float:
@@ -128,7 +128,7 @@ class _Calls:
 
     def run(self, seconds: float) -> int:
         begin, launches = time.perf_counter(), 0
-        while time.perf_counter() - begin < seconds:
+        while not launches or time.perf_counter() - begin < seconds:
             self.microseconds()
             launches += self.repeats * len(self.runs)
         return launches

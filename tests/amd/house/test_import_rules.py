@@ -32,9 +32,10 @@ FLOORS_UP = (
     "watch",
     "soak",
     "runner",
+    "bench",
     "cli",
 )
-MOST_FLOORS = 20
+MOST_FLOORS = 21
 
 KERNELS, HIP_GRAPHS, PROVIDERS, RUNNER, CLI = (
     f"rocm_attn.{name}" for name in ("kernels", "hip_graphs", "providers", "runner", "cli")
@@ -49,6 +50,7 @@ LIBRARIES = {
     HIP_GRAPHS: {"torch"},
     AITER_MODULE: {"aiter", "numpy", "torch"},
     DOCTOR: set(),  # it must work where everything else cannot be imported
+    "rocm_attn.bench": {"httpx", "matplotlib", "numpy", "safetensors", "torch"},
     RUNNER: {"gguf", "jinja2", "numpy", "safetensors", "tokenizers", "torch"},
     VLLM: {"torch", "vllm"},
     SGLANG: {"sglang", "torch"},

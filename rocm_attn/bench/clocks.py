@@ -33,13 +33,25 @@ class Timed(Protocol):
         ...
 
 
-def in_turn(timed: Sequence[Timed], rounds: int) -> list[list[float]]:
-    """Microseconds of each, `rounds` times, taking turns: a change of the machine's speed hits all of them."""
-    samples: list[list[float]] = [[] for _ in timed]
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Of one launch, a sample a round.
+
+    us:  microseconds
+    mhz: of the device's clock at the end of each sample; NaN where nothing tells
+    """
+
+    us: tuple[float, ...]
+    mhz: tuple[float, ...]
+
+
+def in_turn(timed: Sequence[Timed], rounds: int, mhz: Callable[[], float]) -> list[Sampled]:
+    """Samples of each, taking turns: a change of the machine's speed hits all of them. mhz: reads the clock"""
+    samples: list[list[tuple[float, float]]] = [[] for _ in timed]
     for _ in range(rounds):
         for one, mine in zip(timed, samples, strict=True):
-            mine.append(one.microseconds())
-    return samples
+            mine.append((one.microseconds(), mhz()))
+    return [Sampled(tuple(us for us, _ in mine), tuple(clock for _, clock in mine)) for mine in samples]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +80,19 @@ class GraphClock:
             graph.replay()
             torch.cuda.synchronize()
             once = _replay_us(graph, 2)
-            return _Graph(graph, len(runs), max(1, min(200, round(self.round_us / once))))
+            return _Graph(graph, tuple(runs), max(1, min(200, round(self.round_us / once))))
 
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
+    """runs: kept, as the graph reads and writes the memory that they hold"""
+
     graph: torch.cuda.CUDAGraph
-    launches: int
+    runs: tuple[Run, ...]
     replays: int
 
     def microseconds(self) -> float:
-        return _replay_us(self.graph, self.replays) / self.launches
+        return _replay_us(self.graph, self.replays) / len(self.runs)
 
     def run(self, seconds: float) -> int:
         begin, launches = time.perf_counter(), 0
@@ -86,7 +100,7 @@ class _Graph:
             for _ in range(self.replays):
                 self.graph.replay()
             torch.cuda.synchronize()
-            launches += self.replays * self.launches
+            launches += self.replays * len(self.runs)
         return launches
 
 

@@ -1,4 +1,4 @@
-"""The energy that a device has taken: NVIDIA's counter by NVML, AMD's by AMD SMI or hwmon, a CPU's by powercap."""
+"""A device's energy and clock: NVIDIA's by NVML, AMD's by AMD SMI or hwmon, a CPU's energy by powercap."""
 
 from __future__ import annotations
 
@@ -12,20 +12,27 @@ from typing import Any
 import torch
 
 _NOT_COUNTED = "energy is not counted: "
+_NVML_CLOCK_SM = 1
+
+
+def _nothing() -> float:
+    return float("nan")
 
 
 @dataclass(frozen=True, slots=True)
 class EnergyMeter:
-    """Joules since some moment.
+    """Joules since some moment, and the clock now.
 
     joules:  reads the counter, which GPUs renew every 20 to 100 ms
     source:  what counts, in words
     why_not: why nothing is counted; empty where it is
+    mhz:     reads the clock of the compute units; NaN where nothing tells
     """
 
     joules: Callable[[], float]
     source: str
     why_not: str = ""
+    mhz: Callable[[], float] = _nothing
 
 
 def meter_of(device: torch.device) -> EnergyMeter:
@@ -38,7 +45,7 @@ def meter_of(device: torch.device) -> EnergyMeter:
             return _nvml(f"GPU-{properties.uuid}")
         return _amd(device.index or 0)
     except (OSError, AttributeError, ImportError, _NoCounter) as error:
-        return EnergyMeter(lambda: float("nan"), "", f"{_NOT_COUNTED}{error}")
+        return EnergyMeter(_nothing, "", f"{_NOT_COUNTED}{error}")
 
 
 class _NoCounter(Exception):
@@ -63,8 +70,13 @@ def _nvml(uuid: str) -> EnergyMeter:
         check(library.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(millijoules)))
         return millijoules.value / 1e3
 
-    joules()
-    return EnergyMeter(joules, "NVML total energy")
+    def mhz() -> float:
+        found = ctypes.c_uint()
+        check(library.nvmlDeviceGetClockInfo(handle, _NVML_CLOCK_SM, ctypes.byref(found)))
+        return float(found.value)
+
+    joules(), mhz()
+    return EnergyMeter(joules, "NVML total energy", mhz=mhz)
 
 
 def _amd(index: int) -> EnergyMeter:
@@ -81,8 +93,11 @@ def _amd(index: int) -> EnergyMeter:
         count = found.get("energy_accumulator", found.get("power"))
         return float(count) * float(found["counter_resolution"]) / 1e6
 
-    joules()
-    return EnergyMeter(joules, "AMD SMI energy count")
+    def mhz() -> float:
+        return float(smi.amdsmi_get_clock_info(handle, smi.AmdSmiClkType.GFX)["clk"])
+
+    joules(), mhz()
+    return EnergyMeter(joules, "AMD SMI energy count", mhz=mhz)
 
 
 def _hwmon(index: int, drm: Path) -> EnergyMeter:

@@ -6,14 +6,14 @@ import multiprocessing
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from rocm_attn.bench import layers
 from rocm_attn.bench.ceilings import Ceilings
-from rocm_attn.bench.clocks import Timed, clock_of, in_turn
+from rocm_attn.bench.clocks import Sampled, Timed, clock_of, in_turn
 from rocm_attn.bench.contestant import Contestant, Launch, NotServed
 from rocm_attn.bench.contestants import Own
 from rocm_attn.bench.energy import EnergyMeter
@@ -23,7 +23,10 @@ from rocm_attn.bench.suites import Case
 from rocm_attn.bench.work import Work, work_of
 
 # Of K and V, between two uses of a page: times the L2. Sets of pages are few enough to prepare in no time.
-_PAST_L2, _MOST_SETS = 3, 24
+_PAST_L2, _MOST_SETS = 4, 24
+# Faster than the floor by more than this is no speed: the launches have not done their work.
+_MOST_SHARE = 1.1
+_NO_SAMPLES = Sampled((), ())
 
 OK, WRONG, FAILED, NOT_SERVED = "ok", "wrong", "failed", "not served"
 
@@ -50,7 +53,7 @@ class Row:
 
     status:          OK, WRONG, FAILED (it raised) or NOT_SERVED
     reason:          in a clause, where it is not OK
-    samples_us:      of one layer; none where it is not OK
+    samples:         of one layer; none where it is not OK
     joules_a_token:  of one layer and one new token; NaN where it was not measured
     """
 
@@ -62,13 +65,13 @@ class Row:
     kernel: str = ""
     reason: str = ""
     verdict: Verdict | None = None
-    samples_us: tuple[float, ...] = ()
+    samples: Sampled = _NO_SAMPLES
     joules_a_token: float = float("nan")
 
     @property
     def us(self) -> float:
         """The median."""
-        return statistics.median(self.samples_us)
+        return statistics.median(self.samples.us)
 
     @property
     def share(self) -> float:
@@ -101,8 +104,11 @@ class Row:
             found["max_error"] = self.verdict.max_error
             found["part_of_bound"] = self.verdict.part
             found["compared_tokens"] = self.verdict.compared
-        if self.samples_us:
-            found |= {"us": self.us, "share": self.share, "samples_us": list(self.samples_us)}
+        if self.samples.us:
+            found |= {"us": self.us, "share": self.share, "samples_us": list(self.samples.us)}
+        clocks = [mhz for mhz in self.samples.mhz if mhz == mhz]
+        if clocks:
+            found |= {"mhz": statistics.median(clocks), "lowest_mhz": min(clocks)}
         if self.joules_a_token == self.joules_a_token:
             found["joules_a_token"] = self.joules_a_token
         return found
@@ -122,10 +128,10 @@ class Race:
     options: KernelOptions
     meter: EnergyMeter
 
-    def rows(self, cases: Iterable[Case]) -> Iterator[Row]:
-        """A row for each contestant on each case, case by case. Memory of one case at a time is held."""
+    def rows(self, cases: Iterable[Case]) -> Iterator[list[Row]]:
+        """Of each case, a row for each contestant. Memory of one case at a time is held."""
         for case in cases:
-            yield from self._of_case(case)
+            yield self._of_case(case)
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
@@ -137,32 +143,41 @@ class Race:
         for name, contestant in self.contestants.items():
             runners.append(self._prepared(name, contestant, data, truths))
         timed = [runner.timed for runner in runners if runner.timed is not None]
-        samples = iter(in_turn(timed, self.options.rounds))
+        samples = iter(in_turn(timed, self.options.rounds, self.meter.mhz))
+        floor_us = work.floor_us(bytes_per_s=self.ceilings.bytes_per_s, flops_per_s=self.ceilings.flops_per_s)
         rows = []
         for runner in runners:
-            mine = tuple(next(samples)) if runner.timed is not None else ()
-            rows.append(
-                Row(
-                    case,
-                    runner.name,
-                    runner.status,
-                    work,
-                    work.floor_us(bytes_per_s=self.ceilings.bytes_per_s, flops_per_s=self.ceilings.flops_per_s),
-                    runner.kernel,
-                    runner.reason,
-                    runner.verdict,
-                    mine,
-                    self._joules_a_token(runner, case),
-                )
-            )
+            row = Row(case, runner.name, runner.status, work, floor_us, runner.kernel, runner.reason, runner.verdict)
+            if runner.timed is not None:
+                row = self._checked(replace(row, samples=next(samples)), runner, data, truths)
+                row = replace(row, joules_a_token=self._joules_a_token(runner, row))
+            rows.append(row)
         return rows
+
+    def _checked(self, row: Row, runner: _Runner, data: Sequence[StepData], truths: Mapping[bool, Truth]) -> Row:
+        """The row, without times if what was timed is wrong in the end, or was faster than the device can be."""
+        assert runner.timed is not None
+        assert runner.launch is not None
+        truth = truths[runner.launch.rounds_queries]
+        verdict = self._judged(truth, runner.launch, data, runner.timed.microseconds)
+        wrong = "" if verdict.is_right else f"after it was timed, {verdict.wrong}"
+        if not wrong and self._is_past_l2(row.work, len(data)) and row.share > _MOST_SHARE:
+            wrong = f"it was {row.share:.2f} times as fast as memory and products allow, so it did not do the work"
+        return replace(row, status=WRONG, reason=wrong, samples=_NO_SAMPLES) if wrong else row
 
     def _sets(self, work: Work) -> int:
         """Steps over pages of their own."""
         if self.device.type != "cuda":
             return 1
-        l2: int = torch.cuda.get_device_properties(self.device).L2_cache_size
-        return max(1, min(_MOST_SETS, -(-_PAST_L2 * l2 // work.kv_bytes)))
+        return max(1, min(_MOST_SETS, -(-_PAST_L2 * self._l2_bytes() // work.kv_bytes)))
+
+    def _is_past_l2(self, work: Work, sets: int) -> bool:
+        """Whether so many steps read from a GPU's memory each time; of a CPU nothing is known."""
+        return self.device.type == "cuda" and work.kv_bytes * sets >= 2 * self._l2_bytes()
+
+    def _l2_bytes(self) -> int:
+        found: int = torch.cuda.get_device_properties(self.device).L2_cache_size
+        return found
 
     def _prepared(
         self, name: str, contestant: Contestant, data: Sequence[StepData], truths: dict[bool, Truth]
@@ -192,7 +207,7 @@ class Race:
         verdict = self._judged(truth, first, data, timed_run)
         if not verdict.is_right:
             return _not_timed(name, first, verdict)
-        return _Runner(name, OK, first.kernel, verdict=verdict, timed=timed[0])
+        return _Runner(name, OK, first.kernel, verdict=verdict, timed=timed[0], launch=first)
 
     def _judged(self, truth: Truth, launch: Launch, data: Sequence[StepData], run: Callable[[], object]) -> Verdict:
         data[0].out.fill_(float("nan"))
@@ -205,17 +220,17 @@ class Race:
             return failed(error)
         return truth.judge(out, rounds_products=launch.rounds_products)
 
-    def _joules_a_token(self, runner: _Runner, case: Case) -> float:
-        if runner.timed is None or not self.options.energy_s or self.meter.why_not:
+    def _joules_a_token(self, runner: _Runner, row: Row) -> float:
+        if runner.timed is None or not row.samples.us or not self.options.energy_s or self.meter.why_not:
             return float("nan")
         before = self.meter.joules()
         launches = runner.timed.run(self.options.energy_s)
-        return (self.meter.joules() - before) / (launches * case.batch.num_tokens)
+        return (self.meter.joules() - before) / (launches * row.case.batch.num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class _Runner:
-    """A contestant that was judged; timed: where it is right."""
+    """A contestant that was judged; timed and launch: where it is right."""
 
     name: str
     status: str
@@ -223,6 +238,7 @@ class _Runner:
     reason: str = ""
     verdict: Verdict | None = None
     timed: Timed | None = None
+    launch: Launch | None = None
 
 
 def _not_timed(name: str, launch: Launch, verdict: Verdict) -> _Runner:

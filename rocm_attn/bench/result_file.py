@@ -32,6 +32,8 @@ _COLUMNS = (
     "us",
     "floor_us",
     "share",
+    "mhz",
+    "lowest_mhz",
     "joules_a_token",
     "error",
     "num_bytes",
@@ -125,7 +127,7 @@ def lines_of(rows: Sequence[Row]) -> list[str]:
     lines = [f"{first.case.name} ({bound})"]
     for row in rows:
         if row.status == OK:
-            spread = f"{min(row.samples_us):.1f} to {max(row.samples_us):.1f}"
+            spread = f"{min(row.samples.us):.1f} to {max(row.samples.us):.1f}"
             energy = "" if row.joules_a_token != row.joules_a_token else f", {row.joules_a_token * 1e6:.3g} uJ a token"
             lines.append(
                 f"  {row.provider:<22} {row.us:>10.1f} us ({spread})  {row.share:>6.1%} of the floor's speed{energy}"

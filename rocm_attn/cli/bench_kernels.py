@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -61,11 +61,14 @@ def run(options: argparse.Namespace) -> None:
         f"multiplies {ceilings.flops_per_s / 1e12:.1f} TFLOP/s")  # fmt: skip
     race = Race(race_of, device, ceilings, kernel_options, meter)
     rows: list[Row] = []
-    for _, of_case in groupby(race.rows(cases), key=lambda row: row.case):
-        found = list(of_case)
-        rows += found
-        if not options.json:
-            print("\n".join(lines_of(found)), flush=True)
+    failure: RuntimeError | None = None
+    try:
+        for found in race.rows(_begun(cases, options.max_seconds)):
+            rows += found
+            if not options.json:
+                print("\n".join(lines_of(found)), flush=True)
+    except RuntimeError as error:  # of the device, after which nothing runs on it: what was measured is written
+        failure = error
     result = kernels_as_json(rows, device, ceilings, kernel_options, meter.why_not or meter.source)
     if options.out:
         write_json(Path(options.out), result)
@@ -73,7 +76,21 @@ def run(options: argparse.Namespace) -> None:
         write_csv(Path(options.csv), result["rows"])
     if options.json:
         print(json.dumps(result, indent=1))
+    if failure is not None:
+        at = cases[len(dict.fromkeys(row.case for row in rows))]
+        first = str(failure).strip().splitlines()[0]
+        raise WrongResults(f"the device failed at {at.name}, and the cases from there on are not measured: {first}")
     _raise_for_wrong(rows)
+
+
+def _begun(cases: Sequence[Case], max_seconds: float) -> Iterator[Case]:
+    """The cases, until so many seconds are over."""
+    begin = time.monotonic()
+    for number, case in enumerate(cases):
+        if time.monotonic() - begin > max_seconds:
+            say(f"{len(cases) - number} of {len(cases)} cases are not begun after {max_seconds:g} s")
+            return
+        yield case
 
 
 def _raise_for_wrong(rows: Sequence[Row]) -> None:
@@ -81,7 +98,7 @@ def _raise_for_wrong(rows: Sequence[Row]) -> None:
     if bad:
         more = f", and {len(bad) - 1} more" if len(bad) > 1 else ""
         raise WrongResults(f"{bad[0]}{more}; what is wrong was not timed")
-    if not any(row.samples_us for row in rows):
+    if not any(row.samples.us for row in rows):
         reasons = "; ".join(dict.fromkeys(f"{row.provider}: {row.reason}" for row in rows))
         raise WrongResults(f"no provider serves any of the cases: {reasons}")
 

@@ -76,17 +76,18 @@ def race(of: dict[str, Contestant], meter: EnergyMeter = NO_METER, energy_s: flo
     """On a small case."""
     options = KernelOptions(rounds=4, round_us=1.0, energy_s=energy_s)
     case = Case(LAYER, BatchSpec.parse("3d40"))
-    return list(Race(of, CPU, Ceilings(1e10, 2e10, 1e12), options, meter).rows([case]))
+    (rows,) = Race(of, CPU, Ceilings(1e10, 2e10, 1e12), options, meter).rows([case])
+    return rows
 
 
-@pytest.mark.parametrize("launches_right", [0, 1, 2])
+@pytest.mark.parametrize("launches_right", [0, 1, 2, 4, 6])
 def test_no_time_is_given_for_a_wrong_result(launches_right: int) -> None:
     """Also where it is right while it is judged and wrong while it is timed."""
     right, wrong = race({"torch": Own("torch"), "spoilt": Spoilt(launches_right)})
     assert right.status == OK
-    assert len(right.samples_us) == 4
+    assert len(right.samples.us) == 4
     assert wrong.status == WRONG
-    assert not wrong.samples_us
+    assert not wrong.samples.us
     assert "us" not in wrong.as_json()
     assert "times as far from the oracle" in wrong.reason
     assert "spoilt" in lines_of([right, wrong])[2]
@@ -106,7 +107,35 @@ def test_the_share_is_the_floor_by_the_median() -> None:
     (row,) = race({"torch": Own("torch")})
     assert row.floor_us == row.work.floor_us(bytes_per_s=2e10, flops_per_s=1e12)
     assert row.share == row.floor_us / row.us
-    assert min(row.samples_us) <= row.us <= max(row.samples_us)
+    assert min(row.samples.us) <= row.us <= max(row.samples.us)
+
+
+def test_what_is_faster_than_the_device_can_be_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph whose launches do nothing leaves what the launch before has written, and that is right."""
+    monkeypatch.setattr(Race, "_is_past_l2", lambda race, work, sets: True)
+    slow = Ceilings(1.0, 1.0, 1.0)
+    case = Case(LAYER, BatchSpec.parse("3d40"))
+    ((row,),) = Race({"torch": Own("torch")}, CPU, slow, KernelOptions(rounds=2, round_us=1.0), NO_METER).rows([case])
+    assert row.status == WRONG
+    assert not row.samples.us
+    assert "times as fast as memory and products allow" in row.reason
+
+
+def test_what_was_measured_before_the_device_failed_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    of_case = Race._of_case
+
+    def failing(race: Race, case: Case) -> list[Row]:
+        if case.batch == BatchSpec.parse("2d50"):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore of it")
+        return of_case(race, case)
+
+    monkeypatch.setattr(Race, "_of_case", failing)
+    batches = ("--batch", "3d40", "--batch", "2d50", "--batch", "1d9")
+    assert run_kernels(*batches, *SMALL, "--out", str(tmp_path / "run.json")) == EXIT_FAILED
+    assert "the device failed at 4/2 x 16: 2d50, and the cases from there on" in capsys.readouterr().err
+    assert {row["batch"] for row in read_result(tmp_path / "run.json").rows} == {"3d40"}
 
 
 def test_energy_is_divided_by_launches_and_tokens() -> None:
@@ -132,7 +161,10 @@ def test_kernels_take_turns() -> None:
         def run(self, seconds: float) -> int:
             return 1
 
-    assert in_turn([Noted("a"), Noted("b")], 3) == [[1.0, 3.0, 5.0], [2.0, 4.0, 6.0]]
+    clock = iter(range(100, 200))
+    samples = in_turn([Noted("a"), Noted("b")], 3, lambda: float(next(clock)))
+    assert [sampled.us for sampled in samples] == [(1.0, 3.0, 5.0), (2.0, 4.0, 6.0)]
+    assert [sampled.mhz for sampled in samples] == [(100.0, 102.0, 104.0), (101.0, 103.0, 105.0)]
     assert order == ["a", "b"] * 3
 
 
@@ -140,7 +172,7 @@ def test_kernels_take_turns() -> None:
 def test_sdpa_gives_the_same(batch: str) -> None:
     case = Case(LAYER, BatchSpec.parse(batch))
     options = KernelOptions(rounds=1, round_us=1.0)
-    (row,) = Race({"sdpa": TorchSdpa()}, CPU, Ceilings(1e10, 1e10, 1e12), options, NO_METER).rows([case])
+    ((row,),) = Race({"sdpa": TorchSdpa()}, CPU, Ceilings(1e10, 1e10, 1e12), options, NO_METER).rows([case])
     assert row.status == OK, row.reason
 
 

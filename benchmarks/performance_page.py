@@ -33,8 +33,8 @@ predicted for an MI300X is on [the page on cost](cost.md); [the first run on an 
 - **us** is the median over samples of one layer's launches, replayed as a graph over pages past the L2. All providers
   of a row take turns.
 - **floor** is what the slower one of memory and products takes, with the bytes that must be moved and the products that
-  must be made: {bytes_per_s:.0f} GB/s and {flops_per_s:.0f} TFLOP/s, measured by a copy, a sum and a product of matrices
-  in the same process. Kernels are not slower than that by what their launches take.
+  must be made: {bytes_per_s:.0f} GB/s and {flops_per_s:.0f} TFLOP/s, measured in the same process by a copy, a
+  reduction and a product of matrices. What launches take is not in it.
 - **%** is the floor by the time.
 - **MHz** is the lowest clock of the compute units that a sample of a row has ended with. The GPU lowers it under load:
   compare rows with equal clocks, and see the samples in the file.
@@ -139,7 +139,7 @@ def energy(kept: Kept) -> str:
     rows: Iterable[Mapping[str, Any]] = (row for row in kept.rows if "joules_a_token" in row)
     lines = [
         "## Energy\n",
-        f"Joules of one layer for each new token, counted by {kept.rest['energy']} over a second of launches and more:\n",
+        f"Joules of one layer for each new token, by {kept.rest['energy']}, over a second of launches and more:\n",
         "| layer: step | provider | us | mJ a token |",
         f"|{' --- |' * 4}",
         *(

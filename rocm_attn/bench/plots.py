@@ -97,12 +97,17 @@ def _figure(pyplot: Any, picture: Picture, caption: str) -> Any:
     floors = [picture.floor_us[case] for case in picture.cases]
     places = range(len(floors))
     times.vlines(floors, [place - 0.45 for place in places], [place + 0.45 for place in places], "k", label="floor")
-    times.set_xscale("log")
+    times.set_xscale("log", subs=())
+    ticks = [digit * 10**power for power in range(7) for digit in (1, 2, 5)]
+    low, high = 0.7 * min(floors), 1.15 * max((*floors, *picture.us.values()))
+    times.set_xlim(low, high)
+    times.set_xticks([tick for tick in ticks if low <= tick <= high])
+    times.xaxis.set_major_formatter("{x:g}")
     times.set_xlabel("microseconds of one layer")
     times.set_yticks(list(places), picture.cases)
     times.invert_yaxis()
     shares.axvline(100, color="k", linewidth=0.8)
     shares.set_xlabel("% of the floor's speed")
     figure.legend(loc="outside upper center", ncols=4, frameon=False)
-    figure.suptitle(caption, fontsize=7, color="#555555", y=0.005, va="bottom")
+    figure.supxlabel(caption, fontsize=7, color="#555555")
     return figure

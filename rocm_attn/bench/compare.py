@@ -24,7 +24,8 @@ _LOW, _HIGH = 0.025, 0.975
 # Fewer samples have no interval worth the name.
 _FEWEST = 5
 
-Key = tuple[str, str, str]
+# Suite, case, batch and provider: suites share cases.
+Key = tuple[str, str, str, str]
 
 
 class Change(enum.Enum):
@@ -83,7 +84,7 @@ def compare(before: Kept, after: Kept, smallest: float, allowed: Allowed) -> lis
     if any(only.values()) and not allowed.common_cases:
         name, keys = next((name, keys) for name, keys in only.items() if keys)
         raise BadSetting(
-            f"{len(keys)} rows are only in the run {name}, such as {keys[0][2]} on {keys[0][0]} ({keys[0][1]}); "
+            f"{len(keys)} rows are only in the run {name}, such as {keys[0][3]} on {keys[0][1]} ({keys[0][2]}); "
             "measure the same, or compare what both have with --common-cases"
         )
     found = []
@@ -108,11 +109,11 @@ def _check_files(before: Kept, after: Kept, allowed: Allowed) -> None:
 
 
 def _by_key(rows: Sequence[Mapping[str, Any]]) -> dict[Key, Mapping[str, Any]]:
-    return {(row["case"], row["batch"], row["provider"]): row for row in rows}
+    return {(row["suite"], row["case"], row["batch"], row["provider"]): row for row in rows}
 
 
 def _row(key: Key, old: Mapping[str, Any], new: Mapping[str, Any], smallest: float) -> Compared | None:
-    case, _, provider = key
+    _, case, _, provider = key
     before, after = old.get("samples_us"), new.get("samples_us")
     if not before and not after:
         return None

@@ -7,7 +7,7 @@ Solution by which source, and a Trace what came of it. Fields that are not known
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -232,7 +232,7 @@ def _traces(text: str) -> Iterator[Trace]:
                 raise BadSetting(f"line {number}: {error}") from error
 
 
-def _read(path: Path, parse: Any) -> Any:
+def _read(path: Path, parse: Callable[[str], T]) -> T:
     try:
         return parse(path.read_text())
     except (OSError, UnicodeDecodeError) as error:

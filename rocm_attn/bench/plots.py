@@ -95,8 +95,8 @@ def _figure(pyplot: Any, picture: Picture, caption: str) -> Any:
         times.barh(places, [us for _, us, _ in here], bar, color=colour, label=provider)
         shares.barh(places, [100 * floor / us for _, us, floor in here], bar, color=colour)
     floors = [picture.floor_us[case] for case in picture.cases]
-    places = range(len(floors))
-    times.vlines(floors, [place - 0.45 for place in places], [place + 0.45 for place in places], "k", label="floor")
+    at = range(len(floors))
+    times.vlines(floors, [place - 0.45 for place in at], [place + 0.45 for place in at], "k", label="floor")
     times.set_xscale("log", subs=())
     ticks = [digit * 10**power for power in range(7) for digit in (1, 2, 5)]
     low, high = 0.7 * min(floors), 1.15 * max((*floors, *picture.us.values()))
@@ -104,7 +104,7 @@ def _figure(pyplot: Any, picture: Picture, caption: str) -> Any:
     times.set_xticks([tick for tick in ticks if low <= tick <= high])
     times.xaxis.set_major_formatter("{x:g}")
     times.set_xlabel("microseconds of one layer")
-    times.set_yticks(list(places), picture.cases)
+    times.set_yticks(list(at), picture.cases)
     times.invert_yaxis()
     shares.axvline(100, color="k", linewidth=0.8)
     shares.set_xlabel("% of the floor's speed")

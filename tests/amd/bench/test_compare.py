@@ -40,10 +40,8 @@ def result_file(path: Path, rows: Sequence[dict[str, Any]], device: str = "NVIDI
 
 def compared(tmp_path: Path, before: Sequence[float], after: Sequence[float]) -> Compared:
     """Of one row, where 2% count."""
-    files = (
-        result_file(tmp_path / f"{name}.json", [row("a", us)]) for name, us in (("before", before), ("after", after))
-    )
-    (found,) = compare(*map(read_result, files), 0.02, Allowed())
+    old, new = (result_file(tmp_path / f"{number}.json", [row("a", us)]) for number, us in enumerate((before, after)))
+    (found,) = compare(read_result(old), read_result(new), 0.02, Allowed())
     return found
 
 

@@ -13,7 +13,7 @@ import pytest
 from rocm_attn.bench import flashinfer_run
 from rocm_attn.bench.flashinfer_run import WorkloadRun
 from rocm_attn.bench.flashinfer_schema import Definition, Solution, Trace, Workload, read_definition, read_traces
-from rocm_attn.bench.flashinfer_solution import solution_of
+from rocm_attn.bench.flashinfer_solution import entry_of, solution_of
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
 from rocm_attn.errors import BadSetting, Unsupported
 from tests.amd.bench.flashinfer_files import DEFINITIONS, GQA_DECODE, data_set, tensors_of, workload_of
@@ -114,7 +114,7 @@ def test_a_workload_passes_and_its_trace_has_every_field(name: str, tmp_path: Pa
 
 @each_definition
 def test_a_source_that_is_wrong_does_not_pass(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = flashinfer_run.entry_of
+    right = entry_of
     spoils: dict[str, Callable[[Any, Any], Any]] = {
         "INCORRECT_NUMERICAL": lambda out, lse: (out, lse * 0.6931),  # natural, and not base 2
         "INCORRECT_SHAPE": lambda out, lse: (out[:-1], lse),

@@ -235,7 +235,7 @@ def test_a_run_is_written_with_all_that_it_takes_to_repeat_it(tmp_path: Path, ca
 
 
 def test_a_wrong_result_ends_with_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    monkeypatch.setitem(registry._PEERS, "sdpa", lambda library: Spoilt(0))  # type: ignore[index]
+    monkeypatch.setitem(registry._PEERS, "sdpa", lambda library: Spoilt(0))
     assert run_kernels("--batch", "3d40", *SMALL, "--json") == EXIT_FAILED
     streams = capsys.readouterr()
     found: dict[str, Any] = json.loads(streams.out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,10 +28,10 @@ def test_every_picture_of_the_page_is_there_and_every_suite_has_one() -> None:
 def test_no_time_is_on_the_page_for_what_was_wrong(tmp_path: Path) -> None:
     own, other = samples(100, 0.0, 1), samples(50, 0.0, 1)
     rows = [row("one", own), row("one", other, "fa3"), row("two", own), row("two", [], "fa3")]
-    rest = {"ceilings": {"bytes_per_s": 4e12, "flops_per_s": 8e14}}
-    kept = read_result(result_file(tmp_path / "a.json", rows, **rest))
-    kept.machine["runtime"], kept.machine["date"] = "CUDA 13", "today"  # type: ignore[index]
-    text = page(kept, "a.json")
+    kept = read_result(result_file(tmp_path / "a.json", rows))
+    machine = {**kept.machine, "runtime": "CUDA 13", "date": "today"}
+    rest = {**kept.rest, "ceilings": {"bytes_per_s": 4e12, "flops_per_s": 8e14}}
+    text = page(replace(kept, machine=machine, rest=rest), "a.json")
     assert "| one | 50.0 | 100.0 (50) | 50.0 (50) |  |" in text
     assert "| two | 50.0 | 100.0 (50) | wrong |  |" in text
     assert "| decode | 50 to 50 | fa3 (1) | 2.00 | 2.00 (one) |" in text

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.machine import describe_machine
 from benchmarks.named_shapes import PAGE_SIZE, named_shapes
 from benchmarks.random_shapes import cases_of, check_all
 from benchmarks.shape_sweep import Shape, Work
+from rocm_attn.bench.machine import describe_machine
 from rocm_attn.problem import UNLIMITED_WINDOW
 
 SECTIONS = "SpeedOfLight", "LaunchStats", "Occupancy", "WarpStateStats", "SchedulerStats", "ComputeWorkloadAnalysis"

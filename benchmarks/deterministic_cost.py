@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from triton.runtime.errors import OutOfResources
 
-from benchmarks.attention_module import step_kind
-from benchmarks.machine import describe_machine
 from benchmarks.one_layer import Batch, LayerGraph, medians_in_turn
 from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.bench.machine import describe_machine
+from rocm_attn.bench.prepared import step_kind
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
 from rocm_attn.kernels.tuning.tiles import ExtendTiles
 from rocm_attn.machine.target import detect_target

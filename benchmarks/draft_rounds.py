@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.machine import describe_machine
 from benchmarks.sparse_decode import floor_us
 from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.mask import NO_MASK, TreeMask
 from rocm_attn.batch.step_batch import StepBatch, draft_batch
+from rocm_attn.bench.machine import describe_machine
 from rocm_attn.capture.draft_runner import DraftRunner
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner

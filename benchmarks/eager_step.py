@@ -16,8 +16,8 @@ import time
 import numpy as np
 import torch
 
-from benchmarks.machine import describe_machine
 from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.bench.machine import describe_machine
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime

@@ -17,9 +17,10 @@ from statistics import median
 
 import torch
 
-from benchmarks.attention_module import ints, step_kind
-from benchmarks.machine import describe_machine
-from benchmarks.one_layer import REPLAYS, ROUNDS, Batch, LayerGraph, medians_in_turn, random_pages
+from benchmarks.one_layer import REPLAYS, ROUNDS, Batch, LayerGraph, medians_in_turn
+from rocm_attn.bench.machine import describe_machine
+from rocm_attn.bench.prepared import ints, step_kind
+from rocm_attn.bench.step_data import random_pages
 from rocm_attn.machine.target import detect_target
 from rocm_attn.problem import KVEncoding, Problem, Scales
 from rocm_attn.providers.contract import PoolSize

@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from benchmarks.machine import describe_machine
+from rocm_attn.bench.machine import describe_machine
 from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
 from rocm_attn.guards.registry import Guards
 from rocm_attn.guards.unguarded import EchoIgnored

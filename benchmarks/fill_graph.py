@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.machine import describe_machine
+from rocm_attn.bench.machine import describe_machine
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.external import Bounds, ExternalAttention, LayerSource
 from rocm_attn.paging.adopted import TableSource

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.machine import describe_machine
 from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.bench.machine import describe_machine
 from rocm_attn.kernels.attention.arguments import Queries
 from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
 from rocm_attn.kernels.metadata.fill import launch_fill

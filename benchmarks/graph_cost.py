@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.machine import describe_machine
 from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.bench.machine import describe_machine
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.hip_graphs.size_ladder import default_ladder

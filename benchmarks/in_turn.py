@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import describe_machine
+from rocm_attn.bench.machine import describe_machine
 
 ROUNDS = 4
 

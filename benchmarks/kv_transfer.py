@@ -19,7 +19,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from benchmarks.machine import describe_machine
+from rocm_attn.bench.machine import describe_machine
 from rocm_attn.integrations.kv_transfer import KVExporter, KVImporter
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales

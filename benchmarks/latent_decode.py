@@ -24,10 +24,10 @@ from typing import Any
 import torch
 import triton
 
-from benchmarks.attention_module import Prepared, ints, step_kind
-from benchmarks.machine import describe_machine
 from benchmarks.sparse_decode import floor_us, microseconds
 from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.bench.machine import describe_machine
+from rocm_attn.bench.prepared import Prepared, ints, step_kind
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.latent.cuts import latent_decode_cut
 from rocm_attn.kernels.metadata.step_tensors import StepTensors

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.machine import describe_machine
 from benchmarks.random_shapes import FlashAttention3, ceilings, check_all, microseconds, own_run
 from benchmarks.shape_sweep import Shape, Work
+from rocm_attn.bench.machine import describe_machine
 from rocm_attn.problem import UNLIMITED_WINDOW
 
 PAGE_SIZE = 16

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.machine import describe_machine
+from rocm_attn.bench.machine import describe_machine
 from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.loading import LoadedModel, load_model
 from rocm_attn.runner.options import EngineOptions

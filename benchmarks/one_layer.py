@@ -9,10 +9,9 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from benchmarks.attention_module import Prepared, ints, step_kind
 from rocm_attn.batch.padding import PaddedShape
-from rocm_attn.kernels.cache.layer_pages import LayerPages
-from rocm_attn.kernels.cache.page_format import PoolKind, Scales
+from rocm_attn.bench.prepared import Prepared, ints, step_kind
+from rocm_attn.bench.step_data import random_pages
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import BoundKernel, StepBounds
@@ -96,24 +95,3 @@ def _prepared(problem: Problem, kernel: BoundKernel, batch: Batch, generator: to
     weights = HeadWeights.random(problem, torch.Generator().manual_seed(0)).to(device)
     out = q.new_empty(num_tokens, problem.num_q_heads, problem.v_head_dim)
     return Prepared.of(kernel, step, bounds, (q, out), random_pages(problem, num_pages + 1, generator), weights)
-
-
-def random_pages(problem: Problem, num_pages: int, generator: torch.Generator) -> LayerPages:
-    """Pages of a layer on the GPU, of normal numbers in their encoding and of factors about 1."""
-    form, device = problem.page_format, generator.device
-
-    def rows(dim: int) -> Tensor:
-        sizes = num_pages, form.page_size, form.num_kv_heads, dim
-        numbers = torch.randn(*sizes, device=device, generator=generator, dtype=torch.bfloat16)
-        return numbers.to(form.encoding.dtype)
-
-    def factors() -> Tensor | None:
-        if form.scales is Scales.NONE:
-            return None
-        sizes = (num_pages, *form.scale_shape) if form.scales is Scales.TOKEN else form.scale_shape
-        return torch.rand(sizes, device=device, generator=generator) + 0.5
-
-    k, k_scale = rows(form.head_dim), factors()
-    if form.kind is PoolKind.LATENT:
-        return LayerPages(k, k[..., : form.v_head_dim], form, k_scale, k_scale)
-    return LayerPages(k, rows(form.v_head_dim), form, k_scale, factors())

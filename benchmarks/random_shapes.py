@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.attention_module import Prepared, ints
-from benchmarks.machine import describe_machine
 from benchmarks.shape_sweep import LAUNCHES_US, Shape, random_shapes
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.bench.machine import describe_machine
+from rocm_attn.bench.prepared import Prepared, ints
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.target import detect_target

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.attention_module import step_kind
-from benchmarks.machine import describe_machine
 from benchmarks.one_layer import Batch, LayerGraph, medians_in_turn
+from rocm_attn.bench.machine import describe_machine
+from rocm_attn.bench.prepared import step_kind
 from rocm_attn.machine.target import detect_target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import PoolSize

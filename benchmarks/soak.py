@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.machine import describe_machine
+from rocm_attn.bench.machine import describe_machine
 from rocm_attn.soak.soak import Soak
 from rocm_attn.soak.world import Scenario
 

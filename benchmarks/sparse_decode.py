@@ -22,7 +22,7 @@ import torch
 import triton
 from torch import Tensor
 
-from benchmarks.machine import describe_machine
+from rocm_attn.bench.machine import describe_machine
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import PoolKind
 from rocm_attn.kernels.refs.sparse import index_scores, selected_attention

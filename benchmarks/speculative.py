@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.attention_module import Prepared, ints, step_kind
-from benchmarks.machine import describe_machine
-from benchmarks.one_layer import random_pages
 from benchmarks.sparse_decode import floor_us, microseconds
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.bench.machine import describe_machine
+from rocm_attn.bench.prepared import Prepared, ints, step_kind
+from rocm_attn.bench.step_data import random_pages
 from rocm_attn.kernels.attention.mask_bits import MAX_MASK_BLOCK
 from rocm_attn.kernels.metadata.place_trees import launch_place_trees
 from rocm_attn.kernels.metadata.step_tensors import StepTensors

@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from benchmarks.machine import describe_machine
 from benchmarks.tensor_parallel import RandomOnDevice, model_of
 from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.bench.machine import describe_machine
 from rocm_attn.runner.config import ModelConfig
 from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.loading import LoadedModel

@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import commit
+from rocm_attn.bench.machine import commit
 
 
 def main() -> None:

@@ -34,8 +34,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.machine import describe_machine
 from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.bench.machine import describe_machine
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.runner.attention_weights import HeadWeights

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import describe_machine, version_of
+from rocm_attn.bench.machine import describe_machine, version_of
 
 OURS = "CUSTOM"
 MODES = ("eager", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")

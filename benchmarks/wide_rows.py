@@ -24,9 +24,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.attention_module import ints, step_kind
-from benchmarks.machine import describe_machine
-from benchmarks.one_layer import REPLAYS, ROUNDS, Batch, LayerGraph, medians_in_turn, random_pages
+from benchmarks.one_layer import REPLAYS, ROUNDS, Batch, LayerGraph, medians_in_turn
+from rocm_attn.bench.machine import describe_machine
+from rocm_attn.bench.prepared import ints, step_kind
+from rocm_attn.bench.step_data import random_pages
 from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopeTable, RowNorm, TokenPlaces

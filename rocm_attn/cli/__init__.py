@@ -16,10 +16,12 @@ from rocm_attn.errors import BadModel, BadProblem, BadRequest, BadSetting, RocmA
 DONE, FAILED, BAD_INPUT, INTERRUPTED, READER_GONE = 0, 1, 2, 130, 141
 _BAD_INPUT_ERRORS = (BadModel, BadProblem, BadRequest, BadSetting)
 
-# What the extra [cli] brings, beyond what the package always has.
-_CLI_LIBRARIES = {"gguf", "jinja2", "safetensors", "tokenizers"}
-# Likewise [serve].
-_SERVE_LIBRARIES = {"fastapi", "pydantic", "starlette", "uvicorn"}
+# What extras bring, beyond what the package always has: library -> extra.
+_EXTRAS = {
+    **dict.fromkeys(("gguf", "jinja2", "safetensors", "tokenizers"), "cli"),
+    **dict.fromkeys(("fastapi", "pydantic", "starlette", "uvicorn"), "serve"),
+    **dict.fromkeys(("httpx", "matplotlib"), "bench"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,10 +70,7 @@ def _answer(error: BaseException) -> int:
     if isinstance(error, RocmAttnError):
         say(f"rocm-attn: {error}")
         return BAD_INPUT if isinstance(error, _BAD_INPUT_ERRORS) else FAILED
-    if isinstance(error, ModuleNotFoundError) and error.name in _CLI_LIBRARIES:
-        say(f"rocm-attn: {error.name} is not installed; run: pip install 'rocm-attn[cli]'")
-        return FAILED
-    if isinstance(error, ModuleNotFoundError) and error.name in _SERVE_LIBRARIES:
-        say(f"rocm-attn: {error.name} is not installed; run: pip install 'rocm-attn[serve]'")
+    if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
+        say(f"rocm-attn: {error.name} is not installed; run: pip install 'rocm-attn[{_EXTRAS[error.name]}]'")
         return FAILED
     raise error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import torch
 
 from rocm_attn.errors import BadModel, BadSetting
 from rocm_attn.paging.index_spaces import num_pages
-from rocm_attn.problem import Problem
+from rocm_attn.problem import KVEncoding, Problem, Scales
 from rocm_attn.providers.select import Selection
 from rocm_attn.runner.families import attention_geometry
 from rocm_attn.runner.fields import read_json
@@ -57,6 +57,23 @@ def pages_as_json(pages: PageChoice) -> dict[str, object]:
     """The page size and the name of the layout."""
     (pool,) = (name for name, pool in POOLS.items() if pool is pages.pool)
     return {"page_size": pages.page_size, "pool": pool}
+
+
+_ENCODINGS = {"as-q": KVEncoding.LIKE_Q, **{kind.name.lower(): kind for kind in KVEncoding if kind.name != "LIKE_Q"}}
+_SCALES = {kind.name.lower(): kind for kind in Scales if kind is not Scales.NONE}
+
+
+def kv_encodings(names: Sequence[str]) -> Iterator[tuple[KVEncoding, Scales]]:
+    """What --kv-encodings names. Raises BadSetting for an encoding or scales that do not exist."""
+    if list(names) == ["all"]:
+        names = ["as-q", *(f"{code}/{scales}" for code in _ENCODINGS if code != "as-q" for scales in _SCALES)]
+    for name in names:
+        code, _, scales = name.partition("/")
+        if code not in _ENCODINGS or (scales and scales not in _SCALES) or (scales and code == "as-q"):
+            codes, kinds = ", ".join(_ENCODINGS), ", ".join(_SCALES)
+            raise BadSetting(f"{name!r} is no encoding; write all, or one of {codes}, with /{kinds} after it")
+        encoding = _ENCODINGS[code]
+        yield encoding, Scales.NONE if encoding is KVEncoding.LIKE_Q else _SCALES[scales or "layer"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterable
 
 from rocm_attn.cli import options as o
+from rocm_attn.cli.bench_parser import add_bench
 
 _EPILOG = """\
 exit codes: 0 done, 1 the job failed, 2 wrong usage or bad input, 130 interrupted
@@ -95,6 +96,7 @@ def build_parser() -> argparse.ArgumentParser:
     guards = commands.add_parser("guards", help="list the safeguards, what each prevents and whether it is on")
     _add_options(guards, [o.JSON.but(help="print a list of JSON objects")])
     _add_doctor(commands)
+    add_bench(commands)
     env = commands.add_parser("env", help="print versions and devices, for a bug report")
     _add_options(env, [o.JSON])
     return parser

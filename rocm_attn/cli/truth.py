@@ -11,9 +11,9 @@ from functools import partial
 
 import torch
 
-from rocm_attn.cli.arguments import described_model, device_named, page_choice, pages_as_json
+from rocm_attn.cli.arguments import described_model, device_named, kv_encodings, page_choice, pages_as_json
 from rocm_attn.cli.progress_bar import ProgressBar
-from rocm_attn.errors import BadProblem, BadSetting, RocmAttnError, Unsupported
+from rocm_attn.errors import BadProblem, RocmAttnError, Unsupported
 from rocm_attn.machine.target import Target, detect_target
 from rocm_attn.problem import AllKeys, Indexer, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.select import select
@@ -28,8 +28,6 @@ from rocm_attn.step.options import RuntimeOptions
 # A CPU serves in minutes what a GPU serves in a second.
 _LENGTHS_ON_CPU, _CHUNK_ON_CPU = (200, 600, 1000), 300
 _POOL_GIB_ON_GPU = 5.0
-_ENCODINGS = {"as-q": KVEncoding.LIKE_Q, **{kind.name.lower(): kind for kind in KVEncoding if kind.name != "LIKE_Q"}}
-_SCALES = {kind.name.lower(): kind for kind in Scales if kind is not Scales.NONE}
 
 
 class NeedlesMissed(RocmAttnError):
@@ -84,18 +82,9 @@ def run(options: argparse.Namespace) -> None:
 
 def _ways(providers: Sequence[str], encodings: Sequence[str]) -> Iterator[Way]:
     """Raises BadSetting for an encoding or scales that do not exist."""
-    names = list(encodings)
-    if names == ["all"]:
-        names = ["as-q", *(f"{code}/{scales}" for code in _ENCODINGS if code != "as-q" for scales in _SCALES)]
     for provider in providers:
-        for name in names:
-            code, _, scales = name.partition("/")
-            if code not in _ENCODINGS or (scales and scales not in _SCALES) or (scales and code == "as-q"):
-                codes, kinds = ", ".join(_ENCODINGS), ", ".join(_SCALES)
-                raise BadSetting(f"{name!r} is no encoding; write all, or one of {codes}, with /{kinds} after it")
-            encoding = _ENCODINGS[code]
-            kind = Scales.NONE if encoding is KVEncoding.LIKE_Q else _SCALES[scales or "layer"]
-            yield Way(provider, encoding, kind)
+        for encoding, scales in kv_encodings(encodings):
+            yield Way(provider, encoding, scales)
 
 
 def _layers(options: argparse.Namespace, way: Way, target: Target) -> tuple[PageChoice, tuple[Problem, ...]]:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.machine import commit
+from rocm_attn.bench.machine import commit
 from rocm_attn.guards.registry import GUARDS, Guards
 from rocm_attn.machine.settings import DEBUG, DISABLE_GUARDS
 from tests.amd.driver.__main__ import prepare

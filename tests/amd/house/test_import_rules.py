@@ -32,10 +32,11 @@ FLOORS_UP = (
     "watch",
     "soak",
     "runner",
+    "bench",
     "server",
     "cli",
 )
-MOST_FLOORS = 22
+MOST_FLOORS = 23
 
 KERNELS, HIP_GRAPHS, PROVIDERS, RUNNER, SERVER, CLI = (
     f"rocm_attn.{name}" for name in ("kernels", "hip_graphs", "providers", "runner", "server", "cli")
@@ -52,6 +53,7 @@ LIBRARIES = {
     DOCTOR: set(),  # it must work where everything else cannot be imported
     RUNNER: {"gguf", "jinja2", "llguidance", "numpy", "safetensors", "tokenizers", "torch"},
     SERVER: {"fastapi", "pydantic", "starlette", "uvicorn"},
+    "rocm_attn.bench": {"httpx", "matplotlib", "numpy", "safetensors", "torch"},
     VLLM: {"torch", "vllm"},
     SGLANG: {"sglang", "torch"},
     "rocm_attn": {"numpy", "torch", "typing_extensions"},

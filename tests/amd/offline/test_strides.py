@@ -8,8 +8,8 @@ import pytest
 import torch
 from triton.compiler import CompiledKernel
 
-from benchmarks.attention_module import Prepared, ints, step_kind
 from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.bench.prepared import Prepared, ints, step_kind
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.target import known_target

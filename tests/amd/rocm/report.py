@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.machine import commit
+from rocm_attn.bench.machine import commit
 from rocm_attn.cli.doctor.finding import Severity
 from rocm_attn.cli.doctor.reading import read_machine
 from rocm_attn.cli.doctor.registry import diagnose

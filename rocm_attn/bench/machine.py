@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+from pathlib import Path
 
 import torch
 
@@ -26,18 +27,25 @@ def describe_machine() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The checkout's commit, with a plus sign when files differ from it.
+    """The checkout's commit, with a plus sign when files differ from it; "unknown" of a package that pip installed.
 
     $BENCHMARK_COMMIT names it on a machine that got the files without their history.
     """
     if carried := os.environ.get("BENCHMARK_COMMIT"):
         return carried
     try:
-        head = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
-        changes = subprocess.run(["git", "status", "--porcelain"], capture_output=True, text=True, check=True)
+        _git("ls-files", "--error-unmatch", Path(__file__).name)
+        head, changes = _git("rev-parse", "--short=12", "HEAD"), _git("status", "--porcelain")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return head.stdout.strip() + ("+" if changes.stdout.strip() else "")
+    return head + ("+" if changes else "")
+
+
+def _git(*arguments: str) -> str:
+    """What git prints of the checkout that this file is in. Raises OSError, CalledProcessError."""
+    folder = Path(__file__).resolve().parent
+    done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
 
 
 def version_of(package: str) -> str:

@@ -1,0 +1,124 @@
+"""A device's energy and clock: NVIDIA's by NVML, AMD's by AMD SMI or hwmon, a CPU's energy by powercap."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_NOT_COUNTED = "energy is not counted: "
+_NVML_CLOCK_SM = 1
+
+
+def _nothing() -> float:
+    return float("nan")
+
+
+@dataclass(frozen=True, slots=True)
+class EnergyMeter:
+    """Joules since some moment, and the clock now.
+
+    joules:  reads the counter, which GPUs renew every 20 to 100 ms
+    source:  what counts, in words
+    why_not: why nothing is counted; empty where it is
+    mhz:     reads the clock of the compute units; NaN where nothing tells
+    """
+
+    joules: Callable[[], float]
+    source: str
+    why_not: str = ""
+    mhz: Callable[[], float] = _nothing
+
+
+def meter_of(device: torch.device) -> EnergyMeter:
+    """The counter of a device; one that says why not where there is none."""
+    try:
+        if device.type != "cuda":
+            return _powercap(Path("/sys/class/powercap"))
+        properties = torch.cuda.get_device_properties(device)
+        if torch.version.hip is None:
+            return _nvml(f"GPU-{properties.uuid}")
+        return _amd(device.index or 0)
+    except (OSError, AttributeError, ImportError, _NoCounter) as error:
+        return EnergyMeter(_nothing, "", f"{_NOT_COUNTED}{error}")
+
+
+class _NoCounter(Exception):
+    """A device has no counter, or this process may not read it."""
+
+
+def _nvml(uuid: str) -> EnergyMeter:
+    """By NVIDIA's management library, which comes with the driver: millijoules since the driver was loaded."""
+    library = ctypes.CDLL("libnvidia-ml.so.1")
+    handle = ctypes.c_void_p()
+
+    def check(code: int) -> None:
+        if code:
+            library.nvmlErrorString.restype = ctypes.c_char_p
+            raise _NoCounter(f"NVML says {library.nvmlErrorString(code).decode()!r} of {uuid}")
+
+    check(library.nvmlInit_v2())
+    check(library.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(handle)))
+
+    def joules() -> float:
+        millijoules = ctypes.c_ulonglong()
+        check(library.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(millijoules)))
+        return millijoules.value / 1e3
+
+    def mhz() -> float:
+        found = ctypes.c_uint()
+        check(library.nvmlDeviceGetClockInfo(handle, _NVML_CLOCK_SM, ctypes.byref(found)))
+        return float(found.value)
+
+    joules(), mhz()
+    return EnergyMeter(joules, "NVML total energy", mhz=mhz)
+
+
+def _amd(index: int) -> EnergyMeter:
+    """By AMD SMI's Python package where it is installed, else by the kernel driver's hwmon."""
+    try:
+        smi: Any = importlib.import_module("amdsmi")
+    except ImportError:
+        return _hwmon(index, Path("/sys/class/drm"))
+    smi.amdsmi_init()
+    handle = smi.amdsmi_get_processor_handles()[index]
+
+    def joules() -> float:
+        found = smi.amdsmi_get_energy_count(handle)
+        count = found.get("energy_accumulator", found.get("power"))
+        return float(count) * float(found["counter_resolution"]) / 1e6
+
+    def mhz() -> float:
+        return float(smi.amdsmi_get_clock_info(handle, smi.AmdSmiClkType.GFX)["clk"])
+
+    joules(), mhz()
+    return EnergyMeter(joules, "AMD SMI energy count", mhz=mhz)
+
+
+def _hwmon(index: int, drm: Path) -> EnergyMeter:
+    """Microjoules of the driver's sensor. drm: the folder of cards"""
+    counters = sorted(drm.glob("card[0-9]*/device/hwmon/hwmon*/energy1_input"))
+    if index >= len(counters):
+        raise _NoCounter(f"amdsmi is not installed, and {drm} has {len(counters)} cards with energy1_input")
+    return _microjoules(counters[index], f"hwmon {counters[index]}")
+
+
+def _powercap(folder: Path) -> EnergyMeter:
+    """Microjoules of the first CPU package. folder: of the kernel's power caps"""
+    counters = sorted(folder.glob("*-rapl:0/energy_uj"))
+    if not counters:
+        raise _NoCounter(f"{folder} has no package with energy_uj")
+    return _microjoules(counters[0], f"powercap {counters[0].parent.name}")
+
+
+def _microjoules(file: Path, source: str) -> EnergyMeter:
+    def joules() -> float:
+        return int(file.read_text()) / 1e6
+
+    joules()
+    return EnergyMeter(joules, source)

@@ -1,0 +1,143 @@
+"""This package as a solution of flashinfer-bench: sources that call its FlashInfer names, as others would run them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from rocm_attn.bench.flashinfer_schema import Definition, Solution
+from rocm_attn.bench.machine import commit
+from rocm_attn.errors import Unsupported
+
+AUTHOR = "rocm_attn"
+ENTRY = "main.py::run"
+
+_HEAD = """import torch
+
+import rocm_attn.integrations.flashinfer as flashinfer
+
+BACKEND = "{backend}"
+_wrappers = {{}}
+
+
+def _wrapper(kind, device, *layout):
+    if device not in _wrappers:
+        _wrappers[device] = kind(torch.empty(1, dtype=torch.uint8, device=device), *layout, backend=BACKEND)
+    return _wrappers[device]
+
+
+def _last_page_len(kv_indptr, page_size, given):
+    if given is not None:
+        return given
+    return torch.full_like(kv_indptr[1:], page_size)  # the definition has whole pages
+
+
+"""
+
+_GQA_DECODE = """def run(q, k_cache, v_cache, kv_indptr, kv_indices, sm_scale, kv_last_page_len=None):
+    page_size, kv_heads = k_cache.shape[1:3]
+    wrapper = _wrapper(flashinfer.BatchDecodeWithPagedKVCacheWrapper, q.device, "NHD")
+    last = _last_page_len(kv_indptr, page_size, kv_last_page_len)
+    sizes = q.shape[1], kv_heads, q.shape[2], page_size
+    wrapper.plan(
+        kv_indptr, kv_indices, last, *sizes, q_data_type=q.dtype, kv_data_type=k_cache.dtype, sm_scale=sm_scale
+    )
+    return wrapper.run(q, (k_cache, v_cache), return_lse=True)
+"""
+
+_GQA_PREFILL = """def run(q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, sm_scale, kv_last_page_len=None):
+    page_size, kv_heads = k_cache.shape[1:3]
+    wrapper = _wrapper(flashinfer.BatchPrefillWithPagedKVCacheWrapper, q.device, "NHD")
+    last = _last_page_len(kv_indptr, page_size, kv_last_page_len)
+    sizes = q.shape[1], kv_heads, q.shape[2], page_size
+    dtypes = {"q_data_type": q.dtype, "kv_data_type": k_cache.dtype}
+    wrapper.plan(qo_indptr, kv_indptr, kv_indices, last, *sizes, causal=True, sm_scale=sm_scale, **dtypes)
+    return wrapper.run(q, (k_cache, v_cache), return_lse=True)
+"""
+
+_MLA = """def {signature}:
+    page_size = ckv_cache.shape[1]
+    wrapper = _wrapper(flashinfer.mla.BatchMLAPagedAttentionWrapper, q_nope.device)
+    last = _last_page_len(kv_indptr, page_size, kv_last_page_len)
+    num_pages = kv_indptr[1:] - kv_indptr[:-1]
+    kv_len = torch.where(num_pages > 0, (num_pages - 1) * page_size + last, 0).int()
+{queries}
+    sizes = q_nope.shape[1], q_nope.shape[2], q_pe.shape[2], page_size
+    dtypes = q_nope.dtype, ckv_cache.dtype
+    wrapper.plan(qo_indptr, kv_indptr, kv_indices, kv_len, *sizes, {causal}, sm_scale, *dtypes)
+    return wrapper.run(q_nope, q_pe, ckv_cache, kpe_cache, return_lse=True)
+"""
+_MLA_DECODE = _MLA.format(
+    signature="run(q_nope, q_pe, ckv_cache, kpe_cache, kv_indptr, kv_indices, sm_scale, kv_last_page_len=None)",
+    queries="    qo_indptr = torch.arange(len(kv_indptr), dtype=torch.int32, device=kv_indptr.device)",
+    causal="False",
+)
+_MLA_PREFILL = _MLA.format(
+    signature=(
+        "run(\n    q_nope, q_pe, ckv_cache, kpe_cache, qo_indptr, kv_indptr, kv_indices, sm_scale, "
+        "kv_last_page_len=None\n)"
+    ),
+    queries="    qo_indptr = qo_indptr.int()",
+    causal="True",
+)
+
+# Inputs by which a kind of definition is known -> its source; kv_last_page_len is optional in each.
+_GQA, _LATENT = {"q", "k_cache", "v_cache"}, {"q_nope", "q_pe", "ckv_cache", "kpe_cache"}
+_PAGED = {"kv_indptr", "kv_indices", "sm_scale"}
+_SOURCES: tuple[tuple[set[str], str], ...] = (
+    (_GQA | _PAGED, _GQA_DECODE),
+    (_GQA | _PAGED | {"qo_indptr"}, _GQA_PREFILL),
+    (_LATENT | _PAGED, _MLA_DECODE),
+    (_LATENT | _PAGED | {"qo_indptr"}, _MLA_PREFILL),
+)
+
+
+def solution_of(definition: Definition, provider: str) -> Solution:
+    """Our source for a definition. provider: of the kernels
+
+    Raises Unsupported for what is not paged attention.
+    """
+    given = definition.inputs.keys() - {"kv_last_page_len"}
+    source = next((source for inputs, source in _SOURCES if inputs == given), None)
+    if source is None:
+        raise Unsupported(
+            f"definition {definition.name} takes {', '.join(definition.inputs)}; what is served is gqa_paged and "
+            "mla_paged, prefill and decode"
+        )
+    return Solution(
+        name=f"rocm_attn_{provider}_{definition.name}",
+        definition=definition.name,
+        author=AUTHOR,
+        spec={
+            "language": "python",
+            "target_hardware": ["AMD_MI300X", "AMD_MI355X", "NVIDIA_H100", "NVIDIA_H200"],
+            "dependencies": ["rocm-attn", "torch", "triton"],
+            "entry_point": ENTRY,
+            "build_commands": [],
+        },
+        sources={"main.py": _HEAD.format(backend=provider) + source},
+        rest={"description": f"rocm_attn at {commit()}, by its FlashInfer names: planned and run in each call."},
+    )
+
+
+def entry_of(solution: Solution) -> Callable[..., Any]:
+    """The function of one of our own solutions; its source runs."""
+    return function_of(solution.sources["main.py"], solution.name)
+
+
+def function_of(source: str, name: str) -> Callable[..., Any]:
+    """`run` of a source, which is executed."""
+    scope: dict[str, Any] = {"__name__": name}
+    exec(compile(source, name, "exec"), scope)
+    function: Callable[..., Any] = scope["run"]
+    return function
+
+
+def environment(device: torch.device) -> Mapping[str, Any]:
+    """What a trace says of the machine."""
+    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    runtime = ("hip", torch.version.hip) if torch.version.hip else ("cuda", torch.version.cuda)
+    libs = {"torch": torch.__version__, "rocm_attn": commit(), **({runtime[0]: runtime[1]} if runtime[1] else {})}
+    return {"hardware": hardware.replace(" ", "_"), "libs": libs}

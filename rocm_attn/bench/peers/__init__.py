@@ -1,0 +1,1 @@
+"""Kernels of other libraries for the same steps, each imported when it is asked for."""

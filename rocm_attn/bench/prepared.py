@@ -1,0 +1,74 @@
+"""A layer of a step, launched by itself: what benchmarks time and check."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
+from rocm_attn.providers.contract import BoundKernel, StepBounds
+from rocm_attn.step.head_weights import NO_HEAD_WEIGHTS, HeadWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A layer's kernel and what it reads."""
+
+    kernel: BoundKernel
+    args: AttendArgs
+    step: StepTensors
+    bounds: StepBounds
+
+    @classmethod
+    def of(
+        cls,
+        kernel: BoundKernel,
+        step: StepTensors,
+        bounds: StepBounds,
+        rows: tuple[Tensor, Tensor],
+        pages: LayerPages,
+        weights: HeadWeights = NO_HEAD_WEIGHTS,
+    ) -> Prepared:
+        """With memory of its own, and the schedule built. rows: q and out"""
+        device = rows[0].device
+        args = AttendArgs(
+            q=rows[0],
+            pages=pages,
+            table=step.table,
+            queries=bounds.queries(step),
+            out=rows[1],
+            lse=None,
+            sinks=weights.sinks,
+            slopes=weights.alibi_slopes,
+            schedule=torch.empty(kernel.schedule.words(bounds.shape), dtype=torch.int32, device=device),
+            workspace=torch.empty(kernel.workspace_words(bounds.shape), dtype=torch.float32, device=device),
+        )
+        prepared = cls(kernel, args, step, bounds)
+        prepared.build_schedule()
+        return prepared
+
+    def build_schedule(self) -> None:
+        """What a step launches once."""
+        self.kernel.schedule.build(self.args.queries, self.step, self.bounds, self.args.schedule)
+
+    def attend(self) -> None:
+        """One layer."""
+        self.kernel.attend(self.args, self.step, self.bounds)
+
+
+def step_kind(q_len: Sequence[int]) -> StepKind:
+    """The kind of step by its new tokens."""
+    if max(q_len) == 1:
+        return StepKind.DECODE
+    return StepKind.MIXED if min(q_len) == 1 else StepKind.EXTEND
+
+
+def ints(values: Iterable[int], device: torch.device) -> Tensor:
+    """int32 on the device."""
+    return torch.tensor(list(values), dtype=torch.int32, device=device)

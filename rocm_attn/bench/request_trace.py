@@ -1,0 +1,192 @@
+"""Traces of requests: when each arrives, and how many tokens it has and asks for.
+
+A file has a line for each request, in one of these schemas; which one is known by the names in it:
+
+own       JSON lines   arrival_s, prompt_tokens, output_tokens, and optionally prefix, a list of block ids
+Mooncake  JSON lines   timestamp (ms), input_length, output_length, and optionally hash_ids, of blocks of 512 tokens
+Azure     CSV          TIMESTAMP (a date and time), ContextTokens, GeneratedTokens
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rocm_attn.errors import BadSetting
+
+PREFIX_BLOCK = 512
+_AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRequest:
+    """One request.
+
+    arrival_s:     seconds since the trace began
+    prompt_tokens: at least 1
+    output_tokens: at least 1
+    prefix:        ids of the prompt's blocks of PREFIX_BLOCK tokens; requests with equal ids there share them
+
+    Raises BadSetting.
+    """
+
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+    prefix: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.arrival_s) and self.arrival_s >= 0):
+            raise BadSetting(f"it arrives at {self.arrival_s} s; that is a number of at least 0")
+        for name in ("prompt_tokens", "output_tokens"):
+            if getattr(self, name) < 1:
+                raise BadSetting(f"{name} is {getattr(self, name)}; it is at least 1")
+
+    def as_json(self) -> dict[str, Any]:
+        """A line of the own schema."""
+        found: dict[str, Any] = {
+            "arrival_s": self.arrival_s,
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens,
+        }
+        return found | ({"prefix": list(self.prefix)} if self.prefix else {})
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTrace:
+    """Requests in the order in which they arrive."""
+
+    requests: tuple[TracedRequest, ...]
+
+    def __post_init__(self) -> None:
+        if not self.requests:
+            raise BadSetting("a trace without requests; give at least one")
+
+    @classmethod
+    def of(cls, requests: Iterator[TracedRequest]) -> RequestTrace:
+        """In order of arrival, the first at 0."""
+        ordered = sorted(requests, key=lambda request: request.arrival_s)
+        first = ordered[0].arrival_s if ordered else 0.0
+        return cls(
+            tuple(
+                TracedRequest(each.arrival_s - first, each.prompt_tokens, each.output_tokens, each.prefix)
+                for each in ordered
+            )
+        )
+
+    def first(self, count: int) -> RequestTrace:
+        """Only so many."""
+        return RequestTrace(self.requests[:count])
+
+    def faster(self, times: float) -> RequestTrace:
+        """The same requests in a `times`th of the time; infinity: all at once."""
+        return RequestTrace(
+            tuple(
+                TracedRequest(each.arrival_s / times, each.prompt_tokens, each.output_tokens, each.prefix)
+                for each in self.requests
+            )
+        )
+
+    def text(self) -> str:
+        """As a file of the own schema."""
+        return "".join(json.dumps(request.as_json()) + "\n" for request in self.requests)
+
+
+def read_trace(path: Path) -> RequestTrace:
+    """A trace of any of the schemas. Raises BadSetting, which names the file and the line."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadSetting(f"{path} cannot be read ({error}); give a file of requests (docs/bench.md)") from error
+    try:
+        lines = text.splitlines()
+        is_csv = bool(lines) and not lines[0].lstrip().startswith("{")
+        return RequestTrace.of(_from_csv(lines) if is_csv else _from_json_lines(lines))
+    except BadSetting as error:
+        raise BadSetting(f"{path}: {error}") from error
+
+
+def _from_json_lines(lines: Sequence[str]) -> Iterator[TracedRequest]:
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            found = json.loads(line)
+        except ValueError as error:
+            raise BadSetting(f"line {number} is not JSON ({error})") from error
+        if not isinstance(found, dict):
+            raise BadSetting(f"line {number} is {type(found).__name__}, not an object")
+        reader = next((read for names, read in _JSON_SCHEMAS.items() if set(names) <= found.keys()), None)
+        if reader is None:
+            forms = ", or ".join(" ".join(names) for names in _JSON_SCHEMAS)
+            raise BadSetting(f"line {number} has {' '.join(found) or 'nothing'}; it should have {forms}")
+        yield _checked(number, reader, found)
+
+
+def _own(found: Mapping[str, Any]) -> TracedRequest:
+    prefix = tuple(map(_whole, found.get("prefix", ())))
+    return TracedRequest(
+        float(found["arrival_s"]), _whole(found["prompt_tokens"]), _whole(found["output_tokens"]), prefix
+    )
+
+
+def _mooncake(found: Mapping[str, Any]) -> TracedRequest:
+    blocks = tuple(map(_whole, found.get("hash_ids", ())))
+    return TracedRequest(
+        float(found["timestamp"]) / 1e3, _whole(found["input_length"]), _whole(found["output_length"]), blocks
+    )
+
+
+_JSON_SCHEMAS: Mapping[tuple[str, ...], Callable[[Mapping[str, Any]], TracedRequest]] = {
+    ("arrival_s", "prompt_tokens", "output_tokens"): _own,
+    ("timestamp", "input_length", "output_length"): _mooncake,
+}
+
+
+def _from_csv(lines: Sequence[str]) -> Iterator[TracedRequest]:
+    reader = csv.DictReader(lines)
+    if not set(_AZURE) <= set(reader.fieldnames or ()):
+        raise BadSetting(f"line 1 is {','.join(reader.fieldnames or ())!r}; a CSV trace begins with {','.join(_AZURE)}")
+    begin: datetime | None = None
+    for row in reader:
+        at = _checked_time(reader.line_num, row["TIMESTAMP"])
+        begin = begin or at
+        seconds = (at - begin).total_seconds()
+
+        def read(found: Mapping[str, Any], seconds: float = seconds) -> TracedRequest:
+            # The first line need not be the earliest; RequestTrace.of sets the earliest one to 0.
+            return TracedRequest(seconds + _DAY_S, int(found["ContextTokens"]), int(found["GeneratedTokens"]))
+
+        yield _checked(reader.line_num, read, row)
+
+
+_DAY_S = 86400.0
+
+
+def _checked_time(line: int, text: str | None) -> datetime:
+    """Azure's have seven digits after the second, and some a time zone."""
+    whole, _, rest = (text or "").strip().partition(".")
+    digits = rest[: next((place for place, letter in enumerate(rest) if not letter.isdigit()), len(rest))]
+    try:
+        return datetime.fromisoformat(f"{whole}.{(digits + '000000')[:6]}")
+    except ValueError as error:
+        raise BadSetting(f"line {line} has the TIMESTAMP {text!r}; it is a date and time") from error
+
+
+def _checked(line: int, read: Callable[[Mapping[str, Any]], TracedRequest], found: Mapping[str, Any]) -> TracedRequest:
+    try:
+        return read(found)
+    except (BadSetting, TypeError, ValueError) as error:
+        raise BadSetting(f"line {line}: {error}") from error
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise BadSetting(f"{value!r} is not a whole number")
+    return value

@@ -1,0 +1,15 @@
+"""`rocm-attn bench plot`: pictures of a run."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rocm_attn.bench.plots import draw
+from rocm_attn.bench.result_file import read_result
+
+
+def run(options: argparse.Namespace) -> None:
+    """Write the pictures and print their names. Raises BadSetting."""
+    for path in draw(read_result(Path(options.result)), Path(options.folder), options.prefix):
+        print(path)

@@ -1,0 +1,48 @@
+"""What `rocm-attn bench serve` and `bench runner` share: the trace, how it is put, and what is written."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+
+from rocm_attn.bench.load import LoadOptions, ServingResult
+from rocm_attn.bench.request_trace import RequestTrace, read_trace
+from rocm_attn.bench.result_file import SERVING, head, write_json
+from rocm_attn.errors import RocmAttnError
+
+
+class RequestsLost(RocmAttnError):
+    """Requests of a trace failed."""
+
+
+def trace_of(options: argparse.Namespace) -> RequestTrace:
+    """What --trace, --requests and --speed name. Raises BadSetting."""
+    trace = read_trace(Path(options.trace))
+    if options.requests is not None:
+        trace = trace.first(options.requests)
+    return trace.faster(float("inf") if options.at_once else options.speed)
+
+
+def load_options(options: argparse.Namespace, vocabulary: int) -> LoadOptions:
+    """How the trace is put. Raises BadSetting."""
+    return LoadOptions(options.concurrency, vocabulary, options.seed, options.max_seconds)
+
+
+def show(options: argparse.Namespace, result: ServingResult, device: torch.device, target: str, energy: str) -> None:
+    """Print and write what came of it. Raises RequestsLost."""
+    found = {
+        **head(SERVING, device),
+        "target": target,
+        "trace": str(options.trace),
+        "energy": energy,
+        "rows": [result.as_json()],
+    }
+    if options.out:
+        write_json(Path(options.out), found)
+    print(json.dumps(found, indent=1) if options.json else "\n".join(result.lines()))
+    if result.num_failed:
+        reason = next(iter(result.failures))
+        raise RequestsLost(f"{result.num_failed} of {result.requests} requests failed; first reason: {reason}")

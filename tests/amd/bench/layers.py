@@ -1,0 +1,19 @@
+"""Small layers and data for tests of benchmarks."""
+
+from __future__ import annotations
+
+import torch
+
+from rocm_attn.bench.batch_spec import BatchSpec
+from rocm_attn.bench.step_data import StepData, random_steps
+from rocm_attn.problem import PoolKind, Problem
+
+CPU = torch.device("cpu")
+LAYER = Problem(4, 2, 16, 16, torch.float32, 8, 0.25)
+LATENT = Problem(4, 1, 24, 16, torch.float32, 8, 0.25, pool=PoolKind.LATENT)
+
+
+def one_step(batch: str, problem: Problem = LAYER) -> StepData:
+    """With random data."""
+    (data,) = random_steps(problem, BatchSpec.parse(batch), 1, CPU, seed=3)
+    return data

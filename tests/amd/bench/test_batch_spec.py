@@ -1,0 +1,131 @@
+"""Batches as words and as files: what is read is what is written, and mistakes are pointed at."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rocm_attn.bench.batch_spec import BatchSpec, Group
+from rocm_attn.bench.lengths_file import read_lengths
+from rocm_attn.errors import BadSetting
+
+groups = st.builds(
+    Group,
+    st.integers(1, 300),
+    st.integers(1, 1 << 20) | st.integers(1, 64).map(lambda k: k * 1024),
+    st.integers(0, 1 << 20) | st.integers(0, 64).map(lambda k: k * 1024),
+)
+batches = st.lists(groups, min_size=1, max_size=6).map(lambda found: BatchSpec(tuple(found)))
+
+
+@given(batches)
+def test_what_is_printed_is_read_again(batch: BatchSpec) -> None:
+    assert BatchSpec.parse(str(batch)) == batch
+
+
+@given(batches)
+def test_lengths_of_each_sequence_are_those_of_the_groups(batch: BatchSpec) -> None:
+    again = BatchSpec.of_lengths((q, kv - q) for q, kv in zip(batch.q_len, batch.kv_len, strict=True))
+    assert (again.q_len, again.kv_len) == (batch.q_len, batch.kv_len)
+    assert (batch.num_seqs, batch.num_tokens) == (len(batch.q_len), sum(batch.q_len))
+
+
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        ("64d4k", [(64, 1, 4095)]),
+        ("1x2048+6144", [(1, 2048, 6144)]),
+        ("63d4k+1x2048", [(63, 1, 4095), (1, 2048, 0)]),
+        ("1x2k+6k+63d100+2x7", [(1, 2048, 6144), (63, 1, 99), (2, 7, 0)]),
+        ("64x5+2500", [(64, 5, 2500)]),
+        ("3x1+4095", [(3, 1, 4095)]),
+        ("2d1", [(2, 1, 0)]),
+    ],
+)
+def test_a_word_is_read(text: str, groups: list[tuple[int, int, int]]) -> None:
+    assert BatchSpec.parse(text) == BatchSpec(tuple(Group(*group) for group in groups))
+
+
+@pytest.mark.parametrize(
+    ("text", "at", "wanted"),
+    [
+        ("", 1, "a number, how many sequences"),
+        ("d4k", 1, "a number, how many sequences"),
+        ("64", 3, "'d'"),
+        ("64d", 4, "a number, how many tokens"),
+        ("64d4q", 5, "'+' or the end"),
+        ("64d4k+", 7, "a number, how many sequences"),
+        ("64d4k+100", 10, "'d'"),
+        ("1x2048+6144+7", 14, "'d'"),
+        ("1x2048+6144 ", 12, "'+' or the end"),
+        ("0d4", 1, "at least 1"),
+        ("4d0", 3, "at least its new one"),
+        ("4x0+7", 3, "at least 1"),
+        ("1d99999999999", 3, "at most 2147483647"),
+        ("\u0664d4", 1, "a number, how many sequences"),
+    ],
+)
+def test_a_mistake_is_pointed_at(text: str, at: int, wanted: str) -> None:
+    with pytest.raises(BadSetting) as raised:
+        BatchSpec.parse(text)
+    message = str(raised.value)
+    assert f"at character {at} " in message
+    assert wanted in message
+    *_, line, pointer = message.split("\n")
+    assert line == f"  {text}"
+    assert pointer.index("^") == at + 1
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("1x2000000000+2000000000", "at most 2147483647 fit"),
+        ("1000000d4+1000000d4", "more than 1048576 sequences"),
+        ("1d2097152k", "at most 2147483647 fit"),
+    ],
+)
+def test_what_no_device_holds_is_refused(text: str, complaint: str) -> None:
+    with pytest.raises(BadSetting, match=complaint):
+        BatchSpec.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("lengths.json", json.dumps([4096, [2048, 6144], {"new": 5, "stored": 2500}, {"new": 7}])),
+        ("lengths.csv", "new,stored\n1,4095\n2048,6144\n5,2500\n7,0\n"),
+    ],
+)
+def test_lengths_come_from_files(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    assert str(read_lengths(tmp_path / name)) == "1d4k+1x2k+6k+1x5+2500+1x7"
+
+
+def test_a_csv_of_decodes_has_one_column(tmp_path: Path) -> None:
+    (tmp_path / "lengths.csv").write_text("kv_len\n100\n100\n2000\n")
+    assert str(read_lengths(tmp_path / "lengths.csv")) == "2d100+1d2000"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "complaint"),
+    [
+        ("a.json", "[1, 2", "is not JSON"),
+        ("a.json", '{"new": 1}', "a list is read"),
+        ("a.json", "[5, true]", "entry 1 is True"),
+        ("a.json", "[[0, 5]]", "entry 0"),
+        ("a.json", "[0]", "entry 0 is 0"),
+        ("a.json", "[]", "no sequences"),
+        ("a.csv", "old,new\n1,2\n", "line 1"),
+        ("a.csv", "new,stored\n1,2\n3\n", "line 3"),
+        ("a.txt", "1", "give lengths as .json or .csv"),
+    ],
+)
+def test_a_file_that_holds_no_lengths_says_where(name: str, text: str, complaint: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(BadSetting, match=complaint) as raised:
+        read_lengths(tmp_path / name)
+    assert name in str(raised.value)

@@ -1,0 +1,142 @@
+"""A comparison says slower or faster only where the samples do."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rocm_attn.bench.compare import Allowed, Change, Compared, compare, ratio_of_medians
+from rocm_attn.bench.plots import draw
+from rocm_attn.bench.result_file import SCHEMA, read_result
+from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
+from rocm_attn.errors import BadSetting
+
+
+def samples(median: float, spread: float, seed: int, count: int = 15) -> list[float]:
+    """Times about a median."""
+    chooser = random.Random(seed)
+    return [median * (1 + spread * chooser.uniform(-1, 1)) for _ in range(count)]
+
+
+def row(case: str, us: Sequence[float], provider: str = "triton", suite: str = "decode") -> dict[str, Any]:
+    """Of a result file; without samples it was wrong."""
+    found: dict[str, Any] = {"suite": suite, "case": case, "batch": "1d8k", "provider": provider, "floor_us": 50.0}
+    if not us:
+        return {**found, "status": "wrong", "reason": "it left NaN"}
+    return {**found, "status": "ok", "us": sorted(us)[len(us) // 2], "share": 0.5, "samples_us": list(us)}
+
+
+def result_file(path: Path, rows: Sequence[dict[str, Any]], device: str = "NVIDIA H200", **changes: Any) -> Path:
+    """As `bench kernels --out` writes it."""
+    machine = {"device": device, "commit": "abc", "torch": "2.11", "triton": "3.6"}
+    path.write_text(json.dumps({"schema": SCHEMA, "kind": "kernels", "machine": machine, "rows": rows, **changes}))
+    return path
+
+
+def compared(tmp_path: Path, before: Sequence[float], after: Sequence[float]) -> Compared:
+    """Of one row, where 2% count."""
+    old, new = (result_file(tmp_path / f"{number}.json", [row("a", us)]) for number, us in enumerate((before, after)))
+    (found,) = compare(read_result(old), read_result(new), 0.02, Allowed())
+    return found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_two_runs_of_the_same_are_not_called_different(seed: int, tmp_path: Path) -> None:
+    found = compared(tmp_path, samples(100, 0.01, seed), samples(100, 0.01, seed + 1000))
+    assert found.change is Change.SAME
+    assert found.low <= found.ratio <= found.high
+
+
+@pytest.mark.parametrize(
+    ("median", "spread", "change"),
+    [
+        (110, 0.01, Change.SLOWER),
+        (90, 0.01, Change.FASTER),
+        (101, 0.005, Change.SAME),
+        (110, 0.6, Change.UNCLEAR),
+        (102, 0.02, Change.UNCLEAR),
+    ],
+)
+def test_a_change_is_called_by_its_interval(median: float, spread: float, change: Change, tmp_path: Path) -> None:
+    assert compared(tmp_path, samples(100, spread, 1), samples(median, spread, 2)).change is change
+
+
+def test_an_outlier_does_not_make_a_row_slower(tmp_path: Path) -> None:
+    assert compared(tmp_path, samples(100, 0.005, 1), [*samples(100, 0.005, 2), 900.0]).change is Change.SAME
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "change"),
+    [(samples(1, 0, 1), [], Change.BROKEN), ([], samples(1, 0, 1), Change.MENDED)],
+)
+def test_what_is_wrong_in_one_run_is_said(
+    before: Sequence[float], after: Sequence[float], change: Change, tmp_path: Path
+) -> None:
+    assert compared(tmp_path, before, after).change is change
+
+
+def test_few_samples_are_refused() -> None:
+    with pytest.raises(BadSetting, match="a row has 3 samples"):
+        ratio_of_medians([1.0, 2.0, 3.0], samples(1, 0.1, 1))
+
+
+def test_other_devices_and_cases_are_refused_unless_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = result_file(tmp_path / "a.json", [row("one", samples(100, 0.01, 1)), row("two", samples(9, 0.01, 2))])
+    after = result_file(tmp_path / "b.json", [row("one", samples(100, 0.01, 3))], device="AMD Instinct MI300X")
+    assert main(["bench", "compare", str(before), str(after)]) == BAD_INPUT
+    assert "of 'NVIDIA H200' and of 'AMD Instinct MI300X'" in capsys.readouterr().err
+    assert main(["bench", "compare", str(before), str(after), "--other-device"]) == BAD_INPUT
+    assert "1 rows are only in the run before, such as triton on two" in capsys.readouterr().err
+    assert main(["bench", "compare", str(before), str(after), "--other-device", "--common-cases"]) == DONE
+    assert "1 rows: 1 same" in capsys.readouterr().out
+
+
+def test_something_slower_ends_with_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = result_file(tmp_path / "a.json", [row("one", samples(100, 0.01, 1)), row("two", samples(9, 0.01, 2))])
+    after = result_file(tmp_path / "b.json", [row("one", samples(120, 0.01, 3)), row("two", [])])
+    assert main(["bench", "compare", str(before), str(after)]) == FAILED
+    streams = capsys.readouterr()
+    assert streams.out.splitlines()[0].startswith("slower     1.2")
+    assert "2 of 2 rows are slower than before, or wrong now" in streams.err
+    assert main(["bench", "compare", str(after), str(before), "--json"]) == DONE
+    changes = {found["case"]: found["change"] for found in json.loads(capsys.readouterr().out)["rows"]}
+    assert changes == {"one": "faster", "two": "right now"}
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "has the schema None"),
+        ('{"schema": "rocm_attn.bench/0"}', "has the schema 'rocm_attn.bench/0'"),
+        (json.dumps({"schema": SCHEMA, "kind": "serving", "machine": {}, "rows": []}), "a file of serving"),
+    ],
+)
+def test_another_file_is_refused(text: str, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.json").write_text(text)
+    for command in (["compare", str(tmp_path / "a.json")], ["plot"]):
+        assert main(["bench", *command, str(tmp_path / "a.json")]) == BAD_INPUT
+        assert complaint in capsys.readouterr().err
+
+
+def test_a_picture_is_drawn_for_each_suite_the_same_one_each_time(tmp_path: Path) -> None:
+    rows = [row("one", samples(100, 0.01, 1)), row("one", samples(200, 0.01, 1), "torch"), row("one", [], "fa3")]
+    rows += [row("two", samples(100, 0.01, 1), suite="odd-dims"), row("three", [], suite="mixed")]
+    kept = read_result(result_file(tmp_path / "a.json", rows))
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    paths = [draw(kept, tmp_path / name, "run") for name in ("first", "second")]
+    assert [path.name for path in paths[0]] == ["run_decode.png", "run_odd_dims.png"]
+    assert [path.read_bytes() for path in paths[0]] == [path.read_bytes() for path in paths[1]]
+    assert paths[0][0].read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_without_a_result_has_no_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = result_file(tmp_path / "a.json", [row("one", [])])
+    assert main(["bench", "plot", str(path), "--folder", str(tmp_path)]) == BAD_INPUT
+    assert "there is nothing to draw" in capsys.readouterr().err

@@ -1,0 +1,303 @@
+"""A race: what is wrong is not timed, and a run says all that is needed to measure it again."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rocm_attn.bench import contestants as registry
+from rocm_attn.bench.batch_spec import BatchSpec
+from rocm_attn.bench.ceilings import Ceilings
+from rocm_attn.bench.choices import LAYERS, SUITES
+from rocm_attn.bench.clocks import in_turn
+from rocm_attn.bench.contestant import Contestant, Launch, NotServed
+from rocm_attn.bench.contestants import Own, contestants
+from rocm_attn.bench.energy import EnergyMeter
+from rocm_attn.bench.kernels import FAILED, NOT_SERVED, OK, WRONG, KernelOptions, Race, Row
+from rocm_attn.bench.layers import NAMED
+from rocm_attn.bench.peers.torch_sdpa import TorchSdpa
+from rocm_attn.bench.result_file import lines_of, read_result
+from rocm_attn.bench.step_data import StepData
+from rocm_attn.bench.suites import Case, suite
+from rocm_attn.cli import BAD_INPUT, DONE, main
+from rocm_attn.cli import FAILED as EXIT_FAILED
+from rocm_attn.machine.target import known_target
+from rocm_attn.providers.select import select
+from tests.amd.bench.layers import CPU, LAYER
+
+Capture = pytest.CaptureFixture[str]
+NO_METER = EnergyMeter(lambda: float("nan"), "", "none here")
+SMALL = ("--heads", "4/2", "--head-dim", "16", "--dtype", "float32", "--rounds", "3", "--round-us", "1")
+
+
+@dataclass(frozen=True)
+class Spoilt:
+    """Right in its first launches, and wrong from then on."""
+
+    launches_right: int
+
+    def prepare(self, data: StepData) -> Launch:
+        launch, count = Own("torch").prepare(data), [0]
+
+        def run() -> None:
+            launch.run()
+            count[0] += 1
+            if count[0] > self.launches_right:
+                data.out[-1] += 1
+
+        return Launch(run, launch.out, "spoilt")
+
+
+class Raises:
+    """A library that fails when it is called."""
+
+    def prepare(self, data: StepData) -> Launch:
+        def run() -> None:
+            raise RuntimeError("no kernel image\nmore of it")
+
+        return Launch(run, lambda: data.out, "raises")
+
+
+class Refuses:
+    """A library that does not serve."""
+
+    def prepare(self, data: StepData) -> Launch:
+        raise NotServed("it is not installed")
+
+
+def race(of: dict[str, Contestant], meter: EnergyMeter = NO_METER, energy_s: float = 0.0) -> list[Row]:
+    """On a small case."""
+    options = KernelOptions(rounds=4, round_us=1.0, energy_s=energy_s)
+    case = Case(LAYER, BatchSpec.parse("3d40"))
+    (rows,) = Race(of, CPU, Ceilings(1e10, 2e10, 1e12), options, meter).rows([case])
+    return rows
+
+
+@pytest.mark.parametrize("launches_right", [0, 1, 2, 4, 6])
+def test_no_time_is_given_for_a_wrong_result(launches_right: int) -> None:
+    """Also where it is right while it is judged and wrong while it is timed."""
+    right, wrong = race({"torch": Own("torch"), "spoilt": Spoilt(launches_right)})
+    assert right.status == OK
+    assert len(right.samples.us) == 4
+    assert wrong.status == WRONG
+    assert not wrong.samples.us
+    assert "us" not in wrong.as_json()
+    assert "times as far from the oracle" in wrong.reason
+    assert "spoilt" in lines_of([right, wrong])[2]
+    assert " us (" not in lines_of([right, wrong])[2]
+
+
+def test_who_raises_or_is_not_there_is_named_and_the_others_are_timed() -> None:
+    raises, refuses, right = race({"raises": Raises(), "refuses": Refuses(), "torch": Own("torch")})
+    assert (raises.status, raises.reason) == (FAILED, "it raised RuntimeError: no kernel image")
+    assert (refuses.status, refuses.reason) == (NOT_SERVED, "it is not installed")
+    assert right.status == OK
+    assert raises.is_bad
+    assert not refuses.is_bad
+
+
+def test_the_share_is_the_floor_by_the_median() -> None:
+    (row,) = race({"torch": Own("torch")})
+    assert row.floor_us == row.work.floor_us(bytes_per_s=2e10, flops_per_s=1e12)
+    assert row.share == row.floor_us / row.us
+    assert min(row.samples.us) <= row.us <= max(row.samples.us)
+
+
+def test_what_is_faster_than_the_device_can_be_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph whose launches do nothing leaves what the launch before has written, and that is right."""
+    monkeypatch.setattr(Race, "_is_past_l2", lambda race, work, sets: True)
+    slow = Ceilings(1.0, 1.0, 1.0)
+    case = Case(LAYER, BatchSpec.parse("3d40"))
+    ((row,),) = Race({"torch": Own("torch")}, CPU, slow, KernelOptions(rounds=2, round_us=1.0), NO_METER).rows([case])
+    assert row.status == WRONG
+    assert not row.samples.us
+    assert "times as fast as memory and products allow" in row.reason
+
+
+def test_what_was_measured_before_the_device_failed_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    of_case = Race._of_case
+
+    def failing(race: Race, case: Case) -> list[Row]:
+        if case.batch == BatchSpec.parse("2d50"):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore of it")
+        return of_case(race, case)
+
+    monkeypatch.setattr(Race, "_of_case", failing)
+    batches = ("--batch", "3d40", "--batch", "2d50", "--batch", "1d9")
+    assert run_kernels(*batches, *SMALL, "--out", str(tmp_path / "run.json")) == EXIT_FAILED
+    assert "the device failed at 4/2 x 16: 2d50, and the cases from there on" in capsys.readouterr().err
+    assert {row["batch"] for row in read_result(tmp_path / "run.json").rows} == {"3d40"}
+
+
+def test_energy_is_divided_by_launches_and_tokens() -> None:
+    counter = iter([10.0, 70.0])
+    (row,) = race({"torch": Own("torch")}, EnergyMeter(lambda: next(counter), "test"), energy_s=1e-9)
+    # At least one launch, of three tokens.
+    assert 0 < row.joules_a_token <= 60 / 3
+    (row,) = race({"torch": Own("torch")})
+    assert "joules_a_token" not in row.as_json()
+
+
+def test_kernels_take_turns() -> None:
+    order: list[str] = []
+
+    @dataclass(frozen=True)
+    class Noted:
+        name: str
+
+        def microseconds(self) -> float:
+            order.append(self.name)
+            return float(len(order))
+
+        def run(self, seconds: float) -> int:
+            return 1
+
+    clock = iter(range(100, 200))
+    samples = in_turn([Noted("a"), Noted("b")], 3, lambda: float(next(clock)))
+    assert [sampled.us for sampled in samples] == [(1.0, 3.0, 5.0), (2.0, 4.0, 6.0)]
+    assert [sampled.mhz for sampled in samples] == [(100.0, 102.0, 104.0), (101.0, 103.0, 105.0)]
+    assert order == ["a", "b"] * 3
+
+
+@pytest.mark.parametrize("batch", ["3d40", "2x7", "2x7+30"])
+def test_sdpa_gives_the_same(batch: str) -> None:
+    case = Case(LAYER, BatchSpec.parse(batch))
+    options = KernelOptions(rounds=1, round_us=1.0)
+    ((row,),) = Race({"sdpa": TorchSdpa()}, CPU, Ceilings(1e10, 1e10, 1e12), options, NO_METER).rows([case])
+    assert row.status == OK, row.reason
+
+
+def test_a_library_that_is_not_here_says_so() -> None:
+    names = tuple(name for name in registry.PEERS if name != "sdpa")
+    assert {row.status for row in race(dict(contestants(names, "")))} == {NOT_SERVED}
+
+
+def test_the_names_on_the_command_line_are_those_that_there_are() -> None:
+    assert tuple(NAMED) == LAYERS
+    assert all(suite(name) for name in SUITES)
+    assert len(suite("all")) == sum(len(suite(name)) for name in SUITES)
+
+
+@pytest.mark.parametrize("name", SUITES)
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942", "gfx950"])
+def test_every_case_of_a_suite_is_served_by_our_kernels(name: str, arch: str) -> None:
+    for problem in dict.fromkeys(case.problem for case in suite(name)):
+        for deterministic in (False, True):
+            select(problem, known_target(arch), "triton", deterministic=deterministic)
+
+
+def run_kernels(*arguments: str) -> int:
+    return main(["bench", "kernels", "--device", "cpu", *arguments])
+
+
+def test_a_run_is_written_with_all_that_it_takes_to_repeat_it(tmp_path: Path, capsys: Capture) -> None:
+    out, table = tmp_path / "run.json", tmp_path / "run.csv"
+    (tmp_path / "lengths.json").write_text("[5, [3, 9]]")
+    arguments = (
+        "--batch",
+        "3d40",
+        "--batch",
+        f"@{tmp_path}/lengths.json",
+        *SMALL,
+        "--out",
+        str(out),
+        "--csv",
+        str(table),
+    )
+    assert run_kernels(*arguments) == DONE
+    printed = capsys.readouterr().out
+    assert "4/2 x 16: 3d40" in printed
+    kept = read_result(out)
+    assert kept.kind == "kernels"
+    assert {"device", "commit", "torch", "date", "runtime"} <= kept.machine.keys()
+    assert kept.rest["schema"] == "rocm_attn.bench/1"
+    assert {"command", "ceilings", "options", "arch", "energy"} <= kept.rest.keys()
+    assert [(row["batch"], row["provider"], row["status"]) for row in kept.rows] == [
+        ("3d40", "torch", OK),
+        ("3d40", "sdpa", OK),
+        ("1d5+1x3+9", "torch", OK),
+        ("1d5+1x3+9", "sdpa", NOT_SERVED),
+    ]
+    assert all(len(row["samples_us"]) == 3 for row in kept.rows if row["status"] == OK)
+    with open(table) as file:
+        lines = list(csv.DictReader(file))
+    assert [line["provider"] for line in lines] == [row["provider"] for row in kept.rows]
+    assert float(lines[0]["us"]) == kept.rows[0]["us"]
+
+
+def test_a_wrong_result_ends_with_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.setitem(registry._PEERS, "sdpa", lambda library: Spoilt(0))
+    assert run_kernels("--batch", "3d40", *SMALL, "--json") == EXIT_FAILED
+    streams = capsys.readouterr()
+    found: dict[str, Any] = json.loads(streams.out)
+    statuses = {row["provider"]: row["status"] for row in found["rows"]}
+    assert statuses == {"torch": OK, "sdpa": WRONG}
+    assert "sdpa on 4/2 x 16: 3d40" in streams.err
+    assert "what is wrong was not timed" in streams.err
+
+
+def test_layers_come_from_a_config_and_flags(tmp_path: Path, capsys: Capture) -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+    }
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_key_value_heads": 2, "head_dim": 16}))
+    flags = ("--dtype", "float32", "--rounds", "1", "--round-us", "1", "--providers", "torch", "--page-sizes", "8,16")
+    scores = ("--window", "20", "--soft-cap", "3", "--sinks", "--kv-encodings", "as-q,e4m3fn/token")
+    assert run_kernels("--batch", "2d40", "--config", str(tmp_path), *flags, *scores, "--json") == DONE
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    layers = [row["layer"] for row in rows]
+    assert [(layer["page_size"], layer["kv_encoding"], layer["kv_scales"]) for layer in layers] == [
+        (8, "like_q", "none"),
+        (8, "e4m3fn", "token"),
+        (16, "like_q", "none"),
+        (16, "e4m3fn", "token"),
+    ]
+    assert {(layer["window_left"], layer["logits_soft_cap"], layer["has_sinks"]) for layer in layers} == {
+        (19, 3.0, True)
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([], "give --batch, as in --batch 64d4k, or --suite"),
+        (["--batch", "64d4q"], "at character 5"),
+        (["--batch", "@missing.json"], "missing.json cannot be read"),
+        (["--batch", "4d4", "--suite", "decode"], "--suite brings layers and batches of its own"),
+        (["--batch", "4d4", "--providers", "fa4"], "provider 'fa4' is not known"),
+        (["--batch", "4d4", "--kv-encodings", "int4"], "'int4' is no encoding"),
+        (["--batch", "4d4", "--heads", "3/2"], "heads"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(arguments: Sequence[str], complaint: str, capsys: Capture) -> None:
+    assert run_kernels(*arguments) == BAD_INPUT
+    assert complaint in capsys.readouterr().err
+
+
+def test_nothing_that_serves_is_a_failure(capsys: Capture) -> None:
+    assert run_kernels("--batch", "3d40", *SMALL, "--providers", "fa3") == EXIT_FAILED
+    assert "no provider serves any of the cases: fa3:" in capsys.readouterr().err
+
+
+def test_the_seed_decides_the_data() -> None:
+    first, second, other = (_queries(seed) for seed in (1, 1, 2))
+    assert torch.equal(first, second)
+    assert not torch.equal(first, other)
+
+
+def _queries(seed: int) -> torch.Tensor:
+    from rocm_attn.bench.step_data import random_steps
+
+    return random_steps(LAYER, BatchSpec.parse("3d40"), 1, CPU, seed)[0].q

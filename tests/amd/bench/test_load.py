@@ -1,0 +1,165 @@
+"""Traces put to a server and to an engine: every request is accounted for, the failed ones too."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import rocm_attn.cli.bench_runner as runner_command
+from rocm_attn.bench.energy import EnergyMeter
+from rocm_attn.bench.load import LoadOptions, Quantiles, ServingResult
+from rocm_attn.bench.openai_load import run_load
+from rocm_attn.bench.request_trace import RequestTrace, TracedRequest
+from rocm_attn.bench.runner_load import run_on_engine
+from rocm_attn.bench.traffic import Traffic
+from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
+from rocm_attn.errors import BadSetting
+from rocm_attn.runner.engine import Engine
+from rocm_attn.runner.options import EngineOptions
+from tests.amd.bench.openai_stand_in import StandIn
+from tests.amd.runner.tiny_model import CONFIG, tiny_model
+
+NO_METER = EnergyMeter(lambda: math.nan, "", "none here")
+TRACE = RequestTrace(tuple(TracedRequest(0.0, 4 + number, 3) for number in range(6)))
+
+
+def put(server: StandIn, options: LoadOptions, key: str = "") -> ServingResult:
+    """The trace to a server."""
+
+    async def serve() -> ServingResult:
+        async with server.running():
+            return await run_load(server.url, "", key, TRACE, options, NO_METER)
+
+    return asyncio.run(serve())
+
+
+def test_every_request_is_sent_as_the_trace_has_it_and_counted() -> None:
+    server = StandIn()
+    result = put(server, LoadOptions(vocabulary=50), key="secret")
+    assert (result.requests, result.num_failed) == (6, 0)
+    assert (result.prompt_tokens, result.output_tokens, result.asked_tokens) == (39, 18, 18)
+    assert sorted(len(body["prompt"]) for body in server.bodies) == [4, 5, 6, 7, 8, 9]
+    assert {(body["model"], body["max_tokens"], body["ignore_eos"]) for body in server.bodies} == {
+        ("stand-in", 3, True)
+    }
+    assert all(3 <= token < 50 for body in server.bodies for token in body["prompt"])
+    assert set(server.keys) == {"bearer secret"}
+    assert result.first_token.count == result.whole.count == 6
+    assert result.token_mean.count == 6
+    assert 0 < result.first_token.percentiles[0] <= result.whole.percentiles[2]
+
+
+def test_no_more_requests_are_out_than_allowed() -> None:
+    server = StandIn()
+    assert put(server, LoadOptions(concurrency=2)).num_failed == 0
+    assert 1 <= server.most_at_once <= 2
+
+
+def test_failures_are_counted_by_reason_and_have_no_times() -> None:
+    server = StandIn(refuse={0: 429, 1: 429}, breaks={2})
+    result = put(server, LoadOptions(concurrency=1))
+    assert result.failures == {'HTTP 429: {"error": {"message": "too many"}}': 2, "the stream broke off": 1}
+    assert result.first_token.count == 3
+    assert "FAILED: 2 requests: HTTP 429" in "\n".join(result.lines())
+    assert result.lines()[0].startswith("3 of 6 requests")
+
+
+def test_a_server_that_never_answers_does_not_hold_the_load_for_ever() -> None:
+    result = put(StandIn(stalls={0}), LoadOptions(concurrency=1, max_seconds=0.2))
+    assert result.requests == 6
+    assert result.num_failed == 6
+    assert set(result.failures) <= {"not done after 0.2 s", "not sent after 0.2 s", "ReadTimeout"}
+
+
+def test_no_server_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(TRACE.text())
+    with pytest.raises(BadSetting, match="names no model"):
+        asyncio.run(run_load("http://127.0.0.1:1", "", "", TRACE, LoadOptions(), NO_METER))
+    assert main(["bench", "serve", "--url", "127.0.0.1:1", "--trace", str(trace)]) == BAD_INPUT
+    assert "give it as http://127.0.0.1:8000" in capsys.readouterr().err
+
+
+@contextmanager
+def in_a_thread(server: StandIn) -> Iterator[str]:
+    """The URL of a server that runs beside the test."""
+    started, loop = threading.Event(), asyncio.new_event_loop()
+    ending = asyncio.Event()
+
+    async def serve() -> None:
+        async with server.running():
+            started.set()
+            await ending.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    started.wait()
+    try:
+        yield server.url
+    finally:
+        loop.call_soon_threadsafe(ending.set)
+        thread.join()
+        loop.close()
+
+
+def test_the_command_writes_what_came_of_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace, out = tmp_path / "trace.jsonl", tmp_path / "out.json"
+    trace.write_text(TRACE.text())
+    with in_a_thread(StandIn(refuse={5: 503})) as url:
+        arguments = ["--trace", str(trace), "--concurrency", "1", "--at-once", "--out", str(out)]
+        assert main(["bench", "serve", "--url", f"{url}/v1", *arguments, "--requests", "5"]) == DONE
+        assert "5 of 5 requests" in capsys.readouterr().out
+        found = json.loads(out.read_text())
+        assert (found["kind"], found["rows"][0]["output_tokens"]) == ("serving", 15)
+        assert {"p50_ms", "p90_ms", "p99_ms", "mean_ms", "count"} == found["rows"][0]["first_token"].keys()
+        assert main(["bench", "serve", "--url", url, *arguments, "--requests", "1"]) == FAILED
+        assert "1 of 1 requests failed; first reason: HTTP 503" in capsys.readouterr().err
+
+
+def tiny_engine(max_kv_len: int = 64) -> Engine:
+    """Over the tiny model."""
+    return Engine(tiny_model(), EngineOptions(provider="torch", page_size=4, graphs=False, max_kv_len=max_kv_len))
+
+
+def test_an_engine_serves_a_trace_and_the_counter_is_read() -> None:
+    joules = iter([5.0, 23.0])
+    meter = EnergyMeter(lambda: next(joules), "test")
+    result = asyncio.run(run_on_engine(tiny_engine(), TRACE, LoadOptions(vocabulary=CONFIG.vocab_size), meter))
+    assert (result.requests, result.num_failed, result.output_tokens) == (6, 0, 18)
+    assert result.as_json()["joules_a_token"] == 1.0
+
+
+def test_what_an_engine_cannot_serve_is_a_failure() -> None:
+    engine = tiny_engine(max_kv_len=8)
+    result = asyncio.run(run_on_engine(engine, TRACE, LoadOptions(vocabulary=CONFIG.vocab_size), NO_METER))
+    assert 0 < result.num_failed < 6
+    assert result.first_token.count == 6 - result.num_failed
+
+
+def test_the_runner_command_serves_a_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runner_command, "load_model", lambda path, dtype, device: tiny_model(dtype=dtype))
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(Traffic(4, 100.0, 5, 3, spread=0.0).trace(seed=0).text())
+    arguments = ["--model", "tiny", "--device", "cpu", "--dtype", "float32", "--provider", "torch", "--no-graphs"]
+    assert main(["bench", "runner", *arguments, "--page-size", "4", "--trace", str(trace), "--json"]) == DONE
+    row = json.loads(capsys.readouterr().out)["rows"][0]
+    assert (row["requests"], row["output_tokens"], row["failures"]) == (4, 12, {})
+
+
+def test_quantiles_are_interpolated_and_of_nothing_are_nan() -> None:
+    assert list(Quantiles.of([3.0, 1.0, 2.0]).percentiles) == pytest.approx([2.0, 2.8, 2.98])
+    assert all(map(math.isnan, Quantiles.of([]).percentiles))
+
+
+def test_a_vocabulary_of_special_ids_is_refused() -> None:
+    with pytest.raises(BadSetting, match="a vocabulary of 3 ids"):
+        LoadOptions(vocabulary=3)

@@ -1,0 +1,44 @@
+"""The page of performance says what its result file says, and is current."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.performance_page import PAGE, PREFIX, RESULT, TITLES, page, whole_page
+from rocm_attn.bench.choices import SUITES
+from rocm_attn.bench.result_file import read_result
+from tests.amd.bench.test_compare import result_file, row, samples
+
+
+def test_the_page_is_what_its_result_file_says() -> None:
+    assert PAGE.read_text() == whole_page(RESULT)
+
+
+def test_every_picture_of_the_page_is_there_and_every_suite_has_one() -> None:
+    pictures = re.findall(r"\]\((\w+\.png)\)", PAGE.read_text())
+    assert pictures == [f"{PREFIX}_{suite.replace('-', '_')}.png" for suite in SUITES]
+    assert all((PAGE.parent / picture).read_bytes().startswith(b"\x89PNG") for picture in pictures)
+    assert TITLES.keys() == set(SUITES)
+
+
+def test_no_time_is_on_the_page_for_what_was_wrong(tmp_path: Path) -> None:
+    own, other = samples(100, 0.0, 1), samples(50, 0.0, 1)
+    rows = [row("one", own), row("one", other, "fa3"), row("two", own), row("two", [], "fa3")]
+    kept = read_result(result_file(tmp_path / "a.json", rows))
+    machine = {**kept.machine, "runtime": "CUDA 13", "date": "today"}
+    rest = {**kept.rest, "ceilings": {"bytes_per_s": 4e12, "flops_per_s": 8e14}}
+    text = page(replace(kept, machine=machine, rest=rest), "a.json")
+    assert "| one | 50.0 | 100.0 (50) | 50.0 (50) |  |" in text
+    assert "| two | 50.0 | 100.0 (50) | wrong |  |" in text
+    assert "| decode | 50 to 50 | fa3 (1) | 2.00 | 2.00 (one) |" in text
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_every_suite_was_measured_with_our_kernels(suite: str) -> None:
+    rows = [each for each in read_result(RESULT).rows if each["suite"] == suite and each["provider"] == "triton"]
+    assert rows
+    assert all(each["status"] == "ok" for each in rows)

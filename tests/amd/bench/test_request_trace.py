@@ -1,0 +1,125 @@
+"""Traces of requests: three public schemas, the own one, and made-up ones."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean, median
+
+import pytest
+
+from rocm_attn.bench.load import FIRST_TOKEN_ID, LoadOptions, _prompts
+from rocm_attn.bench.request_trace import PREFIX_BLOCK, RequestTrace, TracedRequest, read_trace
+from rocm_attn.bench.traffic import Traffic
+from rocm_attn.cli import BAD_INPUT, DONE, main
+from rocm_attn.errors import BadSetting
+
+OWN = """\
+{"arrival_s": 1.5, "prompt_tokens": 7, "output_tokens": 9}
+{"arrival_s": 0.5, "prompt_tokens": 100, "output_tokens": 1}
+"""
+# As https://github.com/kvcache-ai/Mooncake publishes them.
+MOONCAKE = """\
+{"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 48]}
+{"timestamp": 30535, "input_length": 6472, "output_length": 26, "hash_ids": [46, 47, 2366]}
+"""
+# As https://github.com/Azure/AzurePublicDataset publishes them.
+AZURE = """\
+TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:46.6805900,374,44
+2023-11-16 18:15:50.9951690,396,109
+2024-05-10 00:00:00.009930+00:00,879,55
+"""
+
+
+def trace_of(text: str, tmp_path: Path) -> RequestTrace:
+    """A trace from a file."""
+    (tmp_path / "trace").write_text(text)
+    return read_trace(tmp_path / "trace")
+
+
+def test_the_own_schema_is_read_in_order_of_arrival_from_0(tmp_path: Path) -> None:
+    trace = trace_of(OWN, tmp_path)
+    assert trace.requests == (TracedRequest(0.0, 100, 1), TracedRequest(1.0, 7, 9))
+    assert trace_of(trace.text(), tmp_path) == trace
+
+
+def test_mooncakes_schema_has_milliseconds_and_shared_blocks(tmp_path: Path) -> None:
+    trace = trace_of(MOONCAKE, tmp_path)
+    first, second = trace.requests
+    assert first.arrival_s == 0.0
+    assert second.arrival_s == pytest.approx(3.053)
+    assert (first.prompt_tokens, first.output_tokens, first.prefix) == (6955, 52, (46, 47, 48))
+    one, two = _prompts(trace, LoadOptions())
+    assert (len(one), len(two)) == (6955, 6472)
+    shared = next(place for place, (a, b) in enumerate(zip(one, two, strict=False)) if a != b)
+    assert 2 * PREFIX_BLOCK <= shared < 2 * PREFIX_BLOCK + 5
+    assert trace_of(trace.text(), tmp_path) == trace
+
+
+def test_azures_schema_has_dates(tmp_path: Path) -> None:
+    trace = trace_of(AZURE, tmp_path)
+    assert [request.prompt_tokens for request in trace.requests] == [374, 396, 879]
+    assert trace.requests[1].arrival_s == pytest.approx(4.314579)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "without requests"),
+        ("{", "line 1 is not JSON"),
+        ("{}", "line 1 has nothing"),
+        ('{"arrival_s": 0}', "line 1 has arrival_s"),
+        (OWN + '{"arrival_s": -1, "prompt_tokens": 7, "output_tokens": 9}', "line 3: it arrives at -1"),
+        (OWN + '{"arrival_s": 1, "prompt_tokens": 0, "output_tokens": 9}', "line 3: prompt_tokens is 0"),
+        (OWN + '{"arrival_s": 1, "prompt_tokens": 1.5, "output_tokens": 9}', "line 3: 1.5 is not a whole number"),
+        (OWN + "[]", "line 3 is list"),
+        ("a,b\n1,2\n", "line 1 is 'a,b'"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\nnow,1,2\n", "line 2 has the TIMESTAMP 'now'"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,,2\n", "line 2"),
+    ],
+)
+def test_a_file_that_is_no_trace_says_where(text: str, complaint: str, tmp_path: Path) -> None:
+    with pytest.raises(BadSetting, match=complaint):
+        trace_of(text, tmp_path)
+
+
+def test_a_trace_is_cut_and_hastened(tmp_path: Path) -> None:
+    trace = trace_of(OWN, tmp_path)
+    assert trace.first(1).requests == trace.requests[:1]
+    assert [request.arrival_s for request in trace.faster(4).requests] == [0.0, 0.25]
+    assert [request.arrival_s for request in trace.faster(float("inf")).requests] == [0.0, 0.0]
+
+
+def test_made_up_requests_have_the_rate_and_the_lengths_that_are_asked_for() -> None:
+    requests = Traffic(2000, 8.0, 500, 100).trace(seed=1).requests
+    gaps = [after.arrival_s - before.arrival_s for before, after in pairwise(requests)]
+    assert mean(gaps) == pytest.approx(1 / 8, rel=0.1)
+    assert median(request.prompt_tokens for request in requests) == pytest.approx(500, rel=0.1)
+    assert median(request.output_tokens for request in requests) == pytest.approx(100, rel=0.1)
+    assert Traffic(2000, 8.0, 500, 100).trace(seed=1).requests == requests
+    assert Traffic(2000, 8.0, 500, 100).trace(seed=2).requests != requests
+
+
+def test_made_up_requests_share_the_prefix_that_is_asked_for() -> None:
+    trace = Traffic(5, 8.0, 3 * PREFIX_BLOCK, 10, spread=0.0, shared_tokens=2 * PREFIX_BLOCK).trace(seed=1)
+    prompts = _prompts(trace, LoadOptions(vocabulary=64))
+    assert len({tuple(prompt[: 2 * PREFIX_BLOCK]) for prompt in prompts}) == 1
+    assert len({tuple(prompt) for prompt in prompts}) == len(prompts)
+    assert min(map(min, prompts)) >= FIRST_TOKEN_ID
+    assert max(map(max, prompts)) < 64
+
+
+def test_a_trace_is_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["bench", "traffic", "--requests", "3", "--rate", "2", "--seed", "5"]) == DONE
+    text = capsys.readouterr().out
+    assert [set(json.loads(line)) for line in text.splitlines()] == [
+        {"arrival_s", "prompt_tokens", "output_tokens"}
+    ] * 3
+    assert len(trace_of(text, tmp_path).requests) == 3
+
+
+def test_a_missing_trace_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "serve", "--url", "http://127.0.0.1:1", "--trace", "missing.jsonl"]) == BAD_INPUT
+    assert "missing.jsonl cannot be read" in capsys.readouterr().err

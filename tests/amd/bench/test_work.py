@@ -1,0 +1,53 @@
+"""What a layer must move and multiply, counted key by key."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rocm_attn.bench.batch_spec import BatchSpec
+from rocm_attn.bench.work import work_of
+from rocm_attn.problem import KVEncoding, Problem, Scales
+from tests.amd.bench.layers import LATENT, LAYER
+
+WINDOWS = (-1, 0, 5, 100)
+
+
+def seen(problem: Problem, batch: BatchSpec) -> list[list[set[int]]]:
+    """Of each sequence and new token, the keys that it sees."""
+    left = problem.window_left if problem.window_left >= 0 else 1 << 30
+    return [
+        [set(range(max(0, place - left), place + 1)) for place in range(kv_len - q_len, kv_len)]
+        for kv_len, q_len in zip(batch.kv_len, batch.q_len, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("window_left", WINDOWS)
+@pytest.mark.parametrize("text", ["1d1", "3d40", "2x7", "2x7+30", "1x40+3", "2d9+1x12+4"])
+def test_bytes_and_products_are_those_of_what_tokens_see(text: str, window_left: int) -> None:
+    batch, problem = BatchSpec.parse(text), replace(LAYER, window_left=window_left)
+    keys = seen(problem, batch)
+    rows = sum(len(set().union(*of_seq)) for of_seq in keys)
+    pairs = sum(len(of_token) for of_seq in keys for of_token in of_seq)
+    work = work_of(problem, batch)
+    assert work.kv_bytes == rows * 2 * (16 + 16) * 4
+    assert work.num_bytes == work.kv_bytes + batch.num_tokens * 4 * (16 + 16) * 4
+    assert work.flops == 2 * 4 * (16 + 16) * pairs
+
+
+def test_a_latent_row_is_read_once() -> None:
+    assert work_of(LATENT, BatchSpec.parse("3d40")).kv_bytes == 3 * 40 * 24 * 4
+
+
+def test_factors_of_tokens_are_read_too() -> None:
+    problem = replace(LAYER, dtype=torch.bfloat16, kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.TOKEN)
+    assert work_of(problem, BatchSpec.parse("3d40")).kv_bytes == 3 * 40 * 2 * (16 + 16 + 2 * 4)
+
+
+def test_the_floor_is_the_slower_one_of_memory_and_products() -> None:
+    work = work_of(LAYER, BatchSpec.parse("3d40"))
+    assert work.floor_us(bytes_per_s=1e6, flops_per_s=1e15) == pytest.approx(work.num_bytes)
+    assert work.floor_us(bytes_per_s=1e15, flops_per_s=1e6) == pytest.approx(work.flops)
+    assert work.is_memory_bound(bytes_per_s=1e6, flops_per_s=1e15)

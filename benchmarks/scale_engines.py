@@ -1,0 +1,188 @@
+"""Engines that serve requests, as events in time: queues, steps, KV that runs out, KV that moves to other GPUs.
+
+Each engine runs one step after the other, as the project's own does: all sequences that decode, and one chunk of the
+oldest prompt. A request is admitted when its prompt and all of its answer fit the KV that is free, first come first
+served. A request goes to the engine that has the fewest tokens to do.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from benchmarks.scale_nodes import Batch
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request on its way. Times in seconds.
+
+    tokens:     when each token of the answer came, the first one from the prompt's last chunk
+    prefilled:  tokens of the prompt that have been computed
+    """
+
+    arrival: float
+    prompt: int
+    output: int
+    prefilled: int = 0
+    tokens: list[float] = field(default_factory=list)
+
+    @property
+    def kv_len(self) -> int:
+        """Tokens whose K and V are there."""
+        return self.prefilled + max(0, len(self.tokens) - 1)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has its answer."""
+        return len(self.tokens) == self.output
+
+
+class Clock:
+    """Events in the order of their times; of equal times the first one that was given comes first."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._number = itertools.count()
+
+    def after(self, seconds: float, event: Callable[[], None]) -> None:
+        """Call event so many seconds from now."""
+        heapq.heappush(self._events, (self.now + seconds, next(self._number), event))
+
+    def run(self) -> None:
+        """Until no event is left."""
+        while self._events:
+            self.now, _, event = heapq.heappop(self._events)
+            event()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKind:
+    """What an engine is.
+
+    step:      seconds of a Batch
+    kv_tokens: tokens of KV that it holds
+    max_seqs:  sequences that run at a time
+    max_step:  most tokens of a step
+    """
+
+    step: Callable[[Batch], float]
+    kv_tokens: int
+    max_seqs: int = 256
+    max_step: int = 2048
+
+
+class Engine:
+    """One engine. leaves: what is called with a job that has its first token (prefill only), or None to serve it whole."""
+
+    def __init__(self, clock: Clock, kind: EngineKind, leaves: Callable[[Job], None] | None = None) -> None:
+        self.kind, self._clock, self._leaves = kind, clock, leaves
+        self.waiting: deque[Job] = deque()
+        self.running: list[Job] = []
+        self.free = kind.kv_tokens
+        self.num_steps = 0
+        self._is_stepping = False
+
+    @property
+    def to_do(self) -> int:
+        """Tokens of its jobs that are not computed."""
+        jobs = itertools.chain(self.waiting, self.running)
+        return sum(job.prompt - job.prefilled + job.output - len(job.tokens) for job in jobs)
+
+    def give(self, job: Job) -> None:
+        """A job that has come. Raises ValueError for one that can never fit."""
+        if job.prompt + job.output > self.kind.kv_tokens:
+            raise ValueError(f"a job of {job.prompt} + {job.output} tokens; the engine holds {self.kind.kv_tokens}")
+        self.waiting.append(job)
+        self._begin()
+
+    def _begin(self) -> None:
+        if self._is_stepping:
+            return
+        while self.waiting and len(self.running) < self.kind.max_seqs:
+            need = self.waiting[0].prompt + self.waiting[0].output
+            if need > self.free:
+                break
+            self.free -= need
+            self.running.append(self.waiting.popleft())
+        if not self.running:
+            return
+        decodes = [job for job in self.running if job.tokens]
+        prompt = next((job for job in self.running if not job.tokens), None)
+        chunk = 0 if prompt is None else min(prompt.prompt - prompt.prefilled, self.kind.max_step - len(decodes))
+        mean = sum(job.kv_len for job in decodes) // len(decodes) if decodes else 0
+        batch = Batch(len(decodes), mean + 1, chunk, prompt.prefilled if prompt is not None else 0)
+        self._is_stepping = True
+        self._clock.after(self.kind.step(batch), lambda: self._end(decodes, prompt, chunk))
+
+    def _end(self, decodes: Sequence[Job], prompt: Job | None, chunk: int) -> None:
+        self._is_stepping = False
+        self.num_steps += 1
+        for job in decodes:
+            job.tokens.append(self._clock.now)
+        if prompt is not None:
+            prompt.prefilled += chunk
+            if prompt.prefilled == prompt.prompt:
+                prompt.tokens.append(self._clock.now)
+        gone = [job for job in self.running if job.is_done or (self._leaves is not None and job.tokens)]
+        self.running = [job for job in self.running if job not in gone]
+        for job in gone:
+            self.free += job.prompt + job.output
+            if self._leaves is not None and not job.is_done:
+                self._leaves(job)
+        self._begin()
+
+
+def give_to_least(engines: Sequence[Engine], job: Job) -> None:
+    """To the engine with the fewest tokens to do."""
+    min(engines, key=lambda engine: engine.to_do).give(job)
+
+
+class Link:
+    """Carries the KV of one job after the other to engines that decode."""
+
+    def __init__(self, clock: Clock, seconds_of: Callable[[Job], float], engines: Sequence[Engine]) -> None:
+        self._clock, self._seconds_of, self._engines = clock, seconds_of, engines
+        self._free_at = 0.0
+
+    def carry(self, job: Job) -> None:
+        """A job that has its first token."""
+        self._free_at = max(self._free_at, self._clock.now) + self._seconds_of(job)
+        self._clock.after(self._free_at - self._clock.now, lambda: give_to_least(self._engines, job))
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """num_whole engines that serve requests whole, or num_prefill of the one kind and num_decode of the other.
+
+    transfer: seconds that the KV of a job takes from a prefill engine to a decode engine
+    """
+
+    kind: EngineKind
+    num_whole: int = 0
+    num_prefill: int = 0
+    num_decode: int = 0
+    transfer: Callable[[Job], float] = lambda job: 0.0
+
+    def serve(self, jobs: Sequence[Job]) -> list[Engine]:
+        """Run until every job is done; the engines, as they are then."""
+        clock = Clock()
+        decode = [Engine(clock, self.kind) for _ in range(self.num_decode)]
+        entry = [Engine(clock, self.kind) for _ in range(self.num_whole)]
+        for _ in range(self.num_prefill):  # a link for each: the NICs of its own GPUs
+            entry.append(Engine(clock, self.kind, Link(clock, self.transfer, decode).carry))
+        for job in jobs:
+            clock.after(job.arrival, lambda job=job: give_to_least(entry, job))  # type: ignore[misc]
+        clock.run()
+        return [*entry, *decode]
+
+
+def gaps(jobs: Sequence[Job]) -> Iterator[float]:
+    """Seconds between tokens of the same answer."""
+    for job in jobs:
+        for before, after in itertools.pairwise(job.tokens):
+            yield after - before

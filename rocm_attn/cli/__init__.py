@@ -18,6 +18,8 @@ _BAD_INPUT_ERRORS = (BadModel, BadProblem, BadRequest, BadSetting)
 
 # What the extra [cli] brings, beyond what the package always has.
 _CLI_LIBRARIES = {"gguf", "jinja2", "safetensors", "tokenizers"}
+# Likewise [serve].
+_SERVE_LIBRARIES = {"fastapi", "pydantic", "starlette", "uvicorn"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,5 +70,8 @@ def _answer(error: BaseException) -> int:
         return BAD_INPUT if isinstance(error, _BAD_INPUT_ERRORS) else FAILED
     if isinstance(error, ModuleNotFoundError) and error.name in _CLI_LIBRARIES:
         say(f"rocm-attn: {error.name} is not installed; run: pip install 'rocm-attn[cli]'")
+        return FAILED
+    if isinstance(error, ModuleNotFoundError) and error.name in _SERVE_LIBRARIES:
+        say(f"rocm-attn: {error.name} is not installed; run: pip install 'rocm-attn[serve]'")
         return FAILED
     raise error

@@ -13,6 +13,7 @@ from rocm_attn.batch.drafts import Drafts
 from rocm_attn.machine.choices import AUTO, DTYPES
 from rocm_attn.machine.choices import PROVIDERS as PROVIDER_NAMES
 from rocm_attn.runner.options import EngineOptions, OptionText, option_texts
+from rocm_attn.server.options import ServerOptions
 
 # Sizes are int32 on the device.
 _LARGEST = 2**31 - 1
@@ -111,8 +112,8 @@ def _parser_of(text: OptionText) -> Callable[[str], Any]:
     return not_negative if text.kind is float else text.kind
 
 
-def _of_engine(name: str, default: Any, text: OptionText) -> Option:
-    """The flag of a field of EngineOptions."""
+def _of_field(name: str, default: Any, text: OptionText) -> Option:
+    """The flag of a field of EngineOptions or ServerOptions."""
     flag, shown = "--" + name.replace("_", "-"), text.default_is or str(default)
     if text.kind is bool:
         action: Any = argparse.BooleanOptionalAction if default else "store_true"
@@ -122,9 +123,12 @@ def _of_engine(name: str, default: Any, text: OptionText) -> Option:
     return option(flag, **arguments)
 
 
-# The flag of each field of EngineOptions, and those that `rocm-attn generate` takes.
-OF_ENGINE = {name: _of_engine(name, *of_field) for name, of_field in option_texts(EngineOptions).items()}
+# The flag of each field of EngineOptions, and those that `rocm-attn generate` and `serve` take.
+OF_ENGINE = {name: _of_field(name, *of_field) for name, of_field in option_texts(EngineOptions).items()}
 ON_GENERATE = tuple(name for name, (_, text) in option_texts(EngineOptions).items() if text.on_generate)
+ON_SERVE = tuple(name for name in OF_ENGINE if name != "capture_after")  # graphs are made before the first request
+# The flag of each field of ServerOptions.
+SERVER = {name: _of_field(name, *of_field) for name, of_field in option_texts(ServerOptions).items()}
 
 PROVIDER, NUM_PAGES, SWA_PAGES, DETERMINISTIC, MAX_BATCH_SIZE, MAX_KV_LEN = (
     OF_ENGINE[name] for name in ("provider", "num_pages", "swa_pages", "deterministic", "max_batch_size", "max_kv_len")
@@ -165,6 +169,14 @@ DRAFTS = option(
 )
 SHARED_PREFIXES = switch("--shared-prefixes", "decode steps that share prefixes, too")
 RANKS = option("--tp", type=positive, default=1, metavar="RANKS", help="tensor-parallel ranks that share the heads (1)")
+RANKS_THAT_SERVE = RANKS.but(
+    help="ranks that share the model by tensor parallelism, on a GPU each or on this CPU (1)"
+)
+DTYPE_OF_MODEL = DTYPE.but(
+    default=None,
+    help="of weights and arithmetic, and of the KV cache where --kv-dtype is auto (on a GPU bfloat16, but float16 "
+    "for a .gguf file and smollm2, whose quantised weights bfloat16 blurs; on a CPU float32)",
+)
 AITER_RELEASE = option(
     "--aiter-release", metavar="RELEASE", help="of AITER, for instance 0.1.14 (what the image brings)"
 )

@@ -21,6 +21,16 @@ examples:
   rocm-attn generate --check-every 100 --hang-after 60 --flight-record last_steps.json "Hello"
 """
 
+_SERVE_EXAMPLES = """\
+examples:
+  rocm-attn serve
+  rocm-attn serve --model ./Llama-3.1-8B-Instruct --device cuda --dtype bfloat16 --max-batch-size 256
+  rocm-attn serve --model ./Llama-3.1-70B-Instruct --device cuda --tp 8 --served-model-name llama
+  rocm-attn serve --host 0.0.0.0 --port 8000 --api-key-file keys.txt --max-new-tokens 4096 --deadline-seconds 120
+  curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
+      -d '{"model": "smollm2", "prompt": "Once upon a time", "max_tokens": 32, "stream": true}'
+"""
+
 _EXPLAIN_EXAMPLES = """\
 examples:
   rocm-attn explain config.json --arch gfx942
@@ -70,7 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for add in (_add_generate, _add_explain, _add_capture_plan, _add_prewarm, _add_replay_step, _add_soak, _add_truth):
+    for add in (_add_generate, _add_serve, _add_explain, _add_capture_plan, _add_prewarm, _add_replay_step, _add_soak, _add_truth):
         add(commands)
     commands.add_parser("kernels", help="print the table of all kernels with their limits, as Markdown")
     guards = commands.add_parser("guards", help="list the safeguards, what each prevents and whether it is on")
@@ -107,17 +117,26 @@ def _add_generate(commands: Commands[argparse.ArgumentParser]) -> None:
         examples=_GENERATE_EXAMPLES,
     )
     json = o.JSON.but(help="print one JSON object with results and report, and nothing else")
-    dtype = o.DTYPE.but(
-        default=None,
-        help="of weights and arithmetic, and of the KV cache where --kv-dtype is auto (on a GPU bfloat16, but float16 "
-        "for a .gguf file and smollm2, whose quantised weights bfloat16 blurs; on a CPU float32)",
-    )
     _add_options(parser, (o.PROMPTS, o.PROMPTS_FILE, o.RAW, json))
-    tp = o.RANKS.but(help="ranks that share the model by tensor parallelism, on a GPU each or on this CPU (1)")
-    _add_options(parser.add_argument_group("model"), (o.MODEL, o.DEVICE, tp, dtype))
+    _add_options(parser.add_argument_group("model"), (o.MODEL, o.DEVICE, o.RANKS_THAT_SERVE, o.DTYPE_OF_MODEL))
     _add_options(parser.add_argument_group("serving"), (o.OF_ENGINE[name] for name in o.ON_GENERATE))
     sampling = (o.MAX_NEW_TOKENS, o.TEMPERATURE, o.TOP_P, o.SAMPLING_SEED)
     _add_options(parser.add_argument_group("sampling"), sampling)
+
+
+def _add_serve(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = _add_command(
+        commands,
+        "serve",
+        help="serve a model by OpenAI's HTTP API",
+        description="Serve a model by OpenAI's HTTP API: /v1/completions, /v1/chat/completions, /v1/models, /health, "
+        "/ready and /metrics. SIGTERM lets the requests end that were taken; a second one ends at once. Exit code 1 "
+        "where the engine has ended by itself.",
+        examples=_SERVE_EXAMPLES,
+    )
+    _add_options(parser.add_argument_group("model"), (o.MODEL, o.DEVICE, o.RANKS_THAT_SERVE, o.DTYPE_OF_MODEL))
+    _add_options(parser.add_argument_group("clients"), o.SERVER.values())
+    _add_options(parser.add_argument_group("serving"), (o.OF_ENGINE[name] for name in o.ON_SERVE))
 
 
 def _add_explain(commands: Commands[argparse.ArgumentParser]) -> None:

@@ -139,6 +139,16 @@ class AsyncEngine:
         """Raise EngineEnded if the engine does not serve, and WrongState outside of its event loop."""
         self._books.check()
 
+    @property
+    def num_requests(self) -> int:
+        """Requests that are served or wait."""
+        return len(self._books.inboxes)
+
+    async def ended(self) -> None:
+        """Wait until the engine serves no more; check() raises why then."""
+        self._books.require_start()
+        await self._books.has_ended.wait()
+
     async def report(self) -> Report:
         """As Engine.report, read while steps run: of the last one some counts may be in, and others not yet."""
         return await asyncio.to_thread(self._engine.report)

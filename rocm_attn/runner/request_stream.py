@@ -144,6 +144,17 @@ class RequestStream:
         assert self._inbox.completion is not None, "a request ends with one of the two"
         return self._inbox.completion
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more comes of it than what was not read yet."""
+        return self._inbox.has_ended or self._is_over
+
+    def give_up(self, error: Exception) -> None:
+        """End the request, unless it has ended; who reads it gets this error, after the pieces that have come."""
+        if not self._inbox.has_ended:
+            self._inbox.fail(error)
+            self._forget(self.number)
+
     def close(self) -> None:
         """End the request, unless it has ended; no piece comes any more. Never waits."""
         self._is_over = True

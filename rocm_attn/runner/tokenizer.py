@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import tokenizers
@@ -37,11 +37,14 @@ class Tokenizer:
         Raises BadRequest where the model has no chat template, or for a text that is not Unicode; BadModel for a
         template that is damaged.
         """
+        return self.encode_messages([{"role": "user", "content": user}])
+
+    def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Likewise, of a conversation; messages as of ChatTemplate.render. Raises as encode_chat."""
         if self.chat_template is None:
             raise BadRequest("the model has no chat template; pass the prompt as it stands (--raw)")
         # the template writes every special token itself
-        text = self.chat_template.render([{"role": "user", "content": user}])
-        return _ids(self.backend, text, add_special_tokens=False)
+        return _ids(self.backend, self.chat_template.render(messages), add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of the tokens, without special ones; bytes that are no UTF-8 become U+FFFD."""

@@ -42,7 +42,7 @@ class RankedEngine:
         self.options = options if options is not None else EngineOptions()
         self._processes = processes = RankProcesses()
         num_threads = max(1, torch.get_num_threads() // num_ranks)
-        self._limits = processes.start(
+        self.limits = processes.start(
             [
                 RankSetup(rank, num_ranks, load, self.options, device_type, num_threads, processes.store)
                 for rank in range(num_ranks)
@@ -73,7 +73,7 @@ class RankedEngine:
 
     def check(self, request: Request) -> None:
         """As Engine.check."""
-        self._limits.check(request)
+        self.limits.check(request)
 
     def submit(self, request: Request) -> int:
         """As Engine.submit."""

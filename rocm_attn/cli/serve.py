@@ -1,0 +1,76 @@
+"""`rocm-attn serve`: a model behind OpenAI's HTTP API."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from rocm_attn.cli.arguments import device_named
+from rocm_attn.cli.generate import dtype_of
+from rocm_attn.cli.options import ON_SERVE, SERVER
+from rocm_attn.cli.progress_bar import ProgressBar
+from rocm_attn.cli.streams import say
+from rocm_attn.errors import BadSetting
+from rocm_attn.runner.engine import Engine
+from rocm_attn.runner.loading import load_model, open_model
+from rocm_attn.runner.options import EngineOptions
+from rocm_attn.runner.parallel.ranked_engine import RankedEngine
+from rocm_attn.runner.tokenizer import Tokenizer
+from rocm_attn.server.keys import keys_from
+from rocm_attn.server.options import ServerOptions
+from rocm_attn.server.run import bind, serve
+from rocm_attn.server.served_model import ServedModel
+from rocm_attn.watch.flight_recorder import FlightRecorder, dump_on_signal
+
+
+def run(options: argparse.Namespace) -> None:
+    """Serve until a signal comes. Raises RocmAttnError; EngineEnded where the engine has ended by itself."""
+    settings = ServerOptions(**{name: getattr(options, name) for name in SERVER})
+    keys = keys_from(settings, os.environ)
+    with bind(settings) as bound, _engine(options) as (engine, tokenizer):
+        name = settings.served_model_name or options.model
+        model = ServedModel(name, tokenizer, engine.limits, settings)
+        asyncio.run(serve(engine, model, keys, bound, _announce))
+
+
+def _announce(line: str) -> None:
+    say(f"rocm-attn serve: {line}")
+
+
+@contextmanager
+def _engine(options: argparse.Namespace) -> Iterator[tuple[Engine | RankedEngine, Tokenizer | None]]:
+    """An engine that has its graphs, and the model's tokenizer."""
+    device = device_named(options.device)
+    dtype = dtype_of(options.dtype, options.model, device)
+    on = f"{device}" if options.tp == 1 else f"{options.tp} ranks of {device.type}"
+    engine_options = EngineOptions(**{name: getattr(options, name) for name in ON_SERVE})
+    say(f"loading {options.model} on {on} in {str(dtype).removeprefix('torch.')}")
+    if options.tp == 1:
+        loaded = load_model(options.model, dtype=dtype, device=device)
+        engine = Engine(loaded, engine_options)
+        if isinstance(engine.flight, FlightRecorder):
+            dump_on_signal(engine.flight)
+        _capture(engine, device.type)
+        yield engine, loaded.tokenizer
+        return
+    if device.index is not None:
+        raise BadSetting(
+            f"--device is {device} and --tp {options.tp}; ranks take the first GPUs, so give --device cuda"
+        )
+    tokenizer = open_model(options.model).tokenizer
+    with RankedEngine(
+        partial(load_model, options.model, dtype=dtype), engine_options, num_ranks=options.tp, device_type=device.type
+    ) as ranked:
+        _capture(ranked, device.type)
+        yield ranked, tokenizer
+
+
+def _capture(engine: Engine | RankedEngine, device_type: str) -> None:
+    """Make all graphs, where that takes little beside serving; see `rocm-attn generate`."""
+    if device_type == "cuda":
+        engine.capture_all(ProgressBar(sys.stderr))

@@ -1,0 +1,150 @@
+"""Gate: what every HTTP request passes before the application sees it.
+
+It counts, looks at the key, refuses what cannot be served now before a byte of the body is read, reads the body within
+its bounds, and watches whether the client stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rocm_attn.errors import RocmAttnError
+from rocm_attn.server.api_errors import CLIENT_GONE, ApiError, client_gone, draining
+from rocm_attn.server.event_stream import error_response
+from rocm_attn.server.generation import Generations
+from rocm_attn.server.job import Job
+from rocm_attn.server.keys import ApiKeys
+from rocm_attn.server.options import ServerOptions
+
+GENERATING = frozenset({"/v1/completions", "/v1/chat/completions"})
+# Where a job is in an ASGI scope.
+JOB = "rocm_attn.job"
+
+
+class Gate:
+    """An ASGI application around another one."""
+
+    def __init__(self, app: ASGIApp, generations: Generations, keys: ApiKeys, options: ServerOptions) -> None:
+        self._app, self._generations, self._keys, self._options = app, generations, keys, options
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            salt = self._admit(scope)
+            if scope["method"] == "POST" and scope["path"] in GENERATING:
+                await self._generate(scope, receive, send, salt)
+            else:
+                body = await _read_body(receive, self._options)
+                await self._app(scope, _Replay(body), send)
+        except ApiError as error:
+            if error.status != CLIENT_GONE:
+                await error_response(error)(scope, receive, send)
+
+    def _admit(self, scope: Scope) -> str:
+        """The salt of the client. Raises ApiError."""
+        salt: str | None = ""
+        headers = dict(scope["headers"])
+        if scope["path"].startswith("/v1/"):
+            salt = self._keys.salt_of(headers.get(b"authorization"))
+            if salt is None:
+                raise ApiError(
+                    401,
+                    "the API key is missing or wrong; send it as the header Authorization: Bearer KEY",
+                    code="invalid_api_key",
+                )
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self._options.max_body_bytes * _READ_IN_VAIN:
+            raise _too_large(self._options.max_body_bytes)
+        return salt
+
+    async def _generate(self, scope: Scope, receive: Receive, send: Send, salt: str) -> None:
+        """Take a job, and see it to its end. Raises ApiError."""
+        generations, options = self._generations, self._options
+        if generations.jobs.is_draining:
+            raise draining(generations.retry_after)
+        try:
+            generations.front.check()
+        except RocmAttnError as error:
+            raise generations.as_answer(error) from error
+        # A request that is still on its way has no place in the engine yet; its body takes memory all the same.
+        if max(generations.front.num_requests, len(generations.jobs)) >= options.max_requests:
+            raise generations.refusal()
+        job = Job(salt, options.deadline_seconds)
+        with generations.jobs.taken(job):
+            body = await _read_body(receive, options)
+            replay = _Replay(body)
+            watcher = asyncio.ensure_future(_watch(receive, job, replay))
+            try:
+                await self._app({**scope, JOB: job}, replay, send)
+            finally:
+                watcher.cancel()
+                with suppress(asyncio.CancelledError):
+                    await watcher
+
+
+# A body that is too long is read up to so many times its bound, or the client would lose its connection while it sends,
+# and never see why.
+_READ_IN_VAIN = 2
+
+
+class _Replay:
+    """Gives the application the body that was read, and then word that the client has gone."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body: bytes | None = body
+        self.gone = asyncio.Event()
+
+    async def __call__(self) -> Message:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+
+async def _watch(receive: Receive, job: Job, replay: _Replay) -> None:
+    """End a job whose client goes away."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    replay.gone.set()
+    job.end(client_gone())
+
+
+async def _read_body(receive: Receive, options: ServerOptions) -> bytes:
+    """The body, within its bounds. Raises ApiError."""
+    try:
+        return await asyncio.wait_for(_read(receive, options.max_body_bytes), options.body_seconds)
+    except asyncio.TimeoutError:
+        raise ApiError(
+            408,
+            f"the body was not there after {options.body_seconds:g} seconds; send it faster, or send less",
+            code="body_too_slow",
+        ) from None
+
+
+async def _read(receive: Receive, most: int) -> bytes:
+    parts, num_bytes, more = [], 0, True
+    while more and num_bytes <= most * _READ_IN_VAIN:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise client_gone()
+        part, more = message.get("body", b""), message.get("more_body", False)
+        num_bytes += len(part)
+        if num_bytes > most:
+            parts.clear()
+        else:
+            parts.append(part)
+    if num_bytes > most:
+        raise _too_large(most)
+    return b"".join(parts)
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(
+        413, f"the body has more than {most} bytes, which is the most that this server takes", code="body_too_large"
+    )

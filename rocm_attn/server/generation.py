@@ -1,0 +1,111 @@
+"""Generation: requests that are given to the engine for a job, and what comes of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from rocm_attn.errors import RocmAttnError
+from rocm_attn.runner.async_engine import AsyncEngine, TooManyRequests
+from rocm_attn.runner.request import Completion, Request
+from rocm_attn.runner.request_stream import Piece, RequestStream
+from rocm_attn.server.api_errors import ApiError, api_error
+from rocm_attn.server.job import Job, Jobs
+from rocm_attn.server.pacing import Pacing
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What one job has in the engine: all of its requests, or none was taken."""
+
+    job: Job
+    requests: Sequence[Request]
+    streams: Sequence[RequestStream]
+    pacing: Pacing
+
+    async def completions(self) -> list[Completion]:
+        """What all of them come to. Raises as RequestStream.completion, and what has ended the job."""
+        completions = [await stream.completion() for stream in self.streams]
+        self.note(sum(len(each.token_ids) for each in completions))
+        return completions
+
+    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+        """Place of a request, and its next piece, as they come, until all have ended. Raises as completions().
+
+        Whoever reads slowly finds several tokens in a piece: what was not read yet is kept once, in the stream.
+        """
+        if len(self.streams) == 1:
+            async for piece in self.streams[0]:
+                yield 0, piece
+            return
+        read: asyncio.Queue[tuple[int, Piece | BaseException | None]] = asyncio.Queue(maxsize=1)
+        readers = [asyncio.ensure_future(_read(place, stream, read)) for place, stream in enumerate(self.streams)]
+        try:
+            num_left = len(readers)
+            while num_left:
+                place, found = await read.get()
+                if isinstance(found, BaseException):
+                    raise found
+                if found is None:
+                    num_left -= 1
+                else:
+                    yield place, found
+        finally:
+            for reader in readers:
+                reader.cancel()
+            for reader in readers:
+                with suppress(asyncio.CancelledError):
+                    await reader
+
+    def note(self, num_tokens: int) -> None:
+        """All have ended, with so many tokens in sum."""
+        self.pacing.note(self.job.age, num_tokens // len(self.streams))
+
+
+class Generations:
+    """Gives jobs' requests to the engine."""
+
+    def __init__(self, front: AsyncEngine, jobs: Jobs) -> None:
+        self.front, self.jobs, self._pacing = front, jobs, Pacing()
+
+    @property
+    def retry_after(self) -> int:
+        """Seconds until a place is free, as far as is known."""
+        return self._pacing.retry_after(self.jobs)
+
+    def begin(self, job: Job, requests: Sequence[Request]) -> Generation:
+        """Give the engine all of a job's requests, or none. Raises ApiError."""
+        job.check()
+        streams: list[RequestStream] = []
+        try:
+            streams += (self.front.stream(request) for request in requests)
+        except RocmAttnError as error:
+            for stream in streams:
+                stream.close()
+            raise self.as_answer(error) from error
+        job.own(streams, requests)
+        return Generation(job, requests, streams, self._pacing)
+
+    def refusal(self) -> ApiError:
+        """The answer to who comes when every place is taken."""
+        return self.as_answer(
+            TooManyRequests("as many requests are served or wait as this server takes; send this one again later")
+        )
+
+    def as_answer(self, error: RocmAttnError) -> ApiError:
+        """What has gone wrong, as an answer."""
+        return api_error(error, self.retry_after)
+
+
+async def _read(
+    place: int, stream: RequestStream, into: asyncio.Queue[tuple[int, Piece | BaseException | None]]
+) -> None:
+    try:
+        async for piece in stream:
+            await into.put((place, piece))
+    except Exception as error:  # for the reader of the queue
+        await into.put((place, error))
+    else:
+        await into.put((place, None))

@@ -1,0 +1,117 @@
+"""Job: one HTTP request that asks for text, from its arrival to the last byte of its answer; and all of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from rocm_attn.runner.request import Request
+from rocm_attn.runner.request_stream import RequestStream
+from rocm_attn.server.api_errors import ApiError, deadline_passed
+
+
+class Job:
+    """What a request has in the engine, and why it ends early if it does.
+
+    salt:    of the cached prefixes that it may find
+    ended:   why it was ended; None while it was not
+    """
+
+    def __init__(self, salt: str, deadline_seconds: float) -> None:
+        self.salt = salt
+        self.ended: ApiError | None = None
+        self._loop = asyncio.get_running_loop()
+        self._arrived = self._loop.time()
+        self._streams: list[RequestStream] = []
+        self._most_tokens: list[int] = []
+        self._seconds = deadline_seconds
+        self._timer = self._loop.call_at(self._arrived + deadline_seconds, self._expire)
+
+    @property
+    def most_tokens(self) -> int:
+        """New tokens that the shortest of its requests may still come to; 0 where none is in the engine."""
+        left = (
+            most for most, stream in zip(self._most_tokens, self._streams, strict=True) if not stream.has_ended
+        )
+        return min(left, default=0)
+
+    @property
+    def age(self) -> float:
+        """Seconds since it arrived."""
+        return self._loop.time() - self._arrived
+
+    def hasten(self, seconds: float) -> None:
+        """Set an earlier deadline, counted from its arrival; a later one than it has changes nothing."""
+        if seconds < self._seconds:
+            self._seconds = seconds
+            self._timer.cancel()
+            self._timer = self._loop.call_at(self._arrived + seconds, self._expire)
+
+    def own(self, streams: Sequence[RequestStream], requests: Sequence[Request]) -> None:
+        """These streams end with it. Raises ApiError where it was ended already."""
+        self._streams += streams
+        self._most_tokens += [request.max_new_tokens for request in requests]
+        self.check()
+
+    def check(self) -> None:
+        """Raise why it was ended, if it was."""
+        if self.ended is not None:
+            raise self.ended
+
+    def end(self, why: ApiError) -> None:
+        """End its requests; who reads them gets the reason. The first reason stays."""
+        if self.ended is None:
+            self.ended = why
+            for stream in self._streams:
+                stream.give_up(why)
+
+    def close(self) -> None:
+        """Nothing of it is wanted any more: what it has in the engine ends."""
+        self._timer.cancel()
+        for stream in self._streams:
+            stream.close()
+
+    def _expire(self) -> None:
+        self.end(deadline_passed(self._seconds))
+
+
+class Jobs:
+    """All jobs that were taken and are not answered to the last byte.
+
+    is_draining: whether no more are taken
+    """
+
+    def __init__(self) -> None:
+        self.is_draining = False
+        self._jobs: set[Job] = set()
+        self._is_empty = asyncio.Event()
+        self._is_empty.set()
+
+    def __iter__(self) -> Iterator[Job]:
+        return iter(tuple(self._jobs))
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    @contextmanager
+    def taken(self, job: Job) -> Iterator[None]:
+        """A context in which the job is one of them; it is closed at the end."""
+        self._jobs.add(job)
+        self._is_empty.clear()
+        try:
+            yield
+        finally:
+            job.close()
+            self._jobs.discard(job)
+            if not self._jobs:
+                self._is_empty.set()
+
+    def end_all(self, why: ApiError) -> None:
+        """End all of them."""
+        for job in self:
+            job.end(why)
+
+    async def empty(self) -> None:
+        """Wait until there is none."""
+        await self._is_empty.wait()

@@ -1,0 +1,78 @@
+"""ServerOptions: how the server treats those who ask. `rocm-attn serve` makes its flags of the fields.
+
+Only the standard library is imported, because --help does not wait for torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rocm_attn.errors import BadSetting
+from rocm_attn.runner.options import option, option_texts
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """Where the server listens, and what one request may ask of it.
+
+    Raises BadSetting.
+    """
+
+    host: str = option(LOOPBACK, "address that the server listens on", unit="ADDRESS")
+    port: int = option(8000, "port that it listens on; 0 takes a free one, which is printed", unit="PORT", least=0)
+    served_model_name: str | None = option(
+        None, "name of the model in requests and answers", kind=str, unit="NAME", default_is="what --model says"
+    )
+    api_key_file: Path | None = option(  # noqa: RUF009  # it makes a field
+        None,
+        "file with API keys, one a line, lines with # and empty ones skipped; clients give one as a bearer token",
+        kind=Path,
+        unit="FILE",
+        default_is="the keys in ROCM_ATTN_API_KEYS, separated by commas; without any, everybody is served",
+    )
+    allow_anonymous: bool = option(False, "listen on an address that others can reach although there are no API keys")
+    max_requests: int = option(
+        256, "prompts that are served or wait; a request that finds so many is answered 429", unit="REQUESTS", least=1
+    )
+    max_new_tokens: int | None = option(
+        None,
+        "most tokens that a request may ask to be added to a prompt",
+        kind=int,
+        unit="TOKENS",
+        least=1,
+        default_is="what the model's context holds",
+    )
+    max_prompt_tokens: int | None = option(
+        None, "most tokens of a prompt", kind=int, unit="TOKENS", least=1, default_is="what the model's context holds"
+    )
+    max_choices: int = option(16, "most answers that a request may ask for: its prompts times n", unit="N", least=1)
+    max_stops: int = option(16, "most stop strings and stop tokens of a request", unit="N", least=0)
+    max_logprobs: int = option(20, "most likely tokens that a request may ask for at each place", unit="N", least=0)
+    max_body_bytes: int = option(4 * 2**20, "most bytes of a request's body", unit="BYTES", least=1)
+    body_seconds: float = option(60.0, "how long a client may take to send a request's body", unit="SECONDS", least=0)
+    deadline_seconds: float = option(
+        600.0, "how long a request may take in all; clients may ask for less", unit="SECONDS", least=0
+    )
+    write_seconds: float = option(
+        60.0, "how long a client may take no bytes of its answer before it counts as gone", unit="SECONDS", least=0
+    )
+    drain_seconds: float = option(
+        30.0, "how long after SIGTERM requests that were taken may go on before they are given up", unit="SECONDS"
+    )
+    access_log: bool = option(False, "write a line for each request to stderr")
+
+    def __post_init__(self) -> None:
+        for name, (default, text) in option_texts(ServerOptions).items():
+            value = getattr(self, name)
+            if value != default and text.least is not None and value < text.least:
+                raise BadSetting(f"{name} is {value}; it must be at least {text.least}")
+        if self.port > 65535:
+            raise BadSetting(f"port is {self.port}; it must be at most 65535")
+        for name in ("body_seconds", "deadline_seconds", "write_seconds"):
+            if getattr(self, name) <= 0:
+                raise BadSetting(f"{name} is {getattr(self, name)}; it must be above 0")
+        if self.drain_seconds < 0:
+            raise BadSetting(f"drain_seconds is {self.drain_seconds}; it must be at least 0")

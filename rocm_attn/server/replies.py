@@ -1,0 +1,118 @@
+"""Replies: what is sent back for a completion or a conversation, whole or in chunks, in OpenAI's form."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rocm_attn.runner.request import Completion, FinishReason, Request
+from rocm_attn.runner.request_stream import Piece
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of a request: those of each prompt once, and those of every answer."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], num_choices: int, completion_tokens: int) -> Usage:
+        """num_choices: answers to each prompt, whose requests lie side by side"""
+        prompts = requests[::num_choices]
+        return cls(sum(len(request.prompt_token_ids) for request in prompts), completion_tokens)
+
+    def as_dict(self) -> Json:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionReplies:
+    """Of /v1/completions."""
+
+    model: str
+    reply_id: str = field(default_factory=lambda: f"cmpl-{secrets.token_hex(12)}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, completions: Iterable[Completion], usage: Usage) -> Json:
+        """The answer."""
+        choices = [_text_choice(index, each.text, each.finish_reason) for index, each in enumerate(completions)]
+        return {**self._head(), "choices": choices, "usage": usage.as_dict()}
+
+    def opening(self, index: int) -> Json | None:
+        """The chunk before a choice's first one."""
+        return None
+
+    def chunk(self, index: int, piece: Piece) -> Json:
+        """What a piece of a choice is sent as."""
+        return {**self._head(), "choices": [_text_choice(index, piece.text, piece.finish_reason)]}
+
+    def counts(self, usage: Usage) -> Json:
+        """The last chunk."""
+        return {**self._head(), "choices": [], "usage": usage.as_dict()}
+
+    def _head(self) -> Json:
+        return {"id": self.reply_id, "object": "text_completion", "created": self.created, "model": self.model}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatReplies:
+    """Of /v1/chat/completions."""
+
+    model: str
+    reply_id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, completions: Iterable[Completion], usage: Usage) -> Json:
+        """The answer."""
+        choices = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": each.text, "refusal": None},
+                "logprobs": None,
+                "finish_reason": each.finish_reason,
+            }
+            for index, each in enumerate(completions)
+        ]
+        return {**self._head("chat.completion"), "choices": choices, "usage": usage.as_dict()}
+
+    def opening(self, index: int) -> Json | None:
+        """The chunk before a choice's first one, which says who speaks."""
+        return self._chunk(index, {"role": "assistant", "content": ""}, None)
+
+    def chunk(self, index: int, piece: Piece) -> Json:
+        """What a piece of a choice is sent as."""
+        return self._chunk(index, {"content": piece.text} if piece.text else {}, piece.finish_reason)
+
+    def counts(self, usage: Usage) -> Json:
+        """The last chunk."""
+        return {**self._head("chat.completion.chunk"), "choices": [], "usage": usage.as_dict()}
+
+    def _chunk(self, index: int, delta: Mapping[str, str], reason: FinishReason | None) -> Json:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+        return {**self._head("chat.completion.chunk"), "choices": [choice]}
+
+    def _head(self, kind: str) -> Json:
+        return {"id": self.reply_id, "object": kind, "created": self.created, "model": self.model}
+
+
+Replies = CompletionReplies | ChatReplies
+
+
+def as_event(content: Mapping[str, object]) -> bytes:
+    """A server-sent event."""
+    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _text_choice(index: int, text: str, reason: FinishReason | None) -> Json:
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}

@@ -1,0 +1,159 @@
+"""Run a server: its socket, its signals, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Generator
+from types import FrameType
+
+import uvicorn
+
+from rocm_attn.errors import BadSetting
+from rocm_attn.runner.async_engine import AsyncEngine
+from rocm_attn.runner.engine import Engine
+from rocm_attn.runner.parallel.ranked_engine import RankedEngine
+from rocm_attn.server.api_errors import given_up_at_shutdown
+from rocm_attn.server.app import build_app
+from rocm_attn.server.generation import Generations
+from rocm_attn.server.job import Jobs
+from rocm_attn.server.keys import ApiKeys
+from rocm_attn.server.options import ServerOptions
+from rocm_attn.server.served_model import ServedModel
+
+# How long clients have to take the last bytes of their answers.
+_LAST_BYTES_SECONDS = 5
+_BACKLOG = 2048
+
+
+def bind(options: ServerOptions) -> socket.socket:
+    """The socket of a server, which does not listen yet. Raises BadSetting where it cannot be had.
+
+    A server that was killed leaves connections behind, which do not keep the next one from its port (SO_REUSEADDR).
+    """
+    try:
+        found = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            # Connections inherit it: the kernel ends one whose client takes no bytes for so long.
+            milliseconds = max(1, int(options.write_seconds * 1000))
+            bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+        bound.bind(address)
+    except OSError as error:
+        raise BadSetting(
+            f"the server cannot listen on {options.host} port {options.port} ({error.strerror or error}); choose "
+            "another with --host and --port"
+        ) from error
+    return bound
+
+
+def url_of(bound: socket.socket) -> str:
+    """Where a socket's server is found."""
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def serve(
+    engine: Engine | RankedEngine,
+    model: ServedModel,
+    keys: ApiKeys,
+    bound: socket.socket,
+    announce: Callable[[str], None],
+) -> None:
+    """Serve until a signal ends it, in the main thread, or the engine ends. Raises EngineEnded.
+
+    announce: called with a line when the server begins, and when it ends
+    """
+    async with AsyncEngine(engine, max_requests=model.options.max_requests) as front:
+        server = Server(front, model, keys, announce)
+        await server.serve(sockets=[bound])
+        front.check()
+
+
+class Server(uvicorn.Server):
+    """A server that drains: the first SIGTERM or SIGINT lets go what was taken, the second ends at once."""
+
+    def __init__(
+        self, front: AsyncEngine, model: ServedModel, keys: ApiKeys, announce: Callable[[str], None]
+    ) -> None:
+        self._front, self._options, self._announce = front, model.options, announce
+        self._jobs = Jobs()
+        self._loop = asyncio.get_running_loop()
+        self._signal = asyncio.Event()
+        self._num_signals = 0
+        super().__init__(
+            uvicorn.Config(
+                build_app(Generations(front, self._jobs), model, keys),
+                lifespan="off",
+                ws="none",
+                log_level="warning",
+                access_log=model.options.access_log,
+                backlog=_BACKLOG,
+                server_header=False,
+                timeout_graceful_shutdown=_LAST_BYTES_SECONDS,
+            )
+        )
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """As uvicorn's, but that no signal is raised again when the server has drained."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        assert sockets is not None
+        self._announce(f"listening on {url_of(sockets[0])}")
+        self._watchers = [asyncio.ensure_future(self._drain()), asyncio.ensure_future(self._watch_engine())]
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal has come, in the main thread, between any two instructions."""
+        self._num_signals += 1
+        if self._num_signals > 1:
+            # A device that hangs, or a loop that does, holds up nothing here; ranks end with this process.
+            os._exit(128 + sig)
+        self._loop.call_soon_threadsafe(self.begin_drain)
+
+    def begin_drain(self) -> None:
+        """Take no more requests, finish those that were taken, and end. In the event loop."""
+        self._signal.set()
+
+    async def _drain(self) -> None:
+        await self._signal.wait()
+        self._jobs.is_draining = True
+        seconds = self._options.drain_seconds
+        self._announce(f"shutting down: {len(self._jobs)} requests have {seconds:g} seconds; a second signal ends at once")
+        try:
+            await asyncio.wait_for(self._jobs.empty(), seconds)
+        except asyncio.TimeoutError:
+            self._announce(f"giving up {len(self._jobs)} requests")
+            self._jobs.end_all(given_up_at_shutdown())
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._jobs.empty(), _LAST_BYTES_SECONDS)
+        self.should_exit = True
+
+    async def _watch_engine(self) -> None:
+        """Where the engine ends by itself, so does the server: its clients have got EngineEnded already."""
+        await self._front.ended()
+        self._jobs.is_draining = True
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._jobs.empty(), _LAST_BYTES_SECONDS)
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for watcher in self._watchers:
+            watcher.cancel()
+        await super().shutdown(sockets)

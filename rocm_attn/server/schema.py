@@ -1,0 +1,175 @@
+"""What clients may send, as OpenAI's API has it: bodies with their bounds.
+
+Fields that nobody here knows are ignored. Those of OpenAI's that would change the text and are not served are refused
+by refuse_unserved(): an answer that silently is another one is worse than none.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from rocm_attn.server.api_errors import ApiError, bad_request
+
+# Every list stops at its first wrong item: a body of a million wrong ones would else have a million errors.
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+_Stops = Annotated[list[str], Field(fail_fast=True, max_length=1024)]
+
+# The largest seed is that of OpenAI's documentation, a signed integer of 64 bits.
+_Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+_Positive = Annotated[int, Field(ge=1, lt=2**31)]
+
+
+class _Part(BaseModel):
+    """A part of a body. Strict: a number that is sent as a text is refused, as OpenAI does."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class StreamOptions(_Part):
+    """include_usage: whether a last chunk says how many tokens there were."""
+
+    include_usage: bool = False
+
+
+class TextPart(_Part):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Part):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+
+    @property
+    def text(self) -> str:
+        """The content, parts put together."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class GenerationBody(BaseModel):
+    """What both kinds of request may say.
+
+    Beyond OpenAI's fields: stop_token_ids and ignore_eos, as of rocm_attn.Request; cache_salt, within the key's own;
+    timeout, in seconds.
+    """
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: Annotated[str, Field(max_length=1024)]
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    n: _Positive | None = None
+    seed: _Seed | None = None
+    stop: str | _Stops | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop_token_ids: TokenIds | None = None
+    ignore_eos: bool | None = None
+    cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with the counts."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionBody(GenerationBody):
+    """The body of /v1/completions."""
+
+    prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
+    max_tokens: _Positive | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts one by one: texts, or token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [[token for token in self.prompt if isinstance(token, int)]]
+        return [each for each in self.prompt if not isinstance(each, int)]
+
+
+class ChatBody(GenerationBody):
+    """The body of /v1/chat/completions. max_tokens: the older name of max_completion_tokens"""
+
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
+    max_tokens: _Positive | None = None
+    max_completion_tokens: _Positive | None = None
+
+
+# What a wrong value of a field whose type has several forms is answered with; pydantic would tell of each form.
+SHAPES = {
+    "prompt": "prompt must be a string, a list of strings, a list of token ids, or a list of lists of token ids",
+    "stop": "stop must be a string or a list of strings",
+    "messages": (
+        "messages must be a list of at least one message, each with a role (system, developer, user or assistant) and "
+        "a content, which is a string or a list of parts of type text"
+    ),
+}
+
+# Fields that would change what comes back -> the values that say nothing, by which they are let pass.
+_UNSERVED: dict[str, tuple[Any, ...]] = {
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "suffix": (None, ""),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "prediction": (None,),
+    "web_search_options": (None,),
+    "use_beam_search": (None, False),
+    "length_penalty": (None, 1, 1.0),
+    "min_tokens": (None, 0),
+    "prompt_logprobs": (None, 0),
+    "skip_special_tokens": (None, True),
+    "truncate_prompt_tokens": (None,),
+    "add_generation_prompt": (None, True),
+    "continue_final_message": (None, False),
+    "chat_template": (None,),
+    "chat_template_kwargs": (None, {}),
+    "documents": (None, []),
+    "presence_penalty": (None, 0, 0.0),
+    "frequency_penalty": (None, 0, 0.0),
+    "repetition_penalty": (None, 1, 1.0),
+    "logit_bias": (None, {}),
+    "logprobs": (None, False),
+    "top_logprobs": (None, 0),
+    "top_k": (None, 0, -1),
+    "min_p": (None, 0, 0.0),
+    "response_format": (None, {"type": "text"}),
+}
+
+
+def refuse_unserved(body: GenerationBody) -> None:
+    """Raise ApiError for a field that would change the answer and that this server does not know."""
+    for name, value in (body.model_extra or {}).items():
+        if name in _UNSERVED and value not in _UNSERVED[name]:
+            raise _unserved(name)
+    if body.stream_options is not None and not body.stream:
+        raise bad_request("stream_options is for streams; leave it out, or set stream to true", "stream_options")
+
+
+def _unserved(name: str) -> ApiError:
+    return bad_request(
+        f"{name} is not served here, and an answer without it would not be the one that was asked for; leave it out",
+        name,
+        code="unsupported_parameter",
+    )

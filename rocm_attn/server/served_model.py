@@ -1,0 +1,173 @@
+"""ServedModel: what the server knows of its model, and how words become requests."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rocm_attn.errors import BadRequest
+from rocm_attn.runner.limits import RequestLimits
+from rocm_attn.runner.request import Request
+from rocm_attn.runner.sampling import Sampling
+from rocm_attn.runner.tokenizer import Tokenizer
+from rocm_attn.server.api_errors import ApiError, bad_request
+from rocm_attn.server.options import ServerOptions
+from rocm_attn.server.schema import ChatBody, CompletionBody, GenerationBody
+
+# What OpenAI adds to a plain prompt where the request does not say how much.
+_COMPLETION_TOKENS = 16
+# Texts are tokenised in the event loop up to this length; a longer one would hold up other requests.
+_LONG_TEXT = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model as clients see it.
+
+    name:      by which they ask for it
+    tokenizer: None where prompts must be token ids
+    limits:    of the engine
+    created:   when the server began, in seconds since 1970
+    """
+
+    name: str
+    tokenizer: Tokenizer | None
+    limits: RequestLimits
+    options: ServerOptions
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of prompt and answer together."""
+        return min(self.limits.context_len, self.limits.max_kv_len)
+
+    @property
+    def card(self) -> dict[str, object]:
+        """As /v1/models shows it."""
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "rocm-attn",
+            "max_model_len": self.max_len,
+        }
+
+    def require(self, name: str) -> None:
+        """Raise ApiError for a model that is not this one."""
+        if name != self.name:
+            raise ApiError(
+                404,
+                f"there is no model {name[:200]!r} here; this server has {self.name!r}",
+                code="model_not_found",
+                param="model",
+            )
+
+    async def completion_requests(self, body: CompletionBody, salt: str) -> list[Request]:
+        """The requests of a body: n of each prompt, those of a prompt side by side. Raises ApiError, BadRequest."""
+        prompts = body.prompts
+        if not prompts:
+            raise bad_request("the list of prompts is empty; give at least one", "prompt")
+        self._check_choices(len(prompts), body)
+        tokens = [await self._tokens(prompt) for prompt in prompts]
+        return self._requests(body, tokens, body.max_tokens or _COMPLETION_TOKENS, salt)
+
+    async def chat_requests(self, body: ChatBody, salt: str) -> list[Request]:
+        """The requests of a body: n of its conversation. Raises ApiError, BadRequest, BadModel."""
+        self._check_choices(1, body)
+        if self.tokenizer is None:
+            raise bad_request("the model has no tokenizer; give token ids to /v1/completions", "messages")
+        # OpenAI's newer name of the system's part; templates know the older one.
+        messages = [
+            {"role": "system" if each.role == "developer" else each.role, "content": each.text}
+            for each in body.messages
+        ]
+        tokens = await asyncio.to_thread(self.tokenizer.encode_messages, messages)
+        most = body.max_completion_tokens or body.max_tokens or self._most_new_tokens(len(tokens))
+        return self._requests(body, [tokens], most, salt)
+
+    async def _tokens(self, prompt: str | Sequence[int]) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if self.tokenizer is None:
+            raise bad_request("the model has no tokenizer; give the prompt as token ids", "prompt")
+        if len(prompt) > _LONG_TEXT:
+            return await asyncio.to_thread(self.tokenizer.encode, prompt)
+        return self.tokenizer.encode(prompt)
+
+    def _check_choices(self, num_prompts: int, body: GenerationBody) -> None:
+        """Before anything is tokenised."""
+        asked, most = num_prompts * (body.n or 1), min(self.options.max_choices, self.options.max_requests)
+        if asked > most:
+            raise bad_request(
+                f"the request asks for {asked} answers ({num_prompts} prompts, n is {body.n or 1}) and this server "
+                f"gives at most {most}; split it",
+                "n",
+            )
+        stops = len(body.stops) + len(body.stop_token_ids or ())
+        if stops > self.options.max_stops:
+            raise bad_request(
+                f"the request has {stops} stops and this server takes at most {self.options.max_stops}; leave some out",
+                "stop",
+            )
+
+    def _requests(
+        self, body: GenerationBody, prompts: Sequence[Sequence[int]], max_new_tokens: int, salt: str
+    ) -> list[Request]:
+        most = self.options.max_new_tokens
+        if most is not None and max_new_tokens > most:
+            raise bad_request(
+                f"the request asks for up to {max_new_tokens} new tokens and this server gives at most {most}; lower "
+                "max_tokens",
+                "max_tokens",
+            )
+        for prompt in prompts:
+            self._check_prompt(prompt)
+        seed = body.seed if body.seed is not None else secrets.randbits(63)
+        return [
+            Request(
+                prompt_token_ids=tuple(prompt),
+                max_new_tokens=max_new_tokens,
+                sampling=self._sampling(body, seed_of_choice(seed, choice)),
+                stop_token_ids=tuple(body.stop_token_ids or ()),
+                ignore_eos=bool(body.ignore_eos),
+                cache_salt=f"{salt}:{body.cache_salt}" if body.cache_salt else salt,
+            )
+            for prompt in prompts
+            for choice in range(body.n or 1)
+        ]
+
+    def _sampling(self, body: GenerationBody, seed: int) -> Sampling:
+        return Sampling(
+            temperature=1.0 if body.temperature is None else body.temperature,
+            top_p=1.0 if body.top_p is None else body.top_p,
+            seed=seed,
+        )
+
+    def _check_prompt(self, prompt: Sequence[int]) -> None:
+        most = min(self.max_len - 1, self.options.max_prompt_tokens or self.max_len)
+        if len(prompt) > most:
+            raise ApiError(
+                400,
+                f"the prompt has {len(prompt)} tokens and this server takes at most {most} (prompt and answer together "
+                f"have {self.max_len}); shorten it",
+                code="context_length_exceeded",
+                param="prompt",
+            )
+        if not prompt:
+            raise BadRequest("the prompt is empty; give at least one token")
+
+    def _most_new_tokens(self, prompt_len: int) -> int:
+        """Of a request that does not say how many it wants."""
+        room = max(1, self.max_len - prompt_len)
+        return min(room, self.options.max_new_tokens or room)
+
+
+def seed_of_choice(seed: int, choice: int) -> int:
+    """The seed of one of n answers; the first one's is the request's own, modulo 2**64."""
+    if choice == 0:
+        return seed % 2**64
+    return int.from_bytes(hashlib.sha256(f"{seed}:{choice}".encode()).digest()[:8], "big")

@@ -1,7 +1,7 @@
 """Engines that serve requests, as events in time: queues, steps, KV that runs out, KV that moves to other GPUs.
 
-Each engine runs one step after the other, as the project's own does: all sequences that decode, and one chunk of the
-oldest prompt. A request is admitted when its prompt and all of its answer fit the KV that is free, first come first
+Each engine runs one step after the other, as the project's own does: all sequences that decode, and chunks of the
+oldest prompts, as far as its tokens go. A request is admitted when its prompt and all of its answer fit the KV that is free, first come first
 served. A request goes to the engine that has the fewest tokens to do.
 """
 
@@ -68,12 +68,14 @@ class EngineKind:
     kv_tokens: tokens of KV that it holds
     max_seqs:  sequences that run at a time
     max_step:  most tokens of a step
+    max_chunk: most tokens of a prompt in a step
     """
 
     step: Callable[[Batch], float]
     kv_tokens: int
     max_seqs: int = 256
     max_step: int = 2048
+    max_chunk: int = 2048
 
 
 class Engine:
@@ -112,22 +114,30 @@ class Engine:
         if not self.running:
             return
         decodes = [job for job in self.running if job.tokens]
-        prompt = next((job for job in self.running if not job.tokens), None)
-        chunk = 0 if prompt is None else min(prompt.prompt - prompt.prefilled, self.kind.max_step - len(decodes))
+        chunks = self._chunks(self.kind.max_step - len(decodes))
         mean = sum(job.kv_len for job in decodes) // len(decodes) if decodes else 0
-        batch = Batch(len(decodes), mean + 1, chunk, prompt.prefilled if prompt is not None else 0)
+        batch = Batch(len(decodes), mean + 1, tuple((new, job.prefilled) for job, new in chunks))
         self._is_stepping = True
-        self._clock.after(self.kind.step(batch), lambda: self._end(decodes, prompt, chunk))
+        self._clock.after(self.kind.step(batch), lambda: self._end(decodes, chunks))
 
-    def _end(self, decodes: Sequence[Job], prompt: Job | None, chunk: int) -> None:
+    def _chunks(self, tokens: int) -> list[tuple[Job, int]]:
+        found = []
+        for job in self.running:
+            if not job.tokens and tokens > 0:
+                new = min(job.prompt - job.prefilled, tokens, self.kind.max_chunk)
+                tokens -= new
+                found.append((job, new))
+        return found
+
+    def _end(self, decodes: Sequence[Job], chunks: Sequence[tuple[Job, int]]) -> None:
         self._is_stepping = False
         self.num_steps += 1
         for job in decodes:
             job.tokens.append(self._clock.now)
-        if prompt is not None:
-            prompt.prefilled += chunk
-            if prompt.prefilled == prompt.prompt:
-                prompt.tokens.append(self._clock.now)
+        for job, new in chunks:
+            job.prefilled += new
+            if job.prefilled == job.prompt:
+                job.tokens.append(self._clock.now)
         gone = [job for job in self.running if job.is_done or (self._leaves is not None and job.tokens)]
         self.running = [job for job in self.running if job not in gone]
         for job in gone:
@@ -157,12 +167,15 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """num_whole engines that serve requests whole, or num_prefill of the one kind and num_decode of the other.
+    """num_whole engines that serve requests whole, or num_prefill that begin them and num_decode that go on with them.
 
+    kind:     of engines that decode
+    prefill:  of those that only begin requests
     transfer: seconds that the KV of a job takes from a prefill engine to a decode engine
     """
 
     kind: EngineKind
+    prefill: EngineKind
     num_whole: int = 0
     num_prefill: int = 0
     num_decode: int = 0
@@ -174,7 +187,7 @@ class Cluster:
         decode = [Engine(clock, self.kind) for _ in range(self.num_decode)]
         entry = [Engine(clock, self.kind) for _ in range(self.num_whole)]
         for _ in range(self.num_prefill):  # a link for each: the NICs of its own GPUs
-            entry.append(Engine(clock, self.kind, Link(clock, self.transfer, decode).carry))
+            entry.append(Engine(clock, self.prefill, Link(clock, self.transfer, decode).carry))
         for job in jobs:
             clock.after(job.arrival, lambda job=job: give_to_least(entry, job))  # type: ignore[misc]
         clock.run()

@@ -152,12 +152,11 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A step: num_decodes sequences of kv_len tokens, and a chunk of a prompt, of which cached tokens are there."""
+    """A step: num_decodes sequences of kv_len tokens, and chunks of prompts: (new tokens, tokens that are there)."""
 
     num_decodes: int
     kv_len: int
-    chunk: int = 0
-    cached: int = 0
+    chunks: tuple[tuple[int, int], ...] = ()
 
 
 def kv_bytes_of_token(model: Model, layout: Layout) -> float:
@@ -195,15 +194,17 @@ def _products(machine: Machine, read: float, used: float, tokens: float) -> floa
 
 def step_seconds(model: Model, layout: Layout, machine: Machine, batch: Batch) -> float:
     """Of one step."""
-    tokens, ranks, layer = batch.num_decodes + batch.chunk, layout.ranks, layout.of(model)
-    # Of the rank that has most.
-    share = ranks if layout.own_attention else 1
-    decodes, own_tokens = -(-batch.num_decodes // share), batch.chunk + -(-batch.num_decodes // share)
-    attention = 0.0
+    ranks, layer = layout.ranks, layout.of(model)
+    tokens = batch.num_decodes + sum(new for new, _ in batch.chunks)
+    of_chunks = [attention_seconds(layer, Shape(1, cached + new, new), machine.end) for new, cached in batch.chunks]
+    if layout.own_attention:  # the rank that has most: the longest chunk, and its part of the decodes
+        decodes = -(-batch.num_decodes // ranks)
+        own_tokens = decodes + max((new for new, _ in batch.chunks), default=0)
+        attention = max(of_chunks, default=0.0)
+    else:
+        decodes, own_tokens, attention = batch.num_decodes, tokens, sum(of_chunks)
     if decodes:
         attention += attention_seconds(layer, Shape(decodes, batch.kv_len), machine.end)
-    if batch.chunk:
-        attention += attention_seconds(layer, Shape(1, batch.cached + batch.chunk, batch.chunk), machine.end)
     projections = model.attention_params / (1 if layout.own_attention else ranks)
     products = _products(machine, projections, projections, own_tokens)
     mlp, experts = model.mlp_params / ranks, model.experts
@@ -214,5 +215,5 @@ def step_seconds(model: Model, layout: Layout, machine: Machine, batch: Batch) -
     else:
         sums = 2 * machine.all_reduce(num_bytes, ranks)
     head = model.vocab * model.hidden / ranks
-    last = _products(machine, head, head, batch.num_decodes + 1)
+    last = _products(machine, head, head, batch.num_decodes + len(batch.chunks))
     return model.num_layers * (attention + products + sums + machine.rest) + last

@@ -169,9 +169,7 @@ DRAFTS = option(
 )
 SHARED_PREFIXES = switch("--shared-prefixes", "decode steps that share prefixes, too")
 RANKS = option("--tp", type=positive, default=1, metavar="RANKS", help="tensor-parallel ranks that share the heads (1)")
-RANKS_THAT_SERVE = RANKS.but(
-    help="ranks that share the model by tensor parallelism, on a GPU each or on this CPU (1)"
-)
+RANKS_THAT_SERVE = RANKS.but(help="ranks that share the model by tensor parallelism, on a GPU each or on this CPU (1)")
 DTYPE_OF_MODEL = DTYPE.but(
     default=None,
     help="of weights and arithmetic, and of the KV cache where --kv-dtype is auto (on a GPU bfloat16, but float16 "

@@ -80,7 +80,16 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for add in (_add_generate, _add_serve, _add_explain, _add_capture_plan, _add_prewarm, _add_replay_step, _add_soak, _add_truth):
+    for add in (
+        _add_generate,
+        _add_serve,
+        _add_explain,
+        _add_capture_plan,
+        _add_prewarm,
+        _add_replay_step,
+        _add_soak,
+        _add_truth,
+    ):
         add(commands)
     commands.add_parser("kernels", help="print the table of all kernels with their limits, as Markdown")
     guards = commands.add_parser("guards", help="list the safeguards, what each prevents and whether it is on")

@@ -54,6 +54,11 @@ class _Output:
     stream: TextStream | None
     text: str = ""
 
+    @property
+    def seconds(self) -> float:
+        """Since it was taken."""
+        return time.perf_counter() - self.sequence.times.taken
+
     def last_text(self) -> str:
         """What was held back of a character that will not be completed; it is part of the text now."""
         piece = self.stream.finish() if self.stream is not None else ""
@@ -159,6 +164,7 @@ class Engine:
         self.check(request)
         number = self._num_submitted
         self._num_submitted += 1
+        self.metrics.requests += 1
         self.metrics.prompt_tokens += len(request.prompt_token_ids)
         stops = request.stop_token_ids + (() if request.ignore_eos else self._loaded.config.eos_token_ids)
         tokenizer = self._loaded.tokenizer
@@ -191,7 +197,7 @@ class Engine:
         self._scheduler.drop(output.sequence)
         self.metrics.aborts += 1
         piece = output.last_text()
-        self._done[number] = output.completion("abort")
+        self._end(output, "abort")
         self._events.append(AbortEvent(number, piece))
 
     def forget_prefixes(self) -> None:
@@ -215,6 +221,7 @@ class Engine:
         output = self._outputs.pop(number, None)
         if output is not None:
             self._scheduler.drop(output.sequence)
+            self.metrics.note_end("cancelled", output.seconds)
         if not self._scheduler.has_work:
             self.settle()  # no step() may come after it
         self._done.pop(number, None)
@@ -378,7 +385,12 @@ class Engine:
             self._events.append(TokenEvent(number, token, piece, why))
         if reason is not None:
             del self._outputs[number]
-            self._done[number] = output.completion(reason)
+            self._end(output, reason)
+
+    def _end(self, output: _Output, reason: FinishReason, error: str = "") -> None:
+        """Note what a request came to, which is not served any more."""
+        self.metrics.note_end(reason, output.seconds)
+        self._done[output.sequence.number] = output.completion(reason, error)
 
     def _fail(self, number: int, error: str) -> None:
         """Note that a request has failed, whose sequence has left the scheduler; or one that had ended."""
@@ -387,7 +399,7 @@ class Engine:
             self._done[number] = replace(self._done[number], finish_reason="error", error=error)
         else:
             piece = output.last_text()
-            self._done[number] = output.completion("error", error)
+            self._end(output, "error", error)
         self._events.append(FailureEvent(number, piece, error))
 
     def _take_in(self, fault: DeviceFault) -> None:

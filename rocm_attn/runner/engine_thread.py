@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from rocm_attn.errors import DeviceFault, RocmAttnError
+from rocm_attn.runner.logprobs import TokenLogprobs
 from rocm_attn.runner.report import Report
 from rocm_attn.runner.request import Completion, Event, Request, TokenEvent
 
@@ -50,12 +51,14 @@ class Update:
 
     ticket:     the owner's number of the request
     completion: of a request that has ended, or None
+    logprobs:   of the tokens, of a request that asks for them
     """
 
     ticket: int
     token_ids: tuple[int, ...]
     text: str
     completion: Completion | None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class Owner(Protocol):
@@ -188,6 +191,7 @@ class EngineThread:
     def _updates(self, events: Sequence[Event]) -> list[Update]:
         """One for each request. A failure may follow a request's last token."""
         tokens: dict[int, list[int]] = {}
+        logprobs: dict[int, list[TokenLogprobs]] = {}
         texts: dict[int, str] = {}
         ended = dict[int, None]()
         for event in events:
@@ -198,11 +202,19 @@ class EngineThread:
             texts[number] = texts.get(number, "") + event.text
             if isinstance(event, TokenEvent):
                 of_request.append(event.token_id)
+                if event.logprobs is not None:
+                    logprobs.setdefault(number, []).append(event.logprobs)
             if not isinstance(event, TokenEvent) or event.finish_reason is not None:
                 ended[number] = None
         completions = {number: self._engine.completion(number) for number in ended}
         updates = [
-            Update(self._ticket_of[number], tuple(new), texts[number], completions.get(number))
+            Update(
+                self._ticket_of[number],
+                tuple(new),
+                texts[number],
+                completions.get(number),
+                tuple(logprobs.get(number, ())),
+            )
             for number, new in tokens.items()
         ]
         for number in ended:

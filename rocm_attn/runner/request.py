@@ -8,6 +8,8 @@ from typing import Final, Literal
 
 from rocm_attn.batch.step_batch import INT32_MAX
 from rocm_attn.errors import BadRequest, DeviceFault, RocmAttnError
+from rocm_attn.runner.constraint import Constraint
+from rocm_attn.runner.logprobs import MOST_LIKELIEST, NO_LOGPROBS, TokenLogprobs
 from rocm_attn.runner.prefix_cache import CachedRow
 from rocm_attn.runner.request_times import RequestTimes
 from rocm_attn.runner.sampling import Sampler, Sampling
@@ -15,6 +17,10 @@ from rocm_attn.runner.sampling import Sampler, Sampling
 FinishReason = Literal["stop", "length", "error", "abort"]
 
 ALL_READ = -1
+
+# Texts of Request.stop, and characters of each: all of them are looked for at each new token.
+MOST_STOPS = 64
+LONGEST_STOP = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +36,14 @@ class Request:
     cache_salt:       cached prefixes are shared by requests of one salt: give each tenant one of its own, so that none
                       can tell by the time that it takes which prompts another one has sent
     prefix_caching:   whether this request may find cached prefixes and leave its own in the cache
+    stop:             texts that end the text before they begin, at most 64, of 1 to 1,024 characters each; the first
+                      one that the text comes to counts, and of several that end together the longest
+    include_stop:     whether the text ends after such a text, and not before it
+    min_tokens:       so many new tokens come at least: before, no stop token is picked, and texts of `stop` count only
+                      where they end in a later token
+    logprobs:         how many of the likeliest tokens are told of each new token, 0 to 20, beside its own logprob;
+                      NO_LOGPROBS (-1): neither
+    constraint:       what the new text must match from beginning to end; it needs a tokenizer and the extra [serve]
 
     Raises BadRequest.
     """
@@ -42,12 +56,35 @@ class Request:
     priority: int = 0
     cache_salt: str = ""
     prefix_caching: bool = True
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    min_tokens: int = 0
+    logprobs: int = NO_LOGPROBS
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
             raise BadRequest("the prompt is empty; give at least one token")
         if self.max_new_tokens < 1:
             raise BadRequest(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
+        if not 0 <= self.min_tokens <= self.max_new_tokens:
+            raise BadRequest(
+                f"min_tokens is {self.min_tokens}; it must be at least 0 and at most max_new_tokens, "
+                f"which is {self.max_new_tokens}"
+            )
+        if not NO_LOGPROBS <= self.logprobs <= MOST_LIKELIEST:
+            raise BadRequest(
+                f"logprobs is {self.logprobs}; it must be {NO_LOGPROBS} (none), or 0 to {MOST_LIKELIEST} likeliest tokens"
+            )
+        if isinstance(self.stop, str):
+            raise BadRequest(f"stop is the text {self.stop!r}; give a tuple of texts")
+        if len(self.stop) > MOST_STOPS:
+            raise BadRequest(f"stop has {len(self.stop)} texts; at most {MOST_STOPS} are allowed")
+        for text in self.stop:
+            if not 1 <= len(text) <= LONGEST_STOP:
+                raise BadRequest(f"a text of stop has {len(text)} characters; it must have 1 to {LONGEST_STOP}")
+        if self.constraint is not None and self.ignore_eos:
+            raise BadRequest("ignore_eos is set and a constraint says where the text ends; leave one of them out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +93,10 @@ class Completion:
 
     token_ids:     the new tokens, the stop token included
     text:          of the new tokens, without the stop token and other special ones; empty without a tokenizer
-    finish_reason: "stop" after a stop token, "length" at max_new_tokens or where the KV may not grow any more, "error"
-                   where the request failed, "abort" where Engine.abort() has ended it
+    finish_reason: "stop" after a stop token or a text of Request.stop, "length" at max_new_tokens or where the KV may
+                   not grow any more, "error" where the request failed, "abort" where Engine.abort() has ended it
     error:         why it failed; empty where it did not. After a fault of the device the tokens may be wrong
+    logprobs:      of each new token where the request asks for them, else none
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -66,6 +104,7 @@ class Completion:
     text: str
     finish_reason: FinishReason
     error: str = ""
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 # Not frozen: every token makes one, and setting the fields of a frozen class takes three times as long.
@@ -74,14 +113,17 @@ class TokenEvent:
     """One new token. Not to be changed.
 
     request:       number of the request, in the order of submission
-    text:          what can be printed now; a character that needs several tokens comes with the last of them
+    text:          what can be printed now; a character that needs several tokens comes with the last of them, and what
+                   may begin a text of Request.stop with the token that decides it
     finish_reason: None while there is more to come
+    logprobs:      where the request asks for them, else None
     """
 
     request: Final[int]
     token_id: Final[int]
     text: Final[str]
     finish_reason: Final[FinishReason | None]
+    logprobs: Final[TokenLogprobs | None] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +131,7 @@ class FailureEvent:
     """A request has failed, and no more tokens come. After a fault of the device that may be one that had ended.
 
     request: as in TokenEvent
-    text:    what was held back of a character that will not be completed
+    text:    what was held back
     error:   why, in a sentence
     """
 
@@ -103,7 +145,7 @@ class AbortEvent:
     """Engine.abort() has ended a request, and no more tokens come.
 
     request: as in TokenEvent
-    text:    what was held back of a character that will not be completed
+    text:    what was held back
     """
 
     request: int

@@ -9,6 +9,7 @@ from types import TracebackType
 
 from rocm_attn.errors import RocmAttnError, WrongState
 from rocm_attn.runner.engine_thread import Update
+from rocm_attn.runner.logprobs import TokenLogprobs
 from rocm_attn.runner.request import Completion, FinishReason
 
 
@@ -30,11 +31,13 @@ class Piece:
     token_ids:     the new tokens; none where a text is completed at the end
     text:          what can be printed now
     finish_reason: None while there is more to come
+    logprobs:      of the new tokens where the request asks for them, else none
     """
 
     token_ids: tuple[int, ...]
     text: str
     finish_reason: FinishReason | None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +51,7 @@ class Inbox:
     completion: Completion | None = None
     error: Exception | None = None
     _token_ids: list[int] = field(default_factory=list)
+    _logprobs: list[TokenLogprobs] = field(default_factory=list)
     _text: str = ""
     _reader: asyncio.Future[None] | None = None
     _reads_end_only: bool = False
@@ -65,6 +69,7 @@ class Inbox:
     def add(self, update: Update) -> None:
         """The request has moved on."""
         self._token_ids += update.token_ids
+        self._logprobs += update.logprobs
         self._text += update.text
         self.completion = update.completion
         if self.completion is not None and self.completion.error:
@@ -79,8 +84,8 @@ class Inbox:
     def take(self) -> Piece:
         """All that there is to read."""
         reason = self.completion.finish_reason if self.completion is not None and self.error is None else None
-        piece = Piece(tuple(self._token_ids), self._text, reason)
-        self._token_ids, self._text = [], ""
+        piece = Piece(tuple(self._token_ids), self._text, reason, tuple(self._logprobs))
+        self._token_ids, self._logprobs, self._text = [], [], ""
         return piece
 
     async def wait(self, *, end_only: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -21,10 +20,11 @@ from rocm_attn.server.gate import JOB, Gate
 from rocm_attn.server.generation import Generations
 from rocm_attn.server.job import Job
 from rocm_attn.server.keys import ApiKeys
-from rocm_attn.server.replies import ChatReplies, CompletionReplies, Json, Replies, Usage
+from rocm_attn.server.replies import ChatReplies, CompletionReplies, Replies, Usage
 from rocm_attn.server.schema import SHAPES, ChatBody, CompletionBody, GenerationBody, refuse_unserved
 from rocm_attn.server.scrape import Scrape
 from rocm_attn.server.served_model import ServedModel
+from rocm_attn.server.told_tokens import ToldTokens
 
 # A header by which a client sets a deadline, in seconds, as the field timeout does.
 DEADLINE_HEADER = "x-request-timeout"
@@ -81,14 +81,16 @@ def _add_generation(app: FastAPI, generations: Generations, model: ServedModel) 
         """Go on with prompts."""
         job = _job(request, body, model)
         requests = await model.completion_requests(body, job.salt)
-        return await _answer(generations, job, requests, body, CompletionReplies(model.name))
+        return await _answer(
+            generations, job, requests, body, CompletionReplies(model.name, ToldTokens(model.tokenizer))
+        )
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """Go on with a conversation."""
         job = _job(request, body, model)
         requests = await model.chat_requests(body, job.salt)
-        return await _answer(generations, job, requests, body, ChatReplies(model.name))
+        return await _answer(generations, job, requests, body, ChatReplies(model.name, ToldTokens(model.tokenizer)))
 
 
 def _job(request: Request, body: GenerationBody, model: ServedModel) -> Job:

@@ -54,7 +54,7 @@ class EventStream(Response):
                 opened.add(place)
                 opening = replies.opening(place)
                 chunks += as_event({**opening, **more}) if opening is not None else b""
-            if piece.text or piece.finish_reason is not None:
+            if piece.text or piece.logprobs or piece.finish_reason is not None:
                 chunks += as_event({**replies.chunk(place, piece), **more})
             if chunks:
                 await events.send(chunks)

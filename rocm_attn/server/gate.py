@@ -7,6 +7,7 @@ its bounds, and watches whether the client stays.
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import suppress
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -20,6 +21,16 @@ from rocm_attn.server.keys import ApiKeys
 from rocm_attn.server.options import ServerOptions
 
 GENERATING = frozenset({"/v1/completions", "/v1/chat/completions"})
+_ROUTES = GENERATING | {"/v1/models", "/health", "/ready", "/metrics", "/openapi.json"}
+_OF_A_MODEL = "/v1/models/"
+# The words of http_metrics.py for what is refused here.
+_REFUSED_FOR = {
+    "invalid_api_key": "key",
+    "body_too_large": "body",
+    "body_too_slow": "body",
+    "too_many_requests": "queue",
+    "draining": "draining",
+}
 # Where a job is in an ASGI scope.
 JOB = "rocm_attn.job"
 
@@ -31,32 +42,39 @@ class Gate:
         self._app, self._generations, self._keys, self._options = app, generations, keys, options
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+        counts, started = self._generations.counts, time.perf_counter()
+        answer = _Answer(send)
+        counts.open += 1
         try:
-            salt = self._admit(scope)
-            if scope["method"] == "POST" and scope["path"] in GENERATING:
-                await self._generate(scope, receive, send, salt)
-            else:
-                body = await _read_body(receive, self._options)
-                await self._app(scope, _Replay(body), send)
+            await self._pass(scope, receive, answer)
         except ApiError as error:
             if error.status != CLIENT_GONE:
-                await error_response(error)(scope, receive, send)
+                counts.refused[_REFUSED_FOR.get(error.code, "other")] += 1
+                await error_response(error)(scope, receive, answer)
+        finally:
+            counts.open -= 1
+            counts.disconnects += not answer.is_whole or answer.status == CLIENT_GONE
+            counts.note(_route(scope["path"]), answer.status, time.perf_counter() - started)
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises ApiError for what the application does not see."""
+        salt = self._admit(scope)
+        if scope["method"] == "POST" and scope["path"] in GENERATING:
+            await self._generate(scope, receive, send, salt)
+        else:
+            body = await _read_body(receive, self._options)
+            await self._app(scope, _Replay(body), send)
 
     def _admit(self, scope: Scope) -> str:
         """The salt of the client. Raises ApiError."""
-        salt: str | None = ""
         headers = dict(scope["headers"])
-        if scope["path"].startswith("/v1/"):
-            salt = self._keys.salt_of(headers.get(b"authorization"))
-            if salt is None:
-                raise ApiError(
-                    401,
-                    "the API key is missing or wrong; send it as the header Authorization: Bearer KEY",
-                    code="invalid_api_key",
-                )
+        salt = self._keys.salt_of(headers.get(b"authorization")) if scope["path"].startswith("/v1/") else ""
+        if salt is None:
+            raise ApiError(
+                401,
+                "the API key is missing or wrong; send it as the header Authorization: Bearer KEY",
+                code="invalid_api_key",
+            )
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._options.max_body_bytes * _READ_IN_VAIN:
             raise _too_large(self._options.max_body_bytes)
@@ -92,6 +110,22 @@ class Gate:
 _READ_IN_VAIN = 2
 
 
+class _Answer:
+    """Sends an answer, and sees what becomes of it.
+
+    status:   that was sent; CLIENT_GONE where none was
+    is_whole: whether its last byte was sent
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._send, self.status, self.is_whole = send, CLIENT_GONE, False
+
+    async def __call__(self, message: Message) -> None:
+        self.status = message.get("status", self.status)
+        await self._send(message)
+        self.is_whole = message["type"] == "http.response.body" and not message.get("more_body", False)
+
+
 class _Replay:
     """Gives the application the body that was read, and then word that the client has gone."""
 
@@ -105,6 +139,13 @@ class _Replay:
             return {"type": "http.request", "body": body, "more_body": False}
         await self.gone.wait()
         return {"type": "http.disconnect"}
+
+
+def _route(path: str) -> str:
+    """The route of a path, as HttpMetrics.note wants it: clients make up none."""
+    if path.startswith(_OF_A_MODEL):
+        return f"{_OF_A_MODEL}{{name}}"
+    return path if path in _ROUTES else "other"
 
 
 async def _watch(receive: Receive, job: Job, replay: _Replay) -> None:
@@ -128,7 +169,8 @@ async def _read_body(receive: Receive, options: ServerOptions) -> bytes:
 
 
 async def _read(receive: Receive, most: int) -> bytes:
-    parts, num_bytes, more = [], 0, True
+    parts: list[bytes] = []
+    num_bytes, more = 0, True
     while more and num_bytes <= most * _READ_IN_VAIN:
         message = await receive()
         if message["type"] == "http.disconnect":

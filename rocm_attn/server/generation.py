@@ -12,6 +12,7 @@ from rocm_attn.runner.async_engine import AsyncEngine, TooManyRequests
 from rocm_attn.runner.request import Completion, Request
 from rocm_attn.runner.request_stream import Piece, RequestStream
 from rocm_attn.server.api_errors import ApiError, api_error
+from rocm_attn.server.http_metrics import HttpMetrics
 from rocm_attn.server.job import Job, Jobs
 from rocm_attn.server.pacing import Pacing
 
@@ -65,10 +66,13 @@ class Generation:
 
 
 class Generations:
-    """Gives jobs' requests to the engine."""
+    """Gives jobs' requests to the engine.
+
+    counts: of the HTTP requests that have asked for something
+    """
 
     def __init__(self, front: AsyncEngine, jobs: Jobs) -> None:
-        self.front, self.jobs, self._pacing = front, jobs, Pacing()
+        self.front, self.jobs, self._pacing, self.counts = front, jobs, Pacing(), HttpMetrics()
 
     @property
     def retry_after(self) -> int:

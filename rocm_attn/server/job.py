@@ -31,9 +31,7 @@ class Job:
     @property
     def most_tokens(self) -> int:
         """New tokens that the shortest of its requests may still come to; 0 where none is in the engine."""
-        left = (
-            most for most, stream in zip(self._most_tokens, self._streams, strict=True) if not stream.has_ended
-        )
+        left = (most for most, stream in zip(self._most_tokens, self._streams, strict=True) if not stream.has_ended)
         return min(left, default=0)
 
     @property

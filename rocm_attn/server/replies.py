@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol
 
+from rocm_attn.runner.logprobs import TokenLogprobs
 from rocm_attn.runner.request import Completion, FinishReason, Request
 from rocm_attn.runner.request_stream import Piece
-
-Json = dict[str, Any]
+from rocm_attn.server.told_tokens import Json, ToldTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +36,39 @@ class Usage:
         }
 
 
+class Replies(Protocol):
+    """How one kind of request is answered."""
+
+    def whole(self, completions: Sequence[Completion], usage: Usage) -> Json:
+        """The answer."""
+
+    def opening(self, index: int) -> Json | None:
+        """The chunk before a choice's first one."""
+
+    def chunk(self, index: int, piece: Piece) -> Json:
+        """What a piece of a choice is sent as."""
+
+    def counts(self, usage: Usage) -> Json:
+        """The last chunk."""
+
+
 @dataclass(frozen=True, slots=True)
 class CompletionReplies:
-    """Of /v1/completions."""
+    """Of /v1/completions.
+
+    told:     writes logprobs
+    _offsets: index of a choice -> characters of the tokens that were told of
+    """
 
     model: str
+    told: ToldTokens
+    _offsets: dict[int, int] = field(default_factory=dict)
     reply_id: str = field(default_factory=lambda: f"cmpl-{secrets.token_hex(12)}")
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, completions: Iterable[Completion], usage: Usage) -> Json:
+    def whole(self, completions: Sequence[Completion], usage: Usage) -> Json:
         """The answer."""
-        choices = [_text_choice(index, each.text, each.finish_reason) for index, each in enumerate(completions)]
+        choices = [self._choice(index, each) for index, each in enumerate(completions)]
         return {**self._head(), "choices": choices, "usage": usage.as_dict()}
 
     def opening(self, index: int) -> Json | None:
@@ -55,11 +77,17 @@ class CompletionReplies:
 
     def chunk(self, index: int, piece: Piece) -> Json:
         """What a piece of a choice is sent as."""
-        return {**self._head(), "choices": [_text_choice(index, piece.text, piece.finish_reason)]}
+        return {**self._head(), "choices": [self._choice(index, piece)]}
 
     def counts(self, usage: Usage) -> Json:
         """The last chunk."""
         return {**self._head(), "choices": [], "usage": usage.as_dict()}
+
+    def _choice(self, index: int, said: Completion | Piece) -> Json:
+        logprobs, offset = None, self._offsets.get(index, 0)
+        if said.logprobs:
+            logprobs, self._offsets[index] = self.told.beside_text(said.logprobs, offset)
+        return {"index": index, "text": said.text, "logprobs": logprobs, "finish_reason": said.finish_reason}
 
     def _head(self) -> Json:
         return {"id": self.reply_id, "object": "text_completion", "created": self.created, "model": self.model}
@@ -67,19 +95,20 @@ class CompletionReplies:
 
 @dataclass(frozen=True, slots=True)
 class ChatReplies:
-    """Of /v1/chat/completions."""
+    """Of /v1/chat/completions. told: writes logprobs"""
 
     model: str
+    told: ToldTokens
     reply_id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, completions: Iterable[Completion], usage: Usage) -> Json:
+    def whole(self, completions: Sequence[Completion], usage: Usage) -> Json:
         """The answer."""
         choices = [
             {
                 "index": index,
                 "message": {"role": "assistant", "content": each.text, "refusal": None},
-                "logprobs": None,
+                "logprobs": self.told.in_messages(each.logprobs),
                 "finish_reason": each.finish_reason,
             }
             for index, each in enumerate(completions)
@@ -88,31 +117,27 @@ class ChatReplies:
 
     def opening(self, index: int) -> Json | None:
         """The chunk before a choice's first one, which says who speaks."""
-        return self._chunk(index, {"role": "assistant", "content": ""}, None)
+        return self._chunk(index, {"role": "assistant", "content": ""}, None, ())
 
     def chunk(self, index: int, piece: Piece) -> Json:
         """What a piece of a choice is sent as."""
-        return self._chunk(index, {"content": piece.text} if piece.text else {}, piece.finish_reason)
+        return self._chunk(index, {"content": piece.text} if piece.text else {}, piece.finish_reason, piece.logprobs)
 
     def counts(self, usage: Usage) -> Json:
         """The last chunk."""
         return {**self._head("chat.completion.chunk"), "choices": [], "usage": usage.as_dict()}
 
-    def _chunk(self, index: int, delta: Mapping[str, str], reason: FinishReason | None) -> Json:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+    def _chunk(
+        self, index: int, delta: Mapping[str, str], reason: FinishReason | None, logprobs: Sequence[TokenLogprobs]
+    ) -> Json:
+        told = self.told.in_messages(logprobs)
+        choice = {"index": index, "delta": delta, "logprobs": told, "finish_reason": reason}
         return {**self._head("chat.completion.chunk"), "choices": [choice]}
 
     def _head(self, kind: str) -> Json:
         return {"id": self.reply_id, "object": kind, "created": self.created, "model": self.model}
 
 
-Replies = CompletionReplies | ChatReplies
-
-
 def as_event(content: Mapping[str, object]) -> bytes:
     """A server-sent event."""
     return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
-
-
-def _text_choice(index: int, text: str, reason: FinishReason | None) -> Json:
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}

@@ -79,17 +79,15 @@ async def serve(
 class Server(uvicorn.Server):
     """A server that drains: the first SIGTERM or SIGINT lets go what was taken, the second ends at once."""
 
-    def __init__(
-        self, front: AsyncEngine, model: ServedModel, keys: ApiKeys, announce: Callable[[str], None]
-    ) -> None:
+    def __init__(self, front: AsyncEngine, model: ServedModel, keys: ApiKeys, announce: Callable[[str], None]) -> None:
         self._front, self._options, self._announce = front, model.options, announce
-        self._jobs = Jobs()
+        self.jobs = Jobs()
         self._loop = asyncio.get_running_loop()
         self._signal = asyncio.Event()
         self._num_signals = 0
         super().__init__(
             uvicorn.Config(
-                build_app(Generations(front, self._jobs), model, keys),
+                build_app(Generations(front, self.jobs), model, keys),
                 lifespan="off",
                 ws="none",
                 log_level="warning",
@@ -133,24 +131,26 @@ class Server(uvicorn.Server):
 
     async def _drain(self) -> None:
         await self._signal.wait()
-        self._jobs.is_draining = True
+        self.jobs.is_draining = True
         seconds = self._options.drain_seconds
-        self._announce(f"shutting down: {len(self._jobs)} requests have {seconds:g} seconds; a second signal ends at once")
+        self._announce(
+            f"shutting down: {len(self.jobs)} requests have {seconds:g} seconds; a second signal ends at once"
+        )
         try:
-            await asyncio.wait_for(self._jobs.empty(), seconds)
+            await asyncio.wait_for(self.jobs.empty(), seconds)
         except asyncio.TimeoutError:
-            self._announce(f"giving up {len(self._jobs)} requests")
-            self._jobs.end_all(given_up_at_shutdown())
+            self._announce(f"giving up {len(self.jobs)} requests")
+            self.jobs.end_all(given_up_at_shutdown())
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._jobs.empty(), _LAST_BYTES_SECONDS)
+                await asyncio.wait_for(self.jobs.empty(), _LAST_BYTES_SECONDS)
         self.should_exit = True
 
     async def _watch_engine(self) -> None:
         """Where the engine ends by itself, so does the server: its clients have got EngineEnded already."""
         await self._front.ended()
-        self._jobs.is_draining = True
+        self.jobs.is_draining = True
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._jobs.empty(), _LAST_BYTES_SECONDS)
+            await asyncio.wait_for(self.jobs.empty(), _LAST_BYTES_SECONDS)
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from rocm_attn.runner.constraint import Constraint
+from rocm_attn.runner.logprobs import MOST_LIKELIEST, NO_LOGPROBS
 from rocm_attn.server.api_errors import ApiError, bad_request
 
 # Every list stops at its first wrong item: a body of a million wrong ones would else have a million errors.
@@ -19,6 +21,7 @@ _Stops = Annotated[list[str], Field(fail_fast=True, max_length=1024)]
 
 # The largest seed is that of OpenAI's documentation, a signed integer of 64 bits.
 _Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+_Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 _Positive = Annotated[int, Field(ge=1, lt=2**31)]
 
 
@@ -53,11 +56,25 @@ class Message(_Part):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
+class JsonSchema(_Part):
+    """What an answer's JSON must look like."""
+
+    name: str = ""
+    content: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(_Part):
+    """What the answer must look like."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
 class GenerationBody(BaseModel):
     """What both kinds of request may say.
 
-    Beyond OpenAI's fields: stop_token_ids and ignore_eos, as of rocm_attn.Request; cache_salt, within the key's own;
-    timeout, in seconds.
+    Beyond OpenAI's fields: stop_token_ids, ignore_eos, min_tokens, top_k, min_p and repetition_penalty, as of
+    rocm_attn.Request and Sampling; cache_salt, within the key's own; timeout, in seconds.
     """
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -70,6 +87,14 @@ class GenerationBody(BaseModel):
     stop: str | _Stops | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] | None = None
+    logit_bias: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
@@ -83,6 +108,28 @@ class GenerationBody(BaseModel):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """The logit biases. Raises ApiError: keys of JSON are texts, and a million wrong ones have one error here."""
+        biases = []
+        for token, bias in (self.logit_bias or {}).items():
+            if not (token.isascii() and token.isdecimal() and len(token) < 10) or type(bias) not in (int, float):
+                raise bad_request("logit_bias must map token ids, as texts, to numbers from -100 to 100", "logit_bias")
+            biases.append((int(token), float(bias)))
+        return tuple(biases)
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """What the answer must look like. Raises ApiError, BadRequest."""
+        form = self.response_format
+        if form is None or form.type == "text":
+            return None
+        if form.type == "json_object":
+            return Constraint.json_object()
+        if form.json_schema is None:
+            raise bad_request("response_format.json_schema is missing; give it a schema", "response_format")
+        return Constraint.json_schema(form.json_schema.content)
+
+    @property
     def includes_usage(self) -> bool:
         """Whether a stream ends with the counts."""
         return self.stream_options is not None and self.stream_options.include_usage
@@ -93,6 +140,12 @@ class CompletionBody(GenerationBody):
 
     prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
     max_tokens: _Positive | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LIKELIEST)] | None = None
+
+    @property
+    def num_logprobs(self) -> int:
+        """As Request.logprobs."""
+        return NO_LOGPROBS if self.logprobs is None else self.logprobs
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -110,6 +163,15 @@ class ChatBody(GenerationBody):
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
     max_tokens: _Positive | None = None
     max_completion_tokens: _Positive | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LIKELIEST)] | None = None
+
+    @property
+    def num_logprobs(self) -> int:
+        """As Request.logprobs. Raises ApiError."""
+        if self.top_logprobs and not self.logprobs:
+            raise bad_request("top_logprobs is set and logprobs is not; set logprobs to true", "top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else NO_LOGPROBS
 
 
 # What a wrong value of a field whose type has several forms is answered with; pydantic would tell of each form.
@@ -137,7 +199,6 @@ _UNSERVED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (None,),
     "use_beam_search": (None, False),
     "length_penalty": (None, 1, 1.0),
-    "min_tokens": (None, 0),
     "prompt_logprobs": (None, 0),
     "skip_special_tokens": (None, True),
     "truncate_prompt_tokens": (None,),
@@ -146,15 +207,14 @@ _UNSERVED: dict[str, tuple[Any, ...]] = {
     "chat_template": (None,),
     "chat_template_kwargs": (None, {}),
     "documents": (None, []),
-    "presence_penalty": (None, 0, 0.0),
-    "frequency_penalty": (None, 0, 0.0),
-    "repetition_penalty": (None, 1, 1.0),
-    "logit_bias": (None, {}),
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
-    "top_k": (None, 0, -1),
-    "min_p": (None, 0, 0.0),
-    "response_format": (None, {"type": "text"}),
+    "bad_words": (None, []),
+    "allowed_token_ids": (None,),
+    "include_stop_str_in_output": (None, False),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "structured_outputs": (None,),
 }
 
 

@@ -6,6 +6,7 @@ import asyncio
 
 from rocm_attn.errors import RocmAttnError
 from rocm_attn.server.generation import Generations
+from rocm_attn.step.exposition import heading, sample, text_of
 from rocm_attn.step.metrics import Metrics
 
 # How long a scraper waits for the counts of now. While graphs are made, ranks answer nothing for minutes: then it gets
@@ -28,9 +29,11 @@ class Scrape:
             self._reading = asyncio.ensure_future(self._read())
         await asyncio.wait([self._reading], timeout=_PATIENCE_SECONDS)
         age = asyncio.get_running_loop().time() - self._read_at
-        name = "rocm_attn_metrics_age_seconds"
-        help_line = f"# HELP {name} how old the engine's counts are, which come late while it is busy for long"
-        return f"{self._last.as_prometheus()}{help_line}\n# TYPE {name} gauge\n{name} {age:.3f}\n"
+        name, help = "rocm_attn_metrics_age_seconds", "how old the engine's counts are: late while a step takes long"
+        counts = self._generations.counts
+        counts.draining = self._generations.jobs.is_draining
+        age_lines = text_of([*heading(name, help, "gauge"), sample(name, round(age, 3))])
+        return self._last.as_prometheus() + age_lines + counts.as_prometheus()
 
     async def _read(self) -> None:
         try:

@@ -7,7 +7,7 @@ import hashlib
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rocm_attn.errors import BadRequest
 from rocm_attn.runner.limits import RequestLimits
@@ -71,13 +71,13 @@ class ServedModel:
         prompts = body.prompts
         if not prompts:
             raise bad_request("the list of prompts is empty; give at least one", "prompt")
-        self._check_choices(len(prompts), body)
+        self._check_asked(len(prompts), body)
         tokens = [await self._tokens(prompt) for prompt in prompts]
-        return self._requests(body, tokens, body.max_tokens or _COMPLETION_TOKENS, salt)
+        return await self._requests(body, tokens, body.max_tokens or _COMPLETION_TOKENS, salt)
 
     async def chat_requests(self, body: ChatBody, salt: str) -> list[Request]:
         """The requests of a body: n of its conversation. Raises ApiError, BadRequest, BadModel."""
-        self._check_choices(1, body)
+        self._check_asked(1, body)
         if self.tokenizer is None:
             raise bad_request("the model has no tokenizer; give token ids to /v1/completions", "messages")
         # OpenAI's newer name of the system's part; templates know the older one.
@@ -87,7 +87,7 @@ class ServedModel:
         ]
         tokens = await asyncio.to_thread(self.tokenizer.encode_messages, messages)
         most = body.max_completion_tokens or body.max_tokens or self._most_new_tokens(len(tokens))
-        return self._requests(body, [tokens], most, salt)
+        return await self._requests(body, [tokens], most, salt)
 
     async def _tokens(self, prompt: str | Sequence[int]) -> Sequence[int]:
         if not isinstance(prompt, str):
@@ -98,7 +98,7 @@ class ServedModel:
             return await asyncio.to_thread(self.tokenizer.encode, prompt)
         return self.tokenizer.encode(prompt)
 
-    def _check_choices(self, num_prompts: int, body: GenerationBody) -> None:
+    def _check_asked(self, num_prompts: int, body: CompletionBody | ChatBody) -> None:
         """Before anything is tokenised."""
         asked, most = num_prompts * (body.n or 1), min(self.options.max_choices, self.options.max_requests)
         if asked > most:
@@ -113,9 +113,15 @@ class ServedModel:
                 f"the request has {stops} stops and this server takes at most {self.options.max_stops}; leave some out",
                 "stop",
             )
+        if body.num_logprobs > self.options.max_logprobs:
+            raise bad_request(
+                f"the request asks for {body.num_logprobs} likely tokens at each place and this server tells of at "
+                f"most {self.options.max_logprobs}; ask for fewer",
+                "logprobs",
+            )
 
-    def _requests(
-        self, body: GenerationBody, prompts: Sequence[Sequence[int]], max_new_tokens: int, salt: str
+    async def _requests(
+        self, body: CompletionBody | ChatBody, prompts: Sequence[Sequence[int]], max_new_tokens: int, salt: str
     ) -> list[Request]:
         most = self.options.max_new_tokens
         if most is not None and max_new_tokens > most:
@@ -126,26 +132,27 @@ class ServedModel:
             )
         for prompt in prompts:
             self._check_prompt(prompt)
+        constraint = body.constraint
+        if constraint is not None:
+            await asyncio.to_thread(constraint.check)
         seed = body.seed if body.seed is not None else secrets.randbits(63)
+        sampling = _sampling(body)
         return [
             Request(
                 prompt_token_ids=tuple(prompt),
                 max_new_tokens=max_new_tokens,
-                sampling=self._sampling(body, seed_of_choice(seed, choice)),
+                sampling=replace(sampling, seed=seed_of_choice(seed, choice)),
+                stop=body.stops,
                 stop_token_ids=tuple(body.stop_token_ids or ()),
                 ignore_eos=bool(body.ignore_eos),
+                min_tokens=body.min_tokens or 0,
+                logprobs=body.num_logprobs,
+                constraint=constraint,
                 cache_salt=f"{salt}:{body.cache_salt}" if body.cache_salt else salt,
             )
             for prompt in prompts
             for choice in range(body.n or 1)
         ]
-
-    def _sampling(self, body: GenerationBody, seed: int) -> Sampling:
-        return Sampling(
-            temperature=1.0 if body.temperature is None else body.temperature,
-            top_p=1.0 if body.top_p is None else body.top_p,
-            seed=seed,
-        )
 
     def _check_prompt(self, prompt: Sequence[int]) -> None:
         most = min(self.max_len - 1, self.options.max_prompt_tokens or self.max_len)
@@ -164,6 +171,20 @@ class ServedModel:
         """Of a request that does not say how many it wants."""
         room = max(1, self.max_len - prompt_len)
         return min(room, self.options.max_new_tokens or room)
+
+
+def _sampling(body: GenerationBody) -> Sampling:
+    """With the defaults of OpenAI. Raises ApiError, BadRequest."""
+    return Sampling(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=max(0, body.top_k or 0),
+        min_p=body.min_p or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        logit_bias=body.biases,
+    )
 
 
 def seed_of_choice(seed: int, choice: int) -> int:

@@ -13,7 +13,8 @@ import enum
 from dataclasses import FrozenInstanceError, dataclass, field, fields
 from typing import Any, NoReturn
 
-from rocm_attn.step.durations import BOUNDS, Durations
+from rocm_attn.step.durations import Durations
+from rocm_attn.step.exposition import heading, histogram, sample, text_of
 
 
 class MetricKind(enum.Enum):
@@ -74,6 +75,10 @@ class Metrics:
     padded_seqs: int = _counter("padded sequences that came on top of them", "{} padded sequences beside them")
     faults: int = _counter("faults that the device has reported", "{} device faults")
     preemptions: int = _counter("sequences that gave their pages back and were computed again", "{} preemptions")
+    requests: int = _counter("requests that were taken", "{} requests")
+    requests_ended: dict[str, int] = _reasons(
+        'requests that have ended, by finish reason, or "cancelled" where their reader has left', "{} ended"
+    )
     aborts: int = _counter("requests that were aborted", "{} aborts")
     refusals: int = _counter("requests that were refused because too many were there", "{} requests refused")
     prefix_lookups: int = _counter(
@@ -95,6 +100,7 @@ class Metrics:
     )
     queue_seconds: Durations = _durations("from taking a request to its first step", "in the queue {}")
     first_token_seconds: Durations = _durations("from taking a request to its first token", "to the first token {}")
+    request_seconds: Durations = _durations("from taking a request to its end, if it has one", "to the end {}")
     token_gap_seconds: Durations = _durations("from one token of a request to its next", "between tokens {}")
     samples: int = _counter("steps that the sampled check looked at", "{} steps sampled")
     rows_differ: int = _counter("sampled steps whose rows differ from the eager run's", "{} DIFFER FROM THE EAGER RUN")
@@ -118,6 +124,11 @@ class Metrics:
         "pages in use, of the pool of layers with a window", "{} pages for layers with a window in use"
     )
     graphs_off: str = _state("why graphs are switched off", "graphs off: {}")
+
+    def note_end(self, reason: str, seconds: float) -> None:
+        """A request has ended. seconds: since it was taken"""
+        self.requests_ended[reason] = self.requests_ended.get(reason, 0) + 1
+        self.request_seconds.note(seconds)
 
     @property
     def padded_share(self) -> float:
@@ -161,17 +172,16 @@ class Metrics:
         for each in fields(self):
             kind, value = each.metadata["kind"], getattr(self, each.name)
             name = f"{prefix}_{each.name}_total" if kind is MetricKind.COUNTER else f"{prefix}_{each.name}"
-            of_type = "gauge" if kind is MetricKind.STATE else kind.value
-            lines += [f"# HELP {name} {each.metadata['help']}", f"# TYPE {name} {of_type}"]
+            lines += heading(name, each.metadata["help"], "gauge" if kind is MetricKind.STATE else kind.value)
             if isinstance(value, Durations):
-                lines += _histogram(name, value)
+                lines += histogram(name, value)
             elif isinstance(value, dict):
-                lines += [f"{name}{_label('reason', reason)} {count}" for reason, count in sorted(value.items())]
+                lines += [sample(name, count, reason=reason) for reason, count in sorted(value.items())]
             elif isinstance(value, str):
-                lines.append(f"{name}{_label('reason', value)} {int(bool(value))}")
+                lines.append(sample(name, int(bool(value)), reason=value))
             else:
-                lines.append(f"{name} {value}")
-        return "\n".join(lines) + "\n"
+                lines.append(sample(name, value))
+        return text_of(lines)
 
     def _values(self) -> dict[str, Any]:
         return {each.name: getattr(self, each.name) for each in fields(self)}
@@ -221,16 +231,3 @@ def _in_words(value: object) -> object:
     if isinstance(value, dict):
         return f"{sum(value.values())} ({', '.join(f'{count}: {reason}' for reason, count in value.items())})"
     return value
-
-
-def _histogram(name: str, value: Durations) -> list[str]:
-    lines, below = [], 0
-    for bound, count in zip((*BOUNDS, float("inf")), value.counts, strict=True):
-        below += count
-        lines.append(f'{name}_bucket{{le="{"+Inf" if bound == float("inf") else format(bound, "g")}"}} {below}')
-    return [*lines, f"{name}_sum {value.total}", f"{name}_count {below}"]
-
-
-def _label(name: str, value: str) -> str:
-    escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    return f'{{{name}="{escaped}"}}'

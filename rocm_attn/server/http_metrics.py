@@ -1,0 +1,96 @@
+"""What a server counts of HTTP, beside the engine's Metrics, and what Linux says of its process."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rocm_attn.step.durations import Durations
+from rocm_attn.step.exposition import heading, histogram, sample, text_of
+
+_PROC = Path("/proc/self")
+# Statuses of which an alert knows.
+_ALARMING = ("429", "500", "503")
+_TICKS, _PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(slots=True)
+class HttpMetrics:
+    """Counts since the server was started, and what is so now. The event loop's thread owns them.
+
+    open:        requests whose answer has not ended
+    draining:    whether no more requests are taken because the server ends
+    disconnects: requests whose client left before the end of the answer
+    refused:     requests that were refused before the engine saw them, by reason: few and fixed ones, such as "queue"
+    """
+
+    open: int = 0
+    draining: bool = False
+    disconnects: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    _answers: Counter[tuple[str, str]] = field(default_factory=Counter)
+    _seconds: dict[str, Durations] = field(default_factory=dict)
+
+    def note(self, route: str, status: int, seconds: float) -> None:
+        """An answer has ended, the last byte of a stream included.
+
+        route:   the template of its path, such as "/v1/models/{model}"; "other" where the server has none, so that no
+                 client can make up names
+        status:  of HTTP
+        seconds: since the request's first byte
+        """
+        if route not in self._seconds:
+            # A rate begins with the second value of a series: the first errors of all would not be seen.
+            self._answers.update({(route, alarming): 0 for alarming in _ALARMING})
+        self._answers[route, str(status)] += 1
+        self._seconds.setdefault(route, Durations()).note(seconds)
+
+    def as_prometheus(self, prefix: str = "rocm_attn") -> str:
+        """In Prometheus' text format, to follow Metrics.as_prometheus(). prefix: of every name but the process's"""
+        lines = self._answers_as_lines(f"{prefix}_http")
+        name = f"{prefix}_http_open_requests"
+        lines += [*heading(name, "requests whose answer has not ended", "gauge"), sample(name, self.open)]
+        name, help = f"{prefix}_http_disconnects_total", "requests whose client left before the end of the answer"
+        lines += [*heading(name, help, "counter"), sample(name, self.disconnects)]
+        name = f"{prefix}_http_refused_total"
+        lines += heading(name, "requests that were refused before the engine saw them, by reason", "counter")
+        lines += [sample(name, count, reason=reason) for reason, count in sorted(self.refused.items())]
+        name, help = f"{prefix}_draining", "whether no more requests are taken because the server ends"
+        lines += [*heading(name, help, "gauge"), sample(name, int(self.draining))]
+        return text_of([*lines, *_process()])
+
+    def _answers_as_lines(self, prefix: str) -> list[str]:
+        name = f"{prefix}_requests_total"
+        lines = heading(name, "answers that have ended, by route and HTTP status", "counter")
+        lines += [
+            sample(name, count, route=route, status=status) for (route, status), count in sorted(self._answers.items())
+        ]
+        name = f"{prefix}_request_seconds"
+        lines += heading(name, "from a request's first byte to the last one of its answer, by route", "histogram")
+        for route, seconds in sorted(self._seconds.items()):
+            lines += histogram(name, seconds, route=route)
+        return lines
+
+
+def _process() -> list[str]:
+    """The metrics of a process under the names that all of Prometheus' libraries give them; none outside of Linux."""
+    if not _PROC.joinpath("stat").exists():
+        return []
+    # after the name, which is in brackets and may hold any character; the first field there is the third of proc(5)
+    stat = _PROC.joinpath("stat").read_text().rpartition(")")[2].split()
+    booted = float(Path("/proc/stat").read_text().partition("btime ")[2].split()[0])
+    values = (
+        ("process_cpu_seconds_total", "CPU time of the process, in seconds", (int(stat[11]) + int(stat[12])) / _TICKS),
+        ("process_resident_memory_bytes", "memory of the process that is in RAM", int(stat[21]) * _PAGE),
+        ("process_virtual_memory_bytes", "address space of the process", int(stat[20])),
+        ("process_start_time_seconds", "when the process began, in Unix time", booted + int(stat[19]) / _TICKS),
+        ("process_open_fds", "open files and connections", len(os.listdir(_PROC / "fd"))),
+        ("process_max_fds", "how many may be open", resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
+    )
+    lines = []
+    for name, help, value in values:
+        lines += [*heading(name, help, "counter" if name.endswith("_total") else "gauge"), sample(name, value)]
+    return lines

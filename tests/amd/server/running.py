@@ -1,0 +1,155 @@
+"""A server over a tiny model: in a thread of the test's process, or as `rocm-attn serve` in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from rocm_attn.errors import RocmAttnError
+from rocm_attn.runner.async_engine import AsyncEngine
+from rocm_attn.runner.engine import Engine
+from rocm_attn.runner.tokenizer import Tokenizer
+from rocm_attn.server.keys import ApiKeys
+from rocm_attn.server.options import ServerOptions
+from rocm_attn.server.run import Server, bind, url_of
+from rocm_attn.server.served_model import ServedModel
+from tests.amd.house.source_tree import ROOT
+from tests.amd.runner.async_engines import is_empty
+from tests.amd.runner.tiny_model import word_tokenizer
+
+NAME = "tiny"
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A server that runs in a thread.
+
+    lines: what it has announced
+    ended: with what the engine has ended it; None where it was stopped
+    """
+
+    url: str
+    engine: Engine
+    front: AsyncEngine
+    server: Server
+    loop: asyncio.AbstractEventLoop
+    lines: list[str]
+    thread: threading.Thread
+    ended: RocmAttnError | None = None
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port."""
+        host, _, port = self.url.removeprefix("http://").rpartition(":")
+        return host, int(port)
+
+    def drain(self) -> None:
+        """As SIGTERM does."""
+        self.loop.call_soon_threadsafe(self.server.begin_drain)
+
+    def between_steps(self, function: Any) -> Any:
+        """What a function returns that is called in the engine's thread, after all that was asked of it so far."""
+        return asyncio.run_coroutine_threadsafe(self.front.between_steps(function), self.loop).result()
+
+    def jobs_are_done(self) -> None:
+        """Wait until no request is being answered."""
+        asyncio.run_coroutine_threadsafe(self.server.jobs.empty(), self.loop).result()
+
+    def holds_nothing(self) -> bool:
+        """Whether no page and no row is left of any request, once all are answered."""
+        self.jobs_are_done()
+        return bool(self.between_steps(lambda: is_empty(self.engine)))
+
+
+@contextmanager
+def running(
+    engine: Engine, *, tokenizer: Tokenizer | None = None, keys: Sequence[str] = (), **options: Any
+) -> Iterator[Running]:
+    """A server on a port of its own; it has ended afterwards.
+
+    options: of ServerOptions
+    """
+    settings = ServerOptions(**{"port": 0, **options})
+    model = ServedModel(NAME, word_tokenizer() if tokenizer is None else tokenizer, engine.limits, settings)
+    begun: queue.SimpleQueue[Running | BaseException] = queue.SimpleQueue()
+    lines: list[str] = []
+
+    async def main() -> None:
+        with bind(settings) as bound:
+            async with AsyncEngine(engine, max_requests=settings.max_requests) as front:
+                server = Server(front, model, ApiKeys.of(list(keys)), announce)
+                loop, thread = asyncio.get_running_loop(), threading.current_thread()
+                found.append(Running(url_of(bound), engine, front, server, loop, lines, thread))
+                await server.serve(sockets=[bound])
+                front.check()
+
+    def announce(line: str) -> None:
+        lines.append(line)
+        if line.startswith("listening"):
+            begun.put(found[0])
+
+    def run() -> None:
+        try:
+            asyncio.run(main())
+        except RocmAttnError as error:
+            if found:
+                found[0].ended = error
+            begun.put(error)
+        except BaseException as error:
+            begun.put(error)
+            raise
+
+    found: list[Running] = []
+    thread = threading.Thread(target=run)
+    thread.start()
+    server = begun.get()
+    if isinstance(server, BaseException):
+        raise server
+    try:
+        yield server
+    finally:
+        if thread.is_alive():
+            server.drain()
+        thread.join()
+
+
+@contextmanager
+def served_process(
+    *flags: str, environment: dict[str, str] | None = None
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`rocm-attn serve` over the tiny model as a process, and its URL; it is killed afterwards if it runs.
+
+    flags: beside those that the tiny model needs; --port 0 unless a port is given
+    """
+    port = () if "--port" in flags else ("--port", "0")
+    command = [sys.executable, "-m", "tests.amd.server.tiny_server", *port, *flags]
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        said = []
+        for line in process.stderr:
+            said.append(line)
+            if "listening on " in line:
+                yield process, line.partition("listening on ")[2].strip()
+                break
+        else:
+            raise AssertionError("".join(said))
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])

@@ -1,0 +1,22 @@
+"""What a scrape of /metrics holds, by Prometheus' own parser."""
+
+from __future__ import annotations
+
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+
+def families_of(text: str) -> dict[str, Metric]:
+    """By name; that of a counter is without its _total."""
+    return {family.name: family for family in text_string_to_metric_families(text)}
+
+
+def value_of(families: dict[str, Metric], name: str, **labels: str) -> float:
+    """Of the sample with these labels and no others."""
+    (value,) = [
+        each.value
+        for family in families.values()
+        for each in family.samples
+        if each.name == name and each.labels == labels
+    ]
+    return value

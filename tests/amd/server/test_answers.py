@@ -1,0 +1,138 @@
+"""What clients get is what the engine generates, streamed or whole; the client is OpenAI's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from rocm_attn.runner.engine import Engine
+from rocm_attn.runner.loading import LoadedModel
+from rocm_attn.runner.request import Completion, Request
+from rocm_attn.runner.sampling import Sampling
+from rocm_attn.server.served_model import seed_of_choice
+from tests.amd.runner.async_engines import engine
+from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
+from tests.amd.server.running import NAME, Running, running
+
+PROMPT = "w9 w12 w33"
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return tiny_model(tokenizer=word_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def server(loaded: LoadedModel) -> Iterator[Running]:
+    with running(engine(loaded)) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def direct(loaded: LoadedModel) -> Engine:
+    return engine(loaded)
+
+
+def generated(direct: Engine, prompt: tuple[int, ...], tokens: int, **options: Any) -> Completion:
+    """What the engine makes of a prompt without a server."""
+    (completion,) = direct.generate([Request(prompt, tokens, **options)])
+    return completion
+
+
+def test_a_completion_is_what_the_engine_generates(client: openai.OpenAI, direct: Engine) -> None:
+    expected = generated(direct, (9, 12, 33), 10)
+    answer = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=10, temperature=0)
+    assert answer.choices[0].text == expected.text
+    assert answer.choices[0].finish_reason == expected.finish_reason == "length"
+    assert answer.usage is not None
+    counts = (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens)
+    assert counts == (3, 10, 13)
+
+
+@pytest.mark.parametrize("seed", [0, 7, -1, 2**63 - 1])
+def test_a_stream_is_the_whole_answer_in_pieces(seed: int, client: openai.OpenAI, direct: Engine) -> None:
+    asked: dict[str, Any] = {
+        "model": NAME,
+        "prompt": PROMPT,
+        "max_tokens": 12,
+        "temperature": 0.9,
+        "seed": seed,
+        "n": 3,
+    }
+    whole = client.completions.create(**asked)
+    texts, reasons, usage = ["", "", ""], [None] * 3, []
+    for chunk in client.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+        usage.append(chunk.usage)
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            reasons[choice.index] = choice.finish_reason  # type: ignore[call-overload]
+    sampled = [Sampling(temperature=0.9, seed=seed_of_choice(seed, choice)) for choice in range(3)]
+    expected = [generated(direct, (9, 12, 33), 12, sampling=each) for each in sampled]
+    assert texts == [each.text for each in whole.choices] == [each.text for each in expected]
+    assert reasons == ["length"] * 3
+    assert usage[-1] == whole.usage
+    assert set(usage[:-1]) == {None}
+    assert len(set(texts)) == 3, "each choice draws for itself"
+
+
+def test_a_conversation_is_written_by_the_models_template(client: openai.OpenAI, direct: Engine) -> None:
+    expected = generated(direct, (63, 9, 12), 6)
+    messages: Any = [{"role": "user", "content": [{"type": "text", "text": "w9 "}, {"type": "text", "text": "w12"}]}]
+    asked: dict[str, Any] = {"model": NAME, "messages": messages, "temperature": 0}
+    answer = client.chat.completions.create(**asked, max_completion_tokens=6)
+    assert answer.choices[0].message.content == expected.text
+    assert answer.choices[0].message.role == "assistant"
+    chunks = list(client.chat.completions.create(**asked, max_tokens=6, stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected.text
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_without_a_bound_a_conversation_goes_on_as_far_as_there_is_room(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model=NAME, messages=[{"role": "user", "content": "w9"}], temperature=0)
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == 64  # max_kv_len
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ["w9 w12", ["w9 w12"], [9, 12], [[9, 12]], ["w9 w12", "w3"], [[9, 12], [3]]],
+    ids=["text", "texts", "ids", "lists of ids", "two texts", "two lists"],
+)
+def test_prompts_are_texts_or_token_ids(prompt: Any, client: openai.OpenAI, direct: Engine) -> None:
+    num = 2 if len(prompt) == 2 and not isinstance(prompt[0], int) and not isinstance(prompt, str) else 1
+    expected = [generated(direct, ids, 4).text for ids in ((9, 12), (3,))[:num]]
+    answer = client.completions.create(model=NAME, prompt=prompt, max_tokens=4, temperature=0, n=2)
+    assert [choice.text for choice in answer.choices] == [text for text in expected for _ in range(2)]
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == (3 if num == 2 else 2), "a prompt counts once, however many answers it gets"
+
+
+def test_stop_tokens_end_the_text(client: openai.OpenAI, direct: Engine) -> None:
+    third = generated(direct, (9, 12, 33), 10).token_ids[2]
+    expected = generated(direct, (9, 12, 33), 10, stop_token_ids=(third,))
+    extra = {"stop_token_ids": [third]}
+    answer = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=10, temperature=0, extra_body=extra)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (expected.text, "stop")
+
+
+def test_the_model_is_listed(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [NAME]
+    assert client.models.retrieve(NAME).id == NAME
+    with pytest.raises(openai.NotFoundError) as refused:
+        client.models.retrieve("other")
+    assert refused.value.code == "model_not_found"
+
+
+def test_nothing_is_left_of_what_was_answered(server: Running, client: openai.OpenAI) -> None:
+    client.completions.create(model=NAME, prompt=PROMPT, max_tokens=10)
+    assert server.holds_nothing()

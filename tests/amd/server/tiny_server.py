@@ -1,0 +1,39 @@
+"""`python -m tests.amd.server.tiny_server FLAGS`: `rocm-attn serve` over the tiny seeded model, called "tiny"."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+import rocm_attn.cli.serve as command
+from rocm_attn.cli import main
+from rocm_attn.runner.loading import LoadedModel, ModelFiles
+from rocm_attn.runner.ranks import ONE_RANK, Ranks
+from tests.amd.runner.tiny_model import CONFIG, RandomTensors, tiny_model, word_tokenizer
+
+FLAGS = ("--model", "tiny", "--device", "cpu", "--provider", "torch", "--page-size", "4", "--no-graphs")
+
+
+def load(path: str, *, dtype: torch.dtype, device: torch.device, ranks: Ranks = ONE_RANK) -> LoadedModel:
+    """As load_model, whatever the path is."""
+    torch.set_num_threads(1)
+    return tiny_model(dtype=dtype, device=device, ranks=ranks, tokenizer=word_tokenizer())
+
+
+def files(path: str) -> ModelFiles:
+    """As open_model."""
+    return ModelFiles(CONFIG, RandomTensors(CONFIG, 0), word_tokenizer())
+
+
+def dtype(*asked: Any) -> torch.dtype:
+    """As dtype_of."""
+    return torch.float32
+
+
+if __name__ == "__main__":
+    from tests.amd.server import tiny_server  # ranks import it by this name
+
+    command.load_model, command.open_model, command.dtype_of = tiny_server.load, tiny_server.files, tiny_server.dtype
+    sys.exit(main(["serve", *FLAGS, *sys.argv[1:]]))

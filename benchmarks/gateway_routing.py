@@ -2,8 +2,8 @@
 
 python -m benchmarks.gateway_routing            two servers of the tests' tiny model, both policies; writes the result
 
-Requests of GROUPS conversations, each with a beginning of its own, in a random order. All beginnings together do not fit
-the pages of one server, and do fit those of two. Counts do not depend on how fast the machine is.
+Requests of GROUPS conversations, each with a beginning of its own, in a random order. All beginnings together do not
+fit the pages of one server, and do fit those of two. Counts do not depend on how fast the machine is.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Engines that serve requests, as events in time: queues, steps, KV that runs out, KV that moves to other GPUs.
 
 Each engine runs one step after the other, as the project's own does: all sequences that decode, and chunks of the
-oldest prompts, as far as its tokens go. A request is admitted when its prompt and all of its answer fit the KV that is free, first come first
-served. A request goes to the engine that has the fewest tokens to do.
+oldest prompts, as far as its tokens go. A request is admitted when its prompt and all of its answer fit the KV that is
+free, first come first served. A request goes to the engine that has the fewest tokens to do.
 """
 
 from __future__ import annotations
@@ -79,10 +79,10 @@ class EngineKind:
 
 
 class Engine:
-    """One engine. leaves: what is called with a job that has its first token (prefill only), or None to serve it whole."""
+    """One engine, which serves what it is given to its end."""
 
-    def __init__(self, clock: Clock, kind: EngineKind, leaves: Callable[[Job], None] | None = None) -> None:
-        self.kind, self._clock, self._leaves = kind, clock, leaves
+    def __init__(self, clock: Clock, kind: EngineKind) -> None:
+        self.kind, self._clock = kind, clock
         self.waiting: deque[Job] = deque()
         self.running: list[Job] = []
         self.free = kind.kv_tokens
@@ -138,13 +138,18 @@ class Engine:
             job.prefilled += new
             if job.prefilled == job.prompt:
                 job.tokens.append(self._clock.now)
-        gone = [job for job in self.running if job.is_done or (self._leaves is not None and job.tokens)]
-        self.running = [job for job in self.running if job not in gone]
+        gone = [job for job in self.running if self._ends_here(job)]
+        self.running = [job for job in self.running if not self._ends_here(job)]
         for job in gone:
             self.free += job.prompt + job.output
-            if self._leaves is not None and not job.is_done:
-                self._leaves(job)
+            self._let_go(job)
         self._begin()
+
+    def _ends_here(self, job: Job) -> bool:
+        return job.is_done
+
+    def _let_go(self, job: Job) -> None:
+        """A job has ended here."""
 
 
 def give_to_least(engines: Sequence[Engine], job: Job) -> None:
@@ -163,6 +168,21 @@ class Link:
         """A job that has its first token."""
         self._free_at = max(self._free_at, self._clock.now) + self._seconds_of(job)
         self._clock.after(self._free_at - self._clock.now, lambda: give_to_least(self._engines, job))
+
+
+class PrefillEngine(Engine):
+    """An engine that computes prompts and their first tokens; a link carries what comes of them."""
+
+    def __init__(self, clock: Clock, kind: EngineKind, link: Link) -> None:
+        super().__init__(clock, kind)
+        self._link = link
+
+    def _ends_here(self, job: Job) -> bool:
+        return bool(job.tokens)
+
+    def _let_go(self, job: Job) -> None:
+        if not job.is_done:
+            self._link.carry(job)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +207,7 @@ class Cluster:
         decode = [Engine(clock, self.kind) for _ in range(self.num_decode)]
         entry = [Engine(clock, self.kind) for _ in range(self.num_whole)]
         for _ in range(self.num_prefill):  # a link for each: the NICs of its own GPUs
-            entry.append(Engine(clock, self.prefill, Link(clock, self.transfer, decode).carry))
+            entry.append(PrefillEngine(clock, self.prefill, Link(clock, self.transfer, decode)))
         for job in jobs:
             clock.after(job.arrival, lambda job=job: give_to_least(entry, job))  # type: ignore[misc]
         clock.run()

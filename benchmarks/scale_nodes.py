@@ -4,7 +4,7 @@
 
 attention  of the project's Triton kernels, as rocm_attn/cli/cost.py predicts it: a range
 products   max(bytes of weights / stream, operations / matrix_ops), for attention's projections and for the MLP
-sums       two all-reduces a layer: latency + 2 (r - 1) / r * bytes / ((r - 1) * link), each rank to each over its own link
+sums       two all-reduces a layer: latency + 2 (r - 1) / r * bytes / ((r - 1) * link), over a link to each
 rest       norms, rotations, gates, residuals
 
 Sources of the numbers, least and most favourable:
@@ -15,8 +15,8 @@ matrix_ops   0.45 of the 1,307 TFLOP/s of the data sheet, what MI300X are report
              measurement (rocm.blogs.amd.com, "Measuring Max-Achievable FLOPs", part 2)
 link         48 GB/s of the 64 GB/s that each of a GPU's seven Infinity Fabric links has in a direction, usable
              (rocm.blogs.amd.com, "Understanding RCCL Bandwidth and xGMI Performance on MI300X"); 44 at worst: assumed
-latency      of a small all-reduce: 6.3 us by kernels made for it (vllm-project/vllm#39080, on an MI355X), to 28 us, what
-             NCCL takes over four H200 (the same result file): assumed to be RCCL's too
+latency      of a small all-reduce: 6.3 us by kernels made for it (vllm-project/vllm#39080, on an MI355X), to 28 us,
+             what NCCL takes over four H200 (the same result file): assumed to be RCCL's too
 rest         10 to 40 us a layer: the same result file has 2 to 40
 nic          one NIC of 400 Gbit/s for each GPU, as MI300X nodes have it; 0.80 to 0.95 of it: assumed
 """
@@ -38,7 +38,6 @@ WEIGHT_BYTES = 2
 HBM_BYTES = 192e9
 # Of the memory, for weights and KV; the rest is for activations, graphs and libraries.
 MEMORY_SHARE = 0.9
-GPUS_OF_A_NODE = 8
 
 End = Literal["low", "middle", "high"]
 

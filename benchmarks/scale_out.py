@@ -4,19 +4,20 @@ python -m benchmarks.scale_out                  simulates and writes the result 
 python -m benchmarks.scale_out --page           writes docs/scale_simulation.md and its picture from the result file
 
 Requests come at random (Poisson), the same ones for every cluster. A cluster keeps a rate if 99 of 100 requests have
-their first token within TTFT_LIMIT and 99 of 100 tokens come within GAP_LIMIT of the one before. The most tokens of a step are
-chosen for each layout, as an operator would.
+their first token within TTFT_LIMIT and 99 of 100 tokens come within a limit of the one before. The most tokens of a
+step are chosen for each layout and limit, as an operator would.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from benchmarks.machine import commit
 from benchmarks.scale_engines import Cluster, EngineKind, Job, gaps
 from benchmarks.scale_nodes import (
     BEST,
-    GPUS_OF_A_NODE,
     LLAMA_70B,
     MIDDLE,
     QWEN_235B,
@@ -38,14 +38,17 @@ from benchmarks.scale_nodes import (
     step_seconds,
 )
 
+MACHINES = {"worst": WORST, "middle": MIDDLE, "best": BEST}
 RESULT = Path(__file__).parent / "results" / "scale_out.json"
-TTFT_LIMIT, GAP_LIMIT = 2.0, 0.1  # seconds
-NUM_JOBS, SEED = 300, 17
+TTFT_LIMIT, GAP_LIMITS = 2.0, (0.1, 0.025)  # seconds
+NUM_JOBS, SEED = 200, 17
 PROMPTS, OUTPUTS = (512, 1024, 2048, 4096, 8192), (64, 128, 256, 512)
 STEP_TOKENS = (256, 512, 1024, 2048)  # an operator's choices for the most tokens of a step
-TYPICAL = (64, 2048)  # sequences that decode, tokens of each
+TYPICAL = (64, 4096)  # sequences that decode, tokens of each
+SPARE = 0.8  # the part of a limit that a typical step may take
 RATES = (0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0)  # requests a second
-KV_STEP = 256  # lengths of decodes are rounded up to it, so that few shapes are predicted
+# Lengths, and the new tokens of chunks, are rounded up to them, so that few shapes are predicted.
+KV_STEP, CHUNK_STEP = 256, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +68,8 @@ class Setup:
         """All of them."""
         return self.layout.ranks * (self.num_whole + self.num_prefill + self.num_decode)
 
-    def cluster(self, machine: Machine) -> Cluster:
-        """Its engines on such machines."""
+    def cluster(self, machine: Machine, gap_limit: float) -> Cluster:
+        """Its engines on such machines, for such a limit."""
         ranks = self.layout.ranks
 
         def transfer(job: Job) -> float:
@@ -80,29 +83,35 @@ class Setup:
             return EngineKind(step, tokens, max_step=max_step, max_chunk=max_chunk)
 
         step = _step_of(self.model, self.layout, machine)
-        decode, prefill = kind(tokens_of_steps(self.model, self.layout, machine)), kind(STEP_TOKENS[-1])
+        decode, prefill = kind(tokens_of_steps(self.model, self.layout, machine, gap_limit)), kind(STEP_TOKENS[-1])
         return Cluster(decode, prefill, self.num_whole, self.num_prefill, self.num_decode, transfer)
 
 
-def tokens_of_steps(model: Model, layout: Layout, machine: Machine) -> int:
-    """The most of STEP_TOKENS whose steps keep GAP_LIMIT beside TYPICAL decodes; the least, where none does."""
+def tokens_of_steps(model: Model, layout: Layout, machine: Machine, gap_limit: float) -> int:
+    """The most of STEP_TOKENS whose steps keep a limit beside TYPICAL decodes; the least, where none does."""
     decodes, kv_len = TYPICAL
 
     def keeps_gap(tokens: int) -> bool:
         parts = layout.ranks if layout.own_attention else 1
         chunks = (((tokens - decodes) // parts, kv_len),) * parts
-        return step_seconds(model, layout, machine, Batch(decodes, kv_len, chunks)) <= GAP_LIMIT
+        return step_seconds(model, layout, machine, Batch(decodes, kv_len, chunks)) <= SPARE * gap_limit
 
     return max((tokens for tokens in STEP_TOKENS if keeps_gap(tokens)), default=STEP_TOKENS[0])
 
 
+def up(number: int, multiple: int) -> int:
+    """The least multiple that is not below a number."""
+    return -(-number // multiple) * multiple
+
+
 def _step_of(model: Model, layout: Layout, machine: Machine) -> Callable[[Batch], float]:
-    @lru_cache(maxsize=None)
+    @cache
     def exactly(batch: Batch) -> float:
         return step_seconds(model, layout, machine, batch)
 
     def step(batch: Batch) -> float:
-        return exactly(Batch(batch.num_decodes, -(-batch.kv_len // KV_STEP) * KV_STEP, batch.chunks))
+        chunks = tuple((up(new, CHUNK_STEP), up(cached, KV_STEP)) for new, cached in batch.chunks)
+        return exactly(Batch(batch.num_decodes, up(batch.kv_len, KV_STEP), chunks))
 
     return step
 
@@ -114,7 +123,9 @@ SETUPS = (
     Setup("70B, one node, TP8", LLAMA_70B, Layout(8), num_whole=1),
     Setup("70B, one node, TP4 prefills, TP4 decodes", LLAMA_70B, Layout(4), num_prefill=1, num_decode=1),
     Setup("70B, two nodes, 2 x TP8", LLAMA_70B, Layout(8), num_whole=2),
-    Setup("70B, two nodes, TP8 prefills, TP8 decodes", LLAMA_70B, Layout(8), num_prefill=1, num_decode=1, over_nics=True),
+    Setup(
+        "70B, two nodes, TP8 prefills, TP8 decodes", LLAMA_70B, Layout(8), num_prefill=1, num_decode=1, over_nics=True
+    ),
     Setup("235B-A22B, one node, TP8", QWEN_235B, Layout(8), num_whole=1),
     Setup("235B-A22B, one node, DP attention", QWEN_235B, Layout(8, own_attention=True), num_whole=1),
 )
@@ -147,50 +158,54 @@ def figures(jobs: Sequence[Job]) -> dict[str, float]:
     }
 
 
-def keeps(found: Mapping[str, float]) -> bool:
+def keeps(found: Mapping[str, float], gap_limit: float) -> bool:
     """Whether the limits hold."""
-    return found["ttft_p99_s"] <= TTFT_LIMIT and found["gap_p99_s"] <= GAP_LIMIT
+    return found["ttft_p99_s"] <= TTFT_LIMIT and found["gap_p99_s"] <= gap_limit
 
 
-def simulate(setup: Setup, machine: Machine) -> list[dict[str, float]]:
+def simulate(setup: Setup, machine: Machine, gap_limit: float) -> list[dict[str, float]]:
     """A row for each rate, up to the second one at which the limits do not hold."""
     rows: list[dict[str, float]] = []
     for rate in RATES:
         jobs = jobs_at(rate)
-        setup.cluster(machine).serve(jobs)
+        setup.cluster(machine, gap_limit).serve(jobs)
         rows.append({"rate": rate, **figures(jobs)})
-        if sum(not keeps(row) for row in rows) == 2:
+        if sum(not keeps(row, gap_limit) for row in rows) == 2:
             break
     return rows
 
 
-def highest(rows: Sequence[Mapping[str, float]]) -> float:
+def highest(rows: Sequence[Mapping[str, float]], gap_limit: float) -> float:
     """The highest rate up to which the limits hold at every one; 0: at none."""
-    kept = 0.0
-    for row in rows:
-        if not keeps(row):
-            break
-        kept = row["rate"]
-    return kept
+    kept = itertools.takewhile(lambda row: keeps(row, gap_limit), rows)
+    return max((row["rate"] for row in kept), default=0.0)
 
 
 def results() -> dict[str, Any]:
     """All setups at the three ends of what is assumed."""
     found = []
     for setup in SETUPS:
-        ends = {name: simulate(setup, machine) for name, machine in (("worst", WORST), ("middle", MIDDLE), ("best", BEST))}
+        limits = []
+        for limit in GAP_LIMITS:
+            ends = {name: simulate(setup, machine, limit) for name, machine in MACHINES.items()}
+            limits.append(
+                {
+                    "gap_s": limit,
+                    "step_tokens": tokens_of_steps(setup.model, setup.layout, MIDDLE, limit),
+                    "highest": {name: highest(rows, limit) for name, rows in ends.items()},
+                    "rows": ends["middle"],
+                }
+            )
         found.append(
             {
                 "setup": setup.name,
                 "gpus": setup.num_gpus,
-                "nodes": setup.num_gpus // GPUS_OF_A_NODE,
                 "kv_tokens": kv_tokens(setup.model, setup.layout),
-                "highest": {name: highest(rows) for name, rows in ends.items()},
-                "rows": ends["middle"],
+                "limits": limits,
             }
         )
-        print(setup.name, found[-1]["highest"], flush=True)
-    return {"commit": commit(), "limits": {"ttft_p99_s": TTFT_LIMIT, "gap_p99_s": GAP_LIMIT}, "setups": found}
+        print(setup.name, [limit["highest"] for limit in limits], flush=True)
+    return {"commit": commit(), "jobs": NUM_JOBS, "ttft_p99_s": TTFT_LIMIT, "setups": found}
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from benchmarks import scale_page
+from benchmarks import gateway_routing, scale_page
 from benchmarks.scale_engines import Cluster, EngineKind, Job, gaps
 from benchmarks.scale_nodes import (
     BEST,
@@ -185,3 +185,8 @@ def test_the_page_of_the_simulation_is_current() -> None:
     result = json.loads(RESULT.read_text())
     assert (ROOT / "docs" / "scale_simulation.md").read_text() == scale_page.page(result)
     assert (ROOT / "docs" / "scale_simulation.svg").read_text() == scale_page.picture(result)
+
+
+def test_the_table_of_routing_is_current() -> None:
+    text = gateway_routing.PAGE.read_text()
+    assert gateway_routing.with_table(text, json.loads(gateway_routing.RESULT.read_text())) == text

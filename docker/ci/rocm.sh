@@ -58,7 +58,9 @@ emulator() {
     fi
     local run report
     read -ra run <<<"$EMULATOR"
-    local seen='import torch; assert torch.version.hip, "torch is not built for ROCm"; print(torch.cuda.get_device_properties(0).gcnArchName)'
+    local seen='import torch
+assert torch.version.hip, "torch is not built for ROCm"
+print(torch.cuda.get_device_properties(0).gcnArchName)'
     "${run[@]}" python3 -c "$seen" || {
         echo "under '$EMULATOR' torch sees no AMD GPU; docs/deployment.md says what it needs" >&2
         return 1

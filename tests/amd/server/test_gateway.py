@@ -1,4 +1,4 @@
-"""Two servers behind a gateway: one of them dies, drains, comes back; requests go where their beginning is cached."""
+"""A gateway before two servers: one of them dies, drains, comes back; requests go where their beginning is cached."""
 
 from __future__ import annotations
 

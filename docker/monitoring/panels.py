@@ -131,7 +131,8 @@ def _stat(panel: dict[str, Any], prometheus: Prometheus, span: Span) -> str:
         return '<p class="value">-</p>'
     steps = defaults["thresholds"]["steps"]
     colour = [step["color"] for step in steps if step["value"] is None or values[0] >= step["value"]][-1]
-    return f'<p class="value {colour}">{in_unit(values[0], defaults["unit"])}</p>'
+    value = round(values[0]) if defaults["unit"] == "none" else values[0]
+    return f'<p class="value {colour}">{in_unit(value, defaults["unit"])}</p>'
 
 
 def _chart(panel: dict[str, Any], prometheus: Prometheus, span: Span) -> str:
@@ -143,7 +144,7 @@ def _chart(panel: dict[str, Any], prometheus: Prometheus, span: Span) -> str:
         if any(not math.isnan(value) for _, value in curve.points)
     ]
     stacked = "stacking" in defaults["custom"]
-    width = 40 * panel["gridPos"]["w"] + 20
+    width = 56 * panel["gridPos"]["w"]
     drawn = _stacked(curves) if stacked else [(curve, None) for curve in curves]
     tallest = max((value for curve, _ in drawn for _, value in curve.points if not math.isnan(value)), default=0)
     top = defaults.get("max") or _round_up(tallest)
@@ -194,7 +195,8 @@ def _line(frame: _Frame, curve: Curve, base: Curve | None, colour: str) -> Itera
     for piece in _pieces(curve, 3 * frame.span.step):
         line = " ".join(f"{frame.x(moment):.1f},{frame.y(value):.1f}" for moment, value in piece)
         if base is not None:
-            area = " ".join(f"{frame.x(moment):.1f},{frame.y(value):.1f}" for moment, value in reversed(base.points))
+            under = [point for point in reversed(base.points) if piece[0][0] <= point[0] <= piece[-1][0]]
+            area = " ".join(f"{frame.x(moment):.1f},{frame.y(value):.1f}" for moment, value in under)
             yield f'<polygon points="{line} {area}" fill="{colour}" fill-opacity="0.45"/>'
         yield f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.6"/>'
 

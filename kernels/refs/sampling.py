@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rocm_attn.kernels.sampling.asked import DEPTH, IN_PROMPT, NONE, REPETITION, TOP_K
 from rocm_attn.kernels.sampling.found import ALL_ZERO
 
 # Rows are drawn from so many logits at a time, in float64: about 4 MB.
@@ -42,3 +43,47 @@ def draw_rows(logits: Tensor, terms: Tensor) -> Tensor:
     # Rounding may leave the sum below a uniform number next to 1.
     last_kept = (is_kept & (weights > 0)).int().mul_(torch.arange(last + 1, device=logits.device)).amax(-1)
     return torch.minimum(drawn, last_kept)
+
+
+def shape_rows(logits: Tensor, asked: Tensor, counts: Tensor, masks: Tensor, shaped: Tensor) -> None:
+    """Twin of launch_shape_rows; in float32 as that one is. All tensors may lie where they like."""
+    for place, (row, counted, masked, repetition, presence, frequency, *_) in enumerate(_asked(asked)):
+        x = logits[row].float()
+        if counted != NONE:
+            count = counts[counted].to(x.device)
+            x = torch.where(count != 0, torch.where(x > 0, x / repetition, x * repetition), x)
+            times = (count & (IN_PROMPT - 1)).float()
+            x = x - (torch.where(times > 0, presence, 0.0) + times * frequency)
+        if masked != NONE:
+            bits = masks[masked].to(x.device)[:, None].bitwise_right_shift(torch.arange(32, device=x.device)) & 1
+            x = torch.where(bits.flatten()[: len(x)] != 0, x, -torch.inf)
+        shaped[place] = x
+
+
+def cut_rows(asked: Tensor, shaped: Tensor) -> None:
+    """Twin of launch_cut_rows. All tensors may lie where they like."""
+    for place, (*_, top_k, depth) in enumerate(_asked(asked)):
+        x = shaped[place]
+        if 0 < top_k < len(x):
+            order = x.sort(descending=True, stable=True).indices
+            x[order[top_k:]] = -torch.inf
+        x[x < x.max() + depth] = -torch.inf
+
+
+def likeliest(logits: Tensor, asked: Tensor, tokens: Tensor, likeliest: Tensor) -> None:
+    """Twin of launch_likeliest; here sums are in float64. All tensors may lie where they like."""
+    for place, (row, num) in enumerate(asked.tolist()):
+        logprobs = logits[row].double().log_softmax(-1).float()
+        order = logits[row].sort(descending=True, stable=True).indices[:num]
+        likeliest[place, 0] = logprobs[tokens[row]].view(torch.int32)
+        likeliest[place, 1 : 1 + 2 * len(order) : 2] = order.int()
+        likeliest[place, 2 : 2 + 2 * len(order) : 2] = logprobs[order].view(torch.int32)
+
+
+def _asked(asked: Tensor) -> list[tuple[int, int, int, float, float, float, int, float]]:
+    """The rows of a table of asked.py."""
+    words, numbers = asked.tolist(), asked.view(torch.float32).tolist()
+    return [
+        (*word[:REPETITION], *number[REPETITION:TOP_K], word[TOP_K], number[DEPTH])
+        for word, number in zip(words, numbers, strict=True)
+    ]

@@ -15,33 +15,17 @@ to. So nothing is sorted, and nothing is stored but what was found.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from rocm_attn.kernels.launch import repeated_launches
 from rocm_attn.kernels.sampling.found import ALL_ZERO
+from rocm_attn.kernels.sampling.order import SAME_BITS_OF, block_of, order_of
 
 _BLOCK = 4096
 _ALL_ZERO = tl.constexpr(ALL_ZERO)
 _LOG2_E = tl.constexpr(1.4426950408889634)
-# Low bits of a float32 that every value of a narrower dtype has alike.
-_SAME_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
-
-
-@triton.jit
-def _order_of(x, SAME_BITS: tl.constexpr):
-    """int32 that are ordered as the values of x are. x: float32, no NaN"""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SAME_BITS
-
-
-@triton.jit
-def _block(row_logits, begin, vocab, BLOCK: tl.constexpr):
-    """Which tokens a block has, and their logits; -inf after the last token."""
-    token = begin + tl.arange(0, BLOCK)
-    return token, tl.load(row_logits + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
@@ -49,9 +33,9 @@ def _mass_from(row_logits, vocab, best, sharpness, least, SAME_BITS: tl.constexp
     """The sum of the weights of all tokens whose logits are at least as large as that of an order."""
     mass = tl.zeros([BLOCK], tl.float32)
     for begin in range(0, vocab, BLOCK):
-        _, x = _block(row_logits, begin, vocab, BLOCK)
+        _, x = block_of(row_logits, begin, vocab, BLOCK)
         weight = tl.exp2((x - best) * sharpness)
-        mass += tl.where(_order_of(x, SAME_BITS) >= least, weight, 0.0)
+        mass += tl.where(order_of(x, SAME_BITS) >= least, weight, 0.0)
     return tl.sum(mass, 0)
 
 
@@ -76,7 +60,7 @@ def _pick_rows_kernel(
     where_top = tl.zeros([BLOCK], tl.int32)
     odd = tl.zeros([BLOCK], tl.int32)  # bit 0: a logit that is not 0; bit 1: NaN
     for begin in range(0, vocab, BLOCK):
-        token, x = _block(row_logits, begin, vocab, BLOCK)
+        token, x = block_of(row_logits, begin, vocab, BLOCK)
         odd |= ((x != 0) & (token < vocab)).to(tl.int32) | ((x != x).to(tl.int32) << 1)
         better = x > top
         top = tl.where(better, x, top)
@@ -91,13 +75,13 @@ def _pick_rows_kernel(
     if (temperature > 0) & (tl.abs(best) < float("inf")):
         sharpness = _LOG2_E / temperature
         top_p = tl.load(terms + 3 * row + 1)
-        lowest = _order_of(tl.full([1], float("-inf"), tl.float32), SAME_BITS)
+        lowest = order_of(tl.full([1], float("-inf"), tl.float32), SAME_BITS)
         least = tl.min(lowest, 0)
         mass = _mass_from(row_logits, vocab, best, sharpness, least, SAME_BITS, BLOCK)
         num_equal = vocab  # of the tokens of the least logit that is kept, so many are
         if top_p < 1:
             wanted = top_p * mass
-            above = tl.min(_order_of(best + tl.zeros([1], tl.float32), SAME_BITS), 0) + 1
+            above = tl.min(order_of(best + tl.zeros([1], tl.float32), SAME_BITS), 0) + 1
             mass_above = 0.0
             while least + 1 < above:
                 middle = (least >> 1) + (above >> 1) + (least & above & 1)  # their difference may not fit int32
@@ -111,8 +95,8 @@ def _pick_rows_kernel(
             # All tokens between two orders that are next to each other have one logit.
             num_least = 0
             for begin in range(0, vocab, BLOCK):
-                token, x = _block(row_logits, begin, vocab, BLOCK)
-                num_least += tl.sum(((_order_of(x, SAME_BITS) == least) & (token < vocab)).to(tl.int32), 0)
+                token, x = block_of(row_logits, begin, vocab, BLOCK)
+                num_least += tl.sum(((order_of(x, SAME_BITS) == least) & (token < vocab)).to(tl.int32), 0)
             of_each = (mass - mass_above) / tl.maximum(num_least, 1)
             needed = tl.ceil((wanted - mass_above) / tl.maximum(of_each, 1e-38))
             num_equal = tl.minimum(tl.maximum(needed, 1.0), num_least * 1.0).to(tl.int32)
@@ -124,8 +108,8 @@ def _pick_rows_kernel(
         num_before = 0
         begin = 0
         while (begin < vocab) & (drawn == vocab):
-            token, x = _block(row_logits, begin, vocab, BLOCK)
-            order = _order_of(x, SAME_BITS)
+            token, x = block_of(row_logits, begin, vocab, BLOCK)
+            order = order_of(x, SAME_BITS)
             is_least = ((order == least) & (token < vocab)).to(tl.int32)
             rank = num_before + tl.cumsum(is_least, 0)
             kept = (order > least) | ((is_least > 0) & (rank <= num_equal))
@@ -172,7 +156,7 @@ def launch_pick_rows(logits: Tensor, terms: Tensor, tokens: Tensor, found: Tenso
             vocab,
             logits.stride(0),
             num_drawing,
-            _SAME_BITS[logits.dtype],
+            SAME_BITS_OF[logits.dtype],
             _BLOCK,
             num_warps=8,
         )

@@ -7,7 +7,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 from rocm_attn.cli.arguments import device_named
@@ -15,7 +15,7 @@ from rocm_attn.cli.generate import dtype_of
 from rocm_attn.cli.options import ON_SERVE, SERVER
 from rocm_attn.cli.progress_bar import ProgressBar
 from rocm_attn.cli.streams import say
-from rocm_attn.errors import BadSetting
+from rocm_attn.errors import BadRequest, BadSetting
 from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.loading import load_model, open_model
 from rocm_attn.runner.options import EngineOptions
@@ -55,7 +55,7 @@ def _engine(options: argparse.Namespace) -> Iterator[tuple[Engine | RankedEngine
         engine = Engine(loaded, engine_options)
         if isinstance(engine.flight, FlightRecorder):
             dump_on_signal(engine.flight)
-        _capture(engine, device.type)
+        _make_ready(engine, device.type)
         yield engine, loaded.tokenizer
         return
     if device.index is not None:
@@ -66,11 +66,13 @@ def _engine(options: argparse.Namespace) -> Iterator[tuple[Engine | RankedEngine
     with RankedEngine(
         partial(load_model, options.model, dtype=dtype), engine_options, num_ranks=options.tp, device_type=device.type
     ) as ranked:
-        _capture(ranked, device.type)
+        _make_ready(ranked, device.type)
         yield ranked, tokenizer
 
 
-def _capture(engine: Engine | RankedEngine, device_type: str) -> None:
-    """Make all graphs, where that takes little beside serving; see `rocm-attn generate`."""
-    if device_type == "cuda":
+def _make_ready(engine: Engine | RankedEngine, device_type: str) -> None:
+    """Do before the first request what it would wait for."""
+    if device_type == "cuda":  # see `rocm-attn generate`
         engine.capture_all(ProgressBar(sys.stderr))
+    with suppress(BadRequest):  # who asks for a constraint is told why there can be none
+        engine.prepare_constraints()

@@ -24,10 +24,12 @@ from rocm_attn.providers.launches import (
     AcceptSampled,
     CheckSelection,
     ClearPads,
+    CutRows,
     DeriveDraftSteps,
     Fill,
     Finish,
     GatherTable,
+    Likeliest,
     MergeStates,
     MovePaths,
     MoveRows,
@@ -40,6 +42,7 @@ from rocm_attn.providers.launches import (
     PublishEngine,
     RopeQueries,
     RopeStore,
+    ShapeRows,
     StoreKV,
     TakeSlots,
     UpdateTable,
@@ -445,6 +448,9 @@ class StepOps:
     check_selection: CheckSelection
     # From logits to tokens.
     pick_rows: PickRows
+    shape_rows: ShapeRows
+    cut_rows: CutRows
+    likeliest: Likeliest
 
 
 @dataclass(frozen=True, slots=True)

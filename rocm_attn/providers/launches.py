@@ -180,6 +180,37 @@ class PickRows(Protocol):
     def __call__(self, logits: Tensor, terms: Tensor, tokens: Tensor, found: Tensor, *, num_drawing: int) -> None: ...
 
 
+class ShapeRows(Protocol):
+    """launch_shape_rows, or its twin."""
+
+    def __call__(self, logits: Tensor, asked: Tensor, counts: Tensor, masks: Tensor, shaped: Tensor) -> None: ...
+
+
+class CutRows(Protocol):
+    """launch_cut_rows, or its twin."""
+
+    def __call__(self, asked: Tensor, shaped: Tensor) -> None: ...
+
+
+class Likeliest(Protocol):
+    """launch_likeliest, or its twin."""
+
+    def __call__(self, logits: Tensor, asked: Tensor, tokens: Tensor, likeliest: Tensor) -> None: ...
+
+
+class PickOps(Protocol):
+    """What picking tokens takes of StepOps."""
+
+    @property
+    def pick_rows(self) -> PickRows: ...
+    @property
+    def shape_rows(self) -> ShapeRows: ...
+    @property
+    def cut_rows(self) -> CutRows: ...
+    @property
+    def likeliest(self) -> Likeliest: ...
+
+
 class CheckSelection(Protocol):
     """launch_check_selection, or its twin."""
 

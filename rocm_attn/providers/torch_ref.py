@@ -194,6 +194,9 @@ def _ops() -> StepOps:
         import_rows=cache.import_rows,
         check_selection=sparse.check_selection,
         pick_rows=sampling.pick_rows,
+        shape_rows=sampling.shape_rows,
+        cut_rows=sampling.cut_rows,
+        likeliest=sampling.likeliest,
     )
 
 

@@ -30,7 +30,10 @@ from rocm_attn.kernels.metadata.publish import launch_publish
 from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
 from rocm_attn.kernels.metadata.table_update import launch_table_update
 from rocm_attn.kernels.metadata.take_slots import launch_take_slots
+from rocm_attn.kernels.sampling.cut_rows import launch_cut_rows
+from rocm_attn.kernels.sampling.likeliest import launch_likeliest
 from rocm_attn.kernels.sampling.pick_rows import launch_pick_rows
+from rocm_attn.kernels.sampling.shape_rows import launch_shape_rows
 from rocm_attn.kernels.sparse.attention import launch_selected_attention, launch_selected_segments
 from rocm_attn.kernels.sparse.check import launch_check_selection
 from rocm_attn.kernels.sparse.index_scores import launch_select
@@ -82,4 +85,7 @@ OPS = StepOps(
     import_rows=launch_import_rows,
     check_selection=launch_check_selection,
     pick_rows=launch_pick_rows,
+    shape_rows=launch_shape_rows,
+    cut_rows=launch_cut_rows,
+    likeliest=launch_likeliest,
 )

@@ -78,16 +78,26 @@ class AsyncEngine:
 
     def stream(self, request: Request) -> RequestStream:
         """Serve a request; its pieces as they come. It is queued when this returns."""
+        (stream,) = self.streams((request,))
+        return stream
+
+    def streams(self, requests: Sequence[Request]) -> list[RequestStream]:
+        """As stream(), of several requests: all of them are queued when this returns, or none where it raises."""
         self.check()
-        self._engine.check(request)
+        for request in requests:
+            self._engine.check(request)
         if self._is_draining:
             raise EngineEnded("the engine takes no more requests: drain() was called")
-        if len(self._books.inboxes) >= self._max_requests:
-            self._num_refusals += 1
+        if len(self._books.inboxes) + len(requests) > self._max_requests:
+            self._num_refusals += len(requests)
+            asked = "this one" if len(requests) == 1 else f"these {len(requests)}"
             raise TooManyRequests(
-                f"{self._max_requests} requests are served or wait, and max_requests allows no more; give this one "
-                "again when one of them is done"
+                f"{len(self._books.inboxes)} requests are served or wait, and max_requests allows no more than "
+                f"{self._max_requests}; give {asked} again when some of them are done"
             )
+        return [self._begin(request) for request in requests]
+
+    def _begin(self, request: Request) -> RequestStream:
         number, inbox = next(self._numbers), Inbox()
         self._books.add(number, inbox)
         self._thread.submit(number, request)

@@ -1,4 +1,4 @@
-"""Constraint: what a request's text must look like. Which library checks it is runner/matching.py's to know."""
+"""Constraint: what a request's text must look like. llguidance reads it, which is imported late."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rocm_attn.errors import BadRequest
 
 # Characters of a constraint: longer ones take a while to be read, which is for nobody's good.
 MOST_CHARACTERS = 1 << 16
+_LONGEST_REASON = 400
 
 ConstraintKind = Literal["json_schema", "regex", "lark"]
 
@@ -30,9 +31,7 @@ class Constraint:
 
     def __post_init__(self) -> None:
         if len(self.text) > MOST_CHARACTERS:
-            raise BadRequest(
-                f"the constraint has {len(self.text)} characters; at most {MOST_CHARACTERS} are allowed, so ask for less"
-            )
+            raise BadRequest(f"the constraint has {len(self.text)} characters; at most {MOST_CHARACTERS} are allowed")
         if not self.text:
             raise BadRequest("the constraint is empty; leave it out, or say what the text must match")
 
@@ -62,6 +61,46 @@ class Constraint:
     def grammar(cls, lark: str) -> Constraint:
         """A text that a context-free grammar gives, in the notation of Lark, from its rule `start` on."""
         return cls("lark", lark)
+
+    def check(self) -> None:
+        """Raise BadRequest where the library refuses the constraint, with its reason; no model is needed.
+
+        It takes milliseconds, seconds at the worst; a server calls it outside of its event loop.
+        """
+        is_error, reasons = library().LLMatcher.validate_grammar_with_warnings(grammar_of(self))
+        if is_error:
+            raise BadRequest(f"the constraint cannot be used: {reason_of(reasons[0])}")
+
+
+def library() -> Any:
+    """llguidance. Raises BadRequest where it is not installed."""
+    try:
+        import llguidance
+    except ImportError as error:
+        raise BadRequest(
+            "constraints need the library llguidance, which is not installed: pip install 'rocm-attn[serve]'"
+        ) from error
+    return llguidance
+
+
+def grammar_of(constraint: Constraint) -> str:
+    """The constraint in the library's own words. Raises BadRequest."""
+    matcher = library().LLMatcher
+    if constraint.kind == "regex":
+        return str(matcher.grammar_from_regex(constraint.text))
+    if constraint.kind == "lark":
+        return str(matcher.grammar_from_lark(constraint.text))
+    try:
+        json.loads(constraint.text)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the JSON schema is not JSON ({error})") from error
+    return str(matcher.grammar_from_json_schema(constraint.text))
+
+
+def reason_of(error: str) -> str:
+    """What the library says, in one line and without what it says of its own state."""
+    words = " ".join(error.partition("<state>")[0].split())
+    return words if len(words) <= _LONGEST_REASON else words[:_LONGEST_REASON] + "..."
 
 
 def _as_json(value: object) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from zlib import crc32
 
 import numpy as np
@@ -15,10 +15,16 @@ from rocm_attn.capture.graphs import CaptureReport, Progress, eager_steps_before
 from rocm_attn.capture.split_forward import Forward
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadLogits, BadRequest, DeviceFault
+from rocm_attn.runner.asking_picker import AskingPicker
+from rocm_attn.runner.asks import asks_of
+from rocm_attn.runner.constraint import library
 from rocm_attn.runner.engine_runtime import model_over, runtime_for
 from rocm_attn.runner.limits import RequestLimits
 from rocm_attn.runner.loading import LoadedModel
+from rocm_attn.runner.logprobs import TokenLogprobs
+from rocm_attn.runner.matching import matching_of
 from rocm_attn.runner.options import EngineOptions
+from rocm_attn.runner.output import Output
 from rocm_attn.runner.prefix_cache import CachedRow
 from rocm_attn.runner.recent_steps import RecentSteps
 from rocm_attn.runner.report import Report
@@ -30,7 +36,6 @@ from rocm_attn.runner.request import (
     FinishReason,
     Request,
     Sequence,
-    TokenEvent,
 )
 from rocm_attn.runner.request_times import note_tokens
 from rocm_attn.runner.sampling import Sampler, TokenPicker
@@ -39,36 +44,10 @@ from rocm_attn.runner.serving import serve_all
 from rocm_attn.runner.speculation.engines import speculation_of
 from rocm_attn.runner.speculation.last_rows import forward_of
 from rocm_attn.runner.speculation.speculation import StepPicks
-from rocm_attn.runner.tokenizer import TextStream
 from rocm_attn.runner.unread import UnreadStep, with_unread_tokens
 from rocm_attn.runner.watched import watched_steps
 from rocm_attn.step.protocols import NO_FLIGHT_RECORDER
 from rocm_attn.watch.flight_recorder import FlightRecorder
-
-
-@dataclass(slots=True, eq=False)
-class _Output:
-    """What a request has come to so far."""
-
-    sequence: Sequence
-    stream: TextStream | None
-    text: str = ""
-
-    @property
-    def seconds(self) -> float:
-        """Since it was taken."""
-        return time.perf_counter() - self.sequence.times.taken
-
-    def last_text(self) -> str:
-        """What was held back of a character that will not be completed; it is part of the text now."""
-        piece = self.stream.finish() if self.stream is not None else ""
-        self.text += piece
-        return piece
-
-    def completion(self, reason: FinishReason, error: str = "") -> Completion:
-        """What it has come to in the end."""
-        sequence = self.sequence
-        return Completion(sequence.request.prompt_token_ids, sequence.new_token_ids, self.text, reason, error)
 
 
 class Engine:
@@ -97,15 +76,18 @@ class Engine:
         self.options = options = options if options is not None else EngineOptions()
         self.runtime, self._measured = runtime_for(loaded, options)
         self.max_kv_len = self.runtime.max_kv_len
-        self.limits = RequestLimits(loaded.config.context_len, self.max_kv_len, loaded.config.vocab_size)
+        self.limits = RequestLimits(
+            loaded.config.context_len, self.max_kv_len, loaded.config.vocab_size, loaded.tokenizer is not None
+        )
         path, model = options.flight_record, model_over(self.runtime, loaded, options)
         self._steps_ahead = options.steps_ahead_on(self.runtime.device.type)
-        self._picker = TokenPicker(
-            self.runtime.device, options.max_batch_size * options.rows_of_each, self.runtime.core.ops.pick_rows
-        )
+        ops, most = self.runtime.core.ops, options.max_batch_size
+        plain = TokenPicker(self.runtime.device, most * options.rows_of_each, ops.pick_rows)
+        self._picker = AskingPicker(plain, ops, loaded.config.vocab_size, most)
+        self._matching = matching_of(loaded)
         forward = forward_of(model, options)
         if self._steps_ahead:
-            forward = with_unread_tokens(forward, self._picker.tokens)
+            forward = with_unread_tokens(forward, plain.tokens)
         self.flight = FlightRecorder(self.runtime, path) if path is not None else NO_FLIGHT_RECORDER
         watched = watched_steps(self.runtime, forward, options, self.flight, self._new_runner)
         self._runner, self._steps, self._watch = watched
@@ -119,7 +101,7 @@ class Engine:
             max_kv_len=self.max_kv_len,
             steps_until_known=self.runtime.steps_until_known,
         )
-        self._outputs: dict[int, _Output] = {}
+        self._outputs: dict[int, Output] = {}
         self._done: dict[int, Completion] = {}
         self._events: list[Event] = []  # that no step() has returned yet
         self._must_check = False  # whether a step has run since the device was waited for
@@ -162,21 +144,25 @@ class Engine:
     def submit(self, request: Request) -> int:
         """Queue a request; its number. Raises BadRequest, and nothing else is touched then."""
         self.check(request)
+        matcher = None
+        if request.constraint is not None:
+            assert self._matching is not None, "check() refuses it"
+            matcher = self._matching.matcher(request.constraint, request.stop_token_ids)
         number = self._num_submitted
         self._num_submitted += 1
         self.metrics.requests += 1
         self.metrics.prompt_tokens += len(request.prompt_token_ids)
-        stops = request.stop_token_ids + (() if request.ignore_eos else self._loaded.config.eos_token_ids)
-        tokenizer = self._loaded.tokenizer
+        stops = frozenset(request.stop_token_ids + (() if request.ignore_eos else self._loaded.config.eos_token_ids))
         sequence = Sequence(
             number=number,
             request=request,
-            stops=frozenset(stops),
+            stops=stops,
             sampler=Sampler(request.sampling),
             token_ids=list(request.prompt_token_ids),
             cached_row=CachedRow(request.cache_salt, is_cached=self.options.prefix_caching and request.prefix_caching),
+            asks=asks_of(request, stops, matcher),
         )
-        self._outputs[number] = _Output(sequence, tokenizer.stream() if tokenizer is not None else None)
+        self._outputs[number] = Output.of(sequence, self._loaded.tokenizer)
         self._scheduler.add(sequence)
         return number
 
@@ -230,6 +216,16 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raise BadRequest for a request that this engine can never serve."""
         self.limits.check(request)
+
+    def prepare_constraints(self) -> None:
+        """Make ready for requests with constraints, so that the first one does not wait a second for it.
+
+        Raises BadRequest where this engine can serve none.
+        """
+        library()
+        if self._matching is None:
+            raise BadRequest("the model came without a tokenizer, which constraints need")
+        self._matching.prepare()
 
     def step(self) -> list[Event]:
         """Run one step; what came of it. There must be work.
@@ -325,12 +321,16 @@ class Engine:
         taken = self._scheduler.finish_step(unread.step, picks)
         self._speculation.count(unread.step, taken)
         self._note_times(unread, taken)
-        for sequence, pick, (token_ids, reason) in zip(unread.step.picking, picks, taken, strict=True):
+        told = unread.picks.logprobs()
+        for place, (sequence, pick, (token_ids, reason)) in enumerate(
+            zip(unread.step.picking, picks, taken, strict=True)
+        ):
+            why = reason
             if token_ids:
-                self._publish(sequence.number, token_ids, reason)
+                why = self._publish(sequence.number, token_ids, reason, told.get(place, ()))
             elif isinstance(pick, BadLogits) and reason == "error":
                 self._fail(sequence.number, str(pick))
-            if reason is not None:
+            if why is not None:
                 self._recent.leave(sequence.number, unread.number)
 
     def _note_times(self, unread: UnreadStep, taken: Many[Taken]) -> None:
@@ -367,27 +367,33 @@ class Engine:
         finally:
             requests = (sequence.number for sequence in step.sequences)
             self._recent.note(before, self.runtime.step_number, requests)
-        return self._speculation.pick(step, logits)
+        return self._speculation.pick(step, logits, self.settle)
 
-    def _publish(self, number: int, token_ids: tuple[int, ...], reason: FinishReason | None) -> None:
-        """Note the tokens that a request got of a step, at least one. reason: why it ends with the last of them"""
-        output, last = self._outputs[number], len(token_ids) - 1
-        self.metrics.new_tokens += len(token_ids)
+    def _publish(
+        self,
+        number: int,
+        token_ids: tuple[int, ...],
+        reason: FinishReason | None,
+        logprobs: Many[TokenLogprobs],
+    ) -> FinishReason | None:
+        """Note the tokens that a request got of a step, at least one; why the request ends, if it does.
+
+        reason:   why it ends with the last of them, as far as tokens say it
+        logprobs: of them, where the request asks for any
+        """
+        output = self._outputs[number]
+        events, why = output.take(token_ids, reason, logprobs)
+        self.metrics.new_tokens += len(events)
         self._read_ids += token_ids
-        for place, token in enumerate(token_ids):
-            why = reason if place == last else None
-            piece = ""
-            if output.stream is not None:
-                # a stop token need not be a special one; it is never part of the text
-                piece = "" if why == "stop" else output.stream.push(token)
-                piece += output.stream.finish() if why is not None else ""
-                output.text += piece
-            self._events.append(TokenEvent(number, token, piece, why))
-        if reason is not None:
+        self._events += events
+        if why is not None:
+            if reason is None:  # only its text says so
+                self._scheduler.drop(output.sequence)
             del self._outputs[number]
-            self._end(output, reason)
+            self._end(output, why)
+        return why
 
-    def _end(self, output: _Output, reason: FinishReason, error: str = "") -> None:
+    def _end(self, output: Output, reason: FinishReason, error: str = "") -> None:
         """Note what a request came to, which is not served any more."""
         self.metrics.note_end(reason, output.seconds)
         self._done[output.sequence.number] = output.completion(reason, error)

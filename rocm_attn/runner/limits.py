@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rocm_attn.errors import BadRequest
+from rocm_attn.runner.constraint import library
 from rocm_attn.runner.request import Request
 
 
@@ -15,11 +16,13 @@ class RequestLimits:
     context_len: tokens that the model was made for
     max_kv_len:  tokens of the longest sequence in the pool
     vocab_size:  tokens have ids below it
+    has_text:    whether tokens have texts: whether the model came with a tokenizer
     """
 
     context_len: int
     max_kv_len: int
     vocab_size: int
+    has_text: bool
 
     def check(self, request: Request) -> None:
         """Raise BadRequest for a request that the engine can never serve."""
@@ -33,6 +36,11 @@ class RequestLimits:
                 f"the prompt has {len(prompt)} tokens and the KV pool holds sequences of up to {self.max_kv_len}; "
                 "shorten it, or raise max_kv_len, kv_bytes or num_pages"
             )
-        for token in (*prompt, *request.stop_token_ids):
+        if (request.stop or request.constraint is not None) and not self.has_text:
+            what = "texts that end it" if request.stop else "a constraint"
+            raise BadRequest(f"the request has {what} and the model came without a tokenizer; leave them out")
+        if request.constraint is not None:
+            library()
+        for token in (*prompt, *request.stop_token_ids, *(token for token, _ in request.sampling.logit_bias)):
             if not 0 <= token < self.vocab_size:
                 raise BadRequest(f"token {token} is not in the model's vocabulary, 0 to {self.vocab_size - 1}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from rocm_attn.batch.step_batch import INT32_MAX
 from rocm_attn.errors import BadRequest, DeviceFault, RocmAttnError
@@ -13,6 +13,9 @@ from rocm_attn.runner.logprobs import MOST_LIKELIEST, NO_LOGPROBS, TokenLogprobs
 from rocm_attn.runner.prefix_cache import CachedRow
 from rocm_attn.runner.request_times import RequestTimes
 from rocm_attn.runner.sampling import Sampler, Sampling
+
+if TYPE_CHECKING:
+    from rocm_attn.runner.asks import Asks
 
 FinishReason = Literal["stop", "length", "error", "abort"]
 
@@ -74,7 +77,8 @@ class Request:
             )
         if not NO_LOGPROBS <= self.logprobs <= MOST_LIKELIEST:
             raise BadRequest(
-                f"logprobs is {self.logprobs}; it must be {NO_LOGPROBS} (none), or 0 to {MOST_LIKELIEST} likeliest tokens"
+                f"logprobs is {self.logprobs}; it must be {NO_LOGPROBS} (none), or the number of likeliest tokens, "
+                f"0 to {MOST_LIKELIEST}"
             )
         if isinstance(self.stop, str):
             raise BadRequest(f"stop is the text {self.stop!r}; give a tuple of texts")
@@ -187,6 +191,7 @@ class Sequence:
     unread_at:  its place among the picks of the step that was launched last, whose token the host has not read yet;
                 ALL_READ where there is none
     most_tokens: of prompt and text together: with so many the text ends
+    asks:       what its tokens are picked with beside draws; None: nothing
     """
 
     number: int
@@ -201,6 +206,7 @@ class Sequence:
     times: RequestTimes = field(default_factory=RequestTimes)
     unread_at: int = ALL_READ
     most_tokens: int = INT32_MAX
+    asks: Asks | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -27,7 +28,6 @@ from rocm_attn.step.host_ring import Fence, NoFence
 _NUMBERS_AT_ONCE = 16
 # Float32 holds these; what a temperature beyond them does is no other thing.
 _COLDEST, _HOTTEST = 1e-30, 1e30
-_GREEDY = (0.0, 0.0, 0.0)
 # Tokens of one request that have a bias.
 MOST_BIASES = 1024
 
@@ -115,6 +115,10 @@ class Draw(NamedTuple):
     temperature: float
     top_p: float
     uniform: float
+
+
+# Of a row of which the likeliest token is taken.
+GREEDY = Draw(0.0, 0.0, 0.0)
 
 
 class Sampler:
@@ -242,8 +246,11 @@ def pick_tokens(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | BadLo
 
 
 def draw_all(logits: Tensor, pick_rows: PickRows) -> None:
-    """Draw a token for every row: the largest thing that picking tokens takes of a device."""
+    """Draw a token for every row, beside what AskingPicker takes of a device where every row asks for all there is."""
+    rows, vocab = logits.shape
+    asked = [torch.empty(rows, vocab, dtype=dtype, device=logits.device) for dtype in (torch.float32, torch.int32)]
     _found(logits, dict.fromkeys(range(logits.shape[0]), Draw(1.0, 0.5, 0.5)), pick_rows)
+    del asked
 
 
 def _found(logits: Tensor, draws: Mapping[int, Draw], pick_rows: PickRows) -> list[int | BadLogits]:
@@ -258,12 +265,20 @@ def _found(logits: Tensor, draws: Mapping[int, Draw], pick_rows: PickRows) -> li
 
 def _put_terms(terms: Tensor, draws: Mapping[int, Draw]) -> None:
     """terms: float32 [rows, 3] of the host, as of launch_pick_rows"""
-    terms.numpy()[:] = [
-        (min(max(draw.temperature, _COLDEST), _HOTTEST), draw.top_p, _below_one(draw.uniform))
-        if (draw := draws.get(row)) is not None
-        else _GREEDY
-        for row in range(terms.shape[0])
-    ]
+    terms.numpy()[:] = terms_of([draws.get(row, GREEDY) for row in range(terms.shape[0])])
+
+
+def terms_of(draws: Sequence[Draw]) -> npt.NDArray[np.float32]:
+    """float32 [rows, 3], as of launch_pick_rows."""
+    return np.array(
+        [
+            (min(max(draw.temperature, _COLDEST), _HOTTEST), draw.top_p, _below_one(draw.uniform))
+            if draw.temperature > 0
+            else GREEDY
+            for draw in draws
+        ],
+        np.float32,
+    ).reshape(-1, 3)
 
 
 def _below_one(uniform: float) -> float:

@@ -186,7 +186,9 @@ class Scheduler:
         """
         if self._suspects:
             return []
-        decoding = [each for each in self._running if each.num_left == 1]
+        decoding = [
+            each for each in self._running if each.num_left == 1 and (each.asks is None or each.asks.takes_drafts)
+        ]
         each_most = [(each, each.most_tokens - 1 - len(each.token_ids)) for each in decoding]
         return [(each, most) for each, most in each_most if most > 0]
 

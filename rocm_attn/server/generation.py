@@ -82,12 +82,9 @@ class Generations:
     def begin(self, job: Job, requests: Sequence[Request]) -> Generation:
         """Give the engine all of a job's requests, or none. Raises ApiError."""
         job.check()
-        streams: list[RequestStream] = []
         try:
-            streams += (self.front.stream(request) for request in requests)
+            streams = self.front.streams(requests)
         except RocmAttnError as error:
-            for stream in streams:
-                stream.close()
             raise self.as_answer(error) from error
         job.own(streams, requests)
         return Generation(job, requests, streams, self._pacing)

@@ -82,12 +82,13 @@ class Server(uvicorn.Server):
     def __init__(self, front: AsyncEngine, model: ServedModel, keys: ApiKeys, announce: Callable[[str], None]) -> None:
         self._front, self._options, self._announce = front, model.options, announce
         self.jobs = Jobs()
+        self.generations = Generations(front, self.jobs)
         self._loop = asyncio.get_running_loop()
         self._signal = asyncio.Event()
         self._num_signals = 0
         super().__init__(
             uvicorn.Config(
-                build_app(Generations(front, self.jobs), model, keys),
+                build_app(self.generations, model, keys),
                 lifespan="off",
                 ws="none",
                 log_level="warning",

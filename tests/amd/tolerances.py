@@ -18,6 +18,9 @@ _ROUNDINGS_OF_A_SHARE = 4
 # Of what a few layers give that are sums of a few hundred products, in float32, as a part of the root mean square of
 # all. Two libraries come within a tenth of it.
 _LAYERS = 2e-4
+# A quotient, a product and two differences, each half a unit in the last place of numbers that may be this large.
+_ROUNDINGS_OF_A_SHAPED_LOGIT = 4
+_LARGEST_LOGIT = 64.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,3 +135,17 @@ def attention_rounding(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: f
     wrong = shares * error
     rounding = wrong @ v.abs() + wrong.sum(-1, keepdim=True) * exact.abs()
     return exact, rounding + 2 * sum_error(k.shape[1], shares @ v.abs())
+
+
+def assert_shaped_close(shaped: Tensor, exact: Tensor) -> None:
+    """Logits with penalties: three roundings of numbers that are no larger than the largest of both sides."""
+    size = torch.where(exact.isfinite(), exact.abs(), 0.0) + _LARGEST_LOGIT
+    assert torch.equal(shaped.isneginf(), exact.isneginf())
+    part = torch.where(exact.isneginf(), 0.0, (shaped.double() - exact).abs())
+    assert bool((part <= _ROUNDINGS_OF_A_SHAPED_LOGIT * FLOAT32_ROUNDING * size).all()), float(part.max())
+
+
+def assert_logprobs_close(logprobs: Tensor, exact: Tensor) -> None:
+    """Logprobs in float32: the logit and the log-sum-exp are rounded, and so are exp and log."""
+    bound = BOUNDS[torch.float32]
+    torch.testing.assert_close(logprobs.double(), exact, atol=bound.lse_atol, rtol=bound.lse_rtol)

@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -77,7 +77,9 @@ class RankProcesses:
         self._folder = tempfile.mkdtemp(prefix="rocm_attn_ranks_")
         self._ranks: list[_Rank] = []
         self._selector = selectors.DefaultSelector()
-        self._lock = threading.Lock()
+        # Who waits for the lock holds the next turn. A thread that steps would else take the lock again and again
+        # before another one that wants a report is awake.
+        self._next_turn, self._lock = threading.Lock(), threading.Lock()
         self._awaited = ""  # the method whose answers are still to come
         self._is_torn = False  # a message is on its way, which an interrupt may cut
         self._answers: dict[int, Done | Raised] = {}
@@ -114,11 +116,13 @@ class RankProcesses:
     def call(self, method: str, *arguments: Any, on_progress: OnProgress | None = None) -> Any:
         """Call a method of every rank's engine; what rank 0 returns.
 
-        A call of another thread waits until this one has ended. An interrupt leaves the method running: the next call
-        waits for its end, and raises what it raises.
+        A call of another thread waits until this one has ended, and comes before the next one of this thread. An
+        interrupt leaves the method running: the next call waits for its end, and raises what it raises.
         Raises what all ranks raise, and RankFailed, after which there are no ranks.
         """
-        with self._lock:
+        with ExitStack() as turn:
+            with self._next_turn:
+                turn.enter_context(self._lock)
             self._require_whole()
             if self._awaited:
                 interrupted = self._awaited

@@ -75,6 +75,10 @@ class RankedEngine:
         """As Engine.check."""
         self.limits.check(request)
 
+    def prepare_constraints(self) -> None:
+        """As Engine.prepare_constraints."""
+        self._processes.call("prepare_constraints")
+
     def submit(self, request: Request) -> int:
         """As Engine.submit."""
         self.check(request)

@@ -9,10 +9,10 @@ from rocm_attn.capture.graphs import eager_steps_before_capture, recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadModel, BadSetting
 from rocm_attn.paging.index_spaces import num_pages
+from rocm_attn.runner.asking_picker import AskingPicker
 from rocm_attn.runner.engine_runtime import model_over, runtime_for
 from rocm_attn.runner.loading import LoadedModel, load_model
 from rocm_attn.runner.options import EngineOptions
-from rocm_attn.runner.sampling import TokenPicker
 from rocm_attn.runner.speculation.draft_model import ModelDrafter
 from rocm_attn.runner.speculation.methods import DRAFT_MODEL, OFF
 from rocm_attn.runner.speculation.ngrams import NgramDrafter
@@ -22,7 +22,7 @@ from rocm_attn.step.metrics import Metrics
 
 
 def speculation_of(
-    loaded: LoadedModel, options: EngineOptions, runtime: AttentionRuntime, picker: TokenPicker, metrics: Metrics
+    loaded: LoadedModel, options: EngineOptions, runtime: AttentionRuntime, picker: AskingPicker, metrics: Metrics
 ) -> Speculation | NoSpeculation:
     """What drafts and picks. Raises BadModel, BadSetting, CapacityExceeded for a small model that cannot draft."""
     if not options.speculates:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -24,14 +25,20 @@ from rocm_attn.capture.graphs import Progress
 from rocm_attn.errors import BadLogits
 from rocm_attn.kernels.metadata.step_tensors import NO_PARENT
 from rocm_attn.kernels.speculative.arguments import Accepted
+from rocm_attn.paging.index_spaces import RESERVED_ROW
+from rocm_attn.runner.asking_picker import AskedTokens, AskingPicker, RowAsk
+from rocm_attn.runner.asks import Asks
+from rocm_attn.runner.logprobs import TokenLogprobs
 from rocm_attn.runner.request import Sequence
-from rocm_attn.runner.sampling import Draw, PickedTokens, TokenPicker
+from rocm_attn.runner.sampling import Draw, PickedTokens
 from rocm_attn.runner.scheduler import NO_SEQUENCE, ScheduledStep, Taken
 from rocm_attn.runner.speculation.drafts import LAST_TOKEN, NO_DRAFTS, Drafts
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.metrics import Metrics
 
 Picks = list[Many[int] | BadLogits]
+# Of steps in which none asks for any.
+NO_LOGPROBS_OF: Mapping[int, Many[TokenLogprobs]] = MappingProxyType({})
 # Scheduler.decoding
 Decoding = Callable[[], Iterable[tuple[Sequence, int]]]
 
@@ -59,11 +66,15 @@ class StepPicks(Protocol):
         """Wait for it. For each of step.picking the tokens that it gets, or why it gets none."""
         ...
 
+    def logprobs(self) -> Mapping[int, Many[TokenLogprobs]]:
+        """Place among step.picking -> logprobs of the tokens that read() has given it, of those that ask for them."""
+        ...
+
 
 class NoSpeculation:
     """Each step brings a sequence one token."""
 
-    def __init__(self, picker: TokenPicker) -> None:
+    def __init__(self, picker: AskingPicker) -> None:
         self._picker = picker
 
     def drafts(self, decoding: Decoding, alive: Collection[int]) -> Mapping[int, Drafts]:
@@ -74,14 +85,19 @@ class NoSpeculation:
         """As Speculation.batch."""
         return step.batch
 
-    def pick(self, step: ScheduledStep, logits: Tensor) -> StepPicks:
+    def pick(self, step: ScheduledStep, logits: Tensor, settle: Callable[[], None]) -> StepPicks:
         """As Speculation.pick. logits: [num_seqs, vocab]"""
+        asking = _asking(step, settle)
         draws = {
             row: sequence.sampler.draw(sequence.num_new)
             for row, sequence in enumerate(step.picking)
             if not sequence.sampler.is_greedy
         }
-        return _OneEach(self._picker.pick(logits[: step.num_picks], draws))
+        rows = logits[: step.num_picks]
+        if not asking:
+            return _OneEach(self._picker.plain.pick(rows, draws))
+        asks = {row: asks.of(step.sequences[row], step.sequences[row].num_new) for row, asks in asking.items()}
+        return _OneEachAsked(self._picker.pick(rows, draws, asks))
 
     def count(self, step: ScheduledStep, taken: Many[Taken]) -> None:
         """As Speculation.count."""
@@ -100,7 +116,7 @@ class Speculation:
     """
 
     def __init__(
-        self, drafter: Drafter, runtime: AttentionRuntime, picker: TokenPicker, num_drafts: int, metrics: Metrics
+        self, drafter: Drafter, runtime: AttentionRuntime, picker: AskingPicker, num_drafts: int, metrics: Metrics
     ) -> None:
         self._drafter = drafter
         self._runtime = runtime
@@ -126,20 +142,26 @@ class Speculation:
             return step.batch
         return replace(step.batch, mask=TreeMask(torch.from_numpy(_parents(step)).to(self._runtime.device)))
 
-    def pick(self, step: ScheduledStep, logits: Tensor) -> StepPicks:
+    def pick(self, step: ScheduledStep, logits: Tensor, settle: Callable[[], None]) -> StepPicks:
         """Pick the tokens that each of step.picking gets: the drafts that were right, in order, and one more.
 
         logits: [num_seqs, rows, vocab], of the last tokens of each sequence; in a decode step rows is 1
+        settle: reads the tokens of all steps before this one; called where a token depends on them on the host
         """
-        num_rows = logits.shape[1]
+        num_rows, asking = logits.shape[1], _asking(step, settle)
         draws: dict[int, Draw] = {}
+        asks: dict[int, RowAsk] = {}
         for seq, sequence in enumerate(step.picking):
-            if not sequence.request.sampling.is_greedy:
+            if seq in asking or not sequence.request.sampling.is_greedy:
                 depths = [0, *step.drafts.get(seq, NO_DRAFTS).depths()]
                 for row, depth in enumerate(depths, (seq + 1) * num_rows - len(depths)):
-                    draws[row] = sequence.sampler.draw(sequence.num_new + depth)
+                    if not sequence.request.sampling.is_greedy:
+                        draws[row] = sequence.sampler.draw(sequence.num_new + depth)
+                    if seq in asking:
+                        asks[row] = asking[seq].of(sequence, sequence.num_new + depth)
         rows = logits[: step.num_picks].flatten(0, 1)
-        return _Verified(self._picker.pick(rows, draws), step, num_rows, self._runtime)
+        picked = self._picker.pick(rows, draws, asks) if asks else self._picker.plain.pick(rows, draws)
+        return _Verified(picked, step, num_rows, self._runtime)
 
     def count(self, step: ScheduledStep, taken: Many[Taken]) -> None:
         """Count what became of a step's drafts. taken: of each of step.picking"""
@@ -159,6 +181,27 @@ class _OneEach:
         """As StepPicks.read."""
         return [pick if isinstance(pick, BadLogits) else (pick,) for pick in self._picked.read()]
 
+    def logprobs(self) -> Mapping[int, Many[TokenLogprobs]]:
+        """As StepPicks.logprobs."""
+        return NO_LOGPROBS_OF
+
+
+class _OneEachAsked:
+    """A token for each sequence, and for some what they asked for."""
+
+    def __init__(self, picked: AskedTokens) -> None:
+        self._picked = picked
+        self._found: list[int | BadLogits] = []
+
+    def read(self) -> Picks:
+        """As StepPicks.read."""
+        self._found = self._picked.read()
+        return [pick if isinstance(pick, BadLogits) else (pick,) for pick in self._found]
+
+    def logprobs(self) -> Mapping[int, Many[TokenLogprobs]]:
+        """As StepPicks.logprobs."""
+        return {row: (told,) for row, told in self._picked.logprobs(self._found).items()}
+
 
 class _Verified:
     """A token after each draft, from which the accepted ones follow.
@@ -167,23 +210,37 @@ class _Verified:
     runtime:  in which their K and V are moved to the places of their tokens, where they lie in others
     """
 
-    def __init__(self, picked: PickedTokens, step: ScheduledStep, num_rows: int, runtime: AttentionRuntime) -> None:
+    def __init__(
+        self, picked: PickedTokens | AskedTokens, step: ScheduledStep, num_rows: int, runtime: AttentionRuntime
+    ) -> None:
         self._picked, self._step, self._num_rows, self._runtime = picked, step, num_rows, runtime
+        self._found: list[int | BadLogits] = []
+        self._rows: list[list[int]] = []  # place among step.picking -> the rows that its tokens were picked from
 
     def read(self) -> Picks:
         """As StepPicks.read, before the next step of these sequences."""
-        found, picks = self._picked.read(), Picks()
+        found = self._found = self._picked.read()
+        picks, self._rows = Picks(), []
         moves: dict[int, list[int]] = {}
         for seq in range(self._step.num_picks):
             drafts = self._step.drafts.get(seq, NO_DRAFTS)
             last = (seq + 1) * self._num_rows
-            tokens, path = _found_right(found[last - 1 - len(drafts) : last], drafts)
+            first = last - 1 - len(drafts)
+            tokens, path = _found_right(found[first:last], drafts)
             picks.append(tokens)
+            self._rows.append([first, *(first + 1 + draft for draft in path)])
             if path != list(range(len(path))):
                 moves[seq] = path
         if moves:
             self._move(moves)
         return picks
+
+    def logprobs(self) -> Mapping[int, Many[TokenLogprobs]]:
+        """As StepPicks.logprobs."""
+        if isinstance(self._picked, PickedTokens):
+            return NO_LOGPROBS_OF
+        told = self._picked.logprobs(self._found)
+        return {seq: [told[row] for row in rows] for seq, rows in enumerate(self._rows) if rows[0] in told}
 
     def _move(self, paths: Mapping[int, list[int]]) -> None:
         """Move what some sequences have accepted. paths: seq -> their drafts, in order"""
@@ -199,6 +256,16 @@ class _Verified:
         )
         accepted = Accepted.empty(*nodes.shape, device)._replace(num_accepted=num_accepted, path=path_of, kv_len=length)
         self._runtime.move_accepted(accepted, rows)
+
+
+def _asking(step: ScheduledStep, settle: Callable[[], None]) -> dict[int, Asks]:
+    """Place among step.picking -> what its sequence asks for. settle: as of Speculation.pick"""
+    asking = {seq: sequence.asks for seq, sequence in enumerate(step.picking) if sequence.asks is not None}
+    if any(asks.needs_tokens for asks in asking.values()):
+        settle()  # the step itself runs on the device meanwhile
+        # What has ended with the step before takes nothing of this one.
+        asking = {seq: asks for seq, asks in asking.items() if step.sequences[seq].row != RESERVED_ROW}
+    return asking
 
 
 def _parents(step: ScheduledStep) -> Int32Array:

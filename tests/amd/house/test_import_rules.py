@@ -49,7 +49,7 @@ LIBRARIES = {
     HIP_GRAPHS: {"torch"},
     AITER_MODULE: {"aiter", "numpy", "torch"},
     DOCTOR: set(),  # it must work where everything else cannot be imported
-    RUNNER: {"gguf", "jinja2", "numpy", "safetensors", "tokenizers", "torch"},
+    RUNNER: {"gguf", "jinja2", "llguidance", "numpy", "safetensors", "tokenizers", "torch"},
     VLLM: {"torch", "vllm"},
     SGLANG: {"sglang", "torch"},
     "rocm_attn": {"numpy", "torch", "typing_extensions"},

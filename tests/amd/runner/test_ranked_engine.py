@@ -7,6 +7,7 @@ import selectors
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -248,3 +249,30 @@ def test_an_exception_that_cannot_be_sent_is_sent_in_words() -> None:
     assert str(sent) == "TwoWords: this and that"
     error = BadRequest("no")
     assert sendable(error) is error
+
+
+def test_who_waits_for_the_ranks_has_the_next_turn() -> None:
+    """A thread that steps does not keep another one from a report, however quickly it calls again."""
+    ours, order = processes.RankProcesses(), list[str]()
+    has_begun, may_end = threading.Event(), threading.Semaphore(0)
+
+    def collect(_: object) -> None:
+        order.append(threading.current_thread().name)
+        ours._awaited = ""
+        has_begun.set()
+        may_end.acquire()
+
+    ours._require_whole = lambda: None  # type: ignore[method-assign]
+    ours._collect = collect  # type: ignore[method-assign]
+    steps = threading.Thread(target=lambda: [ours.call("step") for _ in range(3)], name="steps")
+    report = threading.Thread(target=ours.call, args=("report",), name="report")
+    steps.start()
+    has_begun.wait()
+    report.start()
+    while not ours._next_turn.locked():
+        pass
+    may_end.release(4)
+    steps.join()
+    report.join()
+    ours.kill()
+    assert order == ["steps", "report", "steps", "steps"]

@@ -1,4 +1,4 @@
-"""A server over a tiny model: in a thread of the test's process, or as `rocm-attn serve` in a process of its own."""
+"""A server over a tiny model, in a thread of the test's process, or as `rocm-attn serve` in a process of its own."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from rocm_attn.errors import RocmAttnError
 from rocm_attn.runner.async_engine import AsyncEngine
 from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.tokenizer import Tokenizer
+from rocm_attn.server.generation import Generations
+from rocm_attn.server.job import Job, Jobs
 from rocm_attn.server.keys import ApiKeys
 from rocm_attn.server.options import ServerOptions
 from rocm_attn.server.run import Server, bind, url_of
@@ -26,6 +28,7 @@ from tests.amd.runner.async_engines import is_empty
 from tests.amd.runner.tiny_model import word_tokenizer
 
 NAME = "tiny"
+T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +49,16 @@ class Running:
     ended: RocmAttnError | None = None
 
     @property
+    def jobs(self) -> Jobs:
+        """The server's."""
+        return self.server.jobs
+
+    @property
+    def generations(self) -> Generations:
+        """The server's."""
+        return self.server.generations
+
+    @property
     def address(self) -> tuple[str, int]:
         """Host and port."""
         host, _, port = self.url.removeprefix("http://").rpartition(":")
@@ -55,9 +68,35 @@ class Running:
         """As SIGTERM does."""
         self.loop.call_soon_threadsafe(self.server.begin_drain)
 
-    def between_steps(self, function: Any) -> Any:
+    def between_steps(self, function: Callable[[], T]) -> T:
         """What a function returns that is called in the engine's thread, after all that was asked of it so far."""
         return asyncio.run_coroutine_threadsafe(self.front.between_steps(function), self.loop).result()
+
+    def wait_until_draining(self) -> None:
+        """Wait until it says so."""
+        while not any(line.startswith("shutting down") for line in self.lines):
+            self.between_loops(lambda: None)
+
+    def between_loops(self, function: Callable[[], T]) -> T:
+        """What a function returns that is called in the server's event loop."""
+
+        async def call() -> T:
+            return function()
+
+        return asyncio.run_coroutine_threadsafe(call(), self.loop).result()
+
+    def shrink_buffers(self, num_bytes: int) -> None:
+        """Let the kernel keep little of what is sent over connections that come later. In the event loop."""
+        for listener in self.server.servers:
+            for each in listener.sockets:
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, num_bytes)
+
+    def hold(self) -> Callable[[], None]:
+        """Begin a job that keeps the server from ending, as one does whose client reads slowly; ends it."""
+        job = self.between_loops(lambda: Job("", 600.0))
+        context = self.jobs.taken(job)
+        self.between_loops(context.__enter__)
+        return lambda: self.between_loops(lambda: context.__exit__(None, None, None)) and None
 
     def jobs_are_done(self) -> None:
         """Wait until no request is being answered."""
@@ -66,7 +105,7 @@ class Running:
     def holds_nothing(self) -> bool:
         """Whether no page and no row is left of any request, once all are answered."""
         self.jobs_are_done()
-        return bool(self.between_steps(lambda: is_empty(self.engine)))
+        return self.between_steps(lambda: is_empty(self.engine))
 
 
 @contextmanager
@@ -147,9 +186,3 @@ def served_process(
             process.kill()
         process.wait()
         process.stderr.close()
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])

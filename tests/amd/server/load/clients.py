@@ -59,10 +59,15 @@ async def ask(client: openai.AsyncOpenAI, asked: dict[str, Any]) -> Answer:
         return Answer(choice.message.content or "", choice.finish_reason)
     text, reason = "", None
     async with await client.chat.completions.create(**asked) as stream:
-        async for chunk in stream:
-            for each in chunk.choices:
-                text += each.delta.content or ""
-                reason = each.finish_reason or reason
+        try:
+            async for chunk in stream:
+                for each in chunk.choices:
+                    text += each.delta.content or ""
+                    reason = each.finish_reason or reason
+        except openai.APIError:
+            raise
+        except Exception as error:  # of the library below OpenAI's client, which does not say so in a type of its own
+            raise LostAnswer(f"a stream broke off after {text!r}: {error}") from error
     if reason is None:
         raise LostAnswer(f"a stream ended after {text!r}")
     return Answer(text, reason)

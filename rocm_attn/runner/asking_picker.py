@@ -1,0 +1,181 @@
+"""AskingPicker: picks the tokens of steps in which some rows ask for more than a plain pick.
+
+All rows go through TokenPicker, whose launch is the same as ever: it finds what is wrong with a row, and picks for
+those that ask for nothing else. Rows with penalties, biases, a mask, top_k or min_p are then shaped into a place of
+their own in float32, and picked from there by the same kernel. Logprobs are those of the logits as the model gave them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.step_batch import Int32Array
+from rocm_attn.errors import BadLogits
+from rocm_attn.kernels.sampling import asked as columns
+from rocm_attn.providers.launches import PickOps
+from rocm_attn.runner.logprobs import NO_LOGPROBS, TokenLogprobs
+from rocm_attn.runner.sampling import GREEDY, Draw, PickedTokens, TokenPicker, terms_of
+from rocm_attn.runner.sending import coming, sent
+from rocm_attn.runner.token_counts import CountedText, TokenCounts
+from rocm_attn.step.host_ring import Fence, NoFence
+
+Biases = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
+_NOTHING_LEFT = (
+    "no token is left that the request allows: its constraint, its biases or min_tokens rule out all that could come "
+    "next; ask for less"
+)
+NO_BIASES: Biases = (np.empty(0, np.int64), np.empty(0, np.float32))
+
+
+@dataclass(frozen=True, slots=True)
+class RowShape:
+    """How a row of logits is changed before its token is picked; see Sampling.
+
+    penalties: repetition, presence, frequency
+    counted:   the text so far, of a row with penalties
+    biases:    token ids, each once, and what is added to their logits
+    mask:      int32 [at least vocab / 32], a bit for each token that may be picked; None: all may
+    depth:     how far below the best logit one may be; 0 or less
+    why_none:  why no token is left, where that is known beforehand
+    """
+
+    penalties: tuple[float, float, float] = (1.0, 0.0, 0.0)
+    counted: CountedText | None = None
+    biases: Biases = NO_BIASES
+    mask: Int32Array | None = None
+    top_k: int = 0
+    depth: float = -math.inf
+    why_none: str = ""
+
+
+class RowAsk(NamedTuple):
+    """What a row asks for.
+
+    shape:         None: it is picked from as it is
+    num_likeliest: as Request.logprobs
+    """
+
+    shape: RowShape | None
+    num_likeliest: int
+
+
+class AskedTokens:
+    """The tokens of one step, on their way to the host, with what was asked for beside them."""
+
+    def __init__(
+        self,
+        picked: PickedTokens,
+        shaped: tuple[Mapping[int, RowShape], Tensor],
+        told: tuple[Mapping[int, int], Tensor],
+        done: Fence,
+    ) -> None:
+        """shaped: row -> its shape, and what was found of it; told: row -> number of likeliest tokens, and these"""
+        self._picked, self._shaped, self._told, self._done = picked, shaped, told, done
+
+    def read(self) -> list[int | BadLogits]:
+        """As PickedTokens.read."""
+        picks = self._picked.read()
+        self._done.synchronize()
+        shapes, found = self._shaped
+        for row, pick in zip(shapes, PickedTokens(found.numpy(), NoFence()).read(), strict=True):
+            if not isinstance(picks[row], BadLogits):
+                picks[row] = pick if isinstance(pick, int) else BadLogits(shapes[row].why_none or _NOTHING_LEFT)
+        return picks
+
+    def logprobs(self, picks: Sequence[int | BadLogits]) -> dict[int, TokenLogprobs]:
+        """row -> what was asked for; of rows that a token was picked from. picks: what read() gave"""
+        nums, found = self._told
+        told: dict[int, TokenLogprobs] = {}
+        for (row, num), ids, bits in zip(nums.items(), found.tolist(), found.view(torch.float32).tolist(), strict=True):
+            token = picks[row]
+            if not isinstance(token, BadLogits):
+                num = min(num, (len(ids) - 1) // 2)
+                pairs = zip(ids[1 : 1 + 2 * num : 2], bits[2 : 2 + 2 * num : 2], strict=True)
+                likeliest = sorted(
+                    (pair for pair in pairs if pair[1] > -math.inf), key=lambda pair: (-pair[1], pair[0])
+                )
+                told[row] = TokenLogprobs(token, bits[0], tuple(likeliest))
+        return told
+
+
+class AskingPicker:
+    """Picks tokens where some rows ask for more.
+
+    plain: picks where none does; its tokens are those of both
+    most:  texts with penalties in a step
+    """
+
+    def __init__(self, plain: TokenPicker, ops: PickOps, vocab: int, most: int) -> None:
+        self.plain, self._ops, self._vocab = plain, ops, vocab
+        self._device = plain.tokens.device
+        self._counts = TokenCounts(self._device, vocab, most)
+
+    def pick(self, logits: Tensor, draws: Mapping[int, Draw], asks: Mapping[int, RowAsk]) -> AskedTokens:
+        """As TokenPicker.pick. asks: of rows that ask for anything"""
+        shapes = {row: ask.shape for row, ask in asks.items() if ask.shape is not None}
+        nums = {row: ask.num_likeliest for row, ask in asks.items() if ask.num_likeliest != NO_LOGPROBS}
+        texts = [shape.counted for shape in shapes.values() if shape.counted is not None]
+        # Before the tokens are picked anew that were picked last.
+        counts = iter(self._counts.rows(texts, self.plain.tokens) if texts else ())
+        picked = self.plain.pick(logits, {row: draw for row, draw in draws.items() if row not in shapes})
+        found = torch.empty(0, 2, dtype=torch.int32)
+        if shapes:
+            counted = [next(counts) if shape.counted is not None else columns.NONE for shape in shapes.values()]
+            found = self._pick_shaped(logits, shapes, counted, [draws.get(row, GREEDY) for row in shapes])
+        done: Fence = torch.Event(self._device) if self._device.type != "cpu" else NoFence()
+        told = coming(self._likeliest(logits, nums))
+        done.record()
+        return AskedTokens(picked, (shapes, found), (nums, told), done)
+
+    def _pick_shaped(
+        self, logits: Tensor, shapes: Mapping[int, RowShape], counted: Sequence[int], draws: Sequence[Draw]
+    ) -> Tensor:
+        """int32 [rows, 2], on its way to the host: what was found of each shaped row."""
+        device, num = self._device, len(shapes)
+        masks = [shape.mask for shape in shapes.values() if shape.mask is not None]
+        asked = sent(_table_of(shapes, counted), device)
+        all_masks = sent(np.stack(masks), device) if masks else torch.empty(0, 1, dtype=torch.int32, device=device)
+        shaped = torch.empty(num, self._vocab, dtype=torch.float32, device=device)
+        self._ops.shape_rows(logits, asked, self._counts.table, all_masks, shaped)
+        ids = [place * self._vocab + shape.biases[0] for place, shape in enumerate(shapes.values())]
+        if sum(map(len, ids)):
+            biases = np.concatenate([shape.biases[1] for shape in shapes.values()])
+            shaped.view(-1).index_add_(0, sent(np.concatenate(ids), device), sent(biases, device))
+        if any(shape.top_k or shape.depth > -math.inf for shape in shapes.values()):
+            self._ops.cut_rows(asked, shaped)
+        tokens, found = (torch.empty(num, *of_each, dtype=torch.int32, device=device) for of_each in ((), (2,)))
+        num_drawing = sum(draw.temperature > 0 for draw in draws)
+        self._ops.pick_rows(shaped, sent(terms_of(draws), device), tokens, found, num_drawing=num_drawing)
+        self.plain.tokens.index_copy_(0, asked[:, columns.ROW].long(), tokens)
+        return coming(found)
+
+    def _likeliest(self, logits: Tensor, nums: Mapping[int, int]) -> Tensor:
+        """int32 [rows, any]: as of launch_likeliest."""
+        words = 1 + 2 * min(max(nums.values(), default=0), self._vocab)
+        found = torch.empty(len(nums), words, dtype=torch.int32, device=self._device)
+        if nums:
+            asked = sent(np.array(list(nums.items()), np.int32), self._device)
+            self._ops.likeliest(logits, asked, self.plain.tokens, found)
+        return found
+
+
+def _table_of(shapes: Mapping[int, RowShape], counted: Sequence[int]) -> Int32Array:
+    """int32 [rows, NUM_COLUMNS], as of launch_shape_rows and launch_cut_rows."""
+    table = np.empty((len(shapes), columns.NUM_COLUMNS), np.int32)
+    numbers, num_masks = table.view(np.float32), 0
+    for line, number, counts, (row, shape) in zip(table, numbers, counted, shapes.items(), strict=True):
+        mask = columns.NONE
+        if shape.mask is not None:
+            mask, num_masks = num_masks, num_masks + 1
+        line[: columns.REPETITION] = row, counts, mask
+        number[columns.REPETITION : columns.TOP_K] = shape.penalties
+        line[columns.TOP_K], number[columns.DEPTH] = min(shape.top_k, 2**31 - 1), shape.depth
+    return table

@@ -1,0 +1,83 @@
+"""Asks: what a sequence's tokens are picked with beside its draws."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from rocm_attn.errors import BadRequest
+from rocm_attn.runner.asking_picker import NO_BIASES, Biases, RowAsk, RowShape
+from rocm_attn.runner.logprobs import NO_LOGPROBS
+from rocm_attn.runner.matching import TextMatcher
+from rocm_attn.runner.request import Request, Sequence
+from rocm_attn.runner.sampling import Sampling
+from rocm_attn.runner.token_counts import CountedText
+
+
+class Asks:
+    """What one request asks for, which goes beyond a draw.
+
+    stops:   tokens that end its text
+    matcher: of its constraint, if it has one
+
+    needs_tokens: whether the host must know all tokens of the text before the next one is picked
+    takes_drafts: whether its tokens may be picked after guessed ones. Not where what is picked depends on all tokens
+                  before it, in a way that is known for those alone that are the text's
+    """
+
+    def __init__(self, request: Request, stops: frozenset[int], matcher: TextMatcher | None) -> None:
+        self._sampling, self._min_tokens, self._num_likeliest = request.sampling, request.min_tokens, request.logprobs
+        self._stops, self._matcher = stops, matcher
+        self.needs_tokens = matcher is not None
+        self.takes_drafts = matcher is None and not self._sampling.has_penalties
+        biases = self._sampling.logit_bias
+        self._biases = _biases_of(biases)
+        self._early_biases = _biases_of((*biases, *((token, -math.inf) for token in sorted(stops))))
+        self._top_k, self._depth = _cut_of(self._sampling)
+
+    def of(self, sequence: Sequence, place: int) -> RowAsk:
+        """What it asks for where its new token number `place` is picked, from 0 on."""
+        return RowAsk(self._shape(sequence, place), self._num_likeliest)
+
+    def _shape(self, sequence: Sequence, place: int) -> RowShape | None:
+        is_early, sampling = place < self._min_tokens, self._sampling
+        counted, mask, why = None, None, ""
+        if sampling.has_penalties:
+            counted = CountedText(
+                sequence.number, sequence.token_ids, len(sequence.request.prompt_token_ids), sequence.unread_at
+            )
+        if self._matcher is not None:
+            try:
+                mask = self._matcher.mask(sequence.new_token_ids, self._stops if is_early else ())
+            except BadRequest as error:
+                mask, why = self._matcher.nothing, str(error)
+        biases = self._early_biases if is_early and mask is None else self._biases
+        if counted is None and mask is None and not len(biases[0]) and not self._top_k and self._depth == -math.inf:
+            return None
+        penalties = sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty
+        return RowShape(penalties, counted, biases, mask, self._top_k, self._depth, why)
+
+
+def asks_of(request: Request, stops: frozenset[int], matcher: TextMatcher | None) -> Asks | None:
+    """What a request asks for; None for one that asks for a draw alone, or for the likeliest token."""
+    sampling = request.sampling
+    asks_for_shape = sampling.has_penalties or sampling.logit_bias or _cut_of(sampling) != _cut_of(Sampling())
+    is_held_on = request.min_tokens > 0 and stops
+    if asks_for_shape or is_held_on or matcher is not None or request.logprobs != NO_LOGPROBS:
+        return Asks(request, stops, matcher)
+    return None
+
+
+def _cut_of(sampling: Sampling) -> tuple[int, float]:
+    """top_k and depth, as of RowShape. The likeliest token is kept whatever they are."""
+    if sampling.is_greedy:
+        return 0, -math.inf
+    return sampling.top_k, sampling.temperature * math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf
+
+
+def _biases_of(pairs: tuple[tuple[int, float], ...]) -> Biases:
+    if not pairs:
+        return NO_BIASES
+    ids, values = zip(*pairs, strict=True)
+    return np.array(ids, np.int64), np.array(values, np.float32)

@@ -1,0 +1,111 @@
+"""Matching: which tokens may come next in a text with a constraint. llguidance says so, which is imported late."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rocm_attn.batch.step_batch import Int32Array
+from rocm_attn.errors import BadRequest
+from rocm_attn.runner.constraint import Constraint, grammar_of, library, reason_of
+from rocm_attn.runner.loading import LoadedModel
+from rocm_attn.runner.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+# Compiled constraints that are kept: a service asks for the same few again and again.
+_MOST_KEPT = 64
+
+
+class TextMatcher:
+    """One text that a constraint is on.
+
+    matcher: at the beginning of the text, no one else's
+    words:   int32 words of a mask
+    """
+
+    def __init__(self, matcher: LLMatcher, words: int) -> None:
+        self._matcher, self._words = matcher, words
+        self._num_taken = 0
+        self.nothing: Int32Array = np.zeros(words, np.int32)  # a mask that allows no token
+
+    def mask(self, token_ids: Sequence[int], banned: Collection[int]) -> Int32Array:
+        """int32 [words], a bit for each token that may come next.
+
+        token_ids: the text so far; it goes on with what the call before was given
+        banned:    tokens that are ruled out too, as long as others are left
+        Raises BadRequest where the library has given up.
+        """
+        new, self._num_taken = token_ids[self._num_taken :], len(token_ids)
+        if new:
+            self._matcher.consume_tokens(list(new))
+        mask: Int32Array = np.zeros(self._words, np.int32)
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if self._matcher.is_error():
+            raise BadRequest(f"the constraint cannot be followed any further: {reason_of(self._matcher.get_error())}")
+        if banned:
+            others = mask.copy()
+            for token in banned:
+                others[token // 32] &= ~np.int32(np.uint32(1 << (token % 32)).view(np.int32))
+            if others.any():
+                mask = others
+        return mask
+
+
+class Matching:
+    """The constraints of one engine's requests.
+
+    tokenizer:     of the model
+    vocab_size:    of the logits
+    eos_token_ids: tokens that end a text; where the model has none, a request brings its own
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, eos_token_ids
+        self._tokens: dict[tuple[int, ...], Any] = {}  # by the tokens that end a text
+        self._compiled: dict[tuple[Constraint, tuple[int, ...]], LLMatcher] = {}  # the one used last at the end
+
+    def prepare(self) -> None:
+        """Read the tokenizer, which takes a second, before a request waits for it. Raises BadRequest."""
+        if self._eos_token_ids:
+            self._tokens_ending_in(self._eos_token_ids)
+
+    def matcher(self, constraint: Constraint, stop_token_ids: tuple[int, ...]) -> TextMatcher:
+        """Of a new text. stop_token_ids: the request's own. Raises BadRequest, with the library's reason."""
+        ends = self._eos_token_ids or stop_token_ids
+        if not ends:
+            raise BadRequest(
+                "the model has no token that ends a text, which a constraint needs; name one in stop_token_ids"
+            )
+        key = constraint, ends
+        compiled = self._compiled.pop(key, None)
+        if compiled is None:
+            compiled = library().LLMatcher(self._tokens_ending_in(ends), grammar_of(constraint), log_level=0)
+            if compiled.is_error():
+                raise BadRequest(f"the constraint cannot be used: {reason_of(compiled.get_error())}")
+        self._compiled[key] = compiled
+        if len(self._compiled) > _MOST_KEPT:
+            del self._compiled[next(iter(self._compiled))]
+        return TextMatcher(compiled.deep_copy(), -(-self._vocab_size // 32))
+
+    def _tokens_ending_in(self, ends: tuple[int, ...]) -> Any:
+        """The library's tokenizer. Raises BadRequest where it cannot read the model's."""
+        if ends not in self._tokens:
+            text = self._tokenizer.backend.to_str()
+            try:
+                self._tokens[ends] = library().LLTokenizer(text, n_vocab=self._vocab_size, eos_token=list(ends))
+            except ValueError as error:
+                raise BadRequest(
+                    f"this model's tokenizer cannot be used with a constraint ({error}); leave the constraint out"
+                ) from error
+        return self._tokens[ends]
+
+
+def matching_of(loaded: LoadedModel) -> Matching | None:
+    """Of a model's texts; None where its tokens have none."""
+    if loaded.tokenizer is None:
+        return None
+    return Matching(loaded.tokenizer, loaded.config.vocab_size, loaded.config.eos_token_ids)

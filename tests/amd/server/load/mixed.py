@@ -1,0 +1,251 @@
+"""MixedLoad: clients that ask, leave and err, and a server that is drained and replaced under them.
+
+What is accepted is never lost: where the server is told to end, every request that it has read gets its whole answer.
+What it did not accept, its client asks the next server for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import traceback
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import openai
+
+from tests.amd.server.load.clients import MODEL, Answer, LostAnswer, ask, client_of, conversations
+from tests.amd.server.load.served import Served
+
+DISCONNECTS, INVALID = 0.10, 0.05
+# Fields that are wrong, in the place of those of a good request, and the status of the answer.
+WRONG: tuple[tuple[dict[str, Any], int], ...] = (
+    ({"messages": []}, 400),
+    ({"messages": [{"role": "nobody", "content": "w1"}]}, 400),
+    ({"messages": [{"role": "user", "content": " ".join(["w1"] * 600)}]}, 400),
+    ({"model": "another"}, 404),
+    ({"max_tokens": -1}, 400),
+    ({"temperature": 9.0}, 400),
+    ({"n": 10_000}, 400),
+    ({"seed": "seven"}, 400),
+    ({"stop": [1, 2]}, 400),
+    ({"stream": "maybe"}, 400),
+)
+
+
+@dataclass
+class Tally:
+    """What became of the requests of a load.
+
+    kinds:     how many were answered, left early, refused as invalid, or sent again to the next server
+    wrong:     answers that are not those of a quiet server, in sentences
+    lost:      accepted requests without an answer, in sentences
+    resident:  bytes of memory of the servers, one list for each, at its quiet moments
+    """
+
+    kinds: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    resident: list[list[float]] = field(default_factory=list)
+
+    def assert_right(self) -> None:
+        """Every answer is right and none is lost."""
+        assert not self.wrong, "\n".join(self.wrong[:20])
+        assert not self.lost, "\n".join(self.lost[:20])
+
+
+class MixedLoad:
+    """A load of so many clients on a server with these flags, and on those that come after it on its port.
+
+    tally:    what has become of it so far
+    num_sent: requests that were sent in all
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        *flags: str,
+        at_a_time: int,
+        seed: int = 0,
+        port: int = 0,
+        max_tokens: int = 12,
+    ) -> None:
+        self.tally = Tally()
+        self._model, self._flags, self._chooser, self._at_a_time = model, flags, random.Random(seed), at_a_time
+        self._asked = conversations(40, seed, max_tokens=max_tokens)
+        self._expected: list[Answer] = []
+        self._open: dict[int, str] = {}  # number of a request that was sent -> what it is; each is to be answered
+        self._accepted: set[int] = set()  # of them, those that a server had read when it was told to end
+        self.num_sent = 0
+        self._may_send, self._is_served, self._quiet = asyncio.Event(), asyncio.Event(), asyncio.Condition()
+        self._is_over = False
+        self._server = Served(model, *flags, port=port)
+        self.port = self._server.port
+        self._may_send.set()
+        self._is_served.set()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Clients ask inside of it. At its end all are answered, and the server has given everything back."""
+        async with client_of(self._server.url) as client:
+            self._expected = [await ask(client, asked) for asked in self._asked]
+        await self.settle()
+        clients = [asyncio.ensure_future(self._be_a_client()) for _ in range(self._at_a_time)]
+        try:
+            yield
+        finally:
+            self._is_over = True
+            await asyncio.gather(*clients)
+            await self.settle()
+            await asyncio.to_thread(self._server.stop)
+
+    async def until(self, num_requests: int) -> None:
+        """Wait until so many requests were sent in all."""
+        async with self._quiet:
+            await self._quiet.wait_for(lambda: self.num_sent >= num_requests)
+
+    async def settle(self) -> None:
+        """Let all requests end, and see that the server holds nothing of them; then go on."""
+        self._may_send.clear()
+        async with self._quiet:
+            await self._quiet.wait_for(lambda: not self._open)
+        while True:  # it may not have seen yet that the last ones left
+            counts = await asyncio.to_thread(self._server.counts)
+            if counts["requests_total"] == counts["requests_ended_total"] and not counts["running"]:
+                break
+        counts.assert_empty()
+        resident = _resident_bytes(self._server.pid)
+        if len(self.tally.resident) == self.tally.kinds["drains"]:
+            self.tally.resident.append([])
+        self.tally.resident[-1].append(resident)
+        self._may_send.set()
+
+    async def drain(self) -> None:
+        """Tell the server to end while it serves, and begin another one on its port."""
+        self._may_send.clear()
+        for _ in range(3):  # a scrape is read after what was sent before it
+            await asyncio.to_thread(self._server.counts)
+        self._is_served.clear()
+        self._accepted |= self._open.keys()
+        self.tally.kinds["open at a drain"] += len(self._open)
+        self._server.send(signal.SIGTERM)
+        self._may_send.set()  # some ask while it drains
+        code = await asyncio.to_thread(self._server.end)
+        if code != 0 or any("giving up" in line for line in self._server.log):
+            self.tally.lost.append(f"the drained server ended with {code}: {self._server.log[-5:]}")
+        self.tally.kinds["drains"] += 1
+        self._server = await asyncio.to_thread(Served, self._model, *self._flags, port=self.port)
+        self._is_served.set()
+
+    async def _be_a_client(self) -> None:
+        async with client_of(f"http://127.0.0.1:{self.port}") as client:
+            while not self._is_over:
+                await self._may_send.wait()
+                try:
+                    await self._ask_leave_or_err(client)
+                except Exception as error:  # a client that stops would keep the load from its end
+                    self.tally.wrong.append("".join(traceback.format_exception(error)))
+
+    async def _ask_leave_or_err(self, client: openai.AsyncOpenAI) -> None:
+        drawn, place = self._chooser.random(), self._chooser.randrange(len(self._asked))
+        if drawn < DISCONNECTS:
+            await self._leave_early(client, place)
+        elif drawn < DISCONNECTS + INVALID:
+            await self._err(client, place)
+        else:
+            await self._ask(client, place)
+
+    async def _ask(self, client: openai.AsyncOpenAI, place: int) -> None:
+        """Ask until a server has taken it; compare the answer."""
+        while True:
+            number = await self._sent(f"conversation {place}")
+            try:
+                answer = await ask(client, self._asked[place])
+            except (openai.APIError, LostAnswer) as error:
+                if not await self._is_refusal(number, error):
+                    return
+            else:
+                await self._ended(number)
+                self.tally.kinds["answered"] += 1
+                if answer != self._expected[place]:
+                    self.tally.wrong.append(f"conversation {place}: {answer}, not {self._expected[place]}")
+                return
+            await self._is_served.wait()
+
+    async def _is_refusal(self, number: int, error: Exception) -> bool:
+        """Whether a request was not taken, and may be sent to the next server; else it is lost."""
+        drained = isinstance(error, openai.APIStatusError) and error.status_code == 503
+        not_read = isinstance(error, openai.APIConnectionError) and not self._is_served.is_set()
+        what, accepted = self._open[number], number in self._accepted
+        await self._ended(number)
+        if accepted or not (drained or not_read):
+            self.tally.lost.append(f"{what}, accepted before the drain: {accepted}: {type(error).__name__}: {error}")
+            return False
+        self.tally.kinds["sent again after 503" if drained else "sent again after no connection"] += 1
+        return True
+
+    async def _leave_early(self, client: openai.AsyncOpenAI, place: int) -> None:
+        """Close the connection after some of a stream, or before anything of an answer."""
+        num_chunks = self._chooser.randrange(4)
+        number = await self._sent("one that leaves")
+        asking = asyncio.ensure_future(self._read_some(client, place, num_chunks))
+        try:
+            if num_chunks == 0:
+                await client.models.list()  # which takes as long as the server needs to read both
+            else:
+                await asking
+        except openai.APIError:
+            pass  # of a server that drains; it leaves anyway
+        finally:
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+            self.tally.kinds["left"] += 1
+            await self._ended(number)
+
+    async def _read_some(self, client: openai.AsyncOpenAI, place: int, num_chunks: int) -> None:
+        asked = {**self._asked[place], "stream": True, "max_tokens": 60}
+        async with await client.chat.completions.create(**asked) as stream:
+            async for _ in stream:
+                num_chunks -= 1
+                if num_chunks <= 0:
+                    return
+
+    async def _err(self, client: openai.AsyncOpenAI, place: int) -> None:
+        wrong, status = self._chooser.choice(WRONG)
+        asked = {**self._asked[place], "stream": False, "model": MODEL}
+        number = await self._sent(f"one with {str(wrong)[:60]}")
+        try:
+            await client.chat.completions.create(**asked, extra_body=wrong)
+        except openai.APIStatusError as error:
+            self.tally.kinds["invalid"] += 1
+            if error.status_code not in (status, 503):
+                self.tally.wrong.append(f"{str(wrong)[:60]} is answered {error.status_code}, not {status}: {error}")
+        except openai.APIConnectionError as error:
+            if number in self._accepted or self._is_served.is_set():
+                self.tally.lost.append(f"{str(wrong)[:60]}: {error}")
+        else:
+            self.tally.wrong.append(f"{str(wrong)[:60]} is answered as if it were right")
+        finally:
+            await self._ended(number)
+
+    async def _sent(self, what: str) -> int:
+        async with self._quiet:
+            self.num_sent += 1
+            self._open[self.num_sent] = what
+            self._quiet.notify_all()
+            return self.num_sent
+
+    async def _ended(self, number: int) -> None:
+        async with self._quiet:
+            self._open.pop(number, None)
+            self._quiet.notify_all()
+
+
+def _resident_bytes(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/statm").read_text().split()
+    return int(fields[1]) * 4096.0

@@ -1,0 +1,122 @@
+"""Requests under one API key change nothing for another: neither answers, nor what the prefix cache gives away."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.amd.server.load.clients import ask, ask_all, client_of, conversations
+from tests.amd.server.load.served import Served, served
+
+ALICE, MALLORY = "alice-has-this-key", "mallory-has-that-key"
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    keys = tmp_path_factory.mktemp("keys") / "keys.txt"
+    keys.write_text(f"{ALICE}\n{MALLORY}\n")
+    with served(model, "--api-key-file", str(keys)) as server:
+        yield server
+
+
+# What Mallory adds to a conversation of Alice's.
+POISON: tuple[dict[str, Any], ...] = (
+    {"logit_bias": {str(token): -100 for token in range(64)}},
+    {"logit_bias": {"1": 1e308, "2": -1e308}},
+    {"temperature": 1e-300},
+    {"temperature": 2.0, "top_p": 1e-300},
+    {"presence_penalty": 2.0, "frequency_penalty": -2.0, "repetition_penalty": 1e-30},
+    {"max_tokens": 2**31 - 1},
+    {"max_completion_tokens": 2**31 - 1},
+    {"n": 16, "max_tokens": 90},
+    {"stop": [f"w{number}" for number in range(16)]},
+    {"logprobs": True, "top_logprobs": 20},
+    {"seed": -(2**63)},
+    {"cache_salt": hashlib.sha256(ALICE.encode()).hexdigest()},
+    {"response_format": {"type": "json_object"}},
+)
+
+
+async def poison(server: Served, asked: list[dict[str, Any]], times: int) -> list[int]:
+    """Mallory sends Alice's conversations, poisoned, and leaves every third; the statuses of the others."""
+    found = []
+    async with client_of(server.url, MALLORY) as client:
+
+        async def send(number: int) -> None:
+            extra = POISON[number % len(POISON)]
+            fields = {**asked[number % len(asked)], "stream": number % 3 == 0}
+            try:
+                answer = await client.chat.completions.create(**fields, extra_body=extra)
+                if number % 3 == 0:
+                    await answer.close()  # what was begun is given up
+                found.append(200)
+            except openai.APIStatusError as error:
+                found.append(error.status_code)
+
+        for first in range(0, times, 8):
+            await asyncio.gather(*(send(number) for number in range(first, first + 8)))
+    return found
+
+
+def test_poison_under_one_key_changes_no_answer_under_another(server: Served) -> None:
+    asked = conversations(24, seed=21)
+    expected = asyncio.run(ask_all(server.url, asked, at_a_time=1, key=ALICE))
+
+    async def both() -> tuple[list[Any], list[int]]:
+        alice = asyncio.ensure_future(ask_all(server.url, asked * 3, at_a_time=6, key=ALICE))
+        return await alice, await poison(server, asked, 8 * len(POISON))
+
+    async def at_once() -> tuple[list[Any], list[int]]:
+        poisoning = asyncio.ensure_future(poison(server, asked, 8 * len(POISON)))
+        return await ask_all(server.url, asked * 3, at_a_time=6, key=ALICE), await poisoning
+
+    answers, statuses = asyncio.run(at_once())
+    assert answers == expected * 3
+    assert set(statuses) <= {200, 400}
+    assert statuses.count(200) > len(statuses) / 4, "most of the poison was refused, and shows nothing"
+    while (counts := server.counts())["requests_total"] != counts["requests_ended_total"]:
+        pass
+    counts.assert_empty()
+    assert counts["http_requests_total:status=500"] == 0
+
+
+def test_prompts_of_one_key_are_not_found_by_another(server: Served) -> None:
+    prompt = " ".join(f"w{number}" for number in range(60, 10, -1))
+    asked = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": 1,
+        "temperature": 0.0,
+        "stream": False,
+    }
+    digest = hashlib.sha256(ALICE.encode()).hexdigest()
+
+    async def hits(key: str, **extra: object) -> float:
+        """Tokens of the prompt that the prefix cache gave."""
+        before = server.counts()["prefix_hits_total"]
+        async with client_of(server.url, key) as client:
+            await ask(client, {**asked, "extra_body": extra})
+        return server.counts()["prefix_hits_total"] - before
+
+    assert asyncio.run(hits(ALICE)) == 0
+    assert asyncio.run(hits(ALICE)) > 40
+    for extra in ({}, {"cache_salt": digest}, {"cache_salt": ""}, {"cache_salt": f":{digest}"}):
+        assert asyncio.run(hits(MALLORY, **extra)) == 0, extra
+    assert asyncio.run(hits(MALLORY)) > 40, "she finds her own"
+    assert asyncio.run(hits(ALICE)) > 40
+
+
+def test_without_a_key_nothing_is_told(server: Served) -> None:
+    asked = conversations(1)
+
+    for key in ("", "alice-has-this-ke", f"{ALICE} ", f"{ALICE},{MALLORY}"):
+        with pytest.raises((openai.AuthenticationError, openai.APIConnectionError)):
+            asyncio.run(ask_all(server.url, asked, at_a_time=1, key=key))
+    assert "alice" not in "\n".join(server.log)
+    assert ALICE not in server.get("/metrics")

@@ -1,0 +1,60 @@
+"""HTTP byte by byte, for what no client would send."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import socket
+from collections.abc import Iterator
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+@contextlib.contextmanager
+def connection(port: int, *, receive_buffer: int = 0) -> Iterator[socket.socket]:
+    """receive_buffer: bytes of it, as small as the kernel lets it be; 0: as it is"""
+    with socket.socket() as opened:
+        if receive_buffer:
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        opened.connect(("127.0.0.1", port))
+        yield opened
+
+
+def post(path: str, body: bytes, *headers: str) -> bytes:
+    """A request after whose answer the connection is closed."""
+    lines = [f"POST {path} HTTP/1.1", "Host: x", "Connection: close", "Content-Type: application/json", *headers]
+    if not any(header.lower().startswith(("content-length", "transfer-encoding")) for header in headers):
+        lines.append(f"Content-Length: {len(body)}")
+    return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
+
+
+def chat(**fields: object) -> bytes:
+    """The body of a chat request of a word."""
+    return json.dumps(
+        {"model": "tiny", "messages": [{"role": "user", "content": "w1"}], "max_tokens": 2, **fields}
+    ).encode()
+
+
+def answers(port: int, sent: bytes, *, ends: bool = False) -> bytes:
+    """All that comes until the server closes the connection. ends: whether the client says that it sends no more"""
+    with connection(port) as opened:
+        with contextlib.suppress(ConnectionError):  # the server may close before it has read everything
+            opened.sendall(sent)
+            if ends:
+                opened.shutdown(socket.SHUT_WR)
+        return read_all(opened)
+
+
+def read_all(opened: socket.socket) -> bytes:
+    """What comes until the end of the connection, however it ends."""
+    parts = []
+    with contextlib.suppress(ConnectionError):
+        while part := opened.recv(1 << 16):
+            parts.append(part)
+    return b"".join(parts)
+
+
+def statuses(received: bytes) -> list[int]:
+    """Of the answers in what was received."""
+    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) ", received)]

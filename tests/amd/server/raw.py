@@ -1,0 +1,99 @@
+"""Requests below the level of OpenAI's client: what a client gets, byte by byte, and clients that misbehave."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+from tests.amd.server.running import NAME, Running
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What came back. headers: names in lower case"""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        """The body."""
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """The body of an answer that is an error, which must have OpenAI's form and nothing else."""
+        content = self.json
+        assert list(content) == ["error"]
+        assert list(content["error"]) == ["message", "type", "param", "code"]
+        assert content["error"]["message"]
+        found: dict[str, Any] = content["error"]
+        return found
+
+
+def asked(**fields: Any) -> dict[str, Any]:
+    """A body that is served."""
+    return {"model": NAME, "prompt": "w9 w12 w33", "max_tokens": 4, "temperature": 0, **fields}
+
+
+def send(
+    server: Running,
+    method: str,
+    path: str,
+    body: bytes | dict[str, Any] | None = None,
+    headers: dict[str, str] | None = None,
+) -> Reply:
+    """Ask, and read the whole answer."""
+    connection = http.client.HTTPConnection(*server.address)
+    try:
+        content = json.dumps(body).encode() if isinstance(body, dict) else body
+        connection.request(method, path, content, {"Content-Type": "application/json", **(headers or {})})
+        answer = connection.getresponse()
+        return Reply(answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read())
+    finally:
+        connection.close()
+
+
+def post(server: Running, body: bytes | dict[str, Any], path: str = COMPLETIONS, **headers: str) -> Reply:
+    """send() of a POST. headers: with _ for -"""
+    return send(server, "POST", path, body, {name.replace("_", "-"): value for name, value in headers.items()})
+
+
+def as_bytes(body: dict[str, Any], path: str = COMPLETIONS) -> bytes:
+    """A request as it is sent."""
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
+
+
+class Client:
+    """A connection over which a request was sent, whose answer is read when a test likes to."""
+
+    def __init__(self, server: Running, body: dict[str, Any], path: str = COMPLETIONS) -> None:
+        self.socket = socket.create_connection(server.address)
+        self.socket.sendall(as_bytes(body, path))
+        self._reader = self.socket.makefile("rb")
+
+    def read_until(self, text: bytes) -> bytes:
+        """Lines up to the first that holds a text. Raises AssertionError where there is none."""
+        found = b""
+        for line in self._reader:
+            found += line
+            if text in line:
+                return found
+        raise AssertionError(found)
+
+    def rest(self) -> bytes:
+        """All that comes until the server closes the connection."""
+        return self._reader.read()
+
+    def leave(self) -> None:
+        """Close the connection."""
+        self._reader.close()
+        self.socket.close()

@@ -1,0 +1,294 @@
+"""How requests and servers end: clients that leave or are slow, deadlines, too many at once, faults, drains.
+
+Steps wait for the test's word where it matters what happens during one.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from rocm_attn.errors import DeviceFault
+from rocm_attn.runner.async_engine import EngineEnded
+from rocm_attn.runner.loading import LoadedModel
+from tests.amd.runner.async_engines import NAN_TOKEN, Broken, Gated, engine
+from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
+from tests.amd.server.raw import CHAT, Client, Reply, as_bytes, asked, post, send
+from tests.amd.server.running import NAME, Running, running
+
+LONG: dict[str, Any] = {"max_tokens": 60}
+MANY_STEPS = 10_000
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return tiny_model(tokenizer=word_tokenizer())
+
+
+@contextmanager
+def gated_server(loaded: LoadedModel, **options: Any) -> Iterator[tuple[Running, Gated]]:
+    """A server whose engine waits before each step; all steps may run at the end."""
+    served = engine(loaded)
+    gated = Gated(served)
+    with running(served, **options) as server:
+        try:
+            yield server, gated
+        finally:
+            gated.let(MANY_STEPS)
+
+
+def begun(gated: Gated) -> None:
+    """Wait until another step has begun."""
+    gated._begun.acquire()
+
+
+def events(text: bytes) -> list[Any]:
+    """The events of a stream; [DONE] as a text."""
+    found = [line.removeprefix(b"data: ") for line in text.splitlines() if line.startswith(b"data: ")]
+    return [each.decode() if each == b"[DONE]" else json.loads(each) for each in found]
+
+
+def ended(server: Running) -> dict[str, int]:
+    """Requests of the engine, by why they ended."""
+    return server.between_steps(lambda: dict(server.engine.metrics.requests_ended))
+
+
+@pytest.mark.parametrize("num_choices", [1, 3])
+@pytest.mark.parametrize("path", ["/v1/completions", CHAT])
+def test_a_client_that_leaves_a_stream_frees_its_pages(path: str, num_choices: int, loaded: LoadedModel) -> None:
+    with gated_server(loaded) as (server, gated):
+        fields = {"prompt": "w9"} if path != CHAT else {"messages": [{"role": "user", "content": "w9"}]}
+        client = Client(server, {"model": NAME, "n": num_choices, "stream": True, **LONG, **fields}, path)
+        gated.let(3)
+        client.read_until(b"data: ")
+        client.leave()
+        server.jobs_are_done()  # while the engine is in a step, which waits
+        gated.let(MANY_STEPS)
+        assert server.holds_nothing()
+        assert ended(server) == {"cancelled": num_choices}
+        assert server.between_loops(lambda: server.generations.counts.disconnects) == 1
+
+
+def test_a_client_that_leaves_before_its_answer_frees_its_pages(loaded: LoadedModel) -> None:
+    with gated_server(loaded) as (server, gated):
+        client = Client(server, asked(n=2, **LONG))
+        begun(gated)
+        client.leave()
+        server.jobs_are_done()
+        gated.let(MANY_STEPS)
+        assert server.holds_nothing()
+        assert ended(server) == {"cancelled": 2}
+
+
+def test_a_client_that_leaves_in_its_body_is_forgotten(loaded: LoadedModel) -> None:
+    with gated_server(loaded) as (server, _):
+        with socket.create_connection(server.address) as client:
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Length: 99\r\n\r\n{")
+            while not server.between_loops(lambda: len(server.jobs)):
+                pass
+        server.jobs_are_done()
+        assert send(server, "GET", "/health").status == 200
+
+
+def test_a_client_that_takes_nothing_counts_as_gone(loaded: LoadedModel) -> None:
+    """Its connection takes little, so that the answer fills it; the kernel ends it after write_seconds."""
+    served = engine(loaded)
+    with running(served, write_seconds=0.2) as server:
+        server.between_loops(lambda: server.shrink_buffers(4096))
+        slow = socket.socket()
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect(server.address)
+        with slow:
+            slow.sendall(as_bytes(asked(n=16, stream=True, logprobs=20, **LONG)))
+            while not server.between_loops(lambda: len(server.jobs)):
+                pass
+            assert server.holds_nothing(), "the job has ended although nothing was read"
+        assert server.between_loops(lambda: server.generations.counts.disconnects) == 1
+
+
+def test_whom_no_place_is_free_for_is_told_when_to_come_again(loaded: LoadedModel) -> None:
+    with gated_server(loaded, max_requests=2, max_choices=2) as (server, gated):
+        first = Client(server, asked(stream=True, **LONG))
+        begun(gated)
+        # One place is free, and two are asked for: none of the two is taken.
+        refused = [post(server, asked(n=2))]
+        second = Client(server, asked(stream=True))
+        while server.between_loops(lambda: server.front.num_requests) < 2:
+            pass
+        refused.append(post(server, asked()))
+        for reply in refused:
+            assert (reply.status, reply.error["code"], reply.error["type"]) == (
+                429,
+                "too_many_requests",
+                "rate_limit_error",
+            )
+            assert 1 <= int(reply.headers["retry-after"]) <= 60
+        assert server.between_loops(lambda: server.front.num_requests) == 2
+        gated.let(MANY_STEPS)
+        assert [events(client.read_until(b"[DONE]"))[-1] for client in (first, second)] == ["[DONE]"] * 2
+        assert post(server, asked()).status == 200
+        for client in (first, second):
+            client.leave()
+
+
+@pytest.mark.parametrize("way", ["field", "header", "option"])
+def test_a_request_that_takes_too_long_is_given_up(way: str, loaded: LoadedModel) -> None:
+    options = {"deadline_seconds": 0.05} if way == "option" else {}
+    with gated_server(loaded, **options) as (server, gated):
+        fields = {"timeout": 0.05} if way == "field" else {}
+        headers = {"x_request_timeout": "0.05"} if way == "header" else {}
+        reply = post(server, asked(**LONG, **fields), **headers)
+        assert (reply.status, reply.error["code"]) == (504, "deadline_exceeded")
+        assert "deadline of 0.05 seconds" in reply.error["message"]
+        assert reply.headers["x-should-retry"] == "false"
+        gated.let(MANY_STEPS)
+        assert server.holds_nothing()
+
+
+def test_a_stream_whose_deadline_passes_ends_with_an_error(loaded: LoadedModel) -> None:
+    with gated_server(loaded) as (server, gated):
+        client = Client(server, asked(stream=True, timeout=0.5, **LONG))
+        begun(gated)
+        gated.let(1)
+        *_, last = events(client.read_until(b"deadline_exceeded"))
+        assert last["error"]["code"] == "deadline_exceeded"
+        assert b"[DONE]" not in client.read_until(b"0\r\n"), "the answer is whole, and says that it is not done"
+        client.leave()
+
+
+@pytest.mark.parametrize("timeout", ["0", "-1", "soon", "nan"])
+def test_a_deadline_that_is_none_is_refused(timeout: str, loaded: LoadedModel) -> None:
+    with gated_server(loaded) as (server, _):
+        assert post(server, asked(), x_request_timeout=timeout).status == 400
+
+
+def test_a_server_that_drains_finishes_what_it_has_taken(loaded: LoadedModel) -> None:
+    with gated_server(loaded) as (server, gated):
+        client = Client(server, asked(stream=True, **LONG))
+        begun(gated)
+        server.drain()
+        server.wait_until_draining()
+        replies = [send(server, "GET", "/ready"), post(server, asked()), send(server, "GET", "/health")]
+        assert [reply.status for reply in replies] == [503, 503, 200]
+        assert replies[1].error["code"] == "draining"
+        assert int(replies[1].headers["retry-after"]) >= 1
+        assert b"rocm_attn_draining 1" in send(server, "GET", "/metrics").body
+        gated.let(MANY_STEPS)
+        found = events(client.rest())
+        assert (len(found), found[-1]) == (61, "[DONE]")
+        client.leave()
+        server.thread.join()
+        assert server.ended is None
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(server.address)
+
+
+def test_what_a_drain_has_no_time_for_ends_with_an_error(loaded: LoadedModel) -> None:
+    with gated_server(loaded, drain_seconds=0.05) as (server, gated):
+        streamed, whole = Client(server, asked(stream=True, **LONG)), Client(server, asked(**LONG))
+        while server.between_loops(lambda: server.front.num_requests) < 2:
+            pass
+        gated.let(2)
+        streamed.read_until(b"data: ")
+        server.drain()
+        *_, last = events(streamed.rest())
+        assert last["error"]["code"] == "shutting_down"
+        answer = whole.rest()
+        assert answer.startswith(b"HTTP/1.1 503")
+        assert b'"code":"shutting_down"' in answer
+        gated.let(MANY_STEPS)
+        server.thread.join()
+        assert server.ended is None
+        for client in (streamed, whole):
+            client.leave()
+
+
+def test_a_request_that_fails_does_so_alone(loaded: LoadedModel) -> None:
+    """The logits after token 7 are no numbers."""
+    poisoned = tiny_model(tokenizer=word_tokenizer())
+    poisoned.weights.embedding[NAN_TOKEN] = float("nan")
+    with running(engine(poisoned)) as server:
+        expected = post(server, asked(prompt=[5, 6, 8])).json["choices"]
+        reply = post(server, asked(prompt=f"w{NAN_TOKEN}"))
+        assert (reply.status, reply.error["code"]) == (500, "request_failed")
+        assert "no token can be picked" in reply.error["message"]
+        stream = post(server, asked(prompt=[[5, 6, 8], [NAN_TOKEN]], stream=True))
+        assert b'"code":"request_failed"' in stream.body
+        assert b"[DONE]" not in stream.body
+        assert post(server, asked(prompt=[5, 6, 8])).json["choices"] == expected
+        assert server.holds_nothing()
+
+
+def test_a_fault_of_the_device_fails_the_requests_of_its_step_and_is_counted(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with gated_server(loaded) as (server, gated):
+        served = server.engine
+        run_step = served._steps.run
+        streamed = Client(server, asked(stream=True, **LONG))
+        gated.let(2)
+        for _ in range(3):
+            begun(gated)
+
+        def faulty(*_: object) -> Any:
+            monkeypatch.setattr(served._steps, "run", run_step)
+            served.metrics.faults += 1
+            raise DeviceFault("step 2: a page was not there", served.runtime.step_number)
+
+        monkeypatch.setattr(served._steps, "run", faulty)  # of the third step, which waits to begin
+        gated.let(MANY_STEPS)
+        error = events(streamed.read_until(b"error"))[-1]["error"]
+        assert "step 2: a page was not there" in error["message"]
+        streamed.leave()
+        assert post(server, asked()).status == 200
+        assert b"rocm_attn_faults_total 1" in send(server, "GET", "/metrics").body
+        assert send(server, "GET", "/health").status == 200
+        assert server.holds_nothing()
+
+
+def test_the_engines_end_is_told_to_everybody_and_ends_the_server(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with gated_server(loaded) as (server, gated):
+        streamed, whole = Client(server, asked(stream=True, **LONG)), Client(server, asked(**LONG))
+        while server.between_loops(lambda: server.front.num_requests) < 2:
+            pass
+        gated.let(2)
+        streamed.read_until(b"data: ")
+
+        def fails(*_: object) -> Any:
+            raise Broken("the device is gone")
+
+        monkeypatch.setattr(server.engine._steps, "run", fails)
+        gated.let(MANY_STEPS)
+        assert events(streamed.rest())[-1]["error"]["code"] == "engine_ended"
+        assert b'"code":"engine_ended"' in whole.rest()
+        server.thread.join()
+        assert isinstance(server.ended, EngineEnded)
+        assert isinstance(server.ended.__cause__, Broken)
+        for client in (streamed, whole):
+            client.leave()
+
+
+def test_the_health_of_an_engine_that_has_ended_is_503(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server ends soon after; it is held here by a client that still reads."""
+    replies: list[Reply] = []
+    with gated_server(loaded) as (server, gated):
+        held = server.hold()
+        monkeypatch.setattr(server.engine, "step", _broken)
+        gated.let(MANY_STEPS)
+        post(server, asked())
+        replies += [send(server, "GET", path) for path in ("/health", "/ready", "/metrics")]
+        replies.append(post(server, asked()))
+        held()
+    assert [reply.status for reply in replies] == [503, 503, 200, 503]
+    assert replies[0].error["code"] == "engine_ended"
+
+
+def _broken() -> Any:
+    raise Broken("the device is gone")

@@ -1,0 +1,107 @@
+"""`rocm-attn serve` as a process: signals, ports, ranks."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rocm_attn.cli import BAD_INPUT, main
+from rocm_attn.server.keys import VARIABLE
+from tests.amd.server.load.model_folder import write_model
+from tests.amd.server.load.served import Served, served
+from tests.amd.server.ports import DerivedPorts
+
+LONG = {"model": "tiny", "prompt": "w9 w12", "max_tokens": 100, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def ask(server: Served, **fields: Any) -> http.client.HTTPResponse:
+    """Send a request; its answer, of which the first byte has come."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port)
+    body = json.dumps({**LONG, **fields})
+    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    assert answer.status == 200, answer.read()
+    return answer
+
+
+def text(server: Served) -> str:
+    """What the prompt comes to."""
+    with ask(server) as answer:
+        found: str = json.loads(answer.read())["choices"][0]["text"]
+        return found
+
+
+def assert_ports_come_back(model: Path, *flags: str) -> None:
+    """A server that is killed in the middle of an answer leaves a port on which the next one serves the same."""
+    first = Served(model, *flags)
+    expected = text(first)
+    derived = DerivedPorts(first.pid)
+    assert first.port in derived.ports
+    with ask(first, stream=True) as answer:
+        assert answer.readline().startswith(b"data: ")
+        first.send(signal.SIGKILL)
+        assert first.end() == -signal.SIGKILL
+        derived.wait_until_free()
+        with served(model, *flags, port=first.port) as second:
+            assert second.port == first.port
+            assert text(second) == expected
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_server_that_is_killed_is_followed_by_one_on_the_same_port_at_once(ranks: str, model: Path) -> None:
+    assert_ports_come_back(model, "--tp", ranks)
+
+
+@pytest.mark.nightly
+def test_ranks_serve_what_one_rank_serves(model: Path) -> None:
+    with served(model) as alone, served(model, "--tp", "2") as ranks:
+        assert text(ranks) == text(alone)
+        counts = ranks.counts()
+        assert counts["new_tokens_total"] == 100
+        counts.assert_empty()
+        ranks.send(signal.SIGTERM)
+        assert ranks.end() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)])
+def test_a_signal_lets_what_was_taken_end_and_a_second_one_does_not(number: signal.Signals, model: Path) -> None:
+    server = Served(model)
+    with ask(server, stream=True) as answer:
+        server.send(number)
+        server.wait_for("shutting down")
+        assert answer.read().endswith(b"data: [DONE]\n\n")
+    assert server.end() == 0
+
+    server = Served(model, "--max-kv-len", "500", "--num-pages", "3000")
+    with ask(server, stream=True, n=16, max_tokens=480):
+        server.send(number)
+        server.wait_for("shutting down")
+        server.send(number)
+        assert server.end() == 128 + number
+
+
+def test_an_address_that_is_taken_is_named_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["serve", "--model", "nowhere", "--port", port]) == BAD_INPUT
+    assert f"the server cannot listen on 127.0.0.1 port {port} (Address already in use)" in capsys.readouterr().err
+
+
+def test_a_public_address_without_keys_is_refused_before_anything_is_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert main(["serve", "--model", "nowhere", "--host", "0.0.0.0"]) == BAD_INPUT
+    assert "--allow-anonymous" in capsys.readouterr().err

@@ -1,0 +1,282 @@
+"""What cannot be served is refused with a sentence in OpenAI's form, and never with a status of 5xx."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from rocm_attn.errors import BadSetting
+from rocm_attn.runner.chat_template import ChatTemplate
+from rocm_attn.runner.tokenizer import Tokenizer
+from rocm_attn.server.keys import VARIABLE, ApiKeys, keys_from
+from rocm_attn.server.options import ServerOptions
+from tests.amd.runner.async_engines import engine
+from tests.amd.runner.tiny_model import CONFIG, tiny_model, word_tokenizer
+from tests.amd.server.raw import CHAT, asked, post, send
+from tests.amd.server.running import NAME, Running, running
+
+MOST_BYTES = 20_000
+KEYS = ("first-secret-key", "second-secret-key")
+
+
+def picky_tokenizer() -> Tokenizer:
+    """Its template refuses a system's words, and fails on an assistant's."""
+    words = word_tokenizer()
+    template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
+        "{% if m.role == 'assistant' %}{{ m.content.nothing.at_all }}{% endif %}{{ m.content }} {% endfor %}"
+    )
+    return Tokenizer(words.backend, None, ChatTemplate(template))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    limits: dict[str, Any] = {"max_body_bytes": MOST_BYTES, "max_choices": 4, "max_stops": 2, "max_new_tokens": 40}
+    with running(
+        engine(tiny_model()), tokenizer=picky_tokenizer(), max_logprobs=3, max_prompt_tokens=50, **limits
+    ) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[Running]:
+    with running(engine(tiny_model()), keys=KEYS) as served:
+        yield served
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"", "JSON object"),
+        (b"{", "not JSON"),
+        (b"[]", "JSON object"),
+        (b"nothing", "not JSON"),
+        (b'{"model": "tiny", "prompt": "\xff"}', ""),
+        (b'{"model": "tiny", "prompt": "\\ud800"}', ""),
+        (b'{"model": "tiny", "prompt": "w1", "temperature": NaN}', "temperature"),
+        (b'{"model": "tiny", "prompt": "w1", "max_tokens": ' + b"9" * 5000 + b"}", ""),
+        (b'{"model": "tiny", "prompt": ' + b"[" * 9000 + b"]" * 9000 + b"}", ""),
+    ],
+    ids=["empty", "half", "list", "word", "no UTF-8", "half a character", "NaN", "large number", "deep"],
+)
+def test_a_body_that_is_no_request_is_refused(body: bytes, says: str, server: Running) -> None:
+    reply = post(server, body)
+    assert reply.status == 400
+    assert says in reply.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": None}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": [1.5]}, "prompt"),
+        ({"prompt": [[1], "w2"]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": {}}, "prompt"),
+        ({"model": None}, "model"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "4"}, "max_tokens"),
+        ({"max_tokens": 41}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"n": 0}, "n"),
+        ({"n": 5}, "n"),
+        ({"prompt": ["w1"] * 3, "n": 2}, "n"),
+        ({"seed": 2**63}, "seed"),
+        ({"stop": 4}, "stop"),
+        ({"stop": ["a", "b", "c"]}, "stop"),
+        ({"stop": ["a"], "stop_token_ids": [4, 5]}, "stop"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": 4}, "logprobs"),
+        ({"logit_bias": {"w1": 4}}, "logit_bias"),
+        ({"logit_bias": {"1": "much"}}, "logit_bias"),
+        ({"timeout": 0}, "timeout"),
+        ({"response_format": {"type": "poem"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"echo": True}, "echo"),
+        ({"suffix": "w3"}, "suffix"),
+        ({"best_of": 2}, "best_of"),
+    ],
+    ids=str,
+)
+def test_a_wrong_field_is_named(fields: dict[str, Any], param: str, server: Running) -> None:
+    reply = post(server, asked(**fields))
+    assert (reply.status, reply.error["param"], reply.error["type"]) == (400, param, "invalid_request_error")
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"prompt": ""}, "the prompt is empty"),
+        ({"prompt": [CONFIG.vocab_size]}, f"token {CONFIG.vocab_size} is not in the model's vocabulary"),
+        ({"prompt": "w1 " * 51}, "the prompt has 51 tokens and this server takes at most 50"),
+        ({"stop_token_ids": [CONFIG.vocab_size]}, "not in the model's vocabulary"),
+        ({"stop": [""]}, "a text of stop has 0 characters"),
+        ({"logit_bias": {"1": 101}}, "logit_bias of token 1 is 101"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}}, "constraint"),
+    ],
+    ids=str,
+)
+def test_what_the_engine_refuses_is_the_requests_fault(fields: dict[str, Any], says: str, server: Running) -> None:
+    reply = post(server, asked(**fields))
+    assert reply.status == 400
+    assert says in reply.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ([], "messages must be a list of at least one message"),
+        ("w1", "messages must be"),
+        ([{"role": "king", "content": "w1"}], "messages must be"),
+        ([{"role": "user"}], "messages must be"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages must be"),
+        ([{"role": "system", "content": "w1"}], "the model's chat template refuses the messages: no system here"),
+        ([{"role": "assistant", "content": "w1"}], "the model's chat template fails"),
+        ([{"role": "user", "content": " "}], "the prompt is empty"),
+    ],
+    ids=str,
+)
+def test_messages_that_no_template_can_write_are_refused(messages: Any, says: str, server: Running) -> None:
+    reply = post(server, {"model": NAME, "messages": messages}, CHAT)
+    assert reply.status == 400
+    assert says in reply.error["message"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"tools": [{"type": "function"}]}, {"tool_choice": "required"}, {"top_logprobs": 2}, {"modalities": ["audio"]}],
+    ids=str,
+)
+def test_what_would_change_the_answer_and_is_not_served_is_refused(fields: dict[str, Any], server: Running) -> None:
+    reply = post(server, {"model": NAME, "messages": [{"role": "user", "content": "w1"}], **fields}, CHAT)
+    assert (reply.status, reply.error["param"]) == (400, next(iter(fields)))
+
+
+def test_what_changes_nothing_is_ignored(server: Running) -> None:
+    plain = post(server, asked()).json["choices"]
+    for fields in ({"user": "me"}, {"best_of": 1}, {"echo": False}, {"metadata": {"a": "b"}}, {"tools": None}):
+        reply = post(server, asked(**fields))
+        assert reply.status == 200, reply.body
+        assert reply.json["choices"] == plain
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/nothing", 404, "not_found"),
+        ("GET", "/v1/completions", 405, "method_not_allowed"),
+        ("DELETE", "/v1/models", 405, "method_not_allowed"),
+        ("GET", "/v1/models/nobody", 404, "model_not_found"),
+        ("GET", "/docs", 404, "not_found"),
+    ],
+)
+def test_errors_of_http_have_openais_form(method: str, path: str, status: int, code: str, server: Running) -> None:
+    reply = send(server, method, path)
+    assert (reply.status, reply.error["code"]) == (status, code)
+
+
+def test_another_model_is_not_found(server: Running) -> None:
+    reply = post(server, asked(model="gpt-4"))
+    assert (reply.status, reply.error["code"], reply.error["param"]) == (404, "model_not_found", "model")
+
+
+def test_a_body_of_another_type_is_refused(server: Running) -> None:
+    """A page in a browser can send text to a server on the loopback address without asking; JSON it cannot."""
+    assert post(server, asked(), Content_Type="text/plain").status == 400
+
+
+@pytest.mark.parametrize("extra", [1, MOST_BYTES, 9 * MOST_BYTES])
+def test_a_body_that_is_too_long_is_not_kept(extra: int, server: Running) -> None:
+    reply = post(server, b" " * (MOST_BYTES + extra))
+    assert (reply.status, reply.error["code"]) == (413, "body_too_large")
+    assert post(server, asked(prompt="w1" + " " * (MOST_BYTES - 200))).status == 200
+
+
+def test_the_bound_of_a_body_holds_while_it_streams_in(server: Running) -> None:
+    """A body without a length, in chunks: the server answers before it has ended."""
+    with socket.create_connection(server.address) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: chunked\r\n\r\n")
+        chunk = b"%x\r\n%s\r\n" % (MOST_BYTES, b" " * MOST_BYTES)
+        connection.sendall(chunk * 2 + b"1\r\n \r\n")  # and no end
+        with connection.makefile("rb") as answer:
+            assert answer.readline().startswith(b"HTTP/1.1 413 ")
+            assert b'"code":"body_too_large"' in answer.read()
+
+
+def test_a_body_that_comes_slowly_is_given_up() -> None:
+    with running(engine(tiny_model()), body_seconds=0.05) as served, socket.create_connection(served.address) as slow:
+        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Length: 9\r\n\r\n{")
+        with slow.makefile("rb") as answer:
+            text = answer.read()
+    assert text.startswith(b"HTTP/1.1 408")
+    assert b'"code":"body_too_slow"' in text
+
+
+@pytest.mark.parametrize("header", ["", "Bearer", "Bearer wrong", f"Basic {KEYS[0]}", KEYS[0], f"Bearer {KEYS[0]}x"])
+def test_without_a_key_nothing_of_the_api_is_served(header: str, locked: Running) -> None:
+    for reply in (post(locked, asked(), Authorization=header), send(locked, "GET", "/v1/models")):
+        assert (reply.status, reply.error["code"]) == (401, "invalid_api_key")
+        assert reply.headers["www-authenticate"] == "Bearer"
+    assert send(locked, "GET", "/health").status == 200
+
+
+def test_each_key_finds_its_own_cached_prefixes_alone(locked: Running) -> None:
+    def hits() -> int:
+        found: int = locked.between_steps(lambda: locked.engine.metrics.prefix_hits)
+        return found
+
+    found = []
+    for key in (KEYS[0], KEYS[1], KEYS[0], KEYS[1]):
+        before = hits()
+        assert post(locked, asked(prompt="w9 " * 17), Authorization=f"Bearer {key}").status == 200
+        found.append(hits() - before)
+    assert found == [0, 0, 16, 16]
+
+
+def test_a_public_address_needs_keys() -> None:
+    with pytest.raises(BadSetting, match=r"would listen on 0\.0\.0\.0, .* give --api-key-file"):
+        keys_from(ServerOptions(host="0.0.0.0"), {})
+    assert keys_from(ServerOptions(host="0.0.0.0", allow_anonymous=True), {}) == ApiKeys()
+    for host in ("127.0.0.1", "::1", "localhost"):
+        assert keys_from(ServerOptions(host=host), {}) == ApiKeys()
+    both = keys_from(ServerOptions(host="0.0.0.0"), {VARIABLE: f"{KEYS[0]}, {KEYS[1]},"})
+    assert both == ApiKeys.of(list(KEYS))
+
+
+def test_keys_are_read_from_a_file(tmp_path: Any) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"# ours\n{KEYS[0]}\n\n  {KEYS[1]}\n")
+    assert keys_from(ServerOptions(api_key_file=file), {VARIABLE: "not-looked-at"}) == ApiKeys.of(list(KEYS))
+    for content, says in (("# none\n", "holds no API key"), ("short", "cannot be used")):
+        file.write_text(content)
+        with pytest.raises(BadSetting, match=says):
+            keys_from(ServerOptions(api_key_file=file), {})
+    with pytest.raises(BadSetting, match="cannot be read"):
+        keys_from(ServerOptions(api_key_file=tmp_path / "missing"), {})
+    assert KEYS[0] not in repr(ApiKeys.of(list(KEYS)))
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"port": -1}, {"port": 65536}, {"max_requests": 0}, {"deadline_seconds": 0}, {"drain_seconds": -1}]
+)
+def test_options_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(BadSetting, match=next(iter(wrong))):
+        ServerOptions(**wrong)
+
+
+def test_the_servers_description_has_its_routes_and_no_422(server: Running) -> None:
+    paths = json.loads(send(server, "GET", "/openapi.json").body)["paths"]
+    assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/ready", "/metrics"} <= set(paths)
+    assert "422" not in str(paths)

@@ -31,6 +31,18 @@ ASSUMED = """## What is assumed
 |---|---|---|---|
 """
 
+SAYS = """## What it says
+
+At the middle of what is assumed:
+
+* **Ranks for latency.** An engine of eight GPUs keeps at least the rate of any other way to share a node among engines
+  that serve requests whole, and is the only one of them that keeps the short gaps. One GPU for each engine holds few
+  tokens of KV beside the weights of 70B, and computes a long prompt for longer than the limit of first tokens.
+* **Prefill on GPUs of its own** makes gaps even: it keeps the same rate at both limits. Here, with half of the GPUs for
+  each, that is less than the same GPUs keep together at the wide limit: those that decode do not help with prompts.
+* **DP attention** holds nearly twice the tokens of KV where ranks outnumber KV heads, and keeps the rates of TP.
+"""
+
 LEFT_OUT = """
 A step's time is that of its attention, its products, its sums over ranks and the rest, added up; the formula is in
 `benchmarks/scale_nodes.py`, and what attention takes in `rocm_attn/cli/cost.py` ([cost](cost.md)). Engines, queues and
@@ -62,7 +74,7 @@ def page(result: Mapping[str, Any]) -> str:
     )
     lines = [OPENING.format(jobs=result["jobs"], ttft=result["ttft_p99_s"]), head, "|---" * (3 + 2 * len(gaps)) + "|"]
     lines += [_row(setup) for setup in setups]
-    lines += ["", "![First tokens and gaps, by rate](scale_simulation.svg)", "", ASSUMED + "\n".join(_assumed())]
+    lines += ["", SAYS, "![First tokens and gaps, by rate](scale_simulation.svg)", "", ASSUMED + "\n".join(_assumed())]
     lines.append(LEFT_OUT)
     lines.append(f"Simulated at commit {result['commit']}.\n")
     return "\n".join(lines)

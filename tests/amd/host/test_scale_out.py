@@ -187,6 +187,28 @@ def test_the_page_of_the_simulation_is_current() -> None:
     assert (ROOT / "docs" / "scale_simulation.svg").read_text() == scale_page.picture(result)
 
 
+def test_what_the_page_says_is_what_came_out() -> None:
+    setups = {each["setup"]: each for each in json.loads(RESULT.read_text())["setups"]}
+
+    def rates(name: str) -> tuple[float, float]:
+        """At the middle of what is assumed, of the wide limit and of the short one."""
+        wide, short = setups[name]["limits"]
+        return wide["highest"]["middle"], short["highest"]["middle"]
+
+    node = {name: rates(name) for name in setups if name.startswith("70B, one node") and "prefills" not in name}
+    tp8 = node.pop("70B, one node, TP8")
+    assert all(tp8[0] >= wide and short == 0 < tp8[1] for wide, short in node.values())
+    assert node["70B, one node, 8 x TP1"] == (0, 0)
+    for nodes, whole in (("one node", "TP8"), ("two nodes", "2 x TP8")):
+        (name,) = [name for name in setups if name.startswith(f"70B, {nodes}") and "prefills" in name]
+        wide, short = rates(name)
+        assert wide == short
+        assert wide < rates(f"70B, {nodes}, {whole}")[0]
+    tp, dp = "235B-A22B, one node, TP8", "235B-A22B, one node, DP attention"
+    assert rates(tp) == rates(dp)
+    assert 1.7 < setups[dp]["kv_tokens"] / setups[tp]["kv_tokens"] < 2
+
+
 def test_the_table_of_routing_is_current() -> None:
     text = gateway_routing.PAGE.read_text()
     assert gateway_routing.with_table(text, json.loads(gateway_routing.RESULT.read_text())) == text

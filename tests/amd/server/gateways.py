@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +16,6 @@ from http.client import HTTPException
 from typing import Any
 
 from tests.amd.house.source_tree import ROOT
-from tests.amd.server.running import free_port
 
 
 @contextmanager
@@ -22,8 +23,8 @@ def gateway(*servers: str, policy: str = "cache_aware") -> Iterator[str]:
     """The URL of a gateway that knows all servers; it is stopped afterwards."""
     environment = {
         **os.environ,
-        "GATEWAY_PORT": str(free_port()),
-        "METRICS_PORT": str(free_port()),
+        "GATEWAY_PORT": str(_free_port()),
+        "METRICS_PORT": str(_free_port()),
         "GATEWAY_POLICY": policy,
         "PYTHON": sys.executable,
     }
@@ -34,6 +35,7 @@ def gateway(*servers: str, policy: str = "cache_aware") -> Iterator[str]:
     try:
         while healthy(url) != len(servers):
             assert process.poll() is None, "the gateway has ended"
+            _pause()
         yield url
     finally:
         process.kill()
@@ -53,6 +55,21 @@ def healthy(url: str) -> int:
     except (OSError, HTTPException):
         return 0
     return sum(worker["is_healthy"] for worker in workers)
+
+
+def until_healthy(url: str, num_servers: int) -> None:
+    """Wait, however long, until a gateway sends requests to so many servers."""
+    while healthy(url) != num_servers:
+        _pause()
+
+
+def _pause() -> None:
+    time.sleep(0.2)  # the processes that are waited for need the cores
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
 
 
 @dataclass(frozen=True, slots=True)

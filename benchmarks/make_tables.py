@@ -40,6 +40,7 @@ def main() -> None:
         ("draft_rounds_h200.json", draft_rounds),
         ("ngram_speculation_h200.json", ngram_speculation),
         ("vllm_h200.json", vllm),
+        ("fill_graph_h200.json", fill_graph),
         ("sparse_decode_h200.json", sparse_decode),
         ("wide_rows_h200.json", wide_rows),
         ("named_shapes_h200.json", named_shapes),
@@ -346,16 +347,32 @@ def latent_decode(result: dict[str, Any]) -> str:
     lines = opening(
         result,
         "Decode over latent pages (MLA)",
-        "floor: a sum over as many bytes; products: as many operations at the rate of a large bf16 product; limit: the "
-        "larger of the two. Error: of the first and last sequence, relative to float32.",
-        "| case | us | floor us | products us | x limit | allowed | error |",
+        "floor: a sum over as many bytes; products: as many operations at the rate of a large bf16 product; limit: "
+        "the larger of the two, all of them after a pause. Sustained: after half a second of it, at the clock that "
+        "the power limit leaves. Error: of the first and last sequence, relative to float32.",
+        "| case | us | floor us | products us | x limit | allowed | sustained us | at MHz | error |",
     )
     for row in result["rows"]:
         if "products_us" not in row:  # a candidate
             continue
         times = " | ".join(f"{row[name]:.1f}" for name in ("us", "floor_us", "products_us"))
-        allowed = row["times_allowed"] or ""
-        lines.append(f"| {row['case']} | {times} | {row['times_limit']:.2f} | {allowed} | {row['error']:.1e} |")
+        sustained = f"{row['us_sustained']:.1f} | {row['clock_mhz_sustained']}"
+        allowed = f"{row['times_limit']:.2f} | {row['times_allowed'] or ''}"
+        lines.append(f"| {row['case']} | {times} | {allowed} | {sustained} | {row['error']:.1e} |")
+    return "\n".join(lines) + "\n"
+
+
+def fill_graph(result: dict[str, Any]) -> str:
+    """Begin and fill of a step that an engine has captured."""
+    lines = opening(
+        result,
+        "A captured decode step of an engine, begun and filled: host time",
+        "What an engine that replays its own graphs pays once a step, by launches and by a graph of the fill.",
+        "| sequences | windows of the layers | us by launches | us by a graph |",
+    )
+    for row in result["rows"]:
+        windows = ", ".join("none" if window < 0 else str(window) for window in row["windows"])
+        lines.append(f"| {row['sequences']} | {windows} | {row['us_by_launches']:.0f} | {row['us_by_graph']:.0f} |")
     return "\n".join(lines) + "\n"
 
 

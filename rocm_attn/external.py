@@ -22,6 +22,7 @@ from rocm_attn.batch.step_batch import INT32_MAX
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadProblem, BadSetting, BadTensor, DeviceFault, NeverFits, Unsupported, WrongState
 from rocm_attn.guards.registry import Guards, guards_from_settings
+from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopeTable
 from rocm_attn.kernels.metadata.engine_tensors import LengthBounds, PublishedLengths
@@ -180,6 +181,14 @@ class ShadowView:
     q_len: Tensor
     table: Tensor
     eight_bit_products: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedFill:
+    """A fill() as a graph, of the steps that run as the one did for which it was recorded."""
+
+    run: _Run
+    recording: Recording
 
 
 class ExternalAttention(StoreAndAttend):
@@ -433,6 +442,25 @@ class ExternalAttention(StoreAndAttend):
                     )
             if isinstance(step.mask, BoolCells):
                 self._ops.pack_mask(step.mask.cells, step.mask.positions, device_step.tensors)
+        self._is_filled = True
+
+    def record_fill(self, recorder: Recorder, slots: Tensor | None = None) -> RecordedFill:
+        """Fill the captured step that has begun, and record that, for replay_fill() in later steps of its shape.
+
+        Outside of captures. slots: as of fill(); they are read where they are now
+        Raises what fill() raises, WrongState, and RecordingRefused.
+        """
+        run, step = self._run, self._step
+        if run is None or step is None or not step.captured or not isinstance(step.mask, NoCells):
+            raise WrongState("only the fill of a captured step without a mask can be recorded; begin one")
+        recording, _ = recorder.record(lambda: self.fill(slots))
+        return RecordedFill(run, recording)
+
+    def replay_fill(self, fill: RecordedFill) -> None:
+        """Do what fill() does, by a graph of record_fill(). Raises WrongState for one of steps of another shape."""
+        if fill.run is not self._run:
+            raise WrongState("this graph fills steps of another shape than the one that has begun; call fill()")
+        fill.recording.replay()
         self._is_filled = True
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:

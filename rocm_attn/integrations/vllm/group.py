@@ -1,7 +1,7 @@
 """KVGroup: the layers of one of vLLM's metadata builders, over the KV cache, tables, slots and graphs that vLLM owns.
 
 vLLM calls a builder once for each step, outside of graphs, and each layer within them. So begin and fill both belong to
-the builder, and a graph has but store and attend in it.
+the builder, and a graph has but store and attend in it. Fills of the steps that vLLM captures are graphs of our own.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.errors import Unsupported, WrongState
-from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
+from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource, RecordedFill
 from rocm_attn.integrations.vllm.kv_views import pages_of
 from rocm_attn.integrations.vllm.layer_terms import WeightLoads
 from rocm_attn.integrations.vllm.steps import CommonMetadata, Shape, external_step, require_causal
@@ -93,6 +94,15 @@ class StepOfGroup:
     num_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class _CapturedStep:
+    """What vLLM has captured a step at, and the graph of its fill, which reads slots from one place."""
+
+    shape: Shape
+    slots_at: int
+    fill: RecordedFill
+
+
 class KVGroup:
     """Attention for the layers of one metadata builder.
 
@@ -110,7 +120,8 @@ class KVGroup:
         self._index = {name: index for index, name in enumerate(layers)}
         self._bound: dict[str, int] = {}
         self._sizes, self._device, self._options = sizes, device, options
-        self._captured: dict[tuple[int, int], Shape] = {}
+        self._captured: dict[tuple[int, int], _CapturedStep] = {}
+        self._recorder = recorder_for(device)
         self._attention: ExternalAttention | None = None
         self._table_at: tuple[int, tuple[int, ...]] = (0, ())
         self._is_sealed = False
@@ -125,7 +136,7 @@ class KVGroup:
     @property
     def captured(self) -> Sequence[Shape]:
         """Shapes of the steps that vLLM has captured."""
-        return tuple(self._captured.values())
+        return tuple(each.shape for each in self._captured.values())
 
     def begin(self, common: CommonMetadata) -> StepOfGroup:
         """Begin and fill a step, at the shape of a captured one where one serves it.
@@ -135,11 +146,17 @@ class KVGroup:
         require_causal(common)
         own = Shape.of(common)
         known = self._captured.get(own.padded)
-        shape, is_captured = (known, True) if known is not None and known.serves(own) else (own, False)
-        kv_len = common.seq_lens
-        if self._options.has_slots:
-            kv_len = kv_len * (common.slot_mapping[: shape.num_tokens].amax() >= 0)
-        return self._run(common, shape, kv_len, common.num_reqs, is_captured)
+        is_captured = known is not None and known.shape.serves(own)
+        shape, kv_len = known.shape if known is not None and is_captured else own, common.seq_lens
+        slots = self._slots(common, shape)
+        if slots is not None:
+            kv_len = kv_len * (slots.amax() >= 0)
+        attention = self._begun(common, shape, kv_len, common.num_reqs, is_captured)
+        if known is not None and is_captured and known.slots_at == _place(slots):
+            attention.replay_fill(known.fill)
+        else:
+            attention.fill(slots)
+        return StepOfGroup(attention.step_number, shape.num_tokens)
 
     def begin_capture(self, common: CommonMetadata) -> StepOfGroup:
         """Begin and fill a step that vLLM captures, with pads alone: what its tensors hold means nothing yet."""
@@ -147,19 +164,24 @@ class KVGroup:
         shape = Shape.of(common)
         if self._options.is_wide():
             shape = shape.widest()
-        known = self._captured.get(shape.padded, shape)
-        if known != shape:
+        known = self._captured.get(shape.padded)
+        if known is not None and known.shape != shape:
             raise Unsupported(
                 f"vLLM captures two graphs for {shape.num_seqs} sequences with {shape.num_tokens} tokens, of up to "
-                f"{known.max_q_len} and {shape.max_q_len} tokens each, and a step does not say which one it replays; "
-                "set another cudagraph_mode"
+                f"{known.shape.max_q_len} and {shape.max_q_len} tokens each, and a step does not say which one it "
+                "replays; set another cudagraph_mode"
             )
         self._attention_over(common.block_table_tensor)
         if not self._is_sealed:
             self.attention.seal()
             self._is_sealed = True
-        self._captured[shape.padded] = shape
-        return self._run(common, shape, common.seq_lens, 0, True)
+        attention, slots = self._begun(common, shape, common.seq_lens, 0, True), self._slots(common, shape)
+        if known is None:
+            fill = attention.record_fill(self._recorder, slots)
+            self._captured[shape.padded] = _CapturedStep(shape, _place(slots), fill)
+        else:
+            attention.fill(slots)
+        return StepOfGroup(attention.step_number, shape.num_tokens)
 
     def attend(
         self, name: str, step: StepOfGroup, kv_cache: Tensor, q: Tensor, out: Tensor, lse: Tensor | None = None
@@ -177,15 +199,24 @@ class KVGroup:
         index = self._bind(name, step, kv_cache)
         self.attention.store(index, k[: step.num_tokens], v[: step.num_tokens])
 
-    def _run(self, common: CommonMetadata, shape: Shape, kv_len: Tensor, num_seqs: int, captured: bool) -> StepOfGroup:
+    def _slots(self, common: CommonMetadata, shape: Shape) -> Tensor | None:
+        """Where a step's new tokens go, of a step whose slots are looked at."""
+        return common.slot_mapping[: shape.num_tokens] if self._options.has_slots else None
+
+    def _begun(
+        self, common: CommonMetadata, shape: Shape, kv_len: Tensor, num_seqs: int, captured: bool
+    ) -> ExternalAttention:
+        """A step has begun; its attention.
+
+        num_seqs: sequences that are looked at; the others are pads
+        """
         attention = self._attention_over(common.block_table_tensor)
         for name, loads in self._loads.items():
             if (seen := loads.seen()) != self._seen.get(name):
                 attention.set_head_weights(self._index[name], self._layers[name].weights())
                 self._seen[name] = seen
         attention.begin(external_step(common, shape, kv_len, num_seqs, captured))
-        attention.fill(common.slot_mapping[: shape.num_tokens] if self._options.has_slots else None)
-        return StepOfGroup(attention.step_number, shape.num_tokens)
+        return attention
 
     def _attention_over(self, block_table: Tensor) -> ExternalAttention:
         """The attention, over vLLM's table as it is in this step. It is made with the first one, which comes late."""
@@ -272,6 +303,11 @@ def _require_kernels(
             deterministic=options.deterministic,
             device=torch.device("meta"),  # no kernel is tried yet
         )
+
+
+def _place(slots: Tensor | None) -> int:
+    """Where slots are; vLLM's lie one after the other. 0: there are none."""
+    return 0 if slots is None else slots.data_ptr()
 
 
 def _all_rows(block_table: Tensor, num_seqs: int) -> Tensor:

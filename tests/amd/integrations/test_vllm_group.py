@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.errors import DeviceFault, Unsupported, WrongState
-from rocm_attn.external import ExternalOptions, LogAndCount
+from rocm_attn.external import ExternalAttention, ExternalOptions, LogAndCount
 from rocm_attn.integrations.vllm.layer_terms import LayerTerms
 from rocm_attn.integrations.vllm.steps import GQA_GRAPHS
 from tests.amd.integrations.vllm_runner import HEADS, MAX_SEQS, TERMS, Runner
@@ -100,6 +101,37 @@ def test_a_layer_that_shares_kv_reads_what_its_target_has_stored(device: torch.d
     given, outs = runner.step_unseen([20])
     second.stored = first.stored
     runner.compare([20], given, outs)
+
+
+def test_captured_steps_are_filled_by_a_graph(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = runner.capture(4, 4, 1)
+    monkeypatch.setattr(ExternalAttention, "fill", _fails)
+    graph.run([1, 1, 1])
+    graph.run([1, 1])
+    with pytest.raises(AssertionError, match="is not called"):
+        runner.step([1, 2, 1])
+
+
+def test_a_captured_step_whose_slots_lie_elsewhere_is_filled_from_there(runner: Runner) -> None:
+    graph = runner.capture(4, 4, 1)
+    runner.slots[0] = runner.slots[0].clone()
+    graph.run([1, 1, 1])
+    runner.groups[0].attention.check_device()  # its slots are those of the table: they were looked at, and are right
+
+
+def test_only_fills_of_captured_steps_are_recorded_and_replayed_for_their_shape(runner: Runner) -> None:
+    attention, recorder = runner.groups[0].attention, recorder_for(runner.device)
+    with pytest.raises(WrongState, match="only the fill of a captured step"):
+        attention.record_fill(recorder)
+    runner.capture(4, 4, 1)
+    fill = attention.record_fill(recorder)
+    runner.capture(2, 2, 1)
+    with pytest.raises(WrongState, match="another shape"):
+        attention.replay_fill(fill)
+
+
+def _fails(*_: object) -> None:
+    raise AssertionError("fill() is not called")
 
 
 @pytest.mark.parametrize("name", ["window", pytest.param("plain", marks=long), pytest.param("FP8", marks=long)])

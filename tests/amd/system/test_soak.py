@@ -107,6 +107,7 @@ def test_ten_thousand_rounds_of_drafts_show_nothing() -> None:
     assert report.actions["preempt"] > 500
 
 
+@pytest.mark.nightly
 def test_accepted_drafts_that_are_not_moved_to_the_places_of_their_tokens_are_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -118,13 +119,15 @@ def test_accepted_drafts_that_are_not_moved_to_the_places_of_their_tokens_are_fo
     assert "differs from the reference" in found(scenario).finding.what
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.nightly)], ids=str)
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_narrow_types_stay_within_their_bounds(dtype: torch.dtype, device: torch.device) -> None:
     report = Soak(SMALL, seed=2, device=device, provider="auto", dtype=dtype).run(60)
     assert 0.01 < report.worst_error <= 1
 
 
-@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.nightly), 3])
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", [0, 3])
 def test_a_sound_deterministic_runtime_gives_the_bits_of_each_request_alone(seed: int, device: torch.device) -> None:
     scenario = replace(Scenario.of_seed(seed, LONG_KV_LEN), alone_every=2)
     report = Soak(scenario, seed=seed, device=device, provider="auto", dtype=torch.float32, deterministic=True).run(70)
@@ -134,6 +137,7 @@ def test_a_sound_deterministic_runtime_gives_the_bits_of_each_request_alone(seed
     assert f"deterministic: {report.served_alone} sequences bitwise as alone" in str(report)
 
 
+@pytest.mark.nightly
 def test_cuts_that_follow_from_the_batch_show_in_bits_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rocm_attn.selection.build.guards_from_settings", lambda: Guards().without("cut_points"))
     scenario = Scenario.of_seed(0, LONG_KV_LEN)
@@ -247,7 +251,9 @@ def test_a_log_sum_exp_to_another_base_is_found(monkeypatch: pytest.MonkeyPatch)
     assert "lse differs from the reference" in str(found(SMALL.without(Action.SHARE)))
 
 
-@pytest.mark.parametrize("scenario", [SMALL, ALMOST_ALL_EAGER], ids=["graphed", "eager"])
+@pytest.mark.parametrize(
+    "scenario", [SMALL, pytest.param(ALMOST_ALL_EAGER, marks=pytest.mark.nightly)], ids=["graphed", "eager"]
+)
 def test_a_tree_that_is_seen_as_a_chain_is_found(scenario: Scenario, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TorchMasked, "attend", lambda kernel, *args: TorchExtend(kernel.problem).attend(*args))
     failed = found(scenario)
@@ -267,6 +273,7 @@ def test_a_mask_of_an_earlier_step_is_found(monkeypatch: pytest.MonkeyPatch) -> 
     assert "(tree: masked, " in found(ALMOST_ALL_EAGER).finding.where
 
 
+@pytest.mark.nightly
 def test_positions_that_do_not_come_with_the_mask_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def place_trees(original: Callable[..., None], parents: Tensor, nodes_before: int, to: StepTensors) -> None:
         original(parents, nodes_before, to)
@@ -339,6 +346,7 @@ def test_a_buffer_that_moved_under_a_graph_is_named(monkeypatch: pytest.MonkeyPa
     assert f"step {SMALL.audit_every}: GraphStale: table was int32" in str(found())
 
 
+@pytest.mark.nightly
 def test_a_buffer_that_moved_under_a_graph_shows_in_the_outputs_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepRunner, "check_addresses", lambda _: None)
     moves = Fuse(monkeypatch, 66)
@@ -368,6 +376,7 @@ def test_a_fault_of_the_last_step_is_a_finding(monkeypatch: pytest.MonkeyPatch) 
     assert "a new token had no page of its own" in str(found(steps=5))
 
 
+@pytest.mark.nightly
 def test_kept_pages_that_are_handed_out_again_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def keep(
         original: Callable[..., Int32Array], table: PageTable, rows: Int32Array, page_no: Int32Array

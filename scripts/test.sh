@@ -103,7 +103,7 @@ spread() {
 # run_on_host ARGUMENT...: the tests that need neither a GPU nor Triton's interpreter.
 run_on_host() {
     AITER_SOURCE="" spread "$@" \
-        tests/amd/{host,hip_graphs,runtime,external,integrations,guards,graphs,system,runner,server,doctor,aiter,aiter_source,house}
+        tests/amd/{host,hip_graphs,runtime,external,integrations,guards,graphs,system,runner,server,doctor,aiter,aiter_source,docs,house}
 }
 
 # run_simulator: the kernels last and by one pytest, which has processes of its own: each of several workers would run

@@ -184,7 +184,7 @@ def _is_of(figures: DecodeFigures | ExtendFigures, arch: str, problem: Problem) 
 
 
 def _decode(problem: Problem, gpu: Gpu, shape: Shape, figures: DecodeFigures) -> Prediction:
-    keys, tiles = _seen(problem, shape.kv_len), figures.tiles
+    keys, tiles = seen_keys(problem, shape.kv_len), figures.tiles
     units = known_target(figures.arch).compute_units
     loaded = shape.num_seqs * keys * problem.num_kv_heads * 2 * problem.head_dim * problem.dtype.itemsize
     blocks = shape.num_seqs * tiles.rows_per_seq(problem.num_kv_heads) * -(-keys // tiles.key_block)
@@ -218,7 +218,7 @@ def _merge_latencies(problem: Problem, num_seqs: int, blocks: int, figures: Deco
 def _extend(problem: Problem, arch: str, shape: Shape, figures: ExtendFigures) -> Prediction:
     gpu = GPUS[arch]
     cached = shape.kv_len - shape.q_len
-    pairs = sum(_seen(problem, kv_len) for kv_len in range(cached + 1, shape.kv_len + 1))
+    pairs = sum(seen_keys(problem, kv_len) for kv_len in range(cached + 1, shape.kv_len + 1))
     operations = 4 * problem.head_dim * problem.num_q_heads * shape.num_seqs * pairs
     share = fraction(arch, figures)
     fastest = operations / (gpu.matrix_ops * share.high) + _LAUNCHES[0]
@@ -235,6 +235,6 @@ def fraction(arch: str, figures: ExtendFigures) -> Range:
     return Range.between(none * asm[0] * gpu.triton_of_asm, min(full, none * asm[1]))
 
 
-def _seen(problem: Problem, kv_len: int) -> int:
+def seen_keys(problem: Problem, kv_len: int) -> int:
     """Keys that the last of kv_len tokens sees."""
     return kv_len if problem.window_left == UNLIMITED_WINDOW else min(kv_len, problem.window_left + 1)

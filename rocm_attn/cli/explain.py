@@ -12,10 +12,14 @@ import torch
 
 from rocm_attn.cli.arguments import described_model, page_choice, pages_as_json
 from rocm_attn.cli.cost import predictions
+from rocm_attn.cli.left_on_table import Choice, left_of
+from rocm_attn.cli.tile_rows import tile_rows
 from rocm_attn.errors import BadSetting, Unsupported
 from rocm_attn.machine.choices import AUTO
+from rocm_attn.machine.measured_rows import place_of, with_rows_of
 from rocm_attn.machine.releases import UNKNOWN, Release
-from rocm_attn.machine.target import Target, known_target
+from rocm_attn.machine.settings import settings
+from rocm_attn.machine.target import Target, target_elsewhere
 from rocm_attn.problem import UNLIMITED_WINDOW, AllKeys, Indexer, KVEncoding, PoolKind, Problem
 from rocm_attn.providers.contract import SMALLEST_POOL, PoolSize
 from rocm_attn.providers.select import Selection, select
@@ -40,7 +44,7 @@ class LayerKind:
 
 def run(options: argparse.Namespace) -> None:
     """Print the choice for options.config on options.arch. Raises Unsupported where a kind of layer has no kernel."""
-    target = _target(options)
+    target, about_rows = _with_measured_rows(_target(options), options.tuning)
     pool = SMALLEST_POOL if options.num_pages is None else replace(SMALLEST_POOL, num_pages=options.num_pages)
     whole = described_model(options.config).geometry
     geometry = whole.on_one_of(options.tp)
@@ -57,10 +61,20 @@ def run(options: argparse.Namespace) -> None:
     pages = page_choice(options, over, choose)
     problems = pages.problems(over)
     kinds = layer_kinds(problems, geometry.reads, target, options.provider, pool, deterministic=options.deterministic)
+    choice = Choice(target, options.provider, pool, options.deterministic)
     if options.json:
         releases = {"aiter": str(target.releases.aiter), "rocm": str(target.releases.rocm)} if target.is_amd else {}
-        layers = [_as_json(kind) | (_cost_as_json(kind.problem, target) if options.cost else {}) for kind in kinds]
-        described = {"arch": target.arch, **releases, **pages_as_json(pages), "page_sizes": list(pages.lines)}
+        layers = [
+            _as_json(kind) | _rows_as_json(kind, choice) | (_cost_as_json(kind.problem, target) if options.cost else {})
+            for kind in kinds
+        ]
+        described = {
+            "arch": target.arch,
+            **releases,
+            **pages_as_json(pages),
+            "page_sizes": list(pages.lines),
+            "tuning": about_rows,
+        }
         print(json.dumps({**described, "layer_kinds": layers}, indent=2))
     else:
         print(f"{options.config} on {target.arch}, provider {options.provider}")
@@ -74,6 +88,7 @@ def run(options: argparse.Namespace) -> None:
             print("or get wrong, tries the others and says so")
         for kind in kinds:
             print("\n".join(["", *_lines(kind), *(_cost_lines(kind.problem, target) if options.cost else [])]))
+        print("\n".join(_row_lines(kinds, choice, about_rows)))
     not_served = [kind.outcome for kind in kinds if isinstance(kind.outcome, Unsupported)]
     if not_served:
         remedy = "" if options.page_size == AUTO else "; --page-size auto looks for pages of another size"
@@ -82,15 +97,51 @@ def run(options: argparse.Namespace) -> None:
 
 def _target(options: argparse.Namespace) -> Target:
     """The target of --arch, with the releases that are asked for. Raises BadSetting."""
-    target = known_target(options.arch)
-    asked = {"aiter": options.aiter_release, "rocm": options.rocm_release}
+    target = target_elsewhere(options.arch)
+    asked = {"aiter": options.aiter_release, "rocm": options.rocm_release, "triton": options.triton_release}
     given = {name: Release.of(text) for name, text in asked.items() if text is not None}
     for name, release in given.items():
         if release == UNKNOWN:
             raise BadSetting(f"--{name}-release is {asked[name]!r}; give its numbers, for instance 0.1.14 or 7.2")
-        if not target.is_amd:
+        if not target.is_amd and name != "triton":
             raise BadSetting(f"--{name}-release goes with an arch of AMD's, and --arch is {target.arch}")
     return replace(target, releases=replace(target.releases, **given))
+
+
+def _with_measured_rows(target: Target, named: str | None) -> tuple[Target, str]:
+    """With the rows of a file, and a sentence about those that serve others. Raises BadSetting.
+
+    named: the file, or "off"; not given: what a runtime would read, a bad one of which serves nothing
+    """
+    if named is None:
+        place = place_of(settings().tuning)
+        if place is None or not place.is_file():
+            return target, ""
+        try:
+            return with_rows_of(target, place)
+        except BadSetting as refused:
+            return target, f"{refused}; the tables' own tiles serve"
+    place = place_of(named)
+    return (target, "") if place is None else with_rows_of(target, place)
+
+
+def _row_lines(kinds: Sequence[LayerKind], choice: Choice, about_rows: str) -> list[str]:
+    """The tiles of all layers with the rows that they come from, and what is left on the table."""
+    served = [(_count(kind.layers), kind.outcome) for kind in kinds if isinstance(kind.outcome, Selection)]
+    rows = [f"- {layers}: {row.line()}" for layers, outcome in served for row in tile_rows(outcome)]
+    left = [f"- {layers}: {each.line()}" for layers, outcome in served for each in left_of(outcome, choice)]
+    said = ["", "tiles of Triton's kernels:", *rows] if rows else []
+    said += [about_rows] if about_rows else []
+    return said + (["", "left on the table:", *left] if left else [])
+
+
+def _rows_as_json(kind: LayerKind, choice: Choice) -> dict[str, Any]:
+    if isinstance(kind.outcome, Unsupported):
+        return {"tiles": [], "left_on_the_table": []}
+    return {
+        "tiles": [row.as_json() for row in tile_rows(kind.outcome)],
+        "left_on_the_table": [left.as_json() for left in left_of(kind.outcome, choice)],
+    }
 
 
 def layer_kinds(

@@ -230,4 +230,22 @@ DUMP = option("dump", metavar="DUMP", help="the file that a flight recorder wrot
 STEP = option("--step", type=int, metavar="N", help="number of the step (the last one)")
 STEPS = option("--steps", type=positive, default=2000, metavar="N", help="steps to run (2000)")
 SEED = option("--seed", type=natural, default=0, metavar="S", help="of everything random (0)")
+SHAPES = option(
+    "--shapes",
+    metavar="SEQSxCACHED+NEW,...",
+    help="steps of interest, with k for 1024, as 64x4k,1x6144+2048 (decode, chunks of prompts, and drafts)",
+)
+SECONDS = option(
+    "--seconds", type=positive, default=600, metavar="S", help="after which no other candidate is begun (600)"
+)
+OUTPUT = option(
+    "--output", metavar="FILE", help="where rows are kept (what ROCM_ATTN_TUNING names, or the cache's tuning.json)"
+)
+JOBS = option("--jobs", type=positive, metavar="N", help="processes that compile (all cores but one)")
+DRY_RUN = switch("--dry-run", "list the candidates, and try none; needs no GPU")
+TUNING_FILE = option(
+    "--tuning", metavar="FILE", help="a file of measured tiles, or off (what ROCM_ATTN_TUNING names, or the cache's)"
+)
+TRITON_RELEASE = option("--triton-release", metavar="RELEASE", help="of Triton, for instance 3.6.0 (what is installed)")
+RELEASES = (AITER_RELEASE, ROCM_RELEASE, TRITON_RELEASE)
 AT_BUILD = switch("--at-build", "leave out what only the host that will serve can show")

@@ -62,6 +62,14 @@ examples:
   rocm-attn prewarm config.json --arch gfx942 --max-batch-size 256    while an image is built
 """
 
+_TUNE_EXAMPLES = """\
+examples:
+  rocm-attn tune ./Llama-3.1-8B-Instruct --dry-run --arch gfx942        what would be tried, without a GPU
+  rocm-attn tune ./Llama-3.1-8B-Instruct --seconds 1800
+  rocm-attn tune config.json --tp 8 --shapes 64x4k,256x2k,1x8k+2048 --output tuning.json
+  rocm-attn tune 32x8x128 --page-size 64 --json > tuned.json            32 query heads over 8 KV heads of 128
+"""
+
 _CAPTURE_PLAN_EXAMPLES = """\
 examples:
   rocm-attn capture-plan config.json --arch gfx942 --max-batch-size 256
@@ -80,16 +88,8 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for add in (
-        _add_generate,
-        _add_serve,
-        _add_explain,
-        _add_capture_plan,
-        _add_prewarm,
-        _add_replay_step,
-        _add_soak,
-        _add_truth,
-    ):
+    searches = (_add_explain, _add_capture_plan, _add_prewarm, _add_tune)
+    for add in (_add_generate, _add_serve, *searches, _add_replay_step, _add_soak, _add_truth):
         add(commands)
     commands.add_parser("kernels", help="print the table of all kernels with their limits, as Markdown")
     guards = commands.add_parser("guards", help="list the safeguards, what each prevents and whether it is on")
@@ -157,7 +157,7 @@ def _add_explain(commands: Commands[argparse.ArgumentParser]) -> None:
         examples=_EXPLAIN_EXAMPLES,
     )
     options = (o.CONFIG, o.ARCH.but(required=True), o.DTYPE, *o.KV_FORMAT, *o.PAGES, o.PROVIDER, o.RANKS, o.NUM_PAGES)
-    _add_options(parser, (*options, o.DETERMINISTIC, o.AITER_RELEASE, o.ROCM_RELEASE, o.COST, o.JSON))
+    _add_options(parser, (*options, o.DETERMINISTIC, *o.RELEASES, o.TUNING_FILE, o.COST, o.JSON))
 
 
 def _add_capture_plan(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -189,6 +189,24 @@ def _add_prewarm(commands: Commands[argparse.ArgumentParser]) -> None:
     options = (o.CONFIG, arch, o.PROVIDER, o.DTYPE, *o.KV_FORMAT, *o.PAGES, o.MAX_BATCH_SIZE, o.MAX_KV_LEN, o.NUM_PAGES)
     served = (o.CAPTURE_SIZES, o.CAPTURE_TOKENS, o.DETERMINISTIC, o.SHARED_PREFIXES)
     _add_options(parser, (*options, *served, o.JSON))
+
+
+def _add_tune(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = _add_command(
+        commands,
+        "tune",
+        help="search faster tiles for a model's layers on this GPU",
+        description="Try other tiles of the project's Triton kernels for a model's layers, compare each with the "
+        "reference and then with the tiles in use, and keep what is faster in a file that runtimes read.",
+        examples=_TUNE_EXAMPLES,
+    )
+    config = o.CONFIG.but(
+        metavar="CONFIG.json|QxKVxDIM",
+        help="a model's config.json, the directory that holds it, a .gguf file, or query heads x KV heads x head dim",
+    )
+    arch = o.ARCH.but(help="with --dry-run: gfx942 (MI300X), gfx950 (MI355X), sm_90 or sm_80 (gfx942)")
+    model = (config, o.RANKS, o.DTYPE, *o.KV_FORMAT, *o.PAGES, o.PROVIDER, o.MAX_KV_LEN)
+    _add_options(parser, (*model, o.SHAPES, o.SECONDS, o.OUTPUT, o.JOBS, o.DEVICE, arch, o.DRY_RUN, o.JSON))
 
 
 def _add_replay_step(commands: Commands[argparse.ArgumentParser]) -> None:

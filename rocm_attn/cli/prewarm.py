@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import torch
 
@@ -13,8 +13,7 @@ from rocm_attn.capture.prewarm import prewarm
 from rocm_attn.cli.arguments import described_model, page_choice, pages_as_json, runtime_options
 from rocm_attn.cli.progress_bar import ProgressBar
 from rocm_attn.errors import BadSetting
-from rocm_attn.machine.releases import Release, triton_version
-from rocm_attn.machine.target import Target, detect_target, known_target
+from rocm_attn.machine.target import Target, detect_target, known_target, target_elsewhere
 from rocm_attn.providers.select import select
 from rocm_attn.selection.kernels import missing_kernels
 from rocm_attn.selection.kv_formats import KVFormat
@@ -58,7 +57,5 @@ def target_and_device(arch: str | None) -> tuple[Target, torch.device]:
         raise BadSetting("there is no GPU to compile for; name one with --arch, or run this on the machine that serves")
     target = here
     if arch is not None and arch != here.arch:
-        # The Triton that compiles is the one that will run: a cache's entries are of one release.
-        absent = known_target(arch)
-        target = replace(absent, releases=replace(absent.releases, triton=Release.of(triton_version())))
+        target = target_elsewhere(arch)
     return target, torch.device("cuda" if target == here and here.is_gpu else "cpu")

@@ -4,6 +4,7 @@ ROCM_ATTN_DEBUG           0 or 1 (0): whether what is only good for debugging ma
 ROCM_ATTN_DISABLE_GUARDS  ids of safeguards, separated by commas: they are switched off. Needs ROCM_ATTN_DEBUG=1.
 ROCM_ATTN_DISABLE_PLUGINS names of plug-ins (vllm, sglang), separated by commas: engines load them to no effect
 ROCM_ATTN_TAKE_BACKENDS   names of engines' own attention backends, separated by commas: ours takes their place
+ROCM_ATTN_TUNING          the file of measured tiles (docs/tuning.md), or off (rocm_attn/tuning.json in the cache)
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ DEBUG = "ROCM_ATTN_DEBUG"
 DISABLE_GUARDS = "ROCM_ATTN_DISABLE_GUARDS"
 DISABLE_PLUGINS = "ROCM_ATTN_DISABLE_PLUGINS"
 TAKE_BACKENDS = "ROCM_ATTN_TAKE_BACKENDS"
+TUNING = "ROCM_ATTN_TUNING"
 
 _SWITCH = {"": False, "0": False, "1": True}
 
@@ -32,12 +34,14 @@ class Settings:
     disable_guards:  ids of the safeguards to switch off, as they were written; none without debug
     disable_plugins: names of the plug-ins to switch off, as they were written
     take_backends:   names of engines' own backends that ours serves, as they were written
+    tuning:          the file of measured tiles, or "off"; empty: the one in the cache
     """
 
     debug: bool = False
     disable_guards: tuple[str, ...] = ()
     disable_plugins: tuple[str, ...] = ()
     take_backends: tuple[str, ...] = ()
+    tuning: str = ""
 
     def __post_init__(self) -> None:
         if self.disable_guards and not self.debug:
@@ -67,6 +71,7 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
         disable_guards=_listed(environment, DISABLE_GUARDS),
         disable_plugins=_listed(environment, DISABLE_PLUGINS),
         take_backends=_listed(environment, TAKE_BACKENDS),
+        tuning=environment.get(TUNING, "").strip(),
     )
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from rocm_attn.errors import BadSetting
-from rocm_attn.machine.releases import NOT_KNOWN, Release, Releases, installed_releases
+from rocm_attn.kernels.tuning.measured import MeasuredRow
+from rocm_attn.machine.releases import NOT_KNOWN, Release, Releases, installed_releases, triton_version
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,7 @@ class Target:
     lds_bytes:      LDS (AMD) or shared memory (NVIDIA) that one program may use
     fp8_dtype:      the FP8 encoding that the matrix units read, None where they read none
     releases:       of ROCm, AITER and Triton; nothing is known of them where they have no part
+    measured:       rows of tiles that the user has measured on its like (measured_rows.py)
     """
 
     arch: str
@@ -30,6 +32,7 @@ class Target:
     lds_bytes: int
     fp8_dtype: torch.dtype | None
     releases: Releases = NOT_KNOWN
+    measured: tuple[MeasuredRow, ...] = ()
 
     @property
     def is_amd(self) -> bool:
@@ -61,6 +64,15 @@ def known_target(arch: str) -> Target:
     if arch not in KNOWN_TARGETS:
         raise BadSetting(f"arch {arch!r} is not known; choose one of {', '.join(KNOWN_TARGETS)}")
     return KNOWN_TARGETS[arch]
+
+
+def target_elsewhere(arch: str) -> Target:
+    """The target written down for an arch, to which what is compiled here goes: with the Triton that is installed.
+
+    A cache's entries and measured tiles are of one release. Raises BadSetting.
+    """
+    known = known_target(arch)
+    return replace(known, releases=replace(known.releases, triton=Release.of(triton_version())))
 
 
 def detect_target(device: torch.device) -> Target:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from rocm_attn.batch.padding import PaddedShape
@@ -14,9 +14,7 @@ from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
-from rocm_attn.kernels.tuning.decode_tiles import decode_tiles
-from rocm_attn.kernels.tuning.extend_tiles import extend_rows
-from rocm_attn.kernels.tuning.tiles import Codes, DecodeTiles, ExtendTiles
+from rocm_attn.kernels.tuning.tiles import Codes, DecodeTiles, ExtendRow, ExtendTiles
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import KVEncoding, Problem, Scales
 from rocm_attn.providers import triton_hopper, triton_latent, triton_segments
@@ -26,6 +24,7 @@ from rocm_attn.providers.mixed import MixedAtOnce, TritonMixed
 from rocm_attn.providers.schedules import DecodeSchedule, ExtendSchedule
 from rocm_attn.providers.scores import scores_of
 from rocm_attn.providers.shared_prefix import SharedPrefixKernel, limits_of_shared_prefix, problem_of_prefixes
+from rocm_attn.providers.tiles import codes_of, decode_tiles_of, extend_rows_of, extend_rows_of_table
 from rocm_attn.providers.triton_later import triton_launches
 from rocm_attn.providers.triton_rows import ARCHS, Masked, triton_ops, triton_row
 
@@ -107,15 +106,7 @@ class TritonExtend:
 
 
 def _bind_decode(problem: Problem, target: Target, pool: PoolSize) -> TritonDecode:
-    tiles = decode_tiles(
-        target.arch,
-        gqa_ratio=problem.gqa_ratio,
-        num_kv_heads=problem.num_kv_heads,
-        head_dim=problem.head_dim,
-        v_head_dim=problem.v_head_dim,
-        dtype=problem.dtype,
-        codes=triton_segments.codes_of(problem),
-    )
+    tiles = decode_tiles_of(problem, target)
     cut = DecodeCut.of(
         tiles,
         num_kv_heads=problem.num_kv_heads,
@@ -126,20 +117,15 @@ def _bind_decode(problem: Problem, target: Target, pool: PoolSize) -> TritonDeco
 
 
 def _bind_extend(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
-    return _by_tokens(problem, target, lambda tiles, is_short: _extend(problem, target, tiles))
+    rows = extend_rows_of(problem, target)
+    return _by_tokens(problem, rows, lambda tiles, is_short: _extend(problem, target, tiles))
 
 
-def _by_tokens(problem: Problem, target: Target, bind: Callable[[ExtendTiles, bool], BoundKernel]) -> BoundKernel:
+def _by_tokens(
+    problem: Problem, rows: Sequence[ExtendRow], bind: Callable[[ExtendTiles, bool], BoundKernel]
+) -> BoundKernel:
     """What serves any step of a problem. bind: tiles, and whether they are of short sequences -> a kernel"""
-    *short, last = extend_rows(
-        target.arch,
-        gqa_ratio=problem.gqa_ratio,
-        num_kv_heads=problem.num_kv_heads,
-        head_dim=problem.head_dim,
-        v_head_dim=problem.v_head_dim,
-        dtype=problem.dtype,
-        codes=triton_segments.codes_of(problem),
-    )
+    *short, last = rows
     kernels = tuple(SizedKernel(row.max_rows // problem.gqa_ratio, bind(row.tiles, True)) for row in short)
     other = bind(last.tiles, False)
     return KernelByTokens(kernels, other) if kernels else other
@@ -160,13 +146,14 @@ def _extend_cut(problem: Problem, target: Target, tiles: ExtendTiles, causal: bo
 
 
 def _bind_mixed(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
-    extend = _by_tokens(problem, target, lambda tiles, is_short: _extend(problem, target, tiles, min_q_len=2))
+    rows = extend_rows_of(problem, target)
+    extend = _by_tokens(problem, rows, lambda tiles, is_short: _extend(problem, target, tiles, min_q_len=2))
     mixed = TritonMixed(_bind_decode(problem, target, pool), extend)
     return MixedAtOnce(mixed) if target.arch in _RUNS_AT_ONCE else mixed
 
 
 def _bind_masked(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
-    codes = triton_segments.codes_of(problem)
+    codes = codes_of(problem)
 
     def bind(tiles: ExtendTiles, is_short: bool) -> Masked:
         # 64 x 5 new tokens after 8k with factors of tokens, heads of 128: 514 us on an H200 as they are, else 1238.
@@ -175,7 +162,7 @@ def _bind_masked(problem: Problem, target: Target, pool: PoolSize) -> BoundKerne
         cut = _extend_cut(problem, target, tiles, causal=False)
         return Masked(TritonExtend(problem, scores_of(problem), tiles, cut))
 
-    return _by_tokens(problem, target, bind)
+    return _by_tokens(problem, extend_rows_of_table(problem, target), bind)
 
 
 def _bind_shared(problem: Problem, target: Target, pool: PoolSize) -> SharedPrefixKernel:
@@ -192,7 +179,7 @@ def _hopper_by_tokens(problem: Problem, target: Target, min_q_len: int = 1) -> B
     hopper = triton_hopper.bind_extend(problem, target, min_q_len)
     return _by_tokens(
         problem,
-        target,
+        extend_rows_of(problem, target),
         lambda tiles, is_short: _extend(problem, target, tiles, min_q_len) if is_short else hopper,
     )
 

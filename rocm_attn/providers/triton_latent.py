@@ -21,8 +21,6 @@ from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
 from rocm_attn.kernels.tuning.latent_tiles import (
     LatentSegmentTiles,
     LatentTiles,
-    latent_decode_tiles,
-    latent_extend_tiles,
     latent_segment_tiles,
 )
 from rocm_attn.machine.target import Target
@@ -32,6 +30,12 @@ from rocm_attn.providers.mixed import TritonMixed
 from rocm_attn.providers.schedules import DecodeSchedule, ExtendSchedule
 from rocm_attn.providers.scores import scores_of
 from rocm_attn.providers.shared_prefix import SharedPrefixKernel, limits_of_shared_prefix, problem_of_prefixes
+from rocm_attn.providers.tiles import (
+    latent_decode_tiles_of,
+    latent_decode_tiles_of_table,
+    latent_extend_tiles_of,
+    latent_extend_tiles_of_table,
+)
 from rocm_attn.providers.triton_later import triton_launches
 from rocm_attn.providers.triton_rows import ARCHS, Masked, triton_ops, triton_row
 
@@ -179,18 +183,8 @@ class LatentSegmentExtend:
 
 
 def _decode(problem: Problem, target: Target, *, fewest: int, most: int) -> LatentDecode:
-    return _decode_in(_decode_tiles(problem, target, most), problem, target, fewest=fewest, most=most)
-
-
-def _decode_tiles(problem: Problem, target: Target, most: int) -> LatentTiles:
-    """most: new tokens of a sequence"""
-    return latent_decode_tiles(
-        target.arch,
-        num_rows=problem.num_q_heads * most,
-        dims=_dims(problem),
-        dtype=problem.dtype,
-        is_coded=problem.page_format.encoding.is_fp8,
-    )
+    tiles = latent_decode_tiles_of_table(problem, target, most)
+    return _decode_in(tiles, problem, target, fewest=fewest, most=most)
 
 
 def _decode_in(tiles: LatentTiles, problem: Problem, target: Target, *, fewest: int, most: int) -> LatentDecode:
@@ -207,18 +201,9 @@ def _decode_in(tiles: LatentTiles, problem: Problem, target: Target, *, fewest: 
 
 
 def _extend(problem: Problem, target: Target, *, min_q_len: int) -> LatentExtend:
-    tiles = _extend_tiles(problem, target)
+    tiles = latent_extend_tiles_of(problem, target)
     cut = latent_extend_cut(tiles, num_heads=problem.num_q_heads, min_q_len=min_q_len)
     return LatentExtend(problem, scores_of(problem), tiles, cut)
-
-
-def _extend_tiles(problem: Problem, target: Target) -> LatentTiles:
-    return latent_extend_tiles(
-        target.arch,
-        dims=_dims(problem),
-        dtype=problem.dtype,
-        is_coded=problem.page_format.encoding.is_fp8,
-    )
 
 
 def _dims(problem: Problem) -> tuple[int, int]:
@@ -226,7 +211,7 @@ def _dims(problem: Problem) -> tuple[int, int]:
 
 
 def _bind_decode(problem: Problem, target: Target, pool: PoolSize) -> LatentDecode:
-    return _decode(problem, target, fewest=1, most=1)
+    return _decode_in(latent_decode_tiles_of(problem, target), problem, target, fewest=1, most=1)
 
 
 def _bind_extend(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed:
@@ -242,9 +227,9 @@ def _bind_mixed(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed
 
 def _bind_masked(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed:
     most = limits.MOST_SPLIT_TOKENS
-    few_tiles = _decode_tiles(problem, target, most).of_few_masked_tokens(target.arch)
+    few_tiles = latent_decode_tiles_of_table(problem, target, most).of_few_masked_tokens(target.arch)
     few = _decode_in(few_tiles, problem, target, fewest=1, most=most)
-    tiles = _extend_tiles(problem, target).of_masked_steps()
+    tiles = latent_extend_tiles_of_table(problem, target).of_masked_steps()
     cut = latent_extend_cut(tiles, num_heads=problem.num_q_heads, min_q_len=limits.MOST_SPLIT_TOKENS + 1)
     return TritonMixed(Masked(few), Masked(LatentExtend(problem, scores_of(problem), tiles, cut)))
 

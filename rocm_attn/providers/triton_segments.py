@@ -12,12 +12,12 @@ from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles, segment_tiles
-from rocm_attn.kernels.tuning.tiles import Codes
 from rocm_attn.machine.target import Target
-from rocm_attn.problem import KVEncoding, Problem, Scales
+from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import PoolSize, StepBounds
 from rocm_attn.providers.schedules import DecodeSchedule, ExtendSchedule
 from rocm_attn.providers.scores import scores_of
+from rocm_attn.providers.tiles import codes_of
 from rocm_attn.providers.triton_later import triton_launches
 from rocm_attn.providers.triton_rows import Masked
 
@@ -124,10 +124,3 @@ def _extend_in(tiles: SegmentTiles, problem: Problem) -> SegmentExtend:
 def _tiles(problem: Problem, target: Target) -> SegmentTiles:
     dims = {"head_dim": problem.head_dim, "v_head_dim": problem.v_head_dim}
     return segment_tiles(target.arch, **dims, dtype=problem.dtype, codes=codes_of(problem))
-
-
-def codes_of(problem: Problem) -> Codes:
-    """What tiles of the project's kernels are chosen by, beside arch and shape."""
-    if problem.kv_encoding is KVEncoding.LIKE_Q:
-        return Codes.NONE
-    return Codes.BY_TOKEN if problem.kv_scales is Scales.TOKEN else Codes.BY_ROW

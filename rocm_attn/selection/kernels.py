@@ -9,6 +9,7 @@ from functools import cache
 import torch
 
 from rocm_attn.machine.agreement import Agree, alone
+from rocm_attn.machine.measured_rows import with_measured_rows
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
@@ -31,12 +32,12 @@ def choose_kernels(
 
     Kernels of other libraries run the problem's own shape against the reference first, once for each arch and version;
     one that is wrong is switched off, and the next is taken. On the meta device, where nothing runs, all of them count
-    as installed and right.
+    as installed and right. Tiles of rows that the user has measured on such a GPU are taken before the tables'.
 
     agree: a kernel that is missing or wrong on one rank is left out on all
     Raises Unsupported, BadSetting.
     """
-    runs = device.type != "meta"
+    target, runs = with_measured_rows(target), device.type != "meta"
     unavailable = dict(agree(missing_kernels(target, provider) if runs else {}))
     while True:
         selections = tuple(

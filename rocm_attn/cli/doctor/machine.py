@@ -50,6 +50,25 @@ class TorchBuild:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadedLibrary:
+    """A ROCm library that a process has loaded by importing torch.
+
+    name:     without its suffix, "libamdhip64"
+    identity: equal for two names of one file
+    soname:   the name by which others link to it
+    version:  its own, empty where it is not known
+    rocm:     the release of ROCm that it belongs to, "7.2.4" or "7.2"; empty where it is not known
+    """
+
+    name: str
+    path: str
+    identity: str
+    soname: str
+    version: str
+    rocm: str
+
+
+@dataclass(frozen=True, slots=True)
 class TritonBuild:
     """The Triton that is imported. backends: "amd", "nvidia" ..., those that it brings a compiler for."""
 
@@ -141,6 +160,9 @@ class Machine:
     """Everything that the checks look at.
 
     distributions:   in the order in which Python finds them
+    loaded:          the ROCm libraries of a process that has imported torch for ROCm, or why they are not known
+    named_hip:       the file that TRITON_LIBHIP_PATH names, as LoadedLibrary.identity; empty where there is none
+    driver:          the version of the amdgpu driver; empty where it says none
     rocm:            the system's ROCm release, () where there is none
     amd_gpus:        archs of the GPUs that the kernel driver lists, whether or not this process may use them
     nvidia_gpus:     names, likewise
@@ -163,6 +185,9 @@ class Machine:
     distributions: tuple[Distribution, ...]
     torch: TorchBuild | ImportFailure | NotInstalled
     triton: TritonBuild | ImportFailure | NotInstalled
+    loaded: tuple[LoadedLibrary, ...] | ImportFailure
+    named_hip: str
+    driver: str
     rocm: Release
     amd_gpus: tuple[str, ...]
     nvidia_gpus: tuple[str, ...]

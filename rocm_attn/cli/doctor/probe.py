@@ -1,8 +1,9 @@
 """What can only be found out by importing or loading, in a process of its own: it may fail, crash or take long.
 
-    python -m rocm_attn.cli.doctor.probe torch | triton | modules PATH...
+    python -m rocm_attn.cli.doctor.probe torch | triton | loaded | modules PATH...
 
-prints one JSON object: a library's facts, or {path: what the dynamic linker says} of modules. No GPU memory is touched.
+prints one JSON object: a library's facts, the ROCm libraries that torch has loaded, or {path: what the dynamic linker
+says} of modules. No GPU memory is touched.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rocm_attn.cli.doctor.loaded_libraries import loaded_libraries
 from rocm_attn.cli.doctor.machine import ImportFailure
 
 _TIMEOUT_S = 120
@@ -61,6 +63,11 @@ def _triton() -> dict[str, object]:
     return {"version": triton.__version__, "backends": sorted(importlib.import_module("triton.backends").backends)}
 
 
+def _loaded() -> dict[str, object]:
+    importlib.import_module("torch")
+    return {"libraries": loaded_libraries(Path("/proc/self/maps").read_text())}
+
+
 def _modules(paths: Sequence[str]) -> dict[str, object]:
     importlib.import_module("torch")  # which brings the libraries that modules expect to be loaded already
     errors = {}
@@ -75,7 +82,8 @@ def _modules(paths: Sequence[str]) -> dict[str, object]:
 
 def _main(arguments: Sequence[str]) -> None:
     what, *paths = arguments
-    facts = {"torch": _torch, "triton": _triton}[what]() if what != "modules" else _modules(paths)
+    ask = {"torch": _torch, "triton": _triton, "loaded": _loaded}
+    facts = ask[what]() if what != "modules" else _modules(paths)
     print(json.dumps(facts))
 
 

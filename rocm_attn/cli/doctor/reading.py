@@ -14,12 +14,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rocm_attn.cli.doctor.aiter_files import aiter_copies, jit_folder, leftover_locks, linked_modules, modules_in
+from rocm_attn.cli.doctor.loaded_libraries import identity_of
 from rocm_attn.cli.doctor.machine import (
     AiterModule,
     DeviceNode,
     Distribution,
     Folder,
     ImportFailure,
+    LoadedLibrary,
     Machine,
     NotInstalled,
     Release,
@@ -47,6 +49,9 @@ def read_machine(environment: Mapping[str, str], root: Path = Path("/")) -> Mach
         distributions=distributions,
         torch=torch,
         triton=_triton(),
+        loaded=_loaded(torch),
+        named_hip=identity_of(environment.get("TRITON_LIBHIP_PATH", "")),
+        driver=_text(root / "sys/module/amdgpu/version"),
         rocm=read_rocm(environment, root, distributions),
         amd_gpus=read_amd_gpus(root),
         nvidia_gpus=read_nvidia_gpus(root) or _counted_by(torch),
@@ -165,6 +170,14 @@ def _torch() -> TorchBuild | ImportFailure | NotInstalled:
         return NotInstalled()
     facts = probe("torch")
     return facts if isinstance(facts, ImportFailure) else TorchBuild(**facts)
+
+
+def _loaded(torch: TorchBuild | ImportFailure | NotInstalled) -> tuple[LoadedLibrary, ...] | ImportFailure:
+    """In a process of their own: what they are asked for their versions may fail."""
+    if not isinstance(torch, TorchBuild) or not torch.hip:
+        return ()
+    facts = probe("loaded")
+    return facts if isinstance(facts, ImportFailure) else tuple(LoadedLibrary(**each) for each in facts["libraries"])
 
 
 def _triton() -> TritonBuild | ImportFailure | NotInstalled:

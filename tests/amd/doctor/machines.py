@@ -13,6 +13,7 @@ from rocm_attn.cli.doctor.machine import (
     Distribution,
     Folder,
     ImportFailure,
+    LoadedLibrary,
     Machine,
     NotInstalled,
     TorchBuild,
@@ -31,6 +32,18 @@ def _folder(purpose: str, path: str) -> Folder:
 MODULE = AiterModule(f"{SITE}/aiter/jit/module_aiter_core.so", ("gfx942", "gfx950"), built=2000.0)
 AITER = AiterCopy(f"{SITE}/aiter", is_amds=True, modules=(MODULE,), installed=1000.0)
 
+
+def library(name: str, version: str, rocm: str, folder: str = f"{SITE}/torch/lib") -> LoadedLibrary:
+    path = f"{folder}/{name}.so"
+    return LoadedLibrary(name, path, path, f"{name}.so.7", version, rocm)
+
+
+LOADED = (
+    library("libamdhip64", "7.2.53211", "7.2"),
+    library("libhsa-runtime64", "1.18.70204", "7.2.4"),
+    library("librocblas", "5.2.0.3ff05c6a", ""),
+)
+
 MI300 = Machine(
     python="3.12.3",
     user=User(1000, frozenset({1000, RENDER_GID})),
@@ -44,6 +57,9 @@ MI300 = Machine(
     ),
     torch=TorchBuild("2.10.0+rocm7.2.4", hip="7.2.53211-e1a6bc5663", cuda="", num_gpus=8),
     triton=TritonBuild("3.6.0", ("amd", "nvidia")),
+    loaded=LOADED,
+    named_hip="",
+    driver="6.16.13",
     rocm=(7, 2, 4),
     amd_gpus=("gfx942",) * 8,
     nvidia_gpus=(),
@@ -72,6 +88,8 @@ CPU_ONLY = replace(
     distributions=(Distribution("torch", "2.13.0+cpu", SITE),),
     torch=TorchBuild("2.13.0+cpu", hip="", cuda="", num_gpus=0),
     triton=NotInstalled(),
+    loaded=(),
+    driver="",
     rocm=(),
     amd_gpus=(),
     nodes=(),
@@ -121,7 +139,9 @@ def _torch(version: str, hip: str, cuda: str = "", num_gpus: int = 8) -> TorchBu
 
 def _on_rocm(torch_version: str, hip: str, system: tuple[int, ...]) -> Machine:
     """torch and the system on a ROCm release, without AITER, which has one of its own."""
-    return replace(_without_aiter(MI300), torch=_torch(torch_version, hip), rocm=system)
+    of_torch = ".".join(hip.split(".")[:2])
+    loaded = tuple(replace(each, rocm=of_torch) for each in LOADED)
+    return replace(_without_aiter(MI300), torch=_torch(torch_version, hip), loaded=loaded, rocm=system)
 
 
 def _without_aiter(machine: Machine) -> Machine:
@@ -146,7 +166,59 @@ _PROBLEM, _WARNING = Severity.PROBLEM, Severity.WARNING
 _STRANGER = Distribution("aiter", "0.13.20191203", SITE)
 _UNDEFINED = "undefined symbol: _ZN3c103hip28c10_hip_check_implementationEiPKcS2_jb"
 
+_SYSTEM_BLAS = library("librocblas", "4.4.1", "6.4.1", "/opt/rocm-6.4.1/lib")
+
 BROKEN = {
+    "the system's HIP in place of torch's": Broken(
+        replace(MI300, loaded=tuple(replace(each, rocm="7.0.2") for each in LOADED)),
+        "rocm-loaded",
+        _PROBLEM,
+        "torch is built for ROCm 7.2.4 and has loaded libamdhip64 7.2.53211 of ROCm 7.0.2",
+        "unset LD_LIBRARY_PATH",
+    ),
+    "two rocBLAS in one process": Broken(
+        replace(MI300, loaded=(*LOADED, _SYSTEM_BLAS)),
+        "rocm-loaded",
+        _PROBLEM,
+        f"two files of one library are loaded: {SITE}/torch/lib/librocblas.so and /opt/rocm-6.4.1/lib/librocblas.so",
+        "unset LD_LIBRARY_PATH",
+        frozenset({"rocm-places"}),
+    ),
+    "one library of another release": Broken(
+        replace(MI300, loaded=(*LOADED[:2], replace(LOADED[2], rocm="7.1.0"))),
+        "rocm-loaded",
+        _WARNING,
+        "beside ROCm 7.2.4, which torch is built for, it has loaded librocblas",
+        "built for the release",
+    ),
+    "libraries that crash when they are asked": Broken(
+        replace(MI300, loaded=ImportFailure("the process was ended by signal 11")),
+        "rocm-loaded",
+        _PROBLEM,
+        "could not be asked for their versions: the process was ended by signal 11",
+        "install torch and its ROCm libraries again",
+    ),
+    "libraries of two installations": Broken(
+        replace(MI300, loaded=(*LOADED[:2], library("librocblas", "5.2.0", "7.2.4", "/opt/rocm-7.2.4/lib"))),
+        "rocm-places",
+        _WARNING,
+        "from 2 installations: libamdhip64, libhsa-runtime64: torch's own; librocblas: in /opt/rocm-7.2.4/lib",
+        "unset LD_LIBRARY_PATH",
+    ),
+    "another HIP for Triton": Broken(
+        replace(_with(TRITON_LIBHIP_PATH="/opt/rocm/lib/libamdhip64.so"), named_hip="1:2"),
+        "triton-hip",
+        _PROBLEM,
+        f"torch has loaded {SITE}/torch/lib/libamdhip64.so",
+        "unset TRITON_LIBHIP_PATH",
+    ),
+    "no HIP for Triton": Broken(
+        _with(TRITON_LIBHIP_PATH="/opt/rocm-6/lib/libamdhip64.so"),
+        "triton-hip",
+        _PROBLEM,
+        "there is no such file",
+        "unset TRITON_LIBHIP_PATH",
+    ),
     "no /dev/kfd in the container": Broken(
         replace(MI300, nodes=()), "gpu-nodes", _PROBLEM, "/dev/kfd cannot be seen", "--device=/dev/kfd"
     ),

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 
-from tests.amd.house.source_tree import ROOT, sources
+from tests.amd.house.source_tree import ROOT
 
 PAGE = ROOT / "docs" / "names.md"
 STUB = ROOT / "rocm_attn" / "__init__.pyi"
@@ -47,14 +48,19 @@ def page() -> str:
 
 def definition(name: str, module: str) -> ast.stmt:
     """The statement at the top of a module that gives a name its value."""
-    (source,) = (source for source in sources() if source.module == module)
-    for node in source.tree.body:
+    for node in _syntax_tree(module).body:
         match node:
             case ast.FunctionDef(name=found) | ast.ClassDef(name=found) if found == name:
                 return node
             case ast.Assign(targets=[ast.Name(id=found)]) | ast.AnnAssign(target=ast.Name(id=found)) if found == name:
                 return node
     raise AssertionError(f"{module} has no {name} of its own; name the module that it is written in")
+
+
+@cache
+def _syntax_tree(module: str) -> ast.Module:
+    path = ROOT / module.replace(".", "/")
+    return ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
 
 
 def summary(name: str, module: str) -> str:

@@ -84,7 +84,7 @@ def test_rows_are_shaped_by_their_own_counts_and_masks(
     counts = (times + IN_PROMPT * (torch.rand(3, vocab, generator=random) < 0.2)).int()
     words = vocab // 32 + 1
     masks = torch.randint(-(2**31), 2**31, (2, words), generator=random).int()
-    allowed = [(masks[at, token // 32].item() >> (token % 32)) & 1 == 1 for at in range(2) for token in range(vocab)]
+    allowed = [(int(masks[at, token // 32]) >> (token % 32)) & 1 == 1 for at in range(2) for token in range(vocab)]
     penalties = [(1.3, 0.5, 0.25), (0.7, -1.5, 2.0), (1.0, 0.0, 0.0), (2.0, 1.0, 0.0)]
     asked = torch.tensor(
         [

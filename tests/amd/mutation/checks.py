@@ -72,6 +72,7 @@ from tests.amd.kernels.launches_of_tensors import (
     of_place_mask,
     of_publish,
 )
+from tests.amd.mutation.asks_checks import ASKS_CHECKS
 from tests.amd.mutation.coded_pages import PAGE_SIZE, coded_pages, of_coded_pages
 from tests.amd.mutation.draft_checks import device_inputs, draft_steps, place_trees
 from tests.amd.mutation.memory import Memory, assert_same
@@ -662,7 +663,8 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "metadata/publish_engine.py": publish_engine,
     "metadata/table_update.py": table_update,
     "metadata/take_slots.py": slots,
-    "sampling/pick_rows.py": pick_rows,
+    "sampling/order.py": pick_rows,
+    **ASKS_CHECKS,
     **SPARSE_CHECKS,
     **SPECULATIVE_CHECKS,
 }

@@ -40,7 +40,11 @@ from rocm_attn.kernels.metadata.place_trees import launch_place_trees
 from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, OWN_TABLE, StepTensors, TableTerms
 from rocm_attn.kernels.metadata.take_slots import launch_take_slots
+from rocm_attn.kernels.sampling.asked import NUM_COLUMNS
+from rocm_attn.kernels.sampling.cut_rows import launch_cut_rows
+from rocm_attn.kernels.sampling.likeliest import launch_likeliest
 from rocm_attn.kernels.sampling.pick_rows import launch_pick_rows
+from rocm_attn.kernels.sampling.shape_rows import launch_shape_rows
 from rocm_attn.kernels.speculative.accept_drawn import launch_accept_drawn
 from rocm_attn.kernels.speculative.accept_sampled import launch_accept_sampled
 from rocm_attn.kernels.speculative.arguments import Accepted, Probabilities, Verified
@@ -52,8 +56,8 @@ from rocm_attn.kernels.tuning.segment_tiles import segment_tiles
 from rocm_attn.kernels.tuning.tiles import NoTiles
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.providers.tiles import codes_of
 from rocm_attn.providers.triton import TRITON
-from rocm_attn.providers.triton_segments import codes_of
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.head_weights import HeadWeights
@@ -505,11 +509,16 @@ def _launch_of_engines(page_size: int) -> None:
 
 
 def launch_picks(num_seqs: int) -> None:
-    """Tokens of rows of narrow and of wide logits."""
+    """Tokens of rows of narrow and of wide logits, and what rows may ask for beside."""
     terms, words = torch.empty(num_seqs, 3), torch.empty(num_seqs, 2, dtype=torch.int32)
+    tokens, asked = torch.empty(num_seqs, dtype=torch.int32), torch.empty(num_seqs, NUM_COLUMNS, dtype=torch.int32)
+    counts, masks = (torch.empty(num_seqs, columns, dtype=torch.int32) for columns in (32000, 1000))
     for dtype in (torch.bfloat16, torch.float32):
         logits = torch.empty(num_seqs, 32000, dtype=dtype)
-        launch_pick_rows(logits, terms, torch.empty(num_seqs, dtype=torch.int32), words, num_drawing=1)
+        launch_pick_rows(logits, terms, tokens, words, num_drawing=1)
+        launch_shape_rows(logits, asked, counts, masks, torch.empty(num_seqs, 32000))
+        launch_likeliest(logits, words, tokens, torch.empty(num_seqs, 41, dtype=torch.int32))
+    launch_cut_rows(asked, torch.empty(num_seqs, 32000))
 
 
 def launch_speculative(page_size: int) -> None:

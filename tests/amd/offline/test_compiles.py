@@ -25,7 +25,7 @@ from rocm_attn.kernels.tuning.segment_tiles import SEGMENT_ROWS, segment_tiles
 from rocm_attn.kernels.tuning.tiles import Codes, NoTiles
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import KVEncoding, PoolKind
-from rocm_attn.providers.triton_segments import codes_of
+from rocm_attn.providers.tiles import codes_of
 from tests.amd.house.source_tree import sources
 from tests.amd.offline.code_object import AmdCode, NvidiaCode, read_amd_code, read_nvidia_code
 from tests.amd.offline.compiling import (

@@ -338,7 +338,7 @@ class _Unlucky:
 def test_what_is_read_is_what_the_next_step_went_on_with(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong pick leads to other tokens after it, which are those that follow from it."""
     engine, request = Engine(loaded, BASE), Request((9, 10, 11), 8)
-    monkeypatch.setattr(engine._picker, "pick", _Unlucky(engine._picker).pick)
+    monkeypatch.setattr(engine._picker.plain, "pick", _Unlucky(engine._picker.plain).pick)
     (done,) = engine.generate([request])
     right = alone(loaded, request).token_ids
     assert done.token_ids[:2] == right[:2]

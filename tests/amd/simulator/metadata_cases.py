@@ -40,10 +40,14 @@ from rocm_attn.kernels.refs import engine_metadata, sampling
 from rocm_attn.kernels.refs import metadata as twins
 from rocm_attn.kernels.refs import speculative as speculative_twins
 from rocm_attn.kernels.refs.pads import clear_pads
+from rocm_attn.kernels.sampling.cut_rows import launch_cut_rows
+from rocm_attn.kernels.sampling.likeliest import launch_likeliest
 from rocm_attn.kernels.sampling.pick_rows import launch_pick_rows
+from rocm_attn.kernels.sampling.shape_rows import launch_shape_rows
 from rocm_attn.kernels.speculative.accept_drawn import launch_accept_drawn
 from rocm_attn.kernels.speculative.accept_sampled import launch_accept_sampled
 from rocm_attn.kernels.speculative.move_paths import launch_move_paths
+from tests.amd.kernels.asked_cases import asked_rows, finding, shaping
 from tests.amd.kernels.launches_of_tensors import (
     of_device_inputs,
     of_draft_steps,
@@ -287,6 +291,9 @@ def _of_engines() -> dict[str, _Launch]:
     logits = torch.randn(3, 4300, generator=torch.Generator().manual_seed(4)).bfloat16()
     picks = [logits, torch.tensor([[0.0, 0.0, 0.0], [1.0, 0.9, 0.37], [0.7, 1.0, 0.62]]), _garbage(3), _garbage(6)]
     cases["pick_rows"] = _Launch(_picks(launch_pick_rows), _picks(sampling.pick_rows), picks, {})
+    cases["shape_rows"] = _Launch(launch_shape_rows, sampling.shape_rows, [logits, *shaping(4300)], {})
+    cases["cut_rows"] = _Launch(launch_cut_rows, sampling.cut_rows, [asked_rows(), logits.float()], {})
+    cases["likeliest"] = _Launch(launch_likeliest, sampling.likeliest, finding(4300), {})
     return cases
 
 

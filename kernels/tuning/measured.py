@@ -1,0 +1,204 @@
+"""Rows of tiles that were measured on one GPU, for layers of one geometry: what `rocm-attn tune` finds.
+
+A measured row beats the row of the table for the layer that it was measured with, and for no other one: it is a fact
+about that layer and GPU. Tiles of masked steps, of deterministic attention and of sparse attention are never measured.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TypeVar
+
+from rocm_attn.kernels.tuning.latent_tiles import LatentTiles
+from rocm_attn.kernels.tuning.tiles import ANY_ROWS, DecodeTiles, ExtendTiles, equal_columns, next_power_of_2
+
+Tiles = DecodeTiles | ExtendTiles | LatentTiles
+AnyTiles = TypeVar("AnyTiles", DecodeTiles, ExtendTiles, LatentTiles)
+
+_WARPS = (1, 2, 4, 8, 16)
+_LARGEST_BLOCK = 256
+
+
+class Table(enum.Enum):
+    """What a row of tiles is of."""
+
+    DECODE = "decode"
+    EXTEND = "extend"
+    LATENT_DECODE = "latent_decode"
+    LATENT_EXTEND = "latent_extend"
+
+    @property
+    def tiles(self) -> type[DecodeTiles] | type[ExtendTiles] | type[LatentTiles]:
+        """The class of its tiles."""
+        return {Table.DECODE: DecodeTiles, Table.EXTEND: ExtendTiles}.get(self, LatentTiles)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredLayer:
+    """What a layer's kernel is compiled for, as far as time hangs on it; in plain values, which a file can hold.
+
+    dtype:       of q, by torch's name without "torch."
+    kv_encoding: how K and V are encoded, and kv_scales what shares a factor; names of the members of their enums
+    soft_cap, sinks, alibi, causal: whether the layer has them
+    """
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: str
+    kv_encoding: str
+    kv_scales: str
+    page_size: int
+    window_left: int
+    soft_cap: bool
+    sinks: bool
+    alibi: bool
+    causal: bool
+
+    def __str__(self) -> str:
+        names = ("soft_cap", "sinks", "alibi")
+        extras = [name.replace("_", " ") for name in names if getattr(self, name)]
+        extras += [f"window of {self.window_left}"] if self.window_left >= 0 else []
+        extras += [] if self.causal else ["not causal"]
+        extras += [f"{self.kv_encoding} by {self.kv_scales}"] if self.kv_scales != "NONE" else []
+        dims = f"{self.head_dim}" if self.head_dim == self.v_head_dim else f"{self.head_dim}/{self.v_head_dim}"
+        heads = f"{self.num_q_heads} over {self.num_kv_heads} heads of {dims}"
+        return ", ".join([heads, self.dtype, f"pages of {self.page_size}", *extras])
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeTimes:
+    """Medians at one shape of a step: sequences x cached + new tokens; of the row in use, and of the measured one."""
+
+    shape: str
+    in_use_us: float
+    us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """Where a measured row comes from.
+
+    device, compute_units: the GPU; arch and triton are what a row must share with a GPU that it serves
+    rocm:     of torch's build, or CUDA's release; software is this package's version, commit the checkout's
+    date:     ISO 8601, UTC
+    shapes:   what was timed
+    samples:  of each of the two, taken in turn
+    gain:     of the time over all shapes, as a fraction of that of the row in use; low and high are quartiles
+    spilled:  registers that the compiler keeps in memory
+    """
+
+    device: str
+    arch: str
+    compute_units: int
+    triton: str
+    torch: str
+    rocm: str
+    software: str
+    commit: str
+    date: str
+    shapes: tuple[ShapeTimes, ...]
+    samples: int
+    gain: float
+    gain_low: float
+    gain_high: float
+    spilled: int
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredRow:
+    """Tiles that serve a layer on GPUs of an arch, with one release of Triton.
+
+    max_rows: of EXTEND: the row's steps are those of the table's row with that bound; ANY_ROWS elsewhere
+    """
+
+    table: Table
+    layer: MeasuredLayer
+    max_rows: int
+    tiles: Tiles
+    measured: Provenance
+
+    def serves(self, table: Table, layer: MeasuredLayer, max_rows: int = ANY_ROWS) -> bool:
+        """Whether it is the row of a layer."""
+        return (self.table, self.layer, self.max_rows) == (table, layer, max_rows)
+
+    def origin(self) -> str:
+        """Where it comes from, in words."""
+        of = self.measured
+        return (
+            f"measured on {of.device} ({of.arch}, {of.compute_units} units) with Triton {of.triton}, commit "
+            f"{of.commit}, {of.date}: {of.gain:.1%} ({of.gain_low:.1%} to {of.gain_high:.1%}) less time than the row "
+            f"of the table at {', '.join(times.shape for times in of.shapes)}"
+        )
+
+
+def refusal(table: Table, tiles: Tiles, layer: MeasuredLayer) -> str:
+    """Why no kernel takes these tiles for a layer; empty where one does, as far as that can be said without it."""
+    if not isinstance(tiles, table.tiles):
+        return f"tiles of {table.value} are {table.tiles.__name__}, not {type(tiles).__name__}"
+    wrong = [f"{name} {getattr(tiles, name)} is not {allowed}" for name, allowed in _wrong_numbers(tiles)]
+    if wrong:
+        return "; ".join(wrong)
+    if isinstance(tiles, DecodeTiles):
+        return _decode_refusal(tiles, layer)
+    if isinstance(tiles, ExtendTiles):
+        return _dim_block_refusal(tiles.dim_block, layer)
+    return "what is read in pairs has V's columns in two parts, not wide" if tiles.paired and tiles.wide else ""
+
+
+def _wrong_numbers(tiles: Tiles) -> list[tuple[str, str]]:
+    """Fields outside of what any kernel takes, with what it may be."""
+    blocks = _powers(16, _LARGEST_BLOCK)
+    allowed: dict[str, tuple[object, str]] = {
+        "key_block": blocks,
+        "query_rows": blocks,
+        "share_block": ((0, *blocks[0]), f"0 or {blocks[1]}"),
+        "dim_block": ((0, *_powers(16, 512)[0]), "0 or a power of two from 16 to 512"),
+        "num_warps": (_WARPS, "1, 2, 4, 8 or 16"),
+        "heads_per_row": ((1, 2), "1 or 2"),
+        "rows_at_once": ((1, 2), "1 or 2"),
+        "chains": ((1, 2), "1 or 2"),
+        "head_blocks": _numbers(1, 64),
+        "programs_per_cu": _numbers(0 if isinstance(tiles, ExtendTiles) else 1, 32),
+        "row_cost": _numbers(1, 64),
+        "row_end": _numbers(0, 64),
+        "waves_per_eu": _numbers(0, 8),
+        "max_registers": ((0, *range(16, 256)), "0 or 16 to 255"),
+        "row_keys": _numbers(0, 1 << 16),
+        "split_keys": _numbers(0, 1 << 16),
+        **{name: _numbers(1, 8) for name in ("num_stages", "diagonal_stages", "share_stages", "merge_stages")},
+    }
+    found = [(name, *allowed[name]) for name in type(tiles).__dataclass_fields__ if name in allowed]
+    return [(name, words) for name, values, words in found if getattr(tiles, name) not in values]  # type: ignore[operator]
+
+
+def _powers(first: int, last: int) -> tuple[tuple[int, ...], str]:
+    powers = tuple(1 << n for n in range(first.bit_length() - 1, last.bit_length()))
+    return powers, f"a power of two from {first} to {last}"
+
+
+def _numbers(first: int, last: int) -> tuple[range, str]:
+    return range(first, last + 1), f"{first} to {last}"
+
+
+def _decode_refusal(tiles: DecodeTiles, layer: MeasuredLayer) -> str:
+    dim, pairs = layer.head_dim, tiles.heads_per_row == 2
+    ratio = layer.num_q_heads // layer.num_kv_heads
+    if tiles.paired and tiles.transposed:
+        return "codes that are read in pairs are not transposed"
+    if tiles.dim_block and (pairs or tiles.paired):
+        return "equal blocks of columns go with one head a row, and with no pairs of codes"
+    is_even = layer.num_kv_heads % 2 == 0 and dim == layer.v_head_dim == next_power_of_2(dim)
+    if pairs and (tiles.head_blocks > 1 or not is_even):
+        return "two KV heads a row go with an even number of them, of one dim that is a power of two, in one block"
+    if tiles.head_blocks > ratio or tiles.q_rows(ratio) > 128:
+        return f"{ratio} query heads of a KV head in {tiles.head_blocks} blocks make rows of none or of more than 128"
+    return _dim_block_refusal(tiles.dim_block, layer)
+
+
+def _dim_block_refusal(dim_block: int, layer: MeasuredLayer) -> str:
+    if dim_block and equal_columns(layer.head_dim, dim_block) != equal_columns(layer.v_head_dim, dim_block):
+        return f"blocks of {dim_block} columns are not as wide in K as in V"
+    return ""

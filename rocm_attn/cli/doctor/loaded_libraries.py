@@ -1,0 +1,169 @@
+"""The ROCm libraries that a process has loaded: which files they are, and of which versions.
+
+A wheel of torch may bring its own, and a variable may put the system's in their place. So the files are read from the
+process that has loaded them (/proc/self/maps), and versions are what the libraries themselves say, or what is in their
+names: libhsa-runtime64.so.1.18.70204 is of ROCm 7.2.4.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+# Those that torch links to, and that crash or compute wrong where two of them, or two releases, meet.
+NAMES = (
+    "libamdhip64",
+    "libhsa-runtime64",
+    "libamd_comgr",
+    "libhiprtc",
+    "librocblas",
+    "libhipblas",
+    "libhipblaslt",
+    "libMIOpen",
+    "librccl",
+    "librocsolver",
+    "librocsparse",
+    "librocprofiler-sdk",
+)
+_FILE = re.compile(r"(lib[\w-]+?)(?:-[0-9a-f]{8})?\.so(?:\.([\d.]+))?")
+_RELEASE_IN_NAME = re.compile(r"(?:^|\.)(\d{1,2})(\d{2})(\d{2})$")
+
+
+def loaded_libraries(maps: str) -> list[dict[str, str]]:
+    """Facts of a LoadedLibrary for each ROCm library among the files of a process, in the order of NAMES.
+
+    maps: what /proc/self/maps says
+    """
+    paths = dict.fromkeys(line.split(maxsplit=5)[5] for line in maps.splitlines() if len(line.split(maxsplit=5)) == 6)
+    found = [(match[1], path) for path in paths if (match := _FILE.fullmatch(Path(path).name)) and match[1] in NAMES]
+    return [_facts(name, path) for name, path in sorted(found, key=lambda each: NAMES.index(each[0]))]
+
+
+def _facts(name: str, path: str) -> dict[str, str]:
+    soname = soname_of(path)
+    version, release = _said_version(name, path), release_in_name(os.path.realpath(path))
+    if name == "libamdhip64" and version and not release:
+        # HIP counts as ROCm does; its third number counts builds.
+        release = ".".join(version.split(".")[:2])
+    return {
+        "name": name,
+        "path": path,
+        "identity": identity_of(path) or path,  # a file may be gone since it was loaded
+        "soname": soname,
+        "version": version or _version_in_name(path) or soname.partition(".so.")[2],
+        "rocm": release,
+    }
+
+
+def release_in_name(path: str) -> str:
+    """The ROCm release that ends a library's full name, "7.2.4" of x.so.1.18.70204; empty where it has none."""
+    match = _RELEASE_IN_NAME.search(_version_in_name(path))
+    return ".".join(str(int(number)) for number in match.groups()) if match else ""
+
+
+def _version_in_name(path: str) -> str:
+    match = _FILE.fullmatch(Path(path).name)
+    return match[2] or "" if match else ""
+
+
+def soname_of(path: str) -> str:
+    """The name by which a 64-bit ELF library is linked to; empty where it has none, or is none."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read()
+        return _soname(data)
+    except (OSError, struct.error, IndexError, ValueError):
+        return ""
+
+
+def _soname(data: bytes) -> str:
+    """Raises struct.error, IndexError, ValueError for what is no such library."""
+    if data[:6] != b"\x7fELF\x02\x01":
+        return ""
+    table, size, number = struct.unpack_from("<Q", data, 32)[0], *struct.unpack_from("<HH", data, 54)
+    headers = [struct.unpack_from("<IIQQQQQQ", data, table + at * size) for at in range(number)]
+    loads = [(vaddr, vaddr + of_file, offset) for kind, _, offset, vaddr, _, of_file, *_ in headers if kind == 1]
+    entries: dict[int, int] = {}
+    for kind, _, offset, _, _, of_file, *_ in headers:
+        if kind == 2:  # PT_DYNAMIC
+            for tag, value in struct.iter_unpack("<QQ", data[offset : offset + of_file]):
+                entries.setdefault(tag, value)
+    if 14 not in entries or 5 not in entries:  # DT_SONAME, DT_STRTAB
+        return ""
+    strings = next(offset + entries[5] - first for first, end, offset in loads if first <= entries[5] < end)
+    begin = strings + entries[14]
+    return data[begin : data.index(b"\0", begin)].decode()
+
+
+def _said_version(name: str, path: str) -> str:
+    """What a library says of itself; empty where it has no such function."""
+    ask = _ASK.get(name)
+    if ask is None:
+        return ""
+    try:
+        # What is loaded already, and nothing else.
+        return ask(ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_NOLOAD))
+    except (OSError, AttributeError):
+        return ""
+
+
+def _hip(library: ctypes.CDLL) -> str:
+    number = ctypes.c_int()
+    if library.hipRuntimeGetVersion(ctypes.byref(number)):
+        return ""
+    return f"{number.value // 10_000_000}.{number.value // 100_000 % 100}.{number.value % 100_000}"
+
+
+def _rocblas(library: ctypes.CDLL) -> str:
+    text = ctypes.create_string_buffer(128)
+    return "" if library.rocblas_get_version_string(text, ctypes.c_size_t(128)) else text.value.decode()
+
+
+def _rccl(library: ctypes.CDLL) -> str:
+    number = ctypes.c_int()
+    if library.ncclGetVersion(ctypes.byref(number)):
+        return ""
+    return f"{number.value // 10_000}.{number.value // 100 % 100}.{number.value % 100}"
+
+
+def _sizes(function: str, count: int) -> Callable[[ctypes.CDLL], str]:
+    """What a function says that writes numbers of a version to as many pointers to size_t."""
+
+    def ask(library: ctypes.CDLL) -> str:
+        numbers = [ctypes.c_size_t() for _ in range(count)]
+        getattr(library, function)(*map(ctypes.byref, numbers))
+        return ".".join(str(number.value) for number in numbers)
+
+    return ask
+
+
+_ASK: Mapping[str, Callable[[ctypes.CDLL], str]] = {
+    "libamdhip64": _hip,
+    "librocblas": _rocblas,
+    "librccl": _rccl,
+    "libMIOpen": _sizes("miopenGetVersion", 3),
+    "libamd_comgr": _sizes("amd_comgr_get_version", 2),
+}
+
+
+def identity_of(path: str) -> str:
+    """What two names of one file have in common; empty where there is no file."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return ""
+    return f"{status.st_dev}:{status.st_ino}"
+
+
+def installation_of(path: str) -> str:
+    """Whose a library is, by where it lies."""
+    parts = Path(path).parts
+    if any(part.startswith("_rocm_sdk") for part in parts):
+        return "ROCm's Python packages"
+    if "torch" in parts and "lib" in parts[parts.index("torch") :]:
+        return "torch's own"
+    return str(Path(path).parent)

@@ -1,0 +1,113 @@
+"""The tiles that are tried in place of a row's: those that differ from it in one field, then those in two.
+
+What two fields do together follows mostly from what each does alone, so that pairs come later and are left out where
+one of the two changes was bad. Tiles that no kernel takes, or whose loads in flight do not fit LDS, are not listed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from rocm_attn.cli.tune.jobs import Job
+from rocm_attn.kernels.tuning.latent_tiles import LatentTiles
+from rocm_attn.kernels.tuning.measured import Table, Tiles, refusal
+from rocm_attn.kernels.tuning.tiles import Codes, DecodeTiles, ExtendTiles, next_power_of_2
+from rocm_attn.machine.target import Target
+from rocm_attn.problem import Problem
+from rocm_attn.providers.tiles import codes_of, layer_of
+
+Change = tuple[str, object]
+Values = Mapping[str, tuple[object, ...]]
+
+_WARPS, _STAGES, _KEYS = (1, 2, 4, 8), (1, 2, 3, 4), (16, 32, 64, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Tiles, and in what they differ from those of the row in use."""
+
+    tiles: Tiles
+    changes: tuple[Change, ...]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in self.changes) or "the row in use"
+
+
+def candidates(job: Job, target: Target) -> list[Candidate]:
+    """All that are tried for a job, in order; the row in use is not among them."""
+    values = _values(job, target)
+    single: list[Change] = [
+        (name, value) for name, each in values.items() for value in each if value != getattr(job.in_use, name)
+    ]
+    pairs = ((one, other) for one, other in itertools.combinations(single, 2) if one[0] != other[0])
+    found = (_changed(job.in_use, changes) for changes in itertools.chain(((one,) for one in single), pairs))
+    layer = layer_of(job.problem)
+    return [
+        each
+        for each in found
+        if not refusal(job.table, each.tiles, layer) and _fits(each.tiles, job.problem, target.lds_bytes)
+    ]
+
+
+def _changed(tiles: Tiles, changes: tuple[Change, ...]) -> Candidate:
+    given: dict[str, Any] = dict(changes)
+    return Candidate(replace(tiles, **given), changes)
+
+
+def _values(job: Job, target: Target) -> Values:
+    """What each field may be: those that change a kernel's time and not what it is."""
+    values = dict(_values_of(job))
+    if target.is_amd:
+        values["waves_per_eu"] = (0, 1, 2, 3)
+    elif isinstance(job.in_use, ExtendTiles):
+        values["max_registers"] = (0, 128, 168)
+    known = {field.name for field in fields(job.in_use)}
+    return {name: each for name, each in values.items() if name in known}
+
+
+def _values_of(job: Job) -> Iterator[tuple[str, tuple[object, ...]]]:
+    tiles, problem = job.in_use, job.problem
+    yield "key_block", _KEYS
+    yield "num_warps", _WARPS if job.kind.decodes else (2, 4, 8)
+    yield "num_stages", _STAGES
+    if isinstance(tiles, DecodeTiles):
+        yield "programs_per_cu", (1, 2, 3, 4, 6, 8)
+        yield "dim_block", (0, *_dim_blocks(problem))
+        yield "transposed", (False, True)
+        yield "heads_per_row", (1, 2)
+        yield "row_cost", (1, 2, 4)
+        if codes_of(problem) is not Codes.NONE:
+            yield "paired", (False, True)
+    elif isinstance(tiles, ExtendTiles):
+        least = max(16, min(128, next_power_of_2(job.max_rows) // 2)) if job.max_rows <= 128 else 32
+        yield "query_rows", tuple(rows for rows in (16, 32, 64, 128, 256) if least <= rows)
+        yield "dim_block", (0, *_dim_blocks(problem))
+        yield "diagonal_stages", (1, 2)
+        yield "share_stages", (1, 2, 3)
+        yield "share_block", (0, 16, 32)
+        yield "programs_per_cu", (0, 1, 2)
+        yield "one_launch", (False, True)
+    elif isinstance(tiles, LatentTiles):
+        yield "query_rows", (16, 32, 64, 128)
+        yield "wide", (False, True)
+        yield "chains", (1, 2)
+        if job.table is Table.LATENT_DECODE:
+            yield "programs_per_cu", (1, 2, 3, 4)
+            yield "row_cost", (1, 2, 4)
+
+
+def _dim_blocks(problem: Problem) -> tuple[int, ...]:
+    """Columns that cut a head's elements into several blocks."""
+    return tuple(block for block in (32, 64, 128) if block < max(problem.head_dim, problem.v_head_dim))
+
+
+def _fits(tiles: Tiles, problem: Problem, lds_bytes: int) -> bool:
+    """Whether the key blocks whose loads are in flight fit LDS; what a compiler keeps there besides is not known."""
+    heads = tiles.heads_per_row if isinstance(tiles, DecodeTiles) else 1
+    # Over a latent pool V is a part of K.
+    dims = problem.head_dim + (0 if isinstance(tiles, LatentTiles) else problem.v_head_dim)
+    in_flight = (tiles.num_stages - 1) * tiles.key_block * dims * heads * problem.page_format.encoding.dtype.itemsize
+    return not lds_bytes or in_flight <= lds_bytes

@@ -1,0 +1,188 @@
+"""A step of one layer with random pages, as a candidate is judged and timed on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
+from rocm_attn.oracle.numerics import Bounds, bounds_of, error_parts
+from rocm_attn.oracle.reference import attend_sequence
+from rocm_attn.paging.kv_pool import KVPool
+from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.providers.contract import BoundKernel, StepBounds
+from rocm_attn.step.head_weights import HeadWeights
+
+# Of sequences that are compared, the last new tokens: the reference takes float64 for each of them and each key.
+_MOST_TOKENS = 8
+# Elements that random numbers are drawn for at once.
+_DRAWN = 1 << 26
+# Of codes: from, to.
+_FACTORS = 0.5, 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """kv_len and q_len of each sequence of a step."""
+
+    kv_len: tuple[int, ...]
+    q_len: tuple[int, ...]
+
+    @property
+    def kind(self) -> StepKind:
+        """The step's."""
+        if max(self.q_len) == 1:
+            return StepKind.DECODE
+        return StepKind.MIXED if min(self.q_len) == 1 else StepKind.EXTEND
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepData:
+    """What steps of one shape read and write, over several sets of pages of one pool.
+
+    tables: int32 [sets, sequences, pages of the longest]
+    lse:    float32 [tokens, q_heads]; None where it is not asked for
+    """
+
+    problem: Problem
+    lengths: Lengths
+    step: StepTensors
+    tables: Tensor
+    pages: LayerPages
+    weights: HeadWeights
+    q: Tensor
+    out: Tensor
+    lse: Tensor | None
+
+    @classmethod
+    def empty(cls, problem: Problem, lengths: Lengths, *, sets: int, device: torch.device, lse: bool) -> StepData:
+        """Of the sizes that random() has, with nothing in it: to be compiled for."""
+        num_pages = [-(-length // problem.page_size) for length in lengths.kv_len]
+        tables = torch.zeros(sets, len(num_pages), max(num_pages), dtype=torch.int32, device=device)
+        num_tokens, num_seqs = sum(lengths.q_len), len(lengths.q_len)
+        pool = KVPool([problem], num_pages=1 + sets * sum(num_pages), page_size=problem.page_size, device=device)
+
+        def ints(values: Sequence[int]) -> Tensor:
+            return torch.tensor(list(values), dtype=torch.int32, device=device)
+
+        step = StepTensors.of(
+            ints([]),
+            counts=ints([num_seqs, num_tokens, 1, 0]),
+            kv_len=ints(lengths.kv_len),
+            q_len=ints(lengths.q_len),
+            q_indptr=torch.tensor([0, *lengths.q_len]).cumsum(0).int().to(device),
+            table=tables[0],
+            row_of_seq=ints(range(num_seqs)),
+        )
+        q = torch.empty(num_tokens, problem.num_q_heads, problem.head_dim, dtype=problem.dtype, device=device)
+        out = q.new_empty(num_tokens, problem.num_q_heads, problem.v_head_dim)
+        of_lse = torch.empty(out.shape[:2], device=device) if lse else None
+        weights = HeadWeights.random(problem, torch.Generator().manual_seed(0)).to(device)
+        return cls(problem, lengths, step, tables, pool.layer(0), weights, q, out, of_lse)
+
+    @classmethod
+    def random(cls, problem: Problem, lengths: Lengths, *, sets: int, device: torch.device, lse: bool) -> StepData:
+        """Normal numbers; where a page has none, because its sequence has ended, NaN."""
+        data = cls.empty(problem, lengths, sets=sets, device=device, lse=lse)
+        generator = torch.Generator(device).manual_seed(0)
+        num_pages = [-(-length // problem.page_size) for length in lengths.kv_len]
+        order = torch.randperm(sets * sum(num_pages), generator=generator, device=device).int() + 1
+        for number, ids in enumerate(torch.split(order, num_pages * sets)):
+            data.tables[number // len(num_pages), number % len(num_pages), : len(ids)] = ids
+        _fill(data.pages, generator)
+        for of_set in data.tables:
+            _end_in_nan(data.pages, of_set, lengths.kv_len)
+        data.q.copy_(torch.randn(data.q.shape, generator=generator, device=device))
+        data.out.fill_(float("nan"))
+        return data
+
+    @property
+    def bounds(self) -> StepBounds:
+        """What the host knows of the step."""
+        of = self.lengths
+        return StepBounds(PaddedShape(of.kind, len(of.q_len), sum(of.q_len)), max(of.q_len), max(of.kv_len))
+
+    def runs(self, kernel: BoundKernel) -> list[tuple[AttendArgs, StepTensors]]:
+        """A layer for each set of pages: its arguments, with a schedule that is built, and its step."""
+        bounds, device = self.bounds, self.q.device
+        schedule = torch.empty(kernel.schedule.words(bounds.shape), dtype=torch.int32, device=device)
+        workspace = torch.empty(kernel.workspace_words(bounds.shape), dtype=torch.float32, device=device)
+        of_sets = []
+        for table in self.tables:
+            step = replace(self.step, table=table)
+            args = AttendArgs(
+                q=self.q,
+                pages=self.pages,
+                table=table,
+                queries=bounds.queries(step),
+                out=self.out,
+                lse=self.lse,
+                sinks=self.weights.sinks,
+                slopes=self.weights.alibi_slopes,
+                schedule=schedule,
+                workspace=workspace,
+            )
+            of_sets.append((args, step))
+        args, step = of_sets[0]
+        kernel.schedule.build(args.queries, step, bounds, schedule)
+        return of_sets
+
+    def wrong(self, seqs: Sequence[int]) -> str:
+        """What is wrong with the output of the first set, of these sequences; empty where nothing is."""
+        bounds = bounds_of(self.problem.dtype, eight_bit_products=False)
+        for seq in seqs:
+            for head in sorted({0, self.problem.num_kv_heads - 1}):
+                worst = self._worst(seq, head, bounds)
+                if not worst <= 1:
+                    lengths = f"{self.lengths.kv_len[seq]} tokens, {self.lengths.q_len[seq]} of them new"
+                    return f"wrong: a sequence of {lengths} is off by {worst:.1f} times what is allowed"
+        return ""
+
+    def _worst(self, seq: int, head: int, bounds: Bounds) -> float:
+        """How far a sequence's results of one KV head are off, as a part of what is allowed; at most 1 is right."""
+        problem, kv_len, q_len = self.problem, self.lengths.kv_len[seq], self.lengths.q_len[seq]
+        end = sum(self.lengths.q_len[: seq + 1])
+        tokens = slice(end - min(q_len, _MOST_TOKENS), end)
+        heads = slice(head * problem.gqa_ratio, (head + 1) * problem.gqa_ratio)
+        ids = self.tables[0, seq, : -(-kv_len // problem.page_size)].long()
+        k, v = (side.flatten(0, 1)[:kv_len, head : head + 1] for side in self.pages.read(ids))
+        alone = replace(problem, num_q_heads=problem.gqa_ratio, num_kv_heads=1)
+        weights = HeadWeights(*(w if w is None else w[heads] for w in (self.weights.sinks, self.weights.alibi_slopes)))
+        want, want_lse = attend_sequence(self.q[tokens, heads], k, v, alone, weights)
+        worst = float(error_parts(self.out[tokens, heads], want, bounds.out, size=_FACTORS[1]).max())
+        if self.lse is None:
+            return worst
+        return max(worst, float(error_parts(self.lse[tokens, heads], want_lse, bounds.lse, size=_FACTORS[1]).max()))
+
+
+def _fill(pages: LayerPages, generator: torch.Generator) -> None:
+    """Normal numbers in all pages but the first, and factors."""
+    is_latent = pages.format.kind is PoolKind.LATENT
+    for side in (pages.k,) if is_latent else (pages.k, pages.v):
+        chunk = max(1, _DRAWN // side[0].numel())
+        for first in range(1, len(side), chunk):
+            of_chunk = side[first : first + chunk]
+            numbers = torch.randn(of_chunk.shape, generator=generator, device=side.device)
+            of_chunk.copy_(numbers.to(side.dtype))
+    for scale in (pages.k_scale, pages.v_scale):
+        if scale is not None:
+            scale.uniform_(*_FACTORS, generator=generator)
+
+
+def _end_in_nan(pages: LayerPages, table: Tensor, kv_len: Sequence[int]) -> None:
+    """NaN after each sequence's last token, in its last page: what a kernel must not let through."""
+    page_size = pages.format.page_size
+    if pages.format.encoding.is_fp8:
+        return
+    for seq, length in enumerate(kv_len):
+        if length % page_size:
+            last = int(table[seq, length // page_size])
+            pages.k[last, length % page_size :] = float("nan")
+            pages.v[last, length % page_size :] = float("nan")

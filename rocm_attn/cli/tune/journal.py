@@ -1,0 +1,94 @@
+"""What became of each candidate, a line of JSON each, so that a search goes on where the last one ended.
+
+A line says that a candidate is begun before it is compiled: one that takes the process with it is passed over later.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rocm_attn.cli.tune.candidates import Candidate
+from rocm_attn.cli.tune.jobs import Job
+from rocm_attn.errors import BadSetting
+from rocm_attn.kernels.tuning.measured import Tiles
+from rocm_attn.providers.tiles import layer_of
+
+BEGUN, INTERRUPTED = "begun", "interrupted"
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What became of a candidate.
+
+    ratio:   its time over that of the row in use, over all shapes; infinite where it has none
+    outcome: "timed", BEGUN, INTERRUPTED, or why it has no time
+    spilled: registers that the compiler keeps in memory
+    """
+
+    outcome: str
+    ratio: float = float("inf")
+    spilled: int = 0
+
+
+class Journal:
+    """The trials of a search's machine and software, read at once and appended to.
+
+    place: a file that is made; lines that cannot be read are passed over
+    facts: what a time hangs on beside the job: device, arch, releases, commit
+    Raises BadSetting where the file cannot be read or written.
+    """
+
+    def __init__(self, place: Path, facts: dict[str, str]) -> None:
+        self._place, self._facts = place, facts
+        self._trials: dict[str, Trial] = {}
+        try:
+            lines = place.read_text(errors="replace").splitlines() if place.exists() else []
+            place.parent.mkdir(parents=True, exist_ok=True)
+            self._file = place.open("a")
+        except OSError as error:
+            raise BadSetting(f"the list of trials {place} cannot be used ({error}); name another --output") from error
+        for line in lines:
+            self._take(line)
+        # What was cut off in the middle ends here.
+        self._file.write("\n" if lines else "")
+
+    def _take(self, line: str) -> None:
+        try:
+            said = json.loads(line)
+            ratio = float(said["ratio"]) if said["ratio"] is not None else float("inf")
+            self._trials[str(said["key"])] = Trial(str(said["outcome"]), ratio, int(said["spilled"]))
+        except (ValueError, TypeError, KeyError):
+            return
+
+    def of(self, job: Job, tiles: Tiles) -> Trial | None:
+        """What became of tiles, now or in an earlier search; None where they are still to be tried."""
+        trial = self._trials.get(self._key(job, tiles))
+        return None if trial is not None and trial.outcome == INTERRUPTED else trial
+
+    def begin(self, job: Job, candidate: Candidate) -> None:
+        """A candidate is about to be compiled."""
+        self.end(job, candidate, Trial(BEGUN))
+
+    def end(self, job: Job, candidate: Candidate, trial: Trial) -> None:
+        """What became of it."""
+        key = self._key(job, candidate.tiles)
+        self._trials[key] = trial
+        ratio = None if trial.ratio == float("inf") else round(trial.ratio, 4)
+        said: dict[str, Any] = {"key": key, "outcome": trial.outcome, "ratio": ratio, "spilled": trial.spilled}
+        said |= {"job": str(job), "candidate": str(candidate)}  # for readers
+        self._file.write(json.dumps(said) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """End with the file."""
+        self._file.close()
+
+    def _key(self, job: Job, tiles: Tiles) -> str:
+        """A job and tiles, with all that their time hangs on."""
+        layer = asdict(layer_of(job.problem))
+        facts = [self._facts, job.table.value, layer, job.max_rows, [str(shape) for shape in job.shapes], asdict(tiles)]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]

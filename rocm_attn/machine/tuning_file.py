@@ -1,0 +1,148 @@
+"""The file of measured tiles that `rocm-attn tune` writes and runtimes read: JSON, with a version and a check of a row.
+
+A file is taken whole or refused with a sentence. Each row has a digest of all that it says: what was changed by hand or
+damaged was not measured, and is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rocm_attn.errors import BadSetting
+from rocm_attn.kernels.tuning.measured import MeasuredLayer, MeasuredRow, Provenance, Table, Tiles, refusal
+
+# Of the format; another one is refused.
+VERSION = 1
+_REMEDY = "run `rocm-attn tune` anew into another file, or take this one away"
+
+
+@dataclass(frozen=True, slots=True)
+class TuningFile:
+    """The rows of a file, in order."""
+
+    rows: tuple[MeasuredRow, ...] = ()
+
+    @classmethod
+    def read(cls, place: Path) -> TuningFile:
+        """What a file holds. Raises BadSetting with a sentence where it cannot be read, or is no such file."""
+        try:
+            text = place.read_bytes().decode()
+        except (OSError, UnicodeDecodeError) as error:
+            raise BadSetting(f"the tuning file {place} cannot be read ({error}); {_REMEDY}") from error
+        try:
+            return cls(_rows(json.loads(text)))
+        # What is nested too deeply is damaged like anything else.
+        except (ValueError, RecursionError) as error:
+            raise BadSetting(f"the tuning file {place} is refused: {error}; {_REMEDY}") from error
+
+    def with_row(self, row: MeasuredRow) -> TuningFile:
+        """With a row, in place of what was measured before for its layer, arch, units and Triton."""
+        return TuningFile((*(other for other in self.rows if _key(other) != _key(row)), row))
+
+    def write(self, place: Path) -> None:
+        """Write the file, whole or not at all. Raises BadSetting where that cannot be."""
+        part = place.with_name(f"{place.name}.{os.getpid()}.part")
+        content = {"version": VERSION, "rows": [as_json(row) for row in self.rows]}
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps(content, indent=1) + "\n")
+            os.replace(part, place)
+        except OSError as error:
+            raise BadSetting(f"the tuning file {place} cannot be written ({error}); name another one") from error
+
+
+def as_json(row: MeasuredRow) -> dict[str, Any]:
+    """A row as the file has it."""
+    said = {
+        "table": row.table.value,
+        "layer": dataclasses.asdict(row.layer),
+        "max_rows": row.max_rows,
+        "tiles": dataclasses.asdict(row.tiles),
+        "measured": dataclasses.asdict(row.measured),
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(said))  # tuples as lists, as they come back
+    return {**plain, "digest": _digest(plain)}
+
+
+def _key(row: MeasuredRow) -> tuple[object, ...]:
+    of = row.measured
+    return row.table, row.layer, row.max_rows, of.arch, of.compute_units, of.triton
+
+
+def _digest(said: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _rows(content: object) -> tuple[MeasuredRow, ...]:
+    """The rows of a parsed file. Raises ValueError with what is wrong."""
+    if not isinstance(content, dict) or "version" not in content:
+        raise ValueError("it is no JSON object with a version")
+    if content["version"] != VERSION or isinstance(content["version"], bool):
+        raise ValueError(f"its version is {content['version']!r}, and this release reads {VERSION}")
+    given = _fields(content, ("version", "rows"), "the file")
+    if not isinstance(given["rows"], list):
+        raise ValueError("rows is no list")
+    return tuple(_row(row, f"row {number}") for number, row in enumerate(given["rows"]))
+
+
+def _row(content: object, where: str) -> MeasuredRow:
+    given = _fields(content, ("table", "layer", "max_rows", "tiles", "measured", "digest"), where)
+    names = [table.value for table in Table]
+    if given["table"] not in names:
+        raise ValueError(f"{where}: table is {given['table']!r}, not one of {', '.join(names)}")
+    table = Table(given["table"])
+    layer = _value(MeasuredLayer, given["layer"], f"{where}, layer")
+    tiles: Tiles = _value(table.tiles, given["tiles"], f"{where}, tiles")
+    measured = _value(Provenance, given["measured"], f"{where}, measured")
+    max_rows = _value(int, given["max_rows"], f"{where}, max_rows")
+    if min(layer.num_q_heads, layer.num_kv_heads, layer.head_dim, layer.v_head_dim, max_rows) < 1:
+        raise ValueError(f"{where}: heads, dims and rows are at least 1")
+    if layer.num_q_heads % layer.num_kv_heads:
+        raise ValueError(f"{where}: query heads are no multiple of KV heads")
+    reason = refusal(table, tiles, layer)
+    if reason:
+        raise ValueError(f"{where}: no kernel takes its tiles: {reason}")
+    if given["digest"] != _digest({name: value for name, value in given.items() if name != "digest"}):
+        raise ValueError(f"{where} was changed after it was measured: its digest is another")
+    return MeasuredRow(table, layer, max_rows, tiles, measured)
+
+
+def _fields(content: object, names: Sequence[str], where: str) -> dict[str, Any]:
+    """An object with exactly these fields."""
+    if not isinstance(content, dict):
+        raise ValueError(f"{where} is no JSON object")
+    unknown, missing = sorted(content.keys() - set(names)), sorted(set(names) - content.keys())
+    if unknown or missing:
+        said = [f"unknown fields {', '.join(unknown)}"] * bool(unknown)
+        said += [f"no {', '.join(missing)}"] * bool(missing)
+        raise ValueError(f"{where} has {' and '.join(said)}")
+    return content
+
+
+def _value(kind: Any, content: object, where: str) -> Any:
+    """A value of a class of plain fields, or of a plain type, from JSON; exactly so."""
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        given = _fields(content, list(hints), where)
+        make: Any = kind
+        return make(**{name: _value(hint, given[name], f"{where}.{name}") for name, hint in hints.items()})
+    if typing.get_origin(kind) is tuple:
+        if not isinstance(content, list):
+            raise ValueError(f"{where} is no list")
+        return tuple(_value(typing.get_args(kind)[0], each, where) for each in content)
+    if kind is float and type(content) in (int, float):
+        number = float(typing.cast(float, content))
+        if math.isfinite(number):
+            return number
+    elif type(content) is kind:
+        return content
+    raise ValueError(f"{where} is {content!r}, not {'a finite number' if kind is float else kind.__name__}")

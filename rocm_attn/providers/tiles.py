@@ -1,0 +1,129 @@
+"""The tiles of a problem's kernels: those of a measured row of the target, else those of the table's row."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TypedDict
+
+import torch
+
+from rocm_attn.kernels.tuning.decode_tiles import decode_tiles
+from rocm_attn.kernels.tuning.extend_tiles import extend_rows
+from rocm_attn.kernels.tuning.latent_tiles import LatentTiles, latent_decode_tiles, latent_extend_tiles
+from rocm_attn.kernels.tuning.measured import AnyTiles, MeasuredLayer, MeasuredRow, Table
+from rocm_attn.kernels.tuning.tiles import ANY_ROWS, Codes, DecodeTiles, ExtendRow
+from rocm_attn.machine.target import Target
+from rocm_attn.problem import KVEncoding, Problem, Scales
+
+
+class _Shape(TypedDict):
+    gqa_ratio: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: torch.dtype
+    codes: Codes
+
+
+def codes_of(problem: Problem) -> Codes:
+    """What tiles of the project's kernels are chosen by, beside arch and shape."""
+    if problem.kv_encoding is KVEncoding.LIKE_Q:
+        return Codes.NONE
+    return Codes.BY_TOKEN if problem.kv_scales is Scales.TOKEN else Codes.BY_ROW
+
+
+def layer_of(problem: Problem) -> MeasuredLayer:
+    """What the time of a problem's kernels hangs on."""
+    return MeasuredLayer(
+        num_q_heads=problem.num_q_heads,
+        num_kv_heads=problem.num_kv_heads,
+        head_dim=problem.head_dim,
+        v_head_dim=problem.v_head_dim,
+        dtype=str(problem.dtype).removeprefix("torch."),
+        kv_encoding=problem.kv_encoding.name,
+        kv_scales=problem.kv_scales.name,
+        page_size=problem.page_size,
+        window_left=problem.window_left,
+        soft_cap=problem.logits_soft_cap > 0,
+        sinks=problem.has_sinks,
+        alibi=problem.has_alibi_slopes,
+        causal=problem.causal,
+    )
+
+
+def measured_row(table: Table, problem: Problem, target: Target, max_rows: int = ANY_ROWS) -> MeasuredRow | None:
+    """The target's row for a problem, if it has one. max_rows: of EXTEND, the bound of the table's row"""
+    if not target.measured:
+        return None
+    layer = layer_of(problem)
+    return next((row for row in target.measured if row.serves(table, layer, max_rows)), None)
+
+
+def decode_tiles_of(problem: Problem, target: Target) -> DecodeTiles:
+    """Of paged decode. Raises NoTiles."""
+    static = decode_tiles(target.arch, **_shape(problem))
+    return _or_measured(static, measured_row(Table.DECODE, problem, target))
+
+
+def extend_rows_of(problem: Problem, target: Target) -> tuple[ExtendRow, ...]:
+    """Of paged extend, as extend_rows. Raises NoTiles."""
+    return tuple(
+        replace(row, tiles=_or_measured(row.tiles, measured_row(Table.EXTEND, problem, target, row.max_rows)))
+        for row in extend_rows_of_table(problem, target)
+    )
+
+
+def extend_rows_of_table(problem: Problem, target: Target) -> tuple[ExtendRow, ...]:
+    """As extend_rows_of, without measured ones: those of masked steps, with whose masks no row was measured."""
+    return extend_rows(target.arch, **_shape(problem))
+
+
+def latent_decode_tiles_of(problem: Problem, target: Target) -> LatentTiles:
+    """Of latent decode with one new token. Raises NoTiles."""
+    static = latent_decode_tiles_of_table(problem, target, 1)
+    return _or_measured(static, measured_row(Table.LATENT_DECODE, problem, target))
+
+
+def latent_decode_tiles_of_table(problem: Problem, target: Target, most: int) -> LatentTiles:
+    """Of latent decode with up to `most` new tokens of a sequence, none of them measured. Raises NoTiles."""
+    return latent_decode_tiles(
+        target.arch,
+        num_rows=problem.num_q_heads * most,
+        dims=(problem.head_dim, problem.v_head_dim),
+        dtype=problem.dtype,
+        is_coded=problem.page_format.encoding.is_fp8,
+    )
+
+
+def latent_extend_tiles_of(problem: Problem, target: Target) -> LatentTiles:
+    """Of latent extend. Raises NoTiles."""
+    static = latent_extend_tiles_of_table(problem, target)
+    return _or_measured(static, measured_row(Table.LATENT_EXTEND, problem, target))
+
+
+def latent_extend_tiles_of_table(problem: Problem, target: Target) -> LatentTiles:
+    """Of latent extend, none of them measured. Raises NoTiles."""
+    return latent_extend_tiles(
+        target.arch,
+        dims=(problem.head_dim, problem.v_head_dim),
+        dtype=problem.dtype,
+        is_coded=problem.page_format.encoding.is_fp8,
+    )
+
+
+def _shape(problem: Problem) -> _Shape:
+    return {
+        "gqa_ratio": problem.gqa_ratio,
+        "num_kv_heads": problem.num_kv_heads,
+        "head_dim": problem.head_dim,
+        "v_head_dim": problem.v_head_dim,
+        "dtype": problem.dtype,
+        "codes": codes_of(problem),
+    }
+
+
+def _or_measured(static: AnyTiles, row: MeasuredRow | None) -> AnyTiles:
+    if row is None:
+        return static
+    assert isinstance(row.tiles, type(static)), "a row's tiles are those of its table"
+    return row.tiles

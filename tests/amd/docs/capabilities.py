@@ -1,0 +1,272 @@
+"""The page of capabilities, asked of the code: python -m tests.amd.docs.capabilities writes it.
+
+No cell is written by hand. Kernels are those that `select` takes, as build_runtime does; limits are those of the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from rocm_attn.batch.step_kinds import Extra, StepKind
+from rocm_attn.errors import Unsupported
+from rocm_attn.machine.releases import Releases
+from rocm_attn.machine.target import Target, known_target
+from rocm_attn.problem import Indexer, Indexing, KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.providers.contract import Limits
+from rocm_attn.providers.select import INDEX_ROWS, ROWS, Selection, select
+from tests.amd.docs.pages import DOCS
+
+PAGE = DOCS / "capabilities.md"
+
+_HEAD = """# Capabilities
+
+Which kernels serve which layer, on which GPU. `python -m tests.amd.docs.capabilities` asks the code, as
+`build_runtime` does, and writes this page; a test holds that it is current. [Kernels](kernels.md) has every kernel with
+its limits, and `rocm-attn explain CONFIG.json --arch gfx942` answers for a model, with the reasons of every refusal.
+
+AITER's kernels have not run on an AMD GPU with this project yet ([what we could not test](untested.md)); before each of
+them serves, it is [tried on the model's own shape](providers.md#the-probe).
+
+*Dense* is a layer of 32 query heads over 8 KV heads of 128 elements, as in Llama 3.1 8B. Where nothing else is said a
+layer is in bfloat16, over K and V pages of 16 tokens, causal, without a window. FP8 is the encoding that the GPU's
+matrix units read, E4M3FNUZ on an MI300X and E4M3FN on the others. Layers with the same kernels share a row.
+[Selecting keys](sparse.md), [shared prefixes](shared_prefixes.md), [masks](steps.md#masks) and [deterministic
+mode](deterministic.md) have kernels of their own, Triton's or torch's.
+"""
+
+
+def _problem(heads: tuple[int, int], dims: tuple[int, int], **others: object) -> Problem:
+    asked: dict[str, object] = {"dtype": torch.bfloat16, "page_size": 16, "scale": dims[0] ** -0.5, **others}
+    return Problem(heads[0], heads[1], dims[0], dims[1], **asked)  # type: ignore[arg-type]  # of many kinds
+
+
+def _latent(heads: int, **others: object) -> Problem:
+    return _problem((heads, 1), (576, 512), page_size=1, pool=PoolKind.LATENT, **others)
+
+
+def _eight_bit(encoding: KVEncoding, scales: Scales) -> dict[str, object]:
+    return {"kv_encoding": encoding, "kv_scales": scales}
+
+
+def layers(fp8: KVEncoding) -> dict[str, Problem]:
+    """The layers of the tables, in bfloat16 over pages of 16 tokens where nothing else is said.
+
+    fp8: the encoding that the GPU's matrix units read
+    """
+    heads, plain = (32, 8), (128, 128)
+    return {
+        "dense": _problem(heads, plain),
+        "dense, float16": _problem(heads, plain, dtype=torch.float16),
+        "dense, float32": _problem(heads, plain, dtype=torch.float32),
+        "dense, pages of 1 token": _problem(heads, plain, page_size=1),
+        "dense, pages of 64": _problem(heads, plain, page_size=64),
+        "dense, vectorised pages": _problem(heads, plain, pool=PoolKind.VECTORIZED),
+        "dense, FP8 with a factor a layer": _problem(heads, plain, **_eight_bit(fp8, Scales.LAYER)),
+        "dense, FP8 with a factor a KV head": _problem(heads, plain, **_eight_bit(fp8, Scales.HEAD)),
+        "dense, FP8 with a factor a token": _problem(heads, plain, **_eight_bit(fp8, Scales.TOKEN)),
+        "dense, E5M2 with a factor a layer": _problem(heads, plain, **_eight_bit(KVEncoding.E5M2, Scales.LAYER)),
+        "dense, a window of 4,096": _problem(heads, plain, window_left=4095),
+        "dense, soft cap 50": _problem(heads, plain, logits_soft_cap=50.0),
+        "dense, ALiBi slopes": _problem(heads, plain, has_alibi_slopes=True),
+        "dense, not causal": _problem(heads, plain, causal=False),
+        "64/8 heads of 64, sinks, a window of 128 (gpt-oss)": _problem(
+            (64, 8), (64, 64), has_sinks=True, window_left=127
+        ),
+        "8/4 heads of 256, soft cap 50, a window of 4,096 (Gemma 2)": _problem(
+            (8, 4), (256, 256), logits_soft_cap=50.0, window_left=4095
+        ),
+        "64/1 heads of 128 (MQA)": _problem((64, 1), plain),
+        "16/16 heads of 80": _problem((16, 16), (80, 80)),
+        "16/2 heads of 512": _problem((16, 2), (512, 512)),
+        "16/16 heads of 192, V of 128": _problem((16, 16), (192, 128)),
+        "MLA, 16 heads of 576/512 (DeepSeek, TP 8)": _latent(16),
+        "MLA, 128 heads": _latent(128),
+        "MLA, 16 heads, FP8 with a factor a layer": _latent(16, **_eight_bit(fp8, Scales.LAYER)),
+        "MLA, 16 heads, 2,048 selected tokens (DeepSeek-V3.2)": _latent(
+            16, indexer=Indexer(64, 128, Indexing(scale=128**-0.5, top=2048))
+        ),
+        "dense, 16 selected blocks of 128": _problem(
+            heads, plain, indexer=Indexer(8, 128, Indexing(scale=128**-0.5, top=16, unit_keys=128))
+        ),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A table's: whose kernels are asked for, on what."""
+
+    title: str
+    target: Target
+    provider: str = "auto"
+
+    @property
+    def fp8(self) -> KVEncoding:
+        return KVEncoding.E4M3FNUZ if self.target.fp8_dtype is torch.float8_e4m3fnuz else KVEncoding.E4M3FN
+
+
+# A release of Triton that the kernels for Hopper run with; with others Triton's plain kernels serve there.
+_HOPPERS = next(row.limits.tritons[-1] for row in ROWS["triton"] if row.limits.tritons)
+
+MACHINES = (
+    Machine("MI300X (gfx942)", known_target("gfx942")),
+    Machine("MI355X (gfx950)", known_target("gfx950")),
+    Machine("MI300X without AITER", known_target("gfx942"), "triton"),
+    Machine(
+        f"H100 and H200 (sm_90), Triton {_HOPPERS}", replace(known_target("sm_90"), releases=Releases(triton=_HOPPERS))
+    ),
+    Machine("A CPU", known_target("cpu")),
+)
+
+_STEPS = {
+    "decode": StepKind.DECODE,
+    "extend": StepKind.EXTEND,
+    "mixed": StepKind.MIXED,
+    "prefill": StepKind.PREFILL,
+}
+_EXTRAS = ("selects keys", "shared prefixes", "masks", "deterministic")
+
+
+def chosen(problem: Problem, machine: Machine, *, deterministic: bool = False) -> Selection | None:
+    """What serves a layer; None where nothing does."""
+    try:
+        return select(problem, machine.target, machine.provider, deterministic=deterministic)
+    except Unsupported:
+        return None
+
+
+def row(problem: Problem, machine: Machine) -> list[str]:
+    """The cells of a layer: the kernel of each kind of step, and whether it serves what only some steps ask for."""
+    selection = chosen(problem, machine)
+    if selection is None:
+        return ["not served"] + ["-"] * (len(_STEPS) + len(_EXTRAS) - 1)
+    kernels = [selection.kernels.get(kind) for kind in _STEPS.values()]
+    extras = (
+        selection.sparse,
+        selection.kernels.get(StepKind.SHARED),
+        chosen(replace(problem, custom_mask=True), machine),
+        chosen(problem, machine, deterministic=True),
+    )
+    return [f"`{kernel.row.name}`" if kernel else "as extend" for kernel in kernels] + [
+        "yes" if extra else "no" for extra in extras
+    ]
+
+
+def _table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    rows = [columns, ["---"] * len(columns), *lines]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
+
+
+def _of_machine(machine: Machine, like: Machine | None) -> str:
+    """The table of a machine; where another one's is given, the rows that differ."""
+    cells_of = {name: tuple(row(problem, machine)) for name, problem in layers(machine.fp8).items()}
+    said = ""
+    if like is not None:
+        other = {name: tuple(row(problem, like)) for name, problem in layers(like.fp8).items()}
+        cells_of = {name: cells for name, cells in cells_of.items() if cells != other[name]}
+        said = f"As on the {like.title}, but for:\n\n"
+    together: dict[tuple[str, ...], list[str]] = {}
+    for name, cells in cells_of.items():
+        together.setdefault(cells, []).append(name)
+    columns = ["layer", *_STEPS, *_EXTRAS]
+    lines = [["; ".join(names), *cells] for cells, names in together.items()]
+    return f"## {machine.title}\n\n{said}{_table(columns, lines)}"
+
+
+def _aiters_pages() -> str:
+    """Over which pages AITER alone serves a layer, which --page-size auto and --pool auto choose among."""
+    lines = []
+    machine = replace(MACHINES[0], provider="aiter")
+    sizes = (1, 16, 32, 64, 128, 256, 512, 1024)
+    # The vectors of a vectorised pool are of more than one token.
+    kinds = {PoolKind.SPLIT: ("K and V pages", sizes), PoolKind.VECTORIZED: ("vectorised pages", sizes[1:])}
+    for name, problem in layers(machine.fp8).items():
+        if "pages" in name or problem.pool is PoolKind.LATENT:
+            continue
+        found = []
+        for pool, (words, among) in kinds.items():
+            served = [size for size in among if chosen(replace(problem, pool=pool, page_size=size), machine)]
+            if served:
+                found.append(f"{words} of {', '.join(map(str, served))}")
+        lines.append([name, "; ".join(found) or "none"])
+    return (
+        "## Pages that AITER serves on an MI300X\n\nPage sizes at which AITER has a kernel for every kind of step.\n\n"
+        + _table(["layer", "pages"], lines)
+    )
+
+
+def _span(spans: Iterable[tuple[int, int]]) -> str:
+    ends = list(spans)
+    low, high = min(low for low, _ in ends), max(high for _, high in ends)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def _dims(limits: Sequence[Limits]) -> str:
+    ranges = [each.head_dim for each in limits if not each.exact_dims]
+    exact = sorted({dims for each in limits for dims in each.exact_dims})
+    words = [_span(ranges)] if ranges else []
+    inside = ranges[0] if ranges else (1, 0)
+    words += [str(qk) if qk == v else f"{qk}/{v}" for qk, v in exact if not (qk == v and inside[0] <= qk <= inside[1])]
+    return ", ".join(words)
+
+
+def _pages(limits: Sequence[Limits]) -> str:
+    ranges = [each.page_size for each in limits if not each.page_sizes]
+    exact = sorted({size for each in limits for size in each.page_sizes})
+    return _span(ranges) if ranges else ", ".join(map(str, exact))
+
+
+def _some(limits: Sequence[Limits], has: Callable[[Limits], bool]) -> str:
+    count = sum(map(has, limits))
+    return "yes" if count == len(limits) else f"{count} of {len(limits)}" if count else "no"
+
+
+_REACH: Mapping[str, Callable[[Sequence[Limits]], str]] = {
+    "sets of limits": lambda all_: str(len(all_)),
+    "archs": lambda all_: ", ".join(dict.fromkeys(arch for each in all_ for arch in each.archs)).replace("*", "\\*"),
+    "dtypes": lambda all_: ", ".join(
+        dict.fromkeys(str(d).removeprefix("torch.") for each in all_ for d in each.dtypes)
+    ),
+    "K and V": lambda all_: ", ".join(dict.fromkeys(code.value for each in all_ for code in each.encodings)),
+    "factors": lambda all_: ", ".join(
+        dict.fromkeys(scales.value for each in all_ for scales in each.scales if scales is not Scales.NONE)
+    ),
+    "pools": lambda all_: ", ".join(dict.fromkeys(pool.value for each in all_ for pool in each.pools)),
+    "head_dim": _dims,
+    "page sizes": _pages,
+    "query heads on a KV head": lambda all_: f"up to {max(each.max_gqa_ratio for each in all_)}",
+    "windows": lambda all_: _some(all_, lambda each: each.window),
+    "soft caps": lambda all_: _some(all_, lambda each: each.soft_cap),
+    "sinks": lambda all_: _some(all_, lambda each: each.sinks),
+    "ALiBi slopes": lambda all_: _some(all_, lambda each: each.alibi),
+    "not causal": lambda all_: _some(all_, lambda each: each.non_causal),
+    "LSE": lambda all_: _some(all_, lambda each: each.lse),
+}
+
+
+def _reach() -> str:
+    """What the kernels of each provider reach together."""
+    titles = {"aiter": "AITER", "triton": "Triton", "torch": "PyTorch"}
+    of = {
+        name: list(dict.fromkeys(row.limits for row in rows if not row.not_bound and row.kind.extra is Extra.NOTHING))
+        for name, rows in ROWS.items()
+    }
+    lines = [[what, *(tell(of[name]) for name in titles)] for what, tell in _REACH.items()]
+    lines.append(["selects keys (sparse)", *("yes" if INDEX_ROWS.get(name) else "no" for name in titles)])
+    return (
+        "## What the providers reach\n\nAll kernels of a provider together; no single kernel need have it all. A count "
+        "such as 8 of 16 is of sets of limits, of which a kernel has one for each kind of step.\n\n"
+        + _table(["", *titles.values()], lines)
+    )
+
+
+def page() -> str:
+    """The text of docs/capabilities.md."""
+    tables = [_of_machine(machine, MACHINES[0] if machine is MACHINES[1] else None) for machine in MACHINES]
+    return "\n".join([_HEAD, *tables, _aiters_pages(), _reach()])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,117 @@
+"""The pages of this repository: their code blocks, links, and the order in which docs/README.md lists them."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.amd.house.source_tree import ROOT
+
+DOCS = ROOT / "docs"
+LIST = DOCS / "README.md"
+
+_FENCE = re.compile(r"^( *)(`{3,})(\w*).*?^\1\2 *$", re.DOTALL | re.MULTILINE)
+_LINK = re.compile(r"(\]\()([^)\s]+)(\))")
+_MARK = re.compile(
+    r"<!-- (not run: (?P<reason>.+)|(?P<night>run at night)|(?P<server>run against a server)) -->\n\s*\Z"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A code block of a page.
+
+    page:     its path from the root of the repository
+    line:     of its fence
+    language: as the fence says; "" where it says none
+    reason:   why no test runs it; "" where one does
+    at_night: whether the test that runs it is left to .ci/nightly
+    server:   whether it speaks to a server, see served.py
+    """
+
+    page: str
+    line: int
+    language: str
+    text: str
+    reason: str = ""
+    at_night: bool = False
+    server: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def pages() -> list[Path]:
+    """Every page: those of docs/, and those beside what they are about."""
+    beside = [path for folder in ("docker", "benchmarks") for path in sorted((ROOT / folder).glob("**/README.md"))]
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")), *beside]
+
+
+def blocks(page: Path) -> list[Block]:
+    """The code blocks of a page, in order."""
+    text, found = page.read_text(), []
+    for fence in _FENCE.finditer(text):
+        mark = _MARK.search(text, 0, fence.start())
+        found.append(
+            Block(
+                page.relative_to(ROOT).as_posix(),
+                text.count("\n", 0, fence.start()) + 1,
+                fence[3],
+                "\n".join(line.removeprefix(fence[1]) for line in fence[0].splitlines()[1:-1]),
+                (mark["reason"] or "") if mark else "",
+                bool(mark and mark["night"]),
+                bool(mark and mark["server"]),
+            )
+        )
+    return found
+
+
+def with_links(text: str, change: Callable[[str], str]) -> str:
+    """A page whose links lead where change says; those to other sites and within the page stay, and so does code."""
+
+    def changed(link: re.Match[str]) -> str:
+        if re.match(r"[a-z]+:|#", link[2]):
+            return link[0]
+        return link[1] + change(link[2]) + link[3]
+
+    parts, end = [], 0
+    for fence in _FENCE.finditer(text):
+        parts += [_LINK.sub(changed, text[end : fence.start()]), fence[0]]
+        end = fence.end()
+    return "".join([*parts, _LINK.sub(changed, text[end:])])
+
+
+def targets(page: Path) -> list[str]:
+    """The files that a page links to, as paths from the root of the repository, without anchors."""
+    found: list[str] = []
+
+    def note(link: str) -> str:
+        found.append(resolved(page.relative_to(ROOT).as_posix(), link.partition("#")[0]))
+        return link
+
+    with_links(page.read_text(), note)
+    return found
+
+
+def resolved(page: str, link: str) -> str:
+    """Where a link of a page leads; both are paths from the root of the repository. Raises ValueError."""
+    target = posixpath.normpath(posixpath.join(posixpath.dirname(page), link)) if link else page
+    if target.startswith("..") or not (ROOT / target).is_file():
+        raise ValueError(f"{page} links to {link}, which is no file of this repository")
+    return target
+
+
+def menu() -> dict[str, list[tuple[str, str]]]:
+    """The sections of docs/README.md; in each, title and path (from the root of the repository) of its pages."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for line in LIST.read_text().splitlines():
+        if line.startswith("## "):
+            found[line[3:]] = []
+        row = re.match(r"\| \[([^]]+)\]\(([^)]+)\) \|", line)
+        if row:
+            title = row[1][0].upper() + row[1][1:]
+            found[list(found)[-1]].append((title, resolved("docs/README.md", row[2])))
+    return found

@@ -1,0 +1,137 @@
+"""Every command of the pages is run, or its page says why not; either way it is a command that there is."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+import pytest
+
+from rocm_attn.cli.parser import build_parser
+from tests.amd.docs import untested
+from tests.amd.docs.commands import (
+    commands_of,
+    files_of,
+    lines,
+    record_steps,
+    run,
+    scratch,
+    script,
+    shell_blocks,
+    shows,
+    typed,
+)
+from tests.amd.docs.pages import Block, blocks, pages
+from tests.amd.docs.served import against_a_server
+from tests.amd.house.source_tree import ROOT
+
+BLOCKS = shell_blocks()
+
+
+def each(chosen: list[Block]) -> pytest.MarkDecorator:
+    """A test for each of these blocks; those for the night are marked so."""
+    night = pytest.mark.nightly
+    return pytest.mark.parametrize(
+        "block", [pytest.param(block, marks=night if block.at_night else (), id=str(block)) for block in chosen]
+    )
+
+
+@pytest.fixture(autouse=True)
+def scratch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scratch(tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+
+@each([block for block in BLOCKS if block.language == "bash" and not (block.reason or block.server)])
+def test_a_block_runs(block: Block) -> None:
+    # What runs in this process is one line; other lines of a block may need what lines before them have set.
+    ours = all(command.is_ours and not command.variables for command in commands_of(script(block)))
+    for line in lines(script(block)) if ours else [script(block)]:
+        if found := commands_of(line):
+            code, output = run(line)
+            # The doctor's exit code says what it found on this machine.
+            allowed = (0, 1) if found[0].words[:2] == ("rocm-attn", "doctor") else (0,)
+            assert code in allowed, f"{line}\n{output}"
+
+
+@each([block for block in BLOCKS if block.server])
+def test_a_block_that_speaks_to_a_server_runs(block: Block) -> None:
+    with against_a_server(block.text) as text:
+        code, output = run(text)
+    assert code == 0, output
+
+
+@each([block for block in BLOCKS if not block.reason and block.language == "console"])
+def test_a_console_shows_what_is_printed(block: Block) -> None:
+    if "last_steps.json" in block.text:
+        record_steps(Path("last_steps.json"))
+    for line, said in typed(block):
+        _, output = run(line)
+        assert shows(said, output), f"{line}\n{output}"
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_a_command_is_one_that_there_is(block: Block) -> None:
+    """`rocm-attn ...` parses, and scripts and modules of this repository exist."""
+    found = commands_of(script(block))
+    assert found
+    for command in found:
+        if command.is_ours:
+            build_parser().parse_args(command.words[1:])
+        for file in files_of(command):
+            assert (ROOT / file).exists(), file
+
+
+def test_a_command_within_a_sentence_has_the_flags_that_it_is_given() -> None:
+    (commands,) = (action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    found = [(page, words) for page in pages() for words in re.findall(r"`rocm-attn ([^`]+)`", page.read_text())]
+    assert len(found) > 20
+    for page, words in found:
+        name, *others = words.split()
+        if name.isupper() or name == "...":
+            continue
+        assert name in commands.choices, f"{page.name}: rocm-attn {words}"
+        flags = commands.choices[name]._option_string_actions
+        assert {word for word in others if word.startswith("--")} <= set(flags), f"{page.name}: rocm-attn {words}"
+
+
+def test_what_no_test_runs_is_listed_with_its_reason() -> None:
+    """A mark stands over a shell block and over nothing else, and the page of what is untested counts them."""
+    marks = sum(page.read_text().count("<!-- not run: ") for page in pages())
+    assert marks == sum(bool(block.reason) for block in BLOCKS)
+    assert untested.PAGE.read_text() == untested.page(), "run python -m tests.amd.docs.untested"
+
+
+def test_pages_say_which_language_a_shell_block_is_in() -> None:
+    """`sh` and `shell` would be run by nothing; a block that starts with a prompt or `rocm-attn` is a shell block."""
+    for page in pages():
+        for block in blocks(page):
+            assert block.language not in ("sh", "shell"), block
+            assert block.language in ("bash", "console") or not block.text.startswith(("$ ", "rocm-attn ")), block
+
+
+def test_commands_are_read_as_bash_reads_them() -> None:
+    text = (
+        "A=1 rocm-attn guards --json > out.json  # it's; a list\ngit clone x && cd x | tee 'a; b' $(echo 1; echo 2)\n"
+    )
+    first, *others = commands_of(text)
+    assert (first.variables, first.words, first.output) == ({"A": "1"}, ("rocm-attn", "guards", "--json"), "out.json")
+    assert [command.words[0] for command in others] == ["git", "cd", "tee"]
+    assert others[-1].words[1] == "a; b"
+    (one, _) = commands_of("curl -d '{\n}' x \\\n  -f\nls")
+    assert one.words == ("curl", "-d", "{\n}", "x", "-f")
+    with pytest.raises(ValueError, match="quotes are open"):
+        commands_of("echo 'a\nb")
+
+
+def test_a_wrong_output_a_failing_command_and_a_wrong_flag_are_noticed() -> None:
+    assert shows("one\n...\nthree, ... five\n", "one\ntwo\nthree, four, five\n")
+    assert not shows("one\nthree\n", "one\ntwo\nthree\n")
+    code, output = run("false\necho later")
+    assert (code, output) == (1, "")
+    code, output = run("rocm-attn explain missing.json --arch gfx942")
+    assert code == 2
+    assert "missing.json" in output
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(commands_of("rocm-attn explain --no-such-flag")[0].words[1:])

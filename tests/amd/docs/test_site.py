@@ -1,0 +1,137 @@
+"""The site builds without a warning, has every page and every stable name, and fetches nothing from elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+
+import rocm_attn
+from rocm_attn.providers.select import ROWS
+from tests.amd.docs import capabilities, reference
+from tests.amd.docs.pages import DOCS, menu, resolved, with_links
+from tests.amd.house import interface
+from tests.amd.house.source_tree import ROOT
+
+CONFIG = ROOT / "docs" / "site" / "mkdocs.yml"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built as `mkdocs build --strict` does, which allows no warning."""
+    folder = tmp_path_factory.mktemp("site")
+    seen: list[str] = []
+
+    class Seen(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            seen.append(record.getMessage())
+
+    handler = Seen(logging.WARNING)
+    logging.getLogger("mkdocs").addHandler(handler)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("NO_MKDOCS_2_WARNING", "1")  # of the theme's own future, printed and no warning of this site
+            build(load_config(str(CONFIG), strict=True, site_dir=str(folder)))
+    finally:
+        logging.getLogger("mkdocs").removeHandler(handler)
+    assert seen == []
+    return folder
+
+
+def html(site: Path, place: str) -> str:
+    """A page of the site, by the Markdown file's place in it."""
+    path = Path(place)
+    name = "index" if path.name == "README.md" else path.stem
+    return (site / path.parent / ("" if name == "index" else name) / "index.html").read_text()
+
+
+def test_every_page_is_in_the_menu_and_on_the_site(site: Path) -> None:
+    listed = [path for pages in menu().values() for _, path in pages]
+    assert {path for path in listed if path.startswith("docs/")} == {
+        f"docs/{page.name}" for page in DOCS.glob("*.md")
+    } - {"docs/README.md"}
+    for path in listed:
+        place = path.removeprefix("docs/") if path.startswith("docs/") else f"repository/{path}"
+        assert "<h1" in html(site, place), path
+
+
+def test_the_menu_has_the_issues_order() -> None:
+    order = ["Quick start", "Concepts", "From your engine or runner", "API reference", "Capabilities"]
+    order += ["Engines and versions", "Deployment on MI300", "Server and monitoring", "Debugging", "Performance"]
+    order += ["Compatibility and stability", "What we could not test"]
+    assert [section for section in menu() if section in order] == order
+
+
+def test_every_stable_name_and_every_public_method_is_in_the_reference(site: Path) -> None:
+    found: set[str] = set()
+    for place in reference.pages():
+        found |= set(re.findall(r'<h[23] id="[^"]+">([\w.]+)', html(site, f"reference/{place}.md")))
+    assert set(vars(rocm_attn)["__all__"]) <= found
+    assert {"AttentionRuntime.begin_step", "Engine.submit", "StepRunner.run", "RequestTable.fork"} <= found
+    assert len(found) > 2 * len(interface.groups())
+
+
+def test_a_docstring_is_on_its_page_whole(site: Path) -> None:
+    """The words of the longest docstring are all there, and its fields are a table's."""
+    page = re.sub(r"<[^>]+>", " ", html(site, "reference/a_model_s_layers.md"))
+    for line in ("elements of a q and a k row", "factor on q.k before the softmax", "tokens in a page of the KV pool"):
+        assert line in page
+
+
+def test_docstrings_are_shown_as_they_were_meant() -> None:
+    text = "Sums *all* `a_b`.\n\nrows, q: [T] of them;\n      and more\nRaises BadBatch: when not.\n\n    2 < 3"
+    assert reference.markdown(text).split("\n") == [
+        "Sums \\*all\\* `a_b`.",
+        "",
+        "| | |",
+        "|---|---|",
+        "| `rows, q` | \\[T\\] of them; and more |",
+        "",
+        "Raises BadBatch: when not.",
+        "",
+        "```text",
+        "2 < 3",
+        "```",
+    ]
+
+
+def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        loaded = re.findall(r'<(?:script|img|iframe)[^>]+src="(https?:[^"]*)"', page.read_text())
+        loaded += re.findall(
+            r'<link[^>]+rel="(?:stylesheet|preconnect|icon)"[^>]+href="(https?:[^"]*)"', page.read_text()
+        )
+        assert loaded == [], page
+
+
+@pytest.mark.parametrize("picture", sorted(DOCS.glob("*.png")), ids=lambda path: path.name)
+def test_a_picture_of_a_browser_is_small_and_is_shown(picture: Path) -> None:
+    assert picture.stat().st_size < 200_000
+    assert any(f"]({picture.name})" in page.read_text() for page in DOCS.glob("*.md"))
+
+
+def test_links_out_of_docs_lead_to_copies(site: Path) -> None:
+    assert 'href="../repository/CHANGELOG/"' in html(site, "stability.md")
+    assert 'href="../../engines/"' in html(site, "repository/CHANGELOG.md")
+
+
+def test_links_are_changed_where_they_are_links() -> None:
+    text = "[a](x.md#y) ![p](p.svg) [b](https://c.d) [e](#f)\n```text\n[g](h.md)\n```\n"
+    assert with_links(text, str.upper) == "[a](X.MD#Y) ![p](P.SVG) [b](https://c.d) [e](#f)\n```text\n[g](h.md)\n```\n"
+    assert resolved("docs/steps.md", "../README.md") == "README.md"
+    with pytest.raises(ValueError, match=r"docs/steps.md links to missing.md"):
+        resolved("docs/steps.md", "missing.md")
+
+
+def test_the_page_of_capabilities_is_current() -> None:
+    assert capabilities.PAGE.read_text() == capabilities.page(), "run python -m tests.amd.docs.capabilities"
+
+
+def test_the_page_of_capabilities_would_notice_a_lost_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(cast("dict[str, Any]", ROWS), "aiter", ROWS["aiter"][1:])
+    assert capabilities.PAGE.read_text() != capabilities.page()

@@ -1,0 +1,59 @@
+"""The page of compatibility names the versions that the code, the scripts and the packages name."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+
+import pytest
+
+from rocm_attn.integrations.plugins import PLUGINS, Plugin
+from rocm_attn.machine.target import IMAGE_RELEASES, KNOWN_TARGETS
+from rocm_attn.providers.aiter import library
+from rocm_attn.providers.triton_hopper import TRITONS
+from tests.amd.docs.pages import DOCS
+from tests.amd.house.source_tree import ROOT
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+PAGE = (DOCS / "compatibility.md").read_text()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def row(first: str) -> list[str]:
+    """The cells of the line of a table that begins so."""
+    (found,) = re.finditer(rf"^\| {re.escape(first)} \| (.+) \|$", PAGE, re.MULTILINE)
+    return found[1].split(" | ")
+
+
+@pytest.mark.parametrize(("name", "package"), [("torch", "torch"), ("NumPy", "numpy"), ("Triton", "triton")])
+def test_a_package_is_asked_for_as_in_pyproject(name: str, package: str) -> None:
+    asked = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["dev"]]
+    assert [package + row(name)[0]] == [each for each in asked if re.match(rf"{package}\b", each)]
+
+
+def test_python_rocm_and_the_oldest_triton_are_those_of_the_tree() -> None:
+    assert row("Python")[0] == PROJECT["requires-python"]
+    assert row("ROCm")[0] == f"{IMAGE_RELEASES.rocm} in the image"
+    (oldest,) = re.findall(r"OLDEST_TRITON=(\S+)", (ROOT / "scripts" / "test.sh").read_text())
+    assert f"{oldest} compiles every kernel" in row("Triton")[1]
+
+
+def test_aiters_releases_are_those_that_its_refusal_names() -> None:
+    first, last = re.search(r"for AITER v(\S+) to v([\d.]+)", inspect.getsource(library)).groups()  # type: ignore[union-attr]
+    assert row("AITER")[0].startswith(f"{first} to {last}; ")
+
+
+def test_every_arch_that_is_known_has_a_row() -> None:
+    archs = re.findall(r"^\| (gfx\w+|sm_\w+|cpu) \|", PAGE, re.MULTILINE)
+    assert set(archs) == set(KNOWN_TARGETS) - {"interpreter"}
+    assert f"kernels for Hopper with Triton {' and '.join(map(str, TRITONS))}" in row("sm_90")[1]
+
+
+@pytest.mark.parametrize("plugin", PLUGINS, ids=lambda plugin: plugin.engine)
+def test_an_engines_releases_are_those_that_its_plug_in_serves(plugin: Plugin) -> None:
+    assert f"{plugin.engine} {plugin.served}" in PAGE.replace("\n", " ")

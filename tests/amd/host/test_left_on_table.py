@@ -1,0 +1,157 @@
+"""What `rocm-attn explain` says of tiles and of what is left on the table: only what holds, and how to get it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.cli import BAD_INPUT, main
+from rocm_attn.cli.left_on_table import Choice, Left, left_of
+from rocm_attn.cli.tile_rows import tile_rows
+from rocm_attn.kernels.tuning.measured import Table
+from rocm_attn.kernels.tuning.tiles import DecodeTiles
+from rocm_attn.machine.releases import Release, Releases
+from rocm_attn.machine.target import Target, known_target
+from rocm_attn.machine.tuning_file import TuningFile
+from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.providers.contract import SMALLEST_POOL
+from rocm_attn.providers.select import select
+from tests.amd.host.test_measured_rows import LAYER, TUNED, row_of
+
+GFX942, GFX950 = known_target("gfx942"), known_target("gfx950")
+CONFIGS = Path(__file__).parents[1] / "aiter" / "configs"
+LATENT = Problem(16, 1, 576, 512, torch.bfloat16, 16, 0.1, pool=PoolKind.LATENT)
+
+
+def left(problem: Problem, target: Target, provider: str = "auto") -> list[Left]:
+    return left_of(select(problem, target, provider), Choice(target, provider, SMALLEST_POOL, deterministic=False))
+
+
+def with_triton(arch: str, triton: str) -> Target:
+    return replace(known_target(arch), releases=Releases(triton=Release.of(triton)))
+
+
+def test_another_page_size_that_opens_a_preferred_kernel_is_named_with_its_gate() -> None:
+    found = next(
+        each for each in left(LATENT, GFX950) if "aiter.mla_prefill_fwd, not triton.latent_extend" in each.what
+    )
+    assert "page_size 16 is not 1" in found.gate
+    assert found.how == "--page-size 1"
+    assert found.how_much == "not known: both were never timed on this arch"
+    assert found.seconds is None
+    # What it says is so.
+    changed = select(replace(LATENT, page_size=1), GFX950, "auto")
+    assert changed.kernel(StepKind.EXTEND).row.name == "aiter.mla_prefill_fwd"
+
+
+def test_nothing_is_said_of_a_change_that_takes_a_preferred_kernel_away() -> None:
+    for arch in (GFX942, GFX950):
+        for problem in (LAYER, replace(LAYER, page_size=1), replace(LAYER, has_sinks=True)):
+            selection = select(problem, arch, "auto")
+            for each in left(problem, arch):
+                if not each.how.startswith("--p"):
+                    continue
+                for how in each.how.split(" or "):
+                    flags = dict(zip(how.split()[::2], how.split()[1::2], strict=True))
+                    size = int(flags.get("--page-size", problem.page_size))
+                    pool = PoolKind.VECTORIZED if flags.get("--pool") == "vectorized" else problem.pool
+                    changed = select(replace(problem, page_size=size, pool=pool), arch, "auto")
+                    for kind in (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED):
+                        if selection.kernel(kind).row.provider == "aiter":
+                            assert changed.kernel(kind).row.provider == "aiter"
+
+
+def test_a_kernel_that_the_triton_release_gates_out_is_named_with_what_was_measured_of_it() -> None:
+    (found, _) = left(LAYER, with_triton("sm_90", "3.9.0"))
+    assert found.what.startswith("extend by triton.hopper_extend, not triton.extend, mixed by")
+    assert found.gate == "it runs with Triton 3.6.0, and here it is 3.9.0"
+    assert found.how == "install Triton 3.6.0"
+    assert "394 us where the other takes 535, measured at 1x6144+2048 on one H200" in found.how_much
+    assert not [each for each in left(LAYER, with_triton("sm_90", "3.6.0")) if "hopper" in each.what]
+    # Of heads that were never timed nothing is claimed.
+    dims = replace(LAYER, head_dim=192, v_head_dim=192)
+    (found, _) = left(dims, with_triton("sm_90", "3.9.0"))
+    assert found.how_much.startswith("not known")
+
+
+def test_releases_that_end_a_fault_are_named() -> None:
+    old = replace(GFX942, releases=replace(GFX942.releases, aiter=Release.of("0.1.10")))
+    (found, *_) = left(LAYER, old)
+    assert "aiter.mha_batch_prefill_func, not" in found.what
+    assert "(AITER before 0.1.10.post1; here 0.1.10)" in found.gate
+    assert found.how.startswith("install AITER 0.1.10.post1 or later")
+    assert not [each for each in left(LAYER, GFX942) if "install" in each.how]
+
+
+def test_eight_bits_save_the_time_to_read_half_the_bytes_at_most() -> None:
+    found = next(each for each in left(LAYER, GFX942) if "eight bits" in each.what)
+    assert found.seconds is not None
+    read_once = 64 * 4096 * 8 * 256  # one byte of each element of K and of V
+    assert found.seconds.low == pytest.approx(read_once / 4.2e12)
+    assert found.seconds.high == pytest.approx(read_once / 3.9e12)
+    windowed = next(each for each in left(replace(LAYER, window_left=127), GFX942) if "eight bits" in each.what)
+    assert windowed.seconds is not None
+    assert windowed.seconds.high == pytest.approx(found.seconds.high / 32)
+    coded = replace(LAYER, kv_encoding=KVEncoding.E4M3FNUZ, kv_scales=Scales.TOKEN)
+    for problem, target in ((coded, GFX942), (LAYER, with_triton("sm_90", "3.6.0"))):
+        assert not [each for each in left(problem, target) if "eight bits" in each.what]
+
+
+def test_a_search_is_offered_where_triton_serves_and_nothing_was_measured() -> None:
+    def offers(target: Target, provider: str) -> bool:
+        return any(each.how == "rocm-attn tune on the GPU" for each in left(LAYER, target, provider))
+
+    assert offers(GFX942, "triton")
+    assert not offers(GFX942, "auto"), "AITER serves these steps"
+    assert not offers(replace(GFX942, measured=(row_of(),)), "triton")
+    assert not offers(known_target("cpu"), "torch")
+
+
+def test_rows_are_named_with_where_they_come_from() -> None:
+    target = replace(GFX942, measured=(row_of(),))
+    decode, extend = tile_rows(select(LAYER, target, "triton"))
+    assert (decode.tiles, decode.is_measured, extend.is_measured) == (TUNED, True, False)
+    assert decode.line() == (
+        "decode: key_block 32, num_warps 4, num_stages 2, programs_per_cu 4, row_cost 1; measured on AMD Instinct "
+        "MI300X (gfx942, 304 units) with Triton 3.7.1, commit 0123456789ab, 2026-11-21T20:00:00+00:00: 10.0% (8.0% to "
+        "12.0%) less time than the row of the table at 64x4095+1"
+    )
+    assert extend.line().endswith("; the row of kernels/tuning/extend_tiles.py for gfx942")
+    assert tile_rows(select(LAYER, GFX942, "auto")) == [], "AITER's kernels have tiles of their own"
+    latent = tile_rows(select(LATENT, GFX942, "triton"))
+    assert [row.what for row in latent] == [Table.LATENT_DECODE.value, Table.LATENT_EXTEND.value]
+
+
+def explained(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str, str]:
+    code = main(["explain", str(CONFIGS / "llama-3-8b.json"), "--arch", "gfx942", "--provider", "triton", *options])
+    return code, *capsys.readouterr()
+
+
+def test_explain_reads_a_file_of_measured_tiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = tmp_path / "t.json"
+    TuningFile((replace(row_of(), tiles=DecodeTiles(64, 4, 1, 4)),)).write(place)
+    code, text, _ = explained(capsys, "--tuning", str(place), "--triton-release", "3.7.1")
+    assert code == 0
+    assert "- 32 layers (0-31): decode: key_block 64, num_warps 4, num_stages 1, programs_per_cu 4; measured on" in text
+    code, text, _ = explained(capsys, "--tuning", str(place), "--triton-release", "3.6.0")
+    assert f"tuning file {place}: 1 of 1 measured rows are passed over: measured with Triton 3.7.1, and here" in text
+    assert "; measured on" not in text
+    _, text, _ = explained(capsys, "--tuning", str(place), "--triton-release", "3.7.1", "--json")
+    (kind,) = json.loads(text)["layer_kinds"]
+    assert [row["measured"] for row in kind["tiles"]] == [True, False]
+    assert kind["tiles"][0]["tiles"]["key_block"] == 64
+    assert {"what", "gate", "how_much", "how", "seconds_saved"} == kind["left_on_the_table"][0].keys()
+
+
+def test_explain_refuses_a_bad_file_that_it_is_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = tmp_path / "t.json"
+    place.write_text("{}")
+    code, _, said = explained(capsys, "--tuning", str(place))
+    assert code == BAD_INPUT
+    assert "is refused: it is no JSON object with a version" in said
+    assert explained(capsys, "--tuning", "off")[0] == 0

@@ -1,0 +1,250 @@
+"""Measured rows: what a file must be, which GPUs its rows serve, and that they take the place of the table's rows."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.errors import BadSetting
+from rocm_attn.kernels.tuning.measured import MeasuredRow, Provenance, ShapeTimes, Table, Tiles, refusal
+from rocm_attn.kernels.tuning.tiles import ANY_ROWS, DecodeTiles, ExtendTiles
+from rocm_attn.machine import measured_rows, settings
+from rocm_attn.machine.measured_rows import default_place, place_of, sorted_for, with_measured_rows
+from rocm_attn.machine.releases import Release, Releases
+from rocm_attn.machine.settings import read_settings
+from rocm_attn.machine.target import Target, known_target
+from rocm_attn.machine.tuning_file import TuningFile, as_json
+from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.providers.contract import SMALLEST_POOL
+from rocm_attn.providers.select import select
+from rocm_attn.providers.tiles import decode_tiles_of, extend_rows_of, layer_of
+from rocm_attn.selection.kernels import choose_kernels
+
+TRITON = "3.7.1"
+GFX942 = replace(known_target("gfx942"), releases=Releases(triton=Release.of(TRITON)))
+LAYER = Problem(32, 8, 128, 128, torch.bfloat16, 16, 128**-0.5)
+META = torch.device("meta")
+MEASURED = Provenance(
+    "AMD Instinct MI300X", "gfx942", 304, TRITON, "2.11.0", "7.2.4", "1.0", "0123456789ab", "2026-11-21T20:00:00+00:00",
+    (ShapeTimes("64x4095+1", 300.0, 270.0),), 15, 0.1, 0.08, 0.12, 0,
+)  # fmt: skip
+TUNED = DecodeTiles(32, 4, 2, 4, row_cost=1)
+
+
+def row_of(
+    problem: Problem = LAYER, table: Table = Table.DECODE, tiles: Tiles = TUNED, max_rows: int = ANY_ROWS
+) -> MeasuredRow:
+    return MeasuredRow(table, layer_of(problem), max_rows, tiles, MEASURED)
+
+
+def with_rows(*rows: MeasuredRow) -> Target:
+    return replace(GFX942, measured=rows)
+
+
+def described(problem: Problem, target: Target, kind: StepKind) -> str:
+    return select(problem, target, "triton").kernel(kind).bound.describe()
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    long = row_of(table=Table.EXTEND, tiles=ExtendTiles(64, 32, 4, 2))
+    file = TuningFile().with_row(row_of()).with_row(long)
+    place = tmp_path / "not there yet" / "t.json"
+    file.write(place)
+    assert TuningFile.read(place) == file
+    assert sorted(path.name for path in place.parent.iterdir()) == ["t.json"]
+
+
+def test_a_row_takes_the_place_of_what_was_measured_before() -> None:
+    later = replace(row_of(), tiles=replace(TUNED, num_warps=2))
+    elsewhere = replace(row_of(), measured=replace(MEASURED, triton="3.8.0"))
+    file = TuningFile().with_row(row_of()).with_row(elsewhere).with_row(later)
+    assert file.rows == (elsewhere, later)
+
+
+def test_a_measured_row_beats_the_tables_in_the_steps_that_it_was_measured_in() -> None:
+    target = with_rows(row_of())
+    assert decode_tiles_of(LAYER, GFX942) != TUNED
+    assert decode_tiles_of(LAYER, target) == TUNED
+    for kind in (StepKind.DECODE, StepKind.MIXED, StepKind.SHARED):
+        assert str(TUNED) in described(LAYER, target, kind)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(LAYER, page_size=64),
+        replace(LAYER, window_left=1023),
+        replace(LAYER, num_q_heads=64),
+        replace(LAYER, dtype=torch.float16),
+        replace(LAYER, has_sinks=True),
+        replace(LAYER, logits_soft_cap=30.0),
+    ],
+    ids=["page", "window", "heads", "dtype", "sinks", "cap"],
+)
+def test_another_layer_keeps_the_tables_row(other: Problem) -> None:
+    assert decode_tiles_of(other, with_rows(row_of())) == decode_tiles_of(other, GFX942)
+
+
+def test_a_row_of_extend_serves_its_class_of_steps_and_never_masked_ones() -> None:
+    tiles = ExtendTiles(64, 32, 4, 1, programs_per_cu=1)
+    target = with_rows(row_of(table=Table.EXTEND, tiles=tiles))
+    assert extend_rows_of(LAYER, target)[-1].tiles == tiles
+    masked = replace(LAYER, custom_mask=True)
+    assert str(tiles) in described(masked, target, StepKind.EXTEND)
+    assert str(tiles) in described(masked, target, StepKind.MIXED)
+    assert described(masked, target, StepKind.MASKED) == described(masked, GFX942, StepKind.MASKED)
+    # On sm_90 steps with few new tokens have rows of their own.
+    sm_90 = replace(known_target("sm_90"), releases=GFX942.releases)
+    rows = extend_rows_of(LAYER, sm_90)
+    few = replace(sm_90, measured=(row_of(table=Table.EXTEND, tiles=tiles, max_rows=rows[0].max_rows),))
+    assert [row.tiles for row in extend_rows_of(LAYER, few)] == [tiles, *(row.tiles for row in rows[1:])]
+
+
+def test_deterministic_steps_keep_their_tiles_and_so_their_bits() -> None:
+    rows = row_of(), row_of(table=Table.EXTEND, tiles=ExtendTiles(64, 32, 4, 1))
+    tuned, plain = (
+        {kind: each.bound for kind, each in select(LAYER, target, "triton", deterministic=True).kernels.items()}
+        for target in (with_rows(*rows), GFX942)
+    )
+    assert tuned == plain
+
+
+def test_latent_layers_have_rows_of_their_own() -> None:
+    latent = Problem(16, 1, 576, 512, torch.bfloat16, 1, 0.1, pool=PoolKind.LATENT)
+    static = select(latent, GFX942, "triton").kernel(StepKind.DECODE).bound
+    tiles = replace(static.tiles, key_block=32, num_warps=8)  # type: ignore[attr-defined]
+    target = with_rows(row_of(latent, Table.LATENT_DECODE, tiles))
+    assert str(tiles) in described(latent, target, StepKind.DECODE)
+    # Steps with a few new tokens share tiles that were not measured.
+    assert described(latent, target, StepKind.EXTEND) == described(latent, GFX942, StepKind.EXTEND)
+
+
+def test_rows_of_another_triton_or_gpu_are_passed_over_with_a_sentence() -> None:
+    other = replace(GFX942, releases=Releases(triton=Release.of("3.6.0")))
+    found = sorted_for(other, [row_of()])
+    assert not found.serving
+    assert found.passed_over == (
+        "1 of 1 measured rows are passed over: measured with Triton 3.7.1, and here it is 3.6.0"
+    )
+    parted = sorted_for(replace(GFX942, compute_units=38), [row_of()])
+    assert "measured on 304 compute units, and here are 38" in parted.passed_over
+    assert not sorted_for(known_target("gfx942"), [row_of()]).serving, "a Triton that is not known is none"
+    assert sorted_for(known_target("gfx950"), [row_of()]).passed_over == "", "a file may be of several machines"
+    assert sorted_for(GFX942, [row_of()]).serving == (row_of(),)
+
+
+def edited(change: Callable[[dict[str, Any]], object]) -> str:
+    """A file with one row, changed by hand."""
+    content = {"version": 1, "rows": [as_json(row_of())]}
+    change(content)
+    return json.dumps(content)
+
+
+BAD_FILES = {
+    "empty": ("", "Expecting value"),
+    "cut off": (edited(lambda file: None)[:200], "Unterminated string|Expecting|delimiter"),
+    "a list": ("[]", "it is no JSON object with a version"),
+    "deep": ("[" * 100_000, "recursion|nested|Expecting"),
+    "another version": (edited(lambda file: file.update(version=2)), "its version is 2, and this release reads 1"),
+    "an unknown field": (edited(lambda file: file.update(note="mine")), "the file has unknown fields note"),
+    "no rows": (edited(lambda file: file.pop("rows")), "the file has no rows"),
+    "rows of a kind": (edited(lambda file: file.update(rows={})), "rows is no list"),
+    "an unknown table": (
+        edited(lambda file: file["rows"][0].update(table="prefill")),
+        "row 0: table is 'prefill', not one of decode, extend",
+    ),
+    "an unknown field of tiles": (
+        edited(lambda file: file["rows"][0]["tiles"].update(block_m=64)),
+        "row 0, tiles has unknown fields block_m",
+    ),
+    "a text for a number": (
+        edited(lambda file: file["rows"][0]["tiles"].update(num_warps="4")),
+        "row 0, tiles.num_warps is '4', not int",
+    ),
+    "a bool for a number": (edited(lambda file: file["rows"][0]["tiles"].update(num_warps=True)), "is True, not int"),
+    "no number": (edited(lambda file: file["rows"][0]["measured"].update(gain=float("nan"))), "not a finite number"),
+    "tiles of no kernel": (
+        edited(lambda file: file["rows"][0]["tiles"].update(key_block=48)),
+        "no kernel takes its tiles: key_block 48 is not a power of two from 16 to 256",
+    ),
+    "no heads": (edited(lambda file: file["rows"][0]["layer"].update(num_kv_heads=0)), "heads, dims and rows are at"),
+    "other tiles than measured": (
+        edited(lambda file: file["rows"][0]["tiles"].update(num_warps=8)),
+        "row 0 was changed after it was measured: its digest is another",
+    ),
+    "another gain": (edited(lambda file: file["rows"][0]["measured"].update(gain=0.5)), "its digest is another"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_a_bad_file_is_refused_with_a_sentence_and_stops_no_runtime(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    text, sentence = BAD_FILES[name]
+    place = tmp_path / "t.json"
+    place.write_text(text)
+    with pytest.raises(BadSetting, match=sentence) as refused:
+        TuningFile.read(place)
+    assert "\n" not in str(refused.value)
+    served_with(monkeypatch, str(place))
+    with caplog.at_level(logging.WARNING):
+        (chosen,) = choose_kernels([LAYER], GFX942, "triton", SMALLEST_POOL, device=META)
+    assert chosen == select(LAYER, GFX942, "triton")
+    (record,) = caplog.records
+    assert record.getMessage().endswith("; the tables' own tiles serve")
+
+
+def served_with(monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+    """As if ROCM_ATTN_TUNING were that."""
+    chosen = read_settings({settings.TUNING: named})
+    monkeypatch.setattr(measured_rows, "settings", lambda: chosen)
+    measured_rows._warn_once.cache_clear()
+
+
+def test_a_runtime_takes_the_rows_of_the_file_that_the_environment_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = tmp_path / "t.json"
+    TuningFile((row_of(),)).write(place)
+    served_with(monkeypatch, str(place))
+    (chosen,) = choose_kernels([LAYER], GFX942, "triton", SMALLEST_POOL, device=META)
+    assert str(TUNED) in chosen.kernel(StepKind.DECODE).bound.describe()
+    served_with(monkeypatch, "off")
+    assert with_measured_rows(GFX942) == GFX942
+    served_with(monkeypatch, str(tmp_path / "missing.json"))
+    assert with_measured_rows(GFX942) == GFX942
+    assert "missing.json cannot be read" in caplog.text
+    served_with(monkeypatch, str(place))
+    other = replace(GFX942, releases=Releases(triton=Release.of("3.6.0")))
+    for _ in range(2):
+        assert with_measured_rows(other) == other
+    assert caplog.text.count("measured rows are passed over") == 1
+
+
+def test_the_cache_is_where_a_file_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert place_of("") == default_place() == tmp_path / "rocm_attn" / "tuning.json"
+    served_with(monkeypatch, "")
+    assert with_measured_rows(GFX942) == GFX942, "no file is no complaint"
+    TuningFile((row_of(),)).write(default_place())
+    assert with_measured_rows(GFX942).measured == (row_of(),)
+    assert with_measured_rows(known_target("cpu")) == known_target("cpu")
+
+
+def test_tiles_that_no_kernel_takes_have_a_reason() -> None:
+    layer, odd = layer_of(LAYER), layer_of(replace(LAYER, num_q_heads=3, num_kv_heads=3))
+    assert refusal(Table.DECODE, TUNED, layer) == ""
+    assert "go with an even number" in refusal(Table.DECODE, replace(TUNED, heads_per_row=2), odd)
+    assert "not transposed" in refusal(Table.DECODE, replace(TUNED, paired=True, transposed=True), layer)
+    assert "one head a row" in refusal(Table.DECODE, replace(TUNED, dim_block=64, paired=True), layer)
+    assert "are ExtendTiles, not DecodeTiles" in refusal(Table.EXTEND, TUNED, layer)
+    uneven = layer_of(replace(LAYER, v_head_dim=32))
+    assert "not as wide in K as in V" in refusal(Table.DECODE, replace(TUNED, dim_block=64), uneven)

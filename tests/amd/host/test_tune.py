@@ -1,0 +1,263 @@
+"""`rocm-attn tune` without a GPU: candidates, the search on a bench of made-up times, its file, its journal."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rocm_attn.cli import BAD_INPUT, main
+from rocm_attn.cli.cost import Shape
+from rocm_attn.cli.parser import build_parser
+from rocm_attn.cli.tune import command
+from rocm_attn.cli.tune.candidates import candidates
+from rocm_attn.cli.tune.jobs import Job, jobs_of, shapes_named
+from rocm_attn.cli.tune.search import Judged, SearchEnded, Times
+from rocm_attn.errors import BadSetting
+from rocm_attn.kernels.tuning.measured import Table, Tiles, refusal
+from rocm_attn.machine.releases import Release, Releases
+from rocm_attn.machine.target import known_target
+from rocm_attn.machine.tuning_file import TuningFile
+from rocm_attn.providers.tiles import layer_of
+
+TRITON = "3.9.0"
+GFX942 = replace(known_target("gfx942"), releases=Releases(triton=Release.of(TRITON)))
+
+
+class FakeBench:
+    """Times by a formula; what is asked is noted.
+
+    cost:  of tiles, in microseconds
+    wrong: tiles -> why they are not right
+    """
+
+    def __init__(self, cost: Callable[[Tiles], float], wrong: Callable[[Tiles], str] = lambda tiles: "") -> None:
+        self._cost, self._wrong = cost, wrong
+        self.judged: list[Tiles] = []
+        self.timed: list[Tiles] = []
+
+    def expect(self, job: Job, tiles: Sequence[Tiles]) -> None:
+        """As Bench."""
+
+    def judge(self, job: Job, tiles: Tiles) -> Judged:
+        """As Bench."""
+        self.judged.append(tiles)
+        return Judged(self._wrong(tiles), spilled=3 if tiles.num_warps == 2 else 0)
+
+    def times(self, job: Job, both: tuple[Tiles, Tiles], rounds: int) -> tuple[Times, Times]:
+        """As Bench."""
+        assert both[1] in self.judged, "nothing is timed that was not judged"
+        self.timed.append(both[1])
+        in_use, tiles = ([[self._cost(each)] * len(job.shapes) for _ in range(rounds)] for each in both)
+        return in_use, tiles
+
+
+def cost(tiles: Tiles) -> float:
+    """Blocks of 64 keys in four warps are best; each is worth something by itself."""
+    return 100.0 - 20.0 * (tiles.key_block == 64) - 10.0 * (tiles.num_warps == 4)
+
+
+def options(*given: str) -> argparse.Namespace:
+    return build_parser().parse_args(["tune", "8x2x128", "--provider", "triton", "--shapes", "4x1k", *given])
+
+
+@pytest.fixture(autouse=True)
+def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "triton_version", lambda: TRITON)
+
+
+def search(place: Path, bench: FakeBench, *given: str) -> TuningFile:
+    command.tune(options("--output", str(place), *given), GFX942, "a GPU", bench)
+    return TuningFile.read(place) if place.exists() else TuningFile()
+
+
+def only_job() -> Job:
+    (job,), _ = jobs_of(command.problems_of(options(), GFX942), GFX942, [Shape(4, 1025)])
+    return job
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950", "sm_90"])
+@pytest.mark.parametrize("config", ["8x2x128", "64x8x64", "32x1x192"])
+def test_every_candidate_is_taken_by_a_kernel_and_differs_from_the_row_in_use(arch: str, config: str) -> None:
+    target = known_target(arch)
+    asked = build_parser().parse_args(["tune", config, "--provider", "triton"])
+    problems = command.problems_of(asked, target)
+    jobs, left_out = jobs_of(problems, target, shapes_named("64x4k,1x6144+2048,64x2k+2"))
+    assert len(jobs) >= 2
+    assert not left_out
+    for job in jobs:
+        found = candidates(job, target)
+        assert len(found) > 20
+        assert len({each.tiles for each in found}) == len(found)
+        assert job.in_use not in [each.tiles for each in found]
+        assert not any(refusal(job.table, each.tiles, layer_of(job.problem)) for each in found)
+        changed = [len(each.changes) for each in found]
+        assert changed == sorted(changed)
+
+
+def test_the_best_is_found_and_written_with_where_it_comes_from(tmp_path: Path) -> None:
+    (row,) = search(tmp_path / "t.json", FakeBench(cost)).rows
+    assert (row.tiles.key_block, row.tiles.num_warps) == (64, 4)
+    assert row.table is Table.DECODE
+    of = row.measured
+    assert (of.device, of.arch, of.compute_units, of.triton) == ("a GPU", "gfx942", 304, TRITON)
+    assert of.gain == pytest.approx(0.3)
+    assert [(times.shape, times.in_use_us, times.us) for times in of.shapes] == [("4x1024+1", 100.0, 70.0)]
+    assert of.samples == 15
+    assert of.date.endswith("+00:00")
+
+
+def test_what_is_wrong_or_does_not_compile_is_never_timed_and_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench = FakeBench(cost, lambda tiles: "wrong: off" if tiles.key_block == 64 else "")
+    (row,) = search(tmp_path / "t.json", bench).rows
+    assert row.tiles.key_block != 64
+    assert not any(tiles.key_block == 64 for tiles in bench.timed)
+    said = capsys.readouterr()
+    assert "key_block 64: wrong: off\n" in said.err
+    assert "3 registers spilled" in said.err
+    assert " of them without a time" in said.out
+
+
+def test_nothing_is_searched_where_the_row_in_use_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bench = FakeBench(cost, lambda tiles: "wrong: off")
+    assert not search(tmp_path / "t.json", bench).rows
+    assert len(bench.judged) == 1
+    assert "the row in use: wrong: off" in capsys.readouterr().err
+
+
+def test_pairs_of_what_is_slow_alone_are_left_out(tmp_path: Path) -> None:
+    bench = FakeBench(lambda tiles: 100.0 + 50.0 * (tiles.num_stages == 1))
+    assert not search(tmp_path / "t.json", bench).rows
+    assert sum(tiles.num_stages == 1 for tiles in bench.judged) == 1
+
+
+def test_noise_makes_no_row(tmp_path: Path) -> None:
+    class Noisy(FakeBench):
+        """Half of a candidate's rounds are fast."""
+
+        def times(self, job: Job, both: tuple[Tiles, Tiles], rounds: int) -> tuple[Times, Times]:
+            in_use, tiles = super().times(job, both, rounds)
+            return in_use, [
+                [us * (0.8 if number % 2 == 0 else 1.2) for us in us_of] for number, us_of in enumerate(tiles)
+            ]
+
+    assert not search(tmp_path / "t.json", Noisy(lambda tiles: 100.0)).rows
+
+
+def test_an_interrupted_search_keeps_what_it_found_and_goes_on_from_there(tmp_path: Path) -> None:
+    place, whole = tmp_path / "t.json", FakeBench(cost)
+    search(tmp_path / "whole.json", whole)
+
+    class Interrupted(FakeBench):
+        def judge(self, job: Job, tiles: Tiles) -> Judged:
+            if len(self.judged) == 9:
+                raise KeyboardInterrupt
+            return super().judge(job, tiles)
+
+    first = Interrupted(cost)
+    with pytest.raises(KeyboardInterrupt):
+        search(place, first)
+    (row,) = TuningFile.read(place).rows
+    assert row.tiles.key_block == 64
+    second = FakeBench(cost)
+    (row,) = search(place, second).rows
+    assert (row.tiles.key_block, row.tiles.num_warps) == (64, 4)
+    # The row in use is judged again, by which the machine is known to be right; nothing else is.
+    assert set(first.judged) & set(second.judged) == {only_job().in_use}
+    assert set(first.judged) | set(second.judged) == set(whole.judged)
+    third = FakeBench(cost)
+    search(place, third)
+    assert third.judged == [only_job().in_use]
+
+
+def test_a_candidate_that_takes_the_process_with_it_is_passed_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "t.json"
+
+    class Faulting(FakeBench):
+        def judge(self, job: Job, tiles: Tiles) -> Judged:
+            if tiles.num_stages == 4:
+                raise SearchEnded("the GPU does no work any more")
+            return super().judge(job, tiles)
+
+    with pytest.raises(SearchEnded):
+        search(place, Faulting(cost))
+    search(place, bench := FakeBench(cost))
+    assert replace(only_job().in_use, num_stages=4) not in bench.judged
+    assert "num_stages 4: passed over: an earlier search did not come back from it" in capsys.readouterr().err
+
+
+def test_a_damaged_journal_costs_its_lines_alone(tmp_path: Path) -> None:
+    place = tmp_path / "t.json"
+    search(place, FakeBench(cost))
+    journal = tmp_path / "t.json.trials"
+    lines = journal.read_text().splitlines()
+    journal.write_text("\n".join([*lines[: len(lines) // 2], '{"key": 3', "[]", '{"key": "x", "outcome"']))
+    search(place, bench := FakeBench(cost))
+    assert 1 < len(bench.judged) < len(lines)
+
+
+def test_another_triton_or_commit_is_another_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "t.json"
+    search(place, first := FakeBench(cost))
+    monkeypatch.setattr(command, "_commit", lambda: "another")
+    search(place, second := FakeBench(cost))
+    assert first.judged == second.judged
+
+
+def test_no_candidate_is_begun_when_time_is_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ticks = iter(range(1000))
+    monkeypatch.setattr("rocm_attn.cli.tune.command.time.monotonic", lambda: float(next(ticks)))
+    search(tmp_path / "t.json", bench := FakeBench(cost), "--seconds", "5")
+    assert 1 <= len(bench.judged) <= 5
+    assert "time was up before all were tried; the same command goes on from here" in capsys.readouterr().out
+
+
+def test_a_file_that_is_no_tuning_file_is_not_overwritten(tmp_path: Path) -> None:
+    place = tmp_path / "t.json"
+    place.write_text("my notes")
+    with pytest.raises(BadSetting, match="is refused: Expecting value"):
+        search(place, FakeBench(cost))
+    assert place.read_text() == "my notes"
+
+
+def test_a_dry_run_lists_the_candidates_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "32x8x128", "--dry-run", "--arch", "gfx950", "--shapes", "64x4k,1x2k+512"]) == 0
+    text = capsys.readouterr().out
+    assert "decode of 32 over 8 heads of 128, bfloat16, pages of 16, at 64x4096+1\n  in use: DecodeTiles(" in text
+    assert "extend of 32 over 8 heads of 128" in text
+    assert main(["tune", "32x8x128", "--dry-run", "--json", "--shapes", "64x4k"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["arch"] == "gfx942"
+    assert said["jobs"][0]["candidates"][0]["key_block"] == 32
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (("--dry-run", "--shapes", "64x"), "shape '64x' is not SEQUENCESxCACHED+NEW, as 64x4k or 1x6144+2048"),
+        (("--dry-run", "--shapes", "0x4k"), "shape '0x4k' has no sequences or no new tokens"),
+        (("--arch", "gfx942"), "--arch goes with --dry-run"),
+        (("--device", "cpu"), "there is no GPU whose times could be taken; --dry-run lists"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_sentence(
+    given: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tune", "32x8x128", *given]) == BAD_INPUT
+    assert sentence in capsys.readouterr().err
+
+
+def test_what_would_never_be_read_is_not_searched() -> None:
+    # ROCM_ATTN_TUNING is off in tests.
+    with pytest.raises(BadSetting, match="ROCM_ATTN_TUNING is off, so no runtime would read what is found"):
+        command.output_place(None)

@@ -1,0 +1,115 @@
+"""Candidates of `rocm-attn tune` are compiled in processes of their own, which may end."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rocm_attn.cli.tune.ahead import CompiledAhead, compile_tiles
+from rocm_attn.cli.tune.bench import Steps, kernel_of
+from rocm_attn.cli.tune.data import Lengths, StepData
+from rocm_attn.cli.tune.jobs import Job
+from rocm_attn.cli.tune.search import Judged, Times
+from rocm_attn.kernels.compile_only import AbsentGpu, CompileEvent, compile_only, observe_compiles
+from rocm_attn.kernels.launch import observe_launches
+from rocm_attn.kernels.tuning.measured import Table, Tiles
+from rocm_attn.kernels.tuning.tiles import ANY_ROWS, DecodeTiles
+from rocm_attn.machine.target import known_target
+from rocm_attn.problem import Problem
+
+# Each process that is started imports torch and Triton.
+pytestmark = pytest.mark.nightly
+
+GFX942 = known_target("gfx942")
+TILES = DecodeTiles(16, 1, 2, 8)
+DEADLY = 64
+
+
+def launch(thunk: Callable[[], object]) -> None:
+    thunk()
+
+
+class Judge:
+    """A bench that judges everything right."""
+
+    def __init__(self) -> None:
+        self.judged: list[Tiles] = []
+
+    def expect(self, job: Job, tiles: Sequence[Tiles]) -> None:
+        """As Bench."""
+
+    def judge(self, job: Job, tiles: Tiles) -> Judged:
+        """As Bench."""
+        self.judged.append(tiles)
+        return Judged("")
+
+    def times(self, job: Job, both: tuple[Tiles, Tiles], rounds: int) -> tuple[Times, Times]:
+        """As Bench."""
+        raise AssertionError("nothing is timed here")
+
+
+def job(num_q_heads: int) -> Job:
+    layer = Problem(num_q_heads, 2, 64, 64, torch.bfloat16, 16, 0.125)
+    return Job(Table.DECODE, layer, ANY_ROWS, TILES, ())
+
+
+def no_steps(job: Job) -> list[Lengths]:
+    """What a worker makes of a job: nothing to compile, or its end, as of a compiler that crashes."""
+    if job.problem.num_q_heads == DEADLY:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return []
+
+
+def one_step(job: Job) -> list[Lengths]:
+    return [Lengths((40,), (1,))]
+
+
+@pytest.fixture
+def judge() -> Judge:
+    return Judge()
+
+
+@pytest.fixture
+def ahead(judge: Judge) -> Iterator[CompiledAhead]:
+    workers = CompiledAhead(judge, GFX942, 1, Steps(no_steps))
+    yield workers
+    workers.close()
+
+
+def test_a_compiler_that_ends_its_process_ends_that_one_alone(ahead: CompiledAhead, judge: Judge) -> None:
+    right, deadly = job(8), job(DEADLY)
+    ahead.expect(deadly, [TILES])
+    assert ahead.judge(deadly, TILES) == Judged("its compiler ended the process (exit code -9)")
+    assert judge.judged == [], "what has ended one process does not enter this one"
+    # Not expected, and expected: both are compiled before they are judged.
+    others = [replace(TILES, num_warps=warps) for warps in (2, 4)]
+    assert ahead.judge(right, TILES) == Judged("")
+    ahead.expect(right, others)
+    assert [ahead.judge(right, each) for each in reversed(others)] == [Judged(""), Judged("")]
+    assert judge.judged == [TILES, *reversed(others)]
+
+
+def test_what_is_compiled_ahead_is_what_a_launch_on_the_gpu_finds() -> None:
+    """The same kernels, by their names in Triton's cache, as a launch over data makes them compile."""
+    heads, steps, gpu = job(8), Steps(one_step), AbsentGpu("gfx942", 304, 64, 64 << 10)
+    seen: list[CompileEvent] = []
+    with compile_only(gpu), observe_launches(launch), observe_compiles(seen.append):
+        compile_tiles(heads, TILES, GFX942, steps)
+        compiled = len(seen)
+        data = StepData.random(heads.problem, one_step(heads)[0], sets=1, device=torch.device("cpu"), lse=True)
+        kernel = kernel_of(heads, TILES, data, GFX942)
+        args, step = data.runs(kernel)[0]
+        kernel.attend(args, step, data.bounds)
+    assert compiled >= 2, "decode and its schedule, at least"
+    assert len(seen) == compiled, "nothing was left to compile"
+
+
+def test_what_cannot_be_compiled_is_left_to_the_bench() -> None:
+    gpu = AbsentGpu("gfx942", 304, 64, 64 << 10)
+    with compile_only(gpu), observe_launches(launch):
+        compile_tiles(job(8), replace(TILES, key_block=24), GFX942, Steps(one_step))

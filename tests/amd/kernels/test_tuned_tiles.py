@@ -1,0 +1,111 @@
+"""Candidates of `rocm-attn tune` run under Triton's interpreter as they do on a GPU: judged by the oracle, then timed.
+
+Times are a fake timer's, which knows tiles by the description of the kernel that it is given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rocm_attn.cli.cost import Shape
+from rocm_attn.cli.tune.bench import LayerBench, Steps
+from rocm_attn.cli.tune.data import Lengths
+from rocm_attn.cli.tune.jobs import Job, jobs_of
+from rocm_attn.cli.tune.timer import Sample, Work
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.attention.cuts import DecodeCut
+from rocm_attn.kernels.attention.scores import Scores
+from rocm_attn.kernels.tuning.measured import Table
+from rocm_attn.kernels.tuning.tiles import DecodeTiles
+from rocm_attn.machine.target import known_target
+from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.providers.triton_later import triton_launches
+
+TARGET = known_target("interpreter")
+SHAPES = (Shape(1, 20), Shape(1, 18, 3))
+CPU = torch.device("cpu")
+
+
+class FakeTimer:
+    """A sample is what the work's tiles cost: a row of 16 keys a block 10 us, others 8."""
+
+    def __init__(self) -> None:
+        self.seen: list[Work] = []
+
+    def ready(self, work: Work) -> Sample:
+        """As Timer; the work is run, as a graph would run it."""
+        work.launch()
+        self.seen.append(work)
+        return lambda: 10.0 if "key_block=16" in work.what else 8.0
+
+
+def layer(**changes: object) -> Problem:
+    plain = Problem(4, 2, 32, 32, torch.float32, 16, 32**-0.5)
+    return replace(plain, **changes)  # type: ignore[arg-type]
+
+
+LATENT = Problem(4, 1, 48, 32, torch.float32, 16, 48**-0.5, pool=PoolKind.LATENT)
+CODED = layer(dtype=torch.float16, kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.TOKEN)
+
+
+def job_of(problem: Problem, table: Table, shapes: tuple[Shape, ...] = SHAPES) -> Job:
+    jobs, _ = jobs_of([problem], TARGET, shapes)
+    return next(job for job in jobs if job.table is table)
+
+
+def few_edges(job: Job) -> list[Lengths]:
+    """A step with sequences that end in a page and with it, and one of every kind; a GPU has more of them."""
+    return [Lengths((5, 16), (1, 1)) if job.kind.decodes else Lengths((5, 16), (2, 3)), Lengths((17, 4), (1, 3))]
+
+
+@pytest.fixture
+def bench(kernel_device: torch.device) -> LayerBench:
+    if kernel_device.type != "cpu":
+        pytest.skip("rocm-attn tune itself runs on a GPU")
+    return LayerBench(CPU, TARGET, FakeTimer(), Steps(few_edges, apart=1))
+
+
+@pytest.mark.parametrize(
+    ("problem", "table"),
+    [
+        (layer(window_left=20, has_sinks=True), Table.DECODE),
+        (layer(), Table.EXTEND),
+        pytest.param(CODED, Table.DECODE, marks=pytest.mark.nightly),
+        pytest.param(LATENT, Table.LATENT_DECODE, marks=pytest.mark.nightly),
+    ],
+    ids=["decode", "extend", "codes", "latent"],
+)
+def test_other_tiles_are_right_and_are_the_ones_that_run(bench: LayerBench, problem: Problem, table: Table) -> None:
+    job = job_of(problem, table)
+    other = replace(job.in_use, key_block=32)
+    assert bench.judge(job, job.in_use).wrong == ""
+    assert bench.judge(job, other).wrong == ""
+    in_use, tuned = bench.times(job, (job.in_use, other), 2)
+    assert in_use == [[10.0] * len(job.shapes)] * 2
+    assert tuned == [[8.0] * len(job.shapes)] * 2
+
+
+def test_a_kernel_that_is_wrong_with_its_tiles_is_seen(bench: LayerBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one KV head's results in the other's place, as tiles that mix up heads would give."""
+    job = job_of(layer(), Table.DECODE)
+    assert isinstance(job.in_use, DecodeTiles)
+    launch = triton_launches.launch_paged_decode
+
+    def mixed_up(args: AttendArgs, *, tiles: DecodeTiles, scores: Scores, cut: DecodeCut) -> None:
+        launch(args, tiles=tiles, scores=scores, cut=cut)
+        if tiles.key_block == 32:
+            args.out.copy_(args.out.roll(1, dims=1))
+
+    monkeypatch.setattr(triton_launches, "launch_paged_decode", mixed_up)
+    assert bench.judge(job, job.in_use).wrong == ""
+    assert "is off by" in bench.judge(job, replace(job.in_use, key_block=32)).wrong
+
+
+def test_what_does_not_compile_is_a_sentence_and_the_next_candidate_runs(bench: LayerBench) -> None:
+    job = job_of(layer(), Table.DECODE)
+    wrong = bench.judge(job, replace(job.in_use, key_block=24)).wrong
+    assert wrong.startswith("does not compile or run: ")
+    assert bench.judge(job, job.in_use).wrong == ""

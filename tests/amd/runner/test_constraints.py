@@ -1,0 +1,171 @@
+"""Texts that a constraint is on match it, whatever the model is and however the engine serves them."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rocm_attn.batch.step_batch import Int32Array
+from rocm_attn.errors import BadRequest
+from rocm_attn.runner.constraint import Constraint
+from rocm_attn.runner.engine import Engine
+from rocm_attn.runner.loading import LoadedModel
+from rocm_attn.runner.matching import TextMatcher
+from rocm_attn.runner.request import Completion, Request, RequestsFailed
+from tests.amd.runner.asking import BASE, CONSTRAINED, END, PLAIN, PROMPT, character_model, drawn
+from tests.amd.runner.thread_ranks import on_threads
+from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return character_model()
+
+
+@pytest.fixture(scope="module")
+def alone(loaded: LoadedModel) -> list[Completion]:
+    return [Engine(loaded, BASE).generate([request])[0] for request in (PLAIN, *CONSTRAINED)]
+
+
+def test_texts_match_their_constraints_and_end_where_they_may(alone: list[Completion]) -> None:
+    plain, schema, regex, choice = alone
+    assert plain.finish_reason == "length"
+    value = json.loads(schema.text)
+    assert value.keys() == {"a", "b"}
+    assert isinstance(value["a"], int)
+    assert value["a"] >= 3
+    assert value["b"] in ("x", "yes")
+    assert re.fullmatch("[a-f]{4,9}[0-9]", regex.text)
+    assert choice.text in ("yes", "no")  # although min_tokens asks for more
+    assert all(done.finish_reason == "stop" and done.token_ids[-1] == END for done in alone[1:])
+    assert [told.token_id for told in schema.logprobs] == list(schema.token_ids)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_seed_gives_a_text_that_the_schema_accepts(loaded: LoadedModel, seed: int) -> None:
+    request = replace(CONSTRAINED[0], sampling=drawn(seed=seed, temperature=2.0))
+    done = Engine(loaded, BASE).generate([request])[0]
+    assert done.finish_reason == "length" or json.loads(done.text)["b"] in ("x", "yes")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"graphs": True},
+        {"steps_ahead": 1, "graphs": True},
+        {"speculative": "ngram", "draft_tokens": 4},
+        {"steps_ahead": 1, "num_pages": 14},
+    ],
+    ids=str,
+)
+def test_they_come_to_the_same_however_they_are_served(
+    loaded: LoadedModel, alone: list[Completion], changes: dict[str, Any]
+) -> None:
+    assert Engine(loaded, replace(BASE, **changes)).generate([PLAIN, *CONSTRAINED]) == alone
+
+
+def test_a_mask_that_does_not_know_the_last_token_is_noticed(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a step ahead would do that does not wait: the tests beside this one do look at it."""
+    mask = TextMatcher.mask
+
+    def one_late(matcher: TextMatcher, token_ids: Sequence[int], banned: Any) -> Int32Array:
+        return mask(matcher, token_ids[:-1], banned)
+
+    monkeypatch.setattr(TextMatcher, "mask", one_late)
+    with pytest.raises(RequestsFailed, match="doesn't satisfy the grammar"):
+        Engine(loaded, BASE).generate(CONSTRAINED)
+
+
+def test_two_ranks_advance_matchers_of_their_own_alike(alone: list[Completion]) -> None:
+    def serve(ranks: Any) -> list[Completion]:
+        return Engine(character_model(ranks), BASE).generate([PLAIN, *CONSTRAINED])
+
+    for served in on_threads(2, serve):
+        assert [done.text for done in served] == [done.text for done in alone]
+
+
+@pytest.mark.parametrize(
+    ("constraint", "sentence"),
+    [
+        (lambda: Constraint.json_schema({"type": "strin"}), "cannot be used: .*strin"),
+        (lambda: Constraint.json_schema("{bad"), "the JSON schema is not JSON"),
+        (lambda: Constraint.regex("[a"), "cannot be used: .*unclosed character class"),
+        (lambda: Constraint.grammar("start: nothing"), "cannot be used: .*nothing"),
+        (lambda: Constraint.json_schema({"a": {1, 2}}), "cannot be written as JSON"),
+        (lambda: Constraint.regex("a" * 65_537), "has 65537 characters; at most 65536"),
+        (lambda: Constraint.regex(""), "the constraint is empty"),
+        (lambda: Constraint.choice([]), "a choice needs texts"),
+    ],
+)
+def test_constraints_without_sense_are_refused_with_the_reason(
+    loaded: LoadedModel, constraint: Any, sentence: str
+) -> None:
+    """By check(), which needs no model, and by an engine, which has no trace of them afterwards."""
+    with pytest.raises(BadRequest, match=sentence):
+        constraint().check()
+    engine = Engine(loaded, BASE)
+    with pytest.raises(BadRequest, match=sentence):
+        engine.submit(Request(PROMPT, 5, constraint=constraint()))
+    assert not engine.has_work
+
+
+def test_a_constraint_that_the_library_gives_up_on_fails_its_request_alone(
+    loaded: LoadedModel, alone: list[Completion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mask = TextMatcher.mask
+
+    def given_up(matcher: TextMatcher, token_ids: Sequence[int], banned: Any) -> Int32Array:
+        return mask(matcher, (*token_ids, 20) if len(token_ids) == 3 else token_ids, banned)
+
+    monkeypatch.setattr(TextMatcher, "mask", given_up)
+    with pytest.raises(RequestsFailed) as failed:
+        Engine(loaded, BASE).generate([PLAIN, CONSTRAINED[0]])
+    plain, schema = failed.value.completions
+    assert plain == alone[0]
+    assert schema.error.startswith("the constraint cannot be followed any further: ")
+    assert len(schema.token_ids) == 3
+
+
+def test_what_a_constraint_needs_is_said(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = CONSTRAINED[0]
+    with pytest.raises(BadRequest, match="a constraint and the model came without a tokenizer"):
+        Engine(tiny_model(), BASE).submit(request)
+    endless = Engine(replace(loaded, config=replace(loaded.config, eos_token_ids=())), BASE)
+    with pytest.raises(BadRequest, match="no token that ends a text, which a constraint needs; name one in stop_token"):
+        endless.submit(request)
+    done = endless.generate([replace(CONSTRAINED[2], stop_token_ids=(END,))])[0]
+    assert (done.text in ("yes", "no"), done.finish_reason) == (True, "stop")
+    with pytest.raises(BadRequest, match="this model's tokenizer cannot be used with a constraint"):
+        Engine(tiny_model(tokenizer=word_tokenizer(), eos_token_ids=(5,)), BASE).submit(request)
+    with pytest.raises(BadRequest, match="ignore_eos is set and a constraint says where the text ends"):
+        replace(request, ignore_eos=True)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(
+        BadRequest, match=r"need the library llguidance, which is not installed: pip install 'rocm-attn"
+    ):
+        Engine(loaded, BASE).submit(request)
+
+
+def test_banned_tokens_are_ruled_out_as_long_as_others_are_left(loaded: LoadedModel) -> None:
+    engine = Engine(loaded, BASE)
+    engine.prepare_constraints()
+    assert engine._matching is not None
+    ones = engine._matching.matcher(Constraint.regex("1*"), ())
+
+    def allowed(mask: Int32Array) -> list[int]:
+        found: list[int] = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+        return found
+
+    one = PROMPT[1]
+    assert allowed(ones.mask((), ())) == [one, END]
+    assert allowed(ones.mask((one,), (END, 2))) == [one]
+    assert allowed(ones.mask((one, one), (END, one))) == [one, END]

@@ -1,0 +1,152 @@
+"""Texts that end a text: found across the borders of tokens, and nothing of what follows is ever said."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rocm_attn.errors import BadRequest
+from rocm_attn.runner.async_engine import AsyncEngine
+from rocm_attn.runner.engine import Engine
+from rocm_attn.runner.loading import LoadedModel
+from rocm_attn.runner.request import Request, TokenEvent
+from rocm_attn.runner.stop_texts import StopTexts
+from tests.amd.runner.asking import BASE, PROMPT, character_model, drawn
+from tests.amd.runner.tiny_model import tiny_model
+
+# Runs to its length, and has repeated parts.
+LONG = Request(PROMPT, 24, drawn())
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return character_model()
+
+
+@pytest.fixture(scope="module")
+def text(loaded: LoadedModel) -> str:
+    done = Engine(loaded, BASE).generate([LONG])[0]
+    assert len(done.text) >= 10
+    return done.text
+
+
+def cut(pieces: list[str], stops: list[str], include: bool, num_free: int) -> tuple[str, bool]:
+    """By trying every end: where the text ends, and whether one of the stops has ended it."""
+    text, free = "".join(pieces), len("".join(pieces[:num_free]))
+    for end in range(free + 1, len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            longest = max(map(len, found))
+            return (text[:end] if include else text[: end - longest]), True
+    return text, False
+
+
+@given(
+    pieces=st.lists(st.text("ab", max_size=4), max_size=8),
+    stops=st.lists(st.text("ab", min_size=1, max_size=5), max_size=4),
+    include=st.booleans(),
+    num_free=st.integers(0, 3),
+)
+def test_a_text_ends_where_trying_every_end_finds_it(
+    pieces: list[str], stops: list[str], include: bool, num_free: int
+) -> None:
+    """What was printed at any time is a beginning of the text; what is held back may still begin a stop."""
+    finder, printed, (wanted, stopped) = StopTexts(stops, include), "", cut(pieces, stops, include, num_free)
+    for number, piece in enumerate(pieces):
+        printed += finder.push(piece, counts=number >= num_free)
+        assert wanted.startswith(printed)
+        held = "".join(pieces[: number + 1])[len(printed) :]
+        assert finder.has_stopped or not held or any(stop.startswith(held) for stop in stops)
+    assert (printed + finder.finish(), finder.has_stopped) == (wanted, stopped)
+
+
+def test_of_stops_that_end_together_the_longest_counts_and_of_others_the_first_to_end() -> None:
+    assert StopTexts(["b", "ab"], False).push("xabab") == "x"
+    assert StopTexts(["abab", "ba"], False).push("xabab") == "xa"
+    assert StopTexts(["b", "ab"], True).push("xabab") == "xab"
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [BASE, replace(BASE, steps_ahead=1), replace(BASE, speculative="ngram", draft_tokens=4)],
+    ids=["plain", "a step ahead", "guessed tokens"],
+)
+def test_every_part_of_a_text_ends_it_as_a_stop(loaded: LoadedModel, text: str, include: bool, options: object) -> None:
+    """The same text, many requests at once, each with another stop; the tokens end with the one that completes it."""
+    stops = [text[at : at + 1 + at % 3] for at in range(0, len(text) - 2, 2)]
+    requests = [replace(LONG, stop=(stop, "never"), include_stop=include) for stop in stops]
+    engine = Engine(loaded, options)  # type: ignore[arg-type]
+    printed: dict[int, str] = {}
+
+    def note(event: object) -> None:
+        assert isinstance(event, TokenEvent)
+        printed[event.request] = printed.get(event.request, "") + event.text
+
+    whole = Engine(loaded, BASE).generate([LONG])[0].token_ids
+    for number, (stop, done) in enumerate(zip(stops, engine.generate(requests, note), strict=True)):
+        end = text.index(stop) + len(stop)
+        assert (done.text, done.finish_reason) == (text[: end if include else end - len(stop)], "stop")
+        assert printed[number] == done.text
+        assert done.token_ids == whole[: len(done.token_ids)]
+        tokenizer = loaded.tokenizer
+        assert tokenizer is not None
+        assert stop in tokenizer.decode(done.token_ids)
+        assert stop not in tokenizer.decode(done.token_ids[:-1])
+    engine.forget_prefixes()
+    table = engine.runtime.table
+    assert (table.num_free_pages, table.num_free_rows) == (table.num_usable_pages, BASE.max_batch_size)
+
+
+def test_a_stop_counts_where_it_ends_after_the_least_tokens(loaded: LoadedModel, text: str) -> None:
+    engine = Engine(loaded, BASE)
+    whole = engine.generate([LONG])[0]
+    for num in (1, 5, 9):
+        done = engine.generate([replace(LONG, stop=tuple(set(text)), min_tokens=num)])[0]
+        assert done.finish_reason == "stop"
+        assert len(done.token_ids) > num
+        assert done.token_ids == whole.token_ids[: len(done.token_ids)]
+        assert done.text == text[: len(done.text)]
+
+
+def test_a_reader_gets_no_more_than_the_text(loaded: LoadedModel, text: str) -> None:
+    async def read() -> str:
+        async with AsyncEngine(Engine(loaded, replace(BASE, steps_ahead=1))) as front:
+            pieces = [piece async for piece in front.stream(replace(LONG, stop=(text[5:8],)))]
+        assert pieces[-1].finish_reason == "stop"
+        return "".join(piece.text for piece in pieces)
+
+    assert asyncio.run(read()) == text[: text.index(text[5:8])]
+
+
+def test_what_was_held_back_comes_with_an_abort(loaded: LoadedModel, text: str) -> None:
+    engine = Engine(loaded, BASE)
+    number = engine.submit(replace(LONG, stop=(text[:9] + "never",)))
+    while not (events := engine.step()) or sum(len(event.text) for event in events) > 0:
+        pass
+    for _ in range(3):
+        assert all(not event.text for event in engine.step())
+    engine.abort(number)
+    said = "".join(event.text for event in engine.step())
+    assert said
+    assert said == engine.completion(number).text == text[: len(said)]
+
+
+@pytest.mark.parametrize(
+    ("stop", "sentence"),
+    [(("",), "has 0 characters"), (("a" * 1025,), "has 1025 characters"), (("a",) * 65, "stop has 65 texts")],
+)
+def test_stops_without_sense_are_refused(stop: tuple[str, ...], sentence: str) -> None:
+    with pytest.raises(BadRequest, match=sentence):
+        Request((1,), stop=stop)
+    with pytest.raises(BadRequest, match="give a tuple of texts"):
+        Request((1,), stop="abc")  # type: ignore[arg-type]
+
+
+def test_stops_need_a_tokenizer() -> None:
+    with pytest.raises(BadRequest, match="texts that end it and the model came without a tokenizer"):
+        Engine(tiny_model(), BASE).submit(Request((1,), stop=("a",)))

@@ -264,6 +264,79 @@ holds "docker stop ends what computes, with and without --init (130; 137 would b
 [ "$("$docker" inspect --format '{{.Config.Healthcheck}}' rocm-attn-check:serve)" = "<nil>" ] || fail "a health check"
 holds "no health check that is healthy while the program hangs"
 
+echo "== the server"
+# asks NAME WORDS MAX_TOKENS: a chat with the server in a container, from inside it, so that no network is needed.
+asks() {
+    "$docker" exec --interactive "$1" python3 - "$2" "$3" <<'PYTHON'
+import json, os, sys, urllib.request
+body = {"model": "smollm2", "max_tokens": int(sys.argv[2]), "temperature": 0}
+body["messages"] = [{"role": "user", "content": sys.argv[1]}]
+headers = {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ.get("ROCM_ATTN_API_KEYS", "")}
+url = "http://127.0.0.1:8000/v1/chat/completions"
+with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as answer:
+    choice = json.load(answer)["choices"][0]
+print(choice["finish_reason"], choice["message"]["content"])
+PYTHON
+}
+# gets NAME PATH: the status of a page of the server.
+gets() {
+    "$docker" exec "$1" python3 -c "import urllib.error as e, urllib.request as u
+try: print(u.urlopen('http://127.0.0.1:8000$2').status)
+except e.HTTPError as error: print(error.code)
+except OSError: print('none')"
+}
+# ready NAME: wait until a server is.
+ready() {
+    timeout 600 bash -c "until [ \"\$('$docker' inspect --format '{{.State.Running}}' '$1')\" != true ] ||
+        '$docker' exec '$1' python3 -c \"import urllib.request as u; u.urlopen('http://127.0.0.1:8000/ready')\" 2>/dev/null
+    do sleep 0.5; done"
+    [ "$(gets "$1" /ready)" = 200 ] || fail "the server is not ready: $("$docker" logs "$1" 2>&1 | tail -n 20)"
+}
+# Two requests are under way when it is told to stop.
+drains() {
+    local one two code
+    asks "$1" "Count from one to ten." 60 >"$work/one" &
+    one=$!
+    asks "$1" "Tell a story." 60 >"$work/two" &
+    two=$!
+    timeout 300 bash -c "until '$docker' exec '$1' python3 -c \"import urllib.request as u
+assert 'rocm_attn_running 2' in u.urlopen('http://127.0.0.1:8000/metrics').read().decode()\" 2>/dev/null; do sleep 0.2; done"
+    "$docker" stop --time 300 "$1" >/dev/null
+    wait $one || fail "a request was lost in the drain: $("$docker" logs "$1" 2>&1 | tail -n 5)"
+    wait $two || fail "a request was lost in the drain: $("$docker" logs "$1" 2>&1 | tail -n 5)"
+    code=$("$docker" inspect --format '{{.State.ExitCode}}' "$1")
+    [ "$code" = 0 ] || fail "a server that has drained ended with $code"
+}
+server=$NAME-server
+"$docker" run --detach --label "$NAME" --name "$server" --init "${hard[@]}" --network none --env ROCM_ATTN_API_KEYS=of-this-check \
+    --volume "$work/models:/models:ro" rocm-attn-check:serve serve --model /models/smollm2.gguf \
+    --served-model-name smollm2 --max-kv-len 512 --host 0.0.0.0 --drain-seconds 300 >/dev/null
+ready "$server"
+said=$(asks "$server" "$prompt" 16)
+[[ $said == *Paris* ]] || fail "the server says: $said"
+[ "$(gets "$server" /health) $(gets "$server" /metrics) $(gets "$server" /v1/models)" = "200 200 401" ] ||
+    fail "health, metrics and models without a key: $(gets "$server" /health) $(gets "$server" /metrics) $(gets "$server" /v1/models)"
+holds "serve answers a chat as uid 10001, root read-only, no capabilities; /health and /metrics take no key, /v1 does"
+drains "$server"
+"$docker" rm --volumes "$server" >/dev/null
+holds "docker stop drains: both requests under way have their answers, and the code is 0"
+if run --network none rocm-attn-check:serve serve --model /models/none --host 0.0.0.0 >"$work/none" 2>&1; then
+    fail "a server without keys listens where others reach it"
+fi
+holds "no server: $(tail -n 1 "$work/none")"
+
+echo "== engines"
+# shellcheck disable=SC2086 # options are words
+"$docker" build --progress plain --file docker/Dockerfile.engine --build-arg ENGINE_IMAGE=rocm-attn-check:base \
+    ${BUILD_OPTIONS:-} --tag rocm-attn-check:engine . >"$work/engine.log" 2>&1 || {
+    tail -n 40 "$work/engine.log" >&2
+    fail "an engine's image with the plug-in does not build"
+}
+before=$(run --entrypoint python3 rocm-attn-check:base -m pip freeze)
+after=$(run --entrypoint python3 rocm-attn-check:engine -m pip freeze | grep -v '^rocm-attn')
+[ "$before" = "$after" ] || fail "the plug-in has changed the engine's packages"
+holds "an engine's image gets the plug-in and nothing else"
+
 echo "== what is in it"
 run --entrypoint cat rocm-attn-check:serve /opt/rocm-attn/versions.txt >"$work/versions"
 for part in rocm-attn amd-aiter pybind11 torch triton aiter-commit "revision checked"; do
@@ -282,11 +355,13 @@ echo "== compose"
 compose() { MODELS=$work/models "$docker" compose --file docker/compose.yaml "$@"; }
 unset RENDER_GID
 for gid in "" 44 109; do
-    RENDER_GID=$gid compose --profile rocm --profile cuda config >"$work/compose" || fail "compose config, RENDER_GID=$gid"
+    for profile in rocm cuda server vllm sglang monitoring; do
+        RENDER_GID=$gid compose --profile $profile config >"$work/compose" || fail "compose config $profile, RENDER_GID=$gid"
+    done
     RENDER_GID=$gid compose --profile rocm down >/dev/null 2>&1 || fail "compose down, RENDER_GID=$gid"
     RENDER_GID=$gid compose ps >/dev/null || fail "compose ps, RENDER_GID=$gid"
 done
-[ "$(compose --profile rocm config | sed -n 's/^ *source: //p' | grep -c "^$work/models$")" = 1 ] || fail "MODELS"
+[ "$(compose --profile rocm config rocm | sed -n 's/^ *source: //p' | grep -c "^$work/models$")" = 1 ] || fail "MODELS"
 [ "$(MODELS='' "$docker" compose --file docker/compose.yaml --profile rocm config | grep -c "source: $PWD/models$")" = 1 ] ||
     fail "compose's models are not the checkout's"
 # All of the service but the devices, and limits that not every machine may raise.
@@ -296,13 +371,21 @@ services:
     image: rocm-attn-check:serve
     devices: !reset []
     ulimits: !reset {}
+    network_mode: none
+  server:
+    image: rocm-attn-check:serve
+    devices: !reset []
+    ulimits: !reset {}
+    network_mode: none
+    ports: !reset []
+    labels: ["${CHECK_LABEL}"]
 volumes:
   rocm-cache:
     name: "${CHECK_VOLUME}"
     external: true
 YAML
 CHECK_VOLUME=$(volume_for compose)
-export CHECK_VOLUME
+export CHECK_VOLUME CHECK_LABEL=$NAME ROCM_ATTN_API_KEYS=of-this-check MODEL=smollm2.gguf
 for command in "doctor" "generate --model /models/smollm2.gguf --max-new-tokens 16 France"; do
     # shellcheck disable=SC2086 # a command's words
     compose --file "$work/no_gpu.yaml" run --rm --label "$NAME=1" rocm $command >"$work/compose" 2>&1 ||
@@ -310,6 +393,14 @@ for command in "doctor" "generate --model /models/smollm2.gguf --max-new-tokens 
 done
 compose --file "$work/no_gpu.yaml" --profile rocm down --remove-orphans >/dev/null 2>&1
 holds "compose: config, ps, down without RENDER_GID and with 44; run doctor and generate"
+compose --file "$work/no_gpu.yaml" --profile server up --detach --wait >"$work/compose" 2>&1 ||
+    fail "compose up server: $(cat "$work/compose")"
+server=$("$docker" ps --quiet --filter "label=$NAME" | head -n 1)
+[ "$("$docker" inspect --format '{{.State.Health.Status}}' "$server")" = healthy ] || fail "compose's server is not healthy"
+compose --file "$work/no_gpu.yaml" --profile server stop >/dev/null 2>&1
+[ "$("$docker" inspect --format '{{.State.ExitCode}}' "$server")" = 0 ] || fail "compose stop did not let the server end"
+compose --file "$work/no_gpu.yaml" --profile server down --remove-orphans >/dev/null 2>&1
+holds "compose: up --wait until the server is healthy, stop ends it with code 0"
 
 echo "== a run of tests that is cut off"
 # The command line of run_tests.sh, with another workload that does not end by itself.

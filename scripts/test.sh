@@ -162,8 +162,8 @@ run_stage() {
     device) run_pytest -m "not nightly" tests/amd/{kernels,hip_graphs,runtime,external,integrations,guards,graphs,system,text,doctor} ;;
     rocm) report_from_gpu tests/amd/{rocm,kernels,hip_graphs,runtime,external,integrations,guards,graphs,system,text,doctor} ;;
     images)
-        hadolint docker/{,stand_in/}Dockerfile
-        shellcheck -x docker/*.sh docker/stand_in/rocm/bin/* scripts/*.sh benchmarks/*.sh .ci/*
+        hadolint docker/{,stand_in/}Dockerfile docker/Dockerfile.engine
+        shellcheck -x docker/*.sh docker/{ci,gateway}/*.sh docker/stand_in/rocm/bin/* scripts/*.sh benchmarks/*.sh .ci/*
         ;;
     *)
         echo "no stage is called $1; the stages are listed at the top of scripts/test.sh" >&2

@@ -227,7 +227,7 @@ def test_every_command_of_compose_works_without_a_variable_set() -> None:
     assert set(re.findall(r"\$\{\w+(:?.)", COMPOSE)) == {":-"}, "a variable without a default stops every command"
     (groups,) = re.findall(r"group_add:\n((?: +- .+\n)+)", COMPOSE)
     assert len(groups.splitlines()) == 1, "two groups may be the same one, which compose refuses"
-    assert COMPOSE.count("${MODELS:-../models}:/models:ro") == 2, "relative to the file, so the checkout's models"
+    assert COMPOSE.count("${MODELS:-../models}:/models:ro") == COMPOSE.count(":/models"), "the checkout's models"
     assert "models" in (ROOT / "docker" / "Dockerfile.dockerignore").read_text().split()
 
 
@@ -353,7 +353,4 @@ def test_the_time_of_a_job_holds_that_of_its_steps() -> None:
         (limit,) = map(int, re.findall(r"^    timeout-minutes: (\d+)$", job, re.M))
         steps = list(map(int, re.findall(r"^        timeout-minutes: (\d+)$", job, re.M)))
         assert sum(steps) <= limit, job.splitlines()[0]
-    rocm = CI.partition("\n  rocm:\n")[2]
-    for command in ("gpu_is_free.sh", "docker rm --force", "run_tests.sh build", "run_tests.sh rocm", "builder prune"):
-        assert command in rocm
     assert "bash docker/check_images.sh" in CI

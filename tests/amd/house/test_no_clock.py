@@ -20,6 +20,7 @@ HARMLESS = {
     "driver/__main__.py: time.monotonic()": "a time that is printed",
     "server/load/clients.py: timeout=None": "no limit, in the place of OpenAI's 5 seconds for a connection",
     "server/load/__main__.py: time.monotonic()": "how long a load goes on that somebody has asked for",
+    "server/gateways.py: time.sleep(0.2)": "between two looks, of which there are as many as it takes",
     "simulator/record.py: time.monotonic()": "a time that is written down",
 }
 

@@ -1,0 +1,109 @@
+"""A gateway before two servers: one of them dies, drains, comes back; requests go where their beginning is cached."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import urllib.error
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+
+from benchmarks.gateway_routing import hit_share
+from tests.amd.server.gateways import Answer, ask, gateway, get, healthy, until_healthy
+from tests.amd.server.running import served_process
+from tests.amd.server.scraped import families_of, value_of
+
+pytestmark = pytest.mark.nightly  # three processes each
+
+MAX_TOKENS = 60
+PROMPTS = tuple(f"w{number} w{number * 7 % 64} w{number * 29 % 64}" for number in range(1, 33))
+Server = tuple[subprocess.Popen[str], str]
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Server, Server, str]]:
+    """Two servers, and the gateway before them."""
+    with ExitStack() as stack:
+        one, other = (stack.enter_context(served_process("--max-batch-size", "32")) for _ in range(2))
+        yield one, other, stack.enter_context(gateway(one[1], other[1]))
+
+
+def num_running(url: str) -> float:
+    """Sequences that a server computes."""
+    return value_of(families_of(get(f"{url}/metrics")), "rocm_attn_running")
+
+
+def under_load(pair: tuple[Server, Server, str], *, streams: tuple[bool, ...], hit: int) -> list[Future[Answer]]:
+    """Requests through the gateway, and in their middle a signal to the first server, which has some of them."""
+    (process, url), _, front = pair
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        asked = [
+            pool.submit(ask, front, prompt, MAX_TOKENS, stream=streams[number % len(streams)])
+            for number, prompt in enumerate(PROMPTS)
+        ]
+        while num_running(url) < len(PROMPTS) / 4:
+            assert not all(each.done() for each in asked), "none of them went to the first server"
+        process.send_signal(hit)
+    return asked
+
+
+def expected(url: str) -> list[str]:
+    """What a server answers when it is asked one by one."""
+    return [ask(url, prompt, MAX_TOKENS).text for prompt in PROMPTS]
+
+
+def test_a_server_that_is_killed_loses_no_request_that_can_be_sent_again(pair: tuple[Server, Server, str]) -> None:
+    asked = under_load(pair, streams=(False,), hit=signal.SIGKILL)
+    texts = [each.result().text for each in asked]
+    assert texts == expected(pair[1][1])
+    assert healthy(pair[2]) <= 2  # the gateway lives
+
+
+def test_a_stream_that_had_begun_on_a_killed_server_breaks_off_and_says_so(pair: tuple[Server, Server, str]) -> None:
+    asked = under_load(pair, streams=(True, True, False), hit=signal.SIGKILL)
+    broken = 0
+    for each, text in zip(asked, expected(pair[1][1]), strict=True):
+        answer = each.result()
+        assert answer.text == text if answer.is_whole else text.startswith(answer.text)
+        broken += not answer.is_whole
+    assert 0 < broken < len(asked)
+
+
+def test_a_server_that_drains_ends_what_it_has_and_gets_nothing_more(pair: tuple[Server, Server, str]) -> None:
+    (process, _), (_, other), front = pair
+    asked = under_load(pair, streams=(True, False), hit=signal.SIGTERM)
+    answers = [each.result() for each in asked]
+    assert all(answer.is_whole for answer in answers)
+    assert [answer.text for answer in answers] == expected(other)
+    assert process.wait() == 0
+    assert [ask(front, prompt, 4).is_whole for prompt in PROMPTS[:8]] == [True] * 8
+
+
+def test_a_server_that_comes_back_on_its_port_is_used_again(pair: tuple[Server, Server, str]) -> None:
+    (process, url), _, front = pair
+    process.kill()
+    process.wait()
+    until_healthy(front, 1)
+    assert ask(front, PROMPTS[0], 4).is_whole
+    with served_process("--port", url.rpartition(":")[2]):
+        until_healthy(front, 2)
+        with ThreadPoolExecutor(len(PROMPTS)) as pool:
+            asked = [pool.submit(ask, front, prompt, MAX_TOKENS) for prompt in PROMPTS]
+        assert all(each.result().is_whole for each in asked)
+        assert value_of(families_of(get(f"{url}/metrics")), "rocm_attn_requests_total") > 0
+
+
+def test_without_a_server_an_error_comes_and_no_silence(pair: tuple[Server, Server, str]) -> None:
+    for process, _ in pair[:2]:
+        process.kill()
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        ask(pair[2], PROMPTS[0], 4)
+    with refused.value as error:
+        assert error.code in (500, 502, 503)
+
+
+def test_routing_by_beginnings_finds_more_in_the_caches_than_taking_turns() -> None:
+    assert hit_share("cache_aware") > 1.25 * hit_share("round_robin")

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import commit
+
 from tests.amd.server.gateways import ask, gateway, get
 from tests.amd.server.running import served_process
 from tests.amd.server.scraped import families_of, value_of

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import commit
+
 from benchmarks.scale_engines import Cluster, EngineKind, Job, gaps
 from benchmarks.scale_nodes import (
     BEST,

@@ -142,9 +142,7 @@ def test_logprobs_are_those_of_the_logits_before_anything_is_done_to_them() -> N
         pytest.param({"steps_ahead": 1}, marks=pytest.mark.nightly),
         {"steps_ahead": 1, "graphs": True},
         {"speculative": "ngram", "draft_tokens": 4, "steps_ahead": 1},
-        pytest.param(
-            {"speculative": "ngram", "draft_tokens": 6, "topk": 3, "graphs": True}, marks=pytest.mark.nightly
-        ),
+        pytest.param({"speculative": "ngram", "draft_tokens": 6, "topk": 3, "graphs": True}, marks=pytest.mark.nightly),
         {"steps_ahead": 1, "num_pages": 16},
         {"max_batch_size": 3, "chunk": 3},
     ],

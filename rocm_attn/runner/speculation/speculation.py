@@ -236,7 +236,9 @@ class _Verified:
             tokens, path = _found_right(found[first:last], drafts)
             picks.append(tokens)
             self._rows.append([first, *(first + 1 + draft for draft in path)])
-            if path != list(range(len(path))):
+            # What has ended since the step was launched, by its text for one, has given its row back.
+            is_held = self._step.sequences[seq].row == self._step.batch.rows[seq]
+            if is_held and path != list(range(len(path))):
                 moves[seq] = path
         if moves:
             self._move(moves)

@@ -24,8 +24,10 @@ Float64Array = npt.NDArray[np.float64]
 shapes = pytest.mark.parametrize("shape", [launch_shape_rows, refs.shape_rows], ids=["kernel", "twin"])
 cuts = pytest.mark.parametrize("cut", [launch_cut_rows, refs.cut_rows], ids=["kernel", "twin"])
 finds = pytest.mark.parametrize("find", [launch_likeliest, refs.likeliest], ids=["kernel", "twin"])
-dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-vocabs = pytest.mark.parametrize("vocab", [33, 2048, 4100])
+vocabs = pytest.mark.parametrize("vocab", [33, pytest.param(2048, marks=pytest.mark.nightly), 4100])
+dtypes = pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.nightly), torch.float32]
+)
 NAN, INF = float("nan"), float("inf")
 
 

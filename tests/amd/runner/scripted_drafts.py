@@ -59,6 +59,25 @@ class ScriptedDrafter:
         return Drafts(tuple(token_ids), tuple(parents))
 
 
+class EveryOtherStep(ScriptedDrafter):
+    """All drafts are right but for the first one of a tree, which stands beside them; every other step has none."""
+
+    _num_asked = 0
+
+    def draft(self, decoding: Many[tuple[Sequence, int]], alive: Collection[int]) -> Mapping[int, Drafts]:
+        """As Drafter.draft."""
+        self._num_asked += 1
+        return {} if self._num_asked % 2 == 0 else super().draft(decoding, alive)
+
+    def _tree(self, sequence: Sequence, num: int) -> Drafts:
+        text, first = self._texts[sequence.number], len(sequence.token_ids)
+        right = tuple(text[first : first + num])
+        if not self._branches or len(right) < num or num < 2:
+            return Drafts.chain(right)
+        beside = (right[0] + 1) % self._vocabulary
+        return Drafts((beside, *right[:-1]), (LAST_TOKEN, LAST_TOKEN, *range(1, num - 1)))
+
+
 def with_drafter(engine: Engine, drafter: ScriptedDrafter) -> Engine:
     """The engine, whose drafts come from a script."""
     assert isinstance(engine._speculation, Speculation)

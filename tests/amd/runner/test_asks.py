@@ -88,8 +88,8 @@ def probabilities(logits: npt.NDArray[np.float64], sampling: Sampling, prompt: s
 @pytest.mark.parametrize(
     "sampling",
     [
-        drawn(top_k=6, min_p=0.05, top_p=0.8),
-        drawn(presence_penalty=1.0, frequency_penalty=0.7),
+        pytest.param(drawn(top_k=6, min_p=0.05, top_p=0.8), marks=pytest.mark.nightly),
+        pytest.param(drawn(presence_penalty=1.0, frequency_penalty=0.7), marks=pytest.mark.nightly),
         drawn(repetition_penalty=0.6, frequency_penalty=-0.5, logit_bias=((3, -1.0),), top_k=7, min_p=0.02, top_p=0.95),
     ],
     ids=lambda sampling: str(sampling.top_k + sampling.repetition_penalty),
@@ -137,12 +137,12 @@ def test_logprobs_are_those_of_the_logits_before_anything_is_done_to_them() -> N
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        {"graphs": True},
-        {"steps_ahead": 1},
+        pytest.param({}, marks=pytest.mark.nightly),
+        pytest.param({"graphs": True}, marks=pytest.mark.nightly),
+        pytest.param({"steps_ahead": 1}, marks=pytest.mark.nightly),
         {"steps_ahead": 1, "graphs": True},
-        {"speculative": "ngram", "draft_tokens": 4},
-        {"speculative": "ngram", "draft_tokens": 6, "topk": 3, "graphs": True},
+        {"speculative": "ngram", "draft_tokens": 4, "steps_ahead": 1},
+        pytest.param({"speculative": "ngram", "draft_tokens": 6, "topk": 3, "graphs": True}, marks=pytest.mark.nightly),
         {"steps_ahead": 1, "num_pages": 16},
         {"max_batch_size": 3, "chunk": 3},
     ],

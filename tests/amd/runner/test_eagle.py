@@ -54,7 +54,7 @@ def assert_lossless(loaded: LoadedModel, options: EngineOptions, requests: Many[
         pytest.param({}, marks=pytest.mark.nightly),
         {"topk": 4, "draft_tokens": 8, "steps_ahead": 1},
         pytest.param({"graphs": True, "draft_tokens": 3, "topk": 2}, marks=pytest.mark.nightly),
-        {"chunk": 9, "page_size": 1, "steps_ahead": 1},
+        pytest.param({"chunk": 9, "page_size": 1, "steps_ahead": 1}, marks=pytest.mark.nightly),
         pytest.param({"num_pages": 18}, marks=pytest.mark.nightly),
         pytest.param({"draft_tokens": 1}, marks=pytest.mark.nightly),
     ],

@@ -8,14 +8,20 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from rocm_attn.errors import BadRequest
+from rocm_attn.kernels.speculative.arguments import Accepted
+from rocm_attn.paging.index_spaces import RESERVED_ROW
 from rocm_attn.runner.async_engine import AsyncEngine
 from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.request import Request, TokenEvent
+from rocm_attn.runner.request import Completion, Request, TokenEvent
+from rocm_attn.runner.scheduler import ScheduledStep, Taken
+from rocm_attn.runner.speculation.speculation import Picks
 from rocm_attn.runner.stop_texts import StopTexts
 from tests.amd.runner.asking import BASE, PROMPT, character_model, drawn
+from tests.amd.runner.scripted_drafts import EveryOtherStep, with_drafter
 from tests.amd.runner.tiny_model import tiny_model
 
 # Runs to its length, and has repeated parts.
@@ -70,10 +76,10 @@ def test_of_stops_that_end_together_the_longest_counts_and_of_others_the_first_t
     assert StopTexts(["b", "ab"], True).push("xabab") == "xab"
 
 
-@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("include", [False, pytest.param(True, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     "options",
-    [BASE, replace(BASE, steps_ahead=1), replace(BASE, speculative="ngram", draft_tokens=4)],
+    [BASE, replace(BASE, steps_ahead=1), replace(BASE, speculative="ngram", draft_tokens=4, steps_ahead=1)],
     ids=["plain", "a step ahead", "guessed tokens"],
 )
 def test_every_part_of_a_text_ends_it_as_a_stop(loaded: LoadedModel, text: str, include: bool, options: object) -> None:
@@ -100,6 +106,44 @@ def test_every_part_of_a_text_ends_it_as_a_stop(loaded: LoadedModel, text: str, 
     engine.forget_prefixes()
     table = engine.runtime.table
     assert (table.num_free_pages, table.num_free_rows) == (table.num_usable_pages, BASE.max_batch_size)
+
+
+@pytest.mark.parametrize("topk", [1, 2])
+def test_who_has_ended_by_its_text_takes_nothing_of_the_step_that_runs(
+    loaded: LoadedModel, text: str, topk: int
+) -> None:
+    """Nor are K and V moved for it: its row and its pages may be another's, which waits for them here."""
+    free = replace(LONG, max_new_tokens=12, prefix_caching=False)
+    requests = [*(replace(free, stop=(text[:num],), logprobs=0) for num in (1, 2, 3)), free]
+    alone = Engine(loaded, BASE).generate(requests)
+    options = replace(BASE, speculative="ngram", topk=topk, steps_ahead=1, max_batch_size=2)
+    engine = Engine(loaded, options)
+    with_drafter(engine, EveryOtherStep([PROMPT + alone[-1].token_ids] * len(requests), 64, branches=topk > 1))
+    scheduler, move, moved, dropped = engine._scheduler, engine.runtime.move_accepted, list[int](), list[bool]()
+    finish = scheduler.finish_step
+
+    def noted_move(accepted: Accepted, rows: Tensor) -> None:
+        moved.extend(rows.tolist())
+        assert set(rows.tolist()) <= {sequence.row for sequence in scheduler._running}
+        move(accepted, rows)
+
+    def noted_finish(step: ScheduledStep, picks: Picks) -> list[Taken]:
+        dropped.extend(sequence.row == RESERVED_ROW for sequence in step.sequences)
+        return finish(step, picks)
+
+    engine.runtime.move_accepted, scheduler.finish_step = noted_move, noted_finish  # type: ignore[method-assign,assignment]
+    assert [alike(done) for done in engine.generate(requests)] == [alike(done) for done in alone]
+    assert any(dropped), "one has ended while a step ran that it was in"
+    assert bool(moved) == (topk > 1)
+    metrics = engine.report().metrics
+    assert metrics.new_tokens == sum(len(done.token_ids) for done in alone)
+    assert metrics.requests_ended == {"stop": 3, "length": 1}
+    assert engine.runtime.table.num_free_pages == engine.runtime.table.num_usable_pages
+
+
+def alike(done: Completion) -> tuple[object, ...]:
+    """All but the last bits of logprobs: in a tree keys lie in another order."""
+    return done.token_ids, done.text, done.finish_reason, [told.token_id for told in done.logprobs]
 
 
 def test_a_stop_counts_where_it_ends_after_the_least_tokens(loaded: LoadedModel, text: str) -> None:

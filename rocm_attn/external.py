@@ -460,7 +460,8 @@ class ExternalAttention(StoreAndAttend):
         """Do what fill() does, by a graph of record_fill(). Raises WrongState for one of steps of another shape."""
         if fill.run is not self._run:
             raise WrongState("this graph fills steps of another shape than the one that has begun; call fill()")
-        fill.recording.replay()
+        with on_device(self.device):
+            fill.recording.replay()
         self._is_filled = True
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:

@@ -34,6 +34,10 @@ class Constraint:
             raise BadRequest(f"the constraint has {len(self.text)} characters; at most {MOST_CHARACTERS} are allowed")
         if not self.text:
             raise BadRequest("the constraint is empty; leave it out, or say what the text must match")
+        try:
+            self.text.encode()
+        except UnicodeEncodeError as error:  # JSON can write half of a character
+            raise BadRequest(f"the constraint is no Unicode text ({error.reason} at {error.start})") from error
 
     @classmethod
     def json_schema(cls, schema: str | Mapping[str, Any]) -> Constraint:

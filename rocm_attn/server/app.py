@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from starlette.types import ASGIApp
 
 import rocm_attn.runner.request as engine_request
 from rocm_attn.errors import RocmAttnError
+from rocm_attn.runner.logprobs import NO_LOGPROBS
 from rocm_attn.server.api_errors import ApiError, bad_request
 from rocm_attn.server.description import with_answers
 from rocm_attn.server.event_stream import EventStream, error_response
@@ -129,7 +131,10 @@ async def _answer(
         return EventStream(generations, generation, replies, num_choices=num_choices, usage=body.includes_usage)
     completions = await generation.completions()
     usage = Usage.of(requests, num_choices, sum(len(each.token_ids) for each in completions))
-    return JSONResponse(replies.whole(completions, usage))
+    if requests[0].logprobs == NO_LOGPROBS:
+        return JSONResponse(replies.whole(completions, usage))
+    # Every token is decoded again there, and 20 others beside it: a long answer would hold up the event loop.
+    return JSONResponse(await asyncio.to_thread(replies.whole, completions, usage))
 
 
 def _add_errors(app: FastAPI, generations: Generations) -> None:

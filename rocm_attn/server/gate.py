@@ -62,8 +62,9 @@ class Gate:
         if scope["method"] == "POST" and scope["path"] in GENERATING:
             await self._generate(scope, receive, send, salt)
         else:
-            body = await _read_body(receive, self._options)
-            await self._app(scope, _Replay(body), send)
+            # No route of these has a use for a body, and nothing bounds how many come at a time.
+            await _read_body(receive, self._options, kept=0)
+            await self._app(scope, _Replay(b""), send)
 
     def _admit(self, scope: Scope) -> str:
         """The salt of the client. Raises ApiError."""
@@ -94,7 +95,7 @@ class Gate:
             raise generations.refusal()
         job = Job(salt, options.deadline_seconds)
         with generations.jobs.taken(job):
-            body = await _read_body(receive, options)
+            body = await _read_body(receive, options, kept=options.max_body_bytes)
             replay = _Replay(body)
             watcher = asyncio.ensure_future(_watch(receive, job, replay))
             try:
@@ -156,10 +157,10 @@ async def _watch(receive: Receive, job: Job, replay: _Replay) -> None:
     job.end(client_gone())
 
 
-async def _read_body(receive: Receive, options: ServerOptions) -> bytes:
-    """The body, within its bounds. Raises ApiError."""
+async def _read_body(receive: Receive, options: ServerOptions, *, kept: int) -> bytes:
+    """The body, within its bounds; empty where it has more than `kept` bytes. Raises ApiError."""
     try:
-        return await asyncio.wait_for(_read(receive, options.max_body_bytes), options.body_seconds)
+        return await asyncio.wait_for(_read(receive, options.max_body_bytes, kept), options.body_seconds)
     except asyncio.TimeoutError:
         raise ApiError(
             408,
@@ -168,7 +169,7 @@ async def _read_body(receive: Receive, options: ServerOptions) -> bytes:
         ) from None
 
 
-async def _read(receive: Receive, most: int) -> bytes:
+async def _read(receive: Receive, most: int, kept: int) -> bytes:
     parts: list[bytes] = []
     num_bytes, more = 0, True
     while more and num_bytes <= most * _READ_IN_VAIN:
@@ -177,7 +178,7 @@ async def _read(receive: Receive, most: int) -> bytes:
             raise client_gone()
         part, more = message.get("body", b""), message.get("more_body", False)
         num_bytes += len(part)
-        if num_bytes > most:
+        if num_bytes > kept:
             parts.clear()
         else:
             parts.append(part)

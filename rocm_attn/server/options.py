@@ -72,7 +72,7 @@ class ServerOptions:
         if self.port > 65535:
             raise BadSetting(f"port is {self.port}; it must be at most 65535")
         for name in ("body_seconds", "deadline_seconds", "write_seconds"):
-            if getattr(self, name) <= 0:
+            if not getattr(self, name) > 0:
                 raise BadSetting(f"{name} is {getattr(self, name)}; it must be above 0")
-        if self.drain_seconds < 0:
+        if not self.drain_seconds >= 0:
             raise BadSetting(f"drain_seconds is {self.drain_seconds}; it must be at least 0")

@@ -31,6 +31,8 @@ _BACKLOG = 2048
 # How long a connection may be idle: longer than clients and gateways keep one (OpenAI's 5 seconds, others up to 60), so
 # that they close it, and no request comes on one that the server closes at that moment.
 _IDLE_SECONDS = 75
+# Of a kernel's timeout, a signed integer of 32 bits.
+_MOST_MILLISECONDS = 2**31 - 1
 
 
 def bind(options: ServerOptions) -> socket.socket:
@@ -38,22 +40,28 @@ def bind(options: ServerOptions) -> socket.socket:
 
     A server that was killed leaves connections behind, which do not keep the next one from its port (SO_REUSEADDR).
     """
-    try:
-        found = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = found[0]
-        bound = socket.socket(family, kind, protocol)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):
-            # Connections inherit it: the kernel ends one whose client takes no bytes for so long.
-            milliseconds = max(1, int(options.write_seconds * 1000))
-            bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
-        bound.bind(address)
-    except OSError as error:
-        raise BadSetting(
-            f"the server cannot listen on {options.host} port {options.port} ({error.strerror or error}); choose "
-            "another with --host and --port"
-        ) from error
+    with contextlib.ExitStack() as unless_bound:
+        try:
+            found = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            family, kind, protocol, _, address = found[0]
+            bound = unless_bound.enter_context(socket.socket(family, kind, protocol))
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if hasattr(socket, "TCP_USER_TIMEOUT"):
+                # Connections inherit it: the kernel ends one whose client takes no bytes for so long.
+                milliseconds = int(min(max(1, options.write_seconds * 1000), _MOST_MILLISECONDS))
+                bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+            bound.bind(address)
+        except (OSError, UnicodeError) as error:  # UnicodeError: of a name that no host can have
+            raise _cannot_listen(options, error) from error
+        unless_bound.pop_all()
     return bound
+
+
+def _cannot_listen(options: ServerOptions, error: OSError | UnicodeError) -> BadSetting:
+    why = error.strerror if isinstance(error, OSError) and error.strerror else error
+    return BadSetting(
+        f"the server cannot listen on {options.host} port {options.port} ({why}); choose another with --host and --port"
+    )
 
 
 def url_of(bound: socket.socket) -> str:
@@ -117,8 +125,13 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
         assert sockets is not None
+        for bound in sockets:
+            try:
+                bound.listen(_BACKLOG)
+            except OSError as error:  # two servers may bind one port; the second one to listen learns of it here
+                raise _cannot_listen(self._options, error) from error
+        await super().startup(sockets)
         self._announce(f"listening on {url_of(sockets[0])}")
         self._watchers = [asyncio.ensure_future(self._drain()), asyncio.ensure_future(self._watch_engine())]
 

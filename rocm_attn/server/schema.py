@@ -113,8 +113,11 @@ class GenerationBody(BaseModel):
         biases = []
         for token, bias in (self.logit_bias or {}).items():
             if not (token.isascii() and token.isdecimal() and len(token) < 10) or type(bias) not in (int, float):
-                raise bad_request("logit_bias must map token ids, as texts, to numbers from -100 to 100", "logit_bias")
-            biases.append((int(token), float(bias)))
+                raise _no_biases()
+            try:
+                biases.append((int(token), float(bias)))
+            except OverflowError:  # JSON's integers have no bound
+                raise _no_biases() from None
         return tuple(biases)
 
     @property
@@ -225,6 +228,10 @@ def refuse_unserved(body: GenerationBody) -> None:
             raise _unserved(name)
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options is for streams; leave it out, or set stream to true", "stream_options")
+
+
+def _no_biases() -> ApiError:
+    return bad_request("logit_bias must map token ids, as texts, to numbers from -100 to 100", "logit_bias")
 
 
 def _unserved(name: str) -> ApiError:

@@ -18,7 +18,7 @@ from rocm_attn.server.api_errors import ApiError, bad_request
 from rocm_attn.server.options import ServerOptions
 from rocm_attn.server.schema import ChatBody, CompletionBody, GenerationBody
 
-# What OpenAI adds to a plain prompt where the request does not say how much.
+# What OpenAI adds to a plain prompt where the request does not say how much; less where there is no room.
 _COMPLETION_TOKENS = 16
 # Texts are tokenised in the event loop up to this length; a longer one would hold up other requests.
 _LONG_TEXT = 2048
@@ -73,7 +73,8 @@ class ServedModel:
             raise bad_request("the list of prompts is empty; give at least one", "prompt")
         self._check_asked(len(prompts), body)
         tokens = [await self._tokens(prompt) for prompt in prompts]
-        return await self._requests(body, tokens, body.max_tokens or _COMPLETION_TOKENS, salt)
+        most = body.max_tokens or min(_COMPLETION_TOKENS, self._most_new_tokens(max(map(len, tokens))))
+        return await self._requests(body, tokens, most, salt)
 
     async def chat_requests(self, body: ChatBody, salt: str) -> list[Request]:
         """The requests of a body: n of its conversation. Raises ApiError, BadRequest, BadModel."""

@@ -103,6 +103,22 @@ def test_without_a_bound_a_conversation_goes_on_as_far_as_there_is_room(client: 
     assert answer.usage.total_tokens == 64  # max_kv_len
 
 
+def test_without_a_bound_a_completion_has_16_tokens_or_as_many_as_there_is_room_for(
+    client: openai.OpenAI, loaded: LoadedModel
+) -> None:
+    def tokens_after(client: openai.OpenAI, prompt: list[int]) -> int:
+        usage = client.completions.create(model=NAME, prompt=prompt, extra_body={"ignore_eos": True}).usage
+        assert usage is not None
+        return usage.completion_tokens
+
+    assert [tokens_after(client, [9] * length) for length in (3, 60)] == [16, 4]  # max_kv_len is 64
+    with (
+        running(engine(loaded), max_new_tokens=5) as strict,
+        openai.OpenAI(base_url=f"{strict.url}/v1", api_key="none", max_retries=0) as asking,
+    ):
+        assert tokens_after(asking, [9]) == 5
+
+
 @pytest.mark.parametrize(
     "prompt",
     ["w9 w12", ["w9 w12"], [9, 12], [[9, 12]], ["w9 w12", "w3"], [[9, 12], [3]]],

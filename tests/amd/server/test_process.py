@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
+import math
 import signal
 import socket
 from pathlib import Path
@@ -12,7 +14,18 @@ from typing import Any
 import pytest
 
 from rocm_attn.cli import BAD_INPUT, main
-from rocm_attn.server.keys import VARIABLE
+from rocm_attn.cli.serve import _make_ready
+from rocm_attn.errors import BadSetting
+from rocm_attn.runner.constraint import Constraint, library
+from rocm_attn.runner.engine import Engine
+from rocm_attn.runner.options import EngineOptions
+from rocm_attn.runner.request import Request
+from rocm_attn.server.keys import VARIABLE, ApiKeys
+from rocm_attn.server.options import ServerOptions
+from rocm_attn.server.run import bind, serve
+from rocm_attn.server.served_model import ServedModel
+from tests.amd.runner.asking import PROMPT, character_model
+from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
 from tests.amd.server.load.model_folder import write_model
 from tests.amd.server.load.served import Served, served
 from tests.amd.server.ports import DerivedPorts
@@ -97,6 +110,42 @@ def test_an_address_that_is_taken_is_named_before_anything_is_loaded(capsys: pyt
         port = str(taken.getsockname()[1])
         assert main(["serve", "--model", "nowhere", "--port", port]) == BAD_INPUT
     assert f"the server cannot listen on 127.0.0.1 port {port} (Address already in use)" in capsys.readouterr().err
+
+
+def test_an_address_that_another_server_takes_meanwhile_is_named() -> None:
+    """Two servers may bind one port; the first that has loaded its model listens."""
+    with bind(ServerOptions(port=0)) as first:
+        port = first.getsockname()[1]
+        with bind(ServerOptions(port=port)) as second:
+            first.listen()
+            loaded = tiny_model(tokenizer=word_tokenizer())
+            options = ServerOptions(port=port)
+            engine = Engine(loaded, EngineOptions(provider="torch", page_size=4, graphs=False, max_kv_len=64))
+            model = ServedModel("tiny", loaded.tokenizer, engine.limits, options)
+            with pytest.raises(BadSetting, match=f"cannot listen on 127.0.0.1 port {port}"):
+                asyncio.run(serve(engine, model, ApiKeys(), second, print))
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 64 + ".example"])
+def test_a_host_that_cannot_be_is_named(host: str) -> None:
+    with pytest.raises(BadSetting, match="choose another with --host"):
+        bind(ServerOptions(host=host))
+
+
+@pytest.mark.parametrize("seconds", [1e9, math.inf])
+def test_clients_may_be_given_any_time_to_read(seconds: float) -> None:
+    with bind(ServerOptions(port=0, write_seconds=seconds)) as bound:
+        assert bound.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 2**31 - 1
+
+
+def test_the_first_request_with_a_schema_does_not_wait_for_the_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's thread would read it, and every other request would wait too."""
+    loaded = character_model()
+    engine = Engine(loaded, EngineOptions(provider="torch", page_size=4, graphs=False, max_kv_len=64))
+    _make_ready(engine, "cpu")
+    monkeypatch.setattr(library(), "LLTokenizer", None)
+    (completion,) = engine.generate([Request(PROMPT, 8, constraint=Constraint.json_object())])
+    assert completion.text.lstrip().startswith("{")
 
 
 def test_a_public_address_without_keys_is_refused_before_anything_is_loaded(

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 import socket
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.responses import JSONResponse
+from starlette.types import Message, Receive, Scope, Send
 
 from rocm_attn.errors import BadSetting
 from rocm_attn.runner.chat_template import ChatTemplate
 from rocm_attn.runner.tokenizer import Tokenizer
+from rocm_attn.server.gate import Gate
+from rocm_attn.server.http_metrics import HttpMetrics
 from rocm_attn.server.keys import VARIABLE, ApiKeys, keys_from
 from rocm_attn.server.options import ServerOptions
 from tests.amd.runner.async_engines import engine
@@ -60,8 +67,17 @@ def locked() -> Iterator[Running]:
         (b'{"model": "tiny", "prompt": "w1", "temperature": NaN}', "temperature"),
         (b'{"model": "tiny", "prompt": "w1", "max_tokens": ' + b"9" * 5000 + b"}", ""),
         (b'{"model": "tiny", "prompt": ' + b"[" * 9000 + b"]" * 9000 + b"}", ""),
+        (b'{"model": "tiny", "prompt": "w1", "logit_bias": {"1": 1' + b"0" * 400 + b"}}", "logit_bias must map"),
+        (
+            b'{"model": "tiny", "prompt": "w1", "response_format": '
+            b'{"type": "json_schema", "json_schema": {"schema": {"const": "\\ud800"}}}}',
+            "the constraint is no Unicode text",
+        ),
     ],
-    ids=["empty", "half", "list", "word", "no UTF-8", "half a character", "NaN", "large number", "deep"],
+    ids=[
+        *("empty", "half", "list", "word", "no UTF-8", "half a character", "NaN", "large number", "deep"),
+        *("large bias", "half a character of a schema"),
+    ],
 )
 def test_a_body_that_is_no_request_is_refused(body: bytes, says: str, server: Running) -> None:
     reply = post(server, body)
@@ -215,6 +231,26 @@ def test_the_bound_of_a_body_holds_while_it_streams_in(server: Running) -> None:
             assert b'"code":"body_too_large"' in answer.read()
 
 
+def test_a_body_that_no_route_reads_is_not_kept() -> None:
+    """Nothing bounds how many of them come at a time, and no key is asked for."""
+    read: list[Message] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        read.append(await receive())
+        await JSONResponse({})(scope, receive, send)
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"x" * 1000, "more_body": False}
+
+    async def send(message: Message) -> None:
+        pass
+
+    generations: Any = SimpleNamespace(counts=HttpMetrics())
+    scope = {"type": "http", "method": "POST", "path": "/health", "headers": []}
+    asyncio.run(Gate(app, generations, ApiKeys(), ServerOptions())(scope, receive, send))
+    assert read == [{"type": "http.request", "body": b"", "more_body": False}]
+
+
 def test_a_body_that_comes_slowly_is_given_up() -> None:
     with running(engine(tiny_model()), body_seconds=0.05) as served, socket.create_connection(served.address) as slow:
         slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Length: 9\r\n\r\n{")
@@ -269,7 +305,12 @@ def test_keys_are_read_from_a_file(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"port": -1}, {"port": 65536}, {"max_requests": 0}, {"deadline_seconds": 0}, {"drain_seconds": -1}]
+    "wrong",
+    [
+        *({"port": -1}, {"port": 65536}, {"max_requests": 0}, {"deadline_seconds": 0}, {"drain_seconds": -1}),
+        *({"deadline_seconds": math.nan}, {"drain_seconds": math.nan}),
+    ],
+    ids=str,
 )
 def test_options_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(BadSetting, match=next(iter(wrong))):

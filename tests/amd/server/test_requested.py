@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Request
 from rocm_attn.runner.sampling import Sampling
 from rocm_attn.runner.tokenizer import Tokenizer
+from rocm_attn.server.told_tokens import ToldTokens
 from tests.amd.runner.asking import PROMPT, SCHEMA, character_model
 from tests.amd.runner.tiny_model import WORDS, tiny_model
 from tests.amd.server.raw import asked, post
@@ -67,6 +69,21 @@ def test_logprobs_are_the_engines(server: Running) -> None:
     assert told["text_offset"] == [len("".join(told["tokens"][:place])) for place in range(16)]
     reply = post(server, asked(prompt=list(PROMPT), logprobs=0))
     assert reply.json["choices"][0]["logprobs"]["top_logprobs"] == [{}] * 4
+
+
+def test_a_long_answers_logprobs_are_not_written_in_the_event_loop(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text_of, threads = ToldTokens._text, set[threading.Thread]()
+
+    def seen(told: ToldTokens, token_id: int) -> str:
+        threads.add(threading.current_thread())
+        return text_of(told, token_id)
+
+    monkeypatch.setattr(ToldTokens, "_text", seen)
+    assert post(server, asked(prompt=list(PROMPT), logprobs=2)).status == 200
+    assert len(threads) == 1
+    assert server.thread not in threads
 
 
 @pytest.mark.parametrize("form", [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": SCHEMA}}])

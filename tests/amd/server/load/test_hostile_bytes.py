@@ -49,6 +49,7 @@ ODD_BODIES = {
     "a field twice": chat().replace(b'"max_tokens": 2', b'"max_tokens": 2, "max_tokens": 1'),
     "an unknown field of 100,000 letters": chat(what="x" * 100_000),
     "a bias of NaN": chat().replace(b'"max_tokens": 2', b'"max_tokens": 2, "logit_bias": {"1": NaN}'),
+    "a bias of 401 digits": chat(logit_bias={"1": 10**400}),
     "a bias of 1e308": chat(logit_bias={"1": 1e308, "2": -1e308}),
     "an integer as a float": chat(temperature=0),
     "a seed of 2**63 - 1": chat(seed=2**63 - 1),
@@ -57,6 +58,9 @@ ODD_BODIES = {
             "type": "json_schema",
             "json_schema": {"name": "x", "schema": {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}},
         }
+    ),
+    "half of a pair in a schema": chat(
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": "\ud800"}}}
     ),
 }
 # Whole requests that are no HTTP.

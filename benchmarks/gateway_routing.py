@@ -18,8 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import commit
-
+from rocm_attn.bench.machine import commit
 from tests.amd.server.gateways import ask, gateway, get
 from tests.amd.server.running import served_process
 from tests.amd.server.scraped import families_of, value_of

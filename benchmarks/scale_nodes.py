@@ -94,7 +94,8 @@ class Experts:
 
     def touched(self, tokens: float) -> float:
         """The share of all experts that a step of so many tokens reads, if routers choose evenly."""
-        return 1 - (1 - self.top_k / self.num) ** tokens
+        left: float = (1 - self.top_k / self.num) ** tokens
+        return 1 - left
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import commit
-
 from benchmarks.scale_engines import Cluster, EngineKind, Job, gaps
 from benchmarks.scale_nodes import (
     BEST,
@@ -38,6 +36,7 @@ from benchmarks.scale_nodes import (
     kv_tokens,
     step_seconds,
 )
+from rocm_attn.bench.machine import commit
 
 MACHINES = {"worst": WORST, "middle": MIDDLE, "best": BEST}
 RESULT = Path(__file__).parent / "results" / "scale_out.json"

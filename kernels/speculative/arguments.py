@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Nodes of a tree: a program holds all of one.
-MOST_NODES = 4096
+from rocm_attn.kernels.speculative.limits import MOST_NODES
 
 
 class Verified(NamedTuple):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rocm_attn.errors import BadBatch
-from rocm_attn.kernels.speculative.arguments import MOST_NODES
+from rocm_attn.kernels.speculative.limits import MOST_NODES
 
 
 class NoDrafts:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal, Protocol
 
 from rocm_attn.batch.step_batch import INT32_MAX
 from rocm_attn.errors import BadRequest, DeviceFault, RocmAttnError
+from rocm_attn.runner.asking_picker import RowAsk
 from rocm_attn.runner.constraint import Constraint
 from rocm_attn.runner.logprobs import MOST_LIKELIEST, NO_LOGPROBS, TokenLogprobs
 from rocm_attn.runner.prefix_cache import CachedRow
 from rocm_attn.runner.request_times import RequestTimes
 from rocm_attn.runner.sampling import Sampler, Sampling
-
-if TYPE_CHECKING:
-    from rocm_attn.runner.asks import Asks
 
 FinishReason = Literal["stop", "length", "error", "abort"]
 
@@ -176,6 +174,16 @@ class RequestsFaulted(RequestsFailed, DeviceFault):
     """RequestsFailed, because something went wrong on the device."""
 
 
+class Asking(Protocol):
+    """What a request asks for beyond a draw; see asks.Asks."""
+
+    @property
+    def needs_tokens(self) -> bool: ...
+    @property
+    def takes_drafts(self) -> bool: ...
+    def of(self, sequence: Sequence, place: int) -> RowAsk: ...
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A request while it is served.
@@ -206,7 +214,7 @@ class Sequence:
     times: RequestTimes = field(default_factory=RequestTimes)
     unread_at: int = ALL_READ
     most_tokens: int = INT32_MAX
-    asks: Asks | None = None
+    asks: Asking | None = None
 
     @property
     def num_tokens(self) -> int:

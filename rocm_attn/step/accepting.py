@@ -18,7 +18,8 @@ from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.moved_rows import AlikePages, page_words, word_dtype
 from rocm_attn.kernels.cache.page_format import PoolKind, Scales
 from rocm_attn.kernels.cache.page_rows import key_rows, value_rows
-from rocm_attn.kernels.speculative.arguments import MOST_NODES, Accepted, Probabilities, Verified
+from rocm_attn.kernels.speculative.arguments import Accepted, Probabilities, Verified
+from rocm_attn.kernels.speculative.limits import MOST_NODES
 from rocm_attn.kernels.speculative.paths import AcceptedPaths
 from rocm_attn.machine.devices import on_device
 from rocm_attn.paging.storage import Pool, SpaceTable, Table

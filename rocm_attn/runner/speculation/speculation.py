@@ -27,9 +27,8 @@ from rocm_attn.kernels.metadata.step_tensors import NO_PARENT
 from rocm_attn.kernels.speculative.arguments import Accepted
 from rocm_attn.paging.index_spaces import RESERVED_ROW
 from rocm_attn.runner.asking_picker import AskedTokens, AskingPicker, RowAsk
-from rocm_attn.runner.asks import Asks
 from rocm_attn.runner.logprobs import TokenLogprobs
-from rocm_attn.runner.request import Sequence
+from rocm_attn.runner.request import Asking, Sequence
 from rocm_attn.runner.sampling import Draw, PickedTokens
 from rocm_attn.runner.scheduler import NO_SEQUENCE, ScheduledStep, Taken
 from rocm_attn.runner.speculation.drafts import LAST_TOKEN, NO_DRAFTS, Drafts
@@ -266,7 +265,7 @@ class _Verified:
         self._runtime.move_accepted(accepted, rows)
 
 
-def _asking(step: ScheduledStep, settle: Callable[[], None]) -> dict[int, Asks]:
+def _asking(step: ScheduledStep, settle: Callable[[], None]) -> dict[int, Asking]:
     """Place among step.picking -> what its sequence asks for. settle: as of Speculation.pick"""
     asking = {seq: sequence.asks for seq, sequence in enumerate(step.picking) if sequence.asks is not None}
     if any(asks.needs_tokens for asks in asking.values()):

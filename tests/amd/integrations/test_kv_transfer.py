@@ -397,6 +397,7 @@ def test_other_factors_at_the_address_of_those_that_are_gone_are_refused(
     extent = exporter.extent(pages, 11)
     buffer = torch.zeros(exporter.num_bytes(extent), dtype=torch.uint8, device=device)
     layer = source.pool.layer(0)
+    assert layer.k_scale is not None
     other = torch.full_like(layer.k_scale, 3.0)
     assert other._version == layer.k_scale._version
     source.pool.take(0, replace(layer, k_scale=other))

@@ -263,7 +263,7 @@ def test_who_waits_for_the_ranks_has_the_next_turn() -> None:
         may_end.acquire()
 
     ours._require_whole = lambda: None  # type: ignore[method-assign]
-    ours._collect = collect  # type: ignore[method-assign]
+    ours._collect = collect  # type: ignore[method-assign,assignment]
     steps = threading.Thread(target=lambda: [ours.call("step") for _ in range(3)], name="steps")
     report = threading.Thread(target=ours.call, args=("report",), name="report")
     steps.start()

@@ -224,8 +224,9 @@ def given_other_requests(rank: int) -> list[str]:
 def picked_apart(rank: int) -> list[str]:
     """Rank 1 picks another token, which neither rank's host knows when the next step is launched."""
     serving = engine(steps_ahead=1)
-    pick = serving._picker.pick
-    serving._picker.pick = lambda logits, draws: pick(-logits if rank == 1 else logits, draws)  # type: ignore[method-assign]
+    plain = serving._picker.plain
+    pick = plain.pick
+    plain.pick = lambda logits, draws: pick(-logits if rank == 1 else logits, draws)  # type: ignore[method-assign]
     try:
         serving.generate([Request((1, 2, 3), 8)])
     except RanksDiverged as error:

@@ -16,6 +16,7 @@ from openai.types import Completion, ErrorObject, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
 from schemathesis.checks import not_a_server_error
+from schemathesis.core.result import Ok
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     response_schema_conformance,
@@ -41,6 +42,7 @@ def check_every_operation(server: Served, num_examples: int) -> Counter[tuple[st
     schema.config.update(base_url=server.url)
     found = Counter[tuple[str, int]]()
     for result in schema.get_all_operations():
+        assert isinstance(result, Ok), result
         check_operation(result.ok(), num_examples, found)
     return found
 

@@ -1,0 +1,6 @@
+"""What the kernels that accept drafts can hold. Nothing here imports torch."""
+
+from __future__ import annotations
+
+# Nodes of a tree: a program holds all of one.
+MOST_NODES = 4096

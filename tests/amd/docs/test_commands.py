@@ -27,6 +27,7 @@ from tests.amd.docs.served import against_a_server
 from tests.amd.house.source_tree import ROOT
 
 BLOCKS = shell_blocks()
+PARSER = build_parser()
 
 
 def each(chosen: list[Block]) -> pytest.MarkDecorator:
@@ -78,14 +79,14 @@ def test_a_command_is_one_that_there_is(block: Block) -> None:
     assert found
     for command in found:
         if command.is_ours:
-            build_parser().parse_args(command.words[1:])
+            PARSER.parse_args(command.words[1:])
         for file in files_of(command):
             assert (ROOT / file).exists(), file
 
 
 def flags_of(words: list[str]) -> set[str]:
     """Those that the command which words begin with knows. Raises KeyError for a command that there is not."""
-    parser, name = build_parser(), iter(words)
+    parser, name = PARSER, iter(words)
     while below := [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]:
         word = next(name, None)
         if word is None:
@@ -146,4 +147,4 @@ def test_a_wrong_output_a_failing_command_and_a_wrong_flag_are_noticed() -> None
     assert code == 2
     assert "missing.json" in output
     with pytest.raises(SystemExit):
-        build_parser().parse_args(commands_of("rocm-attn explain --no-such-flag")[0].words[1:])
+        PARSER.parse_args(commands_of("rocm-attn explain --no-such-flag")[0].words[1:])

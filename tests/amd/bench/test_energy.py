@@ -63,6 +63,14 @@ def test_powercap_counts_a_package(tmp_path: Path) -> None:
     assert meter.joules() == 9.0
 
 
+def test_a_library_that_fails_costs_the_counter_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(folder: Path) -> energy.EnergyMeter:
+        raise RuntimeError("the driver is not loaded")
+
+    monkeypatch.setattr(energy, "_powercap", fails)
+    assert energy.meter_of(torch.device("cpu")).why_not == "energy is not counted: the driver is not loaded"
+
+
 def test_a_device_without_a_counter_says_why_and_counts_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(folder: Path) -> energy.EnergyMeter:
         return real(Path("/nowhere"))

@@ -40,6 +40,9 @@ At the middle of what is assumed:
   tokens of KV beside the weights of 70B, and computes a long prompt for longer than the limit of first tokens.
 * **Prefill on GPUs of its own** makes gaps even: it keeps the same rate at both limits. Here, with half of the GPUs for
   each, that is less than the same GPUs keep together at the wide limit: those that decode do not help with prompts.
+  **Which way comes first depends on the rule for chunks**: here an engine takes the most of 256 to 2,048 tokens a step
+  that keep eight tenths of the limit beside 64 decodes. If TP8 takes 512 a step at the short limit, it keeps no rate
+  there, and GPUs of their own for prompts come first; with 256 they come second.
 * **DP attention** holds nearly twice the tokens of KV where ranks outnumber KV heads, and keeps the rates of TP.
 """
 

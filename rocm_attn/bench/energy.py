@@ -43,13 +43,19 @@ def meter_of(device: torch.device) -> EnergyMeter:
         properties = torch.cuda.get_device_properties(device)
         if torch.version.hip is None:
             return _nvml(f"GPU-{properties.uuid}")
-        return _amd(device.index or 0)
-    except (OSError, AttributeError, ImportError, _NoCounter) as error:
+        return _amd(_pci_address(properties))
+    # AMD SMI raises its own errors, and a counter that fails must not cost the times.
+    except Exception as error:
         return EnergyMeter(_nothing, "", f"{_NOT_COUNTED}{error}")
 
 
 class _NoCounter(Exception):
     """A device has no counter, or this process may not read it."""
+
+
+def _pci_address(properties: Any) -> str:
+    """Of a device's properties. Numbers of devices are no address: HIP_VISIBLE_DEVICES hides some from torch alone."""
+    return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
 
 def _nvml(uuid: str) -> EnergyMeter:
@@ -79,14 +85,17 @@ def _nvml(uuid: str) -> EnergyMeter:
     return EnergyMeter(joules, "NVML total energy", mhz=mhz)
 
 
-def _amd(index: int) -> EnergyMeter:
-    """By AMD SMI's Python package where it is installed, else by the kernel driver's hwmon."""
+def _amd(address: str) -> EnergyMeter:
+    """By AMD SMI's Python package where it is installed, else by the kernel driver's hwmon. address: on the PCI bus"""
     try:
         smi: Any = importlib.import_module("amdsmi")
     except ImportError:
-        return _hwmon(index, Path("/sys/class/drm"))
+        return _hwmon(address, Path("/sys/class/drm"))
     smi.amdsmi_init()
-    handle = smi.amdsmi_get_processor_handles()[index]
+    handles = {smi.amdsmi_get_gpu_device_bdf(each).lower(): each for each in smi.amdsmi_get_processor_handles()}
+    if address not in handles:
+        raise _NoCounter(f"AMD SMI knows {', '.join(handles) or 'no GPU'}, and not {address}")
+    handle = handles[address]
 
     def joules() -> float:
         found = smi.amdsmi_get_energy_count(handle)
@@ -100,12 +109,13 @@ def _amd(index: int) -> EnergyMeter:
     return EnergyMeter(joules, "AMD SMI energy count", mhz=mhz)
 
 
-def _hwmon(index: int, drm: Path) -> EnergyMeter:
-    """Microjoules of the driver's sensor. drm: the folder of cards"""
-    counters = sorted(drm.glob("card[0-9]*/device/hwmon/hwmon*/energy1_input"))
-    if index >= len(counters):
-        raise _NoCounter(f"amdsmi is not installed, and {drm} has {len(counters)} cards with energy1_input")
-    return _microjoules(counters[index], f"hwmon {counters[index]}")
+def _hwmon(address: str, drm: Path) -> EnergyMeter:
+    """Microjoules of the driver's sensor. drm: the folder of cards, whose devices are links to the PCI bus"""
+    for card in sorted(drm.glob("card[0-9]*/device")):
+        if card.resolve().name == address:
+            for counter in card.glob("hwmon/hwmon*/energy1_input"):
+                return _microjoules(counter, f"hwmon {counter}")
+    raise _NoCounter(f"amdsmi is not installed, and {drm} has no card at {address} with energy1_input")
 
 
 def _powercap(folder: Path) -> EnergyMeter:

@@ -17,6 +17,10 @@ from rocm_attn.errors import BadSetting
 _CONNECT_S = 30.0
 
 
+class _NoEvent(Exception):
+    """A line of a stream is none of OpenAI's events."""
+
+
 class OpenAITarget:
     """A model of a server.
 
@@ -48,6 +52,8 @@ class OpenAITarget:
                     ended = _read(line, outcome) or ended
                 if not ended and not outcome.failure:
                     outcome.failure = "the stream broke off"
+        except _NoEvent as error:
+            outcome.failure = f"no event of OpenAI's: {_first_words(str(error))}"
         except httpx.HTTPError as error:
             outcome.failure = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
@@ -81,13 +87,20 @@ async def _first_model(client: httpx.AsyncClient, url: str) -> str:
 
 
 def _read(line: str, outcome: Outcome) -> bool:
-    """A line of the stream; whether it is the last one."""
+    """A line of the stream; whether it is the last one. Raises _NoEvent."""
     if not line.startswith("data:"):
         return False
     data = line.removeprefix("data:").strip()
     if data == "[DONE]":
         return True
-    found: dict[str, Any] = json.loads(data)
+    try:
+        return _read_event(json.loads(data), outcome)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise _NoEvent(data) from error
+
+
+def _read_event(found: dict[str, Any], outcome: Outcome) -> bool:
+    """An event, which is never the last line."""
     if "error" in found:
         outcome.failure = f"an error in the stream: {_first_words(str(found['error']))}"
         return False

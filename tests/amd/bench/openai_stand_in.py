@@ -19,11 +19,13 @@ class StandIn:
     refuse:   number of a request -> the status that it gets
     breaks:   numbers of requests whose stream ends early
     stalls:   numbers of requests that get no answer
+    garbles:  number of a request -> what its stream has in the place of an event
     """
 
     refuse: dict[int, int] = field(default_factory=dict)
     breaks: set[int] = field(default_factory=set)
     stalls: set[int] = field(default_factory=set)
+    garbles: dict[int, str] = field(default_factory=dict)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
     at_once: int = 0
@@ -66,12 +68,14 @@ class StandIn:
             elif number in self.stalls:
                 await asyncio.Event().wait()
             else:
-                await self._stream(writer, body, breaks=number in self.breaks)
+                await self._stream(writer, body, breaks=number in self.breaks, garbled=self.garbles.get(number, ""))
         finally:
             self.at_once -= 1
 
-    async def _stream(self, writer: asyncio.StreamWriter, body: dict[str, Any], *, breaks: bool) -> None:
+    async def _stream(self, writer: asyncio.StreamWriter, body: dict[str, Any], *, breaks: bool, garbled: str) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n")
+        if garbled:
+            writer.write(f"data: {garbled}\n\n".encode())
         for token in range(body["max_tokens"]):
             writer.write(f"data: {json.dumps({'choices': [{'text': f' {token}'}]})}\n\n".encode())
             await writer.drain()

@@ -124,15 +124,17 @@ def test_another_file_is_refused(text: str, complaint: str, tmp_path: Path, caps
         assert complaint in capsys.readouterr().err
 
 
-def test_a_picture_is_drawn_for_each_suite_the_same_one_each_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_a_picture_is_drawn_for_each_suite_the_same_one_each_time(tmp_path: Path, times: int) -> None:
     rows = [row("one", samples(100, 0.01, 1)), row("one", samples(200, 0.01, 1), "torch"), row("one", [], "fa3")]
     rows += [row("two", samples(100, 0.01, 1), suite="odd-dims"), row("three", [], suite="mixed")]
     kept = read_result(result_file(tmp_path / "a.json", rows))
-    for name in ("first", "second"):
-        (tmp_path / name).mkdir()
-    paths = [draw(kept, tmp_path / name, "run") for name in ("first", "second")]
+    paths = []
+    for time in range(times):
+        (tmp_path / str(time)).mkdir()
+        paths.append(draw(kept, tmp_path / str(time), "run"))
     assert [path.name for path in paths[0]] == ["run_decode.png", "run_odd_dims.png"]
-    assert [path.read_bytes() for path in paths[0]] == [path.read_bytes() for path in paths[1]]
+    assert [path.read_bytes() for path in paths[0]] == [path.read_bytes() for path in paths[-1]]
     assert paths[0][0].read_bytes().startswith(b"\x89PNG")
 
 

@@ -71,6 +71,13 @@ def test_failures_are_counted_by_reason_and_have_no_times() -> None:
     assert result.lines()[0].startswith("3 of 6 requests")
 
 
+@pytest.mark.parametrize("garbled", ["{", "[1]", "7", '{"choices": 1}', '{"usage": {"tokens": 1}}'])
+def test_what_is_no_event_fails_its_request_alone(garbled: str) -> None:
+    result = put(StandIn(garbles={1: garbled}), LoadOptions(concurrency=1))
+    assert result.failures == {f"no event of OpenAI's: {garbled}": 1}
+    assert (result.first_token.count, result.output_tokens) == (5, 15)
+
+
 def test_a_server_that_never_answers_does_not_hold_the_load_for_ever() -> None:
     result = put(StandIn(stalls={0}), LoadOptions(concurrency=1, max_seconds=0.2))
     assert result.requests == 6

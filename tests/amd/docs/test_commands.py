@@ -27,6 +27,7 @@ from tests.amd.docs.served import against_a_server
 from tests.amd.house.source_tree import ROOT
 
 BLOCKS = shell_blocks()
+PARSER = build_parser()
 
 
 def each(chosen: list[Block]) -> pytest.MarkDecorator:
@@ -78,22 +79,34 @@ def test_a_command_is_one_that_there_is(block: Block) -> None:
     assert found
     for command in found:
         if command.is_ours:
-            build_parser().parse_args(command.words[1:])
+            PARSER.parse_args(command.words[1:])
         for file in files_of(command):
             assert (ROOT / file).exists(), file
 
 
+def flags_of(words: list[str]) -> set[str]:
+    """Those that the command which words begin with knows. Raises KeyError for a command that there is not."""
+    parser, name = PARSER, iter(words)
+    while below := [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]:
+        word = next(name, None)
+        if word is None:
+            return set()
+        parser = below[0].choices[word]
+    return set(parser._option_string_actions)
+
+
 def test_a_command_within_a_sentence_has_the_flags_that_it_is_given() -> None:
-    (commands,) = (action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
     found = [(page, words) for page in pages() for words in re.findall(r"`rocm-attn ([^`]+)`", page.read_text())]
     assert len(found) > 20
     for page, words in found:
         name, *others = words.split()
-        if name.isupper() or name == "...":
+        if name.isupper() or name == "..." or name.endswith(":"):  # a word for any command, or what one says
             continue
-        assert name in commands.choices, f"{page.name}: rocm-attn {words}"
-        flags = commands.choices[name]._option_string_actions
-        assert {word for word in others if word.startswith("--")} <= set(flags), f"{page.name}: rocm-attn {words}"
+        flags = {word for word in others if word.startswith("--")}
+        assert flags <= flags_of([name, *others]), f"{page.name}: rocm-attn {words}"
+    assert "--suite" in flags_of(["bench", "kernels"])
+    with pytest.raises(KeyError):
+        flags_of(["bench", "no-such-command"])
 
 
 def test_what_no_test_runs_is_listed_with_its_reason() -> None:
@@ -134,4 +147,4 @@ def test_a_wrong_output_a_failing_command_and_a_wrong_flag_are_noticed() -> None
     assert code == 2
     assert "missing.json" in output
     with pytest.raises(SystemExit):
-        build_parser().parse_args(commands_of("rocm-attn explain --no-such-flag")[0].words[1:])
+        PARSER.parse_args(commands_of("rocm-attn explain --no-such-flag")[0].words[1:])

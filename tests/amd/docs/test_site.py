@@ -19,6 +19,8 @@ from tests.amd.house import interface
 from tests.amd.house.source_tree import ROOT
 
 CONFIG = ROOT / "docs" / "site" / "mkdocs.yml"
+# Building it takes ten seconds; tests/amd/house/test_docs.py holds links, anchors and the list of pages in every run.
+ON_THE_SITE = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +52,7 @@ def html(site: Path, place: str) -> str:
     return (site / path.parent / ("" if name == "index" else name) / "index.html").read_text()
 
 
+@ON_THE_SITE
 def test_every_page_is_in_the_menu_and_on_the_site(site: Path) -> None:
     listed = [path for pages in menu().values() for _, path in pages]
     assert {path for path in listed if path.startswith("docs/")} == {
@@ -67,6 +70,7 @@ def test_the_menu_has_the_issues_order() -> None:
     assert [section for section in menu() if section in order] == order
 
 
+@ON_THE_SITE
 def test_every_stable_name_and_every_public_method_is_in_the_reference(site: Path) -> None:
     found: set[str] = set()
     for place in reference.pages():
@@ -76,6 +80,7 @@ def test_every_stable_name_and_every_public_method_is_in_the_reference(site: Pat
     assert len(found) > 2 * len(interface.groups())
 
 
+@ON_THE_SITE
 def test_a_docstring_is_on_its_page_whole(site: Path) -> None:
     """The words of the longest docstring are all there, and its fields are a table's."""
     page = re.sub(r"<[^>]+>", " ", html(site, "reference/a_model_s_layers.md"))
@@ -100,6 +105,7 @@ def test_docstrings_are_shown_as_they_were_meant() -> None:
     ]
 
 
+@ON_THE_SITE
 def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
     for page in site.rglob("*.html"):
         loaded = re.findall(r'<(?:script|img|iframe)[^>]+src="(https?:[^"]*)"', page.read_text())
@@ -115,6 +121,7 @@ def test_a_picture_of_a_browser_is_small_and_is_shown(picture: Path) -> None:
     assert any(f"]({picture.name})" in page.read_text() for page in DOCS.glob("*.md"))
 
 
+@ON_THE_SITE
 def test_links_out_of_docs_lead_to_copies(site: Path) -> None:
     assert 'href="../repository/CHANGELOG/"' in html(site, "stability.md")
     assert 'href="../../engines/"' in html(site, "repository/CHANGELOG.md")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from benchmarks import gateway_routing, scale_page
+from benchmarks import gateway_routing, scale_out, scale_page
 from benchmarks.scale_engines import Cluster, EngineKind, Job, gaps
 from benchmarks.scale_nodes import (
     BEST,
@@ -48,6 +48,24 @@ def random_jobs(rate: float, num: int, output: int = 1) -> list[Job]:
 
 def sojourns(jobs: Sequence[Job]) -> list[float]:
     return [job.tokens[-1] - job.arrival for job in jobs]
+
+
+def test_which_way_comes_first_depends_on_the_rule_for_chunks_as_the_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    short = min(scale_out.GAP_LIMITS)
+
+    def keeps(name: str, step_tokens: int, rate: float) -> bool:
+        monkeypatch.setattr(scale_out, "tokens_of_steps", lambda *_: step_tokens)
+        (setup,) = [setup for setup in SETUPS if setup.name == name]
+        jobs = jobs_at(rate)
+        setup.cluster(MIDDLE, short).serve(jobs)
+        return scale_out.keeps(figures(jobs), short)
+
+    whole, split = "70B, one node, TP8", "70B, one node, TP4 prefills, TP4 decodes"
+    assert keeps(whole, 256, 4.0)
+    assert not keeps(split, 256, 4.0)
+    assert keeps(split, 512, 2.0)
+    assert not keeps(whole, 512, scale_out.RATES[0])
+    assert scale_page.SAYS in (ROOT / "docs" / "scale_simulation.md").read_text()
 
 
 @pytest.mark.parametrize("name", ["70B, one node, TP8", "70B, two nodes, TP8 prefills, TP8 decodes"])

@@ -159,6 +159,14 @@ def test_every_place_that_is_written_to_is_a_volume_and_the_rest_is_closed() -> 
     assert spec["securityContext"]["runAsGroup"] == 0, "the group that /cache is open to"
 
 
+def test_weights_can_be_laid_into_the_claim_that_servers_only_read() -> None:
+    """Servers on several nodes read it, and a job writes it: a claim of ReadOnlyMany could never be filled."""
+    claim = BY_KIND["PersistentVolumeClaim"]
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    (volume,) = [each for each in POD["spec"]["volumes"] if each["name"] == "models"]
+    assert volume["persistentVolumeClaim"] == {"claimName": claim["metadata"]["name"], "readOnly": True}
+
+
 def test_services_the_budget_and_the_monitor_select_the_pods() -> None:
     labels = POD["metadata"]["labels"]
     monitor = yaml.safe_load((DOCKER / "kubernetes" / "pod_monitor.yaml").read_text())

@@ -188,7 +188,11 @@ def test_explain_finds_the_config_in_a_model_directory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [["explain"], ["capture-plan", "--max-batch-size", "4"], ["prewarm", "--provider", "torch", "--max-kv-len", "64"]],
+    [
+        ["explain"],
+        ["capture-plan", "--max-batch-size", "4"],
+        pytest.param(["prewarm", "--provider", "torch", "--max-kv-len", "64"], marks=pytest.mark.nightly),
+    ],
 )
 def test_commands_that_read_a_config_take_a_gguf_file(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

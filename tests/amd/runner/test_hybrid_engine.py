@@ -96,7 +96,9 @@ def disjoint(monkeypatch: pytest.MonkeyPatch, guards: Guards) -> None:
     monkeypatch.setattr(engine_runtime, "build_runtime", build)
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["normal", "deterministic"])
+@pytest.mark.parametrize(
+    "deterministic", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["normal", "deterministic"]
+)
 def test_200_requests_at_a_time_keep_the_spaces_apart(
     deterministic: bool, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,7 +55,7 @@ def many_requests() -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("one_in", [5, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("one_in", [10, pytest.param(1, marks=pytest.mark.nightly)])
 def test_200_requests_at_once_come_out_as_each_alone(one_in: int, loaded: LoadedModel) -> None:
     requests, engine, most_at_once = many_requests(), Engine(loaded, AT_ONCE), 0
     numbers = [engine.submit(request) for request in requests]

@@ -215,6 +215,7 @@ def test_pads_that_keep_what_the_last_step_left_are_found(monkeypatch: pytest.Mo
     assert "of a padded token is not" in str(found(SMALL.without(Action.EMPTY)))
 
 
+@pytest.mark.nightly
 def test_a_store_that_does_not_drop_pads_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def store_kv(
         _: object, k: Tensor, v: Tensor, slot: Tensor, counts: Tensor, pages: LayerPages, **_terms: bool
@@ -331,6 +332,7 @@ def test_a_shared_page_that_is_not_copied_is_found(monkeypatch: pytest.MonkeyPat
     assert "differs from the reference" in str(found())
 
 
+@pytest.mark.nightly
 def test_a_length_bucket_that_is_too_short_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rocm_attn.step.planner.kv_len_bucket", lambda length, limit: 64)
     assert "differs from the reference" in str(found())
@@ -401,6 +403,7 @@ def test_pages_that_are_never_given_back_are_found(monkeypatch: pytest.MonkeyPat
     assert "pages are held by no row" in str(found(SMALL.without(Action.SHARE)))
 
 
+@pytest.mark.nightly
 def test_memory_that_grows_with_every_step_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = []
 
@@ -472,6 +475,7 @@ def test_the_command_soaks_deterministic_mode_and_says_how_to_find_it_again(
     )
 
 
+@pytest.mark.nightly
 def test_the_command_it_prints_finds_the_same_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

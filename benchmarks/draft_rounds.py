@@ -25,6 +25,7 @@ from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.mask import NO_MASK, TreeMask
 from rocm_attn.batch.step_batch import StepBatch, draft_batch
+from rocm_attn.bench.clocks import microseconds_of
 from rocm_attn.bench.machine import describe_machine
 from rocm_attn.capture.draft_runner import DraftRunner
 from rocm_attn.capture.graphs import recorder_for
@@ -170,17 +171,11 @@ def _host_us(parts: Sequence[Callable[[], object]], device: torch.device) -> flo
 
 def gpu_us(run: Callable[[], object], device: torch.device, count: int = 20) -> float:
     """GPU time of one of many runs that were launched before the first of them could start."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     times = []
     for _ in range(3):
         torch.cuda.synchronize(device)
         # Two ring slots: the host waits for the device after two rounds, so the queue stays short and full.
-        begin.record()
-        for _ in range(count):
-            run()
-        end.record()
-        torch.cuda.synchronize(device)
-        times.append(float(begin.elapsed_time(end)) * 1e3 / count)
+        times.append(microseconds_of(run, count))
     return min(times)
 
 

@@ -18,6 +18,7 @@ from statistics import median
 import torch
 
 from benchmarks.one_layer import REPLAYS, ROUNDS, Batch, LayerGraph, medians_in_turn
+from rocm_attn.bench.clocks import microseconds_of
 from rocm_attn.bench.machine import describe_machine
 from rocm_attn.bench.prepared import ints, step_kind
 from rocm_attn.bench.step_data import random_pages
@@ -132,14 +133,7 @@ def _store(problem: Problem, num_tokens: int) -> Callable[[], float]:
 
     def microseconds(kept: object = (pages, slots, counts, k, v)) -> float:
         """kept: what the graph reads"""
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        for _ in range(REPLAYS):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        milliseconds: float = begin.elapsed_time(end)
-        return milliseconds * 1000 / REPLAYS / repeats
+        return microseconds_of(graph.replay, REPLAYS) / repeats
 
     return microseconds
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.bench.clocks import microseconds_of
 from rocm_attn.bench.machine import describe_machine
 from rocm_attn.kernels.attention.arguments import Queries
 from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
@@ -126,15 +127,7 @@ def us_in_graph(launch: Callable[[], object]) -> float:
     with torch.cuda.graph(graph, stream=stream):
         for _ in range(FILLS):
             launch()
-    times: list[float] = []
-    for _ in range(ROUNDS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / FILLS)
-    return statistics.median(times)
+    return statistics.median(microseconds_of(graph.replay, 1) / FILLS for _ in range(ROUNDS))
 
 
 def measure(form: Form, num_seqs: int, device: torch.device) -> dict[str, str | int | float]:

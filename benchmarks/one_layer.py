@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.bench.clocks import microseconds_of
 from rocm_attn.bench.prepared import Prepared, ints, step_kind
 from rocm_attn.bench.step_data import random_pages
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
@@ -55,14 +56,7 @@ class LayerGraph:
 
     def microseconds(self) -> float:
         """Of the layer, over REPLAYS of the graph."""
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        for _ in range(REPLAYS):
-            self.graph.replay()
-        end.record()
-        end.synchronize()
-        milliseconds: float = begin.elapsed_time(end)
-        return milliseconds * 1000 / REPLAYS / SETS
+        return microseconds_of(self.graph.replay, REPLAYS) / SETS
 
 
 def medians_in_turn(graphs: Sequence[LayerGraph]) -> list[float]:

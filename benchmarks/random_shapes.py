@@ -27,6 +27,7 @@ from torch import Tensor
 from benchmarks.shape_sweep import LAUNCHES_US, Shape, random_shapes
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.bench.clocks import GraphClock
 from rocm_attn.bench.machine import describe_machine
 from rocm_attn.bench.prepared import Prepared, ints
 from rocm_attn.kernels.cache.layer_pages import LayerPages
@@ -149,29 +150,8 @@ def microseconds(shape: Shape, new_run: Callable[[Case], Callable[[], object]]) 
 
 def _median_us(work: Callable[[], object]) -> float:
     """Of work, replayed as a graph."""
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
-        work()
-        torch.cuda.synchronize()
-        # Not torch.cuda.graph(), which collects garbage and gives memory back each time.
-        graph.capture_begin()
-        work()
-        graph.capture_end()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-
-    def once(replays: int) -> float:
-        begin.record()
-        for _ in range(replays):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        milliseconds: float = begin.elapsed_time(end)
-        return milliseconds * 1e3 / replays
-
-    once(1)
-    replays = max(1, min(50, round(ROUND_US / once(2))))
-    return statistics.median(once(replays) for _ in range(ROUNDS))
+    timed = GraphClock(torch.device("cuda", torch.cuda.current_device()), ROUND_US).timed((work,))
+    return statistics.median(timed.microseconds() for _ in range(ROUNDS))
 
 
 def own_run(case: Case) -> Callable[[], object]:

@@ -22,6 +22,7 @@ import torch
 import triton
 from torch import Tensor
 
+from rocm_attn.bench.clocks import microseconds_of
 from rocm_attn.bench.machine import describe_machine
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import PoolKind
@@ -211,16 +212,7 @@ def microseconds(run: Callable[[], None]) -> float:
     with torch.cuda.graph(graph):
         run()
     graph.replay()
-    times = []
-    for _ in range(ROUNDS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        for _ in range(REPLAYS):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1000 / REPLAYS)
-    return float(median(times))
+    return median(microseconds_of(graph.replay, REPLAYS) for _ in range(ROUNDS))
 
 
 def floor_us(num_bytes: int) -> float:

@@ -35,6 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.bench.clocks import microseconds_of
 from rocm_attn.bench.machine import describe_machine
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
@@ -212,13 +213,7 @@ class Clock:
             self._wait()
             self.meet()
             if self.device.type == "cuda":
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-                begin.record()
-                for _ in range(times):
-                    run()
-                end.record()
-                end.synchronize()
-                rounds.append(begin.elapsed_time(end) * 1000 / times)
+                rounds.append(microseconds_of(run, times))
             else:
                 started = time.perf_counter()
                 for _ in range(times):

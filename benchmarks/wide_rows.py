@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.one_layer import REPLAYS, ROUNDS, Batch, LayerGraph, medians_in_turn
+from rocm_attn.bench.clocks import microseconds_of
 from rocm_attn.bench.machine import describe_machine
 from rocm_attn.bench.prepared import ints, step_kind
 from rocm_attn.bench.step_data import random_pages
@@ -247,19 +248,8 @@ def _times(calls: list[Callable[[], object]], repeats: int = 32) -> list[float]:
             for _ in range(repeats):
                 call()
         graphs.append(graph)
-    rounds = [[_replay_us(graph) / repeats for graph in graphs] for _ in range(ROUNDS)]
+    rounds = [[microseconds_of(graph.replay, REPLAYS) / repeats for graph in graphs] for _ in range(ROUNDS)]
     return [median(times) for times in zip(*rounds, strict=True)]
-
-
-def _replay_us(graph: torch.cuda.CUDAGraph) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    begin.record()
-    for _ in range(REPLAYS):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    milliseconds: float = begin.elapsed_time(end)
-    return milliseconds * 1000 / REPLAYS
 
 
 def _other_tiles() -> Iterator[dict[str, object]]:

@@ -79,7 +79,7 @@ class GraphClock:
                     graph.capture_end()
             graph.replay()
             torch.cuda.synchronize()
-            once = _replay_us(graph, 2)
+            once = microseconds_of(graph.replay, 2)
             return _Graph(graph, tuple(runs), max(1, min(200, round(self.round_us / once))))
 
 
@@ -92,7 +92,7 @@ class _Graph:
     replays: int
 
     def microseconds(self) -> float:
-        return _replay_us(self.graph, self.replays) / len(self.runs)
+        return microseconds_of(self.graph.replay, self.replays) / len(self.runs)
 
     def run(self, seconds: float) -> int:
         begin, launches = time.perf_counter(), 0
@@ -104,15 +104,16 @@ class _Graph:
         return launches
 
 
-def _replay_us(graph: torch.cuda.CUDAGraph, replays: int) -> float:
+def microseconds_of(run: Run, times: int) -> float:
+    """Of one of so many runs in a row, on the current GPU's stream, between two events."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     begin.record()
-    for _ in range(replays):
-        graph.replay()
+    for _ in range(times):
+        run()
     end.record()
     end.synchronize()
     milliseconds: float = begin.elapsed_time(end)
-    return milliseconds * 1e3 / replays
+    return milliseconds * 1e3 / times
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ def _values_of(job: Job) -> Iterator[tuple[str, tuple[object, ...]]]:
     yield "num_warps", _WARPS if job.kind.decodes else (2, 4, 8)
     yield "num_stages", _STAGES
     if isinstance(tiles, DecodeTiles):
-        yield "programs_per_cu", (1, 2, 3, 4, 6, 8)
+        yield "programs_per_cu", (1, 2, 3, 4, 6, 8, 12, 16)
         yield "dim_block", (0, *_dim_blocks(problem))
         yield "transposed", (False, True)
         yield "heads_per_row", (1, 2)

@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> None:
     steps = Steps(edges_of)
     workers = options.jobs or max(1, len(os.sched_getaffinity(0)) - 1)
     with torch.cuda.device(device):
-        ahead = CompiledAhead(LayerBench(device, target, GraphTimer(), steps), target, workers, steps)
+        ahead = CompiledAhead(LayerBench(device, target, GraphTimer(device), steps), target, workers, steps)
         try:
             tune(options, target, torch.cuda.get_device_name(device), ahead)
         finally:

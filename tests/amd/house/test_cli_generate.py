@@ -16,12 +16,9 @@ from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
 from rocm_attn.cli.generate import dtype_of
 from rocm_attn.runner.loading import LoadedModel, ModelKind
 from rocm_attn.watch.flight_recorder import read_dump
-from tests.amd.runner.tiny_model import CONFIG, WORDS, tiny_model, with_windows, word_tokenizer
+from tests.amd.runner.tiny_model import CONFIG, WORDS, tiny_model, with_nan_token, with_windows, word_tokenizer
 
 RESULT_KEYS = ["prompt", "prompt_token_ids", "token_ids", "text", "finish_reason", "error"]
-
-
-NAN_TOKEN = 7
 
 
 class Terminal(io.StringIO):
@@ -40,9 +37,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     def load_tiny(path: str, *, dtype: torch.dtype, device: torch.device) -> LoadedModel:
         base = with_windows(CONFIG, 9, -1) if path == "windowed" else CONFIG
         loaded = tiny_model(base=base, dtype=dtype, device=device, tokenizer=tokenizer)
-        if path == "poisoned":
-            loaded.weights.embedding[NAN_TOKEN] = float("nan")
-        return loaded
+        return with_nan_token(loaded) if path == "poisoned" else loaded
 
     monkeypatch.setattr("rocm_attn.cli.generate.load_model", load_tiny)
     monkeypatch.setattr("rocm_attn.cli.generate.model_kind", lambda path: ModelKind.SAFETENSORS)

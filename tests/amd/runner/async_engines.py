@@ -15,14 +15,13 @@ from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Completion, Event, Request
 from rocm_attn.runner.request_stream import RequestStream
 from rocm_attn.runner.sampling import Sampling
-from tests.amd.runner.tiny_model import CONFIG
+from tests.amd.runner.tiny_model import CONFIG, NAN_TOKEN
 
 T = TypeVar("T")
 
 BASE = EngineOptions(
     provider="torch", page_size=4, max_batch_size=8, chunk=16, graphs=False, max_kv_len=64, capture_after=0
 )
-NAN_TOKEN = 7
 LONG = Request((5, 6, 8), 60)
 
 

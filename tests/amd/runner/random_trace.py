@@ -23,9 +23,8 @@ from rocm_attn.runner.request import AbortEvent, Completion, Event, FailureEvent
 from rocm_attn.step.metrics import Metrics
 from tests.amd.runner.cache_invariants import check_cache
 from tests.amd.runner.float64_llama import Float64Llama, assert_greedy
-from tests.amd.runner.tiny_model import CONFIG, tiny_model, with_windows
+from tests.amd.runner.tiny_model import CONFIG, NAN_TOKEN, tiny_model, with_nan_token, with_windows
 
-NAN_TOKEN = 7
 LONGEST = 64
 TAKEN = -2
 OPTIONS = EngineOptions(
@@ -43,9 +42,8 @@ class Served:
 
 
 def model(windows: bool) -> LoadedModel:
-    """Token 7 has K and V that are NaN, and is never the likeliest one."""
-    loaded = tiny_model(base=with_windows(CONFIG, 9, -1) if windows else CONFIG)
-    loaded.weights.embedding[NAN_TOKEN] = float("nan")
+    """NAN_TOKEN has K and V that are NaN, and is never the likeliest one."""
+    loaded = with_nan_token(tiny_model(base=with_windows(CONFIG, 9, -1) if windows else CONFIG))
     loaded.weights.head[NAN_TOKEN] = 0.0
     return loaded
 

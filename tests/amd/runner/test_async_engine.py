@@ -23,9 +23,9 @@ from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.request import Completion, Request
 from rocm_attn.runner.request_stream import Piece, RequestFailed, RequestStream
 from rocm_attn.runner.tokenizer import TextStream
-from tests.amd.runner.async_engines import LONG, NAN_TOKEN, Broken, Gated, engine, is_empty, read, run, some_requests
+from tests.amd.runner.async_engines import LONG, Broken, Gated, engine, is_empty, read, run, some_requests
 from tests.amd.runner.test_tokenizer import from_gguf, sentencepiece_fields
-from tests.amd.runner.tiny_model import tiny_model
+from tests.amd.runner.tiny_model import NAN_TOKEN, tiny_model, with_nan_token
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +35,7 @@ def loaded() -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def poisoned() -> LoadedModel:
-    """Token 7 has K, V and logits that are NaN."""
-    model = tiny_model()
-    model.weights.embedding[NAN_TOKEN] = float("nan")
-    return model
+    return with_nan_token(tiny_model())
 
 
 def test_streams_and_completions_are_what_the_engine_generates(loaded: LoadedModel) -> None:

@@ -34,12 +34,11 @@ from rocm_attn.runner.sampling import Sampling
 from rocm_attn.runner.tokenizer import Tokenizer
 from rocm_attn.watch.flight_recorder import read_dump
 from tests.amd.runner.test_tokenizer import from_gguf, sentencepiece_fields
-from tests.amd.runner.tiny_model import tiny_model
+from tests.amd.runner.tiny_model import NAN_TOKEN, tiny_model, with_nan_token
 
 BASE = EngineOptions(
     provider="torch", page_size=4, max_batch_size=4, chunk=16, graphs=False, max_kv_len=64, capture_after=0
 )
-NAN_TOKEN = 7
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +48,7 @@ def loaded() -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def poisoned() -> LoadedModel:
-    """A model in which token 7 has K, V and logits that are NaN."""
-    model = tiny_model()
-    model.weights.embedding[NAN_TOKEN] = float("nan")
-    return model
+    return with_nan_token(tiny_model())
 
 
 def requests(num: int = 3, new_tokens: int = 6, **options: Any) -> list[Request]:

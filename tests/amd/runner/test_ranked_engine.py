@@ -31,12 +31,11 @@ from rocm_attn.runner.request import AbortEvent, Completion, Event, Request, Req
 from rocm_attn.runner.sampling import Sampling
 from tests.amd.house.source_tree import ROOT
 from tests.amd.runner.sabotaged_ranks import LoadSabotaged, assert_all_end, pids
-from tests.amd.runner.tiny_model import tiny_model
+from tests.amd.runner.tiny_model import NAN_TOKEN, tiny_model, with_nan_token
 
 BASE = EngineOptions(
     provider="torch", page_size=4, max_batch_size=4, chunk=16, graphs=True, max_kv_len=64, capture_after=0
 )
-NAN_TOKEN = 7
 REQUESTS = tuple(
     Request(tuple(range(10 + number, 14 + 3 * number)), 8, Sampling(temperature=0.7 * (number % 2), seed=number))
     for number in range(4)
@@ -44,10 +43,7 @@ REQUESTS = tuple(
 
 
 def load_poisoned(*, device: torch.device, ranks: Ranks) -> LoadedModel:
-    """A tiny model in which token 7 has K, V and logits that are NaN."""
-    loaded = tiny_model(device=device, ranks=ranks)
-    loaded.weights.embedding[NAN_TOKEN] = float("nan")
-    return loaded
+    return with_nan_token(tiny_model(device=device, ranks=ranks))
 
 
 def load_not_on_rank_1(*, device: torch.device, ranks: Ranks) -> LoadedModel:

@@ -31,12 +31,11 @@ from rocm_attn.runner.request import Completion, FailureEvent, Request
 from rocm_attn.runner.sampling import Sampling
 from tests.amd.ranks import NUM_RANKS, on_every_rank
 from tests.amd.runner.metered_memory import MeteredMemory
-from tests.amd.runner.tiny_model import tiny_model
+from tests.amd.runner.tiny_model import NAN_TOKEN, tiny_model
 
 BASE = EngineOptions(
     provider="torch", page_size=4, max_batch_size=4, chunk=16, graphs=False, max_kv_len=64, capture_after=0
 )
-NAN_TOKEN = 7
 REQUESTS = tuple(
     Request(tuple(range(10 + number, 14 + 3 * number)), 8, Sampling(temperature=0.7 * (number % 2), seed=number))
     for number in range(4)

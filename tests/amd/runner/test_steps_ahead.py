@@ -24,7 +24,7 @@ from rocm_attn.runner.request import Completion, Event, FailureEvent, Request, R
 from rocm_attn.runner.sampling import Draw, PickedTokens, Sampling, TokenPicker
 from rocm_attn.runner.speculation.speculation import StepPicks
 from tests.amd.runner.cache_invariants import check_cache
-from tests.amd.runner.tiny_model import CONFIG, tiny_model
+from tests.amd.runner.tiny_model import CONFIG, NAN_TOKEN, tiny_model, with_nan_token
 
 # Deterministic: what a request comes to must not depend on which step it shares with which others.
 BASE = EngineOptions(
@@ -38,7 +38,6 @@ BASE = EngineOptions(
     steps_ahead=1,
     deterministic=True,
 )
-NAN_TOKEN = 7
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +47,8 @@ def loaded() -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def poisoned() -> LoadedModel:
-    """A model in which token 7 has K, V and logits that are NaN, and is never the likeliest."""
-    model = tiny_model()
-    model.weights.embedding[NAN_TOKEN] = float("nan")
+    """As with_nan_token(), and NAN_TOKEN is never the likeliest."""
+    model = with_nan_token(tiny_model())
     model.weights.head[NAN_TOKEN] = 0.0
     return model
 

@@ -35,6 +35,8 @@ CONFIG = ModelConfig(
 
 
 WORDS = [f"w{number}" for number in range(CONFIG.vocab_size)]
+# What with_nan_token() gives a model.
+NAN_TOKEN = 7
 
 
 def word_tokenizer() -> Tokenizer:
@@ -89,3 +91,9 @@ def tiny_model(
     place = torch.device("cpu") if device is None else device
     weights = load_weights(RandomTensors(config, seed), config, dtype=dtype, device=place, shard=ranks.shard)
     return LoadedModel(config.on_one_of(ranks.shard.num_ranks), weights, tokenizer, ranks)
+
+
+def with_nan_token(loaded: LoadedModel) -> LoadedModel:
+    """The same model, in which NAN_TOKEN now has K, V and logits that are NaN."""
+    loaded.weights.embedding[NAN_TOKEN] = float("nan")
+    return loaded

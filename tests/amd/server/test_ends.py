@@ -16,8 +16,8 @@ import pytest
 from rocm_attn.errors import DeviceFault
 from rocm_attn.runner.async_engine import EngineEnded
 from rocm_attn.runner.loading import LoadedModel
-from tests.amd.runner.async_engines import NAN_TOKEN, Broken, Gated, engine
-from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
+from tests.amd.runner.async_engines import Broken, Gated, engine
+from tests.amd.runner.tiny_model import NAN_TOKEN, tiny_model, with_nan_token, word_tokenizer
 from tests.amd.server.raw import CHAT, Client, Reply, as_bytes, asked, post, send
 from tests.amd.server.running import NAME, Running, running
 
@@ -211,10 +211,7 @@ def test_what_a_drain_has_no_time_for_ends_with_an_error(loaded: LoadedModel) ->
 
 
 def test_a_request_that_fails_does_so_alone(loaded: LoadedModel) -> None:
-    """The logits after token 7 are no numbers."""
-    poisoned = tiny_model(tokenizer=word_tokenizer())
-    poisoned.weights.embedding[NAN_TOKEN] = float("nan")
-    with running(engine(poisoned)) as server:
+    with running(engine(with_nan_token(tiny_model(tokenizer=word_tokenizer())))) as server:
         expected = post(server, asked(prompt=[5, 6, 8])).json["choices"]
         reply = post(server, asked(prompt=f"w{NAN_TOKEN}"))
         assert (reply.status, reply.error["code"]) == (500, "request_failed")

@@ -54,7 +54,7 @@ from rocm_attn.kernels.hopper.rows import (
     steps_of,
     work_of_program,
 )
-from rocm_attn.kernels.hopper.segments import merged, new_left, nothing_left
+from rocm_attn.kernels.hopper.segments import left_of_group, merged, new_left, nothing_left
 from rocm_attn.kernels.hopper.warp_groups import leave
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.hopper_tiles import HopperTiles
@@ -93,12 +93,12 @@ def _consume(GROUP: gl.constexpr, x, own, rings, to, factors, todo, G: gl.conste
         words = x.words + todo.block * BLOCK_WORDS
         _, seen = seen_by_block(x, words, G)
         steps = steps_of(words, seen, todo, G)
-        qk_scale = factors.qk_scale * row_factor(factors.k, todo.row, G)
-        qk_scale = put_queries(queries, own.tiles, qk_scale, S_ROW, G)
+        product_scale = factors.products * row_factor(factors.k, todo.row, G)
+        product_scale = put_queries(queries, own.tiles, product_scale, S_ROW, G)
         v_factor = row_factor(factors.v, todo.row, G)
         first_kv_index = gl.load(words + BLOCK_KV_INDEX)
         kv_index = first_kv_index + lines_of_group(GROUP, S_ROW) // G.GQA_RATIO
-        query = Query(own.tiles, kv_index, qk_scale, own.k_factors, own.left, steps.first)
+        query = Query(own.tiles, kv_index, product_scale, factors.cap, own.k_factors, own.left, steps.first)
         edge_step = steps.first
         if not G.WINDOWED:
             edge_step = (first_kv_index + 1 if G.CAUSAL else seen.end) // G.KEY_BLOCK
@@ -129,7 +129,8 @@ def _hopper_extend_kernel(
     sinks,
     k_scale,
     v_scale,
-    qk_scale,
+    product_scale,
+    cap_scale,
     window_left,
     num_programs,
     max_blocks,
@@ -158,11 +159,13 @@ def _hopper_extend_kernel(
         layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
         first_q = gl.allocate_shared_memory(K_DTYPE, [PARTS, GROUP_ROWS, COLUMNS], layout)
         second_q = gl.allocate_shared_memory(K_DTYPE, [PARTS, GROUP_ROWS, COLUMNS], layout)
-        factors = Factors(qk_scale, k_scale, v_scale)
+        factors = Factors(product_scale, cap_scale, k_scale, v_scale)
         # Gluon hands no None to warp groups: where there is nothing left of a segment, and there are no factors of
         # keys, these are not read.
         first_left, second_left, k_factors = first_q, second_q, rings.free
-        if G.SEGMENT_STEPS > 0:
+        if G.LEFT_IN_WORKSPACE:
+            first_left, second_left = left_of_group(0, partials, G), left_of_group(1, partials, G)
+        elif G.SEGMENT_STEPS > 0:
             first_left, second_left = new_left(G), new_left(G)
         if G.CODE_TILES > 0:
             codes = new_codes(G)
@@ -231,7 +234,7 @@ def launch_hopper_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut, ti
         args.sinks,
         pages.k_scale,
         pages.v_scale,
-        scores.base_2_scale,
+        *scores.scales_at_once,
         scores.window_left,
         programs,
         max_blocks,
@@ -277,8 +280,11 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
         GROUPS=tiles.extend.query_rows // GROUP_ROWS.value,
         ROW_KEYS=sharing.row_keys,
         SEGMENT_STEPS=tiles.segment_len // tiles.extend.key_block,
+        LEFT_IN_WORKSPACE=tiles.left_in_workspace,
         CAUSAL=scores.causal,
         WINDOWED=scores.windowed,
+        CAPPED=scores.soft_cap > 0,
+        BOUNDED=scores.soft_cap > 0 and not is_fp8 and args.q.dtype == torch.bfloat16 and scores.soft_cap <= 60,
         OVERLAPS=tiles.overlaps,
         ENCODING=coding.ENCODING,
         SCALES=coding.SCALES,

@@ -29,6 +29,7 @@ class HopperTiles:
     decoder_registers: int = 0
     code_tiles: int = 0
     segment_len: int = 0
+    left_in_workspace: bool = False
 
     @property
     def producer_registers(self) -> int:

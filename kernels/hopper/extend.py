@@ -286,6 +286,7 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
         CAPPED=scores.soft_cap > 0,
         BOUNDED=scores.soft_cap > 0 and not is_fp8 and args.q.dtype == torch.bfloat16 and scores.soft_cap <= 60,
         OVERLAPS=tiles.overlaps,
+        POWERS_BY_PRODUCTS=tiles.powers_by_products,
         ENCODING=coding.ENCODING,
         SCALES=coding.SCALES,
         CODE_TILES=tiles.code_tiles,

@@ -18,6 +18,7 @@ from rocm_attn.kernels.attention.bundles import Softmax
 from rocm_attn.kernels.attention.coded import scaled_parts
 from rocm_attn.kernels.attention.softmax import capped_at_once
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES
+from rocm_attn.kernels.hopper.powers import scaled_powers
 from rocm_attn.kernels.hopper.rings import zero_unseen
 from rocm_attn.kernels.hopper.rows import GROUP_ROWS
 from rocm_attn.kernels.hopper.segments import merge_segment
@@ -111,13 +112,6 @@ def ended(softmax, v_factor, G: gl.constexpr):
     return Softmax(acc, maximum, total)
 
 
-
-
-@gluon.jit
-def _powers_of_bounded(scores, scale, MASKED: gl.constexpr):
-    return gl.exp2(scores * scale)
-
-
 @gluon.jit
 def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl.constexpr):
     """Steps of a span added to a softmax.
@@ -178,7 +172,8 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
             visible = _visible(gl.expand_dims(query.kv_index, 1), key, seen, G)
             scores = gl.where(visible, scores, float("-inf"))
         if G.BOUNDED:
-            weights = _powers_of_bounded(scores, by_score, MASKED)
+            # What is not seen has an exponent out of range.
+            weights = scaled_powers(scores, by_score, 0 if MASKED else G.POWERS_BY_PRODUCTS)
             total += _sums_of_lanes(weights, G)
         else:
             new_maximum = gl.maximum(maximum, gl.max(scores, 1) * row_scale)

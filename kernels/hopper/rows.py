@@ -47,6 +47,7 @@ class HopperGeometry(NamedTuple):
     WINDOWED:  whether there is a window
     CAPPED:    whether scores have a cap
     BOUNDED:   whether its exponentials fit into the numbers of V without a running maximum
+    POWERS_BY_PRODUCTS: then, of powers.py
     OVERLAPS:  whether products with V run under the next step's products with K, which takes registers
     ENCODING, SCALES: of coding.Coding
     CODE_TILES: tiles of codes that are in shared memory at a time; 0: pages are in q's dtype
@@ -71,6 +72,7 @@ class HopperGeometry(NamedTuple):
     WINDOWED: bool
     CAPPED: bool
     BOUNDED: bool
+    POWERS_BY_PRODUCTS: int
     OVERLAPS: bool
     ENCODING: int
     SCALES: int

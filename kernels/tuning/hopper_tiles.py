@@ -30,6 +30,7 @@ class HopperTiles:
     code_tiles: int = 0
     segment_len: int = 0
     left_in_workspace: bool = False
+    powers_by_products: int = 0
 
     @property
     def producer_registers(self) -> int:

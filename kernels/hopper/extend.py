@@ -59,6 +59,10 @@ from rocm_attn.kernels.hopper.warp_groups import leave
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.hopper_tiles import HopperTiles
 
+# Exponentials of scores up to it and down to its negative are numbers of bfloat16 without a maximum taken off, and a
+# million of them times V add up to less than float32 goes.
+_MOST_BOUNDED_CAP = 60.0
+
 
 class Own(NamedTuple):
     """What a consumer has in shared memory: tiles of q, and room for what lies left of a segment; factors of keys."""
@@ -209,7 +213,7 @@ def _hopper_extend_kernel(
 
 
 def launch_hopper_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut, tiles: HopperTiles) -> None:
-    """As launch_paged_extend, without masks, caps and slopes, over contiguous pages.
+    """As launch_paged_extend, without masks and slopes, over contiguous pages.
 
     Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
     """
@@ -264,6 +268,7 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
     assert cut.query_tokens == tiles.extend.tokens_per_block(gqa_ratio), "the schedule was cut for other tiles"
     if tiles.segment_len:
         assert sharing.split_keys == NEVER_SPLIT, "deterministic attention shares no row"
+        assert args.workspace.numel() >= tiles.words_left(programs=sharing.programs, head_dim=args.q.shape[2])
     else:
         words = cut.partials_words(query_rows=tiles.extend.query_rows, v_head_dim=args.out.shape[2])
         assert args.workspace.numel() >= words
@@ -284,7 +289,7 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
         CAUSAL=scores.causal,
         WINDOWED=scores.windowed,
         CAPPED=scores.soft_cap > 0,
-        BOUNDED=scores.soft_cap > 0 and not is_fp8 and args.q.dtype == torch.bfloat16 and scores.soft_cap <= 60,
+        BOUNDED=0 < scores.soft_cap <= _MOST_BOUNDED_CAP and not is_fp8 and args.q.dtype == torch.bfloat16,
         OVERLAPS=tiles.overlaps,
         POWERS_BY_PRODUCTS=tiles.powers_by_products,
         ENCODING=coding.ENCODING,

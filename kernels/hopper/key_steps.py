@@ -120,6 +120,8 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
     wait for one of two products in flight makes ptxas wait for each. What comes between two waits is mixed by ptxas,
     but not across a wait: V is waited for before the exponentials, so that the accumulators are scaled among them.
 
+    If G.BOUNDED, the maximum stays as it is, nothing is scaled, and exponentials wait for no reduction.
+
     Of deterministic attention every sum of products is an explicit fma (kernels/attention/segments.py). A segment ends
     where the next one's first products with K are there already: the matrix units do not run dry.
     """

@@ -46,8 +46,8 @@ class HopperGeometry(NamedTuple):
     CAUSAL:    whether a row sees no key after its own
     WINDOWED:  whether there is a window
     CAPPED:    whether scores have a cap
-    BOUNDED:   whether its exponentials fit into the numbers of V without a running maximum
-    POWERS_BY_PRODUCTS: then, of powers.py
+    BOUNDED:   whether the cap keeps exponentials within V's numbers: then there is no running maximum
+    POWERS_BY_PRODUCTS: then, of four neighbouring scores, how many powers are computed by products (powers.py)
     OVERLAPS:  whether products with V run under the next step's products with K, which takes registers
     ENCODING, SCALES: of coding.Coding
     CODE_TILES: tiles of codes that are in shared memory at a time; 0: pages are in q's dtype

@@ -19,8 +19,11 @@ class HopperTiles:
     overlaps: whether products with V run under those of the next key block with K, which takes registers
     registers, decoder_registers: of a thread of a consumer, and of the group that decodes codes, if there is one; the
               warp that loads pages has what is left
-    segment_len: of deterministic attention, as SegmentTiles has it; else 0
     code_tiles: key blocks of K or of V whose codes are in flight; 0: pages are in q's dtype
+    segment_len: of deterministic attention, as SegmentTiles has it; else 0
+    left_in_workspace: of it, whether what lies left of a segment is in the workspace: shared memory has no room beside
+              the rings
+    powers_by_products: of four exponentials of scores with a cap, how many are computed by products (hopper/powers.py)
     """
 
     extend: ExtendTiles
@@ -36,6 +39,10 @@ class HopperTiles:
     def producer_registers(self) -> int:
         """What an SM has for a thread of each warp group together, in units of eight, and the others leave."""
         return (512 if self.code_tiles else 504) - 2 * self.registers - self.decoder_registers
+
+    def words_left(self, *, programs: int, head_dim: int) -> int:
+        """Words of the workspace that programs keep what lies left of a segment in."""
+        return programs * self.extend.query_rows * head_dim if self.left_in_workspace else 0
 
 
 # One H200, torch 2.11, Triton 3.6. llama8b is (32 query heads, 8 KV heads, 128), gptoss (64, 8, 64).

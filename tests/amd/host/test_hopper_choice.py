@@ -72,6 +72,8 @@ def names(selection: Selection) -> dict[StepKind, str]:
         {"num_q_heads": 128, "num_kv_heads": 1, "wants_lse": True},
         {"kv_encoding": KVEncoding.E4M3FN, "kv_scales": Scales.HEAD},
         {"kv_encoding": KVEncoding.E5M2, "kv_scales": Scales.TOKEN, "dtype": torch.float16},
+        {"logits_soft_cap": 30.0},
+        {"head_dim": 256, "v_head_dim": 256, "logits_soft_cap": 50.0},
     ],
     ids=str,
 )
@@ -104,7 +106,6 @@ def test_with_another_triton_the_plain_kernel_serves_and_the_reason_is_said(said
         {"head_dim": 192, "v_head_dim": 128},
         {"page_size": 4},
         {"page_size": 48},
-        {"logits_soft_cap": 30.0},
         {"has_alibi_slopes": True},
         {"window_left": 2046},
         {"kv_encoding": KVEncoding.E4M3FNUZ, "kv_scales": Scales.HEAD},
@@ -127,9 +128,15 @@ def test_pages_with_strides_and_masks_are_left_to_other_kernels() -> None:
 
 
 DETERMINISTIC = {
-    "triton.hopper_segment_extend": [{}, {"dtype": torch.float16}, {"head_dim": 64, "v_head_dim": 64}],
-    "triton.segment_extend": [
+    "triton.hopper_segment_extend": [
+        {},
+        {"dtype": torch.float16},
+        {"head_dim": 64, "v_head_dim": 64},
         {"head_dim": 192, "v_head_dim": 192},
+        {"head_dim": 256, "v_head_dim": 256},
+    ],
+    "triton.segment_extend": [
+        {"logits_soft_cap": 30.0},
         {"window_left": 100},
         {"kv_encoding": KVEncoding.E4M3FN, "kv_scales": Scales.HEAD},
         {"has_alibi_slopes": True},
@@ -163,6 +170,20 @@ def test_deterministic_extend_shares_no_row() -> None:
     other = hopper_of(chosen(LAYER, on(TRITONS[0])).kernel(StepKind.EXTEND).bound)
     shared = [extend_schedule([1 << 20], [2], each.cut, 2)[-1] for each in (kernel, other)]
     assert shared == [0, 1]  # blocks, of one whose row every program could have a part of
+
+
+@pytest.mark.parametrize("dim", [192, 256])
+def test_what_lies_left_of_a_segment_has_room_in_the_workspace_where_shared_memory_has_none(dim: int) -> None:
+    layer = replace(LAYER, head_dim=dim, v_head_dim=dim)
+    kernel = hopper_of(chosen(layer, on(TRITONS[0]), deterministic=True).kernel(StepKind.EXTEND).bound)
+    assert kernel.cut.sharing.programs == 132
+    words = kernel.workspace_words(PaddedShape(StepKind.EXTEND, 1, 4096))
+    assert words == 132 * 128 * dim
+    case = Case([300], [200], heads=(32, 8), dims=(dim, dim), dtype=torch.bfloat16)
+    tensors = build(case, torch.device("cpu"))
+    args = tensors.args(garbage(kernel.cut.words(200, 1), torch.device("cpu")), torch.empty(words - 1))
+    with pytest.raises(AssertionError):
+        launch_hopper_extend(args, scores=tensors.scores, cut=kernel.cut, tiles=kernel.tiles)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "gfx942", "gfx950"])

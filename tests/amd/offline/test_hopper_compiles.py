@@ -44,6 +44,8 @@ LAYERS: dict[str, dict[str, Any]] = {
     "window": {"window_left": 100, "sinks": True},
     "to_all": {"causal": False},
     "float16": {"dtype": torch.float16, "page_size": 8},
+    "capped": {"soft_cap": 50.0},
+    "capped_float16": {"soft_cap": 50.0, "dtype": torch.float16},
     "codes": {"kv": Encoding.E4M3FN, "scales": Scales.HEAD},
     "codes_by_token": {"kv": Encoding.E5M2, "scales": Scales.TOKEN},
 }

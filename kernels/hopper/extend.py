@@ -54,7 +54,7 @@ from rocm_attn.kernels.hopper.rows import (
     steps_of,
     work_of_program,
 )
-from rocm_attn.kernels.hopper.segments import left_of_group, merged, new_left, nothing_left
+from rocm_attn.kernels.hopper.segments import left_of_group, merge_segment, merged, new_left, nothing_left
 from rocm_attn.kernels.hopper.warp_groups import leave
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.hopper_tiles import HopperTiles
@@ -73,17 +73,40 @@ class Own(NamedTuple):
 
 
 @gluon.jit
-def _attend_row(n, query, v_factor, rings, steps, edge_step, seen, G: gl.constexpr):
-    """The softmax of a row's steps, and n, steps that have passed through the rings."""
-    empty = nothing_seen(G)
-    progress = Progress(empty, nothing_left(query.left, empty, G), n)
+def _attend_span(n, query, rings, span, edge_step, seen, G: gl.constexpr):
+    """The softmax of the keys of some steps, and n, steps that have passed through the rings."""
+    progress = Progress(nothing_seen(G), n)
     if not G.WINDOWED:
         # Steps before it are seen whole by every row. With a window a loop of its own for them does not pay.
-        open_steps = Span(steps.first, gl.minimum(edge_step, steps.end))
+        open_steps = Span(span.first, gl.minimum(edge_step, span.end))
         progress = attend_steps(progress, query, rings, open_steps, seen, G, False)
-    edge = Span(gl.maximum(edge_step, steps.first), steps.end)
-    softmax, left, n = attend_steps(progress, query, rings, edge, seen, G, True)
-    softmax = merged(query.left, left, softmax, G) if G.SEGMENT_STEPS > 0 else ended(softmax, v_factor, G)
+    edge = Span(gl.maximum(edge_step, span.first), span.end)
+    return attend_steps(progress, query, rings, edge, seen, G, True)
+
+
+@gluon.jit
+def _attend_segments(n, query, rings, steps, edge_step, seen, G: gl.constexpr):
+    """The softmax of a row's steps, segment by segment, and n."""
+    STEPS: gl.constexpr = G.SEGMENT_STEPS
+    softmax = nothing_seen(G)
+    left = nothing_left(softmax)
+    first_segment = steps.first // STEPS
+    for segment in range(first_segment, gl.cdiv(steps.end, STEPS)):
+        if segment > first_segment:
+            left = merge_segment(query.left, left, softmax, G)
+        span = Span(gl.maximum(steps.first, segment * STEPS), gl.minimum(steps.end, (segment + 1) * STEPS))
+        softmax, n = _attend_span(n, query, rings, span, edge_step, seen, G)
+    return merged(query.left, left, softmax, G), n
+
+
+@gluon.jit
+def _attend_row(n, query, v_factor, rings, steps, edge_step, seen, G: gl.constexpr):
+    """The softmax of a row's steps, and n."""
+    if G.SEGMENT_STEPS > 0:
+        softmax, n = _attend_segments(n, query, rings, steps, edge_step, seen, G)
+    else:
+        softmax, n = _attend_span(n, query, rings, Span(steps.first, steps.end), edge_step, seen, G)
+        softmax = ended(softmax, v_factor, G)
     return softmax, n
 
 
@@ -102,7 +125,7 @@ def _consume(GROUP: gl.constexpr, x, own, rings, to, factors, todo, G: gl.conste
         v_factor = row_factor(factors.v, todo.row, G)
         first_kv_index = gl.load(words + BLOCK_KV_INDEX)
         kv_index = first_kv_index + lines_of_group(GROUP, S_ROW) // G.GQA_RATIO
-        query = Query(own.tiles, kv_index, product_scale, factors.cap, own.k_factors, own.left, steps.first)
+        query = Query(own.tiles, kv_index, product_scale, factors.cap, own.k_factors, own.left)
         edge_step = steps.first
         if not G.WINDOWED:
             edge_step = (first_kv_index + 1 if G.CAUSAL else seen.end) // G.KEY_BLOCK

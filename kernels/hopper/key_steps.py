@@ -18,16 +18,15 @@ from rocm_attn.kernels.attention.bundles import Softmax
 from rocm_attn.kernels.attention.coded import scaled_parts
 from rocm_attn.kernels.attention.softmax import capped_at_once
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES
-from rocm_attn.kernels.hopper.powers import scaled_powers
+from rocm_attn.kernels.hopper.powers import powers_of_two
 from rocm_attn.kernels.hopper.rings import zero_unseen
 from rocm_attn.kernels.hopper.rows import GROUP_ROWS
-from rocm_attn.kernels.hopper.segments import merge_segment
 
 
 class Query(NamedTuple):
     """A consumer's rows: tiles of q in shared memory, kv_index [64] of each row, what products with K are multiplied
     with, of all or [64], and of a cap what their tanh is. Factors of keys, where tokens have them, in shared memory, and
-    room for what lies left of a segment. The row's first step.
+    room for what lies left of a segment.
     """
 
     tiles: Any
@@ -36,16 +35,14 @@ class Query(NamedTuple):
     cap_scale: Any
     k_factors: Any
     left: Any
-    first_step: Any
 
 
 class Progress(NamedTuple):
-    """A consumer in the midst of a row: the softmax of its keys, or of a segment of them with what lies left of that;
-    n, steps that have passed through the rings before.
+    """A consumer in the midst of a row: the softmax of its keys, or of a segment of them; n, steps that have passed
+    through the rings before.
     """
 
     softmax: Any
-    left: Any
     n: Any
 
 
@@ -122,8 +119,7 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
 
     If G.BOUNDED, the maximum stays as it is, nothing is scaled, and exponentials wait for no reduction.
 
-    Of deterministic attention every sum of products is an explicit fma (kernels/attention/segments.py). A segment ends
-    where the next one's first products with K are there already: the matrix units do not run dry.
+    Of deterministic attention every sum of products is an explicit fma (kernels/attention/segments.py).
     """
     KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
     PARTS: gl.constexpr = G.DIM // G.COLUMNS
@@ -132,11 +128,13 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     lane = gl.arange(0, KEY_BLOCK, layout=gl.SliceLayout(0, s_layout))
     zero = gl.zeros([GROUP_ROWS, KEY_BLOCK], gl.float32, layout=s_layout)
+    # By products what is not seen would not become 0.
+    BY_PRODUCTS: gl.constexpr = 0 if MASKED else G.POWERS_BY_PRODUCTS
     k, v, free = rings
     by_row = gl.expand_dims(query.product_scale, 1) if G.MOVES_Q else query.product_scale
     row_scale = query.cap_scale if G.CAPPED else query.product_scale
     by_score = query.cap_scale if G.CAPPED else by_row
-    softmax, left, n = progress
+    softmax, n = progress
     acc, maximum, total = softmax
     if G.OVERLAPS:
         products = ()
@@ -159,11 +157,6 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
             k_factor = query.k_factors.index(stage).load(gl.SliceLayout(0, s_layout))
         gl.thread_barrier()
         mbarrier.arrive(free.index(stage), count=1)
-        if G.SEGMENT_STEPS > 0:
-            begins = (step % G.SEGMENT_STEPS == 0) & (step > query.first_step)
-            if begins:
-                left = merge_segment(query.left, left, Softmax(acc, maximum, total), G)
-                acc, maximum, total = nothing_seen(G)
         mbarrier.wait(v.full.index(stage), phase)
         if G.SCALES == TOKEN_SCALES:
             scores = scores * gl.expand_dims(k_factor, 0)
@@ -174,8 +167,7 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
             visible = _visible(gl.expand_dims(query.kv_index, 1), key, seen, G)
             scores = gl.where(visible, scores, float("-inf"))
         if G.BOUNDED:
-            # What is not seen has an exponent out of range.
-            weights = scaled_powers(scores, by_score, 0 if MASKED else G.POWERS_BY_PRODUCTS)
+            weights = powers_of_two(scores * by_score, BY_PRODUCTS)
             total += _sums_of_lanes(weights, G)
         else:
             new_maximum = gl.maximum(maximum, gl.max(scores, 1) * row_scale)
@@ -186,7 +178,7 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
                 weights = gl.exp2(gl.fma(scores, by_score, gl.expand_dims(-base, 1)))
                 total = gl.fma(total, decay, gl.sum(weights, 1))
             else:
-                weights = gl.exp2(scores * by_score - gl.expand_dims(base, 1))
+                weights = powers_of_two(scores * by_score - gl.expand_dims(base, 1), BY_PRODUCTS)
                 sums = _sums_of_lanes(weights, G)
                 S_LANES: gl.constexpr = sums.type.layout
                 total = total * gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, S_LANES)), 1) + sums
@@ -205,4 +197,4 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
         n += 1
     if G.OVERLAPS:
         acc = _waited(products)
-    return Progress(Softmax(acc, maximum, total), left, n)
+    return Progress(Softmax(acc, maximum, total), n)

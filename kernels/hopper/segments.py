@@ -34,12 +34,8 @@ def new_left(G: gl.constexpr):
 
 
 @gluon.jit
-def nothing_left(room, empty, G: gl.constexpr):
+def nothing_left(empty):
     """Left of the first segment. empty: the softmax of no key"""
-    PARTS: gl.constexpr = G.DIM // G.COLUMNS
-    if G.SEGMENT_STEPS > 0 and not G.LEFT_IN_WORKSPACE:
-        for i in gl.static_range(PARTS):
-            room.index(i).store(empty.acc[i])
     return Left(empty.maximum, gl.zeros_like(empty.maximum))
 
 
@@ -62,11 +58,11 @@ def _places(room, part: gl.constexpr, layout: gl.constexpr, G: gl.constexpr):
 
 @gluon.jit
 def _part_left(room, part: gl.constexpr, is_any, layout: gl.constexpr, G: gl.constexpr):
-    """A part of the accumulators. is_any [64, 1]: of the workspace, whether rows have anything there"""
+    """A part of the accumulators; 0 of rows without any. is_any: which have some, [64, 1]"""
     if G.LEFT_IN_WORKSPACE:
         acc = gl.load(_places(room, part, layout, G), mask=is_any, other=0.0)
     else:
-        acc = room.index(part).load(layout)
+        acc = gl.where(is_any, room.index(part).load(layout), 0.0)
     return acc
 
 
@@ -86,7 +82,10 @@ def _merge_of(left, segment, O_ROW: gl.constexpr):
 
 @gluon.jit
 def merge_segment(room, left, segment, G: gl.constexpr):
-    """What lies left of a segment, merged with it: segments.merge_segment of kernels/attention."""
+    """What lies left of a segment, merged with it: segments.merge_segment of kernels/attention.
+
+    Nothing was written where rows have seen no key yet, so what is there is not read.
+    """
     PARTS: gl.constexpr = G.DIM // G.COLUMNS
     o_layout: gl.constexpr = segment.acc[0].type.layout
     result, decay, weight, is_any = _merge_of(left, segment, gl.SliceLayout(1, o_layout))

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-
-from rocm_attn.kernels.tuning.segment_tiles import segment_tiles
 from rocm_attn.kernels.tuning.tiles import ExtendTiles
 
 
@@ -57,6 +54,11 @@ _EXTEND_TILES: Mapping[int, HopperTiles] = {
     192: HopperTiles(
         ExtendTiles(128, 64, 4, 3, dim_block=64, programs_per_cu=1, merge_stages=4), overlaps=True, registers=232
     ),
+    # 16 x 8 heads, 1 x 2048 new + 6144: 367 us, in one block of columns 403, in four 428; without overlap 415 to 435; in
+    # blocks of 32 keys 473; the plain kernel 783.
+    256: HopperTiles(
+        ExtendTiles(128, 64, 4, 2, dim_block=128, programs_per_cu=1, merge_stages=4), overlaps=True, registers=232
+    ),
 }
 
 # Head dim -> microseconds of this kernel and of the plain one at 1 x 2048 new + 6144 cached, as above.
@@ -86,11 +88,40 @@ _CODED_TILES: Mapping[int, HopperTiles] = {
         decoder_registers=48,
         code_tiles=2,
     ),
+    256: HopperTiles(
+        ExtendTiles(128, 64, 4, 2, dim_block=64, programs_per_cu=1, merge_stages=4),
+        overlaps=True,
+        registers=216,
+        decoder_registers=48,
+        code_tiles=2,
+    ),
 }
 
 HEAD_DIMS = tuple(_EXTEND_TILES)
-# Of deterministic attention.
-SEGMENT_HEAD_DIMS = (64, 128)
+
+# Of deterministic attention: segments and key blocks are those by which decode walks them.
+# llama8b 1 x 2048 + 6144: 517 us, 8 x 512 + 4096: 673; in blocks of 128 keys 434 and 562, but decode of those takes
+# 1.17 to 1.27 of the normal mode, and 1.05 to 1.13 of these. Of heads of 64 decode would take the same, but masks of
+# deterministic steps are read for blocks of 64 keys at most (mask_bits.TWO_WORDS).
+_SEGMENT_TILES: Mapping[int, HopperTiles] = {
+    64: HopperTiles(ExtendTiles(128, 64, 4, 4, programs_per_cu=1), overlaps=True, registers=224, segment_len=1024),
+    128: HopperTiles(ExtendTiles(128, 64, 4, 4, programs_per_cu=1), overlaps=True, registers=224, segment_len=1024),
+    192: HopperTiles(
+        ExtendTiles(128, 64, 4, 3, dim_block=64, programs_per_cu=1),
+        overlaps=True,
+        registers=232,
+        segment_len=1024,
+        left_in_workspace=True,
+    ),
+    256: HopperTiles(
+        ExtendTiles(128, 64, 4, 2, dim_block=128, programs_per_cu=1),
+        overlaps=True,
+        registers=232,
+        segment_len=1024,
+        left_in_workspace=True,
+    ),
+}
+SEGMENT_HEAD_DIMS = tuple(_SEGMENT_TILES)
 
 
 def hopper_tiles(head_dim: int, *, coded: bool) -> HopperTiles:
@@ -99,13 +130,5 @@ def hopper_tiles(head_dim: int, *, coded: bool) -> HopperTiles:
 
 
 def hopper_segment_tiles(head_dim: int) -> HopperTiles:
-    """The tiles of deterministic attention, of heads of one of SEGMENT_HEAD_DIMS.
-
-    Segments and key blocks are those by which decode walks them.
-    """
-    # llama8b 1 x 2048 + 6144: 517 us, 8 x 512 + 4096: 673; in blocks of 128 keys 434 and 562, but decode of those takes
-    # 1.17 to 1.27 of the normal mode, and 1.05 to 1.13 of these. Of heads of 64 decode would take the same, but masks
-    # of deterministic steps are read for blocks of 64 keys at most (mask_bits.TWO_WORDS).
-    of_decode = segment_tiles("sm_90", head_dim=head_dim, v_head_dim=head_dim, dtype=torch.bfloat16)
-    extend = ExtendTiles(128, of_decode.key_block, 4, 4, programs_per_cu=1)
-    return HopperTiles(extend, overlaps=True, registers=224, segment_len=of_decode.segment_len)
+    """The tiles of deterministic attention, of heads of one of SEGMENT_HEAD_DIMS."""
+    return _SEGMENT_TILES[head_dim]

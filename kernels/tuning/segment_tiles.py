@@ -98,9 +98,8 @@ SEGMENT_ROWS = (
     SegmentRow(
         "sm_90", 2, 256, SegmentTiles(1024, 32, 32, 8, 2, 2, ExtendTiles(32, 32, 8, 1)), (Codes.BY_ROW, Codes.BY_TOKEN)
     ),
-    # 16 x 8 heads of 256, decode of 64 x 4096: 579 us; 720 in blocks of 32 keys without warpgroup products, which
-    # kernels/hopper/ has.
-    SegmentRow("sm_90", 2, 256, SegmentTiles(1024, 64, 64, 8, 3, 1, ExtendTiles(64, 64, 8, 1, dim_block=64))),
+    # Two accumulators of 64 x 256 spill.
+    SegmentRow("sm_90", 2, 256, SegmentTiles(1024, 32, 32, 8, 3, 2, ExtendTiles(32, 32, 8, 1))),
     SegmentRow("sm_90", 2, 512, SegmentTiles(1024, 32, 16, 8, 2, 1, ExtendTiles(16, 32, 8, 1))),
     SegmentRow("sm_90", 4, 256, SegmentTiles(512, 16, 16, 4, 2, 2, ExtendTiles(16, 16, 4, 1))),
     SegmentRow("sm_90", 4, 512, SegmentTiles(512, 16, 16, 8, 1, 1, ExtendTiles(16, 16, 8, 1))),

@@ -25,6 +25,8 @@ class SegmentTiles:
     programs_per_cu:  decode programs for each compute unit
     extend:           how extend cuts new tokens; its key_block is the one above
     matrix_dim:       rows of a matrix instruction that AMD's compiler shall take; 0: its own choice, and elsewhere
+    left_in_memory:   whether extend keeps the accumulators of what lies left of a segment in its workspace, as both have
+                      no room in registers
     """
 
     segment_len: int
@@ -35,6 +37,7 @@ class SegmentTiles:
     programs_per_cu: int
     extend: ExtendTiles
     matrix_dim: int = 0
+    left_in_memory: bool = False
 
     def __post_init__(self) -> None:
         assert self.segment_len % self.key_block == 0
@@ -64,6 +67,15 @@ class SegmentTiles:
     def options(self) -> dict[str, int]:
         """Launch options that decode and extend have in common."""
         return {"matrix_instr_nonkdim": self.matrix_dim} if self.matrix_dim else {}
+
+    def left_words(self, blocks: int, *, num_kv_heads: int, gqa_ratio: int, v_head_dim: int) -> int:
+        """float32 words of extend's workspace, for so many query blocks."""
+        if not self.left_in_memory:
+            return 0
+        extend = self.extend
+        columns = extend.columns(v_head_dim)
+        row_words = -(-v_head_dim // columns) * columns
+        return blocks * num_kv_heads * extend.head_blocks(gqa_ratio) * extend.query_rows * row_words
 
     def most_segments(self, max_kv_len: int, window_left: int) -> int:
         """The most segments that a token of a sequence of up to max_kv_len tokens sees; window_left -1: no window."""

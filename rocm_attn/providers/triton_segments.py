@@ -81,7 +81,13 @@ class SegmentExtend:
         return f"triton.segment_extend({self.problem}, {self.tiles}, min_q_len={self.cut.min_q_len})"
 
     def workspace_words(self, shape: PaddedShape) -> int:
-        return 0
+        problem = self.problem
+        return self.tiles.left_words(
+            self.cut.max_blocks(shape.num_tokens, shape.num_seqs),
+            num_kv_heads=problem.num_kv_heads,
+            gqa_ratio=problem.gqa_ratio,
+            v_head_dim=problem.v_head_dim,
+        )
 
     @only_launches
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:

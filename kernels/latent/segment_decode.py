@@ -147,7 +147,7 @@ def launch_latent_segment_decode(
 
     args:          with cut's schedule, and a workspace of the sum of cut.segment_words(...) or longer
     most_segments: of a sequence, see LatentSegmentTiles
-    cut:           of latent_decode_cut for tiles.decode and the scores' window
+    cut:           of latent_decode_cut for tiles.decode(num_heads) and the scores' window
 
     Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
     """
@@ -179,7 +179,7 @@ def launch_latent_segment_decode(
         table.shape[1],
         *read_strides(args),
         G=geometry,
-        num_warps=tiles.block.num_warps,
+        num_warps=tiles.of_decode(args.q.shape[1]).num_warps,
         **tiles.options(),
         **UNFUSED,
     )
@@ -189,13 +189,14 @@ def launch_latent_segment_decode(
 def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: LatentSegmentTiles) -> LatentSegmentGeometry:
     """What the launch is compiled for; its arguments are checked."""
     check_latent(args, "deterministic latent decode")
-    block, num_heads = tiles.block, args.q.shape[1]
+    num_heads = args.q.shape[1]
+    block = tiles.of_decode(num_heads)
     cut.check(args.schedule, args.queries.num_seqs)
     assert cut.key_block == tiles.segment_len, "the schedule was cut for other tiles"
     assert cut.window_left == scores.window_left, "the schedule was cut for another window"
     return LatentSegmentGeometry(
         rows=latent_row_cut(cut, num_heads),
-        keys=latent_geometry(args, scores, block, causal=scores.causal, exact=True),
+        keys=latent_geometry(args, scores, block, causal=scores.causal, exact=True, by_pairs=tiles.by_pairs),
         GQA_RATIO=num_heads,
         BLOCK_HEADS=block.block_heads(num_heads),
         HEAD_BLOCKS=block.head_blocks(num_heads),

@@ -80,8 +80,8 @@ class LatentSegmentTiles:
     segment_len: KV tokens in a segment, a multiple of block.key_block; segment m is [m, m + 1) * segment_len
     block:       of extend; key_block, chains and wide decide a result's bits, and so are common to all
     matrix_dim:  rows of a matrix instruction that AMD's compiler shall take; 0: its own choice, and elsewhere
-    decoders:    of decode: the first whose query_rows hold a token's query heads, else the last. None: block is of decode
-                 too, and all of it decides a result's bits
+    decoders:    of decode: the first whose query_rows hold a token's query heads, else the last. Without any, block is
+                 of decode too, and all of it decides a result's bits
     """
 
     segment_len: int

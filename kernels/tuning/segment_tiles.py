@@ -25,8 +25,11 @@ class SegmentTiles:
     programs_per_cu:  decode programs for each compute unit
     extend:           how extend cuts new tokens; its key_block is the one above
     matrix_dim:       rows of a matrix instruction that AMD's compiler shall take; 0: its own choice, and elsewhere
-    left_in_memory:   whether extend keeps the accumulators of what lies left of a segment in its workspace, as both have
-                      no room in registers
+    early:            whether launches of decode may begin while the one before still runs (tiles.py)
+    short:            how extend cuts the new tokens of steps whose sequences have few, if not as others. Rows meet the
+                      same matrix instructions, so no bit tells which tiles served
+    left_in_memory:   whether extend keeps the accumulators of what lies left of a segment in its workspace: with those
+                      of the segment they have no room in registers
     """
 
     segment_len: int
@@ -37,11 +40,13 @@ class SegmentTiles:
     programs_per_cu: int
     extend: ExtendTiles
     matrix_dim: int = 0
+    early: bool = False
+    short: tuple[ExtendTiles, ...] = ()
     left_in_memory: bool = False
 
     def __post_init__(self) -> None:
         assert self.segment_len % self.key_block == 0
-        assert self.extend.key_block == self.key_block
+        assert all(tiles.key_block == self.key_block for tiles in (*self.short, self.extend))
 
     def decode(self, gqa_ratio: int) -> DecodeTiles:
         """What decode's schedule is cut by: its key blocks are segments."""
@@ -54,6 +59,10 @@ class SegmentTiles:
             # A program's share is a few segments: counted as one more, the start of a row would unbalance them.
             row_cost=0,
         )
+
+    def of_short_steps(self, gqa_ratio: int) -> tuple[SegmentTiles, ...]:
+        """For steps whose sequences have few new tokens, the fewest first."""
+        return tuple(replace(self, extend=tiles, short=()) for tiles in self.short if gqa_ratio <= tiles.query_rows)
 
     def of_masked_steps(self) -> SegmentTiles:
         """For masked steps on NVIDIA: half of extend's rows, as bits take registers, or as many as decode's.

@@ -14,7 +14,8 @@ from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles, segment_tiles
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
-from rocm_attn.providers.contract import PoolSize, StepBounds
+from rocm_attn.providers.by_tokens import KernelByTokens, SizedKernel
+from rocm_attn.providers.contract import BoundKernel, PoolSize, StepBounds
 from rocm_attn.providers.schedules import DecodeSchedule, ExtendSchedule
 from rocm_attn.providers.scores import scores_of
 from rocm_attn.providers.tiles import codes_of
@@ -112,19 +113,39 @@ def bind_decode(problem: Problem, target: Target, pool: PoolSize) -> SegmentDeco
     return SegmentDecode(problem, scores_of(problem), tiles, cut, most_segments)
 
 
-def bind_extend(problem: Problem, target: Target, pool: PoolSize) -> SegmentExtend:
+def bind_extend(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
     """Deterministic extend. Raises NoTiles."""
-    return _extend_in(_tiles(problem, target), problem)
+    return extend_by_tokens(problem, target, 1, None)
 
 
-def bind_masked(problem: Problem, target: Target, pool: PoolSize) -> Masked:
+def extend_by_tokens(problem: Problem, target: Target, min_q_len: int, of_long: BoundKernel | None) -> BoundKernel:
+    """Deterministic extend of sequences with min_q_len new tokens or more. Raises NoTiles.
+
+    of_long: what serves steps whose sequences have more than few; None: this provider's own tiles
+    """
+    tiles = _tiles(problem, target)
+    other = of_long or _extend_in(tiles, problem, min_q_len)
+    short = tuple(
+        SizedKernel(each.extend.query_rows // problem.gqa_ratio, _extend_in(each, problem, min_q_len))
+        for each in tiles.of_short_steps(problem.gqa_ratio)
+    )
+    return KernelByTokens(short, other) if short else other
+
+
+def bind_masked(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
     """Deterministic attention of steps with a mask. Raises NoTiles."""
     tiles = _tiles(problem, target)
-    return Masked(_extend_in(tiles.of_masked_steps() if target.arch.startswith("sm_") else tiles, problem))
+    other = Masked(_extend_in(tiles.of_masked_steps() if target.arch.startswith("sm_") else tiles, problem))
+    short = tuple(
+        SizedKernel(each.extend.query_rows // problem.gqa_ratio, Masked(_extend_in(each, problem)))
+        for each in tiles.of_short_steps(problem.gqa_ratio)
+    )
+    return KernelByTokens(short, other) if short else other
 
 
-def _extend_in(tiles: SegmentTiles, problem: Problem) -> SegmentExtend:
-    return SegmentExtend(problem, scores_of(problem), tiles, ExtendCut.of(tiles.extend, gqa_ratio=problem.gqa_ratio))
+def _extend_in(tiles: SegmentTiles, problem: Problem, min_q_len: int = 1) -> SegmentExtend:
+    cut = ExtendCut.of(tiles.extend, gqa_ratio=problem.gqa_ratio, min_q_len=min_q_len)
+    return SegmentExtend(problem, scores_of(problem), tiles, cut)
 
 
 def _tiles(problem: Problem, target: Target) -> SegmentTiles:

@@ -143,8 +143,8 @@ def _segment_extend_kernel(
             rows_left = left_of_program(left, G)
             for segment in range(first_segment, end_segment):
                 part = attend_segment(segment, query, kv, seen, edge_block, G)
-                maximum, total = merge_in_memory(rows_left, maximum, total, part, segment > first_segment, K)
-            acc = load_left(rows_left, end_segment > first_segment, K)
+                maximum, total = merge_in_memory(rows_left, maximum, total, part, segment - first_segment, K)
+            acc = load_left(rows_left, end_segment - first_segment, K)
         # Read again, not kept: both accumulators leave no register to keep it in.
         first_token = tl.load(words + BLOCK_FIRST_TOKEN, volatile=True)
         num_tokens = tl.load(words + BLOCK_TOKENS, volatile=True)

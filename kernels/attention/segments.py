@@ -83,14 +83,15 @@ def left_of_program(left, G: tl.constexpr):
 
 
 @triton.jit
-def merge_in_memory(rows_left, maximum, total, segment, is_left, K: tl.constexpr):
-    """merge_segment where the left accumulators are in memory: both have no room in registers. is_left: else nothing is
+def merge_in_memory(rows_left, maximum, total, segment, num_left, K: tl.constexpr):
+    """merge_segment where the left accumulators are in memory. Gives maximum and sum.
 
-    Gives maximum and sum.
+    num_left: segments that lie left of it; without any nothing was written yet
     """
     maximum, total, decay, weight = _merged_sums(maximum, total, segment)
     V_PARTS: tl.constexpr = K.V_PARTS
-    # Whoever wrote an element, whoever reads it.
+    is_left = tl.full([1, 1], 0, tl.int32) + num_left > 0
+    # Whichever thread wrote an element, and whichever reads it.
     tl.debug_barrier()
     for i in tl.static_range(V_PARTS):
         rows = rows_left + i * K.V_COLUMNS
@@ -100,9 +101,10 @@ def merge_in_memory(rows_left, maximum, total, segment, is_left, K: tl.constexpr
 
 
 @triton.jit
-def load_left(rows_left, is_left, K: tl.constexpr):
-    """The accumulators that merge_in_memory has left; 0 if there is nothing."""
+def load_left(rows_left, num_left, K: tl.constexpr):
+    """The accumulators that merge_in_memory has written for so many segments; 0 of none."""
     V_PARTS: tl.constexpr = K.V_PARTS
+    is_left = tl.full([1, 1], 0, tl.int32) + num_left > 0
     tl.debug_barrier()
     acc = ()
     for i in tl.static_range(V_PARTS):

@@ -71,7 +71,9 @@ class SegmentTiles:
         """
         # With all rows sm_90 spills 24 bytes at a head dim of 128.
         query_rows = max(self.decode_rows, self.extend.query_rows // 2)
-        return replace(self, extend=replace(self.extend, query_rows=query_rows))
+        # Two groups of four warps work out the same scores, in the same order.
+        num_warps = 8 if query_rows >= 64 else self.extend.num_warps
+        return replace(self, extend=replace(self.extend, query_rows=query_rows, num_warps=num_warps), short=())
 
     def options(self) -> dict[str, int]:
         """Launch options that decode and extend have in common."""
@@ -104,23 +106,44 @@ class SegmentRow:
 
 
 _NO_CODES, _BY_ROW, _BY_TOKEN = (Codes.NONE,), (Codes.BY_ROW,), (Codes.BY_TOKEN,)
+_OF_64 = ExtendTiles(64, 64, 4, 3, 2)
+_OF_96 = ExtendTiles(64, 64, 4, 3, 2, dim_block=32)
+_INTERPRETED = SegmentTiles(64, 16, 32, 1, 1, 3, ExtendTiles(32, 16, 1, 1), short=(ExtendTiles(16, 16, 1, 1),))
 # The first row that serves wins.
 SEGMENT_ROWS = (
     # With the factors of tokens the next row spills up to 200 bytes.
     SegmentRow("sm_90", 2, 128, SegmentTiles(1024, 32, 64, 8, 2, 1, ExtendTiles(128, 32, 8, 2)), _BY_TOKEN),
+    SegmentRow("sm_90", 2, 64, SegmentTiles(1024, 64, 64, 4, 3, 2, _OF_64, short=(_OF_64,), early=True), _NO_CODES),
+    SegmentRow("sm_90", 2, 96, SegmentTiles(1024, 64, 64, 4, 3, 2, _OF_96, short=(_OF_96,), early=True), _NO_CODES),
     # Extend: 250 registers, both accumulators among them, so one program an SM; with 4 warps it spills. llama8b
     # 1 x 2048 new + 6144 cached: 585 us, 653 in one block of columns.
-    SegmentRow("sm_90", 2, 128, SegmentTiles(1024, 64, 64, 4, 3, 2, ExtendTiles(128, 64, 8, 3, dim_block=64))),
-    # 64 x 8 heads of 192, 777 new of 5778: 1200 us, though 24 bytes spill with Triton 3.9; 5220 in wider ones.
     SegmentRow(
-        "sm_90", 2, 192, SegmentTiles(1024, 64, 64, 8, 2, 1, ExtendTiles(64, 64, 8, 2, dim_block=64)), (Codes.NONE,)
+        "sm_90",
+        2,
+        128,
+        SegmentTiles(
+            1024,
+            64,
+            64,
+            4,
+            3,
+            2,
+            ExtendTiles(128, 64, 8, 3, dim_block=64),
+            short=(ExtendTiles(64, 64, 4, 3),),
+            early=True,
+        ),
+    ),
+    SegmentRow(
+        "sm_90",
+        2,
+        256,
+        SegmentTiles(1024, 64, 64, 4, 3, 1, ExtendTiles(64, 64, 4, 2, dim_block=64), early=True, left_in_memory=True),
+        _NO_CODES,
     ),
     # Codes with three stages of decode spill up to 16 bytes.
     SegmentRow(
         "sm_90", 2, 256, SegmentTiles(1024, 32, 32, 8, 2, 2, ExtendTiles(32, 32, 8, 1)), (Codes.BY_ROW, Codes.BY_TOKEN)
     ),
-    # Two accumulators of 64 x 256 spill.
-    SegmentRow("sm_90", 2, 256, SegmentTiles(1024, 32, 32, 8, 3, 2, ExtendTiles(32, 32, 8, 1))),
     SegmentRow("sm_90", 2, 512, SegmentTiles(1024, 32, 16, 8, 2, 1, ExtendTiles(16, 32, 8, 1))),
     SegmentRow("sm_90", 4, 256, SegmentTiles(512, 16, 16, 4, 2, 2, ExtendTiles(16, 16, 4, 1))),
     SegmentRow("sm_90", 4, 512, SegmentTiles(512, 16, 16, 8, 1, 1, ExtendTiles(16, 16, 8, 1))),
@@ -144,8 +167,8 @@ SEGMENT_ROWS = (
     SegmentRow("gfx950", 2, 256, SegmentTiles(1024, 32, 16, 4, 2, 2, ExtendTiles(64, 32, 8, 2), 16), _NO_CODES),
     SegmentRow("gfx950", 2, 512, SegmentTiles(1024, 16, 16, 8, 2, 1, ExtendTiles(32, 16, 8, 1), 16), _NO_CODES),
     SegmentRow("gfx950", 4, 256, SegmentTiles(512, 16, 16, 4, 1, 1, ExtendTiles(16, 16, 4, 1), 16)),
-    SegmentRow("interpreter", 2, 512, SegmentTiles(64, 16, 32, 1, 1, 3, ExtendTiles(32, 16, 1, 1))),
-    SegmentRow("interpreter", 4, 512, SegmentTiles(64, 16, 32, 1, 1, 3, ExtendTiles(32, 16, 1, 1))),
+    SegmentRow("interpreter", 2, 512, _INTERPRETED),
+    SegmentRow("interpreter", 4, 512, _INTERPRETED),
 )
 
 

@@ -124,6 +124,8 @@ def extend_by_tokens(problem: Problem, target: Target, min_q_len: int, of_long: 
     of_long: what serves steps whose sequences have more than few; None: this provider's own tiles
     """
     tiles = _tiles(problem, target)
+    if of_long is None and tiles.short == (tiles.extend,):
+        return _extend_in(tiles, problem, min_q_len)
     other = of_long or _extend_in(tiles, problem, min_q_len)
     short = tuple(
         SizedKernel(each.extend.query_rows // problem.gqa_ratio, _extend_in(each, problem, min_q_len))
@@ -132,15 +134,10 @@ def extend_by_tokens(problem: Problem, target: Target, min_q_len: int, of_long: 
     return KernelByTokens(short, other) if short else other
 
 
-def bind_masked(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
+def bind_masked(problem: Problem, target: Target, pool: PoolSize) -> Masked:
     """Deterministic attention of steps with a mask. Raises NoTiles."""
     tiles = _tiles(problem, target)
-    other = Masked(_extend_in(tiles.of_masked_steps() if target.arch.startswith("sm_") else tiles, problem))
-    short = tuple(
-        SizedKernel(each.extend.query_rows // problem.gqa_ratio, Masked(_extend_in(each, problem)))
-        for each in tiles.of_short_steps(problem.gqa_ratio)
-    )
-    return KernelByTokens(short, other) if short else other
+    return Masked(_extend_in(tiles.of_masked_steps() if target.arch.startswith("sm_") else tiles, problem))
 
 
 def _extend_in(tiles: SegmentTiles, problem: Problem, min_q_len: int = 1) -> SegmentExtend:

@@ -110,7 +110,7 @@ class LatentSegmentTiles:
 
     def decode(self, num_heads: int) -> LatentTiles:
         """What decode's schedule is cut by: its key blocks are segments."""
-        # As in SegmentTiles.decode: 128 sequences x 4k would keep 230 of 264 programs, some of them with 5 segments of 4.
+        # As in SegmentTiles.decode. 128 sequences x 4k: some programs would have 5 segments of 512 keys, where 4 do.
         return replace(self.of_decode(num_heads), key_block=self.segment_len, row_cost=0)
 
     def options(self) -> dict[str, int]:

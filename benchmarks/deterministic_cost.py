@@ -1,6 +1,6 @@
 """What deterministic mode costs: every case of the suites of `rocm-attn bench kernels`, in both modes, in turn.
 
-    python -m benchmarks.deterministic_cost [--suites decode,verify] [--out benchmarks/results/deterministic_cost_h200.json]
+    python -m benchmarks.deterministic_cost [--suites decode,verify] [--out FILE]
 
 One layer's launches in a CUDA graph over pages past the L2; both modes are judged first, and take turns. Exits with 1,
 after writing the file, if a result is wrong or a step takes longer than TIMES_ALLOWED of the normal mode.

@@ -108,6 +108,7 @@ class SegmentRow:
 _NO_CODES, _BY_ROW, _BY_TOKEN = (Codes.NONE,), (Codes.BY_ROW,), (Codes.BY_TOKEN,)
 _OF_64 = ExtendTiles(64, 64, 4, 3, 2)
 _OF_96 = ExtendTiles(64, 64, 4, 3, 2, dim_block=32)
+_OF_256 = ExtendTiles(64, 64, 4, 2, dim_block=64)
 _INTERPRETED = SegmentTiles(64, 16, 32, 1, 1, 3, ExtendTiles(32, 16, 1, 1), short=(ExtendTiles(16, 16, 1, 1),))
 # The first row that serves wins.
 SEGMENT_ROWS = (

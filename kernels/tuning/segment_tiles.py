@@ -108,6 +108,7 @@ class SegmentRow:
 _NO_CODES, _BY_ROW, _BY_TOKEN = (Codes.NONE,), (Codes.BY_ROW,), (Codes.BY_TOKEN,)
 _OF_64 = ExtendTiles(64, 64, 4, 3, 2)
 _OF_96 = ExtendTiles(64, 64, 4, 3, 2, dim_block=32)
+_OF_128, _SHORT_128 = ExtendTiles(128, 64, 8, 3, dim_block=64), (ExtendTiles(64, 64, 4, 3),)
 _OF_256 = ExtendTiles(64, 64, 4, 2, dim_block=64)
 _INTERPRETED = SegmentTiles(64, 16, 32, 1, 1, 3, ExtendTiles(32, 16, 1, 1), short=(ExtendTiles(16, 16, 1, 1),))
 # The first row that serves wins.
@@ -118,27 +119,13 @@ SEGMENT_ROWS = (
     SegmentRow("sm_90", 2, 96, SegmentTiles(1024, 64, 64, 4, 3, 2, _OF_96, short=(_OF_96,), early=True), _NO_CODES),
     # Extend: 250 registers, both accumulators among them, so one program an SM; with 4 warps it spills. llama8b
     # 1 x 2048 new + 6144 cached: 585 us, 653 in one block of columns.
-    SegmentRow(
-        "sm_90",
-        2,
-        128,
-        SegmentTiles(
-            1024,
-            64,
-            64,
-            4,
-            3,
-            2,
-            ExtendTiles(128, 64, 8, 3, dim_block=64),
-            short=(ExtendTiles(64, 64, 4, 3),),
-            early=True,
-        ),
-    ),
+    SegmentRow("sm_90", 2, 128, SegmentTiles(1024, 64, 64, 4, 3, 2, _OF_128, short=_SHORT_128, early=True), _NO_CODES),
+    SegmentRow("sm_90", 2, 128, SegmentTiles(1024, 64, 64, 4, 3, 2, _OF_128, early=True)),
     SegmentRow(
         "sm_90",
         2,
         256,
-        SegmentTiles(1024, 64, 64, 4, 3, 1, ExtendTiles(64, 64, 4, 2, dim_block=64), early=True, left_in_memory=True),
+        SegmentTiles(1024, 64, 64, 4, 3, 1, _OF_256, short=(_OF_256,), early=True, left_in_memory=True),
         _NO_CODES,
     ),
     # Codes with three stages of decode spill up to 16 bytes.

@@ -24,6 +24,7 @@ from rocm_attn.providers.contract import OWN_POOL, BoundKernel, PoolSize, PoolTe
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.providers.shared_prefix import SharedPrefixKernel
 from rocm_attn.providers.triton_hopper import TRITONS, HopperExtend
+from rocm_attn.providers.triton_segments import SegmentExtend
 from tests.amd.kernels.attention_cases import Case, build, extend_cut, garbage
 
 LAYER = Problem(32, 8, 128, 128, torch.bfloat16, page_size=16, scale=128**-0.5)
@@ -55,6 +56,11 @@ def hopper_of(kernel: BoundKernel) -> HopperExtend:
     found = kernel.other if isinstance(kernel, KernelByTokens) else kernel
     assert isinstance(found, HopperExtend)
     return found
+
+
+def kernels_by_tokens(kernel: Any) -> list[Any]:
+    """Those of all steps, whatever new tokens their sequences have."""
+    return [*(sized.kernel for sized in kernel.short), kernel.other] if isinstance(kernel, KernelByTokens) else [kernel]
 
 
 def names(selection: Selection) -> dict[StepKind, str]:
@@ -156,11 +162,21 @@ def test_deterministic_extend_has_segments_and_key_blocks_of_deterministic_decod
     extend, mixed = (selection.kernel(kind).row.name for kind in (StepKind.EXTEND, StepKind.MIXED))
     assert (extend, mixed) == (name, f"{name}+decode")
     decode: Any = selection.kernel(StepKind.DECODE).bound
-    kernel: Any = selection.kernel(StepKind.EXTEND).bound
-    assert kernel.tiles.segment_len == decode.tiles.segment_len
-    assert kernel.tiles.extend.key_block == decode.tiles.key_block
+    for kernel in kernels_by_tokens(selection.kernel(StepKind.EXTEND).bound):
+        assert kernel.tiles.segment_len == decode.tiles.segment_len
+        assert kernel.tiles.extend.key_block == decode.tiles.key_block
     elsewhere = chosen(problem, on(Release.of("3.9.0")), deterministic=True)
     assert elsewhere.kernel(StepKind.EXTEND).row.name == "triton.segment_extend"
+
+
+def test_a_few_drafts_of_a_sequence_are_verified_in_plain_tiles_of_few_rows() -> None:
+    """Of Hopper's 128 rows most would have no token."""
+    kernel = chosen(LAYER, on(TRITONS[0]), deterministic=True).kernel(StepKind.EXTEND).bound
+    assert isinstance(kernel, KernelByTokens)
+    drafts, chunks = (kernel.of_shape(PaddedShape(StepKind.EXTEND, 64, 64 * q_len)) for q_len in (16, 17))
+    assert isinstance(drafts, SegmentExtend)
+    assert drafts.tiles.extend.query_rows == 64
+    assert isinstance(chunks, HopperExtend)
 
 
 def test_deterministic_extend_shares_no_row() -> None:

@@ -98,30 +98,11 @@ _CODED_TILES: Mapping[int, HopperTiles] = {
 }
 
 HEAD_DIMS = tuple(_EXTEND_TILES)
-
-# Of deterministic attention: segments and key blocks are those by which decode walks them.
-# llama8b 1 x 2048 + 6144: 517 us, 8 x 512 + 4096: 673; in blocks of 128 keys 434 and 562, but decode of those takes
-# 1.17 to 1.27 of the normal mode, and 1.05 to 1.13 of these. Of heads of 64 decode would take the same, but masks of
-# deterministic steps are read for blocks of 64 keys at most (mask_bits.TWO_WORDS).
-_SEGMENT_TILES: Mapping[int, HopperTiles] = {
-    64: HopperTiles(ExtendTiles(128, 64, 4, 4, programs_per_cu=1), overlaps=True, registers=224, segment_len=1024),
-    128: HopperTiles(ExtendTiles(128, 64, 4, 4, programs_per_cu=1), overlaps=True, registers=224, segment_len=1024),
-    192: HopperTiles(
-        ExtendTiles(128, 64, 4, 3, dim_block=64, programs_per_cu=1),
-        overlaps=True,
-        registers=232,
-        segment_len=1024,
-        left_in_workspace=True,
-    ),
-    256: HopperTiles(
-        ExtendTiles(128, 64, 4, 2, dim_block=128, programs_per_cu=1),
-        overlaps=True,
-        registers=232,
-        segment_len=1024,
-        left_in_workspace=True,
-    ),
-}
-SEGMENT_HEAD_DIMS = tuple(_SEGMENT_TILES)
+# Stages of deterministic attention.
+_SEGMENT_STAGES: Mapping[int, int] = {64: 4, 128: 4, 192: 3, 256: 2}
+SEGMENT_HEAD_DIMS = tuple(_SEGMENT_STAGES)
+# The largest heads of which both accumulators have room beside the rings in shared memory.
+_MOST_LEFT_SHARED = 128
 
 
 def hopper_tiles(head_dim: int, *, coded: bool) -> HopperTiles:
@@ -130,5 +111,27 @@ def hopper_tiles(head_dim: int, *, coded: bool) -> HopperTiles:
 
 
 def hopper_segment_tiles(head_dim: int) -> HopperTiles:
-    """The tiles of deterministic attention, of heads of one of SEGMENT_HEAD_DIMS."""
-    return _SEGMENT_TILES[head_dim]
+    """The tiles of deterministic attention, of heads of one of SEGMENT_HEAD_DIMS.
+
+    Segments and key blocks are those by which decode walks them.
+    """
+    # llama8b 1 x 2048 + 6144: 517 us, 8 x 512 + 4096: 673; in blocks of 128 keys 434 and 562, but decode of those takes
+    # 1.17 to 1.27 of the normal mode, and 1.05 to 1.13 of these. Of heads of 64 decode would take the same, but masks
+    # of deterministic steps are read for blocks of 64 keys at most (mask_bits.TWO_WORDS).
+    of_decode = segment_tiles("sm_90", head_dim=head_dim, v_head_dim=head_dim, dtype=torch.bfloat16)
+    others = _EXTEND_TILES[head_dim]
+    extend = ExtendTiles(
+        128,
+        of_decode.key_block,
+        4,
+        _SEGMENT_STAGES[head_dim],
+        dim_block=others.extend.dim_block,
+        programs_per_cu=1,
+    )
+    return HopperTiles(
+        extend,
+        overlaps=True,
+        registers=others.registers,
+        segment_len=of_decode.segment_len,
+        left_in_workspace=head_dim > _MOST_LEFT_SHARED,
+    )

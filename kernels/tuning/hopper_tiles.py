@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
+from rocm_attn.kernels.tuning.segment_tiles import segment_tiles
 from rocm_attn.kernels.tuning.tiles import ExtendTiles
 
 

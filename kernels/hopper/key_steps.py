@@ -18,7 +18,7 @@ from rocm_attn.kernels.attention.bundles import Softmax
 from rocm_attn.kernels.attention.coded import scaled_parts
 from rocm_attn.kernels.attention.softmax import capped_at_once
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES
-from rocm_attn.kernels.hopper.powers import powers_of_two
+from rocm_attn.kernels.hopper.powers import scaled_powers
 from rocm_attn.kernels.hopper.rings import zero_unseen
 from rocm_attn.kernels.hopper.rows import GROUP_ROWS
 
@@ -167,7 +167,7 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
             visible = _visible(gl.expand_dims(query.kv_index, 1), key, seen, G)
             scores = gl.where(visible, scores, float("-inf"))
         if G.BOUNDED:
-            weights = powers_of_two(scores * by_score, BY_PRODUCTS)
+            weights = scaled_powers(scores, by_score, BY_PRODUCTS)
             total += _sums_of_lanes(weights, G)
         else:
             new_maximum = gl.maximum(maximum, gl.max(scores, 1) * row_scale)
@@ -178,7 +178,7 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
                 weights = gl.exp2(gl.fma(scores, by_score, gl.expand_dims(-base, 1)))
                 total = gl.fma(total, decay, gl.sum(weights, 1))
             else:
-                weights = powers_of_two(scores * by_score - gl.expand_dims(base, 1), BY_PRODUCTS)
+                weights = gl.exp2(scores * by_score - gl.expand_dims(base, 1))
                 sums = _sums_of_lanes(weights, G)
                 S_LANES: gl.constexpr = sums.type.layout
                 total = total * gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, S_LANES)), 1) + sums

@@ -17,14 +17,15 @@ from triton.runtime.jit import constexpr_function
 # Of so many neighbours the first ones are computed by products.
 _NEIGHBOURS = gl.constexpr(4)
 _BY_UNIT = """
-    ex2.approx.ftz.f32 {power}, {x};"""
+    mul.rn.f32 x, {x}, {scale};
+    ex2.approx.ftz.f32 {power}, x;"""
 # A sum with 1.5 * 2^23 has n in its lowest bits, which 23 places higher are those of an exponent.
 _BY_PRODUCTS = """
-    max.f32 x, {x}, 0fC2FC0000;
-    add.rn.f32 p, x, 0f4B400000;
-    mov.b32 n, p;
-    sub.rn.f32 p, p, 0f4B400000;
-    sub.rn.f32 x, x, p;
+    fma.rn.f32 x, {x}, {scale}, 0f4B400000;
+    mov.b32 n, x;
+    sub.rn.f32 x, x, 0f4B400000;
+    neg.f32 x, x;
+    fma.rn.f32 x, {x}, {scale}, x;
     fma.rn.f32 p, x, 0f3D61FB71, 0f3E786EF8;
     fma.rn.f32 p, p, x, 0f3F31798D;
     fma.rn.f32 p, p, x, 0f3F7FFB4A;
@@ -36,23 +37,25 @@ _BY_PRODUCTS = """
 
 @constexpr_function
 def _assembly(by_products):
-    """Powers of _NEIGHBOURS numbers."""
+    """Powers of _NEIGHBOURS numbers times a factor."""
     many = int(_NEIGHBOURS.value)
     lines = [
-        (_BY_PRODUCTS if at < by_products else _BY_UNIT).format(power=f"${at}", x=f"${many + at}")
+        (_BY_PRODUCTS if at < by_products else _BY_UNIT).format(
+            power=f"${at}", x=f"${many + at}", scale=f"${2 * many + at}"
+        )
         for at in range(many)
     ]
     return "{\n    .reg .f32 x, p;\n    .reg .b32 n, m;" + "".join(lines) + "\n}"
 
 
 @gluon.jit
-def powers_of_two(x, BY_PRODUCTS: gl.constexpr):
-    """2^x, of x up to 127. BY_PRODUCTS: of four neighbours, how many are; for them 2^-126 is the least power"""
+def scaled_powers(x, scale, BY_PRODUCTS: gl.constexpr):
+    """2^(x scale), whose exponents are from -126 to 127. BY_PRODUCTS: of four neighbours, how many are"""
     if BY_PRODUCTS > 0:
         ASSEMBLY: gl.constexpr = _assembly(BY_PRODUCTS)
         powers = gl.inline_asm_elementwise(
-            ASSEMBLY, "=f,=f,=f,=f,f,f,f,f", [x], dtype=gl.float32, is_pure=True, pack=_NEIGHBOURS
+            ASSEMBLY, "=f,=f,=f,=f,f,f,f,f,f,f,f,f", [x, scale], dtype=gl.float32, is_pure=True, pack=_NEIGHBOURS
         )
     else:
-        powers = gl.exp2(x)
+        powers = gl.exp2(x * scale)
     return powers

@@ -25,8 +25,8 @@ from rocm_attn.kernels.hopper.rows import GROUP_ROWS
 
 class Query(NamedTuple):
     """A consumer's rows: tiles of q in shared memory, kv_index [64] of each row, what products with K are multiplied
-    with, of all or [64], and of a cap what their tanh is. Factors of keys, where tokens have them, in shared memory, and
-    room for what lies left of a segment.
+    with, of all or [64], and of a cap what their tanh is. In shared memory: factors of keys, where tokens have them;
+    room for what lies left of a segment, or in the workspace.
     """
 
     tiles: Any

@@ -68,8 +68,8 @@ _EXTEND_TILES: Mapping[int, HopperTiles] = {
     192: HopperTiles(
         ExtendTiles(128, 64, 4, 3, dim_block=64, programs_per_cu=1, merge_stages=4), overlaps=True, registers=232
     ),
-    # 16 x 8 heads, 1 x 2048 new + 6144: 367 us, in one block of columns 403, in four 428; without overlap 415 to 435; in
-    # blocks of 32 keys 473; the plain kernel 783.
+    # 16 x 8 heads, 1 x 2048 new + 6144: 367 us, in one block of columns 403, in four 428; without overlap 415 to 435;
+    # in blocks of 32 keys 473; the plain kernel 783.
     256: HopperTiles(
         ExtendTiles(128, 64, 4, 2, dim_block=128, programs_per_cu=1, merge_stages=4),
         overlaps=True,

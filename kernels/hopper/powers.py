@@ -5,7 +5,7 @@ the matrix units. So some exponentials are computed by the many units for produc
 
     2^x = 2^n 2^f    n the integer next to x, f in [-1/2, 1/2], 2^f a polynomial of the third degree
 
-It is off by at most 7.5e-5 of the power, a fiftieth of what rounding it to bfloat16 is.
+It is off by at most 7.5e-5 of the power, a twentieth of what rounding it to bfloat16 may be.
 """
 
 from __future__ import annotations

@@ -105,16 +105,12 @@ _CODED_TILES: Mapping[int, HopperTiles] = {
         decoder_registers=48,
         code_tiles=2,
     ),
-    256: HopperTiles(
-        ExtendTiles(128, 64, 4, 2, dim_block=64, programs_per_cu=1, merge_stages=4),
-        overlaps=True,
-        registers=216,
-        decoder_registers=48,
-        code_tiles=2,
-    ),
 }
 
 HEAD_DIMS = tuple(_EXTEND_TILES)
+# Of eight-bit pages. With heads of 256 the threads of the group that decodes leave too few registers: ptxas waits for
+# each product.
+CODED_HEAD_DIMS = tuple(_CODED_TILES)
 # Stages of deterministic attention.
 _SEGMENT_STAGES: Mapping[int, int] = {64: 4, 128: 4, 192: 3, 256: 2}
 SEGMENT_HEAD_DIMS = tuple(_SEGMENT_STAGES)
@@ -123,7 +119,7 @@ _MOST_LEFT_SHARED = 128
 
 
 def hopper_tiles(head_dim: int, *, coded: bool) -> HopperTiles:
-    """The tiles of heads of one of HEAD_DIMS. coded: whether pages are of eight bits"""
+    """The tiles of heads of one of HEAD_DIMS. coded: whether pages are of eight bits, then of CODED_HEAD_DIMS"""
     return (_CODED_TILES if coded else _EXTEND_TILES)[head_dim]
 
 

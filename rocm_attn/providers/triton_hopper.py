@@ -13,6 +13,7 @@ from rocm_attn.kernels.attention.cuts import NEVER_SPLIT, ExtendCut
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.tuning.hopper_tiles import (
+    CODED_HEAD_DIMS,
     HEAD_DIMS,
     SEGMENT_HEAD_DIMS,
     HopperTiles,
@@ -50,6 +51,7 @@ LIMITS = Limits(
     short_kv=True,
     encodings=(KVEncoding.LIKE_Q, KVEncoding.E4M3FN, KVEncoding.E5M2),
     scales=tuple(Scales),
+    most_coded_dim=max(CODED_HEAD_DIMS),
     tritons=TRITONS,
 )
 

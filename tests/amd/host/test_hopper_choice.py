@@ -115,6 +115,7 @@ def test_with_another_triton_the_plain_kernel_serves_and_the_reason_is_said(said
         {"has_alibi_slopes": True},
         {"window_left": 2046},
         {"kv_encoding": KVEncoding.E4M3FNUZ, "kv_scales": Scales.HEAD},
+        {"head_dim": 256, "v_head_dim": 256, "kv_encoding": KVEncoding.E4M3FN, "kv_scales": Scales.HEAD},
     ],
     ids=str,
 )

@@ -51,3 +51,13 @@ class Scores:
     def base_2_scale(self) -> float:
         """What q . k, or half the tanh of a cap, is multiplied with so that the softmax is one of powers of 2."""
         return (2 * self.soft_cap or self.scale) * LOG2_E
+
+    @property
+    def scales_at_once(self) -> tuple[float, float]:
+        """What q . k is multiplied with, and then its tanh, where that is one instruction (softmax.capped_at_once).
+
+        Without a cap there is no tanh, and both are base_2_scale.
+        """
+        if not self.soft_cap:
+            return self.base_2_scale, self.base_2_scale
+        return self.scale / self.soft_cap, self.soft_cap * LOG2_E

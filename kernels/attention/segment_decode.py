@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import KeyValues, Line, Logits, Pages, Rows, Span
@@ -29,6 +30,7 @@ from rocm_attn.kernels.attention.decode_schedule import (
     words_of_program,
 )
 from rocm_attn.kernels.attention.key_loop import KeyGeometry, Query, Seen, key_geometry
+from rocm_attn.kernels.attention.merge import early_options
 from rocm_attn.kernels.attention.query_block import load_queries, store_columns
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.segment_merge import launch_segment_merge
@@ -46,6 +48,7 @@ class SegmentDecodeGeometry(NamedTuple):
     QUERY_ROWS:  rows of the q block, a query head each, then padding
     SEGMENT_LEN: keys of a segment
     STAGES, EDGE_STAGES: key blocks whose loads are in flight, where the row sees all keys and where keys are masked
+    EARLY:       whether launches may begin while the one before still runs
     """
 
     rows: RowCut
@@ -54,6 +57,7 @@ class SegmentDecodeGeometry(NamedTuple):
     SEGMENT_LEN: int
     STAGES: int
     EDGE_STAGES: int
+    EARLY: bool
 
 
 @triton.jit(do_not_specialize=["num_programs", "width", "window_left"])
@@ -89,6 +93,10 @@ def _segment_decode_kernel(
     R: tl.constexpr = G.rows
     K: tl.constexpr = G.keys
     C: tl.constexpr = K.coding
+    if G.EARLY:
+        # As in decode.py: what is read may be what the launch before this one writes.
+        gdc_wait()
+        gdc_launch_dependents()
     words = words_of_program(schedule, tl.program_id(0))
     seq = tl.load(words + PROGRAM_SEQ)
     row = tl.load(words + PROGRAM_ROW)
@@ -180,9 +188,10 @@ def launch_segment_decode(
         G=geometry,
         num_warps=tiles.decode_warps,
         **tiles.options(),
+        **early_options(tiles.early),
         **UNFUSED,
     )
-    launch_segment_merge(args, parts, sums, cut=cut, rows=geometry.rows)
+    launch_segment_merge(args, parts, sums, cut=cut, rows=geometry.rows, early=tiles.early)
 
 
 def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: SegmentTiles) -> SegmentDecodeGeometry:
@@ -200,4 +209,5 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: SegmentTi
         SEGMENT_LEN=tiles.segment_len,
         STAGES=tiles.decode_stages,
         EDGE_STAGES=tiles.decode_stages,
+        EARLY=tiles.early,
     )

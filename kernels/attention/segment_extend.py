@@ -6,8 +6,10 @@ So it holds two accumulators: of the segment, and of what lies left of it.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import KeyValues, Line, Logits, Pages, Rows, Softmax, Span
@@ -33,7 +35,14 @@ from rocm_attn.kernels.attention.query_block import (
     store_results,
 )
 from rocm_attn.kernels.attention.scores import Scores
-from rocm_attn.kernels.attention.segments import UNFUSED, attend_segment, merge_segment
+from rocm_attn.kernels.attention.segments import (
+    UNFUSED,
+    attend_segment,
+    left_of_program,
+    load_left,
+    merge_in_memory,
+    merge_segment,
+)
 from rocm_attn.kernels.attention.softmax import LOG2_E
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
@@ -50,6 +59,7 @@ def _segment_extend_kernel(
     schedule,
     out,
     lse,
+    left,
     sinks,
     slopes,
     k_scale,
@@ -125,9 +135,16 @@ def _segment_extend_kernel(
         first_segment = first_key // G.SEGMENT_LEN
         end_segment = tl.cdiv(end_key, G.SEGMENT_LEN)
         acc, maximum, total = nothing_seen(QUERY_ROWS, K)
-        for segment in range(first_segment, end_segment):
-            part = attend_segment(segment, query, kv, seen, edge_block, G)
-            acc, maximum, total = merge_segment(Softmax(acc, maximum, total), part)
+        if left is None:
+            for segment in range(first_segment, end_segment):
+                part = attend_segment(segment, query, kv, seen, edge_block, G)
+                acc, maximum, total = merge_segment(Softmax(acc, maximum, total), part)
+        else:
+            rows_left = left_of_program(left, G)
+            for segment in range(first_segment, end_segment):
+                part = attend_segment(segment, query, kv, seen, edge_block, G)
+                maximum, total = merge_in_memory(rows_left, maximum, total, part, segment - first_segment, K)
+            acc = load_left(rows_left, end_segment - first_segment, K)
         # Read again, not kept: both accumulators leave no register to keep it in.
         first_token = tl.load(words + BLOCK_FIRST_TOKEN, volatile=True)
         num_tokens = tl.load(words + BLOCK_TOKENS, volatile=True)
@@ -141,7 +158,7 @@ def launch_segment_extend(
 ) -> None:
     """launch_paged_extend, bitwise the same for a token in any batch and chunk, and as launch_segment_decode gives it.
 
-    args: with cut's schedule; there is no workspace
+    args: with cut's schedule, and a workspace of tiles.left_words(...) or longer
     cut:  of tiles.extend
     mask: which keys each token sees, in place of scores.causal. A token that sees none receives 0 and LSE -inf
 
@@ -151,9 +168,10 @@ def launch_segment_extend(
     queries, pages, table = args.queries, args.pages, args.table
     geometry = _geometry(args, scores, cut, tiles, mask)
     max_blocks = cut.max_blocks(queries.num_tokens, queries.num_seqs)
+    num_programs = max_blocks * geometry.KV_HEADS * geometry.HEAD_BLOCKS
     launch(
         _segment_extend_kernel,
-        (max_blocks * geometry.KV_HEADS * geometry.HEAD_BLOCKS,),
+        (num_programs,),
         args.q,
         pages.raw_k,
         pages.raw_v,
@@ -163,6 +181,7 @@ def launch_segment_extend(
         args.schedule,
         args.out,
         args.lse,
+        _left(args, geometry, num_programs) if tiles.left_in_memory else None,
         args.sinks,
         args.slopes,
         pages.k_scale,
@@ -212,3 +231,13 @@ def _geometry(
         STAGES=extend.num_stages,
         EDGE_STAGES=extend.diagonal_stages,
     )
+
+
+def _left(args: AttendArgs, geometry: BlockGeometry, num_programs: int) -> Tensor:
+    """Where programs keep what lies left of a segment."""
+    keys = geometry.keys
+    words = num_programs * geometry.QUERY_ROWS * keys.V_PARTS * keys.V_COLUMNS
+    assert args.workspace.dtype == torch.float32
+    assert args.workspace.is_contiguous()
+    assert args.workspace.numel() >= words
+    return args.workspace

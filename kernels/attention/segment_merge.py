@@ -10,11 +10,13 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import Softmax
 from rocm_attn.kernels.attention.cuts import DecodeCut, RowCut
 from rocm_attn.kernels.attention.decode_schedule import SEQ_KV_LEN, SEQ_START, words_of_seq
+from rocm_attn.kernels.attention.merge import early_options
 from rocm_attn.kernels.attention.segments import UNFUSED, merge_segment
 from rocm_attn.kernels.attention.softmax import LN_2, add_sink, visible_blocks
 from rocm_attn.kernels.launch import launch
@@ -22,6 +24,8 @@ from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 # Parts of a row that are loaded before they are merged, one after the other.
 _PARTS = 8
+# Fewer programs leave an H200 idle, many more come one after the other.
+_PROGRAMS = 2048
 
 
 class SegmentMergeGeometry(NamedTuple):
@@ -32,6 +36,7 @@ class SegmentMergeGeometry(NamedTuple):
     HEADS:      q rows of a program
     COLUMNS:    output columns of a program
     PARTS:      parts of a row that are loaded before they are merged, one after the other
+    EARLY:      see launch_segment_merge
     """
 
     rows: RowCut
@@ -39,6 +44,7 @@ class SegmentMergeGeometry(NamedTuple):
     HEADS: int
     COLUMNS: int
     PARTS: int
+    EARLY: bool
 
 
 @triton.jit(do_not_specialize=["num_programs", "window_left"])
@@ -66,6 +72,10 @@ def _segment_merge_kernel(
     row = tl.program_id(0) % R.ROWS
     seq_words = words_of_seq(schedule, num_programs, seq)
     kv_len = tl.load(seq_words + SEQ_KV_LEN)
+    if G.EARLY:
+        # As in merge.py: what follows may start when every program has ended, and shall find decode ended too.
+        gdc_launch_dependents()
+        gdc_wait()
     if kv_len >= 0:
         _, _, num_parts = visible_blocks(kv_len, window_left, R.KEY_BLOCK, R.WINDOWED)
         first_part = (tl.load(seq_words + SEQ_START) + row * (num_parts + R.ROW_COST) + R.ROW_COST).to(tl.int64)
@@ -109,10 +119,18 @@ def _segment_merge_kernel(
             tl.store(lse + token * lse_token + head * lse_head, (maximum + tl.log2(total)) * LN_2, mask=is_row)
 
 
-def launch_segment_merge(args: AttendArgs, parts: Tensor, sums: Tensor, *, cut: DecodeCut, rows: RowCut) -> None:
+def parts_at_once(elements: int, early: bool) -> int:
+    """Parts of a row that are loaded before they are merged, by programs of so many elements: small ones have room."""
+    return max(_PARTS, 1024 // elements) if early else _PARTS
+
+
+def launch_segment_merge(
+    args: AttendArgs, parts: Tensor, sums: Tensor, *, cut: DecodeCut, rows: RowCut, early: bool = False
+) -> None:
     """out and lse of every sequence with one new token; the arguments are launch_segment_decode's.
 
     parts: float32 [slots, q_rows, v_head_dim] flat; sums: float32 [slots, q_rows, 2] flat, maximum and sum
+    early: as in launch_merge
     """
     v_head_dim = args.out.shape[2]
     # Few rows need many programs; with many rows a program takes as many heads as its registers hold.
@@ -120,6 +138,8 @@ def launch_segment_merge(args: AttendArgs, parts: Tensor, sums: Tensor, *, cut: 
     is_small = num_rows <= 64
     heads = 1 if is_small else min(next_power_of_2(rows.Q_ROWS), max(1, 512 // block))
     columns = min(block, 32) if is_small else block
+    if is_small and early:
+        columns = min(block, 256, max(32, next_power_of_2(num_rows * rows.Q_ROWS * block // _PROGRAMS)))
     launch(
         _segment_merge_kernel,
         (num_rows, triton.cdiv(rows.Q_ROWS, heads), triton.cdiv(v_head_dim, columns)),
@@ -133,7 +153,8 @@ def launch_segment_merge(args: AttendArgs, parts: Tensor, sums: Tensor, *, cut: 
         cut.programs,
         cut.window_left,
         *args.written_strides,
-        G=SegmentMergeGeometry(rows, v_head_dim, heads, columns, _PARTS),
+        G=SegmentMergeGeometry(rows, v_head_dim, heads, columns, parts_at_once(heads * columns, early), early),
         num_warps=1,
+        **early_options(early),
         **UNFUSED,
     )

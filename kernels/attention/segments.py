@@ -56,12 +56,57 @@ def merge_segment(left, segment):
 
     A side that saw no key (0, -inf, 0) changes no bit. acc: tuples of as many blocks
     """
-    maximum = tl.maximum(left.maximum, segment.maximum)
-    base = tl.where(maximum == float("-inf"), 0.0, maximum)
-    decay = tl.exp2(left.maximum - base)
-    weight = tl.exp2(segment.maximum - base)
-    total = tl.fma(left.total, decay, segment.total * weight)
+    maximum, total, decay, weight = _merged_sums(left.maximum, left.total, segment)
     acc = ()
     for i in tl.static_range(len(left.acc)):
         acc += (tl.fma(left.acc[i], decay[:, None], segment.acc[i] * weight[:, None]),)  # type: ignore[assignment]
     return Softmax(acc, maximum, total)
+
+
+@triton.jit
+def _merged_sums(maximum, total, segment):
+    """Maximum and sum of what lies left of a segment and of the segment, and what both accumulators are scaled by."""
+    merged = tl.maximum(maximum, segment.maximum)
+    base = tl.where(merged == float("-inf"), 0.0, merged)
+    decay = tl.exp2(maximum - base)
+    weight = tl.exp2(segment.maximum - base)
+    return merged, tl.fma(total, decay, segment.total * weight), decay, weight
+
+
+@triton.jit
+def left_of_program(left, G: tl.constexpr):
+    """Where a program keeps the accumulators of what lies left of a segment: pointers [QUERY_ROWS, V_COLUMNS]."""
+    K: tl.constexpr = G.keys
+    ROW: tl.constexpr = K.V_PARTS * K.V_COLUMNS
+    row = tl.program_id(0).to(tl.int64) * G.QUERY_ROWS + tl.arange(0, G.QUERY_ROWS)
+    return left + (row * ROW)[:, None] + tl.arange(0, K.V_COLUMNS)[None, :]
+
+
+@triton.jit
+def merge_in_memory(rows_left, maximum, total, segment, num_left, K: tl.constexpr):
+    """merge_segment where the left accumulators are in memory. Gives maximum and sum.
+
+    num_left: segments that lie left of it; without any nothing was written yet
+    """
+    maximum, total, decay, weight = _merged_sums(maximum, total, segment)
+    V_PARTS: tl.constexpr = K.V_PARTS
+    is_left = tl.full([1, 1], 0, tl.int32) + num_left > 0
+    # Whichever thread wrote an element, and whichever reads it.
+    tl.debug_barrier()
+    for i in tl.static_range(V_PARTS):
+        rows = rows_left + i * K.V_COLUMNS
+        acc = tl.load(rows, mask=is_left, other=0.0)
+        tl.store(rows, tl.fma(acc, decay[:, None], segment.acc[i] * weight[:, None]))
+    return maximum, total
+
+
+@triton.jit
+def load_left(rows_left, num_left, K: tl.constexpr):
+    """The accumulators that merge_in_memory has written for so many segments; 0 of none."""
+    V_PARTS: tl.constexpr = K.V_PARTS
+    is_left = tl.full([1, 1], 0, tl.int32) + num_left > 0
+    tl.debug_barrier()
+    acc = ()
+    for i in tl.static_range(V_PARTS):
+        acc += (tl.load(rows_left + i * K.V_COLUMNS, mask=is_left, other=0.0),)  # type: ignore[assignment]
+    return acc

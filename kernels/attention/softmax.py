@@ -64,6 +64,24 @@ def visible_blocks(kv_len, window_left, KEY_BLOCK: tl.constexpr, WINDOWED: tl.co
     return first_key, first_block, end - first_block
 
 
+@constexpr_function
+def _halvings(n: int) -> int:
+    """How often a power of two can be halved."""
+    return int(n).bit_length() - 1
+
+
+@triton.jit
+def sum_by_pairs(weights):
+    """The sum of each row [rows, n]: of neighbours, then of neighbouring sums, and so on.
+
+    Whoever holds which of the numbers, the sums of two are the same. tl.sum's order follows from a tile's layout.
+    """
+    LEVELS: tl.constexpr = _halvings(weights.shape[1])
+    for _ in tl.static_range(LEVELS):
+        weights = tl.sum(tl.reshape(weights, [weights.shape[0], weights.shape[1] // 2, 2]), 2)
+    return tl.reshape(weights, [weights.shape[0]])
+
+
 @triton.jit
 def add_sink(maximum, total, sink):
     """Maximum and sum (base 2) with a sink (natural log) added, and the factor for what was accumulated before it.

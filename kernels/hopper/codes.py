@@ -60,9 +60,10 @@ class Codes(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """Of scores, in base 2: a number; of K and of V: pointers, or None."""
+    """Of products of q and K, and of the tanh of a cap: numbers; of K and of V: pointers, or None."""
 
-    qk_scale: Any
+    products: Any
+    cap: Any
     k: Any
     v: Any
 

@@ -54,10 +54,14 @@ from rocm_attn.kernels.hopper.rows import (
     steps_of,
     work_of_program,
 )
-from rocm_attn.kernels.hopper.segments import merged, new_left, nothing_left
+from rocm_attn.kernels.hopper.segments import left_of_group, merge_segment, merged, new_left, nothing_left
 from rocm_attn.kernels.hopper.warp_groups import leave
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.hopper_tiles import HopperTiles
+
+# Exponentials of scores up to it and down to its negative are numbers of bfloat16 without a maximum taken off, and a
+# million of them times V add up to less than float32 goes.
+_MOST_BOUNDED_CAP = 60.0
 
 
 class Own(NamedTuple):
@@ -69,17 +73,40 @@ class Own(NamedTuple):
 
 
 @gluon.jit
-def _attend_row(n, query, v_factor, rings, steps, edge_step, seen, G: gl.constexpr):
-    """The softmax of a row's steps, and n, steps that have passed through the rings."""
-    empty = nothing_seen(G)
-    progress = Progress(empty, nothing_left(query.left, empty, G), n)
+def _attend_span(n, query, rings, span, edge_step, seen, G: gl.constexpr):
+    """The softmax of the keys of some steps, and n, steps that have passed through the rings."""
+    progress = Progress(nothing_seen(G), n)
     if not G.WINDOWED:
         # Steps before it are seen whole by every row. With a window a loop of its own for them does not pay.
-        open_steps = Span(steps.first, gl.minimum(edge_step, steps.end))
+        open_steps = Span(span.first, gl.minimum(edge_step, span.end))
         progress = attend_steps(progress, query, rings, open_steps, seen, G, False)
-    edge = Span(gl.maximum(edge_step, steps.first), steps.end)
-    softmax, left, n = attend_steps(progress, query, rings, edge, seen, G, True)
-    softmax = merged(query.left, left, softmax, G) if G.SEGMENT_STEPS > 0 else ended(softmax, v_factor, G)
+    edge = Span(gl.maximum(edge_step, span.first), span.end)
+    return attend_steps(progress, query, rings, edge, seen, G, True)
+
+
+@gluon.jit
+def _attend_segments(n, query, rings, steps, edge_step, seen, G: gl.constexpr):
+    """The softmax of a row's steps, segment by segment, and n."""
+    STEPS: gl.constexpr = G.SEGMENT_STEPS
+    softmax = nothing_seen(G)
+    left = nothing_left(softmax)
+    first_segment = steps.first // STEPS
+    for segment in range(first_segment, gl.cdiv(steps.end, STEPS)):
+        if segment > first_segment:
+            left = merge_segment(query.left, left, softmax, G)
+        span = Span(gl.maximum(steps.first, segment * STEPS), gl.minimum(steps.end, (segment + 1) * STEPS))
+        softmax, n = _attend_span(n, query, rings, span, edge_step, seen, G)
+    return merged(query.left, left, softmax, G), n
+
+
+@gluon.jit
+def _attend_row(n, query, v_factor, rings, steps, edge_step, seen, G: gl.constexpr):
+    """The softmax of a row's steps, and n."""
+    if G.SEGMENT_STEPS > 0:
+        softmax, n = _attend_segments(n, query, rings, steps, edge_step, seen, G)
+    else:
+        softmax, n = _attend_span(n, query, rings, Span(steps.first, steps.end), edge_step, seen, G)
+        softmax = ended(softmax, v_factor, G)
     return softmax, n
 
 
@@ -93,12 +120,12 @@ def _consume(GROUP: gl.constexpr, x, own, rings, to, factors, todo, G: gl.conste
         words = x.words + todo.block * BLOCK_WORDS
         _, seen = seen_by_block(x, words, G)
         steps = steps_of(words, seen, todo, G)
-        qk_scale = factors.qk_scale * row_factor(factors.k, todo.row, G)
-        qk_scale = put_queries(queries, own.tiles, qk_scale, S_ROW, G)
+        product_scale = factors.products * row_factor(factors.k, todo.row, G)
+        product_scale = put_queries(queries, own.tiles, product_scale, S_ROW, G)
         v_factor = row_factor(factors.v, todo.row, G)
         first_kv_index = gl.load(words + BLOCK_KV_INDEX)
         kv_index = first_kv_index + lines_of_group(GROUP, S_ROW) // G.GQA_RATIO
-        query = Query(own.tiles, kv_index, qk_scale, own.k_factors, own.left, steps.first)
+        query = Query(own.tiles, kv_index, product_scale, factors.cap, own.k_factors, own.left)
         edge_step = steps.first
         if not G.WINDOWED:
             edge_step = (first_kv_index + 1 if G.CAUSAL else seen.end) // G.KEY_BLOCK
@@ -129,7 +156,8 @@ def _hopper_extend_kernel(
     sinks,
     k_scale,
     v_scale,
-    qk_scale,
+    product_scale,
+    cap_scale,
     window_left,
     num_programs,
     max_blocks,
@@ -158,11 +186,13 @@ def _hopper_extend_kernel(
         layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
         first_q = gl.allocate_shared_memory(K_DTYPE, [PARTS, GROUP_ROWS, COLUMNS], layout)
         second_q = gl.allocate_shared_memory(K_DTYPE, [PARTS, GROUP_ROWS, COLUMNS], layout)
-        factors = Factors(qk_scale, k_scale, v_scale)
+        factors = Factors(product_scale, cap_scale, k_scale, v_scale)
         # Gluon hands no None to warp groups: where there is nothing left of a segment, and there are no factors of
         # keys, these are not read.
         first_left, second_left, k_factors = first_q, second_q, rings.free
-        if G.SEGMENT_STEPS > 0:
+        if G.LEFT_IN_WORKSPACE:
+            first_left, second_left = left_of_group(0, partials, G), left_of_group(1, partials, G)
+        elif G.SEGMENT_STEPS > 0:
             first_left, second_left = new_left(G), new_left(G)
         if G.CODE_TILES > 0:
             codes = new_codes(G)
@@ -206,7 +236,7 @@ def _hopper_extend_kernel(
 
 
 def launch_hopper_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut, tiles: HopperTiles) -> None:
-    """As launch_paged_extend, without masks, caps and slopes, over contiguous pages.
+    """As launch_paged_extend, without masks and slopes, over contiguous pages.
 
     Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
     """
@@ -231,7 +261,7 @@ def launch_hopper_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut, ti
         args.sinks,
         pages.k_scale,
         pages.v_scale,
-        scores.base_2_scale,
+        *scores.scales_at_once,
         scores.window_left,
         programs,
         max_blocks,
@@ -261,6 +291,7 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
     assert cut.query_tokens == tiles.extend.tokens_per_block(gqa_ratio), "the schedule was cut for other tiles"
     if tiles.segment_len:
         assert sharing.split_keys == NEVER_SPLIT, "deterministic attention shares no row"
+        assert args.workspace.numel() >= tiles.words_left(programs=sharing.programs, head_dim=args.q.shape[2])
     else:
         words = cut.partials_words(query_rows=tiles.extend.query_rows, v_head_dim=args.out.shape[2])
         assert args.workspace.numel() >= words
@@ -277,9 +308,13 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
         GROUPS=tiles.extend.query_rows // GROUP_ROWS.value,
         ROW_KEYS=sharing.row_keys,
         SEGMENT_STEPS=tiles.segment_len // tiles.extend.key_block,
+        LEFT_IN_WORKSPACE=tiles.left_in_workspace,
         CAUSAL=scores.causal,
         WINDOWED=scores.windowed,
+        CAPPED=scores.soft_cap > 0,
+        BOUNDED=0 < scores.soft_cap <= _MOST_BOUNDED_CAP and not is_fp8 and args.q.dtype == torch.bfloat16,
         OVERLAPS=tiles.overlaps,
+        POWERS_BY_PRODUCTS=tiles.powers_by_products,
         ENCODING=coding.ENCODING,
         SCALES=coding.SCALES,
         CODE_TILES=tiles.code_tiles,

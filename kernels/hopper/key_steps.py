@@ -16,33 +16,33 @@ from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.attention.bundles import Softmax
 from rocm_attn.kernels.attention.coded import scaled_parts
+from rocm_attn.kernels.attention.softmax import capped_at_once
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES
+from rocm_attn.kernels.hopper.powers import scaled_powers
 from rocm_attn.kernels.hopper.rings import zero_unseen
 from rocm_attn.kernels.hopper.rows import GROUP_ROWS
-from rocm_attn.kernels.hopper.segments import merge_segment
 
 
 class Query(NamedTuple):
-    """A consumer's rows: tiles of q in shared memory, kv_index [64] of each row, factor of the scores in base 2, of all
-    or [64]. In shared memory: factors of keys, where tokens have them, and room for what lies left of a segment. The
-    row's first step.
+    """A consumer's rows: tiles of q in shared memory, kv_index [64] of each row, what products with K are multiplied
+    with, of all or [64], and of a cap what their tanh is. In shared memory: factors of keys, where tokens have them;
+    room for what lies left of a segment, or in the workspace.
     """
 
     tiles: Any
     kv_index: Any
-    qk_scale: Any
+    product_scale: Any
+    cap_scale: Any
     k_factors: Any
     left: Any
-    first_step: Any
 
 
 class Progress(NamedTuple):
-    """A consumer in the midst of a row: the softmax of its keys, or of a segment of them with what lies left of that;
-    n, steps that have passed through the rings before.
+    """A consumer in the midst of a row: the softmax of its keys, or of a segment of them; n, steps that have passed
+    through the rings before.
     """
 
     softmax: Any
-    left: Any
     n: Any
 
 
@@ -103,7 +103,10 @@ def ended(softmax, v_factor, G: gl.constexpr):
     acc, maximum, total = softmax
     if G.CODE_TILES > 0 and G.SCALES != TOKEN_SCALES:
         acc = scaled_parts(acc, v_factor)
-    return Softmax(acc, maximum, gl.convert_layout(gl.sum(total, 1), maximum.type.layout))
+    total = gl.convert_layout(gl.sum(total, 1), maximum.type.layout)
+    if G.BOUNDED:
+        maximum = gl.where(total > 0.0, 0.0, maximum)
+    return Softmax(acc, maximum, total)
 
 
 @gluon.jit
@@ -114,8 +117,9 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
     wait for one of two products in flight makes ptxas wait for each. What comes between two waits is mixed by ptxas,
     but not across a wait: V is waited for before the exponentials, so that the accumulators are scaled among them.
 
-    Of deterministic attention every sum of products is an explicit fma (kernels/attention/segments.py). A segment ends
-    where the next one's first products with K are there already: the matrix units do not run dry.
+    If G.BOUNDED, the maximum stays as it is, nothing is scaled, and exponentials wait for no reduction.
+
+    Of deterministic attention every sum of products is an explicit fma (kernels/attention/segments.py).
     """
     KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
     PARTS: gl.constexpr = G.DIM // G.COLUMNS
@@ -124,9 +128,13 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     lane = gl.arange(0, KEY_BLOCK, layout=gl.SliceLayout(0, s_layout))
     zero = gl.zeros([GROUP_ROWS, KEY_BLOCK], gl.float32, layout=s_layout)
+    # By products what is not seen would not become 0.
+    BY_PRODUCTS: gl.constexpr = 0 if MASKED else G.POWERS_BY_PRODUCTS
     k, v, free = rings
-    by_row = gl.expand_dims(query.qk_scale, 1) if G.MOVES_Q else query.qk_scale
-    softmax, left, n = progress
+    by_row = gl.expand_dims(query.product_scale, 1) if G.MOVES_Q else query.product_scale
+    row_scale = query.cap_scale if G.CAPPED else query.product_scale
+    by_score = query.cap_scale if G.CAPPED else by_row
+    softmax, n = progress
     acc, maximum, total = softmax
     if G.OVERLAPS:
         products = ()
@@ -149,42 +157,44 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
             k_factor = query.k_factors.index(stage).load(gl.SliceLayout(0, s_layout))
         gl.thread_barrier()
         mbarrier.arrive(free.index(stage), count=1)
-        if G.SEGMENT_STEPS > 0:
-            begins = (step % G.SEGMENT_STEPS == 0) & (step > query.first_step)
-            if begins:
-                left = merge_segment(query.left, left, Softmax(acc, maximum, total), G)
-                acc, maximum, total = nothing_seen(G)
         mbarrier.wait(v.full.index(stage), phase)
         if G.SCALES == TOKEN_SCALES:
             scores = scores * gl.expand_dims(k_factor, 0)
+        if G.CAPPED:
+            scores = capped_at_once(scores, by_row)
         if MASKED:
             key = gl.expand_dims(step * KEY_BLOCK + lane, 0)
             visible = _visible(gl.expand_dims(query.kv_index, 1), key, seen, G)
             scores = gl.where(visible, scores, float("-inf"))
-        new_maximum = gl.maximum(maximum, gl.max(scores, 1) * query.qk_scale)
-        # A row of a masked step may have seen no key yet; the subtractions below must not be inf - inf.
-        base = gl.where(new_maximum == float("-inf"), 0.0, new_maximum) if MASKED else new_maximum
-        decay = gl.exp2(maximum - base)
-        if G.SEGMENT_STEPS > 0:
-            weights = gl.exp2(gl.fma(scores, by_row, gl.expand_dims(-base, 1)))
-            total = gl.fma(total, decay, gl.sum(weights, 1))
+        if G.BOUNDED:
+            weights = scaled_powers(scores, by_score, BY_PRODUCTS)
+            total += _sums_of_lanes(weights, G)
         else:
-            weights = gl.exp2(scores * by_row - gl.expand_dims(base, 1))
-            sums = _sums_of_lanes(weights, G)
-            S_LANES: gl.constexpr = sums.type.layout
-            total = total * gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, S_LANES)), 1) + sums
-        maximum = new_maximum
+            new_maximum = gl.maximum(maximum, gl.max(scores, 1) * row_scale)
+            # A row of a masked step may have seen no key yet; the subtractions below must not be inf - inf.
+            base = gl.where(new_maximum == float("-inf"), 0.0, new_maximum) if MASKED else new_maximum
+            decay = gl.exp2(maximum - base)
+            if G.SEGMENT_STEPS > 0:
+                weights = gl.exp2(gl.fma(scores, by_score, gl.expand_dims(-base, 1)))
+                total = gl.fma(total, decay, gl.sum(weights, 1))
+            else:
+                weights = gl.exp2(scores * by_score - gl.expand_dims(base, 1))
+                sums = _sums_of_lanes(weights, G)
+                S_LANES: gl.constexpr = sums.type.layout
+                total = total * gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, S_LANES)), 1) + sums
+            maximum = new_maximum
+            decay = gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, o_layout)), 1)
         p = gl.convert_layout(weights.to(v.tiles.dtype), p_layout)
-        decay = gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, o_layout)), 1)
         if MASKED and G.CODE_TILES == 0:
             zero_unseen(v, stage, step, seen, G)
         products = ()
         for i in gl.static_range(PARTS):
             v_tile = v.tiles.index(stage * PARTS + i)
-            products += (warpgroup_mma(p, v_tile, acc[i] * decay, is_async=True),)  # type: ignore[assignment]
+            kept = acc[i] if G.BOUNDED else acc[i] * decay
+            products += (warpgroup_mma(p, v_tile, kept, is_async=True),)  # type: ignore[assignment]
         if not G.OVERLAPS:
             acc = _waited(products)
         n += 1
     if G.OVERLAPS:
         acc = _waited(products)
-    return Progress(Softmax(acc, maximum, total), left, n)
+    return Progress(Softmax(acc, maximum, total), n)

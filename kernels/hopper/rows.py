@@ -42,8 +42,12 @@ class HopperGeometry(NamedTuple):
     GROUPS:    consumers
     ROW_KEYS:  of cuts.Sharing
     SEGMENT_STEPS: of deterministic attention, steps of a segment; 0 of other attention
+    LEFT_IN_WORKSPACE: of it, whether what lies left of a segment is in the workspace, and not in shared memory
     CAUSAL:    whether a row sees no key after its own
     WINDOWED:  whether there is a window
+    CAPPED:    whether scores have a cap
+    BOUNDED:   whether the cap keeps exponentials within V's numbers: then there is no running maximum
+    POWERS_BY_PRODUCTS: then, of four neighbouring scores, how many powers are computed by products (powers.py)
     OVERLAPS:  whether products with V run under the next step's products with K, which takes registers
     ENCODING, SCALES: of coding.Coding
     CODE_TILES: tiles of codes that are in shared memory at a time; 0: pages are in q's dtype
@@ -63,8 +67,12 @@ class HopperGeometry(NamedTuple):
     GROUPS: int
     ROW_KEYS: int
     SEGMENT_STEPS: int
+    LEFT_IN_WORKSPACE: bool
     CAUSAL: bool
     WINDOWED: bool
+    CAPPED: bool
+    BOUNDED: bool
+    POWERS_BY_PRODUCTS: int
     OVERLAPS: bool
     ENCODING: int
     SCALES: int

@@ -1,7 +1,8 @@
 """Deterministic extend for Hopper: a row's keys segment by segment, merged from left to right.
 
-kernels/attention/segments.py has the arithmetic, and why a row's bits depend on nothing else. What lies left of a
-segment is kept in shared memory: both accumulators have no room in registers.
+kernels/attention/segments.py has the arithmetic, and why a row's bits depend on nothing else. Both accumulators have no
+room in registers. What lies left of a segment is kept in shared memory, or in the workspace where that has no room: a
+program reads what it wrote itself, from L2.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from rocm_attn.kernels.hopper.rows import GROUP_ROWS
 
 
 class Left(NamedTuple):
-    """Maximum and sum [64] of what lies left of a segment; its accumulators are in shared memory."""
+    """Maximum and sum [64] of what lies left of a segment; its accumulators are in shared memory or the workspace."""
 
     maximum: Any
     total: Any
@@ -33,21 +34,41 @@ def new_left(G: gl.constexpr):
 
 
 @gluon.jit
-def nothing_left(room, empty, G: gl.constexpr):
+def nothing_left(empty):
     """Left of the first segment. empty: the softmax of no key"""
-    PARTS: gl.constexpr = G.DIM // G.COLUMNS
-    if G.SEGMENT_STEPS > 0:
-        for i in gl.static_range(PARTS):
-            room.index(i).store(empty.acc[i])
     return Left(empty.maximum, gl.zeros_like(empty.maximum))
 
 
 @gluon.jit
-def merge_segment(room, left, segment, G: gl.constexpr):
-    """What lies left of a segment, merged with it: segments.merge_segment of kernels/attention."""
-    PARTS: gl.constexpr = G.DIM // G.COLUMNS
-    o_layout: gl.constexpr = segment.acc[0].type.layout
-    O_ROW: gl.constexpr = gl.SliceLayout(1, o_layout)
+def left_of_group(GROUP: gl.constexpr, partials, G: gl.constexpr):
+    """The group's room in the workspace."""
+    return partials + (gl.program_id(0) * G.GROUPS + GROUP) * (GROUP_ROWS * G.DIM)
+
+
+@gluon.jit
+def _places(room, part: gl.constexpr, layout: gl.constexpr, G: gl.constexpr):
+    """Where a part's numbers lie in the workspace: in squares of eight, so that what a warp moves at once is in one."""
+    COLUMNS: gl.constexpr = G.COLUMNS
+    SQUARES: gl.constexpr = G.COLUMNS // 8
+    row = gl.expand_dims(gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, layout)), 1)
+    column = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout)), 0)
+    square = row // 8 * SQUARES + column // 8
+    return room + part * (GROUP_ROWS * COLUMNS) + square * 64 + row % 8 * 8 + column % 8
+
+
+@gluon.jit
+def _part_left(room, part: gl.constexpr, is_any, layout: gl.constexpr, G: gl.constexpr):
+    """A part of the accumulators; 0 of rows without any. is_any: which have some, [64, 1]"""
+    if G.LEFT_IN_WORKSPACE:
+        acc = gl.load(_places(room, part, layout, G), mask=is_any, other=0.0)
+    else:
+        acc = gl.where(is_any, room.index(part).load(layout), 0.0)
+    return acc
+
+
+@gluon.jit
+def _merge_of(left, segment, O_ROW: gl.constexpr):
+    """Maximum and sum of both; decay and weight [64, 1] of their accumulators; whether rows have anything left."""
     maximum = gl.maximum(left.maximum, segment.maximum)
     base = gl.where(maximum == float("-inf"), 0.0, maximum)
     decay = gl.exp2(left.maximum - base)
@@ -55,10 +76,26 @@ def merge_segment(room, left, segment, G: gl.constexpr):
     total = gl.fma(left.total, decay, segment.total * weight)
     decay = gl.expand_dims(gl.convert_layout(decay, O_ROW), 1)
     weight = gl.expand_dims(gl.convert_layout(weight, O_ROW), 1)
+    is_any = gl.expand_dims(gl.convert_layout(left.maximum, O_ROW), 1) > float("-inf")
+    return Left(maximum, total), decay, weight, is_any
+
+
+@gluon.jit
+def merge_segment(room, left, segment, G: gl.constexpr):
+    """What lies left of a segment, merged with it: segments.merge_segment of kernels/attention.
+
+    Nothing was written where rows have seen no key yet, so what is there is not read.
+    """
+    PARTS: gl.constexpr = G.DIM // G.COLUMNS
+    o_layout: gl.constexpr = segment.acc[0].type.layout
+    result, decay, weight, is_any = _merge_of(left, segment, gl.SliceLayout(1, o_layout))
     for i in gl.static_range(PARTS):
-        acc = room.index(i)
-        acc.store(gl.fma(acc.load(o_layout), decay, segment.acc[i] * weight))
-    return Left(maximum, total)
+        acc = gl.fma(_part_left(room, i, is_any, o_layout, G), decay, segment.acc[i] * weight)
+        if G.LEFT_IN_WORKSPACE:
+            gl.store(_places(room, i, o_layout, G), acc)
+        else:
+            room.index(i).store(acc)
+    return result
 
 
 @gluon.jit
@@ -66,8 +103,8 @@ def merged(room, left, segment, G: gl.constexpr):
     """The softmax of a row. segment: the last one"""
     PARTS: gl.constexpr = G.DIM // G.COLUMNS
     o_layout: gl.constexpr = segment.acc[0].type.layout
-    left = merge_segment(room, left, segment, G)
+    result, decay, weight, is_any = _merge_of(left, segment, gl.SliceLayout(1, o_layout))
     acc = ()
     for i in gl.static_range(PARTS):
-        acc += (room.index(i).load(o_layout),)  # type: ignore[assignment]
-    return Softmax(acc, left.maximum, left.total)
+        acc += (gl.fma(_part_left(room, i, is_any, o_layout, G), decay, segment.acc[i] * weight),)  # type: ignore[assignment]
+    return Softmax(acc, result.maximum, result.total)

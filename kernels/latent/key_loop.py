@@ -29,7 +29,7 @@ from rocm_attn.kernels.attention.key_rows import are_read_by_page, lie_in_one_pa
 from rocm_attn.kernels.attention.mask_bits import is_seen, row_words, seen_by_some
 from rocm_attn.kernels.attention.query_block import BlockGeometry
 from rocm_attn.kernels.attention.scores import Scores
-from rocm_attn.kernels.attention.softmax import LN_2, add_sink, capped, in_range
+from rocm_attn.kernels.attention.softmax import LN_2, add_sink, capped, in_range, sum_by_pairs
 from rocm_attn.kernels.cache.codes import HEAD_SCALES, LAYER_SCALES, TOKEN_SCALES, decoded, decoded_pairs
 from rocm_attn.kernels.cache.page_format import Coding
 from rocm_attn.kernels.tuning.latent_tiles import LatentTiles
@@ -48,6 +48,7 @@ class LatentGeometry(NamedTuple):
     CAUSAL:               whether a row sees no key after its own
     WINDOWED, CAPPED:     whether scores have a window, a cap
     EXACT:                whether results may not depend on which products and sums the compiler fuses
+    BY_PAIRS:             of EXACT, whether weights of keys are added up pair by pair (softmax.sum_by_pairs)
     CHAINS:               sums of products that a score is added up of, 1 or 2
     WIDE:                 whether V's columns are one part, and scores are masked only where a row does not see a key
     PAIRED:               whether codes are read two by two, and multiplied as float16
@@ -65,6 +66,7 @@ class LatentGeometry(NamedTuple):
     WINDOWED: bool
     CAPPED: bool
     EXACT: bool
+    BY_PAIRS: bool
     CHAINS: int
     WIDE: bool
     PAIRED: bool
@@ -117,7 +119,7 @@ class LatentSoftmax(NamedTuple):
 
 
 def latent_geometry(
-    args: AttendArgs, scores: Scores, tiles: LatentTiles, *, causal: bool, exact: bool
+    args: AttendArgs, scores: Scores, tiles: LatentTiles, *, causal: bool, exact: bool, by_pairs: bool = False
 ) -> LatentGeometry:
     """The geometry of a layer."""
     head_dim, v_head_dim = args.q.shape[2], args.out.shape[2]
@@ -136,6 +138,7 @@ def latent_geometry(
         WINDOWED=scores.windowed,
         CAPPED=scores.soft_cap > 0,
         EXACT=exact,
+        BY_PAIRS=by_pairs,
         CHAINS=tiles.chains,
         WIDE=tiles.wide,
         PAIRED=is_paired,
@@ -144,12 +147,12 @@ def latent_geometry(
 
 
 def latent_block_geometry(
-    args: AttendArgs, scores: Scores, tiles: LatentTiles, *, causal: bool, segment_len: int
+    args: AttendArgs, scores: Scores, tiles: LatentTiles, *, causal: bool, segment_len: int, by_pairs: bool = False
 ) -> BlockGeometry:
     """The geometry of a layer's query blocks. segment_len: keys of a segment of deterministic attention; 0: none"""
     num_heads = args.q.shape[1]
     return BlockGeometry(
-        keys=latent_geometry(args, scores, tiles, causal=causal, exact=segment_len > 0),
+        keys=latent_geometry(args, scores, tiles, causal=causal, exact=segment_len > 0, by_pairs=by_pairs),
         KV_HEADS=1,
         GQA_RATIO=num_heads,
         BLOCK_HEADS=tiles.block_heads(num_heads),
@@ -390,7 +393,7 @@ def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: 
         decay = tl.exp2(maximum - base)
         if K.EXACT:
             weights = tl.exp2(tl.fma(scores, logits.qk_scale, -base[:, None]))
-            total = tl.fma(total, decay, tl.sum(weights, 1))
+            total = tl.fma(total, decay, sum_by_pairs(weights) if K.BY_PAIRS else tl.sum(weights, 1))
         else:
             weights = tl.exp2(scores * logits.qk_scale - base[:, None])
             total = total * decay + tl.sum(weights, 1)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import Line, Logits, Span
@@ -28,6 +29,7 @@ from rocm_attn.kernels.attention.decode_schedule import (
     words_of_program,
 )
 from rocm_attn.kernels.attention.key_loop import Seen
+from rocm_attn.kernels.attention.merge import early_options
 from rocm_attn.kernels.attention.query_block import rows_of_block
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.segment_merge import launch_segment_merge
@@ -62,6 +64,7 @@ class LatentSegmentGeometry(NamedTuple):
     QUERY_ROWS:  rows of a query block, a query head each, then padding
     SEGMENT_LEN: keys of a segment
     STAGES:      key blocks whose loads are in flight
+    EARLY:       whether launches may begin while the one before still runs
     """
 
     rows: RowCut
@@ -72,6 +75,7 @@ class LatentSegmentGeometry(NamedTuple):
     QUERY_ROWS: int
     SEGMENT_LEN: int
     STAGES: int
+    EARLY: bool
 
 
 @triton.jit(do_not_specialize=["num_programs", "width", "window_left"])
@@ -101,6 +105,10 @@ def _latent_segment_decode_kernel(
     K: tl.constexpr = G.keys
     C: tl.constexpr = K.coding
     pages, p_page, p_token = as_loaded(pages, p_page, p_token, K)
+    if G.EARLY:
+        # As in attention/decode.py: what is read may be what the launch before this one writes.
+        gdc_wait()
+        gdc_launch_dependents()
     words = words_of_program(schedule, tl.program_id(0) // G.HEAD_BLOCKS)
     head_block = tl.program_id(0) % G.HEAD_BLOCKS
     seq = tl.load(words + PROGRAM_SEQ)
@@ -147,7 +155,7 @@ def launch_latent_segment_decode(
 
     args:          with cut's schedule, and a workspace of the sum of cut.segment_words(...) or longer
     most_segments: of a sequence, see LatentSegmentTiles
-    cut:           of latent_decode_cut for tiles.decode and the scores' window
+    cut:           of latent_decode_cut for tiles.decode(num_heads) and the scores' window
 
     Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
     """
@@ -179,27 +187,30 @@ def launch_latent_segment_decode(
         table.shape[1],
         *read_strides(args),
         G=geometry,
-        num_warps=tiles.block.num_warps,
+        num_warps=tiles.of_decode(args.q.shape[1]).num_warps,
         **tiles.options(),
+        **early_options(geometry.EARLY),
         **UNFUSED,
     )
-    launch_segment_merge(args, parts, sums, cut=cut, rows=geometry.rows)
+    launch_segment_merge(args, parts, sums, cut=cut, rows=geometry.rows, early=geometry.EARLY)
 
 
 def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: LatentSegmentTiles) -> LatentSegmentGeometry:
     """What the launch is compiled for; its arguments are checked."""
     check_latent(args, "deterministic latent decode")
-    block, num_heads = tiles.block, args.q.shape[1]
+    num_heads = args.q.shape[1]
+    block = tiles.of_decode(num_heads)
     cut.check(args.schedule, args.queries.num_seqs)
     assert cut.key_block == tiles.segment_len, "the schedule was cut for other tiles"
     assert cut.window_left == scores.window_left, "the schedule was cut for another window"
     return LatentSegmentGeometry(
         rows=latent_row_cut(cut, num_heads),
-        keys=latent_geometry(args, scores, block, causal=scores.causal, exact=True),
+        keys=latent_geometry(args, scores, block, causal=scores.causal, exact=True, by_pairs=tiles.by_pairs),
         GQA_RATIO=num_heads,
         BLOCK_HEADS=block.block_heads(num_heads),
         HEAD_BLOCKS=block.head_blocks(num_heads),
         QUERY_ROWS=block.query_rows,
         SEGMENT_LEN=tiles.segment_len,
         STAGES=block.num_stages,
+        EARLY=block.early,
     )

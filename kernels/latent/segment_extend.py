@@ -140,7 +140,9 @@ def launch_latent_segment_extend(
         mask.check(queries.num_seqs, queries.num_tokens)
         assert block.key_block <= TWO_WORDS
     causal = scores.causal and mask is None
-    geometry = latent_block_geometry(args, scores, block, causal=causal, segment_len=tiles.segment_len)
+    geometry = latent_block_geometry(
+        args, scores, block, causal=causal, segment_len=tiles.segment_len, by_pairs=tiles.by_pairs
+    )
     launch(
         _latent_segment_extend_kernel,
         (cut.max_blocks(queries.num_tokens, queries.num_seqs) * geometry.HEAD_BLOCKS,),

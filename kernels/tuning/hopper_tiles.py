@@ -19,8 +19,11 @@ class HopperTiles:
     overlaps: whether products with V run under those of the next key block with K, which takes registers
     registers, decoder_registers: of a thread of a consumer, and of the group that decodes codes, if there is one; the
               warp that loads pages has what is left
-    segment_len: of deterministic attention, as SegmentTiles has it; else 0
     code_tiles: key blocks of K or of V whose codes are in flight; 0: pages are in q's dtype
+    segment_len: of deterministic attention, as SegmentTiles has it; else 0
+    left_in_workspace: of it, whether what lies left of a segment is in the workspace: shared memory has no room beside
+              the rings
+    powers_by_products: of four exponentials of scores with a cap, how many are computed by products (hopper/powers.py)
     """
 
     extend: ExtendTiles
@@ -29,24 +32,49 @@ class HopperTiles:
     decoder_registers: int = 0
     code_tiles: int = 0
     segment_len: int = 0
+    left_in_workspace: bool = False
+    powers_by_products: int = 0
 
     @property
     def producer_registers(self) -> int:
         """What an SM has for a thread of each warp group together, in units of eight, and the others leave."""
         return (512 if self.code_tiles else 504) - 2 * self.registers - self.decoder_registers
 
+    def words_left(self, *, programs: int, head_dim: int) -> int:
+        """Words of the workspace that programs keep what lies left of a segment in."""
+        return programs * self.extend.query_rows * head_dim if self.left_in_workspace else 0
+
 
 # One H200, torch 2.11, Triton 3.6. llama8b is (32 query heads, 8 KV heads, 128), gptoss (64, 8, 64).
 _EXTEND_TILES: Mapping[int, HopperTiles] = {
     # gptoss 1 x 2048 new + 6144 cached: BESIDE_THE_PLAIN.
-    64: HopperTiles(ExtendTiles(128, 128, 4, 4, programs_per_cu=1, merge_stages=4), overlaps=True, registers=224),
+    64: HopperTiles(
+        ExtendTiles(128, 128, 4, 4, programs_per_cu=1, merge_stages=4),
+        overlaps=True,
+        registers=224,
+        powers_by_products=2,
+    ),
     # llama8b 1 x 2048 + 6144: BESIDE_THE_PLAIN, 8 x 512 + 4096: 506 us, 1 x 2048 + 30720: 1664; with three stages 396,
     # 519 and 1683; in blocks of 64 keys with four 423, 566 and 1936; the plain kernel 694 of the second. Where the
     # groups take turns at the matrix units: 504, 636 and 2121.
-    128: HopperTiles(ExtendTiles(128, 128, 4, 2, programs_per_cu=1, merge_stages=4), overlaps=True, registers=224),
+    # With a cap 454 us, 507 with all exponentials by their unit.
+    128: HopperTiles(
+        ExtendTiles(128, 128, 4, 2, programs_per_cu=1, merge_stages=4),
+        overlaps=True,
+        registers=224,
+        powers_by_products=2,
+    ),
     # 64 x 8 heads, 777 new of 5778: 353 to 378 us, 12 ragged chunks 553; without overlap 370 to 378 and 584.
     192: HopperTiles(
         ExtendTiles(128, 64, 4, 3, dim_block=64, programs_per_cu=1, merge_stages=4), overlaps=True, registers=232
+    ),
+    # 16 x 8 heads, 1 x 2048 new + 6144: 367 us, in one block of columns 403, in four 428; without overlap 415 to 435;
+    # in blocks of 32 keys 473; the plain kernel 783.
+    256: HopperTiles(
+        ExtendTiles(128, 64, 4, 2, dim_block=128, programs_per_cu=1, merge_stages=4),
+        overlaps=True,
+        registers=232,
+        powers_by_products=2,
     ),
 }
 
@@ -80,12 +108,18 @@ _CODED_TILES: Mapping[int, HopperTiles] = {
 }
 
 HEAD_DIMS = tuple(_EXTEND_TILES)
-# Of deterministic attention.
-SEGMENT_HEAD_DIMS = (64, 128)
+# Of eight-bit pages. With heads of 256 the threads of the group that decodes leave too few registers: ptxas waits for
+# each product.
+CODED_HEAD_DIMS = tuple(_CODED_TILES)
+# Stages of deterministic attention.
+_SEGMENT_STAGES: Mapping[int, int] = {64: 4, 128: 4, 192: 3, 256: 2}
+SEGMENT_HEAD_DIMS = tuple(_SEGMENT_STAGES)
+# The largest heads of which both accumulators have room beside the rings in shared memory.
+_MOST_LEFT_SHARED = 128
 
 
 def hopper_tiles(head_dim: int, *, coded: bool) -> HopperTiles:
-    """The tiles of heads of one of HEAD_DIMS. coded: whether pages are of eight bits"""
+    """The tiles of heads of one of HEAD_DIMS. coded: whether pages are of eight bits, then of CODED_HEAD_DIMS"""
     return (_CODED_TILES if coded else _EXTEND_TILES)[head_dim]
 
 
@@ -98,5 +132,19 @@ def hopper_segment_tiles(head_dim: int) -> HopperTiles:
     # 1.17 to 1.27 of the normal mode, and 1.05 to 1.13 of these. Of heads of 64 decode would take the same, but masks
     # of deterministic steps are read for blocks of 64 keys at most (mask_bits.TWO_WORDS).
     of_decode = segment_tiles("sm_90", head_dim=head_dim, v_head_dim=head_dim, dtype=torch.bfloat16)
-    extend = ExtendTiles(128, of_decode.key_block, 4, 4, programs_per_cu=1)
-    return HopperTiles(extend, overlaps=True, registers=224, segment_len=of_decode.segment_len)
+    others = _EXTEND_TILES[head_dim]
+    extend = ExtendTiles(
+        128,
+        of_decode.key_block,
+        4,
+        _SEGMENT_STAGES[head_dim],
+        dim_block=others.extend.dim_block,
+        programs_per_cu=1,
+    )
+    return HopperTiles(
+        extend,
+        overlaps=True,
+        registers=others.registers,
+        segment_len=of_decode.segment_len,
+        left_in_workspace=head_dim > _MOST_LEFT_SHARED,
+    )

@@ -78,21 +78,40 @@ class LatentSegmentTiles:
     """How deterministic attention cuts latent KV into segments, and how its programs walk them.
 
     segment_len: KV tokens in a segment, a multiple of block.key_block; segment m is [m, m + 1) * segment_len
-    block:       of decode and of extend alike: all of it decides a result's bits
+    block:       of extend; key_block, chains and wide decide a result's bits, and so are common to all
     matrix_dim:  rows of a matrix instruction that AMD's compiler shall take; 0: its own choice, and elsewhere
+    decoders:    of decode: the first whose query_rows hold a token's query heads, else the last. Without any, block is
+                 of decode too, and all of it decides a result's bits
     """
 
     segment_len: int
     block: LatentTiles
     matrix_dim: int = 0
+    decoders: tuple[LatentTiles, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.segment_len % self.block.key_block == 0
+        for tiles in self.decoders:
+            assert (tiles.key_block, tiles.chains, tiles.wide) == (
+                self.block.key_block,
+                self.block.chains,
+                self.block.wide,
+            )
 
     @property
-    def decode(self) -> LatentTiles:
+    def by_pairs(self) -> bool:
+        """Whether weights of keys are added up pair by pair: else the order follows from the shape of a tile."""
+        return bool(self.decoders)
+
+    def of_decode(self, num_heads: int) -> LatentTiles:
+        """How decode walks a segment."""
+        tiles = self.decoders or (self.block,)
+        return next((each for each in tiles if num_heads <= each.query_rows), tiles[-1])
+
+    def decode(self, num_heads: int) -> LatentTiles:
         """What decode's schedule is cut by: its key blocks are segments."""
-        return replace(self.block, key_block=self.segment_len, row_cost=1)
+        # As in SegmentTiles.decode. 128 sequences x 4k: some programs would have 5 segments of 512 keys, where 4 do.
+        return replace(self.of_decode(num_heads), key_block=self.segment_len, row_cost=0)
 
     def options(self) -> dict[str, int]:
         """Launch options beside the warps."""
@@ -194,14 +213,23 @@ EXTEND_ROWS: tuple[LatentRow, ...] = (
     LatentRow("interpreter", 2, _LARGEST, LatentTiles(32, 16, 1, 1)),
     LatentRow("interpreter", 4, _LARGEST, LatentTiles(32, 16, 1, 1)),
 )
+_INTERPRETED = LatentSegmentTiles(64, LatentTiles(32, 16, 1, 1), decoders=(LatentTiles(16, 16, 1, 1),))
 SEGMENT_ROWS: tuple[LatentSegmentRow, ...] = (
-    LatentSegmentRow("sm_90", 2, LatentSegmentTiles(2048, LatentTiles(32, 32, 8, 2))),
+    LatentSegmentRow(
+        "sm_90",
+        2,
+        LatentSegmentTiles(
+            512,
+            LatentTiles(32, 32, 8, 2),
+            decoders=(LatentTiles(16, 32, 4, 3, 2, early=True), LatentTiles(32, 32, 4, 3, 2, early=True)),
+        ),
+    ),
     LatentSegmentRow("sm_90", 4, LatentSegmentTiles(2048, LatentTiles(16, 16, 8, 1))),
     LatentSegmentRow("sm_", 2, LatentSegmentTiles(2048, LatentTiles(16, 32, 8, 2))),
     LatentSegmentRow("gfx942", 2, LatentSegmentTiles(2048, LatentTiles(16, 16, 4, 1, 2), 16)),
     LatentSegmentRow("gfx950", 2, LatentSegmentTiles(2048, LatentTiles(16, 16, 4, 1, 2), 16)),
-    LatentSegmentRow("interpreter", 2, LatentSegmentTiles(64, LatentTiles(32, 16, 1, 1))),
-    LatentSegmentRow("interpreter", 4, LatentSegmentTiles(64, LatentTiles(32, 16, 1, 1))),
+    LatentSegmentRow("interpreter", 2, _INTERPRETED),
+    LatentSegmentRow("interpreter", 4, _INTERPRETED),
 )
 
 

@@ -25,6 +25,11 @@ class SegmentTiles:
     programs_per_cu:  decode programs for each compute unit
     extend:           how extend cuts new tokens; its key_block is the one above
     matrix_dim:       rows of a matrix instruction that AMD's compiler shall take; 0: its own choice, and elsewhere
+    early:            whether launches of decode may begin while the one before still runs (tiles.py)
+    short:            how extend cuts the new tokens of steps whose sequences have few, if not as others. Rows meet the
+                      same matrix instructions, so no bit tells which tiles served
+    left_in_memory:   whether extend keeps the accumulators of what lies left of a segment in its workspace: with those
+                      of the segment they have no room in registers
     """
 
     segment_len: int
@@ -35,10 +40,13 @@ class SegmentTiles:
     programs_per_cu: int
     extend: ExtendTiles
     matrix_dim: int = 0
+    early: bool = False
+    short: tuple[ExtendTiles, ...] = ()
+    left_in_memory: bool = False
 
     def __post_init__(self) -> None:
         assert self.segment_len % self.key_block == 0
-        assert self.extend.key_block == self.key_block
+        assert all(tiles.key_block == self.key_block for tiles in (*self.short, self.extend))
 
     def decode(self, gqa_ratio: int) -> DecodeTiles:
         """What decode's schedule is cut by: its key blocks are segments."""
@@ -52,6 +60,10 @@ class SegmentTiles:
             row_cost=0,
         )
 
+    def of_short_steps(self, gqa_ratio: int) -> tuple[SegmentTiles, ...]:
+        """For steps whose sequences have few new tokens, the fewest first."""
+        return tuple(replace(self, extend=tiles, short=()) for tiles in self.short if gqa_ratio <= tiles.query_rows)
+
     def of_masked_steps(self) -> SegmentTiles:
         """For masked steps on NVIDIA: half of extend's rows, as bits take registers, or as many as decode's.
 
@@ -59,11 +71,22 @@ class SegmentTiles:
         """
         # With all rows sm_90 spills 24 bytes at a head dim of 128.
         query_rows = max(self.decode_rows, self.extend.query_rows // 2)
-        return replace(self, extend=replace(self.extend, query_rows=query_rows))
+        # Two groups of four warps work out the same scores, in the same order.
+        num_warps = 8 if query_rows >= 64 else self.extend.num_warps
+        return replace(self, extend=replace(self.extend, query_rows=query_rows, num_warps=num_warps), short=())
 
     def options(self) -> dict[str, int]:
         """Launch options that decode and extend have in common."""
         return {"matrix_instr_nonkdim": self.matrix_dim} if self.matrix_dim else {}
+
+    def left_words(self, blocks: int, *, num_kv_heads: int, gqa_ratio: int, v_head_dim: int) -> int:
+        """float32 words of extend's workspace, for so many query blocks."""
+        if not self.left_in_memory:
+            return 0
+        extend = self.extend
+        columns = extend.columns(v_head_dim)
+        row_words = -(-v_head_dim // columns) * columns
+        return blocks * num_kv_heads * extend.head_blocks(gqa_ratio) * extend.query_rows * row_words
 
     def most_segments(self, max_kv_len: int, window_left: int) -> int:
         """The most segments that a token of a sequence of up to max_kv_len tokens sees; window_left -1: no window."""
@@ -83,23 +106,32 @@ class SegmentRow:
 
 
 _NO_CODES, _BY_ROW, _BY_TOKEN = (Codes.NONE,), (Codes.BY_ROW,), (Codes.BY_TOKEN,)
+_OF_64 = ExtendTiles(64, 64, 4, 3, 2)
+_OF_96 = ExtendTiles(64, 64, 4, 3, 2, dim_block=32)
+_OF_128, _SHORT_128 = ExtendTiles(128, 64, 8, 3, dim_block=64), (ExtendTiles(64, 64, 4, 3),)
+_OF_256 = ExtendTiles(64, 64, 4, 2, dim_block=64)
+_INTERPRETED = SegmentTiles(64, 16, 32, 1, 1, 3, ExtendTiles(32, 16, 1, 1), short=(ExtendTiles(16, 16, 1, 1),))
 # The first row that serves wins.
 SEGMENT_ROWS = (
     # With the factors of tokens the next row spills up to 200 bytes.
     SegmentRow("sm_90", 2, 128, SegmentTiles(1024, 32, 64, 8, 2, 1, ExtendTiles(128, 32, 8, 2)), _BY_TOKEN),
+    SegmentRow("sm_90", 2, 64, SegmentTiles(1024, 64, 64, 4, 3, 2, _OF_64, short=(_OF_64,), early=True), _NO_CODES),
+    SegmentRow("sm_90", 2, 96, SegmentTiles(1024, 64, 64, 4, 3, 2, _OF_96, short=(_OF_96,), early=True), _NO_CODES),
     # Extend: 250 registers, both accumulators among them, so one program an SM; with 4 warps it spills. llama8b
     # 1 x 2048 new + 6144 cached: 585 us, 653 in one block of columns.
-    SegmentRow("sm_90", 2, 128, SegmentTiles(1024, 64, 64, 4, 3, 2, ExtendTiles(128, 64, 8, 3, dim_block=64))),
-    # 64 x 8 heads of 192, 777 new of 5778: 1200 us, though 24 bytes spill with Triton 3.9; 5220 in wider ones.
+    SegmentRow("sm_90", 2, 128, SegmentTiles(1024, 64, 64, 4, 3, 2, _OF_128, short=_SHORT_128, early=True), _NO_CODES),
+    SegmentRow("sm_90", 2, 128, SegmentTiles(1024, 64, 64, 4, 3, 2, _OF_128, early=True)),
     SegmentRow(
-        "sm_90", 2, 192, SegmentTiles(1024, 64, 64, 8, 2, 1, ExtendTiles(64, 64, 8, 2, dim_block=64)), (Codes.NONE,)
+        "sm_90",
+        2,
+        256,
+        SegmentTiles(1024, 64, 64, 4, 3, 1, _OF_256, short=(_OF_256,), early=True, left_in_memory=True),
+        _NO_CODES,
     ),
     # Codes with three stages of decode spill up to 16 bytes.
     SegmentRow(
         "sm_90", 2, 256, SegmentTiles(1024, 32, 32, 8, 2, 2, ExtendTiles(32, 32, 8, 1)), (Codes.BY_ROW, Codes.BY_TOKEN)
     ),
-    # Two accumulators of 64 x 256 spill.
-    SegmentRow("sm_90", 2, 256, SegmentTiles(1024, 32, 32, 8, 3, 2, ExtendTiles(32, 32, 8, 1))),
     SegmentRow("sm_90", 2, 512, SegmentTiles(1024, 32, 16, 8, 2, 1, ExtendTiles(16, 32, 8, 1))),
     SegmentRow("sm_90", 4, 256, SegmentTiles(512, 16, 16, 4, 2, 2, ExtendTiles(16, 16, 4, 1))),
     SegmentRow("sm_90", 4, 512, SegmentTiles(512, 16, 16, 8, 1, 1, ExtendTiles(16, 16, 8, 1))),
@@ -123,8 +155,8 @@ SEGMENT_ROWS = (
     SegmentRow("gfx950", 2, 256, SegmentTiles(1024, 32, 16, 4, 2, 2, ExtendTiles(64, 32, 8, 2), 16), _NO_CODES),
     SegmentRow("gfx950", 2, 512, SegmentTiles(1024, 16, 16, 8, 2, 1, ExtendTiles(32, 16, 8, 1), 16), _NO_CODES),
     SegmentRow("gfx950", 4, 256, SegmentTiles(512, 16, 16, 4, 1, 1, ExtendTiles(16, 16, 4, 1), 16)),
-    SegmentRow("interpreter", 2, 512, SegmentTiles(64, 16, 32, 1, 1, 3, ExtendTiles(32, 16, 1, 1))),
-    SegmentRow("interpreter", 4, 512, SegmentTiles(64, 16, 32, 1, 1, 3, ExtendTiles(32, 16, 1, 1))),
+    SegmentRow("interpreter", 2, 512, _INTERPRETED),
+    SegmentRow("interpreter", 4, 512, _INTERPRETED),
 )
 
 

@@ -195,6 +195,7 @@ class Limits:
     pools:         the kinds of pool it reads
     encodings:     the encodings of K and V that it reads
     scales:        what may share a factor of eight-bit K and V
+    most_coded_dim: the largest head dim with eight-bit K and V; 0: any that it serves
     lse:           whether it gives the log-sum-exp
     lse_of_slopes: whether it gives that of layers with ALiBi slopes, too
     max_side_bytes: of one layer's K pages, and of its V pages; 0: no limit
@@ -219,6 +220,7 @@ class Limits:
     pools: tuple[PoolKind, ...] = (PoolKind.SPLIT,)
     encodings: tuple[KVEncoding, ...] = (KVEncoding.LIKE_Q,)
     scales: tuple[Scales, ...] = (Scales.NONE,)
+    most_coded_dim: int = 0
     lse: bool = True
     lse_of_slopes: bool = True
     max_side_bytes: int = 0
@@ -292,6 +294,10 @@ class Limits:
         if problem.kv_scales not in self.scales:
             allowed = _either(scales.value for scales in self.scales)
             return [f"it reads {allowed}, and these pages have {problem.kv_scales.value}"]
+        is_coded = problem.kv_encoding is not KVEncoding.LIKE_Q
+        if is_coded and 0 < self.most_coded_dim < max(problem.head_dim, problem.v_head_dim):
+            dims = f"{problem.head_dim}/{problem.v_head_dim}"
+            return [f"it reads eight-bit pages of head dims up to {self.most_coded_dim}, and these are {dims}"]
         return []
 
     def _exact_refusals(self, problem: Problem) -> list[str]:

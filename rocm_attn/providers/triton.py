@@ -148,7 +148,10 @@ def _extend_cut(problem: Problem, target: Target, tiles: ExtendTiles, causal: bo
 def _bind_mixed(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
     rows = extend_rows_of(problem, target)
     extend = _by_tokens(problem, rows, lambda tiles, is_short: _extend(problem, target, tiles, min_q_len=2))
-    mixed = TritonMixed(_bind_decode(problem, target, pool), extend)
+    return _in_turn_or_at_once(TritonMixed(_bind_decode(problem, target, pool), extend), target)
+
+
+def _in_turn_or_at_once(mixed: TritonMixed, target: Target) -> BoundKernel:
     return MixedAtOnce(mixed) if target.arch in _RUNS_AT_ONCE else mixed
 
 
@@ -194,19 +197,24 @@ def _bind_shared_hopper(problem: Problem, target: Target, pool: PoolSize) -> Sha
     return SharedPrefixKernel(problem, prefix, _bind_decode(problem, target, pool), triton_ops)
 
 
+def _hopper_segments(problem: Problem, target: Target, min_q_len: int) -> BoundKernel:
+    """As _hopper_by_tokens, deterministic."""
+    hopper = triton_hopper.bind_segment_extend(problem, target, min_q_len)
+    return triton_segments.extend_by_tokens(problem, target, min_q_len, hopper)
+
+
 def _bind_extend_hopper_segments(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
-    return triton_hopper.bind_segment_extend(problem, target, min_q_len=1)
+    return _hopper_segments(problem, target, min_q_len=1)
 
 
-def _bind_mixed_hopper_segments(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed:
-    extend = triton_hopper.bind_segment_extend(problem, target, min_q_len=2)
-    return TritonMixed(triton_segments.bind_decode(problem, target, pool), extend)
+def _bind_mixed_hopper_segments(problem: Problem, target: Target, pool: PoolSize) -> MixedAtOnce:
+    extend = _hopper_segments(problem, target, min_q_len=2)
+    return MixedAtOnce(TritonMixed(triton_segments.bind_decode(problem, target, pool), extend))
 
 
-def _bind_mixed_segments(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed:
-    extend = triton_segments.bind_extend(problem, target, pool)
-    extend = replace(extend, cut=replace(extend.cut, min_q_len=2))
-    return TritonMixed(triton_segments.bind_decode(problem, target, pool), extend)
+def _bind_mixed_segments(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
+    extend = triton_segments.extend_by_tokens(problem, target, 2, None)
+    return _in_turn_or_at_once(TritonMixed(triton_segments.bind_decode(problem, target, pool), extend), target)
 
 
 TRITON = Provider(

@@ -13,6 +13,7 @@ from rocm_attn.kernels.attention.cuts import NEVER_SPLIT, ExtendCut
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.tuning.hopper_tiles import (
+    CODED_HEAD_DIMS,
     HEAD_DIMS,
     SEGMENT_HEAD_DIMS,
     HopperTiles,
@@ -44,21 +45,23 @@ LIMITS = Limits(
     # Its steps are long. Heads of 64, 1 x 2048 new + 6144 cached, windows of 128 keys: 67 us, the plain kernel 44; of
     # 1024: 164, 164. Heads of 128, of 4096: 338, 362 (H200).
     least_window=2048,
-    soft_cap=False,
+    soft_cap=True,
     sinks=True,
     non_causal=True,
     short_kv=True,
     encodings=(KVEncoding.LIKE_Q, KVEncoding.E4M3FN, KVEncoding.E5M2),
     scales=tuple(Scales),
+    most_coded_dim=max(CODED_HEAD_DIMS),
     tritons=TRITONS,
 )
 
-# Both accumulators of deterministic attention have room beside the tiles of these heads.
 SEGMENT_LIMITS = replace(
     LIMITS,
     head_dim=(min(SEGMENT_HEAD_DIMS), max(SEGMENT_HEAD_DIMS)),
     v_head_dim=(min(SEGMENT_HEAD_DIMS), max(SEGMENT_HEAD_DIMS)),
     exact_dims=tuple((dim, dim) for dim in SEGMENT_HEAD_DIMS),
+    # Decode's caps are of other bits.
+    soft_cap=False,
     encodings=(KVEncoding.LIKE_Q,),
     scales=(Scales.NONE,),
 )
@@ -84,7 +87,7 @@ class HopperExtend:
 
     def workspace_words(self, shape: PaddedShape) -> int:
         if self.tiles.segment_len:
-            return 0
+            return self.tiles.words_left(programs=self.cut.sharing.programs, head_dim=self.problem.head_dim)
         return self.cut.partials_words(query_rows=self.tiles.extend.query_rows, v_head_dim=self.problem.v_head_dim)
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:

@@ -242,7 +242,7 @@ def _bind_shared(problem: Problem, target: Target, pool: PoolSize) -> SharedPref
 def _bind_segment_decode(problem: Problem, target: Target, pool: PoolSize) -> LatentSegmentDecode:
     tiles = latent_segment_tiles(target.arch, dims=_dims(problem), dtype=problem.dtype)
     cut = latent_decode_cut(
-        tiles.decode,
+        tiles.decode(problem.num_q_heads),
         num_heads=problem.num_q_heads,
         compute_units=target.compute_units,
         window_left=problem.window_left,

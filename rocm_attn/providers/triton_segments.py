@@ -14,7 +14,8 @@ from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles, segment_tiles
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
-from rocm_attn.providers.contract import PoolSize, StepBounds
+from rocm_attn.providers.by_tokens import KernelByTokens, SizedKernel
+from rocm_attn.providers.contract import BoundKernel, PoolSize, StepBounds
 from rocm_attn.providers.schedules import DecodeSchedule, ExtendSchedule
 from rocm_attn.providers.scores import scores_of
 from rocm_attn.providers.tiles import codes_of
@@ -81,7 +82,13 @@ class SegmentExtend:
         return f"triton.segment_extend({self.problem}, {self.tiles}, min_q_len={self.cut.min_q_len})"
 
     def workspace_words(self, shape: PaddedShape) -> int:
-        return 0
+        problem = self.problem
+        return self.tiles.left_words(
+            self.cut.max_blocks(shape.num_tokens, shape.num_seqs),
+            num_kv_heads=problem.num_kv_heads,
+            gqa_ratio=problem.gqa_ratio,
+            v_head_dim=problem.v_head_dim,
+        )
 
     @only_launches
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
@@ -106,9 +113,25 @@ def bind_decode(problem: Problem, target: Target, pool: PoolSize) -> SegmentDeco
     return SegmentDecode(problem, scores_of(problem), tiles, cut, most_segments)
 
 
-def bind_extend(problem: Problem, target: Target, pool: PoolSize) -> SegmentExtend:
+def bind_extend(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
     """Deterministic extend. Raises NoTiles."""
-    return _extend_in(_tiles(problem, target), problem)
+    return extend_by_tokens(problem, target, 1, None)
+
+
+def extend_by_tokens(problem: Problem, target: Target, min_q_len: int, of_long: BoundKernel | None) -> BoundKernel:
+    """Deterministic extend of sequences with min_q_len new tokens or more. Raises NoTiles.
+
+    of_long: what serves steps whose sequences have more than few; None: this provider's own tiles
+    """
+    tiles = _tiles(problem, target)
+    if of_long is None and tiles.short == (tiles.extend,):
+        return _extend_in(tiles, problem, min_q_len)
+    other = of_long or _extend_in(tiles, problem, min_q_len)
+    short = tuple(
+        SizedKernel(each.extend.query_rows // problem.gqa_ratio, _extend_in(each, problem, min_q_len))
+        for each in tiles.of_short_steps(problem.gqa_ratio)
+    )
+    return KernelByTokens(short, other) if short else other
 
 
 def bind_masked(problem: Problem, target: Target, pool: PoolSize) -> Masked:
@@ -117,8 +140,9 @@ def bind_masked(problem: Problem, target: Target, pool: PoolSize) -> Masked:
     return Masked(_extend_in(tiles.of_masked_steps() if target.arch.startswith("sm_") else tiles, problem))
 
 
-def _extend_in(tiles: SegmentTiles, problem: Problem) -> SegmentExtend:
-    return SegmentExtend(problem, scores_of(problem), tiles, ExtendCut.of(tiles.extend, gqa_ratio=problem.gqa_ratio))
+def _extend_in(tiles: SegmentTiles, problem: Problem, min_q_len: int = 1) -> SegmentExtend:
+    cut = ExtendCut.of(tiles.extend, gqa_ratio=problem.gqa_ratio, min_q_len=min_q_len)
+    return SegmentExtend(problem, scores_of(problem), tiles, cut)
 
 
 def _tiles(problem: Problem, target: Target) -> SegmentTiles:

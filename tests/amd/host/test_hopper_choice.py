@@ -24,6 +24,7 @@ from rocm_attn.providers.contract import OWN_POOL, BoundKernel, PoolSize, PoolTe
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.providers.shared_prefix import SharedPrefixKernel
 from rocm_attn.providers.triton_hopper import TRITONS, HopperExtend
+from rocm_attn.providers.triton_segments import SegmentExtend
 from tests.amd.kernels.attention_cases import Case, build, extend_cut, garbage
 
 LAYER = Problem(32, 8, 128, 128, torch.bfloat16, page_size=16, scale=128**-0.5)
@@ -57,6 +58,11 @@ def hopper_of(kernel: BoundKernel) -> HopperExtend:
     return found
 
 
+def kernels_by_tokens(kernel: Any) -> list[Any]:
+    """Those of all steps, whatever new tokens their sequences have."""
+    return [*(sized.kernel for sized in kernel.short), kernel.other] if isinstance(kernel, KernelByTokens) else [kernel]
+
+
 def names(selection: Selection) -> dict[StepKind, str]:
     return {kind: selection.kernel(kind).row.name for kind in KINDS}
 
@@ -72,6 +78,8 @@ def names(selection: Selection) -> dict[StepKind, str]:
         {"num_q_heads": 128, "num_kv_heads": 1, "wants_lse": True},
         {"kv_encoding": KVEncoding.E4M3FN, "kv_scales": Scales.HEAD},
         {"kv_encoding": KVEncoding.E5M2, "kv_scales": Scales.TOKEN, "dtype": torch.float16},
+        {"logits_soft_cap": 30.0},
+        {"head_dim": 256, "v_head_dim": 256, "logits_soft_cap": 50.0},
     ],
     ids=str,
 )
@@ -104,10 +112,10 @@ def test_with_another_triton_the_plain_kernel_serves_and_the_reason_is_said(said
         {"head_dim": 192, "v_head_dim": 128},
         {"page_size": 4},
         {"page_size": 48},
-        {"logits_soft_cap": 30.0},
         {"has_alibi_slopes": True},
         {"window_left": 2046},
         {"kv_encoding": KVEncoding.E4M3FNUZ, "kv_scales": Scales.HEAD},
+        {"head_dim": 256, "v_head_dim": 256, "kv_encoding": KVEncoding.E4M3FN, "kv_scales": Scales.HEAD},
     ],
     ids=str,
 )
@@ -127,9 +135,15 @@ def test_pages_with_strides_and_masks_are_left_to_other_kernels() -> None:
 
 
 DETERMINISTIC = {
-    "triton.hopper_segment_extend": [{}, {"dtype": torch.float16}, {"head_dim": 64, "v_head_dim": 64}],
-    "triton.segment_extend": [
+    "triton.hopper_segment_extend": [
+        {},
+        {"dtype": torch.float16},
+        {"head_dim": 64, "v_head_dim": 64},
         {"head_dim": 192, "v_head_dim": 192},
+        {"head_dim": 256, "v_head_dim": 256},
+    ],
+    "triton.segment_extend": [
+        {"logits_soft_cap": 30.0},
         {"window_left": 100},
         {"kv_encoding": KVEncoding.E4M3FN, "kv_scales": Scales.HEAD},
         {"has_alibi_slopes": True},
@@ -149,11 +163,21 @@ def test_deterministic_extend_has_segments_and_key_blocks_of_deterministic_decod
     extend, mixed = (selection.kernel(kind).row.name for kind in (StepKind.EXTEND, StepKind.MIXED))
     assert (extend, mixed) == (name, f"{name}+decode")
     decode: Any = selection.kernel(StepKind.DECODE).bound
-    kernel: Any = selection.kernel(StepKind.EXTEND).bound
-    assert kernel.tiles.segment_len == decode.tiles.segment_len
-    assert kernel.tiles.extend.key_block == decode.tiles.key_block
+    for kernel in kernels_by_tokens(selection.kernel(StepKind.EXTEND).bound):
+        assert kernel.tiles.segment_len == decode.tiles.segment_len
+        assert kernel.tiles.extend.key_block == decode.tiles.key_block
     elsewhere = chosen(problem, on(Release.of("3.9.0")), deterministic=True)
     assert elsewhere.kernel(StepKind.EXTEND).row.name == "triton.segment_extend"
+
+
+def test_a_few_drafts_of_a_sequence_are_verified_in_plain_tiles_of_few_rows() -> None:
+    """Of Hopper's 128 rows most would have no token."""
+    kernel = chosen(LAYER, on(TRITONS[0]), deterministic=True).kernel(StepKind.EXTEND).bound
+    assert isinstance(kernel, KernelByTokens)
+    drafts, chunks = (kernel.of_shape(PaddedShape(StepKind.EXTEND, 64, 64 * q_len)) for q_len in (16, 17))
+    assert isinstance(drafts, SegmentExtend)
+    assert drafts.tiles.extend.query_rows == 64
+    assert isinstance(chunks, HopperExtend)
 
 
 def test_deterministic_extend_shares_no_row() -> None:
@@ -163,6 +187,20 @@ def test_deterministic_extend_shares_no_row() -> None:
     other = hopper_of(chosen(LAYER, on(TRITONS[0])).kernel(StepKind.EXTEND).bound)
     shared = [extend_schedule([1 << 20], [2], each.cut, 2)[-1] for each in (kernel, other)]
     assert shared == [0, 1]  # blocks, of one whose row every program could have a part of
+
+
+@pytest.mark.parametrize("dim", [192, 256])
+def test_what_lies_left_of_a_segment_has_room_in_the_workspace_where_shared_memory_has_none(dim: int) -> None:
+    layer = replace(LAYER, head_dim=dim, v_head_dim=dim)
+    kernel = hopper_of(chosen(layer, on(TRITONS[0]), deterministic=True).kernel(StepKind.EXTEND).bound)
+    assert kernel.cut.sharing.programs == 132
+    words = kernel.workspace_words(PaddedShape(StepKind.EXTEND, 1, 4096))
+    assert words == 132 * 128 * dim
+    case = Case([300], [200], heads=(32, 8), dims=(dim, dim), dtype=torch.bfloat16)
+    tensors = build(case, torch.device("cpu"))
+    args = tensors.args(garbage(kernel.cut.words(200, 1), torch.device("cpu")), torch.empty(words - 1))
+    with pytest.raises(AssertionError):
+        launch_hopper_extend(args, scores=tensors.scores, cut=kernel.cut, tiles=kernel.tiles)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "gfx942", "gfx950"])

@@ -90,7 +90,7 @@ def run_latent_segment_decode(
     case = tensors.case
     tiles = tiles or latent_segment_tiles(arch_of(tensors), dims=case.dims, dtype=case.dtype)
     cut = latent_decode_cut(
-        tiles.decode, num_heads=case.heads[0], compute_units=compute_units, window_left=case.window_left
+        tiles.decode(case.heads[0]), num_heads=case.heads[0], compute_units=compute_units, window_left=case.window_left
     )
     most = tiles.most_segments(max(case.kv_len), case.window_left)
     schedule = put(garbage(cut.words(tensors.num_seqs), tensors.q.device))

@@ -40,11 +40,18 @@ def run_decode(tensors: Tensors, *, num_programs: int, tiles: SegmentTiles) -> N
 
 
 def run_extend(tensors: Tensors, *, min_q_len: int = 1, tiles: SegmentTiles) -> None:
-    """Schedule and extend, with a schedule that is garbage beforehand."""
+    """Schedule and extend, with scratch memory that is NaN or garbage beforehand."""
     cut = ExtendCut.of(tiles.extend, gqa_ratio=tensors.gqa_ratio, min_q_len=min_q_len)
     schedule = _garbage(cut.words(tensors.q.shape[0], tensors.num_seqs), tensors.q.device)
     launch_extend_schedule(tensors.queries, schedule, cut)
-    launch_segment_extend(tensors.args(schedule), scores=tensors.scores, cut=cut, tiles=tiles, mask=tensors.mask)
+    words = tiles.left_words(
+        cut.max_blocks(tensors.q.shape[0], tensors.num_seqs),
+        num_kv_heads=tensors.case.heads[1],
+        gqa_ratio=tensors.gqa_ratio,
+        v_head_dim=tensors.case.dims[1],
+    )
+    args = tensors.args(schedule, torch.full((words,), float("nan"), device=tensors.q.device))
+    launch_segment_extend(args, scores=tensors.scores, cut=cut, tiles=tiles, mask=tensors.mask)
 
 
 def run_decode_twin(tensors: Tensors) -> None:

@@ -15,6 +15,7 @@ from rocm_attn.kernels.attention.extend_schedule import launch_extend_schedule
 from rocm_attn.kernels.cache.page_format import Encoding, Scales
 from rocm_attn.kernels.refs.schedules import extend_schedule
 from rocm_attn.kernels.tuning.hopper_tiles import (
+    CODED_HEAD_DIMS,
     HEAD_DIMS,
     SEGMENT_HEAD_DIMS,
     HopperTiles,
@@ -38,10 +39,12 @@ from tests.amd.kernels.attention_cases import (
     extend_cut,
     garbage,
     run_decode,
+    run_extend_twin,
 )
 from tests.amd.kernels.segment_cases import assert_same_bits, last_tokens
 from tests.amd.runtime.stepping import small_problem
 from tests.amd.runtime.token_stories import Story, Teller
+from tests.amd.tolerances import assert_attention_close
 
 IS_SERVED = (
     torch.cuda.is_available()
@@ -67,6 +70,7 @@ RAGGED = Case(
 NONE_SHARED = ALL_SHARED._replace(split_keys=NEVER_SPLIT)
 
 dims = pytest.mark.parametrize("dim", HEAD_DIMS)
+coded_dims = pytest.mark.parametrize("dim", CODED_HEAD_DIMS)
 # Every page size, with a number of heads and a dtype each.
 FORMS = [
     (8, (6, 2), torch.float16),
@@ -135,6 +139,42 @@ def test_windows_sinks_and_attention_to_all_keys_are_right(
     assert_right(replace(RAGGED, dims=(dim, dim), **scores), device)
 
 
+CAPS = [
+    {"soft_cap": 1.5},
+    {"soft_cap": 30.0, "page_size": 64},
+    {"soft_cap": 30.0, "dtype": torch.float16},
+    {"soft_cap": 60.0, "sinks": True, "window_left": 100},
+    {"soft_cap": 61.0, "sinks": True},
+    {"soft_cap": 50.0, "causal": False},
+    {"soft_cap": 50.0, "kv": Encoding.E4M3FN, "scales": Scales.HEAD},
+    {"soft_cap": 50.0, "kv": Encoding.E5M2, "scales": Scales.TOKEN, "dtype": torch.float16},
+]
+CAPS_OF_DIMS = [(dim, scores) for dim in HEAD_DIMS for scores in CAPS if dim in CODED_HEAD_DIMS or "kv" not in scores]
+
+
+@pytest.mark.parametrize(("dim", "scores"), CAPS_OF_DIMS, ids=str)
+def test_soft_caps_are_right(scores: dict[str, Any], dim: int, device: torch.device) -> None:
+    assert_right(replace(RAGGED, dims=(dim, dim), **scores), device)
+
+
+@dims
+@pytest.mark.parametrize("cap", [30.0, 60.0, 61.0, 400.0])
+def test_scores_at_both_ends_of_a_cap_are_right(cap: float, dim: int, device: torch.device) -> None:
+    """Of the one row all are at its lower end, whose exponentials are the least, of the other one all at its upper."""
+    case = Case([300, 300], [9, 9], heads=(8, 2), dims=(dim, dim), dtype=torch.bfloat16, soft_cap=cap)
+    for sharing in (ALL_SHARED, NONE_SHARED):
+        tensors = build(case, device)
+        tensors.k_pages.fill_(1.0)
+        tensors.q[:9], tensors.q[9:] = -1000.0, 1000.0
+        run_hopper(tensors, sharing)
+        found, lse = tensors.out.clone(), tensors.lse.clone()
+        run_extend_twin(tensors)
+        assert_attention_close(found, tensors.out.double(), tensors.case.dtype)
+        seen = torch.arange(292, 301, device=device).log().repeat(2)[:, None]
+        ends = torch.tensor([-cap, cap], device=device).repeat_interleave(9)[:, None]
+        torch.testing.assert_close(lse, (seen + ends).expand_as(lse), rtol=1e-4, atol=1e-3)
+
+
 codings = pytest.mark.parametrize(
     ("kv", "scales"),
     [
@@ -148,7 +188,7 @@ codings = pytest.mark.parametrize(
 )
 
 
-@dims
+@coded_dims
 @codings
 @pytest.mark.parametrize(("page_size", "heads", "dtype"), FORMS)
 def test_extend_of_eight_bit_pages_equals_the_reference(
@@ -165,7 +205,7 @@ def test_extend_of_eight_bit_pages_equals_the_reference(
     assert_right(case, device)
 
 
-@dims
+@coded_dims
 @codings
 @pytest.mark.parametrize(
     "scores", [{"window_left": 100}, {"sinks": True, "window_left": 63, "page_size": 128}, {"causal": False}], ids=str
@@ -176,7 +216,7 @@ def test_windows_sinks_and_attention_to_all_keys_are_right_over_eight_bit_pages(
     assert_right(replace(RAGGED, dims=(dim, dim), kv=kv, scales=scales, **scores), device)
 
 
-@dims
+@coded_dims
 @pytest.mark.parametrize("scales", [Scales.LAYER, Scales.HEAD])
 def test_rows_of_zeros_see_all_keys_alike_however_small_the_factor_of_k_is(
     scales: Scales, dim: int, device: torch.device
@@ -366,6 +406,9 @@ LAYERS = {
     "llama": small_problem(16, torch.bfloat16, num_q_heads=8, num_kv_heads=2, head_dim=128, v_head_dim=128),
     "gpt_oss": small_problem(
         32, torch.float16, num_q_heads=16, num_kv_heads=2, head_dim=64, v_head_dim=64, has_sinks=True
+    ),
+    "gemma_2": small_problem(
+        16, torch.bfloat16, num_q_heads=4, num_kv_heads=2, head_dim=256, v_head_dim=256, logits_soft_cap=50.0
     ),
 }
 

@@ -68,6 +68,30 @@ def test_the_last_tokens_of_an_extend_are_those_of_a_decode_bit_by_bit(case: Cas
         assert_same_bits(decoded, extended)
 
 
+@pytest.mark.parametrize("name", ["plain", "odd", "window"])
+def test_where_an_extend_keeps_what_lies_left_of_a_segment_changes_no_bit(
+    name: str, kernel_device: torch.device
+) -> None:
+    in_registers, in_memory = (build(CASES[name], kernel_device) for _ in range(2))
+    tiles = tiles_at(kernel_device, in_registers.case)
+    run_extend(in_registers, tiles=replace(tiles, left_in_memory=False))
+    run_extend(in_memory, tiles=replace(tiles, left_in_memory=True))
+    assert_served(in_memory)
+    assert torch.equal(in_memory.out, in_registers.out)
+    assert torch.equal(in_memory.lse, in_registers.lse)
+
+
+def test_tiles_of_short_steps_change_no_bit(kernel_device: torch.device) -> None:
+    long, short = (build(Case([130, 65], [5, 20], dtype=torch.float16), kernel_device) for _ in range(2))
+    tiles = tiles_at(kernel_device, long.case)
+    run_extend(long, tiles=tiles)
+    assert tiles.short
+    for each in tiles.of_short_steps(long.gqa_ratio):
+        run_extend(short, tiles=each)
+        assert torch.equal(short.out, long.out)
+        assert torch.equal(short.lse, long.lse)
+
+
 @pytest.mark.parametrize("num_programs", [1, 2, 7, 40])
 def test_who_runs_a_segment_changes_no_bit(num_programs: int, kernel_device: torch.device) -> None:
     def decoded(programs: int) -> Tensors:
@@ -171,6 +195,9 @@ def test_decode_and_extend_of_a_row_share_what_decides_bits() -> None:
         by_rows_alone = row.item_bytes == 2 and (row.arch.startswith("gfx") or tiles.decode_rows >= 64)
         same_shape = (tiles.decode_rows, tiles.decode_warps) == (tiles.extend.query_rows, tiles.extend.num_warps)
         assert by_rows_alone or same_shape, row
+        # The interpreter's products are the same for every shape.
+        assert by_rows_alone or row.arch == "interpreter" or not tiles.short, row
+        assert row.arch != "sm_90" or all(short.query_rows >= 64 for short in tiles.short), row
         assert tiles.matrix_dim == (16 if row.arch.startswith("gfx") else 0)
 
 

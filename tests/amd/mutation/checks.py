@@ -220,19 +220,36 @@ def segments(memory: Memory) -> None:
         for heads in (HEADS, (19, 1)):  # of which a tile holds 16, and two blocks are 10 and 9
             tensors = attention(memory, Case(heads=heads, dims=dims, page_size=PAGE_SIZE, spread=True, **case))
             if max(tensors.case.q_len) > 1:
-                segment_extend(memory, tensors)
+                segment_extend(memory, tensors, SEGMENT_TILES)
             else:
                 segment_decode(memory, tensors)
             assert_served(tensors)
             memory.assert_surroundings_untouched()
 
 
-def segment_extend(memory: Memory, tensors: Tensors) -> None:
-    """launch_segment_extend in memory."""
-    cut = ExtendCut.of(SEGMENT_TILES.extend, gqa_ratio=tensors.gqa_ratio)
-    schedule = memory.put(garbage(cut.words(tensors.q.shape[0], tensors.num_seqs)))
+def segments_left_in_memory(memory: Memory) -> None:
+    """Deterministic extend that keeps what lies left of a segment in its workspace; rows that see no key."""
+    for case in ({"kv_len": [70, 18, 0], "q_len": [2, 18, 0], "tail": 3}, {"kv_len": [67], "q_len": [3], **SCORES}):
+        tensors = attention(memory, Case(heads=HEADS, dims=DIMS, page_size=PAGE_SIZE, spread=True, **case))
+        segment_extend(memory, tensors, replace(SEGMENT_TILES, left_in_memory=True))
+        assert_served(tensors)
+        memory.assert_surroundings_untouched()
+
+
+def segment_extend(memory: Memory, tensors: Tensors, tiles: SegmentTiles) -> None:
+    """launch_segment_extend in memory, with a workspace that is no longer than it must be."""
+    case, num_tokens = tensors.case, tensors.q.shape[0]
+    cut = ExtendCut.of(tiles.extend, gqa_ratio=tensors.gqa_ratio)
+    schedule = memory.put(garbage(cut.words(num_tokens, tensors.num_seqs)))
     launch_extend_schedule(tensors.queries, schedule, cut)
-    launch_segment_extend(tensors.args(schedule), scores=tensors.scores, cut=cut, tiles=SEGMENT_TILES)
+    words = tiles.left_words(
+        cut.max_blocks(num_tokens, tensors.num_seqs),
+        num_kv_heads=case.heads[1],
+        gqa_ratio=tensors.gqa_ratio,
+        v_head_dim=case.dims[1],
+    )
+    args = tensors.args(schedule, memory.put(torch.full((words,), float("nan"))))
+    launch_segment_extend(args, scores=tensors.scores, cut=cut, tiles=tiles)
 
 
 def segment_decode(memory: Memory, tensors: Tensors) -> None:
@@ -641,6 +658,7 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "attention/segment_decode.py": segments,
     "attention/segment_extend.py": segments,
     "attention/segment_merge.py": segments,
+    "attention/segments.py": segments_left_in_memory,
     "cache/move_rows.py": moves,
     "cache/rope.py": rope_store,
     "cache/rope_store.py": rope_store,

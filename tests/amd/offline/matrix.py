@@ -52,7 +52,7 @@ from rocm_attn.kernels.speculative.move_paths import launch_move_paths
 from rocm_attn.kernels.speculative.paths import AcceptedPaths
 from rocm_attn.kernels.tuning.expert_tiles import expert_tiles
 from rocm_attn.kernels.tuning.extend_tiles import extend_rows
-from rocm_attn.kernels.tuning.segment_tiles import segment_tiles
+from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles, segment_tiles
 from rocm_attn.kernels.tuning.tiles import NoTiles
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem, Scales
@@ -246,16 +246,29 @@ def launch_all(row: Row) -> None:
         launch_rest(row)
     runtime, rows = _runtime(row, row.problems, deterministic=True)
     _launch_step(runtime, _batch(rows, [1, 32] * 8), with_lse=True)
+    if _has_short_segment_tiles(row):
+        _launch_step(runtime, _batch(rows, [2] * 16))
     # In float32, which no model is served in, extend that is not causal costs sm_90 24 bytes of spilled registers.
     if runtime.target.is_amd or row.dtype != torch.float32:
         _launch_shared_step(row)
 
 
+def _segment_tiles(row: Row) -> SegmentTiles:
+    """Of the row's layers. Raises NoTiles."""
+    codes = codes_of(row.problems[0])
+    return segment_tiles(row.arch, head_dim=row.dims[0], v_head_dim=row.dims[1], dtype=row.dtype, codes=codes)
+
+
+def _has_short_segment_tiles(row: Row) -> bool:
+    """Whether deterministic steps of few new tokens a sequence have tiles of their own, which two tokens take."""
+    tiles = _segment_tiles(row)
+    return any(short != tiles.extend and 2 * row.problems[0].gqa_ratio <= short.query_rows for short in tiles.short)
+
+
 def _has_segments(row: Row) -> bool:
     """Whether deterministic kernels serve the row's layers."""
-    codes = codes_of(row.problems[0])
     try:
-        segment_tiles(row.arch, head_dim=row.dims[0], v_head_dim=row.dims[1], dtype=row.dtype, codes=codes)
+        _segment_tiles(row)
     except NoTiles:
         return False
     return True

@@ -229,11 +229,13 @@ def test_every_latent_tuning_row_is_in_the_matrix(arch: str) -> None:
                         latent_decode_tiles(arch, num_rows=row.heads[0], dims=dims, dtype=dtype, is_coded=is_coded)
                     )
                     compiled.add(latent_extend_tiles(arch, dims=dims, dtype=dtype, is_coded=is_coded))
-                compiled.add(latent_segment_tiles(arch, dims=dims, dtype=dtype).block)
+                segments = latent_segment_tiles(arch, dims=dims, dtype=dtype)
+                compiled |= {segments.block, segments.of_decode(row.heads[0])}
         tuned = [row.tiles for row in (*latent_tiles.DECODE_ROWS, *latent_tiles.EXTEND_ROWS) if row.arch == own_name]
-        segments = [row.tiles.block for row in latent_tiles.SEGMENT_ROWS if row.arch == own_name]
+        of_segments = [row.tiles for row in latent_tiles.SEGMENT_ROWS if row.arch == own_name]
         assert tuned, f"no latent tuning row for {arch}"
-        assert {*tuned, *segments} <= compiled
+        walked = [tiles for segments in of_segments for tiles in (segments.block, *segments.decoders)]
+        assert {*tuned, *walked} <= compiled
 
 
 @pytest.mark.parametrize("arch", [*AMD_ARCHS, *NVIDIA_ARCHS])

@@ -76,12 +76,12 @@ SPILLED_YET_FASTEST = {
     ("sm_90", 192, False, "_segment_extend_kernel"): 96,
     ("sm_90", 192, True, "_segment_extend_kernel"): 32,
     ("sm_90", 256, False, "_extend_kernel"): 48,
-    # Pointers of 64 keys and 256 columns; the accumulators of 64 rows take half of all registers.
+    # The accumulators of 64 rows take half of all registers.
     ("sm_90", 256, False, "_segment_decode_kernel"): 48,
     ("sm_90", 256, False, "_segment_extend_kernel"): 320,
     # With a window, in tiles of 64 rows for short steps.
     ("sm_90", 128, False, "_segment_extend_kernel"): 32,
-    # 14 KiB of partial results a segment, which the other layout of decode writes.
+    # In tiles of 16 rows, with three stages.
     ("sm_90", 576, False, "_latent_segment_decode_kernel"): 16,
     ("sm_90", 384, False, "_extend_kernel"): 240,
     ("sm_90", 512, False, "_extend_kernel"): 416,

@@ -77,7 +77,7 @@ SPILLED_YET_FASTEST = {
     ("sm_90", 192, True, "_segment_extend_kernel"): 32,
     ("sm_90", 256, False, "_extend_kernel"): 48,
     # The accumulators of 64 rows take half of all registers.
-    ("sm_90", 256, False, "_segment_decode_kernel"): 48,
+    ("sm_90", 256, False, "_segment_decode_kernel"): 152,
     ("sm_90", 256, False, "_segment_extend_kernel"): 320,
     # With a window, in tiles of 64 rows for short steps.
     ("sm_90", 128, False, "_segment_extend_kernel"): 32,

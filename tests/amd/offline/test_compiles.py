@@ -72,8 +72,7 @@ SPILLED_YET_FASTEST = {
     ("sm_90", 64, False, "_extend_kernel"): 16,
     ("sm_90", 128, False, "_extend_kernel"): 32,
     ("sm_90", 192, False, "_extend_kernel"): 80,
-    # With masks, where fewer rows would give drafts other bits than decode, 16 over codes and 32 without them; with a
-    # cap 176 of elements.
+    # With a cap; where masks spill, fewer rows would give drafts other bits than decode.
     ("sm_90", 192, False, "_segment_extend_kernel"): 176,
     ("sm_90", 192, True, "_segment_extend_kernel"): 32,
     ("sm_90", 256, False, "_extend_kernel"): 48,

@@ -24,7 +24,7 @@ from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 # Parts of a row that are loaded before they are merged, one after the other.
 _PARTS = 8
-# Fewer programs leave an H200 idle, many more come one after the other.
+# Where there are few rows: fewer programs leave an H200 idle, many more come one after the other.
 _PROGRAMS = 2048
 
 
@@ -119,11 +119,6 @@ def _segment_merge_kernel(
             tl.store(lse + token * lse_token + head * lse_head, (maximum + tl.log2(total)) * LN_2, mask=is_row)
 
 
-def parts_at_once(elements: int, early: bool) -> int:
-    """Parts of a row that are loaded before they are merged, by programs of so many elements: small ones have room."""
-    return max(_PARTS, 1024 // elements) if early else _PARTS
-
-
 def launch_segment_merge(
     args: AttendArgs, parts: Tensor, sums: Tensor, *, cut: DecodeCut, rows: RowCut, early: bool = False
 ) -> None:
@@ -138,7 +133,7 @@ def launch_segment_merge(
     is_small = num_rows <= 64
     heads = 1 if is_small else min(next_power_of_2(rows.Q_ROWS), max(1, 512 // block))
     columns = min(block, 32) if is_small else block
-    if is_small and early:
+    if is_small and early:  # on the GPUs that were measured
         columns = min(block, 256, max(32, next_power_of_2(num_rows * rows.Q_ROWS * block // _PROGRAMS)))
     launch(
         _segment_merge_kernel,
@@ -153,7 +148,7 @@ def launch_segment_merge(
         cut.programs,
         cut.window_left,
         *args.written_strides,
-        G=SegmentMergeGeometry(rows, v_head_dim, heads, columns, parts_at_once(heads * columns, early), early),
+        G=SegmentMergeGeometry(rows, v_head_dim, heads, columns, _PARTS, early),
         num_warps=1,
         **early_options(early),
         **UNFUSED,

@@ -109,18 +109,31 @@ _NO_CODES, _BY_ROW, _BY_TOKEN = (Codes.NONE,), (Codes.BY_ROW,), (Codes.BY_TOKEN,
 _OF_64 = ExtendTiles(64, 64, 4, 3, 2)
 _OF_96 = ExtendTiles(64, 64, 4, 3, 2, dim_block=32)
 _OF_128, _SHORT_128 = ExtendTiles(128, 64, 8, 3, dim_block=64), (ExtendTiles(64, 64, 4, 3),)
+_OF_192 = ExtendTiles(64, 64, 4, 3, dim_block=64)
 _OF_256 = ExtendTiles(64, 64, 4, 2, dim_block=64)
 _INTERPRETED = SegmentTiles(64, 16, 32, 1, 1, 3, ExtendTiles(32, 16, 1, 1), short=(ExtendTiles(16, 16, 1, 1),))
 # The first row that serves wins.
 SEGMENT_ROWS = (
     # With the factors of tokens the next row spills up to 200 bytes.
     SegmentRow("sm_90", 2, 128, SegmentTiles(1024, 32, 64, 8, 2, 1, ExtendTiles(128, 32, 8, 2)), _BY_TOKEN),
-    SegmentRow("sm_90", 2, 64, SegmentTiles(1024, 64, 64, 4, 3, 2, _OF_64, short=(_OF_64,), early=True), _NO_CODES),
+    # Decode of 64 x 8 heads, 64 x 4k: 156 us, in normal mode 129; 165 with 2 programs an SM, 153 in segments of 2048.
+    # Extend, 64 x 5 new of 2500: 50 us with 12 x 4 heads, in tiles of 128 rows 69.
+    SegmentRow("sm_90", 2, 64, SegmentTiles(1024, 64, 64, 4, 3, 3, _OF_64, short=(_OF_64,), early=True), _NO_CODES),
+    # 32 x 32 heads of 96, 64 x 5 new of 2500: 521 us, 922 in tiles of 128 rows; 777 new of 5778: 213, 246.
     SegmentRow("sm_90", 2, 96, SegmentTiles(1024, 64, 64, 4, 3, 2, _OF_96, short=(_OF_96,), early=True), _NO_CODES),
     # Extend: 250 registers, both accumulators among them, so one program an SM; with 4 warps it spills. llama8b
     # 1 x 2048 new + 6144 cached: 585 us, 653 in one block of columns.
     SegmentRow("sm_90", 2, 128, SegmentTiles(1024, 64, 64, 4, 3, 2, _OF_128, short=_SHORT_128, early=True), _NO_CODES),
     SegmentRow("sm_90", 2, 128, SegmentTiles(1024, 64, 64, 4, 3, 2, _OF_128, early=True)),
+    # Heads of 192, decode of 16 x 4k: 114 us, in normal mode 103; 64 x 5 new of 2500: 335, and 418 with two stages.
+    SegmentRow(
+        "sm_90",
+        2,
+        192,
+        SegmentTiles(1024, 64, 64, 4, 3, 1, _OF_192, short=(_OF_192,), early=True, left_in_memory=True),
+        _NO_CODES,
+    ),
+    # 16 x 8 heads, decode of 64 x 4k: 532 us, 8 registers spill; 563 in one block of columns, 597 with 8 warps.
     SegmentRow(
         "sm_90",
         2,

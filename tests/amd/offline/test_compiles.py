@@ -72,10 +72,17 @@ SPILLED_YET_FASTEST = {
     ("sm_90", 64, False, "_extend_kernel"): 16,
     ("sm_90", 128, False, "_extend_kernel"): 32,
     ("sm_90", 192, False, "_extend_kernel"): 80,
-    # With masks, where fewer rows would give drafts other bits than decode: 96, and 16 over codes, of which 32 without.
-    ("sm_90", 192, False, "_segment_extend_kernel"): 96,
+    # With a cap; where masks spill, fewer rows would give drafts other bits than decode.
+    ("sm_90", 192, False, "_segment_extend_kernel"): 176,
     ("sm_90", 192, True, "_segment_extend_kernel"): 32,
     ("sm_90", 256, False, "_extend_kernel"): 48,
+    # The accumulators of 64 rows take half of all registers.
+    ("sm_90", 256, False, "_segment_decode_kernel"): 152,
+    ("sm_90", 256, False, "_segment_extend_kernel"): 320,
+    # With a window, in tiles of 64 rows for short steps.
+    ("sm_90", 128, False, "_segment_extend_kernel"): 32,
+    # In tiles of 16 rows, with three stages.
+    ("sm_90", 576, False, "_latent_segment_decode_kernel"): 16,
     ("sm_90", 384, False, "_extend_kernel"): 240,
     ("sm_90", 512, False, "_extend_kernel"): 416,
     ("sm_90", 128, True, "_extend_kernel"): 152,

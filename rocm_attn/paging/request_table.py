@@ -203,21 +203,24 @@ class RequestTable:
         if named != self._rows_checked:
             self._must_all_be_admitted(rows)
             self._must_be_distinct(rows)
-        beyond = kv_len >= self._look_from.take(rows)
+        look_from = self._look_from.take(rows)
+        beyond = kv_len >= look_from
         if beyond[beyond.argmax()]:
-            self._look_at(rows[beyond], kv_len[beyond])
+            self._look_at(rows[beyond], kv_len[beyond], may_share=look_from[look_from.argmin()] == _ALWAYS)
         self._reserved_len[rows] = np.maximum(self._reserved_len.take(rows), kv_len)
         self._has_room = named, kv_len.tobytes()
 
-    def _look_at(self, rows: Int32Array, kv_len: Int32Array) -> None:
-        """Take the pages, and the copies of shared ones, that these rows need for so many tokens."""
-        reserved, capacity = self._reserved_len.take(rows), self._capacity.take(rows)
+    def _look_at(self, rows: Int32Array, kv_len: Int32Array, *, may_share: bool) -> None:
+        """Take the pages, and the copies of shared ones, that these rows need for so many tokens.
+
+        may_share: whether one of them may have a page that others hold too, and that its next tokens go to
+        """
+        capacity = self._capacity.take(rows)
         if capacity[capacity.argmin()] < 0:
             self._must_all_be_admitted(rows)
-        self._row_width.require(int(kv_len[kv_len.argmax()]), self.max_kv_len)
-        # Mostly all of these have filled their pages, and have no part of one to share.
-        if reserved.tobytes() != capacity.tobytes():
-            rows, kv_len, capacity = self._with_own_last_pages(rows, kv_len, reserved)
+        self._row_width.require(kv_len.item(kv_len.argmax()), self.max_kv_len)
+        if may_share:  # else each was looked at since it was forked or cut last: see _settle()
+            rows, kv_len, capacity = self._with_own_last_pages(rows, kv_len, self._reserved_len.take(rows))
         grows = kv_len > capacity
         if not grows.all():
             self._settle(rows[~grows], capacity[~grows])

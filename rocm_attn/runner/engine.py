@@ -381,8 +381,8 @@ class Engine:
         metrics.step_seconds.note(seconds)
         metrics.host_seconds.note(unread.launched - unread.started)
         picking = zip(unread.step.picking, taken, strict=True)
-        note_tokens((sequence.times for sequence, each in picking if each.token_ids), now, metrics)
-        together = sum(max(0, len(each.token_ids) - 1) for each in taken) if unread.step.drafts else 0
+        note_tokens([sequence.times for sequence, each in picking if each.token_ids], now, metrics)
+        together = sum([len(each.token_ids) - 1 for each in taken if each.token_ids]) if unread.step.drafts else 0
         if together > 0:
             metrics.token_gap_seconds.note(0.0, together)
 

@@ -216,13 +216,12 @@ class RequestTable:
         may_share: whether one of them may have a page that others hold too, and that its next tokens go to
         """
         capacity = self._capacity.take(rows)
-        if capacity[capacity.argmin()] < 0:
+        if may_share and capacity[capacity.argmin()] < 0:
             self._must_all_be_admitted(rows)
         self._row_width.require(kv_len.item(kv_len.argmax()), self.max_kv_len)
-        if may_share:  # else each was looked at since it was forked or cut last: see _settle()
+        if may_share:  # else each is admitted, has its last page alone, and has filled it: see _settle()
             rows, kv_len, capacity = self._with_own_last_pages(rows, kv_len, self._reserved_len.take(rows))
-        grows = kv_len > capacity
-        if not grows.all():
+            grows = kv_len > capacity
             self._settle(rows[~grows], capacity[~grows])
             rows, kv_len, capacity = rows[grows], kv_len[grows], capacity[grows]
         if len(rows):

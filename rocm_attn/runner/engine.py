@@ -197,6 +197,7 @@ class Engine:
             raise BadRequest(
                 f"there is no request {number}; submit() has given the numbers below {self._num_submitted}"
             )
+        self._publish_read()  # an interrupt may have left tokens that were read and not published
         output = self._outputs.pop(number, None)
         if output is None:
             return
@@ -226,6 +227,7 @@ class Engine:
 
     def cancel(self, number: int) -> None:
         """Forget a request, finished or not: its pages are given back as by abort(), and nothing more comes of it."""
+        self._publish_read()  # as in abort()
         output = self._outputs.pop(number, None)
         if output is not None:
             self._scheduler.drop(output.sequence)

@@ -192,7 +192,7 @@ class Scheduler:
             (each, each.most_tokens - 1 - len(each.token_ids))
             for each in self._running
             if len(each.token_ids) < each.most_tokens - 1
-            and each.num_left == 1
+            and len(each.token_ids) - each.num_stored == (each.unread_at == ALL_READ)
             and (each.asks is None or each.asks.takes_drafts)
         ]
 

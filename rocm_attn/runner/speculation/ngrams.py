@@ -6,6 +6,7 @@ device. The method is known as prompt lookup decoding, and as n-gram speculation
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Many
 from itertools import pairwise
@@ -62,7 +63,7 @@ class _Text:
     """
 
     def __init__(self) -> None:
-        self._places: dict[tuple[int, int], list[int]] = {}
+        self._places: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         self._num_seen = 1
 
     def continuation(self, token_ids: list[int], most: int) -> list[int]:
@@ -101,11 +102,7 @@ class _Text:
         """Note the pairs that have a token after them now."""
         places, first = self._places, self._num_seen - 1
         for place, pair in enumerate(pairwise(token_ids[first:-1]), first + 2):
-            before = places.get(pair)
-            if before is None:
-                places[pair] = [place]
-            else:
-                before.append(place)
+            places[pair].append(place)
         self._num_seen = max(self._num_seen, len(token_ids) - 1)
 
 

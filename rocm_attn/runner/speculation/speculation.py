@@ -140,7 +140,8 @@ class Speculation:
         decoding: Scheduler.decoding
         alive:    as of Drafter.draft
         """
-        return self._drafter.draft([(each, min(most, self._num_drafts)) for each, most in decoding()], alive)
+        limit = self._num_drafts
+        return self._drafter.draft([(each, most if most < limit else limit) for each, most in decoding()], alive)
 
     def batch(self, step: ScheduledStep) -> StepBatch:
         """The batch of a step, with the mask of its trees where it has any."""
@@ -173,11 +174,17 @@ class Speculation:
         """Count what became of a step's drafts, and tell what drafts. taken: of each of step.picking"""
         self._drafter.follow(step, taken)
         # Of a sequence that has ended since the step was launched nothing was verified.
-        verified = [(len(drafts.token_ids), len(taken[seq].token_ids)) for seq, drafts in step.drafts.items()]
-        verified = [each for each in verified if each[1]]
-        self._metrics.verifications += len(verified)
-        self._metrics.drafts += sum([num_drafts for num_drafts, _ in verified])
-        self._metrics.accepted_drafts += sum([num_taken - 1 for _, num_taken in verified])
+        verified = num_drafts = num_taken = 0
+        for seq, drafts in step.drafts.items():
+            token_ids = taken[seq].token_ids
+            if token_ids:
+                verified += 1
+                num_drafts += len(drafts.token_ids)
+                num_taken += len(token_ids)
+        metrics = self._metrics
+        metrics.verifications += verified
+        metrics.drafts += num_drafts
+        metrics.accepted_drafts += num_taken - verified
 
 
 class _OneEach:
@@ -304,7 +311,7 @@ def _found_right(rows: Many[int | BadLogits], drafts: Drafts) -> tuple[Many[int]
     if drafts.is_chain:
         num = 0
         for draft, pick in zip(drafts.token_ids, rows, strict=False):
-            if draft != pick:  # as any is that is BadLogits
+            if draft != pick:  # as no draft is BadLogits
                 break
             num += 1
         last = rows[num]

@@ -211,17 +211,15 @@ class RequestTable:
         self._has_room = named, kv_len.tobytes()
 
     def _look_at(self, rows: Int32Array, kv_len: Int32Array, *, may_share: bool) -> None:
-        """Take the pages, and the copies of shared ones, that these rows need for so many tokens.
-
-        may_share: whether one of them may have a page that others hold too, and that its next tokens go to
-        """
-        capacity = self._capacity.take(rows)
-        if may_share and capacity[capacity.argmin()] < 0:
+        """Take the pages that rows need for so many tokens, and copies of shared ones where one of them may_share."""
+        if may_share:  # else each is admitted and has its last page alone: see _settle()
             self._must_all_be_admitted(rows)
         self._row_width.require(kv_len.item(kv_len.argmax()), self.max_kv_len)
-        if may_share:  # else each is admitted, has its last page alone, and has filled it: see _settle()
-            rows, kv_len, capacity = self._with_own_last_pages(rows, kv_len, self._reserved_len.take(rows))
-            grows = kv_len > capacity
+        if may_share:
+            rows, kv_len = self._with_own_last_pages(rows, kv_len, self._reserved_len.take(rows))
+        capacity = self._capacity.take(rows)
+        grows = kv_len > capacity
+        if not grows.all():
             self._settle(rows[~grows], capacity[~grows])
             rows, kv_len, capacity = rows[grows], kv_len[grows], capacity[grows]
         if len(rows):
@@ -229,8 +227,8 @@ class RequestTable:
 
     def _with_own_last_pages(
         self, rows: Int32Array, kv_len: Int32Array, reserved: Int32Array
-    ) -> tuple[Int32Array, Int32Array, Int32Array]:
-        """Reserve for rows that go on in a page which others hold too; the others of rows, their kv_len and capacity.
+    ) -> tuple[Int32Array, Int32Array]:
+        """Reserve for rows that go on in a page which others hold too; the others of rows, and their kv_len.
 
         Raises as reserve_all, for all of them.
         """
@@ -246,7 +244,7 @@ class RequestTable:
                 self._grow(row, length)
             self._settle(rows[copies], self._capacity[rows[copies]])
             rows, kv_len = rows[~shares], kv_len[~shares]
-        return rows, kv_len, self._capacity[rows]
+        return rows, kv_len
 
     def _must_have_pages(self, rows: list[int], kv_len: list[int]) -> None:
         """Raise unless every space has the pages, and the copies of some, that rows need for kv_len tokens."""

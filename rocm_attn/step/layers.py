@@ -167,7 +167,12 @@ class Layers:
                 self._ops.clear_pads(tensors.counts, out, lse)
 
     def both_again(
-        self, step: DeviceStep, plan: StepPlan, layer: int, stored: tuple[Tensor, Tensor], attended: tuple[Tensor, Tensor]
+        self,
+        step: DeviceStep,
+        plan: StepPlan,
+        layer: int,
+        stored: tuple[Tensor, Tensor],
+        attended: tuple[Tensor, Tensor],
     ) -> bool:
         """Store k, v and attend from q to out as the layer did the last time, if it is given the same; whether it was.
 

@@ -131,7 +131,7 @@ class Planner:
         there is one that has no more than one, which the kind of the step follows from.
         """
         most = batch.max_q_len
-        if 1 < most and pad_to is None and num_children == 1 and self.padding.pads_as_verified(batch):
+        if most > 1 and pad_to is None and num_children == 1 and self.padding.pads_as_verified(batch):
             return 0, min(batch.min_q_len, 2), self.padding.verify
         return batch.num_tokens, batch.min_q_len, most
 

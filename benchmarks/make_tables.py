@@ -114,8 +114,8 @@ def round_time(result: dict[str, Any]) -> str:
     lines = opening(
         result,
         "Host time of an engine's steps, plain ones and rounds of n-gram speculation",
-        "A small Llama of random weights, greedy, graphs on. Time in Engine.step() less the waits for the device: all "
-        "of it, and what comes before the step's last launch. A fixed loop of Python took "
+        "A small Llama whose texts go round in circles, greedy, graphs on. Time in Engine.step() less the waits for "
+        "the device: all of it, and what comes before the step's last launch. A fixed loop of Python took "
         f"{result['machine']['python_loop_us']} us.",
         "| sequences | drafts | host us | first decile us | before the launch us | acceptance length |",
     )

@@ -3,9 +3,9 @@
 python -m benchmarks.round_time --out benchmarks/results/round_time_h200.json
 
 An engine serves a small Llama, greedily, graphs on. Its layers add nothing, and its output matrix makes each text go
-round in a circle, so that all drafts are accepted and a round hands out as many tokens as it can. What counts is the time in Engine.step() less the waits for
-the device: all of it, and the part before the step's last launch, during which a device has nothing else to do. Medians
-of the steps after the first ones.
+round in a circle, so that all drafts are accepted and a round hands out as many tokens as it can. What counts is the
+time in Engine.step() less the waits for the device: all of it, and the part before the step's last launch, during which
+a device has nothing else to do. Medians of the steps after the first ones.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ measure() {
 }
 
 measure host_time
+measure round_time
 measure steps_ahead
 measure ngram_speculation
 measure eager_step

@@ -209,6 +209,10 @@ class PaddingPolicy:
             return True
         return batch.mask.num_cells(batch.kv_len, batch.q_len) <= room_for_cells(shape.num_tokens, self.mask_keys)
 
+    def pads_as_verified(self, batch: StepBatch) -> bool:
+        """Whether a batch with more than one new token a sequence, run whole, is padded as those that verify drafts."""
+        return batch.drafts is NO_DRAFTS and batch.max_q_len <= self.verify and batch.num_seqs <= self.seqs.largest
+
     def _is_verified(self, batch: StepBatch, num_seqs: int) -> bool:
         """Whether a batch that is padded to so many sequences is one of those that verify drafts."""
         return self.verify > 0 and batch.max_q_len <= self.verify and num_seqs <= self.seqs.largest

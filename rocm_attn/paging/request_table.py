@@ -203,21 +203,21 @@ class RequestTable:
         if named != self._rows_checked:
             self._must_all_be_admitted(rows)
             self._must_be_distinct(rows)
-        beyond = kv_len >= self._look_from.take(rows)
+        look_from = self._look_from.take(rows)
+        beyond = kv_len >= look_from
         if beyond[beyond.argmax()]:
-            self._look_at(rows[beyond], kv_len[beyond])
+            self._look_at(rows[beyond], kv_len[beyond], may_share=look_from[look_from.argmin()] == _ALWAYS)
         self._reserved_len[rows] = np.maximum(self._reserved_len.take(rows), kv_len)
         self._has_room = named, kv_len.tobytes()
 
-    def _look_at(self, rows: Int32Array, kv_len: Int32Array) -> None:
-        """Take the pages, and the copies of shared ones, that these rows need for so many tokens."""
-        reserved, capacity = self._reserved_len.take(rows), self._capacity.take(rows)
-        if capacity[capacity.argmin()] < 0:
+    def _look_at(self, rows: Int32Array, kv_len: Int32Array, *, may_share: bool) -> None:
+        """Take the pages that rows need for so many tokens, and copies of shared ones where one of them may_share."""
+        if may_share:  # else each is admitted and has its last page alone: see _settle()
             self._must_all_be_admitted(rows)
-        self._row_width.require(int(kv_len[kv_len.argmax()]), self.max_kv_len)
-        # Mostly all of these have filled their pages, and have no part of one to share.
-        if reserved.tobytes() != capacity.tobytes():
-            rows, kv_len, capacity = self._with_own_last_pages(rows, kv_len, reserved)
+        self._row_width.require(kv_len.item(kv_len.argmax()), self.max_kv_len)
+        if may_share:
+            rows, kv_len = self._with_own_last_pages(rows, kv_len, self._reserved_len.take(rows))
+        capacity = self._capacity.take(rows)
         grows = kv_len > capacity
         if not grows.all():
             self._settle(rows[~grows], capacity[~grows])
@@ -227,8 +227,8 @@ class RequestTable:
 
     def _with_own_last_pages(
         self, rows: Int32Array, kv_len: Int32Array, reserved: Int32Array
-    ) -> tuple[Int32Array, Int32Array, Int32Array]:
-        """Reserve for rows that go on in a page which others hold too; the others of rows, their kv_len and capacity.
+    ) -> tuple[Int32Array, Int32Array]:
+        """Reserve for rows that go on in a page which others hold too; the others of rows, and their kv_len.
 
         Raises as reserve_all, for all of them.
         """
@@ -244,7 +244,7 @@ class RequestTable:
                 self._grow(row, length)
             self._settle(rows[copies], self._capacity[rows[copies]])
             rows, kv_len = rows[~shares], kv_len[~shares]
-        return rows, kv_len, self._capacity[rows]
+        return rows, kv_len
 
     def _must_have_pages(self, rows: list[int], kv_len: list[int]) -> None:
         """Raise unless every space has the pages, and the copies of some, that rows need for kv_len tokens."""

@@ -56,12 +56,14 @@ class _ReadStep(NamedTuple):
 
     picks, taken: of each of step.picking
     logprobs:     as of StepPicks.logprobs
+    read_at:      when they were read, in seconds of time.perf_counter()
     """
 
     unread: UnreadStep
     picks: Picks
     taken: Many[Taken]
     logprobs: Mapping[int, Many[TokenLogprobs]]
+    read_at: float
 
 
 class Engine:
@@ -197,6 +199,7 @@ class Engine:
             raise BadRequest(
                 f"there is no request {number}; submit() has given the numbers below {self._num_submitted}"
             )
+        self._publish_read()  # an interrupt may have left tokens that were read and not published
         output = self._outputs.pop(number, None)
         if output is None:
             return
@@ -226,6 +229,7 @@ class Engine:
 
     def cancel(self, number: int) -> None:
         """Forget a request, finished or not: its pages are given back as by abort(), and nothing more comes of it."""
+        self._publish_read()  # as in abort()
         output = self._outputs.pop(number, None)
         if output is not None:
             self._scheduler.drop(output.sequence)
@@ -352,16 +356,17 @@ class Engine:
         batch = unread.step.batch
         with self._watch.watch(f"a step that was launched ({batch.num_seqs} sequences, {batch.num_tokens} tokens)"):
             picks = unread.picks.read()
+        read_at = time.perf_counter()
         del self._unread[0]
         taken = self._scheduler.finish_step(unread.step, picks)
         self._speculation.follow(unread.step, taken)
-        self._note_times(unread, taken)
-        self._read.append(_ReadStep(unread, picks, taken, unread.picks.logprobs()))
+        self._read.append(_ReadStep(unread, picks, taken, unread.picks.logprobs(), read_at))
 
     def _publish_read(self) -> None:
         """Note the events that come out of steps that were read."""
         while self._read:
-            unread, picks, all_taken, told = self._read.pop(0)
+            unread, picks, all_taken, told, read_at = self._read.pop(0)
+            self._note_times(unread, all_taken, read_at)
             each = zip(unread.step.picking, picks, all_taken, strict=True)
             for place, (sequence, pick, (token_ids, reason)) in enumerate(each):
                 why = reason
@@ -372,17 +377,17 @@ class Engine:
                 if why is not None:
                     self._recent.leave(sequence.number, unread.number)
 
-    def _note_times(self, unread: UnreadStep, taken: Many[Taken]) -> None:
+    def _note_times(self, unread: UnreadStep, taken: Many[Taken], now: float) -> None:
         """A step has run, and its sequences have their tokens; the device was not waited for when it was launched."""
-        now, metrics = time.perf_counter(), self.metrics
+        metrics = self.metrics
         seconds = now - max(unread.started, self._read_at)  # steps that overlap are not counted twice
         self._read_at = now
         metrics.seconds += seconds
         metrics.step_seconds.note(seconds)
         metrics.host_seconds.note(unread.launched - unread.started)
         picking = zip(unread.step.picking, taken, strict=True)
-        note_tokens((sequence.times for sequence, each in picking if each.token_ids), now, metrics)
-        together = sum(max(0, len(each.token_ids) - 1) for each in taken) if unread.step.drafts else 0
+        note_tokens([sequence.times for sequence, each in picking if each.token_ids], now, metrics)
+        together = sum([len(each.token_ids) - 1 for each in taken if each.token_ids]) if unread.step.drafts else 0
         if together > 0:
             metrics.token_gap_seconds.note(0.0, together)
 

@@ -41,6 +41,8 @@ class Output:
         reason:   why it ends with the last token; None: it goes on as far as its tokens say
         logprobs: of each of them, or none
         """
+        if self.stream is None and not logprobs:
+            return self._without_text(token_ids, reason), reason
         events: list[TokenEvent] = []
         why: FinishReason | None = None
         for place, token in enumerate(token_ids):
@@ -72,6 +74,15 @@ class Output:
         new = self.sequence.new_token_ids[: self.num_tokens]
         request = self.sequence.request
         return Completion(request.prompt_token_ids, new, self.text, reason, error, tuple(self.logprobs))
+
+    def _without_text(self, token_ids: Many[int], reason: FinishReason | None) -> list[TokenEvent]:
+        """The events of tokens that have no text, which could end it."""
+        self.num_tokens += len(token_ids)
+        number = self.sequence.number
+        events = [TokenEvent(number, token, "", None) for token in token_ids]
+        if reason is not None:
+            events[-1] = TokenEvent(number, token_ids[-1], "", reason)
+        return events
 
     def _piece(self, token: int, why: FinishReason | None) -> str:
         """The text that a token brings. why: the request ends with it"""

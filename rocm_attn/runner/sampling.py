@@ -158,11 +158,14 @@ class PickedTokens:
     def read(self) -> list[int | BadLogits]:
         """Wait for them. One token id for each row; for a row that none can be picked from, why."""
         self._done.synchronize()
-        ids, best = self._found[:, 0].tolist(), self._found.view(np.float32)[:, 1].tolist()
+        ids: list[int | BadLogits] = self._found[:, 0].tolist()
+        best = self._found.view(np.float32)[:, 1]
         # A row that holds NaN has NaN as its largest. A norm whose squares overflow gives 0, and so does all after it.
+        if ALL_ZERO not in ids and np.isfinite(best).all():
+            return ids
         return [
             token if token != ALL_ZERO and math.isfinite(most) else _bad_logits(most)
-            for token, most in zip(ids, best, strict=True)
+            for token, most in zip(ids, best.tolist(), strict=True)
         ]
 
 

@@ -99,11 +99,8 @@ class _Lengths(NamedTuple):
 
     @classmethod
     def of(cls, scheduled: list[tuple[Sequence, int]]) -> _Lengths:
-        return cls(
-            np.array([sequence.row for sequence, _ in scheduled], np.int32),
-            np.array([sequence.num_stored for sequence, _ in scheduled], np.int32),
-            np.array([q_len for _, q_len in scheduled], np.int32),
-        )
+        of_each = [each.row for each, _ in scheduled], [each.num_stored for each, _ in scheduled]
+        return cls(*np.array((*of_each, [q_len for _, q_len in scheduled]), np.int32))
 
 
 class Taken(NamedTuple):
@@ -191,11 +188,13 @@ class Scheduler:
         """
         if self._suspects:
             return []
-        decoding = [
-            each for each in self._running if each.num_left == 1 and (each.asks is None or each.asks.takes_drafts)
+        return [
+            (each, each.most_tokens - 1 - len(each.token_ids))
+            for each in self._running
+            if len(each.token_ids) < each.most_tokens - 1
+            and len(each.token_ids) - each.num_stored == (each.unread_at == ALL_READ)
+            and (each.asks is None or each.asks.takes_drafts)
         ]
-        each_most = [(each, each.most_tokens - 1 - len(each.token_ids)) for each in decoding]
-        return [(each, most) for each, most in each_most if most > 0]
 
     def next_step(self, drafts: Mapping[int, Drafts] = NO_SEQUENCE) -> ScheduledStep | None:
         """The next step; None: it depends on tokens of a step that was launched and is to be finished first.
@@ -312,10 +311,9 @@ class Scheduler:
 
         At once, before the next step's windows have moved on.
         """
-        kv_len, page_size = step.batch.kv_len, self._table.page_size
-        completed = kv_len // page_size > (kv_len - step.batch.q_len) // page_size
+        completed = step.batch.kv_len % self._table.page_size < step.batch.q_len
         # Of these, rejected drafts may have completed some; num_stored does not count them.
-        sequences = [step.sequences[seq] for seq in np.flatnonzero(completed).tolist()]
+        sequences = [step.sequences[seq] for seq in completed.nonzero()[0].tolist()]
         self._cache.enter(
             (each.cached_row, each.row, each.token_ids, each.num_stored)
             for each in sequences
@@ -329,6 +327,11 @@ class Scheduler:
         sequence.unread_at = ALL_READ
         if isinstance(pick, BadLogits):
             return Taken((), "error")
+        token_ids = sequence.token_ids
+        if len(token_ids) + len(pick) < sequence.most_tokens and sequence.stops.isdisjoint(pick):
+            sequence.num_stored += len(pick) - 1
+            token_ids += pick
+            return Taken(tuple(pick), None)
         reason: FinishReason | None = None
         for num_before, token in enumerate(pick):
             sequence.num_stored += num_before > 0
@@ -365,10 +368,12 @@ class Scheduler:
             scheduled, budget = self._assigned(running, drafts)
             lengths = rows, stored, new = _Lengths.of(scheduled)
             self._evict(scheduled, rows, stored)
-            page_size = self._table.page_size
-            self._make_room(int((num_pages(stored + new, page_size) - num_pages(stored, page_size)).sum()))
+            kv_len, page_size = stored + new, self._table.page_size
+            # At most: mostly as many are free, and there is nothing to be counted.
+            if sum([q_len for _, q_len in scheduled]) // page_size + len(scheduled) > self._table.fewest_free_pages:
+                self._make_room(int((num_pages(kv_len, page_size) - num_pages(stored, page_size)).sum()))
             try:
-                self._table.reserve_all(rows, stored + new)
+                self._table.reserve_all(rows, kv_len)
             except OutOfPages:
                 if drafts:
                     drafts = NO_SEQUENCE
@@ -384,10 +389,11 @@ class Scheduler:
         scheduled: list[tuple[Sequence, int]] = []
         prompts: list[Sequence] = []
         for sequence in running:
-            if sequence.num_left > 1:
+            num_read, is_read = len(sequence.token_ids), sequence.unread_at == ALL_READ
+            if num_read + (not is_read) - sequence.num_stored > 1:
                 prompts.append(sequence)
             # else it ends with the token that it has unread, whatever that one is
-            elif sequence.unread_at == ALL_READ or len(sequence.token_ids) + 1 < sequence.most_tokens:
+            elif is_read or num_read + 1 < sequence.most_tokens:
                 scheduled.append((sequence, 1))
         num_decoding = len(scheduled)
         budget = max(self._chunk - num_decoding, 1)
@@ -398,10 +404,12 @@ class Scheduler:
             # Those that wait get their share: drafts only make faster what goes on without them.
             room = budget // 2 if self._waiting else budget
             for seq, (sequence, q_len) in enumerate(scheduled[:num_decoding]):
-                num_drafts = min(len(drafts.get(sequence.number, ())), room)
-                scheduled[seq] = sequence, q_len + num_drafts
-                room -= num_drafts
-                budget -= num_drafts
+                of_it = drafts.get(sequence.number)
+                if of_it is not None:
+                    num_drafts = min(len(of_it.token_ids), room)
+                    scheduled[seq] = sequence, q_len + num_drafts
+                    room -= num_drafts
+                    budget -= num_drafts
         return scheduled, budget
 
     def _give_back_room(self) -> bool:
@@ -555,12 +563,14 @@ def _step_of(scheduled: list[tuple[Sequence, int]], lengths: _Lengths, drafts: M
         if sequence.unread_at != ALL_READ:
             token_ids.append(unread(sequence.unread_at))
             continue
-        token_ids += sequence.token_ids[sequence.num_stored : sequence.num_stored + q_len]
-        if drafts and q_len > sequence.num_left:
-            verified[seq] = drafts[sequence.number].first(q_len - sequence.num_left)
+        known, stored = sequence.token_ids, sequence.num_stored
+        token_ids += known[stored : stored + q_len]
+        num_drafts = q_len - (len(known) - stored)
+        if num_drafts > 0:
+            verified[seq] = drafts[sequence.number].first(num_drafts)
             token_ids += verified[seq].token_ids
-    rows, stored, new = lengths
-    batch = StepBatch(rows=rows, kv_len=stored + new, q_len=new, token_ids=np.array(token_ids, np.int32))
+    rows, num_stored, new = lengths
+    batch = StepBatch(rows=rows, kv_len=num_stored + new, q_len=new, token_ids=np.array(token_ids, np.int32))
     # a prompt that is not through took all that was left of the chunk, so nothing comes after it
     last, last_q_len = scheduled[-1]
     num_picks = len(scheduled) - (last_q_len < last.num_left)

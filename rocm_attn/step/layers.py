@@ -166,6 +166,27 @@ class Layers:
             if not kernel.row.clears_pads:
                 self._ops.clear_pads(tensors.counts, out, lse)
 
+    def both_again(
+        self,
+        step: DeviceStep,
+        plan: StepPlan,
+        layer: int,
+        stored: tuple[Tensor, Tensor],
+        attended: tuple[Tensor, Tensor],
+    ) -> bool:
+        """Store k, v and attend from q to out as the layer did the last time, if it is given the same; whether it was.
+
+        Raises BadTensor for a layer that does not exist, WrongState.
+        """
+        kernel = plan.kernels[self._kind_of(layer)]
+        if id(kernel) not in self._prepared_kernels or not self._prepares():
+            return False
+        return self._forms.both_again(step.prepared, layer, stored, attended)
+
+    def join(self, step: DeviceStep, layer: int) -> None:
+        """The layer has stored and attended in one call."""
+        self._forms.join(step.prepared, layer)
+
     def store_index(self, step: DeviceStep, layer: int, k: Tensor) -> None:
         """As LayerCalls.store_index, for the tokens of step. Raises BadTensor."""
         problem, indexer = self._indexer(layer)
@@ -390,9 +411,15 @@ class StepLayers:
         """store, then attend."""
         self._require_running()
         self._stores.before_store()
-        self._layers.store(self._step, self._plan, layer, k, v)
+        layers, step, plan = self._layers, self._step, self._plan
+        if lse is None and layers.both_again(step, plan, layer, (k, v), (q, out)):
+            self._stores.after_store(self._half, layer)
+            return
+        layers.store(step, plan, layer, k, v)
         self._stores.after_store(self._half, layer)
-        self._layers.attend(self._step, self._plan, layer, q, out, lse)
+        layers.attend(step, plan, layer, q, out, lse)
+        if lse is None:
+            layers.join(step, layer)
 
     def rope_and_store(self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_out: Tensor, work: QkvWork) -> None:
         """As LayerCalls.rope_and_store."""

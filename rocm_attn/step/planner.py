@@ -50,16 +50,6 @@ class PlanningGuards:
     graph_key: Callable[[GraphKey], GraphKey] = whole_key
 
 
-def _is_one_of_few(batch: StepBatch) -> bool:
-    """Whether steps of such sizes come again: rounds of drafts and verify steps, not prompts.
-
-    A mask of the caller's bits may have more cells in one step than in the next, and only some have room in a graph.
-    """
-    if isinstance(batch.mask, StepMask):
-        return False
-    return batch.drafts is not NO_DRAFTS or batch.max_q_len == batch.min_q_len <= _MOST_VERIFIED
-
-
 class Planner:
     """Plans for one set of kernels and one padding policy.
 
@@ -92,7 +82,7 @@ class Planner:
         self._has_prefill = any(row.kind is StepKind.PREFILL for row in rows)
         self._plan_of_key: dict[GraphKey, StepPlan] = {}
         self._plan_of_sizes: dict[
-            tuple[int | tuple[int, int] | torch.device | AnyDrafts | type[Mask] | None, ...], StepPlan
+            tuple[int | tuple[int, ...] | torch.device | AnyDrafts | type[Mask] | None, ...], StepPlan
         ] = {}
 
     def start_over(self, padding: PaddingPolicy) -> None:
@@ -112,9 +102,7 @@ class Planner:
         # All that a plan depends on, so that a step of known sizes costs one look-up.
         sizes = (
             batch.num_seqs,
-            batch.num_tokens,
-            batch.min_q_len,
-            batch.max_q_len,
+            self._new_tokens(batch, pad_to, num_children),
             max_kv_len,
             # Its kv_len is another one in each step, and is in max_kv_len.
             pad_to and pad_to[:2],
@@ -132,9 +120,32 @@ class Planner:
             # Where ranks agree, none of them has a bucket of its own.
             longest = shape.child.num_tokens if pad_to is not None and pad_to.tokens else batch.max_q_len
             plan = self._make_plan(shape, batch, longest, max_kv_len)
-            if plan.replayable and (plan.shape.kind.decodes or _is_one_of_few(batch)):
+            if plan.replayable and (plan.shape.kind.decodes or self._is_one_of_few(batch)):
                 self._plan_of_sizes[sizes] = plan
         return plan
+
+    def _new_tokens(self, batch: StepBatch, pad_to: PadTo | None, num_children: int) -> tuple[int, int, int]:
+        """What a plan depends on of a batch's new tokens: their number, and the fewest and most of a sequence.
+
+        Where drafts are verified each sequence is padded to as many, whatever it has: then it matters alone whether
+        there is one that has no more than one, which the kind of the step follows from.
+        """
+        most = batch.max_q_len
+        if most > 1 and pad_to is None and num_children == 1 and self.padding.pads_as_verified(batch):
+            return 0, min(batch.min_q_len, 2), self.padding.verify
+        return batch.num_tokens, batch.min_q_len, most
+
+    def _is_one_of_few(self, batch: StepBatch) -> bool:
+        """Whether steps of such sizes come again: rounds of drafts and verify steps, not prompts.
+
+        A mask of the caller's bits may have more cells in one step than in the next, and only some have room in a
+        graph.
+        """
+        if isinstance(batch.mask, StepMask):
+            return False
+        if batch.drafts is not NO_DRAFTS or self.padding.pads_as_verified(batch):
+            return True
+        return batch.max_q_len == batch.min_q_len <= _MOST_VERIFIED
 
     def plan_as(self, batch: StepBatch, shape: PaddedShape) -> StepPlan:
         """The plan of a batch that is padded to a shape which it fits. Raises what plan() raises."""

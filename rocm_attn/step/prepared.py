@@ -76,6 +76,8 @@ class LastCall(NamedTuple):
     launches: Launches
 
 
+# Two tensors of a call.
+Pair = tuple[Tensor, Tensor]
 # No stream has this handle.
 _NEVER: tuple[int, Launches] = (-1, ())
 # Of a layer that was called once: what it launched is kept from the second time on, as most views serve one step.
@@ -89,15 +91,17 @@ class PreparedCalls:
     shape, strides, dtype and device of every tensor that is given, and which of them are one.
 
     stored, roped, attended: the last call of each layer
+    both: the last two, where a layer stored and attended in one call: given as both were, owned as attend is
     """
 
-    __slots__ = ("_filled", "_is_filled", "_owned", "attended", "by_form", "roped", "stored")
+    __slots__ = ("_filled", "_is_filled", "_owned", "attended", "both", "by_form", "roped", "stored")
 
     def __init__(self) -> None:
         self.by_form: dict[Hashable, PreparedCall] = {}
         self.stored: dict[int, LastCall] = {}
         self.roped: dict[int, LastCall] = {}
         self.attended: dict[int, LastCall] = {}
+        self.both: dict[int, LastCall] = {}
         self._is_filled = False
         self._filled: tuple[int, Launches] = _NEVER
         self._owned: frozenset[int] = frozenset()
@@ -292,6 +296,33 @@ class LayerForms:
             tensors = (*_tensors_of_pages(pages), weights.sinks, weights.alibi_slopes)
             memory = self._read[layer] = self._memory(layer, (pages, weights), tensors, pages.format)
         return _make(prepared, prepared.attended, layer, memory, ("attend", given))
+
+    def both_again(self, prepared: PreparedCalls, layer: int, stored: Pair, attended: Pair) -> bool:
+        """Launch what a layer stored and attended by the last time, if it is given the same; whether it was.
+
+        stored: k, v; attended: q, out, without an lse
+        Raises WrongState for a layer that wants head weights.
+        """
+        last = prepared.both.get(layer)
+        if last is None:
+            return False
+        (k, v), (q, out) = stored, attended
+        addresses = k.data_ptr(), v.data_ptr(), q.data_ptr(), out.data_ptr(), 0
+        of_k, of_v = (k.shape, k.stride(), k.dtype, k.device), (v.shape, v.stride(), v.dtype, v.device)
+        of_q, of_out = (q.shape, q.stride(), q.dtype, q.device), (out.shape, out.stride(), out.dtype, out.device)
+        given = self._stream(), addresses, (of_k, of_v, of_q, of_out, None)
+        return _made_again(last, given, self._pool.layer(layer), self._head_weights.of(layer))
+
+    def join(self, prepared: PreparedCalls, layer: int) -> None:
+        """A layer has stored and attended in one call, without an lse: remember both together, if both are kept."""
+        stored, attended = prepared.stored.get(layer, _NOT_KEPT), prepared.attended.get(layer, _NOT_KEPT)
+        if not (stored.launches and attended.launches):
+            return
+        (stream, addresses, forms), (other, more, more_forms) = stored.given, attended.given
+        # Either may be of an earlier call, where this one's was made as it is: then no call is given what both are of.
+        if stream == other and stored.owners[0] is attended.owners[0]:
+            given = stream, (*addresses, *more), (*forms, *more_forms)
+            prepared.both[layer] = LastCall(given, attended.owners, (*stored.launches, *attended.launches))
 
     def _memory(
         self, layer: int, owners: tuple[object, object], tensors: Sequence[Tensor | None], common: Hashable

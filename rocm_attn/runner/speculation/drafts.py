@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 # The parent of a draft that comes right after the sequence's last token.
 LAST_TOKEN = -1
@@ -23,14 +24,16 @@ class Drafts:
     is_chain: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        assert len(self.parents) == len(self.token_ids)
-        assert all(LAST_TOKEN <= parent < draft for draft, parent in enumerate(self.parents))
-        object.__setattr__(self, "is_chain", self.parents == tuple(range(LAST_TOKEN, len(self.parents) - 1)))
+        parents = self.parents
+        assert len(parents) == len(self.token_ids)
+        is_chain = parents == _one_after_another(len(parents))
+        assert is_chain or all(LAST_TOKEN <= parent < draft for draft, parent in enumerate(parents))
+        object.__setattr__(self, "is_chain", is_chain)
 
     @classmethod
     def chain(cls, token_ids: tuple[int, ...]) -> Drafts:
         """Each comes after the one before it."""
-        return cls(token_ids, tuple(range(LAST_TOKEN, len(token_ids) - 1)))
+        return cls(token_ids, _one_after_another(len(token_ids)))
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -44,7 +47,7 @@ class Drafts:
 
     def first(self, num: int) -> Drafts:
         """The first so many of them, which are a tree too."""
-        return self if num == len(self) else Drafts(self.token_ids[:num], self.parents[:num])
+        return self if num == len(self.token_ids) else Drafts(self.token_ids[:num], self.parents[:num])
 
     def after(self, draft: int, token_id: int) -> int | None:
         """The first draft of this token that comes after a draft, or after LAST_TOKEN; None where there is none."""
@@ -74,6 +77,12 @@ class Drafts:
                     parents.append(at)
                 at = number
         return cls(tuple(token_ids), tuple(parents))
+
+
+@cache
+def _one_after_another(num: int) -> tuple[int, ...]:
+    """The parents of so many drafts that are a chain."""
+    return tuple(range(LAST_TOKEN, num - 1))
 
 
 NO_DRAFTS = Drafts((), ())

@@ -26,6 +26,7 @@ from rocm_attn.paging.index_spaces import RESERVED_ROW
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.runner.request import Sequence
 from rocm_attn.runner.scheduler import ScheduledStep, Taken
+from rocm_attn.runner.sending import sent
 from rocm_attn.runner.speculation.draft_runners import DraftRunners
 from rocm_attn.runner.speculation.drafts import LAST_TOKEN, NO_DRAFTS, Drafts
 
@@ -163,7 +164,7 @@ class EagleDrafter:
             kv_len.append(held.num_stored)
             q_len.append(num)
             places += each.places
-        chosen = torch.tensor(places, device=self._handed.device)
+        chosen = sent(np.array(places, np.int64), self._handed.device)
         torch.index_select(self._handed, 0, chosen, out=self._features[: len(places)])
         return StepBatch(rows, kv_len, q_len, token_ids)
 

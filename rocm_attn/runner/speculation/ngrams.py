@@ -6,6 +6,7 @@ device. The method is known as prompt lookup decoding, and as n-gram speculation
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Many
 from itertools import pairwise
@@ -38,6 +39,11 @@ class NgramDrafter:
             text = self._texts.get(sequence.number)
             if text is None:
                 text = self._texts[sequence.number] = _Text()
+            if self._num_branches == 1:
+                chain = text.continuation(sequence.token_ids, most)
+                if chain:
+                    found[sequence.number] = Drafts.chain(tuple(chain))
+                continue
             branches = text.continuations(sequence.token_ids, most, self._num_branches)
             if branches:
                 found[sequence.number] = Drafts.tree(branches, most)
@@ -57,11 +63,28 @@ class _Text:
     """
 
     def __init__(self) -> None:
-        self._places: dict[tuple[int, int], list[int]] = {}
+        self._places: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         self._num_seen = 1
 
+    def continuation(self, token_ids: list[int], most: int) -> list[int]:
+        """What came after the last tokens before: where most of those before them are the same, the last time."""
+        if len(token_ids) < 2:
+            return []
+        self._look_at(token_ids)
+        places = self._places.get((token_ids[-2], token_ids[-1]))
+        if places is None:
+            return []
+        best, longest = places[-1], 0
+        for place in places[: -_MOST_PLACES - 1 : -1]:
+            num_same = _num_same(token_ids, place)
+            if num_same > longest:
+                best, longest = place, num_same
+                if num_same == _LONGEST:
+                    break
+        return _copied(token_ids, best, most)
+
     def continuations(self, token_ids: Many[int], most: int, num_branches: int) -> list[list[int]]:
-        """What came after the last tokens before, the last time first; different ones, `most` tokens of all together.
+        """As continuation(), the last time first; different ones, `most` tokens of all together.
 
         The first has what the others leave.
         """
@@ -70,10 +93,7 @@ class _Text:
         self._look_at(token_ids)
         found: dict[int, list[int]] = {}  # by how many tokens are the same
         for place in self._places.get((token_ids[-2], token_ids[-1]), [])[: -_MOST_PLACES - 1 : -1]:
-            num_same = _num_same(token_ids, place)
-            found.setdefault(num_same, []).append(place)
-            if num_same == _LONGEST and num_branches == 1:
-                break
+            found.setdefault(_num_same(token_ids, place), []).append(place)
         if not found:
             return []
         return _cut([_copied(token_ids, place, most) for place in found[max(found)]], most, num_branches)
@@ -81,12 +101,8 @@ class _Text:
     def _look_at(self, token_ids: Many[int]) -> None:
         """Note the pairs that have a token after them now."""
         places, first = self._places, self._num_seen - 1
-        new = token_ids[first:-1]
-        for place, pair in enumerate(pairwise(new), first + 2):
-            if pair in places:
-                places[pair].append(place)
-            else:
-                places[pair] = [place]
+        for place, pair in enumerate(pairwise(token_ids[first:-1]), first + 2):
+            places[pair].append(place)
         self._num_seen = max(self._num_seen, len(token_ids) - 1)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 import torch
@@ -140,7 +140,8 @@ class Speculation:
         decoding: Scheduler.decoding
         alive:    as of Drafter.draft
         """
-        return self._drafter.draft([(each, min(most, self._num_drafts)) for each, most in decoding()], alive)
+        limit = self._num_drafts
+        return self._drafter.draft([(each, most if most < limit else limit) for each, most in decoding()], alive)
 
     def batch(self, step: ScheduledStep) -> StepBatch:
         """The batch of a step, with the mask of its trees where it has any."""
@@ -158,10 +159,10 @@ class Speculation:
         draws: dict[int, Draw] = {}
         asks: dict[int, RowAsk] = {}
         for seq, sequence in enumerate(step.picking):
-            if seq in asking or not sequence.request.sampling.is_greedy:
+            if not sequence.sampler.is_greedy or seq in asking:
                 depths = [0, *step.drafts.get(seq, NO_DRAFTS).depths()]
                 for row, depth in enumerate(depths, (seq + 1) * num_rows - len(depths)):
-                    if not sequence.request.sampling.is_greedy:
+                    if not sequence.sampler.is_greedy:
                         draws[row] = sequence.sampler.draw(sequence.num_new + depth)
                     if seq in asking:
                         asks[row] = asking[seq].of(sequence, sequence.num_new + depth)
@@ -172,10 +173,18 @@ class Speculation:
     def follow(self, step: ScheduledStep, taken: Many[Taken]) -> None:
         """Count what became of a step's drafts, and tell what drafts. taken: of each of step.picking"""
         self._drafter.follow(step, taken)
+        # Of a sequence that has ended since the step was launched nothing was verified.
+        verified = num_drafts = num_taken = 0
         for seq, drafts in step.drafts.items():
-            self._metrics.verifications += 1
-            self._metrics.drafts += len(drafts)
-            self._metrics.accepted_drafts += max(0, len(taken[seq].token_ids) - 1)
+            token_ids = taken[seq].token_ids
+            if token_ids:
+                verified += 1
+                num_drafts += len(drafts.token_ids)
+                num_taken += len(token_ids)
+        metrics = self._metrics
+        metrics.verifications += verified
+        metrics.drafts += num_drafts
+        metrics.accepted_drafts += num_taken - verified
 
 
 class _OneEach:
@@ -222,23 +231,24 @@ class _Verified:
     ) -> None:
         self._picked, self._step, self._num_rows, self._runtime = picked, step, num_rows, runtime
         self._found: list[int | BadLogits] = []
-        self._rows: list[list[int]] = []  # place among step.picking -> the rows that its tokens were picked from
+        self._paths: list[list[int]] = []  # place among step.picking -> the drafts that were accepted
 
     def read(self) -> Picks:
         """As StepPicks.read, before the next step of these sequences."""
+        step, num_rows = self._step, self._num_rows
         found = self._found = self._picked.read()
-        picks, self._rows = Picks(), []
+        picks, self._paths = Picks(), []
         moves: dict[int, list[int]] = {}
-        for seq in range(self._step.num_picks):
-            drafts = self._step.drafts.get(seq, NO_DRAFTS)
-            last = (seq + 1) * self._num_rows
-            first = last - 1 - len(drafts)
-            tokens, path = _found_right(found[first:last], drafts)
+        for seq in range(step.num_picks):
+            drafts = step.drafts.get(seq, NO_DRAFTS)
+            last = (seq + 1) * num_rows
+            tokens, path = _found_right(found[last - 1 - len(drafts.token_ids) : last], drafts)
             picks.append(tokens)
-            self._rows.append([first, *(first + 1 + draft for draft in path)])
+            self._paths.append(path)
+            if drafts.is_chain or path == list(range(len(path))):
+                continue
             # What has ended since the step was launched, by its text for one, has given its row back.
-            is_held = self._step.sequences[seq].row == self._step.batch.rows[seq]
-            if is_held and path != list(range(len(path))):
+            if step.sequences[seq].row == step.batch.rows[seq]:
                 moves[seq] = path
         if moves:
             self._move(moves)
@@ -248,8 +258,12 @@ class _Verified:
         """As StepPicks.logprobs."""
         if isinstance(self._picked, PickedTokens):
             return NO_LOGPROBS_OF
-        told = self._picked.logprobs(self._found)
-        return {seq: [told[row] for row in rows] for seq, rows in enumerate(self._rows) if rows[0] in told}
+        told, found = self._picked.logprobs(self._found), dict[int, Many[TokenLogprobs]]()
+        for seq, path in enumerate(self._paths):
+            first = (seq + 1) * self._num_rows - 1 - len(self._step.drafts.get(seq, NO_DRAFTS))
+            if first in told:
+                found[seq] = [told[first], *(told[first + 1 + draft] for draft in path)]
+        return found
 
     def _move(self, paths: Mapping[int, list[int]]) -> None:
         """Move what some sequences have accepted. paths: seq -> their drafts, in order"""
@@ -270,7 +284,7 @@ class _Verified:
 def _asking(step: ScheduledStep, settle: Callable[[], None]) -> dict[int, Asking]:
     """Place among step.picking -> what its sequence asks for. settle: as of Speculation.pick"""
     asking = {seq: sequence.asks for seq, sequence in enumerate(step.picking) if sequence.asks is not None}
-    if any(asks.needs_tokens for asks in asking.values()):
+    if asking and any(asks.needs_tokens for asks in asking.values()):
         settle()  # the step itself runs on the device meanwhile
         # What has ended with the step before takes nothing of this one.
         asking = {seq: asks for seq, asks in asking.items() if step.sequences[seq].row != RESERVED_ROW}
@@ -294,6 +308,16 @@ def _found_right(rows: Many[int | BadLogits], drafts: Drafts) -> tuple[Many[int]
     """
     tokens: list[int] = []
     path: list[int] = []
+    if drafts.is_chain:
+        num = 0
+        for draft, pick in zip(drafts.token_ids, rows, strict=False):
+            if draft != pick:  # as no draft is BadLogits
+                break
+            num += 1
+        last = rows[num]
+        if not isinstance(last, BadLogits):
+            return cast(Many[int], rows[: num + 1]), list(range(num))
+        return (cast(Many[int], rows[:num]), list(range(num - 1))) if num else (last, [])
     at: int | None = LAST_TOKEN
     while at is not None:
         pick = rows[1 + at]

@@ -620,3 +620,49 @@ def test_kernels_are_prepared_whose_parts_all_are() -> None:
     assert is_prepared(mixed)
     assert not is_prepared(TritonMixed(_WithOtherWork(), mixed.extend))  # type: ignore[arg-type]
     assert not is_prepared(TorchDecode(problem))
+
+
+def test_a_layer_that_stores_and_attends_again_in_one_call_launches_what_it_is_given_now() -> None:
+    pool = HybridKVPool([WITH_SINKS], [Space.FULL], num_pages={Space.FULL: 4}, device=CPU)
+    weights = LayerHeadWeights([WITH_SINKS], CPU, renew=lambda owned, given: given.clone())
+    weights.set(0, HeadWeights(sinks=torch.zeros(8)))
+    streams, calls = [STREAM], PreparedCalls()
+    forms = LayerForms([0], pool, weights, lambda: streams[-1])
+    kernel = Kernel(("one", "other", "pages", "sinks"))
+
+    def make(k: Tensor, v: Tensor, q: Tensor, out: Tensor) -> bool:
+        """Whether both were made at once."""
+        by_triton, before = kernel.by_triton, len(kernel.ran)
+        at_once = forms.both_again(calls, 0, (k, v), (q, out))
+        if not at_once:
+            stored, attended = forms.store(calls, 0, k, v), forms.attend(calls, 0, q, out, None)
+            if stored is not None:
+                with calls.noting(stored, ()):
+                    launch(kernel, (1,), k, v, pool.layer(0).raw_k, None)
+            if attended is not None:
+                with calls.noting(attended, ()):
+                    launch(kernel, (1,), q, out, pool.layer(0).raw_k, weights.of(0).sinks)
+            forms.join(calls, 0)
+        if kernel.by_triton == by_triton:
+            assert len(kernel.ran) == before + 2
+            sinks = weights.of(0).sinks
+            assert sinks is not None
+            pages, on = pool.layer(0).raw_k.data_ptr(), streams[-1]
+            for ran, one, other, last in zip(kernel.ran[-2:], (k, q), (v, out), (None, sinks.data_ptr()), strict=True):
+                assert (ran[3], *ran[-4:]) == (on, one.data_ptr(), other.data_ptr(), pages, last)
+        return at_once
+
+    (k, v), (q, out), (other_k, other_v), (other_q, other_out) = kv(), q_and_out(), kv(), q_and_out()
+    made = [make(k, v, q, out) for _ in range(5)]
+    assert made == [False, False, False, True, True]
+    for changed in ((other_k, v, q, out), (k, other_v, q, out), (k, v, other_q, out), (k, v, q, other_out)):
+        assert not make(*changed)
+        assert [make(k, v, q, out) for _ in range(2)] == [False, True]
+    assert not make(k[:3], v[:3], q[:3], out[:3])
+    streams.append(STREAM + 1)
+    assert [make(k, v, q, out) for _ in range(2)] == [False, True]
+    weights.set(0, HeadWeights(sinks=torch.ones(8)))
+    assert [make(k, v, q, out) for _ in range(2)] == [False, True]
+    pages = pool.layer(0)
+    pool.take(0, LayerPages.plain(pages.k.clone(), pages.v.clone()))
+    assert [make(k, v, q, out) for _ in range(2)] == [False, True]

@@ -411,3 +411,17 @@ class Requests(RuleBasedStateMachine):
 
 TestRequests = Requests.TestCase
 TestRequests.settings = settings(max_examples=60, stateful_step_count=30)
+
+
+def test_a_row_that_got_pages_by_itself_keeps_them_when_all_rows_are_reserved_for_less() -> None:
+    table = RequestTable(max_num_seqs=2, max_kv_len=64, num_pages=20, page_size=4, device=torch.device("cpu"))
+    rows = np.array([table.admit(), table.admit()], np.int32)
+    table.reserve_all(rows, np.array([3, 3], np.int32))
+    table.reserve(int(rows[0]), 21)
+    held = table.pages_of(int(rows[0])).tolist()
+    table.reserve_all(rows, np.array([9, 5], np.int32))
+    assert table.pages_of(int(rows[0])).tolist() == held
+    assert [table.num_held(int(row)) for row in rows] == [6, 2]
+    table.reserve_all(rows, np.array([25, 9], np.int32))
+    assert [table.num_held(int(row)) for row in rows] == [7, 3]
+    assert table.num_free_pages == 19 - 10

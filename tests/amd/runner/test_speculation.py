@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from rocm_attn.errors import BadModel, BadSetting
 from rocm_attn.runner.engine import Engine
@@ -388,3 +389,92 @@ def test_ranks_that_share_a_model_guess_and_verify_the_same() -> None:
     for completions, drafts in on_threads(2, served):
         assert completions == expected
         assert drafts > 0
+
+
+def test_what_happens_between_two_rounds_touches_no_tensor_and_makes_no_plan(loaded: LoadedModel) -> None:
+    """From the tokens' arrival to the next step's publication the host works on lists and arrays.
+
+    A tensor's call costs a microsecond or more, and a plan a hundred. Whatever each sequence has of drafts, steps that
+    verify of as many sequences have one plan, or two where one of them has no draft.
+    """
+    options = replace(BASE, speculative="ngram", draft_tokens=4, graphs=True, max_batch_size=4)
+    requests = some_requests(4, new_tokens=24)
+    engine = speculating(loaded, options, requests)
+    engine.capture_all(lambda done, total, name: None)
+    planner, scheduler = engine.runtime._planner, engine._scheduler
+    plans, shapes, calls = Counter[int](), set[tuple[int, ...]](), list[str]()
+
+    class Noted(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            calls.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    make_plan, next_step, finish_step = planner._make_plan, scheduler.next_step, scheduler.finish_step
+
+    def counted(*args: Any) -> Any:
+        plans[args[1].num_seqs] += args[1].max_q_len > 1 and args[1].max_q_len <= 5
+        return make_plan(*args)
+
+    def scheduled(drafts: Any) -> Any:
+        with Noted():
+            step = next_step(drafts)
+        assert step is not None
+        shapes.add(tuple(step.batch.q_len.tolist()))
+        return step
+
+    def finished(step: Any, picks: Any) -> Any:
+        with Noted():
+            taken = finish_step(step, picks)
+            engine._speculation._drafter.follow(step, taken)  # type: ignore[union-attr]
+        return taken
+
+    planner._make_plan = counted  # type: ignore[method-assign]
+    scheduler.next_step = scheduled  # type: ignore[method-assign]
+    scheduler.finish_step = finished  # type: ignore[method-assign]
+    engine.generate(requests)
+    assert not calls
+    assert len(shapes) > 8
+    assert max(plans.values()) <= 2
+
+
+def test_a_round_of_a_sequence_that_has_ended_meanwhile_counts_for_nothing(loaded: LoadedModel) -> None:
+    requests = some_requests(2, new_tokens=20)
+    engine = speculating(loaded, replace(BASE, speculative="ngram", steps_ahead=1), requests, mistakes=0.0)
+    numbers = [engine.submit(request) for request in requests]
+    while not any(unread.step.drafts.keys() == {0, 1} for unread in engine._unread):
+        engine.step()
+    before = engine.metrics.verifications, engine.metrics.drafts
+    drafts = len(engine._unread[-1].step.drafts[1])
+    engine.abort(numbers[0])
+    engine.settle()
+    assert (engine.metrics.verifications, engine.metrics.drafts) == (before[0] + 1, before[1] + drafts)
+
+
+@pytest.mark.parametrize("end", ["abort", "cancel"])
+def test_an_interrupt_between_reading_and_publishing_loses_no_token_of_what_is_ended_then(
+    end: str, loaded: LoadedModel
+) -> None:
+    requests = some_requests(2, new_tokens=20)
+    expected = Engine(loaded, without_speculation(BASE)).generate(requests)
+    engine = speculating(loaded, replace(BASE, speculative="ngram", steps_ahead=1), requests, mistakes=0.0)
+    numbers = [engine.submit(request) for request in requests]
+    for _ in range(3):
+        engine.step()
+    read = engine._read_all
+
+    def interrupted() -> None:
+        read()
+        raise KeyboardInterrupt
+
+    engine._read_all = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    engine._read_all = read  # type: ignore[method-assign]
+    assert engine._read
+    known = len(engine._outputs[numbers[0]].sequence.new_token_ids)
+    getattr(engine, end)(numbers[0])
+    while engine.has_work:
+        engine.step()
+    assert engine.completion(numbers[1]).token_ids == expected[1].token_ids
+    if end == "abort":
+        assert engine.completion(numbers[0]).token_ids == expected[0].token_ids[:known]

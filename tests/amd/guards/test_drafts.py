@@ -83,6 +83,22 @@ def test_room_is_for_branches_and_not_for_requests(drafts: Drafts, graphs: bool,
     assert off.returncode == 0 or re.search(r"size|out of bounds|invalid|" + DEVICE_FAULT, off.stderr), off.stderr
 
 
+@pytest.mark.parametrize("graphs", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["eager", "graphed"])
+@each_provider
+def test_the_mask_of_drafts_has_room_for_the_drafts(provider: str, graphs: bool, device: torch.device) -> None:
+    """H16: lists of pages had room for drafts, and their mask had none: it was written past its end."""
+    drafting = Drafting(device, ALL_ON, drafts=TREE, graphs=graphs, capture_sizes=(5,), provider=provider)
+    assert two_rounds(drafting) == [True, True]
+
+    off = run_elsewhere(
+        "import torch\nfrom tests.amd.guards.test_drafts import *\n"
+        f'off = Drafting(torch.device({device.type!r}), Guards().without("mask_room"), drafts=TREE, graphs={graphs}, '
+        f"capture_sizes=(5,), provider={provider!r})\nprint(two_rounds(off))"
+    )
+    # The smaller round has room.
+    assert off.stdout == "[False, True]\n" or re.search(r"index out of range|" + DEVICE_FAULT, off.stderr), off
+
+
 @both_ways
 @shapes
 @each_provider

@@ -189,7 +189,7 @@ def _add_prewarm(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     arch = o.ARCH.but(help="gfx942 (MI300X), gfx950 (MI355X), sm_90 or sm_80 (this machine's GPU)")
     options = (o.CONFIG, arch, o.PROVIDER, o.DTYPE, *o.KV_FORMAT, *o.PAGES, o.MAX_BATCH_SIZE, o.MAX_KV_LEN, o.NUM_PAGES)
-    served = (o.CAPTURE_SIZES, o.CAPTURE_TOKENS, o.DETERMINISTIC, o.SHARED_PREFIXES)
+    served = (o.CAPTURE_SIZES, o.CAPTURE_TOKENS, o.DETERMINISTIC, o.SHARED_PREFIXES, o.DRAFTS, o.VERIFY_TOKENS)
     _add_options(parser, (*options, *served, o.JSON))
 
 

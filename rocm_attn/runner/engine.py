@@ -95,7 +95,8 @@ class Engine:
         self.limits = RequestLimits(
             loaded.config.context_len, self.max_kv_len, loaded.config.vocab_size, loaded.tokenizer is not None
         )
-        path, model = options.flight_record, served(model_over(self.runtime, loaded, options), options, self.runtime)
+        path = options.flight_record
+        model = served(model_over(self.runtime, loaded, options), drafting, options, self.runtime)
         self._steps_ahead = options.steps_ahead_on(self.runtime.device.type)
         ops, most = self.runtime.core.ops, options.max_batch_size
         plain = TokenPicker(self.runtime.device, most * options.rows_of_each, ops.pick_rows)

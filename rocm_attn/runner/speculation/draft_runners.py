@@ -39,6 +39,10 @@ class DraftingModel(Protocol):
         """Logits [T, vocab] after each token of a draft step, and rows [T, width]; carried: of the tokens before."""
         ...
 
+    def tokens(self, drafted: Tensor) -> Tensor:
+        """int32, of any shape: the tokens of places in the logits, which may be of some tokens alone."""
+        ...
+
 
 def num_levels(options: EngineOptions) -> int:
     """Levels of drafts. Where they branch, there are more drafts than are verified: the likeliest are."""
@@ -113,7 +117,10 @@ class DraftRunners:
 
     def _taken_in(self, step: Step) -> Level:
         logits, carried = self._model.taken_in(step)
-        return Level.first(logits, carried, self._first_level.scores.shape[1])
+        return self._with_tokens(Level.first(logits, carried, self._first_level.scores.shape[1]))
+
+    def _with_tokens(self, level: Level) -> Level:
+        return level._replace(token_ids=self._model.tokens(level.token_ids))
 
     def _all_levels(self, round_: DraftSteps) -> Tensor:
         """int32 [S, levels, 3, K]: the words of all levels, the first one included."""
@@ -125,6 +132,6 @@ class DraftRunners:
                 round_.set_parents(number, level.branches)
                 token_ids = level.token_ids.flatten()
             logits, carried = self._model.drafted(replace(step, token_ids=token_ids), level.carried.flatten(0, 1))
-            level = level.next(logits, carried)
+            level = self._with_tokens(level.next(logits, carried))
             words.append(level.words())
         return torch.stack(words, 1)

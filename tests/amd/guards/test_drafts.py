@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 
 import pytest
 import torch
@@ -53,6 +54,25 @@ def test_every_draft_step_sees_the_drafts_before_it(
     assert two_rounds(Drafting(device, ALL_ON, drafts=drafts, provider=provider, graphs=graphs)) == [True, True]
 
     off = Drafting(device, Guards().without("draft_lengths"), drafts=drafts, provider=provider, graphs=graphs)
+    assert two_rounds(off) == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("page_size", "graphs"),
+    [
+        pytest.param(*way, marks=[] if way == (2, True) else [pytest.mark.nightly])
+        for way in product((1, 2, 16), (False, True))
+    ],
+)
+def test_every_draft_step_has_page_lists_and_block_tables_of_its_own(
+    page_size: int, graphs: bool, device: torch.device
+) -> None:
+    """Kernels of other libraries read these, with lengths of 64 bits: even sequences the lists, odd ones the tables."""
+    drafting = Drafting(device, ALL_ON, drafts=CHAIN, provider="csr", graphs=graphs, page_size=page_size)
+    assert two_rounds(drafting) == [True, True]
+
+    guards = Guards().without("draft_lengths")
+    off = Drafting(device, guards, drafts=CHAIN, provider="csr", graphs=graphs, page_size=page_size)
     assert two_rounds(off) == [False, False]
 
 

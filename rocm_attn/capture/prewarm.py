@@ -224,7 +224,7 @@ def _verify(runtime: AttentionRuntime, batch: StepBatch, pad_to: PadTo) -> None:
     nothing = Accepted.empty(batch.num_seqs, width, device)
     for tensor in nothing:
         tensor.zero_()
-    runtime.move_accepted(nothing, torch.from_numpy(batch.rows).to(device))
+    runtime.move_accepted(nothing, torch.from_numpy(batch.rows.copy()).to(device))
 
 
 def _attend_all(runtime: AttentionRuntime, step: Step) -> None:

@@ -155,7 +155,7 @@ def test_so_does_one_of_other_kernels(sizes: RuntimeOptions, kernel: str) -> Non
     assert_everything_was_cached(serve(PROBLEM, sizes))
 
 
-DRAFTING = replace(SIZES, max_num_seqs=4, drafts=(Drafts(1, 2), Drafts(2, 3)), verify_tokens=5)
+DRAFTING = replace(SIZES, max_num_seqs=2, capture_tokens=(1,), drafts=(Drafts(1, 2), Drafts(2, 3)), verify_tokens=5)
 WITH_MASKS = replace(PROBLEM, custom_mask=True)
 
 
@@ -204,8 +204,6 @@ def test_rounds_of_drafts_and_verification_compile_nothing_after_a_prewarm() -> 
     compiled = prewarmed(WITH_MASKS, DRAFTING).compiled
     assert {"_draft_steps_kernel", "_place_trees_kernel", "_move_paths_kernel"} <= set(compiled)
     assert_everything_was_cached(serve_drafts(DRAFTING))
-    plain = prewarmed(WITH_MASKS, replace(DRAFTING, drafts=(), verify_tokens=0))
-    assert "_draft_steps_kernel" not in {**plain.compiled, **plain.cached}
 
 
 def assert_everything_was_cached(events: list[CompileEvent]) -> None:

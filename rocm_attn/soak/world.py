@@ -172,7 +172,14 @@ class Scenario:
 
     def speculative(self) -> Scenario:
         """The same in which most steps draft and verify, chains and trees, and requests often go back and give way."""
-        more = {Action.DRAFT: 12.0, Action.TREE: 14.0, Action.VERIFY: 5.0, Action.REJECT: 4.0, Action.PREEMPT: 1.5, Action.DECODE: 3.0}
+        more = {
+            Action.DRAFT: 12.0,
+            Action.TREE: 14.0,
+            Action.VERIFY: 5.0,
+            Action.REJECT: 4.0,
+            Action.PREEMPT: 1.5,
+            Action.DECODE: 3.0,
+        }
         return replace(self, weights={**self.weights, **more}, tree_len=9)
 
     def without(self, action: Action) -> Scenario:

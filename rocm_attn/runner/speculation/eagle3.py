@@ -245,7 +245,9 @@ def _weights(
         if name not in found:
             raise BadModel(f"{source.name} lacks {name}; it is no EAGLE-3 head of this model")
         if found[name] != shape:
-            raise BadModel(f"{source.name}: {name} has shape {list(found[name])}; a head of this model has {list(shape)}")
+            raise BadModel(
+                f"{source.name}: {name} has shape {list(found[name])}; a head of this model has {list(shape)}"
+            )
     token_of = torch.arange(num_known) + differences
     if len(differences) != num_known or bool(((token_of < 0) | (token_of >= config.vocab_size)).any()):
         raise BadModel(f"{source.name}: d2t does not lead from {num_known} tokens to the model's {config.vocab_size}")

@@ -28,9 +28,7 @@ from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.step import Step
 
 
-def served(
-    model: Model, drafting: Drafting, options: EngineOptions, runtime: AttentionRuntime
-) -> Model | HandingOver:
+def served(model: Model, drafting: Drafting, options: EngineOptions, runtime: AttentionRuntime) -> Model | HandingOver:
     """The model that steps run: one that hands its rows over where a head drafts."""
     if not isinstance(drafting, EagleWeights | Eagle3Weights):
         return model

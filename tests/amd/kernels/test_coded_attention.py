@@ -189,12 +189,8 @@ def test_where_a_factor_of_k_is_zero_all_keys_that_a_row_sees_weigh_alike(
 
 @pytest.mark.nightly
 @each_scales
-def test_where_a_factor_of_k_is_zero_decode_weighs_all_keys_alike(
-    scales: Scales, kernel_device: torch.device
-) -> None:
-    tensors, alike = with_k_of_zeros(
-        replace(DECODES, kv=Encoding.E4M3FN, scales=scales, window_left=5), kernel_device
-    )
+def test_where_a_factor_of_k_is_zero_decode_weighs_all_keys_alike(scales: Scales, kernel_device: torch.device) -> None:
+    tensors, alike = with_k_of_zeros(replace(DECODES, kv=Encoding.E4M3FN, scales=scales, window_left=5), kernel_device)
     run_decode(tensors)
     run_decode(alike)
     torch.testing.assert_close(tensors.out, alike.out)

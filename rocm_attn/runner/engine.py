@@ -42,7 +42,7 @@ from rocm_attn.runner.request_times import note_tokens
 from rocm_attn.runner.sampling import Sampler, TokenPicker
 from rocm_attn.runner.scheduler import ScheduledStep, Scheduler, Taken
 from rocm_attn.runner.serving import serve_all
-from rocm_attn.runner.speculation.engines import drafter_of, layers_beside, read_drafting, served
+from rocm_attn.runner.speculation.engines import drafter_of, layers_beside, read_drafting, rejection_of, served
 from rocm_attn.runner.speculation.last_rows import forward_of
 from rocm_attn.runner.speculation.speculation import NoSpeculation, Picks, Speculation, StepPicks
 from rocm_attn.runner.unread import UnreadStep, with_unread_tokens
@@ -112,7 +112,9 @@ class Engine:
         self._speculation: Speculation | NoSpeculation = NoSpeculation(self._picker)
         if options.speculates:
             drafter = drafter_of(drafting, loaded, options, self.runtime, model)
-            self._speculation = Speculation(drafter, self.runtime, self._picker, options.draft_tokens, self.metrics)
+            self._speculation = Speculation(
+                drafter, self.runtime, self._picker, options.draft_tokens, self.metrics, rejection_of(drafter, options)
+            )
         self._scheduler = Scheduler(
             self.runtime.table,
             self.metrics,

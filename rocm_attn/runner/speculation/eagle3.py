@@ -202,8 +202,8 @@ def _layers(fields: Fields, num_layers: int) -> tuple[int, int, int]:
     named = fields.inner("eagle_config").ids("eagle_aux_hidden_state_layer_ids")
     if len(named) != _NUM_ROWS or max(named) >= num_layers:
         raise BadModel(
-            f"{fields.source}: eagle_aux_hidden_state_layer_ids is {list(named)}; it must be {_NUM_ROWS} of the model's "
-            f"{num_layers} layers"
+            f"{fields.source}: eagle_aux_hidden_state_layer_ids is {list(named)}; it must be {_NUM_ROWS} of the "
+            f"model's {num_layers} layers"
         )
     first, second, third = (layer + 1 for layer in named)
     return first, second, third

@@ -17,13 +17,14 @@ from rocm_attn.runner.model import Model
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.speculation.draft_model import ModelDrafter
 from rocm_attn.runner.speculation.draft_runners import DraftRunners, drafts_of, num_levels
+from rocm_attn.runner.speculation.drawn import NothingDrawn, Rejection
 from rocm_attn.runner.speculation.eagle import EagleDrafter
 from rocm_attn.runner.speculation.eagle3 import Eagle3Head, Eagle3Weights, is_eagle3, load_head3, seeded_head3
 from rocm_attn.runner.speculation.eagle_head import EagleHead, EagleWeights, load_head
 from rocm_attn.runner.speculation.last_rows import HandingOver
 from rocm_attn.runner.speculation.methods import DRAFT_MODEL, EAGLE, NGRAM, OFF, SEEDED, SEEDED3
 from rocm_attn.runner.speculation.ngrams import NgramDrafter
-from rocm_attn.runner.speculation.speculation import Drafter
+from rocm_attn.runner.speculation.speculation import NOTHING_DRAWN, Drafter
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.step import Step
 
@@ -94,6 +95,14 @@ def drafter_of(
     return NgramDrafter(options.topk)
 
 
+def rejection_of(drafter: Drafter, options: EngineOptions) -> Rejection | NothingDrawn:
+    """What accepts drafts that were drawn."""
+    if not options.sampled_drafts:
+        return NOTHING_DRAWN
+    assert isinstance(drafter, ModelDrafter | EagleDrafter), "EngineOptions refuses others"
+    return Rejection(drafter.probabilities)
+
+
 def model_drafter(
     small: LoadedModel, large: LoadedModel, options: EngineOptions, runtime: AttentionRuntime
 ) -> ModelDrafter:
@@ -144,6 +153,7 @@ def _runtime_of(
         options,
         speculative=OFF,
         topk=1,
+        sampled_drafts=False,
         page_size=page_size,
         pool="auto",
         kv_dtype="auto",

@@ -239,7 +239,9 @@ def _add_soak(commands: Commands[argparse.ArgumentParser]) -> None:
         help="soak deterministic mode: some sequences must be bitwise what they are alone"
     )
     json = o.JSON.but(help="print one JSON object with what was done, or what was found")
-    speculative = o.switch("--speculative", "mostly verify drafts: chains, trees, and what becomes of rejected ones")
+    speculative = o.switch(
+        "--speculative", "mostly draft and verify: rounds, chains, trees, and what becomes of rejected ones"
+    )
     _add_options(parser, (o.STEPS, seed, o.DEVICE, o.PROVIDER, dtype, deterministic, speculative, json))
 
 

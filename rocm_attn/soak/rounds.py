@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -107,7 +108,7 @@ class SoakRounds:
             rows.clone(),
         )
 
-    def _places(self, batch: StepBatch, shape: PaddedShape) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    def _places(self, batch: StepBatch, shape: PaddedShape) -> npt.NDArray[np.int64]:
         """Of a round's drafts among those of the buffers, draft steps one after the other; pads at the end."""
         drafts, of_half = shape.drafts, shape.child.num_seqs
         assert isinstance(drafts, Drafts)
@@ -120,5 +121,5 @@ class SoakRounds:
         place = np.concatenate([place[is_real], place[~is_real]])
         step, branch = np.arange(drafts.steps), np.arange(drafts.branches)
         of_seq = step[:, None] * self._most_tokens + branch
-        places: np.ndarray[tuple[int], np.dtype[np.int64]] = (place[:, None, None] * drafts.branches + of_seq).ravel()
+        places: npt.NDArray[np.int64] = (place[:, None, None] * drafts.branches + of_seq).ravel()
         return places

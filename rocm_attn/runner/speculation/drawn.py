@@ -26,6 +26,7 @@ from rocm_attn.runner.sending import coming, sent
 from rocm_attn.runner.speculation.beams import Level
 from rocm_attn.runner.speculation.drafts import NO_DRAFTS, NOT_DRAWN
 from rocm_attn.step.accepting import accept_sampled
+from rocm_attn.step.host_ring import Fence, NoFence
 
 _COLDEST = 1e-30
 # A uniform number that a sum times it stays below the sum.
@@ -81,13 +82,12 @@ class NothingDrawn:
 class Accepted:
     """What became of drawn drafts, on its way to the host. words: int32 [trees, 1 + W]; seqs: tree -> sequence"""
 
-    def __init__(self, seqs: Many[int], words: Tensor, done: torch.Event | None) -> None:
+    def __init__(self, seqs: Many[int], words: Tensor, done: Fence) -> None:
         self._seqs, self._words, self._done = seqs, words, done
 
     def read(self) -> Mapping[int, Many[int]]:
         """Wait for it. Sequence -> its accepted drafts, and the token after them, which is -1 where there is none."""
-        if self._done is not None:
-            self._done.synchronize()
+        self._done.synchronize()
         found = self._words.tolist()
         return {seq: ids[: 1 + count] for seq, (count, *ids) in zip(self._seqs, found, strict=True)}
 
@@ -128,10 +128,8 @@ class Rejection:
         )
         accepted = accept_sampled(Probabilities(target, draft, accept.contiguous(), draw.contiguous()), given)
         words = coming(torch.cat((accepted.num_accepted[:, None], accepted.token_ids), 1))
-        done = None
-        if device.type != "cpu":
-            done = torch.Event(device)
-            done.record()
+        done: Fence = torch.Event(device) if device.type != "cpu" else NoFence()
+        done.record()
         return Accepted(seqs, words, done)
 
 

@@ -213,7 +213,7 @@ def _shapes(config: ModelConfig, large_hidden: int, num_known: int, *, own_embed
     """Name -> shape of every tensor of a head but for d2t."""
     hidden, layer = config.hidden_size, config.layers[0]
     assert isinstance(layer.projections, HeadProjections)
-    shapes = {"fc.weight": (hidden, _NUM_ROWS * large_hidden), "norm.weight": (hidden,)}
+    shapes: dict[str, Shape] = {"fc.weight": (hidden, _NUM_ROWS * large_hidden), "norm.weight": (hidden,)}
     shapes |= {f"{_LAYER}{name}": shape for name, shape in mlp_shapes(layer.mlp, hidden)}
     for name, shape in head_shapes(layer.attention, layer.projections, hidden, keeps_kv=True):
         shapes[f"{_LAYER}{name}"] = shape

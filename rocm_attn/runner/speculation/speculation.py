@@ -39,8 +39,8 @@ from rocm_attn.step.metrics import Metrics
 
 Picks = list[Many[int] | BadLogits]
 # Of steps in which none asks for any.
-NOTHING_DRAWN = NothingDrawn()
 NO_LOGPROBS_OF: Mapping[int, Many[TokenLogprobs]] = MappingProxyType({})
+NOTHING_DRAWN = NothingDrawn()
 # Scheduler.decoding
 Decoding = Callable[[], Iterable[tuple[Sequence, int]]]
 

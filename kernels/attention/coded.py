@@ -25,6 +25,8 @@ from rocm_attn.kernels.cache.codes import (
     is_coded,
 )
 
+# The smallest normal number of float32. Scores are not multiplied with less: 0 times the -inf of an unseen key is NaN.
+LEAST_SCALE = tl.constexpr(2.0**-126)
 # A block whose factors are all 0 has codes of 0 alone.
 _SMALLEST_FACTOR = tl.constexpr(2.0**-120)
 _LEAST_PART = tl.constexpr(2.0**-60)
@@ -98,12 +100,12 @@ def half_query(q):
 
 @triton.jit
 def coded_scales(qk_scale, tanh_scale, factor, CAPPED: tl.constexpr, C: tl.constexpr):
-    """qk_scale and tanh_scale of products with codes. factor: of K's rows"""
+    """qk_scale and tanh_scale of products with codes. factor: of K's rows; where it is 0, all seen keys weigh alike"""
     if is_coded(C.ENCODING):
         if CAPPED:
             tanh_scale = tanh_scale * factor
         else:
-            qk_scale = qk_scale * factor
+            qk_scale = tl.maximum(qk_scale * factor, LEAST_SCALE)
     return qk_scale, tanh_scale
 
 

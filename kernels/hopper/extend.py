@@ -26,6 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import Rows, Span
+from rocm_attn.kernels.attention.coded import LEAST_SCALE
 from rocm_attn.kernels.attention.cuts import NEVER_SPLIT, ExtendCut
 from rocm_attn.kernels.attention.extend_merge import launch_extend_merge
 from rocm_attn.kernels.attention.extend_schedule import BLOCK_KV_INDEX, BLOCK_WORDS, SHARE_CUT
@@ -121,7 +122,8 @@ def _consume(GROUP: gl.constexpr, x, own, rings, to, factors, todo, G: gl.conste
         _, seen = seen_by_block(x, words, G)
         steps = steps_of(words, seen, todo, G)
         product_scale = factors.products * row_factor(factors.k, todo.row, G)
-        product_scale = put_queries(queries, own.tiles, product_scale, S_ROW, G)
+        # Not 0: see coded.coded_scales.
+        product_scale = gl.maximum(put_queries(queries, own.tiles, product_scale, S_ROW, G), LEAST_SCALE)
         v_factor = row_factor(factors.v, todo.row, G)
         first_kv_index = gl.load(words + BLOCK_KV_INDEX)
         kv_index = first_kv_index + lines_of_group(GROUP, S_ROW) // G.GQA_RATIO

@@ -15,6 +15,8 @@ from torch import Tensor
 
 # Of a draft that no other one comes before.
 NO_PARENT = -1
+# In the place of a sequence's first parent, in a step that verifies trees: its new tokens are a prompt, and no drafts.
+BRINGS_PROMPT = -2
 
 # UNLIMITED_WINDOW where a window is subtracted from lengths: no sequence has so many keys.
 ALL_KEYS = 2**31 - 1

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.kernels.cache.moved_rows import AlikePages
+from rocm_attn.kernels.metadata.step_tensors import BRINGS_PROMPT
 from rocm_attn.kernels.speculative.arguments import Accepted, Probabilities, Verified
 from rocm_attn.kernels.speculative.paths import AcceptedPaths
 
@@ -73,16 +74,18 @@ class _Walk:
         num_seqs, self.width = to.path.shape
         num_trees, device = given.parents.shape[0], to.path.device
         seq = torch.arange(num_seqs, device=device)
-        self.first = given.q_indptr[:-1].long()
-        self.nodes = torch.where(seq < num_trees, given.q_indptr.diff().clamp(max=self.width), 0)
+        new = torch.where(seq < num_trees, given.q_indptr.diff(), 0)
+        # A shape is known on the host: without trees there are no lines to look at.
+        lines = given.parents[seq.clamp(max=num_trees - 1), : self.width] if num_trees else new[:, None]
+        is_prompt = (new > self.width) | ((new > 0) & (lines[:, 0] == BRINGS_PROMPT))
+        self.first = torch.where(is_prompt, given.q_indptr[1:] - 1, given.q_indptr[:-1]).long()
+        self.nodes = torch.where(is_prompt, 1, new)
         self.has_nodes = self.nodes > 0
         self.places = torch.arange(self.width, device=device)
         is_node = self.places < self.nodes[:, None]
         self._last_row = max(len(given.token_ids) - 1, 0)
         ids = given.token_ids[(self.first[:, None] + self.places).clamp(max=self._last_row)]
         self.token_ids = torch.where(is_node, ids, -1)
-        # A shape is known on the host: without trees there are no lines to look at.
-        lines = given.parents[seq.clamp(max=num_trees - 1), : self.width] if num_trees else -1
         self._parent = torch.where(is_node, lines, -1)
         self._is_node = is_node
         self.node = torch.zeros(num_seqs, dtype=torch.int64, device=device)

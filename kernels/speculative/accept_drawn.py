@@ -17,8 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from rocm_attn.kernels.launch import RepeatedLaunch, repeated_launches
+from rocm_attn.kernels.metadata.step_tensors import BRINGS_PROMPT
 from rocm_attn.kernels.speculative.arguments import Accepted, Verified, check_trees
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
+
+_BRINGS_PROMPT = tl.constexpr(BRINGS_PROMPT)
 
 
 class Outcome(NamedTuple):
@@ -42,10 +45,17 @@ class Outputs(NamedTuple):
 
 @triton.jit
 def load_tree(parents, parents_row, num_trees, q_indptr, seq, num_nodes, NODES: tl.constexpr):
-    """A sequence's first token, how many nodes it has, and their parents [NODES]; -1 where there is no node."""
+    """A sequence's first node, how many nodes it has, and their parents [NODES]; -1 where there is no node.
+
+    The one node of a sequence that brings a prompt is its last token.
+    """
     first = tl.load(q_indptr + seq)
-    nodes = tl.minimum(tl.load(q_indptr + seq + 1) - first, num_nodes)
-    nodes = tl.where(seq < num_trees, nodes, 0)
+    end = tl.load(q_indptr + seq + 1)
+    nodes = tl.where(seq < num_trees, end - first, 0)
+    root = tl.load(parents + seq.to(tl.int64) * parents_row, mask=nodes > 0, other=-1)
+    if (nodes > num_nodes) | (root == _BRINGS_PROMPT):
+        first = end - 1
+        nodes = nodes * 0 + 1
     lane = tl.arange(0, NODES)
     parent = tl.load(parents + seq.to(tl.int64) * parents_row + lane, mask=lane < nodes, other=-1)
     return first, nodes, parent

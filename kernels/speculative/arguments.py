@@ -22,6 +22,9 @@ class Verified(NamedTuple):
     kv_len:    int32 [S]    tokens, nodes included
     parents:   int32 [n, W] node -> its parent, rows contiguous at any stride; of a node that does not come after its
                parent nothing descends. What lies after a sequence's nodes is not read; sequences at or past n have none
+
+    A sequence of more than W new tokens, or whose first parent is BRINGS_PROMPT, brings a part of its prompt: none of
+    its tokens is a draft, and what is chosen after its last one comes next.
     """
 
     token_ids: Tensor

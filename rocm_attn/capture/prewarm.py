@@ -18,24 +18,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.drafts import Drafts
+from rocm_attn.batch.mask import TreeMask
 from rocm_attn.batch.padding import PaddedShape, PadTo
-from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_batch import StepBatch, draft_batch
 from rocm_attn.batch.step_kinds import Extra, StepKind
-from rocm_attn.capture.graphs import Progress, capture_shapes, shape_name
+from rocm_attn.capture.graphs import Progress, capture_shapes, draft_shapes, shape_name
 from rocm_attn.capture.probe_requests import typical_q_len, with_extra
 from rocm_attn.errors import BadSetting
 from rocm_attn.guards.registry import guards_from_settings
+from rocm_attn.kernels.speculative.arguments import Accepted
 from rocm_attn.machine.target import Target
 from rocm_attn.paging.index_spaces import num_pages as pages_of
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.accepting import accept_drawn, verified
+from rocm_attn.step.drafts import DraftSteps
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Step
 
 # Above this a storage takes code with 64-bit addresses; a pool that is larger than this needs no more of itself here.
 _BUFFER_LOAD_BYTES = 2 << 30
+
+# New tokens of trees that are verified where no captured step does.
+_TREE_NODES = 4
 
 # Sizes of steps that run without a graph: sequences, new tokens of each. The last ones have more rows than any tiles of
 # short sequences.
@@ -116,7 +124,13 @@ def _runtime(
         problem.page_size * problem.num_kv_heads * min(problem.head_dim, problem.v_head_dim) * problem.dtype.itemsize
         for problem in kinds
     )
-    largest_step = max(*options.capture_tokens, *(seqs * tokens for seqs, tokens in _EAGER_STEPS))
+    of_each = max(options.verify_tokens, _TREE_NODES, *(drafts.tokens for drafts in options.drafts))
+    largest_step = max(
+        *options.capture_tokens,
+        *options.prompt_tokens,
+        options.max_num_seqs * of_each,
+        *(seqs * tokens for seqs, tokens in _EAGER_STEPS),
+    )
     least = 2 + options.max_num_seqs + pages_of(largest_step, kinds[0].page_size)
     num_pages = max(least, min(options.num_pages, _BUFFER_LOAD_BYTES // row + 1))
     provider, guards = options.provider, guards_from_settings()
@@ -134,9 +148,12 @@ def _runtime(
 
 
 def _steps(runtime: AttentionRuntime) -> Iterator[tuple[PaddedShape, list[int]]]:
-    """A step of every shape that is captured, and of some that are not: the shape, and its sequences' new tokens."""
+    """A step of every shape that is captured, and of some that are not: the shape, and its sequences' new tokens.
+
+    Rounds of drafts are among them. That they run in halves asks for no other kernels.
+    """
     table = runtime.table
-    for shape in capture_shapes(runtime.padding):
+    for shape in (*draft_shapes(runtime.padding), *capture_shapes(runtime.padding)):
         most = runtime.padding.most_q_len(shape)
         q_len = typical_q_len(shape, most=most, max_seqs=table.most_new_seqs, max_kv_len=table.max_kv_len)
         if q_len is not None:
@@ -160,18 +177,59 @@ def _run(runtime: AttentionRuntime, q_len: list[int], shape: PaddedShape) -> Non
     try:
         for row, length in zip(rows, q_len, strict=True):
             runtime.table.reserve(row, length)
+        pad_to = PadTo(max(shape.num_seqs, len(q_len)))
+        if isinstance(shape.drafts, Drafts):
+            _run_round(runtime, draft_batch(rows, [0] * len(rows), shape.drafts), pad_to)
+            return
         tokens = np.array(q_len, np.int32)
         batch = StepBatch(np.array(rows, np.int32), tokens, tokens)
-        batch = with_extra(batch, shape.kind, torch.Generator(runtime.device))
-        step = runtime.begin_step(batch, PadTo(max(shape.num_seqs, len(q_len))))
-        try:
-            for layer, selection in enumerate(runtime.selections):
-                _attend(step, layer, selection.problem)
-        finally:
-            runtime.end_step()
+        _run_step(runtime, with_extra(batch, shape.kind, torch.Generator(runtime.device)), pad_to)
+        if shape.kind.extra is Extra.MASK and max(q_len) <= max(runtime.padding.verify, _TREE_NODES):
+            _verify(runtime, batch, pad_to)
     finally:
         for row in rows:
             runtime.table.free(row)
+
+
+def _run_step(runtime: AttentionRuntime, batch: StepBatch, pad_to: PadTo) -> None:
+    step = runtime.begin_step(batch, pad_to)
+    try:
+        _attend_all(runtime, step)
+    finally:
+        runtime.end_step()
+
+
+def _run_round(runtime: AttentionRuntime, batch: StepBatch, pad_to: PadTo) -> None:
+    """A round of drafts, each of whose branches goes on from itself."""
+    round_: DraftSteps = runtime.begin_drafts(batch, pad_to)
+    try:
+        for number, step in enumerate(round_.steps):
+            if number:
+                round_.keep_branches(number)
+            _attend_all(runtime, step)
+    finally:
+        runtime.end_step()
+
+
+def _verify(runtime: AttentionRuntime, batch: StepBatch, pad_to: PadTo) -> None:
+    """The same tokens as trees of drafts, and what becomes of them: acceptance, and K and V that move."""
+    width, device = max(1, batch.max_q_len), runtime.device
+    parents = torch.arange(-1, width - 1, dtype=torch.int32, device=device).expand(batch.num_seqs, width).contiguous()
+    step = runtime.begin_step(replace(batch, mask=TreeMask(parents)), pad_to)
+    try:
+        _attend_all(runtime, step)
+        accept_drawn(torch.zeros_like(step.token_ids), verified(step, parents))
+    finally:
+        runtime.end_step()
+    nothing = Accepted.empty(batch.num_seqs, width, device)
+    for tensor in nothing:
+        tensor.zero_()
+    runtime.move_accepted(nothing, torch.from_numpy(batch.rows.copy()).to(device))
+
+
+def _attend_all(runtime: AttentionRuntime, step: Step) -> None:
+    for layer, selection in enumerate(runtime.selections):
+        _attend(step, layer, selection.problem)
 
 
 def _attend(step: Step, layer: int, problem: Problem) -> None:

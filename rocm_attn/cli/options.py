@@ -167,6 +167,13 @@ DRAFTS = option(
     metavar="KxS,...",
     help="rounds of drafts with K branches and S steps, too, as 8x4 (none)",
 )
+VERIFY_TOKENS = option(
+    "--verify-tokens",
+    type=positive,
+    default=0,
+    metavar="TOKENS",
+    help="steps that verify drafts, of up to so many new tokens a sequence, too: 1 + --draft-tokens (none)",
+)
 SHARED_PREFIXES = switch("--shared-prefixes", "decode steps that share prefixes, too")
 RANKS = option("--tp", type=positive, default=1, metavar="RANKS", help="tensor-parallel ranks that share the heads (1)")
 RANKS_THAT_SERVE = RANKS.but(help="ranks that share the model by tensor parallelism, on a GPU each or on this CPU (1)")

@@ -189,7 +189,7 @@ def _add_prewarm(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     arch = o.ARCH.but(help="gfx942 (MI300X), gfx950 (MI355X), sm_90 or sm_80 (this machine's GPU)")
     options = (o.CONFIG, arch, o.PROVIDER, o.DTYPE, *o.KV_FORMAT, *o.PAGES, o.MAX_BATCH_SIZE, o.MAX_KV_LEN, o.NUM_PAGES)
-    served = (o.CAPTURE_SIZES, o.CAPTURE_TOKENS, o.DETERMINISTIC, o.SHARED_PREFIXES)
+    served = (o.CAPTURE_SIZES, o.CAPTURE_TOKENS, o.DETERMINISTIC, o.SHARED_PREFIXES, o.DRAFTS, o.VERIFY_TOKENS)
     _add_options(parser, (*options, *served, o.JSON))
 
 
@@ -239,7 +239,9 @@ def _add_soak(commands: Commands[argparse.ArgumentParser]) -> None:
         help="soak deterministic mode: some sequences must be bitwise what they are alone"
     )
     json = o.JSON.but(help="print one JSON object with what was done, or what was found")
-    speculative = o.switch("--speculative", "mostly verify drafts: chains, trees, and what becomes of rejected ones")
+    speculative = o.switch(
+        "--speculative", "mostly draft and verify: rounds, chains, trees, and what becomes of rejected ones"
+    )
     _add_options(parser, (o.STEPS, seed, o.DEVICE, o.PROVIDER, dtype, deterministic, speculative, json))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 
@@ -34,10 +34,13 @@ def run(options: argparse.Namespace) -> None:
     )
     pages = page_choice(options, over, lambda problem: select(problem, target, options.provider, unavailable=missing))
     problems = pages.problems(over)
+    if any(drafts.branches > 1 for drafts in options.drafts):
+        problems = tuple(replace(problem, custom_mask=True) for problem in problems)
+    common = runtime_options(options, max_kv_len=max_kv_len, page_size=pages.page_size)
     report = prewarm(
         problems,
         target,
-        runtime_options(options, max_kv_len=max_kv_len, page_size=pages.page_size),
+        replace(common, drafts=options.drafts, verify_tokens=options.verify_tokens),
         device=device,
         progress=ProgressBar(sys.stderr, "compiling"),
     )

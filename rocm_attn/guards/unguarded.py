@@ -329,6 +329,13 @@ def all_in_one_place(child: int, elements: int) -> int:
     return 0
 
 
+def room_for_older_keys(shape: PaddedShape, mask_keys: int) -> int:
+    """The mask of a step is as large as the keys before its new tokens ask for, and without room for these."""
+    if isinstance(shape.drafts, Drafts):
+        return shape.num_tokens * (shape.drafts.tokens - shape.drafts.branches)
+    return shape.num_tokens * mask_keys
+
+
 def let_sealed_memory_move(reason: str) -> None:
     """Growth goes on, although graphs read the memory that is given up."""
 

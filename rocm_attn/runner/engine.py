@@ -42,7 +42,7 @@ from rocm_attn.runner.request_times import note_tokens
 from rocm_attn.runner.sampling import Sampler, TokenPicker
 from rocm_attn.runner.scheduler import ScheduledStep, Scheduler, Taken
 from rocm_attn.runner.serving import serve_all
-from rocm_attn.runner.speculation.engines import drafter_of, layers_beside, read_drafting, served
+from rocm_attn.runner.speculation.engines import drafter_of, layers_beside, read_drafting, rejection_of, served
 from rocm_attn.runner.speculation.last_rows import forward_of
 from rocm_attn.runner.speculation.speculation import NoSpeculation, Picks, Speculation, StepPicks
 from rocm_attn.runner.unread import UnreadStep, with_unread_tokens
@@ -97,7 +97,8 @@ class Engine:
         self.limits = RequestLimits(
             loaded.config.context_len, self.max_kv_len, loaded.config.vocab_size, loaded.tokenizer is not None
         )
-        path, model = options.flight_record, served(model_over(self.runtime, loaded, options), options, self.runtime)
+        path = options.flight_record
+        model = served(model_over(self.runtime, loaded, options), drafting, options, self.runtime)
         self._steps_ahead = options.steps_ahead_on(self.runtime.device.type)
         ops, most = self.runtime.core.ops, options.max_batch_size
         plain = TokenPicker(self.runtime.device, most * options.rows_of_each, ops.pick_rows)
@@ -113,7 +114,9 @@ class Engine:
         self._speculation: Speculation | NoSpeculation = NoSpeculation(self._picker)
         if options.speculates:
             drafter = drafter_of(drafting, loaded, options, self.runtime, model)
-            self._speculation = Speculation(drafter, self.runtime, self._picker, options.draft_tokens, self.metrics)
+            self._speculation = Speculation(
+                drafter, self.runtime, self._picker, options.draft_tokens, self.metrics, rejection_of(drafter, options)
+            )
         self._scheduler = Scheduler(
             self.runtime.table,
             self.metrics,

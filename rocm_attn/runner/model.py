@@ -9,6 +9,7 @@ ranks sum, in its linear layers, and gather: the sizes of a rank's part are in i
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -100,11 +101,21 @@ class Model:
 
     def hidden(self, step: StepInputs) -> Tensor:
         """[T, hidden]: what the last layer gives of each new token."""
+        return self.hidden_and_inputs(step, ())[0]
+
+    def hidden_and_inputs(self, step: StepInputs, layers: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
+        """hidden(), and what some layers get of each new token, [T, hidden] each, in the order of the layers.
+
+        layers: one past the last layer stands for what that gives
+        """
         arithmetic, hidden = self._arithmetic, self.embed(step.token_ids)
+        inputs: dict[int, Tensor] = {}
         own_inputs = self._own_inputs(step.token_ids, hidden)
         cos_sin = {rope: table.index_select(0, step.positions) for rope, table in self._cos_sin.items()}
         for number, attention in enumerate(self._attentions):
             layer, weights = self.config.layers[number], self.weights.layers[number]
+            if number in layers:
+                inputs[number] = hidden
             x = arithmetic.norm(hidden, weights.attention_norm)
             x = attention.attended(step.layers, x, cos_sin)
             of_attention = weights.attention
@@ -114,7 +125,8 @@ class Model:
                 hidden = arithmetic.add_own_input(hidden, own_inputs[:, number], weights.own_input)
             if weights.factor is not None:
                 hidden = hidden * weights.factor
-        return hidden
+        inputs[self.config.num_layers] = hidden
+        return hidden, [inputs[number] for number in layers]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, vocab] of tokens for which the last layer gives hidden [n, hidden]."""

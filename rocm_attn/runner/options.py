@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from rocm_attn.errors import BadSetting
 from rocm_attn.machine.choices import AUTO, KV_DTYPES, KV_SCALES, POOLS, PROVIDERS
-from rocm_attn.runner.speculation.methods import OFF, require_method
+from rocm_attn.runner.speculation.methods import NGRAM, OFF, require_method
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +169,11 @@ class EngineOptions:
     topk: int = option(
         1, "with speculative: branches that the guessed tokens of a sequence may have", unit="BRANCHES", least=1
     )
+    sampled_drafts: bool = option(
+        False,
+        "with speculative draft or eagle: guesses for requests that sample are drawn, and accepted by rejection "
+        "sampling; tokens have the same distribution, and are others than those without guesses",
+    )
     steps_ahead: int | None = option(
         None,
         "0 or 1: steps that run on the device when the next one is launched, so that it does not wait for the host; "
@@ -220,6 +225,11 @@ class EngineOptions:
             raise BadSetting(
                 f"topk is {self.topk} and draft_tokens is {self.draft_tokens}; each branch has a token at least, so "
                 "raise draft_tokens or lower topk"
+            )
+        if self.sampled_drafts and (self.speculative in (OFF, NGRAM) or self.topk > 1):
+            raise BadSetting(
+                f"sampled_drafts is on, speculative is {self.speculative} and topk is {self.topk}; drafts are drawn by "
+                "a small model or an EAGLE head, in chains: take draft:MODEL or eagle:HEAD and topk 1"
             )
         if self.steps_ahead not in (None, 0, 1):
             raise BadSetting(

@@ -46,12 +46,23 @@ class SafetensorsFiles:
 
     def read(self, name: str, *where: slice) -> Tensor:
         """As TensorSource.read, in the dtype of its file; of a part, no more is read. Raises BadModel."""
-        with _opened(self._file_of[name]) as file:
-            tensor: Tensor = file.get_slice(name)[where] if where else file.get_tensor(name)
+        tensor = self._read(name, *where)
         if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
             raise BadModel(
                 f"{self._file_of[name]}: {name} holds {tensor.dtype}; the runner reads float32, float16 and bfloat16"
             )
+        return tensor
+
+    def read_integers(self, name: str) -> Tensor:
+        """A whole tensor of integers, as int64. Raises BadModel."""
+        tensor = self._read(name)
+        if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype.itemsize < 4:
+            raise BadModel(f"{self._file_of[name]}: {name} holds {tensor.dtype}; it must hold integers")
+        return tensor.long()
+
+    def _read(self, name: str, *where: slice) -> Tensor:
+        with _opened(self._file_of[name]) as file:
+            tensor: Tensor = file.get_slice(name)[where] if where else file.get_tensor(name)
         return tensor
 
     def _take(self, file: Any, path: Path, names: Iterable[str]) -> None:

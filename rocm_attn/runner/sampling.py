@@ -121,14 +121,33 @@ class Draw(NamedTuple):
 GREEDY = Draw(0.0, 0.0, 0.0)
 
 
+class _Uniforms:
+    """Numbers of [0, 1) of a seed, by their places."""
+
+    __slots__ = ("_numbers", "_random")
+
+    def __init__(self, seed: int | tuple[int, int]) -> None:
+        self._random = np.random.default_rng(seed)
+        self._numbers: list[float] = []
+
+    def at(self, place: int) -> float:
+        while place >= len(self._numbers):
+            self._numbers += self._random.random(_NUMBERS_AT_ONCE).tolist()
+        return self._numbers[place]
+
+
 class Sampler:
-    """One request's source of tokens: one uniform number for each, known before any token is picked."""
+    """One request's source of tokens: one uniform number for each, known before any token is picked.
+
+    Drafts of its tokens that are drawn have two more.
+    """
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
         self.is_greedy = sampling.is_greedy
-        self._random = np.random.default_rng(sampling.seed)
-        self._uniform: list[float] = []
+        self._draws, self._guesses, self._accepts = (
+            _Uniforms(seed) for seed in (sampling.seed, (sampling.seed, 1), (sampling.seed, 2))
+        )
         self._next = 0
 
     def next_draw(self) -> Draw:
@@ -138,9 +157,15 @@ class Sampler:
 
     def draw(self, place: int) -> Draw:
         """How the request's new token number `place`, from 0 on, is drawn."""
-        while place >= len(self._uniform):
-            self._uniform += self._random.random(_NUMBERS_AT_ONCE).tolist()
-        return Draw(self.sampling.temperature, self.sampling.top_p, self._uniform[place])
+        return Draw(self.sampling.temperature, self.sampling.top_p, self._draws.at(place))
+
+    def guess_at(self, place: int) -> float:
+        """A uniform number by which a draft of that token is drawn."""
+        return self._guesses.at(place)
+
+    def accept_at(self, place: int) -> float:
+        """A uniform number that decides whether such a draft is accepted."""
+        return self._accepts.at(place)
 
 
 class PickedTokens:

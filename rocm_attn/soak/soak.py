@@ -18,11 +18,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from rocm_attn.batch.drafts import NO_DRAFTS
 from rocm_attn.batch.halves import HALVES
 from rocm_attn.batch.mask import NO_MASK
 from rocm_attn.batch.padding import PaddedShape, PadTo, token_places
 from rocm_attn.batch.prefixes import NO_PREFIXES
 from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.draft_runner import DraftRunner
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import RocmAttnError
@@ -32,6 +34,7 @@ from rocm_attn.paging.page_table import PageTable
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.soak.alone import Alone, NoAloneCheck, ServedAlone
 from rocm_attn.soak.model import Checker, LayerTables, PlayedStep, SoakModel, soak_problems
+from rocm_attn.soak.rounds import SoakRounds
 from rocm_attn.soak.world import Action, Scenario, World
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.metrics import Metrics
@@ -116,7 +119,7 @@ class SoakReport:
         return (
             f"{self.steps} steps of seed {self.seed} without a mismatch: {self.replays} replays, "
             f"{self.captures} captures, {self.split_steps} split steps, {self.actions['tree']} steps of trees "
-            f"({self.moved_paths} paths moved), "
+            f"({self.moved_paths} paths moved), {self.actions['draft']} rounds of drafts, "
             f"{self.actions['share']} shared steps, {self.reopens} reopens, {self.actions['preempt']} preemptions, "
             f"{self.actions['fork']} forks, {self.page_copies} page copies, {self.checked_tokens} tokens, worst error "
             f"{self.worst_error:.2f} of the allowed, memory {self.host_growth_bytes / 2**20:+.1f} MiB on the host and "
@@ -164,6 +167,7 @@ def _runtime_options(scenario: Scenario, provider: str, deterministic: bool) -> 
         split_steps=True,
         deterministic=deterministic,
         shared_prefixes=not deterministic,
+        drafts=scenario.drawn_rounds,
     )
 
 
@@ -186,7 +190,7 @@ class Soak:
         deterministic: bool = False,
     ) -> None:
         if deterministic:  # a mode that has no kernels for masks
-            scenario = scenario.without(Action.TREE).without(Action.SHARE)
+            scenario = scenario.without(Action.TREE).without(Action.SHARE).without(Action.DRAFT)
         self._scenario = scenario
         self._seed = seed
         problems = soak_problems(dtype, scenario.page_size, custom_mask=not deterministic)
@@ -198,6 +202,13 @@ class Soak:
         tables = [LayerTables.random(p, scenario.vocabulary, scenario.max_kv_len, generator) for p in problems]
         on_device = [rows.to(device=self._runtime.device) for rows in tables]
         self._model = SoakModel(on_device, max_kv_len=scenario.max_kv_len, max_tokens=scenario.max_tokens)
+        self._rounds = SoakRounds(
+            on_device,
+            vocabulary=scenario.vocabulary,
+            max_kv_len=scenario.max_kv_len,
+            most_seqs=scenario.most_seqs,
+            rounds=scenario.drawn_rounds,
+        )
         weights = [HeadWeights.random(problem, generator) for problem in problems]
         for layer, drawn in enumerate(weights):
             self._runtime.head_weights.set(layer, drawn.to(self._runtime.device))
@@ -215,6 +226,7 @@ class Soak:
                 every=scenario.alone_every,
             )
         self._runner = StepRunner(self._runtime, self._model.forward, recorder_for(self._runtime.device))
+        self._round_runner = DraftRunner(self._runtime, self._rounds.forward, recorder_for(self._runtime.device))
         self._unchecked: list[PlayedStep] = []
         self._reopens = self._page_copies = self._split_steps = self._moved_paths = 0
         self._ways: Counter[str] = Counter()
@@ -248,16 +260,19 @@ class Soak:
         shape = self._shape(number, batch, drawn.pad_to)
         self._page_copies += sum(len(table.pending.copies) for table in self._runtime.table.spaces)
         self._model.poison()
-        before = self._runner.counters
-        rows = self._runner.run_as(shape, batch)
+        self._rounds.poison()
+        drafts = drawn.action is Action.DRAFT
+        runner = self._round_runner if drafts else self._runner
+        before = runner.counters
+        rows = runner.run_as(shape, batch)
         moves = drawn.moves_on(self._runtime.device)
         if moves is not None:
             self._runtime.move_accepted(*moves)
             self._moved_paths += len(moves[1])
-        after = self._runner.counters
+        after = runner.counters
         way = _way(before, after)
-        self._ways[f"{shape.kind.value} {way}"] += 1
-        self._split_steps += shape.num_children > 1
+        self._ways[f"{Action.DRAFT.value if drafts else shape.kind.value} {way}"] += 1
+        self._split_steps += shape.num_halves > 1
         if after.graphs_off:
             raise self._failure(number, f"step {number}", f"graphs were switched off: {after.graphs_off}")
         self._unchecked.append(
@@ -267,7 +282,9 @@ class Soak:
                 shape=shape,
                 way=way,
                 sequences=drawn.truths(),
-                outputs=self._model.outputs(token_places(batch, shape), rows),
+                outputs=self._rounds.outputs(batch, shape, rows)
+                if drafts
+                else self._model.outputs(token_places(batch, shape), rows),
                 history=tuple(self._world.history),
             )
         )
@@ -301,6 +318,7 @@ class Soak:
         """Look at what no output shows yet. The last step has published all changes of the table."""
         self._check()
         self._runner.check_addresses()
+        self._round_runner.check_addresses()
         for layer, pages in enumerate(self._layers):
             if bool(pages.raw_k[RESERVED_PAGE].any()) or bool(pages.raw_v[RESERVED_PAGE].any()):
                 raise self._failure(number, f"after step {number}", f"page 0 of layer {layer} is not zero any more")
@@ -365,12 +383,13 @@ class Soak:
         return SoakFailed(Finding(number, where, what, tuple(self._world.history)))
 
     def _report(self, steps: int, seconds: float) -> SoakReport:
-        counters, growth = self._runner.counters, self._growth()
+        growth = self._growth()
+        steps_and_rounds = self._runner.counters, self._round_runner.counters
         return SoakReport(
             seed=self._seed,
             steps=steps,
-            replays=counters.replays,
-            captures=counters.captures,
+            replays=sum(each.replays for each in steps_and_rounds),
+            captures=sum(each.captures for each in steps_and_rounds),
             split_steps=self._split_steps,
             ways=dict(sorted(self._ways.items())),
             reopens=self._reopens,
@@ -392,5 +411,6 @@ def _pad_to(number: int, batch: StepBatch, seqs: int | None, num_children: int) 
     """So many sequences; in one step of three with tokens too, as where another rank does not decode."""
     if seqs is None:
         return None
-    takes_tokens = number % _TOKENS_EVERY == 0 and batch.prefixes is NO_PREFIXES
+    can_take = batch.prefixes is NO_PREFIXES and batch.drafts is NO_DRAFTS
+    takes_tokens = can_take and number % _TOKENS_EVERY == 0
     return PadTo(round_up(seqs, num_children), HALVES * max(1, batch.num_tokens) if takes_tokens else 0)

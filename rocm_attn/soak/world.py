@@ -15,15 +15,17 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
+from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.mask import TreeMask
 from rocm_attn.batch.prefixes import NO_PREFIXES, Prefixes, PrefixGroup, SharedPrefixes
-from rocm_attn.batch.step_batch import Int32Array, StepBatch
+from rocm_attn.batch.step_batch import Int32Array, StepBatch, draft_batch
 from rocm_attn.errors import BadBatch, BadSetting, OutOfPages
 from rocm_attn.kernels.metadata.step_tensors import NO_PARENT
 from rocm_attn.kernels.speculative.arguments import Accepted
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.soak.model import SequenceTruth, chain
+from rocm_attn.soak.rounds import drafts_after
 
 
 class Action(enum.Enum):
@@ -42,6 +44,7 @@ class Action(enum.Enum):
     DECODE = "decode"  # one new token in each sequence
     SHARE = "share"  # the same, and what sequences share is read once for them
     VERIFY = "verify"  # the same few new tokens in each sequence
+    DRAFT = "draft"  # a round of drafts of each sequence, none of which stays
     TREE = "tree"  # trees of drafts, each with a mask; the tokens of a path from the first one on stay, the others go
     EXTEND = "extend"  # chunks of a few sequences
     MIXED = "mixed"  # up to two chunks among decodes and idle sequences
@@ -53,6 +56,7 @@ _STEPS = (
     Action.DECODE,
     Action.SHARE,
     Action.VERIFY,
+    Action.DRAFT,
     Action.TREE,
     Action.EXTEND,
     Action.MIXED,
@@ -87,6 +91,7 @@ _WEIGHTS: Mapping[Action, float] = {
     Action.DECODE: 8,
     Action.SHARE: 4,
     Action.VERIFY: 2,
+    Action.DRAFT: 0,
     Action.TREE: 2,
     Action.EXTEND: 3,
     Action.MIXED: 4,
@@ -111,6 +116,7 @@ class Scenario:
     max_unchecked:        steps that may have been launched before their results are compared
     verify_len:           new tokens of a sequence in verify steps, and the most that are taken back later
     tree_len:             most new tokens of a sequence in steps of trees, which take rejected ones back themselves
+    rounds:               of drafts, of which one is drawn each time
     chunk_lens:           smallest and largest chunk
     pad_chance:           of a step whose padding is forced
     split_every:          one step in so many runs as two halves, unless it has trees or shares prefixes
@@ -135,6 +141,7 @@ class Scenario:
     max_unchecked: int = 8
     verify_len: int = 3
     tree_len: int = 6
+    rounds: tuple[Drafts, ...] = (Drafts(1, 3), Drafts(3, 2), Drafts(2, 3))
     chunk_lens: tuple[int, int] = (2, 20)
     pad_chance: float = 0.15
     split_every: int = 4
@@ -164,13 +171,31 @@ class Scenario:
         )
 
     def speculative(self) -> Scenario:
-        """The same in which most steps verify drafts, chains and trees, and requests often go back and give way."""
-        more = {Action.TREE: 14.0, Action.VERIFY: 5.0, Action.REJECT: 4.0, Action.PREEMPT: 1.5, Action.DECODE: 3.0}
+        """The same in which most steps draft and verify, chains and trees, and requests often go back and give way."""
+        more = {
+            Action.DRAFT: 12.0,
+            Action.TREE: 14.0,
+            Action.VERIFY: 5.0,
+            Action.REJECT: 4.0,
+            Action.PREEMPT: 1.5,
+            Action.DECODE: 3.0,
+        }
         return replace(self, weights={**self.weights, **more}, tree_len=9)
 
     def without(self, action: Action) -> Scenario:
         """The same in which an action is never drawn."""
         return replace(self, weights={**self.weights, action: 0.0})
+
+    @property
+    def drawn_rounds(self) -> tuple[Drafts, ...]:
+        """The rounds of drafts that are drawn, if any are."""
+        return self.rounds if self.weights.get(Action.DRAFT, 0) > 0 else ()
+
+    @property
+    def most_seqs(self) -> int:
+        """More sequences than a padded step has."""
+        # A padding that is drawn exceeds sizes by 3 at most, and halves are equal.
+        return 4 + max(self.max_num_seqs, *(max(ladders.seqs) for ladders in self.ladders))
 
     @property
     def max_tokens(self) -> int:
@@ -225,19 +250,20 @@ class KeptTokens:
 class Turn:
     """A request's part in a step.
 
-    parents: as in SequenceTruth
+    parents, at_a_time: as in SequenceTruth
     kept:    of the new tokens, those that stay after the step, in order; the others are taken back
     """
 
     request: Request
     q_len: int
     parents: Int32Array
+    at_a_time: int
     kept: tuple[int, ...]
 
     @classmethod
     def of_chain(cls, request: Request, q_len: int) -> Turn:
         """New tokens that follow each other, and stay."""
-        return cls(request, q_len, chain(q_len), tuple(range(q_len)))
+        return cls(request, q_len, chain(q_len), q_len, tuple(range(q_len)))
 
     @property
     def moves(self) -> bool:
@@ -247,7 +273,7 @@ class Turn:
     def truth(self) -> SequenceTruth:
         """What the request holds after the step, before anything is taken back."""
         token_ids = self.request.token_ids[: self.request.num_stored + self.q_len]
-        return SequenceTruth(self.request.row, np.array(token_ids, np.int32), self.q_len, self.parents)
+        return SequenceTruth(self.request.row, np.array(token_ids, np.int32), self.q_len, self.parents, self.at_a_time)
 
     def __str__(self) -> str:
         rejected = f"-{self.q_len - len(self.kept)}" if len(self.kept) < self.q_len else ""
@@ -364,6 +390,8 @@ class World:
         return set().union(*of_requests, *(self._table.kept_pages(kept.ids, space).tolist() for kept in self.kept))
 
     def _draw(self, action: Action, bucket_sizes: tuple[int, ...]) -> DrawnStep:
+        if action is Action.DRAFT:
+            return self._draw_round(bucket_sizes)
         new = self._reserve(self._draw_sequences(action))
         prefixes: Prefixes = NO_PREFIXES
         if action is Action.SHARE:
@@ -388,6 +416,35 @@ class World:
         self._happened(action, f"row:stored+new-rejected [{' '.join(map(str, turns))}], pad_to {pad_to}")
         return DrawnStep(action, batch, pad_to, turns)
 
+    def _draw_round(self, bucket_sizes: tuple[int, ...]) -> DrawnStep:
+        """A round of some requests that have stored all that they know, and have room for its drafts."""
+        drafts = self.scenario.rounds[self._below(len(self.scenario.rounds))]
+        wanted = self._draw_sequences(Action.DECODE)
+        new = self._reserve(
+            [
+                (request, drafts.tokens)
+                for request, _ in wanted
+                if request.num_stored == len(request.token_ids)
+                and request.num_stored + drafts.tokens <= self.scenario.max_kv_len
+            ]
+        )
+        first: list[int] = []
+        turns: list[Turn] = []
+        for request, q_len in new:
+            first += self._draw_ids(drafts.branches)
+            ids, parents = drafts_after(first[-drafts.branches :], drafts, self.scenario.vocabulary)
+            request.token_ids += ids
+            turns.append(Turn(request, q_len, parents, drafts.branches, ()))
+        batch = draft_batch(
+            np.array([request.row for request, _ in new], np.int32),
+            np.array([request.num_stored for request, _ in new], np.int32),
+            drafts,
+            np.array(first, np.int32),
+        )
+        pad_to = self._draw_padding(batch.num_seqs, bucket_sizes)
+        self._happened(Action.DRAFT, f"{drafts} row:stored+new-rejected [{' '.join(map(str, turns))}], pad_to {pad_to}")
+        return DrawnStep(Action.DRAFT, batch, pad_to, tuple(turns))
+
     def _tree(self, request: Request, q_len: int) -> Turn:
         """Drafts that hang anywhere, at the last of them more often than not; those of a path stay."""
         parents = chain(q_len)
@@ -399,7 +456,7 @@ class World:
         while after:
             kept.append(after[self._below(len(after))])
             after = np.flatnonzero(parents == kept[-1]).tolist() if self._chance(0.8) else []
-        return Turn(request, q_len, parents, tuple(kept))
+        return Turn(request, q_len, parents, q_len, tuple(kept))
 
     def _draw_sequences(self, action: Action) -> list[tuple[Request, int]]:
         """Some requests in random order, each with a number of new tokens that it has room for."""

@@ -60,6 +60,17 @@ def name_in(space: Space, name: str) -> str:
 _EXTRA_OF_NEED = {Need.MASK: Extra.MASK, Need.PREFIXES: Extra.PREFIXES}
 
 
+# (padded shape of a child, keys before the new ones that masks have cells for) -> cells
+MaskRoom = Callable[[PaddedShape, int], int]
+
+
+def room_for_mask(shape: PaddedShape, mask_keys: int) -> int:
+    """Cells for the new tokens too. A round's drafts have some for each other, and for no prefix."""
+    if isinstance(shape.drafts, Drafts):
+        return shape.num_tokens * shape.drafts.tokens
+    return room_for_cells(shape.num_tokens, mask_keys)
+
+
 @dataclass(frozen=True, slots=True)
 class TableSizes:
     """How large the forms of the table are that other libraries' kernels read past its pages.
@@ -69,6 +80,7 @@ class TableSizes:
     table_width: entries in a row of block_table, row_width or more
     row_tokens:  tokens that a row of the request table has room for
     mask_keys:   keys before the new ones that masks have cells for, at most
+    mask_room:   cells of the mask of a step
     """
 
     row_width: int
@@ -76,6 +88,7 @@ class TableSizes:
     table_width: int
     row_tokens: int
     mask_keys: int
+    mask_room: MaskRoom = room_for_mask
 
     def elements(self, field: Field, shape: PaddedShape) -> int:
         """Elements of a tensor of a step, or of a child of one, of this shape."""
@@ -90,14 +103,8 @@ class TableSizes:
             # A padded sequence may hold pages too.
             Unit.LIST_ENTRY: shape.num_seqs * self.row_width + self.list_tail,
             Unit.TABLE_ENTRY: shape.num_seqs * self.table_width,
-            Unit.MASK_WORD: -(-min(self._mask_cells(shape), tokens * self.row_tokens) // 32),
+            Unit.MASK_WORD: -(-min(self.mask_room(shape, self.mask_keys), tokens * self.row_tokens) // 32),
         }[field.unit]
-
-    def _mask_cells(self, shape: PaddedShape) -> int:
-        """Cells of the mask of a step of this shape. A round's drafts have some for each other, and for no prefix."""
-        if isinstance(shape.drafts, Drafts):
-            return shape.num_tokens * shape.drafts.tokens
-        return room_for_cells(shape.num_tokens, self.mask_keys)
 
     def buffers(self, needs_of_space: Mapping[Space, Collection[Need]]) -> tuple[BufferSpec, ...]:
         """The buffers of steps whose kernels, in each space, have these needs.
@@ -218,12 +225,14 @@ class MemoryGuards:
     first_of_child: where in a buffer a child of a step begins
     sealed_growth:  called where memory that graphs read would have to move
     selection_place: memory for the counts of a selection, the step -> where a selection's counts are written
+    mask_room:      how many cells a mask has room for
     """
 
     capacity: Capacity = PADDED_BATCH
     first_of_child: FirstOfChild = one_after_another
     sealed_growth: SealedGrowth = refuse_growth
     selection_place: Callable[[Tensor, StepTensors], Tensor] = memory_of_its_own
+    mask_room: MaskRoom = room_for_mask
 
 
 ALL_MEMORY_GUARDS = MemoryGuards()

@@ -129,7 +129,7 @@ class StepMemory:
         self._guards = replace(guards, capacity=guards.capacity.of_table(num_rows))
         self._table = table
         self._space_of_kind = kinds.spaces
-        self._sizes = table_sizes(kinds.selections, table, mask_keys)
+        self._sizes = replace(table_sizes(kinds.selections, table, mask_keys), mask_room=guards.mask_room)
         self._pools = pools_of(kinds)
         self._device = device
         self._sealed, self._open = self.new_part(), self._part(replace(self._sizes, mask_keys=ALL_KEYS))

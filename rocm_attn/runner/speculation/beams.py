@@ -27,22 +27,25 @@ class Level(NamedTuple):
     branches:  int32 [S, K], the branch of the level before that each comes after; 0 in the first level
     scores:    float32 [S, K], the sum of the logarithms of probabilities; 0 where K is 1
     carried:   [S, K, width], what the model that drafts hands on to the step after each
+    drawn_by:  float32 [S, 1, vocab], where drafts are drawn the probabilities by which; else [S, 1, 0]
     """
 
     token_ids: Tensor
     branches: Tensor
     scores: Tensor
     carried: Tensor
+    drawn_by: Tensor
 
     @classmethod
-    def empty(cls, num_seqs: int, num_branches: int, carried: Tensor) -> Level:
-        """Memory for a level. carried: [0, width], whose dtype, width and device it has"""
+    def empty(cls, num_seqs: int, num_branches: int, carried: Tensor, vocab: int) -> Level:
+        """Memory for a level. carried: [0, width], whose dtype, width and device it has; vocab: of drawn_by, or 0"""
         shape, device = (num_seqs, num_branches), carried.device
         return cls(
             torch.zeros(shape, dtype=torch.int32, device=device),
             torch.zeros(shape, dtype=torch.int32, device=device),
             torch.zeros(shape, dtype=torch.float32, device=device),
             torch.zeros(*shape, carried.shape[1], dtype=carried.dtype, device=device),
+            torch.zeros(num_seqs, 1, vocab, dtype=torch.float32, device=device),
         )
 
     @classmethod
@@ -60,9 +63,10 @@ class Level(NamedTuple):
     def _best(cls, logits: Tensor, before: Tensor, carried: Tensor, num_branches: int) -> Level:
         """before: float32 [S, B], scores of what is gone on from; carried: [S, B, width]"""
         num_seqs, num_before = before.shape
+        not_drawn = before.new_empty(num_seqs, 1, 0)
         if num_branches == 1:
             ids = logits.argmax(-1, keepdim=True).int()
-            return cls(ids, torch.zeros_like(ids), before, carried)
+            return cls(ids, torch.zeros_like(ids), before, carried, not_drawn)
         # A vocabulary may be smaller than the branches are many; the last of the tokens stands for those that lack.
         num_each = min(num_branches, logits.shape[-1])
         of_each = logits.float().log_softmax(-1).topk(num_each, -1)
@@ -79,6 +83,7 @@ class Level(NamedTuple):
             branches.int(),
             scores.gather(1, at),
             carried.gather(1, branches[:, :, None].expand(-1, -1, carried.shape[2])),
+            not_drawn,
         )
 
     def put(self, level: Level, rows: Tensor) -> None:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+from torch import Tensor
 
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import Progress
@@ -23,6 +24,7 @@ from rocm_attn.runner.scheduler import ScheduledStep, Taken
 from rocm_attn.runner.speculation.beams import Found
 from rocm_attn.runner.speculation.draft_runners import DraftRunners
 from rocm_attn.runner.speculation.drafts import Drafts
+from rocm_attn.runner.speculation.drawn import terms_of_drafts
 
 
 @dataclass(slots=True, eq=False)
@@ -76,6 +78,11 @@ class ModelDrafter:
     def follow(self, step: ScheduledStep, taken: Many[Taken]) -> None:
         """As Drafter.follow: what is known of a sequence is enough."""
 
+    @property
+    def probabilities(self) -> Tensor:
+        """As of DraftRunners."""
+        return self._runners.probabilities
+
     def capture_all(self, progress: Progress) -> None:
         """As Drafter.capture_all."""
         self._runners.capture_all(progress)
@@ -89,7 +96,11 @@ class ModelDrafter:
             return {}
         sequences = [sequence for sequence, _ in drafting]
         found = self._found(sequences)
-        return {sequence.number: found.drafts(seq, most) for seq, (sequence, most) in enumerate(drafting)}
+        places = self._runners.places(sequences)
+        return {
+            sequence.number: replace(found.drafts(seq, most), place=places[seq])
+            for seq, (sequence, most) in enumerate(drafting)
+        }
 
     def _has_room(self, sequence: Sequence) -> bool:
         """Bring a sequence's row up to what is known, and make room for its drafts; False where there is none."""
@@ -117,7 +128,8 @@ class ModelDrafter:
         self._catch_up(drafting)
         followers = [self._followers[sequence.number] for sequence in drafting]
         rows = np.array([follower.row for follower in followers], np.int32)
-        found = self._runners.found(rows, np.array([len(each.token_ids) for each in drafting], np.int32))
+        terms = terms_of_drafts(drafting, self._runners.num_levels)
+        found = self._runners.found(rows, np.array([len(each.token_ids) for each in drafting], np.int32), terms)
         for seq, follower in enumerate(followers):
             follower.num_right = len(follower.token_ids)
             follower.token_ids += found.fed(seq)
@@ -141,7 +153,8 @@ class ModelDrafter:
                         budget -= q_len[-1]
                 batch = self._batch([drafting[seq] for seq in seqs], q_len)
                 whole = [seq for seq in seqs if not self._num_unseen(drafting[seq])]  # all but the last one, at least
-                self._runners.take_in(batch, whole)
+                terms = terms_of_drafts([drafting[seq] for seq in seqs], self._runners.num_levels)
+                self._runners.take_in(batch, whole, terms)
                 del left[: len(whole)]
 
     def _num_unseen(self, sequence: Sequence) -> int:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -17,7 +19,10 @@ from rocm_attn.capture.draft_runner import DraftRunner
 from rocm_attn.capture.graphs import Progress, eager_steps_before_capture, recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.runner.options import EngineOptions
+from rocm_attn.runner.request import Sequence as DraftedFor
 from rocm_attn.runner.speculation.beams import Found, Level
+from rocm_attn.runner.speculation.drafts import NOT_DRAWN
+from rocm_attn.runner.speculation.drawn import drawn_level, samples
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.drafts import DraftSteps
 from rocm_attn.step.step import Step
@@ -37,6 +42,10 @@ class DraftingModel(Protocol):
 
     def drafted(self, step: Step, carried: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [T, vocab] after each token of a draft step, and rows [T, width]; carried: of the tokens before."""
+        ...
+
+    def tokens(self, drafted: Tensor) -> Tensor:
+        """int32, of any shape: the tokens of places in the logits, which may be of some tokens alone."""
         ...
 
 
@@ -62,11 +71,15 @@ class DraftRunners:
     def __init__(
         self, runtime: AttentionRuntime, model: DraftingModel, options: EngineOptions, *, vocabulary: int
     ) -> None:
-        self._model, self._drafts = model, drafts_of(options)
-        branches = options.topk
+        self._model, self._drafts, self._draws = model, drafts_of(options), options.sampled_drafts
+        self.num_levels, branches, most = num_levels(options), options.topk, runtime.padding.seqs.largest
+        vocab, device = vocabulary if self._draws else 0, runtime.device
         # torch refuses writes to memory that was made in inference mode.
         with torch.inference_mode(False):
-            self._first_level = Level.empty(runtime.padding.seqs.largest, branches, model.nothing_carried)
+            self._first_level = Level.empty(most, branches, model.nothing_carried, vocab)
+            self._terms = torch.zeros(most, 1 + self.num_levels, device=device)
+            # By which drafts of a round were drawn: of each sequence in its place, and each level.
+            self.probabilities = torch.zeros(most, self.num_levels, vocab, device=device)
         after = options.capture_after
         made_by = recorder_for(runtime.device) if options.graphs else None
         eager_first = eager_steps_before_capture(runtime.device) if after is None else after
@@ -86,45 +99,74 @@ class DraftRunners:
         """Tokens that a round stores after a sequence's own."""
         return self._drafts.tokens
 
+    def places(self, sequences: Sequence[DraftedFor]) -> list[int]:
+        """Drafts.place of each of a round's sequences."""
+        return [place if self._draws and samples(each) else NOT_DRAWN for place, each in enumerate(sequences)]
+
     def capture_all(self, progress: Progress) -> None:
         """As Drafter.capture_all."""
         self._first.capture_all(progress)
         self._round.capture_all(progress)
 
-    def take_in(self, batch: StepBatch, whole: Sequence[int]) -> None:
-        """A step over tokens that are new. whole: the places of its first sequences, to which their first drafts go"""
+    def take_in(self, batch: StepBatch, whole: Sequence[int], terms: npt.NDArray[np.float32]) -> None:
+        """A step over tokens that are new.
+
+        whole: the places of its first sequences, to which their first drafts go
+        terms: of its sequences, as of terms_of_drafts; not looked at where no drafts are drawn
+        """
+        self._put_terms(terms)
         level = self._first.run(batch)
         if list(whole) == list(range(len(whole))):
             self._first_level.put_first(level.of(len(whole)))
         elif whole:
             self._first_level.put(level, torch.tensor(whole, device=self._runtime.device))
 
-    def found(self, rows: Int32Array, num_stored: Int32Array) -> Found:
+    def _put_terms(self, terms: npt.NDArray[np.float32]) -> None:
+        if self._draws:
+            self._terms[: len(terms)].copy_(torch.from_numpy(terms))
+
+    def found(self, rows: Int32Array, num_stored: Int32Array, terms: npt.NDArray[np.float32]) -> Found:
         """All drafts of the sequences that were taken in, in the order of their places.
 
         rows:       int32 [num_seqs], of the request table, with room for the round
         num_stored: int32 [num_seqs], tokens before the drafts
+        terms:      of these sequences, as of take_in()
         """
+        self._put_terms(terms)
         first = self._first_level.of(len(rows))
         if not isinstance(self._drafts, Drafts):
+            self.probabilities[: len(rows), :1].copy_(first.drawn_by)
             return Found(first.words()[:, None])
         inputs = DeviceInputs(token_ids=first.token_ids.flatten())
         return Found(self._round.run(draft_batch(rows, num_stored, self._drafts, inputs=inputs)))
 
     def _taken_in(self, step: Step) -> Level:
         logits, carried = self._model.taken_in(step)
-        return Level.first(logits, carried, self._first_level.scores.shape[1])
+        return self._chosen(Level.first(logits, carried, self._first_level.scores.shape[1]), logits, 0)
+
+    def _chosen(self, level: Level, logits: Tensor, number: int) -> Level:
+        """A level as it is handed on: drawn, where drafts are, and with ids of tokens. number: from 0 on"""
+        if self._draws:
+            level = drawn_level(level, logits, self._terms, number)
+            known = logits.shape[1]
+            if known < self.probabilities.shape[2]:
+                of_all = level.drawn_by.new_zeros(*level.drawn_by.shape[:2], self.probabilities.shape[2])
+                tokens = self._model.tokens(torch.arange(known, dtype=torch.int32, device=logits.device)).long()
+                level = level._replace(drawn_by=of_all.index_copy_(2, tokens, level.drawn_by))
+        return level._replace(token_ids=self._model.tokens(level.token_ids))
 
     def _all_levels(self, round_: DraftSteps) -> Tensor:
         """int32 [S, levels, 3, K]: the words of all levels, the first one included."""
         num_seqs = round_.steps[0].token_ids.shape[0] // round_.branches
         level = self._first_level.of(num_seqs)
-        token_ids, words = round_.steps[0].token_ids, [level.words()]
+        token_ids, words, drawn_by = round_.steps[0].token_ids, [level.words()], [level.drawn_by]
         for number, step in enumerate(round_.steps):
             if number:
                 round_.set_parents(number, level.branches)
                 token_ids = level.token_ids.flatten()
             logits, carried = self._model.drafted(replace(step, token_ids=token_ids), level.carried.flatten(0, 1))
-            level = level.next(logits, carried)
+            level = self._chosen(level.next(logits, carried), logits, number + 1)
             words.append(level.words())
+            drawn_by.append(level.drawn_by)
+        self.probabilities[:num_seqs].copy_(torch.cat(drawn_by, 1))
         return torch.stack(words, 1)

@@ -8,6 +8,8 @@ from functools import cache
 
 # The parent of a draft that comes right after the sequence's last token.
 LAST_TOKEN = -1
+# Drafts that were chosen, as the likeliest are, or what came before in the text.
+NOT_DRAWN = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +18,13 @@ class Drafts:
 
     token_ids: of the drafts
     parents:   draft -> the draft that it comes after, which stands before it, or LAST_TOKEN
+    place:     of a chain that was drawn, its sequence's among those of the round; else NOT_DRAWN
     is_chain:  whether each comes after the one before it
     """
 
     token_ids: tuple[int, ...]
     parents: tuple[int, ...]
+    place: int = NOT_DRAWN
     is_chain: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -47,7 +51,7 @@ class Drafts:
 
     def first(self, num: int) -> Drafts:
         """The first so many of them, which are a tree too."""
-        return self if num == len(self.token_ids) else Drafts(self.token_ids[:num], self.parents[:num])
+        return self if num == len(self) else Drafts(self.token_ids[:num], self.parents[:num], self.place)
 
     def after(self, draft: int, token_id: int) -> int | None:
         """The first draft of this token that comes after a draft, or after LAST_TOKEN; None where there is none."""

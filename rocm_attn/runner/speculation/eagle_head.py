@@ -115,6 +115,10 @@ class EagleHead:
         features = self._next_features(step, carried)
         return self._large.logits_of_normed(features), features
 
+    def tokens(self, drafted: Tensor) -> Tensor:
+        """As of DraftingModel."""
+        return drafted
+
     def _next_features(self, step: Step, features: Tensor) -> Tensor:
         """[T, hidden]"""
         arithmetic, of_attention = self._arithmetic, self._weights.attention

@@ -17,22 +17,24 @@ from rocm_attn.runner.model import Model
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.speculation.draft_model import ModelDrafter
 from rocm_attn.runner.speculation.draft_runners import DraftRunners, drafts_of, num_levels
+from rocm_attn.runner.speculation.drawn import NothingDrawn, Rejection
 from rocm_attn.runner.speculation.eagle import EagleDrafter
+from rocm_attn.runner.speculation.eagle3 import Eagle3Head, Eagle3Weights, is_eagle3, load_head3, seeded_head3
 from rocm_attn.runner.speculation.eagle_head import EagleHead, EagleWeights, load_head
 from rocm_attn.runner.speculation.last_rows import HandingOver
-from rocm_attn.runner.speculation.methods import DRAFT_MODEL, EAGLE, NGRAM, OFF
+from rocm_attn.runner.speculation.methods import DRAFT_MODEL, EAGLE, NGRAM, OFF, SEEDED, SEEDED3
 from rocm_attn.runner.speculation.ngrams import NgramDrafter
-from rocm_attn.runner.speculation.speculation import Drafter
+from rocm_attn.runner.speculation.speculation import NOTHING_DRAWN, Drafter
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.step import Step
 
 
-def served(model: Model, options: EngineOptions, runtime: AttentionRuntime) -> Model | HandingOver:
+def served(model: Model, drafting: Drafting, options: EngineOptions, runtime: AttentionRuntime) -> Model | HandingOver:
     """The model that steps run: one that hands its rows over where a head drafts."""
-    if not options.speculative.startswith(EAGLE):
+    if not isinstance(drafting, EagleWeights | Eagle3Weights):
         return model
     most = max(options.chunk + options.max_batch_size, runtime.padding.seqs.largest * options.rows_of_each)
-    return HandingOver(model, most)
+    return HandingOver(model, most, drafting.layers if isinstance(drafting, Eagle3Weights) else ())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,7 +42,11 @@ class NoWeights:
     """Nothing drafts, or what came before in a text does."""
 
 
-def read_drafting(loaded: LoadedModel, options: EngineOptions) -> NoWeights | LoadedModel | EagleWeights:
+# What drafts, as far as it was read.
+Drafting = NoWeights | LoadedModel | EagleWeights | Eagle3Weights
+
+
+def read_drafting(loaded: LoadedModel, options: EngineOptions) -> Drafting:
     """The weights of what drafts, to be read before the model's pool is sized. Raises BadModel, BadSetting."""
     if options.speculative in (OFF, NGRAM):
         return NoWeights()
@@ -50,12 +56,19 @@ def read_drafting(loaded: LoadedModel, options: EngineOptions) -> NoWeights | Lo
             "drafts runs on one rank, so take speculative ngram or one rank"
         )
     if options.speculative.startswith(EAGLE):
-        return load_head(options.speculative.removeprefix(EAGLE), loaded)
+        return _read_head(options.speculative.removeprefix(EAGLE), loaded)
     path = options.speculative.removeprefix(DRAFT_MODEL)
     return load_model(path, dtype=loaded.weights.dtype, device=loaded.weights.device)
 
 
-def layers_beside(drafting: NoWeights | LoadedModel | EagleWeights) -> tuple[AttentionLayer, ...]:
+def _read_head(path: str, loaded: LoadedModel) -> EagleWeights | Eagle3Weights:
+    """The head in a directory, which says of which kind it is, or a seeded one."""
+    if path == SEEDED3:
+        return seeded_head3(loaded)
+    return load_head3(path, loaded) if path != SEEDED and is_eagle3(path) else load_head(path, loaded)
+
+
+def layers_beside(drafting: Drafting) -> tuple[AttentionLayer, ...]:
     """The layers of what drafts that keep K and V."""
     if isinstance(drafting, NoWeights):
         return ()
@@ -64,7 +77,7 @@ def layers_beside(drafting: NoWeights | LoadedModel | EagleWeights) -> tuple[Att
 
 
 def drafter_of(
-    drafting: NoWeights | LoadedModel | EagleWeights,
+    drafting: Drafting,
     loaded: LoadedModel,
     options: EngineOptions,
     runtime: AttentionRuntime,
@@ -76,10 +89,18 @@ def drafter_of(
     """
     if isinstance(drafting, LoadedModel):
         return model_drafter(drafting, loaded, options, runtime)
-    if isinstance(drafting, EagleWeights):
+    if isinstance(drafting, EagleWeights | Eagle3Weights):
         assert isinstance(model, HandingOver)
         return eagle_drafter(drafting, model, options, runtime)
     return NgramDrafter(options.topk)
+
+
+def rejection_of(drafter: Drafter, options: EngineOptions) -> Rejection | NothingDrawn:
+    """What accepts drafts that were drawn."""
+    if not options.sampled_drafts:
+        return NOTHING_DRAWN
+    assert isinstance(drafter, ModelDrafter | EagleDrafter), "EngineOptions refuses others"
+    return Rejection(drafter.probabilities)
 
 
 def model_drafter(
@@ -102,13 +123,17 @@ def model_drafter(
 
 
 def eagle_drafter(
-    weights: EagleWeights, large: HandingOver, options: EngineOptions, runtime: AttentionRuntime
+    weights: EagleWeights | Eagle3Weights, large: HandingOver, options: EngineOptions, runtime: AttentionRuntime
 ) -> EagleDrafter:
     """A head that drafts for a model. options, runtime: of the model's engine. Raises CapacityExceeded."""
     few = 1 + num_levels(options)
     drafting, _ = _runtime_of(weights.model, options, runtime, few)
     most = max(large.features.shape[0], drafting.padding.seqs.largest * few)
-    head = EagleHead(weights, large.model, drafting, most)
+    head: EagleHead | Eagle3Head = (
+        EagleHead(weights, large.model, drafting, most)
+        if isinstance(weights, EagleWeights)
+        else Eagle3Head(weights, large.model, drafting, most)
+    )
     runners = DraftRunners(drafting, head, options, vocabulary=large.model.config.vocab_size)
     return EagleDrafter(runners, drafting.table, handed=large.features, features=head.features, few=few)
 
@@ -128,6 +153,7 @@ def _runtime_of(
         options,
         speculative=OFF,
         topk=1,
+        sampled_drafts=False,
         page_size=page_size,
         pool="auto",
         kv_dtype="auto",
@@ -161,3 +187,7 @@ class SmallModel:
     def drafted(self, step: Step, carried: Tensor) -> tuple[Tensor, Tensor]:
         """As of DraftingModel."""
         return self._model.logits(self._model.hidden(step)), carried
+
+    def tokens(self, drafted: Tensor) -> Tensor:
+        """As of DraftingModel."""
+        return drafted

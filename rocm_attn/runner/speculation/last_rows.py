@@ -25,15 +25,16 @@ class GivesRows(Protocol):
 
 
 class HandingOver:
-    """A model that leaves what its output matrix gets of each token of a step where a head that drafts finds it.
+    """A model that leaves rows of each token of a step where a head that drafts finds them.
 
-    features: [most_tokens, hidden]; the last step's, its first rows
+    layers:   whose inputs are left, side by side; none: what the output matrix gets
+    features: [most_tokens, hidden, or hidden times layers]; the last step's, its first rows
     """
 
-    def __init__(self, model: Model, most_tokens: int) -> None:
-        self.model, self.weights = model, model.weights
+    def __init__(self, model: Model, most_tokens: int, layers: tuple[int, ...] = ()) -> None:
+        self.model, self.weights, self._layers = model, model.weights, layers
         with torch.inference_mode(False):
-            shape = most_tokens, model.config.hidden_size
+            shape = most_tokens, model.config.hidden_size * max(1, len(layers))
             self.features = torch.zeros(shape, dtype=model.weights.dtype, device=model.weights.device)
 
     def forward(self, step: Step) -> Tensor:
@@ -42,8 +43,9 @@ class HandingOver:
 
     def hidden(self, step: Step) -> Tensor:
         """As Model.hidden."""
-        hidden = self.model.hidden(step)
-        self.features[: hidden.shape[0]].copy_(self.model.normed(hidden))
+        hidden, inputs = self.model.hidden_and_inputs(step, self._layers)
+        left = torch.cat(inputs, 1) if self._layers else self.model.normed(hidden)
+        self.features[: hidden.shape[0]].copy_(left)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:

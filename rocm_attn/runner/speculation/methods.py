@@ -10,6 +10,8 @@ DRAFT_MODEL = "draft:"
 EAGLE = "eagle:"
 # In the place of an EAGLE head's directory: random weights, the same each time.
 SEEDED = "seeded"
+# Likewise, of a head of EAGLE-3.
+SEEDED3 = "seeded3"
 
 
 def require_method(name: str) -> None:
@@ -19,5 +21,5 @@ def require_method(name: str) -> None:
         raise BadSetting(
             f"speculative {name!r} is not known; it is {OFF}, {NGRAM}, {DRAFT_MODEL}MODEL with the directory, the "
             f".gguf file or the name of a small model that shares the large one's tokens, or {EAGLE}HEAD with the "
-            f"directory of an EAGLE head, or {EAGLE}{SEEDED}"
+            f"directory of an EAGLE head, or {EAGLE}{SEEDED} or {EAGLE}{SEEDED3}"
         )

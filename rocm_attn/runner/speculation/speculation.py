@@ -32,12 +32,15 @@ from rocm_attn.runner.request import Asking, Sequence
 from rocm_attn.runner.sampling import Draw, PickedTokens
 from rocm_attn.runner.scheduler import NO_SEQUENCE, ScheduledStep, Taken
 from rocm_attn.runner.speculation.drafts import LAST_TOKEN, NO_DRAFTS, Drafts
+from rocm_attn.runner.speculation.drawn import Accepted as AcceptedDrawn
+from rocm_attn.runner.speculation.drawn import NothingDrawn, Rejection
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.metrics import Metrics
 
 Picks = list[Many[int] | BadLogits]
 # Of steps in which none asks for any.
 NO_LOGPROBS_OF: Mapping[int, Many[TokenLogprobs]] = MappingProxyType({})
+NOTHING_DRAWN = NothingDrawn()
 # Scheduler.decoding
 Decoding = Callable[[], Iterable[tuple[Sequence, int]]]
 
@@ -119,16 +122,24 @@ class Speculation:
     picker:     has room for 1 + num_drafts rows of each sequence of a step
     num_drafts: of a sequence and step, at most
     metrics:    in which drafts are counted
+    rejection:  what accepts drafts that were drawn
     """
 
     def __init__(
-        self, drafter: Drafter, runtime: AttentionRuntime, picker: AskingPicker, num_drafts: int, metrics: Metrics
+        self,
+        drafter: Drafter,
+        runtime: AttentionRuntime,
+        picker: AskingPicker,
+        num_drafts: int,
+        metrics: Metrics,
+        rejection: Rejection | NothingDrawn = NOTHING_DRAWN,
     ) -> None:
         self._drafter = drafter
         self._runtime = runtime
         self._picker = picker
         self._num_drafts = num_drafts
         self._metrics = metrics
+        self._rejection = rejection
 
     def capture_all(self, progress: Progress) -> None:
         """As Drafter.capture_all."""
@@ -168,7 +179,7 @@ class Speculation:
                         asks[row] = asking[seq].of(sequence, sequence.num_new + depth)
         rows = logits[: step.num_picks].flatten(0, 1)
         picked = self._picker.pick(rows, draws, asks) if asks else self._picker.plain.pick(rows, draws)
-        return _Verified(picked, step, num_rows, self._runtime)
+        return _Verified(picked, step, num_rows, self._runtime, self._rejection.pick(step, logits))
 
     def follow(self, step: ScheduledStep, taken: Many[Taken]) -> None:
         """Count what became of a step's drafts, and tell what drafts. taken: of each of step.picking"""
@@ -224,11 +235,18 @@ class _Verified:
 
     num_rows: of each sequence's last tokens
     runtime:  in which their K and V are moved to the places of their tokens, where they lie in others
+    drawn:    what became of drafts that were drawn
     """
 
     def __init__(
-        self, picked: PickedTokens | AskedTokens, step: ScheduledStep, num_rows: int, runtime: AttentionRuntime
+        self,
+        picked: PickedTokens | AskedTokens,
+        step: ScheduledStep,
+        num_rows: int,
+        runtime: AttentionRuntime,
+        drawn: AcceptedDrawn | NothingDrawn,
     ) -> None:
+        self._drawn = drawn
         self._picked, self._step, self._num_rows, self._runtime = picked, step, num_rows, runtime
         self._found: list[int | BadLogits] = []
         self._paths: list[list[int]] = []  # place among step.picking -> the drafts that were accepted
@@ -237,12 +255,16 @@ class _Verified:
         """As StepPicks.read, before the next step of these sequences."""
         step, num_rows = self._step, self._num_rows
         found = self._found = self._picked.read()
+        drawn = self._drawn.read()
         picks, self._paths = Picks(), []
         moves: dict[int, list[int]] = {}
         for seq in range(step.num_picks):
             drafts = step.drafts.get(seq, NO_DRAFTS)
             last = (seq + 1) * num_rows
-            tokens, path = _found_right(found[last - 1 - len(drafts.token_ids) : last], drafts)
+            first = last - 1 - len(drafts)
+            tokens, path = (
+                _of_drawn(found[first], drawn[seq]) if seq in drawn else _found_right(found[first:last], drafts)
+            )
             picks.append(tokens)
             self._paths.append(path)
             if drafts.is_chain or path == list(range(len(path))):
@@ -298,6 +320,15 @@ def _parents(step: ScheduledStep) -> Int32Array:
         known = int(step.batch.q_len[seq]) - len(drafts)
         parents[seq, known : known + len(drafts)] = np.array(drafts.parents, np.int32) + known
     return parents
+
+
+def _of_drawn(first: int | BadLogits, tokens: Many[int]) -> tuple[Many[int] | BadLogits, list[int]]:
+    """As _found_right, of a chain that was drawn. first: what plain picking says of its first row"""
+    if tokens[-1] >= 0 and not isinstance(first, BadLogits):
+        return tokens, list(range(len(tokens) - 1))
+    if len(tokens) > 1:
+        return tokens[:-1], list(range(len(tokens) - 2))
+    return first if isinstance(first, BadLogits) else BadLogits("no token can be drawn: no probability is left"), []
 
 
 def _found_right(rows: Many[int | BadLogits], drafts: Drafts) -> tuple[Many[int] | BadLogits, list[int]]:

@@ -36,6 +36,7 @@ _ENGINES = "no engine owns pages in these runs: tests/amd/external"
 UNSEEN = {
     "draft_lengths": "no step of these runs has drafts: tests/amd/guards/test_drafts.py",
     "path_pages": "paths of these runs lie within their rows: tests/amd/guards/test_drafts.py",
+    "mask_room": "masks have room for 1,024 older keys and more; `rocm-attn soak --speculative` finds it",
     "row_zero": "no call of the API changes row 0, and the pads of an update have no cell",
     "table_tails": "read by AITER's kernels alone: those of torch and Triton read no entry after the last page",
     "sealed_growth": "refuses what the planner does not ask for: a step above the captured sizes uses other memory",

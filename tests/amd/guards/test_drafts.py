@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 
 import pytest
 import torch
@@ -56,6 +57,25 @@ def test_every_draft_step_sees_the_drafts_before_it(
     assert two_rounds(off) == [False, False]
 
 
+@pytest.mark.parametrize(
+    ("page_size", "graphs"),
+    [
+        pytest.param(*way, marks=[] if way == (2, True) else [pytest.mark.nightly])
+        for way in product((1, 2, 16), (False, True))
+    ],
+)
+def test_every_draft_step_has_page_lists_and_block_tables_of_its_own(
+    page_size: int, graphs: bool, device: torch.device
+) -> None:
+    """Kernels of other libraries read these, with lengths of 64 bits: even sequences the lists, odd ones the tables."""
+    drafting = Drafting(device, ALL_ON, drafts=CHAIN, provider="csr", graphs=graphs, page_size=page_size)
+    assert two_rounds(drafting) == [True, True]
+
+    guards = Guards().without("draft_lengths")
+    off = Drafting(device, guards, drafts=CHAIN, provider="csr", graphs=graphs, page_size=page_size)
+    assert two_rounds(off) == [False, False]
+
+
 @one_way_each
 def test_each_draft_step_has_memory_of_its_own(drafts: Drafts, graphs: bool, device: torch.device) -> None:
     """H4: what several steps keep in one matrix runs over into the next step's line."""
@@ -81,6 +101,39 @@ def test_room_is_for_branches_and_not_for_requests(drafts: Drafts, graphs: bool,
     )
     assert off.returncode != 0 or "False" in off.stdout, off.stdout
     assert off.returncode == 0 or re.search(r"size|out of bounds|invalid|" + DEVICE_FAULT, off.stderr), off.stderr
+
+
+def split_round(provider: str, graphs: bool, guards: Guards, device: torch.device) -> bool:
+    """A round of ten requests in two halves, whose masks lie one after the other; whether it was right."""
+    drafting = Drafting(
+        device,
+        guards,
+        drafts=Drafts(8, 3),
+        graphs=graphs,
+        provider=provider,
+        max_num_seqs=10,
+        num_pages=128,
+        capture_sizes=(10,),
+        split_steps=True,
+    )
+    requests = drafting.admit([5, 1, 9, 4, 3, 2, 7, 6, 8, 5])
+    drafting.run(requests, halves=True)
+    return drafting.is_right(requests)
+
+
+@pytest.mark.parametrize("graphs", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["eager", "graphed"])
+@each_provider
+def test_the_mask_of_drafts_has_room_for_the_drafts(provider: str, graphs: bool, device: torch.device) -> None:
+    """H16: lists of pages had room for drafts, and their mask had none: it was written past its end."""
+    assert split_round(provider, graphs, ALL_ON, device)
+
+    off = run_elsewhere(
+        "import torch\nfrom tests.amd.guards.test_drafts import *\n"
+        'guards = Guards().without("mask_room")\n'
+        f"print(split_round({provider!r}, {graphs}, guards, torch.device({device.type!r})))"
+    )
+    # The last mask of the first half lies over the first one of the second half, or does not fit.
+    assert off.stdout == "False\n" or re.search(r"index out of range|" + DEVICE_FAULT, off.stderr), off
 
 
 @both_ways

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -143,6 +144,57 @@ def test_a_packed_mask_hides_keys_and_their_factors(scales: Scales, kernel_devic
         tensors = build(replace(EXTENDS, masked=True, kv=Encoding.E4M3FN, scales=scales), kernel_device)
         run(tensors)
         assert_served(tensors)
+
+
+def with_k_of_zeros(case: Case, device: torch.device) -> tuple[Tensors, Tensors]:
+    """A step whose factors of K are 0, and one whose queries are: all scores are 0 in both."""
+    tensors, alike = build(case, device), build(case, device)
+    assert tensors.pages.k_scale is not None
+    tensors.pages.k_scale.zero_()
+    alike.q.zero_()
+    return tensors, alike
+
+
+def run_segment_extend(tensors: Tensors) -> None:
+    segment_cases.run_extend(tensors, tiles=SegmentTiles(32, 16, 16, 1, 1, 1, ExtendTiles(16, 16, 1, 1)))
+
+
+@pytest.mark.parametrize(
+    ("run", "masked", "window_left", "scales"),
+    [
+        pytest.param(
+            *way, marks=[] if way[1:] == (True, -1, Scales.HEAD) and way[0] is run_extend else [pytest.mark.nightly]
+        )
+        for way in product(
+            [*EVERY_EXTEND, run_segment_extend], [False, True], [-1, 5], [Scales.LAYER, Scales.HEAD, Scales.TOKEN]
+        )
+    ],
+)
+def test_where_a_factor_of_k_is_zero_all_keys_that_a_row_sees_weigh_alike(
+    run: Callable[[Tensors], None], masked: bool, window_left: int, scales: Scales, kernel_device: torch.device
+) -> None:
+    """The score of an unseen key is -inf, and 0 times that is NaN. Rows that see no key are 0, and their LSE -inf."""
+    case = replace(EXTENDS, kv=Encoding.E4M3FN, scales=scales, masked=masked, window_left=window_left)
+    tensors, alike = with_k_of_zeros(case, kernel_device)
+    run(tensors)
+    run(alike)
+    num_tokens = sum(case.q_len)
+    assert tensors.out.isfinite().all()
+    torch.testing.assert_close(tensors.out, alike.out)
+    torch.testing.assert_close(tensors.lse, alike.lse)
+    sees_nothing = tensors.lse[:num_tokens].isneginf()
+    assert sees_nothing.any() == masked
+    assert not tensors.out[:num_tokens][sees_nothing].any()
+
+
+@pytest.mark.nightly
+@each_scales
+def test_where_a_factor_of_k_is_zero_decode_weighs_all_keys_alike(scales: Scales, kernel_device: torch.device) -> None:
+    tensors, alike = with_k_of_zeros(replace(DECODES, kv=Encoding.E4M3FN, scales=scales, window_left=5), kernel_device)
+    run_decode(tensors)
+    run_decode(alike)
+    torch.testing.assert_close(tensors.out, alike.out)
+    torch.testing.assert_close(tensors.lse, alike.lse)
 
 
 @each_scales

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from rocm_attn.batch.drafts import Drafts
+from rocm_attn.batch.mask import TreeMask
 from rocm_attn.batch.prefixes import NO_PREFIXES, PrefixGroup, SharedPrefixes
-from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_batch import StepBatch, draft_batch
 from rocm_attn.capture.prewarm import PrewarmReport, prewarm
 from rocm_attn.cli import BAD_INPUT, DONE, main
 from rocm_attn.errors import BadSetting
@@ -21,16 +23,19 @@ from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels import compile_only
 from rocm_attn.kernels.compile_only import CompileEvent, observe_compiles
 from rocm_attn.kernels.launch import Thunk, observe_launches
+from rocm_attn.kernels.speculative.arguments import Accepted
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
+from rocm_attn.step.step import Step
 from tests.amd.offline.offline_driver import offline
 
 # One worker's, because of what is prewarmed once for all of them.
 pytestmark = pytest.mark.xdist_group("prewarm")
 
 ARCH = "gfx942"
+CPU = torch.device("cpu")
 PROBLEM = Problem(8, 2, 64, 64, torch.bfloat16, 16, 0.125)
 SIZES = RuntimeOptions(max_num_seqs=12, max_kv_len=512, num_pages=64, capture_tokens=(1, 64))
 CONFIG = {
@@ -148,6 +153,57 @@ def test_so_does_one_of_other_kernels(sizes: RuntimeOptions, kernel: str) -> Non
     """From an empty cache: nothing that it needs was compiled for another process."""
     assert kernel in prewarmed(sizes=sizes).compiled
     assert_everything_was_cached(serve(PROBLEM, sizes))
+
+
+DRAFTING = replace(SIZES, max_num_seqs=2, capture_tokens=(1,), drafts=(Drafts(1, 2), Drafts(2, 3)), verify_tokens=5)
+WITH_MASKS = replace(PROBLEM, custom_mask=True)
+
+
+def serve_drafts(sizes: RuntimeOptions) -> list[CompileEvent]:
+    """Rounds of drafts, steps that verify trees, and what was accepted of them, at every number of sequences."""
+    events = list[CompileEvent]()
+    runtime = build_runtime(
+        [WITH_MASKS], sizes, device=CPU, target=known_target(ARCH), guards=Guards().without("echo_check")
+    )
+    rows = [runtime.table.admit() for _ in range(sizes.max_num_seqs)]
+    for row in rows:
+        runtime.table.reserve(row, 64)
+
+    def attend(step: Step) -> None:
+        q, k, v, out = (
+            torch.zeros(len(step.token_ids), heads, dim, dtype=PROBLEM.dtype)
+            for heads, dim in ((8, 64), (2, 64), (2, 64), (8, 64))
+        )
+        step.layers.store_and_attend(0, q, k, v, out)
+
+    with offline(ARCH), observe_launches(lambda launch: launch()), observe_compiles(events.append):
+        for num_seqs in range(1, sizes.max_num_seqs + 1):
+            stored = np.arange(3, 3 + num_seqs, dtype=np.int32)
+            runtime.table.mark_stored(np.array(rows[:num_seqs], np.int32), stored)
+            for drafts in sizes.drafts:
+                round_ = runtime.begin_drafts(draft_batch(rows[:num_seqs], stored, drafts))
+                for number, step in enumerate(round_.steps):
+                    if number:
+                        round_.set_parents(number, torch.zeros_like(step.token_ids))
+                    attend(step)
+                runtime.end_step()
+            parents = torch.tensor([[-1, 0, 0, 1, 3]] * num_seqs, dtype=torch.int32)
+            new = np.full(num_seqs, sizes.verify_tokens, np.int32)
+            batch = StepBatch(rows[:num_seqs], stored + new, new, mask=TreeMask(parents))
+            attend(runtime.begin_step(batch))
+            runtime.end_step()
+            accepted = Accepted.empty(num_seqs, sizes.verify_tokens, CPU)
+            for tensor in accepted:
+                tensor.zero_()
+            runtime.move_accepted(accepted, torch.tensor(rows[:num_seqs], dtype=torch.int32))
+    return events
+
+
+@pytest.mark.nightly
+def test_rounds_of_drafts_and_verification_compile_nothing_after_a_prewarm() -> None:
+    compiled = prewarmed(WITH_MASKS, DRAFTING).compiled
+    assert {"_draft_steps_kernel", "_place_trees_kernel", "_move_paths_kernel"} <= set(compiled)
+    assert_everything_was_cached(serve_drafts(DRAFTING))
 
 
 def assert_everything_was_cached(events: list[CompileEvent]) -> None:

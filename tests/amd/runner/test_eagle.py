@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence as Many
 from dataclasses import replace
 from pathlib import Path
@@ -10,18 +11,24 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from torch import Tensor
 
+from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadModel
+from rocm_attn.runner.attention_weights import HeadWeights
 from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.loading import LoadedModel
+from rocm_attn.runner.mlp_weights import DenseWeights
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Request
 from rocm_attn.runner.speculation.eagle import EagleDrafter
+from rocm_attn.runner.speculation.eagle3 import Eagle3Head, is_eagle3, load_head3, seeded_head3
 from rocm_attn.runner.speculation.eagle_head import load_head
 from tests.amd.runner.test_speculation import BASE, DRAWN, some_requests, without_speculation
 from tests.amd.runner.tiny_model import CONFIG, tiny_model, with_windows
 
 SEEDED = replace(BASE, speculative="eagle:seeded")
+SEEDED3 = replace(BASE, speculative="eagle:seeded3")
 
 
 @pytest.fixture(scope="module")
@@ -132,3 +139,174 @@ def test_a_head_of_another_model_is_refused(loaded: LoadedModel, tmp_path: Path)
         load_head(str(tmp_path), loaded)
     with pytest.raises(BadModel, match="nowhere is no directory"):
         load_head(str(tmp_path / "nowhere"), loaded)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, marks=pytest.mark.nightly),
+        {"topk": 4, "draft_tokens": 8, "steps_ahead": 1, "graphs": True},
+        pytest.param({"chunk": 9, "page_size": 1}, marks=pytest.mark.nightly),
+        pytest.param({"num_pages": 18, "topk": 2}, marks=pytest.mark.nightly),
+    ],
+)
+def test_a_head_of_eagle_3_changes_no_token(changes: dict[str, Any], loaded: LoadedModel) -> None:
+    requests = some_requests(5, new_tokens=24) + some_requests(2, sampling=DRAWN)
+    options = replace(SEEDED3, **changes)
+    engine = Engine(loaded, options)
+    assert engine.generate(requests) == Engine(loaded, without_speculation(options)).generate(requests)
+    assert engine.report().metrics.drafts > 100
+    drafter = drafter_of(engine)
+    drafter.draft([], ())
+    assert drafter._table.num_free_pages == drafter._table.num_usable_pages
+
+
+KNOWN = tuple(range(3, CONFIG.vocab_size, 2))
+
+
+def eagle3_files(loaded: LoadedModel, directory: Path, *, row: int, embedding: bool, prefix: str) -> dict[str, Tensor]:
+    """A head whose layer adds nothing, over one of three rows of the model's last layer; it knows some tokens.
+
+    Its features are then the model's, so that it picks again what the model has picked, as far as it knows that.
+    """
+    size, known = CONFIG.hidden_size, len(KNOWN)
+    shapes = {
+        "self_attn.q_proj": (32, 2 * size),
+        "self_attn.k_proj": (16, 2 * size),
+        "self_attn.v_proj": (16, 2 * size),
+        "self_attn.o_proj": (size, 32),
+        "mlp.gate_proj": (40, size),
+        "mlp.up_proj": (40, size),
+        "mlp.down_proj": (size, 40),
+    }
+    tensors = {f"{prefix}{name}.weight": torch.zeros(shape) for name, shape in shapes.items()}
+    for norm in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+        tensors[f"{prefix}{norm}.weight"] = torch.ones(size)
+    tensors["fc.weight"] = torch.cat(
+        [torch.eye(size) if place == row else torch.zeros(size, size) for place in range(3)], 1
+    )
+    tensors["norm.weight"] = loaded.weights.final_norm.clone()
+    tensors["lm_head.weight"] = loaded.weights.head[list(KNOWN)].clone()
+    tensors["d2t"] = torch.tensor(KNOWN) - torch.arange(known)
+    tensors["t2d"] = torch.tensor([token in KNOWN for token in range(CONFIG.vocab_size)])
+    if embedding:
+        tensors["embed_tokens.weight"] = torch.zeros(CONFIG.vocab_size, size)
+    safetensors.torch.save_file(tensors, directory / "model.safetensors")
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "hidden_size": size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 40,
+        "hidden_act": "silu",
+        "rms_norm_eps": CONFIG.rms_norm_eps,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": CONFIG.context_len,
+        "vocab_size": CONFIG.vocab_size,
+        "draft_vocab_size": known,
+        "tie_word_embeddings": False,
+        # What layer 1 gives is what the output matrix gets, and layer 0's is what layer 1 gets.
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1 if place == row else 0 for place in range(3)]},
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("row", "embedding", "prefix"),
+    [(0, False, "midlayer."), pytest.param(2, True, "model.layers.0.", marks=pytest.mark.nightly)],
+)
+def test_a_head_of_eagle_3_gets_the_rows_of_its_layers_and_drafts_tokens_that_it_knows(
+    row: int, embedding: bool, prefix: str, loaded: LoadedModel, tmp_path: Path
+) -> None:
+    eagle3_files(loaded, tmp_path, row=row, embedding=embedding, prefix=prefix)
+    engine, again = Engine(loaded, replace(SEEDED, speculative=f"eagle:{tmp_path}", chunk=9)), 0
+    drafter = drafter_of(engine)
+    draft = drafter.draft
+
+    def checked(decoding: Any, alive: Any) -> Any:
+        nonlocal again
+        found = draft(decoding, alive)
+        for sequence, _ in decoding:
+            drafts, last = found[sequence.number].token_ids, sequence.token_ids[-1]
+            assert set(drafts) <= set(KNOWN)
+            # The last token of a prompt was not picked.
+            if last in KNOWN and len(sequence.token_ids) > len(sequence.request.prompt_token_ids):
+                assert drafts == (last,) * len(drafts)
+                again += 1
+        return found
+
+    drafter.draft = checked  # type: ignore[method-assign]
+    requests = some_requests(6, new_tokens=14)
+    assert engine.generate(requests) == Engine(loaded, BASE).generate(requests)
+    assert again > 10
+
+
+def test_the_layer_of_a_seeded_head_of_eagle_3_is_what_its_formula_says(loaded: LoadedModel) -> None:
+    """One sequence, its features and the tokens after them, through the layer and through float64 formulas."""
+    weights = seeded_head3(loaded)
+    of_layer, of_head, size = weights.model.weights.layers[0], weights.model.weights, CONFIG.hidden_size
+    attention, mlp = of_layer.attention, of_layer.mlp
+    assert isinstance(attention, HeadWeights)
+    assert isinstance(mlp, DenseWeights)
+    engine = Engine(loaded, replace(SEEDED3, draft_tokens=1))
+    runners = drafter_of(engine)._runners
+    head, runtime = runners._model, runners._runtime
+    assert isinstance(head, Eagle3Head)
+    generator, ids = torch.Generator().manual_seed(3), [5, 9, 44, 17, 2]
+    head.features[: len(ids)] = torch.randn(len(ids), 3 * size, generator=generator)
+    row = runtime.table.admit()
+    runtime.table.reserve(row, len(ids))
+    step = runtime.begin_step(StepBatch([row], [len(ids)], [len(ids)], ids))
+    with torch.no_grad():
+        logits, carried = head.taken_in(step)
+    runtime.end_step()
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + CONFIG.rms_norm_eps).sqrt() * weight.double()
+
+    f = head.features[: len(ids)].double() @ weights.fc.double().T
+    x = torch.cat(
+        (norm(loaded.weights.embedding[ids].double(), of_layer.attention_norm), norm(f, weights.feature_norm)), 1
+    )
+    heads = (x @ attention.qkv.double().T).view(len(ids), -1, 8)
+    angle = torch.arange(len(ids))[:, None] * 10000.0 ** -(torch.arange(4) / 4)
+    cos, sin = angle.cos().double()[:, None], angle.sin().double()[:, None]
+    near, far = heads[:, :6].chunk(2, -1)
+    turned = torch.cat((near * cos - far * sin, far * cos + near * sin), -1)
+    k, v = (each.repeat_interleave(2, 1) for each in (turned[:, 4:], heads[:, 6:]))
+    scores = torch.einsum("qhd,khd->hqk", turned[:, :4], k) * 8**-0.5
+    shares = scores.masked_fill(torch.ones(len(ids), len(ids)).triu(1).bool(), -torch.inf).softmax(-1)
+    g = f + torch.einsum("hqk,khd->qhd", shares, v).flatten(1) @ attention.out.double().T
+    gate, up = (norm(g, of_layer.mlp_norm) @ mlp.gate_up.double().T).chunk(2, -1)
+    want = g + (torch.nn.functional.silu(gate) * up) @ mlp.down.double().T
+    torch.testing.assert_close(carried[0].double(), want[-1], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        logits[0].double(), norm(want[-1], of_head.final_norm) @ of_head.head.double().T, rtol=1e-4, atol=1e-5
+    )
+
+
+def test_a_head_of_eagle_3_of_another_model_is_refused(loaded: LoadedModel, tmp_path: Path) -> None:
+    tensors = eagle3_files(loaded, tmp_path, row=0, embedding=False, prefix="midlayer.")
+    config = json.loads((tmp_path / "config.json").read_text())
+
+    def refused(sentence: str, changes: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+        safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
+        with pytest.raises(BadModel, match=sentence):
+            load_head3(str(tmp_path), loaded)
+
+    refused("made for rows of 24 and 99 tokens, and the model has rows of 24 and 64", {"vocab_size": 99}, tensors)
+    refused("a head of EAGLE-3 has one layer", {"num_hidden_layers": 2}, tensors)
+    named = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 7, 1]}}
+    refused(r"eagle_aux_hidden_state_layer_ids is \[0, 7, 1\]; it must be 3 of the model's 2 layers", named, tensors)
+    refused(
+        "lacks fc.weight; it is no EAGLE-3 head", {}, {name: each for name, each in tensors.items() if name[:2] != "fc"}
+    )
+    refused(r"fc.weight has shape \[3, 6\]", {}, {**tensors, "fc.weight": torch.zeros(3, 6)})
+    refused("d2t does not lead from 31 tokens to the model's 64", {}, {**tensors, "d2t": tensors["d2t"] + 40})
+    (tmp_path / "config.json").write_text("{}")
+    assert not is_eagle3(str(tmp_path))
+    assert not is_eagle3(str(tmp_path / "nowhere"))

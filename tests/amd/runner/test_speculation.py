@@ -346,6 +346,27 @@ def test_drafts_of_all_levels_are_one_publication_and_one_graph(topk: int, loade
     assert runners._drafts.tokens == (3 if topk == 1 else 4)
 
 
+@pytest.mark.parametrize("topk", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_no_served_round_captures_anything_after_all_graphs_were_made(topk: int, loaded: LoadedModel) -> None:
+    """Steps that verify, steps with prompts, what the small model takes in, and its rounds."""
+    options = replace(
+        BASE, speculative="ngram", topk=topk, graphs=True, draft_tokens=4, max_batch_size=2, chunk=32, num_pages=64
+    )
+    requests = some_requests(4, new_tokens=12)
+    engine = drafting(loaded, tiny_model(seed=1), options)
+    drafter = engine._speculation._drafter  # type: ignore[union-attr]
+    assert isinstance(drafter, ModelDrafter)
+    counted = (engine.metrics, drafter._runners._first.metrics, drafter._runners._round.metrics)
+    assert not engine.capture_all(lambda done, total, name: None).skipped
+    before = [metrics.captures for metrics in counted]
+    assert all(before)
+    assert engine.generate(requests) == Engine(loaded, without_speculation(options)).generate(requests)
+    assert [metrics.captures for metrics in counted] == before
+    first, rounds = counted[1:]
+    assert rounds.replays == rounds.steps > 3
+    assert first.replays > 3
+
+
 @pytest.mark.parametrize("changes", [{}, {"topk": 2}, {"num_pages": 18}])
 def test_a_model_that_drafts_for_another_changes_no_token(changes: dict[str, Any], windowed: LoadedModel) -> None:
     options = replace(BASE, speculative="ngram", **changes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +32,7 @@ from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.soak.alone import NoAloneCheck
 from rocm_attn.soak.soak import Soak, SoakFailed, SoakReport
 from rocm_attn.soak.world import LONG_KV_LEN, Action, Ladders, Scenario, World
+from rocm_attn.step.drafts import DraftSteps
 from rocm_attn.step.layers import StepLayers
 
 # Few sizes: faults are found in few steps, so captures would take most of the time.
@@ -39,7 +40,7 @@ SMALL = replace(Scenario(), ladders=(Ladders((4, 10), (16, 40)),), verify_len=3,
 ALMOST_ALL_EAGER = replace(SMALL, ladders=(Ladders((1,), (1,)),))
 CPU = torch.device("cpu")
 
-STEPS = ("decode", "share", "verify", "tree", "extend", "mixed", "idle", "empty")
+STEPS = ("decode", "share", "verify", "draft", "tree", "extend", "mixed", "idle", "empty")
 
 
 def soak(
@@ -88,7 +89,7 @@ def test_a_sound_runtime_soaks_without_a_finding(seed: int, device: torch.device
     report = soak(replace(Scenario.of_seed(seed), reopen_every=100), 300, seed, device, "auto")
     assert report.steps == 300
     assert report.reopens == 3
-    assert all(count > 0 for count in report.actions.values()), report.actions
+    assert [action for action, count in report.actions.items() if count == 0] == ["draft"], report.actions
     assert sum(report.actions[step] for step in STEPS) == sum(report.ways.values()) == 300
     assert 0 < report.captures < report.replays < 300, "graphs and eager steps both have to occur"
     for kind in ("masked", "shared"):
@@ -101,10 +102,53 @@ def test_a_sound_runtime_soaks_without_a_finding(seed: int, device: torch.device
 @pytest.mark.nightly
 def test_ten_thousand_rounds_of_drafts_show_nothing() -> None:
     report = soak(Scenario.of_seed(0).speculative(), 10_000, 0)
-    assert report.actions["tree"] + report.actions["verify"] > 4000
-    assert report.moved_paths > 1000
+    assert report.actions["draft"] > 2000
+    assert report.ways["draft replayed"] > 1000
+    assert report.actions["tree"] + report.actions["verify"] > 3500
+    assert report.moved_paths > 800
     assert report.actions["reject"] > 500
-    assert report.actions["preempt"] > 500
+    assert report.actions["preempt"] > 250
+
+
+ROUNDS = replace(
+    SMALL, weights={Action.ADMIT: 3, Action.DRAFT: 6, Action.DECODE: 2, Action.EXTEND: 1, Action.ABORT: 0.5}
+)
+
+
+def test_rounds_of_drafts_show_nothing(device: torch.device) -> None:
+    """Chains and trees, in one graph and in halves, at every last-page length, beside requests that come and go."""
+    report = soak(ROUNDS, 30, 0, device, "auto")
+    assert report.actions["draft"] > 12
+    assert all(report.ways[f"draft {way}"] > 0 for way in ("captured", "replayed")), report.ways
+    assert report.split_steps > 2
+    assert f"{report.actions['draft']} rounds of drafts" in str(report)
+
+
+def lengths_of_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def draft_steps(original: Callable[..., None], steps: Sequence[StepTensors], *args: Any) -> None:
+        original(steps, *args)
+        for step in steps[1:]:
+            step.kv_len.copy_(steps[0].kv_len)
+
+    wrap(monkeypatch, metadata, "draft_steps", draft_steps)
+
+
+def every_branch_goes_on_from_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrap(monkeypatch, DraftSteps, "set_parents", lambda _, round_, step, __: round_.keep_branches(step))
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [lengths_of_the_first_step, pytest.param(every_branch_goes_on_from_itself, marks=pytest.mark.nightly)],
+    ids=lambda plant: plant.__name__,
+)
+def test_a_fault_in_a_round_of_drafts_is_found(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    finding = found(replace(ROUNDS, ladders=ALMOST_ALL_EAGER.ladders), 60).finding
+    assert "(draft: " in finding.where
+    assert "differs from the reference" in finding.what
 
 
 @pytest.mark.nightly

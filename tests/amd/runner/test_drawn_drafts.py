@@ -1,0 +1,142 @@
+"""Drafts that are drawn: accepted by rejection sampling, and the tokens come as plain sampling gives them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from rocm_attn.errors import BadSetting
+from rocm_attn.kernels.speculative.arguments import Accepted, Probabilities, Verified
+from rocm_attn.runner.engine import Engine
+from rocm_attn.runner.loading import LoadedModel
+from rocm_attn.runner.request import Request
+from rocm_attn.runner.sampling import Sampling
+from rocm_attn.runner.speculation import drawn
+from rocm_attn.runner.speculation.engines import model_drafter, rejection_of
+from rocm_attn.runner.speculation.speculation import Speculation
+from rocm_attn.step.accepting import accept_sampled
+from tests.amd.runner.test_speculation import BASE, chi_square_exceedance, some_requests, without_speculation
+from tests.amd.runner.tiny_model import tiny_model
+
+SAMPLING = Sampling(temperature=0.7, top_p=0.8)
+MANY = replace(
+    BASE,
+    speculative="eagle:seeded",
+    sampled_drafts=True,
+    draft_tokens=2,
+    max_batch_size=200,
+    chunk=800,
+    page_size=16,
+    max_kv_len=16,
+)
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return tiny_model()
+
+
+def sampled(num: int, first: int, sampling: Sampling = SAMPLING) -> list[Request]:
+    return [Request((5, 6, 7), 3, sampling=replace(sampling, seed=first + seed)) for seed in range(num)]
+
+
+def pairs(engine: Engine, requests: list[Request]) -> Counter[tuple[int, ...]]:
+    return Counter(done.token_ids[1:] for done in engine.generate(requests))
+
+
+@pytest.fixture(scope="module")
+def plain(loaded: LoadedModel) -> Counter[tuple[int, ...]]:
+    options = replace(without_speculation(MANY), sampled_drafts=False)
+    return pairs(Engine(loaded, options), sampled(800, 0))
+
+
+def drafting_for_itself(loaded: LoadedModel, small: LoadedModel, **changes: Any) -> Engine:
+    """An engine for which a small model draws drafts."""
+    options = replace(MANY, **changes)
+    engine = Engine(loaded, replace(options, speculative="ngram", sampled_drafts=False))
+    drafter = model_drafter(small, loaded, options, engine.runtime)
+    rejection = rejection_of(drafter, options)
+    picker, num = engine._picker, options.draft_tokens
+    engine._speculation = Speculation(drafter, engine.runtime, picker, num, engine.metrics, rejection)
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("head", "graphs"),
+    [
+        ("eagle:seeded", False),
+        pytest.param("eagle:seeded3", False, marks=pytest.mark.nightly),
+        pytest.param("eagle:seeded", True, marks=pytest.mark.nightly),
+    ],
+)
+def test_tokens_of_drawn_drafts_are_distributed_as_by_plain_sampling(
+    head: str, graphs: bool, loaded: LoadedModel, plain: Counter[tuple[int, ...]]
+) -> None:
+    """Chi-square of two samples, with seeds of their own: pairs of a text's second and third token."""
+    engine = Engine(loaded, replace(MANY, speculative=head, graphs=graphs))
+    assert chi_square_exceedance(plain, pairs(engine, sampled(800, 10_000))) < 4.0
+    metrics = engine.report().metrics
+    assert 30 < metrics.accepted_drafts < metrics.drafts - 30, "both what is accepted and what is not is drawn"
+
+
+@pytest.mark.nightly
+def test_they_are_with_a_small_model_that_draws(loaded: LoadedModel, plain: Counter[tuple[int, ...]]) -> None:
+    engine = drafting_for_itself(loaded, tiny_model(seed=1))
+    assert chi_square_exceedance(plain, pairs(engine, sampled(800, 10_000))) < 4.0
+
+
+@pytest.mark.nightly
+def test_drafts_that_are_all_accepted_show_in_the_distribution(
+    loaded: LoadedModel, plain: Counter[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def accept_all(probabilities: Probabilities, given: Verified) -> Accepted:
+        return accept_sampled(probabilities._replace(target=probabilities.draft), given)
+
+    monkeypatch.setattr(drawn, "accept_sampled", accept_all)
+    engine = Engine(loaded, MANY)
+    assert chi_square_exceedance(plain, pairs(engine, sampled(800, 10_000))) > 8.0
+
+
+@pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_a_model_that_draws_for_itself_is_always_right(graphs: bool, loaded: LoadedModel) -> None:
+    """Where p is q each draft is accepted, though it is not the token that p draws by itself."""
+    engine = drafting_for_itself(loaded, loaded, graphs=graphs, max_kv_len=64, draft_tokens=3)
+    requests = [replace(each, max_new_tokens=20) for each in sampled(12, 0, Sampling(temperature=0.9))]
+    done = engine.generate(requests)
+    metrics = engine.report().metrics
+    assert metrics.drafts > 100
+    # Two kernels round p and q differently, which decides where a number lies in between.
+    assert metrics.accepted_drafts >= metrics.drafts - 2
+    assert engine.generate(requests) == done, "the same seeds and drafts give the same tokens"
+
+
+def test_greedy_requests_and_those_that_ask_for_more_get_the_tokens_of_plain_decoding(loaded: LoadedModel) -> None:
+    options = replace(MANY, max_kv_len=64, max_batch_size=8, chunk=64, draft_tokens=3)
+    asking = [replace(each, sampling=replace(SAMPLING, top_k=5, seed=3)) for each in some_requests(2)]
+    requests = some_requests(3) + asking + [replace(some_requests(1)[0], logprobs=2)]
+    expected = Engine(loaded, replace(without_speculation(options), sampled_drafts=False)).generate(requests)
+    engine = Engine(loaded, options)
+    beside = engine.generate(requests + [replace(each, sampling=SAMPLING) for each in some_requests(2)])
+    assert beside[: len(requests)] == expected
+
+
+def test_probabilities_are_those_of_plain_sampling() -> None:
+    """What the tokens before the one that reaches top_p weigh, and that one too; the others have none."""
+    logits = torch.tensor([[3.0, 1.0, 2.0, -1.0], [0.0, 0.0, 0.0, 5.0]]).log_softmax(-1)
+    temperature, top_p = torch.tensor([1.0, 0.5]), torch.tensor([0.8, 1.0])
+    first, second = drawn._probabilities(logits, temperature, top_p, cut=True)
+    kept = logits[0].exp() * torch.tensor([1.0, 0.0, 1.0, 0.0])
+    torch.testing.assert_close(first, kept / kept.sum())
+    torch.testing.assert_close(second, (logits[1] * 2).softmax(-1))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"speculative": "ngram"}, {"speculative": "off"}, {"topk": 2}], ids=["ngram", "off", "trees"]
+)
+def test_drafts_that_are_not_drawn_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(BadSetting, match="drafts are drawn by a small model or an EAGLE head, in chains"):
+        replace(MANY, **changes)

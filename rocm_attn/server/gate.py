@@ -1,6 +1,6 @@
 """Gate: what every HTTP request passes before the application sees it.
 
-It counts, looks at the key, refuses what cannot be served now before a byte of the body is read, reads the body within
+It counts, looks at the key, refuses what cannot be served now without keeping a byte of the body, reads the body within
 its bounds, and watches whether the client stays.
 """
 
@@ -85,6 +85,8 @@ class Gate:
         """Take a job, and see it to its end. Raises ApiError."""
         generations, options = self._generations, self._options
         if generations.jobs.is_draining:
+            # The connection is closed with the answer: bytes that come afterwards would reset it, and the answer with it.
+            await _read_body(receive, options, kept=0)
             raise draining(generations.retry_after)
         try:
             generations.front.check()

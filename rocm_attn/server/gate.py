@@ -85,7 +85,7 @@ class Gate:
         """Take a job, and see it to its end. Raises ApiError."""
         generations, options = self._generations, self._options
         if generations.jobs.is_draining:
-            # The connection is closed with the answer: bytes that come afterwards would reset it, and the answer with it.
+            # The connection is closed with the answer: bytes that come later would reset it, and the answer be lost.
             await _read_body(receive, options, kept=0)
             raise draining(generations.retry_after)
         try:

@@ -15,7 +15,8 @@ from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.linears import ROWS, AllRows, BlocksOfRows
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Request
-from rocm_attn.runner.sampling import Draw, PickedTokens, Sampler, Sampling, TokenPicker
+from rocm_attn.runner.sampling import Draw, PickedTokens, Sampler, TokenPicker
+from rocm_attn.runner.sampling_options import Sampling
 from tests.amd.runner.tiny_model import CONFIG, tiny_model
 from tests.amd.tolerances import assert_products_close
 

@@ -21,7 +21,8 @@ from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Completion, Event, FailureEvent, Request, RequestsFailed, TokenEvent
-from rocm_attn.runner.sampling import Draw, PickedTokens, Sampling, TokenPicker
+from rocm_attn.runner.sampling import Draw, PickedTokens, TokenPicker
+from rocm_attn.runner.sampling_options import Sampling
 from rocm_attn.runner.speculation.speculation import StepPicks
 from tests.amd.runner.cache_invariants import check_cache
 from tests.amd.runner.tiny_model import CONFIG, tiny_model

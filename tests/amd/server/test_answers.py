@@ -11,7 +11,7 @@ import pytest
 from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.request import Completion, Request
-from rocm_attn.runner.sampling import Sampling
+from rocm_attn.runner.sampling_options import Sampling
 from rocm_attn.server.served_model import seed_of_choice
 from tests.amd.runner.async_engines import engine
 from tests.amd.runner.tiny_model import tiny_model, word_tokenizer

@@ -13,7 +13,7 @@ import tokenizers
 from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Request
-from rocm_attn.runner.sampling import Sampling
+from rocm_attn.runner.sampling_options import Sampling
 from rocm_attn.runner.tokenizer import Tokenizer
 from rocm_attn.server.told_tokens import ToldTokens
 from tests.amd.runner.asking import PROMPT, SCHEMA, character_model

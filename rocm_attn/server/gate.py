@@ -93,7 +93,10 @@ class Gate:
         except RocmAttnError as error:
             raise generations.as_answer(error) from error
         # A request that is still on its way has no place in the engine yet; its body takes memory all the same.
-        if max(generations.front.num_requests, len(generations.jobs)) >= options.max_requests:
+        jobs = generations.jobs
+        if max(generations.front.num_requests, jobs.num_served) >= options.max_requests:
+            raise generations.refusal()
+        if len(jobs) >= options.max_requests * _MOST_READ:
             raise generations.refusal()
         job = Job(salt, options.deadline_seconds)
         with generations.jobs.taken(job):
@@ -111,6 +114,10 @@ class Gate:
 # A body that is too long is read up to so many times its bound, or the client would lose its connection while it sends,
 # and never see why.
 _READ_IN_VAIN = 2
+
+
+# So many times max_requests may be there at a time, those included whose answers only wait to be read.
+_MOST_READ = 2
 
 
 class _Answer:

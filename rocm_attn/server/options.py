@@ -59,6 +59,12 @@ class ServerOptions:
     write_seconds: float = option(
         60.0, "how long a client may take no bytes of its answer before it counts as gone", unit="SECONDS", least=0
     )
+    max_unread_tokens: int = option(
+        4096,
+        "most tokens of a streamed answer that wait for a client to read on; a request that comes to more is ended",
+        unit="TOKENS",
+        least=1,
+    )
     drain_seconds: float = option(
         30.0, "how long after SIGTERM requests that were taken may go on before they are given up", unit="SECONDS"
     )

@@ -93,7 +93,7 @@ class Server(uvicorn.Server):
     def __init__(self, front: AsyncEngine, model: ServedModel, keys: ApiKeys, announce: Callable[[str], None]) -> None:
         self._front, self._options, self._announce = front, model.options, announce
         self.jobs = Jobs()
-        self.generations = Generations(front, self.jobs)
+        self.generations = Generations(front, self.jobs, model.options.max_unread_tokens)
         self._loop = asyncio.get_running_loop()
         self._signal = asyncio.Event()
         self._num_signals = 0

@@ -75,6 +75,11 @@ class RankedEngine:
         """As Engine.check."""
         self.limits.check(request)
 
+    def is_prepared(self, request: Request) -> bool:
+        """As Engine.is_prepared; the other ranks begin with rank 0, and submit() waits for them."""
+        is_prepared: bool = self._processes.call("is_prepared", request)
+        return is_prepared
+
     def prepare_constraints(self) -> None:
         """As Engine.prepare_constraints."""
         self._processes.call("prepare_constraints")

@@ -99,6 +99,17 @@ def test_an_answer_has_the_form_that_was_asked_for(form: dict[str, Any], server:
         assert content["a"] >= 3
 
 
+@pytest.mark.parametrize(
+    "schema", [{"$ref": "#"}, {"multipleOf": 999_983}, {"type": "object", "properties": {"a": {"type": "strin"}}}]
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema_that_cannot_be_used_is_refused(stream: bool, schema: dict[str, Any], server: Running) -> None:
+    form = {"type": "json_schema", "json_schema": {"schema": schema}}
+    reply = post(server, asked(prompt=list(PROMPT), response_format=form, stream=stream))
+    assert (reply.status, "the " in reply.json["error"]["message"]) == (400, True)
+    assert server.holds_nothing()
+
+
 def test_biases_and_penalties_are_the_engines(server: Running) -> None:
     loaded = character_model()
     sampling = Sampling(temperature=0.8, seed=4, frequency_penalty=1.5, logit_bias=((30, 9.0), (31, 9.0)), top_k=5)

@@ -152,10 +152,17 @@ class CompletionBody(GenerationBody):
     prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
     max_tokens: _Positive | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LIKELIEST)] | None = None
+    echo: bool | None = None
 
     @property
     def num_logprobs(self) -> int:
-        """As Request.logprobs."""
+        """As Request.logprobs. Raises ApiError."""
+        if self.echo and self.logprobs is not None:
+            raise bad_request(
+                "echo and logprobs are set, and logprobs of a prompt are not computed here; leave one of them out",
+                "echo",
+                code="unsupported_parameter",
+            )
         return NO_LOGPROBS if self.logprobs is None else self.logprobs
 
     @property
@@ -198,7 +205,6 @@ SHAPES = {
 # Fields that would change what comes back -> the values that say nothing, by which they are let pass.
 _UNSERVED: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
-    "echo": (None, False),
     "suffix": (None, ""),
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),

@@ -78,6 +78,19 @@ class ServedModel:
         most = body.max_tokens or min(_COMPLETION_TOKENS, self._most_new_tokens(max(map(len, tokens))))
         return await self._requests(body, tokens, most, salt)
 
+    def echoed(self, body: CompletionBody, requests: Sequence[Request]) -> list[str]:
+        """The prompt's text of each of a body's requests, as it was sent. Raises ApiError."""
+        prompts = [prompt for prompt in body.prompts for _ in range(body.n or 1)]
+        if self.tokenizer is None:
+            raise bad_request(
+                "echo is set and the model has no tokenizer, so a prompt has no text; leave it out", "echo"
+            )
+        decode = self.tokenizer.decode
+        return [
+            prompt if isinstance(prompt, str) else decode(request.prompt_token_ids)
+            for prompt, request in zip(prompts, requests, strict=True)
+        ]
+
     async def chat_requests(self, body: ChatBody, salt: str) -> list[Request]:
         """The requests of a body: n of its conversation. Raises ApiError, BadRequest, BadModel."""
         self._check_asked(1, body)

@@ -24,21 +24,11 @@ from rocm_attn.runner.request import Completion, Event, FailureEvent, Request, R
 from rocm_attn.runner.sampling import Draw, PickedTokens, TokenPicker
 from rocm_attn.runner.sampling_options import Sampling
 from rocm_attn.runner.speculation.speculation import StepPicks
+from tests.amd.runner.asking import BASE as ALIKE
 from tests.amd.runner.cache_invariants import check_cache
 from tests.amd.runner.tiny_model import CONFIG, tiny_model
 
-# Deterministic: what a request comes to must not depend on which step it shares with which others.
-BASE = EngineOptions(
-    provider="torch",
-    page_size=4,
-    max_batch_size=4,
-    chunk=12,
-    graphs=False,
-    max_kv_len=40,
-    capture_after=0,
-    steps_ahead=1,
-    deterministic=True,
-)
+BASE = replace(ALIKE, max_batch_size=4, max_kv_len=40, steps_ahead=1)
 NAN_TOKEN = 7
 
 

@@ -14,9 +14,9 @@ import pytest
 from rocm_attn.errors import BadSetting
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.server.options import ServerOptions
-from tests.amd.runner.async_engines import engine
+from tests.amd.runner.async_engines import Gated, engine
 from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
-from tests.amd.server.raw import asked, post, send
+from tests.amd.server.raw import Client, asked, post, send
 from tests.amd.server.running import Running, running
 
 # Of 127.0.0.1, signed by itself, and of no use to anybody else.
@@ -76,23 +76,33 @@ def test_a_connection_that_asks_for_nothing_is_closed(begun: bytes, loaded: Load
 
 
 def test_a_second_head_on_a_connection_is_bounded_too(loaded: LoadedModel) -> None:
-    with running(engine(loaded), head_seconds=0.05) as server, socket.create_connection(server.address) as client:
+    with running(engine(loaded)) as server, socket.create_connection(server.address) as client:
         client.sendall(b"GET /health HTTP/1.1\r\nHost: t\r\n\r\n")
         assert client.recv(4096).startswith(b"HTTP/1.1 200")
+        options = server.server._options
+        server.between_loops(lambda: object.__setattr__(options, "head_seconds", 0.05))
         client.sendall(b"GET /hea")
         assert b"HTTP" not in all_of(client)
         assert refused(server, "head") == 1
 
 
 def test_a_request_that_is_served_may_take_longer_than_its_head(loaded: LoadedModel) -> None:
-    """Its head is there; and a connection that is kept afterwards is not closed for it."""
-    with running(engine(loaded), head_seconds=0.001) as server, socket.create_connection(server.address) as client:
-        body = json.dumps(asked(max_tokens=60)).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Length: {len(body)}\r\n"
-        client.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
-        assert client.recv(4096).startswith(b"HTTP/1.1 200")
+    """No timer runs while it is served, nor while its connection is idle, which has a bound of its own."""
+    served = engine(loaded)
+    gated = Gated(served)
+
+    def timers() -> list[bool]:
+        return [each._head_timer is not None for each in server.server.server_state.connections]
+
+    with running(served) as server:
+        client = Client(server, asked())
+        gated._begun.acquire()
+        assert server.between_loops(timers) == [False]
+        gated.let(100)
+        client.read_until(b"usage")
         server.jobs_are_done()
-        assert refused(server, "head") == 0
+        assert server.between_loops(timers) == [False]
+        client.leave()
 
 
 def test_a_connection_too_many_is_closed_and_the_others_are_served(loaded: LoadedModel) -> None:

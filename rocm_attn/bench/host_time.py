@@ -95,10 +95,10 @@ class _Steps:
             capture_sizes=[num_seqs],
         )
         self._runtime = build_runtime([problem] * self._num_layers, sizes, device=device)
-        on = {"dtype": problem.dtype, "device": device}
-        self._q = torch.randn(num_seqs, problem.num_q_heads, problem.head_dim, **on)
-        self._k = torch.randn(num_seqs, problem.num_kv_heads, problem.head_dim, **on)
-        self._v = torch.randn(num_seqs, problem.num_kv_heads, problem.v_head_dim, **on)
+        q_heads, kv_heads, dtype = problem.num_q_heads, problem.num_kv_heads, problem.dtype
+        self._q = torch.randn(num_seqs, q_heads, problem.head_dim, dtype=dtype, device=device)
+        self._k = torch.randn(num_seqs, kv_heads, problem.head_dim, dtype=dtype, device=device)
+        self._v = torch.randn(num_seqs, kv_heads, problem.v_head_dim, dtype=dtype, device=device)
         self._out = self._q.new_zeros(num_seqs, problem.num_q_heads, problem.v_head_dim)
         self._run: Callable[[StepBatch], object] = self._eagerly
         if is_graph:

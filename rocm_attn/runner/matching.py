@@ -135,7 +135,7 @@ class Matching:
 
     def _compile(self, constraint: Constraint, ends: tuple[int, ...]) -> LLMatcher:
         """Raises BadRequest."""
-        compiled = library().LLMatcher(self._tokens_ending_in(ends), grammar_of(constraint), log_level=0)
+        compiled: LLMatcher = library().LLMatcher(self._tokens_ending_in(ends), grammar_of(constraint), log_level=0)
         if compiled.is_error():
             raise BadRequest(f"the constraint cannot be used: {reason_of(compiled.get_error())}")
         try:

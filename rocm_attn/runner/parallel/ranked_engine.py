@@ -77,6 +77,8 @@ class RankedEngine:
 
     def is_prepared(self, request: Request) -> bool:
         """As Engine.is_prepared; the other ranks begin with rank 0, and submit() waits for them."""
+        if request.constraint is None:
+            return True  # the ranks need not be asked
         is_prepared: bool = self._processes.call("is_prepared", request)
         return is_prepared
 

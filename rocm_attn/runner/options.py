@@ -68,12 +68,17 @@ def option(
     choices: Sequence[str] = (),
     default_is: str = "",
     on_generate: bool = True,
-    bounds: tuple[float | None, float | None] = (None, None),
 ) -> Any:
-    """A field with an OptionText. kind: of its values; not given: that of the default. bounds: above, most"""
-    kind = type(default) if kind is None else kind
-    text = OptionText(help, kind, unit, least, choices, default_is, on_generate, *bounds)
+    """A field with an OptionText. kind: of its values; not given: that of the default"""
+    text = OptionText(help, type(default) if kind is None else kind, unit, least, choices, default_is, on_generate)
     return field(default=default, metadata={"option": text})
+
+
+def bounded(
+    default: float, help: str, unit: str, *, least: int | None = None, above: float | None = None, most: float
+) -> Any:
+    """A field with the OptionText of a number between bounds."""
+    return field(default=default, metadata={"option": OptionText(help, float, unit, least, (), "", True, above, most)})
 
 
 def option_texts(options: type) -> dict[str, tuple[Any, OptionText]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rocm_attn.errors import BadRequest
-from rocm_attn.runner.options import option, option_texts
+from rocm_attn.runner.options import bounded, option, option_texts
 
 # Tokens of one request that have a bias, and how large one may be.
 MOST_BIASES, LARGEST_BIAS = 1024, 100
@@ -41,31 +41,28 @@ class Sampling:
     """
 
     temperature: float = option(0.0, "0 takes the likeliest token; above, tokens are drawn", unit="T", least=0)
-    top_p: float = option(1.0, "draw among the likeliest tokens of mass P", unit="P", bounds=(0, 1))
+    top_p: float = bounded(1.0, "draw among the likeliest tokens of mass P", "P", above=0, most=1)
     seed: int = option(0, "of the draws; the same seed gives the same text", unit="SEED", least=0)
     top_k: int = option(0, "draw among the K likeliest tokens", unit="K", least=0, default_is="0: all")
-    min_p: float = option(
+    min_p: float = bounded(
         0.0,
         "draw among the tokens that are at least so likely, as a share of the likeliest one's probability",
-        unit="P",
+        "P",
         least=0,
-        bounds=(None, 1),
+        most=1,
     )
-    presence_penalty: float = option(
-        0.0, "what is taken from the logits of tokens that the text has", unit="X", least=-2, bounds=(None, 2)
+    presence_penalty: float = bounded(
+        0.0, "what is taken from the logits of tokens that the text has", "X", least=-2, most=2
     )
-    frequency_penalty: float = option(
-        0.0,
-        "what is taken from the logit of a token for each time that the text has it",
-        unit="X",
-        least=-2,
-        bounds=(None, 2),
+    frequency_penalty: float = bounded(
+        0.0, "what is taken from the logit of a token for each time that the text has it", "X", least=-2, most=2
     )
-    repetition_penalty: float = option(
+    repetition_penalty: float = bounded(
         1.0,
         "what the logits of tokens are divided by (negative ones: multiplied) that the prompt or the text has",
-        unit="X",
-        bounds=(0, 100),
+        "X",
+        above=0,
+        most=100,
     )
     logit_bias: tuple[tuple[int, float], ...] = option(
         (),

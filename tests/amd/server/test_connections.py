@@ -92,14 +92,14 @@ def test_a_request_that_is_served_may_take_longer_than_its_head(loaded: LoadedMo
     gated = Gated(served)
 
     def timers() -> list[bool]:
-        return [each._head_timer is not None for each in server.server.server_state.connections]
+        return [vars(each)["_head_timer"] is not None for each in server.server.server_state.connections]
 
     with running(served) as server:
-        client = Client(server, asked())
+        client = Client(server, asked(stream=True))
         gated._begun.acquire()
         assert server.between_loops(timers) == [False]
         gated.let(100)
-        client.read_until(b"usage")
+        client.read_until(b"[DONE]")
         server.jobs_are_done()
         assert server.between_loops(timers) == [False]
         client.leave()

@@ -50,6 +50,7 @@ def main() -> None:
         ("tensor_parallel_h200.json", tensor_parallel),
         ("soak_h200.json", soak),
         ("runner_cpu.json", runner),
+        ("mixed_load_cpu.json", mixed_load),
     ):
         path = RESULTS / name
         if path.exists():
@@ -567,6 +568,27 @@ def runner(result: dict[str, Any]) -> str:
         f"| {name} | {row['tokens_per_s']} | {row['times_transformers']} |" for name, row in result["results"].items()
     ]
     return "\n".join(lines) + "\n"
+
+
+def mixed_load(result: dict[str, Any]) -> str:
+    """A server under clients that leave and err."""
+    requests, resident = result["requests"], [mib for server in result["resident_mib"] for mib in server]
+    again = sum(requests.get(f"sent again after {what}", 0) for what in ("503", "no connection"))
+    return "\n".join(
+        [
+            "## The server under a mixed load\n",
+            machine_line(result["machine"]),
+            f"`rocm-attn serve` over a tiny model, {result['seconds'] / 60:.0f} minutes, {result['clients']} of "
+            f"OpenAI's clients at a time: {requests['answered']} answers were right and {len(result['wrong'])} wrong, "
+            f"{len(result['lost'])} accepted requests were lost; {requests['left']} clients left early and "
+            f"{requests['invalid']} requests were invalid. SIGTERM came {requests['drains']} times, with "
+            f"{requests['open at a drain']} requests open in sum; "
+            f"{again} that were not accepted were sent again to the next server. Pages that were not given back at the "
+            f"{len(result['pages_at_quiet_moments'])} moments without a request: "
+            f"{sum(result['pages_at_quiet_moments'])}. The servers' memory: {min(resident):.0f} to {max(resident):.0f} "
+            "MiB.\n",
+        ]
+    )
 
 
 if __name__ == "__main__":

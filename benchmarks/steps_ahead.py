@@ -29,7 +29,7 @@ from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.ranks import ONE_RANK
 from rocm_attn.runner.request import Request
-from rocm_attn.runner.sampling import Sampling
+from rocm_attn.runner.sampling_options import Sampling
 from rocm_attn.runner.weights import load_weights
 from rocm_attn.step.protocols import Steps
 

@@ -99,7 +99,7 @@ from rocm_attn.integrations.kv_transfer import KVImporter as KVImporter
 
 # Sampling
 from rocm_attn.runner.sampling import Sampler as Sampler
-from rocm_attn.runner.sampling import Sampling as Sampling
+from rocm_attn.runner.sampling_options import Sampling as Sampling
 from rocm_attn.runner.constraint import Constraint as Constraint
 from rocm_attn.runner.logprobs import NO_LOGPROBS as NO_LOGPROBS
 from rocm_attn.runner.logprobs import TokenLogprobs as TokenLogprobs

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rocm_attn.bench.choices import HOST
 from rocm_attn.bench.kernels import OK
 from rocm_attn.bench.result_file import KERNELS, Kept
 from rocm_attn.errors import BadSetting
@@ -42,8 +43,9 @@ def pictures_of(kept: Kept) -> list[Picture]:
     """One for each suite. Raises BadSetting for another kind of file, or one without a result."""
     if kept.kind != KERNELS:
         raise BadSetting(f"a file of {kept.kind} was given; pictures are made of `rocm-attn bench kernels`")
-    suites = dict.fromkeys(row["suite"] for row in kept.rows)
-    found = [Picture.of(suite, [row for row in kept.rows if row["suite"] == suite]) for suite in suites]
+    rows = [row for row in kept.rows if row["suite"] != HOST]  # whose times have no floor
+    suites = dict.fromkeys(row["suite"] for row in rows)
+    found = [Picture.of(suite, [row for row in rows if row["suite"] == suite]) for suite in suites]
     found = [picture for picture in found if picture.us]
     if not found:
         raise BadSetting("no row of the file has a result; there is nothing to draw")

@@ -5,6 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
+import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +25,9 @@ from rocm_attn.machine.target import detect_target
 # Raised by one where a reader of the older form would misread the newer one.
 SCHEMA = "rocm_attn.bench/1"
 KERNELS, SERVING = "kernels", "serving"
+# Words of a command line that have a / and are no path: heads as 32/8, and encodings as e4m3fn/token.
+_CODE = "[a-z0-9-]+(/(layer|head|token))?"
+_NO_PATH = re.compile(rf"\d+/\d+|{_CODE}(,{_CODE})*")
 
 _COLUMNS = (
     "suite",
@@ -81,7 +87,31 @@ def head(kind: str, device: torch.device) -> dict[str, Any]:
     if device.type != "cuda":
         machine["device"] = f"CPU, {machine['threads']} threads"
     machine["runtime"] = f"HIP {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
-    return {"schema": SCHEMA, "kind": kind, "command": ["rocm-attn", *sys.argv[1:]], "machine": machine}
+    return {"schema": SCHEMA, "kind": kind, "command": ["rocm-attn", *map(shareable, sys.argv[1:])], "machine": machine}
+
+
+def shareable(word: str) -> str:
+    """A word of a command line, with names of files in the place of paths: result files are shown to others."""
+    flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+    if "://" in value:
+        scheme, _, rest = value.partition("://")
+        return f"{flag}{equals}{scheme}://{rest.rpartition('@')[2]}"  # without a user and a password
+    if os.sep not in value or _NO_PATH.fullmatch(value):
+        return word
+    return f"{flag}{equals}{'@' if value.startswith('@') else ''}{Path(value).name}"
+
+
+def as_text(result: Mapping[str, Any]) -> str:
+    """A result as JSON, which has no word for what is not a number: null stands for it."""
+    return json.dumps(_finite(result), indent=1, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: _finite(each) for name, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def read_result(path: Path) -> Kept:
@@ -101,7 +131,7 @@ def read_result(path: Path) -> Kept:
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:
     """Raises BadSetting where the file cannot be written."""
-    _write(path, json.dumps(result, indent=1) + "\n")
+    _write(path, as_text(result) + "\n")
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
 from rocm_attn.bench.compare import Allowed, Change, compare
-from rocm_attn.bench.result_file import read_result
+from rocm_attn.bench.result_file import as_text, read_result
 from rocm_attn.errors import RocmAttnError
 
 _WORSE = (Change.SLOWER, Change.BROKEN)
@@ -29,7 +28,7 @@ def run(options: argparse.Namespace) -> None:
     summary = ", ".join(f"{counts[change]} {change.value}" for change in Change if counts[change])
     if options.json:
         rows = [{**asdict(row), "change": row.change.value} for row in found]
-        print(json.dumps({"smallest": options.smallest / 100, "rows": rows}, indent=1))
+        print(as_text({"smallest": options.smallest / 100, "rows": rows}))
     else:
         print("\n".join(row.line() for row in found if options.every or row.change is not Change.SAME))
         print(f"{len(found)} rows: {summary} (what is below {options.smallest:g}% does not count)")

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
 from rocm_attn.bench.batch_spec import BatchSpec
 from rocm_attn.bench.ceilings import measured_ceilings
+from rocm_attn.bench.choices import HOST
 from rocm_attn.bench.clocks import clock_of
 from rocm_attn.bench.contestants import contestants
 from rocm_attn.bench.energy import meter_of
-from rocm_attn.bench.kernels import KernelOptions, Race, Row, compile_ahead
+from rocm_attn.bench.host_time import HostOptions, host_rows
+from rocm_attn.bench.kernels import OK, KernelOptions, Race, Row, compile_ahead
 from rocm_attn.bench.layers import NAMED, LayerSizes
 from rocm_attn.bench.lengths_file import read_lengths
-from rocm_attn.bench.result_file import kernels_as_json, lines_of, write_csv, write_json
+from rocm_attn.bench.result_file import KERNELS, as_text, head, kernels_as_json, lines_of, write_csv, write_json
 from rocm_attn.bench.suites import Case, suite
 from rocm_attn.cli.arguments import described_model, device_named, kv_encodings
 from rocm_attn.cli.streams import say
 from rocm_attn.errors import BadSetting, RocmAttnError
+from rocm_attn.machine.target import detect_target
 from rocm_attn.problem import Problem
 
 # A CPU computes in milliseconds what a GPU does in microseconds.
@@ -39,6 +41,9 @@ class WrongResults(RocmAttnError):
 def run(options: argparse.Namespace) -> None:
     """Print and write what was measured. Raises WrongResults after that."""
     device = device_named(options.device)
+    if HOST in (options.suite or ()):
+        _run_host(options, device)
+        return
     cases = list(_cases(options, device))
     names = options.providers or _providers_of(device)
     race_of = contestants(names, options.fa3)
@@ -75,12 +80,41 @@ def run(options: argparse.Namespace) -> None:
     if options.csv:
         write_csv(Path(options.csv), result["rows"])
     if options.json:
-        print(json.dumps(result, indent=1))
+        print(as_text(result))
     if failure is not None:
         at = cases[len(dict.fromkeys(row.case for row in rows))]
         first = str(failure).strip().splitlines()[0]
         raise WrongResults(f"the device failed at {at.name}, and the cases from there on are not measured: {first}")
     _raise_for_wrong(rows)
+
+
+def _run_host(options: argparse.Namespace, device: torch.device) -> None:
+    """The suite of the host, which times other things than kernels. Raises WrongResults, BadSetting."""
+    if options.suite != [HOST] or options.batch or options.layer or options.heads or options.config:
+        raise BadSetting(
+            "--suite host is measured by itself; leave out other suites, --batch, --layer, --heads, --config"
+        )
+    usual = HostOptions() if device.type == "cuda" else HostOptions(num_layers=4, num_seqs=(1, 8))
+    host_options = replace(usual, rounds=options.rounds or usual.rounds)
+    rows = []
+    for row in host_rows(
+        options.providers or (("triton",) if device.type == "cuda" else ("torch",)), device, host_options
+    ):
+        rows.append(row)
+        if not options.json:
+            found = f"{row['us']:.1f} us" if row["status"] == OK else f"WRONG: {row['reason']}"
+            print(f"{row['case']}, {row['batch']}, {row['provider']}: {found}", flush=True)
+    target = detect_target(device)
+    result = {**head(KERNELS, device), "arch": target.arch, "options": asdict(host_options), "rows": rows}
+    if options.out:
+        write_json(Path(options.out), result)
+    if options.csv:
+        write_csv(Path(options.csv), rows)
+    if options.json:
+        print(as_text(result))
+    bad = [f"{row['provider']}, {row['case']}: {row['reason']}" for row in rows if row["status"] != OK]
+    if bad:
+        raise WrongResults(f"{bad[0]}; what is wrong has no time")
 
 
 def _begun(cases: Sequence[Case], max_seconds: float) -> Iterator[Case]:

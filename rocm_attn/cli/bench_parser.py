@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from rocm_attn.bench.choices import ALL_SUITES, LAYERS, SUITES
+from rocm_attn.bench.choices import ALL_SUITES, HOST, LAYERS, SUITES
 from rocm_attn.cli import options as o
 
 _EPILOG = """\
@@ -46,7 +46,10 @@ BATCH = o.option(
     help="what a step does, again and again: 64d4k, 1x2048+6144, 63d4k+1x2048, or @FILE of lengths (docs/bench.md)",
 )
 SUITE = o.option(
-    "--suite", action="append", choices=(*SUITES, ALL_SUITES), help="layers and steps by name, again and again"
+    "--suite",
+    action="append",
+    choices=(*SUITES, ALL_SUITES, HOST),
+    help="layers and steps by name, again and again; host: what the host needs for a step, by itself",
 )
 LAYER = o.option("--layer", action="append", choices=LAYERS, help="of a well-known model, again and again (llama-8b)")
 CONFIG = o.option("--config", metavar="CONFIG.json", help="every kind of layer of a model")

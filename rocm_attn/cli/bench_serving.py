@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 import torch
 
 from rocm_attn.bench.load import LoadOptions, ServingResult
 from rocm_attn.bench.request_trace import RequestTrace, read_trace
-from rocm_attn.bench.result_file import SERVING, head, write_json
+from rocm_attn.bench.result_file import SERVING, as_text, head, shareable, write_json
 from rocm_attn.errors import RocmAttnError
 
 
@@ -35,14 +34,14 @@ def show(options: argparse.Namespace, result: ServingResult, device: torch.devic
     """Print and write what came of it. Raises RequestsLost."""
     found = {
         **head(SERVING, device),
-        "target": target,
-        "trace": str(options.trace),
+        "target": shareable(target),
+        "trace": Path(options.trace).name,
         "energy": energy,
         "rows": [result.as_json()],
     }
     if options.out:
         write_json(Path(options.out), found)
-    print(json.dumps(found, indent=1) if options.json else "\n".join(result.lines()))
+    print(as_text(found) if options.json else "\n".join(result.lines()))
     if result.num_failed:
         reason = next(iter(result.failures))
         raise RequestsLost(f"{result.num_failed} of {result.requests} requests failed; first reason: {reason}")

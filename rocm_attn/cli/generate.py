@@ -8,6 +8,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TextIO
@@ -15,6 +16,7 @@ from typing import TextIO
 import torch
 
 from rocm_attn.cli.arguments import device_named
+from rocm_attn.cli.asked import asked_of
 from rocm_attn.cli.options import ON_GENERATE
 from rocm_attn.cli.ordered_text import OrderedText
 from rocm_attn.cli.progress_bar import ProgressBar
@@ -26,7 +28,6 @@ from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.parallel.ranked_engine import RankedEngine
 from rocm_attn.runner.report import Report
 from rocm_attn.runner.request import AbortEvent, Completion, Event, FailureEvent, Request, RequestsFailed
-from rocm_attn.runner.sampling import Sampling
 from rocm_attn.watch.flight_recorder import FlightRecorder, dump_on_signal
 
 _HEADER_COLUMNS = 76
@@ -109,13 +110,14 @@ def _in_unicode(number: int, prompt: str) -> str:
 
 
 def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
+    asked = asked_of(options)
     device = device_named(options.device)
     dtype = dtype_of(options.dtype, options.model, device)
     on = f"{device}" if options.tp == 1 else f"{options.tp} ranks of {device.type}"
     say(f"loading {options.model} on {on} in {str(dtype).removeprefix('torch.')}")
     if options.tp == 1:
         loaded = load_model(options.model, dtype=dtype, device=device)
-        requests = [_request(options, loaded, prompt) for prompt in prompts]
+        requests = [_request(options, asked, loaded, prompt) for prompt in prompts]
         engine = Engine(loaded, _engine_options(options, loaded, requests))
         if isinstance(engine.flight, FlightRecorder):
             dump_on_signal(engine.flight)
@@ -126,7 +128,7 @@ def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
             f"--device is {device} and --tp {options.tp}; ranks take the first GPUs, so give --device cuda"
         )
     files = open_model(options.model)
-    requests = [_request(options, files, prompt) for prompt in prompts]
+    requests = [_request(options, asked, files, prompt) for prompt in prompts]
     with RankedEngine(
         partial(load_model, options.model, dtype=dtype),
         _engine_options(options, files, requests),
@@ -176,18 +178,13 @@ def dtype_of(name: str | None, model: str, device: torch.device) -> torch.dtype:
     return default_dtype(model_kind(model), device.type)
 
 
-def _request(options: argparse.Namespace, model: LoadedModel | ModelFiles, prompt: str) -> Request:
+def _request(options: argparse.Namespace, asked: Request, model: LoadedModel | ModelFiles, prompt: str) -> Request:
     if model.tokenizer is None:
         raise BadModel(f"{options.model} has no tokenizer.json, which prompts need")
     if not prompt.strip():
         raise BadRequest("a prompt is empty; give at least one word")
     token_ids = model.tokenizer.encode(prompt) if options.raw else model.tokenizer.encode_chat(prompt)
-    return Request(
-        prompt_token_ids=tuple(token_ids),
-        max_new_tokens=options.max_new_tokens,
-        # The same seed for each: what comes of a prompt does not depend on the prompts beside it.
-        sampling=Sampling(temperature=options.temperature, top_p=options.top_p, seed=options.seed),
-    )
+    return replace(asked, prompt_token_ids=tuple(token_ids))
 
 
 def _engine_options(
@@ -243,6 +240,7 @@ def _as_json(prompt: str, completion: Completion) -> dict[str, object]:
         "text": completion.text,
         "finish_reason": completion.finish_reason,
         "error": completion.error,
+        "logprobs": [asdict(each) for each in completion.logprobs],
     }
 
 

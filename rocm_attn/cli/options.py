@@ -12,7 +12,9 @@ from typing import Any
 from rocm_attn.batch.drafts import Drafts
 from rocm_attn.machine.choices import AUTO, DTYPES
 from rocm_attn.machine.choices import PROVIDERS as PROVIDER_NAMES
+from rocm_attn.runner.logprobs import MOST_LIKELIEST, NO_LOGPROBS
 from rocm_attn.runner.options import EngineOptions, OptionText, option_texts
+from rocm_attn.runner.sampling_options import Sampling
 from rocm_attn.server.options import ServerOptions
 
 # Sizes are int32 on the device.
@@ -66,12 +68,20 @@ def not_negative(text: str) -> float:
     return number
 
 
-def probability(text: str) -> float:
-    """A number above 0 and at most 1. Raises ArgumentTypeError, ValueError."""
-    number = float(text)
-    if not 0 < number <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 1")
-    return number
+def token_ids(text: str) -> tuple[int, ...]:
+    """Token ids separated by commas."""
+    return tuple(natural(token) for token in text.split(","))
+
+
+def biases(text: str) -> tuple[tuple[int, float], ...]:
+    """Biases of tokens, as 17=-100,4=2.5. Raises ArgumentTypeError, ValueError."""
+    found = []
+    for word in text.split(","):
+        token, equals, bias = word.partition("=")
+        if not equals:
+            raise argparse.ArgumentTypeError(f"{word!r} is not a token id and its bias, as 17=-100")
+        found.append((natural(token), float(bias)))
+    return tuple(found)
 
 
 def sizes(text: str) -> tuple[int, ...]:
@@ -112,8 +122,21 @@ def _parser_of(text: OptionText) -> Callable[[str], Any]:
     return not_negative if text.kind is float else text.kind
 
 
+def _within(text: OptionText, word: str) -> Any:
+    """A number within an option's bounds. Raises ArgumentTypeError, ValueError."""
+    number = text.kind(word)
+    if not text.allows(number):
+        raise argparse.ArgumentTypeError(f"{word} is not {text.bounds}")
+    return number
+
+
+def _of_sampling(name: str, default: Any, text: OptionText) -> Option:
+    """The flag of a field of Sampling."""
+    return _of_field(name, default, text).but(type=biases if text.kind is tuple else partial(_within, text))
+
+
 def _of_field(name: str, default: Any, text: OptionText) -> Option:
-    """The flag of a field of EngineOptions or ServerOptions."""
+    """The flag of a field of EngineOptions, ServerOptions or Sampling."""
     flag, shown = "--" + name.replace("_", "-"), text.default_is or str(default)
     if text.kind is bool:
         action: Any = argparse.BooleanOptionalAction if default else "store_true"
@@ -129,6 +152,8 @@ ON_GENERATE = tuple(name for name, (_, text) in option_texts(EngineOptions).item
 ON_SERVE = tuple(name for name in OF_ENGINE if name != "capture_after")  # graphs are made before the first request
 # The flag of each field of ServerOptions.
 SERVER = {name: _of_field(name, *of_field) for name, of_field in option_texts(ServerOptions).items()}
+# The flag of each field of Sampling.
+SAMPLING = {name: _of_sampling(name, *of_field) for name, of_field in option_texts(Sampling).items()}
 
 PROVIDER, NUM_PAGES, SWA_PAGES, DETERMINISTIC, MAX_BATCH_SIZE, MAX_KV_LEN = (
     OF_ENGINE[name] for name in ("provider", "num_pages", "swa_pages", "deterministic", "max_batch_size", "max_kv_len")
@@ -198,13 +223,32 @@ MODEL = option(
 MAX_NEW_TOKENS = option(
     "--max-new-tokens", type=positive, default=128, metavar="TOKENS", help="most tokens to add to a prompt (128)"
 )
-TEMPERATURE = option(
-    "--temperature", type=not_negative, default=0.0, metavar="T", help="0 takes the likeliest token (0)"
+STOP = option(
+    "--stop", action="append", default=[], metavar="TEXT", help="end the text before this one, again and again (none)"
 )
-TOP_P = option(
-    "--top-p", type=probability, default=1.0, metavar="P", help="sample from the likeliest tokens of mass P (1)"
+INCLUDE_STOP = switch("--include-stop", "end the text after such a text, and not before it")
+STOP_TOKEN_IDS = option(
+    "--stop-token-ids", type=token_ids, default=(), metavar="ID,ID,...", help="end the text with these tokens (none)"
 )
-SAMPLING_SEED = option("--seed", type=int, default=0, help="of the sampling; the same seed gives the same text (0)")
+IGNORE_EOS = switch("--ignore-eos", "pass over the model's own end tokens")
+MIN_TOKENS = option(
+    "--min-tokens", type=natural, default=0, metavar="TOKENS", help="add so many to a prompt before the text ends (0)"
+)
+LOGPROBS = option(
+    "--logprobs",
+    type=natural,
+    default=NO_LOGPROBS,
+    metavar="N",
+    help=f"with --json: each new token's logprob, and those of the N likeliest, up to {MOST_LIKELIEST} (none)",
+)
+JSON_SCHEMA = option(
+    "--json-schema",
+    metavar="SCHEMA|FILE",
+    help="add JSON that a schema accepts, which is given, or a file's (any text)",
+)
+REGEX = option("--regex", metavar="PATTERN", help="add a text that matches from end to end (any text)")
+# What a request asks for, beside how its tokens are picked.
+OF_REQUEST = (MAX_NEW_TOKENS, MIN_TOKENS, STOP, INCLUDE_STOP, STOP_TOKEN_IDS, IGNORE_EOS, LOGPROBS, JSON_SCHEMA, REGEX)
 
 PROVIDERS = option(
     "--providers",

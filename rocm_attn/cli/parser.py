@@ -19,6 +19,7 @@ examples:
   rocm-attn generate --model ./Llama-3.1-70B-Instruct --device cuda --tp 8 "Hello"
   rocm-attn generate --json --prompts-file prompts.txt --max-new-tokens 32 > results.json
   echo "Once upon a time" | rocm-attn generate --raw --temperature 0.8 --seed 7
+  rocm-attn generate --temperature 0.8 --top-k 40 --stop "\n\n" --json-schema answer.schema.json "Who was Ada Lovelace?"
   rocm-attn generate --check-every 100 --hang-after 60 --flight-record last_steps.json "Hello"
 """
 
@@ -131,8 +132,8 @@ def _add_generate(commands: Commands[argparse.ArgumentParser]) -> None:
     _add_options(parser, (o.PROMPTS, o.PROMPTS_FILE, o.RAW, json))
     _add_options(parser.add_argument_group("model"), (o.MODEL, o.DEVICE, o.RANKS_THAT_SERVE, o.DTYPE_OF_MODEL))
     _add_options(parser.add_argument_group("serving"), (o.OF_ENGINE[name] for name in o.ON_GENERATE))
-    sampling = (o.MAX_NEW_TOKENS, o.TEMPERATURE, o.TOP_P, o.SAMPLING_SEED)
-    _add_options(parser.add_argument_group("sampling"), sampling)
+    _add_options(parser.add_argument_group("text"), o.OF_REQUEST)
+    _add_options(parser.add_argument_group("sampling"), o.SAMPLING.values())
 
 
 def _add_serve(commands: Commands[argparse.ArgumentParser]) -> None:

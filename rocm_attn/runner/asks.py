@@ -11,7 +11,7 @@ from rocm_attn.runner.asking_picker import NO_BIASES, Biases, RowAsk, RowShape
 from rocm_attn.runner.logprobs import NO_LOGPROBS
 from rocm_attn.runner.matching import TextMatcher
 from rocm_attn.runner.request import Request, Sequence
-from rocm_attn.runner.sampling import Sampling
+from rocm_attn.runner.sampling_options import Sampling
 from rocm_attn.runner.token_counts import CountedText
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rocm_attn.errors import BadRequest
+from rocm_attn.runner.schema_ends import require_ends
 
 # Characters of a constraint: longer ones take a while to be read, which is for nobody's good.
 MOST_CHARACTERS = 1 << 16
@@ -95,9 +96,10 @@ def grammar_of(constraint: Constraint) -> str:
     if constraint.kind == "lark":
         return str(matcher.grammar_from_lark(constraint.text))
     try:
-        json.loads(constraint.text)
+        schema = json.loads(constraint.text)
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the JSON schema is not JSON ({error})") from error
+    require_ends(schema)
     return str(matcher.grammar_from_json_schema(constraint.text))
 
 

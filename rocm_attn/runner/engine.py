@@ -246,6 +246,16 @@ class Engine:
         """Raise BadRequest for a request that this engine can never serve."""
         self.limits.check(request)
 
+    def is_prepared(self, request: Request) -> bool:
+        """Whether submit() takes a request at once. If not, what it would wait for runs in another thread by now.
+
+        A constraint that is new is compiled there, while steps go on. Raises BadRequest, as submit().
+        """
+        self.check(request)
+        if request.constraint is None or self._matching is None:
+            return True
+        return self._matching.is_ready(request.constraint, request.stop_token_ids)
+
     def prepare_constraints(self) -> None:
         """Make ready for requests with constraints, so that the first one does not wait a second for it.
 

@@ -10,19 +10,24 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from rocm_attn.errors import DeviceFault, RocmAttnError
+from rocm_attn.errors import BadRequest, DeviceFault, RocmAttnError
 from rocm_attn.runner.logprobs import TokenLogprobs
 from rocm_attn.runner.report import Report
 from rocm_attn.runner.request import Completion, Event, Request, TokenEvent
 
 # How often an idle thread looks whether its event loop was closed without a word.
 _LOOK_AT_LOOP_SECONDS = 1.0
+# How often it looks, while it is idle, whether a request is prepared.
+_LOOK_AT_PREPARED_SECONDS = 0.005
+# How long a request may take to be prepared, which is to compile its constraint.
+MOST_PREPARING_SECONDS = 20.0
 
 Command = Callable[[], None]
 
@@ -36,6 +41,7 @@ class ServingEngine(Protocol):
     @property
     def has_work(self) -> bool: ...
     def check(self, request: Request) -> None: ...
+    def is_prepared(self, request: Request) -> bool: ...
     def submit(self, request: Request) -> int: ...
     def step(self) -> list[Event]: ...
     def abort(self, number: int) -> None: ...
@@ -97,6 +103,7 @@ class EngineThread:
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._number_of: dict[int, int] = {}  # ticket -> the engine's number
         self._ticket_of: dict[int, int] = {}
+        self._preparing: dict[int, tuple[Request, float]] = {}  # ticket -> request, and when it came
         self._num_pauses = 0
         self._is_stopping = False
         # A process that ends without stopping it is not held up by a device that hangs.
@@ -168,11 +175,13 @@ class EngineThread:
                 self._wait()
             while not self._is_stopping and not self._commands.empty():
                 self._commands.get()()
+            if self._preparing and not self._is_stopping:
+                self._submit_prepared()
 
     def _wait(self) -> None:
         """Obey one command; return without one only now and then."""
         try:
-            self._commands.get(timeout=_LOOK_AT_LOOP_SECONDS)()
+            self._commands.get(timeout=_LOOK_AT_PREPARED_SECONDS if self._preparing else _LOOK_AT_LOOP_SECONDS)()
         except queue.Empty:
             if self._loop.is_closed():
                 raise _LoopClosed from None
@@ -227,19 +236,38 @@ class EngineThread:
             del self._number_of[ticket]
 
     def _submit(self, ticket: int, request: Request) -> None:
-        try:
-            number = self._engine.submit(request)
-        except RocmAttnError as error:
-            self._post(self._owner.refuse, ticket, error)
-            return
-        self._number_of[ticket], self._ticket_of[number] = number, ticket
+        self._preparing[ticket] = request, time.monotonic()
+        self._submit_prepared()
+
+    def _submit_prepared(self) -> None:
+        """Give the engine what it need not wait for: a constraint that is compiled holds up nobody else's tokens."""
+        for ticket, (request, came) in tuple(self._preparing.items()):
+            try:
+                if self._engine.is_prepared(request):
+                    number = self._engine.submit(request)
+                    self._number_of[ticket], self._ticket_of[number] = number, ticket
+                elif time.monotonic() - came > MOST_PREPARING_SECONDS:
+                    raise BadRequest(
+                        f"the constraint was not compiled after {MOST_PREPARING_SECONDS:g} seconds; simplify it, or "
+                        "send it again when there are fewer others"
+                    )
+                else:
+                    continue
+            except RocmAttnError as error:
+                self._post(self._owner.refuse, ticket, error)
+            del self._preparing[ticket]
 
     def _abort(self, ticket: int) -> None:
+        if ticket in self._preparing:
+            request, _ = self._preparing.pop(ticket)
+            completion = Completion(request.prompt_token_ids, (), "", "abort")
+            self._post(self._owner.take, [Update(ticket, (), "", completion)])
         number = self._number_of.get(ticket)
         if number is not None:
             self._engine.abort(number)
 
     def _forget(self, ticket: int) -> None:
+        self._preparing.pop(ticket, None)
         number = self._number_of.get(ticket)
         if number is not None:
             self._drop(number)

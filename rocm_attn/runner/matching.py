@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +20,12 @@ if TYPE_CHECKING:
 
 # Compiled constraints that are kept: a service asks for the same few again and again.
 _MOST_KEPT = 64
+# That are compiled at the same time: others have to wait for cores too.
+_AT_A_TIME = 2
+# Of tokenizers as the library reads them, one for each set of tokens that ends texts; they take megabytes.
+_MOST_TOKENIZERS = 4
+
+_Key = tuple[Constraint, tuple[int, ...]]
 
 
 class TextMatcher:
@@ -56,7 +64,7 @@ class TextMatcher:
 
 
 class Matching:
-    """The constraints of one engine's requests.
+    """The constraints of one engine's requests. Each new one is compiled in a thread of its own.
 
     tokenizer:     of the model
     vocab_size:    of the logits
@@ -66,42 +74,91 @@ class Matching:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, eos_token_ids
         self._tokens: dict[tuple[int, ...], Any] = {}  # by the tokens that end a text
-        self._compiled: dict[tuple[Constraint, tuple[int, ...]], LLMatcher] = {}  # the one used last at the end
+        self._compiled: dict[_Key, Future[LLMatcher]] = {}  # the one used last at the end
+        self._places = threading.Semaphore(_AT_A_TIME)
 
     def prepare(self) -> None:
         """Read the tokenizer, which takes a second, before a request waits for it. Raises BadRequest."""
         if self._eos_token_ids:
             self._tokens_ending_in(self._eos_token_ids)
 
+    def is_ready(self, constraint: Constraint, stop_token_ids: tuple[int, ...]) -> bool:
+        """Whether matcher() does not wait; what it waits for has begun when this returns. Raises BadRequest."""
+        return self._compiling(self._key(constraint, stop_token_ids)).done()
+
     def matcher(self, constraint: Constraint, stop_token_ids: tuple[int, ...]) -> TextMatcher:
         """Of a new text. stop_token_ids: the request's own. Raises BadRequest, with the library's reason."""
+        key = self._key(constraint, stop_token_ids)
+        try:
+            compiled = self._compiling(key).result()
+        except BadRequest:
+            del self._compiled[key]
+            raise
+        return TextMatcher(compiled.deep_copy(), self._words)
+
+    @property
+    def _words(self) -> int:
+        return -(-self._vocab_size // 32)
+
+    def _key(self, constraint: Constraint, stop_token_ids: tuple[int, ...]) -> _Key:
         ends = self._eos_token_ids or stop_token_ids
         if not ends:
             raise BadRequest(
                 "the model has no token that ends a text, which a constraint needs; name one in stop_token_ids"
             )
-        key = constraint, ends
-        compiled = self._compiled.pop(key, None)
-        if compiled is None:
-            compiled = library().LLMatcher(self._tokens_ending_in(ends), grammar_of(constraint), log_level=0)
-            if compiled.is_error():
-                raise BadRequest(f"the constraint cannot be used: {reason_of(compiled.get_error())}")
-        self._compiled[key] = compiled
-        if len(self._compiled) > _MOST_KEPT:
-            del self._compiled[next(iter(self._compiled))]
-        return TextMatcher(compiled.deep_copy(), -(-self._vocab_size // 32))
+        return constraint, ends
+
+    def _compiling(self, key: _Key) -> Future[LLMatcher]:
+        """What a constraint is compiled to, once that is done."""
+        compiling = self._compiled.pop(key, None)
+        if compiling is None:
+            compiling = Future()
+            # A process that ends does not wait for it, as it would for a pool's.
+            threading.Thread(target=self._run, args=(key, compiling), name="rocm_attn constraint", daemon=True).start()
+        self._compiled[key] = compiling
+        done = [each for each, future in self._compiled.items() if future.done()]
+        for oldest in done[: max(0, len(done) - _MOST_KEPT)]:
+            del self._compiled[oldest]
+        return compiling
+
+    def _run(self, key: _Key, compiling: Future[LLMatcher]) -> None:
+        with self._places:
+            try:
+                compiling.set_result(self._compile(*key))
+            except BadRequest as error:
+                compiling.set_exception(error)
+            except BaseException as error:  # a panic of the library's is no Exception
+                reason = reason_of(f"{type(error).__name__}: {error}")
+                compiling.set_exception(
+                    BadRequest(f"the constraint cannot be used: the library fails of it ({reason})")
+                )
+
+    def _compile(self, constraint: Constraint, ends: tuple[int, ...]) -> LLMatcher:
+        """Raises BadRequest."""
+        compiled: LLMatcher = library().LLMatcher(self._tokens_ending_in(ends), grammar_of(constraint), log_level=0)
+        if compiled.is_error():
+            raise BadRequest(f"the constraint cannot be used: {reason_of(compiled.get_error())}")
+        try:
+            TextMatcher(compiled.deep_copy(), self._words).mask((), ())
+        except BadRequest as error:
+            raise BadRequest(f"the constraint cannot be used: no text begins as it wants ({error})") from error
+        return compiled
 
     def _tokens_ending_in(self, ends: tuple[int, ...]) -> Any:
         """The library's tokenizer. Raises BadRequest where it cannot read the model's."""
-        if ends not in self._tokens:
+        found = self._tokens.get(ends)
+        if found is None:
             text = self._tokenizer.backend.to_str()
             try:
-                self._tokens[ends] = library().LLTokenizer(text, n_vocab=self._vocab_size, eos_token=list(ends))
+                found = library().LLTokenizer(text, n_vocab=self._vocab_size, eos_token=list(ends))
             except ValueError as error:
                 raise BadRequest(
                     f"this model's tokenizer cannot be used with a constraint ({error}); leave the constraint out"
                 ) from error
-        return self._tokens[ends]
+            if len(self._tokens) >= _MOST_TOKENIZERS:
+                self._tokens = {}  # anew: another thread may read the old one
+            self._tokens[ends] = found
+        return found
 
 
 def matching_of(loaded: LoadedModel) -> Matching | None:

@@ -6,6 +6,7 @@ fields. Only the standard library is imported, because --help does not wait for 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -24,6 +25,8 @@ class OptionText:
     kind:         of its values, as they are written on a command line
     unit:         of a number
     least:        the smallest number that it may be
+    above:        a number that it must be above
+    most:         the largest number that it may be
     choices:      the names that it may be; those of a number may stand in its place
     default_is:   the default in words, where its value does not say it
     on_generate:  whether it is a flag of `rocm-attn generate`
@@ -36,6 +39,23 @@ class OptionText:
     choices: Sequence[str]
     default_is: str
     on_generate: bool
+    above: float | None = None
+    most: float | None = None
+
+    def allows(self, number: float) -> bool:
+        """Whether a number is finite and within the bounds."""
+        return (
+            math.isfinite(number)
+            and (self.least is None or number >= self.least)
+            and (self.above is None or number > self.above)
+            and (self.most is None or number <= self.most)
+        )
+
+    @property
+    def bounds(self) -> str:
+        """The bounds in words, to follow "it must be"."""
+        each = (("at least", self.least), ("above", self.above), ("at most", self.most))
+        return " and ".join(f"{words} {bound}" for words, bound in each if bound is not None)
 
 
 def option(
@@ -52,6 +72,13 @@ def option(
     """A field with an OptionText. kind: of its values; not given: that of the default"""
     text = OptionText(help, type(default) if kind is None else kind, unit, least, choices, default_is, on_generate)
     return field(default=default, metadata={"option": text})
+
+
+def bounded(
+    default: float, help: str, unit: str, *, least: int | None = None, above: float | None = None, most: float
+) -> Any:
+    """A field with the OptionText of a number between bounds."""
+    return field(default=default, metadata={"option": OptionText(help, float, unit, least, (), "", True, above, most)})
 
 
 def option_texts(options: type) -> dict[str, tuple[Any, OptionText]]:

@@ -13,7 +13,8 @@ from rocm_attn.runner.constraint import Constraint
 from rocm_attn.runner.logprobs import MOST_LIKELIEST, NO_LOGPROBS, TokenLogprobs
 from rocm_attn.runner.prefix_cache import CachedRow
 from rocm_attn.runner.request_times import RequestTimes
-from rocm_attn.runner.sampling import Sampler, Sampling
+from rocm_attn.runner.sampling import Sampler
+from rocm_attn.runner.sampling_options import Sampling
 
 FinishReason = Literal["stop", "length", "error", "abort"]
 

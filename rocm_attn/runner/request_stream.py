@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -46,10 +47,13 @@ class Inbox:
 
     completion: once it has ended
     error:      what its reader gets after the pieces: that it has failed, or that the engine has ended
+    on_late:    called when a request goes on of which more than most_unread tokens were not read
     """
 
     completion: Completion | None = None
     error: Exception | None = None
+    most_unread: float = math.inf
+    on_late: Callable[[], None] = lambda: None
     _token_ids: list[int] = field(default_factory=list)
     _logprobs: list[TokenLogprobs] = field(default_factory=list)
     _text: str = ""
@@ -75,6 +79,8 @@ class Inbox:
         if self.completion is not None and self.completion.error:
             self.error = RequestFailed(self.completion)
         self._wake()
+        if len(self._token_ids) > self.most_unread and not self.has_ended:
+            self.on_late()
 
     def fail(self, error: Exception) -> None:
         """Nothing more comes, and this is why."""
@@ -153,6 +159,10 @@ class RequestStream:
     def has_ended(self) -> bool:
         """Whether nothing more comes of it than what was not read yet."""
         return self._inbox.has_ended or self._is_over
+
+    def bound(self, most_unread: int, on_late: Callable[[], None]) -> None:
+        """Call a function, in the event loop, whenever the request goes on and more tokens than that were not read."""
+        self._inbox.most_unread, self._inbox.on_late = most_unread, on_late
 
     def give_up(self, error: Exception) -> None:
         """End the request, unless it has ended; who reads it gets this error, after the pieces that have come."""

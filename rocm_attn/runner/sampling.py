@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -18,92 +17,17 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.step_batch import Int32Array
-from rocm_attn.errors import BadLogits, BadRequest
+from rocm_attn.errors import BadLogits
 from rocm_attn.kernels.sampling.found import ALL_ZERO
 from rocm_attn.providers.launches import PickRows
 from rocm_attn.providers.torch_ref import TORCH
+from rocm_attn.runner.sampling_options import Sampling
 from rocm_attn.step.host_ring import Fence, NoFence
 
 # Uniform numbers are made so many at a time.
 _NUMBERS_AT_ONCE = 16
 # Float32 holds these; what a temperature beyond them does is no other thing.
 _COLDEST, _HOTTEST = 1e-30, 1e30
-# Tokens of one request that have a bias.
-MOST_BIASES = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How a request picks its tokens.
-
-    logits[t] of token t, of which the text so far has n[t], become one after the other
-
-        logits[t] / repetition_penalty         where the prompt or the text has t, and logits[t] > 0; else * it
-        logits[t] - presence_penalty           where n[t] > 0
-        logits[t] - frequency_penalty * n[t]
-        logits[t] + logit_bias[t]
-
-    and then the tokens are kept that top_k, min_p and top_p all keep, one after the other, each among those that the
-    one before it has kept. What the prompt holds counts for repetition_penalty alone.
-
-    temperature: 0 takes the likeliest token; above, logits are divided by it before a token is drawn
-    top_p:       tokens are drawn among the likeliest whose probabilities reach this sum, (0, 1]
-    seed:        of this request's draws
-    top_k:       so many of the likeliest tokens are kept, of equal ones the first; 0: all
-    min_p:       tokens are kept that are at least so likely, as a share of the likeliest one's probability, [0, 1]
-    presence_penalty, frequency_penalty: [-2, 2]
-    repetition_penalty: above 0, at most 100; 1 changes nothing
-    logit_bias:  (token id, what is added to its logit), each token once, at most 1,024 of them, each [-100, 100]
-
-    Raises BadRequest.
-    """
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise BadRequest(f"temperature is {self.temperature}; it must be 0 (greedy) or a positive number")
-        if not 0 < self.top_p <= 1:
-            raise BadRequest(f"top_p is {self.top_p}; it must be above 0 and at most 1")
-        if self.seed < 0:
-            raise BadRequest(f"seed is {self.seed}; it must not be negative")
-        if self.top_k < 0:
-            raise BadRequest(f"top_k is {self.top_k}; it must be 0 (all tokens) or a positive number")
-        if not 0 <= self.min_p <= 1:
-            raise BadRequest(f"min_p is {self.min_p}; it must be at least 0 and at most 1")
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not -2 <= getattr(self, name) <= 2:
-                raise BadRequest(f"{name} is {getattr(self, name)}; it must be at least -2 and at most 2")
-        if not 0 < self.repetition_penalty <= 100:
-            raise BadRequest(f"repetition_penalty is {self.repetition_penalty}; it must be above 0 and at most 100")
-        self._check_biases()
-
-    def _check_biases(self) -> None:
-        if len(self.logit_bias) > MOST_BIASES:
-            raise BadRequest(f"logit_bias has {len(self.logit_bias)} tokens; at most {MOST_BIASES} are allowed")
-        if len({token for token, _ in self.logit_bias}) < len(self.logit_bias):
-            raise BadRequest("logit_bias has a token twice; give each token once")
-        for token, bias in self.logit_bias:
-            if not -100 <= bias <= 100:
-                raise BadRequest(f"logit_bias of token {token} is {bias}; it must be at least -100 and at most 100")
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the likeliest token is taken."""
-        return self.temperature == 0
-
-    @property
-    def has_penalties(self) -> bool:
-        """Whether logits depend on the tokens that came before."""
-        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
 
 class Draw(NamedTuple):

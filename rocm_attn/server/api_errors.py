@@ -57,6 +57,13 @@ def client_gone() -> ApiError:
     return ApiError(CLIENT_GONE, "the client has gone", code="client_gone")
 
 
+def reader_late(most_unread: int) -> ApiError:
+    """The client reads more slowly than the answer comes; it gets no more, and so not this either."""
+    return ApiError(
+        CLIENT_GONE, f"more than {most_unread} tokens of the answer wait for the client", code="reader_late"
+    )
+
+
 def deadline_passed(seconds: float) -> ApiError:
     """A request has taken too long."""
     return ApiError(

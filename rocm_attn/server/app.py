@@ -84,9 +84,9 @@ def _add_generation(app: FastAPI, generations: Generations, model: ServedModel) 
         """Go on with prompts."""
         job = _job(request, body, model)
         requests = await model.completion_requests(body, job.salt)
-        return await _answer(
-            generations, job, requests, body, CompletionReplies(model.name, ToldTokens(model.tokenizer))
-        )
+        echoed = model.echoed(body, requests) if body.echo else ()
+        replies = CompletionReplies(model.name, ToldTokens(model.tokenizer), echoed)
+        return await _answer(generations, job, requests, body, replies)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatBody, request: Request) -> Response:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from rocm_attn.errors import RocmAttnError
-from rocm_attn.server.api_errors import CLIENT_GONE, ApiError
+from rocm_attn.server.api_errors import CLIENT_GONE, ApiError, reader_late
 from rocm_attn.server.generation import Generation, Generations
 from rocm_attn.server.replies import Replies, Usage, as_event
 
@@ -30,11 +32,19 @@ class EventStream(Response):
         self.status_code, self.background = 200, None
         self._generations, self._generation, self._replies = generations, generation, replies
         self._num_choices, self._has_usage = num_choices, usage
+        self._is_late = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        events = _Events(send)
+        events, task = _Events(send), asyncio.current_task()
+        assert task is not None
+        for stream in self._generation.streams:
+            stream.bound(self._generations.max_unread_tokens, partial(self._give_up_late, task))
         try:
             await self._send_chunks(events)
+        except asyncio.CancelledError:
+            if not self._is_late:
+                raise
+            # What was sent stays with the kernel; the connection is closed because the answer is not whole.
         except (ApiError, RocmAttnError) as error:
             answer = error if isinstance(error, ApiError) else self._generations.as_answer(error)
             await events.fail(answer, scope, receive)
@@ -43,6 +53,14 @@ class EventStream(Response):
             await events.end()
         finally:
             events.close()
+
+    def _give_up_late(self, task: asyncio.Task[Any]) -> None:
+        """The client does not read: its request ends, although the task waits until the client takes some bytes."""
+        if not self._is_late:
+            self._is_late = True
+            self._generations.counts.late_readers += 1
+            self._generation.job.end(reader_late(self._generations.max_unread_tokens))
+            task.cancel()
 
     async def _send_chunks(self, events: _Events) -> None:
         replies, opened, num_tokens = self._replies, set[int](), 0

@@ -1,6 +1,6 @@
 """Gate: what every HTTP request passes before the application sees it.
 
-It counts, looks at the key, refuses what cannot be served now before a byte of the body is read, reads the body within
+It counts, looks at the key, refuses what cannot be served now without keeping a byte of the body, reads the body within
 its bounds, and watches whether the client stays.
 """
 
@@ -85,13 +85,18 @@ class Gate:
         """Take a job, and see it to its end. Raises ApiError."""
         generations, options = self._generations, self._options
         if generations.jobs.is_draining:
+            # The connection is closed with the answer: bytes that come later would reset it, and the answer be lost.
+            await _read_body(receive, options, kept=0)
             raise draining(generations.retry_after)
         try:
             generations.front.check()
         except RocmAttnError as error:
             raise generations.as_answer(error) from error
         # A request that is still on its way has no place in the engine yet; its body takes memory all the same.
-        if max(generations.front.num_requests, len(generations.jobs)) >= options.max_requests:
+        jobs = generations.jobs
+        if max(generations.front.num_requests, jobs.num_served) >= options.max_requests:
+            raise generations.refusal()
+        if len(jobs) >= options.max_requests * _MOST_READ:
             raise generations.refusal()
         job = Job(salt, options.deadline_seconds)
         with generations.jobs.taken(job):
@@ -109,6 +114,10 @@ class Gate:
 # A body that is too long is read up to so many times its bound, or the client would lose its connection while it sends,
 # and never see why.
 _READ_IN_VAIN = 2
+
+
+# So many times max_requests may be there at a time, those included whose answers only wait to be read.
+_MOST_READ = 2
 
 
 class _Answer:

@@ -68,11 +68,13 @@ class Generation:
 class Generations:
     """Gives jobs' requests to the engine.
 
-    counts: of the HTTP requests that have asked for something
+    counts:            of the HTTP requests that have asked for something
+    max_unread_tokens: of a streamed answer
     """
 
-    def __init__(self, front: AsyncEngine, jobs: Jobs) -> None:
+    def __init__(self, front: AsyncEngine, jobs: Jobs, max_unread_tokens: int) -> None:
         self.front, self.jobs, self._pacing, self.counts = front, jobs, Pacing(), HttpMetrics()
+        self.max_unread_tokens = max_unread_tokens
 
     @property
     def retry_after(self) -> int:

@@ -24,6 +24,7 @@ class HttpMetrics:
     open:        requests whose answer has not ended
     draining:    whether no more requests are taken because the server ends
     disconnects: requests whose client left before the end of the answer
+    late_readers: requests that were ended because their client did not read
     age_seconds: how old the engine's counts are that are told beside these
     refused:     requests that were refused before the engine saw them, by reason: few and fixed ones, such as "queue"
     """
@@ -31,6 +32,7 @@ class HttpMetrics:
     open: int = 0
     draining: bool = False
     disconnects: int = 0
+    late_readers: int = 0
     age_seconds: float = 0.0
     refused: Counter[str] = field(default_factory=Counter)
     _answers: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -57,6 +59,8 @@ class HttpMetrics:
         lines += [*heading(name, "requests whose answer has not ended", "gauge"), sample(name, self.open)]
         name, help = f"{prefix}_http_disconnects_total", "requests whose client left before the end of the answer"
         lines += [*heading(name, help, "counter"), sample(name, self.disconnects)]
+        name, help = f"{prefix}_http_late_readers_total", "requests that were ended because their client did not read"
+        lines += [*heading(name, help, "counter"), sample(name, self.late_readers)]
         name = f"{prefix}_http_refused_total"
         lines += heading(name, "requests that were refused before the engine saw them, by reason", "counter")
         lines += [sample(name, count, reason=reason) for reason, count in sorted(self.refused.items())]

@@ -35,6 +35,11 @@ class Job:
         return min(left, default=0)
 
     @property
+    def is_computed(self) -> bool:
+        """Whether the engine has nothing more to do for it, and what is left is to be read."""
+        return bool(self._streams) and all(stream.has_ended for stream in self._streams)
+
+    @property
     def age(self) -> float:
         """Seconds since it arrived."""
         return self._loop.time() - self._arrived
@@ -91,6 +96,11 @@ class Jobs:
 
     def __len__(self) -> int:
         return len(self._jobs)
+
+    @property
+    def num_served(self) -> int:
+        """Without those that are computed: who reads slowly takes nobody's place."""
+        return sum(not job.is_computed for job in self._jobs)
 
     @contextmanager
     def taken(self, job: Job) -> Iterator[None]:

@@ -5,6 +5,7 @@ Only the standard library is imported, because --help does not wait for torch.
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +35,20 @@ class ServerOptions:
         default_is="the keys in ROCM_ATTN_API_KEYS, separated by commas; without any, everybody is served",
     )
     allow_anonymous: bool = option(False, "listen on an address that others can reach although there are no API keys")
+    tls_cert: Path | None = option(  # noqa: RUF009
+        None,
+        "file with the certificate of the server, and those that sign it (PEM)",
+        kind=Path,
+        unit="FILE",
+        default_is="without TLS",
+    )
+    tls_key: Path | None = option(  # noqa: RUF009
+        None, "file with its key, not encrypted (PEM)", kind=Path, unit="FILE", default_is="in the file of --tls-cert"
+    )
+    max_connections: int = option(
+        4096, "connections that may be open; one more is closed at once", unit="CONNECTIONS", least=1
+    )
+    head_seconds: float = option(30.0, "how long a client may take to send a request's head", unit="SECONDS", least=0)
     max_requests: int = option(
         256, "prompts that are served or wait; a request that finds so many is answered 429", unit="REQUESTS", least=1
     )
@@ -59,6 +74,12 @@ class ServerOptions:
     write_seconds: float = option(
         60.0, "how long a client may take no bytes of its answer before it counts as gone", unit="SECONDS", least=0
     )
+    max_unread_tokens: int = option(
+        4096,
+        "most tokens of a streamed answer that wait for a client to read on; a request that comes to more is ended",
+        unit="TOKENS",
+        least=1,
+    )
     drain_seconds: float = option(
         30.0, "how long after SIGTERM requests that were taken may go on before they are given up", unit="SECONDS"
     )
@@ -71,8 +92,25 @@ class ServerOptions:
                 raise BadSetting(f"{name} is {value}; it must be at least {text.least}")
         if self.port > 65535:
             raise BadSetting(f"port is {self.port}; it must be at most 65535")
-        for name in ("body_seconds", "deadline_seconds", "write_seconds"):
+        for name in ("head_seconds", "body_seconds", "deadline_seconds", "write_seconds"):
             if not getattr(self, name) > 0:
                 raise BadSetting(f"{name} is {getattr(self, name)}; it must be above 0")
+        self._check_tls()
         if not self.drain_seconds >= 0:
             raise BadSetting(f"drain_seconds is {self.drain_seconds}; it must be at least 0")
+
+    def _check_tls(self) -> None:
+        if self.tls_cert is None:
+            if self.tls_key is not None:
+                raise BadSetting("tls_key is given and tls_cert is not; give the certificate too")
+            return
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.tls_cert, self.tls_key, _no_password)
+        except (OSError, ValueError) as error:  # an SSLError is an OSError
+            files = f"tls_cert {self.tls_cert}" + (f" and tls_key {self.tls_key}" if self.tls_key else "")
+            raise BadSetting(f"{files} cannot be used ({error}); give a certificate and its key, in PEM") from error
+
+
+def _no_password() -> str:
+    """Asked for the password of an encrypted key; OpenSSL would ask the terminal."""
+    raise ValueError("the key is encrypted")

@@ -57,11 +57,13 @@ class CompletionReplies:
     """Of /v1/completions.
 
     told:     writes logprobs
+    echoed:   text before each choice's own; empty where the prompts are not asked for
     _offsets: index of a choice -> characters of the tokens that were told of
     """
 
     model: str
     told: ToldTokens
+    echoed: Sequence[str] = ()
     _offsets: dict[int, int] = field(default_factory=dict)
     reply_id: str = field(default_factory=lambda: f"cmpl-{secrets.token_hex(12)}")
     created: int = field(default_factory=lambda: int(time.time()))
@@ -69,11 +71,15 @@ class CompletionReplies:
     def whole(self, completions: Sequence[Completion], usage: Usage) -> Json:
         """The answer."""
         choices = [self._choice(index, each) for index, each in enumerate(completions)]
+        for choice, text in zip(choices, self.echoed, strict=False):
+            choice["text"] = text + choice["text"]
         return {**self._head(), "choices": choices, "usage": usage.as_dict()}
 
     def opening(self, index: int) -> Json | None:
-        """The chunk before a choice's first one."""
-        return None
+        """The chunk before a choice's first one: its prompt, where that is asked for."""
+        if not self.echoed:
+            return None
+        return {**self._head(), "choices": [self._choice(index, Piece((), self.echoed[index], None))]}
 
     def chunk(self, index: int, piece: Piece) -> Json:
         """What a piece of a choice is sent as."""

@@ -19,6 +19,7 @@ from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.parallel.ranked_engine import RankedEngine
 from rocm_attn.server.api_errors import given_up_at_shutdown
 from rocm_attn.server.app import build_app
+from rocm_attn.server.connections import bounded_protocol
 from rocm_attn.server.generation import Generations
 from rocm_attn.server.job import Jobs
 from rocm_attn.server.keys import ApiKeys
@@ -64,10 +65,11 @@ def _cannot_listen(options: ServerOptions, error: OSError | UnicodeError) -> Bad
     )
 
 
-def url_of(bound: socket.socket) -> str:
+def url_of(bound: socket.socket, options: ServerOptions) -> str:
     """Where a socket's server is found."""
     host, port = bound.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "http" if options.tls_cert is None else "https"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 async def serve(
@@ -93,7 +95,7 @@ class Server(uvicorn.Server):
     def __init__(self, front: AsyncEngine, model: ServedModel, keys: ApiKeys, announce: Callable[[str], None]) -> None:
         self._front, self._options, self._announce = front, model.options, announce
         self.jobs = Jobs()
-        self.generations = Generations(front, self.jobs)
+        self.generations = Generations(front, self.jobs, model.options.max_unread_tokens)
         self._loop = asyncio.get_running_loop()
         self._signal = asyncio.Event()
         self._num_signals = 0
@@ -108,6 +110,9 @@ class Server(uvicorn.Server):
                 server_header=False,
                 timeout_graceful_shutdown=_LAST_BYTES_SECONDS,
                 timeout_keep_alive=_IDLE_SECONDS,
+                http=bounded_protocol(model.options, self.generations.counts),
+                ssl_certfile=model.options.tls_cert,
+                ssl_keyfile=model.options.tls_key,
             )
         )
 
@@ -132,7 +137,7 @@ class Server(uvicorn.Server):
             except OSError as error:  # two servers may bind one port; the second one to listen learns of it here
                 raise _cannot_listen(self._options, error) from error
         await super().startup(sockets)
-        self._announce(f"listening on {url_of(sockets[0])}")
+        self._announce(f"listening on {url_of(sockets[0], self._options)}")
         self._watchers = [asyncio.ensure_future(self._drain()), asyncio.ensure_future(self._watch_engine())]
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

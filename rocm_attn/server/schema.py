@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rocm_attn.runner.constraint import Constraint
 from rocm_attn.runner.logprobs import MOST_LIKELIEST, NO_LOGPROBS
+from rocm_attn.runner.options import option_texts
+from rocm_attn.runner.sampling_options import LARGEST_BIAS, Sampling
 from rocm_attn.server.api_errors import ApiError, bad_request
 
 # Every list stops at its first wrong item: a body of a million wrong ones would else have a million errors.
@@ -21,8 +23,14 @@ _Stops = Annotated[list[str], Field(fail_fast=True, max_length=1024)]
 
 # The largest seed is that of OpenAI's documentation, a signed integer of 64 bits.
 _Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-_Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 _Positive = Annotated[int, Field(ge=1, lt=2**31)]
+_SAMPLING = option_texts(Sampling)
+
+
+def _bounds(name: str) -> Any:
+    """Those of a field of Sampling, as pydantic and the OpenAPI description have them."""
+    _, text = _SAMPLING[name]
+    return Field(ge=text.least, gt=text.above, le=text.most, allow_inf_nan=False)
 
 
 class _Part(BaseModel):
@@ -81,17 +89,17 @@ class GenerationBody(BaseModel):
 
     model: Annotated[str, Field(max_length=1024)]
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, _bounds("top_p")] | None = None
     n: _Positive | None = None
     seed: _Seed | None = None
     stop: str | _Stops | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
-    presence_penalty: _Penalty | None = None
-    frequency_penalty: _Penalty | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] | None = None
+    min_p: Annotated[float, _bounds("min_p")] | None = None
+    presence_penalty: Annotated[float, _bounds("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, _bounds("frequency_penalty")] | None = None
+    repetition_penalty: Annotated[float, _bounds("repetition_penalty")] | None = None
     logit_bias: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
@@ -144,10 +152,17 @@ class CompletionBody(GenerationBody):
     prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
     max_tokens: _Positive | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LIKELIEST)] | None = None
+    echo: bool | None = None
 
     @property
     def num_logprobs(self) -> int:
-        """As Request.logprobs."""
+        """As Request.logprobs. Raises ApiError."""
+        if self.echo and self.logprobs is not None:
+            raise bad_request(
+                "echo and logprobs are set, and logprobs of a prompt are not computed here; leave one of them out",
+                "echo",
+                code="unsupported_parameter",
+            )
         return NO_LOGPROBS if self.logprobs is None else self.logprobs
 
     @property
@@ -190,7 +205,6 @@ SHAPES = {
 # Fields that would change what comes back -> the values that say nothing, by which they are let pass.
 _UNSERVED: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
-    "echo": (None, False),
     "suffix": (None, ""),
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
@@ -231,7 +245,9 @@ def refuse_unserved(body: GenerationBody) -> None:
 
 
 def _no_biases() -> ApiError:
-    return bad_request("logit_bias must map token ids, as texts, to numbers from -100 to 100", "logit_bias")
+    return bad_request(
+        f"logit_bias must map token ids, as texts, to numbers from -{LARGEST_BIAS} to {LARGEST_BIAS}", "logit_bias"
+    )
 
 
 def _unserved(name: str) -> ApiError:

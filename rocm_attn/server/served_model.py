@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from rocm_attn.errors import BadRequest
 from rocm_attn.runner.limits import RequestLimits
 from rocm_attn.runner.request import Request
-from rocm_attn.runner.sampling import Sampling
+from rocm_attn.runner.sampling_options import Sampling
 from rocm_attn.runner.tokenizer import Tokenizer
 from rocm_attn.server.api_errors import ApiError, bad_request
 from rocm_attn.server.options import ServerOptions
@@ -22,6 +22,8 @@ from rocm_attn.server.schema import ChatBody, CompletionBody, GenerationBody
 _COMPLETION_TOKENS = 16
 # Texts are tokenised in the event loop up to this length; a longer one would hold up other requests.
 _LONG_TEXT = 2048
+# Fields of a body that Sampling has under the same name and with the same meaning.
+_SAMPLED = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,19 @@ class ServedModel:
         tokens = [await self._tokens(prompt) for prompt in prompts]
         most = body.max_tokens or min(_COMPLETION_TOKENS, self._most_new_tokens(max(map(len, tokens))))
         return await self._requests(body, tokens, most, salt)
+
+    def echoed(self, body: CompletionBody, requests: Sequence[Request]) -> list[str]:
+        """The prompt's text of each of a body's requests, as it was sent. Raises ApiError."""
+        prompts = [prompt for prompt in body.prompts for _ in range(body.n or 1)]
+        if self.tokenizer is None:
+            raise bad_request(
+                "echo is set and the model has no tokenizer, so a prompt has no text; leave it out", "echo"
+            )
+        decode = self.tokenizer.decode
+        return [
+            prompt if isinstance(prompt, str) else decode(request.prompt_token_ids)
+            for prompt, request in zip(prompts, requests, strict=True)
+        ]
 
     async def chat_requests(self, body: ChatBody, salt: str) -> list[Request]:
         """The requests of a body: n of its conversation. Raises ApiError, BadRequest, BadModel."""
@@ -175,17 +190,9 @@ class ServedModel:
 
 
 def _sampling(body: GenerationBody) -> Sampling:
-    """With the defaults of OpenAI. Raises ApiError, BadRequest."""
-    return Sampling(
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        top_k=max(0, body.top_k or 0),
-        min_p=body.min_p or 0.0,
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
-        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
-        logit_bias=body.biases,
-    )
+    """With the defaults of OpenAI where they differ. Raises ApiError, BadRequest."""
+    said = {name: getattr(body, name) for name in _SAMPLED if getattr(body, name) is not None}
+    return Sampling(**{"temperature": 1.0, **said}, top_k=max(0, body.top_k or 0), logit_bias=body.biases)
 
 
 def seed_of_choice(seed: int, choice: int) -> int:

@@ -75,6 +75,13 @@ class RankedEngine:
         """As Engine.check."""
         self.limits.check(request)
 
+    def is_prepared(self, request: Request) -> bool:
+        """As Engine.is_prepared; the other ranks begin with rank 0, and submit() waits for them."""
+        if request.constraint is None:
+            return True  # the ranks need not be asked
+        is_prepared: bool = self._processes.call("is_prepared", request)
+        return is_prepared
+
     def prepare_constraints(self) -> None:
         """As Engine.prepare_constraints."""
         self._processes.call("prepare_constraints")

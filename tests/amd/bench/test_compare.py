@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rocm_attn.bench.compare import Allowed, Change, Compared, compare, ratio_of_medians
 from rocm_attn.bench.plots import draw
-from rocm_attn.bench.result_file import SCHEMA, read_result
+from rocm_attn.bench.result_file import SCHEMA, head, read_result, write_json
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
 from rocm_attn.errors import BadSetting
 
@@ -136,6 +138,42 @@ def test_a_picture_is_drawn_for_each_suite_the_same_one_each_time(tmp_path: Path
     assert [path.name for path in paths[0]] == ["run_decode.png", "run_odd_dims.png"]
     assert [path.read_bytes() for path in paths[0]] == [path.read_bytes() for path in paths[-1]]
     assert paths[0][0].read_bytes().startswith(b"\x89PNG")
+
+
+def test_times_of_the_host_have_no_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{**row("a", samples(9, 0.01, 1), suite="host"), "floor_us": None}]
+    file = result_file(tmp_path / "run.json", rows)
+    assert main(["bench", "plot", str(file), "--folder", str(tmp_path)]) == BAD_INPUT
+    assert "there is nothing to draw" in capsys.readouterr().err
+    assert compare(read_result(file), read_result(file), 0.02, Allowed())[0].change is Change.SAME
+
+
+def test_what_is_no_number_is_null_in_json(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    write_json(path, {"rows": [{"ratio": float("nan"), "us": [1.5, float("inf")], "case": "a"}], "n": 3})
+    assert json.loads(path.read_text(), parse_constant=lambda word: pytest.fail(word)) == {
+        "rows": [{"ratio": None, "us": [1.5, None], "case": "a"}],
+        "n": 3,
+    }
+
+
+@pytest.mark.parametrize(
+    ("word", "shown"),
+    [
+        ("--suite", "--suite"),
+        ("64d4k", "64d4k"),
+        ("32/8", "32/8"),
+        ("as-q,e4m3fnuz/token", "as-q,e4m3fnuz/token"),
+        ("1x2048+6144", "1x2048+6144"),
+        ("/home/somebody/run.json", "run.json"),
+        ("--out=/home/somebody/run.json", "--out=run.json"),
+        ("@lengths/of.txt", "@of.txt"),
+        ("http://me:secret@10.0.0.1:8000/v1", "http://10.0.0.1:8000/v1"),
+    ],
+)
+def test_a_result_file_has_no_paths_of_whom_made_it(word: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/rocm-attn", word])
+    assert head("kernels", torch.device("cpu"))["command"] == ["rocm-attn", shown]
 
 
 def test_a_run_without_a_result_has_no_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

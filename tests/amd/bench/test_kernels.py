@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from rocm_attn.bench import contestants as registry
 from rocm_attn.bench.batch_spec import BatchSpec
@@ -20,6 +21,7 @@ from rocm_attn.bench.clocks import in_turn
 from rocm_attn.bench.contestant import Contestant, Launch, NotServed
 from rocm_attn.bench.contestants import Own, contestants
 from rocm_attn.bench.energy import EnergyMeter
+from rocm_attn.bench.host_time import HostOptions, host_rows
 from rocm_attn.bench.kernels import FAILED, NOT_SERVED, OK, WRONG, KernelOptions, Race, Row
 from rocm_attn.bench.layers import NAMED
 from rocm_attn.bench.peers.torch_sdpa import TorchSdpa
@@ -30,6 +32,7 @@ from rocm_attn.cli import BAD_INPUT, DONE, main
 from rocm_attn.cli import FAILED as EXIT_FAILED
 from rocm_attn.machine.target import known_target
 from rocm_attn.providers.select import select
+from rocm_attn.step.layers import StepLayers
 from tests.amd.bench.layers import CPU, LAYER
 
 Capture = pytest.CaptureFixture[str]
@@ -275,6 +278,7 @@ def test_layers_come_from_a_config_and_flags(tmp_path: Path, capsys: Capture) ->
         ([], "give --batch, as in --batch 64d4k, or --suite"),
         (["--batch", "64d4q"], "at character 5"),
         (["--batch", "@missing.json"], "missing.json cannot be read"),
+        (["--suite", "host", "--suite", "decode"], "--suite host is measured by itself"),
         (["--batch", "4d4", "--suite", "decode"], "--suite brings layers and batches of its own"),
         (["--batch", "4d4", "--providers", "fa4"], "provider 'fa4' is not known"),
         (["--batch", "4d4", "--kv-encodings", "int4"], "'int4' is no encoding"),
@@ -284,6 +288,35 @@ def test_layers_come_from_a_config_and_flags(tmp_path: Path, capsys: Capture) ->
 def test_what_cannot_be_measured_is_refused(arguments: Sequence[str], complaint: str, capsys: Capture) -> None:
     assert run_kernels(*arguments) == BAD_INPUT
     assert complaint in capsys.readouterr().err
+
+
+@pytest.fixture
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rocm_attn.bench.host_time._WARM_UP", 1)
+    monkeypatch.setattr("rocm_attn.bench.host_time._STEPS_OF_A_SAMPLE", 1)
+
+
+@pytest.mark.usefixtures("few_steps")
+def test_the_hosts_time_is_given_of_eager_steps_and_graphs() -> None:
+    rows = list(host_rows(("torch",), torch.device("cpu"), HostOptions(num_layers=2, num_seqs=(3,), rounds=2)))
+    assert [(row["status"], row["batch"], len(row["samples_us"])) for row in rows] == [("ok", "3d64", 2)] * 2
+    assert [row["case"].rpartition(", ")[2] for row in rows] == ["host time of a layer", "host time of a step"]
+    assert all(row["us"] > 0 for row in rows)
+
+
+@pytest.mark.usefixtures("few_steps")
+def test_the_hosts_time_is_not_given_of_a_wrong_step(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    attend = StepLayers.store_and_attend
+
+    def to_nothing(layers: StepLayers, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        attend(layers, layer, q, k, v, torch.empty_like(out))
+
+    monkeypatch.setattr(StepLayers, "store_and_attend", to_nothing)
+    monkeypatch.setattr("rocm_attn.cli.bench_kernels.HostOptions", lambda **_: HostOptions(1, (1,), 1))
+    assert main(["bench", "kernels", "--suite", "host", "--device", "cpu", "--json"]) == EXIT_FAILED
+    printed = capsys.readouterr()
+    assert [row["status"] for row in json.loads(printed.out)["rows"]] == ["wrong"] * 2
+    assert "its output is off by up to" in printed.err
 
 
 def test_nothing_that_serves_is_a_failure(capsys: Capture) -> None:

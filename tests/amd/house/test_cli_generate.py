@@ -6,6 +6,7 @@ import io
 import json
 import signal
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,14 @@ import torch
 
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
 from rocm_attn.cli.generate import dtype_of
+from rocm_attn.cli.parser import build_parser
 from rocm_attn.runner.loading import LoadedModel, ModelKind
+from rocm_attn.runner.request import Request
+from rocm_attn.runner.sampling_options import Sampling
 from rocm_attn.watch.flight_recorder import read_dump
 from tests.amd.runner.tiny_model import CONFIG, WORDS, tiny_model, with_nan_token, with_windows, word_tokenizer
 
-RESULT_KEYS = ["prompt", "prompt_token_ids", "token_ids", "text", "finish_reason", "error"]
+RESULT_KEYS = ["prompt", "prompt_token_ids", "token_ids", "text", "finish_reason", "error", "logprobs"]
 
 
 class Terminal(io.StringIO):
@@ -243,6 +247,40 @@ def test_a_prompt_that_fails_is_named_and_the_others_are_printed(capsys: pytest.
     assert f"prompt 2 failed: {failed['error']}\n" in printed.err
 
 
+def test_flags_of_a_request_shape_its_text(capsys: pytest.CaptureFixture[str]) -> None:
+    (plain,) = generate(capsys, "--raw", "--max-new-tokens", "8", "w5 w6")["results"]
+    words = plain["text"].split()
+    stop, token = words[3], plain["token_ids"][0]
+
+    def asked(*flags: str) -> dict[str, Any]:
+        result: dict[str, Any]
+        (result,) = generate(capsys, "--raw", "--max-new-tokens", "8", "w5 w6", *flags)["results"]
+        return result
+
+    before = plain["text"].partition(stop)[0]
+    assert (asked("--stop", stop)["text"], asked("--stop", stop)["finish_reason"]) == (before, "stop")
+    assert asked("--stop", stop, "--include-stop")["text"] == before + stop
+    assert asked("--stop-token-ids", str(token))["token_ids"] == [token]
+    assert len(asked("--stop-token-ids", str(token), "--min-tokens", "5")["token_ids"]) >= 5
+    assert token not in asked("--logit-bias", f"{token}=-100")["token_ids"]
+    told = asked("--logprobs", "2")["logprobs"]
+    assert [each["token_id"] for each in told] == plain["token_ids"]
+    assert all(len(each["likeliest"]) == 2 for each in told)
+    drawn = ("--temperature", "2", "--seed", "3")
+    assert asked(*drawn, "--top-k", "1") == asked(*drawn, "--min-p", "1") == plain
+    assert asked(*drawn) != plain
+    for penalty in ("--presence-penalty", "--frequency-penalty"):
+        assert asked(penalty, "-2")["token_ids"] != asked(penalty, "2")["token_ids"]
+    assert asked("--repetition-penalty", "100")["token_ids"] != plain["token_ids"]
+
+
+def test_every_field_of_a_request_has_a_flag_but_those_that_divide_tenants() -> None:
+    flags = {*vars(build_parser().parse_args(["generate"]))}
+    others = {"prompt_token_ids", "priority", "cache_salt", "sampling", "constraint"}
+    assert {each.name for each in (*fields(Request), *fields(Sampling))} - others <= flags
+    assert {"json_schema", "regex"} <= flags
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "complaint"),
     [
@@ -256,7 +294,13 @@ def test_a_prompt_that_fails_is_named_and_the_others_are_printed(capsys: pytest.
         (["--prompts-file", "gone.txt"], BAD_INPUT, "the prompts in gone.txt cannot be read"),
         (["--prompts-file", "gone.txt", "w5"], BAD_INPUT, "give them in one way"),
         (["--device", "abacus", "w5"], BAD_INPUT, "device 'abacus' is not known"),
-        (["--seed", "-1", "w5"], BAD_INPUT, "seed is -1; it must not be negative"),
+        (["--stop", "", "w5"], BAD_INPUT, "a text of stop has 0 characters"),
+        (["--min-tokens", "9", "--max-new-tokens", "8", "w5"], BAD_INPUT, "min_tokens is 9; it must be at least 0"),
+        (["--json-schema", "gone.json", "w5"], BAD_INPUT, "the JSON schema in gone.json cannot be read"),
+        (["--json-schema", '{"type": "strin"}', "w5"], BAD_INPUT, "the constraint cannot be used"),
+        (["--json-schema", "{}", "--regex", "a", "w5"], BAD_INPUT, "a text matches one of them, so leave one out"),
+        (["--logprobs", "2", "w5"], BAD_INPUT, "--logprobs is given and --json is not"),
+        (["--logit-bias", "99=1", "w5"], BAD_INPUT, "token 99 is not in the model's vocabulary, 0 to 63"),
         (
             ["--raw", "w5 " * (CONFIG.context_len + 1)],
             BAD_INPUT,

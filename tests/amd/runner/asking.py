@@ -11,7 +11,7 @@ from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.ranks import ONE_RANK, Ranks
 from rocm_attn.runner.request import Request
-from rocm_attn.runner.sampling import Sampling
+from rocm_attn.runner.sampling_options import Sampling
 from rocm_attn.runner.tokenizer import Tokenizer
 from tests.amd.runner.tiny_model import tiny_model
 

@@ -14,7 +14,7 @@ from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Completion, Event, Request
 from rocm_attn.runner.request_stream import RequestStream
-from rocm_attn.runner.sampling import Sampling
+from rocm_attn.runner.sampling_options import Sampling
 from tests.amd.runner.tiny_model import CONFIG, NAN_TOKEN
 
 T = TypeVar("T")

@@ -27,7 +27,8 @@ from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.prefix_cache import CachedRow
 from rocm_attn.runner.request import Completion, Request, RequestsFailed
 from rocm_attn.runner.request import Sequence as Served
-from rocm_attn.runner.sampling import Draw, Sampler, Sampling, TokenPicker
+from rocm_attn.runner.sampling import Draw, Sampler, TokenPicker
+from rocm_attn.runner.sampling_options import Sampling
 from rocm_attn.runner.token_counts import TokenCounts
 from tests.amd.runner.asking import ASKING, BASE, END, PLAIN, PROMPT, character_model, drawn
 from tests.amd.runner.thread_ranks import on_threads

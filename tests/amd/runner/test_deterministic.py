@@ -13,23 +13,14 @@ from torch import Tensor
 
 from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.linears import ROWS, AllRows, BlocksOfRows
-from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Request
-from rocm_attn.runner.sampling import Draw, PickedTokens, Sampler, Sampling, TokenPicker
+from rocm_attn.runner.sampling import Draw, PickedTokens, Sampler, TokenPicker
+from rocm_attn.runner.sampling_options import Sampling
+from tests.amd.runner.asking import BASE as ALIKE
 from tests.amd.runner.tiny_model import CONFIG, tiny_model
 from tests.amd.tolerances import assert_products_close
 
-BASE = EngineOptions(
-    provider="torch",
-    page_size=4,
-    max_batch_size=8,
-    chunk=16,
-    graphs=False,
-    max_kv_len=64,
-    deterministic=True,
-    capture_after=0,
-)
-
+BASE = replace(ALIKE, chunk=16, max_kv_len=64)
 
 PICK = TokenPicker.pick
 

@@ -23,7 +23,7 @@ from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.model import Model
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Completion, Event, Request, TokenEvent
-from rocm_attn.runner.sampling import Sampling
+from rocm_attn.runner.sampling_options import Sampling
 from rocm_attn.runner.tokenizer import Tokenizer
 from rocm_attn.step.layers import StepLayers
 from rocm_attn.watch.flight_recorder import read_dump

@@ -30,7 +30,7 @@ from rocm_attn.runner.request import (
     RequestsFaulted,
     TokenEvent,
 )
-from rocm_attn.runner.sampling import Sampling
+from rocm_attn.runner.sampling_options import Sampling
 from rocm_attn.runner.tokenizer import Tokenizer
 from rocm_attn.watch.flight_recorder import read_dump
 from tests.amd.runner.test_tokenizer import from_gguf, sentencepiece_fields

@@ -9,7 +9,8 @@ import pytest
 from rocm_attn.errors import BadLogits
 from rocm_attn.runner.prefix_cache import CachedRow
 from rocm_attn.runner.request import Request, Sequence
-from rocm_attn.runner.sampling import Sampler, Sampling
+from rocm_attn.runner.sampling import Sampler
+from rocm_attn.runner.sampling_options import Sampling
 from rocm_attn.runner.speculation.drafts import LAST_TOKEN, Drafts
 from rocm_attn.runner.speculation.ngrams import NgramDrafter
 from rocm_attn.runner.speculation.speculation import _found_right

@@ -28,7 +28,7 @@ from rocm_attn.runner.parallel.rank_process import options_of_rank
 from rocm_attn.runner.parallel.ranked_engine import RankedEngine
 from rocm_attn.runner.ranks import Ranks
 from rocm_attn.runner.request import AbortEvent, Completion, Event, Request, RequestsFailed, TokenEvent
-from rocm_attn.runner.sampling import Sampling
+from rocm_attn.runner.sampling_options import Sampling
 from tests.amd.house.source_tree import ROOT
 from tests.amd.runner.sabotaged_ranks import LoadSabotaged, assert_all_end, pids
 from tests.amd.runner.tiny_model import NAN_TOKEN, tiny_model, with_nan_token

@@ -28,7 +28,7 @@ from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.ranks import RanksOfGroup
 from rocm_attn.runner.request import Completion, FailureEvent, Request
-from rocm_attn.runner.sampling import Sampling
+from rocm_attn.runner.sampling_options import Sampling
 from tests.amd.ranks import NUM_RANKS, on_every_rank
 from tests.amd.runner.metered_memory import MeteredMemory
 from tests.amd.runner.tiny_model import NAN_TOKEN, tiny_model

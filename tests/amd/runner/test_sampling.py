@@ -10,7 +10,8 @@ import torch
 
 from rocm_attn.errors import BadLogits, BadRequest
 from rocm_attn.providers.torch_ref import TORCH
-from rocm_attn.runner.sampling import Sampler, Sampling, TokenPicker, pick_tokens
+from rocm_attn.runner.sampling import Sampler, TokenPicker, pick_tokens
+from rocm_attn.runner.sampling_options import Sampling
 
 LOGITS = (np.log([0.05, 0.5, 0.15, 0.3]) + 3.0).astype(np.float32)
 
@@ -136,11 +137,11 @@ def test_logits_of_every_dtype_can_be_drawn_from(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
-        ({"temperature": -0.1}, "temperature is -0.1; it must be 0"),
+        ({"temperature": -0.1}, "temperature is -0.1; it must be at least 0"),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"top_p": 0.0}, "top_p is 0.0; it must be above 0"),
         ({"top_p": 1.5}, "top_p is 1.5"),
-        ({"seed": -1}, "seed is -1; it must not be negative"),
+        ({"seed": -1}, "seed is -1; it must be at least 0"),
     ],
 )
 def test_values_without_sense_are_refused(values: dict[str, float], sentence: str) -> None:

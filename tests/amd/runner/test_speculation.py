@@ -18,7 +18,7 @@ from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Completion, Event, Request, TokenEvent
-from rocm_attn.runner.sampling import Sampling
+from rocm_attn.runner.sampling_options import Sampling
 from rocm_attn.runner.speculation.draft_model import ModelDrafter
 from rocm_attn.runner.speculation.engines import model_drafter
 from rocm_attn.runner.speculation.speculation import Speculation

@@ -21,23 +21,14 @@ from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Completion, Event, FailureEvent, Request, RequestsFailed, TokenEvent
-from rocm_attn.runner.sampling import Draw, PickedTokens, Sampling, TokenPicker
+from rocm_attn.runner.sampling import Draw, PickedTokens, TokenPicker
+from rocm_attn.runner.sampling_options import Sampling
 from rocm_attn.runner.speculation.speculation import StepPicks
+from tests.amd.runner.asking import BASE as ALIKE
 from tests.amd.runner.cache_invariants import check_cache
 from tests.amd.runner.tiny_model import CONFIG, NAN_TOKEN, tiny_model, with_nan_token
 
-# Deterministic: what a request comes to must not depend on which step it shares with which others.
-BASE = EngineOptions(
-    provider="torch",
-    page_size=4,
-    max_batch_size=4,
-    chunk=12,
-    graphs=False,
-    max_kv_len=40,
-    capture_after=0,
-    steps_ahead=1,
-    deterministic=True,
-)
+BASE = replace(ALIKE, max_batch_size=4, max_kv_len=40, steps_ahead=1)
 
 
 @pytest.fixture(scope="module")

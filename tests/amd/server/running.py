@@ -61,7 +61,7 @@ class Running:
     @property
     def address(self) -> tuple[str, int]:
         """Host and port."""
-        host, _, port = self.url.removeprefix("http://").rpartition(":")
+        host, _, port = self.url.partition("://")[2].rpartition(":")
         return host, int(port)
 
     def drain(self) -> None:
@@ -130,7 +130,7 @@ def running(
             async with AsyncEngine(engine, max_requests=settings.max_requests) as front:
                 server = Server(front, model, ApiKeys.of(list(keys)), announce)
                 loop, thread = asyncio.get_running_loop(), threading.current_thread()
-                found.append(Running(url_of(bound), engine, front, server, loop, lines, thread))
+                found.append(Running(url_of(bound, settings), engine, front, server, loop, lines, thread))
                 await server.serve(sockets=[bound])
                 front.check()
 

@@ -11,7 +11,7 @@ import pytest
 from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.request import Completion, Request
-from rocm_attn.runner.sampling import Sampling
+from rocm_attn.runner.sampling_options import Sampling
 from rocm_attn.server.served_model import seed_of_choice
 from tests.amd.runner.async_engines import engine
 from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
@@ -56,6 +56,22 @@ def test_a_completion_is_what_the_engine_generates(client: openai.OpenAI, direct
     assert answer.usage is not None
     counts = (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens)
     assert counts == (3, 10, 13)
+
+
+def test_echo_puts_the_prompt_before_each_answer(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": NAME, "max_tokens": 3, "temperature": 0, "n": 2}
+    for prompt in (["w9  w12", "w33"], [[9, 12], [33]]):
+        plain = client.completions.create(prompt=prompt, **asked)
+        echoed = client.completions.create(prompt=prompt, echo=True, **asked)
+        before = ["w9  w12", "w9  w12", "w33", "w33"] if isinstance(prompt[0], str) else ["w9 w12"] * 2 + ["w33"] * 2
+        assert [each.text for each in echoed.choices] == [
+            text + each.text for text, each in zip(before, plain.choices, strict=True)
+        ]
+        streamed = [""] * 4
+        for chunk in client.completions.create(prompt=prompt, echo=True, stream=True, **asked):
+            for choice in chunk.choices:
+                streamed[choice.index] += choice.text
+        assert streamed == [each.text for each in echoed.choices]
 
 
 @pytest.mark.parametrize("seed", [-1, 2**63 - 1])

@@ -99,16 +99,41 @@ def test_a_client_that_takes_nothing_counts_as_gone(loaded: LoadedModel) -> None
     """Its connection takes little, so that the answer fills it; the kernel ends it after write_seconds."""
     served = engine(loaded)
     with running(served, write_seconds=0.2) as server:
-        server.between_loops(lambda: server.shrink_buffers(4096))
-        slow = socket.socket()
-        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        slow.connect(server.address)
-        with slow:
-            slow.sendall(as_bytes(asked(n=16, stream=True, logprobs=20, **LONG)))
+        with slow_reader(server):
             while not server.between_loops(lambda: server.generations.counts.disconnects):
                 pass
             assert server.holds_nothing(), "the job has ended although nothing was read"
         assert server.between_loops(lambda: server.generations.counts.disconnects) == 1
+
+
+def slow_reader(server: Running, **fields: Any) -> socket.socket:
+    """A client that takes nothing, over a connection that keeps little of what is sent."""
+    server.between_loops(lambda: server.shrink_buffers(4096))
+    slow = socket.socket()
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    slow.connect(server.address)
+    slow.sendall(as_bytes(asked(n=16, stream=True, logprobs=20, **LONG, **fields)))
+    return slow
+
+
+def test_a_client_that_does_not_read_loses_its_request_and_not_only_its_connection(loaded: LoadedModel) -> None:
+    with running(engine(loaded), max_unread_tokens=10) as server, slow_reader(server):
+        while not server.between_loops(lambda: server.generations.counts.disconnects):
+            pass
+        assert server.holds_nothing()
+        assert server.between_loops(lambda: server.generations.counts.late_readers) == 1
+        assert ended(server).get("cancelled", 0) > 0, "the engine has not computed all that nobody reads"
+        assert b"rocm_attn_http_late_readers_total 1\n" in send(server, "GET", "/metrics").body
+
+
+def test_a_computed_answer_that_waits_to_be_read_takes_no_place(loaded: LoadedModel) -> None:
+    with running(engine(loaded), max_requests=16) as server:
+        with slow_reader(server):
+            while not server.between_loops(lambda: [job.is_computed for job in server.jobs] == [True]):
+                pass
+            assert post(server, asked(n=16)).status == 200
+            assert len(server.jobs) == 1, "the slow one is still there"
+        server.jobs_are_done()
 
 
 def test_whom_no_place_is_free_for_is_told_when_to_come_again(loaded: LoadedModel) -> None:

@@ -13,7 +13,7 @@ import tokenizers
 from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Request
-from rocm_attn.runner.sampling import Sampling
+from rocm_attn.runner.sampling_options import Sampling
 from rocm_attn.runner.tokenizer import Tokenizer
 from rocm_attn.server.told_tokens import ToldTokens
 from tests.amd.runner.asking import PROMPT, SCHEMA, character_model
@@ -97,6 +97,17 @@ def test_an_answer_has_the_form_that_was_asked_for(form: dict[str, Any], server:
         content = json.loads(found["text"])
         assert set(content) == {"a", "b"}
         assert content["a"] >= 3
+
+
+@pytest.mark.parametrize(
+    "schema", [{"$ref": "#"}, {"multipleOf": 999_983}, {"type": "object", "properties": {"a": {"type": "strin"}}}]
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema_that_cannot_be_used_is_refused(stream: bool, schema: dict[str, Any], server: Running) -> None:
+    form = {"type": "json_schema", "json_schema": {"schema": schema}}
+    reply = post(server, asked(prompt=list(PROMPT), response_format=form, stream=stream))
+    assert (reply.status, "the " in reply.json["error"]["message"]) == (400, True)
+    assert server.holds_nothing()
 
 
 def test_biases_and_penalties_are_the_engines(server: Running) -> None:

@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterator
 
 import pytest
-import torch
+
+from tests.amd.one_thread import computing_in_one_thread
 
 # On a GPU, cuBLAS is deterministic only so, and tests/amd/conftest.py asks for deterministic operations. It is read
 # when the first matrix product runs, which is later than this.
@@ -16,7 +17,5 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """The matrices are small, and threads that wait for each other are slow on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with computing_in_one_thread():
+        yield

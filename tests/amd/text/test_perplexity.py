@@ -12,6 +12,7 @@ from torch import Tensor
 from rocm_attn.problem import KVEncoding, Scales
 from rocm_attn.runner.loading import LoadedModel, load_model
 from rocm_attn.selection.kv_formats import AS_COMPUTED, KVFormat
+from tests.amd.one_thread import computing_in_one_thread
 from tests.amd.text.perplexity import perplexity
 
 # as a part of the perplexity with K and V as they are computed
@@ -25,10 +26,8 @@ SHORT = 512
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with computing_in_one_thread():
+        yield
 
 
 def tokens_of(loaded: LoadedModel) -> Tensor:

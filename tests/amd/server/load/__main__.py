@@ -1,6 +1,7 @@
 """The mixed load for so many minutes, with two drains: python -m tests.amd.server.load --minutes 30
 
-It prints what became of the requests as JSON, and ends with 1 where an answer was wrong or lost.
+It prints what became of the requests as JSON, which benchmarks/results/mixed_load_cpu.json is, and ends with 1 where
+an answer was wrong or lost, or where pages leaked.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from rocm_attn.bench.machine import describe_machine
 from tests.amd.server.load.mixed import MixedLoad
 from tests.amd.server.load.model_folder import write_model
 
@@ -41,16 +43,21 @@ async def run(options: argparse.Namespace, folder: Path) -> bool:
     print(
         json.dumps(
             {
+                "machine": describe_machine(),
+                "clients": options.clients,
+                "tokens": options.tokens,
+                "serve": flags,
                 "seconds": round(time.monotonic() - begun),
                 "requests": dict(tally.kinds),
                 "wrong": tally.wrong[:20],
                 "lost": tally.lost[:20],
+                "pages_at_quiet_moments": tally.pages,
                 "resident_mib": [[round(each / 2**20, 1) for each in server] for server in tally.resident],
             },
             indent=1,
         )
     )
-    return not (tally.wrong or tally.lost)
+    return tally.is_right
 
 
 def main() -> int:

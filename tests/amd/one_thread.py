@@ -1,0 +1,27 @@
+"""One thread: the models are tiny, and threads that wait for each other are slow on a busy machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+
+@contextmanager
+def computing_in_one_thread() -> Iterator[None]:
+    """A context in which torch computes in one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="package", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Of the packages whose conftest has it."""
+    with computing_in_one_thread():
+        yield

@@ -1,0 +1,120 @@
+"""Constraints are compiled outside of the engine's thread: nobody else waits for them, however long it takes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rocm_attn.errors import BadRequest
+from rocm_attn.runner import engine_thread
+from rocm_attn.runner.async_engine import AsyncEngine
+from rocm_attn.runner.constraint import Constraint
+from rocm_attn.runner.engine import Engine
+from rocm_attn.runner.matching import Matching
+from rocm_attn.runner.request import Request
+from tests.amd.runner.asking import BASE, CONSTRAINED, PLAIN, PROMPT, character_model
+from tests.amd.runner.async_engines import is_empty, run
+
+
+class HeldUp:
+    """The compiler of an engine's constraints, which waits for the test's word. In the engine's thread it raises."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.may_end = threading.Semaphore(0), threading.Event()
+        compile_one = Matching._compile
+
+        def held_up(matching: Matching, *key: Any) -> Any:
+            assert threading.current_thread().name != "rocm_attn engine", "every other request would wait"
+            self.begun.release()
+            self.may_end.wait()
+            return compile_one(matching, *key)
+
+        monkeypatch.setattr(Matching, "_compile", held_up)
+
+
+@pytest.fixture
+def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldUp]:
+    held = HeldUp(monkeypatch)
+    yield held
+    held.may_end.set()
+
+
+def test_others_are_served_while_a_constraint_is_compiled(held_up: HeldUp) -> None:
+    loaded = character_model()
+    served, expected = Engine(loaded, BASE), Engine(loaded, BASE).generate([PLAIN])[0]
+
+    async def main() -> str:
+        async with AsyncEngine(served) as front:
+            waiting = asyncio.ensure_future(front.complete(CONSTRAINED[2]))
+            await asyncio.to_thread(held_up.begun.acquire)
+            assert await front.complete(PLAIN) == expected
+            assert not waiting.done()
+            held_up.may_end.set()
+            return (await waiting).text
+
+    assert run(main) in ("yes", "no")
+    assert is_empty(served)
+
+
+def test_a_request_may_leave_or_be_aborted_while_its_constraint_is_compiled(held_up: HeldUp) -> None:
+    served = Engine(character_model(), BASE)
+
+    async def main() -> str:
+        async with AsyncEngine(served) as front:
+            left, aborted = front.stream(CONSTRAINED[0]), front.stream(CONSTRAINED[1])
+            await asyncio.to_thread(held_up.begun.acquire)
+            left.close()
+            await front.abort(aborted.number)
+            done = await aborted.completion()
+            assert (done.token_ids, front.num_requests) == ((), 0)
+            return done.finish_reason
+
+    assert run(main) == "abort"
+    assert is_empty(served)
+
+
+def test_a_constraint_that_takes_too_long_ends_its_request_alone(
+    held_up: HeldUp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_thread, "MOST_PREPARING_SECONDS", 0.0)
+    served = Engine(character_model(), BASE)
+
+    async def main() -> int:
+        async with AsyncEngine(served) as front:
+            with pytest.raises(BadRequest, match="the constraint was not compiled after 0 seconds; simplify it"):
+                await front.complete(CONSTRAINED[0])
+            return len((await front.complete(PLAIN)).token_ids)
+
+    assert run(main) == PLAIN.max_new_tokens
+    assert is_empty(served)
+
+
+def test_what_is_compiled_is_kept_and_what_fails_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Engine(character_model(), BASE)
+    assert served._matching is not None
+    bad = Request(PROMPT, 5, constraint=Constraint.regex("[a"))
+    for _ in range(2):
+        with pytest.raises(BadRequest, match="unclosed character class"):
+            served.submit(bad)
+    assert not served._matching._compiled
+    served.generate([CONSTRAINED[2]])
+
+    def panics(matching: Matching, *key: Any) -> Any:
+        raise BaseException("a panic")
+
+    monkeypatch.setattr(Matching, "_compile", panics)
+    served.generate([CONSTRAINED[2]])
+    with pytest.raises(BadRequest, match=r"the library fails of it \(BaseException: a panic\)"):
+        served.submit(replace(CONSTRAINED[2], constraint=Constraint.regex("new")))
+
+
+def test_a_library_that_finds_no_first_token_refuses_the_constraint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it does with {"$ref": "#"}, which is refused before."""
+    monkeypatch.setattr("rocm_attn.runner.constraint.require_ends", lambda schema: None)
+    with pytest.raises(BadRequest, match="cannot be used: no text begins as it wants"):
+        Engine(character_model(), BASE).submit(Request(PROMPT, 5, constraint=Constraint.json_schema({"$ref": "#"})))

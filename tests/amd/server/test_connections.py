@@ -1,0 +1,122 @@
+"""Connections: encrypted ones, and those that are bounded in number and in how long they may say nothing."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import ssl
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rocm_attn.errors import BadSetting
+from rocm_attn.runner.loading import LoadedModel
+from rocm_attn.server.options import ServerOptions
+from tests.amd.runner.async_engines import Gated, engine
+from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
+from tests.amd.server.raw import Client, asked, post, send
+from tests.amd.server.running import Running, running
+
+# Of 127.0.0.1, signed by itself, and of no use to anybody else.
+CERT, KEY = (Path(__file__).parent / "tls" / f"{name}.pem" for name in ("cert", "key"))
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return tiny_model(tokenizer=word_tokenizer())
+
+
+def refused(server: Running, reason: str) -> int:
+    return server.between_loops(lambda: server.generations.counts.refused[reason])
+
+
+def all_of(client: socket.socket) -> bytes:
+    """What comes until the server closes the connection."""
+    return b"".join(iter(lambda: client.recv(4096), b""))
+
+
+def test_a_certificate_encrypts_what_is_sent(loaded: LoadedModel) -> None:
+    with running(engine(loaded), tls_cert=CERT, tls_key=KEY) as server:
+        assert server.url.startswith("https://127.0.0.1:")
+        assert server.lines[0] == f"listening on {server.url}"
+        trusting = ssl.create_default_context(cafile=str(CERT))
+        client = http.client.HTTPSConnection(*server.address, context=trusting)
+        client.request("POST", "/v1/completions", json.dumps(asked()), {"Content-Type": "application/json"})
+        answer = client.getresponse()
+        assert (answer.status, json.loads(answer.read())["usage"]["completion_tokens"]) == (200, 4)
+        client.close()
+        with socket.create_connection(server.address) as plain:
+            plain.sendall(b"GET /health HTTP/1.1\r\nHost: t\r\n\r\n")
+            assert b"200" not in all_of(plain)
+        assert server.holds_nothing()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"tls_key": KEY}, "tls_key is given and tls_cert is not"),
+        ({"tls_cert": Path("gone.pem"), "tls_key": KEY}, "tls_cert gone.pem and tls_key .* cannot be used"),
+        ({"tls_cert": CERT}, "cannot be used .*; give a certificate and its key, in PEM"),
+        ({"tls_cert": KEY, "tls_key": CERT}, "cannot be used"),
+    ],
+)
+def test_files_that_are_no_certificate_are_refused(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(BadSetting, match=sentence):
+        ServerOptions(**options)
+
+
+@pytest.mark.parametrize("begun", [b"", b"GET /health HTTP/1.1\r\nHost"], ids=["nothing", "half of a head"])
+def test_a_connection_that_asks_for_nothing_is_closed(begun: bytes, loaded: LoadedModel) -> None:
+    with running(engine(loaded), head_seconds=0.05) as server, socket.create_connection(server.address) as client:
+        client.sendall(begun)
+        assert all_of(client) == b""
+        assert refused(server, "head") == 1
+
+
+def test_a_second_head_on_a_connection_is_bounded_too(loaded: LoadedModel) -> None:
+    with running(engine(loaded)) as server, socket.create_connection(server.address) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: t\r\n\r\n")
+        assert client.recv(4096).startswith(b"HTTP/1.1 200")
+        options = server.server._options
+        server.between_loops(lambda: object.__setattr__(options, "head_seconds", 0.05))
+        client.sendall(b"GET /hea")
+        assert b"HTTP" not in all_of(client)
+        assert refused(server, "head") == 1
+
+
+def test_a_request_that_is_served_may_take_longer_than_its_head(loaded: LoadedModel) -> None:
+    """No timer runs while it is served, nor while its connection is idle, which has a bound of its own."""
+    served = engine(loaded)
+    gated = Gated(served)
+
+    def timers() -> list[bool]:
+        return [vars(each)["_head_timer"] is not None for each in server.server.server_state.connections]
+
+    with running(served) as server:
+        client = Client(server, asked(stream=True))
+        gated._begun.acquire()
+        assert server.between_loops(timers) == [False]
+        gated.let(100)
+        client.read_until(b"[DONE]")
+        server.jobs_are_done()
+        assert server.between_loops(timers) == [False]
+        client.leave()
+
+
+def test_a_connection_too_many_is_closed_and_the_others_are_served(loaded: LoadedModel) -> None:
+    with running(engine(loaded), max_connections=2) as server:
+        first, second = (socket.create_connection(server.address) for _ in range(2))
+        with first, second:
+            while server.between_loops(lambda: len(server.server.server_state.connections)) < 2:
+                pass
+            with socket.create_connection(server.address) as third:
+                assert all_of(third) == b""
+            assert refused(server, "connections") == 1
+            first.sendall(b"GET /health HTTP/1.1\r\nHost: t\r\n\r\n")
+            assert first.recv(4096).startswith(b"HTTP/1.1 200")
+        while server.between_loops(lambda: len(server.server.server_state.connections)):
+            pass
+        assert post(server, asked()).status == 200
+        assert b'rocm_attn_http_refused_total{reason="connections"} 1' in send(server, "GET", "/metrics").body

@@ -116,7 +116,7 @@ class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
     def __init__(self, kv_cache_spec: Any, layer_names: Sequence[str], vllm_config: VllmConfig, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         VLLM.require_served()
-        _require_parallel(vllm_config)
+        require_parallel(vllm_config)
         cache = CacheTerms(
             kv_cache_spec.block_size,
             getattr(kv_cache_spec, "head_size_v", None) or kv_cache_spec.head_size,
@@ -230,7 +230,7 @@ def _captures_prompts(compilation: Any) -> bool:
     return mode is not None and not mode.separate_routine() and mode.mixed_mode() == CUDAGraphMode.FULL
 
 
-def _require_parallel(vllm_config: VllmConfig) -> None:
+def require_parallel(vllm_config: VllmConfig) -> None:
     """Raises Unsupported for context parallelism, which these layers do not serve."""
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):

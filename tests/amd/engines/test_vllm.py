@@ -15,6 +15,8 @@ from tests.amd.engines.vllm_text import FAULTS, Answer, Run
 
 # vLLM's own CPU backend reads no other.
 STOCK_BLOCK = 32
+# A window that is given back too early has no name in a model that has none.
+_FAULTS_OF_DRAFTS = ("wrong_slot", "lost_table", "stale_length")
 
 
 @pytest.fixture(scope="module")
@@ -102,3 +104,34 @@ def test_verified_drafts_give_the_tokens_of_single_steps(vllm: VllmVenv, tmp_pat
         each.rounds.append([(prompt[:6] * 12)[:length] for prompt in prompts()[3:6] for length in (30, 41, 52)])
     single, verified = vllm.ours(asked, tmp_path)
     assert verified.tokens == single.tokens
+
+
+@pytest.mark.nightly
+def test_eagles_drafts_give_vllms_own_tokens_and_faults_in_its_steps_are_reported(
+    vllm: VllmVenv, tmp_path: Path
+) -> None:
+    """A head with attention of its own drafts three tokens a step, in a KV cache that it shares with the model's."""
+    drafts = {"method": "eagle", "model": str(model("llama_eagle", vllm.folder)), "num_speculative_tokens": 3}
+    asked = [run(vllm, "llama", 24), run(vllm, "llama", 24, speculative_config=drafts)]
+    stock, stock_drafted = vllm.stock(asked, tmp_path)
+    faults = [run(vllm, "llama", fault=name, block_size=16, speculative_config=drafts) for name in _FAULTS_OF_DRAFTS]
+    ours, drafted, *reported = vllm.ours([*asked, *faults], tmp_path)
+    assert_equal([ours, drafted], stock)
+    assert stock_drafted.tokens == stock.tokens
+    assert drafted.steps == stock_drafted.steps < ours.steps
+    assert all(drafted.cached[1])
+    for name, answer in zip(_FAULTS_OF_DRAFTS, reported, strict=True):
+        assert answer.said.startswith("DeviceFault: step 5: "), f"{name}: {answer.said or 'nothing was said'}"
+        assert 0 <= answer.steps_later <= MOST_STEPS_LATER, name
+
+
+@pytest.mark.nightly
+def test_a_draft_models_drafts_give_vllms_own_tokens(vllm: VllmVenv, tmp_path: Path) -> None:
+    """A whole model drafts: near the one that verifies, so that some of what it says is right."""
+    drafts = {"method": "draft_model", "model": str(model("llama_draft", vllm.folder)), "num_speculative_tokens": 3}
+    asked = [run(vllm, "llama", 24), run(vllm, "llama", 24, speculative_config=drafts)]
+    stock, stock_drafted = vllm.stock(asked, tmp_path)
+    ours, drafted = vllm.ours(asked, tmp_path)
+    assert_equal([ours, drafted], stock)
+    assert stock_drafted.tokens == stock.tokens
+    assert drafted.steps == stock_drafted.steps < ours.steps

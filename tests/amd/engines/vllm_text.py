@@ -34,12 +34,15 @@ class Run:
 class Answer:
     """tokens: of each prompt of each round; cached: tokens of its prompt that the prefix cache gave
 
+    steps:       of the engine, in all rounds; fewer where drafts were accepted
+
     said:        what was raised, after a fault
     steps_later: steps that were begun after the faulty one and before it was raised
     """
 
     tokens: list[list[list[int]]] = field(default_factory=list)
     cached: list[list[int]] = field(default_factory=list)
+    steps: int = 0
     said: str = ""
     steps_later: int = -1
 
@@ -117,6 +120,13 @@ def answer(run: Run) -> Answer:
     engine = LLM(skip_tokenizer_init=True, dtype="float32", enforce_eager=True, disable_log_stats=True, **run.args)
     sampling = SamplingParams(temperature=0, max_tokens=run.new_tokens, ignore_eos=True, detokenize=False)
     found = Answer()
+    step = engine.llm_engine.step
+
+    def counted() -> Any:
+        found.steps += 1
+        return step()
+
+    engine.llm_engine.step = counted  # type: ignore[method-assign]
     planted = Planted(run.fault) if run.fault else None
     try:
         for prompts in run.rounds:

@@ -20,6 +20,7 @@ from rocm_attn.integrations.vllm.kv_views import pages_of
 from rocm_attn.integrations.vllm.layer_terms import WeightLoads
 from rocm_attn.integrations.vllm.steps import CommonMetadata, Shape, external_step, require_causal
 from rocm_attn.machine.agreement import Agree, alone
+from rocm_attn.machine.devices import on_device
 from rocm_attn.machine.target import detect_target
 from rocm_attn.paging.adopted import EnginePages, TableSource
 from rocm_attn.problem import KVEncoding, PoolKind, Problem
@@ -217,6 +218,17 @@ class KVGroup:
         """Write K and V of a step's new tokens. k, v: [num_tokens or more, kv_heads, head_dim | v_head_dim]"""
         index = self._bind(name, step, kv_cache)
         self.attention.store(index, k[: step.num_tokens], v[: step.num_tokens])
+
+    def store_at(self, name: str, step: StepOfGroup, kv_cache: Tensor, k: Tensor, v: Tensor) -> None:
+        """As store(), to the step's slots, which are not those of the table: its sequences are parts of others."""
+        index, tokens = self._bind(name, step, kv_cache), slice(step.num_tokens)
+        assert step.slots is not None
+        counts = torch.full((4,), step.num_tokens, dtype=torch.int32, device=k.device)
+        attention = self.attention
+        with on_device(attention.device):
+            attention.ops.store_kv(
+                k[tokens], v[tokens], step.slots.int(), counts, attention.pool.layer(index), null_page=True
+            )
 
     def _slots(self, common: CommonMetadata, shape: Shape) -> Tensor | None:
         """Where a step's new tokens go, of a step whose slots are looked at."""

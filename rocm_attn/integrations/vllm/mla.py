@@ -98,8 +98,8 @@ class RocmAttnMLABuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
             },
             vllm_config,
             device,
+            shards,
         )
-        self._shards = shards
         self._captures = False
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> MLACommonMetadata:

@@ -20,7 +20,14 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuild
 from rocm_attn.errors import Unsupported
 from rocm_attn.integrations.plugins import VLLM
 from rocm_attn.integrations.vllm import SPARSE_MLA_NAME
-from rocm_attn.integrations.vllm.backend import has_name, layers_of, new_group, require_parallel
+from rocm_attn.integrations.vllm.backend import (
+    DECODES_SHARED,
+    PROMPTS_SHARED,
+    has_name,
+    layers_of,
+    new_group,
+    require_parallel,
+)
 from rocm_attn.integrations.vllm.group import GroupLayer, KVGroup, StepOfGroup
 from rocm_attn.integrations.vllm.layer_terms import CacheTerms
 from rocm_attn.integrations.vllm.mla import RocmAttnMLABackend, StoresLatentRows, require_plain, terms_of
@@ -84,7 +91,7 @@ class RocmAttnSparseMLABuilder(AttentionMetadataBuilder[RocmAttnSparseMetadata])
     def __init__(self, kv_cache_spec: Any, layer_names: Sequence[str], vllm_config: VllmConfig, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         VLLM.require_served()
-        require_parallel(vllm_config)
+        require_parallel(vllm_config, DECODES_SHARED, PROMPTS_SHARED)
         config = vllm_config.model_config.hf_text_config
         layers = layers_of(vllm_config, layer_names)
         if torch.device(device).type == "cpu":

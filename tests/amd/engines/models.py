@@ -18,33 +18,22 @@ from rocm_attn.runner.mlp_config import DenseMlp
 from rocm_attn.runner.rope import NoScaling
 
 VOCABULARY = 1024
-# Of the small Llama and of its EAGLE head.
-_LLAMA: Mapping[str, Any] = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 1024,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "dtype": "float32",
-}
 
 
 def model(name: str, cache: Path) -> Path:
     """The folder of one of MODELS, written if it is not there yet."""
+    return written_once(name, MODELS[name], cache)
+
+
+def written_once(name: str, write: Callable[[Path], None], cache: Path) -> Path:
+    """The folder of a model, written if it is not there yet."""
     folder = cache / "models" / name
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as part:
             written = Path(part) / name
             written.mkdir()
-            MODELS[name](written)
+            write(written)
             try:
                 os.rename(written, folder)
             except OSError:
@@ -114,58 +103,13 @@ def write_gemma3(folder: Path) -> None:
 
 def write_gemma3_draft(folder: Path) -> None:
     """The small Gemma 3 with other weights near its own: of what it drafts, some is what the other one says."""
-    write_gemma3(folder)
-    make_near(folder)
-
-
-def make_near(folder: Path) -> None:
-    """Add a tenth of noise to the weights of a model."""
-    random = torch.Generator().manual_seed(1)
-    weights = _weights_of(folder)
-    near = {name: each + 0.1 * each.std() * torch.randn(each.shape, generator=random) for name, each in weights.items()}
-    save_file(near, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def write_llama(folder: Path) -> None:
-    """A small Llama whose next token is likely one that belongs to its last, as its layers turn it."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(**_LLAMA, num_hidden_layers=2, architectures=["LlamaForCausalLM"])
-
-    write_random(folder, lambda: LlamaForCausalLM(config))
-    weights = _weights_of(folder)
-    random = torch.Generator().manual_seed(2)
-    embeddings = torch.randn(VOCABULARY, config.hidden_size, generator=random)
-    weights["model.embed_tokens.weight"] = embeddings
-    weights["lm_head.weight"] = embeddings[torch.randperm(VOCABULARY, generator=random)].contiguous()
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def write_llama_draft(folder: Path) -> None:
-    """The small Llama with other weights near its own."""
-    write_llama(folder)
-    make_near(folder)
-
-
-def write_llama_eagle(folder: Path) -> None:
-    """An EAGLE head of the small Llama: the first layer of its own, over embeddings. Some of its drafts are right."""
-    with tempfile.TemporaryDirectory() as target:
-        write_llama(Path(target))
-        weights = _weights_of(Path(target))
-    size = int(_LLAMA["hidden_size"])
-    first = {name: each for name, each in weights.items() if name.startswith("model.layers.0.")}
-    head = {name.removeprefix("model."): each for name, each in first.items() if "input_layernorm" not in name}
-    head["fc.weight"] = torch.cat([torch.eye(size), torch.zeros(size, size)], dim=1)
-    write(
-        folder, head, {**_LLAMA, "model_type": "llama", "num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"]}
-    )
-
-
-def _weights_of(folder: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
-    found: dict[str, Tensor] = load_file(folder / "model.safetensors")
-    return found
+    write_gemma3(folder)
+    random = torch.Generator().manual_seed(1)
+    weights = load_file(folder / "model.safetensors")
+    near = {name: each + 0.1 * each.std() * torch.randn(each.shape, generator=random) for name, each in weights.items()}
+    save_file(near, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def write_deepseek(folder: Path) -> None:
@@ -231,9 +175,6 @@ MODELS: Mapping[str, Callable[[Path], None]] = {
     "smollm2": write_smollm2,
     "gemma3": write_gemma3,
     "gemma3_draft": write_gemma3_draft,
-    "llama": write_llama,
-    "llama_draft": write_llama_draft,
-    "llama_eagle": write_llama_eagle,
     "deepseek": write_deepseek,
     "deepseek_wide": write_wide_deepseek,
 }

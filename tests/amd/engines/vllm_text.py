@@ -11,7 +11,8 @@ from __future__ import annotations
 import gc
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,7 @@ FAULTS: dict[str, Callable[[Any], Any]] = {
     each.__name__: each for each in (wrong_slot, lost_table, stale_length, evicted_window)
 }
 _FAULTY_STEP = 5
-_BEGIN = "begin"
+_BEGIN, _STEP = "begin", "step"
 
 
 class Planted:
@@ -113,25 +114,41 @@ class Planted:
         setattr(self._group, _BEGIN, self._begin)
 
 
+@contextmanager
+def counted_steps(found: Answer) -> Iterator[None]:
+    """Count the steps of engines. Nothing of an engine is held, which would keep it from ending."""
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    step = LLMEngine.step
+
+    def counted(engine: Any) -> Any:
+        found.steps += 1
+        return step(engine)
+
+    setattr(LLMEngine, _STEP, counted)
+    try:
+        yield
+    finally:
+        setattr(LLMEngine, _STEP, step)
+
+
 def answer(run: Run) -> Answer:
     from vllm import LLM, SamplingParams
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
+    if str(run.args.get("attention_backend", "")).endswith("_SPARSE"):
+        from tests.amd.engines.vllm_cpu_sparse import give_indexer
+
+        give_indexer()
     engine = LLM(skip_tokenizer_init=True, dtype="float32", enforce_eager=True, disable_log_stats=True, **run.args)
     sampling = SamplingParams(temperature=0, max_tokens=run.new_tokens, ignore_eos=True, detokenize=False)
     found = Answer()
-    step = engine.llm_engine.step
-
-    def counted() -> Any:
-        found.steps += 1
-        return step()
-
-    engine.llm_engine.step = counted  # type: ignore[method-assign]
     planted = Planted(run.fault) if run.fault else None
     try:
         for prompts in run.rounds:
             asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-            outputs = engine.generate(asked, sampling, use_tqdm=False)
+            with counted_steps(found):
+                outputs = engine.generate(asked, sampling, use_tqdm=False)
             found.tokens.append([list(output.outputs[0].token_ids) for output in outputs])
             found.cached.append([output.num_cached_tokens or 0 for output in outputs])
     except RuntimeError as error:

@@ -264,8 +264,8 @@ def _require_own_kv(name: str, terms: LayerTerms) -> None:
     """Raises Unsupported for a layer that reads another's KV, of new tokens too."""
     if not terms.stores:
         raise Unsupported(
-            f"{name} reads the KV of {terms.kv_sharing_target_layer_name}, and is not served where ranks share contexts; "
-            f"set {DECODES_SHARED} to 1"
+            f"{name} reads the KV of {terms.kv_sharing_target_layer_name}, and is not served where ranks share "
+            f"contexts; set {DECODES_SHARED} to 1"
         )
 
 

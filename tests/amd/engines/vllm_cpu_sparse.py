@@ -57,6 +57,9 @@ def _builder() -> type:
     class Builder(AttentionMetadataBuilder):  # type: ignore[type-arg]
         """Hands on what the runner says of a step."""
 
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
             return common_attn_metadata
 

@@ -148,7 +148,7 @@ _OF_LAYERS = 10  # the arguments that all implementations have come first
 
 def terms_of(impl: type, given: Sequence[Any], named: Mapping[str, Any]) -> LayerTerms:
     """The terms that vLLM calls an implementation with, which has its own class's parameters. Raises Unsupported."""
-    names = [name for name in inspect.signature(impl.__init__).parameters if name != "self"]
+    names = list(inspect.signature(impl).parameters)
     terms = dict(zip(names, given, strict=False)) | dict(named)
     return LayerTerms.read([terms[name] for name in names[:_OF_LAYERS]], {})
 

@@ -103,7 +103,8 @@ class SharedContextGroup:
                 for problem in {each.problem for each in layers.values()}
             }
             for name, each in layers.items():
-                self._own.bind(self._index[name], *self._rows[each.problem])
+                k, v = self._rows[each.problem]
+                self._own.bind(self._index[name], k, v)
 
     @property
     def attention(self) -> ExternalAttention:

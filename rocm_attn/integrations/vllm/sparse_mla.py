@@ -150,6 +150,9 @@ class RocmAttnSparseMLAImpl(StoresLatentRows, SparseMLACommonImpl[Any]):
         self.terms = terms_of(SparseMLACommonImpl, given, named)
         self.supports_quant_query_input = False
 
+    def record_logical_topk_ready(self) -> None:
+        """Nothing: what was chosen is read on the stream that has written it."""
+
     def forward_mqa(
         self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, layer: Any
     ) -> tuple[Tensor, None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
@@ -42,7 +43,7 @@ def slots_of_rank(
     stretch = sizes.get("CP_KV_CACHE_INTERLEAVE_SIZE", 1)
     slot_mapping.fill_(-1)
     bounds = starts.tolist()
-    for seq, (first, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for seq, (first, end) in enumerate(pairwise(bounds)):
         for token in range(first, end):
             turn, rest = divmod(int(positions[token]), stretch * ranks)
             local = turn * stretch + rest % stretch

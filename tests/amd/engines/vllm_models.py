@@ -81,6 +81,9 @@ def write_sparse(folder: Path) -> None:
     """A DeepSeek V3.2 of three dense layers, which attend to 24 tokens that their indexers choose."""
     from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
 
+    # vLLM turns plain positions of latent layers wrongly on a CPU, and those in torch.
+    scaling = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256}
+    scaling |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
     config = DeepseekV32Config(
         hidden_size=128,
         intermediate_size=256,
@@ -101,6 +104,7 @@ def write_sparse(folder: Path) -> None:
         moe_layer_freq=1,
         num_nextn_predict_layers=0,
         mlp_layer_types=["dense"] * 3,
+        rope_parameters=scaling,
         index_n_heads=16,
         index_head_dim=32,
         index_topk=24,

@@ -7,45 +7,32 @@ from typing import Any
 
 from torch import Tensor
 
-_NAME = "_compute_slot_mapping_kernel_impl"
-_RANKS = "TOTAL_CP_WORLD_SIZE"
+_SLOTS = "compute_slot_mapping"
 
 
 def register() -> None:
-    """Put them in the place of vLLM's function for a CPU, which still serves ranks that share nothing."""
-    from vllm.utils import cpu_triton_utils
+    """Put them in the place of vLLM's, which still serves ranks that share nothing."""
+    from vllm.v1.worker.block_table import BlockTable
 
-    of_one_rank = getattr(cpu_triton_utils, _NAME, None)
-    if of_one_rank is None:  # in releases before
-        return
+    of_one_rank = getattr(BlockTable, _SLOTS)
 
-    def slots(*given: Any, **named: Any) -> None:
-        if named.get(_RANKS, 1) == 1:
-            of_one_rank(*given, **named)
+    def slots(self: Any, num_reqs: int, starts: Tensor, positions: Tensor) -> None:
+        if self.dcp_world_size == 1:
+            of_one_rank(self, num_reqs, starts, positions)
         else:
-            slots_of_rank(*given, **named)
+            slots_of_rank(self, starts[: num_reqs + 1].tolist(), positions.tolist())
 
-    setattr(cpu_triton_utils, _NAME, slots)
+    setattr(BlockTable, _SLOTS, slots)
 
 
-def slots_of_rank(
-    num_tokens: int,
-    max_num_tokens: int,
-    starts: Tensor,
-    positions: Tensor,
-    table: Tensor,
-    table_stride: int,
-    slot_mapping: Tensor,
-    **sizes: int,
-) -> None:
-    """Write the slot of each token that this rank keeps, -1 of the others. sizes: by vLLM's names"""
-    block, ranks, rank = sizes["KV_CACHE_BLOCK_SIZE"], sizes[_RANKS], sizes["TOTAL_CP_RANK"]
-    stretch = sizes.get("CP_KV_CACHE_INTERLEAVE_SIZE", 1)
-    slot_mapping.fill_(-1)
-    bounds = starts.tolist()
-    for seq, (first, end) in enumerate(pairwise(bounds)):
+def slots_of_rank(table: Any, starts: list[int], positions: list[int]) -> None:
+    """Write the slot of each token that this rank keeps, -1 of the others. table: a BlockTable of vLLM's"""
+    block, ranks, stretch = table.block_size, table.dcp_world_size, table.cp_kv_cache_interleave_size
+    table.slot_mapping.gpu.fill_(-1)
+    for seq, (first, end) in enumerate(pairwise(starts)):
         for token in range(first, end):
-            turn, rest = divmod(int(positions[token]), stretch * ranks)
+            turn, rest = divmod(positions[token], stretch * ranks)
             local = turn * stretch + rest % stretch
-            if rest // stretch == rank:
-                slot_mapping[token] = int(table[seq, local // block]) * block + local % block
+            if rest // stretch == table.dcp_rank:
+                place = int(table.block_table.gpu[seq, local // block])
+                table.slot_mapping.gpu[token] = place * block + local % block

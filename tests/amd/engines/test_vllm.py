@@ -7,12 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.loading import load_model
-from rocm_attn.runner.options import EngineOptions
-from rocm_attn.runner.request import Request
 from tests.amd.engines.models import model
 from tests.amd.engines.serving import MOST_STEPS_LATER, assert_equal_tokens, prompts
 from tests.amd.engines.vllm_models import vllm_model
@@ -87,14 +82,6 @@ def test_two_ranks_give_the_tokens_of_one(vllm: VllmVenv, tmp_path: Path) -> Non
 
 
 @pytest.mark.nightly
-def test_two_ranks_that_share_contexts_give_the_tokens_of_one(vllm: VllmVenv, tmp_path: Path) -> None:
-    """Each has one of two stretches of a sequence's KV. vLLM's own backend for a CPU does not share contexts."""
-    (stock,) = vllm.stock([run(vllm, "vllm_llama", 24)], tmp_path)
-    shared = run(vllm, "vllm_llama", 24, tensor_parallel_size=2, decode_context_parallel_size=2)
-    assert_equal(vllm.ours([shared], tmp_path), stock)
-
-
-@pytest.mark.nightly
 def test_latent_attention_gives_vllms_own_tokens(vllm: VllmVenv, tmp_path: Path) -> None:
     """On a CPU vLLM has neither chunks nor a prefix cache for MLA, and its own decode reads pages of 16."""
     args: dict[str, Any] = {"attention_backend": "CPU_MLA", "block_size": 16, "max_num_batched_tokens": 512}
@@ -145,45 +132,3 @@ def test_eagles_drafts_give_vllms_own_tokens_and_faults_in_its_steps_are_reporte
     for name, answer in zip(_FAULTS_OF_DRAFTS, reported, strict=True):
         assert answer.said.startswith("DeviceFault: step 5: "), f"{name}: {answer.said or 'nothing was said'}"
         assert 0 <= answer.steps_later <= MOST_STEPS_LATER, name
-
-
-@pytest.mark.nightly
-def test_a_draft_models_drafts_give_vllms_own_tokens(vllm: VllmVenv, tmp_path: Path) -> None:
-    """A whole model drafts: near the one that verifies, so that some of what it says is right."""
-    drafts = {"method": "draft_model", "model": str(vllm_model("draft", vllm.folder)), "num_speculative_tokens": 3}
-    asked = [run(vllm, "vllm_llama", 24), run(vllm, "vllm_llama", 24, speculative_config=drafts)]
-    stock, stock_drafted = vllm.stock(asked, tmp_path)
-    ours, drafted = vllm.ours(asked, tmp_path)
-    assert_equal([ours, drafted], stock)
-    assert stock_drafted.tokens == stock.tokens
-    assert drafted.steps == stock_drafted.steps < ours.steps
-
-
-@pytest.mark.nightly
-def test_sparse_attention_gives_our_runners_tokens_and_faults_in_its_steps_are_reported(
-    vllm: VllmVenv, tmp_path: Path
-) -> None:
-    """vLLM refuses sparse layers on a CPU, so vllm_cpu_sparse chooses keys in its indexer's place."""
-    args: dict[str, Any] = {"attention_backend": "ROCM_ATTN_RT_MLA_SPARSE", "block_size": 16}
-    args["max_num_batched_tokens"] = 512
-    faults = [run(vllm, "vllm_sparse", fault=name, **args) for name in _FAULTS_OF_DRAFTS]
-    ours, *reported = vllm.ours([run(vllm, "vllm_sparse", **args), *faults], tmp_path)
-    assert_equal([ours], Answer(tokens=_texts_of_our_runner(vllm_model("sparse", vllm.folder), 16)))
-    for name, answer in zip(_FAULTS_OF_DRAFTS, reported, strict=True):
-        assert answer.said.startswith("DeviceFault: step 5: "), f"{name}: {answer.said or 'nothing was said'}"
-        assert 0 <= answer.steps_later <= MOST_STEPS_LATER, name
-
-
-def _texts_of_our_runner(folder: Path, new_tokens: int) -> list[list[list[int]]]:
-    """What our own runner answers to the prompts of run()."""
-    loaded = load_model(folder, dtype=torch.float32, device=torch.device("cpu"))
-    engine = Engine(loaded, EngineOptions(max_batch_size=16, max_kv_len=256, page_size=16))
-    return [
-        [
-            list(done.token_ids)
-            for done in engine.generate(
-                [Request(tuple(prompt), max_new_tokens=new_tokens, ignore_eos=True) for prompt in asked]
-            )
-        ]
-        for asked in (prompts(), prompts()[-3:])
-    ]

@@ -124,6 +124,7 @@ VLLM = Plugin(
         "CPU_MLA",
         "ROCM_AITER_FA",
         "ROCM_AITER_MLA",
+        "ROCM_AITER_MLA_SPARSE",
         "ROCM_AITER_UNIFIED_ATTN",
         "ROCM_ATTN",
         "TRITON_ATTN",

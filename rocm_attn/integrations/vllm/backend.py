@@ -17,7 +17,7 @@ import torch
 import vllm.envs
 from torch import Tensor
 from vllm.config import CUDAGraphMode, VllmConfig, get_layers_from_vllm_config
-from vllm.distributed.parallel_state import get_tp_group
+from vllm.distributed.parallel_state import get_dcp_group, get_tp_group
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
@@ -29,12 +29,13 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from rocm_attn.errors import Unsupported
+from rocm_attn.errors import Unsupported, WrongState
 from rocm_attn.external import ExternalOptions
 from rocm_attn.integrations.engine_settings import fault_policy, provider
 from rocm_attn.integrations.plugins import VLLM, log_kernels
 from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup, StepOfGroup
 from rocm_attn.integrations.vllm.layer_terms import KV_CACHE_DTYPES, CacheTerms, LayerTerms, WeightLoads
+from rocm_attn.integrations.vllm.shared_context import SharedContextGroup, Sharing
 from rocm_attn.integrations.vllm.steps import GQA_GRAPHS, CommonMetadata
 from rocm_attn.machine.agreement import alone, among
 
@@ -104,7 +105,7 @@ class RocmAttnBackend(AttentionBackend):
 class RocmAttnMetadata:
     """What vLLM keeps of a step for each layer."""
 
-    group: KVGroup
+    group: KVGroup | SharedContextGroup
     step: StepOfGroup
 
 
@@ -116,7 +117,7 @@ class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
     def __init__(self, kv_cache_spec: Any, layer_names: Sequence[str], vllm_config: VllmConfig, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         VLLM.require_served()
-        _require_parallel(vllm_config)
+        require_parallel(vllm_config, PROMPTS_SHARED)
         cache = CacheTerms(
             kv_cache_spec.block_size,
             getattr(kv_cache_spec, "head_size_v", None) or kv_cache_spec.head_size,
@@ -124,11 +125,19 @@ class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
             current_platform.fp8_dtype(),
         )
         layers = layers_of(vllm_config, layer_names)
-        self.group = new_group(
-            {name: group_layer(layer, layer.impl.terms.problem(cache), device) for name, layer in layers.items()},
-            vllm_config,
-            device,
-        )
+        of_group = {name: group_layer(layer, layer.impl.terms.problem(cache), device) for name, layer in layers.items()}
+        self.group: KVGroup | SharedContextGroup
+        if shares_context(vllm_config, kv_cache_spec):
+            for name, layer in layers.items():
+                _require_own_kv(name, layer.impl.terms)
+            self.group = _new_shared_group(of_group, vllm_config, device)
+        else:
+            self.group = new_group(of_group, vllm_config, device)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
+        """None where ranks share contexts: their exchange was never captured."""
+        return AttentionCGSupport.NEVER if shares_context(vllm_config, kv_cache_spec) else cls._cudagraph_support
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonMetadata, fast_build: bool = False
@@ -136,11 +145,16 @@ class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
         return RocmAttnMetadata(self.group, self.group.begin(common_attn_metadata))
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonMetadata) -> RocmAttnMetadata:
+        if isinstance(self.group, SharedContextGroup):
+            raise WrongState("vLLM captures steps of ranks that share contexts, which the backend does not declare")
         return RocmAttnMetadata(self.group, self.group.begin_capture(common_attn_metadata))
 
 
 class RocmAttnImpl(AttentionImpl[RocmAttnMetadata]):
     """One layer. Raises Unsupported for terms that are not served."""
+
+    can_return_lse_for_decode: bool = True
+    supports_dcp: bool = True
 
     def __init__(self, *given: Any, **named: Any) -> None:
         self.terms = terms = LayerTerms.read(given, named)
@@ -200,16 +214,39 @@ def has_name(name: str) -> bool:
     return name in AttentionBackendEnum.__members__
 
 
-def new_group(layers: Mapping[str, GroupLayer], vllm_config: VllmConfig, device: torch.device) -> KVGroup:
-    """The layers of a builder, with the options that the environment gives."""
+def new_group(
+    layers: Mapping[str, GroupLayer], vllm_config: VllmConfig, device: torch.device, shards: int = 1
+) -> KVGroup:
+    """The layers of a builder, with the options that the environment gives. shards: ranks that share sequences"""
+    return KVGroup(layers, _sizes(vllm_config), device, _options(vllm_config, shards))
+
+
+def shares_context(vllm_config: VllmConfig, kv_cache_spec: Any) -> bool:
+    """Whether ranks share the contexts of a KV cache group; not so of windows, in later releases."""
+    is_asked = vllm_config.parallel_config.decode_context_parallel_size > 1
+    return is_asked and bool(getattr(kv_cache_spec, "dcp_sharded", True))
+
+
+def _new_shared_group(
+    layers: Mapping[str, GroupLayer], vllm_config: VllmConfig, device: torch.device
+) -> SharedContextGroup:
+    """As new_group, of layers whose contexts ranks share."""
+    sharing = Sharing(get_dcp_group(), vllm_config.parallel_config.cp_kv_cache_interleave_size)
+    return SharedContextGroup(layers, _sizes(vllm_config), device, _options(vllm_config, 1), sharing)
+
+
+def _sizes(vllm_config: VllmConfig) -> GroupSizes:
     scheduler, compilation = vllm_config.scheduler_config, vllm_config.compilation_config
     largest = max(compilation.cudagraph_capture_sizes or (), default=0)
-    sizes = GroupSizes(
+    return GroupSizes(
         num_seqs=scheduler.max_num_seqs,
         num_tokens=max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, largest),
         kv_len=vllm_config.model_config.max_model_len,
     )
-    has_slots = vllm_config.parallel_config.decode_context_parallel_size == 1
+
+
+def _options(vllm_config: VllmConfig, shards: int) -> GroupOptions:
+    has_slots = shards == 1
     external = ExternalOptions(
         provider=provider(os.environ),
         deterministic=bool(getattr(vllm.envs, "VLLM_BATCH_INVARIANT", False)),
@@ -219,9 +256,17 @@ def new_group(layers: Mapping[str, GroupLayer], vllm_config: VllmConfig, device:
     )
     ranks = get_tp_group()
     agree = among(ranks.cpu_group) if ranks.world_size > 1 else alone
-    is_wide = partial(_captures_prompts, compilation)
-    options = GroupOptions(external, agree, has_slots, is_wide, partial(log_kernels, VLLM))
-    return KVGroup(layers, sizes, device, options)
+    is_wide = partial(_captures_prompts, vllm_config.compilation_config)
+    return GroupOptions(external, agree, has_slots, is_wide, partial(log_kernels, VLLM))
+
+
+def _require_own_kv(name: str, terms: LayerTerms) -> None:
+    """Raises Unsupported for a layer that reads another's KV, of new tokens too."""
+    if not terms.stores:
+        raise Unsupported(
+            f"{name} reads the KV of {terms.kv_sharing_target_layer_name}, and is not served where ranks share "
+            f"contexts; set {DECODES_SHARED} to 1"
+        )
 
 
 def _captures_prompts(compilation: Any) -> bool:
@@ -230,9 +275,12 @@ def _captures_prompts(compilation: Any) -> bool:
     return mode is not None and not mode.separate_routine() and mode.mixed_mode() == CUDAGraphMode.FULL
 
 
-def _require_parallel(vllm_config: VllmConfig) -> None:
-    """Raises Unsupported for context parallelism, which these layers do not serve."""
+DECODES_SHARED, PROMPTS_SHARED = "decode_context_parallel_size", "prefill_context_parallel_size"
+
+
+def require_parallel(vllm_config: VllmConfig, *names: str) -> None:
+    """Raises Unsupported for context parallelism that layers do not serve, of those that are named."""
     parallel = vllm_config.parallel_config
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+    for name in names:
         if (size := getattr(parallel, name, 1)) > 1:
             raise Unsupported(f"{name} is {size}; rocm_attn serves 1 in vLLM, so leave it out")

@@ -20,6 +20,7 @@ from rocm_attn.integrations.vllm.kv_views import pages_of
 from rocm_attn.integrations.vllm.layer_terms import WeightLoads
 from rocm_attn.integrations.vllm.steps import CommonMetadata, Shape, external_step, require_causal
 from rocm_attn.machine.agreement import Agree, alone
+from rocm_attn.machine.devices import on_device
 from rocm_attn.machine.target import detect_target
 from rocm_attn.paging.adopted import EnginePages, TableSource
 from rocm_attn.problem import KVEncoding, PoolKind, Problem
@@ -88,10 +89,15 @@ class GroupOptions:
 
 @dataclass(frozen=True, slots=True)
 class StepOfGroup:
-    """A step that was begun and filled. num_tokens: padded ones"""
+    """A step that was begun and filled.
+
+    num_tokens: padded ones
+    slots:      where its new tokens go, as vLLM says; None where that is not looked at
+    """
 
     number: int
     num_tokens: int
+    slots: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +162,7 @@ class KVGroup:
             attention.replay_fill(known.fill)
         else:
             attention.fill(slots)
-        return StepOfGroup(attention.step_number, shape.num_tokens)
+        return StepOfGroup(attention.step_number, shape.num_tokens, slots)
 
     def begin_capture(self, common: CommonMetadata) -> StepOfGroup:
         """Begin and fill a step that vLLM captures, with pads alone: what its tensors hold means nothing yet."""
@@ -181,7 +187,7 @@ class KVGroup:
             self._captured[shape.padded] = _CapturedStep(shape, _place(slots), fill)
         else:
             attention.fill(slots)
-        return StepOfGroup(attention.step_number, shape.num_tokens)
+        return StepOfGroup(attention.step_number, shape.num_tokens, slots)
 
     def attend(
         self, name: str, step: StepOfGroup, kv_cache: Tensor, q: Tensor, out: Tensor, lse: Tensor | None = None
@@ -194,10 +200,35 @@ class KVGroup:
         index, tokens = self._bind(name, step, kv_cache), slice(step.num_tokens)
         self.attention.attend(index, q[tokens], out[tokens], None if lse is None else lse[tokens])
 
+    def attend_chosen(
+        self, name: str, step: StepOfGroup, kv_cache: Tensor, chosen: Tensor, q: Tensor, out: Tensor
+    ) -> None:
+        """Attention of a step's new tokens over the keys that were chosen for each. The layer's problem has an indexer.
+
+        chosen: int32 [num_tokens or more, top of the indexing], places in the token's sequence in any order, each once;
+                a negative one is none
+        The rest as attend().
+        """
+        index, tokens = self._bind(name, step, kv_cache), slice(step.num_tokens)
+        units, counts = in_order(chosen[tokens], step.slots)
+        self.attention.give_selection(index, units, counts)
+        self.attention.attend_selected(index, q[tokens], out[tokens])
+
     def store(self, name: str, step: StepOfGroup, kv_cache: Tensor, k: Tensor, v: Tensor) -> None:
         """Write K and V of a step's new tokens. k, v: [num_tokens or more, kv_heads, head_dim | v_head_dim]"""
         index = self._bind(name, step, kv_cache)
         self.attention.store(index, k[: step.num_tokens], v[: step.num_tokens])
+
+    def store_at(self, name: str, step: StepOfGroup, kv_cache: Tensor, k: Tensor, v: Tensor) -> None:
+        """As store(), to the step's slots, which are not those of the table: its sequences are parts of others."""
+        index, tokens = self._bind(name, step, kv_cache), slice(step.num_tokens)
+        assert step.slots is not None
+        counts = torch.full((4,), step.num_tokens, dtype=torch.int32, device=k.device)
+        attention = self.attention
+        with on_device(attention.device):
+            attention.ops.store_kv(
+                k[tokens], v[tokens], step.slots.int(), counts, attention.pool.layer(index), null_page=True
+            )
 
     def _slots(self, common: CommonMetadata, shape: Shape) -> Tensor | None:
         """Where a step's new tokens go, of a step whose slots are looked at."""
@@ -251,6 +282,10 @@ class KVGroup:
                 if name not in self._loads and (weights := each.weights()) != NO_HEAD_WEIGHTS:
                     attention.set_head_weights(self._index[name], weights)
                 self._use_pages(attention, name, caches[name])
+                if (form := each.problem.index_format) is not None:
+                    # Keys are chosen by another, over keys of its own, and no row of these is read.
+                    no_keys = torch.zeros(1, form.page_size, form.head_dim, dtype=each.problem.dtype)
+                    attention.bind_index(self._index[name], no_keys.to(self._device))
         self._options.said(attention.kernels().selections)
         return attention
 
@@ -287,6 +322,18 @@ def forget_empty_parts(kv_len: Tensor, out: Tensor, lse: Tensor) -> None:
     is_empty = kv_len == 0
     out.masked_fill_(is_empty[:, None, None], 0.0)
     lse.masked_fill_(is_empty[:, None], float("-inf"))
+
+
+def in_order(chosen: Tensor, slots: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Keys that were chosen, as give_selection() takes them: ascending units, and how many. May be captured.
+
+    chosen: int32 [T, top], as of attend_chosen()
+    slots:  [T], negative for a pad, to which nothing is chosen
+    """
+    places = chosen if slots is None else chosen.masked_fill(slots[:, None] < 0, -1)
+    is_none = places < 0
+    units = places.masked_fill(is_none, torch.iinfo(torch.int32).max).sort(dim=1).values
+    return units.unsqueeze(1), (~is_none).sum(dim=1, dtype=torch.int32).unsqueeze(1)
 
 
 def _require_kernels(

@@ -7,7 +7,7 @@ the latent rows itself, before it asks for attention.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -90,7 +90,7 @@ class RocmAttnMLABuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
         )
         layers = layers_of(vllm_config, layer_names)
         if torch.device(device).type == "cpu":
-            _require_plain(layers.values())
+            require_plain(layers.values())
         self.group = new_group(
             {
                 name: GroupLayer(layer, layer.impl.terms.latent_problem(cache, layer.impl.kv_lora_rank))
@@ -98,8 +98,8 @@ class RocmAttnMLABuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
             },
             vllm_config,
             device,
+            shards,
         )
-        self._shards = shards
         self._captures = False
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> MLACommonMetadata:
@@ -137,17 +137,40 @@ class RocmAttnMLABuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
         )
 
 
-def _require_plain(layers: Iterable[Any]) -> None:
+def require_plain(layers: Iterable[Any]) -> None:
     """Raises Unsupported for an FP8 cache on a CPU, where vLLM has no kernel that stores latent rows as codes."""
     if any(layer.impl.terms.kv_cache_dtype in FP8_DTYPES for layer in layers):
         raise Unsupported("latent rows are not stored in FP8 on a CPU; leave --kv-cache-dtype at auto there")
 
 
-_GIVEN = [name for name in inspect.signature(MLACommonImpl.__init__).parameters if name != "self"]
 _OF_LAYERS = 10  # the arguments that all implementations have come first
 
 
-class RocmAttnMLAImpl(MLACommonImpl[MLACommonMetadata]):
+def terms_of(impl: type, given: Sequence[Any], named: Mapping[str, Any]) -> LayerTerms:
+    """The terms that vLLM calls an implementation with, which has its own class's parameters. Raises Unsupported."""
+    names = list(inspect.signature(impl).parameters)
+    terms = dict(zip(names, given, strict=False)) | dict(named)
+    return LayerTerms.read([terms[name] for name in names[:_OF_LAYERS]], {})
+
+
+class StoresLatentRows:
+    """Stores latent rows as vLLM does, and where it has no kernel for it too."""
+
+    def do_kv_cache_update(
+        self, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *encoding: Any
+    ) -> None:
+        """Store latent rows, by vLLM's kernel where it has one. encoding: dtype of the cache, and its factor"""
+        if kv_cache.device.type != "cpu" or not kv_cache.numel():
+            super().do_kv_cache_update(  # type: ignore[misc]  # of the class of vLLM's beside this one
+                kv_c_normed, k_pe, kv_cache, slot_mapping, *encoding
+            )
+            return
+        is_stored = slot_mapping >= 0
+        rows = torch.cat([kv_c_normed, k_pe.flatten(1)], dim=1)[: len(slot_mapping)]
+        kv_cache.view(-1, kv_cache.shape[-1])[slot_mapping[is_stored]] = rows[is_stored].to(kv_cache.dtype)
+
+
+class RocmAttnMLAImpl(StoresLatentRows, MLACommonImpl[MLACommonMetadata]):
     """One layer. Raises Unsupported for terms that are not served."""
 
     can_return_lse_for_decode: bool = True
@@ -156,20 +179,8 @@ class RocmAttnMLAImpl(MLACommonImpl[MLACommonMetadata]):
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        terms = dict(zip(_GIVEN, given, strict=False)) | named
-        self.terms = LayerTerms.read([terms[name] for name in _GIVEN[:_OF_LAYERS]], {})
+        self.terms = terms_of(MLACommonImpl, given, named)
         self.supports_quant_query_input = False
-
-    def do_kv_cache_update(
-        self, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *encoding: Any
-    ) -> None:
-        """Store latent rows, by vLLM's kernel where it has one. encoding: dtype of the cache, and its factor"""
-        if kv_cache.device.type != "cpu" or not kv_cache.numel():
-            super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, *encoding)
-            return
-        is_stored = slot_mapping >= 0
-        rows = torch.cat([kv_c_normed, k_pe.flatten(1)], dim=1)[: len(slot_mapping)]
-        kv_cache.view(-1, kv_cache.shape[-1])[slot_mapping[is_stored]] = rows[is_stored].to(kv_cache.dtype)
 
     def forward_mqa(
         self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, layer: Any

@@ -22,13 +22,18 @@ VOCABULARY = 1024
 
 def model(name: str, cache: Path) -> Path:
     """The folder of one of MODELS, written if it is not there yet."""
+    return written_once(name, MODELS[name], cache)
+
+
+def written_once(name: str, write: Callable[[Path], None], cache: Path) -> Path:
+    """The folder of a model, written if it is not there yet."""
     folder = cache / "models" / name
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as part:
             written = Path(part) / name
             written.mkdir()
-            MODELS[name](written)
+            write(written)
             try:
                 os.rename(written, folder)
             except OSError:

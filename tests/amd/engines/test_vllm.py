@@ -10,11 +10,14 @@ import pytest
 
 from tests.amd.engines.models import model
 from tests.amd.engines.serving import MOST_STEPS_LATER, assert_equal_tokens, prompts
+from tests.amd.engines.vllm_models import vllm_model
 from tests.amd.engines.vllm_runs import VllmVenv, vllm_venv
 from tests.amd.engines.vllm_text import FAULTS, Answer, Run
 
 # vLLM's own CPU backend reads no other.
 STOCK_BLOCK = 32
+# A window that is given back too early has no name in a model that has none.
+_FAULTS_OF_DRAFTS = ("wrong_slot", "lost_table", "stale_length")
 
 
 @pytest.fixture(scope="module")
@@ -22,10 +25,16 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> VllmVenv:
     return vllm_venv(tmp_path_factory.mktemp("plugin"))
 
 
+def folder_of(name: str, cache: Path) -> Path:
+    """The folder of a model. name: vllm_... for those of vllm_models"""
+    own = name.removeprefix("vllm_")
+    return model(name, cache) if own == name else vllm_model(own, cache)
+
+
 def run(vllm: VllmVenv, name: str, new_tokens: int = 16, fault: str = "", **args: Any) -> Run:
     """Prompts in chunks beside decodes; then the last ones again, whose beginnings the prefix cache has."""
     settings = {
-        "model": str(model(name, vllm.folder)),
+        "model": str(folder_of(name, vllm.folder)),
         "block_size": STOCK_BLOCK,
         "max_model_len": 256,
         "max_num_seqs": 16,
@@ -102,3 +111,24 @@ def test_verified_drafts_give_the_tokens_of_single_steps(vllm: VllmVenv, tmp_pat
         each.rounds.append([(prompt[:6] * 12)[:length] for prompt in prompts()[3:6] for length in (30, 41, 52)])
     single, verified = vllm.ours(asked, tmp_path)
     assert verified.tokens == single.tokens
+
+
+@pytest.mark.nightly
+def test_eagles_drafts_give_vllms_own_tokens_and_faults_in_its_steps_are_reported(
+    vllm: VllmVenv, tmp_path: Path
+) -> None:
+    """A head with attention of its own drafts three tokens a step, in a KV cache that it shares with the model's."""
+    drafts = {"method": "eagle", "model": str(vllm_model("eagle", vllm.folder)), "num_speculative_tokens": 3}
+    asked = [run(vllm, "vllm_llama", 24), run(vllm, "vllm_llama", 24, speculative_config=drafts)]
+    stock, stock_drafted = vllm.stock(asked, tmp_path)
+    faults = [
+        run(vllm, "vllm_llama", fault=name, block_size=16, speculative_config=drafts) for name in _FAULTS_OF_DRAFTS
+    ]
+    ours, drafted, *reported = vllm.ours([*asked, *faults], tmp_path)
+    assert_equal([ours, drafted], stock)
+    assert stock_drafted.tokens == stock.tokens
+    assert drafted.steps == stock_drafted.steps < ours.steps
+    assert drafted.cached == stock_drafted.cached
+    for name, answer in zip(_FAULTS_OF_DRAFTS, reported, strict=True):
+        assert answer.said.startswith("DeviceFault: step 5: "), f"{name}: {answer.said or 'nothing was said'}"
+        assert 0 <= answer.steps_later <= MOST_STEPS_LATER, name

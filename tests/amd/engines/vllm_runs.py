@@ -67,8 +67,11 @@ class VllmVenv:
         return [Answer(**each) for each in kept_answers(self.folder, asked, stock_answers)]
 
     def _words(self, run: Run) -> dict[str, Any]:
-        """A run with its model's name in place of its folder, which may lie elsewhere the next time."""
-        return {**vars(run), "args": {**run.args, "model": Path(run.args["model"]).name}}
+        """A run with its models' names in place of their folders, which may lie elsewhere the next time."""
+        args = {**run.args, "model": Path(run.args["model"]).name}
+        if drafts := args.get("speculative_config", {}).get("model"):
+            args["speculative_config"] = {**args["speculative_config"], "model": Path(drafts).name}
+        return {**vars(run), "args": args}
 
     def _answers(self, runs: Sequence[Run], scratch: Path, settings: dict[str, str]) -> tuple[list[Answer], str]:
         """What is answered, and all that vLLM has logged."""

@@ -11,7 +11,8 @@ from __future__ import annotations
 import gc
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,12 +35,15 @@ class Run:
 class Answer:
     """tokens: of each prompt of each round; cached: tokens of its prompt that the prefix cache gave
 
+    steps:       of the engine, in all rounds; fewer where drafts were accepted
+
     said:        what was raised, after a fault
     steps_later: steps that were begun after the faulty one and before it was raised
     """
 
     tokens: list[list[list[int]]] = field(default_factory=list)
     cached: list[list[int]] = field(default_factory=list)
+    steps: int = 0
     said: str = ""
     steps_later: int = -1
 
@@ -80,7 +84,7 @@ FAULTS: dict[str, Callable[[Any], Any]] = {
     each.__name__: each for each in (wrong_slot, lost_table, stale_length, evicted_window)
 }
 _FAULTY_STEP = 5
-_BEGIN = "begin"
+_BEGIN, _STEP = "begin", "step"
 
 
 class Planted:
@@ -110,6 +114,24 @@ class Planted:
         setattr(self._group, _BEGIN, self._begin)
 
 
+@contextmanager
+def counted_steps(found: Answer) -> Iterator[None]:
+    """Count the steps of engines. Nothing of an engine is held, which would keep it from ending."""
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    step = LLMEngine.step
+
+    def counted(engine: Any) -> Any:
+        found.steps += 1
+        return step(engine)
+
+    setattr(LLMEngine, _STEP, counted)
+    try:
+        yield
+    finally:
+        setattr(LLMEngine, _STEP, step)
+
+
 def answer(run: Run) -> Answer:
     from vllm import LLM, SamplingParams
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
@@ -121,7 +143,8 @@ def answer(run: Run) -> Answer:
     try:
         for prompts in run.rounds:
             asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-            outputs = engine.generate(asked, sampling, use_tqdm=False)
+            with counted_steps(found):
+                outputs = engine.generate(asked, sampling, use_tqdm=False)
             found.tokens.append([list(output.outputs[0].token_ids) for output in outputs])
             found.cached.append([output.num_cached_tokens or 0 for output in outputs])
     except RuntimeError as error:

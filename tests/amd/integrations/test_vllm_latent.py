@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,10 +11,20 @@ import torch
 from torch import Tensor
 
 from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.errors import DeviceFault
 from rocm_attn.external import ExternalOptions
-from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup, forget_empty_parts
+from rocm_attn.integrations.vllm.group import (
+    GroupLayer,
+    GroupOptions,
+    GroupSizes,
+    KVGroup,
+    StepOfGroup,
+    forget_empty_parts,
+)
 from rocm_attn.integrations.vllm.layer_terms import CacheTerms, LayerTerms
 from rocm_attn.integrations.vllm.steps import MLA_GRAPHS, DecodesOfStep
+from rocm_attn.kernels.sparse.arguments import Indexing
+from rocm_attn.problem import Indexer
 from tests.amd.integrations.oracle import Scores, attention
 
 HEADS, LATENT, V_DIM, BLOCK = 4, 80, 64, 16
@@ -41,12 +52,15 @@ class Layer:
 class Rank:
     """A rank's part of every sequence: rows `rank`, `rank + ranks`, ... of it, in blocks of its own."""
 
-    def __init__(self, rank: int, ranks: int, device: torch.device, provider: str) -> None:
+    def __init__(self, rank: int, ranks: int, device: torch.device, provider: str, top: int = 0) -> None:
+        """top: keys that are chosen for a token; 0: it attends to all"""
         self.rank, self.ranks, self.device = rank, ranks, device
         self.layer = Layer(device)
         cache = CacheTerms(BLOCK, 0, torch.float32, torch.float8_e4m3fn, ranks)
         # Query heads of all ranks are gathered, so a rank's layer has its share of them.
         problem = LayerTerms(HEADS // ranks, LATENT, SCALE, 1).latent_problem(cache, V_DIM)
+        if top:
+            problem = replace(problem, indexer=Indexer(4, 32, Indexing(scale=1.0, top=top)))
         external = ExternalOptions(provider=provider, page_strides=True, short_kv=ranks > 1)
         options = GroupOptions(external, has_slots=ranks == 1)
         self.group = KVGroup({"layer": GroupLayer(self.layer, problem)}, GroupSizes(SEQS, 32, MAX_LEN), device, options)
@@ -166,3 +180,95 @@ def test_graphs_of_decodes_and_of_verification_are_what_mla_layers_declare(
             want = wanted(q[tokens], rows)
             torch.testing.assert_close(out[tokens].double().cpu(), want, atol=TOLERANCE, rtol=TOLERANCE)
     part.group.attention.check_device()
+
+
+TOP = 12
+
+
+def chosen_for(lengths: Sequence[int], draw: np.random.Generator) -> Tensor:
+    """[tokens, TOP] keys as vLLM's indexer leaves them: in any order, -1 where a token sees fewer than TOP.
+
+    lengths: of each token, the keys that it sees
+    """
+    rows = torch.full((len(lengths), TOP), -1, dtype=torch.int32)
+    for row, length in enumerate(lengths):
+        count = min(TOP, length)
+        rows[row, draw.permutation(TOP)[:count]] = torch.from_numpy(draw.permutation(length)[:count].astype(np.int32))
+    return rows
+
+
+def compare_chosen(out: Tensor, q: Tensor, of_seq: Sequence[Tensor], chosen: Tensor, width: int) -> None:
+    """Each of the last `width` tokens of sequences has attended to what was chosen for it."""
+    for token in range(len(of_seq) * width):
+        places = chosen[token][chosen[token] >= 0].long()
+        want = wanted(q[token : token + 1], of_seq[token // width][places])[0]
+        torch.testing.assert_close(out[token].double().cpu(), want, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def place(part: Rank, of_seq: Sequence[Tensor], width: int) -> list[int]:
+    """Store rows of sequences, the last `width` of each as new ones; the keys that each new token sees."""
+    part.slots.fill_(-1)
+    for seq, rows in enumerate(of_seq):
+        slots = part.store(seq, rows)[-width:]
+        part.slots[seq * width : (seq + 1) * width] = torch.tensor(slots, device=part.device)
+    return [len(rows) - width + 1 + at for rows in of_seq for at in range(width)]
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_sparse_layers_attend_to_what_was_chosen_in_any_order(width: int, device: torch.device, provider: str) -> None:
+    part = Rank(0, 1, device, provider, TOP)
+    draw = np.random.default_rng(3)
+    q = torch.from_numpy(draw.standard_normal((3 * width, HEADS, LATENT))).float().to(device)
+    for lengths in ((5, 33, 80), (7, 34, 90)):
+        of_seq = rows_of(lengths)
+        chosen = chosen_for(place(part, of_seq, width), draw)
+        out = torch.full((3 * width, HEADS, V_DIM), 7.0, device=device)
+        step = part.group.begin(part.common(3, width))
+        part.group.attend_chosen("layer", step, part.layer.kv_cache, chosen.to(device), q, out)
+        compare_chosen(out, q, of_seq, chosen, width)
+    part.group.attention.check_device()
+
+
+def test_graphs_of_sparse_layers_and_steps_that_vllm_runs_for_its_own_sake(device: torch.device, provider: str) -> None:
+    """What is in the buffer of chosen keys then means nothing, and is no fault; nor is what pads have there."""
+    part = Rank(0, 1, device, provider, TOP)
+    draw = np.random.default_rng(4)
+    q = torch.zeros(SEQS, HEADS, LATENT, device=device)
+    out = torch.full((SEQS, HEADS, V_DIM), 7.0, device=device)
+    buffer = torch.full((32, TOP), 99, dtype=torch.int32, device=device)
+
+    def attend(step: StepOfGroup) -> None:
+        part.group.attend_chosen("layer", step, part.layer.kv_cache, buffer, q, out)
+
+    part.seq_lens.fill_(9)
+    attend(part.group.begin(part.common(SEQS, 1)))
+    captured = part.group.begin_capture(part.common(SEQS, 1))
+    recording, _ = recorder_for(device).record(lambda: attend(captured))
+    for lengths in ((5, 16, 40), (3, 100)):
+        of_seq = rows_of(lengths)
+        part.seq_lens.zero_()
+        seen = place(part, of_seq, 1)
+        buffer.fill_(99)
+        buffer[: len(seen)] = chosen_for(seen, draw).to(device)
+        q.copy_(torch.from_numpy(draw.standard_normal(q.shape)))
+        q[len(of_seq) :] = float("nan")
+        common = part.common(SEQS, 1)
+        part.query_start_loc.clamp_(max=len(of_seq))  # vLLM's pads have no token
+        part.group.begin(common)
+        recording.replay()
+        compare_chosen(out, q, of_seq, buffer.cpu(), 1)
+    part.group.attention.check_device()
+
+
+def test_a_key_that_a_token_does_not_see_is_told(device: torch.device, provider: str) -> None:
+    part = Rank(0, 1, device, provider, TOP)
+    draw = np.random.default_rng(5)
+    of_seq = rows_of([5, 33])
+    chosen = chosen_for(place(part, of_seq, 1), draw)
+    chosen[1, 0] = 33
+    q = torch.from_numpy(draw.standard_normal((2, HEADS, LATENT))).float().to(device)
+    out = torch.empty(2, HEADS, V_DIM, device=device)
+    step = part.group.begin(part.common(2, 1))
+    part.group.attend_chosen("layer", step, part.layer.kv_cache, chosen.to(device), q, out)
+    with pytest.raises(DeviceFault, match="units that a token was given"):
+        part.group.attention.check_device()

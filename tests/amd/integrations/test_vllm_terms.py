@@ -16,7 +16,14 @@ from rocm_attn.errors import BadSetting, BadTensor, DeviceFault, Unsupported
 from rocm_attn.external import LogAndCount
 from rocm_attn.integrations.engine_settings import fault_policy, provider
 from rocm_attn.integrations.plugins import VLLM
-from rocm_attn.integrations.vllm import GQA_BACKEND, MLA_BACKEND, MLA_NAME, register
+from rocm_attn.integrations.vllm import (
+    GQA_BACKEND,
+    MLA_BACKEND,
+    MLA_NAME,
+    SPARSE_MLA_BACKEND,
+    SPARSE_MLA_NAME,
+    register,
+)
 from rocm_attn.integrations.vllm.kv_views import pages_of
 from rocm_attn.integrations.vllm.layer_terms import CacheTerms, LayerTerms
 from rocm_attn.machine import settings as machine_settings
@@ -150,7 +157,7 @@ class Registry:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, takes_names: bool) -> None:
         self.paths: dict[str, str] = {}
-        members = {"CUSTOM": None, "CPU_ATTN": "a", "CPU_MLA": "b", "TRITON_ATTN": "c"}
+        members = {"CUSTOM": None, "CPU_ATTN": "a", "CPU_MLA": "b", "ROCM_AITER_MLA_SPARSE": "c"}
         self.enum: Any = Enum("AttentionBackendEnum", [(name, name) for name in members])  # type: ignore[misc]
         if takes_names:
             self.enum.register = None
@@ -187,14 +194,16 @@ def test_custom_is_ours_and_mla_layers_have_a_name_where_vllm_takes_one(
     registry = Registry(monkeypatch, takes_names)
     settings_of(monkeypatch)
     register()
-    assert registry.paths == {"CUSTOM": GQA_BACKEND} | ({MLA_NAME: MLA_BACKEND} if takes_names else {})
+    named = {MLA_NAME: MLA_BACKEND, SPARSE_MLA_NAME: SPARSE_MLA_BACKEND}
+    assert registry.paths == {"CUSTOM": GQA_BACKEND} | (named if takes_names else {})
 
 
 def test_the_places_of_vllms_own_backends_are_taken_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = Registry(monkeypatch, takes_names=False)
-    settings_of(monkeypatch, ROCM_ATTN_TAKE_BACKENDS="CPU_ATTN,CPU_MLA,ROCM_AITER_FA")
+    settings_of(monkeypatch, ROCM_ATTN_TAKE_BACKENDS="CPU_ATTN,CPU_MLA,ROCM_AITER_FA,ROCM_AITER_MLA_SPARSE")
     register()
-    assert registry.paths == {"CUSTOM": GQA_BACKEND, "CPU_ATTN": GQA_BACKEND, "CPU_MLA": MLA_BACKEND}
+    taken = {"CPU_ATTN": GQA_BACKEND, "CPU_MLA": MLA_BACKEND, "ROCM_AITER_MLA_SPARSE": SPARSE_MLA_BACKEND}
+    assert registry.paths == {"CUSTOM": GQA_BACKEND} | taken
 
 
 def test_a_plugin_that_is_switched_off_registers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,4 +214,5 @@ def test_a_plugin_that_is_switched_off_registers_nothing(monkeypatch: pytest.Mon
 
 
 def test_every_backend_whose_place_ours_takes_has_a_class_of_ours() -> None:
-    assert {name for name in VLLM.takes if "MLA" in name} == {"CPU_MLA", "ROCM_AITER_MLA", "TRITON_MLA"}
+    of_latent = {"CPU_MLA", "ROCM_AITER_MLA", "ROCM_AITER_MLA_SPARSE", "TRITON_MLA"}
+    assert {name for name in VLLM.takes if "MLA" in name} == of_latent

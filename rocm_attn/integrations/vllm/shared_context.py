@@ -1,0 +1,209 @@
+"""Ranks that share the context of sequences, of layers with K and V of their own heads: decode context parallelism.
+
+Each rank keeps every n-th stretch of a sequence's tokens. A step's new tokens attend twice:
+
+    context  what came before the step: each rank over its own part, for the query heads of all ranks
+    own      the step's new tokens, K and V of which every rank has; causal
+
+Parts of the context are merged by their log-sum-exps, and then with what is its own. Here is no import of vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rocm_attn.errors import Unsupported
+from rocm_attn.external import Bounds, ExternalAttention, LayerSource
+from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup, StepOfGroup
+from rocm_attn.integrations.vllm.steps import CommonMetadata, DecodesOfStep, Shape, require_causal
+from rocm_attn.machine.devices import on_device, with_index
+from rocm_attn.paging.adopted import CsrSource
+from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
+from rocm_attn.step.external_step import Boundaries, ExternalStep
+
+
+class Ranks(Protocol):
+    """The ranks that share contexts, as vLLM's GroupCoordinator: each calls the same in the same order."""
+
+    world_size: int
+    rank_in_group: int
+
+    def all_gather(self, input_: Tensor, dim: int) -> Tensor:
+        """The tensors of all ranks, one after the other along a dimension."""
+        ...
+
+    def reduce_scatter(self, input_: Tensor, dim: int) -> Tensor:
+        """The sum of all ranks' tensors; each rank gets its part of a dimension."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """Who shares, and how. stretch: tokens of a sequence that a rank keeps one after the other"""
+
+    ranks: Ranks
+    stretch: int = 1
+
+    def kept(self, lengths: Tensor) -> Tensor:
+        """Of the first tokens of sequences, those that this rank keeps. May be captured."""
+        turn = self.stretch * self.ranks.world_size
+        rest = lengths % turn - self.ranks.rank_in_group * self.stretch
+        return lengths // turn * self.stretch + rest.clamp(0, self.stretch)
+
+
+class SharedContextGroup:
+    """As KVGroup, of ranks that share contexts. layers: with this rank's query heads
+
+    Raises Unsupported, also for windows and ALiBi slopes: a rank does not know how far its keys are.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[str, GroupLayer],
+        sizes: GroupSizes,
+        device: torch.device,
+        options: GroupOptions,
+        sharing: Sharing,
+    ) -> None:
+        for name, each in layers.items():
+            _require_plain(name, each.problem)
+        self._layers, self._sizes, self._device, self._sharing = dict(layers), sizes, with_index(device), sharing
+        ranks = sharing.ranks.world_size
+        self._context = KVGroup(
+            {name: GroupLayer(each.layer, _of_context(each.problem, ranks)) for name, each in layers.items()},
+            sizes,
+            device,
+            replace(options, external=replace(options.external, short_kv=True), has_slots=False),
+        )
+        self._index = {name: index for index, name in enumerate(layers)}
+        self._seen: dict[str, tuple[int, int]] = {}
+        with torch.inference_mode(False):
+            self._indptr = torch.zeros(sizes.num_seqs + 1, dtype=torch.int32, device=self._device)
+            self._own = ExternalAttention(
+                [LayerSource(_of_own(each.problem)) for each in layers.values()],
+                CsrSource(self._indptr, torch.arange(sizes.num_tokens, dtype=torch.int32, device=self._device)),
+                device=self._device,
+                bounds=Bounds(sizes.num_seqs, sizes.num_tokens, sizes.num_tokens, num_pages=sizes.num_tokens),
+                options=replace(options.external, short_kv=False),
+                agree=options.agree,
+            )
+            # Each token is a page. Layers take turns: store() fills them, and attend() of the same layer reads them.
+            self._rows = {
+                problem: tuple(
+                    torch.zeros(
+                        sizes.num_tokens, 1, problem.num_kv_heads, dim, dtype=problem.dtype, device=self._device
+                    )
+                    for dim in (problem.head_dim, problem.v_head_dim)
+                )
+                for problem in {each.problem for each in layers.values()}
+            }
+            for name, each in layers.items():
+                k, v = self._rows[each.problem]
+                self._own.bind(self._index[name], k, v)
+
+    @property
+    def attention(self) -> ExternalAttention:
+        """What attends to contexts. Raises WrongState before the first step."""
+        return self._context.attention
+
+    def begin(self, common: CommonMetadata) -> StepOfGroup:
+        """Begin and fill both parts of a step. common: as KVGroup.begin, with the lengths of whole sequences
+
+        Raises Unsupported for a step that is not causal, and what ExternalAttention raises.
+        """
+        require_causal(common)
+        shape, seqs = Shape.of(common), common.num_reqs
+        starts = common.query_start_loc[: seqs + 1]
+        new = starts[1:] - starts[:-1]
+        context = DecodesOfStep(
+            query_start_loc=common.query_start_loc,
+            seq_lens=self._sharing.kept(common.seq_lens[:seqs] - new),
+            num_reqs=seqs,
+            num_actual_tokens=common.num_actual_tokens,
+            max_query_len=common.max_query_len,
+            max_seq_len=min(common.max_seq_len, self._sizes.kv_len),
+            block_table_tensor=common.block_table_tensor,
+            slot_mapping=common.slot_mapping,
+            causal=True,
+        )
+        step = self._context.begin(context)
+        for name, each in self._layers.items():
+            if each.problem.has_sinks and (each.loads is None or each.loads.seen() != self._seen.get(name)):
+                self._own.set_head_weights(self._index[name], each.weights())
+                if each.loads is not None:
+                    self._seen[name] = each.loads.seen()
+        self._indptr[: seqs + 1] = starts
+        self._indptr[seqs + 1 :] = starts[-1]
+        self._own.begin(
+            ExternalStep(
+                num_seqs=seqs,
+                padded_seqs=shape.num_seqs,
+                padded_tokens=shape.num_tokens,
+                kv_len=new,
+                q=Boundaries(starts),
+                rows=None,
+                min_q_len=1,
+                max_q_len=shape.max_q_len,
+                max_kv_len=shape.max_q_len,
+            )
+        )
+        self._own.fill()
+        return replace(step, slots=common.slot_mapping[: shape.num_tokens])
+
+    def store(self, name: str, step: StepOfGroup, kv_cache: Tensor, k: Tensor, v: Tensor) -> None:
+        """Write K and V of those new tokens that this rank keeps, and have all of them at hand for attend()."""
+        self._context.store_at(name, step, kv_cache, k, v)
+        tokens = slice(step.num_tokens)
+        for rows, new in zip(self._rows[self._layers[name].problem], (k, v), strict=True):
+            rows[tokens] = new[tokens].unsqueeze(1)
+
+    def attend(self, name: str, step: StepOfGroup, kv_cache: Tensor, q: Tensor, out: Tensor) -> None:
+        """Attention of a step's new tokens; store() of the same layer comes before. As KVGroup.attend"""
+        tokens = slice(step.num_tokens)
+        q = q[tokens]
+        context, lse = self._of_context(name, step, kv_cache, q)
+        own = q.new_empty(context.shape)
+        own_lse = torch.empty_like(lse)
+        self._own.attend(self._index[name], q, own, own_lse)
+        with on_device(self._device):
+            self._own.ops.merge_states(context, lse, own, own_lse, context, lse)
+        out[tokens] = context
+
+    def _of_context(self, name: str, step: StepOfGroup, kv_cache: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention over the contexts of all ranks, and its log-sum-exp, of this rank's heads; float32."""
+        ranks, heads = self._sharing.ranks, q.shape[1]
+        of_all = ranks.all_gather(q.contiguous(), 1)
+        part = q.new_empty(*of_all.shape[:2], self._layers[name].problem.v_head_dim)
+        lse = torch.empty(of_all.shape[:2], dtype=torch.float32, device=q.device)
+        self._context.attend(name, step, kv_cache, of_all, part, lse)
+        total = ranks.all_gather(lse.unsqueeze(0), 0).logsumexp(0)
+        is_empty = lse == float("-inf")
+        weight = (lse - total).exp().masked_fill(is_empty, 0.0)
+        weighted = part.float().masked_fill(is_empty[..., None], 0.0) * weight[..., None]
+        mine = slice(ranks.rank_in_group * heads, (ranks.rank_in_group + 1) * heads)
+        return ranks.reduce_scatter(weighted, 1), total[:, mine].contiguous()
+
+
+def _of_context(problem: Problem, ranks: int) -> Problem:
+    """Of a rank's part of contexts: query heads of all ranks, all keys seen. Sinks count once, with what is own."""
+    heads = problem.num_q_heads * ranks
+    return replace(problem, num_q_heads=heads, has_sinks=False, causal=False, wants_lse=True)
+
+
+def _of_own(problem: Problem) -> Problem:
+    """Of a step's new tokens: each is a page of its own, in the model's dtype."""
+    return replace(problem, page_size=1, kv_encoding=KVEncoding.LIKE_Q, kv_scales=Scales.NONE, wants_lse=True)
+
+
+def _require_plain(name: str, problem: Problem) -> None:
+    asked = {"a window": problem.window_left != UNLIMITED_WINDOW, "ALiBi slopes": problem.has_alibi_slopes}
+    if found := [what for what, is_asked in asked.items() if is_asked]:
+        raise Unsupported(
+            f"{name} has {' and '.join(found)}, and where ranks share a context a rank does not know how far its keys "
+            "are; set decode_context_parallel_size to 1"
+        )

@@ -1,0 +1,78 @@
+"""Models that vLLM alone loads here: a Llama, and what drafts for it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.amd.engines.models import VOCABULARY, write, write_random, written_once
+
+# Of the small Llama and of its EAGLE head.
+_LLAMA: Mapping[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "dtype": "float32",
+}
+
+
+def vllm_model(name: str, cache: Path) -> Path:
+    """The folder of one of the models below, written if it is not there yet."""
+    return written_once(f"vllm_{name}", _MODELS[name], cache)
+
+
+def write_llama(folder: Path) -> None:
+    """A small Llama whose next token is likely one that belongs to its last, as its layers turn it.
+
+    One KV head, so that two ranks share it.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**_LLAMA, num_hidden_layers=2, architectures=["LlamaForCausalLM"])
+    write_random(folder, lambda: LlamaForCausalLM(config))
+    weights = weights_of(folder)
+    random = torch.Generator().manual_seed(2)
+    embeddings = torch.randn(VOCABULARY, config.hidden_size, generator=random)
+    weights["model.embed_tokens.weight"] = embeddings
+    weights["lm_head.weight"] = embeddings[torch.randperm(VOCABULARY, generator=random)].contiguous()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_eagle(folder: Path) -> None:
+    """An EAGLE head of the small Llama: the first layer of its own, over embeddings. Some of its drafts are right."""
+    with tempfile.TemporaryDirectory() as target:
+        write_llama(Path(target))
+        weights = weights_of(Path(target))
+    size = int(_LLAMA["hidden_size"])
+    first = {name: each for name, each in weights.items() if name.startswith("model.layers.0.")}
+    head = {name.removeprefix("model."): each for name, each in first.items() if "input_layernorm" not in name}
+    head["fc.weight"] = torch.cat([torch.eye(size), torch.zeros(size, size)], dim=1)
+    config = {"model_type": "llama", "num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"]}
+    write(folder, head, {**_LLAMA, **config})
+
+
+def weights_of(folder: Path) -> dict[str, Tensor]:
+    """A folder's tensors by name."""
+    found: dict[str, Tensor] = load_file(folder / "model.safetensors")
+    return found
+
+
+_MODELS: Mapping[str, Callable[[Path], None]] = {
+    "llama": write_llama,
+    "eagle": write_eagle,
+}

@@ -54,10 +54,11 @@ def ours() -> tuple[str, ...]:
 def _create(runner: Any) -> Any:
     # Here and below: a process that serves with another backend imports nothing of ours.
     from rocm_attn.integrations.sglang.backend import create
-    from rocm_attn.integrations.sglang.latent import attend_over_latent_rows
+    from rocm_attn.integrations.sglang.latent import attend_over_latent_rows, choose_by_our_kernels
 
     if runner.use_mla_backend:
         attend_over_latent_rows(ours())
+        choose_by_our_kernels()
     return create(runner)
 
 

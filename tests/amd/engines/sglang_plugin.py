@@ -3,6 +3,7 @@
 SGLang's processes find it where the metadata of an installation is on their path.
 
 ENGINE_WINDOW_POOL=1   gives Gemma 3 a pool of its own for layers with a window, which SGLang does for newer models
+ENGINE_SPARSE=1        lets SGLang build a DeepSeek V3.2 on a CPU, in the dtype of the model
 ENGINE_DRAFTS=1        gives SGLang what it calls around drafts, which no wheel for a CPU has
 ENGINE_FAULTS_LOG=FILE once the file is there, one of FAULTS is planted in every fourth step that decodes; each becomes
                        a line of JSON: planted (its name) and step, and what was reported a line with reported and begun
@@ -19,6 +20,7 @@ from typing import Any
 from tests.amd.engines import sglang_cpu_drafts
 
 WINDOW_POOL, FAULTS_LOG, DRAFTS = "ENGINE_WINDOW_POOL", "ENGINE_FAULTS_LOG", "ENGINE_DRAFTS"
+SPARSE = "ENGINE_SPARSE"
 _STEPS_APART = 4
 
 Undo = Callable[[], None]
@@ -28,6 +30,8 @@ def register() -> None:
     """The entry point."""
     if os.environ.get(WINDOW_POOL) == "1":
         give_gemma3_a_window_pool()
+    if os.environ.get(SPARSE) == "1":
+        build_sparse_models_on_a_cpu()
     if os.environ.get(DRAFTS) == "1":
         sglang_cpu_drafts.see_whole_masks()
         sglang_cpu_drafts.find_last_slots_in_torch()
@@ -47,6 +51,15 @@ def give_gemma3_a_window_pool() -> None:
     model_override_base._MODEL_OVERRIDE_FNS.pop("Gemma3ForCausalLM", None)
     model_config.is_hybrid_swa_model = lambda *_, **__: True
     model_config.get_hybrid_layer_ids = layer_ids
+
+
+def build_sparse_models_on_a_cpu() -> None:
+    """SGLang asks torch which GPU it is, by whose generation it sets a dtype and kernels of its own for such models."""
+    import torch
+    from sglang.srt.arg_groups import model_hook
+
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    model_hook._dsa_kv_cache_dtype_default = lambda _: {}
 
 
 def wrong_slot(hooks: Any, batch: Any) -> Undo:

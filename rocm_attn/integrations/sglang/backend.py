@@ -10,7 +10,7 @@ from sglang.kernels.ops.quantization.fp8_kernel import is_fp8_fnuz
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
 from sglang.srt.layers.attention.verify_mask import VerifyMask
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.runtime_context import attention_backends, get_disagg, get_exec, get_parallel, get_spec
+from sglang.srt.runtime_context import attention_backends, get_disagg, get_exec, get_memory, get_parallel, get_spec
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
 from rocm_attn.errors import Unsupported
@@ -47,8 +47,9 @@ class RocmAttnBackend(AttentionHooks, AttentionBackend):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, *more: object, **named: object) -> None:
         """As AttentionHooks. Raises NeverFits."""
         super().init_cuda_graph_state(max_bs, max_num_tokens, *more, **named)
-        if self._mask is None and self._cells is not None and self._serving.draft_tokens:
-            self._mask = VerifyMask(self._cells, TreeMaskMode.FULL_MASK, max_bs)
+        cells = self.mask_cells
+        if self._mask is None and cells is not None and self._serving.draft_tokens:
+            self._mask = VerifyMask(cells, TreeMaskMode.FULL_MASK, max_bs)
 
     def shared_read_ends(self, fm: Any) -> Any:
         """When SGLang may write into its table again: after the step, since layers may read it where it lies."""
@@ -92,6 +93,8 @@ def _check_sparse(runner: Any) -> None:
             f"index keys are scaled as one backend says, and prompts and decode have two: {attention_backends()}; "
             "use one --attention-backend"
         )
+    if get_memory().enable_hisparse:
+        raise Unsupported("index keys that move to the host are not served; leave --enable-hisparse out")
     if get_disagg().disaggregation_mode != "null":
         raise Unsupported(
             "index keys of another server may be scaled otherwise; serve models with indexers without "

@@ -213,6 +213,11 @@ class AttentionHooks:
             return torch.zeros(rows * (self.max_context_len + drafts), dtype=torch.bool, device=self._device)
 
     @property
+    def mask_cells(self) -> Tensor | None:
+        """bool [n], where graphs read what drafts that are verified see; None: nowhere, or not yet."""
+        return self._cells
+
+    @property
     def max_context_len(self) -> int:
         """Tokens of the longest sequence. SGLang sizes a mask by it where we have no room for one."""
         return self._attention.max_kv_len

@@ -90,7 +90,7 @@ def key_factor(module: IndexerModule, encoding: KVEncoding) -> float:
 def index_pages(pool: Pool, layer_id: int, module: IndexerModule, page_size: int, encoding: KVEncoding) -> Tensor:
     """A layer's index keys in SGLang's pool: [pages, page_size, index_dim], codes, with gaps between pages."""
     rows: Tensor = pool.get_index_k_with_scale_buffer(layer_id)  # type: ignore[attr-defined]  # of pools of DSA
-    codes = rows[:, : page_size * module.head_dim].unflatten(1, (page_size, module.head_dim))
+    codes = rows.as_strided((rows.shape[0], page_size, module.head_dim), (rows.stride(0), module.head_dim, 1))
     return codes.view(encoding.over(torch.float32).dtype)
 
 
@@ -109,6 +109,7 @@ def refusals(pool: Pool, modules: list[IndexerModule], page_size: int, *, with_m
             hasattr(pool, "get_broadcastable_index_k_with_scale_buffer"),
             "index keys that ranks share out among them are not served; leave --enable-dsa-cache-layer-split out",
         ),
+        (hasattr(pool, "shard_spec"), "index keys that ranks share out among them are not served; leave KV sharding out"),
         (
             not hasattr(pool, "get_index_k_with_scale_buffer"),
             f"the model chooses keys, and the pool {type(pool).__name__} has no index pages",

@@ -107,6 +107,66 @@ def write_gemma3_draft(folder: Path) -> None:
     save_file(near, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def write_llama(folder: Path) -> None:
+    """A small Llama whose next token follows from the last one more than from those before it."""
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    built = LlamaForCausalLM(_small_llama(num_hidden_layers=2))
+    for name, parameter in built.named_parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0, 1.0 if "embed_tokens" in name else 0.05)
+    built.save_pretrained(folder)
+
+
+def write_llama_head(folder: Path) -> None:
+    """An EAGLE head for the small Llama: of what it drafts, some is what the model says.
+
+    Its layer sees the embedding of a token, and a tenth of the model's hidden state of the one before.
+    """
+    random = torch.Generator().manual_seed(1)
+
+    def rows(*shape: int) -> Tensor:
+        return 0.05 * torch.randn(shape, generator=random)
+
+    config = _small_llama(num_hidden_layers=1)
+    hidden, kv, inner = config.hidden_size, config.num_key_value_heads * config.head_dim, config.intermediate_size
+    weights = {
+        "fc.weight": torch.cat((torch.eye(hidden), 0.1 * torch.eye(hidden)), 1),
+        "fc.bias": torch.zeros(hidden),
+        "layers.0.self_attn.q_proj.weight": rows(hidden, hidden),
+        "layers.0.self_attn.k_proj.weight": rows(kv, hidden),
+        "layers.0.self_attn.v_proj.weight": rows(kv, hidden),
+        "layers.0.self_attn.o_proj.weight": rows(hidden, hidden),
+        "layers.0.mlp.gate_proj.weight": rows(inner, hidden),
+        "layers.0.mlp.up_proj.weight": rows(inner, hidden),
+        "layers.0.mlp.down_proj.weight": rows(hidden, inner),
+        "layers.0.post_attention_layernorm.weight": torch.ones(hidden),
+    }
+    write(folder, weights, {**config.to_dict(), "architectures": ["LlamaForCausalLMEagle"]})
+
+
+def _small_llama(num_hidden_layers: int) -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=num_hidden_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        architectures=["LlamaForCausalLM"],
+        dtype="float32",
+    )
+
+
 # Of every small DeepSeek here: three dense layers.
 SMALL_DEEPSEEK: Mapping[str, Any] = {
     "hidden_size": 128,
@@ -208,6 +268,8 @@ MODELS: Mapping[str, Callable[[Path], None]] = {
     "smollm2": write_smollm2,
     "gemma3": write_gemma3,
     "gemma3_draft": write_gemma3_draft,
+    "llama": write_llama,
+    "llama_head": write_llama_head,
     "deepseek": write_deepseek,
     "deepseek_wide": write_wide_deepseek,
     "deepseek_sparse": write_sparse_deepseek,

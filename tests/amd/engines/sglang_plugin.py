@@ -5,8 +5,8 @@ SGLang's processes find it where the metadata of an installation is on their pat
 ENGINE_WINDOW_POOL=1   gives Gemma 3 a pool of its own for layers with a window, which SGLang does for newer models
 ENGINE_SPARSE=1        lets SGLang build a DeepSeek V3.2 on a CPU, in the dtype of the model
 ENGINE_DRAFTS=1        gives SGLang what it calls around drafts, which no wheel for a CPU has
-ENGINE_FAULTS_LOG=FILE once the file is there, one of FAULTS is planted in every fourth step that decodes; each becomes
-                       a line of JSON: planted (its name) and step, and what was reported a line with reported and begun
+ENGINE_FAULTS_LOG=FILE once the file is there, one of FAULTS is planted in every fourth step that decodes or verifies
+                       drafts; each becomes a line of JSON: planted (its name) and step, and what was reported a line with reported and begun
 """
 
 from __future__ import annotations
@@ -112,14 +112,17 @@ def evicted_window(hooks: Any, batch: Any) -> Undo:
     return undo
 
 
-FAULTS: tuple[Callable[[Any, Any], Undo], ...] = (wrong_slot, lost_table, stale_length, evicted_window)
+FAULTS: tuple[Callable[[Any, Any], Undo], ...] = (wrong_slot, lost_table, stale_length)
+# Beside them, where layers with a window have a pool of their own.
+WINDOW_FAULTS: tuple[Callable[[Any, Any], Undo], ...] = (evicted_window,)
 
 
 class Planter:
     """Plants each fault once, in the metadata of a step; layers run after it was undone in the engine's tensors."""
 
     def __init__(self, log: Path) -> None:
-        self.log, self.decoded, self.left = log, 0, list(FAULTS)
+        windows = WINDOW_FAULTS if os.environ.get(WINDOW_POOL) == "1" else ()
+        self.log, self.decoded, self.left = log, 0, [*FAULTS, *windows]
 
     def plant(self) -> None:
         from rocm_attn.integrations.sglang.hooks import AttentionHooks
@@ -127,7 +130,9 @@ class Planter:
         begin = AttentionHooks.init_forward_metadata
 
         def planted(hooks: Any, batch: Any) -> None:
-            if not self.log.exists() or not batch.forward_mode.is_decode() or int(batch.seq_lens[0]) < 20:
+            mode = batch.forward_mode
+            goes_on = mode.is_decode() or mode.is_target_verify()
+            if not self.log.exists() or not goes_on or int(batch.seq_lens[0]) < 20:
                 begin(hooks, batch)
                 return
             hooks.on_fault = lambda fault: self.write(reported=str(fault), begun=hooks.attention.step_number)

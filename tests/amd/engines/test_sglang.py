@@ -141,14 +141,14 @@ def assert_some_drafts_accepted(ours: Answer) -> None:
 def test_an_eagle_head_changes_no_token_and_faults_where_its_drafts_are_verified_are_reported(
     branches: int, page_size: int, sglang: SglangVenv, tmp_path: Path
 ) -> None:
-    (stock,) = sglang.stock([run(sglang, "llama")], tmp_path)
+    (stock,) = sglang.stock([run(sglang, "eagle_target")], tmp_path)
     drafting = run(
         sglang,
-        "llama",
+        "eagle_target",
         faults=True,
         page_size=page_size,
         speculative_algorithm="EAGLE",
-        speculative_draft_model_path=str(model("llama_head", sglang.folder)),
+        speculative_draft_model_path=str(model("eagle_head", sglang.folder)),
         speculative_num_steps=3,
         speculative_eagle_topk=branches,
         speculative_num_draft_tokens=4,

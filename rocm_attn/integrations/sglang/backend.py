@@ -17,6 +17,7 @@ from rocm_attn.errors import Unsupported
 from rocm_attn.integrations.engine_settings import fault_policy, provider
 from rocm_attn.integrations.plugins import SGLANG
 from rocm_attn.integrations.sglang.hooks import AttentionHooks, Serving
+from rocm_attn.integrations.sglang.names import ours
 from rocm_attn.machine.agreement import alone, among
 from rocm_attn.problem import KVEncoding
 
@@ -86,8 +87,6 @@ def serving_of(runner: Any) -> Serving:
 
 def _check_sparse(runner: Any) -> None:
     """Refuse what would have index keys read or written by others, or kept from step to step. Raises Unsupported."""
-    from rocm_attn.integrations.sglang.registration import ours
-
     if not set(attention_backends()) <= {*ours()}:
         raise Unsupported(
             f"index keys are scaled as one backend says, and prompts and decode have two: {attention_backends()}; "

@@ -110,7 +110,10 @@ def refusals(pool: Pool, modules: list[IndexerModule], page_size: int, *, with_m
             hasattr(pool, "get_broadcastable_index_k_with_scale_buffer"),
             "index keys that ranks share out among them are not served; leave --enable-dsa-cache-layer-split out",
         ),
-        (hasattr(pool, "shard_spec"), "index keys that ranks share out among them are not served; leave KV sharding out"),
+        (
+            hasattr(pool, "shard_spec"),
+            "index keys that ranks share out among them are not served; leave KV sharding out",
+        ),
         (
             not hasattr(pool, "get_index_k_with_scale_buffer"),
             f"the model chooses keys, and the pool {type(pool).__name__} has no index pages",

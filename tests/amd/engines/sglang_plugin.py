@@ -6,7 +6,8 @@ ENGINE_WINDOW_POOL=1   gives Gemma 3 a pool of its own for layers with a window,
 ENGINE_SPARSE=1        lets SGLang build a DeepSeek V3.2 on a CPU, in the dtype of the model
 ENGINE_DRAFTS=1        gives SGLang what it calls around drafts, which no wheel for a CPU has
 ENGINE_FAULTS_LOG=FILE once the file is there, one of FAULTS is planted in every fourth step that decodes or verifies
-                       drafts; each becomes a line of JSON: planted (its name) and step, and what was reported a line with reported and begun
+                       drafts; each becomes a line of JSON: planted (its name) and step, and what was reported a line
+                       with reported and begun
 """
 
 from __future__ import annotations

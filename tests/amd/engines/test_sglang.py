@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from rocm_attn.integrations.plugins import SGLANG as SGLANG_PLUGIN
 from tests.amd.engines.models import model
-from tests.amd.engines.serving import MOST_STEPS_LATER, assert_equal_tokens, prompts
+from tests.amd.engines.serving import LONG_LENGTHS, MOST_STEPS_LATER, assert_equal_tokens, prompts
 from tests.amd.engines.sglang_kit import GROUPS
 from tests.amd.engines.sglang_plugin import FAULTS, WINDOW_FAULTS
 from tests.amd.engines.sglang_runs import SGLANG, SglangVenv, sglang_venv
@@ -189,7 +192,7 @@ def test_latent_attention_gives_the_tokens_of_transformers(sglang: SglangVenv, t
     from transformers import DeepseekV3ForCausalLM
 
     asked = [run(sglang, "deepseek", page_size=size) for size in (1, 16)]
-    reference = DeepseekV3ForCausalLM.from_pretrained(model("deepseek", sglang.folder), dtype=torch.float32)
+    reference: Any = DeepseekV3ForCausalLM.from_pretrained(model("deepseek", sglang.folder), dtype=torch.float32)
     assert_equal(sglang.ours(asked, tmp_path), said_by(reference, asked[0]))
 
 
@@ -200,11 +203,45 @@ def test_sparse_attention_gives_the_tokens_of_transformers(sglang: SglangVenv, t
 
     asked = run(sglang, "deepseek_sparse", page_size=64, chunked_prefill_size=64)
     asked.rounds = [prompts(LONG_LENGTHS, 130), prompts(LONG_LENGTHS, 130)[-3:]]
-    reference = DeepseekV32ForCausalLM.from_pretrained(model("deepseek_sparse", sglang.folder), dtype=torch.float32)
+    reference: Any = DeepseekV32ForCausalLM.from_pretrained(
+        model("deepseek_sparse", sglang.folder), dtype=torch.float32
+    )
+    dense = said_by(without_choice(reference), asked)
     with index_keys_in_eight_bits(reference):
         stock = said_by(reference, asked)
-    dense = replace_indexers(reference)
-    assert_equal(sglang.ours([asked], tmp_path), stock)
+    assert stock.tokens != dense.tokens  # what is chosen counts
+    (ours,) = sglang.ours([asked], tmp_path)
+    assert ours.tokens == stock.tokens
+    assert all(cached >= 64 for cached in ours.cached[1])
+
+
+def without_choice(reference: Any) -> Any:
+    """The same model, which attends to all keys."""
+    from transformers import DeepseekV32ForCausalLM
+
+    dense: Any = DeepseekV32ForCausalLM(reference.config).float()
+    dense.load_state_dict(reference.state_dict())
+    for layer in dense.model.layers:
+        layer.self_attn.indexer.index_topk = 4096
+    return dense
+
+
+@contextmanager
+def index_keys_in_eight_bits(reference: Any) -> Iterator[None]:
+    """Index keys as SGLang's pool has them: E4M3, with a power of two for each layer."""
+    from transformers.cache_utils import Cache
+
+    norms = [layer.self_attn.indexer.k_norm for layer in reference.model.layers]
+    longest = [float(norm.weight.abs().max() * len(norm.weight) ** 0.5 + norm.bias.abs().max()) for norm in norms]
+    factors = [2.0 ** math.ceil(math.log2(each * 2**0.5 / 448)) for each in longest]
+    keep: Any = Cache.update_indexer
+
+    def coded(cache: Any, keys: torch.Tensor, layer: int, *more: Any, **named: Any) -> Any:
+        codes = (keys / factors[layer]).to(torch.float8_e4m3fn)
+        return keep(cache, codes.to(keys.dtype) * factors[layer], layer, *more, **named)
+
+    with patch.object(Cache, "update_indexer", coded):
+        yield
 
 
 def said_by(reference: Any, asked: Run) -> Answer:

@@ -1,4 +1,4 @@
-"""DSA in SGLang: indexers, index pages and layers that share a choice, over stand-ins that are written by its source."""
+"""DSA in SGLang: indexers, index pages and layers that share a choice, over stand-ins written by its source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What drafts that are verified see, in memory that our backend of SGLang has for it, and replays that allocate none."""
+"""What drafts that are verified see, in memory that our backend of SGLang has for it; replays allocate none."""
 
 from __future__ import annotations
 
@@ -86,6 +86,24 @@ def test_a_mask_that_is_written_in_place_is_read_there_in_every_replay(engine: E
         graph.replay(batch, mask=chains_and_branches(batch), into=memory)
     graph.replay(requests[:1], mask=chains_and_branches(requests[:1]))  # of n-grams, in memory of their own
     engine.hooks.attention.check_device()
+
+
+def test_halves_of_an_overlapped_batch_read_their_parts_of_its_mask_in_graphs_of_their_own(engine: Engine) -> None:
+    """SGLang writes the mask where the whole batch's backend has it, and hands each half's a part of that."""
+    whole, requests = engine.hooks, [engine.admit() for _ in range(3)]
+    engine.run(Mode.EXTEND, requests, [9, 2, 5])
+    graphs = []
+    for _ in range(2):
+        engine.hooks = AttentionHooks(engine.runner, engine.serving)
+        engine.hooks.init_cuda_graph_state(4, 4 * DRAFTS)
+        graphs.append((engine.hooks, Graph(engine, 2, width=DRAFTS, mode=Mode.TARGET_VERIFY, topk=2)))
+    cells, first = whole.mask_cells, 0
+    assert cells is not None
+    for (engine.hooks, graph), half in zip(graphs, (requests[:1], requests[1:]), strict=True):
+        mask, count = chains_and_branches(half), sum(DRAFTS * (each.kv_len + DRAFTS) for each in half)
+        graph.replay(half, mask=mask, into=cells[first:], says_padding=False)
+        engine.hooks.attention.check_device()
+        first += count
 
 
 def test_there_is_room_for_the_mask_of_the_longest_sequences(engine: Engine) -> None:

@@ -136,6 +136,10 @@ class ModelLayers:
         )
         return keys[: self.num_pages]
 
+    def index_address(self, place: int, pool: Pool) -> int:
+        """Where a layer's index keys lie in a pool. SGLang waits here, as for K and V."""
+        return indexers.index_rows(pool, self.layers[place].layer_id).data_ptr()
+
     def index_factor(self, place: int, pool: Pool) -> Tensor:
         """float32 [1], what a code of a layer's index keys is worth; a pool has it beside each key from now on."""
         module = self._indexers[place]

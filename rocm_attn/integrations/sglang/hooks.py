@@ -152,11 +152,11 @@ class AttentionHooks:
     def _bind_index(self, attention: ExternalAttention, place: int) -> None:
         """A layer's index keys, where they lie now."""
         pool = self.token_to_kv_pool
-        keys = self._layers.index_keys(place, pool)
-        if self._index_keys.get(place) != keys.data_ptr():
+        address = self._layers.index_address(place, pool)
+        if self._index_keys.get(place) != address:
             factor = self._factors[place] = self._layers.index_factor(place, pool)
-            attention.bind_index(place, keys, factor)
-            self._index_keys[place] = keys.data_ptr()
+            attention.bind_index(place, self._layers.index_keys(place, pool), factor)
+            self._index_keys[place] = address
 
     def _follow(self) -> None:
         """Another pool, or tables that lie elsewhere. Raises WrongState where graphs read the old ones."""

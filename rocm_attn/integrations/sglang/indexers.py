@@ -88,17 +88,22 @@ def key_factor(module: IndexerModule, encoding: KVEncoding) -> float:
     return 2.0 ** math.ceil(math.log2(max(largest, torch.finfo(torch.float32).tiny) * math.sqrt(2) / most))
 
 
+def index_rows(pool: Pool, layer_id: int) -> Tensor:
+    """uint8 [pages, bytes of a page]: a layer's index keys in SGLang's pool, of each page first codes, then factors."""
+    rows: Tensor = pool.get_index_k_with_scale_buffer(layer_id)  # type: ignore[attr-defined]  # of pools of DSA
+    return rows
+
+
 def index_pages(pool: Pool, layer_id: int, module: IndexerModule, page_size: int, encoding: KVEncoding) -> Tensor:
     """A layer's index keys in SGLang's pool: [pages, page_size, index_dim], codes, with gaps between pages."""
-    rows: Tensor = pool.get_index_k_with_scale_buffer(layer_id)  # type: ignore[attr-defined]  # of pools of DSA
+    rows = index_rows(pool, layer_id)
     codes = rows.as_strided((rows.shape[0], page_size, module.head_dim), (rows.stride(0), module.head_dim, 1))
     return codes.view(encoding.over(torch.float32).dtype)
 
 
 def write_factors(pool: Pool, layer_id: int, module: IndexerModule, page_size: int, factor: float) -> None:
     """Put a layer's factor beside each of its keys, where SGLang has those of tokens."""
-    rows: Tensor = pool.get_index_k_with_scale_buffer(layer_id)  # type: ignore[attr-defined]  # of pools of DSA
-    rows.view(torch.float32)[:, page_size * module.head_dim // _FACTOR_BYTES :] = factor
+    index_rows(pool, layer_id).view(torch.float32)[:, page_size * module.head_dim // _FACTOR_BYTES :] = factor
 
 
 def refusals(pool: Pool, modules: list[IndexerModule], page_size: int, *, with_masks: bool) -> list[str]:

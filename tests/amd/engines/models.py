@@ -222,7 +222,7 @@ def write_small_deepseek(folder: Path, **own: Any) -> None:
     """A DeepSeek V3 of three dense layers with random weights. own: of its config"""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-    more = {"num_nextn_predict_layers": 0, "architectures": ["DeepseekV3ForCausalLM"]}
+    more: dict[str, Any] = {"num_nextn_predict_layers": 0, "architectures": ["DeepseekV3ForCausalLM"]}
     config = DeepseekV3Config(**SMALL_DEEPSEEK, **more, **own)
     write_random(folder, lambda: DeepseekV3ForCausalLM(config))
 

@@ -219,7 +219,7 @@ def without_choice(reference: Any) -> Any:
     """The same model, which attends to all keys."""
     from transformers import DeepseekV32ForCausalLM
 
-    dense: Any = DeepseekV32ForCausalLM(reference.config).float()
+    dense: Any = DeepseekV32ForCausalLM(reference.config)
     dense.load_state_dict(reference.state_dict())
     for layer in dense.model.layers:
         layer.self_attn.indexer.index_topk = 4096

@@ -172,7 +172,7 @@ def test_a_release_that_was_not_tested_is_refused(backend: Any, runner: Any, mon
 def test_a_chain_has_a_small_mask_from_the_start_that_is_not_read(server: Server, backend: Any, runner: Any) -> None:
     assert backend.create(runner).verify_mask is None
     server.topk, server.drafts = 1, 4
-    made = backend.create(runner)
+    made: Any = backend.create(runner)
     mask = made.verify_mask
     assert (mask.mode, mask.is_read, mask.max_bs) == (TreeMaskMode.QLEN_ONLY, False, made.attention.bounds.num_seqs)
     assert mask.buffer.numel() == mask.max_bs * 4 * 4
@@ -186,10 +186,10 @@ def test_a_trees_mask_lies_where_graphs_read_it_once_their_largest_is_known(
     server: Server, backend: Any, runner: Any
 ) -> None:
     server.topk, server.drafts = 2, 4
-    made = backend.create(runner)
+    made: Any = backend.create(runner)
     assert made.verify_mask is None
     made.init_cuda_graph_state(2, 8)
-    mask = made.verify_mask
+    mask: Any = made.verify_mask
     assert (mask.mode, mask.is_read, mask.max_bs) == (TreeMaskMode.FULL_MASK, True, 2)
     assert mask.buffer is made.mask_cells
     assert mask.buffer.numel() >= 2 * 4 * (made.max_context_len + 4)  # SGLang's tree_mask_numel

@@ -34,6 +34,7 @@ class Rotary(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("frequencies", torch.tensor([0.7, 0.1]))
+        self.frequencies: Tensor
 
     def forward(self, positions: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         angle = positions[:, None].to(q.device).float() * self.frequencies
@@ -71,8 +72,8 @@ class Indexer(nn.Module):
     def keys_and_gates(self) -> tuple[Tensor, Tensor]:
         """Weights."""
         if hasattr(self, "wk_weights_proj"):
-            k, gates = self.wk_weights_proj.weight.split([INDEX_DIM, HEADS])
-            return k, gates
+            rows = self.wk_weights_proj.weight
+            return rows[:INDEX_DIM], rows[INDEX_DIM:]
         return self.wk.weight, self.weights_proj.weight
 
 
@@ -111,7 +112,7 @@ class SparseEngine(Engine):
         return self.random_rows(padded, HIDDEN), self.random_rows(padded, LORA)
 
     def forward_sparse(self, step: Step, x: Tensor, q_lora: Tensor, positions: Tensor) -> None:
-        chosen = self.hooks.choose(0, project(self.indexer, x, q_lora, positions))  # type: ignore[arg-type]
+        chosen = self.hooks.choose(0, project(self.indexer, x, q_lora, positions))
         self.forward(step, topk_indices=chosen)
 
     def seen(self, requests: Sequence[Request], step: Step, x: Tensor, q_lora: Tensor) -> Callable[[int], Array]:
@@ -188,11 +189,11 @@ def test_a_graph_chooses_anew_in_each_replay(provider: str, device: torch.device
     def forward(step: Step, hooks: object = None, **more: object) -> None:
         chosen = engine.hooks.choose(
             0,
-            project(engine.indexer, x, q_lora, step.batch.positions),  # type: ignore[arg-type]
+            project(engine.indexer, x, q_lora, step.batch.positions),
         )
         Engine.forward(engine, step, topk_indices=chosen)
 
-    engine.forward = forward  # type: ignore[method-assign,assignment]
+    engine.forward = forward  # type: ignore[method-assign]  # for this test
     graph = Graph(engine, 4)
     for batch in (requests, requests[1:], requests[:1]):
         for to in (x, q_lora):
@@ -230,7 +231,7 @@ def test_what_was_chosen_in_another_step_or_not_at_all_is_refused(provider: str,
     engine.run_sparse(Mode.EXTEND, [one], [6])
     earlier = engine.hooks.choose(
         0,
-        project(engine.indexer, *engine.inputs(6), torch.arange(6, device=device)),  # type: ignore[arg-type]
+        project(engine.indexer, *engine.inputs(6), torch.arange(6, device=device)),
     )
     step = engine.step_of(engine.batch(Mode.DECODE, [one], [1]), [1])
     engine.hooks.init_forward_metadata(step.batch)

@@ -23,11 +23,11 @@ from tests.amd.integrations.sglang_stand_in import Engine, Graph, Mode, Request
 DRAFTS = 3
 
 
-class Allocations(TorchDispatchMode):
+class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as torch has it
     """Names of operations whose results lie in memory that none of their arguments has."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # as torch has it
         self.made: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -132,7 +132,7 @@ def test_a_replay_allocates_nothing(mode: Mode, says_padding: bool, engine: Engi
     engine.run(Mode.EXTEND, requests, [9, 2, 5])
     is_tree = mode is Mode.TARGET_VERIFY
     graph = Graph(engine, 4, width=1 if mode is Mode.DECODE else DRAFTS, mode=mode, topk=2 if is_tree else 1)
-    mask = {"mask": chains_and_branches(requests), "into": engine.hooks.mask_cells} if is_tree else {}
+    mask: dict[str, Any] = {"mask": chains_and_branches(requests), "into": engine.hooks.mask_cells} if is_tree else {}
     graph.replay(requests, says_padding=says_padding, **mask)
     with no_allocation(device):
         engine.hooks.init_forward_metadata_out_graph(graph.view)

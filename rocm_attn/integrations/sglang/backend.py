@@ -5,19 +5,52 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch
+from sglang.kernels.ops.quantization.fp8_kernel import is_fp8_fnuz
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
+from sglang.srt.layers.attention.verify_mask import VerifyMask
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
+from sglang.srt.runtime_context import attention_backends, get_disagg, get_exec, get_memory, get_parallel, get_spec
+from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
 from rocm_attn.errors import Unsupported
 from rocm_attn.integrations.engine_settings import fault_policy, provider
 from rocm_attn.integrations.plugins import SGLANG
 from rocm_attn.integrations.sglang.hooks import AttentionHooks, Serving
+from rocm_attn.integrations.sglang.names import ours
 from rocm_attn.machine.agreement import alone, among
+from rocm_attn.problem import KVEncoding
 
 
 class RocmAttnBackend(AttentionHooks, AttentionBackend):
     """SGLang's AttentionBackend."""
+
+    def __init__(self, runner: Any, serving: Serving, **more: Any) -> None:
+        super().__init__(runner, serving, **more)
+        self._mask: VerifyMask | None = None
+        drafts = serving.draft_tokens
+        if drafts and not serving.with_trees:
+            # The mask of a chain is not looked at, but SGLang writes one: as few cells as it can be told to.
+            num_seqs = self.attention.bounds.num_seqs
+            with torch.inference_mode(False):
+                cells = torch.zeros(num_seqs * drafts**2, dtype=torch.bool, device=self._device)
+            self._mask = VerifyMask(cells, TreeMaskMode.QLEN_ONLY, num_seqs, is_read=False)
+
+    @property
+    def verify_mask(self) -> VerifyMask | None:
+        """Where SGLang writes what drafts that are verified see; None: into memory of its own, in each step.
+
+        A tree's mask has a cell for each token of the longest sequence, so that there is room for it once graphs say
+        of how many sequences.
+        """
+        return self._mask
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, *more: object, **named: object) -> None:
+        """As AttentionHooks. Raises NeverFits."""
+        super().init_cuda_graph_state(max_bs, max_num_tokens, *more, **named)
+        cells = self.mask_cells
+        if self._mask is None and cells is not None and self._serving.draft_tokens:
+            self._mask = VerifyMask(cells, TreeMaskMode.FULL_MASK, max_bs)
 
     def shared_read_ends(self, fm: Any) -> Any:
         """When SGLang may write into its table again: after the step, since layers may read it where it lies."""
@@ -37,12 +70,37 @@ def serving_of(runner: Any) -> Serving:
         raise Unsupported("decode context parallelism is not served in SGLang; use --dcp-size 1")
     if runner.kv_index_translator.is_translating:
         raise Unsupported("a unified KV pool keeps virtual slots in its table, which is not served")
-    is_alone = parallel.attn_tp_size == 1
+    if hasattr(runner.token_to_kv_pool, "get_index_k_with_scale_buffer"):
+        _check_sparse(runner)
+    is_alone, spec = parallel.attn_tp_size == 1, get_spec()
     return Serving(
         RadixAttention,
         provider=provider(os.environ),
         deterministic=get_exec().deterministic.enable_deterministic_inference,
-        with_trees=(get_spec().speculative_eagle_topk or 0) > 1 or runner.spec_algorithm.is_ngram(),
+        with_trees=(spec.speculative_eagle_topk or 0) > 1 or runner.spec_algorithm.is_ngram(),
+        draft_tokens=0 if runner.is_draft_worker else spec.speculative_num_draft_tokens or 0,
+        index_encoding=KVEncoding.E4M3FNUZ if is_fp8_fnuz() else KVEncoding.E4M3FN,
         on_fault=fault_policy(os.environ, SGLANG.log),
         agree=alone if is_alone else among(parallel.attn_tp_group.cpu_group),
     )
+
+
+def _check_sparse(runner: Any) -> None:
+    """Refuse what would have index keys read or written by others, or kept from step to step. Raises Unsupported."""
+    if not set(attention_backends()) <= {*ours()}:
+        raise Unsupported(
+            f"index keys are scaled as one backend says, and prompts and decode have two: {attention_backends()}; "
+            "use one --attention-backend"
+        )
+    if get_memory().enable_hisparse:
+        raise Unsupported("index keys that move to the host are not served; leave --enable-hisparse out")
+    if get_disagg().disaggregation_mode != "null":
+        raise Unsupported(
+            "index keys of another server may be scaled otherwise; serve models with indexers without "
+            "--disaggregation-mode"
+        )
+    if runner.is_draft_worker and getattr(runner.model_config.hf_config, "index_share_for_mtp_iteration", False):
+        raise Unsupported(
+            "the draft model attends to keys that were chosen in an earlier step, and what is chosen here is kept for "
+            "one step; override index_share_for_mtp_iteration to false (--json-model-override-args)"
+        )

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rocm_attn.errors import NeverFits
 from rocm_attn.integrations.sglang.hooks import AttentionHooks, Serving
-from rocm_attn.integrations.sglang.seen import PAD_KV_LEN, PAD_ROW, Batch, Pool, Runner
+from rocm_attn.integrations.sglang.seen import PAD_KV_LEN, Batch, Pool, Runner
 
 
 def create_draft_steps(runner: Runner, topk: int, num_steps: int) -> DraftSteps:
@@ -94,7 +94,7 @@ class DraftSteps:
         """All steps, eagerly."""
         self._write_branches(forward_batch)
         for number, backend in enumerate(self.attn_backends):
-            backend.begin(backend.branch_step(*self._step(forward_batch, number), captured=False), None)
+            backend.begin(backend.branch_step(forward_batch, number, self.topk, captured=False), None)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Fix what graphs read. max_bs: sequences; each has topk branches"""
@@ -112,7 +112,7 @@ class DraftSteps:
     def init_forward_metadata_out_graph(self, forward_batch: Batch, in_capture: bool = False) -> None:
         """Before a capture and each replay of the graph of all steps."""
         for number, backend in enumerate(self.attn_backends):
-            backend.begin_graphed(backend.branch_step(*self._step(forward_batch, number), captured=True))
+            backend.begin_graphed(backend.branch_step(forward_batch, number, self.topk, captured=True))
 
     def init_forward_metadata_in_graph(self, forward_batch: Batch) -> None:
         """Captured, before the first step: the batch's rows and lengths lie where they will at each replay."""
@@ -127,13 +127,3 @@ class DraftSteps:
         if self._branches is not None:
             count = batch.batch_size
             self._branches.write(batch.req_pool_indices[:count], batch.seq_lens[:count])
-
-    def _step(self, batch: Batch, number: int) -> tuple[Tensor, Tensor | None]:
-        """Tokens of each branch in a step, its new one included, and its row in SGLang's table; None in our own.
-
-        Pads, in row 0, have none.
-        """
-        count = batch.batch_size
-        rows, before = batch.req_pool_indices[:count], batch.seq_lens[:count]
-        kv_len = (before + (number + 1)) * (rows != PAD_ROW)
-        return (kv_len, rows) if self._branches is None else (kv_len.repeat_interleave(self.topk), None)

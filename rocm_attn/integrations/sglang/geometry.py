@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from rocm_attn.errors import Unsupported, WrongState
 from rocm_attn.external import LayerSource
-from rocm_attn.integrations.sglang.seen import Layer, Pool, Runner, windowed_layers
+from rocm_attn.integrations.sglang import indexers
+from rocm_attn.integrations.sglang.seen import IndexerModule, Layer, Pool, Runner, windowed_layers
 from rocm_attn.kernels.cache.page_format import Encoding, PoolKind, Scales
+from rocm_attn.kernels.sparse.arguments import Indexing
 from rocm_attn.paging.adopted import EnginePages
 from rocm_attn.paging.index_spaces import Space
-from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem
+from rocm_attn.problem import ALL_KEYS, UNLIMITED_WINDOW, AllKeys, EarlierSelection, Indexer, KVEncoding, Problem
 from rocm_attn.step.head_weights import NO_HEAD_WEIGHTS, HeadWeights
 
 # What models of SGLang call the logits that their heads add to the softmax denominator.
@@ -24,10 +26,17 @@ _SINK_NAMES = ("sinks", "attention_sink_bias")
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A layer of a model. sinks: float [q_heads], or None where it has none"""
+    """A layer of a model.
+
+    sinks:      float [q_heads], or None where it has none
+    is_sparse:  whether it attends to keys that were chosen
+    indexer:    what chooses them; None where the layer has none of its own
+    """
 
     layer: Layer
     sinks: Tensor | None
+    is_sparse: bool
+    indexer: IndexerModule | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +53,16 @@ class ModelLayers:
 
     page_size:  that tables and pages are read at: the pool's, or 1, at which a pool of tokens can always be read
     with_masks: whether steps may bring a tree of drafts
+    index_encoding: of index keys in SGLang's pages
 
     Raises Unsupported with every reason where a layer is not served.
     """
 
-    def __init__(self, runner: Runner, layer_type: type, *, page_size: int, with_masks: bool) -> None:
+    def __init__(
+        self, runner: Runner, layer_type: type, *, page_size: int, with_masks: bool, index_encoding: KVEncoding
+    ) -> None:
         self._runner, self._page_size, self._with_masks = runner, page_size, with_masks
+        self._index_encoding = index_encoding
         pool = runner.token_to_kv_pool
         found = [each for each in _found(runner.model, layer_type) if _has_pages(each.layer, runner)]
         if not found:
@@ -58,6 +71,9 @@ class ModelLayers:
                 "geometry must be known then: choose another attention backend"
             )
         refused = [f"layer {each.layer.layer_id}: {why}" for each in found for why in _refusals(each.layer, runner)]
+        modules = [each.indexer for each in found if each.indexer is not None]
+        if modules:
+            refused += indexers.refusals(pool, modules, page_size, with_masks=with_masks)
         if refused:
             raise Unsupported("; ".join(refused))
         self.layers: Sequence[Layer] = [each.layer for each in found]
@@ -66,7 +82,10 @@ class ModelLayers:
         self._looked_up: dict[int, tuple[Layer, int]] = {}
         self._sinks = [each.sinks for each in found]
         windowed = windowed_layers(pool)
-        self._problems = [self._problem(each, pool) for each in found]
+        self._indexers = {place: each.indexer for place, each in enumerate(found) if each.indexer is not None}
+        self._problems = [
+            self._problem(each, chosen, pool) for each, chosen in zip(found, self._choices(found), strict=True)
+        ]
         self.sources = [
             LayerSource(
                 problem,
@@ -93,6 +112,40 @@ class ModelLayers:
     def sinks(self) -> list[Tensor | None]:
         """Of each layer, as the model has them now."""
         return [None if each is None else _values(each) for each in self._sinks]
+
+    @property
+    def indexer_modules(self) -> Mapping[int, IndexerModule]:
+        """Place of a layer -> what chooses its keys, of those that have it."""
+        return self._indexers
+
+    def place_of_indexer(self, layer_id: int) -> int:
+        """The place of the layer that has an indexer and this id. Raises WrongState."""
+        for place in self._indexers:
+            if self.layers[place].layer_id == layer_id:
+                return place
+        raise WrongState(f"layer {layer_id} had no indexer when its backend was made, so no kernel was chosen for it")
+
+    def is_sparse(self, place: int) -> bool:
+        """Whether a layer attends to keys that were chosen."""
+        return not isinstance(self._problems[place].indexer, AllKeys)
+
+    def index_keys(self, place: int, pool: Pool) -> Tensor:
+        """A layer's index keys in a pool, as ExternalAttention.bind_index takes them, in as many pages as it has."""
+        keys = indexers.index_pages(
+            pool, self.layers[place].layer_id, self._indexers[place], self._page_size, self._index_encoding
+        )
+        return keys[: self.num_pages]
+
+    def index_address(self, place: int, pool: Pool) -> int:
+        """Where a layer's index keys lie in a pool. SGLang waits here, as for K and V."""
+        return indexers.index_rows(pool, self.layers[place].layer_id).data_ptr()
+
+    def index_factor(self, place: int, pool: Pool) -> Tensor:
+        """float32 [1], what a code of a layer's index keys is worth; a pool has it beside each key from now on."""
+        module = self._indexers[place]
+        factor = indexers.key_factor(module, self._index_encoding)
+        indexers.write_factors(pool, self.layers[place].layer_id, module, self._page_size, factor)
+        return torch.tensor([factor], dtype=torch.float32, device=self._runner.device)
 
     @property
     def has_strides(self) -> bool:
@@ -137,7 +190,27 @@ class ModelLayers:
         pages = rows.shape[0] // self._page_size
         return rows[: pages * self._page_size].view(pages, self._page_size, *rows.shape[1:])
 
-    def _problem(self, found: Found, pool: Pool) -> Problem:
+    def _choices(self, found: Sequence[Found]) -> list[AllKeys | Indexer | EarlierSelection]:
+        """Which keys each layer attends to, in order. Raises Unsupported for a choice that no layer has made."""
+        choices: list[AllKeys | Indexer | EarlierSelection] = []
+        earlier: Indexing | None = None
+        for each in found:
+            if each.indexer is not None:
+                own = indexers.indexer_of(each.indexer, self._index_encoding)
+                earlier = own.indexing
+                choices.append(own)
+            elif not each.is_sparse:
+                choices.append(ALL_KEYS)
+            elif earlier is None:
+                raise Unsupported(
+                    f"layer {each.layer.layer_id} attends to keys that an earlier layer has chosen, and this rank has "
+                    "none before it; use --pp-size 1"
+                )
+            else:
+                choices.append(EarlierSelection(earlier))
+        return choices
+
+    def _problem(self, found: Found, indexer: AllKeys | Indexer | EarlierSelection, pool: Pool) -> Problem:
         layer, encoding = found.layer, Encoding.of(pool.get_key_buffer(found.layer.layer_id).dtype)
         is_coded = encoding.is_fp8
         return Problem(
@@ -155,6 +228,7 @@ class ModelLayers:
             pool=PoolKind.LATENT if self.is_latent else PoolKind.SPLIT,
             kv_encoding=KVEncoding(encoding.value) if is_coded else KVEncoding.LIKE_Q,
             kv_scales=Scales.LAYER if is_coded else Scales.NONE,
+            indexer=indexer,
         )
 
 
@@ -165,7 +239,9 @@ def _found(model: nn.Module, layer_type: type) -> list[Found]:
         for child in module.children():
             if isinstance(child, layer_type):
                 sinks = next((getattr(module, name, None) for name in _SINK_NAMES if _is_tensor(module, name)), None)
-                found.setdefault(id(child), Found(cast("Layer", child), sinks))
+                is_sparse = bool(getattr(module, "use_dsa", False))
+                indexer = getattr(module, "indexer", None) if is_sparse else None
+                found.setdefault(id(child), Found(cast("Layer", child), sinks, is_sparse, indexer))
     return sorted(found.values(), key=lambda each: each.layer.layer_id)
 
 

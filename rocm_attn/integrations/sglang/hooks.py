@@ -21,11 +21,13 @@ from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, Fault
 from rocm_attn.guards.registry import Guards
 from rocm_attn.integrations.plugins import SGLANG, log_kernels
 from rocm_attn.integrations.sglang.geometry import ModelLayers
+from rocm_attn.integrations.sglang.indexers import Projected
 from rocm_attn.integrations.sglang.seen import PAD_KV_LEN, Batch, Layer, Pool, Rows, Runner, slot_map
 from rocm_attn.integrations.sglang.steps import StepMaker, has_tree
 from rocm_attn.machine.agreement import Agree, alone
 from rocm_attn.paging.adopted import TableSource, TableUnit
 from rocm_attn.paging.index_spaces import Space
+from rocm_attn.problem import KVEncoding
 from rocm_attn.step.external_step import NO_CELLS, BoolCells, ExternalStep, NoCells
 from rocm_attn.step.head_weights import HeadWeights
 
@@ -38,6 +40,8 @@ class Serving:
     provider:      of kernels
     deterministic: whether a request's text must not depend on its batch
     with_trees:    whether drafts that are verified are trees
+    draft_tokens:  that are verified for each sequence at a time, its last token among them; 0: none are
+    index_encoding: of index keys in SGLang's pages
     agree:         how tensor-parallel ranks agree on kernels
     on_fault:      called with what went wrong on the device in an earlier step
     guards:        the safeguards; None: all, less those that the environment switches off
@@ -47,6 +51,8 @@ class Serving:
     provider: str = "auto"
     deterministic: bool = False
     with_trees: bool = False
+    draft_tokens: int = 0
+    index_encoding: KVEncoding = KVEncoding.E4M3FN
     agree: Agree = alone
     on_fault: FaultPolicy = raise_fault
     guards: Guards | None = None
@@ -82,8 +88,10 @@ class AttentionHooks:
             serving.layer_type,
             page_size=runner.page_size if page_size is None else page_size,
             with_masks=serving.with_trees,
+            index_encoding=serving.index_encoding,
         )
         self._cells: Tensor | None = None
+        self._chosen: Tensor | None = None
         self._attention = self._build(self._table().shape[0])
         log_kernels(SGLANG, self._attention.kernels().selections)
 
@@ -136,6 +144,19 @@ class AttentionHooks:
             pages = self._layers.pages(place, pool)
             attention.bind(place, pages.k, pages.v, pages.coded)
             self._addresses.append(self._layers.addresses(place, pool))
+        self._index_keys: dict[int, int] = {}
+        self._factors: dict[int, Tensor] = {}
+        for place in self._layers.indexer_modules:
+            self._bind_index(attention, place)
+
+    def _bind_index(self, attention: ExternalAttention, place: int) -> None:
+        """A layer's index keys, where they lie now."""
+        pool = self.token_to_kv_pool
+        address = self._layers.index_address(place, pool)
+        if self._index_keys.get(place) != address:
+            factor = self._factors[place] = self._layers.index_factor(place, pool)
+            attention.bind_index(place, self._layers.index_keys(place, pool), factor)
+            self._index_keys[place] = address
 
     def _follow(self) -> None:
         """Another pool, or tables that lie elsewhere. Raises WrongState where graphs read the old ones."""
@@ -160,7 +181,7 @@ class AttentionHooks:
         self._follow()
         self._attention.begin(step)
         self._attention.fill(slots)
-        self._tokens = step.shape.num_tokens
+        self._tokens, self._chosen = step.shape.num_tokens, None
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, *_: object, **__: object) -> None:
         """Fix what graphs read, with room for so many sequences and tokens."""
@@ -177,10 +198,29 @@ class AttentionHooks:
         bounds = self._attention.bounds
         tokens = max(max_bs, max_num_tokens)
         if self._serving.with_trees:
-            with torch.inference_mode(False):
-                self._cells = torch.zeros(tokens * self._attention.max_kv_len, dtype=torch.bool, device=self._device)
+            self._cells = self._mask_of(max(max_bs, 1), tokens)
         self._attention.seal(Bounds(max(max_bs, 1), tokens, bounds.kv_len, bounds.num_pages))
         self._is_sealed, self._sealed_tokens = True, tokens
+
+    def _mask_of(self, num_seqs: int, num_tokens: int) -> Tensor:
+        """Room for what the drafts of so many sequences see, as SGLang sizes it: their own tokens on top of the rest.
+
+        SGLang writes it in place (verify_mask), and graphs read it there.
+        """
+        drafts = self._serving.draft_tokens
+        rows = max(num_tokens, num_seqs * drafts)
+        with torch.inference_mode(False):
+            return torch.zeros(rows * (self.max_context_len + drafts), dtype=torch.bool, device=self._device)
+
+    @property
+    def mask_cells(self) -> Tensor | None:
+        """bool [n], where graphs read what drafts that are verified see; None: nowhere, or not yet."""
+        return self._cells
+
+    @property
+    def max_context_len(self) -> int:
+        """Tokens of the longest sequence. SGLang sizes a mask by it where we have no room for one."""
+        return self._attention.max_kv_len
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Tokens of a pad."""
@@ -193,9 +233,9 @@ class AttentionHooks:
         cells = self._graph_cells(forward_batch, in_capture=in_capture)
         self.begin_graphed(self._steps.graphed(forward_batch, cells, in_capture=in_capture))
 
-    def branch_step(self, kv_len: Tensor, rows: Tensor | None, *, captured: bool) -> ExternalStep:
-        """A step of one new token in each branch of drafts. kv_len: int64 [branches], 0 for pads"""
-        return self._steps.branches(kv_len, rows, captured=captured)
+    def branch_step(self, batch: Batch, number: int, branches: int, *, captured: bool) -> ExternalStep:
+        """The number-th step of drafts after a batch's tokens, of so many branches of each sequence."""
+        return self._steps.branches(batch, number, branches, captured=captured)
 
     def use_own_table(self, table: Tensor) -> None:
         """Read this table from now on; before the first capture."""
@@ -205,7 +245,7 @@ class AttentionHooks:
         """Before a capture or a replay."""
         self._follow()
         self._attention.begin(step)
-        self._tokens = step.shape.num_tokens
+        self._tokens, self._chosen = step.shape.num_tokens, None
 
     def init_forward_metadata_in_graph(self, forward_batch: Batch) -> None:
         """What is captured in the graph of a step before its layers."""
@@ -227,9 +267,10 @@ class AttentionHooks:
             if not has_tree(batch):
                 raise WrongState("drafts to be verified came without their tree, and their graph reads one")
             cells = batch.spec_info.custom_mask
-            if cells.numel() > self._cells.numel():
-                raise NeverFits(f"a tree's mask has {cells.numel()} cells, and graphs have {self._cells.numel()}")
-            self._cells[: cells.numel()].copy_(cells)
+            if cells.data_ptr() != self._cells.data_ptr():  # n-grams, and halves of a batch, have their own
+                if cells.numel() > self._cells.numel():
+                    raise NeverFits(f"a tree's mask has {cells.numel()} cells, and graphs have {self._cells.numel()}")
+                self._cells[: cells.numel()].copy_(cells)
         return BoolCells(self._cells, batch.positions)
 
     # Of a layer.
@@ -249,6 +290,28 @@ class AttentionHooks:
 
     forward_decode = forward_mixed = forward_extend
 
+    def get_indexer_metadata(self, layer_id: int, forward_batch: Batch) -> AttentionHooks:
+        """What chooses a layer's keys. SGLang's wrappers of backends lead here to the one of a batch."""
+        return self
+
+    def choose(self, layer_id: int, projected: Projected) -> Tensor:
+        """Store a step's index keys of a layer, and choose what its tokens, and those of later layers, attend to.
+
+        What is returned is what attention is to be called with as topk_indices. What was chosen lies in our memory.
+        """
+        place = self._layers.place_of_indexer(layer_id)
+        self._bind_index(self._attention, place)
+        tokens = self._tokens
+        if projected.q.shape[0] < tokens:
+            raise BadTensor(
+                f"the indexer of layer {layer_id} was called with {projected.q.shape[0]} tokens in a step of {tokens}; "
+                "its metadata is that of another batch"
+            )
+        self._attention.store_index(place, projected.k[:tokens])
+        self._attention.select(place, projected.q[:tokens], projected.gates[:tokens])
+        self._chosen = projected.q.new_empty((projected.q.shape[0], 0), dtype=torch.int32)
+        return self._chosen
+
     def support_triton(self) -> bool:
         """Whether SGLang may run Triton kernels of its own beside ours."""
         return self._device.type == "cuda"
@@ -259,6 +322,8 @@ class AttentionHooks:
         place = self._place(layer)
         q, k, v = _joined(q, k, v, layer, more)
         self._check_sinks(place, more.pop("sinks", None))
+        is_sparse = self._layers.is_sparse(place)
+        self._check_choice(layer, more.pop("topk_indices", None), is_sparse=is_sparse)
         if unknown := sorted(name for name, value in more.items() if value is not None and value is not False):
             raise Unsupported(f"layer {layer.layer_id} was called with {', '.join(unknown)}, which is not served")
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
@@ -278,7 +343,8 @@ class AttentionHooks:
             else:
                 v = v.view(-1, layer.tp_k_head_num, layer.v_head_dim)
             self._attention.store(place, k[:tokens], v[:tokens])
-        self._attention.attend(place, q[:tokens], out[:tokens])
+        attend = self._attention.attend_selected if is_sparse else self._attention.attend
+        attend(place, q[:tokens], out[:tokens])
         return out.view(out.shape[0], -1)
 
     def _place(self, layer: Layer) -> int:
@@ -302,11 +368,27 @@ class AttentionHooks:
                 "kernels were chosen; choose another attention backend for this model"
             )
 
+    def _check_choice(self, layer: Layer, chosen: Tensor | None, *, is_sparse: bool) -> None:
+        """A sparse layer is called with what was chosen in this step, and no other one is."""
+        if is_sparse:
+            if chosen is None or chosen is not self._chosen:
+                raise WrongState(
+                    f"layer {layer.layer_id} attends to keys that are chosen, and was called "
+                    + ("without a choice" if chosen is None else "with a choice that was not made in this step")
+                    + "; its indexer, or an earlier layer's, chooses in each step"
+                )
+        elif chosen is not None:
+            raise Unsupported(
+                f"layer {layer.layer_id} was called with topk_indices, and had no indexer when its kernels were chosen"
+            )
+
     def renew_sinks(self) -> None:
-        """Read the sinks of the model again, after its weights have changed."""
+        """Read the sinks of the model again, and what index keys are worth, after its weights have changed."""
         for place, sinks in enumerate(self._layers.sinks()):
             if sinks is not None:
                 self._attention.set_head_weights(place, HeadWeights(sinks=sinks))
+        for place in self._layers.indexer_modules:
+            self._factors[place].copy_(self._layers.index_factor(place, self.token_to_kv_pool))
 
 
 def _joined(

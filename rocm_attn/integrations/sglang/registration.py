@@ -9,9 +9,8 @@ from sglang.srt.arg_groups import choices
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from rocm_attn.integrations.plugins import SGLANG
+from rocm_attn.integrations.sglang.names import NAME, ours
 
-NAME = "rocm_attn"
 _FACTORY = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _UPDATES = (
@@ -46,18 +45,14 @@ def register_names() -> None:
         HookRegistry.register(f"{_UPDATER}.{update}", _renew_sinks, HookType.AFTER)
 
 
-def ours() -> tuple[str, ...]:
-    """The names that mean our backend."""
-    return (NAME, *SGLANG.taken())
-
-
 def _create(runner: Any) -> Any:
     # Here and below: a process that serves with another backend imports nothing of ours.
     from rocm_attn.integrations.sglang.backend import create
-    from rocm_attn.integrations.sglang.latent import attend_over_latent_rows
+    from rocm_attn.integrations.sglang.latent import attend_over_latent_rows, choose_by_our_kernels
 
     if runner.use_mla_backend:
         attend_over_latent_rows(ours())
+        choose_by_our_kernels()
     return create(runner)
 
 

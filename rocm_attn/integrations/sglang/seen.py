@@ -39,6 +39,28 @@ class Layer(Protocol):
     v_scale_float: float | None
 
 
+class IndexerModule(Protocol):
+    """Indexer of DSA, less what its own kernels need.
+
+    wq_b, k_norm, rotary_emb: makes index queries; scales index keys; rotates both. A module has wk and weights_proj, or
+                              wk_weights_proj in place of them, for keys and for gates
+    num_init_tokens, num_local_tokens: keys that are chosen whatever they score
+    """
+
+    n_heads: int
+    head_dim: int
+    rope_head_dim: int
+    index_topk: int
+    num_init_tokens: int
+    num_local_tokens: int
+    wq_b: Any
+    wk: Any
+    weights_proj: Any
+    wk_weights_proj: Any
+    k_norm: Any
+    rotary_emb: Any
+
+
 class Rows(Protocol):
     """ReqToTokenPool. req_to_token: int32 [rows, width], a request's row -> the slot of each of its tokens"""
 

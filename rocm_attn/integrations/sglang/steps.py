@@ -7,9 +7,34 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rocm_attn.errors import BadBatch
+from rocm_attn.errors import BadBatch, NeverFits
 from rocm_attn.integrations.sglang.seen import PAD_ROW, Batch, on_host, real_sequences
 from rocm_attn.step.external_step import NO_CELLS, ONE_EACH, BoolCells, ExternalStep, Lengths, NoCells
+
+
+class KvLengths:
+    """Lengths of steps that are not SGLang's tensor as it is, in memory that stays: a replay allocates nothing."""
+
+    def __init__(self, most: int, device: torch.device) -> None:
+        with torch.inference_mode(False):
+            self._lengths = torch.zeros(most, dtype=torch.int64, device=device)
+            self._is_pad = torch.zeros(most, dtype=torch.bool, device=device)
+
+    def of(self, batch: Batch, *, more: int, copies: int = 1, hides_pads: bool) -> Tensor:
+        """int64 [batch_size * copies]: each sequence's tokens and so many more, which the next call overwrites.
+
+        hides_pads: whether those in row 0, which SGLang keeps for pads, have none
+        Raises NeverFits.
+        """
+        count, most = batch.batch_size, len(self._lengths)
+        if count * copies > most:
+            raise NeverFits(f"a step has {count * copies} sequences, built for {most}; raise --max-running-requests")
+        lengths = self._lengths[: count * copies].view(count, copies)
+        torch.add(batch.seq_lens[:count, None].expand(-1, copies), more, out=lengths)
+        if hides_pads:
+            is_pad = torch.eq(batch.req_pool_indices[:count], PAD_ROW, out=self._is_pad[:count])
+            lengths.masked_fill_(is_pad[:, None], 0)
+        return lengths.view(-1)
 
 
 @dataclass(slots=True)
@@ -24,6 +49,10 @@ class StepMaker:
     max_kv_len: int
     device: torch.device
     _same: dict[int, Tensor] = field(default_factory=dict)
+    _kv_len: KvLengths = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._kv_len = KvLengths(self.num_seqs, self.device)
 
     def eager(self, batch: Batch) -> ExternalStep | None:
         """A step that is run at once; None where there is nothing to attend to."""
@@ -52,14 +81,18 @@ class StepMaker:
             return self._decode(batch, num_seqs, captured=True, hides_pads=real is None)
         raise BadBatch(f"{mode} cannot be captured; only decode, verified drafts and extended drafts can")
 
-    def branches(self, kv_len: Tensor, rows: Tensor | None, *, captured: bool) -> ExternalStep:
-        """One new token for each branch of drafts. kv_len: int64 [branches], 0 for pads"""
-        count = kv_len.shape[0]
+    def branches(self, batch: Batch, number: int, branches: int, *, captured: bool) -> ExternalStep:
+        """The number-th step of drafts after a batch's tokens: one new token for each of a sequence's branches.
+
+        With one branch sequences have their rows of SGLang's table; else each branch has one of a table of branches.
+        """
+        kv_len = self._kv_len.of(batch, more=number + 1, copies=branches, hides_pads=True)
+        count, rows = kv_len.shape[0], batch.req_pool_indices[: batch.batch_size] if branches == 1 else None
         return ExternalStep(count, count, count, kv_len, ONE_EACH, rows, 1, 1, self.max_kv_len, captured)
 
     def _decode(self, batch: Batch, num_seqs: int, *, captured: bool, hides_pads: bool = False) -> ExternalStep:
         count, rows = batch.batch_size, batch.req_pool_indices
-        kv_len = without_pads(batch.seq_lens, rows) if hides_pads else batch.seq_lens
+        kv_len = self._kv_len.of(batch, more=0, hides_pads=True) if hides_pads else batch.seq_lens
         longest = self.max_kv_len if captured else self._longest(batch)
         return ExternalStep(num_seqs, count, count, kv_len, ONE_EACH, rows, 1, 1, longest, captured)
 
@@ -69,9 +102,8 @@ class StepMaker:
         """As many new tokens in each sequence."""
         verifies, count, rows = batch.forward_mode.is_target_verify(), batch.batch_size, batch.req_pool_indices
         width = draft_width(batch)
-        kv_len = batch.seq_lens + width if verifies else batch.seq_lens
-        if hides_pads:
-            kv_len = without_pads(kv_len, rows)
+        more = width if verifies else 0
+        kv_len = self._kv_len.of(batch, more=more, hides_pads=hides_pads) if more or hides_pads else batch.seq_lens
         new = Lengths(self._of_width(width, count))
         # The host's lengths may lag here: how many drafts were accepted is known on the device first.
         return ExternalStep(
@@ -125,11 +157,6 @@ def has_tree(batch: Batch) -> bool:
         return False
     branches = getattr(spec, "tree_topk", getattr(spec, "topk", None))
     return branches != 1
-
-
-def without_pads(kv_len: Tensor, rows: Tensor) -> Tensor:
-    """Lengths that are 0 in row 0, which SGLang keeps for pads."""
-    return kv_len * (rows[: kv_len.shape[0]] != PAD_ROW)
 
 
 def _cells(batch: Batch) -> BoolCells | NoCells:

@@ -112,12 +112,110 @@ def write_gemma3_draft(folder: Path) -> None:
     save_file(near, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def write_llama(folder: Path) -> None:
+    """A small Llama whose next token follows from the last one more than from those before it."""
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    built = LlamaForCausalLM(_small_llama(num_hidden_layers=2))
+    for name, parameter in built.named_parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0, 1.0 if "embed_tokens" in name else 0.05)
+    built.save_pretrained(folder)
+
+
+def write_llama_head(folder: Path) -> None:
+    """An EAGLE head for the small Llama: of what it drafts, some is what the model says.
+
+    Its layer sees the embedding of a token, and a tenth of the model's hidden state of the one before.
+    """
+    random = torch.Generator().manual_seed(1)
+
+    def rows(*shape: int) -> Tensor:
+        return 0.05 * torch.randn(shape, generator=random)
+
+    config = _small_llama(num_hidden_layers=1)
+    hidden, kv, inner = config.hidden_size, config.num_key_value_heads * config.head_dim, config.intermediate_size
+    weights = {
+        "fc.weight": torch.cat((torch.eye(hidden), 0.1 * torch.eye(hidden)), 1),
+        "fc.bias": torch.zeros(hidden),
+        "layers.0.self_attn.q_proj.weight": rows(hidden, hidden),
+        "layers.0.self_attn.k_proj.weight": rows(kv, hidden),
+        "layers.0.self_attn.v_proj.weight": rows(kv, hidden),
+        "layers.0.self_attn.o_proj.weight": rows(hidden, hidden),
+        "layers.0.mlp.gate_proj.weight": rows(inner, hidden),
+        "layers.0.mlp.up_proj.weight": rows(inner, hidden),
+        "layers.0.mlp.down_proj.weight": rows(hidden, inner),
+        "layers.0.post_attention_layernorm.weight": torch.ones(hidden),
+    }
+    write(folder, weights, {**config.to_dict(), "architectures": ["LlamaForCausalLMEagle"]})
+
+
+def _small_llama(num_hidden_layers: int) -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=num_hidden_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        architectures=["LlamaForCausalLM"],
+        dtype="float32",
+    )
+
+
+# Of every small DeepSeek here: three dense layers.
+SMALL_DEEPSEEK: Mapping[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 64,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 64,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 1024,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "moe_layer_freq": 1,
+    "dtype": "float32",
+}
+# Latent rows of 64 and 16 elements, and positions that SGLang can rotate on a CPU.
+LATENT_64: Mapping[str, Any] = {
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 256,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+
+
 def write_deepseek(folder: Path) -> None:
-    """Latent rows of 64 and 16 elements, and positions that SGLang can rotate on a CPU."""
-    scaling = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256}
-    scaling |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
-    sizes = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
-    write_small_deepseek(folder, rope_parameters=scaling, moe_layer_freq=1, **sizes)
+    """A small DeepSeek V3 for SGLang."""
+    write_small_deepseek(folder, **LATENT_64)
 
 
 def write_wide_deepseek(folder: Path) -> None:
@@ -129,30 +227,30 @@ def write_small_deepseek(folder: Path, **own: Any) -> None:
     """A DeepSeek V3 of three dense layers with random weights. own: of its config"""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-    common: dict[str, Any] = {
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 3,
-        "first_k_dense_replace": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "q_lora_rank": 64,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "moe_intermediate_size": 64,
-        "num_nextn_predict_layers": 0,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": 1024,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "dtype": "float32",
-    }
-    config = DeepseekV3Config(**common, **own)
+    more: dict[str, Any] = {"num_nextn_predict_layers": 0, "architectures": ["DeepseekV3ForCausalLM"]}
+    config = DeepseekV3Config(**SMALL_DEEPSEEK, **more, **own)
     write_random(folder, lambda: DeepseekV3ForCausalLM(config))
+
+
+def write_sparse_deepseek(folder: Path) -> None:
+    """A DeepSeek V3.2 of three layers, each token of which attends to 32 that an indexer has chosen."""
+    from safetensors.torch import load_file
+    from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+
+    config = DeepseekV32Config(
+        **SMALL_DEEPSEEK,
+        **LATENT_64,
+        mlp_layer_types=["dense"] * 3,
+        index_topk=32,
+        index_n_heads=4,
+        index_head_dim=128,
+        architectures=["DeepseekV32ForCausalLM"],
+    )
+    write_random(folder, lambda: DeepseekV32ForCausalLM(config))
+    # SGLang keeps these in bfloat16.
+    weights = load_file(folder / "model.safetensors")
+    rounded = {name: each.bfloat16().float() if "weights_proj" in name else each for name, each in weights.items()}
+    save_file(rounded, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def write_random(folder: Path, build: Callable[[], torch.nn.Module]) -> None:
@@ -175,6 +273,9 @@ MODELS: Mapping[str, Callable[[Path], None]] = {
     "smollm2": write_smollm2,
     "gemma3": write_gemma3,
     "gemma3_draft": write_gemma3_draft,
+    "eagle_target": write_llama,
+    "eagle_head": write_llama_head,
     "deepseek": write_deepseek,
     "deepseek_wide": write_wide_deepseek,
+    "deepseek_sparse": write_sparse_deepseek,
 }

@@ -23,15 +23,19 @@ MOST_STEPS_LATER = 2
 Rounds = list[list[list[int]]]
 
 
-def prompts() -> list[list[int]]:
-    """16 that are served at once: around page sizes and the window, and three with a common beginning."""
+# Around page sizes of up to 32 and a window of 24; and around pages of 64, for choices of 32 keys among more.
+LENGTHS = (1, 5, 9, 16, 23, 24, 25, 31, 32, 33, 40, 70, 100)
+LONG_LENGTHS = (1, 5, 31, 32, 33, 63, 64, 65, 100, 128, 130, 170, 200)
+
+
+def prompts(lengths: Sequence[int] = LENGTHS, num_shared: int = 40) -> list[list[int]]:
+    """16 that are served at once, three of them with a common beginning."""
     draw = random.Random(0)
 
     def tokens(count: int) -> list[int]:
         return [draw.randrange(3, VOCABULARY) for _ in range(count)]
 
-    shared = tokens(40)
-    lengths = (1, 5, 9, 16, 23, 24, 25, 31, 32, 33, 40, 70, 100)
+    shared = tokens(num_shared)
     return [*map(tokens, lengths), shared + tokens(3), shared + tokens(20), shared]
 
 

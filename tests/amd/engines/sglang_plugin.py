@@ -3,9 +3,11 @@
 SGLang's processes find it where the metadata of an installation is on their path.
 
 ENGINE_WINDOW_POOL=1   gives Gemma 3 a pool of its own for layers with a window, which SGLang does for newer models
+ENGINE_SPARSE=1        lets SGLang build a DeepSeek V3.2 on a CPU, in the dtype of the model
 ENGINE_DRAFTS=1        gives SGLang what it calls around drafts, which no wheel for a CPU has
-ENGINE_FAULTS_LOG=FILE once the file is there, one of FAULTS is planted in every fourth step that decodes; each becomes
-                       a line of JSON: planted (its name) and step, and what was reported a line with reported and begun
+ENGINE_FAULTS_LOG=FILE once the file is there, one of FAULTS is planted in every fourth step that decodes or verifies
+                       drafts; each becomes a line of JSON: planted (its name) and step, and what was reported a line
+                       with reported and begun
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any
 from tests.amd.engines import sglang_cpu_drafts
 
 WINDOW_POOL, FAULTS_LOG, DRAFTS = "ENGINE_WINDOW_POOL", "ENGINE_FAULTS_LOG", "ENGINE_DRAFTS"
+SPARSE = "ENGINE_SPARSE"
 _STEPS_APART = 4
 
 Undo = Callable[[], None]
@@ -28,6 +31,8 @@ def register() -> None:
     """The entry point."""
     if os.environ.get(WINDOW_POOL) == "1":
         give_gemma3_a_window_pool()
+    if os.environ.get(SPARSE) == "1":
+        build_sparse_models_on_a_cpu()
     if os.environ.get(DRAFTS) == "1":
         sglang_cpu_drafts.see_whole_masks()
         sglang_cpu_drafts.find_last_slots_in_torch()
@@ -47,6 +52,15 @@ def give_gemma3_a_window_pool() -> None:
     model_override_base._MODEL_OVERRIDE_FNS.pop("Gemma3ForCausalLM", None)
     model_config.is_hybrid_swa_model = lambda *_, **__: True
     model_config.get_hybrid_layer_ids = layer_ids
+
+
+def build_sparse_models_on_a_cpu() -> None:
+    """SGLang asks torch which GPU it is, by whose generation it sets a dtype and kernels of its own for such models."""
+    import torch
+    from sglang.srt.arg_groups import model_hook
+
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    model_hook._dsa_kv_cache_dtype_default = lambda _: {}
 
 
 def wrong_slot(hooks: Any, batch: Any) -> Undo:
@@ -99,14 +113,17 @@ def evicted_window(hooks: Any, batch: Any) -> Undo:
     return undo
 
 
-FAULTS: tuple[Callable[[Any, Any], Undo], ...] = (wrong_slot, lost_table, stale_length, evicted_window)
+FAULTS: tuple[Callable[[Any, Any], Undo], ...] = (wrong_slot, lost_table, stale_length)
+# Beside them, where layers with a window have a pool of their own.
+WINDOW_FAULTS: tuple[Callable[[Any, Any], Undo], ...] = (evicted_window,)
 
 
 class Planter:
     """Plants each fault once, in the metadata of a step; layers run after it was undone in the engine's tensors."""
 
     def __init__(self, log: Path) -> None:
-        self.log, self.decoded, self.left = log, 0, list(FAULTS)
+        windows = WINDOW_FAULTS if os.environ.get(WINDOW_POOL) == "1" else ()
+        self.log, self.decoded, self.left = log, 0, [*FAULTS, *windows]
 
     def plant(self) -> None:
         from rocm_attn.integrations.sglang.hooks import AttentionHooks
@@ -114,7 +131,9 @@ class Planter:
         begin = AttentionHooks.init_forward_metadata
 
         def planted(hooks: Any, batch: Any) -> None:
-            if not self.log.exists() or not batch.forward_mode.is_decode() or int(batch.seq_lens[0]) < 20:
+            mode = batch.forward_mode
+            goes_on = mode.is_decode() or mode.is_target_verify()
+            if not self.log.exists() or not goes_on or int(batch.seq_lens[0]) < 20:
                 begin(hooks, batch)
                 return
             hooks.on_fault = lambda fault: self.write(reported=str(fault), begun=hooks.attention.step_number)

@@ -23,7 +23,7 @@ from tests.amd.engines.serving import (
     write_metadata,
 )
 from tests.amd.engines.sglang_kit import Tally
-from tests.amd.engines.sglang_plugin import DRAFTS, FAULTS_LOG, WINDOW_POOL
+from tests.amd.engines.sglang_plugin import DRAFTS, FAULTS_LOG, SPARSE, WINDOW_POOL
 from tests.amd.engines.sglang_text import Answer, Run
 
 # The environment's.
@@ -91,7 +91,8 @@ class SglangVenv:
     def _answers(self, runs: Sequence[Run], backend: str, scratch: Path, more: Mapping[str, str]) -> list[Answer]:
         asked = [{**asdict(run), "engine": {**run.engine, "attention_backend": backend}} for run in runs]
         drafts = any("speculative_algorithm" in run.engine for run in runs)
-        settings = {FAULTS_LOG: str(scratch / "faults"), DRAFTS: "1" if drafts else "0", **more}
+        sparse = any(run.engine["model_path"].endswith("_sparse") for run in runs)
+        settings = {FAULTS_LOG: str(scratch / "faults"), DRAFTS: str(int(drafts)), SPARSE: str(int(sparse)), **more}
         ranks = max(run.engine.get("tp_size", 1) for run in runs)
         if ranks > 1:  # each on a core of its own: SGLang wants a NUMA node for each else
             settings["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(ranks)))

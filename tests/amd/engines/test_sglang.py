@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from rocm_attn.integrations.plugins import SGLANG as SGLANG_PLUGIN
 from tests.amd.engines.models import model
-from tests.amd.engines.serving import MOST_STEPS_LATER, assert_equal_tokens, prompts
+from tests.amd.engines.serving import LONG_LENGTHS, MOST_STEPS_LATER, assert_equal_tokens, prompts
 from tests.amd.engines.sglang_kit import GROUPS
-from tests.amd.engines.sglang_plugin import FAULTS
+from tests.amd.engines.sglang_plugin import FAULTS, WINDOW_FAULTS
 from tests.amd.engines.sglang_runs import SGLANG, SglangVenv, sglang_venv
 from tests.amd.engines.sglang_text import Answer, Run
 
@@ -70,8 +73,13 @@ def test_a_model_with_a_pool_of_windows_gives_sglangs_own_tokens_and_faults_in_i
     (ours,) = sglang.ours([run(sglang, "gemma3", faults=True)], tmp_path, window_pool=True)
     assert "SWAKVPool mem usage" in (tmp_path / "log").read_text()
     assert_equal([ours], stock)
+    assert_reported(ours, [*FAULTS, *WINDOW_FAULTS])
+
+
+def assert_reported(ours: Answer, faults: Sequence[Callable[..., object]]) -> None:
+    """Each fault was planted, and reported when at most two more steps had begun."""
     planted = {line["planted"]: line["step"] for line in ours.faults if "planted" in line}
-    assert [*planted] == [fault.__name__ for fault in FAULTS]
+    assert [*planted] == [fault.__name__ for fault in faults]
     for name, step in planted.items():
         reported = [line for line in ours.faults if f"step {step}: " in line.get("reported", "")]
         assert reported, f"{name} in step {step} was not reported: {ours.faults}"
@@ -122,9 +130,36 @@ def test_drafts_of_another_model_change_no_token(
     )
     (ours,) = sglang.ours([drafting], tmp_path)
     assert ours.tokens == stock.tokens
+    assert_some_drafts_accepted(ours)
+
+
+def assert_some_drafts_accepted(ours: Answer) -> None:
+    """And not all: a step of verification gives one token at least and four at most."""
     tokens, steps = (sum(map(sum, each)) for each in ([[len(t) for t in r] for r in ours.tokens], ours.verified))
-    # Some drafts were accepted, and not all: a step of verification gives one token at least and four at most.
     assert tokens / 3.5 < steps < tokens / 1.2
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("branches", "page_size"), [(1, 1), (1, 16), (2, 1), (2, 16)])
+def test_an_eagle_head_changes_no_token_and_faults_where_its_drafts_are_verified_are_reported(
+    branches: int, page_size: int, sglang: SglangVenv, tmp_path: Path
+) -> None:
+    (stock,) = sglang.stock([run(sglang, "eagle_target")], tmp_path)
+    drafting = run(
+        sglang,
+        "eagle_target",
+        faults=True,
+        page_size=page_size,
+        speculative_algorithm="EAGLE",
+        speculative_draft_model_path=str(model("eagle_head", sglang.folder)),
+        speculative_num_steps=3,
+        speculative_eagle_topk=branches,
+        speculative_num_draft_tokens=4,
+    )
+    (ours,) = sglang.ours([drafting], tmp_path)
+    assert ours.tokens == stock.tokens
+    assert_some_drafts_accepted(ours)
+    assert_reported(ours, FAULTS)
 
 
 @pytest.mark.nightly
@@ -158,14 +193,70 @@ def test_latent_attention_gives_the_tokens_of_transformers(sglang: SglangVenv, t
 
     asked = [run(sglang, "deepseek", page_size=size) for size in (1, 16)]
     reference: Any = DeepseekV3ForCausalLM.from_pretrained(model("deepseek", sglang.folder), dtype=torch.float32)
+    assert_equal(sglang.ours(asked, tmp_path), said_by(reference, asked[0]))
+
+
+@pytest.mark.nightly
+def test_sparse_attention_gives_the_tokens_of_transformers(sglang: SglangVenv, tmp_path: Path) -> None:
+    """SGLang's own indexer and kernels need a GPU."""
+    from transformers import DeepseekV32ForCausalLM
+
+    asked = run(sglang, "deepseek_sparse", page_size=64, chunked_prefill_size=64)
+    asked.rounds = [prompts(LONG_LENGTHS, 130), prompts(LONG_LENGTHS, 130)[-3:]]
+    reference: Any = DeepseekV32ForCausalLM.from_pretrained(
+        model("deepseek_sparse", sglang.folder), dtype=torch.float32
+    )
+    dense = said_by(without_choice(reference), asked)
+    with index_keys_in_eight_bits(reference):
+        stock = said_by(reference, asked)
+    assert stock.tokens != dense.tokens  # what is chosen counts
+    (ours,) = sglang.ours([asked], tmp_path)
+    assert ours.tokens == stock.tokens
+    assert all(cached >= 64 for cached in ours.cached[1])
+
+
+def without_choice(reference: Any) -> Any:
+    """The same model, which attends to all keys."""
+    from transformers import DeepseekV32ForCausalLM
+
+    dense: Any = DeepseekV32ForCausalLM(reference.config)
+    dense.load_state_dict(reference.state_dict())
+    for layer in dense.model.layers:
+        layer.self_attn.indexer.index_topk = 4096
+    return dense
+
+
+@contextmanager
+def index_keys_in_eight_bits(reference: Any) -> Iterator[None]:
+    """Index keys as SGLang's pool has them: E4M3, with a power of two for each layer."""
+    from transformers.cache_utils import Cache
+
+    norms = [layer.self_attn.indexer.k_norm for layer in reference.model.layers]
+    longest = [float(norm.weight.abs().max() * len(norm.weight) ** 0.5 + norm.bias.abs().max()) for norm in norms]
+    factors = [2.0 ** math.ceil(math.log2(each * 2**0.5 / 448)) for each in longest]
+    keep: Any = Cache.update_indexer
+
+    def coded(cache: Any, keys: torch.Tensor, layer: int, *more: Any, **named: Any) -> Any:
+        codes = (keys / factors[layer]).to(torch.float8_e4m3fn)
+        return keep(cache, codes.to(keys.dtype) * factors[layer], layer, *more, **named)
+
+    with patch.object(Cache, "update_indexer", coded):
+        yield
+
+
+def said_by(reference: Any, asked: Run) -> Answer:
+    """What a model of transformers answers."""
     stock = Answer()
-    for prompts_of_round in asked[0].rounds:
+    for prompts_of_round in asked.rounds:
         tokens = []
         for prompt in prompts_of_round:
-            given = torch.tensor([prompt])
             out = reference.generate(
-                given, max_new_tokens=asked[0].new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+                torch.tensor([prompt]),
+                max_new_tokens=asked.new_tokens,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
             )
             tokens.append(out[0, len(prompt) :].tolist())
         stock.tokens.append(tokens)
-    assert_equal(sglang.ours(asked, tmp_path), stock)
+    return stock

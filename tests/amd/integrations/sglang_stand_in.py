@@ -163,6 +163,7 @@ class Engine:
         is_latent: bool = False,
         kv_dtype: torch.dtype = torch.float32,
         with_trees: bool = False,
+        draft_tokens: int = 0,
         with_sinks: bool = False,
         deterministic: bool = False,
         serve: bool = True,
@@ -207,6 +208,7 @@ class Engine:
             provider=provider,
             deterministic=deterministic,
             with_trees=with_trees,
+            draft_tokens=draft_tokens,
             agree=alone,
             on_fault=raise_fault,
         )
@@ -385,12 +387,14 @@ class Graph:
         *,
         says_padding: bool = True,
         mask: Callable[[int], Array] | None = None,
+        into: Tensor | None = None,
         corrupt: Callable[[Any], None] = lambda static: None,
         compares: bool = True,
     ) -> Step:
         """Run requests as SGLang does: static tensors are filled, a view of the batch is given to the hooks.
 
         mask:    place of a request -> what its drafts see, as SGLang's tree mask
+        into:    memory of the hooks that SGLang has written the mask into, in place of its own
         corrupt: given the static tensors, after they were filled
         """
         engine, static = self.engine, self.batch
@@ -413,9 +417,13 @@ class Graph:
         if mask is not None:
             cells = [torch.from_numpy(mask(number) != 0).flatten() for number in range(count)]
             spec.custom_mask = torch.cat(cells).to(engine.device)
+            if into is not None:
+                into[: len(spec.custom_mask)] = spec.custom_mask
+                spec.custom_mask = into
         view = SimpleNamespace(**{**vars(static), "out_cache_loc": raw.out_cache_loc, "spec_info": spec})
         if says_padding:
             view.num_padding = self.bucket - count
+        self.view = view
         engine.hooks.init_forward_metadata_out_graph(view)
         self.recording.replay()
         done = replace(fresh, outs=list(self.step.outs))

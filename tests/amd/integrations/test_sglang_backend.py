@@ -6,6 +6,7 @@ import enum
 import importlib
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -35,6 +36,23 @@ class AttentionBackend:
     kv_index_translator = None
 
 
+class TreeMaskMode(enum.Enum):
+    """As SGLang's."""
+
+    FULL_MASK = 1
+    QLEN_ONLY = 2
+
+
+@dataclass(frozen=True)
+class VerifyMask:
+    """As SGLang's."""
+
+    buffer: torch.Tensor
+    mode: TreeMaskMode
+    max_bs: int
+    is_read: bool = True
+
+
 class Server:
     """The arguments of a server, as SGLang's context gives them."""
 
@@ -42,6 +60,10 @@ class Server:
         self.parallel = SimpleNamespace(attn_dcp_size=1, attn_tp_size=1)
         self.is_deterministic = False
         self.topk: int | None = None
+        self.drafts: int | None = None
+        self.backends = "rocm_attn", "rocm_attn"
+        self.disaggregation = "null"
+        self.is_hisparse = False
 
     def modules(self) -> dict[str, ModuleType]:
         names: dict[str, dict[str, Any]] = {
@@ -53,13 +75,25 @@ class Server:
                 "AttentionBackend": AttentionBackend,
                 "SharedReadEnds": SharedReadEnds,
             },
+            "sglang.kernels": {},
+            "sglang.kernels.ops": {},
+            "sglang.kernels.ops.quantization": {},
+            "sglang.kernels.ops.quantization.fp8_kernel": {"is_fp8_fnuz": lambda: False},
+            "sglang.srt.layers.attention.verify_mask": {"VerifyMask": VerifyMask},
             "sglang.srt.layers.radix_attention": {"RadixAttention": RadixAttention},
+            "sglang.srt.speculative": {},
+            "sglang.srt.speculative.eagle_utils": {"TreeMaskMode": TreeMaskMode},
             "sglang.srt.runtime_context": {
                 "get_exec": lambda: SimpleNamespace(
                     deterministic=SimpleNamespace(enable_deterministic_inference=self.is_deterministic)
                 ),
                 "get_parallel": lambda: self.parallel,
-                "get_spec": lambda: SimpleNamespace(speculative_eagle_topk=self.topk),
+                "get_spec": lambda: SimpleNamespace(
+                    speculative_eagle_topk=self.topk, speculative_num_draft_tokens=self.drafts
+                ),
+                "get_memory": lambda: SimpleNamespace(enable_hisparse=self.is_hisparse),
+                "get_disagg": lambda: SimpleNamespace(disaggregation_mode=self.disaggregation),
+                "attention_backends": lambda: self.backends,
             },
         }
         modules = {name: ModuleType(name) for name in names}
@@ -92,6 +126,8 @@ def runner() -> Any:
     made = Engine("torch", torch.device("cpu"), serve=False).runner
     made.kv_index_translator = SimpleNamespace(is_translating=False)
     made.spec_algorithm = SimpleNamespace(is_ngram=lambda: False)
+    made.is_draft_worker = False
+    made.model_config = SimpleNamespace(hf_config=SimpleNamespace())
     return made
 
 
@@ -131,3 +167,50 @@ def test_a_release_that_was_not_tested_is_refused(backend: Any, runner: Any, mon
     monkeypatch.setattr(sys.modules["sglang"], "__version__", "0.6.0")
     with pytest.raises(Unsupported, match="does not serve SGLang 0.6.0: it was tested with " + SGLANG.served):
         backend.create(runner)
+
+
+def test_a_chain_has_a_small_mask_from_the_start_that_is_not_read(server: Server, backend: Any, runner: Any) -> None:
+    assert backend.create(runner).verify_mask is None
+    server.topk, server.drafts = 1, 4
+    made: Any = backend.create(runner)
+    mask = made.verify_mask
+    assert (mask.mode, mask.is_read, mask.max_bs) == (TreeMaskMode.QLEN_ONLY, False, made.attention.bounds.num_seqs)
+    assert mask.buffer.numel() == mask.max_bs * 4 * 4
+    made.init_cuda_graph_state(2, 8)
+    assert made.verify_mask is mask
+    runner.is_draft_worker = True
+    assert backend.create(runner).verify_mask is None
+
+
+def test_a_trees_mask_lies_where_graphs_read_it_once_their_largest_is_known(
+    server: Server, backend: Any, runner: Any
+) -> None:
+    server.topk, server.drafts = 2, 4
+    made: Any = backend.create(runner)
+    assert made.verify_mask is None
+    made.init_cuda_graph_state(2, 8)
+    mask: Any = made.verify_mask
+    assert (mask.mode, mask.is_read, mask.max_bs) == (TreeMaskMode.FULL_MASK, True, 2)
+    assert mask.buffer is made.mask_cells
+    assert mask.buffer.numel() >= 2 * 4 * (made.max_context_len + 4)  # SGLang's tree_mask_numel
+    made.init_cuda_graph_state(1, 4)
+    assert made.verify_mask is mask
+
+
+def test_index_keys_that_others_write_or_keep_are_refused(server: Server, backend: Any, runner: Any) -> None:
+    runner.token_to_kv_pool.get_index_k_with_scale_buffer = None
+    server.backends = "dsa", "rocm_attn"
+    with pytest.raises(Unsupported, match=r"prompts and decode have two: .*use one --attention-backend"):
+        backend.serving_of(runner)
+    server.backends, server.is_hisparse = ("rocm_attn", "rocm_attn"), True
+    with pytest.raises(Unsupported, match="leave --enable-hisparse out"):
+        backend.serving_of(runner)
+    server.is_hisparse, server.disaggregation = False, "decode"
+    with pytest.raises(Unsupported, match="index keys of another server may be scaled otherwise"):
+        backend.serving_of(runner)
+    server.disaggregation, runner.is_draft_worker = "null", True
+    runner.model_config.hf_config.index_share_for_mtp_iteration = True
+    with pytest.raises(Unsupported, match="override index_share_for_mtp_iteration to false"):
+        backend.serving_of(runner)
+    runner.is_draft_worker = False
+    assert backend.serving_of(runner).draft_tokens == 0

@@ -518,7 +518,7 @@ def test_what_a_call_asks_for_beyond_that_is_refused_by_name(provider: str, devi
     step = engine.step_of(engine.batch(Mode.EXTEND, [one], [3]), [3])
     engine.hooks.init_forward_metadata(step.batch)
     engine.forward(step, return_lse=False, topk_indices=None)  # says nothing
-    with pytest.raises(Unsupported, match="layer 0 was called with topk_indices, which is not served"):
+    with pytest.raises(Unsupported, match="layer 0 was called with topk_indices, and had no indexer"):
         engine.forward(step, topk_indices=torch.zeros(3, 8))
     with pytest.raises(Unsupported, match="called with sinks, and had none when its kernels were chosen"):
         engine.forward(step, sinks=torch.zeros(Q_HEADS))

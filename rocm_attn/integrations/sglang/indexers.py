@@ -1,0 +1,155 @@
+"""DSA, the sparse attention of DeepSeek-V3.2 and GLM-5: SGLang's indexer modules and index pages, over our indexer.
+
+A module's own projections make index queries, keys and head gates; our kernels store the keys, choose, and attend to
+what was chosen. Keys lie in SGLang's index pages, in its format: of each page first all codes, then all factors.
+
+SGLang makes a factor for each token. Ours is one for the layer, a power of two, made from the bound that a norm sets on
+its rows, and written beside every key, so that whatever moves or copies SGLang's pages takes keys with their factor.
+The rows are not turned by a Hadamard matrix: products of queries and keys are the same without.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rocm_attn.errors import Unsupported
+from rocm_attn.integrations.sglang.seen import IndexerModule, Pool
+from rocm_attn.kernels.cache.page_format import Scales
+from rocm_attn.kernels.sparse.arguments import Indexing
+from rocm_attn.problem import Indexer, KVEncoding
+
+_FACTOR_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Projected:
+    """What a layer's indexer looks at, of T tokens.
+
+    q:     [T, index_heads, index_dim], rotated
+    k:     [T, index_dim], rotated
+    gates: float32 [T, index_heads], factors of the heads' scores
+    """
+
+    q: Tensor
+    k: Tensor
+    gates: Tensor
+
+
+def indexer_of(module: IndexerModule, encoding: KVEncoding) -> Indexer:
+    """What a module asks of our kernels. encoding: of index keys in SGLang's pages"""
+    indexing = Indexing(
+        scale=module.head_dim**-0.5,
+        top=module.index_topk,
+        first=module.num_init_tokens,
+        last=module.num_local_tokens,
+    )
+    return Indexer(module.n_heads, module.head_dim, indexing, encoding, Scales.LAYER)
+
+
+def project(module: IndexerModule, x: Tensor | tuple[Tensor, ...], q_lora: Tensor, positions: Tensor) -> Projected:
+    """Index queries, keys and gates of new tokens, by a module's weights.
+
+    x:      [T, hidden]; or that in eight bits, its factors, and itself, as SGLang has it on MI300
+    q_lora: [T, q_lora_rank]
+    Raises Unsupported for x in eight bits alone.
+    """
+    plain = _plain(x)
+    q = module.wq_b(q_lora)[0].view(-1, module.n_heads, module.head_dim)
+    if hasattr(module, "wk_weights_proj"):
+        k, gates = module.wk_weights_proj(plain)[0].split([module.head_dim, module.n_heads], -1)
+    else:
+        k, gates = module.wk(plain)[0], _gates(module.weights_proj, plain)
+    k = module.k_norm(k)
+    rotated = module.rope_head_dim
+    # As attention has it: a head of its own for the key. Some of SGLang's kernels rotate in place.
+    q_rope, k_rope = module.rotary_emb(positions, q[..., :rotated].clone(), k[:, None, :rotated].clone())
+    q = torch.cat((q_rope.view(*q.shape[:-1], rotated), q[..., rotated:]), -1)
+    k = torch.cat((k_rope.view(-1, rotated), k[..., rotated:]), -1)
+    return Projected(q.to(plain.dtype), k.to(plain.dtype), gates.float() * module.n_heads**-0.5)
+
+
+def key_factor(module: IndexerModule, encoding: KVEncoding) -> float:
+    """What a code of a module's index keys is worth: the power of two from which on none of them is too large.
+
+    A row that a norm has scaled is no longer than the root of its elements times the norm's weight, and rotation makes
+    two elements one that is longer by at most the root of 2.
+    """
+    norm = module.k_norm
+    bias = getattr(norm, "bias", None)
+    largest = float(norm.weight.detach().abs().max()) * math.sqrt(module.head_dim)
+    largest += 0.0 if bias is None else float(bias.detach().abs().max())
+    most = float(torch.finfo(encoding.over(torch.float32).dtype).max)
+    return 2.0 ** math.ceil(math.log2(max(largest, torch.finfo(torch.float32).tiny) * math.sqrt(2) / most))
+
+
+def index_rows(pool: Pool, layer_id: int) -> Tensor:
+    """uint8 [pages, bytes of a page]: a layer's index keys in SGLang's pool, of each page first codes, then factors."""
+    rows: Tensor = pool.get_index_k_with_scale_buffer(layer_id)  # type: ignore[attr-defined]  # of pools of DSA
+    return rows
+
+
+def index_pages(pool: Pool, layer_id: int, module: IndexerModule, page_size: int, encoding: KVEncoding) -> Tensor:
+    """A layer's index keys in SGLang's pool: [pages, page_size, index_dim], codes, with gaps between pages."""
+    rows = index_rows(pool, layer_id)
+    codes = rows.as_strided((rows.shape[0], page_size, module.head_dim), (rows.stride(0), module.head_dim, 1))
+    return codes.view(encoding.over(torch.float32).dtype)
+
+
+def write_factors(pool: Pool, layer_id: int, module: IndexerModule, page_size: int, factor: float) -> None:
+    """Put a layer's factor beside each of its keys, where SGLang has those of tokens."""
+    index_rows(pool, layer_id).view(torch.float32)[:, page_size * module.head_dim // _FACTOR_BYTES :] = factor
+
+
+def refusals(pool: Pool, modules: list[IndexerModule], page_size: int, *, with_masks: bool) -> list[str]:
+    """Why a model with indexers, or its pool, is not served."""
+    found: list[Any] = list(modules)
+    asked = (
+        (getattr(pool, "index_kpool", 1) > 1, "index keys that stand for several tokens each are not served"),
+        (
+            hasattr(pool, "get_broadcastable_index_k_with_scale_buffer"),
+            "index keys that ranks share out among them are not served; leave --enable-dsa-cache-layer-split out",
+        ),
+        (
+            hasattr(pool, "shard_spec"),
+            "index keys that ranks share out among them are not served; leave KV sharding out",
+        ),
+        (
+            not hasattr(pool, "get_index_k_with_scale_buffer"),
+            f"the model chooses keys, and the pool {type(pool).__name__} has no index pages",
+        ),
+        (
+            getattr(pool, "index_page_size", page_size) != page_size,
+            f"index pages have {getattr(pool, 'index_page_size', page_size)} keys, and tables are read at page size "
+            f"{page_size}, which drafts of several branches need; use --speculative-eagle-topk 1",
+        ),
+        (with_masks, "trees of drafts are not served where keys are chosen; use --speculative-eagle-topk 1"),
+        (
+            any(not hasattr(each, "k_norm") or not hasattr(each, "wq_b") for each in found),
+            "an indexer without the projections of DeepSeek-V3.2's is not served",
+        ),
+    )
+    return [why for is_asked, why in asked if is_asked]
+
+
+def _plain(x: Tensor | tuple[Tensor, ...]) -> Tensor:
+    if isinstance(x, Tensor):
+        return x
+    if len(x) < 3:
+        raise Unsupported(
+            "an indexer was given a layer's input in eight bits alone, and needs it as it was too; set "
+            "SGLANG_USE_AITER=0"
+        )
+    return x[2]
+
+
+def _gates(project_gates: Any, x: Tensor) -> Tensor:
+    """The gates of heads, whose weights SGLang keeps in bfloat16."""
+    weight: Tensor = project_gates.weight
+    gates: Tensor = project_gates(x)[0] if weight.dtype == x.dtype else functional.linear(x, weight.to(x.dtype))
+    return gates

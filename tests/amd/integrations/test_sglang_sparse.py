@@ -1,0 +1,282 @@
+"""DSA in SGLang: indexers, index pages and layers that share a choice, over stand-ins written by its source."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rocm_attn.errors import BadTensor, Unsupported, WrongState
+from rocm_attn.integrations.sglang.hooks import AttentionHooks
+from rocm_attn.integrations.sglang.indexers import project
+from tests.amd.external.oracle import Array
+from tests.amd.integrations.sglang_stand_in import Engine, Graph, LatentPool, Mode, Request, Step
+
+HIDDEN, LORA, HEADS, INDEX_DIM, TURNED, TOP = 12, 10, 2, 16, 4, 5
+
+
+class Linear(nn.Linear):
+    """ReplicatedLinear: what it gives comes with a bias that was left out."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), None
+
+
+class Rotary(nn.Module):
+    """Turns the first two pairs of elements by an angle that grows with the position, the halves apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", torch.tensor([0.7, 0.1]))
+        self.frequencies: Tensor
+
+    def forward(self, positions: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        angle = positions[:, None].to(q.device).float() * self.frequencies
+        cos, sin = (each[:, None].repeat(1, 1, 2) for each in (angle.cos(), angle.sin()))
+
+        def turned(x: Tensor) -> Tensor:
+            half = TURNED // 2
+            return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
+
+        return turned(q), turned(k)
+
+
+class Indexer(nn.Module):
+    """An indexer of DSA. is_fused: whether keys and gates are made by one projection"""
+
+    num_init_tokens = num_local_tokens = 0
+
+    def __init__(self, *, is_fused: bool = False) -> None:
+        super().__init__()
+        self.n_heads, self.head_dim, self.rope_head_dim, self.index_topk = HEADS, INDEX_DIM, TURNED, TOP
+        self.wq_b = Linear(LORA, HEADS * INDEX_DIM, bias=False)
+        if is_fused:
+            self.wk_weights_proj = Linear(HIDDEN, INDEX_DIM + HEADS, bias=False)
+        else:
+            self.wk = Linear(HIDDEN, INDEX_DIM, bias=False)
+            self.weights_proj = Linear(HIDDEN, HEADS, bias=False).bfloat16()
+        self.k_norm = nn.LayerNorm(INDEX_DIM)
+        self.rotary_emb = Rotary()
+        torch.manual_seed(0)
+        for parameter in self.parameters():
+            parameter.data.normal_()
+        self.requires_grad_(False)
+
+    @property
+    def keys_and_gates(self) -> tuple[Tensor, Tensor]:
+        """Weights."""
+        if hasattr(self, "wk_weights_proj"):
+            rows = self.wk_weights_proj.weight
+            return rows[:INDEX_DIM], rows[INDEX_DIM:]
+        return self.wk.weight, self.weights_proj.weight
+
+
+class SparsePool(LatentPool):
+    """DSATokenToKVPool: beside latent rows, pages that have all codes of index keys and then all their factors."""
+
+    def __init__(self, layers: Sequence[int], num_slots: int, page_size: int, device: torch.device) -> None:
+        super().__init__(layers, num_slots, torch.float32, device)
+        self.index_page_size = page_size
+        width = page_size * (INDEX_DIM + 4)
+        self.index = {
+            layer: torch.full((num_slots // page_size, width), 0x7F, dtype=torch.uint8, device=device)
+            for layer in layers
+        }
+
+    def get_index_k_with_scale_buffer(self, layer_id: int) -> Tensor:
+        return self.index[layer_id]
+
+
+class SparseEngine(Engine):
+    """Layer 0 has an indexer, and layer 1 attends to what that has chosen."""
+
+    def __init__(self, provider: str, device: torch.device, *, page_size: int = 4, is_fused: bool = False) -> None:
+        super().__init__(provider, device, page_size=page_size, windows=(-1, -1), is_latent=True, serve=False)
+        self.indexer = Indexer(is_fused=is_fused).to(device)
+        blocks: list[Any] = [self.model.get_submodule(f"block{layer}") for layer in range(2)]
+        for block in blocks:
+            block.use_dsa = True
+        blocks[0].indexer = self.indexer
+        self.pool = self.runner.token_to_kv_pool = SparsePool(range(2), self.num_slots, page_size, device)
+        self.index_keys: dict[int, Array] = {}
+        self.hooks = AttentionHooks(self.runner, self.serving)
+
+    def inputs(self, padded: int) -> tuple[Tensor, Tensor]:
+        """Of the indexer: a layer's input and the queries before they are projected."""
+        return self.random_rows(padded, HIDDEN), self.random_rows(padded, LORA)
+
+    def forward_sparse(self, step: Step, x: Tensor, q_lora: Tensor, positions: Tensor) -> None:
+        chosen = self.hooks.choose(0, project(self.indexer, x, q_lora, positions))
+        self.forward(step, topk_indices=chosen)
+
+    def seen(self, requests: Sequence[Request], step: Step, x: Tensor, q_lora: Tensor) -> Callable[[int], Array]:
+        """What each new token attends to, in float64: TOP of the keys before it and its own."""
+        wk, wg = (each.double().cpu() for each in self.indexer.keys_and_gates)
+        norm, found, first = self.indexer.k_norm, [], 0
+        factor = self.factor()
+        for request, count in zip(requests, step.new, strict=True):
+            here = slice(first, first + count)
+            positions = torch.arange(request.kv_len - count, request.kv_len)
+            k = nn.functional.layer_norm(
+                x[here].double().cpu() @ wk.T, (INDEX_DIM,), norm.weight.double().cpu(), norm.bias.double().cpu()
+            )
+            q = (q_lora[here].double().cpu() @ self.indexer.wq_b.weight.double().cpu().T).view(-1, HEADS, INDEX_DIM)
+            turned = Rotary()(positions, q[..., :TURNED], k[:, None, :TURNED])
+            q = torch.cat((turned[0], q[..., TURNED:]), -1)
+            k = torch.cat((turned[1][:, 0], k[:, TURNED:]), -1)
+            coded = (k / factor).float().to(torch.float8_e4m3fn).double() * factor
+            before = self.index_keys.get(request.row, np.zeros((0, INDEX_DIM)))[: request.kv_len - count]
+            keys = self.index_keys[request.row] = np.concatenate([before, coded.numpy()])
+            gates = (x[here].double().cpu() @ wg.T).numpy() * HEADS**-0.5
+            scores = np.maximum(np.einsum("thd,kd->thk", q.numpy(), keys) * INDEX_DIM**-0.5, 0)
+            scores = np.einsum("th,thk->tk", gates, scores)
+            shown = np.zeros_like(scores)
+            for token, position in enumerate(positions.tolist()):
+                best = np.argsort(-scores[token, : position + 1], kind="stable")[:TOP]
+                shown[token, best] = 1
+            found.append(shown)
+            first += count
+        return found.__getitem__
+
+    def factor(self) -> float:
+        """The power of two from which on the largest code covers what the norm lets through, rotated."""
+        norm = self.indexer.k_norm
+        largest = float(norm.weight.abs().max()) * math.sqrt(INDEX_DIM) + float(norm.bias.abs().max())
+        return float(2 ** math.ceil(math.log2(largest * math.sqrt(2) / 448)))
+
+    def run_sparse(self, mode: Mode, requests: Sequence[Request], new: Sequence[int], padded: int | None = None) -> Any:
+        """An eager step, compared with the oracle."""
+        batch = self.batch(mode, requests, new)
+        step = self.step_of(batch, new, padded=padded)
+        x, q_lora = self.inputs(len(step.q[0]))
+        positions = torch.zeros(len(x), dtype=torch.int64, device=self.device)
+        positions[: sum(new)] = batch.positions
+        self.hooks.init_forward_metadata(batch)
+        self.forward_sparse(step, x, q_lora, positions)
+        self.keep(requests, step)
+        self.compare(requests, step, self.seen(requests, step, x, q_lora))
+        return step
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_prompts_in_chunks_decode_and_drafts_attend_to_what_the_indexer_chooses(
+    page_size: int, is_fused: bool, provider: str, device: torch.device
+) -> None:
+    engine = SparseEngine(provider, device, page_size=page_size, is_fused=is_fused)
+    one, two, three = (engine.admit() for _ in range(3))
+    engine.run_sparse(Mode.EXTEND, [one, two], [9, 3])
+    engine.run_sparse(Mode.MIXED, [one, three, two], [6, 7, 1], padded=20)
+    engine.run_sparse(Mode.DECODE, [three, one], [1, 1], padded=4)
+    engine.run_sparse(Mode.TARGET_VERIFY, [two, one], [3, 3])
+    engine.run_sparse(Mode.DRAFT_EXTEND_V2, [two, one], [2, 2])
+    engine.hooks.attention.check_device()
+
+
+def test_a_graph_chooses_anew_in_each_replay(provider: str, device: torch.device) -> None:
+    engine = SparseEngine(provider, device)
+    requests = [engine.admit() for _ in range(3)]
+    engine.run_sparse(Mode.EXTEND, requests, [9, 7, 12])
+    engine.hooks.init_cuda_graph_state(4, 4)
+    x, q_lora = engine.inputs(4)
+
+    def forward(step: Step, hooks: object = None, **more: object) -> None:
+        chosen = engine.hooks.choose(
+            0,
+            project(engine.indexer, x, q_lora, step.batch.positions),
+        )
+        Engine.forward(engine, step, topk_indices=chosen)
+
+    engine.forward = forward  # type: ignore[method-assign]  # for this test
+    graph = Graph(engine, 4)
+    for batch in (requests, requests[1:], requests[:1]):
+        for to in (x, q_lora):
+            to.copy_(engine.random_rows(*to.shape))
+        done = graph.replay(batch, compares=False)
+        engine.compare(batch, done, engine.seen(batch, done, x, q_lora))
+    engine.hooks.attention.check_device()
+
+
+def test_index_keys_lie_in_the_engines_pages_each_with_its_factor(provider: str, device: torch.device) -> None:
+    """Whatever moves or copies SGLang's pages takes keys with what they are worth."""
+    engine = SparseEngine(provider, device)
+    one = engine.admit()
+    engine.run_sparse(Mode.EXTEND, [one], [6])
+    rows, size = engine.pool.index[0].cpu(), engine.page_size
+    factors = rows.view(torch.float32)[:, size * INDEX_DIM // 4 :]
+    assert (factors == engine.factor()).all()
+    codes = rows[:, : size * INDEX_DIM].reshape(-1, size, INDEX_DIM).view(torch.float8_e4m3fn)
+    slots = engine.table[one.row, :6].long().cpu()
+    stored = codes[slots // size, slots % size].double().numpy() * engine.factor()
+    assert np.allclose(stored, engine.index_keys[one.row], atol=1e-2, rtol=0.07)  # a code may be rounded otherwise
+    assert (engine.pool.index[1] == 0x7F).all()
+
+
+def test_new_weights_of_the_norm_change_what_index_keys_are_worth(provider: str, device: torch.device) -> None:
+    engine = SparseEngine(provider, device)
+    engine.indexer.k_norm.weight.mul_(64)
+    engine.hooks.renew_sinks()
+    engine.run_sparse(Mode.EXTEND, [engine.admit()], [9])
+
+
+def test_what_was_chosen_in_another_step_or_not_at_all_is_refused(provider: str, device: torch.device) -> None:
+    engine = SparseEngine(provider, device)
+    one = engine.admit()
+    engine.run_sparse(Mode.EXTEND, [one], [6])
+    earlier = engine.hooks.choose(
+        0,
+        project(engine.indexer, *engine.inputs(6), torch.arange(6, device=device)),
+    )
+    step = engine.step_of(engine.batch(Mode.DECODE, [one], [1]), [1])
+    engine.hooks.init_forward_metadata(step.batch)
+    with pytest.raises(WrongState, match="layer 0 attends to keys that are chosen, and was called without a choice"):
+        engine.forward(step)
+    with pytest.raises(WrongState, match="with a choice that was not made in this step"):
+        engine.forward(step, topk_indices=earlier)
+
+
+def test_an_indexer_of_another_batch_or_layer_is_refused(provider: str, device: torch.device) -> None:
+    engine = SparseEngine(provider, device)
+    step = engine.step_of(engine.batch(Mode.EXTEND, [engine.admit()], [6]), [6])
+    engine.hooks.init_forward_metadata(step.batch)
+    module: Any = engine.indexer
+    of_two = project(module, *engine.inputs(2), torch.arange(2, device=device))
+    with pytest.raises(BadTensor, match="indexer of layer 0 was called with 2 tokens in a step of 6"):
+        engine.hooks.choose(0, of_two)
+    with pytest.raises(WrongState, match="layer 1 had no indexer when its backend was made"):
+        engine.hooks.choose(1, of_two)
+    with pytest.raises(Unsupported, match="in eight bits alone"):
+        project(module, (of_two.q, of_two.q), of_two.q, torch.arange(2, device=device))
+
+
+REFUSED: list[Any] = [
+    pytest.param({"index_kpool": 4}, "stand for several tokens each", id="pooled"),
+    pytest.param({"index_page_size": 64}, "index pages have 64 keys, and tables are read at page size 4", id="pages"),
+    pytest.param({"shard_spec": SimpleNamespace()}, "ranks share out among them", id="sharded"),
+    pytest.param({"get_broadcastable_index_k_with_scale_buffer": print}, "leave --enable-dsa-cache-layer", id="split"),
+]
+
+
+@pytest.mark.parametrize(("fields", "said"), REFUSED)
+def test_index_pages_that_no_kernel_reads_are_refused(
+    fields: dict[str, Any], said: str, provider: str, device: torch.device
+) -> None:
+    engine = SparseEngine(provider, device)
+    for name, value in fields.items():
+        setattr(engine.pool, name, value)
+    with pytest.raises(Unsupported, match=said):
+        AttentionHooks(engine.runner, engine.serving)
+
+
+def test_a_choice_that_no_layer_makes_is_refused(provider: str, device: torch.device) -> None:
+    engine = SparseEngine(provider, device)
+    block: Any = engine.model.get_submodule("block0")
+    del block.indexer
+    with pytest.raises(Unsupported, match="layer 0 attends to keys that an earlier layer has chosen"):
+        AttentionHooks(engine.runner, engine.serving)

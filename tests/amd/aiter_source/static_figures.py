@@ -81,7 +81,8 @@ class _Launched:
 def of_layer(checkout: Checkout, row: Row, kind: Kind) -> tuple[tuple[Peer, ...], dict[str, str]]:
     """The figures of AITER's kernels for a layer, and of functions that this project's provider refuses its reasons."""
     step_kind = StepKind.DECODE if kind is DecodeTiles else StepKind.EXTEND
-    peers, refused = [], {}
+    peers: list[Peer] = []
+    refused: dict[str, str] = {}
     for function, pool in _FUNCTIONS[step_kind].items():
         problem = replace(row.problems[0], pool=pool)
         aiters = next(each for each in ROWS if each.name == function and each.kind is step_kind)

@@ -120,7 +120,7 @@ def _numbers(line, block, last, G: gl.constexpr):
     """Page numbers of a block. last: the last page that may be read, which stands for later ones"""
     found = ()
     for i in gl.static_range(G.PAGES):
-        found += (gl.load(line + gl.minimum(block * G.PAGES + i, last)),)
+        found += (gl.load(line + gl.minimum(block * G.PAGES + i, last)),)  # type: ignore[assignment]
     return found
 
 
@@ -130,7 +130,7 @@ def _load_block(k_pages, v_pages, numbers, stride, k_offsets, v_offsets, G: gl.c
     block = ()
     for i in gl.static_range(G.PAGES):
         k = _load(k_pages, numbers[i], stride, k_offsets)
-        block += (_Page(k, _load(v_pages, numbers[i], stride, v_offsets)),)
+        block += (_Page(k, _load(v_pages, numbers[i], stride, v_offsets)),)  # type: ignore[assignment]
     return block
 
 
@@ -246,9 +246,9 @@ def _gluon_decode_kernel(
     numbers = ()
     for i in gl.static_range(BLOCKS):
         block = _load_block(k_pages, v_pages, _numbers(line, i, last, G), kp_page, k_offsets, v_offsets, G)
-        blocks += (block,)
+        blocks += (block,)  # type: ignore[assignment]
     for i in gl.static_range(BLOCKS):
-        numbers += (_numbers(line, BLOCKS + i, last, G),)
+        numbers += (_numbers(line, BLOCKS + i, last, G),)  # type: ignore[assignment]
     state = _Softmax(
         gl.full([G.DIM, _ROWS], 0.0, gl.float32, layout=P),
         gl.full([_ROWS], float("-inf"), gl.float32, layout=L),
@@ -260,8 +260,8 @@ def _gluon_decode_kernel(
         next_numbers = ()
         for i in gl.static_range(BLOCKS):
             state = _attend(state, query, blocks[i], (first + i) * KEYS, kv_len, qk_scale, G, False)
-            next_numbers += (_numbers(line, first + i + 2 * BLOCKS, last, G),)
-            next_blocks += (_load_block(k_pages, v_pages, numbers[i], kp_page, k_offsets, v_offsets, G),)
+            next_numbers += (_numbers(line, first + i + 2 * BLOCKS, last, G),)  # type: ignore[assignment]
+            next_blocks += (_load_block(k_pages, v_pages, numbers[i], kp_page, k_offsets, v_offsets, G),)  # type: ignore[assignment]
         blocks = next_blocks
         numbers = next_numbers
     for i in gl.static_range(BLOCKS):

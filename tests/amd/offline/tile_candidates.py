@@ -106,11 +106,6 @@ def layers() -> Iterator[tuple[Row, Kind]]:
     yield from ((row, ExtendTiles) for row in EXTEND_LAYERS)
 
 
-def chosen_layers() -> Iterator[tuple[Row, Tiles]]:
-    """The tiles that serve what is ranked."""
-    yield from ((row, chosen_tiles(row, kind)) for row, kind in layers())
-
-
 def rank(row: Row, kind: Kind) -> Ranking:
     """Compile and cost the candidates for a layer: the plain kernel of each, and all kernels of the best KEPT.
 

@@ -34,10 +34,11 @@ _STUDY = """\
 ## A study: decode in Gluon
 
 `tests/amd/offline/gluon_kernels.py` has a decode with explicit layouts. Keys and values go straight from memory into
-the operands of products: nothing of them is written to LDS, no lane hands anything to another but the maximum and the
-sum of its scores, and the waits never drain: while a block is attended to, the loads of the others are in flight. The
-simulator runs it on both archs, right against float64 (`tests/amd/simulator/test_gluon_decode.py`). From the row that
-serves to the study:
+the operands of products: nothing of them is written to LDS, and a lane hands others only the maximum and the sum of its
+scores. While a block is attended to, the loads of others are in flight. On gfx950 no wait of the loop drains them, with
+two blocks in flight and heads of 128; on gfx942 LLVM places loads so that one wait in a round does. The simulator runs
+it on both archs, right against float64 (`tests/amd/simulator/test_gluon_decode.py`). From the row that serves to the
+study:
 
 """
 _VERDICT = """\

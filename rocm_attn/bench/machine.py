@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from rocm_attn.machine.releases import triton_version
+
 
 def describe_machine() -> dict[str, str]:
     """Device, versions, commit and date."""
@@ -20,7 +22,7 @@ def describe_machine() -> dict[str, str]:
         "date": datetime.date.today().isoformat(),
         "commit": commit(),
         "torch": torch.__version__,
-        "triton": version_of("triton"),
+        "triton": triton_version() or "not known",
         "python": platform.python_version(),
         "threads": str(torch.get_num_threads()),
     }

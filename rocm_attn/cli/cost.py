@@ -4,7 +4,7 @@
     extend   operations / (peak * fraction) + launches
 
 own, latencies (in series, of an iteration of the hot loop) and units are static figures of the compiled kernel
-(cost_figures.py). merge counts latencies too: its words, and each step in which it adds up parts of a row
+(static_figures.json). merge counts latencies too: its words, and each step in which it adds up parts of a row
 (kernels/attention/cuts.py, merge_shape). No AMD GPU was at hand: the rest is published, or assumed where nothing is.
 
 HBM        what streams of reads reach. MI300X 3.9 TB/s (ROCm/rocm-systems#2934) to 4.2 (ROCm/legacy-rocm-build#5070).
@@ -34,12 +34,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rocm_attn.cli.cost_figures import CODE_OBJECTS, DECODE, EXTEND
-from rocm_attn.cli.static_figures import DecodeFigures, ExtendFigures
+from rocm_attn.cli.static_figures import Busy, LayerFigures, StaticFigures
 from rocm_attn.kernels.attention.cuts import merge_shape
 from rocm_attn.kernels.tuning.decode_tiles import decode_tiles
 from rocm_attn.kernels.tuning.extend_tiles import extend_tiles
-from rocm_attn.kernels.tuning.tiles import NoTiles
+from rocm_attn.kernels.tuning.tiles import DecodeTiles, NoTiles
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import UNLIMITED_WINDOW, AllKeys, KVEncoding, PoolKind, Problem
 
@@ -93,6 +92,7 @@ GPUS = {
     "gfx942": Gpu("MI300X", 2.1e9, 1307e12, (3.9e12, 4.2e12), (528e12, 592e12), 1 / 1.62),
     "gfx950": Gpu("MI355X", 2.4e9, 2517e12, (5e12, 6e12), (1177e12, 1438e12), 990 / 1291),
 }
+FIGURES = StaticFigures.read()
 # Seconds; see above.
 _LATENCY = (1.0e-6, 2.5e-6)
 _LAUNCHES = (3e-6, 8e-6)
@@ -165,33 +165,27 @@ def predicted(problem: Problem, arch: str, shape: Shape) -> Prediction | None:
         "v_head_dim": problem.v_head_dim,
         "dtype": problem.dtype,
     }
+    step, tiles_for = ("decode", decode_tiles) if shape.q_len == 1 else ("extend", extend_tiles)
     try:
-        if shape.q_len == 1:
-            tiles = decode_tiles(arch, **of_layer)
-            decodes = (found for found in DECODE if _is_of(found, arch, problem) and found.tiles == tiles)
-            decode = next(decodes, None)
-            return None if decode is None else _decode(problem, GPUS[arch], shape, decode)
-        blocks = extend_tiles(arch, **of_layer)
-        extends = (found for found in EXTEND if _is_of(found, arch, problem) and found.tiles == blocks)
-        extend = next(extends, None)
-        return None if extend is None else _extend(problem, arch, shape, extend)
+        tiles = tiles_for(arch, **of_layer)
     except NoTiles:
         return None
+    for layer in FIGURES.layers:
+        if (layer.arch, layer.step, layer.head_dim) == (arch, step, problem.head_dim) and layer.serving.tiles == tiles:
+            return _PREDICTED[step](problem, arch, shape, layer)
+    return None
 
 
-def _is_of(figures: DecodeFigures | ExtendFigures, arch: str, problem: Problem) -> bool:
-    return figures.arch == arch and figures.head_dim == problem.head_dim
-
-
-def _decode(problem: Problem, gpu: Gpu, shape: Shape, figures: DecodeFigures) -> Prediction:
-    keys, tiles = seen_keys(problem, shape.kv_len), figures.tiles
-    units = known_target(figures.arch).compute_units
+def _decode(problem: Problem, arch: str, shape: Shape, layer: LayerFigures) -> Prediction:
+    gpu, units = GPUS[arch], known_target(arch).compute_units
+    keys, tiles, figures = seen_keys(problem, shape.kv_len), layer.serving.tiles, layer.serving.figures
+    assert isinstance(tiles, DecodeTiles)
     loaded = shape.num_seqs * keys * problem.num_kv_heads * 2 * problem.head_dim * problem.dtype.itemsize
     blocks = shape.num_seqs * tiles.rows_per_seq(problem.num_kv_heads) * -(-keys // tiles.key_block)
-    merge = _merge_latencies(problem, shape.num_seqs, -(-keys // tiles.key_block), figures)
+    merge = _merge_latencies(problem, units, shape.num_seqs, -(-keys // tiles.key_block), tiles)
     # Programs beside those that a CU has room for run after them.
     iterations = -(-blocks // (units * tiles.programs_per_cu)) * tiles.programs_per_cu / figures.programs
-    busy = shape.num_seqs * keys * problem.num_kv_heads * figures.clocks / units / gpu.clock
+    busy = shape.num_seqs * keys * problem.num_kv_heads * figures.units / units / gpu.clock
 
     def seconds(latency: float, hbm: float, launches: float) -> float:
         own = _CLOCKS_PER_CYCLE * figures.own / gpu.clock
@@ -203,10 +197,9 @@ def _decode(problem: Problem, gpu: Gpu, shape: Shape, figures: DecodeFigures) ->
     return Prediction(shape, took, took.per(loaded))
 
 
-def _merge_latencies(problem: Problem, num_seqs: int, blocks: int, figures: DecodeFigures) -> int:
+def _merge_latencies(problem: Problem, units: int, num_seqs: int, blocks: int, tiles: DecodeTiles) -> int:
     """Loads of the merge that wait for one another. blocks: key blocks of a row; all rows are alike."""
-    tiles = figures.tiles
-    programs = known_target(figures.arch).compute_units * tiles.programs_per_cu
+    programs = units * tiles.programs_per_cu
     rows = num_seqs * tiles.rows_per_seq(problem.num_kv_heads)
     share = -(-rows * (blocks + tiles.row_cost + tiles.row_end) // programs)
     # Few rows begin where a program does.
@@ -215,23 +208,26 @@ def _merge_latencies(problem: Problem, num_seqs: int, blocks: int, figures: Deco
     return 1 + -(-parts // shape.parts)
 
 
-def _extend(problem: Problem, arch: str, shape: Shape, figures: ExtendFigures) -> Prediction:
+def _extend(problem: Problem, arch: str, shape: Shape, layer: LayerFigures) -> Prediction:
     gpu = GPUS[arch]
     cached = shape.kv_len - shape.q_len
     pairs = sum(seen_keys(problem, kv_len) for kv_len in range(cached + 1, shape.kv_len + 1))
     operations = 4 * problem.head_dim * problem.num_q_heads * shape.num_seqs * pairs
-    share = fraction(arch, figures)
+    share = fraction(arch, layer.busy)
     fastest = operations / (gpu.matrix_ops * share.high) + _LAUNCHES[0]
     took = Range.between(fastest, operations / (gpu.matrix_ops * share.low) + _LAUNCHES[1])
     return Prediction(shape, took, took.per(operations))
 
 
-def fraction(arch: str, figures: ExtendFigures) -> Range:
-    """Of the matrix units' peak that a kernel reaches; see above."""
-    gpu, (matrix, vector) = GPUS[arch], CODE_OBJECTS[arch]
+_PREDICTED = {"decode": _decode, "extend": _extend}
+
+
+def fraction(arch: str, busy: Busy) -> Range:
+    """Of the matrix units' peak that a kernel of extend reaches; see above."""
+    gpu, (matrix, vector) = GPUS[arch], FIGURES.code_objects[arch]
     asm = tuple(flops / gpu.matrix_ops * (matrix + vector) / matrix for flops in gpu.asm_flops)
-    none = figures.matrix / (figures.matrix + figures.vector)
-    full = figures.matrix / max(figures.matrix, figures.vector)
+    none = busy.matrix / (busy.matrix + busy.vector)
+    full = busy.matrix / max(busy.matrix, busy.vector)
     return Range.between(none * asm[0] * gpu.triton_of_asm, min(full, none * asm[1]))
 
 

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
+from rocm_attn.machine.releases import triton_version
 from rocm_attn.machine.target import detect_target
 
-_DISTRIBUTIONS = ("rocm-attn", "torch", "triton", "numpy", "safetensors", "tokenizers", "gguf")
+_DISTRIBUTIONS = ("rocm-attn", "torch", "numpy", "safetensors", "tokenizers", "gguf")
 
 # Read by Triton or by the GPU's driver; each has changed what a user saw.
 _VARIABLES = (
@@ -49,6 +50,7 @@ def environment() -> dict[str, Any]:
         "versions": {
             "python": platform.python_version(),
             **{name: _version(name) for name in _DISTRIBUTIONS},
+            "triton": triton_version() or None,
             "aiter": _aiter_version(),
             "rocm": torch.version.hip,
             "cuda": torch.version.cuda,

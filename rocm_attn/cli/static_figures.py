@@ -1,37 +1,197 @@
-"""What the compiler and llvm-mca say of the hot loop of an attention kernel; cost.py predicts times from it."""
+"""What the compiler and llvm-mca say of attention kernels and of their hot loops: static_figures.json.
+
+`python -m tests.amd.offline.cost_figures docs/amd_tuning.md` writes the file and, from it alone, the page; cost.py
+predicts times from it. Nothing in it was measured.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
 
+FILE = Path(__file__).with_name("static_figures.json")
+Tiles = DecodeTiles | ExtendTiles
+_TILES = {"decode": DecodeTiles, "extend": ExtendTiles}
+
 
 @dataclass(frozen=True, slots=True)
-class DecodeFigures:
-    """Of decode over heads of one dim, in these tiles.
+class KernelFigures:
+    """Of the kernel of a layer without windows, caps or sinks.
 
-    programs:  that a CU has room for
-    own:       cycles of 4 clocks that an iteration takes a wave, were loads immediate
-    latencies: of loads, one after another, that come on top
-    clocks:    of a CU that its busiest unit takes for a token of a KV head
+    vgprs, spilled, lds_bytes: of a lane, of a lane, of a program
+    waves:                     that a SIMD has room for
+    programs:                  that run on a CU at the same time
+    own:                       cycles of 4 clocks that an iteration takes a wave, were loads immediate
+    latencies:                 of loads, one after another, that come on top
+    issue, lds, loads, waits:  clocks of a CU for a unit of work, by each of four bounds
+    break_even:                of decode: the latency in microseconds up to which HBM bounds it; 0 where a unit does
     """
 
-    arch: str
-    head_dim: int
-    tiles: DecodeTiles
+    vgprs: int
+    spilled: int
+    lds_bytes: int
+    waves: int
     programs: int
     own: float
     latencies: float
-    clocks: float
+    issue: float
+    lds: float
+    loads: float
+    waits: float
+    break_even: float
+
+    @property
+    def units(self) -> float:
+        """Clocks that the busiest unit takes for a unit of work."""
+        return max(self.issue, self.lds, self.loads)
+
+
+class Busy(NamedTuple):
+    """Cycles of 4 clocks that an iteration of a wave keeps the matrix and the vector unit busy."""
+
+    matrix: float
+    vector: float
 
 
 @dataclass(frozen=True, slots=True)
-class ExtendFigures:
-    """Of extend over heads of one dim, in these tiles: cycles of the matrix and of the vector unit in an iteration."""
+class Candidate:
+    """Tiles that a row of the tuning table was chosen from. serves: whether it is the one"""
+
+    tiles: Tiles
+    serves: bool
+    figures: KernelFigures
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Another kernel for the same layer. name: with its tiles"""
+
+    name: str
+    figures: KernelFigures
+    busy: Busy
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFigures:
+    """Of the kernels that decode or extend a layer of an arch.
+
+    step:       "decode" or "extend"
+    heads:      query heads and KV heads
+    head_dim:   of K and of V
+    floor:      clocks of a CU for a unit of work that data sheets allow
+    ranked:     the Triton and the LLVM that candidates were ranked with; empty: there is only the row that serves
+    candidates: the best first
+    busy:       of the row that serves
+    peers:      AITER's
+    studies:    kernels of this project that serve nothing (tests/amd/offline/gluon_kernels.py)
+    refused:    functions of AITER's that do not serve the layer, and why
+    """
 
     arch: str
+    step: str
+    heads: tuple[int, int]
     head_dim: int
-    tiles: ExtendTiles
-    matrix: float
-    vector: float
+    dtype: str
+    floor: float
+    ranked: str
+    candidates: tuple[Candidate, ...]
+    busy: Busy
+    peers: tuple[Peer, ...]
+    studies: tuple[Peer, ...]
+    refused: dict[str, str]
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What tells layers apart."""
+        return self.arch, self.step, self.heads, self.head_dim, self.dtype
+
+    @property
+    def serving(self) -> Candidate:
+        """The tiles that the tuning table gives the layer."""
+        return next(candidate for candidate in self.candidates if candidate.serves)
+
+
+@dataclass(frozen=True, slots=True)
+class StaticFigures:
+    """The whole file.
+
+    triton, llvm: versions that compiled and counted the rows that serve and AITER's kernels, in one run
+    aiter:        the checkout, and the date of its commit
+    code_objects: arch -> AITER's forward kernel in assembly, for heads of 128 without a mask
+    """
+
+    triton: str
+    llvm: str
+    aiter: str
+    aiter_date: str
+    code_objects: dict[str, Busy]
+    layers: tuple[LayerFigures, ...]
+
+    @classmethod
+    def read(cls) -> StaticFigures:
+        """What is in FILE."""
+        told: dict[str, Any] = json.loads(FILE.read_text())
+        layers = tuple(map(_layer, told.pop("layers")))
+        code_objects = {arch: Busy(*cycles) for arch, cycles in told.pop("code_objects").items()}
+        return cls(**told, code_objects=code_objects, layers=layers)
+
+    def write(self) -> None:
+        """Into FILE, a kernel a line."""
+        head = {name: getattr(self, name) for name in ("triton", "llvm", "aiter", "aiter_date", "code_objects")}
+        lines = [f"{json.dumps(name)}: {json.dumps(value)}," for name, value in head.items()]
+        layers = ",\n".join(_layer_text(layer) for layer in self.layers)
+        FILE.write_text("{\n" + "\n".join(lines) + f'\n"layers": [\n{layers}\n]\n}}\n')
+
+
+def _layer_text(layer: LayerFigures) -> str:
+    head = json.dumps(
+        {
+            "arch": layer.arch,
+            "step": layer.step,
+            "heads": layer.heads,
+            "head_dim": layer.head_dim,
+            "dtype": layer.dtype,
+            "floor": layer.floor,
+            "ranked": layer.ranked,
+            "busy": layer.busy,
+            "refused": layer.refused,
+        }
+    )
+    candidates = [
+        {"tiles": _without_defaults(each.tiles), "serves": each.serves, "figures": asdict(each.figures)}
+        for each in layer.candidates
+    ]
+    peers, studies = (
+        _lines([{"name": peer.name, "busy": peer.busy, "figures": asdict(peer.figures)} for peer in found])
+        for found in (layer.peers, layer.studies)
+    )
+    return f'{head[:-1]},\n "candidates": {_lines(candidates)},\n "peers": {peers},\n "studies": {studies}}}'
+
+
+def _lines(entries: list[dict[str, Any]]) -> str:
+    return "[\n  " + ",\n  ".join(map(json.dumps, entries)) + "]" if entries else "[]"
+
+
+def _without_defaults(tiles: Tiles) -> dict[str, Any]:
+    values = {field.name: (getattr(tiles, field.name), field.default) for field in fields(tiles)}
+    return {name: value for name, (value, default) in values.items() if value != default}
+
+
+def _layer(told: dict[str, Any]) -> LayerFigures:
+    kind = _TILES[told["step"]]
+    candidates = tuple(
+        Candidate(kind(**each["tiles"]), each["serves"], KernelFigures(**each["figures"]))
+        for each in told.pop("candidates")
+    )
+    peers, studies = (
+        tuple(Peer(each["name"], KernelFigures(**each["figures"]), Busy(*each["busy"])) for each in told.pop(name))
+        for name in ("peers", "studies")
+    )
+    (q_heads, kv_heads), busy = told.pop("heads"), Busy(*told.pop("busy"))
+    return LayerFigures(
+        **told, heads=(q_heads, kv_heads), busy=busy, candidates=candidates, peers=peers, studies=studies
+    )

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass
 from importlib import metadata
 
 import torch
+
+# Distributions that all install a package called triton; torch for ROCm brings one with "rocm" in its name.
+TRITON_DISTRIBUTIONS = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm", "triton-nightly")
 
 _NUMBERS = re.compile(r"v?(\d+(?:\.\d+)+)(.*)")
 _POST = re.compile(r"\.?post(\d+)")
@@ -96,8 +100,13 @@ def aiter_version() -> str:
 
 
 def triton_version() -> str:
-    """The installed Triton's version, as its distribution says; empty where there is none of that name."""
-    try:
-        return metadata.version("triton")
-    except metadata.PackageNotFoundError:
-        return ""
+    """The installed Triton's version, as its distribution says, whichever of TRITON_DISTRIBUTIONS that is.
+
+    Empty where there is none, or where several name different releases: the last one overwrote the others' files, and
+    nothing says which that was. `rocm-attn doctor` tells of it.
+    """
+    found = []
+    for name in TRITON_DISTRIBUTIONS:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found.append(metadata.version(name))
+    return found[0] if len({Release.of(version) for version in found}) == 1 else ""

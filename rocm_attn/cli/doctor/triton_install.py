@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from rocm_attn.cli.doctor.finding import Check, Verdict, ok, problem, skipped, warning
 from rocm_attn.cli.doctor.machine import ImportFailure, Machine, NotInstalled, TritonBuild, release_of
-
-# Distributions that all install a package called triton.
-TRITON_DISTRIBUTIONS = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm", "triton-nightly")
+from rocm_attn.machine.releases import TRITON_DISTRIBUTIONS
 
 _OLDEST = (3, 6)
 _COMES_WITH_TORCH = "install the Triton that your torch asks for; torch for ROCm brings its own"

@@ -1,28 +1,24 @@
-"""Write the page that puts AITER's kernels beside the AMD tuning rows, by the model of docs/amd_tuning.md.
+"""What the compiler and the model of docs/amd_tuning.md say of AITER's Triton and Gluon kernels.
 
-    AITER_SOURCE=<checkout> python -m tests.amd.aiter_source.static_figures docs/amd_beside_aiter.md
-
-compiles both with the Triton at hand, which must be the newest supported, and costs them with llvm-mca. AITER's own
-wrappers choose its tiles. Nothing runs: launches of compiled kernels do nothing, and tensors hold no numbers.
+They are compiled with the Triton at hand, in the tiles that AITER's own wrappers choose. Nothing runs: launches of
+compiled kernels do nothing, and tensors hold no numbers.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-import triton
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.cli.static_figures import Peer
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
@@ -31,15 +27,14 @@ from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.aiter.rows import ROWS
 from rocm_attn.providers.contract import BoundKernel, PoolSize, StepBounds
 from tests.amd.aiter_source.checkout import Checkout, imported
-from tests.amd.offline.code_object import AmdCode, read_amd_code
-from tests.amd.offline.compiling import AMD_ARCHS
+from tests.amd.offline.code_object import read_amd_code
+from tests.amd.offline.figures_of_kernels import busy_of, kernel_figures
 from tests.amd.offline.hot_loop import hot_loop
 from tests.amd.offline.matrix import Row
-from tests.amd.offline.mca import find_llvm_mca, loop_cycles
+from tests.amd.offline.mca import loop_cycles
 from tests.amd.offline.offline_driver import offline
-from tests.amd.offline.tile_candidates import Kind, chosen_tiles, estimate
-from tests.amd.offline.tile_cost import PAIRS, Running, TileCost, cost_of, programs_on_a_cu
-from tests.amd.offline.tuning_table import cost_cells, layers, ranked_by, title, words
+from tests.amd.offline.tile_candidates import Kind
+from tests.amd.offline.tile_cost import PAIRS, Running, cost_of, programs_on_a_cu
 
 # Steps by whose lengths AITER's wrappers choose tiles and splits: kv_len and q_len of each sequence.
 _DECODE = ((4096,) * 64, (1,) * 64)
@@ -54,51 +49,11 @@ _KEYS = {
     "paged_attention_decode_sliding_window_head_1": "CONTEXT_PARTITION_SIZE",
 }
 _QUERY_ROWS = "BLOCK_M"
-_COLUMNS = (
-    "kernel",
-    "VGPRs",
-    "spilled",
-    "LDS",
-    "waves",
-    "programs",
-    "own",
-    "in series",
-    "issue",
-    "LDS clocks",
-    "loads",
-    "waits",
-)
 # The pool that each of AITER's functions reads.
 _FUNCTIONS = {
     StepKind.DECODE: {"aiter.unified_attention": PoolKind.SPLIT, "aiter.pa_decode_gluon": PoolKind.VECTORIZED},
     StepKind.EXTEND: {"aiter.unified_attention": PoolKind.SPLIT},
 }
-
-_HEAD = """\
-# The AMD tiles beside AITER's kernels
-
-**Nothing on this page was measured on hardware.** It compares what the compiler reports of this project's decode and
-extend kernels with what it reports of AITER's Triton and Gluon kernels for the same layers, by the model that
-[amd_tuning.md](amd_tuning.md) explains. AITER's assembly is not in it: no loop of it can be costed in the same way.
-Differences below 10% mean nothing, and a first measurement may overturn all of it.
-
-`AITER_SOURCE=<checkout> python -m tests.amd.aiter_source.static_figures docs/amd_beside_aiter.md` writes this page.
-This page: AITER {aiter} of {date}, Triton {triton} for both (AITER pins an older one), LLVM {llvm}. AITER's wrappers
-chose its tiles for 64 sequences of 4,096 keys (decode) and 4 chunks of 2,048 tokens of 8,192 (extend), pages of 16.
-
-A kernel that spills has its cost all the same, to compare; what the memory traffic of the spilled registers costs is in
-its loads. "refused" is what this project's provider refuses, with its reason. Merges of parts are left out on both
-sides.
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """What is known of a kernel. name: of the kernel, with its tiles"""
-
-    name: str
-    code: AmdCode
-    cost: TileCost
 
 
 class _Launched:
@@ -123,50 +78,26 @@ class _Launched:
         self._patch.stop()
 
 
-def main(document: Path) -> None:
-    """Compile, print, write."""
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    checkout = Checkout.named()
-    lines = [
-        _HEAD.format(aiter=checkout.commit(), date=checkout.date(), triton=triton.__version__, llvm=find_llvm_mca()[1])
-    ]
-    for arch in AMD_ARCHS:
-        for row, kind in layers():
-            if row.arch == arch:
-                lines.append(f"## {title(row, kind)}\n\n{_table(checkout, row, kind)}")
-                print(lines[-1], flush=True)
-    document.write_text("\n".join(lines))
-
-
-def _table(checkout: Checkout, row: Row, kind: Kind) -> str:
-    lines = [
-        f"| {' | '.join((*_COLUMNS, ranked_by(kind)))} |",
-        "|---" * (len(_COLUMNS) + 1) + "|",
-        _line(_ours(row, kind), kind),
-    ]
+def of_layer(checkout: Checkout, row: Row, kind: Kind) -> tuple[tuple[Peer, ...], dict[str, str]]:
+    """The figures of AITER's kernels for a layer, and of functions that this project's provider refuses its reasons."""
     step_kind = StepKind.DECODE if kind is DecodeTiles else StepKind.EXTEND
+    peers: list[Peer] = []
+    refused: dict[str, str] = {}
     for function, pool in _FUNCTIONS[step_kind].items():
         problem = replace(row.problems[0], pool=pool)
-        target = checkout.target(row.arch)
         aiters = next(each for each in ROWS if each.name == function and each.kind is step_kind)
         try:
-            kernel = aiters.bind(problem, target, PoolSize(_NUM_PAGES, max(_DECODE[0]), len(_DECODE[0])))
+            kernel = aiters.bind(
+                problem, checkout.target(row.arch), PoolSize(_NUM_PAGES, max(_DECODE[0]), len(_DECODE[0]))
+            )
         except LookupError as error:
-            lines.append(f"| {function} | refused: {error} |" + " |" * len(_COLUMNS))
+            refused[function] = str(error)
             continue
-        lines += [_line(each, kind) for each in _aiters(checkout, row, kind, problem, kernel)]
-    return "\n".join(lines) + "\n"
+        peers += _launched_by(checkout, row, kind, problem, kernel)
+    return tuple(peers), refused
 
 
-def _ours(row: Row, kind: Kind) -> Figures:
-    tiles = chosen_tiles(row, kind)
-    found = estimate(row, tiles, whole=False, given_programs=True)
-    assert found.code is not None
-    assert found.cost is not None
-    return Figures(f"**`{words(tiles)}`**", found.code, found.cost)
-
-
-def _aiters(checkout: Checkout, row: Row, kind: Kind, problem: Problem, kernel: BoundKernel) -> Iterator[Figures]:
+def _launched_by(checkout: Checkout, row: Row, kind: Kind, problem: Problem, kernel: BoundKernel) -> Iterator[Peer]:
     """Of each kernel with products that a function of AITER's launches."""
     with offline(row.arch), imported(checkout, row.arch), _Launched() as launched:
         _attend(problem, kernel, StepKind.DECODE if kind is DecodeTiles else StepKind.EXTEND)
@@ -183,7 +114,9 @@ def _aiters(checkout: Checkout, row: Row, kind: Kind, problem: Problem, kernel: 
             keys if kind is DecodeTiles else rows * keys / PAIRS,
         )
         tiles = f"{keys} keys, {num_warps} warps" if kind is DecodeTiles else f"{rows} x {keys}, {num_warps} warps"
-        yield Figures(f"`{name}`: {tiles}", code, cost_of(row, kind, loop, loop_cycles(loop, row.arch), running))
+        cycles = loop_cycles(loop, row.arch)
+        cost = cost_of(row, kind, loop, cycles, running)
+        yield Peer(f"{name}: {tiles}", kernel_figures(code, code.waves_per_simd, cost), busy_of(cycles))
 
 
 def _attend(problem: Problem, kernel: BoundKernel, kind: StepKind) -> None:
@@ -212,21 +145,3 @@ def _attend(problem: Problem, kernel: BoundKernel, kind: StepKind) -> None:
     )
     args = AttendArgs(q, pool.layer(0), table, bounds.queries(step), out, None, None, None, *memory)
     kernel.attend(args, step, bounds)
-
-
-def _line(figures: Figures, kind: Kind) -> str:
-    code, cost = figures.code, figures.cost
-    cells = [
-        figures.name,
-        f"{code.vgprs}",
-        f"{code.vgpr_spills}",
-        f"{code.lds_bytes / 1024:.0f} KiB",
-        f"{code.waves_per_simd}",
-        f"{cost.programs}",
-        *cost_cells(cost, kind),
-    ]
-    return f"| {' | '.join(cells)} |"
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from rocm_attn.cli import cost
-from rocm_attn.cli.cost import GPUS, SHAPES, Shape, fraction, predicted, predictions
-from rocm_attn.cli.cost_figures import CODE_OBJECTS, DECODE, EXTEND
-from rocm_attn.cli.static_figures import ExtendFigures
+from rocm_attn.cli import cost, static_figures
+from rocm_attn.cli.cost import FIGURES, GPUS, SHAPES, Shape, fraction, predicted, predictions
+from rocm_attn.cli.static_figures import FILE, Busy, LayerFigures, StaticFigures
 from rocm_attn.kernels.attention.cuts import merge_shape
 from rocm_attn.kernels.tuning.decode_tiles import decode_tiles
-from rocm_attn.kernels.tuning.tiles import ExtendTiles
+from rocm_attn.kernels.tuning.tiles import DecodeTiles
 from rocm_attn.problem import KVEncoding, Problem, Scales
 
 LLAMA = Problem(
     num_q_heads=32, num_kv_heads=8, head_dim=128, v_head_dim=128, dtype=torch.bfloat16, page_size=16, scale=128**-0.5
 )
+
+
+def of_step(step: str) -> list[LayerFigures]:
+    """Layers that have figures of it."""
+    return [layer for layer in FIGURES.layers if layer.step == step]
+
+
+def with_row_end(layer: LayerFigures, row_end: int) -> LayerFigures:
+    """Whose row that serves has it."""
+    serving = layer.serving
+    assert isinstance(serving.tiles, DecodeTiles)
+    return replace(layer, candidates=(replace(serving, tiles=replace(serving.tiles, row_end=row_end)),))
+
+
 every_arch = pytest.mark.parametrize("arch", sorted(GPUS))
 
 
@@ -46,8 +60,7 @@ def test_no_decode_reads_faster_than_streams_do(arch: str) -> None:
 
 @every_arch
 def test_a_kernel_like_the_one_in_assembly_may_be_as_fast_as_it_was_measured(arch: str) -> None:
-    matrix, vector = CODE_OBJECTS[arch]
-    alike = fraction(arch, ExtendFigures(arch, 128, ExtendTiles(256, 64, 8, 2), matrix, vector))
+    alike = fraction(arch, FIGURES.code_objects[arch])
     gpu = GPUS[arch]
     assert alike.high * gpu.matrix_ops == pytest.approx(gpu.asm_flops[1])
     assert alike.low * gpu.matrix_ops == pytest.approx(gpu.asm_flops[0] * gpu.triton_of_asm)
@@ -55,11 +68,11 @@ def test_a_kernel_like_the_one_in_assembly_may_be_as_fast_as_it_was_measured(arc
 
 @every_arch
 def test_more_softmax_beside_as_many_products_is_slower(arch: str) -> None:
-    extends = [found for found in EXTEND if found.arch == arch]
+    extends = [layer.busy for layer in of_step("extend") if layer.arch == arch]
     assert extends
-    for found in extends:
-        slower = replace(found, vector=2 * found.vector)
-        assert fraction(arch, slower).middle < fraction(arch, found).middle
+    for busy in extends:
+        slower = Busy(busy.matrix, 2 * busy.vector)
+        assert fraction(arch, slower).middle < fraction(arch, busy).middle
 
 
 @every_arch
@@ -77,8 +90,8 @@ def test_rows_whose_ends_cost_more_are_merged_in_fewer_steps(arch: str, monkeypa
     """Programs with larger shares hold fewer parts of a row."""
     monkeypatch.setattr(cost, "merge_shape", lambda *given: replace(merge_shape(*given), parts=16))
     found = predicted(LLAMA, arch, Shape(1, 8192))
-    figures = [replace(each, tiles=replace(each.tiles, row_end=400)) for each in DECODE]
-    monkeypatch.setattr(cost, "DECODE", figures)
+    layers = tuple(with_row_end(layer, 400) for layer in of_step("decode"))
+    monkeypatch.setattr(cost, "FIGURES", replace(FIGURES, layers=layers))
     monkeypatch.setattr(
         cost, "decode_tiles", lambda *given, **layer: replace(decode_tiles(*given, **layer), row_end=400)
     )
@@ -97,8 +110,17 @@ def test_a_row_is_merged_in_a_few_steps_where_all_are_alike(compute_units: int, 
 
 
 def test_every_loop_of_decode_waits_for_its_keys() -> None:
-    assert len(DECODE) >= 10
-    assert all(found.latencies >= 0.9 and found.own > 0 for found in DECODE)
+    decodes = [layer.serving.figures for layer in of_step("decode")]
+    assert len(decodes) >= 10
+    assert all(found.latencies >= 0.9 and found.own > 0 for found in decodes)
+
+
+def test_the_file_of_figures_is_written_as_it_was_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    copy = tmp_path / FILE.name
+    monkeypatch.setattr(static_figures, "FILE", copy)
+    FIGURES.write()
+    assert copy.read_text() == FILE.read_text()
+    assert StaticFigures.read() == FIGURES
 
 
 def test_windows_read_fewer_keys() -> None:

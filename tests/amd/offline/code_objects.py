@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 
+from rocm_attn.cli.static_figures import Busy
 from tests.amd.offline.mca import SLOW, SLOW_CYCLES, find_llvm_mca
 from tests.amd.offline.tile_cost import CYCLES_OF_MATRIX_OPS
 
@@ -23,15 +23,7 @@ _LINE = re.compile(r"\t(\w+)(?: .*)?// ([0-9A-F]{12}): ([0-9A-F]{8})")
 _PRODUCT = re.compile(r"v_mfma_f32_(\d+)x(\d+)x(\d+)_?(?:bf16|f16)")
 
 
-@dataclass(frozen=True, slots=True)
-class Loop:
-    """Cycles of four clocks that an iteration takes the matrix unit and the vector unit of a SIMD, for one wave."""
-
-    matrix: float
-    vector: float
-
-
-def forward_loop(aiter: Path, arch: str) -> Loop:
+def forward_loop(aiter: Path, arch: str) -> Busy:
     """The hot loop of the kernel of an arch. aiter: a checkout. Raises NoLlvmMca, FileNotFoundError."""
     tool = Path(find_llvm_mca()[0]).resolve().with_name("llvm-objdump")
     path = aiter / "hsa" / FORWARD[arch]
@@ -41,7 +33,7 @@ def forward_loop(aiter: Path, arch: str) -> Loop:
     return hot_loop_of(shown, arch)
 
 
-def hot_loop_of(disassembly: str, arch: str) -> Loop:
+def hot_loop_of(disassembly: str, arch: str) -> Busy:
     """The range from a backward branch's target to the branch that holds most products of those without another."""
     lines = [
         (found[1], int(found[2], 16), int(found[3], 16))
@@ -61,12 +53,12 @@ def hot_loop_of(disassembly: str, arch: str) -> Loop:
     return max((_cycles(opcodes, arch) for opcodes in loops), key=lambda loop: loop.matrix)
 
 
-def _cycles(opcodes: list[str], arch: str) -> Loop:
-    matrix, vector = 0.0, 0
+def _cycles(opcodes: list[str], arch: str) -> Busy:
+    matrix, vector = 0.0, 0.0
     for opcode in opcodes:
         if found := _PRODUCT.match(opcode):
             rows, columns, depth = map(int, found.groups())
             matrix += 2 * rows * columns * depth * CYCLES_OF_MATRIX_OPS[arch]
         elif opcode.startswith("v_"):
             vector += SLOW_CYCLES if SLOW.match(opcode) else 1
-    return Loop(matrix, vector)
+    return Busy(matrix, vector)

@@ -1,74 +1,58 @@
-"""Write the static figures that `rocm-attn explain --cost` predicts from.
+"""Write the static figures of the rows that serve, with AITER's kernels beside them, and the page that shows them.
 
-    [AITER_SOURCE=CHECKOUT] python -m tests.amd.offline.cost_figures
+    AITER_SOURCE=CHECKOUT python -m tests.amd.offline.cost_figures docs/amd_tuning.md
 
-compiles the ranked rows of the tuning table with the Triton at hand, which must be the newest supported, and needs
-llvm-mca (see mca.py). Without a checkout of AITER the figures of its code objects stay as they are.
+compiles both with the Triton at hand, which must be the newest supported, and counts them with llvm-mca (see mca.py).
+What comes of it is rocm_attn/cli/static_figures.json, from which `rocm-attn explain --cost` predicts times, and, from
+that file alone, the page. Candidates stay beside the row that serves as long as it is the one that they were ranked
+with: tuning_table ranks. Prints a line for each layer.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 
-import torch
+import triton
 
-from rocm_attn.cli import cost_figures
-from rocm_attn.kernels.tuning.tiles import DecodeTiles
+from rocm_attn.cli.static_figures import LayerFigures, StaticFigures
+from tests.amd.aiter_source.checkout import Checkout
 from tests.amd.offline.code_objects import FORWARD, forward_loop
-from tests.amd.offline.tile_candidates import estimate
-from tests.amd.offline.tuning_table import chosen_layers
-
-FILE = Path(cost_figures.__file__)
-_HEAD = '''"""Static figures of the rows of the tuning table, compiled: `python -m tests.amd.offline.cost_figures`.
-
-CODE_OBJECTS: of AITER's forward kernels in assembly, cycles of the matrix and of the vector unit in an iteration
-"""
-
-from __future__ import annotations
-
-from rocm_attn.cli.static_figures import DecodeFigures, ExtendFigures
-from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
-'''
+from tests.amd.offline.figures_of_layers import among, serving_layer
+from tests.amd.offline.matrix import Row
+from tests.amd.offline.mca import find_llvm_mca
+from tests.amd.offline.tile_candidates import Kind, layers
+from tests.amd.offline.tuning_page import page, title
 
 
-def main() -> None:
-    """Compile, write, and have ruff put it in order."""
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    decode, extend = [], []
-    for row, tiles in chosen_layers():
-        found = estimate(row, tiles, whole=False, given_programs=True)
-        cost = found.cost
-        if cost is None:
-            raise ValueError(f"{tiles} of {row} has no cost")
-        cycles, who = cost.cycles, f"{row.arch!r}, {row.dims[0]}, {tiles!r}"
-        if isinstance(tiles, DecodeTiles):
-            clocks = max(cost.issue, cost.lds, cost.loads)
-            decode.append(
-                f"DecodeFigures({who}, {cost.programs}, {cycles.own:.0f}, {cycles.latencies:.2f}, {clocks:.1f})"
-            )
-        else:
-            extend.append(f"ExtendFigures({who}, {cycles.matrix:.0f}, {cycles.vector:.0f})")
-    lines = [
-        _HEAD,
-        f"DECODE: tuple[DecodeFigures, ...] = ({', '.join(decode)},)",
-        f"EXTEND: tuple[ExtendFigures, ...] = ({', '.join(extend)},)",
-        f"CODE_OBJECTS: dict[str, tuple[float, float]] = {_code_objects()!r}",
-    ]
-    FILE.write_text("\n".join(lines) + "\n")
-    subprocess.run([sys.executable, "-m", "ruff", "format", "-q", FILE], check=True)
+def main(document: Path) -> None:
+    """Compile, print, write."""
+    known, checkout = StaticFigures.read(), Checkout.named()
+    old = {layer.key: layer for layer in known.layers}
+    found = []
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        for layer in pool.map(_served, *zip(*layers(), strict=True)):
+            found.append(among(layer, old[layer.key]) if layer.key in old else layer)
+            print(title(layer), flush=True)
+    figures = replace(
+        known,
+        triton=triton.__version__,
+        llvm=str(find_llvm_mca()[1]),
+        aiter=checkout.commit(),
+        aiter_date=checkout.date(),
+        code_objects={arch: forward_loop(checkout.root, arch) for arch in FORWARD},
+        layers=tuple(found),
+    )
+    figures.write()
+    document.write_text(page(figures))
 
 
-def _code_objects() -> dict[str, tuple[float, float]]:
-    """Arch -> cycles of the matrix unit and of the vector unit."""
-    aiter = os.environ.get("AITER_SOURCE")
-    if not aiter:
-        return cost_figures.CODE_OBJECTS
-    loops = {arch: forward_loop(Path(aiter), arch) for arch in FORWARD}
-    return {arch: (loop.matrix, float(loop.vector)) for arch, loop in loops.items()}
+def _served(row: Row, kind: Kind) -> LayerFigures:
+    return serving_layer(Checkout.named(), row, kind)
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]))

@@ -6,19 +6,21 @@ from dataclasses import replace
 
 import pytest
 
-from rocm_attn.cli.cost_figures import CODE_OBJECTS, DECODE, EXTEND
+from rocm_attn.cli.static_figures import StaticFigures
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
 from tests.amd.house.source_tree import ROOT
+from tests.amd.offline import tile_candidates
 from tests.amd.offline.candidate_kernels import other_kernels, plain_kernel
 from tests.amd.offline.code_object import read_amd_code
 from tests.amd.offline.compiling import AMD_ARCHS
+from tests.amd.offline.figures_of_layers import layer_key
 from tests.amd.offline.hot_loop import HotLoop
-from tests.amd.offline.kernel_figures import HEADING, section
+from tests.amd.offline.kernel_figures import HEADING
 from tests.amd.offline.matrix import Row
 from tests.amd.offline.mca import CLOCKS_PER_CYCLE, LoopCycles
-from tests.amd.offline.tile_candidates import DECODE_LAYERS, Kind, chosen_tiles, spilled
+from tests.amd.offline.tile_candidates import DECODE_LAYERS, KEPT, Estimate, Kind, chosen_tiles, layers, rank, spilled
 from tests.amd.offline.tile_cost import cost_of_loop, floor_clocks
-from tests.amd.offline.tuning_table import chosen_layers, layers, words
+from tests.amd.offline.tuning_page import page
 
 PAGE = ROOT / "docs" / "amd_tuning.md"
 LOOP = HotLoop(("ds_read_b128 v[0:3], v9", "buffer_load_dwordx4 v[0:3], v9, s[4:7], 0 offen"))
@@ -70,28 +72,58 @@ def test_a_program_of_eight_waves_takes_two_of_a_simd() -> None:
     assert cost_of_loop(ROW, ExtendTiles(128, 32, 8, 1), LOOP, CYCLES, waves_per_simd=4).programs == 2
 
 
-def test_the_page_shows_the_rows_that_serve() -> None:
-    """In the order of its sections; where a row has changed: python -m tests.amd.offline.tuning_table PAGE."""
-    shown = [line.split("`")[1] for line in PAGE.read_text().splitlines() if line.startswith("| **`")]
-    assert shown == [words(chosen_tiles(row, kind)) for row, kind in layers()]
+def test_the_page_says_what_the_figures_and_the_budgets_say() -> None:
+    """Where a row or a budget has changed: python -m tests.amd.offline.cost_figures PAGE, kernel_figures PAGE."""
+    assert PAGE.read_text() == page(StaticFigures.read())
 
 
 def test_the_page_ends_with_the_budgets_of_what_is_not_ranked() -> None:
-    """Where a budget has changed: python -m tests.amd.offline.kernel_figures PAGE."""
-    _, heading, figures = PAGE.read_text().partition(HEADING)
-    assert heading + figures == section()
+    _, _, figures = PAGE.read_text().partition(HEADING)
     assert {"_latent_decode_kernel", "_selected_attention_kernel", "_rope_store_kernel"} <= {
         line.split("`")[1] for line in figures.splitlines() if line.startswith("| `")
     }
 
 
-def test_the_cost_model_has_figures_of_the_rows_that_serve() -> None:
-    """Where a row has changed: python -m tests.amd.offline.cost_figures."""
-    serving = [(row.arch, row.dims[0], tiles) for row, tiles in chosen_layers()]
-    decode = [(found.arch, found.head_dim, found.tiles) for found in DECODE]
-    extend = [(found.arch, found.head_dim, found.tiles) for found in EXTEND]
-    assert [*decode, *extend] == serving
-    assert set(CODE_OBJECTS) == set(AMD_ARCHS)
+def test_the_figures_are_of_the_rows_that_serve() -> None:
+    """Where a row has changed: python -m tests.amd.offline.cost_figures PAGE."""
+    figures = StaticFigures.read()
+    assert [layer.key for layer in figures.layers] == [layer_key(row, kind) for row, kind in layers()]
+    assert [layer.serving.tiles for layer in figures.layers] == [chosen_tiles(row, kind) for row, kind in layers()]
+    assert [sum(each.serves for each in layer.candidates) for layer in figures.layers] == [1] * len(figures.layers)
+    assert set(figures.code_objects) == set(AMD_ARCHS)
+
+
+def test_every_layer_stands_beside_kernels_of_aiters() -> None:
+    figures = StaticFigures.read()
+    assert figures.aiter
+    assert all(layer.peers for layer in figures.layers)
+
+
+def test_only_the_best_candidates_are_compiled_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And they are those that would be best if all were."""
+    cost = cost_of_loop(ROW, DecodeTiles(32, 4, 2, 3), LOOP, CYCLES, waves_per_simd=4)
+    code = read_amd_code(plain_kernel(ROW, chosen_tiles(ROW, DecodeTiles)))
+    shapes = [DecodeTiles(16, 1, 1, place) for place in range(1, 41)]
+    compiled: list[int] = []
+
+    def break_even(place: int, whole: bool) -> float:
+        # Every third one spills, and of the others each fifth loses half.
+        if whole and place % 3 == 0:
+            return 0.0
+        return place / (2 if whole and place % 5 == 0 else 1)
+
+    def estimate(row: Row, tiles: DecodeTiles, *, whole: bool, given_programs: bool = False) -> Estimate:
+        place = tiles.programs_per_cu
+        if whole and not given_programs:
+            compiled.append(place)
+        return Estimate(tiles, code, 2, 0, replace(cost, break_even=break_even(place, whole)))
+
+    monkeypatch.setattr(tile_candidates, "decode_shapes", lambda row: shapes)
+    monkeypatch.setattr(tile_candidates, "estimate", estimate)
+    monkeypatch.setattr(tile_candidates, "chosen_tiles", lambda row, kind: DecodeTiles(16, 1, 1, 1))
+    best = sorted(range(1, 41), key=lambda place: -break_even(place, whole=True))[:KEPT]
+    assert [found.tiles.programs_per_cu for found in rank(ROW, DecodeTiles).candidates] == [*best, 1]
+    assert sorted(compiled) == list(range(min(best), 41)), "those whose plain kernels are better than the worst kept"
 
 
 def test_the_page_says_that_nothing_was_measured() -> None:

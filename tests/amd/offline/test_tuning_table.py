@@ -12,8 +12,8 @@ from tests.amd.offline.compiling import AMD_ARCHS
 from tests.amd.offline.hot_loop import HotLoop
 from tests.amd.offline.matrix import Row
 from tests.amd.offline.mca import loop_cycles
-from tests.amd.offline.tile_candidates import TOLERANCE, Kind, rank
-from tests.amd.offline.tuning_table import layers, words
+from tests.amd.offline.tile_candidates import TOLERANCE, Kind, layers, rank
+from tests.amd.offline.tuning_page import words
 
 pytestmark = pytest.mark.llvm_mca
 

@@ -6,7 +6,9 @@ to the compile gate alone.
 
 from __future__ import annotations
 
+import heapq
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -31,8 +33,8 @@ MAX_PROGRAMS_PER_CU = {1: 8, 2: 4, 4: 4}
 # Rows of a query block, and the waves that share them. Blocks of 256 rows, which save up to 13 % here, are left out: a
 # step with few new tokens pays for rows that it does not have.
 _QUERY_ROWS = ((64, 4), (128, 4), (128, 8))
-# Candidates that are so many times worse than the best cannot be chosen.
-FAR = 1.3
+# Candidates of a layer that are compiled as a whole and kept, besides the row that serves.
+KEPT = 6
 
 # For each decode row of 2-byte elements a layer of the widest heads that it serves; some meet every extend row too.
 _EXTENDED = (((64, 8), (64, 64)), ((32, 8), (128, 128)), ((8, 4), (256, 256)))
@@ -51,7 +53,7 @@ class Estimate:
 
     code:    the kernel of the plain layer; None where it does not fit the arch
     waves:   waves a SIMD has room for, with whichever of the candidate's kernels needs most
-    spills:  registers spilled in all kernels that were compiled
+    spills:  registers spilled in the kernels that were compiled, the last one of which may be the first to spill
     cost:    None where a register is spilled, or llvm-mca does not come to an end
     """
 
@@ -77,7 +79,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """The candidates of one kind for a layer, the best first, those without a cost last."""
+    """The best candidates of one kind for a layer, and the row that serves, the best first."""
 
     row: Row
     kind: Kind
@@ -98,17 +100,35 @@ class Ranking:
         return max(self.chosen.order, floor) / max(self.best.order, floor) - 1
 
 
-def rank(row: Row, kind: Kind) -> Ranking:
-    """Compile and cost all candidates for a layer. Raises NoLlvmMca.
+def layers() -> Iterator[tuple[Row, Kind]]:
+    """What is ranked, in the order of the page that says so."""
+    yield from ((row, DecodeTiles) for row in DECODE_LAYERS)
+    yield from ((row, ExtendTiles) for row in EXTEND_LAYERS)
 
-    Those whose plain kernel is far worse than another's are not compiled any further.
+
+def rank(row: Row, kind: Kind) -> Ranking:
+    """Compile and cost the candidates for a layer: the plain kernel of each, and all kernels of the best KEPT.
+
+    A candidate's other kernels only take from it: they spill, or leave room for fewer waves. So they are compiled from
+    the best plain kernel on, until no other candidate can be among the best. Raises NoLlvmMca.
     """
     chosen = estimate(row, chosen_tiles(row, kind), whole=True, given_programs=True)
     shapes = decode_shapes(row) if kind is DecodeTiles else extend_shapes(row)
     plain = [estimate(row, tiles, whole=False) for tiles in shapes]
-    limit = FAR * min(found.order for found in [chosen, *plain])
-    whole = [estimate(row, found.tiles, whole=True) if found.order <= limit else found for found in plain]
-    others = [found for found in whole if found.tiles != chosen.tiles]
+    # Ordered by what is known, then by place; the last value says whether that is all.
+    open_ones = [(found.order, place, False) for place, found in enumerate(plain)]
+    heapq.heapify(open_ones)
+    kept: list[Estimate] = []
+    while open_ones and len(kept) < KEPT:
+        order, place, is_whole = heapq.heappop(open_ones)
+        if math.isinf(order):
+            break
+        if is_whole:
+            kept.append(plain[place])
+            continue
+        plain[place] = estimate(row, plain[place].tiles, whole=True)
+        heapq.heappush(open_ones, (plain[place].order, place, True))
+    others = [found for found in kept if found.tiles != chosen.tiles]
     return Ranking(row, kind, chosen, tuple(sorted([chosen, *others], key=lambda found: found.order)))
 
 
@@ -159,8 +179,11 @@ def estimate(row: Row, tiles: Tiles, *, whole: bool, given_programs: bool = Fals
     """
     try:
         kernel = plain_kernel(row, tiles)
-        others = other_kernels(row, tiles) if whole else ()
-        codes = [read_amd_code(compiled) for compiled in (kernel, *others)]
+        codes = [read_amd_code(kernel)]
+        for compiled in other_kernels(row, tiles) if whole else ():
+            if spilled(codes):
+                break  # It is out, whatever the others are.
+            codes.append(read_amd_code(compiled))
     except OutOfResources:
         return Estimate(tiles, None, 0, 0, None)
     waves, spills = room_of(codes), spilled(codes)

@@ -1,0 +1,51 @@
+"""The installed Triton's version, under each name that its distribution goes by."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from rocm_attn.cli.env import environment
+from rocm_attn.machine.releases import TRITON_DISTRIBUTIONS, UNKNOWN, Release, installed_releases, triton_version
+
+
+def install(folder: Path, *distributions: tuple[str, str]) -> None:
+    """Write what pip writes of each distribution: its name and its version."""
+    for name, version in distributions:
+        info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only folder that has distributions, none yet."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", TRITON_DISTRIBUTIONS)
+def test_the_version_is_found_under_every_name(site: Path, name: str) -> None:
+    install(site, (name, "3.6.0+rocm7.2.git1"))
+    assert triton_version() == "3.6.0+rocm7.2.git1"
+    assert installed_releases().triton == Release.of("3.6.0")
+    assert environment()["versions"]["triton"] == "3.6.0+rocm7.2.git1"
+
+
+def test_two_distributions_of_one_release_are_no_question(site: Path) -> None:
+    install(site, ("pytorch-triton-rocm", "3.6.0"), ("triton", "3.6.0"))
+    assert triton_version() == "3.6.0"
+
+
+def test_of_two_releases_none_is_believed(site: Path) -> None:
+    """The last one that was installed overwrote the other's files, and no file says which that was."""
+    install(site, ("pytorch-triton-rocm", "3.6.0"), ("triton", "3.9.0"))
+    assert triton_version() == ""
+    assert installed_releases().triton == UNKNOWN
+
+
+def test_without_a_triton_it_is_empty(site: Path) -> None:
+    assert triton_version() == ""
+    assert environment()["versions"]["triton"] is None

@@ -1,0 +1,219 @@
+"""The page of AMD's tiles, made from static_figures.json and the budgets alone: docs/amd_tuning.md."""
+
+from __future__ import annotations
+
+from rocm_attn.cli.static_figures import KernelFigures, LayerFigures, StaticFigures, Tiles
+from rocm_attn.kernels.tuning.tiles import DecodeTiles
+from tests.amd.offline.kernel_figures import section
+from tests.amd.offline.tile_candidates import KEPT, TOLERANCE
+from tests.amd.offline.tile_cost import DECODE_LATENCY, EXTEND_LATENCY
+
+# The order of a table's cells before the last one, by which candidates are ordered.
+_COLUMNS = (
+    "tiles",
+    "VGPRs",
+    "spilled",
+    "LDS",
+    "waves",
+    "programs",
+    "own",
+    "in series",
+    "issue",
+    "LDS clocks",
+    "loads",
+    "waits",
+)
+_ASSEMBLY = """\
+## Products and the softmax of extend
+
+Cycles that an iteration keeps the matrix and the vector unit of a SIMD busy. "none" is what is left of the matrix
+unit's peak if the two never overlap, "full" if they always do; [predicted times](cost.md) are made of these. AITER's
+kernels in assembly are read from its code objects.
+"""
+_STUDY = """\
+## A study: decode in Gluon
+
+`tests/amd/offline/gluon_kernels.py` has a decode with explicit layouts. Keys and values go straight from memory into
+the operands of products: nothing of them is written to LDS, and a lane hands others only the maximum and the sum of its
+scores. While a block is attended to, the loads of others are in flight. On gfx950 no wait of the loop drains them, with
+two blocks in flight and heads of 128; on gfx942 LLVM places loads so that one wait in a round does. The simulator runs
+it on both archs, right against float64 (`tests/amd/simulator/test_gluon_decode.py`). From the row that serves to the
+study:
+
+"""
+_VERDICT = """\
+It serves nothing. It knows whole sequences of 16-bit keys on pages of 16 and heads of 128 or 256, and no parts of rows,
+windows, caps, sinks, slopes or LSE. And by [the model of times](cost.md) large batches are bound by HBM with either
+kernel as long as a load takes less than the break-even latency of the row that serves. Extend was not tried.
+"""
+_HEAD = """\
+# Where the AMD tiles come from
+
+**Nothing on this page was measured on hardware.** No AMD GPU was at hand. The tuning rows of gfx942 and gfx950
+(`kernels/tuning/`) were chosen from what the compiler reports, and from a static model around `llvm-mca`, which
+reads machine code and runs none. The order of candidates is a guess that a first measurement may overturn; differences
+below {tolerance:.0%} mean nothing at all. AITER's Triton and Gluon kernels for the same layers stand beside the rows.
+
+<!-- not run: they take an hour, and llvm-mca of LLVM 22 or newer (apt-get install llvm-22) -->
+```bash
+AITER_SOURCE=../aiter python -m tests.amd.offline.cost_figures docs/amd_tuning.md   # the rows that serve, and AITER's
+python -m tests.amd.offline.tuning_table docs/amd_tuning.md                         # their candidates
+```
+
+Both write `rocm_attn/cli/static_figures.json` and, from it alone, this page; [predicted times](cost.md) are made of the
+same file. `bash scripts/test.sh tuning` holds that no row spills or is more than {tolerance:.0%} worse than its best
+candidate. The rows that serve and AITER's kernels are of one run: AITER {aiter} of {date}, Triton {triton} for both
+(AITER pins an older one), LLVM {llvm}. AITER's wrappers chose its tiles for 64 sequences of 4,096 keys (decode) and 4
+chunks of 2,048 tokens of 8,192 (extend), pages of 16.
+
+## The cost
+
+The hot loop of the compiled kernel (the innermost loop with the most matrix instructions) goes through `llvm-mca`,
+which issues one wave's instructions in order and follows `s_waitcnt`. Two things are put right before (`mca.py`): loads
+with 64-bit addresses, which it takes for loads of LDS too, and exp2, reciprocals and 32-bit products, which a SIMD
+computes at a quarter of the rate. There are four bounds, in clocks of a CU:
+
+| bound | clocks |
+|---|---|
+| issue | the unit of a SIMD that is busiest (matrix, vector, scalar, ...), over all waves |
+| LDS clocks | bytes that the waves read and write there, at 128 a clock |
+| loads | bytes that the waves load, at 64 a clock |
+| waits | an iteration of one wave alone, divided by the programs that run on the CU at the same time |
+
+for a KV token of one KV head (decode), or 1024 products of a q row and a key (extend), in full tiles. The programs on a
+CU follow from registers and LDS, and for decode from `programs_per_cu`. The floor in a heading is what data sheets
+allow: HBM for decode, the matrix units for extend. "own" and "in series" are an iteration of one wave: its cycles, of 4
+clocks each, were loads immediate, and the latencies of loads that come on top, one after another.
+
+**Extend** is ranked by the largest of the bounds, with loads of {extend} cycles: assumed, not known.
+
+**Decode** stays below its floor in all of them, so it is ranked by its *break-even latency*: how many microseconds a
+load may take until all programs of a CU together ask for less than HBM delivers. What a load takes while HBM is busy is
+not published; 1 to 2.5 us are likely. The column of waits is for {decode} cycles.
+
+The model does not know caches, bank conflicts, barriers, uneven work, clocks under load or what starting a row costs.
+Merges of parts are left out on both sides.
+
+A candidate is out when any kernel that it is compiled for spills: windows, soft caps, sinks, ALiBi slopes, packed
+masks, pools below and above 2 GiB. A kernel of AITER's that spills has its cost all the same, to compare. Tiles of
+decode that leave a SIMD one wave come last, and blocks of 256 query rows are left out. The best {kept} are shown.
+**Bold** is the row that serves. VGPRs, LDS and the figures are those of the plain layer; waves a SIMD are so too of the
+row that serves and of AITER's kernels, and of candidates those of the kernel that needs most. float32 and deterministic
+rows have no ranking; they are held to the budgets.
+
+Left for hardware to decide: eight waves in turns on gfx950 (`ExtendTiles(256, 32, 8, 4)` with four stages at the launch
+compiles to four `s_setprio` and four barriers without a spill, and is right in the simulator, but no model here credits
+what overlaps), and loads of K and V that stay out of the L2 cache (`.cg`).
+"""
+
+
+def page(figures: StaticFigures) -> str:
+    """The whole page."""
+    head = _HEAD.format(
+        tolerance=TOLERANCE,
+        triton=figures.triton,
+        llvm=figures.llvm,
+        aiter=figures.aiter,
+        date=figures.aiter_date,
+        decode=DECODE_LATENCY,
+        extend=EXTEND_LATENCY,
+        kept=KEPT,
+    )
+    ranked = "".join(f"\n## {title(layer)}\n\n{_table(layer)}" for layer in figures.layers)
+    return f"{head}{ranked}\n{_assembly(figures)}\n{_study(figures)}\n{section()}"
+
+
+def title(layer: LayerFigures) -> str:
+    """Of a layer's section."""
+    q_heads, kv_heads = layer.heads
+    what = f"{q_heads} x {kv_heads} heads of {layer.head_dim}, {layer.dtype}"
+    return f"{layer.arch} {layer.step}: {what}, floor {layer.floor:.1f}"
+
+
+def words(tiles: Tiles) -> str:
+    """The tiles as a row of the tuning table says them, without what has its default."""
+    if isinstance(tiles, DecodeTiles):
+        text = f"{tiles.key_block}, {tiles.num_warps}, {tiles.num_stages}, {tiles.programs_per_cu}"
+        text += ", transposed=True" if tiles.transposed else ""
+        text += f", heads_per_row={tiles.heads_per_row}" if tiles.heads_per_row > 1 else ""
+        text += f", waves_per_eu={tiles.waves_per_eu}" if tiles.waves_per_eu else ""
+        return f"DecodeTiles({text})"
+    text = f"{tiles.query_rows}, {tiles.key_block}, {tiles.num_warps}, {tiles.num_stages}"
+    text += f", waves_per_eu={tiles.waves_per_eu}" if tiles.waves_per_eu else ""
+    text += f", dim_block={tiles.dim_block}" if tiles.dim_block else ""
+    return f"ExtendTiles({text})"
+
+
+def _table(layer: LayerFigures) -> str:
+    order = "break-even" if layer.step == "decode" else "cost"
+    columns = (*_COLUMNS, order)
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for each in layer.candidates:
+        name = f"`{words(each.tiles)}`"
+        lines.append(_line(f"**{name}**" if each.serves else name, each.figures, layer.step))
+    lines += [_line(f"AITER `{peer.name}`", peer.figures, layer.step) for peer in layer.peers]
+    lines += [_line(f"study: {peer.name}", peer.figures, layer.step) for peer in layer.studies]
+    refused = [f"`{name}` does not serve this layer: {why}." for name, why in layer.refused.items()]
+    told = f"Candidates were ranked with {layer.ranked}; others are worse, spill or do not fit." if layer.ranked else ""
+    told = told or "No candidate is shown: they were not ranked since the row or the model changed."
+    return "\n".join([*lines, "", " ".join([told, *refused])]) + "\n"
+
+
+def _line(name: str, figures: KernelFigures, step: str) -> str:
+    cells = [
+        name,
+        f"{figures.vgprs}",
+        f"{figures.spilled}",
+        f"{figures.lds_bytes / 1024:.0f} KiB",
+        f"{figures.waves}",
+        f"{figures.programs}",
+        f"{figures.own:.0f}",
+        f"{figures.latencies:.1f}",
+        *(f"{bound:.1f}" for bound in (figures.issue, figures.lds, figures.loads, figures.waits)),
+        f"{figures.break_even:.1f} us" if step == "decode" else f"{max(figures.units, figures.waits):.1f}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _assembly(figures: StaticFigures) -> str:
+    """Extend beside AITER's kernels in assembly, of which only the two busiest units can be counted."""
+    lines = ["| arch | kernel | matrix | vector | none | full |", "|---|---|---|---|---|---|"]
+    for arch, (matrix, vector) in figures.code_objects.items():
+        extends = [layer for layer in figures.layers if (layer.arch, layer.step) == (arch, "extend")]
+        kernels = [(f"`{words(layer.serving.tiles)}`, {layer.head_dim}", layer.busy) for layer in extends]
+        kernels += [(f"AITER `{peer.name}`, {layer.head_dim}", peer.busy) for layer in extends for peer in layer.peers]
+        lines += [_overlap(arch, name, *busy) for name, busy in kernels]
+        lines.append(_overlap(arch, "AITER in assembly, 128", matrix, vector))
+    return "\n".join([_ASSEMBLY, *lines]) + "\n"
+
+
+def _study(figures: StaticFigures) -> str:
+    """The study that keeps most loads in flight, beside the rows that serve."""
+    lines = [
+        "| layer | VGPRs | LDS | waves | issue | LDS clocks | waits | break-even |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for layer in figures.layers:
+        if layer.studies:
+            # One wave on a SIMD comes last, as of candidates.
+            best = max((peer.figures for peer in layer.studies), key=lambda found: (found.waves > 1, found.break_even))
+            lines.append(_change(f"{layer.arch}, heads of {layer.head_dim}", layer.serving.figures, best))
+    return "\n".join([_STUDY + lines[0], *lines[1:], "", _VERDICT])
+
+
+def _change(name: str, ours: KernelFigures, study: KernelFigures) -> str:
+    cells = [
+        f"{ours.vgprs} to {study.vgprs}",
+        f"{ours.lds_bytes // 1024} to {study.lds_bytes // 1024} KiB",
+        f"{ours.waves} to {study.waves}",
+        *(
+            f"{getattr(ours, what):.1f} to {getattr(study, what):.1f}"
+            for what in ("issue", "lds", "waits", "break_even")
+        ),
+    ]
+    return f"| {name} | {' | '.join(cells)} us |"
+
+
+def _overlap(arch: str, name: str, matrix: float, vector: float) -> str:
+    none, full = matrix / (matrix + vector), matrix / max(matrix, vector)
+    return f"| {arch} | {name} | {matrix:.0f} | {vector:.0f} | {none:.2f} | {full:.2f} |"

@@ -14,7 +14,7 @@ from rocm_attn.kernels.speculative.arguments import Accepted, Probabilities, Ver
 from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.request import Request
-from rocm_attn.runner.sampling import Sampling
+from rocm_attn.runner.sampling_options import Sampling
 from rocm_attn.runner.speculation import drawn
 from rocm_attn.runner.speculation.engines import model_drafter, rejection_of
 from rocm_attn.runner.speculation.speculation import Speculation

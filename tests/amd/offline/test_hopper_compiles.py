@@ -51,7 +51,14 @@ LAYERS: dict[str, dict[str, Any]] = {
     "codes_by_token": {"kv": Encoding.E5M2, "scales": Scales.TOKEN},
 }
 # Bytes on the stack, by head dim and layer: outside of the loops, or measured as the fastest all the same.
-SPILLED = {(128, "codes_by_token"): 24, **{(192, layer): 24 for layer in LAYERS}}
+SPILLED = {
+    (128, "codes_by_token"): 24,
+    **{(192, layer): 24 for layer in LAYERS},
+    # The next row's queries, which arrive while results are written.
+    **{(256, layer): 256 for layer in LAYERS},
+}
+# And of deterministic attention, around the merge of segments.
+SPILLED_AROUND_MERGES = {192: 160, 256: 728}
 
 
 def compiled(case: Case, tiles: HopperTiles) -> CompiledKernel:
@@ -98,7 +105,8 @@ def test_it_fits_and_its_products_are_not_waited_for_one_by_one(dim: int, layer:
 @pytest.mark.long
 @pytest.mark.parametrize("dim", SEGMENT_HEAD_DIMS)
 def test_deterministic_extend_does_too(dim: int) -> None:
-    assert_fast(compiled(replace(CASE, dims=(dim, dim)), hopper_segment_tiles(dim)), 0)
+    kernel = compiled(replace(CASE, dims=(dim, dim)), hopper_segment_tiles(dim))
+    assert_fast(kernel, SPILLED_AROUND_MERGES.get(dim, 0))
 
 
 def assert_fast(kernel: CompiledKernel, spilled: int) -> None:

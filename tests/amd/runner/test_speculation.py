@@ -449,8 +449,8 @@ def test_what_happens_between_two_rounds_touches_no_tensor_and_makes_no_plan(loa
             engine._speculation._drafter.follow(step, taken)  # type: ignore[union-attr]
         return taken
 
-    planner._make_plan = counted  # type: ignore[method-assign]
-    scheduler.next_step = scheduled  # type: ignore[method-assign]
+    planner._make_plan = counted  # type: ignore[method-assign,assignment]
+    scheduler.next_step = scheduled  # type: ignore[method-assign,assignment]
     scheduler.finish_step = finished  # type: ignore[method-assign]
     engine.generate(requests)
     assert not calls

@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from rocm_attn.runner.engine import Engine
+from rocm_attn.runner.loading import load_model
+from rocm_attn.runner.options import EngineOptions
+from rocm_attn.runner.request import Request
 from tests.amd.engines.models import model
 from tests.amd.engines.serving import MOST_STEPS_LATER, assert_equal_tokens, prompts
 from tests.amd.engines.vllm_models import vllm_model
@@ -132,3 +137,26 @@ def test_eagles_drafts_give_vllms_own_tokens_and_faults_in_its_steps_are_reporte
     for name, answer in zip(_FAULTS_OF_DRAFTS, reported, strict=True):
         assert answer.said.startswith("DeviceFault: step 5: "), f"{name}: {answer.said or 'nothing was said'}"
         assert 0 <= answer.steps_later <= MOST_STEPS_LATER, name
+
+
+@pytest.mark.nightly
+def test_sparse_attention_gives_our_runners_tokens(vllm: VllmVenv, tmp_path: Path) -> None:
+    """vLLM refuses sparse layers on a CPU, so vllm_cpu_sparse chooses keys in its indexer's place."""
+    args: dict[str, Any] = {"attention_backend": "ROCM_ATTN_RT_MLA_SPARSE", "max_num_batched_tokens": 512}
+    (ours,) = vllm.ours([run(vllm, "vllm_sparse", block_size=16, **args)], tmp_path)
+    assert_equal([ours], Answer(tokens=_texts_of_our_runner(vllm_model("sparse", vllm.folder), 16)))
+
+
+def _texts_of_our_runner(folder: Path, new_tokens: int) -> list[list[list[int]]]:
+    """What our own runner answers to the prompts of run()."""
+    loaded = load_model(folder, dtype=torch.float32, device=torch.device("cpu"))
+    engine = Engine(loaded, EngineOptions(max_batch_size=16, max_kv_len=256, page_size=16))
+    return [
+        [
+            list(done.token_ids)
+            for done in engine.generate(
+                [Request(tuple(prompt), max_new_tokens=new_tokens, ignore_eos=True) for prompt in asked]
+            )
+        ]
+        for asked in (prompts(), prompts()[-3:])
+    ]

@@ -136,6 +136,10 @@ def answer(run: Run) -> Answer:
     from vllm import LLM, SamplingParams
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
+    if str(run.args.get("attention_backend", "")).endswith("_SPARSE"):
+        from tests.amd.engines.vllm_cpu_sparse import give_indexer
+
+        give_indexer()
     engine = LLM(skip_tokenizer_init=True, dtype="float32", enforce_eager=True, disable_log_stats=True, **run.args)
     sampling = SamplingParams(temperature=0, max_tokens=run.new_tokens, ignore_eos=True, detokenize=False)
     found = Answer()

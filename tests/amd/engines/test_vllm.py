@@ -87,6 +87,14 @@ def test_two_ranks_give_the_tokens_of_one(vllm: VllmVenv, tmp_path: Path) -> Non
 
 
 @pytest.mark.nightly
+def test_two_ranks_that_share_contexts_give_the_tokens_of_one(vllm: VllmVenv, tmp_path: Path) -> None:
+    """Each has every other token of a sequence's KV. vLLM has no slots for that on a CPU: vllm_cpu_ranks has."""
+    (stock,) = vllm.stock([run(vllm, "vllm_llama", 24)], tmp_path)
+    shared = run(vllm, "vllm_llama", 24, tensor_parallel_size=2, decode_context_parallel_size=2)
+    assert_equal(vllm.ours([shared], tmp_path), stock)
+
+
+@pytest.mark.nightly
 def test_latent_attention_gives_vllms_own_tokens(vllm: VllmVenv, tmp_path: Path) -> None:
     """On a CPU vLLM has neither chunks nor a prefix cache for MLA, and its own decode reads pages of 16."""
     args: dict[str, Any] = {"attention_backend": "CPU_MLA", "block_size": 16, "max_num_batched_tokens": 512}

@@ -25,7 +25,11 @@ from tests.amd.engines.vllm_text import Answer, Run
 
 # The environment's.
 VLLM = "0.32.0"
-_ENTRY_POINTS = "[vllm.general_plugins]\nrocm_attn = rocm_attn.integrations.vllm:register\n"
+_ENTRY_POINTS = (
+    "[vllm.general_plugins]\n"
+    "rocm_attn = rocm_attn.integrations.vllm:register\n"
+    "shared_slots = tests.amd.engines.vllm_cpu_ranks:register\n"
+)
 
 
 class VllmVenv:

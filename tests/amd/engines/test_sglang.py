@@ -156,7 +156,9 @@ def test_an_eagle_head_changes_no_token_and_faults_where_its_drafts_are_verified
         speculative_eagle_topk=branches,
         speculative_num_draft_tokens=4,
     )
-    (ours,) = sglang.ours([drafting], tmp_path)
+    # SGLang's list of who may have branches on larger pages refuses a name that it does not know.
+    name = "triton" if branches > 1 and page_size > 1 else "rocm_attn"
+    (ours,) = sglang.ours([drafting], tmp_path, name=name)
     assert ours.tokens == stock.tokens
     assert_some_drafts_accepted(ours)
     assert_reported(ours, FAULTS)

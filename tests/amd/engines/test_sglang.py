@@ -200,7 +200,7 @@ def test_latent_attention_gives_the_tokens_of_transformers_with_dp_attention_too
     stock = said_by(reference, asked[0])
     assert_equal(sglang.ours(asked, tmp_path), stock)
     # Two ranks that share out requests, pad their batches to one size, and are idle at times.
-    ranks = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "chunked_prefill_size": 96}
+    ranks: dict[str, Any] = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "chunked_prefill_size": 96}
     assert_equal(sglang.ours([run(sglang, "deepseek", **ranks)], tmp_path), stock)
 
 

@@ -30,8 +30,15 @@ from rocm_attn.step.external_step import Boundaries, ExternalStep
 class Ranks(Protocol):
     """The ranks that share contexts, as vLLM's GroupCoordinator: each calls the same in the same order."""
 
-    world_size: int
-    rank_in_group: int
+    @property
+    def world_size(self) -> int:
+        """How many they are."""
+        ...
+
+    @property
+    def rank_in_group(self) -> int:
+        """Which of them this is."""
+        ...
 
     def all_gather(self, input_: Tensor, dim: int) -> Tensor:
         """The tensors of all ranks, one after the other along a dimension."""

@@ -32,7 +32,7 @@ def give_indexer() -> None:
 
     backend_of = CpuPlatform.get_attn_backend_cls
 
-    def get_attn_backend_cls(cls: Any, selected_backend: Any, attn_selector_config: Any, **more: Any) -> str:
+    def get_attn_backend_cls(cls: Any, /, selected_backend: Any, attn_selector_config: Any, **more: Any) -> str:
         if attn_selector_config.use_sparse:
             return str(selected_backend.get_path())
         return str(backend_of(selected_backend, attn_selector_config, **more))
@@ -54,7 +54,7 @@ def _as_they_are(q: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
 def _builder() -> type:
     from vllm.v1.attention.backend import AttentionMetadataBuilder
 
-    class Builder(AttentionMetadataBuilder):  # type: ignore[type-arg]
+    class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
         """Hands on what the runner says of a step."""
 
         def __init__(self, *given: Any) -> None:
@@ -70,7 +70,8 @@ def choose(self: Any, hidden_states: Tensor, q: Tensor, k: Tensor, weights: Tens
     """Keep a step's index keys, and write the places of the likeliest for each token, best first, -1 after them."""
     from vllm.forward_context import get_forward_context
 
-    metadata, chosen = get_forward_context().attn_metadata, self.topk_indices_buffer
+    metadata = get_forward_context().attn_metadata
+    chosen: Tensor = self.topk_indices_buffer
     if not isinstance(metadata, dict):  # vLLM measures memory
         return chosen
     common, cache = metadata[self.k_cache.prefix], self.k_cache

@@ -158,8 +158,8 @@ def test_new_tokens_see_the_contexts_of_all_ranks_and_themselves(
         first = 0
         for seq, count in enumerate(new):
             rows = slice(first, first + count)
-            stored[seq].append((k[rows], v[rows]))
-            keys, values = (np.concatenate(side).astype(np.float64) for side in zip(*stored[seq], strict=True))
+            stored[seq].append((k[rows].astype(np.float64), v[rows].astype(np.float64)))
+            keys, values = (np.concatenate(side) for side in zip(*stored[seq], strict=True))
             scores = Scores(SCALE, sinks=None if sinks is None else sinks.double().numpy())
             want, _ = attention(q[rows].astype(np.float64), keys, values, scores)
             assert np.allclose(found[rows], want, atol=TOLERANCE, rtol=TOLERANCE), (new, seq)

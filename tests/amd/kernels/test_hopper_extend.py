@@ -139,7 +139,7 @@ def test_windows_sinks_and_attention_to_all_keys_are_right(
     assert_right(replace(RAGGED, dims=(dim, dim), **scores), device)
 
 
-CAPS = [
+CAPS: list[dict[str, Any]] = [
     {"soft_cap": 1.5},
     {"soft_cap": 30.0, "page_size": 64},
     {"soft_cap": 30.0, "dtype": torch.float16},

@@ -9,8 +9,7 @@ from importlib import metadata
 
 import torch
 
-# Distributions that all install a package called triton; torch for ROCm brings one with "rocm" in its name.
-TRITON_DISTRIBUTIONS = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm", "triton-nightly")
+from rocm_attn.machine.distributions import TRITON_DISTRIBUTIONS
 
 _NUMBERS = re.compile(r"v?(\d+(?:\.\d+)+)(.*)")
 _POST = re.compile(r"\.?post(\d+)")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rocm_attn.cli.doctor.finding import Check, Verdict, ok, problem, skipped, warning
 from rocm_attn.cli.doctor.machine import ImportFailure, Machine, NotInstalled, TritonBuild, release_of
-from rocm_attn.machine.releases import TRITON_DISTRIBUTIONS
+from rocm_attn.machine.distributions import TRITON_DISTRIBUTIONS
 
 _OLDEST = (3, 6)
 _COMES_WITH_TORCH = "install the Triton that your torch asks for; torch for ROCm brings its own"

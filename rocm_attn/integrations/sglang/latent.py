@@ -42,12 +42,11 @@ def _choose(
     positions: Any,
     forward_batch: Any,
     layer_id: int,
-    *more: Any,
     **named: Any,
 ) -> Any:
     backend = get_attn_backend().get_indexer_metadata(layer_id, forward_batch)
     if not isinstance(backend, AttentionHooks):
-        return original(module, x, q_lora, positions, forward_batch, layer_id, *more, **named)
+        return original(module, x, q_lora, positions, forward_batch, layer_id, **named)
     if forward_batch.forward_mode.is_idle():  # attention is not asked then
         return None
     return backend.choose(layer_id, project(module, x, q_lora, positions))

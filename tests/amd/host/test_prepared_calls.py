@@ -642,7 +642,7 @@ def test_a_layer_that_stores_and_attends_again_in_one_call_launches_what_it_is_g
             if attended is not None:
                 with calls.noting(attended, ()):
                     launch(kernel, (1,), q, out, pool.layer(0).raw_k, weights.of(0).sinks)
-            forms.join(calls, 0)
+            forms.join(calls, layer=0)
         if kernel.by_triton == by_triton:
             assert len(kernel.ran) == before + 2
             sinks = weights.of(0).sinks

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from rocm_attn.cli.env import environment
-from rocm_attn.machine.releases import TRITON_DISTRIBUTIONS, UNKNOWN, Release, installed_releases, triton_version
+from rocm_attn.machine.distributions import TRITON_DISTRIBUTIONS
+from rocm_attn.machine.releases import UNKNOWN, Release, installed_releases, triton_version
 
 
 def install(folder: Path, *distributions: tuple[str, str]) -> None:

@@ -111,7 +111,7 @@ def _default(value: ast.expr | None) -> str:
     match value:
         case None:
             return ""
-        case ast.Call(func=ast.Name(id="option"), args=[default, *_]):
+        case ast.Call(func=ast.Name(id="option" | "bounded"), args=[default, *_]):
             return f" = {ast.unparse(default)}"
         case ast.Call(func=ast.Name(id="field"), keywords=[ast.keyword(arg="default_factory", value=factory)]):
             return (

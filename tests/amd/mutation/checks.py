@@ -75,6 +75,7 @@ from tests.amd.kernels.launches_of_tensors import (
 from tests.amd.mutation.asks_checks import ASKS_CHECKS
 from tests.amd.mutation.coded_pages import PAGE_SIZE, coded_pages, of_coded_pages
 from tests.amd.mutation.draft_checks import device_inputs, draft_steps, place_trees
+from tests.amd.mutation.fresh_tensors import GARBAGE, gapped, garbage, ints
 from tests.amd.mutation.memory import Memory, assert_same
 from tests.amd.mutation.moves_check import moves
 from tests.amd.mutation.picks_check import pick_rows
@@ -83,7 +84,6 @@ from tests.amd.mutation.speculative_checks import SPECULATIVE_CHECKS
 from tests.amd.vectorised import vectorised_keys, vectorised_values
 
 CPU = torch.device("cpu")
-GARBAGE = -0x7F7F7F7F
 # Heads that leave lanes of every tile empty, dims that are no powers of two, gaps between all rows.
 HEADS, DIMS = (6, 2), (24, 40)
 DECODE_TILES = DecodeTiles(key_block=16, num_warps=1, num_stages=1, programs_per_cu=1)
@@ -686,19 +686,3 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     **SPARSE_CHECKS,
     **SPECULATIVE_CHECKS,
 }
-
-
-def ints(values: Sequence[int]) -> Tensor:
-    """int32."""
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def garbage(count: int) -> Tensor:
-    """int32 words that were never written."""
-    return torch.full((count,), GARBAGE, dtype=torch.int32)
-
-
-def gapped(*shape: int) -> Tensor:
-    """Random rows with NaN between them."""
-    memory = torch.full((*shape[:-1], shape[-1] + 8), float("nan"))
-    return memory[..., : shape[-1]].copy_(torch.randn(*shape))

@@ -262,7 +262,7 @@ def test_a_row_of_counts_has_room_for_the_longest_text() -> None:
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
-        ({"top_k": -1}, "top_k is -1; it must be 0"),
+        ({"top_k": -1}, "top_k is -1; it must be at least 0"),
         ({"min_p": 1.5}, "min_p is 1.5; it must be at least 0 and at most 1"),
         ({"presence_penalty": NAN}, "presence_penalty is nan; it must be at least -2"),
         ({"frequency_penalty": 2.5}, "frequency_penalty is 2.5"),

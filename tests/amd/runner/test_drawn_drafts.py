@@ -50,7 +50,7 @@ def pairs(engine: Engine, requests: list[Request]) -> Counter[tuple[int, ...]]:
 
 @pytest.fixture(scope="module")
 def plain(loaded: LoadedModel) -> Counter[tuple[int, ...]]:
-    options = replace(without_speculation(MANY), sampled_drafts=False)
+    options = without_speculation(MANY)
     return pairs(Engine(loaded, options), sampled(800, 0))
 
 
@@ -118,7 +118,7 @@ def test_greedy_requests_and_those_that_ask_for_more_get_the_tokens_of_plain_dec
     options = replace(MANY, max_kv_len=64, max_batch_size=8, chunk=64, draft_tokens=3)
     asking = [replace(each, sampling=replace(SAMPLING, top_k=5, seed=3)) for each in some_requests(2)]
     requests = some_requests(3) + asking + [replace(some_requests(1)[0], logprobs=2)]
-    expected = Engine(loaded, replace(without_speculation(options), sampled_drafts=False)).generate(requests)
+    expected = Engine(loaded, without_speculation(options)).generate(requests)
     engine = Engine(loaded, options)
     beside = engine.generate(requests + [replace(each, sampling=SAMPLING) for each in some_requests(2)])
     assert beside[: len(requests)] == expected

@@ -57,7 +57,7 @@ def texts_of(completions: Many[Completion]) -> list[tuple[int, ...]]:
 
 
 def without_speculation(options: EngineOptions) -> EngineOptions:
-    return replace(options, speculative="off", draft_tokens=4, topk=1)
+    return replace(options, speculative="off", draft_tokens=4, topk=1, sampled_drafts=False)
 
 
 def speculating(loaded: LoadedModel, options: EngineOptions, requests: list[Request], **script: Any) -> Engine:

@@ -265,6 +265,7 @@ NOT_HERE = {
     "selection_place": "of layers that select keys: tests/amd/guards/test_selections.py",
     "page_format": "of bind(), before any step: tests/amd/guards/test_formats.py",
     "cut_points": "of the kernels: tests/amd/guards/test_cut_points.py",
+    "mask_room": "of steps that draft: tests/amd/guards/test_drafts.py",
     "ring_wait": "of the ring: tests/amd/guards/test_publication.py, and on a CPU the device is never late",
 }
 

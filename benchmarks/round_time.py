@@ -56,7 +56,7 @@ class Waits:
     """A fence whose waits are timed.
 
     us:   of each wait, in one step
-    last: when the last one was over, by time.perf_counter()
+    last: when the fence was recorded last, after a step's last launch, by time.perf_counter()
     """
 
     fence: Fence

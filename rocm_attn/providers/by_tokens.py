@@ -6,7 +6,7 @@ part of a graph, so it hangs on the padded shape alone: a step with a longer seq
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch import Tensor
@@ -40,6 +40,10 @@ class SizedKernel(NamedTuple):
 
     max_q_len: int
     kernel: BoundKernel
+
+    def most(self, shape: PaddedShape) -> PaddedShape:
+        """The largest shape within this one of which the kernel serves steps."""
+        return replace(shape, num_tokens=min(shape.num_tokens, self.max_q_len * shape.num_seqs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +83,9 @@ class KernelByTokens:
         return f"{short}else {self.other.describe()}"
 
     def workspace_words(self, shape: PaddedShape) -> int:
-        """Of the kernel that takes most, as the schedules' words."""
-        kernels = (*(sized.kernel for sized in self.short), self.other)
-        return max(kernel.workspace_words(shape) for kernel in kernels)
+        """Of the kernel that takes most, as the schedules' words: each of the largest steps that it serves."""
+        short = (sized.kernel.workspace_words(sized.most(shape)) for sized in self.short)
+        return max((*short, self.other.workspace_words(shape)))
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         self.of_shape(bounds.shape).attend(args, step, bounds)

@@ -203,6 +203,21 @@ def test_what_lies_left_of_a_segment_has_room_in_the_workspace_where_shared_memo
         launch_hopper_extend(args, scores=tensors.scores, cut=kernel.cut, tiles=kernel.tiles)
 
 
+@pytest.mark.parametrize("kind", [StepKind.EXTEND, StepKind.MIXED])
+def test_tiles_of_few_rows_take_no_memory_for_steps_that_they_do_not_serve(kind: StepKind) -> None:
+    """Of 8192 new tokens every block of 64 rows would have a place of its own."""
+    layer = replace(LAYER, head_dim=192, v_head_dim=192)
+    kernel: Any = chosen(layer, on(TRITONS[0]), deterministic=True).kernel(kind).bound
+    extend = kernel if kind is StepKind.EXTEND else kernel.in_turn.extend
+    assert isinstance(extend, KernelByTokens)
+    ((max_q_len, short),) = extend.short
+    words = extend.workspace_words(PaddedShape(kind, 64, 8192))
+    assert words == short.workspace_words(PaddedShape(kind, 64, 64 * max_q_len))
+    for num_tokens in (64, 64 * max_q_len, 64 * max_q_len + 1, 8192):
+        shape = PaddedShape(kind, 64, num_tokens)
+        assert extend.of_shape(shape).workspace_words(shape) <= extend.workspace_words(shape) <= words
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "gfx942", "gfx950"])
 def test_other_archs_have_the_plain_kernel(arch: str) -> None:
     assert names(chosen(LAYER, on(TRITONS[0], arch))) == PLAIN

@@ -105,7 +105,9 @@ def coded_scales(qk_scale, tanh_scale, factor, CAPPED: tl.constexpr, C: tl.const
         if CAPPED:
             tanh_scale = tanh_scale * factor
         else:
-            qk_scale = tl.maximum(qk_scale * factor, LEAST_SCALE)
+            qk_scale = qk_scale * factor
+            if C.SCALES != TOKEN_SCALES:  # whose factors are in the scores before any key is hidden
+                qk_scale = tl.maximum(qk_scale, LEAST_SCALE)
     return qk_scale, tanh_scale
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -64,7 +65,7 @@ class TextMatcher:
 
 
 class Matching:
-    """The constraints of one engine's requests. Each new one is compiled in a thread of its own.
+    """The constraints of one engine's requests. New ones are compiled in other threads, which end when none is left.
 
     tokenizer:     of the model
     vocab_size:    of the logits
@@ -75,7 +76,9 @@ class Matching:
         self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, eos_token_ids
         self._tokens: dict[tuple[int, ...], Any] = {}  # by the tokens that end a text
         self._compiled: dict[_Key, Future[LLMatcher]] = {}  # the one used last at the end
-        self._places = threading.Semaphore(_AT_A_TIME)
+        self._waiting: deque[tuple[_Key, Future[LLMatcher]]] = deque()
+        self._num_threads = 0
+        self._lock = threading.Lock()  # of what waits and of how many threads there are
 
     def prepare(self) -> None:
         """Read the tokenizer, which takes a second, before a request waits for it. Raises BadRequest."""
@@ -113,16 +116,30 @@ class Matching:
         compiling = self._compiled.pop(key, None)
         if compiling is None:
             compiling = Future()
-            # A process that ends does not wait for it, as it would for a pool's.
-            threading.Thread(target=self._run, args=(key, compiling), name="rocm_attn constraint", daemon=True).start()
+            self._begin(key, compiling)
         self._compiled[key] = compiling
         done = [each for each, future in self._compiled.items() if future.done()]
         for oldest in done[: max(0, len(done) - _MOST_KEPT)]:
             del self._compiled[oldest]
         return compiling
 
-    def _run(self, key: _Key, compiling: Future[LLMatcher]) -> None:
-        with self._places:
+    def _begin(self, key: _Key, compiling: Future[LLMatcher]) -> None:
+        """Compile a constraint as soon as fewer than _AT_A_TIME others are: no more threads than that are started."""
+        with self._lock:
+            self._waiting.append((key, compiling))
+            if self._num_threads == _AT_A_TIME:
+                return
+            self._num_threads += 1
+        # A process that ends does not wait for it, as it would for a pool's.
+        threading.Thread(target=self._run, name="rocm_attn constraint", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._num_threads -= 1
+                    return
+                key, compiling = self._waiting.popleft()
             try:
                 compiling.set_result(self._compile(*key))
             except BadRequest as error:

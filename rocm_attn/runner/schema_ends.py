@@ -16,6 +16,8 @@ from rocm_attn.errors import BadRequest
 # each remainder, and 10,000 of them take a third of a second to compile, 1,000,000 more than a minute.
 MOST_REMAINDERS = 10_000
 _LONGEST_PLACE = 100
+# Larger numbers are not told whole: Python refuses to write one of thousands of digits.
+_PRINTED = 10**18
 
 
 def require_ends(schema: Any) -> None:
@@ -35,13 +37,19 @@ def require_ends(schema: Any) -> None:
 
 def _require_few_remainders(steps: list[int | float]) -> None:
     """steps: the values of multipleOf"""
-    exact = [Fraction(Decimal(str(step))) for step in steps if step > 0 and math.isfinite(step)]
+    # A whole number may be too large for a float.
+    exact = [
+        Fraction(step) if isinstance(step, int) else Fraction(Decimal(str(step)))
+        for step in steps
+        if 0 < step < math.inf
+    ]
     scale = math.lcm(*(step.denominator for step in exact))
     found = math.lcm(*(int(step * scale) for step in exact))
     if found > MOST_REMAINDERS:
+        multiple, unit = (str(number) if number < _PRINTED else f"above {_PRINTED}" for number in (found, scale))
         raise BadRequest(
-            f"the values of multipleOf in the JSON schema have the least common multiple {found} in units of "
-            f"1/{scale}; at most {MOST_REMAINDERS} are allowed, so take rounder ones"
+            f"the values of multipleOf in the JSON schema have the least common multiple {multiple} in units of "
+            f"1/{unit}; at most {MOST_REMAINDERS} are allowed, so take rounder ones"
         )
 
 
@@ -98,8 +106,10 @@ class _Parts:
             found = self.root
             for key in reference.split("/")[1:]:
                 name = unquote(key).replace("~1", "/").replace("~0", "~")
-                if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
-                    found = found[int(name)]
+                if isinstance(found, list):
+                    # No list has as many places as a number of ten digits, and Python reads none of thousands.
+                    place = int(name) if name.isdecimal() and len(name) < 10 else len(found)
+                    found = found[place] if place < len(found) else None
                 else:
                     found = found.get(name) if isinstance(found, dict) else None
             number = self._number(found, reference)

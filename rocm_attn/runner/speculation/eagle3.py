@@ -248,9 +248,7 @@ def _weights(
             raise BadModel(
                 f"{source.name}: {name} has shape {list(found[name])}; a head of this model has {list(shape)}"
             )
-    token_of = torch.arange(num_known) + differences
-    if len(differences) != num_known or bool(((token_of < 0) | (token_of >= config.vocab_size)).any()):
-        raise BadModel(f"{source.name}: d2t does not lead from {num_known} tokens to the model's {config.vocab_size}")
+    token_of = _tokens_known(differences, num_known, config.vocab_size, source.name)
     reader = TensorReader(source, shapes, of_large.dtype, of_large.device)
     layer = LayerWeights(
         attention_norm=reader.join(Piece(f"{_LAYER}input_layernorm.weight")),
@@ -285,6 +283,16 @@ def _weights(
         token_of.to(torch.int32).to(of_large.device),
         layers,
     )
+
+
+def _tokens_known(differences: Tensor, num_known: int, vocab_size: int, name: str) -> Tensor:
+    """Eagle3Weights.token_of, as int64 on the host. Raises BadModel."""
+    if differences.shape == (num_known,):
+        token_of = torch.arange(num_known) + differences
+        # Of a token with two numbers only one's probability would count where drafts are drawn.
+        if bool(((token_of >= 0) & (token_of < vocab_size)).all()) and len(token_of.unique()) == num_known:
+            return token_of
+    raise BadModel(f"{name}: d2t does not lead from {num_known} tokens to as many of the model's {vocab_size}")
 
 
 class _Seeded:

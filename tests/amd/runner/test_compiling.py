@@ -94,6 +94,20 @@ def test_a_constraint_that_takes_too_long_ends_its_request_alone(
     assert is_empty(served)
 
 
+def test_two_are_compiled_at_a_time_and_no_other_thread_waits(held_up: HeldUp) -> None:
+    """However many come: a process that can start no more threads would lose its engine."""
+    matching = Engine(character_model(), BASE)._matching
+    assert matching is not None
+    before, constraints = set(threading.enumerate()), [Constraint.regex("a" * num) for num in range(1, 9)]
+    assert not any(matching.is_ready(each, ()) for each in constraints)
+    begun = [held_up.begun.acquire() for _ in range(2)]
+    assert len(set(threading.enumerate()) - before) == len(begun)
+    held_up.may_end.set()
+    for each in constraints:
+        matching.matcher(each, ())
+    assert all(matching.is_ready(each, ()) for each in constraints)
+
+
 def test_what_is_compiled_is_kept_and_what_fails_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     served = Engine(character_model(), BASE)
     assert served._matching is not None

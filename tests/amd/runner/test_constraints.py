@@ -154,6 +154,11 @@ def test_a_schema_that_may_end_is_not_refused(loaded: LoadedModel, schema: dict[
             lambda: Constraint.json_schema({"anyOf": [{"multipleOf": 9973}, {"multipleOf": 0.5}]}),
             "19946 in units of 1/2",
         ),
+        (lambda: Constraint.json_schema({"multipleOf": 10**400}), "least common multiple above 10{18} in units of 1/1"),
+        (
+            lambda: Constraint.json_schema({"anyOf": [{"multipleOf": 10**16 + 2 * i + 1} for i in range(400)]}),
+            "least common multiple above 10{18} in units",
+        ),
         (lambda: Constraint.json_schema(nested(150)), "cannot be used: recursion limit exceeded"),
     ],
 )

@@ -155,7 +155,7 @@ def test_a_head_of_eagle_3_changes_no_token(changes: dict[str, Any], loaded: Loa
     options = replace(SEEDED3, **changes)
     engine = Engine(loaded, options)
     assert engine.generate(requests) == Engine(loaded, without_speculation(options)).generate(requests)
-    assert engine.report().metrics.drafts > 100
+    assert engine.report().metrics.drafts > 50
     drafter = drafter_of(engine)
     drafter.draft([], ())
     assert drafter._table.num_free_pages == drafter._table.num_usable_pages
@@ -306,7 +306,10 @@ def test_a_head_of_eagle_3_of_another_model_is_refused(loaded: LoadedModel, tmp_
         "lacks fc.weight; it is no EAGLE-3 head", {}, {name: each for name, each in tensors.items() if name[:2] != "fc"}
     )
     refused(r"fc.weight has shape \[3, 6\]", {}, {**tensors, "fc.weight": torch.zeros(3, 6)})
-    refused("d2t does not lead from 31 tokens to the model's 64", {}, {**tensors, "d2t": tensors["d2t"] + 40})
+    wrong = "d2t does not lead from 31 tokens to as many of the model's 64"
+    refused(wrong, {}, {**tensors, "d2t": tensors["d2t"] + 40})
+    refused(wrong, {}, {**tensors, "d2t": KNOWN[0] - torch.arange(31)})
+    refused(wrong, {}, {**tensors, "d2t": tensors["d2t"][:-1]})
     (tmp_path / "config.json").write_text("{}")
     assert not is_eagle3(str(tmp_path))
     assert not is_eagle3(str(tmp_path / "nowhere"))

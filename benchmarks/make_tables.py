@@ -232,16 +232,19 @@ def fill_time(result: dict[str, Any]) -> str:
 
 def deterministic_cost(result: dict[str, Any]) -> str:
     """Both modes of the same step."""
+    allowed = result["times_allowed"]
+    missed = sum(row["times"] > allowed for row in result["rows"])
     lines = opening(
         result,
         "Deterministic mode beside the normal one, bf16, CUDA-graph replay",
-        f"One layer's launches; both modes take turns. At most {result['times_allowed']} x normal is allowed.",
-        "| layer: step | normal us | deterministic us | x normal |",
+        f"One layer's launches; both modes take turns. At most {allowed} x normal is allowed: {missed} of "
+        f"{len(result['rows'])} rows, in bold, take more.",
+        "| suite | layer: step | normal us | deterministic us | x normal |",
     )
-    lines += [
-        f"| {row['case']} | {row['normal_us']} | {row['deterministic_us']} | {row['times']:.2f} |"
-        for row in result["rows"]
-    ]
+    for row in result["rows"]:
+        times = f"{row['times']:.2f}"
+        times = f"**{times}**" if row["times"] > allowed else times
+        lines.append(f"| {row['suite']} | {row['case']} | {row['normal_us']} | {row['deterministic_us']} | {times} |")
     return "\n".join(lines) + "\n"
 
 

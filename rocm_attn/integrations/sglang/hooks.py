@@ -154,9 +154,9 @@ class AttentionHooks:
         pool = self.token_to_kv_pool
         address = self._layers.index_address(place, pool)
         if self._index_keys.get(place) != address:
-            factor = self._factors[place] = self._layers.index_factor(place, pool)
+            factor = self._layers.index_factor(place, pool)
             attention.bind_index(place, self._layers.index_keys(place, pool), factor)
-            self._index_keys[place] = address
+            self._index_keys[place], self._factors[place] = address, factor
 
     def _follow(self) -> None:
         """Another pool, or tables that lie elsewhere. Raises WrongState where graphs read the old ones."""

@@ -66,7 +66,8 @@ class Sharing:
 class SharedContextGroup:
     """As KVGroup, of ranks that share contexts. layers: with this rank's query heads
 
-    Raises Unsupported, also for windows and ALiBi slopes: a rank does not know how far its keys are.
+    Raises Unsupported, also for windows and ALiBi slopes, as a rank does not know how far its keys are, and for more than
+    one KV head on a rank, as ranks that share contexts have copies of the same one.
     """
 
     def __init__(
@@ -213,4 +214,9 @@ def _require_plain(name: str, problem: Problem) -> None:
         raise Unsupported(
             f"{name} has {' and '.join(found)}, and where ranks share a context a rank does not know how far its keys "
             "are; set decode_context_parallel_size to 1"
+        )
+    if problem.num_kv_heads != 1:  # ranks that share contexts have copies of one KV head, and gather their query heads
+        raise Unsupported(
+            f"{name} has {problem.num_kv_heads} KV heads on a rank, and ranks share the contexts of one; set "
+            "tensor_parallel_size to at least num_key_value_heads x decode_context_parallel_size"
         )

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.amd.engines.models import VOCABULARY, write, write_random, written_once
+from tests.amd.engines.models import LATENT_64, SMALL_DEEPSEEK, VOCABULARY, write, write_random, written_once
 
 # Of the small Llama and of its EAGLE head.
 _LLAMA: Mapping[str, Any] = {
@@ -70,42 +70,17 @@ def write_sparse(folder: Path) -> None:
     """A DeepSeek V3.2 of three dense layers, which attend to 24 tokens that their indexers choose."""
     from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
 
-    # With plain positions vLLM gives another text on a CPU; why is not known.
-    scaling = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256}
-    scaling |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
-    # Any: of two of them vLLM alone knows the names.
+    # Any: vLLM alone knows all of the names. With plain positions it gives another text on a CPU; why is not known.
     make: Any = DeepseekV32Config
     config = make(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        first_k_dense_replace=3,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        q_lora_rank=64,
-        kv_lora_rank=64,
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=16,
-        v_head_dim=32,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        moe_intermediate_size=64,
-        moe_layer_freq=1,
+        **SMALL_DEEPSEEK,
+        **LATENT_64,
         num_nextn_predict_layers=0,
         mlp_layer_types=["dense"] * 3,
-        rope_parameters=scaling,
         index_n_heads=16,
         index_head_dim=32,
         index_topk=24,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=1024,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
         architectures=["DeepseekV32ForCausalLM"],
-        dtype="float32",
     )
     write_random(folder, lambda: DeepseekV32ForCausalLM(config))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -179,22 +180,24 @@ def test_prompts_in_chunks_decode_and_drafts_attend_to_what_the_indexer_chooses(
     engine.hooks.attention.check_device()
 
 
+def graph_of(engine: SparseEngine, x: Tensor, q_lora: Tensor) -> Graph:
+    """A graph of decodes of 4 sequences, whose indexer reads x and q_lora."""
+
+    def forward(step: Step, hooks: object = None, **more: object) -> None:
+        chosen = engine.hooks.choose(0, project(engine.indexer, x, q_lora, step.batch.positions))
+        Engine.forward(engine, step, topk_indices=chosen)
+
+    engine.forward = forward  # type: ignore[method-assign]  # for this graph
+    return Graph(engine, 4)
+
+
 def test_a_graph_chooses_anew_in_each_replay(provider: str, device: torch.device) -> None:
     engine = SparseEngine(provider, device)
     requests = [engine.admit() for _ in range(3)]
     engine.run_sparse(Mode.EXTEND, requests, [9, 7, 12])
     engine.hooks.init_cuda_graph_state(4, 4)
     x, q_lora = engine.inputs(4)
-
-    def forward(step: Step, hooks: object = None, **more: object) -> None:
-        chosen = engine.hooks.choose(
-            0,
-            project(engine.indexer, x, q_lora, step.batch.positions),
-        )
-        Engine.forward(engine, step, topk_indices=chosen)
-
-    engine.forward = forward  # type: ignore[method-assign]  # for this test
-    graph = Graph(engine, 4)
+    graph = graph_of(engine, x, q_lora)
     for batch in (requests, requests[1:], requests[:1]):
         for to in (x, q_lora):
             to.copy_(engine.random_rows(*to.shape))
@@ -223,6 +226,21 @@ def test_new_weights_of_the_norm_change_what_index_keys_are_worth(provider: str,
     engine.indexer.k_norm.weight.mul_(64)
     engine.hooks.renew_sinks()
     engine.run_sparse(Mode.EXTEND, [engine.admit()], [9])
+
+
+def test_index_pages_that_move_are_followed_until_graphs_read_them(provider: str, device: torch.device) -> None:
+    engine = SparseEngine(provider, device)
+    one = engine.admit()
+    engine.run_sparse(Mode.EXTEND, [one], [6])
+    engine.pool.index[0] = engine.pool.index[0].clone()
+    engine.run_sparse(Mode.DECODE, [one], [1])
+    engine.hooks.init_cuda_graph_state(4, 4)
+    graph_of(engine, *engine.inputs(4))
+    engine.pool.index[0] = engine.pool.index[0].clone()
+    step = engine.step_of(engine.batch(Mode.DECODE, [one], [1]), [1])
+    engine.hooks.init_forward_metadata(step.batch)
+    with pytest.raises(WrongState, match="graphs"):
+        engine.hooks.choose(0, project(engine.indexer, *engine.inputs(1), torch.arange(1, device=device)))
 
 
 def test_what_was_chosen_in_another_step_or_not_at_all_is_refused(provider: str, device: torch.device) -> None:
@@ -271,6 +289,22 @@ def test_index_pages_that_no_kernel_reads_are_refused(
     for name, value in fields.items():
         setattr(engine.pool, name, value)
     with pytest.raises(Unsupported, match=said):
+        AttentionHooks(engine.runner, engine.serving)
+
+
+def test_models_whose_keys_no_kernel_here_chooses_are_refused(provider: str, device: torch.device) -> None:
+    engine = SparseEngine(provider, device)
+    with pytest.raises(Unsupported, match="trees of drafts are not served where keys are chosen"):
+        AttentionHooks(engine.runner, replace(engine.serving, with_trees=True))
+    del engine.indexer.wq_b
+    with pytest.raises(Unsupported, match="an indexer without the projections of DeepSeek"):
+        AttentionHooks(engine.runner, engine.serving)
+
+
+def test_a_pool_without_index_pages_is_refused(provider: str, device: torch.device) -> None:
+    engine = SparseEngine(provider, device)
+    engine.runner.token_to_kv_pool = LatentPool(range(2), engine.num_slots, torch.float32, device)
+    with pytest.raises(Unsupported, match="the pool LatentPool has no index pages"):
         AttentionHooks(engine.runner, engine.serving)
 
 

@@ -188,12 +188,19 @@ def test_what_a_rank_keeps_of_a_sequence_is_every_nth_stretch_of_it() -> None:
             assert [int(each[length]) for each in of_ranks] == want
 
 
-@pytest.mark.parametrize("change", [{"sliding_window": 8}, {"alibi_slopes": [0.5, 0.25]}])
-def test_layers_that_count_how_far_keys_are_are_refused(change: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"sliding_window": 8}, "does not know how far its keys are"),
+        ({"alibi_slopes": [0.5, 0.25]}, "does not know how far its keys are"),
+        ({"num_kv_heads": 2}, "2 KV heads on a rank, and ranks share the contexts of one"),
+    ],
+)
+def test_layers_that_ranks_cannot_share_are_refused(change: dict[str, object], sentence: str) -> None:
     terms = replace(LayerTerms(2, DIM, SCALE, 1), **change)  # type: ignore[arg-type]
     problem = terms.problem(CacheTerms(BLOCK, DIM, torch.float32, torch.float8_e4m3fn))
     layer = GroupLayer(Cache(1, torch.device("cpu")), problem)
     sizes, sharing = GroupSizes(SEQS, MAX_TOKENS, MAX_LEN), Sharing(ThreadRanks(Meeting(2), 0))
-    with pytest.raises(Unsupported, match="does not know how far its keys are"):
+    with pytest.raises(Unsupported, match=sentence):
         SharedContextGroup({"layer": layer}, sizes, torch.device("cpu"), GroupOptions(), sharing)
     assert KVGroup({"layer": layer}, sizes, torch.device("cpu"), GroupOptions())

@@ -66,8 +66,8 @@ class Sharing:
 class SharedContextGroup:
     """As KVGroup, of ranks that share contexts. layers: with this rank's query heads
 
-    Raises Unsupported, also for windows and ALiBi slopes, as a rank does not know how far its keys are, and for more than
-    one KV head on a rank, as ranks that share contexts have copies of the same one.
+    Raises Unsupported, also for windows and ALiBi slopes, as a rank does not know how far its keys are, and for more
+    than one KV head on a rank, as ranks that share contexts have copies of the same one.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ from rocm_attn.kernels.attention.coded import (
 )
 from rocm_attn.kernels.attention.scores import LOG2_E
 from rocm_attn.kernels.attention.segments import UNFUSED
-from rocm_attn.kernels.attention.softmax import in_range
+from rocm_attn.kernels.attention.softmax import in_range, sum_by_pairs
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES, decoded
 from rocm_attn.kernels.cache.page_format import PoolKind
 from rocm_attn.kernels.launch import launch
@@ -144,7 +144,7 @@ def _attend(query, k_side, v_side, factors, listing, G: tl.constexpr):
         decay = tl.exp2(maximum - base)
         if G.EXACT:
             weights = tl.exp2(tl.fma(scores, query.qk_scale, -base[:, None]))
-            total = tl.fma(total, decay, tl.sum(weights, 1))
+            total = tl.fma(total, decay, sum_by_pairs(weights) if G.BY_PAIRS else tl.sum(weights, 1))
         else:
             weights = tl.exp2(scores * query.qk_scale - base[:, None])
             total = total * decay + tl.sum(weights, 1)
@@ -251,16 +251,17 @@ def launch_selected_attention(args: SelectedArgs, *, scale: float, tiles: Select
         len(args.q), selection.width * selection.unit_tokens, heads=args.heads, tiles=tiles, programs=programs
     )
     query_rows = max(next_power_of_2(cut.row_heads), 16)
-    geometry = _geometry(args, cut, query_rows, tiles.key_block, tiles.num_stages, exact=False)
+    geometry = _geometry(args, cut, query_rows, tiles.key_block, tiles.num_stages)
     _launch(args, geometry, scale, num_warps=tiles.num_warps)
 
 
-def launch_selected_segments(args: SelectedArgs, *, scale: float, tiles: SegmentTiles) -> None:
+def launch_selected_segments(args: SelectedArgs, *, scale: float, tiles: SegmentTiles, by_pairs: bool) -> None:
     """launch_selected_attention, whose bits depend on nothing but a token and its selection.
 
     A token that selects all that it sees gets the bits that launch_segment_decode and launch_segment_extend give it.
 
-    args: with a workspace of segment_cut(...).words(...) or longer
+    args:     with a workspace of segment_cut(...).words(...) or longer
+    by_pairs: whether weights are added up pair by pair, as deterministic attention to all latents may do it
 
     Raises ValueError for pages that the kernel does not read.
     """
@@ -268,7 +269,7 @@ def launch_selected_segments(args: SelectedArgs, *, scale: float, tiles: Segment
     cut = segment_cut(selection.width * selection.unit_tokens, heads=args.heads, tiles=tiles)
     # With two blocks in flight gfx942 spills scalar registers.
     stages = 1 if tiles.matrix_dim else tiles.decode_stages
-    geometry = _geometry(args, cut, tiles.decode_rows, tiles.key_block, stages, exact=True)
+    geometry = _geometry(args, cut, tiles.decode_rows, tiles.key_block, stages)._replace(EXACT=True, BY_PAIRS=by_pairs)
     _launch(args, geometry, scale, num_warps=tiles.decode_warps, **tiles.options(), **UNFUSED)
 
 
@@ -318,9 +319,7 @@ def _launch(args: SelectedArgs, geometry: SelectedGeometry, scale: float, **opti
         launch_merge_parts(args, parts, sums, geometry)
 
 
-def _geometry(
-    args: SelectedArgs, cut: SelectedCut, query_rows: int, key_block: int, stages: int, *, exact: bool
-) -> SelectedGeometry:
+def _geometry(args: SelectedArgs, cut: SelectedCut, query_rows: int, key_block: int, stages: int) -> SelectedGeometry:
     """What the launch is compiled for; its arguments are checked."""
     args.check()
     form = args.pages.format
@@ -348,7 +347,8 @@ def _geometry(
         PAGE_SIZE=form.page_size,
         QUERY_ROWS=query_rows,
         KEY_BLOCK=key_block,
-        EXACT=exact,
+        EXACT=False,
+        BY_PAIRS=False,
         STAGES=stages,
         coding=args.pages.coding,
     )

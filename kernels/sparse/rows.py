@@ -30,6 +30,7 @@ class SelectedGeometry(NamedTuple):
     QUERY_ROWS:           rows of the q block, a query head each, then padding
     KEY_BLOCK:            keys of a block
     EXACT:                whether results may not depend on which products and sums the compiler fuses
+    BY_PAIRS:             of EXACT, whether weights of keys are added up pair by pair (softmax.sum_by_pairs)
     STAGES:               key blocks whose loads are in flight
     coding:               how elements of pages are encoded
     """
@@ -52,6 +53,7 @@ class SelectedGeometry(NamedTuple):
     QUERY_ROWS: int
     KEY_BLOCK: int
     EXACT: bool
+    BY_PAIRS: bool
     STAGES: int
     coding: Coding
 

@@ -11,6 +11,7 @@ from rocm_attn.hip_graphs.size_ladder import round_up
 from rocm_attn.kernels.attention import limits
 from rocm_attn.kernels.sparse.arguments import IndexArgs, Indexing, SelectedArgs, Selection
 from rocm_attn.kernels.sparse.cuts import segment_cut, select_words, selected_cut
+from rocm_attn.kernels.tuning.latent_tiles import latent_segment_tiles
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles, segment_tiles
 from rocm_attn.kernels.tuning.sparse_tiles import IndexTiles, SelectedTiles, index_tiles, selected_tiles
 from rocm_attn.machine.target import Target
@@ -86,6 +87,7 @@ class TritonSelectedSegments:
     problem: Problem
     keys: int
     tiles: SegmentTiles
+    by_pairs: bool
 
     def describe(self) -> str:
         return f"triton.selected_segments({self.problem}, {self.tiles})"
@@ -95,7 +97,9 @@ class TritonSelectedSegments:
         return cut.words(shape.num_tokens, self.problem.v_head_dim)
 
     def attend(self, args: SelectedArgs) -> None:
-        triton_launches.launch_selected_segments(args, scale=self.problem.scale, tiles=self.tiles)
+        triton_launches.launch_selected_segments(
+            args, scale=self.problem.scale, tiles=self.tiles, by_pairs=self.by_pairs
+        )
 
 
 def _bind_indexer(indexer: Indexer, problem: Problem, target: Target, pool: PoolSize) -> TritonIndexer:
@@ -122,7 +126,12 @@ def _bind_selected(problem: Problem, target: Target, pool: PoolSize) -> TritonSe
 
 def _bind_segments(problem: Problem, target: Target, pool: PoolSize) -> TritonSelectedSegments:
     tiles = segment_tiles(target.arch, head_dim=problem.head_dim, v_head_dim=problem.v_head_dim, dtype=problem.dtype)
-    return TritonSelectedSegments(problem, _keys(problem), tiles)
+    by_pairs = False
+    if problem.pool is PoolKind.LATENT:
+        by_pairs = latent_segment_tiles(
+            target.arch, dims=(problem.head_dim, problem.v_head_dim), dtype=problem.dtype
+        ).by_pairs
+    return TritonSelectedSegments(problem, _keys(problem), tiles, by_pairs)
 
 
 def _keys(problem: Problem) -> int:

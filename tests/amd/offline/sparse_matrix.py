@@ -136,7 +136,9 @@ class LayerRow:
         if self.exact:
             segments = segment_tiles(self.arch, head_dim=head_dim, v_head_dim=v_head_dim, dtype=self.dtype)
             words = segment_cut(keys, heads=heads, tiles=segments).words(NUM_TOKENS, v_head_dim)
-            launch_selected_segments(args._replace(workspace=torch.empty(words)), scale=0.1, tiles=segments)
+            launch_selected_segments(
+                args._replace(workspace=torch.empty(words)), scale=0.1, tiles=segments, by_pairs=False
+            )
             return
         tiles = selected_tiles(
             self.arch,

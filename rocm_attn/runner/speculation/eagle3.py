@@ -290,7 +290,7 @@ def _tokens_known(differences: Tensor, num_known: int, vocab_size: int, name: st
     if differences.shape == (num_known,):
         token_of = torch.arange(num_known) + differences
         # Of a token with two numbers only one's probability would count where drafts are drawn.
-        if bool(((token_of >= 0) & (token_of < vocab_size)).all()) and len(token_of.unique()) == num_known:
+        if bool(((token_of >= 0) & (token_of < vocab_size)).all()) and len(set(token_of.tolist())) == num_known:
             return token_of
     raise BadModel(f"{name}: d2t does not lead from {num_known} tokens to as many of the model's {vocab_size}")
 

@@ -248,7 +248,8 @@ def segment_extend(memory: Memory, tensors: Tensors, tiles: SegmentTiles) -> Non
         gqa_ratio=tensors.gqa_ratio,
         v_head_dim=case.dims[1],
     )
-    args = tensors.args(schedule, memory.put(torch.full((words,), float("nan"))))
+    left = memory.put(torch.full((words,), float("nan"))) if words else torch.empty(0)
+    args = tensors.args(schedule, left)
     launch_segment_extend(args, scores=tensors.scores, cut=cut, tiles=tiles)
 
 
@@ -264,7 +265,8 @@ def segment_decode(memory: Memory, tensors: Tensors) -> None:
     words = sum(
         cut.segment_words(tensors.num_seqs, most, q_rows=tiles.decode(ratio).q_rows(ratio), v_head_dim=case.dims[1])
     )
-    args = tensors.args(schedule, memory.put(torch.full((words,), float("nan"))))
+    left = memory.put(torch.full((words,), float("nan"))) if words else torch.empty(0)
+    args = tensors.args(schedule, left)
     launch_segment_decode(args, scores=tensors.scores, most_segments=most, cut=cut, tiles=tiles)
 
 

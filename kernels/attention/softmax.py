@@ -74,7 +74,7 @@ def _halvings(n: int) -> int:
 def sum_by_pairs(weights):
     """The sum of each row [rows, n]: of neighbours, then of neighbouring sums, and so on.
 
-    Whoever holds which of the numbers, the sums of two are the same. tl.sum's order follows from a tile's layout.
+    Its order does not depend on which thread holds which of the numbers. tl.sum's order follows from a tile's layout.
     """
     LEVELS: tl.constexpr = _halvings(weights.shape[1])
     for _ in tl.static_range(LEVELS):

@@ -240,7 +240,7 @@ class EngineThread:
         self._submit_prepared()
 
     def _submit_prepared(self) -> None:
-        """Give the engine what it need not wait for: a constraint that is compiled holds up nobody else's tokens."""
+        """Give the engine what it need not wait for: other requests' tokens do not wait for a constraint."""
         for ticket, (request, came) in tuple(self._preparing.items()):
             try:
                 if self._engine.is_prepared(request):

@@ -99,7 +99,7 @@ class Jobs:
 
     @property
     def num_served(self) -> int:
-        """Without those that are computed: who reads slowly takes nobody's place."""
+        """Without those that are computed: a client that reads slowly takes no other's place."""
         return sum(not job.is_computed for job in self._jobs)
 
     @contextmanager

@@ -37,6 +37,7 @@ from rocm_attn.runner.model import Model
 from rocm_attn.runner.ranks import ONE_RANK
 from rocm_attn.runner.safetensors_file import SafetensorsFiles
 from rocm_attn.runner.shards import WHOLE
+from rocm_attn.runner.speculation.seeded_head import FC, SeededHead
 from rocm_attn.runner.tensors import Piece, Shape, TensorReader, TensorSource
 from rocm_attn.runner.weights import LayerWeights, ModelWeights
 from rocm_attn.runtime import AttentionRuntime
@@ -46,8 +47,6 @@ ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 _NUM_ROWS = 3
 _LAYER = "midlayer."
 _QKV = tuple(f"{_LAYER}self_attn.{name}_proj.weight" for name in "qkv")
-# A standard deviation with which a random layer hands on about what it gets.
-_SEEDED_STD = 0.02
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,7 +96,7 @@ def seeded_head3(large: LoadedModel) -> Eagle3Weights:
     )
     config = replace(_alone(large.config), layers=(layer,))
     num_known = -(-config.vocab_size // 2)
-    source = _Seeded(_shapes(config, large.config.hidden_size, num_known, own_embedding=False))
+    source = SeededHead(_shapes(config, large.config.hidden_size, num_known, own_embedding=False))
     differences = torch.arange(num_known)
     return _weights(source, config, large, num_known, default_layers(large.config.num_layers), differences)
 
@@ -213,7 +212,7 @@ def _shapes(config: ModelConfig, large_hidden: int, num_known: int, *, own_embed
     """Name -> shape of every tensor of a head but for d2t."""
     hidden, layer = config.hidden_size, config.layers[0]
     assert isinstance(layer.projections, HeadProjections)
-    shapes: dict[str, Shape] = {"fc.weight": (hidden, _NUM_ROWS * large_hidden), "norm.weight": (hidden,)}
+    shapes: dict[str, Shape] = {FC: (hidden, _NUM_ROWS * large_hidden), "norm.weight": (hidden,)}
     shapes |= {f"{_LAYER}{name}": shape for name, shape in mlp_shapes(layer.mlp, hidden)}
     for name, shape in head_shapes(layer.attention, layer.projections, hidden, keeps_kv=True):
         shapes[f"{_LAYER}{name}"] = shape
@@ -278,7 +277,7 @@ def _weights(
     )
     return Eagle3Weights(
         LoadedModel(config, weights, None, ONE_RANK),
-        reader.join(Piece("fc.weight")),
+        reader.join(Piece(FC)),
         reader.join(Piece(f"{_LAYER}hidden_norm.weight")),
         token_of.to(torch.int32).to(of_large.device),
         layers,
@@ -293,30 +292,6 @@ def _tokens_known(differences: Tensor, num_known: int, vocab_size: int, name: st
         if bool(((token_of >= 0) & (token_of < vocab_size)).all()) and len(set(token_of.tolist())) == num_known:
             return token_of
     raise BadModel(f"{name}: d2t does not lead from {num_known} tokens to as many of the model's {vocab_size}")
-
-
-class _Seeded:
-    """A TensorSource of random weights, the same each time. fc hands on the last of its three rows."""
-
-    name = "the seeded head"
-
-    def __init__(self, shapes: Mapping[str, Shape]) -> None:
-        self._shapes = shapes
-        self._random = torch.Generator().manual_seed(0)
-
-    def shapes(self) -> Mapping[str, Shape]:
-        """As TensorSource.shapes."""
-        return self._shapes
-
-    def read(self, name: str, *where: slice) -> Tensor:
-        """As TensorSource.read."""
-        shape = self._shapes[name]
-        if "norm" in name:
-            return torch.ones(shape)[where]
-        random = torch.randn(shape, generator=self._random) * _SEEDED_STD
-        if name == "fc.weight":
-            random[:, -shape[0] :] += torch.eye(shape[0])
-        return random[where]
 
 
 class _Eagle3Files:

@@ -30,14 +30,11 @@ from rocm_attn.runner.model import Model
 from rocm_attn.runner.ranks import ONE_RANK
 from rocm_attn.runner.safetensors_file import SafetensorsFiles
 from rocm_attn.runner.speculation.methods import SEEDED
+from rocm_attn.runner.speculation.seeded_head import FC, SeededHead
 from rocm_attn.runner.tensors import Piece, Shape, TensorReader, TensorSource
 from rocm_attn.runner.weights import expected_shapes, load_weights
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.step import Step
-
-_FC = "fc.weight"
-# A standard deviation with which random layers hand on about what they get.
-_SEEDED_STD = 0.02
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,16 +68,20 @@ def load_head(path: str, large: LoadedModel) -> EagleWeights:
         num_extra_layers=0,
     )
     shape = (config.hidden_size, 2 * config.hidden_size)
-    source: TensorSource = _Seeded(config, shape) if path == SEEDED else _EagleFiles(Path(path), config, shape)
-    if source.shapes()[_FC] != shape:
+    source: TensorSource
+    if path == SEEDED:
+        source = SeededHead({**expected_shapes(config), FC: shape})
+    else:
+        source = _EagleFiles(Path(path), config, shape)
+    if source.shapes()[FC] != shape:
         raise BadModel(
-            f"{source.name}: {_FC} has shape {list(source.shapes()[_FC])}; a head of this model has {list(shape)}"
+            f"{source.name}: {FC} has shape {list(source.shapes()[FC])}; a head of this model has {list(shape)}"
         )
     of_head = load_weights(_WithoutFc(source), config, dtype=weights.dtype, device=weights.device)
-    reader = TensorReader(source, {_FC: shape}, weights.dtype, weights.device)
+    reader = TensorReader(source, {FC: shape}, weights.dtype, weights.device)
     of_head = replace(of_head, embedding=weights.embedding, final_norm=weights.final_norm, head=weights.head)
     config = replace(config, vocab_size=large.config.vocab_size)
-    return EagleWeights(LoadedModel(config, of_head, None, ONE_RANK), reader.join(Piece(_FC)))
+    return EagleWeights(LoadedModel(config, of_head, None, ONE_RANK), reader.join(Piece(FC)))
 
 
 class EagleHead:
@@ -140,30 +141,6 @@ def _layer_like(config: ModelConfig) -> LayerConfig:
     )
 
 
-class _Seeded:
-    """A TensorSource of random weights, the same each time. fc hands on both of its halves."""
-
-    name = "the seeded head"
-
-    def __init__(self, config: ModelConfig, fc: Shape) -> None:
-        self._shapes = {**expected_shapes(config), _FC: fc}
-        self._random = torch.Generator().manual_seed(0)
-
-    def shapes(self) -> Mapping[str, Shape]:
-        """As TensorSource.shapes."""
-        return self._shapes
-
-    def read(self, name: str, *where: slice) -> Tensor:
-        """As TensorSource.read."""
-        shape = self._shapes[name]
-        if "norm" in name:
-            return torch.ones(shape)[where]
-        random = torch.randn(shape, generator=self._random) * _SEEDED_STD
-        if name == _FC:
-            random[:, shape[0] :] += torch.eye(shape[0])
-        return random[where]
-
-
 class _EagleFiles:
     """A TensorSource over a head's files: its names begin with `layers.0`, and it lacks what the large model has."""
 
@@ -171,7 +148,7 @@ class _EagleFiles:
         if not directory.is_dir():
             raise BadModel(f"{directory} is no directory; an EAGLE head lies in one with model.safetensors")
         self._files, self.name = SafetensorsFiles(directory), str(directory)
-        expected = {**expected_shapes(config), _FC: fc}
+        expected = {**expected_shapes(config), FC: fc}
         found = {_ours(name): shape for name, shape in self._files.shapes().items()}
         self._lacking = {
             name: shape for name, shape in expected.items() if name not in found or name == "model.embed_tokens.weight"
@@ -191,7 +168,7 @@ class _EagleFiles:
         """As TensorSource.read."""
         if name in self._lacking:
             return torch.ones(self._lacking[name])[where]
-        return self._files.read(name if name == _FC else name.removeprefix("model."), *where)
+        return self._files.read(name if name == FC else name.removeprefix("model."), *where)
 
 
 # What a head need not have: what it shares with the large model, and a norm that none has.
@@ -199,7 +176,7 @@ _OF_LARGE = frozenset({"model.embed_tokens.weight", "model.norm.weight", "model.
 
 
 def _ours(name: str) -> str:
-    return name if name == _FC else f"model.{name}"
+    return name if name == FC else f"model.{name}"
 
 
 class _WithoutFc:
@@ -210,7 +187,7 @@ class _WithoutFc:
 
     def shapes(self) -> Mapping[str, Shape]:
         """As TensorSource.shapes."""
-        return {name: shape for name, shape in self._source.shapes().items() if name != _FC}
+        return {name: shape for name, shape in self._source.shapes().items() if name != FC}
 
     def read(self, name: str, *where: slice) -> Tensor:
         """As TensorSource.read."""

@@ -1,4 +1,4 @@
-"""Constraints are compiled outside of the engine's thread: nobody else waits for them, however long it takes."""
+"""Constraints are compiled outside of the engine's thread: other requests do not wait, however long it takes."""
 
 from __future__ import annotations
 

@@ -23,7 +23,15 @@ LAYOUTS: dict[str, tuple[str, tuple[int, ...], tuple[Space, ...] | None]] = {
 }
 # Under Triton's interpreter pages of 16 in every run, and the others in the nightly one.
 each_page_size = pytest.mark.parametrize("page_size", [pytest.param(1, marks=LONG), 16, pytest.param(32, marks=LONG)])
-each_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+each_layout = pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(
+            layout, id=name, marks=[LONG] * (name not in ("sglang two pools", "vllm three groups", "flashinfer"))
+        )
+        for name, layout in LAYOUTS.items()
+    ],
+)
 
 Layout = tuple[str, tuple[int, ...], tuple[Space, ...] | None]
 Build = Callable[[Layout, int], Engine]

@@ -19,7 +19,7 @@ from tests.amd.kernels.attention_cases import (
     Tensors,
     assert_served,
     build,
-    in_each_dtype,
+    in_each_way,
     run_decode,
     run_decode_twin,
     run_extend,
@@ -51,12 +51,12 @@ FEATURES = {
     "not_causal_all": {"causal": False, "soft_cap": 1.5, "slopes": True, "sinks": True},
 }
 
-run_decodes = pytest.mark.parametrize("run", [run_decode, run_shared_decode, run_decode_twin])
-run_extends = pytest.mark.parametrize("run", [run_extend, run_shared_extend, run_extend_twin])
+RUN_DECODES = (run_decode, run_shared_decode, run_decode_twin)
+RUN_EXTENDS = (run_extend, run_shared_extend, run_extend_twin)
+run_extends = pytest.mark.parametrize("run", RUN_EXTENDS)
 
 
-@run_decodes
-@in_each_dtype("feature", FEATURES)
+@in_each_way("feature", FEATURES, RUN_DECODES)
 def test_decode_equals_the_reference(
     feature: dict[str, object], dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
 ) -> None:
@@ -65,8 +65,7 @@ def test_decode_equals_the_reference(
     assert_served(tensors)
 
 
-@run_extends
-@in_each_dtype("feature", FEATURES)
+@in_each_way("feature", FEATURES, RUN_EXTENDS)
 def test_extend_equals_the_reference(
     feature: dict[str, object], dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
 ) -> None:

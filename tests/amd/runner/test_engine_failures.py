@@ -151,7 +151,7 @@ def wiped(monkeypatch: pytest.MonkeyPatch, engine: Engine, *steps: int) -> Engin
     return engine
 
 
-@pytest.mark.parametrize("num_steps", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("num_steps", [1, 2, *(pytest.param(num, marks=pytest.mark.nightly) for num in (3, 4)), 5])
 def test_a_fault_of_any_step_is_reported_however_short_the_run_is(
     num_steps: int, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

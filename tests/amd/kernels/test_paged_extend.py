@@ -113,7 +113,7 @@ def test_every_length_around_pages_and_tiles_is_right(page_size: int, kernel_dev
     ],
     ids=str,
 )
-@pytest.mark.parametrize("heads", [(1, 1), (5, 1), (20, 1)])
+@pytest.mark.parametrize("heads", [pytest.param((1, 1), marks=pytest.mark.long), (5, 1), (20, 1)])
 def test_every_tile_shape_is_right(tiles: ExtendTiles, heads: tuple[int, int], kernel_device: torch.device) -> None:
     """Five heads leave rows of a tile empty; twenty are more than 16 rows hold."""
     tensors = build(replace(RAGGED, heads=heads, dims=(32, 32), page_size=3), kernel_device)

@@ -7,9 +7,9 @@
 #   types            mypy --strict over the package, the tests and the benchmarks
 #   host             everything that needs neither a GPU nor Triton's interpreter
 #   interpreter      the kernels, and the runtime on top of them, under Triton's interpreter
-#   mutation         every twelfth mask of the kernels removed in a copy: a check under Triton's interpreter must notice
+#   mutation         every sixteenth mask of the kernels removed in a copy: a check under Triton's interpreter must notice
 #   soak             2,000 random steps of a tiny model, every output checked against the oracle
-#   driver           200 seeds of a random driver whose oracle shares no code with the project
+#   driver           100 seeds of a random driver whose oracle shares no code with the project
 #   text             greedy text against transformers, and the command line on real weights
 #   offline          every kernel compiled for gfx942, gfx950 and sm_90 with the installed Triton, pools below 2 GiB
 #   simulator        every kernel executed as gfx942 and gfx950 machine code, with every address checked
@@ -144,7 +144,7 @@ run_stage() {
     mutation-long) spread -m long tests/amd/mutation ;;
     offline-long) compile -m long ;;
     driver) spread tests/amd/driver ;;
-    driver-long) python -m tests.amd.driver --seeds 200:2000 | tee -a "$verdicts" ;;
+    driver-long) python -m tests.amd.driver --seeds 100:2000 | tee -a "$verdicts" ;;
     engines) run_engines -m "not nightly" ;;
     engines-long) bash scripts/engine_venv.sh sglang vllm && run_engines -m nightly ;;
     text) run_pytest -n auto --dist loadfile -m "not nightly" tests/amd/text ;;

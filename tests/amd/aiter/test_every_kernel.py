@@ -59,11 +59,11 @@ def test_every_bound_kernel_and_kind_of_step_has_cases_with_every_dtype_and_page
 
 
 def _marked(case: Case) -> object:
-    """In every run each case in one of its dtypes, by turns; of the slow ones those of extend are nightly."""
+    """In every run each case in one of its dtypes, by turns; of the slow ones only those of decode."""
     of_row = [other for other in SOME if other.row is case.row]
     turn = list(dict.fromkeys(other.what for other in of_row)).index(case.what)
     dtypes = [other.problem.dtype for other in of_row if other.what == case.what]
-    is_slow = case.what.startswith(_SLOW) and case.row.kind is StepKind.EXTEND
+    is_slow = case.what.startswith(_SLOW) and case.row.kind is not StepKind.DECODE
     is_other = case.problem.dtype != dtypes[turn % len(dtypes)]
     return pytest.param(case, marks=[pytest.mark.nightly] * (is_slow or is_other))
 
@@ -79,11 +79,16 @@ def test_a_case_passes_on_the_stand_in(case: Case, aiter: StandIn) -> None:
     "name",
     [
         "aiter.unified_attention",
-        "aiter.unified_attention[vectorised]",
-        "aiter.mha_batch_prefill_func[vectorised]",
+        *(
+            pytest.param(name, marks=pytest.mark.nightly)
+            for name in (
+                "aiter.unified_attention[vectorised]",
+                "aiter.mha_batch_prefill_func[vectorised]",
+                "aiter.pa_fwd_asm",
+                "aiter.pa_persistent_fwd",
+            )
+        ),
         "aiter.pa_decode_gluon",
-        "aiter.pa_fwd_asm",
-        pytest.param("aiter.pa_persistent_fwd", marks=pytest.mark.nightly),
         "aiter.mla_decode_fwd+get_mla_metadata_v1[fp8]",
         "aiter.mha_batch_prefill_func[fp8]",
     ],

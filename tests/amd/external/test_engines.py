@@ -21,9 +21,19 @@ LAYOUTS: dict[str, tuple[str, tuple[int, ...], tuple[Space, ...] | None]] = {
     "vllm three groups": ("vllm", (5, -1, 9), GROUPS),
     "flashinfer": ("flashinfer", (-1, 5), None),
 }
-# Under Triton's interpreter pages of 16 in every run, and the others in the nightly one.
-each_page_size = pytest.mark.parametrize("page_size", [pytest.param(1, marks=LONG), 16, pytest.param(32, marks=LONG)])
-each_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+# Under Triton's interpreter pages of 16 in every run, and the others in the nightly one; on torch pages of 1 too.
+each_page_size = pytest.mark.parametrize(
+    "page_size", [pytest.param(1, marks=LONG), 16, pytest.param(32, marks=pytest.mark.nightly)]
+)
+each_layout = pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(
+            layout, id=name, marks=[LONG] * (name not in ("sglang two pools", "vllm three groups", "flashinfer"))
+        )
+        for name, layout in LAYOUTS.items()
+    ],
+)
 
 Layout = tuple[str, tuple[int, ...], tuple[Space, ...] | None]
 Build = Callable[[Layout, int], Engine]

@@ -197,7 +197,7 @@ def drafting_of(
     )
 
 
-@pytest.mark.parametrize("page_size", [2, 16])
+@pytest.mark.parametrize("page_size", [2, pytest.param(16, marks=pytest.mark.nightly)])
 def test_drafts_stay_in_their_row_at_every_last_page_length(page_size: int, device: torch.device) -> None:
     """Seed 002: the drafts of K branches and S steps span more pages than a row has left.
 

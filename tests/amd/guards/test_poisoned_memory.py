@@ -79,9 +79,16 @@ def without_live_tokens(serving: Serving) -> Tensor:
     return dead.to(serving.runtime.device)
 
 
-@pytest.mark.parametrize("fill", [fill_with_bytes, fill_with_nan])
 @pytest.mark.parametrize("provider", PROVIDERS)
-@both_ways
+@pytest.mark.parametrize(
+    ("graphs", "fill"),
+    [
+        pytest.param(False, fill_with_bytes, id="eager-bytes"),
+        pytest.param(False, fill_with_nan, id="eager-nan", marks=pytest.mark.nightly),
+        pytest.param(True, fill_with_bytes, id="graphed-bytes", marks=pytest.mark.nightly),
+        pytest.param(True, fill_with_nan, id="graphed-nan"),
+    ],
+)
 def test_a_step_writes_all_that_it_reads(
     graphs: bool, provider: str, fill: Callable[[Tensor], None], device: torch.device
 ) -> None:
@@ -104,7 +111,7 @@ def test_a_step_writes_all_that_it_reads(
     assert all(torch.equal(one, other) for one, other in zip(clean, poisoned, strict=True))
 
 
-@pytest.mark.parametrize("sides", ["k", "v", "kv"])
+@pytest.mark.parametrize("sides", [*(pytest.param(side, marks=pytest.mark.nightly) for side in "kv"), "kv"])
 @pytest.mark.parametrize("provider", PROVIDERS)
 @both_ways
 def test_no_slot_without_a_live_token_is_read(graphs: bool, provider: str, sides: str, device: torch.device) -> None:

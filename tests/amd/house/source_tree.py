@@ -31,9 +31,14 @@ class Source:
     is_package: bool
     tree: ast.Module
 
-    def imports(self) -> list[Import]:
+    def imports(self) -> tuple[Import, ...]:
         """Every import of the file, absolute; `from a import b` names a.b, which may be a module or not."""
-        return list(_imports(self.tree, at_import=True))
+        return _imports_of(self)
+
+
+@cache
+def _imports_of(source: Source) -> tuple[Import, ...]:
+    return tuple(_imports(source.tree, at_import=True))
 
 
 @cache

@@ -295,6 +295,7 @@ def test_env_reports_versions_and_devices(capsys: pytest.CaptureFixture[str]) ->
     assert "torch " in capsys.readouterr().out
 
 
+@pytest.mark.nightly  # as the one of test_cli_streams.py, by another command
 def test_a_reader_that_goes_away_is_no_traceback() -> None:
     code = "import sys; from rocm_attn.cli import main; sys.exit(main(['env']))"
     reader, writer = os.pipe()

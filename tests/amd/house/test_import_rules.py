@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
 
 import pytest
@@ -60,9 +61,14 @@ LIBRARIES = {
 }
 
 
+@cache
+def own_modules() -> frozenset[str]:
+    return frozenset(source.module for source in sources())
+
+
 def own_imports(source: Source) -> list[str]:
     """The modules of this project that source imports, now or later."""
-    modules = {other.module for other in sources()}
+    modules = own_modules()
     return [
         name.module if name.module in modules else name.module.rpartition(".")[0]
         for name in source.imports()

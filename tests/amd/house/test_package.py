@@ -80,7 +80,7 @@ def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with nothing but the wheel's content."""
     target = tmp_path_factory.mktemp("installed")
-    pip("install", "--no-deps", "--target", str(target), str(wheel))
+    pip("install", "--no-deps", "--no-compile", "--target", str(target), str(wheel))
     return target
 
 
@@ -172,7 +172,7 @@ def test_type_checkers_read_a_wheel_and_an_editable_install_as_they_come(
     (tmp_path / "wrong.py").write_text("import rocm_attn as ra\n\nra.StepBatch(1, [1], [1])\nra.Pages\n")
     python = new_interpreter(tmp_path / kind, LIBRARIES)
     options = ["--editable", str(tree)] if kind == "editable" else [str(wheel)]
-    pip("--python", str(python), "install", "--no-deps", *options)
+    pip("--python", str(python), "install", "--no-deps", "--no-compile", *options)
     where = "import importlib.util as u; print(u.find_spec('rocm_attn.kernels.launch').origin)"
     found = subprocess.run([python, "-Ic", where], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert Path(found.stdout.strip()).is_relative_to(tree if kind == "editable" else tmp_path / kind)

@@ -94,7 +94,7 @@ def compilable(model: Tiny, work: QkvWork) -> Callable[[Step], Tensor]:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+@pytest.mark.parametrize("graphs", [pytest.param(False, marks=pytest.mark.long), True], ids=["eager", "graphed"])
 def test_a_compiled_forward_gives_the_bits_of_the_eager_one(
     backend: str, graphs: bool, provider: str, device: torch.device
 ) -> None:
@@ -280,6 +280,7 @@ def test_what_lies_between_the_cuts_asks_no_runtime_for_anything(provider: str, 
     assert kinds.count(False) >= 3
 
 
+@pytest.mark.long  # of the interpreter's stage: what is shared is torch's code
 def test_several_runtimes_share_compiled_code_and_keep_their_own_pages(provider: str, device: torch.device) -> None:
     models, work = [Tiny.build(device, provider) for _ in range(2)], work_of(device)
     models[1].projections[0] *= 2

@@ -29,6 +29,9 @@ from tests.amd.external.engines import VLLM, Engine, SGLang
 from tests.amd.runtime.sparse_world import indexer, layer
 from tests.amd.runtime.stepping import small_problem
 
+# Of the interpreter's stage alone: on torch each runs every time. What is left to every run there has each kernel.
+long = pytest.mark.long
+
 FN, FNUZ = KVEncoding.E4M3FN, KVEncoding.E4M3FNUZ
 POISON = 173
 
@@ -146,8 +149,14 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("kv_len", [1, 19, 24])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("kv_len", [pytest.param(1, marks=long), 19, pytest.param(24, marks=long)])
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(model, marks=[long] * (model not in ("plain", "codes with factors of tokens", "index keys")))
+        for model in MODELS
+    ],
+)
 def test_a_request_that_moved_decodes_with_the_bits_of_one_that_stayed(
     model: str, kv_len: int, provider: str, device: torch.device
 ) -> None:
@@ -164,7 +173,9 @@ def test_a_request_that_moved_decodes_with_the_bits_of_one_that_stayed(
     target.check_device()
 
 
-@pytest.mark.parametrize("sizes", [(4, 8), (16, 4), (1, 4)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(4, 8), pytest.param((16, 4), marks=long), pytest.param((1, 4), marks=long)], ids=str
+)
 def test_pages_may_be_of_other_sizes_on_the_other_side(
     sizes: tuple[int, int], provider: str, device: torch.device
 ) -> None:
@@ -178,8 +189,10 @@ def test_pages_may_be_of_other_sizes_on_the_other_side(
     assert all(map(torch.equal, story.decode(target, stayed, 21), story.decode(target, new_row, 21)))
 
 
-@pytest.mark.parametrize("sizes", [(4, 4), (4, 8), (8, 4)], ids=str)
-@pytest.mark.parametrize("source_has_swa", [True, False], ids=["windows to windows", "all to windows"])
+@pytest.mark.parametrize("sizes", [pytest.param((4, 4), marks=long), (4, 8), pytest.param((8, 4), marks=long)], ids=str)
+@pytest.mark.parametrize(
+    "source_has_swa", [True, pytest.param(False, marks=long)], ids=["windows to windows", "all to windows"]
+)
 def test_a_windows_space_takes_the_tokens_that_are_still_seen(
     source_has_swa: bool, sizes: tuple[int, int], provider: str, device: torch.device
 ) -> None:
@@ -198,6 +211,7 @@ def test_a_windows_space_takes_the_tokens_that_are_still_seen(
     assert all(map(torch.equal, story.decode(target, stayed, 29), story.decode(target, new_row, 29)))
 
 
+@long
 def test_layers_of_one_space_may_come_from_different_ones(provider: str, device: torch.device) -> None:
     """Of two windows alike, the sender has one from its first token on, and one from where its pages begin."""
     problems = [small_problem(window_left=window) for window in (6, -1, 6)]
@@ -232,7 +246,11 @@ def test_tokens_that_a_window_has_given_back_are_no_ones_elsewhere(provider: str
         moved(source, row, 45, back)
 
 
-@pytest.mark.parametrize("scales", [Scales.TOKEN, Scales.HEAD, Scales.LAYER], ids=lambda scales: scales.name)
+@pytest.mark.parametrize(
+    "scales",
+    [Scales.TOKEN, pytest.param(Scales.HEAD, marks=long), pytest.param(Scales.LAYER, marks=long)],
+    ids=lambda scales: scales.name,
+)
 def test_codes_of_another_gpu_keep_their_worth(scales: Scales, provider: str, device: torch.device) -> None:
     """From E4M3FN to E4M3FNUZ, with factors twice as large: what attention reads is the same."""
     there, here = coded(FN, scales), coded(FNUZ, scales)
@@ -259,7 +277,7 @@ def test_codes_of_another_gpu_keep_their_worth(scales: Scales, provider: str, de
         assert not KVImporter(back, KVPassport.of(target)).is_exact
 
 
-@pytest.mark.parametrize("kv_len", [1, 3, 19])
+@pytest.mark.parametrize("kv_len", [pytest.param(1, marks=long), pytest.param(3, marks=long), 19])
 def test_index_keys_in_codes_of_another_gpu_keep_their_worth(kv_len: int, provider: str, device: torch.device) -> None:
     """A key stands for four tokens: of fewer than these, none is sent."""
     pooled = indexer(Indexing(0.25, top=3, key_tokens=4, last_unit=LastUnit.ADDED))
@@ -316,6 +334,7 @@ def test_an_engines_pages_are_sent_as_a_runtimes_are(
         exporter.export(request.pages, extent, buffer)
 
 
+@long
 def test_what_does_not_fit_is_refused_with_every_reason_before_anything_is_written(
     provider: str, device: torch.device
 ) -> None:
@@ -365,6 +384,7 @@ def test_what_does_not_fit_is_refused_with_every_reason_before_anything_is_writt
         assert torch.equal(tensor.view(torch.uint8), was.view(torch.uint8))
 
 
+@long
 def test_factors_that_change_later_are_refused_on_both_sides(provider: str, device: torch.device) -> None:
     problems = coded(FN, Scales.LAYER)
     story, source = Story(problems, device), runtime_of(problems, device, provider)
@@ -384,6 +404,7 @@ def test_factors_that_change_later_are_refused_on_both_sides(provider: str, devi
         exporter.export(pages, extent, buffer)
 
 
+@long
 def test_other_factors_at_the_address_of_those_that_are_gone_are_refused(
     provider: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -405,6 +426,7 @@ def test_other_factors_at_the_address_of_those_that_are_gone_are_refused(
         exporter.export(pages, extent, buffer)
 
 
+@long
 def test_codes_are_recoded_a_part_at_a_time(
     provider: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,6 +29,9 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+# Of the interpreter's stage: no kernel of Triton's runs here, and the stage host runs it every time.
+pytestmark = pytest.mark.long
+
 each_plugin = pytest.mark.parametrize("plugin", PLUGINS, ids=lambda plugin: plugin.name)
 ON = Settings()
 

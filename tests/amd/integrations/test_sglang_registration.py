@@ -12,6 +12,9 @@ import pytest
 
 from rocm_attn.integrations.plugins import SGLANG
 
+# Of the interpreter's stage: no kernel of Triton's runs here, and the stage host runs it every time.
+pytestmark = pytest.mark.long
+
 STOCK = ["triton", "aiter"]
 REGISTRATION = "rocm_attn.integrations.sglang.registration"
 

@@ -29,6 +29,9 @@ from rocm_attn.integrations.vllm.layer_terms import CacheTerms, LayerTerms
 from rocm_attn.machine import settings as machine_settings
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Scales
 
+# Of the interpreter's stage: no kernel of Triton's runs here, and the stage host runs it every time.
+pytestmark = pytest.mark.long
+
 CACHE = CacheTerms(16, 64, torch.bfloat16, torch.float8_e4m3fn)
 TERMS = LayerTerms(32, 64, 0.125, 8)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,17 +40,31 @@ def dtypes() -> list[torch.dtype]:
     return [torch.float32, torch.float16, *gpu_only]
 
 
-def in_each_dtype(name: str, cases: Mapping[str, object]) -> pytest.MarkDecorator:
-    """Parameters name and dtype: every case in every dtype, of which one is in every run and the others are long.
+def in_each_way(name: str, cases: Mapping[str, object], runs: Sequence[Callable[..., None]]) -> pytest.MarkDecorator:
+    """Parameters run, name and dtype: every case in every dtype, by each kernel and by their twin, the last of runs.
 
-    Which one it is changes from case to case.
+    In every run a case has one of the dtypes, by the twin and by one of the kernels; the others are long. Which ones
+    they are changes from case to case.
     """
+    number_of_kernels = len(runs) - 1
+
+    def is_long(at: int, number: int, place: int) -> bool:
+        is_its_run = place in (number_of_kernels, at // len(dtypes()) % number_of_kernels)
+        return at % len(dtypes()) != number or not is_its_run
+
     return pytest.mark.parametrize(
-        (name, "dtype"),
+        ("run", name, "dtype"),
         [
-            pytest.param(case, dtype, id=f"{key}-{dtype}", marks=[pytest.mark.long] * (at % len(dtypes()) != number))
+            pytest.param(
+                run,
+                case,
+                dtype,
+                id=f"{key}-{dtype}-{run.__name__}",
+                marks=[pytest.mark.long] * is_long(at, number, place),
+            )
             for at, (key, case) in enumerate(cases.items())
             for number, dtype in enumerate(dtypes())
+            for place, run in enumerate(runs)
         ],
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -27,8 +27,27 @@ from tests.amd.kernels.attention_cases import (
 )
 from tests.amd.kernels.codes_kernels import FP8
 
-each_encoding = pytest.mark.parametrize("encoding", FP8, ids=lambda encoding: encoding.name)
-each_scales = pytest.mark.parametrize("scales", [Scales.LAYER, Scales.HEAD, Scales.TOKEN], ids=lambda s: s.name)
+SCALES = (Scales.LAYER, Scales.HEAD, Scales.TOKEN)
+each_scales = pytest.mark.parametrize("scales", SCALES, ids=lambda s: s.name)
+
+
+def by_turns(name: str, values: Sequence[object]) -> pytest.MarkDecorator:
+    """Every value with each kind of factor: in every run each value, and each kind, has one of the others'."""
+    return pytest.mark.parametrize(
+        ("scales", name),
+        [
+            pytest.param(
+                scales,
+                value,
+                id=f"{scales.name}-{getattr(value, 'name', value)}",
+                marks=[pytest.mark.long] * (row != column % len(SCALES)),
+            )
+            for row, scales in enumerate(SCALES)
+            for column, value in enumerate(values)
+        ],
+    )
+
+
 EVERY_DECODE = (run_decode, run_decode_twin)
 EVERY_EXTEND = (run_extend, run_shared_extend, run_extend_twin)
 
@@ -37,8 +56,7 @@ DECODES = Case([33, 1, 0, 20], [1] * 4, heads=(6, 2), dims=(24, 40), page_size=3
 EXTENDS = Case([27, 18, 0, 1], [2, 18, 0, 1], heads=(6, 2), dims=(24, 40), page_size=3, tail=2, spread=True)
 
 
-@each_encoding
-@each_scales
+@by_turns("encoding", FP8)
 @pytest.mark.parametrize("run", EVERY_DECODE, ids=lambda run: run.__name__)
 def test_decode_reads_every_encoding_with_every_kind_of_factor(
     run: Callable[[Tensors], None], encoding: Encoding, scales: Scales, kernel_device: torch.device
@@ -48,8 +66,7 @@ def test_decode_reads_every_encoding_with_every_kind_of_factor(
     assert_served(tensors)
 
 
-@each_encoding
-@each_scales
+@by_turns("encoding", FP8)
 @pytest.mark.parametrize("run", EVERY_EXTEND, ids=lambda run: run.__name__)
 def test_extend_reads_every_encoding_with_every_kind_of_factor(
     run: Callable[[Tensors], None], encoding: Encoding, scales: Scales, kernel_device: torch.device
@@ -70,7 +87,7 @@ def test_q_of_sixteen_bits_loses_nothing_of_the_codes(
         assert_served(tensors)
 
 
-@pytest.mark.parametrize(
+@by_turns(
     "scores",
     [
         {"window_left": 5, "sinks": True},
@@ -78,9 +95,7 @@ def test_q_of_sixteen_bits_loses_nothing_of_the_codes(
         {"soft_cap": 1.5, "sinks": True, "window_left": 9},
         {"slopes": True},
     ],
-    ids=str,
 )
-@each_scales
 def test_factors_meet_caps_slopes_sinks_and_windows_where_they_must(
     scales: Scales, scores: dict[str, float], kernel_device: torch.device
 ) -> None:
@@ -94,8 +109,7 @@ def test_factors_meet_caps_slopes_sinks_and_windows_where_they_must(
     assert_served(tensors)
 
 
-@each_scales
-@pytest.mark.parametrize("how", [{}, {"transposed": True}, {"paired": True}], ids=str)
+@by_turns("how", [{}, {"transposed": True}, {"paired": True}])
 def test_two_heads_in_one_row_have_a_factor_each(
     how: dict[str, bool], scales: Scales, kernel_device: torch.device
 ) -> None:

@@ -6,6 +6,7 @@ import math
 import random
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ class Batch:
     tiles: DecodeTiles
     window_left: int = -1
 
-    @property
+    @cached_property
     def cut(self) -> DecodeCut:
         return DecodeCut.of(
             self.tiles,
@@ -45,7 +46,9 @@ class Batch:
             has_slots=self.tiles.row_cost == 0,
         )
 
+    @cached_property
     def words(self) -> list[int]:
+        """Once: each of hundreds of programs looks at them."""
         return decode_schedule(self.kv_len, self.q_len, self.cut)
 
     def blocks_of(self, seq: int) -> int:
@@ -76,7 +79,7 @@ def batches(draw: st.DrawFn) -> Batch:
 
 def walk(batch: Batch, program: int) -> list[tuple[Row, int, int]]:
     """What decode does with a program's words: rows and their key blocks [first, end); (row, 0, 0) for zeros."""
-    words = batch.words()
+    words = batch.words
     seq, row, done, work = words[8 * program : 8 * program + 4]
     rows_per_seq, row_cost = batch.tiles.rows_per_seq(batch.num_kv_heads), batch.tiles.row_cost
     row_end = batch.tiles.row_end
@@ -128,7 +131,7 @@ def test_a_program_leaves_at_most_one_row_begun_before_it_and_one_that_goes_on(b
 @given(batches())
 def test_the_merge_finds_the_programs_of_every_row_that_is_shared(batch: Batch) -> None:
     """By row, and from the boundaries between programs: the two rules of merge.py."""
-    words, row_cost = batch.words(), batch.tiles.row_cost
+    words, row_cost = batch.words, batch.tiles.row_cost
     programs_of: dict[Row, list[int]] = defaultdict(list)
     for program in range(batch.num_programs):
         for row, first, end in walk(batch, program):
@@ -159,8 +162,8 @@ def test_the_merge_finds_the_programs_of_every_row_that_is_shared(batch: Batch) 
 @settings(max_examples=60)
 @given(batches())
 def test_no_program_has_more_work_than_another_but_for_the_last_ones(batch: Batch) -> None:
-    work = batch.words()[3 : 8 * batch.num_programs : 8]
-    share, pad = batch.words()[4], batch.words()[7]
+    work = batch.words[3 : 8 * batch.num_programs : 8]
+    share, pad = batch.words[4], batch.words[7]
     assert max(work) <= share
     if pad == 0:
         used = -(-sum(work) // share)
@@ -195,7 +198,7 @@ def test_the_device_writes_the_words_of_the_host_twin(
     q_len = [draw.choice([1, 1, 1, 0, 7]) for _ in range(num_seqs)]
     q_len[0] = 1
     batch = Batch(kv_len, q_len, num_kv_heads, num_programs, TILES, window_left)
-    assert device_words(batch, kernel_device) == batch.words()
+    assert device_words(batch, kernel_device) == batch.words
 
 
 @pytest.mark.parametrize(
@@ -215,7 +218,7 @@ def test_rows_that_are_alike_are_cut_alike(
     """A program has so many rows; where no such share is near, 0."""
     batch = Batch([kv_len] * num_seqs, [1] * num_seqs, 8, num_programs, TILES)
     words = device_words(batch, kernel_device)
-    assert words == batch.words()
+    assert words == batch.words
     cost = batch.blocks_of(0) + TILES.row_cost
     assert words[7] == pad
     if rows:
@@ -230,5 +233,5 @@ def test_rows_that_are_alike_are_cut_alike(
 def test_a_batch_without_decodes_gives_no_program_work(q_len: list[int], kernel_device: torch.device) -> None:
     batch = Batch([9] * len(q_len), q_len, 2, 4, TILES)
     words = device_words(batch, kernel_device)
-    assert words == batch.words()
+    assert words == batch.words
     assert words[3:32:8] == [0, 0, 0, 0]

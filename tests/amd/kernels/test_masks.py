@@ -18,7 +18,7 @@ from tests.amd.kernels.attention_cases import (
     Tensors,
     assert_served,
     build,
-    in_each_dtype,
+    in_each_way,
     run_extend,
     run_extend_twin,
     run_shared_extend,
@@ -53,11 +53,11 @@ FEATURES = {
     "few_before_in_a_short_window": {"mask_keys": 5, "window_left": 3, "heads": (6, 2)},
 }
 
-run_extends = pytest.mark.parametrize("run", [run_extend, run_shared_extend, run_extend_twin])
+EXTENDS = (run_extend, run_shared_extend, run_extend_twin)
+run_extends = pytest.mark.parametrize("run", EXTENDS)
 
 
-@run_extends
-@in_each_dtype("feature", FEATURES)
+@in_each_way("feature", FEATURES, EXTENDS)
 def test_a_masked_extend_equals_the_reference(
     feature: dict[str, object], dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
 ) -> None:
@@ -67,7 +67,7 @@ def test_a_masked_extend_equals_the_reference(
 
 
 @run_extends
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.long] * (seed % 2)) for seed in range(6)])
 def test_lengths_around_words_and_tiles_are_right(
     seed: int, run: Callable[[Tensors], None], kernel_device: torch.device
 ) -> None:

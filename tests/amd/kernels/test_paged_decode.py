@@ -25,7 +25,7 @@ from tests.amd.kernels.attention_cases import (
     assert_served,
     build,
     dtypes,
-    in_each_dtype,
+    in_each_way,
     run_decode,
     run_decode_twin,
     tiles_for,
@@ -59,7 +59,8 @@ GEOMETRIES = {
     "spread_same": replace(RAGGED, heads=(4, 2), page_size=8, spread=True),
 }
 
-run_either = pytest.mark.parametrize("run", [run_decode, run_decode_twin])
+RUN_EITHER = (run_decode, run_decode_twin)
+run_either = pytest.mark.parametrize("run", RUN_EITHER)
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:
@@ -67,8 +68,7 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-@run_either
-@in_each_dtype("case", GEOMETRIES)
+@in_each_way("case", GEOMETRIES, RUN_EITHER)
 def test_decode_equals_the_reference(
     case: Case, dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
 ) -> None:

@@ -29,7 +29,7 @@ from tests.amd.kernels.attention_cases import (
     build,
     dtypes,
     extend_cut,
-    in_each_dtype,
+    in_each_way,
     queries_of,
     run_decode,
     run_extend,
@@ -63,11 +63,11 @@ GEOMETRIES = {
     "spread_same": replace(RAGGED, heads=(4, 2), page_size=8, spread=True),
 }
 
-run_either = pytest.mark.parametrize("run", [run_extend, run_shared_extend, run_extend_twin])
+RUN_EITHER = (run_extend, run_shared_extend, run_extend_twin)
+run_either = pytest.mark.parametrize("run", RUN_EITHER)
 
 
-@run_either
-@in_each_dtype("case", GEOMETRIES)
+@in_each_way("case", GEOMETRIES, RUN_EITHER)
 def test_extend_equals_the_reference(
     case: Case, dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
 ) -> None:
@@ -113,7 +113,7 @@ def test_every_length_around_pages_and_tiles_is_right(page_size: int, kernel_dev
     ],
     ids=str,
 )
-@pytest.mark.parametrize("heads", [(1, 1), (5, 1), (20, 1)])
+@pytest.mark.parametrize("heads", [pytest.param((1, 1), marks=pytest.mark.long), (5, 1), (20, 1)])
 def test_every_tile_shape_is_right(tiles: ExtendTiles, heads: tuple[int, int], kernel_device: torch.device) -> None:
     """Five heads leave rows of a tile empty; twenty are more than 16 rows hold."""
     tensors = build(replace(RAGGED, heads=heads, dims=(32, 32), page_size=3), kernel_device)

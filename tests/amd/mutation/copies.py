@@ -47,17 +47,25 @@ TRIALS = (Trial(Poisoned, False), Trial(Fenced, True))
 
 
 def copy_of_kernels(folder: Path, path: str = "", source: str = "") -> Path:
-    """A folder with a copy of kernels/ in which the file of that path has another source."""
-    shutil.copytree(KERNELS, folder / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
+    """A folder with a copy of kernels/ in which the file of that path has another source.
+
+    What is compiled comes with it, which Python takes for a file of the same time and size: each process would compile
+    a hundred files again.
+    """
+    shutil.copytree(KERNELS, folder / "kernels")
     if path:
-        (folder / "kernels" / path).write_text(source)
+        changed = folder / "kernels" / path
+        changed.write_text(source)
+        for compiled in (changed.parent / "__pycache__").glob(f"{changed.stem}.*.pyc"):
+            compiled.unlink()
     return folder
 
 
 def start_server() -> None:
     """The server that processes are forked from; it runs kernels under Triton's interpreter."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "triton", "triton.language", "triton.runtime.interpreter"])
+    # Nothing of this: rocm_attn.kernels is another one in each process.
+    context.set_forkserver_preload(["torch", "triton", "triton.language", "triton.runtime.interpreter", "pytest"])
     with patch.dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1"):
         forkserver.ensure_running()
 

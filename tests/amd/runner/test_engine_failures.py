@@ -78,8 +78,15 @@ def all_pages_are_free(engine: Engine) -> bool:
     return (table.num_free_pages, table.num_free_rows) == everything and not engine.has_work
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=4)], ids=["greedy", "drawn"])
+# Both ways of sampling, with graphs and without.
+@pytest.mark.parametrize(
+    ("sampling", "graphs"),
+    [
+        pytest.param(sampling, graphs, marks=[pytest.mark.nightly] * (bool(sampling.temperature) != graphs))
+        for sampling in (Sampling(), Sampling(temperature=0.8, seed=4))
+        for graphs in (False, True)
+    ],
+)
 @pytest.mark.parametrize(
     ("prompt", "why_it_fails"),
     [((3, 4, NAN_TOKEN), "the largest logit .* is nan"), ((3, NAN_TOKEN, 4), r"step \d+: K or V .* was infinite")],
@@ -144,7 +151,7 @@ def wiped(monkeypatch: pytest.MonkeyPatch, engine: Engine, *steps: int) -> Engin
     return engine
 
 
-@pytest.mark.parametrize("num_steps", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("num_steps", [1, 2, *(pytest.param(num, marks=pytest.mark.nightly) for num in (3, 4)), 5])
 def test_a_fault_of_any_step_is_reported_however_short_the_run_is(
     num_steps: int, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,8 +92,15 @@ def test_hits_are_those_of_an_ideal_cache_where_there_are_pages_for_everything(t
     assert hits(served) == ideal.hits > 500
 
 
-@pytest.mark.parametrize("windows", [False, True], ids=["", "windows"])
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize(
+    ("graphs", "windows"),
+    [
+        pytest.param(False, False, id="eager"),
+        pytest.param(False, True, id="eager-windows", marks=pytest.mark.nightly),
+        pytest.param(True, False, id="graphs", marks=pytest.mark.nightly),
+        pytest.param(True, True, id="graphs-windows"),
+    ],
+)
 def test_hits_change_no_token(graphs: bool, windows: bool) -> None:
     loaded = tiny_model(base=with_windows(CONFIG, 9, -1)) if windows else tiny_model()
     oracle, served = Float64Llama(loaded), engine(loaded, graphs=graphs)

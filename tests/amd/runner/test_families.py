@@ -64,8 +64,8 @@ def requests_of(served: Served) -> list[Request]:
     return [Request(tuple(served.texts[0].roll(length)[:length].tolist()), 14) for length in lengths]
 
 
-# chunk, page size, graphs: both page sizes, with graphs and without, in chunks and whole; the others are nightly
-QUICK = {(7, 1, True), (64, 16, False)}
+# chunk, page size, graphs: each run has the way that differs most from BASE, which greedy tokens have; others at night
+QUICK = {(7, 1, True)}
 WAYS = [
     pytest.param(*way, marks=[pytest.mark.nightly] * (way not in QUICK))
     for way in product((1, 7, 64), (1, 16), (False, True))
@@ -86,7 +86,7 @@ def test_served_logits_equal_those_of_transformers(chunk: int, page_size: int, g
 
 def test_greedy_tokens_are_those_of_transformers(served: Served) -> None:
     requests = requests_of(served)
-    for request, completion in zip(requests, Engine(served.loaded, BASE).generate(requests), strict=True):
+    for request, completion in zip(requests, served.completions, strict=True):
         whole = torch.tensor(request.prompt_token_ids + completion.token_ids)
         best = hf_logits(served.reference, whole)[len(request.prompt_token_ids) - 1 : -1].topk(2, -1)
         assert float((best.values[:, 0] - best.values[:, 1]).min()) > NARROW, "choose another seed"
@@ -104,7 +104,7 @@ def test_greedy_tokens_are_those_of_transformers(served: Served) -> None:
             for way in WAYS
         ),
         pytest.param({"max_batch_size": 1}, marks=pytest.mark.nightly),
-        {"max_batch_size": 3, "chunk": 7, "page_size": 1, "graphs": True},
+        pytest.param({"max_batch_size": 3, "chunk": 7, "page_size": 1, "graphs": True}, marks=pytest.mark.nightly),
         {"num_pages": 9, "max_batch_size": 4, "chunk": 7},
     ],
     ids=str,

@@ -82,15 +82,18 @@ def assert_lossless(loaded: LoadedModel, options: EngineOptions, requests: list[
     return engine
 
 
-QUICK = {(1, 4, 1, False), (2, 3, 2, True), (16, 8, 8, False)}
-GRID = [
-    pytest.param(*way, marks=[] if way in QUICK else [pytest.mark.nightly])
-    for way in sorted({*QUICK, *product((1, 2, 16), (2, 3, 4, 7, 8, 16), (1, 2, 8), (False, True))})
-    if way[2] <= way[1]
-]
+def ways(quick: set[tuple[int, int, int, bool]]) -> list[Any]:
+    """Page size, most drafts, branches, graphs; all but the quick ones at night."""
+    return [
+        pytest.param(*way, marks=[] if way in quick else [pytest.mark.nightly])
+        for way in sorted({*quick, *product((1, 2, 16), (2, 3, 4, 7, 8, 16), (1, 2, 8), (False, True))})
+        if way[2] <= way[1]
+    ]
 
 
-@pytest.mark.parametrize(("page_size", "draft_tokens", "topk", "graphs"), GRID)
+@pytest.mark.parametrize(
+    ("page_size", "draft_tokens", "topk", "graphs"), ways({(1, 4, 1, False), (2, 3, 2, True), (16, 8, 8, False)})
+)
 def test_greedy_tokens_are_those_of_plain_decoding(
     page_size: int, draft_tokens: int, topk: int, graphs: bool, loaded: LoadedModel
 ) -> None:
@@ -100,7 +103,7 @@ def test_greedy_tokens_are_those_of_plain_decoding(
     assert_lossless(loaded, options, some_requests())
 
 
-@pytest.mark.parametrize(("page_size", "draft_tokens", "topk", "graphs"), GRID)
+@pytest.mark.parametrize(("page_size", "draft_tokens", "topk", "graphs"), ways({(2, 3, 2, True)}))
 def test_they_are_with_a_pool_of_its_own_for_layers_with_windows(
     page_size: int, draft_tokens: int, topk: int, graphs: bool, windowed: LoadedModel
 ) -> None:
@@ -119,7 +122,7 @@ def test_they_are_for_any_number_of_sequences(num_requests: int, loaded: LoadedM
     assert_lossless(loaded, options, some_requests(num_requests, new_tokens=34))
 
 
-@pytest.mark.parametrize("topk", [1, 2])
+@pytest.mark.parametrize("topk", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_drawn_tokens_are_those_of_plain_decoding(topk: int, loaded: LoadedModel) -> None:
     options = replace(BASE, speculative="ngram", topk=topk)
     assert_lossless(loaded, options, some_requests(5) + some_requests(4, sampling=DRAWN))
@@ -131,7 +134,7 @@ def test_deterministic_mode_gives_the_same_bits_and_tokens_in_sixteen_bits_too()
     assert_lossless(half, options, some_requests(5) + some_requests(2, sampling=DRAWN))
 
 
-@pytest.mark.parametrize("topk", [1, 2])
+@pytest.mark.parametrize("topk", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_preemption_changes_no_token_of_a_speculating_engine(topk: int, loaded: LoadedModel) -> None:
     options = replace(BASE, speculative="ngram", draft_tokens=6, topk=topk, num_pages=18)
     engine = assert_lossless(loaded, options, some_requests(5, new_tokens=34))
@@ -306,7 +309,13 @@ def drafting(large: LoadedModel, small: LoadedModel, options: EngineOptions) -> 
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"topk": 2, "page_size": 1}, {"graphs": True, "draft_tokens": 3}, {"chunk": 9}]
+    "changes",
+    [
+        pytest.param({}, marks=pytest.mark.nightly),
+        {"topk": 2, "page_size": 1},
+        {"graphs": True, "draft_tokens": 3},
+        pytest.param({"chunk": 9}, marks=pytest.mark.nightly),
+    ],
 )
 def test_a_model_that_drafts_for_itself_is_always_right(changes: dict[str, Any], loaded: LoadedModel) -> None:
     options = replace(BASE, speculative="ngram", **changes)
@@ -367,7 +376,7 @@ def test_no_served_round_captures_anything_after_all_graphs_were_made(topk: int,
     assert first.replays > 3
 
 
-@pytest.mark.parametrize("changes", [{}, {"topk": 2}, {"num_pages": 18}])
+@pytest.mark.parametrize("changes", [pytest.param({}, marks=pytest.mark.nightly), {"topk": 2}, {"num_pages": 18}])
 def test_a_model_that_drafts_for_another_changes_no_token(changes: dict[str, Any], windowed: LoadedModel) -> None:
     options = replace(BASE, speculative="ngram", **changes)
     requests = some_requests(5, new_tokens=30) + some_requests(3, sampling=DRAWN)

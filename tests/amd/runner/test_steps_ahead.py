@@ -87,7 +87,7 @@ workloads = given(
 
 
 @workloads
-@settings(max_examples=10)
+@settings(max_examples=5)
 def test_random_requests_come_to_what_they_do_alone(loaded: LoadedModel, **workload: Any) -> None:
     serve_and_compare(loaded, **workload)
 

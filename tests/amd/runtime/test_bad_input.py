@@ -19,6 +19,9 @@ from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from tests.amd.runtime.stepping import World, small_problem
 
+# Of the interpreter's stage: no kernel of Triton's runs here, and the stage host runs it every time.
+pytestmark = pytest.mark.long
+
 PROVIDER = "torch"
 
 

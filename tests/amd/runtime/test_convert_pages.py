@@ -12,6 +12,9 @@ from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, Scales
 from rocm_attn.paging.convert import Conversion, convert_pages
 
+# Of the interpreter's stage: no kernel of Triton's runs here, and the stage host runs it every time.
+pytestmark = pytest.mark.long
+
 # Every code once in each head of a page, K and V alike.
 FORM = PageFormat(Encoding.E4M3FN, PoolKind.SPLIT, 4, 2, 64, 64, Scales.LAYER)
 FN, FNUZ, E5M2 = Encoding.E4M3FN, Encoding.E4M3FNUZ, Encoding.E5M2

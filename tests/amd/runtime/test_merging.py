@@ -16,6 +16,9 @@ from rocm_attn.step.merging import merge_state, merge_states
 from tests.amd.runtime.stepping import small_problem
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
+# Of the interpreter's stage: no kernel of Triton's runs here, and the stage host runs it every time.
+pytestmark = pytest.mark.long
+
 Side = tuple[Tensor, Tensor]
 
 

@@ -15,6 +15,9 @@ import pytest
 from rocm_attn.errors import NotCopied, WrongState
 from tests.amd.runtime.test_interrupts import Counted
 
+# Of the interpreter's stage: no kernel of Triton's runs here, and the stage host runs it every time.
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def hasty_threads() -> Iterator[None]:

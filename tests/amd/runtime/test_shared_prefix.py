@@ -92,7 +92,7 @@ def test_a_step_without_sequences_may_share_nothing(provider: str, device: torch
 
 
 @each_provider
-@pytest.mark.parametrize("swa_pages", [0, 40])
+@pytest.mark.parametrize("swa_pages", [0, pytest.param(40, marks=pytest.mark.long)])
 def test_layers_that_cannot_share_decode_the_step_as_any_other(
     swa_pages: int, provider: str, device: torch.device
 ) -> None:

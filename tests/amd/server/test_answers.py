@@ -125,7 +125,8 @@ def test_without_a_bound_a_completion_has_16_tokens_or_as_many_as_there_is_room_
     def tokens_after(client: openai.OpenAI, prompt: list[int]) -> int:
         usage = client.completions.create(model=NAME, prompt=prompt, extra_body={"ignore_eos": True}).usage
         assert usage is not None
-        return usage.completion_tokens
+        tokens: int = usage.completion_tokens
+        return tokens
 
     assert [tokens_after(client, [9] * length) for length in (3, 60)] == [16, 4]  # max_kv_len is 64
     with (

@@ -23,7 +23,7 @@ from tests.amd.simulator.faults import SimulationFault
 from tests.amd.simulator.kernel_cases import BF16, STEP, linear_pools, run_step, run_store
 from tests.amd.simulator.metadata_cases import run_launch
 
-SMALL_STEP = replace(STEP, kv_len=[40, 33], q_len=[1, 9], heads=(4, 2), dims=(64, 64), dtype=BF16)
+SMALL_STEP = replace(STEP, kv_len=[40, 33], q_len=[1, 9], heads=(2, 1), dims=(64, 64), dtype=BF16)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,9 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 
+from rocm_attn.runner.loading import LoadedModel, load_model
 from tests.amd.one_thread import computing_in_one_thread
 
 # On a GPU, cuBLAS is deterministic only so, and tests/amd/conftest.py asks for deterministic operations. It is read
@@ -19,3 +21,9 @@ def one_thread() -> Iterator[None]:
     """The matrices are small, and threads that wait for each other are slow on a busy machine."""
     with computing_in_one_thread():
         yield
+
+
+@pytest.fixture(scope="session")
+def loaded() -> LoadedModel:
+    """Real weights in float32, which no test changes."""
+    return load_model("smollm2", dtype=torch.float32, device=torch.device("cpu"))

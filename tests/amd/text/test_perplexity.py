@@ -48,8 +48,7 @@ def assert_near(
         assert abs(eight_bits / exact - 1) < MOST, f"{encoding}: {eight_bits} in place of {exact}"
 
 
-def test_perplexity_with_eight_bit_kv_is_within_a_percent() -> None:
-    loaded = load_model("smollm2", dtype=torch.float32, device=torch.device("cpu"))
+def test_perplexity_with_eight_bit_kv_is_within_a_percent(loaded: LoadedModel) -> None:
     assert_near(loaded, tokens_of(loaded)[:SHORT], "torch", ENCODINGS[1:])
 
 

@@ -6,10 +6,9 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-import torch
 
 from rocm_attn.runner.engine import Engine
-from rocm_attn.runner.loading import LoadedModel, load_model
+from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Completion, Request
 from tests.amd.runner.scripted_drafts import ScriptedDrafter, with_drafter
@@ -39,11 +38,6 @@ WAYS = [
     for way in product((1, 2, 16), (2, 4, 16), (1, 2, 8), (False, True))
     if way[2] <= way[1]
 ]
-
-
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return load_model("smollm2", dtype=torch.float32, device=torch.device("cpu"))
 
 
 def requests_of(loaded: LoadedModel, prompts: tuple[str, ...], new_tokens: int) -> list[Request]:

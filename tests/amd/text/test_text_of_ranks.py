@@ -28,11 +28,6 @@ NEW_TOKENS = 16
 GENERATE = [sys.executable, "-m", "rocm_attn.cli", "generate", "--device", "cpu"]
 
 
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return load_model("smollm2", dtype=torch.float32, device=torch.device("cpu"))
-
-
 @pytest.mark.parametrize(
     ("num_ranks", "graphs"),
     [

@@ -24,7 +24,14 @@ from rocm_attn.server.generation import Generations
 from rocm_attn.server.job import Job
 from rocm_attn.server.keys import ApiKeys
 from rocm_attn.server.replies import ChatReplies, CompletionReplies, Replies, Usage
-from rocm_attn.server.schema import SHAPES, ChatBody, CompletionBody, GenerationBody, refuse_unserved
+from rocm_attn.server.schema import (
+    LEAST_DEADLINE_SECONDS,
+    SHAPES,
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    refuse_unserved,
+)
 from rocm_attn.server.scrape import Scrape
 from rocm_attn.server.served_model import ServedModel
 from rocm_attn.server.told_tokens import ToldTokens
@@ -114,8 +121,11 @@ def _seconds(text: str) -> float:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if not seconds > 0:
-        raise bad_request(f"the header {DEADLINE_HEADER} is {text[:100]!r}; it must be a number of seconds above 0")
+    if not seconds >= LEAST_DEADLINE_SECONDS:
+        raise bad_request(
+            f"the header {DEADLINE_HEADER} is {text[:100]!r}; it must be a number of seconds, at least "
+            f"{LEAST_DEADLINE_SECONDS}"
+        )
     return seconds
 
 
@@ -126,7 +136,7 @@ async def _answer(
     body: GenerationBody,
     replies: Replies,
 ) -> Response:
-    generation, num_choices = generations.begin(job, requests), body.n or 1
+    generation, num_choices = await generations.begin(job, requests), body.n or 1
     if body.stream:
         return EventStream(generations, generation, replies, num_choices=num_choices, usage=body.includes_usage)
     completions = await generation.completions()

@@ -21,6 +21,8 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fas
 Texts = Annotated[list[str], Field(fail_fast=True)]
 _Stops = Annotated[list[str], Field(fail_fast=True, max_length=1024)]
 
+# A shorter deadline has passed before a request is read: who asks for one has made a mistake, of units for example.
+LEAST_DEADLINE_SECONDS = 0.01
 # The largest seed is that of OpenAI's documentation, a signed integer of 64 bits.
 _Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 _Positive = Annotated[int, Field(ge=1, lt=2**31)]
@@ -106,7 +108,7 @@ class GenerationBody(BaseModel):
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
-    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    timeout: Annotated[float, Field(ge=LEAST_DEADLINE_SECONDS, allow_inf_nan=False)] | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -195,6 +197,7 @@ class ChatBody(GenerationBody):
 # What a wrong value of a field whose type has several forms is answered with; pydantic would tell of each form.
 SHAPES = {
     "prompt": "prompt must be a string, a list of strings, a list of token ids, or a list of lists of token ids",
+    "timeout": f"timeout must be a number of seconds, at least {LEAST_DEADLINE_SECONDS}",
     "stop": "stop must be a string or a list of strings",
     "messages": (
         "messages must be a list of at least one message, each with a role (system, developer, user or assistant) and "

@@ -6,10 +6,12 @@ import asyncio
 import hashlib
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from rocm_attn.errors import BadRequest
+from rocm_attn.runner.constraint_trial import Tokens, Trial
 from rocm_attn.runner.limits import RequestLimits
 from rocm_attn.runner.request import Request
 from rocm_attn.runner.sampling_options import Sampling
@@ -57,6 +59,14 @@ class ServedModel:
             "owned_by": "rocm-attn",
             "max_model_len": self.max_len,
         }
+
+    @property
+    def trial_of_constraints(self) -> Callable[[], Trial] | None:
+        """Begins a process that tries constraints; None where the model has no tokenizer."""
+        if self.tokenizer is None:
+            return None
+        tokens = Tokens(self.tokenizer.backend.to_str(), self.limits.vocab_size)
+        return partial(Trial, tokens, self.options.constraint_seconds)
 
     def require(self, name: str) -> None:
         """Raise ApiError for a model that is not this one."""
@@ -148,9 +158,6 @@ class ServedModel:
             )
         for prompt in prompts:
             self._check_prompt(prompt)
-        constraint = body.constraint
-        if constraint is not None:
-            await asyncio.to_thread(constraint.check)
         seed = body.seed if body.seed is not None else secrets.randbits(63)
         sampling = _sampling(body)
         return [
@@ -163,7 +170,7 @@ class ServedModel:
                 ignore_eos=bool(body.ignore_eos),
                 min_tokens=body.min_tokens or 0,
                 logprobs=body.num_logprobs,
-                constraint=constraint,
+                constraint=body.constraint,
                 cache_salt=f"{salt}:{body.cache_salt}" if body.cache_salt else salt,
             )
             for prompt in prompts

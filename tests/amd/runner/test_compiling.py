@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rocm_attn.errors import BadRequest
+from rocm_attn.errors import BadRequest, FitsLater
 from rocm_attn.runner import engine_thread
 from rocm_attn.runner.async_engine import AsyncEngine
 from rocm_attn.runner.constraint import Constraint
@@ -106,6 +106,30 @@ def test_two_are_compiled_at_a_time_and_no_other_thread_waits(held_up: HeldUp) -
     for each in constraints:
         matching.matcher(each, ())
     assert all(matching.is_ready(each, ()) for each in constraints)
+
+
+def test_no_more_constraints_wait_than_may_those_included_whose_clients_have_left(
+    held_up: HeldUp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_thread, "MOST_PREPARING", 3)
+    served = Engine(character_model(), BASE)
+    requests = [replace(CONSTRAINED[2], constraint=Constraint.choice([f"a{num}"])) for num in range(5)]
+
+    async def main() -> float:
+        async with AsyncEngine(served) as front:
+            left, *waiting = (front.stream(each) for each in requests[:3])
+            await asyncio.to_thread(held_up.begun.acquire)
+            left.close()
+            with pytest.raises(FitsLater, match="3 constraints are compiled or wait for it, which is the most; send"):
+                await front.complete(requests[3])
+            assert len((await front.complete(PLAIN)).token_ids) == PLAIN.max_new_tokens
+            held_up.may_end.set()
+            assert [(await each.completion()).text for each in waiting] == ["a1", "a2"]
+            assert (await front.complete(requests[4])).text == "a4", "nothing is left of those that have left"
+            return (await front.metrics()).refusals
+
+    assert run(main) == 1
+    assert is_empty(served)
 
 
 def test_what_is_compiled_is_kept_and_what_fails_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

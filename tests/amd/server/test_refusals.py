@@ -118,6 +118,7 @@ def test_a_body_that_is_no_request_is_refused(body: bytes, says: str, server: Ru
         ({"logit_bias": {"w1": 4}}, "logit_bias"),
         ({"logit_bias": {"1": "much"}}, "logit_bias"),
         ({"timeout": 0}, "timeout"),
+        ({"timeout": 5e-324}, "timeout"),
         ({"response_format": {"type": "poem"}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"echo": True, "logprobs": 0}, "echo"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -100,7 +101,8 @@ def _add_generation(app: FastAPI, generations: Generations, model: ServedModel) 
         """Go on with a conversation."""
         job = _job(request, body, model)
         requests = await model.chat_requests(body, job.salt)
-        return await _answer(generations, job, requests, body, ChatReplies(model.name, ToldTokens(model.tokenizer)))
+        replies = ChatReplies(model.name, ToldTokens(model.tokenizer), partial(model.reader_of, body))
+        return await _answer(generations, job, requests, body, replies)
 
 
 def _job(request: Request, body: GenerationBody, model: ServedModel) -> Job:

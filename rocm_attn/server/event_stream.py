@@ -81,7 +81,8 @@ class EventStream(Response):
                 opening = replies.opening(place)
                 chunks += as_event({**opening, **more}) if opening is not None else b""
             if piece.text or piece.logprobs or piece.finish_reason is not None:
-                chunks += as_event({**replies.chunk(place, piece), **more})
+                chunk = replies.chunk(place, piece)
+                chunks += as_event({**chunk, **more}) if chunk is not None else b""
             if chunks:
                 await events.send(chunks)
         self._generation.note(num_tokens)

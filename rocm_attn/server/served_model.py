@@ -11,14 +11,19 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from rocm_attn.errors import BadRequest
+from rocm_attn.runner.chat_template import ChatTemplate
+from rocm_attn.runner.constraint import Constraint
 from rocm_attn.runner.constraint_trial import Tokens, Trial
 from rocm_attn.runner.limits import RequestLimits
 from rocm_attn.runner.request import Request
 from rocm_attn.runner.sampling_options import Sampling
 from rocm_attn.runner.tokenizer import Tokenizer
 from rocm_attn.server.api_errors import ApiError, bad_request
+from rocm_attn.server.call_forms import calls_only, form_of, require_tools
+from rocm_attn.server.call_reader import CallReader, Reader, TextReader
 from rocm_attn.server.options import ServerOptions
 from rocm_attn.server.schema import ChatBody, CompletionBody, GenerationBody
+from rocm_attn.server.tools import NamedTool
 
 # What OpenAI adds to a plain prompt where the request does not say how much; less where there is no room.
 _COMPLETION_TOKENS = 16
@@ -86,7 +91,7 @@ class ServedModel:
         self._check_asked(len(prompts), body)
         tokens = [await self._tokens(prompt) for prompt in prompts]
         most = body.max_tokens or min(_COMPLETION_TOKENS, self._most_new_tokens(max(map(len, tokens))))
-        return await self._requests(body, tokens, most, salt)
+        return await self._requests(body, tokens, most, salt, body.constraint)
 
     def echoed(self, body: CompletionBody, requests: Sequence[Request]) -> list[str]:
         """The prompt's text of each of a body's requests, as it was sent. Raises ApiError."""
@@ -106,14 +111,34 @@ class ServedModel:
         self._check_asked(1, body)
         if self.tokenizer is None:
             raise bad_request("the model has no tokenizer; give token ids to /v1/completions", "messages")
-        # OpenAI's newer name of the system's part; templates know the older one.
-        messages = [
-            {"role": "system" if each.role == "developer" else each.role, "content": each.text}
-            for each in body.messages
-        ]
-        tokens = await asyncio.to_thread(self.tokenizer.encode_messages, messages)
+        messages, tools = [each.as_template for each in body.messages], body.tools_as_template
+        constraint = await asyncio.to_thread(self._calls_of, body)
+        tokens = await asyncio.to_thread(self.tokenizer.encode_messages, messages, tools)
         most = body.max_completion_tokens or body.max_tokens or self._most_new_tokens(len(tokens))
-        return await self._requests(body, [tokens], most, salt)
+        return await self._requests(body, [tokens], most, salt, constraint or body.constraint)
+
+    def reader_of(self, body: ChatBody) -> Reader:
+        """Reads the text of one choice. To be called after chat_requests(), which raises what is wrong."""
+        template = self._template
+        if template is None or not body.may_call:
+            return TextReader()
+        return CallReader(form_of(template), [tool.function.name for tool in body.tools or ()])
+
+    def _calls_of(self, body: ChatBody) -> Constraint | None:
+        """What leaves no other text than calls, where some must be made. Raises ApiError, BadRequest."""
+        template, must_call, may_call = self._template, body.must_call, body.may_call
+        if not body.tools or template is None:
+            return None
+        require_tools(template)
+        form = form_of(template) if may_call else None
+        if form is None or not must_call:
+            return None
+        is_named = isinstance(body.tool_choice, NamedTool)
+        return calls_only(form, must_call, several=not is_named and body.parallel_tool_calls is not False)
+
+    @property
+    def _template(self) -> ChatTemplate | None:
+        return self.tokenizer.chat_template if self.tokenizer is not None else None
 
     async def _tokens(self, prompt: str | Sequence[int]) -> Sequence[int]:
         if not isinstance(prompt, str):
@@ -147,7 +172,12 @@ class ServedModel:
             )
 
     async def _requests(
-        self, body: CompletionBody | ChatBody, prompts: Sequence[Sequence[int]], max_new_tokens: int, salt: str
+        self,
+        body: CompletionBody | ChatBody,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        salt: str,
+        constraint: Constraint | None,
     ) -> list[Request]:
         most = self.options.max_new_tokens
         if most is not None and max_new_tokens > most:
@@ -170,7 +200,7 @@ class ServedModel:
                 ignore_eos=bool(body.ignore_eos),
                 min_tokens=body.min_tokens or 0,
                 logprobs=body.num_logprobs,
-                constraint=body.constraint,
+                constraint=constraint,
                 cache_salt=f"{salt}:{body.cache_salt}" if body.cache_salt else salt,
             )
             for prompt in prompts

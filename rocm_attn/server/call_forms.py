@@ -101,6 +101,8 @@ def calls_only(form: CallForm, tools: Sequence[Json], *, several: bool) -> Const
     for number, tool in enumerate(tools):
         function = tool["function"]
         schema = {"type": "object", **function["parameters"]}
+        if not schema.keys() - {"type", "properties"} and not schema.get("properties"):
+            schema["additionalProperties"] = False  # a function without parameters
         require_ends(schema)
         before, after = form.written(function["name"], "\0").split("\0")
         # Each schema is a grammar of its own: its references begin at its own root.

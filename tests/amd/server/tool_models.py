@@ -18,9 +18,9 @@ CHARACTERS = [*map(chr, range(33, 127)), "\u0120", "\u010a"]  # blank and new li
 END = len(CHARACTERS)
 
 # What templates of models with tools have in common: the tools before the words, the arguments as an object.
-_TOOLS = "{% if tools %}TOOLS{% for t in tools %} {{ t | tojson }}{% endfor %}\n{% endif %}"
+_TOOLS = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
 _HERMES = _TOOLS + (
-    'e.g. <tool_call>\n{"name": NAME, "arguments": ARGUMENTS}\n</tool_call>\n'
+    'as <tool_call>\n{"name": NAME, "arguments": ARGUMENTS}\n</tool_call>\n'
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}\n<tool_call>\n"
     '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>'
     "{% endfor %}\n{% endfor %}assistant: "
@@ -38,14 +38,12 @@ TEMPLATES = {
     "other": _HERMES.replace("<tool_call>", "[CALL]").replace("</tool_call>", "[END]"),
     "none": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: ",
 }
-OPTIONS = EngineOptions(
-    provider="torch", page_size=16, max_batch_size=8, chunk=512, graphs=False, max_kv_len=2048, deterministic=True
-)
+OPTIONS = EngineOptions(provider="torch", page_size=16, max_batch_size=8, chunk=512, graphs=False, max_kv_len=512)
 WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "get_weather",
-        "description": "The weather <now> in a city",
+        "description": "The weather in a city",
         "parameters": {
             "$defs": {"Unit": {"enum": ["C", "F"]}},
             "type": "object",

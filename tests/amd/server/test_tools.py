@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -15,7 +16,7 @@ from rocm_attn.runner.constraint import Constraint
 from rocm_attn.runner.request import Request
 from tests.amd.server.raw import CHAT, Reply, post
 from tests.amd.server.running import NAME, Running, running
-from tests.amd.server.tool_models import CLOCK, WEATHER, tokenizer, tool_engine
+from tests.amd.server.tool_models import CLOCK, WEATHER, WORDS, tokenizer, tool_engine
 
 ASKED = [{"role": "user", "content": "How is it?"}]
 CALL = {
@@ -40,7 +41,8 @@ def forced(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """Whatever is asked of the model, it says this."""
 
     def made(**fields: Any) -> Request:
-        return Request(**{**fields, "constraint": Constraint.choice([text])})
+        sampling = replace(fields["sampling"], logit_bias=tuple((word, 100.0) for word in WORDS))
+        return Request(**{**fields, "constraint": Constraint.choice([text]), "sampling": sampling})
 
     monkeypatch.setattr(served_model, "Request", made)
 
@@ -84,7 +86,7 @@ def refused(server: Running, **fields: Any) -> Reply:
     return reply
 
 
-@pytest.mark.parametrize("form", ["hermes", pytest.param("llama", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("form", ["hermes", "llama"])
 def test_a_call_that_the_model_writes_comes_as_a_call(
     form: str, servers: dict[str, Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,22 +123,22 @@ def test_what_is_no_call_of_a_function_that_there_is_stays_text(
 
 
 def test_words_and_several_calls_come_together(servers: dict[str, Running], monkeypatch: pytest.MonkeyPatch) -> None:
-    tricky = '<tool_call>{"arguments": {"a": "}</tool_call>\\ud800"}, "name": "get-time"}</tool_call>'
-    forced(monkeypatch, f"I look. \n{CALL['hermes']}\n{tricky}\n")
+    second = '<tool_call>\n{"name": "get-time", "arguments": {}}\n</tool_call>'
+    forced(monkeypatch, f"I look. \n{CALL['hermes']}\n{second}\n")
     choices = ask(servers["hermes"], n=2)
     for choice in choices:
         assert choice.message.content == "I look."
         assert choice.finish_reason == "tool_calls"
         weather, time = choice.message.tool_calls
         assert json.loads(weather.function.arguments)["days"] == 2
-        assert json.loads(time.function.arguments) == {"a": "}</tool_call>\ud800"}
+        assert json.loads(time.function.arguments) == {}
     assert len({call.id for choice in choices for call in choice.message.tool_calls}) == 4
 
 
 @pytest.mark.parametrize(
     ("fields", "content", "reason"),
     [({"stop": "unit"}, '<tool_call>\n{"name": "get_weather", "arguments": {"days": 2, "', "stop"),
-     pytest.param({"max_tokens": 19}, '<tool_call>\n{"name"', "length", marks=pytest.mark.nightly)],
+     ({"max_tokens": 3}, '<tool_call>\n{"name": "get_weather', "length")],
 )  # fmt: skip
 def test_a_call_that_is_cut_stays_text(
     fields: dict[str, Any],

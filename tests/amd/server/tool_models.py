@@ -16,6 +16,16 @@ from tests.amd.runner.tiny_model import CONFIG, tiny_model
 
 CHARACTERS = [*map(chr, range(33, 127)), "\u0120", "\u010a"]  # blank and new line as byte-level tokenizers write them
 END = len(CHARACTERS)
+# Tokens of several characters, as models have them too; the model says them where it is made to.
+WORDS = {
+    END + 1 + number: word
+    for number, word in enumerate(
+        (
+            *("<tool_call>\n", "\n</tool_call>", '{"name": "', "get_weather", "get-time", '", "arguments": '),
+            *('", "parameters": ', '{"days": 2, "unit": "C"}', "I look. \n"),
+        )
+    )
+}
 
 # What templates of models with tools have in common: the tools before the words, the arguments as an object.
 _TOOLS = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
@@ -63,6 +73,7 @@ def tokenizer(template: str) -> Tokenizer:
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
     backend.add_special_tokens(["<end>"])
+    backend.add_tokens(list(WORDS.values()))
     return Tokenizer(backend=backend, bos_token_id=None, chat_template=ChatTemplate(TEMPLATES[template]))
 
 

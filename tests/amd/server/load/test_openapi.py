@@ -55,7 +55,6 @@ def check_operation(operation: Any, num_examples: int, found: Counter[tuple[str,
     @settings(
         max_examples=num_examples,
         derandomize=True,
-        deadline=None,
         database=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),

@@ -153,7 +153,7 @@ class LoadSlowRank:
             open(self.folder / name, how).close()  # a FIFO: until the test opens it too
             return compiled
 
-        Matching._compile = held_up  # type: ignore[method-assign]
+        Matching._compile = held_up  # type: ignore[assignment,method-assign]
         return character_model(ranks)
 
 

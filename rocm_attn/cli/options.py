@@ -117,7 +117,7 @@ def _parser_of(text: OptionText) -> Callable[[str], Any]:
     """What turns a command line's word into a value of the option."""
     if text.kind is int:
         # Of what is above 1, the part that needs it says why: a pool of one page has no page to give out.
-        number = partial(at_least, min(text.least or 0, 1))
+        number = partial(at_least, min(int(text.least or 0), 1))
         return lambda word: word if word in text.choices else number(word)
     return not_negative if text.kind is float else text.kind
 

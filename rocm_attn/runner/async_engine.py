@@ -59,7 +59,6 @@ class AsyncEngine:
         self._books = _Books()
         self._numbers = count()
         self._is_draining = False
-        self._num_refusals = 0
 
     async def __aenter__(self) -> AsyncEngine:
         self._books.open()
@@ -89,7 +88,7 @@ class AsyncEngine:
         if self._is_draining:
             raise EngineEnded("the engine takes no more requests: drain() was called")
         if len(self._books.inboxes) + len(requests) > self._max_requests:
-            self._num_refusals += len(requests)
+            self._books.num_refusals += len(requests)
             asked = "this one" if len(requests) == 1 else f"these {len(requests)}"
             raise TooManyRequests(
                 f"{len(self._books.inboxes)} requests are served or wait, and max_requests allows no more than "
@@ -165,7 +164,7 @@ class AsyncEngine:
 
     async def metrics(self) -> Metrics:
         """Those of report(), with the requests that were refused."""
-        return (await self.report()).metrics.snapshot(refusals=self._num_refusals)
+        return (await self.report()).metrics.snapshot(refusals=self._books.num_refusals)
 
     async def drain(self) -> None:
         """Take no more requests, and wait until those that were taken are done."""
@@ -190,6 +189,7 @@ class _Books:
 
     inboxes:   number of a request that is in the engine -> where its pieces go
     calls:     who waits for what runs between two steps
+    num_refusals: requests that were not taken because there were too many
     is_empty:  whether no request is in the engine
     has_ended: whether the thread runs no more step
     """
@@ -197,6 +197,7 @@ class _Books:
     def __init__(self) -> None:
         self.inboxes: dict[int, Inbox] = {}
         self.calls: set[asyncio.Future[Any]] = set()
+        self.num_refusals = 0
         self.is_empty, self.has_ended = asyncio.Event(), asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._why_closed = "it was not started; use `async with`"
@@ -240,6 +241,7 @@ class _Books:
 
     def refuse(self, ticket: int, error: Exception) -> None:
         """As Owner.refuse."""
+        self.num_refusals += isinstance(error, FitsLater)
         inbox = self.inboxes.get(ticket)
         if inbox is not None:
             inbox.fail(error)

@@ -61,6 +61,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.tests = {name: self._charged(name, tool) for name, tool in self.tests.items()}
         self.filters |= {_COUNT: self._spend, _JOIN: self._join, _WEIGH: self._weigh, _MADE: self._made}
 
+    def charge(self, name: str, tool: Callable[..., Any]) -> None:
+        """Make a function a filter that pays for what it does; it takes the place of another one of its name."""
+        self.filters[name] = self._charged(name, tool)
+
     def _generate(
         self, source: nodes.Template, name: str | None, filename: str | None, defer_init: bool = False
     ) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jinja2
 
@@ -25,20 +26,23 @@ class ChatTemplate:
     bos_token: str = ""
     eos_token: str = ""
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """The conversation as text, up to where the model is to go on.
 
-        messages: each with "role" ("system", "user", "assistant") and "content"
+        messages: each with "role" ("system", "user", "assistant", "tool") and "content"; of an assistant, "tool_calls"
+                  as OpenAI's API has them, but for "arguments", which are an object here
+        tools:    functions that the model may ask for, as OpenAI's API has them
         Raises BadRequest for messages that the template refuses, BadModel for a template that is damaged, or that does
         more work than a conversation of this length needs.
         """
-        said = sum(len(text) for message in messages for text in message.values())
+        said = len(json.dumps([messages, tools]))
         try:
             return (
                 _environment(_WORK + _WORK_PER_CHARACTER * said)
                 .from_string(self.source)
                 .render(
                     messages=list(messages),
+                    tools=list(tools) or None,
                     add_generation_prompt=True,
                     bos_token=self.bos_token,
                     eos_token=self.eos_token,
@@ -77,9 +81,15 @@ def _refuse(reason: object) -> NoReturn:
     raise _Refused(reason[:_LONGEST_REASON] if isinstance(reason, str) else "it does not say why")
 
 
+def _as_json(value: object, ensure_ascii: bool = False, **options: Any) -> str:
+    """The filter tojson as Hugging Face has it: Jinja's own escapes what HTML would misread, and sorts."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
 def _environment(work: int) -> BoundedEnvironment:
     """What templates written for Hugging Face expect to find. work: units that one may take"""
     environment = BoundedEnvironment(work, trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    environment.charge("tojson", _as_json)
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     return environment

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rocm_attn.errors import BadRequest
 from rocm_attn.runner.schema_ends import require_ends
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 # Characters of a constraint: longer ones take a while to be read, which is for nobody's good.
 MOST_CHARACTERS = 1 << 16
@@ -70,7 +73,7 @@ class Constraint:
     def check(self) -> None:
         """Raise BadRequest where the library refuses the constraint, with its reason; no model is needed.
 
-        It takes milliseconds, seconds at the worst; a server calls it outside of its event loop.
+        It takes milliseconds, but for few constraints that were made to take long: see constraint_trial.py.
         """
         is_error, reasons = library().LLMatcher.validate_grammar_with_warnings(grammar_of(self))
         if is_error:
@@ -101,6 +104,34 @@ def grammar_of(constraint: Constraint) -> str:
         raise BadRequest(f"the JSON schema is not JSON ({error})") from error
     require_ends(schema)
     return str(matcher.grammar_from_json_schema(constraint.text))
+
+
+def tokens_of(tokenizer: str, vocab_size: int, ends: Sequence[int]) -> Any:
+    """A tokenizer as the library reads it, which takes a second and megabytes.
+
+    tokenizer:  as tokenizers.Tokenizer.to_str() writes it
+    vocab_size: of the logits
+    ends:       tokens that end a text
+    Raises BadRequest where the library cannot read it.
+    """
+    try:
+        return library().LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(ends))
+    except ValueError as error:
+        raise BadRequest(
+            f"this model's tokenizer cannot be used with a constraint ({error}); leave the constraint out"
+        ) from error
+
+
+def compiled_of(constraint: Constraint, tokens: Any) -> LLMatcher:
+    """The constraint over the tokens of tokens_of(), tried on the first token of a text. Raises BadRequest."""
+    compiled: LLMatcher = library().LLMatcher(tokens, grammar_of(constraint), log_level=0)
+    if compiled.is_error():
+        raise BadRequest(f"the constraint cannot be used: {reason_of(compiled.get_error())}")
+    first = compiled.deep_copy()
+    first.compute_bitmask()
+    if first.is_error():
+        raise BadRequest(f"the constraint cannot be used: no text begins as it wants ({reason_of(first.get_error())})")
+    return compiled
 
 
 def reason_of(error: str) -> str:

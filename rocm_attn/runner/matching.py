@@ -12,7 +12,7 @@ import numpy as np
 
 from rocm_attn.batch.step_batch import Int32Array
 from rocm_attn.errors import BadRequest
-from rocm_attn.runner.constraint import Constraint, grammar_of, library, reason_of
+from rocm_attn.runner.constraint import Constraint, compiled_of, reason_of, tokens_of
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.tokenizer import Tokenizer
 
@@ -152,26 +152,13 @@ class Matching:
 
     def _compile(self, constraint: Constraint, ends: tuple[int, ...]) -> LLMatcher:
         """Raises BadRequest."""
-        compiled: LLMatcher = library().LLMatcher(self._tokens_ending_in(ends), grammar_of(constraint), log_level=0)
-        if compiled.is_error():
-            raise BadRequest(f"the constraint cannot be used: {reason_of(compiled.get_error())}")
-        try:
-            TextMatcher(compiled.deep_copy(), self._words).mask((), ())
-        except BadRequest as error:
-            raise BadRequest(f"the constraint cannot be used: no text begins as it wants ({error})") from error
-        return compiled
+        return compiled_of(constraint, self._tokens_ending_in(ends))
 
     def _tokens_ending_in(self, ends: tuple[int, ...]) -> Any:
         """The library's tokenizer. Raises BadRequest where it cannot read the model's."""
         found = self._tokens.get(ends)
         if found is None:
-            text = self._tokenizer.backend.to_str()
-            try:
-                found = library().LLTokenizer(text, n_vocab=self._vocab_size, eos_token=list(ends))
-            except ValueError as error:
-                raise BadRequest(
-                    f"this model's tokenizer cannot be used with a constraint ({error}); leave the constraint out"
-                ) from error
+            found = tokens_of(self._tokenizer.backend.to_str(), self._vocab_size, ends)
             if len(self._tokens) >= _MOST_TOKENIZERS:
                 self._tokens = {}  # anew: another thread may read the old one
             self._tokens[ends] = found

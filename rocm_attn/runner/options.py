@@ -35,7 +35,7 @@ class OptionText:
     help: str
     kind: type
     unit: str
-    least: int | None
+    least: float | None
     choices: Sequence[str]
     default_is: str
     on_generate: bool
@@ -75,7 +75,7 @@ def option(
 
 
 def bounded(
-    default: float, help: str, unit: str, *, least: int | None = None, above: float | None = None, most: float
+    default: float, help: str, unit: str, *, least: float | None = None, above: float | None = None, most: float
 ) -> Any:
     """A field with the OptionText of a number between bounds."""
     return field(default=default, metadata={"option": OptionText(help, float, unit, least, (), "", True, above, most)})

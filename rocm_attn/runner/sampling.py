@@ -48,13 +48,16 @@ GREEDY = Draw(0.0, 0.0, 0.0)
 class _Uniforms:
     """Numbers of [0, 1) of a seed, by their places."""
 
-    __slots__ = ("_numbers", "_random")
+    __slots__ = ("_numbers", "_random", "_seed")
 
     def __init__(self, seed: int | tuple[int, int]) -> None:
-        self._random = np.random.default_rng(seed)
+        self._seed = seed
+        self._random: np.random.Generator | None = None  # which takes longer to make than its first numbers
         self._numbers: list[float] = []
 
     def at(self, place: int) -> float:
+        if self._random is None:
+            self._random = np.random.default_rng(self._seed)
         while place >= len(self._numbers):
             self._numbers += self._random.random(_NUMBERS_AT_ONCE).tolist()
         return self._numbers[place]

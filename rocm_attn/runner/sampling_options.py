@@ -34,7 +34,7 @@ class Sampling:
     top_k:       so many of the likeliest tokens are kept, of equal ones the first; 0: all
     min_p:       tokens are kept that are at least so likely, as a share of the likeliest one's probability, [0, 1]
     presence_penalty, frequency_penalty: [-2, 2]
-    repetition_penalty: above 0, at most 100; 1 changes nothing
+    repetition_penalty: [0.01, 100]; 1 changes nothing
     logit_bias:  (token id, what is added to its logit), each token once, at most 1,024 of them, each [-100, 100]
 
     Raises BadRequest.
@@ -61,7 +61,7 @@ class Sampling:
         1.0,
         "what the logits of tokens are divided by (negative ones: multiplied) that the prompt or the text has",
         "X",
-        above=0,
+        least=0.01,
         most=100,
     )
     logit_bias: tuple[tuple[int, float], ...] = option(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import tokenizers
 
@@ -39,12 +40,14 @@ class Tokenizer:
         """
         return self.encode_messages([{"role": "user", "content": user}])
 
-    def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Likewise, of a conversation; messages as of ChatTemplate.render. Raises as encode_chat."""
+    def encode_messages(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
+        """Likewise, of a conversation; messages and tools as of ChatTemplate.render. Raises as encode_chat."""
         if self.chat_template is None:
             raise BadRequest("the model has no chat template; pass the prompt as it stands (--raw)")
         # the template writes every special token itself
-        return _ids(self.backend, self.chat_template.render(messages), add_special_tokens=False)
+        return _ids(self.backend, self.chat_template.render(messages, tools), add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of the tokens, without special ones; bytes that are no UTF-8 become U+FFFD."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rocm_attn.errors import BadModel, BadRequest, RocmAttnError
-from rocm_attn.runner.async_engine import EngineEnded, TooManyRequests
+from rocm_attn.errors import BadModel, BadRequest, FitsLater, RocmAttnError
+from rocm_attn.runner.async_engine import EngineEnded
 from rocm_attn.runner.request_stream import RequestFailed
 
 # A client that has gone reads no answer; the status is for the counts, and is nginx's.
@@ -95,7 +95,7 @@ def given_up_at_shutdown() -> ApiError:
 
 def api_error(error: RocmAttnError, retry_after: int) -> ApiError:
     """What the engine raises, as an answer. retry_after: seconds until a place is free"""
-    if isinstance(error, TooManyRequests):
+    if isinstance(error, FitsLater):
         return ApiError(429, str(error), code="too_many_requests", retry_after=retry_after)
     if isinstance(error, BadRequest | BadModel):
         return bad_request(str(error))

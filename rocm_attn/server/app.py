@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -24,7 +25,14 @@ from rocm_attn.server.generation import Generations
 from rocm_attn.server.job import Job
 from rocm_attn.server.keys import ApiKeys
 from rocm_attn.server.replies import ChatReplies, CompletionReplies, Replies, Usage
-from rocm_attn.server.schema import SHAPES, ChatBody, CompletionBody, GenerationBody, refuse_unserved
+from rocm_attn.server.schema import (
+    LEAST_DEADLINE_SECONDS,
+    SHAPES,
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    refuse_unserved,
+)
 from rocm_attn.server.scrape import Scrape
 from rocm_attn.server.served_model import ServedModel
 from rocm_attn.server.told_tokens import ToldTokens
@@ -93,7 +101,8 @@ def _add_generation(app: FastAPI, generations: Generations, model: ServedModel) 
         """Go on with a conversation."""
         job = _job(request, body, model)
         requests = await model.chat_requests(body, job.salt)
-        return await _answer(generations, job, requests, body, ChatReplies(model.name, ToldTokens(model.tokenizer)))
+        replies = ChatReplies(model.name, ToldTokens(model.tokenizer), partial(model.reader_of, body))
+        return await _answer(generations, job, requests, body, replies)
 
 
 def _job(request: Request, body: GenerationBody, model: ServedModel) -> Job:
@@ -114,8 +123,11 @@ def _seconds(text: str) -> float:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if not seconds > 0:
-        raise bad_request(f"the header {DEADLINE_HEADER} is {text[:100]!r}; it must be a number of seconds above 0")
+    if not seconds >= LEAST_DEADLINE_SECONDS:
+        raise bad_request(
+            f"the header {DEADLINE_HEADER} is {text[:100]!r}; it must be a number of seconds, at least "
+            f"{LEAST_DEADLINE_SECONDS}"
+        )
     return seconds
 
 
@@ -126,7 +138,7 @@ async def _answer(
     body: GenerationBody,
     replies: Replies,
 ) -> Response:
-    generation, num_choices = generations.begin(job, requests), body.n or 1
+    generation, num_choices = await generations.begin(job, requests), body.n or 1
     if body.stream:
         return EventStream(generations, generation, replies, num_choices=num_choices, usage=body.includes_usage)
     completions = await generation.completions()

@@ -26,10 +26,13 @@ _CARD = _object(id=_TEXT, object={"const": "model"}, created=_COUNT, owned_by=_T
 _USAGE = _object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
 _CHOICE: Json = {
     "index": _COUNT,
-    "finish_reason": {"enum": ["stop", "length", "error", "abort"]},
+    "finish_reason": {"enum": ["stop", "length", "tool_calls", "error", "abort"]},
     "logprobs": _or_null({"type": "object"}),
 }
-_MESSAGE = _object(role={"const": "assistant"}, content=_TEXT, refusal={"type": "null"})
+_FUNCTION = _object(name=_TEXT, arguments=_TEXT)
+_CALLS = _list_of(_object(id=_TEXT, type={"const": "function"}, function=_FUNCTION))
+_MESSAGE = _object(role={"const": "assistant"}, content=_or_null(_TEXT), refusal={"type": "null"})
+_MESSAGE["properties"]["tool_calls"] = _CALLS  # where there are any
 
 
 def _answer(kind: str, **of_choice: Json) -> Json:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from rocm_attn.errors import RocmAttnError
+from rocm_attn.runner.request_stream import Piece
 from rocm_attn.server.api_errors import CLIENT_GONE, ApiError, reader_late
 from rocm_attn.server.generation import Generation, Generations
 from rocm_attn.server.replies import Replies, Usage, as_event
@@ -40,19 +42,25 @@ class EventStream(Response):
         for stream in self._generation.streams:
             stream.bound(self._generations.max_unread_tokens, partial(self._give_up_late, task))
         try:
-            await self._send_chunks(events)
+            await self._send_all(events, scope, receive)
         except asyncio.CancelledError:
             if not self._is_late:
                 raise
             # What was sent stays with the kernel; the connection is closed because the answer is not whole.
+        finally:
+            events.close()
+
+    async def _send_all(self, events: _Events, scope: Scope, receive: Receive) -> None:
+        """Chunks, and how they end. Any of it may be cancelled, as other choices may go on while an error is sent."""
+        try:
+            async with aclosing(self._generation.pieces()) as pieces:
+                await self._send_chunks(events, pieces)
         except (ApiError, RocmAttnError) as error:
             answer = error if isinstance(error, ApiError) else self._generations.as_answer(error)
             await events.fail(answer, scope, receive)
         else:
             await events.send(b"data: [DONE]\n\n")
             await events.end()
-        finally:
-            events.close()
 
     def _give_up_late(self, task: asyncio.Task[Any]) -> None:
         """The client does not read: its request ends, although the task waits until the client takes some bytes."""
@@ -62,10 +70,10 @@ class EventStream(Response):
             self._generation.job.end(reader_late(self._generations.max_unread_tokens))
             task.cancel()
 
-    async def _send_chunks(self, events: _Events) -> None:
+    async def _send_chunks(self, events: _Events, pieces: AsyncIterator[tuple[int, Piece]]) -> None:
         replies, opened, num_tokens = self._replies, set[int](), 0
         more = {"usage": None} if self._has_usage else {}
-        async for place, piece in self._generation.pieces():
+        async for place, piece in pieces:
             num_tokens += len(piece.token_ids)
             chunks = b""
             if place not in opened:
@@ -73,7 +81,8 @@ class EventStream(Response):
                 opening = replies.opening(place)
                 chunks += as_event({**opening, **more}) if opening is not None else b""
             if piece.text or piece.logprobs or piece.finish_reason is not None:
-                chunks += as_event({**replies.chunk(place, piece), **more})
+                chunk = replies.chunk(place, piece)
+                chunks += as_event({**chunk, **more}) if chunk is not None else b""
             if chunks:
                 await events.send(chunks)
         self._generation.note(num_tokens)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
-from rocm_attn.errors import RocmAttnError
+from rocm_attn.errors import FitsLater, RocmAttnError
 from rocm_attn.runner.async_engine import AsyncEngine, TooManyRequests
+from rocm_attn.runner.constraint import Constraint
 from rocm_attn.runner.request import Completion, Request
 from rocm_attn.runner.request_stream import Piece, RequestStream
 from rocm_attn.server.api_errors import ApiError, api_error
+from rocm_attn.server.constraint_checks import ConstraintChecks
 from rocm_attn.server.http_metrics import HttpMetrics
 from rocm_attn.server.job import Job, Jobs
 from rocm_attn.server.pacing import Pacing
@@ -32,7 +33,7 @@ class Generation:
         self.note(sum(len(each.token_ids) for each in completions))
         return completions
 
-    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+    async def pieces(self) -> AsyncGenerator[tuple[int, Piece]]:
         """Place of a request, and its next piece, as they come, until all have ended. Raises as completions().
 
         Whoever reads slowly finds several tokens in a piece: what was not read yet is kept once, in the stream.
@@ -56,9 +57,7 @@ class Generation:
         finally:
             for reader in readers:
                 reader.cancel()
-            for reader in readers:
-                with suppress(asyncio.CancelledError):
-                    await reader
+            await asyncio.gather(*readers, return_exceptions=True)  # which does not hide that this task is cancelled
 
     def note(self, num_tokens: int) -> None:
         """All have ended, with so many tokens in sum."""
@@ -72,8 +71,8 @@ class Generations:
     max_unread_tokens: of a streamed answer
     """
 
-    def __init__(self, front: AsyncEngine, jobs: Jobs, max_unread_tokens: int) -> None:
-        self.front, self.jobs, self._pacing, self.counts = front, jobs, Pacing(), HttpMetrics()
+    def __init__(self, front: AsyncEngine, jobs: Jobs, checks: ConstraintChecks, max_unread_tokens: int) -> None:
+        self.front, self.jobs, self._checks, self._pacing, self.counts = front, jobs, checks, Pacing(), HttpMetrics()
         self.max_unread_tokens = max_unread_tokens
 
     @property
@@ -81,15 +80,25 @@ class Generations:
         """Seconds until a place is free, as far as is known."""
         return self._pacing.retry_after(self.jobs)
 
-    def begin(self, job: Job, requests: Sequence[Request]) -> Generation:
-        """Give the engine all of a job's requests, or none. Raises ApiError."""
-        job.check()
+    async def begin(self, job: Job, requests: Sequence[Request]) -> Generation:
+        """Give the engine all of a job's requests, or none. They have one constraint, or none has. Raises ApiError."""
         try:
+            constraint = requests[0].constraint
+            if constraint is not None:
+                await self._check(constraint)
+            job.check()
             streams = self.front.streams(requests)
         except RocmAttnError as error:
             raise self.as_answer(error) from error
         job.own(streams, requests)
         return Generation(job, requests, streams, self._pacing)
+
+    async def _check(self, constraint: Constraint) -> None:
+        try:
+            await self._checks.check(constraint)
+        except FitsLater:
+            self.counts.refused["constraints"] += 1
+            raise
 
     def refusal(self) -> ApiError:
         """The answer to who comes when every place is taken."""

@@ -71,6 +71,9 @@ class ServerOptions:
     deadline_seconds: float = option(
         600.0, "how long a request may take in all; clients may ask for less", unit="SECONDS", least=0
     )
+    constraint_seconds: int = option(
+        10, "seconds of a core that a request's constraint may take to be compiled", unit="SECONDS", least=1
+    )
     write_seconds: float = option(
         60.0, "how long a client may take no bytes of its answer before it counts as gone", unit="SECONDS", least=0
     )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from rocm_attn.runner.logprobs import TokenLogprobs
 from rocm_attn.runner.request import Completion, FinishReason, Request
 from rocm_attn.runner.request_stream import Piece
+from rocm_attn.server.call_reader import Call, Reader
 from rocm_attn.server.told_tokens import Json, ToldTokens
 
 
@@ -45,8 +46,8 @@ class Replies(Protocol):
     def opening(self, index: int) -> Json | None:
         """The chunk before a choice's first one."""
 
-    def chunk(self, index: int, piece: Piece) -> Json:
-        """What a piece of a choice is sent as."""
+    def chunk(self, index: int, piece: Piece) -> Json | None:
+        """What a piece of a choice is sent as; None where it waits for the next one."""
 
     def counts(self, usage: Usage) -> Json:
         """The last chunk."""
@@ -99,42 +100,83 @@ class CompletionReplies:
         return {"id": self.reply_id, "object": "text_completion", "created": self.created, "model": self.model}
 
 
+@dataclass(slots=True)
+class _Read:
+    """A choice's text as it is read. num_calls: that it had so far"""
+
+    reader: Reader
+    num_calls: int = 0
+
+    def take(self, said: Completion | Piece) -> tuple[str, list[Call]]:
+        """What is known now: text, and calls."""
+        found = self.reader.push(said.text)
+        if said.finish_reason is not None:
+            found += self.reader.finish()
+        calls = [each for each in found if isinstance(each, Call)]
+        self.num_calls += len(calls)
+        return "".join(each for each in found if isinstance(each, str)), calls
+
+    def reason(self, reason: FinishReason | None) -> str | None:
+        """Why the choice ends, in OpenAI's words."""
+        return "tool_calls" if reason == "stop" and self.num_calls else reason
+
+
+def _as_json(call: Call) -> Json:
+    return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
 @dataclass(frozen=True, slots=True)
 class ChatReplies:
-    """Of /v1/chat/completions. told: writes logprobs"""
+    """Of /v1/chat/completions.
+
+    told:     writes logprobs
+    reader:   makes what reads the text of a choice
+    _readers: index of a choice -> what reads its text, and how many calls it had so far
+    """
 
     model: str
     told: ToldTokens
+    reader: Callable[[], Reader]
+    _readers: dict[int, _Read] = field(default_factory=dict)
     reply_id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, completions: Sequence[Completion], usage: Usage) -> Json:
         """The answer."""
-        choices = [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": each.text, "refusal": None},
-                "logprobs": self.told.in_messages(each.logprobs),
-                "finish_reason": each.finish_reason,
-            }
-            for index, each in enumerate(completions)
-        ]
+        choices = [self._choice(index, each) for index, each in enumerate(completions)]
         return {**self._head("chat.completion"), "choices": choices, "usage": usage.as_dict()}
 
     def opening(self, index: int) -> Json | None:
         """The chunk before a choice's first one, which says who speaks."""
         return self._chunk(index, {"role": "assistant", "content": ""}, None, ())
 
-    def chunk(self, index: int, piece: Piece) -> Json:
-        """What a piece of a choice is sent as."""
-        return self._chunk(index, {"content": piece.text} if piece.text else {}, piece.finish_reason, piece.logprobs)
+    def chunk(self, index: int, piece: Piece) -> Json | None:
+        """What a piece of a choice is sent as; None where all of it may become a call of a function."""
+        read = self._readers.setdefault(index, _Read(self.reader()))
+        first = read.num_calls
+        text, calls = read.take(piece)
+        delta: Json = {"content": text} if text else {}
+        if calls:
+            delta["tool_calls"] = [{"index": first + place, **_as_json(call)} for place, call in enumerate(calls)]
+        if not delta and not piece.logprobs and piece.finish_reason is None:
+            return None
+        return self._chunk(index, delta, read.reason(piece.finish_reason), piece.logprobs)
 
     def counts(self, usage: Usage) -> Json:
         """The last chunk."""
         return {**self._head("chat.completion.chunk"), "choices": [], "usage": usage.as_dict()}
 
+    def _choice(self, index: int, done: Completion) -> Json:
+        read = _Read(self.reader())
+        text, calls = read.take(done)
+        message: Json = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        if calls:
+            message["tool_calls"] = list(map(_as_json, calls))
+        told = self.told.in_messages(done.logprobs)
+        return {"index": index, "message": message, "logprobs": told, "finish_reason": read.reason(done.finish_reason)}
+
     def _chunk(
-        self, index: int, delta: Mapping[str, str], reason: FinishReason | None, logprobs: Sequence[TokenLogprobs]
+        self, index: int, delta: Mapping[str, object], reason: str | None, logprobs: Sequence[TokenLogprobs]
     ) -> Json:
         told = self.told.in_messages(logprobs)
         choice = {"index": index, "delta": delta, "logprobs": told, "finish_reason": reason}

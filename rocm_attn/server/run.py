@@ -20,6 +20,7 @@ from rocm_attn.runner.parallel.ranked_engine import RankedEngine
 from rocm_attn.server.api_errors import given_up_at_shutdown
 from rocm_attn.server.app import build_app
 from rocm_attn.server.connections import bounded_protocol
+from rocm_attn.server.constraint_checks import ConstraintChecks
 from rocm_attn.server.generation import Generations
 from rocm_attn.server.job import Jobs
 from rocm_attn.server.keys import ApiKeys
@@ -95,7 +96,8 @@ class Server(uvicorn.Server):
     def __init__(self, front: AsyncEngine, model: ServedModel, keys: ApiKeys, announce: Callable[[str], None]) -> None:
         self._front, self._options, self._announce = front, model.options, announce
         self.jobs = Jobs()
-        self.generations = Generations(front, self.jobs, model.options.max_unread_tokens)
+        self._checks = ConstraintChecks(model.trial_of_constraints)
+        self.generations = Generations(front, self.jobs, self._checks, model.options.max_unread_tokens)
         self._loop = asyncio.get_running_loop()
         self._signal = asyncio.Event()
         self._num_signals = 0
@@ -179,4 +181,5 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for watcher in self._watchers:
             watcher.cancel()
+        self._checks.close()
         await super().shutdown(sockets)

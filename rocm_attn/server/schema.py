@@ -8,19 +8,22 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rocm_attn.runner.constraint import Constraint
 from rocm_attn.runner.logprobs import MOST_LIKELIEST, NO_LOGPROBS
 from rocm_attn.runner.options import option_texts
 from rocm_attn.runner.sampling_options import LARGEST_BIAS, Sampling
 from rocm_attn.server.api_errors import ApiError, bad_request
+from rocm_attn.server.tools import MOST_TOOLS, MadeCall, NamedTool, Tool, ToolPart
 
 # Every list stops at its first wrong item: a body of a million wrong ones would else have a million errors.
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 _Stops = Annotated[list[str], Field(fail_fast=True, max_length=1024)]
 
+# A shorter deadline has passed before a request is read: who asks for one has made a mistake, of units for example.
+LEAST_DEADLINE_SECONDS = 0.01
 # The largest seed is that of OpenAI's documentation, a signed integer of 64 bits.
 _Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 _Positive = Annotated[int, Field(ge=1, lt=2**31)]
@@ -33,45 +36,65 @@ def _bounds(name: str) -> Any:
     return Field(ge=text.least, gt=text.above, le=text.most, allow_inf_nan=False)
 
 
-class _Part(BaseModel):
-    """A part of a body. Strict: a number that is sent as a text is refused, as OpenAI does."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-
-class StreamOptions(_Part):
+class StreamOptions(ToolPart):
     """include_usage: whether a last chunk says how many tokens there were."""
 
     include_usage: bool = False
 
 
-class TextPart(_Part):
+class TextPart(ToolPart):
     """A part of a message's content."""
 
     type: Literal["text"]
     text: str
 
 
-class Message(_Part):
-    """One message of a conversation."""
+class Message(ToolPart):
+    """One message of a conversation.
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+    tool_calls:   that an assistant has asked for
+    tool_call_id: of the call that a tool's content is the result of
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    tool_calls: Annotated[list[MadeCall], Field(fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _check_role(self) -> Message:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls are an assistant's")
+        if self.content is None and not self.tool_calls:
+            raise ValueError("there is no content")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise ValueError("a tool's message has a tool_call_id")
+        return self
 
     @property
-    def text(self) -> str:
-        """The content, parts put together."""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+    def as_template(self) -> dict[str, Any]:
+        """As chat templates expect it: of OpenAI's newer name of the system's part they know the older one alone.
+
+        Raises ApiError.
+        """
+        parts = [TextPart(type="text", text=self.content)] if isinstance(self.content, str) else self.content or ()
+        role = "system" if self.role == "developer" else self.role
+        message: dict[str, Any] = {"role": role, "content": "".join(part.text for part in parts)}
+        if self.tool_calls:
+            message["tool_calls"] = [call.as_template for call in self.tool_calls]
+        if self.role == "tool":
+            message["tool_call_id"] = self.tool_call_id
+        return message
 
 
-class JsonSchema(_Part):
+class JsonSchema(ToolPart):
     """What an answer's JSON must look like."""
 
     name: str = ""
     content: dict[str, Any] = Field(alias="schema")
 
 
-class ResponseFormat(_Part):
+class ResponseFormat(ToolPart):
     """What the answer must look like."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -106,7 +129,7 @@ class GenerationBody(BaseModel):
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
-    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    timeout: Annotated[float, Field(ge=LEAST_DEADLINE_SECONDS, allow_inf_nan=False)] | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -176,13 +199,56 @@ class CompletionBody(GenerationBody):
 
 
 class ChatBody(GenerationBody):
-    """The body of /v1/chat/completions. max_tokens: the older name of max_completion_tokens"""
+    """The body of /v1/chat/completions.
+
+    max_tokens:          the older name of max_completion_tokens
+    parallel_tool_calls: whether one answer may ask for several calls; it may where nothing is said
+    """
 
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
     max_tokens: _Positive | None = None
     max_completion_tokens: _Positive | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LIKELIEST)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def tools_as_template(self) -> list[dict[str, Any]]:
+        """All of them, as chat templates expect them. Raises ApiError."""
+        tools = [tool.as_template for tool in self.tools or ()]
+        names = [tool["function"]["name"] for tool in tools]
+        if len(set(names)) < len(names):
+            raise bad_request("two of the tools have one name; give each function a name of its own", "tools")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise bad_request(
+                f"tool_choice names the function {self.tool_choice.function.name}, which is not among the tools",
+                "tool_choice",
+            )
+        if self.tool_choice == "required" and not tools:
+            raise bad_request("tool_choice is required and there are no tools; give some", "tool_choice")
+        return tools
+
+    @property
+    def may_call(self) -> bool:
+        """Whether the answer may have calls of functions. Raises ApiError."""
+        may = bool(self.tools) and self.tool_choice != "none"
+        if may and self.response_format is not None and self.response_format.type != "text":
+            raise bad_request(
+                "tools and response_format are given, and an answer of that format has no calls; leave one of them "
+                "out, or set tool_choice to none",
+                "response_format",
+            )
+        return may
+
+    @property
+    def must_call(self) -> list[dict[str, Any]]:
+        """The functions of which one must be called, as chat templates expect them; none where none must be."""
+        tools = self.tools_as_template
+        if isinstance(self.tool_choice, NamedTool):
+            return [tool for tool in tools if tool["function"]["name"] == self.tool_choice.function.name]
+        return tools if self.tool_choice == "required" else []
 
     @property
     def num_logprobs(self) -> int:
@@ -195,10 +261,20 @@ class ChatBody(GenerationBody):
 # What a wrong value of a field whose type has several forms is answered with; pydantic would tell of each form.
 SHAPES = {
     "prompt": "prompt must be a string, a list of strings, a list of token ids, or a list of lists of token ids",
+    "timeout": f"timeout must be a number of seconds, at least {LEAST_DEADLINE_SECONDS}",
     "stop": "stop must be a string or a list of strings",
     "messages": (
-        "messages must be a list of at least one message, each with a role (system, developer, user or assistant) and "
-        "a content, which is a string or a list of parts of type text"
+        "messages must be a list of at least one message, each with a role (system, developer, user, assistant or "
+        "tool) and a content, which is a string or a list of parts of type text; an assistant's may have tool_calls, "
+        "each with id, type and function, in the place of a content, and a tool's has a tool_call_id"
+    ),
+    "tools": (
+        f"tools must be a list of at most {MOST_TOOLS} of type function, each with a function, which has a name of 1 "
+        "to 64 letters, digits, _ and -, and may have a description and parameters, a JSON schema"
+    ),
+    "tool_choice": (
+        'tool_choice must be none, auto, required, or {"type": "function", "function": {"name": ...}} with the name of '
+        "one of the tools"
     ),
 }
 

@@ -6,17 +6,24 @@ import asyncio
 import hashlib
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from rocm_attn.errors import BadRequest
+from rocm_attn.runner.chat_template import ChatTemplate
+from rocm_attn.runner.constraint import Constraint
+from rocm_attn.runner.constraint_trial import Tokens, Trial
 from rocm_attn.runner.limits import RequestLimits
 from rocm_attn.runner.request import Request
 from rocm_attn.runner.sampling_options import Sampling
 from rocm_attn.runner.tokenizer import Tokenizer
 from rocm_attn.server.api_errors import ApiError, bad_request
+from rocm_attn.server.call_forms import calls_only, form_of, require_tools
+from rocm_attn.server.call_reader import CallReader, Reader, TextReader
 from rocm_attn.server.options import ServerOptions
 from rocm_attn.server.schema import ChatBody, CompletionBody, GenerationBody
+from rocm_attn.server.tools import NamedTool
 
 # What OpenAI adds to a plain prompt where the request does not say how much; less where there is no room.
 _COMPLETION_TOKENS = 16
@@ -58,6 +65,14 @@ class ServedModel:
             "max_model_len": self.max_len,
         }
 
+    @property
+    def trial_of_constraints(self) -> Callable[[], Trial] | None:
+        """Begins a process that tries constraints; None where the model has no tokenizer."""
+        if self.tokenizer is None:
+            return None
+        tokens = Tokens(self.tokenizer.backend.to_str(), self.limits.vocab_size)
+        return partial(Trial, tokens, self.options.constraint_seconds)
+
     def require(self, name: str) -> None:
         """Raise ApiError for a model that is not this one."""
         if name != self.name:
@@ -76,7 +91,7 @@ class ServedModel:
         self._check_asked(len(prompts), body)
         tokens = [await self._tokens(prompt) for prompt in prompts]
         most = body.max_tokens or min(_COMPLETION_TOKENS, self._most_new_tokens(max(map(len, tokens))))
-        return await self._requests(body, tokens, most, salt)
+        return await self._requests(body, tokens, most, salt, body.constraint)
 
     def echoed(self, body: CompletionBody, requests: Sequence[Request]) -> list[str]:
         """The prompt's text of each of a body's requests, as it was sent. Raises ApiError."""
@@ -96,14 +111,34 @@ class ServedModel:
         self._check_asked(1, body)
         if self.tokenizer is None:
             raise bad_request("the model has no tokenizer; give token ids to /v1/completions", "messages")
-        # OpenAI's newer name of the system's part; templates know the older one.
-        messages = [
-            {"role": "system" if each.role == "developer" else each.role, "content": each.text}
-            for each in body.messages
-        ]
-        tokens = await asyncio.to_thread(self.tokenizer.encode_messages, messages)
+        messages, tools = [each.as_template for each in body.messages], body.tools_as_template
+        constraint = await asyncio.to_thread(self._calls_of, body)
+        tokens = await asyncio.to_thread(self.tokenizer.encode_messages, messages, tools)
         most = body.max_completion_tokens or body.max_tokens or self._most_new_tokens(len(tokens))
-        return await self._requests(body, [tokens], most, salt)
+        return await self._requests(body, [tokens], most, salt, constraint or body.constraint)
+
+    def reader_of(self, body: ChatBody) -> Reader:
+        """Reads the text of one choice. To be called after chat_requests(), which raises what is wrong."""
+        template = self._template
+        if template is None or not body.may_call:
+            return TextReader()
+        return CallReader(form_of(template), [tool.function.name for tool in body.tools or ()])
+
+    def _calls_of(self, body: ChatBody) -> Constraint | None:
+        """What leaves no other text than calls, where some must be made. Raises ApiError, BadRequest."""
+        template, must_call, may_call = self._template, body.must_call, body.may_call
+        if not body.tools or template is None:
+            return None
+        require_tools(template)
+        form = form_of(template) if may_call else None
+        if form is None or not must_call:
+            return None
+        is_named = isinstance(body.tool_choice, NamedTool)
+        return calls_only(form, must_call, several=not is_named and body.parallel_tool_calls is not False)
+
+    @property
+    def _template(self) -> ChatTemplate | None:
+        return self.tokenizer.chat_template if self.tokenizer is not None else None
 
     async def _tokens(self, prompt: str | Sequence[int]) -> Sequence[int]:
         if not isinstance(prompt, str):
@@ -137,7 +172,12 @@ class ServedModel:
             )
 
     async def _requests(
-        self, body: CompletionBody | ChatBody, prompts: Sequence[Sequence[int]], max_new_tokens: int, salt: str
+        self,
+        body: CompletionBody | ChatBody,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        salt: str,
+        constraint: Constraint | None,
     ) -> list[Request]:
         most = self.options.max_new_tokens
         if most is not None and max_new_tokens > most:
@@ -148,9 +188,6 @@ class ServedModel:
             )
         for prompt in prompts:
             self._check_prompt(prompt)
-        constraint = body.constraint
-        if constraint is not None:
-            await asyncio.to_thread(constraint.check)
         seed = body.seed if body.seed is not None else secrets.randbits(63)
         sampling = _sampling(body)
         return [

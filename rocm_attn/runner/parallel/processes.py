@@ -102,7 +102,7 @@ class RankProcesses:
             for setup in setups:
                 self._start(setup)
             self._awaited = "while its engine was built"
-            limits: RequestLimits = self._collect(_no_progress)
+            limits: RequestLimits = self._collect(_no_progress)[0]
         except BaseException:
             self.kill()
             raise
@@ -114,7 +114,11 @@ class RankProcesses:
         return bool(self._ranks)
 
     def call(self, method: str, *arguments: Any, on_progress: OnProgress | None = None) -> Any:
-        """Call a method of every rank's engine; what rank 0 returns.
+        """call_all(); what rank 0 returns."""
+        return self.call_all(method, *arguments, on_progress=on_progress)[0]
+
+    def call_all(self, method: str, *arguments: Any, on_progress: OnProgress | None = None) -> list[Any]:
+        """Call a method of every rank's engine; what each returns. Of others than rank 0 truth values come alone.
 
         A call of another thread waits until this one has ended, and comes before the next one of this thread. An
         interrupt leaves the method running: the next call waits for its end, and raises what it raises.
@@ -126,7 +130,7 @@ class RankProcesses:
             self._require_whole()
             if self._awaited:
                 interrupted = self._awaited
-                self.unheard.append((interrupted, self._collect(_no_progress)))
+                self.unheard.append((interrupted, self._collect(_no_progress)[0]))
             self._is_torn, self._awaited = True, f"in {method}()"
             for rank in self._ranks:
                 try:
@@ -175,8 +179,8 @@ class RankProcesses:
         self._selector.register(ours, selectors.EVENT_READ, rank)
         self._selector.register(process.sentinel, selectors.EVENT_READ, rank)
 
-    def _collect(self, on_progress: OnProgress) -> Any:
-        """What rank 0 answers, when all ranks have answered. Raises as call()."""
+    def _collect(self, on_progress: OnProgress) -> list[Any]:
+        """What the ranks answer, in their order, when all have. Raises as call_all()."""
         while len(self._answers) < len(self._ranks):
             deadline = min((when for _, when in self._troubled.values()), default=None)
             for key, _ in self._selector.select(None if deadline is None else max(0.0, deadline - time.monotonic())):
@@ -188,11 +192,11 @@ class RankProcesses:
         errors = [answer.error for answer in self._answers.values() if isinstance(answer, Raised)]
         if errors and (len(errors) < len(self._ranks) or len(set(map(type, errors))) > 1):
             self._fail_of_trouble()
-        first = self._answers[0]
+        first, values = self._answers[0], [self._answers[rank.number] for rank in self._ranks]
         self.has_work, self._answers, self._troubled, self._awaited = first.has_work, {}, {}, ""
         if isinstance(first, Raised):
             raise first.error
-        return first.value
+        return [answer.value for answer in values if isinstance(answer, Done)]
 
     def _hear(self, rank: _Rank, source: object) -> Message:
         """The message of a rank that has sent one; answers are kept. Raises RankFailed for one that is dead."""

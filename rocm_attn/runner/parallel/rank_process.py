@@ -1,7 +1,8 @@
 """What a rank's process runs: an engine over its part of the model, one command after the other.
 
-The process in front commands all ranks alike; rank 0 answers with results, the others that they are done. A rank ends
-when it is told so, when its pipe ends, or when the process in front is gone, in whatever collective it may be then.
+The process in front commands all ranks alike. Rank 0 answers with results, the others with truth values, and else that
+they are done. A rank ends when it is told so, when its pipe ends, or when the process in front is gone, in whatever
+collective it may be then.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def _answer(commands: Connection, rank: int, method: Callable[[], Any], engine: 
             traceback.print_exc()
         commands.send(Raised(sendable(error), _has_work(engine)))
     else:
-        commands.send(Done(value if rank == 0 else None, _has_work(engine)))
+        commands.send(Done(value if rank == 0 or isinstance(value, bool) else None, _has_work(engine)))
 
 
 def _has_work(engine: list[Engine]) -> bool:

@@ -76,11 +76,10 @@ class RankedEngine:
         self.limits.check(request)
 
     def is_prepared(self, request: Request) -> bool:
-        """As Engine.is_prepared; the other ranks begin with rank 0, and submit() waits for them."""
+        """As Engine.is_prepared: whether no rank would have to wait, and the others with it."""
         if request.constraint is None:
             return True  # the ranks need not be asked
-        is_prepared: bool = self._processes.call("is_prepared", request)
-        return is_prepared
+        return all(self._processes.call_all("is_prepared", request))
 
     def prepare_constraints(self) -> None:
         """As Engine.prepare_constraints."""

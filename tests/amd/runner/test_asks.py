@@ -266,7 +266,7 @@ def test_a_row_of_counts_has_room_for_the_longest_text() -> None:
         ({"min_p": 1.5}, "min_p is 1.5; it must be at least 0 and at most 1"),
         ({"presence_penalty": NAN}, "presence_penalty is nan; it must be at least -2"),
         ({"frequency_penalty": 2.5}, "frequency_penalty is 2.5"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0; it must be above 0"),
+        ({"repetition_penalty": 5e-324}, "repetition_penalty is 5e-324; it must be at least 0.01"),
         ({"logit_bias": ((1, 200.0),)}, "logit_bias of token 1 is 200.0"),
         ({"logit_bias": ((1, 2.0), (1, 3.0))}, "logit_bias has a token twice"),
         ({"logit_bias": tuple((token, 1.0) for token in range(1025))}, "logit_bias has 1025 tokens"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 from typing import Any
 
@@ -210,3 +211,13 @@ def test_the_budget_counts_for_one_rendering() -> None:
         environment.from_string("{% for i in range(100) %}{% endfor %}").render()
     template = ChatTemplate("{% for i in range(30000) %}{% endfor %}ok")
     assert [template.render([]) for _ in range(3)] == ["ok"] * 3
+
+
+def test_json_is_written_as_hugging_face_writes_it() -> None:
+    """Jinja's own filter sorts keys, and escapes what HTML would misread, as would no model that was trained."""
+    tools = [{"type": "function", "function": {"name": "f", "description": "<a> & 'é'"}}]
+    template = ChatTemplate("{% for t in tools %}{{ t | tojson }}{{ t.function | tojson(indent=1) }}{% endfor %}")
+    assert template.render([], tools) == json.dumps(tools[0], ensure_ascii=False) + json.dumps(
+        tools[0]["function"], ensure_ascii=False, indent=1
+    )
+    assert ChatTemplate("{{ tools is none }}").render([]) == "True"

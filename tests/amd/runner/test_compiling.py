@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from rocm_attn.errors import BadRequest
+from rocm_attn.errors import BadRequest, FitsLater
 from rocm_attn.runner import engine_thread
 from rocm_attn.runner.async_engine import AsyncEngine
 from rocm_attn.runner.constraint import Constraint
 from rocm_attn.runner.engine import Engine
+from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.matching import Matching
+from rocm_attn.runner.parallel.ranked_engine import RankedEngine
+from rocm_attn.runner.ranks import Ranks
 from rocm_attn.runner.request import Request
 from tests.amd.runner.asking import BASE, CONSTRAINED, PLAIN, PROMPT, character_model
 from tests.amd.runner.async_engines import is_empty, run
@@ -106,6 +112,64 @@ def test_two_are_compiled_at_a_time_and_no_other_thread_waits(held_up: HeldUp) -
     for each in constraints:
         matching.matcher(each, ())
     assert all(matching.is_ready(each, ()) for each in constraints)
+
+
+def test_no_more_constraints_wait_than_may_those_included_whose_clients_have_left(
+    held_up: HeldUp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_thread, "MOST_PREPARING", 3)
+    served = Engine(character_model(), BASE)
+    requests = [replace(CONSTRAINED[2], constraint=Constraint.choice([f"a{num}"])) for num in range(5)]
+
+    async def main() -> float:
+        async with AsyncEngine(served) as front:
+            left, *waiting = (front.stream(each) for each in requests[:3])
+            await asyncio.to_thread(held_up.begun.acquire)
+            left.close()
+            with pytest.raises(FitsLater, match="3 constraints are compiled or wait for it, which is the most; send"):
+                await front.complete(requests[3])
+            assert len((await front.complete(PLAIN)).token_ids) == PLAIN.max_new_tokens
+            held_up.may_end.set()
+            assert [(await each.completion()).text for each in waiting] == ["a1", "a2"]
+            assert (await front.complete(requests[4])).text == "a4", "nothing is left of those that have left"
+            return (await front.metrics()).refusals
+
+    assert run(main) == 1
+    assert is_empty(served)
+
+
+@dataclass(frozen=True)
+class LoadSlowRank:
+    """Loads a rank whose constraints are compiled when the test wants: rank 0 says when it has, rank 1 waits."""
+
+    folder: Path
+
+    def __call__(self, *, device: torch.device, ranks: Ranks) -> LoadedModel:
+        compile_one = Matching._compile
+
+        def held_up(matching: Matching, *key: Any) -> Any:
+            compiled = compile_one(matching, *key)
+            name, how = ("done", "w") if ranks.shard.rank == 0 else ("may end", "r")
+            open(self.folder / name, how).close()  # a FIFO: until the test opens it too
+            return compiled
+
+        Matching._compile = held_up  # type: ignore[assignment,method-assign]
+        return character_model(ranks)
+
+
+@pytest.mark.nightly  # two processes
+def test_a_request_is_prepared_when_it_is_on_every_rank(tmp_path: Path) -> None:
+    """Else the ranks that compile it would hold up all requests of the others."""
+    for name in ("done", "may end"):
+        os.mkfifo(tmp_path / name)
+    with RankedEngine(LoadSlowRank(tmp_path), BASE, num_ranks=2) as ranked:
+        assert not ranked.is_prepared(CONSTRAINED[2])
+        open(tmp_path / "done").close()
+        assert [ranked.is_prepared(CONSTRAINED[2]) for _ in range(100)] == [False] * 100
+        open(tmp_path / "may end", "w").close()
+        while not ranked.is_prepared(CONSTRAINED[2]):
+            pass
+        assert ranked.generate([CONSTRAINED[2]])[0].text in ("yes", "no")
 
 
 def test_what_is_compiled_is_kept_and_what_fails_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

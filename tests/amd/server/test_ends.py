@@ -5,10 +5,12 @@ Steps wait for the test's word where it matters what happens during one.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,12 @@ import pytest
 from rocm_attn.errors import DeviceFault
 from rocm_attn.runner.async_engine import EngineEnded
 from rocm_attn.runner.loading import LoadedModel
+from rocm_attn.runner.request_stream import Piece
+from rocm_attn.server.api_errors import ApiError
+from rocm_attn.server.event_stream import EventStream
+from rocm_attn.server.http_metrics import HttpMetrics
+from rocm_attn.server.replies import CompletionReplies
+from rocm_attn.server.told_tokens import ToldTokens
 from tests.amd.runner.async_engines import Broken, Gated, engine
 from tests.amd.runner.tiny_model import NAN_TOKEN, tiny_model, with_nan_token, word_tokenizer
 from tests.amd.server.raw import CHAT, Client, Reply, as_bytes, asked, post, send
@@ -132,6 +140,8 @@ def test_a_computed_answer_that_waits_to_be_read_takes_no_place(loaded: LoadedMo
             while not server.between_loops(lambda: [job.is_computed for job in server.jobs] == [True]):
                 pass
             assert post(server, asked(n=16)).status == 200
+            while server.between_loops(lambda: len(server.jobs)) > 1:
+                pass  # its last byte was read, and its job ends
             assert len(server.jobs) == 1, "the slow one is still there"
         server.jobs_are_done()
 
@@ -188,10 +198,37 @@ def test_a_stream_whose_deadline_passes_ends_with_an_error(loaded: LoadedModel) 
         client.leave()
 
 
-@pytest.mark.parametrize("timeout", ["0", "-1", "soon", "nan"])
+@pytest.mark.parametrize("timeout", ["0", "-1", "soon", "nan", "5e-324", "0.009"])
 def test_a_deadline_that_is_none_is_refused(timeout: str, loaded: LoadedModel) -> None:
     with gated_server(loaded) as (server, _):
-        assert post(server, asked(), x_request_timeout=timeout).status == 400
+        reply = post(server, asked(), x_request_timeout=timeout)
+        assert (reply.status, "at least 0.01" in reply.error["message"]) == (400, True)
+
+
+def test_an_error_whose_reader_is_late_ends_the_answer_without_another_error() -> None:
+    """Of several choices one has failed, and the others go on while the error waits for its reader."""
+    counts, bounds, sent = HttpMetrics(), list[Callable[[], None]](), list[bytes]()
+
+    async def pieces() -> AsyncIterator[tuple[int, Piece]]:
+        yield 0, Piece((5,), "w5", None)
+        raise ApiError(500, "the second choice has failed", code="request_failed")
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+        if b"has failed" in sent[-1]:
+            bounds[0]()
+            await asyncio.Event().wait()
+
+    stream = SimpleNamespace(bound=lambda most, on_late: bounds.append(on_late))
+    generation: Any = SimpleNamespace(streams=[stream], pieces=pieces, job=SimpleNamespace(end=lambda why: None))
+    generations: Any = SimpleNamespace(counts=counts, max_unread_tokens=4)
+    replies = CompletionReplies(NAME, ToldTokens(None))
+    asyncio.run(EventStream(generations, generation, replies, num_choices=2, usage=False)({}, no_message, send))
+    assert (counts.late_readers, b"has failed" in sent[-1]) == (1, True)
+
+
+async def no_message() -> Any:
+    """A client that says nothing more."""
 
 
 def test_a_server_that_drains_finishes_what_it_has_taken(loaded: LoadedModel) -> None:

@@ -118,10 +118,12 @@ def test_a_body_that_is_no_request_is_refused(body: bytes, says: str, server: Ru
         ({"logit_bias": {"w1": 4}}, "logit_bias"),
         ({"logit_bias": {"1": "much"}}, "logit_bias"),
         ({"timeout": 0}, "timeout"),
+        ({"timeout": 5e-324}, "timeout"),
         ({"response_format": {"type": "poem"}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"echo": True, "logprobs": 0}, "echo"),
         ({"suffix": "w3"}, "suffix"),
+        ({"tools": [{"type": "function"}]}, "tools"),
         ({"best_of": 2}, "best_of"),
     ],
     ids=str,
@@ -172,7 +174,7 @@ def test_messages_that_no_template_can_write_are_refused(messages: Any, says: st
 
 @pytest.mark.parametrize(
     "fields",
-    [{"tools": [{"type": "function"}]}, {"tool_choice": "required"}, {"top_logprobs": 2}, {"modalities": ["audio"]}],
+    [{"functions": [{"name": "a"}]}, {"tool_choice": "required"}, {"top_logprobs": 2}, {"modalities": ["audio"]}],
     ids=str,
 )
 def test_what_would_change_the_answer_and_is_not_served_is_refused(fields: dict[str, Any], server: Running) -> None:

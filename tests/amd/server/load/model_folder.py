@@ -13,8 +13,13 @@ from rocm_attn.runner.weights import expected_shapes
 from tests.amd.runner.tiny_model import CONFIG, RandomTensors, word_tokenizer
 
 CONTEXT = 512
-# Every message's words, one after the other; a conversation begins with w63.
-_TEMPLATE = "w63{% for message in messages %} {{ message['content'] }}{% endfor %}"
+# Names of functions and every message's words, one after the other; a conversation begins with w63.
+_TEMPLATE = (
+    "w63{% for tool in tools or [] %} {{ tool.function.name }}{% endfor %}"
+    "{% for message in messages %} {{ message['content'] }}{% for call in message.tool_calls or [] %}"
+    '<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>'
+    "{% endfor %}{% endfor %}"
+)
 
 
 def write_model(folder: Path) -> Path:

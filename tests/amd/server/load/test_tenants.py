@@ -32,7 +32,7 @@ POISON: tuple[dict[str, Any], ...] = (
     {"logit_bias": {"1": 1e308, "2": -1e308}},
     {"temperature": 1e-300},
     {"temperature": 2.0, "top_p": 1e-300},
-    {"presence_penalty": 2.0, "frequency_penalty": -2.0, "repetition_penalty": 1e-30},
+    {"presence_penalty": 2.0, "frequency_penalty": -2.0, "repetition_penalty": 0.01},
     {"max_tokens": 2**31 - 1},
     {"max_completion_tokens": 2**31 - 1},
     {"n": 8, "max_tokens": 30},

@@ -1,0 +1,123 @@
+"""A process that tries whether constraints can be used, for a server that takes them from anybody.
+
+Few short constraints take minutes, or gigabytes, to be compiled, and no thread can be ended that does so. The kernel
+ends this process where one takes too much; whoever has asked sees that, and starts another one.
+
+It reads lines of JSON, a Tokens first and then one Constraint after the other, and answers each with a line.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from rocm_attn.errors import BadRequest
+from rocm_attn.runner.constraint import Constraint, compiled_of, tokens_of
+
+# Address space beyond what the tokenizer has taken.
+_MOST_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """What constraints are tried on.
+
+    tokenizer:  as tokenizers.Tokenizer.to_str() writes it
+    vocab_size: of the logits
+    """
+
+    tokenizer: str
+    vocab_size: int
+
+
+class Trial:
+    """The process, as its owner sees it. One thread at a time may use it.
+
+    seconds: of a core, that a constraint may take
+    """
+
+    def __init__(self, tokens: Tokens, seconds: int) -> None:
+        self._seconds = seconds
+        command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import run; run()"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._send(asdict(tokens))
+
+    def check(self, constraint: Constraint) -> None:
+        """Raise BadRequest where a constraint cannot be used. Where has_ended afterwards, make another Trial."""
+        self._send({"kind": constraint.kind, "text": constraint.text, "seconds": self._seconds})
+        answer = _of(self._process.stdout).readline()
+        if not answer:
+            self.end()
+            raise BadRequest(
+                f"the constraint cannot be used: it takes more than {self._seconds} seconds or {_MOST_BYTES >> 30} GiB "
+                "to be compiled; simplify it"
+            )
+        refused = json.loads(answer)
+        if refused:
+            raise BadRequest(refused)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it answers no more."""
+        return self._process.poll() is not None
+
+    def end(self) -> None:
+        """Kill it, whatever it does; a check() in another thread raises then."""
+        self._process.kill()
+        self._process.wait()
+
+    def close(self) -> None:
+        """After end(), when no check() runs."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            _of(pipe).close()
+
+    def _send(self, line: dict[str, Any]) -> None:
+        pipe = _of(self._process.stdin)
+        try:
+            pipe.write(json.dumps(line).encode() + b"\n")
+            pipe.flush()
+        except OSError:
+            self._process.kill()  # check() finds that nothing comes
+
+
+def run() -> None:
+    """Answer until there is nothing more to read."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    first = json.loads(sys.stdin.readline())
+    tokens, why = None, ""
+    try:
+        tokens = tokens_of(first["tokenizer"], first["vocab_size"], (0,))
+    except BadRequest as error:
+        why = str(error)
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    _lower(resource.RLIMIT_AS, taken + _MOST_BYTES)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        _lower(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime) + asked["seconds"])
+        answer = why or _why_not(tokens, Constraint(asked["kind"], asked["text"]))
+        print(json.dumps(answer), flush=True)
+
+
+def _why_not(tokens: Any, constraint: Constraint) -> str:
+    try:
+        compiled_of(constraint, tokens)
+    except BadRequest as error:
+        return str(error)
+    return ""
+
+
+def _lower(which: int, soft: int) -> None:
+    _, hard = resource.getrlimit(which)
+    resource.setrlimit(which, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+
+
+def _of(pipe: IO[bytes] | None) -> IO[bytes]:
+    assert pipe is not None
+    return pipe

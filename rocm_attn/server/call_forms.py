@@ -1,0 +1,113 @@
+"""How models write calls of functions: which form a model has, and a grammar that leaves no other text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from rocm_attn.errors import BadModel, BadRequest
+from rocm_attn.runner.chat_template import ChatTemplate
+from rocm_attn.runner.constraint import Constraint
+from rocm_attn.runner.schema_ends import require_ends
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """A call is a JSON object with "name" and arguments, and what stands around it.
+
+    opens, closes: before and after the object. Without `opens` an answer is either calls from its first character on,
+                   or a text
+    arguments:     the key of the arguments
+    takes_several: whether one answer may have several calls
+    """
+
+    opens: str
+    closes: str
+    arguments: str
+    takes_several: bool
+
+    def written(self, name: str, arguments: str) -> str:
+        """A call as the model writes it. arguments: as JSON"""
+        return f'{self.opens}{{"name": "{name}", "{self.arguments}": {arguments}}}{self.closes}'
+
+
+# A template's own call tells which one a model has; the first one that fits counts.
+FORMS = (
+    CallForm("<tool_call>\n", "\n</tool_call>", "arguments", takes_several=True),  # Hermes, Qwen 2.5, Qwen 3
+    CallForm("", "", "parameters", takes_several=False),  # Llama 3.1 to 3.3
+)
+
+# A conversation that no client has.
+_NAME, _KEY = "f_of_rocm_attn", "x_of_rocm_attn"
+_TOOL: Json = {
+    "type": "function",
+    "function": {
+        "name": _NAME,
+        "description": "",
+        "parameters": {"type": "object", "properties": {_KEY: {"type": "string"}}, "required": [_KEY]},
+    },
+}
+_QUESTION: Json = {"role": "user", "content": "?"}
+_CALL: Json = {"id": "call_000000000", "type": "function", "function": {"name": _NAME, "arguments": {_KEY: "1"}}}
+
+
+@lru_cache(maxsize=8)
+def require_tools(template: ChatTemplate) -> None:
+    """Raise BadRequest for a template that does not write tools into the prompt."""
+    try:
+        writes_them = _NAME in template.render([_QUESTION], [_TOOL])
+    except (BadModel, BadRequest) as error:
+        raise BadRequest(f"the model's chat template takes no tools ({error}); leave them out") from error
+    if not writes_them:
+        raise BadRequest(
+            "the model's chat template takes no tools, so the model would not know of them; leave them out, or serve "
+            "a model that was trained to call functions"
+        )
+
+
+@lru_cache(maxsize=8)
+def form_of(template: ChatTemplate) -> CallForm:
+    """The form in which a model's template writes a call that was made before. Raises BadRequest."""
+    require_tools(template)
+    try:
+        text = template.render([_QUESTION, {"role": "assistant", "content": "", "tool_calls": [_CALL]}], [_TOOL])
+    except (BadModel, BadRequest) as error:
+        raise BadRequest(f"the model's chat template cannot write a call ({error}); leave tools out") from error
+    for form in FORMS:
+        parts = re.split(r"(\s+|[{}:])", form.written(_NAME, f'{{"{_KEY}": "1"}}'))
+        pattern = "".join(r"\s*" if part.isspace() else re.escape(part) + r"\s*" for part in parts if part)
+        if re.search(pattern, text):
+            return form
+    raise BadRequest(
+        "the model's chat template writes calls in a form that this server does not read (it reads <tool_call>"
+        '{"name": ..., "arguments": ...}</tool_call> and {"name": ..., "parameters": ...}); leave tools out, or set '
+        "tool_choice to none"
+    )
+
+
+def calls_only(form: CallForm, tools: Sequence[Json], *, several: bool) -> Constraint:
+    """What lets a text be calls of these functions alone, at least one, with arguments that their schemas accept.
+
+    several: whether there may be more than one
+    Raises BadRequest.
+    """
+    rules = []
+    for number, tool in enumerate(tools):
+        function = tool["function"]
+        schema = {"type": "object", **function["parameters"]}
+        if not schema.keys() - {"type", "properties"} and not schema.get("properties"):
+            schema["additionalProperties"] = False  # a function without parameters
+        require_ends(schema)
+        before, after = form.written(function["name"], "\0").split("\0")
+        # Each schema is a grammar of its own: its references begin at its own root.
+        rules.append(f"call_{number}: {json.dumps(before)} arguments_{number} {json.dumps(after)}")
+        rules.append(f"arguments_{number}: %json {json.dumps(schema)}")
+    names = " | ".join(f"call_{number}" for number in range(len(tools)))
+    more = ' ("\\n" call)*' if several and form.takes_several else ""
+    return Constraint.grammar("\n".join([f"start: call{more}", f"call: {names}", *rules]))

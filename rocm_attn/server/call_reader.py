@@ -1,0 +1,186 @@
+"""CallReader: takes the calls of functions out of a text, which comes in pieces."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Protocol
+
+from rocm_attn.server.call_forms import CallForm
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call that a model asks for. arguments: as JSON"""
+
+    name: str
+    arguments: str
+    call_id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
+
+
+class Reader(Protocol):
+    """Takes one choice's text."""
+
+    def push(self, text: str) -> list[str | Call]:
+        """What is known of the text so far and was not told yet."""
+
+    def finish(self) -> list[str | Call]:
+        """The rest: the text has ended."""
+
+
+class TextReader:
+    """Of a choice that has no calls."""
+
+    def push(self, text: str) -> list[str | Call]:
+        return [text] if text else []
+
+    def finish(self) -> list[str | Call]:
+        return []
+
+
+class _At(Enum):
+    """What comes next: text, a call's object, the rest of it, or what closes it."""
+
+    TEXT, OBJECT, REST, CLOSE = auto(), auto(), auto(), auto()
+
+
+class CallReader:
+    """Of a choice that may have calls.
+
+    What is no whole call of a function that there is stays text, so nothing that a model says is lost. What may become
+    a call is held back until that is known; blanks around calls are dropped.
+
+    form:  of the model
+    names: of the functions
+    """
+
+    def __init__(self, form: CallForm, names: Collection[str]) -> None:
+        self._opens, self._closes, self._arguments = form.opens.strip(), form.closes.strip(), form.arguments
+        self._names = frozenset(names)
+        self._at = _At.TEXT if self._opens else _At.OBJECT
+        self._held = ""  # what was not told yet
+        self._before = ""  # what stood before the object, which is told where the object is no call
+        self._object = _JsonObject()
+        self._has_called = False
+
+    def push(self, text: str) -> list[str | Call]:
+        """As of Reader."""
+        self._held += text
+        found: list[str | Call] = []
+        steps = {_At.TEXT: self._text, _At.OBJECT: self._begin, _At.REST: self._rest, _At.CLOSE: self._close}
+        while steps[self._at](found):
+            pass
+        return found
+
+    def finish(self) -> list[str | Call]:
+        """As of Reader."""
+        left = self._before + self._held if self._at in (_At.OBJECT, _At.REST) else self._held
+        if self._at is _At.CLOSE and self._closes.startswith(left.strip()):
+            left = ""
+        self._held = self._before = ""
+        return [left] if left and not (self._has_called and left.isspace()) else []
+
+    def _tell(self, found: list[str | Call], text: str) -> None:
+        if text:
+            found.append(text)
+
+    def _text(self, found: list[str | Call]) -> bool:
+        """Each step takes what it can of the held text; whether the next one may go on."""
+        if not self._opens:
+            self._tell(found, self._held)
+            self._held = ""
+            return False
+        before, opens, after = self._held.partition(self._opens)
+        if opens:
+            self._tell(found, before.rstrip())
+            self._held, self._before, self._at = after, before[len(before.rstrip()) :] + opens, _At.OBJECT
+            return True
+        begun = max(n for n in range(len(self._opens)) if self._held.endswith(self._opens[:n]))
+        known = len(self._held[: len(self._held) - begun].rstrip())
+        self._tell(found, self._held[:known])
+        self._held = self._held[known:]
+        return False
+
+    def _begin(self, found: list[str | Call]) -> bool:
+        stripped = self._held.lstrip()
+        if not stripped:
+            return False
+        self._before += self._held[: len(self._held) - len(stripped)]
+        self._held = stripped
+        if stripped.startswith("{"):
+            self._object, self._at = _JsonObject(), _At.REST
+        else:
+            self._tell(found, self._before)
+            self._before, self._at = "", _At.TEXT
+        return True
+
+    def _rest(self, found: list[str | Call]) -> bool:
+        end = self._object.end_in(self._held)
+        if end < 0:
+            return False
+        call = self._call(self._held[:end])
+        if call is not None:
+            found.append(call)
+            self._has_called = True
+        else:
+            self._tell(found, self._before + self._held[:end])
+        self._held, self._before, self._at = self._held[end:], "", _At.CLOSE if call is not None else _At.TEXT
+        return True
+
+    def _close(self, found: list[str | Call]) -> bool:
+        stripped = self._held.lstrip()
+        if stripped.startswith(self._closes) and (self._closes or stripped):
+            self._held = stripped[len(self._closes) :]
+        elif self._closes.startswith(stripped):
+            return False
+        self._at = _At.TEXT
+        return True
+
+    def _call(self, text: str) -> Call | None:
+        try:
+            said = json.loads(text, parse_constant=_refuse)
+        except (ValueError, RecursionError):
+            return None
+        name, arguments = said.get("name"), said.get(self._arguments, {})
+        if not isinstance(name, str) or name not in self._names or not isinstance(arguments, dict):
+            return None
+        # Half of a character, which JSON can write, can be sent in ASCII alone.
+        written = json.dumps(arguments, ensure_ascii=False)
+        return Call(name, written if written.isprintable() else json.dumps(arguments))
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+class _JsonObject:
+    """Finds where a JSON object ends, of which it sees more and more; each character is looked at once."""
+
+    def __init__(self) -> None:
+        self._seen = self._depth = 0
+        self._in_text = self._is_escaped = False
+
+    def end_in(self, text: str) -> int:
+        """The place after its last character; -1 where that has not come. text: begins with what was given before"""
+        for place in range(self._seen, len(text)):
+            character = text[place]
+            if self._in_text:
+                if self._is_escaped:
+                    self._is_escaped = False
+                elif character == "\\":
+                    self._is_escaped = True
+                elif character == '"':
+                    self._in_text = False
+            elif character == '"':
+                self._in_text = True
+            elif character == "{":
+                self._depth += 1
+            elif character == "}":
+                self._depth -= 1
+                if not self._depth:
+                    return place + 1
+        self._seen = len(text)
+        return -1

@@ -1,0 +1,91 @@
+"""ConstraintChecks: which clients' constraints reach the engine: those that a process of their own could compile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from threading import Lock
+
+from rocm_attn.errors import BadRequest, FitsLater
+from rocm_attn.runner.constraint import Constraint
+from rocm_attn.runner.constraint_trial import Trial
+
+# Constraints that are tried at the same time, and that wait for it.
+_AT_A_TIME, MOST_WAITING = 2, 64
+# That are known to be fine: a service asks for the same few again and again.
+_MOST_KNOWN = 256
+
+
+class ConstraintChecks:
+    """Tries constraints in processes that are ended where they take too much; no thread of the server's does so.
+
+    begin: makes such a process; None where there is no tokenizer, and so no constraint
+    """
+
+    def __init__(self, begin: Callable[[], Trial] | None) -> None:
+        self._begin = begin
+        self._free = asyncio.Semaphore(_AT_A_TIME)
+        self._num_waiting = 0
+        self._known: dict[Constraint, None] = {}  # the one asked for last at the end
+        self._lock = Lock()  # of what the threads share that wait for processes
+        self._idle: list[Trial] = []
+        self._busy: set[Trial] = set()
+        self._is_closed = False
+
+    async def check(self, constraint: Constraint) -> None:
+        """Return for a constraint that can be used.
+
+        Raises BadRequest for another one, and FitsLater where as many wait already as may.
+        """
+        if constraint not in self._known:
+            await self._try(constraint)
+        self._known.pop(constraint, None)
+        self._known[constraint] = None
+        for oldest in list(self._known)[:-_MOST_KNOWN]:
+            del self._known[oldest]
+
+    async def _try(self, constraint: Constraint) -> None:
+        if self._begin is None:
+            raise BadRequest("the model came without a tokenizer, which constraints need; leave the constraint out")
+        if self._num_waiting >= MOST_WAITING:
+            raise FitsLater(
+                f"{self._num_waiting} constraints wait to be compiled, which is the most; send this one again later"
+            )
+        self._num_waiting += 1
+        try:
+            await self._free.acquire()
+        finally:
+            self._num_waiting -= 1
+        # The place is the thread's: a task that is cancelled does not end what runs there.
+        trying = asyncio.ensure_future(asyncio.to_thread(self._try_in, self._begin, constraint))
+        trying.add_done_callback(lambda _: self._free.release())
+        await asyncio.shield(trying)
+
+    def close(self) -> None:
+        """End the processes; who waits for one gets BadRequest."""
+        with self._lock:
+            self._is_closed = True
+            for trial in self._busy:
+                trial.end()
+            for trial in self._idle:
+                trial.end()
+                trial.close()
+            self._idle.clear()
+
+    def _try_in(self, begin: Callable[[], Trial], constraint: Constraint) -> None:
+        """In a thread. Raises BadRequest."""
+        with self._lock:
+            if self._is_closed:
+                raise BadRequest("the server ends, and tries no constraint any more")
+            trial = self._idle.pop() if self._idle else begin()
+            self._busy.add(trial)
+        try:
+            trial.check(constraint)
+        finally:
+            with self._lock:
+                self._busy.discard(trial)
+                if trial.has_ended or self._is_closed:
+                    trial.end()
+                    trial.close()
+                else:
+                    self._idle.append(trial)

@@ -1,0 +1,79 @@
+"""Constraints that take for ever, or are many, hold up nobody else's."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from rocm_attn.runner.constraint import Constraint
+from rocm_attn.runner.constraint_trial import Trial
+from rocm_attn.runner.engine import Engine
+from rocm_attn.server import constraint_checks
+from tests.amd.runner.asking import PROMPT, character_model
+from tests.amd.server.raw import Reply, asked, post, send
+from tests.amd.server.running import Running, running
+from tests.amd.server.test_requested import OPTIONS
+
+# Whether all patterns can hold at once takes the library longer than anybody waits, and no limit of its ends it.
+ENDLESS = {"allOf": [{"type": "string", "pattern": f"[ab]*a[ab]{{{number}}}"} for number in range(10, 40)]}
+
+
+@pytest.fixture
+def server() -> Iterator[Running]:
+    loaded = character_model()
+    with running(Engine(loaded, OPTIONS), tokenizer=loaded.tokenizer, constraint_seconds=1) as served:
+        yield served
+
+
+def ask(server: Running, schema: dict[str, Any]) -> Reply:
+    form = {"type": "json_schema", "json_schema": {"schema": schema}}
+    return post(server, asked(prompt=list(PROMPT), response_format=form))
+
+
+def test_endless_constraints_end_and_others_are_served_after_them(server: Running) -> None:
+    """As many as are compiled at a time: were they not ended, nothing would be left for the last one."""
+    with ThreadPoolExecutor(2) as pool:
+        for reply in pool.map(ask, [server] * 2, [ENDLESS] * 2):
+            assert reply.status == 400
+            assert "it takes more than 1 seconds or 1 GiB to be compiled; simplify it" in reply.error["message"]
+    assert ask(server, {"enum": ["x", "yes"]}).status == 200
+    assert server.holds_nothing()
+
+
+def test_a_constraint_that_finds_too_many_waiting_may_come_again(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_end, check = threading.Semaphore(0), threading.Event(), Trial.check
+
+    def held_up(trial: Trial, constraint: Constraint) -> None:
+        begun.release()
+        may_end.wait()
+        check(trial, constraint)
+
+    monkeypatch.setattr(Trial, "check", held_up)
+    monkeypatch.setattr(constraint_checks, "MOST_WAITING", 1)
+    with ThreadPoolExecutor(3) as pool:
+        asking = [pool.submit(ask, server, {"enum": [f"a{number}"]}) for number in range(3)]
+        for _ in range(2):
+            begun.acquire()
+        while not server.between_loops(lambda: server.generations._checks._num_waiting):
+            pass
+        refused = ask(server, {"enum": ["b"]})
+        assert (refused.status, refused.error["code"]) == (429, "too_many_requests")
+        assert int(refused.headers["retry-after"]) >= 1
+        assert b'rocm_attn_http_refused_total{reason="constraints"} 1\n' in send(server, "GET", "/metrics").body
+        may_end.set()
+        assert [each.result().status for each in asking] == [200] * 3
+    assert ask(server, {"enum": ["b"]}).status == 200
+
+
+def test_a_constraint_that_is_known_to_be_fine_is_not_tried_again(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ask(server, {"enum": ["x"]}).status == 200
+    monkeypatch.setattr(Trial, "check", None)
+    assert ask(server, {"enum": ["x"]}).status == 200

@@ -1,0 +1,254 @@
+"""Functions that a model may ask for: what OpenAI's client gets, streamed or whole, in each form that models write."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import openai
+import pytest
+
+import rocm_attn.server.served_model as served_model
+from rocm_attn.runner.constraint import Constraint
+from rocm_attn.runner.request import Request
+from tests.amd.server.raw import CHAT, Reply, post
+from tests.amd.server.running import NAME, Running, running
+from tests.amd.server.tool_models import CLOCK, WEATHER, WORDS, tokenizer, tool_engine
+
+ASKED = [{"role": "user", "content": "How is it?"}]
+CALL = {
+    "hermes": '<tool_call>\n{"name": "get_weather", "arguments": {"days": 2, "unit": "C"}}\n</tool_call>',
+    "llama": '{"name": "get_weather", "parameters": {"days": 2, "unit": "C"}}',
+}
+
+
+@contextmanager
+def serving(template: str) -> Iterator[Running]:
+    with running(tool_engine(template), tokenizer=tokenizer(template)) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[dict[str, Running]]:
+    with serving("hermes") as hermes, serving("llama") as llama:
+        yield {"hermes": hermes, "llama": llama}
+
+
+def forced(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """Whatever is asked of the model, it says this."""
+
+    def made(**fields: Any) -> Request:
+        sampling = replace(fields["sampling"], logit_bias=tuple((word, 100.0) for word in WORDS))
+        return Request(**{**fields, "constraint": Constraint.choice([text]), "sampling": sampling})
+
+    monkeypatch.setattr(served_model, "Request", made)
+
+
+def ask(server: Running, **fields: Any) -> list[Any]:
+    """The choices of an answer; a stream of the same request comes to the same."""
+    fields = {"model": NAME, "messages": ASKED, "tools": [WEATHER, CLOCK], "seed": 3, "max_tokens": 200, **fields}
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        whole = client.chat.completions.create(**fields)
+        chunks = client.chat.completions.create(stream=True, **fields)
+        assert streamed(chunks, len(whole.choices)) == list(map(told, whole.choices))
+    return list(whole.choices)
+
+
+def told(choice: Any) -> Any:
+    """All of a choice but for the ids of its calls."""
+    said = choice.message
+    calls = [[call.function.name, call.function.arguments] for call in said.tool_calls or ()]
+    assert all(call.id.startswith("call_") and call.type == "function" for call in said.tool_calls or ())
+    return [choice.index, choice.finish_reason, said.content or "", calls]
+
+
+def streamed(chunks: Iterable[Any], num_choices: int) -> list[Any]:
+    """Likewise, of the deltas of a stream, put together as OpenAI's documentation has it."""
+    found: list[Any] = [[index, None, "", []] for index in range(num_choices)]
+    for chunk in chunks:
+        for choice in chunk.choices:
+            said = found[choice.index]
+            said[1], said[2] = choice.finish_reason, said[2] + (choice.delta.content or "")
+            for call in choice.delta.tool_calls or ():
+                if call.id is not None:
+                    assert (call.id[:5], call.type, call.index) == ("call_", "function", len(said[3]))
+                    said[3].append([call.function.name, ""])
+                said[3][call.index][1] += call.function.arguments
+    return found
+
+
+def refused(server: Running, **fields: Any) -> Reply:
+    reply = post(server, {"model": NAME, "messages": ASKED, "tools": [WEATHER], **fields}, CHAT)
+    assert (reply.status, reply.error["type"]) == (400, "invalid_request_error"), reply.body
+    return reply
+
+
+@pytest.mark.parametrize("form", ["hermes", "llama"])
+def test_a_call_that_the_model_writes_comes_as_a_call(
+    form: str, servers: dict[str, Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forced(monkeypatch, CALL[form])
+    (choice,) = ask(servers[form])
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"days": 2, "unit": "C"})
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+
+
+def test_openais_own_stream_of_a_conversation_finds_the_call(
+    servers: dict[str, Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forced(monkeypatch, CALL["llama"])
+    fields: dict[str, Any] = {"model": NAME, "messages": ASKED, "tools": [WEATHER]}
+    with (
+        openai.OpenAI(base_url=f"{servers['llama'].url}/v1", api_key="none", max_retries=0) as client,
+        client.chat.completions.stream(**fields) as stream,
+    ):
+        (choice,) = stream.get_final_completion().choices
+    assert [call.function.name for call in choice.message.tool_calls or ()] == ["get_weather"]
+    with openai.OpenAI(base_url=f"{servers['llama'].url}/v1", api_key="none", max_retries=0) as client:
+        (plain,) = client.chat.completions.create(tool_choice="none", **fields).choices
+    assert (plain.message.content, plain.message.tool_calls, plain.finish_reason) == (CALL["llama"], None, "stop")
+
+
+def test_what_is_no_call_of_a_function_that_there_is_stays_text(
+    servers: dict[str, Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = '<tool_call>{"name": "launch"}'
+    forced(monkeypatch, text)
+    (choice,) = ask(servers["hermes"])
+    assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (text, None, "stop")
+
+
+def test_words_and_several_calls_come_together(servers: dict[str, Running], monkeypatch: pytest.MonkeyPatch) -> None:
+    second = '<tool_call>\n{"name": "get-time", "arguments": {}}\n</tool_call>'
+    forced(monkeypatch, f"I look. \n{CALL['hermes']}\n{second}\n")
+    choices = ask(servers["hermes"], n=2)
+    for choice in choices:
+        assert choice.message.content == "I look."
+        assert choice.finish_reason == "tool_calls"
+        weather, time = choice.message.tool_calls
+        assert json.loads(weather.function.arguments)["days"] == 2
+        assert json.loads(time.function.arguments) == {}
+    assert len({call.id for choice in choices for call in choice.message.tool_calls}) == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "content", "reason"),
+    [({"stop": "unit"}, '<tool_call>\n{"name": "get_weather", "arguments": {"days": 2, "', "stop"),
+     ({"max_tokens": 3}, '<tool_call>\n{"name": "get_weather', "length")],
+)  # fmt: skip
+def test_a_call_that_is_cut_stays_text(
+    fields: dict[str, Any],
+    content: str,
+    reason: str,
+    servers: dict[str, Running],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forced(monkeypatch, CALL["hermes"])
+    (choice,) = ask(servers["hermes"], **fields)
+    assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (content, None, reason)
+
+
+@pytest.mark.parametrize("form", [pytest.param("hermes", marks=pytest.mark.nightly), "llama"])
+def test_a_function_that_must_be_called_is_called_as_its_schema_wants(form: str, servers: dict[str, Running]) -> None:
+    """The model is of random weights: nothing but the constraint makes it call."""
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    for choice in ask(servers[form], tool_choice=named, n=2, temperature=1.5):
+        (call,) = choice.message.tool_calls
+        assert call.function.name == "get_weather"
+        arguments = json.loads(call.function.arguments)
+        assert arguments.keys() == {"days", "unit"}
+        assert arguments["days"] in (1, 2, 3)
+        assert arguments["unit"] in ("C", "F")
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    (choice,) = ask(servers[form], tools=[CLOCK], tool_choice="required", parallel_tool_calls=False)
+    assert [call.function.name for call in choice.message.tool_calls] == ["get-time"]
+
+
+def test_calls_and_results_are_written_by_the_models_template(
+    servers: dict[str, Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = []
+    encode = type(tokenizer("hermes")).encode_messages
+
+    def seen(own: Any, messages: Any, tools: Any = ()) -> list[int]:
+        written.append(own.chat_template.render(messages, tools))
+        return encode(own, messages, tools)
+
+    monkeypatch.setattr("rocm_attn.runner.tokenizer.Tokenizer.encode_messages", seen)
+    forced(monkeypatch, "fine")
+    call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"days": 2}'}}
+    messages = [
+        *ASKED,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
+    ]
+    ask(servers["hermes"], messages=messages, tools=[WEATHER])
+    text = written[0]
+    assert text.endswith(
+        'assistant: <tool_call>\n{"name": "get_weather", "arguments": {"days": 2}}\n</tool_call>tool: rainassistant: '
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools", "tools must be a list of at most 128"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "letters, digits, _ and -"),
+        ({"tools": [WEATHER, WEATHER]}, "tools", "two of the tools have one name"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "string"}}}]},
+         "tools", "parameters of the function a must be a JSON schema of type object"),
+        ({"tool_choice": "perhaps"}, "tool_choice", "tool_choice must be none, auto, required"),
+        ({"tool_choice": {"type": "function", "function": {"name": "b"}}}, "tool_choice", "not among the tools"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice", "there are no tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "leave one of them out"),
+        ({"messages": [*ASKED, {"role": "tool", "content": "rain"}]}, "messages", "a tool's has a tool_call_id"),
+        ({"messages": [{"role": "user", "content": "a", "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "a", "arguments": "{}"}}]}]}, "messages", "must be"),
+        ({"messages": [*ASKED, {"role": "assistant", "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "a", "arguments": "[1]"}}]}]},
+         "messages", "the arguments of the call of a in the messages must be a JSON object"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_wrong_about_tools_is_said(
+    fields: dict[str, Any], param: str, says: str, servers: dict[str, Running]
+) -> None:
+    reply = refused(servers["hermes"], **fields)
+    assert reply.error["param"] == param
+    assert says in reply.error["message"]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"a": {"type": "strin"}}},
+        {"$ref": "#"},
+        {"type": "object", "properties": {"a": {"multipleOf": 999_983}}},
+    ],
+)
+def test_a_schema_that_cannot_be_used_is_refused_where_it_must_be_followed(
+    schema: dict[str, Any], servers: dict[str, Running]
+) -> None:
+    tool = {"type": "function", "function": {"name": "a", "parameters": schema}}
+    says = refused(servers["hermes"], tools=[tool], tool_choice="required").error["message"]
+    assert "the constraint cannot be used" in says or "the JSON schema" in says
+    assert servers["hermes"].holds_nothing()
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("none", "the model's chat template takes no tools, so the model would not know of them; leave them out"),
+        ("other", "the model's chat template writes calls in a form that this server does not read"),
+    ],
+)
+def test_a_model_that_was_not_made_for_tools_gets_none(template: str, says: str) -> None:
+    with serving(template) as server:
+        assert says in refused(server).error["message"]
+        asked = {"model": NAME, "messages": ASKED, "tools": [WEATHER], "tool_choice": "none", "max_tokens": 2}
+        assert post(server, asked, CHAT).status == (400 if template == "none" else 200)
+        assert post(server, {**asked, "tools": []}, CHAT).status == 200

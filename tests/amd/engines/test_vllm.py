@@ -151,7 +151,7 @@ def test_eagles_drafts_give_vllms_own_tokens_and_faults_in_its_steps_are_reporte
 def test_sparse_attention_gives_our_runners_tokens(vllm: VllmVenv, tmp_path: Path) -> None:
     """vLLM refuses sparse layers on a CPU, so vllm_cpu_sparse chooses keys in its indexer's place.
 
-    Plain positions are turned in torch: vLLM's kernel for a CPU takes heads for dense, and these are parts of rows.
+    Plain positions are turned in torch: vLLM's kernel for a CPU is wrong for queries of three dimensions.
     """
     args: dict[str, Any] = {"attention_backend": "ROCM_ATTN_RT_MLA_SPARSE", "max_num_batched_tokens": 512}
     in_torch = {"custom_ops": ["-rotary_embedding"]}

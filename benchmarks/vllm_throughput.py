@@ -133,6 +133,7 @@ def main() -> None:
         "model": Path(args.model).name,
         "dtype": args.dtype,
         "against": args.against,
+        "compiled": not args.no_compile,
         "rows": [],
     }
     found: dict[tuple[str, str], dict[str, Any]] = {}

@@ -68,13 +68,21 @@ def write_eagle(folder: Path) -> None:
 
 def write_sparse(folder: Path) -> None:
     """A DeepSeek V3.2 of three dense layers, which attend to 24 tokens that their indexers choose."""
+    _write_sparse(folder, LATENT_64)
+
+
+def write_sparse_plain(folder: Path) -> None:
+    """The same with positions that are not scaled, as GLM-5 has them."""
+    _write_sparse(folder, {**LATENT_64, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}})
+
+
+def _write_sparse(folder: Path, latent: Mapping[str, Any]) -> None:
     from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
 
-    # Any: vLLM alone knows all of the names. With plain positions it gives another text on a CPU; why is not known.
-    make: Any = DeepseekV32Config
+    make: Any = DeepseekV32Config  # vLLM alone knows all of the names
     config = make(
         **SMALL_DEEPSEEK,
-        **LATENT_64,
+        **latent,
         num_nextn_predict_layers=0,
         mlp_layer_types=["dense"] * 3,
         index_n_heads=16,
@@ -95,4 +103,5 @@ _MODELS: Mapping[str, Callable[[Path], None]] = {
     "llama": write_llama,
     "eagle": write_eagle,
     "sparse": write_sparse,
+    "sparse_plain": write_sparse_plain,
 }

@@ -1,0 +1,149 @@
+"""What our backend classes refuse of vLLM, with its base classes and its config standing in for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rocm_attn.errors import Unsupported, WrongState
+from rocm_attn.external import ExternalOptions
+from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup
+from rocm_attn.integrations.vllm.layer_terms import CacheTerms, LayerTerms
+from rocm_attn.integrations.vllm.steps import DecodesOfStep
+from tests.amd.integrations.vllm_stand_in import (
+    BLOCK,
+    CLASSES,
+    DIM,
+    HEADS,
+    LATENT,
+    TOP,
+    Config,
+    gqa_layer,
+    installed,
+    latent_layer,
+    spec,
+    step,
+)
+
+CPU = torch.device("cpu")
+DECODES_SHARED = {"decode_context_parallel_size": 2}
+PROMPTS_SHARED = {"prefill_context_parallel_size": 2}
+
+
+@pytest.fixture
+def ours() -> Iterator[dict[str, Any]]:
+    """Our modules, beside a release of vLLM's that is served."""
+    with installed() as found:
+        yield found
+
+
+def backend_of(ours: dict[str, Any], kind: str) -> Any:
+    """The backend class of a module of ours."""
+    names = {"backend": "RocmAttnBackend", "mla": "RocmAttnMLABackend", "sparse_mla": "RocmAttnSparseMLABackend"}
+    return getattr(ours[kind], names[kind])
+
+
+def builder(ours: dict[str, Any], kind: str, layer: Any = None, **ranks: int) -> Any:
+    """What vLLM makes for a layer, or for a plain one of the kind, where a model asks for ranks."""
+    cls = backend_of(ours, kind)
+    if layer is None:
+        layer = (gqa_layer if kind == "backend" else latent_layer)(cls.get_impl_cls())
+    return cls.get_builder_cls()(spec(), ["layer"], Config({"layer": layer}, ranks), CPU)
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_a_release_that_was_not_run_is_refused_where_our_classes_are_asked_for(kind: str) -> None:
+    refusal = "rocm_attn does not serve vLLM 0.34.0: it was tested with 0.26.0 and later, before 0.34"
+    with installed() as ours:
+        impl = backend_of(ours, kind).get_impl_cls()
+        assert builder(ours, kind).group
+        layer = (gqa_layer if kind == "backend" else latent_layer)(impl)
+    with installed("0.34.0") as ours:
+        with pytest.raises(Unsupported, match=refusal):
+            backend_of(ours, kind).get_impl_cls()
+        with pytest.raises(Unsupported, match=refusal):
+            builder(ours, kind, layer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks"), [("backend", PROMPTS_SHARED), ("sparse_mla", PROMPTS_SHARED), ("sparse_mla", DECODES_SHARED)]
+)
+def test_context_parallelism_that_layers_do_not_serve_is_refused(
+    kind: str, ranks: dict[str, int], ours: dict[str, Any]
+) -> None:
+    (name,) = ranks
+    with pytest.raises(Unsupported, match=f"{name} is 2; rocm_attn serves 1 in vLLM, so leave it out"):
+        builder(ours, kind, **ranks)
+
+
+def test_a_layer_that_reads_anothers_kv_is_refused_where_ranks_share_contexts(ours: dict[str, Any]) -> None:
+    impl = ours["backend"].RocmAttnImpl
+    reader = gqa_layer(impl, kv_sharing_target_layer_name="layers.0")
+    assert builder(ours, "backend", reader).group
+    refusal = "layer reads the KV of layers.0, and is not served where ranks share contexts; set decode_context_para"
+    with pytest.raises(Unsupported, match=refusal):
+        builder(ours, "backend", reader, **DECODES_SHARED)
+
+
+def test_steps_of_ranks_that_share_contexts_are_not_captured(ours: dict[str, Any]) -> None:
+    shared = builder(ours, "backend", **DECODES_SHARED)
+    support = ours["backend"].AttentionCGSupport
+    assert shared.get_cudagraph_support(shared.vllm_config, spec()) == support.NEVER
+    with pytest.raises(WrongState, match="vLLM captures steps of ranks that share contexts, which the backend does"):
+        shared.build_for_cudagraph_capture(step())
+    alone = builder(ours, "backend")
+    assert alone.get_cudagraph_support(alone.vllm_config, spec()) == support.ALWAYS
+
+
+@pytest.mark.parametrize("scale", ["output_scale", "output_block_scale"])
+def test_quantised_output_is_refused(scale: str, ours: dict[str, Any]) -> None:
+    layer = gqa_layer(ours["backend"].RocmAttnImpl)
+    metadata = builder(ours, "backend", layer).build(0, step())
+    q, kv, out = torch.ones(1, HEADS, DIM), torch.ones(1, 1, DIM), torch.full((1, HEADS, DIM), 7.0)
+    with pytest.raises(Unsupported, match="vLLM asks for quantised output, which rocm_attn does not write; set fuse"):
+        layer.impl.forward(layer, q, kv, kv, layer.kv_cache, metadata, out, **{scale: torch.ones(1)})
+    assert (out == 7).all()
+    assert not layer.kv_cache.any()
+    layer.impl.forward(layer, q, kv, kv, layer.kv_cache, metadata, out, **{scale: None})
+    assert (out != 7).all()
+
+
+@pytest.mark.parametrize("kind", ["mla", "sparse_mla"])
+def test_latent_rows_in_eight_bits_are_refused_on_a_cpu(kind: str, ours: dict[str, Any]) -> None:
+    impl = backend_of(ours, kind).get_impl_cls()
+    with pytest.raises(Unsupported, match="latent rows are not stored in FP8 on a CPU; leave --kv-cache-dtype at auto"):
+        builder(ours, kind, latent_layer(impl, "fp8"))
+
+
+@pytest.mark.parametrize(
+    ("width", "found"), [(None, "no buffer of chosen keys"), (TOP + 8, f"{TOP + 8} keys chosen for a token")]
+)
+def test_choices_of_another_width_than_the_models_are_refused(
+    width: int | None, found: str, ours: dict[str, Any]
+) -> None:
+    chosen = None if width is None else torch.zeros(1, width, dtype=torch.int32)
+    layer = latent_layer(ours["sparse_mla"].RocmAttnSparseMLAImpl, chosen=chosen)
+    metadata = builder(ours, "sparse_mla", layer).build(0, step())
+    q = torch.ones(1, HEADS, LATENT + DIM)
+    refusal = f"layer has {found}; rocm_attn attends to index_topk of them, {TOP}, so choose another attention backend"
+    with pytest.raises(Unsupported, match=refusal):
+        layer.impl.forward_mqa(q, layer.kv_cache, metadata, layer)
+    layer.impl.topk_indices_buffer = torch.tensor([[0, 1, 2, *[-1] * (TOP - 3)]], dtype=torch.int32)
+    out, lse = layer.impl.forward_mqa(q, layer.kv_cache, metadata, layer)
+    assert lse is None
+    assert out.shape == (1, HEADS, LATENT)
+
+
+def test_a_group_has_no_attention_before_its_first_step_and_no_step_before_its_caches() -> None:
+    problem = LayerTerms(HEADS, DIM, 0.3, 1).problem(CacheTerms(BLOCK, DIM, torch.float32, torch.float8_e4m3fn))
+    layer = SimpleNamespace(kv_cache=torch.empty(0), _k_scale=torch.ones(()), _v_scale=torch.ones(()))
+    options = GroupOptions(ExternalOptions(page_strides=True))
+    group = KVGroup({"layers.3": GroupLayer(layer, problem)}, GroupSizes(4, 16, 64), CPU, options)
+    with pytest.raises(WrongState, match="the group has no step yet"):
+        group.attention.check_device()
+    with pytest.raises(WrongState, match=r"vLLM begins a step before layers\.3 have a KV cache"):
+        group.begin(DecodesOfStep(**vars(step())))

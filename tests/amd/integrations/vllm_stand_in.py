@@ -1,0 +1,234 @@
+"""What our backend classes import of vLLM 0.33, without it, by its source: their base classes, its config and layers.
+
+Base classes keep what they are given, and do nothing else. GQA layers and latent ones are made as vLLM makes them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from types import ModuleType, SimpleNamespace
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+OURS = "rocm_attn.integrations.vllm"
+CLASSES = ("backend", "mla", "sparse_mla")
+HEADS, KV_HEADS, DIM, SCALE = 4, 1, 16, 0.3
+LATENT, TOP, BLOCK, NUM_BLOCKS, SEQS = 32, 8, 16, 5, 4
+
+
+class CGSupport(Enum):
+    """AttentionCGSupport."""
+
+    ALWAYS = 3
+    UNIFORM_BATCH = 2
+    UNIFORM_SINGLE_TOKEN_DECODE = 1
+    NEVER = 0
+
+
+class GraphMode(Enum):
+    """CUDAGraphMode."""
+
+    NONE = 0
+    PIECEWISE = 1
+    FULL = 2
+
+
+class QueryLens(Enum):
+    """QueryLenSupport."""
+
+    UNIFORM = "uniform"
+
+
+class Names(Enum):
+    """AttentionBackendEnum, where our names have been registered."""
+
+    CUSTOM = "CUSTOM"
+    ROCM_ATTN_RT_MLA = "ROCM_ATTN_RT_MLA"
+    ROCM_ATTN_RT_MLA_SPARSE = "ROCM_ATTN_RT_MLA_SPARSE"
+
+
+class Backend:
+    """AttentionBackend, and MLACommonBackend."""
+
+
+class Builder(Generic[T]):
+    """AttentionMetadataBuilder, and MLACommonMetadataBuilder."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: Sequence[str], vllm_config: Any, device: Any) -> None:
+        self.kv_cache_spec, self.layer_names = kv_cache_spec, layer_names
+        self.vllm_config, self.device = vllm_config, device
+
+
+class Impl(Generic[T]):
+    """AttentionImpl."""
+
+
+class LatentImpl(Generic[T]):
+    """MLACommonImpl, and SparseMLACommonImpl."""
+
+    def __init__(  # its parameters are vLLM's
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        kv_lora_rank: int,
+        topk_indices_buffer: Tensor | None = None,
+    ) -> None:
+        self.kv_lora_rank, self.topk_indices_buffer = kv_lora_rank, topk_indices_buffer
+
+
+@dataclass
+class Decodes:
+    """MLACommonDecodeMetadata."""
+
+    block_table: Tensor
+    seq_lens: Tensor
+    dcp_tot_seq_lens: Tensor | None
+
+
+@dataclass
+class Config:
+    """VllmConfig, and the layers of a model. ranks: parallel_config, its names and sizes"""
+
+    layers: dict[str, Any]
+    ranks: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def parallel_config(self) -> Any:
+        """All sizes are 1 but those that are given."""
+        ones = {f"{kind}_context_parallel_size": 1 for kind in ("decode", "prefill")}
+        return SimpleNamespace(**{**ones, "cp_kv_cache_interleave_size": 1, **self.ranks})
+
+    @property
+    def model_config(self) -> Any:
+        """Of a small model whose indexer chooses TOP keys."""
+        chosen = SimpleNamespace(index_topk=TOP, index_n_heads=4, index_head_dim=DIM)
+        return SimpleNamespace(dtype=torch.float32, max_model_len=64, hf_text_config=chosen)
+
+    scheduler_config = SimpleNamespace(max_num_seqs=SEQS, max_num_batched_tokens=16)
+    compilation_config = SimpleNamespace(cudagraph_capture_sizes=[4], cudagraph_mode=GraphMode.NONE)
+
+
+def layers_of(config: Config, layer_type: type, names: Iterable[str]) -> dict[str, Any]:
+    """get_layers_from_vllm_config."""
+    return {name: config.layers[name] for name in names}
+
+
+def spec() -> Any:
+    """A KV cache group's, of layers of one kind."""
+    return SimpleNamespace(block_size=BLOCK, head_size=DIM)
+
+
+def gqa_layer(impl: Callable[..., Any], **terms: Any) -> Any:
+    """An attention layer with a cache of its own, as vLLM packs it. terms: that vLLM gives its implementation"""
+    cache = torch.zeros(NUM_BLOCKS, BLOCK, KV_HEADS, 2 * DIM).transpose(1, 2)
+    made = impl(HEADS, DIM, SCALE, KV_HEADS, **terms)
+    return SimpleNamespace(layer_name="layer", impl=made, kv_cache=cache)
+
+
+def latent_layer(impl: Callable[..., Any], kv_cache_dtype: str = "auto", chosen: Tensor | None = None) -> Any:
+    """An MLA layer. chosen: the buffer that an indexer writes"""
+    cache = torch.zeros(NUM_BLOCKS, BLOCK, LATENT + DIM)
+    terms = (HEADS, LATENT + DIM, SCALE, 1, None, None, kv_cache_dtype, None, "decoder", None)
+    made = impl(*terms, kv_lora_rank=LATENT, topk_indices_buffer=chosen)
+    return SimpleNamespace(layer_name="layer", impl=made, kv_cache=cache)
+
+
+def step(kv_len: int = 3) -> Any:
+    """CommonAttentionMetadata of a decode of one sequence, whose tokens are in block 1."""
+    return SimpleNamespace(
+        query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
+        seq_lens=torch.tensor([kv_len], dtype=torch.int32),
+        num_reqs=1,
+        num_actual_tokens=1,
+        max_query_len=1,
+        max_seq_len=kv_len,
+        block_table_tensor=torch.tensor([[1, 0, 0, 0]], dtype=torch.int32).expand(SEQS, -1).contiguous()[:1],
+        slot_mapping=torch.tensor([BLOCK + kv_len - 1]),
+        causal=True,
+    )
+
+
+@contextmanager
+def installed(version: str = "0.33.0", ranks: int = 2) -> Iterator[dict[str, Any]]:
+    """Our modules of CLASSES by name, as they are imported beside a vLLM of a version.
+
+    ranks: that share contexts, where a config asks for it
+    """
+    stand_ins = _modules(version, ranks)
+    names = [*stand_ins, *(f"{OURS}.{name}" for name in CLASSES)]
+    before = {name: sys.modules.pop(name) for name in names if name in sys.modules}
+    package = importlib.import_module(OURS)
+    had = {name: vars(package).pop(name) for name in CLASSES if name in vars(package)}
+    try:
+        sys.modules.update(stand_ins)
+        yield {name: importlib.import_module(f"{OURS}.{name}") for name in CLASSES}
+    finally:
+        for name in names:
+            sys.modules.pop(name, None)
+        for name in CLASSES:
+            vars(package).pop(name, None)
+        sys.modules.update(before)
+        vars(package).update(had)
+
+
+def _modules(version: str, ranks: int) -> dict[str, ModuleType]:
+    sharing = SimpleNamespace(world_size=ranks, rank_in_group=0)
+    names: dict[str, dict[str, Any]] = {
+        "vllm": {"__version__": version},
+        "vllm.envs": {"VLLM_BATCH_INVARIANT": False},
+        "vllm.config": {"CUDAGraphMode": GraphMode, "VllmConfig": Config, "get_layers_from_vllm_config": layers_of},
+        "vllm.distributed": {},
+        "vllm.distributed.parallel_state": {
+            "get_dcp_group": lambda: sharing,
+            "get_tp_group": lambda: SimpleNamespace(world_size=1),
+        },
+        "vllm.model_executor": {},
+        "vllm.model_executor.layers": {},
+        "vllm.model_executor.layers.attention_layer_base": {"AttentionLayerBase": SimpleNamespace},
+        "vllm.model_executor.layers.attention": {},
+        "vllm.model_executor.layers.attention.mla_attention": {
+            "MLACommonBackend": Backend,
+            "MLACommonDecodeMetadata": Decodes,
+            "MLACommonImpl": LatentImpl,
+            "MLACommonMetadata": SimpleNamespace,
+            "MLACommonMetadataBuilder": Builder,
+            "QueryLenSupport": QueryLens,
+        },
+        "vllm.model_executor.layers.attention.sparse_mla_attention": {"SparseMLACommonImpl": LatentImpl},
+        "vllm.platforms": {"current_platform": SimpleNamespace(fp8_dtype=lambda: torch.float8_e4m3fn)},
+        "vllm.v1": {},
+        "vllm.v1.attention": {},
+        "vllm.v1.attention.backend": {
+            "AttentionBackend": Backend,
+            "AttentionCGSupport": CGSupport,
+            "AttentionImpl": Impl,
+            "AttentionMetadataBuilder": Builder,
+            "MultipleOf": int,
+        },
+        "vllm.v1.attention.backends": {},
+        "vllm.v1.attention.backends.registry": {"AttentionBackendEnum": Names},
+        "vllm.v1.kv_cache_interface": {"KVCacheLayout": SimpleNamespace(LBNHC=0, LBHNC=1)},
+    }
+    made = {}
+    for name, values in names.items():
+        made[name] = module = ModuleType(name)
+        vars(module).update(values)
+    # `import vllm.envs` names the package, and finds its part there.
+    made["vllm"].envs = made["vllm.envs"]  # type: ignore[attr-defined]
+    return made

@@ -210,6 +210,17 @@ class RequestTable:
         self._reserved_len[rows] = np.maximum(self._reserved_len.take(rows), kv_len)
         self._has_room = named, kv_len.tobytes()
 
+    def has_room(self, rows: Int32Array, kv_len: Int32Array) -> bool:
+        """Whether reserve_all(rows, kv_len) has nothing to do: all of these rows have room for so many tokens.
+
+        rows, kv_len: int32 [num_seqs]
+        """
+        short = self._reserved_len.take(rows) < kv_len
+        if len(rows) == 0 or short[short.argmax()]:
+            return False
+        self._has_room = rows.tobytes(), kv_len.tobytes()
+        return True
+
     def _look_at(self, rows: Int32Array, kv_len: Int32Array, *, may_share: bool) -> None:
         """Take the pages that rows need for so many tokens, and copies of shared ones where one of them may_share."""
         if may_share:  # else each is admitted and has its last page alone: see _settle()

@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rocm_attn.batch.step_batch import Int32Array, StepBatch
+from rocm_attn.batch.step_batch import INT32_MAX, Int32Array, StepBatch
 from rocm_attn.errors import BadLogits, NeverFits, OutOfPages
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, RESERVED_ROW, num_pages
@@ -50,6 +50,10 @@ _by_urgency = attrgetter("urgency")
 # Of a step without drafts.
 NO_SEQUENCE: Mapping[int, Drafts] = MappingProxyType({})
 
+# A row that needs a page gets room for so many tokens more, and the others of its step with it, where there are plenty:
+# most steps then change nothing in the table.
+_TOKENS_AHEAD = 64
+
 # A space of so many pages has one more given back each time that idle ones are: these calls are fewer then, and there
 # is some room for the probe requests on which a fresh graph is checked.
 _PAGES_PER_SPARE_ONE = 64
@@ -64,25 +68,24 @@ class ScheduledStep:
     """A step to be run; pages for its tokens are reserved.
 
     sequences: seq -> the sequence
+    picking:   those that pick a token after this step: all, or all but the last, whose prompt goes on in the next step
     batch:     the token ids include unread(place), for the token in this place among the picks of the step before
-    num_picks: how many pick a token after this step: all, or all but the last, whose prompt goes on in the next step
     drafts:    seq -> the drafts that its new tokens end with, of those that have any
+    has_trees: whether drafts have branches
+    asking:    the places among `picking` of those that do not simply take the likeliest token
     """
 
     sequences: tuple[Sequence, ...]
+    picking: tuple[Sequence, ...]
     batch: StepBatch
-    num_picks: int
     drafts: Mapping[int, Drafts]
+    has_trees: bool
+    asking: Many[int]
 
     @property
-    def picking(self) -> tuple[Sequence, ...]:
-        """The sequences that pick a token."""
-        return self.sequences[: self.num_picks]
-
-    @property
-    def has_trees(self) -> bool:
-        """Whether drafts have branches."""
-        return not all(drafts.is_chain for drafts in self.drafts.values())
+    def num_picks(self) -> int:
+        """How many pick a token."""
+        return len(self.picking)
 
     @property
     def is_of_a_suspect(self) -> bool:
@@ -149,6 +152,7 @@ class Scheduler:
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self._suspects: list[Sequence] = []
+        self._has_ahead = False  # whether rows may hold pages that were taken ahead
         self._num_unread = 0  # steps that were launched and not finished
         for pages in table.spaces:
             needed = self._most_pages(max_kv_len, chunk, pages)
@@ -181,20 +185,22 @@ class Scheduler:
         sequence.most_tokens = min(len(request.prompt_token_ids) + request.max_new_tokens, self._max_kv_len + 1)
         insort(self._waiting, sequence, key=_by_urgency)
 
-    def decoding(self) -> list[tuple[Sequence, int]]:
+    def decoding(self, limit: int = INT32_MAX) -> list[tuple[Sequence, int]]:
         """The sequences for which the next step has use of drafts, and of how many each has at most.
 
         More would be beyond what the sequence may come to. None where a suspect is served alone.
+        limit: of drafts of a sequence
         """
         if self._suspects:
             return []
-        return [
-            (each, each.most_tokens - 1 - len(each.token_ids))
-            for each in self._running
-            if len(each.token_ids) < each.most_tokens - 1
-            and len(each.token_ids) - each.num_stored == (each.unread_at == ALL_READ)
-            and (each.asks is None or each.asks.takes_drafts)
-        ]
+        found = []
+        for each in self._running:
+            num_read = len(each.token_ids)
+            most = each.most_tokens - 1 - num_read
+            is_next = num_read - each.num_stored == (each.unread_at == ALL_READ)
+            if most > 0 and is_next and (each.asks is None or each.asks.takes_drafts):
+                found.append((each, most if most < limit else limit))
+        return found
 
     def next_step(self, drafts: Mapping[int, Drafts] = NO_SEQUENCE) -> ScheduledStep | None:
         """The next step; None: it depends on tokens of a step that was launched and is to be finished first.
@@ -221,7 +227,7 @@ class Scheduler:
         while budget > 0 and self._waiting and len(self._running) < self._max_batch_size:
             newcomer = self._waiting[0]
             found = self._cache.find(newcomer.cached_row, newcomer.token_ids)
-            if not self._has_room(newcomer, found):
+            if not self._makes_room(newcomer, found):
                 break
             self._admit(newcomer, found, budget)
             budget -= self._add_prompt(scheduled, newcomer, budget)
@@ -360,8 +366,8 @@ class Scheduler:
     ) -> tuple[list[tuple[Sequence, int]], _Lengths, int]:
         """What some that run do next, with room for it, and how many more tokens the step takes.
 
-        Where pages run out, drafts are left out, then room that was taken for rejected ones is given back, and then the
-        last one that is not a suspect gives up its pages. A lone sequence has the pools to itself.
+        Where pages run out, drafts are left out, then room that was taken ahead or for rejected ones is given back, and
+        then the last one that is not a suspect gives up its pages. A lone sequence has the pools to itself.
         running: all that run, or one of them
         """
         while True:
@@ -369,11 +375,13 @@ class Scheduler:
             lengths = rows, stored, new = _Lengths.of(scheduled)
             self._evict(scheduled, rows, stored)
             kv_len, page_size = stored + new, self._table.page_size
+            if self._table.has_room(rows, kv_len):
+                return scheduled, lengths, budget
             # At most: mostly as many are free, and there is nothing to be counted.
             if sum([q_len for _, q_len in scheduled]) // page_size + len(scheduled) > self._table.fewest_free_pages:
                 self._make_room(int((num_pages(kv_len, page_size) - num_pages(stored, page_size)).sum()))
             try:
-                self._table.reserve_all(rows, kv_len)
+                self._reserve(rows, kv_len)
             except OutOfPages:
                 if drafts:
                     drafts = NO_SEQUENCE
@@ -381,6 +389,20 @@ class Scheduler:
                     self._preempt(next(other for other in reversed(self._running) if not other.is_suspect))
             else:
                 return scheduled, lengths, budget
+
+    def _reserve(self, rows: Int32Array, kv_len: Int32Array) -> None:
+        """Make room for the tokens of a step, and for some after them while there are plenty of pages and none waits.
+
+        What is taken ahead is given back before a sequence gives way, or one that waits is not let in.
+        Raises OutOfPages.
+        """
+        table = self._table
+        ahead = len(rows) * (_TOKENS_AHEAD // table.page_size + 1)
+        if self._waiting or self._cache.has_windows or table.num_free_pages < 2 * ahead:
+            table.reserve_all(rows, kv_len)
+        else:
+            self._has_ahead = True
+            table.reserve_all(rows, np.minimum(kv_len + np.int32(_TOKENS_AHEAD), np.int32(table.max_kv_len)))
 
     def _assigned(
         self, running: list[Sequence], drafts: Mapping[int, Drafts]
@@ -413,8 +435,8 @@ class Scheduler:
         return scheduled, budget
 
     def _give_back_room(self) -> bool:
-        """Give back pages that hold nothing but rejected drafts; whether there were any."""
-        given = False
+        """Give back pages that were taken ahead or hold nothing but rejected drafts; whether there were any."""
+        given = self._has_ahead = False
         for sequence in self._running:
             kv_len = sequence.num_tokens
             num_needed = num_pages(kv_len, self._table.page_size)
@@ -447,7 +469,7 @@ class Scheduler:
             if newcomer.request.priority >= self._running[-1].request.priority or not self._gets_tokens(newcomer):
                 return
             found = self._cache.find(newcomer.cached_row, newcomer.token_ids)
-            if len(self._running) < self._max_batch_size and self._has_room(newcomer, found):
+            if len(self._running) < self._max_batch_size and self._makes_room(newcomer, found):
                 self._admit(newcomer, found, self._chunk)
             elif self._fits_beside_better(newcomer):
                 self._preempt(self._running[-1])
@@ -479,7 +501,7 @@ class Scheduler:
         """Let a suspect run, whatever others have to wait for it."""
         if suspect.row != RESERVED_ROW:
             return
-        while len(self._running) >= self._max_batch_size or not self._has_room(suspect, []):
+        while len(self._running) >= self._max_batch_size or not self._makes_room(suspect, []):
             self._preempt(self._running[-1])
         self._admit(suspect, [], self._chunk)
 
@@ -495,6 +517,12 @@ class Scheduler:
         sequence.num_stored = 0
         insort(self._waiting, sequence, key=_by_urgency)
         self._metrics.preemptions += 1
+
+    def _makes_room(self, newcomer: Sequence, found: Many[CachedPage]) -> bool:
+        """As _has_room; where there is none, pages that were taken ahead are given back first."""
+        return self._has_room(newcomer, found) or (
+            self._has_ahead and self._give_back_room() and self._has_room(newcomer, found)
+        )
 
     def _has_room(self, newcomer: Sequence, found: Many[CachedPage]) -> bool:
         """Whether there are pages for a sequence that begins with what was found, beside those that run."""
@@ -559,19 +587,26 @@ def _step_of(scheduled: list[tuple[Sequence, int]], lengths: _Lengths, drafts: M
     """lengths: of scheduled; drafts: of those that were scheduled with some, at least"""
     token_ids: list[int] = []
     verified: dict[int, Drafts] = {}
+    has_trees = False
     for seq, (sequence, q_len) in enumerate(scheduled):
         if sequence.unread_at != ALL_READ:
             token_ids.append(unread(sequence.unread_at))
             continue
         known, stored = sequence.token_ids, sequence.num_stored
-        token_ids += known[stored : stored + q_len]
         num_drafts = q_len - (len(known) - stored)
-        if num_drafts > 0:
-            verified[seq] = drafts[sequence.number].first(num_drafts)
-            token_ids += verified[seq].token_ids
+        if num_drafts <= 0:
+            token_ids += known[stored : stored + q_len]
+            continue
+        token_ids += known[stored:]
+        of_it = drafts[sequence.number].first(num_drafts)
+        verified[seq] = of_it
+        token_ids += of_it.token_ids
+        has_trees = has_trees or not of_it.is_chain
     rows, num_stored, new = lengths
     batch = StepBatch(rows=rows, kv_len=num_stored + new, q_len=new, token_ids=np.array(token_ids, np.int32))
+    sequences = tuple([sequence for sequence, _ in scheduled])
     # a prompt that is not through took all that was left of the chunk, so nothing comes after it
     last, last_q_len = scheduled[-1]
-    num_picks = len(scheduled) - (last_q_len < last.num_left)
-    return ScheduledStep(tuple([sequence for sequence, _ in scheduled]), batch, num_picks, verified)
+    picking = sequences[:-1] if last_q_len < last.num_left else sequences
+    asking = [seq for seq, each in enumerate(picking) if not each.is_plain]
+    return ScheduledStep(sequences, picking, batch, verified, has_trees, asking)

@@ -8,7 +8,7 @@ host reads the drafts of all sequences at once, at the end.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Set
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
 
@@ -63,7 +63,7 @@ class ModelDrafter:
         self._few = few
         self._followers: dict[int, _Follower] = {}
 
-    def draft(self, decoding: Many[tuple[Sequence, int]], alive: Collection[int]) -> Mapping[int, Drafts]:
+    def draft(self, decoding: Many[tuple[Sequence, int]], alive: Set[int]) -> Mapping[int, Drafts]:
         """As Drafter.draft. A sequence that the model has no room for, or that is too long for it, gets none.
 
         After a fault of the device there are none either, and the model begins anew: drafts are but guesses.

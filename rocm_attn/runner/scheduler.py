@@ -63,9 +63,10 @@ class _UnreadTokens(Exception):
     """What is to be decided depends on tokens that were not read yet."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+# Not frozen: setting the fields of a frozen class takes three times as long.
+@dataclass(slots=True, eq=False)
 class ScheduledStep:
-    """A step to be run; pages for its tokens are reserved.
+    """A step to be run; pages for its tokens are reserved. Not to be changed.
 
     sequences: seq -> the sequence
     picking:   those that pick a token after this step: all, or all but the last, whose prompt goes on in the next step
@@ -115,6 +116,10 @@ class Taken(NamedTuple):
 
     token_ids: tuple[int, ...]
     reason: FinishReason | None
+
+
+# What a sequence that has ended before gets.
+_NOTHING = Taken((), None)
 
 
 class Scheduler:
@@ -242,13 +247,13 @@ class Scheduler:
         """A step will run, on which next_step() can go on. All steps before it are finished."""
         assert self._num_unread == 0
         self._num_unread = 1
-        stored = step.batch.kv_len.tolist()
+        stored, num_picks = step.batch.kv_len.tolist(), step.num_picks
         for place, drafts in step.drafts.items():
-            stored[place] -= len(drafts)
+            stored[place] -= len(drafts.token_ids)
         for place, sequence in enumerate(step.sequences):
             if sequence.row != RESERVED_ROW:  # else it has ended since the step was scheduled
                 sequence.num_stored = stored[place]
-                sequence.unread_at = place if place < step.num_picks else ALL_READ
+                sequence.unread_at = place if place < num_picks else ALL_READ
         self._cache.end_step()
         self._enter_pages(step)
 
@@ -261,16 +266,17 @@ class Scheduler:
         that has ended since the step was scheduled takes nothing.
         """
         self._num_unread = 0
-        taken = [self._take(sequence, pick) for sequence, pick in zip(step.picking, picks, strict=True)]
+        ended: list[tuple[Sequence, FinishReason]] = []
+        taken = [self._take(sequence, pick, ended) for sequence, pick in zip(step.picking, picks, strict=True)]
         if step.drafts:
             self._enter_pages(step)
         if step.is_of_a_suspect:
             for sequence in step.picking:
                 self._clear_of_suspicion(sequence)
-        for sequence, each in zip(step.picking, taken, strict=True):
-            if each.reason == "error":
+        for sequence, reason in ended:
+            if reason == "error":
                 self.fail(sequence)
-            elif each.reason is not None:
+            else:
                 self._end(sequence)
         self._count_cached_pages()
         return taken
@@ -317,6 +323,8 @@ class Scheduler:
 
         At once, before the next step's windows have moved on.
         """
+        if not self._cache.has_rows:
+            return
         completed = step.batch.kv_len % self._table.page_size < step.batch.q_len
         # Of these, rejected drafts may have completed some; num_stored does not count them.
         sequences = [step.sequences[seq] for seq in completed.nonzero()[0].tolist()]
@@ -326,27 +334,30 @@ class Scheduler:
             if each.row != RESERVED_ROW
         )
 
-    def _take(self, sequence: Sequence, pick: Many[int] | BadLogits) -> Taken:
-        """What a sequence takes of a pick; the token that was picked last is not stored yet, those before it are."""
+    def _take(
+        self, sequence: Sequence, pick: Many[int] | BadLogits, ended: list[tuple[Sequence, FinishReason]]
+    ) -> Taken:
+        """What a sequence takes of a pick; the token that was picked last is not stored yet, those before it are.
+
+        ended: gets the sequence, if it has ended, and why
+        """
         if sequence.unread_at == ALL_READ:
-            return Taken((), None)
+            return _NOTHING
         sequence.unread_at = ALL_READ
         if isinstance(pick, BadLogits):
+            ended.append((sequence, "error"))
             return Taken((), "error")
-        token_ids = sequence.token_ids
-        if len(token_ids) + len(pick) < sequence.most_tokens and sequence.stops.isdisjoint(pick):
-            sequence.num_stored += len(pick) - 1
+        token_ids, num = sequence.token_ids, len(pick)
+        if len(token_ids) + num < sequence.most_tokens and sequence.stops.isdisjoint(pick):
+            sequence.num_stored += num - 1
             token_ids += pick
             return Taken(tuple(pick), None)
-        reason: FinishReason | None = None
         for num_before, token in enumerate(pick):
             sequence.num_stored += num_before > 0
-            sequence.token_ids.append(token)
-            if token in sequence.stops:
-                reason = "stop"
-            elif len(sequence.token_ids) >= sequence.most_tokens:
-                reason = "length"
-            if reason is not None:
+            token_ids.append(token)
+            if token in sequence.stops or len(token_ids) >= sequence.most_tokens:
+                reason: FinishReason = "stop" if token in sequence.stops else "length"
+                ended.append((sequence, reason))
                 return Taken(tuple(pick[: num_before + 1]), reason)
         return Taken(tuple(pick), None)
 
@@ -373,7 +384,8 @@ class Scheduler:
         while True:
             scheduled, budget = self._assigned(running, drafts)
             lengths = rows, stored, new = _Lengths.of(scheduled)
-            self._evict(scheduled, rows, stored)
+            if self._cache.has_windows:
+                self._evict(scheduled, rows, stored)
             kv_len, page_size = stored + new, self._table.page_size
             if self._table.has_room(rows, kv_len):
                 return scheduled, lengths, budget
@@ -448,10 +460,9 @@ class Scheduler:
     def _evict(self, scheduled: list[tuple[Sequence, int]], rows: Int32Array, stored: Int32Array) -> None:
         """Give back the pages that have left the windows of some rows, before others are taken."""
         self._table.evict(rows, stored)
-        if self._cache.has_windows:
-            for sequence, _ in scheduled:
-                if sequence.num_stored >= sequence.cached_row.moves_at:
-                    self._cache.move_windows(sequence.cached_row, sequence.num_stored)
+        for sequence, _ in scheduled:
+            if sequence.num_stored >= sequence.cached_row.moves_at:
+                self._cache.move_windows(sequence.cached_row, sequence.num_stored)
 
     def _make_room(self, needed: int) -> None:
         """Have so many pages free in every space, if enough of them are held by the cache alone."""

@@ -9,7 +9,7 @@ nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from collections.abc import Sequence as Many
 from dataclasses import replace
 from types import MappingProxyType

@@ -536,7 +536,7 @@ class RequestTable:
             # While rows stay admitted, the whole pages before their last token stay theirs.
             shared = (batch.prefixes, named, self._num_forgotten)
             if shared != self._prefixes_checked:
-                self._check_prefixes(rows, batch.prefixes)
+                batch.prefixes.check_pages(self.entries_host, rows, self.page_size)
                 self._prefixes_checked = shared
 
     def check_stored(self, batch: StepBatch) -> None:
@@ -608,25 +608,6 @@ class RequestTable:
         shared_end = PageTable.shared_ends(self.spaces, rows, num_pages(floor, self.page_size)) * self.page_size
         lowered: Int32Array = np.minimum(floor, shared_end).astype(np.int32)
         return lowered
-
-    def _check_prefixes(self, rows: Int32Array, prefixes: SharedPrefixes) -> None:
-        torn = prefixes.prefix_len % self.page_size != 0
-        if torn.any():
-            raise BadBatch(
-                f"sequence {int(torn.argmax())} has a prefix of {prefixes.prefix_len[torn][0]} tokens in pages of "
-                f"{self.page_size}; a prefix has whole pages"
-            )
-        # All pages: rows over kept pages may have one of them in common, and not those before it.
-        begin, ends = prefixes.group_begin, prefixes.prefix_len // self.page_size
-        end = int(ends.max(initial=0))
-        others = self.entries_host[rows, :end] != self.entries_host[rows[begin], :end]
-        strangers = (others & (np.arange(end) < ends[:, None])).any(axis=1)
-        if strangers.any():
-            seq = int(strangers.argmax())
-            raise BadBatch(
-                f"sequence {seq} does not share the {prefixes.prefix_len[seq]} tokens of sequence {begin[seq]}; "
-                "fork its row from that one's, admit both over the same kept pages, or put it into another group"
-            )
 
     def _check_rows(self, rows: Int32Array) -> None:
         """Raise BadBatch unless all rows are in the table and none is named twice, NeverFits for too many."""

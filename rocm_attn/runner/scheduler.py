@@ -118,6 +118,9 @@ class Taken(NamedTuple):
     reason: FinishReason | None
 
 
+# Place in a step -> the drafts that its sequence's last token is followed by, at least one.
+Verified = Mapping[int, Drafts]
+
 # What a sequence that has ended before gets.
 _NOTHING = Taken((), None)
 
@@ -226,9 +229,9 @@ class Scheduler:
             self._require_all_read()
             suspect = self._suspects[0]
             self._admit_alone(suspect)
-            return _step_of(*self._continue([suspect], NO_SEQUENCE)[:2], NO_SEQUENCE)
+            return _step_of(*self._continue([suspect], NO_SEQUENCE)[:3])
         self._admit_urgent()
-        scheduled, lengths, budget = self._continue(self._running, drafts)
+        scheduled, verified, lengths, budget = self._continue(self._running, drafts)
         while budget > 0 and self._waiting and len(self._running) < self._max_batch_size:
             newcomer = self._waiting[0]
             found = self._cache.find(newcomer.cached_row, newcomer.token_ids)
@@ -241,7 +244,7 @@ class Scheduler:
         assert scheduled, "a running sequence always gets a token, and a lone waiting one is always admitted"
         if len(scheduled) > len(lengths.rows):
             lengths = _Lengths.of(scheduled)
-        return _step_of(scheduled, lengths, drafts)
+        return _step_of(scheduled, verified, lengths)
 
     def launched(self, step: ScheduledStep) -> None:
         """A step will run, on which next_step() can go on. All steps before it are finished."""
@@ -374,7 +377,7 @@ class Scheduler:
 
     def _continue(
         self, running: list[Sequence], drafts: Mapping[int, Drafts]
-    ) -> tuple[list[tuple[Sequence, int]], _Lengths, int]:
+    ) -> tuple[list[tuple[Sequence, int]], Verified, _Lengths, int]:
         """What some that run do next, with room for it, and how many more tokens the step takes.
 
         Where pages run out, drafts are left out, then room that was taken ahead or for rejected ones is given back, and
@@ -382,13 +385,13 @@ class Scheduler:
         running: all that run, or one of them
         """
         while True:
-            scheduled, budget = self._assigned(running, drafts)
+            scheduled, verified, budget = self._assigned(running, drafts)
             lengths = rows, stored, new = _Lengths.of(scheduled)
             if self._cache.has_windows:
                 self._evict(scheduled, rows, stored)
             kv_len, page_size = stored + new, self._table.page_size
             if self._table.has_room(rows, kv_len):
-                return scheduled, lengths, budget
+                return scheduled, verified, lengths, budget
             # At most: mostly as many are free, and there is nothing to be counted.
             if sum([q_len for _, q_len in scheduled]) // page_size + len(scheduled) > self._table.fewest_free_pages:
                 self._make_room(int((num_pages(kv_len, page_size) - num_pages(stored, page_size)).sum()))
@@ -400,7 +403,7 @@ class Scheduler:
                 elif not self._give_back_room():
                     self._preempt(next(other for other in reversed(self._running) if not other.is_suspect))
             else:
-                return scheduled, lengths, budget
+                return scheduled, verified, lengths, budget
 
     def _reserve(self, rows: Int32Array, kv_len: Int32Array) -> None:
         """Make room for the tokens of a step, and for some after them while there are plenty of pages and none waits.
@@ -418,9 +421,10 @@ class Scheduler:
 
     def _assigned(
         self, running: list[Sequence], drafts: Mapping[int, Drafts]
-    ) -> tuple[list[tuple[Sequence, int]], int]:
+    ) -> tuple[list[tuple[Sequence, int]], Verified, int]:
         """The new tokens of some that run, those that decode first; and how many more the step takes."""
         scheduled: list[tuple[Sequence, int]] = []
+        verified: dict[int, Drafts] = {}
         prompts: list[Sequence] = []
         for sequence in running:
             num_read, is_read = len(sequence.token_ids), sequence.unread_at == ALL_READ
@@ -439,12 +443,12 @@ class Scheduler:
             room = budget // 2 if self._waiting else budget
             for seq, (sequence, q_len) in enumerate(scheduled[:num_decoding]):
                 of_it = drafts.get(sequence.number)
-                if of_it is not None:
-                    num_drafts = min(len(of_it.token_ids), room)
-                    scheduled[seq] = sequence, q_len + num_drafts
+                num_drafts = min(len(of_it.token_ids), room) if of_it is not None else 0
+                if of_it is not None and num_drafts > 0:
+                    scheduled[seq], verified[seq] = (sequence, q_len + num_drafts), of_it.first(num_drafts)
                     room -= num_drafts
                     budget -= num_drafts
-        return scheduled, budget
+        return scheduled, verified, budget
 
     def _give_back_room(self) -> bool:
         """Give back pages that were taken ahead or hold nothing but rejected drafts; whether there were any."""
@@ -594,25 +598,19 @@ def unread(place: int) -> int:
     return -1 - place
 
 
-def _step_of(scheduled: list[tuple[Sequence, int]], lengths: _Lengths, drafts: Mapping[int, Drafts]) -> ScheduledStep:
-    """lengths: of scheduled; drafts: of those that were scheduled with some, at least"""
+def _step_of(scheduled: list[tuple[Sequence, int]], verified: Verified, lengths: _Lengths) -> ScheduledStep:
+    """verified, lengths: of scheduled"""
     token_ids: list[int] = []
-    verified: dict[int, Drafts] = {}
-    has_trees = False
     for seq, (sequence, q_len) in enumerate(scheduled):
-        if sequence.unread_at != ALL_READ:
+        drafts = verified.get(seq)
+        if drafts is not None:
+            token_ids.append(sequence.token_ids[-1])
+            token_ids += drafts.token_ids
+        elif sequence.unread_at != ALL_READ:
             token_ids.append(unread(sequence.unread_at))
-            continue
-        known, stored = sequence.token_ids, sequence.num_stored
-        num_drafts = q_len - (len(known) - stored)
-        if num_drafts <= 0:
-            token_ids += known[stored : stored + q_len]
-            continue
-        token_ids += known[stored:]
-        of_it = drafts[sequence.number].first(num_drafts)
-        verified[seq] = of_it
-        token_ids += of_it.token_ids
-        has_trees = has_trees or not of_it.is_chain
+        else:
+            stored = sequence.num_stored
+            token_ids += sequence.token_ids[stored : stored + q_len]
     rows, num_stored, new = lengths
     batch = StepBatch(rows=rows, kv_len=num_stored + new, q_len=new, token_ids=np.array(token_ids, np.int32))
     sequences = tuple([sequence for sequence, _ in scheduled])
@@ -620,4 +618,5 @@ def _step_of(scheduled: list[tuple[Sequence, int]], lengths: _Lengths, drafts: M
     last, last_q_len = scheduled[-1]
     picking = sequences[:-1] if last_q_len < last.num_left else sequences
     asking = [seq for seq, each in enumerate(picking) if not each.is_plain]
+    has_trees = not all(drafts.is_chain for drafts in verified.values())
     return ScheduledStep(sequences, picking, batch, verified, has_trees, asking)

@@ -230,12 +230,13 @@ class Scheduler:
             suspect = self._suspects[0]
             self._admit_alone(suspect)
             return _step_of(*self._continue([suspect], NO_SEQUENCE)[:3])
+        self._give_back_ahead()
         self._admit_urgent()
         scheduled, verified, lengths, budget = self._continue(self._running, drafts)
         while budget > 0 and self._waiting and len(self._running) < self._max_batch_size:
             newcomer = self._waiting[0]
             found = self._cache.find(newcomer.cached_row, newcomer.token_ids)
-            if not self._makes_room(newcomer, found):
+            if not self._has_room(newcomer, found):
                 break
             self._admit(newcomer, found, budget)
             budget -= self._add_prompt(scheduled, newcomer, budget)
@@ -484,7 +485,7 @@ class Scheduler:
             if newcomer.request.priority >= self._running[-1].request.priority or not self._gets_tokens(newcomer):
                 return
             found = self._cache.find(newcomer.cached_row, newcomer.token_ids)
-            if len(self._running) < self._max_batch_size and self._makes_room(newcomer, found):
+            if len(self._running) < self._max_batch_size and self._has_room(newcomer, found):
                 self._admit(newcomer, found, self._chunk)
             elif self._fits_beside_better(newcomer):
                 self._preempt(self._running[-1])
@@ -516,7 +517,8 @@ class Scheduler:
         """Let a suspect run, whatever others have to wait for it."""
         if suspect.row != RESERVED_ROW:
             return
-        while len(self._running) >= self._max_batch_size or not self._makes_room(suspect, []):
+        self._give_back_room()
+        while len(self._running) >= self._max_batch_size or not self._has_room(suspect, []):
             self._preempt(self._running[-1])
         self._admit(suspect, [], self._chunk)
 
@@ -533,11 +535,15 @@ class Scheduler:
         insort(self._waiting, sequence, key=_by_urgency)
         self._metrics.preemptions += 1
 
-    def _makes_room(self, newcomer: Sequence, found: Many[CachedPage]) -> bool:
-        """As _has_room; where there is none, pages that were taken ahead are given back first."""
-        return self._has_room(newcomer, found) or (
-            self._has_ahead and self._give_back_room() and self._has_room(newcomer, found)
-        )
+    def _give_back_ahead(self) -> None:
+        """Give back pages that were taken ahead where the first that waits lacks some.
+
+        Before the step's own tokens get their room, which is given back with them.
+        """
+        if self._has_ahead and self._waiting and len(self._running) < self._max_batch_size:
+            newcomer = self._waiting[0]
+            if not self._has_room(newcomer, self._cache.find(newcomer.cached_row, newcomer.token_ids)):
+                self._give_back_room()
 
     def _has_room(self, newcomer: Sequence, found: Many[CachedPage]) -> bool:
         """Whether there are pages for a sequence that begins with what was found, beside those that run."""

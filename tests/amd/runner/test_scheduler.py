@@ -607,15 +607,16 @@ def test_a_decoding_sequence_gets_its_pages_ahead_and_most_steps_change_nothing_
         assert served.results[number] == expected_tokens(sequence.request, 300)
 
 
-def test_pages_that_were_taken_ahead_are_given_back_to_one_that_waits_for_them() -> None:
-    served = World(page_size=4, num_pages=1 + 40, max_batch_size=2, chunk=256, max_kv_len=160)
-    served.add(0, Request((1, 2, 3), 30))
+@pytest.mark.parametrize("guess", [no_drafts, right(9)])
+def test_pages_that_were_taken_ahead_are_given_back_to_one_that_waits_for_them(guess: Guess) -> None:
+    served = World(page_size=4, num_pages=1 + 40, max_batch_size=2, chunk=256, max_kv_len=160, guess=guess)
+    served.add(0, Request((1, 2, 3), 40))
     for _ in range(3):
         served.step()
     row = served.sequences[0].row
     held = served.table.num_held(row)
     assert held > 16
-    served.add(1, Request(tuple(range(50)) * 2, 20))  # 25 pages now and one of the 15 that are left to the first
+    served.add(1, Request(tuple(range(50)) * 2, 20))  # 25 pages now, which are not left beside those
     served.step()
     assert running(served) == [0, 1]
     assert served.table.num_held(row) < held

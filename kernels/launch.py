@@ -131,6 +131,9 @@ def run_as_launch(fn: Callable[..., object], *args: object, **options: object) -
         fn(*args, **options)
 
 
+# Launches of a FixedLaunch that are kept put together.
+_MOST_HANDED = 64
+
 # What launches a variant; what puts its arguments together of the stream, those that are given, and constants; these.
 _Runner = tuple[Run, Arguments, tuple[object, ...]]
 _NO_RUNNER = None, None
@@ -150,21 +153,22 @@ class RepeatedLaunch:
 
     def __call__(self, device: torch.device, grid: tuple[int, int, int], *args: object, **options: object) -> None:
         """kernel[grid](*args, **options); args are all of the kernel's arguments in order, constexpr ones included."""
-        options = {**_OPTIONS, **options}
         if _observers:
-            _observers[-1](partial(self._kernel[grid], *args, **options))
+            _observers[-1](partial(self._kernel[grid], *args, **{**_OPTIONS, **options}))
             return
         compiled, runner = self._runners.get((device, grid), _NO_RUNNER)
         if runner is not None:
             # torch._C: what Triton asks for the stream in its place costs as much as the launch.
             run, arguments, constants = runner
-            run(*arguments((torch._C._cuda_getCurrentRawStream(device.index), *args, *constants)))
+            # Of a tensor the launcher would ask the driver where it lies; of one in memory of the host it has to.
+            given = [arg.data_ptr() if isinstance(arg, torch.Tensor) and arg.is_cuda else arg for arg in args]
+            run(*arguments((torch._C._cuda_getCurrentRawStream(device.index), *given, *constants)))
         else:
-            compiled = self._kernel[grid](*args, **options)
+            compiled = self._kernel[grid](*args, **{**_OPTIONS, **options})
             if compiled is not None:  # under the interpreter there is nothing to keep
                 self._runners[device, grid] = compiled, _runner(compiled, grid, len(args), ())
         if _notes:
-            _note(self._kernel, compiled, grid, args, options)
+            _note(self._kernel, compiled, grid, args, {**_OPTIONS, **options})
 
 
 def repeated_launches(kernel: Any) -> Callable[..., RepeatedLaunch]:
@@ -192,22 +196,38 @@ class FixedLaunch:
         self._fixed, self._options = fixed, {**_OPTIONS, **options}
         self._addresses = tuple(arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in fixed)
         self._runner: _Runner | None = None
+        # The stream and the addresses that were given -> what the driver's function is called with.
+        self._handed: dict[tuple[int, ...], tuple[object, ...]] = {}
 
     def __call__(self, *first: torch.Tensor) -> None:
-        """Launch on the current stream. first: the arguments that are not fixed."""
+        """Launch on the current stream. first: the arguments that are not fixed, on the device or in pinned memory.
+
+        Pinned memory has one address on the host and on the device: CUDA and ROCm have unified addressing on all
+        64-bit systems. So the driver is asked for none. The first launch is Triton's own, which does ask.
+        """
         if _notes:
             _note_other_work()
         if _observers:
             _observers[-1](partial(self._kernel[self._grid], *first, *self._fixed, **self._options))
         elif self._runner is not None:
-            run, arguments, constants = self._runner
-            # Of a tensor the launcher would ask the driver where it lies; of one in pinned host memory it has to.
-            given = [tensor.data_ptr() if tensor.is_cuda else tensor for tensor in first]
-            run(*arguments((torch._C._cuda_getCurrentRawStream(self._device), *given, *constants)))
+            given = torch._C._cuda_getCurrentRawStream(self._device), *[tensor.data_ptr() for tensor in first]
+            handed = self._handed.get(given)
+            if handed is None:
+                handed = self._hand(given)
+            self._runner[0](*handed)
         else:
             compiled = self._kernel[self._grid](*first, *self._fixed, **self._options)
             if compiled is not None and self._device is not None:  # under the interpreter there is nothing to keep
                 self._runner = _runner(compiled, self._grid, len(first), self._addresses)
+
+    def _hand(self, given: tuple[int, ...]) -> tuple[object, ...]:
+        """Put together what a launch with these addresses is made of, and keep it: few ring slots come in turn."""
+        assert self._runner is not None
+        _, arguments, constants = self._runner
+        if len(self._handed) == _MOST_HANDED:
+            self._handed.clear()
+        handed = self._handed[given] = arguments((*given, *constants))
+        return handed
 
 
 def _runner(compiled: Any, grid: tuple[int, int, int], num_given: int, fixed: tuple[object, ...]) -> _Runner:

@@ -102,6 +102,30 @@ class SharedPrefixes:
                 "every sequence goes on after its prefix"
             )
 
+    def check_pages(self, entries: _Int32Array, rows: _Int32Array, page_size: int) -> None:
+        """Refuse groups whose rows do not hold the same pages in their prefixes, whole ones. Raises BadBatch.
+
+        entries: int32 [num_rows, width], the pages of each row
+        rows:    int32 [num_seqs]
+        """
+        torn = self.prefix_len % page_size != 0
+        if torn.any():
+            raise BadBatch(
+                f"sequence {int(torn.argmax())} has a prefix of {self.prefix_len[torn][0]} tokens in pages of "
+                f"{page_size}; a prefix has whole pages"
+            )
+        # All pages: rows over kept pages may have one of them in common, and not those before it.
+        begin, ends = self.group_begin, self.prefix_len // page_size
+        end = int(ends.max(initial=0))
+        others = entries[rows, :end] != entries[rows[begin], :end]
+        strangers = (others & (np.arange(end) < ends[:, None])).any(axis=1)
+        if strangers.any():
+            seq = int(strangers.argmax())
+            raise BadBatch(
+                f"sequence {seq} does not share the {self.prefix_len[seq]} tokens of sequence {begin[seq]}; "
+                "fork its row from that one's, admit both over the same kept pages, or put it into another group"
+            )
+
     def select(self, order: npt.NDArray[np.int_]) -> Prefixes:
         """Those of the sequences at these places, in this order; a group that they tear apart becomes several."""
         ends, lens = self.group_end[order], self.prefix_len[order]

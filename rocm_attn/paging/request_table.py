@@ -210,6 +210,17 @@ class RequestTable:
         self._reserved_len[rows] = np.maximum(self._reserved_len.take(rows), kv_len)
         self._has_room = named, kv_len.tobytes()
 
+    def has_room(self, rows: Int32Array, kv_len: Int32Array) -> bool:
+        """Whether reserve_all(rows, kv_len) has nothing to do: all of these rows have room for so many tokens.
+
+        rows, kv_len: int32 [num_seqs]
+        """
+        short = self._reserved_len.take(rows) < kv_len
+        if len(rows) == 0 or short[short.argmax()]:
+            return False
+        self._has_room = rows.tobytes(), kv_len.tobytes()
+        return True
+
     def _look_at(self, rows: Int32Array, kv_len: Int32Array, *, may_share: bool) -> None:
         """Take the pages that rows need for so many tokens, and copies of shared ones where one of them may_share."""
         if may_share:  # else each is admitted and has its last page alone: see _settle()
@@ -525,7 +536,7 @@ class RequestTable:
             # While rows stay admitted, the whole pages before their last token stay theirs.
             shared = (batch.prefixes, named, self._num_forgotten)
             if shared != self._prefixes_checked:
-                self._check_prefixes(rows, batch.prefixes)
+                batch.prefixes.check_pages(self.entries_host, rows, self.page_size)
                 self._prefixes_checked = shared
 
     def check_stored(self, batch: StepBatch) -> None:
@@ -597,25 +608,6 @@ class RequestTable:
         shared_end = PageTable.shared_ends(self.spaces, rows, num_pages(floor, self.page_size)) * self.page_size
         lowered: Int32Array = np.minimum(floor, shared_end).astype(np.int32)
         return lowered
-
-    def _check_prefixes(self, rows: Int32Array, prefixes: SharedPrefixes) -> None:
-        torn = prefixes.prefix_len % self.page_size != 0
-        if torn.any():
-            raise BadBatch(
-                f"sequence {int(torn.argmax())} has a prefix of {prefixes.prefix_len[torn][0]} tokens in pages of "
-                f"{self.page_size}; a prefix has whole pages"
-            )
-        # All pages: rows over kept pages may have one of them in common, and not those before it.
-        begin, ends = prefixes.group_begin, prefixes.prefix_len // self.page_size
-        end = int(ends.max(initial=0))
-        others = self.entries_host[rows, :end] != self.entries_host[rows[begin], :end]
-        strangers = (others & (np.arange(end) < ends[:, None])).any(axis=1)
-        if strangers.any():
-            seq = int(strangers.argmax())
-            raise BadBatch(
-                f"sequence {seq} does not share the {prefixes.prefix_len[seq]} tokens of sequence {begin[seq]}; "
-                "fork its row from that one's, admit both over the same kept pages, or put it into another group"
-            )
 
     def _check_rows(self, rows: Int32Array) -> None:
         """Raise BadBatch unless all rows are in the table and none is named twice, NeverFits for too many."""

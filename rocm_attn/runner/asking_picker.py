@@ -22,7 +22,7 @@ from rocm_attn.errors import BadLogits
 from rocm_attn.kernels.sampling import asked as columns
 from rocm_attn.providers.launches import PickOps
 from rocm_attn.runner.logprobs import NO_LOGPROBS, TokenLogprobs
-from rocm_attn.runner.sampling import GREEDY, Draw, PickedTokens, TokenPicker, terms_of
+from rocm_attn.runner.sampling import GREEDY, Draw, Found, PickedTokens, TokenPicker, terms_of
 from rocm_attn.runner.sending import coming, sent
 from rocm_attn.runner.token_counts import CountedText, TokenCounts
 from rocm_attn.step.host_ring import Fence, NoFence
@@ -85,7 +85,7 @@ class AskedTokens:
         picks = self._picked.read()
         self._done.synchronize()
         shapes, found = self._shaped
-        for row, pick in zip(shapes, PickedTokens(found.numpy(), NoFence()).read(), strict=True):
+        for row, pick in zip(shapes, PickedTokens(Found.of(found.numpy()), NoFence()).read(), strict=True):
             if not isinstance(picks[row], BadLogits):
                 picks[row] = pick if isinstance(pick, int) else BadLogits(shapes[row].why_none or _NOTHING_LEFT)
         return picks

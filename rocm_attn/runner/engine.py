@@ -90,6 +90,7 @@ class Engine:
 
     def __init__(self, loaded: LoadedModel, options: EngineOptions | None = None) -> None:
         self._loaded = loaded
+        self._has_ranks = loaded.ranks.shard.num_ranks > 1
         self.options = options = options if options is not None else EngineOptions()
         drafting = read_drafting(loaded, options)
         self.runtime, self._measured = runtime_for(loaded, options, layers_beside(drafting))
@@ -133,7 +134,7 @@ class Engine:
         self._unread: list[UnreadStep] = []  # oldest first
         self._read: list[_ReadStep] = []  # whose tokens are to be published, oldest first
         self._read_at = 0.0  # when tokens were read last
-        self._read_ids: list[int] = []  # tokens that were read since the last step was launched
+        self._read_ids: list[int] = []  # tokens that were read since the last step was launched; with several ranks
         self._num_submitted = 0
 
     def _new_runner(self, forward: Forward) -> StepRunner:
@@ -384,8 +385,8 @@ class Engine:
             for place, (sequence, pick, (token_ids, reason)) in enumerate(each):
                 why = reason
                 if token_ids:
-                    why = self._publish(sequence.number, token_ids, reason, told.get(place, ()))
-                elif isinstance(pick, BadLogits) and reason == "error":
+                    why = self._publish(sequence.number, token_ids, reason, told.get(place, ()) if told else ())
+                elif reason == "error" and isinstance(pick, BadLogits):
                     self._fail(sequence.number, str(pick))
                 if why is not None:
                     self._recent.leave(sequence.number, unread.number)
@@ -398,9 +399,9 @@ class Engine:
         metrics.seconds += seconds
         metrics.step_seconds.note(seconds)
         metrics.host_seconds.note(unread.launched - unread.started)
-        picking = zip(unread.step.picking, taken, strict=True)
-        note_tokens([sequence.times for sequence, each in picking if each.token_ids], now, metrics)
-        together = sum([len(each.token_ids) - 1 for each in taken if each.token_ids]) if unread.step.drafts else 0
+        got = [(sequence.times, len(ids)) for sequence, (ids, _) in zip(unread.step.picking, taken, strict=True) if ids]
+        note_tokens([times for times, _ in got], now, metrics)
+        together = sum([num for _, num in got]) - len(got)
         if together > 0:
             metrics.token_gap_seconds.note(0.0, together)
 
@@ -415,15 +416,14 @@ class Engine:
         """Launch a step, and what picks its tokens."""
         before, batch = self.runtime.step_number, step.batch
         self._must_check = True
-        if self._loaded.ranks.shard.num_ranks > 1:  # that they were given the same requests, and picked the same tokens
+        if self._has_ranks:  # that they were given the same requests, and picked the same tokens
             words = (batch.kv_len, batch.q_len, batch.token_ids, np.array(self._read_ids, np.int32))
             self.runtime.meetings.digest = crc32(np.concatenate(words).tobytes())
-        self._read_ids.clear()
+            self._read_ids.clear()
         try:
             logits = self._steps.run(self._speculation.batch(step))
         finally:
-            requests = (sequence.number for sequence in step.sequences)
-            self._recent.note(before, self.runtime.step_number, requests)
+            self._recent.note(before, self.runtime.step_number, [sequence.number for sequence in step.sequences])
         return self._speculation.pick(step, logits, self.settle)
 
     def _publish(
@@ -441,7 +441,8 @@ class Engine:
         output = self._outputs[number]
         events, why = output.take(token_ids, reason, logprobs)
         self.metrics.new_tokens += len(events)
-        self._read_ids += token_ids
+        if self._has_ranks:
+            self._read_ids += token_ids
         self._events += events
         if why is not None:
             if reason is None:  # only its text says so

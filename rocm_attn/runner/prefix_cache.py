@@ -121,10 +121,16 @@ class PrefixCache:
         self._idle: tuple[OrderedDict[CachedPage, None], ...] = tuple(OrderedDict() for _ in table.spaces)
         self._step = 0
         self._right_until = 0
+        self._has_rows = False
 
     def __len__(self) -> int:
         """Pages that can be found, or could be once their steps are known to have gone well."""
         return len(self._pages)
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether a row has been admitted whose pages are entered."""
+        return self._has_rows
 
     @property
     def has_windows(self) -> bool:
@@ -150,6 +156,7 @@ class PrefixCache:
 
     def admit(self, row: CachedRow, found: Sequence[CachedPage]) -> int:
         """A new row of the table that begins with the pages that were found."""
+        self._has_rows = self._has_rows or row.is_cached
         start = len(found) * self._page_size
         number = self._table.admit_over([page.kept_id for page in found], start) if found else self._table.admit()
         row.pages = list(found)

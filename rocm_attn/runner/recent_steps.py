@@ -13,7 +13,7 @@ from rocm_attn.step.echo import STEPS_UNTIL_ECHO
 _KEPT = 2 * STEPS_UNTIL_ECHO + 2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Run:
     """One run of the step runner: steps before + 1 to last of the runtime, more than one where a graph was made."""
 

@@ -201,6 +201,7 @@ class Sequence:
                 ALL_READ where there is none
     most_tokens: of prompt and text together: with so many the text ends
     asks:       what its tokens are picked with beside draws; None: nothing
+    is_plain:   whether each of its tokens is simply the likeliest one
     """
 
     number: int
@@ -216,6 +217,10 @@ class Sequence:
     unread_at: int = ALL_READ
     most_tokens: int = INT32_MAX
     asks: Asking | None = None
+    is_plain: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.is_plain = self.sampler.is_greedy and self.asks is None
 
     @property
     def num_tokens(self) -> int:

@@ -29,9 +29,12 @@ def note_tokens(times: Iterable[RequestTimes], now: float, metrics: Metrics) -> 
     """Each of these requests has got a token now. Those that got one in the same step before are noted together."""
     num_since: dict[float, int] = {}
     for each in times:
-        last, each.last_token = each.last_token, now
-        if last:
-            num_since[last] = num_since.get(last, 0) + 1
+        last = each.last_token
+        each.last_token = now
+        if last in num_since:
+            num_since[last] += 1
+        elif last:
+            num_since[last] = 1
         else:
             metrics.first_token_seconds.note(now - each.taken)
     for last, num in num_since.items():

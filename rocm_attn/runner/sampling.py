@@ -95,25 +95,41 @@ class Sampler:
         return self._accepts.at(place)
 
 
+class Found(NamedTuple):
+    """What was found of each row, as the host reads it.
+
+    token_ids: int32 [rows], or ALL_ZERO
+    best:      float32 [rows], the largest logit
+    """
+
+    token_ids: Int32Array
+    best: npt.NDArray[np.float32]
+
+    @classmethod
+    def of(cls, found: Int32Array) -> Found:
+        """found: int32 [rows, 2], as of launch_pick_rows"""
+        return cls(found[:, 0], found.view(np.float32)[:, 1])
+
+
 class PickedTokens:
     """The tokens of one step, on their way to the host.
 
-    found: int32 [rows, 2], as of launch_pick_rows
-    done:  after which they are there
+    found: what launch_pick_rows gives
+    done:  after which it is there
     """
 
     __slots__ = ("_done", "_found")
 
-    def __init__(self, found: Int32Array, done: Fence) -> None:
+    def __init__(self, found: Found, done: Fence) -> None:
         self._found, self._done = found, done
 
     def read(self) -> list[int | BadLogits]:
         """Wait for them. One token id for each row; for a row that none can be picked from, why."""
         self._done.synchronize()
-        ids: list[int | BadLogits] = self._found[:, 0].tolist()
-        best = self._found.view(np.float32)[:, 1]
+        found, best = self._found
+        ids: list[int | BadLogits] = found.tolist()
         # A row that holds NaN has NaN as its largest. A norm whose squares overflow gives 0, and so does all after it.
-        if ALL_ZERO not in ids and np.isfinite(best).all():
+        if ALL_ZERO not in ids and np.logical_and.reduce(np.isfinite(best)):
             return ids
         return [
             token if token != ALL_ZERO and math.isfinite(most) else _bad_logits(most)
@@ -127,7 +143,7 @@ class _Rows(NamedTuple):
     terms: Tensor
     tokens: Tensor
     found: Tensor
-    found_words: Int32Array
+    on_host: Found
 
 
 class _HostMemory:
@@ -148,7 +164,7 @@ class _HostMemory:
         found = self._rows.get(rows)
         if found is None:
             views = self._terms[:rows], self._tokens[:rows], self._found[:rows]
-            found = self._rows[rows] = _Rows(*views, self._found.numpy()[:rows])
+            found = self._rows[rows] = _Rows(*views, Found.of(self._found.numpy()[:rows]))
         return found
 
 
@@ -181,14 +197,14 @@ class TokenPicker:
         """
         rows = logits.shape[0]
         host, self._next = self._host[self._next], 1 - self._next
-        terms, tokens, found, words = host.rows(rows)
+        terms, tokens, found, on_host = host.rows(rows)
         if rows:
             if draws:
                 host.done.synchronize()  # a step that was never read may not have read its terms
                 _put_terms(terms, draws)
             self._pick_rows(logits, terms, tokens, found, num_drawing=len(draws))
             host.done.record()
-        return PickedTokens(words, host.done)
+        return PickedTokens(on_host, host.done)
 
 
 def pick_tokens(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | BadLogits]:
@@ -215,7 +231,7 @@ def _found(logits: Tensor, draws: Mapping[int, Draw], pick_rows: PickRows) -> li
     _put_terms(terms, draws)
     tokens, found = (torch.empty(rows, *of_each, dtype=torch.int32, device=logits.device) for of_each in ((), (2,)))
     pick_rows(logits, terms.to(logits.device), tokens, found, num_drawing=len(draws))
-    return PickedTokens(found.cpu().numpy(), NoFence()).read()
+    return PickedTokens(Found.of(found.cpu().numpy()), NoFence()).read()
 
 
 def _put_terms(terms: Tensor, draws: Mapping[int, Draw]) -> None:

@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rocm_attn.batch.step_batch import Int32Array, StepBatch
+from rocm_attn.batch.step_batch import INT32_MAX, Int32Array, StepBatch
 from rocm_attn.errors import BadLogits, NeverFits, OutOfPages
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, RESERVED_ROW, num_pages
@@ -50,6 +50,10 @@ _by_urgency = attrgetter("urgency")
 # Of a step without drafts.
 NO_SEQUENCE: Mapping[int, Drafts] = MappingProxyType({})
 
+# A row that needs a page gets room for so many tokens more, and the others of its step with it, where there are plenty:
+# most steps then change nothing in the table.
+_TOKENS_AHEAD = 64
+
 # A space of so many pages has one more given back each time that idle ones are: these calls are fewer then, and there
 # is some room for the probe requests on which a fresh graph is checked.
 _PAGES_PER_SPARE_ONE = 64
@@ -59,30 +63,30 @@ class _UnreadTokens(Exception):
     """What is to be decided depends on tokens that were not read yet."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+# Not frozen: setting the fields of a frozen class takes three times as long.
+@dataclass(slots=True, eq=False)
 class ScheduledStep:
-    """A step to be run; pages for its tokens are reserved.
+    """A step to be run; pages for its tokens are reserved. Not to be changed.
 
     sequences: seq -> the sequence
+    picking:   those that pick a token after this step: all, or all but the last, whose prompt goes on in the next step
     batch:     the token ids include unread(place), for the token in this place among the picks of the step before
-    num_picks: how many pick a token after this step: all, or all but the last, whose prompt goes on in the next step
     drafts:    seq -> the drafts that its new tokens end with, of those that have any
+    has_trees: whether drafts have branches
+    asking:    the places among `picking` of those that do not simply take the likeliest token
     """
 
     sequences: tuple[Sequence, ...]
+    picking: tuple[Sequence, ...]
     batch: StepBatch
-    num_picks: int
     drafts: Mapping[int, Drafts]
+    has_trees: bool
+    asking: Many[int]
 
     @property
-    def picking(self) -> tuple[Sequence, ...]:
-        """The sequences that pick a token."""
-        return self.sequences[: self.num_picks]
-
-    @property
-    def has_trees(self) -> bool:
-        """Whether drafts have branches."""
-        return not all(drafts.is_chain for drafts in self.drafts.values())
+    def num_picks(self) -> int:
+        """How many pick a token."""
+        return len(self.picking)
 
     @property
     def is_of_a_suspect(self) -> bool:
@@ -112,6 +116,13 @@ class Taken(NamedTuple):
 
     token_ids: tuple[int, ...]
     reason: FinishReason | None
+
+
+# Place in a step -> the drafts that its sequence's last token is followed by, at least one.
+Verified = Mapping[int, Drafts]
+
+# What a sequence that has ended before gets.
+_NOTHING = Taken((), None)
 
 
 class Scheduler:
@@ -149,6 +160,7 @@ class Scheduler:
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self._suspects: list[Sequence] = []
+        self._has_ahead = False  # whether rows may hold pages that were taken ahead
         self._num_unread = 0  # steps that were launched and not finished
         for pages in table.spaces:
             needed = self._most_pages(max_kv_len, chunk, pages)
@@ -181,20 +193,22 @@ class Scheduler:
         sequence.most_tokens = min(len(request.prompt_token_ids) + request.max_new_tokens, self._max_kv_len + 1)
         insort(self._waiting, sequence, key=_by_urgency)
 
-    def decoding(self) -> list[tuple[Sequence, int]]:
+    def decoding(self, limit: int = INT32_MAX) -> list[tuple[Sequence, int]]:
         """The sequences for which the next step has use of drafts, and of how many each has at most.
 
         More would be beyond what the sequence may come to. None where a suspect is served alone.
+        limit: of drafts of a sequence
         """
         if self._suspects:
             return []
-        return [
-            (each, each.most_tokens - 1 - len(each.token_ids))
-            for each in self._running
-            if len(each.token_ids) < each.most_tokens - 1
-            and len(each.token_ids) - each.num_stored == (each.unread_at == ALL_READ)
-            and (each.asks is None or each.asks.takes_drafts)
-        ]
+        found = []
+        for each in self._running:
+            num_read = len(each.token_ids)
+            most = each.most_tokens - 1 - num_read
+            is_next = num_read - each.num_stored == (each.unread_at == ALL_READ)
+            if most > 0 and is_next and (each.asks is None or each.asks.takes_drafts):
+                found.append((each, most if most < limit else limit))
+        return found
 
     def next_step(self, drafts: Mapping[int, Drafts] = NO_SEQUENCE) -> ScheduledStep | None:
         """The next step; None: it depends on tokens of a step that was launched and is to be finished first.
@@ -215,9 +229,10 @@ class Scheduler:
             self._require_all_read()
             suspect = self._suspects[0]
             self._admit_alone(suspect)
-            return _step_of(*self._continue([suspect], NO_SEQUENCE)[:2], NO_SEQUENCE)
+            return _step_of(*self._continue([suspect], NO_SEQUENCE)[:3])
+        self._give_back_ahead()
         self._admit_urgent()
-        scheduled, lengths, budget = self._continue(self._running, drafts)
+        scheduled, verified, lengths, budget = self._continue(self._running, drafts)
         while budget > 0 and self._waiting and len(self._running) < self._max_batch_size:
             newcomer = self._waiting[0]
             found = self._cache.find(newcomer.cached_row, newcomer.token_ids)
@@ -230,19 +245,19 @@ class Scheduler:
         assert scheduled, "a running sequence always gets a token, and a lone waiting one is always admitted"
         if len(scheduled) > len(lengths.rows):
             lengths = _Lengths.of(scheduled)
-        return _step_of(scheduled, lengths, drafts)
+        return _step_of(scheduled, verified, lengths)
 
     def launched(self, step: ScheduledStep) -> None:
         """A step will run, on which next_step() can go on. All steps before it are finished."""
         assert self._num_unread == 0
         self._num_unread = 1
-        stored = step.batch.kv_len.tolist()
+        stored, num_picks = step.batch.kv_len.tolist(), step.num_picks
         for place, drafts in step.drafts.items():
-            stored[place] -= len(drafts)
+            stored[place] -= len(drafts.token_ids)
         for place, sequence in enumerate(step.sequences):
             if sequence.row != RESERVED_ROW:  # else it has ended since the step was scheduled
                 sequence.num_stored = stored[place]
-                sequence.unread_at = place if place < step.num_picks else ALL_READ
+                sequence.unread_at = place if place < num_picks else ALL_READ
         self._cache.end_step()
         self._enter_pages(step)
 
@@ -255,16 +270,17 @@ class Scheduler:
         that has ended since the step was scheduled takes nothing.
         """
         self._num_unread = 0
-        taken = [self._take(sequence, pick) for sequence, pick in zip(step.picking, picks, strict=True)]
+        ended: list[tuple[Sequence, FinishReason]] = []
+        taken = [self._take(sequence, pick, ended) for sequence, pick in zip(step.picking, picks, strict=True)]
         if step.drafts:
             self._enter_pages(step)
         if step.is_of_a_suspect:
             for sequence in step.picking:
                 self._clear_of_suspicion(sequence)
-        for sequence, each in zip(step.picking, taken, strict=True):
-            if each.reason == "error":
+        for sequence, reason in ended:
+            if reason == "error":
                 self.fail(sequence)
-            elif each.reason is not None:
+            else:
                 self._end(sequence)
         self._count_cached_pages()
         return taken
@@ -311,6 +327,8 @@ class Scheduler:
 
         At once, before the next step's windows have moved on.
         """
+        if not self._cache.has_rows:
+            return
         completed = step.batch.kv_len % self._table.page_size < step.batch.q_len
         # Of these, rejected drafts may have completed some; num_stored does not count them.
         sequences = [step.sequences[seq] for seq in completed.nonzero()[0].tolist()]
@@ -320,27 +338,30 @@ class Scheduler:
             if each.row != RESERVED_ROW
         )
 
-    def _take(self, sequence: Sequence, pick: Many[int] | BadLogits) -> Taken:
-        """What a sequence takes of a pick; the token that was picked last is not stored yet, those before it are."""
+    def _take(
+        self, sequence: Sequence, pick: Many[int] | BadLogits, ended: list[tuple[Sequence, FinishReason]]
+    ) -> Taken:
+        """What a sequence takes of a pick; the token that was picked last is not stored yet, those before it are.
+
+        ended: gets the sequence, if it has ended, and why
+        """
         if sequence.unread_at == ALL_READ:
-            return Taken((), None)
+            return _NOTHING
         sequence.unread_at = ALL_READ
         if isinstance(pick, BadLogits):
+            ended.append((sequence, "error"))
             return Taken((), "error")
-        token_ids = sequence.token_ids
-        if len(token_ids) + len(pick) < sequence.most_tokens and sequence.stops.isdisjoint(pick):
-            sequence.num_stored += len(pick) - 1
+        token_ids, num = sequence.token_ids, len(pick)
+        if len(token_ids) + num < sequence.most_tokens and sequence.stops.isdisjoint(pick):
+            sequence.num_stored += num - 1
             token_ids += pick
             return Taken(tuple(pick), None)
-        reason: FinishReason | None = None
         for num_before, token in enumerate(pick):
             sequence.num_stored += num_before > 0
-            sequence.token_ids.append(token)
-            if token in sequence.stops:
-                reason = "stop"
-            elif len(sequence.token_ids) >= sequence.most_tokens:
-                reason = "length"
-            if reason is not None:
+            token_ids.append(token)
+            if token in sequence.stops or len(token_ids) >= sequence.most_tokens:
+                reason: FinishReason = "stop" if token in sequence.stops else "length"
+                ended.append((sequence, reason))
                 return Taken(tuple(pick[: num_before + 1]), reason)
         return Taken(tuple(pick), None)
 
@@ -357,36 +378,54 @@ class Scheduler:
 
     def _continue(
         self, running: list[Sequence], drafts: Mapping[int, Drafts]
-    ) -> tuple[list[tuple[Sequence, int]], _Lengths, int]:
+    ) -> tuple[list[tuple[Sequence, int]], Verified, _Lengths, int]:
         """What some that run do next, with room for it, and how many more tokens the step takes.
 
-        Where pages run out, drafts are left out, then room that was taken for rejected ones is given back, and then the
-        last one that is not a suspect gives up its pages. A lone sequence has the pools to itself.
+        Where pages run out, drafts are left out, then room that was taken ahead or for rejected ones is given back, and
+        then the last one that is not a suspect gives up its pages. A lone sequence has the pools to itself.
         running: all that run, or one of them
         """
         while True:
-            scheduled, budget = self._assigned(running, drafts)
+            scheduled, verified, budget = self._assigned(running, drafts)
             lengths = rows, stored, new = _Lengths.of(scheduled)
-            self._evict(scheduled, rows, stored)
+            if self._cache.has_windows:
+                self._evict(scheduled, rows, stored)
             kv_len, page_size = stored + new, self._table.page_size
+            if self._table.has_room(rows, kv_len):
+                return scheduled, verified, lengths, budget
             # At most: mostly as many are free, and there is nothing to be counted.
             if sum([q_len for _, q_len in scheduled]) // page_size + len(scheduled) > self._table.fewest_free_pages:
                 self._make_room(int((num_pages(kv_len, page_size) - num_pages(stored, page_size)).sum()))
             try:
-                self._table.reserve_all(rows, kv_len)
+                self._reserve(rows, kv_len)
             except OutOfPages:
                 if drafts:
                     drafts = NO_SEQUENCE
                 elif not self._give_back_room():
                     self._preempt(next(other for other in reversed(self._running) if not other.is_suspect))
             else:
-                return scheduled, lengths, budget
+                return scheduled, verified, lengths, budget
+
+    def _reserve(self, rows: Int32Array, kv_len: Int32Array) -> None:
+        """Make room for the tokens of a step, and for some after them while there are plenty of pages and none waits.
+
+        What is taken ahead is given back before a sequence gives way, or one that waits is not let in.
+        Raises OutOfPages.
+        """
+        table = self._table
+        ahead = len(rows) * (_TOKENS_AHEAD // table.page_size + 1)
+        if self._waiting or self._cache.has_windows or table.num_free_pages < 2 * ahead:
+            table.reserve_all(rows, kv_len)
+        else:
+            self._has_ahead = True
+            table.reserve_all(rows, np.minimum(kv_len + np.int32(_TOKENS_AHEAD), np.int32(table.max_kv_len)))
 
     def _assigned(
         self, running: list[Sequence], drafts: Mapping[int, Drafts]
-    ) -> tuple[list[tuple[Sequence, int]], int]:
+    ) -> tuple[list[tuple[Sequence, int]], Verified, int]:
         """The new tokens of some that run, those that decode first; and how many more the step takes."""
         scheduled: list[tuple[Sequence, int]] = []
+        verified: dict[int, Drafts] = {}
         prompts: list[Sequence] = []
         for sequence in running:
             num_read, is_read = len(sequence.token_ids), sequence.unread_at == ALL_READ
@@ -405,16 +444,16 @@ class Scheduler:
             room = budget // 2 if self._waiting else budget
             for seq, (sequence, q_len) in enumerate(scheduled[:num_decoding]):
                 of_it = drafts.get(sequence.number)
-                if of_it is not None:
-                    num_drafts = min(len(of_it.token_ids), room)
-                    scheduled[seq] = sequence, q_len + num_drafts
+                num_drafts = min(len(of_it.token_ids), room) if of_it is not None else 0
+                if of_it is not None and num_drafts > 0:
+                    scheduled[seq], verified[seq] = (sequence, q_len + num_drafts), of_it.first(num_drafts)
                     room -= num_drafts
                     budget -= num_drafts
-        return scheduled, budget
+        return scheduled, verified, budget
 
     def _give_back_room(self) -> bool:
-        """Give back pages that hold nothing but rejected drafts; whether there were any."""
-        given = False
+        """Give back pages that were taken ahead or hold nothing but rejected drafts; whether there were any."""
+        given = self._has_ahead = False
         for sequence in self._running:
             kv_len = sequence.num_tokens
             num_needed = num_pages(kv_len, self._table.page_size)
@@ -426,10 +465,9 @@ class Scheduler:
     def _evict(self, scheduled: list[tuple[Sequence, int]], rows: Int32Array, stored: Int32Array) -> None:
         """Give back the pages that have left the windows of some rows, before others are taken."""
         self._table.evict(rows, stored)
-        if self._cache.has_windows:
-            for sequence, _ in scheduled:
-                if sequence.num_stored >= sequence.cached_row.moves_at:
-                    self._cache.move_windows(sequence.cached_row, sequence.num_stored)
+        for sequence, _ in scheduled:
+            if sequence.num_stored >= sequence.cached_row.moves_at:
+                self._cache.move_windows(sequence.cached_row, sequence.num_stored)
 
     def _make_room(self, needed: int) -> None:
         """Have so many pages free in every space, if enough of them are held by the cache alone."""
@@ -479,6 +517,7 @@ class Scheduler:
         """Let a suspect run, whatever others have to wait for it."""
         if suspect.row != RESERVED_ROW:
             return
+        self._give_back_room()
         while len(self._running) >= self._max_batch_size or not self._has_room(suspect, []):
             self._preempt(self._running[-1])
         self._admit(suspect, [], self._chunk)
@@ -495,6 +534,16 @@ class Scheduler:
         sequence.num_stored = 0
         insort(self._waiting, sequence, key=_by_urgency)
         self._metrics.preemptions += 1
+
+    def _give_back_ahead(self) -> None:
+        """Give back pages that were taken ahead where the first that waits lacks some.
+
+        Before the step's own tokens get their room, which is given back with them.
+        """
+        if self._has_ahead and self._waiting and len(self._running) < self._max_batch_size:
+            newcomer = self._waiting[0]
+            if not self._has_room(newcomer, self._cache.find(newcomer.cached_row, newcomer.token_ids)):
+                self._give_back_room()
 
     def _has_room(self, newcomer: Sequence, found: Many[CachedPage]) -> bool:
         """Whether there are pages for a sequence that begins with what was found, beside those that run."""
@@ -555,23 +604,25 @@ def unread(place: int) -> int:
     return -1 - place
 
 
-def _step_of(scheduled: list[tuple[Sequence, int]], lengths: _Lengths, drafts: Mapping[int, Drafts]) -> ScheduledStep:
-    """lengths: of scheduled; drafts: of those that were scheduled with some, at least"""
+def _step_of(scheduled: list[tuple[Sequence, int]], verified: Verified, lengths: _Lengths) -> ScheduledStep:
+    """verified, lengths: of scheduled"""
     token_ids: list[int] = []
-    verified: dict[int, Drafts] = {}
     for seq, (sequence, q_len) in enumerate(scheduled):
-        if sequence.unread_at != ALL_READ:
+        drafts = verified.get(seq)
+        if drafts is not None:
+            token_ids.append(sequence.token_ids[-1])
+            token_ids += drafts.token_ids
+        elif sequence.unread_at != ALL_READ:
             token_ids.append(unread(sequence.unread_at))
-            continue
-        known, stored = sequence.token_ids, sequence.num_stored
-        token_ids += known[stored : stored + q_len]
-        num_drafts = q_len - (len(known) - stored)
-        if num_drafts > 0:
-            verified[seq] = drafts[sequence.number].first(num_drafts)
-            token_ids += verified[seq].token_ids
+        else:
+            stored = sequence.num_stored
+            token_ids += sequence.token_ids[stored : stored + q_len]
     rows, num_stored, new = lengths
     batch = StepBatch(rows=rows, kv_len=num_stored + new, q_len=new, token_ids=np.array(token_ids, np.int32))
+    sequences = tuple([sequence for sequence, _ in scheduled])
     # a prompt that is not through took all that was left of the chunk, so nothing comes after it
     last, last_q_len = scheduled[-1]
-    num_picks = len(scheduled) - (last_q_len < last.num_left)
-    return ScheduledStep(tuple([sequence for sequence, _ in scheduled]), batch, num_picks, verified)
+    picking = sequences[:-1] if last_q_len < last.num_left else sequences
+    asking = [seq for seq, each in enumerate(picking) if not each.is_plain]
+    has_trees = not all(drafts.is_chain for drafts in verified.values())
+    return ScheduledStep(sequences, picking, batch, verified, has_trees, asking)

@@ -8,7 +8,7 @@ host reads the drafts of all sequences at once, at the end.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Set
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
 
@@ -63,7 +63,7 @@ class ModelDrafter:
         self._few = few
         self._followers: dict[int, _Follower] = {}
 
-    def draft(self, decoding: Many[tuple[Sequence, int]], alive: Collection[int]) -> Mapping[int, Drafts]:
+    def draft(self, decoding: Many[tuple[Sequence, int]], alive: Set[int]) -> Mapping[int, Drafts]:
         """As Drafter.draft. A sequence that the model has no room for, or that is too long for it, gets none.
 
         After a fault of the device there are none either, and the model begins anew: drafts are but guesses.
@@ -91,7 +91,7 @@ class ModelDrafter:
         decode = {sequence.number for sequence, _ in decoding}
         for number in self._followers.keys() - decode:
             self._leave(number)
-        drafting = [(sequence, most) for sequence, most in decoding if self._has_room(sequence)]
+        drafting = self._with_room([each for each in decoding if self._follows(each[0])])
         if not drafting:
             return {}
         sequences = [sequence for sequence, _ in drafting]
@@ -102,17 +102,33 @@ class ModelDrafter:
             for seq, (sequence, most) in enumerate(drafting)
         }
 
-    def _has_room(self, sequence: Sequence) -> bool:
-        """Bring a sequence's row up to what is known, and make room for its drafts; False where there is none."""
-        follower, num_tokens = self._followers.get(sequence.number), len(sequence.token_ids)
-        if num_tokens + self._runners.room > self._table.max_kv_len:
+    def _follows(self, sequence: Sequence) -> bool:
+        """Bring a sequence's row up to what is known; False where there is none, or it is too long."""
+        follower = self._followers.get(sequence.number)
+        if len(sequence.token_ids) + self._runners.room > self._table.max_kv_len:
             self._leave(sequence.number)
             return False
-        try:
-            if follower is None:
+        if follower is None:
+            try:
                 follower = self._followers[sequence.number] = _Follower(self._table.admit())
-            follower.go_back(sequence.token_ids)
-            self._table.reserve(follower.row, num_tokens + self._runners.room)
+            except FitsLater:
+                return False
+        follower.go_back(sequence.token_ids)
+        return True
+
+    def _with_room(self, decoding: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
+        """Those for whose drafts there is room in their rows, which is made. The others leave."""
+        room = self._runners.room
+        rows = np.array([self._followers[sequence.number].row for sequence, _ in decoding], np.int32)
+        try:
+            self._table.reserve_all(rows, np.array([len(each.token_ids) + room for each, _ in decoding], np.int32))
+        except FitsLater:
+            return [each for each in decoding if self._has_room(each[0])]
+        return decoding
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        try:
+            self._table.reserve(self._followers[sequence.number].row, len(sequence.token_ids) + self._runners.room)
         except FitsLater:
             self._leave(sequence.number)
             return False

@@ -12,9 +12,10 @@ LAST_TOKEN = -1
 NOT_DRAWN = -1
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: each text has some in each step, and setting the fields of a frozen class takes three times as long.
+@dataclass(slots=True, unsafe_hash=True)
 class Drafts:
-    """A tree of tokens after a sequence's last one. A chain is a tree without branches.
+    """A tree of tokens after a sequence's last one. A chain is a tree without branches. Not to be changed.
 
     token_ids: of the drafts
     parents:   draft -> the draft that it comes after, which stands before it, or LAST_TOKEN
@@ -32,12 +33,15 @@ class Drafts:
         assert len(parents) == len(self.token_ids)
         is_chain = parents == _one_after_another(len(parents))
         assert is_chain or all(LAST_TOKEN <= parent < draft for draft, parent in enumerate(parents))
-        object.__setattr__(self, "is_chain", is_chain)
+        self.is_chain = is_chain
 
     @classmethod
     def chain(cls, token_ids: tuple[int, ...]) -> Drafts:
         """Each comes after the one before it."""
-        return cls(token_ids, _one_after_another(len(token_ids)))
+        made = cls.__new__(cls)  # what there is to be checked of parents holds for these
+        made.token_ids, made.parents, made.place = token_ids, _one_after_another(len(token_ids)), NOT_DRAWN
+        made.is_chain = True
+        return made
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -51,7 +55,7 @@ class Drafts:
 
     def first(self, num: int) -> Drafts:
         """The first so many of them, which are a tree too."""
-        return self if num == len(self) else Drafts(self.token_ids[:num], self.parents[:num], self.place)
+        return self if num == len(self.token_ids) else Drafts(self.token_ids[:num], self.parents[:num], self.place)
 
     def after(self, draft: int, token_id: int) -> int | None:
         """The first draft of this token that comes after a draft, or after LAST_TOKEN; None where there is none."""

@@ -10,7 +10,7 @@ has no rows of the large model for the tokens before: its row of the head begins
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Set
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -93,7 +93,7 @@ class EagleDrafter:
                 self._new[sequence.number] = _New(sequence, kv_len[seq] - q_len[seq], places)
             first += q_len[seq]
 
-    def draft(self, decoding: Many[tuple[Sequence, int]], alive: Collection[int]) -> Mapping[int, Drafts]:
+    def draft(self, decoding: Many[tuple[Sequence, int]], alive: Set[int]) -> Mapping[int, Drafts]:
         """As Drafter.draft: of the sequences that were in the last step.
 
         After a fault of the device there are none, and the head begins anew: drafts are but guesses.

@@ -7,7 +7,7 @@ device. The method is known as prompt lookup decoding, and as n-gram speculation
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Set
 from collections.abc import Sequence as Many
 from itertools import pairwise
 
@@ -30,23 +30,26 @@ class NgramDrafter:
         self._num_branches = num_branches
         self._texts: dict[int, _Text] = {}
 
-    def draft(self, decoding: Iterable[tuple[Sequence, int]], alive: Collection[int]) -> dict[int, Drafts]:
+    def draft(self, decoding: Iterable[tuple[Sequence, int]], alive: Set[int]) -> dict[int, Drafts]:
         """As Drafter.draft."""
-        for number in self._texts.keys() - alive:
-            del self._texts[number]
+        texts = self._texts
+        if not texts.keys() <= alive:
+            for number in texts.keys() - alive:
+                del texts[number]
         found: dict[int, Drafts] = {}
         for sequence, most in decoding:
-            text = self._texts.get(sequence.number)
+            number = sequence.number
+            text = texts.get(number)
             if text is None:
-                text = self._texts[sequence.number] = _Text()
+                text = texts[number] = _Text()
             if self._num_branches == 1:
                 chain = text.continuation(sequence.token_ids, most)
                 if chain:
-                    found[sequence.number] = Drafts.chain(tuple(chain))
+                    found[number] = Drafts.chain(tuple(chain))
                 continue
             branches = text.continuations(sequence.token_ids, most, self._num_branches)
             if branches:
-                found[sequence.number] = Drafts.tree(branches, most)
+                found[number] = Drafts.tree(branches, most)
         return found
 
     def follow(self, step: ScheduledStep, taken: Many[Taken]) -> None:
@@ -62,18 +65,34 @@ class _Text:
     One entry for each token: a long prompt is looked at in the step after it, and must not hold up the others.
     """
 
+    __slots__ = ("_num_guessed", "_num_seen", "_place", "_places")
+
     def __init__(self) -> None:
         self._places: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         self._num_seen = 1
+        self._place = 0  # what continuation() found the last time; 0: nothing
+        self._num_guessed = 0  # tokens that there were then
 
     def continuation(self, token_ids: list[int], most: int) -> list[int]:
-        """What came after the last tokens before: where most of those before them are the same, the last time."""
+        """What came after the last tokens before. A text that has gone on as it was guessed is guessed on from there.
+
+        Else it is where most of those before them are the same, the last time.
+        """
+        before, num = self._place, self._num_guessed
+        place = before + len(token_ids) - num
+        if not before or token_ids[num:] != token_ids[before:place]:
+            place = self._found(token_ids)
+        self._place, self._num_guessed = place, len(token_ids)
+        return _copied(token_ids, place, most) if place else []
+
+    def _found(self, token_ids: list[int]) -> int:
+        """The place after the last tokens where they were before; 0: they were nowhere."""
         if len(token_ids) < 2:
-            return []
+            return 0
         self._look_at(token_ids)
         places = self._places.get((token_ids[-2], token_ids[-1]))
         if places is None:
-            return []
+            return 0
         best, longest = places[-1], 0
         for place in places[: -_MOST_PLACES - 1 : -1]:
             num_same = _num_same(token_ids, place)
@@ -81,7 +100,7 @@ class _Text:
                 best, longest = place, num_same
                 if num_same == _LONGEST:
                     break
-        return _copied(token_ids, best, most)
+        return best
 
     def continuations(self, token_ids: Many[int], most: int, num_branches: int) -> list[list[int]]:
         """As continuation(), the last time first; different ones, `most` tokens of all together.
@@ -117,9 +136,8 @@ def _num_same(token_ids: Many[int], place: int) -> int:
 def _copied(token_ids: Many[int], place: int, num: int) -> list[int]:
     """The tokens from a place on; past the end those that were copied, as in a text that goes round in a circle."""
     copied = list(token_ids[place : place + num])
-    period = len(token_ids) - place
-    while len(copied) < num:
-        copied.append(copied[len(copied) - period])
+    if len(copied) < num:
+        copied = (copied * (num // len(copied) + 1))[:num]
     return copied
 
 

@@ -9,7 +9,7 @@ nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Mapping, Set
 from collections.abc import Sequence as Many
 from dataclasses import replace
 from types import MappingProxyType
@@ -42,13 +42,13 @@ Picks = list[Many[int] | BadLogits]
 NO_LOGPROBS_OF: Mapping[int, Many[TokenLogprobs]] = MappingProxyType({})
 NOTHING_DRAWN = NothingDrawn()
 # Scheduler.decoding
-Decoding = Callable[[], Iterable[tuple[Sequence, int]]]
+Decoding = Callable[[int], list[tuple[Sequence, int]]]
 
 
 class Drafter(Protocol):
     """Guesses what comes next."""
 
-    def draft(self, decoding: Many[tuple[Sequence, int]], alive: Collection[int]) -> Mapping[int, Drafts]:
+    def draft(self, decoding: Many[tuple[Sequence, int]], alive: Set[int]) -> Mapping[int, Drafts]:
         """Drafts of some sequences, by their requests' numbers.
 
         decoding: sequences with the most drafts that each may have, at least 1; the next token of each is to be picked
@@ -86,7 +86,7 @@ class NoSpeculation:
     def __init__(self, picker: AskingPicker) -> None:
         self._picker = picker
 
-    def drafts(self, decoding: Decoding, alive: Collection[int]) -> Mapping[int, Drafts]:
+    def drafts(self, decoding: Decoding, alive: Set[int]) -> Mapping[int, Drafts]:
         """As Speculation.drafts."""
         return NO_SEQUENCE
 
@@ -98,9 +98,9 @@ class NoSpeculation:
         """As Speculation.pick. logits: [num_seqs, vocab]"""
         asking = _asking(step, settle)
         draws = {
-            row: sequence.sampler.draw(sequence.num_new)
-            for row, sequence in enumerate(step.picking)
-            if not sequence.sampler.is_greedy
+            row: step.sequences[row].sampler.draw(step.sequences[row].num_new)
+            for row in step.asking
+            if not step.sequences[row].sampler.is_greedy
         }
         rows = logits[: step.num_picks]
         if not asking:
@@ -145,14 +145,13 @@ class Speculation:
         """As Drafter.capture_all."""
         self._drafter.capture_all(progress)
 
-    def drafts(self, decoding: Decoding, alive: Collection[int]) -> Mapping[int, Drafts]:
+    def drafts(self, decoding: Decoding, alive: Set[int]) -> Mapping[int, Drafts]:
         """Drafts for the next step; the tokens of all steps were read.
 
         decoding: Scheduler.decoding
         alive:    as of Drafter.draft
         """
-        limit = self._num_drafts
-        return self._drafter.draft([(each, most if most < limit else limit) for each, most in decoding()], alive)
+        return self._drafter.draft(decoding(self._num_drafts), alive)
 
     def batch(self, step: ScheduledStep) -> StepBatch:
         """The batch of a step, with the mask of its trees where it has any."""
@@ -169,15 +168,15 @@ class Speculation:
         num_rows, asking = logits.shape[1], _asking(step, settle)
         draws: dict[int, Draw] = {}
         asks: dict[int, RowAsk] = {}
-        for seq, sequence in enumerate(step.picking):
-            if not sequence.sampler.is_greedy or seq in asking:
-                depths = [0, *step.drafts.get(seq, NO_DRAFTS).depths()]
-                for row, depth in enumerate(depths, (seq + 1) * num_rows - len(depths)):
-                    if not sequence.sampler.is_greedy:
-                        draws[row] = sequence.sampler.draw(sequence.num_new + depth)
-                    if seq in asking:
-                        asks[row] = asking[seq].of(sequence, sequence.num_new + depth)
-        rows = logits[: step.num_picks].flatten(0, 1)
+        for seq in step.asking:
+            sequence = step.sequences[seq]
+            depths = [0, *step.drafts.get(seq, NO_DRAFTS).depths()]
+            for row, depth in enumerate(depths, (seq + 1) * num_rows - len(depths)):
+                if not sequence.sampler.is_greedy:
+                    draws[row] = sequence.sampler.draw(sequence.num_new + depth)
+                if seq in asking:
+                    asks[row] = asking[seq].of(sequence, sequence.num_new + depth)
+        rows = (logits if step.num_picks == logits.shape[0] else logits[: step.num_picks]).flatten(0, 1)
         picked = self._picker.pick(rows, draws, asks) if asks else self._picker.plain.pick(rows, draws)
         return _Verified(picked, step, num_rows, self._runtime, self._rejection.pick(step, logits))
 
@@ -249,7 +248,7 @@ class _Verified:
         self._drawn = drawn
         self._picked, self._step, self._num_rows, self._runtime = picked, step, num_rows, runtime
         self._found: list[int | BadLogits] = []
-        self._paths: list[list[int]] = []  # place among step.picking -> the drafts that were accepted
+        self._paths: list[Many[int]] = []  # place among step.picking -> the drafts that were accepted
 
     def read(self) -> Picks:
         """As StepPicks.read, before the next step of these sequences."""
@@ -257,14 +256,15 @@ class _Verified:
         found = self._found = self._picked.read()
         drawn = self._drawn.read()
         picks, self._paths = Picks(), []
-        moves: dict[int, list[int]] = {}
+        moves: dict[int, Many[int]] = {}
         for seq in range(step.num_picks):
             drafts = step.drafts.get(seq, NO_DRAFTS)
             last = (seq + 1) * num_rows
-            first = last - 1 - len(drafts)
-            tokens, path = (
-                _of_drawn(found[first], drawn[seq]) if seq in drawn else _found_right(found[first:last], drafts)
-            )
+            first = last - 1 - len(drafts.token_ids)
+            if seq in drawn:
+                tokens, path = _of_drawn(found[first], drawn[seq])
+            else:
+                tokens, path = _found_right(found[first:last], drafts)
             picks.append(tokens)
             self._paths.append(path)
             if drafts.is_chain or path == list(range(len(path))):
@@ -287,7 +287,7 @@ class _Verified:
                 found[seq] = [told[first], *(told[first + 1 + draft] for draft in path)]
         return found
 
-    def _move(self, paths: Mapping[int, list[int]]) -> None:
+    def _move(self, paths: Mapping[int, Many[int]]) -> None:
         """Move what some sequences have accepted. paths: seq -> their drafts, in order"""
         batch, seqs = self._step.batch, list(paths)
         nodes = np.full((len(seqs), 1 + max(map(len, paths.values()))), -1, np.int32)
@@ -305,7 +305,9 @@ class _Verified:
 
 def _asking(step: ScheduledStep, settle: Callable[[], None]) -> dict[int, Asking]:
     """Place among step.picking -> what its sequence asks for. settle: as of Speculation.pick"""
-    asking = {seq: sequence.asks for seq, sequence in enumerate(step.picking) if sequence.asks is not None}
+    if not step.asking:
+        return {}
+    asking = {seq: asks for seq in step.asking if (asks := step.sequences[seq].asks) is not None}
     if asking and any(asks.needs_tokens for asks in asking.values()):
         settle()  # the step itself runs on the device meanwhile
         # What has ended with the step before takes nothing of this one.
@@ -322,7 +324,7 @@ def _parents(step: ScheduledStep) -> Int32Array:
     return parents
 
 
-def _of_drawn(first: int | BadLogits, tokens: Many[int]) -> tuple[Many[int] | BadLogits, list[int]]:
+def _of_drawn(first: int | BadLogits, tokens: Many[int]) -> tuple[Many[int] | BadLogits, Many[int]]:
     """As _found_right, of a chain that was drawn. first: what plain picking says of its first row"""
     if tokens[-1] >= 0 and not isinstance(first, BadLogits):
         return tokens, list(range(len(tokens) - 1))
@@ -331,7 +333,7 @@ def _of_drawn(first: int | BadLogits, tokens: Many[int]) -> tuple[Many[int] | Ba
     return first if isinstance(first, BadLogits) else BadLogits("no token can be drawn: no probability is left"), []
 
 
-def _found_right(rows: Many[int | BadLogits], drafts: Drafts) -> tuple[Many[int] | BadLogits, list[int]]:
+def _found_right(rows: Many[int | BadLogits], drafts: Drafts) -> tuple[Many[int] | BadLogits, Many[int]]:
     """The tokens from a sequence's last one on, and the drafts of all but the last of them.
 
     rows: what was picked after the last token, and after each draft
@@ -340,15 +342,16 @@ def _found_right(rows: Many[int | BadLogits], drafts: Drafts) -> tuple[Many[int]
     tokens: list[int] = []
     path: list[int] = []
     if drafts.is_chain:
-        num = 0
-        for draft, pick in zip(drafts.token_ids, rows, strict=False):
-            if draft != pick:  # as no draft is BadLogits
-                break
-            num += 1
+        guessed = drafts.token_ids
+        num = len(guessed)
+        if guessed != tuple(rows[:num]):  # no draft is BadLogits
+            num = 0
+            while guessed[num] == rows[num]:
+                num += 1
         last = rows[num]
         if not isinstance(last, BadLogits):
-            return cast(Many[int], rows[: num + 1]), list(range(num))
-        return (cast(Many[int], rows[:num]), list(range(num - 1))) if num else (last, [])
+            return cast(Many[int], rows[: num + 1]), range(num)
+        return (cast(Many[int], rows[:num]), range(num - 1)) if num else (last, [])
     at: int | None = LAST_TOKEN
     while at is not None:
         pick = rows[1 + at]

@@ -580,6 +580,25 @@ def test_what_derives_a_steps_metadata_is_launched_again_on_the_stream_of_then()
     assert (fill.by_triton, build.by_triton, len(fill.ran)) == (1, 1, 4)
 
 
+def test_a_fixed_launch_hands_over_what_it_is_given_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps what it has put together by stream and addresses; it never keeps more than a few."""
+    handle = [STREAM]
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: handle[0], raising=False)
+    kernel, to = Kernel(("slot", "counts", "to", "N")), rows()
+    publish = FixedLaunch(kernel, torch.device("cuda", 0), (2, 1, 1), to, 7, num_warps=4)
+    slots = [rows() for _ in range(70)]
+    publish(slots[0], to)
+    assert kernel.by_triton == 1
+    handles = "function", "metadata", None, None, None
+    for slot in (slots[0], slots[1], slots[0], *slots):
+        for handle[0] in (STREAM, STREAM + 1):
+            publish(slot, to)
+            expected = (2, 1, 1, handle[0], *handles, slot.data_ptr(), to.data_ptr(), to.data_ptr(), 7)
+            assert kernel.ran[-1] == expected
+    assert (kernel.by_triton, len(kernel.ran)) == (1, 2 * 73)
+    assert 0 < len(publish._handed) <= 64
+
+
 def test_schedules_are_prepared_whose_parts_all_are() -> None:
     problem = Problem(8, 2, 128, 128, torch.bfloat16, 16, 128**-0.5)
     selected = select(problem, KNOWN_TARGETS["gfx942"], "triton").kernels

@@ -179,6 +179,22 @@ def test_a_step_is_refused_for_room_that_was_given_back_since_it_was_reserved() 
         table.reserve_all(step.rows, step.kv_len)
 
 
+def test_there_is_room_where_reserving_would_change_nothing() -> None:
+    table = RequestTable(max_num_seqs=3, max_kv_len=16, num_pages=12, page_size=4, device=torch.device("cpu"))
+    rows = np.array([table.admit(), table.admit()], np.int32)
+    assert not table.has_room(rows, np.array([1, 1], np.int32))
+    table.reserve_all(rows, np.array([5, 3], np.int32))
+    held, changes = [table.num_held(int(row)) for row in rows], list(table.pending.cells)
+    for kv_len, expected in (([5, 3], True), ([1, 0], True), ([6, 3], False), ([5, 4], False)):
+        assert table.has_room(rows, np.array(kv_len, np.int32)) is expected
+    assert ([table.num_held(int(row)) for row in rows], list(table.pending.cells)) == (held, changes)
+    table.truncate(int(rows[1]), 2)
+    assert not table.has_room(rows, np.array([5, 3], np.int32))
+    table.free(int(rows[0]))
+    assert not table.has_room(rows, np.array([5, 2], np.int32))
+    assert not table.has_room(rows[:0], rows[:0])
+
+
 def test_a_second_free_is_an_error() -> None:
     table = make_table()
     row = table.admit()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Set
 from collections.abc import Sequence as Many
 
 from rocm_attn.capture.graphs import Progress
@@ -31,7 +31,7 @@ class ScriptedDrafter:
         self._branches = branches
         self._mistakes = mistakes
 
-    def draft(self, decoding: Many[tuple[Sequence, int]], alive: Collection[int]) -> Mapping[int, Drafts]:
+    def draft(self, decoding: Many[tuple[Sequence, int]], alive: Set[int]) -> Mapping[int, Drafts]:
         """As Drafter.draft."""
         assert {each.number for each, _ in decoding} <= set(alive)
         drafts = {each.number: self._tree(each, self._random.randint(0, most)) for each, most in decoding}
@@ -64,7 +64,7 @@ class EveryOtherStep(ScriptedDrafter):
 
     _num_asked = 0
 
-    def draft(self, decoding: Many[tuple[Sequence, int]], alive: Collection[int]) -> Mapping[int, Drafts]:
+    def draft(self, decoding: Many[tuple[Sequence, int]], alive: Set[int]) -> Mapping[int, Drafts]:
         """As Drafter.draft."""
         self._num_asked += 1
         return {} if self._num_asked % 2 == 0 else super().draft(decoding, alive)

@@ -74,18 +74,35 @@ def test_the_first_drafts_of_a_tree_are_a_tree(num: int) -> None:
     assert (tree.after(LAST_TOKEN, 7), tree.after(0, 6), tree.after(0, 7)) == (2, 1, None)
 
 
-def test_a_guess_is_what_looking_through_the_whole_text_finds() -> None:
+def test_a_guess_goes_on_where_it_was_right_and_else_is_what_looking_through_the_whole_text_finds() -> None:
     chooser = random.Random(3)
+    num_followed = 0
     for _ in range(60):
         drafter, growing = NgramDrafter(1), sequence(chooser.randrange(3))
+        text, at = growing.token_ids, 0
         for _ in range(30):
-            growing.token_ids += [chooser.randrange(3) for _ in range(chooser.randint(1, 3))]
-            text = growing.token_ids
+            new = [chooser.randrange(3) for _ in range(chooser.randint(1, 3))]
+            text += new
+            follows = at > 0 and new == text[at : at + len(new)]
+            num_followed += follows
             places = [
                 (num, at) for num in (2, 3, 4) for at in range(num, len(text)) if text[at - num : at] == text[-num:]
             ]
+            at = at + len(new) if follows else max(places)[1] if places else 0
             found = drafter.draft([(growing, 1)], {0})
-            assert found == ({0: Drafts.chain((text[max(places)[1]],))} if places else {})
+            assert found == ({0: Drafts.chain((text[at],))} if at else {})
+    assert num_followed > 100
+
+
+def test_a_stretch_that_is_copied_is_followed_past_a_later_place_with_the_same_tokens() -> None:
+    drafter = NgramDrafter(1)
+    text = [1, 2, 3, 4, 5, 1, 2, 3, 4, 6, 9, 9, 1, 2, 3, 4]
+    growing = sequence(*text)
+    assert drafter.draft([(growing, 2)], {0})[0] == Drafts.chain((6, 9))
+    growing.token_ids += [6, 9, 9]
+    assert drafter.draft([(growing, 2)], {0})[0] == Drafts.chain((1, 2))
+    growing.token_ids += [1, 2, 7]  # the second draft was right, and the token after it was another one
+    assert drafter.draft([(growing, 2)], {0}) == {}
 
 
 def test_a_token_that_cannot_be_picked_ends_the_accepted_ones_and_fails_its_sequence_in_the_next_step() -> None:

@@ -590,6 +590,40 @@ def test_pages_that_hold_nothing_but_rejected_drafts_are_given_back_before_a_seq
     assert served.metrics.preemptions == 0
 
 
+def test_a_decoding_sequence_gets_its_pages_ahead_and_most_steps_change_nothing_in_the_table() -> None:
+    served = World(page_size=4, num_pages=1 + 200, max_batch_size=2, chunk=64, max_kv_len=300)
+    for number in range(2):
+        served.add(number, Request((number, 1, 2), 120))
+    changed = []
+    while served.scheduler.has_work:
+        served.step()
+        pending = served.table.pending
+        changed.append(bool(pending.cells))
+        pending.cells.clear()
+    assert len(changed) == 120
+    assert sum(changed[:-1]) == 3, "for the prompts, for the first 64 tokens after them, and for the next ones"
+    assert served.table.num_free_pages + served.metrics.cached_pages == 200
+    for number, sequence in served.sequences.items():
+        assert served.results[number] == expected_tokens(sequence.request, 300)
+
+
+@pytest.mark.parametrize("guess", [no_drafts, right(9)])
+def test_pages_that_were_taken_ahead_are_given_back_to_one_that_waits_for_them(guess: Guess) -> None:
+    served = World(page_size=4, num_pages=1 + 40, max_batch_size=2, chunk=256, max_kv_len=160, guess=guess)
+    served.add(0, Request((1, 2, 3), 40))
+    for _ in range(3):
+        served.step()
+    row = served.sequences[0].row
+    held = served.table.num_held(row)
+    assert held > 16
+    served.add(1, Request(tuple(range(50)) * 2, 20))  # 25 pages now, which are not left beside those
+    served.step()
+    assert running(served) == [0, 1]
+    assert served.table.num_held(row) < held
+    served_in_turn(served)
+    assert served.metrics.preemptions == 0
+
+
 def test_drafts_leave_the_prompts_that_run_all_of_the_chunk_and_those_that_wait_half_of_the_rest() -> None:
     served = world(chunk=12)
     served.guess = right(20)

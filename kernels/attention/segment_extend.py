@@ -68,7 +68,7 @@ def _segment_extend_kernel(
     mask_words,
     mask_indptr,
     mask_start,
-    position_of_token,
+    window_start,
     qk_scale,
     tanh_scale,
     window_left,
@@ -126,8 +126,8 @@ def _segment_extend_kernel(
         kv = KeyValues(k_side, v_side, Line(pages, width), factors)
         bits = None
         if mask_words is not None:
-            mask = MaskOfStep(mask_words, mask_indptr, mask_start, position_of_token, q_indptr)
-            first_masked, bits = bits_of_block(mask, seq, first_token, is_row, end_key, window_left, G)
+            mask = MaskOfStep(mask_words, mask_indptr, mask_start, window_start, q_indptr)
+            first_masked, bits = bits_of_block(mask, seq, first_token, is_row, end_key, G)
             edge_block = first_masked // K.KEY_BLOCK
             if K.WINDOWED:
                 first_key = first_masked
@@ -190,7 +190,7 @@ def launch_segment_extend(
         None if mask is None else mask.words,
         None if mask is None else mask.indptr,
         None if mask is None else mask.start,
-        None if mask is None else mask.positions,
+        None if mask is None else mask.window_start,
         scores.base_2_scale,
         scores.tanh_scale,
         scores.window_left,

@@ -102,7 +102,7 @@ def _latent_decode_kernel(
     mask_words,
     mask_indptr,
     mask_start,
-    position_of_token,
+    window_start,
     schedule,
     partials,
     out,
@@ -182,8 +182,8 @@ def _latent_decode_kernel(
             end = window_block + end_block
             bits = None
             if mask_words is not None:
-                mask = MaskOfStep(mask_words, mask_indptr, mask_start, position_of_token, q_indptr)
-                first_masked, bits = bits_of_block(mask, seq, first_token, is_row, end_key, window_left, G)
+                mask = MaskOfStep(mask_words, mask_indptr, mask_start, window_start, q_indptr)
+                first_masked, bits = bits_of_block(mask, seq, first_token, is_row, end_key, G)
                 if not R.WINDOWED:
                     # Every row sees the keys before those with bits, in a loop as that of steps without a mask.
                     edge = tl.minimum(tl.maximum(first_masked // K.KEY_BLOCK, first), end)
@@ -238,7 +238,7 @@ def launch_latent_decode(
         None if mask is None else mask.words,
         None if mask is None else mask.indptr,
         None if mask is None else mask.start,
-        None if mask is None else mask.positions,
+        None if mask is None else mask.window_start,
         args.schedule,
         args.workspace,
         args.out,

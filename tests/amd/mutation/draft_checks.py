@@ -48,7 +48,8 @@ def place_trees(memory: Memory) -> None:
     inputs = [parents, _ints(*[3, 7, 1, 0]), _ints(*[9, 5, 7, 0]), _ints(*[3, 2, 2, 0])]
     for nodes_before in (0, 2, 3):
         launch, twin = (
-            partial(of_place_trees(place), nodes_before=nodes_before)
+            partial(of_place_trees(place), nodes_before=nodes_before, window_left=1)
             for place in (launch_place_trees, twins.place_trees)
         )
-        assert_same(memory, launch, twin, inputs, [_ints(*[-77] * 4), _ints(*[-77] * 3), _ints(*[-77] * 9)])
+        outputs = [_ints(*[-77] * size) for size in (4, 3, 9, 9)]
+        assert_same(memory, launch, twin, inputs, outputs)

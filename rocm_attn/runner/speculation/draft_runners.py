@@ -187,5 +187,6 @@ class DraftRunners:
             level = self._chosen(level.next(logits, carried), logits, carried, number + 1)
             words.append(level.words())
             drawn_by.append(level.drawn_by)
-        self.probabilities[:num_seqs].copy_(torch.cat(drawn_by, 1))
+        if self._draws:
+            self.probabilities[:num_seqs].copy_(torch.cat(drawn_by, 1))
         return torch.stack(words, 1)

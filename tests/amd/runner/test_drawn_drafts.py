@@ -181,10 +181,8 @@ def test_a_tree_accepts_more_than_a_chain_of_its_depth(loaded: LoadedModel) -> N
 def test_siblings_that_are_all_accepted_show_in_the_distribution(
     loaded: LoadedModel, plain: Counter[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each draft that p may give at all is accepted."""
-
     def accept_all(probabilities: Probabilities, given: Verified) -> Accepted:
-        return accept_sampled(probabilities._replace(accept_uniform=probabilities.accept_uniform * 0.0), given)
+        return accept_sampled(probabilities._replace(target=probabilities.draft), given)
 
     monkeypatch.setattr(drawn, "accept_sampled", accept_all)
     engine = Engine(loaded, replace(MANY, **TREES))

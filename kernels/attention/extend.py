@@ -131,7 +131,7 @@ def _attend_row(x, query_block, row, done, take, G: tl.constexpr):
         row_key = end_key - row_keys
         first_block = (row_key + tl.maximum(done - G.ROW_KEYS, 0)) // K.KEY_BLOCK
         if PACKED and K.WINDOWED:
-            # A window that is counted from a draft's depth begins before what a row costs: the first share has that too.
+            # A window that is counted from a draft's depth begins before what a row costs: the first share has it.
             first_block = tl.where(done == 0, tl.minimum(first_block, edge_block), first_block)
         share_end = (row_key + tl.maximum(done + take - G.ROW_KEYS, 0)) // K.KEY_BLOCK
         end_block = tl.where(done + take == row_keys + G.ROW_KEYS, end_block, share_end)

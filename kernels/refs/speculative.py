@@ -10,7 +10,6 @@ from rocm_attn.kernels.metadata.step_tensors import BRINGS_PROMPT
 from rocm_attn.kernels.speculative.arguments import Accepted, Probabilities, Verified
 from rocm_attn.kernels.speculative.paths import AcceptedPaths
 
-
 # As in kernels/speculative/accept_sampled.py.
 _LEAST_REST = 2.0**-24
 

@@ -4,8 +4,8 @@ out[t] = softmax(scale * q[t] . k[j] for visible j) . v[j]        over the keys 
 
 Token t of a sequence with q_len new tokens sits at kv_index i = kv_len - q_len + t and sees keys
 max(0, i - window_left) .. i; all of 0 .. i without a window; all of 0 .. kv_len - 1 where attention is not causal. With
-a mask it sees what that shows, with a window from p - window_left on: p is the position that the mask gives it. A soft cap comes after the scale, ALiBi's slope * (j - i) after the cap; a sink is one
-more logit without a value.
+a mask it sees what that shows, with a window from p - window_left on: p is the position that the mask gives it. A soft
+cap comes after the scale, ALiBi's slope * (j - i) after the cap; a sink is one more logit without a value.
 """
 
 from __future__ import annotations

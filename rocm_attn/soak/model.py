@@ -161,7 +161,7 @@ class SequenceTruth:
     parents: Int32Array
 
     def visible(self, window_left: int = UNLIMITED_WINDOW) -> Tensor:
-        """bool [q_len, kv_len]: what a new token sees where trees are seen as trees, by its depth where it has a window."""
+        """bool [q_len, kv_len]: what a new token sees where trees are seen as trees; a window is of depths."""
         prefix = len(self.token_ids) - self.q_len
         visible = torch.zeros(self.q_len, prefix + self.q_len, dtype=torch.bool)
         visible[:, :prefix] = True
@@ -296,7 +296,7 @@ class Checker:
         positions = sequence.positions()
         entry = torch.from_numpy(sequence.token_ids) * self._max_kv_len + positions
         new = slice(len(entry) - sequence.q_len, None)
-        # Depths are no places: what a window leaves out is in the mask already, and the reference's reaches back further.
+        # Depths are no places: what a window leaves out is in the mask, and the reference's reaches back further.
         seen = (sequence.visible(problem.window_left), positions[new]) if problem.custom_mask else ()
         q, k, v = tables.q[entry[new]], tables.k[entry], tables.v[entry]
         return attend_sequence(q, k, v, problem, self._weights[layer], *seen)

@@ -257,9 +257,7 @@ class StepMemory:
         tensors = {name: view(name_in(pages.space, name) if field.of_space else name) for name, field in FIELDS.items()}
         tensors["block_table"] = tensors["block_table"].view(-1, self._sizes.table_width)
         no_window = view(window_name(UNLIMITED_WINDOW))
-        return StepTensors(
-            **tensors, table=pages.entries, window_start=no_window, pads=plan.pads, terms=pages.terms
-        )
+        return StepTensors(**tensors, table=pages.entries, window_start=no_window, pads=plan.pads, terms=pages.terms)
 
     def _specs(self, sizes: TableSizes) -> list[BufferSpec]:
         needs = {pages.space: self._needs_in(pages.space) for pages in self._table.spaces}

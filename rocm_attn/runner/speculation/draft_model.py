@@ -96,10 +96,7 @@ class ModelDrafter:
         sequences = [sequence for sequence, _ in drafting]
         found = self._found(sequences)
         places = self._runners.places(sequences)
-        return {
-            sequence.number: found.drafts(seq, most, places[seq])
-            for seq, (sequence, most) in enumerate(drafting)
-        }
+        return {sequence.number: found.drafts(seq, most, places[seq]) for seq, (sequence, most) in enumerate(drafting)}
 
     def _has_room(self, sequence: Sequence) -> bool:
         """Bring a sequence's row up to what is known, and make room for its drafts; False where there is none."""

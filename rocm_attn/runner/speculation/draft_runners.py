@@ -69,6 +69,18 @@ def num_rows_drawn(options: EngineOptions) -> int:
     return 1 + (num_levels(options) - 1) * options.topk
 
 
+def drawn_bytes(options: EngineOptions, vocabulary: int) -> int:
+    """Memory that drafts which are drawn take beside K and V: what is kept, and most of a round and of its acceptance.
+
+    Of each sequence, in rows of float32 of the vocabulary: those by which its drafts were drawn, and its first level's;
+    in a round those of all levels, and that copied; in acceptance p, q and the weights of p of each node.
+    """
+    if not options.sampled_drafts:
+        return 0
+    rows, nodes = num_rows_drawn(options), 1 + options.draft_tokens
+    return 4 * vocabulary * options.max_batch_size * (rows + 1 + 2 * rows + 3 * nodes)
+
+
 class DraftRunners:
     """Runs a model that drafts.
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -141,9 +141,7 @@ class EagleDrafter:
             [each.sequence.number for each in drafting],
             self._runners.places([e.sequence for e in drafting]),
         )
-        return {
-            number: found.drafts(seq, wanted[number], places[seq]) for seq, number in enumerate(numbers)
-        }
+        return {number: found.drafts(seq, wanted[number], places[seq]) for seq, number in enumerate(numbers)}
 
     def _has_room(self, new: _New, drafts: bool) -> bool:
         """Whether the head has a row for what is new, and for drafts of it."""

@@ -322,9 +322,7 @@ def _parents(step: ScheduledStep) -> Int32Array:
     return parents
 
 
-def _of_drawn(
-    first: int | BadLogits, tokens: Many[int], path: list[int]
-) -> tuple[Many[int] | BadLogits, list[int]]:
+def _of_drawn(first: int | BadLogits, tokens: Many[int], path: list[int]) -> tuple[Many[int] | BadLogits, list[int]]:
     """As _found_right, of drafts that were drawn. first: what plain picking says of their first row"""
     if tokens[-1] >= 0 and not isinstance(first, BadLogits):
         return tokens, path

@@ -24,11 +24,13 @@ from rocm_attn.runner.speculation.engines import model_drafter
 from rocm_attn.runner.speculation.speculation import Speculation
 from rocm_attn.step.metrics import Metrics
 from tests.amd.runner.cache_invariants import check_cache
+from tests.amd.runner.scripted_drafts import ScriptedDrafter, with_drafter
 from tests.amd.runner.tiny_model import CONFIG, tiny_model, with_windows
 
 LONGEST = 64
-MODEL = "draft"
-WAYS = ("ngram", MODEL, "eagle:seeded", "eagle:seeded3")
+# Drafts that are mostly right; a small model, or the model itself; heads of random weights, which are mostly wrong.
+SCRIPT, MODEL = "script", "draft"
+WAYS = (SCRIPT, MODEL, "eagle:seeded", SCRIPT, "ngram", MODEL, "eagle:seeded3")
 WINDOWS = ((-1, -1), (9, -1), (2, -1), (-1, 1))
 
 
@@ -57,7 +59,7 @@ class World:
         window_left = draw.choice(WINDOWS)
         num_pages = 1 + draw.randrange(96, 160) // page_size
         options = EngineOptions(
-            speculative="ngram" if way == MODEL else way,
+            speculative="ngram" if way in (SCRIPT, MODEL) else way,
             draft_tokens=draw.randrange(max(2, topk), 12),
             topk=topk,
             page_size=page_size,
@@ -77,8 +79,8 @@ class World:
         o = self.options
         return (
             f"world {self.seed}: {self.way}, {o.draft_tokens} drafts, {o.topk} branches, {o.num_pages} pages of "
-            f"{o.page_size}, windows {self.window_left} in {o.swa_pages} pages, {o.max_batch_size} at a time, chunks of "
-            f"{o.chunk}, graphs {o.graphs} after {o.capture_after}, {o.steps_ahead} ahead"
+            f"{o.page_size}, windows {self.window_left} in {o.swa_pages} pages, {o.max_batch_size} at a time, "
+            f"chunks of {o.chunk}, graphs {o.graphs} after {o.capture_after}, {o.steps_ahead} ahead"
         )
 
 
@@ -101,13 +103,17 @@ class Run:
         )
         self._plain = Engine(loaded, plain)
         engine = self.engine = Engine(loaded, world.options)
-        if world.way == MODEL:
+        self._texts: list[tuple[int, ...]] = []
+        if world.way == SCRIPT:
+            with_drafter(engine, ScriptedDrafter(self._texts, CONFIG.vocab_size, branches=world.options.topk > 1))
+        elif world.way == MODEL:
             drafter = model_drafter(small, loaded, world.options, engine.runtime)
             engine._speculation = Speculation(
                 drafter, engine.runtime, engine._picker, world.options.draft_tokens, engine.metrics
             )
         self._begins = [self._tokens(self._random.randrange(8, 36)) for _ in range(3)]
         self.requests: list[Request] = []
+        self.wanted: list[Completion] = []
         self.told: dict[int, list[int]] = {}
         self.done: dict[int, Completion] = {}
 
@@ -146,7 +152,10 @@ class Run:
             request = self._request()
             number = self.engine.submit(request)
             assert number == len(self.requests)
+            (wanted,) = self._plain.generate([request])
+            self._texts.append(wanted.prompt_token_ids + wanted.token_ids)
             self.requests.append(request)
+            self.wanted.append(wanted)
             self.told[number] = []
         if self.requests and self._random.random() < 0.04:
             self.engine.abort(self._random.randrange(len(self.requests)))
@@ -178,8 +187,7 @@ class Run:
                 self.done[number] = self.engine.completion(number)
 
     def _compare(self, number: int, done: Completion) -> None:
-        request = self.requests[number]
-        (wanted,) = self._plain.generate([request])
+        request, wanted = self.requests[number], self.wanted[number]
         what = f"{self.world}; request {number} of {len(request.prompt_token_ids)} tokens, {request.sampling}"
         assert tuple(self.told[number]) == done.token_ids, f"{what}: events and completion differ"
         if done.finish_reason == "abort":
@@ -193,7 +201,7 @@ def run_world(seed: int, dtype: torch.dtype = torch.float32, device: torch.devic
     """Serve the requests of a world. Raises AssertionError for a text that is not plain decoding's."""
     world = World.of_seed(seed, dtype)
     loaded = tiny_model(base=with_windows(CONFIG, *world.window_left), dtype=dtype, device=device)
-    small = tiny_model(seed=seed % 2, dtype=dtype, device=device)
+    small = loaded if world.few_pages else tiny_model(seed=1, dtype=dtype, device=device)
     return Run(world, loaded, small).run()
 
 

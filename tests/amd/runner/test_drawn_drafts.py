@@ -16,11 +16,15 @@ from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.request import Request
 from rocm_attn.runner.sampling_options import Sampling
 from rocm_attn.runner.speculation import drawn
+from rocm_attn.runner.speculation.beams import Level
+from rocm_attn.runner.speculation.eagle import EagleDrafter
 from rocm_attn.runner.speculation.engines import model_drafter, rejection_of
 from rocm_attn.runner.speculation.speculation import Speculation
 from rocm_attn.step.accepting import accept_sampled
 from tests.amd.runner.test_speculation import BASE, chi_square_exceedance, some_requests, without_speculation
-from tests.amd.runner.tiny_model import tiny_model
+from tests.amd.runner.tiny_model import CONFIG, tiny_model
+
+VOCABULARY = CONFIG.vocab_size
 
 SAMPLING = Sampling(temperature=0.7, top_p=0.8)
 MANY = replace(
@@ -215,3 +219,25 @@ def test_siblings_are_drawn_without_replacement_by_what_is_left() -> None:
     )
     assert sum(counts[each, each] for each in range(5)) == 0
     assert statistic < 31.264, "99.9 % quantile of chi-square of 11 degrees of freedom"
+
+
+class InAnotherOrder:
+    """As a head of EAGLE-3 whose d2t names all tokens, place 0 the last one."""
+
+    def tokens(self, drafted: torch.Tensor) -> torch.Tensor:
+        return VOCABULARY - 1 - drafted
+
+
+def test_probabilities_follow_a_d2t_that_names_all_tokens_in_another_order(loaded: LoadedModel) -> None:
+    engine = Engine(loaded, replace(MANY, max_batch_size=4))
+    drafter = engine._speculation._drafter  # type: ignore[union-attr]
+    assert isinstance(drafter, EagleDrafter)
+    runners = drafter._runners
+    runners._model = InAnotherOrder()  # type: ignore[assignment]
+    runners._terms[:, 0], runners._terms[:, 1] = 1.0, 0.5
+    logits = torch.randn(4, VOCABULARY, generator=torch.Generator().manual_seed(0))
+    carried = runners._first_level.carried[:4, 0]
+    level = runners._chosen(Level.first(logits, carried, 1), logits, carried, 0)
+    torch.testing.assert_close(level.drawn_by[:, 0], logits.softmax(-1).flip(1))
+    reached = logits.softmax(-1).cumsum(1)
+    assert level.token_ids[:, 0].tolist() == (VOCABULARY - 1 - (reached > 0.5).int().argmax(1)).tolist()

@@ -109,7 +109,7 @@ def _run_step(
 def visible_drafts(
     prefix: int, number: int, branches: int, parents: list[list[list[int]]], seq: int, window_left: int
 ) -> Tensor:
-    """bool [branches, tokens so far]: the prefix, and each draft's own line up to itself; of a window by their depths."""
+    """bool [branches, tokens so far]: the prefix, and each draft's own line up to itself; a window is of depths."""
     visible = torch.zeros(branches, prefix + (number + 1) * branches, dtype=torch.bool)
     last = prefix + number
     first = 0 if window_left == UNLIMITED_WINDOW else max(0, last - window_left)  # depths that the window holds

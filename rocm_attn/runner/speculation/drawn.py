@@ -155,7 +155,7 @@ class Accepted:
 
 
 class _Nodes(NamedTuple):
-    """Of the nodes of trees, T together: int32 [4, T] and float32 [4, T]; of trees, nodes [trees], parents [trees, W]."""
+    """Of the nodes of trees, T together: int32 [4, T], float32 [4, T]; of trees, nodes [trees], parents [trees, W]."""
 
     ints: npt.NDArray[np.int32]
     floats: npt.NDArray[np.float32]

@@ -197,9 +197,11 @@ class Run:
         assert done.token_ids == wanted.token_ids, what
 
 
-def run_world(seed: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Metrics:
+def run_world(
+    seed: int, num_requests: int = 24, dtype: torch.dtype = torch.float32, device: torch.device | None = None
+) -> Metrics:
     """Serve the requests of a world. Raises AssertionError for a text that is not plain decoding's."""
-    world = World.of_seed(seed, dtype)
+    world = World.of_seed(seed, dtype, num_requests)
     loaded = tiny_model(base=with_windows(CONFIG, *world.window_left), dtype=dtype, device=device)
     small = loaded if world.few_pages else tiny_model(seed=1, dtype=dtype, device=device)
     return Run(world, loaded, small).run()
@@ -210,17 +212,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--first", type=int, default=0, help="seed of the first world (0)")
     parser.add_argument("--worlds", type=int, default=10, help="so many (10)")
+    parser.add_argument("--requests", type=int, default=24, help="of a world (24)")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     args = parser.parse_args()
     failed, drafts, accepted, preempted = list[str](), 0, 0, 0
     for seed in range(args.first, args.first + args.worlds):
         try:
-            metrics = run_world(seed, getattr(torch, args.dtype), torch.device(args.device))
+            metrics = run_world(seed, args.requests, getattr(torch, args.dtype), torch.device(args.device))
         except Exception as failure:
             failed.append(f"world {seed}: {type(failure).__name__}: {failure}")
             print(failed[-1], flush=True)
             continue
+        counts = f"{metrics.accepted_drafts} of {metrics.drafts} drafts accepted, {metrics.preemptions} preemptions"
+        print(f"world {seed}: {counts}, {metrics.prefix_hits} tokens found, {metrics.aborts} aborts", flush=True)
         drafts, accepted = drafts + metrics.drafts, accepted + metrics.accepted_drafts
         preempted += metrics.preemptions
     print(

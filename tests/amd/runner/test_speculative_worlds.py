@@ -15,14 +15,14 @@ from tests.amd.runner.speculative_worlds import SCRIPT, World, run_world
 COUNTS = ("drafts", "accepted_drafts", "preemptions", "prefix_hits", "aborts")
 
 
-def served(seeds: range) -> dict[str, int]:
+def served(seeds: range, num_requests: int) -> dict[str, int]:
     """What worlds have come to, all together."""
-    worlds = [run_world(seed) for seed in seeds]
+    worlds = [run_world(seed, num_requests) for seed in seeds]
     return {name: sum(getattr(metrics, name) for metrics in worlds) for name in COUNTS}
 
 
 def test_every_text_of_a_random_world_is_that_of_plain_decoding() -> None:
-    counts = served(range(3))
+    counts = served(range(2), 12)
     assert min(counts.values()) > 0, f"the worlds do not show what they are for: {counts}"
     assert counts["accepted_drafts"] < counts["drafts"]
 
@@ -30,7 +30,7 @@ def test_every_text_of_a_random_world_is_that_of_plain_decoding() -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("first", range(3, 213, 21))
 def test_every_text_of_more_worlds_is(first: int) -> None:
-    counts = served(range(first, first + 21))
+    counts = served(range(first, first + 21), 24)
     assert min(counts.values()) > 10, f"the worlds do not show what they are for: {counts}"
 
 

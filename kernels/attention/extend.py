@@ -378,7 +378,7 @@ def _geometry(
     cut.check(args.schedule, queries.num_tokens, queries.num_seqs)
     assert cut.query_tokens == tiles.tokens_per_block(gqa_ratio), "the schedule was cut for other tiles"
     if mask is not None:
-        mask.check(queries.num_seqs, queries.num_tokens)
+        mask.check(queries.num_seqs, queries.num_tokens, windowed=scores.windowed)
     block_heads, head_blocks = tiles.heads_per_block(gqa_ratio), tiles.head_blocks(gqa_ratio)
     causal, sharing, workspace = scores.causal and mask is None, cut.sharing, args.workspace
     if sharing.programs:

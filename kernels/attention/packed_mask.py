@@ -35,8 +35,11 @@ class PackedMask:
     start: Tensor
     window_start: Tensor
 
-    def check(self, num_seqs: int, num_tokens: int) -> None:
-        """What a launcher asserts of the mask of a step with so many sequences and padded tokens."""
+    def check(self, num_seqs: int, num_tokens: int, *, windowed: bool) -> None:
+        """What a launcher asserts of the mask of a step with so many sequences and padded tokens.
+
+        windowed: whether the layer has a window
+        """
         assert self.words.dtype == torch.int32
         assert self.words.is_contiguous()
         assert self.indptr.dtype == torch.int64
@@ -47,4 +50,4 @@ class PackedMask:
         assert self.start.shape == (num_seqs,)
         assert self.window_start.dtype == torch.int32
         assert self.window_start.is_contiguous()
-        assert self.window_start.shape in ((num_tokens,), (0,))
+        assert not windowed or self.window_start.shape == (num_tokens,), "a mask is placed by each window"

@@ -214,7 +214,7 @@ def _geometry(
     cut.check(args.schedule, args.queries.num_tokens, args.queries.num_seqs)
     assert cut.query_tokens == extend.tokens_per_block(gqa_ratio), "the schedule was cut for other tiles"
     if mask is not None:
-        mask.check(args.queries.num_seqs, args.queries.num_tokens)
+        mask.check(args.queries.num_seqs, args.queries.num_tokens, windowed=scores.windowed)
         assert extend.key_block <= TWO_WORDS
     block_heads = extend.heads_per_block(gqa_ratio)
     return BlockGeometry(

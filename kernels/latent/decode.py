@@ -272,7 +272,7 @@ def _geometry(
     assert tiles.tokens_per_block(num_heads) >= cut.tokens.OF_ROW, "the schedule was cut for other tiles"
     assert (cut.window_left < 0) == (scores.window_left < 0), "the schedule was cut for another window"
     if mask is not None:
-        mask.check(args.queries.num_seqs, args.queries.num_tokens)
+        mask.check(args.queries.num_seqs, args.queries.num_tokens, windowed=scores.windowed)
         assert tiles.key_block <= TWO_WORDS
     workspace = args.workspace
     assert workspace.dtype == torch.float32

@@ -187,7 +187,7 @@ def _geometry(
     cut.check(args.schedule, queries.num_tokens, queries.num_seqs)
     assert cut.query_tokens == tiles.tokens_per_block(num_heads), "the schedule was cut for other tiles"
     if mask is not None:
-        mask.check(queries.num_seqs, queries.num_tokens)
+        mask.check(queries.num_seqs, queries.num_tokens, windowed=scores.windowed)
         assert tiles.key_block <= TWO_WORDS
     causal = scores.causal and mask is None
     return latent_block_geometry(args, scores, tiles, causal=causal, segment_len=0)

@@ -137,7 +137,7 @@ def launch_latent_segment_extend(
     cut.check(args.schedule, queries.num_tokens, queries.num_seqs)
     assert cut.query_tokens == block.tokens_per_block(num_heads), "the schedule was cut for other tiles"
     if mask is not None:
-        mask.check(queries.num_seqs, queries.num_tokens)
+        mask.check(queries.num_seqs, queries.num_tokens, windowed=scores.windowed)
         assert block.key_block <= TWO_WORDS
     causal = scores.causal and mask is None
     geometry = latent_block_geometry(

@@ -184,12 +184,11 @@ def _latent_decode_kernel(
             if mask_words is not None:
                 mask = MaskOfStep(mask_words, mask_indptr, mask_start, window_start, q_indptr)
                 first_masked, bits = bits_of_block(mask, seq, first_token, is_row, end_key, G)
-                if not R.WINDOWED:
-                    # Every row sees the keys before those with bits, in a loop as that of steps without a mask.
-                    edge = tl.minimum(tl.maximum(first_masked // K.KEY_BLOCK, first), end)
-                    seen = Seen(Span(first_key, end_key), window_left, None)
-                    softmax = attend_latents(softmax, query, rows, seen, Span(first, edge), K, True, G.STAGES)
-                    first = edge
+                # Every row sees the keys before those with bits, in a loop as that of steps without a mask.
+                edge = tl.minimum(tl.maximum(first_masked // K.KEY_BLOCK, first), end)
+                seen = Seen(Span(first_key, end_key), window_left, None)
+                softmax = attend_latents(softmax, query, rows, seen, Span(first, edge), K, True, G.STAGES)
+                first = edge
             seen = Seen(Span(first_key, end_key), window_left, bits)
             softmax = attend_latents(softmax, query, rows, seen, Span(first, end), K, True, G.STAGES)
             softmax = scaled_latents(softmax, factor, K)
@@ -273,6 +272,7 @@ def _geometry(
     assert (cut.window_left < 0) == (scores.window_left < 0), "the schedule was cut for another window"
     if mask is not None:
         mask.check(args.queries.num_seqs, args.queries.num_tokens, windowed=scores.windowed)
+        assert not scores.windowed, "windows under a mask are for launch_latent_extend"
         assert tiles.key_block <= TWO_WORDS
     workspace = args.workspace
     assert workspace.dtype == torch.float32

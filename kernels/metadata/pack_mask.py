@@ -84,7 +84,7 @@ def _pack_mask_kernel(
         tl.store(position_of_token + token, position.to(tl.int32), mask=token < num_tokens_padded)
         live = (token < num_tokens) & (token < num_window_starts)
         seq = tl.load(seq_of_token + token, mask=live, other=0)
-        first_place = tl.load(kv_len + seq, mask=live, other=0) - tl.load(q_len + seq, mask=live, other=0)
+        first_place = tl.load(kv_len + seq) - tl.load(q_len + seq)
         first_key = tl.where(live, tl.maximum(position.to(tl.int32), first_place) - window_left, 0)
         tl.store(window_start + token, first_key, mask=token < num_window_starts)
 

@@ -99,7 +99,7 @@ def _place_mask_kernel(
             is_token = (at + lane < new) & (token < num_tokens)
             position = tl.load(positions + token, mask=is_token, other=0)
             first_key = tl.maximum(position, first_place) - window_left
-            tl.store(window_start + token, first_key, mask=is_token & (token < num_window_starts))
+            tl.store(window_start + token, first_key, mask=is_token)
 
 
 _place = RepeatedLaunch(_place_mask_kernel)

@@ -144,7 +144,7 @@ def test_drafts_that_are_not_drawn_are_refused(speculative: str) -> None:
         replace(MANY, speculative=speculative)
 
 
-TREES = {"topk": 2, "draft_tokens": 4}
+TREES: dict[str, Any] = {"topk": 2, "draft_tokens": 4}
 
 
 @pytest.mark.parametrize(

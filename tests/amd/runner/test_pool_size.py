@@ -259,6 +259,7 @@ def test_what_drafts_has_room_for_as_many_tokens_in_the_same_memory() -> None:
     assert both <= 300_000 < alone.num_bytes * 1.1
 
 
+@pytest.mark.nightly
 def test_drafts_that_are_drawn_have_room_beside_the_pool(metered: Callable[[int], MeteredMemory]) -> None:
     """Their probabilities are of the whole vocabulary, and made when the pool has taken its memory."""
     options = replace(MANY, gpu_memory_share=0.8, speculative="eagle:seeded", draft_tokens=6, topk=2)

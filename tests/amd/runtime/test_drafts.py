@@ -76,8 +76,10 @@ def test_a_round_runs_as_two_halves_in_turn(branches: int, provider: str, device
     world.runtime.check_device()
 
 
-@pytest.mark.parametrize("branches", [1, 3])
-@pytest.mark.parametrize("window_left", [0, 2, 5])
+@pytest.mark.parametrize(
+    ("branches", "window_left"),
+    [(1, 5), (3, 2), *(pytest.param(3, left, marks=pytest.mark.nightly) for left in (0, 5))],
+)
 @pytest.mark.parametrize("swa", [False, True])
 def test_windows_count_back_from_the_depth_of_a_draft(
     swa: bool, window_left: int, branches: int, provider: str, device: torch.device

@@ -27,7 +27,7 @@ from rocm_attn.bench.prepared import Prepared, ints, step_kind
 from rocm_attn.bench.step_data import random_pages
 from rocm_attn.kernels.attention.mask_bits import MAX_MASK_BLOCK
 from rocm_attn.kernels.metadata.place_trees import launch_place_trees
-from rocm_attn.kernels.metadata.step_tensors import StepTensors
+from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, StepTensors
 from rocm_attn.machine.target import detect_target
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.contract import StepBounds
@@ -113,7 +113,7 @@ def made(case: Case) -> Made:
         mask_positions=ints([0] * num_tokens, _DEVICE),
         mask_indptr=torch.arange(case.num_seqs + 1, device=_DEVICE) * (case.q_len * nodes),
     )
-    launch_place_trees(parents, case.nodes_before, step)
+    launch_place_trees(parents, case.nodes_before, ALL_KEYS, step)
     q = torch.randn(num_tokens, problem.num_q_heads, problem.head_dim, generator=generator, device=_DEVICE)
     q = q.to(problem.dtype)
     pages = random_pages(problem, num_pages, generator)

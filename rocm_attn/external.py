@@ -441,7 +441,8 @@ class ExternalAttention(StoreAndAttend):
                         null_page=table.terms.null_page,
                     )
             if isinstance(step.mask, BoolCells):
-                self._ops.pack_mask(step.mask.cells, step.mask.positions, device_step.tensors)
+                for tensors, window_left in device_step.windows:
+                    self._ops.pack_mask(step.mask.cells, step.mask.positions, window_left, tensors)
         self._is_filled = True
 
     def record_fill(self, recorder: Recorder, slots: Tensor | None = None) -> RecordedFill:

@@ -122,7 +122,7 @@ def _attend_row(x, query_block, row, done, take, G: tl.constexpr):
         edge_block = first_key // K.KEY_BLOCK
     bits = None
     if PACKED:
-        first_masked, bits = bits_of_block(x.mask, seq, first_token, is_row, end_key, x.window_left, G)
+        first_masked, bits = bits_of_block(x.mask, seq, first_token, is_row, end_key, G)
         edge_block = first_masked // K.KEY_BLOCK
     end_block = tl.cdiv(end_key, K.KEY_BLOCK)
     if G.SHARES:
@@ -130,6 +130,9 @@ def _attend_row(x, query_block, row, done, take, G: tl.constexpr):
         row_keys = tl.load(words + BLOCK_KEYS)
         row_key = end_key - row_keys
         first_block = (row_key + tl.maximum(done - G.ROW_KEYS, 0)) // K.KEY_BLOCK
+        if PACKED and K.WINDOWED:
+            # A window that is counted from a draft's depth begins before what a row costs: the first share has it.
+            first_block = tl.where(done == 0, tl.minimum(first_block, edge_block), first_block)
         share_end = (row_key + tl.maximum(done + take - G.ROW_KEYS, 0)) // K.KEY_BLOCK
         end_block = tl.where(done + take == row_keys + G.ROW_KEYS, end_block, share_end)
         open_blocks = Span(first_block, tl.minimum(edge_block, end_block))
@@ -193,7 +196,7 @@ def _extend_kernel(
     mask_words,
     mask_indptr,
     mask_start,
-    position_of_token,
+    window_start,
     qk_scale,
     tanh_scale,
     window_left,
@@ -223,7 +226,7 @@ def _extend_kernel(
         out_token, out_head = out_token * G.STRIDE_UNIT, out_head * G.STRIDE_UNIT
     mask = None
     if mask_words is not None:
-        mask = MaskOfStep(mask_words, mask_indptr, mask_start, position_of_token, q_indptr)
+        mask = MaskOfStep(mask_words, mask_indptr, mask_start, window_start, q_indptr)
     x = Operands(
         schedule,
         Rows(q, q_token, q_head),
@@ -353,7 +356,7 @@ def _launch_rows(
         None if mask is None else mask.words,
         None if mask is None else mask.indptr,
         None if mask is None else mask.start,
-        None if mask is None else mask.positions,
+        None if mask is None else mask.window_start,
         scores.base_2_scale,
         scores.tanh_scale,
         scores.window_left,
@@ -375,7 +378,7 @@ def _geometry(
     cut.check(args.schedule, queries.num_tokens, queries.num_seqs)
     assert cut.query_tokens == tiles.tokens_per_block(gqa_ratio), "the schedule was cut for other tiles"
     if mask is not None:
-        mask.check(queries.num_seqs, queries.num_tokens)
+        mask.check(queries.num_seqs, queries.num_tokens, windowed=scores.windowed)
     block_heads, head_blocks = tiles.heads_per_block(gqa_ratio), tiles.head_blocks(gqa_ratio)
     causal, sharing, workspace = scores.causal and mask is None, cut.sharing, args.workspace
     if sharing.programs:

@@ -7,8 +7,8 @@ bit c % 8 of byte c // 8, where
 
 A token sees every key before start[i], and of the others exactly those whose bits are set; it need not see itself, and
 may see what comes after it. A tree of drafts needs bits of its own tokens alone, and start 0 is a mask of all keys. In
-a layer with a window it sees those of them from kv_index positions[token] - window_left on. A position counts as the
-place of its sequence's first new token at least: no window reaches further back than that token's.
+a layer with a window it sees those of them from kv_index window_start[token] on. Places of a tree's tokens are not
+their depths: what writes the mask knows both (place_trees.py, place_mask.py, pack_mask.py).
 """
 
 from __future__ import annotations
@@ -23,19 +23,23 @@ from torch import Tensor
 class PackedMask:
     """The masks of a step, sequence after sequence.
 
-    words:     int32 [n]      the cells of all sequences, and words that are not read
-    indptr:    int64 [S + 1]  sequence -> its first cell
-    start:     int32 [S]      sequence -> the first key that has cells, from 0 up to kv_len
-    positions: int32 [T]      token -> its position; in a tree of drafts its depth after the older keys
+    words:        int32 [n]      the cells of all sequences, and words that are not read
+    indptr:       int64 [S + 1]  sequence -> its first cell
+    start:        int32 [S]      sequence -> the first key that has cells, from 0 up to kv_len
+    window_start: int32 [T]      token -> the first key of its window, which may lie before the sequence's; of a layer
+                                 without a window empty, and not read
     """
 
     words: Tensor
     indptr: Tensor
     start: Tensor
-    positions: Tensor
+    window_start: Tensor
 
-    def check(self, num_seqs: int, num_tokens: int) -> None:
-        """What a launcher asserts of the mask of a step with so many sequences and padded tokens."""
+    def check(self, num_seqs: int, num_tokens: int, *, windowed: bool) -> None:
+        """What a launcher asserts of the mask of a step with so many sequences and padded tokens.
+
+        windowed: whether the layer has a window
+        """
         assert self.words.dtype == torch.int32
         assert self.words.is_contiguous()
         assert self.indptr.dtype == torch.int64
@@ -44,6 +48,6 @@ class PackedMask:
         assert self.start.dtype == torch.int32
         assert self.start.is_contiguous()
         assert self.start.shape == (num_seqs,)
-        assert self.positions.dtype == torch.int32
-        assert self.positions.is_contiguous()
-        assert self.positions.shape == (num_tokens,)
+        assert self.window_start.dtype == torch.int32
+        assert self.window_start.is_contiguous()
+        assert not windowed or self.window_start.shape == (num_tokens,), "a mask is placed by each window"

@@ -69,17 +69,17 @@ def rows_of_block(first_token, num_tokens, kv_head, head_block, G: tl.constexpr)
 
 
 class MaskOfStep(NamedTuple):
-    """A packed mask (packed_mask.py), and the tokens that it is of: words, indptr, start, positions, q_indptr."""
+    """A packed mask (packed_mask.py), and the tokens that it is of: words, indptr, start, window_start, q_indptr."""
 
     words: Any
     indptr: Any
     start: Any
-    positions: Any
+    window_start: Any
     q_indptr: Any
 
 
 @triton.jit
-def bits_of_block(mask, seq, first_token, is_row, end_key, window_left, G: tl.constexpr):
+def bits_of_block(mask, seq, first_token, is_row, end_key, G: tl.constexpr):
     """Where the rows of a block read the mask, and the first key that not every row sees.
 
     seq:     below 0: the padded tail, which sees no key; its bits are those of the first sequence
@@ -98,10 +98,8 @@ def bits_of_block(mask, seq, first_token, is_row, end_key, window_left, G: tl.co
     row_end = tl.where(is_row, row_cell + mask_len, 0)
     row_first_key = row_cell  # not read without a window
     if K.WINDOWED:
-        first_new_key = end_key - (tl.load(mask.q_indptr + tl.maximum(seq, 0) + 1) - seq_token)
         token = (first_token + block_token).to(tl.int64)
-        position = tl.load(mask.positions + token, mask=is_row, other=0x7FFFFFFF)
-        row_first_key = tl.maximum(position, first_new_key) - window_left
+        row_first_key = tl.load(mask.window_start + token, mask=is_row, other=0x7FFFFFFF)
         # Tokens of a tree lie at any depth of it: the first key of all rows need not be the first row's.
         first_masked = tl.minimum(tl.maximum(tl.min(row_first_key, 0), 0), end_key)
     return first_masked, Bits(mask.words + block_cell // 32, row_cell, row_end, start, row_first_key)

@@ -68,7 +68,7 @@ def _segment_extend_kernel(
     mask_words,
     mask_indptr,
     mask_start,
-    position_of_token,
+    window_start,
     qk_scale,
     tanh_scale,
     window_left,
@@ -126,8 +126,8 @@ def _segment_extend_kernel(
         kv = KeyValues(k_side, v_side, Line(pages, width), factors)
         bits = None
         if mask_words is not None:
-            mask = MaskOfStep(mask_words, mask_indptr, mask_start, position_of_token, q_indptr)
-            first_masked, bits = bits_of_block(mask, seq, first_token, is_row, end_key, window_left, G)
+            mask = MaskOfStep(mask_words, mask_indptr, mask_start, window_start, q_indptr)
+            first_masked, bits = bits_of_block(mask, seq, first_token, is_row, end_key, G)
             edge_block = first_masked // K.KEY_BLOCK
             if K.WINDOWED:
                 first_key = first_masked
@@ -190,7 +190,7 @@ def launch_segment_extend(
         None if mask is None else mask.words,
         None if mask is None else mask.indptr,
         None if mask is None else mask.start,
-        None if mask is None else mask.positions,
+        None if mask is None else mask.window_start,
         scores.base_2_scale,
         scores.tanh_scale,
         scores.window_left,
@@ -214,7 +214,7 @@ def _geometry(
     cut.check(args.schedule, args.queries.num_tokens, args.queries.num_seqs)
     assert cut.query_tokens == extend.tokens_per_block(gqa_ratio), "the schedule was cut for other tiles"
     if mask is not None:
-        mask.check(args.queries.num_seqs, args.queries.num_tokens)
+        mask.check(args.queries.num_seqs, args.queries.num_tokens, windowed=scores.windowed)
         assert extend.key_block <= TWO_WORDS
     block_heads = extend.heads_per_block(gqa_ratio)
     return BlockGeometry(

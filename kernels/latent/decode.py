@@ -102,7 +102,7 @@ def _latent_decode_kernel(
     mask_words,
     mask_indptr,
     mask_start,
-    position_of_token,
+    window_start,
     schedule,
     partials,
     out,
@@ -182,14 +182,13 @@ def _latent_decode_kernel(
             end = window_block + end_block
             bits = None
             if mask_words is not None:
-                mask = MaskOfStep(mask_words, mask_indptr, mask_start, position_of_token, q_indptr)
-                first_masked, bits = bits_of_block(mask, seq, first_token, is_row, end_key, window_left, G)
-                if not R.WINDOWED:
-                    # Every row sees the keys before those with bits, in a loop as that of steps without a mask.
-                    edge = tl.minimum(tl.maximum(first_masked // K.KEY_BLOCK, first), end)
-                    seen = Seen(Span(first_key, end_key), window_left, None)
-                    softmax = attend_latents(softmax, query, rows, seen, Span(first, edge), K, True, G.STAGES)
-                    first = edge
+                mask = MaskOfStep(mask_words, mask_indptr, mask_start, window_start, q_indptr)
+                first_masked, bits = bits_of_block(mask, seq, first_token, is_row, end_key, G)
+                # Every row sees the keys before those with bits, in a loop as that of steps without a mask.
+                edge = tl.minimum(tl.maximum(first_masked // K.KEY_BLOCK, first), end)
+                seen = Seen(Span(first_key, end_key), window_left, None)
+                softmax = attend_latents(softmax, query, rows, seen, Span(first, edge), K, True, G.STAGES)
+                first = edge
             seen = Seen(Span(first_key, end_key), window_left, bits)
             softmax = attend_latents(softmax, query, rows, seen, Span(first, end), K, True, G.STAGES)
             softmax = scaled_latents(softmax, factor, K)
@@ -238,7 +237,7 @@ def launch_latent_decode(
         None if mask is None else mask.words,
         None if mask is None else mask.indptr,
         None if mask is None else mask.start,
-        None if mask is None else mask.positions,
+        None if mask is None else mask.window_start,
         args.schedule,
         args.workspace,
         args.out,
@@ -272,7 +271,8 @@ def _geometry(
     assert tiles.tokens_per_block(num_heads) >= cut.tokens.OF_ROW, "the schedule was cut for other tiles"
     assert (cut.window_left < 0) == (scores.window_left < 0), "the schedule was cut for another window"
     if mask is not None:
-        mask.check(args.queries.num_seqs, args.queries.num_tokens)
+        mask.check(args.queries.num_seqs, args.queries.num_tokens, windowed=scores.windowed)
+        assert not scores.windowed, "windows under a mask are for launch_latent_extend"
         assert tiles.key_block <= TWO_WORDS
     workspace = args.workspace
     assert workspace.dtype == torch.float32

@@ -61,7 +61,7 @@ def _latent_extend_kernel(
     mask_words,
     mask_indptr,
     mask_start,
-    position_of_token,
+    window_start,
     qk_scale,
     tanh_scale,
     window_left,
@@ -107,8 +107,8 @@ def _latent_extend_kernel(
             edge_block = first_key // K.KEY_BLOCK
         bits = None
         if PACKED:
-            mask = MaskOfStep(mask_words, mask_indptr, mask_start, position_of_token, q_indptr)
-            first_masked, bits = bits_of_block(mask, seq, first_token, is_row, end_key, window_left, G)
+            mask = MaskOfStep(mask_words, mask_indptr, mask_start, window_start, q_indptr)
+            first_masked, bits = bits_of_block(mask, seq, first_token, is_row, end_key, G)
             edge_block = first_masked // K.KEY_BLOCK
         factor = row_factor(scale, 0, C)
         q_rows = q + (token * q_token + head * q_head)
@@ -165,7 +165,7 @@ def launch_latent_extend(
         None if mask is None else mask.words,
         None if mask is None else mask.indptr,
         None if mask is None else mask.start,
-        None if mask is None else mask.positions,
+        None if mask is None else mask.window_start,
         scores.base_2_scale,
         scores.tanh_scale,
         scores.window_left,
@@ -187,7 +187,7 @@ def _geometry(
     cut.check(args.schedule, queries.num_tokens, queries.num_seqs)
     assert cut.query_tokens == tiles.tokens_per_block(num_heads), "the schedule was cut for other tiles"
     if mask is not None:
-        mask.check(queries.num_seqs, queries.num_tokens)
+        mask.check(queries.num_seqs, queries.num_tokens, windowed=scores.windowed)
         assert tiles.key_block <= TWO_WORDS
     causal = scores.causal and mask is None
     return latent_block_geometry(args, scores, tiles, causal=causal, segment_len=0)

@@ -59,7 +59,7 @@ def _latent_segment_extend_kernel(
     mask_words,
     mask_indptr,
     mask_start,
-    position_of_token,
+    window_start,
     qk_scale,
     tanh_scale,
     window_left,
@@ -106,8 +106,8 @@ def _latent_segment_extend_kernel(
         rows = LatentRows(pages, p_page, p_token, Line(table_line, width), scale)
         bits = None
         if mask_words is not None:
-            mask = MaskOfStep(mask_words, mask_indptr, mask_start, position_of_token, q_indptr)
-            first_masked, bits = bits_of_block(mask, seq, first_token, is_row, end_key, window_left, G)
+            mask = MaskOfStep(mask_words, mask_indptr, mask_start, window_start, q_indptr)
+            first_masked, bits = bits_of_block(mask, seq, first_token, is_row, end_key, G)
             if K.WINDOWED:
                 first_key = first_masked
         seen = Seen(Span(first_key, end_key), window_left, bits)
@@ -137,7 +137,7 @@ def launch_latent_segment_extend(
     cut.check(args.schedule, queries.num_tokens, queries.num_seqs)
     assert cut.query_tokens == block.tokens_per_block(num_heads), "the schedule was cut for other tiles"
     if mask is not None:
-        mask.check(queries.num_seqs, queries.num_tokens)
+        mask.check(queries.num_seqs, queries.num_tokens, windowed=scores.windowed)
         assert block.key_block <= TWO_WORDS
     causal = scores.causal and mask is None
     geometry = latent_block_geometry(
@@ -160,7 +160,7 @@ def launch_latent_segment_extend(
         None if mask is None else mask.words,
         None if mask is None else mask.indptr,
         None if mask is None else mask.start,
-        None if mask is None else mask.positions,
+        None if mask is None else mask.window_start,
         scores.base_2_scale,
         scores.tanh_scale,
         scores.window_left,

@@ -2,6 +2,7 @@
 
     bit i of the words = cells[i] != 0              for the cells that the step has, mask_indptr[S] of them
     position t        <- positions[t] for the step's tokens, 0 after them
+    window_start t     = max(position t, kv_len - q_len of its sequence) - window_left, 0 after the step's tokens
 
 Bits are in order from the lowest of each byte, as packed_mask.py says. The rest of the last word is 0; what
 lies after it stays, and no kernel looks at it. Runs after fill, which says how many cells the step has, and may be
@@ -25,20 +26,44 @@ _PROGRAMS = 512
 
 
 @triton.jit(
-    do_not_specialize=["num_seqs", "num_cells", "num_tokens_padded", "positions_stride"],
-    do_not_specialize_on_alignment=["cells", "positions", "counts", "mask_indptr", "words", "position_of_token"],
+    do_not_specialize=[
+        "num_seqs",
+        "num_cells",
+        "num_tokens_padded",
+        "num_window_starts",
+        "positions_stride",
+        "window_left",
+    ],
+    do_not_specialize_on_alignment=[
+        "cells",
+        "positions",
+        "counts",
+        "kv_len",
+        "q_len",
+        "seq_of_token",
+        "mask_indptr",
+        "words",
+        "position_of_token",
+        "window_start",
+    ],
 )
 def _pack_mask_kernel(
     cells,
     positions,
     counts,
+    kv_len,
+    q_len,
+    seq_of_token,
     mask_indptr,
     words,
     position_of_token,
+    window_start,
     num_seqs,
     num_cells,
     num_tokens_padded,
+    num_window_starts,
     positions_stride,
+    window_left,
     PROGRAMS: tl.constexpr,
     WORDS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -57,19 +82,26 @@ def _pack_mask_kernel(
         token = first + tl.arange(0, TOKENS)
         position = tl.load(positions + token.to(tl.int64) * positions_stride, mask=token < num_tokens, other=0)
         tl.store(position_of_token + token, position.to(tl.int32), mask=token < num_tokens_padded)
+        live = (token < num_tokens) & (token < num_window_starts)
+        seq = tl.load(seq_of_token + token, mask=live, other=0)
+        first_place = tl.load(kv_len + seq) - tl.load(q_len + seq)
+        first_key = tl.where(live, tl.maximum(position.to(tl.int32), first_place) - window_left, 0)
+        tl.store(window_start + token, first_key, mask=token < num_window_starts)
 
 
 _variant = repeated_launches(_pack_mask_kernel)
 
 
-def launch_pack_mask(cells: Tensor, positions: Tensor, to: StepTensors) -> None:
+def launch_pack_mask(cells: Tensor, positions: Tensor, window_left: int, to: StepTensors) -> None:
     """Put a mask of bytes in its place, packed.
 
     cells:             bool or uint8 [n], contiguous, MOST_MASK_CELLS at most; read only: the [q_len, kv_len] cells of a
                        sequence, one sequence after the other
     positions:         int32 or int64 [m], any stride, at least as many as the step has tokens; read only
+    window_left:       keys before its position that a window holds, below 2**31
     to:                counts and mask_indptr say how many tokens and cells the step has; mask_words receive the cells,
-                       mask_positions the positions, and 0 after the step's tokens
+                       mask_positions the positions, and 0 after the step's tokens. Where window_start is not empty it
+                       receives the first key of each token's window, by kv_len, q_len and seq_of_token
     """
     num_cells = min(cells.shape[0], 32 * to.mask_words.shape[0])
     assert num_cells + 32 * _PROGRAMS * _WORDS < 2**31
@@ -79,13 +111,19 @@ def launch_pack_mask(cells: Tensor, positions: Tensor, to: StepTensors) -> None:
         cells.view(torch.uint8),
         positions,
         to.counts,
+        to.kv_len,
+        to.q_len,
+        to.seq_of_token,
         to.mask_indptr,
         to.mask_words,
         to.mask_positions,
+        to.window_start,
         to.mask_indptr.shape[0] - 1,
         num_cells,
         to.mask_positions.shape[0],
+        to.window_start.shape[0],
         positions.stride(0),
+        window_left,
         _PROGRAMS,
         _WORDS,
         _TOKENS,

@@ -3,6 +3,9 @@
     words      <- bits, byte by byte; what comes after them stays, and no kernel looks at it
     position t <- positions[t] for the step's tokens, 0 after them
     start[i]    = max(kv_len[i] - q_len[i] - keys_before, 0)
+    window_start of (i, t) = max(its position, kv_len[i] - q_len[i]) - window_left; 0 after the step's tokens
+
+No window reaches further back than that of the sequence's first new token: what lies before it was given up.
 
 A kernel does it, not a copy, for the reason that publish.py gives. Runs after publish and device_inputs, which say how
 many tokens the step has.
@@ -24,7 +27,14 @@ _PROGRAMS = 512
 
 
 @triton.jit(
-    do_not_specialize=["num_bytes", "num_seqs_padded", "num_tokens_padded", "keys_before"],
+    do_not_specialize=[
+        "num_bytes",
+        "num_seqs_padded",
+        "num_tokens_padded",
+        "num_window_starts",
+        "keys_before",
+        "window_left",
+    ],
     do_not_specialize_on_alignment=[
         "bits",
         "positions",
@@ -34,6 +44,7 @@ _PROGRAMS = 512
         "start",
         "mask_bytes",
         "position_of_token",
+        "window_start",
     ],
 )
 def _place_mask_kernel(
@@ -45,10 +56,13 @@ def _place_mask_kernel(
     start,
     mask_bytes,
     position_of_token,
+    window_start,
     num_bytes,
     num_seqs_padded,
     num_tokens_padded,
+    num_window_starts,
     keys_before,
+    window_left,
     PROGRAMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -62,6 +76,8 @@ def _place_mask_kernel(
         token = at + lane
         position = tl.load(positions + token, mask=token < num_tokens, other=0)
         tl.store(position_of_token + token, position, mask=token < num_tokens_padded)
+        is_pad = (token >= num_tokens) & (token < num_window_starts)
+        tl.store(window_start + token, tl.zeros([BLOCK], tl.int32), mask=is_pad)
     for at in range(first, num_seqs_padded, PROGRAMS * BLOCK):
         seq = at + lane
         older = tl.load(kv_len + seq, mask=seq < num_seqs_padded, other=0)
@@ -69,20 +85,37 @@ def _place_mask_kernel(
         # Two steps: of all keys before, keys_before is the largest number there is.
         shown = tl.minimum(tl.maximum(older, 0), keys_before)
         tl.store(start + seq, tl.maximum(older, 0) - shown, mask=seq < num_seqs_padded)
+    # Sequence by sequence, since q_indptr comes later; none where no window is looked at.
+    windowed = tl.where(num_window_starts > 0, num_seqs_padded, 0)
+    for seq in range(tl.program_id(0), windowed, PROGRAMS):
+        tokens_before = tl.zeros([BLOCK], tl.int32)
+        for at in range(0, seq, BLOCK):
+            tokens_before += tl.load(q_len + at + lane, mask=at + lane < seq, other=0)
+        first_token = tl.sum(tokens_before, 0)
+        new = tl.load(q_len + seq)
+        first_place = tl.load(kv_len + seq) - new
+        for at in range(0, new, BLOCK):
+            token = first_token + at + lane
+            is_token = (at + lane < new) & (token < num_tokens)
+            position = tl.load(positions + token, mask=is_token, other=0)
+            first_key = tl.maximum(position, first_place) - window_left
+            tl.store(window_start + token, first_key, mask=is_token)
 
 
 _place = RepeatedLaunch(_place_mask_kernel)
 
 
-def launch_place_mask(bits: Tensor, positions: Tensor, keys_before: int, to: StepTensors) -> None:
+def launch_place_mask(bits: Tensor, positions: Tensor, keys_before: int, window_left: int, to: StepTensors) -> None:
     """Put a mask in its place.
 
     bits:        uint8 [bytes], below 2 GiB; read only
     positions:   int32 [n], at least as many as the step has tokens; read only
     keys_before: keys before a sequence's new ones that have cells, at most
+    window_left: keys before its position that a window holds, below 2**31
     to:          counts[1] is the number of the step's tokens, kv_len and q_len are its lengths. mask_words, of at least
                  as many bytes as bits, receives them; mask_positions receives positions, and 0 after the step's tokens;
-                 mask_start receives the first key that has cells
+                 mask_start receives the first key that has cells, and window_start, where it is not empty, the first
+                 key of each token's window
     """
     assert to.mask_words.nbytes >= bits.nbytes
     assert bits.nbytes + _PROGRAMS * _BLOCK < 2**31
@@ -97,10 +130,13 @@ def launch_place_mask(bits: Tensor, positions: Tensor, keys_before: int, to: Ste
         to.mask_start,
         to.mask_words.view(torch.uint8),
         to.mask_positions,
+        to.window_start,
         bits.shape[0],
         to.mask_start.shape[0],
         to.mask_positions.shape[0],
+        to.window_start.shape[0],
         keys_before,
+        window_left,
         _PROGRAMS,
         _BLOCK,
         num_warps=4,

@@ -6,6 +6,8 @@ A node sees itself, the nodes that it descends from, and every key before the tr
     start[i]              = kv_len[i] - q_len[i] - nodes_before
     bit of (t, start + n) = whether n == nodes_before + t, or n is one of its ancestors
     position of (i, t)    = start[i] + ancestors of node nodes_before + t
+    window_start of (i, t) = position - window_left, or where that is in the tree, the place of the ancestor that is so
+                             many nodes up: nodes lie beside others of their depth, so places in a tree are not depths
 
 parents[i, n] is the number of node n's parent, below n, or negative where it has none; any other number counts as none.
 Tokens at or past num_tokens receive position 0. Words hold the cells of all sequences without gaps, so two sequences
@@ -40,7 +42,14 @@ def _cells(kv_len, q_len, seq, is_seq, nodes_before):
 
 
 @triton.jit(
-    do_not_specialize=["parents_row", "nodes_before", "num_seqs_padded", "num_tokens_padded"],
+    do_not_specialize=[
+        "parents_row",
+        "nodes_before",
+        "window_left",
+        "num_seqs_padded",
+        "num_tokens_padded",
+        "num_window_starts",
+    ],
     do_not_specialize_on_alignment=[
         "parents",
         "counts",
@@ -49,6 +58,7 @@ def _cells(kv_len, q_len, seq, is_seq, nodes_before):
         "start",
         "words",
         "position_of_token",
+        "window_start",
     ],
 )
 def _place_trees_kernel(
@@ -59,10 +69,13 @@ def _place_trees_kernel(
     start,
     words,
     position_of_token,
+    window_start,
     parents_row,
     nodes_before,
+    window_left,
     num_seqs_padded,
     num_tokens_padded,
+    num_window_starts,
     SHARES: tl.constexpr,
     WORDS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -93,16 +106,22 @@ def _place_trees_kernel(
         is_token = token < new
         node = tl.where(is_token, before + token, -1)
         depth = tl.zeros([TOKENS], tl.int32) - 1
+        oldest = tl.zeros([TOKENS], tl.int32) - 1
         while tl.max(node, 0) >= 0:
             depth += (node >= 0).to(tl.int32)
+            oldest = tl.where((node >= 0) & (depth == window_left), node, oldest)
             parent = tl.load(line + tl.maximum(node, 0))
             node = tl.where((node >= 0) & (parent < node), parent, -1)
         place = first_token + token
         position = tl.where(place < num_tokens, tree_start + depth, 0)
         tl.store(position_of_token + place, position, mask=is_token & (place < num_tokens_padded))
+        first_key = tl.where(oldest >= 0, tree_start + oldest, tree_start + depth - window_left)
+        first_key = tl.where(place < num_tokens, first_key, 0)
+        tl.store(window_start + place, first_key, mask=is_token & (place < num_window_starts))
     for at in range(num_tokens + tl.program_id(0) * TOKENS, num_tokens_padded, num_seqs_padded * SHARES * TOKENS):
         place = at + tl.arange(0, TOKENS)
         tl.store(position_of_token + place, tl.zeros([TOKENS], tl.int32), mask=place < num_tokens_padded)
+        tl.store(window_start + place, tl.zeros([TOKENS], tl.int32), mask=place < num_window_starts)
     # Cells are counted from the first bit of the sequence's first word, and fit 32 bits.
     shift = (first_cell % 32).to(tl.int32)
     end = shift + cells.to(tl.int32)
@@ -130,13 +149,15 @@ def _place_trees_kernel(
 _place = RepeatedLaunch(_place_trees_kernel)
 
 
-def launch_place_trees(parents: Tensor, nodes_before: int, to: StepTensors) -> None:
+def launch_place_trees(parents: Tensor, nodes_before: int, window_left: int, to: StepTensors) -> None:
     """Write a step's mask and positions.
 
     parents:      int32 [num_seqs, n], rows contiguous at any stride; read only. n is at least nodes_before and the most
                   new tokens of a sequence together
     nodes_before: nodes of each tree that are older than the step
-    to:           counts, kv_len and q_len are read; mask_words, mask_positions and mask_start are written
+    window_left:  nodes and keys before its own that a window holds, below 2**31
+    to:           counts, kv_len and q_len are read; mask_words, mask_positions and mask_start are written, and
+                  window_start where it is not empty
     """
     num_seqs_padded = to.kv_len.shape[0]
     _place(
@@ -149,10 +170,13 @@ def launch_place_trees(parents: Tensor, nodes_before: int, to: StepTensors) -> N
         to.mask_start,
         to.mask_words,
         to.mask_positions,
+        to.window_start,
         parents.stride(0),
         nodes_before,
+        window_left,
         num_seqs_padded,
         to.mask_positions.shape[0],
+        to.window_start.shape[0],
         _SHARES,
         _WORDS,
         _TOKENS,

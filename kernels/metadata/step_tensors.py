@@ -163,6 +163,9 @@ class StepTensors:
     suffix_page: Annotated[Tensor, Field(Unit.SEQ, needs=_PREFIXES)]
 
     table: Tensor
+    # [T] token -> the first key of its window, in masked steps; empty where no window is looked at. Each window that
+    # masked layers have has one of its own, so it is no buffer of this table either.
+    window_start: Tensor
     pads: Pads = NO_PADS
     terms: TableTerms = OWN_TABLE
     # What a launcher keeps for these addresses, under its own name.
@@ -173,7 +176,7 @@ class StepTensors:
         cls, nothing: Tensor, pads: Pads = NO_PADS, terms: TableTerms = OWN_TABLE, /, **tensors: Tensor
     ) -> StepTensors:
         """A step of these tensors, by name; nothing, which is empty, stands for all others."""
-        return cls(**{**dict.fromkeys((*FIELDS, "table"), nothing), **tensors}, pads=pads, terms=terms)
+        return cls(**{**dict.fromkeys((*FIELDS, "table", "window_start"), nothing), **tensors}, pads=pads, terms=terms)
 
     @property
     def positions(self) -> Tensor:

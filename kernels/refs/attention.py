@@ -68,17 +68,19 @@ def paged_extend(args: AttendArgs, *, scores: Scores, mask: PackedMask | None = 
     cut = tile_cut(queries, _tile_len(queries))
     kv_len = queries.kv_len[cut.seq][:, None]
     first_new_key = kv_len - queries.q_indptr.diff()[cut.seq][:, None]
-    kv_index = position = first_new_key + cut.offset
+    kv_index = first_new_key + cut.offset
+    window_start = kv_index - scores.window_left
     end_key = kv_index + 1 if scores.causal and mask is None else kv_len
     cells = None
     if mask is not None:
-        position = torch.maximum(mask.positions[cut.token], first_new_key)
+        if scores.windowed:
+            window_start = mask.window_start[cut.token]
         cells = Cells.of(mask, cut, kv_len)
     tiles = Tiles(
         q=args.q[cut.token],
         pages=_pages_of(args)[cut.seq],
         kv_index=kv_index,
-        window_start=position - scores.window_left,
+        window_start=window_start,
         end_key=torch.where(cut.has_token, end_key, 0),
         cells=cells,
     )

@@ -137,7 +137,7 @@ def take_slots(
     slot_of_token[num_given:].fill_(dropped)
 
 
-def pack_mask(cells: Tensor, positions: Tensor, to: StepTensors) -> None:
+def pack_mask(cells: Tensor, positions: Tensor, window_left: int, to: StepTensors) -> None:
     """Twin of launch_pack_mask; may be recorded."""
     words, position_of_token = to.mask_words, to.mask_positions
     num_cells = min(len(cells), 32 * len(words))
@@ -154,3 +154,8 @@ def pack_mask(cells: Tensor, positions: Tensor, to: StepTensors) -> None:
     live = torch.arange(num_given, device=cells.device) < to.counts[1]
     position_of_token[:num_given].copy_(torch.where(live, positions[:num_given], 0))
     position_of_token[num_given:].zero_()
+    if to.window_start.numel():
+        seq = to.seq_of_token.long()
+        counted_from = torch.maximum(position_of_token, (to.kv_len - to.q_len)[seq])
+        live = torch.arange(len(position_of_token), device=cells.device) < to.counts[1]
+        to.window_start.copy_(torch.where(live, counted_from - window_left, 0))

@@ -53,7 +53,7 @@ def echo_step_before(slot: Tensor, counts_before: Tensor) -> None:
     slot[ECHO] = torch.where(counts_before[STEP] == slot[STEP_BEFORE], counts_before[ERROR_WORD], WRONG_STEP)
 
 
-def place_mask(bits: Tensor, positions: Tensor, keys_before: int, to: StepTensors) -> None:
+def place_mask(bits: Tensor, positions: Tensor, keys_before: int, window_left: int, to: StepTensors) -> None:
     """Twin of launch_place_mask; runs outside of recordings."""
     to.mask_start.copy_((to.kv_len - to.q_len - keys_before).clamp(min=0))
     to.mask_words.view(torch.uint8)[: len(bits)].copy_(bits)
@@ -62,13 +62,20 @@ def place_mask(bits: Tensor, positions: Tensor, keys_before: int, to: StepTensor
     to.mask_positions[:num_given].copy_(positions[:num_given])
     token = torch.arange(len(to.mask_positions), device=to.counts.device)
     to.mask_positions.masked_fill_(token >= to.counts[1], 0)
+    if to.window_start.numel():
+        end = to.q_len.long().cumsum(0)
+        seq = torch.searchsorted(end, token, right=True)
+        live = (token < to.counts[1]) & (seq < len(end))
+        counted_from = torch.maximum(to.mask_positions, (to.kv_len - to.q_len)[seq.clamp(max=len(end) - 1)])
+        to.window_start.copy_(torch.where(live, counted_from - window_left, 0))
 
 
-def place_trees(parents: Tensor, nodes_before: int, to: StepTensors) -> None:
+def place_trees(parents: Tensor, nodes_before: int, window_left: int, to: StepTensors) -> None:
     """Twin of launch_place_trees; may be recorded."""
     num_tokens = len(to.mask_positions)
     if not parents.numel():
         to.mask_positions.zero_()
+        to.window_start.zero_()
         to.mask_start.copy_((to.kv_len - to.q_len - nodes_before).clamp(min=0))
         return
     new = to.q_len.long()
@@ -86,7 +93,14 @@ def place_trees(parents: Tensor, nodes_before: int, to: StepTensors) -> None:
     live = (token < to.counts[1]) & (of_token < len(new))
     of_token = of_token.clamp(max=len(new) - 1)
     of_tree = torch.where(live, before[of_token] + token - (end - new)[of_token], 0).clamp(max=len(node) - 1)
-    to.mask_positions.copy_(torch.where(live, start[of_token] + depth[of_token, of_tree], 0))
+    position = start[of_token] + depth[of_token, of_tree]
+    to.mask_positions.copy_(torch.where(live, position, 0))
+    if to.window_start.numel():
+        # Of an ancestor that is window_left nodes up: its place, by which it is the first key of the window.
+        is_oldest = sees & (depth[:, None, :] == depth[:, :, None] - window_left)
+        oldest = torch.where(is_oldest, node, -1).amax(2)[of_token, of_tree]
+        first_key = torch.where(oldest >= 0, start[of_token] + oldest, position - window_left)
+        to.window_start.copy_(torch.where(live, first_key, 0))
     _write_tree_cells(sees, before, nodes, to.mask_words.view(torch.uint8))
 
 

@@ -53,16 +53,17 @@ def segment_extend(
     cut = tile_cut(queries, TILE_LEN)
     kv_len = queries.kv_len[cut.seq][:, None]
     first_new_key = kv_len - queries.q_indptr.diff()[cut.seq][:, None]
-    kv_index = position = first_new_key + cut.offset
+    kv_index = first_new_key + cut.offset
+    window_start = kv_index - scores.window_left
     end_key = kv_index + 1 if scores.causal and mask is None else kv_len.expand_as(kv_index)
-    if mask is not None:
-        position = torch.maximum(mask.positions[cut.token], first_new_key)
+    if mask is not None and scores.windowed:
+        window_start = mask.window_start[cut.token]
     width = max(-(-queries.max_kv_len // args.pages.keys.page_size), 1)
     rows = Tiles(
         q=torch.where(cut.has_token[:, :, None, None], args.q[cut.token], 0),
         pages=args.table[:, :width][queries.row_of_seq[cut.seq]],
         kv_index=kv_index,
-        window_start=position - scores.window_left,
+        window_start=window_start,
         end_key=torch.where(cut.has_token, end_key, 0),
         cells=None if mask is None else Cells.of(mask, cut, kv_len),
     )

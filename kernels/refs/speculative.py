@@ -10,6 +10,9 @@ from rocm_attn.kernels.metadata.step_tensors import BRINGS_PROMPT
 from rocm_attn.kernels.speculative.arguments import Accepted, Probabilities, Verified
 from rocm_attn.kernels.speculative.paths import AcceptedPaths
 
+# As in kernels/speculative/accept_sampled.py.
+_LEAST_REST = 2.0**-24
+
 
 def accept_drawn(drawn: Tensor, given: Verified, to: Accepted) -> None:
     """Twin of launch_accept_drawn; may be recorded."""
@@ -30,7 +33,7 @@ def accept_sampled(probabilities: Probabilities, given: Verified, to: Accepted) 
     target, draft, accept_uniform, draw_uniform = probabilities
     walk, vocab = _Walk(given, to), target.shape[1]
     tried, taken = torch.zeros_like(walk.node), torch.zeros(len(walk.node), device=target.device)
-    left = torch.ones_like(taken)
+    left, rest = torch.ones_like(taken), torch.ones_like(taken)
     for _ in range(walk.width - 1):
         is_open = walk.children(walk.node) & (walk.places > tried[:, None])
         child = walk.first_of(is_open)
@@ -41,11 +44,13 @@ def accept_sampled(probabilities: Probabilities, given: Verified, to: Accepted) 
         token = token.clamp(0, vocab - 1)
         p, q = (torch.where(is_token, side[row, token], 0) for side in (target, draft))
         uniform = accept_uniform[walk.row(place)]
-        is_accepted = is_tried & (q > 0) & (uniform * left * q < p - taken * q)
+        is_accepted = is_tried & (q > 0) & (uniform * left * q / rest < p - taken * q)
         is_refused = is_tried & ~is_accepted
-        taken = torch.where(is_accepted, 0, torch.where(is_refused, taken + left, taken))
-        rest = _left(target[row], draft[row], taken).sum(1)
-        left = torch.where(is_accepted, 1, torch.where(is_refused, rest, left))
+        taken = torch.where(is_accepted, 0, torch.where(is_refused, taken + left / rest, taken))
+        not_drawn = (rest - q).clamp(min=_LEAST_REST)
+        rest = torch.where(is_accepted, 1, torch.where(is_refused, not_drawn, rest))
+        left_now = _left(target[row], draft[row], taken).sum(1)
+        left = torch.where(is_accepted, 1, torch.where(is_refused, left_now, left))
         walk.accept(child, is_accepted)
         tried = torch.where(is_tried, child, tried)
     row = walk.row()

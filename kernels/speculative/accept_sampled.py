@@ -1,13 +1,16 @@
 """Accept drafts that were drawn by probabilities of their own, such that the result is drawn by the target's.
 
-Rejection sampling over several drafts of a node in turn, each drawn by q for itself (Miao et al., SpecInfer, 2023); of
-one draft it is that of Leviathan et al. (2023). With p of the target, at a node whose drafts x_1, x_2, ... are tried:
+Rejection sampling over several drafts of a node in turn, drawn by q without replacement (Jeon et al., Recursive
+Speculative Decoding, 2024); of one draft it is that of Leviathan et al. (2023). With p of the target, at a node whose
+drafts x_1, x_2, ... are tried:
 
-    r_0 = p                               x_j is accepted if u_j < r_j-1(x_j) / q(x_j), both of sum 1
-    r_j = max(r_j-1 - q, 0), normalised   where x_j was not; after the last one the next token is drawn by r
+    q_j = q without x_1 .. x_j-1, normalised
+    r_0 = p                                 x_j is accepted if u_j < r_j-1(x_j) / q_j(x_j), both of sum 1
+    r_j = max(r_j-1 - q_j, 0), normalised   where x_j was not; after the last one the next token is drawn by r
 
-What is left is a difference at every time: r_j is max(p - w_j q, 0) but for its sum, where w_1 = 1 and w_j+1 is w_j
-plus that sum. So nothing is written between passes, and a draft that is accepted costs two numbers.
+What is left is a difference at every time: r_j is max(p - w_j q, 0) but for its sum, where w_0 = 0 and w_j+1 is w_j
+plus that sum over the part of q that was not drawn. That holds of drawn tokens too: one that was refused had less than
+q_j, so nothing of it is left. So nothing is written between passes, and a draft that is accepted costs two numbers.
 
 Drafts that were chosen and not drawn, the most likely ones or those of a look-up, are for accept_drawn.py.
 """
@@ -23,6 +26,8 @@ from rocm_attn.kernels.speculative.arguments import Accepted, Probabilities, Ver
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 _BLOCK = 4096
+# Of q, what drafts before one leave to it at least; what draws them stops before.
+_LEAST_REST = tl.constexpr(2.0**-24)
 
 
 @triton.jit
@@ -94,6 +99,7 @@ def _accept_sampled_kernel(
     node = 0
     taken = (nodes * 0).to(tl.float32)
     left = taken + 1.0
+    rest = left
     child = next_child(parent, node, 0, nodes, NODES)
     while child < NODES:
         token = tl.load(token_ids + first + child)
@@ -103,16 +109,17 @@ def _accept_sampled_kernel(
         q = tl.load(draft + row * draft_row + token, mask=is_token, other=0.0)
         u = tl.load(accept_uniform + first + child)
         # A number, as the interpreter joins no two comparisons of single floats.
-        accepted = tl.where(tl.where(q > 0, u * left * q, float("inf")) < p - taken * q, 1, 0)
+        accepted = tl.where(tl.where(q > 0, u * left * q / rest, float("inf")) < p - taken * q, 1, 0)
         is_accepted = accepted > 0
         count += accepted
         path = tl.where(is_accepted & (lane == count), child, path)
         ids = tl.where(is_accepted & (lane == count - 1), token, ids)
         # An accepted draft begins anew; one that is not takes its share.
-        taken = tl.where(is_accepted, 0.0, taken + left)
+        taken = tl.where(is_accepted, 0.0, taken + left / rest)
+        rest = tl.where(is_accepted, 1.0, tl.maximum(rest - q, _LEAST_REST))
         end = tl.where(is_accepted, 0, vocab)
-        rest = _sum_of_left(target + row * target_row, draft + row * draft_row, taken, end, BLOCK)
-        left = tl.where(is_accepted, 1.0, rest)
+        left_now = _sum_of_left(target + row * target_row, draft + row * draft_row, taken, end, BLOCK)
+        left = tl.where(is_accepted, 1.0, left_now)
         node = tl.where(is_accepted, child, node)
         child = next_child(parent, node, child, nodes, NODES)
     row = (first + node).to(tl.int64)

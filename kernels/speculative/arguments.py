@@ -68,7 +68,8 @@ class Probabilities(NamedTuple):
     """What rejection sampling needs, float32, rows contiguous at any stride.
 
     target:         [T, V]  node -> of each token to come after it, by the model that verifies
-    draft:          [T, V]  node -> by which its children were drawn, each for itself; not read for a node without any
+    draft:          [T, V]  node -> by which its children were drawn, in their order and no token twice: each by what
+                            those before it leave; not read for a node without any
     accept_uniform: [T]     draft -> a number of [0, 1) that decides whether it is accepted
     draw_uniform:   [T]     node -> a number of [0, 1) that decides on the next token where the path ends there
     """

@@ -30,8 +30,9 @@ from rocm_attn.step.buffers import (
     draft_buffers,
     pool_slot_buffers,
     selection_buffers,
+    window_buffers,
 )
-from rocm_attn.step.memory import StepMemory, indexings_of, pools_of, table_sizes, words_of_children
+from rocm_attn.step.memory import StepMemory, indexings_of, pools_of, table_sizes, windows_of, words_of_children
 from rocm_attn.step.options import RuntimeOptions
 
 
@@ -124,7 +125,14 @@ def _specs(runtime: AttentionRuntime) -> dict[str, BufferSpec]:
     indexings = [indexing for indexing in indexings_of(runtime.selections) if indexing is not None]
     pools = [(space, tokens) for space, tokens in pools_of(runtime.kinds) if tokens > 1]
     of_table = table_sizes(runtime.selections, runtime.table, runtime.padding.mask_keys).buffers(every_need)
-    declared = (*of_table, *draft_buffers(every_need), *selection_buffers(indexings), *pool_slot_buffers(pools))
+    windows = window_buffers(windows_of(runtime.selections))
+    declared = (
+        *of_table,
+        *draft_buffers(every_need),
+        *selection_buffers(indexings),
+        *pool_slot_buffers(pools),
+        *windows,
+    )
     held = runtime.sealed_tensors()
     return {spec.name: spec for spec in declared if spec.name in held}
 

@@ -4,9 +4,8 @@ out[t] = softmax(scale * q[t] . k[j] for visible j) . v[j]        over the keys 
 
 Token t of a sequence with q_len new tokens sits at kv_index i = kv_len - q_len + t and sees keys
 max(0, i - window_left) .. i; all of 0 .. i without a window; all of 0 .. kv_len - 1 where attention is not causal. With
-a mask it sees what that shows, with a window from p - window_left on: p is the position that the mask gives it, or
-kv_len - q_len if that is more. A soft cap comes after the scale, ALiBi's slope * (j - i) after the cap; a sink is one
-more logit without a value.
+a mask it sees what that shows, with a window from p - window_left on: p is the position that the mask gives it. A soft
+cap comes after the scale, ALiBi's slope * (j - i) after the cap; a sink is one more logit without a value.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def attend_sequence(
 
     q: [q_len, q_heads, head_dim]; k: [kv_len, kv_heads, head_dim]; v: [kv_len, kv_heads, v_head_dim]
     visible:   bool [q_len, kv_len], what a mask shows; None without one
-    positions: integer [q_len], where a mask says that the new tokens are; None where they are at their kv_index
+    positions: integer [q_len], what the windows of new tokens under a mask are counted back from; None: their kv_index
     Returns out [q_len, q_heads, v_head_dim] and lse [q_len, q_heads], natural log of the denominator, the sink in it;
     0 and -inf where no key is visible.
     """
@@ -50,7 +49,7 @@ def attend_sequence(
         scores = scores + weights.alibi_slopes.double()[:, None, None] * (key - index)
     hidden = ~visible if visible is not None else (key > index) & problem.causal
     if problem.window_left != UNLIMITED_WINDOW:
-        position = index if positions is None else positions[:, None].clamp(min=kv_len - q_len)
+        position = index if positions is None else positions[:, None]
         hidden = hidden | (key < position - problem.window_left)
     scores = scores.masked_fill(hidden, float("-inf"))
     v = v.masked_fill(hidden.all(0)[:, None, None], 0.0)  # what no token sees may be NaN, and 0 * NaN is NaN

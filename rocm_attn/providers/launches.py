@@ -34,13 +34,15 @@ class PlaceDeviceInputs(Protocol):
 class PlaceMask(Protocol):
     """launch_place_mask, or its twin."""
 
-    def __call__(self, bits: Tensor, positions: Tensor, keys_before: int, to: StepTensors) -> None: ...
+    def __call__(
+        self, bits: Tensor, positions: Tensor, keys_before: int, window_left: int, to: StepTensors
+    ) -> None: ...
 
 
 class PlaceTrees(Protocol):
     """launch_place_trees, or its twin."""
 
-    def __call__(self, parents: Tensor, nodes_before: int, to: StepTensors) -> None: ...
+    def __call__(self, parents: Tensor, nodes_before: int, window_left: int, to: StepTensors) -> None: ...
 
 
 class DeriveDraftSteps(Protocol):
@@ -171,7 +173,7 @@ class TakeSlots(Protocol):
 class PackMask(Protocol):
     """launch_pack_mask, or its twin."""
 
-    def __call__(self, cells: Tensor, positions: Tensor, to: StepTensors) -> None: ...
+    def __call__(self, cells: Tensor, positions: Tensor, window_left: int, to: StepTensors) -> None: ...
 
 
 class PickRows(Protocol):

@@ -20,4 +20,4 @@ def scores_of(problem: Problem) -> Scores:
 
 def packed_mask(step: StepTensors) -> PackedMask:
     """What the tokens of a masked step see."""
-    return PackedMask(step.mask_words, step.mask_indptr, step.mask_start, step.mask_positions)
+    return PackedMask(step.mask_words, step.mask_indptr, step.mask_start, step.window_start)

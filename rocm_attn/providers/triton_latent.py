@@ -25,7 +25,7 @@ from rocm_attn.kernels.tuning.latent_tiles import (
 )
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
-from rocm_attn.providers.contract import Limits, PoolSize, StepBounds
+from rocm_attn.providers.contract import BoundKernel, Limits, PoolSize, StepBounds
 from rocm_attn.providers.mixed import TritonMixed
 from rocm_attn.providers.schedules import DecodeSchedule, ExtendSchedule
 from rocm_attn.providers.scores import scores_of
@@ -225,13 +225,21 @@ def _bind_mixed(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed
     return TritonMixed(_bind_decode(problem, target, pool), longer)
 
 
-def _bind_masked(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed:
+def _bind_masked(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
     most = limits.MOST_SPLIT_TOKENS
+    if scores_of(problem).windowed:
+        # Keys are split by the window of a sequence's last tokens, and that of a draft may begin before it.
+        return Masked(_masked_extend(problem, target, min_q_len=1))
     few_tiles = latent_decode_tiles_of_table(problem, target, most).of_few_masked_tokens(target.arch)
     few = _decode_in(few_tiles, problem, target, fewest=1, most=most)
+    return TritonMixed(Masked(few), Masked(_masked_extend(problem, target, min_q_len=most + 1)))
+
+
+def _masked_extend(problem: Problem, target: Target, min_q_len: int) -> LatentExtend:
+    """Of masked steps, sequences with min_q_len new tokens or more."""
     tiles = latent_extend_tiles_of_table(problem, target).of_masked_steps()
-    cut = latent_extend_cut(tiles, num_heads=problem.num_q_heads, min_q_len=limits.MOST_SPLIT_TOKENS + 1)
-    return TritonMixed(Masked(few), Masked(LatentExtend(problem, scores_of(problem), tiles, cut)))
+    cut = latent_extend_cut(tiles, num_heads=problem.num_q_heads, min_q_len=min_q_len)
+    return LatentExtend(problem, scores_of(problem), tiles, cut)
 
 
 def _bind_shared(problem: Problem, target: Target, pool: PoolSize) -> SharedPrefixKernel:

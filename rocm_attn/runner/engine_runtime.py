@@ -25,6 +25,7 @@ from rocm_attn.runner.measured_memory import LargestSteps, free_of, measure, mem
 from rocm_attn.runner.model import Model
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.pool_size import CPU_BYTES, NOT_MEASURED, Measured, PoolPages, is_small, most_kv_bytes, pool_pages
+from rocm_attn.runner.speculation.draft_runners import drawn_bytes
 from rocm_attn.runner.speculation.last_rows import forward_of
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
@@ -170,7 +171,8 @@ class _Sizing:
         if memory is None:
             return CPU_BYTES, NOT_MEASURED
         ranks = self.loaded.ranks  # all of them have as many pages as the one with the least memory
-        free = ranks.least(free_of(memory))
+        of_drafts = drawn_bytes(options, self.loaded.config.vocab_size)
+        free = max(0, ranks.least(free_of(memory)) - of_drafts)
         wanted = most_kv_bytes(
             self.problems, max_num_seqs=options.max_batch_size, max_kv_len=self.max_kv_len, chunk=options.chunk
         )
@@ -181,6 +183,8 @@ class _Sizing:
             return wanted, NOT_MEASURED
         steps = self._largest_steps(free)
         measured = measure(memory, partial(self._for_measuring, steps), steps, vocabulary=self.loaded.config.vocab_size)
+        # What drafts is made after the pool.
+        measured = replace(measured, step=measured.step + of_drafts)
         return ranks.least(measured.kv_bytes(options.gpu_memory_share, self.problems)), measured
 
     def pages(self, kv_bytes: int) -> PoolPages:

@@ -253,10 +253,10 @@ class EngineOptions:
                 f"topk is {self.topk} and draft_tokens is {self.draft_tokens}; each branch has a token at least, so "
                 "raise draft_tokens or lower topk"
             )
-        if self.sampled_drafts and (self.speculative in (OFF, NGRAM) or self.topk > 1):
+        if self.sampled_drafts and self.speculative in (OFF, NGRAM):
             raise BadSetting(
-                f"sampled_drafts is on, speculative is {self.speculative} and topk is {self.topk}; drafts are drawn by "
-                "a small model or an EAGLE head, in chains: take draft:MODEL or eagle:HEAD and topk 1"
+                f"sampled_drafts is on and speculative is {self.speculative}; drafts are drawn by a small model or an "
+                "EAGLE head: take draft:MODEL or eagle:HEAD"
             )
         if self.steps_ahead not in (None, 0, 1):
             raise BadSetting(

@@ -23,7 +23,7 @@ class Measured:
 
     total: of the GPU
     free:  with the weights in place
-    step:  the most that a step takes, with what the runtime keeps for it
+    step:  the most that a step takes, with what the runtime keeps for it and drawn drafts take
     graph: what graphs of all sizes will take
     """
 

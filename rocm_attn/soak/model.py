@@ -22,7 +22,7 @@ from rocm_attn.batch.step_batch import Int32Array
 from rocm_attn.kernels.metadata.step_tensors import NO_PARENT
 from rocm_attn.oracle.numerics import BOUNDS, error_parts
 from rocm_attn.oracle.reference import attend_sequence
-from rocm_attn.problem import Problem
+from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.step import Step
 
@@ -153,17 +153,15 @@ class SequenceTruth:
     q_len:     of them, those that are new
     parents:   int32 [q_len]  new token -> its parent's place among them, as TreeMask has it; chain() where they are
                no tree
-    at_a_time: new tokens that a step of a round of drafts has; those of other steps have all of them
     """
 
     row: int
     token_ids: Int32Array
     q_len: int
     parents: Int32Array
-    at_a_time: int
 
-    def visible(self) -> Tensor:
-        """bool [q_len, kv_len]: what a new token sees where trees are seen as trees."""
+    def visible(self, window_left: int = UNLIMITED_WINDOW) -> Tensor:
+        """bool [q_len, kv_len]: what a new token sees where trees are seen as trees; a window is of depths."""
         prefix = len(self.token_ids) - self.q_len
         visible = torch.zeros(self.q_len, prefix + self.q_len, dtype=torch.bool)
         visible[:, :prefix] = True
@@ -171,21 +169,15 @@ class SequenceTruth:
             if parent != NO_PARENT:
                 visible[token] = visible[parent]
             visible[token, prefix + token] = True
+        if window_left != UNLIMITED_WINDOW:
+            depth = torch.cat((torch.arange(prefix), visible.sum(1) - 1))
+            visible &= depth >= depth[prefix:, None] - window_left
         return visible
 
     def positions(self) -> Tensor:
         """int64 [kv_len]: of all tokens; of a new one, how many it sees besides itself."""
         prefix = len(self.token_ids) - self.q_len
         return torch.cat((torch.arange(prefix), self.visible().sum(1) - 1))
-
-    def window_positions(self) -> Tensor:
-        """int64 [q_len]: where windows of the new tokens are counted back from.
-
-        Not from before the first token of their step: what lies before the window of that one was given up.
-        """
-        prefix = len(self.token_ids) - self.q_len
-        first = torch.arange(self.q_len) // max(1, self.at_a_time) * self.at_a_time
-        return torch.maximum(self.positions()[prefix:], prefix + first)
 
     def __str__(self) -> str:
         return f"row {self.row}, kv_len {len(self.token_ids)}, q_len {self.q_len}"
@@ -304,7 +296,8 @@ class Checker:
         positions = sequence.positions()
         entry = torch.from_numpy(sequence.token_ids) * self._max_kv_len + positions
         new = slice(len(entry) - sequence.q_len, None)
-        seen = (sequence.visible(), sequence.window_positions()) if problem.custom_mask else ()
+        # Depths are no places: what a window leaves out is in the mask, and the reference's reaches back further.
+        seen = (sequence.visible(problem.window_left), positions[new]) if problem.custom_mask else ()
         q, k, v = tables.q[entry[new]], tables.k[entry], tables.v[entry]
         return attend_sequence(q, k, v, problem, self._weights[layer], *seen)
 

@@ -250,20 +250,19 @@ class KeptTokens:
 class Turn:
     """A request's part in a step.
 
-    parents, at_a_time: as in SequenceTruth
+    parents: as in SequenceTruth
     kept:    of the new tokens, those that stay after the step, in order; the others are taken back
     """
 
     request: Request
     q_len: int
     parents: Int32Array
-    at_a_time: int
     kept: tuple[int, ...]
 
     @classmethod
     def of_chain(cls, request: Request, q_len: int) -> Turn:
         """New tokens that follow each other, and stay."""
-        return cls(request, q_len, chain(q_len), q_len, tuple(range(q_len)))
+        return cls(request, q_len, chain(q_len), tuple(range(q_len)))
 
     @property
     def moves(self) -> bool:
@@ -273,7 +272,7 @@ class Turn:
     def truth(self) -> SequenceTruth:
         """What the request holds after the step, before anything is taken back."""
         token_ids = self.request.token_ids[: self.request.num_stored + self.q_len]
-        return SequenceTruth(self.request.row, np.array(token_ids, np.int32), self.q_len, self.parents, self.at_a_time)
+        return SequenceTruth(self.request.row, np.array(token_ids, np.int32), self.q_len, self.parents)
 
     def __str__(self) -> str:
         rejected = f"-{self.q_len - len(self.kept)}" if len(self.kept) < self.q_len else ""
@@ -434,7 +433,7 @@ class World:
             first += self._draw_ids(drafts.branches)
             ids, parents = drafts_after(first[-drafts.branches :], drafts, self.scenario.vocabulary)
             request.token_ids += ids
-            turns.append(Turn(request, q_len, parents, drafts.branches, ()))
+            turns.append(Turn(request, q_len, parents, ()))
         batch = draft_batch(
             np.array([request.row for request, _ in new], np.int32),
             np.array([request.num_stored for request, _ in new], np.int32),
@@ -456,7 +455,7 @@ class World:
         while after:
             kept.append(after[self._below(len(after))])
             after = np.flatnonzero(parents == kept[-1]).tolist() if self._chance(0.8) else []
-        return Turn(request, q_len, parents, q_len, tuple(kept))
+        return Turn(request, q_len, parents, tuple(kept))
 
     def _draw_sequences(self, action: Action) -> list[tuple[Request, int]]:
         """Some requests in random order, each with a number of new tokens that it has room for."""

@@ -138,6 +138,20 @@ def selection_buffers(indexings: Sequence[Indexing]) -> tuple[BufferSpec, ...]:
     )
 
 
+def window_name(window_left: int) -> str:
+    """The buffer of the first keys of a window, in masked steps."""
+    return f"window_start_{window_left}"
+
+
+def window_buffers(windows: Collection[int]) -> tuple[BufferSpec, ...]:
+    """Where the windows of new tokens begin in masked steps. windows: window_left of masked layers, each once"""
+
+    def of_masked(shape: PaddedShape) -> int:
+        return shape.num_tokens if shape.kind.extra is Extra.MASK else 0
+
+    return tuple(BufferSpec(window_name(window), Unit.TOKEN, torch.int32, of_masked, 0) for window in windows)
+
+
 DRAFT_PARENTS = "draft_parents"
 
 

@@ -111,7 +111,8 @@ class StepCore:
     def place_draft_mask(self, drafts: Drafts, number: int, step: DeviceStep) -> None:
         """Work out what the drafts of a draft step see, from the parents of all drafts up to it."""
         with on_device(self.device):
-            self.ops.place_trees(step.parents, number * drafts.branches, step.tensors)
+            for tensors, window_left in step.windows:
+                self.ops.place_trees(step.parents, number * drafts.branches, window_left, tensors)
 
     def _fills_by_launches(self, plan: StepPlan) -> bool:
         """Whether all that derives the metadata of steps of a plan is launches."""

@@ -19,7 +19,7 @@ from rocm_attn.kernels.sparse.arguments import Indexing, TokenPlaces
 from rocm_attn.kernels.sparse.arguments import Selection as SelectedUnits
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.storage import SpaceTable, Table
-from rocm_attn.problem import AllKeys, Indexer
+from rocm_attn.problem import UNLIMITED_WINDOW, AllKeys, Indexer
 from rocm_attn.providers.select import Selection
 from rocm_attn.step.buffers import (
     ALL_MEMORY_GUARDS,
@@ -36,6 +36,8 @@ from rocm_attn.step.buffers import (
     pool_slot_buffers,
     pool_slots_name,
     selection_buffers,
+    window_buffers,
+    window_name,
 )
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.plan import StepPlan
@@ -49,6 +51,8 @@ class DeviceStep:
 
     spaces:    the step in each space, in the table's order; what is not of a space is the same in all of them
     of_kind:   per kind of layer, the step in its space: its layers write by its slots and read by its table
+    windows:   a mask is placed in each of these, by its window_left; they are one where masked layers have one window
+               or none, and else differ in window_start alone
     schedules: int32, per kind of layer; kinds with equal schedules share one
     workspace: float32, shared by the layers, not by the children
     queries:   who asks, which is the same in every space
@@ -62,6 +66,7 @@ class DeviceStep:
 
     spaces: tuple[StepTensors, ...]
     of_kind: tuple[StepTensors, ...]
+    windows: tuple[tuple[StepTensors, int], ...]
     schedules: tuple[Tensor, ...]
     workspace: Tensor
     queries: Queries
@@ -202,9 +207,16 @@ class StepMemory:
         words = plan.workspace_words
         spaces = {pages.space: self._space_views(plan, pages, view) for pages in self._table.spaces}
         first = next(iter(spaces.values()))
+        of_window = {window: view(window_name(window)) for window in windows_of(self._selections)}
+        of_kind = tuple(
+            replace(spaces[space], window_start=of_window[window]) if window in of_window else spaces[space]
+            for space, window in zip(self._space_of_kind, map(_window_of, self._selections), strict=True)
+        )
         return DeviceStep(
             spaces=tuple(spaces.values()),
-            of_kind=tuple(spaces[space] for space in self._space_of_kind),
+            of_kind=of_kind,
+            windows=tuple((replace(first, window_start=at), window) for window, at in of_window.items())
+            or ((first, ALL_KEYS),),
             schedules=tuple(view(_schedule_name(kind)) for kind in plan.schedule_of_kind),
             # The steps of a round of drafts follow each other, and use one.
             workspace=part.workspace.view(words, self._guards.first_of_child(child // plan.shape.drafts.steps, words)),
@@ -244,14 +256,15 @@ class StepMemory:
         """A step in a space. view: name of a buffer -> what the child uses of it."""
         tensors = {name: view(name_in(pages.space, name) if field.of_space else name) for name, field in FIELDS.items()}
         tensors["block_table"] = tensors["block_table"].view(-1, self._sizes.table_width)
-        return StepTensors(**tensors, table=pages.entries, pads=plan.pads, terms=pages.terms)
+        no_window = view(window_name(UNLIMITED_WINDOW))
+        return StepTensors(**tensors, table=pages.entries, window_start=no_window, pads=plan.pads, terms=pages.terms)
 
     def _specs(self, sizes: TableSizes) -> list[BufferSpec]:
         needs = {pages.space: self._needs_in(pages.space) for pages in self._table.spaces}
         schedules = (_schedule_spec(kind, selection) for kind, selection in enumerate(self._selections))
         indexings = [indexing for indexing in indexings_of(self._selections) if indexing is not None]
         pools = pool_slot_buffers([(space, tokens) for space, tokens in self._pools if tokens > 1])
-        declared = (*sizes.buffers(needs), *draft_buffers(needs))
+        declared = (*sizes.buffers(needs), *draft_buffers(needs), *window_buffers(windows_of(self._selections)))
         return [*declared, *schedules, *selection_buffers(indexings), *pools]
 
     def _needs_in(self, space: Space) -> set[Need]:
@@ -264,6 +277,18 @@ def indexings_of(selections: Sequence[Selection]) -> list[Indexing | None]:
     """What the layers of each kind attend to; None where that is all keys."""
     indexers = [selection.problem.indexer for selection in selections]
     return [None if isinstance(indexer, AllKeys) else indexer.indexing for indexer in indexers]
+
+
+def windows_of(selections: Sequence[Selection]) -> tuple[int, ...]:
+    """window_left of layers that masks are for, each once."""
+    windows = (_window_of(selection) for selection in selections)
+    return tuple(dict.fromkeys(window for window in windows if window != UNLIMITED_WINDOW))
+
+
+def _window_of(selection: Selection) -> int:
+    """window_left of a layer that masks are for; UNLIMITED_WINDOW of others, in which no mask is looked at."""
+    problem = selection.problem
+    return problem.window_left if problem.custom_mask else UNLIMITED_WINDOW
 
 
 def pools_of(kinds: LayerKinds) -> tuple[tuple[Space, int], ...]:

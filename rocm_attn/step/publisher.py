@@ -265,9 +265,11 @@ class Publisher:
             if isinstance(batch.mask, StepMask):
                 mask = batch.mask
                 bits = mask.bits[: bytes_of_cells(mask.num_cells(batch.kv_len, batch.q_len))]
-                self._ops.place_mask(bits, mask.positions, mask.keys_before, to)
+                for tensors, window_left in step.windows:
+                    self._ops.place_mask(bits, mask.positions, mask.keys_before, window_left, tensors)
             elif isinstance(batch.mask, TreeMask):
-                self._ops.place_trees(batch.mask.parents, 0, to)
+                for tensors, window_left in step.windows:
+                    self._ops.place_trees(batch.mask.parents, 0, window_left, tensors)
         finally:
             line.ring.release()
         line.recent.append((number, batch.rows))

@@ -8,6 +8,7 @@ than the one that it comes after, so they are a tree.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rocm_attn.runner.speculation.drafts import LAST_TOKEN, Drafts
+from rocm_attn.runner.speculation.drafts import LAST_TOKEN, NOT_DRAWN, Drafts
 
 _WORDS = 3  # of a draft on its way to the host
 
@@ -27,7 +28,8 @@ class Level(NamedTuple):
     branches:  int32 [S, K], the branch of the level before that each comes after; 0 in the first level
     scores:    float32 [S, K], the sum of the logarithms of probabilities; 0 where K is 1
     carried:   [S, K, width], what the model that drafts hands on to the step after each
-    drawn_by:  float32 [S, 1, vocab], where drafts are drawn the probabilities by which; else [S, 1, 0]
+    drawn_by:  float32 [S, B, vocab], where drafts are drawn the probabilities by which, of each draft that they come
+               after: one in the first level, else K; where they are not, [S, 1, 0]
     """
 
     token_ids: Tensor
@@ -120,17 +122,32 @@ class Found:
             parents[:, 0] = LAST_TOKEN
             self._parents = parents.reshape(num_seqs, -1)
             scores = np.ascontiguousarray(on_host[:, :, 2]).view(np.float32).reshape(num_seqs, -1)
+            self._num_drawn = (scores[:, : self._num_branches] > -np.inf).sum(1)
             # Where two are alike the one that comes first goes before: the parent goes before its child.
             self._best = np.argsort(-scores, axis=1, kind="stable")
 
-    def drafts(self, seq: int, most: int) -> Drafts:
-        """A sequence's likeliest drafts."""
+    def drafts(self, seq: int, most: int, place: int) -> Drafts:
+        """A sequence's likeliest drafts, or of those that were drawn the first. place: of Drafts"""
         if self._is_chain:
-            return Drafts.chain(tuple(self._token_ids[seq, :most].tolist()))
+            return replace(Drafts.chain(tuple(self._token_ids[seq, :most].tolist())), place=place)
+        if place != NOT_DRAWN:
+            return self._drawn(seq, most, place)
         taken = np.sort(self._best[seq, :most])
         number_of = {LAST_TOKEN: LAST_TOKEN} | {place: number for number, place in enumerate(taken.tolist())}
         parents = tuple(number_of[parent] for parent in self._parents[seq, taken].tolist())
         return Drafts(tuple(self._token_ids[seq, taken].tolist()), parents)
+
+    def _drawn(self, seq: int, most: int, place: int) -> Drafts:
+        """The first branch as far as there is room, then the others level by level: by places, and by no token."""
+        others = range(1, int(self._num_drawn[seq]))
+        nodes = [(level, 0) for level in range(self._num_levels)]
+        nodes = [*nodes, *((level, branch) for level in range(self._num_levels) for branch in others)][:most]
+        number_of = {node: number for number, node in enumerate(nodes)}
+        return Drafts(
+            tuple(int(self._token_ids[seq, level * self._num_branches + branch]) for level, branch in nodes),
+            tuple(number_of.get((level - 1, branch), LAST_TOKEN) for level, branch in nodes),
+            place,
+        )
 
     def fed(self, seq: int) -> Sequence[int]:
         """The drafts of a sequence whose K and V lie in their places: those of a chain but for its last one."""

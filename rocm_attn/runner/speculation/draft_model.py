@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
@@ -24,7 +24,6 @@ from rocm_attn.runner.scheduler import ScheduledStep, Taken
 from rocm_attn.runner.speculation.beams import Found
 from rocm_attn.runner.speculation.draft_runners import DraftRunners
 from rocm_attn.runner.speculation.drafts import Drafts
-from rocm_attn.runner.speculation.drawn import terms_of_drafts
 
 
 @dataclass(slots=True, eq=False)
@@ -97,10 +96,7 @@ class ModelDrafter:
         sequences = [sequence for sequence, _ in drafting]
         found = self._found(sequences)
         places = self._runners.places(sequences)
-        return {
-            sequence.number: replace(found.drafts(seq, most), place=places[seq])
-            for seq, (sequence, most) in enumerate(drafting)
-        }
+        return {sequence.number: found.drafts(seq, most, places[seq]) for seq, (sequence, most) in enumerate(drafting)}
 
     def _follows(self, sequence: Sequence) -> bool:
         """Bring a sequence's row up to what is known; False where there is none, or it is too long."""
@@ -144,7 +140,7 @@ class ModelDrafter:
         self._catch_up(drafting)
         followers = [self._followers[sequence.number] for sequence in drafting]
         rows = np.array([follower.row for follower in followers], np.int32)
-        terms = terms_of_drafts(drafting, self._runners.num_levels)
+        terms = self._runners.terms(drafting)
         found = self._runners.found(rows, np.array([len(each.token_ids) for each in drafting], np.int32), terms)
         for seq, follower in enumerate(followers):
             follower.num_right = len(follower.token_ids)
@@ -169,7 +165,7 @@ class ModelDrafter:
                         budget -= q_len[-1]
                 batch = self._batch([drafting[seq] for seq in seqs], q_len)
                 whole = [seq for seq in seqs if not self._num_unseen(drafting[seq])]  # all but the last one, at least
-                terms = terms_of_drafts([drafting[seq] for seq in seqs], self._runners.num_levels)
+                terms = self._runners.terms([drafting[seq] for seq in seqs])
                 self._runners.take_in(batch, whole, terms)
                 del left[: len(whole)]
 

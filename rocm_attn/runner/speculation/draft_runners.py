@@ -22,7 +22,7 @@ from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Sequence as DraftedFor
 from rocm_attn.runner.speculation.beams import Found, Level
 from rocm_attn.runner.speculation.drafts import NOT_DRAWN
-from rocm_attn.runner.speculation.drawn import drawn_level, samples
+from rocm_attn.runner.speculation.drawn import drawn_level, samples, terms_of_drafts
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.drafts import DraftSteps
 from rocm_attn.step.step import Step
@@ -45,7 +45,10 @@ class DraftingModel(Protocol):
         ...
 
     def tokens(self, drafted: Tensor) -> Tensor:
-        """int32, of any shape: the tokens of places in the logits, which may be of some tokens alone."""
+        """int32, of any shape: the tokens of places in the logits, which may be of some tokens alone.
+
+        What it is given, and no copy, where each place is that token's.
+        """
         ...
 
 
@@ -59,6 +62,23 @@ def num_levels(options: EngineOptions) -> int:
 def drafts_of(options: EngineOptions) -> AnyDrafts:
     """The round that follows the first level."""
     return Drafts(options.topk, num_levels(options) - 1) if num_levels(options) > 1 else NO_DRAFTS
+
+
+def num_rows_drawn(options: EngineOptions) -> int:
+    """Rows of probabilities by which the drafts of a sequence are drawn."""
+    return 1 + (num_levels(options) - 1) * options.topk
+
+
+def drawn_bytes(options: EngineOptions, vocabulary: int) -> int:
+    """Memory that drafts which are drawn take beside K and V: what is kept, and most of a round and of its acceptance.
+
+    Of each sequence, in rows of float32 of the vocabulary: those by which its drafts were drawn, and its first level's;
+    in a round those of all levels, and that copied; in acceptance p, q and the weights of p of each node.
+    """
+    if not options.sampled_drafts:
+        return 0
+    rows, nodes = num_rows_drawn(options), 1 + options.draft_tokens
+    return 4 * vocabulary * options.max_batch_size * (rows + 1 + 2 * rows + 3 * nodes)
 
 
 class DraftRunners:
@@ -77,9 +97,10 @@ class DraftRunners:
         # torch refuses writes to memory that was made in inference mode.
         with torch.inference_mode(False):
             self._first_level = Level.empty(most, branches, model.nothing_carried, vocab)
-            self._terms = torch.zeros(most, 1 + self.num_levels, device=device)
-            # By which drafts of a round were drawn: of each sequence in its place, and each level.
-            self.probabilities = torch.zeros(most, self.num_levels, vocab, device=device)
+            self._terms = torch.zeros(most, 1 + self.num_levels * branches, device=device)
+            # float32 [S, 1 + (levels - 1) * K, vocab]: of each sequence in its place, by which its first drafts were
+            # drawn, and by which those after each draft, level by level.
+            self.probabilities = torch.zeros(most, num_rows_drawn(options), vocab, device=device)
         after = options.capture_after
         made_by = recorder_for(runtime.device) if options.graphs else None
         eager_first = eager_steps_before_capture(runtime.device) if after is None else after
@@ -98,6 +119,15 @@ class DraftRunners:
     def room(self) -> int:
         """Tokens that a round stores after a sequence's own."""
         return self._drafts.tokens
+
+    @property
+    def num_branches(self) -> int:
+        """Drafts of each level."""
+        return self._first_level.token_ids.shape[1]
+
+    def terms(self, sequences: Sequence[DraftedFor]) -> npt.NDArray[np.float32]:
+        """As of terms_of_drafts."""
+        return terms_of_drafts(sequences, self.num_levels, self.num_branches)
 
     def places(self, sequences: Sequence[DraftedFor]) -> list[int]:
         """Drafts.place of each of a round's sequences."""
@@ -142,17 +172,18 @@ class DraftRunners:
 
     def _taken_in(self, step: Step) -> Level:
         logits, carried = self._model.taken_in(step)
-        return self._chosen(Level.first(logits, carried, self._first_level.scores.shape[1]), logits, 0)
+        return self._chosen(Level.first(logits, carried, self.num_branches), logits, carried, 0)
 
-    def _chosen(self, level: Level, logits: Tensor, number: int) -> Level:
-        """A level as it is handed on: drawn, where drafts are, and with ids of tokens. number: from 0 on"""
+    def _chosen(self, level: Level, logits: Tensor, carried: Tensor, number: int) -> Level:
+        """A level as it is handed on: drawn, where drafts are, and with ids of tokens. Others as of drawn_level()."""
         if self._draws:
-            level = drawn_level(level, logits, self._terms, number)
-            known = logits.shape[1]
-            if known < self.probabilities.shape[2]:
+            level = drawn_level(level, logits, carried, self._terms, number)
+            places = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
+            tokens = self._model.tokens(places)
+            # Of some tokens alone, or of all of them in another order.
+            if tokens is not places:
                 of_all = level.drawn_by.new_zeros(*level.drawn_by.shape[:2], self.probabilities.shape[2])
-                tokens = self._model.tokens(torch.arange(known, dtype=torch.int32, device=logits.device)).long()
-                level = level._replace(drawn_by=of_all.index_copy_(2, tokens, level.drawn_by))
+                level = level._replace(drawn_by=of_all.index_copy_(2, tokens.long(), level.drawn_by))
         return level._replace(token_ids=self._model.tokens(level.token_ids))
 
     def _all_levels(self, round_: DraftSteps) -> Tensor:
@@ -165,8 +196,9 @@ class DraftRunners:
                 round_.set_parents(number, level.branches)
                 token_ids = level.token_ids.flatten()
             logits, carried = self._model.drafted(replace(step, token_ids=token_ids), level.carried.flatten(0, 1))
-            level = self._chosen(level.next(logits, carried), logits, number + 1)
+            level = self._chosen(level.next(logits, carried), logits, carried, number + 1)
             words.append(level.words())
             drawn_by.append(level.drawn_by)
-        self.probabilities[:num_seqs].copy_(torch.cat(drawn_by, 1))
+        if self._draws:
+            self.probabilities[:num_seqs].copy_(torch.cat(drawn_by, 1))
         return torch.stack(words, 1)

@@ -19,7 +19,7 @@ class Drafts:
 
     token_ids: of the drafts
     parents:   draft -> the draft that it comes after, which stands before it, or LAST_TOKEN
-    place:     of a chain that was drawn, its sequence's among those of the round; else NOT_DRAWN
+    place:     of drafts that were drawn, their sequence's among those of the round; else NOT_DRAWN
     is_chain:  whether each comes after the one before it
     """
 
@@ -52,6 +52,14 @@ class Drafts:
         for parent in self.parents:
             depths.append(1 if parent == LAST_TOKEN else depths[parent] + 1)
         return depths
+
+    def first_branches(self) -> list[int]:
+        """draft -> how many drafts that come after the last token stand before the one that it descends from."""
+        branches, num = list[int](), 0
+        for parent in self.parents:
+            branches.append(num if parent == LAST_TOKEN else branches[parent])
+            num += parent == LAST_TOKEN
+        return branches
 
     def first(self, num: int) -> Drafts:
         """The first so many of them, which are a tree too."""

@@ -5,6 +5,11 @@ the request's temperature. The model that verifies gives p, and kernels/speculat
 with the probability min(1, p(x) / q(x)), and draws from what is left of p where it does not. So tokens come by p, as
 without drafts, and more drafts are right than where each must be the one token that p draws by itself. They are other
 tokens than without drafts: of the same distribution, and the same for the same seed and drafts.
+
+A tree of K branches has K first drafts, drawn without replacement, and each of them is gone on from by one draft a
+level. Which of these are verified follows from their places alone: were the likeliest chosen, as of trees that are not
+drawn, they would no longer be drawn by q. Numbers that decide belong to a place in the text and a branch, so none
+decides twice.
 """
 
 from __future__ import annotations
@@ -31,6 +36,8 @@ from rocm_attn.step.host_ring import Fence, NoFence
 _COLDEST = 1e-30
 # A uniform number that a sum times it stays below the sum.
 _MOST_UNIFORM = 1 - 2**-23
+# Of q, what must be left by the drafts before for one more to be drawn: less is rounding.
+_LEAST_LEFT = 2**-16
 
 
 def samples(sequence: Sequence) -> bool:
@@ -38,33 +45,85 @@ def samples(sequence: Sequence) -> bool:
     return not sequence.sampler.is_greedy and sequence.asks is None
 
 
-def terms_of_drafts(sequences: Many[Sequence], num_levels: int) -> npt.NDArray[np.float32]:
-    """float32 [sequences, 1 + num_levels]: a temperature, 0 where the likeliest are taken; a number for each level."""
-    terms = np.zeros((len(sequences), 1 + num_levels), np.float32)
+def terms_of_drafts(sequences: Many[Sequence], num_levels: int, num_branches: int) -> npt.NDArray[np.float32]:
+    """float32 [sequences, 1 + num_levels * num_branches]: a temperature, 0 where the likeliest are taken; a number for
+    each level and branch, those of a level beside each other.
+    """
+    num_terms = num_levels * num_branches
+    terms = np.zeros((len(sequences), 1 + num_terms), np.float32)
     for line, sequence in zip(terms, sequences, strict=True):
         if samples(sequence):
             line[0] = max(sequence.sampler.sampling.temperature, _COLDEST)
-            first = sequence.num_new
-            line[1:] = [sequence.sampler.guess_at(first + level) for level in range(num_levels)]
+            first = sequence.num_new * num_branches
+            line[1:] = [sequence.sampler.guess_at(first + term) for term in range(num_terms)]
     return terms
 
 
-def drawn_level(level: Level, logits: Tensor, terms: Tensor, number: int) -> Level:
-    """A level of chains whose drafts are drawn. May be captured.
+def drawn_level(level: Level, logits: Tensor, carried: Tensor, terms: Tensor, number: int) -> Level:
+    """A level with the drafts of sequences that draw in the place of their likeliest. May be captured.
 
-    logits: [S, vocab]; terms: float32 [S or more, 1 + levels], as of terms_of_drafts; number: of the level, from 0 on
+    level:   [S, K] of the likeliest
+    logits:  [S * B, vocab], after each of the B drafts before: one in the first level, else K
+    carried: [S * B, width], of those
+    terms:   float32 [S or more, 1 + levels * K], as of terms_of_drafts
+    number:  of the level, from 0 on
+
+    Branch b goes on from branch b. Where q has fewer tokens than there are branches, scores of the others are -inf.
     """
-    terms = terms[: logits.shape[0]]
-    temperature, uniform = terms[:, :1], terms[:, 1 + number : 2 + number].clamp(max=_MOST_UNIFORM)
-    x = logits.float()
-    likeliest = level.token_ids.long()
+    num_seqs, num_branches = level.token_ids.shape
+    terms, first = terms[:num_seqs], 1 + number * num_branches
+    uniform = terms[:, first : first + num_branches].clamp(max=_MOST_UNIFORM)
+    temperature = terms[:, :1, None]
+    x = logits.float().view(num_seqs, -1, logits.shape[-1])
     q = ((x - x.amax(-1, keepdim=True)) / temperature.clamp(min=_COLDEST)).softmax(-1)
     # Of a row that holds no numbers the likeliest is taken too, whatever that is.
     is_drawn = (temperature > 0) & q.sum(-1, keepdim=True).isfinite()
-    q = torch.where(is_drawn, q, torch.zeros_like(q).scatter_(1, likeliest, 1.0))
-    reached = q.cumsum(-1)
-    ids = (reached > uniform * reached[:, -1:]).int().argmax(-1, keepdim=True)
-    return level._replace(token_ids=torch.where(is_drawn, ids, likeliest).int(), drawn_by=q[:, None])
+    q = torch.where(is_drawn, q, torch.zeros_like(q).scatter_(2, x.argmax(-1, keepdim=True), 1.0))
+    own = carried.view(num_seqs, x.shape[1], carried.shape[1]).expand(-1, num_branches, -1)
+    if number == 0:
+        ids, is_left = _siblings(q[:, 0], uniform)
+        branches = torch.zeros_like(level.branches)
+    else:
+        ids, is_left = _drawn_ids(q, uniform), torch.ones_like(uniform, dtype=torch.bool)
+        branches = torch.arange(num_branches, dtype=torch.int32, device=q.device).expand(num_seqs, -1)
+    draws = terms[:, :1] > 0
+    return Level(
+        torch.where(draws, ids, level.token_ids),
+        torch.where(draws, branches, level.branches),
+        torch.where(draws, torch.where(is_left, 0.0, float("-inf")), level.scores),
+        torch.where(draws[:, :, None], own, level.carried),
+        q,
+    )
+
+
+def _drawn_ids(weights: Tensor, uniform: Tensor) -> Tensor:
+    """int32 [..]: a token of each row of weights [.., vocab], by a number of [0, 1) each."""
+    reached = weights.cumsum(-1)
+    return (reached > uniform[..., None] * reached[..., -1:]).int().argmax(-1).int()
+
+
+def _siblings(q: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Drawn without replacement: int32 [S, K], and bool [S, K], whether there was anything left to draw.
+
+    q: [S, vocab]; uniform: [S, K]
+    """
+    ids, is_left = list[Tensor](), list[Tensor]()
+    weights, rest = q, torch.ones_like(q[:, 0])
+    for branch in range(uniform.shape[1]):
+        drawn = _drawn_ids(weights, uniform[:, branch])
+        ids.append(drawn)
+        is_left.append(rest > _LEAST_LEFT)
+        at = drawn[:, None].long()
+        rest = rest - q.gather(1, at)[:, 0]
+        weights = weights.scatter(1, at, 0.0)
+    return torch.stack(ids, 1), torch.stack(is_left, 1)
+
+
+class AcceptedDrafts(NamedTuple):
+    """Of a sequence, the tokens of its accepted drafts and the one after them, -1 where there is none; the drafts."""
+
+    token_ids: Many[int]
+    drafts: list[int]
 
 
 class NothingDrawn:
@@ -74,83 +133,97 @@ class NothingDrawn:
         """As Rejection.pick."""
         return self
 
-    def read(self) -> Mapping[int, Many[int]]:
+    def read(self) -> Mapping[int, AcceptedDrafts]:
         """As Accepted.read."""
         return {}
 
 
 class Accepted:
-    """What became of drawn drafts, on its way to the host. words: int32 [trees, 1 + W]; seqs: tree -> sequence"""
+    """What became of drawn drafts, on its way to the host. words: int32 [trees, 1 + 2 W]; seqs: tree -> sequence"""
 
     def __init__(self, seqs: Many[int], words: Tensor, done: Fence) -> None:
         self._seqs, self._words, self._done = seqs, words, done
 
-    def read(self) -> Mapping[int, Many[int]]:
-        """Wait for it. Sequence -> its accepted drafts, and the token after them, which is -1 where there is none."""
+    def read(self) -> Mapping[int, AcceptedDrafts]:
+        """Wait for it. What became of the drafts of each sequence that has drawn ones."""
         self._done.synchronize()
-        found = self._words.tolist()
-        return {seq: ids[: 1 + count] for seq, (count, *ids) in zip(self._seqs, found, strict=True)}
+        found, width = self._words.tolist(), self._words.shape[1] // 2
+        return {
+            seq: AcceptedDrafts(words[: 1 + count], [node - 1 for node in words[1 + width : 1 + width + count]])
+            for seq, (count, *words) in zip(self._seqs, found, strict=True)
+        }
 
 
 class _Nodes(NamedTuple):
-    """Of the nodes of trees, T together: int32 [4, T] and float32 [4, T]; lens: nodes of each tree."""
+    """Of the nodes of trees, T together: int32 [4, T], float32 [4, T]; of trees, nodes [trees], parents [trees, W]."""
 
     ints: npt.NDArray[np.int32]
     floats: npt.NDArray[np.float32]
     lens: npt.NDArray[np.int32]
+    parents: npt.NDArray[np.int32]
 
 
 class Rejection:
-    """Accepts drawn drafts. probabilities: float32 [places, levels, vocab], by which those of a round were drawn"""
+    """Accepts drawn drafts.
 
-    def __init__(self, probabilities: Tensor) -> None:
-        self._probabilities = probabilities
+    probabilities: as of DraftRunners, of the round
+    num_branches:  of it
+    """
+
+    def __init__(self, probabilities: Tensor, num_branches: int) -> None:
+        self._probabilities, self._num_branches = probabilities, num_branches
 
     def pick(self, step: ScheduledStep, logits: Tensor) -> Accepted | NothingDrawn:
         """Accept what the sequences of a step have drawn. logits: [num_seqs, rows, vocab], as of Speculation.pick"""
         seqs = [seq for seq in range(step.num_picks) if step.drafts.get(seq, NO_DRAFTS).place != NOT_DRAWN]
         if not seqs:
             return NothingDrawn()
-        device, nodes = logits.device, _nodes_of(step, seqs, logits.shape[1])
-        row, ids, place, level = sent(nodes.ints, device)
+        device, nodes = logits.device, _nodes_of(step, seqs, logits.shape[1], self._num_branches)
+        row, ids, place, drawn_by = sent(nodes.ints, device)
         temperature, top_p, accept, draw = sent(nodes.floats, device)
-        most = int(nodes.lens.max())
         target = _probabilities(
             logits.flatten(0, 1)[row.long()], temperature, top_p, cut=bool((nodes.floats[1] < 1).any())
         )
-        draft = self._probabilities[place.long(), level.long()]
-        chain = np.arange(NO_PARENT, most - 1, dtype=np.int32)
+        last = self._probabilities.shape[1] - 1
+        draft = self._probabilities[place.long(), drawn_by.long().clamp_(max=last)]
         given = Verified(
             ids,
             sent(np.concatenate([[0], nodes.lens.cumsum()]).astype(np.int32), device),
             sent(nodes.lens, device),
-            sent(np.tile(chain, (len(seqs), 1)), device),
+            sent(nodes.parents, device),
         )
         accepted = accept_sampled(Probabilities(target, draft, accept.contiguous(), draw.contiguous()), given)
-        words = coming(torch.cat((accepted.num_accepted[:, None], accepted.token_ids), 1))
+        words = coming(torch.cat((accepted.num_accepted[:, None], accepted.token_ids, accepted.path[:, 1:]), 1))
         done: Fence = torch.Event(device) if device.type != "cpu" else NoFence()
         done.record()
         return Accepted(seqs, words, done)
 
 
-def _nodes_of(step: ScheduledStep, seqs: Many[int], num_rows: int) -> _Nodes:
-    """Rows of logits, ids, places and levels of nodes; temperature, top_p and the numbers that decide."""
-    ints, floats, lens = list[tuple[int, int, int, int]](), list[tuple[float, float, float, float]](), list[int]()
-    for seq in seqs:
+def _nodes_of(step: ScheduledStep, seqs: Many[int], num_rows: int, num_branches: int) -> _Nodes:
+    """Rows of logits, ids, places and what drew their children; temperature, top_p and the numbers that decide."""
+    ints, floats = list[tuple[int, int, int, int]](), list[tuple[float, float, float, float]]()
+    lens = np.array([1 + len(step.drafts[seq]) for seq in seqs], np.int32)
+    parents = np.full((len(seqs), int(lens.max())), NO_PARENT, np.int32)
+    for line, seq in zip(parents, seqs, strict=True):
         drafts, sampler, first = step.drafts[seq], step.sequences[seq].sampler, step.sequences[seq].num_new
-        last = (seq + 1) * num_rows - 1
-        num = len(drafts)
-        lens.append(1 + num)
-        for node in range(1 + num):
-            draft = drafts.token_ids[node - 1] if node else 0
-            # No draft comes after the last node, so its level is not looked at.
-            ints.append((last - num + node, draft, drafts.place, min(node, num - 1)))
-            drawn, accept = sampler.draw(first + node), sampler.accept_at(first + node - 1) if node else 0.0
-            floats.append((max(drawn.temperature, _COLDEST), drawn.top_p, accept, drawn.uniform))
+        row = (seq + 1) * num_rows - 1 - len(drafts)
+        root = sampler.draw(first)
+        temperature = max(root.temperature, _COLDEST)
+        ints.append((row, 0, drafts.place, 0))
+        floats.append((temperature, root.top_p, 0.0, root.uniform))
+        line[1 : 1 + len(drafts)] = np.array(drafts.parents, np.int32) + 1
+        for node, (token, depth, branch) in enumerate(
+            zip(drafts.token_ids, drafts.depths(), drafts.first_branches(), strict=True), 1
+        ):
+            # No draft comes after one of the last level, so what would have drawn it is not looked at.
+            ints.append((row + node, token, drafts.place, 1 + (depth - 1) * num_branches + branch))
+            accept = sampler.accept_at((first + depth - 1) * num_branches + branch)
+            floats.append((temperature, root.top_p, accept, sampler.draw(first + depth).uniform))
     return _Nodes(
         np.ascontiguousarray(np.array(ints, np.int32).T),
         np.ascontiguousarray(np.array(floats, np.float32).T),
-        np.array(lens, np.int32),
+        lens,
+        parents,
     )
 
 

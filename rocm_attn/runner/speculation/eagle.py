@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +29,6 @@ from rocm_attn.runner.scheduler import ScheduledStep, Taken
 from rocm_attn.runner.sending import sent
 from rocm_attn.runner.speculation.draft_runners import DraftRunners
 from rocm_attn.runner.speculation.drafts import LAST_TOKEN, NO_DRAFTS, Drafts
-from rocm_attn.runner.speculation.drawn import terms_of_drafts
 
 
 @dataclass(slots=True, eq=False)
@@ -128,7 +127,7 @@ class EagleDrafter:
         for part in (few, many):
             if part:
                 whole = [place_of[each.sequence.number] for each in part if each.sequence.number in place_of]
-                terms = terms_of_drafts([each.sequence for each in part], self._runners.num_levels)
+                terms = self._runners.terms([each.sequence for each in part])
                 self._runners.take_in(self._batch(part), whole, terms)
         if not drafting:
             return {}
@@ -136,15 +135,13 @@ class EagleDrafter:
         found = self._runners.found(
             np.array([row.row for row in rows], np.int32),
             np.array([row.num_stored for row in rows], np.int32),
-            terms_of_drafts([each.sequence for each in drafting], self._runners.num_levels),
+            self._runners.terms([each.sequence for each in drafting]),
         )
         numbers, places = (
             [each.sequence.number for each in drafting],
             self._runners.places([e.sequence for e in drafting]),
         )
-        return {
-            number: replace(found.drafts(seq, wanted[number]), place=places[seq]) for seq, number in enumerate(numbers)
-        }
+        return {number: found.drafts(seq, wanted[number], places[seq]) for seq, number in enumerate(numbers)}
 
     def _has_room(self, new: _New, drafts: bool) -> bool:
         """Whether the head has a row for what is new, and for drafts of it."""

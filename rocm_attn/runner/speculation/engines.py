@@ -100,7 +100,7 @@ def rejection_of(drafter: Drafter, options: EngineOptions) -> Rejection | Nothin
     if not options.sampled_drafts:
         return NOTHING_DRAWN
     assert isinstance(drafter, ModelDrafter | EagleDrafter), "EngineOptions refuses others"
-    return Rejection(drafter.probabilities)
+    return Rejection(drafter.probabilities, options.topk)
 
 
 def model_drafter(

@@ -262,7 +262,7 @@ class _Verified:
             last = (seq + 1) * num_rows
             first = last - 1 - len(drafts.token_ids)
             if seq in drawn:
-                tokens, path = _of_drawn(found[first], drawn[seq])
+                tokens, path = _of_drawn(found[first], *drawn[seq])
             else:
                 tokens, path = _found_right(found[first:last], drafts)
             picks.append(tokens)
@@ -324,12 +324,12 @@ def _parents(step: ScheduledStep) -> Int32Array:
     return parents
 
 
-def _of_drawn(first: int | BadLogits, tokens: Many[int]) -> tuple[Many[int] | BadLogits, Many[int]]:
-    """As _found_right, of a chain that was drawn. first: what plain picking says of its first row"""
+def _of_drawn(first: int | BadLogits, tokens: Many[int], path: list[int]) -> tuple[Many[int] | BadLogits, Many[int]]:
+    """As _found_right, of drafts that were drawn. first: what plain picking says of their first row"""
     if tokens[-1] >= 0 and not isinstance(first, BadLogits):
-        return tokens, list(range(len(tokens) - 1))
+        return tokens, path
     if len(tokens) > 1:
-        return tokens[:-1], list(range(len(tokens) - 2))
+        return tokens[:-1], path[:-1]
     return first if isinstance(first, BadLogits) else BadLogits("no token can be drawn: no probability is left"), []
 
 

@@ -17,6 +17,7 @@ from rocm_attn.capture.check import NO_CHECK
 from rocm_attn.capture.draft_runner import DraftRunner
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.guards.registry import Guards
+from rocm_attn.problem import UNLIMITED_WINDOW
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.drafts import DraftSteps
 from rocm_attn.step.options import RuntimeOptions
@@ -142,7 +143,9 @@ class Drafting:
         try:
             for step in range(self.drafts.steps):
                 self.world.remember(0, requests, q_len, self.k[step][:num_fed], self.v[step][:num_fed])
-                visible = [visible_drafts(p, step, branches, parents, seq) for seq, p in enumerate(prefix)]
+                visible = [
+                    visible_drafts(p, step, branches, parents, seq, UNLIMITED_WINDOW) for seq, p in enumerate(prefix)
+                ]
                 positions = [p + step for p in prefix for _ in range(branches)]
                 at = torch.tensor(positions, dtype=torch.int32, device=self.runtime.device)
                 q, out = self.q[step][:num_fed], self.out[step][:num_fed]

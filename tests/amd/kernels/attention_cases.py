@@ -31,7 +31,7 @@ from tests.amd.tolerances import assert_attention_close, assert_lse_close
 # A value of every tensor that a kernel has to overwrite or must leave alone.
 UNTOUCHED = -77.0
 # Of a padded token: a kernel that looks at it is far from every key.
-NO_POSITION = 1 << 30
+NO_KEY = 1 << 30
 
 
 def dtypes() -> list[torch.dtype]:
@@ -217,7 +217,7 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Tensors:
     reference_lse = torch.full((num_tokens, num_q_heads), float("-inf"), dtype=torch.float64)
     token = 0
     drawn: list[bool] = []
-    positions: list[int] = []
+    window_start: list[int] = []
     for seq, (length, new) in enumerate(zip(case.kv_len, case.q_len, strict=True)):
         k = k_side.drawn(length, generator)
         v = k.first_columns(v_head_dim) if case.latent else v_side.drawn(length, generator)
@@ -227,11 +227,13 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Tensors:
             covered = [[start + key for key in _random_keys(length - start, generator)] for _ in range(new)]
             drawn += [key in keys for keys in covered for key in range(start, length)]
             shown = [[*range(start), *keys] for keys in covered]
-            given = torch.randint(length - new - 3, length, (new,), generator=generator).tolist() if new else []
-            positions += given
+            # From before the window of the first new token on, as windows of drafts begin.
+            first = length - new - max(case.window_left, 0) - 9
+            given = torch.randint(first, length, (new,), generator=generator).tolist() if new else []
+            window_start += given
             seen = [
-                [key for key in keys if _in_window(case, max(position, length - new) - key)]
-                for position, keys in zip(given, shown, strict=True)
+                [key for key in keys if case.window_left == UNLIMITED_WINDOW or key >= start]
+                for start, keys in zip(given, shown, strict=True)
             ]
         else:
             seen = [_visible(case, length, kv_index) for kv_index in range(length - new, length)]
@@ -277,7 +279,7 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Tensors:
         lse=spread(lse.to(device), (1, 0)),
         sinks=None if sinks is None else sinks.to(device),
         slopes=None if slopes is None else slopes.to(device),
-        mask=_packed(drawn, positions + [NO_POSITION] * case.tail, case, device) if case.masked else None,
+        mask=_packed(drawn, window_start + [NO_KEY] * case.tail, case, device) if case.masked else None,
         first_page=torch.tensor(case.first_page, dtype=torch.int32).to(device) if case.first_page else None,
         reference=reference.to(device),
         reference_lse=reference_lse.to(device),
@@ -374,11 +376,6 @@ def _visible(case: Case, length: int, kv_index: int) -> range:
     return range(0 if case.window_left == UNLIMITED_WINDOW else max(0, kv_index - case.window_left), kv_index + 1)
 
 
-def _in_window(case: Case, distance: int) -> bool:
-    """Whether the window of a token holds a key that lies so far before its position."""
-    return case.window_left == UNLIMITED_WINDOW or distance <= case.window_left
-
-
 def _random_keys(length: int, generator: torch.Generator) -> list[int]:
     """What a token of a masked step sees: nothing, some keys of the first half alone, some of all, or all."""
     share, end = [(0.0, 0), (0.3, length // 2), (0.5, length), (1.0, length)][
@@ -388,7 +385,7 @@ def _random_keys(length: int, generator: torch.Generator) -> list[int]:
     return keys
 
 
-def _packed(cells: Sequence[bool], positions: Sequence[int], case: Case, device: torch.device) -> PackedMask:
+def _packed(cells: Sequence[bool], window_start: Sequence[int], case: Case, device: torch.device) -> PackedMask:
     """Cells of all sequences as words. Bits after the last one are set: a kernel that reads them sees too much."""
     bits = [*cells, *[True] * (-len(cells) % 32)]
     words = [sum(bit << place for place, bit in enumerate(bits[at : at + 32])) for at in range(0, len(bits), 32)]
@@ -398,7 +395,7 @@ def _packed(cells: Sequence[bool], positions: Sequence[int], case: Case, device:
         torch.tensor([word - (word >> 31 << 32) for word in words], dtype=torch.int32).to(device),
         torch.tensor([sum(sizes[:seq]) for seq in range(len(sizes) + 1)]).to(device),
         torch.tensor(start, dtype=torch.int32).to(device),
-        torch.tensor(positions, dtype=torch.int32).to(device),
+        torch.tensor(window_start, dtype=torch.int32).to(device),
     )
 
 

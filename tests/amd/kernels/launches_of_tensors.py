@@ -33,7 +33,17 @@ WRITTEN_BY_FILL = (
     "suffix_kv_len",
     "suffix_page",
 )
-_PLACED = ("counts", "kv_len", "q_len", "mask_start", "mask_words", "mask_positions")
+_PLACED = ("counts", "kv_len", "q_len", "mask_start", "mask_words", "mask_positions", "window_start")
+_PACKED = (
+    "counts",
+    "kv_len",
+    "q_len",
+    "seq_of_token",
+    "mask_indptr",
+    "mask_words",
+    "mask_positions",
+    "window_start",
+)
 _PUBLISHED = ("counts", "row_of_seq", "kv_len", "q_len", "prefix_len", "group_end", "token_ids")
 
 
@@ -80,19 +90,19 @@ def of_device_inputs(place: Launch, ahead: int = 0) -> Launch:
 
 
 def of_place_mask(place: Launch) -> Launch:
-    """place(bits, positions, counts, kv_len, q_len, mask_start, mask_words, mask_positions, keys_before=)."""
+    """place(bits, positions, *_PLACED, keys_before=, window_left=)."""
 
-    def of_tensors(bits: Tensor, positions: Tensor, *tensors: Tensor, keys_before: int) -> None:
-        place(bits, positions, keys_before, step_of(dict(zip(_PLACED, tensors, strict=True))))
+    def of_tensors(bits: Tensor, positions: Tensor, *tensors: Tensor, keys_before: int, window_left: int) -> None:
+        place(bits, positions, keys_before, window_left, step_of(dict(zip(_PLACED, tensors, strict=True))))
 
     return of_tensors
 
 
 def of_place_trees(place: Launch) -> Launch:
-    """place(parents, counts, kv_len, q_len, mask_start, mask_words, mask_positions, nodes_before=)."""
+    """place(parents, *_PLACED, nodes_before=, window_left=)."""
 
-    def of_tensors(parents: Tensor, *tensors: Tensor, nodes_before: int) -> None:
-        place(parents, nodes_before, step_of(dict(zip(_PLACED, tensors, strict=True))))
+    def of_tensors(parents: Tensor, *tensors: Tensor, nodes_before: int, window_left: int) -> None:
+        place(parents, nodes_before, window_left, step_of(dict(zip(_PLACED, tensors, strict=True))))
 
     return of_tensors
 
@@ -120,10 +130,9 @@ def of_draft_steps(derive: Launch, pads: Pads = NO_PADS) -> Launch:
 
 
 def of_pack_mask(pack_mask: Launch) -> Launch:
-    """pack_mask(cells, positions, counts, mask_indptr, mask_words, mask_positions)."""
+    """pack_mask(cells, positions, *_PACKED, window_left=)."""
 
-    def of_tensors(cells: Tensor, positions: Tensor, *tensors: Tensor) -> None:
-        names = ("counts", "mask_indptr", "mask_words", "mask_positions")
-        pack_mask(cells, positions, step_of(dict(zip(names, tensors, strict=True))))
+    def of_tensors(cells: Tensor, positions: Tensor, *tensors: Tensor, window_left: int) -> None:
+        pack_mask(cells, positions, window_left, step_of(dict(zip(_PACKED, tensors, strict=True))))
 
     return of_tensors

@@ -173,17 +173,20 @@ def rejected(
 ) -> tuple[list[int], int]:
     """Rejection sampling as it is defined, each residual normalised, in float64."""
     path: list[int] = []
-    node, r = 0, target[0].double()
+    node, r, q = 0, target[0].double(), draft[0].double()
     untried = tree.children(0)
     while untried:
         child = untried.pop(0)
-        token, q = tree.token_ids[child], draft[node].double()
+        token = tree.token_ids[child]
         if accept_uniform[child] < r[token] / q[token]:
             path.append(child)
-            node, r, untried = child, target[child].double(), tree.children(child)
+            node, r, q, untried = child, target[child].double(), draft[child].double(), tree.children(child)
         else:
             r = (r - q).clamp(min=0)
             r = r / r.sum()
+            # The next one was drawn by what this one has left.
+            q[token] = 0.0
+            q = q / q.sum()
     sums = (r / r.sum()).cumsum(0)
     return path, int((sums <= draw_uniform[node]).sum())
 
@@ -211,9 +214,10 @@ def test_trees_are_accepted_as_rejection_sampling_has_it(
     trees = []
     for size in sizes:
         parents = [-1 if at == 0 else int(torch.randint(at, (), generator=generator)) for at in range(size)]
-        trees.append(Tree(size + 3, parents, torch.randint(6, (size,), generator=generator).tolist()))
+        # No two drafts of a node are the same token.
+        trees.append(Tree(size + 3, parents, torch.randperm(12, generator=generator)[:size].tolist()))
     given, to = verified(trees, kernel_device, more_seqs=1)
-    rows = probabilities(sum(sizes), 6, seed, kernel_device)
+    rows = probabilities(sum(sizes), 12, seed, kernel_device)
     accept(rows, given, to)
     walks, first = [], 0
     for tree in trees:
@@ -237,7 +241,7 @@ def emitted_by(
     generator = torch.Generator().manual_seed(children)
     p, q = torch.tensor([0.05, 0.4, 0.3, 0.0, 0.25]), torch.tensor([0.3, 0.1, 0.2, 0.35, 0.05])
     width = 1 + children
-    drafts = torch.multinomial(q, num_seqs * children, replacement=True, generator=generator).view(num_seqs, children)
+    drafts = torch.multinomial(q.expand(num_seqs, -1), children, generator=generator)
     ids = torch.cat([torch.zeros(num_seqs, 1), drafts], 1).int()
     parents = torch.tensor([-1, *[0] * children], dtype=torch.int32).expand(num_seqs, width).contiguous()
     given = Verified(

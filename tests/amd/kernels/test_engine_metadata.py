@@ -379,10 +379,17 @@ def test_cells_of_a_byte_become_bits_in_order(
     position_of_token = garbage(6, device=kernel_device)
     counts = torch.tensor([2, 3, 41, 0], dtype=torch.int32, device=kernel_device)
     indptr = torch.tensor([0, num_cells // 2, num_cells], device=kernel_device)
-    of_pack_mask(pack)(cells.to(kernel_device), positions, counts, indptr, words, position_of_token)
+    kv_len, q_len, seq_of_token = (
+        torch.tensor(values, dtype=torch.int32, device=kernel_device) for values in ([7, 8], [1, 2], [0, 1, 1, 1, 1, 1])
+    )
+    window_start = garbage(6, device=kernel_device)
+    lengths = counts, kv_len, q_len, seq_of_token, indptr
+    written = words, position_of_token, window_start
+    of_pack_mask(pack)(cells.to(kernel_device), positions, *lengths, *written, window_left=4)
     used = min(num_cells, num_given)
     bits = [int(cells[cell]) if cell < used else 0 for cell in range(-(-used // 32) * 32)]
     packed = [sum(bits[8 * at + bit] << bit for bit in range(8)) for at in range(len(bits) // 8)]
     assert words.view(torch.uint8).tolist() == packed + before[len(packed) :]
     assert position_of_token.tolist() == [5, 6, 9, 0, 0, 0]
+    assert window_start.tolist() == [2, 2, 5, 0, 0, 0], "from the place of the sequence's first new token at least"
     assert counts.tolist() == [2, 3, 41, 0]

@@ -65,7 +65,7 @@ DRAFTED = {
     "not_causal": replace(DRAFTS, causal=False),
     "masked": replace(DRAFTS, masked=True),
     "tree": replace(DRAFTS, masked=True, mask_keys=0, heads=(20, 1), sinks=True),
-    "masked_window": replace(DRAFTS, masked=True, mask_keys=7, window_left=10, soft_cap=1.5),
+    "masked_cap": replace(DRAFTS, masked=True, mask_keys=7, soft_cap=1.5),
     "masked_eight_bits": replace(
         DRAFTS, masked=True, mask_keys=3, kv=Encoding.E4M3FN, scales=Scales.LAYER, dtype=torch.float16
     ),
@@ -76,7 +76,7 @@ EXTENDED = {
     "70_heads": replace(CHUNKS, heads=(70, 1), dims=(32, 32), kv_len=[40], q_len=[19]),
     "not_causal": replace(CHUNKS, causal=False),
     "masked": replace(CHUNKS, masked=True),
-    "masked_window": replace(CHUNKS, masked=True, window_left=10),
+    "masked_window": replace(CHUNKS, masked=True, mask_keys=7, window_left=10, soft_cap=1.5),
     "tree": replace(CHUNKS, masked=True, mask_keys=0),
 }
 

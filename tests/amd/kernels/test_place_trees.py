@@ -14,10 +14,12 @@ from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.refs.metadata import place_trees
 from tests.amd.kernels.fill_cases import GARBAGE
 
-Place = Callable[[torch.Tensor, int, StepTensors], None]
+Place = Callable[[torch.Tensor, int, int, StepTensors], None]
 
 both = pytest.mark.parametrize("place", [launch_place_trees, place_trees], ids=["kernel", "twin"])
 Tree = Sequence[int]
+# Keys before its own that a node sees: fewer than some branches have nodes.
+WINDOW = 2
 
 
 def step_of(older: Sequence[int], q_len: Sequence[int], pads: tuple[int, int], device: torch.device) -> StepTensors:
@@ -38,20 +40,25 @@ def step_of(older: Sequence[int], q_len: Sequence[int], pads: tuple[int, int], d
         mask_start=garbage(len(q_len) + pads[0]),
         mask_words=garbage(60),
         mask_positions=garbage(num_tokens + pads[1]),
+        window_start=garbage(num_tokens + pads[1]),
     )
 
 
-def walked(trees: Sequence[Tree], older: Sequence[int], nodes_before: int) -> tuple[list[bool], list[int]]:
-    """The cells and positions of trees, token by token."""
-    cells, positions = [], []
+def walked(
+    trees: Sequence[Tree], older: Sequence[int], nodes_before: int, window_left: int
+) -> tuple[list[bool], list[int], list[int]]:
+    """The cells, positions and windows' first keys of trees, token by token."""
+    cells, positions, window_start = [], [], []
     for parents, before in zip(trees, older, strict=True):
         for node in range(nodes_before, len(parents)):
             branch = [node]
             while 0 <= parents[branch[-1]] < branch[-1]:
                 branch.append(parents[branch[-1]])
             cells += [other in branch for other in range(len(parents))]
-            positions.append(before - nodes_before + len(branch) - 1)
-    return cells, positions
+            start, depth = before - nodes_before, len(branch) - 1
+            positions.append(start + depth)
+            window_start.append(start + (branch[window_left] if depth >= window_left else depth - window_left))
+    return cells, positions, window_start
 
 
 def check(place: Place, trees: Sequence[Tree], older: Sequence[int], nodes_before: int, device: torch.device) -> None:
@@ -63,11 +70,12 @@ def check(place: Place, trees: Sequence[Tree], older: Sequence[int], nodes_befor
     step = step_of(older, [len(tree) - nodes_before for tree in trees], (2, 5), device)
     parents = wide.to(device)[:, : most + 1]
     for _ in range(2):
-        place(parents, nodes_before, step)
-    cells, positions = walked(trees, older, nodes_before)
+        place(parents, nodes_before, WINDOW, step)
+    cells, positions, window_start = walked(trees, older, nodes_before, WINDOW)
     starts = [before - nodes_before for before in older]
     assert step.mask_start.tolist() == [*starts, 0, 0]
     assert step.mask_positions.tolist() == positions + [0] * 5
+    assert step.window_start.tolist() == window_start + [0] * 5
     words = [word % 2**32 for word in step.mask_words.tolist()]
     bits = [bool(word >> place & 1) for word in words for place in range(32)]
     assert bits[: len(cells)] == cells
@@ -115,7 +123,7 @@ def test_lengths_that_leave_no_room_for_older_nodes_stay_within_the_row(
     """Of the keys before the new ones there are fewer than nodes: those that there are have cells."""
     step = step_of([1], [2], (0, 0), kernel_device)
     parents = torch.tensor([[-1, 0, 1, 2, 3]], dtype=torch.int32, device=kernel_device)
-    place(parents, 3, step)
+    place(parents, 3, WINDOW, step)
     assert step.mask_start.tolist() == [0]
     assert step.mask_positions.tolist() == [1, 2]
     assert step.mask_words.tolist()[0] & 0b111111 == 0b111_011

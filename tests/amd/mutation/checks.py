@@ -138,7 +138,7 @@ def attention(memory: Memory, case: Case) -> Tensors:
     placed: dict[str, Any] = {name: memory.put(tensor) for name, tensor in given.items()}
     if tensors.mask is not None:
         mask = tensors.mask
-        placed["mask"] = PackedMask(*map(memory.put, (mask.words, mask.indptr, mask.start, mask.positions)))
+        placed["mask"] = PackedMask(*map(memory.put, (mask.words, mask.indptr, mask.start, mask.window_start)))
     return replace(tensors, **placed)
 
 
@@ -511,9 +511,10 @@ def place_mask(memory: Memory) -> None:
     inputs += [ints([9, 2, 0]), ints([2, 1, 0])]
     for keys_before in (0, 3, ALL_KEYS):
         launch, twin = (
-            partial(of_place_mask(place), keys_before=keys_before) for place in (launch_place_mask, twins.place_mask)
+            partial(of_place_mask(place), keys_before=keys_before, window_left=4)
+            for place in (launch_place_mask, twins.place_mask)
         )
-        assert_same(memory, launch, twin, inputs, [garbage(3), garbage(2), garbage(5)])
+        assert_same(memory, launch, twin, inputs, [garbage(3), garbage(2), garbage(5), garbage(5)])
 
 
 def merge_sides(memory: Memory) -> None:
@@ -617,9 +618,12 @@ def _with_map(take: Callable[..., None], without: bool) -> Callable[..., None]:
 def pack_mask(memory: Memory) -> None:
     """Thirty-nine cells of forty-six for words that hold more, and positions of three tokens at five."""
     cells = (torch.arange(46) % 3 > 0).to(torch.uint8)
-    inputs = [cells, ints([4, 5, 6, 7]), ints([2, 3, 1, 0]), torch.tensor([0, 7, 39])]
-    kernel, twin = of_pack_mask(launch_pack_mask), of_pack_mask(engine_metadata.pack_mask)
-    assert_same(memory, kernel, twin, inputs, [garbage(3), garbage(5)])
+    inputs = [cells, ints([4, 5, 6, 7]), ints([2, 3, 1, 0]), ints([7, 16]), ints([1, 2]), ints([0, 1, 1, 1, 1])]
+    inputs.append(torch.tensor([0, 7, 39]))
+    kernel, twin = (
+        partial(of_pack_mask(pack), window_left=4) for pack in (launch_pack_mask, engine_metadata.pack_mask)
+    )
+    assert_same(memory, kernel, twin, inputs, [garbage(3), garbage(5), garbage(5)])
 
 
 def experts(memory: Memory) -> None:

@@ -43,12 +43,15 @@ def draft_steps(memory: Memory) -> None:
 
 
 def place_trees(memory: Memory) -> None:
-    """Trees of three sequences and a pad, of new nodes alone and of nodes before them; words that are shared."""
+    """Trees of three sequences and a pad, of new nodes alone and of nodes before them; words that are shared. With
+    room for all their tokens and for fewer, and without a window.
+    """
     parents = _ints(*[-1, 0, 0, 1, 2, -1, -1, 0, 1, 9, 3, 7, -1, -1, 1, 2, 3, 0]).view(3, 6)
     inputs = [parents, _ints(*[3, 7, 1, 0]), _ints(*[9, 5, 7, 0]), _ints(*[3, 2, 2, 0])]
-    for nodes_before in (0, 2, 3):
+    for nodes_before, num_tokens, num_starts in ((0, 9, 9), (2, 5, 5), (3, 9, 0)):
         launch, twin = (
-            partial(of_place_trees(place), nodes_before=nodes_before)
+            partial(of_place_trees(place), nodes_before=nodes_before, window_left=1)
             for place in (launch_place_trees, twins.place_trees)
         )
-        assert_same(memory, launch, twin, inputs, [_ints(*[-77] * 4), _ints(*[-77] * 3), _ints(*[-77] * 9)])
+        outputs = [_ints(*[-77] * size) for size in (4, 3, num_tokens, num_starts)]
+        assert_same(memory, launch, twin, inputs, outputs)

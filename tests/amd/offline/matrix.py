@@ -515,7 +515,8 @@ def _launch_of_engines(page_size: int) -> None:
         pages = torch.empty(width, page_size, 2, 128, dtype=torch.bfloat16)
         TRITON.ops().store_kv(k, k, of_seq, counts, LayerPages.plain(pages, pages), null_page=False)
         cells, indptr = torch.empty(num_seqs, dtype=torch.uint8), torch.empty(num_seqs + 1, dtype=torch.int64)
-        of_pack_mask(launch_pack_mask)(cells, given, counts, indptr, of_seq, of_seq)
+        lengths = counts, of_seq, of_seq, of_seq
+        of_pack_mask(launch_pack_mask)(cells, given, *lengths, indptr, of_seq, of_seq, of_seq, window_left=1)
     launch_moves(page_size)
     launch_picks(num_seqs)
     launch_speculative(page_size)
@@ -555,8 +556,9 @@ def launch_speculative(page_size: int) -> None:
         mask_start=of_seq,
         mask_words=ids,
         mask_positions=ids,
+        window_start=ids,
     )
-    launch_place_trees(given.parents, 0, step)
+    launch_place_trees(given.parents, 0, 1, step)
     launch_draft_steps([step], given.parents, 2)
     for side in _sides_that_move(page_size):
         launch_move_paths(AlikePages.of([side, side]), paths)

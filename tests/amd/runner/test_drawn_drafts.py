@@ -16,11 +16,15 @@ from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.request import Request
 from rocm_attn.runner.sampling_options import Sampling
 from rocm_attn.runner.speculation import drawn
+from rocm_attn.runner.speculation.beams import Level
+from rocm_attn.runner.speculation.eagle import EagleDrafter
 from rocm_attn.runner.speculation.engines import model_drafter, rejection_of
 from rocm_attn.runner.speculation.speculation import Speculation
 from rocm_attn.step.accepting import accept_sampled
 from tests.amd.runner.test_speculation import BASE, chi_square_exceedance, some_requests, without_speculation
-from tests.amd.runner.tiny_model import tiny_model
+from tests.amd.runner.tiny_model import CONFIG, tiny_model
+
+VOCABULARY = CONFIG.vocab_size
 
 SAMPLING = Sampling(temperature=0.7, top_p=0.8)
 MANY = replace(
@@ -134,9 +138,106 @@ def test_probabilities_are_those_of_plain_sampling() -> None:
     torch.testing.assert_close(second, (logits[1] * 2).softmax(-1))
 
 
+@pytest.mark.parametrize("speculative", ["ngram", "off"])
+def test_drafts_that_are_not_drawn_are_refused(speculative: str) -> None:
+    with pytest.raises(BadSetting, match="drafts are drawn by a small model or an EAGLE head: take draft:MODEL"):
+        replace(MANY, speculative=speculative)
+
+
+TREES: dict[str, Any] = {"topk": 2, "draft_tokens": 4}
+
+
 @pytest.mark.parametrize(
-    "changes", [{"speculative": "ngram"}, {"speculative": "off"}, {"topk": 2}], ids=["ngram", "off", "trees"]
+    "changes",
+    [
+        TREES,
+        pytest.param({"topk": 4, "draft_tokens": 7}, marks=pytest.mark.nightly),
+        pytest.param(TREES | {"speculative": "eagle:seeded3"}, marks=pytest.mark.nightly),
+        pytest.param(TREES | {"graphs": True}, marks=pytest.mark.nightly),
+    ],
+    ids=str,
 )
-def test_drafts_that_are_not_drawn_are_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(BadSetting, match="drafts are drawn by a small model or an EAGLE head, in chains"):
-        replace(MANY, **changes)
+def test_tokens_of_drawn_trees_are_distributed_as_by_plain_sampling(
+    changes: dict[str, Any], loaded: LoadedModel, plain: Counter[tuple[int, ...]]
+) -> None:
+    """As of chains; a node has several drafts, which were drawn without replacement."""
+    engine = Engine(loaded, replace(MANY, **changes))
+    assert chi_square_exceedance(plain, pairs(engine, sampled(800, 10_000))) < 4.0
+    metrics = engine.report().metrics
+    assert 30 < metrics.accepted_drafts < metrics.drafts - 30
+    engine.forget_prefixes()
+    assert all(table.num_free_pages == table.num_usable_pages for table in engine.runtime.table.spaces)
+
+
+def test_a_tree_accepts_more_than_a_chain_of_its_depth(loaded: LoadedModel) -> None:
+    """The first branch is the chain; others are tried where it is refused."""
+    requests = [replace(each, max_new_tokens=12) for each in sampled(40, 0, Sampling(temperature=0.9))]
+    accepted = {}
+    for topk, draft_tokens in ((1, 2), (4, 8)):
+        engine = Engine(loaded, replace(MANY, topk=topk, draft_tokens=draft_tokens, max_kv_len=48))
+        engine.generate(requests)
+        metrics = engine.report().metrics
+        accepted[topk] = metrics.accepted_drafts / metrics.verifications
+    assert accepted[4] > 1.2 * accepted[1] > 0
+
+
+@pytest.mark.nightly
+def test_siblings_that_are_all_accepted_show_in_the_distribution(
+    loaded: LoadedModel, plain: Counter[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def accept_all(probabilities: Probabilities, given: Verified) -> Accepted:
+        return accept_sampled(probabilities._replace(target=probabilities.draft), given)
+
+    monkeypatch.setattr(drawn, "accept_sampled", accept_all)
+    engine = Engine(loaded, replace(MANY, **TREES))
+    assert chi_square_exceedance(plain, pairs(engine, sampled(800, 10_000))) > 8.0
+
+
+def test_a_tree_of_a_sharp_distribution_has_the_drafts_that_there_are(loaded: LoadedModel) -> None:
+    """At a temperature near 0 one token has all of q: no second one is left to draw, and none is verified."""
+    requests = sampled(6, 0, Sampling(temperature=1e-6))
+    expected = Engine(loaded, without_speculation(MANY)).generate([replace(r, sampling=Sampling()) for r in requests])
+    engine = Engine(loaded, replace(MANY, topk=4, draft_tokens=8))
+    done = engine.generate(requests)
+    assert [each.token_ids for each in done] == [each.token_ids for each in expected]
+    metrics = engine.report().metrics
+    assert metrics.drafts <= 3 * metrics.verifications, "of each tree the first branch alone"
+
+
+def test_siblings_are_drawn_without_replacement_by_what_is_left() -> None:
+    """Pairs of 20,000 draws, against the product of their probabilities."""
+    q, num = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0]), 20_000
+    uniform = torch.rand(num, 2, generator=torch.Generator().manual_seed(0))
+    ids, is_left = drawn._siblings(q.expand(num, -1), uniform)
+    assert bool(is_left.all())
+    counts = Counter(map(tuple, ids.tolist()))
+    statistic = sum(
+        (counts[first, second] - wanted) ** 2 / wanted
+        for first in range(4)
+        for second in range(4)
+        if first != second and (wanted := num * float(q[first] * q[second] / (1 - q[first])))
+    )
+    assert sum(counts[each, each] for each in range(5)) == 0
+    assert statistic < 31.264, "99.9 % quantile of chi-square of 11 degrees of freedom"
+
+
+class InAnotherOrder:
+    """As a head of EAGLE-3 whose d2t names all tokens, place 0 the last one."""
+
+    def tokens(self, drafted: torch.Tensor) -> torch.Tensor:
+        return VOCABULARY - 1 - drafted
+
+
+def test_probabilities_follow_a_d2t_that_names_all_tokens_in_another_order(loaded: LoadedModel) -> None:
+    engine = Engine(loaded, replace(MANY, max_batch_size=4))
+    drafter = engine._speculation._drafter  # type: ignore[union-attr]
+    assert isinstance(drafter, EagleDrafter)
+    runners = drafter._runners
+    runners._model = InAnotherOrder()  # type: ignore[assignment]
+    runners._terms[:, 0], runners._terms[:, 1] = 1.0, 0.5
+    logits = torch.randn(4, VOCABULARY, generator=torch.Generator().manual_seed(0))
+    carried = runners._first_level.carried[:4, 0]
+    level = runners._chosen(Level.first(logits, carried, 1), logits, carried, 0)
+    torch.testing.assert_close(level.drawn_by[:, 0], logits.softmax(-1).flip(1))
+    reached = logits.softmax(-1).cumsum(1)
+    assert level.token_ids[:, 0].tolist() == (VOCABULARY - 1 - (reached > 0.5).int().argmax(1)).tolist()

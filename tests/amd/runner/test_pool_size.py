@@ -25,6 +25,8 @@ from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.pool_size import NOT_MEASURED, Measured, is_small, most_kv_bytes
 from rocm_attn.runner.ranks import OneRank
 from rocm_attn.runner.request import Request
+from rocm_attn.runner.sampling_options import Sampling
+from rocm_attn.runner.speculation.eagle import EagleDrafter
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from tests.amd.runner.largest_steps import run_largest_steps
@@ -255,3 +257,25 @@ def test_what_drafts_has_room_for_as_many_tokens_in_the_same_memory() -> None:
     assert drafting.num_pages == own.num_pages + room_for_drafts
     both = own.num_bytes + own.num_pages * (drafting.num_bytes // drafting.num_pages)
     assert both <= 300_000 < alone.num_bytes * 1.1
+
+
+@pytest.mark.nightly
+def test_drafts_that_are_drawn_have_room_beside_the_pool(metered: Callable[[int], MeteredMemory]) -> None:
+    """Their probabilities are of the whole vocabulary, and made when the pool has taken its memory."""
+    options = replace(MANY, gpu_memory_share=0.8, speculative="eagle:seeded", draft_tokens=6, topk=2)
+    kept, stepping = {}, {}
+    for sampled in (False, True):
+        memory = metered(9_000_000)
+        with memory:
+            engine = Engine(tiny_model(context_len=CONTEXT), replace(options, sampled_drafts=sampled))
+            drafter = engine._speculation._drafter  # type: ignore[union-attr]
+            assert isinstance(drafter, EagleDrafter)
+            runners = drafter._runners
+            kept[sampled] = runners.probabilities.nbytes + runners._first_level.drawn_by.nbytes
+            stepping[sampled] = engine.report().step_bytes
+            memory.start_peak()
+            requests = [Request((number,) * 40, 4, sampling=Sampling(0.8, seed=number)) for number in range(34)]
+            engine.generate(requests)
+            assert memory.most_held() <= 0.8 * memory.total()
+    assert kept[False] == 0
+    assert stepping[True] - stepping[False] >= kept[True] > 4 * options.max_batch_size * CONFIG.vocab_size * 7

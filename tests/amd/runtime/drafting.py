@@ -14,6 +14,7 @@ from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch, draft_batch
+from rocm_attn.problem import UNLIMITED_WINDOW
 from rocm_attn.step.drafts import DraftSteps
 from tests.amd.runtime.stepping import Request, World, poison_free_pages, take_back
 
@@ -100,17 +101,22 @@ def _run_step(
         out = torch.full_like(q[..., : problem.v_head_dim], float("nan"))
         lse = world.lse_rows(layer, step, q)
         step.layers.store_and_attend(layer, q, k, v, out, lse)
-        visible = [visible_drafts(p, number, branches, parents, seq) for seq, p in enumerate(prefix)]
+        window = problem.window_left
+        visible = [visible_drafts(p, number, branches, parents, seq, window) for seq, p in enumerate(prefix)]
         world.check(layer, requests, q_len, q, out, lse, visible, positions.to(q.device))
 
 
-def visible_drafts(prefix: int, number: int, branches: int, parents: list[list[list[int]]], seq: int) -> Tensor:
-    """bool [branches, tokens so far]: the prefix, and each draft's own line up to itself."""
+def visible_drafts(
+    prefix: int, number: int, branches: int, parents: list[list[list[int]]], seq: int, window_left: int
+) -> Tensor:
+    """bool [branches, tokens so far]: the prefix, and each draft's own line up to itself; a window is of depths."""
     visible = torch.zeros(branches, prefix + (number + 1) * branches, dtype=torch.bool)
-    visible[:, :prefix] = True
+    last = prefix + number
+    first = 0 if window_left == UNLIMITED_WINDOW else max(0, last - window_left)  # depths that the window holds
+    visible[:, first:prefix] = True
     for branch in range(branches):
         at = branch
         for step in range(number, -1, -1):
-            visible[branch, prefix + step * branches + at] = True
+            visible[branch, prefix + step * branches + at] = prefix + step >= first
             at = parents[step][seq][at]
     return visible

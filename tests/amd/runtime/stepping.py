@@ -216,10 +216,13 @@ class World:
         visible:   bool [q_len, kv_len] for each request: the step's mask
         positions: int32 [num_tokens], of the mask; not given: each token's place
         """
-        batch = replace(self.batch(requests, q_len), prefixes=prefixes)
+        batch, counted_from = replace(self.batch(requests, q_len), prefixes=prefixes), positions
         if visible is not None:
             places = kv_positions(batch.kv_len, batch.q_len, self.runtime.device)
             positions = places if positions is None else positions
+            # No window of a StepMask reaches further back than that of the sequence's first new token.
+            first_place = torch.from_numpy(np.repeat(batch.kv_len - batch.q_len, batch.q_len)).to(positions.device)
+            counted_from = torch.maximum(positions, first_place)
             batch = replace(batch, mask=StepMask(packed(visible, self.runtime.device), positions))
         step = self.runtime.begin_step(batch, padded_to(pad_to))
         poison_free_pages(self.runtime)
@@ -230,7 +233,7 @@ class World:
                 out = torch.full_like(q[..., : problem.v_head_dim], float("nan"))
                 lse = self.lse_rows(layer, step, q)
                 step.layers.store_and_attend(layer, q, k, v, out, lse)
-                self.check(layer, requests, q_len, q, out, lse, visible, positions)
+                self.check(layer, requests, q_len, q, out, lse, visible, counted_from)
         finally:
             self.runtime.end_step()
 

@@ -175,8 +175,9 @@ def _launches() -> dict[str, _Launch]:
                 _garbage(seqs),
                 _garbage(1300),
                 _garbage(PADDED_TOKENS),
+                _garbage(PADDED_TOKENS),
             ],
-            {"keys_before": 3},
+            {"keys_before": 3, "window_left": 5},
         ),
         "place_trees": _Launch(
             of_place_trees(launch_place_trees),
@@ -189,8 +190,9 @@ def _launches() -> dict[str, _Launch]:
                 _garbage(4),
                 _garbage(60),
                 _garbage(50),
+                _garbage(50),
             ],
-            {"nodes_before": 2},
+            {"nodes_before": 2, "window_left": 3},
         ),
         "draft_steps": _Launch(
             of_draft_steps(launch_draft_steps),
@@ -283,11 +285,17 @@ def _of_engines() -> dict[str, _Launch]:
         cells,
         torch.arange(NUM_TOKENS),
         counts,
+        _ints(*KV_LEN),
+        _ints(*Q_LEN),
+        torch.arange(PADDED_TOKENS, dtype=torch.int32) % seqs,
         torch.tensor([0, 39, 8001]),
         _garbage(400),
         _garbage(PADDED_TOKENS),
+        _garbage(PADDED_TOKENS),
     ]
-    cases["pack_mask"] = _Launch(of_pack_mask(launch_pack_mask), of_pack_mask(engine_metadata.pack_mask), mask, {})
+    cases["pack_mask"] = _Launch(
+        of_pack_mask(launch_pack_mask), of_pack_mask(engine_metadata.pack_mask), mask, {"window_left": 3}
+    )
     logits = torch.randn(3, 4300, generator=torch.Generator().manual_seed(4)).bfloat16()
     picks = [logits, torch.tensor([[0.0, 0.0, 0.0], [1.0, 0.9, 0.37], [0.7, 1.0, 0.62]]), _garbage(3), _garbage(6)]
     cases["pick_rows"] = _Launch(_picks(launch_pick_rows), _picks(sampling.pick_rows), picks, {})

@@ -315,7 +315,11 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
         CAUSAL=scores.causal,
         WINDOWED=scores.windowed,
         CAPPED=scores.soft_cap > 0,
-        BOUNDED=0 < scores.soft_cap <= _MOST_BOUNDED_CAP and not is_fp8 and args.q.dtype == torch.bfloat16,
+        # Decode, whose bits deterministic attention has, takes the maximum off.
+        BOUNDED=0 < scores.soft_cap <= _MOST_BOUNDED_CAP
+        and not is_fp8
+        and not tiles.segment_len
+        and args.q.dtype == torch.bfloat16,
         OVERLAPS=tiles.overlaps,
         POWERS_BY_PRODUCTS=tiles.powers_by_products,
         ENCODING=coding.ENCODING,

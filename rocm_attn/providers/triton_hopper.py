@@ -60,8 +60,6 @@ SEGMENT_LIMITS = replace(
     head_dim=(min(SEGMENT_HEAD_DIMS), max(SEGMENT_HEAD_DIMS)),
     v_head_dim=(min(SEGMENT_HEAD_DIMS), max(SEGMENT_HEAD_DIMS)),
     exact_dims=tuple((dim, dim) for dim in SEGMENT_HEAD_DIMS),
-    # Decode's caps are of other bits.
-    soft_cap=False,
     encodings=(KVEncoding.LIKE_Q,),
     scales=(Scales.NONE,),
 )

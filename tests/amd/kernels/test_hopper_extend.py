@@ -382,6 +382,9 @@ SEGMENTS = Case([2100, 1024, 70, 1025, 3000], [70, 33, 40, 65, 33], heads=(8, 2)
         {"sinks": True, "page_size": 8},
         {"window_left": 1500, "sinks": True},
         {"heads": (6, 1), "tail": 5},
+        {"soft_cap": 30.0},
+        {"soft_cap": 61.0, "sinks": True, "dtype": torch.float16},
+        {"soft_cap": 1.5, "window_left": 1500},
     ],
     ids=str,
 )

@@ -15,7 +15,9 @@ from rocm_attn.kernels.hopper.rows import GROUP_ROWS, block_columns, value_block
 
 
 class Results(NamedTuple):
-    """Rows of q, out and lse (bundles.Rows); sinks; accumulators and sums of parts of rows."""
+    """Rows of q, out and lse (bundles.Rows); sinks; accumulators and sums of parts of rows; of deterministic attention
+    how many segments of a row begun earlier a program has kept.
+    """
 
     q: Any
     out: Any
@@ -23,6 +25,7 @@ class Results(NamedTuple):
     sinks: Any
     partials: Any
     sums: Any
+    kept: Any
 
 
 @gluon.jit
@@ -157,12 +160,11 @@ def store_results(GROUP: gl.constexpr, softmax, to, words, kv_head, G: gl.conste
 
 
 @gluon.jit
-def store_part(GROUP: gl.constexpr, softmax, to, words, done, G: gl.constexpr):
-    """Part 2p of program p goes to a row begun by an earlier program, 2p + 1 to one that goes on."""
+def store_part(GROUP: gl.constexpr, softmax, to, words, part, G: gl.constexpr):
+    """What a program holds of a row that it shares. part: its place in the workspace"""
     BLOCKS: gl.constexpr = value_blocks(G)
     acc, maximum, total = softmax
     S_ROW: gl.constexpr = maximum.type.layout
-    part = 2 * gl.program_id(0) + (done == 0).to(gl.int32)
     first = part * (G.GROUPS * GROUP_ROWS)
     sums = to.sums + (first + lines_of_group(GROUP, S_ROW)) * 2
     gl.store(sums, maximum)

@@ -43,6 +43,7 @@ class HopperGeometry(NamedTuple):
     GROUPS:    consumers
     ROW_KEYS:  of cuts.Sharing
     SEGMENT_STEPS: of deterministic attention, steps of a segment; 0 of other attention
+    SEGMENT_SLOTS: of it, parts of rows that a program has room for
     LEFT_IN_WORKSPACE: of it, whether what lies left of a segment is in the workspace, and not in shared memory
     CAUSAL:    whether a row sees no key after its own
     WINDOWED:  whether there is a window
@@ -69,6 +70,7 @@ class HopperGeometry(NamedTuple):
     GROUPS: int
     ROW_KEYS: int
     SEGMENT_STEPS: int
+    SEGMENT_SLOTS: int
     LEFT_IN_WORKSPACE: bool
     CAUSAL: bool
     WINDOWED: bool
@@ -168,7 +170,8 @@ def seen_by_block(x, words, G: gl.constexpr):
 
 @gluon.jit
 def steps_of(words, seen, todo, G: gl.constexpr):
-    """What is taken of the row at which a program is. Steps belong to the share in which they begin."""
+    """What is taken of the row at which a program is. Steps, or whole segments, are the share's in which they end."""
+    UNIT: gl.constexpr = G.KEY_BLOCK * max(G.SEGMENT_STEPS, 1)
     num_keys = gl.load(words + BLOCK_KEYS)
     cost = num_keys + G.ROW_KEYS
     take = gl.minimum(todo.keys, cost - todo.done)
@@ -176,8 +179,9 @@ def steps_of(words, seen, todo, G: gl.constexpr):
     first_key = first_cost_key + gl.maximum(todo.done - G.ROW_KEYS, 0)
     end_key = first_cost_key + gl.maximum(todo.done + take - G.ROW_KEYS, 0)
     ends = todo.done + take == cost
-    end_step = gl.where(ends, gl.cdiv(seen.end, G.KEY_BLOCK), end_key // G.KEY_BLOCK)
-    return Steps(take, gl.maximum(first_key, seen.first) // G.KEY_BLOCK, end_step, ends)
+    end_step = gl.where(ends, gl.cdiv(seen.end, G.KEY_BLOCK), end_key // UNIT * (UNIT // G.KEY_BLOCK))
+    first_key = gl.maximum(first_key // UNIT * UNIT, seen.first)
+    return Steps(take, first_key // G.KEY_BLOCK, end_step, ends)
 
 
 @gluon.jit

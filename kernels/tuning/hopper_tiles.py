@@ -42,9 +42,25 @@ class HopperTiles:
         """What an SM has for a thread of each warp group together, in units of eight, and the others leave."""
         return (512 if self.code_tiles else 504) - 2 * self.registers - self.decoder_registers
 
-    def words_left(self, *, programs: int, head_dim: int) -> int:
-        """Words of the workspace that programs keep what lies left of a segment in."""
-        return programs * self.extend.query_rows * head_dim if self.left_in_workspace else 0
+    @property
+    def most_keys(self) -> int:
+        """Of deterministic attention, keys of the largest share of a program."""
+        return _MOST_SEGMENTS * self.segment_len
+
+    @property
+    def segment_slots(self) -> int:
+        """Of deterministic attention, parts of rows that a program keeps: the segments of a share may begin and end
+        within it, and the row that goes on is one part.
+        """
+        return _MOST_SEGMENTS + 2 if self.segment_len else 0
+
+    def segment_words(self, *, programs: int, head_dim: int) -> int:
+        """float32 words of deterministic attention's workspace: parts of rows with their sums, how many segments each
+        program has kept, and what lies left of a segment.
+        """
+        lines = programs * self.extend.query_rows
+        left = lines * head_dim if self.left_in_workspace else 0
+        return lines * self.segment_slots * (head_dim + 2) + programs + left
 
 
 # One H200, torch 2.11, Triton 3.6. llama8b is (32 query heads, 8 KV heads, 128), gptoss (64, 8, 64).
@@ -116,6 +132,8 @@ CODED_HEAD_DIMS = tuple(_CODED_TILES)
 # Stages of deterministic attention.
 _SEGMENT_STAGES: Mapping[int, int] = {64: 4, 128: 4, 192: 3, 256: 2}
 SEGMENT_HEAD_DIMS = tuple(_SEGMENT_STAGES)
+# Segments of a share, at most: a program has room for them in the workspace.
+_MOST_SEGMENTS = 5
 # The largest heads of which both accumulators have room beside the rings in shared memory.
 _MOST_LEFT_SHARED = 128
 

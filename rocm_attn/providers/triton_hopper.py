@@ -9,7 +9,7 @@ import torch
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.attention import limits
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.cuts import NEVER_SPLIT, ExtendCut
+from rocm_attn.kernels.attention.cuts import ExtendCut
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.tuning.hopper_tiles import (
@@ -85,7 +85,7 @@ class HopperExtend:
 
     def workspace_words(self, shape: PaddedShape) -> int:
         if self.tiles.segment_len:
-            return self.tiles.words_left(programs=self.cut.sharing.programs, head_dim=self.problem.head_dim)
+            return self.tiles.segment_words(programs=self.cut.sharing.programs, head_dim=self.problem.head_dim)
         return self.cut.partials_words(query_rows=self.tiles.extend.query_rows, v_head_dim=self.problem.v_head_dim)
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
@@ -99,10 +99,13 @@ def bind_extend(problem: Problem, target: Target, min_q_len: int) -> HopperExten
 
 
 def bind_segment_extend(problem: Problem, target: Target, min_q_len: int) -> HopperExtend:
-    """Deterministic: for a problem within SEGMENT_LIMITS. No row is shared out."""
+    """Deterministic: for a problem within SEGMENT_LIMITS. Programs share rows by whole segments."""
     tiles = hopper_segment_tiles(problem.head_dim)
     cut = _cut(problem, target, tiles, min_q_len)
-    cut = replace(cut, sharing=cut.sharing._replace(split_keys=NEVER_SPLIT))
+    sharing = cut.sharing._replace(
+        split_keys=tiles.segment_len, least_keys=tiles.segment_len, most_keys=tiles.most_keys
+    )
+    cut = replace(cut, sharing=sharing)
     return HopperExtend(problem, scores_of(problem), tiles, cut)
 
 

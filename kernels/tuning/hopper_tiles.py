@@ -21,6 +21,7 @@ class HopperTiles:
               warp that loads pages has what is left
     code_tiles: key blocks of K or of V whose codes are in flight; 0: pages are in q's dtype
     segment_len: of deterministic attention, as SegmentTiles has it; else 0
+    most_segments: of it, segments of the largest share of a program, which has room for them in the workspace
     left_in_workspace: of it, whether what lies left of a segment is in the workspace: shared memory has no room beside
               the rings
     value_block: columns of the widest block of the accumulators, where all are not as wide as dim_block says; else 0
@@ -33,6 +34,7 @@ class HopperTiles:
     decoder_registers: int = 0
     code_tiles: int = 0
     segment_len: int = 0
+    most_segments: int = 0
     left_in_workspace: bool = False
     powers_by_products: int = 0
     value_block: int = 0
@@ -45,14 +47,14 @@ class HopperTiles:
     @property
     def most_keys(self) -> int:
         """Of deterministic attention, keys of the largest share of a program."""
-        return _MOST_SEGMENTS * self.segment_len
+        return self.most_segments * self.segment_len
 
     @property
     def segment_slots(self) -> int:
-        """Of deterministic attention, parts of rows that a program keeps: the segments of a share may begin and end
-        within it, and the row that goes on is one part.
+        """Of deterministic attention, parts of rows that a program has room for: one of a row that goes on, and
+        segments of a row begun earlier, of which a share may have the end of one more.
         """
-        return _MOST_SEGMENTS + 2 if self.segment_len else 0
+        return self.most_segments + 2 if self.segment_len else 0
 
     def segment_words(self, *, programs: int, head_dim: int) -> int:
         """float32 words of deterministic attention's workspace: parts of rows with their sums, how many segments each
@@ -132,8 +134,8 @@ CODED_HEAD_DIMS = tuple(_CODED_TILES)
 # Stages of deterministic attention.
 _SEGMENT_STAGES: Mapping[int, int] = {64: 4, 128: 4, 192: 3, 256: 2}
 SEGMENT_HEAD_DIMS = tuple(_SEGMENT_STAGES)
-# Segments of a share, at most: a program has room for them in the workspace.
-_MOST_SEGMENTS = 5
+# At most 45 to 140 MB of the workspace. A few new tokens of a sequence of 128k on 8 KV heads are 8 for each of 132.
+_MOST_SEGMENTS: Mapping[int, int] = {64: 8, 128: 8, 192: 5, 256: 5}
 # The largest heads of which both accumulators have room beside the rings in shared memory.
 _MOST_LEFT_SHARED = 128
 
@@ -166,5 +168,6 @@ def hopper_segment_tiles(head_dim: int) -> HopperTiles:
         overlaps=True,
         registers=others.registers,
         segment_len=of_decode.segment_len,
+        most_segments=_MOST_SEGMENTS[head_dim],
         left_in_workspace=head_dim > _MOST_LEFT_SHARED,
     )

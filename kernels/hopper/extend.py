@@ -321,7 +321,7 @@ def launch_hopper_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut, ti
         **(UNFUSED if tiles.segment_len else {}),
     )
     if tiles.segment_len:
-        launch_merge_of_segments(args, cut, geometry)
+        launch_merge_of_segments(args, cut, query_rows=tiles.extend.query_rows, slots=tiles.segment_slots)
     else:
         launch_extend_merge(args, cut, _merged_geometry(geometry), tiles.extend.merge_stages)
 

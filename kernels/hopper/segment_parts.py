@@ -29,7 +29,6 @@ from rocm_attn.kernels.attention.extend_schedule import (
 )
 from rocm_attn.kernels.attention.segments import UNFUSED, merge_segment
 from rocm_attn.kernels.attention.softmax import LN_2, add_sink
-from rocm_attn.kernels.hopper.rows import HopperGeometry
 from rocm_attn.kernels.launch import launch
 
 # Lines of a query block, and columns of its rows, of one program.
@@ -128,12 +127,16 @@ def _segment_parts_kernel(
                 tl.store(lse + token * lse_token + head * lse_head, (maximum + tl.log2(total)) * LN_2, mask=is_row)
 
 
-def launch_merge_of_segments(args: AttendArgs, cut: ExtendCut, geometry: HopperGeometry) -> None:
-    """out and lse of every row of which several programs hold parts; the arguments are launch_hopper_extend's."""
+def launch_merge_of_segments(args: AttendArgs, cut: ExtendCut, *, query_rows: int, slots: int) -> None:
+    """out and lse of every row of which several programs hold parts; args and cut are launch_hopper_extend's.
+
+    query_rows: rows of a query block
+    slots:      parts of rows that a program of extend has room for
+    """
     queries, programs, dim = args.queries, cut.sharing.programs, args.out.shape[2]
     launch(
         _segment_parts_kernel,
-        (programs - 1, triton.cdiv(geometry.query_rows, _LINES), dim // _COLUMNS),
+        (programs - 1, triton.cdiv(query_rows, _LINES), dim // _COLUMNS),
         args.schedule,
         args.workspace,
         args.out,
@@ -142,15 +145,7 @@ def launch_merge_of_segments(args: AttendArgs, cut: ExtendCut, geometry: HopperG
         programs,
         cut.max_blocks(queries.num_tokens, queries.num_seqs),
         *args.written_strides,
-        G=MergeGeometry(
-            geometry.GQA_RATIO,
-            geometry.query_rows,
-            dim,
-            geometry.ROW_KEYS,
-            geometry.SEGMENT_SLOTS,
-            _LINES,
-            _COLUMNS,
-        ),
+        G=MergeGeometry(args.heads[1], query_rows, dim, cut.sharing.row_keys, slots, _LINES, _COLUMNS),
         num_warps=2,
         **UNFUSED,
     )

@@ -349,7 +349,6 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
         TOKENS=cut.query_tokens,
         DIM=args.q.shape[2],
         COLUMNS=tiles.extend.columns(args.q.shape[2]),
-        V_COLUMNS=tiles.value_block or tiles.extend.columns(args.q.shape[2]),
         PAGE_SIZE=page_size,
         BOX=min(page_size, tiles.extend.key_block),
         KEY_BLOCK=tiles.extend.key_block,

@@ -19,8 +19,8 @@ from rocm_attn.kernels.attention.coded import scaled_parts
 from rocm_attn.kernels.attention.softmax import capped_at_once
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES
 from rocm_attn.kernels.hopper.powers import scaled_powers
-from rocm_attn.kernels.hopper.rings import value_tile, zero_unseen
-from rocm_attn.kernels.hopper.rows import GROUP_ROWS, block_columns, value_blocks
+from rocm_attn.kernels.hopper.rings import zero_unseen
+from rocm_attn.kernels.hopper.rows import GROUP_ROWS
 
 
 class Query(NamedTuple):
@@ -80,22 +80,16 @@ def rows_of_scores(G):
 
 
 @gluon.jit
-def _empty_block(block: gl.constexpr, G: gl.constexpr):
-    """A block of the accumulators: zeros [64, columns]."""
-    COLUMNS: gl.constexpr = block_columns(G, block)
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    return gl.zeros([GROUP_ROWS, COLUMNS], gl.float32, layout=layout)
-
-
-@gluon.jit
 def nothing_seen(G: gl.constexpr):
     """The softmax of no key, with sums of lanes; of deterministic attention with sums of rows."""
     KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
-    BLOCKS: gl.constexpr = value_blocks(G)
+    COLUMNS: gl.constexpr = G.COLUMNS
+    PARTS: gl.constexpr = G.DIM // G.COLUMNS
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.KEY_BLOCK, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.COLUMNS, 16])
     acc = ()
-    for i in gl.static_range(BLOCKS):
-        acc += (_empty_block(i, G),)  # type: ignore[assignment]
+    for _ in gl.static_range(PARTS):
+        acc += (gl.zeros([GROUP_ROWS, COLUMNS], gl.float32, layout=o_layout),)  # type: ignore[assignment]
     maximum = gl.full([GROUP_ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, s_layout))
     total = gl.zeros([GROUP_ROWS], gl.float32, layout=gl.SliceLayout(1, s_layout))
     if G.SEGMENT_STEPS == 0:
@@ -116,16 +110,6 @@ def ended(softmax, v_factor, G: gl.constexpr):
 
 
 @gluon.jit
-def _with_values(acc, weights, decay, v_tile, G: gl.constexpr):
-    """A block of the accumulators, of which products with V are in flight. decay: what it is scaled by, [64]"""
-    layout: gl.constexpr = acc.type.layout
-    if not G.BOUNDED:
-        acc = acc * gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, layout)), 1)
-    p = gl.convert_layout(weights, gl.DotOperandLayout(0, layout, 2))
-    return warpgroup_mma(p, v_tile, acc, is_async=True)
-
-
-@gluon.jit
 def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl.constexpr):
     """Steps of a span added to a softmax.
 
@@ -139,8 +123,9 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
     """
     KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
     PARTS: gl.constexpr = G.DIM // G.COLUMNS
-    BLOCKS: gl.constexpr = value_blocks(G)
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.KEY_BLOCK, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.COLUMNS, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     lane = gl.arange(0, KEY_BLOCK, layout=gl.SliceLayout(0, s_layout))
     zero = gl.zeros([GROUP_ROWS, KEY_BLOCK], gl.float32, layout=s_layout)
     # By products what is not seen would not become 0.
@@ -153,7 +138,7 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
     acc, maximum, total = softmax
     if G.OVERLAPS:
         products = ()
-        for i in gl.static_range(BLOCKS):
+        for i in gl.static_range(PARTS):
             products += (warpgroup_mma_init(acc[i]),)  # type: ignore[assignment]
     for step in range(span.first, span.end):
         stage = n % G.STAGES
@@ -182,7 +167,6 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
             visible = _visible(gl.expand_dims(query.kv_index, 1), key, seen, G)
             scores = gl.where(visible, scores, float("-inf"))
         if G.BOUNDED:
-            decay = maximum
             weights = scaled_powers(scores, by_score, BY_PRODUCTS)
             total += _sums_of_lanes(weights, G)
         else:
@@ -199,12 +183,15 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
                 S_LANES: gl.constexpr = sums.type.layout
                 total = total * gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, S_LANES)), 1) + sums
             maximum = new_maximum
-        weights = weights.to(v.tiles.dtype)
+            decay = gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, o_layout)), 1)
+        p = gl.convert_layout(weights.to(v.tiles.dtype), p_layout)
         if MASKED and G.CODE_TILES == 0:
             zero_unseen(v, stage, step, seen, G)
         products = ()
-        for i in gl.static_range(BLOCKS):
-            products += (_with_values(acc[i], weights, decay, value_tile(v, stage, i, G), G),)  # type: ignore[assignment]
+        for i in gl.static_range(PARTS):
+            v_tile = v.tiles.index(stage * PARTS + i)
+            kept = acc[i] if G.BOUNDED else acc[i] * decay
+            products += (warpgroup_mma(p, v_tile, kept, is_async=True),)  # type: ignore[assignment]
         if not G.OVERLAPS:
             acc = _waited(products)
         n += 1

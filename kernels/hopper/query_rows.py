@@ -11,13 +11,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from rocm_attn.kernels.attention.coded import exponent_to_move, factor_of_moved, moved_to_half
 from rocm_attn.kernels.attention.extend_schedule import BLOCK_FIRST_TOKEN, BLOCK_TOKENS, BLOCK_WORDS
 from rocm_attn.kernels.attention.softmax import LN_2, LOG2_E
-from rocm_attn.kernels.hopper.rows import GROUP_ROWS, block_columns, value_blocks
+from rocm_attn.kernels.hopper.rows import GROUP_ROWS
 
 
 class Results(NamedTuple):
-    """Rows of q, out and lse (bundles.Rows); sinks; accumulators and sums of parts of rows; of deterministic attention
-    how many segments of a row begun earlier a program has kept.
-    """
+    """Rows of q, out and lse (bundles.Rows); sinks; accumulators and sums of parts of rows."""
 
     q: Any
     out: Any
@@ -25,7 +23,6 @@ class Results(NamedTuple):
     sinks: Any
     partials: Any
     sums: Any
-    kept: Any
 
 
 @gluon.jit
@@ -93,13 +90,6 @@ def put_queries(fetched, tiles, qk_scale, LAYOUT: gl.constexpr, G: gl.constexpr)
 
 
 @gluon.jit
-def _columns_of_block(block: gl.constexpr, layout: gl.constexpr, G: gl.constexpr):
-    """The columns [1, columns] of a block of the accumulators."""
-    COLUMNS: gl.constexpr = block_columns(G, block)
-    return gl.expand_dims(block * G.V_COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout)), 0)
-
-
-@gluon.jit
 def _with_sinks(softmax, sinks, line, words, kv_head, G: gl.constexpr):
     """A softmax with the sinks of its rows; softmax.add_sink has the formula."""
     _, maximum, total = softmax
@@ -113,38 +103,12 @@ def _with_sinks(softmax, sinks, line, words, kv_head, G: gl.constexpr):
 
 
 @gluon.jit
-def _store_block(GROUP: gl.constexpr, block: gl.constexpr, acc, factors, out, words, kv_head, G: gl.constexpr):
-    """A block of the results. factors: what the accumulators are multiplied with, and divided by"""
-    layout: gl.constexpr = acc.type.layout
-    O_ROW: gl.constexpr = gl.SliceLayout(1, layout)
-    decay, total = factors
-    if G.SEGMENT_STEPS > 0:
-        # As decode rounds them.
-        decay = gl.expand_dims(gl.convert_layout(decay, O_ROW), 1)
-        values = acc * decay / gl.expand_dims(gl.convert_layout(total, O_ROW), 1)
-    else:
-        values = acc * gl.expand_dims(gl.convert_layout(decay / total, O_ROW), 1)
-    line = lines_of_group(GROUP, O_ROW)
-    rows = gl.expand_dims(_place(out, line, words, kv_head, G), 1)
-    is_row = gl.expand_dims(_is_row(line, words, G), 1)
-    gl.store(rows + _columns_of_block(block, layout, G), values.to(out.at.dtype.element_ty), mask=is_row)
-
-
-@gluon.jit
-def _store_partial(GROUP: gl.constexpr, block: gl.constexpr, acc, partials, first, words, G: gl.constexpr):
-    """A block of the accumulators of a part of a row."""
-    layout: gl.constexpr = acc.type.layout
-    line = lines_of_group(GROUP, gl.SliceLayout(1, layout))
-    rows = partials + gl.expand_dims((first + line) * G.DIM, 1)
-    is_row = gl.expand_dims(_is_row(line, words, G), 1)
-    gl.store(rows + _columns_of_block(block, layout, G), acc, mask=is_row)
-
-
-@gluon.jit
 def store_results(GROUP: gl.constexpr, softmax, to, words, kv_head, G: gl.constexpr):
     """The results of a whole row."""
-    BLOCKS: gl.constexpr = value_blocks(G)
+    PARTS: gl.constexpr = G.DIM // G.COLUMNS
     acc, maximum, total = softmax
+    o_layout: gl.constexpr = acc[0].type.layout
+    O_ROW: gl.constexpr = gl.SliceLayout(1, o_layout)
     S_ROW: gl.constexpr = maximum.type.layout
     line = lines_of_group(GROUP, S_ROW)
     decay = gl.full_like(total, 1.0)
@@ -155,19 +119,38 @@ def store_results(GROUP: gl.constexpr, softmax, to, words, kv_head, G: gl.conste
     if to.lse.at is not None:
         rows = _place(to.lse, line, words, kv_head, G)
         gl.store(rows, (maximum + gl.log2(total)) * LN_2, mask=_is_row(line, words, G))
-    for i in gl.static_range(BLOCKS):
-        _store_block(GROUP, i, acc[i], (decay, total), to.out, words, kv_head, G)
+    if G.SEGMENT_STEPS > 0:
+        # As decode rounds them.
+        decay = gl.expand_dims(gl.convert_layout(decay, O_ROW), 1)
+        total = gl.expand_dims(gl.convert_layout(total, O_ROW), 1)
+    else:
+        share = gl.expand_dims(gl.convert_layout(decay / total, O_ROW), 1)
+    line = lines_of_group(GROUP, O_ROW)
+    rows = gl.expand_dims(_place(to.out, line, words, kv_head, G), 1)
+    is_row = gl.expand_dims(_is_row(line, words, G), 1)
+    COLUMNS: gl.constexpr = G.COLUMNS
+    column = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, o_layout)), 0)
+    for i in gl.static_range(PARTS):
+        values = acc[i] * decay / total if G.SEGMENT_STEPS > 0 else acc[i] * share
+        gl.store(rows + (i * COLUMNS + column), values.to(to.out.at.dtype.element_ty), mask=is_row)
 
 
 @gluon.jit
 def store_part(GROUP: gl.constexpr, softmax, to, words, part, G: gl.constexpr):
     """What a program holds of a row that it shares. part: its place in the workspace"""
-    BLOCKS: gl.constexpr = value_blocks(G)
+    COLUMNS: gl.constexpr = G.COLUMNS
+    PARTS: gl.constexpr = G.DIM // G.COLUMNS
     acc, maximum, total = softmax
+    o_layout: gl.constexpr = acc[0].type.layout
+    O_ROW: gl.constexpr = gl.SliceLayout(1, o_layout)
     S_ROW: gl.constexpr = maximum.type.layout
     first = part * (G.GROUPS * GROUP_ROWS)
     sums = to.sums + (first + lines_of_group(GROUP, S_ROW)) * 2
     gl.store(sums, maximum)
     gl.store(sums + 1, total)
-    for i in gl.static_range(BLOCKS):
-        _store_partial(GROUP, i, acc[i], to.partials, first, words, G)
+    line = lines_of_group(GROUP, O_ROW)
+    rows = to.partials + gl.expand_dims((first + line) * G.DIM, 1)
+    is_row = gl.expand_dims(_is_row(line, words, G), 1)
+    column = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, o_layout)), 0)
+    for i in gl.static_range(PARTS):
+        gl.store(rows + (i * COLUMNS + column), acc[i], mask=is_row)

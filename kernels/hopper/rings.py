@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from rocm_attn.kernels.attention.extend_schedule import BLOCK_WORDS
-from rocm_attn.kernels.hopper.rows import BOX_COLUMNS, block_columns, next_row, piece_rows, seen_by_block, steps_of
+from rocm_attn.kernels.hopper.rows import BOX_COLUMNS, next_row, piece_rows, seen_by_block, steps_of
 from rocm_attn.kernels.hopper.warp_groups import leave
 
 
@@ -79,19 +79,6 @@ def new_rings(K_DTYPE: gl.constexpr, V_DTYPE: gl.constexpr, G: gl.constexpr):
     for i in gl.static_range(STAGES):
         mbarrier.init(free.index(i), count=G.GROUPS)
     return Rings(_new_ring(K_DTYPE, G), _new_ring(V_DTYPE, G), free)
-
-
-@gluon.jit
-def value_tile(ring, stage, block: gl.constexpr, G: gl.constexpr):
-    """The columns of V [KEY_BLOCK, columns] that are added to a block of the accumulators."""
-    KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
-    COLUMNS: gl.constexpr = block_columns(G, block)
-    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    tile = ring.tiles.index(stage * (G.DIM // G.COLUMNS) + block * (G.V_COLUMNS // G.COLUMNS))
-    if COLUMNS > G.COLUMNS:
-        # Its tiles lie one after the other.
-        tile = tile._reinterpret(ring.tiles.dtype, [KEY_BLOCK, COLUMNS], layout)
-    return tile
 
 
 @gluon.jit

@@ -35,7 +35,6 @@ class HopperGeometry(NamedTuple):
     TOKENS:    new tokens of a full query block
     DIM:       elements of a q, K, V and output row
     COLUMNS:   columns of the equal tiles that a row is cut into, a multiple of BOX_COLUMNS
-    V_COLUMNS: columns of the widest block of the accumulators, whole tiles; the last one has what is left
     PAGE_SIZE: tokens of a page
     BOX:       keys of a box, of one page each
     KEY_BLOCK: keys of a step, whole boxes
@@ -62,7 +61,6 @@ class HopperGeometry(NamedTuple):
     TOKENS: int
     DIM: int
     COLUMNS: int
-    V_COLUMNS: int
     PAGE_SIZE: int
     BOX: int
     KEY_BLOCK: int
@@ -90,18 +88,6 @@ class HopperGeometry(NamedTuple):
     def query_rows(self) -> int:
         """Rows of a query block."""
         return self.GROUPS * int(GROUP_ROWS.value)
-
-
-@constexpr_function
-def value_blocks(G):
-    """Blocks that the columns of the accumulators are cut into."""
-    return -(-G.DIM // G.V_COLUMNS)
-
-
-@constexpr_function
-def block_columns(G, block):
-    """Columns of a block of the accumulators."""
-    return min(G.V_COLUMNS, G.DIM - block * G.V_COLUMNS)
 
 
 @constexpr_function

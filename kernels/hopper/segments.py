@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from rocm_attn.kernels.attention.bundles import Softmax
-from rocm_attn.kernels.hopper.rows import GROUP_ROWS, block_columns, value_blocks
+from rocm_attn.kernels.hopper.rows import GROUP_ROWS
 
 
 class Left(NamedTuple):
@@ -48,12 +48,12 @@ def left_of_group(GROUP: gl.constexpr, partials, G: gl.constexpr):
 @gluon.jit
 def _places(room, part: gl.constexpr, layout: gl.constexpr, G: gl.constexpr):
     """Where a part's numbers lie in the workspace: in squares of eight, so that what a warp moves at once is in one."""
-    COLUMNS: gl.constexpr = block_columns(G, part)
-    SQUARES: gl.constexpr = COLUMNS // 8
+    COLUMNS: gl.constexpr = G.COLUMNS
+    SQUARES: gl.constexpr = G.COLUMNS // 8
     row = gl.expand_dims(gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, layout)), 1)
     column = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout)), 0)
     square = row // 8 * SQUARES + column // 8
-    return room + part * (GROUP_ROWS * G.V_COLUMNS) + square * 64 + row % 8 * 8 + column % 8
+    return room + part * (GROUP_ROWS * COLUMNS) + square * 64 + row % 8 * 8 + column % 8
 
 
 @gluon.jit
@@ -67,35 +67,17 @@ def _part_left(room, part: gl.constexpr, is_any, layout: gl.constexpr, G: gl.con
 
 
 @gluon.jit
-def _keep_part(room, part: gl.constexpr, acc, G: gl.constexpr):
-    """Write a part of the accumulators there."""
-    layout: gl.constexpr = acc.type.layout
-    if G.LEFT_IN_WORKSPACE:
-        gl.store(_places(room, part, layout, G), acc)
-    else:
-        room.index(part).store(acc)
-
-
-@gluon.jit
-def _merge_of(left, segment):
-    """Maximum and sum of both; decay and weight [64] of their accumulators."""
+def _merge_of(left, segment, O_ROW: gl.constexpr):
+    """Maximum and sum of both; decay and weight [64, 1] of their accumulators; whether rows have anything left."""
     maximum = gl.maximum(left.maximum, segment.maximum)
     base = gl.where(maximum == float("-inf"), 0.0, maximum)
     decay = gl.exp2(left.maximum - base)
     weight = gl.exp2(segment.maximum - base)
     total = gl.fma(left.total, decay, segment.total * weight)
-    return Left(maximum, total), decay, weight
-
-
-@gluon.jit
-def _merged_part(room, part: gl.constexpr, acc, left, factors, G: gl.constexpr):
-    """A part of both accumulators. acc: of the segment; factors: decay and weight"""
-    layout: gl.constexpr = acc.type.layout
-    O_ROW: gl.constexpr = gl.SliceLayout(1, layout)
-    decay = gl.expand_dims(gl.convert_layout(factors[0], O_ROW), 1)
-    weight = gl.expand_dims(gl.convert_layout(factors[1], O_ROW), 1)
+    decay = gl.expand_dims(gl.convert_layout(decay, O_ROW), 1)
+    weight = gl.expand_dims(gl.convert_layout(weight, O_ROW), 1)
     is_any = gl.expand_dims(gl.convert_layout(left.maximum, O_ROW), 1) > float("-inf")
-    return gl.fma(_part_left(room, part, is_any, layout, G), decay, acc * weight)
+    return Left(maximum, total), decay, weight, is_any
 
 
 @gluon.jit
@@ -104,19 +86,25 @@ def merge_segment(room, left, segment, G: gl.constexpr):
 
     Nothing was written where rows have seen no key yet, so what is there is not read.
     """
-    BLOCKS: gl.constexpr = value_blocks(G)
-    result, decay, weight = _merge_of(left, segment)
-    for i in gl.static_range(BLOCKS):
-        _keep_part(room, i, _merged_part(room, i, segment.acc[i], left, (decay, weight), G), G)
+    PARTS: gl.constexpr = G.DIM // G.COLUMNS
+    o_layout: gl.constexpr = segment.acc[0].type.layout
+    result, decay, weight, is_any = _merge_of(left, segment, gl.SliceLayout(1, o_layout))
+    for i in gl.static_range(PARTS):
+        acc = gl.fma(_part_left(room, i, is_any, o_layout, G), decay, segment.acc[i] * weight)
+        if G.LEFT_IN_WORKSPACE:
+            gl.store(_places(room, i, o_layout, G), acc)
+        else:
+            room.index(i).store(acc)
     return result
 
 
 @gluon.jit
 def merged(room, left, segment, G: gl.constexpr):
     """The softmax of a row. segment: the last one"""
-    BLOCKS: gl.constexpr = value_blocks(G)
-    result, decay, weight = _merge_of(left, segment)
+    PARTS: gl.constexpr = G.DIM // G.COLUMNS
+    o_layout: gl.constexpr = segment.acc[0].type.layout
+    result, decay, weight, is_any = _merge_of(left, segment, gl.SliceLayout(1, o_layout))
     acc = ()
-    for i in gl.static_range(BLOCKS):
-        acc += (_merged_part(room, i, segment.acc[i], left, (decay, weight), G),)  # type: ignore[assignment]
+    for i in gl.static_range(PARTS):
+        acc += (gl.fma(_part_left(room, i, is_any, o_layout, G), decay, segment.acc[i] * weight),)  # type: ignore[assignment]
     return Softmax(acc, result.maximum, result.total)

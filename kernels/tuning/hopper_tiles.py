@@ -24,7 +24,6 @@ class HopperTiles:
     most_segments: of it, segments of the largest share of a program, which has room for them in the workspace
     left_in_workspace: of it, whether what lies left of a segment is in the workspace: shared memory has no room beside
               the rings
-    value_block: columns of the widest block of the accumulators, where all are not as wide as dim_block says; else 0
     powers_by_products: of four exponentials of scores with a cap, how many are computed by products (hopper/powers.py)
     """
 
@@ -37,7 +36,6 @@ class HopperTiles:
     most_segments: int = 0
     left_in_workspace: bool = False
     powers_by_products: int = 0
-    value_block: int = 0
 
     @property
     def producer_registers(self) -> int:

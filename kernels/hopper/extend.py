@@ -139,7 +139,6 @@ def _store_part(GROUP: gl.constexpr, softmax, to, row, G: gl.constexpr):
         part = 0
         if row.done > 0:
             part = gl.maximum(gl.cdiv(row.steps.end, STEPS) - row.steps.first // STEPS, 0)
-            gl.store(to.kept + gl.program_id(0), part.to(gl.float32))
     else:
         part = (row.done == 0).to(gl.int32)
     store_part(GROUP, softmax, to, row.words, _first_part(G) + part, G)
@@ -234,9 +233,8 @@ def _hopper_extend_kernel(
         PARTS_OF_PROGRAM: gl.constexpr = G.SEGMENT_SLOTS if G.SEGMENT_STEPS > 0 else 2
         lines = num_programs * (PARTS_OF_PROGRAM * G.GROUPS * GROUP_ROWS)
         sums = partials + lines * G.DIM
-        kept = sums + lines * 2
         if G.LEFT_IN_WORKSPACE:
-            room = kept + num_programs
+            room = sums + lines * 2
             first_left, second_left = left_of_group(0, room, G), left_of_group(1, room, G)
         elif G.SEGMENT_STEPS > 0:
             first_left, second_left = new_left(G), new_left(G)
@@ -248,7 +246,7 @@ def _hopper_extend_kernel(
         gl.thread_barrier()
         cache = Cache(k_desc, v_desc, num_slots, table, table_row, width, row_of_seq)
         q_rows, out_rows = Rows(q, q_token, q_head), Rows(out, out_token, out_head)
-        to = Results(q_rows, out_rows, Rows(lse, lse_token, lse_head), sinks, partials, sums, kept)
+        to = Results(q_rows, out_rows, Rows(lse, lse_token, lse_head), sinks, partials, sums)
         CONSUMER: gl.constexpr = G.CONSUMER_REGISTERS
         PRODUCER: gl.constexpr = G.PRODUCER_REGISTERS
         # Triton asks for registers by warp groups: those that leave are the rest of the producer's.
@@ -321,7 +319,7 @@ def launch_hopper_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut, ti
         **(UNFUSED if tiles.segment_len else {}),
     )
     if tiles.segment_len:
-        launch_merge_of_segments(args, cut, query_rows=tiles.extend.query_rows, slots=tiles.segment_slots)
+        launch_merge_of_segments(args, cut, window_left=scores.window_left, tiles=tiles)
     else:
         launch_extend_merge(args, cut, _merged_geometry(geometry), tiles.extend.merge_stages)
 

@@ -55,12 +55,12 @@ class HopperTiles:
         return self.most_segments + 2 if self.segment_len else 0
 
     def segment_words(self, *, programs: int, head_dim: int) -> int:
-        """float32 words of deterministic attention's workspace: parts of rows with their sums, how many segments each
-        program has kept, and what lies left of a segment.
+        """float32 words of deterministic attention's workspace: parts of rows with their sums, and what lies left of a
+        segment.
         """
         lines = programs * self.extend.query_rows
         left = lines * head_dim if self.left_in_workspace else 0
-        return lines * self.segment_slots * (head_dim + 2) + programs + left
+        return lines * self.segment_slots * (head_dim + 2) + left
 
 
 # One H200, torch 2.11, Triton 3.6. llama8b is (32 query heads, 8 KV heads, 128), gptoss (64, 8, 64).

@@ -56,6 +56,7 @@ from rocm_attn.kernels.hopper.rows import (
     work_of_program,
 )
 from rocm_attn.kernels.hopper.segment_parts import launch_merge_of_segments
+from rocm_attn.kernels.hopper.segment_steps import attend_segment_steps
 from rocm_attn.kernels.hopper.segments import left_of_group, merge_segment, merged, new_left, nothing_left
 from rocm_attn.kernels.hopper.warp_groups import leave
 from rocm_attn.kernels.launch import launch
@@ -93,9 +94,19 @@ def _attend_span(n, query, rings, span, edge_step, seen, G: gl.constexpr):
     if not G.WINDOWED:
         # Steps before it are seen whole by every row. With a window a loop of its own for them does not pay.
         open_steps = Span(span.first, gl.minimum(edge_step, span.end))
-        progress = attend_steps(progress, query, rings, open_steps, seen, G, False)
+        progress = _attend_steps(progress, query, rings, open_steps, seen, G, False)
     edge = Span(gl.maximum(edge_step, span.first), span.end)
-    return attend_steps(progress, query, rings, edge, seen, G, True)
+    return _attend_steps(progress, query, rings, edge, seen, G, True)
+
+
+@gluon.jit
+def _attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl.constexpr):
+    """Steps of a span added to a softmax."""
+    if G.SEGMENT_STEPS > 0:
+        progress = attend_segment_steps(progress, query, rings, span, seen, G, MASKED)
+    else:
+        progress = attend_steps(progress, query, rings, span, seen, G, MASKED)
+    return progress
 
 
 @gluon.jit
@@ -348,8 +359,9 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
         DIM=args.q.shape[2],
         COLUMNS=tiles.extend.columns(args.q.shape[2]),
         PAGE_SIZE=page_size,
-        BOX=min(page_size, tiles.extend.key_block),
+        BOX=min(page_size, tiles.value_block),
         KEY_BLOCK=tiles.extend.key_block,
+        VALUE_BLOCK=tiles.value_block,
         STAGES=tiles.extend.num_stages,
         GROUPS=tiles.extend.query_rows // GROUP_ROWS.value,
         ROW_KEYS=sharing.row_keys,

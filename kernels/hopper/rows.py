@@ -37,7 +37,8 @@ class HopperGeometry(NamedTuple):
     COLUMNS:   columns of the equal tiles that a row is cut into, a multiple of BOX_COLUMNS
     PAGE_SIZE: tokens of a page
     BOX:       keys of a box, of one page each
-    KEY_BLOCK: keys of a step, whole boxes
+    KEY_BLOCK: keys of a step
+    VALUE_BLOCK: keys of a tile of V, whole boxes; of deterministic attention those that the softmax takes at a time
     STAGES:    steps that a ring holds
     GROUPS:    consumers
     ROW_KEYS:  of cuts.Sharing
@@ -64,6 +65,7 @@ class HopperGeometry(NamedTuple):
     PAGE_SIZE: int
     BOX: int
     KEY_BLOCK: int
+    VALUE_BLOCK: int
     STAGES: int
     GROUPS: int
     ROW_KEYS: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,6 +21,7 @@ class HopperTiles:
               warp that loads pages has what is left
     code_tiles: key blocks of K or of V whose codes are in flight; 0: pages are in q's dtype
     segment_len: of deterministic attention, as SegmentTiles has it; else 0
+    softmax_block: of it, keys that the softmax takes at a time, half of a key block, or 0: all
     most_segments: of it, segments of the largest share of a program, which has room for them in the workspace
     left_in_workspace: of it, whether what lies left of a segment is in the workspace: shared memory has no room beside
               the rings
@@ -33,6 +34,7 @@ class HopperTiles:
     decoder_registers: int = 0
     code_tiles: int = 0
     segment_len: int = 0
+    softmax_block: int = 0
     most_segments: int = 0
     left_in_workspace: bool = False
     powers_by_products: int = 0
@@ -41,6 +43,11 @@ class HopperTiles:
     def producer_registers(self) -> int:
         """What an SM has for a thread of each warp group together, in units of eight, and the others leave."""
         return (512 if self.code_tiles else 504) - 2 * self.registers - self.decoder_registers
+
+    @property
+    def value_block(self) -> int:
+        """Keys of a tile of V."""
+        return self.softmax_block or self.extend.key_block
 
     @property
     def most_keys(self) -> int:
@@ -130,7 +137,7 @@ HEAD_DIMS = tuple(_EXTEND_TILES)
 # each product.
 CODED_HEAD_DIMS = tuple(_CODED_TILES)
 # Stages of deterministic attention.
-_SEGMENT_STAGES: Mapping[int, int] = {64: 4, 128: 4, 192: 3, 256: 2}
+_SEGMENT_STAGES: Mapping[int, int] = {64: 4, 128: 2, 192: 3, 256: 2}
 SEGMENT_HEAD_DIMS = tuple(_SEGMENT_STAGES)
 # At most 45 to 140 MB of the workspace. A few new tokens of a sequence of 128k on 8 KV heads are 8 for each of 132.
 _MOST_SEGMENTS: Mapping[int, int] = {64: 8, 128: 8, 192: 5, 256: 5}
@@ -153,19 +160,13 @@ def hopper_segment_tiles(head_dim: int) -> HopperTiles:
     # of deterministic steps are read for blocks of 64 keys at most (mask_bits.TWO_WORDS).
     of_decode = segment_tiles("sm_90", head_dim=head_dim, v_head_dim=head_dim, dtype=torch.bfloat16)
     others = _EXTEND_TILES[head_dim]
-    extend = ExtendTiles(
-        128,
-        of_decode.key_block,
-        4,
-        _SEGMENT_STAGES[head_dim],
-        dim_block=others.extend.dim_block,
-        programs_per_cu=1,
-    )
+    extend = replace(others.extend, num_stages=_SEGMENT_STAGES[head_dim])
     return HopperTiles(
         extend,
         overlaps=True,
         registers=others.registers,
         segment_len=of_decode.segment_len,
+        softmax_block=of_decode.key_block if of_decode.key_block < extend.key_block else 0,
         most_segments=_MOST_SEGMENTS[head_dim],
         left_in_workspace=head_dim > _MOST_LEFT_SHARED,
     )

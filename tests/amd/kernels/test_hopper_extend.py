@@ -420,6 +420,13 @@ def test_deterministic_extend_gives_a_token_the_bits_of_every_chunk_and_of_decod
     tiles = segment_tiles("sm_90", head_dim=dim, v_head_dim=dim, dtype=tensors.case.dtype)
     segment_cases.run_decode(decoded, num_programs=132, tiles=tiles)
     assert_same_bits(decoded, tensors)
+    # And of the plain kernel's tiles of few rows, which serve the steps of a few drafts a sequence.
+    assert tiles.short
+    for short in tiles.of_short_steps(tensors.gqa_ratio):
+        chunk, at = last_of(tensors, 5)
+        segment_cases.run_extend(chunk, tiles=short)
+        assert torch.equal(chunk.out, tensors.out[at])
+        assert torch.equal(chunk.lse, tensors.lse[at])
 
 
 LAYERS = {

@@ -51,8 +51,8 @@ class Parts(NamedTuple):
 def segment_parts(memory: Memory) -> None:
     """Rows of many programs, of which some have no segment; a block that is not full at the end; sinks, a window."""
     more: dict[str, Any]
-    for programs, more in ((13, {}), (24, {"sinks": True, "window_left": 70})):
-        case = Case([150, 90], [21, 11], (6, 2), (DIM, DIM), **more)
+    for programs, more in ((7, {}), (10, {"sinks": True, "window_left": 70})):
+        case = Case([150], [12], (6, 2), (DIM, DIM), **more)
         tensors = build(case, torch.device("cpu"))
         cut = extend_cut(tensors, TILES.extend, ALL_SHARED._replace(programs=programs, most_keys=TILES.most_keys))
         words = extend_schedule(case.kv_len, case.q_len, cut, len(tensors.q))

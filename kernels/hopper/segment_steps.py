@@ -29,12 +29,11 @@ from rocm_attn.kernels.hopper.rows import GROUP_ROWS
 def _blocks_of(scores, G: gl.constexpr):
     """Scores of a step by blocks, [64, VALUE_BLOCK] each: one, or two."""
     VALUE_BLOCK: gl.constexpr = G.VALUE_BLOCK
-    if G.VALUE_BLOCK == G.KEY_BLOCK:
-        blocks = (scores,)
-    else:
+    blocks = (scores,)
+    if G.VALUE_BLOCK < G.KEY_BLOCK:
         layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.VALUE_BLOCK, 16])
         first, second = gl.split(gl.permute(scores.reshape([GROUP_ROWS, 2, VALUE_BLOCK]), (0, 2, 1)))
-        blocks = (
+        blocks = (  # type: ignore[assignment]
             gl.convert_layout(first, layout, assert_trivial=True),
             gl.convert_layout(second, layout, assert_trivial=True),
         )

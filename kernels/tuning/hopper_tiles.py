@@ -90,8 +90,7 @@ _EXTEND_TILES: Mapping[int, HopperTiles] = {
         powers_by_products=2,
     ),
     # 64 x 8 heads, 777 new of 5778: 350 to 378 us, 12 ragged chunks 553; without overlap 370 to 378 and 584. Where V is
-    # multiplied with by 128 and by 64 columns, not thrice by 64: the same. In blocks of 128 keys, of which one stage has
-    # room: 548.
+    # multiplied with by 128 and by 64 columns, not thrice by 64: the same. In blocks of 128 keys with one stage: 548.
     192: HopperTiles(
         ExtendTiles(128, 64, 4, 3, dim_block=64, programs_per_cu=1, merge_stages=4), overlaps=True, registers=232
     ),
@@ -157,7 +156,7 @@ def hopper_segment_tiles(head_dim: int) -> HopperTiles:
 
     Segments and key blocks are those by which decode walks them.
     """
-    # llama8b 1 x 2048 + 6144: 456 us, and 517 where products with K are of 64 keys too; normal mode 410 in the same run.
+    # llama8b 1 x 2048 + 6144: 456 us, and 517 where products with K are of 64 keys too; normal mode 410, same run.
     # With heads of 64: 599, 686 and 536. In decode blocks of 128 keys would take 1.17 to 1.27 of the normal mode, and
     # masks of deterministic steps are read for 64 keys at most (mask_bits.TWO_WORDS).
     of_decode = segment_tiles("sm_90", head_dim=head_dim, v_head_dim=head_dim, dtype=torch.bfloat16)

@@ -58,7 +58,7 @@ SPILLED = {
     **{(256, layer): 256 for layer in LAYERS},
 }
 # And of deterministic attention, around the merge of segments.
-SPILLED_AROUND_MERGES = {128: 120, 192: 168, 256: 728}
+SPILLED_AROUND_MERGES = {64: 8, 128: 120, 192: 168, 256: 728}
 
 
 def compiled(case: Case, tiles: HopperTiles) -> CompiledKernel:

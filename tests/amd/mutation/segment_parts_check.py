@@ -50,8 +50,8 @@ class Parts(NamedTuple):
 
 def segment_parts(memory: Memory) -> None:
     """Rows of many programs, of which some have no segment; a block that is not full at the end; sinks, a window."""
-    more: dict[str, Any]
-    for programs, more in ((7, {}), (10, {"sinks": True, "window_left": 70})):
+    layers: tuple[tuple[int, dict[str, Any]], ...] = ((7, {}), (10, {"sinks": True, "window_left": 70}))
+    for programs, more in layers:
         case = Case([150], [12], (6, 2), (DIM, DIM), **more)
         tensors = build(case, torch.device("cpu"))
         cut = extend_cut(tensors, TILES.extend, ALL_SHARED._replace(programs=programs, most_keys=TILES.most_keys))

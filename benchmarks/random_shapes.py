@@ -19,7 +19,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -286,7 +286,9 @@ def check_all(shapes: Sequence[Shape], processes: int, until: float) -> dict[Sha
     return dict(each_checked(shapes, processes, until))
 
 
-def each_checked(shapes: Sequence[Shape], processes: int, until: float) -> Iterator[tuple[Shape, float | str]]:
+def each_checked(
+    shapes: Sequence[Shape], processes: int, until: float
+) -> Generator[tuple[Shape, float | str], None, None]:
     """As check_all, one by one, in the order in which they are done."""
     each = list(dict.fromkeys(shapes))
     with multiprocessing.get_context("spawn").Pool(processes) as pool:

@@ -493,10 +493,11 @@ def random_shapes(result: dict[str, Any]) -> str:
     lines = opening(
         result,
         "Random shapes, bf16, CUDA-graph replay",
-        f"{len(rows)} shapes of seed {result['seed']}, {len(result['wrong'])} more gave wrong results or failed, and "
-        f"have no time. limit: bytes at copy bandwidth or products at the rate of a large bf16 product, and "
-        f"{result['launches_us']:g} us of launches. neighbour: the same step with the nearest tuned head dim and "
-        f"group; x neighbour: how many times further from its limit a shape is than that one. More than {CLIFF:g} x "
+        f"{len(rows)} of {result['count']} shapes of seed {result['seed']}, as many as were compiled in time; "
+        f"{len(result['wrong'])} more gave wrong results or failed, and have no time. limit: "
+        f"bytes at copy bandwidth or products at the rate of a large bf16 product, and {result['launches_us']:g} us "
+        f"of launches. neighbour: the same step with the nearest tuned head dim and group; x neighbour: "
+        f"how many times further from its limit a shape is than that one. More than {CLIFF:g} x "
         f"the neighbour or the peer: {cliffs}.{peers} The worst ten:",
         "| shape | us | x limit | neighbour | us | x limit | x neighbour | x FA3 |",
     )

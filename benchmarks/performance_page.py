@@ -5,12 +5,14 @@ python -m benchmarks.performance_page [benchmarks/results/kernels_h200.json]
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
+from benchmarks.make_tables import random_shapes
 from rocm_attn.bench.choices import SUITES
 from rocm_attn.bench.plots import draw
 from rocm_attn.bench.result_file import Kept, read_result
@@ -18,7 +20,7 @@ from rocm_attn.bench.result_file import Kept, read_result
 HERE = Path(__file__).parent
 RESULTS, DOCS = HERE / "results", HERE.parent / "docs"
 RESULT, PAGE, PREFIX = RESULTS / "kernels_h200.json", DOCS / "performance.md", "performance"
-ENERGY = RESULTS / "energy_h200.json"
+SWEEP, ENERGY = RESULTS / "random_shapes_h200.json", RESULTS / "energy_h200.json"
 OWN = "triton"
 
 INTRODUCTION = """# Performance
@@ -151,9 +153,13 @@ def energy(kept: Kept) -> str:
 
 
 def whole_page(path: Path) -> str:
-    """The page of a result file, with the energy's where that is there."""
-    text = page(read_result(path), path.name)
-    return text + "\n" + energy(read_result(ENERGY)) if ENERGY.exists() else text
+    """The page of a result file, with the worst of the sweep, and with energy, where they were measured."""
+    parts = [page(read_result(path), path.name)]
+    if SWEEP.exists():
+        parts.append(random_shapes(json.loads(SWEEP.read_text())))
+    if ENERGY.exists():
+        parts.append(energy(read_result(ENERGY)))
+    return "\n".join(parts)
 
 
 def main() -> None:

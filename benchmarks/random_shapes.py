@@ -1,10 +1,12 @@
 """Time of one layer over random shapes, beside the nearest tuned layout and, where one is there, FlashAttention-3.
 
-python -m benchmarks.random_shapes --part 1/3 --out benchmarks/results/random_shapes_h200.json
+python -m benchmarks.random_shapes --seconds 140 --out benchmarks/results/random_shapes_h200.json
 
 Kernels are chosen by select(), as a user gets them. Processes side by side compile each shape's kernels and compare a
-few rows with float32; what is wrong gets no time. Then one process measures, in CUDA graphs over pages past the L2. The
-result file keeps what other parts, and runs whose time was up, have measured.
+few rows with float32; what is wrong gets no time. Meanwhile this process measures what is compiled, in CUDA graphs over
+pages past the L2: the others have the GPU for some milliseconds a shape, and a time is the median of rounds. The result
+file keeps what other parts, and runs whose time was up, have measured; what is left is measured by another run. Exits
+with 1, after writing the file, if a result is wrong.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ import argparse
 import json
 import math
 import multiprocessing
+import os
 import statistics
+import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -224,40 +228,54 @@ def measured(shape: Shape, limits: dict[str, float], error: float | str, peer: A
 
 def main() -> None:
     """Measure a part of the shapes."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--part", default="1/1", help="which part of the shapes, as 1/4 (default: all)")
     parser.add_argument("--fa3", default="", help="a shared library of FlashAttention-3, as vLLM ships it")
-    parser.add_argument("--processes", type=int, default=15)
-    parser.add_argument("--compile-seconds", type=float, default=3600, help="after which what is compiled is measured")
+    parser.add_argument("--processes", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1))
     parser.add_argument("--seconds", type=float, default=7200, help="after which no other shape is begun")
     args = parser.parse_args()
-    started = time.monotonic()
+    until = time.monotonic() + args.seconds
     part, parts = map(int, args.part.split("/"))
     kept = json.loads(args.out.read_text()) if args.out.exists() else {"rows": {}, "wrong": {}}
-    numbered = list(enumerate(random_shapes(COUNT, SEED)))[part - 1 :: parts]
-    numbered = [(number, shape) for number, shape in numbered if str(number) not in kept["rows"]]
+    numbered = {number: shape for number, shape in enumerate(random_shapes(COUNT, SEED)) if number % parts == part - 1}
+    left = {number: shape for number, shape in numbered.items() if str(number) not in kept["rows"]}
     # A shape and its neighbour one after the other: time that runs out leaves pairs.
-    pairs = [one for _, shape in numbered for one in (shape, shape.neighbour())]
-    errors = check_all(pairs, args.processes, started + args.compile_seconds)
-    print(f"{len(errors)} compiled and compared in {time.monotonic() - started:.0f} s", flush=True)
-    kept |= {"machine": describe_machine(), "seed": SEED, "launches_us": LAUNCHES_US, "ceilings": ceilings()}
+    pairs = [one for shape in left.values() for one in (shape, shape.neighbour())]
+    kept |= {"machine": describe_machine(), "seed": SEED, "count": COUNT, "launches_us": LAUNCHES_US}
+    kept["ceilings"] = limits = ceilings()
     peer = FlashAttention3(args.fa3) if args.fa3 else None
-    for number, shape in numbered:
-        found = {each: errors.get(each, "not compiled yet") for each in (shape, shape.neighbour())}
-        if time.monotonic() - started > args.seconds or "not compiled yet" in found.values():
-            continue
-        wrong = {str(each): what for each, what in found.items() if isinstance(what, str)}
-        if wrong:
-            kept["wrong"][str(number)] = wrong
-        else:
-            kept["rows"][str(number)] = measured(shape, kept["ceilings"], errors[shape], peer)
-        args.out.write_text(json.dumps(kept, indent=1))
-        torch.cuda.empty_cache()
-    left = len(numbered) - sum(str(number) in kept["rows"] or str(number) in kept["wrong"] for number, _ in numbered)
-    print(
-        f"{time.monotonic() - started:.0f} s; {left} shapes are left for another run; wrong: {kept['wrong'] or 'none'}"
-    )
+    try:
+        with closing(each_checked(pairs, args.processes, until)) as checks:
+            for number, errors in as_pairs(left, checks):
+                wrong = {str(shape): what for shape, what in errors.items() if isinstance(what, str)}
+                if wrong:
+                    kept["wrong"][str(number)] = wrong
+                else:
+                    kept["rows"][str(number)] = measured(left[number], limits, errors[left[number]], peer)
+                    torch.cuda.empty_cache()
+                if time.monotonic() > until:
+                    break
+    finally:
+        args.out.write_text(json.dumps(kept, indent=1) + "\n")
+    done = [number for number in numbered if str(number) in kept["rows"] or str(number) in kept["wrong"]]
+    print(f"{len(done)} of {len(numbered)} shapes; wrong: {kept['wrong'] or 'none'}")
+    sys.exit(bool(kept["wrong"]))
+
+
+def as_pairs(
+    shapes: Mapping[int, Shape], checks: Iterable[tuple[Shape, float | str]]
+) -> Iterator[tuple[int, dict[Shape, float | str]]]:
+    """The number of a shape as soon as it and its neighbour are checked, and what both have given."""
+    errors: dict[Shape, float | str] = {}
+    waiting = dict(shapes)
+    for checked_shape, error in checks:
+        errors[checked_shape] = error
+        for number, shape in list(waiting.items()):
+            pair = {shape, shape.neighbour()}
+            if pair <= errors.keys():
+                del waiting[number]
+                yield number, {each: errors[each] for each in pair}
 
 
 def check_all(shapes: Sequence[Shape], processes: int, until: float) -> dict[Shape, float | str]:
@@ -265,18 +283,23 @@ def check_all(shapes: Sequence[Shape], processes: int, until: float) -> dict[Sha
 
     until: of time.monotonic()
     """
+    return dict(each_checked(shapes, processes, until))
+
+
+def each_checked(
+    shapes: Sequence[Shape], processes: int, until: float
+) -> Generator[tuple[Shape, float | str], None, None]:
+    """As check_all, one by one, in the order in which they are done."""
     each = list(dict.fromkeys(shapes))
-    errors: dict[Shape, float | str] = {}
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         checks = pool.imap_unordered(checked, each)
         with suppress(multiprocessing.TimeoutError):
             for _ in each:
                 shape, error, failure = checks.next(max(0.1, until - time.monotonic()))
                 is_wrong = failure or not error <= MOST_ERROR
-                errors[shape] = (failure or f"error {error:.2e}") if is_wrong else error
                 if is_wrong:
-                    print(f"WRONG {shape}: {errors[shape]}", flush=True)
-    return errors
+                    print(f"WRONG {shape}: {failure or f'error {error:.2e}'}", flush=True)
+                yield shape, (failure or f"error {error:.2e}") if is_wrong else error
 
 
 if __name__ == "__main__":

@@ -220,6 +220,7 @@ class Sharing(NamedTuple):
     split_keys:   of the tiles: a second row and the merge
     gain:         sixteenths of the mean load that sharing must gain, beside split_keys
     least_keys:   no share is smaller
+    most_keys:    and none larger: there is room for the parts of so many keys
     """
 
     programs: int = 0
@@ -231,6 +232,7 @@ class Sharing(NamedTuple):
     split_keys: int = 384
     gain: int = 2
     least_keys: int = 256
+    most_keys: int = 1 << 30  # more than any program has
 
 
 WHOLE_ROWS = Sharing()

@@ -17,9 +17,9 @@ The cut is the one that an estimate likes best, of _CUTS evenly spaced ones:
 
     shared / programs + split_keys + gain / 16 mean loads + max(rest / programs, (k + 1) cost of the row after k rounds)
 
-The first three only where something is shared; the last since k + 1 rows that long have one slot among programs. Where
-two whole rows run in the room of a program (rows_at_once), a round has twice as many, and a row takes half as long
-again: it runs at half the speed until its neighbour ends.
+The first three only where something is shared, and no share is larger than most_keys; the last since k + 1 rows that
+long have one slot among programs. Where two whole rows run in the room of a program (rows_at_once), a round has twice
+as many, and a row takes half as long again: it runs at half the speed until its neighbour ends.
 
 The schedule is int32, flat, BLOCK_WORDS a block, then SHARE_WORDS a program. num_tokens // query_tokens + num_seqs + 1
 blocks are enough for any split of num_tokens, the padded tail included. Costs are in keys, 64 bits.
@@ -228,7 +228,9 @@ class ShareGeometry(NamedTuple):
     ROUNDS: int
 
 
-@triton.jit(do_not_specialize=["max_blocks", "num_programs", "rows_at_once", "split_keys", "gain", "least_keys"])
+@triton.jit(
+    do_not_specialize=["max_blocks", "num_programs", "rows_at_once", "split_keys", "gain", "least_keys", "most_keys"]
+)
 def _share_kernel(
     schedule,
     max_blocks,
@@ -237,6 +239,7 @@ def _share_kernel(
     split_keys,
     gain,
     least_keys,
+    most_keys,
     G: tl.constexpr,
 ):
     ROWS: tl.constexpr = G.ROWS
@@ -260,6 +263,7 @@ def _share_kernel(
     estimate = shared // num_programs
     estimate += tl.where(cut > 0, split_keys + total // num_programs * gain // 16, 0)
     estimate += tl.maximum((total - shared) // num_programs, longest)
+    estimate = tl.where(shared > tl.cast(most_keys, tl.int64) * num_programs, 1 << 50, estimate)
     best = tl.min(estimate * G.CUTS + tl.arange(0, G.CUTS), 0) & (G.CUTS - 1)
     cut_blocks = tl.minimum(best.to(tl.int32) * stride, num_blocks)
 
@@ -321,6 +325,7 @@ def launch_extend_schedule(queries: Queries, schedule: Tensor, cut: ExtendCut) -
         sharing.split_keys,
         sharing.gain,
         sharing.least_keys,
+        sharing.most_keys,
         G=ShareGeometry(sharing.rows, _BLOCKS_AT_ONCE, _CUTS, _ROUNDS),
         num_warps=4,
     )

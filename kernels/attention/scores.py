@@ -12,7 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
 UNLIMITED_WINDOW = -1
 
 
@@ -56,8 +59,9 @@ class Scores:
     def scales_at_once(self) -> tuple[float, float]:
         """What q . k is multiplied with, and then its tanh, where that is one instruction (softmax.capped_at_once).
 
-        Without a cap there is no tanh, and both are base_2_scale.
+        They are the float32 numbers that key_loop.py makes of tanh_scale and base_2_scale: deterministic kernels that
+        are given them have its bits. Without a cap there is no tanh, and both are base_2_scale.
         """
         if not self.soft_cap:
             return self.base_2_scale, self.base_2_scale
-        return self.scale / self.soft_cap, self.soft_cap * LOG2_E
+        return float(np.float32(self.tanh_scale) * np.float32(0.5 * LN_2)), self.base_2_scale * 0.5

@@ -11,7 +11,7 @@ from triton.runtime.jit import constexpr_function
 from rocm_attn.kernels.attention import scores
 
 LOG2_E = tl.constexpr(scores.LOG2_E)
-LN_2 = tl.constexpr(0.6931471805599453)
+LN_2 = tl.constexpr(scores.LN_2)
 
 
 @triton.jit

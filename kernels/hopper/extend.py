@@ -27,7 +27,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import Rows, Span
 from rocm_attn.kernels.attention.coded import LEAST_SCALE
-from rocm_attn.kernels.attention.cuts import NEVER_SPLIT, ExtendCut
+from rocm_attn.kernels.attention.cuts import ExtendCut
 from rocm_attn.kernels.attention.extend_merge import launch_extend_merge
 from rocm_attn.kernels.attention.extend_schedule import BLOCK_KV_INDEX, BLOCK_WORDS, SHARE_CUT
 from rocm_attn.kernels.attention.query_block import BlockGeometry
@@ -55,6 +55,8 @@ from rocm_attn.kernels.hopper.rows import (
     steps_of,
     work_of_program,
 )
+from rocm_attn.kernels.hopper.segment_parts import launch_merge_of_segments
+from rocm_attn.kernels.hopper.segment_steps import attend_segment_steps
 from rocm_attn.kernels.hopper.segments import left_of_group, merge_segment, merged, new_left, nothing_left
 from rocm_attn.kernels.hopper.warp_groups import leave
 from rocm_attn.kernels.launch import launch
@@ -73,6 +75,18 @@ class Own(NamedTuple):
     k_factors: Any
 
 
+class Row(NamedTuple):
+    """A row, as far as the program has it: words of its query block, cost that earlier programs take of it, the steps
+    that are this one's, the first step that not every line sees whole, and the keys that they see.
+    """
+
+    words: Any
+    done: Any
+    steps: Any
+    edge_step: Any
+    seen: Any
+
+
 @gluon.jit
 def _attend_span(n, query, rings, span, edge_step, seen, G: gl.constexpr):
     """The softmax of the keys of some steps, and n, steps that have passed through the rings."""
@@ -80,35 +94,65 @@ def _attend_span(n, query, rings, span, edge_step, seen, G: gl.constexpr):
     if not G.WINDOWED:
         # Steps before it are seen whole by every row. With a window a loop of its own for them does not pay.
         open_steps = Span(span.first, gl.minimum(edge_step, span.end))
-        progress = attend_steps(progress, query, rings, open_steps, seen, G, False)
+        progress = _attend_steps(progress, query, rings, open_steps, seen, G, False)
     edge = Span(gl.maximum(edge_step, span.first), span.end)
-    return attend_steps(progress, query, rings, edge, seen, G, True)
+    return _attend_steps(progress, query, rings, edge, seen, G, True)
 
 
 @gluon.jit
-def _attend_segments(n, query, rings, steps, edge_step, seen, G: gl.constexpr):
-    """The softmax of a row's steps, segment by segment, and n."""
+def _attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl.constexpr):
+    """Steps of a span added to a softmax."""
+    if G.SEGMENT_STEPS > 0:
+        progress = attend_segment_steps(progress, query, rings, span, seen, G, MASKED)
+    else:
+        progress = attend_steps(progress, query, rings, span, seen, G, MASKED)
+    return progress
+
+
+@gluon.jit
+def _attend_segments(GROUP: gl.constexpr, n, query, rings, row, to, G: gl.constexpr):
+    """The softmax of a row's steps, segment by segment, and n.
+
+    Of a row begun by an earlier program it is that of the last segment. Those before it are kept as parts: they are
+    merged from left to right, when all programs have ended.
+    """
     STEPS: gl.constexpr = G.SEGMENT_STEPS
+    steps = row.steps
     softmax = nothing_seen(G)
     left = nothing_left(softmax)
     first_segment = steps.first // STEPS
     for segment in range(first_segment, gl.cdiv(steps.end, STEPS)):
         if segment > first_segment:
-            left = merge_segment(query.left, left, softmax, G)
+            if row.done > 0:
+                store_part(GROUP, softmax, to, row.words, _first_part(G) + segment - first_segment, G)
+            else:
+                left = merge_segment(query.left, left, softmax, G)
         span = Span(gl.maximum(steps.first, segment * STEPS), gl.minimum(steps.end, (segment + 1) * STEPS))
-        softmax, n = _attend_span(n, query, rings, span, edge_step, seen, G)
-    return merged(query.left, left, softmax, G), n
+        softmax, n = _attend_span(n, query, rings, span, row.edge_step, row.seen, G)
+    if row.done == 0:
+        softmax = merged(query.left, left, softmax, G)
+    return softmax, n
 
 
 @gluon.jit
-def _attend_row(n, query, v_factor, rings, steps, edge_step, seen, G: gl.constexpr):
-    """The softmax of a row's steps, and n."""
+def _first_part(G: gl.constexpr):
+    """Where the program's parts begin: of deterministic attention one of a row that goes on, and segments of a row
+    begun earlier; of other attention one of a row begun earlier, and one of a row that goes on.
+    """
+    return gl.program_id(0) * (G.SEGMENT_SLOTS if G.SEGMENT_STEPS > 0 else 2)
+
+
+@gluon.jit
+def _store_part(GROUP: gl.constexpr, softmax, to, row, G: gl.constexpr):
+    """What is left to store of a row that the program shares."""
     if G.SEGMENT_STEPS > 0:
-        softmax, n = _attend_segments(n, query, rings, steps, edge_step, seen, G)
+        STEPS: gl.constexpr = G.SEGMENT_STEPS
+        part = 0
+        if row.done > 0:
+            part = gl.maximum(gl.cdiv(row.steps.end, STEPS) - row.steps.first // STEPS, 0)
     else:
-        softmax, n = _attend_span(n, query, rings, Span(steps.first, steps.end), edge_step, seen, G)
-        softmax = ended(softmax, v_factor, G)
-    return softmax, n
+        part = (row.done == 0).to(gl.int32)
+    store_part(GROUP, softmax, to, row.words, _first_part(G) + part, G)
 
 
 @gluon.jit
@@ -131,14 +175,19 @@ def _consume(GROUP: gl.constexpr, x, own, rings, to, factors, todo, G: gl.conste
         edge_step = steps.first
         if not G.WINDOWED:
             edge_step = (first_kv_index + 1 if G.CAUSAL else seen.end) // G.KEY_BLOCK
-        softmax, n = _attend_row(n, query, v_factor, rings, steps, edge_step, seen, G)
+        row = Row(words, todo.done, steps, edge_step, seen)
+        if G.SEGMENT_STEPS > 0:
+            softmax, n = _attend_segments(GROUP, n, query, rings, row, to, G)
+        else:
+            softmax, n = _attend_span(n, query, rings, Span(steps.first, steps.end), edge_step, seen, G)
+            softmax = ended(softmax, v_factor, G)
         after = next_row(x, todo, steps.take, G)
         # They arrive while results are written.
         queries = fetch_queries(GROUP, to.q, x.words, after, G)
         if steps.ends & (todo.done == 0):
             store_results(GROUP, softmax, to, words, todo.row, G)
         else:
-            store_part(GROUP, softmax, to, words, todo.done, G)
+            _store_part(GROUP, softmax, to, row, G)
         todo = after
     leave()
 
@@ -192,8 +241,12 @@ def _hopper_extend_kernel(
         # Gluon hands no None to warp groups: where there is nothing left of a segment, and there are no factors of
         # keys, these are not read.
         first_left, second_left, k_factors = first_q, second_q, rings.free
+        PARTS_OF_PROGRAM: gl.constexpr = G.SEGMENT_SLOTS if G.SEGMENT_STEPS > 0 else 2
+        lines = num_programs * (PARTS_OF_PROGRAM * G.GROUPS * GROUP_ROWS)
+        sums = partials + lines * G.DIM
         if G.LEFT_IN_WORKSPACE:
-            first_left, second_left = left_of_group(0, partials, G), left_of_group(1, partials, G)
+            room = sums + lines * 2
+            first_left, second_left = left_of_group(0, room, G), left_of_group(1, room, G)
         elif G.SEGMENT_STEPS > 0:
             first_left, second_left = new_left(G), new_left(G)
         if G.CODE_TILES > 0:
@@ -203,7 +256,6 @@ def _hopper_extend_kernel(
         fence_async_shared()
         gl.thread_barrier()
         cache = Cache(k_desc, v_desc, num_slots, table, table_row, width, row_of_seq)
-        sums = partials + num_programs * (2 * G.GROUPS * GROUP_ROWS * G.DIM)
         q_rows, out_rows = Rows(q, q_token, q_head), Rows(out, out_token, out_head)
         to = Results(q_rows, out_rows, Rows(lse, lse_token, lse_head), sinks, partials, sums)
         CONSUMER: gl.constexpr = G.CONSUMER_REGISTERS
@@ -277,7 +329,9 @@ def launch_hopper_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut, ti
         num_warps=4,
         **(UNFUSED if tiles.segment_len else {}),
     )
-    if not tiles.segment_len:
+    if tiles.segment_len:
+        launch_merge_of_segments(args, cut, window_left=scores.window_left, tiles=tiles)
+    else:
         launch_extend_merge(args, cut, _merged_geometry(geometry), tiles.extend.merge_stages)
 
 
@@ -292,8 +346,9 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
     assert (sharing.rows, sharing.causal, sharing.window_left) == of_layer, "the schedule was cut for another launch"
     assert cut.query_tokens == tiles.extend.tokens_per_block(gqa_ratio), "the schedule was cut for other tiles"
     if tiles.segment_len:
-        assert sharing.split_keys == NEVER_SPLIT, "deterministic attention shares no row"
-        assert args.workspace.numel() >= tiles.words_left(programs=sharing.programs, head_dim=args.q.shape[2])
+        assert sharing.most_keys <= tiles.most_keys, "there is no room for so many segments of a program"
+        words = tiles.segment_words(programs=sharing.programs, head_dim=args.q.shape[2])
+        assert args.workspace.numel() >= words
     else:
         words = cut.partials_words(query_rows=tiles.extend.query_rows, v_head_dim=args.out.shape[2])
         assert args.workspace.numel() >= words
@@ -304,17 +359,23 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
         DIM=args.q.shape[2],
         COLUMNS=tiles.extend.columns(args.q.shape[2]),
         PAGE_SIZE=page_size,
-        BOX=min(page_size, tiles.extend.key_block),
+        BOX=min(page_size, tiles.value_block),
         KEY_BLOCK=tiles.extend.key_block,
+        VALUE_BLOCK=tiles.value_block,
         STAGES=tiles.extend.num_stages,
         GROUPS=tiles.extend.query_rows // GROUP_ROWS.value,
         ROW_KEYS=sharing.row_keys,
         SEGMENT_STEPS=tiles.segment_len // tiles.extend.key_block,
+        SEGMENT_SLOTS=tiles.segment_slots,
         LEFT_IN_WORKSPACE=tiles.left_in_workspace,
         CAUSAL=scores.causal,
         WINDOWED=scores.windowed,
         CAPPED=scores.soft_cap > 0,
-        BOUNDED=0 < scores.soft_cap <= _MOST_BOUNDED_CAP and not is_fp8 and args.q.dtype == torch.bfloat16,
+        # Decode, whose bits deterministic attention has, takes the maximum off.
+        BOUNDED=0 < scores.soft_cap <= _MOST_BOUNDED_CAP
+        and not is_fp8
+        and not tiles.segment_len
+        and args.q.dtype == torch.bfloat16,
         OVERLAPS=tiles.overlaps,
         POWERS_BY_PRODUCTS=tiles.powers_by_products,
         ENCODING=coding.ENCODING,

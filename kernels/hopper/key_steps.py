@@ -47,7 +47,7 @@ class Progress(NamedTuple):
 
 
 @gluon.jit
-def _visible(own, key, seen, G: gl.constexpr):
+def is_visible(own, key, seen, G: gl.constexpr):
     """Which keys [1, KEY_BLOCK] rows see. own: kv_index [64, 1] of the rows"""
     if G.WINDOWED:
         # 0 <= own - key <= window_left by one comparison.
@@ -60,7 +60,7 @@ def _visible(own, key, seen, G: gl.constexpr):
 
 
 @gluon.jit
-def _waited(products):
+def waited_for(products):
     """The accumulators of products that are in flight."""
     return (warpgroup_mma_wait(0, deps=products),) if len(products) == 1 else warpgroup_mma_wait(0, deps=products)
 
@@ -76,7 +76,7 @@ def _sums_of_lanes(weights, G: gl.constexpr):
 @constexpr_function
 def rows_of_scores(G):
     """The layout of a number for each row of a consumer."""
-    return gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.KEY_BLOCK, 16]))
+    return gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.VALUE_BLOCK, 16]))
 
 
 @gluon.jit
@@ -85,7 +85,7 @@ def nothing_seen(G: gl.constexpr):
     KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
     COLUMNS: gl.constexpr = G.COLUMNS
     PARTS: gl.constexpr = G.DIM // G.COLUMNS
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.KEY_BLOCK, 16])
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.VALUE_BLOCK, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.COLUMNS, 16])
     acc = ()
     for _ in gl.static_range(PARTS):
@@ -118,8 +118,6 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
     but not across a wait: V is waited for before the exponentials, so that the accumulators are scaled among them.
 
     If G.BOUNDED, the maximum stays as it is, nothing is scaled, and exponentials wait for no reduction.
-
-    Of deterministic attention every sum of products is an explicit fma (kernels/attention/segments.py).
     """
     KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
     PARTS: gl.constexpr = G.DIM // G.COLUMNS
@@ -164,7 +162,7 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
             scores = capped_at_once(scores, by_row)
         if MASKED:
             key = gl.expand_dims(step * KEY_BLOCK + lane, 0)
-            visible = _visible(gl.expand_dims(query.kv_index, 1), key, seen, G)
+            visible = is_visible(gl.expand_dims(query.kv_index, 1), key, seen, G)
             scores = gl.where(visible, scores, float("-inf"))
         if G.BOUNDED:
             weights = scaled_powers(scores, by_score, BY_PRODUCTS)
@@ -174,14 +172,10 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
             # A row of a masked step may have seen no key yet; the subtractions below must not be inf - inf.
             base = gl.where(new_maximum == float("-inf"), 0.0, new_maximum) if MASKED else new_maximum
             decay = gl.exp2(maximum - base)
-            if G.SEGMENT_STEPS > 0:
-                weights = gl.exp2(gl.fma(scores, by_score, gl.expand_dims(-base, 1)))
-                total = gl.fma(total, decay, gl.sum(weights, 1))
-            else:
-                weights = gl.exp2(scores * by_score - gl.expand_dims(base, 1))
-                sums = _sums_of_lanes(weights, G)
-                S_LANES: gl.constexpr = sums.type.layout
-                total = total * gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, S_LANES)), 1) + sums
+            weights = gl.exp2(scores * by_score - gl.expand_dims(base, 1))
+            sums = _sums_of_lanes(weights, G)
+            S_LANES: gl.constexpr = sums.type.layout
+            total = total * gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, S_LANES)), 1) + sums
             maximum = new_maximum
             decay = gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, o_layout)), 1)
         p = gl.convert_layout(weights.to(v.tiles.dtype), p_layout)
@@ -193,8 +187,8 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
             kept = acc[i] if G.BOUNDED else acc[i] * decay
             products += (warpgroup_mma(p, v_tile, kept, is_async=True),)  # type: ignore[assignment]
         if not G.OVERLAPS:
-            acc = _waited(products)
+            acc = waited_for(products)
         n += 1
     if G.OVERLAPS:
-        acc = _waited(products)
+        acc = waited_for(products)
     return Progress(Softmax(acc, maximum, total), n)

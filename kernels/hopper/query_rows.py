@@ -136,15 +136,14 @@ def store_results(GROUP: gl.constexpr, softmax, to, words, kv_head, G: gl.conste
 
 
 @gluon.jit
-def store_part(GROUP: gl.constexpr, softmax, to, words, done, G: gl.constexpr):
-    """Part 2p of program p goes to a row begun by an earlier program, 2p + 1 to one that goes on."""
+def store_part(GROUP: gl.constexpr, softmax, to, words, part, G: gl.constexpr):
+    """What a program holds of a row that it shares. part: its place in the workspace"""
     COLUMNS: gl.constexpr = G.COLUMNS
     PARTS: gl.constexpr = G.DIM // G.COLUMNS
     acc, maximum, total = softmax
     o_layout: gl.constexpr = acc[0].type.layout
     O_ROW: gl.constexpr = gl.SliceLayout(1, o_layout)
     S_ROW: gl.constexpr = maximum.type.layout
-    part = 2 * gl.program_id(0) + (done == 0).to(gl.int32)
     first = part * (G.GROUPS * GROUP_ROWS)
     sums = to.sums + (first + lines_of_group(GROUP, S_ROW)) * 2
     gl.store(sums, maximum)

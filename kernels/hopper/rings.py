@@ -51,15 +51,16 @@ class Source(NamedTuple):
 
 
 @gluon.jit
-def _new_ring(DTYPE: gl.constexpr, G: gl.constexpr):
-    """A ring with nothing in it. Boxes, one after the other, are in memory what a swizzled tile is."""
+def _new_ring(DTYPE: gl.constexpr, TILE_KEYS: gl.constexpr, G: gl.constexpr):
+    """A ring with nothing in it, whose tiles have so many keys. Boxes, one after the other, are in memory what a
+    swizzled tile is.
+    """
     STAGES: gl.constexpr = G.STAGES
     BOX: gl.constexpr = G.BOX
     BOXES: gl.constexpr = G.STAGES * (G.DIM // BOX_COLUMNS) * (G.KEY_BLOCK // G.BOX)
     PIECE: gl.constexpr = piece_rows(G)
     PIECES: gl.constexpr = G.STAGES * (G.DIM // BOX_COLUMNS) * G.KEY_BLOCK // PIECE
-    TILES: gl.constexpr = G.STAGES * (G.DIM // G.COLUMNS)
-    KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
+    TILES: gl.constexpr = G.STAGES * (G.DIM // G.COLUMNS) * (G.KEY_BLOCK // TILE_KEYS)
     COLUMNS: gl.constexpr = G.COLUMNS
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     bars: gl.constexpr = mbarrier.MBarrierLayout()
@@ -68,7 +69,7 @@ def _new_ring(DTYPE: gl.constexpr, G: gl.constexpr):
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
     pieces = boxes._reinterpret(DTYPE, [PIECES, PIECE, BOX_COLUMNS], layout)
-    return Ring(boxes, pieces, boxes._reinterpret(DTYPE, [TILES, KEY_BLOCK, COLUMNS], layout), full)
+    return Ring(boxes, pieces, boxes._reinterpret(DTYPE, [TILES, TILE_KEYS, COLUMNS], layout), full)
 
 
 @gluon.jit
@@ -78,7 +79,7 @@ def new_rings(K_DTYPE: gl.constexpr, V_DTYPE: gl.constexpr, G: gl.constexpr):
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(free.index(i), count=G.GROUPS)
-    return Rings(_new_ring(K_DTYPE, G), _new_ring(V_DTYPE, G), free)
+    return Rings(_new_ring(K_DTYPE, G.KEY_BLOCK, G), _new_ring(V_DTYPE, G.VALUE_BLOCK, G), free)
 
 
 @gluon.jit
@@ -102,7 +103,16 @@ def slots_of_step(source, step, seen, G: gl.constexpr):
 
 
 @gluon.jit
-def _load_step(desc, column, ring, stage, slots, G: gl.constexpr):
+def _box(ring, stage, column: gl.constexpr, at, TILE_KEYS: gl.constexpr, G: gl.constexpr):
+    """A step's box, by its columns and its keys. Tiles lie one after the other, and in each its columns' boxes."""
+    BOXES: gl.constexpr = TILE_KEYS // G.BOX
+    TILES: gl.constexpr = G.KEY_BLOCK // TILE_KEYS
+    PARTS: gl.constexpr = G.DIM // BOX_COLUMNS
+    return ring.boxes.index(((stage * TILES + at // BOXES) * PARTS + column) * BOXES + at % BOXES)
+
+
+@gluon.jit
+def _load_step(desc, column, ring, stage, slots, TILE_KEYS: gl.constexpr, G: gl.constexpr):
     """K or V of a step to a stage, box by box."""
     BOXES: gl.constexpr = G.KEY_BLOCK // G.BOX
     PARTS: gl.constexpr = G.DIM // BOX_COLUMNS
@@ -110,7 +120,7 @@ def _load_step(desc, column, ring, stage, slots, G: gl.constexpr):
     mbarrier.expect(full, G.KEY_BLOCK * G.DIM * 2)
     for i in gl.static_range(BOXES):
         for c in gl.static_range(PARTS):
-            box = ring.boxes.index((stage * PARTS + c) * BOXES + i)
+            box = _box(ring, stage, c, i, TILE_KEYS, G)
             tma.async_copy_global_to_shared(desc, [slots[i], column + c * BOX_COLUMNS], full, box)
 
 
@@ -134,9 +144,9 @@ def produce(x, cache, rings, todo, G: gl.constexpr):
             slots = slots_of_step(source, step, seen, G)
             stage = n % G.STAGES
             wait_until_read(rings, n, G)
-            _load_step(cache.k, column, rings.k, stage, slots, G)
+            _load_step(cache.k, column, rings.k, stage, slots, G.KEY_BLOCK, G)
             wait_until_read(rings, n + 1, G)
-            _load_step(cache.v, column, rings.v, stage, slots, G)
+            _load_step(cache.v, column, rings.v, stage, slots, G.VALUE_BLOCK, G)
             n += 1
         todo = next_row(x, todo, steps.take, G)
     leave()
@@ -144,13 +154,12 @@ def produce(x, cache, rings, todo, G: gl.constexpr):
 
 @gluon.jit
 def _zero_in_box(ring, stage, at, first, end, G: gl.constexpr):
-    """Zero the keys of a box, counted from its step, that are not in [first, end)."""
-    BOXES: gl.constexpr = G.KEY_BLOCK // G.BOX
+    """Zero the values of a box's keys, counted from its step, that are not in [first, end)."""
     PARTS: gl.constexpr = G.DIM // BOX_COLUMNS
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     key = gl.expand_dims(at * G.BOX + gl.arange(0, G.BOX, layout=gl.SliceLayout(1, layout)), 1)
     for c in gl.static_range(PARTS):
-        box = ring.boxes.index((stage * PARTS + c) * BOXES + at)
+        box = _box(ring, stage, c, at, G.VALUE_BLOCK, G)
         values = box.load(layout)
         box.store(gl.where((key >= first) & (key < end), values, gl.zeros_like(values)))
 

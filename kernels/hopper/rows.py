@@ -37,11 +37,13 @@ class HopperGeometry(NamedTuple):
     COLUMNS:   columns of the equal tiles that a row is cut into, a multiple of BOX_COLUMNS
     PAGE_SIZE: tokens of a page
     BOX:       keys of a box, of one page each
-    KEY_BLOCK: keys of a step, whole boxes
+    KEY_BLOCK: keys of a step
+    VALUE_BLOCK: keys of a tile of V, whole boxes; of deterministic attention those that the softmax takes at a time
     STAGES:    steps that a ring holds
     GROUPS:    consumers
     ROW_KEYS:  of cuts.Sharing
     SEGMENT_STEPS: of deterministic attention, steps of a segment; 0 of other attention
+    SEGMENT_SLOTS: of it, parts of rows that a program has room for
     LEFT_IN_WORKSPACE: of it, whether what lies left of a segment is in the workspace, and not in shared memory
     CAUSAL:    whether a row sees no key after its own
     WINDOWED:  whether there is a window
@@ -63,10 +65,12 @@ class HopperGeometry(NamedTuple):
     PAGE_SIZE: int
     BOX: int
     KEY_BLOCK: int
+    VALUE_BLOCK: int
     STAGES: int
     GROUPS: int
     ROW_KEYS: int
     SEGMENT_STEPS: int
+    SEGMENT_SLOTS: int
     LEFT_IN_WORKSPACE: bool
     CAUSAL: bool
     WINDOWED: bool
@@ -154,7 +158,8 @@ def seen_by_block(x, words, G: gl.constexpr):
 
 @gluon.jit
 def steps_of(words, seen, todo, G: gl.constexpr):
-    """What is taken of the row at which a program is. Steps belong to the share in which they begin."""
+    """What is taken of the row at which a program is. Steps, or whole segments, are the share's in which they end."""
+    UNIT: gl.constexpr = G.KEY_BLOCK * max(G.SEGMENT_STEPS, 1)
     num_keys = gl.load(words + BLOCK_KEYS)
     cost = num_keys + G.ROW_KEYS
     take = gl.minimum(todo.keys, cost - todo.done)
@@ -162,8 +167,9 @@ def steps_of(words, seen, todo, G: gl.constexpr):
     first_key = first_cost_key + gl.maximum(todo.done - G.ROW_KEYS, 0)
     end_key = first_cost_key + gl.maximum(todo.done + take - G.ROW_KEYS, 0)
     ends = todo.done + take == cost
-    end_step = gl.where(ends, gl.cdiv(seen.end, G.KEY_BLOCK), end_key // G.KEY_BLOCK)
-    return Steps(take, gl.maximum(first_key, seen.first) // G.KEY_BLOCK, end_step, ends)
+    end_step = gl.where(ends, gl.cdiv(seen.end, G.KEY_BLOCK), end_key // UNIT * (UNIT // G.KEY_BLOCK))
+    first_key = gl.maximum(first_key // UNIT * UNIT, seen.first)
+    return Steps(take, first_key // G.KEY_BLOCK, end_step, ends)
 
 
 @gluon.jit

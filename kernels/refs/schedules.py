@@ -134,6 +134,8 @@ def _estimate(costs: Sequence[int], cut: int, sharing: Sharing) -> int:
     """How many keys' time a step takes whose first `cut` blocks are shared out."""
     programs, rows = sharing.programs, sharing.rows
     shared, total = rows * sum(costs[:cut]), rows * sum(costs)
+    if shared > programs * sharing.most_keys:
+        return 1 << 50
     price = sharing.split_keys + total // programs * sharing.gain // 16 if cut else 0
     whole = costs[cut:]
     slots = programs * sharing.rows_at_once

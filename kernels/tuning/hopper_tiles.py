@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,6 +21,8 @@ class HopperTiles:
               warp that loads pages has what is left
     code_tiles: key blocks of K or of V whose codes are in flight; 0: pages are in q's dtype
     segment_len: of deterministic attention, as SegmentTiles has it; else 0
+    softmax_block: of it, keys that the softmax takes at a time, half of a key block, or 0: all
+    most_segments: of it, segments of the largest share of a program, which has room for them in the workspace
     left_in_workspace: of it, whether what lies left of a segment is in the workspace: shared memory has no room beside
               the rings
     powers_by_products: of four exponentials of scores with a cap, how many are computed by products (hopper/powers.py)
@@ -32,6 +34,8 @@ class HopperTiles:
     decoder_registers: int = 0
     code_tiles: int = 0
     segment_len: int = 0
+    softmax_block: int = 0
+    most_segments: int = 0
     left_in_workspace: bool = False
     powers_by_products: int = 0
 
@@ -40,9 +44,30 @@ class HopperTiles:
         """What an SM has for a thread of each warp group together, in units of eight, and the others leave."""
         return (512 if self.code_tiles else 504) - 2 * self.registers - self.decoder_registers
 
-    def words_left(self, *, programs: int, head_dim: int) -> int:
-        """Words of the workspace that programs keep what lies left of a segment in."""
-        return programs * self.extend.query_rows * head_dim if self.left_in_workspace else 0
+    @property
+    def value_block(self) -> int:
+        """Keys of a tile of V."""
+        return self.softmax_block or self.extend.key_block
+
+    @property
+    def most_keys(self) -> int:
+        """Of deterministic attention, keys of the largest share of a program."""
+        return self.most_segments * self.segment_len
+
+    @property
+    def segment_slots(self) -> int:
+        """Of deterministic attention, parts of rows that a program has room for: one of a row that goes on, and
+        segments of a row begun earlier, of which a share may have the end of one more.
+        """
+        return self.most_segments + 2 if self.segment_len else 0
+
+    def segment_words(self, *, programs: int, head_dim: int) -> int:
+        """float32 words of deterministic attention's workspace: parts of rows with their sums, and what lies left of a
+        segment.
+        """
+        lines = programs * self.extend.query_rows
+        left = lines * head_dim if self.left_in_workspace else 0
+        return lines * self.segment_slots * (head_dim + 2) + left
 
 
 # One H200, torch 2.11, Triton 3.6. llama8b is (32 query heads, 8 KV heads, 128), gptoss (64, 8, 64).
@@ -64,7 +89,8 @@ _EXTEND_TILES: Mapping[int, HopperTiles] = {
         registers=224,
         powers_by_products=2,
     ),
-    # 64 x 8 heads, 777 new of 5778: 353 to 378 us, 12 ragged chunks 553; without overlap 370 to 378 and 584.
+    # 64 x 8 heads, 777 new of 5778: 350 to 378 us, 12 ragged chunks 553; without overlap 370 to 378 and 584. Where V is
+    # multiplied with by 128 and by 64 columns, not thrice by 64: the same. In blocks of 128 keys with one stage: 548.
     192: HopperTiles(
         ExtendTiles(128, 64, 4, 3, dim_block=64, programs_per_cu=1, merge_stages=4), overlaps=True, registers=232
     ),
@@ -112,8 +138,10 @@ HEAD_DIMS = tuple(_EXTEND_TILES)
 # each product.
 CODED_HEAD_DIMS = tuple(_CODED_TILES)
 # Stages of deterministic attention.
-_SEGMENT_STAGES: Mapping[int, int] = {64: 4, 128: 4, 192: 3, 256: 2}
+_SEGMENT_STAGES: Mapping[int, int] = {64: 4, 128: 2, 192: 3, 256: 2}
 SEGMENT_HEAD_DIMS = tuple(_SEGMENT_STAGES)
+# At most 45 to 140 MB of the workspace. A few new tokens of a sequence of 128k on 8 KV heads are 8 for each of 132.
+_MOST_SEGMENTS: Mapping[int, int] = {64: 8, 128: 8, 192: 5, 256: 5}
 # The largest heads of which both accumulators have room beside the rings in shared memory.
 _MOST_LEFT_SHARED = 128
 
@@ -128,23 +156,18 @@ def hopper_segment_tiles(head_dim: int) -> HopperTiles:
 
     Segments and key blocks are those by which decode walks them.
     """
-    # llama8b 1 x 2048 + 6144: 517 us, 8 x 512 + 4096: 673; in blocks of 128 keys 434 and 562, but decode of those takes
-    # 1.17 to 1.27 of the normal mode, and 1.05 to 1.13 of these. Of heads of 64 decode would take the same, but masks
-    # of deterministic steps are read for blocks of 64 keys at most (mask_bits.TWO_WORDS).
+    # llama8b 1 x 2048 + 6144: 456 us, and 517 where products with K are of 64 keys too; normal mode 410, same run.
+    # With heads of 64: 599, 686 and 536. In decode blocks of 128 keys would take 1.17 to 1.27 of the normal mode, and
+    # masks of deterministic steps are read for 64 keys at most (mask_bits.TWO_WORDS).
     of_decode = segment_tiles("sm_90", head_dim=head_dim, v_head_dim=head_dim, dtype=torch.bfloat16)
     others = _EXTEND_TILES[head_dim]
-    extend = ExtendTiles(
-        128,
-        of_decode.key_block,
-        4,
-        _SEGMENT_STAGES[head_dim],
-        dim_block=others.extend.dim_block,
-        programs_per_cu=1,
-    )
+    extend = replace(others.extend, num_stages=_SEGMENT_STAGES[head_dim])
     return HopperTiles(
         extend,
         overlaps=True,
         registers=others.registers,
         segment_len=of_decode.segment_len,
+        softmax_block=of_decode.key_block if of_decode.key_block < extend.key_block else 0,
+        most_segments=_MOST_SEGMENTS[head_dim],
         left_in_workspace=head_dim > _MOST_LEFT_SHARED,
     )

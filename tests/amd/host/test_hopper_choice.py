@@ -141,9 +141,9 @@ DETERMINISTIC = {
         {"head_dim": 64, "v_head_dim": 64},
         {"head_dim": 192, "v_head_dim": 192},
         {"head_dim": 256, "v_head_dim": 256},
+        {"logits_soft_cap": 30.0},
     ],
     "triton.segment_extend": [
-        {"logits_soft_cap": 30.0},
         {"window_left": 100},
         {"kv_encoding": KVEncoding.E4M3FN, "kv_scales": Scales.HEAD},
         {"has_alibi_slopes": True},
@@ -165,7 +165,8 @@ def test_deterministic_extend_has_segments_and_key_blocks_of_deterministic_decod
     decode: Any = selection.kernel(StepKind.DECODE).bound
     for kernel in kernels_by_tokens(selection.kernel(StepKind.EXTEND).bound):
         assert kernel.tiles.segment_len == decode.tiles.segment_len
-        assert kernel.tiles.extend.key_block == decode.tiles.key_block
+        is_hopper = isinstance(kernel, HopperExtend)
+        assert (kernel.tiles.value_block if is_hopper else kernel.tiles.extend.key_block) == decode.tiles.key_block
     elsewhere = chosen(problem, on(Release.of("3.9.0")), deterministic=True)
     assert elsewhere.kernel(StepKind.EXTEND).row.name == "triton.segment_extend"
 
@@ -180,13 +181,21 @@ def test_a_few_drafts_of_a_sequence_are_verified_in_plain_tiles_of_few_rows() ->
     assert isinstance(chunks, HopperExtend)
 
 
-def test_deterministic_extend_shares_no_row() -> None:
+@pytest.mark.parametrize(
+    ("kv_len", "q_len", "is_shared"),
+    [(100_000, 20, True), (1 << 20, 20, False), (5778, 260, True), (9000, 4096, False)],
+)
+def test_deterministic_extend_shares_few_rows_by_segments_as_far_as_there_is_room(
+    kv_len: int, q_len: int, is_shared: bool
+) -> None:
+    """Of a million keys each program would have more segments than it has room for."""
     selection = chosen(LAYER, on(TRITONS[0]), deterministic=True)
     kernel = hopper_of(selection.kernel(StepKind.EXTEND).bound)
-    assert kernel.workspace_words(PaddedShape(StepKind.EXTEND, 1, 4096)) == 0
-    other = hopper_of(chosen(LAYER, on(TRITONS[0])).kernel(StepKind.EXTEND).bound)
-    shared = [extend_schedule([1 << 20], [2], each.cut, 2)[-1] for each in (kernel, other)]
-    assert shared == [0, 1]  # blocks, of one whose row every program could have a part of
+    *_, share, cut = extend_schedule([kv_len], [q_len], kernel.cut, q_len)
+    segment_len, most = kernel.tiles.segment_len, kernel.tiles.most_keys
+    assert segment_len <= share <= most
+    assert most // segment_len + 2 == kernel.tiles.segment_slots
+    assert (cut > 0) == is_shared
 
 
 @pytest.mark.parametrize("dim", [192, 256])
@@ -195,7 +204,8 @@ def test_what_lies_left_of_a_segment_has_room_in_the_workspace_where_shared_memo
     kernel = hopper_of(chosen(layer, on(TRITONS[0]), deterministic=True).kernel(StepKind.EXTEND).bound)
     assert kernel.cut.sharing.programs == 132
     words = kernel.workspace_words(PaddedShape(StepKind.EXTEND, 1, 4096))
-    assert words == 132 * 128 * dim
+    shared = replace(kernel.tiles, left_in_workspace=False).segment_words(programs=132, head_dim=dim)
+    assert words == shared + 132 * 128 * dim
     case = Case([9], [5], heads=(32, 8), dims=(dim, dim), dtype=torch.bfloat16)
     tensors = build(case, torch.device("cpu"))
     args = tensors.args(garbage(kernel.cut.words(5, 1), torch.device("cpu")), torch.empty(words - 1))
@@ -211,8 +221,10 @@ def test_tiles_of_few_rows_take_no_memory_for_steps_that_they_do_not_serve(kind:
     extend = kernel if kind is StepKind.EXTEND else kernel.in_turn.extend
     assert isinstance(extend, KernelByTokens)
     ((max_q_len, short),) = extend.short
-    words = extend.workspace_words(PaddedShape(kind, 64, 8192))
-    assert words == short.workspace_words(PaddedShape(kind, 64, 64 * max_q_len))
+    most, shape = PaddedShape(kind, 64, 64 * max_q_len), PaddedShape(kind, 64, 8192)
+    words = extend.workspace_words(shape)
+    assert words == max(short.workspace_words(most), extend.other.workspace_words(shape))
+    assert words < short.workspace_words(shape)
     for num_tokens in (64, 64 * max_q_len, 64 * max_q_len + 1, 8192):
         shape = PaddedShape(kind, 64, num_tokens)
         assert extend.of_shape(shape).workspace_words(shape) <= extend.workspace_words(shape) <= words

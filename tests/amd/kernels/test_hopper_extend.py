@@ -86,10 +86,14 @@ def run_hopper(
 ) -> ExtendCut:
     """Schedule, extend and merge, with scratch memory that is NaN or garbage beforehand."""
     tiles = tiles or hopper_tiles(tensors.case.dims[0], coded=tensors.case.kv is not None)
+    if tiles.segment_len:
+        sharing = sharing._replace(most_keys=tiles.most_keys)
     cut = extend_cut(tensors, tiles.extend, sharing, min_q_len=min_q_len)
     device = tensors.q.device
     schedule = garbage(cut.words(tensors.q.shape[0], tensors.num_seqs), device)
     words = cut.partials_words(query_rows=tiles.extend.query_rows, v_head_dim=tensors.case.dims[1])
+    if tiles.segment_len:
+        words = tiles.segment_words(programs=sharing.programs, head_dim=tensors.case.dims[1])
     partials = torch.full((words,), float("nan"), device=device)
     launch_extend_schedule(tensors.queries, schedule, cut)
     hopper_launches.launch_hopper_extend(tensors.args(schedule, partials), scores=tensors.scores, cut=cut, tiles=tiles)
@@ -347,9 +351,9 @@ def test_a_graph_serves_other_lengths_than_it_was_captured_with(dim: int, device
         assert_served(replace(tensors, reference=step.reference, reference_lse=step.reference_lse))
 
 
-def run_segments(tensors: Tensors, *, min_q_len: int = 1) -> None:
-    """Deterministic: schedule and extend."""
-    run_hopper(tensors, NONE_SHARED, min_q_len=min_q_len, tiles=hopper_segment_tiles(tensors.case.dims[0]))
+def run_segments(tensors: Tensors, *, sharing: Sharing = NONE_SHARED) -> ExtendCut:
+    """Deterministic: schedule, extend and merge."""
+    return run_hopper(tensors, sharing, tiles=hopper_segment_tiles(tensors.case.dims[0]))
 
 
 def last_of(tensors: Tensors, new: int) -> tuple[Tensors, Tensor]:
@@ -373,6 +377,10 @@ def last_of(tensors: Tensors, new: int) -> tuple[Tensors, Tensor]:
 SEGMENTS = Case([2100, 1024, 70, 1025, 3000], [70, 33, 40, 65, 33], heads=(8, 2), dims=(128, 128), dtype=torch.bfloat16)
 
 
+# Shares of several segments, of one, and of less than one: then most programs have none of a row.
+SHARED_SEGMENTS = [ALL_SHARED._replace(programs=programs) for programs in (16, 48, 132)]
+
+
 @pytest.mark.parametrize("dim", SEGMENT_HEAD_DIMS)
 @pytest.mark.parametrize(
     "scores",
@@ -382,6 +390,9 @@ SEGMENTS = Case([2100, 1024, 70, 1025, 3000], [70, 33, 40, 65, 33], heads=(8, 2)
         {"sinks": True, "page_size": 8},
         {"window_left": 1500, "sinks": True},
         {"heads": (6, 1), "tail": 5},
+        {"soft_cap": 30.0},
+        {"soft_cap": 61.0, "sinks": True, "dtype": torch.float16},
+        {"soft_cap": 1.5, "window_left": 1500},
     ],
     ids=str,
 )
@@ -396,10 +407,26 @@ def test_deterministic_extend_gives_a_token_the_bits_of_every_chunk_and_of_decod
         run_segments(chunk)
         assert torch.equal(chunk.out, tensors.out[at])
         assert torch.equal(chunk.lse, tensors.lse[at])
+    for sharing in SHARED_SEGMENTS:
+        shared = replace(
+            tensors, out=torch.full_like(tensors.out, UNTOUCHED), lse=torch.full_like(tensors.lse, UNTOUCHED)
+        )
+        cut = run_segments(shared, sharing=sharing)
+        words = extend_schedule(tensors.case.kv_len, tensors.case.q_len, cut, tensors.q.shape[0])
+        assert words[-1] > 0, "nothing is shared"
+        assert torch.equal(shared.out, tensors.out)
+        assert torch.equal(shared.lse, tensors.lse)
     decoded = last_tokens(tensors)
     tiles = segment_tiles("sm_90", head_dim=dim, v_head_dim=dim, dtype=tensors.case.dtype)
     segment_cases.run_decode(decoded, num_programs=132, tiles=tiles)
     assert_same_bits(decoded, tensors)
+    # And of the plain kernel's tiles of few rows, which serve the steps of a few drafts a sequence.
+    assert tiles.short
+    for short in tiles.of_short_steps(tensors.gqa_ratio):
+        chunk, at = last_of(tensors, 5)
+        segment_cases.run_extend(chunk, tiles=short)
+        assert torch.equal(chunk.out, tensors.out[at])
+        assert torch.equal(chunk.lse, tensors.lse[at])
 
 
 LAYERS = {

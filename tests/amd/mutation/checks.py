@@ -79,6 +79,7 @@ from tests.amd.mutation.fresh_tensors import GARBAGE, gapped, garbage, ints
 from tests.amd.mutation.memory import Memory, assert_same
 from tests.amd.mutation.moves_check import moves
 from tests.amd.mutation.picks_check import pick_rows
+from tests.amd.mutation.segment_parts_check import segment_parts
 from tests.amd.mutation.sparse_checks import SPARSE_CHECKS
 from tests.amd.mutation.speculative_checks import SPECULATIVE_CHECKS
 from tests.amd.vectorised import vectorised_keys, vectorised_values
@@ -669,6 +670,7 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "cache/rope.py": rope_store,
     "cache/rope_store.py": rope_store,
     "cache/store.py": store,
+    "hopper/segment_parts.py": segment_parts,
     "latent/decode.py": latents,
     "latent/extend.py": latents,
     "latent/key_loop.py": latents,

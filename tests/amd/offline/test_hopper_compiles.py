@@ -58,17 +58,20 @@ SPILLED = {
     **{(256, layer): 256 for layer in LAYERS},
 }
 # And of deterministic attention, around the merge of segments.
-SPILLED_AROUND_MERGES = {192: 160, 256: 728}
+SPILLED_AROUND_MERGES = {64: 8, 128: 120, 192: 168, 256: 728}
 
 
 def compiled(case: Case, tiles: HopperTiles) -> CompiledKernel:
     tensors = build(case, torch.device("cpu"))
     sharing = Sharing(programs=known_target("sm_90").compute_units)
     if tiles.segment_len:
-        sharing = sharing._replace(split_keys=NEVER_SPLIT)
+        sharing = sharing._replace(split_keys=NEVER_SPLIT, most_keys=tiles.most_keys)
     cut = extend_cut(tensors, tiles.extend, sharing)
     schedule = garbage(cut.words(sum(case.q_len), 1), torch.device("cpu"))
-    workspace = torch.empty(cut.partials_words(query_rows=tiles.extend.query_rows, v_head_dim=case.dims[1]))
+    words = cut.partials_words(query_rows=tiles.extend.query_rows, v_head_dim=case.dims[1])
+    if tiles.segment_len:
+        words = tiles.segment_words(programs=sharing.programs, head_dim=case.dims[1])
+    workspace = torch.empty(words)
 
     def launch() -> None:
         args = tensors.args(schedule, workspace)

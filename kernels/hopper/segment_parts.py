@@ -1,0 +1,208 @@
+"""Merge the parts of rows that several programs of deterministic extend for Hopper have shared, by whole segments.
+
+The first program of a row has merged its segments itself, and the others have kept theirs one by one. All are merged
+from left to right: kernels/attention/segments.py has the arithmetic, and a row's bits do not tell who had a segment.
+
+Which program has a segment follows from the schedule, as rows.steps_of has it: that in whose share the segment ends.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.attention.bundles import Softmax
+from rocm_attn.kernels.attention.cuts import ExtendCut
+from rocm_attn.kernels.attention.extend_schedule import (
+    BLOCK_FIRST_TOKEN,
+    BLOCK_KEYS,
+    BLOCK_KV_INDEX,
+    BLOCK_SEQ,
+    BLOCK_TOKENS,
+    BLOCK_WORDS,
+    SHARE_BLOCK,
+    SHARE_DONE,
+    SHARE_ROW,
+    SHARE_SIZE,
+    SHARE_START,
+    SHARE_WORDS,
+    SHARE_WORK,
+)
+from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
+from rocm_attn.kernels.attention.segments import UNFUSED, merge_segment
+from rocm_attn.kernels.attention.softmax import LN_2, add_sink
+from rocm_attn.kernels.launch import launch
+from rocm_attn.kernels.tuning.hopper_tiles import HopperTiles
+
+# Lines of a query block, and columns of its rows, of one program; parts that are loaded before they are merged.
+_LINES, _COLUMNS, _PARTS = 16, 64, 4
+
+
+class MergeGeometry(NamedTuple):
+    """What the merge is compiled for.
+
+    GQA_RATIO, QUERY_ROWS, DIM, ROW_KEYS, CAUSAL, WINDOWED: extend's
+    SEGMENT_LEN: keys of a segment
+    SLOTS:       parts of rows that a program of extend has room for
+    LINES:       lines of a query block, a token and a query head each, of one program
+    COLUMNS:     columns of a line
+    PARTS:       parts that are loaded before they are merged, one after the other
+    """
+
+    GQA_RATIO: int
+    QUERY_ROWS: int
+    DIM: int
+    ROW_KEYS: int
+    CAUSAL: bool
+    WINDOWED: bool
+    SEGMENT_LEN: int
+    SLOTS: int
+    LINES: int
+    COLUMNS: int
+    PARTS: int
+
+
+class SharedRow(NamedTuple):
+    """A row that several programs share: its first program and its last one; the segments [first, end) that it sees;
+    zero: where its first key would lie on the axis of costs, if it were key 0; size of each share.
+    """
+
+    began: Any
+    last: Any
+    first: Any
+    end: Any
+    zero: Any
+    size: Any
+
+
+@triton.jit
+def _shared_row(words, start, size, kv_len, window_left, G: tl.constexpr):
+    """The row of a query block that starts at a position of the axis of costs."""
+    kv_index = tl.load(words + BLOCK_KV_INDEX)
+    num_keys = tl.load(words + BLOCK_KEYS)
+    end_key = kv_index + tl.load(words + BLOCK_TOKENS) if G.CAUSAL else tl.load(kv_len + tl.load(words + BLOCK_SEQ))
+    first_key = 0
+    if G.WINDOWED:
+        first_key = tl.maximum(kv_index - window_left, 0)
+    last = (start + num_keys + G.ROW_KEYS - 1) // size
+    zero = start + G.ROW_KEYS - (end_key - num_keys)
+    end = tl.cdiv(end_key, G.SEGMENT_LEN)
+    return SharedRow(start // size, last, first_key // G.SEGMENT_LEN, end, zero, size)
+
+
+@triton.jit
+def _part_of_segment(row, segment, G: tl.constexpr):
+    """Where a segment's part is, and its lines: none of what the row's first program has, or no one."""
+    ends_at = row.zero + tl.cast(segment + 1, tl.int64) * G.SEGMENT_LEN
+    program = tl.minimum(tl.maximum(tl.cdiv(ends_at, row.size) - 1, row.began), row.last)
+    first = tl.maximum(tl.maximum(program * row.size - row.zero, 0) // G.SEGMENT_LEN, row.first)
+    num_lines = tl.where(program > row.began, tl.where(segment < row.end, G.QUERY_ROWS, 0), 0)
+    return program * G.SLOTS + 1 + segment - first, num_lines
+
+
+@triton.jit
+def _merged_parts(partials, sums, row, line, column, G: tl.constexpr):
+    """The softmax of a row.
+
+    Lines without a token give numbers that are never stored, and what is read for them lies in the workspace too.
+    """
+    PARTS: tl.constexpr = G.PARTS
+    # The first program's part lies left of all others.
+    at = row.began * G.SLOTS * G.QUERY_ROWS + line
+    acc = tl.load(partials + (at * G.DIM)[:, None] + column[None, :])
+    maximum = tl.load(sums + at * 2)
+    total = tl.load(sums + at * 2 + 1)
+    for first in range(row.first, row.end, PARTS):
+        for i in tl.static_range(PARTS):
+            part, num_lines = _part_of_segment(row, first + i, G)
+            at = part * G.QUERY_ROWS + line
+            # A part that is none changes no bit.
+            is_part = line < num_lines
+            part_acc = tl.load(partials + (at * G.DIM)[:, None] + column[None, :], mask=is_part[:, None], other=0.0)
+            part_maximum = tl.load(sums + at * 2, mask=is_part, other=float("-inf"))
+            part_total = tl.load(sums + at * 2 + 1, mask=is_part, other=0.0)
+            merged = merge_segment(Softmax((acc,), maximum, total), Softmax((part_acc,), part_maximum, part_total))
+            acc, maximum, total = merged.acc[0], merged.maximum, merged.total
+    return acc, maximum, total
+
+
+@triton.jit(do_not_specialize=["num_programs", "max_blocks", "window_left"])
+def _segment_parts_kernel(
+    kv_len,
+    schedule,
+    partials,
+    out,
+    lse,
+    sinks,
+    window_left,
+    num_programs,
+    max_blocks,
+    out_token,
+    out_head,
+    lse_token,
+    lse_head,
+    G: tl.constexpr,
+):
+    # The row that goes on from a program into the next one, if that is the first with a part of it.
+    share = schedule + max_blocks * BLOCK_WORDS + (tl.program_id(0) + 1) * SHARE_WORDS
+    start = tl.load((share + SHARE_START).to(tl.pointer_type(tl.int64)))
+    size = tl.load(share + SHARE_SIZE)
+    goes_on = (tl.load(share + SHARE_WORK) > 0) & (tl.load(share + SHARE_DONE) > 0)
+    line = tl.program_id(1) * G.LINES + tl.arange(0, G.LINES)
+    if goes_on & (start // size == tl.program_id(0)):
+        words = schedule + tl.load(share + SHARE_BLOCK) * BLOCK_WORDS
+        num_lines = tl.load(words + BLOCK_TOKENS) * G.GQA_RATIO
+        if tl.program_id(1) * G.LINES < num_lines:
+            row = _shared_row(words, start, size, kv_len, window_left, G)
+            column = tl.program_id(2) * G.COLUMNS + tl.arange(0, G.COLUMNS)
+            sums = partials + num_programs * (G.SLOTS * G.QUERY_ROWS * G.DIM)
+            acc, maximum, total = _merged_parts(partials, sums, row, line, column, G)
+            token = (tl.load(words + BLOCK_FIRST_TOKEN) + line // G.GQA_RATIO).to(tl.int64)
+            head = (tl.load(share + SHARE_ROW) * G.GQA_RATIO + line % G.GQA_RATIO).to(tl.int64)
+            is_row = line < num_lines
+            if sinks is not None:
+                maximum, total, decay = add_sink(maximum, total, tl.load(sinks + head))
+                acc = acc * decay[:, None]
+            total = tl.where(total == 0.0, 1.0, total)
+            rows = out + (token * out_token + head * out_head)[:, None]
+            tl.store(rows + column[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=is_row[:, None])
+            if lse is not None:
+                # Programs of other columns store the same number.
+                tl.store(lse + token * lse_token + head * lse_head, (maximum + tl.log2(total)) * LN_2, mask=is_row)
+
+
+def launch_merge_of_segments(args: AttendArgs, cut: ExtendCut, *, window_left: int, tiles: HopperTiles) -> None:
+    """out and lse of every row of which several programs hold parts; the arguments are launch_hopper_extend's."""
+    queries, sharing, dim, query_rows = args.queries, cut.sharing, args.out.shape[2], tiles.extend.query_rows
+    launch(
+        _segment_parts_kernel,
+        (sharing.programs - 1, triton.cdiv(query_rows, _LINES), dim // _COLUMNS),
+        queries.kv_len,
+        args.schedule,
+        args.workspace,
+        args.out,
+        args.lse,
+        args.sinks,
+        window_left,
+        sharing.programs,
+        cut.max_blocks(queries.num_tokens, queries.num_seqs),
+        *args.written_strides,
+        G=MergeGeometry(
+            GQA_RATIO=args.heads[1],
+            QUERY_ROWS=query_rows,
+            DIM=dim,
+            ROW_KEYS=sharing.row_keys,
+            CAUSAL=sharing.causal,
+            WINDOWED=window_left != UNLIMITED_WINDOW,
+            SEGMENT_LEN=tiles.segment_len,
+            SLOTS=tiles.segment_slots,
+            LINES=_LINES,
+            COLUMNS=_COLUMNS,
+            PARTS=_PARTS,
+        ),
+        num_warps=2,
+        **UNFUSED,
+    )

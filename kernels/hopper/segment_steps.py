@@ -1,0 +1,120 @@
+"""The loop over keys of deterministic extend for Hopper: steps added to a running softmax, with the bits of decode.
+
+A step's products with K are made at once, by instructions as wide as the step: of narrower ones each reads q anew, and
+shared memory is too slow. The softmax goes on block by block as decode's does, and the exponentials of the second block
+run under the products of the first one with V.
+
+Every sum of products is an explicit fma (kernels/attention/segments.py).
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from rocm_attn.kernels.attention.bundles import Softmax
+from rocm_attn.kernels.attention.softmax import capped_at_once
+from rocm_attn.kernels.hopper.key_steps import Progress, is_visible, waited_for
+from rocm_attn.kernels.hopper.rings import zero_unseen
+from rocm_attn.kernels.hopper.rows import GROUP_ROWS
+
+
+@gluon.jit
+def _blocks_of(scores, G: gl.constexpr):
+    """Scores of a step by blocks, [64, VALUE_BLOCK] each: one, or two."""
+    VALUE_BLOCK: gl.constexpr = G.VALUE_BLOCK
+    blocks = (scores,)
+    if G.VALUE_BLOCK < G.KEY_BLOCK:
+        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.VALUE_BLOCK, 16])
+        first, second = gl.split(gl.permute(scores.reshape([GROUP_ROWS, 2, VALUE_BLOCK]), (0, 2, 1)))
+        blocks = (  # type: ignore[assignment]
+            gl.convert_layout(first, layout, assert_trivial=True),
+            gl.convert_layout(second, layout, assert_trivial=True),
+        )
+    return blocks
+
+
+@gluon.jit
+def _weights_of(scores, sums, query, key, seen, G: gl.constexpr, MASKED: gl.constexpr):
+    """Weights of a block of keys, maximum and sum [64] with them, and what was added up before is scaled by.
+
+    sums: maximum and sum before; key: [1, VALUE_BLOCK]
+    """
+    maximum, total = sums
+    scale = query.product_scale
+    if G.CAPPED:
+        scores = capped_at_once(scores, scale)
+        scale = query.cap_scale
+    if MASKED:
+        visible = is_visible(gl.expand_dims(query.kv_index, 1), key, seen, G)
+        scores = gl.where(visible, scores, float("-inf"))
+    new_maximum = gl.maximum(maximum, gl.max(scores, 1) * scale)
+    # A row of a masked step may have seen no key yet; the subtractions below must not be inf - inf.
+    base = gl.where(new_maximum == float("-inf"), 0.0, new_maximum) if MASKED else new_maximum
+    decay = gl.exp2(maximum - base)
+    weights = gl.exp2(gl.fma(scores, scale, gl.expand_dims(-base, 1)))
+    return weights, new_maximum, gl.fma(total, decay, gl.sum(weights, 1)), decay
+
+
+@gluon.jit
+def attend_segment_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl.constexpr):
+    """Steps of a span added to a softmax; key_steps.attend_steps has what is said of G.OVERLAPS."""
+    KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
+    VALUE_BLOCK: gl.constexpr = G.VALUE_BLOCK
+    BLOCKS: gl.constexpr = G.KEY_BLOCK // G.VALUE_BLOCK
+    PARTS: gl.constexpr = G.DIM // G.COLUMNS
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.KEY_BLOCK, 16])
+    b_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.VALUE_BLOCK, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.COLUMNS, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    lane = gl.expand_dims(gl.arange(0, VALUE_BLOCK, layout=gl.SliceLayout(0, b_layout)), 0)
+    zero = gl.zeros([GROUP_ROWS, KEY_BLOCK], gl.float32, layout=s_layout)
+    k, v, free = rings
+    softmax, n = progress
+    acc, maximum, total = softmax
+    if G.OVERLAPS:
+        products = ()
+        for i in gl.static_range(PARTS):
+            products += (warpgroup_mma_init(acc[i]),)  # type: ignore[assignment]
+    for step in range(span.first, span.end):
+        stage = n % G.STAGES
+        phase = (n // G.STAGES) & 1
+        mbarrier.wait(k.full.index(stage), phase)
+        pending = (zero,)
+        for i in gl.static_range(PARTS):
+            k_tile = k.tiles.index(stage * PARTS + i).permute((1, 0))
+            pending = (warpgroup_mma(query.tiles.index(i), k_tile, pending[0], use_acc=i > 0, is_async=True),)
+        if G.OVERLAPS:
+            waited = warpgroup_mma_wait(0, deps=pending + products)
+            scores, acc = waited[0], waited[1:]
+        else:
+            scores = warpgroup_mma_wait(0, deps=pending)
+        gl.thread_barrier()
+        mbarrier.arrive(free.index(stage), count=1)
+        mbarrier.wait(v.full.index(stage), phase)
+        if MASKED:
+            zero_unseen(v, stage, step, seen, G)
+        blocks = _blocks_of(scores, G)
+        for block in gl.static_range(BLOCKS):
+            key = step * KEY_BLOCK + block * VALUE_BLOCK + lane
+            weights, maximum, total, decay = _weights_of(blocks[block], (maximum, total), query, key, seen, G, MASKED)
+            decay = gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, o_layout)), 1)
+            p = gl.convert_layout(weights.to(v.tiles.dtype), p_layout)
+            if block > 0:
+                acc = waited_for(products)
+            products = ()
+            for i in gl.static_range(PARTS):
+                v_tile = v.tiles.index((stage * BLOCKS + block) * PARTS + i)
+                products += (warpgroup_mma(p, v_tile, acc[i] * decay, is_async=True),)  # type: ignore[assignment]
+        if not G.OVERLAPS:
+            acc = waited_for(products)
+        n += 1
+    if G.OVERLAPS:
+        acc = waited_for(products)
+    return Progress(Softmax(acc, maximum, total), n)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -130,7 +131,8 @@ def _store_whole(softmax, to, sinks, token, heads, G: gl.constexpr):
         maximum, total, decay = add_sink(maximum, total, sink)
         acc = acc * decay[None, :]
     value = _by_line(acc / total[None, :], G).to(to.out.at.dtype.element_ty)
-    line, column, is_out = _places_of_lines(value.type.layout, heads, G)
+    L: gl.constexpr = value.type.layout
+    line, column, is_out = _places_of_lines(L, heads, G)
     out = to.out.at + token * to.out.token + heads.first * to.out.head
     gl.store(out + line.to(gl.int64)[:, None] * to.out.head + column, value, mask=is_out)
     if to.lse is not None:
@@ -143,14 +145,15 @@ def _store_nothing(to, token, heads, G: gl.constexpr):
     """Results of a sequence without keys."""
     P: gl.constexpr = product_layout(G)
     zeros = _by_line(gl.full([G.COLUMNS, ROWS], 0.0, gl.float32, layout=P), G).to(to.out.at.dtype.element_ty)
-    line, column, is_out = _places_of_lines(zeros.type.layout, heads, G)
+    L: gl.constexpr = zeros.type.layout
+    line, column, is_out = _places_of_lines(L, heads, G)
     out = to.out.at + token * to.out.token + heads.first * to.out.head
     gl.store(out + line.to(gl.int64)[:, None] * to.out.head + column, zeros, mask=is_out)
     if to.lse is not None:
-        L: gl.constexpr = gl.SliceLayout(0, P)
-        head, _ = _lines(L, G)
+        S: gl.constexpr = gl.SliceLayout(0, P)
+        head, _ = _lines(S, G)
         lse = to.lse.at + token * to.lse.token + heads.first * to.lse.head
-        nothing = gl.full([ROWS], float("-inf"), gl.float32, layout=L)
+        nothing = gl.full([ROWS], float("-inf"), gl.float32, layout=S)
         gl.store(lse + head.to(gl.int64) * to.lse.head, nothing, mask=head < heads.num)
 
 
@@ -160,7 +163,8 @@ def _store_part(softmax, to, part, heads, G: gl.constexpr):
     R: gl.constexpr = G.rows
     P: gl.constexpr = product_layout(G)
     acc = _by_line(softmax.acc, G)
-    line, column, is_out = _places_of_lines(acc.type.layout, heads, G)
+    L: gl.constexpr = acc.type.layout
+    line, column, is_out = _places_of_lines(L, heads, G)
     gl.store(to.parts + (part * R.Q_ROWS + line)[:, None] * G.HEAD_DIM + column, acc, mask=is_out)
     head, _ = _lines(gl.SliceLayout(0, P), G)
     sums = to.sums + (part * R.Q_ROWS + head) * 2
@@ -173,10 +177,10 @@ def _cdna_decode_kernel(
     q,
     k_pages,
     v_pages,
-    table,
-    row_of_seq,
-    q_indptr,
-    schedule,
+    table: tl.const,
+    row_of_seq: tl.const,
+    q_indptr: tl.const,
+    schedule: tl.const,
     partials,
     out,
     lse,

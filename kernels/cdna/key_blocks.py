@@ -129,9 +129,10 @@ def pair_offsets(token, head, L: gl.constexpr, G: gl.constexpr):
 def _places(read, block, G: gl.constexpr):
     """A tuple of Place, of a block's chunks. The last one that is read stands for later ones."""
     A_PAGE: gl.constexpr = G.PAGE_SIZE // CHUNK
+    CHUNKS: gl.constexpr = G.CHUNKS
     found = ()
-    for i in gl.static_range(G.CHUNKS):
-        chunk = gl.minimum(block * G.CHUNKS + i, read.last_chunk)
+    for i in gl.static_range(CHUNKS):
+        chunk = gl.minimum(block * CHUNKS + i, read.last_chunk)
         found += (Place(gl.load(read.line.at + chunk // A_PAGE), chunk % A_PAGE * CHUNK),)  # type: ignore[assignment]
     return found
 
@@ -139,15 +140,17 @@ def _places(read, block, G: gl.constexpr):
 @gluon.jit
 def _load(side, place):
     """Pairs of a chunk, of which none lies outside its page. What no row sees is masked where it is used."""
-    at = side.at + place.page.to(gl.int64) * side.page + place.token * side.token
+    page, token = place
+    at = side.at + page.to(gl.int64) * side.page + token * side.token
     return gl.amd.cdna3.buffer_load(at.to(gl.pointer_type(gl.int32)), side.offsets)
 
 
 @gluon.jit
 def _load_block(k_side, v_side, places, G: gl.constexpr):
     """A tuple of Chunk."""
+    CHUNKS: gl.constexpr = G.CHUNKS
     block = ()
-    for i in gl.static_range(G.CHUNKS):
+    for i in gl.static_range(CHUNKS):
         k = _load(k_side, places[i])
         block += (Chunk(k, _load(v_side, places[i])),)  # type: ignore[assignment]
     return block
@@ -172,7 +175,8 @@ def _is_seen(first, keys, L: gl.constexpr, G: gl.constexpr):
 def _scores(query, chunk, first, keys, logits, G: gl.constexpr, MASKED: gl.constexpr):
     """Of a chunk, [CHUNK, ROWS], but for qk_scale."""
     P: gl.constexpr = product_layout(G)
-    k = gl.convert_layout(_elements(chunk.k, query.dtype, G), gl.DotOperandLayout(0, P, 8), assert_trivial=True)
+    pairs, _ = chunk
+    k = gl.convert_layout(_elements(pairs, query.dtype, G), gl.DotOperandLayout(0, P, 8), assert_trivial=True)
     scores = gl.amd.cdna3.mfma(k, query, gl.full([CHUNK, ROWS], 0.0, gl.float32, layout=P))
     if G.CAPPED:
         scores = capped(scores, logits.tanh_scale)
@@ -184,10 +188,10 @@ def _scores(query, chunk, first, keys, logits, G: gl.constexpr, MASKED: gl.const
 @gluon.jit
 def _values(chunk, first, keys, DTYPE: gl.constexpr, G: gl.constexpr, MASKED: gl.constexpr):
     """V of a chunk; 0 of keys that are not seen, whatever lies in their place: 0 times NaN is NaN."""
-    v = chunk.v
+    _, pairs = chunk
     if MASKED:
-        v = gl.where(_is_seen(first, keys, gl.SliceLayout(1, value_pairs(G)), G)[:, None], v, 0)
-    return _elements(v, DTYPE, G)
+        pairs = gl.where(_is_seen(first, keys, gl.SliceLayout(1, value_pairs(G)), G)[:, None], pairs, 0)
+    return _elements(pairs, DTYPE, G)
 
 
 @gluon.jit

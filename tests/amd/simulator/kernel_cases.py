@@ -43,6 +43,7 @@ from tests.amd.kernels.attention_cases import (
 )
 from tests.amd.kernels.expert_cases import random_problem
 from tests.amd.simulator.case import KernelCase
+from tests.amd.simulator.cdna_cases import cdna_cases, more_cdna_cases
 from tests.amd.simulator.driver import ARCHS, Simulation, simulated
 from tests.amd.simulator.latent_cases import latent_cases, more_latent_cases
 from tests.amd.simulator.metadata_cases import metadata_cases
@@ -317,6 +318,7 @@ ON_THE_OTHER_ARCH = {
             "suffixes-6x2-80x48-float16-page5",
             "experts-bfloat16-1000",
             "segments-window",
+            "cdna-window",
             "latent-codes_by_token",
         }
     ),
@@ -331,6 +333,7 @@ ON_THE_OTHER_ARCH = {
             "experts-float16-1",
             "segments-plain",
             "segments-capped",
+            "cdna-plain",
             "latent-above",
             "truth-tokens",
         }
@@ -431,6 +434,7 @@ def every_quick_case(arch: str) -> list[KernelCase]:
             for pool, is_large in ((PoolKind.SPLIT, False), (PoolKind.LATENT, True))
         ),
         *segment_cases(arch),
+        *cdna_cases(arch),
         *metadata_cases(arch),
         *sparse_cases(arch),
         *latent_cases(arch),
@@ -463,6 +467,7 @@ def grid_cases(arch: str) -> list[KernelCase]:
         KernelCase("merge-1x260", arch, partial(run_merge, arch, 1, 260)),
         *more_sparse_cases(arch),
         *more_latent_cases(arch),
+        *more_cdna_cases(arch),
         *more_truth_cases(arch),
     ]
 

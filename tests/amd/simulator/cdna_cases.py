@@ -14,6 +14,7 @@ from rocm_attn.kernels.tuning.cdna_tiles import cdna_tiles
 from tests.amd.kernels.attention_cases import UNTOUCHED, Case, Tensors, build, garbage
 from tests.amd.simulator.case import KernelCase
 from tests.amd.simulator.driver import Simulation, simulated
+from tests.amd.simulator.large_pools import in_large_pools
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -32,6 +33,8 @@ PAIRED = replace(PLAIN, heads=(12, 4), dims=(64, 64), sinks=True)
 WIDE = replace(PLAIN, kv_len=[50, 3], q_len=[1, 1], dims=(256, 256), dtype=FP16, page_size=128)
 # What a shared prefix leaves to decode.
 SUFFIXES = replace(PLAIN, kv_len=[70, 33], q_len=[1, 1], first_page=[2, 0], tail=0)
+# In pages that are next to each other, at the end of large pools.
+LARGE = replace(PLAIN, kv_len=[70, 33], q_len=[1, 1], spread=False)
 NUM_PROGRAMS = 3
 
 
@@ -53,9 +56,11 @@ def launch_cdna(arch: str, tensors: Tensors, cut: DecodeCut) -> None:
     launch_cdna_decode(args, arch=arch, scores=tensors.scores, cut=cut, tiles=tiles)
 
 
-def run_cdna(arch: str, case: Case) -> Simulation:
-    """A decode; sequences with other than one new token are left alone."""
+def run_cdna(arch: str, case: Case, *, is_large: bool = False) -> Simulation:
+    """A decode; sequences with other than one new token are left alone. is_large: whether pools are above 4 GiB"""
     tensors = build(case, torch.device("cpu"))
+    if is_large:
+        tensors = in_large_pools(tensors)
     with simulated(arch) as simulation:
         launch_cdna(arch, tensors, cdna_cut(arch, case))
     is_decodes = torch.zeros(tensors.q.shape[0], dtype=torch.bool)
@@ -78,7 +83,8 @@ def more_cdna_cases(arch: str) -> list[KernelCase]:
     cases |= {"float16": replace(PLAIN, dtype=FP16), "paired_window": replace(WINDOW, heads=(8, 2), dims=(64, 64))}
     if arch == "gfx942":
         cases |= {"wide": WIDE, "wide_window": replace(WIDE, window_left=20, soft_cap=5.0, dtype=BF16)}
-    return _cases(arch, cases)
+    above = KernelCase("cdna-above", arch, partial(run_cdna, arch, LARGE, is_large=True))
+    return [*_cases(arch, cases), above]
 
 
 def _cases(arch: str, cases: dict[str, Case]) -> list[KernelCase]:

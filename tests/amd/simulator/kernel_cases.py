@@ -45,6 +45,7 @@ from tests.amd.kernels.expert_cases import random_problem
 from tests.amd.simulator.case import KernelCase
 from tests.amd.simulator.cdna_cases import cdna_cases, more_cdna_cases
 from tests.amd.simulator.driver import ARCHS, Simulation, simulated
+from tests.amd.simulator.large_pools import LARGE_POOL_BYTES, in_large_pools, zeros
 from tests.amd.simulator.latent_cases import latent_cases, more_latent_cases
 from tests.amd.simulator.metadata_cases import metadata_cases
 from tests.amd.simulator.segment_cases import segment_cases
@@ -55,8 +56,6 @@ from tests.amd.tolerances import assert_attention_close, assert_lse_close
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CPU = torch.device("cpu")
 
-# So much that neither the elements fit int32 nor the bytes uint32; what is not written takes no memory.
-LARGE_POOL_BYTES = 5 << 30
 NUM_PROGRAMS = 3
 
 # Extends with and without a prefix, decodes that several programs share, a decode of nothing, nothing new, nothing.
@@ -77,16 +76,6 @@ def tiles_of(arch: str, case: Case) -> tuple[DecodeTiles, ExtendTiles]:
     }
     shape |= {"dtype": case.dtype, "codes": case.codes}
     return decode_tiles(arch, **shape), extend_tiles(arch, **shape)
-
-
-def in_large_pools(tensors: Tensors) -> Tensors:
-    """The same step with its pages at the end of pools above 4 GiB."""
-    num_pages = LARGE_POOL_BYTES // min(pages[0].nbytes for pages in (tensors.k_pages, tensors.v_pages))
-    first = num_pages - len(tensors.k_pages)
-    pools = [_zeros((num_pages, *pages.shape[1:]), pages.dtype) for pages in (tensors.k_pages, tensors.v_pages)]
-    for pool, pages in zip(pools, (tensors.k_pages, tensors.v_pages), strict=True):
-        pool[first:] = pages
-    return replace(tensors, k_pages=pools[0], v_pages=pools[1], table=tensors.table + first)
 
 
 def run_step(arch: str, case: Case, *, is_large: bool) -> Simulation:
@@ -182,7 +171,7 @@ def run_experts(arch: str, dtype: torch.dtype, rows: int) -> Simulation:
 
 def linear_pools(num_pages: int, page_size: int, heads: int, dims: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
     """K and V pages of zeros."""
-    return [_zeros((num_pages, page_size, heads, dim), dtype) for dim in dims]
+    return [zeros((num_pages, page_size, heads, dim), dtype) for dim in dims]
 
 
 def vectorised_pools(
@@ -190,7 +179,7 @@ def vectorised_pools(
 ) -> list[Tensor]:
     """K and V pages of zeros, cut into vectors of 16 bytes."""
     shapes = (num_pages, heads, dims[0] // 8, page_size, 8), (num_pages, heads, page_size // 8, dims[1], 8)
-    return [_zeros(shape, dtype) for shape in shapes]
+    return [zeros(shape, dtype) for shape in shapes]
 
 
 def run_store(arch: str, dtype: torch.dtype, pools_of: Callable[..., list[Tensor]], *, is_large: bool) -> Simulation:
@@ -278,11 +267,6 @@ def run_row_work(arch: str, pool: PoolKind, *, is_large: bool) -> Simulation:
         # Sums of a norm have another order, and an element may be rounded to its other neighbour.
         torch.testing.assert_close(found, want, rtol=2**-7, atol=1e-6, equal_nan=True)
     return simulation
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros that take no memory until they are written."""
-    return torch.from_numpy(np.zeros(shape, np.uint16)).view(dtype)
 
 
 def _step_cases(arch: str, cases: dict[str, Case], widths: tuple[bool, ...]) -> list[KernelCase]:

@@ -20,7 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.bundles import Line, Logits, Rows, Softmax, Span
+from rocm_attn.kernels.attention.bundles import Line, Logits, Rows, Span
 from rocm_attn.kernels.attention.cuts import DecodeCut
 from rocm_attn.kernels.attention.decode import has_whole_rows
 from rocm_attn.kernels.attention.decode_schedule import (
@@ -209,6 +209,8 @@ def _cdna_decode_kernel(
     R: gl.constexpr = G.rows
     KEYS: gl.constexpr = R.KEY_BLOCK
     A_PAGE: gl.constexpr = G.PAGE_SIZE // CHUNK
+    if G.SAME_OFFSETS:
+        vp_page, vp_token, vp_head = kp_page, kp_token, kp_head
     program = gl.program_id(0)
     if G.WHOLE_ROWS:
         seq = program // R.ROWS
@@ -342,6 +344,7 @@ def _geometry(args: AttendArgs, arch: str, scores: Scores, cut: DecodeCut, tiles
         PAGE_SIZE=pages.format.page_size,
         CHUNKS=tiles.key_block // CHUNK.value,
         BLOCKS=tiles.num_stages,
+        SAME_OFFSETS=args.same_offsets,
         WHOLE_ROWS=has_whole_rows(
             num_seqs * cut.rows, num_programs=cut.programs, window_left=scores.window_left, head_dim=head_dim
         ),

@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import constexpr_function
 
-from rocm_attn.kernels.attention.bundles import Line, Logits, Softmax, Span
+from rocm_attn.kernels.attention.bundles import Line, Softmax, Span
 from rocm_attn.kernels.attention.cuts import RowCut
 from rocm_attn.kernels.attention.softmax import capped, in_range
 from rocm_attn.kernels.tuning import cdna_tiles
@@ -36,6 +36,7 @@ class CdnaGeometry(NamedTuple):
     PAGE_SIZE:  tokens of a page, a multiple of CHUNK
     CHUNKS:     of a block
     BLOCKS:     that are in flight
+    SAME_OFFSETS: whether K and V of a token lie at the same place of their pages: fewer scalar registers
     WHOLE_ROWS: whether every row has a program of its own
     CAPPED:     whether scores have a cap
     """
@@ -47,6 +48,7 @@ class CdnaGeometry(NamedTuple):
     PAGE_SIZE: int
     CHUNKS: int
     BLOCKS: int
+    SAME_OFFSETS: bool
     WHOLE_ROWS: bool
     CAPPED: bool
 
@@ -197,7 +199,7 @@ def _values(chunk, first, keys, DTYPE: gl.constexpr, G: gl.constexpr, MASKED: gl
 @gluon.jit
 def _rounded(weights, DTYPE: gl.constexpr, G: gl.constexpr):
     """In DTYPE: the nearest, the even one of two. bfloat16 by hand on CDNA 3, see softmax.rounded."""
-    if G.CDNA == 3 and DTYPE == gl.bfloat16:
+    if G.CDNA == 3 and gl.bfloat16 == DTYPE:
         bits = weights.to(gl.uint32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         result = bits.to(gl.uint16).to(gl.bfloat16, bitcast=True)

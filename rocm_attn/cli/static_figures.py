@@ -192,6 +192,4 @@ def _layer(told: dict[str, Any]) -> LayerFigures:
         for name in ("peers", "others")
     )
     (q_heads, kv_heads), busy = told.pop("heads"), Busy(*told.pop("busy"))
-    return LayerFigures(
-        **told, heads=(q_heads, kv_heads), busy=busy, candidates=candidates, peers=peers, others=others
-    )
+    return LayerFigures(**told, heads=(q_heads, kv_heads), busy=busy, candidates=candidates, peers=peers, others=others)

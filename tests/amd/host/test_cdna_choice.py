@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +14,14 @@ from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.machine.releases import Release, Releases
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.problem import KVEncoding, Problem, Scales
-from rocm_attn.providers.contract import OWN_POOL, PoolSize, PoolTerms
+from rocm_attn.providers.contract import OWN_POOL, SMALLEST_POOL, PoolSize, PoolTerms
 from rocm_attn.providers.mixed import TritonMixed
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.providers.triton import TRITON
 from rocm_attn.providers.triton_cdna import TRITONS, CdnaDecode
+from rocm_attn.selection import probe
+from rocm_attn.selection.kernels import choose_kernels
+from rocm_attn.selection.probe_runs import Wrong
 from rocm_attn.step.prepared import is_prepared
 from tests.amd.host.test_measured_rows import row_of
 
@@ -143,6 +147,25 @@ def test_its_schedule_and_workspace_are_paged_decodes() -> None:
     assert mixed.decode == kernel
 
 
-def test_a_probe_looks_at_it_before_it_serves() -> None:
-    """No MI300 has run it, and paged decode serves in its place."""
+def test_a_probe_looks_at_it_before_it_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No MI300 has run it. Where it is wrong, paged decode serves, and the reason is said; a verdict is kept."""
     assert {row.name for row in TRITON.rows if row.is_probed} == set(CDNA)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    probed = []
+
+    def wrong_decode(selection: Selection, device: torch.device) -> Wrong | None:
+        probed.append(names(selection))
+        return Wrong(CDNA[0], "sequence 1 of 3 is wrong") if names(selection)[0] == CDNA[0] else None
+
+    monkeypatch.setattr(probe, "random_run", wrong_decode)
+    monkeypatch.setattr(probe, "edge_run", lambda selection, device: None)
+    for _ in range(2):
+        (selection,) = choose_kernels([LAYER], on("gfx942"), "triton", SMALLEST_POOL, device=torch.device("cpu"))
+        assert names(selection) == (PLAIN[0], CDNA[1])
+        assert reasons(selection) == {"switched off by its probe: sequence 1 of 3 is wrong"}
+    assert probed == [CDNA, (PLAIN[0], CDNA[1])]
+
+
+def test_where_paged_decode_serves_nothing_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "random_run", lambda selection, device: pytest.fail("it was probed"))
+    choose_kernels([LAYER], known_target("gfx942"), "triton", SMALLEST_POOL, device=torch.device("cpu"))

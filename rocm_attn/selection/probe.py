@@ -1,9 +1,9 @@
 """A probe: some kernels run the model's own shape against the reference before they serve (KernelRow.is_probed).
 
 Those of other libraries, which may be built without a variant, or with a wrong one, and say so only by their results;
-and those of this project in whose place a plainer one serves, and that no GPU of their arch has run. The probe takes whole
-steps of small runtimes (probe_runs.py). Verdicts are kept on disk by arch and versions, so that a process after the
-first one does not run it.
+and those of this project in whose place a plainer one serves, and that no GPU of their arch has run. The probe takes
+whole steps of small runtimes (probe_runs.py). Verdicts are kept on disk by arch and versions, so that a process after
+the first one does not run it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _verdict(selection: Selection, device: torch.device) -> Mapping[str, str]:
 
 
 def _place(selection: Selection, device: torch.device) -> Path | None:
-    """The file of a selection's verdict; none where kernels are AITER's, and its version is not known and may change."""
+    """The file of a selection's verdict; none where kernels are AITER's and its version, not known, may change."""
     version = releases.aiter_version()
     if not version and any(kernel.row.provider == "aiter" for kernel in selection.kernels.values()):
         return None

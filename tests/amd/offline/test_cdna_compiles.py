@@ -1,4 +1,4 @@
-"""Decode for CDNA compiles: nothing spills, nothing of K and V passes through LDS, and no number of a page is waited for."""
+"""Decode for CDNA compiles: nothing spills, K and V pass no LDS, and numbers of pages are scalar loads."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class LayerFigures:
     candidates: the best first
     busy:       of the row that serves
     peers:      AITER's
-    studies:    kernels of this project that serve nothing (tests/amd/offline/gluon_kernels.py)
+    others:     this project's other kernels for the layer (kernels/cdna)
     refused:    functions of AITER's that do not serve the layer, and why
     """
 
@@ -101,7 +101,7 @@ class LayerFigures:
     candidates: tuple[Candidate, ...]
     busy: Busy
     peers: tuple[Peer, ...]
-    studies: tuple[Peer, ...]
+    others: tuple[Peer, ...]
     refused: dict[str, str]
 
     @property
@@ -165,11 +165,11 @@ def _layer_text(layer: LayerFigures) -> str:
         {"tiles": _without_defaults(each.tiles), "serves": each.serves, "figures": asdict(each.figures)}
         for each in layer.candidates
     ]
-    peers, studies = (
+    peers, others = (
         _lines([{"name": peer.name, "busy": peer.busy, "figures": asdict(peer.figures)} for peer in found])
-        for found in (layer.peers, layer.studies)
+        for found in (layer.peers, layer.others)
     )
-    return f'{head[:-1]},\n "candidates": {_lines(candidates)},\n "peers": {peers},\n "studies": {studies}}}'
+    return f'{head[:-1]},\n "candidates": {_lines(candidates)},\n "peers": {peers},\n "others": {others}}}'
 
 
 def _lines(entries: list[dict[str, Any]]) -> str:
@@ -187,11 +187,9 @@ def _layer(told: dict[str, Any]) -> LayerFigures:
         Candidate(kind(**each["tiles"]), each["serves"], KernelFigures(**each["figures"]))
         for each in told.pop("candidates")
     )
-    peers, studies = (
+    peers, others = (
         tuple(Peer(each["name"], KernelFigures(**each["figures"]), Busy(*each["busy"])) for each in told.pop(name))
-        for name in ("peers", "studies")
+        for name in ("peers", "others")
     )
     (q_heads, kv_heads), busy = told.pop("heads"), Busy(*told.pop("busy"))
-    return LayerFigures(
-        **told, heads=(q_heads, kv_heads), busy=busy, candidates=candidates, peers=peers, studies=studies
-    )
+    return LayerFigures(**told, heads=(q_heads, kv_heads), busy=busy, candidates=candidates, peers=peers, others=others)

@@ -379,6 +379,7 @@ class KernelRow:
     notes:              what is odd about it, and why it serves all the same, a sentence each
     rounds_products:    whether it rounds q in a way of its own, or what values are weighted with, to eight bits
     rounds_queries:     whether it is given q in the pages' eight bits, with a factor of 1
+    is_probed:          whether it runs a layer's shape against the reference before it serves (selection/probe.py)
     """
 
     provider: str
@@ -400,6 +401,7 @@ class KernelRow:
     notes: tuple[str, ...] = ()
     rounds_products: bool = False
     rounds_queries: bool = False
+    is_probed: bool = False
 
     def refusals(self, problem: Problem, target: Target, pool: PoolSize = SMALLEST_POOL) -> tuple[str, ...]:
         """Why it does not serve a problem, one clause each; empty when it does."""

@@ -17,7 +17,7 @@ from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
 from rocm_attn.kernels.tuning.tiles import Codes, DecodeTiles, ExtendRow, ExtendTiles
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import KVEncoding, Problem, Scales
-from rocm_attn.providers import triton_hopper, triton_latent, triton_segments
+from rocm_attn.providers import triton_cdna, triton_hopper, triton_latent, triton_segments
 from rocm_attn.providers.by_tokens import KernelByTokens, SizedKernel
 from rocm_attn.providers.contract import BoundKernel, Limits, PoolSize, Provider, StepBounds
 from rocm_attn.providers.mixed import MixedAtOnce, TritonMixed
@@ -151,6 +151,16 @@ def _bind_mixed(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel
     return _in_turn_or_at_once(TritonMixed(_bind_decode(problem, target, pool), extend), target)
 
 
+def _bind_decode_cdna(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
+    return triton_cdna.bind_decode(problem, target)
+
+
+def _bind_mixed_cdna(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
+    rows = extend_rows_of(problem, target)
+    extend = _by_tokens(problem, rows, lambda tiles, is_short: _extend(problem, target, tiles, min_q_len=2))
+    return TritonMixed(triton_cdna.bind_decode(problem, target), extend)
+
+
 def _in_turn_or_at_once(mixed: TritonMixed, target: Target) -> BoundKernel:
     return MixedAtOnce(mixed) if target.arch in _RUNS_AT_ONCE else mixed
 
@@ -220,10 +230,14 @@ def _bind_mixed_segments(problem: Problem, target: Target, pool: PoolSize) -> Bo
 TRITON = Provider(
     name="triton",
     rows=(
+        triton_row("triton.cdna_decode", StepKind.DECODE, _bind_decode_cdna, limits=triton_cdna.LIMITS, is_probed=True),
         triton_row("triton.decode", StepKind.DECODE, _bind_decode, limits=_LIMITS),
         triton_row("triton.hopper_extend", StepKind.EXTEND, _bind_extend_hopper, limits=triton_hopper.LIMITS),
         triton_row("triton.extend", StepKind.EXTEND, _bind_extend, limits=_LIMITS),
         triton_row("triton.hopper_extend+decode", StepKind.MIXED, _bind_mixed_hopper, limits=triton_hopper.LIMITS),
+        triton_row(
+            "triton.extend+cdna_decode", StepKind.MIXED, _bind_mixed_cdna, limits=triton_cdna.LIMITS, is_probed=True
+        ),
         triton_row("triton.extend+decode", StepKind.MIXED, _bind_mixed, limits=_LIMITS),
         triton_row("triton.masked", StepKind.MASKED, _bind_masked, Need.MASK, limits=_LIMITS),
         triton_row(

@@ -19,8 +19,10 @@ class _Later:
 
 
 if TYPE_CHECKING:
+    from rocm_attn.providers import cdna_launches as cdna_launches
     from rocm_attn.providers import hopper_launches as hopper_launches
     from rocm_attn.providers import triton_launches as triton_launches
 else:
     triton_launches = _Later("rocm_attn.providers.triton_launches")
+    cdna_launches = _Later("rocm_attn.providers.cdna_launches")
     hopper_launches = _Later("rocm_attn.providers.hopper_launches")

@@ -61,7 +61,13 @@ class Masked:
 
 
 def triton_row(
-    name: str, kind: StepKind, bind: Bind, *needs: Need, limits: Limits, batch_invariant: bool = False
+    name: str,
+    kind: StepKind,
+    bind: Bind,
+    *needs: Need,
+    limits: Limits,
+    batch_invariant: bool = False,
+    is_probed: bool = False,
 ) -> KernelRow:
     """A row of a kernel that serves graphs, any context, and dead rows of V that hold anything."""
     return KernelRow(
@@ -77,6 +83,7 @@ def triton_row(
         bakes=frozenset(),
         needs_host_lengths=False,
         bind=bind,
+        is_probed=is_probed,
     )
 
 

@@ -30,7 +30,7 @@ def choose_kernels(
 ) -> tuple[Selection, ...]:
     """A selection for each problem, in order.
 
-    Kernels of other libraries run the problem's own shape against the reference first, once for each arch and version;
+    Kernels that are probed run the problem's own shape against the reference first, once for each arch and version;
     one that is wrong is switched off, and the next is taken. On the meta device, where nothing runs, all of them count
     as installed and right. Tiles of rows that the user has measured on such a GPU are taken before the tables'.
 

@@ -1,8 +1,9 @@
-"""A probe of kernels of other libraries: each runs the model's own shape against the reference before it serves.
+"""A probe: some kernels run the model's own shape against the reference before they serve (KernelRow.is_probed).
 
-A library may be built without a variant, or with a wrong one, and says so only by its results. The probe takes whole
-steps of small runtimes (probe_runs.py). Verdicts are kept on disk by arch and versions, so that a process after the
-first one does not run it.
+Those of other libraries, which may be built without a variant, or with a wrong one, and say so only by their results;
+and those of this project in whose place a plainer one serves, and that no GPU of their arch has run. The probe takes
+whole steps of small runtimes (probe_runs.py). Verdicts are kept on disk by arch and versions, so that a process after
+the first one does not run it.
 """
 
 from __future__ import annotations
@@ -21,15 +22,14 @@ from rocm_attn.selection.probe_runs import ALL_OF_IT, edge_run, random_run
 
 
 def wrong_kernels(selections: Sequence[Selection], device: torch.device) -> Mapping[str, str]:
-    """Name of a kernel of another library -> why it is not to be used, for those among the selections that are wrong.
+    """Name of a probed kernel -> why it is not to be used, for those among the selections that are wrong.
 
     Every kernel runs on the device, unless a verdict for it is on disk. Whatever a kernel raises is what is wrong with
     it, but for KeyboardInterrupt.
     """
     wrong: dict[str, str] = {}
     for selection in selections:
-        foreign = {kernel.row.name for kernel in selection.kernels.values() if kernel.row.provider == "aiter"}
-        if foreign:
+        if any(kernel.row.is_probed for kernel in selection.kernels.values()):
             wrong.update(_verdict(selection, device))
     return wrong
 
@@ -47,9 +47,9 @@ def _verdict(selection: Selection, device: torch.device) -> Mapping[str, str]:
 
 
 def _place(selection: Selection, device: torch.device) -> Path | None:
-    """The file of a selection's verdict; none where AITER's version is not known, and may change unseen."""
+    """The file of a selection's verdict; none where kernels are AITER's and its version, not known, may change."""
     version = releases.aiter_version()
-    if not version:
+    if not version and any(kernel.row.provider == "aiter" for kernel in selection.kernels.values()):
         return None
     facts = {
         "arch": selection.target.arch,
@@ -57,6 +57,7 @@ def _place(selection: Selection, device: torch.device) -> Path | None:
         "device": device.type,
         "aiter": version,
         "rocm": str(selection.target.releases.rocm),
+        "triton": releases.triton_version(),
         "torch": torch.__version__,
         "kernels": sorted(kernel.bound.describe() for kernel in selection.kernels.values()),
         "probe": ALL_OF_IT,

@@ -25,7 +25,6 @@ from rocm_attn.oracle.numerics import Bound, bounds_of, eight_bit_queries, error
 from rocm_attn.oracle.reference import attend_sequence
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
-from rocm_attn.providers.aiter import library
 from rocm_attn.providers.contract import LayerKernel, PoolSize
 from rocm_attn.providers.select import Selection
 from rocm_attn.runtime import AttentionRuntime
@@ -75,7 +74,7 @@ ALL_OF_IT = [_STEPS, _MAX_KV_LEN, EDGE_STEPS, LENGTHS, _MANY, _K_FACTOR, _V_FACT
 
 @dataclass(frozen=True, slots=True)
 class Wrong:
-    """The first kernel of another library that is wrong, and what about it.
+    """The first probed kernel that is wrong, and what about it.
 
     lacks_memory: whether it failed for want of memory
     """
@@ -86,7 +85,7 @@ class Wrong:
 
 
 class _Failed(Exception):
-    """A kernel of another library raised something."""
+    """A probed kernel raised something."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,16 +168,16 @@ class _Run:
             self._remember(brought.k, brought.v, new)
 
     def wrong(self, q_len: Sequence[int], rows_of: Callable[[Step], _Rows], pad_to: int = _PAD_TO) -> Wrong | None:
-        """What is wrong with a step of so many new tokens; None where nothing is, or where the kernel is our own.
+        """What is wrong with a step of so many new tokens; None where nothing is, or where the kernel is not probed.
 
         rows_of: what the running step brings
         """
         with self._step(q_len, pad_to) as step:
-            kernel = step.plan.kernels[0].row.name
+            row = step.plan.kernels[0].row
             rows = rows_of(step)
             step.layers.store(0, rows.k, rows.v)
             self._remember(rows.k, rows.v, q_len)
-            if kernel not in library.ENTRY_POINTS:
+            if not row.is_probed:
                 return None
             try:
                 what, lacks_memory = self._difference(step, q_len, rows.q), False
@@ -188,7 +187,7 @@ class _Run:
                 what = f"it raised {text.splitlines()[0]!r}" if text else f"it raised {type(error).__name__}"
                 lacks_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
             where = f"in {_named(step.plan.shape.kind)} of lengths {', '.join(map(str, self.kv_len))}"
-            return Wrong(kernel, f"{what} {where}", lacks_memory) if what else None
+            return Wrong(row.name, f"{what} {where}", lacks_memory) if what else None
 
     @contextmanager
     def _step(self, q_len: Sequence[int], pad_to: int = _PAD_TO) -> Iterator[Step]:
@@ -334,7 +333,7 @@ def edge_run(selection: Selection, device: torch.device) -> Wrong | None:
 
 @contextmanager
 def _foreign_failures() -> Iterator[None]:
-    """Whatever a kernel of another library raises becomes _Failed, with it as its cause.
+    """Whatever a probed kernel raises becomes _Failed, with it as its cause.
 
     Compilers that fail, tiles that do not fit, memory that is short, modules that are not there, assertions: none of
     them is a reason to stop a model that another kernel can serve. Releases up to v0.1.10 leave by SystemExit where

@@ -225,6 +225,7 @@ def _row(name: str, kind: StepKind, limits: Limits, bind: Bind) -> KernelRow:
         bakes=frozenset(),
         needs_host_lengths=False,
         bind=bind,
+        is_probed=True,
         clears_pads=False,
     )
 

@@ -107,13 +107,21 @@ class Machine:
         return KVEncoding.E4M3FNUZ if self.target.fp8_dtype is torch.float8_e4m3fnuz else KVEncoding.E4M3FN
 
 
-# A release of Triton that the kernels for Hopper run with; with others Triton's plain kernels serve there.
-_HOPPERS = next(row.limits.tritons[-1] for row in ROWS["triton"] if row.limits.tritons)
+# Releases of Triton that the kernels for one vendor's archs run with; with others the plain kernels serve there.
+_HOPPERS, _CDNAS = (
+    next(row.limits.tritons[-1] for row in ROWS["triton"] if row.limits.tritons and arch in row.limits.archs)
+    for arch in ("sm_90", "gfx942")
+)
 
 MACHINES = (
     Machine("MI300X (gfx942)", known_target("gfx942")),
     Machine("MI355X (gfx950)", known_target("gfx950")),
     Machine("MI300X without AITER", known_target("gfx942"), "triton"),
+    Machine(
+        f"MI300X without AITER, Triton {_CDNAS}",
+        replace(known_target("gfx942"), releases=Releases(triton=_CDNAS)),
+        "triton",
+    ),
     Machine(
         f"H100 and H200 (sm_90), Triton {_HOPPERS}", replace(known_target("sm_90"), releases=Releases(triton=_HOPPERS))
     ),

@@ -10,6 +10,7 @@ import pytest
 
 from rocm_attn.integrations.plugins import PLUGINS, Plugin
 from rocm_attn.machine.target import IMAGE_RELEASES, KNOWN_TARGETS
+from rocm_attn.providers import triton_cdna
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.triton_hopper import TRITONS
 from tests.amd.docs.pages import DOCS
@@ -52,6 +53,8 @@ def test_every_arch_that_is_known_has_a_row() -> None:
     archs = re.findall(r"^\| (gfx\w+|sm_\w+|cpu) \|", PAGE, re.MULTILINE)
     assert set(archs) == set(KNOWN_TARGETS) - {"interpreter"}
     assert f"kernels for Hopper with Triton {' and '.join(map(str, TRITONS))}" in row("sm_90")[1]
+    for arch in triton_cdna.LIMITS.archs:
+        assert f"decode for CDNA with Triton {' and '.join(map(str, triton_cdna.TRITONS))}" in row(arch)[1]
 
 
 @pytest.mark.parametrize("plugin", PLUGINS, ids=lambda plugin: plugin.engine)

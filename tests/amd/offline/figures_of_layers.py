@@ -10,8 +10,8 @@ from rocm_attn.cli.static_figures import Candidate, LayerFigures
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
 from tests.amd.aiter_source.checkout import Checkout
 from tests.amd.aiter_source.static_figures import of_layer
+from tests.amd.offline.cdna_decode import figures_of
 from tests.amd.offline.figures_of_kernels import busy_of, kernel_figures
-from tests.amd.offline.gluon_study import studies_of
 from tests.amd.offline.matrix import Row
 from tests.amd.offline.tile_candidates import Estimate, Kind, chosen_tiles, estimate
 from tests.amd.offline.tile_cost import floor_clocks
@@ -37,7 +37,7 @@ def serving_layer(checkout: Checkout, row: Row, kind: Kind) -> LayerFigures:
         candidates=(candidate(found, serves=True),),
         busy=busy_of(found.cost.cycles),
         peers=peers,
-        studies=studies_of(row, kind),
+        others=figures_of(row, kind),
         refused=refused,
     )
 

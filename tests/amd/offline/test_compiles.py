@@ -97,8 +97,8 @@ SCALARS_IN_LANES = {"_extend_kernel": 17}
 # Where kernels over latent pages are, which have rows of the matrix of their own.
 LATENT = "rocm_attn.kernels.latent"
 
-# In Gluon for one arch: test_hopper_compiles.py has them.
-HOPPER = "rocm_attn.kernels.hopper"
+# In Gluon for archs of one vendor: test_hopper_compiles.py and test_cdna_compiles.py have them.
+HOPPER, CDNA = "rocm_attn.kernels.hopper", "rocm_attn.kernels.cdna"
 
 # Kernels that write and read single words only: those are scalar loads.
 ONLY_WRITES = ("_zero_tails_kernel", "_clear_pads_kernel")
@@ -154,7 +154,7 @@ def names_of_sparse_kernels() -> set[str]:
 
 
 def names_of_all_kernels(package: str = "rocm_attn.kernels") -> set[str]:
-    """Every jitted function of kernels/, or of a folder of it, that is launched on more than one arch."""
+    """Every jitted function of kernels/, or of a folder of it, that is launched on archs of more than one vendor."""
     return {
         node.name
         for source in sources()
@@ -162,7 +162,7 @@ def names_of_all_kernels(package: str = "rocm_attn.kernels") -> set[str]:
         if isinstance(node, ast.FunctionDef)
         and node.name.endswith("_kernel")
         and f"{source.module}.".startswith(f"{package}.")
-        and not f"{source.module}.".startswith(f"{HOPPER}.")
+        and not source.module.startswith((f"{HOPPER}.", f"{CDNA}."))
     }
 
 

@@ -30,21 +30,25 @@ Cycles that an iteration keeps the matrix and the vector unit of a SIMD busy. "n
 unit's peak if the two never overlap, "full" if they always do; [predicted times](cost.md) are made of these. AITER's
 kernels in assembly are read from its code objects.
 """
-_STUDY = """\
-## A study: decode in Gluon
+_GLUON = """\
+## Decode in Gluon
 
-`tests/amd/offline/gluon_kernels.py` has a decode with explicit layouts. Keys and values go straight from memory into
-the operands of products: nothing of them is written to LDS, and a lane hands others only the maximum and the sum of its
-scores. While a block is attended to, the loads of others are in flight. On gfx950 no wait of the loop drains them, with
-two blocks in flight and heads of 128; on gfx942 LLVM places loads so that one wait in a round does. The simulator runs
-it on both archs, right against float64 (`tests/amd/simulator/test_gluon_decode.py`). From the row that serves to the
-study:
+`kernels/cdna` has a decode with explicit layouts. Keys and values go straight from memory into the operands of
+products: nothing of them is written to LDS, and a lane hands others only the maximum and the sum of its scores. While a
+block is attended to, the loads of others are in flight, and page numbers are scalar loads two rounds ahead. From the
+row of paged decode that serves where it does not, to this kernel in its own tiles:
 
 """
-_VERDICT = """\
-It serves nothing. It knows whole sequences of 16-bit keys on pages of 16 and heads of 128 or 256, and no parts of rows,
-windows, caps, sinks, slopes or LSE. And by [the model of times](cost.md) large batches are bound by HBM with either
-kernel as long as a load takes less than the break-even latency of the row that serves. Extend was not tried.
+_SERVES = """\
+By the house's rule for AMD rows these figures and [the simulator](simulator.md) choose it, where the Triton is 3.9.0:
+`triton.cdna_decode` in [the page of kernels](kernels.md), with its limits. **No MI300 and no MI355 has run it.** So it
+is probed before it serves ([providers](providers.md#the-probe)), and tiles of `triton.decode` that `rocm-attn tune`
+measured on such a GPU beat it. On gfx950 heads of 256 stay with paged decode: one wave a SIMD has room, 3.7 us. With a
+window every block is masked: 6.9 clocks to issue a key on gfx942 and 5.8 on gfx950, with a cap 9.1 and 8.2 (heads of
+128). With Triton 3.6.0 it is right in the simulator and gains nothing by these figures: page numbers are vector loads
+there, and a key takes 9.5 clocks to issue. [Predicted times](cost.md) are still those of `triton.decode`; and by their
+model large batches are bound by HBM with either kernel as long as a load takes less than the break-even latency. Extend
+was not tried.
 """
 _HEAD = """\
 # Where the AMD tiles come from
@@ -120,7 +124,7 @@ def page(figures: StaticFigures) -> str:
         kept=KEPT,
     )
     ranked = "".join(f"\n## {title(layer)}\n\n{_table(layer)}" for layer in figures.layers)
-    return f"{head}{ranked}\n{_assembly(figures)}\n{_study(figures)}\n{section()}"
+    return f"{head}{ranked}\n{_assembly(figures)}\n{_gluon(figures)}\n{section()}"
 
 
 def title(layer: LayerFigures) -> str:
@@ -152,7 +156,7 @@ def _table(layer: LayerFigures) -> str:
         name = f"`{words(each.tiles)}`"
         lines.append(_line(f"**{name}**" if each.serves else name, each.figures, layer.step))
     lines += [_line(f"AITER `{peer.name}`", peer.figures, layer.step) for peer in layer.peers]
-    lines += [_line(f"study: {peer.name}", peer.figures, layer.step) for peer in layer.studies]
+    lines += [_line(f"`{other.name}`", other.figures, layer.step) for other in layer.others]
     refused = [f"`{name}` does not serve this layer: {why}." for name, why in layer.refused.items()]
     told = f"Candidates were ranked with {layer.ranked}; others are worse, spill or do not fit." if layer.ranked else ""
     told = told or "No candidate is shown: they were not ranked since the row or the model changed."
@@ -187,27 +191,25 @@ def _assembly(figures: StaticFigures) -> str:
     return "\n".join([_ASSEMBLY, *lines]) + "\n"
 
 
-def _study(figures: StaticFigures) -> str:
-    """The study that keeps most loads in flight, beside the rows that serve."""
+def _gluon(figures: StaticFigures) -> str:
+    """Decode in Gluon, beside the rows of paged decode."""
     lines = [
         "| layer | VGPRs | LDS | waves | issue | LDS clocks | waits | break-even |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for layer in figures.layers:
-        if layer.studies:
-            # One wave on a SIMD comes last, as of candidates.
-            best = max((peer.figures for peer in layer.studies), key=lambda found: (found.waves > 1, found.break_even))
-            lines.append(_change(f"{layer.arch}, heads of {layer.head_dim}", layer.serving.figures, best))
-    return "\n".join([_STUDY + lines[0], *lines[1:], "", _VERDICT])
+        for other in layer.others:
+            lines.append(_change(f"{layer.arch}, heads of {layer.head_dim}", layer.serving.figures, other.figures))
+    return "\n".join([_GLUON + lines[0], *lines[1:], "", _SERVES])
 
 
-def _change(name: str, ours: KernelFigures, study: KernelFigures) -> str:
+def _change(name: str, ours: KernelFigures, other: KernelFigures) -> str:
     cells = [
-        f"{ours.vgprs} to {study.vgprs}",
-        f"{ours.lds_bytes // 1024} to {study.lds_bytes // 1024} KiB",
-        f"{ours.waves} to {study.waves}",
+        f"{ours.vgprs} to {other.vgprs}",
+        f"{ours.lds_bytes // 1024} to {other.lds_bytes // 1024} KiB",
+        f"{ours.waves} to {other.waves}",
         *(
-            f"{getattr(ours, what):.1f} to {getattr(study, what):.1f}"
+            f"{getattr(ours, what):.1f} to {getattr(other, what):.1f}"
             for what in ("issue", "lds", "waits", "break_even")
         ),
     ]

@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,7 +33,6 @@ from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
 from tests.amd.kernels.attention_cases import (
     UNTOUCHED,
     Case,
-    Tensors,
     assert_served,
     build,
     run_decode,
@@ -43,7 +41,9 @@ from tests.amd.kernels.attention_cases import (
 )
 from tests.amd.kernels.expert_cases import random_problem
 from tests.amd.simulator.case import KernelCase
+from tests.amd.simulator.cdna_cases import cdna_cases, more_cdna_cases
 from tests.amd.simulator.driver import ARCHS, Simulation, simulated
+from tests.amd.simulator.large_pools import LARGE_POOL_BYTES, in_large_pools, zeros
 from tests.amd.simulator.latent_cases import latent_cases, more_latent_cases
 from tests.amd.simulator.metadata_cases import metadata_cases
 from tests.amd.simulator.segment_cases import segment_cases
@@ -54,8 +54,6 @@ from tests.amd.tolerances import assert_attention_close, assert_lse_close
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CPU = torch.device("cpu")
 
-# So much that neither the elements fit int32 nor the bytes uint32; what is not written takes no memory.
-LARGE_POOL_BYTES = 5 << 30
 NUM_PROGRAMS = 3
 
 # Extends with and without a prefix, decodes that several programs share, a decode of nothing, nothing new, nothing.
@@ -76,16 +74,6 @@ def tiles_of(arch: str, case: Case) -> tuple[DecodeTiles, ExtendTiles]:
     }
     shape |= {"dtype": case.dtype, "codes": case.codes}
     return decode_tiles(arch, **shape), extend_tiles(arch, **shape)
-
-
-def in_large_pools(tensors: Tensors) -> Tensors:
-    """The same step with its pages at the end of pools above 4 GiB."""
-    num_pages = LARGE_POOL_BYTES // min(pages[0].nbytes for pages in (tensors.k_pages, tensors.v_pages))
-    first = num_pages - len(tensors.k_pages)
-    pools = [_zeros((num_pages, *pages.shape[1:]), pages.dtype) for pages in (tensors.k_pages, tensors.v_pages)]
-    for pool, pages in zip(pools, (tensors.k_pages, tensors.v_pages), strict=True):
-        pool[first:] = pages
-    return replace(tensors, k_pages=pools[0], v_pages=pools[1], table=tensors.table + first)
 
 
 def run_step(arch: str, case: Case, *, is_large: bool) -> Simulation:
@@ -181,7 +169,7 @@ def run_experts(arch: str, dtype: torch.dtype, rows: int) -> Simulation:
 
 def linear_pools(num_pages: int, page_size: int, heads: int, dims: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
     """K and V pages of zeros."""
-    return [_zeros((num_pages, page_size, heads, dim), dtype) for dim in dims]
+    return [zeros((num_pages, page_size, heads, dim), dtype) for dim in dims]
 
 
 def vectorised_pools(
@@ -189,7 +177,7 @@ def vectorised_pools(
 ) -> list[Tensor]:
     """K and V pages of zeros, cut into vectors of 16 bytes."""
     shapes = (num_pages, heads, dims[0] // 8, page_size, 8), (num_pages, heads, page_size // 8, dims[1], 8)
-    return [_zeros(shape, dtype) for shape in shapes]
+    return [zeros(shape, dtype) for shape in shapes]
 
 
 def run_store(arch: str, dtype: torch.dtype, pools_of: Callable[..., list[Tensor]], *, is_large: bool) -> Simulation:
@@ -279,11 +267,6 @@ def run_row_work(arch: str, pool: PoolKind, *, is_large: bool) -> Simulation:
     return simulation
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros that take no memory until they are written."""
-    return torch.from_numpy(np.zeros(shape, np.uint16)).view(dtype)
-
-
 def _step_cases(arch: str, cases: dict[str, Case], widths: tuple[bool, ...]) -> list[KernelCase]:
     return [
         KernelCase(f"{name}-{'above' if is_large else 'below'}", arch, partial(run_step, arch, case, is_large=is_large))
@@ -317,6 +300,7 @@ ON_THE_OTHER_ARCH = {
             "suffixes-6x2-80x48-float16-page5",
             "experts-bfloat16-1000",
             "segments-window",
+            "cdna-window",
             "latent-codes_by_token",
         }
     ),
@@ -331,6 +315,7 @@ ON_THE_OTHER_ARCH = {
             "experts-float16-1",
             "segments-plain",
             "segments-capped",
+            "cdna-plain",
             "latent-above",
             "truth-tokens",
         }
@@ -431,6 +416,7 @@ def every_quick_case(arch: str) -> list[KernelCase]:
             for pool, is_large in ((PoolKind.SPLIT, False), (PoolKind.LATENT, True))
         ),
         *segment_cases(arch),
+        *cdna_cases(arch),
         *metadata_cases(arch),
         *sparse_cases(arch),
         *latent_cases(arch),
@@ -463,6 +449,7 @@ def grid_cases(arch: str) -> list[KernelCase]:
         KernelCase("merge-1x260", arch, partial(run_merge, arch, 1, 260)),
         *more_sparse_cases(arch),
         *more_latent_cases(arch),
+        *more_cdna_cases(arch),
         *more_truth_cases(arch),
     ]
 

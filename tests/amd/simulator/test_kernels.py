@@ -41,7 +41,7 @@ def test_a_kernel_gives_the_right_answer(case: KernelCase, runs: Runs) -> None:
 @every_arch
 def test_every_kernel_was_executed(arch: str, runs: Runs) -> None:
     executed = {name for case in QUICK if case.arch == arch for name in runs.result(case).kernels}
-    assert executed == names_of_all_kernels()
+    assert executed == names_of_all_kernels() | {"_cdna_decode_kernel"}
 
 
 @every_arch

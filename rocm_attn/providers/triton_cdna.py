@@ -1,0 +1,91 @@
+"""Decode for CDNA of the triton provider: its limits, and the bound kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.kernels.attention import limits
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.attention.cuts import DecodeCut
+from rocm_attn.kernels.attention.scores import Scores
+from rocm_attn.kernels.launch import only_launches
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
+from rocm_attn.kernels.tuning.cdna_tiles import ARCHS, CHUNK, HEAD_DIMS, ROWS, cdna_tiles
+from rocm_attn.kernels.tuning.measured import Table
+from rocm_attn.kernels.tuning.tiles import DecodeTiles, NoTiles
+from rocm_attn.machine.releases import Release
+from rocm_attn.machine.target import Target
+from rocm_attn.problem import Problem
+from rocm_attn.providers.contract import Limits, StepBounds
+from rocm_attn.providers.schedules import DecodeSchedule
+from rocm_attn.providers.scores import scores_of
+from rocm_attn.providers.tiles import measured_row
+from rocm_attn.providers.triton_later import cdna_launches
+
+# Gluon, in which the kernel is written, changes from release to release: those that its tests have passed with, and of
+# which the static figures say that it gains. With 3.6.0 it is right in the simulator too, but page numbers are vector
+# loads, and a key takes 9.5 clocks to issue where paged decode takes 8.5 (gfx942, heads of 128).
+TRITONS = (Release.of("3.9.0"),)
+
+LIMITS = Limits(
+    archs=ARCHS,
+    dtypes=(torch.bfloat16, torch.float16),
+    head_dim=(min(HEAD_DIMS), max(HEAD_DIMS)),
+    v_head_dim=(min(HEAD_DIMS), max(HEAD_DIMS)),
+    exact_dims=tuple((dim, dim) for dim in HEAD_DIMS),
+    # A chunk of keys is of one page.
+    page_size=(CHUNK, limits.MAX_PAGE_SIZE),
+    page_sizes=(16, 32, 64, 128),
+    max_gqa_ratio=ROWS,
+    window=True,
+    soft_cap=True,
+    sinks=True,
+    non_causal=True,
+    short_kv=True,
+    tritons=TRITONS,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CdnaDecode:
+    """Split-KV decode of sequences with one new token; others are left alone."""
+
+    problem: Problem
+    arch: str
+    scores: Scores
+    tiles: DecodeTiles
+    cut: DecodeCut
+
+    @property
+    def schedule(self) -> DecodeSchedule:
+        return DecodeSchedule(self.cut)
+
+    def describe(self) -> str:
+        return f"triton.cdna_decode({self.problem}, {self.arch}, {self.tiles}, programs={self.cut.programs})"
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        problem = self.problem
+        return self.cut.partials_words(gqa_ratio=problem.gqa_ratio, v_head_dim=problem.v_head_dim, tiles=self.tiles)
+
+    @only_launches
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        cdna_launches.launch_cdna_decode(args, arch=self.arch, scores=self.scores, cut=self.cut, tiles=self.tiles)
+
+
+def bind_decode(problem: Problem, target: Target) -> CdnaDecode:
+    """For a problem within LIMITS. Raises NoTiles, also where tiles of paged decode were measured for the layer."""
+    if measured_row(Table.DECODE, problem, target) is not None:
+        raise NoTiles("tiles of triton.decode were measured for this layer on such a GPU, and it was not")
+    tiles = cdna_tiles(
+        target.arch, num_kv_heads=problem.num_kv_heads, gqa_ratio=problem.gqa_ratio, head_dim=problem.head_dim
+    )
+    cut = DecodeCut.of(
+        tiles,
+        num_kv_heads=problem.num_kv_heads,
+        programs=target.compute_units * tiles.programs_per_cu,
+        window_left=problem.window_left,
+    )
+    return CdnaDecode(problem, target.arch, scores_of(problem), tiles, cut)

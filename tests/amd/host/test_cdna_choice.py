@@ -1,0 +1,171 @@
+"""Where decode for CDNA is chosen, why it is not elsewhere, and that a probe looks at it first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.machine.releases import Release, Releases
+from rocm_attn.machine.target import Target, known_target
+from rocm_attn.problem import KVEncoding, Problem, Scales
+from rocm_attn.providers.contract import OWN_POOL, SMALLEST_POOL, PoolSize, PoolTerms
+from rocm_attn.providers.mixed import TritonMixed
+from rocm_attn.providers.select import Selection, select
+from rocm_attn.providers.triton import TRITON
+from rocm_attn.providers.triton_cdna import TRITONS, CdnaDecode
+from rocm_attn.selection import probe
+from rocm_attn.selection.kernels import choose_kernels
+from rocm_attn.selection.probe_runs import Wrong
+from rocm_attn.step.prepared import is_prepared
+from tests.amd.host.test_measured_rows import row_of
+
+LAYER = Problem(32, 8, 128, 128, torch.bfloat16, page_size=16, scale=128**-0.5)
+KINDS = (StepKind.DECODE, StepKind.MIXED)
+CDNA = ("triton.cdna_decode", "triton.extend+cdna_decode")
+PLAIN = ("triton.decode", "triton.extend+decode")
+ARCHS = ("gfx942", "gfx950")
+
+
+def on(arch: str, triton: Release = TRITONS[-1]) -> Target:
+    return replace(known_target(arch), releases=Releases(triton=triton))
+
+
+def names(selection: Selection) -> tuple[str, ...]:
+    return tuple(selection.kernel(kind).row.name for kind in KINDS)
+
+
+def reasons(selection: Selection) -> set[str]:
+    return {r.reason for r in selection.refusals if r.kernel == CDNA[0]}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"dtype": torch.float16, "page_size": 128},
+        {"head_dim": 64, "v_head_dim": 64, "num_q_heads": 64, "has_sinks": True, "window_left": 127},
+        {"num_kv_heads": 2, "page_size": 32, "wants_lse": True},
+        {"window_left": 4095, "logits_soft_cap": 50.0},
+        {"causal": False, "page_size": 64},
+    ],
+    ids=str,
+)
+def test_it_serves_decodes_of_what_models_use(arch: str, more: dict[str, Any]) -> None:
+    selection = select(replace(LAYER, **more), on(arch), "triton")
+    assert names(selection) == CDNA
+    bound = selection.kernel(StepKind.DECODE).bound
+    assert isinstance(bound, CdnaDecode)
+    assert is_prepared(bound)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"dtype": torch.float32}, "dtype float32 is not one of bfloat16, float16"),
+        ({"head_dim": 96, "v_head_dim": 96}, "head_dim/v_head_dim 96/96 is not 64/64 or 128/128 or 256/256"),
+        ({"v_head_dim": 64}, "head_dim/v_head_dim 128/64 is not"),
+        ({"page_size": 8}, "page_size 8 is not 16 or 32 or 64 or 128"),
+        ({"num_kv_heads": 1}, "32 query heads share a KV head, at most 16 may"),
+        ({"has_alibi_slopes": True}, "it has no ALiBi slopes"),
+        ({"kv_encoding": KVEncoding.E4M3FN, "kv_scales": Scales.HEAD}, "it reads K and V as q, and these pages are"),
+        (
+            {"head_dim": 64, "v_head_dim": 64, "num_q_heads": 9, "num_kv_heads": 9},
+            "it reads KV heads of 64 two by two, and there are 9",
+        ),
+        (
+            {"head_dim": 64, "v_head_dim": 64, "num_kv_heads": 2},
+            "16 query heads share a KV head of 64, at most 8 may",
+        ),
+    ],
+    ids=str,
+)
+def test_what_it_does_not_serve_paged_decode_does_and_the_reason_is_said(
+    arch: str, more: dict[str, Any], why: str
+) -> None:
+    selection = select(replace(LAYER, **more), on(arch), "triton")
+    assert names(selection) == PLAIN
+    assert any(reason.startswith(why) for reason in reasons(selection)), reasons(selection)
+
+
+def test_heads_of_256_have_tiles_where_they_gain() -> None:
+    wide = replace(LAYER, head_dim=256, v_head_dim=256)
+    assert names(select(wide, on("gfx942"), "triton")) == CDNA
+    selection = select(wide, on("gfx950"), "triton")
+    assert names(selection) == PLAIN
+    assert reasons(selection) == {"it has no tiles for heads of 256 on gfx950 that gain anything"}
+
+
+@pytest.mark.parametrize("said", ["3.6.0", "3.8.0", "3.9.1", ""])
+def test_with_another_triton_paged_decode_serves_and_the_reason_is_said(said: str) -> None:
+    selection = select(LAYER, on("gfx942", Release.of(said)), "triton")
+    assert names(selection) == PLAIN
+    assert reasons(selection) == {f"it runs with Triton 3.9.0, and here it is {Release.of(said)}"}
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_80", "interpreter"])
+def test_other_archs_have_paged_decode(arch: str) -> None:
+    selection = select(LAYER, on(arch), "triton")
+    assert selection.kernel(StepKind.DECODE).row.name == PLAIN[0]
+    assert reasons(selection) == {f"arch {arch} is not one of gfx942, gfx950"}
+
+
+def test_an_engines_strides_and_deterministic_steps_are_left_to_other_kernels() -> None:
+    pool = PoolSize(64, 1024, 4, PoolTerms(page_strides=True))
+    assert names(select(LAYER, on("gfx942"), "triton", pool=pool)) == PLAIN
+    assert names(select(LAYER, on("gfx942"), "triton", pool=replace(pool, terms=OWN_POOL))) == CDNA
+    deterministic = select(LAYER, on("gfx942"), "triton", deterministic=True)
+    assert deterministic.kernel(StepKind.DECODE).row.name == "triton.segment_decode"
+
+
+def test_tiles_that_were_measured_on_such_a_gpu_beat_it() -> None:
+    target = on("gfx942")
+    assert names(select(LAYER, target, "triton")) == CDNA
+    selection = select(LAYER, replace(target, measured=(row_of(LAYER),)), "triton")
+    assert names(selection) == PLAIN
+    assert reasons(selection) == {"tiles of triton.decode were measured for this layer on such a GPU, and it was not"}
+
+
+def test_its_schedule_and_workspace_are_paged_decodes() -> None:
+    ours = select(LAYER, on("gfx942"), "triton")
+    other = select(LAYER, on("gfx942", Release.of("")), "triton")
+    kernel, plain = (each.kernel(StepKind.DECODE).bound for each in (ours, other))
+    assert isinstance(kernel, CdnaDecode)
+    shape = PaddedShape(StepKind.DECODE, 64, 64)
+    assert kernel.cut.programs == 8 * 304
+    assert kernel.schedule.words(shape) == plain.schedule.words(shape)
+    assert kernel.workspace_words(shape) == plain.workspace_words(shape)
+    mixed = ours.kernel(StepKind.MIXED).bound
+    assert isinstance(mixed, TritonMixed)
+    assert mixed.decode == kernel
+
+
+def test_a_probe_looks_at_it_before_it_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No MI300 has run it. Where it is wrong, paged decode serves, and the reason is said; a verdict is kept."""
+    assert {row.name for row in TRITON.rows if row.is_probed} == set(CDNA)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    probed = []
+
+    def wrong_decode(selection: Selection, device: torch.device) -> Wrong | None:
+        probed.append(names(selection))
+        return Wrong(CDNA[0], "sequence 1 of 3 is wrong") if names(selection)[0] == CDNA[0] else None
+
+    monkeypatch.setattr(probe, "random_run", wrong_decode)
+    monkeypatch.setattr(probe, "edge_run", lambda selection, device: None)
+    for _ in range(2):
+        (selection,) = choose_kernels([LAYER], on("gfx942"), "triton", SMALLEST_POOL, device=torch.device("cpu"))
+        assert names(selection) == (PLAIN[0], CDNA[1])
+        assert reasons(selection) == {"switched off by its probe: sequence 1 of 3 is wrong"}
+    assert probed == [CDNA, (PLAIN[0], CDNA[1])]
+
+
+def test_where_paged_decode_serves_nothing_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "random_run", lambda selection, device: pytest.fail("it was probed"))
+    choose_kernels([LAYER], known_target("gfx942"), "triton", SMALLEST_POOL, device=torch.device("cpu"))

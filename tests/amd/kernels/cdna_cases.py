@@ -1,0 +1,72 @@
+"""Decodes for CDNA, for the simulator and for a GPU: what no sequence sees is NaN."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from rocm_attn.kernels.attention.cuts import DecodeCut
+from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
+from rocm_attn.kernels.cdna.decode import launch_cdna_decode
+from rocm_attn.kernels.tuning.cdna_tiles import cdna_tiles
+from tests.amd.kernels.attention_cases import UNTOUCHED, Case, Tensors, garbage
+from tests.amd.tolerances import assert_attention_close, assert_lse_close
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+# Rows that several programs share, one that a program has alone, one key, no key; sequences that are not decode's.
+PLAIN = Case(
+    [150, 20, 17, 0, 0, 49, 1], [1, 9, 1, 0, 1, 1, 1], heads=(8, 2), dims=(128, 128), dtype=BF16, tail=2, spread=True
+)
+# Windows that begin within a chunk, and at a page's edge; rows that have a program each.
+WINDOW = replace(PLAIN, heads=(6, 2), window_left=30, sinks=True, page_size=32, dtype=FP16)
+# Windows whose rows are shared out: there are too many for one round of the programs, and too few for two.
+SHARED_WINDOW = replace(PLAIN, kv_len=[700, 300], q_len=[1, 1], heads=(6, 2), window_left=280, sinks=True)
+CAPPED = replace(PLAIN, soft_cap=3.0, page_size=64, heads=(16, 1))
+# Two KV heads a row, of which each has fewer query heads than lines.
+PAIRED = replace(PLAIN, heads=(12, 4), dims=(64, 64), sinks=True)
+WIDE = replace(PLAIN, kv_len=[50, 3], q_len=[1, 1], dims=(256, 256), dtype=FP16, page_size=128)
+# What a shared prefix leaves to decode.
+SUFFIXES = replace(PLAIN, kv_len=[70, 33], q_len=[1, 1], first_page=[2, 0], tail=0)
+# In pages that are next to each other, at the end of large pools.
+LARGE = replace(PLAIN, kv_len=[70, 33], q_len=[1, 1], spread=False)
+NUM_PROGRAMS = 3
+
+
+def cdna_cut(arch: str, case: Case, num_programs: int = NUM_PROGRAMS) -> DecodeCut:
+    """How a case is handed out in the arch's tiles."""
+    (q_heads, kv_heads), (dim, _) = case.heads, case.dims
+    tiles = cdna_tiles(arch, num_kv_heads=kv_heads, gqa_ratio=q_heads // kv_heads, head_dim=dim)
+    return DecodeCut.of(tiles, num_kv_heads=kv_heads, programs=num_programs, window_left=case.window_left)
+
+
+def launch_cdna(arch: str, tensors: Tensors, cut: DecodeCut) -> None:
+    """Schedule, decode and merge, with scratch memory that is NaN or garbage beforehand."""
+    case = tensors.case
+    tiles = cdna_tiles(arch, num_kv_heads=case.heads[1], gqa_ratio=tensors.gqa_ratio, head_dim=case.dims[0])
+    schedule = garbage(cut.words(tensors.num_seqs), tensors.q.device)
+    words = cut.partials_words(gqa_ratio=tensors.gqa_ratio, v_head_dim=case.dims[1], tiles=tiles)
+    launch_decode_schedule(tensors.queries, schedule, cut)
+    args = tensors.args(schedule, torch.full((words,), float("nan"), device=tensors.q.device))
+    launch_cdna_decode(args, arch=arch, scores=tensors.scores, cut=cut, tiles=tiles)
+
+
+def assert_decoded(tensors: Tensors) -> None:
+    """Tokens of sequences with one new token are the reference's, and all others are left alone."""
+    case, is_decodes = tensors.case, torch.zeros(tensors.q.shape[0], dtype=torch.bool, device=tensors.q.device)
+    is_decodes[tensors.q_indptr[:-1][tensors.q_len == 1].long()] = True
+    assert (tensors.out[~is_decodes] == UNTOUCHED).all(), "decode wrote to tokens that are not its own"
+    assert (tensors.lse[~is_decodes] == UNTOUCHED).all()
+    assert_attention_close(tensors.out[is_decodes], tensors.reference[is_decodes], case.dtype)
+    assert_lse_close(tensors.lse[is_decodes], tensors.reference_lse[is_decodes], case.dtype)
+
+
+def served_cases(arch: str) -> dict[str, Case]:
+    """Name -> a case of the kernel on an arch."""
+    cases = {"plain": PLAIN, "window": WINDOW, "shared_window": SHARED_WINDOW, "capped": CAPPED, "paired": PAIRED}
+    cases |= {"suffixes": SUFFIXES, "float16": replace(PLAIN, dtype=FP16)}
+    cases |= {"paired_window": replace(WINDOW, heads=(8, 2), dims=(64, 64))}
+    if arch == "gfx942":
+        cases |= {"wide": WIDE, "wide_window": replace(WIDE, window_left=20, soft_cap=5.0, dtype=BF16)}
+    return cases

@@ -1,0 +1,38 @@
+"""Decode for CDNA on an AMD GPU, beside float64 attention; the simulator runs the same cases where there is none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rocm_attn.kernels.tuning.cdna_tiles import ARCHS
+from rocm_attn.machine.target import detect_target
+from rocm_attn.providers.triton_cdna import LIMITS, TRITONS
+from tests.amd.kernels.attention_cases import build
+from tests.amd.kernels.cdna_cases import assert_decoded, cdna_cut, launch_cdna, served_cases
+
+GPU = torch.device("cuda")
+
+
+def arch_here() -> str:
+    """The arch of this machine's GPU, where the kernel serves there; else nothing."""
+    if not torch.cuda.is_available():
+        return ""
+    target = detect_target(GPU)
+    serves = target.arch in ARCHS and target.releases.triton in TRITONS
+    return target.arch if serves else ""
+
+
+@pytest.mark.gpu
+@pytest.mark.rocm
+@pytest.mark.skipif(not arch_here(), reason=f"it runs on {' or '.join(LIMITS.archs)} with Triton {TRITONS[-1]}")
+@pytest.mark.parametrize("name", served_cases("gfx942"))
+@pytest.mark.parametrize("num_programs", [3, 40, 2432])
+def test_it_gives_what_float64_gives(name: str, num_programs: int) -> None:
+    arch = arch_here()
+    case = served_cases(arch).get(name)
+    if case is None:
+        pytest.skip(f"{arch} has no tiles for {name} rows")
+    tensors = build(case, GPU)
+    launch_cdna(arch, tensors, cdna_cut(arch, case, num_programs))
+    assert_decoded(tensors)

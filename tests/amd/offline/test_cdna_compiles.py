@@ -1,0 +1,98 @@
+"""Decode for CDNA compiles: nothing spills, K and V pass no LDS, and numbers of pages are scalar loads."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from rocm_attn.kernels.tuning.cdna_tiles import ARCHS, HEAD_DIMS
+from rocm_attn.kernels.tuning.tiles import NoTiles
+from rocm_attn.machine.releases import Release, triton_version
+from rocm_attn.providers.triton_cdna import TRITONS
+from tests.amd.kernels.attention_cases import Case
+from tests.amd.offline.cdna_decode import compiled_decode, tiles_of
+from tests.amd.offline.code_object import read_amd_code
+from tests.amd.offline.hot_loop import hot_loop
+
+pytestmark = pytest.mark.skipif(
+    Release.of(triton_version()) not in TRITONS, reason=f"it runs with Triton {' or '.join(map(str, TRITONS))}"
+)
+
+CASE = Case([300, 200], [1, 1], heads=(8, 2), dtype=torch.bfloat16)
+LAYERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "float16": {"dtype": torch.float16, "page_size": 64},
+    "window": {"window_left": 100, "sinks": True},
+    "shared_window": {"window_left": 600, "kv_len": [900] * 3, "q_len": [1] * 3, "sinks": True},
+    "capped": {"soft_cap": 50.0, "window_left": 4095},
+    "many_heads": {"heads": (16, 2), "page_size": 128},
+    "suffixes": {"first_page": [2, 3]},
+}
+# With more a SIMD has room for one wave.
+MOST_VGPRS = 256
+# Of the plain layer, which docs/amd_tuning.md counts, and a tenth more.
+ACCEPTED_VGPRS = {
+    ("gfx942", 64): 268,
+    ("gfx942", 128): 268,
+    ("gfx942", 256): 264,
+    ("gfx950", 64): 233,
+    ("gfx950", 128): 233,
+}
+# Instructions of an iteration for a key, and a tenth more: the vector unit is what bounds it.
+ACCEPTED_INSTRUCTIONS = {
+    ("gfx942", 64): 8.4,
+    ("gfx942", 128): 8.4,
+    ("gfx942", 256): 12.7,
+    ("gfx950", 64): 6.5,
+    ("gfx950", 128): 6.5,
+}
+# K and V of a key pass no LDS. On CDNA 3 the maximum and the sum of scores do: a lane's words of a block.
+MOST_LDS_BYTES = {"gfx942": 16, "gfx950": 0}
+
+
+def has_tiles(arch: str, dim: int) -> bool:
+    try:
+        tiles_of(arch, replace(CASE, dims=(dim, dim)))
+    except NoTiles:
+        return False
+    return True
+
+
+SERVED = [(arch, dim) for arch in ARCHS for dim in HEAD_DIMS if has_tiles(arch, dim)]
+
+
+def test_every_tile_has_accepted_figures() -> None:
+    assert set(SERVED) == set(ACCEPTED_VGPRS) == set(ACCEPTED_INSTRUCTIONS)
+
+
+@pytest.mark.parametrize(
+    ("arch", "dim", "layer"),
+    [
+        pytest.param(arch, dim, layer, marks=[pytest.mark.long] * ((arch, dim, layer) != ("gfx950", 128, "plain")))
+        for arch, dim in SERVED
+        for layer in LAYERS
+    ],
+)
+def test_it_spills_nothing_and_keys_pass_no_lds(arch: str, dim: int, layer: str) -> None:
+    case = replace(CASE, dims=(dim, dim), **LAYERS[layer])
+    kernel = compiled_decode(arch, case)
+    code, loop = read_amd_code(kernel), hot_loop(kernel.asm["amdgcn"])
+    assert (code.vgpr_spills, code.sgpr_spills, code.scratch_bytes) == (0, 0, 0)
+    assert code.vgprs <= MOST_VGPRS
+    assert code.lds_bytes <= 4096
+    tiles = tiles_of(arch, case)
+    assert loop.lds_bytes <= MOST_LDS_BYTES[arch] * tiles.num_stages
+    keys = tiles.key_block * tiles.num_stages
+    # Sixteen bytes a lane, K and V once, and nothing else: numbers of pages are scalar loads.
+    loads = [text.split()[0] for text in loop.instructions if re.match(r"(buffer|global)_load_", text)]
+    assert set(loads) == {"buffer_load_dwordx4"}
+    assert len(loads) * 16 * 64 == 2 * keys * dim * tiles.heads_per_row * 2
+    assert sum(text.startswith("s_load_dword ") for text in loop.instructions) == keys // 16
+    if layer == "plain":
+        assert code.vgprs <= ACCEPTED_VGPRS[arch, dim]
+        per_key = len(loop.instructions) / keys
+        assert per_key <= ACCEPTED_INSTRUCTIONS[arch, dim], per_key

@@ -1,0 +1,87 @@
+"""The simulator notices mistakes in copies of decode for CDNA: each mask and each clamp is needed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from rocm_attn.kernels.cdna import decode, key_blocks
+from tests.amd.kernels import cdna_cases
+from tests.amd.kernels.cdna_cases import LARGE, PAIRED, PLAIN, WINDOW
+from tests.amd.simulator.cdna_cases import run_cdna
+from tests.amd.simulator.driver import ARCHS
+from tests.amd.simulator.faults import SimulationFault
+from tests.amd.simulator.test_broken_kernels import STRAYS, Mistake, broken_copy
+
+pytestmark = pytest.mark.nightly
+
+SMALL = replace(PLAIN, kv_len=[40, 33], q_len=[1, 1], heads=(4, 2))
+
+# What is wrong -> text of key_blocks.py, what stands in its place, a run that must notice, and by what.
+IN_KEY_BLOCKS = {
+    "pages_in_32_bits": (
+        "page.to(gl.int64) * side.page",
+        "page * side.page",
+        partial(run_cdna, case=LARGE, is_large=True),
+        SimulationFault,
+        STRAYS,
+    ),
+    "values_are_not_masked": (
+        "pairs = gl.where(_is_seen(first, keys, gl.SliceLayout(1, value_pairs(G)), G)[:, None], pairs, 0)",
+        "pairs = pairs",
+        partial(run_cdna, case=SMALL),
+        AssertionError,
+        "nan",
+    ),
+    "scores_are_not_masked": (
+        'scores = gl.where(_is_seen(first, keys, gl.SliceLayout(1, P), G)[:, None], scores, float("-inf"))',
+        "scores = scores",
+        partial(run_cdna, case=SMALL),
+        AssertionError,
+        "nan",
+    ),
+    "windows_have_no_first_key": (
+        "in_range(key, keys.first, keys.end) if G.rows.WINDOWED else key < keys.end",
+        "key < keys.end",
+        partial(run_cdna, case=WINDOW),
+        AssertionError,
+        "nan",
+    ),
+    "the_last_chunk_is_passed": (
+        "gl.minimum(block * CHUNKS + i, read.last_chunk)",
+        "(block * CHUNKS + i) * 99",
+        partial(run_cdna, case=SMALL),
+        SimulationFault,
+        f"{STRAYS}|out of range: it wrapped around",
+    ),
+}
+MISTAKES = {
+    **{
+        name: Mistake(
+            key_blocks, right, wrong, "launch_cdna_decode", cdna_cases, run, notices, says, launched_from=decode
+        )
+        for name, (right, wrong, run, notices, says) in IN_KEY_BLOCKS.items()
+    },
+    "queries_see_the_other_head_too": Mistake(
+        decode,
+        "query = gl.load(at, mask=own & (line < heads.num)[:, None], other=0.0)",
+        "query = gl.load(at, mask=(line < heads.num)[:, None], other=0.0)",
+        "launch_cdna_decode",
+        cdna_cases,
+        partial(run_cdna, case=PAIRED),
+        AssertionError,
+        "times what rounding explains",
+    ),
+}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=list(MISTAKES))
+def test_a_mistake_is_noticed(mistake: Mistake, arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = broken_copy(mistake, tmp_path, monkeypatch)
+    monkeypatch.setattr(cdna_cases, mistake.launcher, getattr(broken, mistake.launcher))
+    with pytest.raises(mistake.notices, match=mistake.says):
+        mistake.run(arch)

@@ -49,7 +49,7 @@ def assert_lossless(loaded: LoadedModel, options: EngineOptions, requests: Many[
     metrics = engine.report().metrics
     assert 0 < metrics.accepted_drafts < metrics.drafts
     drafter = drafter_of(engine)
-    drafter.draft([], ())
+    drafter.draft([], frozenset())
     assert drafter._table.num_free_rows == options.max_batch_size
     assert drafter._table.num_free_pages == drafter._table.num_usable_pages
     return engine
@@ -157,7 +157,7 @@ def test_a_head_of_eagle_3_changes_no_token(changes: dict[str, Any], loaded: Loa
     assert engine.generate(requests) == Engine(loaded, without_speculation(options)).generate(requests)
     assert engine.report().metrics.drafts > 50
     drafter = drafter_of(engine)
-    drafter.draft([], ())
+    drafter.draft([], frozenset())
     assert drafter._table.num_free_pages == drafter._table.num_usable_pages
 
 

@@ -387,7 +387,7 @@ def test_a_model_that_drafts_for_another_changes_no_token(changes: dict[str, Any
     assert metrics.drafts > metrics.accepted_drafts
     drafter = engine._speculation._drafter  # type: ignore[union-attr]
     assert isinstance(drafter, ModelDrafter)
-    drafter.draft([], ())
+    drafter.draft([], frozenset())
     assert drafter._table.num_free_rows == options.max_batch_size
     assert drafter._table.num_free_pages == drafter._table.num_usable_pages
 

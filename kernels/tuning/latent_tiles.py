@@ -38,6 +38,8 @@ class LatentTiles:
     row_cost: int = 2
     chains: int = 1
     wide: bool = False
+    ahead: bool = False
+    max_registers: int = 0
     paired: bool = False
     waves_per_eu: int = 0
     early: bool = False
@@ -70,7 +72,8 @@ class LatentTiles:
 
     def options(self) -> dict[str, int]:
         """Launch options beside the warps."""
-        return {"waves_per_eu": self.waves_per_eu} if self.waves_per_eu else {}
+        named = {"waves_per_eu": self.waves_per_eu, "maxnreg": self.max_registers}
+        return {name: value for name, value in named.items() if value}
 
 
 @dataclass(frozen=True, slots=True)

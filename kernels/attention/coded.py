@@ -28,8 +28,8 @@ from rocm_attn.kernels.cache.codes import (
 # The smallest normal number of float32. Scores are not multiplied with less: 0 times the -inf of an unseen key is NaN.
 LEAST_SCALE = tl.constexpr(2.0**-126)
 # A block whose factors are all 0 has codes of 0 alone.
-SMALLEST_FACTOR = tl.constexpr(2.0**-120)
-LEAST_PART = tl.constexpr(2.0**-60)
+_SMALLEST_FACTOR = tl.constexpr(2.0**-120)
+_LEAST_PART = tl.constexpr(2.0**-60)
 # 2^-63, biased: scores of smaller rows of q are 0 in effect. So the factor of rows of zeros is large enough that its
 # product with K's factor is not 0: 0 times the -inf of an unseen key is NaN.
 _LEAST_EXPONENT = tl.constexpr(64)
@@ -157,11 +157,11 @@ def token_factor(scale, page, offset, head, live, MASKED: tl.constexpr, C: tl.co
 
 
 @triton.jit
-def factors_of_two(scale, page, offset, head, live, C: tl.constexpr):
-    """The factors of keys for a KV head and for the next one, float32 [2, keys]; see token_factor."""
+def factors_of_two(scale, page, offset, head, live, HEADS: tl.constexpr, C: tl.constexpr):
+    """The factors of keys for a KV head and for the next one, float32 [2, keys]; of one head twice the same."""
     # [keys]; page is one number where all keys lie in one.
     place = page * (C.KV_HEADS * C.PAGE_SIZE) + offset
-    of_head = (head + tl.arange(0, 2)) * C.PAGE_SIZE
+    of_head = (head + tl.arange(0, 2) * (HEADS - 1)) * C.PAGE_SIZE
     return tl.load(scale + place[None, :] + of_head[:, None], mask=live[None, :], other=0.0)
 
 
@@ -186,7 +186,7 @@ def times_factors(block, factor, TRANSPOSED: tl.constexpr):
 def shared_factor(factor):
     """Of factors of keys for two heads, [2, keys]: the larger one of each key, [keys], and what part of it each is."""
     larger = tl.max(factor, 0)
-    return larger, factor / tl.maximum(larger, SMALLEST_FACTOR)[None, :]
+    return larger, factor / tl.maximum(larger, _SMALLEST_FACTOR)[None, :]
 
 
 @triton.jit
@@ -249,7 +249,7 @@ def amount_of(factor, before):
     """
     block = tl.max(factor)
     largest = tl.maximum(before.largest, block)
-    now = tl.maximum(tl.maximum(block, largest * LEAST_PART), SMALLEST_FACTOR)
+    now = tl.maximum(tl.maximum(block, largest * _LEAST_PART), _SMALLEST_FACTOR)
     return Amount(((now.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.float32), largest)
 
 
@@ -259,7 +259,7 @@ def half_shares(weights, factor, C: tl.constexpr):
     amount = 1.0
     if C.SCALES == TOKEN_SCALES:
         # float16 keeps small weights if factors are parts of the block's largest one.
-        amount = tl.maximum(tl.max(factor, 0), SMALLEST_FACTOR)
+        amount = tl.maximum(tl.max(factor, 0), _SMALLEST_FACTOR)
         weights = weights * (factor * (1.0 / amount))[None, :]
     return weights.to(tl.float16), amount
 

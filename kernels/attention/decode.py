@@ -58,7 +58,6 @@ from rocm_attn.kernels.attention.key_rows import (
     pages_at_once,
     pages_of_block,
 )
-from rocm_attn.kernels.attention.key_slices import attend_key_slices
 from rocm_attn.kernels.attention.merge import early_options, launch_merge
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW, Scores
 from rocm_attn.kernels.attention.softmax import LN_2, LOG2_E, add_sink, capped, in_range, visible_blocks
@@ -89,7 +88,6 @@ class DecodeGeometry(NamedTuple):
     IN_ONE_PAGE:          whether the keys of a block lie in one page (key_rows.py)
     TRANSPOSED:           whether scores are computed as k q^T
     PAIRED:               whether codes of K and of V are read two by two
-    SLICES:               slices of a key block, each with a softmax of its own (key_slices.py)
     WHOLE_ROWS:           whether every row has a program of its own
     EARLY:                whether launches may begin while the one before still runs
     CAPPED:               whether scores have a cap
@@ -111,7 +109,6 @@ class DecodeGeometry(NamedTuple):
     IN_ONE_PAGE: bool
     TRANSPOSED: bool
     PAIRED: bool
-    SLICES: int
     WHOLE_ROWS: bool
     EARLY: bool
     CAPPED: bool
@@ -242,8 +239,10 @@ def _attend_key_blocks(q, k_side, v_side, read, logits, factors, G: tl.constexpr
     QUERY_ROWS: tl.constexpr = G.QUERY_ROWS
     PAGE_SIZE: tl.constexpr = G.PAGE_SIZE
     BY_PAGE: tl.constexpr = are_read_by_page(G.IN_ONE_PAGE)
-    # Whether a key has a factor for each of two heads.
-    TWO_FACTORS: tl.constexpr = C.SCALES == TOKEN_SCALES and G.rows.HEADS_PER_ROW == 2
+    # Whether a key has a factor for either half of the rows: of two heads; or of one, where each thread of a warp loads
+    # one so. Of 16 factors Triton 3.6 has a thread load the four that it needs.
+    HEADS: tl.constexpr = G.rows.HEADS_PER_ROW
+    TWO_FACTORS: tl.constexpr = C.SCALES == TOKEN_SCALES and (HEADS == 2 or (G.PAIRED and KEY_BLOCK == 16))
     lane = tl.arange(0, KEY_BLOCK)
     maximum = tl.full([QUERY_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([QUERY_ROWS], tl.float32)
@@ -292,8 +291,8 @@ def _attend_key_blocks(q, k_side, v_side, read, logits, factors, G: tl.constexpr
             v_rows = v_side.at + v_row[:, None] + v_side.column[None, :]
         if TWO_FACTORS:
             # [2, KEY_BLOCK]
-            k_factor = factors_of_two(factors.k, page, offset, factors.head, live, C)
-            v_factor = factors_of_two(factors.v, page, offset, factors.head, live, C)
+            k_factor = factors_of_two(factors.k, page, offset, factors.head, live, HEADS, C)
+            v_factor = factors_of_two(factors.v, page, offset, factors.head, live, HEADS, C)
         else:
             k_factor = token_factor(factors.k, page, offset, factors.head, live, True, C)
             v_factor = token_factor(factors.v, page, offset, factors.head, live, True, C)
@@ -543,15 +542,20 @@ def _decode_kernel(
             k_scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, k_factor, G.CAPPED, C)
             if not G.EARLY:
                 first_pages = _pages_of_block(line, window_block + first_block, G)
-            k_read_side = Side(k_pages + first_kv_head * kp_head, kp_page, kp_token, k_column)
-            v_read_side = Side(v_pages + first_kv_head * vp_head, vp_page, vp_token, v_column)
-            span = Span(window_block + first_block, window_block + end_block)
-            read = KeyBlocks(line, span, Span(first_key, kv_len), first_pages)
-            logits, factors = Logits(k_scaled, tanh_scaled, slope), Factors(k_scale, v_scale, head)
-            if G.SLICES > 1:
-                acc, maximum, total = attend_key_slices(q_blocks, k_read_side, v_read_side, read, logits, factors, G)
-            else:
-                acc, maximum, total = _attend_key_blocks(q_blocks, k_read_side, v_read_side, read, logits, factors, G)
+            acc, maximum, total = _attend_key_blocks(
+                q_blocks,
+                Side(k_pages + first_kv_head * kp_head, kp_page, kp_token, k_column),
+                Side(v_pages + first_kv_head * vp_head, vp_page, vp_token, v_column),
+                KeyBlocks(
+                    line,
+                    Span(window_block + first_block, window_block + end_block),
+                    Span(first_key, kv_len),
+                    first_pages,
+                ),
+                Logits(k_scaled, tanh_scaled, slope),
+                Factors(k_scale, v_scale, head),
+                G,
+            )
             if G.WHOLE_ROWS or end_block - first_block == num_blocks:
                 if sinks is not None:
                     sink = tl.load(sinks + first_head + q_row, mask=is_row, other=float("-inf"))
@@ -663,7 +667,6 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: DecodeTil
         window_left=scores.window_left,
         head_dim=max(head_dim, v_head_dim),
     )
-    paired = tiles.paired and args.has_pairs and args.q.dtype.itemsize == 2
     return DecodeGeometry(
         rows=cut.row_cut(tiles, gqa_ratio),
         HEAD_DIM=head_dim,
@@ -677,8 +680,7 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: DecodeTil
         SAME_OFFSETS=args.same_offsets,
         IN_ONE_PAGE=lie_in_one_page(args, cut.key_block),
         TRANSPOSED=tiles.transposed,
-        PAIRED=paired,
-        SLICES=tiles.slices if paired else 1,
+        PAIRED=tiles.paired and args.has_pairs and args.q.dtype.itemsize == 2,
         WHOLE_ROWS=whole_rows,
         EARLY=tiles.early,
         CAPPED=scores.soft_cap > 0,

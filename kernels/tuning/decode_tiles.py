@@ -18,10 +18,10 @@ DECODE_ROWS = (
     # gptoss 64 x 4k: 80 us, though up to 56 bytes spill where there is a window; 88 with two warps and blocks of 64
     # keys.
     DecodeRow(
-        "sm_90", 2, 64, 16, DecodeTiles(16, 1, 3, 8, heads_per_row=2, paired=True, early=True), (Codes.BY_TOKEN,)
+        "sm_90", 2, 64, 16, DecodeTiles(16, 1, 3, 12, heads_per_row=2, paired=True, max_registers=168, early=True), (Codes.BY_TOKEN,)
     ),
     # llama8b 64 x 4k: 154 us, though up to 64 bytes spill; 170 with blocks of 16 keys.
-    DecodeRow("sm_90", 2, 128, 16, DecodeTiles(32, 1, 3, 8, paired=True, early=True), (Codes.BY_TOKEN,)),
+    DecodeRow("sm_90", 2, 128, 16, DecodeTiles(16, 1, 3, 12, paired=True, max_registers=168, early=True), (Codes.BY_TOKEN,)),
     # gemma 64 x 4k: 153 us with 4 KV heads, 234 not in pairs.
     DecodeRow("sm_90", 2, 256, 16, DecodeTiles(16, 2, 3, 4, paired=True, early=True), (Codes.BY_ROW,)),
     # gptoss 64 x 4k: 127 us, 128 without early launches; 145 with one KV head a row.
@@ -122,11 +122,9 @@ DECODE_ROWS = (
     DecodeRow("gfx950", 4, 128, 32, DecodeTiles(16, 4, 2, 2)),
     DecodeRow("gfx950", 4, 256, 32, DecodeTiles(16, 8, 1, 1)),
     DecodeRow("interpreter", 2, 64, 16, DecodeTiles(16, 1, 1, 3, heads_per_row=2, paired=True), (Codes.BY_ROW,)),
-    DecodeRow(
-        "interpreter", 2, 64, 16, DecodeTiles(32, 1, 1, 3, heads_per_row=2, paired=True, slices=2), (Codes.BY_TOKEN,)
-    ),
+    DecodeRow("interpreter", 2, 64, 16, DecodeTiles(16, 1, 1, 3, heads_per_row=2, paired=True), (Codes.BY_TOKEN,)),
     DecodeRow("interpreter", 2, 512, 16, DecodeTiles(16, 1, 1, 3, paired=True), (Codes.BY_ROW,)),
-    DecodeRow("interpreter", 2, 512, 16, DecodeTiles(32, 1, 1, 3, paired=True, slices=2), (Codes.BY_TOKEN,)),
+    DecodeRow("interpreter", 2, 512, 16, DecodeTiles(16, 1, 1, 3, paired=True), (Codes.BY_TOKEN,)),
     DecodeRow("interpreter", 2, 64, 16, DecodeTiles(16, 1, 1, 3, transposed=True, heads_per_row=2)),
     DecodeRow("interpreter", 2, 512, 16, DecodeTiles(16, 1, 1, 3, transposed=True, row_cost=1, row_end=1)),
     DecodeRow("interpreter", 4, 512, 64, DecodeTiles(16, 1, 1, 3)),

@@ -38,7 +38,7 @@ class LatentTiles:
     row_cost: int = 2
     chains: int = 1
     wide: bool = False
-    ahead: bool = False
+    ahead: int = 0
     max_registers: int = 0
     paired: bool = False
     waves_per_eu: int = 0

@@ -18,8 +18,6 @@ AnyTiles = TypeVar("AnyTiles", DecodeTiles, ExtendTiles, LatentTiles)
 
 _WARPS = (1, 2, 4, 8, 16)
 _LARGEST_BLOCK = 256
-# Keys that a matrix instruction takes.
-_LEAST_SLICE = 16
 
 
 class Table(enum.Enum):
@@ -160,7 +158,6 @@ def _wrong_numbers(tiles: Tiles) -> list[tuple[str, str]]:
         "dim_block": ((0, *_powers(16, 512)[0]), "0 or a power of two from 16 to 512"),
         "num_warps": (_WARPS, "1, 2, 4, 8 or 16"),
         "heads_per_row": ((1, 2), "1 or 2"),
-        "slices": _powers(1, 16),
         "rows_at_once": ((1, 2), "1 or 2"),
         "chains": ((1, 2), "1 or 2"),
         "head_blocks": _numbers(1, 64),
@@ -191,8 +188,6 @@ def _decode_refusal(tiles: DecodeTiles, layer: MeasuredLayer) -> str:
     ratio = layer.num_q_heads // layer.num_kv_heads
     if tiles.paired and tiles.transposed:
         return "codes that are read in pairs are not transposed"
-    if tiles.slices > 1 and not (tiles.paired and tiles.key_block >= _LEAST_SLICE * tiles.slices):
-        return f"slices of a key block are of codes that are read in pairs, and of {_LEAST_SLICE} keys or more"
     if tiles.dim_block and (pairs or tiles.paired):
         return "equal blocks of columns go with one head a row, and with no pairs of codes"
     is_even = layer.num_kv_heads % 2 == 0 and dim == layer.v_head_dim == next_power_of_2(dim)

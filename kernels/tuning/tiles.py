@@ -49,7 +49,6 @@ class DecodeTiles:
     row_end:          what finishing it costs: in few equal parts of a row, the last one's share of row_cost
     paired:           whether codes of K and of V are read two by two, as float16 that matrix units take in turned; not
                       transposed
-    slices:           slices of a key block that each have a softmax of their own, as many as warps; paired, or 1
     waves_per_eu:     as in ExtendTiles
     dim_block:        columns of the equal blocks that the dims of K and of V are cut into; 0: they are one block. Not
                       paired, and not with two heads a row
@@ -68,7 +67,6 @@ class DecodeTiles:
     row_cost: int = 2
     row_end: int = 0
     paired: bool = False
-    slices: int = 1
     waves_per_eu: int = 0
     dim_block: int = 0
     max_registers: int = 0

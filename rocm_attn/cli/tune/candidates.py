@@ -81,7 +81,6 @@ def _values_of(job: Job) -> Iterator[tuple[str, tuple[object, ...]]]:
         yield "row_cost", (1, 2, 4)
         if codes_of(problem) is not Codes.NONE:
             yield "paired", (False, True)
-            yield "slices", (1, 2, 4, 8)
     elif isinstance(tiles, ExtendTiles):
         least = max(16, min(128, next_power_of_2(job.max_rows) // 2)) if job.max_rows <= 128 else 32
         yield "query_rows", tuple(rows for rows in (16, 32, 64, 128, 256) if least <= rows)

@@ -244,9 +244,6 @@ def test_tiles_that_no_kernel_takes_have_a_reason() -> None:
     assert refusal(Table.DECODE, TUNED, layer) == ""
     assert "go with an even number" in refusal(Table.DECODE, replace(TUNED, heads_per_row=2), odd)
     assert "not transposed" in refusal(Table.DECODE, replace(TUNED, paired=True, transposed=True), layer)
-    assert refusal(Table.DECODE, replace(TUNED, paired=True, key_block=32, slices=2), layer) == ""
-    for changed in (replace(TUNED, slices=2), replace(TUNED, paired=True, key_block=32, slices=4)):
-        assert "slices of a key block" in refusal(Table.DECODE, changed, layer)
     assert "one head a row" in refusal(Table.DECODE, replace(TUNED, dim_block=64, paired=True), layer)
     assert "are ExtendTiles, not DecodeTiles" in refusal(Table.EXTEND, TUNED, layer)
     uneven = layer_of(replace(LAYER, v_head_dim=32))

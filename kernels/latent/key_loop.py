@@ -69,7 +69,6 @@ class LatentGeometry(NamedTuple):
     BY_PAIRS: bool
     CHAINS: int
     WIDE: bool
-    AHEAD: int
     PAIRED: bool
     coding: Coding
 
@@ -142,7 +141,6 @@ def latent_geometry(
         BY_PAIRS=by_pairs,
         CHAINS=tiles.chains,
         WIDE=tiles.wide,
-        AHEAD=tiles.ahead,
         PAIRED=is_paired,
         coding=args.pages.coding,
     )
@@ -278,27 +276,6 @@ def load_latents(
 
 
 @triton.jit
-def _fetch_ahead(rows, page, kv_index, K: tl.constexpr):
-    """Have latent rows brought to the L2 cache. page, kv_index: [n]"""
-    SIZE: tl.constexpr = rows.at.dtype.element_ty.primitive_bitwidth // 8
-    row = rows.at + (page.to(tl.int64) * rows.page + (kv_index % K.PAGE_SIZE).to(tl.int64) * rows.token)
-    if K.AHEAD == 2:
-        QUARTER: tl.constexpr = K.HEAD_DIM // 4
-        places = (row[:, None] + (tl.arange(0, 4) * QUARTER)[None, :]).to(tl.int64, bitcast=True)
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], 288; mov.u32 $0, 0;", "=r,l", [places], dtype=tl.int32, is_pure=False, pack=1
-        )
-    else:
-        LINE: tl.constexpr = 128 // SIZE
-        LINES: tl.constexpr = (K.HEAD_DIM + LINE - 1) // LINE
-        line = tl.minimum(tl.arange(0, 16), LINES - 1) * LINE
-        places = (row[:, None] + line[None, :]).to(tl.int64, bitcast=True)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
 def scaled_latents(softmax, factor, K: tl.constexpr):
     """What codes gave, with the factor that all rows share."""
     C: tl.constexpr = K.coding
@@ -347,8 +324,6 @@ def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: 
         page = next_page.to(tl.int64)
         next_page = pages_of_block(pages, block + 1, lane, PAGE_SIZE, KEY_BLOCK, BY_PAGE)
         offset = (kv_index % PAGE_SIZE).to(tl.int64)
-        if K.AHEAD > 0:
-            _fetch_ahead(rows, next_page, (block + 1) * KEY_BLOCK + lane, K)
         if BY_PAGE:
             first = tl.cast(block * KEY_BLOCK % PAGE_SIZE, tl.int64)
             row = rows.at + (page * rows.page + first * rows.token)

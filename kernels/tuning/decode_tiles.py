@@ -11,8 +11,8 @@ from rocm_attn.kernels.tuning.tiles import Codes, DecodeRow, DecodeTiles, NoTile
 # The first row that serves wins. In the comments llama8b is (32 query heads, 8 KV heads, 128), gptoss (64, 8, 64) and
 # gemma (8, 4, 256), and "of the floor" means of the time to read K and V once.
 DECODE_ROWS = (
-    # gptoss 64 x 4k: 76 us, with factors of tokens 80, of bfloat16 129. With 4 to 6 stages 78 to 80; with 12 programs an
-    # SM 80. 8 programs of these registers are what an SM holds; up to 56 bytes spill where there is a window.
+    # gptoss 64 x 4k: 76 us, with factors of tokens 80, of bfloat16 129. With 4 to 6 stages 78 to 80; with 12 programs
+    # an SM 80. 8 programs of these registers are what an SM holds; up to 56 bytes spill where there is a window.
     DecodeRow(
         "sm_90",
         2,

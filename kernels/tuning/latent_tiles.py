@@ -154,8 +154,8 @@ _LARGEST = (512, 64)
 # Of the rows that serve, the first one whose query_rows hold all that are wanted is taken, else the last one. Rows for
 # codes come before those that serve them too.
 DECODE_ROWS: tuple[LatentRow, ...] = (
-    # 128 sequences x 4k: 120 us, 1.25 of the floor, 122 where rows are not cut alike, 124 with launches that are not early
-    # either; 136 with two stages, 153 to 272 in other tiles.
+    # 128 sequences x 4k: 120 us, 1.25 of the floor; 122 where rows are not cut alike, 124 with launches that are not
+    # early either; 136 with two stages, 153 to 272 in other tiles.
     LatentRow(
         "sm_90", 2, _LARGEST, LatentTiles(16, 64, 4, 3, 2, chains=2, paired=True, early=True, even=True), coded=True
     ),

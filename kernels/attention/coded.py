@@ -157,11 +157,11 @@ def token_factor(scale, page, offset, head, live, MASKED: tl.constexpr, C: tl.co
 
 
 @triton.jit
-def factors_of_two(scale, page, offset, head, live, C: tl.constexpr):
-    """The factors of keys for a KV head and for the next one, float32 [2, keys]; see token_factor."""
+def factors_of_two(scale, page, offset, head, live, HEADS: tl.constexpr, C: tl.constexpr):
+    """The factors of keys for a KV head and for the next one, float32 [2, keys]; of one head twice the same."""
     # [keys]; page is one number where all keys lie in one.
     place = page * (C.KV_HEADS * C.PAGE_SIZE) + offset
-    of_head = (head + tl.arange(0, 2)) * C.PAGE_SIZE
+    of_head = (head + tl.arange(0, 2) * (HEADS - 1)) * C.PAGE_SIZE
     return tl.load(scale + place[None, :] + of_head[:, None], mask=live[None, :], other=0.0)
 
 

@@ -239,8 +239,10 @@ def _attend_key_blocks(q, k_side, v_side, read, logits, factors, G: tl.constexpr
     QUERY_ROWS: tl.constexpr = G.QUERY_ROWS
     PAGE_SIZE: tl.constexpr = G.PAGE_SIZE
     BY_PAGE: tl.constexpr = are_read_by_page(G.IN_ONE_PAGE)
-    # Whether a key has a factor for each of two heads.
-    TWO_FACTORS: tl.constexpr = C.SCALES == TOKEN_SCALES and G.rows.HEADS_PER_ROW == 2
+    # Whether a key has a factor for either half of the rows: of two heads; or of one, where each thread of a warp loads
+    # one so. Of 16 factors Triton 3.6 has a thread load the four that it needs.
+    HEADS: tl.constexpr = G.rows.HEADS_PER_ROW
+    TWO_FACTORS: tl.constexpr = C.SCALES == TOKEN_SCALES and (HEADS == 2 or (G.PAIRED and KEY_BLOCK == 16))
     lane = tl.arange(0, KEY_BLOCK)
     maximum = tl.full([QUERY_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([QUERY_ROWS], tl.float32)
@@ -289,8 +291,8 @@ def _attend_key_blocks(q, k_side, v_side, read, logits, factors, G: tl.constexpr
             v_rows = v_side.at + v_row[:, None] + v_side.column[None, :]
         if TWO_FACTORS:
             # [2, KEY_BLOCK]
-            k_factor = factors_of_two(factors.k, page, offset, factors.head, live, C)
-            v_factor = factors_of_two(factors.v, page, offset, factors.head, live, C)
+            k_factor = factors_of_two(factors.k, page, offset, factors.head, live, HEADS, C)
+            v_factor = factors_of_two(factors.v, page, offset, factors.head, live, HEADS, C)
         else:
             k_factor = token_factor(factors.k, page, offset, factors.head, live, True, C)
             v_factor = token_factor(factors.v, page, offset, factors.head, live, True, C)

@@ -22,7 +22,9 @@ def latent_decode_cut(
     # A sequence's first new token may see keys that its last one no longer does.
     window = window_left if window_left == UNLIMITED_WINDOW else window_left + most - 1
     of_row = min(tiles.tokens_per_block(num_heads), most)
-    return DecodeCut(1, tiles.key_block, tiles.row_cost, groups, window, NewTokens(fewest, most, of_row))
+    tokens = NewTokens(fewest, most, of_row)
+    is_even = tiles.even and most == 1
+    return DecodeCut(1, tiles.key_block, tiles.row_cost, groups, window, tokens, is_even=is_even)
 
 
 def latent_row_cut(cut: DecodeCut, num_heads: int) -> RowCut:

@@ -23,9 +23,9 @@ from rocm_attn.kernels.attention.cuts import DecodeCut, RowCut
 from rocm_attn.kernels.attention.decode_schedule import (
     PROGRAM_DONE,
     PROGRAM_KV_LEN,
+    PROGRAM_PAD,
     PROGRAM_ROW,
     PROGRAM_SEQ,
-    PROGRAM_WORDS,
     PROGRAM_WORK,
     new_tokens,
     next_row,
@@ -84,12 +84,12 @@ class LatentDecodeGeometry(NamedTuple):
 
 @triton.jit
 def zero(words):
-    """0, by a program's last word (decode_schedule.py), which the compiler cannot know.
+    """0, by a program's padding (decode_schedule.py), which is never negative: the compiler cannot know.
 
     What is computed from it is computed where it is used. Of offsets of rows that do not change from one sequence to
     the next the compiler keeps 64 registers over the loop over keys else, and spills others.
     """
-    return tl.load(words + (PROGRAM_WORDS - 1), volatile=True)
+    return tl.minimum(tl.load(words + PROGRAM_PAD, volatile=True), 0)
 
 
 @triton.jit(do_not_specialize=["num_programs", "width", "window_left"])

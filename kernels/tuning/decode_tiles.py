@@ -11,17 +11,19 @@ from rocm_attn.kernels.tuning.tiles import Codes, DecodeRow, DecodeTiles, NoTile
 # The first row that serves wins. In the comments llama8b is (32 query heads, 8 KV heads, 128), gptoss (64, 8, 64) and
 # gemma (8, 4, 256), and "of the floor" means of the time to read K and V once.
 DECODE_ROWS = (
-    # gptoss 64 x 4k: 77 us, of bfloat16 129; 78 with two warps and blocks of 64 keys.
-    DecodeRow("sm_90", 2, 64, 16, DecodeTiles(16, 1, 4, 8, heads_per_row=2, paired=True, early=True), (Codes.BY_ROW,)),
-    # llama8b 64 x 4k: 143 us, of bfloat16 256; 148 with blocks of 32 keys. At 128 x 8k with one KV head 76 and 78.
-    DecodeRow("sm_90", 2, 128, 16, DecodeTiles(16, 1, 4, 8, paired=True, early=True), (Codes.BY_ROW,)),
-    # gptoss 64 x 4k: 80 us, though up to 56 bytes spill where there is a window; 88 with two warps and blocks of 64
-    # keys.
+    # gptoss 64 x 4k: 76 us, with factors of tokens 80, of bfloat16 129. With 4 to 6 stages 78 to 80; with 12 programs
+    # an SM 80. 8 programs of these registers are what an SM holds; up to 56 bytes spill where there is a window.
     DecodeRow(
-        "sm_90", 2, 64, 16, DecodeTiles(16, 1, 3, 8, heads_per_row=2, paired=True, early=True), (Codes.BY_TOKEN,)
+        "sm_90",
+        2,
+        64,
+        16,
+        DecodeTiles(16, 1, 3, 8, heads_per_row=2, paired=True, early=True),
+        (Codes.BY_ROW, Codes.BY_TOKEN),
     ),
-    # llama8b 64 x 4k: 154 us, though up to 64 bytes spill; 170 with blocks of 16 keys.
-    DecodeRow("sm_90", 2, 128, 16, DecodeTiles(32, 1, 3, 8, paired=True, early=True), (Codes.BY_TOKEN,)),
+    # llama8b 64 x 4k: 139 us, with factors of tokens 144, of bfloat16 253. At 128 x 8k with one KV head 74 and 77; with
+    # 4 stages 75 and 77, with blocks of 32 keys and factors of tokens 81.
+    DecodeRow("sm_90", 2, 128, 16, DecodeTiles(16, 1, 3, 8, paired=True, early=True), (Codes.BY_ROW, Codes.BY_TOKEN)),
     # gemma 64 x 4k: 153 us with 4 KV heads, 234 not in pairs.
     DecodeRow("sm_90", 2, 256, 16, DecodeTiles(16, 2, 3, 4, paired=True, early=True), (Codes.BY_ROW,)),
     # gptoss 64 x 4k: 127 us, 128 without early launches; 145 with one KV head a row.

@@ -28,6 +28,7 @@ class LatentTiles:
     paired:          whether codes are read two by two, as float16 that matrix units take in turn; not wide
     waves_per_eu:    waves a SIMD that the AMD compiler shall make room for; 0: its own choice, and elsewhere
     early:           whether launches of decode may begin while the one before still runs (tiles.py)
+    even:            whether decode cuts rows that are alike alike, of one new token each (DecodeCut)
     """
 
     query_rows: int
@@ -41,6 +42,7 @@ class LatentTiles:
     paired: bool = False
     waves_per_eu: int = 0
     early: bool = False
+    even: bool = False
 
     def head_blocks(self, num_heads: int) -> int:
         """Blocks that a token's query heads are cut into."""
@@ -152,19 +154,24 @@ _LARGEST = (512, 64)
 # Of the rows that serve, the first one whose query_rows hold all that are wanted is taken, else the last one. Rows for
 # codes come before those that serve them too.
 DECODE_ROWS: tuple[LatentRow, ...] = (
-    # 128 sequences x 4k: 132 us, 1.39 of the floor; 136 with two stages, 153 to 272 in other tiles.
-    LatentRow("sm_90", 2, _LARGEST, LatentTiles(16, 64, 4, 3, 2, chains=2, paired=True), coded=True),
+    # 128 sequences x 4k: 120 us, 1.25 of the floor; 122 where rows are not cut alike, 124 with launches that are not
+    # early either; 136 with two stages, 153 to 272 in other tiles.
+    LatentRow(
+        "sm_90", 2, _LARGEST, LatentTiles(16, 64, 4, 3, 2, chains=2, paired=True, early=True, even=True), coded=True
+    ),
     # 32 heads, 128 x 4k: 258 us; 270 with blocks of 64 keys and 8 warps, 293 as two blocks of 16 heads.
     LatentRow("sm_90", 2, _LARGEST, LatentTiles(32, 32, 4, 3, 2, chains=2, paired=True), coded=True),
     # 128 heads, 128 x 4k: 521 us, 2.83 of the products; 593 with two stages, 754 in the tiles of 32 heads.
     LatentRow("sm_90", 2, _LARGEST, LatentTiles(64, 64, 8, 3, chains=2, wide=True), coded=True),
-    # 16 heads, 128 x 4k: 173 us, 1.09 of the floor.
-    LatentRow("sm_90", 2, _LARGEST, LatentTiles(16, 32, 4, 3, 2, chains=2)),
-    # 32 heads, 128 x 4k: 238 us, 1.51 of the floor; 415 with 8 warps.
-    LatentRow("sm_90", 2, _LARGEST, LatentTiles(32, 32, 4, 3, 2, chains=2)),
-    # 128 heads, 128 x 4k: 530 us, 2.88 of the products; 566 in two parts, 765 in the tiles of 32 heads. The only tiles
-    # with warpgroup products. What they spill lies outside of the products.
-    LatentRow("sm_90", 2, _LARGEST, LatentTiles(64, 64, 8, 2, chains=2, wide=True)),
+    # 16 heads, 128 x 4k: 159 us, 1.02 of the floor; 164 where rows are not cut alike, 166 with launches that are not
+    # early either.
+    LatentRow("sm_90", 2, _LARGEST, LatentTiles(16, 32, 4, 3, 2, chains=2, early=True, even=True)),
+    # 32 heads, 128 x 4k: 217 us, 1.37 of the floor; 415 with 8 warps.
+    LatentRow("sm_90", 2, _LARGEST, LatentTiles(32, 32, 4, 3, 2, chains=2, early=True, even=True)),
+    # 128 heads, 128 x 4k: 525 us, 2.85 of the products; 535 where rows are not cut alike, of which the merge takes 12;
+    # 566 in two parts, 765 in the tiles of 32 heads, 605 with blocks of 32 keys and three or four stages, 528 where the
+    # next rows are fetched to L2 ahead. The only tiles with warpgroup products. What they spill lies outside of them.
+    LatentRow("sm_90", 2, _LARGEST, LatentTiles(64, 64, 8, 2, chains=2, wide=True, early=True, even=True)),
     # Of float32, which no model is served in: 72 KiB of shared memory, up to 128 registers, 8 bytes of stack.
     LatentRow("sm_90", 4, _LARGEST, LatentTiles(16, 16, 8, 1)),
     LatentRow("sm_", 2, _LARGEST, LatentTiles(16, 32, 4, 2)),
@@ -195,9 +202,9 @@ DECODE_ROWS: tuple[LatentRow, ...] = (
     LatentRow("gfx950", 2, _LARGEST, LatentTiles(64, 16, 4, 2, wide=True)),
     LatentRow("interpreter", 2, _LARGEST, LatentTiles(16, 16, 1, 1, chains=2, paired=True), coded=True),
     LatentRow("interpreter", 2, _LARGEST, LatentTiles(64, 16, 1, 1, chains=2, wide=True), coded=True),
-    LatentRow("interpreter", 2, _LARGEST, LatentTiles(16, 16, 1, 1)),
-    LatentRow("interpreter", 2, _LARGEST, LatentTiles(64, 16, 1, 1, chains=2, wide=True)),
-    LatentRow("interpreter", 4, _LARGEST, LatentTiles(16, 16, 1, 1)),
+    LatentRow("interpreter", 2, _LARGEST, LatentTiles(16, 16, 1, 1, even=True)),
+    LatentRow("interpreter", 2, _LARGEST, LatentTiles(64, 16, 1, 1, chains=2, wide=True, even=True)),
+    LatentRow("interpreter", 4, _LARGEST, LatentTiles(16, 16, 1, 1, even=True)),
     LatentRow("interpreter", 4, _LARGEST, LatentTiles(64, 16, 1, 1)),
 )
 EXTEND_ROWS: tuple[LatentRow, ...] = (

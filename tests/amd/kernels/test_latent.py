@@ -176,6 +176,13 @@ def test_any_number_of_programs_gives_the_same_answer(compute_units: int, kernel
     assert_served(tensors)
 
 
+def test_rows_that_are_cut_alike_may_have_padding_after_them(kernel_device: torch.device) -> None:
+    """Rows of 31 blocks, which cost 33, in two shares of 17."""
+    tensors = build(replace(DECODES, kv_len=[490] * 6, q_len=[1] * 6, tail=0), kernel_device)
+    run_latent_decode(tensors, compute_units=13, tiles=LatentTiles(16, 16, 1, 1, even=True))
+    assert_served(tensors)
+
+
 def test_each_kernel_leaves_the_others_tokens_alone(kernel_device: torch.device) -> None:
     """Decode of one token, of two to four, and extend of more serve one step."""
     case = replace(CHUNKS, kv_len=[40, 9, 70, 5, 33, 12], q_len=[23, 1, 4, 2, 0, 5], dtype=torch.float16)

@@ -14,16 +14,17 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.machine.releases import Releases
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.providers import triton_cdna, triton_hopper
 from rocm_attn.providers.contract import BoundKernel, KernelRow, LayerKernel, PoolSize
 from rocm_attn.providers.select import ROWS
-from rocm_attn.providers.triton_hopper import TRITONS
 from rocm_attn.step.plan import make_plan
 
 POOL = PoolSize(num_pages=100, max_kv_len=640, max_num_seqs=4)
 BOUND = [row for rows in ROWS.values() for row in rows if not row.not_bound]
 TARGETS = [
     *(known_target(arch) for arch in ("gfx942", "sm_90", "cpu")),
-    replace(known_target("sm_90"), releases=Releases(triton=TRITONS[0])),
+    replace(known_target("sm_90"), releases=Releases(triton=triton_hopper.TRITONS[0])),
+    replace(known_target("gfx942"), releases=Releases(triton=triton_cdna.TRITONS[0])),
 ]
 each_row = pytest.mark.parametrize("row", BOUND, ids=lambda row: f"{row.name}-{row.kind.value}")
 

@@ -153,7 +153,7 @@ def test_the_merge_finds_the_programs_of_every_row_that_is_shared(batch: Batch) 
     for boundary in range(batch.num_programs - 1):
         seq, row_of_seq, done, work, _, row_start, length, _ = words[8 * (boundary + 1) : 8 * (boundary + 2)]
         programs = holders(row_start, len(visible_blocks(length, batch.cut)))
-        if work > 0 and done > row_cost and programs[0] == boundary and len(programs) > 1:
+        if work > 0 and done > row_cost and len(programs) > 1 and programs[0] == boundary:
             assert (seq, row_of_seq) not in found, "two boundaries would merge the same row"
             found[seq, row_of_seq] = programs
     assert found == {row: programs for row, programs in programs_of.items() if len(programs) > 1}

@@ -252,11 +252,12 @@ def test_who_waits_for_the_ranks_has_the_next_turn() -> None:
     ours, order = processes.RankProcesses(), list[str]()
     has_begun, may_end = threading.Event(), threading.Semaphore(0)
 
-    def collect(_: object) -> None:
+    def collect(_: object) -> list[object]:
         order.append(threading.current_thread().name)
         ours._awaited = ""
         has_begun.set()
         may_end.acquire()
+        return ["what rank 0 returns"]
 
     ours._require_whole = lambda: None  # type: ignore[method-assign]
     ours._collect = collect  # type: ignore[method-assign,assignment]

@@ -135,11 +135,17 @@ class MixedLoad:
 
     async def drain(self) -> None:
         """Tell the server to end while it serves, and begin another one on its port."""
-        self._may_send.clear()
-        for _ in range(_TURNS):
-            await asyncio.sleep(0)
-        for _ in range(3):  # a scrape is read after what was sent before it
-            await asyncio.to_thread(self._server.counts)
+        while True:
+            self._may_send.clear()
+            for _ in range(_TURNS):
+                await asyncio.sleep(0)
+            for _ in range(3):  # a scrape is read after what was sent before it
+                await asyncio.to_thread(self._server.counts)
+            if self._open:  # else all have been answered meanwhile
+                break
+            self._may_send.set()
+            async with self._quiet:
+                await self._quiet.wait_for(lambda: self._open)
         self._is_served.clear()
         self._accepted |= self._open.keys()
         self.tally.kinds["open at a drain"] += len(self._open)

@@ -74,11 +74,7 @@ class ConstraintChecks:
 
     def _try_in(self, begin: Callable[[], Trial], constraint: Constraint) -> None:
         """In a thread. Raises BadRequest."""
-        with self._lock:
-            if self._is_closed:
-                raise BadRequest("the server ends, and tries no constraint any more")
-            trial = self._idle.pop() if self._idle else begin()
-            self._busy.add(trial)
+        trial = self._taken(begin)
         try:
             trial.check(constraint)
         finally:
@@ -89,3 +85,17 @@ class ConstraintChecks:
                     trial.close()
                 else:
                     self._idle.append(trial)
+
+    def _taken(self, begin: Callable[[], Trial]) -> Trial:
+        """A process that is idle, or a new one. Raises BadRequest when the server ends."""
+        with self._lock:
+            idle = self._idle.pop() if self._idle else None
+        # A new one reads megabytes when Python has started there; close() does not wait for that.
+        trial = idle if idle is not None else begin()
+        with self._lock:
+            if not self._is_closed:
+                self._busy.add(trial)
+                return trial
+        trial.end()
+        trial.close()
+        raise BadRequest("the server ends, and tries no constraint any more")

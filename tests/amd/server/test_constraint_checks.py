@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from rocm_attn.errors import BadRequest
 from rocm_attn.runner.constraint import Constraint
-from rocm_attn.runner.constraint_trial import Trial
+from rocm_attn.runner.constraint_trial import Tokens, Trial
 from rocm_attn.runner.engine import Engine
 from rocm_attn.server import constraint_checks
 from tests.amd.runner.asking import PROMPT, character_model
@@ -20,6 +23,8 @@ from tests.amd.server.test_requested import OPTIONS
 
 # Whether all patterns can hold at once takes the library longer than anybody waits, and no limit of its ends it.
 ENDLESS = {"allOf": [{"type": "string", "pattern": f"[ab]*a[ab]{{{number}}}"} for number in range(10, 40)]}
+
+TOKENS = Tokens("{}", 8)  # of no use, and not looked at before something is tried
 
 
 @pytest.fixture
@@ -77,3 +82,28 @@ def test_a_constraint_that_is_known_to_be_fine_is_not_tried_again(
     assert ask(server, {"enum": ["x"]}).status == 200
     monkeypatch.setattr(Trial, "check", None)
     assert ask(server, {"enum": ["x"]}).status == 200
+
+
+def test_a_server_that_ends_waits_for_no_process_that_begins() -> None:
+    began: list[Trial] = []
+
+    def begin() -> Trial:
+        assert checks._lock.acquire(blocking=False), "close() would wait"
+        checks._lock.release()
+        checks.close()
+        began.append(Trial(TOKENS, 1))
+        return began[0]
+
+    checks = constraint_checks.ConstraintChecks(begin)
+    with pytest.raises(BadRequest, match="the server ends, and tries no constraint any more"):
+        asyncio.run(checks.check(Constraint.choice(["a"])))
+    assert began[0].has_ended
+
+
+def test_an_interrupt_of_the_terminal_does_not_reach_the_process() -> None:
+    trial = Trial(TOKENS, 1)
+    try:
+        assert os.getsid(trial._process.pid) == trial._process.pid != os.getsid(0)
+    finally:
+        trial.end()
+        trial.close()

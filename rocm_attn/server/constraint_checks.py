@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from threading import Lock
 
 from rocm_attn.errors import BadRequest, FitsLater
@@ -39,6 +40,9 @@ class ConstraintChecks:
         """
         if constraint not in self._known:
             await self._try(constraint)
+        self._know(constraint)
+
+    def _know(self, constraint: Constraint) -> None:
         self._known.pop(constraint, None)
         self._known[constraint] = None
         for oldest in list(self._known)[:-_MOST_KNOWN]:
@@ -56,10 +60,19 @@ class ConstraintChecks:
             await self._free.acquire()
         finally:
             self._num_waiting -= 1
+        if constraint in self._known:  # by now: many clients of a new service ask for one and the same
+            self._free.release()
+            return
         # The place is the thread's: a task that is cancelled does not end what runs there.
         trying = asyncio.ensure_future(asyncio.to_thread(self._try_in, self._begin, constraint))
-        trying.add_done_callback(lambda _: self._free.release())
+        trying.add_done_callback(partial(self._end_trying, constraint))
         await asyncio.shield(trying)
+
+    def _end_trying(self, constraint: Constraint, tried: asyncio.Future[None]) -> None:
+        """It is known to be fine before its place is another one's."""
+        if not tried.cancelled() and tried.exception() is None:
+            self._know(constraint)
+        self._free.release()
 
     def close(self) -> None:
         """End the processes; who waits for one gets BadRequest."""

@@ -76,6 +76,26 @@ def test_a_constraint_that_finds_too_many_waiting_may_come_again(
     assert ask(server, {"enum": ["b"]}).status == 200
 
 
+def test_those_that_wait_with_a_constraint_that_another_one_has_tried_do_not_try_it_again(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end, tried, check = threading.Event(), list[Constraint](), Trial.check
+
+    def held_up(trial: Trial, constraint: Constraint) -> None:
+        tried.append(constraint)
+        may_end.wait()
+        check(trial, constraint)
+
+    monkeypatch.setattr(Trial, "check", held_up)
+    with ThreadPoolExecutor(4) as pool:
+        asking = [pool.submit(ask, server, {"enum": ["c"]}) for _ in range(4)]
+        while server.between_loops(lambda: server.generations._checks._num_waiting) < 2:
+            pass
+        may_end.set()
+        assert [each.result().status for each in asking] == [200] * 4
+    assert len(tried) == 2
+
+
 def test_a_constraint_that_is_known_to_be_fine_is_not_tried_again(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,7 +45,8 @@ class Trial:
     def __init__(self, tokens: Tokens, seconds: int) -> None:
         self._seconds = seconds
         command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import run; run()"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        # In a session of its own: Ctrl-C goes to all processes of a terminal, and its owner still answers who asked.
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         self._send(asdict(tokens))
 
     def check(self, constraint: Constraint) -> None:

@@ -397,7 +397,7 @@ class Scheduler:
             if sum([q_len for _, q_len in scheduled]) // page_size + len(scheduled) > self._table.fewest_free_pages:
                 self._make_room(int((num_pages(kv_len, page_size) - num_pages(stored, page_size)).sum()))
             try:
-                self._reserve(rows, kv_len)
+                self._reserve(rows, stored, kv_len)
             except OutOfPages:
                 if drafts:
                     drafts = NO_SEQUENCE
@@ -406,19 +406,19 @@ class Scheduler:
             else:
                 return scheduled, verified, lengths, budget
 
-    def _reserve(self, rows: Int32Array, kv_len: Int32Array) -> None:
+    def _reserve(self, rows: Int32Array, stored: Int32Array, kv_len: Int32Array) -> None:
         """Make room for the tokens of a step, and for some after them while there are plenty of pages and none waits.
 
         What is taken ahead is given back before a sequence gives way, or one that waits is not let in.
-        Raises OutOfPages.
+        Raises OutOfPages where there is no room for the tokens of the step.
         """
-        table = self._table
-        ahead = len(rows) * (_TOKENS_AHEAD // table.page_size + 1)
-        if self._waiting or self._cache.has_windows or table.num_free_pages < 2 * ahead:
-            table.reserve_all(rows, kv_len)
-        else:
-            self._has_ahead = True
-            table.reserve_all(rows, np.minimum(kv_len + np.int32(_TOKENS_AHEAD), np.int32(table.max_kv_len)))
+        table, page_size = self._table, self._table.page_size
+        if not (self._waiting or self._cache.has_windows):
+            own = int((num_pages(kv_len, page_size) - num_pages(stored, page_size)).sum())
+            if table.num_free_pages >= own + 2 * len(rows) * (_TOKENS_AHEAD // page_size + 1):
+                self._has_ahead = True
+                kv_len = np.minimum(kv_len + np.int32(_TOKENS_AHEAD), np.int32(table.max_kv_len))
+        table.reserve_all(rows, kv_len)
 
     def _assigned(
         self, running: list[Sequence], drafts: Mapping[int, Drafts]
@@ -457,7 +457,7 @@ class Scheduler:
         for sequence in self._running:
             kv_len = sequence.num_tokens
             num_needed = num_pages(kv_len, self._table.page_size)
-            if sequence.num_left == 1 and self._table.num_held(sequence.row) > num_needed:
+            if self._table.num_held(sequence.row) > num_needed:
                 self._table.truncate(sequence.row, kv_len)
                 given = True
         return given
@@ -536,12 +536,16 @@ class Scheduler:
         self._metrics.preemptions += 1
 
     def _give_back_ahead(self) -> None:
-        """Give back pages that were taken ahead where the first that waits lacks some.
+        """Give back pages that were taken ahead where the first that waits lacks some, and not a place alone.
 
         Before the step's own tokens get their room, which is given back with them.
         """
-        if self._has_ahead and self._waiting and len(self._running) < self._max_batch_size:
+        if self._has_ahead and self._waiting and self._running:
             newcomer = self._waiting[0]
+            has_place = len(self._running) < self._max_batch_size
+            takes_place = newcomer.request.priority < self._running[-1].request.priority
+            if not (has_place or takes_place):
+                return
             if not self._has_room(newcomer, self._cache.find(newcomer.cached_row, newcomer.token_ids)):
                 self._give_back_room()
 

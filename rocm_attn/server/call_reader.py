@@ -147,8 +147,11 @@ class CallReader:
         name, arguments = said.get("name"), said.get(self._arguments, {})
         if not isinstance(name, str) or name not in self._names or not isinstance(arguments, dict):
             return None
+        try:
+            written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        except ValueError:  # a number too large for a float is read as infinity, which JSON does not have
+            return None
         # Half of a character, which JSON can write, can be sent in ASCII alone.
-        written = json.dumps(arguments, ensure_ascii=False)
         return Call(name, written if written.isprintable() else json.dumps(arguments))
 
 

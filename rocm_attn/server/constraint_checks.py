@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from threading import Lock
 
 from rocm_attn.errors import BadRequest, FitsLater
@@ -39,6 +40,9 @@ class ConstraintChecks:
         """
         if constraint not in self._known:
             await self._try(constraint)
+        self._know(constraint)
+
+    def _know(self, constraint: Constraint) -> None:
         self._known.pop(constraint, None)
         self._known[constraint] = None
         for oldest in list(self._known)[:-_MOST_KNOWN]:
@@ -56,10 +60,19 @@ class ConstraintChecks:
             await self._free.acquire()
         finally:
             self._num_waiting -= 1
+        if constraint in self._known:  # by now: many clients of a new service ask for one and the same
+            self._free.release()
+            return
         # The place is the thread's: a task that is cancelled does not end what runs there.
         trying = asyncio.ensure_future(asyncio.to_thread(self._try_in, self._begin, constraint))
-        trying.add_done_callback(lambda _: self._free.release())
+        trying.add_done_callback(partial(self._end_trying, constraint))
         await asyncio.shield(trying)
+
+    def _end_trying(self, constraint: Constraint, tried: asyncio.Future[None]) -> None:
+        """It is known to be fine before its place is another one's."""
+        if not tried.cancelled() and tried.exception() is None:
+            self._know(constraint)
+        self._free.release()
 
     def close(self) -> None:
         """End the processes; who waits for one gets BadRequest."""
@@ -74,11 +87,7 @@ class ConstraintChecks:
 
     def _try_in(self, begin: Callable[[], Trial], constraint: Constraint) -> None:
         """In a thread. Raises BadRequest."""
-        with self._lock:
-            if self._is_closed:
-                raise BadRequest("the server ends, and tries no constraint any more")
-            trial = self._idle.pop() if self._idle else begin()
-            self._busy.add(trial)
+        trial = self._taken(begin)
         try:
             trial.check(constraint)
         finally:
@@ -89,3 +98,17 @@ class ConstraintChecks:
                     trial.close()
                 else:
                     self._idle.append(trial)
+
+    def _taken(self, begin: Callable[[], Trial]) -> Trial:
+        """A process that is idle, or a new one. Raises BadRequest when the server ends."""
+        with self._lock:
+            idle = self._idle.pop() if self._idle else None
+        # A new one reads megabytes when Python has started there; close() does not wait for that.
+        trial = idle if idle is not None else begin()
+        with self._lock:
+            if not self._is_closed:
+                self._busy.add(trial)
+                return trial
+        trial.end()
+        trial.close()
+        raise BadRequest("the server ends, and tries no constraint any more")

@@ -152,7 +152,9 @@ class ChatReplies:
 
     def chunk(self, index: int, piece: Piece) -> Json | None:
         """What a piece of a choice is sent as; None where all of it may become a call of a function."""
-        read = self._readers.setdefault(index, _Read(self.reader()))
+        read = self._readers.get(index)
+        if read is None:
+            read = self._readers[index] = _Read(self.reader())
         first = read.num_calls
         text, calls = read.take(piece)
         delta: Json = {"content": text} if text else {}

@@ -624,6 +624,47 @@ def test_pages_that_were_taken_ahead_are_given_back_to_one_that_waits_for_them(g
     assert served.metrics.preemptions == 0
 
 
+@pytest.mark.parametrize("is_suspect", [False, True])
+def test_no_sequence_gives_way_because_its_room_ahead_is_not_there(is_suspect: bool) -> None:
+    """The cache holds the pages: it gives back what a chunk needs, which is less than what would be taken ahead."""
+    served = World(page_size=4, num_pages=1 + 220, max_batch_size=2, chunk=160, max_kv_len=400)
+    chooser = random.Random(1)
+    for number in range(8):
+        served.add(number, Request(tuple(chooser.choices(range(VOCAB), k=130)), 2))
+        served_in_turn(served)
+    assert served.metrics.cached_pages > 200
+    served.add(8, Request(tuple(chooser.choices(range(VOCAB), k=390)), 2))
+    served.step()
+    if is_suspect:
+        served.scheduler.suspect(served.sequences[8])
+    served_in_turn(served)
+    assert served.metrics.preemptions == is_suspect, "the one that makes a suspect begin anew"
+    assert served.results[8] == expected_tokens(served.sequences[8].request, 400)
+
+
+def test_pages_ahead_of_a_prompt_that_goes_on_are_given_back_too() -> None:
+    served = World(page_size=4, num_pages=1 + 45, max_batch_size=2, chunk=16, max_kv_len=180)
+    served.add(0, Request(tuple(range(40)), 100, prefix_caching=False))
+    served.step()
+    served.step()
+    assert served.table.num_held(served.sequences[0].row) == 24, "32 tokens and 64 more"
+    served.add(1, Request(tuple(range(50)) * 2, 20))  # 25 pages
+    served.step()
+    assert running(served) == [0, 1]
+
+
+def test_pages_ahead_are_given_back_to_a_better_one_that_takes_a_place() -> None:
+    served = World(page_size=4, num_pages=1 + 80, max_batch_size=2, chunk=256, max_kv_len=320)
+    served.add(0, Request((1, 2, 3), 40, priority=-1))
+    served.add(1, Request((4, 5, 6), 8))
+    for _ in range(3):
+        served.step()
+    assert served.table.num_held(served.sequences[0].row) > 16
+    served.add(2, Request(tuple(range(26)) * 10, 20, priority=-1))  # 65 pages
+    served.step()
+    assert running(served) == [0, 2]
+
+
 def test_drafts_leave_the_prompts_that_run_all_of_the_chunk_and_those_that_wait_half_of_the_rest() -> None:
     served = world(chunk=12)
     served.guess = right(20)

@@ -42,7 +42,7 @@ CASES: tuple[tuple[int, str, str, list[tuple[str, object]]], ...] = (
         "", " ", "plain < <tool <tool_cal text ", "<tool_call>", "<tool_call> ", "<tool_call>a</tool_call>",
         '<tool_call>\n{"name": "b", "arguments": {}}\n</tool_call>', '<tool_call>{"name": "a", "arguments": [1]}',
         '<tool_call>{"name": "a", "arguments": NaN}', '<tool_call>{"name": "a", "arguments": {"x": NaN}}',
-        "<tool_call>{",
+        '<tool_call>{"name": "a", "arguments": {"x": [1e999]}}', "<tool_call>{",
         '<tool_call>{"name": ["a"]}</tool_call>', '<tool_call>{"name": "a" "b"}</tool_call>',
     )),
     (0, f"<tool_call>no</tool_call>{A}", "<tool_call>no</tool_call>", [CALLED]),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from rocm_attn.errors import BadRequest
 from rocm_attn.runner.constraint import Constraint
-from rocm_attn.runner.constraint_trial import Trial
+from rocm_attn.runner.constraint_trial import Tokens, Trial
 from rocm_attn.runner.engine import Engine
 from rocm_attn.server import constraint_checks
 from tests.amd.runner.asking import PROMPT, character_model
@@ -20,6 +23,8 @@ from tests.amd.server.test_requested import OPTIONS
 
 # Whether all patterns can hold at once takes the library longer than anybody waits, and no limit of its ends it.
 ENDLESS = {"allOf": [{"type": "string", "pattern": f"[ab]*a[ab]{{{number}}}"} for number in range(10, 40)]}
+
+TOKENS = Tokens("{}", 8)  # of no use, and not looked at before something is tried
 
 
 @pytest.fixture
@@ -71,9 +76,54 @@ def test_a_constraint_that_finds_too_many_waiting_may_come_again(
     assert ask(server, {"enum": ["b"]}).status == 200
 
 
+def test_those_that_wait_with_a_constraint_that_another_one_has_tried_do_not_try_it_again(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end, tried, check = threading.Event(), list[Constraint](), Trial.check
+
+    def held_up(trial: Trial, constraint: Constraint) -> None:
+        tried.append(constraint)
+        may_end.wait()
+        check(trial, constraint)
+
+    monkeypatch.setattr(Trial, "check", held_up)
+    with ThreadPoolExecutor(4) as pool:
+        asking = [pool.submit(ask, server, {"enum": ["c"]}) for _ in range(4)]
+        while server.between_loops(lambda: server.generations._checks._num_waiting) < 2:
+            pass
+        may_end.set()
+        assert [each.result().status for each in asking] == [200] * 4
+    assert len(tried) == 2
+
+
 def test_a_constraint_that_is_known_to_be_fine_is_not_tried_again(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert ask(server, {"enum": ["x"]}).status == 200
     monkeypatch.setattr(Trial, "check", None)
     assert ask(server, {"enum": ["x"]}).status == 200
+
+
+def test_a_server_that_ends_waits_for_no_process_that_begins() -> None:
+    began: list[Trial] = []
+
+    def begin() -> Trial:
+        assert checks._lock.acquire(blocking=False), "close() would wait"
+        checks._lock.release()
+        checks.close()
+        began.append(Trial(TOKENS, 1))
+        return began[0]
+
+    checks = constraint_checks.ConstraintChecks(begin)
+    with pytest.raises(BadRequest, match="the server ends, and tries no constraint any more"):
+        asyncio.run(checks.check(Constraint.choice(["a"])))
+    assert began[0].has_ended
+
+
+def test_an_interrupt_of_the_terminal_does_not_reach_the_process() -> None:
+    trial = Trial(TOKENS, 1)
+    try:
+        assert os.getsid(trial._process.pid) == trial._process.pid != os.getsid(0)
+    finally:
+        trial.end()
+        trial.close()

@@ -129,12 +129,17 @@ def pair_offsets(token, head, L: gl.constexpr, G: gl.constexpr):
 
 @gluon.jit
 def _places(read, block, G: gl.constexpr):
-    """A tuple of Place, of a block's chunks. The last one that is read stands for later ones."""
+    """A tuple of Place, of a block's chunks. The last one that is read stands for later ones.
+
+    Of a window the first one that is seen stands for those before it, whose pages may have been given back.
+    """
     A_PAGE: gl.constexpr = G.PAGE_SIZE // CHUNK
     CHUNKS: gl.constexpr = G.CHUNKS
     found = ()
     for i in gl.static_range(CHUNKS):
         chunk = gl.minimum(block * CHUNKS + i, read.last_chunk)
+        if G.rows.WINDOWED and i + 1 < CHUNKS:
+            chunk = gl.maximum(chunk, read.keys.first // CHUNK)
         found += (Place(gl.load(read.line.at + chunk // A_PAGE), chunk % A_PAGE * CHUNK),)  # type: ignore[assignment]
     return found
 

@@ -203,6 +203,7 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: LatentSeg
     cut.check(args.schedule, args.queries.num_seqs)
     assert cut.key_block == tiles.segment_len, "the schedule was cut for other tiles"
     assert cut.window_left == scores.window_left, "the schedule was cut for another window"
+    assert not cut.is_even, "partial results have slots, which follow rows without a gap"
     return LatentSegmentGeometry(
         rows=latent_row_cut(cut, num_heads),
         keys=latent_geometry(args, scores, block, causal=scores.causal, exact=True, by_pairs=tiles.by_pairs),

@@ -32,6 +32,8 @@ SUFFIXES = replace(PLAIN, kv_len=[70, 33], q_len=[1, 1], first_page=[2, 0], tail
 # In pages that are next to each other, at the end of large pools.
 LARGE = replace(PLAIN, kv_len=[70, 33], q_len=[1, 1], spread=False)
 NUM_PROGRAMS = 3
+# So far from every page that a load of it is noticed.
+NO_PAGE = -99
 
 
 def cdna_cut(arch: str, case: Case, num_programs: int = NUM_PROGRAMS) -> DecodeCut:
@@ -42,14 +44,24 @@ def cdna_cut(arch: str, case: Case, num_programs: int = NUM_PROGRAMS) -> DecodeC
 
 
 def launch_cdna(arch: str, tensors: Tensors, cut: DecodeCut) -> None:
-    """Schedule, decode and merge, with scratch memory that is NaN or garbage beforehand."""
-    case = tensors.case
+    """Schedule, decode and merge, with scratch memory that is NaN or garbage beforehand, and no page before windows."""
+    case, tensors = tensors.case, _without_pages_before_windows(tensors)
     tiles = cdna_tiles(arch, num_kv_heads=case.heads[1], gqa_ratio=tensors.gqa_ratio, head_dim=case.dims[0])
     schedule = garbage(cut.words(tensors.num_seqs), tensors.q.device)
     words = cut.partials_words(gqa_ratio=tensors.gqa_ratio, v_head_dim=case.dims[1], tiles=tiles)
     launch_decode_schedule(tensors.queries, schedule, cut)
     args = tensors.args(schedule, torch.full((words,), float("nan"), device=tensors.q.device))
     launch_cdna_decode(args, arch=arch, scores=tensors.scores, cut=cut, tiles=tiles)
+
+
+def _without_pages_before_windows(tensors: Tensors) -> Tensors:
+    """The table names no page of which the sequences of decode see no key."""
+    case, table = tensors.case, tensors.table.clone()
+    if tensors.scores.windowed:
+        for row, length, new in zip(tensors.row_of_seq.tolist(), case.kv_len, case.q_len, strict=True):
+            first_key = max(length - 1 - case.window_left, 0)
+            table[row, : first_key // case.page_size if new == 1 else 0] = NO_PAGE
+    return replace(tensors, table=table)
 
 
 def assert_decoded(tensors: Tensors) -> None:

@@ -259,6 +259,15 @@ def test_the_last_tokens_of_an_extend_are_those_of_a_decode_bit_by_bit(
         assert_same_bits(decoded, extended)
 
 
+def test_deterministic_decode_refuses_rows_that_are_cut_alike(kernel_device: torch.device) -> None:
+    """What follows them as padding has no slots."""
+    tensors = build(DECODES, kernel_device)
+    tiles = latent_segment_tiles(arch_of(tensors), dims=DECODES.dims, dtype=DECODES.dtype)
+    even = replace(tiles, decoders=(), block=replace(tiles.of_decode(DECODES.heads[0]), even=True))
+    with pytest.raises(AssertionError, match="partial results have slots"):
+        run_latent_segment_decode(tensors, tiles=even)
+
+
 def test_who_runs_a_segment_changes_no_bit(kernel_device: torch.device) -> None:
     def decoded(compute_units: int) -> Tensors:
         case = replace(DECODES, kv_len=[300, 0, 64, 129], q_len=[1] * 4, window_left=200, dtype=torch.float16)

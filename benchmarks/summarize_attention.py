@@ -19,6 +19,11 @@ from typing import Any
 
 from rocm_attn.bench.machine import commit
 
+# Of the harness's adapters.
+OURS, WITHOUT_PAGES = "own", "-contig"
+# Relative to float32; beyond it the harness itself lets no time count.
+MOST_ERROR = 2e-2
+
 
 def main() -> None:
     """Read, combine, write."""
@@ -30,9 +35,13 @@ def main() -> None:
     records = [json.loads(line) for line in args.raw.read_text().splitlines()]
     ceilings = next(record for record in records if record["t"] == "ceil")
     cases = {case.name: case for case in load_cases(args.harness).all_cases()}
-    # A case that this library refuses (MLA has no Triton kernel) has a result without a time.
+    # A case that this library or a peer refuses has a result without a time.
     timed = [record for record in records if record["t"] == "res" and "us" in record]
-    rows = [row(record, cases[record["case"]], ceilings) for record in timed]
+    rows = [
+        row(record, cases[record["case"]], ceilings) | fastest_peer(record["case"], timed)
+        for record in timed
+        if record["ad"] == OURS
+    ]
     machine = {key: ceilings[key] for key in ("gpu", "torch", "triton")} | {"commit": commit(), "date": today()}
     kept = ("copy_GBs", "read_GBs", "mma_TFs", "graph_launch_us", "read_curve")
     result = {"machine": machine, "ceilings": {key: ceilings[key] for key in kept}, "rows": rows}
@@ -54,6 +63,22 @@ def row(record: dict[str, Any], case: Any, ceilings: dict[str, Any]) -> dict[str
         "error": float(f"{record['err']:.2g}"),
         "error_in_graph": float(f"{record['err_graph_path']:.2g}"),
     }
+
+
+def fastest_peer(case: str, timed: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of those of the same run that read pages and were right."""
+    peers = [
+        (record["us"], record["ad"])
+        for record in timed
+        if record["case"] == case
+        and record["ad"] != OURS
+        and not record["ad"].endswith(WITHOUT_PAGES)
+        and record["err_graph_path"] < MOST_ERROR
+    ]
+    us, name = min(peers, default=(None, None))
+    if us is None:
+        raise SystemExit(f"no peer has served {case}; measure beside one")
+    return {"peer": name, "peer_us": round(us, 1)}
 
 
 def read_us(num_bytes: int, curve: list[tuple[int, float]]) -> float:

@@ -27,8 +27,9 @@ Which kernels serve which layer, on which GPU. `python -m tests.amd.docs.capabil
 `build_runtime` does, and writes this page; a test holds that it is current. [Kernels](kernels.md) has every kernel with
 its limits, and `rocm-attn explain CONFIG.json --arch gfx942` answers for a model, with the reasons of every refusal.
 
-AITER's kernels have not run on an AMD GPU with this project yet ([what we could not test](untested.md)); before each of
-them serves, it is [tried on the model's own shape](providers.md#the-probe).
+No kernel here has run on an AMD GPU with this project yet ([what we could not test](untested.md)). Before a kernel of
+AITER's or [decode for CDNA](providers.md#decode-for-cdna) serves, it is [tried on the model's own
+shape](providers.md#the-probe).
 
 *Dense* is a layer of 32 query heads over 8 KV heads of 128 elements, as in Llama 3.1 8B. Where nothing else is said a
 layer is in bfloat16, over K and V pages of 16 tokens, causal, without a window. FP8 is the encoding that the GPU's

@@ -40,13 +40,13 @@ row of paged decode that serves where it does not, to this kernel in its own til
 
 """
 _SERVES = """\
-By the house's rule for AMD rows these figures and [the simulator](simulator.md) choose it, where the Triton is 3.9.0:
+All rows for AMD are chosen by such figures and [the simulator](simulator.md), and so is this one, with Triton 3.9.0:
 `triton.cdna_decode` in [the page of kernels](kernels.md), with its limits. **No MI300 and no MI355 has run it.** So it
 is probed before it serves ([providers](providers.md#the-probe)), and tiles of `triton.decode` that `rocm-attn tune`
 measured on such a GPU beat it. On gfx950 heads of 256 stay with paged decode: one wave a SIMD has room, 3.7 us. With a
 window every block is masked: 6.9 clocks to issue a key on gfx942 and 5.8 on gfx950, with a cap 9.1 and 8.2 (heads of
 128). With Triton 3.6.0 it is right in the simulator and gains nothing by these figures: page numbers are vector loads
-there, and a key takes 9.5 clocks to issue. [Predicted times](cost.md) are still those of `triton.decode`; and by their
+there, and a key takes 9.5 clocks to issue. [Predicted times](cost.md) are those of `triton.decode`. By their
 model large batches are bound by HBM with either kernel as long as a load takes less than the break-even latency. Extend
 was not tried.
 """

@@ -82,8 +82,8 @@ def attention(result: dict[str, Any]) -> str:
         f"Ceilings of the same run: copy {ceilings['copy_GBs']:.0f} GB/s, read {ceilings['read_GBs']:.0f} GB/s, "
         f"bf16 8192^3 matmul {ceilings['mma_TFs']:.0f} TFLOP/s. floor: streaming read of the same bytes, or the "
         "matmul bound; limit: the same bytes at copy bandwidth, or the matmul bound. Input sets are rotated past the "
-        "L2; the schedule is built once a step, outside. Error: relative to float32, before and after the graph. Peer: the "
-        "fastest other one of the same run that reads pages, and our time by its.",
+        "L2; the schedule is built once a step, outside. Error: relative to float32, before and after the graph. Peer: "
+        "the fastest other one of the same run that reads pages, and our time by its.",
         "| case | us | floor us | x floor | limit us | x limit | error | peer | us | x peer |",
     )
     for row in sorted(result["rows"], key=lambda row: row["case"]):

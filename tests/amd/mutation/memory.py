@@ -67,7 +67,8 @@ class Fenced(Memory):
     POISON = 0x7F7F7F7F
 
     def _arena(self, span: int, dtype: torch.dtype) -> tuple[Tensor, int]:
-        usable = -(-span * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
+        # At least one page: what has no element lies at its end.
+        usable = max(1, -(-span * dtype.itemsize // mmap.PAGESIZE)) * mmap.PAGESIZE
         pages = mmap.mmap(-1, usable + mmap.PAGESIZE)
         start = ctypes.addressof(ctypes.c_char.from_buffer(pages))
         libc = ctypes.CDLL(None, use_errno=True)

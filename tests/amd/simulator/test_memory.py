@@ -108,11 +108,13 @@ def test_scalar_loads() -> None:
     core = execute(
         "s_load_dwordx4 s[4:7], s[0:1], 0x10",
         "s_load_dword s8, s[0:1], s9",
+        "s_load_dword s10, s[0:1], s9 offset:0x8",
         scalar={**pointer(BYTES), 9: 32},
         allocations=[allocation(BYTES)],
     )
     assert core.scalar[4:8].tolist() == BYTES[16:32].view(np.uint32).tolist()
     assert int(core.scalar[8]) == int(BYTES[32:36].view(np.uint32)[0])
+    assert int(core.scalar[10]) == int(BYTES[40:44].view(np.uint32)[0])
 
 
 def test_masked_lanes_of_a_buffer_load_0_and_store_nothing() -> None:

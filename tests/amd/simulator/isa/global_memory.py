@@ -163,9 +163,13 @@ def _store(context: Context, instruction: Instruction) -> Step:
 
 
 def _scalar_load(context: Context, instruction: Instruction) -> Step:
-    """s_load: some registers from a 64-bit base and an offset; the low two bits of the address do not count."""
+    """s_load: some registers from a 64-bit base, an offset, and the modifier's where that offset is a register.
+
+    The low two bits of the address do not count. Source: AMD Instinct MI300 ISA, "Scalar Memory Addressing".
+    """
     core = context.core
-    instruction.allow()
+    instruction.allow("offset")
+    immediate = instruction.number("offset")
     words = int(re.sub(r"s_load_dword(x)?", "", instruction.name) or 1)
     destination, base = (scalar_register(token).index for token in instruction.operands[:2])
     if destination + words > M0:
@@ -173,7 +177,7 @@ def _scalar_load(context: Context, instruction: Instruction) -> Step:
     offset = scalar_source(core, instruction.operands[2], 32)
 
     def step() -> None:
-        address = core.read_pair(base) + offset() & ~3
+        address = core.read_pair(base) + offset() + immediate & ~3
         loaded = core.memory.load(np.array([address], np.int64), 4 * words)
         core.scalar[destination : destination + words] = loaded.view(np.uint32)[0]
 

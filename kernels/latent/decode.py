@@ -70,6 +70,7 @@ class LatentDecodeGeometry(NamedTuple):
     QUERY_ROWS:  rows of a query block, a new token and a query head each, then padding
     STAGES:      key blocks whose loads are in flight
     EARLY:       whether launches may begin while the one before still runs
+    EVEN:        whether rows that are alike are cut alike, with padding after each
     """
 
     rows: RowCut
@@ -80,16 +81,19 @@ class LatentDecodeGeometry(NamedTuple):
     QUERY_ROWS: int
     STAGES: int
     EARLY: bool
+    EVEN: bool
 
 
 @triton.jit
-def zero(words):
-    """0, by a program's padding (decode_schedule.py), which is never negative: the compiler cannot know.
+def zero(words, EVEN: tl.constexpr):
+    """0, by a program's padding (decode_schedule.py), which is never negative, and 0 where rows are not cut alike: the
+    compiler cannot know.
 
     What is computed from it is computed where it is used. Of offsets of rows that do not change from one sequence to
     the next the compiler keeps 64 registers over the loop over keys else, and spills others.
     """
-    return tl.minimum(tl.load(words + PROGRAM_PAD, volatile=True), 0)
+    padding = tl.load(words + PROGRAM_PAD, volatile=True)
+    return tl.minimum(padding, 0) if EVEN else padding
 
 
 @triton.jit(do_not_specialize=["num_programs", "width", "window_left"])
@@ -160,7 +164,7 @@ def _latent_decode_kernel(
             row_token = row * T.OF_ROW
             num_tokens = tl.minimum(q_len - row_token, T.OF_ROW)
             first_token = tl.load(q_indptr + seq) + row_token
-            token, head, is_row = rows_of_block(first_token, num_tokens, 0, head_block + zero(words), G)
+            token, head, is_row = rows_of_block(first_token, num_tokens, 0, head_block + zero(words, G.EVEN), G)
             table_line = table + tl.load(row_of_seq + seq).to(tl.int64) * table_row
             line_width = width
             if first_page is not None:
@@ -193,7 +197,7 @@ def _latent_decode_kernel(
             softmax = attend_latents(softmax, query, rows, seen, Span(first, end), K, True, G.STAGES)
             softmax = scaled_latents(softmax, factor, K)
             # Worked out again, not kept: the accumulators leave no registers to keep them in.
-            token, head, is_row = rows_of_block(first_token, num_tokens, 0, head_block + zero(words), G)
+            token, head, is_row = rows_of_block(first_token, num_tokens, 0, head_block + zero(words, G.EVEN), G)
             # Without blocks it is empty; a mask of that would be kept over the loop, too.
             if (num_blocks == 0) | (end_block - first_block == num_blocks):
                 out_rows, lse_rows = Rows(out, out_token, out_head), Rows(lse, lse_token, lse_head)
@@ -287,4 +291,5 @@ def _geometry(
         QUERY_ROWS=tiles.query_rows,
         STAGES=tiles.num_stages,
         EARLY=tiles.early,
+        EVEN=cut.is_even,
     )

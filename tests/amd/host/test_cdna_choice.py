@@ -160,7 +160,7 @@ def test_a_probe_looks_at_it_before_it_serves(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(probe, "random_run", wrong_decode)
     monkeypatch.setattr(probe, "edge_run", lambda selection, device: None)
     for _ in range(2):
-        (selection,) = choose_kernels([LAYER], on("gfx942"), "triton", SMALLEST_POOL, device=torch.device("cpu"))
+        (selection,) = choose_kernels([LAYER], on("gfx942"), "triton", SMALLEST_POOL, device=torch.device("cuda"))
         assert names(selection) == (PLAIN[0], CDNA[1])
         assert reasons(selection) == {"switched off by its probe: sequence 1 of 3 is wrong"}
     assert probed == [CDNA, (PLAIN[0], CDNA[1])]
@@ -168,4 +168,11 @@ def test_a_probe_looks_at_it_before_it_serves(monkeypatch: pytest.MonkeyPatch, t
 
 def test_where_paged_decode_serves_nothing_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "random_run", lambda selection, device: pytest.fail("it was probed"))
-    choose_kernels([LAYER], known_target("gfx942"), "triton", SMALLEST_POOL, device=torch.device("cpu"))
+    choose_kernels([LAYER], known_target("gfx942"), "triton", SMALLEST_POOL, device=torch.device("cuda"))
+
+
+def test_what_is_only_compiled_is_not_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prewarm, for a GPU that is not here."""
+    monkeypatch.setattr(probe, "random_run", lambda selection, device: pytest.fail("it was probed"))
+    (selection,) = choose_kernels([LAYER], on("gfx942"), "triton", SMALLEST_POOL, device=torch.device("cpu"))
+    assert names(selection) == CDNA

@@ -269,7 +269,7 @@ def test_the_interpreter_compiles_nothing_and_says_so(monkeypatch: pytest.Monkey
 @pytest.mark.usefixtures("warm")
 def test_the_command_prints_what_it_compiled(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of one kernel: the others are where another process has left them."""
-    for compiled in {path.parent for path in cache.glob("*/_decode_kernel.*")}:
+    for compiled in {path.parent for path in cache.glob("*/_store_kernel.*")}:
         shutil.rmtree(compiled)
     config = tmp_path / "config.json"
     config.write_text(json.dumps(CONFIG))
@@ -277,13 +277,13 @@ def test_the_command_prints_what_it_compiled(tmp_path: Path, cache: Path, capsys
     assert main(command) == DONE
     printed = capsys.readouterr()
     assert printed.out.splitlines()[0] == f"{config} on {ARCH}, pages of 16 tokens, compiled without running"
-    assert "compiled _decode_kernel, 1 variant" in printed.out
+    assert "compiled _store_kernel, 1 variant" in printed.out
     assert f"cache {cache}" in printed.out
     assert printed.err == ""
     assert main([*command, "--json"]) == DONE
     told = json.loads(capsys.readouterr().out)
     assert (told["arch"], told["ran"], told["compiled"]) == (ARCH, False, {})
-    assert told["cached"]["_decode_kernel"] == 1
+    assert told["cached"]["_store_kernel"] == 1
 
 
 @pytest.mark.long

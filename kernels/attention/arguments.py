@@ -129,6 +129,12 @@ class AttendArgs(NamedTuple):
         out_token, out_head, *lse = self.written_strides
         return (*(stride // unit for stride in rows), table, out_token // unit, out_head // unit, *lse)
 
+    def check_workspace(self, words: int) -> None:
+        """It has room for so many float32 words."""
+        assert self.workspace.dtype == torch.float32
+        assert self.workspace.numel() >= words
+        assert self.workspace.is_contiguous()
+
     def check(self, kernel: str) -> None:
         """What Triton's launchers check: cheap, on the host, and only what would corrupt memory silently.
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -651,11 +650,7 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: DecodeTil
     assert cut == DecodeCut.of(
         tiles, num_kv_heads=num_kv_heads, programs=cut.programs, window_left=scores.window_left
     ), "the schedule was cut for another launch"
-    workspace = args.workspace
-    words = cut.partials_words(gqa_ratio=gqa_ratio, v_head_dim=v_head_dim, tiles=tiles)
-    assert workspace.dtype == torch.float32
-    assert workspace.numel() >= words
-    assert workspace.is_contiguous()
+    args.check_workspace(cut.partials_words(gqa_ratio=gqa_ratio, v_head_dim=v_head_dim, tiles=tiles))
     assert cut.row_cost >= 1, "some program must write the zeros of a row without keys"
     assert heads <= 2
     assert not tiles.dim_block or (heads == 1 and not tiles.paired)

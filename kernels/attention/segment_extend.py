@@ -6,7 +6,6 @@ So it holds two accumulators: of the segment, and of what lies left of it.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -236,8 +235,5 @@ def _geometry(
 def _left(args: AttendArgs, geometry: BlockGeometry, num_programs: int) -> Tensor:
     """Where programs keep what lies left of a segment."""
     keys = geometry.keys
-    words = num_programs * geometry.QUERY_ROWS * keys.V_PARTS * keys.V_COLUMNS
-    assert args.workspace.dtype == torch.float32
-    assert args.workspace.is_contiguous()
-    assert args.workspace.numel() >= words
+    args.check_workspace(num_programs * geometry.QUERY_ROWS * keys.V_PARTS * keys.V_COLUMNS)
     return args.workspace

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -321,10 +320,7 @@ def _geometry(args: AttendArgs, arch: str, scores: Scores, cut: DecodeCut, tiles
     assert cut == DecodeCut.of(
         tiles, num_kv_heads=num_kv_heads, programs=cut.programs, window_left=scores.window_left
     ), "the schedule was cut for another launch"
-    words = cut.partials_words(gqa_ratio=gqa_ratio, v_head_dim=head_dim, tiles=tiles)
-    assert args.workspace.dtype == torch.float32
-    assert args.workspace.numel() >= words
-    assert args.workspace.is_contiguous()
+    args.check_workspace(cut.partials_words(gqa_ratio=gqa_ratio, v_head_dim=head_dim, tiles=tiles))
     assert cut.row_cost >= 1, "some program must write the zeros of a row without keys"
     assert args.slopes is None, "no slopes are served"
     assert pages.format.encoding.dtype == args.q.dtype, "pages in q's dtype are served"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -278,10 +277,7 @@ def _geometry(
         mask.check(args.queries.num_seqs, args.queries.num_tokens, windowed=scores.windowed)
         assert not scores.windowed, "windows under a mask are for launch_latent_extend"
         assert tiles.key_block <= TWO_WORDS
-    workspace = args.workspace
-    assert workspace.dtype == torch.float32
-    assert workspace.numel() >= latent_partials_words(cut, num_heads=num_heads, v_head_dim=v_head_dim)
-    assert workspace.is_contiguous()
+    args.check_workspace(latent_partials_words(cut, num_heads=num_heads, v_head_dim=v_head_dim))
     return LatentDecodeGeometry(
         rows=latent_row_cut(cut, num_heads),
         keys=latent_geometry(args, scores, tiles, causal=scores.causal and mask is None, exact=False),

@@ -7,6 +7,7 @@ from typing import TypedDict
 
 import torch
 
+from rocm_attn.kernels.attention.cuts import DecodeCut
 from rocm_attn.kernels.tuning.decode_tiles import decode_tiles
 from rocm_attn.kernels.tuning.extend_tiles import extend_rows
 from rocm_attn.kernels.tuning.latent_tiles import LatentTiles, latent_decode_tiles, latent_extend_tiles
@@ -127,3 +128,13 @@ def _or_measured(static: AnyTiles, row: MeasuredRow | None) -> AnyTiles:
         return static
     assert isinstance(row.tiles, type(static)), "a row's tiles are those of its table"
     return row.tiles
+
+
+def decode_cut_of(problem: Problem, target: Target, tiles: DecodeTiles) -> DecodeCut:
+    """How decode of a problem is cut, by as many programs as a target runs at once."""
+    return DecodeCut.of(
+        tiles,
+        num_kv_heads=problem.num_kv_heads,
+        programs=target.compute_units * tiles.programs_per_cu,
+        window_left=problem.window_left,
+    )

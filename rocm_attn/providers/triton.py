@@ -24,7 +24,7 @@ from rocm_attn.providers.mixed import MixedAtOnce, TritonMixed
 from rocm_attn.providers.schedules import DecodeSchedule, ExtendSchedule
 from rocm_attn.providers.scores import scores_of
 from rocm_attn.providers.shared_prefix import SharedPrefixKernel, limits_of_shared_prefix, problem_of_prefixes
-from rocm_attn.providers.tiles import codes_of, decode_tiles_of, extend_rows_of, extend_rows_of_table
+from rocm_attn.providers.tiles import codes_of, decode_cut_of, decode_tiles_of, extend_rows_of, extend_rows_of_table
 from rocm_attn.providers.triton_later import triton_launches
 from rocm_attn.providers.triton_rows import ARCHS, Masked, triton_ops, triton_row
 
@@ -107,12 +107,7 @@ class TritonExtend:
 
 def _bind_decode(problem: Problem, target: Target, pool: PoolSize) -> TritonDecode:
     tiles = decode_tiles_of(problem, target)
-    cut = DecodeCut.of(
-        tiles,
-        num_kv_heads=problem.num_kv_heads,
-        programs=target.compute_units * tiles.programs_per_cu,
-        window_left=problem.window_left,
-    )
+    cut = decode_cut_of(problem, target, tiles)
     return TritonDecode(problem, scores_of(problem), tiles, cut)
 
 

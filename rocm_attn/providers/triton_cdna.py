@@ -22,7 +22,7 @@ from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import Limits, StepBounds
 from rocm_attn.providers.schedules import DecodeSchedule
 from rocm_attn.providers.scores import scores_of
-from rocm_attn.providers.tiles import measured_row
+from rocm_attn.providers.tiles import decode_cut_of, measured_row
 from rocm_attn.providers.triton_later import cdna_launches
 
 # Gluon, in which the kernel is written, changes from release to release: those that its tests have passed with, and of
@@ -82,10 +82,5 @@ def bind_decode(problem: Problem, target: Target) -> CdnaDecode:
     tiles = cdna_tiles(
         target.arch, num_kv_heads=problem.num_kv_heads, gqa_ratio=problem.gqa_ratio, head_dim=problem.head_dim
     )
-    cut = DecodeCut.of(
-        tiles,
-        num_kv_heads=problem.num_kv_heads,
-        programs=target.compute_units * tiles.programs_per_cu,
-        window_left=problem.window_left,
-    )
+    cut = decode_cut_of(problem, target, tiles)
     return CdnaDecode(problem, target.arch, scores_of(problem), tiles, cut)

@@ -1,7 +1,7 @@
 """A process that tries whether constraints can be used, for a server that takes them from anybody.
 
 Few short constraints take minutes, or gigabytes, to be compiled, and no thread can be ended that does so. The kernel
-ends this process where one takes too much; whoever has asked sees that, and starts another one.
+ends this process where one takes too much; the server sees that, and starts another one.
 
 It reads lines of JSON, a Tokens first and then one Constraint after the other, and answers each with a line.
 """

@@ -1,4 +1,4 @@
-"""Constraints that take for ever, or are many, hold up nobody else's."""
+"""Requests do not wait for others' constraints that take for ever, or are many."""
 
 from __future__ import annotations
 

@@ -27,7 +27,9 @@ def test_every_kernel_compiles_and_fits(row: Row) -> None:
     else:
         assert kernels.keys() == names_of_all_kernels() - latent - names_of_sparse_kernels()
     found = [
-        f"{name}: {each}" for name, kernel in kernels.items() for each in amd_complaints(row, name, read_amd_code(kernel))
+        f"{name}: {each}"
+        for name, kernel in kernels.items()
+        for each in amd_complaints(row, name, read_amd_code(kernel))
     ]
     assert not found, "\n".join(found)
 

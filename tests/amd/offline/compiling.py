@@ -17,9 +17,9 @@ NVIDIA_ARCHS = ("sm_80", "sm_90")
 
 
 # On CDNA 3 heads of 128 and latent pages, on Hopper latent pages, on CDNA 3 and 4 codes too; the simulator executes
-# plain and latent pages on CDNA 4. The rest is long, as are float32, which no model is served in, and heads of 192 and more. A plain row
-# takes a core for a minute, mostly inside LLVM, and two archs rarely disagree on what one layer does; a row of codes
-# launches only what reads and writes pages, a third of it.
+# plain and latent pages on CDNA 4. The rest is long, as are float32, which no model is served in, and heads of 192 and
+# more. A plain row takes a core for a minute, mostly inside LLVM, and two archs rarely disagree on what one layer does;
+# a row of codes launches only what reads and writes pages, a third of it.
 IN_EVERY_RUN = frozenset(
     {
         "gfx942-32x8-128-128-bfloat16-page16-below_2gib",

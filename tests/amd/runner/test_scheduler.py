@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -251,7 +252,7 @@ requests = st.builds(
 )
 
 
-@given(
+worlds = given(
     arrivals=st.lists(st.tuples(st.integers(0, 6), requests), min_size=1, max_size=12),
     aborts=st.dictionaries(st.integers(0, 30), st.integers(0, 11), max_size=3),
     page_size=st.sampled_from([1, 3, 16]),
@@ -262,8 +263,22 @@ requests = st.builds(
     guess=st.one_of(st.just(no_drafts), st.integers(0, 1000).map(guesses)),
     ahead=st.booleans(),
 )
-@settings(max_examples=200)
-def test_every_request_comes_to_what_it_would_alone(
+
+
+@worlds
+@settings(max_examples=60)
+def test_every_request_comes_to_what_it_would_alone(**world: Any) -> None:
+    serve_and_compare(**world)
+
+
+@pytest.mark.nightly
+@worlds
+@settings(max_examples=1000)
+def test_more_requests_come_to_what_they_would_alone(**world: Any) -> None:
+    serve_and_compare(**world)
+
+
+def serve_and_compare(
     arrivals: list[tuple[int, Request]],
     aborts: dict[int, int],
     page_size: int,

@@ -12,7 +12,6 @@ import zlib
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import pytest
@@ -267,18 +266,7 @@ worlds = given(
 
 @worlds
 @settings(max_examples=60)
-def test_every_request_comes_to_what_it_would_alone(**world: Any) -> None:
-    serve_and_compare(**world)
-
-
-@pytest.mark.nightly
-@worlds
-@settings(max_examples=1000)
-def test_more_requests_come_to_what_they_would_alone(**world: Any) -> None:
-    serve_and_compare(**world)
-
-
-def serve_and_compare(
+def test_every_request_comes_to_what_it_would_alone(
     arrivals: list[tuple[int, Request]],
     aborts: dict[int, int],
     page_size: int,

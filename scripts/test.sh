@@ -7,7 +7,7 @@
 #   types            mypy --strict over the package, the tests and the benchmarks
 #   host             everything that needs neither a GPU nor Triton's interpreter
 #   interpreter      the kernels, and the runtime on top of them, under Triton's interpreter
-#   mutation         every sixteenth mask of the kernels removed in a copy: a check under Triton's interpreter must notice
+#   mutation         every thirty-second mask of the kernels removed in a copy: a check under Triton's interpreter must notice
 #   soak             1,000 random steps of a tiny model, every output checked against the oracle
 #   driver           60 seeds of a random driver whose oracle shares no code with the project
 #   text             greedy text against transformers, and the command line on real weights

@@ -68,7 +68,7 @@ def verify(world: World, requests: list[Request]) -> Accepted:
 @pytest.mark.parametrize(
     ("problems", "swa_pages"),
     [
-        pytest.param(*pool, id=name, marks=[pytest.mark.long] * (name not in ("hybrid", "eight bits, by token")))
+        pytest.param(*pool, id=name, marks=[pytest.mark.long] * (name in ("plain", "eight bits, by layer")))
         for name, pool in POOLS.items()
     ],
 )

@@ -59,13 +59,18 @@ def test_every_bound_kernel_and_kind_of_step_has_cases_with_every_dtype_and_page
 
 
 def _marked(case: Case) -> object:
-    """In every run each case in one of its dtypes, by turns; of the slow ones only those of decode."""
+    """In every run each case in one of its dtypes, by turns; of the slow ones only those of decode.
+
+    Mixed steps are the night's where extend steps of the function are among the cases: it is called alike for both.
+    """
     of_row = [other for other in SOME if other.row is case.row]
     turn = list(dict.fromkeys(other.what for other in of_row)).index(case.what)
     dtypes = [other.problem.dtype for other in of_row if other.what == case.what]
     is_slow = case.what.startswith(_SLOW) and case.row.kind is not StepKind.DECODE
     is_other = case.problem.dtype != dtypes[turn % len(dtypes)]
-    return pytest.param(case, marks=[pytest.mark.nightly] * (is_slow or is_other))
+    extends = any(other.row.name == case.row.name and other.row.kind is StepKind.EXTEND for other in SOME)
+    is_repeated = case.row.kind is StepKind.MIXED and extends
+    return pytest.param(case, marks=[pytest.mark.nightly] * (is_slow or is_other or is_repeated))
 
 
 @pytest.mark.parametrize("case", [_marked(case) for case in SOME], ids=str)

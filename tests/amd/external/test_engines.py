@@ -28,9 +28,7 @@ each_page_size = pytest.mark.parametrize(
 each_layout = pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(
-            layout, id=name, marks=[LONG] * (name not in ("sglang two pools", "vllm three groups", "flashinfer"))
-        )
+        pytest.param(layout, id=name, marks=[LONG] * (name not in ("vllm three groups", "flashinfer")))
         for name, layout in LAYOUTS.items()
     ],
 )
@@ -78,8 +76,14 @@ def test_eager_steps_of_an_engine_are_right(build: Build, layout: Layout, page_s
     "layout",
     [pytest.param(layout, id=name, marks=[LONG] * (name != "sglang two pools")) for name, layout in LAYOUTS.items()],
 )
-@each_page_size
-@pytest.mark.parametrize("width", [1, pytest.param(3, marks=LONG)])
+@pytest.mark.parametrize(
+    ("page_size", "width"),
+    [
+        (16, 1),
+        pytest.param(1, 3, marks=LONG),
+        *(pytest.param(*both, marks=pytest.mark.nightly) for both in ((1, 1), (16, 3), (32, 1), (32, 3))),
+    ],
+)
 def test_an_engines_own_graphs_serve_any_length_and_number(
     build: Build, layout: Layout, page_size: int, width: int
 ) -> None:
@@ -98,8 +102,15 @@ def test_an_engines_own_graphs_serve_any_length_and_number(
 
 
 @LONG
-@each_layout
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(
+    ("layout", "page_size"),
+    [
+        # By turns: layouts and sizes of pages are told apart elsewhere.
+        pytest.param(layout, size, id=f"{name}-{size}", marks=[pytest.mark.nightly] * (at % 2 != turn))
+        for at, (name, layout) in enumerate(LAYOUTS.items())
+        for turn, size in enumerate((1, 16))
+    ],
+)
 def test_random_steps_of_an_engine_are_right(build: Build, layout: Layout, page_size: int) -> None:
     """Requests come and go, pages are used again by others, graphs and eager steps in any order."""
     engine, choice = build(layout, page_size), random.Random(page_size)

@@ -151,14 +151,8 @@ def test_hugging_face_kernels_and_ours_import_side_by_side(
         assert Path(ours) != Path(theirs).parent / "launch.py"
 
 
-@pytest.mark.parametrize(
-    ("kind", "reads_libraries"),
-    [
-        ("wheel", False),
-        pytest.param("wheel", True, marks=pytest.mark.nightly),
-        pytest.param("editable", True, marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("kind", "reads_libraries"), [("wheel", False), ("wheel", True), ("editable", True)])
 def test_type_checkers_read_a_wheel_and_an_editable_install_as_they_come(
     kind: str, reads_libraries: bool, tree: Path, wheel: Path, tmp_path: Path
 ) -> None:

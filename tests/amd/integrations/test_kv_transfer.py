@@ -153,7 +153,7 @@ MODELS = {
 @pytest.mark.parametrize(
     "model",
     [
-        pytest.param(model, marks=[long] * (model not in ("plain", "codes with factors of tokens", "index keys")))
+        pytest.param(model, marks=[long] * (model not in ("codes with factors of tokens", "index keys")))
         for model in MODELS
     ],
 )

@@ -137,8 +137,16 @@ def test_one_launch_may_take_shares_and_whole_rows(
     assert_served(tensors)
 
 
-@pytest.mark.parametrize("layer", [{}, {"masked": True}, {"sinks": True}, {"window_left": 40}], ids=str)
-@pytest.mark.parametrize(("programs", "parts"), [(50, 8), (150, 32)])
+@pytest.mark.parametrize(
+    ("programs", "parts", "layer"),
+    [
+        # Many programs in every run for one kind of layer: each of them is interpreted.
+        pytest.param(programs, parts, layer, marks=[pytest.mark.long] * ((programs > 50) != (not layer)))
+        for programs, parts in ((50, 8), (150, 32))
+        for layer in ({}, {"masked": True}, {"sinks": True}, {"window_left": 40})
+    ],
+    ids=str,
+)
 def test_few_rows_of_many_parts_are_merged_by_row(
     programs: int, parts: int, layer: dict[str, Any], kernel_device: torch.device
 ) -> None:

@@ -13,6 +13,9 @@ from tests.amd.mutation.mutants import KERNELS, Mutant, mutants
 MUTANTS = mutants()
 # The first file of each check: on the kernels as they are, a check does the same for all of its files.
 FILES = {CHECKS[path]: path for path in sorted(CHECKS, reverse=True)}.values()
+# Every so many-th mask is removed in every run, the others at night.
+APART = 32
+JUDGES_BY_DAY = {CHECKS[mutant.path] for mutant in MUTANTS[::APART] if mutant.path in CHECKS}
 
 
 # Masks that change neither a value nor what is touched, and why they stay.
@@ -35,8 +38,20 @@ def server() -> None:
     start_server()
 
 
-@pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: trial.memory.__name__)
-@pytest.mark.parametrize("path", FILES)
+@pytest.mark.parametrize(
+    ("path", "trial"),
+    [
+        # By day each check in the memory that ends the process; in the other one where it judges a mutant.
+        pytest.param(
+            path,
+            trial,
+            id=f"{path}-{trial.memory.__name__}",
+            marks=[pytest.mark.long] * (trial is TRIALS[0] and CHECKS[path] not in JUDGES_BY_DAY),
+        )
+        for path in FILES
+        for trial in TRIALS
+    ],
+)
 def test_the_kernels_pass_their_checks(path: str, trial: Trial, tmp_path: Path) -> None:
     assert verdict(copy_of_kernels(tmp_path), path, trial) == "right"
 
@@ -61,7 +76,9 @@ def test_masks_that_are_called_harmless_exist() -> None:
 @pytest.mark.parametrize(
     "mutant",
     [
-        pytest.param(mutant, id=f"{mutant.path}:{mutant.line} {mutant.what}", marks=[pytest.mark.long] * (at % 16 > 0))
+        pytest.param(
+            mutant, id=f"{mutant.path}:{mutant.line} {mutant.what}", marks=[pytest.mark.long] * (at % APART > 0)
+        )
         for at, mutant in enumerate(MUTANTS)
     ],
 )

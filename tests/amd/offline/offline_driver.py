@@ -6,8 +6,10 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from triton.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction
 
 from rocm_attn.kernels.compile_only import AbsentGpu, compile_only
 from rocm_attn.kernels.launch import Thunk, observe_launches
@@ -40,3 +42,19 @@ def compiled_by(call: Callable[[], object], arch: str) -> list[CompiledKernel]:
     with offline(arch), observe_launches(keep):
         call()
     return kernels
+
+
+def first_compiled_by(call: Callable[[], object], arch: str) -> dict[str, CompiledKernel]:
+    """The first variant of each kernel that call launches, by name, compiled for arch; no other is compiled."""
+    first: dict[str, Any] = {}
+    run = JITFunction.run
+
+    def run_first(kernel: Any, *args: Any, **options: Any) -> Any:
+        name = kernel.__name__
+        if name not in first:
+            first[name] = run(kernel, *args, **options)
+        return first[name]
+
+    with patch.object(JITFunction, "run", run_first):
+        compiled_by(call, arch)
+    return first

@@ -9,7 +9,7 @@ from triton.runtime import driver as active_driver
 from triton.runtime.errors import OutOfResources
 
 from tests.amd.offline.code_object import read_amd_code
-from tests.amd.offline.offline_driver import GPU_TARGETS, compiled_by, offline
+from tests.amd.offline.offline_driver import GPU_TARGETS, compiled_by, first_compiled_by, offline
 from tests.amd.offline.small_kernels import launch_copy, launch_gather_product
 
 
@@ -30,6 +30,19 @@ def test_a_launch_compiles_for_the_chosen_arch(arch: str) -> None:
 def test_one_process_compiles_one_kernel_for_several_archs_in_turn() -> None:
     for arch in ("gfx942", "gfx950", "gfx942"):
         assert f"gfx{arch[3:]}" in gather_product(arch).asm["amdgcn"]
+
+
+def test_only_the_first_variant_of_each_kernel_is_compiled_where_no_other_is_asked_for() -> None:
+    def launch_both() -> None:
+        for tile in (16, 32):
+            rows, ids = torch.empty(64, tile, dtype=torch.float16), torch.empty(tile, dtype=torch.int32)
+            launch_gather_product(rows, ids, torch.empty(tile, tile))
+        launch_copy(torch.zeros(1000), torch.zeros(1000))
+
+    first = first_compiled_by(launch_both, "gfx942")
+    every = compiled_by(launch_both, "gfx942")
+    assert [kernel.hash for kernel in first.values()] == [every[0].hash, every[2].hash]
+    assert every[1].hash != every[0].hash
 
 
 def test_a_launch_executes_nothing() -> None:

@@ -220,6 +220,7 @@ def test_serving_without_a_prewarm_compiles() -> None:
     assert all(not event.was_cached for event in events)
 
 
+@pytest.mark.long
 def test_a_pool_above_2_gib_is_prewarmed_with_its_own_code(warm: PrewarmReport) -> None:
     large = prewarmed(sizes=replace(SIZES, num_pages=1 << 21))
     assert {"_decode_kernel", "_extend_kernel", "_store_kernel"} <= set(large.compiled)
@@ -233,6 +234,7 @@ def test_another_arch_has_kernels_of_its_own(warm: PrewarmReport) -> None:
     assert other.cached == {}
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("warm")
 def test_layers_with_weights_of_their_own_are_prewarmed() -> None:
     report = prewarmed(replace(PROBLEM, window_left=31, has_sinks=True))

@@ -64,6 +64,15 @@ def requests_of(served: Served) -> list[Request]:
     return [Request(tuple(served.texts[0].roll(length)[:length].tolist()), 14) for length in lengths]
 
 
+# What a family's kind of attention could make of an order: every run has one of each kind, the night all.
+ONE_OF_EACH_KIND = ("qwen3", "gemma3", "gpt_oss", "deepseek_v3", "deepseek_v32")
+of_some_families = pytest.mark.parametrize(
+    "served",
+    [pytest.param(family, marks=[pytest.mark.nightly] * (family not in ONE_OF_EACH_KIND)) for family in FAMILIES],
+    indirect=True,
+    scope="module",
+)
+
 # chunk, page size, graphs: each run has the way that differs most from BASE, which greedy tokens have; others at night
 QUICK = {(7, 1, True)}
 WAYS = [
@@ -109,6 +118,7 @@ def test_greedy_tokens_are_those_of_transformers(served: Served) -> None:
     ],
     ids=str,
 )
+@of_some_families
 def test_neither_order_nor_the_way_of_serving_changes_a_token(changes: dict[str, Any], served: Served) -> None:
     requests = requests_of(served)
     expected = served.completions

@@ -251,7 +251,7 @@ requests = st.builds(
 )
 
 
-@given(
+worlds = given(
     arrivals=st.lists(st.tuples(st.integers(0, 6), requests), min_size=1, max_size=12),
     aborts=st.dictionaries(st.integers(0, 30), st.integers(0, 11), max_size=3),
     page_size=st.sampled_from([1, 3, 16]),
@@ -262,7 +262,10 @@ requests = st.builds(
     guess=st.one_of(st.just(no_drafts), st.integers(0, 1000).map(guesses)),
     ahead=st.booleans(),
 )
-@settings(max_examples=200)
+
+
+@worlds
+@settings(max_examples=60)
 def test_every_request_comes_to_what_it_would_alone(
     arrivals: list[tuple[int, Request]],
     aborts: dict[int, int],

@@ -376,7 +376,9 @@ def test_no_served_round_captures_anything_after_all_graphs_were_made(topk: int,
     assert first.replays > 3
 
 
-@pytest.mark.parametrize("changes", [pytest.param({}, marks=pytest.mark.nightly), {"topk": 2}, {"num_pages": 18}])
+@pytest.mark.parametrize(
+    "changes", [*(pytest.param(changes, marks=pytest.mark.nightly) for changes in ({}, {"num_pages": 18})), {"topk": 2}]
+)
 def test_a_model_that_drafts_for_another_changes_no_token(changes: dict[str, Any], windowed: LoadedModel) -> None:
     options = replace(BASE, speculative="ngram", **changes)
     requests = some_requests(5, new_tokens=30) + some_requests(3, sampling=DRAWN)

@@ -51,7 +51,7 @@ def random_masks(world: World, requests: Sequence[Request], q_len: Sequence[int]
 @pytest.mark.parametrize(
     "q_len",
     [
-        pytest.param(q_len, id=str(q_len), marks=[pytest.mark.long] * (q_len in ([1, 1, 1], [0, 1, 0], [0, 0, 0])))
+        pytest.param(q_len, id=str(q_len), marks=[pytest.mark.long] * (q_len != [1, 6, 0]))
         for q_len in ([1, 1, 1], [5, 7, 8], [1, 6, 0], [0, 1, 0], [0, 0, 0])
     ],
 )

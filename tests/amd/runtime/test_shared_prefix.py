@@ -49,8 +49,18 @@ def decode(world: World, requests: Sequence[Request], groups: Sequence[PrefixGro
     world.step(requests, [1] * len(requests), pad_to, prefixes=SharedPrefixes(groups))
 
 
+# On torch all in every run.
+IN_EVERY_INTERPRETED_RUN = ("sinks", "odd", "masks in other steps")
+
+
 @each_provider
-@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
+@pytest.mark.parametrize(
+    "problem",
+    [
+        pytest.param(problem, id=name, marks=[pytest.mark.long] * (name not in IN_EVERY_INTERPRETED_RUN))
+        for name, problem in PROBLEMS.items()
+    ],
+)
 def test_a_shared_prefix_gives_what_plain_decode_gives(problem: Problem, provider: str, device: torch.device) -> None:
     """Twice, so that the second step's suffixes have crossed a page."""
     world = World.build([problem, problem], device, provider)

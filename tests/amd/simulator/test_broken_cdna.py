@@ -78,8 +78,15 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=list(MISTAKES))
+@pytest.mark.parametrize(
+    ("mistake", "arch"),
+    [
+        # By turns, as in test_broken_kernels.py.
+        pytest.param(mistake, arch, id=f"{name}-{arch}", marks=[pytest.mark.nightly] * (at % len(ARCHS) != turn))
+        for at, (name, mistake) in enumerate(MISTAKES.items())
+        for turn, arch in enumerate(ARCHS)
+    ],
+)
 def test_a_mistake_is_noticed(mistake: Mistake, arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = broken_copy(mistake, tmp_path, monkeypatch)
     monkeypatch.setattr(cdna_cases, mistake.launcher, getattr(broken, mistake.launcher))

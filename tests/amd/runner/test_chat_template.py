@@ -232,7 +232,8 @@ def test_a_conversation_with_tools_has_a_template_of_its_own_where_the_model_has
     assert template is not None
     assert (template.render(ASKED), template.render(ASKED, [TOOL])) == ("plain", "<s> tools")
     alone = template_of("for all", "", "")
-    assert alone is not None and alone.render(ASKED, [TOOL]) == "for all"
+    assert alone is not None
+    assert alone.render(ASKED, [TOOL]) == "for all"
 
 
 @pytest.mark.parametrize("named", [None, 7, [], [{"name": "tool_use", "template": "x"}], {"default": 1}, ["default"]])

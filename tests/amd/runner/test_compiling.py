@@ -161,10 +161,10 @@ def test_whether_there_is_room_is_told_without_compiling(monkeypatch: pytest.Mon
     served, compiled = Engine(character_model(), BASE), list[Any]()
     assert served._matching is not None
     monkeypatch.setattr(Matching, "_compile", lambda of, *key: compiled.append(key))
-    assert served.can_prepare(CONSTRAINED[2]) and served.can_prepare(PLAIN)
-    assert not compiled and not served._matching._compiled
+    assert served.can_prepare(CONSTRAINED[2])
+    assert (compiled, served._matching._compiled) == ([], {})
     monkeypatch.setattr(matching, "MOST_COMPILING", 0)
-    assert not served.can_prepare(CONSTRAINED[2]) and served.can_prepare(PLAIN)
+    assert [served.can_prepare(each) for each in (CONSTRAINED[2], PLAIN)] == [False, True]
 
 
 @dataclass(frozen=True)

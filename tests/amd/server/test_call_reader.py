@@ -43,7 +43,8 @@ CASES: tuple[tuple[int, str, str, list[tuple[str, object]]], ...] = (
         '<tool_call>\n{"name": "b", "arguments": {}}\n</tool_call>', '<tool_call>{"name": "a", "arguments": [1]}',
         '<tool_call>{"name": "a", "arguments": NaN}', '<tool_call>{"name": "a", "arguments": {"x": NaN}}',
         "<tool_call>{", '<tool_call>{"name": "a", "arguments": {"x": -Infinity}}',
-        '<tool_call>{"name": ["a"]}</tool_call>', '<tool_call>{"name": 7}</tool_call>', '<tool_call>{"name": "a" "b"}</tool_call>',
+        '<tool_call>{"name": ["a"]}</tool_call>', '<tool_call>{"name": 7}</tool_call>',
+        '<tool_call>{"name": "a" "b"}</tool_call>',
     )),
     (0, f"<tool_call>no</tool_call>{A}", "<tool_call>no</tool_call>", [CALLED]),
     (1, '{"name": "a", "parameters": {"x": 1}}', "", [("a", {"x": 1})]),
@@ -52,8 +53,8 @@ CASES: tuple[tuple[int, str, str, list[tuple[str, object]]], ...] = (
     (1, '<|python_tag|> \n{"name": "a", "parameters": {}} and', "and", [("a", {})]),
     (1, '{"name": "a", "parameters": {}} and a text', "and a text", [("a", {})]),
     *((1, text, text, []) for text in (
-        *("<|python_tag|>", "<|python_tag|> ", "<|python_tag|>print(1)", ' <|python_tag|> {"name": "b"}', "<|pyt", "<|pot"),
-        "", " ", '{"name": "b", "parameters": {}} ', 'say {"name": "a", "parameters": {}}', '{"name": "a", "para',
+        "<|python_tag|>", "<|python_tag|> ", "<|python_tag|>print(1)", ' <|python_tag|> {"name": "b"}', "<|pyt",
+        "", " ", "<|pot", '{"name": "b", "parameters": {}} ', 'say {"name": "a", "parameters": {}}', '{"name": "a", "para',
         " [1]", '{"x"} {"name": "a", "parameters": {}}',
     )),
 )  # fmt: skip

@@ -54,7 +54,8 @@ CASES: tuple[tuple[int, str, str, list[tuple[str, object]]], ...] = (
     (1, '{"name": "a", "parameters": {}} and a text', "and a text", [("a", {})]),
     *((1, text, text, []) for text in (
         "<|python_tag|>", "<|python_tag|> ", "<|python_tag|>print(1)", ' <|python_tag|> {"name": "b"}', "<|pyt",
-        "", " ", "<|pot", '{"name": "b", "parameters": {}} ', 'say {"name": "a", "parameters": {}}', '{"name": "a", "para',
+        "", " ", "<|pot", '{"name": "b", "parameters": {}} ', 'say {"name": "a", "parameters": {}}',
+        '{"name": "a", "para',
         " [1]", '{"x"} {"name": "a", "parameters": {}}',
     )),
 )  # fmt: skip

@@ -43,7 +43,7 @@ BATCH = o.option(
     "--batch",
     action="append",
     metavar="BATCH",
-    help="what a step does, again and again: 64d4k, 1x2048+6144, 63d4k+1x2048, or @FILE of lengths (docs/bench.md)",
+    help="what a step does, repeatable: 64d4k, 1x2048+6144, 63d4k+1x2048, @FILE of lengths or a trace (docs/bench.md)",
 )
 SUITE = o.option(
     "--suite",

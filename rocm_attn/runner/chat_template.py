@@ -6,7 +6,7 @@ import datetime
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -108,7 +108,9 @@ def _as_json(value: object, ensure_ascii: bool = False, **options: Any) -> str:
 class _Generation(jinja2.ext.Extension):
     """{% generation %} ... {% endgeneration %}: Hugging Face's mark around what a model has said, for training."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    def __init__(self, environment: jinja2.Environment) -> None:
+        super().__init__(environment)
+        self.tags = {"generation"}
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         """The marked part as it stands."""

@@ -125,9 +125,7 @@ def solution_of(definition: Definition, provider: str) -> Solution:
 def require_runs(solution: Solution, definition: Definition) -> None:
     """Raise BadSetting for a solution that is not one of a definition, or that no Python file holds."""
     if solution.definition != definition.name:
-        raise BadSetting(
-            f"solution {solution.name} is of {solution.definition}, and {definition.name} is to be computed"
-        )
+        raise BadSetting(f"solution {solution.name} is of {solution.definition}, not of {definition.name}")
     language, (file, _) = solution.spec.get("language"), _entry(solution)
     if language != "python" or list(solution.sources) != [file]:
         raise BadSetting(

@@ -264,7 +264,7 @@ def test_another_solution_is_read_run_and_named_in_the_traces(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"definition": "other"}, "solution theirs is of other, and"),
+        ({"definition": "other"}, "solution theirs is of other, not of"),
         (
             {"spec": {"language": "cuda", "entry_point": "main.py::run"}},
             "is in 'cuda', with the files main.py; what is run",

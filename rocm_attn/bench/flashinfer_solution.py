@@ -129,8 +129,8 @@ def require_runs(solution: Solution, definition: Definition) -> None:
     language, (file, _) = solution.spec.get("language"), _entry(solution)
     if language != "python" or list(solution.sources) != [file]:
         raise BadSetting(
-            f"solution {solution.name} is in {language!r}, with the files {', '.join(solution.sources) or 'none'}; what "
-            f"is run is one file in python, that of its entry_point ({file})"
+            f"solution {solution.name} is in {language!r}, with the files {', '.join(solution.sources) or 'none'}; "
+            f"what is run is one file in python, that of its entry_point ({file})"
         )
 
 

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import os
+import resource
 import signal
 import threading
 from collections.abc import Iterator
@@ -183,7 +184,7 @@ def test_a_panic_is_told_and_the_process_goes_on(
     monkeypatch.setattr(constraint_trial, "tokens_of", lambda *given: None)
     monkeypatch.setattr(constraint_trial, "compiled_of", compile_or_panic)
     monkeypatch.setattr(constraint_trial, "_lower", lambda which, soft: None)  # of this process
-    monkeypatch.setattr(constraint_trial.resource, "setrlimit", lambda which, limits: None)
+    monkeypatch.setattr(resource, "setrlimit", lambda which, limits: None)
     constraint_trial.run()
     assert list(map(json.loads, capsys.readouterr().out.splitlines())) == [f"the constraint cannot be used: {says}", ""]
 

@@ -8,12 +8,13 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
 import rocm_attn as ra
 from tests.amd.house.source_tree import ROOT
-from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
+from tests.amd.runner.tiny_model import CONFIG, tiny_model, word_tokenizer
 from tests.amd.server.running import NAME, running
 
 ADDRESS = "127.0.0.1:8000"
@@ -23,7 +24,8 @@ ADDRESS = "127.0.0.1:8000"
 def against_a_server(text: str) -> Iterator[str]:
     """The text of a page's block, with the address and the model of a server that runs meanwhile."""
     cpu = torch.device("cpu")
-    loaded = tiny_model(context_len=512, dtype=torch.float32, device=cpu, tokenizer=word_tokenizer())
+    base = replace(CONFIG, vocab_size=1024)  # `rocm-attn bench` asks by token ids below 1,000
+    loaded = tiny_model(context_len=512, dtype=torch.float32, device=cpu, tokenizer=word_tokenizer(), base=base)
     engine = ra.Engine(loaded, ra.EngineOptions(max_batch_size=4, max_kv_len=256))
     with running(engine) as server:
         yield re.sub(r"\bsmollm2\b", NAME, text.replace(ADDRESS, server.url.removeprefix("http://")))

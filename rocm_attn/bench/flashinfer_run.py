@@ -48,7 +48,10 @@ class WorkloadRun:
         """What comes of a workload. Raises BadSetting for one that contradicts its definition."""
         inputs = self.inputs(definition, workload)
         truth = Truth.of(step_of(definition, workload, inputs))
-        run = entry_of(solution)
+        try:
+            run = entry_of(solution)
+        except Exception as error:  # whatever a source of somebody else raises
+            return self._ended(definition, workload, solution, "COMPILE_ERROR", f"{type(error).__name__}: {error}")
         try:
             outputs = run(**inputs)
             status, correctness = judged(definition, truth, outputs)

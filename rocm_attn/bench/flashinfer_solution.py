@@ -9,7 +9,7 @@ import torch
 
 from rocm_attn.bench.flashinfer_schema import Definition, Solution
 from rocm_attn.bench.machine import commit
-from rocm_attn.errors import Unsupported
+from rocm_attn.errors import BadSetting, Unsupported
 
 AUTHOR = "rocm_attn"
 ENTRY = "main.py::run"
@@ -122,17 +122,37 @@ def solution_of(definition: Definition, provider: str) -> Solution:
     )
 
 
+def require_runs(solution: Solution, definition: Definition) -> None:
+    """Raise BadSetting for a solution that is not one of a definition, or that no Python file holds."""
+    if solution.definition != definition.name:
+        raise BadSetting(f"solution {solution.name} is of {solution.definition}, not of {definition.name}")
+    language, (file, _) = solution.spec.get("language"), _entry(solution)
+    if language != "python" or list(solution.sources) != [file]:
+        raise BadSetting(
+            f"solution {solution.name} is in {language!r}, with the files {', '.join(solution.sources) or 'none'}; "
+            f"what is run is one file in python, that of its entry_point ({file})"
+        )
+
+
 def entry_of(solution: Solution) -> Callable[..., Any]:
-    """The function of one of our own solutions; its source runs."""
-    return function_of(solution.sources["main.py"], solution.name)
+    """The function of a solution that require_runs() takes; its source is executed."""
+    file, function = _entry(solution)
+    return function_of(solution.sources[file], solution.name, function)
 
 
-def function_of(source: str, name: str) -> Callable[..., Any]:
-    """`run` of a source, which is executed."""
+def _entry(solution: Solution) -> tuple[str, str]:
+    file, _, function = str(solution.spec["entry_point"]).partition("::")
+    return file, function
+
+
+def function_of(source: str, name: str, function: str = "run") -> Callable[..., Any]:
+    """A function of a source, which is executed. Raises BadSetting where there is none."""
     scope: dict[str, Any] = {"__name__": name}
     exec(compile(source, name, "exec"), scope)
-    function: Callable[..., Any] = scope["run"]
-    return function
+    found: Callable[..., Any] | None = scope.get(function)
+    if found is None:
+        raise BadSetting(f"{name} has no function {function}")
+    return found
 
 
 def environment(device: torch.device) -> Mapping[str, Any]:

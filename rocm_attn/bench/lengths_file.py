@@ -1,21 +1,57 @@
-"""Ragged batches from files: the lengths of each sequence as JSON or CSV.
+"""Ragged batches from files: the lengths of each sequence as JSON or CSV, or a trace of requests.
 
 JSON: a list whose entries are a number (a decode: tokens of the sequence), [new, stored], or {"new": n, "stored": m}.
 CSV:  a first line `new,stored`, or `kv_len` for decodes; then a line for each sequence.
+
+A trace (request_trace.py) gives a decode of each of its requests, halfway through its answer.
 """
 
 from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rocm_attn.bench.batch_spec import BatchSpec
+from rocm_attn.bench.request_trace import AZURE, read_trace
 from rocm_attn.errors import BadSetting
 
+_NUMBERED = re.compile(r"(?P<path>.+):(?P<count>[1-9][0-9]{0,5})")
 _FORMS = 'a number (tokens of a decode), [new, stored] or {"new": n, "stored": m}'
+
+
+def read_batch(given: str) -> BatchSpec:
+    """The batch of a file, or of the first requests of a trace.
+
+    given: FILE, or FILE:N for N requests, in the order in which they arrive
+    Raises BadSetting.
+    """
+    numbered = _NUMBERED.fullmatch(given)
+    if numbered is None or Path(given).exists():
+        return read_trace_step(Path(given)) if _is_trace(Path(given)) else read_lengths(Path(given))
+    path, count = Path(numbered["path"]), int(numbered["count"])
+    if not _is_trace(path):
+        raise BadSetting(f"{path} is no trace of requests, of which {count} could be taken; leave out :{count}")
+    return read_trace_step(path, count)
+
+
+def read_trace_step(path: Path, count: int | None = None) -> BatchSpec:
+    """A step in which the first requests of a trace decode, each halfway through its answer. Raises BadSetting.
+
+    count: how many of them; None: all
+    """
+    requests = read_trace(path).requests
+    return BatchSpec.of_lengths((1, each.prompt_tokens + (each.output_tokens - 1) // 2) for each in requests[:count])
+
+
+def _is_trace(path: Path) -> bool:
+    if path.suffix != ".csv" or not path.is_file():
+        return path.suffix == ".jsonl"
+    with path.open(errors="replace") as file:
+        return file.readline().startswith(AZURE[0])
 
 
 def read_lengths(path: Path) -> BatchSpec:
@@ -25,7 +61,9 @@ def read_lengths(path: Path) -> BatchSpec:
     except (OSError, UnicodeDecodeError) as error:
         raise BadSetting(f"{path} cannot be read ({error}); give a .json or .csv file of lengths") from error
     if path.suffix not in _READERS:
-        raise BadSetting(f"{path} ends in {path.suffix!r}; give lengths as {' or '.join(_READERS)}")
+        raise BadSetting(
+            f"{path} ends in {path.suffix!r}; give lengths as {' or '.join(_READERS)}, or a trace as .jsonl"
+        )
     try:
         return BatchSpec.of_lengths(_READERS[path.suffix](text))
     except BadSetting as error:

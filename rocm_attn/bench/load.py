@@ -195,7 +195,11 @@ def _result(trace: RequestTrace, outcomes: Sequence[Outcome], seconds: float, jo
         first_token=Quantiles.of([each.pieces[0] - each.sent for each in served if each.pieces]),
         token_gap=Quantiles.of(gaps),
         token_mean=Quantiles.of(
-            [(each.pieces[-1] - each.pieces[0]) / (each.tokens - 1) for each in served if each.tokens > 1]
+            [
+                (each.pieces[-1] - each.pieces[0]) / (each.tokens - 1)
+                for each in served
+                if each.tokens > 1 and each.pieces
+            ]
         ),
         whole=Quantiles.of([each.ended - each.sent for each in served]),
         failures=dict(Counter(outcome.failure for outcome in outcomes if outcome.failure)),

@@ -21,7 +21,7 @@ from typing import Any
 from rocm_attn.errors import BadSetting
 
 PREFIX_BLOCK = 512
-_AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +151,8 @@ _JSON_SCHEMAS: Mapping[tuple[str, ...], Callable[[Mapping[str, Any]], TracedRequ
 
 def _from_csv(lines: Sequence[str]) -> Iterator[TracedRequest]:
     reader = csv.DictReader(lines)
-    if not set(_AZURE) <= set(reader.fieldnames or ()):
-        raise BadSetting(f"line 1 is {','.join(reader.fieldnames or ())!r}; a CSV trace begins with {','.join(_AZURE)}")
+    if not set(AZURE) <= set(reader.fieldnames or ()):
+        raise BadSetting(f"line 1 is {','.join(reader.fieldnames or ())!r}; a CSV trace begins with {','.join(AZURE)}")
     begin: datetime | None = None
     for row in reader:
         at = _checked_time(reader.line_num, row["TIMESTAMP"])

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rocm_attn.bench.flashinfer_run import WorkloadRun
-from rocm_attn.bench.flashinfer_schema import Definition, Trace, read_definition, read_traces
-from rocm_attn.bench.flashinfer_solution import solution_of
+from rocm_attn.bench.flashinfer_schema import Definition, Trace, read_definition, read_solution, read_traces
+from rocm_attn.bench.flashinfer_solution import require_runs, solution_of
 from rocm_attn.cli.arguments import device_named
 from rocm_attn.cli.bench_kernels import WrongResults
 from rocm_attn.errors import BadSetting
@@ -22,6 +22,9 @@ def run(options: argparse.Namespace) -> None:
     definition = read_definition(Path(options.definition))
     workloads = _workloads(options, definition)
     solution = solution_of(definition, options.provider)
+    if options.solution:
+        solution = read_solution(Path(options.solution))
+        require_runs(solution, definition)
     # As in the public data set: ROOT/workloads/OP_TYPE/NAME.jsonl, with paths from ROOT.
     root = Path(options.root) if options.root else Path(options.workloads).resolve().parent.parent.parent
     runner = WorkloadRun(device_named(options.device), root, options.run_reference)

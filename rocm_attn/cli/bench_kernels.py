@@ -20,7 +20,7 @@ from rocm_attn.bench.energy import meter_of
 from rocm_attn.bench.host_time import HostOptions, host_rows
 from rocm_attn.bench.kernels import OK, KernelOptions, Race, Row, compile_ahead
 from rocm_attn.bench.layers import NAMED, LayerSizes
-from rocm_attn.bench.lengths_file import read_lengths
+from rocm_attn.bench.lengths_file import read_batch
 from rocm_attn.bench.result_file import KERNELS, as_text, head, kernels_as_json, lines_of, write_csv, write_json
 from rocm_attn.bench.suites import Case, suite
 from rocm_attn.cli.arguments import described_model, device_named, kv_encodings
@@ -161,7 +161,7 @@ def _cases(options: argparse.Namespace, device: torch.device) -> Iterator[Case]:
         raise BadSetting("nothing to measure: give --batch, as in --batch 64d4k, or --suite")
     for problem in dict.fromkeys(_problems(options)):
         for word in options.batch:
-            batch = read_lengths(Path(word[1:])) if word.startswith("@") else BatchSpec.parse(word)
+            batch = read_batch(word[1:]) if word.startswith("@") else BatchSpec.parse(word)
             step = f"lengths of {word[1:]}" if word.startswith("@") else ""
             yield Case(problem, batch, step=step)
 

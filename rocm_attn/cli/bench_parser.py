@@ -43,7 +43,7 @@ BATCH = o.option(
     "--batch",
     action="append",
     metavar="BATCH",
-    help="what a step does, again and again: 64d4k, 1x2048+6144, 63d4k+1x2048, or @FILE of lengths (docs/bench.md)",
+    help="what a step does, repeatable: 64d4k, 1x2048+6144, 63d4k+1x2048, @FILE of lengths or a trace (docs/bench.md)",
 )
 SUITE = o.option(
     "--suite",
@@ -119,7 +119,8 @@ DEFINITION = o.option("definition", metavar="DEFINITION.json", help="what is com
 WORKLOADS = o.option("--workloads", required=True, metavar="FILE.jsonl", help="sizes and inputs, one a line")
 ROOT = o.option("--root", metavar="FOLDER", help="that paths of inputs start from (three above the workloads)")
 RUN_REFERENCE = o.switch("--run-reference", "run and time the definition's own source, too: a program of its author's")
-SOLUTION_OUT = o.option("--solution-out", default="", metavar="FILE.json", help="write our solution")
+SOLUTION = o.option("--solution", default="", metavar="FILE.json", help="run this source, a program of its author's")
+SOLUTION_OUT = o.option("--solution-out", default="", metavar="FILE.json", help="write the solution that is run")
 TRACES_OUT = o.option("--traces-out", default="", metavar="FILE.jsonl", help="write what came of each workload")
 
 
@@ -149,7 +150,7 @@ def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     flashinfer = what.add_parser("flashinfer", help="workloads of flashinfer-bench; traces and our solution as files")
     read = (DEFINITION, WORKLOADS, ROOT, REQUESTS.but(help="only the first so many workloads (all)"))
     provider = o.PROVIDER.but(default="auto")
-    _add(flashinfer, (*read, o.DEVICE, provider, RUN_REFERENCE, SOLUTION_OUT, TRACES_OUT, o.JSON))
+    _add(flashinfer, (*read, o.DEVICE, provider, RUN_REFERENCE, SOLUTION, SOLUTION_OUT, TRACES_OUT, o.JSON))
 
 
 def _add_serving(what: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -82,7 +82,7 @@ def with_measured_rows(target: Target) -> Target:
     """A target with the rows of the user's file, unless it has rows already. Never raises for what the file holds."""
     named = settings().tuning
     place = place_of(named)
-    if place is None or target.measured or not target.is_gpu or (not named and not place.is_file()):
+    if place is None or target.measured or not target.is_gpu or (not named and not os.path.isfile(place)):
         return target
     try:
         served, about = with_rows_of(target, place)

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
 
 from rocm_attn.errors import BadModel, BadRequest
 from rocm_attn.runner.bounded_jinja import BoundedEnvironment
@@ -18,13 +21,15 @@ from rocm_attn.runner.bounded_jinja import BoundedEnvironment
 class ChatTemplate:
     """A Jinja template that came with a model; it runs in a sandbox.
 
-    source:    the template's text
-    bos_token: text of the tokens that a template may name, "" where the model has none
+    source:     the template's text
+    bos_token:  text of the tokens that a template may name, "" where the model has none
+    with_tools: the text of the model's other template, for conversations with tools; "" where it has none
     """
 
     source: str
     bos_token: str = ""
     eos_token: str = ""
+    with_tools: str = ""
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """The conversation as text, up to where the model is to go on.
@@ -39,7 +44,7 @@ class ChatTemplate:
         try:
             return (
                 _environment(_WORK + _WORK_PER_CHARACTER * said)
-                .from_string(self.source)
+                .from_string((tools and self.with_tools) or self.source)
                 .render(
                     messages=list(messages),
                     tools=list(tools) or None,
@@ -53,6 +58,20 @@ class ChatTemplate:
         except _TEMPLATE_ERRORS as error:
             what = str(error)[:_LONGEST_REASON] or type(error).__name__
             raise BadModel(f"the model's chat template fails ({what}); pass the prompt as it stands instead") from error
+
+
+def template_of(named: object, bos_token: str, eos_token: str) -> ChatTemplate | None:
+    """A model's template as its files name it; None where they name none.
+
+    named: one text, or templates by name, as Hugging Face has them: "default", and "tool_use" for tools
+    """
+    if isinstance(named, Sequence) and not isinstance(named, str):  # as tokenizer_config.json writes them
+        named = {each.get("name"): each.get("template") for each in named if isinstance(each, Mapping)}
+    by_name = named if isinstance(named, Mapping) else {"default": named}
+    source, with_tools = by_name.get("default"), by_name.get("tool_use")
+    if not isinstance(source, str):
+        return None
+    return ChatTemplate(source, bos_token, eos_token, with_tools if isinstance(with_tools, str) else "")
 
 
 # Units of BoundedEnvironment: some thousand times what a chat template takes for a short prompt, done in seconds.
@@ -86,9 +105,23 @@ def _as_json(value: object, ensure_ascii: bool = False, **options: Any) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
+class _Generation(jinja2.ext.Extension):
+    """{% generation %} ... {% endgeneration %}: Hugging Face's mark around what a model has said, for training."""
+
+    def __init__(self, environment: jinja2.Environment) -> None:
+        super().__init__(environment)
+        self.tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        """The marked part as it stands."""
+        line = next(parser.stream).lineno
+        return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
 def _environment(work: int) -> BoundedEnvironment:
     """What templates written for Hugging Face expect to find. work: units that one may take"""
-    environment = BoundedEnvironment(work, trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    extensions = ["jinja2.ext.loopcontrols", _Generation]
+    environment = BoundedEnvironment(work, trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.charge("tojson", _as_json)
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)

@@ -73,7 +73,8 @@ class Constraint:
     def check(self) -> None:
         """Raise BadRequest where the library refuses the constraint, with its reason; no model is needed.
 
-        It takes milliseconds, but for few constraints that were made to take long: see constraint_trial.py.
+        It takes milliseconds, but for a few constraints that take minutes or gigabytes, and no thread can be ended that
+        compiles one. What anybody sends is tried in a process: see constraint_trial.py.
         """
         is_error, reasons = library().LLMatcher.validate_grammar_with_warnings(grammar_of(self))
         if is_error:
@@ -138,6 +139,11 @@ def reason_of(error: str) -> str:
     """What the library says, in one line and without what it says of its own state."""
     words = " ".join(error.partition("<state>")[0].split())
     return words if len(words) <= _LONGEST_REASON else words[:_LONGEST_REASON] + "..."
+
+
+def why_failed(error: BaseException) -> str:
+    """Of an error that is none of the library's refusals: it says what happened. A panic is no Exception."""
+    return f"the constraint cannot be used: the library fails of it ({reason_of(f'{type(error).__name__}: {error}')})"
 
 
 def _as_json(value: object) -> str:

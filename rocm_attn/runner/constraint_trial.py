@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import resource
+import signal
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
@@ -18,10 +19,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from rocm_attn.errors import BadRequest
-from rocm_attn.runner.constraint import Constraint, compiled_of, tokens_of
+from rocm_attn.runner.constraint import Constraint, compiled_of, tokens_of, why_failed
 
 # Address space beyond what the tokenizer has taken.
-_MOST_BYTES = 1 << 30
+_GIB = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class Trial:
         command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import run; run()"]
         # In a session of its own: Ctrl-C goes to all processes of a terminal, and its owner still answers who asked.
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        self._is_given_up = False
         self._send(asdict(tokens))
 
     def check(self, constraint: Constraint) -> None:
@@ -54,11 +56,7 @@ class Trial:
         self._send({"kind": constraint.kind, "text": constraint.text, "seconds": self._seconds})
         answer = _of(self._process.stdout).readline()
         if not answer:
-            self.end()
-            raise BadRequest(
-                f"the constraint cannot be used: it takes more than {self._seconds} seconds or {_MOST_BYTES >> 30} GiB "
-                "to be compiled; simplify it"
-            )
+            raise BadRequest(f"the constraint cannot be used: {self._why_silent()}")
         refused = json.loads(answer)
         if refused:
             raise BadRequest(refused)
@@ -70,6 +68,7 @@ class Trial:
 
     def end(self) -> None:
         """Kill it, whatever it does; a check() in another thread raises then."""
+        self._is_given_up = True
         self._process.kill()
         self._process.wait()
 
@@ -77,6 +76,18 @@ class Trial:
         """After end(), when no check() runs."""
         for pipe in (self._process.stdin, self._process.stdout):
             _of(pipe).close()
+
+    def _why_silent(self) -> str:
+        """What has ended the process, which is at its end."""
+        code = self._process.wait()
+        if self._is_given_up:
+            return "the process that tried it was ended, as when the server ends; send it again"
+        if code == -signal.SIGXCPU:
+            return f"it takes more than {self._seconds} seconds of a core to be compiled; simplify it"
+        if code == -signal.SIGABRT:  # of the library, which does not go on without memory
+            return f"the library gave up (SIGABRT), as it does where {_GIB} GiB are not enough; simplify it"
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        return f"the process that tried it {how}; simplify it, or send it again"
 
     def _send(self, line: dict[str, Any]) -> None:
         pipe = _of(self._process.stdin)
@@ -97,7 +108,7 @@ def run() -> None:
     except BadRequest as error:
         why = str(error)
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    _lower(resource.RLIMIT_AS, taken + _MOST_BYTES)
+    _lower(resource.RLIMIT_AS, taken + (_GIB << 30))
     for line in sys.stdin:
         asked = json.loads(line)
         used = resource.getrusage(resource.RUSAGE_SELF)
@@ -111,6 +122,10 @@ def _why_not(tokens: Any, constraint: Constraint) -> str:
         compiled_of(constraint, tokens)
     except BadRequest as error:
         return str(error)
+    except MemoryError:
+        return f"the constraint cannot be used: it takes more than {_GIB} GiB to be compiled; simplify it"
+    except BaseException as error:  # a panic of the library's is no Exception
+        return why_failed(error)
     return ""
 
 

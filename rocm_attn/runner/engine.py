@@ -247,6 +247,15 @@ class Engine:
         """Raise BadRequest for a request that this engine can never serve."""
         self.limits.check(request)
 
+    def can_prepare(self, request: Request) -> bool:
+        """Whether there is room for what is_prepared() may begin: few enough constraints are compiled or wait for it.
+
+        One that was begun before needs no room. Raises BadRequest.
+        """
+        if request.constraint is None or self._matching is None:
+            return True
+        return self._matching.has_room(request.constraint, request.stop_token_ids)
+
     def is_prepared(self, request: Request) -> bool:
         """Whether submit() takes a request at once. If not, what it would wait for runs in another thread by now.
 

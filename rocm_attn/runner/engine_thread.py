@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from rocm_attn.errors import BadRequest, DeviceFault, FitsLater, RocmAttnError
 from rocm_attn.runner.logprobs import TokenLogprobs
+from rocm_attn.runner.matching import MOST_COMPILING
 from rocm_attn.runner.report import Report
 from rocm_attn.runner.request import Completion, Event, Request, TokenEvent
 
@@ -28,8 +29,6 @@ _LOOK_AT_LOOP_SECONDS = 1.0
 _LOOK_AT_PREPARED_SECONDS = 0.005
 # How long a request may take to be prepared, which is to compile its constraint.
 MOST_PREPARING_SECONDS = 20.0
-# Requests whose constraints may be compiled or wait for it at a time, those included that have left meanwhile.
-MOST_PREPARING = 64
 
 Command = Callable[[], None]
 
@@ -43,6 +42,7 @@ class ServingEngine(Protocol):
     @property
     def has_work(self) -> bool: ...
     def check(self, request: Request) -> None: ...
+    def can_prepare(self, request: Request) -> bool: ...
     def is_prepared(self, request: Request) -> bool: ...
     def submit(self, request: Request) -> int: ...
     def step(self) -> list[Event]: ...
@@ -106,7 +106,6 @@ class EngineThread:
         self._number_of: dict[int, int] = {}  # ticket -> the engine's number
         self._ticket_of: dict[int, int] = {}
         self._preparing: dict[int, tuple[Request, float]] = {}  # ticket -> request, and when it came
-        self._left: list[Request] = []  # that wait no more, and whose constraints may still be compiled
         self._num_pauses = 0
         self._is_stopping = False
         # A process that ends without stopping it is not held up by a device that hangs.
@@ -239,24 +238,17 @@ class EngineThread:
             del self._number_of[ticket]
 
     def _submit(self, ticket: int, request: Request) -> None:
-        if request.constraint is not None and not self._has_room():
-            self._post(
-                self._owner.refuse,
-                ticket,
-                FitsLater(
-                    f"{MOST_PREPARING} constraints are compiled or wait for it, which is the most; send this one again "
+        try:
+            if not self._engine.can_prepare(request):
+                raise FitsLater(
+                    f"{MOST_COMPILING} constraints are compiled or wait for it, which is the most; send this one again "
                     "later"
-                ),
-            )
+                )
+        except RocmAttnError as error:
+            self._post(self._owner.refuse, ticket, error)
             return
         self._preparing[ticket] = request, time.monotonic()
         self._submit_prepared()
-
-    def _has_room(self) -> bool:
-        """Whether another constraint may be compiled: no engine is given work without bound."""
-        if len(self._preparing) + len(self._left) >= MOST_PREPARING:
-            self._left = [request for request in self._left if not self._engine.is_prepared(request)]
-        return len(self._preparing) + len(self._left) < MOST_PREPARING
 
     def _submit_prepared(self) -> None:
         """Give the engine what it need not wait for: other requests' tokens do not wait for a constraint."""
@@ -266,7 +258,6 @@ class EngineThread:
                     number = self._engine.submit(request)
                     self._number_of[ticket], self._ticket_of[number] = number, ticket
                 elif time.monotonic() - came > MOST_PREPARING_SECONDS:
-                    self._left.append(request)
                     raise BadRequest(
                         f"the constraint was not compiled after {MOST_PREPARING_SECONDS:g} seconds; simplify it, or "
                         "send it again when there are fewer others"
@@ -280,7 +271,6 @@ class EngineThread:
     def _abort(self, ticket: int) -> None:
         if ticket in self._preparing:
             request, _ = self._preparing.pop(ticket)
-            self._left.append(request)
             completion = Completion(request.prompt_token_ids, (), "", "abort")
             self._post(self._owner.take, [Update(ticket, (), "", completion)])
         number = self._number_of.get(ticket)
@@ -289,7 +279,7 @@ class EngineThread:
 
     def _forget(self, ticket: int) -> None:
         if ticket in self._preparing:
-            self._left.append(self._preparing.pop(ticket)[0])
+            del self._preparing[ticket]
         number = self._number_of.get(ticket)
         if number is not None:
             self._drop(number)

@@ -13,7 +13,7 @@ import torch
 
 from rocm_attn.errors import BadModel, BadSetting
 from rocm_attn.problem import DTYPES
-from rocm_attn.runner.chat_template import ChatTemplate
+from rocm_attn.runner.chat_template import template_of
 from rocm_attn.runner.config import ModelConfig
 from rocm_attn.runner.cut import cost_of_cut
 from rocm_attn.runner.fields import Fields, read_json, read_text
@@ -167,7 +167,10 @@ def _tokenizer_of_gguf(file: GGUFFile) -> Tokenizer:
     template = None
     if fields.has("tokenizer.chat_template"):
         bos, eos = (_special(backend, fields, f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos"))
-        template = ChatTemplate(fields.text("tokenizer.chat_template"), bos, eos)
+        named = {"default": fields.text("tokenizer.chat_template")}
+        if fields.has("tokenizer.chat_template.tool_use"):
+            named["tool_use"] = fields.text("tokenizer.chat_template.tool_use")
+        template = template_of(named, bos, eos)
     bos_token_id = _token_id(backend, fields, "tokenizer.ggml.bos_token_id") if adds_bos else None
     return Tokenizer(backend=backend, bos_token_id=bos_token_id, chat_template=template)
 
@@ -197,10 +200,12 @@ def _tokenizer_of_directory(directory: Path) -> Tokenizer | None:
         raise BadModel(f"{path} is not a tokenizer ({error})") from error
     options = _json_if_there(directory / "tokenizer_config.json")
     template_file = directory / "chat_template.jinja"
-    source = read_text(template_file) if template_file.is_file() else options.get("chat_template")
+    named: object = options.get("chat_template")
+    if template_file.is_file():
+        others = sorted((directory / "additional_chat_templates").glob("*.jinja"))
+        named = {"default": read_text(template_file), **{each.stem: read_text(each) for each in others}}
     bos, eos = (_token_text(options.get(f"{name}_token")) for name in ("bos", "eos"))
-    template = ChatTemplate(source, bos, eos) if isinstance(source, str) else None
-    return Tokenizer(backend=backend, bos_token_id=None, chat_template=template)
+    return Tokenizer(backend=backend, bos_token_id=None, chat_template=template_of(named, bos, eos))
 
 
 def _token_text(token: object) -> str:

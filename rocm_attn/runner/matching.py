@@ -12,7 +12,7 @@ import numpy as np
 
 from rocm_attn.batch.step_batch import Int32Array
 from rocm_attn.errors import BadRequest
-from rocm_attn.runner.constraint import Constraint, compiled_of, reason_of, tokens_of
+from rocm_attn.runner.constraint import Constraint, compiled_of, reason_of, tokens_of, why_failed
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.tokenizer import Tokenizer
 
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 _MOST_KEPT = 64
 # That are compiled at the same time: others have to wait for cores too.
 _AT_A_TIME = 2
+# That may be compiled or wait for it, those included that nobody waits for any more: no engine is given work without
+# bound.
+MOST_COMPILING = 64
 # Of tokenizers as the library reads them, one for each set of tokens that ends texts; they take megabytes.
 _MOST_TOKENIZERS = 4
 
@@ -85,6 +88,15 @@ class Matching:
         if self._eos_token_ids:
             self._tokens_ending_in(self._eos_token_ids)
 
+    def has_room(self, constraint: Constraint, stop_token_ids: tuple[int, ...]) -> bool:
+        """Whether is_ready() may be asked: it begins nothing, or fewer than MOST_COMPILING others are not done.
+
+        It begins nothing itself. Raises BadRequest.
+        """
+        if self._key(constraint, stop_token_ids) in self._compiled:
+            return True
+        return sum(not each.done() for each in self._compiled.values()) < MOST_COMPILING
+
     def is_ready(self, constraint: Constraint, stop_token_ids: tuple[int, ...]) -> bool:
         """Whether matcher() does not wait; what it waits for has begun when this returns. Raises BadRequest."""
         return self._compiling(self._key(constraint, stop_token_ids)).done()
@@ -145,10 +157,7 @@ class Matching:
             except BadRequest as error:
                 compiling.set_exception(error)
             except BaseException as error:  # a panic of the library's is no Exception
-                reason = reason_of(f"{type(error).__name__}: {error}")
-                compiling.set_exception(
-                    BadRequest(f"the constraint cannot be used: the library fails of it ({reason})")
-                )
+                compiling.set_exception(BadRequest(why_failed(error)))
 
     def _compile(self, constraint: Constraint, ends: tuple[int, ...]) -> LLMatcher:
         """Raises BadRequest."""

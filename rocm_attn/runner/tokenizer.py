@@ -12,6 +12,8 @@ from rocm_attn.errors import BadRequest
 from rocm_attn.runner.chat_template import ChatTemplate
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# Around calls of functions: a part of what a model says, though the files of some models call them special.
+CALL_MARKS = ("<tool_call>", "</tool_call>")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,6 +28,12 @@ class Tokenizer:
     backend: tokenizers.Tokenizer
     bos_token_id: int | None
     chat_template: ChatTemplate | None
+    _silent: frozenset[int] = field(init=False, repr=False)  # tokens that are no text
+
+    def __post_init__(self) -> None:
+        added = self.backend.get_added_tokens_decoder()
+        silent = (number for number, token in added.items() if token.special and token.content not in CALL_MARKS)
+        object.__setattr__(self, "_silent", frozenset(silent))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a plain text, with the token that the model wants before it, if any. Raises BadRequest."""
@@ -50,8 +58,9 @@ class Tokenizer:
         return _ids(self.backend, self.chat_template.render(messages, tools), add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of the tokens, without special ones; bytes that are no UTF-8 become U+FFFD."""
-        return str(self.backend.decode(list(token_ids), skip_special_tokens=True))
+        """The text of the tokens, without special ones but CALL_MARKS; bytes that are no UTF-8 become U+FFFD."""
+        said = [token for token in token_ids if token not in self._silent]
+        return str(self.backend.decode(said, skip_special_tokens=False))
 
     def stream(self) -> TextStream:
         return TextStream(self)

@@ -13,6 +13,7 @@ from rocm_attn.errors import BadModel, BadRequest
 from rocm_attn.runner.chat_template import ChatTemplate
 from rocm_attn.runner.constraint import Constraint
 from rocm_attn.runner.schema_ends import require_ends
+from rocm_attn.runner.tokenizer import CALL_MARKS
 
 Json = dict[str, Any]
 
@@ -25,12 +26,14 @@ class CallForm:
                    or a text
     arguments:     the key of the arguments
     takes_several: whether one answer may have several calls
+    mark:          what models put before the object now and then, though their templates do not; "" for nothing
     """
 
     opens: str
     closes: str
     arguments: str
     takes_several: bool
+    mark: str = ""
 
     def written(self, name: str, arguments: str) -> str:
         """A call as the model writes it. arguments: as JSON"""
@@ -39,8 +42,9 @@ class CallForm:
 
 # A template's own call tells which one a model has; the first one that fits counts.
 FORMS = (
-    CallForm("<tool_call>\n", "\n</tool_call>", "arguments", takes_several=True),  # Hermes, Qwen 2.5, Qwen 3
-    CallForm("", "", "parameters", takes_several=False),  # Llama 3.1 to 3.3
+    # Hermes, Qwen 2.5, Qwen 3
+    CallForm(f"{CALL_MARKS[0]}\n", f"\n{CALL_MARKS[1]}", "arguments", takes_several=True),
+    CallForm("", "", "parameters", takes_several=False, mark="<|python_tag|>"),  # Llama 3.1 to 3.3
 )
 
 # A conversation that no client has.
@@ -49,8 +53,12 @@ _TOOL: Json = {
     "type": "function",
     "function": {
         "name": _NAME,
-        "description": "",
-        "parameters": {"type": "object", "properties": {_KEY: {"type": "string"}}, "required": [_KEY]},
+        "description": "?",
+        "parameters": {
+            "type": "object",
+            "properties": {_KEY: {"type": "string", "description": "?"}},
+            "required": [_KEY],
+        },
     },
 }
 _QUESTION: Json = {"role": "user", "content": "?"}

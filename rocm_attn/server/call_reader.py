@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -59,7 +60,7 @@ class CallReader:
 
     def __init__(self, form: CallForm, names: Collection[str]) -> None:
         self._opens, self._closes, self._arguments = form.opens.strip(), form.closes.strip(), form.arguments
-        self._names = frozenset(names)
+        self._mark, self._names = form.mark, frozenset(names)
         self._at = _At.TEXT if self._opens else _At.OBJECT
         self._held = ""  # what was not told yet
         self._before = ""  # what stood before the object, which is told where the object is no call
@@ -106,8 +107,10 @@ class CallReader:
 
     def _begin(self, found: list[str | Call]) -> bool:
         stripped = self._held.lstrip()
-        if not stripped:
+        unmarked = stripped.removeprefix(self._mark).lstrip()
+        if not unmarked or self._mark.startswith(stripped):  # a mark may go on
             return False
+        stripped = unmarked
         self._before += self._held[: len(self._held) - len(stripped)]
         self._held = stripped
         if stripped.startswith("{"):
@@ -141,22 +144,47 @@ class CallReader:
 
     def _call(self, text: str) -> Call | None:
         try:
-            said = json.loads(text, parse_constant=_refuse)
+            members = _members(text)
         except (ValueError, RecursionError):
             return None
-        name, arguments = said.get("name"), said.get(self._arguments, {})
+        name, _ = members.get("name", (None, ""))
+        arguments, written = members.get(self._arguments, ({}, "{}"))
         if not isinstance(name, str) or name not in self._names or not isinstance(arguments, dict):
             return None
-        try:
-            written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        except ValueError:  # a number too large for a float is read as infinity, which JSON does not have
-            return None
-        # Half of a character, which JSON can write, can be sent in ASCII alone.
-        return Call(name, written if written.isprintable() else json.dumps(arguments))
+        return Call(name, written)
 
 
 def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON")
+
+
+def _number(written: str) -> None:
+    """A number is never read: Python's would be another one than the model's, or none."""
+
+
+_JSON = json.JSONDecoder(parse_float=_number, parse_int=_number, parse_constant=_refuse)
+_BLANKS = re.compile(r"[ \t\n\r]*")
+
+
+def _members(text: str) -> dict[str, tuple[object, str]]:
+    """Of a JSON object: each value, without its numbers, and how it is written. Raises ValueError, RecursionError."""
+    _JSON.decode(text)  # from here on it is known to be JSON
+    members: dict[str, tuple[object, str]] = {}
+    place = _after_blanks(text, 1)
+    while text[place] != "}":
+        if text[place] == ",":
+            place = _after_blanks(text, place + 1)
+        key, place = _JSON.raw_decode(text, place)
+        begin = _after_blanks(text, _after_blanks(text, place) + 1)
+        value, end = _JSON.raw_decode(text, begin)
+        members[key] = value, text[begin:end]
+        place = _after_blanks(text, end)
+    return members
+
+
+def _after_blanks(text: str, place: int) -> int:
+    found = _BLANKS.match(text, place)
+    return found.end() if found else place
 
 
 class _JsonObject:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+import math
+from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -78,13 +79,25 @@ class MadeCall(ToolPart):
     def as_template(self) -> dict[str, Any]:
         """As chat templates expect it: the arguments as an object. Raises ApiError."""
         try:
-            arguments = json.loads(self.function.arguments)
+            arguments = json.loads(self.function.arguments, parse_constant=_refuse, parse_float=_finite)
         except (ValueError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict):
             raise bad_request(
-                f"the arguments of the call of {self.function.name} in the messages must be a JSON object, as a text",
+                f"the arguments of the call of {self.function.name} in the messages must be a JSON object, as a text, "
+                "with finite numbers",
                 "messages",
             )
         function = {"name": self.function.name, "arguments": arguments}
         return {"id": self.id, "type": "function", "function": function}
+
+
+def _finite(written: str) -> float:
+    number = float(written)
+    if math.isinf(number):
+        raise ValueError(f"{written} is too large")
+    return number
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from rocm_attn.cli.doctor.machine import AiterCopy, AiterModule, ImportFailure
@@ -59,7 +60,7 @@ def modules_in(folder: Path, but: Collection[str] = ()) -> tuple[AiterModule, ..
 
     but: names of files to leave out
     """
-    paths = [path for path in sorted(folder.glob("*.so")) if path.name not in but]
+    paths = [path for path in _files_in(folder, "*.so") if path.name not in but]
     if not paths:
         return ()
     modules = [AiterModule(str(path), offload_archs(path), built=path.stat().st_mtime) for path in paths]
@@ -93,15 +94,24 @@ def linked_modules(jit: Path, copies: tuple[AiterCopy, ...]) -> tuple[str, ...]:
     return tuple(
         path.name
         for copy in copies[:1]
-        for path in sorted(jit.glob("*.so"))
+        for path in _files_in(jit, "*.so")
         if path.is_symlink() and path.resolve().is_relative_to(Path(copy.path).resolve())
     )
 
 
 def leftover_locks(jit: Path) -> tuple[str, ...]:
     """Lock files of builds whose process is gone."""
-    locks = [path for path in sorted((jit / "build").glob("lock_*")) if path.suffix != ".steal"]
+    locks = [path for path in _files_in(jit / "build", "lock_*") if path.suffix != ".steal"]
     return tuple(str(path) for path in locks if _is_leftover(path))
+
+
+def _files_in(folder: Path, pattern: str) -> list[Path]:
+    """In order; none of a folder that is not there, or that this user may not look into: glob() raises there."""
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return []
+    return [folder / name for name in sorted(names) if fnmatchcase(name, pattern)]
 
 
 def _is_leftover(path: Path) -> bool:

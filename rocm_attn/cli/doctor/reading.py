@@ -127,8 +127,9 @@ def read_distributions() -> Iterator[Distribution]:
 
 
 def read_folder(purpose: str, path: Path, root: Path = Path("/")) -> Folder:
-    """A folder, or the nearest one above it that exists: there it would be made."""
-    there = next(folder for folder in (path, *path.parents) if folder.exists())
+    """A folder, or the nearest one above it that this user can see: there it would be made."""
+    # Path.exists() raises in a folder that is closed to this user, in Python 3.11 at least.
+    there = next(folder for folder in (path, *path.parents) if os.path.exists(folder))
     status = there.stat()
     return Folder(
         purpose=purpose,

@@ -75,6 +75,12 @@ class RankedEngine:
         """As Engine.check."""
         self.limits.check(request)
 
+    def can_prepare(self, request: Request) -> bool:
+        """As Engine.can_prepare, on every rank."""
+        if request.constraint is None:
+            return True  # the ranks need not be asked
+        return all(self._processes.call_all("can_prepare", request))
+
     def is_prepared(self, request: Request) -> bool:
         """As Engine.is_prepared: whether no rank would have to wait, and the others with it."""
         if request.constraint is None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rocm_attn.bench.batch_spec import BatchSpec, Group
-from rocm_attn.bench.lengths_file import read_lengths
+from rocm_attn.bench.lengths_file import read_batch, read_lengths
 from rocm_attn.errors import BadSetting
 
 groups = st.builds(
@@ -121,7 +121,7 @@ def test_a_csv_of_decodes_has_one_column(tmp_path: Path) -> None:
         ("a.json", "[]", "no sequences"),
         ("a.csv", "old,new\n1,2\n", "line 1"),
         ("a.csv", "new,stored\n1,2\n3\n", "line 3"),
-        ("a.txt", "1", "give lengths as .json or .csv"),
+        ("a.txt", "1", "give lengths as .json or .csv, or a trace as .jsonl"),
     ],
 )
 def test_a_file_that_holds_no_lengths_says_where(name: str, text: str, complaint: str, tmp_path: Path) -> None:
@@ -129,3 +129,38 @@ def test_a_file_that_holds_no_lengths_says_where(name: str, text: str, complaint
     with pytest.raises(BadSetting, match=complaint) as raised:
         read_lengths(tmp_path / name)
     assert name in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "a.jsonl",
+            '{"arrival_s": 1.0, "prompt_tokens": 7, "output_tokens": 1}\n'
+            '{"arrival_s": 0.5, "prompt_tokens": 100, "output_tokens": 90}\n'
+            '{"timestamp": 9000, "input_length": 5, "output_length": 2}\n',
+        ),
+        (
+            "a.csv",
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,100,90\n"
+            "2023-11-16 18:15:47,7,1\n2023-11-16 18:15:48,5,2\n",
+        ),
+    ],
+)
+def test_a_trace_is_a_step_in_which_its_requests_decode(name: str, text: str, tmp_path: Path) -> None:
+    """In the order in which they come, each halfway through its answer: 100 + 44 stored and its new token."""
+    (tmp_path / name).write_text(text)
+    assert str(read_batch(f"{tmp_path}/{name}")) == "1d145+1d8+1d6"
+    assert str(read_batch(f"{tmp_path}/{name}:2")) == "1d145+1d8"
+
+
+def test_lengths_are_taken_whole_and_a_name_may_end_in_a_number(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("[5]")
+    assert str(read_batch(f"{tmp_path}/a.json")) == "1d5"
+    with pytest.raises(BadSetting, match=r"a\.json is no trace of requests, of which 3 could be taken; leave out :3"):
+        read_batch(f"{tmp_path}/a.json:3")
+    (tmp_path / "a:3.csv").write_text("kv_len\n4\n")
+    assert str(read_batch(f"{tmp_path}/a:3.csv")) == "1d4"
+    for missing in ("none.jsonl", "none.csv"):
+        with pytest.raises(BadSetting, match=r"none\..* cannot be read"):
+            read_batch(f"{tmp_path}/{missing}")

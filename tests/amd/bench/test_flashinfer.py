@@ -13,7 +13,7 @@ import pytest
 from rocm_attn.bench import flashinfer_run
 from rocm_attn.bench.flashinfer_run import WorkloadRun
 from rocm_attn.bench.flashinfer_schema import Definition, Solution, Trace, Workload, read_definition, read_traces
-from rocm_attn.bench.flashinfer_solution import entry_of, solution_of
+from rocm_attn.bench.flashinfer_solution import entry_of, require_runs, solution_of
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
 from rocm_attn.errors import BadSetting, Unsupported
 from tests.amd.bench.flashinfer_files import DEFINITIONS, GQA_DECODE, data_set, tensors_of, workload_of
@@ -240,3 +240,55 @@ def test_the_command_writes_solution_and_traces(tmp_path: Path, capsys: pytest.C
     # No AITER is here; the trace says so, and it is no success.
     assert main([*arguments, "--provider", "aiter"]) == FAILED
     assert "RUNTIME_ERROR" in capsys.readouterr().out
+
+
+def test_another_solution_is_read_run_and_named_in_the_traces(tmp_path: Path) -> None:
+    definition, workloads = data_set(tmp_path, GQA_DECODE)
+    theirs = {
+        **solution_of(read_definition(definition), "torch").as_json(),
+        "name": "theirs",
+        "author": "somebody",
+        "spec": {"language": "python", "entry_point": "kernel.py::attend"},
+        "sources": [{"path": "kernel.py", "content": read_definition(definition).reference + "\n\nattend = run\n"}],
+    }
+    file, traces, again = (tmp_path / name for name in ("theirs.json", "traces.jsonl", "again.json"))
+    file.write_text(json.dumps(theirs))
+    arguments = ["bench", "flashinfer", str(definition), "--workloads", str(workloads), "--device", "cpu"]
+    files = ["--solution", str(file), "--solution-out", str(again), "--traces-out", str(traces)]
+    assert main([*arguments, *files]) == DONE
+    assert json.loads(again.read_text()) == theirs
+    (trace,) = read_traces(traces)
+    assert trace.solution == "theirs"
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"definition": "other"}, "solution theirs is of other, not of"),
+        (
+            {"spec": {"language": "cuda", "entry_point": "main.py::run"}},
+            "is in 'cuda', with the files main.py; what is run",
+        ),
+        (
+            {"spec": {"language": "python", "entry_point": "b.py::run"}},
+            r"one file in python, that of its entry_point \(b",
+        ),
+        ({"sources": []}, "with the files none"),
+    ],
+)
+def test_a_solution_that_cannot_be_run_is_refused(change: dict[str, Any], complaint: str, tmp_path: Path) -> None:
+    definition = read_definition(data_set(tmp_path, GQA_DECODE)[0])
+    theirs = {**solution_of(definition, "torch").as_json(), "name": "theirs"} | change
+    with pytest.raises(BadSetting, match=complaint):
+        require_runs(Solution.of(theirs), definition)
+
+
+def test_a_source_that_cannot_be_loaded_is_a_compile_error(tmp_path: Path) -> None:
+    definition_file, workload_file = data_set(tmp_path, GQA_DECODE)
+    definition, (workload,) = read_definition(definition_file), read_traces(workload_file)
+    for source, says in (("def run(:", "SyntaxError: "), ("x = 1", "has no function run")):
+        broken = replace(solution_of(definition, "torch"), sources={"main.py": source})
+        evaluation = WorkloadRun(CPU, tmp_path).trace(definition, workload.workload, broken).evaluation
+        assert evaluation is not None
+        assert evaluation["status"] == "COMPILE_ERROR"
+        assert says in evaluation["log"]

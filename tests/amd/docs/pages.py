@@ -16,7 +16,8 @@ LIST = DOCS / "README.md"
 _FENCE = re.compile(r"^( *)(`{3,})(\w*).*?^\1\2 *$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 _MARK = re.compile(
-    r"<!-- (not run: (?P<reason>.+)|(?P<night>run at night)|(?P<server>run against a server)) -->\n\s*\Z"
+    r"<!-- (not run: (?P<reason>.+)|(?P<night>run at night)|(?P<server>run against a server)"
+    r"|(?P<serves>run until it serves)) -->\n\s*\Z"
 )
 
 
@@ -30,6 +31,7 @@ class Block:
     reason:   why no test runs it; "" where one does
     at_night: whether the test that runs it is left to .ci/nightly
     server:   whether it speaks to a server, see served.py
+    serves:   whether it is a server, which ends when it is told to
     """
 
     page: str
@@ -39,6 +41,7 @@ class Block:
     reason: str = ""
     at_night: bool = False
     server: bool = False
+    serves: bool = False
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
@@ -64,6 +67,7 @@ def blocks(page: Path) -> list[Block]:
                 (mark["reason"] or "") if mark else "",
                 bool(mark and mark["night"]),
                 bool(mark and mark["server"]),
+                bool(mark and mark["serves"]),
             )
         )
     return found

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
 import rocm_attn as ra
-from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
+from tests.amd.house.source_tree import ROOT
+from tests.amd.runner.tiny_model import CONFIG, tiny_model, word_tokenizer
 from tests.amd.server.running import NAME, running
 
 ADDRESS = "127.0.0.1:8000"
@@ -19,7 +24,24 @@ ADDRESS = "127.0.0.1:8000"
 def against_a_server(text: str) -> Iterator[str]:
     """The text of a page's block, with the address and the model of a server that runs meanwhile."""
     cpu = torch.device("cpu")
-    loaded = tiny_model(context_len=512, dtype=torch.float32, device=cpu, tokenizer=word_tokenizer())
+    base = replace(CONFIG, vocab_size=1024)  # `rocm-attn bench` asks by token ids below 1,000
+    loaded = tiny_model(context_len=512, dtype=torch.float32, device=cpu, tokenizer=word_tokenizer(), base=base)
     engine = ra.Engine(loaded, ra.EngineOptions(max_batch_size=4, max_kv_len=256))
     with running(engine) as server:
         yield re.sub(r"\bsmollm2\b", NAME, text.replace(ADDRESS, server.url.removeprefix("http://")))
+
+
+def served_until_told(words: Sequence[str]) -> tuple[int, str]:
+    """The exit code of a server, and what it has said: it is told to end once it listens, on a port of the kernel's.
+
+    words: of `rocm-attn`
+    """
+    command = [sys.executable, "-m", "rocm_attn.cli", *words, "--port", "0"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
+        assert server.stdout is not None
+        said = ""
+        for line in server.stdout:
+            said += line
+            if "listening on http://127.0.0.1:" in line:
+                server.send_signal(signal.SIGTERM)
+        return server.wait(), said

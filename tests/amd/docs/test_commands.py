@@ -23,7 +23,7 @@ from tests.amd.docs.commands import (
     typed,
 )
 from tests.amd.docs.pages import Block, blocks, pages
-from tests.amd.docs.served import against_a_server
+from tests.amd.docs.served import against_a_server, served_until_told
 from tests.amd.house.source_tree import ROOT
 
 BLOCKS = shell_blocks()
@@ -44,7 +44,7 @@ def scratch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@each([block for block in BLOCKS if block.language == "bash" and not (block.reason or block.server)])
+@each([block for block in BLOCKS if block.language == "bash" and not (block.reason or block.server or block.serves)])
 def test_a_block_runs(block: Block) -> None:
     # What runs in this process is one line; other lines of a block may need what lines before them have set.
     ours = all(command.is_ours and not command.variables for command in commands_of(script(block)))
@@ -60,6 +60,15 @@ def test_a_block_runs(block: Block) -> None:
 def test_a_block_that_speaks_to_a_server_runs(block: Block) -> None:
     with against_a_server(block.text) as text:
         code, output = run(text)
+    assert code == 0, output
+
+
+@pytest.mark.nightly  # each loads SmolLM2
+@each([block for block in BLOCKS if block.serves])
+def test_a_block_that_serves_does_so_until_it_is_told_to_end(block: Block) -> None:
+    (command,) = commands_of(block.text)
+    assert command.is_ours
+    code, output = served_until_told(command.words[1:])
     assert code == 0, output
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy.random._bounded_integers
 import pytest
@@ -21,7 +23,7 @@ from rocm_attn.cli.doctor.aiter_files import (
     offload_archs,
     read_copy,
 )
-from rocm_attn.cli.doctor.machine import Distribution, ImportFailure
+from rocm_attn.cli.doctor.machine import AiterCopy, Distribution, ImportFailure
 from rocm_attn.cli.doctor.probe import probe
 from rocm_attn.cli.doctor.reading import (
     read_amd_gpus,
@@ -35,6 +37,7 @@ from rocm_attn.cli.doctor.reading import (
 from tests.amd.house.source_tree import ROOT
 
 GONE = ImportFailure("it is not there")
+COPY = AiterCopy("/nowhere/aiter", is_amds=True, missing=(), modules=(), installed=0.0)
 
 
 def write(path: Path, text: str = "") -> Path:
@@ -100,6 +103,34 @@ def test_a_folder_counts_as_writable_when_files_can_be_made_in_it(
     monkeypatch.setattr(os, "access", refuse)
     assert not read_folder("a cache", tmp_path / "new").writable
     assert asked == [(tmp_path, os.W_OK | os.X_OK)]
+
+
+@pytest.fixture
+def closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that this user may not look into; root may look into any, so the system's answers are replaced."""
+    folder = tmp_path / "closed"
+    folder.mkdir()
+
+    def refusing(call: Any) -> Any:
+        def asked(path: Any, *others: Any, **more: Any) -> Any:
+            if not isinstance(path, int) and folder in Path(path).parents:
+                raise PermissionError(errno.EACCES, "closed", str(path))
+            return call(path, *others, **more)
+
+        return asked
+
+    for name in ("stat", "lstat", "listdir", "scandir"):
+        monkeypatch.setattr(os, name, refusing(getattr(os, name)))
+    return folder
+
+
+def test_a_cache_that_is_closed_to_the_user_is_read_as_far_as_can_be(closed: Path) -> None:
+    """Python 3.11's Path.exists() and Path.glob() raise there, and the doctor would say nothing at all."""
+    jit = closed / "aiter" / "jit"
+    with pytest.raises(PermissionError):
+        jit.stat()
+    assert read_folder("a cache", jit).owner == closed.stat().st_uid
+    assert (modules_in(jit), linked_modules(jit, (COPY,)), leftover_locks(jit)) == ((), (), ())
 
 
 def test_the_longest_mount_point_names_the_file_system(tmp_path: Path) -> None:

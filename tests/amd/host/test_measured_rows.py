@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -237,6 +238,20 @@ def test_the_cache_is_where_a_file_is_looked_for(tmp_path: Path, monkeypatch: py
     TuningFile((row_of(),)).write(default_place())
     assert with_measured_rows(GFX942).measured == (row_of(),)
     assert with_measured_rows(known_target("cpu")) == known_target("cpu")
+
+
+def test_a_cache_that_is_closed_to_the_user_stops_no_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    served_with(monkeypatch, "")
+    place, stat = default_place(), os.stat
+
+    def closed(path: Any, **more: Any) -> Any:
+        if not isinstance(path, int) and Path(path) == place:
+            raise PermissionError(13, "closed", str(path))
+        return stat(path, **more)
+
+    monkeypatch.setattr(os, "stat", closed)
+    assert with_measured_rows(GFX942) == GFX942
 
 
 def test_tiles_that_no_kernel_takes_have_a_reason() -> None:

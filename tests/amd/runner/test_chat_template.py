@@ -11,8 +11,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rocm_attn.errors import BadModel, BadRequest
 from rocm_attn.runner.bounded_jinja import BoundedEnvironment, OutOfWork
-from rocm_attn.runner.chat_template import ChatTemplate
+from rocm_attn.runner.chat_template import ChatTemplate, template_of
 
+ASKED = [{"role": "user", "content": "?"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 LONG = {
     "loops in loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "loops that see nothing": (
@@ -221,3 +223,28 @@ def test_json_is_written_as_hugging_face_writes_it() -> None:
         tools[0]["function"], ensure_ascii=False, indent=1
     )
     assert ChatTemplate("{{ tools is none }}").render([]) == "True"
+
+
+def test_a_conversation_with_tools_has_a_template_of_its_own_where_the_model_has_one() -> None:
+    """As Hermes and Command R write them into tokenizer_config.json."""
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ bos_token }} tools"}, {}]
+    template = template_of(named, "<s>", "")
+    assert template is not None
+    assert (template.render(ASKED), template.render(ASKED, [TOOL])) == ("plain", "<s> tools")
+    alone = template_of("for all", "", "")
+    assert alone is not None
+    assert alone.render(ASKED, [TOOL]) == "for all"
+
+
+@pytest.mark.parametrize("named", [None, 7, [], [{"name": "tool_use", "template": "x"}], {"default": 1}, ["default"]])
+def test_a_model_without_a_template_for_all_has_none(named: object) -> None:
+    assert template_of(named, "", "") is None
+
+
+def test_what_is_marked_for_training_is_written_as_it_stands() -> None:
+    """SmolLM3's template marks what the model has said, for Hugging Face's trainers."""
+    source = (
+        "{% for m in messages %}{% set n = 1 %}{% generation %}\n{% set n = 2 %}[{{ m.content }}]{{ n }}"
+        "{% endgeneration %}{{ n }}{% endfor %}"
+    )
+    assert ChatTemplate(source).render([{"role": "assistant", "content": "a"}] * 2) == "[a]21[a]21"

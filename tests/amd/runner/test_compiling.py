@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rocm_attn.errors import BadRequest, FitsLater
-from rocm_attn.runner import engine_thread
+from rocm_attn.runner import engine_thread, matching
 from rocm_attn.runner.async_engine import AsyncEngine
 from rocm_attn.runner.constraint import Constraint
 from rocm_attn.runner.engine import Engine
@@ -34,11 +34,11 @@ class HeldUp:
         self.begun, self.may_end = threading.Semaphore(0), threading.Event()
         compile_one = Matching._compile
 
-        def held_up(matching: Matching, *key: Any) -> Any:
+        def held_up(of_engine: Matching, *key: Any) -> Any:
             assert threading.current_thread().name != "rocm_attn engine", "every other request would wait"
             self.begun.release()
             self.may_end.wait()
-            return compile_one(matching, *key)
+            return compile_one(of_engine, *key)
 
         monkeypatch.setattr(Matching, "_compile", held_up)
 
@@ -102,22 +102,23 @@ def test_a_constraint_that_takes_too_long_ends_its_request_alone(
 
 def test_two_are_compiled_at_a_time_and_no_other_thread_waits(held_up: HeldUp) -> None:
     """However many come: a process that can start no more threads would lose its engine."""
-    matching = Engine(character_model(), BASE)._matching
-    assert matching is not None
+    of_engine = Engine(character_model(), BASE)._matching
+    assert of_engine is not None
     before, constraints = set(threading.enumerate()), [Constraint.regex("a" * num) for num in range(1, 9)]
-    assert not any(matching.is_ready(each, ()) for each in constraints)
+    assert not any(of_engine.is_ready(each, ()) for each in constraints)
     begun = [held_up.begun.acquire() for _ in range(2)]
     assert len(set(threading.enumerate()) - before) == len(begun)
     held_up.may_end.set()
     for each in constraints:
-        matching.matcher(each, ())
-    assert all(matching.is_ready(each, ()) for each in constraints)
+        of_engine.matcher(each, ())
+    assert all(of_engine.is_ready(each, ()) for each in constraints)
 
 
 def test_no_more_constraints_wait_than_may_those_included_whose_clients_have_left(
     held_up: HeldUp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_thread, "MOST_PREPARING", 3)
+    monkeypatch.setattr(matching, "MOST_COMPILING", 3)
+    monkeypatch.setattr(engine_thread, "MOST_COMPILING", 3)
     served = Engine(character_model(), BASE)
     requests = [replace(CONSTRAINED[2], constraint=Constraint.choice([f"a{num}"])) for num in range(5)]
 
@@ -138,6 +139,34 @@ def test_no_more_constraints_wait_than_may_those_included_whose_clients_have_lef
     assert is_empty(served)
 
 
+def test_a_constraint_that_many_ask_for_counts_once(held_up: HeldUp, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matching, "MOST_COMPILING", 1)
+    served = Engine(character_model(), BASE)
+
+    async def main() -> list[str]:
+        async with AsyncEngine(served) as front:
+            waiting = [front.stream(CONSTRAINED[2]) for _ in range(4)]
+            await asyncio.to_thread(held_up.begun.acquire)
+            with pytest.raises(FitsLater, match="constraints are compiled or wait for it"):
+                await front.complete(CONSTRAINED[0])
+            held_up.may_end.set()
+            return [(await each.completion()).text for each in waiting]
+
+    assert set(run(main)) <= {"yes", "no"}
+    assert is_empty(served)
+
+
+def test_whether_there_is_room_is_told_without_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a constraint whose client has left would be compiled again once it is dropped, for nobody."""
+    served, compiled = Engine(character_model(), BASE), list[Any]()
+    assert served._matching is not None
+    monkeypatch.setattr(Matching, "_compile", lambda of, *key: compiled.append(key))
+    assert served.can_prepare(CONSTRAINED[2])
+    assert (compiled, served._matching._compiled) == ([], {})
+    monkeypatch.setattr(matching, "MOST_COMPILING", 0)
+    assert [served.can_prepare(each) for each in (CONSTRAINED[2], PLAIN)] == [False, True]
+
+
 @dataclass(frozen=True)
 class LoadSlowRank:
     """Loads a rank whose constraints are compiled when the test wants: rank 0 says when it has, rank 1 waits."""
@@ -147,8 +176,8 @@ class LoadSlowRank:
     def __call__(self, *, device: torch.device, ranks: Ranks) -> LoadedModel:
         compile_one = Matching._compile
 
-        def held_up(matching: Matching, *key: Any) -> Any:
-            compiled = compile_one(matching, *key)
+        def held_up(of_rank: Matching, *key: Any) -> Any:
+            compiled = compile_one(of_rank, *key)
             name, how = ("done", "w") if ranks.shard.rank == 0 else ("may end", "r")
             open(self.folder / name, how).close()  # a FIFO: until the test opens it too
             return compiled
@@ -182,7 +211,7 @@ def test_what_is_compiled_is_kept_and_what_fails_is_not(monkeypatch: pytest.Monk
     assert not served._matching._compiled
     served.generate([CONSTRAINED[2]])
 
-    def panics(matching: Matching, *key: Any) -> Any:
+    def panics(of_engine: Matching, *key: Any) -> Any:
         raise BaseException("a panic")
 
     monkeypatch.setattr(Matching, "_compile", panics)

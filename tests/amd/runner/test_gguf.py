@@ -11,8 +11,9 @@ import torch
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from rocm_attn.errors import BadModel
+from rocm_attn.runner.chat_template import ChatTemplate
 from rocm_attn.runner.gguf_file import GGUFFile
-from rocm_attn.runner.loading import LoadedModel, find_model, load_model
+from rocm_attn.runner.loading import LoadedModel, find_model, load_model, load_tokenizer
 from rocm_attn.runner.rope import LinearScaling, YarnScaling
 from tests.amd.runner.dense_attention import dense_logits
 from tests.amd.runner.hf_models import hf_logits, random_tokens, small_hf_model, write_gguf
@@ -106,6 +107,13 @@ def test_shapes_and_end_tokens_come_from_the_file(tmp_path: Path) -> None:
     config = load(path).config
     assert (config.vocab_size, config.context_len, config.num_layers) == (101, 128, 3)
     assert config.eos_token_ids == (2, 9)
+
+
+def test_a_template_for_tools_comes_from_the_file(tmp_path: Path) -> None:
+    named = {"tokenizer.chat_template": "for all", "tokenizer.chat_template.tool_use": "for tools"}
+    tokenizer = load_tokenizer(write_gguf(small_hf_model("Llama"), tmp_path / "m.gguf", metadata=named))
+    assert tokenizer is not None
+    assert tokenizer.chat_template == ChatTemplate("for all", "", "t1", with_tools="for tools")
 
 
 @pytest.fixture(scope="module")

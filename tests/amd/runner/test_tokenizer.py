@@ -21,7 +21,7 @@ from rocm_attn.runner.chat_template import ChatTemplate
 from rocm_attn.runner.fields import Fields
 from rocm_attn.runner.gguf_tokenizer import tokenizer_from_gguf
 from rocm_attn.runner.loading import find_model, load_tokenizer
-from rocm_attn.runner.tokenizer import Tokenizer
+from rocm_attn.runner.tokenizer import CALL_MARKS, Tokenizer
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. It's 1234567 o'clock, we'll see!",
@@ -245,6 +245,31 @@ def test_a_template_in_tokenizer_config_json_is_read(trained: tokenizers.Tokeniz
     ours = load_tokenizer(tmp_path)
     assert ours is not None
     assert ours.encode_chat("fox") == trained.encode("<|end|>fox").ids
+
+
+def test_a_template_for_tools_is_read_wherever_it_is(trained: tokenizers.Tokenizer, tmp_path: Path) -> None:
+    trained.save(str(tmp_path / "tokenizer.json"))
+    named = [{"name": name, "template": name} for name in ("default", "tool_use")]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    read = [load_tokenizer(tmp_path)]
+    (tmp_path / "chat_template.jinja").write_text("default")
+    read.append(load_tokenizer(tmp_path))
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tool_use")
+    read.append(load_tokenizer(tmp_path))
+    templates = [each.chat_template for each in read if each is not None]
+    both, one = ChatTemplate("default", with_tools="tool_use"), ChatTemplate("default")
+    assert templates == [both, one, both]
+
+
+def test_marks_of_calls_are_text_though_a_model_calls_them_special(trained: tokenizers.Tokenizer) -> None:
+    backend = tokenizers.Tokenizer.from_str(trained.to_str())
+    backend.add_special_tokens([*CALL_MARKS, "<other>"])
+    ours = Tokenizer(backend=backend, bos_token_id=None, chat_template=None)
+    tokens = ours.encode("<other><tool_call>fox</tool_call><|end|>")
+    assert ours.decode(tokens) == "<tool_call>fox</tool_call>"
+    stream = ours.stream()
+    assert "".join(map(stream.push, tokens)) == "<tool_call>fox</tool_call>"
 
 
 def test_a_template_that_is_no_text_is_refused(trained: tokenizers.Tokenizer, tmp_path: Path) -> None:

@@ -42,15 +42,20 @@ CASES: tuple[tuple[int, str, str, list[tuple[str, object]]], ...] = (
         "", " ", "plain < <tool <tool_cal text ", "<tool_call>", "<tool_call> ", "<tool_call>a</tool_call>",
         '<tool_call>\n{"name": "b", "arguments": {}}\n</tool_call>', '<tool_call>{"name": "a", "arguments": [1]}',
         '<tool_call>{"name": "a", "arguments": NaN}', '<tool_call>{"name": "a", "arguments": {"x": NaN}}',
-        '<tool_call>{"name": "a", "arguments": {"x": [1e999]}}', "<tool_call>{",
-        '<tool_call>{"name": ["a"]}</tool_call>', '<tool_call>{"name": "a" "b"}</tool_call>',
+        "<tool_call>{", '<tool_call>{"name": "a", "arguments": {"x": -Infinity}}',
+        '<tool_call>{"name": ["a"]}</tool_call>', '<tool_call>{"name": 7}</tool_call>',
+        '<tool_call>{"name": "a" "b"}</tool_call>',
     )),
     (0, f"<tool_call>no</tool_call>{A}", "<tool_call>no</tool_call>", [CALLED]),
     (1, '{"name": "a", "parameters": {"x": 1}}', "", [("a", {"x": 1})]),
     (1, '\n {"name": "a", "parameters": {"x": "{"}} \n', "", [("a", {"x": "{"})]),
+    (1, ' <|python_tag|>{"name": "a", "parameters": {"x": 1}}', "", [("a", {"x": 1})]),
+    (1, '<|python_tag|> \n{"name": "a", "parameters": {}} and', "and", [("a", {})]),
     (1, '{"name": "a", "parameters": {}} and a text', "and a text", [("a", {})]),
     *((1, text, text, []) for text in (
-        "", " ", '{"name": "b", "parameters": {}} ', 'say {"name": "a", "parameters": {}}', '{"name": "a", "para',
+        "<|python_tag|>", "<|python_tag|> ", "<|python_tag|>print(1)", ' <|python_tag|> {"name": "b"}', "<|pyt",
+        "", " ", "<|pot", '{"name": "b", "parameters": {}} ', 'say {"name": "a", "parameters": {}}',
+        '{"name": "a", "para',
         " [1]", '{"x"} {"name": "a", "parameters": {}}',
     )),
 )  # fmt: skip
@@ -69,6 +74,24 @@ def test_calls_are_found_however_the_text_comes(
         assert read(form, pieces) == expected, pieces
 
 
+@pytest.mark.parametrize(
+    "written",
+    [
+        '{"x": 12345678901234567890, "y": 0.12345678901234567890, "z": [1e400, -0.0, 1E+2]}',
+        '{ "x":1 ,\n"y" : "\\u00e9 é" }',
+        '{"x": ' + "9" * 5000 + "}",
+        "{}",
+    ],
+)
+def test_arguments_stay_as_they_are_written(written: str) -> None:
+    """Numbers above all: Python would write other ones, or none."""
+    reader = CallReader(HERMES, ("7",))
+    text = f'<tool_call>{{"id": 1.5 , "arguments":{written}\n,"name": "7" }}</tool_call>'
+    (call,) = reader.push(text) + reader.finish()
+    assert isinstance(call, Call)
+    assert (call.name, call.arguments) == ("7", written)
+
+
 def test_text_is_told_as_soon_as_it_can_be_no_call() -> None:
     reader = CallReader(HERMES, NAMES)
     assert reader.push("It is 3 < 4") == ["It is 3 < 4"]
@@ -84,6 +107,10 @@ def test_the_form_is_the_one_that_the_template_writes() -> None:
     with pytest.raises(BadRequest, match="a form that this server does not read"):
         form_of(ChatTemplate(TEMPLATES["other"]))
     require_tools(ChatTemplate(TEMPLATES["other"]))
+    described = (
+        "{% for p in tools[0].function.parameters.properties.values() %}{{ p.type + p.description }}{% endfor %}"
+    )
+    require_tools(ChatTemplate(described + TEMPLATES["other"]))  # as Command R wants it
     for template, says in (
         (TEMPLATES["none"], "takes no tools, so the model would not know of them"),
         ("{% if tools %}{{ raise_exception('no tools here') }}{% endif %}", r"takes no tools \(.*no tools here"),

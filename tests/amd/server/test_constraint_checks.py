@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import json
 import os
+import resource
+import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from rocm_attn.errors import BadRequest
+from rocm_attn.runner import constraint_trial
 from rocm_attn.runner.constraint import Constraint
 from rocm_attn.runner.constraint_trial import Tokens, Trial
 from rocm_attn.runner.engine import Engine
@@ -44,7 +50,7 @@ def test_endless_constraints_end_and_others_are_served_after_them(server: Runnin
     with ThreadPoolExecutor(2) as pool:
         for reply in pool.map(ask, [server] * 2, [ENDLESS] * 2):
             assert reply.status == 400
-            assert "it takes more than 1 seconds or 1 GiB to be compiled; simplify it" in reply.error["message"]
+            assert "it takes more than 1 seconds of a core to be compiled; simplify it" in reply.error["message"]
     assert ask(server, {"enum": ["x", "yes"]}).status == 200
     assert server.holds_nothing()
 
@@ -118,6 +124,69 @@ def test_a_server_that_ends_waits_for_no_process_that_begins() -> None:
     with pytest.raises(BadRequest, match="the server ends, and tries no constraint any more"):
         asyncio.run(checks.check(Constraint.choice(["a"])))
     assert began[0].has_ended
+
+
+def test_a_server_that_ends_says_so_to_who_waits_for_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = Trial(TOKENS, 1)
+    checks = constraint_checks.ConstraintChecks(lambda: trial)
+    send = Trial._send
+
+    def sends_and_ends(sender: Trial, line: dict[str, Any]) -> None:
+        send(sender, line)
+        checks.close()
+
+    monkeypatch.setattr(Trial, "_send", sends_and_ends)
+    with pytest.raises(BadRequest, match="the process that tried it was ended, as when the server ends; send it again"):
+        asyncio.run(checks.check(Constraint.choice(["a"])))
+
+
+@pytest.mark.parametrize(
+    ("signal_of_end", "says"),
+    [
+        (signal.SIGXCPU, "it takes more than 7 seconds of a core to be compiled; simplify it"),
+        (signal.SIGABRT, r"the library gave up \(SIGABRT\), as it does where 1 GiB are not enough; simplify it"),
+        (signal.SIGKILL, "the process that tried it was ended by SIGKILL; simplify it, or send it again"),
+    ],
+)
+def test_what_has_ended_a_process_is_told(signal_of_end: signal.Signals, says: str) -> None:
+    trial = Trial(TOKENS, 7)
+    try:
+        os.kill(trial._process.pid, signal_of_end)
+        with pytest.raises(BadRequest, match=f"^the constraint cannot be used: {says}$"):
+            trial.check(Constraint.choice(["a"]))
+        assert trial.has_ended
+    finally:
+        trial.close()
+
+
+class Panic(BaseException):
+    """As the library's, which is no Exception."""
+
+
+@pytest.mark.parametrize(
+    ("raised", "says"),
+    [
+        (Panic("index out of bounds"), r"the library fails of it (Panic: index out of bounds)"),
+        (MemoryError(), "it takes more than 1 GiB to be compiled; simplify it"),
+    ],
+)
+def test_a_panic_is_told_and_the_process_goes_on(
+    raised: BaseException, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked_of = [Constraint.choice(["a"]), Constraint.choice(["b"])]
+
+    def compile_or_panic(constraint: Constraint, tokens: Any) -> None:
+        if constraint == asked_of[0]:
+            raise raised
+
+    lines = [asdict(TOKENS), *({**asdict(each), "seconds": 60} for each in asked_of)]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(map(json.dumps, lines))))
+    monkeypatch.setattr(constraint_trial, "tokens_of", lambda *given: None)
+    monkeypatch.setattr(constraint_trial, "compiled_of", compile_or_panic)
+    monkeypatch.setattr(constraint_trial, "_lower", lambda which, soft: None)  # of this process
+    monkeypatch.setattr(resource, "setrlimit", lambda which, limits: None)
+    constraint_trial.run()
+    assert list(map(json.loads, capsys.readouterr().out.splitlines())) == [f"the constraint cannot be used: {says}", ""]
 
 
 def test_an_interrupt_of_the_terminal_does_not_reach_the_process() -> None:

@@ -5,6 +5,7 @@ SGLang's processes find it where the metadata of an installation is on their pat
 ENGINE_WINDOW_POOL=1   gives Gemma 3 a pool of its own for layers with a window, which SGLang does for newer models
 ENGINE_SPARSE=1        lets SGLang build a DeepSeek V3.2 on a CPU, in the dtype of the model
 ENGINE_DRAFTS=1        gives SGLang what it calls around drafts, which no wheel for a CPU has
+ENGINE_HALVES_LOG=FILE lets SGLang overlap two halves of a batch on a CPU; each batch becomes a line of JSON
 ENGINE_FAULTS_LOG=FILE once the file is there, one of FAULTS is planted in every fourth step that decodes or verifies
                        drafts; each becomes a line of JSON: planted (its name) and step, and what was reported a line
                        with reported and begun
@@ -18,10 +19,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.amd.engines import sglang_cpu_drafts
+from tests.amd.engines import sglang_cpu_drafts, sglang_cpu_overlap
 
 WINDOW_POOL, FAULTS_LOG, DRAFTS = "ENGINE_WINDOW_POOL", "ENGINE_FAULTS_LOG", "ENGINE_DRAFTS"
-SPARSE = "ENGINE_SPARSE"
+SPARSE, HALVES_LOG = "ENGINE_SPARSE", "ENGINE_HALVES_LOG"
 _STEPS_APART = 4
 
 Undo = Callable[[], None]
@@ -36,6 +37,8 @@ def register() -> None:
     if os.environ.get(DRAFTS) == "1":
         sglang_cpu_drafts.see_whole_masks()
         sglang_cpu_drafts.find_last_slots_in_torch()
+    if HALVES_LOG in os.environ:
+        sglang_cpu_overlap.overlap_on_a_cpu(Path(os.environ[HALVES_LOG]))
     if FAULTS_LOG in os.environ:
         Planter(Path(os.environ[FAULTS_LOG])).plant()
 
@@ -130,8 +133,8 @@ class Planter:
 
         begin = AttentionHooks.init_forward_metadata
 
-        def planted(hooks: Any, batch: Any) -> None:
-            mode = batch.forward_mode
+        def planted(hooks: Any, forward_batch: Any) -> None:
+            batch, mode = forward_batch, forward_batch.forward_mode
             goes_on = mode.is_decode() or mode.is_target_verify()
             if not self.log.exists() or not goes_on or int(batch.seq_lens[0]) < 20:
                 begin(hooks, batch)

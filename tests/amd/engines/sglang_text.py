@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.amd.engines.sglang_cpu_drafts import give_kernels
-from tests.amd.engines.sglang_plugin import DRAFTS, FAULTS_LOG
+from tests.amd.engines.sglang_plugin import DRAFTS, FAULTS_LOG, HALVES_LOG
 
 # SGLang's own processes import this module, too, before anything of SGLang's.
 if os.environ.get(DRAFTS) == "1":
@@ -46,12 +46,14 @@ class Answer:
     cached:   those of its prompt that a radix hit gave
     verified: steps that have verified drafts of it
     faults:   as planted and reported
+    halves:   of each batch that was run in two: its mode, its sequences, and those of each half
     """
 
     tokens: list[list[list[int]]] = field(default_factory=list)
     cached: list[list[int]] = field(default_factory=list)
     verified: list[list[int]] = field(default_factory=list)
     faults: list[dict[str, Any]] = field(default_factory=list)
+    halves: list[list[Any]] = field(default_factory=list)
 
 
 def answer(run: Run) -> Answer:
@@ -59,6 +61,9 @@ def answer(run: Run) -> Answer:
 
     log = Path(os.environ[FAULTS_LOG])
     log.unlink(missing_ok=True)
+    halves = Path(os.environ[HALVES_LOG]) if HALVES_LOG in os.environ else None
+    if halves is not None:
+        halves.unlink(missing_ok=True)
     engine = sglang.Engine(skip_tokenizer_init=True, device="cpu", disable_cuda_graph=True, **run.engine)
     found = Answer()
     sampling = {"temperature": 0, "max_new_tokens": run.new_tokens, "ignore_eos": True}
@@ -71,6 +76,8 @@ def answer(run: Run) -> Answer:
         log.touch()
         engine.generate(input_ids=run.rounds[0], sampling_params={**sampling, "max_new_tokens": 40})
         found.faults = [json.loads(line) for line in log.read_text().splitlines()]
+    if halves is not None:
+        found.halves = [json.loads(line) for line in halves.read_text().splitlines()]
     engine.shutdown()
     return found
 

@@ -182,6 +182,20 @@ def test_two_ranks_give_the_tokens_of_one(sglang: SglangVenv, tmp_path: Path) ->
 
 
 @pytest.mark.nightly
+def test_two_halves_of_a_batch_that_overlap_give_the_tokens_of_whole_ones(sglang: SglangVenv, tmp_path: Path) -> None:
+    """SGLang cuts a prompt in two where that makes the halves even, and runs the layers of both in turns."""
+    (stock,) = sglang.stock([run(sglang, "qwen3_experts")], tmp_path)
+    # SGLang's scheduler splits batches where ranks have to agree, and with this size it takes one rank for such.
+    overlap: dict[str, Any] = {"enable_two_batch_overlap": True, "moe_dense_tp_size": 1}
+    sizes = [run(sglang, "qwen3_experts", faults=True, page_size=size, **overlap) for size in (1, 16)]
+    for ours in sglang.ours(sizes, tmp_path):
+        assert_equal([ours], stock)
+        assert_reported(ours, FAULTS)
+        assert {mode for mode, *_ in ours.halves} == {"EXTEND", "DECODE"}
+        assert any(left + right > whole for _, whole, left, right in ours.halves), "no prompt was in both halves"
+
+
+@pytest.mark.nightly
 def test_our_backend_serves_under_the_name_of_one_whose_place_it_takes(sglang: SglangVenv, tmp_path: Path) -> None:
     asked = [run(sglang, "gemma3")]
     (stock,) = sglang.stock(asked, tmp_path)

@@ -130,6 +130,7 @@ def test_drafts_of_another_model_change_no_token(
     )
     (ours,) = sglang.ours([drafting], tmp_path)
     assert ours.tokens == stock.tokens
+    assert {"EXTEND", "TARGET_VERIFY", "DRAFT_EXTEND_V2"} <= {*ours.modes}
     assert_some_drafts_accepted(ours)
 
 
@@ -182,6 +183,18 @@ def test_two_ranks_give_the_tokens_of_one(sglang: SglangVenv, tmp_path: Path) ->
 
 
 @pytest.mark.nightly
+def test_prompts_that_share_steps_with_decodes_and_the_deterministic_flag_change_no_token(
+    sglang: SglangVenv, tmp_path: Path
+) -> None:
+    (stock,) = sglang.stock([run(sglang, "gemma3")], tmp_path)
+    asked = [run(sglang, "gemma3", **{name: True}) for name in ("enable_mixed_chunk", "enable_deterministic_inference")]
+    mixed, deterministic = sglang.ours(asked, tmp_path)
+    assert_equal([mixed, deterministic], stock)
+    assert mixed.modes == ["DECODE", "EXTEND", "MIXED"]
+    assert deterministic.modes == ["DECODE", "EXTEND"]
+
+
+@pytest.mark.nightly
 def test_two_halves_of_a_batch_that_overlap_give_the_tokens_of_whole_ones(sglang: SglangVenv, tmp_path: Path) -> None:
     """SGLang cuts a prompt in two where that makes the halves even, and runs the layers of both in turns."""
     (stock,) = sglang.stock([run(sglang, "qwen3_experts")], tmp_path)
@@ -215,7 +228,9 @@ def test_latent_attention_gives_the_tokens_of_transformers_with_dp_attention_too
     assert_equal(sglang.ours(asked, tmp_path), stock)
     # Two ranks that share out requests, pad their batches to one size, and are idle at times.
     ranks: dict[str, Any] = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "chunked_prefill_size": 96}
-    assert_equal(sglang.ours([run(sglang, "deepseek", **ranks)], tmp_path), stock)
+    shared = sglang.ours([run(sglang, "deepseek", **ranks)], tmp_path)
+    assert_equal(shared, stock)
+    assert "IDLE" in shared[0].modes
 
 
 @pytest.mark.nightly

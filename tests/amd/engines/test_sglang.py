@@ -196,17 +196,19 @@ def test_prompts_that_share_steps_with_decodes_and_the_deterministic_flag_change
 
 
 @pytest.mark.nightly
-def test_two_halves_of_a_batch_that_overlap_give_the_tokens_of_whole_ones(sglang: SglangVenv, tmp_path: Path) -> None:
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_two_halves_of_a_batch_that_overlap_give_the_tokens_of_whole_ones(
+    page_size: int, sglang: SglangVenv, tmp_path: Path
+) -> None:
     """SGLang cuts a prompt in two where that makes the halves even, and runs the layers of both in turns."""
     (stock,) = sglang.stock([run(sglang, "qwen3_experts")], tmp_path)
     # SGLang's scheduler splits batches where ranks have to agree, and with this size it takes one rank for such.
     overlap: dict[str, Any] = {"enable_two_batch_overlap": True, "moe_dense_tp_size": 1}
-    sizes = [run(sglang, "qwen3_experts", faults=True, page_size=size, **overlap) for size in (1, 16)]
-    for ours in sglang.ours(sizes, tmp_path):
-        assert_equal([ours], stock)
-        assert_reported(ours, FAULTS)
-        assert {mode for mode, *_ in ours.halves} == {"EXTEND", "DECODE"}
-        assert any(left + right > whole for _, whole, left, right in ours.halves), "no prompt was in both halves"
+    (ours,) = sglang.ours([run(sglang, "qwen3_experts", faults=True, page_size=page_size, **overlap)], tmp_path)
+    assert_equal([ours], stock)
+    assert_reported(ours, FAULTS)
+    assert {mode for mode, *_ in ours.halves} == {"EXTEND", "DECODE"}
+    assert any(left + right > whole for _, whole, left, right in ours.halves), "no prompt was in both halves"
 
 
 @pytest.mark.nightly

@@ -184,15 +184,11 @@ def test_two_ranks_give_the_tokens_of_one(sglang: SglangVenv, tmp_path: Path) ->
 
 
 @pytest.mark.nightly
-def test_prompts_that_share_steps_with_decodes_and_the_deterministic_flag_change_no_token(
-    sglang: SglangVenv, tmp_path: Path
-) -> None:
+def test_prompts_that_share_steps_with_decodes_change_no_token(sglang: SglangVenv, tmp_path: Path) -> None:
     (stock,) = sglang.stock([run(sglang, "gemma3")], tmp_path)
-    asked = [run(sglang, "gemma3", **{name: True}) for name in ("enable_mixed_chunk", "enable_deterministic_inference")]
-    mixed, deterministic = sglang.ours(asked, tmp_path)
-    assert_equal([mixed, deterministic], stock)
-    assert mixed.modes == ["DECODE", "EXTEND", "MIXED"]
-    assert deterministic.modes == ["DECODE", "EXTEND"]
+    (mixed,) = sglang.ours([run(sglang, "gemma3", enable_mixed_chunk=True)], tmp_path)
+    assert_equal([mixed], stock)
+    assert {"DECODE", "EXTEND", "MIXED"} <= {*mixed.modes}
 
 
 @pytest.mark.nightly

@@ -7,7 +7,7 @@ ENGINE_SPARSE=1        lets SGLang build a DeepSeek V3.2 on a CPU, in the dtype 
 ENGINE_DRAFTS=1        gives SGLang what it calls around drafts, which no wheel for a CPU has
 ENGINE_OVERLAP=1       lets SGLang overlap two halves of a batch on a CPU
 ENGINE_HALVES_LOG=FILE with that each batch of two halves becomes a line of JSON
-ENGINE_MODES_LOG=FILE  each mode of SGLang's whose steps our backend begins becomes a line of each process
+ENGINE_MODES_LOG=FILE  each mode of the steps that our backend begins becomes a line of each process, and so does MIXED
 ENGINE_FAULTS_LOG=FILE once the file is there, one of FAULTS is planted in every fourth step that decodes or verifies
                        drafts; each becomes a line of JSON: planted (its name) and step, and what was reported a line
                        with reported and begun
@@ -71,19 +71,29 @@ def build_sparse_models_on_a_cpu() -> None:
 
 
 def write_modes(log: Path) -> None:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
     from rocm_attn.integrations.sglang.hooks import AttentionHooks
 
-    begin = AttentionHooks.init_forward_metadata
+    begin, mix = AttentionHooks.init_forward_metadata, ScheduleBatch.mix_with_running
     written: set[str] = set()
 
-    def noted(hooks: Any, forward_batch: Any) -> None:
-        name = forward_batch.forward_mode.name
+    def write(name: str) -> None:
         if name not in written:
             written.add(name)
             with log.open("a") as out:
                 print(name, file=out)
+
+    def noted(hooks: Any, forward_batch: Any) -> None:
+        write(forward_batch.forward_mode.name)
         begin(hooks, forward_batch)
 
+    def mixed(batch: Any, running: Any) -> None:
+        write("MIXED")
+        mix(batch, running)
+
+    # Before a backend sees it, SGLang calls a batch of prompts and decodes one of prompts.
+    ScheduleBatch.mix_with_running = mixed
     AttentionHooks.init_forward_metadata = noted  # type: ignore[method-assign,assignment]  # for this process
 
 

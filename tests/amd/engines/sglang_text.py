@@ -46,7 +46,7 @@ class Answer:
     cached:   those of its prompt that a radix hit gave
     verified: steps that have verified drafts of it
     faults:   as planted and reported
-    modes:    of the steps that our backend has begun, each once
+    modes:    of the steps that our backend has begun, each once; MIXED: of prompts and decodes
     halves:   of each batch that was run in two: its mode, its sequences, and those of each half
     """
 

@@ -130,7 +130,6 @@ def test_drafts_of_another_model_change_no_token(
     )
     (ours,) = sglang.ours([drafting], tmp_path)
     assert ours.tokens == stock.tokens
-    assert {"EXTEND", "TARGET_VERIFY", "DRAFT_EXTEND_V2"} <= {*ours.modes}
     assert_some_drafts_accepted(ours)
 
 
@@ -227,9 +226,7 @@ def test_latent_attention_gives_the_tokens_of_transformers_with_dp_attention_too
     assert_equal(sglang.ours(asked, tmp_path), stock)
     # Two ranks that share out requests, pad their batches to one size, and are idle at times.
     ranks: dict[str, Any] = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "chunked_prefill_size": 96}
-    shared = sglang.ours([run(sglang, "deepseek", **ranks)], tmp_path)
-    assert_equal(shared, stock)
-    assert "IDLE" in shared[0].modes
+    assert_equal(sglang.ours([run(sglang, "deepseek", **ranks)], tmp_path), stock)
 
 
 @pytest.mark.nightly

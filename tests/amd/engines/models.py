@@ -172,6 +172,32 @@ def _small_llama(num_hidden_layers: int) -> Any:
     )
 
 
+def write_qwen3_experts(folder: Path) -> None:
+    """A small Qwen 3 with experts in each of its three layers, two of four for a token; random weights."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        moe_intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=1024,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        architectures=["Qwen3MoeForCausalLM"],
+        dtype="float32",
+    )
+    write_random(folder, lambda: Qwen3MoeForCausalLM(config))
+
+
 # Of every small DeepSeek here: three dense layers.
 SMALL_DEEPSEEK: Mapping[str, Any] = {
     "hidden_size": 128,
@@ -273,6 +299,7 @@ MODELS: Mapping[str, Callable[[Path], None]] = {
     "smollm2": write_smollm2,
     "gemma3": write_gemma3,
     "gemma3_draft": write_gemma3_draft,
+    "qwen3_experts": write_qwen3_experts,
     "eagle_target": write_llama,
     "eagle_head": write_llama_head,
     "deepseek": write_deepseek,

@@ -5,6 +5,9 @@ SGLang's processes find it where the metadata of an installation is on their pat
 ENGINE_WINDOW_POOL=1   gives Gemma 3 a pool of its own for layers with a window, which SGLang does for newer models
 ENGINE_SPARSE=1        lets SGLang build a DeepSeek V3.2 on a CPU, in the dtype of the model
 ENGINE_DRAFTS=1        gives SGLang what it calls around drafts, which no wheel for a CPU has
+ENGINE_OVERLAP=1       lets SGLang overlap two halves of a batch on a CPU
+ENGINE_HALVES_LOG=FILE with that each batch of two halves becomes a line of JSON
+ENGINE_MODES_LOG=FILE  each mode of the steps that our backend begins becomes a line of each process, and so does MIXED
 ENGINE_FAULTS_LOG=FILE once the file is there, one of FAULTS is planted in every fourth step that decodes or verifies
                        drafts; each becomes a line of JSON: planted (its name) and step, and what was reported a line
                        with reported and begun
@@ -18,10 +21,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.amd.engines import sglang_cpu_drafts
+from tests.amd.engines import sglang_cpu_drafts, sglang_cpu_overlap
 
 WINDOW_POOL, FAULTS_LOG, DRAFTS = "ENGINE_WINDOW_POOL", "ENGINE_FAULTS_LOG", "ENGINE_DRAFTS"
-SPARSE = "ENGINE_SPARSE"
+SPARSE, OVERLAP, HALVES_LOG, MODES_LOG = "ENGINE_SPARSE", "ENGINE_OVERLAP", "ENGINE_HALVES_LOG", "ENGINE_MODES_LOG"
 _STEPS_APART = 4
 
 Undo = Callable[[], None]
@@ -36,6 +39,10 @@ def register() -> None:
     if os.environ.get(DRAFTS) == "1":
         sglang_cpu_drafts.see_whole_masks()
         sglang_cpu_drafts.find_last_slots_in_torch()
+    if os.environ.get(OVERLAP) == "1":
+        sglang_cpu_overlap.overlap_on_a_cpu(Path(os.environ[HALVES_LOG]))
+    if MODES_LOG in os.environ:
+        write_modes(Path(os.environ[MODES_LOG]))
     if FAULTS_LOG in os.environ:
         Planter(Path(os.environ[FAULTS_LOG])).plant()
 
@@ -61,6 +68,33 @@ def build_sparse_models_on_a_cpu() -> None:
 
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     model_hook._dsa_kv_cache_dtype_default = lambda _: {}
+
+
+def write_modes(log: Path) -> None:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    from rocm_attn.integrations.sglang.hooks import AttentionHooks
+
+    begin, mix = AttentionHooks.init_forward_metadata, ScheduleBatch.mix_with_running
+    written: set[str] = set()
+
+    def write(name: str) -> None:
+        if name not in written:
+            written.add(name)
+            with log.open("a") as out:
+                print(name, file=out)
+
+    def noted(hooks: Any, forward_batch: Any) -> None:
+        write(forward_batch.forward_mode.name)
+        begin(hooks, forward_batch)
+
+    def mixed(batch: Any, running: Any) -> None:
+        write("MIXED")
+        mix(batch, running)
+
+    # Before a backend sees it, SGLang calls a batch of prompts and decodes one of prompts.
+    ScheduleBatch.mix_with_running = mixed
+    AttentionHooks.init_forward_metadata = noted  # type: ignore[method-assign,assignment]  # for this process
 
 
 def wrong_slot(hooks: Any, batch: Any) -> Undo:
@@ -130,8 +164,8 @@ class Planter:
 
         begin = AttentionHooks.init_forward_metadata
 
-        def planted(hooks: Any, batch: Any) -> None:
-            mode = batch.forward_mode
+        def planted(hooks: Any, forward_batch: Any) -> None:
+            batch, mode = forward_batch, forward_batch.forward_mode
             goes_on = mode.is_decode() or mode.is_target_verify()
             if not self.log.exists() or not goes_on or int(batch.seq_lens[0]) < 20:
                 begin(hooks, batch)

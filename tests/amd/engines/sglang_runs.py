@@ -23,7 +23,7 @@ from tests.amd.engines.serving import (
     write_metadata,
 )
 from tests.amd.engines.sglang_kit import Tally
-from tests.amd.engines.sglang_plugin import DRAFTS, FAULTS_LOG, SPARSE, WINDOW_POOL
+from tests.amd.engines.sglang_plugin import DRAFTS, FAULTS_LOG, HALVES_LOG, MODES_LOG, OVERLAP, SPARSE, WINDOW_POOL
 from tests.amd.engines.sglang_text import Answer, Run
 
 # The environment's.
@@ -92,7 +92,13 @@ class SglangVenv:
         asked = [{**asdict(run), "engine": {**run.engine, "attention_backend": backend}} for run in runs]
         drafts = any("speculative_algorithm" in run.engine for run in runs)
         sparse = any(run.engine["model_path"].endswith("_sparse") for run in runs)
-        settings = {FAULTS_LOG: str(scratch / "faults"), DRAFTS: str(int(drafts)), SPARSE: str(int(sparse)), **more}
+        overlap = any(run.engine.get("enable_two_batch_overlap") for run in runs)
+        switches = {DRAFTS: drafts, SPARSE: sparse, OVERLAP: overlap}
+        settings = {
+            **{name: str(scratch / name.lower()) for name in (FAULTS_LOG, MODES_LOG, HALVES_LOG)},
+            **{name: str(int(is_on)) for name, is_on in switches.items()},
+            **more,
+        }
         ranks = max(run.engine.get("tp_size", 1) for run in runs)
         if ranks > 1:  # each on a core of its own: SGLang wants a NUMA node for each else
             settings["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(ranks)))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.amd.engines.sglang_cpu_drafts import give_kernels
-from tests.amd.engines.sglang_plugin import DRAFTS, FAULTS_LOG
+from tests.amd.engines.sglang_plugin import DRAFTS, FAULTS_LOG, HALVES_LOG, MODES_LOG
 
 # SGLang's own processes import this module, too, before anything of SGLang's.
 if os.environ.get(DRAFTS) == "1":
@@ -46,19 +46,24 @@ class Answer:
     cached:   those of its prompt that a radix hit gave
     verified: steps that have verified drafts of it
     faults:   as planted and reported
+    modes:    of the steps that our backend has begun, each once; MIXED: of prompts and decodes
+    halves:   of each batch that was run in two: its mode, its sequences, and those of each half
     """
 
     tokens: list[list[list[int]]] = field(default_factory=list)
     cached: list[list[int]] = field(default_factory=list)
     verified: list[list[int]] = field(default_factory=list)
     faults: list[dict[str, Any]] = field(default_factory=list)
+    modes: list[str] = field(default_factory=list)
+    halves: list[list[Any]] = field(default_factory=list)
 
 
 def answer(run: Run) -> Answer:
     import sglang
 
-    log = Path(os.environ[FAULTS_LOG])
-    log.unlink(missing_ok=True)
+    log, modes, halves = (Path(os.environ[name]) for name in (FAULTS_LOG, MODES_LOG, HALVES_LOG))
+    for each in (log, modes, halves):
+        each.unlink(missing_ok=True)
     engine = sglang.Engine(skip_tokenizer_init=True, device="cpu", disable_cuda_graph=True, **run.engine)
     found = Answer()
     sampling = {"temperature": 0, "max_new_tokens": run.new_tokens, "ignore_eos": True}
@@ -70,9 +75,16 @@ def answer(run: Run) -> Answer:
     if run.faults:
         log.touch()
         engine.generate(input_ids=run.rounds[0], sampling_params={**sampling, "max_new_tokens": 40})
-        found.faults = [json.loads(line) for line in log.read_text().splitlines()]
+        found.faults = [json.loads(line) for line in lines(log)]
+    found.modes = sorted({*lines(modes)})
+    found.halves = [json.loads(line) for line in lines(halves)]
     engine.shutdown()
     return found
+
+
+def lines(log: Path) -> list[str]:
+    """Of what was written; none where nothing was."""
+    return log.read_text().splitlines() if log.is_file() else []
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""What our backend classes refuse of vLLM, with its base classes and its config standing in for it."""
+"""What our backend classes refuse of vLLM and ask of kernels, its base classes and its config standing in for it."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -97,6 +98,17 @@ def test_steps_of_ranks_that_share_contexts_are_not_captured(ours: dict[str, Any
         shared.build_for_cudagraph_capture(step())
     alone = builder(ours, "backend")
     assert alone.get_cudagraph_support(alone.vllm_config, spec()) == support.ALWAYS
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_batch_invariance_asks_for_deterministic_kernels(
+    is_asked: bool, ours: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["vllm.envs"], "VLLM_BATCH_INVARIANT", is_asked)
+    made = builder(ours, "backend")
+    made.build(0, step())
+    assert made.group.attention.options.deterministic is is_asked
+    assert backend_of(ours, "backend").supports_batch_invariance()
 
 
 @pytest.mark.parametrize("scale", ["output_scale", "output_block_scale"])

@@ -51,6 +51,7 @@ from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.protocols import LayerCalls
 from rocm_attn.step.publisher import Publisher
+from rocm_attn.step.repeatable import Repeatable
 from rocm_attn.step.selections import StepSelections
 from rocm_attn.step.step import SplitStep, Step
 
@@ -141,6 +142,7 @@ class AttentionRuntime:
         self._layers: tuple[LayerCalls, ...] = ()
         self._rounds: tuple[DraftSteps, ...] = ()
         self._last_step: Step | None = None
+        self.repeatable: Repeatable | None = None  # what stage_again() stages
         self._last_drafts: DraftSteps | None = None
         # Whose layers may be called: a whole step's views, or what stands for one split step.
         self._who_runs: object = None
@@ -325,40 +327,54 @@ class AttentionRuntime:
 
     def stage(self, batch: StepBatch, pad_to: PadTo | None = None) -> Step:
         """The part of begin_step that runs before a graph: check, plan, update the table, publish the inputs."""
+        return self._planned(self._checked_step, self._stage_whole, batch, pad_to, 1)
+
+    def stage_again(self) -> Step:
+        """As stage(), of the whole step that was staged last: it runs on what its inputs hold by now.
+
+        Nothing is published but changes of the table, and what went wrong before is not looked for: the step's error
+        word stays as it is, so its next publication tells of all of these steps. They have one number. What they
+        store counts as stored once mark_stored() of the table says so.
+        Raises WrongState where no such step was staged last, or its addresses were given up.
+        """
         self._begin("a step cannot begin")
         try:
-            refusal = self._checked_step(batch)
-            return self._stage_whole(batch, self._planner.plan(batch, pad_to, 1), refusal)
+            if self.repeatable is None:
+                raise WrongState("no whole step was staged last that could run again; stage one first")
+            batch, plan, child = self.repeatable
+            with on_device(self.device):
+                self._streams.follow()
+                self._publisher.apply_table_changes()
+            return self._staged_whole(batch, plan, child, "")
         except BaseException:
             self.end_step()
             raise
 
     def stage_split(self, batch: StepBatch, pad_to: PadTo | None = None) -> SplitStep:
         """The part of begin_split_step that runs before a graph."""
-        self._begin("a step cannot begin")
-        try:
-            refusal = self._checked_step(batch)
-            return self._stage_halves(batch, self._planner.plan(batch, pad_to, HALVES), refusal)
-        except BaseException:
-            self.end_step()
-            raise
+        return self._planned(self._checked_step, self._stage_halves, batch, pad_to, HALVES)
 
     def stage_drafts(self, batch: StepBatch, pad_to: PadTo | None = None) -> DraftSteps:
         """The part of begin_drafts that runs before a graph."""
-        self._begin("a round of drafts cannot begin")
-        try:
-            refusal = self._checked_drafts(batch)
-            return self._stage_round(batch, self._planner.plan(batch, pad_to, 1), refusal)
-        except BaseException:
-            self.end_step()
-            raise
+        return self._planned(self._checked_drafts, self._stage_round, batch, pad_to, 1)
 
     def stage_split_drafts(self, batch: StepBatch, pad_to: PadTo | None = None) -> SplitDrafts:
         """The part of begin_split_drafts that runs before a graph."""
-        self._begin("a round of drafts cannot begin")
+        return self._planned(self._checked_drafts, self._stage_split_round, batch, pad_to, HALVES)
+
+    def _planned(
+        self,
+        check: Callable[[StepBatch], str],
+        stage: Callable[[StepBatch, StepPlan, str], _Begun],
+        batch: StepBatch,
+        pad_to: PadTo | None,
+        num_children: int,
+    ) -> _Begun:
+        """A batch staged by the plan that it has."""
+        self._begin("a step cannot begin")
         try:
-            refusal = self._checked_drafts(batch)
-            return self._stage_split_round(batch, self._planner.plan(batch, pad_to, HALVES), refusal)
+            refusal = check(batch)
+            return stage(batch, self._planner.plan(batch, pad_to, num_children), refusal)
         except BaseException:
             self.end_step()
             raise
@@ -414,23 +430,31 @@ class AttentionRuntime:
             self._evict(batch)
         with on_device(self.device):
             self._streams.follow()
-            children = self.core.memory.device_steps(plan)
+            self.repeatable = None
+            (child,) = self.core.memory.device_steps(plan)
             self._publisher.apply_table_changes()
-            self._publisher.publish_whole(batch, children[0])
-        self._plan, self._children, self._state = plan, children, _State.STAGED
+            self._publisher.publish_whole(batch, child)
+        step = self._staged_whole(batch, plan, child, refusal)
+        if not refusal and self._evict is None:
+            self.repeatable = Repeatable(batch, plan, child)
+        return step
+
+    def _staged_whole(self, batch: StepBatch, plan: StepPlan, child: DeviceStep, refusal: str) -> Step:
+        """The step whose inputs are where the device reads them."""
+        self._plan, self._children, self._state = plan, (child,), _State.STAGED
         self._stores.begin(batch, 1, refusal)
         if self._selects:
             self._selections.begin(1)
         # Steps of equal sizes are equal, and a server decodes many in a row.
-        step, self._who_runs = self._last_step, children[0]
-        if step is None or not step.is_for(batch, children[0], plan):
-            layers = self._step_layers(children[0], plan, self._who_runs, 0)
-            step = self._last_step = Step.of(batch, children[0], plan, layers, 0)
+        step, self._who_runs = self._last_step, child
+        if step is None or not step.is_for(batch, child, plan):
+            layers = self._step_layers(child, plan, self._who_runs, 0)
+            step = self._last_step = Step.of(batch, child, plan, layers, 0)
         self._layers = (step.layers,)
         return step
 
     def _stage_halves(self, batch: StepBatch, plan: StepPlan, refusal: str) -> SplitStep:
-        batches = split_batch(batch, plan.shape.child.num_seqs)
+        batches, self.repeatable = split_batch(batch, plan.shape.child.num_seqs), None
         if self._evict is not None:
             self._evict(batch)
         with on_device(self.device):
@@ -475,6 +499,7 @@ class AttentionRuntime:
         self, batch: StepBatch, batches: Sequence[StepBatch], plan: StepPlan, refusal: str
     ) -> tuple[DeviceStep, ...]:
         """Publish a round of drafts, whole or in halves: only what the first draft step of each half starts from."""
+        self.repeatable = None
         if self._evict is not None:
             self._evict(batch)
         with on_device(self.device):
@@ -619,7 +644,7 @@ class AttentionRuntime:
         self.seal_number = 0
         self.core.memory.take(part)
         self._planner.start_over(padding)
-        self._last_step = self._last_drafts = None
+        self._last_step = self._last_drafts = self.repeatable = None
 
     @property
     def stored_layers(self) -> int:

@@ -34,10 +34,10 @@ from rocm_attn.runner.speculation.rounds import DeviceRounds
 from rocm_attn.runner.weights import load_weights
 from rocm_attn.step.host_ring import Fence
 
-# model -> numbers of sequences, and of drafts. The first one's steps are shorter than those of any model that is served.
+# model -> numbers of sequences, and of drafts. The first one's steps are shorter than those of models that are served.
 MEASURED = {BOUND_BY_THE_HOST: ((1, 8, 64), (0, 4, 8)), "Llama-3.2-1B's sizes": ((1, 8, 64), (8,))}
 PROMPT, STEPS = 100, 200
-KV_BYTES = 4 << 30
+KV_BYTES = 8 << 30
 CIRCLE = 16  # tokens
 SKIPPED = 30  # the first steps: prompts, captures, and texts that do not go round yet
 
@@ -179,7 +179,7 @@ def main() -> None:
     args = parser.parse_args()
     device, rows = torch.device("cuda"), []
     for name, (num_seqs_of, drafts_of) in MEASURED.items():
-        config = MODELS[name]
+        config = replace(MODELS[name], context_len=4096)
         weights = load_weights(GoingRound(config, device), config, dtype=torch.bfloat16, device=device)
         loaded = LoadedModel(config, weights, None, ONE_RANK)
         for num_seqs in num_seqs_of:

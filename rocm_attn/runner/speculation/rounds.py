@@ -25,6 +25,7 @@ from torch import Tensor
 from rocm_attn.batch.step_batch import Int32Array
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadLogits
+from rocm_attn.kernels.sampling.found import ALL_ZERO
 from rocm_attn.kernels.speculative.arguments import TOLD_WORDS, GuessedRound
 from rocm_attn.runner.logprobs import TokenLogprobs
 from rocm_attn.runner.sampling import Found, PickedTokens, TokenPicker
@@ -129,19 +130,21 @@ class RoundPicks:
     def read(self) -> Picks:
         """As StepPicks.read."""
         self._done.synchronize()
-        series, told = self._series, self._told
-        taken = told[:, 0]
-        picked = PickedTokens(self._found, NoFence()).read()
-        width = len(picked) // len(taken)
-        first = range(0, len(picked), width)
-        picks: Picks = [picked[at : at + num] for at, num in zip(first, taken.tolist(), strict=True)]  # type: ignore[misc]
-        if series.cut or BadLogits in map(type, picked):
-            picks = [self._right(place, pick) for place, pick in enumerate(picks)]
+        series, told, (ids, best) = self._series, self._told, self._found
+        taken, num_seqs = told[:, 0], len(told)
+        lines = ids.reshape(num_seqs, -1).tolist()
+        picks: Picks = [line[:num] for line, num in zip(lines, taken.tolist(), strict=True)]
+        # A row that holds NaN has NaN as its largest logit.
+        if series.cut or (ids == ALL_ZERO).any() or not np.logical_and.reduce(np.isfinite(best)):
+            picked, width = PickedTokens(self._found, NoFence()).read(), len(ids) // num_seqs
+            picks = [
+                self._right(seq, picked[seq * width : seq * width + num]) for seq, num in enumerate(taken.tolist())
+            ]
         series.kv_len += taken
         series.num_unread -= 1
-        guessed, error = told[:, 1:].T
-        series.has_fault |= bool(error.any())
-        series.is_over |= series.has_fault or bool(series.cut) or 2 * np.count_nonzero(guessed) < len(guessed)
+        series.has_fault |= bool(told[:, 2].any())
+        guessed = np.count_nonzero(told[:, 1])
+        series.is_over |= series.has_fault or bool(series.cut) or 2 * guessed < num_seqs
         return picks
 
     def logprobs(self) -> Mapping[int, Many[TokenLogprobs]]:

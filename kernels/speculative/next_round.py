@@ -35,8 +35,8 @@ _TOLD_WORDS = tl.constexpr(TOLD_WORDS)
 
 @triton.jit
 def _tokens_at(text, picked, place, known, mask):
-    """Tokens of a text of which the first `known` are stored, and those after them only picked."""
-    stored = tl.load(text + place, mask=mask & (place < known), other=-1)
+    """Tokens of a text, which has room for them, of which the first `known` are stored and the others only picked."""
+    stored = tl.load(text + place, mask=mask, other=-1)
     return tl.where(place < known, stored, tl.load(picked + place - known, mask=mask & (place >= known), other=-1))
 
 

@@ -55,20 +55,20 @@ def of_next_round(next_round: Launch, width: int) -> Launch:
     return of_tensors
 
 
-def rounds() -> list[Tensor]:
-    """Three tokens picked of each of four sequences; their rows and limits, of which the last one is too low."""
-    return [ints([4, 5, 6, 1, 2, 1, 7, 8, 9, 3, 3, 3]), ints([2, 4, 1, 3]), ints([40, 1050, 9, 6])]
+def rounds(last_limit: int) -> list[Tensor]:
+    """Three tokens picked of each of four sequences; their rows and limits, of which the last one has to be 9."""
+    return [ints([4, 5, 6, 1, 2, 1, 7, 8, 9, 3, 3, 3]), ints([2, 4, 0, 3]), ints([40, 1050, 11, last_limit])]
 
 
 def of_rounds(garbage: int) -> list[Tensor]:
     """counts, kv_len, token_ids with an entry after them, texts and told.
 
-    The first text is two tokens long, the second goes round, the third repeats itself once, the last one never.
+    The first text is one token long, the second goes round, the third repeats itself once, the last one never.
     """
     texts = torch.full((5, 1060), garbage, dtype=torch.int32)
     texts[2, :1] = ints([4])
     texts[4, :1032] = ints([1, 2]).repeat(516)
-    texts[1, :6] = ints([7, 8, 9, 5, 8, 6])
+    texts[0, :6] = ints([7, 8, 9, 5, 8, 6])
     texts[3, :4] = ints([9, 8, 7, 6])
     ids = ints([4, 4, 5, 2, 1, 2, 6, 7, 8, 6, 3, 3, garbage])
     told = torch.full((4, TOLD_WORDS), garbage, dtype=torch.int32)

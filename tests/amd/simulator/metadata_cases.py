@@ -402,7 +402,7 @@ def _speculative() -> dict[str, _Launch]:
         "next_round": _Launch(
             of_next_round(launch_next_round, 3),
             of_next_round(speculative_twins.next_round, 3),
-            [*rounds(), *of_rounds(GARBAGE)],
+            [*rounds(8), *of_rounds(GARBAGE)],
             {},
         ),
         "move_paths": _Launch(

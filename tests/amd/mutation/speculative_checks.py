@@ -48,7 +48,7 @@ def move_paths(memory: Memory) -> None:
 
 
 def next_round(memory: Memory) -> None:
-    """Texts of one token, of more than a block, and such as repeat themselves or not; a length that is cut, or is not."""
+    """Texts of one token, of more than a block, some of which repeat themselves; a length that is cut or kept."""
     launch, twin = of_next_round(launch_next_round, 3), of_next_round(twins.next_round, 3)
     for last_limit in (8, 9):
         assert_same(memory, launch, twin, rounds(last_limit), of_rounds(_GARBAGE))

@@ -75,10 +75,11 @@ def next_round(picked: Tensor, given: GuessedRound, width: int) -> None:
     pick, length = picked[: num_seqs * width].view(num_seqs, width), given.kv_len[:num_seqs]
     right = ids[:, 1:] == pick[:, :-1]
     taken = 1 + right.int().cumprod(1).sum(1).int()
-    known, num_tokens = (length - width + 1).long(), (length - width + 1 + taken).long()
     rows, most = given.row_of_seq[:num_seqs].long(), given.texts.shape[1]
+    known = (length - width + 1).clamp(1, most - width).long()
+    num_tokens = known + taken
     text = given.texts[rows]
-    at = (known[:, None] + lane).clamp(max=most - 1)
+    at = known[:, None] + lane
     is_taken = lane < taken[:, None]
     text.scatter_(1, at, torch.where(is_taken, pick, text.gather(1, at)))
     given.texts[rows] = text
@@ -90,7 +91,7 @@ def next_round(picked: Tensor, given: GuessedRound, width: int) -> None:
     error = given.counts[ERROR_WORD] | torch.where(beyond, LENGTH_BEYOND_BOUND, 0)
     given.counts[ERROR_WORD] |= torch.where(beyond.any(), LENGTH_BEYOND_BOUND, 0)
     given.token_ids[: num_seqs * width] = new_ids.flatten()
-    given.kv_len[:num_seqs] = torch.minimum(length + taken, given.limit)
+    given.kv_len[:num_seqs] = torch.minimum(length + taken, given.limit).clamp(min=width)
     given.told.copy_(torch.stack([taken.int(), num_same.int(), error.int()], 1))
 
 

@@ -103,8 +103,8 @@ class GuessedRound(NamedTuple):
     row_of_seq: int32 [S]  sequence -> row; S is n or more
     kv_len:     int32 [S]  tokens, new ones included
     token_ids:  int32 [T]  W for each sequence; T is n * W or more
-    texts:      int32 [rows, most]  row -> the tokens of its sequence; most is one more than any limit, or more
-    limit:      int32 [n]  bounds of kv_len: as many tokens have pages
+    texts:      int32 [rows, most], contiguous: row -> the tokens of its sequence. most is W + 1 more than any limit
+    limit:      int32 [n]  bounds of kv_len, W or more: as many tokens have pages
     told:       int32 [n, TOLD_WORDS]  receives how many tokens a sequence got; of how many tokens before the guesses
                 that come next the text tells them, 0 if it does not; the error word. May lie in pinned host memory
     """

@@ -4,7 +4,7 @@ A round feeds each sequence its last token and the W - 1 guesses after it; then 
 
     taken    = 1 + the number of guesses, from the first one on, that were picked themselves
     text    += the first `taken` picks
-    kv_len   = min(kv_len + taken, limit)
+    kv_len   = max(min(kv_len + taken, limit), W)
     token 0  = the text's last token
     guesses  = what came after the last tokens when they were there before, over and over past the text's end
 
@@ -76,7 +76,8 @@ def _next_round_kernel(
     wrong = (guess != pick) | (lane + 1 >= width)
     taken = tl.min(tl.where(wrong & (lane < width), lane, WIDTH), 0) + 1
     length = tl.load(kv_len + seq)
-    known = length - width + 1
+    # Whatever the length is by now, what is written stays within the text's row.
+    known = tl.minimum(tl.maximum(length - width + 1, 1), text_row - width)
     num_tokens = known + taken
     text = texts + tl.load(row_of_seq + seq).to(tl.int64) * text_row
     last = tl.load(picks + taken - 1)
@@ -112,7 +113,7 @@ def _next_round_kernel(
     tl.store(text + known + lane, pick, mask=lane < taken)
     tl.store(ids, last)
     tl.store(ids + lane + 1, guess, mask=lane + 1 < width)
-    tl.store(kv_len + seq, tl.minimum(length + taken, tl.load(limit + seq)))
+    tl.store(kv_len + seq, tl.maximum(tl.minimum(length + taken, tl.load(limit + seq)), width))
     tl.atomic_or(counts + _ERROR_WORD, _BEYOND_BOUND, mask=beyond, sem="relaxed")
     tl.store(told + _TOLD_WORDS * seq, taken)
     tl.store(told + _TOLD_WORDS * seq + 1, most_same)
@@ -129,7 +130,7 @@ def launch_next_round(picked: Tensor, given: GuessedRound, width: int) -> None:
     width:  new tokens of each sequence, W, at least 1
     """
     num_seqs = given.limit.shape[0]
-    assert given.texts.stride(1) == 1
+    assert given.texts.is_contiguous() and given.texts.shape[1] > width
     assert given.token_ids.shape[0] >= num_seqs * width
     launch: RepeatedLaunch = _variant(next_power_of_2(width))
     launch(
@@ -137,7 +138,7 @@ def launch_next_round(picked: Tensor, given: GuessedRound, width: int) -> None:
         (num_seqs, 1, 1),
         picked,
         *given,
-        given.texts.stride(0),
+        given.texts.shape[1],
         width,
         next_power_of_2(width),
         _BLOCK,

@@ -362,10 +362,9 @@ class Engine:
             if step is None:
                 self.settle()
                 return
-            num_changes = self._scheduler.num_changes
             picks = self._run(step)
             if self._speculation.looks_up:
-                picks = self._rounds.begin(step, picks, num_changes)
+                picks = self._rounds.begin(step, picks, self._scheduler)
             launched = time.perf_counter()
         finally:
             self._publish_read()

@@ -274,14 +274,17 @@ class Scheduler:
                 sequence.num_stored, sequence.unread_at = len(sequence.token_ids), place
 
     def reserve_ahead(self, rows: Int32Array, kv_len: Int32Array) -> bool:
-        """Make room for so many tokens, if there are plenty of pages and none waits; whether that was done.
+        """Make room for so many tokens, if there are pages and none waits; whether there is.
 
+        It is given back before a sequence gives way, or one that comes is not let in.
         rows, kv_len: int32 [n]; of sequences that run
         """
         table = self._table
+        if table.has_room(rows, kv_len):
+            return True
         held = num_pages(table.room(rows), table.page_size)
         needed = int((num_pages(kv_len, table.page_size) - held).clip(min=0).sum())
-        if self._waiting or self._cache.has_windows or 2 * needed > table.num_free_pages:
+        if self._waiting or self._cache.has_windows or needed + len(rows) > table.num_free_pages:
             return False
         self._has_ahead = True
         table.reserve_all(rows, kv_len)

@@ -46,11 +46,8 @@ class Rounds(Protocol):
         """Whether a round may be launched now, for which pages are reserved."""
         ...
 
-    def begin(self, step: ScheduledStep, picks: StepPicks, num_changes: int) -> StepPicks:
-        """The picks of a step that was launched, after which rounds follow if they can.
-
-        num_changes: of the scheduler, when the step was scheduled
-        """
+    def begin(self, step: ScheduledStep, picks: StepPicks, scheduler: Scheduler) -> StepPicks:
+        """The picks of a step that was launched, after which rounds follow if they can."""
         ...
 
     def launch(self) -> tuple[ScheduledStep, StepPicks]:
@@ -69,7 +66,7 @@ class NoRounds:
         """As Rounds.goes_on."""
         return False
 
-    def begin(self, step: ScheduledStep, picks: StepPicks, num_changes: int) -> StepPicks:
+    def begin(self, step: ScheduledStep, picks: StepPicks, scheduler: Scheduler) -> StepPicks:
         """As Rounds.begin."""
         return picks
 
@@ -191,23 +188,21 @@ class DeviceRounds:
         self._on_device: dict[int, tuple[int, int]] = {}
         self._series: _Series | None = None
 
-    def begin(self, step: ScheduledStep, picks: StepPicks, num_changes: int) -> StepPicks:
+    def begin(self, step: ScheduledStep, picks: StepPicks, scheduler: Scheduler) -> StepPicks:
         """As Rounds.begin."""
         batch, last, width = step.batch, self._runtime.repeatable, self._width
         if last is None or last.batch is not batch or not self._runner.may_run_again or step.asking:
             return picks
         if not batch.min_q_len == batch.max_q_len == width or step.num_picks < batch.num_seqs or step.is_of_a_suspect:
             return picks
-        limit = self._bounded(self._runtime.table.room(batch.rows))
-        if (batch.kv_len + width > limit).any():
-            return picks
         picked = getattr(picks, "picked", None)
-        if not isinstance(picked, PickedTokens):
+        limit = self._reserved(batch.rows, batch.kv_len + np.int32(width), scheduler)
+        if limit is None or not isinstance(picked, PickedTokens):
             return picks
         self._send_texts(step)
-        limit_on_device = sent(limit, self._runtime.device)
+        on_device = sent(limit, self._runtime.device)
         series = self._series = _Series(
-            step, num_changes, batch.rows, batch.kv_len.copy(), limit, limit_on_device, self._rounds(limit_on_device)
+            step, scheduler.num_changes, batch.rows, batch.kv_len.copy(), limit, on_device, self._rounds(on_device)
         )
         return self._told(series, picked.found)
 
@@ -221,7 +216,14 @@ class DeviceRounds:
         # The round after the one that is launched must fit too: its inputs are made at once.
         needed = series.kv_len + np.int32(self._width * (series.num_unread + 1))
         short = needed > series.limit
-        return not short[short.argmax()] or self._reserve(series, needed, scheduler)
+        if short[short.argmax()]:
+            limit = self._reserved(series.rows, needed, scheduler)
+            if limit is None:
+                series.is_over = True
+                return False
+            series.limit = limit
+            series.limit_on_device.copy_(sent(limit, self._runtime.device))
+        return True
 
     def launch(self) -> tuple[ScheduledStep, StepPicks]:
         """As Rounds.launch."""
@@ -270,21 +272,20 @@ class DeviceRounds:
             rounds.append((given, found, told.numpy(), Found.of(found.numpy())))
         return rounds
 
-    def _bounded(self, kv_len: Int32Array) -> Int32Array:
-        """kv_len, no longer than the step's plan and the table allow."""
-        last = self._runtime.repeatable
-        assert last is not None
-        return np.minimum(kv_len, np.int32(min(last.plan.key.max_kv_len, self._runtime.table.max_kv_len)))
+    def _reserved(self, rows: Int32Array, needed: Int32Array, scheduler: Scheduler) -> Int32Array | None:
+        """The limits of rows that need pages for so many tokens, with some to spare if there are; None: there are none.
 
-    def _reserve(self, series: _Series, needed: Int32Array, scheduler: Scheduler) -> bool:
-        """Reserve pages for more rounds; whether there are enough."""
-        wanted = self._bounded(needed + np.int32(_TOKENS_AHEAD))
-        if (wanted < needed).any() or not scheduler.reserve_ahead(series.rows, wanted):
-            series.is_over = True
-            return False
-        series.limit = wanted
-        series.limit_on_device.copy_(sent(wanted, self._runtime.device))
-        return True
+        No longer than the step's plan and the table allow.
+        """
+        last, table = self._runtime.repeatable, self._runtime.table
+        assert last is not None
+        most = np.int32(min(last.plan.key.max_kv_len, table.max_kv_len))
+        if (needed > most).any():
+            return None
+        wanted = np.minimum(needed + np.int32(_TOKENS_AHEAD), most)
+        if scheduler.reserve_ahead(rows, wanted) or scheduler.reserve_ahead(rows, needed):
+            return np.minimum(table.room(rows), most)
+        return None
 
     def _send_texts(self, step: ScheduledStep) -> None:
         """Have the texts of a step's sequences on the device, as they were before it."""

@@ -109,6 +109,8 @@ def test_a_length_beyond_its_limit_is_cut_and_told(next_round, device: torch.dev
     texts = [Text([1, 2, 3], [4, 5], [4, 5, 6]), Text([1, 2, 3], [4, 5], [4, 5, 6])]
     given = ran(next_round, texts, [8, 7], device)
     assert given.kv_len.tolist() == [8, 7, 1]
+    given = ran(next_round, texts, [8, 1], device)
+    assert given.kv_len.tolist() == [8, 3, 1], "a step has all of its new tokens"
     assert int(given.counts[ERROR_WORD]) == LENGTH_BEYOND_BOUND
     assert int(given.told[1, 2]) == LENGTH_BEYOND_BOUND
 

@@ -130,7 +130,8 @@ def launch_next_round(picked: Tensor, given: GuessedRound, width: int) -> None:
     width:  new tokens of each sequence, W, at least 1
     """
     num_seqs = given.limit.shape[0]
-    assert given.texts.is_contiguous() and given.texts.shape[1] > width
+    assert given.texts.is_contiguous()
+    assert given.texts.shape[1] > width
     assert given.token_ids.shape[0] >= num_seqs * width
     launch: RepeatedLaunch = _variant(next_power_of_2(width))
     launch(

@@ -284,7 +284,8 @@ class DeviceRounds:
             return None
         wanted = np.minimum(needed + np.int32(_TOKENS_AHEAD), most)
         if scheduler.reserve_ahead(rows, wanted) or scheduler.reserve_ahead(rows, needed):
-            return np.minimum(table.room(rows), most)
+            limit: Int32Array = np.minimum(table.room(rows), most)
+            return limit
         return None
 
     def _send_texts(self, step: ScheduledStep) -> None:

@@ -72,6 +72,8 @@ class AttentionRuntime:
     Raises BadProblem and CapacityExceeded for a pool that cannot be.
     """
 
+    repeatable: Repeatable | None = None  # what stage_again() stages
+
     @torch.inference_mode(False)  # memory that is made in that mode cannot be written outside of it
     def __init__(
         self,
@@ -129,7 +131,6 @@ class AttentionRuntime:
         self._layers: tuple[LayerCalls, ...] = ()
         self._rounds: tuple[DraftSteps, ...] = ()
         self._last_step: Step | None = None
-        self.repeatable: Repeatable | None = None  # what stage_again() stages
         self._last_drafts: DraftSteps | None = None
         # Whose layers may be called: a whole step's views, or what stands for one split step.
         self._who_runs: object = None
@@ -320,11 +321,10 @@ class AttentionRuntime:
         try:
             if self.repeatable is None:
                 raise WrongState("no whole step was staged last that could run again; stage one first")
-            batch, plan, child = self.repeatable
             with on_device(self.device):
                 self._streams.follow()
                 self._publisher.apply_table_changes()
-            return self._staged_whole(batch, plan, child, "")
+            return self._staged_whole(*self.repeatable, "")
         except BaseException:
             self.end_step()
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -15,6 +16,8 @@ from rocm_attn.kernels.speculative.next_round import launch_next_round
 
 MOST = 1200  # tokens of a text, more than the kernel looks at in one step
 GARBAGE = 0x5A5A5A5A
+
+NextRound = Callable[[torch.Tensor, GuessedRound, int], None]
 
 by_both = pytest.mark.parametrize("next_round", [launch_next_round, twins.next_round], ids=["kernel", "twin"])
 
@@ -57,7 +60,7 @@ def a_text(draw: random.Random, width: int, longest: int) -> Text:
     return Text(tokens, guesses, picks)
 
 
-def ran(next_round, texts: list[Text], limit: list[int], device: torch.device):  # type: ignore[no-untyped-def]
+def ran(next_round: NextRound, texts: list[Text], limit: list[int], device: torch.device) -> GuessedRound:
     """The round after one of these texts, with a pad after them and rows in another order."""
     width = len(texts[0].picks)
 
@@ -84,8 +87,8 @@ def ran(next_round, texts: list[Text], limit: list[int], device: torch.device): 
 @by_both
 @pytest.mark.parametrize(("width", "longest"), [(1, 20), (2, 6), (5, 40), (9, 1150)])
 def test_the_next_round_follows_from_the_picks_and_the_texts(
-    next_round, width: int, longest: int, device: torch.device
-) -> None:  # type: ignore[no-untyped-def]
+    next_round: NextRound, width: int, longest: int, device: torch.device
+) -> None:
     draw = random.Random(width)
     texts = [a_text(draw, width, longest) for _ in range(12)]
     given = ran(next_round, texts, [MOST] * len(texts), device)
@@ -105,7 +108,7 @@ def test_the_next_round_follows_from_the_picks_and_the_texts(
 
 
 @by_both
-def test_a_length_beyond_its_limit_is_cut_and_told(next_round, device: torch.device) -> None:  # type: ignore[no-untyped-def]
+def test_a_length_beyond_its_limit_is_cut_and_told(next_round: NextRound, device: torch.device) -> None:
     texts = [Text([1, 2, 3], [4, 5], [4, 5, 6]), Text([1, 2, 3], [4, 5], [4, 5, 6])]
     given = ran(next_round, texts, [8, 7], device)
     assert given.kv_len.tolist() == [8, 7, 1]
@@ -116,7 +119,7 @@ def test_a_length_beyond_its_limit_is_cut_and_told(next_round, device: torch.dev
 
 
 @by_both
-def test_an_error_of_the_round_is_told_and_stays(next_round, device: torch.device) -> None:  # type: ignore[no-untyped-def]
+def test_an_error_of_the_round_is_told_and_stays(next_round: NextRound, device: torch.device) -> None:
     """The word is the runtime's to clear, when it has heard of it."""
     text = Text([1, 2, 3], [4, 5], [4, 5, 6])
 

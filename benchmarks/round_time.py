@@ -19,6 +19,7 @@ import json
 import statistics
 import time
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -108,9 +109,10 @@ def measure(loaded: LoadedModel, num_seqs: int, num_drafts: int) -> dict[str, fl
     engine = engine_of(loaded, num_seqs, num_drafts)
     waits: list[tuple[float, float]] = []
     launched = [0.0]
-    rounds = engine._rounds._memory if isinstance(engine._rounds, DeviceRounds) else []
-    for memory in (*engine._picker.plain._host, *rounds):
+    for memory in engine._picker.plain._host:
         memory.done = Waits(memory.done, waits, launched)
+    for of_round in engine._rounds._memory if isinstance(engine._rounds, DeviceRounds) else []:
+        of_round.done = Waits(of_round.done, waits, launched)
     all_us, launch_us = [], []
     while engine.has_work:
         waits.clear()
@@ -146,16 +148,16 @@ def idle(loaded: LoadedModel, num_seqs: int, num_drafts: int) -> dict[str, float
     engine = engine_of(loaded, num_seqs, num_drafts)
     begun, ended = list[torch.Event](), list[torch.Event]()
 
-    def marked(object: object, name: str) -> None:
-        call = getattr(object, name)
+    def marked(owner: object, name: str) -> None:
+        call = getattr(owner, name)
 
-        def and_mark(*arguments: object) -> object:
+        def and_mark(*arguments: object) -> Any:
             begun.append(event())
             found = call(*arguments)
             ended.append(event())
             return found
 
-        setattr(object, name, and_mark)
+        setattr(owner, name, and_mark)
 
     marked(engine, "_run")
     marked(engine._rounds, "launch")

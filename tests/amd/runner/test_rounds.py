@@ -124,10 +124,9 @@ def test_a_round_publishes_nothing_and_is_launched_before_the_last_one_is_read(
 def test_whatever_comes_in_between_changes_no_text(seed: int, loaded: LoadedModel) -> None:
     """Requests come, are aborted, stop, draw by a seed; pages are few, and prefixes are found."""
     draw = random.Random(seed)
-    options = replace(
-        BASE, page_size=draw.choice([1, 2, 16]), num_pages=1 + draw.choice([330, 420, 900]), graphs=seed % 2 == 1
-    )
-    options = replace(options, num_pages=1 + (options.num_pages or 0) // options.page_size, max_kv_len=160)
+    page_size, num_tokens = draw.choice([1, 2, 16]), draw.choice([330, 420, 900])
+    few = 1 + num_tokens // page_size
+    options = replace(BASE, page_size=page_size, num_pages=few, graphs=seed % 2 == 1, max_kv_len=160)
     engine = Engine(loaded, options)
     launched, aborted, requests, told = counted(engine), set[int](), list[Request](), dict[int, list[int]]()
     cache, table = engine._scheduler._cache, engine.runtime.table

@@ -72,7 +72,7 @@ def of_rounds(garbage: int) -> list[Tensor]:
     texts[3, :4] = ints([9, 8, 7, 6])
     ids = ints([4, 4, 5, 2, 1, 2, 6, 7, 8, 6, 3, 3, garbage])
     told = torch.full((4, TOLD_WORDS), garbage, dtype=torch.int32)
-    return [ints([4, 12, 7, 2]), ints([3, 1034, 8, 6]), ids, texts, told]
+    return [ints([4, 12, 7, 64]), ints([3, 1034, 8, 6]), ids, texts, told]
 
 
 def trees() -> list[Tensor]:

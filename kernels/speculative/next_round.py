@@ -37,7 +37,7 @@ _TOLD_WORDS = tl.constexpr(TOLD_WORDS)
 def _tokens_at(text, picked, place, known, mask):
     """Tokens of a text, which has room for them, of which the first `known` are stored and the others only picked."""
     stored = tl.load(text + place, mask=mask, other=-1)
-    return tl.where(place < known, stored, tl.load(picked + place - known, mask=mask & (place >= known), other=-1))
+    return tl.where(place < known, stored, tl.load(picked + tl.maximum(place - known, 0), mask=mask, other=-1))
 
 
 @triton.jit(

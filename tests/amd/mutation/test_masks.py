@@ -17,10 +17,6 @@ FILES = {CHECKS[path]: path for path in sorted(CHECKS, reverse=True)}.values()
 
 # Masks that change neither a value nor what is touched, and why they stay.
 HARMLESS = {
-    "speculative/next_round.py: load without place >= known in the mask of "
-    "tl.load(picked + place - known, mask=mask & (place >= known), other=-1)": (
-        "what lies before a sequence's picks is not used; only a fence before all of them would tell"
-    ),
     "metadata/fill_roles.py: load without live in the mask of "
     "tl.load(table.entries + row * table.stride + page_no, mask=live & (page_no < table.width), other=0)": (
         "the rest of the row is memory of the table; the store drops it"

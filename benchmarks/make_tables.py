@@ -113,18 +113,22 @@ def host_time(result: dict[str, Any]) -> str:
 
 
 def round_time(result: dict[str, Any]) -> str:
-    """Host microseconds of an engine's steps."""
+    """Host microseconds of an engine's steps, and the GPU's idle share."""
     lines = opening(
         result,
         "Host time of an engine's steps, plain ones and rounds of n-gram speculation",
-        "A small Llama whose texts go round in circles, greedy, graphs on. Time in Engine.step() less the waits for "
-        "the device: all of it, and what comes before the step's last launch. A fixed loop of Python took "
+        "Llamas whose texts go round in circles, greedy, graphs on. Until launched: Engine.step() up to the step's "
+        "last launch, less the waits for the device: what a GPU without other work would wait for. All: what is read, "
+        "booked and handed out too, while later rounds run. The GPU's idle share is of a run of its own, in which "
+        "events around each step cost the host time. A fixed loop of Python took "
         f"{result['machine']['python_loop_us']} us.",
-        "| sequences | drafts | host us | first decile us | before the launch us | acceptance length |",
+        "| model | sequences | drafts | until launched us | ninth decile us | all us | first decile us | step us | "
+        "idle between steps us | idle share | acceptance length |",
     )
     lines += [
-        f"| {row['num_seqs']} | {row['draft_tokens']} | {row['host_us_median']} | {row['host_us_p10']} | "
-        f"{row['before_launch_us_median']} | {row['acceptance_length']} |"
+        f"| {row['model']} | {row['num_seqs']} | {row['draft_tokens']} | {row['launch_us_median']} | "
+        f"{row['launch_us_p90']} | {row['whole_us_median']} | {row['whole_us_p10']} | {row['step_us']} | "
+        f"{row['idle_us']} | {row['idle_share']:.1%} | {row['acceptance_length']} |"
         for row in result["rows"]
     ]
     return "\n".join(lines) + "\n"

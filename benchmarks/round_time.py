@@ -1,11 +1,15 @@
-"""Host time of an engine's steps, plain ones and rounds of n-gram speculation, less its waits for the device.
+"""Host time of an engine's steps, plain ones and rounds of n-gram speculation, and how long the GPU waits for it.
 
 python -m benchmarks.round_time --out benchmarks/results/round_time_h200.json
 
-An engine serves a small Llama, greedily, graphs on. Its layers add nothing, and its output matrix makes each text go
-round in a circle, so that all drafts are accepted and a round hands out as many tokens as it can. What counts is the
-time in Engine.step() less the waits for the device: all of it, and the part before the step's last launch, during which
-a device has nothing else to do. Medians of the steps after the first ones.
+An engine serves a Llama, greedily, graphs on. Its layers add nothing, and its output matrix makes each text go round in
+a circle, so that all drafts are accepted and a round hands out as many tokens as it can. Three figures a step, medians
+of the steps after the first ones:
+
+launch: the host's time from the beginning of Engine.step() to the last launch, less the waits for the device: what the
+        GPU would wait for if it had nothing else to do. A step that reads tokens first reads them in it
+whole:  all time in Engine.step() less the waits for the device: what is read, booked and handed out too
+idle:   the GPU's, by events around the launches of each step, in a run of its own: the events cost the host time
 """
 
 from __future__ import annotations
@@ -14,11 +18,12 @@ import argparse
 import json
 import statistics
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
-from benchmarks.steps_ahead import BOUND_BY_THE_HOST, MODELS, python_us
+from benchmarks.steps_ahead import BOUND_BY_THE_HOST, MODELS, event, python_us
 from benchmarks.tensor_parallel import RandomOnDevice
 from rocm_attn.bench.machine import describe_machine
 from rocm_attn.runner.engine import Engine
@@ -26,12 +31,14 @@ from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.ranks import ONE_RANK
 from rocm_attn.runner.request import Request
+from rocm_attn.runner.speculation.rounds import DeviceRounds
 from rocm_attn.runner.weights import load_weights
 from rocm_attn.step.host_ring import Fence
 
-NUM_SEQS = (1, 8, 64)
-DRAFT_TOKENS = (0, 4, 8)
-PROMPT, NEW_TOKENS = 100, 600
+# model -> numbers of sequences, and of drafts. The first one's steps are shorter than those of models that are served.
+MEASURED = {BOUND_BY_THE_HOST: ((1, 8, 64), (0, 4, 8)), "Llama-3.2-1B's sizes": ((1, 8, 64), (8,))}
+PROMPT, STEPS = 100, 200
+KV_BYTES = 8 << 30
 CIRCLE = 16  # tokens
 SKIPPED = 30  # the first steps: prompts, captures, and texts that do not go round yet
 
@@ -55,12 +62,12 @@ class GoingRound(RandomOnDevice):
 class Waits:
     """A fence whose waits are timed.
 
-    us:   of each wait, in one step
+    us:   of each wait, in one step, and when it was over
     last: when the fence was recorded last, after a step's last launch, by time.perf_counter()
     """
 
     fence: Fence
-    us: list[float]
+    us: list[tuple[float, float]]
     last: list[float] = field(default_factory=lambda: [0.0])
 
     def record(self) -> None:
@@ -72,52 +79,98 @@ class Waits:
         """As Fence.synchronize."""
         before = time.perf_counter()
         self.fence.synchronize()
-        self.us.append((time.perf_counter() - before) * 1e6)
+        after = time.perf_counter()
+        self.us.append(((after - before) * 1e6, after))
 
 
-def measure(loaded: LoadedModel, num_seqs: int, num_drafts: int) -> dict[str, float | int]:
-    """Figures of the steps of one engine."""
-    options = EngineOptions(max_batch_size=num_seqs, max_kv_len=1024, prefix_caching=False, capture_after=0)
+def engine_of(loaded: LoadedModel, num_seqs: int, num_drafts: int) -> Engine:
+    """An engine that has been given its requests."""
+    options = EngineOptions(
+        max_batch_size=num_seqs,
+        max_kv_len=PROMPT + STEPS * (1 + num_drafts) + 2 * num_drafts,
+        prefix_caching=False,
+        capture_after=0,
+        kv_bytes=KV_BYTES,
+    )
     if num_drafts:
-        options = EngineOptions(
-            max_batch_size=num_seqs,
-            max_kv_len=1024,
-            prefix_caching=False,
-            capture_after=0,
-            chunk=max(512, num_seqs * (1 + num_drafts)),
-            speculative="ngram",
-            draft_tokens=num_drafts,
-        )
+        chunk = max(512, num_seqs * (1 + num_drafts))
+        options = replace(options, chunk=chunk, speculative="ngram", draft_tokens=num_drafts)
     engine = Engine(loaded, options)
-    waits: list[float] = []
-    launched = [0.0]
-    for memory in engine._picker.plain._host:
-        memory.done = Waits(memory.done, waits, launched)
     random = torch.Generator().manual_seed(1)
     vocabulary = loaded.config.vocab_size
     for _ in range(num_seqs):
         prompt = torch.randint(vocabulary, (PROMPT,), generator=random).tolist()
-        engine.submit(Request(tuple(prompt), NEW_TOKENS, ignore_eos=True))
-    all_us, bubble_us = [], []
+        engine.submit(Request(tuple(prompt), STEPS * (1 + num_drafts), ignore_eos=True))
+    return engine
+
+
+def measure(loaded: LoadedModel, num_seqs: int, num_drafts: int) -> dict[str, float | int]:
+    """Figures of the steps of one engine."""
+    engine = engine_of(loaded, num_seqs, num_drafts)
+    waits: list[tuple[float, float]] = []
+    launched = [0.0]
+    for memory in engine._picker.plain._host:
+        memory.done = Waits(memory.done, waits, launched)
+    for of_round in engine._rounds._memory if isinstance(engine._rounds, DeviceRounds) else []:
+        of_round.done = Waits(of_round.done, waits, launched)
+    all_us, launch_us = [], []
     while engine.has_work:
         waits.clear()
-        before = time.perf_counter()
+        before, launched_before = time.perf_counter(), launched[0]
         engine.step()
         after = time.perf_counter()
-        all_us.append((after - before) * 1e6 - sum(waits))
-        # Of rounds, the wait comes before the launch; of plain steps ahead, after it.
-        bubble_us.append((launched[0] - before) * 1e6 - (sum(waits) if num_drafts else 0))
+        all_us.append((after - before) * 1e6 - sum(us for us, _ in waits))
+        if launched[0] != launched_before:
+            waited = sum(us for us, until in waits if until < launched[0])
+            launch_us.append((launched[0] - before) * 1e6 - waited)
     metrics = engine.report().metrics
-    middle = slice(SKIPPED, len(all_us) - 5)
     return {
         "num_seqs": num_seqs,
         "draft_tokens": num_drafts,
-        "host_us_median": round(statistics.median(all_us[middle]), 1),
-        "host_us_p10": round(statistics.quantiles(all_us[middle], n=10)[0], 1),
-        "before_launch_us_median": round(statistics.median(bubble_us[middle]), 1),
+        "launch_us_median": median(launch_us),
+        "launch_us_p90": round(statistics.quantiles(launch_us[SKIPPED:-5], n=10)[8], 1),
+        "whole_us_median": median(all_us),
+        "whole_us_p10": round(statistics.quantiles(all_us[SKIPPED:-5], n=10)[0], 1),
+        "whole_us_p90": round(statistics.quantiles(all_us[SKIPPED:-5], n=10)[8], 1),
         "steps": len(all_us),
         "replays": metrics.replays,
         "acceptance_length": round(1 + metrics.accepted_drafts / max(1, metrics.verifications), 2),
+    }
+
+
+def median(values: list[float]) -> float:
+    """Of the steps after the first ones and before the last."""
+    return round(statistics.median(values[SKIPPED:-5]), 1)
+
+
+def idle(loaded: LoadedModel, num_seqs: int, num_drafts: int) -> dict[str, float]:
+    """How long the GPU takes for a step, and how long it waits for the next one."""
+    engine = engine_of(loaded, num_seqs, num_drafts)
+    begun, ended = list[torch.Event](), list[torch.Event]()
+
+    def marked(owner: object, name: str) -> None:
+        call = getattr(owner, name)
+
+        def and_mark(*arguments: object) -> Any:
+            begun.append(event())
+            found = call(*arguments)
+            ended.append(event())
+            return found
+
+        setattr(owner, name, and_mark)
+
+    marked(engine, "_run")
+    marked(engine._rounds, "launch")
+    while engine.has_work:
+        engine.step()
+    torch.cuda.synchronize()
+    first, last = begun[SKIPPED:-5], ended[SKIPPED:-5]
+    gaps = [1e3 * end.elapsed_time(begin) for end, begin in zip(last, first[1:], strict=False)]
+    total = 1e3 * last[0].elapsed_time(last[-1])
+    return {
+        "step_us": round(total / len(gaps), 1),
+        "idle_us": round(statistics.median(gaps), 1),
+        "idle_share": round(sum(gaps) / total, 4),
     }
 
 
@@ -126,14 +179,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
-    config, device = MODELS[BOUND_BY_THE_HOST], torch.device("cuda")
-    weights = load_weights(GoingRound(config, device), config, dtype=torch.bfloat16, device=device)
-    loaded = LoadedModel(config, weights, None, ONE_RANK)
-    rows = []
-    for num_seqs in NUM_SEQS:
-        for num_drafts in DRAFT_TOKENS:
-            rows.append(measure(loaded, num_seqs, num_drafts))
-            print(rows[-1], flush=True)
+    device, rows = torch.device("cuda"), []
+    for name, (num_seqs_of, drafts_of) in MEASURED.items():
+        config = replace(MODELS[name], context_len=4096)
+        weights = load_weights(GoingRound(config, device), config, dtype=torch.bfloat16, device=device)
+        loaded = LoadedModel(config, weights, None, ONE_RANK)
+        for num_seqs in num_seqs_of:
+            for num_drafts in drafts_of:
+                figures = {**measure(loaded, num_seqs, num_drafts), **idle(loaded, num_seqs, num_drafts)}
+                rows.append({"model": name, **figures})
+                print(rows[-1], flush=True)
     with open(args.out, "w") as file:
         json.dump({"machine": {**describe_machine(), "python_loop_us": python_us()}, "rows": rows}, file, indent=1)
 

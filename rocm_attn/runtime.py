@@ -9,8 +9,6 @@ end_step     host only
 
 from __future__ import annotations
 
-import enum
-import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,7 +40,7 @@ from rocm_attn.step.drafts import DraftSteps, SplitDrafts, Turns
 from rocm_attn.step.echo import STEPS_UNTIL_ECHO
 from rocm_attn.step.expanded import ExpandedPrefill
 from rocm_attn.step.head_weights import LayerHeadWeights
-from rocm_attn.step.holder import StepHolder
+from rocm_attn.step.holder import StepHolder, StepState
 from rocm_attn.step.kv_scales import KVScales, written_pages
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.layers import StepLayers
@@ -51,23 +49,13 @@ from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.protocols import LayerCalls
 from rocm_attn.step.publisher import Publisher
+from rocm_attn.step.repeatable import Repeatable
 from rocm_attn.step.selections import StepSelections
 from rocm_attn.step.step import SplitStep, Step
 
 # What staging a step gives.
 Staged = Step | SplitStep | DraftSteps | SplitDrafts
 _Begun = TypeVar("_Begun", Step, SplitStep, DraftSteps, SplitDrafts)
-
-
-def _warn_of(guards: Guards) -> None:
-    if guards.off:
-        logging.getLogger(__name__).warning("safeguards are switched off: %s", ", ".join(guards.off))
-
-
-class _State(enum.Enum):
-    IDLE = "no step was begun"
-    STAGED = "a step was staged and its metadata is not filled yet"
-    RUNNING = "a step is running"
 
 
 class AttentionRuntime:
@@ -84,6 +72,8 @@ class AttentionRuntime:
     Raises BadProblem and CapacityExceeded for a pool that cannot be.
     """
 
+    repeatable: Repeatable | None = None  # what stage_again() stages
+
     @torch.inference_mode(False)  # memory that is made in that mode cannot be written outside of it
     def __init__(
         self,
@@ -94,7 +84,7 @@ class AttentionRuntime:
         guards: Guards,
         agree: Agreement = alone,
     ) -> None:
-        _warn_of(guards)
+        guards.warn()
         self.guards, self.options = guards, options
         self.agree: Agree = agree
         self.meetings = agree.new_meetings()
@@ -135,7 +125,7 @@ class AttentionRuntime:
         # The number of the seal on the addresses that graphs read; 0 while there is none. Every seal has another one:
         # what was captured under one is void under the next.
         self._num_seals = self.seal_number = 0
-        self._state = _State.IDLE
+        self._state = StepState.IDLE
         self._plan: StepPlan | None = None
         self._children: tuple[DeviceStep, ...] = ()
         self._layers: tuple[LayerCalls, ...] = ()
@@ -268,15 +258,7 @@ class AttentionRuntime:
         pad_to: what to pad to, where ranks must agree; not given: the ladders decide
         Raises BadBatch, CapacityExceeded, WrongState, and DeviceFault for an earlier step, once; no step is begun then.
         """
-        self.require_idle()
-        try:
-            self.meet()
-            step = self.stage(batch, pad_to)
-            self.fill()
-            return step
-        except BaseException:
-            self.end_step()
-            raise
+        return self._begun(partial(self.stage, batch, pad_to))
 
     def move_accepted(self, accepted: Accepted, row_of_seq: Tensor) -> None:
         """Move the K and V of accepted drafts to the places of their tokens, in all layers; see step/accepting.py.
@@ -290,7 +272,7 @@ class AttentionRuntime:
         self._stores.before_move()
         with on_device(self.device):
             # After its step a move follows all of it, and the next step follows the move.
-            (self._streams.follow if self._state is _State.IDLE else self._streams.join)()
+            (self._streams.follow if self._state is StepState.IDLE else self._streams.join)()
         self.core.moves.move(accepted, row_of_seq)
 
     def begin_split_step(self, batch: StepBatch, pad_to: PadTo | None = None) -> SplitStep:
@@ -325,40 +307,53 @@ class AttentionRuntime:
 
     def stage(self, batch: StepBatch, pad_to: PadTo | None = None) -> Step:
         """The part of begin_step that runs before a graph: check, plan, update the table, publish the inputs."""
+        return self._planned(self._checked_step, self._stage_whole, batch, pad_to, 1)
+
+    def stage_again(self) -> Step:
+        """As stage(), of the whole step that was staged last: it runs on what its inputs hold by now.
+
+        Nothing is published but changes of the table, and what went wrong before is not looked for: the step's error
+        word stays as it is, so its next publication tells of all of these steps. They have one number. What they
+        store counts as stored once mark_stored() of the table says so.
+        Raises WrongState where no such step was staged last, or its addresses were given up.
+        """
         self._begin("a step cannot begin")
         try:
-            refusal = self._checked_step(batch)
-            return self._stage_whole(batch, self._planner.plan(batch, pad_to, 1), refusal)
+            if self.repeatable is None:
+                raise WrongState("no whole step was staged last that could run again; stage one first")
+            with on_device(self.device):
+                self._streams.follow()
+                self._publisher.apply_table_changes()
+            return self._staged_whole(*self.repeatable, "")
         except BaseException:
             self.end_step()
             raise
 
     def stage_split(self, batch: StepBatch, pad_to: PadTo | None = None) -> SplitStep:
         """The part of begin_split_step that runs before a graph."""
-        self._begin("a step cannot begin")
-        try:
-            refusal = self._checked_step(batch)
-            return self._stage_halves(batch, self._planner.plan(batch, pad_to, HALVES), refusal)
-        except BaseException:
-            self.end_step()
-            raise
+        return self._planned(self._checked_step, self._stage_halves, batch, pad_to, HALVES)
 
     def stage_drafts(self, batch: StepBatch, pad_to: PadTo | None = None) -> DraftSteps:
         """The part of begin_drafts that runs before a graph."""
-        self._begin("a round of drafts cannot begin")
-        try:
-            refusal = self._checked_drafts(batch)
-            return self._stage_round(batch, self._planner.plan(batch, pad_to, 1), refusal)
-        except BaseException:
-            self.end_step()
-            raise
+        return self._planned(self._checked_drafts, self._stage_round, batch, pad_to, 1)
 
     def stage_split_drafts(self, batch: StepBatch, pad_to: PadTo | None = None) -> SplitDrafts:
         """The part of begin_split_drafts that runs before a graph."""
-        self._begin("a round of drafts cannot begin")
+        return self._planned(self._checked_drafts, self._stage_split_round, batch, pad_to, HALVES)
+
+    def _planned(
+        self,
+        check: Callable[[StepBatch], str],
+        stage: Callable[[StepBatch, StepPlan, str], _Begun],
+        batch: StepBatch,
+        pad_to: PadTo | None,
+        num_children: int,
+    ) -> _Begun:
+        """A batch staged by the plan that it has."""
+        self._begin("a step cannot begin")
         try:
-            refusal = self._checked_drafts(batch)
-            return self._stage_split_round(batch, self._planner.plan(batch, pad_to, HALVES), refusal)
+            refusal = check(batch)
+            return stage(batch, self._planner.plan(batch, pad_to, num_children), refusal)
         except BaseException:
             self.end_step()
             raise
@@ -414,23 +409,30 @@ class AttentionRuntime:
             self._evict(batch)
         with on_device(self.device):
             self._streams.follow()
-            children = self.core.memory.device_steps(plan)
+            self.repeatable = None
+            (child,) = self.core.memory.device_steps(plan)
             self._publisher.apply_table_changes()
-            self._publisher.publish_whole(batch, children[0])
-        self._plan, self._children, self._state = plan, children, _State.STAGED
+            self._publisher.publish_whole(batch, child)
+        # What may not store, or gives pages back by lengths of the host, does not go on without the host.
+        self.repeatable = Repeatable(batch, plan, child) if not refusal and self._evict is None else None
+        return self._staged_whole(batch, plan, child, refusal)
+
+    def _staged_whole(self, batch: StepBatch, plan: StepPlan, child: DeviceStep, refusal: str) -> Step:
+        """The step whose inputs are where the device reads them."""
+        self._plan, self._children, self._state = plan, (child,), StepState.STAGED
         self._stores.begin(batch, 1, refusal)
         if self._selects:
             self._selections.begin(1)
         # Steps of equal sizes are equal, and a server decodes many in a row.
-        step, self._who_runs = self._last_step, children[0]
-        if step is None or not step.is_for(batch, children[0], plan):
-            layers = self._step_layers(children[0], plan, self._who_runs, 0)
-            step = self._last_step = Step.of(batch, children[0], plan, layers, 0)
+        step, self._who_runs = self._last_step, child
+        if step is None or not step.is_for(batch, child, plan):
+            layers = self._step_layers(child, plan, self._who_runs, 0)
+            step = self._last_step = Step.of(batch, child, plan, layers, 0)
         self._layers = (step.layers,)
         return step
 
     def _stage_halves(self, batch: StepBatch, plan: StepPlan, refusal: str) -> SplitStep:
-        batches = split_batch(batch, plan.shape.child.num_seqs)
+        batches, self.repeatable = split_batch(batch, plan.shape.child.num_seqs), None
         if self._evict is not None:
             self._evict(batch)
         with on_device(self.device):
@@ -439,7 +441,7 @@ class AttentionRuntime:
             self._publisher.apply_table_changes()
             for half, child in enumerate(children):
                 self._publisher.publish(batches[half], child, half)
-        self._plan, self._children, self._state = plan, children, _State.STAGED
+        self._plan, self._children, self._state = plan, children, StepState.STAGED
         self._stores.begin(batch, HALVES, refusal)
         self._selections.begin(HALVES)
         # Not its views, which a later step of equal sizes has too: a half does not outlive its step.
@@ -475,6 +477,7 @@ class AttentionRuntime:
         self, batch: StepBatch, batches: Sequence[StepBatch], plan: StepPlan, refusal: str
     ) -> tuple[DeviceStep, ...]:
         """Publish a round of drafts, whole or in halves: only what the first draft step of each half starts from."""
+        self.repeatable = None
         if self._evict is not None:
             self._evict(batch)
         with on_device(self.device):
@@ -486,7 +489,7 @@ class AttentionRuntime:
             else:
                 for half, part in enumerate(batches):
                     self._publisher.publish(part, children[half * plan.shape.drafts.steps], half)
-        self._plan, self._children, self._state = plan, children, _State.STAGED
+        self._plan, self._children, self._state = plan, children, StepState.STAGED
         self._stores.begin(batch, len(children), refusal)
         self._selections.begin(len(children))
         return children
@@ -514,7 +517,7 @@ class AttentionRuntime:
             self.core.fill(self._children, self._plan)
         for drafts in self._rounds:
             drafts.begin()
-        self._state = _State.RUNNING
+        self._state = StepState.RUNNING
 
     def running(self, half: int) -> LayerCalls:
         """The `layers` of the step that was begun, or of a half of it (0 or 1). Raises WrongState."""
@@ -534,13 +537,13 @@ class AttentionRuntime:
         """
         if self._holder.is_mine:
             self._stores.end()
-            self._state = _State.IDLE
+            self._state = StepState.IDLE
             self._plan, self._children, self._layers, self._rounds, self._who_runs = None, (), (), (), None
             self._holder.give_back()
 
     def abandon_step(self) -> None:
         """Close a step that was staged and is not run. A fault in its inputs is reported when they come again."""
-        if self._holder.is_mine and self._state is _State.STAGED:
+        if self._holder.is_mine and self._state is StepState.STAGED:
             with on_device(self.device):
                 assert self._plan is not None
                 self._publisher.disregard(self._plan.shape.num_halves)
@@ -619,7 +622,7 @@ class AttentionRuntime:
         self.seal_number = 0
         self.core.memory.take(part)
         self._planner.start_over(padding)
-        self._last_step = self._last_drafts = None
+        self._last_step = self._last_drafts = self.repeatable = None
 
     @property
     def stored_layers(self) -> int:
@@ -651,7 +654,7 @@ class AttentionRuntime:
                 f"{what_fails}, because another thread has begun a step and not ended it; "
                 "a runtime is used by one thread at a time"
             )
-        if self._state is not _State.IDLE:
+        if self._state is not StepState.IDLE:
             raise WrongState(f"{what_fails}, because {self._state.value}; call end_step() first")
 
     @contextmanager
@@ -690,7 +693,7 @@ class AttentionRuntime:
 
     def _require_running(self, who: object) -> None:
         """The layers of this step, or of a half of it, may store and attend now. Raises WrongState."""
-        if self._state is not _State.RUNNING:
+        if self._state is not StepState.RUNNING:
             raise WrongState(f"store and attend need a running step, but {self._state.value}; call begin_step() first")
         if who is not self._who_runs:
             raise WrongState("the step of these layers is over; call the `layers` of the step that runs")

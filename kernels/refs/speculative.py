@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from rocm_attn.kernels.cache.moved_rows import AlikePages
+from rocm_attn.kernels.metadata.error_word import ERROR_WORD, LENGTH_BEYOND_BOUND
 from rocm_attn.kernels.metadata.step_tensors import BRINGS_PROMPT
-from rocm_attn.kernels.speculative.arguments import Accepted, Probabilities, Verified
+from rocm_attn.kernels.speculative.arguments import Accepted, GuessedRound, Probabilities, Verified
 from rocm_attn.kernels.speculative.paths import AcceptedPaths
 
 # As in kernels/speculative/accept_sampled.py.
@@ -64,6 +65,49 @@ def accept_sampled(probabilities: Probabilities, given: Verified, to: Accepted) 
     is_number = (total > 0) & total.isfinite() & walk.has_nodes
     next_token = torch.where(is_number, torch.where(drawn < vocab, drawn, last), -1)
     walk.finish(next_token.to(torch.int32), given, to)
+
+
+def next_round(picked: Tensor, given: GuessedRound, width: int) -> None:
+    """Twin of launch_next_round."""
+    num_seqs, device = len(given.limit), given.kv_len.device
+    lane = torch.arange(width, device=device)
+    ids = given.token_ids[: num_seqs * width].view(num_seqs, width)
+    pick, length = picked[: num_seqs * width].view(num_seqs, width), given.kv_len[:num_seqs]
+    right = ids[:, 1:] == pick[:, :-1]
+    taken = 1 + right.int().cumprod(1).sum(1).int()
+    rows, most = given.row_of_seq[:num_seqs].long(), given.texts.shape[1]
+    known = (length - width + 1).clamp(1, most - width).long()
+    num_tokens = known + taken
+    text = given.texts[rows]
+    at = known[:, None] + lane
+    is_taken = lane < taken[:, None]
+    text.scatter_(1, at, torch.where(is_taken, pick, text.gather(1, at)))
+    given.texts[rows] = text
+    found, num_same = _place_before(text, num_tokens)
+    place = torch.where(num_same > 0, found, num_tokens - 1)[:, None]
+    place = place + lane[: width - 1] % (num_tokens[:, None] - place)
+    new_ids = torch.cat([text.gather(1, num_tokens[:, None] - 1), text.gather(1, place)], 1)
+    beyond = length + taken > given.limit
+    error = given.counts[ERROR_WORD] | torch.where(beyond, LENGTH_BEYOND_BOUND, 0)
+    given.counts[ERROR_WORD] |= torch.where(beyond.any(), LENGTH_BEYOND_BOUND, 0)
+    given.token_ids[: num_seqs * width] = new_ids.flatten()
+    given.kv_len[:num_seqs] = torch.minimum(length + taken, given.limit).clamp(min=width)
+    given.told.copy_(torch.stack([taken.int(), num_same.int(), error.int()], 1))
+
+
+def _place_before(text: Tensor, num_tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """int64 [S] each: the place after the last tokens where they were before, and how many of them are the same."""
+    places = torch.arange(text.shape[1], device=text.device)
+    same = (places >= 2) & (places < num_tokens[:, None])
+    num_same = torch.zeros_like(text, dtype=torch.int64)
+    for back in range(1, 5):
+        before = text.roll(back, 1)
+        last = text.gather(1, (num_tokens[:, None] - back).clamp(min=0))
+        same = same & (places >= back) & (before == last)
+        num_same = torch.where(same, back if back > 1 else 0, num_same)
+    best = (num_same * text.shape[1] + places).amax(1)
+    most = best // text.shape[1]
+    return torch.where(most > 0, best % text.shape[1], 0), most
 
 
 def _left(target: Tensor, draft: Tensor, taken: Tensor) -> Tensor:

@@ -90,3 +90,29 @@ def check_trees(given: Verified, to: Accepted) -> None:
     assert to.token_ids.shape == to.path.shape
     assert all(each.is_contiguous() and each.dtype == torch.int32 for each in to)
     assert all(each.shape[0] == given.num_seqs for each in to)
+
+
+# Of GuessedRound.told, for each sequence.
+TOLD_WORDS = 3
+
+
+class GuessedRound(NamedTuple):
+    """A step of n sequences of W new tokens each, all of them guesses but the first, and the texts that it goes on.
+
+    counts:     int32 [4]  of the step; the last one is its error word
+    row_of_seq: int32 [S]  sequence -> row; S is n or more
+    kv_len:     int32 [S]  tokens, new ones included
+    token_ids:  int32 [T]  W for each sequence; T is n * W or more
+    texts:      int32 [rows, most], contiguous: row -> the tokens of its sequence. most is W + 1 more than any limit
+    limit:      int32 [n]  bounds of kv_len, W or more: as many tokens have pages
+    told:       int32 [n, TOLD_WORDS]  receives how many tokens a sequence got; of how many tokens before the guesses
+                that come next the text tells them, 0 if it does not; the error word. May lie in pinned host memory
+    """
+
+    counts: Tensor
+    row_of_seq: Tensor
+    kv_len: Tensor
+    token_ids: Tensor
+    texts: Tensor
+    limit: Tensor
+    told: Tensor

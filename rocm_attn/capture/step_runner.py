@@ -134,11 +134,35 @@ class StepRunner(Generic[Outputs]):
         """run or run_split, at a padded shape that the batch fits."""
         return self._run(partial(self._runtime.stage_as, shape, batch), batch)
 
+    @property
+    def may_run_again(self) -> bool:
+        """Whether run_again() may follow the step that was staged last: by its graph, or eagerly if it has none."""
+        last = self._runtime.repeatable
+        if last is None or self._seal_number != self._runtime.seal_number:
+            return False
+        return last.plan in self._entry_of_plan or self._recorder is None or not last.plan.replayable
+
+    def run_again(self, batch: StepBatch) -> Outputs:
+        """The last step once more, on the inputs that the device has put in the place of its own.
+
+        batch: of that step, which was whole. Returns and raises what run() does, and what stage_again() raises
+        """
+        return self._ended(self._again, batch)
+
+    def _again(self) -> tuple[Outputs, StepPlan]:
+        step = self._runtime.stage_again()
+        entry = self._entry_of_plan.get(step.plan)
+        return (self._body(step) if entry is None else self._replay(step.plan, entry)), step.plan
+
     def _run(self, stage: Stage, batch: StepBatch) -> Outputs:
+        return self._ended(partial(self._staged_and_run, stage, batch), batch)
+
+    def _ended(self, run: Callable[[], tuple[Outputs, StepPlan]], batch: StepBatch) -> Outputs:
+        """What a step gives for real sequences. run: as _staged_and_run"""
         self._runtime.require_idle()  # from here on it is this call that has to end the step
         try:
             try:
-                outputs, plan = self._staged_and_run(stage, batch)
+                outputs, plan = run()
             finally:
                 self._runtime.end_step()
         except BaseException as error:

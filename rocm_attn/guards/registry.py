@@ -8,6 +8,7 @@ a step asks which of the two it has. docs/guards.md is the list for readers.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -56,6 +57,11 @@ class Guards:
     def off(self) -> tuple[str, ...]:
         """Ids of the safeguards that are switched off, in the order of GUARDS."""
         return tuple(guard.id for guard in GUARDS if guard.value_in(self) is not guard.value_in(_ALL_ON))
+
+    def warn(self) -> None:
+        """Log which safeguards are switched off, if any are."""
+        if self.off:
+            logging.getLogger(__name__).warning("safeguards are switched off: %s", ", ".join(self.off))
 
     def without(self, *ids: str) -> Guards:
         """These guards with some more switched off. Raises BadSetting for an id that does not exist."""

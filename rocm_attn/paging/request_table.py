@@ -221,6 +221,10 @@ class RequestTable:
         self._has_room = rows.tobytes(), kv_len.tobytes()
         return True
 
+    def room(self, rows: Int32Array) -> Int32Array:
+        """int32 [n]: tokens that each row has room for in every space. rows: int32 [n]"""
+        return self._reserved_len.take(rows)
+
     def _look_at(self, rows: Int32Array, kv_len: Int32Array, *, may_share: bool) -> None:
         """Take the pages that rows need for so many tokens, and copies of shared ones where one of them may_share."""
         if may_share:  # else each is admitted and has its last page alone: see _settle()

@@ -30,6 +30,7 @@ from rocm_attn.providers.launches import (
     Finish,
     GatherTable,
     Likeliest,
+    MakeNextRound,
     MergeStates,
     MovePaths,
     MoveRows,
@@ -452,6 +453,7 @@ class StepOps:
     accept_drawn: AcceptDrawn
     accept_sampled: AcceptSampled
     move_paths: MovePaths
+    next_round: MakeNextRound
     # Of selections that a caller makes, and of all of them in debug runs.
     check_selection: CheckSelection
     # From logits to tokens.

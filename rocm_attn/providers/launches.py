@@ -15,7 +15,7 @@ from rocm_attn.kernels.metadata.given_inputs import GivenInputs
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.sparse.arguments import Selection
 from rocm_attn.kernels.sparse.arguments import TokenPlaces as SelectingTokens
-from rocm_attn.kernels.speculative.arguments import Accepted, Probabilities, Verified
+from rocm_attn.kernels.speculative.arguments import Accepted, GuessedRound, Probabilities, Verified
 from rocm_attn.kernels.speculative.paths import AcceptedPaths
 
 
@@ -61,6 +61,12 @@ class AcceptSampled(Protocol):
     """launch_accept_sampled, or its twin."""
 
     def __call__(self, probabilities: Probabilities, given: Verified, to: Accepted) -> None: ...
+
+
+class MakeNextRound(Protocol):
+    """launch_next_round, or its twin."""
+
+    def __call__(self, picked: Tensor, given: GuessedRound, width: int) -> None: ...
 
 
 class MovePaths(Protocol):

@@ -191,6 +191,7 @@ def _ops() -> StepOps:
         accept_drawn=speculative.accept_drawn,
         accept_sampled=speculative.accept_sampled,
         move_paths=speculative.move_paths,
+        next_round=speculative.next_round,
         import_rows=cache.import_rows,
         check_selection=sparse.check_selection,
         pick_rows=sampling.pick_rows,

@@ -44,11 +44,16 @@ from rocm_attn.runner.scheduler import ScheduledStep, Scheduler, Taken
 from rocm_attn.runner.serving import serve_all
 from rocm_attn.runner.speculation.engines import drafter_of, layers_beside, read_drafting, rejection_of, served
 from rocm_attn.runner.speculation.last_rows import forward_of
+from rocm_attn.runner.speculation.methods import NGRAM
+from rocm_attn.runner.speculation.rounds import DeviceRounds, NoRounds, Rounds
 from rocm_attn.runner.speculation.speculation import NoSpeculation, Picks, Speculation, StepPicks
 from rocm_attn.runner.unread import UnreadStep, with_unread_tokens
 from rocm_attn.runner.watched import watched_steps
 from rocm_attn.step.protocols import NO_FLIGHT_RECORDER
 from rocm_attn.watch.flight_recorder import FlightRecorder
+
+# Rounds that were launched and are not read when the one that follows from them is, where steps are ahead.
+_ROUNDS_AHEAD = 2
 
 
 class _ReadStep(NamedTuple):
@@ -118,6 +123,11 @@ class Engine:
             self._speculation = Speculation(
                 drafter, self.runtime, self._picker, options.draft_tokens, self.metrics, rejection_of(drafter, options)
             )
+        self._rounds: Rounds = NoRounds()
+        # What looks on at single steps, and ranks that meet before each, want them one by one.
+        if options.speculative == NGRAM and self._steps is self._runner and path is None and not self._has_ranks:
+            most_ahead = _ROUNDS_AHEAD * self._steps_ahead
+            self._rounds = DeviceRounds(self.runtime, self._runner, plain, options.draft_tokens, most_ahead)
         self._scheduler = Scheduler(
             self.runtime.table,
             self.metrics,
@@ -345,8 +355,14 @@ class Engine:
 
         What comes next may depend on tokens that were not read yet; then no step is launched.
         """
+        if self._rounds.goes_on(self._scheduler):
+            self._go_on()
+            return
         if self.options.speculates:  # by the tokens before; they are published while the next step runs
             self._read_all()
+            if self._rounds.end():
+                self._publish_read()
+                self._check_device()
         try:
             if not self._scheduler.has_work:
                 return
@@ -356,6 +372,8 @@ class Engine:
                 self.settle()
                 return
             picks = self._run(step)
+            if self._speculation.looks_up:
+                picks = self._rounds.begin(step, picks, self._scheduler)
             launched = time.perf_counter()
         finally:
             self._publish_read()
@@ -366,6 +384,19 @@ class Engine:
         self._unread.append(UnreadStep(step, self.runtime.step_number, picks, started, launched))
         # What was accepted of a tree is moved before its sequence's pages may be given back.
         while len(self._unread) > (0 if step.is_of_a_suspect or step.has_trees else self._steps_ahead):
+            self._read_oldest()
+        self._publish_read()
+
+    def _go_on(self) -> None:
+        """Launch a round that follows from the one before; those before that are read and published meanwhile."""
+        started = time.perf_counter()
+        self._must_check = True
+        step, picks = self._rounds.launch()
+        launched = time.perf_counter()
+        if not self._unread:
+            self._scheduler.launched_again(step)
+        self._unread.append(UnreadStep(step, self.runtime.step_number, picks, started, launched))
+        while len(self._unread) > _ROUNDS_AHEAD * self._steps_ahead:
             self._read_oldest()
         self._publish_read()
 
@@ -382,6 +413,8 @@ class Engine:
         read_at = time.perf_counter()
         del self._unread[0]
         taken = self._scheduler.finish_step(unread.step, picks)
+        if self._unread:
+            self._scheduler.launched_again(self._unread[0].step)
         self._speculation.follow(unread.step, taken)
         self._read.append(_ReadStep(unread, picks, taken, unread.picks.logprobs(), read_at))
 

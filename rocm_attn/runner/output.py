@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import repeat
 
 from rocm_attn.runner.logprobs import TokenLogprobs
 from rocm_attn.runner.request import Completion, FinishReason, Sequence, TokenEvent
 from rocm_attn.runner.stop_texts import StopTexts
 from rocm_attn.runner.tokenizer import TextStream, Tokenizer
+
+# Of tokens without text a step brings hundreds; these are put together without a call of Python for each.
+_event: Callable[[tuple[int, int, str, None, None]], TokenEvent] = partial(tuple.__new__, TokenEvent)
+_NO_TEXT, _NO_REASON, _NO_LOGPROBS = repeat(""), repeat(None), repeat(None)
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +86,7 @@ class Output:
         """The events of tokens that have no text, which could end it."""
         self.num_tokens += len(token_ids)
         number = self.sequence.number
-        events = [TokenEvent(number, token, "", None) for token in token_ids]
+        events = list(map(_event, zip(repeat(number), token_ids, _NO_TEXT, _NO_REASON, _NO_LOGPROBS, strict=False)))
         if reason is not None:
             events[-1] = TokenEvent(number, token_ids[-1], "", reason)
         return events

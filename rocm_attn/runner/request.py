@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Final, Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from rocm_attn.batch.step_batch import INT32_MAX
 from rocm_attn.errors import BadRequest, DeviceFault, RocmAttnError
@@ -110,10 +110,9 @@ class Completion:
     logprobs: tuple[TokenLogprobs, ...] = ()
 
 
-# Not frozen: every token makes one, and setting the fields of a frozen class takes three times as long.
-@dataclass(slots=True, unsafe_hash=True)
-class TokenEvent:
-    """One new token. Not to be changed.
+# A tuple: every token makes one, and these are made in a quarter of the time of a class with fields.
+class TokenEvent(NamedTuple):
+    """One new token.
 
     request:       number of the request, in the order of submission
     text:          what can be printed now; a character that needs several tokens comes with the last of them, and what
@@ -122,11 +121,11 @@ class TokenEvent:
     logprobs:      where the request asks for them, else None
     """
 
-    request: Final[int]
-    token_id: Final[int]
-    text: Final[str]
-    finish_reason: Final[FinishReason | None]
-    logprobs: Final[TokenLogprobs | None] = None
+    request: int
+    token_id: int
+    text: str
+    finish_reason: FinishReason | None
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)

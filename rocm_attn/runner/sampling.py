@@ -118,15 +118,15 @@ class PickedTokens:
     done:  after which it is there
     """
 
-    __slots__ = ("_done", "_found")
+    __slots__ = ("_done", "found")
 
     def __init__(self, found: Found, done: Fence) -> None:
-        self._found, self._done = found, done
+        self.found, self._done = found, done
 
     def read(self) -> list[int | BadLogits]:
         """Wait for them. One token id for each row; for a row that none can be picked from, why."""
         self._done.synchronize()
-        found, best = self._found
+        found, best = self.found
         ids: list[int | BadLogits] = found.tolist()
         # A row that holds NaN has NaN as its largest. A norm whose squares overflow gives 0, and so does all after it.
         if ALL_ZERO not in ids and np.logical_and.reduce(np.isfinite(best)):
@@ -205,6 +205,11 @@ class TokenPicker:
             self._pick_rows(logits, terms, tokens, found, num_drawing=len(draws))
             host.done.record()
         return PickedTokens(on_host, host.done)
+
+    def pick_likeliest(self, logits: Tensor, found: Tensor) -> None:
+        """As pick() where no row draws. found: int32 [rows, 2], as of launch_pick_rows; the caller's to read"""
+        terms, tokens, _, _ = self._host[0].rows(logits.shape[0])
+        self._pick_rows(logits, terms, tokens, found, num_drawing=0)
 
 
 def pick_tokens(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | BadLogits]:

@@ -162,6 +162,7 @@ class Scheduler:
         self._suspects: list[Sequence] = []
         self._has_ahead = False  # whether rows may hold pages that were taken ahead
         self._num_unread = 0  # steps that were launched and not finished
+        self.num_changes = 0  # how often a sequence has come or has given its row back
         for pages in table.spaces:
             needed = self._most_pages(max_kv_len, chunk, pages)
             if needed > pages.num_usable_pages:
@@ -192,6 +193,7 @@ class Scheduler:
         # the token that is picked last is never stored
         sequence.most_tokens = min(len(request.prompt_token_ids) + request.max_new_tokens, self._max_kv_len + 1)
         insort(self._waiting, sequence, key=_by_urgency)
+        self.num_changes += 1
 
     def decoding(self, limit: int = INT32_MAX) -> list[tuple[Sequence, int]]:
         """The sequences for which the next step has use of drafts, and of how many each has at most.
@@ -261,6 +263,33 @@ class Scheduler:
         self._cache.end_step()
         self._enter_pages(step)
 
+    def launched_again(self, step: ScheduledStep) -> None:
+        """The sequences of a step go on by a round that will run: it stores what is known, and all before is read.
+
+        It is launched, or has been for a while, and the one before it is finished now.
+        """
+        self._num_unread = 1
+        for place, sequence in enumerate(step.sequences):
+            if sequence.row != RESERVED_ROW:
+                sequence.num_stored, sequence.unread_at = len(sequence.token_ids), place
+
+    def reserve_ahead(self, rows: Int32Array, kv_len: Int32Array) -> bool:
+        """Make room for so many tokens, if there are pages and none waits; whether there is.
+
+        It is given back before a sequence gives way, or one that comes is not let in.
+        rows, kv_len: int32 [n]; of sequences that run
+        """
+        table = self._table
+        if table.has_room(rows, kv_len):
+            return True
+        held = num_pages(table.room(rows), table.page_size)
+        needed = int((num_pages(kv_len, table.page_size) - held).clip(min=0).sum())
+        if self._waiting or self._cache.has_windows or needed + len(rows) > table.num_free_pages:
+            return False
+        self._has_ahead = True
+        table.reserve_all(rows, kv_len)
+        return True
+
     def finish_step(self, step: ScheduledStep, picks: Many[Many[int] | BadLogits]) -> list[Taken]:
         """Take in what each of step.picking got: how many of the tokens it took, and why it ends, if it does.
 
@@ -273,7 +302,7 @@ class Scheduler:
         ended: list[tuple[Sequence, FinishReason]] = []
         taken = [self._take(sequence, pick, ended) for sequence, pick in zip(step.picking, picks, strict=True)]
         if step.drafts:
-            self._enter_pages(step)
+            self._enter_accepted(step, taken)
         if step.is_of_a_suspect:
             for sequence in step.picking:
                 self._clear_of_suspicion(sequence)
@@ -338,6 +367,20 @@ class Scheduler:
             if each.row != RESERVED_ROW
         )
 
+    def _enter_accepted(self, step: ScheduledStep, taken: Many[Taken]) -> None:
+        """Likewise, with tokens of which a step has told only now how many are right. taken: of each of step.picking"""
+        if not self._cache.has_rows:
+            return
+        page_size = self._table.page_size
+        completed = [
+            each
+            for each, (token_ids, _) in zip(step.picking, taken, strict=True)
+            if each.row != RESERVED_ROW and each.num_stored % page_size < len(token_ids)
+        ]
+        if completed:
+            self._table.mark_stored([each.row for each in completed], [each.num_stored for each in completed])
+            self._cache.enter((each.cached_row, each.row, each.token_ids, each.num_stored) for each in completed)
+
     def _take(
         self, sequence: Sequence, pick: Many[int] | BadLogits, ended: list[tuple[Sequence, FinishReason]]
     ) -> Taken:
@@ -366,6 +409,7 @@ class Scheduler:
         return Taken(tuple(pick), None)
 
     def _end(self, sequence: Sequence) -> None:
+        self.num_changes += 1
         self._running.remove(sequence)
         self._cache.leave(sequence.cached_row)
         self._table.free(sequence.row)

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import enum
 import threading
 from threading import get_ident
 
 _STEP = "step"
+
+
+class StepState(enum.Enum):
+    """How far a runtime's step has come."""
+
+    IDLE = "no step was begun"
+    STAGED = "a step was staged and its metadata is not filled yet"
+    RUNNING = "a step is running"
 
 
 class StepHolder:

@@ -74,6 +74,11 @@ class ModelDrafter:
                 self._leave(number)
             return {}
 
+    @property
+    def looks_up(self) -> bool:
+        """As Drafter.looks_up."""
+        return False
+
     def follow(self, step: ScheduledStep, taken: Many[Taken]) -> None:
         """As Drafter.follow: what is known of a sequence is enough."""
 

@@ -78,6 +78,11 @@ class EagleDrafter:
         self._rows: dict[int, _Row] = {}
         self._new: dict[int, _New] = {}
 
+    @property
+    def looks_up(self) -> bool:
+        """As Drafter.looks_up."""
+        return False
+
     def follow(self, step: ScheduledStep, taken: Many[Taken]) -> None:
         """As Drafter.follow."""
         first = 0

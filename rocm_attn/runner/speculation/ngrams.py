@@ -52,6 +52,11 @@ class NgramDrafter:
                 found[number] = Drafts.tree(branches, most)
         return found
 
+    @property
+    def looks_up(self) -> bool:
+        """As Drafter.looks_up."""
+        return self._num_branches == 1
+
     def follow(self, step: ScheduledStep, taken: Many[Taken]) -> None:
         """As Drafter.follow: what is known of a sequence is enough."""
 

@@ -56,6 +56,11 @@ class Drafter(Protocol):
         """
         ...
 
+    @property
+    def looks_up(self) -> bool:
+        """Whether a sequence's own text tells all drafts, chains without branches."""
+        ...
+
     def follow(self, step: ScheduledStep, taken: Many[Taken]) -> None:
         """A step has run, and its tokens are its sequences' now; the next one is not launched.
 
@@ -85,6 +90,11 @@ class NoSpeculation:
 
     def __init__(self, picker: AskingPicker) -> None:
         self._picker = picker
+
+    @property
+    def looks_up(self) -> bool:
+        """As Drafter.looks_up."""
+        return False
 
     def drafts(self, decoding: Decoding, alive: Set[int]) -> Mapping[int, Drafts]:
         """As Speculation.drafts."""
@@ -151,7 +161,18 @@ class Speculation:
         decoding: Scheduler.decoding
         alive:    as of Drafter.draft
         """
-        return self._drafter.draft(decoding(self._num_drafts), alive)
+        sequences = decoding(self._num_drafts)
+        found = self._drafter.draft(sequences, alive)
+        if self._drafter.looks_up and len(found) < len(sequences) <= 2 * len(found):
+            # Steps in which all have drafts can go on without the host; what is guessed of the others costs little.
+            guesses = {each.number: (each.token_ids[-1],) * most for each, most in sequences}
+            found = {number: found.get(number, Drafts.chain(ids)) for number, ids in guesses.items()}
+        return found
+
+    @property
+    def looks_up(self) -> bool:
+        """As Drafter.looks_up."""
+        return self._drafter.looks_up
 
     def batch(self, step: ScheduledStep) -> StepBatch:
         """The batch of a step, with the mask of its trees where it has any."""
@@ -246,14 +267,14 @@ class _Verified:
         drawn: AcceptedDrawn | NothingDrawn,
     ) -> None:
         self._drawn = drawn
-        self._picked, self._step, self._num_rows, self._runtime = picked, step, num_rows, runtime
+        self.picked, self._step, self._num_rows, self._runtime = picked, step, num_rows, runtime
         self._found: list[int | BadLogits] = []
         self._paths: list[Many[int]] = []  # place among step.picking -> the drafts that were accepted
 
     def read(self) -> Picks:
         """As StepPicks.read, before the next step of these sequences."""
         step, num_rows = self._step, self._num_rows
-        found = self._found = self._picked.read()
+        found = self._found = self.picked.read()
         drawn = self._drawn.read()
         picks, self._paths = Picks(), []
         moves: dict[int, Many[int]] = {}
@@ -278,9 +299,9 @@ class _Verified:
 
     def logprobs(self) -> Mapping[int, Many[TokenLogprobs]]:
         """As StepPicks.logprobs."""
-        if isinstance(self._picked, PickedTokens):
+        if isinstance(self.picked, PickedTokens):
             return NO_LOGPROBS_OF
-        told, found = self._picked.logprobs(self._found), dict[int, Many[TokenLogprobs]]()
+        told, found = self.picked.logprobs(self._found), dict[int, Many[TokenLogprobs]]()
         for seq, path in enumerate(self._paths):
             first = (seq + 1) * self._num_rows - 1 - len(self._step.drafts.get(seq, NO_DRAFTS))
             if first in told:

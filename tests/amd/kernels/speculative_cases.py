@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.kernels.cache.moved_rows import AlikePages
-from rocm_attn.kernels.speculative.arguments import Accepted, Probabilities, Verified
+from rocm_attn.kernels.speculative.arguments import TOLD_WORDS, Accepted, GuessedRound, Probabilities, Verified
 from rocm_attn.kernels.speculative.paths import AcceptedPaths
 
 Launch = Callable[..., None]
@@ -43,6 +43,36 @@ def of_move_paths(move: Launch, no_page: int) -> Launch:
         move(AlikePages.of(pages.unbind()), AcceptedPaths(path, num, kv_len, rows, table, no_page))
 
     return of_tensors
+
+
+def of_next_round(next_round: Launch, width: int) -> Launch:
+    """next_round(picked, row_of_seq, limit, and what it writes: counts, kv_len, token_ids, texts, told)."""
+
+    def of_tensors(picked: Tensor, rows: Tensor, limit: Tensor, *written: Tensor) -> None:
+        counts, kv_len, token_ids, texts, told = written
+        next_round(picked, GuessedRound(counts, rows, kv_len, token_ids, texts, limit, told), width)
+
+    return of_tensors
+
+
+def rounds(last_limit: int) -> list[Tensor]:
+    """Three tokens picked of each of four sequences; their rows and limits, of which the last one has to be 9."""
+    return [ints([4, 5, 6, 1, 2, 1, 7, 8, 9, 3, 3, 3]), ints([2, 4, 0, 3]), ints([40, 1050, 11, last_limit])]
+
+
+def of_rounds(garbage: int) -> list[Tensor]:
+    """counts, kv_len, token_ids with an entry after them, texts and told.
+
+    The first text is one token long, the second goes round, the third repeats itself once, the last one never.
+    """
+    texts = torch.full((5, 1060), garbage, dtype=torch.int32)
+    texts[2, :1] = ints([4])
+    texts[4, :1032] = ints([1, 2]).repeat(516)
+    texts[0, :6] = ints([7, 8, 9, 5, 8, 6])
+    texts[3, :4] = ints([9, 8, 7, 6])
+    ids = ints([4, 4, 5, 2, 1, 2, 6, 7, 8, 6, 3, 3, garbage])
+    told = torch.full((4, TOLD_WORDS), garbage, dtype=torch.int32)
+    return [ints([4, 12, 7, 64]), ints([3, 1034, 8, 6]), ids, texts, told]
 
 
 def trees() -> list[Tensor]:

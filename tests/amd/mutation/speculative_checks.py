@@ -8,15 +8,19 @@ from rocm_attn.kernels.refs import speculative as twins
 from rocm_attn.kernels.speculative.accept_drawn import launch_accept_drawn
 from rocm_attn.kernels.speculative.accept_sampled import launch_accept_sampled
 from rocm_attn.kernels.speculative.move_paths import launch_move_paths
+from rocm_attn.kernels.speculative.next_round import launch_next_round
 from tests.amd.kernels.speculative_cases import (
     drawn,
     layers_of_pages,
     of_accept_drawn,
     of_accept_sampled,
     of_move_paths,
+    of_next_round,
+    of_rounds,
     paths,
     probabilities,
     room,
+    rounds,
     trees,
 )
 from tests.amd.mutation.memory import Memory, assert_same
@@ -43,8 +47,16 @@ def move_paths(memory: Memory) -> None:
         assert_same(memory, launch, twin, paths(), [layers_of_pages()])
 
 
+def next_round(memory: Memory) -> None:
+    """Texts of one token, of more than a block, some of which repeat themselves; a length that is cut or kept."""
+    launch, twin = of_next_round(launch_next_round, 3), of_next_round(twins.next_round, 3)
+    for last_limit in (8, 9):
+        assert_same(memory, launch, twin, rounds(last_limit), of_rounds(_GARBAGE))
+
+
 SPECULATIVE_CHECKS: dict[str, Callable[[Memory], None]] = {
     "speculative/accept_drawn.py": accept_drawn,
     "speculative/accept_sampled.py": accept_sampled,
     "speculative/move_paths.py": move_paths,
+    "speculative/next_round.py": next_round,
 }

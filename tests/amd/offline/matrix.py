@@ -47,8 +47,9 @@ from rocm_attn.kernels.sampling.pick_rows import launch_pick_rows
 from rocm_attn.kernels.sampling.shape_rows import launch_shape_rows
 from rocm_attn.kernels.speculative.accept_drawn import launch_accept_drawn
 from rocm_attn.kernels.speculative.accept_sampled import launch_accept_sampled
-from rocm_attn.kernels.speculative.arguments import Accepted, Probabilities, Verified
+from rocm_attn.kernels.speculative.arguments import TOLD_WORDS, Accepted, GuessedRound, Probabilities, Verified
 from rocm_attn.kernels.speculative.move_paths import launch_move_paths
+from rocm_attn.kernels.speculative.next_round import launch_next_round
 from rocm_attn.kernels.speculative.paths import AcceptedPaths
 from rocm_attn.kernels.tuning.expert_tiles import expert_tiles
 from rocm_attn.kernels.tuning.extend_tiles import extend_rows
@@ -546,6 +547,8 @@ def launch_speculative(page_size: int) -> None:
     launch_accept_drawn(ids, given, accepted)
     launch_accept_sampled(Probabilities(rows, rows, uniform, uniform), given, accepted)
     table = torch.empty(num_seqs + 1, 64, dtype=torch.int32)
+    told = torch.empty(num_seqs, TOLD_WORDS, dtype=torch.int32)
+    launch_next_round(ids, GuessedRound(of_seq, of_seq, of_seq, ids, table, of_seq, told), num_nodes)
     paths = AcceptedPaths(accepted.path, accepted.num_accepted, accepted.kv_len, of_seq, table, 0)
     step = StepTensors.of(
         torch.empty(0, dtype=torch.int32),

@@ -37,6 +37,11 @@ class ScriptedDrafter:
         drafts = {each.number: self._tree(each, self._random.randint(0, most)) for each, most in decoding}
         return {number: tree for number, tree in drafts.items() if len(tree)}
 
+    @property
+    def looks_up(self) -> bool:
+        """As Drafter.looks_up."""
+        return False
+
     def follow(self, step: ScheduledStep, taken: Many[Taken]) -> None:
         """As Drafter.follow: what is known of a sequence is enough."""
 

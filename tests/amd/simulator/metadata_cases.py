@@ -47,6 +47,7 @@ from rocm_attn.kernels.sampling.shape_rows import launch_shape_rows
 from rocm_attn.kernels.speculative.accept_drawn import launch_accept_drawn
 from rocm_attn.kernels.speculative.accept_sampled import launch_accept_sampled
 from rocm_attn.kernels.speculative.move_paths import launch_move_paths
+from rocm_attn.kernels.speculative.next_round import launch_next_round
 from tests.amd.kernels.asked_cases import asked_rows, finding, shaping
 from tests.amd.kernels.launches_of_tensors import (
     of_device_inputs,
@@ -65,9 +66,12 @@ from tests.amd.kernels.speculative_cases import (
     of_accept_drawn,
     of_accept_sampled,
     of_move_paths,
+    of_next_round,
+    of_rounds,
     paths,
     probabilities,
     room,
+    rounds,
     trees,
 )
 from tests.amd.simulator.case import KernelCase
@@ -393,6 +397,12 @@ def _speculative() -> dict[str, _Launch]:
             of_accept_sampled(launch_accept_sampled),
             of_accept_sampled(speculative_twins.accept_sampled),
             [*probabilities(), *trees(), *room(GARBAGE)],
+            {},
+        ),
+        "next_round": _Launch(
+            of_next_round(launch_next_round, 3),
+            of_next_round(speculative_twins.next_round, 3),
+            [*rounds(8), *of_rounds(GARBAGE)],
             {},
         ),
         "move_paths": _Launch(

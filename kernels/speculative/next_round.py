@@ -1,0 +1,147 @@
+"""Make the next round of guessed tokens out of the last one, where the device has all that it takes.
+
+A round feeds each sequence its last token and the W - 1 guesses after it; then a token was picked after each of them.
+
+    taken    = 1 + the number of guesses, from the first one on, that were picked themselves
+    text    += the first `taken` picks
+    kv_len   = max(min(kv_len + taken, limit), W)
+    token 0  = the text's last token
+    guesses  = what came after the last tokens when they were there before, over and over past the text's end
+
+Of the places after the text's last two tokens that is the one where most of the two tokens before them are the same
+too, the last one of equals. Where there is none, the last token is guessed to come again.
+
+The inputs of the step that has run are written over: it can run again at once, on nothing that the host has sent. A
+length beyond its limit is cut, so it stays within the pages that the host has reserved, and sets a bit of the step's
+error word. That word is told with the rest, and not cleared: the next publication says it once more.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rocm_attn.kernels.launch import RepeatedLaunch, repeated_launches
+from rocm_attn.kernels.metadata import error_word
+from rocm_attn.kernels.speculative.arguments import TOLD_WORDS, GuessedRound
+from rocm_attn.kernels.tuning.tiles import next_power_of_2
+
+_BLOCK = 1024
+_ERROR_WORD = tl.constexpr(error_word.ERROR_WORD)
+_BEYOND_BOUND = tl.constexpr(error_word.LENGTH_BEYOND_BOUND)
+_TOLD_WORDS = tl.constexpr(TOLD_WORDS)
+
+
+@triton.jit
+def _tokens_at(text, picked, place, known, mask):
+    """Tokens of a text, which has room for them, of which the first `known` are stored and the others only picked."""
+    stored = tl.load(text + place, mask=mask, other=-1)
+    return tl.where(place < known, stored, tl.load(picked + tl.maximum(place - known, 0), mask=mask, other=-1))
+
+
+@triton.jit(
+    do_not_specialize=["width", "text_row"],
+    do_not_specialize_on_alignment=[
+        "picked",
+        "counts",
+        "row_of_seq",
+        "kv_len",
+        "token_ids",
+        "texts",
+        "limit",
+        "told",
+    ],
+)
+def _next_round_kernel(
+    picked,
+    counts,
+    row_of_seq,
+    kv_len,
+    token_ids,
+    texts,
+    limit,
+    told,
+    text_row,
+    width,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    seq = tl.program_id(0)
+    lane = tl.arange(0, WIDTH)
+    ids = token_ids + seq * width
+    picks = picked + seq * width
+    pick = tl.load(picks + lane, mask=lane < width, other=-1)
+    guess = tl.load(ids + lane + 1, mask=lane + 1 < width, other=-1)
+    wrong = (guess != pick) | (lane + 1 >= width)
+    taken = tl.min(tl.where(wrong & (lane < width), lane, WIDTH), 0) + 1
+    length = tl.load(kv_len + seq)
+    # Whatever the length is by now, what is written stays within the text's row.
+    known = tl.minimum(tl.maximum(length - width + 1, 1), text_row - width)
+    num_tokens = known + taken
+    text = texts + tl.load(row_of_seq + seq).to(tl.int64) * text_row
+    last = tl.load(picks + taken - 1)
+    last_but_1 = _tokens_at(text, picks, num_tokens - 2, known, num_tokens >= 2)
+    last_but_2 = _tokens_at(text, picks, num_tokens - 3, known, num_tokens >= 3)
+    last_but_3 = _tokens_at(text, picks, num_tokens - 4, known, num_tokens >= 4)
+    most_same = 0
+    found = 0
+    begin = (num_tokens - 1) // BLOCK * BLOCK
+    while (begin >= 0) & (most_same < 4):
+        place = begin + tl.arange(0, BLOCK)
+        inside = (place >= 2) & (place < num_tokens)
+        same = inside & (_tokens_at(text, picks, place - 1, known, inside) == last)
+        same = same & (_tokens_at(text, picks, place - 2, known, same) == last_but_1)
+        third = same & (place >= 3)
+        third = third & (_tokens_at(text, picks, place - 3, known, third) == last_but_2)
+        fourth = third & (place >= 4)
+        fourth = fourth & (_tokens_at(text, picks, place - 4, known, fourth) == last_but_3)
+        num_same = 2 * same.to(tl.int32) + third.to(tl.int32) + fourth.to(tl.int32)
+        most_here = tl.max(num_same, 0)
+        here = tl.max(tl.where(num_same == most_here, place, 0), 0)
+        found = tl.where(most_here > most_same, here, found)
+        most_same = tl.maximum(most_here, most_same)
+        begin -= BLOCK
+    # Past the end those that were copied come again; without a place, the last token.
+    place = tl.where(most_same > 0, found, num_tokens - 1)
+    place += lane % (num_tokens - place)
+    guess = _tokens_at(text, picks, place, known, lane + 1 < width)
+    beyond = length + taken > tl.load(limit + seq)
+    error = tl.load(counts + _ERROR_WORD) | tl.where(beyond, _BEYOND_BOUND, 0)
+    # Every thread has read what is written now.
+    tl.debug_barrier()
+    tl.store(text + known + lane, pick, mask=lane < taken)
+    tl.store(ids, last)
+    tl.store(ids + lane + 1, guess, mask=lane + 1 < width)
+    tl.store(kv_len + seq, tl.maximum(tl.minimum(length + taken, tl.load(limit + seq)), width))
+    tl.atomic_or(counts + _ERROR_WORD, _BEYOND_BOUND, mask=beyond, sem="relaxed")
+    tl.store(told + _TOLD_WORDS * seq, taken)
+    tl.store(told + _TOLD_WORDS * seq + 1, most_same)
+    tl.store(told + _TOLD_WORDS * seq + 2, error)
+
+
+_variant = repeated_launches(_next_round_kernel)
+
+
+def launch_next_round(picked: Tensor, given: GuessedRound, width: int) -> None:
+    """Write the next round over the last one, and tell what came of that.
+
+    picked: int32 [num_seqs * width or more], the token that was picked after each token of the round
+    width:  new tokens of each sequence, W, at least 1
+    """
+    num_seqs = given.limit.shape[0]
+    assert given.texts.is_contiguous()
+    assert given.texts.shape[1] > width
+    assert given.token_ids.shape[0] >= num_seqs * width
+    launch: RepeatedLaunch = _variant(next_power_of_2(width))
+    launch(
+        given.counts.device,
+        (num_seqs, 1, 1),
+        picked,
+        *given,
+        given.texts.shape[1],
+        width,
+        next_power_of_2(width),
+        _BLOCK,
+        num_warps=4,
+    )

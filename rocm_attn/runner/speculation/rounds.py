@@ -1,0 +1,306 @@
+"""Rounds of guessed tokens that follow from each other on the device: the host launches them, and reads them later.
+
+The host plans and publishes a step that verifies guesses of every sequence. While the same sequences go on, greedily,
+and their own texts tell the guesses, all that the next round takes follows from what was picked in this one: the texts
+lie on the device too, and kernels/speculative/next_round.py writes the next inputs over the step's. So the host
+launches a graph and two kernels, and knows for none of them what the rounds before have brought. It reads and publishes
+these while later ones run.
+
+Whatever comes in between ends a series: a request that comes, ends or is aborted, pages that run out, a fault, guesses
+that no longer come true. The rounds that were launched are read then, and the host plans the next step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.step_batch import Int32Array
+from rocm_attn.capture.step_runner import StepRunner
+from rocm_attn.errors import BadLogits
+from rocm_attn.kernels.sampling.found import ALL_ZERO
+from rocm_attn.kernels.speculative.arguments import TOLD_WORDS, GuessedRound
+from rocm_attn.runner.logprobs import TokenLogprobs
+from rocm_attn.runner.sampling import Found, PickedTokens, TokenPicker
+from rocm_attn.runner.scheduler import ScheduledStep, Scheduler
+from rocm_attn.runner.sending import sent
+from rocm_attn.runner.speculation.speculation import NO_LOGPROBS_OF, Picks, StepPicks
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step.host_ring import Fence, NoFence, wait_for_all
+
+# Pages are reserved for so many more tokens of each sequence at a time.
+_TOKENS_AHEAD = 256
+
+
+class Rounds(Protocol):
+    """Series of rounds."""
+
+    def goes_on(self, scheduler: Scheduler) -> bool:
+        """Whether a round may be launched now, for which pages are reserved."""
+        ...
+
+    def begin(self, step: ScheduledStep, picks: StepPicks, scheduler: Scheduler) -> StepPicks:
+        """The picks of a step that was launched, after which rounds follow if they can."""
+        ...
+
+    def launch(self) -> tuple[ScheduledStep, StepPicks]:
+        """Launch a round. Its sequences are those of the step."""
+        ...
+
+    def end(self) -> bool:
+        """All rounds were read, and another step comes. Whether one of them told of a fault."""
+        ...
+
+
+class NoRounds:
+    """The host plans every step."""
+
+    def goes_on(self, scheduler: Scheduler) -> bool:
+        """As Rounds.goes_on."""
+        return False
+
+    def begin(self, step: ScheduledStep, picks: StepPicks, scheduler: Scheduler) -> StepPicks:
+        """As Rounds.begin."""
+        return picks
+
+    def launch(self) -> tuple[ScheduledStep, StepPicks]:
+        """As Rounds.launch."""
+        raise AssertionError("no round goes on")
+
+    def end(self) -> bool:
+        """As Rounds.end."""
+        return False
+
+
+class _Memory:
+    """Where the device tells of a round, and the fence after that."""
+
+    def __init__(self, most_rows: int, most_seqs: int, device: torch.device) -> None:
+        pinned = device.type == "cuda"
+        self.found = torch.zeros(most_rows, 2, dtype=torch.int32, pin_memory=pinned)
+        self.told = torch.zeros(most_seqs, TOLD_WORDS, dtype=torch.int32, pin_memory=pinned)
+        self.done: Fence = torch.Event(device) if pinned else NoFence()
+        # torch knows of no kernel that writes pinned memory, and gives a dropped one's to the next who asks.
+        weakref.finalize(self, wait_for_all, [self.done], [self.found, self.told]).atexit = False  # type: ignore[list-item]
+
+
+@dataclass(slots=True, eq=False)
+class _Series:
+    """Rounds that follow from one step.
+
+    step:        it
+    num_changes: of the scheduler, when it was scheduled
+    rows:        int32 [n] of the table
+    kv_len:      int32 [n] of the oldest round that was not read
+    limit:       int32 [n] that no kv_len may come to be beyond
+    num_unread:  rounds that were launched and not read
+    rounds:      by the memory that they tell in
+    cut:         places of sequences that go on by fewer tokens than the device took
+    """
+
+    step: ScheduledStep
+    num_changes: int
+    rows: Int32Array
+    kv_len: Int32Array
+    limit: Int32Array
+    limit_on_device: Tensor
+    rounds: list[tuple[GuessedRound, Tensor, Int32Array, Found]]
+    num_unread: int = 1
+    is_over: bool = False
+    has_fault: bool = False
+    cut: set[int] = field(default_factory=set)
+
+
+class RoundPicks:
+    """What the sequences of a round get, as StepPicks has it. Rounds are read in the order of their launches."""
+
+    def __init__(self, series: _Series, told: Int32Array, found: Found, done: Fence) -> None:
+        self._series, self._told, self._found, self._done = series, told, found, done
+
+    def read(self) -> Picks:
+        """As StepPicks.read."""
+        self._done.synchronize()
+        series, told, (ids, best) = self._series, self._told, self._found
+        taken, num_seqs = told[:, 0], len(told)
+        lines = ids.reshape(num_seqs, -1).tolist()
+        picks: Picks = [line[:num] for line, num in zip(lines, taken.tolist(), strict=True)]
+        # A row that holds NaN has NaN as its largest logit.
+        if series.cut or (ids == ALL_ZERO).any() or not np.logical_and.reduce(np.isfinite(best)):
+            picked, width = PickedTokens(self._found, NoFence()).read(), len(ids) // num_seqs
+            picks = [
+                self._right(seq, picked[seq * width : seq * width + num]) for seq, num in enumerate(taken.tolist())
+            ]
+        series.kv_len += taken
+        series.num_unread -= 1
+        series.has_fault |= bool(told[:, 2].any())
+        guessed = np.count_nonzero(told[:, 1])
+        series.is_over |= series.has_fault or bool(series.cut) or 2 * guessed < num_seqs
+        return picks
+
+    def logprobs(self) -> Mapping[int, Many[TokenLogprobs]]:
+        """As StepPicks.logprobs."""
+        return NO_LOGPROBS_OF
+
+    def _right(self, place: int, pick: Many[int | BadLogits]) -> Many[int] | BadLogits:
+        """What a sequence gets: where no token can be picked after an accepted guess, the tokens before.
+
+        Then it fails in the next step that the host plans. What the device went on with is none of its text.
+        """
+        if place in self._series.cut:
+            return ()
+        tokens: list[int] = []
+        for token in pick:
+            if isinstance(token, BadLogits):
+                self._series.cut.add(place)
+                return tokens if tokens else token
+            tokens.append(token)
+        return tokens
+
+
+class DeviceRounds:
+    """Rounds on the device.
+
+    picker:     of the engine's steps
+    num_drafts: guesses of a sequence and round
+    most_ahead: rounds that are launched and not read when the next one is
+    """
+
+    def __init__(
+        self, runtime: AttentionRuntime, runner: StepRunner, picker: TokenPicker, num_drafts: int, most_ahead: int
+    ) -> None:
+        self._runtime, self._runner, self._picker = runtime, runner, picker
+        self._width = 1 + num_drafts
+        table, device = runtime.table, runtime.device
+        num_rows, most_seqs = len(table.entries_host), len(picker.tokens) // self._width
+        with torch.inference_mode(False):  # memory that is made in that mode cannot be written outside of it
+            most = table.max_kv_len + 1 + self._width
+            self._texts = torch.zeros(num_rows, most, dtype=torch.int32, device=device)
+            self._memory = [_Memory(len(picker.tokens), most_seqs, device) for _ in range(most_ahead + 2)]
+        self._next = 0
+        # row -> the number of the request whose text lies there, and how many tokens of it
+        self._on_device: dict[int, tuple[int, int]] = {}
+        self._series: _Series | None = None
+
+    def begin(self, step: ScheduledStep, picks: StepPicks, scheduler: Scheduler) -> StepPicks:
+        """As Rounds.begin."""
+        batch, last, width = step.batch, self._runtime.repeatable, self._width
+        if last is None or last.batch is not batch or not self._runner.may_run_again or step.asking:
+            return picks
+        if not batch.min_q_len == batch.max_q_len == width or step.num_picks < batch.num_seqs or step.is_of_a_suspect:
+            return picks
+        picked = getattr(picks, "picked", None)
+        limit = self._reserved(batch.rows, batch.kv_len + np.int32(width), scheduler)
+        if limit is None or not isinstance(picked, PickedTokens):
+            return picks
+        self._send_texts(step)
+        on_device = sent(limit, self._runtime.device)
+        series = self._series = _Series(
+            step, scheduler.num_changes, batch.rows, batch.kv_len.copy(), limit, on_device, self._rounds(on_device)
+        )
+        return self._told(series, picked.found)
+
+    def goes_on(self, scheduler: Scheduler) -> bool:
+        """As Rounds.goes_on."""
+        series = self._series
+        if series is None or series.is_over or series.num_changes != scheduler.num_changes:
+            return False
+        if not self._runner.may_run_again:
+            return False
+        # The round after the one that is launched must fit too: its inputs are made at once.
+        needed = series.kv_len + np.int32(self._width * (series.num_unread + 1))
+        short = needed > series.limit
+        if short[short.argmax()]:
+            limit = self._reserved(series.rows, needed, scheduler)
+            if limit is None:
+                series.is_over = True
+                return False
+            series.limit = limit
+            series.limit_on_device.copy_(sent(limit, self._runtime.device))
+        return True
+
+    def launch(self) -> tuple[ScheduledStep, StepPicks]:
+        """As Rounds.launch."""
+        series = self._series
+        assert series is not None
+        logits = self._runner.run_again(series.step.batch)
+        _, found, _, on_host = series.rounds[self._next]
+        self._picker.pick_likeliest(logits.flatten(0, 1), found)
+        series.num_unread += 1
+        return series.step, self._told(series, on_host)
+
+    def end(self) -> bool:
+        """As Rounds.end."""
+        series, self._series = self._series, None
+        if series is None:
+            return False
+        living = [
+            (each.row, each)
+            for row, each in zip(series.rows.tolist(), series.step.sequences, strict=True)
+            if each.row == row
+        ]
+        self._runtime.table.mark_stored([row for row, _ in living], [each.num_stored for _, each in living])
+        for place, (row, each) in enumerate(living):
+            if place not in series.cut:
+                self._on_device[row] = each.number, len(each.token_ids)
+        return series.has_fault
+
+    def _told(self, series: _Series, found: Found) -> RoundPicks:
+        """Make the inputs of the round after what was picked last, and have it told what came of that."""
+        given, _, told, _ = series.rounds[self._next]
+        done = self._memory[self._next].done
+        self._next = (self._next + 1) % len(self._memory)
+        self._runtime.core.ops.next_round(self._picker.tokens, given, self._width)
+        done.record()
+        return RoundPicks(series, told, found, done)
+
+    def _rounds(self, limit: Tensor) -> list[tuple[GuessedRound, Tensor, Int32Array, Found]]:
+        """What rounds of a series read and write, by the memory that they tell in."""
+        last = self._runtime.repeatable
+        assert last is not None
+        to, num_seqs = last.inputs, last.batch.num_seqs
+        rounds = []
+        for memory in self._memory:
+            told, found = memory.told[:num_seqs], memory.found[: num_seqs * self._width]
+            given = GuessedRound(to.counts, to.row_of_seq, to.kv_len, to.token_ids, self._texts, limit, told)
+            rounds.append((given, found, told.numpy(), Found.of(found.numpy())))
+        return rounds
+
+    def _reserved(self, rows: Int32Array, needed: Int32Array, scheduler: Scheduler) -> Int32Array | None:
+        """The limits of rows that need pages for so many tokens, with some to spare if there are; None: there are none.
+
+        No longer than the step's plan and the table allow.
+        """
+        last, table = self._runtime.repeatable, self._runtime.table
+        assert last is not None
+        most = np.int32(min(last.plan.key.max_kv_len, table.max_kv_len))
+        if (needed > most).any():
+            return None
+        wanted = np.minimum(needed + np.int32(_TOKENS_AHEAD), most)
+        if scheduler.reserve_ahead(rows, wanted) or scheduler.reserve_ahead(rows, needed):
+            limit: Int32Array = np.minimum(table.room(rows), most)
+            return limit
+        return None
+
+    def _send_texts(self, step: ScheduledStep) -> None:
+        """Have the texts of a step's sequences on the device, as they were before it."""
+        values, places = list[int](), list[Int32Array]()
+        most = self._texts.shape[1]
+        for sequence, kv_len in zip(step.sequences, step.batch.kv_len.tolist(), strict=True):
+            known = kv_len - self._width + 1
+            number, num = self._on_device.get(sequence.row, (-1, 0))
+            first = num if number == sequence.number else 0
+            if first < known:
+                values += sequence.token_ids[first:known]
+                places.append(np.arange(sequence.row * most + first, sequence.row * most + known))
+            self._on_device[sequence.row] = sequence.number, known
+        if values:
+            device = self._runtime.device
+            at, tokens = sent(np.concatenate(places), device), sent(np.array(values, np.int32), device)
+            self._texts.view(-1).index_copy_(0, at, tokens)

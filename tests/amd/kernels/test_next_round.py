@@ -1,0 +1,132 @@
+"""The next round of guessed tokens, against a few lines of Python over lists."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from rocm_attn.kernels.metadata.error_word import ERROR_WORD, LENGTH_BEYOND_BOUND
+from rocm_attn.kernels.refs import speculative as twins
+from rocm_attn.kernels.speculative.arguments import TOLD_WORDS, GuessedRound
+from rocm_attn.kernels.speculative.next_round import launch_next_round
+
+MOST = 1200  # tokens of a text, more than the kernel looks at in one step
+GARBAGE = 0x5A5A5A5A
+
+NextRound = Callable[[torch.Tensor, GuessedRound, int], None]
+
+by_both = pytest.mark.parametrize("next_round", [launch_next_round, twins.next_round], ids=["kernel", "twin"])
+
+
+@dataclass(frozen=True)
+class Text:
+    """A sequence in a round: its tokens, the guesses after them, and what is picked after its last token and these."""
+
+    tokens: list[int]
+    guesses: list[int]
+    picks: list[int]
+
+    @property
+    def taken(self) -> list[int]:
+        right = 0
+        while right < len(self.guesses) and self.guesses[right] == self.picks[right]:
+            right += 1
+        return self.picks[: right + 1]
+
+
+def looked_up(tokens: list[int], num: int) -> tuple[list[int], int]:
+    """What the text tells of its next tokens, and of how many tokens before them that was found."""
+    best, most = 0, 0
+    for place in range(2, len(tokens)):
+        same = 0
+        while same < min(4, place) and tokens[place - 1 - same] == tokens[len(tokens) - 1 - same]:
+            same += 1
+        if same >= max(2, most):
+            best, most = place, same
+    source = tokens[best:] if most else tokens[-1:]
+    return [source[at % len(source)] for at in range(num)], most
+
+
+def a_text(draw: random.Random, width: int, longest: int) -> Text:
+    """One that repeats itself, guesses that are often right, and picks."""
+    tokens = [draw.randrange(draw.choice([2, 3, 9])) for _ in range(draw.randrange(1, longest))]
+    picks = [draw.randrange(3) for _ in range(width)]
+    right = draw.randrange(width)
+    guesses = [*picks[:right], *(draw.randrange(3) for _ in range(width - 1 - right))]
+    return Text(tokens, guesses, picks)
+
+
+def ran(next_round: NextRound, texts: list[Text], limit: list[int], device: torch.device) -> GuessedRound:
+    """The round after one of these texts, with a pad after them and rows in another order."""
+    width = len(texts[0].picks)
+
+    def ints(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    rows = list(range(len(texts), 0, -1))
+    stored = torch.full((len(texts) + 2, MOST), GARBAGE, dtype=torch.int32, device=device)
+    for row, text in zip(rows, texts, strict=True):
+        stored[row, : len(text.tokens)] = ints(text.tokens)
+    given = GuessedRound(
+        counts=ints([len(texts), len(texts) * width, 7, 0]),
+        row_of_seq=ints([*rows, 0]),
+        kv_len=ints([*(len(text.tokens) + width - 1 for text in texts), 1]),
+        token_ids=ints([token for text in texts for token in (text.tokens[-1], *text.guesses)] + [GARBAGE] * 3),
+        texts=stored,
+        limit=ints(limit),
+        told=torch.full((len(texts), TOLD_WORDS), GARBAGE, dtype=torch.int32, device=device),
+    )
+    next_round(ints([pick for text in texts for pick in text.picks] + [GARBAGE]), given, width)
+    return given
+
+
+@by_both
+@pytest.mark.parametrize(("width", "longest"), [(1, 20), (2, 6), (5, 40), (9, 1150)])
+def test_the_next_round_follows_from_the_picks_and_the_texts(
+    next_round: NextRound, width: int, longest: int, device: torch.device
+) -> None:
+    draw = random.Random(width)
+    texts = [a_text(draw, width, longest) for _ in range(12)]
+    given = ran(next_round, texts, [MOST] * len(texts), device)
+    for seq, text in enumerate(texts):
+        tokens = text.tokens + text.taken
+        guesses, num_same = looked_up(tokens, width - 1)
+        assert given.told[seq].tolist() == [len(text.taken), num_same, 0]
+        assert given.token_ids[seq * width : (seq + 1) * width].tolist() == [tokens[-1], *guesses]
+        assert int(given.kv_len[seq]) == len(tokens) - 1 + width
+        row = given.texts[len(texts) - seq].tolist()
+        assert row[: len(tokens)] == tokens
+        assert set(row[len(tokens) :]) == {GARBAGE}, "a token after the text was written"
+    assert given.token_ids[-3:].tolist() == [GARBAGE] * 3
+    assert given.counts.tolist() == [len(texts), len(texts) * width, 7, 0]
+    assert given.texts[[0, -1]].eq(GARBAGE).all(), "the row of another sequence was written"
+    assert int(given.kv_len[-1]) == 1
+
+
+@by_both
+def test_a_length_beyond_its_limit_is_cut_and_told(next_round: NextRound, device: torch.device) -> None:
+    texts = [Text([1, 2, 3], [4, 5], [4, 5, 6]), Text([1, 2, 3], [4, 5], [4, 5, 6])]
+    given = ran(next_round, texts, [8, 7], device)
+    assert given.kv_len.tolist() == [8, 7, 1]
+    given = ran(next_round, texts, [8, 1], device)
+    assert given.kv_len.tolist() == [8, 3, 1], "a step has all of its new tokens"
+    assert int(given.counts[ERROR_WORD]) == LENGTH_BEYOND_BOUND
+    assert int(given.told[1, 2]) == LENGTH_BEYOND_BOUND
+
+
+@by_both
+def test_an_error_of_the_round_is_told_and_stays(next_round: NextRound, device: torch.device) -> None:
+    """The word is the runtime's to clear, when it has heard of it."""
+    text = Text([1, 2, 3], [4, 5], [4, 5, 6])
+
+    def of_a_wrong_round(picked: torch.Tensor, given: GuessedRound, width: int) -> None:
+        given.counts[ERROR_WORD] = 64
+        next_round(picked, given, width)
+
+    given = ran(of_a_wrong_round, [text], [MOST], device)
+    assert int(given.counts[ERROR_WORD]) == 64
+    assert int(given.told[0, 2]) == 64

@@ -1,0 +1,42 @@
+"""A tiny model whose texts go round in circles, with a slip now and then: most guesses come true, and not all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from rocm_attn.runner.loading import LoadedModel
+from rocm_attn.runner.ranks import ONE_RANK
+from rocm_attn.runner.weights import load_weights
+from tests.amd.runner.tiny_model import CONFIG, RandomTensors
+
+CIRCLE = 8  # tokens
+# How much of what its layers add is left: at 0 the next token follows from the last one alone.
+_LEFT = 0.02
+
+
+class RoundTexts(RandomTensors):
+    """Weights of such a model."""
+
+    def read(self, name: str, *where: slice) -> Tensor:
+        """As TensorSource.read."""
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            return super().read(name, *where) * _LEFT
+        if name in ("lm_head.weight", "model.embed_tokens.weight"):
+            random = torch.Generator().manual_seed(5)
+            embedding = torch.randn(self._shapes["model.embed_tokens.weight"], generator=random) * 0.4
+            if name == "lm_head.weight":
+                circles = embedding.view(-1, CIRCLE, embedding.shape[1])
+                embedding = circles.roll(1, 1).reshape(embedding.shape)
+            return embedding[where]
+        return super().read(name, *where)
+
+
+def round_model(device: torch.device | None = None) -> LoadedModel:
+    """The model, with a longer context than the tiny one."""
+    config = replace(CONFIG, context_len=512)
+    place = torch.device("cpu") if device is None else device
+    weights = load_weights(RoundTexts(config, 1), config, dtype=torch.float32, device=place)
+    return LoadedModel(config, weights, None, ONE_RANK)

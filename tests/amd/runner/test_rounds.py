@@ -1,0 +1,244 @@
+"""Rounds of guessed tokens that follow from each other on the device: the same texts, whatever comes in between."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from rocm_attn.errors import DeviceFault, WrongState
+from rocm_attn.kernels.metadata.error_word import ERROR_WORD, LENGTH_BEYOND_BOUND
+from rocm_attn.runner.engine import Engine
+from rocm_attn.runner.loading import LoadedModel
+from rocm_attn.runner.options import EngineOptions
+from rocm_attn.runner.request import Completion, Event, Request, TokenEvent
+from rocm_attn.runner.sampling_options import Sampling
+from rocm_attn.runner.speculation.rounds import DeviceRounds
+from tests.amd.runner.cache_invariants import check_cache
+from tests.amd.runner.round_texts import round_model
+from tests.amd.runner.tiny_model import CONFIG
+
+BASE = EngineOptions(
+    provider="torch",
+    page_size=4,
+    max_batch_size=4,
+    chunk=64,
+    graphs=False,
+    max_kv_len=300,
+    capture_after=0,
+    speculative="ngram",
+    draft_tokens=3,
+    steps_ahead=1,
+)
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return round_model()
+
+
+def a_request(seed: int, new_tokens: int = 60, **options: Any) -> Request:
+    draw = random.Random(seed)
+    return Request(
+        tuple(draw.randrange(CONFIG.vocab_size) for _ in range(draw.randrange(2, 20))), new_tokens, **options
+    )
+
+
+def plainly(loaded: LoadedModel, requests: list[Request]) -> list[Completion]:
+    options = replace(BASE, speculative="off", draft_tokens=4, steps_ahead=0, num_pages=None)
+    return Engine(loaded, options).generate(requests)
+
+
+def rounds_of(engine: Engine) -> DeviceRounds:
+    assert isinstance(engine._rounds, DeviceRounds)
+    return engine._rounds
+
+
+def counted(engine: Engine) -> list[int]:
+    """Gets a 1 for each round that the host has not planned."""
+    rounds, launched = rounds_of(engine), list[int]()
+    launch = rounds.launch
+
+    def and_count() -> Any:
+        launched.append(1)
+        return launch()
+
+    rounds.launch = and_count  # type: ignore[method-assign]
+    return launched
+
+
+def steps(engine: Engine) -> Iterator[list[Event]]:
+    while engine.has_work:
+        yield engine.step()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"steps_ahead": 0, "page_size": 1},
+        {"graphs": True, "draft_tokens": 5},
+        pytest.param({"graphs": True, "page_size": 16, "draft_tokens": 8}, marks=pytest.mark.nightly),
+        pytest.param({"draft_tokens": 1, "page_size": 2}, marks=pytest.mark.nightly),
+    ],
+)
+def test_texts_are_those_of_plain_decoding(changes: dict[str, Any], loaded: LoadedModel) -> None:
+    requests = [a_request(seed, 40 + 11 * seed) for seed in range(4)]
+    engine = Engine(loaded, replace(BASE, **changes))
+    launched = counted(engine)
+    assert engine.generate(requests) == plainly(loaded, requests)
+    metrics = engine.report().metrics
+    assert len(launched) > metrics.steps // 4
+    assert 0 < metrics.accepted_drafts < metrics.drafts
+    engine.forget_prefixes()
+    assert engine.runtime.table.num_free_pages == engine.runtime.table.num_usable_pages
+
+
+def test_a_round_publishes_nothing_and_is_launched_before_the_last_one_is_read(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(loaded, BASE)
+    engine.submit(a_request(1, 200))
+    rounds, seen = rounds_of(engine), list[int]()
+    launch = rounds.launch
+
+    def without_the_host() -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.runtime._publisher, "publish", None)
+            patch.setattr(engine.runtime._planner, "plan", None)
+            seen.append(len(engine._unread))
+            return launch()
+
+    rounds.launch = without_the_host  # type: ignore[method-assign]
+    for _ in steps(engine):
+        pass
+    assert len(seen) > 20
+    assert max(seen) == 2
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 12))])
+def test_whatever_comes_in_between_changes_no_text(seed: int, loaded: LoadedModel) -> None:
+    """Requests come, are aborted, stop, draw by a seed; pages are few, and prefixes are found."""
+    draw = random.Random(seed)
+    page_size, num_tokens = draw.choice([1, 2, 16]), draw.choice([330, 420, 900])
+    few = 1 + num_tokens // page_size
+    options = replace(BASE, page_size=page_size, num_pages=few, graphs=seed % 2 == 1, max_kv_len=160)
+    engine = Engine(loaded, options)
+    launched, aborted, requests, told = counted(engine), set[int](), list[Request](), dict[int, list[int]]()
+    cache, table = engine._scheduler._cache, engine.runtime.table
+    while engine.has_work or len(requests) < 14:
+        if len(requests) < 14 and draw.random() < 0.06:
+            how: dict[str, Any] = {"sampling": Sampling(0.8, 0.9, seed=seed)} if draw.random() < 0.1 else {}
+            if draw.random() < 0.4:
+                how["stop_token_ids"] = (draw.randrange(CONFIG.vocab_size),)
+            requests.append(a_request(draw.randrange(6), draw.randrange(5, 120), **how))
+            told[engine.submit(requests[-1])] = []
+        if requests and draw.random() < 0.02:
+            number = draw.randrange(len(requests))
+            aborted.add(number)
+            engine.abort(number)
+        if engine.has_work:
+            for event in engine.step():
+                if isinstance(event, TokenEvent):
+                    told[event.request].append(event.token_id)
+            check_cache(cache, table)
+    assert len(launched) > 10
+    for number, wanted in enumerate(plainly(loaded, requests)):
+        done = engine.completion(number)
+        assert tuple(told[number]) == done.token_ids
+        if number in aborted and done.finish_reason == "abort":
+            assert done.token_ids == wanted.token_ids[: len(done.token_ids)]
+        else:
+            assert (done.token_ids, done.finish_reason) == (wanted.token_ids, wanted.finish_reason)
+    engine.forget_prefixes()
+    assert table.num_free_pages == table.num_usable_pages
+
+
+def test_a_text_that_stops_within_a_round_leaves_the_others_as_they_are(loaded: LoadedModel) -> None:
+    """Rounds that were launched before it was known go on with it, and what they bring it is dropped."""
+    requests = [a_request(seed, 80) for seed in range(3)]
+    texts = [done.token_ids for done in plainly(loaded, requests)]
+    requests[1] = replace(requests[1], stop_token_ids=(texts[1][30],))
+    engine = Engine(loaded, BASE)
+    launched = counted(engine)
+    assert engine.generate(requests) == plainly(loaded, requests)
+    assert launched
+
+
+def test_pages_are_reserved_before_a_round_may_come_to_need_them(loaded: LoadedModel) -> None:
+    engine = Engine(loaded, replace(BASE, page_size=1))
+    engine.submit(a_request(2, 250))
+    rounds, table = rounds_of(engine), engine.runtime.table
+    for _ in steps(engine):
+        series = rounds._series
+        if series is not None and not series.is_over:
+            # The inputs of the round after the last one are made at once.
+            beyond = series.kv_len + 4 * series.num_unread
+            assert (beyond <= table.room(series.rows)).all()
+            assert (series.limit <= table.room(series.rows)).all()
+
+
+def test_a_length_beyond_its_limit_ends_the_requests_with_a_fault(loaded: LoadedModel) -> None:
+    engine = Engine(loaded, BASE)
+    number, rounds = engine.submit(a_request(1, 200)), rounds_of(engine)
+    while rounds._series is None or rounds._series.num_unread < 2:
+        engine.step()
+    rounds._series.limit_on_device.fill_(1)  # as if something had written over it
+    with pytest.raises(DeviceFault, match="lay outside of 0 <= q_len <= kv_len <= its bound"):
+        for _ in steps(engine):
+            pass
+    for _ in steps(engine):
+        pass
+    assert engine.completion(number).finish_reason == "error"
+    again = a_request(3)
+    assert engine.generate([again]) == plainly(loaded, [again])
+
+
+def test_a_fault_in_a_round_is_told_before_the_host_plans_another_step(loaded: LoadedModel) -> None:
+    engine = Engine(loaded, BASE)
+    number, rounds = engine.submit(a_request(1, 200)), rounds_of(engine)
+    while rounds._series is None or rounds._series.num_unread < 2:
+        engine.step()
+    last = engine.runtime.repeatable
+    assert last is not None
+    last.inputs.counts[ERROR_WORD] = LENGTH_BEYOND_BOUND
+    with pytest.raises(DeviceFault):
+        for _ in steps(engine):
+            pass
+    for _ in steps(engine):
+        pass
+    assert engine.completion(number).error
+
+
+def test_a_row_that_nothing_can_be_picked_from_fails_its_request_alone(loaded: LoadedModel) -> None:
+    """Whichever round it is in: the tokens before it are handed out, and the others go on."""
+    requests = [a_request(seed, 60) for seed in range(3)]
+    wanted = plainly(loaded, requests)
+    engine = Engine(loaded, BASE)
+    rounds, left = rounds_of(engine), [12]
+    pick = engine._picker.plain.pick_likeliest
+
+    def and_spoil(logits: torch.Tensor, found: torch.Tensor) -> None:
+        left[0] -= 1
+        is_spoilt = left[0] <= 0 and len(logits) == 12
+        pick(logits.index_fill(0, torch.tensor([5]), float("nan")) if is_spoilt else logits, found)
+
+    rounds._picker.pick_likeliest = and_spoil  # type: ignore[method-assign]
+    numbers = [engine.submit(request) for request in requests]
+    for _ in steps(engine):
+        if left[0] <= 0:
+            rounds._picker.pick_likeliest = pick  # type: ignore[method-assign]
+    done = [engine.completion(number) for number in numbers]
+    assert [done[0], done[2]] == [wanted[0], wanted[2]]
+    assert done[1].token_ids == wanted[1].token_ids[: len(done[1].token_ids)]
+
+
+def test_only_the_step_that_was_staged_last_may_run_again(loaded: LoadedModel) -> None:
+    engine = Engine(loaded, BASE)
+    with pytest.raises(WrongState, match="no whole step was staged last that could run again"):
+        engine.runtime.stage_again()
+    assert not engine._runner.may_run_again

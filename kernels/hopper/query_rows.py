@@ -46,6 +46,12 @@ def _place(rows, line, words, kv_head, G: gl.constexpr):
 
 
 @gluon.jit
+def is_column(column, G: gl.constexpr):
+    """Which columns [1, COLUMNS] a row has."""
+    return column < G.HEAD_DIM if G.HEAD_DIM < G.DIM else True
+
+
+@gluon.jit
 def fetch_queries(GROUP: gl.constexpr, q, words, todo, G: gl.constexpr):
     """The group's rows of q, on their way to registers; 0 of rows without a token, and where nothing is to do."""
     COLUMNS: gl.constexpr = G.COLUMNS
@@ -58,7 +64,8 @@ def fetch_queries(GROUP: gl.constexpr, q, words, todo, G: gl.constexpr):
     column = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout)), 0)
     fetched = ()
     for i in gl.static_range(PARTS):
-        fetched += (gl.load(rows + (i * COLUMNS + column), mask=is_row, other=0.0),)  # type: ignore[assignment]
+        is_there = is_row & is_column(i * COLUMNS + column, G)
+        fetched += (gl.load(rows + (i * COLUMNS + column), mask=is_there, other=0.0),)  # type: ignore[assignment]
     return fetched
 
 
@@ -131,8 +138,9 @@ def store_results(GROUP: gl.constexpr, softmax, to, words, kv_head, G: gl.conste
     COLUMNS: gl.constexpr = G.COLUMNS
     column = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, o_layout)), 0)
     for i in gl.static_range(PARTS):
+        is_there = is_row & is_column(i * COLUMNS + column, G)
         values = acc[i] * decay / total if G.SEGMENT_STEPS > 0 else acc[i] * share
-        gl.store(rows + (i * COLUMNS + column), values.to(to.out.at.dtype.element_ty), mask=is_row)
+        gl.store(rows + (i * COLUMNS + column), values.to(to.out.at.dtype.element_ty), mask=is_there)
 
 
 @gluon.jit
@@ -149,8 +157,8 @@ def store_part(GROUP: gl.constexpr, softmax, to, words, part, G: gl.constexpr):
     gl.store(sums, maximum)
     gl.store(sums + 1, total)
     line = lines_of_group(GROUP, O_ROW)
-    rows = to.partials + gl.expand_dims((first + line) * G.DIM, 1)
+    rows = to.partials + gl.expand_dims((first + line) * G.HEAD_DIM, 1)
     is_row = gl.expand_dims(_is_row(line, words, G), 1)
     column = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, o_layout)), 0)
     for i in gl.static_range(PARTS):
-        gl.store(rows + (i * COLUMNS + column), acc[i], mask=is_row)
+        gl.store(rows + (i * COLUMNS + column), acc[i], mask=is_row & is_column(i * COLUMNS + column, G))

@@ -31,7 +31,9 @@ class Rings(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """Where pages are: descriptors of K and V with their number of slots, the table, and the sequences' rows in it."""
+    """Where pages are: descriptors of K and V, or pointers where keys are gathered; their number of slots, the table, and
+    the sequences' rows in it.
+    """
 
     k: Any
     v: Any
@@ -103,7 +105,7 @@ def slots_of_step(source, step, seen, G: gl.constexpr):
 
 
 @gluon.jit
-def _box(ring, stage, column: gl.constexpr, at, TILE_KEYS: gl.constexpr, G: gl.constexpr):
+def box_of(ring, stage, column: gl.constexpr, at, TILE_KEYS: gl.constexpr, G: gl.constexpr):
     """A step's box, by its columns and its keys. Tiles lie one after the other, and in each its columns' boxes."""
     BOXES: gl.constexpr = TILE_KEYS // G.BOX
     TILES: gl.constexpr = G.KEY_BLOCK // TILE_KEYS
@@ -112,7 +114,17 @@ def _box(ring, stage, column: gl.constexpr, at, TILE_KEYS: gl.constexpr, G: gl.c
 
 
 @gluon.jit
-def _load_step(desc, column, ring, stage, slots, TILE_KEYS: gl.constexpr, G: gl.constexpr):
+def load_box(desc, row, slot, column, full, box):
+    """A box of a KV head by TMA, which fills columns beyond the head and slots beyond the last one with zeros."""
+    BOX: gl.constexpr = box.shape[0]
+    bits: gl.constexpr = box.dtype.primitive_bitwidth
+    layout: gl.constexpr = gl.NVMMASharedLayout(BOX_COLUMNS * bits // 8, bits, rank=3)
+    of_head = box._reinterpret(box.dtype, [1, BOX, BOX_COLUMNS], layout)
+    tma.async_copy_global_to_shared(desc, [row, slot, column], full, of_head)
+
+
+@gluon.jit
+def _load_step(desc, row, ring, stage, slots, TILE_KEYS: gl.constexpr, G: gl.constexpr):
     """K or V of a step to a stage, box by box."""
     BOXES: gl.constexpr = G.KEY_BLOCK // G.BOX
     PARTS: gl.constexpr = G.DIM // BOX_COLUMNS
@@ -120,8 +132,8 @@ def _load_step(desc, column, ring, stage, slots, TILE_KEYS: gl.constexpr, G: gl.
     mbarrier.expect(full, G.KEY_BLOCK * G.DIM * 2)
     for i in gl.static_range(BOXES):
         for c in gl.static_range(PARTS):
-            box = _box(ring, stage, c, i, TILE_KEYS, G)
-            tma.async_copy_global_to_shared(desc, [slots[i], column + c * BOX_COLUMNS], full, box)
+            box = box_of(ring, stage, c, i, TILE_KEYS, G)
+            load_box(desc, row, slots[i], c * BOX_COLUMNS, full, box)
 
 
 @gluon.jit
@@ -139,14 +151,13 @@ def produce(x, cache, rings, todo, G: gl.constexpr):
         seq, seen = seen_by_block(x, words, G)
         steps = steps_of(words, seen, todo, G)
         source = source_of(cache, seq)
-        column = todo.row * G.DIM
         for step in range(steps.first, steps.end):
             slots = slots_of_step(source, step, seen, G)
             stage = n % G.STAGES
             wait_until_read(rings, n, G)
-            _load_step(cache.k, column, rings.k, stage, slots, G.KEY_BLOCK, G)
+            _load_step(cache.k, todo.row, rings.k, stage, slots, G.KEY_BLOCK, G)
             wait_until_read(rings, n + 1, G)
-            _load_step(cache.v, column, rings.v, stage, slots, G.VALUE_BLOCK, G)
+            _load_step(cache.v, todo.row, rings.v, stage, slots, G.VALUE_BLOCK, G)
             n += 1
         todo = next_row(x, todo, steps.take, G)
     leave()
@@ -159,7 +170,7 @@ def _zero_in_box(ring, stage, at, first, end, G: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     key = gl.expand_dims(at * G.BOX + gl.arange(0, G.BOX, layout=gl.SliceLayout(1, layout)), 1)
     for c in gl.static_range(PARTS):
-        box = _box(ring, stage, c, at, G.VALUE_BLOCK, G)
+        box = box_of(ring, stage, c, at, G.VALUE_BLOCK, G)
         values = box.load(layout)
         box.store(gl.where((key >= first) & (key < end), values, gl.zeros_like(values)))
 

@@ -33,10 +33,12 @@ class HopperGeometry(NamedTuple):
     KV_HEADS:  KV heads
     GQA_RATIO: query heads that share a KV head
     TOKENS:    new tokens of a full query block
-    DIM:       elements of a q, K, V and output row
+    HEAD_DIM:  elements of a q, K, V and output row
+    DIM:       columns of a row in shared memory, HEAD_DIM and zeros after it; a multiple of BOX_COLUMNS
     COLUMNS:   columns of the equal tiles that a row is cut into, a multiple of BOX_COLUMNS
     PAGE_SIZE: tokens of a page
-    BOX:       keys of a box, of one page each
+    GATHERED:  whether keys are copied one by one, as pages have no boxes of eight keys (gather.py)
+    BOX:       keys of a box, of one page each where they are not gathered
     KEY_BLOCK: keys of a step
     VALUE_BLOCK: keys of a tile of V, whole boxes; of deterministic attention those that the softmax takes at a time
     STAGES:    steps that a ring holds
@@ -45,6 +47,7 @@ class HopperGeometry(NamedTuple):
     SEGMENT_STEPS: of deterministic attention, steps of a segment; 0 of other attention
     SEGMENT_SLOTS: of it, parts of rows that a program has room for
     LEFT_IN_WORKSPACE: of it, whether what lies left of a segment is in the workspace, and not in shared memory
+    STRIDE_UNIT: elements that strides of q and out are counted in
     CAUSAL:    whether a row sees no key after its own
     WINDOWED:  whether there is a window
     CAPPED:    whether scores have a cap
@@ -60,9 +63,11 @@ class HopperGeometry(NamedTuple):
     KV_HEADS: int
     GQA_RATIO: int
     TOKENS: int
+    HEAD_DIM: int
     DIM: int
     COLUMNS: int
     PAGE_SIZE: int
+    GATHERED: bool
     BOX: int
     KEY_BLOCK: int
     VALUE_BLOCK: int
@@ -72,6 +77,7 @@ class HopperGeometry(NamedTuple):
     SEGMENT_STEPS: int
     SEGMENT_SLOTS: int
     LEFT_IN_WORKSPACE: bool
+    STRIDE_UNIT: int
     CAUSAL: bool
     WINDOWED: bool
     CAPPED: bool

@@ -134,6 +134,13 @@ _CODED_TILES: Mapping[int, HopperTiles] = {
 }
 
 HEAD_DIMS = tuple(_EXTEND_TILES)
+
+
+def padded_dim(head_dim: int) -> int:
+    """Columns of a row of heads in shared memory, the last ones zero: the next of HEAD_DIMS."""
+    return next(dim for dim in HEAD_DIMS if head_dim <= dim)
+
+
 # Of eight-bit pages. With heads of 256 the threads of the group that decodes leave too few registers: ptxas waits for
 # each product.
 CODED_HEAD_DIMS = tuple(_CODED_TILES)
@@ -147,8 +154,8 @@ _MOST_LEFT_SHARED = 128
 
 
 def hopper_tiles(head_dim: int, *, coded: bool) -> HopperTiles:
-    """The tiles of heads of one of HEAD_DIMS. coded: whether pages are of eight bits, then of CODED_HEAD_DIMS"""
-    return (_CODED_TILES if coded else _EXTEND_TILES)[head_dim]
+    """The tiles of heads of up to HEAD_DIMS. coded: whether pages are of eight bits, then of CODED_HEAD_DIMS"""
+    return _CODED_TILES[head_dim] if coded else _EXTEND_TILES[padded_dim(head_dim)]
 
 
 def hopper_segment_tiles(head_dim: int) -> HopperTiles:

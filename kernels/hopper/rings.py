@@ -31,7 +31,7 @@ class Rings(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """Where pages are: descriptors of K and V, or pointers where keys are gathered; their number of slots, the table, and
+    """Where pages are: descriptors of K and V, or pointers where keys are gathered; the number of slots, the table, and
     the sequences' rows in it.
     """
 

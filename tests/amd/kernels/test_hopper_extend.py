@@ -428,6 +428,7 @@ SHARED_SEGMENTS = [ALL_SHARED._replace(programs=programs) for programs in (16, 4
         {},
         {"dtype": torch.float16, "page_size": 64},
         {"sinks": True, "page_size": 8},
+        {"page_size": 2},
         {"window_left": 1500, "sinks": True},
         {"heads": (6, 1), "tail": 5},
         {"soft_cap": 30.0},

@@ -1,7 +1,8 @@
 """Keys on their way to the rings one by one, for pages that hold no box of eight keys: by copies of 16 bytes a lane.
 
-TMA would take an instruction for each key. Here the loading warps are four, and the ring's tile of a step is filled by
-copies that each thread waits for, one step's K or V behind those that it has begun.
+TMA would take an instruction for each key. Here the loading warps are four. A thread does not wait for its copies: they
+arrive at the barrier of the step's K or V when they are done. Matrix units read shared memory past the order of
+ordinary writes, so consumers put a fence between that barrier and their products (rings.wait_until_full).
 
 What no row sees is not read: its place in shared memory is zeroed.
 """
@@ -11,8 +12,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
-
 from rocm_attn.kernels.attention.extend_schedule import BLOCK_WORDS
 from rocm_attn.kernels.hopper.query_rows import is_column
 from rocm_attn.kernels.hopper.rings import box_of, source_of, wait_until_read
@@ -47,17 +46,7 @@ def _copy_step(pages, row, ring, stage, places, TILE_KEYS: gl.constexpr, G: gl.c
             is_there = (slot >= 0) & is_column(c * BOX_COLUMNS + column, G)
             box = box_of(ring, stage, c, i, TILE_KEYS, G)
             async_copy.async_copy_global_to_shared(box, keys + (c * BOX_COLUMNS + column), mask=is_there)
-    async_copy.commit_group()
-
-
-@gluon.jit
-def _pass_on(ring, stage, UNDER_WAY: gl.constexpr):
-    """A step's K or V is there when so many copies after it, at most, are under way."""
-    async_copy.wait_group(UNDER_WAY)
-    # Matrix units read shared memory past the order of ordinary writes.
-    fence_async_shared()
-    gl.thread_barrier()
-    mbarrier.arrive(ring.full.index(stage), count=1)
+    async_copy.mbarrier_arrive(ring.full.index(stage), increment_count=False)
 
 
 @gluon.jit
@@ -76,14 +65,12 @@ def gather(x, cache, rings, todo, G: gl.constexpr):
             stage = n % G.STAGES
             wait_until_read(rings, n, G)
             _copy_step(cache.k, todo.row, rings.k, stage, places, G.KEY_BLOCK, G)
-            if n > 0:
-                _pass_on(rings.v, (n - 1) % G.STAGES, 1)
             wait_until_read(rings, n + 1, G)
             _copy_step(cache.v, todo.row, rings.v, stage, places, G.VALUE_BLOCK, G)
-            _pass_on(rings.k, stage, 1)
             places = after
             n += 1
         todo = next_row(x, todo, steps.take, G)
-    if n > 0:
-        _pass_on(rings.v, (n - 1) % G.STAGES, 0)
+    # No thread ends before its copies do.
+    async_copy.commit_group()
+    async_copy.wait_group(0)
     leave()

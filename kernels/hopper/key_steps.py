@@ -19,7 +19,7 @@ from rocm_attn.kernels.attention.coded import scaled_parts
 from rocm_attn.kernels.attention.softmax import capped_at_once
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES
 from rocm_attn.kernels.hopper.powers import scaled_powers
-from rocm_attn.kernels.hopper.rings import zero_unseen
+from rocm_attn.kernels.hopper.rings import wait_until_full, zero_unseen
 from rocm_attn.kernels.hopper.rows import GROUP_ROWS
 
 
@@ -140,8 +140,7 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
             products += (warpgroup_mma_init(acc[i]),)  # type: ignore[assignment]
     for step in range(span.first, span.end):
         stage = n % G.STAGES
-        phase = (n // G.STAGES) & 1
-        mbarrier.wait(k.full.index(stage), phase)
+        wait_until_full(k, n, G)
         pending = (zero,)
         for i in gl.static_range(PARTS):
             k_tile = k.tiles.index(stage * PARTS + i).permute((1, 0))
@@ -155,7 +154,7 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
             k_factor = query.k_factors.index(stage).load(gl.SliceLayout(0, s_layout))
         gl.thread_barrier()
         mbarrier.arrive(free.index(stage), count=1)
-        mbarrier.wait(v.full.index(stage), phase)
+        wait_until_full(v, n, G)
         if G.SCALES == TOKEN_SCALES:
             scores = scores * gl.expand_dims(k_factor, 0)
         if G.CAPPED:
@@ -179,7 +178,7 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
             maximum = new_maximum
             decay = gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, o_layout)), 1)
         p = gl.convert_layout(weights.to(v.tiles.dtype), p_layout)
-        if MASKED and G.CODE_TILES == 0:
+        if MASKED and G.CODE_TILES == 0 and not G.GATHERED:
             zero_unseen(v, stage, step, seen, G)
         products = ()
         for i in gl.static_range(PARTS):

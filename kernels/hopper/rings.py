@@ -12,6 +12,9 @@ from rocm_attn.kernels.attention.extend_schedule import BLOCK_WORDS
 from rocm_attn.kernels.hopper.rows import BOX_COLUMNS, next_row, piece_rows, seen_by_block, steps_of
 from rocm_attn.kernels.hopper.warp_groups import leave
 
+# Of those that gather keys (gather.py), each arrives at a barrier.
+GATHERING_THREADS = gl.constexpr(128)
+
 
 class Ring(NamedTuple):
     """K or V in shared memory: the same as boxes, as pieces and as tiles; barriers that a step is there."""
@@ -69,7 +72,7 @@ def _new_ring(DTYPE: gl.constexpr, TILE_KEYS: gl.constexpr, G: gl.constexpr):
     boxes = gl.allocate_shared_memory(DTYPE, [BOXES, BOX, BOX_COLUMNS], layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full.index(i), count=GATHERING_THREADS if G.GATHERED else 1)
     pieces = boxes._reinterpret(DTYPE, [PIECES, PIECE, BOX_COLUMNS], layout)
     return Ring(boxes, pieces, boxes._reinterpret(DTYPE, [TILES, TILE_KEYS, COLUMNS], layout), full)
 
@@ -134,6 +137,14 @@ def _load_step(desc, row, ring, stage, slots, TILE_KEYS: gl.constexpr, G: gl.con
         for c in gl.static_range(PARTS):
             box = box_of(ring, stage, c, i, TILE_KEYS, G)
             load_box(desc, row, slots[i], c * BOX_COLUMNS, full, box)
+
+
+@gluon.jit
+def wait_until_full(ring, n, G: gl.constexpr):
+    """Until K or V of the n-th step is there, and matrix units may read it."""
+    mbarrier.wait(ring.full.index(n % G.STAGES), (n // G.STAGES) & 1)
+    if G.GATHERED:
+        fence_async_shared()
 
 
 @gluon.jit

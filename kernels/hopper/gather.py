@@ -12,6 +12,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
 from rocm_attn.kernels.attention.extend_schedule import BLOCK_WORDS
 from rocm_attn.kernels.hopper.query_rows import is_column
 from rocm_attn.kernels.hopper.rings import box_of, source_of, wait_until_read

@@ -26,7 +26,7 @@ from rocm_attn.kernels.tuning.segment_tiles import segment_tiles
 from rocm_attn.machine.releases import Release, triton_version
 from rocm_attn.machine.target import detect_target
 from rocm_attn.providers.select import select
-from rocm_attn.providers.triton_hopper import LIMITS, TRITONS
+from rocm_attn.providers.triton_hopper import LIMITS, MIN_HEAD_DIM, TRITONS
 from rocm_attn.providers.triton_later import hopper_launches
 from tests.amd.kernels import segment_cases
 from tests.amd.kernels.attention_cases import (
@@ -89,7 +89,7 @@ GATHERED_FORMS = [
     (12, (16, 1), torch.bfloat16),
 ]
 FORMS_WITHOUT_CODES = [*FORMS, *GATHERED_FORMS, (48, (5, 1), torch.float16)]
-PADDED_DIMS = [16, 24, 40, 72, 80, 112, 144, 200, 224]
+PADDED_DIMS = [MIN_HEAD_DIM, 72, 80, 112, 144, 200, 224]
 
 
 def run_hopper(

@@ -314,7 +314,7 @@ def launch_hopper_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut, ti
     geometry = _geometry(args, scores, cut, tiles)
     programs, max_blocks = cut.sharing.programs, cut.max_blocks(queries.num_tokens, queries.num_seqs)
     num_slots = pages.raw_k.shape[0] * geometry.PAGE_SIZE
-    k, v = (side if geometry.GATHERED else _described(side, geometry) for side in (pages.raw_k, pages.raw_v))
+    k, v = (_as_loaded(side, geometry) for side in (pages.raw_k, pages.raw_v))
     strides = args.strides_in(geometry.STRIDE_UNIT)
     q_strides, written_strides = strides[:2], strides[len(args.read_strides) :]
     launch(
@@ -412,11 +412,14 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
     )
 
 
-def _described(pages: torch.Tensor, geometry: HopperGeometry) -> TensorDescriptor:
-    """Contiguous pages as rows of slots for each KV head, of which TMA loads boxes."""
+def _as_loaded(pages: torch.Tensor, geometry: HopperGeometry) -> TensorDescriptor | torch.Tensor:
+    """Contiguous pages as rows of slots for each KV head, of which TMA loads boxes; themselves, where keys are gathered."""
     num_pages, page_size, num_heads, dim = pages.shape
     bits = 8 * pages.element_size()
     assert pages.is_contiguous()
+    assert pages.data_ptr() % 16 == 0
+    if geometry.GATHERED:
+        return pages
     return TensorDescriptor(
         pages,
         [num_heads, num_pages * page_size, dim],

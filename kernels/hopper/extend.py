@@ -413,7 +413,7 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
 
 
 def _as_loaded(pages: torch.Tensor, geometry: HopperGeometry) -> TensorDescriptor | torch.Tensor:
-    """Contiguous pages as rows of slots for each KV head, of which TMA loads boxes; themselves, where keys are gathered."""
+    """Contiguous pages as rows of slots for each KV head, of which TMA loads boxes; or, to be gathered, as they are."""
     num_pages, page_size, num_heads, dim = pages.shape
     bits = 8 * pages.element_size()
     assert pages.is_contiguous()

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.attention.extend_schedule import BLOCK_WORDS
 from rocm_attn.kernels.cache.codes import HEAD_SCALES, LAYER_SCALES, TOKEN_SCALES
 from rocm_attn.kernels.cache.page_format import Encoding
-from rocm_attn.kernels.hopper.rings import load_box, slots_of_step, source_of, wait_until_read, zero_unseen
+from rocm_attn.kernels.hopper.rings import slots_of_step, source_of, wait_until_read, zero_unseen
 from rocm_attn.kernels.hopper.rows import BOX_COLUMNS, next_row, piece_rows, seen_by_block, steps_of
 from rocm_attn.kernels.hopper.warp_groups import leave
 
@@ -107,7 +107,7 @@ def new_codes(G: gl.constexpr):
 
 
 @gluon.jit
-def _load_codes(desc, row, codes, n, slots, G: gl.constexpr):
+def _load_codes(desc, column, codes, n, slots, G: gl.constexpr):
     """The n-th tile of codes, box by box."""
     BOXES: gl.constexpr = G.KEY_BLOCK // G.BOX
     PARTS: gl.constexpr = G.DIM // BOX_COLUMNS
@@ -118,7 +118,7 @@ def _load_codes(desc, row, codes, n, slots, G: gl.constexpr):
     for i in gl.static_range(BOXES):
         for c in gl.static_range(PARTS):
             box = codes.boxes.index((place * PARTS + c) * BOXES + i)
-            load_box(desc, row, slots[i], c * BOX_COLUMNS, full, box)
+            tma.async_copy_global_to_shared(desc, [slots[i], column + c * BOX_COLUMNS], full, box)
 
 
 @gluon.jit
@@ -130,10 +130,11 @@ def produce_codes(x, cache, codes, todo, G: gl.constexpr):
         seq, seen = seen_by_block(x, words, G)
         steps = steps_of(words, seen, todo, G)
         source = source_of(cache, seq)
+        column = todo.row * G.DIM
         for step in range(steps.first, steps.end):
             slots = slots_of_step(source, step, seen, G)
-            _load_codes(cache.k, todo.row, codes, 2 * n, slots, G)
-            _load_codes(cache.v, todo.row, codes, 2 * n + 1, slots, G)
+            _load_codes(cache.k, column, codes, 2 * n, slots, G)
+            _load_codes(cache.v, column, codes, 2 * n + 1, slots, G)
             n += 1
         todo = next_row(x, todo, steps.take, G)
     leave()

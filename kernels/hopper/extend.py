@@ -360,7 +360,7 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
     head_dim = args.q.shape[2]
     dim = padded_dim(head_dim)
     box = math.gcd(page_size, tiles.value_block)
-    is_gathered = box < LEAST_BOX
+    is_gathered = box < LEAST_BOX or head_dim < dim
     cut.check(args.schedule, queries.num_tokens, queries.num_seqs)
     assert is_fp8 == (tiles.code_tiles > 0), "the tiles are of other pages"
     of_layer = (num_kv_heads, scores.causal, scores.window_left)
@@ -413,7 +413,7 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
 
 
 def _as_loaded(pages: torch.Tensor, geometry: HopperGeometry) -> TensorDescriptor | torch.Tensor:
-    """Contiguous pages as rows of slots for each KV head, of which TMA loads boxes; or, to be gathered, as they are."""
+    """Contiguous pages as rows of slots, of which TMA loads boxes; or, to be gathered, as they are."""
     num_pages, page_size, num_heads, dim = pages.shape
     bits = 8 * pages.element_size()
     assert pages.is_contiguous()
@@ -422,10 +422,10 @@ def _as_loaded(pages: torch.Tensor, geometry: HopperGeometry) -> TensorDescripto
         return pages
     return TensorDescriptor(
         pages,
-        [num_heads, num_pages * page_size, dim],
-        [dim, num_heads * dim, 1],
-        [1, geometry.BOX, BOX_COLUMNS.value],
-        gl.NVMMASharedLayout(BOX_COLUMNS.value * bits // 8, bits, rank=3),
+        [num_pages * page_size, num_heads * dim],
+        [num_heads * dim, 1],
+        [geometry.BOX, BOX_COLUMNS.value],
+        gl.NVMMASharedLayout(BOX_COLUMNS.value * bits // 8, bits, rank=2),
     )
 
 

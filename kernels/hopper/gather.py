@@ -1,10 +1,14 @@
-"""Keys on their way to the rings one by one, for pages that hold no box of eight keys: by copies of 16 bytes a lane.
+"""Keys on their way to the rings one by one, by copies of 16 bytes a lane.
 
-TMA would take an instruction for each key. Here the loading warps are four. A thread does not wait for its copies: they
-arrive at the barrier of the step's K or V when they are done. Matrix units read shared memory past the order of
-ordinary writes, so consumers put a fence between that barrier and their products (rings.wait_until_full).
+It is for pages that hold no box of eight keys, of which each key would take TMA an instruction, and for heads that fill
+no tile. Boxes of three dimensions, by which TMA fills rows up with zeros, are slow: llama8b 1 x 2048 + 6144 took 425 us
+by them, and gathered, over pages of 2, 391 (H200).
 
-What no row sees is not read: its place in shared memory is zeroed.
+The loading warps are four. A thread does not wait for its copies: they arrive at the barrier of the step's K or V when
+they are done. Matrix units read shared memory past the order of ordinary writes, so consumers put a fence between that
+barrier and their products (rings.wait_until_full).
+
+What no row sees is not read: its place in shared memory is zeroed, and so are columns beyond a head.
 """
 
 from __future__ import annotations

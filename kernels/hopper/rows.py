@@ -37,7 +37,7 @@ class HopperGeometry(NamedTuple):
     DIM:       columns of a row in shared memory, HEAD_DIM and zeros after it; a multiple of BOX_COLUMNS
     COLUMNS:   columns of the equal tiles that a row is cut into, a multiple of BOX_COLUMNS
     PAGE_SIZE: tokens of a page
-    GATHERED:  whether keys are copied one by one, as pages have no boxes of eight keys (gather.py)
+    GATHERED:  whether keys are copied one by one (gather.py): pages have no boxes of eight keys, or rows have zeros
     BOX:       keys of a box, of one page each where they are not gathered
     KEY_BLOCK: keys of a step
     VALUE_BLOCK: keys of a tile of V, whole boxes; of deterministic attention those that the softmax takes at a time

@@ -1,8 +1,6 @@
 """Keys on their way to the rings one by one, by copies of 16 bytes a lane.
 
-It is for pages that hold no box of eight keys, of which each key would take TMA an instruction, and for heads that fill
-no tile. Boxes of three dimensions, by which TMA fills rows up with zeros, are slow: llama8b 1 x 2048 + 6144 took 425 us
-by them, and gathered, over pages of 2, 391 (H200).
+It is for pages that hold no box of 16 keys: an instruction of TMA would load few of them.
 
 The loading warps are four. A thread does not wait for its copies: they arrive at the barrier of the step's K or V when
 they are done. Matrix units read shared memory past the order of ordinary writes, so consumers put a fence between that

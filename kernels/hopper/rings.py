@@ -117,7 +117,19 @@ def box_of(ring, stage, column: gl.constexpr, at, TILE_KEYS: gl.constexpr, G: gl
 
 
 @gluon.jit
-def _load_step(desc, column, ring, stage, slots, TILE_KEYS: gl.constexpr, G: gl.constexpr):
+def _load_box(desc, row, slot, column, full, box, G: gl.constexpr):
+    """A box of a KV head by TMA. Of heads that fill no tile its columns beyond the head are zeros."""
+    if G.HEAD_DIM < G.DIM:
+        BOX: gl.constexpr = G.BOX
+        layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=3)
+        of_head = box._reinterpret(box.dtype, [1, BOX, BOX_COLUMNS], layout)
+        tma.async_copy_global_to_shared(desc, [row, slot, column], full, of_head)
+    else:
+        tma.async_copy_global_to_shared(desc, [slot, row * G.DIM + column], full, box)
+
+
+@gluon.jit
+def _load_step(desc, row, ring, stage, slots, TILE_KEYS: gl.constexpr, G: gl.constexpr):
     """K or V of a step to a stage, box by box."""
     BOXES: gl.constexpr = G.KEY_BLOCK // G.BOX
     PARTS: gl.constexpr = G.DIM // BOX_COLUMNS
@@ -126,7 +138,7 @@ def _load_step(desc, column, ring, stage, slots, TILE_KEYS: gl.constexpr, G: gl.
     for i in gl.static_range(BOXES):
         for c in gl.static_range(PARTS):
             box = box_of(ring, stage, c, i, TILE_KEYS, G)
-            tma.async_copy_global_to_shared(desc, [slots[i], column + c * BOX_COLUMNS], full, box)
+            _load_box(desc, row, slots[i], c * BOX_COLUMNS, full, box, G)
 
 
 @gluon.jit
@@ -152,14 +164,13 @@ def produce(x, cache, rings, todo, G: gl.constexpr):
         seq, seen = seen_by_block(x, words, G)
         steps = steps_of(words, seen, todo, G)
         source = source_of(cache, seq)
-        column = todo.row * G.DIM
         for step in range(steps.first, steps.end):
             slots = slots_of_step(source, step, seen, G)
             stage = n % G.STAGES
             wait_until_read(rings, n, G)
-            _load_step(cache.k, column, rings.k, stage, slots, G.KEY_BLOCK, G)
+            _load_step(cache.k, todo.row, rings.k, stage, slots, G.KEY_BLOCK, G)
             wait_until_read(rings, n + 1, G)
-            _load_step(cache.v, column, rings.v, stage, slots, G.VALUE_BLOCK, G)
+            _load_step(cache.v, todo.row, rings.v, stage, slots, G.VALUE_BLOCK, G)
             n += 1
         todo = next_row(x, todo, steps.take, G)
     leave()

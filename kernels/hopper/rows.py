@@ -36,8 +36,9 @@ class HopperGeometry(NamedTuple):
     HEAD_DIM:  elements of a q, K, V and output row
     DIM:       columns of a row in shared memory, HEAD_DIM and zeros after it; a multiple of BOX_COLUMNS
     COLUMNS:   columns of the equal tiles that a row is cut into, a multiple of BOX_COLUMNS
+    LAST_COLUMNS: of the last of them, columns with which products are made; a power of two
     PAGE_SIZE: tokens of a page
-    GATHERED:  whether keys are copied one by one (gather.py): pages have no boxes of eight keys, or rows have zeros
+    GATHERED:  whether keys are copied one by one, as pages hold no boxes of enough keys (gather.py)
     BOX:       keys of a box, of one page each where they are not gathered
     KEY_BLOCK: keys of a step
     VALUE_BLOCK: keys of a tile of V, whole boxes; of deterministic attention those that the softmax takes at a time
@@ -66,6 +67,7 @@ class HopperGeometry(NamedTuple):
     HEAD_DIM: int
     DIM: int
     COLUMNS: int
+    LAST_COLUMNS: int
     PAGE_SIZE: int
     GATHERED: bool
     BOX: int
@@ -103,6 +105,18 @@ def piece_rows(G):
     """Rows of BOX_COLUMNS that are decoded at a time: all of a tile, or its keys where all are no power of two."""
     rows = G.DIM // BOX_COLUMNS.value * G.KEY_BLOCK
     return rows if rows & (rows - 1) == 0 else G.KEY_BLOCK
+
+
+@constexpr_function
+def width_of(part, G):
+    """Columns of a tile of a row with which products are made."""
+    return G.LAST_COLUMNS if (part + 1) * G.COLUMNS == G.DIM else G.COLUMNS
+
+
+@gluon.jit
+def of_rows(numbers, acc):
+    """A number for each row of accumulators, [64, 1]."""
+    return gl.expand_dims(gl.convert_layout(numbers, gl.SliceLayout(1, acc.type.layout)), 1)
 
 
 class Work(NamedTuple):

@@ -79,8 +79,8 @@ _EXTEND_TILES: Mapping[int, HopperTiles] = {
         registers=224,
         powers_by_products=2,
     ),
-    # Of 64 columns, and as many as a head has beyond them. 777 new of 5778, 32 x 8 heads of 80: 115 us, 128 in one block
-    # of 128, FA3 168; 32 x 32 of 96: 151, 162 and 186.
+    # Of 64 columns, and as many as a head has beyond them. 777 new of 5778, 32 x 8 heads of 80: 115 us, in one block
+    # of 128 128, FA3 168; 32 x 32 of 96: 151, 162 and 186.
     96: HopperTiles(
         ExtendTiles(128, 128, 4, 2, dim_block=64, programs_per_cu=1, merge_stages=4),
         overlaps=True,

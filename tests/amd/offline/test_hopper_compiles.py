@@ -54,13 +54,12 @@ LAYERS: dict[str, dict[str, Any]] = {
 # Bytes on the stack, by head dim and layer: outside of the loops, or measured as the fastest all the same.
 SPILLED = {
     (128, "codes_by_token"): 24,
-    (128, "gathered"): 16,
     **{(192, layer): 24 for layer in LAYERS},
     # The next row's queries, which arrive while results are written.
     **{(256, layer): 256 for layer in LAYERS},
 }
 # Of heads that fill no tile, with their masks.
-SPILLED_OF_PADDED = {40: 0, 72: 16, 144: 48, 224: 256}
+SPILLED_OF_PADDED = {40: 0, 72: 8, 144: 24, 224: 256}
 # And of deterministic attention, around the merge of segments.
 SPILLED_AROUND_MERGES = {64: 8, 128: 120, 192: 168, 256: 728}
 

@@ -16,6 +16,7 @@ zeros. In a box that lies across the edge V is zeroed in shared memory.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,7 @@ from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.segments import UNFUSED
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES
 from rocm_attn.kernels.hopper.codes import Factors, decode, new_codes, produce_codes, row_factor
+from rocm_attn.kernels.hopper.gather import gather
 from rocm_attn.kernels.hopper.key_steps import Progress, Query, attend_steps, ended, nothing_seen, rows_of_scores
 from rocm_attn.kernels.hopper.query_rows import (
     Results,
@@ -60,8 +62,12 @@ from rocm_attn.kernels.hopper.segment_steps import attend_segment_steps
 from rocm_attn.kernels.hopper.segments import left_of_group, merge_segment, merged, new_left, nothing_left
 from rocm_attn.kernels.hopper.warp_groups import leave
 from rocm_attn.kernels.launch import launch
-from rocm_attn.kernels.tuning.hopper_tiles import HopperTiles
+from rocm_attn.kernels.tuning.hopper_tiles import HopperTiles, padded_dim
+from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
+# Keys of the smallest box that TMA loads; of codes it is 8. llama8b 1 x 2048 + 6144, pages of 8: by TMA 421 us,
+# gathered 392; of 16: 384 and 389. With heads of 64 598 and 562, 544 and 569.
+LEAST_BOX = 16
 # Exponentials of scores up to it and down to its negative are numbers of bfloat16 without a maximum taken off, and a
 # million of them times V add up to less than float32 goes.
 _MOST_BOUNDED_CAP = 60.0
@@ -243,7 +249,7 @@ def _hopper_extend_kernel(
         first_left, second_left, k_factors = first_q, second_q, rings.free
         PARTS_OF_PROGRAM: gl.constexpr = G.SEGMENT_SLOTS if G.SEGMENT_STEPS > 0 else 2
         lines = num_programs * (PARTS_OF_PROGRAM * G.GROUPS * GROUP_ROWS)
-        sums = partials + lines * G.DIM
+        sums = partials + lines * G.HEAD_DIM
         if G.LEFT_IN_WORKSPACE:
             room = sums + lines * 2
             first_left, second_left = left_of_group(0, room, G), left_of_group(1, room, G)
@@ -256,7 +262,8 @@ def _hopper_extend_kernel(
         fence_async_shared()
         gl.thread_barrier()
         cache = Cache(k_desc, v_desc, num_slots, table, table_row, width, row_of_seq)
-        q_rows, out_rows = Rows(q, q_token, q_head), Rows(out, out_token, out_head)
+        UNIT: gl.constexpr = G.STRIDE_UNIT
+        q_rows, out_rows = Rows(q, q_token * UNIT, q_head * UNIT), Rows(out, out_token * UNIT, out_head * UNIT)
         to = Results(q_rows, out_rows, Rows(lse, lse_token, lse_head), sinks, partials, sums)
         CONSUMER: gl.constexpr = G.CONSUMER_REGISTERS
         PRODUCER: gl.constexpr = G.PRODUCER_REGISTERS
@@ -274,6 +281,16 @@ def _hopper_extend_kernel(
                 ],
                 [4, 4, 1, 1, 2],
                 [CONSUMER, DECODER, PRODUCER, PRODUCER, PRODUCER],
+            )
+        elif G.GATHERED:
+            gl.warp_specialize(
+                [
+                    (_consume, (0, x, first, rings, to, factors, todo, G)),
+                    (_consume, (1, x, second, rings, to, factors, todo, G)),
+                    (gather, (x, cache, rings, todo, G)),
+                ],
+                [4, 4],
+                [CONSUMER, PRODUCER],
             )
         else:
             gl.warp_specialize(
@@ -298,7 +315,10 @@ def launch_hopper_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut, ti
     queries, pages, table = args.queries, args.pages, args.table
     geometry = _geometry(args, scores, cut, tiles)
     programs, max_blocks = cut.sharing.programs, cut.max_blocks(queries.num_tokens, queries.num_seqs)
-    k, v = _described(pages.raw_k, geometry), _described(pages.raw_v, geometry)
+    num_slots = pages.raw_k.shape[0] * geometry.PAGE_SIZE
+    k, v = (_as_loaded(side, geometry) for side in (pages.raw_k, pages.raw_v))
+    strides = args.strides_in(geometry.STRIDE_UNIT)
+    q_strides, written_strides = strides[:2], strides[len(args.read_strides) :]
     launch(
         _hopper_extend_kernel,
         (programs,),
@@ -320,11 +340,10 @@ def launch_hopper_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut, ti
         programs,
         max_blocks,
         table.shape[1],
-        k.shape[0],
-        args.q.stride(0),
-        args.q.stride(1),
+        num_slots,
+        *q_strides,
         table.stride(0),
-        *args.written_strides,
+        *written_strides,
         G=geometry,
         num_warps=4,
         **(UNFUSED if tiles.segment_len else {}),
@@ -340,6 +359,11 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
     num_kv_heads, gqa_ratio = args.heads
     queries, sharing, page_size = args.queries, cut.sharing, args.pages.format.page_size
     coding, is_fp8 = args.pages.coding, args.pages.format.encoding.is_fp8
+    head_dim = args.q.shape[2]
+    dim = padded_dim(head_dim)
+    columns = tiles.extend.columns(dim)
+    box = math.gcd(page_size, tiles.value_block)
+    is_gathered = box < LEAST_BOX and not is_fp8
     cut.check(args.schedule, queries.num_tokens, queries.num_seqs)
     assert is_fp8 == (tiles.code_tiles > 0), "the tiles are of other pages"
     of_layer = (num_kv_heads, scores.causal, scores.window_left)
@@ -356,10 +380,13 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
         KV_HEADS=num_kv_heads,
         GQA_RATIO=gqa_ratio,
         TOKENS=cut.query_tokens,
-        DIM=args.q.shape[2],
-        COLUMNS=tiles.extend.columns(args.q.shape[2]),
+        HEAD_DIM=head_dim,
+        DIM=dim,
+        COLUMNS=columns,
+        LAST_COLUMNS=max(16, next_power_of_2(head_dim - dim + columns)),
         PAGE_SIZE=page_size,
-        BOX=min(page_size, tiles.value_block),
+        GATHERED=is_gathered,
+        BOX=tiles.value_block if is_gathered else box,
         KEY_BLOCK=tiles.extend.key_block,
         VALUE_BLOCK=tiles.value_block,
         STAGES=tiles.extend.num_stages,
@@ -368,6 +395,7 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
         SEGMENT_STEPS=tiles.segment_len // tiles.extend.key_block,
         SEGMENT_SLOTS=tiles.segment_slots,
         LEFT_IN_WORKSPACE=tiles.left_in_workspace,
+        STRIDE_UNIT=args.stride_unit,
         CAUSAL=scores.causal,
         WINDOWED=scores.windowed,
         CAPPED=scores.soft_cap > 0,
@@ -388,18 +416,21 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
     )
 
 
-def _described(pages: torch.Tensor, geometry: HopperGeometry) -> TensorDescriptor:
-    """Contiguous pages as rows of slots, of which TMA loads boxes."""
+def _as_loaded(pages: torch.Tensor, geometry: HopperGeometry) -> TensorDescriptor | torch.Tensor:
+    """Contiguous pages as rows of slots, of which TMA loads boxes; or, to be gathered, as they are."""
     num_pages, page_size, num_heads, dim = pages.shape
     bits = 8 * pages.element_size()
     assert pages.is_contiguous()
-    return TensorDescriptor(
-        pages,
-        [num_pages * page_size, num_heads * dim],
-        [num_heads * dim, 1],
-        [geometry.BOX, BOX_COLUMNS.value],
-        gl.NVMMASharedLayout(BOX_COLUMNS.value * bits // 8, bits, rank=2),
-    )
+    assert pages.data_ptr() % 16 == 0
+    if geometry.GATHERED:
+        return pages
+    slots, box, row = num_pages * page_size, [geometry.BOX, BOX_COLUMNS.value], num_heads * dim
+    # By boxes of three dimensions llama8b 1 x 2048 + 6144 takes 425 us, and not 384 (H200).
+    shape, strides = [slots, row], [row, 1]
+    if dim < geometry.DIM:
+        shape, strides, box = [num_heads, slots, dim], [dim, row, 1], [1, *box]
+    layout = gl.NVMMASharedLayout(BOX_COLUMNS.value * bits // 8, bits, rank=len(shape))
+    return TensorDescriptor(pages, shape, strides, box, layout)
 
 
 def _merged_geometry(geometry: HopperGeometry) -> BlockGeometry:

@@ -19,8 +19,8 @@ from rocm_attn.kernels.attention.coded import scaled_parts
 from rocm_attn.kernels.attention.softmax import capped_at_once
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES
 from rocm_attn.kernels.hopper.powers import scaled_powers
-from rocm_attn.kernels.hopper.rings import zero_unseen
-from rocm_attn.kernels.hopper.rows import GROUP_ROWS
+from rocm_attn.kernels.hopper.rings import wait_until_full, zero_unseen
+from rocm_attn.kernels.hopper.rows import GROUP_ROWS, of_rows, width_of
 
 
 class Query(NamedTuple):
@@ -80,16 +80,28 @@ def rows_of_scores(G):
 
 
 @gluon.jit
+def _zeros(WIDTH: gl.constexpr):
+    """Accumulators of so many columns."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    return gl.zeros([GROUP_ROWS, WIDTH], gl.float32, layout=layout)
+
+
+@gluon.jit
+def columns_of(tile, part: gl.constexpr, G: gl.constexpr):
+    """The columns of a tile with which products are made."""
+    WIDTH: gl.constexpr = width_of(part, G)
+    return tile.slice(0, WIDTH, 1) if tile.shape[1] > WIDTH else tile
+
+
+@gluon.jit
 def nothing_seen(G: gl.constexpr):
     """The softmax of no key, with sums of lanes; of deterministic attention with sums of rows."""
     KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
-    COLUMNS: gl.constexpr = G.COLUMNS
     PARTS: gl.constexpr = G.DIM // G.COLUMNS
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.VALUE_BLOCK, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.COLUMNS, 16])
     acc = ()
-    for _ in gl.static_range(PARTS):
-        acc += (gl.zeros([GROUP_ROWS, COLUMNS], gl.float32, layout=o_layout),)  # type: ignore[assignment]
+    for i in gl.static_range(PARTS):
+        acc += (_zeros(width_of(i, G)),)  # type: ignore[assignment]
     maximum = gl.full([GROUP_ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, s_layout))
     total = gl.zeros([GROUP_ROWS], gl.float32, layout=gl.SliceLayout(1, s_layout))
     if G.SEGMENT_STEPS == 0:
@@ -122,8 +134,6 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
     KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
     PARTS: gl.constexpr = G.DIM // G.COLUMNS
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.KEY_BLOCK, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.COLUMNS, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     lane = gl.arange(0, KEY_BLOCK, layout=gl.SliceLayout(0, s_layout))
     zero = gl.zeros([GROUP_ROWS, KEY_BLOCK], gl.float32, layout=s_layout)
     # By products what is not seen would not become 0.
@@ -140,12 +150,12 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
             products += (warpgroup_mma_init(acc[i]),)  # type: ignore[assignment]
     for step in range(span.first, span.end):
         stage = n % G.STAGES
-        phase = (n // G.STAGES) & 1
-        mbarrier.wait(k.full.index(stage), phase)
+        wait_until_full(k, n, G)
         pending = (zero,)
         for i in gl.static_range(PARTS):
-            k_tile = k.tiles.index(stage * PARTS + i).permute((1, 0))
-            pending = (warpgroup_mma(query.tiles.index(i), k_tile, pending[0], use_acc=i > 0, is_async=True),)
+            q_tile, k_tile = columns_of(query.tiles.index(i), i, G), columns_of(k.tiles.index(stage * PARTS + i), i, G)
+            k_tile = k_tile.permute((1, 0))
+            pending = (warpgroup_mma(q_tile, k_tile, pending[0], use_acc=i > 0, is_async=True),)
         if G.OVERLAPS:
             waited = warpgroup_mma_wait(0, deps=pending + products)
             scores, acc = waited[0], waited[1:]
@@ -155,7 +165,7 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
             k_factor = query.k_factors.index(stage).load(gl.SliceLayout(0, s_layout))
         gl.thread_barrier()
         mbarrier.arrive(free.index(stage), count=1)
-        mbarrier.wait(v.full.index(stage), phase)
+        wait_until_full(v, n, G)
         if G.SCALES == TOKEN_SCALES:
             scores = scores * gl.expand_dims(k_factor, 0)
         if G.CAPPED:
@@ -177,14 +187,14 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
             S_LANES: gl.constexpr = sums.type.layout
             total = total * gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, S_LANES)), 1) + sums
             maximum = new_maximum
-            decay = gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, o_layout)), 1)
-        p = gl.convert_layout(weights.to(v.tiles.dtype), p_layout)
-        if MASKED and G.CODE_TILES == 0:
+        weights = weights.to(v.tiles.dtype)
+        if MASKED and G.CODE_TILES == 0 and not G.GATHERED:
             zero_unseen(v, stage, step, seen, G)
         products = ()
         for i in gl.static_range(PARTS):
-            v_tile = v.tiles.index(stage * PARTS + i)
-            kept = acc[i] if G.BOUNDED else acc[i] * decay
+            v_tile = columns_of(v.tiles.index(stage * PARTS + i), i, G)
+            p = gl.convert_layout(weights, gl.DotOperandLayout(0, acc[i].type.layout, 2))
+            kept = acc[i] if G.BOUNDED else acc[i] * of_rows(decay, acc[i])
             products += (warpgroup_mma(p, v_tile, kept, is_async=True),)  # type: ignore[assignment]
         if not G.OVERLAPS:
             acc = waited_for(products)

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from rocm_attn.kernels.attention.coded import exponent_to_move, factor_of_moved, moved_to_half
 from rocm_attn.kernels.attention.extend_schedule import BLOCK_FIRST_TOKEN, BLOCK_TOKENS, BLOCK_WORDS
 from rocm_attn.kernels.attention.softmax import LN_2, LOG2_E
-from rocm_attn.kernels.hopper.rows import GROUP_ROWS
+from rocm_attn.kernels.hopper.rows import GROUP_ROWS, of_rows
 
 
 class Results(NamedTuple):
@@ -46,6 +46,12 @@ def _place(rows, line, words, kv_head, G: gl.constexpr):
 
 
 @gluon.jit
+def is_column(column, G: gl.constexpr):
+    """Which columns [1, COLUMNS] a row has."""
+    return column < G.HEAD_DIM if G.HEAD_DIM < G.DIM else True
+
+
+@gluon.jit
 def fetch_queries(GROUP: gl.constexpr, q, words, todo, G: gl.constexpr):
     """The group's rows of q, on their way to registers; 0 of rows without a token, and where nothing is to do."""
     COLUMNS: gl.constexpr = G.COLUMNS
@@ -58,7 +64,8 @@ def fetch_queries(GROUP: gl.constexpr, q, words, todo, G: gl.constexpr):
     column = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout)), 0)
     fetched = ()
     for i in gl.static_range(PARTS):
-        fetched += (gl.load(rows + (i * COLUMNS + column), mask=is_row, other=0.0),)  # type: ignore[assignment]
+        is_there = is_row & is_column(i * COLUMNS + column, G)
+        fetched += (gl.load(rows + (i * COLUMNS + column), mask=is_there, other=0.0),)  # type: ignore[assignment]
     return fetched
 
 
@@ -103,12 +110,19 @@ def _with_sinks(softmax, sinks, line, words, kv_head, G: gl.constexpr):
 
 
 @gluon.jit
+def _places_of_part(GROUP: gl.constexpr, part: gl.constexpr, acc, words, G: gl.constexpr):
+    """Of a part of the accumulators: lines [64] and columns [1, width] of a row; which of them are of a token."""
+    WIDTH: gl.constexpr = acc.shape[1]
+    line = lines_of_group(GROUP, gl.SliceLayout(1, acc.type.layout))
+    column = gl.expand_dims(gl.arange(0, WIDTH, layout=gl.SliceLayout(0, acc.type.layout)), 0) + part * G.COLUMNS
+    return (line, column), gl.expand_dims(_is_row(line, words, G), 1) & is_column(column, G)
+
+
+@gluon.jit
 def store_results(GROUP: gl.constexpr, softmax, to, words, kv_head, G: gl.constexpr):
     """The results of a whole row."""
     PARTS: gl.constexpr = G.DIM // G.COLUMNS
     acc, maximum, total = softmax
-    o_layout: gl.constexpr = acc[0].type.layout
-    O_ROW: gl.constexpr = gl.SliceLayout(1, o_layout)
     S_ROW: gl.constexpr = maximum.type.layout
     line = lines_of_group(GROUP, S_ROW)
     decay = gl.full_like(total, 1.0)
@@ -119,38 +133,28 @@ def store_results(GROUP: gl.constexpr, softmax, to, words, kv_head, G: gl.conste
     if to.lse.at is not None:
         rows = _place(to.lse, line, words, kv_head, G)
         gl.store(rows, (maximum + gl.log2(total)) * LN_2, mask=_is_row(line, words, G))
-    if G.SEGMENT_STEPS > 0:
-        # As decode rounds them.
-        decay = gl.expand_dims(gl.convert_layout(decay, O_ROW), 1)
-        total = gl.expand_dims(gl.convert_layout(total, O_ROW), 1)
-    else:
-        share = gl.expand_dims(gl.convert_layout(decay / total, O_ROW), 1)
-    line = lines_of_group(GROUP, O_ROW)
-    rows = gl.expand_dims(_place(to.out, line, words, kv_head, G), 1)
-    is_row = gl.expand_dims(_is_row(line, words, G), 1)
-    COLUMNS: gl.constexpr = G.COLUMNS
-    column = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, o_layout)), 0)
     for i in gl.static_range(PARTS):
-        values = acc[i] * decay / total if G.SEGMENT_STEPS > 0 else acc[i] * share
-        gl.store(rows + (i * COLUMNS + column), values.to(to.out.at.dtype.element_ty), mask=is_row)
+        if G.SEGMENT_STEPS > 0:
+            # As decode rounds them.
+            values = acc[i] * of_rows(decay, acc[i]) / of_rows(total, acc[i])
+        else:
+            values = acc[i] * of_rows(decay / total, acc[i])
+        places, is_there = _places_of_part(GROUP, i, acc[i], words, G)
+        rows = _place(to.out, places[0], words, kv_head, G)
+        gl.store(gl.expand_dims(rows, 1) + places[1], values.to(to.out.at.dtype.element_ty), mask=is_there)
 
 
 @gluon.jit
 def store_part(GROUP: gl.constexpr, softmax, to, words, part, G: gl.constexpr):
     """What a program holds of a row that it shares. part: its place in the workspace"""
-    COLUMNS: gl.constexpr = G.COLUMNS
     PARTS: gl.constexpr = G.DIM // G.COLUMNS
     acc, maximum, total = softmax
-    o_layout: gl.constexpr = acc[0].type.layout
-    O_ROW: gl.constexpr = gl.SliceLayout(1, o_layout)
     S_ROW: gl.constexpr = maximum.type.layout
     first = part * (G.GROUPS * GROUP_ROWS)
     sums = to.sums + (first + lines_of_group(GROUP, S_ROW)) * 2
     gl.store(sums, maximum)
     gl.store(sums + 1, total)
-    line = lines_of_group(GROUP, O_ROW)
-    rows = to.partials + gl.expand_dims((first + line) * G.DIM, 1)
-    is_row = gl.expand_dims(_is_row(line, words, G), 1)
-    column = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, o_layout)), 0)
     for i in gl.static_range(PARTS):
-        gl.store(rows + (i * COLUMNS + column), acc[i], mask=is_row)
+        places, is_there = _places_of_part(GROUP, i, acc[i], words, G)
+        rows = to.partials + gl.expand_dims((first + places[0]) * G.HEAD_DIM, 1)
+        gl.store(rows + places[1], acc[i], mask=is_there)

@@ -12,6 +12,9 @@ from rocm_attn.kernels.attention.extend_schedule import BLOCK_WORDS
 from rocm_attn.kernels.hopper.rows import BOX_COLUMNS, next_row, piece_rows, seen_by_block, steps_of
 from rocm_attn.kernels.hopper.warp_groups import leave
 
+# Of those that gather keys (gather.py), each arrives at a barrier.
+GATHERING_THREADS = gl.constexpr(128)
+
 
 class Ring(NamedTuple):
     """K or V in shared memory: the same as boxes, as pieces and as tiles; barriers that a step is there."""
@@ -31,7 +34,9 @@ class Rings(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """Where pages are: descriptors of K and V with their number of slots, the table, and the sequences' rows in it."""
+    """Where pages are: descriptors of K and V, or pointers where keys are gathered; the number of slots, the table, and
+    the sequences' rows in it.
+    """
 
     k: Any
     v: Any
@@ -67,7 +72,7 @@ def _new_ring(DTYPE: gl.constexpr, TILE_KEYS: gl.constexpr, G: gl.constexpr):
     boxes = gl.allocate_shared_memory(DTYPE, [BOXES, BOX, BOX_COLUMNS], layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full.index(i), count=GATHERING_THREADS if G.GATHERED else 1)
     pieces = boxes._reinterpret(DTYPE, [PIECES, PIECE, BOX_COLUMNS], layout)
     return Ring(boxes, pieces, boxes._reinterpret(DTYPE, [TILES, TILE_KEYS, COLUMNS], layout), full)
 
@@ -103,7 +108,7 @@ def slots_of_step(source, step, seen, G: gl.constexpr):
 
 
 @gluon.jit
-def _box(ring, stage, column: gl.constexpr, at, TILE_KEYS: gl.constexpr, G: gl.constexpr):
+def box_of(ring, stage, column: gl.constexpr, at, TILE_KEYS: gl.constexpr, G: gl.constexpr):
     """A step's box, by its columns and its keys. Tiles lie one after the other, and in each its columns' boxes."""
     BOXES: gl.constexpr = TILE_KEYS // G.BOX
     TILES: gl.constexpr = G.KEY_BLOCK // TILE_KEYS
@@ -112,7 +117,19 @@ def _box(ring, stage, column: gl.constexpr, at, TILE_KEYS: gl.constexpr, G: gl.c
 
 
 @gluon.jit
-def _load_step(desc, column, ring, stage, slots, TILE_KEYS: gl.constexpr, G: gl.constexpr):
+def _load_box(desc, row, slot, column, full, box, G: gl.constexpr):
+    """A box of a KV head by TMA. Of heads that fill no tile its columns beyond the head are zeros."""
+    if G.HEAD_DIM < G.DIM:
+        BOX: gl.constexpr = G.BOX
+        layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=3)
+        of_head = box._reinterpret(box.dtype, [1, BOX, BOX_COLUMNS], layout)
+        tma.async_copy_global_to_shared(desc, [row, slot, column], full, of_head)
+    else:
+        tma.async_copy_global_to_shared(desc, [slot, row * G.DIM + column], full, box)
+
+
+@gluon.jit
+def _load_step(desc, row, ring, stage, slots, TILE_KEYS: gl.constexpr, G: gl.constexpr):
     """K or V of a step to a stage, box by box."""
     BOXES: gl.constexpr = G.KEY_BLOCK // G.BOX
     PARTS: gl.constexpr = G.DIM // BOX_COLUMNS
@@ -120,8 +137,16 @@ def _load_step(desc, column, ring, stage, slots, TILE_KEYS: gl.constexpr, G: gl.
     mbarrier.expect(full, G.KEY_BLOCK * G.DIM * 2)
     for i in gl.static_range(BOXES):
         for c in gl.static_range(PARTS):
-            box = _box(ring, stage, c, i, TILE_KEYS, G)
-            tma.async_copy_global_to_shared(desc, [slots[i], column + c * BOX_COLUMNS], full, box)
+            box = box_of(ring, stage, c, i, TILE_KEYS, G)
+            _load_box(desc, row, slots[i], c * BOX_COLUMNS, full, box, G)
+
+
+@gluon.jit
+def wait_until_full(ring, n, G: gl.constexpr):
+    """Until K or V of the n-th step is there, and matrix units may read it."""
+    mbarrier.wait(ring.full.index(n % G.STAGES), (n // G.STAGES) & 1)
+    if G.GATHERED:
+        fence_async_shared()
 
 
 @gluon.jit
@@ -139,14 +164,13 @@ def produce(x, cache, rings, todo, G: gl.constexpr):
         seq, seen = seen_by_block(x, words, G)
         steps = steps_of(words, seen, todo, G)
         source = source_of(cache, seq)
-        column = todo.row * G.DIM
         for step in range(steps.first, steps.end):
             slots = slots_of_step(source, step, seen, G)
             stage = n % G.STAGES
             wait_until_read(rings, n, G)
-            _load_step(cache.k, column, rings.k, stage, slots, G.KEY_BLOCK, G)
+            _load_step(cache.k, todo.row, rings.k, stage, slots, G.KEY_BLOCK, G)
             wait_until_read(rings, n + 1, G)
-            _load_step(cache.v, column, rings.v, stage, slots, G.VALUE_BLOCK, G)
+            _load_step(cache.v, todo.row, rings.v, stage, slots, G.VALUE_BLOCK, G)
             n += 1
         todo = next_row(x, todo, steps.take, G)
     leave()
@@ -159,7 +183,7 @@ def _zero_in_box(ring, stage, at, first, end, G: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     key = gl.expand_dims(at * G.BOX + gl.arange(0, G.BOX, layout=gl.SliceLayout(1, layout)), 1)
     for c in gl.static_range(PARTS):
-        box = _box(ring, stage, c, at, G.VALUE_BLOCK, G)
+        box = box_of(ring, stage, c, at, G.VALUE_BLOCK, G)
         values = box.load(layout)
         box.store(gl.where((key >= first) & (key < end), values, gl.zeros_like(values)))
 

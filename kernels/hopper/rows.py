@@ -33,10 +33,13 @@ class HopperGeometry(NamedTuple):
     KV_HEADS:  KV heads
     GQA_RATIO: query heads that share a KV head
     TOKENS:    new tokens of a full query block
-    DIM:       elements of a q, K, V and output row
+    HEAD_DIM:  elements of a q, K, V and output row
+    DIM:       columns of a row in shared memory, HEAD_DIM and zeros after it; a multiple of BOX_COLUMNS
     COLUMNS:   columns of the equal tiles that a row is cut into, a multiple of BOX_COLUMNS
+    LAST_COLUMNS: of the last of them, columns with which products are made; a power of two
     PAGE_SIZE: tokens of a page
-    BOX:       keys of a box, of one page each
+    GATHERED:  whether keys are copied one by one, as pages hold no boxes of enough keys (gather.py)
+    BOX:       keys of a box, of one page each where they are not gathered
     KEY_BLOCK: keys of a step
     VALUE_BLOCK: keys of a tile of V, whole boxes; of deterministic attention those that the softmax takes at a time
     STAGES:    steps that a ring holds
@@ -45,6 +48,7 @@ class HopperGeometry(NamedTuple):
     SEGMENT_STEPS: of deterministic attention, steps of a segment; 0 of other attention
     SEGMENT_SLOTS: of it, parts of rows that a program has room for
     LEFT_IN_WORKSPACE: of it, whether what lies left of a segment is in the workspace, and not in shared memory
+    STRIDE_UNIT: elements that strides of q and out are counted in
     CAUSAL:    whether a row sees no key after its own
     WINDOWED:  whether there is a window
     CAPPED:    whether scores have a cap
@@ -60,9 +64,12 @@ class HopperGeometry(NamedTuple):
     KV_HEADS: int
     GQA_RATIO: int
     TOKENS: int
+    HEAD_DIM: int
     DIM: int
     COLUMNS: int
+    LAST_COLUMNS: int
     PAGE_SIZE: int
+    GATHERED: bool
     BOX: int
     KEY_BLOCK: int
     VALUE_BLOCK: int
@@ -72,6 +79,7 @@ class HopperGeometry(NamedTuple):
     SEGMENT_STEPS: int
     SEGMENT_SLOTS: int
     LEFT_IN_WORKSPACE: bool
+    STRIDE_UNIT: int
     CAUSAL: bool
     WINDOWED: bool
     CAPPED: bool
@@ -97,6 +105,18 @@ def piece_rows(G):
     """Rows of BOX_COLUMNS that are decoded at a time: all of a tile, or its keys where all are no power of two."""
     rows = G.DIM // BOX_COLUMNS.value * G.KEY_BLOCK
     return rows if rows & (rows - 1) == 0 else G.KEY_BLOCK
+
+
+@constexpr_function
+def width_of(part, G):
+    """Columns of a tile of a row with which products are made."""
+    return G.LAST_COLUMNS if (part + 1) * G.COLUMNS == G.DIM else G.COLUMNS
+
+
+@gluon.jit
+def of_rows(numbers, acc):
+    """A number for each row of accumulators, [64, 1]."""
+    return gl.expand_dims(gl.convert_layout(numbers, gl.SliceLayout(1, acc.type.layout)), 1)
 
 
 class Work(NamedTuple):

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from rocm_attn.kernels.attention.bundles import Softmax
 from rocm_attn.kernels.attention.softmax import capped_at_once
 from rocm_attn.kernels.hopper.key_steps import Progress, is_visible, waited_for
-from rocm_attn.kernels.hopper.rings import zero_unseen
+from rocm_attn.kernels.hopper.rings import wait_until_full, zero_unseen
 from rocm_attn.kernels.hopper.rows import GROUP_ROWS
 
 
@@ -84,8 +84,7 @@ def attend_segment_steps(progress, query, rings, span, seen, G: gl.constexpr, MA
             products += (warpgroup_mma_init(acc[i]),)  # type: ignore[assignment]
     for step in range(span.first, span.end):
         stage = n % G.STAGES
-        phase = (n // G.STAGES) & 1
-        mbarrier.wait(k.full.index(stage), phase)
+        wait_until_full(k, n, G)
         pending = (zero,)
         for i in gl.static_range(PARTS):
             k_tile = k.tiles.index(stage * PARTS + i).permute((1, 0))
@@ -97,8 +96,8 @@ def attend_segment_steps(progress, query, rings, span, seen, G: gl.constexpr, MA
             scores = warpgroup_mma_wait(0, deps=pending)
         gl.thread_barrier()
         mbarrier.arrive(free.index(stage), count=1)
-        mbarrier.wait(v.full.index(stage), phase)
-        if MASKED:
+        wait_until_full(v, n, G)
+        if MASKED and not G.GATHERED:
             zero_unseen(v, stage, step, seen, G)
         blocks = _blocks_of(scores, G)
         for block in gl.static_range(BLOCKS):

@@ -44,8 +44,9 @@ DECODE_ROWS = (
     # 4k: 69, 70 where a row's cost is all at its start, 71 without early launches too. Pages of 8 take 1.02 of the time
     # of those of 32. Heads of 96 as equal blocks: 217 to 281 us where these tiles take 214 (32 KV heads, 16 x 4k).
     DecodeRow("sm_90", 2, 128, 16, DecodeTiles(64, 4, 3, 2, transposed=True, row_cost=1, row_end=1, early=True)),
-    # 64 query heads on one KV head, 64 x 4k: of 64 elements 31 us, of 96 42; 47 and 59 as one block.
-    DecodeRow("sm_90", 2, 96, 64, DecodeTiles(32, 4, 3, 3, dim_block=32, early=True), (Codes.NONE,)),
+    # 64 query heads on one KV head, 64 x 4k: of 64 elements 32 us, of 96 40; 47 and 59 as one block. In blocks of 32
+    # keys 31 and 43; 32 heads of 72, 3 x 1472..11635: 13, and 10 in these.
+    DecodeRow("sm_90", 2, 96, 64, DecodeTiles(64, 4, 3, 2, dim_block=32, early=True), (Codes.NONE,)),
     # 64 query heads on one KV head, 64 x 4k: 48 us; 60 as one block.
     DecodeRow("sm_90", 2, 128, 64, DecodeTiles(32, 4, 3, 2, dim_block=64, early=True), (Codes.NONE,)),
     DecodeRow("sm_90", 2, 128, 64, DecodeTiles(32, 4, 2, 2, early=True)),

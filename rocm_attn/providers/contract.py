@@ -196,7 +196,10 @@ class Limits:
     pools:         the kinds of pool it reads
     encodings:     the encodings of K and V that it reads
     scales:        what may share a factor of eight-bit K and V
-    most_coded_dim: the largest head dim with eight-bit K and V; 0: any that it serves
+    dims_alike:    whether head_dim and v_head_dim must be equal
+    dim_step:      what head dims are multiples of
+    coded_dims:    the only head dims with eight-bit K and V
+    coded_page_sizes: the only page sizes with them
     lse:           whether it gives the log-sum-exp
     lse_of_slopes: whether it gives that of layers with ALiBi slopes, too
     max_side_bytes: of one layer's K pages, and of its V pages; 0: no limit
@@ -221,7 +224,10 @@ class Limits:
     pools: tuple[PoolKind, ...] = (PoolKind.SPLIT,)
     encodings: tuple[KVEncoding, ...] = (KVEncoding.LIKE_Q,)
     scales: tuple[Scales, ...] = (Scales.NONE,)
-    most_coded_dim: int = 0
+    dims_alike: bool = False
+    dim_step: int = 1
+    coded_dims: tuple[int, ...] = ()
+    coded_page_sizes: tuple[int, ...] = ()
     lse: bool = True
     lse_of_slopes: bool = True
     max_side_bytes: int = 0
@@ -295,11 +301,16 @@ class Limits:
         if problem.kv_scales not in self.scales:
             allowed = _either(scales.value for scales in self.scales)
             return [f"it reads {allowed}, and these pages have {problem.kv_scales.value}"]
-        is_coded = problem.kv_encoding is not KVEncoding.LIKE_Q
-        if is_coded and 0 < self.most_coded_dim < max(problem.head_dim, problem.v_head_dim):
-            dims = f"{problem.head_dim}/{problem.v_head_dim}"
-            return [f"it reads eight-bit pages of head dims up to {self.most_coded_dim}, and these are {dims}"]
-        return []
+        if problem.kv_encoding is KVEncoding.LIKE_Q:
+            return []
+        reasons = []
+        if self.coded_dims and problem.head_dim not in self.coded_dims:
+            allowed = _either(self.coded_dims)
+            reasons.append(f"it reads eight-bit pages of head dims {allowed}, and these are of {problem.head_dim}")
+        if self.coded_page_sizes and problem.page_size not in self.coded_page_sizes:
+            allowed = _either(self.coded_page_sizes)
+            reasons.append(f"it reads eight-bit pages of {allowed} tokens, and these have {problem.page_size}")
+        return reasons
 
     def _exact_refusals(self, problem: Problem) -> list[str]:
         reasons = []
@@ -307,6 +318,10 @@ class Limits:
         if self.exact_dims and dims not in self.exact_dims:
             allowed = _either(f"{qk}/{v}" for qk, v in self.exact_dims)
             reasons.append(f"head_dim/v_head_dim {dims[0]}/{dims[1]} is not {allowed}")
+        if self.dims_alike and dims[0] != dims[1]:
+            reasons.append(f"head_dim and v_head_dim must be equal, and are {dims[0]} and {dims[1]}")
+        if any(dim % self.dim_step for dim in dims):
+            reasons.append(f"head_dim/v_head_dim {dims[0]}/{dims[1]} are not multiples of {self.dim_step}")
         if self.page_sizes and problem.page_size not in self.page_sizes:
             reasons.append(f"page_size {problem.page_size} is not {_either(self.page_sizes)}")
         if self.num_q_heads and problem.num_q_heads not in self.num_q_heads:

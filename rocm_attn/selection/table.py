@@ -149,6 +149,8 @@ def _dims(line: _Line) -> str:
     limits = line[0].limits
     if limits.exact_dims:
         return ", ".join(str(qk) if qk == v else f"{qk}/{v}" for qk, v in limits.exact_dims)
+    if limits.dims_alike:
+        return f"{_range(limits.head_dim)}, multiples of {limits.dim_step}, K and V alike"
     same = limits.head_dim == limits.v_head_dim
     return _range(limits.head_dim) if same else f"{_range(limits.head_dim)}/{_range(limits.v_head_dim)}"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +24,7 @@ from rocm_attn.providers.select import Selection, select
 from rocm_attn.providers.shared_prefix import SharedPrefixKernel
 from rocm_attn.providers.triton_hopper import TRITONS, HopperExtend
 from rocm_attn.providers.triton_segments import SegmentExtend
-from tests.amd.kernels.attention_cases import Case, build, extend_cut, garbage
+from tests.amd.kernels.attention_cases import Case, Tensors, build, extend_cut, garbage
 
 LAYER = Problem(32, 8, 128, 128, torch.bfloat16, page_size=16, scale=128**-0.5)
 KINDS = (StepKind.EXTEND, StepKind.MIXED, StepKind.SHARED)
@@ -36,6 +35,7 @@ HOPPER = {
 }
 PLAIN_PAGES: dict[str, Any] = {}
 CODED_PAGES: dict[str, Any] = {"kv": Encoding.E4M3FN, "scales": Scales.HEAD}
+CODED: dict[str, Any] = {"kv_encoding": KVEncoding.E4M3FN, "kv_scales": Scales.HEAD}
 PLAIN = {
     StepKind.EXTEND: "triton.extend",
     StepKind.MIXED: "triton.extend+decode",
@@ -80,6 +80,9 @@ def names(selection: Selection) -> dict[StepKind, str]:
         {"kv_encoding": KVEncoding.E5M2, "kv_scales": Scales.TOKEN, "dtype": torch.float16},
         {"logits_soft_cap": 30.0},
         {"head_dim": 256, "v_head_dim": 256, "logits_soft_cap": 50.0},
+        {"head_dim": 96, "v_head_dim": 96, "page_size": 48},
+        {"head_dim": 40, "v_head_dim": 40, "page_size": 2},
+        {"head_dim": 224, "v_head_dim": 224, "page_size": 1, "logits_soft_cap": 50.0},
     ],
     ids=str,
 )
@@ -108,10 +111,10 @@ def test_with_another_triton_the_plain_kernel_serves_and_the_reason_is_said(said
     "more",
     [
         {"dtype": torch.float32},
-        {"head_dim": 96, "v_head_dim": 96},
+        {"head_dim": 100, "v_head_dim": 100},
+        {"head_dim": 32, "v_head_dim": 32},
+        {"head_dim": 264, "v_head_dim": 264},
         {"head_dim": 192, "v_head_dim": 128},
-        {"page_size": 4},
-        {"page_size": 48},
         {"has_alibi_slopes": True},
         {"window_left": 2046},
         {"kv_encoding": KVEncoding.E4M3FNUZ, "kv_scales": Scales.HEAD},
@@ -123,6 +126,27 @@ def test_what_it_does_not_serve_the_plain_kernel_does(more: dict[str, Any]) -> N
     selection = chosen(replace(LAYER, **more), on(TRITONS[0]))
     assert selection.kernel(StepKind.EXTEND).row.name == PLAIN[StepKind.EXTEND]
     assert [r for r in selection.refusals if r.kernel == HOPPER[StepKind.EXTEND]]
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"head_dim": 192, "v_head_dim": 128}, "head_dim and v_head_dim must be equal, and are 192 and 128"),
+        ({"head_dim": 100, "v_head_dim": 100}, "head_dim/v_head_dim 100/100 are not multiples of 8"),
+        (
+            {"head_dim": 96, "v_head_dim": 96, **CODED},
+            "it reads eight-bit pages of head dims 64 or 128 or 192, and these are of 96",
+        ),
+        (
+            {"page_size": 4, **CODED},
+            "it reads eight-bit pages of 8 or 16 or 32 or 64 or 128 tokens, and these have 4",
+        ),
+    ],
+    ids=str,
+)
+def test_a_refusal_says_what_is_served(more: dict[str, Any], reason: str) -> None:
+    selection = chosen(replace(LAYER, **more), on(TRITONS[0]))
+    assert [r.reason for r in selection.refusals if r.kernel == HOPPER[StepKind.EXTEND]] == [reason]
 
 
 def test_pages_with_strides_and_masks_are_left_to_other_kernels() -> None:
@@ -252,31 +276,61 @@ def test_what_is_compiled_ahead_for_an_absent_gpu_is_what_the_installed_triton_r
     assert target.releases.triton == Release.of(triton_version())
 
 
-def test_tma_sees_pages_as_rows_of_slots_and_boxes_within_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a box must not do is end in another page, or in another KV head."""
+def launched_over(case: Case, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensors, tuple[Any, ...]]:
+    """The step of a case, and its launch: grid and arguments."""
     launched: list[tuple[Any, ...]] = []
     monkeypatch.setattr(extend, "launch", lambda kernel, grid, *args, **options: launched.append((grid, *args)))
     monkeypatch.setattr(extend, "launch_extend_merge", lambda *args: None)
-    for page_size, coding in itertools.product((8, 16, 128), (PLAIN_PAGES, CODED_PAGES)):
-        case = Case([300], [200], heads=(8, 2), dims=(128, 128), page_size=page_size, dtype=torch.bfloat16, **coding)
-        tensors = build(case, torch.device("cpu"))
-        encoding = KVEncoding.LIKE_Q if case.kv is None else KVEncoding.E4M3FN
-        layer = replace(LAYER, num_q_heads=8, num_kv_heads=2, page_size=page_size)
-        selection = chosen(replace(layer, kv_encoding=encoding, kv_scales=case.scales), on(TRITONS[0]))
-        kernel = hopper_of(selection.kernel(StepKind.EXTEND).bound)
-        cut = extend_cut(tensors, kernel.tiles.extend, kernel.cut.sharing)
-        workspace = torch.empty(cut.partials_words(query_rows=kernel.tiles.extend.query_rows, v_head_dim=128))
-        args = tensors.args(garbage(cut.words(200, 1), torch.device("cpu")), workspace)
-        launch_hopper_extend(args, scores=tensors.scores, cut=cut, tiles=kernel.tiles)
-        grid, _, k, v, *_ = launched[-1]
-        slots = tensors.k_pages.shape[0] * page_size
-        assert grid == (132,)  # programs that stay: rows are dealt out to them
-        for described, pages in ((k, tensors.k_pages), (v, tensors.v_pages)):
-            assert described.base.data_ptr() == pages.data_ptr()
-            assert described.base.element_size() == pages.element_size()
-            assert (described.shape, described.strides) == ([slots, 2 * 128], [2 * 128, 1])
-            keys, columns = described.block_shape
-            assert page_size % keys == 0 or keys % page_size == 0
-            assert keys <= page_size
-            assert columns == 64
-            assert described.layout.swizzle_byte_width == columns * pages.element_size()
+    tensors = build(case, torch.device("cpu"))
+    encoding = KVEncoding.LIKE_Q if case.kv is None else KVEncoding.E4M3FN
+    (num_q_heads, num_kv_heads), (dim, _) = case.heads, case.dims
+    layer = Problem(num_q_heads, num_kv_heads, dim, dim, case.dtype, case.page_size, dim**-0.5)
+    selection = chosen(replace(layer, kv_encoding=encoding, kv_scales=case.scales), on(TRITONS[0]))
+    kernel = hopper_of(selection.kernel(StepKind.EXTEND).bound)
+    cut = extend_cut(tensors, kernel.tiles.extend, kernel.cut.sharing)
+    workspace = torch.empty(cut.partials_words(query_rows=kernel.tiles.extend.query_rows, v_head_dim=dim))
+    args = tensors.args(garbage(cut.words(200, 1), torch.device("cpu")), workspace)
+    launch_hopper_extend(args, scores=tensors.scores, cut=cut, tiles=kernel.tiles)
+    return tensors, launched[-1]
+
+
+CHUNK: dict[str, Any] = {"kv_len": [300], "q_len": [200], "heads": (8, 2), "dtype": torch.bfloat16}
+FORMS = [
+    *((page_size, 128, coding) for page_size in (16, 128) for coding in (PLAIN_PAGES, CODED_PAGES)),
+    (8, 128, CODED_PAGES),
+    *((page_size, dim, PLAIN_PAGES) for page_size in (16, 48) for dim in (40, 72, 128, 224)),
+]
+
+
+@pytest.mark.parametrize(("page_size", "dim", "coding"), FORMS, ids=str)
+def test_tma_sees_pages_as_rows_of_slots_and_boxes_within_a_page(
+    page_size: int, dim: int, coding: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a box must not do is end in another page, or in another KV head."""
+    case = Case(**CHUNK, dims=(dim, dim), page_size=page_size, **coding)
+    tensors, (grid, _, k, v, *_) = launched_over(case, monkeypatch)
+    slots = tensors.k_pages.shape[0] * page_size
+    assert grid == (132,)  # programs that stay: rows are dealt out to them
+    for described, pages in ((k, tensors.k_pages), (v, tensors.v_pages)):
+        assert described.base.data_ptr() == pages.data_ptr()
+        assert described.base.element_size() == pages.element_size()
+        *heads, keys, columns = described.block_shape
+        # Of heads that fill no tile the tensor ends with each head: what a box has beyond it are zeros.
+        fills = dim % 64 == 0
+        assert described.shape == ([slots, 2 * dim] if fills else [2, slots, dim])
+        assert described.strides == ([2 * dim, 1] if fills else [dim, 2 * dim, 1])
+        assert heads == ([] if fills else [1])
+        assert page_size % keys == 0
+        assert keys >= 8
+        assert keys & (keys - 1) == 0
+        assert columns == 64
+        assert described.layout.swizzle_byte_width == columns * pages.element_size()
+
+
+@pytest.mark.parametrize("dim", [128, 72])
+@pytest.mark.parametrize("page_size", [1, 2, 4, 8, 12, 24])
+def test_pages_without_boxes_of_enough_keys_are_gathered(
+    page_size: int, dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors, (_, _, k, v, *_) = launched_over(Case(**CHUNK, dims=(dim, dim), page_size=page_size), monkeypatch)
+    assert (k.data_ptr(), v.data_ptr()) == (tensors.k_pages.data_ptr(), tensors.v_pages.data_ptr())

@@ -26,7 +26,7 @@ from rocm_attn.kernels.tuning.segment_tiles import segment_tiles
 from rocm_attn.machine.releases import Release, triton_version
 from rocm_attn.machine.target import detect_target
 from rocm_attn.providers.select import select
-from rocm_attn.providers.triton_hopper import LIMITS, TRITONS
+from rocm_attn.providers.triton_hopper import LIMITS, MIN_HEAD_DIM, TRITONS
 from rocm_attn.providers.triton_later import hopper_launches
 from tests.amd.kernels import segment_cases
 from tests.amd.kernels.attention_cases import (
@@ -81,6 +81,17 @@ FORMS = [
 ]
 
 
+# Pages without boxes of eight keys, and one of which a tile is no whole number.
+GATHERED_FORMS = [
+    (1, (6, 2), torch.float16),
+    (2, (8, 2), torch.bfloat16),
+    (4, (2, 2), torch.bfloat16),
+    (12, (16, 1), torch.bfloat16),
+]
+FORMS_WITHOUT_CODES = [*FORMS, *GATHERED_FORMS, (48, (5, 1), torch.float16)]
+PADDED_DIMS = [MIN_HEAD_DIM, 72, 80, 112, 144, 200, 224]
+
+
 def run_hopper(
     tensors: Tensors, sharing: Sharing, *, min_q_len: int = 1, tiles: HopperTiles | None = None
 ) -> ExtendCut:
@@ -108,13 +119,13 @@ def assert_right(case: Case, device: torch.device) -> None:
         assert_served(tensors)
 
 
-def test_every_page_size_has_a_form() -> None:
-    assert tuple(page_size for page_size, *_ in FORMS) == LIMITS.page_sizes
+def test_every_page_size_of_codes_has_a_form() -> None:
+    assert tuple(page_size for page_size, *_ in FORMS) == LIMITS.coded_page_sizes
     assert {dtype for *_, dtype in FORMS} == set(LIMITS.dtypes)
 
 
 @dims
-@pytest.mark.parametrize(("page_size", "heads", "dtype"), FORMS)
+@pytest.mark.parametrize(("page_size", "heads", "dtype"), FORMS_WITHOUT_CODES)
 def test_extend_equals_the_reference(
     page_size: int, heads: tuple[int, int], dtype: torch.dtype, dim: int, device: torch.device
 ) -> None:
@@ -141,6 +152,35 @@ def test_windows_sinks_and_attention_to_all_keys_are_right(
     scores: dict[str, Any], dim: int, device: torch.device
 ) -> None:
     assert_right(replace(RAGGED, dims=(dim, dim), **scores), device)
+
+
+@pytest.mark.parametrize("dim", PADDED_DIMS)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"page_size": 16},
+        {"page_size": 2, "heads": (6, 2), "window_left": 100},
+        {"page_size": 1, "sinks": True, "soft_cap": 30.0, "causal": False},
+        {"page_size": 64, "dtype": torch.float16, "window_left": 5000},
+    ],
+    ids=str,
+)
+def test_heads_that_fill_no_tile_are_right(more: dict[str, Any], dim: int, device: torch.device) -> None:
+    """What follows a row in memory, of another head or of nobody, is NaN where no token sees it."""
+    assert_right(replace(RAGGED, dims=(dim, dim), **more), device)
+
+
+@pytest.mark.parametrize("dim", [128, 224])
+def test_neighbouring_heads_of_infinities_change_nothing(dim: int, device: torch.device) -> None:
+    """Columns beyond a head are zeros, and not those of the next head."""
+    for page_size in (2, 16):
+        tensors = build(replace(RAGGED, dims=(dim, dim), heads=(8, 2), page_size=page_size), device)
+        run_hopper(tensors, NONE_SHARED)
+        wanted = tensors.out.clone()
+        for side in (tensors.k_pages, tensors.v_pages):
+            side[:, :, 1].fill_(float("inf"))
+        run_hopper(tensors, NONE_SHARED)
+        assert torch.equal(tensors.out[:, :4], wanted[:, :4])
 
 
 CAPS: list[dict[str, Any]] = [
@@ -238,7 +278,7 @@ def test_rows_of_zeros_see_all_keys_alike_however_small_the_factor_of_k_is(
 
 
 @dims
-@pytest.mark.parametrize("page_size", [8, 64])
+@pytest.mark.parametrize("page_size", [1, 4, 8, 64])
 def test_every_length_around_pages_and_tiles_is_right(page_size: int, dim: int, device: torch.device) -> None:
     around = [edge + more for edge in (8, 16, 64, 128, 192) for more in (-1, 0, 1)]
     lengths = [(length, new) for length in around for new in (1, 7, 8, 9, length) if new <= length]
@@ -388,6 +428,7 @@ SHARED_SEGMENTS = [ALL_SHARED._replace(programs=programs) for programs in (16, 4
         {},
         {"dtype": torch.float16, "page_size": 64},
         {"sinks": True, "page_size": 8},
+        {"page_size": 2},
         {"window_left": 1500, "sinks": True},
         {"heads": (6, 1), "tail": 5},
         {"soft_cap": 30.0},

@@ -47,6 +47,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "float16": {"dtype": torch.float16, "page_size": 8},
     "capped": {"soft_cap": 50.0},
     "capped_float16": {"soft_cap": 50.0, "dtype": torch.float16},
+    "gathered": {"page_size": 2},
     "codes": {"kv": Encoding.E4M3FN, "scales": Scales.HEAD},
     "codes_by_token": {"kv": Encoding.E5M2, "scales": Scales.TOKEN},
 }
@@ -57,6 +58,8 @@ SPILLED = {
     # The next row's queries, which arrive while results are written.
     **{(256, layer): 256 for layer in LAYERS},
 }
+# Of heads that fill no tile, with their masks.
+SPILLED_OF_PADDED = {40: 0, 72: 8, 144: 24, 224: 256}
 # And of deterministic attention, around the merge of segments.
 SPILLED_AROUND_MERGES = {64: 8, 128: 120, 192: 168, 256: 728}
 
@@ -103,6 +106,14 @@ def instructions(kernel: CompiledKernel, name: str) -> int:
 def test_it_fits_and_its_products_are_not_waited_for_one_by_one(dim: int, layer: str) -> None:
     case = replace(CASE, dims=(dim, dim), **LAYERS[layer])
     assert_fast(compiled(case, hopper_tiles(dim, coded=case.kv is not None)), SPILLED.get((dim, layer), 0))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("page_size", [2, 16])
+@pytest.mark.parametrize("dim", [40, 72, 144, 224])
+def test_heads_that_fill_no_tile_do_too(dim: int, page_size: int) -> None:
+    case = replace(CASE, dims=(dim, dim), page_size=page_size)
+    assert_fast(compiled(case, hopper_tiles(dim, coded=False)), SPILLED_OF_PADDED[dim])
 
 
 @pytest.mark.long

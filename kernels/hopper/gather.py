@@ -1,0 +1,79 @@
+"""Keys on their way to the rings one by one, by copies of 16 bytes a lane.
+
+It is for pages that hold no box of 16 keys: an instruction of TMA would load few of them.
+
+The loading warps are four. A thread does not wait for its copies: they arrive at the barrier of the step's K or V when
+they are done. Matrix units read shared memory past the order of ordinary writes, so consumers put a fence between that
+barrier and their products (rings.wait_until_full).
+
+What no row sees is not read: its place in shared memory is zeroed, and so are columns beyond a head.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from rocm_attn.kernels.attention.extend_schedule import BLOCK_WORDS
+from rocm_attn.kernels.hopper.query_rows import is_column
+from rocm_attn.kernels.hopper.rings import box_of, source_of, wait_until_read
+from rocm_attn.kernels.hopper.rows import BOX_COLUMNS, next_row, seen_by_block, steps_of
+from rocm_attn.kernels.hopper.warp_groups import leave
+
+# Lanes of eight elements: a warp has four keys' 128 bytes.
+_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+
+
+@gluon.jit
+def _places_of_step(source, step, seen, G: gl.constexpr):
+    """Of each box of a step the slots of its keys [BOX]; -1 of keys that no row sees."""
+    BOX: gl.constexpr = G.BOX
+    places = ()
+    for i in gl.static_range(G.KEY_BLOCK // G.BOX):
+        key = step * G.KEY_BLOCK + i * BOX + gl.arange(0, BOX, layout=gl.SliceLayout(1, _LAYOUT))
+        is_seen = (key >= seen.first) & (key < seen.end)
+        page = gl.load(source.pages + gl.minimum(key // G.PAGE_SIZE, source.width - 1), mask=is_seen, other=0)
+        places += (gl.where(is_seen, page * G.PAGE_SIZE + key % G.PAGE_SIZE, -1),)  # type: ignore[assignment]
+    return places
+
+
+@gluon.jit
+def _copy_step(pages, row, ring, stage, places, TILE_KEYS: gl.constexpr, G: gl.constexpr):
+    """Begin the copies of K or V of a step to a stage."""
+    column = gl.expand_dims(gl.arange(0, BOX_COLUMNS, layout=gl.SliceLayout(0, _LAYOUT)), 0)
+    for i in gl.static_range(G.KEY_BLOCK // G.BOX):
+        slot = gl.expand_dims(places[i], 1)
+        keys = pages + (slot.to(gl.int64) * (G.KV_HEADS * G.HEAD_DIM) + row * G.HEAD_DIM)
+        for c in gl.static_range(G.DIM // BOX_COLUMNS):
+            is_there = (slot >= 0) & is_column(c * BOX_COLUMNS + column, G)
+            box = box_of(ring, stage, c, i, TILE_KEYS, G)
+            async_copy.async_copy_global_to_shared(box, keys + (c * BOX_COLUMNS + column), mask=is_there)
+    async_copy.mbarrier_arrive(ring.full.index(stage), increment_count=False)
+
+
+@gluon.jit
+def gather(x, cache, rings, todo, G: gl.constexpr):
+    """As rings.produce, for all the program's rows."""
+    n = 0
+    while todo.keys > 0:
+        words = x.words + todo.block * BLOCK_WORDS
+        seq, seen = seen_by_block(x, words, G)
+        steps = steps_of(words, seen, todo, G)
+        source = source_of(cache, seq)
+        places = _places_of_step(source, steps.first, seen, G)
+        for step in range(steps.first, steps.end):
+            # A load of a place is under way during a step.
+            after = _places_of_step(source, step + 1, seen, G)
+            stage = n % G.STAGES
+            wait_until_read(rings, n, G)
+            _copy_step(cache.k, todo.row, rings.k, stage, places, G.KEY_BLOCK, G)
+            wait_until_read(rings, n + 1, G)
+            _copy_step(cache.v, todo.row, rings.v, stage, places, G.VALUE_BLOCK, G)
+            places = after
+            n += 1
+        todo = next_row(x, todo, steps.take, G)
+    # No thread ends before its copies do.
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+    leave()

@@ -45,6 +45,8 @@ LIMITS = Limits(
     sinks=True,
     non_causal=True,
     short_kv=True,
+    page_strides=True,
+    aligned_rows=True,
     tritons=TRITONS,
 )
 

@@ -189,7 +189,13 @@ def _tiles(selection: Selection) -> Iterator[Left]:
     """Tiles of the tables, where a search on the GPU may find others."""
     if not selection.target.is_gpu or selection.target.measured:
         return
-    searched = ("triton.decode", "triton.extend", "triton.latent_decode", "triton.latent_extend")
+    searched = (
+        "triton.cdna_decode",
+        "triton.decode",
+        "triton.extend",
+        "triton.latent_decode",
+        "triton.latent_extend",
+    )
     kinds = [kind.value for kind, kernel in selection.kernels.items() if kernel.row.name in searched]
     if kinds and selection.problem.pool is not PoolKind.VECTORIZED:
         yield Left(

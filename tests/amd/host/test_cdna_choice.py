@@ -188,7 +188,9 @@ def test_tiles_that_were_measured_on_such_a_gpu_beat_it() -> None:
     assert names(select(LAYER, target, "triton")) == CDNA
     selection = select(LAYER, replace(target, measured=(row_of(LAYER),)), "triton")
     assert names(selection) == PLAIN
-    assert reasons(selection) == {"tiles of triton.decode were measured for this layer on such a GPU, and it was not"}
+    assert reasons(selection) == {
+        "tiles of triton.decode were measured for this layer on such a GPU, and these were not, or slower"
+    }
 
 
 def test_its_schedule_and_workspace_are_paged_decodes() -> None:

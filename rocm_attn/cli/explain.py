@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         releases = {"aiter": str(target.releases.aiter), "rocm": str(target.releases.rocm)} if target.is_amd else {}
         layers = [
-            _as_json(kind) | _rows_as_json(kind, choice) | (_cost_as_json(kind.problem, target) if options.cost else {})
+            _as_json(kind) | _rows_as_json(kind, choice) | (_cost_as_json(kind.problem, choice) if options.cost else {})
             for kind in kinds
         ]
         described = {
@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> None:
             print(f"for AITER {of.aiter} and ROCm {of.rocm}; a runtime asks which are there, leaves out what they lack")
             print("or get wrong, tries the others and says so")
         for kind in kinds:
-            print("\n".join(["", *_lines(kind), *(_cost_lines(kind.problem, target) if options.cost else [])]))
+            print("\n".join(["", *_lines(kind), *(_cost_lines(kind.problem, choice) if options.cost else [])]))
         print("\n".join(_row_lines(kinds, choice, about_rows)))
     not_served = [kind.outcome for kind in kinds if isinstance(kind.outcome, Unsupported)]
     if not_served:
@@ -188,16 +188,20 @@ def _lines(kind: LayerKind) -> list[str]:
     return [head, *(f"  {line}" for line in kind.outcome.lines())]
 
 
-def _cost_lines(problem: Problem, target: Target) -> list[str]:
+def _cost_lines(problem: Problem, choice: Choice) -> list[str]:
     """What the kernels of one layer should take, a line for each shape."""
-    found = [f"    {prediction.line()}" for prediction in predictions(problem, target.arch)]
+    found = [f"    {each.line()}" for each in predictions(problem, choice.target, deterministic=choice.deterministic)]
     if not found:
-        return ["  no times are predicted: there are static figures of plain layers on gfx942 and gfx950 alone"]
+        return [
+            "  no times are predicted: there are static figures of plain layers on gfx942 and gfx950 alone, not in "
+            "deterministic mode"
+        ]
     return ["  predicted of one layer in Triton (sequences x cached + new tokens), never measured:", *found]
 
 
-def _cost_as_json(problem: Problem, target: Target) -> dict[str, Any]:
-    return {"cost": [prediction.as_json() for prediction in predictions(problem, target.arch)]}
+def _cost_as_json(problem: Problem, choice: Choice) -> dict[str, Any]:
+    found = predictions(problem, choice.target, deterministic=choice.deterministic)
+    return {"cost": [prediction.as_json() for prediction in found]}
 
 
 def _shared(kind: LayerKind) -> list[str]:

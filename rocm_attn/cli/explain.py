@@ -10,16 +10,15 @@ from typing import Any
 
 import torch
 
-from rocm_attn.cli.arguments import described_model, page_choice, pages_as_json
+from rocm_attn.cli.arguments import described_model, page_choice, pages_as_json, target_asked
 from rocm_attn.cli.cost import predictions
 from rocm_attn.cli.left_on_table import Choice, left_of
 from rocm_attn.cli.tile_rows import tile_rows
 from rocm_attn.errors import BadSetting, Unsupported
 from rocm_attn.machine.choices import AUTO
 from rocm_attn.machine.measured_rows import place_of, with_rows_of
-from rocm_attn.machine.releases import UNKNOWN, Release
 from rocm_attn.machine.settings import settings
-from rocm_attn.machine.target import Target, target_elsewhere
+from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, AllKeys, Indexer, KVEncoding, PoolKind, Problem
 from rocm_attn.providers.contract import SMALLEST_POOL, PoolSize
 from rocm_attn.providers.select import Selection, select
@@ -44,7 +43,7 @@ class LayerKind:
 
 def run(options: argparse.Namespace) -> None:
     """Print the choice for options.config on options.arch. Raises Unsupported where a kind of layer has no kernel."""
-    target, about_rows = _with_measured_rows(_target(options), options.tuning)
+    target, about_rows = _with_measured_rows(target_asked(options), options.tuning)
     pool = SMALLEST_POOL if options.num_pages is None else replace(SMALLEST_POOL, num_pages=options.num_pages)
     whole = described_model(options.config).geometry
     geometry = whole.on_one_of(options.tp)
@@ -93,19 +92,6 @@ def run(options: argparse.Namespace) -> None:
     if not_served:
         remedy = "" if options.page_size == AUTO else "; --page-size auto looks for pages of another size"
         raise Unsupported(f"{len(not_served)} of {len(kinds)} kinds of layer have no kernel on {target.arch}{remedy}")
-
-
-def _target(options: argparse.Namespace) -> Target:
-    """The target of --arch, with the releases that are asked for. Raises BadSetting."""
-    target = target_elsewhere(options.arch)
-    asked = {"aiter": options.aiter_release, "rocm": options.rocm_release, "triton": options.triton_release}
-    given = {name: Release.of(text) for name, text in asked.items() if text is not None}
-    for name, release in given.items():
-        if release == UNKNOWN:
-            raise BadSetting(f"--{name}-release is {asked[name]!r}; give its numbers, for instance 0.1.14 or 7.2")
-        if not target.is_amd and name != "triton":
-            raise BadSetting(f"--{name}-release goes with an arch of AMD's, and --arch is {target.arch}")
-    return replace(target, releases=replace(target.releases, **given))
 
 
 def _with_measured_rows(target: Target, named: str | None) -> tuple[Target, str]:

@@ -38,8 +38,12 @@ def with_row_end(problem: Problem, target: Target, row_end: int) -> Target:
 
 def with_any_row_end(layer: LayerFigures) -> LayerFigures:
     """Whose figures are of rows with an end of 400, which the loop does not know."""
-    rows = [each for each in layer.candidates if isinstance(each.tiles, DecodeTiles)]
-    return replace(layer, candidates=tuple(replace(each, tiles=replace(each.tiles, row_end=400)) for each in rows))
+    candidates = tuple(
+        replace(each, tiles=replace(each.tiles, row_end=400))
+        for each in layer.candidates
+        if isinstance(each.tiles, DecodeTiles)
+    )
+    return replace(layer, candidates=candidates)
 
 
 def on(arch: str, triton: str = "3.8.0") -> Target:

@@ -44,7 +44,7 @@ All rows for AMD are chosen by such figures and [the simulator](simulator.md), a
 `triton.cdna_decode` in [the page of kernels](kernels.md), with its limits. **No MI300 and no MI355 has run it.** So it
 is probed before it serves ([providers](providers.md#the-probe)), and tiles of `triton.decode` that `rocm-attn tune`
 found to be faster on such a GPU take its place. On gfx950 heads of 256 stay with paged decode:
-{wide}.
+{wide}; nothing fills its waits for products, which this model does not know.
 With a window every block is masked, and a cap has more to compute. Clocks to issue a key of heads of 128:
 {kinds}.
 With Triton 3.6.0 it is right in the simulator and gains nothing by such figures: page numbers are vector loads there.
@@ -228,7 +228,7 @@ def _wide(figures: StaticFigures) -> str:
     of_dim = [layer.cdna for layer in figures.layers if (layer.arch, layer.head_dim) == ("gfx950", 256) and layer.cdna]
     best = max((each.figures for cdna in of_dim for each in cdna), key=lambda found: found.break_even)
     waves = "one wave" if best.waves == 1 else f"{best.waves} waves"
-    return f"a SIMD has room for {waves} of it, {best.break_even:.1f} us"
+    return f"a SIMD has room for {waves} of it ({best.break_even:.1f} us at best)"
 
 
 def _kinds(figures: StaticFigures) -> str:

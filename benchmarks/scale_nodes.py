@@ -30,6 +30,7 @@ from typing import Literal
 import torch
 
 from rocm_attn.cli.cost import GPUS, Shape, predicted
+from rocm_attn.machine.target import known_target
 from rocm_attn.runner.geometry import AttentionLayer
 
 ARCH = "gfx942"
@@ -181,7 +182,7 @@ def kv_tokens(model: Model, layout: Layout) -> int:
 def attention_seconds(layer: AttentionLayer, shape: Shape, end: End) -> float:
     """Of one layer on one rank."""
     problem = layer.problem(dtype=torch.bfloat16, page_size=PAGE_SIZE)
-    found = predicted(problem, ARCH, shape)
+    found = predicted(problem, known_target(ARCH), shape)
     if found is None:
         raise ValueError(f"rocm_attn/cli/cost.py has no figures of {layer}")
     return float(getattr(found.seconds, end))

@@ -23,7 +23,6 @@ from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadProblem, BadSetting, BadTensor, DeviceFault, NeverFits, Unsupported, WrongState
 from rocm_attn.guards.registry import Guards, guards_from_settings
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
-from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopeTable
 from rocm_attn.kernels.metadata.engine_tensors import LengthBounds, PublishedLengths
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
@@ -46,6 +45,7 @@ from rocm_attn.step.memory import DeviceStep
 from rocm_attn.step.plan import StepPlan, kv_len_bucket, q_len_bucket
 from rocm_attn.step.protocols import StoreAndAttend
 from rocm_attn.step.selections import StepSelections
+from rocm_attn.step.shadow_view import ShadowView
 
 # Runs of steps that are not captured are kept for so many shapes.
 _MOST_KEPT = 64
@@ -118,6 +118,8 @@ class ExternalOptions:
     provider:      "auto", "torch", "triton" or "aiter"
     deterministic: whether a sequence's results must be bitwise the same in any batch
     page_strides:  whether pages have strides of their own, as where K and V are packed into one tensor
+    unaligned_rows: whether rows of K and V may begin anywhere in memory. Else those that kernels read fast begin at
+                   multiples of 16 elements, less than 2^20 apart in a page, or bind() refuses them
     zero_tails:    whether what follows a sequence in its last page may be zeroed, which some kernels need. If not,
                    nothing is written but K and V of new tokens, to their slots
     short_kv:      whether sequences may have fewer tokens in their KV than new ones; in steps that are not causal
@@ -130,6 +132,7 @@ class ExternalOptions:
     provider: str = "auto"
     deterministic: bool = False
     page_strides: bool = False
+    unaligned_rows: bool = False
     zero_tails: bool = False
     short_kv: bool = False
     causalities: Sequence[Causality] = (Causality.OF_LAYERS,)
@@ -144,7 +147,7 @@ class ExternalOptions:
 
     def pool_size(self, bounds: Bounds) -> PoolSize:
         """What kernels are chosen for."""
-        terms = PoolTerms(self.page_strides, not self.zero_tails, self.short_kv)
+        terms = PoolTerms(self.page_strides, not self.zero_tails, self.short_kv, self.unaligned_rows)
         return PoolSize(bounds.num_pages, bounds.kv_len, bounds.num_seqs, terms)
 
 
@@ -161,26 +164,6 @@ class _Run:
     @property
     def step(self) -> DeviceStep:
         return self.children[0]
-
-
-@dataclass(frozen=True, slots=True)
-class ShadowView:
-    """What a check against a reference needs of the step that is running, on the device.
-
-    row_of_seq, kv_len, q_len: int32 [S]; the first num_seqs are those of the step
-    table:                     int32 [rows, width], of the layer's space
-    eight_bit_products:        whether the layer's kernel may round what it multiplies to eight bits
-    """
-
-    problem: Problem
-    pages: LayerPages
-    weights: HeadWeights
-    num_seqs: int
-    row_of_seq: Tensor
-    kv_len: Tensor
-    q_len: Tensor
-    table: Tensor
-    eight_bit_products: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +286,7 @@ class ExternalAttention(StoreAndAttend):
 
         k, v:  [pages, page_size, kv_heads, head_dim | v_head_dim], views of any kind whose last stride is 1; contiguous
                unless the options say page_strides. Of a latent layer, v is the first part of k. Eight-bit ones in their
-               encoding's dtype, or as bytes (uint8)
+               encoding's dtype, or as bytes (uint8). Their rows as the options say
         coded: of eight-bit pages, their factors and what the engine says that they hold; None of others
         Raises BadTensor, NeverFits, and WrongState where graphs read others.
         """
@@ -576,7 +559,9 @@ class ExternalAttention(StoreAndAttend):
             device=self.device,
             agree=agree,
         )
-        return StepCore(LayerKinds.of(problems, spaces, selections), self._tables, self._pages, self.guards.step)
+        kinds = LayerKinds.of(problems, spaces, selections)
+        self._pages.read_aligned(kinds.reading_aligned)
+        return StepCore(kinds, self._tables, self._pages, self.guards.step)
 
     @property
     def _first_core(self) -> StepCore:

@@ -61,6 +61,16 @@ class LayerPages:
         for name, value in {**made, "coding": self.format.coding, "is_near": near}.items():
             object.__setattr__(self, name, value)
 
+    @property
+    def has_aligned_rows(self) -> bool:
+        """Whether rows of K and of V begin at multiples of 16 elements, near the others of their page (is_near).
+
+        Triton loads others element by element, or word by word.
+        """
+        sides = self.raw_k, self.raw_v
+        numbers = (number for side in sides for number in (side.data_ptr() // side.itemsize, *side.stride()[:3]))
+        return self.is_near and not any(number % 16 for number in numbers)
+
     @classmethod
     def plain(cls, k: Tensor, v: Tensor, *, kind: PoolKind = PoolKind.SPLIT) -> LayerPages:
         """Pages without scales, whose format is what the tensors look like. kind: SPLIT also where they are cut"""

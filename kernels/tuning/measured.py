@@ -11,7 +11,14 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from rocm_attn.kernels.tuning.latent_tiles import LatentTiles
-from rocm_attn.kernels.tuning.tiles import ANY_ROWS, DecodeTiles, ExtendTiles, equal_columns, next_power_of_2
+from rocm_attn.kernels.tuning.tiles import (
+    ANY_ROWS,
+    CdnaTiles,
+    DecodeTiles,
+    ExtendTiles,
+    equal_columns,
+    next_power_of_2,
+)
 
 Tiles = DecodeTiles | ExtendTiles | LatentTiles
 AnyTiles = TypeVar("AnyTiles", DecodeTiles, ExtendTiles, LatentTiles)
@@ -24,6 +31,7 @@ class Table(enum.Enum):
     """What a row of tiles is of."""
 
     DECODE = "decode"
+    CDNA_DECODE = "cdna_decode"
     EXTEND = "extend"
     LATENT_DECODE = "latent_decode"
     LATENT_EXTEND = "latent_extend"
@@ -31,7 +39,19 @@ class Table(enum.Enum):
     @property
     def tiles(self) -> type[DecodeTiles] | type[ExtendTiles] | type[LatentTiles]:
         """The class of its tiles."""
-        return {Table.DECODE: DecodeTiles, Table.EXTEND: ExtendTiles}.get(self, LatentTiles)
+        plain = {Table.DECODE: DecodeTiles, Table.CDNA_DECODE: CdnaTiles, Table.EXTEND: ExtendTiles}
+        return plain.get(self, LatentTiles)
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether its rows are of steps with one new token of a sequence."""
+        return self in (Table.DECODE, Table.CDNA_DECODE, Table.LATENT_DECODE)
+
+    @property
+    def rivals(self) -> tuple[Table, ...]:
+        """Itself, and the others whose kernels take the same steps: of one layer only one row of theirs serves."""
+        decodes = Table.DECODE, Table.CDNA_DECODE
+        return decodes if self in decodes else (self,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +156,13 @@ class MeasuredRow:
 
 def refusal(table: Table, tiles: Tiles, layer: MeasuredLayer) -> str:
     """Why no kernel takes these tiles for a layer; empty where one does, as far as that can be said without it."""
-    if not isinstance(tiles, table.tiles):
+    if type(tiles) is not table.tiles:
         return f"tiles of {table.value} are {table.tiles.__name__}, not {type(tiles).__name__}"
     wrong = [f"{name} {getattr(tiles, name)} is not {allowed}" for name, allowed in _wrong_numbers(tiles)]
     if wrong:
         return "; ".join(wrong)
+    if isinstance(tiles, CdnaTiles):
+        return _cdna_refusal(tiles, layer)
     if isinstance(tiles, DecodeTiles):
         return _decode_refusal(tiles, layer)
     if isinstance(tiles, ExtendTiles):
@@ -196,6 +218,19 @@ def _decode_refusal(tiles: DecodeTiles, layer: MeasuredLayer) -> str:
     if tiles.head_blocks > ratio or tiles.q_rows(ratio) > 128:
         return f"{ratio} query heads of a KV head in {tiles.head_blocks} blocks make rows of none or of more than 128"
     return _dim_block_refusal(tiles.dim_block, layer)
+
+
+def _cdna_refusal(tiles: CdnaTiles, layer: MeasuredLayer) -> str:
+    """What a block and a program are follows from the arch and the layer; these numbers are searched."""
+    searched = ("num_stages", "programs_per_cu", "row_cost", "row_end", "waves_per_eu")
+    given = {name: getattr(tiles, name) for name in searched}
+    heads = 2 if layer.head_dim == 64 else 1
+    blocks = [CdnaTiles(key_block, 1, heads_per_row=heads, **given) for key_block in (16, 32)]
+    if tiles not in blocks:
+        return (
+            f"decode for CDNA has blocks of 16 or 32 keys, one wave, {heads} KV heads a row, and nothing else changed"
+        )
+    return ""
 
 
 def _dim_block_refusal(dim_block: int, layer: MeasuredLayer) -> str:

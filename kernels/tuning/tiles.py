@@ -92,6 +92,14 @@ class DecodeTiles:
 
 
 @dataclass(frozen=True, slots=True)
+class CdnaTiles(DecodeTiles):
+    """How decode for CDNA (kernels/cdna) walks the same rows: key_block is what one product with V takes.
+
+    A program is one wave, which has all columns; num_stages blocks are in flight, in its registers.
+    """
+
+
+@dataclass(frozen=True, slots=True)
 class ExtendTiles:
     """How paged extend cuts new tokens and KV.
 

@@ -166,8 +166,11 @@ def _knobs(runtime: AttentionRuntime) -> dict[str, str]:
     of_need = {Need.PREFIXES: f"shared_prefixes, {seqs}"}
     of_prefixes = {name: of_need[need] for name, field in FIELDS.items() for need in field.needs if need in of_need}
     kernels = f"{seqs}, {tokens}, {runtime.target.compute_units} compute units"
+    # Deterministic decode has a slot for each segment of the longest sequence.
+    lengths = f", {_row_width(runtime)}" if runtime.options.deterministic else ""
     chosen = dict.fromkeys((SELECTION_UNITS, SELECTION_COUNTS), f"{of_unit[Unit.TOKEN]}, what an indexer chooses")
-    return {**of_buffer, **of_prefixes, **chosen, "mask_positions": tokens, "schedules": kernels}
+    others = {"mask_positions": tokens, "schedules": kernels, "workspace": kernels + lengths}
+    return {**of_buffer, **of_prefixes, **chosen, **others}
 
 
 def _row_width(runtime: AttentionRuntime) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from rocm_attn.errors import BadModel, BadSetting
+from rocm_attn.machine.releases import UNKNOWN, Release
+from rocm_attn.machine.target import Target, target_elsewhere
 from rocm_attn.paging.index_spaces import num_pages
 from rocm_attn.problem import KVEncoding, Problem, Scales
 from rocm_attn.providers.select import Selection
@@ -117,3 +119,16 @@ def _context_len(config: Mapping[str, object]) -> int:
     if not isinstance(length, int) or length < 1:
         raise BadSetting(f"config.json: max_position_embeddings is {length!r}; give --max-kv-len")
     return length
+
+
+def target_asked(options: argparse.Namespace) -> Target:
+    """The target of --arch, with the releases that are asked for. Raises BadSetting."""
+    target = target_elsewhere(options.arch)
+    asked = {"aiter": options.aiter_release, "rocm": options.rocm_release, "triton": options.triton_release}
+    given = {name: Release.of(text) for name, text in asked.items() if text is not None}
+    for name, release in given.items():
+        if release == UNKNOWN:
+            raise BadSetting(f"--{name}-release is {asked[name]!r}; give its numbers, for instance 0.1.14 or 7.2")
+        if not target.is_amd and name != "triton":
+            raise BadSetting(f"--{name}-release goes with an arch of AMD's, and --arch is {target.arch}")
+    return replace(target, releases=replace(target.releases, **given))

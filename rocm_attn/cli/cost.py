@@ -4,8 +4,9 @@
     extend   operations / (peak * fraction) + launches
 
 own, latencies (in series, of an iteration of the hot loop) and units are static figures of the compiled kernel
-(static_figures.json). merge counts latencies too: its words, and each step in which it adds up parts of a row
-(kernels/attention/cuts.py, merge_shape). No AMD GPU was at hand: the rest is published, or assumed where nothing is.
+(static_figures.json): of the Triton kernel that would serve the layer, decode for CDNA or paged decode. merge counts
+latencies too: its words, and each step in which it adds up parts of a row (kernels/attention/cuts.py, merge_shape). No
+AMD GPU was at hand: the rest is published, or assumed where nothing is.
 
 HBM        what streams of reads reach. MI300X 3.9 TB/s (ROCm/rocm-systems#2934) to 4.2 (ROCm/legacy-rocm-build#5070).
            MI355X 5 TB/s by AITER's decode in assembly, 80 to 85 % of a stream (ROCm/aiter#5190): 6 at most.
@@ -32,15 +33,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
-from rocm_attn.cli.static_figures import Busy, LayerFigures, StaticFigures
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.cli.static_figures import Busy, KernelFigures, LayerFigures, StaticFigures
+from rocm_attn.errors import Unsupported
 from rocm_attn.kernels.attention.cuts import merge_shape
-from rocm_attn.kernels.tuning.decode_tiles import decode_tiles
-from rocm_attn.kernels.tuning.extend_tiles import extend_tiles
-from rocm_attn.kernels.tuning.tiles import DecodeTiles, NoTiles
-from rocm_attn.machine.target import known_target
+from rocm_attn.kernels.tuning.tiles import DecodeTiles
+from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, AllKeys, KVEncoding, PoolKind, Problem
+from rocm_attn.providers.by_tokens import KernelByTokens
+from rocm_attn.providers.contract import BoundKernel
+from rocm_attn.providers.select import select
+from rocm_attn.providers.triton import TritonDecode, TritonExtend
+from rocm_attn.providers.triton_cdna import CdnaDecode
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +117,11 @@ class Shape:
     kv_len: int
     q_len: int = 1
 
+    @property
+    def new_tokens(self) -> int:
+        """Of all sequences."""
+        return self.num_seqs * self.q_len
+
     def __str__(self) -> str:
         return f"{self.num_seqs}x{self.kv_len - self.q_len}+{self.q_len}"
 
@@ -120,18 +133,20 @@ SHAPES = (Shape(1, 8192), Shape(1, 65536), Shape(64, 4096), Shape(256, 2048), Sh
 class Prediction:
     """Of one layer at a shape.
 
+    kernel:  that would serve it
     seconds: of its kernels, replayed as a graph
     speed:   decode: bytes of K and V a second; extend: operations of products with visible keys a second
     """
 
     shape: Shape
+    kernel: str
     seconds: Range
     speed: Range
 
     def line(self) -> str:
         """One line of text."""
         what = self.speed.text(1e9) + " GB/s" if self.shape.q_len == 1 else self.speed.text(1e12) + " TFLOP/s"
-        return f"{self.shape}: {self.seconds.text(1e-6)} us, {what}"
+        return f"{self.shape}: {self.seconds.text(1e-6)} us, {what}, {self.kernel}"
 
     def as_json(self) -> dict[str, Any]:
         """For --json."""
@@ -139,52 +154,95 @@ class Prediction:
         numbers = {"seconds": self.seconds, unit: self.speed}
         return {
             "shape": str(self.shape),
+            "kernel": self.kernel,
             **{name: [found.low, found.middle, found.high] for name, found in numbers.items()},
         }
 
 
-def predictions(problem: Problem, arch: str) -> Iterator[Prediction]:
+def predictions(problem: Problem, target: Target, *, deterministic: bool = False) -> Iterator[Prediction]:
     """Of the project's Triton kernels at each of SHAPES; none where there are no static figures."""
     for shape in SHAPES:
-        found = predicted(problem, arch, shape)
+        found = predicted(problem, target, shape, deterministic=deterministic)
         if found is not None:
             yield found
 
 
-def predicted(problem: Problem, arch: str, shape: Shape) -> Prediction | None:
-    """Of the project's Triton kernel of a layer; None where there are no static figures of it."""
-    if arch not in GPUS or problem.head_dim != problem.v_head_dim or problem.dtype.itemsize != 2:
+def predicted(problem: Problem, target: Target, shape: Shape, *, deterministic: bool = False) -> Prediction | None:
+    """Of the Triton kernel that would serve a layer, with the target's Triton and measured tiles.
+
+    None where there are no static figures of it, as of those of deterministic mode.
+    """
+    if target.arch not in GPUS or problem.head_dim != problem.v_head_dim or problem.dtype.itemsize != 2:
         return None
     is_plain = problem.kv_encoding is KVEncoding.LIKE_Q and problem.pool is PoolKind.SPLIT
     if not is_plain or not isinstance(problem.indexer, AllKeys):
         return None
-    of_layer: dict[str, Any] = {
-        "gqa_ratio": problem.gqa_ratio,
-        "num_kv_heads": problem.num_kv_heads,
-        "head_dim": problem.head_dim,
-        "v_head_dim": problem.v_head_dim,
-        "dtype": problem.dtype,
-    }
-    step, tiles_for = ("decode", decode_tiles) if shape.q_len == 1 else ("extend", extend_tiles)
+    kind = StepKind.DECODE if shape.q_len == 1 else StepKind.EXTEND
+    kernel = _serving(problem, target, PaddedShape(kind, shape.num_seqs, shape.new_tokens), deterministic)
+    if isinstance(kernel, TritonExtend):
+        busy = _busy_of(kernel, problem, target.arch)
+        return None if busy is None else _extend(problem, target.arch, shape, busy)
+    loop = _loop_of(kernel, problem, target.arch)
+    return None if loop is None else _decode(problem, target, shape, loop)
+
+
+# The cost of clusters is made of thousands of predictions.
+@lru_cache(maxsize=4096)
+def _serving(problem: Problem, target: Target, shape: PaddedShape, deterministic: bool) -> BoundKernel | None:
+    """The kernel of a step's layer; None where there is none."""
     try:
-        tiles = tiles_for(arch, **of_layer)
-    except NoTiles:
+        selection = select(problem, target, "triton", deterministic=deterministic)
+    except Unsupported:
         return None
+    bound = selection.kernel(shape.kind).bound
+    return bound.of_shape(shape) if isinstance(bound, KernelByTokens) else bound
+
+
+class _Loop(NamedTuple):
+    """What decodes: the kernel's name, its tiles, its figures, and the key blocks of an iteration."""
+
+    kernel: str
+    tiles: DecodeTiles
+    figures: KernelFigures
+    blocks: int
+
+
+def _layers(problem: Problem, arch: str, step: str) -> Iterator[LayerFigures]:
     for layer in FIGURES.layers:
-        if (layer.arch, layer.step, layer.head_dim) == (arch, step, problem.head_dim) and layer.serving.tiles == tiles:
-            return _PREDICTED[step](problem, arch, shape, layer)
+        if (layer.arch, layer.step, layer.head_dim) == (arch, step, problem.head_dim):
+            yield layer
+
+
+def _loop_of(kernel: BoundKernel | None, problem: Problem, arch: str) -> _Loop | None:
+    """The figures of a kernel's tiles; None where they have none."""
+    kind = "cap" if problem.logits_soft_cap else "plain" if problem.window_left == UNLIMITED_WINDOW else "window"
+    for layer in _layers(problem, arch, "decode"):
+        if isinstance(kernel, CdnaDecode):
+            found = layer.cdna_in(kernel.tiles, kind)
+            if found is not None:
+                return _Loop("triton.cdna_decode", kernel.tiles, found.figures, kernel.tiles.num_stages)
+        elif isinstance(kernel, TritonDecode):
+            for candidate in layer.candidates:
+                if candidate.tiles == kernel.tiles:
+                    return _Loop("triton.decode", kernel.tiles, candidate.figures, 1)
     return None
 
 
-def _decode(problem: Problem, arch: str, shape: Shape, layer: LayerFigures) -> Prediction:
-    gpu, units = GPUS[arch], known_target(arch).compute_units
-    keys, tiles, figures = seen_keys(problem, shape.kv_len), layer.serving.tiles, layer.serving.figures
-    assert isinstance(tiles, DecodeTiles)
+def _busy_of(kernel: TritonExtend, problem: Problem, arch: str) -> Busy | None:
+    """Of the row of the table alone."""
+    layers = _layers(problem, arch, "extend")
+    return next((layer.busy for layer in layers if layer.serving.tiles == kernel.tiles), None)
+
+
+def _decode(problem: Problem, target: Target, shape: Shape, loop: _Loop) -> Prediction:
+    gpu, units = GPUS[target.arch], target.compute_units
+    keys, tiles, figures = seen_keys(problem, shape.kv_len), loop.tiles, loop.figures
     loaded = shape.num_seqs * keys * problem.num_kv_heads * 2 * problem.head_dim * problem.dtype.itemsize
     blocks = shape.num_seqs * tiles.rows_per_seq(problem.num_kv_heads) * -(-keys // tiles.key_block)
     merge = _merge_latencies(problem, units, shape.num_seqs, -(-keys // tiles.key_block), tiles)
     # Programs beside those that a CU has room for run after them.
-    iterations = -(-blocks // (units * tiles.programs_per_cu)) * tiles.programs_per_cu / figures.programs
+    of_program = -(-blocks // (units * tiles.programs_per_cu))
+    iterations = -(-of_program // loop.blocks) * tiles.programs_per_cu / figures.programs
     busy = shape.num_seqs * keys * problem.num_kv_heads * figures.units / units / gpu.clock
 
     def seconds(latency: float, hbm: float, launches: float) -> float:
@@ -194,7 +252,7 @@ def _decode(problem: Problem, arch: str, shape: Shape, layer: LayerFigures) -> P
 
     least = seconds(_LATENCY[0], gpu.hbm[1], _LAUNCHES[0])
     took = Range.between(least, seconds(_LATENCY[1], gpu.hbm[0], _LAUNCHES[1]))
-    return Prediction(shape, took, took.per(loaded))
+    return Prediction(shape, loop.kernel, took, took.per(loaded))
 
 
 def _merge_latencies(problem: Problem, units: int, num_seqs: int, blocks: int, tiles: DecodeTiles) -> int:
@@ -208,18 +266,15 @@ def _merge_latencies(problem: Problem, units: int, num_seqs: int, blocks: int, t
     return 1 + -(-parts // shape.parts)
 
 
-def _extend(problem: Problem, arch: str, shape: Shape, layer: LayerFigures) -> Prediction:
+def _extend(problem: Problem, arch: str, shape: Shape, busy: Busy) -> Prediction:
     gpu = GPUS[arch]
     cached = shape.kv_len - shape.q_len
     pairs = sum(seen_keys(problem, kv_len) for kv_len in range(cached + 1, shape.kv_len + 1))
     operations = 4 * problem.head_dim * problem.num_q_heads * shape.num_seqs * pairs
-    share = fraction(arch, layer.busy)
+    share = fraction(arch, busy)
     fastest = operations / (gpu.matrix_ops * share.high) + _LAUNCHES[0]
     took = Range.between(fastest, operations / (gpu.matrix_ops * share.low) + _LAUNCHES[1])
-    return Prediction(shape, took, took.per(operations))
-
-
-_PREDICTED = {"decode": _decode, "extend": _extend}
+    return Prediction(shape, "triton.extend", took, took.per(operations))
 
 
 def fraction(arch: str, busy: Busy) -> Range:

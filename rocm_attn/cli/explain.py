@@ -10,16 +10,15 @@ from typing import Any
 
 import torch
 
-from rocm_attn.cli.arguments import described_model, page_choice, pages_as_json
+from rocm_attn.cli.arguments import described_model, page_choice, pages_as_json, target_asked
 from rocm_attn.cli.cost import predictions
 from rocm_attn.cli.left_on_table import Choice, left_of
 from rocm_attn.cli.tile_rows import tile_rows
 from rocm_attn.errors import BadSetting, Unsupported
 from rocm_attn.machine.choices import AUTO
 from rocm_attn.machine.measured_rows import place_of, with_rows_of
-from rocm_attn.machine.releases import UNKNOWN, Release
 from rocm_attn.machine.settings import settings
-from rocm_attn.machine.target import Target, target_elsewhere
+from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, AllKeys, Indexer, KVEncoding, PoolKind, Problem
 from rocm_attn.providers.contract import SMALLEST_POOL, PoolSize
 from rocm_attn.providers.select import Selection, select
@@ -44,7 +43,7 @@ class LayerKind:
 
 def run(options: argparse.Namespace) -> None:
     """Print the choice for options.config on options.arch. Raises Unsupported where a kind of layer has no kernel."""
-    target, about_rows = _with_measured_rows(_target(options), options.tuning)
+    target, about_rows = _with_measured_rows(target_asked(options), options.tuning)
     pool = SMALLEST_POOL if options.num_pages is None else replace(SMALLEST_POOL, num_pages=options.num_pages)
     whole = described_model(options.config).geometry
     geometry = whole.on_one_of(options.tp)
@@ -65,7 +64,7 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         releases = {"aiter": str(target.releases.aiter), "rocm": str(target.releases.rocm)} if target.is_amd else {}
         layers = [
-            _as_json(kind) | _rows_as_json(kind, choice) | (_cost_as_json(kind.problem, target) if options.cost else {})
+            _as_json(kind) | _rows_as_json(kind, choice) | (_cost_as_json(kind.problem, choice) if options.cost else {})
             for kind in kinds
         ]
         described = {
@@ -87,25 +86,12 @@ def run(options: argparse.Namespace) -> None:
             print(f"for AITER {of.aiter} and ROCm {of.rocm}; a runtime asks which are there, leaves out what they lack")
             print("or get wrong, tries the others and says so")
         for kind in kinds:
-            print("\n".join(["", *_lines(kind), *(_cost_lines(kind.problem, target) if options.cost else [])]))
+            print("\n".join(["", *_lines(kind), *(_cost_lines(kind.problem, choice) if options.cost else [])]))
         print("\n".join(_row_lines(kinds, choice, about_rows)))
     not_served = [kind.outcome for kind in kinds if isinstance(kind.outcome, Unsupported)]
     if not_served:
         remedy = "" if options.page_size == AUTO else "; --page-size auto looks for pages of another size"
         raise Unsupported(f"{len(not_served)} of {len(kinds)} kinds of layer have no kernel on {target.arch}{remedy}")
-
-
-def _target(options: argparse.Namespace) -> Target:
-    """The target of --arch, with the releases that are asked for. Raises BadSetting."""
-    target = target_elsewhere(options.arch)
-    asked = {"aiter": options.aiter_release, "rocm": options.rocm_release, "triton": options.triton_release}
-    given = {name: Release.of(text) for name, text in asked.items() if text is not None}
-    for name, release in given.items():
-        if release == UNKNOWN:
-            raise BadSetting(f"--{name}-release is {asked[name]!r}; give its numbers, for instance 0.1.14 or 7.2")
-        if not target.is_amd and name != "triton":
-            raise BadSetting(f"--{name}-release goes with an arch of AMD's, and --arch is {target.arch}")
-    return replace(target, releases=replace(target.releases, **given))
 
 
 def _with_measured_rows(target: Target, named: str | None) -> tuple[Target, str]:
@@ -188,16 +174,20 @@ def _lines(kind: LayerKind) -> list[str]:
     return [head, *(f"  {line}" for line in kind.outcome.lines())]
 
 
-def _cost_lines(problem: Problem, target: Target) -> list[str]:
+def _cost_lines(problem: Problem, choice: Choice) -> list[str]:
     """What the kernels of one layer should take, a line for each shape."""
-    found = [f"    {prediction.line()}" for prediction in predictions(problem, target.arch)]
+    found = [f"    {each.line()}" for each in predictions(problem, choice.target, deterministic=choice.deterministic)]
     if not found:
-        return ["  no times are predicted: there are static figures of plain layers on gfx942 and gfx950 alone"]
+        return [
+            "  no times are predicted: there are static figures of plain layers on gfx942 and gfx950 alone, not in "
+            "deterministic mode"
+        ]
     return ["  predicted of one layer in Triton (sequences x cached + new tokens), never measured:", *found]
 
 
-def _cost_as_json(problem: Problem, target: Target) -> dict[str, Any]:
-    return {"cost": [prediction.as_json() for prediction in predictions(problem, target.arch)]}
+def _cost_as_json(problem: Problem, choice: Choice) -> dict[str, Any]:
+    found = predictions(problem, choice.target, deterministic=choice.deterministic)
+    return {"cost": [prediction.as_json() for prediction in found]}
 
 
 def _shared(kind: LayerKind) -> list[str]:

@@ -174,8 +174,8 @@ def _eight_bits(selection: Selection, choice: Choice) -> Iterator[Left]:
     dims = problem.head_dim + (0 if problem.pool is PoolKind.LATENT else problem.v_head_dim)
     elements = _DECODE.num_seqs * seen_keys(problem, _DECODE.kv_len) * problem.num_kv_heads * dims
     saved = Range.between(elements / gpu.hbm[1], elements / gpu.hbm[0])
-    now = predicted(problem, choice.target.arch, _DECODE)
-    of = "" if now is None else f" of {now.seconds.text(1e-6)}, as triton.decode is predicted,"
+    now = predicted(problem, choice.target, _DECODE)
+    of = "" if now is None else f" of {now.seconds.text(1e-6)}, as {now.kernel} is predicted,"
     yield Left(
         "K and V in eight bits: half the bytes to keep and to read",
         "",
@@ -189,7 +189,13 @@ def _tiles(selection: Selection) -> Iterator[Left]:
     """Tiles of the tables, where a search on the GPU may find others."""
     if not selection.target.is_gpu or selection.target.measured:
         return
-    searched = ("triton.decode", "triton.extend", "triton.latent_decode", "triton.latent_extend")
+    searched = (
+        "triton.cdna_decode",
+        "triton.decode",
+        "triton.extend",
+        "triton.latent_decode",
+        "triton.latent_extend",
+    )
     kinds = [kind.value for kind, kernel in selection.kernels.items() if kernel.row.name in searched]
     if kinds and selection.problem.pool is not PoolKind.VECTORIZED:
         yield Left(

@@ -176,7 +176,7 @@ def _add_capture_plan(commands: Commands[argparse.ArgumentParser]) -> None:
     max_batch_size = o.MAX_BATCH_SIZE.but(required=True)
     options = (o.CONFIG, o.ARCH.but(required=True), max_batch_size, o.MAX_KV_LEN, o.NUM_PAGES, swa_pages, *o.PAGES)
     captured = (o.CAPTURE_SIZES, o.CAPTURE_TOKENS, o.SPLIT_STEPS, o.SHARED_PREFIXES, o.DRAFTS)
-    _add_options(parser, (*options, o.DTYPE, *o.KV_FORMAT, o.PROVIDER, *captured, o.DETERMINISTIC, o.JSON))
+    _add_options(parser, (*options, o.DTYPE, *o.KV_FORMAT, o.PROVIDER, *captured, o.DETERMINISTIC, *o.RELEASES, o.JSON))
 
 
 def _add_prewarm(commands: Commands[argparse.ArgumentParser]) -> None:

@@ -1,6 +1,6 @@
 """What the compiler and llvm-mca say of attention kernels and of their hot loops: static_figures.json.
 
-`python -m tests.amd.offline.cost_figures docs/amd_tuning.md` writes the file and, from it alone, the page; cost.py
+`python -m tests.amd.offline.every_figure docs` writes the file and, from it alone, the pages that show it; cost.py
 predicts times from it. Nothing in it was measured.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
+from rocm_attn.kernels.tuning.tiles import CdnaTiles, DecodeTiles, ExtendTiles
 
 FILE = Path(__file__).with_name("static_figures.json")
 Tiles = DecodeTiles | ExtendTiles
@@ -76,6 +76,21 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True)
+class CdnaFigures:
+    """Of decode for CDNA (kernels/cdna).
+
+    kind:   "plain"; or "window" or "cap", whose loops have more to do
+    serves: whether these tiles do
+    """
+
+    kind: str
+    tiles: CdnaTiles
+    serves: bool
+    figures: KernelFigures
+    busy: Busy
+
+
+@dataclass(frozen=True, slots=True)
 class LayerFigures:
     """Of the kernels that decode or extend a layer of an arch.
 
@@ -87,7 +102,7 @@ class LayerFigures:
     candidates: the best first
     busy:       of the row that serves
     peers:      AITER's
-    others:     this project's other kernels for the layer (kernels/cdna)
+    cdna:       decode for CDNA, in the tiles that serve and in others; none where its limits refuse the layer
     refused:    functions of AITER's that do not serve the layer, and why
     """
 
@@ -101,7 +116,7 @@ class LayerFigures:
     candidates: tuple[Candidate, ...]
     busy: Busy
     peers: tuple[Peer, ...]
-    others: tuple[Peer, ...]
+    cdna: tuple[CdnaFigures, ...]
     refused: dict[str, str]
 
     @property
@@ -114,6 +129,26 @@ class LayerFigures:
         """The tiles that the tuning table gives the layer."""
         return next(candidate for candidate in self.candidates if candidate.serves)
 
+    def cdna_in(self, tiles: CdnaTiles, kind: str) -> CdnaFigures | None:
+        """Of decode for CDNA in these tiles: of this kind of layer, else of the plain one; None: they have none."""
+        of_tiles = [each for each in self.cdna if each.tiles == tiles]
+        return next((each for wanted in (kind, "plain") for each in of_tiles if each.kind == wanted), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """Of extend in Gluon, which serves nothing: heads of 128, one wave a program, blocks of 32 keys.
+
+    rows: of q in a wave
+    lazy: whether results are rescaled only where a maximum has grown; the figures are of blocks in which none has
+    """
+
+    arch: str
+    rows: int
+    lazy: bool
+    figures: KernelFigures
+    busy: Busy
+
 
 @dataclass(frozen=True, slots=True)
 class StaticFigures:
@@ -121,6 +156,7 @@ class StaticFigures:
 
     triton, llvm: versions that compiled and counted the rows that serve and AITER's kernels, in one run
     aiter:        the checkout, and the date of its commit
+    studies:      of kernels that were tried and serve nothing
     code_objects: arch -> AITER's forward kernel in assembly, for heads of 128 without a mask
     """
 
@@ -130,21 +166,27 @@ class StaticFigures:
     aiter_date: str
     code_objects: dict[str, Busy]
     layers: tuple[LayerFigures, ...]
+    studies: tuple[Study, ...]
 
     @classmethod
     def read(cls) -> StaticFigures:
         """What is in FILE."""
         told: dict[str, Any] = json.loads(FILE.read_text())
         layers = tuple(map(_layer, told.pop("layers")))
+        studies = tuple(
+            Study(each["arch"], each["rows"], each["lazy"], KernelFigures(**each["figures"]), Busy(*each["busy"]))
+            for each in told.pop("studies")
+        )
         code_objects = {arch: Busy(*cycles) for arch, cycles in told.pop("code_objects").items()}
-        return cls(**told, code_objects=code_objects, layers=layers)
+        return cls(**told, code_objects=code_objects, layers=layers, studies=studies)
 
     def write(self) -> None:
         """Into FILE, a kernel a line."""
         head = {name: getattr(self, name) for name in ("triton", "llvm", "aiter", "aiter_date", "code_objects")}
         lines = [f"{json.dumps(name)}: {json.dumps(value)}," for name, value in head.items()]
         layers = ",\n".join(_layer_text(layer) for layer in self.layers)
-        FILE.write_text("{\n" + "\n".join(lines) + f'\n"layers": [\n{layers}\n]\n}}\n')
+        studies = _lines([asdict(study) for study in self.studies])
+        FILE.write_text("{\n" + "\n".join(lines) + f'\n"studies": {studies},\n"layers": [\n{layers}\n]\n}}\n')
 
 
 def _layer_text(layer: LayerFigures) -> str:
@@ -165,11 +207,18 @@ def _layer_text(layer: LayerFigures) -> str:
         {"tiles": _without_defaults(each.tiles), "serves": each.serves, "figures": asdict(each.figures)}
         for each in layer.candidates
     ]
-    peers, others = (
-        _lines([{"name": peer.name, "busy": peer.busy, "figures": asdict(peer.figures)} for peer in found])
-        for found in (layer.peers, layer.others)
-    )
-    return f'{head[:-1]},\n "candidates": {_lines(candidates)},\n "peers": {peers},\n "others": {others}}}'
+    peers = _lines([{"name": peer.name, "busy": peer.busy, "figures": asdict(peer.figures)} for peer in layer.peers])
+    cdna = [
+        {
+            "kind": each.kind,
+            "tiles": _without_defaults(each.tiles),
+            "serves": each.serves,
+            "busy": each.busy,
+            "figures": asdict(each.figures),
+        }
+        for each in layer.cdna
+    ]
+    return f'{head[:-1]},\n "candidates": {_lines(candidates)},\n "peers": {peers},\n "cdna": {_lines(cdna)}}}'
 
 
 def _lines(entries: list[dict[str, Any]]) -> str:
@@ -187,9 +236,18 @@ def _layer(told: dict[str, Any]) -> LayerFigures:
         Candidate(kind(**each["tiles"]), each["serves"], KernelFigures(**each["figures"]))
         for each in told.pop("candidates")
     )
-    peers, others = (
-        tuple(Peer(each["name"], KernelFigures(**each["figures"]), Busy(*each["busy"])) for each in told.pop(name))
-        for name in ("peers", "others")
+    peers = tuple(
+        Peer(each["name"], KernelFigures(**each["figures"]), Busy(*each["busy"])) for each in told.pop("peers")
+    )
+    cdna = tuple(
+        CdnaFigures(
+            each["kind"],
+            CdnaTiles(**each["tiles"]),
+            each["serves"],
+            KernelFigures(**each["figures"]),
+            Busy(*each["busy"]),
+        )
+        for each in told.pop("cdna")
     )
     (q_heads, kv_heads), busy = told.pop("heads"), Busy(*told.pop("busy"))
-    return LayerFigures(**told, heads=(q_heads, kv_heads), busy=busy, candidates=candidates, peers=peers, others=others)
+    return LayerFigures(**told, heads=(q_heads, kv_heads), busy=busy, candidates=candidates, peers=peers, cdna=cdna)

@@ -12,6 +12,7 @@ from rocm_attn.machine.target import Target
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.select import Selection
 from rocm_attn.providers.tiles import (
+    cdna_tiles_of,
     decode_tiles_of,
     extend_rows_of,
     latent_decode_tiles_of,
@@ -21,6 +22,7 @@ from rocm_attn.providers.tiles import (
 
 _FILES = {
     Table.DECODE: "kernels/tuning/decode_tiles.py",
+    Table.CDNA_DECODE: "kernels/tuning/cdna_tiles.py",
     Table.EXTEND: "kernels/tuning/extend_tiles.py",
     Table.LATENT_DECODE: "kernels/tuning/latent_tiles.py",
     Table.LATENT_EXTEND: "kernels/tuning/latent_tiles.py",
@@ -28,6 +30,7 @@ _FILES = {
 # The kernels whose tiles these are, by the ends of their names.
 _KERNELS = {
     Table.DECODE: ("triton.decode",),
+    Table.CDNA_DECODE: ("triton.cdna_decode",),
     Table.EXTEND: ("triton.extend", "triton.hopper_extend"),
     Table.LATENT_DECODE: ("triton.latent_decode",),
     Table.LATENT_EXTEND: ("triton.latent_extend",),
@@ -78,6 +81,8 @@ def _rows(table: Table, problem: Problem, target: Target) -> Iterator[TileRow]:
         return
     if table is Table.DECODE:
         tiles: Tiles = decode_tiles_of(problem, target)
+    elif table is Table.CDNA_DECODE:
+        tiles = cdna_tiles_of(problem, target)
     elif table is Table.LATENT_DECODE:
         tiles = latent_decode_tiles_of(problem, target)
     else:

@@ -13,7 +13,9 @@ from rocm_attn.machine.distributions import TRITON_DISTRIBUTIONS
 
 _NUMBERS = re.compile(r"v?(\d+(?:\.\d+)+)(.*)")
 _POST = re.compile(r"\.?post(\d+)")
-_BEFORE = re.compile(r"[.-]?(?:dev|rc)\d")
+# Candidates, builds of development, and builds of a commit: Triton's "3.9.0+git1234" may be of any day before 3.9.0, or
+# of a branch after it. "3.6.0+rocm7.2.git1" is a release, built for a ROCm.
+_BEFORE = re.compile(r"[.-]?(?:dev|rc)\d|\.dev(?![a-z0-9])|(?:a|b|alpha|beta)\d|\+git")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -21,14 +23,16 @@ class Release:
     """A release by its numbers, in the order in which releases are made.
 
     numbers: of the release, and one more: 0.1.20 is (0, 1, 20, 0), 0.1.19.post1 is (0, 1, 19, 1), and what comes before
-             0.1.21, a build of its development or a candidate, is (0, 1, 21, -1). Empty: the release is not known.
+             0.1.21, a build of its development, a build of a commit or a candidate, is (0, 1, 21, -1). Empty: the
+             release is not known.
     """
 
     numbers: tuple[int, ...]
 
     @classmethod
     def of(cls, text: str) -> Release:
-        """The release that a version names: "0.1.20", "v0.1.10.post3", "0.1.21.dev0+g1234567", "7.2.53211-abc".
+        """The release that a version names: "0.1.20", "v0.1.10.post3", "0.1.21.dev0+g1234567", "7.2.53211-abc",
+        "3.9.0+git1234567".
 
         Not known where the text is not a version, or has fewer than two numbers.
         """

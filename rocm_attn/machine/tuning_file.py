@@ -45,7 +45,7 @@ class TuningFile:
             raise BadSetting(f"the tuning file {place} is refused: {error}; {_REMEDY}") from error
 
     def with_row(self, row: MeasuredRow) -> TuningFile:
-        """With a row, in place of what was measured before for its layer, arch, units and Triton."""
+        """With a row, in place of what was measured before for its layer's steps, arch, units and Triton."""
         return TuningFile((*(other for other in self.rows if _key(other) != _key(row)), row))
 
     def write(self, place: Path) -> None:
@@ -75,7 +75,7 @@ def as_json(row: MeasuredRow) -> dict[str, Any]:
 
 def _key(row: MeasuredRow) -> tuple[object, ...]:
     of = row.measured
-    return row.table, row.layer, row.max_rows, of.arch, of.compute_units, of.triton
+    return row.table.rivals, row.layer, row.max_rows, of.arch, of.compute_units, of.triton
 
 
 def _digest(said: Mapping[str, Any]) -> str:

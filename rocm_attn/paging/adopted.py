@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rocm_attn.batch.step_batch import INT32_MAX
 from rocm_attn.errors import BadTensor, NeverFits, WrongState
-from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.cache.layer_pages import NEAR, LayerPages
 from rocm_attn.kernels.cache.page_format import FormatMismatch, PageFormat
 from rocm_attn.kernels.cache.page_rows import key_rows, value_rows
 from rocm_attn.kernels.metadata.engine_tensors import GatherSource
@@ -389,8 +389,13 @@ class AdoptedPages:
         self._page_strides = page_strides
         self._moved, self._formats = guards.moved, guards.formats
         self._sealed = False
+        self._aligned: dict[int, str] = {}
         self._layers: list[LayerPages | None] = [None] * len(problems)
         self.index_pages = AdoptedIndexPages(problems, num_pages=num_pages, device=device, moved=guards.moved)
+
+    def read_aligned(self, kernels: Mapping[int, str]) -> None:
+        """Layers whose pages must have aligned rows, each with the name of a kernel that reads no others."""
+        self._aligned.update(kernels)
 
     def bind(self, layer: int, k: Tensor, v: Tensor, coded: EnginePages | None = None) -> None:
         """Use these pages for a layer; coded: of eight-bit ones.
@@ -403,6 +408,12 @@ class AdoptedPages:
         if self._problems[layer].pool is PoolKind.LATENT and (v.data_ptr(), v.stride()) != (k.data_ptr(), k.stride()):
             raise BadTensor(f"layer {layer} is latent: its v is k[..., :{self._problems[layer].v_head_dim}]")
         bound, pages = self._layers[layer], self._pages(layer, k, v, coded)
+        if layer in self._aligned and not pages.has_aligned_rows:
+            raise BadTensor(
+                f"layer {layer}: k and v have strides {k.stride()} and {v.stride()} from addresses {k.data_ptr():#x} "
+                f"and {v.data_ptr():#x}; {self._aligned[layer]} reads rows that begin at multiples of 16 elements, "
+                f"less than {NEAR} apart in a page; lay them so, or build with unaligned_rows=True"
+            )
         if bound is not None and self._sealed and _place(bound) != _place(pages):
             self._moved(
                 f"the pages of layer {layer} have moved, and graphs read the old ones; keep them where they are, or "

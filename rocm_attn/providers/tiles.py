@@ -8,11 +8,12 @@ from typing import TypedDict
 import torch
 
 from rocm_attn.kernels.attention.cuts import DecodeCut
+from rocm_attn.kernels.tuning.cdna_tiles import cdna_tiles
 from rocm_attn.kernels.tuning.decode_tiles import decode_tiles
 from rocm_attn.kernels.tuning.extend_tiles import extend_rows
 from rocm_attn.kernels.tuning.latent_tiles import LatentTiles, latent_decode_tiles, latent_extend_tiles
 from rocm_attn.kernels.tuning.measured import AnyTiles, MeasuredLayer, MeasuredRow, Table
-from rocm_attn.kernels.tuning.tiles import ANY_ROWS, Codes, DecodeTiles, ExtendRow
+from rocm_attn.kernels.tuning.tiles import ANY_ROWS, CdnaTiles, Codes, DecodeTiles, ExtendRow, NoTiles
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import KVEncoding, Problem, Scales
 
@@ -64,6 +65,25 @@ def decode_tiles_of(problem: Problem, target: Target) -> DecodeTiles:
     """Of paged decode. Raises NoTiles."""
     static = decode_tiles(target.arch, **_shape(problem))
     return _or_measured(static, measured_row(Table.DECODE, problem, target))
+
+
+def cdna_tiles_of(problem: Problem, target: Target) -> CdnaTiles:
+    """Of decode for CDNA. Raises NoTiles."""
+    static = cdna_tiles_of_table(problem, target.arch)
+    row = measured_row(Table.CDNA_DECODE, problem, target)
+    if row is None:
+        return static
+    assert isinstance(row.tiles, CdnaTiles), "a row's tiles are those of its table"
+    if row.tiles.key_block != static.key_block:
+        raise NoTiles(
+            f"its measured tiles have blocks of {row.tiles.key_block} keys, and {target.arch} takes {static.key_block}"
+        )
+    return row.tiles
+
+
+def cdna_tiles_of_table(problem: Problem, arch: str) -> CdnaTiles:
+    """Of decode for CDNA, none of them measured. Raises NoTiles."""
+    return cdna_tiles(arch, num_kv_heads=problem.num_kv_heads, gqa_ratio=problem.gqa_ratio, head_dim=problem.head_dim)
 
 
 def extend_rows_of(problem: Problem, target: Target) -> tuple[ExtendRow, ...]:

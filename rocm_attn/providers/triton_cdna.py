@@ -13,16 +13,16 @@ from rocm_attn.kernels.attention.cuts import DecodeCut
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
-from rocm_attn.kernels.tuning.cdna_tiles import ARCHS, CHUNK, HEAD_DIMS, ROWS, cdna_tiles
+from rocm_attn.kernels.tuning.cdna_tiles import ARCHS, CHUNK, HEAD_DIMS, ROWS
 from rocm_attn.kernels.tuning.measured import Table
-from rocm_attn.kernels.tuning.tiles import DecodeTiles, NoTiles
+from rocm_attn.kernels.tuning.tiles import CdnaTiles, NoTiles
 from rocm_attn.machine.releases import Release
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import Limits, StepBounds
 from rocm_attn.providers.schedules import DecodeSchedule
 from rocm_attn.providers.scores import scores_of
-from rocm_attn.providers.tiles import decode_cut_of, measured_row
+from rocm_attn.providers.tiles import cdna_tiles_of, decode_cut_of, measured_row
 from rocm_attn.providers.triton_later import cdna_launches
 
 # Gluon, in which the kernel is written, changes from release to release: those that its tests have passed with, and of
@@ -45,6 +45,8 @@ LIMITS = Limits(
     sinks=True,
     non_causal=True,
     short_kv=True,
+    page_strides=True,
+    aligned_rows=True,
     tritons=TRITONS,
 )
 
@@ -56,7 +58,7 @@ class CdnaDecode:
     problem: Problem
     arch: str
     scores: Scores
-    tiles: DecodeTiles
+    tiles: CdnaTiles
     cut: DecodeCut
 
     @property
@@ -78,9 +80,9 @@ class CdnaDecode:
 def bind_decode(problem: Problem, target: Target) -> CdnaDecode:
     """For a problem within LIMITS. Raises NoTiles, also where tiles of paged decode were measured for the layer."""
     if measured_row(Table.DECODE, problem, target) is not None:
-        raise NoTiles("tiles of triton.decode were measured for this layer on such a GPU, and it was not")
-    tiles = cdna_tiles(
-        target.arch, num_kv_heads=problem.num_kv_heads, gqa_ratio=problem.gqa_ratio, head_dim=problem.head_dim
-    )
+        raise NoTiles(
+            "tiles of triton.decode were measured for this layer on such a GPU, and these were not, or slower"
+        )
+    tiles = cdna_tiles_of(problem, target)
     cut = decode_cut_of(problem, target, tiles)
     return CdnaDecode(problem, target.arch, scores_of(problem), tiles, cut)

@@ -51,6 +51,15 @@ class LayerKinds:
         return tuple(self.spaces[kind] for kind in self.of_layer)
 
     @property
+    def reading_aligned(self) -> dict[int, str]:
+        """Layer -> a kernel that reads aligned rows of K and V alone, of layers that have one."""
+        of_kind = [
+            [kernel.row.name for kernel in selection.kernels.values() if kernel.row.limits.aligned_rows]
+            for selection in self.selections
+        ]
+        return {layer: of_kind[kind][0] for layer, kind in enumerate(self.of_layer) if of_kind[kind]}
+
+    @property
     def selecting(self) -> SelectingLayers:
         """Which layers select keys, and which attend to whose selection. Raises BadProblem."""
         return SelectingLayers.of(self.problems)

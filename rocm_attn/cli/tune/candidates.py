@@ -1,4 +1,4 @@
-"""The tiles that are tried in place of a row's: those that differ from it in one field, then those in two.
+"""The tiles that are tried in place of a table's row: those that differ from it in one field, then those in two.
 
 What two fields do together follows mostly from what each does alone, so that pairs come later and are left out where
 one of the two changes was bad. Tiles that no kernel takes, or whose loads in flight do not fit LDS, are not listed.
@@ -14,7 +14,7 @@ from typing import Any
 from rocm_attn.cli.tune.jobs import Job
 from rocm_attn.kernels.tuning.latent_tiles import LatentTiles
 from rocm_attn.kernels.tuning.measured import Table, Tiles, refusal
-from rocm_attn.kernels.tuning.tiles import Codes, DecodeTiles, ExtendTiles, next_power_of_2
+from rocm_attn.kernels.tuning.tiles import CdnaTiles, Codes, DecodeTiles, ExtendTiles, next_power_of_2
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.tiles import codes_of, layer_of
@@ -22,28 +22,34 @@ from rocm_attn.providers.tiles import codes_of, layer_of
 Change = tuple[str, object]
 Values = Mapping[str, tuple[object, ...]]
 
+# In place of changes, of what serves without a search.
+IN_USE: Change = ("the row", "in use")
 _WARPS, _STAGES, _KEYS = (1, 2, 4, 8), (1, 2, 3, 4), (16, 32, 64, 128)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Tiles, and in what they differ from those of the row in use."""
+    """Tiles, and in what they differ from those of the table's row."""
 
     tiles: Tiles
     changes: tuple[Change, ...]
 
     def __str__(self) -> str:
-        return ", ".join(f"{name} {value}" for name, value in self.changes) or "the row in use"
+        return ", ".join(f"{name} {value}" for name, value in self.changes) or "the table's row"
 
 
 def candidates(job: Job, target: Target) -> list[Candidate]:
-    """All that are tried for a job, in order; the row in use is not among them."""
+    """All that are tried for a job, in order; the row in use is not among them, and the table's where it is not that.
+
+    Another kernel's row is in use: the table's own is the first one that is tried.
+    """
     values = _values(job, target)
     single: list[Change] = [
-        (name, value) for name, each in values.items() for value in each if value != getattr(job.in_use, name)
+        (name, value) for name, each in values.items() for value in each if value != getattr(job.tiles, name)
     ]
     pairs = ((one, other) for one, other in itertools.combinations(single, 2) if one[0] != other[0])
-    found = (_changed(job.in_use, changes) for changes in itertools.chain(((one,) for one in single), pairs))
+    none: tuple[tuple[Change, ...], ...] = () if job.tiles == job.in_use else ((),)
+    found = (_changed(job.tiles, changes) for changes in itertools.chain(none, ((one,) for one in single), pairs))
     layer = layer_of(job.problem)
     return [
         each
@@ -62,14 +68,19 @@ def _values(job: Job, target: Target) -> Values:
     values = dict(_values_of(job))
     if target.is_amd:
         values["waves_per_eu"] = (0, 1, 2, 3)
-    elif isinstance(job.in_use, ExtendTiles):
+    elif isinstance(job.tiles, ExtendTiles):
         values["max_registers"] = (0, 128, 168)
-    known = {field.name for field in fields(job.in_use)}
+    known = {field.name for field in fields(job.tiles)}
     return {name: each for name, each in values.items() if name in known}
 
 
 def _values_of(job: Job) -> Iterator[tuple[str, tuple[object, ...]]]:
-    tiles, problem = job.in_use, job.problem
+    tiles, problem = job.tiles, job.problem
+    if isinstance(tiles, CdnaTiles):
+        yield "num_stages", _STAGES
+        yield "programs_per_cu", (4, 6, 8, 12, 16)
+        yield "row_cost", (1, 2, 4)
+        return
     yield "key_block", _KEYS
     yield "num_warps", _WARPS if job.kind.decodes else (2, 4, 8)
     yield "num_stages", _STAGES
@@ -106,6 +117,8 @@ def _dim_blocks(problem: Problem) -> tuple[int, ...]:
 
 def _fits(tiles: Tiles, problem: Problem, lds_bytes: int) -> bool:
     """Whether the key blocks whose loads are in flight fit LDS; what a compiler keeps there besides is not known."""
+    if isinstance(tiles, CdnaTiles):
+        return True  # its blocks are in registers
     heads = tiles.heads_per_row if isinstance(tiles, DecodeTiles) else 1
     # Over a latent pool V is a part of K.
     dims = problem.head_dim + (0 if isinstance(tiles, LatentTiles) else problem.v_head_dim)

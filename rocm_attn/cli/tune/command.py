@@ -28,7 +28,7 @@ from rocm_attn.kernels.tuning.measured import MeasuredRow, Provenance, ShapeTime
 from rocm_attn.machine.measured_rows import OFF, default_place, place_of
 from rocm_attn.machine.releases import UNKNOWN, triton_version
 from rocm_attn.machine.settings import TUNING, settings
-from rocm_attn.machine.target import Target, detect_target, known_target
+from rocm_attn.machine.target import Target, detect_target, target_elsewhere
 from rocm_attn.machine.tuning_file import TuningFile, as_json
 from rocm_attn.problem import Problem
 from rocm_attn.providers.select import select
@@ -40,7 +40,7 @@ _GEOMETRY = re.compile(r"(\d+)x(\d+)x(\d+)")
 def run(options: argparse.Namespace) -> None:
     """Search for options.config and print what was found, or with options.dry_run what would be tried."""
     if options.dry_run:
-        target = known_target(options.arch or "gfx942")
+        target = target_elsewhere(options.arch or "gfx942")
         problems = problems_of(options, target)
         jobs, left_out = jobs_of(problems, target, _shapes(options))
         _print_candidates(jobs, left_out, target, options.json)
@@ -122,7 +122,8 @@ class _Run:
         row = job.row(found.candidate.tiles, measured)
         self._file = self._file.with_row(row)
         self._file.write(self._place)
-        self._found[str(job)] = row
+        # What another kernel's tiles were beaten by is not told twice.
+        self._found = {name: old for name, old in self._found.items() if old in self._file.rows} | {str(job): row}
 
     def took(self, tried: Tried) -> None:
         """Say what became of a candidate."""
@@ -239,6 +240,7 @@ def _print_candidates(jobs: Sequence[Job], left_out: Sequence[str], target: Targ
                 "job": str(job),
                 "table": job.table.value,
                 "in_use": asdict(job.in_use),
+                "row": asdict(job.tiles),
                 "candidates": [asdict(each.tiles) for each in found],
             }
             for job, found in listed

@@ -16,6 +16,7 @@ from rocm_attn.kernels.tuning.tiles import ANY_ROWS, NoTiles
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import AllKeys, PoolKind, Problem
 from rocm_attn.providers.by_tokens import likely_q_len
+from rocm_attn.providers.select import select
 from rocm_attn.providers.tiles import (
     decode_tiles_of,
     extend_rows_of_table,
@@ -23,6 +24,7 @@ from rocm_attn.providers.tiles import (
     latent_extend_tiles_of_table,
     layer_of,
 )
+from rocm_attn.providers.triton_cdna import CdnaDecode
 
 # Of interest where nobody says otherwise: decode of one long and of many sequences, a chunk of a prompt, many chunks,
 # and verified drafts.
@@ -34,25 +36,33 @@ _SHAPE = re.compile(r"(\d+)x(\d+)(k?)(?:\+(\d+))?")
 class Job:
     """The search for one row.
 
-    in_use:   the tiles of the table's row
     max_rows: as MeasuredRow has it
+    tiles:    those of the table's row, from which candidates differ
+    in_use:   those that serve where nothing is measured, with which candidates are compared: `tiles`, or another
+              table's where another kernel comes first
     """
 
     table: Table
     problem: Problem
     max_rows: int
+    tiles: Tiles
     in_use: Tiles
     shapes: tuple[Shape, ...]
 
+    @classmethod
+    def of(cls, table: Table, problem: Problem, tiles: Tiles, shapes: tuple[Shape, ...]) -> Job:
+        """Of a row that serves by itself, in all steps."""
+        return cls(table, problem, ANY_ROWS, tiles, tiles, shapes)
+
     def row(self, tiles: Tiles, measured: Provenance) -> MeasuredRow:
-        """The row that these tiles make."""
-        return MeasuredRow(self.table, layer_of(self.problem), self.max_rows, tiles, measured)
+        """The row that these tiles make, of this table or of the one whose tiles they are."""
+        table = next(table for table in self.table.rivals if type(tiles) is table.tiles)
+        return MeasuredRow(table, layer_of(self.problem), self.max_rows, tiles, measured)
 
     @property
     def kind(self) -> StepKind:
         """Of the steps that are timed."""
-        is_decode = self.table in (Table.DECODE, Table.LATENT_DECODE)
-        return StepKind.DECODE if is_decode else StepKind.EXTEND
+        return StepKind.DECODE if self.table.is_decode else StepKind.EXTEND
 
     def __str__(self) -> str:
         rows = "" if self.max_rows == ANY_ROWS else f", of steps with up to {self.max_rows} rows a KV head"
@@ -101,20 +111,30 @@ def _jobs_of(problem: Problem, target: Target, shapes: Sequence[Shape]) -> Itera
     extends = tuple(shape for shape in shapes if shape.q_len > 1)
     if problem.pool is PoolKind.LATENT:
         if decodes:
-            yield Job(Table.LATENT_DECODE, problem, ANY_ROWS, latent_decode_tiles_of_table(problem, target, 1), decodes)
+            yield Job.of(Table.LATENT_DECODE, problem, latent_decode_tiles_of_table(problem, target, 1), decodes)
         longer = tuple(shape for shape in extends if shape.q_len > MOST_SPLIT_TOKENS)
         if longer:
-            yield Job(Table.LATENT_EXTEND, problem, ANY_ROWS, latent_extend_tiles_of_table(problem, target), longer)
+            yield Job.of(Table.LATENT_EXTEND, problem, latent_extend_tiles_of_table(problem, target), longer)
         return
     if decodes:
-        static = replace(target, measured=())
-        yield Job(Table.DECODE, problem, ANY_ROWS, decode_tiles_of(problem, static), decodes)
+        yield from _decode_jobs(problem, replace(target, measured=()), decodes)
     left = list(extends)
     for row in extend_rows_of_table(problem, target):
         of_row = tuple(shape for shape in left if _rows(problem, shape) <= row.max_rows)
         left = [shape for shape in left if shape not in of_row]
         if of_row:
-            yield Job(Table.EXTEND, problem, row.max_rows, row.tiles, of_row)
+            yield Job(Table.EXTEND, problem, row.max_rows, row.tiles, row.tiles, of_row)
+
+
+def _decode_jobs(problem: Problem, static: Target, shapes: tuple[Shape, ...]) -> Iterator[Job]:
+    """Of paged decode, after decode for CDNA where that serves: both are compared with it."""
+    tiles = decode_tiles_of(problem, static)
+    bound = select(problem, static, "triton").kernel(StepKind.DECODE).bound
+    if not isinstance(bound, CdnaDecode):
+        yield Job.of(Table.DECODE, problem, tiles, shapes)
+        return
+    yield Job.of(Table.CDNA_DECODE, problem, bound.tiles, shapes)
+    yield Job(Table.DECODE, problem, ANY_ROWS, tiles, bound.tiles, shapes)
 
 
 def _rows(problem: Problem, shape: Shape) -> int:

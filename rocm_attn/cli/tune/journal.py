@@ -90,5 +90,6 @@ class Journal:
     def _key(self, job: Job, tiles: Tiles) -> str:
         """A job and tiles, with all that their time hangs on."""
         layer = asdict(layer_of(job.problem))
-        facts = [self._facts, job.table.value, layer, job.max_rows, [str(shape) for shape in job.shapes], asdict(tiles)]
+        names = [f"{type(each).__name__} {sorted(asdict(each).items())}" for each in (job.in_use, tiles)]
+        facts = [self._facts, job.table.value, layer, job.max_rows, [str(shape) for shape in job.shapes], names]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]

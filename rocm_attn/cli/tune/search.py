@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from rocm_attn.cli.tune.candidates import Candidate, Change, candidates
+from rocm_attn.cli.tune.candidates import IN_USE, Candidate, Change, candidates
 from rocm_attn.cli.tune.jobs import Job
 from rocm_attn.cli.tune.journal import BEGUN, INTERRUPTED, Journal, Trial
 from rocm_attn.errors import RocmAttnError
@@ -128,20 +128,23 @@ class Search:
             yield from self._job(job)
 
     def _job(self, job: Job) -> Iterator[Tried]:
-        in_use = Candidate(job.in_use, ())
+        in_use = Candidate(job.in_use, (IN_USE,))
         every = candidates(job, self.target)
-        singles = [each for each in every if len(each.changes) == 1]
+        singles = [each for each in every if len(each.changes) <= 1]
         self.bench.expect(job, [job.in_use, *(each.tiles for each in self._new(job, singles))])
         base = self._judged(job, in_use)
         if base.outcome != TIMED:
             yield Tried(job, 0, len(every), in_use, base, was_known=False)
+            if job.tiles != job.in_use:
+                # The probe will find the other kernel wrong, too: the table's own row serves then.
+                yield from self._job(replace(job, in_use=job.tiles))
             return
         row = self.kept(job)
         best = _Best(1.0 if row is None else 1 - row.measured.gain, base.spilled)
         ratios: dict[Change, float] = {}
         numbers = itertools.count(1)
         for tried in self._all(job, singles, best):
-            ratios[tried.candidate.changes[0]] = tried.trial.ratio
+            ratios |= dict.fromkeys(tried.candidate.changes, tried.trial.ratio)
             yield replace(tried, number=next(numbers), of=len(every))
         pairs = _likely(every, ratios)
         for tried in self._all(job, pairs, best):

@@ -38,10 +38,25 @@ def test_what_is_no_release_is_not_known_and_may_be_any(text: str) -> None:
     assert UNKNOWN in Span(Release.of("0.1.10"), Release.of("0.1.14"))
 
 
+@pytest.mark.parametrize(
+    "build", ["3.9.0+git1234567", "3.9.0.dev20260801", "3.9.0.dev", "3.9.0.dev0+gabc", "3.9.0rc1", "3.9.0a1", "3.9.0b2"]
+)
+def test_a_build_of_a_commit_or_before_a_release_is_not_the_release(build: str) -> None:
+    """Nobody has run a kernel that is held to releases with it."""
+    assert Release.of("3.8.0") < Release.of(build) < Release.of("3.9.0")
+    assert str(Release.of(build)) == "3.9.0 in development"
+
+
+@pytest.mark.parametrize("build", ["3.9.0", "3.9.0+rocm7.2.0.gita272dfa8", "3.9.0+cu130"])
+def test_a_release_that_was_built_for_a_gpu_is_the_release(build: str) -> None:
+    assert Release.of(build) == Release.of("3.9.0")
+
+
 def test_torchs_hip_names_the_rocm_release() -> None:
     in_7_2 = Span(Release.of("7.2"), Release.of("7.3"))
     assert Release.of("7.2.53211-e1a6bc5663") in in_7_2
     assert Release.of("7.2.4") in in_7_2
+    assert Release.of("7.2.53211-a1b6bc5663") == Release.of("7.2.53211"), "a hash is no candidate"
     for other in ("6.4.43484-123eb5128", "7.1.25424", "7.3.0"):
         assert Release.of(other) not in in_7_2
 

@@ -154,6 +154,21 @@ def test_deterministic_kernels_are_planned_with_their_workspace(
     assert workspaces[0] < workspaces[1]
 
 
+@pytest.mark.parametrize(("triton", "served"), [("3.6.0", (45e6, 160e6)), ("3.9.0", (0, 45e6))])
+def test_the_workspace_of_deterministic_extend_on_hopper_is_told_before_there_is_one(
+    triton: str, served: tuple[float, float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its kernel serves with one release of Triton, whichever is installed here."""
+    command = ["capture-plan", config_file(tmp_path), "--arch", "sm_90", "--provider", "triton", "--deterministic"]
+    sizes = ["--max-batch-size", "8", "--max-kv-len", "4096", "--capture-tokens", "2048"]
+    assert main([*command, *sizes, "--triton-release", triton, "--json"]) == DONE
+    (workspace,) = (part for part in json.loads(capsys.readouterr().out)["parts"] if part["name"] == "workspace")
+    assert served[0] < workspace["bytes"] < served[1]
+    assert "max_kv_len 4096 / page_size" in workspace["knob"]
+    assert main([*command, *sizes, "--triton-release", "later"]) == BAD_INPUT
+    assert "--triton-release is 'later'; give its numbers" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("pool", "chosen"), [("linear", "linear"), ("auto", "linear"), ("vectorized", "vectorized")])
 def test_the_command_chooses_the_pages_that_are_left_open(
     pool: str, chosen: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

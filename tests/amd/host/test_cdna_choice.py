@@ -11,8 +11,11 @@ import torch
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.errors import BadTensor
+from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
 from rocm_attn.machine.releases import Release, Releases
 from rocm_attn.machine.target import Target, known_target
+from rocm_attn.paging.adopted import TableSource
 from rocm_attn.problem import KVEncoding, Problem, Scales
 from rocm_attn.providers.contract import OWN_POOL, SMALLEST_POOL, PoolSize, PoolTerms
 from rocm_attn.providers.mixed import TritonMixed
@@ -103,7 +106,7 @@ def test_heads_of_256_have_tiles_where_they_gain() -> None:
     assert reasons(selection) == {"it has no tiles for heads of 256 on gfx950 that gain anything"}
 
 
-@pytest.mark.parametrize("said", ["3.6.0", "3.8.0", "3.9.1", ""])
+@pytest.mark.parametrize("said", ["3.6.0", "3.8.0", "3.9.1", "3.9.0+git1234567", "3.9.0.dev20260801", ""])
 def test_with_another_triton_paged_decode_serves_and_the_reason_is_said(said: str) -> None:
     selection = select(LAYER, on("gfx942", Release.of(said)), "triton")
     assert names(selection) == PLAIN
@@ -117,12 +120,67 @@ def test_other_archs_have_paged_decode(arch: str) -> None:
     assert reasons(selection) == {f"arch {arch} is not one of gfx942, gfx950"}
 
 
-def test_an_engines_strides_and_deterministic_steps_are_left_to_other_kernels() -> None:
+def test_an_engines_strides_are_served_and_unaligned_rows_and_deterministic_steps_are_left_to_other_kernels() -> None:
     pool = PoolSize(64, 1024, 4, PoolTerms(page_strides=True))
-    assert names(select(LAYER, on("gfx942"), "triton", pool=pool)) == PLAIN
+    assert names(select(LAYER, on("gfx942"), "triton", pool=pool)) == CDNA
     assert names(select(LAYER, on("gfx942"), "triton", pool=replace(pool, terms=OWN_POOL))) == CDNA
+    unaligned = select(
+        LAYER, on("gfx942"), "triton", pool=replace(pool, terms=PoolTerms(page_strides=True, unaligned_rows=True))
+    )
+    assert names(unaligned) == PLAIN
+    assert reasons(unaligned) == {"it reads rows that begin at multiples of 16 elements, and these may begin anywhere"}
     deterministic = select(LAYER, on("gfx942"), "triton", deterministic=True)
     assert deterministic.kernel(StepKind.DECODE).row.name == "triton.segment_decode"
+
+
+def adopting(*, unaligned_rows: bool = False) -> ExternalAttention:
+    """For an engine's pages of one layer, as vLLM's plug-in builds it, for a GPU that is not here."""
+    cpu, one = torch.device("cpu"), replace(LAYER, num_q_heads=8, num_kv_heads=2)
+    return ExternalAttention(
+        [LayerSource(one)],
+        TableSource(torch.zeros(4, 4, dtype=torch.int32), null_page=True),
+        device=cpu,
+        bounds=Bounds(num_seqs=4, num_tokens=8, kv_len=64, num_pages=5),
+        options=ExternalOptions(provider="triton", page_strides=True, unaligned_rows=unaligned_rows),
+        target=on("gfx942"),
+    )
+
+
+# Strides of pages, tokens and heads, and where K begins.
+ALIGNED = {"vLLM's": (8192, 256, 128, 0), "heads before tokens": (8192, 128, 2048, 4096), "gaps": (8192, 288, 144, 16)}
+UNALIGNED = {
+    "gaps of 2": (8192, 260, 130, 0),
+    "an odd beginning": (8192, 256, 128, 1),
+    "odd pages": (8191, 256, 128, 0),
+    "far": (4096, 128, 1 << 20, 0),
+}
+
+
+def engines_pages(page: int, token: int, head: int, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of 5 pages; what they hold is never read."""
+    memory = torch.empty(first + 5 * page + 16 * token + 2 * head + 4096, dtype=torch.bfloat16)
+    k, v = (torch.as_strided(memory, (5, 16, 2, 128), (page, token, head, 1), first + side) for side in (0, 4096))
+    return k, v
+
+
+@pytest.mark.parametrize("what", ALIGNED)
+def test_an_engines_aligned_rows_are_bound(what: str) -> None:
+    attention = adopting()
+    assert names(attention.kernels().selections[0]) == CDNA
+    attention.bind(0, *engines_pages(*ALIGNED[what]))
+
+
+@pytest.mark.parametrize("what", UNALIGNED)
+def test_an_engines_unaligned_rows_are_refused_as_they_are_bound_or_served_by_another_kernel(what: str) -> None:
+    """And not in the middle of serving."""
+    k, v = engines_pages(*UNALIGNED[what])
+    with pytest.raises(
+        BadTensor, match=r"triton\.cdna_decode reads rows that begin .* or build with unaligned_rows=True"
+    ):
+        adopting().bind(0, k, v)
+    other = adopting(unaligned_rows=True)
+    assert names(other.kernels().selections[0]) == PLAIN
+    other.bind(0, k, v)
 
 
 def test_tiles_that_were_measured_on_such_a_gpu_beat_it() -> None:
@@ -130,7 +188,9 @@ def test_tiles_that_were_measured_on_such_a_gpu_beat_it() -> None:
     assert names(select(LAYER, target, "triton")) == CDNA
     selection = select(LAYER, replace(target, measured=(row_of(LAYER),)), "triton")
     assert names(selection) == PLAIN
-    assert reasons(selection) == {"tiles of triton.decode were measured for this layer on such a GPU, and it was not"}
+    assert reasons(selection) == {
+        "tiles of triton.decode were measured for this layer on such a GPU, and these were not, or slower"
+    }
 
 
 def test_its_schedule_and_workspace_are_paged_decodes() -> None:

@@ -10,11 +10,15 @@ import torch
 
 from rocm_attn.cli import cost, static_figures
 from rocm_attn.cli.cost import FIGURES, GPUS, SHAPES, Shape, fraction, predicted, predictions
-from rocm_attn.cli.static_figures import FILE, Busy, LayerFigures, StaticFigures
+from rocm_attn.cli.static_figures import FILE, Busy, CdnaFigures, LayerFigures, StaticFigures
 from rocm_attn.kernels.attention.cuts import merge_shape
-from rocm_attn.kernels.tuning.decode_tiles import decode_tiles
-from rocm_attn.kernels.tuning.tiles import DecodeTiles
+from rocm_attn.kernels.tuning.measured import Table
+from rocm_attn.kernels.tuning.tiles import CdnaTiles, DecodeTiles
+from rocm_attn.machine.releases import Release, Releases
+from rocm_attn.machine.target import Target, known_target
 from rocm_attn.problem import KVEncoding, Problem, Scales
+from rocm_attn.providers.tiles import decode_tiles_of
+from tests.amd.host.test_measured_rows import row_of
 
 LLAMA = Problem(
     num_q_heads=32, num_kv_heads=8, head_dim=128, v_head_dim=128, dtype=torch.bfloat16, page_size=16, scale=128**-0.5
@@ -26,19 +30,34 @@ def of_step(step: str) -> list[LayerFigures]:
     return [layer for layer in FIGURES.layers if layer.step == step]
 
 
-def with_row_end(layer: LayerFigures, row_end: int) -> LayerFigures:
-    """Whose row that serves has it."""
-    serving = layer.serving
-    assert isinstance(serving.tiles, DecodeTiles)
-    return replace(layer, candidates=(replace(serving, tiles=replace(serving.tiles, row_end=row_end)),))
+def with_row_end(problem: Problem, target: Target, row_end: int) -> Target:
+    """On which the row that serves paged decode has it."""
+    tiles = replace(decode_tiles_of(problem, target), row_end=row_end)
+    return replace(target, measured=(row_of(problem, Table.DECODE, tiles),))
 
 
+def with_any_row_end(layer: LayerFigures) -> LayerFigures:
+    """Whose figures are of rows with an end of 400, which the loop does not know."""
+    candidates = tuple(
+        replace(each, tiles=replace(each.tiles, row_end=400))
+        for each in layer.candidates
+        if isinstance(each.tiles, DecodeTiles)
+    )
+    return replace(layer, candidates=candidates)
+
+
+def on(arch: str, triton: str = "3.8.0") -> Target:
+    """By itself with a Triton with which paged decode serves."""
+    return replace(known_target(arch), releases=Releases(triton=Release.of(triton)))
+
+
+WITH_CDNA = "3.9.0"
 every_arch = pytest.mark.parametrize("arch", sorted(GPUS))
 
 
 @every_arch
 def test_every_shape_has_a_range_around_its_middle(arch: str) -> None:
-    found = list(predictions(LLAMA, arch))
+    found = list(predictions(LLAMA, on(arch)))
     assert [prediction.shape for prediction in found] == list(SHAPES)
     for prediction in found:
         for numbers in (prediction.seconds, prediction.speed):
@@ -50,7 +69,7 @@ def test_every_shape_has_a_range_around_its_middle(arch: str) -> None:
 @every_arch
 def test_no_decode_reads_faster_than_streams_do(arch: str) -> None:
     for shape in (Shape(1, 8192), Shape(1024, 8192)):
-        found = predicted(LLAMA, arch, shape)
+        found = predicted(LLAMA, on(arch), shape)
         assert found is not None
         assert found.speed.high < GPUS[arch].hbm[1]
         assert found.speed.middle == pytest.approx(
@@ -77,9 +96,9 @@ def test_more_softmax_beside_as_many_products_is_slower(arch: str) -> None:
 
 @every_arch
 def test_rows_that_are_merged_in_more_steps_take_longer(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = predicted(LLAMA, arch, Shape(1, 8192))
+    found = predicted(LLAMA, on(arch), Shape(1, 8192))
     monkeypatch.setattr(cost, "merge_shape", lambda *given: replace(merge_shape(*given), parts=16))
-    slower = predicted(LLAMA, arch, Shape(1, 8192))
+    slower = predicted(LLAMA, on(arch), Shape(1, 8192))
     assert found is not None
     assert slower is not None
     assert slower.seconds.low > found.seconds.low
@@ -89,13 +108,10 @@ def test_rows_that_are_merged_in_more_steps_take_longer(arch: str, monkeypatch: 
 def test_rows_whose_ends_cost_more_are_merged_in_fewer_steps(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs with larger shares hold fewer parts of a row."""
     monkeypatch.setattr(cost, "merge_shape", lambda *given: replace(merge_shape(*given), parts=16))
-    found = predicted(LLAMA, arch, Shape(1, 8192))
-    layers = tuple(with_row_end(layer, 400) for layer in of_step("decode"))
-    monkeypatch.setattr(cost, "FIGURES", replace(FIGURES, layers=layers))
-    monkeypatch.setattr(
-        cost, "decode_tiles", lambda *given, **layer: replace(decode_tiles(*given, **layer), row_end=400)
-    )
-    sooner = predicted(LLAMA, arch, Shape(1, 8192))
+    found = predicted(LLAMA, on(arch), Shape(1, 8192))
+    target = with_row_end(LLAMA, on(arch), 400)
+    monkeypatch.setattr(cost, "FIGURES", replace(FIGURES, layers=tuple(map(with_any_row_end, FIGURES.layers))))
+    sooner = predicted(LLAMA, target, Shape(1, 8192))
     assert found is not None
     assert sooner is not None
     assert sooner.seconds.low < found.seconds.low
@@ -125,7 +141,7 @@ def test_the_file_of_figures_is_written_as_it_was_read(monkeypatch: pytest.Monke
 
 def test_windows_read_fewer_keys() -> None:
     shape = Shape(64, 4096)
-    whole, window = (predicted(problem, "gfx942", shape) for problem in (LLAMA, replace(LLAMA, window_left=127)))
+    whole, window = (predicted(problem, on("gfx942"), shape) for problem in (LLAMA, replace(LLAMA, window_left=127)))
     assert whole is not None
     assert window is not None
     assert window.seconds.high < whole.seconds.low
@@ -142,4 +158,77 @@ def test_windows_read_fewer_keys() -> None:
     ],
 )
 def test_what_has_no_static_figures_has_no_prediction(arch: str, problem: Problem) -> None:
-    assert list(predictions(problem, arch)) == []
+    assert list(predictions(problem, on(arch))) == []
+
+
+def cdna(arch: str, head_dim: int = 128) -> list[CdnaFigures]:
+    return next(list(layer.cdna) for layer in of_step("decode") if (layer.arch, layer.head_dim) == (arch, head_dim))
+
+
+@every_arch
+def test_decode_is_predicted_with_the_kernel_that_would_serve(arch: str) -> None:
+    ours, paged = (
+        {each.shape: each for each in predictions(LLAMA, on(arch, triton))} for triton in (WITH_CDNA, "3.8.0")
+    )
+    decodes = [shape for shape in SHAPES if shape.q_len == 1]
+    assert {ours[shape].kernel for shape in decodes} == {"triton.cdna_decode"}
+    assert {paged[shape].kernel for shape in decodes} == {"triton.decode"}
+    for shape in SHAPES:
+        if shape not in decodes:
+            assert ours[shape] == paged[shape]
+            assert ours[shape].kernel == "triton.extend"
+    # Its break-even latency is above what a load is assumed to take; paged decode's is not far above.
+    long = Shape(64, 4096)
+    assert ours[long].seconds.high <= paged[long].seconds.high
+
+
+@every_arch
+def test_every_decode_for_cdna_that_serves_has_figures_of_windows_and_caps(arch: str) -> None:
+    for head_dim in (64, 128, 256):
+        found = cdna(arch, head_dim)
+        kinds = [each.kind for each in found if each.serves]
+        serves = (arch, head_dim) != ("gfx950", 256)
+        assert kinds == (["plain", "window", "cap"] if serves else [])
+        # Those that it was chosen from.
+        assert {each.tiles.num_stages for each in found} == {1, 2, 3}
+
+
+@every_arch
+def test_the_decode_for_cdna_that_serves_has_the_longest_break_even_latency(arch: str) -> None:
+    for head_dim in (64, 128, 256):
+        plain = [each for each in cdna(arch, head_dim) if each.kind == "plain" and not each.figures.spilled]
+        serving = [each for each in plain if each.serves]
+        others = [each.figures.break_even for each in plain if each.figures.waves > 1]
+        assert all(each.figures.break_even == max(others) for each in serving)
+
+
+@every_arch
+def test_windows_and_caps_are_predicted_by_their_own_loops(arch: str) -> None:
+    # So short that what it waits for counts, and not what it loads.
+    target, shape = on(arch, WITH_CDNA), Shape(1, 256)
+    capped = replace(LLAMA, logits_soft_cap=50.0)
+    plain, cap = (predicted(problem, target, shape) for problem in (LLAMA, capped))
+    assert plain is not None
+    assert cap is not None
+    assert plain.seconds.low < cap.seconds.low
+
+
+@every_arch
+def test_measured_tiles_are_predicted_where_they_have_figures(arch: str) -> None:
+    target, shape = on(arch, WITH_CDNA), Shape(1, 256)
+    found = predicted(LLAMA, target, shape)
+    (other,) = [each.tiles for each in cdna(arch) if each.tiles.num_stages == 1]
+    tuned = replace(target, measured=(row_of(LLAMA, Table.CDNA_DECODE, other),))
+    measured = predicted(LLAMA, tuned, shape)
+    assert found is not None
+    assert measured is not None
+    assert (measured.kernel, found.kernel) == ("triton.cdna_decode", "triton.cdna_decode")
+    assert measured.seconds != found.seconds
+    unknown = replace(other, programs_per_cu=6)
+    tuned = replace(target, measured=(row_of(LLAMA, Table.CDNA_DECODE, unknown),))
+    assert predicted(LLAMA, tuned, shape) is None
+    assert isinstance(unknown, CdnaTiles)
+
+
+def test_deterministic_steps_have_no_prediction() -> None:
+    assert not list(predictions(LLAMA, on("gfx942", WITH_CDNA), deterministic=True))

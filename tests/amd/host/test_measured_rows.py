@@ -160,7 +160,7 @@ BAD_FILES = {
     "rows of a kind": (edited(lambda file: file.update(rows={})), "rows is no list"),
     "an unknown table": (
         edited(lambda file: file["rows"][0].update(table="prefill")),
-        "row 0: table is 'prefill', not one of decode, extend",
+        "row 0: table is 'prefill', not one of decode, cdna_decode, extend",
     ),
     "an unknown field of tiles": (
         edited(lambda file: file["rows"][0]["tiles"].update(block_m=64)),

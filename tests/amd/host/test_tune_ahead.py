@@ -18,7 +18,7 @@ from rocm_attn.cli.tune.search import Judged, Times
 from rocm_attn.kernels.compile_only import AbsentGpu, CompileEvent, compile_only, observe_compiles
 from rocm_attn.kernels.launch import observe_launches
 from rocm_attn.kernels.tuning.measured import Table, Tiles
-from rocm_attn.kernels.tuning.tiles import ANY_ROWS, DecodeTiles
+from rocm_attn.kernels.tuning.tiles import DecodeTiles
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
 
@@ -55,7 +55,7 @@ class Judge:
 
 def job(num_q_heads: int) -> Job:
     layer = Problem(num_q_heads, 2, 64, 64, torch.bfloat16, 16, 0.125)
-    return Job(Table.DECODE, layer, ANY_ROWS, TILES, ())
+    return Job.of(Table.DECODE, layer, TILES, ())
 
 
 def no_steps(job: Job) -> list[Lengths]:

@@ -173,10 +173,10 @@ def test_explain_predicts_what_a_layer_costs(tmp_path: Path, capsys: pytest.Capt
     assert main(["explain", config, "--arch", "gfx942", "--cost"]) == DONE
     printed = capsys.readouterr().out
     assert "predicted of one layer in Triton (sequences x cached + new tokens), never measured:" in printed
-    assert re.search(r"\n    64x4095\+1: \d+ \(\d+ to \d+\) us, \d+ \(\d+ to \d+\) GB/s\n", printed)
+    assert re.search(r"\n    64x4095\+1: \d+ \(\d+ to \d+\) us, \d+ \(\d+ to \d+\) GB/s, triton\.\w*decode\n", printed)
     assert main(["explain", config, "--arch", "gfx942", "--cost", "--json"]) == DONE
     (kind,) = json.loads(capsys.readouterr().out)["layer_kinds"]
-    assert {"shape", "seconds", "bytes_per_s"} == set(kind["cost"][0])
+    assert {"shape", "kernel", "seconds", "bytes_per_s"} == set(kind["cost"][0])
     assert main(["explain", config, "--arch", "sm_90", "--cost"]) == DONE
     assert "no times are predicted" in capsys.readouterr().out
 

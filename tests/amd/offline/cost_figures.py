@@ -1,10 +1,10 @@
-"""Write the static figures of the rows that serve, with AITER's kernels beside them, and the page that shows them.
+"""Write the static figures of the rows that serve, with AITER's kernels beside them, and the pages that show them.
 
-    AITER_SOURCE=CHECKOUT python -m tests.amd.offline.cost_figures docs/amd_tuning.md
+    AITER_SOURCE=CHECKOUT python -m tests.amd.offline.cost_figures docs
 
 compiles both with the Triton at hand, which must be the newest supported, and counts them with llvm-mca (see mca.py).
 What comes of it is rocm_attn/cli/static_figures.json, from which `rocm-attn explain --cost` predicts times, and, from
-that file alone, the page. Candidates stay beside the row that serves as long as it is the one that they were ranked
+that file alone, the pages. Candidates stay beside the row that serves as long as it is the one that they were ranked
 with: tuning_table ranks. Prints a line for each layer.
 """
 
@@ -21,14 +21,16 @@ import triton
 from rocm_attn.cli.static_figures import LayerFigures, StaticFigures
 from tests.amd.aiter_source.checkout import Checkout
 from tests.amd.offline.code_objects import FORWARD, forward_loop
+from tests.amd.offline.extend_study import STUDIES, study_of
 from tests.amd.offline.figures_of_layers import among, serving_layer
 from tests.amd.offline.matrix import Row
 from tests.amd.offline.mca import find_llvm_mca
+from tests.amd.offline.pages import write_pages
 from tests.amd.offline.tile_candidates import Kind, layers
-from tests.amd.offline.tuning_page import page, title
+from tests.amd.offline.tuning_page import title
 
 
-def main(document: Path) -> None:
+def main(docs: Path) -> None:
     """Compile, print, write."""
     known, checkout = StaticFigures.read(), Checkout.named()
     old = {layer.key: layer for layer in known.layers}
@@ -37,6 +39,7 @@ def main(document: Path) -> None:
         for layer in pool.map(_served, *zip(*layers(), strict=True)):
             found.append(among(layer, old[layer.key]) if layer.key in old else layer)
             print(title(layer), flush=True)
+        studied = list(pool.map(study_of, *zip(*STUDIES, strict=True)))
     figures = replace(
         known,
         triton=triton.__version__,
@@ -45,9 +48,10 @@ def main(document: Path) -> None:
         aiter_date=checkout.date(),
         code_objects={arch: forward_loop(checkout.root, arch) for arch in FORWARD},
         layers=tuple(found),
+        studies=tuple(studied),
     )
     figures.write()
-    document.write_text(page(figures))
+    write_pages(docs)
 
 
 def _served(row: Row, kind: Kind) -> LayerFigures:

@@ -37,7 +37,7 @@ def serving_layer(checkout: Checkout, row: Row, kind: Kind) -> LayerFigures:
         candidates=(candidate(found, serves=True),),
         busy=busy_of(found.cost.cycles),
         peers=peers,
-        others=figures_of(row, kind),
+        cdna=figures_of(row, kind),
         refused=refused,
     )
 

@@ -57,7 +57,7 @@ def hot_loop(assembly: str) -> HotLoop:
         if found and labels[found[1]] < place:
             loops[labels[found[1]]] = place
     innermost = [
-        HotLoop(tuple(_instructions(lines[first : last + 1])))
+        HotLoop(tuple(instructions(lines[first : last + 1])))
         for first, last in loops.items()
         if not any(first < other <= last for other in loops)
     ]
@@ -76,7 +76,8 @@ def is_load(instruction: str) -> bool:
     return instruction.startswith(_LOADS)
 
 
-def _instructions(lines: list[str]) -> list[str]:
+def instructions(lines: list[str]) -> list[str]:
+    """Those of some lines of assembly, without comments and labels."""
     texts = [line.partition(";")[0].strip() for line in lines]
     return [text for text in texts if _INSTRUCTION.match(text)]
 

@@ -79,12 +79,12 @@ def test_every_tile_has_accepted_figures() -> None:
 )
 def test_it_spills_nothing_and_keys_pass_no_lds(arch: str, dim: int, layer: str) -> None:
     case = replace(CASE, dims=(dim, dim), **LAYERS[layer])
-    kernel = compiled_decode(arch, case)
+    tiles = tiles_of(arch, case)
+    kernel = compiled_decode(arch, case, tiles)
     code, loop = read_amd_code(kernel), hot_loop(kernel.asm["amdgcn"])
     assert (code.vgpr_spills, code.sgpr_spills, code.scratch_bytes) == (0, 0, 0)
     assert code.vgprs <= MOST_VGPRS
     assert code.lds_bytes <= 4096
-    tiles = tiles_of(arch, case)
     assert loop.lds_bytes <= MOST_LDS_BYTES[arch] * tiles.num_stages
     keys = tiles.key_block * tiles.num_stages
     # Sixteen bytes a lane, K and V once, and nothing else: numbers of pages are scalar loads.

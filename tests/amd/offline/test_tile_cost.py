@@ -6,21 +6,22 @@ from dataclasses import replace
 
 import pytest
 
-from rocm_attn.cli.static_figures import StaticFigures
+from rocm_attn.cli.static_figures import LayerFigures, StaticFigures
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
 from tests.amd.house.source_tree import ROOT
 from tests.amd.offline import tile_candidates
 from tests.amd.offline.candidate_kernels import other_kernels, plain_kernel
 from tests.amd.offline.code_object import read_amd_code
 from tests.amd.offline.compiling import AMD_ARCHS
+from tests.amd.offline.extend_study import STUDIES
 from tests.amd.offline.figures_of_layers import layer_key
 from tests.amd.offline.hot_loop import HotLoop
 from tests.amd.offline.kernel_figures import HEADING
 from tests.amd.offline.matrix import Row
 from tests.amd.offline.mca import CLOCKS_PER_CYCLE, LoopCycles
+from tests.amd.offline.pages import pages
 from tests.amd.offline.tile_candidates import DECODE_LAYERS, KEPT, Estimate, Kind, chosen_tiles, layers, rank, spilled
 from tests.amd.offline.tile_cost import cost_of_loop, floor_clocks
-from tests.amd.offline.tuning_page import page
 
 PAGE = ROOT / "docs" / "amd_tuning.md"
 LOOP = HotLoop(("ds_read_b128 v[0:3], v9", "buffer_load_dwordx4 v[0:3], v9, s[4:7], 0 offen"))
@@ -73,8 +74,10 @@ def test_a_program_of_eight_waves_takes_two_of_a_simd() -> None:
 
 
 def test_the_page_says_what_the_figures_and_the_budgets_say() -> None:
-    """Where a row or a budget has changed: python -m tests.amd.offline.cost_figures PAGE, kernel_figures PAGE."""
-    assert PAGE.read_text() == page(StaticFigures.read())
+    """Where a row has changed: python -m tests.amd.offline.every_figure docs none; a budget: kernel_figures PAGE."""
+    for place, text in pages(PAGE.parent).items():
+        assert place.read_text() == text, place
+        assert text.count("<!-- made by") == text.count("<!-- end -->")
 
 
 def test_the_page_ends_with_the_budgets_of_what_is_not_ranked() -> None:
@@ -85,12 +88,27 @@ def test_the_page_ends_with_the_budgets_of_what_is_not_ranked() -> None:
 
 
 def test_the_figures_are_of_the_rows_that_serve() -> None:
-    """Where a row has changed: python -m tests.amd.offline.cost_figures PAGE."""
+    """Where a row has changed: python -m tests.amd.offline.every_figure docs none."""
     figures = StaticFigures.read()
     assert [layer.key for layer in figures.layers] == [layer_key(row, kind) for row, kind in layers()]
     assert [layer.serving.tiles for layer in figures.layers] == [chosen_tiles(row, kind) for row, kind in layers()]
     assert [sum(each.serves for each in layer.candidates) for layer in figures.layers] == [1] * len(figures.layers)
     assert set(figures.code_objects) == set(AMD_ARCHS)
+
+
+def test_what_was_tried_and_does_not_serve_is_told() -> None:
+    studies = StaticFigures.read().studies
+    assert [(study.arch, study.rows, study.lazy) for study in studies] == [
+        (row.arch, rows, lazy) for row, rows, lazy in STUDIES
+    ]
+    rows = {layer.arch: layer.serving.figures for layer in StaticFigures.read().layers if is_plain_extend(layer)}
+    for study in studies:
+        serving = rows[study.arch]
+        assert max(study.figures.units, study.figures.waits) > 0.85 * max(serving.units, serving.waits), "build it"
+
+
+def is_plain_extend(layer: LayerFigures) -> bool:
+    return layer.step == "extend" and layer.head_dim == 128
 
 
 def test_every_layer_stands_beside_kernels_of_aiters() -> None:

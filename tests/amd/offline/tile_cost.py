@@ -93,7 +93,8 @@ def cost_of_loop(
     programs = programs_on_a_cu(waves_per_simd, tiles.num_warps)
     if isinstance(tiles, DecodeTiles):
         programs = min(programs, tiles.programs_per_cu)
-    return cost_of(row, type(tiles), loop, cycles, Running(tiles.num_warps, programs, work_of_iteration(tiles)))
+    kind = DecodeTiles if isinstance(tiles, DecodeTiles) else ExtendTiles
+    return cost_of(row, kind, loop, cycles, Running(tiles.num_warps, programs, work_of_iteration(tiles)))
 
 
 def programs_on_a_cu(waves_per_simd: int, num_warps: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rocm_attn.cli.static_figures import KernelFigures, LayerFigures, StaticFigures, Tiles
+from rocm_attn.cli.static_figures import Busy, KernelFigures, LayerFigures, StaticFigures, Tiles
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
 from tests.amd.offline.kernel_figures import section
 from tests.amd.offline.tile_candidates import KEPT, TOLERANCE
@@ -43,12 +43,29 @@ _SERVES = """\
 All rows for AMD are chosen by such figures and [the simulator](simulator.md), and so is this one, with Triton 3.9.0:
 `triton.cdna_decode` in [the page of kernels](kernels.md), with its limits. **No MI300 and no MI355 has run it.** So it
 is probed before it serves ([providers](providers.md#the-probe)), and tiles of `triton.decode` that `rocm-attn tune`
-measured on such a GPU beat it. On gfx950 heads of 256 stay with paged decode: one wave a SIMD has room, 3.7 us. With a
-window every block is masked: 6.9 clocks to issue a key on gfx942 and 5.8 on gfx950, with a cap 9.1 and 8.2 (heads of
-128). With Triton 3.6.0 it is right in the simulator and gains nothing by these figures: page numbers are vector loads
-there, and a key takes 9.5 clocks to issue. [Predicted times](cost.md) are those of `triton.decode`. By their
-model large batches are bound by HBM with either kernel as long as a load takes less than the break-even latency. Extend
-was not tried.
+found to be faster on such a GPU take its place. On gfx950 heads of 256 stay with paged decode:
+{wide}; nothing fills its waits for products, which this model does not know.
+With a window every block is masked, and a cap has more to compute. Clocks to issue a key of heads of 128:
+{kinds}.
+With Triton 3.6.0 it is right in the simulator and gains nothing by such figures: page numbers are vector loads there.
+[Predicted times](cost.md) are those of the kernel that would serve. By their model large batches are bound by HBM with
+either kernel as long as a load takes less than the break-even latency.
+"""
+_STUDY = """\
+## Extend in Gluon
+
+Extend was tried in the same way, and does not serve: a wave has 32 or 64 rows of q (new tokens times four query
+heads), K and V go straight into the operands of products, and no key passes LDS. The kernel is
+`tests/amd/offline/gluon_extend.py`, which the simulator finds right. "lazily" rescales results only where a maximum has
+grown by 2^8; its figures are of blocks in which none has. Heads of 128, bfloat16, beside the rows that serve:
+
+"""
+_STUDIED = """\
+It had to cost 15 % less.
+{verdicts}
+Each wave loads all keys for itself: with 32 rows loads alone take the floor of gfx942, and twice that of gfx950. With
+64 rows a SIMD has room for one wave, and nothing fills its waits. On gfx950 the vector unit is what bounds extend, and
+to turn V for products without LDS adds to its work.
 """
 _HEAD = """\
 # Where the AMD tiles come from
@@ -60,15 +77,15 @@ below {tolerance:.0%} mean nothing at all. AITER's Triton and Gluon kernels for 
 
 <!-- not run: they take an hour, and llvm-mca of LLVM 22 or newer (apt-get install llvm-22) -->
 ```bash
-AITER_SOURCE=../aiter python -m tests.amd.offline.cost_figures docs/amd_tuning.md   # the rows that serve, and AITER's
-python -m tests.amd.offline.tuning_table docs/amd_tuning.md                         # their candidates
+AITER_SOURCE=../aiter python -m tests.amd.offline.every_figure docs         # all of it
+AITER_SOURCE=../aiter python -m tests.amd.offline.every_figure docs none    # but for the rows' candidates: minutes
 ```
 
-Both write `rocm_attn/cli/static_figures.json` and, from it alone, this page; [predicted times](cost.md) are made of the
-same file. `bash scripts/test.sh tuning` holds that no row spills or is more than {tolerance:.0%} worse than its best
-candidate. The rows that serve and AITER's kernels are of one run: AITER {aiter} of {date}, Triton {triton} for both
-(AITER pins an older one), LLVM {llvm}. AITER's wrappers chose its tiles for 64 sequences of 4,096 keys (decode) and 4
-chunks of 2,048 tokens of 8,192 (extend), pages of 16.
+It writes `rocm_attn/cli/static_figures.json` and, from it alone, this page and the figures of [predicted
+times](cost.md). `bash scripts/test.sh tuning` holds that no row spills or is more than {tolerance:.0%} worse than its
+best candidate. The rows that serve, decode for CDNA and AITER's kernels are of one run: AITER {aiter} of {date}, Triton
+{triton} for all (AITER pins an older one), LLVM {llvm}. AITER's wrappers chose its tiles for 64 sequences of 4,096 keys
+(decode) and 4 chunks of 2,048 tokens of 8,192 (extend), pages of 16.
 
 ## The cost
 
@@ -124,7 +141,7 @@ def page(figures: StaticFigures) -> str:
         kept=KEPT,
     )
     ranked = "".join(f"\n## {title(layer)}\n\n{_table(layer)}" for layer in figures.layers)
-    return f"{head}{ranked}\n{_assembly(figures)}\n{_gluon(figures)}\n{section()}"
+    return f"{head}{ranked}\n{_assembly(figures)}\n{_gluon(figures)}\n{_study(figures)}\n{section()}"
 
 
 def title(layer: LayerFigures) -> str:
@@ -141,7 +158,7 @@ def words(tiles: Tiles) -> str:
         text += ", transposed=True" if tiles.transposed else ""
         text += f", heads_per_row={tiles.heads_per_row}" if tiles.heads_per_row > 1 else ""
         text += f", waves_per_eu={tiles.waves_per_eu}" if tiles.waves_per_eu else ""
-        return f"DecodeTiles({text})"
+        return f"{type(tiles).__name__}({text})"
     text = f"{tiles.query_rows}, {tiles.key_block}, {tiles.num_warps}, {tiles.num_stages}"
     text += f", waves_per_eu={tiles.waves_per_eu}" if tiles.waves_per_eu else ""
     text += f", dim_block={tiles.dim_block}" if tiles.dim_block else ""
@@ -156,7 +173,9 @@ def _table(layer: LayerFigures) -> str:
         name = f"`{words(each.tiles)}`"
         lines.append(_line(f"**{name}**" if each.serves else name, each.figures, layer.step))
     lines += [_line(f"AITER `{peer.name}`", peer.figures, layer.step) for peer in layer.peers]
-    lines += [_line(f"`{other.name}`", other.figures, layer.step) for other in layer.others]
+    for each in layer.cdna:
+        name = f"`triton.cdna_decode: {words(each.tiles)}`{'' if each.kind == 'plain' else ', ' + each.kind}"
+        lines.append(_line(f"**{name}**" if each.serves else name, each.figures, layer.step))
     refused = [f"`{name}` does not serve this layer: {why}." for name, why in layer.refused.items()]
     told = f"Candidates were ranked with {layer.ranked}; others are worse, spill or do not fit." if layer.ranked else ""
     told = told or "No candidate is shown: they were not ranked since the row or the model changed."
@@ -174,7 +193,7 @@ def _line(name: str, figures: KernelFigures, step: str) -> str:
         f"{figures.own:.0f}",
         f"{figures.latencies:.1f}",
         *(f"{bound:.1f}" for bound in (figures.issue, figures.lds, figures.loads, figures.waits)),
-        f"{figures.break_even:.1f} us" if step == "decode" else f"{max(figures.units, figures.waits):.1f}",
+        f"{figures.break_even:.1f} us" if step == "decode" else f"{_cost(figures):.1f}",
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -198,9 +217,68 @@ def _gluon(figures: StaticFigures) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for layer in figures.layers:
-        for other in layer.others:
-            lines.append(_change(f"{layer.arch}, heads of {layer.head_dim}", layer.serving.figures, other.figures))
-    return "\n".join([_GLUON + lines[0], *lines[1:], "", _SERVES])
+        for each in layer.cdna:
+            if each.serves and each.kind == "plain":
+                lines.append(_change(f"{layer.arch}, heads of {layer.head_dim}", layer.serving.figures, each.figures))
+    return "\n".join([_GLUON + lines[0], *lines[1:], "", _SERVES.format(wide=_wide(figures), kinds=_kinds(figures))])
+
+
+def _wide(figures: StaticFigures) -> str:
+    """What the best of the tiles for heads of 256 would have on gfx950."""
+    of_dim = [layer.cdna for layer in figures.layers if (layer.arch, layer.head_dim) == ("gfx950", 256) and layer.cdna]
+    best = max((each.figures for cdna in of_dim for each in cdna), key=lambda found: found.break_even)
+    waves = "one wave" if best.waves == 1 else f"{best.waves} waves"
+    return f"a SIMD has room for {waves} of it ({best.break_even:.1f} us at best)"
+
+
+def _kinds(figures: StaticFigures) -> str:
+    """What windows and caps cost."""
+    said = []
+    for layer in figures.layers:
+        if layer.cdna and layer.head_dim == 128:
+            issue = {each.kind: each.figures.issue for each in layer.cdna if each.serves}
+            named = [f"{clocks:.1f} ({kind})" for kind, clocks in issue.items()]
+            said.append(f"{layer.arch} {', '.join(named)}")
+    return "; ".join(said)
+
+
+def _study(figures: StaticFigures) -> str:
+    """Extend in Gluon, beside the rows of heads of 128."""
+    lines = [
+        "| arch | kernel | VGPRs | spilled | LDS | waves | issue | LDS clocks | loads | waits | cost | none |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    verdicts = []
+    for layer in figures.layers:
+        if layer.step == "extend" and layer.head_dim == 128:
+            serving = layer.serving
+            lines.append(_studied(layer.arch, f"**`{words(serving.tiles)}`**", serving.figures, layer.busy))
+            of_arch = [study for study in figures.studies if study.arch == layer.arch]
+            for study in of_arch:
+                name = f"Gluon, {study.rows} rows, {'lazily' if study.lazy else 'in every block'}"
+                lines.append(_studied(study.arch, name, study.figures, study.busy))
+            ratio = min(_cost(study.figures) for study in of_arch) / _cost(serving.figures)
+            verdicts.append(f"On {layer.arch} the best one costs {ratio:.2f} of the row that serves.")
+    return "\n".join([_STUDY + lines[0], *lines[1:], "", _STUDIED.format(verdicts=" ".join(verdicts))])
+
+
+def _cost(found: KernelFigures) -> float:
+    """Of extend."""
+    return max(found.units, found.waits)
+
+
+def _studied(arch: str, name: str, found: KernelFigures, busy: Busy) -> str:
+    cells = [
+        arch,
+        name,
+        f"{found.vgprs}",
+        f"{found.spilled}",
+        f"{found.lds_bytes / 1024:.0f} KiB",
+        f"{found.waves}",
+        *(f"{clocks:.1f}" for clocks in (found.issue, found.lds, found.loads, found.waits, _cost(found))),
+        f"{busy.matrix / (busy.matrix + busy.vector):.2f}",
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
 def _change(name: str, ours: KernelFigures, other: KernelFigures) -> str:

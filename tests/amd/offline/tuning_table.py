@@ -1,6 +1,6 @@
 """Rank the tiles of gfx942 and gfx950, and write the candidates into the page that says what rows were chosen from.
 
-    python -m tests.amd.offline.tuning_table docs/amd_tuning.md [TITLE...]
+    python -m tests.amd.offline.tuning_table docs [TITLE...]
 
 compiles every candidate with the Triton at hand, which must be the newest supported, and costs it with llvm-mca (see
 mca.py). With titles only sections in whose own one of them stands are ranked anew. The best candidates go into
@@ -25,11 +25,12 @@ from rocm_attn.cli.static_figures import LayerFigures, StaticFigures
 from tests.amd.offline.figures_of_layers import candidate, layer_key
 from tests.amd.offline.matrix import Row
 from tests.amd.offline.mca import find_llvm_mca
+from tests.amd.offline.pages import write_pages
 from tests.amd.offline.tile_candidates import TOLERANCE, Kind, Ranking, layers, rank
-from tests.amd.offline.tuning_page import page, title
+from tests.amd.offline.tuning_page import title
 
 
-def main(document: Path, titles: Sequence[str] = ()) -> int:
+def main(docs: Path, titles: Sequence[str] = ()) -> int:
     """Rank, print, write; the exit status."""
     known = StaticFigures.read()
     old = {layer.key: layer for layer in known.layers}
@@ -46,7 +47,7 @@ def main(document: Path, titles: Sequence[str] = ()) -> int:
         return 1
     figures = replace(known, layers=tuple(old.values()))
     figures.write()
-    document.write_text(page(figures))
+    write_pages(docs)
     return 0
 
 

@@ -80,8 +80,9 @@ def test_one_layer(model: str, shape: Shape, device: torch.device, measured: Mea
     keys = shape.num_seqs * shape.q_len * (shape.kv_len - (shape.q_len - 1) / 2)
     measured("us", round(us, 2))
     measured("GB/s of K and V", round(kv_bytes / us / 1e3, 1))
-    prediction = predicted(problem, runtime.target.arch, shape)
+    prediction = predicted(problem, runtime.target, shape)
     if prediction is not None:
+        measured("predicted kernel", prediction.kernel)
         measured("predicted us", prediction.seconds.text(1e-6, 2))
         measured("as predicted", prediction.seconds.holds(us / 1e6))
     measured("TFLOP/s", round(4 * keys * num_q_heads * head_dim / us / 1e6, 2))

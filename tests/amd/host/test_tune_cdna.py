@@ -1,0 +1,164 @@
+"""`rocm-attn tune` where decode for CDNA serves: its tiles and paged decode's are compared with it; one row is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.cli.cost import Shape
+from rocm_attn.cli.tile_rows import tile_rows
+from rocm_attn.cli.tune import command
+from rocm_attn.cli.tune.candidates import candidates
+from rocm_attn.cli.tune.jobs import Job, jobs_of
+from rocm_attn.kernels.tuning.measured import MeasuredRow, Table, Tiles, refusal
+from rocm_attn.kernels.tuning.tiles import CdnaTiles, DecodeTiles
+from rocm_attn.machine.measured_rows import sorted_for
+from rocm_attn.machine.releases import Release, Releases
+from rocm_attn.machine.target import known_target
+from rocm_attn.machine.tuning_file import TuningFile
+from rocm_attn.problem import Problem
+from rocm_attn.providers.select import select
+from rocm_attn.providers.tiles import decode_tiles_of, layer_of
+from tests.amd.host.test_tune import FakeBench, options
+
+TRITON = "3.9.0"
+GFX942 = replace(known_target("gfx942"), releases=Releases(triton=Release.of(TRITON)))
+
+
+@pytest.fixture(autouse=True)
+def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "triton_version", lambda: TRITON)
+
+
+def layer() -> Problem:
+    (problem,) = command.problems_of(options(), GFX942)
+    return problem
+
+
+def search(place: Path, cost: Callable[[Tiles], float], wrong: Callable[[Tiles], str] = lambda tiles: "") -> FakeBench:
+    bench = FakeBench(cost, wrong)
+    command.tune(options("--output", str(place)), GFX942, "a GPU", bench)
+    return bench
+
+
+def only_row(place: Path) -> MeasuredRow:
+    (row,) = TuningFile.read(place).rows
+    return row
+
+
+def serving(row: MeasuredRow) -> str:
+    """What decodes the layer with the row."""
+    found = sorted_for(GFX942, [row])
+    assert found.serving == (row,)
+    kernel = select(layer(), replace(GFX942, measured=found.serving), "triton").kernel(StepKind.DECODE)
+    assert str(row.tiles) in kernel.bound.describe()
+    return kernel.row.name
+
+
+def cdna_is_best(tiles: Tiles) -> float:
+    """Two blocks in flight are best, and paged decode is worse whatever its tiles are."""
+    if isinstance(tiles, CdnaTiles):
+        return 80.0 - 10.0 * (tiles.num_stages == 2)
+    return 100.0 - 15.0 * (tiles.key_block == 64)
+
+
+def paged_is_best(tiles: Tiles) -> float:
+    return cdna_is_best(tiles) if isinstance(tiles, CdnaTiles) else 75.0 - 15.0 * (tiles.key_block == 64)
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_both_kernels_are_searched_and_compared_with_the_one_that_serves(arch: str) -> None:
+    target = replace(known_target(arch), releases=GFX942.releases)
+    ours, paged = jobs_of([layer()], target, [Shape(4, 1025)])[0]
+    assert (ours.table, paged.table) == (Table.CDNA_DECODE, Table.DECODE)
+    assert isinstance(ours.tiles, CdnaTiles)
+    assert ours.tiles == ours.in_use == paged.in_use
+    assert paged.tiles == decode_tiles_of(layer(), target)
+    of_ours, of_paged = ([each.tiles for each in candidates(job, target)] for job in (ours, paged))
+    assert {each.num_stages for each in of_ours} == {1, 2, 3, 4}
+    assert {each.key_block for each in of_ours} == {ours.tiles.key_block}, "what one product takes"
+    assert of_paged[0] == paged.tiles, "the table's row is a candidate where it does not serve"
+    for job, found in ((ours, of_ours), (paged, of_paged)):
+        assert len(found) == len(set(found)) > 20
+        assert not any(refusal(job.table, each, layer_of(layer())) for each in found)
+        assert {type(each) for each in found} == {job.table.tiles}
+
+
+def test_its_best_tiles_are_found_and_bound(tmp_path: Path) -> None:
+    place = tmp_path / "t.json"
+    search(place, cdna_is_best)
+    row = only_row(place)
+    assert row.table is Table.CDNA_DECODE
+    assert row.tiles.num_stages == 2
+    assert row.measured.gain == pytest.approx(1 / 8)
+    assert serving(row) == "triton.cdna_decode"
+    selection = select(layer(), replace(GFX942, measured=(row,)), "triton")
+    found = next(each for each in tile_rows(selection) if each.what == "cdna_decode")
+    assert found.is_measured
+    assert found.tiles == row.tiles
+
+
+def test_paged_decode_serves_where_it_beats_the_best_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = tmp_path / "t.json"
+    search(place, paged_is_best)
+    row = only_row(place)
+    assert row.table is Table.DECODE
+    assert row.measured.gain == pytest.approx(0.25), "of the time of the kernel that served"
+    assert serving(row) == "triton.decode"
+    assert "1 rows written" in capsys.readouterr().out
+
+
+def test_paged_decode_is_not_kept_where_it_beats_the_table_and_not_what_was_found(tmp_path: Path) -> None:
+    place = tmp_path / "t.json"
+    search(place, lambda tiles: cdna_is_best(tiles) if isinstance(tiles, CdnaTiles) else 75.0)
+    assert only_row(place).table is Table.CDNA_DECODE
+
+
+def test_where_it_is_wrong_paged_decode_is_searched_by_itself(tmp_path: Path) -> None:
+    place = tmp_path / "t.json"
+    bench = search(place, cdna_is_best, lambda tiles: "wrong: off" if isinstance(tiles, CdnaTiles) else "")
+    row = only_row(place)
+    assert row.table is Table.DECODE
+    assert isinstance(row.tiles, DecodeTiles)
+    assert row.measured.gain == pytest.approx(0.15)
+    assert not any(isinstance(tiles, CdnaTiles) for tiles in bench.timed)
+
+
+def test_a_search_that_is_done_is_not_done_again(tmp_path: Path) -> None:
+    place = tmp_path / "t.json"
+    search(place, paged_is_best)
+    again = search(place, paged_is_best)
+    (ours, paged) = jobs_of([layer()], GFX942, [Shape(4, 1025)])[0]
+    assert set(again.judged) == {ours.in_use}
+    assert ours.in_use == paged.in_use
+
+
+@pytest.mark.parametrize(
+    "changed", [{"num_warps": 2}, {"key_block": 64}, {"transposed": True}, {"heads_per_row": 2}, {"max_registers": 168}]
+)
+def test_tiles_that_it_does_not_take_are_refused(changed: dict[str, int]) -> None:
+    tiles = jobs_of([layer()], GFX942, [Shape(4, 1025)])[0][0].tiles
+    assert refusal(Table.CDNA_DECODE, tiles, layer_of(layer())) == ""
+    assert refusal(Table.CDNA_DECODE, replace(tiles, **changed), layer_of(layer()))  # type: ignore[arg-type]
+    assert "are DecodeTiles, not CdnaTiles" in refusal(Table.DECODE, tiles, layer_of(layer()))
+
+
+def test_measured_tiles_of_the_other_arch_do_not_serve(tmp_path: Path) -> None:
+    """Their blocks are what one product of that arch takes."""
+    place = tmp_path / "t.json"
+    search(place, cdna_is_best)
+    row = only_row(place)
+    forged = replace(row, tiles=replace(row.tiles, key_block=32))
+    selection = select(layer(), replace(GFX942, measured=(forged,)), "triton")
+    assert selection.kernel(StepKind.DECODE).row.name == "triton.decode"
+    reasons = {each.reason for each in selection.refusals}
+    assert "its measured tiles have blocks of 32 keys, and gfx942 takes 16" in reasons
+
+
+def test_every_job_says_what_it_is_of() -> None:
+    first: Job = jobs_of([layer()], GFX942, [Shape(4, 1025)])[0][0]
+    assert str(first) == "cdna_decode of 8 over 2 heads of 128, bfloat16, pages of 16, at 4x1024+1"

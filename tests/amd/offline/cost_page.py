@@ -1,0 +1,66 @@
+"""The figures of docs/cost.md, made from static_figures.json alone: what stands between two comments of the page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from rocm_attn.cli import cost
+from rocm_attn.cli.cost import GPUS, SHAPES, Shape, predicted, predictions
+from rocm_attn.cli.static_figures import StaticFigures
+from rocm_attn.machine.releases import Release, Releases
+from rocm_attn.machine.target import Target, known_target
+from rocm_attn.problem import Problem
+
+LAYER = Problem(32, 8, 128, 128, torch.bfloat16, page_size=16, scale=128**-0.5)
+# With which decode for CDNA serves, and with which it does not.
+_TRITONS = ("3.9.0", "3.8.0")
+_SECTION = re.compile(r"(<!-- made by cost_page: (\w+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
+
+
+def rewritten(page: str) -> str:
+    """The page with its figures anew. Raises KeyError for a section that is not known."""
+    # They were read as the module was imported, and may have been written since.
+    cost.FIGURES = StaticFigures.read()
+    return _SECTION.sub(lambda found: f"{found[1]}{_MAKERS[found[2]]()}", page)
+
+
+def _on(arch: str, triton: str) -> Target:
+    return replace(known_target(arch), releases=Releases(triton=Release.of(triton)))
+
+
+def _sample() -> str:
+    lines = [each.line() for each in predictions(LAYER, _on("gfx942", _TRITONS[0]))]
+    wanted = (str(Shape(64, 4096)), str(Shape(8, 4608, 512)))
+    said = [f"    {line}" for line in lines if line.startswith(wanted)]
+    head = "  predicted of one layer in Triton (sequences x cached + new tokens), never measured:"
+    return "\n".join(["```", head, *said, "```", ""])
+
+
+def _decodes() -> str:
+    lines = ["| | step | `triton.cdna_decode`, us | GB/s | `triton.decode`, us | GB/s |", "|---|---|---|---|---|---|"]
+    for arch, gpu in GPUS.items():
+        for shape in SHAPES:
+            if shape.q_len == 1:
+                found = [predicted(LAYER, _on(arch, triton), shape) for triton in _TRITONS]
+                cells = [text for each in found if each for text in (each.seconds.text(1e-6), each.speed.text(1e9))]
+                lines.append(f"| {' | '.join([gpu.name, str(shape), *cells])} |")
+    return "\n".join([*lines, ""])
+
+
+def _assembly() -> str:
+    lines = ["| | matrix, vector cycles | none | full | measured, of the peak |", "|---|---|---|---|---|"]
+    names = {"gfx942": "`fwd_hd128_bf16_rtne`", "gfx950": "`fwd_hd128_bf16`"}
+    for arch, gpu in GPUS.items():
+        matrix, vector = cost.FIGURES.code_objects[arch]
+        none, full = matrix / (matrix + vector), matrix / max(matrix, vector)
+        low, high = (flops / gpu.matrix_ops for flops in gpu.asm_flops)
+        cells = [f"{gpu.name}, {names[arch]}", f"{matrix:.0f}, {vector:.0f}", f"{none:.2f}", f"{full:.2f}"]
+        lines.append(f"| {' | '.join([*cells, f'{low:.2f} to {high:.2f}'])} |")
+    return "\n".join([*lines, ""])
+
+
+_MAKERS: dict[str, Callable[[], str]] = {"sample": _sample, "decodes": _decodes, "assembly": _assembly}

@@ -41,8 +41,10 @@ from rocm_attn.kernels.attention.decode_schedule import (
     PROGRAM_KV_LEN,
     PROGRAM_ROW,
     PROGRAM_SEQ,
+    PROGRAM_SHARE,
     PROGRAM_WORK,
     SEQ_KV_LEN,
+    count_of_row,
     heads_of_row,
     next_row,
     words_of_program,
@@ -57,7 +59,15 @@ from rocm_attn.kernels.attention.key_rows import (
     pages_at_once,
     pages_of_block,
 )
-from rocm_attn.kernels.attention.merge import early_options, launch_merge
+from rocm_attn.kernels.attention.merge import (
+    MergeGeometry,
+    RowOf,
+    Shared,
+    Written,
+    early_options,
+    launch_merge,
+    merge_row,
+)
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW, Scores
 from rocm_attn.kernels.attention.softmax import LN_2, LOG2_E, add_sink, capped, in_range, visible_blocks
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES, decoded, decoded_pairs
@@ -69,6 +79,8 @@ from rocm_attn.kernels.tuning.tiles import DecodeTiles, next_power_of_2
 _FEW_KEYS = 256
 # Of heads whose windows are read so: of larger ones gfx950 spills scalar registers with a cap.
 _LARGEST_DIM = 128
+import os
+MERGE_ELEMENTS = int(os.environ.get('CAND_ELEMENTS', '256'))
 # The share of the programs, over all rounds that the rows take, that must have a row.
 _EVENLY = 0.9
 
@@ -93,6 +105,8 @@ class DecodeGeometry(NamedTuple):
     STAGES:               key blocks whose loads are in flight
     coding:               how elements of pages are encoded
     STRIDE_UNIT:          elements that strides of q, pages and out are counted in
+    merge:                how the program that ends last with a row adds up its parts, if LAST_MERGES
+    LAST_MERGES:          whether it does
     """
 
     rows: RowCut
@@ -114,6 +128,8 @@ class DecodeGeometry(NamedTuple):
     STAGES: int
     coding: Coding
     STRIDE_UNIT: int
+    merge: MergeGeometry
+    LAST_MERGES: bool
 
 
 class Side(NamedTuple):
@@ -463,6 +479,8 @@ def _decode_kernel(
         done = tl.load(words + PROGRAM_DONE)
         work = tl.load(words + PROGRAM_WORK)
         kv_len = tl.load(words + PROGRAM_KV_LEN)
+        share = tl.load(words + PROGRAM_SHARE)
+        whole_work = work
 
     # q heads of a row, padding included. Where rows read two KV heads each has half of them; QUERY_ROWS is no head.
     HALF: tl.constexpr = QUERY_ROWS // R.HEADS_PER_ROW
@@ -575,6 +593,24 @@ def _decode_kernel(
                     tl.store(part_row + v_own[i], acc[i], mask=is_out[i])
                 tl.store(sums + (part * R.Q_ROWS + q_row) * 2, maximum, mask=is_row)
                 tl.store(sums + (part * R.Q_ROWS + q_row) * 2 + 1, total, mask=is_row)
+                if G.LAST_MERGES:
+                    # Programs that hold parts of this row, as merge.py has them.
+                    first_position = program * share + whole_work - work - done + R.ROW_COST
+                    first_program = first_position // share
+                    num_parts = (first_position + num_blocks - 1) // share - first_program + 1
+                    count = count_of_row(schedule, num_programs, first_program)
+                    # All threads have stored theirs, which the count makes known to the one that reads them.
+                    tl.debug_barrier()
+                    if tl.atomic_add(count, 1, sem="acq_rel", scope="gpu") == num_parts - 1:
+                        tl.store(count, 0)
+                        read = Shared(partials, num_programs, first_program, num_parts)
+                        M: tl.constexpr = G.merge
+                        Q_ROWS: tl.constexpr = R.Q_ROWS
+                        merged = Written(out, out_token, out_head, lse, lse_token, lse_head)
+                        column = tl.arange(0, M.COLUMNS)
+                        for i in tl.static_range(0, Q_ROWS, M.HEADS):
+                            lines = i + tl.arange(0, M.HEADS)
+                            merge_row(read, RowOf(q_indptr, seq, row), lines, column, sinks, merged, M)
         if G.WHOLE_ROWS:
             work = 0
         else:
@@ -636,7 +672,7 @@ def launch_paged_decode(args: AttendArgs, *, scores: Scores, cut: DecodeCut, til
         **tiles.options(),
         **early_options(tiles.early),
     )
-    if not geometry.WHOLE_ROWS:
+    if not geometry.WHOLE_ROWS and not geometry.LAST_MERGES:
         launch_merge(args, cut, geometry.rows, early=tiles.early)
 
 
@@ -662,8 +698,9 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: DecodeTil
         window_left=scores.window_left,
         head_dim=max(head_dim, v_head_dim),
     )
+    rows = cut.row_cut(tiles, gqa_ratio)
     return DecodeGeometry(
-        rows=cut.row_cut(tiles, gqa_ratio),
+        rows=rows,
         HEAD_DIM=head_dim,
         V_HEAD_DIM=v_head_dim,
         K_COLUMNS=k_columns,
@@ -682,4 +719,13 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: DecodeTil
         STAGES=tiles.num_stages,
         coding=args.pages.coding,
         STRIDE_UNIT=args.stride_unit,
+        merge=_merge_of_last(rows, cut, v_head_dim),
+        LAST_MERGES=tiles.last_merges and not whole_rows,
     )
+
+
+def _merge_of_last(rows: RowCut, cut: DecodeCut, v_head_dim: int) -> MergeGeometry:
+    """How one program adds up the parts of a row, some heads at a time."""
+    columns = max(16, next_power_of_2(v_head_dim))
+    heads = min(next_power_of_2(rows.Q_ROWS), max(1, MERGE_ELEMENTS // columns))
+    return MergeGeometry(rows, cut.most_rows, v_head_dim, True, heads, columns, 4, False)

@@ -65,6 +65,34 @@ class Parts(NamedTuple):
     sums: Any
 
 
+class Shared(NamedTuple):
+    """A row that programs share: decode's workspace and its programs, the first with a part of it, and its parts."""
+
+    partials: Any
+    num_programs: Any
+    first_program: Any
+    num_parts: Any
+
+
+class RowOf(NamedTuple):
+    """Which row: boundaries of the sequences' tokens, sequence, row of it."""
+
+    q_indptr: Any
+    seq: Any
+    row: Any
+
+
+class Written(NamedTuple):
+    """out and lse (or None): pointers, and strides between tokens and between heads."""
+
+    out: Any
+    out_token: Any
+    out_head: Any
+    lse: Any
+    lse_token: Any
+    lse_head: Any
+
+
 @triton.jit
 def merge_parts(parts, first_program, num_parts, q_row, num_rows, column, LINES: tl.constexpr, G: tl.constexpr):
     """What all parts of one row give: accumulator [HEADS, COLUMNS], maximum and sum [HEADS]; PARTS are added at a time.
@@ -99,6 +127,44 @@ def merge_parts(parts, first_program, num_parts, q_row, num_rows, column, LINES:
         acc = acc * decay[:, None] + tl.sum(part_acc * weight[:, :, None], 0)
         maximum = new_maximum
     return Softmax(acc, maximum, total)
+
+
+@triton.jit
+def merge_row(read, of, q_row, column, sinks, written, G: tl.constexpr):
+    """Write out and lse of some q rows [HEADS] and columns [COLUMNS] of a row; see the top of this file."""
+    R: tl.constexpr = G.rows
+    T: tl.constexpr = R.TOKENS
+    seq, row = of.seq, of.row
+    sums = read.partials + read.num_programs * (2 * R.Q_ROWS * G.V_HEAD_DIM)
+    parts = Parts(read.partials, sums)
+    acc, maximum, total = merge_parts(
+        parts, read.first_program, read.num_parts, q_row, R.Q_ROWS, column, R.Q_ROWS, G
+    )
+    token = tl.load(of.q_indptr + seq).to(tl.int64)
+    # The last row of a sequence, or of a KV head, may be shorter; its other lanes hold whatever decode left there.
+    if T.MOST == 1:
+        head_block = row % R.HEAD_BLOCKS
+        is_row = q_row < tl.minimum(R.Q_ROWS, R.GQA_RATIO * R.HEADS_PER_ROW - head_block * R.BLOCK_HEADS)
+        first_head = row // R.HEAD_BLOCKS * (R.HEADS_PER_ROW * R.GQA_RATIO) + head_block * R.BLOCK_HEADS
+        head = (first_head + q_row).to(tl.int64)
+    else:
+        q_len = new_tokens(of.q_indptr, seq, T)
+        is_row = q_row < tl.minimum(R.Q_ROWS, (q_len - row * T.OF_ROW) * R.GQA_RATIO)
+        token += row * T.OF_ROW + q_row // R.GQA_RATIO
+        head = (q_row % R.GQA_RATIO).to(tl.int64)
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=is_row, other=float("-inf"))
+        maximum, total, decay = add_sink(maximum, total, sink)
+        acc = acc * decay[:, None]
+    # Other lines hold anything, and a token whose mask shows no key has seen none: 0 / 1, and LSE -inf + log2(1).
+    total = tl.where(is_row & (total != 0.0), total, 1.0)
+    value = (acc / total[:, None]).to(written.out.dtype.element_ty)
+    mask = is_row[:, None] & (column < G.V_HEAD_DIM)[None, :]
+    tl.store(written.out + (token * written.out_token + head * written.out_head)[:, None] + column[None, :], value, mask=mask)
+    if written.lse is not None:
+        # Programs of other column chunks store the same number.
+        value = (maximum + tl.log2(total)) * LN_2
+        tl.store(written.lse + token * written.lse_token + head * written.lse_head, value, mask=is_row)
 
 
 @triton.jit(do_not_specialize=["num_programs", "window_left"])
@@ -151,34 +217,8 @@ def _merge_kernel(
     if mine & (num_parts > 1):
         q_row = tl.program_id(1) * G.HEADS + tl.arange(0, G.HEADS)
         column = tl.program_id(2) * G.COLUMNS + tl.arange(0, G.COLUMNS)
-        sums = partials + num_programs * (2 * R.Q_ROWS * G.V_HEAD_DIM)
-        parts = Parts(partials, sums)
-        acc, maximum, total = merge_parts(parts, first_program, num_parts, q_row, R.Q_ROWS, column, R.Q_ROWS, G)
-        token = tl.load(q_indptr + seq).to(tl.int64)
-        # The last row of a sequence, or of a KV head, may be shorter; its other lanes hold whatever decode left there.
-        if T.MOST == 1:
-            head_block = row % R.HEAD_BLOCKS
-            is_row = q_row < tl.minimum(R.Q_ROWS, R.GQA_RATIO * R.HEADS_PER_ROW - head_block * R.BLOCK_HEADS)
-            first_head = row // R.HEAD_BLOCKS * (R.HEADS_PER_ROW * R.GQA_RATIO) + head_block * R.BLOCK_HEADS
-            head = (first_head + q_row).to(tl.int64)
-        else:
-            q_len = new_tokens(q_indptr, seq, T)
-            is_row = q_row < tl.minimum(R.Q_ROWS, (q_len - row * T.OF_ROW) * R.GQA_RATIO)
-            token += row * T.OF_ROW + q_row // R.GQA_RATIO
-            head = (q_row % R.GQA_RATIO).to(tl.int64)
-        if sinks is not None:
-            sink = tl.load(sinks + head, mask=is_row, other=float("-inf"))
-            maximum, total, decay = add_sink(maximum, total, sink)
-            acc = acc * decay[:, None]
-        # Other lines hold anything, and a token whose mask shows no key has seen none: 0 / 1, and LSE -inf + log2(1).
-        total = tl.where(is_row & (total != 0.0), total, 1.0)
-        value = (acc / total[:, None]).to(out.dtype.element_ty)
-        mask = is_row[:, None] & (column < G.V_HEAD_DIM)[None, :]
-        tl.store(out + (token * out_token + head * out_head)[:, None] + column[None, :], value, mask=mask)
-        if lse is not None:
-            # Programs of other column chunks store the same number.
-            value = (maximum + tl.log2(total)) * LN_2
-            tl.store(lse + token * lse_token + head * lse_head, value, mask=is_row)
+        read = Shared(partials, num_programs, first_program, num_parts)
+        merge_row(read, RowOf(q_indptr, seq, row), q_row, column, sinks, Written(out, out_token, out_head, lse, lse_token, lse_head), G)
 
 
 def early_options(early: bool) -> dict[str, bool]:

@@ -401,9 +401,9 @@ def fill_graph(result: dict[str, Any]) -> str:
 
 # What others say of attention over a selection, without the choice of it.
 PUBLISHED_SPARSE = (
-    "Published by others for an MI355X, and not measured here: attention to 2,048 selected tokens of GLM-5.2, 16 heads, "
-    "FP8, batches of 4, 64, 128, 256 and 512: 14.3, 27.4, 33.5, 51.1 and 73.6 us in Triton (sglang#39106); AITER's "
-    "sparse MLA, 32 heads, bfloat16, 128 x 4k, on a GPU that is not named: 131 us, 4.7 TB/s (aiter#5456)."
+    "Published by others for an MI355X, and not measured here: attention to 2,048 selected tokens of GLM-5.2, 16 "
+    "heads, FP8, batches of 4, 64, 128, 256 and 512: 14.3, 27.4, 33.5, 51.1 and 73.6 us in Triton (sglang#39106); "
+    "AITER's sparse MLA, 32 heads, bfloat16, 128 x 4k, on a GPU that is not named: 131 us, 4.7 TB/s (aiter#5456)."
 )
 
 

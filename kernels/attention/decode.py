@@ -44,7 +44,6 @@ from rocm_attn.kernels.attention.decode_schedule import (
     PROGRAM_SHARE,
     PROGRAM_WORK,
     SEQ_KV_LEN,
-    count_of_row,
     heads_of_row,
     next_row,
     words_of_program,
@@ -59,14 +58,14 @@ from rocm_attn.kernels.attention.key_rows import (
     pages_at_once,
     pages_of_block,
 )
+from rocm_attn.kernels.attention.last_merge import Stored, geometry_of_last, merge_if_last
 from rocm_attn.kernels.attention.merge import (
     MergeGeometry,
     RowOf,
-    Shared,
     Written,
     early_options,
     launch_merge,
-    merge_row,
+    parts_of,
 )
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW, Scores
 from rocm_attn.kernels.attention.softmax import LN_2, LOG2_E, add_sink, capped, in_range, visible_blocks
@@ -80,7 +79,8 @@ _FEW_KEYS = 256
 # Of heads whose windows are read so: of larger ones gfx950 spills scalar registers with a cap.
 _LARGEST_DIM = 128
 import os
-MERGE_ELEMENTS = int(os.environ.get('CAND_ELEMENTS', '256'))
+
+MERGE_ELEMENTS = int(os.environ.get("CAND_ELEMENTS", "256"))
 # The share of the programs, over all rounds that the rows take, that must have a row.
 _EVENLY = 0.9
 
@@ -594,23 +594,20 @@ def _decode_kernel(
                 tl.store(sums + (part * R.Q_ROWS + q_row) * 2, maximum, mask=is_row)
                 tl.store(sums + (part * R.Q_ROWS + q_row) * 2 + 1, total, mask=is_row)
                 if G.LAST_MERGES:
-                    # Programs that hold parts of this row, as merge.py has them.
+                    # Which programs hold parts of the row, as in merge.py.
                     first_position = program * share + whole_work - work - done + R.ROW_COST
                     first_program = first_position // share
                     num_parts = (first_position + num_blocks - 1) // share - first_program + 1
-                    count = count_of_row(schedule, num_programs, first_program)
-                    # All threads have stored theirs, which the count makes known to the one that reads them.
-                    tl.debug_barrier()
-                    if tl.atomic_add(count, 1, sem="acq_rel", scope="gpu") == num_parts - 1:
-                        tl.store(count, 0)
-                        read = Shared(partials, num_programs, first_program, num_parts)
-                        M: tl.constexpr = G.merge
-                        Q_ROWS: tl.constexpr = R.Q_ROWS
-                        merged = Written(out, out_token, out_head, lse, lse_token, lse_head)
-                        column = tl.arange(0, M.COLUMNS)
-                        for i in tl.static_range(0, Q_ROWS, M.HEADS):
-                            lines = i + tl.arange(0, M.HEADS)
-                            merge_row(read, RowOf(q_indptr, seq, row), lines, column, sinks, merged, M)
+                    merge_if_last(
+                        Stored(program, first_program, num_parts),
+                        parts_of(partials, num_programs, R, G.V_HEAD_DIM),
+                        schedule,
+                        num_programs,
+                        RowOf(q_indptr, seq, row),
+                        sinks,
+                        Written(out, out_token, out_head, lse, lse_token, lse_head),
+                        G.merge,
+                    )
         if G.WHOLE_ROWS:
             work = 0
         else:
@@ -719,13 +716,6 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: DecodeTil
         STAGES=tiles.num_stages,
         coding=args.pages.coding,
         STRIDE_UNIT=args.stride_unit,
-        merge=_merge_of_last(rows, cut, v_head_dim),
+        merge=geometry_of_last(rows, cut.most_rows, v_head_dim, MERGE_ELEMENTS),
         LAST_MERGES=tiles.last_merges and not whole_rows,
     )
-
-
-def _merge_of_last(rows: RowCut, cut: DecodeCut, v_head_dim: int) -> MergeGeometry:
-    """How one program adds up the parts of a row, some heads at a time."""
-    columns = max(16, next_power_of_2(v_head_dim))
-    heads = min(next_power_of_2(rows.Q_ROWS), max(1, MERGE_ELEMENTS // columns))
-    return MergeGeometry(rows, cut.most_rows, v_head_dim, True, heads, columns, 4, False)

@@ -65,13 +65,16 @@ class Parts(NamedTuple):
     sums: Any
 
 
-class Shared(NamedTuple):
-    """A row that programs share: decode's workspace and its programs, the first with a part of it, and its parts."""
+class Members(NamedTuple):
+    """Parts that are added up: of programs start, start + step and so on, so many.
 
-    partials: Any
-    num_programs: Any
+    first_program: the first one with a part of the row
+    """
+
     first_program: Any
-    num_parts: Any
+    start: Any
+    step: Any
+    count: Any
 
 
 class RowOf(NamedTuple):
@@ -94,8 +97,20 @@ class Written(NamedTuple):
 
 
 @triton.jit
-def merge_parts(parts, first_program, num_parts, q_row, num_rows, column, LINES: tl.constexpr, G: tl.constexpr):
-    """What all parts of one row give: accumulator [HEADS, COLUMNS], maximum and sum [HEADS]; PARTS are added at a time.
+def parts_of(partials, num_programs, R: tl.constexpr, V_HEAD_DIM: tl.constexpr):
+    """Parts as decode leaves them in its workspace."""
+    return Parts(partials, partials + num_programs * (2 * R.Q_ROWS * V_HEAD_DIM))
+
+
+@triton.jit
+def part_of(program, first_program):
+    """Which part of all a program's is of a row: 2p + 1 where it begins in program p, 2p where it was begun earlier."""
+    return 2 * program + (program == first_program).to(tl.int32)
+
+
+@triton.jit
+def merge_parts(parts, members, q_row, num_rows, column, LINES: tl.constexpr, G: tl.constexpr):
+    """What parts of one row give: accumulator [HEADS, COLUMNS], maximum and sum [HEADS]; PARTS are added at a time.
 
     q_row: which lines, those below num_rows
     """
@@ -105,13 +120,12 @@ def merge_parts(parts, first_program, num_parts, q_row, num_rows, column, LINES:
     maximum = tl.full([HEADS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
     acc = tl.zeros([HEADS, COLUMNS], tl.float32)
-    for first in range(0, num_parts, G.PARTS):
+    for first in range(0, members.count, G.PARTS):
         index = first + lane
-        # The row began in its first program (slot 2p + 1) and was begun earlier for all the others (slot 2p).
-        part = 2 * (first_program + index) + (index == 0).to(tl.int32)
+        part = part_of(members.start + index * members.step, members.first_program)
         # part_maximum, part_total: [PARTS, HEADS]; part_acc: [PARTS, HEADS, COLUMNS]
         line = part[:, None] * LINES + q_row[None, :]
-        live = (index < num_parts)[:, None] & (q_row < num_rows)[None, :]
+        live = (index < members.count)[:, None] & (q_row < num_rows)[None, :]
         part_maximum = tl.load(parts.sums + line * 2, mask=live, other=float("-inf"))
         part_total = tl.load(parts.sums + line * 2 + 1, mask=live, other=0.0)
         is_acc = live[:, :, None]
@@ -130,16 +144,12 @@ def merge_parts(parts, first_program, num_parts, q_row, num_rows, column, LINES:
 
 
 @triton.jit
-def merge_row(read, of, q_row, column, sinks, written, G: tl.constexpr):
-    """Write out and lse of some q rows [HEADS] and columns [COLUMNS] of a row; see the top of this file."""
+def merge_row(parts, members, of, q_row, column, sinks, written, G: tl.constexpr):
+    """Write out and lse of some q rows [HEADS] and columns [COLUMNS] of a row, of all its parts or what they came to."""
     R: tl.constexpr = G.rows
     T: tl.constexpr = R.TOKENS
     seq, row = of.seq, of.row
-    sums = read.partials + read.num_programs * (2 * R.Q_ROWS * G.V_HEAD_DIM)
-    parts = Parts(read.partials, sums)
-    acc, maximum, total = merge_parts(
-        parts, read.first_program, read.num_parts, q_row, R.Q_ROWS, column, R.Q_ROWS, G
-    )
+    acc, maximum, total = merge_parts(parts, members, q_row, R.Q_ROWS, column, R.Q_ROWS, G)
     token = tl.load(of.q_indptr + seq).to(tl.int64)
     # The last row of a sequence, or of a KV head, may be shorter; its other lanes hold whatever decode left there.
     if T.MOST == 1:
@@ -160,7 +170,8 @@ def merge_row(read, of, q_row, column, sinks, written, G: tl.constexpr):
     total = tl.where(is_row & (total != 0.0), total, 1.0)
     value = (acc / total[:, None]).to(written.out.dtype.element_ty)
     mask = is_row[:, None] & (column < G.V_HEAD_DIM)[None, :]
-    tl.store(written.out + (token * written.out_token + head * written.out_head)[:, None] + column[None, :], value, mask=mask)
+    out_row = written.out + token * written.out_token + head * written.out_head
+    tl.store(out_row[:, None] + column[None, :], value, mask=mask)
     if written.lse is not None:
         # Programs of other column chunks store the same number.
         value = (maximum + tl.log2(total)) * LN_2
@@ -217,8 +228,10 @@ def _merge_kernel(
     if mine & (num_parts > 1):
         q_row = tl.program_id(1) * G.HEADS + tl.arange(0, G.HEADS)
         column = tl.program_id(2) * G.COLUMNS + tl.arange(0, G.COLUMNS)
-        read = Shared(partials, num_programs, first_program, num_parts)
-        merge_row(read, RowOf(q_indptr, seq, row), q_row, column, sinks, Written(out, out_token, out_head, lse, lse_token, lse_head), G)
+        parts = parts_of(partials, num_programs, R, G.V_HEAD_DIM)
+        members = Members(first_program, first_program, 1, num_parts)
+        written = Written(out, out_token, out_head, lse, lse_token, lse_head)
+        merge_row(parts, members, RowOf(q_indptr, seq, row), q_row, column, sinks, written, G)
 
 
 def early_options(early: bool) -> dict[str, bool]:

@@ -598,15 +598,16 @@ def _decode_kernel(
                     first_position = program * share + whole_work - work - done + R.ROW_COST
                     first_program = first_position // share
                     num_parts = (first_position + num_blocks - 1) // share - first_program + 1
+                    MERGE: tl.constexpr = G.merge
                     merge_if_last(
                         Stored(program, first_program, num_parts),
                         parts_of(partials, num_programs, R, G.V_HEAD_DIM),
                         schedule,
                         num_programs,
-                        RowOf(q_indptr, seq, row),
+                        RowOf(q_indptr, seq, row, num_parts > 1),
                         sinks,
                         Written(out, out_token, out_head, lse, lse_token, lse_head),
-                        G.merge,
+                        MERGE,
                     )
         if G.WHOLE_ROWS:
             work = 0
@@ -684,7 +685,7 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: DecodeTil
         tiles, num_kv_heads=num_kv_heads, programs=cut.programs, window_left=scores.window_left
     ), "the schedule was cut for another launch"
     args.check_workspace(cut.partials_words(gqa_ratio=gqa_ratio, v_head_dim=v_head_dim, tiles=tiles))
-    assert cut.row_cost >= 1, "some program must write the zeros of a row without keys"
+    assert cut.row_cost + cut.row_end >= 1, "some program must write the zeros of a row without keys"
     assert heads <= 2
     assert not tiles.dim_block or (heads == 1 and not tiles.paired)
     assert heads == 1 or (head_dim == v_head_dim == next_power_of_2(head_dim) and tiles.head_blocks == 1)

@@ -57,7 +57,7 @@ def merge_if_last(stored, parts, schedule, num_programs, of, sinks, written, G: 
         group = index // MEMBERS
         count = tl.minimum(left - group * MEMBERS, MEMBERS)
         start = first_program + group * MEMBERS * step
-        is_last = True
+        is_last = count <= 1
         if count > 1:
             word = count_of_program(schedule, num_programs, start + level)
             # All threads have stored; counting makes it known, and what others stored before they counted.

@@ -78,11 +78,20 @@ class Members(NamedTuple):
 
 
 class RowOf(NamedTuple):
-    """Which row: boundaries of the sequences' tokens, sequence, row of it."""
+    """Which row: boundaries of the sequences' tokens, sequence, row of it, and whether there is such a row."""
 
     q_indptr: Any
     seq: Any
     row: Any
+    live: Any
+
+
+class Place(NamedTuple):
+    """Of some q rows: token, head, whether it is one."""
+
+    token: Any
+    head: Any
+    is_row: Any
 
 
 class Written(NamedTuple):
@@ -144,13 +153,12 @@ def merge_parts(parts, members, q_row, num_rows, column, LINES: tl.constexpr, G:
 
 
 @triton.jit
-def merge_row(parts, members, of, q_row, column, sinks, written, G: tl.constexpr):
-    """Write out and lse of some q rows [HEADS] and columns [COLUMNS] of a row, of all its parts or what they came to."""
+def _place_of(of, q_row, G: tl.constexpr):
+    """Of some q rows [HEADS] of a row: token and head (int64), and whether it is one."""
     R: tl.constexpr = G.rows
     T: tl.constexpr = R.TOKENS
-    seq, row = of.seq, of.row
-    acc, maximum, total = merge_parts(parts, members, q_row, R.Q_ROWS, column, R.Q_ROWS, G)
-    token = tl.load(of.q_indptr + seq).to(tl.int64)
+    row = of.row
+    token = tl.load(of.q_indptr + of.seq, mask=of.live, other=0).to(tl.int64)
     # The last row of a sequence, or of a KV head, may be shorter; its other lanes hold whatever decode left there.
     if T.MOST == 1:
         head_block = row % R.HEAD_BLOCKS
@@ -158,12 +166,19 @@ def merge_row(parts, members, of, q_row, column, sinks, written, G: tl.constexpr
         first_head = row // R.HEAD_BLOCKS * (R.HEADS_PER_ROW * R.GQA_RATIO) + head_block * R.BLOCK_HEADS
         head = (first_head + q_row).to(tl.int64)
     else:
-        q_len = new_tokens(of.q_indptr, seq, T)
+        q_len = tl.load(of.q_indptr + of.seq + 1, mask=of.live, other=0) - token.to(tl.int32)
         is_row = q_row < tl.minimum(R.Q_ROWS, (q_len - row * T.OF_ROW) * R.GQA_RATIO)
         token += row * T.OF_ROW + q_row // R.GQA_RATIO
         head = (q_row % R.GQA_RATIO).to(tl.int64)
-    if sinks is not None:
-        sink = tl.load(sinks + head, mask=is_row, other=float("-inf"))
+    return Place(token, head, is_row & of.live)
+
+
+@triton.jit
+def _finish(softmax, place, sink, column, written, G: tl.constexpr):
+    """Write out and lse of some q rows [HEADS] and columns [COLUMNS] of a row. sink: of each, or None"""
+    acc, maximum, total = softmax
+    token, head, is_row = place
+    if sink is not None:
         maximum, total, decay = add_sink(maximum, total, sink)
         acc = acc * decay[:, None]
     # Other lines hold anything, and a token whose mask shows no key has seen none: 0 / 1, and LSE -inf + log2(1).
@@ -176,6 +191,18 @@ def merge_row(parts, members, of, q_row, column, sinks, written, G: tl.constexpr
         # Programs of other column chunks store the same number.
         value = (maximum + tl.log2(total)) * LN_2
         tl.store(written.lse + token * written.lse_token + head * written.lse_head, value, mask=is_row)
+
+
+@triton.jit
+def merge_row(parts, members, of, q_row, column, sinks, written, G: tl.constexpr):
+    """Write out and lse of some q rows [HEADS] and columns [COLUMNS] of a row: of all its parts, or of groups."""
+    Q_ROWS: tl.constexpr = G.rows.Q_ROWS
+    place = _place_of(of, q_row, G)
+    sink = None
+    if sinks is not None:
+        sink = tl.load(sinks + place.head, mask=place.is_row, other=float("-inf"))
+    softmax = merge_parts(parts, members, q_row, Q_ROWS, column, Q_ROWS, G)
+    _finish(softmax, place, sink, column, written, G)
 
 
 @triton.jit(do_not_specialize=["num_programs", "window_left"])
@@ -221,17 +248,23 @@ def _merge_kernel(
         goes_on = (tl.load(words + PROGRAM_WORK) > 0) & (tl.load(words + PROGRAM_DONE) > R.ROW_COST)
         mine = goes_on & (first_program == index)
     num_parts = (first_position + num_blocks - 1) // share - first_program + 1
+    q_row = tl.program_id(1) * G.HEADS + tl.arange(0, G.HEADS)
+    column = tl.program_id(2) * G.COLUMNS + tl.arange(0, G.COLUMNS)
+    mine = mine & (num_parts > 1)
+    # Boundaries and sinks are no work of decode's: where launches are early, they are loaded while it still runs.
+    place = _place_of(RowOf(q_indptr, seq, row, mine), q_row, G)
+    sink = None
+    if sinks is not None:
+        sink = tl.load(sinks + place.head, mask=place.is_row, other=float("-inf"))
     if G.EARLY:
         gdc_launch_dependents()
         # In every program: what follows the merge may start when all have ended, and shall find decode ended too.
         gdc_wait()
-    if mine & (num_parts > 1):
-        q_row = tl.program_id(1) * G.HEADS + tl.arange(0, G.HEADS)
-        column = tl.program_id(2) * G.COLUMNS + tl.arange(0, G.COLUMNS)
+    if mine:
         parts = parts_of(partials, num_programs, R, G.V_HEAD_DIM)
         members = Members(first_program, first_program, 1, num_parts)
-        written = Written(out, out_token, out_head, lse, lse_token, lse_head)
-        merge_row(parts, members, RowOf(q_indptr, seq, row), q_row, column, sinks, written, G)
+        softmax = merge_parts(parts, members, q_row, R.Q_ROWS, column, R.Q_ROWS, G)
+        _finish(softmax, place, sink, column, Written(out, out_token, out_head, lse, lse_token, lse_head), G)
 
 
 def early_options(early: bool) -> dict[str, bool]:

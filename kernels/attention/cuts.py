@@ -16,7 +16,7 @@ from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles, next_power_
 
 # int32 words of a schedule: of a program and of a sequence (decode_schedule.py), of a query block and of a program's
 # share (extend_schedule.py).
-PROGRAM_WORDS, COUNT_WORDS, SEQ_WORDS, BLOCK_WORDS, SHARE_WORDS = 8, 1, 2, 8, 8
+PROGRAM_WORDS, SEQ_WORDS, BLOCK_WORDS, SHARE_WORDS = 8, 2, 8, 8
 # Query blocks count as equally long if what they reach, in units of 2^CLASS_KEYS_LOG2 keys, agrees in its leading bit
 # and the CLASS_BITS bits after it.
 CLASS_BITS, CLASS_KEYS_LOG2 = 2, 7
@@ -122,7 +122,7 @@ class DecodeCut:
 
     def words(self, num_seqs: int) -> int:
         """int32 words of the schedule."""
-        return self.programs * (PROGRAM_WORDS + COUNT_WORDS) + num_seqs * SEQ_WORDS
+        return self.programs * PROGRAM_WORDS + num_seqs * SEQ_WORDS
 
     def check(self, schedule: Tensor, num_seqs: int) -> None:
         """What launchers assert of a schedule."""

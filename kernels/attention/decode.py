@@ -41,7 +41,6 @@ from rocm_attn.kernels.attention.decode_schedule import (
     PROGRAM_KV_LEN,
     PROGRAM_ROW,
     PROGRAM_SEQ,
-    PROGRAM_SHARE,
     PROGRAM_WORK,
     SEQ_KV_LEN,
     heads_of_row,
@@ -58,15 +57,7 @@ from rocm_attn.kernels.attention.key_rows import (
     pages_at_once,
     pages_of_block,
 )
-from rocm_attn.kernels.attention.last_merge import Stored, geometry_of_last, merge_if_last
-from rocm_attn.kernels.attention.merge import (
-    MergeGeometry,
-    RowOf,
-    Written,
-    early_options,
-    launch_merge,
-    parts_of,
-)
+from rocm_attn.kernels.attention.merge import early_options, launch_merge
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW, Scores
 from rocm_attn.kernels.attention.softmax import LN_2, LOG2_E, add_sink, capped, in_range, visible_blocks
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES, decoded, decoded_pairs
@@ -78,9 +69,6 @@ from rocm_attn.kernels.tuning.tiles import DecodeTiles, next_power_of_2
 _FEW_KEYS = 256
 # Of heads whose windows are read so: of larger ones gfx950 spills scalar registers with a cap.
 _LARGEST_DIM = 128
-import os
-
-MERGE_ELEMENTS = int(os.environ.get("CAND_ELEMENTS", "256"))
 # The share of the programs, over all rounds that the rows take, that must have a row.
 _EVENLY = 0.9
 
@@ -105,8 +93,6 @@ class DecodeGeometry(NamedTuple):
     STAGES:               key blocks whose loads are in flight
     coding:               how elements of pages are encoded
     STRIDE_UNIT:          elements that strides of q, pages and out are counted in
-    merge:                how the program that ends last with a row adds up its parts, if LAST_MERGES
-    LAST_MERGES:          whether it does
     """
 
     rows: RowCut
@@ -128,8 +114,6 @@ class DecodeGeometry(NamedTuple):
     STAGES: int
     coding: Coding
     STRIDE_UNIT: int
-    merge: MergeGeometry
-    LAST_MERGES: bool
 
 
 class Side(NamedTuple):
@@ -479,8 +463,6 @@ def _decode_kernel(
         done = tl.load(words + PROGRAM_DONE)
         work = tl.load(words + PROGRAM_WORK)
         kv_len = tl.load(words + PROGRAM_KV_LEN)
-        share = tl.load(words + PROGRAM_SHARE)
-        whole_work = work
 
     # q heads of a row, padding included. Where rows read two KV heads each has half of them; QUERY_ROWS is no head.
     HALF: tl.constexpr = QUERY_ROWS // R.HEADS_PER_ROW
@@ -593,22 +575,6 @@ def _decode_kernel(
                     tl.store(part_row + v_own[i], acc[i], mask=is_out[i])
                 tl.store(sums + (part * R.Q_ROWS + q_row) * 2, maximum, mask=is_row)
                 tl.store(sums + (part * R.Q_ROWS + q_row) * 2 + 1, total, mask=is_row)
-                if G.LAST_MERGES:
-                    # Which programs hold parts of the row, as in merge.py.
-                    first_position = program * share + whole_work - work - done + R.ROW_COST
-                    first_program = first_position // share
-                    num_parts = (first_position + num_blocks - 1) // share - first_program + 1
-                    MERGE: tl.constexpr = G.merge
-                    merge_if_last(
-                        Stored(program, first_program, num_parts),
-                        parts_of(partials, num_programs, R, G.V_HEAD_DIM),
-                        schedule,
-                        num_programs,
-                        RowOf(q_indptr, seq, row, num_parts > 1),
-                        sinks,
-                        Written(out, out_token, out_head, lse, lse_token, lse_head),
-                        MERGE,
-                    )
         if G.WHOLE_ROWS:
             work = 0
         else:
@@ -670,7 +636,7 @@ def launch_paged_decode(args: AttendArgs, *, scores: Scores, cut: DecodeCut, til
         **tiles.options(),
         **early_options(tiles.early),
     )
-    if not geometry.WHOLE_ROWS and not geometry.LAST_MERGES:
+    if not geometry.WHOLE_ROWS:
         launch_merge(args, cut, geometry.rows, early=tiles.early)
 
 
@@ -696,9 +662,8 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: DecodeTil
         window_left=scores.window_left,
         head_dim=max(head_dim, v_head_dim),
     )
-    rows = cut.row_cut(tiles, gqa_ratio)
     return DecodeGeometry(
-        rows=rows,
+        rows=cut.row_cut(tiles, gqa_ratio),
         HEAD_DIM=head_dim,
         V_HEAD_DIM=v_head_dim,
         K_COLUMNS=k_columns,
@@ -717,6 +682,4 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: DecodeTil
         STAGES=tiles.num_stages,
         coding=args.pages.coding,
         STRIDE_UNIT=args.stride_unit,
-        merge=geometry_of_last(rows, cut.most_rows, v_head_dim, MERGE_ELEMENTS),
-        LAST_MERGES=tiles.last_merges and not whole_rows,
     )

@@ -48,8 +48,6 @@ PROGRAM_SHARE = tl.constexpr(4)
 PROGRAM_ROW_START = tl.constexpr(5)  # position where the row starts
 PROGRAM_KV_LEN = tl.constexpr(6)
 PROGRAM_PAD = tl.constexpr(7)  # positions after each row that nothing lies at; 0 unless the cut is even
-# After those of all programs: see last_merge.py.
-COUNT_WORDS = tl.constexpr(cuts.COUNT_WORDS)
 # The words of a sequence.
 SEQ_WORDS = tl.constexpr(cuts.SEQ_WORDS)
 SEQ_START = tl.constexpr(0)  # position where its rows start
@@ -70,13 +68,7 @@ def words_of_program(schedule, program):
 @triton.jit
 def words_of_seq(schedule, num_programs, seq):
     """The first word of a sequence."""
-    return schedule + num_programs * (PROGRAM_WORDS + COUNT_WORDS) + seq * SEQ_WORDS
-
-
-@triton.jit
-def count_of_program(schedule, num_programs, program):
-    """A program's word for counts of stored parts, 0 outside of a launch of decode (last_merge.py)."""
-    return schedule + num_programs * PROGRAM_WORDS + program
+    return schedule + num_programs * PROGRAM_WORDS + seq * SEQ_WORDS
 
 
 @triton.jit
@@ -230,7 +222,6 @@ def _schedule_kernel(
     tl.store(words + PROGRAM_ROW_START, row_start)
     tl.store(words + PROGRAM_KV_LEN, seq_len)
     tl.store(words + PROGRAM_PAD, pad)
-    tl.store(count_of_program(schedule, num_programs, program), 0)
 
 
 def launch_decode_schedule(queries: Queries, schedule: Tensor, cut: DecodeCut) -> None:

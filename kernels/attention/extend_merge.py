@@ -29,7 +29,7 @@ from rocm_attn.kernels.attention.extend_schedule import (
     SHARE_WORDS,
     SHARE_WORK,
 )
-from rocm_attn.kernels.attention.merge import Members, Parts, merge_parts
+from rocm_attn.kernels.attention.merge import Parts, merge_parts
 from rocm_attn.kernels.attention.query_block import BlockGeometry
 from rocm_attn.kernels.attention.softmax import LN_2, add_sink
 from rocm_attn.kernels.launch import launch
@@ -148,9 +148,7 @@ def _extend_merge_kernel(
         if ROWS > 0:
             AT_ONCE: tl.constexpr = G.at_once
             LINES: tl.constexpr = G.QUERY_ROWS
-            acc, maximum, total = merge_parts(
-                parts, Members(began, began, 1, num_parts), line, num_lines, column, LINES, AT_ONCE
-            )
+            acc, maximum, total = merge_parts(parts, began, num_parts, line, num_lines, column, LINES, AT_ONCE)
         # To have loads in flight costs more than waiting for a few parts.
         elif (G.STAGES > 1) and (num_parts > _FEW_PARTS):
             acc, maximum, total = _sum_of_parts(parts, began, num_parts, line, column, G.STAGES, G)

@@ -65,61 +65,9 @@ class Parts(NamedTuple):
     sums: Any
 
 
-class Members(NamedTuple):
-    """Parts that are added up: of programs start, start + step and so on, so many.
-
-    first_program: the first one with a part of the row
-    """
-
-    first_program: Any
-    start: Any
-    step: Any
-    count: Any
-
-
-class RowOf(NamedTuple):
-    """Which row: boundaries of the sequences' tokens, sequence, row of it, and whether there is such a row."""
-
-    q_indptr: Any
-    seq: Any
-    row: Any
-    live: Any
-
-
-class Place(NamedTuple):
-    """Of some q rows: token, head, whether it is one."""
-
-    token: Any
-    head: Any
-    is_row: Any
-
-
-class Written(NamedTuple):
-    """out and lse (or None): pointers, and strides between tokens and between heads."""
-
-    out: Any
-    out_token: Any
-    out_head: Any
-    lse: Any
-    lse_token: Any
-    lse_head: Any
-
-
 @triton.jit
-def parts_of(partials, num_programs, R: tl.constexpr, V_HEAD_DIM: tl.constexpr):
-    """Parts as decode leaves them in its workspace."""
-    return Parts(partials, partials + num_programs * (2 * R.Q_ROWS * V_HEAD_DIM))
-
-
-@triton.jit
-def part_of(program, first_program):
-    """Which part of all a program's is of a row: 2p + 1 where it begins in program p, 2p where it was begun earlier."""
-    return 2 * program + (program == first_program).to(tl.int32)
-
-
-@triton.jit
-def merge_parts(parts, members, q_row, num_rows, column, LINES: tl.constexpr, G: tl.constexpr):
-    """What parts of one row give: accumulator [HEADS, COLUMNS], maximum and sum [HEADS]; PARTS are added at a time.
+def merge_parts(parts, first_program, num_parts, q_row, num_rows, column, LINES: tl.constexpr, G: tl.constexpr):
+    """What all parts of one row give: accumulator [HEADS, COLUMNS], maximum and sum [HEADS]; PARTS are added at a time.
 
     q_row: which lines, those below num_rows
     """
@@ -129,12 +77,13 @@ def merge_parts(parts, members, q_row, num_rows, column, LINES: tl.constexpr, G:
     maximum = tl.full([HEADS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
     acc = tl.zeros([HEADS, COLUMNS], tl.float32)
-    for first in range(0, members.count, G.PARTS):
+    for first in range(0, num_parts, G.PARTS):
         index = first + lane
-        part = part_of(members.start + index * members.step, members.first_program)
+        # The row began in its first program (slot 2p + 1) and was begun earlier for all the others (slot 2p).
+        part = 2 * (first_program + index) + (index == 0).to(tl.int32)
         # part_maximum, part_total: [PARTS, HEADS]; part_acc: [PARTS, HEADS, COLUMNS]
         line = part[:, None] * LINES + q_row[None, :]
-        live = (index < members.count)[:, None] & (q_row < num_rows)[None, :]
+        live = (index < num_parts)[:, None] & (q_row < num_rows)[None, :]
         part_maximum = tl.load(parts.sums + line * 2, mask=live, other=float("-inf"))
         part_total = tl.load(parts.sums + line * 2 + 1, mask=live, other=0.0)
         is_acc = live[:, :, None]
@@ -150,59 +99,6 @@ def merge_parts(parts, members, q_row, num_rows, column, LINES: tl.constexpr, G:
         acc = acc * decay[:, None] + tl.sum(part_acc * weight[:, :, None], 0)
         maximum = new_maximum
     return Softmax(acc, maximum, total)
-
-
-@triton.jit
-def _place_of(of, q_row, G: tl.constexpr):
-    """Of some q rows [HEADS] of a row: token and head (int64), and whether it is one."""
-    R: tl.constexpr = G.rows
-    T: tl.constexpr = R.TOKENS
-    row = of.row
-    token = tl.load(of.q_indptr + of.seq, mask=of.live, other=0).to(tl.int64)
-    # The last row of a sequence, or of a KV head, may be shorter; its other lanes hold whatever decode left there.
-    if T.MOST == 1:
-        head_block = row % R.HEAD_BLOCKS
-        is_row = q_row < tl.minimum(R.Q_ROWS, R.GQA_RATIO * R.HEADS_PER_ROW - head_block * R.BLOCK_HEADS)
-        first_head = row // R.HEAD_BLOCKS * (R.HEADS_PER_ROW * R.GQA_RATIO) + head_block * R.BLOCK_HEADS
-        head = (first_head + q_row).to(tl.int64)
-    else:
-        q_len = tl.load(of.q_indptr + of.seq + 1, mask=of.live, other=0) - token.to(tl.int32)
-        is_row = q_row < tl.minimum(R.Q_ROWS, (q_len - row * T.OF_ROW) * R.GQA_RATIO)
-        token += row * T.OF_ROW + q_row // R.GQA_RATIO
-        head = (q_row % R.GQA_RATIO).to(tl.int64)
-    return Place(token, head, is_row & of.live)
-
-
-@triton.jit
-def _finish(softmax, place, sink, column, written, G: tl.constexpr):
-    """Write out and lse of some q rows [HEADS] and columns [COLUMNS] of a row. sink: of each, or None"""
-    acc, maximum, total = softmax
-    token, head, is_row = place
-    if sink is not None:
-        maximum, total, decay = add_sink(maximum, total, sink)
-        acc = acc * decay[:, None]
-    # Other lines hold anything, and a token whose mask shows no key has seen none: 0 / 1, and LSE -inf + log2(1).
-    total = tl.where(is_row & (total != 0.0), total, 1.0)
-    value = (acc / total[:, None]).to(written.out.dtype.element_ty)
-    mask = is_row[:, None] & (column < G.V_HEAD_DIM)[None, :]
-    out_row = written.out + token * written.out_token + head * written.out_head
-    tl.store(out_row[:, None] + column[None, :], value, mask=mask)
-    if written.lse is not None:
-        # Programs of other column chunks store the same number.
-        value = (maximum + tl.log2(total)) * LN_2
-        tl.store(written.lse + token * written.lse_token + head * written.lse_head, value, mask=is_row)
-
-
-@triton.jit
-def merge_row(parts, members, of, q_row, column, sinks, written, G: tl.constexpr):
-    """Write out and lse of some q rows [HEADS] and columns [COLUMNS] of a row: of all its parts, or of groups."""
-    Q_ROWS: tl.constexpr = G.rows.Q_ROWS
-    place = _place_of(of, q_row, G)
-    sink = None
-    if sinks is not None:
-        sink = tl.load(sinks + place.head, mask=place.is_row, other=float("-inf"))
-    softmax = merge_parts(parts, members, q_row, Q_ROWS, column, Q_ROWS, G)
-    _finish(softmax, place, sink, column, written, G)
 
 
 @triton.jit(do_not_specialize=["num_programs", "window_left"])
@@ -248,23 +144,45 @@ def _merge_kernel(
         goes_on = (tl.load(words + PROGRAM_WORK) > 0) & (tl.load(words + PROGRAM_DONE) > R.ROW_COST)
         mine = goes_on & (first_program == index)
     num_parts = (first_position + num_blocks - 1) // share - first_program + 1
+    mine = mine & (num_parts > 1)
     q_row = tl.program_id(1) * G.HEADS + tl.arange(0, G.HEADS)
     column = tl.program_id(2) * G.COLUMNS + tl.arange(0, G.COLUMNS)
-    mine = mine & (num_parts > 1)
-    # Boundaries and sinks are no work of decode's: where launches are early, they are loaded while it still runs.
-    place = _place_of(RowOf(q_indptr, seq, row, mine), q_row, G)
+    # What decode does not write is loaded while it still runs, where launches are early.
+    token = tl.load(q_indptr + seq, mask=mine, other=0).to(tl.int64)
+    # The last row of a sequence, or of a KV head, may be shorter; its other lanes hold whatever decode left there.
+    if T.MOST == 1:
+        head_block = row % R.HEAD_BLOCKS
+        is_row = q_row < tl.minimum(R.Q_ROWS, R.GQA_RATIO * R.HEADS_PER_ROW - head_block * R.BLOCK_HEADS)
+        first_head = row // R.HEAD_BLOCKS * (R.HEADS_PER_ROW * R.GQA_RATIO) + head_block * R.BLOCK_HEADS
+        head = (first_head + q_row).to(tl.int64)
+    else:
+        q_len = tl.load(q_indptr + seq + 1, mask=mine, other=0) - token.to(tl.int32)
+        is_row = q_row < tl.minimum(R.Q_ROWS, (q_len - row * T.OF_ROW) * R.GQA_RATIO)
+        token += row * T.OF_ROW + q_row // R.GQA_RATIO
+        head = (q_row % R.GQA_RATIO).to(tl.int64)
     sink = None
     if sinks is not None:
-        sink = tl.load(sinks + place.head, mask=place.is_row, other=float("-inf"))
+        sink = tl.load(sinks + head, mask=mine & is_row, other=float("-inf"))
     if G.EARLY:
         gdc_launch_dependents()
         # In every program: what follows the merge may start when all have ended, and shall find decode ended too.
         gdc_wait()
     if mine:
-        parts = parts_of(partials, num_programs, R, G.V_HEAD_DIM)
-        members = Members(first_program, first_program, 1, num_parts)
-        softmax = merge_parts(parts, members, q_row, R.Q_ROWS, column, R.Q_ROWS, G)
-        _finish(softmax, place, sink, column, Written(out, out_token, out_head, lse, lse_token, lse_head), G)
+        sums = partials + num_programs * (2 * R.Q_ROWS * G.V_HEAD_DIM)
+        parts = Parts(partials, sums)
+        acc, maximum, total = merge_parts(parts, first_program, num_parts, q_row, R.Q_ROWS, column, R.Q_ROWS, G)
+        if sink is not None:
+            maximum, total, decay = add_sink(maximum, total, sink)
+            acc = acc * decay[:, None]
+        # Other lines hold anything, and a token whose mask shows no key has seen none: 0 / 1, and LSE -inf + log2(1).
+        total = tl.where(is_row & (total != 0.0), total, 1.0)
+        value = (acc / total[:, None]).to(out.dtype.element_ty)
+        mask = is_row[:, None] & (column < G.V_HEAD_DIM)[None, :]
+        tl.store(out + (token * out_token + head * out_head)[:, None] + column[None, :], value, mask=mask)
+        if lse is not None:
+            # Programs of other column chunks store the same number.
+            value = (maximum + tl.log2(total)) * LN_2
+            tl.store(lse + token * lse_token + head * lse_head, value, mask=is_row)
 
 
 def early_options(early: bool) -> dict[str, bool]:

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from rocm_attn.kernels.attention.cuts import CLASS_BITS, CLASS_KEYS_LOG2, COUNT_WORDS, DecodeCut, ExtendCut, Sharing
+from rocm_attn.kernels.attention.cuts import CLASS_BITS, CLASS_KEYS_LOG2, DecodeCut, ExtendCut, Sharing
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
 
 
@@ -46,7 +46,7 @@ def decode_schedule(kv_len: Sequence[int], q_len: Sequence[int], cut: DecodeCut)
             continue
         seq, row = rows[index]
         words += [seq, row, start - starts[index], min(share, end - start), share, starts[index], kv_len[seq], pad]
-    return words + [0] * (cut.programs * COUNT_WORDS) + words_of_seqs
+    return words + words_of_seqs
 
 
 def _even_share(costs: Sequence[int], share: int, row_end: int) -> tuple[int, int]:

@@ -55,7 +55,6 @@ class DecodeTiles:
     max_registers:    registers of a thread that NVIDIA's compiler may take; 0: its own choice
     early:            whether launches may begin while the one before still runs, and wait on the device for its end
                       ("programmatic dependent launch" of NVIDIA from sm_90 on)
-    last_merges:      whether the program that ends last with a row adds up its parts, and no launch after decode's
     """
 
     key_block: int
@@ -72,7 +71,6 @@ class DecodeTiles:
     dim_block: int = 0
     max_registers: int = 0
     early: bool = False
-    last_merges: bool = False
 
     def columns(self, dim: int) -> int:
         """Columns of a block of rows of dim elements; a power of two."""

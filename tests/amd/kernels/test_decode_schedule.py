@@ -234,6 +234,22 @@ def test_rows_that_are_alike_are_cut_alike(
         assert words[4] == -(-8 * cost // num_programs)
 
 
+@pytest.mark.parametrize(("kv_len", "blocks"), [(4096, {64}), (4080, {64, 63}), (4100, {65, 62})])
+def test_equal_parts_have_as_many_blocks_where_the_start_of_a_row_costs_nothing(
+    kv_len: int, blocks: set[int], kernel_device: torch.device
+) -> None:
+    """The end of a row has no positions of its own then: padding after rows is negative."""
+    tiles = replace(TILES, row_cost=0, row_end=2, heads_per_row=2)
+    batch = Batch([kv_len] * 8, [1] * 8, 8, 132, tiles)
+    words = device_words(batch, kernel_device)
+    assert words == batch.words
+    assert words[7] == 4 * max(blocks) - batch.blocks_of(0) - 2
+    visits = [walk(batch, program) for program in range(132)]
+    assert {end - first for visit in visits for _, first, end in visit} == blocks
+    assert sum(map(len, visits)) == 8 * 4 * 4
+    assert max(map(len, visits)) == 1
+
+
 @pytest.mark.parametrize("q_len", [[], [0, 0, 0], [5, 0, 2]])
 def test_a_batch_without_decodes_gives_no_program_work(q_len: list[int], kernel_device: torch.device) -> None:
     batch = Batch([9] * len(q_len), q_len, 2, 4, TILES)

@@ -198,7 +198,7 @@ def launch_merge(args: AttendArgs, cut: DecodeCut, rows: RowCut, *, early: bool 
     """
     queries, v_head_dim = args.queries, args.out.shape[2]
     num_rows = queries.num_seqs * cut.most_rows
-    shape = merge_shape(num_rows, cut.programs, rows.Q_ROWS, v_head_dim)
+    shape = merge_shape(num_rows, cut.programs, rows.Q_ROWS, v_head_dim, early)
     launch(
         _merge_kernel,
         (

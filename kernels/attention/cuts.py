@@ -205,8 +205,8 @@ def merge_shape(num_rows: int, num_programs: int, q_rows: int, v_head_dim: int, 
     # rows (16 x 4k): 71.6 and 70.8, and 77 with all heads, which are too few.
     heads = min(q_rows, num_rows * q_rows // _MERGE_PROGRAMS, 2048 // (max(typical, 4) * block))
     columns = block if num_rows * q_rows >= _MERGE_PROGRAMS else min(block, 64)
-    # What is launched early finds room beside decode with one warp: 16 x 4k 71.1 and 69.6 us; 64 x 4k in eight bits 143.1
-    # and 140.3 (llama8b), 79.6 and 77.7 (gptoss).
+    # What is launched early finds room beside decode with one warp: 16 x 4k takes 69.6 us so and 71.1 with two, 64 x 4k
+    # in eight bits 140.3 and 143.1 (llama8b), 77.7 and 79.6 (gptoss).
     warps = 1 if early else 2
     return MergeShape(True, 1 << max(0, heads.bit_length() - 1), columns, max(typical, 4), warps)
 

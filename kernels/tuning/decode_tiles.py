@@ -11,10 +11,10 @@ from rocm_attn.kernels.tuning.tiles import Codes, DecodeRow, DecodeTiles, NoTile
 # The first row that serves wins. In the comments llama8b is (32 query heads, 8 KV heads, 128), gptoss (64, 8, 64) and
 # gemma (8, 4, 256), and "of the floor" means of the time to read K and V once.
 DECODE_ROWS = (
-    # gptoss 64 x 4k: 74 us, with factors of tokens 78, of bfloat16 129. Beside 77.5 in one run: 78.2 where a row's start
-    # costs something, 78.5 with 4 stages, 95 with 2, 81 where rows that are alike are not cut alike, 89 and more with
-    # whole rows of four warps. 8 programs of these registers are what an SM holds; 12 take 83. Parts that are added up
-    # by the program that ends last with a row, in the same launch, 77.6; up to 56 bytes spill where there is a window.
+    # gptoss 64 x 4k: 74 us, with factors of tokens 78, of bfloat16 129. In a run where these take 77.5: 78.2 where the
+    # start of a row costs something, 78.5 with 4 stages, 95 with 2, 81 where rows that are alike are not cut alike, 89
+    # and more with whole rows of four warps, 77.6 where the program that ends last with a row adds up its parts. 8
+    # programs of these registers are what an SM holds; 12 take 83. Up to 56 bytes spill where there is a window.
     DecodeRow(
         "sm_90",
         2,

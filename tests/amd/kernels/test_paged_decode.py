@@ -115,6 +115,7 @@ def test_any_number_of_programs_gives_the_same_answer(num_programs: int, kernel_
         DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, head_blocks=2),
         DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, head_blocks=3, transposed=True),
         DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, row_cost=7),
+        DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, row_cost=0, row_end=2),
         DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, dim_block=16),
         DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, dim_block=32, transposed=True),
     ],

@@ -403,6 +403,14 @@ def fill_graph(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+# What others say of attention over a selection, without the choice of it.
+PUBLISHED_SPARSE = (
+    "Published by others for an MI355X, and not measured here: attention to 2,048 selected tokens of GLM-5.2, 16 "
+    "heads, FP8, batches of 4, 64, 128, 256 and 512: 14.3, 27.4, 33.5, 51.1 and 73.6 us in Triton (sglang#39106); "
+    "AITER's sparse MLA, 32 heads, bfloat16, 128 x 4k, on a GPU that is not named: 131 us, 4.7 TB/s (aiter#5456)."
+)
+
+
 def sparse_decode(result: dict[str, Any]) -> str:
     """Index scores, top-k and attention over a selection."""
     lines = opening(
@@ -418,7 +426,7 @@ def sparse_decode(result: dict[str, Any]) -> str:
         floor = row["floor_us"]
         times = f"{row['us']:.1f} | {floor:.1f} | {row['us'] / floor:.2f}" if floor else f"{row['us']:.1f} | |"
         lines.append(f"| {row['case']} | {row['piece']} | {times} | {row['error']:.1e} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join((*lines, "", PUBLISHED_SPARSE)) + "\n"
 
 
 def wide_rows(result: dict[str, Any]) -> str:

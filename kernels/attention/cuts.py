@@ -182,8 +182,8 @@ class MergeShape:
     num_warps: int
 
 
-def merge_shape(num_rows: int, num_programs: int, q_rows: int, v_head_dim: int) -> MergeShape:
-    """The cut for num_rows rows of q_rows query heads.
+def merge_shape(num_rows: int, num_programs: int, q_rows: int, v_head_dim: int, early: bool) -> MergeShape:
+    """The cut for num_rows rows of q_rows query heads. early: see launch_merge
 
     Two things count (measured on one H200): all parts of a typical row in one step, and enough programs.
     1 row, 264 parts: 45 us with 8 parts a step, 16 us with 256. 64 x 4k, 512 rows: 7.6 us with one head a program, 3 us
@@ -205,7 +205,10 @@ def merge_shape(num_rows: int, num_programs: int, q_rows: int, v_head_dim: int) 
     # rows (16 x 4k): 71.6 and 70.8, and 77 with all heads, which are too few.
     heads = min(q_rows, num_rows * q_rows // _MERGE_PROGRAMS, 2048 // (max(typical, 4) * block))
     columns = block if num_rows * q_rows >= _MERGE_PROGRAMS else min(block, 64)
-    return MergeShape(True, 1 << max(0, heads.bit_length() - 1), columns, max(typical, 4), 2)
+    # What is launched early finds room beside decode with one warp: 16 x 4k takes 69.6 us so and 71.1 with two, 64 x 4k
+    # in eight bits 140.3 and 143.1 (llama8b), 77.7 and 79.6 (gptoss).
+    warps = 1 if early else 2
+    return MergeShape(True, 1 << max(0, heads.bit_length() - 1), columns, max(typical, 4), warps)
 
 
 class Sharing(NamedTuple):

@@ -651,7 +651,7 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: DecodeTil
         tiles, num_kv_heads=num_kv_heads, programs=cut.programs, window_left=scores.window_left
     ), "the schedule was cut for another launch"
     args.check_workspace(cut.partials_words(gqa_ratio=gqa_ratio, v_head_dim=v_head_dim, tiles=tiles))
-    assert cut.row_cost >= 1, "some program must write the zeros of a row without keys"
+    assert cut.row_cost + cut.row_end >= 1, "some program must write the zeros of a row without keys"
     assert heads <= 2
     assert not tiles.dim_block or (heads == 1 and not tiles.paired)
     assert heads == 1 or (head_dim == v_head_dim == next_power_of_2(head_dim) and tiles.head_blocks == 1)

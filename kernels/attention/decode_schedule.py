@@ -12,7 +12,8 @@ So there is no list of parts and no atomic, and the cut depends on nothing but t
 
 Where all rows cost the same, and a share that a row is a multiple of, or that is a multiple of a row, is larger by a
 sixteenth at most, it is that one: then no program has an end of one row and the beginning of the next. What a row lacks
-to a multiple counts as padding after it.
+to a multiple counts as padding after it. Of several parts of a row the last one may be without positions for its end,
+and the padding is negative then.
 
 With a window a row has only the blocks that its new tokens see. A sequence takes part by its number of new tokens, of
 which each OF_ROW have rows of their own; each row is as long as the last one. With kv_len 0 a row costs row_cost, so
@@ -140,13 +141,13 @@ def _costs(kv_len, q_indptr, seq, num_seqs, window_left, G: tl.constexpr):
 
 
 @triton.jit
-def _even_share(share, shortest, longest):
+def _even_share(share, shortest, longest, ROW_END: tl.constexpr):
     """What a program takes, and the padding after each row. shortest, longest: cost of a row; share: at least"""
     cost = tl.maximum(longest, 1)
     # So many rows for a program, or so many programs for a row.
     rows = tl.cdiv(share, cost)
     parts = tl.maximum(cost // share, 1)
-    even = tl.where(share >= cost, rows * cost, tl.cdiv(cost, parts))
+    even = tl.where(share >= cost, rows * cost, tl.cdiv(cost - ROW_END, parts))
     is_even = (shortest == longest) & (even <= share + share // _SIXTEEN)
     pad = tl.where(is_even & (share < cost), even * parts - cost, 0)
     return tl.where(is_even, even, share), pad
@@ -178,7 +179,7 @@ def _schedule_kernel(
     share = tl.maximum(tl.cdiv(total, num_programs), 1)
     pad = 0
     if G.IS_EVEN:
-        share, pad = _even_share(share, shortest, longest)
+        share, pad = _even_share(share, shortest, longest, G.ROW_END)
     start = program * share
 
     # The sequence whose positions contain `start`: the number of sequences that end at or before it.

@@ -144,30 +144,34 @@ def _merge_kernel(
         goes_on = (tl.load(words + PROGRAM_WORK) > 0) & (tl.load(words + PROGRAM_DONE) > R.ROW_COST)
         mine = goes_on & (first_program == index)
     num_parts = (first_position + num_blocks - 1) // share - first_program + 1
+    mine = mine & (num_parts > 1)
+    q_row = tl.program_id(1) * G.HEADS + tl.arange(0, G.HEADS)
+    column = tl.program_id(2) * G.COLUMNS + tl.arange(0, G.COLUMNS)
+    # What decode does not write is loaded while it still runs, where launches are early.
+    token = tl.load(q_indptr + seq, mask=mine, other=0).to(tl.int64)
+    # The last row of a sequence, or of a KV head, may be shorter; its other lanes hold whatever decode left there.
+    if T.MOST == 1:
+        head_block = row % R.HEAD_BLOCKS
+        is_row = q_row < tl.minimum(R.Q_ROWS, R.GQA_RATIO * R.HEADS_PER_ROW - head_block * R.BLOCK_HEADS)
+        first_head = row // R.HEAD_BLOCKS * (R.HEADS_PER_ROW * R.GQA_RATIO) + head_block * R.BLOCK_HEADS
+        head = (first_head + q_row).to(tl.int64)
+    else:
+        q_len = tl.load(q_indptr + seq + 1, mask=mine, other=0) - token.to(tl.int32)
+        is_row = q_row < tl.minimum(R.Q_ROWS, (q_len - row * T.OF_ROW) * R.GQA_RATIO)
+        token += row * T.OF_ROW + q_row // R.GQA_RATIO
+        head = (q_row % R.GQA_RATIO).to(tl.int64)
+    sink = None
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=mine & is_row, other=float("-inf"))
     if G.EARLY:
         gdc_launch_dependents()
         # In every program: what follows the merge may start when all have ended, and shall find decode ended too.
         gdc_wait()
-    if mine & (num_parts > 1):
-        q_row = tl.program_id(1) * G.HEADS + tl.arange(0, G.HEADS)
-        column = tl.program_id(2) * G.COLUMNS + tl.arange(0, G.COLUMNS)
+    if mine:
         sums = partials + num_programs * (2 * R.Q_ROWS * G.V_HEAD_DIM)
         parts = Parts(partials, sums)
         acc, maximum, total = merge_parts(parts, first_program, num_parts, q_row, R.Q_ROWS, column, R.Q_ROWS, G)
-        token = tl.load(q_indptr + seq).to(tl.int64)
-        # The last row of a sequence, or of a KV head, may be shorter; its other lanes hold whatever decode left there.
-        if T.MOST == 1:
-            head_block = row % R.HEAD_BLOCKS
-            is_row = q_row < tl.minimum(R.Q_ROWS, R.GQA_RATIO * R.HEADS_PER_ROW - head_block * R.BLOCK_HEADS)
-            first_head = row // R.HEAD_BLOCKS * (R.HEADS_PER_ROW * R.GQA_RATIO) + head_block * R.BLOCK_HEADS
-            head = (first_head + q_row).to(tl.int64)
-        else:
-            q_len = new_tokens(q_indptr, seq, T)
-            is_row = q_row < tl.minimum(R.Q_ROWS, (q_len - row * T.OF_ROW) * R.GQA_RATIO)
-            token += row * T.OF_ROW + q_row // R.GQA_RATIO
-            head = (q_row % R.GQA_RATIO).to(tl.int64)
-        if sinks is not None:
-            sink = tl.load(sinks + head, mask=is_row, other=float("-inf"))
+        if sink is not None:
             maximum, total, decay = add_sink(maximum, total, sink)
             acc = acc * decay[:, None]
         # Other lines hold anything, and a token whose mask shows no key has seen none: 0 / 1, and LSE -inf + log2(1).
@@ -194,7 +198,7 @@ def launch_merge(args: AttendArgs, cut: DecodeCut, rows: RowCut, *, early: bool 
     """
     queries, v_head_dim = args.queries, args.out.shape[2]
     num_rows = queries.num_seqs * cut.most_rows
-    shape = merge_shape(num_rows, cut.programs, rows.Q_ROWS, v_head_dim)
+    shape = merge_shape(num_rows, cut.programs, rows.Q_ROWS, v_head_dim, early)
     launch(
         _merge_kernel,
         (

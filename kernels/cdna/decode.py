@@ -321,7 +321,7 @@ def _geometry(args: AttendArgs, arch: str, scores: Scores, cut: DecodeCut, tiles
         tiles, num_kv_heads=num_kv_heads, programs=cut.programs, window_left=scores.window_left
     ), "the schedule was cut for another launch"
     args.check_workspace(cut.partials_words(gqa_ratio=gqa_ratio, v_head_dim=head_dim, tiles=tiles))
-    assert cut.row_cost >= 1, "some program must write the zeros of a row without keys"
+    assert cut.row_cost + cut.row_end >= 1, "some program must write the zeros of a row without keys"
     assert args.slopes is None, "no slopes are served"
     assert pages.format.encoding.dtype == args.q.dtype, "pages in q's dtype are served"
     assert pages.format.head_dim == pages.format.v_head_dim, "rows of K and of V that are equally long are served"

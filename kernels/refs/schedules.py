@@ -25,7 +25,7 @@ def decode_schedule(kv_len: Sequence[int], q_len: Sequence[int], cut: DecodeCut)
         for _ in range(num_rows)
     ]
     share = max(-(-sum(costs) // cut.programs), 1)
-    share, pad = _even_share(costs, share) if cut.is_even else (share, 0)
+    share, pad = _even_share(costs, share, cut.row_end) if cut.is_even else (share, 0)
     rows: list[tuple[int, int]] = []
     starts: list[int] = []
     words_of_seqs: list[int] = []
@@ -40,7 +40,7 @@ def decode_schedule(kv_len: Sequence[int], q_len: Sequence[int], cut: DecodeCut)
     for program in range(cut.programs):
         start = program * share
         index = bisect_right(starts, start) - 1
-        end = starts[index] + costs[index] if pad else position
+        end = starts[index] + costs[index] if pad > 0 else position
         if start >= min(end, position):
             words += [0, 0, 0, 0, share, 0, 0, 0]
             continue
@@ -49,7 +49,7 @@ def decode_schedule(kv_len: Sequence[int], q_len: Sequence[int], cut: DecodeCut)
     return words + words_of_seqs
 
 
-def _even_share(costs: Sequence[int], share: int) -> tuple[int, int]:
+def _even_share(costs: Sequence[int], share: int, row_end: int) -> tuple[int, int]:
     """What a program takes of rows with these costs, and the padding after each of them. share: the least it can be"""
     if len(set(costs)) != 1:
         return share, 0
@@ -59,7 +59,7 @@ def _even_share(costs: Sequence[int], share: int) -> tuple[int, int]:
         pad = 0
     else:
         parts = max(number for number in range(1, cost + 1) if number * share <= cost)
-        even = -(-cost // parts)
+        even = -(-(cost - row_end) // parts)
         pad = even * parts - cost
     return (even, pad) if 16 * (even - share) <= share else (share, 0)
 

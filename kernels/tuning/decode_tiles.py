@@ -11,19 +11,28 @@ from rocm_attn.kernels.tuning.tiles import Codes, DecodeRow, DecodeTiles, NoTile
 # The first row that serves wins. In the comments llama8b is (32 query heads, 8 KV heads, 128), gptoss (64, 8, 64) and
 # gemma (8, 4, 256), and "of the floor" means of the time to read K and V once.
 DECODE_ROWS = (
-    # gptoss 64 x 4k: 76 us, with factors of tokens 80, of bfloat16 129. With 4 to 6 stages 78 to 80; with 12 programs
-    # an SM 80. 8 programs of these registers are what an SM holds; up to 56 bytes spill where there is a window.
+    # gptoss 64 x 4k: 74 us, with factors of tokens 78, of bfloat16 129. In a run where these take 77.5: 78.2 where the
+    # start of a row costs something, 78.5 with 4 stages, 95 with 2, 81 where rows that are alike are not cut alike, 89
+    # and more with whole rows of four warps, 77.6 where the program that ends last with a row adds up its parts. 8
+    # programs of these registers are what an SM holds; 12 take 83. Up to 56 bytes spill where there is a window.
     DecodeRow(
         "sm_90",
         2,
         64,
         16,
-        DecodeTiles(16, 1, 3, 8, heads_per_row=2, paired=True, early=True),
+        DecodeTiles(16, 1, 3, 8, heads_per_row=2, row_cost=0, row_end=2, paired=True, early=True),
         (Codes.BY_ROW, Codes.BY_TOKEN),
     ),
-    # llama8b 64 x 4k: 139 us, with factors of tokens 144, of bfloat16 253. At 128 x 8k with one KV head 74 and 77; with
-    # 4 stages 75 and 77, with blocks of 32 keys and factors of tokens 81.
-    DecodeRow("sm_90", 2, 128, 16, DecodeTiles(16, 1, 3, 8, paired=True, early=True), (Codes.BY_ROW, Codes.BY_TOKEN)),
+    # llama8b 64 x 4k: with factors of tokens 140 us, of bfloat16 253. At 128 x 8k with one KV head 75; 77 where a row's
+    # start costs something and with 4 stages, with blocks of 32 keys 81.
+    DecodeRow(
+        "sm_90",
+        2,
+        128,
+        16,
+        DecodeTiles(16, 1, 3, 8, row_cost=0, row_end=2, paired=True, early=True),
+        (Codes.BY_ROW, Codes.BY_TOKEN),
+    ),
     # gemma 64 x 4k: 153 us with 4 KV heads, 234 not in pairs.
     DecodeRow("sm_90", 2, 256, 16, DecodeTiles(16, 2, 3, 4, paired=True, early=True), (Codes.BY_ROW,)),
     # gptoss 64 x 4k: 127 us, 128 without early launches; 145 with one KV head a row.

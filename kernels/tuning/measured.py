@@ -184,7 +184,7 @@ def _wrong_numbers(tiles: Tiles) -> list[tuple[str, str]]:
         "chains": ((1, 2), "1 or 2"),
         "head_blocks": _numbers(1, 64),
         "programs_per_cu": _numbers(0 if isinstance(tiles, ExtendTiles) else 1, 32),
-        "row_cost": _numbers(1, 64),
+        "row_cost": _numbers(0 if getattr(tiles, "row_end", 0) else 1, 64),
         "row_end": _numbers(0, 64),
         "waves_per_eu": _numbers(0, 8),
         "max_registers": ((0, *range(16, 256)), "0 or 16 to 255"),

@@ -115,6 +115,7 @@ def test_any_number_of_programs_gives_the_same_answer(num_programs: int, kernel_
         DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, head_blocks=2),
         DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, head_blocks=3, transposed=True),
         DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, row_cost=7),
+        DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, row_cost=0, row_end=2),
         DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, dim_block=16),
         DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, dim_block=32, transposed=True),
     ],
@@ -156,7 +157,7 @@ def test_every_cut_of_the_merge_is_right(
     num_seqs: int, num_programs: int, is_by_row: bool, parts: int, kernel_device: torch.device
 ) -> None:
     """Two KV heads of 32; one sequence is so long that many programs share it."""
-    shape = merge_shape(num_seqs * 2, num_programs, 2, 32)
+    shape = merge_shape(num_seqs * 2, num_programs, 2, 32, early=False)
     assert (shape.by_row, shape.parts) == (is_by_row, parts)
     longest = min(16 * num_programs, 700)
     case = Case(kv_len=[longest, *[20] * (num_seqs - 1)], q_len=[1] * num_seqs, heads=(4, 2), dims=(32, 32))
@@ -177,7 +178,7 @@ def test_the_merge_finds_rows_that_padding_follows(num_pads: int, kernel_device:
     cut = DecodeCut.of(tiles, num_kv_heads=6, programs=13, window_left=case.window_left)
     words = decode_schedule(case.kv_len, case.q_len, cut)
     assert (words[4], words[7]) == (17, 1)
-    assert merge_shape(len(case.kv_len) * 6, 13, 1, 16).by_row == (num_pads == 0)
+    assert merge_shape(len(case.kv_len) * 6, 13, 1, 16, early=False).by_row == (num_pads == 0)
     run_decode(tensors, num_programs=13, tiles=tiles)
     assert_served(tensors)
 

@@ -96,7 +96,7 @@ def test_every_row_starts_with_whole_tiles() -> None:
     sides = [row.tiles.key_block for row in DECODE_ROWS]
     sides += [side for row in EXTEND_ROWS for side in (row.tiles.query_rows, row.tiles.key_block)]
     assert all(side >= 16 and side & (side - 1) == 0 for side in sides)
-    assert all(row.tiles.row_cost >= 1 for row in DECODE_ROWS)
+    assert all(row.tiles.row_cost + row.tiles.row_end >= 1 for row in DECODE_ROWS)
 
 
 @pytest.mark.parametrize("dim", SEGMENT_HEAD_DIMS)

@@ -173,9 +173,9 @@ def _table(layer: LayerFigures) -> str:
         name = f"`{words(each.tiles)}`"
         lines.append(_line(f"**{name}**" if each.serves else name, each.figures, layer.step))
     lines += [_line(f"AITER `{peer.name}`", peer.figures, layer.step) for peer in layer.peers]
-    for each in layer.cdna:
-        name = f"`triton.cdna_decode: {words(each.tiles)}`{'' if each.kind == 'plain' else ', ' + each.kind}"
-        lines.append(_line(f"**{name}**" if each.serves else name, each.figures, layer.step))
+    for cdna in layer.cdna:
+        name = f"`triton.cdna_decode: {words(cdna.tiles)}`{'' if cdna.kind == 'plain' else ', ' + cdna.kind}"
+        lines.append(_line(f"**{name}**" if cdna.serves else name, cdna.figures, layer.step))
     refused = [f"`{name}` does not serve this layer: {why}." for name, why in layer.refused.items()]
     told = f"Candidates were ranked with {layer.ranked}; others are worse, spill or do not fit." if layer.ranked else ""
     told = told or "No candidate is shown: they were not ranked since the row or the model changed."

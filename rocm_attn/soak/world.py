@@ -214,6 +214,7 @@ class Request:
     num_shared: tokens that other rows may share, or that may be kept: where it goes back before their end, it is
                 truncated first
     reached:    where the new tokens of a step began at most; no more than verify_len before it are taken back
+    begun_over: kept tokens that it began over; none of them is taken back, for a window before them need not be kept
     limit:      tokens at which it ends
     """
 
@@ -223,10 +224,11 @@ class Request:
     num_shared: int
     limit: int
     reached: int = 0
+    begun_over: int = 0
 
     def can_take_back(self, most: int) -> int:
         """Tokens that may be taken back, at most so many before the last step's."""
-        return self.num_stored - max(0, self.reached - most)
+        return self.num_stored - max(self.begun_over, self.reached - most)
 
     def take_back(self, taken: int) -> None:
         """Forget the last tokens, at least one, and what was known after them; their K and V stay where they are."""
@@ -570,7 +572,7 @@ class World:
         limit = self._between(shared + 1, self.scenario.max_kv_len)
         # The child has what the parent has kept of its windows, and goes back no further.
         reached = max(shared, parent.reached)
-        child = Request(row, parent.token_ids[:shared], shared, shared, limit, reached=reached)
+        child = Request(row, parent.token_ids[:shared], shared, shared, limit, reached, min(shared, parent.begun_over))
         self.requests.append(child)
         self._happened(Action.FORK, f"row {row} shares {shared} tokens of row {parent.row}")
         return [child]
@@ -605,7 +607,7 @@ class World:
         except BadBatch:  # what its window needs is not kept; a refusal must leave everything as it is
             return
         limit = self._between(kv_len + 1, self.scenario.max_kv_len)
-        self.requests.append(Request(row, kept.token_ids[:kv_len], kv_len, kv_len, limit, reached=kv_len))
+        self.requests.append(Request(row, kept.token_ids[:kv_len], kv_len, kv_len, limit, kv_len, kv_len))
         self._happened(Action.BEGIN, f"row {row} over {kv_len} kept tokens")
 
     def _any_like(self, kept: KeptTokens, page_no: int) -> int:

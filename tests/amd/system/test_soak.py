@@ -31,7 +31,7 @@ from rocm_attn.providers.torch_ref import TorchExtend, TorchMasked
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.soak.alone import NoAloneCheck
 from rocm_attn.soak.soak import Soak, SoakFailed, SoakReport
-from rocm_attn.soak.world import LONG_KV_LEN, Action, Ladders, Scenario, World
+from rocm_attn.soak.world import LONG_KV_LEN, Action, Ladders, Request, Scenario, World
 from rocm_attn.step.drafts import DraftSteps
 from rocm_attn.step.layers import StepLayers
 
@@ -214,6 +214,14 @@ def actions_of(seed: int) -> list[object]:
         table.mark_stored(batch.rows, batch.kv_len)
         world.finish(step)
     return [*drawn, world.counts]
+
+
+def test_tokens_that_a_request_began_over_are_not_taken_back() -> None:
+    """Of the windows before them nothing need be kept."""
+    request = Request(0, list(range(20)), 18, 18, limit=40, reached=18, begun_over=18)
+    assert request.can_take_back(3) == 0
+    request.num_stored = 20
+    assert request.can_take_back(3) == 2
 
 
 def test_a_seed_gives_the_same_actions_each_time_and_another_seed_others() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 from statistics import geometric_mean, median
@@ -504,10 +505,13 @@ def random_shapes(result: dict[str, Any]) -> str:
     cliffs = sum(row.is_cliff for row in rows)
     beside = sorted(row.x_peer for row in rows if row.peer_us)
     peers = f" FA3 serves {len(beside)} of them: median {median(beside):.2f} x its time." if beside else ""
+    commits = Counter(row["commit"] for row in result["rows"].values())
+    by_commit = ", ".join(f"{count} at {commit}" for commit, count in commits.most_common())
     lines = opening(
         result,
         "Random shapes, bf16, CUDA-graph replay",
-        f"{len(rows)} of {result['count']} shapes of seed {result['seed']}, as many as were compiled in time; "
+        f"{len(rows)} of {result['count']} shapes of seed {result['seed']}, as many as were compiled in time "
+        f"({by_commit}); "
         f"{len(result['wrong'])} more gave wrong results or failed, and have no time. limit: "
         f"bytes at copy bandwidth or products at the rate of a large bf16 product, and {result['launches_us']:g} us "
         f"of launches. neighbour: the same step with the nearest tuned head dim and group; x neighbour: "

@@ -32,7 +32,7 @@ from benchmarks.shape_sweep import LAUNCHES_US, Shape, random_shapes
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.bench.clocks import GraphClock
-from rocm_attn.bench.machine import describe_machine
+from rocm_attn.bench.machine import commit, describe_machine
 from rocm_attn.bench.prepared import Prepared, ints
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
@@ -211,6 +211,7 @@ def measured(shape: Shape, limits: dict[str, float], error: float | str, peer: A
     us = microseconds(shape, own_run)
     row: dict[str, Any] = {
         "name": str(shape),
+        "commit": commit(),
         "us": round(us, 2),
         "limit_us": round(shape.limit_us(**limits), 2),
         "error": error,

@@ -86,6 +86,8 @@ class Output:
         """The events of tokens that have no text, which could end it."""
         self.num_tokens += len(token_ids)
         number = self.sequence.number
+        if len(token_ids) == 1:  # of each plain step; what follows takes three times as long for it
+            return [TokenEvent(number, token_ids[0], "", reason)]
         events = list(map(_event, zip(repeat(number), token_ids, _NO_TEXT, _NO_REASON, _NO_LOGPROBS, strict=False)))
         if reason is not None:
             events[-1] = TokenEvent(number, token_ids[-1], "", reason)

@@ -56,6 +56,7 @@ from rocm_attn.step.step import SplitStep, Step
 # What staging a step gives.
 Staged = Step | SplitStep | DraftSteps | SplitDrafts
 _Begun = TypeVar("_Begun", Step, SplitStep, DraftSteps, SplitDrafts)
+_Stage = Callable[[StepBatch, StepPlan, str], _Begun]
 
 
 class AttentionRuntime:
@@ -72,8 +73,6 @@ class AttentionRuntime:
     Raises BadProblem and CapacityExceeded for a pool that cannot be.
     """
 
-    repeatable: Repeatable | None = None  # what stage_again() stages
-
     @torch.inference_mode(False)  # memory that is made in that mode cannot be written outside of it
     def __init__(
         self,
@@ -86,8 +85,8 @@ class AttentionRuntime:
     ) -> None:
         guards.warn()
         self.guards, self.options = guards, options
-        self.agree: Agree = agree
-        self.meetings = agree.new_meetings()
+        self.agree, self.meetings = agree, agree.new_meetings()
+        self.repeatable: Repeatable | None = None  # what stage_again() stages
         self.device = with_index(device)
         problems, spaces = kinds.problems, kinds.spaces_of_layers
         windows = options.windows(problems)
@@ -307,14 +306,19 @@ class AttentionRuntime:
 
     def stage(self, batch: StepBatch, pad_to: PadTo | None = None) -> Step:
         """The part of begin_step that runs before a graph: check, plan, update the table, publish the inputs."""
-        return self._planned(self._checked_step, self._stage_whole, batch, pad_to, 1)
+        self._begin("a step cannot begin")
+        try:
+            refusal = self._checked_step(batch)
+            return self._stage_whole(batch, self._planner.plan(batch, pad_to, 1), refusal)
+        except BaseException:
+            self.end_step()
+            raise
 
     def stage_again(self) -> Step:
-        """As stage(), of the whole step that was staged last: it runs on what its inputs hold by now.
+        """As stage(), of the whole step that was staged last, with its number: it runs on what its inputs hold by now.
 
-        Nothing is published but changes of the table, and what went wrong before is not looked for: the step's error
-        word stays as it is, so its next publication tells of all of these steps. They have one number. What they
-        store counts as stored once mark_stored() of the table says so.
+        Only changes of the table are published. The step's error word stays: its next publication tells of all of
+        these steps. What they store counts as stored once mark_stored() of the table says so.
         Raises WrongState where no such step was staged last, or its addresses were given up.
         """
         self._begin("a step cannot begin")
@@ -342,18 +346,13 @@ class AttentionRuntime:
         return self._planned(self._checked_drafts, self._stage_split_round, batch, pad_to, HALVES)
 
     def _planned(
-        self,
-        check: Callable[[StepBatch], str],
-        stage: Callable[[StepBatch, StepPlan, str], _Begun],
-        batch: StepBatch,
-        pad_to: PadTo | None,
-        num_children: int,
+        self, check: Callable[[StepBatch], str], stage: _Stage[_Begun], batch: StepBatch, pad_to: PadTo | None, num: int
     ) -> _Begun:
-        """A batch staged by the plan that it has."""
+        """A batch staged by the plan that it has. num: of its children"""
         self._begin("a step cannot begin")
         try:
             refusal = check(batch)
-            return stage(batch, self._planner.plan(batch, pad_to, num_children), refusal)
+            return stage(batch, self._planner.plan(batch, pad_to, num), refusal)
         except BaseException:
             self.end_step()
             raise
@@ -414,7 +413,7 @@ class AttentionRuntime:
             self._publisher.apply_table_changes()
             self._publisher.publish_whole(batch, child)
         # What may not store, or gives pages back by lengths of the host, does not go on without the host.
-        self.repeatable = Repeatable(batch, plan, child) if not refusal and self._evict is None else None
+        self.repeatable = (batch, plan, child) if not refusal and self._evict is None else None
         return self._staged_whole(batch, plan, child, refusal)
 
     def _staged_whole(self, batch: StepBatch, plan: StepPlan, child: DeviceStep, refusal: str) -> Step:

@@ -152,17 +152,18 @@ def _merge_kernel(
     # The last row of a sequence, or of a KV head, may be shorter; its other lanes hold whatever decode left there.
     if T.MOST == 1:
         head_block = row % R.HEAD_BLOCKS
-        is_row = q_row < tl.minimum(R.Q_ROWS, R.GQA_RATIO * R.HEADS_PER_ROW - head_block * R.BLOCK_HEADS)
+        rows = tl.minimum(R.Q_ROWS, R.GQA_RATIO * R.HEADS_PER_ROW - head_block * R.BLOCK_HEADS)
         first_head = row // R.HEAD_BLOCKS * (R.HEADS_PER_ROW * R.GQA_RATIO) + head_block * R.BLOCK_HEADS
         head = (first_head + q_row).to(tl.int64)
     else:
         q_len = tl.load(q_indptr + seq + 1, mask=mine, other=0) - token.to(tl.int32)
-        is_row = q_row < tl.minimum(R.Q_ROWS, (q_len - row * T.OF_ROW) * R.GQA_RATIO)
+        rows = tl.minimum(R.Q_ROWS, (q_len - row * T.OF_ROW) * R.GQA_RATIO)
         token += row * T.OF_ROW + q_row // R.GQA_RATIO
         head = (q_row % R.GQA_RATIO).to(tl.int64)
+    is_row = q_row < tl.where(mine, rows, 0)
     sink = None
     if sinks is not None:
-        sink = tl.load(sinks + head, mask=mine & is_row, other=float("-inf"))
+        sink = tl.load(sinks + head, mask=is_row, other=float("-inf"))
     if G.EARLY:
         gdc_launch_dependents()
         # In every program: what follows the merge may start when all have ended, and shall find decode ended too.

@@ -140,29 +140,20 @@ class StepRunner(Generic[Outputs]):
         last = self._runtime.repeatable
         if last is None or self._seal_number != self._runtime.seal_number:
             return False
-        return last.plan in self._entry_of_plan or self._recorder is None or not last.plan.replayable
+        return last[1] in self._entry_of_plan or self._recorder is None or not last[1].replayable
 
     def run_again(self, batch: StepBatch) -> Outputs:
         """The last step once more, on the inputs that the device has put in the place of its own.
 
         batch: of that step, which was whole. Returns and raises what run() does, and what stage_again() raises
         """
-        return self._ended(self._again, batch)
-
-    def _again(self) -> tuple[Outputs, StepPlan]:
-        step = self._runtime.stage_again()
-        entry = self._entry_of_plan.get(step.plan)
-        return (self._body(step) if entry is None else self._replay(step.plan, entry)), step.plan
+        return self._run(self._runtime.stage_again, batch)
 
     def _run(self, stage: Stage, batch: StepBatch) -> Outputs:
-        return self._ended(partial(self._staged_and_run, stage, batch), batch)
-
-    def _ended(self, run: Callable[[], tuple[Outputs, StepPlan]], batch: StepBatch) -> Outputs:
-        """What a step gives for real sequences. run: as _staged_and_run"""
         self._runtime.require_idle()  # from here on it is this call that has to end the step
         try:
             try:
-                outputs, plan = run()
+                outputs, plan = self._staged_and_run(stage, batch)
             finally:
                 self._runtime.end_step()
         except BaseException as error:

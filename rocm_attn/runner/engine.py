@@ -117,15 +117,18 @@ class Engine:
         watched = watched_steps(self.runtime, forward, options, self.flight, self._new_runner)
         self._runner, self._steps, self._watch = watched
         self.metrics = self._runner.metrics
+        # What looks on at single steps, and ranks that meet before each, want them one by one, and windows' pages too.
+        looks_on = self._steps is not self._runner or path is not None or len(self.runtime.table.spaces) > 1
+        has_rounds = options.speculative == NGRAM and options.topk == 1 and not looks_on and not self._has_ranks
         self._speculation: Speculation | NoSpeculation = NoSpeculation(self._picker)
         if options.speculates:
-            drafter = drafter_of(drafting, loaded, options, self.runtime, model)
+            drafter, most = drafter_of(drafting, loaded, options, self.runtime, model), options.draft_tokens
+            rejection = rejection_of(drafter, options)
             self._speculation = Speculation(
-                drafter, self.runtime, self._picker, options.draft_tokens, self.metrics, rejection_of(drafter, options)
+                drafter, self.runtime, self._picker, most, self.metrics, rejection, has_rounds=has_rounds
             )
         self._rounds: Rounds = NoRounds()
-        # What looks on at single steps, and ranks that meet before each, want them one by one.
-        if options.speculative == NGRAM and self._steps is self._runner and path is None and not self._has_ranks:
+        if has_rounds:
             most_ahead = _ROUNDS_AHEAD * self._steps_ahead
             self._rounds = DeviceRounds(self.runtime, self._runner, plain, options.draft_tokens, most_ahead)
         self._scheduler = Scheduler(
@@ -359,6 +362,10 @@ class Engine:
             self._go_on()
             return
         if self.options.speculates:  # by the tokens before; they are published while the next step runs
+            # A text may end its request as it is published, and a round after that has tokens of it.
+            while len(self._unread) > 1:
+                self._read_oldest()
+                self._publish_read()
             self._read_all()
             if self._rounds.end():
                 self._publish_read()
@@ -382,6 +389,7 @@ class Engine:
         self.settle()
         self._scheduler.launched(step)
         self._unread.append(UnreadStep(step, self.runtime.step_number, picks, started, launched))
+        self._rounds.noted()
         # What was accepted of a tree is moved before its sequence's pages may be given back.
         while len(self._unread) > (0 if step.is_of_a_suspect or step.has_trees else self._steps_ahead):
             self._read_oldest()
@@ -396,6 +404,7 @@ class Engine:
         if not self._unread:
             self._scheduler.launched_again(step)
         self._unread.append(UnreadStep(step, self.runtime.step_number, picks, started, launched))
+        self._rounds.noted()
         while len(self._unread) > _ROUNDS_AHEAD * self._steps_ahead:
             self._read_oldest()
         self._publish_read()

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.step.memory import DeviceStep
 from rocm_attn.step.plan import StepPlan
 
+# A whole step that was staged, and after it nothing else was: its batch, its plan, and where its inputs are.
+Repeatable = tuple[StepBatch, StepPlan, DeviceStep]
 
-class Repeatable(NamedTuple):
-    """A whole step that was staged, and after it nothing else was."""
 
-    batch: StepBatch
-    plan: StepPlan
-    child: DeviceStep
+def inputs_of(repeatable: Repeatable) -> StepTensors:
+    """Where its inputs are, in the full space.
 
-    @property
-    def inputs(self) -> StepTensors:
-        """Where its inputs are, in the full space.
-
-        The device may write those of another step there, of the same rows and sizes, and with lengths for which the
-        host has reserved pages.
-        """
-        return self.child.spaces[0]
+    The device may write those of another step there, of the same rows and sizes, and with lengths for which the host
+    has reserved pages.
+    """
+    return repeatable[2].spaces[0]

@@ -28,15 +28,28 @@ from rocm_attn.errors import BadLogits
 from rocm_attn.kernels.sampling.found import ALL_ZERO
 from rocm_attn.kernels.speculative.arguments import TOLD_WORDS, GuessedRound
 from rocm_attn.runner.logprobs import TokenLogprobs
+from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.sampling import Found, PickedTokens, TokenPicker
 from rocm_attn.runner.scheduler import ScheduledStep, Scheduler
 from rocm_attn.runner.sending import sent
+from rocm_attn.runner.speculation.methods import NGRAM
 from rocm_attn.runner.speculation.speculation import NO_LOGPROBS_OF, Picks, StepPicks
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.host_ring import Fence, NoFence, wait_for_all
+from rocm_attn.step.repeatable import inputs_of
 
 # Pages are reserved for so many more tokens of each sequence at a time.
 _TOKENS_AHEAD = 256
+# Rounds after which the host plans a step again: with it faults of the steps before the series are told, and pages that
+# were filled in it are found by prompts.
+_MOST_ROUNDS = 32
+
+
+def text_bytes(options: EngineOptions, max_kv_len: int) -> int:
+    """Memory on the device for the texts that guesses are looked up in."""
+    if options.speculative != NGRAM:
+        return 0
+    return 4 * (options.max_batch_size + 1) * (max_kv_len + 2 + options.draft_tokens)
 
 
 class Rounds(Protocol):
@@ -52,6 +65,10 @@ class Rounds(Protocol):
 
     def launch(self) -> tuple[ScheduledStep, StepPicks]:
         """Launch a round. Its sequences are those of the step."""
+        ...
+
+    def noted(self) -> None:
+        """What begin() or launch() has given will be read: rounds may follow. Without this none does."""
         ...
 
     def end(self) -> bool:
@@ -73,6 +90,9 @@ class NoRounds:
     def launch(self) -> tuple[ScheduledStep, StepPicks]:
         """As Rounds.launch."""
         raise AssertionError("no round goes on")
+
+    def noted(self) -> None:
+        """As Rounds.noted."""
 
     def end(self) -> bool:
         """As Rounds.end."""
@@ -101,6 +121,8 @@ class _Series:
     kv_len:      int32 [n] of the oldest round that was not read
     limit:       int32 [n] that no kv_len may come to be beyond
     num_unread:  rounds that were launched and not read
+    num_rounds:  that were launched, of _MOST_ROUNDS at most
+    is_noted:    whether all that was launched will be read; not while a round is launched, which an interrupt may end
     rounds:      by the memory that they tell in
     cut:         places of sequences that go on by fewer tokens than the device took
     """
@@ -113,6 +135,8 @@ class _Series:
     limit_on_device: Tensor
     rounds: list[tuple[GuessedRound, Tensor, Int32Array, Found]]
     num_unread: int = 1
+    num_rounds: int = 0
+    is_noted: bool = False
     is_over: bool = False
     has_fault: bool = False
     cut: set[int] = field(default_factory=set)
@@ -143,6 +167,10 @@ class RoundPicks:
         guessed = np.count_nonzero(told[:, 1])
         series.is_over |= series.has_fault or bool(series.cut) or 2 * guessed < num_seqs
         return picks
+
+    @property
+    def likeliest(self) -> None:
+        """As StepPicks.likeliest. A round is followed by launch()."""
 
     def logprobs(self) -> Mapping[int, Many[TokenLogprobs]]:
         """As StepPicks.logprobs."""
@@ -191,13 +219,13 @@ class DeviceRounds:
     def begin(self, step: ScheduledStep, picks: StepPicks, scheduler: Scheduler) -> StepPicks:
         """As Rounds.begin."""
         batch, last, width = step.batch, self._runtime.repeatable, self._width
-        if last is None or last.batch is not batch or not self._runner.may_run_again or step.asking:
+        if last is None or last[0] is not batch or not self._runner.may_run_again or step.asking:
             return picks
         if not batch.min_q_len == batch.max_q_len == width or step.num_picks < batch.num_seqs or step.is_of_a_suspect:
             return picks
-        picked = getattr(picks, "picked", None)
-        limit = self._reserved(batch.rows, batch.kv_len + np.int32(width), scheduler)
-        if limit is None or not isinstance(picked, PickedTokens):
+        picked = picks.likeliest
+        limit = self._reserved(batch.rows, batch.kv_len + np.int32(width), scheduler) if picked is not None else None
+        if picked is None or limit is None:
             return picks
         self._send_texts(step)
         on_device = sent(limit, self._runtime.device)
@@ -209,9 +237,12 @@ class DeviceRounds:
     def goes_on(self, scheduler: Scheduler) -> bool:
         """As Rounds.goes_on."""
         series = self._series
-        if series is None or series.is_over or series.num_changes != scheduler.num_changes:
+        if series is None or series.is_over or not series.is_noted or series.num_changes != scheduler.num_changes:
             return False
-        if not self._runner.may_run_again:
+        last = self._runtime.repeatable
+        if last is None or last[0] is not series.step.batch or not self._runner.may_run_again:
+            return False
+        if series.num_rounds == _MOST_ROUNDS:
             return False
         # The round after the one that is launched must fit too: its inputs are made at once.
         needed = series.kv_len + np.int32(self._width * (series.num_unread + 1))
@@ -229,11 +260,18 @@ class DeviceRounds:
         """As Rounds.launch."""
         series = self._series
         assert series is not None
+        series.is_noted = False
+        series.num_rounds += 1
         logits = self._runner.run_again(series.step.batch)
         _, found, _, on_host = series.rounds[self._next]
         self._picker.pick_likeliest(logits.flatten(0, 1), found)
         series.num_unread += 1
         return series.step, self._told(series, on_host)
+
+    def noted(self) -> None:
+        """As Rounds.noted."""
+        if self._series is not None:
+            self._series.is_noted = True
 
     def end(self) -> bool:
         """As Rounds.end."""
@@ -264,7 +302,7 @@ class DeviceRounds:
         """What rounds of a series read and write, by the memory that they tell in."""
         last = self._runtime.repeatable
         assert last is not None
-        to, num_seqs = last.inputs, last.batch.num_seqs
+        to, num_seqs = inputs_of(last), last[0].num_seqs
         rounds = []
         for memory in self._memory:
             told, found = memory.told[:num_seqs], memory.found[: num_seqs * self._width]
@@ -279,7 +317,7 @@ class DeviceRounds:
         """
         last, table = self._runtime.repeatable, self._runtime.table
         assert last is not None
-        most = np.int32(min(last.plan.key.max_kv_len, table.max_kv_len))
+        most = np.int32(min(last[1].key.max_kv_len, table.max_kv_len))
         if (needed > most).any():
             return None
         wanted = np.minimum(needed + np.int32(_TOKENS_AHEAD), most)

@@ -80,6 +80,11 @@ class StepPicks(Protocol):
         """Wait for it. For each of step.picking the tokens that it gets, or why it gets none."""
         ...
 
+    @property
+    def likeliest(self) -> PickedTokens | None:
+        """The tokens after all drafts of a step, where no request asks for more than these."""
+        ...
+
     def logprobs(self) -> Mapping[int, Many[TokenLogprobs]]:
         """Place among step.picking -> logprobs of the tokens that read() has given it, of those that ask for them."""
         ...
@@ -133,6 +138,7 @@ class Speculation:
     num_drafts: of a sequence and step, at most
     metrics:    in which drafts are counted
     rejection:  what accepts drafts that were drawn
+    has_rounds: whether steps in which all sequences have drafts may go on without the host (rounds.py)
     """
 
     def __init__(
@@ -143,7 +149,10 @@ class Speculation:
         num_drafts: int,
         metrics: Metrics,
         rejection: Rejection | NothingDrawn = NOTHING_DRAWN,
+        *,
+        has_rounds: bool = False,
     ) -> None:
+        self._has_rounds = has_rounds
         self._drafter = drafter
         self._runtime = runtime
         self._picker = picker
@@ -163,7 +172,7 @@ class Speculation:
         """
         sequences = decoding(self._num_drafts)
         found = self._drafter.draft(sequences, alive)
-        if self._drafter.looks_up and len(found) < len(sequences) <= 2 * len(found):
+        if self.looks_up and len(found) < len(sequences) <= 2 * len(found):
             # Steps in which all have drafts can go on without the host; what is guessed of the others costs little.
             guesses = {each.number: (each.token_ids[-1],) * most for each, most in sequences}
             found = {number: found.get(number, Drafts.chain(ids)) for number, ids in guesses.items()}
@@ -171,8 +180,8 @@ class Speculation:
 
     @property
     def looks_up(self) -> bool:
-        """As Drafter.looks_up."""
-        return self._drafter.looks_up
+        """As Drafter.looks_up, and whether rounds may follow from each other."""
+        return self._has_rounds and self._drafter.looks_up
 
     def batch(self, step: ScheduledStep) -> StepBatch:
         """The batch of a step, with the mask of its trees where it has any."""
@@ -221,6 +230,8 @@ class Speculation:
 class _OneEach:
     """A token for each sequence."""
 
+    likeliest = None
+
     def __init__(self, picked: PickedTokens) -> None:
         self._picked = picked
 
@@ -235,6 +246,8 @@ class _OneEach:
 
 class _OneEachAsked:
     """A token for each sequence, and for some what they asked for."""
+
+    likeliest = None
 
     def __init__(self, picked: AskedTokens) -> None:
         self._picked = picked
@@ -267,14 +280,19 @@ class _Verified:
         drawn: AcceptedDrawn | NothingDrawn,
     ) -> None:
         self._drawn = drawn
-        self.picked, self._step, self._num_rows, self._runtime = picked, step, num_rows, runtime
+        self._picked, self._step, self._num_rows, self._runtime = picked, step, num_rows, runtime
         self._found: list[int | BadLogits] = []
         self._paths: list[Many[int]] = []  # place among step.picking -> the drafts that were accepted
+
+    @property
+    def likeliest(self) -> PickedTokens | None:
+        """As StepPicks.likeliest."""
+        return self._picked if isinstance(self._picked, PickedTokens) else None
 
     def read(self) -> Picks:
         """As StepPicks.read, before the next step of these sequences."""
         step, num_rows = self._step, self._num_rows
-        found = self._found = self.picked.read()
+        found = self._found = self._picked.read()
         drawn = self._drawn.read()
         picks, self._paths = Picks(), []
         moves: dict[int, Many[int]] = {}
@@ -299,9 +317,9 @@ class _Verified:
 
     def logprobs(self) -> Mapping[int, Many[TokenLogprobs]]:
         """As StepPicks.logprobs."""
-        if isinstance(self.picked, PickedTokens):
+        if isinstance(self._picked, PickedTokens):
             return NO_LOGPROBS_OF
-        told, found = self.picked.logprobs(self._found), dict[int, Many[TokenLogprobs]]()
+        told, found = self._picked.logprobs(self._found), dict[int, Many[TokenLogprobs]]()
         for seq, path in enumerate(self._paths):
             first = (seq + 1) * self._num_rows - 1 - len(self._step.drafts.get(seq, NO_DRAFTS))
             if first in told:

@@ -17,7 +17,10 @@ from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Completion, Event, Request, TokenEvent
 from rocm_attn.runner.sampling_options import Sampling
+from rocm_attn.runner.speculation import rounds as rounds_module
 from rocm_attn.runner.speculation.rounds import DeviceRounds
+from rocm_attn.step.repeatable import inputs_of
+from tests.amd.runner.asking import character_model
 from tests.amd.runner.cache_invariants import check_cache
 from tests.amd.runner.round_texts import round_model
 from tests.amd.runner.tiny_model import CONFIG
@@ -169,6 +172,78 @@ def test_a_text_that_stops_within_a_round_leaves_the_others_as_they_are(loaded: 
     assert launched
 
 
+@pytest.mark.parametrize("place", [20, 27, 33])
+def test_a_text_that_ends_by_its_words_in_the_first_of_two_rounds_ends_alone(place: int, loaded: LoadedModel) -> None:
+    """It ends as the first is published; a request that comes then has both read at once."""
+    with_words = replace(loaded, tokenizer=character_model().tokenizer)
+    long, other, late = a_request(5, 60), a_request(1, 60), a_request(3, 10)
+    said = plainly(with_words, [long])[0].text
+    ends = said[place : place + 3] if said.index(said[place : place + 3]) == place else said[: place + 3]
+    long = replace(long, stop=(ends,))
+    engine = Engine(with_words, BASE)
+    numbers = [engine.submit(long), engine.submit(other)]
+    output = engine._outputs[numbers[0]]
+    while output.num_tokens + 4 * len(engine._unread) < place + 3 or len(engine._unread) < 2:
+        engine.step()
+    assert numbers[0] in engine._outputs
+    numbers.append(engine.submit(late))
+    for _ in steps(engine):
+        pass
+    assert [engine.completion(number) for number in numbers] == plainly(with_words, [long, other, late])
+
+
+@pytest.mark.parametrize("at", ["round", "picks", "next_round", "told"])
+def test_an_interrupt_while_a_round_is_launched_changes_no_text(
+    at: str, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [a_request(seed, 60) for seed in range(2)]
+    engine = Engine(loaded, BASE)
+    numbers, rounds = [engine.submit(request) for request in requests], rounds_of(engine)
+    while rounds._series is None or rounds._series.num_unread < 2:
+        engine.step()
+    owner, name = {
+        "round": (engine._runner, "run_again"),
+        "picks": (rounds._picker, "pick_likeliest"),
+        "next_round": (rounds, "_told"),
+        "told": (rounds._memory[rounds._next].done, "record"),
+    }[at]
+    call = getattr(owner, name)
+
+    def and_interrupt(*arguments: Any) -> Any:
+        call(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, and_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    for _ in steps(engine):
+        pass
+    assert [engine.completion(number) for number in numbers] == plainly(loaded, requests)
+
+
+def test_a_step_of_others_between_two_rounds_ends_the_series(loaded: LoadedModel) -> None:
+    requests = [a_request(seed, 60) for seed in range(2)]
+    engine = Engine(loaded, replace(BASE, graphs=True))
+    numbers, rounds = [engine.submit(request) for request in requests], rounds_of(engine)
+    while rounds._series is None or rounds._series.num_unread < 2:
+        engine.step()
+    engine.capture_all(lambda done, total, name: None)
+    for _ in steps(engine):
+        pass
+    assert [engine.completion(number) for number in numbers] == plainly(loaded, requests)
+
+
+def test_the_host_plans_a_step_now_and_then(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds_module, "_MOST_ROUNDS", 3)
+    engine, most = Engine(loaded, BASE), 0
+    number, rounds = engine.submit(a_request(1, 100)), rounds_of(engine)
+    for _ in steps(engine):
+        most = max(most, rounds._series.num_rounds if rounds._series is not None else 0)
+    assert most == 3
+    assert [engine.completion(number)] == plainly(loaded, [a_request(1, 100)])
+
+
 def test_pages_are_reserved_before_a_round_may_come_to_need_them(loaded: LoadedModel) -> None:
     engine = Engine(loaded, replace(BASE, page_size=1))
     engine.submit(a_request(2, 250))
@@ -205,7 +280,7 @@ def test_a_fault_in_a_round_is_told_before_the_host_plans_another_step(loaded: L
         engine.step()
     last = engine.runtime.repeatable
     assert last is not None
-    last.inputs.counts[ERROR_WORD] = LENGTH_BEYOND_BOUND
+    inputs_of(last).counts[ERROR_WORD] = LENGTH_BEYOND_BOUND
     with pytest.raises(DeviceFault):
         for _ in steps(engine):
             pass

@@ -155,8 +155,8 @@ CODED_HEAD_DIMS = tuple(_CODED_TILES)
 # Stages of deterministic attention.
 _SEGMENT_STAGES: Mapping[int, int] = {64: 4, 128: 2, 192: 3, 256: 2}
 SEGMENT_HEAD_DIMS = tuple(_SEGMENT_STAGES)
-# With 132 programs they take 45 to 140 MB of the workspace. A few new tokens of a sequence of 128k have 1,024 segments on
-# 8 KV heads: 8 for each of 132 programs.
+# With 132 programs they take 45 to 140 MB of the workspace. A few new tokens of a sequence of 128k have 1,024 segments
+# on 8 KV heads: 8 for each of 132 programs.
 _MOST_SEGMENTS: Mapping[int, int] = {64: 8, 128: 8, 192: 5, 256: 5}
 # The largest heads of which both accumulators have room beside the rings in shared memory.
 _MOST_LEFT_SHARED = 128

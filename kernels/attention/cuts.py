@@ -71,8 +71,8 @@ class DecodeCut:
 
     rows:        rows of a sequence with one new token
     key_block:   keys of a block
-    row_cost:    what starting a row costs beside its key blocks, in blocks. 0: no program visits a row without keys
-    row_end:     what its end costs, after them
+    row_cost:    what starting a row costs beside its key blocks, in blocks
+    row_end:     what its end costs, after them. Where both are 0 no program visits a row without keys
     programs:    programs that share the work
     window_left: keys before its last that a sequence sees; UNLIMITED_WINDOW: all of them
     tokens:      which sequences take part

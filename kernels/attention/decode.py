@@ -455,7 +455,7 @@ def _decode_kernel(
         done = 0
         kv_len = tl.load(words_of_seq(schedule, num_programs, seq) + SEQ_KV_LEN)
         _, _, blocks_of_row = visible_blocks(kv_len, window_left, R.KEY_BLOCK, R.WINDOWED)
-        work = tl.where(kv_len < 0, 0, blocks_of_row + R.ROW_COST)
+        work = tl.where(kv_len < 0, 0, blocks_of_row + (R.ROW_COST + R.ROW_END))
     else:
         words = words_of_program(schedule, program)
         seq = tl.load(words + PROGRAM_SEQ)

@@ -16,8 +16,8 @@ to a multiple counts as padding after it. Of several parts of a row the last one
 and the padding is negative then.
 
 With a window a row has only the blocks that its new tokens see. A sequence takes part by its number of new tokens, of
-which each OF_ROW have rows of their own; each row is as long as the last one. With kv_len 0 a row costs row_cost, so
-that some program writes its zeros.
+which each OF_ROW have rows of their own; each row is as long as the last one. With kv_len 0 a row costs row_cost +
+row_end, so that some program writes its zeros.
 
 The schedule is int32, flat: PROGRAM_WORDS a program, then SEQ_WORDS a sequence. Positions must fit int32:
 rows x KV tokens / key_block below 2**31.
@@ -147,7 +147,8 @@ def _even_share(share, shortest, longest, ROW_END: tl.constexpr):
     # So many rows for a program, or so many programs for a row.
     rows = tl.cdiv(share, cost)
     parts = tl.maximum(cost // share, 1)
-    even = tl.where(share >= cost, rows * cost, tl.cdiv(cost - ROW_END, parts))
+    # At least 1, also of a row without keys that costs nothing but its end.
+    even = tl.where(share >= cost, rows * cost, tl.maximum(tl.cdiv(cost - ROW_END, parts), 1))
     is_even = (shortest == longest) & (even <= share + share // _SIXTEEN)
     pad = tl.where(is_even & (share < cost), even * parts - cost, 0)
     return tl.where(is_even, even, share), pad

@@ -217,7 +217,7 @@ def _cdna_decode_kernel(
         done = 0
         kv_len = gl.load(words_of_seq(schedule, num_programs, seq) + SEQ_KV_LEN)
         _, _, blocks_of_row = visible_blocks(kv_len, window_left, KEYS, R.WINDOWED)
-        work = gl.where(kv_len < 0, 0, blocks_of_row + R.ROW_COST)
+        work = gl.where(kv_len < 0, 0, blocks_of_row + (R.ROW_COST + R.ROW_END))
     else:
         words = words_of_program(schedule, program)
         seq = gl.load(words + PROGRAM_SEQ)

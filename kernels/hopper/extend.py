@@ -2,16 +2,18 @@
 
     out[token] = softmax(scores of q[token] . K^T) V        K, V: the keys that the token sees (scores.py)
 
-A program is one warp that loads pages by TMA, and consumers: groups of four warps, 64 rows of a query block each. Tiles
-of K and of V pass through two rings in shared memory, which run on from row to row. Each warp group walks the program's
-rows by itself; they meet at the rings' barriers alone.
+A program is one warp that loads pages by TMA, or four that gather keys where pages hold no box for it (gather.py), and
+consumers: groups of four warps, 64 rows of a query block each. Tiles of K and of V pass through two rings in shared
+memory, which run on from row to row. Each warp group walks the program's rows by itself; they meet at the rings'
+barriers alone.
 
 Rows, and how the longest are shared out, are those of extend_schedule.py; extend_merge.py adds up what several programs
 hold of a row. There are as many programs as run at a time. Each takes its share, and then whole rows: the keys and the
 queries of the next row arrive while results are written.
 
 What no row sees may be NaN. A box of keys of which no row sees one is loaded from beyond the pages: TMA fills it with
-zeros. In a box that lies across the edge V is zeroed in shared memory.
+zeros. In a box that lies across the edge V is zeroed in shared memory. Where keys are gathered, zeros are written in
+place of those that no row sees.
 """
 
 from __future__ import annotations
@@ -372,10 +374,10 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
     if tiles.segment_len:
         assert sharing.most_keys <= tiles.most_keys, "there is no room for so many segments of a program"
         words = tiles.segment_words(programs=sharing.programs, head_dim=args.q.shape[2])
-        assert args.workspace.numel() >= words
+        args.check_workspace(words)
     else:
         words = cut.partials_words(query_rows=tiles.extend.query_rows, v_head_dim=args.out.shape[2])
-        assert args.workspace.numel() >= words
+        args.check_workspace(words)
     return HopperGeometry(
         KV_HEADS=num_kv_heads,
         GQA_RATIO=gqa_ratio,

@@ -1,4 +1,7 @@
-"""K and V on their way through shared memory: rings of stages that one warp fills by TMA, box by box."""
+"""K and V on their way through shared memory: rings of stages that one warp fills by TMA, box by box.
+
+Where pages hold no such boxes, four warps fill them, key by key (gather.py).
+"""
 
 from __future__ import annotations
 

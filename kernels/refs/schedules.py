@@ -59,7 +59,7 @@ def _even_share(costs: Sequence[int], share: int, row_end: int) -> tuple[int, in
         pad = 0
     else:
         parts = max(number for number in range(1, cost + 1) if number * share <= cost)
-        even = -(-(cost - row_end) // parts)
+        even = max(-(-(cost - row_end) // parts), 1)
         pad = even * parts - cost
     return (even, pad) if 16 * (even - share) <= share else (share, 0)
 

@@ -18,7 +18,7 @@ class HopperTiles:
     extend:   query blocks of two groups of 64 rows, of num_warps each; num_stages key blocks of K and of V in flight
     overlaps: whether products with V run under those of the next key block with K, which takes registers
     registers, decoder_registers: of a thread of a consumer, and of the group that decodes codes, if there is one; the
-              warp that loads pages has what is left
+              warps that load pages have what is left
     code_tiles: key blocks of K or of V whose codes are in flight; 0: pages are in q's dtype
     segment_len: of deterministic attention, as SegmentTiles has it; else 0
     softmax_block: of it, keys that the softmax takes at a time, half of a key block, or 0: all
@@ -155,7 +155,8 @@ CODED_HEAD_DIMS = tuple(_CODED_TILES)
 # Stages of deterministic attention.
 _SEGMENT_STAGES: Mapping[int, int] = {64: 4, 128: 2, 192: 3, 256: 2}
 SEGMENT_HEAD_DIMS = tuple(_SEGMENT_STAGES)
-# At most 45 to 140 MB of the workspace. A few new tokens of a sequence of 128k on 8 KV heads are 8 for each of 132.
+# With 132 programs they take 45 to 140 MB of the workspace. A few new tokens of a sequence of 128k have 1,024 segments
+# on 8 KV heads: 8 for each of 132 programs.
 _MOST_SEGMENTS: Mapping[int, int] = {64: 8, 128: 8, 192: 5, 256: 5}
 # The largest heads of which both accumulators have room beside the rings in shared memory.
 _MOST_LEFT_SHARED = 128

@@ -46,8 +46,8 @@ class DecodeTiles:
     heads_per_row:    1, or 2: two KV heads of 64 are read as one of 128
     head_blocks:      blocks that the query heads of a KV head are cut into; each reads K and V
     row_cost:         what starting a row costs beside its key blocks, in blocks; 0: no more than a later part of it
-    row_end:          what finishing it costs: in few equal parts of a row, the last one's share of row_cost. At least 1
-                      where row_cost is 0
+    row_end:          what finishing it costs, in blocks; 0: no more than an earlier part of it. At least 1 where
+                      row_cost is 0
     paired:           whether codes of K and of V are read two by two, as float16 that matrix units take in turned; not
                       transposed
     waves_per_eu:     as in ExtendTiles

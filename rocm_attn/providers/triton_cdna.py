@@ -81,7 +81,8 @@ def bind_decode(problem: Problem, target: Target) -> CdnaDecode:
     """For a problem within LIMITS. Raises NoTiles, also where tiles of paged decode were measured for the layer."""
     if measured_row(Table.DECODE, problem, target) is not None:
         raise NoTiles(
-            "tiles of triton.decode were measured for this layer on such a GPU, and these were not, or slower"
+            "tiles of triton.decode were measured for this layer on such a GPU; those of triton.cdna_decode were not, "
+            "or they were slower"
         )
     tiles = cdna_tiles_of(problem, target)
     cut = decode_cut_of(problem, target, tiles)

@@ -189,7 +189,8 @@ def test_tiles_that_were_measured_on_such_a_gpu_beat_it() -> None:
     selection = select(LAYER, replace(target, measured=(row_of(LAYER),)), "triton")
     assert names(selection) == PLAIN
     assert reasons(selection) == {
-        "tiles of triton.decode were measured for this layer on such a GPU, and these were not, or slower"
+        "tiles of triton.decode were measured for this layer on such a GPU; those of triton.cdna_decode were not, or "
+        "they were slower"
     }
 
 

@@ -237,6 +237,28 @@ def test_what_lies_left_of_a_segment_has_room_in_the_workspace_where_shared_memo
         launch_hopper_extend(args, scores=tensors.scores, cut=kernel.cut, tiles=kernel.tiles)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_workspace_is_of_contiguous_float32(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel takes it by its address alone."""
+    monkeypatch.setattr(extend, "launch", lambda *args, **options: None)
+    monkeypatch.setattr(extend, "launch_extend_merge", lambda *args: None)
+    monkeypatch.setattr(extend, "launch_merge_of_segments", lambda *args, **options: None)
+    kernel = hopper_of(chosen(LAYER, on(TRITONS[0]), deterministic=deterministic).kernel(StepKind.EXTEND).bound)
+    words = kernel.workspace_words(PaddedShape(StepKind.EXTEND, 1, 5))
+    heads, dims = (LAYER.num_q_heads, LAYER.num_kv_heads), (LAYER.head_dim, LAYER.v_head_dim)
+    tensors = build(Case([9], [5], heads=heads, dims=dims, dtype=torch.bfloat16), torch.device("cpu"))
+    schedule = garbage(kernel.cut.words(5, 1), torch.device("cpu"))
+
+    def launch_with(workspace: torch.Tensor) -> None:
+        args = tensors.args(schedule, workspace)
+        launch_hopper_extend(args, scores=tensors.scores, cut=kernel.cut, tiles=kernel.tiles)
+
+    launch_with(torch.empty(words))
+    for other in (torch.empty(words - 1), torch.empty(words, dtype=torch.float16), torch.empty(2 * words)[::2]):
+        with pytest.raises(AssertionError):
+            launch_with(other)
+
+
 @pytest.mark.parametrize("kind", [StepKind.EXTEND, StepKind.MIXED])
 def test_tiles_of_few_rows_take_no_memory_for_steps_that_they_do_not_serve(kind: StepKind) -> None:
     """Of 8192 new tokens every block of 64 rows would have a place of its own."""

@@ -10,7 +10,7 @@ from functools import cached_property
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rocm_attn.kernels.attention.cuts import DecodeCut
@@ -64,6 +64,10 @@ class Batch:
         return {(seq, row) for seq, new in enumerate(self.q_len) if new == 1 for row in rows}
 
 
+# Of a row without keys nothing but the end costs anything.
+AT_THE_END = replace(TILES, row_cost=0, row_end=2)
+
+
 @st.composite
 def batches(draw: st.DrawFn) -> Batch:
     """Lengths from nothing to far apart, some sequences of another kind, and as few or as many programs as may be."""
@@ -107,6 +111,8 @@ def walk(batch: Batch, program: int) -> list[tuple[Row, int, int]]:
 
 @settings(max_examples=150)
 @given(batches())
+@example(Batch([0], [1], 1, 7, AT_THE_END))
+@example(Batch([0, 0], [1, 1], 1, 7, AT_THE_END))
 def test_every_key_block_of_every_row_is_visited_once_and_in_order(batch: Batch) -> None:
     visited: dict[Row, list[range]] = defaultdict(list)
     for program in range(batch.num_programs):
@@ -248,6 +254,19 @@ def test_equal_parts_have_as_many_blocks_where_the_start_of_a_row_costs_nothing(
     assert {end - first for visit in visits for _, first, end in visit} == blocks
     assert sum(map(len, visits)) == 8 * 4 * 4
     assert max(map(len, visits)) == 1
+
+
+@pytest.mark.parametrize("num_programs", [1, 2, 3, 7])
+@pytest.mark.parametrize("num_seqs", [1, 2])
+def test_some_program_has_each_row_of_a_batch_without_keys(
+    num_seqs: int, num_programs: int, kernel_device: torch.device
+) -> None:
+    """Seven programs have more of the rows' ends than there are."""
+    batch = Batch([0] * num_seqs, [1] * num_seqs, 1, num_programs, AT_THE_END)
+    words = device_words(batch, kernel_device)
+    assert words == batch.words
+    visits = [visit for program in range(num_programs) for visit in walk(batch, program)]
+    assert visits == [((seq, 0), 0, 0) for seq in range(num_seqs)]
 
 
 @pytest.mark.parametrize("q_len", [[], [0, 0, 0], [5, 0, 2]])

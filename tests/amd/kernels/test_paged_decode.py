@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
 from rocm_attn.kernels.attention.cuts import DecodeCut, merge_shape
-from rocm_attn.kernels.attention.decode import launch_paged_decode
+from rocm_attn.kernels.attention.decode import has_whole_rows, launch_paged_decode
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.refs.schedules import decode_schedule
@@ -181,6 +181,24 @@ def test_the_merge_finds_rows_that_padding_follows(num_pads: int, kernel_device:
     assert merge_shape(len(case.kv_len) * 6, 13, 1, 16, early=False).by_row == (num_pads == 0)
     run_decode(tensors, num_programs=13, tiles=tiles)
     assert_served(tensors)
+
+
+@pytest.mark.parametrize("kv_len", [[0], [0, 0], [0, 33, 0]], ids=str)
+@pytest.mark.parametrize("window_left", [-1, 20])
+def test_rows_without_keys_get_zeros_where_only_their_end_costs(
+    kv_len: list[int], window_left: int, kernel_device: torch.device
+) -> None:
+    """Of a window each row has a program of its own."""
+    case = Case(kv_len=kv_len, q_len=[1] * len(kv_len), heads=(2, 1), dims=(16, 16), window_left=window_left)
+    tensors = build(case, kernel_device)
+    assert (tensors.out == UNTOUCHED).all()
+    assert has_whole_rows(len(kv_len), num_programs=7, window_left=window_left, head_dim=16) == (window_left >= 0)
+    tiles = DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, row_cost=0, row_end=2)
+    run_decode(tensors, num_programs=7, tiles=tiles)
+    assert_served(tensors)
+    empty = torch.tensor(kv_len, device=kernel_device) == 0
+    assert (tensors.out[empty] == 0).all()
+    assert (tensors.lse[empty] == float("-inf")).all()
 
 
 @run_either

@@ -191,6 +191,7 @@ def test_a_process_that_only_stops_answering_is_not_waited_for() -> None:
         with pytest.raises(BadRequest, match="was ended by SIGKILL"):
             trial.check(Constraint.choice(["a"]))
     finally:
+        trial.end()
         trial.close()
 
 

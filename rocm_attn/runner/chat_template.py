@@ -66,7 +66,8 @@ def template_of(named: object, bos_token: str, eos_token: str) -> ChatTemplate |
     named: one text, or templates by name, as Hugging Face has them: "default", and "tool_use" for tools
     """
     if isinstance(named, Sequence) and not isinstance(named, str):  # as tokenizer_config.json writes them
-        named = {each.get("name"): each.get("template") for each in named if isinstance(each, Mapping)}
+        entries = [each for each in named if isinstance(each, Mapping) and isinstance(each.get("name"), str)]
+        named = {each["name"]: each.get("template") for each in entries}
     by_name = named if isinstance(named, Mapping) else {"default": named}
     source, with_tools = by_name.get("default"), by_name.get("tool_use")
     if not isinstance(source, str):

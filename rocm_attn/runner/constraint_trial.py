@@ -1,6 +1,6 @@
 """A process that tries whether constraints can be used, for a server that takes them from anybody.
 
-Few short constraints take minutes, or gigabytes, to be compiled, and no thread can be ended that does so. The kernel
+A few short constraints take minutes, or gigabytes, to be compiled, and no thread can be ended that does so. The kernel
 ends this process where one takes too much; the server sees that, and starts another one.
 
 It reads lines of JSON, a Tokens first and then one Constraint after the other, and answers each with a line.
@@ -14,6 +14,7 @@ import resource
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -75,10 +76,12 @@ class Trial:
     def close(self) -> None:
         """After end(), when no check() runs."""
         for pipe in (self._process.stdin, self._process.stdout):
-            _of(pipe).close()
+            with suppress(BrokenPipeError):  # of a line that did not reach the process
+                _of(pipe).close()
 
     def _why_silent(self) -> str:
         """What has ended the process, which is at its end."""
+        self._process.kill()  # what has only closed its end of the pipe would go on
         code = self._process.wait()
         if self._is_given_up:
             return "the process that tried it was ended, as when the server ends; send it again"

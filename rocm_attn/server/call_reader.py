@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 from collections.abc import Collection
@@ -11,6 +10,7 @@ from enum import Enum, auto
 from typing import Protocol
 
 from rocm_attn.server.call_forms import CallForm
+from rocm_attn.server.finite_json import FINITE_JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,29 +154,20 @@ class CallReader:
         return Call(name, written)
 
 
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
-
-
-def _number(written: str) -> None:
-    """A number is never read: Python's would be another one than the model's, or none."""
-
-
-_JSON = json.JSONDecoder(parse_float=_number, parse_int=_number, parse_constant=_refuse)
 _BLANKS = re.compile(r"[ \t\n\r]*")
 
 
 def _members(text: str) -> dict[str, tuple[object, str]]:
-    """Of a JSON object: each value, without its numbers, and how it is written. Raises ValueError, RecursionError."""
-    _JSON.decode(text)  # from here on it is known to be JSON
+    """Of a JSON object: each value, and how it is written. Raises ValueError, RecursionError."""
+    FINITE_JSON.decode(text)  # from here on it is known to be JSON
     members: dict[str, tuple[object, str]] = {}
     place = _after_blanks(text, 1)
     while text[place] != "}":
         if text[place] == ",":
             place = _after_blanks(text, place + 1)
-        key, place = _JSON.raw_decode(text, place)
+        key, place = FINITE_JSON.raw_decode(text, place)
         begin = _after_blanks(text, _after_blanks(text, place) + 1)
-        value, end = _JSON.raw_decode(text, begin)
+        value, end = FINITE_JSON.raw_decode(text, begin)
         members[key] = value, text[begin:end]
         place = _after_blanks(text, end)
     return members

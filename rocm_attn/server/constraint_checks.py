@@ -27,6 +27,7 @@ class ConstraintChecks:
         self._begin = begin
         self._free = asyncio.Semaphore(_AT_A_TIME)
         self._num_waiting = 0
+        self._asked: dict[Constraint, asyncio.Future[BadRequest | None]] = {}  # that are tried, or wait for it
         self._known: dict[Constraint, None] = {}  # the one asked for last at the end
         self._lock = Lock()  # of what the threads share that wait for processes
         self._idle: list[Trial] = []
@@ -36,11 +37,30 @@ class ConstraintChecks:
     async def check(self, constraint: Constraint) -> None:
         """Return for a constraint that can be used.
 
-        Raises BadRequest for another one, and FitsLater where as many wait already as may.
+        Raises BadRequest for another one, and FitsLater where as many others wait already as may.
         """
-        if constraint not in self._known:
-            await self._try(constraint)
+        while constraint not in self._known:
+            asked = self._asked.get(constraint)
+            if asked is None:
+                await self._try_for_all(constraint)
+                break
+            refused = await asyncio.shield(asked)
+            if refused is not None:
+                raise refused
         self._know(constraint)
+
+    async def _try_for_all(self, constraint: Constraint) -> None:
+        """Those who ask for the same one meanwhile learn what comes of it, or ask again where this one is cancelled."""
+        asked = self._asked[constraint] = asyncio.get_running_loop().create_future()
+        refused = None
+        try:
+            await self._try(constraint)
+        except BadRequest as error:
+            refused = error
+            raise
+        finally:
+            del self._asked[constraint]
+            asked.set_result(refused)
 
     def _know(self, constraint: Constraint) -> None:
         self._known.pop(constraint, None)
@@ -60,7 +80,7 @@ class ConstraintChecks:
             await self._free.acquire()
         finally:
             self._num_waiting -= 1
-        if constraint in self._known:  # by now: many clients of a new service ask for one and the same
+        if constraint in self._known:  # by now: who asked for it first was cancelled while it was tried
             self._free.release()
             return
         # The place is the thread's: a task that is cancelled does not end what runs there.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import math
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from rocm_attn.server.api_errors import bad_request
+from rocm_attn.server.finite_json import FINITE_JSON
 
 MOST_TOOLS = 128
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
@@ -79,7 +78,7 @@ class MadeCall(ToolPart):
     def as_template(self) -> dict[str, Any]:
         """As chat templates expect it: the arguments as an object. Raises ApiError."""
         try:
-            arguments = json.loads(self.function.arguments, parse_constant=_refuse, parse_float=_finite)
+            arguments = FINITE_JSON.decode(self.function.arguments)
         except (ValueError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict):
@@ -90,14 +89,3 @@ class MadeCall(ToolPart):
             )
         function = {"name": self.function.name, "arguments": arguments}
         return {"id": self.id, "type": "function", "function": function}
-
-
-def _finite(written: str) -> float:
-    number = float(written)
-    if math.isinf(number):
-        raise ValueError(f"{written} is too large")
-    return number
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")

@@ -70,6 +70,7 @@ def test_a_block_that_serves_does_so_until_it_is_told_to_end(block: Block) -> No
     assert command.is_ours
     code, output = served_until_told(command.words[1:])
     assert code == 0, output
+    assert "listening on" in output
 
 
 @each([block for block in BLOCKS if not block.reason and block.language == "console"])

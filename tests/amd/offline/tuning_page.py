@@ -61,7 +61,7 @@ grown by 2^8; its figures are of blocks in which none has. Heads of 128, bfloat1
 
 """
 _STUDIED = """\
-It had to cost 15 % less.
+It would serve if it cost 15 % less.
 {verdicts}
 Each wave loads all keys for itself: with 32 rows loads alone take the floor of gfx942, and twice that of gfx950. With
 64 rows a SIMD has room for one wave, and nothing fills its waits. On gfx950 the vector unit is what bounds extend, and

@@ -226,8 +226,13 @@ def test_json_is_written_as_hugging_face_writes_it() -> None:
 
 
 def test_a_conversation_with_tools_has_a_template_of_its_own_where_the_model_has_one() -> None:
-    """As Hermes and Command R write them into tokenizer_config.json."""
-    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ bos_token }} tools"}, {}]
+    """As Hermes writes them into tokenizer_config.json."""
+    named: list[dict[str, object]] = [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "{{ bos_token }} tools"},
+        {"name": ["rag"], "template": "of no name"},
+        {},
+    ]
     template = template_of(named, "<s>", "")
     assert template is not None
     assert (template.render(ASKED), template.render(ASKED, [TOOL])) == ("plain", "<s> tools")

@@ -43,6 +43,8 @@ CASES: tuple[tuple[int, str, str, list[tuple[str, object]]], ...] = (
         '<tool_call>\n{"name": "b", "arguments": {}}\n</tool_call>', '<tool_call>{"name": "a", "arguments": [1]}',
         '<tool_call>{"name": "a", "arguments": NaN}', '<tool_call>{"name": "a", "arguments": {"x": NaN}}',
         "<tool_call>{", '<tool_call>{"name": "a", "arguments": {"x": -Infinity}}',
+        '<tool_call>{"name": "a", "arguments": {"x": 1e999}}', '<tool_call>{"name": "a", "arguments": {"x": [-1e400]}}',
+        f'<tool_call>{{"name": "a", "arguments": {{"x": {"9" * 4301}}}}}',
         '<tool_call>{"name": ["a"]}</tool_call>', '<tool_call>{"name": 7}</tool_call>',
         '<tool_call>{"name": "a" "b"}</tool_call>',
     )),
@@ -77,14 +79,14 @@ def test_calls_are_found_however_the_text_comes(
 @pytest.mark.parametrize(
     "written",
     [
-        '{"x": 12345678901234567890, "y": 0.12345678901234567890, "z": [1e400, -0.0, 1E+2]}',
+        '{"x": 12345678901234567890, "y": 0.12345678901234567890, "z": [1e308, -0.0, 1E+2]}',
         '{ "x":1 ,\n"y" : "\\u00e9 é" }',
-        '{"x": ' + "9" * 5000 + "}",
+        '{"x": ' + "9" * 4300 + "}",
         "{}",
     ],
 )
 def test_arguments_stay_as_they_are_written(written: str) -> None:
-    """Numbers above all: Python would write other ones, or none."""
+    """Numbers above all: Python would write other ones."""
     reader = CallReader(HERMES, ("7",))
     text = f'<tool_call>{{"id": 1.5 , "arguments":{written}\n,"name": "7" }}</tool_call>'
     (call,) = reader.push(text) + reader.finish()

@@ -8,6 +8,8 @@ import json
 import os
 import resource
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from rocm_attn.errors import BadRequest
+from rocm_attn.errors import BadRequest, FitsLater
 from rocm_attn.runner import constraint_trial
 from rocm_attn.runner.constraint import Constraint
 from rocm_attn.runner.constraint_trial import Tokens, Trial
@@ -82,24 +84,43 @@ def test_a_constraint_that_finds_too_many_waiting_may_come_again(
     assert ask(server, {"enum": ["b"]}).status == 200
 
 
-def test_those_that_wait_with_a_constraint_that_another_one_has_tried_do_not_try_it_again(
-    server: Running, monkeypatch: pytest.MonkeyPatch
+def test_a_constraint_that_others_ask_for_is_tried_once_and_finds_room_however_many_wait(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    may_end, tried, check = threading.Event(), list[Constraint](), Trial.check
+    good, bad, waiting, new = (Constraint.choice([text]) for text in ("good", "bad", "waiting", "new"))
+    may_end, tried = threading.Event(), list[Constraint]()
 
     def held_up(trial: Trial, constraint: Constraint) -> None:
         tried.append(constraint)
         may_end.wait()
-        check(trial, constraint)
+        if constraint == bad:
+            raise BadRequest("it is bad")
+
+    async def outcomes() -> list[BaseException | None]:
+        asked_for = (good, bad, waiting, new, good, bad, waiting, good, waiting)
+        asking = [asyncio.ensure_future(checks.check(each)) for each in asked_for]
+        await asyncio.sleep(0)  # each has come as far as it can
+        asking[asked_for.index(waiting)].cancel()  # the others take its place
+        asking.append(asyncio.ensure_future(checks.check(good)))
+        await asyncio.sleep(0)
+        may_end.set()
+        return await asyncio.gather(*asking, return_exceptions=True)
 
     monkeypatch.setattr(Trial, "check", held_up)
-    with ThreadPoolExecutor(4) as pool:
-        asking = [pool.submit(ask, server, {"enum": ["c"]}) for _ in range(4)]
-        while server.between_loops(lambda: server.generations._checks._num_waiting) < 2:
-            pass
-        may_end.set()
-        assert [each.result().status for each in asking] == [200] * 4
-    assert len(tried) == 2
+    monkeypatch.setattr(constraint_checks, "MOST_WAITING", 1)
+    checks = constraint_checks.ConstraintChecks(lambda: Trial(TOKENS, 1))
+    try:
+        found = asyncio.run(outcomes())
+    finally:
+        checks.close()
+    assert [type(each) for each in found if each is not None] == [
+        BadRequest,
+        asyncio.CancelledError,
+        FitsLater,
+        BadRequest,
+    ]
+    assert [found[index] for index in (0, 4, 6, 7, 8, 9)] == [None] * 6
+    assert sorted(each.text for each in tried) == sorted(each.text for each in (good, bad, waiting))
 
 
 def test_a_constraint_that_is_known_to_be_fine_is_not_tried_again(
@@ -131,11 +152,11 @@ def test_a_server_that_ends_says_so_to_who_waits_for_a_process(monkeypatch: pyte
     checks = constraint_checks.ConstraintChecks(lambda: trial)
     send = Trial._send
 
-    def sends_and_ends(sender: Trial, line: dict[str, Any]) -> None:
-        send(sender, line)
+    def ends_and_sends(sender: Trial, line: dict[str, Any]) -> None:
         checks.close()
+        send(sender, line)  # into a broken pipe
 
-    monkeypatch.setattr(Trial, "_send", sends_and_ends)
+    monkeypatch.setattr(Trial, "_send", ends_and_sends)
     with pytest.raises(BadRequest, match="the process that tried it was ended, as when the server ends; send it again"):
         asyncio.run(checks.check(Constraint.choice(["a"])))
 
@@ -156,6 +177,21 @@ def test_what_has_ended_a_process_is_told(signal_of_end: signal.Signals, says: s
             trial.check(Constraint.choice(["a"]))
         assert trial.has_ended
     finally:
+        trial.close()
+
+
+def test_a_process_that_only_stops_answering_is_not_waited_for() -> None:
+    trial = Trial(TOKENS, 1)
+    trial.end()
+    trial.close()
+    deaf = [sys.executable, "-S", "-c", "import os, signal; os.close(1); signal.pause()"]
+    trial._process = subprocess.Popen(deaf, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    trial._is_given_up = False
+    try:
+        with pytest.raises(BadRequest, match="was ended by SIGKILL"):
+            trial.check(Constraint.choice(["a"]))
+    finally:
+        trial.end()
         trial.close()
 
 

@@ -1,0 +1,22 @@
+"""The JSON that arguments of calls are: with finite numbers, which Python can hold."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import NoReturn
+
+
+def _finite(written: str) -> float:
+    number = float(written)
+    if math.isinf(number):
+        raise ValueError(f"{written} is too large")
+    return number
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")
+
+
+# Raises ValueError, for integers of more than 4,300 digits too, and RecursionError.
+FINITE_JSON = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse)

@@ -85,7 +85,8 @@ class AttentionRuntime:
     ) -> None:
         guards.warn()
         self.guards, self.options = guards, options
-        self.agree, self.meetings = agree, agree.new_meetings()
+        self.agree: Agree = agree
+        self.meetings = agree.new_meetings()
         self.repeatable: Repeatable | None = None  # what stage_again() stages
         self.device = with_index(device)
         problems, spaces = kinds.problems, kinds.spaces_of_layers

@@ -60,8 +60,8 @@ def rounds(last_limit: int) -> list[Tensor]:
     return [ints([4, 5, 6, 1, 2, 1, 7, 8, 9, 3, 3, 3]), ints([2, 4, 0, 3]), ints([40, 1050, 11, last_limit])]
 
 
-def of_rounds(garbage: int) -> list[Tensor]:
-    """counts, kv_len, token_ids with an entry after them, texts and told.
+def of_rounds(garbage: int, error: int = 64) -> list[Tensor]:
+    """counts, with an error word, kv_len, token_ids with an entry after them, texts and told.
 
     The first text is one token long, the second goes round, the third repeats itself once, the last one never.
     """
@@ -72,7 +72,7 @@ def of_rounds(garbage: int) -> list[Tensor]:
     texts[3, :4] = ints([9, 8, 7, 6])
     ids = ints([4, 4, 5, 2, 1, 2, 6, 7, 8, 6, 3, 3, garbage])
     told = torch.full((4, TOLD_WORDS), garbage, dtype=torch.int32)
-    return [ints([4, 12, 7, 64]), ints([3, 1034, 8, 6]), ids, texts, told]
+    return [ints([4, 12, 7, error]), ints([3, 1034, 8, 6]), ids, texts, told]
 
 
 def trees() -> list[Tensor]:

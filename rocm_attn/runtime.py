@@ -121,11 +121,10 @@ class AttentionRuntime:
         self._planner = core.new_planner(options.padding(problems))
         # Those that make graphs of this runtime's steps.
         self.graph_users: weakref.WeakSet[object] = weakref.WeakSet()
-        self._holder = StepHolder()
+        self._holder, self._state = StepHolder(), StepState.IDLE
         # The number of the seal on the addresses that graphs read; 0 while there is none. Every seal has another one:
         # what was captured under one is void under the next.
         self._num_seals = self.seal_number = 0
-        self._state = StepState.IDLE
         self._plan: StepPlan | None = None
         self._children: tuple[DeviceStep, ...] = ()
         self._layers: tuple[LayerCalls, ...] = ()

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 _MOST_KEPT = 64
 # That are compiled at the same time: others have to wait for cores too.
 _AT_A_TIME = 2
-# That may be compiled or wait for it, those included that nobody waits for any more: no engine is given work without
-# bound.
+# That may be compiled or wait for it, also after the request that asked for it has left: an engine's work has a bound.
 MOST_COMPILING = 64
 # Of tokenizers as the library reads them, one for each set of tokens that ends texts; they take megabytes.
 _MOST_TOKENIZERS = 4

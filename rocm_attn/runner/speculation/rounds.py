@@ -72,7 +72,7 @@ class Rounds(Protocol):
         ...
 
     def end(self) -> bool:
-        """All rounds were read, and another step comes. Whether one of them told of a fault."""
+        """End the series, after all its rounds were read and before another step. Whether a round had a fault."""
         ...
 
 

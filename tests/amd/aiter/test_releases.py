@@ -42,7 +42,7 @@ def test_what_is_no_release_is_not_known_and_may_be_any(text: str) -> None:
     "build", ["3.9.0+git1234567", "3.9.0.dev20260801", "3.9.0.dev", "3.9.0.dev0+gabc", "3.9.0rc1", "3.9.0a1", "3.9.0b2"]
 )
 def test_a_build_of_a_commit_or_before_a_release_is_not_the_release(build: str) -> None:
-    """Nobody has run a kernel that is held to releases with it."""
+    """A kernel that is allowed for named releases was not tested with such a build."""
     assert Release.of("3.8.0") < Release.of(build) < Release.of("3.9.0")
     assert str(Release.of(build)) == "3.9.0 in development"
 

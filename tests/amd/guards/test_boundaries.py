@@ -40,7 +40,7 @@ def grow_to(serving: Serving, requests: list[Request], lengths: list[int]) -> No
         pytest.param(False, CAP, id="eager-cap below the pool"),
         # Without graphs their sizes say only what steps are padded to.
         pytest.param(False, 2 * POOL, id="eager-cap twice the pool", marks=pytest.mark.nightly),
-        pytest.param(True, CAP, id="graphed-cap below the pool"),
+        pytest.param(True, CAP, id="graphed-cap below the pool", marks=pytest.mark.nightly),
         pytest.param(True, 2 * POOL, id="graphed-cap twice the pool"),
     ],
 )
@@ -70,7 +70,7 @@ def test_sequences_of_every_count_and_length_whatever_pages_hold(
     walk(KEPT[kept], provider, CAP, graphs=graphs, device=device)
 
 
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+@pytest.mark.parametrize("graphs", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["eager", "graphed"])
 @pytest.mark.parametrize("indexing", [TOKENS, PAGES], ids=["tokens", "pages"])
 @pytest.mark.parametrize("provider", providers())
 def test_selections_for_sequences_of_every_count_and_length(

@@ -172,7 +172,7 @@ def test_a_text_that_stops_within_a_round_leaves_the_others_as_they_are(loaded: 
     assert launched
 
 
-@pytest.mark.parametrize("place", [27, *(pytest.param(place, marks=pytest.mark.nightly) for place in (20, 33))])
+@pytest.mark.parametrize("place", [20, 27, 33])
 def test_a_text_that_ends_by_its_words_in_the_first_of_two_rounds_ends_alone(place: int, loaded: LoadedModel) -> None:
     """It ends as the first is published; a request that comes then has both read at once."""
     with_words = replace(loaded, tokenizer=character_model().tokenizer)
@@ -192,9 +192,7 @@ def test_a_text_that_ends_by_its_words_in_the_first_of_two_rounds_ends_alone(pla
     assert [engine.completion(number) for number in numbers] == plainly(with_words, [long, other, late])
 
 
-@pytest.mark.parametrize(
-    "at", ["round", "next_round", *(pytest.param(at, marks=pytest.mark.nightly) for at in ("picks", "told"))]
-)
+@pytest.mark.parametrize("at", ["round", "picks", "next_round", "told"])
 def test_an_interrupt_while_a_round_is_launched_changes_no_text(
     at: str, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

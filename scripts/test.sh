@@ -143,7 +143,7 @@ run_stage() {
     interpreter-long) TRITON_INTERPRET=1 spread -m "long or nightly" tests/amd/{kernels,runtime,external,integrations} ;;
     mutation) spread -m "not long" tests/amd/mutation ;;
     mutation-long) spread -m long tests/amd/mutation ;;
-    offline-long) compile -m long ;;
+    offline-long) compile -m "long or nightly" ;;
     driver) spread tests/amd/driver ;;
     driver-long) python -m tests.amd.driver --seeds 30:2000 | tee -a "$verdicts" ;;
     engines) run_engines -m "not nightly" ;;
@@ -152,7 +152,7 @@ run_stage() {
     text-long) run_pytest -n auto -m nightly tests/amd/text ;;
     soak) rocm-attn soak --steps 1000 --seed 0 ;;
     soak-long) rocm-attn soak --steps 10000 --seed 1 ;;
-    offline) compile -m "not llvm_mca and not long" ;;
+    offline) compile -m "not llvm_mca and not long and not nightly" ;;
     tuning) run_pytest tests/amd/offline -m llvm_mca ;;
     oldest) with_triton $OLDEST_TRITON compile -m "oldest_triton and not long" ;;
     oldest-long) with_triton $OLDEST_TRITON compile -m "oldest_triton and long" ;;

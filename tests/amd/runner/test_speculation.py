@@ -110,7 +110,7 @@ def test_greedy_tokens_are_those_of_plain_decoding(
     assert_lossless(loaded, options, some_requests())
 
 
-@pytest.mark.parametrize(("page_size", "draft_tokens", "topk", "graphs"), ways({(2, 3, 2, True)}))
+@pytest.mark.parametrize(("page_size", "draft_tokens", "topk", "graphs"), ways({(2, 3, 2, False)}))
 def test_they_are_with_a_pool_of_its_own_for_layers_with_windows(
     page_size: int, draft_tokens: int, topk: int, graphs: bool, windowed: LoadedModel
 ) -> None:

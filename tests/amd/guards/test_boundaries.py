@@ -70,7 +70,7 @@ def test_sequences_of_every_count_and_length_whatever_pages_hold(
     walk(KEPT[kept], provider, CAP, graphs=graphs, device=device)
 
 
-@pytest.mark.parametrize("graphs", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["eager", "graphed"])
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 @pytest.mark.parametrize("indexing", [TOKENS, PAGES], ids=["tokens", "pages"])
 @pytest.mark.parametrize("provider", providers())
 def test_selections_for_sequences_of_every_count_and_length(

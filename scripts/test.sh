@@ -7,9 +7,9 @@
 #   types            mypy --strict over the package, the tests and the benchmarks
 #   host             everything that needs neither a GPU nor Triton's interpreter
 #   interpreter      the kernels, and the runtime on top of them, under Triton's interpreter
-#   mutation         every thirty-second mask of the kernels removed in a copy: a check under Triton's interpreter must notice
+#   mutation         every sixty-fourth mask of the kernels removed in a copy: a check under Triton's interpreter must notice
 #   soak             1,000 random steps of a tiny model, every output checked against the oracle
-#   driver           60 seeds of a random driver whose oracle shares no code with the project
+#   driver           30 seeds of a random driver whose oracle shares no code with the project
 #   text             greedy text against transformers, and the command line on real weights
 #   offline          every kernel compiled for gfx942, and some for gfx950 and sm_90, with the installed Triton
 #   simulator        every kernel executed as gfx942 and gfx950 machine code, with every address checked
@@ -143,16 +143,16 @@ run_stage() {
     interpreter-long) TRITON_INTERPRET=1 spread -m "long or nightly" tests/amd/{kernels,runtime,external,integrations} ;;
     mutation) spread -m "not long" tests/amd/mutation ;;
     mutation-long) spread -m long tests/amd/mutation ;;
-    offline-long) compile -m long ;;
+    offline-long) compile -m "long or nightly" ;;
     driver) spread tests/amd/driver ;;
-    driver-long) python -m tests.amd.driver --seeds 60:2000 | tee -a "$verdicts" ;;
+    driver-long) python -m tests.amd.driver --seeds 30:2000 | tee -a "$verdicts" ;;
     engines) run_engines -m "not nightly" ;;
     engines-long) bash scripts/engine_venv.sh sglang vllm && run_engines -m nightly ;;
     text) run_pytest -n auto --dist loadfile -m "not nightly" tests/amd/text ;;
     text-long) run_pytest -n auto -m nightly tests/amd/text ;;
     soak) rocm-attn soak --steps 1000 --seed 0 ;;
     soak-long) rocm-attn soak --steps 10000 --seed 1 ;;
-    offline) compile -m "not llvm_mca and not long" ;;
+    offline) compile -m "not llvm_mca and not long and not nightly" ;;
     tuning) run_pytest tests/amd/offline -m llvm_mca ;;
     oldest) with_triton $OLDEST_TRITON compile -m "oldest_triton and not long" ;;
     oldest-long) with_triton $OLDEST_TRITON compile -m "oldest_triton and long" ;;

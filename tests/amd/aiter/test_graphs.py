@@ -33,12 +33,12 @@ PROBLEMS = {
 }
 
 
-def by_turns(of_day: int) -> pytest.MarkDecorator:
-    """Every problem; in every run the first ones or the second ones of all pairs, of_day 0 or 1."""
+def by_turns(of_day: int, of: int = 2) -> pytest.MarkDecorator:
+    """Every problem; in every run one of so many that follow from each other, of_day 0 for the first one."""
     return pytest.mark.parametrize(
         "problem",
         [
-            pytest.param(problem, id=name, marks=[pytest.mark.nightly] * (at % 2 != of_day))
+            pytest.param(problem, id=name, marks=[pytest.mark.nightly] * (at % of != of_day))
             for at, (name, problem) in enumerate(PROBLEMS.items())
         ],
     )
@@ -69,7 +69,7 @@ class InHalves:
         return self._runner.run_split(batch, pad_to)
 
 
-@by_turns(1)
+@by_turns(1, of=4)
 def test_a_step_in_two_halves_equals_a_whole_one_bitwise(problem: Problem, aiter: StandIn) -> None:
     whole, split = OneLayer.build(problem), OneLayer.build(problem)
     runner = StepRunner(split.runtime, split.forward, recorder_for(CPU))

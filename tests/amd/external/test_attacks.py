@@ -46,7 +46,7 @@ def assert_unharmed(engine: Engine, *rows: int) -> None:
 
 @each_engine
 @each_page_size
-@pytest.mark.parametrize("length", [-5, ROOM + 1, 2**31 - 1])
+@pytest.mark.parametrize("length", [-5, ROOM + 1, pytest.param(2**31 - 1, marks=pytest.mark.long)])
 def test_a_length_outside_of_its_row_is_cut_and_reported(
     make: MakeEngine, page_size: int, length: int, device: torch.device, provider: str
 ) -> None:
@@ -62,7 +62,7 @@ def test_a_length_outside_of_its_row_is_cut_and_reported(
 
 
 @each_page_size
-@pytest.mark.parametrize("row", [-1, 7, 2**31 - 1])
+@pytest.mark.parametrize("row", [-1, 7, pytest.param(2**31 - 1, marks=pytest.mark.long)])
 def test_a_row_outside_of_the_table_is_a_pad_and_reported(
     page_size: int, row: int, device: torch.device, provider: str
 ) -> None:
@@ -81,7 +81,9 @@ def test_a_row_outside_of_the_table_is_a_pad_and_reported(
 
 @pytest.mark.parametrize("make", [SGLang, VLLM])
 @each_page_size
-@pytest.mark.parametrize("kind", ["another's", "its own, one off", "past the pool"])
+@pytest.mark.parametrize(
+    "kind", ["another's", pytest.param("its own, one off", marks=pytest.mark.long), "past the pool"]
+)
 def test_a_slot_that_the_table_does_not_give_is_dropped_and_reported(
     make: MakeEngine, page_size: int, kind: str, device: torch.device, provider: str
 ) -> None:
@@ -226,7 +228,7 @@ def test_another_kind_of_table_is_refused(device: torch.device, provider: str) -
 
 @pytest.mark.long
 @each_engine
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(2, 6))])
 def test_random_attacks_harm_no_other_request(make: MakeEngine, seed: int, device: torch.device, provider: str) -> None:
     """Wrong lengths and slots of one request, again and again; the others' rows stay the oracle's."""
     choice = random.Random(seed)

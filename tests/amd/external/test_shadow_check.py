@@ -22,7 +22,7 @@ def step_of(engine: Engine) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("page_size", [pytest.param(1, marks=pytest.mark.long), 16])
 def test_a_right_step_is_right(make: MakeEngine, page_size: int, device: torch.device, provider: str) -> None:
     engine = make(page_size, WINDOWS, device=device, provider=provider)
     q, outs = step_of(engine)

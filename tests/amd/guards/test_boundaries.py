@@ -40,7 +40,7 @@ def grow_to(serving: Serving, requests: list[Request], lengths: list[int]) -> No
         pytest.param(False, CAP, id="eager-cap below the pool"),
         # Without graphs their sizes say only what steps are padded to.
         pytest.param(False, 2 * POOL, id="eager-cap twice the pool", marks=pytest.mark.nightly),
-        pytest.param(True, CAP, id="graphed-cap below the pool"),
+        pytest.param(True, CAP, id="graphed-cap below the pool", marks=pytest.mark.nightly),
         pytest.param(True, 2 * POOL, id="graphed-cap twice the pool"),
     ],
 )

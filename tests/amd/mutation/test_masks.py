@@ -14,7 +14,7 @@ MUTANTS = mutants()
 # The first file of each check: on the kernels as they are, a check does the same for all of its files.
 FILES = {CHECKS[path]: path for path in sorted(CHECKS, reverse=True)}.values()
 # Every so many-th mask is removed in every run, the others at night.
-APART = 32
+APART = 64
 JUDGES_BY_DAY = {CHECKS[mutant.path] for mutant in MUTANTS[::APART] if mutant.path in CHECKS}
 
 

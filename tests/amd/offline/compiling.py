@@ -5,21 +5,19 @@ from __future__ import annotations
 import functools
 
 import pytest
-import triton
 from triton.compiler import CompiledKernel
 
-from rocm_attn.problem import KVEncoding
 from tests.amd.offline.matrix import ROWS, Row, launch_all
-from tests.amd.offline.offline_driver import compiled_by
+from tests.amd.offline.offline_driver import compiled_by, first_compiled_by
 
 AMD_ARCHS = ("gfx942", "gfx950")
 NVIDIA_ARCHS = ("sm_80", "sm_90")
 
 
-# On CDNA 3 heads of 128 and latent pages, on Hopper latent pages, on CDNA 3 and 4 codes too; the simulator executes
-# plain and latent pages on CDNA 4. The rest is long, as are float32, which no model is served in, and heads of 192 and
-# more. A plain row takes a core for a minute, mostly inside LLVM, and two archs rarely disagree on what one layer does;
-# a row of codes launches only what reads and writes pages, a third of it.
+# Of these rows every run compiles the first variant of each kernel (test_first_variants.py): on CDNA 3 heads of 128 and
+# latent pages, on Hopper latent pages, on CDNA 3 and 4 codes too; the simulator executes plain and latent pages on CDNA
+# 4. All variants, and all other rows, are long. A whole row takes a core for a minute or two, mostly inside LLVM, and a
+# layer's window, cap or mask rarely makes it spill where the layer without does not; the simulator compiles those, too.
 IN_EVERY_RUN = frozenset(
     {
         "gfx942-32x8-128-128-bfloat16-page16-below_2gib",
@@ -31,30 +29,18 @@ IN_EVERY_RUN = frozenset(
 )
 
 OLDEST_TRITON = "3.6.0"
-# The arch that the oldest Triton compiles for in every run: of these rows the first variant of each kernel
-# (test_oldest.py). Whole rows, whose variants have budgets, are long with it.
-OLDEST_ARCH = "gfx942"
-FIRST_ON_OLDEST = tuple(
-    row for row in ROWS if row.on_oldest and row.arch == OLDEST_ARCH and row.kv is KVEncoding.LIKE_Q
-)
-
-
-def is_long(row: Row) -> bool:
-    """Whether every run leaves a row to the night, with the Triton at hand."""
-    return str(row) not in IN_EVERY_RUN or triton.__version__ == OLDEST_TRITON
 
 
 def rows_for(archs: tuple[str, ...]) -> pytest.MarkDecorator:
-    """Runs a test with every row for these archs; rows that the oldest Triton compiles too are marked so."""
+    """Runs a test with every row for these archs, at night; rows that the oldest Triton compiles too are marked so."""
     return pytest.mark.parametrize(
         "row",
         [
             pytest.param(
                 row,
                 id=str(row),
-                marks=[pytest.mark.xdist_group(str(row))]
-                + [pytest.mark.oldest_triton] * row.on_oldest
-                + [pytest.mark.long] * is_long(row),
+                marks=[pytest.mark.xdist_group(str(row)), pytest.mark.long]
+                + [pytest.mark.oldest_triton] * row.on_oldest,
             )
             for row in ROWS
             if row.arch in archs
@@ -67,3 +53,9 @@ def compiled_kernels(row: Row) -> tuple[CompiledKernel, ...]:
     """The distinct kernels that a row launches, in order of launch."""
     kernels = compiled_by(lambda: launch_all(row), row.arch)
     return tuple({kernel.hash: kernel for kernel in kernels}.values())
+
+
+@functools.cache
+def first_kernels(row: Row) -> dict[str, CompiledKernel]:
+    """The first variant of each kernel that a row launches, by name."""
+    return first_compiled_by(lambda: launch_all(row), row.arch)

@@ -126,7 +126,9 @@ def test_the_largest_steps_fill_every_bound(steps: LargestSteps) -> None:
         assert steps.pages(page_size) > -(-steps.longest // page_size) + max(own) - 2
 
 
-@pytest.mark.parametrize("windows", [(), (9, -1)], ids=["full", "windows"])
+@pytest.mark.parametrize(
+    "windows", [pytest.param((), id="full", marks=pytest.mark.nightly), pytest.param((9, -1), id="windows")]
+)
 def test_an_engine_fills_its_share_and_never_takes_more(
     windows: tuple[int, ...], metered: Callable[[int], MeteredMemory]
 ) -> None:

@@ -10,7 +10,7 @@ from tests.amd.runner.random_trace import run_trace
 @pytest.mark.parametrize(
     "seed",
     [
-        pytest.param(0, id="eager"),
+        pytest.param(0, id="eager", marks=pytest.mark.nightly),
         pytest.param(1, id="graphs", marks=pytest.mark.nightly),
         pytest.param(2, id="windows", marks=pytest.mark.nightly),
         pytest.param(3, id="windows, graphs"),

@@ -209,6 +209,7 @@ def smollm2_of_transformers() -> Any:
     return theirs
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("text", [*TEXTS, "<|im_start|>user\nHi 2024!<|im_end|>\n"])
 def test_smollm2_equals_transformers(text: str, smollm2: Tokenizer, smollm2_of_transformers: Any) -> None:
     ids = smollm2.encode(text)
@@ -220,6 +221,7 @@ def test_smollm2_splits_digits(smollm2: Tokenizer) -> None:
     assert [smollm2.decode([token]) for token in smollm2.encode("2024")] == ["2", "0", "2", "4"]
 
 
+@pytest.mark.nightly
 def test_smollm2_chat_prompt_equals_transformers(smollm2: Tokenizer, smollm2_of_transformers: Any) -> None:
     messages = [{"role": "user", "content": "Hi there"}]
     rendered = smollm2_of_transformers.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

@@ -46,8 +46,10 @@ def test_an_engine_that_was_asked_for_nothing_runs_its_steps_by_the_runner_alone
     assert plain._steps is plain._runner
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize(
+    ("every", "graphs"),
+    [(1, True), (3, False), *(pytest.param(*both, marks=pytest.mark.nightly) for both in ((1, False), (3, True)))],
+)
 def test_a_sampled_check_looks_at_one_step_in_so_many_and_finds_nothing(
     every: int, graphs: bool, loaded: LoadedModel
 ) -> None:

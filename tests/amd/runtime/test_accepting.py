@@ -67,10 +67,7 @@ def verify(world: World, requests: list[Request]) -> Accepted:
 @each_provider
 @pytest.mark.parametrize(
     ("problems", "swa_pages"),
-    [
-        pytest.param(*pool, id=name, marks=[pytest.mark.long] * (name in ("plain", "eight bits, by layer")))
-        for name, pool in POOLS.items()
-    ],
+    [pytest.param(*pool, id=name, marks=[pytest.mark.long] * (name != "hybrid")) for name, pool in POOLS.items()],
 )
 def test_steps_after_a_tree_read_the_accepted_path_as_a_plain_row(
     problems: list[Problem], swa_pages: int, provider: str, device: torch.device

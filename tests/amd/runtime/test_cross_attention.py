@@ -55,7 +55,7 @@ def stored(world: World) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("provider", providers())
-@pytest.mark.parametrize("q_len", [[1, 1, 1], [3, 2, 5], [1, 7, 0]], ids=str)
+@pytest.mark.parametrize("q_len", [[1, 1, 1], pytest.param([3, 2, 5], marks=pytest.mark.long), [1, 7, 0]], ids=str)
 def test_decoder_tokens_see_the_whole_encoder(q_len: list[int], provider: str, device: torch.device) -> None:
     """However many tokens the decoder has by then: the encoder's lengths are its own, and nothing is stored."""
     world, requests = encoded(device, provider, [20, 9, 5])

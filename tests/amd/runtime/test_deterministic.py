@@ -151,6 +151,7 @@ def test_a_sequence_gives_the_same_bits_in_every_way(
     assert not different
 
 
+@pytest.mark.long
 @both
 def test_every_chunk_size_gives_the_same_bits(provider: str, device: torch.device) -> None:
     problem = small_problem(3, num_q_heads=4, num_kv_heads=4)

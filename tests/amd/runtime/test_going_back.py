@@ -45,7 +45,10 @@ def assert_refused(world: World, request: Request, q_len: int) -> None:
 
 
 @each_provider
-@pytest.mark.parametrize(("kv_len", "back"), [(8, 1), pytest.param(10, 1, marks=pytest.mark.long), (10, 3), (9, 9)])
+@pytest.mark.parametrize(
+    ("kv_len", "back"),
+    [(8, 1), pytest.param(10, 1, marks=pytest.mark.long), pytest.param(10, 3, marks=pytest.mark.long), (9, 9)],
+)
 @pytest.mark.parametrize("who", ["parent", "child"])
 def test_either_side_recomputes_tokens_that_both_have(
     provider: str, who: str, kv_len: int, back: int, device: torch.device

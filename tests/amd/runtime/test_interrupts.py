@@ -69,7 +69,9 @@ class Counted:
 
 
 @pytest.mark.parametrize("apart", [5, pytest.param(1, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.nightly] * (kind == "split")) for kind in KINDS]
+)
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 def test_an_interrupt_at_any_line_of_a_step_leaves_the_next_one_right(graphs: bool, kind: str, apart: int) -> None:
     """And no fault is reported that there was not. apart: lines from one interrupt to the next."""

@@ -49,8 +49,19 @@ def serve(world: SparseWorld) -> None:
         world.step([first, second], [1, 1])
 
 
-@both_ways
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "graphs"),
+    [
+        pytest.param(
+            kind,
+            graphs,
+            id=f"{kind}-{'graphed' if graphs else 'eager'}",
+            marks=[pytest.mark.long] * (graphs == at % 2),  # by turns
+        )
+        for at, kind in enumerate(KINDS)
+        for graphs in (False, True)
+    ],
+)
 def test_layers_attend_to_what_is_chosen(kind: str, graphs: bool, device: torch.device) -> None:
     serve(SparseWorld(short(KINDS[kind]), device, graphs=graphs, capture_tokens=(16,)))
 

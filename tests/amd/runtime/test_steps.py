@@ -14,7 +14,9 @@ from tests.amd.tolerances import assert_same_but_for_rounding
 pytestmark = pytest.mark.parametrize("provider", providers())
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 5, 16])
+@pytest.mark.parametrize(
+    "page_size", [1, pytest.param(4, marks=pytest.mark.long), 5, pytest.param(16, marks=pytest.mark.long)]
+)
 def test_prefill_then_decode_equals_dense_attention(provider: str, page_size: int, device: torch.device) -> None:
     world = World.build([small_problem(page_size)], device, provider, num_pages=200)
     requests = [world.admit() for _ in range(3)]
@@ -61,7 +63,7 @@ def test_a_sequence_may_bring_no_new_token(provider: str, device: torch.device) 
     world.step([idle, first], [0, 0])
 
 
-@pytest.mark.parametrize("pad_to", [3, 4, 8, 16, 33])
+@pytest.mark.parametrize("pad_to", [3, *(pytest.param(pad_to, marks=pytest.mark.long) for pad_to in (4, 8, 16)), 33])
 def test_padding_beyond_the_pools_rows_changes_nothing(provider: str, pad_to: int, device: torch.device) -> None:
     world = World.build([small_problem()], device, provider, max_num_seqs=3, num_pages=40)
     requests = [world.admit() for _ in range(3)]

@@ -73,12 +73,18 @@ def as_bytes(body: dict[str, Any], path: str = COMPLETIONS) -> bytes:
 
 
 class Client:
-    """A connection over which a request was sent, whose answer is read when a test likes to."""
+    """A connection over which a request was sent, whose answer is read when a test likes to; a context closes it."""
 
     def __init__(self, server: Running, body: dict[str, Any], path: str = COMPLETIONS) -> None:
         self.socket = socket.create_connection(server.address)
         self.socket.sendall(as_bytes(body, path))
         self._reader = self.socket.makefile("rb")
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.leave()
 
     def read_until(self, text: bytes) -> bytes:
         """Lines up to the first that holds a text. Raises AssertionError where there is none."""

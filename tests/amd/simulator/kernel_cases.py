@@ -46,7 +46,7 @@ from tests.amd.simulator.driver import ARCHS, Simulation, simulated
 from tests.amd.simulator.large_pools import LARGE_POOL_BYTES, in_large_pools, zeros
 from tests.amd.simulator.latent_cases import latent_cases, more_latent_cases
 from tests.amd.simulator.metadata_cases import metadata_cases
-from tests.amd.simulator.segment_cases import segment_cases
+from tests.amd.simulator.segment_cases import more_segment_cases, segment_cases
 from tests.amd.simulator.sparse_cases import more_sparse_cases, sparse_cases
 from tests.amd.simulator.truth_cases import more_truth_cases, truth_cases
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
@@ -291,6 +291,7 @@ _METADATA = [case.name for case in metadata_cases("gfx942")]
 ON_THE_OTHER_ARCH = {
     "gfx942": frozenset(
         {
+            "8x2-128x128-bfloat16-page16-below",
             "8x2-128x128-bfloat16-page16-above",
             "6x2-80x48-float16-page5-below",
             "8x1-512x512-bfloat16-page16-below",
@@ -303,6 +304,7 @@ ON_THE_OTHER_ARCH = {
             "segments-window",
             "cdna-window",
             "latent-codes_by_token",
+            "truth-tokens",
             "store-E5M2-HEAD",
             "store-bfloat16-above",
             "store_vectorised-bfloat16-above",
@@ -322,11 +324,9 @@ ON_THE_OTHER_ARCH = {
             "shared_rows-6x2-80x48-float16-page5",
             "suffixes-8x2-128x128-bfloat16-page16",
             "experts-float16-1",
-            "segments-plain",
             "segments-capped",
             "cdna-plain",
             "latent-above",
-            "truth-tokens",
             "store-float16-above",
             "store_vectorised-float16-above",
             "store_vectorised-bfloat16-below",
@@ -463,6 +463,7 @@ def grid_cases(arch: str) -> list[KernelCase]:
         *_step_cases(arch, _by_name([*steps, *odd]), (False,)),
         *_step_cases(arch, _by_name(small), (True,)),
         KernelCase("merge-1x260", arch, partial(run_merge, arch, 1, 260)),
+        *more_segment_cases(arch),
         *more_sparse_cases(arch),
         *more_latent_cases(arch),
         *more_cdna_cases(arch),

@@ -1,0 +1,74 @@
+"""What every run asks of the compiler: the first variant of each kernel fits, spills nothing and keeps to its budget.
+
+With the Triton at hand, and of some rows with the oldest that is supported, whose budgets the night compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+import triton
+
+from rocm_attn.problem import KVEncoding, PoolKind
+from tests.amd.offline.budgets import complaints, costs_of, read
+from tests.amd.offline.code_object import read_amd_code, read_nvidia_code
+from tests.amd.offline.compiling import AMD_ARCHS, IN_EVERY_RUN, first_kernels
+from tests.amd.offline.matrix import ROWS, Row
+from tests.amd.offline.test_compiles import (
+    LATENT,
+    amd_complaints,
+    names_of_all_kernels,
+    names_of_sparse_kernels,
+    nvidia_complaints,
+)
+
+ROWS_OF_EVERY_RUN = [row for row in ROWS if str(row) in IN_EVERY_RUN]
+# Those of one arch, without codes: both kinds of pages.
+ON_OLDEST = [row for row in ROWS_OF_EVERY_RUN if row.on_oldest and row.kv is KVEncoding.LIKE_Q]
+
+
+def of_rows(rows: Iterable[Row], *, on_oldest: Iterable[Row] = ()) -> pytest.MarkDecorator:
+    """Runs a test with these rows, and with the oldest Triton with some of them."""
+    params = [
+        pytest.param(
+            row,
+            id=str(row),
+            marks=[pytest.mark.xdist_group(str(row))] + [pytest.mark.oldest_triton] * (row in on_oldest),
+        )
+        for row in rows
+    ]
+    return pytest.mark.parametrize("row", params)
+
+
+@of_rows(ROWS_OF_EVERY_RUN, on_oldest=ON_OLDEST)
+def test_the_first_variant_of_every_kernel_compiles_and_fits(row: Row) -> None:
+    kernels = first_kernels(row)
+    latent = names_of_all_kernels(LATENT)
+    if row.pool is PoolKind.LATENT:
+        assert kernels.keys() >= latent
+    elif row.kv is KVEncoding.LIKE_Q:
+        assert kernels.keys() == names_of_all_kernels() - latent - names_of_sparse_kernels()
+    assert kernels
+    found = [
+        f"{name}: {complaint}"
+        for name, kernel in kernels.items()
+        for complaint in (
+            amd_complaints(row, name, read_amd_code(kernel))
+            if row.arch in AMD_ARCHS
+            else nvidia_complaints(row, name, read_nvidia_code(kernel))
+        )
+    ]
+    assert not found, "\n".join(found)
+
+
+@of_rows(row for row in ROWS_OF_EVERY_RUN if row.arch in AMD_ARCHS)
+def test_no_first_variant_exceeds_its_budget(row: Row) -> None:
+    accepted = {variant: cost for variant, cost in read(triton.__version__, row).items() if variant.number == 0}
+    found = list(complaints(accepted, costs_of(row, first_kernels(row).values())))
+    assert not found, "\n".join([*found, "where this is meant to be: python -m tests.amd.offline.budgets"])
+
+
+def test_with_the_oldest_triton_each_kind_of_pages_has_a_row() -> None:
+    assert {row.pool for row in ON_OLDEST} == {row.pool for row in ROWS}
+    assert {row.arch for row in ON_OLDEST} == {"gfx942"}

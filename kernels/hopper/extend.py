@@ -2,7 +2,7 @@
 
     out[token] = softmax(scores of q[token] . K^T) V        K, V: the keys that the token sees (scores.py)
 
-A program is one warp that loads pages by TMA, or four that gather keys where pages hold no box for it (gather.py), and
+A program is two warps that load K and V by TMA, or four that gather keys where pages hold no box for it (gather.py), and
 consumers: groups of four warps, 64 rows of a query block each. Tiles of K and of V pass through two rings in shared
 memory, which run on from row to row. Each warp group walks the program's rows by itself; they meet at the rings'
 barriers alone.
@@ -48,7 +48,7 @@ from rocm_attn.kernels.hopper.query_rows import (
     store_part,
     store_results,
 )
-from rocm_attn.kernels.hopper.rings import Cache, new_rings, produce
+from rocm_attn.kernels.hopper.rings import Cache, new_rings, produce_keys, produce_values
 from rocm_attn.kernels.hopper.rows import (
     BOX_COLUMNS,
     GROUP_ROWS,
@@ -299,8 +299,8 @@ def _hopper_extend_kernel(
                 [
                     (_consume, (0, x, first, rings, to, factors, todo, G)),
                     (_consume, (1, x, second, rings, to, factors, todo, G)),
-                    (produce, (x, cache, rings, todo, G)),
-                    (leave, ()),
+                    (produce_keys, (x, cache, rings, todo, G)),
+                    (produce_values, (x, cache, rings, todo, G)),
                     (leave, ()),
                 ],
                 [4, 1, 1, 2],
@@ -391,7 +391,9 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
         BOX=tiles.value_block if is_gathered else box,
         KEY_BLOCK=tiles.extend.key_block,
         VALUE_BLOCK=tiles.value_block,
+        SOFTMAX_BLOCK=tiles.value_block if tiles.segment_len else tiles.extend.key_block,
         STAGES=tiles.extend.num_stages,
+        VALUE_STAGES=tiles.value_stages,
         GROUPS=tiles.extend.query_rows // GROUP_ROWS.value,
         ROW_KEYS=sharing.row_keys,
         SEGMENT_STEPS=tiles.segment_len // tiles.extend.key_block,

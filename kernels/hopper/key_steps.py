@@ -19,7 +19,7 @@ from rocm_attn.kernels.attention.coded import scaled_parts
 from rocm_attn.kernels.attention.softmax import capped_at_once
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES
 from rocm_attn.kernels.hopper.powers import scaled_powers
-from rocm_attn.kernels.hopper.rings import wait_until_full, zero_unseen
+from rocm_attn.kernels.hopper.rings import value_stage, value_tiles, wait_for_keys, wait_for_values, zero_unseen
 from rocm_attn.kernels.hopper.rows import GROUP_ROWS, of_rows, width_of
 
 
@@ -76,7 +76,7 @@ def _sums_of_lanes(weights, G: gl.constexpr):
 @constexpr_function
 def rows_of_scores(G):
     """The layout of a number for each row of a consumer."""
-    return gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.VALUE_BLOCK, 16]))
+    return gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.SOFTMAX_BLOCK, 16]))
 
 
 @gluon.jit
@@ -94,11 +94,45 @@ def columns_of(tile, part: gl.constexpr, G: gl.constexpr):
 
 
 @gluon.jit
+def blocks_of(numbers, G: gl.constexpr):
+    """Numbers of a step's keys by tiles of V, [64, VALUE_BLOCK] each: one, or two."""
+    VALUE_BLOCK: gl.constexpr = G.VALUE_BLOCK
+    blocks = (numbers,)
+    if G.VALUE_BLOCK < G.KEY_BLOCK:
+        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.VALUE_BLOCK, 16])
+        first, second = gl.split(gl.permute(numbers.reshape([GROUP_ROWS, 2, VALUE_BLOCK]), (0, 2, 1)))
+        blocks = (  # type: ignore[assignment]
+            gl.convert_layout(first, layout, assert_trivial=True),
+            gl.convert_layout(second, layout, assert_trivial=True),
+        )
+    return blocks
+
+
+@gluon.jit
+def _as_operand(weights, part: gl.constexpr, G: gl.constexpr):
+    """Weights as products with a part's columns of V take them."""
+    WIDTH: gl.constexpr = width_of(part, G)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    return gl.convert_layout(weights, gl.DotOperandLayout(0, layout, 2))
+
+
+@gluon.jit
+def add_products(acc, weights, v, stage, G: gl.constexpr):
+    """Products of weights with a tile of V, in flight, added to accumulators."""
+    PARTS: gl.constexpr = G.DIM // G.COLUMNS
+    products = ()
+    for i in gl.static_range(PARTS):
+        v_tile = columns_of(v.tiles.index(stage * PARTS + i), i, G)
+        products += (warpgroup_mma(_as_operand(weights, i, G), v_tile, acc[i], is_async=True),)  # type: ignore[assignment]
+    return products
+
+
+@gluon.jit
 def nothing_seen(G: gl.constexpr):
     """The softmax of no key, with sums of lanes; of deterministic attention with sums of rows."""
     KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
     PARTS: gl.constexpr = G.DIM // G.COLUMNS
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.VALUE_BLOCK, 16])
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.SOFTMAX_BLOCK, 16])
     acc = ()
     for i in gl.static_range(PARTS):
         acc += (_zeros(width_of(i, G)),)  # type: ignore[assignment]
@@ -150,7 +184,7 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
             products += (warpgroup_mma_init(acc[i]),)  # type: ignore[assignment]
     for step in range(span.first, span.end):
         stage = n % G.STAGES
-        wait_until_full(k, n, G)
+        wait_for_keys(rings, n, G)
         pending = (zero,)
         for i in gl.static_range(PARTS):
             q_tile, k_tile = columns_of(query.tiles.index(i), i, G), columns_of(k.tiles.index(stage * PARTS + i), i, G)
@@ -165,7 +199,7 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
             k_factor = query.k_factors.index(stage).load(gl.SliceLayout(0, s_layout))
         gl.thread_barrier()
         mbarrier.arrive(free.index(stage), count=1)
-        wait_until_full(v, n, G)
+        wait_for_values(rings, n, 0, 1, G)
         if G.SCALES == TOKEN_SCALES:
             scores = scores * gl.expand_dims(k_factor, 0)
         if G.CAPPED:
@@ -187,15 +221,18 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
             S_LANES: gl.constexpr = sums.type.layout
             total = total * gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, S_LANES)), 1) + sums
             maximum = new_maximum
-        weights = weights.to(v.tiles.dtype)
+        # A wait for values between two products makes ptxas wait for each.
+        wait_for_values(rings, n, 1, value_tiles(G), G)
         if MASKED and G.CODE_TILES == 0 and not G.GATHERED:
-            zero_unseen(v, stage, step, seen, G)
-        products = ()
-        for i in gl.static_range(PARTS):
-            v_tile = columns_of(v.tiles.index(stage * PARTS + i), i, G)
-            p = gl.convert_layout(weights, gl.DotOperandLayout(0, acc[i].type.layout, 2))
-            kept = acc[i] if G.BOUNDED else acc[i] * of_rows(decay, acc[i])
-            products += (warpgroup_mma(p, v_tile, kept, is_async=True),)  # type: ignore[assignment]
+            zero_unseen(v, n, step, seen, G)
+        products = acc
+        if not G.BOUNDED:
+            products = ()
+            for i in gl.static_range(PARTS):
+                products += (acc[i] * of_rows(decay, acc[i]),)  # type: ignore[assignment]
+        weights = blocks_of(weights.to(v.tiles.dtype), G)
+        for tile in gl.static_range(value_tiles(G)):
+            products = add_products(products, weights[tile], v, value_stage(n, tile, G), G)
         if not G.OVERLAPS:
             acc = waited_for(products)
         n += 1

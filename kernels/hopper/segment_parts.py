@@ -112,7 +112,9 @@ def _merged_parts(partials, sums, row, line, column, G: tl.constexpr):
     PARTS: tl.constexpr = G.PARTS
     # The first program's part lies left of all others.
     at = row.began * G.SLOTS * G.QUERY_ROWS + line
-    acc = tl.load(partials + (at * G.DIM)[:, None] + column[None, :])
+    # Heads may end within a block of columns.
+    is_column = (column < G.DIM)[None, :]
+    acc = tl.load(partials + (at * G.DIM)[:, None] + column[None, :], mask=is_column, other=0.0)
     maximum = tl.load(sums + at * 2)
     total = tl.load(sums + at * 2 + 1)
     for first in range(row.first, row.end, PARTS):
@@ -121,7 +123,8 @@ def _merged_parts(partials, sums, row, line, column, G: tl.constexpr):
             at = part * G.QUERY_ROWS + line
             # A part that is none changes no bit.
             is_part = line < num_lines
-            part_acc = tl.load(partials + (at * G.DIM)[:, None] + column[None, :], mask=is_part[:, None], other=0.0)
+            is_there = is_part[:, None] & is_column
+            part_acc = tl.load(partials + (at * G.DIM)[:, None] + column[None, :], mask=is_there, other=0.0)
             part_maximum = tl.load(sums + at * 2, mask=is_part, other=float("-inf"))
             part_total = tl.load(sums + at * 2 + 1, mask=is_part, other=0.0)
             merged = merge_segment(Softmax((acc,), maximum, total), Softmax((part_acc,), part_maximum, part_total))
@@ -168,7 +171,8 @@ def _segment_parts_kernel(
                 acc = acc * decay[:, None]
             total = tl.where(total == 0.0, 1.0, total)
             rows = out + (token * out_token + head * out_head)[:, None]
-            tl.store(rows + column[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=is_row[:, None])
+            is_there = is_row[:, None] & (column < G.DIM)[None, :]
+            tl.store(rows + column[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=is_there)
             if lse is not None:
                 # Programs of other columns store the same number.
                 tl.store(lse + token * lse_token + head * lse_head, (maximum + tl.log2(total)) * LN_2, mask=is_row)
@@ -179,7 +183,7 @@ def launch_merge_of_segments(args: AttendArgs, cut: ExtendCut, *, window_left: i
     queries, sharing, dim, query_rows = args.queries, cut.sharing, args.out.shape[2], tiles.extend.query_rows
     launch(
         _segment_parts_kernel,
-        (sharing.programs - 1, triton.cdiv(query_rows, _LINES), dim // _COLUMNS),
+        (sharing.programs - 1, triton.cdiv(query_rows, _LINES), triton.cdiv(dim, _COLUMNS)),
         queries.kv_len,
         args.schedule,
         args.workspace,

@@ -15,7 +15,6 @@ from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.tuning.hopper_tiles import (
     CODED_HEAD_DIMS,
     HEAD_DIMS,
-    SEGMENT_HEAD_DIMS,
     HopperTiles,
     hopper_segment_tiles,
     hopper_tiles,
@@ -63,11 +62,6 @@ LIMITS = Limits(
 
 SEGMENT_LIMITS = replace(
     LIMITS,
-    head_dim=(min(SEGMENT_HEAD_DIMS), max(SEGMENT_HEAD_DIMS)),
-    v_head_dim=(min(SEGMENT_HEAD_DIMS), max(SEGMENT_HEAD_DIMS)),
-    exact_dims=tuple((dim, dim) for dim in SEGMENT_HEAD_DIMS),
-    dims_alike=False,
-    dim_step=1,
     encodings=(KVEncoding.LIKE_Q,),
     scales=(Scales.NONE,),
 )

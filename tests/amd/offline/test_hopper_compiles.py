@@ -18,7 +18,6 @@ from rocm_attn.kernels.cache.page_format import Encoding, Scales
 from rocm_attn.kernels.tuning.hopper_tiles import (
     CODED_HEAD_DIMS,
     HEAD_DIMS,
-    SEGMENT_HEAD_DIMS,
     HopperTiles,
     hopper_segment_tiles,
     hopper_tiles,
@@ -117,7 +116,7 @@ def test_heads_that_fill_no_tile_do_too(dim: int, page_size: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dim", SEGMENT_HEAD_DIMS)
+@pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_deterministic_extend_does_too(dim: int) -> None:
     kernel = compiled(replace(CASE, dims=(dim, dim)), hopper_segment_tiles(dim))
     assert_fast(kernel, SPILLED_AROUND_MERGES.get(dim, 0))

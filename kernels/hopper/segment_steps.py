@@ -20,9 +20,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from rocm_attn.kernels.attention.bundles import Softmax
 from rocm_attn.kernels.attention.softmax import capped_at_once
-from rocm_attn.kernels.hopper.key_steps import Progress, add_products, blocks_of, columns_of, is_visible, waited_for
+from rocm_attn.kernels.hopper.key_steps import (
+    Progress,
+    add_products,
+    blocks_of,
+    columns_of,
+    is_visible,
+    scaled_by_rows,
+    waited_for,
+)
 from rocm_attn.kernels.hopper.rings import value_stage, wait_for_keys, wait_for_values, zero_unseen
-from rocm_attn.kernels.hopper.rows import GROUP_ROWS, of_rows
+from rocm_attn.kernels.hopper.rows import GROUP_ROWS
 
 
 @gluon.jit
@@ -91,10 +99,7 @@ def attend_segment_steps(progress, query, rings, span, seen, G: gl.constexpr, MA
             if block > 0:
                 wait_for_values(rings, n, block, block + 1, G)
                 acc = waited_for(products)
-            scaled = ()
-            for i in gl.static_range(PARTS):
-                scaled += (acc[i] * of_rows(decay, acc[i]),)  # type: ignore[assignment]
-            products = add_products(scaled, weights.to(v.tiles.dtype), v, value_stage(n, block, G), G)
+            products = add_products(scaled_by_rows(acc, decay, G), weights.to(v.tiles.dtype), v, value_stage(n, block, G), G)
         if not G.OVERLAPS:
             acc = waited_for(products)
         n += 1

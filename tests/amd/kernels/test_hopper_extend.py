@@ -17,7 +17,6 @@ from rocm_attn.kernels.refs.schedules import extend_schedule
 from rocm_attn.kernels.tuning.hopper_tiles import (
     CODED_HEAD_DIMS,
     HEAD_DIMS,
-    SEGMENT_HEAD_DIMS,
     HopperTiles,
     hopper_segment_tiles,
     hopper_tiles,
@@ -421,7 +420,7 @@ SEGMENTS = Case([2100, 1024, 70, 1025, 3000], [70, 33, 40, 65, 33], heads=(8, 2)
 SHARED_SEGMENTS = [ALL_SHARED._replace(programs=programs) for programs in (16, 48, 132)]
 
 
-@pytest.mark.parametrize("dim", SEGMENT_HEAD_DIMS)
+@pytest.mark.parametrize("dim", [*HEAD_DIMS, MIN_HEAD_DIM, 80, 144, 224])
 @pytest.mark.parametrize(
     "scores",
     [

@@ -314,6 +314,7 @@ def launch_hopper_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut, ti
     Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
     """
     args.check("extend on Hopper")
+    assert args.pages.has_aligned_sides, "the limits refuse pages that begin elsewhere"
     queries, pages, table = args.queries, args.pages, args.table
     geometry = _geometry(args, scores, cut, tiles)
     programs, max_blocks = cut.sharing.programs, cut.max_blocks(queries.num_tokens, queries.num_seqs)
@@ -425,7 +426,6 @@ def _as_loaded(pages: torch.Tensor, geometry: HopperGeometry) -> TensorDescripto
     num_pages, page_size, num_heads, dim = pages.shape
     bits = 8 * pages.element_size()
     assert pages.is_contiguous()
-    assert pages.data_ptr() % 16 == 0
     if geometry.GATHERED:
         return pages
     slots, box, row = num_pages * page_size, [geometry.BOX, BOX_COLUMNS.value], num_heads * dim

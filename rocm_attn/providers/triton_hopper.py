@@ -52,6 +52,8 @@ LIMITS = Limits(
     sinks=True,
     non_causal=True,
     short_kv=True,
+    # Of dense pages all rows begin as these do: see dim_step.
+    aligned_sides=True,
     encodings=(KVEncoding.LIKE_Q, KVEncoding.E4M3FN, KVEncoding.E5M2),
     scales=tuple(Scales),
     coded_dims=CODED_HEAD_DIMS,

@@ -61,7 +61,7 @@ from rocm_attn.kernels.hopper.rows import (
 )
 from rocm_attn.kernels.hopper.segment_parts import launch_merge_of_segments
 from rocm_attn.kernels.hopper.segment_steps import attend_segment_steps
-from rocm_attn.kernels.hopper.segments import left_of_group, merge_segment, merged, new_left, nothing_left
+from rocm_attn.kernels.hopper.segments import left_of_group, merge_segment, new_left, nothing_left
 from rocm_attn.kernels.hopper.warp_groups import leave
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.hopper_tiles import HopperTiles, padded_dim
@@ -121,24 +121,25 @@ def _attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: g
 def _attend_segments(GROUP: gl.constexpr, n, query, rings, row, to, G: gl.constexpr):
     """The softmax of a row's steps, segment by segment, and n.
 
-    Of a row begun by an earlier program it is that of the last segment. Those before it are kept as parts: they are
-    merged from left to right, when all programs have ended.
+    They are merged from left to right. Of a row begun by an earlier program they are kept as parts, which are merged
+    when all programs have ended; so is what is merged of a row that goes on.
     """
     STEPS: gl.constexpr = G.SEGMENT_STEPS
     steps = row.steps
     softmax = nothing_seen(G)
     left = nothing_left(softmax)
     first_segment = steps.first // STEPS
-    for segment in range(first_segment, gl.cdiv(steps.end, STEPS)):
-        if segment > first_segment:
-            if row.done > 0:
-                store_part(GROUP, softmax, to, row.words, _first_part(G) + segment - first_segment, G)
-            else:
-                left = merge_segment(query.left, left, softmax, G)
+    # A program that begins a row keeps a part of it, if only of no key.
+    end_segment = gl.maximum(gl.cdiv(steps.end, STEPS), first_segment + 1)
+    for segment in range(first_segment, end_segment):
         span = Span(gl.maximum(steps.first, segment * STEPS), gl.minimum(steps.end, (segment + 1) * STEPS))
         softmax, n = _attend_span(n, query, rings, span, row.edge_step, row.seen, G)
-    if row.done == 0:
-        softmax = merged(query.left, left, softmax, G)
+        part = segment - first_segment + 1
+        if row.done == 0:
+            left, softmax = merge_segment(query.left, left, softmax, G)
+            part = 0
+        if (row.done > 0) | ((segment == end_segment - 1) & (steps.ends == 0)):
+            store_part(GROUP, softmax, to, row.words, _first_part(G) + part, G)
     return softmax, n
 
 
@@ -148,19 +149,6 @@ def _first_part(G: gl.constexpr):
     begun earlier; of other attention one of a row begun earlier, and one of a row that goes on.
     """
     return gl.program_id(0) * (G.SEGMENT_SLOTS if G.SEGMENT_STEPS > 0 else 2)
-
-
-@gluon.jit
-def _store_part(GROUP: gl.constexpr, softmax, to, row, G: gl.constexpr):
-    """What is left to store of a row that the program shares."""
-    if G.SEGMENT_STEPS > 0:
-        STEPS: gl.constexpr = G.SEGMENT_STEPS
-        part = 0
-        if row.done > 0:
-            part = gl.maximum(gl.cdiv(row.steps.end, STEPS) - row.steps.first // STEPS, 0)
-    else:
-        part = (row.done == 0).to(gl.int32)
-    store_part(GROUP, softmax, to, row.words, _first_part(G) + part, G)
 
 
 @gluon.jit
@@ -194,8 +182,8 @@ def _consume(GROUP: gl.constexpr, x, own, rings, to, factors, todo, G: gl.conste
         queries = fetch_queries(GROUP, to.q, x.words, after, G)
         if steps.ends & (todo.done == 0):
             store_results(GROUP, softmax, to, words, todo.row, G)
-        else:
-            _store_part(GROUP, softmax, to, row, G)
+        elif G.SEGMENT_STEPS == 0:
+            store_part(GROUP, softmax, to, words, _first_part(G) + (todo.done == 0).to(gl.int32), G)
         todo = after
     leave()
 

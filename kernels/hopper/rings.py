@@ -173,7 +173,7 @@ def wait_for_keys(rings, n, G: gl.constexpr):
 
 
 @gluon.jit
-def value_stage(n, tile: gl.constexpr, G: gl.constexpr):
+def value_stage(n, tile, G: gl.constexpr):
     """Where a tile of V of the n-th step is."""
     return (n * value_tiles(G) + tile) % G.VALUE_STAGES
 
@@ -262,13 +262,15 @@ def produce_values(x, cache, rings, todo, G: gl.constexpr):
 
 
 @gluon.jit
-def _zero_in_box(ring, stage, at, first, end, G: gl.constexpr):
-    """Zero the values of a box's keys, counted from its tile, that are not in [first, end)."""
+def _zero_in_box(ring, n, at, first, end, G: gl.constexpr):
+    """Zero the values of a box's keys, counted from the n-th step, that are not in [first, end)."""
     PARTS: gl.constexpr = G.DIM // BOX_COLUMNS
+    BOXES: gl.constexpr = G.VALUE_BLOCK // G.BOX
+    stage = value_stage(n, at // BOXES, G)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     key = gl.expand_dims(at * G.BOX + gl.arange(0, G.BOX, layout=gl.SliceLayout(1, layout)), 1)
     for c in gl.static_range(PARTS):
-        box = box_of(ring, stage, c, at, G.VALUE_BLOCK, G)
+        box = box_of(ring, stage, c, at % BOXES, G.VALUE_BLOCK, G)
         values = box.load(layout)
         box.store(gl.where((key >= first) & (key < end), values, gl.zeros_like(values)))
 
@@ -282,16 +284,11 @@ def zero_unseen(ring, n, step, seen, G: gl.constexpr):
     first = seen.first - step * G.KEY_BLOCK
     end = seen.end - step * G.KEY_BLOCK
     if (first > 0) | (end < G.KEY_BLOCK):
-        for tile in gl.static_range(value_tiles(G)):
-            stage = value_stage(n, tile, G)
-            # Counted from the tile's first key.
-            tile_first = first - tile * G.VALUE_BLOCK
-            tile_end = end - tile * G.VALUE_BLOCK
-            if (tile_end > 0) & (tile_end < G.VALUE_BLOCK) & (tile_end % G.BOX != 0):
-                _zero_in_box(ring, stage, tile_end // G.BOX, tile_first, tile_end, G)
-            if G.WINDOWED:
-                is_cut_before = (tile_first > 0) & (tile_first < G.VALUE_BLOCK) & (tile_first % G.BOX != 0)
-                if is_cut_before:
-                    _zero_in_box(ring, stage, tile_first // G.BOX, tile_first, tile_end, G)
+        if (end < G.KEY_BLOCK) & (end % G.BOX != 0):
+            _zero_in_box(ring, n, end // G.BOX, first, end, G)
+        if G.WINDOWED:
+            is_cut_before = (first > 0) & (first % G.BOX != 0)
+            if is_cut_before:
+                _zero_in_box(ring, n, first // G.BOX, first, end, G)
         fence_async_shared()
         gl.thread_barrier()

@@ -107,24 +107,16 @@ def _store_part_left(room, part: gl.constexpr, acc, G: gl.constexpr):
 
 @gluon.jit
 def merge_segment(room, left, segment, G: gl.constexpr):
-    """What lies left of a segment, merged with it: segments.merge_segment of kernels/attention.
+    """What lies left of the next segment, and the softmax of all that lies there: segments.merge_segment of
+    kernels/attention.
 
     Nothing was written where rows have seen no key yet, so what is there is not read.
     """
     PARTS: gl.constexpr = G.DIM // G.COLUMNS
-    result, factors = _merge_of(left, segment)
-    for i in gl.static_range(PARTS):
-        acc = _merged_part(room, i, factors, segment.acc[i], G)
-        _store_part_left(room, i, acc, G)
-    return result
-
-
-@gluon.jit
-def merged(room, left, segment, G: gl.constexpr):
-    """The softmax of a row. segment: the last one"""
-    PARTS: gl.constexpr = G.DIM // G.COLUMNS
-    result, factors = _merge_of(left, segment)
+    left, factors = _merge_of(left, segment)
     acc = ()
     for i in gl.static_range(PARTS):
-        acc += (_merged_part(room, i, factors, segment.acc[i], G),)  # type: ignore[assignment]
-    return Softmax(acc, result.maximum, result.total)
+        part = _merged_part(room, i, factors, segment.acc[i], G)
+        _store_part_left(room, i, part, G)
+        acc += (part,)  # type: ignore[assignment]
+    return left, Softmax(acc, left.maximum, left.total)

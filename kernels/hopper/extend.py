@@ -64,12 +64,9 @@ from rocm_attn.kernels.hopper.segment_steps import attend_segment_steps
 from rocm_attn.kernels.hopper.segments import left_of_group, merge_segment, new_left, nothing_left
 from rocm_attn.kernels.hopper.warp_groups import leave
 from rocm_attn.kernels.launch import launch
-from rocm_attn.kernels.tuning.hopper_tiles import HopperTiles, padded_dim
+from rocm_attn.kernels.tuning.hopper_tiles import HopperTiles, is_gathered, padded_dim
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
-# Keys of the smallest box that TMA loads; of codes it is 8. llama8b 1 x 2048 + 6144, pages of 8: by TMA 421 us,
-# gathered 392; of 16: 384 and 389. With heads of 64 598 and 562, 544 and 569.
-LEAST_BOX = 16
 # Exponentials of scores up to it and down to its negative are numbers of bfloat16 without a maximum taken off, and a
 # million of them times V add up to less than float32 goes.
 _MOST_BOUNDED_CAP = 60.0
@@ -354,7 +351,7 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
     dim = padded_dim(head_dim)
     columns = tiles.extend.columns(dim)
     box = math.gcd(page_size, tiles.value_block)
-    is_gathered = box < LEAST_BOX and not is_fp8
+    gathers = is_gathered(page_size) and not is_fp8
     cut.check(args.schedule, queries.num_tokens, queries.num_seqs)
     assert is_fp8 == (tiles.code_tiles > 0), "the tiles are of other pages"
     of_layer = (num_kv_heads, scores.causal, scores.window_left)
@@ -376,8 +373,8 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
         COLUMNS=columns,
         LAST_COLUMNS=max(16, next_power_of_2(head_dim - dim + columns)),
         PAGE_SIZE=page_size,
-        GATHERED=is_gathered,
-        BOX=tiles.value_block if is_gathered else box,
+        GATHERED=gathers,
+        BOX=tiles.value_block if gathers else box,
         KEY_BLOCK=tiles.extend.key_block,
         VALUE_BLOCK=tiles.value_block,
         SOFTMAX_BLOCK=tiles.value_block if tiles.segment_len else tiles.extend.key_block,

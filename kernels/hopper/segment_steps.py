@@ -88,16 +88,14 @@ def attend_segment_steps(progress, query, rings, span, seen, G: gl.constexpr, MA
             scores = warpgroup_mma_wait(0, deps=pending)
         gl.thread_barrier()
         mbarrier.arrive(free.index(stage), count=1)
-        wait_for_values(rings, n, 0, 1, G)
+        wait_for_values(rings, n, 0, BLOCKS, G)
         if MASKED and not G.GATHERED:
-            wait_for_values(rings, n, 1, BLOCKS, G)
             zero_unseen(v, n, step, seen, G)
         blocks = blocks_of(scores, G)
         for block in gl.static_range(BLOCKS):
             key = step * KEY_BLOCK + block * VALUE_BLOCK + lane
             weights, maximum, total, decay = _weights_of(blocks[block], (maximum, total), query, key, seen, G, MASKED)
             if block > 0:
-                wait_for_values(rings, n, block, block + 1, G)
                 acc = waited_for(products)
             products = add_products(scaled_by_rows(acc, decay, G), weights.to(v.tiles.dtype), v, value_stage(n, block, G), G)
         if not G.OVERLAPS:

@@ -98,7 +98,8 @@ class HopperExtend:
 
 def bind_extend(problem: Problem, target: Target, min_q_len: int) -> HopperExtend:
     """For a problem within LIMITS, and sequences with min_q_len new tokens or more."""
-    tiles = hopper_tiles(problem.head_dim, coded=problem.kv_encoding is not KVEncoding.LIKE_Q)
+    is_coded = problem.kv_encoding is not KVEncoding.LIKE_Q
+    tiles = hopper_tiles(problem.head_dim, problem.page_size, coded=is_coded)
     return HopperExtend(problem, scores_of(problem), tiles, _cut(problem, target, tiles, min_q_len))
 
 

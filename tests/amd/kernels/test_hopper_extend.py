@@ -95,7 +95,9 @@ def run_hopper(
     tensors: Tensors, sharing: Sharing, *, min_q_len: int = 1, tiles: HopperTiles | None = None
 ) -> ExtendCut:
     """Schedule, extend and merge, with scratch memory that is NaN or garbage beforehand."""
-    tiles = tiles or hopper_tiles(tensors.case.dims[0], coded=tensors.case.kv is not None)
+    tiles = tiles or hopper_tiles(
+        tensors.case.dims[0], tensors.case.page_size, coded=tensors.case.kv is not None
+    )
     if tiles.segment_len:
         sharing = sharing._replace(most_keys=tiles.most_keys)
     cut = extend_cut(tensors, tiles.extend, sharing, min_q_len=min_q_len)
@@ -359,7 +361,7 @@ def test_a_graph_serves_other_lengths_than_it_was_captured_with(dim: int, device
     """What is shared follows from the lengths: all of the first step, and nothing of the second."""
     long = replace(RAGGED, kv_len=[900, 30], q_len=[40, 20], tail=0, heads=(4, 1), dims=(dim, dim))
     short = replace(long, kv_len=[30, 70], q_len=[9, 51])
-    tiles = hopper_tiles(dim, coded=False)
+    tiles = hopper_tiles(dim, long.page_size, coded=False)
     first, second = build(long, device), build(short, device, seed=1)
     cut = extend_cut(first, tiles.extend, Sharing(programs=132))
     schedule = garbage(cut.words(60, 2), device)

@@ -104,7 +104,7 @@ def instructions(kernel: CompiledKernel, name: str) -> int:
 )
 def test_it_fits_and_its_products_are_not_waited_for_one_by_one(dim: int, layer: str) -> None:
     case = replace(CASE, dims=(dim, dim), **LAYERS[layer])
-    assert_fast(compiled(case, hopper_tiles(dim, coded=case.kv is not None)), SPILLED.get((dim, layer), 0))
+    assert_fast(compiled(case, hopper_tiles(dim, case.page_size, coded=case.kv is not None)), SPILLED.get((dim, layer), 0))
 
 
 @pytest.mark.long
@@ -112,7 +112,7 @@ def test_it_fits_and_its_products_are_not_waited_for_one_by_one(dim: int, layer:
 @pytest.mark.parametrize("dim", [40, 72, 144, 224])
 def test_heads_that_fill_no_tile_do_too(dim: int, page_size: int) -> None:
     case = replace(CASE, dims=(dim, dim), page_size=page_size)
-    assert_fast(compiled(case, hopper_tiles(dim, coded=False)), SPILLED_OF_PADDED[dim])
+    assert_fast(compiled(case, hopper_tiles(dim, case.page_size, coded=False)), SPILLED_OF_PADDED[dim])
 
 
 @pytest.mark.long

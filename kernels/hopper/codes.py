@@ -201,7 +201,7 @@ def _first_factors(task, row, step, G: gl.constexpr):
     """Factors of a step's keys, where tokens have them, and where those of the next one are."""
     ahead = ()
     if G.SCALES == TOKEN_SCALES:
-        _, factors, _, _ = task
+        factors, _, _ = task
         k_factor, v_factor = _factors_of_keys(factors, row.head, _pages_of_keys(row.source, step, row.seen, G), G)
         ahead = (k_factor, v_factor, _pages_of_keys(row.source, step + 1, row.seen, G))  # type: ignore[assignment]
     return ahead
@@ -210,7 +210,7 @@ def _first_factors(task, row, step, G: gl.constexpr):
 @gluon.jit
 def _decode_step(task, row, step, n, ahead, G: gl.constexpr):
     BY_TOKEN: gl.constexpr = G.SCALES == TOKEN_SCALES
-    _, factors, codes, rings = task
+    factors, codes, rings = task
     stage = n % G.STAGES
     _wait_for_codes(codes, 2 * n, G)
     wait_for_place(rings, n, G)
@@ -236,5 +236,5 @@ def _decode_step(task, row, step, n, ahead, G: gl.constexpr):
 @gluon.jit
 def decode(x, cache, factors, codes, rings, todo, G: gl.constexpr):
     """Decode the codes of all the program's rows."""
-    of_all_steps(_first_factors, _decode_step, x, cache, (cache, factors, codes, rings), todo, G)
+    of_all_steps(_first_factors, _decode_step, x, cache, (factors, codes, rings), todo, G)
     leave()

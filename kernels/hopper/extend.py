@@ -2,10 +2,10 @@
 
     out[token] = softmax(scores of q[token] . K^T) V        K, V: the keys that the token sees (scores.py)
 
-A program is two warps that load K and V by TMA, or four that gather keys where pages hold no box for it (gather.py), and
-consumers: groups of four warps, 64 rows of a query block each. Tiles of K and of V pass through two rings in shared
-memory, which run on from row to row. Each warp group walks the program's rows by itself; they meet at the rings'
-barriers alone.
+A program is two warps that load K and V by TMA, or four that gather keys where pages hold no box for it (gather.py),
+and consumers: groups of four warps, 64 rows of a query block each. Tiles of K and of V pass through two rings in shared
+memory, which run on from row to row. Each warp, or group of warps, walks the program's rows by itself; they meet at the
+rings' barriers alone.
 
 Rows, and how the longest are shared out, are those of extend_schedule.py; extend_merge.py adds up what several programs
 hold of a row. There are as many programs as run at a time. Each takes its share, and then whole rows: the keys and the

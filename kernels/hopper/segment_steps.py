@@ -97,7 +97,9 @@ def attend_segment_steps(progress, query, rings, span, seen, G: gl.constexpr, MA
             weights, maximum, total, decay = _weights_of(blocks[block], (maximum, total), query, key, seen, G, MASKED)
             if block > 0:
                 acc = waited_for(products)
-            products = add_products(scaled_by_rows(acc, decay, G), weights.to(v.tiles.dtype), v, value_stage(n, block, G), G)
+            products = add_products(
+                scaled_by_rows(acc, decay, G), weights.to(v.tiles.dtype), v, value_stage(n, block, G), G
+            )
         if not G.OVERLAPS:
             acc = waited_for(products)
         n += 1

@@ -432,8 +432,8 @@ class AdoptedPages:
         if layer in self._aligned_rows and not pages.has_aligned_rows:
             raise BadTensor(
                 f"layer {layer}: k and v have strides {k.stride()} and {v.stride()} from addresses {k.data_ptr():#x} "
-                f"and {v.data_ptr():#x}; {self._aligned_rows[layer]} reads rows that begin at multiples of 16 elements, "
-                f"less than {NEAR} apart in a page; lay them so, or build with unaligned_rows=True"
+                f"and {v.data_ptr():#x}; {self._aligned_rows[layer]} reads rows that begin at multiples of 16 "
+                f"elements, less than {NEAR} apart in a page; lay them so, or build with unaligned_rows=True"
             )
 
     def _declared(self, layer: int, k: Tensor, v: Tensor, coded: EnginePages | None) -> tuple[Tensor, Tensor]:

@@ -95,9 +95,7 @@ def run_hopper(
     tensors: Tensors, sharing: Sharing, *, min_q_len: int = 1, tiles: HopperTiles | None = None
 ) -> ExtendCut:
     """Schedule, extend and merge, with scratch memory that is NaN or garbage beforehand."""
-    tiles = tiles or hopper_tiles(
-        tensors.case.dims[0], tensors.case.page_size, coded=tensors.case.kv is not None
-    )
+    tiles = tiles or hopper_tiles(tensors.case.dims[0], tensors.case.page_size, coded=tensors.case.kv is not None)
     if tiles.segment_len:
         sharing = sharing._replace(most_keys=tiles.most_keys)
     cut = extend_cut(tensors, tiles.extend, sharing, min_q_len=min_q_len)

@@ -104,7 +104,9 @@ def instructions(kernel: CompiledKernel, name: str) -> int:
 )
 def test_it_fits_and_its_products_are_not_waited_for_one_by_one(dim: int, layer: str) -> None:
     case = replace(CASE, dims=(dim, dim), **LAYERS[layer])
-    assert_fast(compiled(case, hopper_tiles(dim, case.page_size, coded=case.kv is not None)), SPILLED.get((dim, layer), 0))
+    assert_fast(
+        compiled(case, hopper_tiles(dim, case.page_size, coded=case.kv is not None)), SPILLED.get((dim, layer), 0)
+    )
 
 
 @pytest.mark.long

@@ -182,6 +182,8 @@ _SEGMENT_STAGES: Mapping[int, int] = {64: 4, 96: 2, 128: 2, 192: 3, 256: 2}
 # With 132 programs they take 45 to 140 MB of the workspace. A few new tokens of a sequence of 128k have 1,024 segments
 # on 8 KV heads: 8 for each of 132 programs.
 _MOST_SEGMENTS: Mapping[int, int] = {64: 8, 96: 8, 128: 8, 192: 5, 256: 5}
+# 24 x 4 heads of 128, 12 ragged chunks: 169 us, with 224 registers 177, which spill twice as much around the merge.
+_SEGMENT_REGISTERS = 240
 # The largest heads of which both accumulators have room beside the rings in shared memory.
 _MOST_LEFT_SHARED = 128
 
@@ -203,7 +205,7 @@ def _row(head_dim: int) -> int:
     return next(dim for dim in HEAD_DIMS if head_dim <= dim)
 
 
-def hopper_segment_tiles(head_dim: int) -> HopperTiles:
+def hopper_segment_tiles(head_dim: int, page_size: int) -> HopperTiles:
     """The tiles of deterministic attention, of heads of up to HEAD_DIMS.
 
     Segments and key blocks are those by which decode walks them.
@@ -218,7 +220,7 @@ def hopper_segment_tiles(head_dim: int) -> HopperTiles:
     return HopperTiles(
         extend,
         overlaps=True,
-        registers=others.registers,
+        registers=others.registers if is_gathered(page_size) else _SEGMENT_REGISTERS,
         segment_len=of_decode.segment_len,
         value_keys=of_decode.key_block if of_decode.key_block < extend.key_block else 0,
         most_segments=_MOST_SEGMENTS[row],

@@ -105,7 +105,7 @@ def bind_extend(problem: Problem, target: Target, min_q_len: int) -> HopperExten
 
 def bind_segment_extend(problem: Problem, target: Target, min_q_len: int) -> HopperExtend:
     """Deterministic: for a problem within SEGMENT_LIMITS. Programs share rows by whole segments."""
-    tiles = hopper_segment_tiles(problem.head_dim)
+    tiles = hopper_segment_tiles(problem.head_dim, problem.page_size)
     cut = _cut(problem, target, tiles, min_q_len)
     # A share is rounded to whole segments. One chunk of 777 tokens after 5,001 on an H200: 24 x 4 heads of 128 take
     # 146 us, 174 unshared; 12 x 4 of 64 60 and 67; but 16 x 1 of 128 99 and 92, so a segment is too low a price. 20

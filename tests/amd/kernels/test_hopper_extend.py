@@ -392,7 +392,7 @@ def test_a_graph_serves_other_lengths_than_it_was_captured_with(dim: int, device
 
 def run_segments(tensors: Tensors, *, sharing: Sharing = NONE_SHARED) -> ExtendCut:
     """Deterministic: schedule, extend and merge."""
-    return run_hopper(tensors, sharing, tiles=hopper_segment_tiles(tensors.case.dims[0]))
+    return run_hopper(tensors, sharing, tiles=hopper_segment_tiles(tensors.case.dims[0], tensors.case.page_size))
 
 
 def last_of(tensors: Tensors, new: int) -> tuple[Tensors, Tensor]:

@@ -99,11 +99,12 @@ def test_every_row_starts_with_whole_tiles() -> None:
     assert all(row.tiles.row_cost + row.tiles.row_end >= 1 for row in DECODE_ROWS)
 
 
+@pytest.mark.parametrize("page_size", [2, 16])
 @pytest.mark.parametrize("dim", HEAD_DIMS)
-def test_deterministic_extend_on_hopper_walks_keys_as_decode_does(dim: int) -> None:
+def test_deterministic_extend_on_hopper_walks_keys_as_decode_does(dim: int, page_size: int) -> None:
     """And as masked steps do, which read bits of two words a row at most."""
     for dtype in (torch.bfloat16, torch.float16):
-        ours = hopper_segment_tiles(dim)
+        ours = hopper_segment_tiles(dim, page_size)
         theirs = segment_tiles("sm_90", head_dim=dim, v_head_dim=dim, dtype=dtype)
         assert (ours.segment_len, ours.value_block) == (theirs.segment_len, theirs.key_block)
         assert ours.extend.key_block in (ours.value_block, 2 * ours.value_block)

@@ -112,9 +112,8 @@ def _merged_parts(partials, sums, row, line, column, G: tl.constexpr):
     PARTS: tl.constexpr = G.PARTS
     # The first program's part lies left of all others.
     at = row.began * G.SLOTS * G.QUERY_ROWS + line
-    # Heads may end within a block of columns.
-    is_column = (column < G.DIM)[None, :]
-    acc = tl.load(partials + (at * G.DIM)[:, None] + column[None, :], mask=is_column, other=0.0)
+    # Columns beyond a head are what follows in the workspace, of which sums are the end; they are never stored.
+    acc = tl.load(partials + (at * G.DIM)[:, None] + column[None, :])
     maximum = tl.load(sums + at * 2)
     total = tl.load(sums + at * 2 + 1)
     for first in range(row.first, row.end, PARTS):
@@ -123,8 +122,7 @@ def _merged_parts(partials, sums, row, line, column, G: tl.constexpr):
             at = part * G.QUERY_ROWS + line
             # A part that is none changes no bit.
             is_part = line < num_lines
-            is_there = is_part[:, None] & is_column
-            part_acc = tl.load(partials + (at * G.DIM)[:, None] + column[None, :], mask=is_there, other=0.0)
+            part_acc = tl.load(partials + (at * G.DIM)[:, None] + column[None, :], mask=is_part[:, None], other=0.0)
             part_maximum = tl.load(sums + at * 2, mask=is_part, other=float("-inf"))
             part_total = tl.load(sums + at * 2 + 1, mask=is_part, other=0.0)
             merged = merge_segment(Softmax((acc,), maximum, total), Softmax((part_acc,), part_maximum, part_total))

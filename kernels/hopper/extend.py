@@ -300,6 +300,7 @@ def launch_hopper_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut, ti
     """
     args.check("extend on Hopper")
     assert args.pages.has_aligned_sides, "the limits refuse pages that begin elsewhere"
+    _check_cut(args, scores, cut, tiles)
     queries, pages, table = args.queries, args.pages, args.table
     geometry = _geometry(args, scores, cut, tiles)
     programs, max_blocks = cut.sharing.programs, cut.max_blocks(queries.num_tokens, queries.num_seqs)
@@ -342,28 +343,33 @@ def launch_hopper_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut, ti
         launch_extend_merge(args, cut, _merged_geometry(geometry), tiles.extend.merge_stages)
 
 
-def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTiles) -> HopperGeometry:
-    """What the launch is compiled for; the schedule is checked."""
+def _check_cut(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTiles) -> None:
+    """Of the schedule and the workspace."""
     num_kv_heads, gqa_ratio = args.heads
-    queries, sharing, page_size = args.queries, cut.sharing, args.pages.format.page_size
-    coding, is_fp8 = args.pages.coding, args.pages.format.encoding.is_fp8
-    head_dim = args.q.shape[2]
-    dim = padded_dim(head_dim)
-    columns = tiles.extend.columns(dim)
-    box = math.gcd(page_size, tiles.value_block)
-    gathers = is_gathered(page_size) and not is_fp8
+    queries, sharing = args.queries, cut.sharing
     cut.check(args.schedule, queries.num_tokens, queries.num_seqs)
-    assert is_fp8 == (tiles.code_tiles > 0), "the tiles are of other pages"
     of_layer = (num_kv_heads, scores.causal, scores.window_left)
     assert (sharing.rows, sharing.causal, sharing.window_left) == of_layer, "the schedule was cut for another launch"
     assert cut.query_tokens == tiles.extend.tokens_per_block(gqa_ratio), "the schedule was cut for other tiles"
     if tiles.segment_len:
         assert sharing.most_keys <= tiles.most_keys, "there is no room for so many segments of a program"
         words = tiles.segment_words(programs=sharing.programs, head_dim=args.q.shape[2])
-        args.check_workspace(words)
     else:
         words = cut.partials_words(query_rows=tiles.extend.query_rows, v_head_dim=args.out.shape[2])
-        args.check_workspace(words)
+    args.check_workspace(words)
+
+
+def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTiles) -> HopperGeometry:
+    """What the launch is compiled for."""
+    num_kv_heads, gqa_ratio = args.heads
+    sharing, page_size = cut.sharing, args.pages.format.page_size
+    coding, is_fp8 = args.pages.coding, args.pages.format.encoding.is_fp8
+    head_dim = args.q.shape[2]
+    dim = padded_dim(head_dim)
+    columns = tiles.extend.columns(dim)
+    box = math.gcd(page_size, tiles.value_block)
+    gathers = is_gathered(page_size) and not is_fp8
+    assert is_fp8 == (tiles.code_tiles > 0), "the tiles are of other pages"
     return HopperGeometry(
         KV_HEADS=num_kv_heads,
         GQA_RATIO=gqa_ratio,

@@ -99,9 +99,10 @@ _EXTEND_TILES: Mapping[int, HopperTiles] = {
         registers=224,
         powers_by_products=2,
     ),
-    # llama8b 1 x 2048 + 6144: BESIDE_THE_PLAIN, 8 x 512 + 4096: 506 us, 1 x 2048 + 30720: 1664; with three stages 396,
-    # 519 and 1683; in blocks of 64 keys with four 423, 566 and 1936; the plain kernel 694 of the second. Where the
-    # groups take turns at the matrix units: 504, 636 and 2121.
+    # llama8b 1 x 2048 + 6144: 374 us, 8 x 512 + 4096: 486, 1 x 2048 + 30720: 1569; V multiplied with by 64 keys: 384, 514
+    # and 1744. While one warp loaded both K and V: 394, 506 and 1664; then with three stages 396, 519 and 1683; in blocks
+    # of 64 keys with four 423, 566 and 1936; the plain kernel 694 of the second. Where the groups take turns at the
+    # matrix units: 504, 636 and 2121.
     # With a cap 454 us, 507 with all exponentials by their unit.
     128: HopperTiles(
         ExtendTiles(128, 128, 4, 2, programs_per_cu=1, merge_stages=4),
@@ -109,8 +110,8 @@ _EXTEND_TILES: Mapping[int, HopperTiles] = {
         registers=224,
         powers_by_products=2,
     ),
-    # 64 x 8 heads, 777 new of 5778: 350 to 378 us, 12 ragged chunks 553; without overlap 370 to 378 and 584. Where V is
-    # multiplied with by 128 and by 64 columns, not thrice by 64: the same. In blocks of 128 keys with one stage: 548.
+    # 64 x 8 heads, 777 new of 5778: 327 us, 12 ragged chunks 498; by blocks of 64 keys with three stages 348 and 530.
+    # Registers have no room for the weights of 128 keys beside the accumulators, so V is multiplied with by 64.
     192: HopperTiles(
         ExtendTiles(128, 128, 4, 2, dim_block=64, programs_per_cu=1, merge_stages=4),
         overlaps=True,

@@ -99,10 +99,10 @@ _EXTEND_TILES: Mapping[int, HopperTiles] = {
         registers=224,
         powers_by_products=2,
     ),
-    # llama8b 1 x 2048 + 6144: 374 us, 8 x 512 + 4096: 486, 1 x 2048 + 30720: 1569; V multiplied with by 64 keys: 384, 514
-    # and 1744. While one warp loaded both K and V: 394, 506 and 1664; then with three stages 396, 519 and 1683; in blocks
-    # of 64 keys with four 423, 566 and 1936; the plain kernel 694 of the second. Where the groups take turns at the
-    # matrix units: 504, 636 and 2121.
+    # llama8b 1 x 2048 + 6144: 374 us, 8 x 512 + 4096: 486, 1 x 2048 + 30720: 1569; V multiplied with by 64 keys: 384,
+    # 514 and 1744. While one warp loaded both K and V: 394, 506 and 1664; then with three stages 396, 519 and 1683; in
+    # blocks of 64 keys with four 423, 566 and 1936; the plain kernel 694 of the second. Where the groups take turns at
+    # the matrix units: 504, 636 and 2121.
     # With a cap 454 us, 507 with all exponentials by their unit.
     128: HopperTiles(
         ExtendTiles(128, 128, 4, 2, programs_per_cu=1, merge_stages=4),

@@ -118,8 +118,9 @@ class ExternalOptions:
     provider:      "auto", "torch", "triton" or "aiter"
     deterministic: whether a sequence's results must be bitwise the same in any batch
     page_strides:  whether pages have strides of their own, as where K and V are packed into one tensor
-    unaligned_rows: whether rows of K and V may begin anywhere in memory. Else those that kernels read fast begin at
-                   multiples of 16 elements, less than 2^20 apart in a page, or bind() refuses them
+    unaligned_rows: whether K and V, and their rows, may begin anywhere in memory. Else K and V that kernels read fast
+                   begin at multiples of 16 bytes, or rows at multiples of 16 elements, less than 2^20 apart in a page,
+                   or bind() refuses them
     zero_tails:    whether what follows a sequence in its last page may be zeroed, which some kernels need. If not,
                    nothing is written but K and V of new tokens, to their slots
     short_kv:      whether sequences may have fewer tokens in their KV than new ones; in steps that are not causal
@@ -560,7 +561,10 @@ class ExternalAttention(StoreAndAttend):
             agree=agree,
         )
         kinds = LayerKinds.of(problems, spaces, selections)
-        self._pages.read_aligned(kinds.reading_aligned)
+        self._pages.read_aligned(
+            sides=kinds.reading_alone(lambda limits: limits.aligned_sides),
+            rows=kinds.reading_alone(lambda limits: limits.aligned_rows),
+        )
         return StepCore(kinds, self._tables, self._pages, self.guards.step)
 
     @property

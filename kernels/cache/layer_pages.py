@@ -62,6 +62,11 @@ class LayerPages:
             object.__setattr__(self, name, value)
 
     @property
+    def has_aligned_sides(self) -> bool:
+        """Whether K and V begin at multiples of 16 bytes: TMA, and copies of 16 bytes, read no others."""
+        return self.raw_k.data_ptr() % 16 == 0 == self.raw_v.data_ptr() % 16
+
+    @property
     def has_aligned_rows(self) -> bool:
         """Whether rows of K and of V begin at multiples of 16 elements, near the others of their page (is_near).
 

@@ -15,11 +15,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.runtime.jit import constexpr_function
 
-from rocm_attn.kernels.attention.extend_schedule import BLOCK_WORDS
 from rocm_attn.kernels.cache.codes import HEAD_SCALES, LAYER_SCALES, TOKEN_SCALES
 from rocm_attn.kernels.cache.page_format import Encoding
-from rocm_attn.kernels.hopper.rings import slots_of_step, source_of, wait_until_read, zero_unseen
-from rocm_attn.kernels.hopper.rows import BOX_COLUMNS, next_row, piece_rows, seen_by_block, steps_of
+from rocm_attn.kernels.hopper.rings import (
+    nothing_ahead,
+    of_all_steps,
+    slots_of_step,
+    wait_for_place,
+    wait_for_place_of_values,
+    zero_unseen,
+)
+from rocm_attn.kernels.hopper.rows import BOX_COLUMNS, piece_rows
 from rocm_attn.kernels.hopper.warp_groups import leave
 
 # Four codes of a word as four float16: of E4M3FN by an instruction a pair; one of E5M2 is a float16's upper byte.
@@ -122,21 +128,18 @@ def _load_codes(desc, column, codes, n, slots, G: gl.constexpr):
 
 
 @gluon.jit
+def _load_step(task, row, step, n, ahead, G: gl.constexpr):
+    cache, codes = task
+    slots = slots_of_step(row.source, step, row.seen, G)
+    _load_codes(cache.k, row.head * G.DIM, codes, 2 * n, slots, G)
+    _load_codes(cache.v, row.head * G.DIM, codes, 2 * n + 1, slots, G)
+    return ahead
+
+
+@gluon.jit
 def produce_codes(x, cache, codes, todo, G: gl.constexpr):
     """Load the codes of all the program's rows."""
-    n = 0
-    while todo.keys > 0:
-        words = x.words + todo.block * BLOCK_WORDS
-        seq, seen = seen_by_block(x, words, G)
-        steps = steps_of(words, seen, todo, G)
-        source = source_of(cache, seq)
-        column = todo.row * G.DIM
-        for step in range(steps.first, steps.end):
-            slots = slots_of_step(source, step, seen, G)
-            _load_codes(cache.k, column, codes, 2 * n, slots, G)
-            _load_codes(cache.v, column, codes, 2 * n + 1, slots, G)
-            n += 1
-        todo = next_row(x, todo, steps.take, G)
+    of_all_steps(nothing_ahead, _load_step, x, cache, (cache, codes), todo, G)
     leave()
 
 
@@ -194,37 +197,44 @@ def _wait_for_codes(codes, n, G: gl.constexpr):
 
 
 @gluon.jit
+def _first_factors(task, row, step, G: gl.constexpr):
+    """Factors of a step's keys, where tokens have them, and where those of the next one are."""
+    ahead = ()
+    if G.SCALES == TOKEN_SCALES:
+        factors, _, _ = task
+        k_factor, v_factor = _factors_of_keys(factors, row.head, _pages_of_keys(row.source, step, row.seen, G), G)
+        ahead = (k_factor, v_factor, _pages_of_keys(row.source, step + 1, row.seen, G))  # type: ignore[assignment]
+    return ahead
+
+
+@gluon.jit
+def _decode_step(task, row, step, n, ahead, G: gl.constexpr):
+    BY_TOKEN: gl.constexpr = G.SCALES == TOKEN_SCALES
+    factors, codes, rings = task
+    stage = n % G.STAGES
+    _wait_for_codes(codes, 2 * n, G)
+    wait_for_place(rings, n, G)
+    if BY_TOKEN:
+        k_factor, v_factor, at = ahead
+        codes.k_factors.index(stage).store(k_factor)
+        COPIES: gl.constexpr = piece_rows(G) // G.KEY_BLOCK
+        for i in gl.static_range(COPIES):
+            codes.v_factors.index(i).store(v_factor)
+        # Two steps ahead, and one: a load of a factor waits for that of its page.
+        k_factor, v_factor = _factors_of_keys(factors, row.head, at, G)
+        ahead = (k_factor, v_factor, _pages_of_keys(row.source, step + 2, row.seen, G))
+    _decode_tile(codes, 2 * n, rings.k, stage, False, G)
+    _pass_on(codes, 2 * n, rings.k, stage, G)
+    _wait_for_codes(codes, 2 * n + 1, G)
+    wait_for_place_of_values(rings, n, 0, G)
+    _decode_tile(codes, 2 * n + 1, rings.v, stage, BY_TOKEN, G)
+    zero_unseen(rings.v, n, step, row.seen, G)
+    _pass_on(codes, 2 * n + 1, rings.v, stage, G)
+    return ahead
+
+
+@gluon.jit
 def decode(x, cache, factors, codes, rings, todo, G: gl.constexpr):
     """Decode the codes of all the program's rows."""
-    BY_TOKEN: gl.constexpr = G.SCALES == TOKEN_SCALES
-    n = 0
-    while todo.keys > 0:
-        words = x.words + todo.block * BLOCK_WORDS
-        seq, seen = seen_by_block(x, words, G)
-        steps = steps_of(words, seen, todo, G)
-        if BY_TOKEN:
-            # Two steps ahead, and one: a load of a factor waits for that of its page.
-            source = source_of(cache, seq)
-            k_factor, v_factor = _factors_of_keys(factors, todo.row, _pages_of_keys(source, steps.first, seen, G), G)
-            at = _pages_of_keys(source, steps.first + 1, seen, G)
-        for step in range(steps.first, steps.end):
-            stage = n % G.STAGES
-            _wait_for_codes(codes, 2 * n, G)
-            wait_until_read(rings, n, G)
-            if BY_TOKEN:
-                codes.k_factors.index(stage).store(k_factor)
-                COPIES: gl.constexpr = piece_rows(G) // G.KEY_BLOCK
-                for i in gl.static_range(COPIES):
-                    codes.v_factors.index(i).store(v_factor)
-                k_factor, v_factor = _factors_of_keys(factors, todo.row, at, G)
-                at = _pages_of_keys(source, step + 2, seen, G)
-            _decode_tile(codes, 2 * n, rings.k, stage, False, G)
-            _pass_on(codes, 2 * n, rings.k, stage, G)
-            _wait_for_codes(codes, 2 * n + 1, G)
-            wait_until_read(rings, n + 1, G)
-            _decode_tile(codes, 2 * n + 1, rings.v, stage, BY_TOKEN, G)
-            zero_unseen(rings.v, stage, step, seen, G)
-            _pass_on(codes, 2 * n + 1, rings.v, stage, G)
-            n += 1
-        todo = next_row(x, todo, steps.take, G)
+    of_all_steps(_first_factors, _decode_step, x, cache, (factors, codes, rings), todo, G)
     leave()

@@ -2,10 +2,10 @@
 
     out[token] = softmax(scores of q[token] . K^T) V        K, V: the keys that the token sees (scores.py)
 
-A program is one warp that loads pages by TMA, or four that gather keys where pages hold no box for it (gather.py), and
-consumers: groups of four warps, 64 rows of a query block each. Tiles of K and of V pass through two rings in shared
-memory, which run on from row to row. Each warp group walks the program's rows by itself; they meet at the rings'
-barriers alone.
+A program is two warps that load K and V by TMA, or four that gather keys where pages hold no box for it (gather.py),
+and consumers: groups of four warps, 64 rows of a query block each. Tiles of K and of V pass through two rings in shared
+memory, which run on from row to row. Each warp, or group of warps, walks the program's rows by itself; they meet at the
+rings' barriers alone.
 
 Rows, and how the longest are shared out, are those of extend_schedule.py; extend_merge.py adds up what several programs
 hold of a row. There are as many programs as run at a time. Each takes its share, and then whole rows: the keys and the
@@ -48,7 +48,7 @@ from rocm_attn.kernels.hopper.query_rows import (
     store_part,
     store_results,
 )
-from rocm_attn.kernels.hopper.rings import Cache, new_rings, produce
+from rocm_attn.kernels.hopper.rings import Cache, new_rings, produce_keys, produce_values
 from rocm_attn.kernels.hopper.rows import (
     BOX_COLUMNS,
     GROUP_ROWS,
@@ -61,15 +61,12 @@ from rocm_attn.kernels.hopper.rows import (
 )
 from rocm_attn.kernels.hopper.segment_parts import launch_merge_of_segments
 from rocm_attn.kernels.hopper.segment_steps import attend_segment_steps
-from rocm_attn.kernels.hopper.segments import left_of_group, merge_segment, merged, new_left, nothing_left
+from rocm_attn.kernels.hopper.segments import left_of_group, merge_segment, new_left, nothing_left
 from rocm_attn.kernels.hopper.warp_groups import leave
 from rocm_attn.kernels.launch import launch
-from rocm_attn.kernels.tuning.hopper_tiles import HopperTiles, padded_dim
+from rocm_attn.kernels.tuning.hopper_tiles import HopperTiles, is_gathered, padded_dim
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
-# Keys of the smallest box that TMA loads; of codes it is 8. llama8b 1 x 2048 + 6144, pages of 8: by TMA 421 us,
-# gathered 392; of 16: 384 and 389. With heads of 64 598 and 562, 544 and 569.
-LEAST_BOX = 16
 # Exponentials of scores up to it and down to its negative are numbers of bfloat16 without a maximum taken off, and a
 # million of them times V add up to less than float32 goes.
 _MOST_BOUNDED_CAP = 60.0
@@ -121,24 +118,25 @@ def _attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: g
 def _attend_segments(GROUP: gl.constexpr, n, query, rings, row, to, G: gl.constexpr):
     """The softmax of a row's steps, segment by segment, and n.
 
-    Of a row begun by an earlier program it is that of the last segment. Those before it are kept as parts: they are
-    merged from left to right, when all programs have ended.
+    They are merged from left to right. Of a row begun by an earlier program they are kept as parts, which are merged
+    when all programs have ended; so is what is merged of a row that goes on.
     """
     STEPS: gl.constexpr = G.SEGMENT_STEPS
     steps = row.steps
     softmax = nothing_seen(G)
     left = nothing_left(softmax)
     first_segment = steps.first // STEPS
-    for segment in range(first_segment, gl.cdiv(steps.end, STEPS)):
-        if segment > first_segment:
-            if row.done > 0:
-                store_part(GROUP, softmax, to, row.words, _first_part(G) + segment - first_segment, G)
-            else:
-                left = merge_segment(query.left, left, softmax, G)
+    # A program that begins a row keeps a part of it, if only of no key.
+    end_segment = gl.maximum(gl.cdiv(steps.end, STEPS), first_segment + 1)
+    for segment in range(first_segment, end_segment):
         span = Span(gl.maximum(steps.first, segment * STEPS), gl.minimum(steps.end, (segment + 1) * STEPS))
         softmax, n = _attend_span(n, query, rings, span, row.edge_step, row.seen, G)
-    if row.done == 0:
-        softmax = merged(query.left, left, softmax, G)
+        part = segment - first_segment + 1
+        if row.done == 0:
+            left, softmax = merge_segment(query.left, left, softmax, G)
+            part = 0
+        if (row.done > 0) | ((segment == end_segment - 1) & (steps.ends == 0)):
+            store_part(GROUP, softmax, to, row.words, _first_part(G) + part, G)
     return softmax, n
 
 
@@ -148,19 +146,6 @@ def _first_part(G: gl.constexpr):
     begun earlier; of other attention one of a row begun earlier, and one of a row that goes on.
     """
     return gl.program_id(0) * (G.SEGMENT_SLOTS if G.SEGMENT_STEPS > 0 else 2)
-
-
-@gluon.jit
-def _store_part(GROUP: gl.constexpr, softmax, to, row, G: gl.constexpr):
-    """What is left to store of a row that the program shares."""
-    if G.SEGMENT_STEPS > 0:
-        STEPS: gl.constexpr = G.SEGMENT_STEPS
-        part = 0
-        if row.done > 0:
-            part = gl.maximum(gl.cdiv(row.steps.end, STEPS) - row.steps.first // STEPS, 0)
-    else:
-        part = (row.done == 0).to(gl.int32)
-    store_part(GROUP, softmax, to, row.words, _first_part(G) + part, G)
 
 
 @gluon.jit
@@ -194,8 +179,8 @@ def _consume(GROUP: gl.constexpr, x, own, rings, to, factors, todo, G: gl.conste
         queries = fetch_queries(GROUP, to.q, x.words, after, G)
         if steps.ends & (todo.done == 0):
             store_results(GROUP, softmax, to, words, todo.row, G)
-        else:
-            _store_part(GROUP, softmax, to, row, G)
+        elif G.SEGMENT_STEPS == 0:
+            store_part(GROUP, softmax, to, words, _first_part(G) + (todo.done == 0).to(gl.int32), G)
         todo = after
     leave()
 
@@ -299,8 +284,8 @@ def _hopper_extend_kernel(
                 [
                     (_consume, (0, x, first, rings, to, factors, todo, G)),
                     (_consume, (1, x, second, rings, to, factors, todo, G)),
-                    (produce, (x, cache, rings, todo, G)),
-                    (leave, ()),
+                    (produce_keys, (x, cache, rings, todo, G)),
+                    (produce_values, (x, cache, rings, todo, G)),
                     (leave, ()),
                 ],
                 [4, 1, 1, 2],
@@ -314,6 +299,8 @@ def launch_hopper_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut, ti
     Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
     """
     args.check("extend on Hopper")
+    assert args.pages.has_aligned_sides, "the limits refuse pages that begin elsewhere"
+    _check_cut(args, scores, cut, tiles)
     queries, pages, table = args.queries, args.pages, args.table
     geometry = _geometry(args, scores, cut, tiles)
     programs, max_blocks = cut.sharing.programs, cut.max_blocks(queries.num_tokens, queries.num_seqs)
@@ -356,28 +343,33 @@ def launch_hopper_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut, ti
         launch_extend_merge(args, cut, _merged_geometry(geometry), tiles.extend.merge_stages)
 
 
-def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTiles) -> HopperGeometry:
-    """What the launch is compiled for; the schedule is checked."""
+def _check_cut(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTiles) -> None:
+    """Of the schedule and the workspace."""
     num_kv_heads, gqa_ratio = args.heads
-    queries, sharing, page_size = args.queries, cut.sharing, args.pages.format.page_size
-    coding, is_fp8 = args.pages.coding, args.pages.format.encoding.is_fp8
-    head_dim = args.q.shape[2]
-    dim = padded_dim(head_dim)
-    columns = tiles.extend.columns(dim)
-    box = math.gcd(page_size, tiles.value_block)
-    is_gathered = box < LEAST_BOX and not is_fp8
+    queries, sharing = args.queries, cut.sharing
     cut.check(args.schedule, queries.num_tokens, queries.num_seqs)
-    assert is_fp8 == (tiles.code_tiles > 0), "the tiles are of other pages"
     of_layer = (num_kv_heads, scores.causal, scores.window_left)
     assert (sharing.rows, sharing.causal, sharing.window_left) == of_layer, "the schedule was cut for another launch"
     assert cut.query_tokens == tiles.extend.tokens_per_block(gqa_ratio), "the schedule was cut for other tiles"
     if tiles.segment_len:
         assert sharing.most_keys <= tiles.most_keys, "there is no room for so many segments of a program"
         words = tiles.segment_words(programs=sharing.programs, head_dim=args.q.shape[2])
-        args.check_workspace(words)
     else:
         words = cut.partials_words(query_rows=tiles.extend.query_rows, v_head_dim=args.out.shape[2])
-        args.check_workspace(words)
+    args.check_workspace(words)
+
+
+def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTiles) -> HopperGeometry:
+    """What the launch is compiled for."""
+    num_kv_heads, gqa_ratio = args.heads
+    sharing, page_size = cut.sharing, args.pages.format.page_size
+    coding, is_fp8 = args.pages.coding, args.pages.format.encoding.is_fp8
+    head_dim = args.q.shape[2]
+    dim = padded_dim(head_dim)
+    columns = tiles.extend.columns(dim)
+    box = math.gcd(page_size, tiles.value_block)
+    gathers = is_gathered(page_size) and not is_fp8
+    assert is_fp8 == (tiles.code_tiles > 0), "the tiles are of other pages"
     return HopperGeometry(
         KV_HEADS=num_kv_heads,
         GQA_RATIO=gqa_ratio,
@@ -387,11 +379,13 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
         COLUMNS=columns,
         LAST_COLUMNS=max(16, next_power_of_2(head_dim - dim + columns)),
         PAGE_SIZE=page_size,
-        GATHERED=is_gathered,
-        BOX=tiles.value_block if is_gathered else box,
+        GATHERED=gathers,
+        BOX=tiles.value_block if gathers else box,
         KEY_BLOCK=tiles.extend.key_block,
         VALUE_BLOCK=tiles.value_block,
+        SOFTMAX_BLOCK=tiles.value_block if tiles.segment_len else tiles.extend.key_block,
         STAGES=tiles.extend.num_stages,
+        VALUE_STAGES=tiles.value_stages,
         GROUPS=tiles.extend.query_rows // GROUP_ROWS.value,
         ROW_KEYS=sharing.row_keys,
         SEGMENT_STEPS=tiles.segment_len // tiles.extend.key_block,
@@ -423,7 +417,6 @@ def _as_loaded(pages: torch.Tensor, geometry: HopperGeometry) -> TensorDescripto
     num_pages, page_size, num_heads, dim = pages.shape
     bits = 8 * pages.element_size()
     assert pages.is_contiguous()
-    assert pages.data_ptr() % 16 == 0
     if geometry.GATHERED:
         return pages
     slots, box, row = num_pages * page_size, [geometry.BOX, BOX_COLUMNS.value], num_heads * dim

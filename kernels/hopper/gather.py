@@ -4,7 +4,7 @@ It is for pages that hold no box of 16 keys: an instruction of TMA would load fe
 
 The loading warps are four. A thread does not wait for its copies: they arrive at the barrier of the step's K or V when
 they are done. Matrix units read shared memory past the order of ordinary writes, so consumers put a fence between that
-barrier and their products (rings.wait_until_full).
+barrier and their products (rings.wait_for_keys).
 
 What no row sees is not read: its place in shared memory is zeroed, and so are columns beyond a head.
 """
@@ -15,10 +15,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from rocm_attn.kernels.attention.extend_schedule import BLOCK_WORDS
 from rocm_attn.kernels.hopper.query_rows import is_column
-from rocm_attn.kernels.hopper.rings import box_of, source_of, wait_until_read
-from rocm_attn.kernels.hopper.rows import BOX_COLUMNS, next_row, seen_by_block, steps_of
+from rocm_attn.kernels.hopper.rings import (
+    box_of,
+    of_all_steps,
+    value_stage,
+    value_tiles,
+    wait_for_place,
+    wait_for_place_of_values,
+)
+from rocm_attn.kernels.hopper.rows import BOX_COLUMNS
 from rocm_attn.kernels.hopper.warp_groups import leave
 
 # Lanes of eight elements: a warp has four keys' 128 bytes.
@@ -39,11 +45,11 @@ def _places_of_step(source, step, seen, G: gl.constexpr):
 
 
 @gluon.jit
-def _copy_step(pages, row, ring, stage, places, TILE_KEYS: gl.constexpr, G: gl.constexpr):
-    """Begin the copies of K or V of a step to a stage."""
+def _copy_tile(pages, row, ring, stage, places, FIRST: gl.constexpr, TILE_KEYS: gl.constexpr, G: gl.constexpr):
+    """Begin the copies of a tile of K or V to a stage. FIRST: its first box of its step"""
     column = gl.expand_dims(gl.arange(0, BOX_COLUMNS, layout=gl.SliceLayout(0, _LAYOUT)), 0)
-    for i in gl.static_range(G.KEY_BLOCK // G.BOX):
-        slot = gl.expand_dims(places[i], 1)
+    for i in gl.static_range(TILE_KEYS // G.BOX):
+        slot = gl.expand_dims(places[FIRST + i], 1)
         keys = pages + (slot.to(gl.int64) * (G.KV_HEADS * G.HEAD_DIM) + row * G.HEAD_DIM)
         for c in gl.static_range(G.DIM // BOX_COLUMNS):
             is_there = (slot >= 0) & is_column(c * BOX_COLUMNS + column, G)
@@ -53,26 +59,28 @@ def _copy_step(pages, row, ring, stage, places, TILE_KEYS: gl.constexpr, G: gl.c
 
 
 @gluon.jit
+def _first_places(task, row, step, G: gl.constexpr):
+    return _places_of_step(row.source, step, row.seen, G)
+
+
+@gluon.jit
+def _gather_step(task, row, step, n, places, G: gl.constexpr):
+    cache, rings = task
+    # A load of a place is under way during a step.
+    after = _places_of_step(row.source, step + 1, row.seen, G)
+    wait_for_place(rings, n, G)
+    _copy_tile(cache.k, row.head, rings.k, n % G.STAGES, places, 0, G.KEY_BLOCK, G)
+    BOXES: gl.constexpr = G.VALUE_BLOCK // G.BOX
+    for tile in gl.static_range(value_tiles(G)):
+        wait_for_place_of_values(rings, n, tile, G)
+        _copy_tile(cache.v, row.head, rings.v, value_stage(n, tile, G), places, tile * BOXES, G.VALUE_BLOCK, G)
+    return after
+
+
+@gluon.jit
 def gather(x, cache, rings, todo, G: gl.constexpr):
-    """As rings.produce, for all the program's rows."""
-    n = 0
-    while todo.keys > 0:
-        words = x.words + todo.block * BLOCK_WORDS
-        seq, seen = seen_by_block(x, words, G)
-        steps = steps_of(words, seen, todo, G)
-        source = source_of(cache, seq)
-        places = _places_of_step(source, steps.first, seen, G)
-        for step in range(steps.first, steps.end):
-            # A load of a place is under way during a step.
-            after = _places_of_step(source, step + 1, seen, G)
-            stage = n % G.STAGES
-            wait_until_read(rings, n, G)
-            _copy_step(cache.k, todo.row, rings.k, stage, places, G.KEY_BLOCK, G)
-            wait_until_read(rings, n + 1, G)
-            _copy_step(cache.v, todo.row, rings.v, stage, places, G.VALUE_BLOCK, G)
-            places = after
-            n += 1
-        todo = next_row(x, todo, steps.take, G)
+    """Load the keys of all the program's rows."""
+    of_all_steps(_first_places, _gather_step, x, cache, (cache, rings), todo, G)
     # No thread ends before its copies do.
     async_copy.commit_group()
     async_copy.wait_group(0)

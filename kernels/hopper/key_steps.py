@@ -19,7 +19,7 @@ from rocm_attn.kernels.attention.coded import scaled_parts
 from rocm_attn.kernels.attention.softmax import capped_at_once
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES
 from rocm_attn.kernels.hopper.powers import scaled_powers
-from rocm_attn.kernels.hopper.rings import wait_until_full, zero_unseen
+from rocm_attn.kernels.hopper.rings import value_stage, value_tiles, wait_for_keys, wait_for_values, zero_unseen
 from rocm_attn.kernels.hopper.rows import GROUP_ROWS, of_rows, width_of
 
 
@@ -69,14 +69,14 @@ def waited_for(products):
 def _sums_of_lanes(weights, G: gl.constexpr):
     """Sums [64, 4] of rows: of the columns that each of the four lanes has which hold a row. No lane needs another."""
     ROWS: gl.constexpr = GROUP_ROWS
-    BLOCKS: gl.constexpr = G.KEY_BLOCK // 8
+    BLOCKS: gl.constexpr = G.VALUE_BLOCK // 8
     return gl.sum(gl.sum(weights.reshape([ROWS, BLOCKS, 4, 2]), 3), 1)
 
 
 @constexpr_function
 def rows_of_scores(G):
     """The layout of a number for each row of a consumer."""
-    return gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.VALUE_BLOCK, 16]))
+    return gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.SOFTMAX_BLOCK, 16]))
 
 
 @gluon.jit
@@ -94,18 +94,63 @@ def columns_of(tile, part: gl.constexpr, G: gl.constexpr):
 
 
 @gluon.jit
+def blocks_of(numbers, G: gl.constexpr):
+    """Numbers of a step's keys by tiles of V, [64, VALUE_BLOCK] each: one, or two."""
+    VALUE_BLOCK: gl.constexpr = G.VALUE_BLOCK
+    blocks = (numbers,)
+    if G.VALUE_BLOCK < G.KEY_BLOCK:
+        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.VALUE_BLOCK, 16])
+        first, second = gl.split(gl.permute(numbers.reshape([GROUP_ROWS, 2, VALUE_BLOCK]), (0, 2, 1)))
+        blocks = (  # type: ignore[assignment]
+            gl.convert_layout(first, layout, assert_trivial=True),
+            gl.convert_layout(second, layout, assert_trivial=True),
+        )
+    return blocks
+
+
+@gluon.jit
+def scaled_by_rows(acc, factor, G: gl.constexpr):
+    """Accumulators times a number for each row."""
+    PARTS: gl.constexpr = G.DIM // G.COLUMNS
+    scaled = ()
+    for i in gl.static_range(PARTS):
+        scaled += (acc[i] * of_rows(factor, acc[i]),)  # type: ignore[assignment]
+    return scaled
+
+
+@gluon.jit
+def _as_operand(weights, part: gl.constexpr, G: gl.constexpr):
+    """Weights as products with a part's columns of V take them."""
+    WIDTH: gl.constexpr = width_of(part, G)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    return gl.convert_layout(weights, gl.DotOperandLayout(0, layout, 2))
+
+
+@gluon.jit
+def add_products(acc, weights, v, stage, G: gl.constexpr):
+    """Products of weights with a tile of V, in flight, added to accumulators."""
+    PARTS: gl.constexpr = G.DIM // G.COLUMNS
+    products = ()
+    for i in gl.static_range(PARTS):
+        v_tile = columns_of(v.tiles.index(stage * PARTS + i), i, G)
+        products += (warpgroup_mma(_as_operand(weights, i, G), v_tile, acc[i], is_async=True),)  # type: ignore[assignment]
+    return products
+
+
+@gluon.jit
 def nothing_seen(G: gl.constexpr):
     """The softmax of no key, with sums of lanes; of deterministic attention with sums of rows."""
-    KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
+    VALUE_BLOCK: gl.constexpr = G.VALUE_BLOCK
     PARTS: gl.constexpr = G.DIM // G.COLUMNS
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.VALUE_BLOCK, 16])
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.SOFTMAX_BLOCK, 16])
+    b_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.VALUE_BLOCK, 16])
     acc = ()
     for i in gl.static_range(PARTS):
         acc += (_zeros(width_of(i, G)),)  # type: ignore[assignment]
     maximum = gl.full([GROUP_ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, s_layout))
     total = gl.zeros([GROUP_ROWS], gl.float32, layout=gl.SliceLayout(1, s_layout))
     if G.SEGMENT_STEPS == 0:
-        total = _sums_of_lanes(gl.zeros([GROUP_ROWS, KEY_BLOCK], gl.float32, layout=s_layout), G)
+        total = _sums_of_lanes(gl.zeros([GROUP_ROWS, VALUE_BLOCK], gl.float32, layout=b_layout), G)
     return Softmax(acc, maximum, total)
 
 
@@ -150,7 +195,7 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
             products += (warpgroup_mma_init(acc[i]),)  # type: ignore[assignment]
     for step in range(span.first, span.end):
         stage = n % G.STAGES
-        wait_until_full(k, n, G)
+        wait_for_keys(rings, n, G)
         pending = (zero,)
         for i in gl.static_range(PARTS):
             q_tile, k_tile = columns_of(query.tiles.index(i), i, G), columns_of(k.tiles.index(stage * PARTS + i), i, G)
@@ -165,7 +210,7 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
             k_factor = query.k_factors.index(stage).load(gl.SliceLayout(0, s_layout))
         gl.thread_barrier()
         mbarrier.arrive(free.index(stage), count=1)
-        wait_until_full(v, n, G)
+        wait_for_values(rings, n, 0, 1, G)
         if G.SCALES == TOKEN_SCALES:
             scores = scores * gl.expand_dims(k_factor, 0)
         if G.CAPPED:
@@ -174,28 +219,33 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
             key = gl.expand_dims(step * KEY_BLOCK + lane, 0)
             visible = is_visible(gl.expand_dims(query.kv_index, 1), key, seen, G)
             scores = gl.where(visible, scores, float("-inf"))
-        if G.BOUNDED:
-            weights = scaled_powers(scores, by_score, BY_PRODUCTS)
-            total += _sums_of_lanes(weights, G)
-        else:
+        decay = 1.0
+        base = gl.zeros_like(maximum)
+        if not G.BOUNDED:
             new_maximum = gl.maximum(maximum, gl.max(scores, 1) * row_scale)
             # A row of a masked step may have seen no key yet; the subtractions below must not be inf - inf.
             base = gl.where(new_maximum == float("-inf"), 0.0, new_maximum) if MASKED else new_maximum
             decay = gl.exp2(maximum - base)
-            weights = gl.exp2(scores * by_score - gl.expand_dims(base, 1))
-            sums = _sums_of_lanes(weights, G)
-            S_LANES: gl.constexpr = sums.type.layout
-            total = total * gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, S_LANES)), 1) + sums
+            total = total * gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, total.type.layout)), 1)
             maximum = new_maximum
-        weights = weights.to(v.tiles.dtype)
-        if MASKED and G.CODE_TILES == 0 and not G.GATHERED:
-            zero_unseen(v, stage, step, seen, G)
-        products = ()
-        for i in gl.static_range(PARTS):
-            v_tile = columns_of(v.tiles.index(stage * PARTS + i), i, G)
-            p = gl.convert_layout(weights, gl.DotOperandLayout(0, acc[i].type.layout, 2))
-            kept = acc[i] if G.BOUNDED else acc[i] * of_rows(decay, acc[i])
-            products += (warpgroup_mma(p, v_tile, kept, is_async=True),)  # type: ignore[assignment]
+        blocks = blocks_of(scores, G)
+        for tile in gl.static_range(value_tiles(G)):
+            if G.BOUNDED:
+                weights = scaled_powers(blocks[tile], by_score, BY_PRODUCTS)
+            else:
+                weights = gl.exp2(blocks[tile] * by_score - of_rows(base, blocks[tile]))
+            total += _sums_of_lanes(weights, G)
+            weights = weights.to(v.tiles.dtype)
+            if tile == 0:
+                if MASKED and G.CODE_TILES == 0 and not G.GATHERED:
+                    wait_for_values(rings, n, 1, value_tiles(G), G)
+                    zero_unseen(v, n, step, seen, G)
+                if not G.BOUNDED:
+                    acc = scaled_by_rows(acc, decay, G)
+            else:
+                wait_for_values(rings, n, tile, tile + 1, G)
+                acc = waited_for(products)
+            products = add_products(acc, weights, v, value_stage(n, tile, G), G)
         if not G.OVERLAPS:
             acc = waited_for(products)
         n += 1

@@ -1,4 +1,4 @@
-"""K and V on their way through shared memory: rings of stages that one warp fills by TMA, box by box.
+"""K and V on their way through shared memory: rings of stages that a warp each fills by TMA, box by box.
 
 Where pages hold no such boxes, four warps fill them, key by key (gather.py).
 """
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.attention.extend_schedule import BLOCK_WORDS
 from rocm_attn.kernels.hopper.rows import BOX_COLUMNS, next_row, piece_rows, seen_by_block, steps_of
@@ -20,7 +21,7 @@ GATHERING_THREADS = gl.constexpr(128)
 
 
 class Ring(NamedTuple):
-    """K or V in shared memory: the same as boxes, as pieces and as tiles; barriers that a step is there."""
+    """K or V in shared memory: the same as boxes, as pieces and as tiles; barriers that a tile's keys are there."""
 
     boxes: Any
     pieces: Any
@@ -58,17 +59,24 @@ class Source(NamedTuple):
     width: Any
 
 
+class Loaded(NamedTuple):
+    """A row whose keys are loaded: their source, its KV head, and the keys that it sees."""
+
+    source: Any
+    head: Any
+    seen: Any
+
+
 @gluon.jit
-def _new_ring(DTYPE: gl.constexpr, TILE_KEYS: gl.constexpr, G: gl.constexpr):
-    """A ring with nothing in it, whose tiles have so many keys. Boxes, one after the other, are in memory what a
-    swizzled tile is.
+def _new_ring(DTYPE: gl.constexpr, STAGES: gl.constexpr, TILE_KEYS: gl.constexpr, G: gl.constexpr):
+    """A ring of so many stages with nothing in it, each a tile of so many keys. Boxes, one after the other, are in
+    memory what a swizzled tile is.
     """
-    STAGES: gl.constexpr = G.STAGES
     BOX: gl.constexpr = G.BOX
-    BOXES: gl.constexpr = G.STAGES * (G.DIM // BOX_COLUMNS) * (G.KEY_BLOCK // G.BOX)
+    BOXES: gl.constexpr = STAGES * (G.DIM // BOX_COLUMNS) * (TILE_KEYS // G.BOX)
     PIECE: gl.constexpr = piece_rows(G)
-    PIECES: gl.constexpr = G.STAGES * (G.DIM // BOX_COLUMNS) * G.KEY_BLOCK // PIECE
-    TILES: gl.constexpr = G.STAGES * (G.DIM // G.COLUMNS) * (G.KEY_BLOCK // TILE_KEYS)
+    PIECES: gl.constexpr = STAGES * (G.DIM // BOX_COLUMNS) * TILE_KEYS // PIECE
+    TILES: gl.constexpr = STAGES * (G.DIM // G.COLUMNS)
     COLUMNS: gl.constexpr = G.COLUMNS
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     bars: gl.constexpr = mbarrier.MBarrierLayout()
@@ -76,7 +84,9 @@ def _new_ring(DTYPE: gl.constexpr, TILE_KEYS: gl.constexpr, G: gl.constexpr):
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=GATHERING_THREADS if G.GATHERED else 1)
-    pieces = boxes._reinterpret(DTYPE, [PIECES, PIECE, BOX_COLUMNS], layout)
+    pieces = boxes
+    if G.CODE_TILES > 0:
+        pieces = boxes._reinterpret(DTYPE, [PIECES, PIECE, BOX_COLUMNS], layout)
     return Ring(boxes, pieces, boxes._reinterpret(DTYPE, [TILES, TILE_KEYS, COLUMNS], layout), full)
 
 
@@ -87,7 +97,8 @@ def new_rings(K_DTYPE: gl.constexpr, V_DTYPE: gl.constexpr, G: gl.constexpr):
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(free.index(i), count=G.GROUPS)
-    return Rings(_new_ring(K_DTYPE, G.KEY_BLOCK, G), _new_ring(V_DTYPE, G.VALUE_BLOCK, G), free)
+    k = _new_ring(K_DTYPE, G.STAGES, G.KEY_BLOCK, G)
+    return Rings(k, _new_ring(V_DTYPE, G.VALUE_STAGES, G.VALUE_BLOCK, G), free)
 
 
 @gluon.jit
@@ -112,11 +123,16 @@ def slots_of_step(source, step, seen, G: gl.constexpr):
 
 @gluon.jit
 def box_of(ring, stage, column: gl.constexpr, at, TILE_KEYS: gl.constexpr, G: gl.constexpr):
-    """A step's box, by its columns and its keys. Tiles lie one after the other, and in each its columns' boxes."""
+    """A box of a stage's tile, by its columns and its keys: those of the first columns lie before those of others."""
     BOXES: gl.constexpr = TILE_KEYS // G.BOX
-    TILES: gl.constexpr = G.KEY_BLOCK // TILE_KEYS
     PARTS: gl.constexpr = G.DIM // BOX_COLUMNS
-    return ring.boxes.index(((stage * TILES + at // BOXES) * PARTS + column) * BOXES + at % BOXES)
+    return ring.boxes.index((stage * PARTS + column) * BOXES + at)
+
+
+@constexpr_function
+def value_tiles(G):
+    """Tiles of V of a step."""
+    return G.KEY_BLOCK // G.VALUE_BLOCK
 
 
 @gluon.jit
@@ -132,68 +148,136 @@ def _load_box(desc, row, slot, column, full, box, G: gl.constexpr):
 
 
 @gluon.jit
-def _load_step(desc, row, ring, stage, slots, TILE_KEYS: gl.constexpr, G: gl.constexpr):
-    """K or V of a step to a stage, box by box."""
-    BOXES: gl.constexpr = G.KEY_BLOCK // G.BOX
+def _load_tile(desc, row, ring, stage, slots, FIRST: gl.constexpr, TILE_KEYS: gl.constexpr, G: gl.constexpr):
+    """A tile of K or V to a stage, box by box, of which FIRST is the first of its step."""
     PARTS: gl.constexpr = G.DIM // BOX_COLUMNS
     full = ring.full.index(stage)
-    mbarrier.expect(full, G.KEY_BLOCK * G.DIM * 2)
-    for i in gl.static_range(BOXES):
+    mbarrier.expect(full, TILE_KEYS * G.DIM * 2)
+    for i in gl.static_range(TILE_KEYS // G.BOX):
         for c in gl.static_range(PARTS):
             box = box_of(ring, stage, c, i, TILE_KEYS, G)
-            _load_box(desc, row, slots[i], c * BOX_COLUMNS, full, box, G)
+            _load_box(desc, row, slots[FIRST + i], c * BOX_COLUMNS, full, box, G)
 
 
 @gluon.jit
-def wait_until_full(ring, n, G: gl.constexpr):
-    """Until K or V of the n-th step is there, and matrix units may read it."""
-    mbarrier.wait(ring.full.index(n % G.STAGES), (n // G.STAGES) & 1)
+def _wait_until_full(ring, n, STAGES: gl.constexpr, G: gl.constexpr):
+    mbarrier.wait(ring.full.index(n % STAGES), (n // STAGES) & 1)
     if G.GATHERED:
         fence_async_shared()
 
 
 @gluon.jit
-def wait_until_read(rings, n, G: gl.constexpr):
-    """Until the n-th step may take the place of the keys that are in its stage, and the step before that of values."""
+def wait_for_keys(rings, n, G: gl.constexpr):
+    """Until the keys of the n-th step are there, and matrix units may read them."""
+    _wait_until_full(rings.k, n, G.STAGES, G)
+
+
+@gluon.jit
+def value_stage(n, tile, G: gl.constexpr):
+    """Where a tile of V of the n-th step is."""
+    return (n * value_tiles(G) + tile) % G.VALUE_STAGES
+
+
+@gluon.jit
+def wait_for_values(rings, n, FIRST: gl.constexpr, END: gl.constexpr, G: gl.constexpr):
+    """Until tiles [FIRST, END) of V of the n-th step are there, and matrix units may read them."""
+    for tile in gl.static_range(FIRST, END):
+        _wait_until_full(rings.v, n * value_tiles(G) + tile, G.VALUE_STAGES, G)
+
+
+@gluon.jit
+def wait_for_place(rings, n, G: gl.constexpr):
+    """Until the keys that are where those of the n-th step will be are read."""
     mbarrier.wait(rings.free.index(n % G.STAGES), ((n // G.STAGES) & 1) ^ 1)
 
 
 @gluon.jit
-def produce(x, cache, rings, todo, G: gl.constexpr):
-    """Load the keys of all the program's rows."""
+def wait_for_place_of_values(rings, n, tile: gl.constexpr, G: gl.constexpr):
+    """Until the values that are where a tile of V of the n-th step will be are read.
+
+    Consumers have read the values of a step when they arrive for the keys of the next one.
+    """
+    STEPS_BEFORE: gl.constexpr = (G.VALUE_STAGES - tile + value_tiles(G) - 1) // value_tiles(G)
+    wait_for_place(rings, n + 1 + G.STAGES - STEPS_BEFORE, G)
+
+
+@gluon.jit
+def of_all_steps(BEGIN: gl.constexpr, LOAD: gl.constexpr, x, cache, task, todo, G: gl.constexpr):
+    """Load what the steps of all the program's rows need, and end.
+
+    ahead = BEGIN(task, row, first step, G) of a row (Loaded), and ahead = LOAD(task, row, step, n, ahead, G) of each of
+    its steps; n of them came before.
+    """
     n = 0
     while todo.keys > 0:
         words = x.words + todo.block * BLOCK_WORDS
         seq, seen = seen_by_block(x, words, G)
         steps = steps_of(words, seen, todo, G)
-        source = source_of(cache, seq)
+        row = Loaded(source_of(cache, seq), todo.row, seen)
+        ahead = BEGIN(task, row, steps.first, G)
         for step in range(steps.first, steps.end):
-            slots = slots_of_step(source, step, seen, G)
-            stage = n % G.STAGES
-            wait_until_read(rings, n, G)
-            _load_step(cache.k, todo.row, rings.k, stage, slots, G.KEY_BLOCK, G)
-            wait_until_read(rings, n + 1, G)
-            _load_step(cache.v, todo.row, rings.v, stage, slots, G.VALUE_BLOCK, G)
+            ahead = LOAD(task, row, step, n, ahead, G)
             n += 1
         todo = next_row(x, todo, steps.take, G)
+
+
+@gluon.jit
+def nothing_ahead(task, row, step, G: gl.constexpr):
+    """Of loads that do not wait for others."""
+    return ()
+
+
+@gluon.jit
+def _load_keys(task, row, step, n, ahead, G: gl.constexpr):
+    cache, rings = task
+    slots = slots_of_step(row.source, step, row.seen, G)
+    wait_for_place(rings, n, G)
+    _load_tile(cache.k, row.head, rings.k, n % G.STAGES, slots, 0, G.KEY_BLOCK, G)
+    return ahead
+
+
+@gluon.jit
+def _load_values(task, row, step, n, ahead, G: gl.constexpr):
+    cache, rings = task
+    slots = slots_of_step(row.source, step, row.seen, G)
+    BOXES: gl.constexpr = G.VALUE_BLOCK // G.BOX
+    for tile in gl.static_range(value_tiles(G)):
+        wait_for_place_of_values(rings, n, tile, G)
+        _load_tile(cache.v, row.head, rings.v, value_stage(n, tile, G), slots, tile * BOXES, G.VALUE_BLOCK, G)
+    return ahead
+
+
+@gluon.jit
+def produce_keys(x, cache, rings, todo, G: gl.constexpr):
+    """Load K of all the program's rows."""
+    of_all_steps(nothing_ahead, _load_keys, x, cache, (cache, rings), todo, G)
     leave()
 
 
 @gluon.jit
-def _zero_in_box(ring, stage, at, first, end, G: gl.constexpr):
-    """Zero the values of a box's keys, counted from its step, that are not in [first, end)."""
+def produce_values(x, cache, rings, todo, G: gl.constexpr):
+    """Load V of them: by a warp of its own, as it waits where K need not."""
+    of_all_steps(nothing_ahead, _load_values, x, cache, (cache, rings), todo, G)
+    leave()
+
+
+@gluon.jit
+def _zero_in_box(ring, n, at, first, end, G: gl.constexpr):
+    """Zero the values of a box's keys, counted from the n-th step, that are not in [first, end)."""
     PARTS: gl.constexpr = G.DIM // BOX_COLUMNS
+    BOXES: gl.constexpr = G.VALUE_BLOCK // G.BOX
+    stage = value_stage(n, at // BOXES, G)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     key = gl.expand_dims(at * G.BOX + gl.arange(0, G.BOX, layout=gl.SliceLayout(1, layout)), 1)
     for c in gl.static_range(PARTS):
-        box = box_of(ring, stage, c, at, G.VALUE_BLOCK, G)
+        box = box_of(ring, stage, c, at % BOXES, G.VALUE_BLOCK, G)
         values = box.load(layout)
         box.store(gl.where((key >= first) & (key < end), values, gl.zeros_like(values)))
 
 
 @gluon.jit
-def zero_unseen(ring, stage, step, seen, G: gl.constexpr):
-    """Zero what no row sees in the boxes that lie across an edge.
+def zero_unseen(ring, n, step, seen, G: gl.constexpr):
+    """Zero what no row sees in the boxes of V of the n-th step that lie across an edge.
 
     Each consumer does it, and all of them write the same, in whatever order: none waits for another.
     """
@@ -201,10 +285,10 @@ def zero_unseen(ring, stage, step, seen, G: gl.constexpr):
     end = seen.end - step * G.KEY_BLOCK
     if (first > 0) | (end < G.KEY_BLOCK):
         if (end < G.KEY_BLOCK) & (end % G.BOX != 0):
-            _zero_in_box(ring, stage, end // G.BOX, first, end, G)
+            _zero_in_box(ring, n, end // G.BOX, first, end, G)
         if G.WINDOWED:
             is_cut_before = (first > 0) & (first % G.BOX != 0)
             if is_cut_before:
-                _zero_in_box(ring, stage, first // G.BOX, first, end, G)
+                _zero_in_box(ring, n, first // G.BOX, first, end, G)
         fence_async_shared()
         gl.thread_barrier()

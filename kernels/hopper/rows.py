@@ -41,8 +41,10 @@ class HopperGeometry(NamedTuple):
     GATHERED:  whether keys are copied one by one, as pages hold no boxes of enough keys (gather.py)
     BOX:       keys of a box, of one page each where they are not gathered
     KEY_BLOCK: keys of a step
-    VALUE_BLOCK: keys of a tile of V, whole boxes; of deterministic attention those that the softmax takes at a time
-    STAGES:    steps that a ring holds
+    VALUE_BLOCK: keys of a tile of V, whole boxes
+    SOFTMAX_BLOCK: keys that the softmax takes at a time; of deterministic attention a tile's of V, else a step's
+    STAGES:    steps of which K's ring holds the keys
+    VALUE_STAGES: tiles that V's ring holds
     GROUPS:    consumers
     ROW_KEYS:  of cuts.Sharing
     SEGMENT_STEPS: of deterministic attention, steps of a segment; 0 of other attention
@@ -73,7 +75,9 @@ class HopperGeometry(NamedTuple):
     BOX: int
     KEY_BLOCK: int
     VALUE_BLOCK: int
+    SOFTMAX_BLOCK: int
     STAGES: int
+    VALUE_STAGES: int
     GROUPS: int
     ROW_KEYS: int
     SEGMENT_STEPS: int

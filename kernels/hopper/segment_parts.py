@@ -112,6 +112,7 @@ def _merged_parts(partials, sums, row, line, column, G: tl.constexpr):
     PARTS: tl.constexpr = G.PARTS
     # The first program's part lies left of all others.
     at = row.began * G.SLOTS * G.QUERY_ROWS + line
+    # Columns beyond a head are what follows in the workspace, of which sums are the end; they are never stored.
     acc = tl.load(partials + (at * G.DIM)[:, None] + column[None, :])
     maximum = tl.load(sums + at * 2)
     total = tl.load(sums + at * 2 + 1)
@@ -168,7 +169,8 @@ def _segment_parts_kernel(
                 acc = acc * decay[:, None]
             total = tl.where(total == 0.0, 1.0, total)
             rows = out + (token * out_token + head * out_head)[:, None]
-            tl.store(rows + column[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=is_row[:, None])
+            is_there = is_row[:, None] & (column < G.DIM)[None, :]
+            tl.store(rows + column[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=is_there)
             if lse is not None:
                 # Programs of other columns store the same number.
                 tl.store(lse + token * lse_token + head * lse_head, (maximum + tl.log2(total)) * LN_2, mask=is_row)
@@ -179,7 +181,7 @@ def launch_merge_of_segments(args: AttendArgs, cut: ExtendCut, *, window_left: i
     queries, sharing, dim, query_rows = args.queries, cut.sharing, args.out.shape[2], tiles.extend.query_rows
     launch(
         _segment_parts_kernel,
-        (sharing.programs - 1, triton.cdiv(query_rows, _LINES), dim // _COLUMNS),
+        (sharing.programs - 1, triton.cdiv(query_rows, _LINES), triton.cdiv(dim, _COLUMNS)),
         queries.kv_len,
         args.schedule,
         args.workspace,

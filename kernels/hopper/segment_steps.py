@@ -20,24 +20,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from rocm_attn.kernels.attention.bundles import Softmax
 from rocm_attn.kernels.attention.softmax import capped_at_once
-from rocm_attn.kernels.hopper.key_steps import Progress, is_visible, waited_for
-from rocm_attn.kernels.hopper.rings import wait_until_full, zero_unseen
+from rocm_attn.kernels.hopper.key_steps import (
+    Progress,
+    add_products,
+    blocks_of,
+    columns_of,
+    is_visible,
+    scaled_by_rows,
+    waited_for,
+)
+from rocm_attn.kernels.hopper.rings import value_stage, wait_for_keys, wait_for_values, zero_unseen
 from rocm_attn.kernels.hopper.rows import GROUP_ROWS
-
-
-@gluon.jit
-def _blocks_of(scores, G: gl.constexpr):
-    """Scores of a step by blocks, [64, VALUE_BLOCK] each: one, or two."""
-    VALUE_BLOCK: gl.constexpr = G.VALUE_BLOCK
-    blocks = (scores,)
-    if G.VALUE_BLOCK < G.KEY_BLOCK:
-        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.VALUE_BLOCK, 16])
-        first, second = gl.split(gl.permute(scores.reshape([GROUP_ROWS, 2, VALUE_BLOCK]), (0, 2, 1)))
-        blocks = (  # type: ignore[assignment]
-            gl.convert_layout(first, layout, assert_trivial=True),
-            gl.convert_layout(second, layout, assert_trivial=True),
-        )
-    return blocks
 
 
 @gluon.jit
@@ -71,8 +64,6 @@ def attend_segment_steps(progress, query, rings, span, seen, G: gl.constexpr, MA
     PARTS: gl.constexpr = G.DIM // G.COLUMNS
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.KEY_BLOCK, 16])
     b_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.VALUE_BLOCK, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.COLUMNS, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     lane = gl.expand_dims(gl.arange(0, VALUE_BLOCK, layout=gl.SliceLayout(0, b_layout)), 0)
     zero = gl.zeros([GROUP_ROWS, KEY_BLOCK], gl.float32, layout=s_layout)
     k, v, free = rings
@@ -84,11 +75,12 @@ def attend_segment_steps(progress, query, rings, span, seen, G: gl.constexpr, MA
             products += (warpgroup_mma_init(acc[i]),)  # type: ignore[assignment]
     for step in range(span.first, span.end):
         stage = n % G.STAGES
-        wait_until_full(k, n, G)
+        wait_for_keys(rings, n, G)
         pending = (zero,)
         for i in gl.static_range(PARTS):
-            k_tile = k.tiles.index(stage * PARTS + i).permute((1, 0))
-            pending = (warpgroup_mma(query.tiles.index(i), k_tile, pending[0], use_acc=i > 0, is_async=True),)
+            q_tile, k_tile = columns_of(query.tiles.index(i), i, G), columns_of(k.tiles.index(stage * PARTS + i), i, G)
+            k_tile = k_tile.permute((1, 0))
+            pending = (warpgroup_mma(q_tile, k_tile, pending[0], use_acc=i > 0, is_async=True),)
         if G.OVERLAPS:
             waited = warpgroup_mma_wait(0, deps=pending + products)
             scores, acc = waited[0], waited[1:]
@@ -96,21 +88,18 @@ def attend_segment_steps(progress, query, rings, span, seen, G: gl.constexpr, MA
             scores = warpgroup_mma_wait(0, deps=pending)
         gl.thread_barrier()
         mbarrier.arrive(free.index(stage), count=1)
-        wait_until_full(v, n, G)
+        wait_for_values(rings, n, 0, BLOCKS, G)
         if MASKED and not G.GATHERED:
-            zero_unseen(v, stage, step, seen, G)
-        blocks = _blocks_of(scores, G)
+            zero_unseen(v, n, step, seen, G)
+        blocks = blocks_of(scores, G)
         for block in gl.static_range(BLOCKS):
             key = step * KEY_BLOCK + block * VALUE_BLOCK + lane
             weights, maximum, total, decay = _weights_of(blocks[block], (maximum, total), query, key, seen, G, MASKED)
-            decay = gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, o_layout)), 1)
-            p = gl.convert_layout(weights.to(v.tiles.dtype), p_layout)
             if block > 0:
                 acc = waited_for(products)
-            products = ()
-            for i in gl.static_range(PARTS):
-                v_tile = v.tiles.index((stage * BLOCKS + block) * PARTS + i)
-                products += (warpgroup_mma(p, v_tile, acc[i] * decay, is_async=True),)  # type: ignore[assignment]
+            products = add_products(
+                scaled_by_rows(acc, decay, G), weights.to(v.tiles.dtype), v, value_stage(n, block, G), G
+            )
         if not G.OVERLAPS:
             acc = waited_for(products)
         n += 1

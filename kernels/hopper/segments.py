@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from rocm_attn.kernels.attention.bundles import Softmax
-from rocm_attn.kernels.hopper.rows import GROUP_ROWS
+from rocm_attn.kernels.hopper.rows import GROUP_ROWS, of_rows, width_of
 
 
 class Left(NamedTuple):
@@ -48,12 +48,21 @@ def left_of_group(GROUP: gl.constexpr, partials, G: gl.constexpr):
 @gluon.jit
 def _places(room, part: gl.constexpr, layout: gl.constexpr, G: gl.constexpr):
     """Where a part's numbers lie in the workspace: in squares of eight, so that what a warp moves at once is in one."""
+    WIDTH: gl.constexpr = width_of(part, G)
     COLUMNS: gl.constexpr = G.COLUMNS
     SQUARES: gl.constexpr = G.COLUMNS // 8
     row = gl.expand_dims(gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, layout)), 1)
-    column = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout)), 0)
+    column = gl.expand_dims(gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout)), 0)
     square = row // 8 * SQUARES + column // 8
     return room + part * (GROUP_ROWS * COLUMNS) + square * 64 + row % 8 * 8 + column % 8
+
+
+@gluon.jit
+def _shared_part(room, part: gl.constexpr, G: gl.constexpr):
+    """A part's numbers in shared memory, as many columns as products are made with."""
+    WIDTH: gl.constexpr = width_of(part, G)
+    layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    return room.index(part)._reinterpret(gl.float32, [GROUP_ROWS, WIDTH], layout)
 
 
 @gluon.jit
@@ -62,49 +71,52 @@ def _part_left(room, part: gl.constexpr, is_any, layout: gl.constexpr, G: gl.con
     if G.LEFT_IN_WORKSPACE:
         acc = gl.load(_places(room, part, layout, G), mask=is_any, other=0.0)
     else:
-        acc = gl.where(is_any, room.index(part).load(layout), 0.0)
+        acc = gl.where(is_any, _shared_part(room, part, G).load(layout), 0.0)
     return acc
 
 
 @gluon.jit
-def _merge_of(left, segment, O_ROW: gl.constexpr):
-    """Maximum and sum of both; decay and weight [64, 1] of their accumulators; whether rows have anything left."""
+def _merge_of(left, segment):
+    """Maximum and sum of both; decay and weight [64] of their accumulators; whether rows have anything left."""
     maximum = gl.maximum(left.maximum, segment.maximum)
     base = gl.where(maximum == float("-inf"), 0.0, maximum)
     decay = gl.exp2(left.maximum - base)
     weight = gl.exp2(segment.maximum - base)
     total = gl.fma(left.total, decay, segment.total * weight)
-    decay = gl.expand_dims(gl.convert_layout(decay, O_ROW), 1)
-    weight = gl.expand_dims(gl.convert_layout(weight, O_ROW), 1)
-    is_any = gl.expand_dims(gl.convert_layout(left.maximum, O_ROW), 1) > float("-inf")
-    return Left(maximum, total), decay, weight, is_any
+    return Left(maximum, total), (decay, weight, left.maximum)
+
+
+@gluon.jit
+def _merged_part(room, part: gl.constexpr, factors, acc, G: gl.constexpr):
+    """A part of the accumulators of a segment, merged with what lies left of it. factors: those of _merge_of"""
+    decay, weight, left_maximum = factors
+    is_any = of_rows(left_maximum, acc) > float("-inf")
+    layout: gl.constexpr = acc.type.layout
+    left = _part_left(room, part, is_any, layout, G)
+    return gl.fma(left, of_rows(decay, acc), acc * of_rows(weight, acc))
+
+
+@gluon.jit
+def _store_part_left(room, part: gl.constexpr, acc, G: gl.constexpr):
+    layout: gl.constexpr = acc.type.layout
+    if G.LEFT_IN_WORKSPACE:
+        gl.store(_places(room, part, layout, G), acc)
+    else:
+        _shared_part(room, part, G).store(acc)
 
 
 @gluon.jit
 def merge_segment(room, left, segment, G: gl.constexpr):
-    """What lies left of a segment, merged with it: segments.merge_segment of kernels/attention.
+    """What lies left of the next segment, and the softmax of all that lies there: segments.merge_segment of
+    kernels/attention.
 
     Nothing was written where rows have seen no key yet, so what is there is not read.
     """
     PARTS: gl.constexpr = G.DIM // G.COLUMNS
-    o_layout: gl.constexpr = segment.acc[0].type.layout
-    result, decay, weight, is_any = _merge_of(left, segment, gl.SliceLayout(1, o_layout))
-    for i in gl.static_range(PARTS):
-        acc = gl.fma(_part_left(room, i, is_any, o_layout, G), decay, segment.acc[i] * weight)
-        if G.LEFT_IN_WORKSPACE:
-            gl.store(_places(room, i, o_layout, G), acc)
-        else:
-            room.index(i).store(acc)
-    return result
-
-
-@gluon.jit
-def merged(room, left, segment, G: gl.constexpr):
-    """The softmax of a row. segment: the last one"""
-    PARTS: gl.constexpr = G.DIM // G.COLUMNS
-    o_layout: gl.constexpr = segment.acc[0].type.layout
-    result, decay, weight, is_any = _merge_of(left, segment, gl.SliceLayout(1, o_layout))
+    left, factors = _merge_of(left, segment)
     acc = ()
     for i in gl.static_range(PARTS):
-        acc += (gl.fma(_part_left(room, i, is_any, o_layout, G), decay, segment.acc[i] * weight),)  # type: ignore[assignment]
-    return Softmax(acc, result.maximum, result.total)
+        part = _merged_part(room, i, factors, segment.acc[i], G)
+        _store_part_left(room, i, part, G)
+        acc += (part,)  # type: ignore[assignment]
+    return left, Softmax(acc, left.maximum, left.total)

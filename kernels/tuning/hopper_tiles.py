@@ -21,7 +21,9 @@ class HopperTiles:
               warps that load pages have what is left
     code_tiles: key blocks of K or of V whose codes are in flight; 0: pages are in q's dtype
     segment_len: of deterministic attention, as SegmentTiles has it; else 0
-    softmax_block: of it, keys that the softmax takes at a time, half of a key block, or 0: all
+    value_keys: keys of a tile of V, a key block's or half of them; 0: all. Of deterministic attention the softmax takes
+              so many at a time
+    value_tiles: tiles of V in flight; 0: those of num_stages key blocks
     most_segments: of it, segments of the largest share of a program, which has room for them in the workspace
     left_in_workspace: of it, whether what lies left of a segment is in the workspace: shared memory has no room beside
               the rings
@@ -34,7 +36,8 @@ class HopperTiles:
     decoder_registers: int = 0
     code_tiles: int = 0
     segment_len: int = 0
-    softmax_block: int = 0
+    value_keys: int = 0
+    value_tiles: int = 0
     most_segments: int = 0
     left_in_workspace: bool = False
     powers_by_products: int = 0
@@ -47,7 +50,12 @@ class HopperTiles:
     @property
     def value_block(self) -> int:
         """Keys of a tile of V."""
-        return self.softmax_block or self.extend.key_block
+        return self.value_keys or self.extend.key_block
+
+    @property
+    def value_stages(self) -> int:
+        """Tiles that V's ring holds."""
+        return self.value_tiles or self.extend.num_stages * (self.extend.key_block // self.value_block)
 
     @property
     def most_keys(self) -> int:
@@ -66,9 +74,13 @@ class HopperTiles:
         segment.
         """
         lines = programs * self.extend.query_rows
-        left = lines * head_dim if self.left_in_workspace else 0
+        left = lines * padded_dim(head_dim) if self.left_in_workspace else 0
         return lines * self.segment_slots * (head_dim + 2) + left
 
+
+# Keys of the smallest box that TMA loads; of codes it is 8. llama8b 1 x 2048 + 6144, pages of 8: by TMA 421 us,
+# gathered 392; of 16: 384 and 389. With heads of 64 598 and 562, 544 and 569.
+LEAST_BOX = 16
 
 # One H200, torch 2.11, Triton 3.6. llama8b is (32 query heads, 8 KV heads, 128), gptoss (64, 8, 64).
 _EXTEND_TILES: Mapping[int, HopperTiles] = {
@@ -87,9 +99,10 @@ _EXTEND_TILES: Mapping[int, HopperTiles] = {
         registers=224,
         powers_by_products=2,
     ),
-    # llama8b 1 x 2048 + 6144: BESIDE_THE_PLAIN, 8 x 512 + 4096: 506 us, 1 x 2048 + 30720: 1664; with three stages 396,
-    # 519 and 1683; in blocks of 64 keys with four 423, 566 and 1936; the plain kernel 694 of the second. Where the
-    # groups take turns at the matrix units: 504, 636 and 2121.
+    # llama8b 1 x 2048 + 6144: 374 us, 8 x 512 + 4096: 486, 1 x 2048 + 30720: 1569; V multiplied with by 64 keys: 384,
+    # 514 and 1744. While one warp loaded both K and V: 394, 506 and 1664; then with three stages 396, 519 and 1683; in
+    # blocks of 64 keys with four 423, 566 and 1936; the plain kernel 694 of the second. Where the groups take turns at
+    # the matrix units: 504, 636 and 2121.
     # With a cap 454 us, 507 with all exponentials by their unit.
     128: HopperTiles(
         ExtendTiles(128, 128, 4, 2, programs_per_cu=1, merge_stages=4),
@@ -97,10 +110,14 @@ _EXTEND_TILES: Mapping[int, HopperTiles] = {
         registers=224,
         powers_by_products=2,
     ),
-    # 64 x 8 heads, 777 new of 5778: 350 to 378 us, 12 ragged chunks 553; without overlap 370 to 378 and 584. Where V is
-    # multiplied with by 128 and by 64 columns, not thrice by 64: the same. In blocks of 128 keys with one stage: 548.
+    # 64 x 8 heads, 777 new of 5778: 327 us, 12 ragged chunks 498; by blocks of 64 keys with three stages 348 and 530.
+    # Registers have no room for the weights of 128 keys beside the accumulators, so V is multiplied with by 64.
     192: HopperTiles(
-        ExtendTiles(128, 64, 4, 3, dim_block=64, programs_per_cu=1, merge_stages=4), overlaps=True, registers=232
+        ExtendTiles(128, 128, 4, 2, dim_block=64, programs_per_cu=1, merge_stages=4),
+        overlaps=True,
+        registers=240,
+        value_keys=64,
+        value_tiles=3,
     ),
     # 16 x 8 heads, 1 x 2048 new + 6144: 367 us, in one block of columns 403, in four 428; without overlap 415 to 435;
     # in blocks of 32 keys 473; the plain kernel 783.
@@ -109,6 +126,15 @@ _EXTEND_TILES: Mapping[int, HopperTiles] = {
         overlaps=True,
         registers=232,
         powers_by_products=2,
+    ),
+}
+
+# A group that gathers K and V in turn would wait for V where K could go on: heads of 192, pages of 2, 777 new of 5778:
+# 367 us, by the tiles above 499. Of deterministic attention: 409, 432.
+_GATHERED_TILES: Mapping[int, HopperTiles] = {
+    **_EXTEND_TILES,
+    192: HopperTiles(
+        ExtendTiles(128, 64, 4, 3, dim_block=64, programs_per_cu=1, merge_stages=4), overlaps=True, registers=232
     ),
 }
 
@@ -153,22 +179,35 @@ def padded_dim(head_dim: int) -> int:
 # each product.
 CODED_HEAD_DIMS = tuple(_CODED_TILES)
 # Stages of deterministic attention.
-_SEGMENT_STAGES: Mapping[int, int] = {64: 4, 128: 2, 192: 3, 256: 2}
-SEGMENT_HEAD_DIMS = tuple(_SEGMENT_STAGES)
+_SEGMENT_STAGES: Mapping[int, int] = {64: 4, 96: 2, 128: 2, 192: 3, 256: 2}
 # With 132 programs they take 45 to 140 MB of the workspace. A few new tokens of a sequence of 128k have 1,024 segments
 # on 8 KV heads: 8 for each of 132 programs.
-_MOST_SEGMENTS: Mapping[int, int] = {64: 8, 128: 8, 192: 5, 256: 5}
+_MOST_SEGMENTS: Mapping[int, int] = {64: 8, 96: 8, 128: 8, 192: 5, 256: 5}
+# 24 x 4 heads of 128, 12 ragged chunks: 169 us, with 224 registers 177, which spill twice as much around the merge.
+_SEGMENT_REGISTERS = 240
 # The largest heads of which both accumulators have room beside the rings in shared memory.
 _MOST_LEFT_SHARED = 128
 
 
-def hopper_tiles(head_dim: int, *, coded: bool) -> HopperTiles:
+def hopper_tiles(head_dim: int, page_size: int, *, coded: bool) -> HopperTiles:
     """The tiles of heads of up to HEAD_DIMS. coded: whether pages are of eight bits, then of CODED_HEAD_DIMS"""
-    return _CODED_TILES[head_dim] if coded else _EXTEND_TILES[next(dim for dim in HEAD_DIMS if head_dim <= dim)]
+    if coded:
+        return _CODED_TILES[head_dim]
+    return (_GATHERED_TILES if is_gathered(page_size) else _EXTEND_TILES)[_row(head_dim)]
 
 
-def hopper_segment_tiles(head_dim: int) -> HopperTiles:
-    """The tiles of deterministic attention, of heads of one of SEGMENT_HEAD_DIMS.
+def is_gathered(page_size: int) -> bool:
+    """Whether pages in q's dtype hold no boxes of LEAST_BOX keys, so that keys are copied one by one."""
+    return page_size % LEAST_BOX > 0
+
+
+def _row(head_dim: int) -> int:
+    """The head dim whose tiles serve heads of up to HEAD_DIMS."""
+    return next(dim for dim in HEAD_DIMS if head_dim <= dim)
+
+
+def hopper_segment_tiles(head_dim: int, page_size: int) -> HopperTiles:
+    """The tiles of deterministic attention, of heads of up to HEAD_DIMS.
 
     Segments and key blocks are those by which decode walks them.
     """
@@ -176,14 +215,15 @@ def hopper_segment_tiles(head_dim: int) -> HopperTiles:
     # With heads of 64: 599, 686 and 536. In decode blocks of 128 keys would take 1.17 to 1.27 of the normal mode, and
     # masks of deterministic steps are read for 64 keys at most (mask_bits.TWO_WORDS).
     of_decode = segment_tiles("sm_90", head_dim=head_dim, v_head_dim=head_dim, dtype=torch.bfloat16)
-    others = _EXTEND_TILES[head_dim]
-    extend = replace(others.extend, num_stages=_SEGMENT_STAGES[head_dim])
+    row = _row(head_dim)
+    others = _GATHERED_TILES[row]
+    extend = replace(others.extend, num_stages=_SEGMENT_STAGES[row])
     return HopperTiles(
         extend,
         overlaps=True,
-        registers=others.registers,
+        registers=others.registers if is_gathered(page_size) else _SEGMENT_REGISTERS,
         segment_len=of_decode.segment_len,
-        softmax_block=of_decode.key_block if of_decode.key_block < extend.key_block else 0,
-        most_segments=_MOST_SEGMENTS[head_dim],
+        value_keys=of_decode.key_block if of_decode.key_block < extend.key_block else 0,
+        most_segments=_MOST_SEGMENTS[row],
         left_in_workspace=head_dim > _MOST_LEFT_SHARED,
     )

@@ -389,13 +389,17 @@ class AdoptedPages:
         self._page_strides = page_strides
         self._moved, self._formats = guards.moved, guards.formats
         self._sealed = False
-        self._aligned: dict[int, str] = {}
+        self._aligned_sides: dict[int, str] = {}
+        self._aligned_rows: dict[int, str] = {}
         self._layers: list[LayerPages | None] = [None] * len(problems)
         self.index_pages = AdoptedIndexPages(problems, num_pages=num_pages, device=device, moved=guards.moved)
 
-    def read_aligned(self, kernels: Mapping[int, str]) -> None:
-        """Layers whose pages must have aligned rows, each with the name of a kernel that reads no others."""
-        self._aligned.update(kernels)
+    def read_aligned(self, *, sides: Mapping[int, str], rows: Mapping[int, str]) -> None:
+        """Layers whose K and V must begin at multiples of 16 bytes, and those whose pages must have aligned rows, each
+        with the name of a kernel that reads no others.
+        """
+        self._aligned_sides.update(sides)
+        self._aligned_rows.update(rows)
 
     def bind(self, layer: int, k: Tensor, v: Tensor, coded: EnginePages | None = None) -> None:
         """Use these pages for a layer; coded: of eight-bit ones.
@@ -408,12 +412,7 @@ class AdoptedPages:
         if self._problems[layer].pool is PoolKind.LATENT and (v.data_ptr(), v.stride()) != (k.data_ptr(), k.stride()):
             raise BadTensor(f"layer {layer} is latent: its v is k[..., :{self._problems[layer].v_head_dim}]")
         bound, pages = self._layers[layer], self._pages(layer, k, v, coded)
-        if layer in self._aligned and not pages.has_aligned_rows:
-            raise BadTensor(
-                f"layer {layer}: k and v have strides {k.stride()} and {v.stride()} from addresses {k.data_ptr():#x} "
-                f"and {v.data_ptr():#x}; {self._aligned[layer]} reads rows that begin at multiples of 16 elements, "
-                f"less than {NEAR} apart in a page; lay them so, or build with unaligned_rows=True"
-            )
+        self._check_alignment(layer, pages)
         if bound is not None and self._sealed and _place(bound) != _place(pages):
             self._moved(
                 f"the pages of layer {layer} have moved, and graphs read the old ones; keep them where they are, or "
@@ -421,6 +420,21 @@ class AdoptedPages:
             )
             return
         self._layers[layer] = pages
+
+    def _check_alignment(self, layer: int, pages: LayerPages) -> None:
+        k, v = pages.k, pages.v
+        if layer in self._aligned_sides and not pages.has_aligned_sides:
+            raise BadTensor(
+                f"layer {layer}: k and v begin at addresses {k.data_ptr():#x} and {v.data_ptr():#x}; "
+                f"{self._aligned_sides[layer]} reads those that begin at multiples of 16 bytes; lay them so, or build "
+                "with unaligned_rows=True"
+            )
+        if layer in self._aligned_rows and not pages.has_aligned_rows:
+            raise BadTensor(
+                f"layer {layer}: k and v have strides {k.stride()} and {v.stride()} from addresses {k.data_ptr():#x} "
+                f"and {v.data_ptr():#x}; {self._aligned_rows[layer]} reads rows that begin at multiples of 16 "
+                f"elements, less than {NEAR} apart in a page; lay them so, or build with unaligned_rows=True"
+            )
 
     def _declared(self, layer: int, k: Tensor, v: Tensor, coded: EnginePages | None) -> tuple[Tensor, Tensor]:
         """Pages in the dtype of what they are declared to hold, which is what the layer's kernels are for."""

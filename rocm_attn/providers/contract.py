@@ -144,7 +144,7 @@ class PoolTerms:
     page_strides: whether pages may have any strides but the last, as where K and V are packed into one tensor
     keeps_tails:  whether what lies in a page after a sequence's last token must stay as it is: drafts may be there
     short_kv:     whether a sequence of a layer that is not causal may have fewer tokens in its KV than new ones
-    unaligned_rows: whether rows of K and V may begin anywhere (LayerPages.has_aligned_rows)
+    unaligned_rows: whether K and V, and their rows, may begin anywhere (LayerPages.has_aligned_sides, has_aligned_rows)
     """
 
     page_strides: bool = False
@@ -208,6 +208,7 @@ class Limits:
     page_strides:  whether it reads pages of any strides but the last; without, it takes them for contiguous
     short_kv:      whether a sequence of a layer that is not causal may have fewer tokens in its KV than new ones
     least_window:  the fewest keys of a window that it serves
+    aligned_sides: whether it reads K and V that begin at multiples of 16 bytes alone (LayerPages.has_aligned_sides)
     aligned_rows:  whether it reads rows of K and V that begin at multiples of 16 elements alone
                    (LayerPages.has_aligned_rows)
     tritons:       the only releases of Triton that it may run with; one that is not known is none of them
@@ -240,6 +241,7 @@ class Limits:
     page_strides: bool = False
     short_kv: bool = False
     least_window: int = 0
+    aligned_sides: bool = False
     aligned_rows: bool = False
     tritons: tuple[Release, ...] = ()
 
@@ -284,6 +286,8 @@ class Limits:
             reasons.append(f"K or V of a layer takes {num_bytes} bytes, its offsets reach {self.max_side_bytes}")
         if pool.terms.page_strides and not self.page_strides:
             reasons.append("it takes pages for contiguous, and these have strides of their own")
+        if self.aligned_sides and pool.terms.unaligned_rows:
+            reasons.append("it reads K and V that begin at multiples of 16 bytes, and these may begin anywhere")
         if self.aligned_rows and pool.terms.unaligned_rows:
             reasons.append("it reads rows that begin at multiples of 16 elements, and these may begin anywhere")
         if pool.terms.short_kv and not problem.causal and not self.short_kv:

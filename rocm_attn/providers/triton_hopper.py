@@ -15,7 +15,6 @@ from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.tuning.hopper_tiles import (
     CODED_HEAD_DIMS,
     HEAD_DIMS,
-    SEGMENT_HEAD_DIMS,
     HopperTiles,
     hopper_segment_tiles,
     hopper_tiles,
@@ -53,6 +52,8 @@ LIMITS = Limits(
     sinks=True,
     non_causal=True,
     short_kv=True,
+    # Of dense pages all rows begin as these do: see dim_step.
+    aligned_sides=True,
     encodings=(KVEncoding.LIKE_Q, KVEncoding.E4M3FN, KVEncoding.E5M2),
     scales=tuple(Scales),
     coded_dims=CODED_HEAD_DIMS,
@@ -63,11 +64,6 @@ LIMITS = Limits(
 
 SEGMENT_LIMITS = replace(
     LIMITS,
-    head_dim=(min(SEGMENT_HEAD_DIMS), max(SEGMENT_HEAD_DIMS)),
-    v_head_dim=(min(SEGMENT_HEAD_DIMS), max(SEGMENT_HEAD_DIMS)),
-    exact_dims=tuple((dim, dim) for dim in SEGMENT_HEAD_DIMS),
-    dims_alike=False,
-    dim_step=1,
     encodings=(KVEncoding.LIKE_Q,),
     scales=(Scales.NONE,),
 )
@@ -102,13 +98,14 @@ class HopperExtend:
 
 def bind_extend(problem: Problem, target: Target, min_q_len: int) -> HopperExtend:
     """For a problem within LIMITS, and sequences with min_q_len new tokens or more."""
-    tiles = hopper_tiles(problem.head_dim, coded=problem.kv_encoding is not KVEncoding.LIKE_Q)
+    is_coded = problem.kv_encoding is not KVEncoding.LIKE_Q
+    tiles = hopper_tiles(problem.head_dim, problem.page_size, coded=is_coded)
     return HopperExtend(problem, scores_of(problem), tiles, _cut(problem, target, tiles, min_q_len))
 
 
 def bind_segment_extend(problem: Problem, target: Target, min_q_len: int) -> HopperExtend:
     """Deterministic: for a problem within SEGMENT_LIMITS. Programs share rows by whole segments."""
-    tiles = hopper_segment_tiles(problem.head_dim)
+    tiles = hopper_segment_tiles(problem.head_dim, problem.page_size)
     cut = _cut(problem, target, tiles, min_q_len)
     # A share is rounded to whole segments. One chunk of 777 tokens after 5,001 on an H200: 24 x 4 heads of 128 take
     # 146 us, 174 unshared; 12 x 4 of 64 60 and 67; but 16 x 1 of 128 99 and 92, so a segment is too low a price. 20

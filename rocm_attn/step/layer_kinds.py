@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import Problem
+from rocm_attn.providers.contract import Limits
 from rocm_attn.providers.select import Selection
 from rocm_attn.step.selections import SelectingLayers
 
@@ -50,11 +51,10 @@ class LayerKinds:
         """The space of each layer."""
         return tuple(self.spaces[kind] for kind in self.of_layer)
 
-    @property
-    def reading_aligned(self) -> dict[int, str]:
-        """Layer -> a kernel that reads aligned rows of K and V alone, of layers that have one."""
+    def reading_alone(self, what: Callable[[Limits], bool]) -> dict[int, str]:
+        """Layer -> a kernel whose limits ask for that of K and V, of layers that have one."""
         of_kind = [
-            [kernel.row.name for kernel in selection.kernels.values() if kernel.row.limits.aligned_rows]
+            [kernel.row.name for kernel in selection.kernels.values() if what(kernel.row.limits)]
             for selection in self.selections
         ]
         return {layer: of_kind[kind][0] for layer, kind in enumerate(self.of_layer) if of_kind[kind]}

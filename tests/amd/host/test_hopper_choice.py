@@ -11,12 +11,15 @@ import torch
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.cli.prewarm import target_and_device
+from rocm_attn.errors import BadTensor
+from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
 from rocm_attn.kernels.cache.page_format import Encoding
 from rocm_attn.kernels.hopper import extend
 from rocm_attn.kernels.hopper.extend import launch_hopper_extend
 from rocm_attn.kernels.refs.schedules import extend_schedule
 from rocm_attn.machine.releases import UNKNOWN, Release, Releases, installed_releases, triton_version
 from rocm_attn.machine.target import Target, known_target
+from rocm_attn.paging.adopted import TableSource
 from rocm_attn.problem import KVEncoding, Problem, Scales
 from rocm_attn.providers.by_tokens import KernelByTokens
 from rocm_attn.providers.contract import OWN_POOL, BoundKernel, PoolSize, PoolTerms
@@ -158,6 +161,49 @@ def test_pages_with_strides_and_masks_are_left_to_other_kernels() -> None:
     assert masked.kernel(StepKind.MASKED).row.name == "triton.masked"
 
 
+def adopting(*, unaligned_rows: bool = False, deterministic: bool = False) -> ExternalAttention:
+    """For an engine's pages of one layer, for a GPU that is not here."""
+    return ExternalAttention(
+        [LayerSource(replace(LAYER, num_q_heads=8, num_kv_heads=2))],
+        TableSource(torch.zeros(4, 4, dtype=torch.int32), null_page=True),
+        device=torch.device("cpu"),
+        bounds=Bounds(num_seqs=4, num_tokens=8, kv_len=64, num_pages=5),
+        options=ExternalOptions(provider="triton", unaligned_rows=unaligned_rows, deterministic=deterministic),
+        target=on(TRITONS[0]),
+    )
+
+
+def engines_pages(k_first: int, v_first: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of 5 pages, each so many elements after a multiple of 16 bytes; what they hold is never read."""
+    size = 5 * 16 * 2 * 128
+    k, v = (torch.empty(first + size, dtype=torch.bfloat16)[first:] for first in (k_first, v_first))
+    return k.view(5, 16, 2, 128), v.view(5, 16, 2, 128)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("k_first", "v_first"), [(1, 0), (0, 4), (8, 7)])
+def test_an_engines_pages_that_begin_off_16_bytes_are_refused_as_they_are_bound_or_served_by_the_plain_kernel(
+    k_first: int, v_first: int, deterministic: bool
+) -> None:
+    """And not in the middle of serving."""
+    k, v = engines_pages(k_first, v_first)
+    name = "triton.hopper_segment_extend" if deterministic else "triton.hopper_extend"
+    with pytest.raises(BadTensor, match=rf"{name} reads those that begin at multiples of 16 bytes; .*unaligned_rows"):
+        adopting(deterministic=deterministic).bind(0, k, v)
+    other = adopting(unaligned_rows=True, deterministic=deterministic)
+    selection = other.kernels().selections[0]
+    assert not any("hopper" in kernel.row.name for kernel in selection.kernels.values())
+    reason = "it reads K and V that begin at multiples of 16 bytes, and these may begin anywhere"
+    assert {r.reason for r in selection.refusals if r.kernel == name} == {reason}
+    other.bind(0, k, v)
+
+
+def test_an_engines_pages_that_begin_at_16_bytes_are_bound() -> None:
+    attention = adopting()
+    assert attention.kernels().selections[0].kernel(StepKind.EXTEND).row.name == HOPPER[StepKind.EXTEND]
+    attention.bind(0, *engines_pages(8, 16))
+
+
 DETERMINISTIC = {
     "triton.hopper_segment_extend": [
         {},
@@ -165,6 +211,9 @@ DETERMINISTIC = {
         {"head_dim": 64, "v_head_dim": 64},
         {"head_dim": 192, "v_head_dim": 192},
         {"head_dim": 256, "v_head_dim": 256},
+        {"head_dim": 40, "v_head_dim": 40},
+        {"head_dim": 80, "v_head_dim": 80},
+        {"head_dim": 224, "v_head_dim": 224, "page_size": 2},
         {"logits_soft_cap": 30.0},
     ],
     "triton.segment_extend": [

@@ -17,7 +17,6 @@ from rocm_attn.kernels.refs.schedules import extend_schedule
 from rocm_attn.kernels.tuning.hopper_tiles import (
     CODED_HEAD_DIMS,
     HEAD_DIMS,
-    SEGMENT_HEAD_DIMS,
     HopperTiles,
     hopper_segment_tiles,
     hopper_tiles,
@@ -96,7 +95,7 @@ def run_hopper(
     tensors: Tensors, sharing: Sharing, *, min_q_len: int = 1, tiles: HopperTiles | None = None
 ) -> ExtendCut:
     """Schedule, extend and merge, with scratch memory that is NaN or garbage beforehand."""
-    tiles = tiles or hopper_tiles(tensors.case.dims[0], coded=tensors.case.kv is not None)
+    tiles = tiles or hopper_tiles(tensors.case.dims[0], tensors.case.page_size, coded=tensors.case.kv is not None)
     if tiles.segment_len:
         sharing = sharing._replace(most_keys=tiles.most_keys)
     cut = extend_cut(tensors, tiles.extend, sharing, min_q_len=min_q_len)
@@ -360,7 +359,7 @@ def test_a_graph_serves_other_lengths_than_it_was_captured_with(dim: int, device
     """What is shared follows from the lengths: all of the first step, and nothing of the second."""
     long = replace(RAGGED, kv_len=[900, 30], q_len=[40, 20], tail=0, heads=(4, 1), dims=(dim, dim))
     short = replace(long, kv_len=[30, 70], q_len=[9, 51])
-    tiles = hopper_tiles(dim, coded=False)
+    tiles = hopper_tiles(dim, long.page_size, coded=False)
     first, second = build(long, device), build(short, device, seed=1)
     cut = extend_cut(first, tiles.extend, Sharing(programs=132))
     schedule = garbage(cut.words(60, 2), device)
@@ -393,7 +392,7 @@ def test_a_graph_serves_other_lengths_than_it_was_captured_with(dim: int, device
 
 def run_segments(tensors: Tensors, *, sharing: Sharing = NONE_SHARED) -> ExtendCut:
     """Deterministic: schedule, extend and merge."""
-    return run_hopper(tensors, sharing, tiles=hopper_segment_tiles(tensors.case.dims[0]))
+    return run_hopper(tensors, sharing, tiles=hopper_segment_tiles(tensors.case.dims[0], tensors.case.page_size))
 
 
 def last_of(tensors: Tensors, new: int) -> tuple[Tensors, Tensor]:
@@ -421,7 +420,7 @@ SEGMENTS = Case([2100, 1024, 70, 1025, 3000], [70, 33, 40, 65, 33], heads=(8, 2)
 SHARED_SEGMENTS = [ALL_SHARED._replace(programs=programs) for programs in (16, 48, 132)]
 
 
-@pytest.mark.parametrize("dim", SEGMENT_HEAD_DIMS)
+@pytest.mark.parametrize("dim", [*HEAD_DIMS, MIN_HEAD_DIM, 80, 144, 224])
 @pytest.mark.parametrize(
     "scores",
     [

@@ -12,7 +12,7 @@ from rocm_attn.kernels.attention.limits import DTYPES, MAX_GQA_RATIO, MAX_HEAD_D
 from rocm_attn.kernels.attention.mask_bits import TWO_WORDS
 from rocm_attn.kernels.tuning.decode_tiles import DECODE_ROWS, decode_tiles
 from rocm_attn.kernels.tuning.extend_tiles import EXTEND_ROWS, extend_tiles
-from rocm_attn.kernels.tuning.hopper_tiles import SEGMENT_HEAD_DIMS, hopper_segment_tiles
+from rocm_attn.kernels.tuning.hopper_tiles import HEAD_DIMS, hopper_segment_tiles
 from rocm_attn.kernels.tuning.segment_tiles import SEGMENT_ROWS, segment_tiles
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, NoTiles
 
@@ -99,11 +99,12 @@ def test_every_row_starts_with_whole_tiles() -> None:
     assert all(row.tiles.row_cost + row.tiles.row_end >= 1 for row in DECODE_ROWS)
 
 
-@pytest.mark.parametrize("dim", SEGMENT_HEAD_DIMS)
-def test_deterministic_extend_on_hopper_walks_keys_as_decode_does(dim: int) -> None:
+@pytest.mark.parametrize("page_size", [2, 16])
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_deterministic_extend_on_hopper_walks_keys_as_decode_does(dim: int, page_size: int) -> None:
     """And as masked steps do, which read bits of two words a row at most."""
     for dtype in (torch.bfloat16, torch.float16):
-        ours = hopper_segment_tiles(dim)
+        ours = hopper_segment_tiles(dim, page_size)
         theirs = segment_tiles("sm_90", head_dim=dim, v_head_dim=dim, dtype=dtype)
         assert (ours.segment_len, ours.value_block) == (theirs.segment_len, theirs.key_block)
         assert ours.extend.key_block in (ours.value_block, 2 * ours.value_block)

@@ -17,7 +17,7 @@ from rocm_attn.kernels.tuning.tiles import ExtendTiles
 from tests.amd.kernels.attention_cases import ALL_SHARED, Case, Tensors, assert_served, build, extend_cut
 from tests.amd.mutation.memory import Memory
 
-QUERY_ROWS, DIM, SEGMENT_LEN = 32, 64, 32
+QUERY_ROWS, SEGMENT_LEN = 32, 32
 TILES = HopperTiles(
     ExtendTiles(query_rows=QUERY_ROWS, key_block=16, num_warps=1, num_stages=1),
     overlaps=False,
@@ -49,10 +49,12 @@ class Parts(NamedTuple):
 
 
 def segment_parts(memory: Memory) -> None:
-    """Rows of many programs, of which some have no segment; a block that is not full at the end; sinks, a window."""
-    layers: tuple[tuple[int, dict[str, Any]], ...] = ((7, {}), (10, {"sinks": True, "window_left": 70}))
-    for programs, more in layers:
-        case = Case([150], [12], (6, 2), (DIM, DIM), **more)
+    """Rows of many programs, of which some have no segment; a block that is not full at the end; sinks, a window; heads
+    that fill no block of columns.
+    """
+    layers: tuple[tuple[int, int, dict[str, Any]], ...] = ((7, 64, {}), (10, 72, {"sinks": True, "window_left": 70}))
+    for programs, dim, more in layers:
+        case = Case([150], [12], (6, 2), (dim, dim), **more)
         tensors = build(case, torch.device("cpu"))
         cut = extend_cut(tensors, TILES.extend, ALL_SHARED._replace(programs=programs, most_keys=TILES.most_keys))
         words = extend_schedule(case.kv_len, case.q_len, cut, len(tensors.q))
@@ -72,7 +74,7 @@ def _parts_of(tensors: Tensors, words: list[int], programs: int, row_keys: int) 
     """What programs leave of the rows that they share. Of the others the results are written."""
     size, shared = words[-2:]
     parts = Parts(
-        torch.full((programs * SLOTS, QUERY_ROWS, DIM), float("nan")),
+        torch.full((programs * SLOTS, QUERY_ROWS, tensors.case.dims[1]), float("nan")),
         torch.full((programs * SLOTS, QUERY_ROWS, 2), float("nan")),
     )
     rows = _rows_of(tensors, words[: len(words) - programs * SHARE_WORDS], row_keys)

@@ -42,23 +42,36 @@ OTHERS: list[Callable[[Problem], Problem]] = [
 ]
 
 
+# Rows of 24 elements, of which 16 are V, and what a reader may take them for.
+LATENT = replace(FN, num_kv_heads=1, head_dim=24, v_head_dim=16, pool=PoolKind.LATENT)
+OTHER_LATENTS = [
+    replace(LATENT, v_head_dim=20),
+    replace(LATENT, v_head_dim=24),
+    replace(LATENT, head_dim=32),
+    replace(LATENT, kv_encoding=KVEncoding.E5M2),
+    replace(LATENT, kv_scales=Scales.TOKEN),
+]
+
+
 @each_provider
-@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [*((other(FN), FN) for other in OTHERS), *((other, LATENT) for other in OTHER_LATENTS), (LATENT, OTHER_LATENTS[0])],
+)
 def test_a_writer_and_a_reader_of_different_formats_are_not_built(
-    other: Callable[[Problem], Problem], provider: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    written: Problem, read: Problem, provider: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An index cache that was written flat and read shuffled lost what lies beyond 4 thousand tokens (vllm#52109)."""
-    written = other(FN)
-    assert written.page_format != FN.page_format
+    assert written.page_format != read.page_format
 
     class PoolOfTheWriter(HybridKVPool):
         def __init__(self, problems: list[Problem], spaces: list[Space], **sizes: object) -> None:
             super().__init__([written] * len(problems), spaces, **sizes)  # type: ignore[arg-type]
 
-    Serving(device, graphs=False, provider=provider, problem=FN)
+    Serving(device, graphs=False, provider=provider, problem=read)
     monkeypatch.setattr("rocm_attn.runtime.HybridKVPool", PoolOfTheWriter)
     with pytest.raises(BadTensor, match=r"the pages of layer 0 hold .*; its kernels are for .*float8_e4m3fn"):
-        Serving(device, graphs=False, provider=provider, problem=FN)
+        Serving(device, graphs=False, provider=provider, problem=read)
 
 
 def test_pages_that_are_not_what_their_format_says_are_refused(device: torch.device) -> None:

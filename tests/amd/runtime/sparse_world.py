@@ -261,7 +261,9 @@ def chosen_cells(q: Tensor, weights: Tensor, keys: Tensor, indexing: Indexing) -
     pooled = keys[ends.to(keys.device)].double()
     products = torch.einsum("nhd,kd->nhk", q.double(), pooled) * indexing.scale
     products = products.clamp(min=0) if indexing.rectified else products
-    scores = (products * weights.double()[..., None]).reshape(num_new, sets, -1, len(pooled)).sum(2).cpu()
+    # A context that is shorter than a pool has no keys.
+    by_set = (products * weights.double()[..., None]).reshape(num_new, sets, q.shape[1] // sets, len(pooled))
+    scores = by_set.sum(2).cpu()
     cells = torch.zeros(num_new, sets, kv_len, dtype=torch.bool)
     for token in range(num_new):
         visible = kv_len - num_new + token + 1

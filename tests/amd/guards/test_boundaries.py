@@ -13,6 +13,8 @@ from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.errors import BadBatch, NeverFits
 from rocm_attn.kernels.sparse.arguments import Indexing, LastUnit
 from rocm_attn.problem import EarlierSelection, KVEncoding, PoolKind, Problem, Scales
+from tests.amd.guards.rotating import LAYER as ROTATED
+from tests.amd.guards.rotating import Rotating
 from tests.amd.guards.serving import PROVIDERS, Serving
 from tests.amd.guards.test_selections import PAGES, TOKENS
 from tests.amd.runtime.sparse_world import SparseWorld, indexer, latent_layer, layer
@@ -80,6 +82,15 @@ def test_sequences_of_every_count_and_length_whatever_pages_hold(
     walk(KEPT[kept], provider, CAP, graphs=graphs, device=device)
 
 
+@pytest.mark.parametrize("graphs", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["eager", "graphed"])
+@pytest.mark.parametrize("page_size", [pytest.param(1, marks=pytest.mark.nightly), 16])
+@pytest.mark.parametrize("provider", providers())
+def test_rows_of_every_count_and_length_are_turned_stored_gated_and_turned_back(
+    provider: str, page_size: int, graphs: bool, device: torch.device
+) -> None:
+    walk(replace(ROTATED, page_size=page_size), provider, CAP, graphs=graphs, device=device, make=Rotating)
+
+
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 @pytest.mark.parametrize(
     ("indexing", "of"),
@@ -108,12 +119,23 @@ def test_selections_for_sequences_of_every_count_and_length(
             world.runtime.table.free(request.row)
 
 
-def walk(problem: Problem, provider: str, largest: int, *, graphs: bool, device: torch.device) -> None:
-    """Every count of sequences at every length around the edges of pages. largest: sequences that graphs take"""
+def walk(
+    problem: Problem,
+    provider: str,
+    largest: int,
+    *,
+    graphs: bool,
+    device: torch.device,
+    make: Callable[..., Serving] = Serving,
+) -> None:
+    """Every count of sequences at every length around the edges of pages.
+
+    largest: sequences that graphs take; make: what serves them
+    """
     page_size = problem.page_size
     max_kv_len = 2 * page_size + 3
     lengths = lengths_around(page_size, max_kv_len)
-    serving = Serving(
+    serving = make(
         device,
         graphs=graphs,
         provider=provider,

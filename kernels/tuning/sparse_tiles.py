@@ -176,7 +176,7 @@ def selected_tiles(
 
 
 def selected_segment_tiles(
-    arch: str, *, gqa_ratio: int, dims: tuple[int, int], dtype: torch.dtype, codes: Codes, is_latent: bool
+    arch: str, *, dims: tuple[int, int], dtype: torch.dtype, codes: Codes, is_latent: bool
 ) -> tuple[SegmentTiles, bool]:
     """The tiles of deterministic attention over a selection, and whether weights are added up pair by pair.
 
@@ -186,13 +186,14 @@ def selected_segment_tiles(
     if not is_latent:
         return segment_tiles(arch, head_dim=dims[0], v_head_dim=dims[1], dtype=dtype, codes=codes), False
     latent = latent_segment_tiles(arch, dims=dims, dtype=dtype)
-    block = latent.of_decode(gqa_ratio)
+    # Of the fewest rows, for any number of heads: with 32 of them sm_90 spills.
+    block = latent.of_decode(1)
     tiles = SegmentTiles(
         latent.segment_len,
         block.key_block,
         block.query_rows,
         block.num_warps,
-        block.num_stages,
+        min(block.num_stages, 2),  # with three sm_90 spills 8 bytes where latents are codes
         programs_per_cu=1,  # a grid of tokens and segments has no schedule
         extend=ExtendTiles(block.query_rows, block.key_block, block.num_warps, 1),
         matrix_dim=latent.matrix_dim,

@@ -133,7 +133,6 @@ def _bind_selected(problem: Problem, target: Target, pool: PoolSize) -> TritonSe
 def _bind_segments(problem: Problem, target: Target, pool: PoolSize) -> TritonSelectedSegments:
     tiles, by_pairs = selected_segment_tiles(
         target.arch,
-        gqa_ratio=problem.gqa_ratio,
         dims=(problem.head_dim, problem.v_head_dim),
         dtype=problem.dtype,
         codes=codes_of(problem),

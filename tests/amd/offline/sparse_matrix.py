@@ -136,7 +136,6 @@ class LayerRow:
         if self.exact:
             segments, by_pairs = selected_segment_tiles(
                 self.arch,
-                gqa_ratio=ratio,
                 dims=self.dims,
                 dtype=self.dtype,
                 codes=Codes.NONE if self.scales is Scales.NONE else Codes.BY_TOKEN,

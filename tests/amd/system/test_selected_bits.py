@@ -14,6 +14,7 @@ from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.kernels.sparse.arguments import Indexing
 from rocm_attn.problem import Indexer, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.kv_scales import KVScales
 from rocm_attn.step.options import RuntimeOptions
 
@@ -58,6 +59,7 @@ def test_all_keys_selected_give_the_bits_of_all_keys(kind: str, device: torch.de
     runtime = build_runtime([problem], options, device=device)
     if problem.kv_scales is Scales.LAYER:
         runtime.set_kv_scales(0, KVScales(0.02, 0.02))
+    runtime.head_weights.set(0, HeadWeights.random(problem, torch.Generator().manual_seed(1)).to(device))
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:

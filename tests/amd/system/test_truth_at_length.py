@@ -99,8 +99,8 @@ def test_every_needle_is_found_at_every_length(kind: str, is_coded: bool, device
 def test_torch_finds_every_needle_at_every_length(kind: str, device: torch.device) -> None:
     """The readable kernels. Those that select launch a few tokens at a time: too many launches for a graph.
 
-    They gather the index keys of each token, so those are shorter here: of 64 elements in eight bits two of the tokens'
-    needles were lost among 2,048 of 84k.
+    They gather the index keys of each token, so those are few and shorter here. Of 64 elements they were too short: two
+    of the tokens' needles were lost to noise.
     """
     problem = coded(LAYERS[kind])
     if isinstance(problem.indexer, Indexer):

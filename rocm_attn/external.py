@@ -23,6 +23,7 @@ from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadProblem, BadSetting, BadTensor, DeviceFault, NeverFits, Unsupported, WrongState
 from rocm_attn.guards.registry import Guards, guards_from_settings
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
+from rocm_attn.kernels.cache.page_format import PageFormat
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopeTable
 from rocm_attn.kernels.metadata.engine_tensors import LengthBounds, PublishedLengths
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
@@ -288,21 +289,25 @@ class ExternalAttention(StoreAndAttend):
         k, v:  [pages, page_size, kv_heads, head_dim | v_head_dim], views of any kind whose last stride is 1; contiguous
                unless the options say page_strides. Of a latent layer, v is the first part of k. Eight-bit ones in their
                encoding's dtype, or as bytes (uint8). Their rows as the options say
-        coded: of eight-bit pages, their factors and what the engine says that they hold; None of others
+        coded: of eight-bit pages, their factors and what the engine says that they hold; of others it may be said too
         Raises BadTensor, NeverFits, and WrongState where graphs read others.
         """
         self._require_layer(layer)
         self._pages.bind(layer, k, v, coded)
 
-    def bind_index(self, layer: int, keys: Tensor, scale: Tensor | None = None) -> None:
+    def bind_index(
+        self, layer: int, keys: Tensor, scale: Tensor | None = None, declared: PageFormat | None = None
+    ) -> None:
         """Use these index pages for a layer whose problem has an Indexer, from now on.
 
-        keys:  [pages, page_size / key_tokens, head_dim of the indexer], with the page ids of the layer's own pages
-        scale: float32 [1] or [pages, page_size / key_tokens], as the indexer's key_scales says
+        keys:     [pages, page_size / key_tokens, head_dim of the indexer], with the page ids of the layer's own pages
+        scale:    float32 [1] or [pages, page_size / key_tokens], as the indexer's key_scales says
+        declared: what the engine says that they hold: latent rows of one head, as Problem.index_format; of eight bits
+                  it must be said, and keys may be bytes (uint8)
         Raises BadTensor, and WrongState where graphs read others.
         """
         self._require_layer(layer)
-        self._pages.index_pages.bind(layer, keys, scale)
+        self._pages.index_pages.bind(layer, keys, scale, declared)
 
     def bind_all(
         self, kv: Tensor | Sequence[Tensor], axes: str, coded: Sequence[EnginePages | None] | None = None
@@ -313,7 +318,7 @@ class ExternalAttention(StoreAndAttend):
         axes: what the dimensions of a tensor are, in order: kv (K, then V), page, token, head and dim, each once, and
               layer where one tensor has all of them. "kv layer page token head dim" is nano-vllm's, "kv page token head
               dim" and "page kv token head dim" are vLLM's for each layer, "page kv head token dim" is FlashInfer's HND
-        coded: for each layer, as bind() takes it; None: no layer is in eight bits
+        coded: for each layer, as bind() takes it; None: no layer is in eight bits, and nothing is said of any
         Raises as bind() does, and BadTensor for other axes, or another number of layers; nothing has changed then,
         unless a layer's pages are refused: those before it are bound.
         """

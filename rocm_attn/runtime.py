@@ -173,8 +173,8 @@ class AttentionRuntime:
 
     def expanded_prefill(self, layer: int) -> ExpandedPrefill:
         """Non-absorbed attention of a latent layer. Raises BadProblem for one that is not latent, or has a window."""
-        problem, pages = self.core.layers.problem(layer), self.pool.layer(layer)
-        return ExpandedPrefill(problem, pages, self.table.entries, self.target, self.head_weights.of(layer).sinks)
+        terms = self.target, self.options.provider, self.head_weights.of(layer).sinks
+        return ExpandedPrefill.of(self.core.layers.problem(layer), self.pool.layer(layer), self.table.entries, *terms)
 
     @property
     def padding(self) -> PaddingPolicy:

@@ -25,14 +25,15 @@ from rocm_attn.kernels.sparse.arguments import (
     TokenPlaces,
 )
 
-# Elements of gathered keys and scores in flight.
-_GROUP_ELEMENTS = 1 << 20
+# Elements of gathered keys and scores in flight, 4 MiB of float32. A GPU gets more: a launch for each token of a long
+# context would keep it idle.
+_GROUP_ELEMENTS, _GROUP_ELEMENTS_ON_GPU = 1 << 20, 1 << 27
 
 
 def select(args: IndexArgs, selection: Selection, *, indexing: Indexing) -> None:
     """The units of every token. Twin of launch_select; a workspace has no meaning here."""
     max_units = indexing.max_units(args.tokens.max_kv_len)
-    for first, end in _groups(len(args.q), max_units * indexing.unit_keys * (args.q.shape[2] + args.q.shape[1])):
+    for first, end in _groups(args.q, max_units * indexing.unit_keys * (args.q.shape[2] + args.q.shape[1])):
         part = args._replace(
             q=args.q[first:end],
             weights=None if args.weights is None else args.weights[first:end],
@@ -112,7 +113,7 @@ def selected_attention(args: SelectedArgs, *, scale: float) -> None:
     num_keys = args.selection.width * args.selection.unit_tokens
     elements = num_keys * (num_kv_heads * (head_dim + v_head_dim) + args.q.shape[1])
     compute = _compute(args.q)
-    for first, end in _groups(len(args.q), elements):
+    for first, end in _groups(args.q, elements):
         q = args.q[first:end].to(compute).unflatten(1, (num_kv_heads, ratio)) * scale
         k, v, seen = selected_rows(args, first, end, torch.arange(num_keys, device=q.device))
         logits = torch.einsum("thrd,thkd->thrk", q, k).masked_fill_(~seen[:, :, None], float("-inf"))
@@ -201,7 +202,8 @@ def _compute(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def _groups(num_tokens: int, elements_of_token: int) -> list[tuple[int, int]]:
-    """[first, end) of the tokens that are worked on at the same time."""
-    group = max(1, _GROUP_ELEMENTS // max(elements_of_token, 1))
-    return [(first, min(first + group, num_tokens)) for first in range(0, num_tokens, group)]
+def _groups(q: Tensor, elements_of_token: int) -> list[tuple[int, int]]:
+    """[first, end) of the tokens of q that are worked on at the same time."""
+    in_flight = _GROUP_ELEMENTS_ON_GPU if q.is_cuda else _GROUP_ELEMENTS
+    group = max(1, in_flight // max(elements_of_token, 1))
+    return [(first, min(first + group, len(q))) for first in range(0, len(q), group)]

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from rocm_attn.kernels.tuning.tiles import NoTiles, names_of
+from rocm_attn.kernels.tuning.latent_tiles import latent_segment_tiles
+from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles, segment_tiles
+from rocm_attn.kernels.tuning.tiles import Codes, ExtendTiles, NoTiles, names_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,3 +173,29 @@ def selected_tiles(
         f"no tiles of attention over a selection for {arch} with {dtype} and head dims {head_dim} and {v_head_dim}; "
         f"rows exist for {', '.join(dict.fromkeys(row.arch for row in SELECTED_ROWS))}"
     )
+
+
+def selected_segment_tiles(
+    arch: str, *, dims: tuple[int, int], dtype: torch.dtype, codes: Codes, is_latent: bool
+) -> tuple[SegmentTiles, bool]:
+    """The tiles of deterministic attention over a selection, and whether weights are added up pair by pair.
+
+    They are those of deterministic attention to all keys, which decide a result's bits. dims: head_dim, v_head_dim
+    Raises NoTiles.
+    """
+    if not is_latent:
+        return segment_tiles(arch, head_dim=dims[0], v_head_dim=dims[1], dtype=dtype, codes=codes), False
+    latent = latent_segment_tiles(arch, dims=dims, dtype=dtype)
+    # Of the fewest rows, for any number of heads: with 32 of them sm_90 spills.
+    block = latent.of_decode(1)
+    tiles = SegmentTiles(
+        latent.segment_len,
+        block.key_block,
+        block.query_rows,
+        block.num_warps,
+        min(block.num_stages, 2),  # with three sm_90 spills 8 bytes where latents are codes
+        programs_per_cu=1,  # a grid of tokens and segments has no schedule
+        extend=ExtendTiles(block.query_rows, block.key_block, block.num_warps, 1),
+        matrix_dim=latent.matrix_dim,
+    )
+    return tiles, latent.by_pairs

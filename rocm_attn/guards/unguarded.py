@@ -345,7 +345,7 @@ def let_weights_move(owned: Tensor, given: Tensor) -> Tensor:
     return torch.empty_like(owned).copy_(given)
 
 
-def read_any_format(layer: int, declared: PageFormat, wanted: PageFormat) -> None:
+def read_any_format(pages: str, declared: PageFormat, wanted: PageFormat) -> None:
     """Bytes are read as kernels would like them to be."""
 
 

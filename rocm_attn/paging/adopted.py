@@ -142,12 +142,12 @@ def refuse_moved_table(reason: str) -> None:
     raise WrongState(reason)
 
 
-def refuse_other_formats(layer: int, declared: PageFormat, wanted: PageFormat) -> None:
+def refuse_other_formats(pages: str, declared: PageFormat, wanted: PageFormat) -> None:
     """Kernels would read finite, wrong numbers. Raises BadTensor."""
     if declared != wanted:
         raise BadTensor(
-            f"the pages of layer {layer} hold {declared}; its kernels read and write {wanted}. Build the layer with a "
-            "Problem of the engine's format, or convert the pages (convert_pages)"
+            f"the {pages} hold {declared}; its kernels read and write {wanted}. Build the layer with a Problem of the "
+            "engine's format, or convert the pages (convert_pages)"
         )
 
 
@@ -162,12 +162,13 @@ class AdoptedGuards:
 
     moved: called with a sentence when a table or pages that graphs read are replaced
     terms: of a space's table
-    formats: called with a layer, the format that an engine declares for its pages, and the one that kernels are for
+    formats: called with a layer's pages in words, the format that an engine declares for them, and the one that
+             kernels are for
     """
 
     moved: Callable[[str], None] = refuse_moved_table
     terms: Callable[[TableTerms], TableTerms] = as_the_owner_says
-    formats: Callable[[int, PageFormat, PageFormat], None] = refuse_other_formats
+    formats: Callable[[str, PageFormat, PageFormat], None] = refuse_other_formats
 
 
 @dataclass(slots=True)
@@ -353,15 +354,17 @@ def layer_pages(kv: Tensor | Sequence[Tensor], axes: str) -> tuple[tuple[Tensor,
 
 @dataclass(frozen=True, slots=True)
 class EnginePages:
-    """What an engine says of a layer's eight-bit pages, beside the tensors.
+    """What an engine says of a layer's pages, beside the tensors.
 
     k_scale, v_scale: float32, on the device: [] or [1] for a layer, [kv_heads] for heads, [pages, kv_heads, page_size]
-                      for tokens; they stay the engine's, and are read and, those of tokens, written where they lie
-    format:           what its pages hold. Bytes (uint8) do not say it, so it must be declared
+                      for tokens; they stay the engine's, and are read and, those of tokens, written where they lie.
+                      None where the format has none
+    format:           what its pages hold, by whom. Bytes (uint8) do not say it, so of eight bits it must be declared;
+                      of others it may be
     """
 
-    k_scale: Tensor
-    v_scale: Tensor
+    k_scale: Tensor | None
+    v_scale: Tensor | None
     format: PageFormat
 
 
@@ -392,7 +395,9 @@ class AdoptedPages:
         self._aligned_sides: dict[int, str] = {}
         self._aligned_rows: dict[int, str] = {}
         self._layers: list[LayerPages | None] = [None] * len(problems)
-        self.index_pages = AdoptedIndexPages(problems, num_pages=num_pages, device=device, moved=guards.moved)
+        self.index_pages = AdoptedIndexPages(
+            problems, num_pages=num_pages, device=device, moved=guards.moved, formats=guards.formats
+        )
 
     def read_aligned(self, *, sides: Mapping[int, str], rows: Mapping[int, str]) -> None:
         """Layers whose K and V must begin at multiples of 16 bytes, and those whose pages must have aligned rows, each
@@ -402,7 +407,7 @@ class AdoptedPages:
         self._aligned_rows.update(rows)
 
     def bind(self, layer: int, k: Tensor, v: Tensor, coded: EnginePages | None = None) -> None:
-        """Use these pages for a layer; coded: of eight-bit ones.
+        """Use these pages for a layer; coded: of eight-bit ones, and of others that say what they hold.
 
         Raises BadTensor, and WrongState where graphs read others.
         """
@@ -446,10 +451,10 @@ class AdoptedPages:
                     "factors are: bind(layer, k, v, EnginePages(k_scale, v_scale, format))"
                 )
             return k, v
-        self._formats(layer, coded.format, wanted)
+        self._formats(f"pages of layer {layer}", coded.format, wanted)
         declared = coded.format.encoding
         for pages in (k, v):
-            if pages.dtype not in (torch.uint8, declared.dtype):
+            if pages.dtype != declared.dtype and not (declared.is_fp8 and pages.dtype == torch.uint8):
                 raise BadTensor(
                     f"the pages of layer {layer} are {pages.dtype}, and were declared to hold {declared.value}"
                 )
@@ -460,11 +465,13 @@ class AdoptedPages:
         form = self._problems[layer].page_format
         scales = () if coded is None else (coded.k_scale, coded.v_scale)
         for scale in scales:
-            if scale.device != self.device:
+            if scale is not None and scale.device != self.device:
                 raise BadTensor(f"a factor of layer {layer} is on {scale.device}, its pages on {self.device}")
         try:
             # A factor without a dimension is an engine's way to keep one for the layer.
-            return LayerPages(k, v, form, *(scale.view(1) if scale.dim() == 0 else scale for scale in scales))
+            return LayerPages(
+                k, v, form, *(scale.view(1) if scale is not None and not scale.dim() else scale for scale in scales)
+            )
         except FormatMismatch as error:
             raise BadTensor(f"layer {layer}: {error}") from error
 

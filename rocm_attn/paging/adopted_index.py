@@ -14,26 +14,33 @@ from rocm_attn.problem import Problem
 
 
 class AdoptedIndexPages:
-    """problems: one for each layer; num_pages: the most that a layer may have; moved: as of AdoptedGuards"""
+    """problems: one for each layer; num_pages: the most that a layer may have; moved, formats: as of AdoptedGuards"""
 
     def __init__(
-        self, problems: Sequence[Problem], *, num_pages: int, device: torch.device, moved: Callable[[str], None]
+        self,
+        problems: Sequence[Problem],
+        *,
+        num_pages: int,
+        device: torch.device,
+        moved: Callable[[str], None],
+        formats: Callable[[str, PageFormat, PageFormat], None],
     ) -> None:
         self._problems = tuple(problems)
         self._num_pages = num_pages
         self._device = device
-        self._moved = moved
+        self._moved, self._formats = moved, formats
         self._sealed = False
         self._layers: dict[int, LayerPages] = {}
 
-    def bind(self, layer: int, keys: Tensor, scale: Tensor | None) -> None:
-        """Use these index pages for a layer that has an indexer.
+    def bind(self, layer: int, keys: Tensor, scale: Tensor | None, declared: PageFormat | None) -> None:
+        """Use these index pages for a layer that has an indexer. declared: what they hold; needed of eight bits
 
         Raises BadTensor, and WrongState where graphs read others.
         """
         form = self._problems[layer].index_format
         if form is None:
             raise BadTensor(f"layer {layer} has no indexer, and so no index pages; leave them out")
+        keys = self._declared(layer, keys, declared, form)
         self._check(layer, keys, scale, form)
         rows = keys.unsqueeze(2)
         factors = scale.unsqueeze(1) if scale is not None and form.scales is Scales.TOKEN else scale
@@ -56,6 +63,18 @@ class AdoptedIndexPages:
     def seal(self) -> None:
         """Graphs may read the pages from now on."""
         self._sealed = True
+
+    def _declared(self, layer: int, keys: Tensor, declared: PageFormat | None, form: PageFormat) -> Tensor:
+        """Keys in the dtype of what they are declared to hold, which is what the layer's kernels are for."""
+        if declared is None:
+            if form.encoding.is_fp8:
+                raise BadTensor(
+                    f"layer {layer} keeps index keys in {form.encoding.value}; say what its index pages hold: "
+                    "bind_index(layer, keys, scale, format)"
+                )
+            return keys
+        self._formats(f"index pages of layer {layer}", declared, form)
+        return keys.view(form.encoding.dtype) if form.encoding.is_fp8 and keys.dtype == torch.uint8 else keys
 
     def _check(self, layer: int, keys: Tensor, scale: Tensor | None, form: PageFormat) -> None:
         wanted = form.page_size, form.head_dim

@@ -11,13 +11,19 @@ from rocm_attn.hip_graphs.size_ladder import round_up
 from rocm_attn.kernels.attention import limits
 from rocm_attn.kernels.sparse.arguments import IndexArgs, Indexing, SelectedArgs, Selection
 from rocm_attn.kernels.sparse.cuts import segment_cut, select_words, selected_cut
-from rocm_attn.kernels.tuning.latent_tiles import latent_segment_tiles
-from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles, segment_tiles
-from rocm_attn.kernels.tuning.sparse_tiles import IndexTiles, SelectedTiles, index_tiles, selected_tiles
+from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
+from rocm_attn.kernels.tuning.sparse_tiles import (
+    IndexTiles,
+    SelectedTiles,
+    index_tiles,
+    selected_segment_tiles,
+    selected_tiles,
+)
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import AllKeys, Indexer, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.contract import Limits, PoolSize
 from rocm_attn.providers.sparse import IndexLimits, IndexRow, SelectedRow
+from rocm_attn.providers.tiles import codes_of
 from rocm_attn.providers.triton_later import triton_launches
 from rocm_attn.providers.triton_rows import ARCHS
 
@@ -125,12 +131,13 @@ def _bind_selected(problem: Problem, target: Target, pool: PoolSize) -> TritonSe
 
 
 def _bind_segments(problem: Problem, target: Target, pool: PoolSize) -> TritonSelectedSegments:
-    tiles = segment_tiles(target.arch, head_dim=problem.head_dim, v_head_dim=problem.v_head_dim, dtype=problem.dtype)
-    by_pairs = False
-    if problem.pool is PoolKind.LATENT:
-        by_pairs = latent_segment_tiles(
-            target.arch, dims=(problem.head_dim, problem.v_head_dim), dtype=problem.dtype
-        ).by_pairs
+    tiles, by_pairs = selected_segment_tiles(
+        target.arch,
+        dims=(problem.head_dim, problem.v_head_dim),
+        dtype=problem.dtype,
+        codes=codes_of(problem),
+        is_latent=problem.pool is PoolKind.LATENT,
+    )
     return TritonSelectedSegments(problem, _keys(problem), tiles, by_pairs)
 
 

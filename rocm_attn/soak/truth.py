@@ -23,6 +23,7 @@ from rocm_attn.errors import BadSetting
 from rocm_attn.machine.settings import whole_number
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, num_pages
 from rocm_attn.problem import Problem
+from rocm_attn.providers.select import Selection
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.soak.needle_layer import NeedleLayer, Tally, Wrong
 from rocm_attn.soak.wide_pages import place_rows, rows_needed, wrapping_pages
@@ -130,7 +131,7 @@ class TruthReport:
     """What came of it.
 
     problems:  of the layers
-    kernels:   of each layer, in words: a line for each kind of step
+    kernels:   of each layer, in words: a line for each kind of step, and one for what selects and attends to it
     lengths:   of the sequences
     tallies:   [layer][sequence]
     misses:    the first of each layer
@@ -205,10 +206,7 @@ class Truth:
         side = max(pages.k.nbytes for pages in map(self.runtime.pool.layer, range(len(problems))))
         self.report = TruthReport(
             tuple(problems),
-            tuple(
-                tuple(f"{kind.value}: {kernel.row.name}" for kind, kernel in selection.kernels.items())
-                for selection in (self.runtime.selections[kind] for kind in self.runtime.kinds.of_layer)
-            ),
+            tuple(_kernels(self.runtime.selections[kind]) for kind in self.runtime.kinds.of_layer),
             plan.lengths,
             side,
             [[Tally() for _ in plan.lengths] for _ in problems],
@@ -279,3 +277,9 @@ class Truth:
         if weights.alibi_slopes is not None:
             weights = HeadWeights(weights.sinks, weights.alibi_slopes / kv_len)
         self.runtime.head_weights.set(layer, weights.to(self.runtime.device))
+
+
+def _kernels(selection: Selection) -> tuple[str, ...]:
+    """Of one layer, in words."""
+    dense = [f"{kind.value}: {kernel.row.name}" for kind, kernel in selection.kernels.items()]
+    return (*dense, *(f"over a selection: {name}" for name in (selection.sparse.rows if selection.sparse else ())))

@@ -11,7 +11,7 @@ are merged by their log-sum-exps.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,18 +19,13 @@ from torch import Tensor
 
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadProblem, BadTensor
-from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
-from rocm_attn.kernels.attention.cuts import ExtendCut
-from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.cache.layer_pages import LayerPages
-from rocm_attn.kernels.refs.attention import paged_extend
-from rocm_attn.kernels.tuning.extend_tiles import extend_tiles
 from rocm_attn.machine.devices import on_device
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.scores import scores_of
-from rocm_attn.providers.triton_later import triton_launches
 from rocm_attn.step.merging import merge_into
+from rocm_attn.step.packed import Lengths, PackedAttention
 
 # latents [tokens, head_dim] -> keys [tokens, heads, dim of q] and values [tokens, heads, dim of out]
 Expand = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -43,15 +38,20 @@ class ExpandedPrefill:
     problem: the layer's, latent, causal and without a window
     pages:   of the layer
     table:   int32 [rows, width], row, page_no -> page
-    target:  whose kernels run
-    sinks:   of the layer's heads, float32, or None
+    packed:  attention over what latents are expanded to
     """
 
     problem: Problem
     pages: LayerPages
     table: Tensor
-    target: Target
-    sinks: Tensor | None
+    packed: PackedAttention
+
+    @classmethod
+    def of(
+        cls, problem: Problem, pages: LayerPages, table: Tensor, target: Target, provider: str, sinks: Tensor | None
+    ) -> ExpandedPrefill:
+        """By the kernels of a target and a provider; sinks: of the layer's heads, float32. Raises BadProblem."""
+        return cls(problem, pages, table, PackedAttention(problem, target, provider, sinks))
 
     def __post_init__(self) -> None:
         problem = self.problem
@@ -88,10 +88,10 @@ class ExpandedPrefill:
             )
         with on_device(q.device):
             k, v = self._expanded(expand, latents, q)
-            out, lse = self._attend(q, k, v, _Ragged(batch.q_len, batch.q_len), causal=True)
+            out, lse = self.packed.attend(q, k, v, Lengths(batch.q_len, batch.q_len), causal=True)
             for first, lengths in _chunks(batch.kv_len - batch.q_len, chunk_tokens):
                 k, v = self._expanded(expand, self._read(batch.rows, first, lengths), q)
-                side, side_lse = self._attend(q, k, v, _Ragged(batch.q_len, lengths), causal=False)
+                side, side_lse = self.packed.attend(q, k, v, Lengths(batch.q_len, lengths), causal=False)
                 merge_into(out, lse, side, side_lse, out, lse)
         return out.to(q.dtype), lse
 
@@ -116,75 +116,6 @@ class ExpandedPrefill:
         place = torch.arange(len(row), device=device) - (counts.cumsum(0) - counts).repeat_interleave(counts) + first
         page = self.table[row, place // page_size].long()
         return self.pages.read_keys(page, place % page_size)[:, 0].to(self.problem.dtype)
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: _Ragged, *, causal: bool) -> tuple[Tensor, Tensor]:
-        """Attention over keys that lie one after the other, as pages of one token; float32 out, lse."""
-        num_tokens, heads, _ = q.shape
-        out = torch.empty(num_tokens, heads, v.shape[2], dtype=q.dtype, device=q.device)
-        lse = torch.empty(num_tokens, heads, dtype=torch.float32, device=q.device)
-        queries, table = lengths.queries(q.device)
-        scores = replace(scores_of(self.problem), causal=causal)
-        args = AttendArgs(
-            q=q,
-            pages=LayerPages.plain(k[:, None], v[:, None]),
-            table=table,
-            queries=queries,
-            out=out,
-            lse=lse,
-            sinks=self.sinks if causal else None,
-            slopes=None,
-            schedule=torch.empty(0, dtype=torch.int32, device=q.device),
-            workspace=torch.empty(0, dtype=torch.float32, device=q.device),
-        )
-        self._launch(args, scores)
-        return out.float(), lse
-
-    def _launch(self, args: AttendArgs, scores: Scores) -> None:
-        """The extend kernel of the target. Raises NoTiles."""
-        num_tokens, heads, dim = args.q.shape
-        if self.target.arch == "cpu":
-            paged_extend(args, scores=scores)
-            return
-        tiles = extend_tiles(
-            self.target.arch,
-            gqa_ratio=1,
-            num_kv_heads=heads,
-            head_dim=dim,
-            v_head_dim=args.out.shape[2],
-            dtype=args.q.dtype,
-        )
-        cut = ExtendCut.of(tiles, gqa_ratio=1)
-        words = cut.words(num_tokens, args.queries.num_seqs)
-        args = args._replace(schedule=torch.empty(words, dtype=torch.int32, device=args.q.device))
-        triton_launches.launch_extend_schedule(args.queries, args.schedule, cut)
-        triton_launches.launch_paged_extend(args, scores=scores, cut=cut, tiles=tiles)
-
-
-@dataclass(frozen=True, slots=True)
-class _Ragged:
-    """Sequences one after the other: new tokens of each, and keys of each."""
-
-    q_len: np.ndarray
-    kv_len: np.ndarray
-
-    def queries(self, device: torch.device) -> tuple[Queries, Tensor]:
-        """The sequences, and a table whose pages are their keys."""
-        kv_len = torch.from_numpy(self.kv_len.astype(np.int32)).to(device)
-        first = kv_len.cumsum(0) - kv_len
-        width = max(int(self.kv_len.max(initial=0)), 1)
-        # Past a sequence's keys a table may say what it likes, but no page that is not there.
-        last = max(int(self.kv_len.sum()) - 1, 0)
-        table = (first[:, None] + torch.arange(width, device=device)).clamp(max=last).int()
-        q_indptr = np.concatenate([[0], np.cumsum(self.q_len)]).astype(np.int32)
-        queries = Queries(
-            row_of_seq=torch.arange(len(self.q_len), dtype=torch.int32, device=device),
-            kv_len=kv_len,
-            q_indptr=torch.from_numpy(q_indptr).to(device),
-            num_tokens=int(self.q_len.sum()),
-            max_q_len=int(self.q_len.max(initial=0)),
-            max_kv_len=width,
-        )
-        return queries, table
 
 
 def _chunks(prefix_len: np.ndarray, chunk_tokens: int) -> Iterator[tuple[int, np.ndarray]]:

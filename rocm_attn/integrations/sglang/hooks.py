@@ -21,7 +21,7 @@ from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, Fault
 from rocm_attn.guards.registry import Guards
 from rocm_attn.integrations.plugins import SGLANG, log_kernels
 from rocm_attn.integrations.sglang.geometry import ModelLayers
-from rocm_attn.integrations.sglang.indexers import Projected
+from rocm_attn.integrations.sglang.indexers import Projected, index_format
 from rocm_attn.integrations.sglang.seen import PAD_KV_LEN, Batch, Layer, Pool, Rows, Runner, slot_map
 from rocm_attn.integrations.sglang.steps import StepMaker, has_tree
 from rocm_attn.machine.agreement import Agree, alone
@@ -155,7 +155,8 @@ class AttentionHooks:
         address = self._layers.index_address(place, pool)
         if self._index_keys.get(place) != address:
             factor = self._layers.index_factor(place, pool)
-            attention.bind_index(place, self._layers.index_keys(place, pool), factor)
+            keys = self._layers.index_keys(place, pool)
+            attention.bind_index(place, keys, factor, index_format(keys))
             self._index_keys[place], self._factors[place] = address, factor
 
     def _follow(self) -> None:

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from rocm_attn.errors import Unsupported
 from rocm_attn.integrations.sglang.seen import IndexerModule, Pool
-from rocm_attn.kernels.cache.page_format import Scales
+from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, Scales
 from rocm_attn.kernels.sparse.arguments import Indexing
 from rocm_attn.problem import Indexer, KVEncoding
 
@@ -99,6 +99,12 @@ def index_pages(pool: Pool, layer_id: int, module: IndexerModule, page_size: int
     rows = index_rows(pool, layer_id)
     codes = rows.as_strided((rows.shape[0], page_size, module.head_dim), (rows.stride(0), module.head_dim, 1))
     return codes.view(encoding.over(torch.float32).dtype)
+
+
+def index_format(keys: Tensor) -> PageFormat:
+    """What index_pages() gives hold: rows of codes in order, with a factor for the layer."""
+    _, page_keys, dim = keys.shape
+    return PageFormat(Encoding.of(keys.dtype), PoolKind.LATENT, page_keys, 1, dim, dim, Scales.LAYER)
 
 
 def write_factors(pool: Pool, layer_id: int, module: IndexerModule, page_size: int, factor: float) -> None:

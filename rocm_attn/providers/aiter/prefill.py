@@ -119,16 +119,11 @@ class VarlenPrefill:
             cu_seqlens_k=step.q_indptr,
             max_seqlen_q=bounds.max_q_len,
             max_seqlen_k=bounds.max_q_len,
-            dropout_p=0.0,
-            softmax_scale=self.problem.scale,
-            logits_soft_cap=self.problem.logits_soft_cap,
-            causal=self.problem.causal,
-            # The third: how many first tokens every query sees; those are not what is called sinks here.
-            window_size=(*window_size(self.problem), 0),
             alibi_slopes=args.slopes,
             return_lse=args.lse is not None,
             out=args.out,
             sink_ptr=args.sinks,
+            **varlen_scores(self.problem),
         )
         _keep_lse(result, args.lse)
 
@@ -136,6 +131,18 @@ class VarlenPrefill:
         problem = self.problem
         rows = (shape.num_tokens, problem.num_kv_heads)
         return Part((*rows, problem.head_dim), problem.dtype), Part((*rows, problem.v_head_dim), problem.dtype)
+
+
+def varlen_scores(problem: Problem) -> dict[str, object]:
+    """What flash_attn_varlen_func is told of a problem's scores, beside sinks and slopes."""
+    return {
+        "dropout_p": 0.0,
+        "softmax_scale": problem.scale,
+        "logits_soft_cap": problem.logits_soft_cap,
+        "causal": problem.causal,
+        # The third: how many first tokens every query sees; those are not what is called sinks here.
+        "window_size": (*window_size(problem), 0),
+    }
 
 
 def _gather(

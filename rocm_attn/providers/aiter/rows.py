@@ -331,6 +331,18 @@ def _few_tokens_in_eight_bits(kind: StepKind) -> KernelRow:
     )
 
 
+# Latent layers whose latents are expanded take it too (packed.py).
+VARLEN = replace(
+    _row("flash_attn_varlen_func", StepKind.PREFILL, _VARLEN, bind_varlen_prefill),
+    bakes=frozenset({Baked.MAX_Q_LEN}),
+    # Each sequence's K and V are a view of its own length.
+    masks_v=True,
+    # A graph serves steps with prefixes too.
+    graph_safe=False,
+    needs_host_lengths=True,
+    faults=faults.COMPOSABLE,
+)
+
 ROWS: tuple[KernelRow, ...] = (
     replace(
         _row("paged_attention_ragged", StepKind.DECODE, _RAGGED, bind_ragged),
@@ -425,14 +437,5 @@ ROWS: tuple[KernelRow, ...] = (
     *_batch_prefill_eight_bits(StepKind.MIXED),
     *_latent_extends(StepKind.MIXED),
     _few_tokens_in_eight_bits(StepKind.MIXED),
-    replace(
-        _row("flash_attn_varlen_func", StepKind.PREFILL, _VARLEN, bind_varlen_prefill),
-        bakes=frozenset({Baked.MAX_Q_LEN}),
-        # Each sequence's K and V are a view of its own length.
-        masks_v=True,
-        # A graph serves steps with prefixes too.
-        graph_safe=False,
-        needs_host_lengths=True,
-        faults=faults.COMPOSABLE,
-    ),
+    VARLEN,
 )

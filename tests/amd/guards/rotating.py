@@ -10,19 +10,26 @@ from torch import Tensor
 
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.kernels.cache.row_work import QkvWork, RopePairs
+from rocm_attn.problem import Problem
 from rocm_attn.step.step import Step
 from tests.amd.guards.serving import Serving
 from tests.amd.kernels.rope_cases import normalised, random_norm, random_rope, turned
 from tests.amd.runtime.stepping import Request, small_problem
 
 MAX_KV_LEN = 64
+LAYER = small_problem(v_head_dim=24)
 
 
 class Rotating(Serving):
-    """A layer whose q and k are normalised and turn in part, whose V is normalised, and whose output is gated."""
+    """A layer whose q and k are normalised and turn in part, whose V is normalised, and whose output is gated.
 
-    def __init__(self, device: torch.device, **more: Any) -> None:
-        super().__init__(device, problem=small_problem(v_head_dim=24), max_kv_len=MAX_KV_LEN, **more)
+    problem: with rows of 16 and 24 elements; max_kv_len: at most MAX_KV_LEN
+    """
+
+    def __init__(
+        self, device: torch.device, *, problem: Problem = LAYER, max_kv_len: int = MAX_KV_LEN, **more: Any
+    ) -> None:
+        super().__init__(device, problem=problem, max_kv_len=max_kv_len, **more)
         device = self.runtime.device
         rope = random_rope(8, MAX_KV_LEN, RopePairs.NEIGHBOURS, at_end=True, device=device)
         norms = [random_norm(dim, 1.0, torch.float32, device) for dim in (16, 16, 24)]
@@ -49,7 +56,7 @@ class Rotating(Serving):
             request.k[0][where] = turned(normalised(k, self.work.k_norm), where, self.work.rope).float()
             request.v[0][where] = normalised(v, self.work.v_norm).float()
         real = torch.from_numpy(self.places[: sum(q_len)]).to(self.runtime.device)
-        self._positions = torch.cat(positions).to(self.runtime.device)
+        self._positions = torch.cat([torch.zeros(0, dtype=torch.int64), *positions]).to(self.runtime.device)
         self.q[real] = turned(normalised(self.q[real], self.work.q_norm), self._positions, self.work.rope).float()
 
     def check(self, requests: Sequence[Request], q_len: Sequence[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -10,14 +11,17 @@ import torch
 
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.errors import BadBatch, NeverFits
-from rocm_attn.kernels.sparse.arguments import Indexing
+from rocm_attn.kernels.sparse.arguments import Indexing, LastUnit
 from rocm_attn.problem import EarlierSelection, KVEncoding, PoolKind, Problem, Scales
+from tests.amd.guards.rotating import LAYER as ROTATED
+from tests.amd.guards.rotating import Rotating
 from tests.amd.guards.serving import PROVIDERS, Serving
 from tests.amd.guards.test_selections import PAGES, TOKENS
-from tests.amd.runtime.sparse_world import SparseWorld, indexer, layer
+from tests.amd.runtime.sparse_world import SparseWorld, indexer, latent_layer, layer
 from tests.amd.runtime.stepping import Request, providers, small_problem
 
 POOL, CAP = 6, 4
+POOLS = Indexing(0.25, top=2, key_tokens=2, last_unit=LastUnit.ADDED)
 # Sequences, and what they are padded to: up to one more than the largest graph takes, and twice the pool.
 COUNTS = [(0, None), (1, None), (CAP - 1, None), (CAP, None), (CAP + 1, None), (POOL, 2 * POOL), (0, 2 * POOL)]
 
@@ -58,6 +62,14 @@ KEPT = {
     "codes by layer": replace(small_problem(1), kv_encoding=KVEncoding.E5M2, kv_scales=Scales.LAYER),
     "rows of 320": replace(small_problem(16), head_dim=320, v_head_dim=320, scale=320**-0.5),
     "latents": replace(small_problem(16), num_kv_heads=1, head_dim=24, pool=PoolKind.LATENT),
+    "latents in codes": replace(
+        small_problem(4),
+        num_kv_heads=1,
+        head_dim=24,
+        pool=PoolKind.LATENT,
+        kv_encoding=KVEncoding.E4M3FNUZ,
+        kv_scales=Scales.TOKEN,
+    ),
 }
 
 
@@ -70,14 +82,31 @@ def test_sequences_of_every_count_and_length_whatever_pages_hold(
     walk(KEPT[kept], provider, CAP, graphs=graphs, device=device)
 
 
+@pytest.mark.parametrize("graphs", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["eager", "graphed"])
+@pytest.mark.parametrize("page_size", [pytest.param(1, marks=pytest.mark.nightly), 16])
+@pytest.mark.parametrize("provider", providers())
+def test_rows_of_every_count_and_length_are_turned_stored_gated_and_turned_back(
+    provider: str, page_size: int, graphs: bool, device: torch.device
+) -> None:
+    walk(replace(ROTATED, page_size=page_size), provider, CAP, graphs=graphs, device=device, make=Rotating)
+
+
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
-@pytest.mark.parametrize("indexing", [TOKENS, PAGES], ids=["tokens", "pages"])
+@pytest.mark.parametrize(
+    ("indexing", "of"),
+    [
+        pytest.param(TOKENS, layer, id="tokens"),
+        pytest.param(PAGES, layer, id="pages"),
+        pytest.param(TOKENS, latent_layer, id="tokens of latents", marks=pytest.mark.nightly),
+        pytest.param(POOLS, latent_layer, id="pools of latents"),
+    ],
+)
 @pytest.mark.parametrize("provider", providers())
 def test_selections_for_sequences_of_every_count_and_length(
-    provider: str, indexing: Indexing, graphs: bool, device: torch.device
+    provider: str, indexing: Indexing, of: Callable[..., Problem], graphs: bool, device: torch.device
 ) -> None:
     """One key, as many as are chosen, one more, whole pages and a token beside them."""
-    world = SparseWorld([layer(indexer(indexing)), layer(EarlierSelection(indexing))], device, provider, graphs=graphs)
+    world = SparseWorld([of(indexer(indexing)), of(EarlierSelection(indexing))], device, provider, graphs=graphs)
     lengths = [1, 3, 4, 5, 8, 9, 20]
     for count in range(1, 5):
         requests = [world.admit() for _ in range(count)]
@@ -90,12 +119,23 @@ def test_selections_for_sequences_of_every_count_and_length(
             world.runtime.table.free(request.row)
 
 
-def walk(problem: Problem, provider: str, largest: int, *, graphs: bool, device: torch.device) -> None:
-    """Every count of sequences at every length around the edges of pages. largest: sequences that graphs take"""
+def walk(
+    problem: Problem,
+    provider: str,
+    largest: int,
+    *,
+    graphs: bool,
+    device: torch.device,
+    make: Callable[..., Serving] = Serving,
+) -> None:
+    """Every count of sequences at every length around the edges of pages.
+
+    largest: sequences that graphs take; make: what serves them
+    """
     page_size = problem.page_size
     max_kv_len = 2 * page_size + 3
     lengths = lengths_around(page_size, max_kv_len)
-    serving = Serving(
+    serving = make(
         device,
         graphs=graphs,
         provider=provider,

@@ -15,13 +15,15 @@ from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import Encoding, FormatMismatch, PageFormat, PoolKind
 from rocm_attn.kernels.cache.page_rows import empty_vectorised_pages
+from rocm_attn.kernels.sparse.arguments import Indexing
 from rocm_attn.paging.adopted import EnginePages, TableSource
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.kv_pool import HybridKVPool
-from rocm_attn.problem import KVEncoding, Problem, Scales
+from rocm_attn.problem import Indexer, KVEncoding, Problem, Scales
 from rocm_attn.step.external_step import ExternalStep
 from rocm_attn.step.kv_scales import KVScales
 from tests.amd.guards.serving import ALL_ON, Serving
+from tests.amd.runtime.sparse_world import layer as sparse_layer
 from tests.amd.runtime.stepping import Request, providers, small_problem
 
 each_provider = pytest.mark.parametrize("provider", providers())
@@ -40,23 +42,36 @@ OTHERS: list[Callable[[Problem], Problem]] = [
 ]
 
 
+# Rows of 24 elements, of which 16 are V, and what a reader may take them for.
+LATENT = replace(FN, num_kv_heads=1, head_dim=24, v_head_dim=16, pool=PoolKind.LATENT)
+OTHER_LATENTS = [
+    replace(LATENT, v_head_dim=20),
+    replace(LATENT, v_head_dim=24),
+    replace(LATENT, head_dim=32),
+    replace(LATENT, kv_encoding=KVEncoding.E5M2),
+    replace(LATENT, kv_scales=Scales.TOKEN),
+]
+
+
 @each_provider
-@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [*((other(FN), FN) for other in OTHERS), *((other, LATENT) for other in OTHER_LATENTS), (LATENT, OTHER_LATENTS[0])],
+)
 def test_a_writer_and_a_reader_of_different_formats_are_not_built(
-    other: Callable[[Problem], Problem], provider: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    written: Problem, read: Problem, provider: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An index cache that was written flat and read shuffled lost what lies beyond 4 thousand tokens (vllm#52109)."""
-    written = other(FN)
-    assert written.page_format != FN.page_format
+    assert written.page_format != read.page_format
 
     class PoolOfTheWriter(HybridKVPool):
         def __init__(self, problems: list[Problem], spaces: list[Space], **sizes: object) -> None:
             super().__init__([written] * len(problems), spaces, **sizes)  # type: ignore[arg-type]
 
-    Serving(device, graphs=False, provider=provider, problem=FN)
+    Serving(device, graphs=False, provider=provider, problem=read)
     monkeypatch.setattr("rocm_attn.runtime.HybridKVPool", PoolOfTheWriter)
     with pytest.raises(BadTensor, match=r"the pages of layer 0 hold .*; its kernels are for .*float8_e4m3fn"):
-        Serving(device, graphs=False, provider=provider, problem=FN)
+        Serving(device, graphs=False, provider=provider, problem=read)
 
 
 def test_pages_that_are_not_what_their_format_says_are_refused(device: torch.device) -> None:
@@ -180,6 +195,98 @@ def test_what_an_engine_says_of_its_bytes_is_checked(provider: str, device: torc
     engine.k, engine.scales = engine.v, (torch.ones(2, device=device), torch.ones(2, device=device))
     with pytest.raises(BadTensor, match=r"layer 0: k_scale is torch.float32 \[2\]"):
         engine.bind(FN.page_format)
+
+
+@each_provider
+def test_pages_that_have_no_factors_may_be_declared_too(provider: str, device: torch.device) -> None:
+    """An engine that lays float32 pages out in an order of its own says so, and is refused."""
+    plain = small_problem(16)
+    engine = Adopted(device, provider, problem=plain)
+    engine.k = torch.zeros(PAGES, 16, 2, 16, device=device)
+    own = plain.page_format
+    engine.attention.bind(0, engine.k, engine.k.clone(), EnginePages(None, None, own))
+    for form in (replace(own, producer="vllm: shuffled"), replace(own, encoding=Encoding.FP16)):
+        with pytest.raises(BadTensor, match=r"the pages of layer 0 hold .*; its kernels read and write .* float32"):
+            engine.attention.bind(0, engine.k, engine.k.clone(), EnginePages(None, None, form))
+    with pytest.raises(BadTensor, match=r"layer 0: k_scale was given"):
+        engine.attention.bind(0, engine.k, engine.k.clone(), EnginePages(engine.scales[0], None, own))
+
+
+SELECTING = sparse_layer(
+    Indexer(4, 32, Indexing(0.25, top=3), key_encoding=KVEncoding.E4M3FN, key_scales=Scales.LAYER), page_size=16
+)
+INDEX_FORMAT = PageFormat(Encoding.E4M3FN, PoolKind.LATENT, 16, 1, 32, 32, Scales.LAYER)
+
+
+class Selects:
+    """One sequence of 60 tokens, whose last one selects, over an engine's pages; index keys are bytes."""
+
+    def __init__(self, device: torch.device, provider: str, guards: Guards = ALL_ON) -> None:
+        table = torch.arange(1, PAGES, dtype=torch.int32, device=device)[None]
+        self.attention = ExternalAttention(
+            [LayerSource(SELECTING)],
+            TableSource(table),
+            device=device,
+            bounds=Bounds(num_seqs=1, num_tokens=64, kv_len=64, num_pages=PAGES),
+            options=ExternalOptions(provider=provider),
+            guards=guards,
+        )
+        self.k, self.v = (torch.zeros(PAGES, 16, 2, 16, device=device) for _ in range(2))
+        self.attention.bind(0, self.k, self.v)
+        self.keys = torch.zeros(PAGES, 16, 32, dtype=torch.uint8, device=device)
+        self.factor = torch.full((1,), 0.5, device=device)
+
+    def bind(self, form: PageFormat) -> None:
+        self.attention.bind_index(0, self.keys, self.factor, form)
+
+    def run(self, *, stores: bool) -> torch.Tensor:
+        """What the last token gets. stores: of all of them, or of the last one alone"""
+        device, n = self.k.device, 60
+        generator = torch.Generator().manual_seed(0)
+        q, k, v = (torch.randn(n, heads, 16, generator=generator).to(device) for heads in (4, 2, 2))
+        index_q, index_k = (
+            torch.randint(-2, 3, shape, generator=generator).float().to(device) for shape in ((n, 4, 32), (n, 32))
+        )
+        new = n if stores else 1
+        rows = [each[-new:].contiguous() for each in (q, k, v, index_q, index_k)]
+        lengths = torch.tensor([n], dtype=torch.int32, device=device)
+        indptr = torch.tensor([0, new], dtype=torch.int32, device=device)
+        self.attention.begin(ExternalStep.extend(indptr, lengths, num_tokens=new, max_q_len=new, max_kv_len=n))
+        self.attention.fill()
+        out = torch.empty_like(rows[0])
+        self.attention.store(0, rows[1], rows[2])
+        self.attention.store_index(0, rows[4])
+        self.attention.select(0, rows[3])
+        self.attention.attend_selected(0, rows[0], out)
+        self.attention.check_device()
+        return out[-1]
+
+
+@each_provider
+def test_index_pages_of_another_format_are_not_adopted(provider: str, device: torch.device) -> None:
+    """Written in tiles and read in rows, as in vllm#52109: without the guard the wrong keys are chosen, in silence."""
+    writer = Selects(device, provider)
+    with pytest.raises(BadTensor, match=r"keeps index keys in float8_e4m3fn; say what its index pages hold"):
+        writer.attention.bind_index(0, writer.keys, writer.factor)
+    writer.bind(INDEX_FORMAT)
+    right = writer.run(stores=True)
+    shuffled = replace(INDEX_FORMAT, producer="vllm: shuffled")
+    for form in (shuffled, replace(INDEX_FORMAT, encoding=Encoding.E4M3FNUZ)):
+        with pytest.raises(BadTensor, match=r"the index pages of layer 0 hold .*; its kernels read and write"):
+            writer.bind(form)
+
+    reader = Selects(device, provider, Guards().without("page_format"))
+    reader.k.copy_(writer.k)
+    reader.v.copy_(writer.v)
+    reader.keys.copy_(writer.keys)
+    reader.bind(INDEX_FORMAT)
+    torch.testing.assert_close(reader.run(stores=False), right, rtol=1e-5, atol=1e-5)
+    tiles = writer.keys.view(PAGES, 16, 2, 16).transpose(1, 2).reshape(PAGES, 16, 32)
+    reader.keys.copy_(tiles)
+    reader.bind(shuffled)
+    wrong = reader.run(stores=False)
+    assert wrong.isfinite().all(), "nothing shows that it is wrong"
+    assert (wrong - right).abs().max() > 0.1
 
 
 @each_provider

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,50 @@ from rocm_attn.soak.shapes import SHAPES
 from rocm_attn.soak.truth import TruthReport
 from tests.amd.house.test_cli import GEMMA2, config_file
 
+_LATENTS = {
+    "q_lora_rank": 64,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "vocab_size": 64,
+    "num_hidden_layers": 2,
+    "index_n_heads": 16,
+    "index_head_dim": 128,
+    "index_topk": 24,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+}
+# Fields of config.json files, the ranks, and what is said of a layer.
+SPARSE: dict[str, tuple[dict[str, Any], int, str]] = {
+    "DeepSeek-V3.2": (
+        {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", **_LATENTS},
+        8,
+        "8 heads over latents of 512 in rows of 576, over 24 units of 1 tokens of its own indexer",
+    ),
+    "GLM-5": (
+        {
+            "architectures": ["GlmMoeDsaForCausalLM"],
+            "model_type": "glm_moe_dsa",
+            **_LATENTS,
+            "indexer_types": ["full", "shared"],
+        },
+        4,
+        "16 heads over latents of 512 in rows of 576, over 24 units of 1 tokens of an earlier layer's indexer",
+    ),
+}
 ON_CPU = ["--device", "cpu", "--dtype", "float32", "--lengths", "40,90", "--chunk", "60", "--page-size", "16"]
 
 
@@ -21,6 +66,20 @@ def test_a_models_layers_are_told_apart_and_found(tmp_path: Path, capsys: pytest
     shown = capsys.readouterr().out
     assert "8 query heads over 4 KV heads of 64, a window of 32" in shown
     assert shown.count("torch.decode") == 2
+    assert "every needle was found; 6 of 6 steps were replays" in shown
+
+
+@pytest.mark.parametrize("model", ["GLM-5", pytest.param("DeepSeek-V3.2", marks=pytest.mark.nightly)])
+def test_layers_of_a_model_that_selects_are_found_by_their_config(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The whole chain of a published model, on one of its ranks."""
+    fields, ranks, words = SPARSE[model]
+    config = config_file(tmp_path, fields)
+    assert main(["truth", config, "--tp", str(ranks), *ON_CPU, "--kv-encodings", "e4m3fnuz/token"]) == DONE
+    shown = capsys.readouterr().out
+    assert words in shown
+    assert "over a selection: torch.indexer" in shown
     assert "every needle was found; 6 of 6 steps were replays" in shown
 
 

@@ -28,8 +28,8 @@ from rocm_attn.kernels.sparse.attention import launch_selected_attention, launch
 from rocm_attn.kernels.sparse.check import launch_check_selection
 from rocm_attn.kernels.sparse.cuts import segment_cut, select_words, selected_cut
 from rocm_attn.kernels.sparse.index_scores import launch_select
-from rocm_attn.kernels.tuning.segment_tiles import segment_tiles
-from rocm_attn.kernels.tuning.sparse_tiles import index_tiles, selected_tiles
+from rocm_attn.kernels.tuning.sparse_tiles import index_tiles, selected_segment_tiles, selected_tiles
+from rocm_attn.kernels.tuning.tiles import Codes
 from rocm_attn.machine.target import known_target
 from tests.amd.offline.matrix import LARGE_POOL_BYTES, SMALL_POOL_BYTES
 from tests.amd.offline.offline_driver import compiled_by
@@ -134,10 +134,16 @@ class LayerRow:
         )
         keys, heads = self.width * self.unit_tokens, (num_kv_heads, ratio)
         if self.exact:
-            segments = segment_tiles(self.arch, head_dim=head_dim, v_head_dim=v_head_dim, dtype=self.dtype)
+            segments, by_pairs = selected_segment_tiles(
+                self.arch,
+                dims=self.dims,
+                dtype=self.dtype,
+                codes=Codes.NONE if self.scales is Scales.NONE else Codes.BY_TOKEN,
+                is_latent=self.kind is PoolKind.LATENT,
+            )
             words = segment_cut(keys, heads=heads, tiles=segments).words(NUM_TOKENS, v_head_dim)
             launch_selected_segments(
-                args._replace(workspace=torch.empty(words)), scale=0.1, tiles=segments, by_pairs=False
+                args._replace(workspace=torch.empty(words)), scale=0.1, tiles=segments, by_pairs=by_pairs
             )
             return
         tiles = selected_tiles(
@@ -230,6 +236,10 @@ _LAYERS: tuple[Callable[[str], LayerRow], ...] = (
         exact=True,
         on_oldest=arch == _OLDEST_ARCH,
     ),
+    lambda arch: LayerRow(arch, "segments_latent_16", (16, 1), (576, 512), _LATENT, exact=True),
+    lambda arch: LayerRow(arch, "segments_latent_128", (128, 1), (576, 512), _LATENT, exact=True),
+    lambda arch: LayerRow(arch, "segments_latent_codes", (16, 1), (576, 512), _LATENT, scales=Scales.TOKEN, exact=True),
+    lambda arch: LayerRow(arch, "segments_codes", (64, 4), (128, 128), scales=Scales.TOKEN, exact=True),
     lambda arch: LayerRow(arch, "segments_256", (24, 2), (256, 256), exact=True),
     lambda arch: LayerRow(arch, "attended_float32", (8, 2), (128, 96), dtype=FP32),
     lambda arch: LayerRow(arch, "latent_16", (16, 1), (576, 512), _LATENT, is_large=True),

@@ -220,7 +220,7 @@ class SparseWorld:
             for number, (problem, asked) in enumerate(zip(self.problems, self.asked, strict=True)):
                 source = number if isinstance(problem.indexer, Indexer) else source
                 want = self.expected(requests[seq], number, source, at)
-                assert_attention_close(asked.out[at], want, problem.dtype)
+                assert_attention_close(asked.out[at].cpu(), want, problem.dtype)
             first += new
         for asked in self.asked:
             pads = asked.out[first:]
@@ -235,21 +235,24 @@ class SparseWorld:
         return True
 
     def expected(self, request: SparseRequest, number: int, source: int, at: slice) -> Tensor:
-        """float64 [n, q_heads, v_head_dim]. source: the layer whose indexer selects; at: the request's new tokens"""
-        problem, stored, q = self.problems[number], request.layers[number], self.asked[number].q[at]
+        """float64 [n, q_heads, v_head_dim]. source: the layer whose indexer selects; at: the request's new tokens
+
+        On the CPU: a GPU would take a launch for each of many small steps.
+        """
+        problem, stored, q = self.problems[number], request.layers[number], self.asked[number].q[at].cpu()
+        stored_k, stored_v = stored.k.cpu(), stored.v.cpu()
         dense = replace(problem, indexer=ALL_KEYS)
         if isinstance(problem.indexer, AllKeys):
-            return attend_sequence(q, stored.k, stored.v, dense)[0]
+            return attend_sequence(q, stored_k, stored_v, dense)[0]
         asked, ratio = self.asked[source], problem.gqa_ratio
-        cells = chosen_cells(
-            asked.index_q[at], asked.weights[at], request.layers[source].index, problem.indexer.indexing
-        )
+        index_q, weights, index = asked.index_q[at], asked.weights[at], request.layers[source].index
+        cells = chosen_cells(index_q.cpu(), weights.cpu(), index.cpu(), problem.indexer.indexing)
         one = replace(dense, num_q_heads=ratio, num_kv_heads=1)
         outs = []
         for head in range(problem.num_kv_heads):
             seen = cells[:, head if cells.shape[1] > 1 else 0]
             heads = slice(head * ratio, (head + 1) * ratio)
-            k, v = stored.k[:, head : head + 1], stored.v[:, head : head + 1]
+            k, v = stored_k[:, head : head + 1], stored_v[:, head : head + 1]
             outs.append(attend_sequence(q[:, heads], k, v, one, visible=seen)[0])
         return torch.cat(outs, 1)
 
@@ -261,7 +264,9 @@ def chosen_cells(q: Tensor, weights: Tensor, keys: Tensor, indexing: Indexing) -
     pooled = keys[ends.to(keys.device)].double()
     products = torch.einsum("nhd,kd->nhk", q.double(), pooled) * indexing.scale
     products = products.clamp(min=0) if indexing.rectified else products
-    scores = (products * weights.double()[..., None]).reshape(num_new, sets, -1, len(pooled)).sum(2).cpu()
+    # A context that is shorter than a pool has no keys.
+    by_set = (products * weights.double()[..., None]).reshape(num_new, sets, q.shape[1] // sets, len(pooled))
+    scores = by_set.sum(2).cpu()
     cells = torch.zeros(num_new, sets, kv_len, dtype=torch.bool)
     for token in range(num_new):
         visible = kv_len - num_new + token + 1

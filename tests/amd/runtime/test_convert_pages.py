@@ -82,6 +82,24 @@ def test_under_one_factor_what_is_beyond_saturates_and_what_is_small_rounds(devi
     assert torch.equal(worth(target, 1), nearest)
 
 
+@pytest.mark.parametrize("scales", [Scales.LAYER, Scales.TOKEN], ids=lambda scales: scales.name)
+def test_latent_rows_are_converted_once(scales: Scales, device: torch.device) -> None:
+    """V is a part of K: it has no pages and no factors of its own, and counts once."""
+
+    def latents(encoding: Encoding, factor: float) -> LayerPages:
+        form = PageFormat(encoding, PoolKind.LATENT, 4, 1, 64, 48, scales)
+        raw = torch.zeros(3, 4, 1, 64, dtype=torch.uint8, device=device)
+        raw[2] = torch.arange(256, dtype=torch.uint8).view(4, 1, 64).to(device)
+        k = raw.view(encoding.dtype)
+        factors = torch.full((3, 1, 4) if scales is Scales.TOKEN else (1,), factor, device=device)
+        return LayerPages(k, k[..., :48], form, factors, factors)
+
+    source, target = latents(FN, 0.013), latents(FNUZ, 0.026)
+    found = convert_pages(source, target, ids(2, device=device), ids(1, device=device))
+    assert found == Conversion(saturated=0, rounded=0, not_numbers=2)
+    assert torch.equal(worth(target, 1), worth(source, 2).nan_to_num())
+
+
 def test_a_conversion_without_change_is_exact_in_vectorised_pages_too(device: torch.device) -> None:
     form = replace(FORM, kind=PoolKind.VECTORIZED, page_size=16)
     numbers = torch.arange(256, dtype=torch.uint8) & 0x77

@@ -109,6 +109,7 @@ EXPANDED = Problem(
 )
 
 EXACT = KVEncoding.LIKE_Q, Scales.NONE
+CODES = [encoding for encoding in KVEncoding if encoding is not KVEncoding.LIKE_Q]
 
 
 def dense(q: Tensor, latents: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
@@ -132,6 +133,12 @@ ONE_PREFIX = [
     pytest.param(1, 7, (KVEncoding.E4M3FN, Scales.TOKEN), marks=long),
     pytest.param(5, 4, (KVEncoding.E4M3FN, Scales.LAYER), marks=long),
     pytest.param(4, 7, (KVEncoding.E5M2, Scales.LAYER), marks=long),
+    *(
+        pytest.param(page_size, chunk_tokens, kept, marks=pytest.mark.nightly)
+        for page_size in (1, 4, 16, 64)
+        for chunk_tokens in (1, 7, 1000)
+        for kept in (EXACT, *((encoding, scales) for encoding in CODES for scales in (Scales.LAYER, Scales.TOKEN)))
+    ),
 ]
 
 

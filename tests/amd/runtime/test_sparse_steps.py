@@ -100,9 +100,9 @@ def test_a_selection_of_all_keys_gives_what_attention_to_all_gives(graphs: bool,
 long = pytest.mark.long
 
 
-def coded(problem: Problem) -> Problem:
+def coded(problem: Problem, encoding: KVEncoding = KVEncoding.E4M3FN) -> Problem:
     """The layer with K and V in codes, each token's with a factor of its own."""
-    return replace(problem, kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.TOKEN)
+    return replace(problem, kv_encoding=encoding, kv_scales=Scales.TOKEN)
 
 
 EVERYTHING = {
@@ -111,6 +111,14 @@ EVERYTHING = {
     "pages of 16, codes": pytest.param(coded(layer(indexer(WIDE), page_size=16)), marks=long),
     "latents": pytest.param(latent_layer(indexer(WIDE)), marks=long),
     "latents in codes": pytest.param(coded(latent_layer(indexer(WIDE), page_size=16))),
+    **{
+        f"{make.__name__} in {encoding.name}, pages of {page_size}": pytest.param(
+            coded(make(indexer(WIDE), page_size=page_size), encoding), marks=pytest.mark.nightly
+        )
+        for make in (layer, latent_layer)
+        for encoding in (KVEncoding.E4M3FN, KVEncoding.E4M3FNUZ, KVEncoding.E5M2)
+        for page_size in (1, 16, 64)
+    },
 }
 
 

@@ -1,0 +1,81 @@
+"""aiter.flash_attn_varlen_func over keys and values that lie packed: expanded attention of latent layers.
+
+192 elements of a key and 128 of a value, in DeepSeek-V3. Its log-sum-exps are what chunks of a prefix are merged by.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rocm_attn.machine.target import Target
+from rocm_attn.problem import Problem
+from rocm_attn.providers.aiter import library
+from rocm_attn.providers.aiter.prefill import varlen_scores
+from rocm_attn.providers.aiter.rows import VARLEN
+from rocm_attn.providers.contract import SMALLEST_POOL
+
+
+class PackedRows(NamedTuple):
+    """Sequences one after the other: queries and keys of each, which all have some of both.
+
+    q:          [T, heads, dim]
+    k, v:       [keys, heads, dim | v_dim], contiguous
+    q_indptr, kv_indptr: int32 [S + 1] on the device
+    max_q_len, max_kv_len: of the longest sequence
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_indptr: Tensor
+    kv_indptr: Tensor
+    max_q_len: int
+    max_kv_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackedVarlen:
+    """Attention of each sequence's queries to its keys. problem: as many KV heads as query heads, without a window"""
+
+    problem: Problem
+
+    def describe(self) -> str:
+        """Name and problem, to be printed."""
+        return f"aiter.flash_attn_varlen_func({self.problem})"
+
+    def attend(self, rows: PackedRows, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """out [T, heads, v_dim] in q's dtype, and lse float32 [T, heads]."""
+        q, v = rows.q, rows.v
+        out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
+        out, lse = library.flash_attn_varlen_func()(
+            q=q,
+            k=rows.k,
+            v=v,
+            cu_seqlens_q=rows.q_indptr,
+            cu_seqlens_k=rows.kv_indptr,
+            max_seqlen_q=rows.max_q_len,
+            max_seqlen_k=rows.max_kv_len,
+            alibi_slopes=None,
+            return_lse=True,
+            out=out,
+            sink_ptr=sinks,
+            **varlen_scores(self.problem),
+        )
+        return out, lse.t()
+
+
+def packed_varlen(problem: Problem, target: Target, provider: str) -> PackedVarlen | None:
+    """The kernel; None where the provider is another one, AITER is not installed, or its row refuses the problem."""
+    if provider not in ("auto", "aiter") or not target.is_amd:
+        return None
+    if any(entry.complaint() for entry in library.ENTRY_POINTS[VARLEN.name]) or VARLEN.refusals(problem, target):
+        return None
+    try:
+        VARLEN.bind(problem, target, SMALLEST_POOL)
+    except LookupError:
+        return None
+    return PackedVarlen(problem)

@@ -1,0 +1,196 @@
+"""Expanded prefills of latent layers by flash_attn_varlen_func: keys of 192, values of 128, merged by log-sum-exps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.guards.registry import Guards
+from rocm_attn.problem import Problem
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step.head_weights import HeadWeights
+from rocm_attn.step.layer_kinds import LayerKinds
+from rocm_attn.step.options import RuntimeOptions
+from rocm_attn.step.packed import PackedAttention
+from tests.amd.aiter.serving import CPU, latent_problem, partly_torch
+from tests.amd.aiter.stand_in import StandIn
+from tests.amd.tolerances import assert_attention_close, assert_lse_close
+
+HEADS, TURNS, LATENT = 2, 64, 512
+FUNCTION = "flash_attn_varlen_func"
+LAYER = latent_problem(HEADS)
+
+
+@dataclass
+class Prefills:
+    """Prompts of three sequences, then a chunk over each prefix but one; all that they stored, and what comes back."""
+
+    provider: str = "auto"
+    problem: Problem = LAYER
+    chunk_tokens: int = 7
+
+    def __post_init__(self) -> None:
+        options = RuntimeOptions(num_pages=600, max_num_seqs=4, max_kv_len=256, provider=self.provider)
+        kinds = LayerKinds.of([self.problem], options.spaces([self.problem]), [partly_torch(self.problem)])
+        self.runtime = AttentionRuntime(kinds, options, device=CPU, guards=Guards())
+        self.generator = torch.Generator().manual_seed(0)
+        if self.problem.has_sinks:
+            self.runtime.head_weights.set(0, HeadWeights.random(self.problem, self.generator))
+        self.w_k = self.random(HEADS, 128, LATENT) / LATENT**0.5
+        self.w_v = self.random(HEADS, LATENT, 128) / LATENT**0.5
+        self.latents = [self.random(0, LATENT + TURNS) for _ in range(3)]
+        self.rows = [self.runtime.table.admit() for _ in range(3)]
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator).bfloat16()
+
+    def expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys [tokens, heads, 128 + 64] and values [tokens, heads, 128]."""
+        turned = latents[:, None, LATENT:].expand(-1, HEADS, -1)
+        k = torch.cat([torch.einsum("tl,hnl->thn", latents[:, :LATENT], self.w_k), turned], -1)
+        return k, torch.einsum("tl,hlv->thv", latents[:, :LATENT], self.w_v)
+
+    def step(self, q_len: list[int]) -> None:
+        """New tokens, whose output is that of dense attention in float64."""
+        new = [self.random(count, LATENT + TURNS) for count in q_len]
+        self.latents = [torch.cat(each) for each in zip(self.latents, new, strict=True)]
+        kv_len = [len(each) for each in self.latents]
+        for row, length in zip(self.rows, kv_len, strict=True):
+            self.runtime.table.reserve(row, length)
+        batch = StepBatch(*(np.array(values, np.int32) for values in (self.rows, kv_len, q_len)))
+        step = self.runtime.begin_step(batch)
+        stored = torch.cat([*new, self.random(len(step.token_ids) - sum(q_len), LATENT + TURNS)])[:, None]
+        step.layers.store(0, stored, stored[..., :LATENT])
+        q = self.random(sum(q_len), HEADS, 128 + TURNS)
+        prefill = self.runtime.expanded_prefill(0)
+        out, lse = prefill.attend(batch, q, torch.cat(new), self.expand, chunk_tokens=self.chunk_tokens)
+        self.runtime.end_step()
+        first = 0
+        for latents, count in zip(self.latents, q_len, strict=True):
+            mine = slice(first, first + count)
+            want, want_lse = self.dense(q[mine], latents)
+            assert_attention_close(out[mine], want, torch.bfloat16)
+            assert_lse_close(lse[mine], want_lse, torch.bfloat16)
+            first += count
+
+    def dense(self, q: Tensor, latents: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = (side.double() for side in self.expand(latents))
+        logits = torch.einsum("qhd,khd->hqk", q.double() * self.problem.scale, k)
+        hidden = torch.ones(logits.shape[1:], dtype=torch.bool).triu(len(latents) - len(q) + 1)
+        logits = logits.masked_fill(hidden, float("-inf"))
+        sinks = self.runtime.head_weights.of(0).sinks
+        if sinks is not None:
+            logits = torch.cat([logits, sinks.double()[:, None, None].expand(-1, len(q), 1)], -1)
+            v = torch.cat([v, v.new_zeros(1, *v.shape[1:])])
+        return torch.einsum("hqk,khv->qhv", logits.softmax(-1), v), logits.logsumexp(-1).T
+
+    def serve(self) -> None:
+        self.step([11, 0, 5])
+        self.step([4, 9, 0])
+
+
+@pytest.fixture
+def by_extend(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each piece of attention that our kernel has computed was causal."""
+    calls: list[bool] = []
+    real = PackedAttention._by_extend
+
+    def counted(
+        attention: PackedAttention, q: Tensor, k: Tensor, v: Tensor, lengths: Any, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        calls.append(causal)
+        return real(attention, q, k, v, lengths, causal)
+
+    monkeypatch.setattr(PackedAttention, "_by_extend", counted)
+    return calls
+
+
+def test_rows_of_192_and_128_are_aiters_once_both_kernels_agree(release: StandIn, by_extend: list[bool]) -> None:
+    """In every release. New tokens and chunks of prefixes are compared once; nobody without keys is handed over."""
+    real = release.bodies[FUNCTION]
+    lengths: list[Tensor] = []
+
+    def noting(call: Mapping[str, Any]) -> Any:
+        lengths.extend((call["cu_seqlens_q"].diff(), call["cu_seqlens_k"].diff()))
+        return real(call)
+
+    release.bodies[FUNCTION] = noting
+    Prefills().serve()
+    assert sorted(by_extend) == [False, True]
+    compared = release.calls.count(FUNCTION)
+    Prefills().serve()
+    assert sorted(by_extend) == [False, True], "our kernel is not asked again"
+    assert release.calls.count(FUNCTION) == 2 * compared
+    assert all(bool((each > 0).all()) for each in lengths)
+
+
+def test_rows_that_are_much_longer_are_compared_anew(aiter: StandIn, by_extend: list[bool]) -> None:
+    Prefills().serve()
+    before = len(by_extend)
+    prefills = Prefills()
+    prefills.step([100, 3, 0])
+    assert len(by_extend) == before + 1
+    prefills.step([1, 1, 1])
+    Prefills().step([100, 3, 0])
+    assert by_extend.count(True) == 2
+
+
+WRONG = {
+    "out": lambda out, lse: (out * 1.2, lse),
+    "a log-sum-exp by powers of 2": lambda out, lse: (out, lse * 1.4427),
+    "no number": lambda out, lse: (out.fill_(float("nan")), lse),
+}
+
+
+@pytest.mark.parametrize("how", WRONG)
+def test_a_kernel_that_is_wrong_is_not_asked_again(how: str, aiter: StandIn, caplog: pytest.LogCaptureFixture) -> None:
+    real = aiter.bodies[FUNCTION]
+
+    def wrong(call: Mapping[str, Any]) -> Any:
+        out, lse = WRONG[how](*real(call))
+        call["out"].copy_(out)
+        return call["out"], lse
+
+    aiter.bodies[FUNCTION] = wrong
+    Prefills().serve()
+    Prefills().serve()
+    assert aiter.calls.count(FUNCTION) == 2, "once with new tokens, once with a chunk of what came before"
+    said = [record.getMessage() for record in caplog.records if "does not serve expanded" in record.getMessage()]
+    assert len(said) == 2
+
+
+def test_a_kernel_that_raises_is_not_asked_again(aiter: StandIn, caplog: pytest.LogCaptureFixture) -> None:
+    def raising(call: Mapping[str, Any]) -> Any:
+        raise SystemExit("no compiler")
+
+    aiter.bodies[FUNCTION] = raising
+    Prefills().serve()
+    assert "it raised SystemExit: no compiler" in caplog.text
+    assert aiter.calls.count(FUNCTION) == 2
+
+
+def test_another_provider_does_not_ask_it(aiter: StandIn) -> None:
+    Prefills(provider="triton").serve()
+    assert FUNCTION not in aiter.calls
+
+
+def test_sinks_that_its_assembly_drops_are_ours(aiter: StandIn, by_extend: list[bool]) -> None:
+    """They belong to the part of the new tokens; chunks of a prefix have none."""
+    problem = replace(LAYER, has_sinks=True)
+    for _ in range(2):
+        Prefills(problem=problem).serve()
+    assert by_extend.count(True) == 4
+    assert by_extend.count(False) == 1
+    assert aiter.calls.count(FUNCTION) > 2
+
+
+def test_without_aiter_our_kernel_serves(by_extend: list[bool]) -> None:
+    Prefills().serve()
+    assert by_extend.count(True) == 2

@@ -1,0 +1,199 @@
+"""The truth test at full length, on a GPU: every provider that serves there, and each fault that it is there for.
+
+Sequences of 2k, 6k, 10k, 40k and 84k tokens, in chunks of more than 8,192, over K pages on both sides of 2 and 4 GiB.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from rocm_attn.guards.registry import Guards
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.cache.page_format import Encoding
+from rocm_attn.kernels.sparse.arguments import Indexing, LastUnit
+from rocm_attn.problem import AllKeys, Indexer, KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.providers.contract import StepOps
+from rocm_attn.providers.select import Selection, select
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
+from rocm_attn.soak.needle_layer import NeedleLayer
+from rocm_attn.soak.truth import Truth, TruthPlan, TruthReport
+from rocm_attn.soak.wide_pages import wrapping_pages
+from rocm_attn.step.options import RuntimeOptions
+from rocm_attn.step.protocols import LayerCalls
+from tests.amd.faulty_kernels import faulty, with_launches
+from tests.amd.system.test_truth import SelectsOnce
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+PLAN = TruthPlan(provider="triton")
+DENSE = Problem(16, 4, 128, 128, torch.bfloat16, 64, 128**-0.5)
+LATENT = Problem(16, 1, 576, 512, torch.bfloat16, 64, 192**-0.5, pool=PoolKind.LATENT)
+TOKENS = Indexing(128**-0.5, top=2048)
+BLOCKS = Indexing(128**-0.5, top=16, unit_keys=128, last=1)
+POOLS = Indexing(128**-0.5, top=512, key_tokens=4, last_unit=LastUnit.ADDED)
+LAYERS = {
+    "dense": DENSE,
+    "latents": LATENT,
+    "tokens": replace(LATENT, indexer=Indexer(8, 128, TOKENS)),
+    "blocks": replace(DENSE, indexer=Indexer(4, 128, BLOCKS)),
+    "pools": replace(LATENT, indexer=Indexer(4, 128, POOLS)),
+}
+
+
+def coded(problem: Problem, encoding: KVEncoding = KVEncoding.E4M3FN) -> Problem:
+    """The layer with K and V and index keys in eight bits, each token's with a factor of its own."""
+    indexer = problem.indexer
+    if isinstance(indexer, Indexer):
+        indexer = replace(indexer, key_encoding=encoding, key_scales=Scales.TOKEN)
+    return replace(problem, kv_encoding=encoding, kv_scales=Scales.TOKEN, indexer=indexer)
+
+
+def over_large_pages(problem: Problem, plan: TruthPlan) -> TruthPlan:
+    """The plan over K pages of 4.5 GiB."""
+    form = problem.page_format
+    page_bytes = max(form.side_elements) * form.page_size * form.encoding.dtype.itemsize
+    return replace(plan, num_pages=(9 << 29) // page_bytes)
+
+
+def found(problem: Problem, device: torch.device, plan: TruthPlan = PLAN, guards: Guards | None = None) -> TruthReport:
+    """What is found of the needles of a layer."""
+
+    def build(layers: Sequence[Problem], options: RuntimeOptions) -> AttentionRuntime:
+        return build_runtime(layers, options, device=device, guards=guards)
+
+    report = Truth([problem], over_large_pages(problem, plan), build).run()
+    assert report.pool_bytes > 4 << 30
+    return report
+
+
+def assert_missed_at_every_length(report: TruthReport) -> None:
+    """A fault shows in each sequence, however short."""
+    assert [tally.passed for tally in report.tallies[0]] == [False] * len(PLAN.lengths)
+
+
+@pytest.mark.parametrize("is_coded", [False, True], ids=["as q", "eight bits"])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_every_needle_is_found_at_every_length(kind: str, is_coded: bool, device: torch.device) -> None:
+    """Quantise, store, index, top-k and attend, all of it captured and replayed."""
+    problem = coded(LAYERS[kind]) if is_coded else LAYERS[kind]
+    report = found(problem, device)
+    assert max(PLAN.lengths) > 84_000
+    assert PLAN.most_tokens > 8192
+    assert report.passed, "\n".join(map(str, report.misses))
+    assert report.replays == report.steps
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_torch_finds_every_needle_at_every_length(kind: str, device: torch.device) -> None:
+    """The readable kernels. Those that select launch a few tokens at a time: too many launches for a graph.
+
+    They gather the index keys of each token, so those are few and shorter here. Of 64 elements they were too short: two
+    of the tokens' needles were lost to noise.
+    """
+    problem = coded(LAYERS[kind])
+    if isinstance(problem.indexer, Indexer):
+        problem = replace(problem, indexer=replace(problem.indexer, num_heads=2, head_dim=96))
+    graphs = isinstance(problem.indexer, AllKeys)
+    report = found(problem, device, replace(PLAN, provider="torch", graphs=graphs))
+    assert report.passed, "\n".join(map(str, report.misses))
+    assert report.replays == report.steps * graphs
+    assert all(": torch." in kernel for kernel in report.kernels[0])
+
+
+@pytest.fixture(autouse=True)
+def memory_of_one_test() -> None:
+    """Pools of the test before, of other sizes, leave no room for those of this one."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_every_needle_is_found_in_deterministic_mode(kind: str, device: torch.device) -> None:
+    report = found(LAYERS[kind], device, replace(PLAN, deterministic=True))
+    assert report.passed, "\n".join(map(str, report.misses))
+
+
+@pytest.mark.parametrize("encoding", [KVEncoding.E4M3FNUZ, KVEncoding.E5M2], ids=lambda encoding: encoding.name)
+def test_every_needle_is_found_in_codes_of_other_hardware(encoding: KVEncoding, device: torch.device) -> None:
+    report = found(coded(DENSE, encoding), device)
+    assert report.passed, "\n".join(map(str, report.misses))
+
+
+@pytest.mark.parametrize(
+    ("written", "read"), [(KVEncoding.E4M3FNUZ, Encoding.E4M3FN), (KVEncoding.E4M3FN, Encoding.E4M3FNUZ)]
+)
+def test_a_wrong_encoding_shows_at_every_length(written: KVEncoding, read: Encoding, device: torch.device) -> None:
+    def in_another(args: AttendArgs) -> AttendArgs:
+        pages = args.pages
+        k, v = (side.view(torch.uint8).view(read.dtype) for side in (pages.k, pages.v))
+        form = replace(pages.format, encoding=read)
+        return args._replace(pages=LayerPages(k, v, form, pages.k_scale, pages.v_scale))
+
+    def for_another(selection: Selection) -> Selection:
+        """Kernels that were chosen for pages of the other encoding, over these."""
+        problem = replace(selection.problem, kv_encoding=KVEncoding(read.value))
+        kernels = select(problem, selection.target, "triton").kernels
+        return faulty(in_another, replace(selection, kernels=kernels))
+
+    assert_missed_at_every_length(found(coded(DENSE, written), device, guards=with_launches(for_another)))
+
+
+@pytest.mark.parametrize("by", [-1, 1])
+def test_a_window_that_is_off_by_one_shows_at_every_length(by: int, device: torch.device) -> None:
+    windowed = replace(DENSE, window_left=1023, has_sinks=True)
+
+    def with_another_window(selection: Selection) -> Selection:
+        problem = selection.problem
+        other = select(replace(problem, window_left=problem.window_left + by), selection.target, "triton")
+        return replace(selection, kernels=other.kernels)
+
+    report = found(windowed, device, guards=with_launches(with_another_window))
+    assert_missed_at_every_length(report)
+    assert {miss.visible for miss in report.misses} == {by < 0}
+
+
+def test_a_stale_selection_shows_at_every_length(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later steps go on with what the first one has chosen."""
+    once, run = SelectsOnce(), NeedleLayer.run
+
+    def stale(layer: NeedleLayer, layers: LayerCalls, number: int, num_tokens: int) -> Tensor:
+        return run(layer, once.around(layers), number, num_tokens)
+
+    monkeypatch.setattr(NeedleLayer, "run", stale)
+    guards = Guards().without("fresh_selection")
+    assert_missed_at_every_length(found(LAYERS["tokens"], device, replace(PLAN, graphs=False), guards))
+
+
+def test_offsets_of_32_bits_show_at_every_length(device: torch.device) -> None:
+    """Stores and reads wrap alike at 4 GiB, so that what is read is what was stored last at either place."""
+    page_size = DENSE.page_size
+    wraps_at = wrapping_pages([DENSE], over_large_pages(DENSE, PLAN).num_pages)[-1]
+
+    def wrapped_ops(ops: StepOps) -> StepOps:
+        def store_kv(
+            k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, pages: LayerPages, *, null_page: bool
+        ) -> None:
+            slots = torch.where(slot_of_token >= page_size, slot_of_token % (wraps_at * page_size), slot_of_token)
+            ops.store_kv(k, v, slots, counts, pages, null_page=null_page)
+
+        return replace(ops, store_kv=store_kv)
+
+    def wrapped(args: AttendArgs) -> AttendArgs:
+        return args._replace(table=args.table % wraps_at)
+
+    guards = with_launches(partial(faulty, wrapped), wrapped_ops)
+    report = found(DENSE, device, replace(PLAN, graphs=False), guards)
+    assert_missed_at_every_length(report)
+    assert all(miss.visible for miss in report.misses)

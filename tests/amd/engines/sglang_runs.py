@@ -23,7 +23,16 @@ from tests.amd.engines.serving import (
     write_metadata,
 )
 from tests.amd.engines.sglang_kit import Tally
-from tests.amd.engines.sglang_plugin import DRAFTS, FAULTS_LOG, HALVES_LOG, MODES_LOG, OVERLAP, SPARSE, WINDOW_POOL
+from tests.amd.engines.sglang_plugin import (
+    DETERMINISTIC,
+    DRAFTS,
+    FAULTS_LOG,
+    HALVES_LOG,
+    MODES_LOG,
+    OVERLAP,
+    SPARSE,
+    WINDOW_POOL,
+)
 from tests.amd.engines.sglang_text import Answer, Run
 
 # The environment's.
@@ -93,7 +102,8 @@ class SglangVenv:
         drafts = any("speculative_algorithm" in run.engine for run in runs)
         sparse = any(run.engine["model_path"].endswith("_sparse") for run in runs)
         overlap = any(run.engine.get("enable_two_batch_overlap") for run in runs)
-        switches = {DRAFTS: drafts, SPARSE: sparse, OVERLAP: overlap}
+        deterministic = any(run.engine.get("enable_deterministic_inference") for run in runs)
+        switches = {DRAFTS: drafts, SPARSE: sparse, OVERLAP: overlap, DETERMINISTIC: deterministic}
         settings = {
             **{name: str(scratch / name.lower()) for name in (FAULTS_LOG, MODES_LOG, HALVES_LOG)},
             **{name: str(int(is_on)) for name, is_on in switches.items()},

@@ -8,9 +8,9 @@ them hold their weights and --kv-gib of KV cache meanwhile.
 
 In a turn a process generates the workloads named below, each of them first with a part of its requests and a few new
 tokens, to warm up. tokens_per_s counts new tokens from the first prompt to the last token. decode_tokens_per_s counts
-those that came after each request had its first one. Both are medians of the turns. Float32 text must be the same token for token; of two-byte dtypes the share
-of equal requests is written beside the speed, and is no verdict. A process that fails costs its own mode alone: what it
-said is printed in full.
+those that came after each request had its first one. Both are medians of the turns. Float32 text must be the same token
+for token; of two-byte dtypes the share of equal requests is written beside the speed, and is no verdict. A process that
+fails costs its own mode alone: what it said is printed in full.
 
 Triton multiplies float32 numbers in TF32 where a kernel does not say otherwise, as TRITON_ATTN's does not. Text of such
 a model is compared with TRITON_F32_DEFAULT=ieee.

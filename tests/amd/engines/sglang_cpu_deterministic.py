@@ -7,11 +7,13 @@ becomes of a token depends on no other token of its step. Named as SGLang 0.5.23
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 # torch undoes a registration when its owner is gone.
-_OWNERS: list[torch.library.Library] = []
+_OWNERS: list[object] = []
 
 
 def multiply_rows_by_themselves() -> None:
@@ -19,7 +21,7 @@ def multiply_rows_by_themselves() -> None:
     from sglang.srt import batch_invariant_ops
 
     def enable() -> None:
-        library = torch.library.Library("aten", "IMPL")
+        library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # of torch
         library.impl("aten::mm", product, "CPU")
         library.impl("aten::addmm", sum_with_product, "CPU")
         _OWNERS.append(library)

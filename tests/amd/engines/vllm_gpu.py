@@ -2,9 +2,9 @@
 
     python -m tests.amd.engines.vllm_gpu FOLDER [GROUP...]
 
-FOLDER: keeps models, and of each group what vLLM has logged. Each group is a process with engines one after the other;
-all groups run at once. vLLM is that of the interpreter, and our plug-in is installed. A line is printed for each
-engine, and the program fails where a text differs or a fault is not told.
+FOLDER: keeps models, and of each engine what vLLM has logged. Each engine has a process of its own, as vLLM keeps one
+memory pool for all graphs of a process; all run at once. vLLM is that of the interpreter, and our plug-in is installed.
+A line is printed for each engine, and the program fails where a text differs or a fault is not told.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _SIZES = (4, 8, 16, 32, 48)
 
 @dataclass(frozen=True)
 class Engines:
-    """What a process runs. runs: name -> run; the first one is what the texts of others are compared with
+    """What a group runs. runs: name -> run; the first one is what the texts of others are compared with
 
-    settings: of the environment
+    settings: of the environment of all but the first one
     exact:    whether texts must be equal; those of two-byte dtypes are counted
     """
 
@@ -83,21 +83,16 @@ def gemma3(cache: Path) -> Engines:
 def faults(cache: Path) -> Engines:
     """In the fifth step, which decodes."""
     folder = model("gemma3", cache)
-    planted = {name: run(folder, "CUSTOM", "FULL_DECODE_ONLY", name) for name in (*FAULTS, *GRAPH_FAULTS)}
-    return Engines(planted)
+    return Engines({name: run(folder, "CUSTOM", "FULL_DECODE_ONLY", name) for name in (*FAULTS, *GRAPH_FAULTS)})
 
 
 def latent(cache: Path) -> Engines:
     """Prompts by FlashAttention, which vLLM has in two bytes alone."""
     folder, name = model("deepseek_wide", cache), "TRITON_MLA"
     modes = ("eager", "FULL_DECODE_ONLY")
-    runs = {mode: run(folder, name, mode, dtype="bfloat16") for mode in modes}
-    return Engines(runs, {"ROCM_ATTN_TAKE_BACKENDS": name}, exact=False)
-
-
-def latent_stock(cache: Path) -> Engines:
-    """For a comparison by eye: vLLM's own text of latent()."""
-    return Engines({"eager": run(model("deepseek_wide", cache), "TRITON_MLA", dtype="bfloat16")}, exact=False)
+    ours = {mode: run(folder, name, mode, dtype="bfloat16") for mode in modes}
+    stock = {name: run(folder, name, dtype="bfloat16")}
+    return Engines(stock | ours, {"ROCM_ATTN_TAKE_BACKENDS": name}, exact=False)
 
 
 def ranks(cache: Path) -> Engines:
@@ -114,64 +109,79 @@ def ranks(cache: Path) -> Engines:
 
 
 GROUPS: Mapping[str, Callable[[Path], Engines]] = {
-    each.__name__: each for each in (llama, gemma3, faults, latent, latent_stock, ranks)
+    each.__name__: each for each in (llama, gemma3, faults, latent, ranks)
 }
 _ONE_GPU = ("llama", "gemma3", "faults")
+
+
+class Process:
+    """A process with one engine. scratch: its folder"""
+
+    def __init__(self, scratch: Path, asked: Run, more: Mapping[str, str]) -> None:
+        scratch.mkdir(parents=True)
+        self.asked, self._log, self._answers = asked, scratch / "log", scratch / "answers.json"
+        request = scratch / "request.json"
+        request.write_text(json.dumps([asdict(asked)]))
+        settings = {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
+            "VLLM_CACHE_ROOT": str(scratch),
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            # TRITON_ATTN multiplies float32 numbers in TF32 else, and then other tokens come.
+            "TRITON_F32_DEFAULT": "ieee",
+            **more,
+        }
+        command = [sys.executable, "-m", "tests.amd.engines.vllm_text", str(request), str(self._answers)]
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(command, env={**os.environ, **settings}, stdout=log, stderr=log)
+
+    def answer(self) -> Answer | None:
+        """What came of it, when it has ended; None: it failed."""
+        self._process.wait()
+        if not self._answers.is_file():
+            return None
+        (answer,) = json.loads(self._answers.read_text())
+        return Answer(**answer)
+
+    def said(self) -> str:
+        """The end of its log."""
+        return self._log.read_text()[-3000:]
 
 
 def main(folder: Path, groups: Sequence[str]) -> int:
     """Run groups, print what came of them, and return how many engines were wrong."""
     asked = {name: GROUPS[name](folder) for name in groups}
-    processes = {name: _started(folder / name, engines) for name, engines in asked.items()}
-    wrong = 0
-    for name, process in processes.items():
-        process.wait()
-        answers = folder / name / "answers.json"
-        if not answers.is_file():
-            print(f"{name}: FAILED\n{(folder / name / 'log').read_text()[-5000:]}", flush=True)
-            wrong += 1
-            continue
-        found = [Answer(**each) for each in json.loads(answers.read_text())]
-        wrong += compared(name, asked[name], found)
-    return wrong
+    processes = {
+        name: {
+            engine: Process(folder / name / str(number), run, engines.settings if number else {})
+            for number, (engine, run) in enumerate(engines.runs.items())
+        }
+        for name, engines in asked.items()
+    }
+    return sum(compared(name, engines, asked[name].exact) for name, engines in processes.items())
 
 
-def compared(group: str, engines: Engines, found: Sequence[Answer]) -> int:
+def compared(group: str, engines: Mapping[str, Process], exact: bool) -> int:
     """Print a line for each engine of a group, and return how many were wrong."""
-    wrong = 0
-    for (name, asked), answer in zip(engines.runs.items(), found, strict=True):
-        if asked.fault:
+    wrong, first = 0, Answer()
+    for name, process in engines.items():
+        answer = process.answer()
+        if answer is None:
+            is_right, said = False, f"it failed\n{process.said()}"
+        elif process.asked.fault:
             is_told = answer.said.startswith(("DeviceFault: step 5: ", "WrongState: "))
             is_right = is_told and answer.steps_later <= MOST_STEPS_LATER
             said = f"{answer.steps_later} steps later: {answer.said or 'nothing was said'}"
         else:
-            texts, first_ones = (list(chain.from_iterable(each.tokens)) for each in (answer, found[0]))
-            pairs = list(zip(texts, first_ones, strict=True))
-            equal = sum(ours == first for ours, first in pairs)
-            is_right = equal == len(pairs) or not engines.exact
-            said = f"{equal} of {len(pairs)} texts, {answer.steps} steps"
+            first = first if first.tokens else answer
+            texts, first_ones = (list(chain.from_iterable(each.tokens)) for each in (answer, first))
+            equal = sum(ours == theirs for ours, theirs in zip(texts, first_ones, strict=True))
+            is_right = equal == len(texts) or not exact
+            said = f"{equal} of {len(texts)} texts, {answer.steps} steps"
         print(f"{group}, {name}: {'' if is_right else 'WRONG: '}{said}", flush=True)
         wrong += not is_right
     return wrong
-
-
-def _started(scratch: Path, engines: Engines) -> subprocess.Popen[bytes]:
-    scratch.mkdir(parents=True, exist_ok=True)
-    request = scratch / "request.json"
-    request.write_text(json.dumps([asdict(each) for each in engines.runs.values()]))
-    settings = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "VLLM_CACHE_ROOT": str(scratch),
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        # TRITON_ATTN multiplies float32 numbers in TF32 else, and then other tokens come.
-        "TRITON_F32_DEFAULT": "ieee",
-        **engines.settings,
-    }
-    command = [sys.executable, "-m", "tests.amd.engines.vllm_text", str(request), str(scratch / "answers.json")]
-    with (scratch / "log").open("w") as log:
-        return subprocess.Popen(command, env={**os.environ, **settings}, stdout=log, stderr=log)
 
 
 if __name__ == "__main__":

@@ -60,10 +60,7 @@ def unchanged(runner: Runner) -> None:
 
 
 class Runner:
-    """A runner of vLLM's over KVGroups, one for each KV cache group; layers live in the groups that `groups` names.
-
-    said: receives the kernels that were chosen
-    """
+    """A runner of vLLM's over KVGroups, one for each KV cache group; layers live in the groups that `groups` names."""
 
     def __init__(
         self,
@@ -77,7 +74,6 @@ class Runner:
         wide: bool = False,
         dtype: torch.dtype = torch.float32,
         external: ExternalOptions | None = None,
-        said: list[str] | None = None,
     ) -> None:
         self.device, self.block_size, self.dtype, self.dim = device, block_size, dtype, terms[0].head_size
         self.random, self.pad = np.random.default_rng(0), NAN
@@ -96,12 +92,7 @@ class Runner:
         self.free = [self.random.permutation(np.arange(1, NUM_BLOCKS)).tolist() for _ in self.tables]
         self.requests: list[Request] = []
         external = external if external is not None else ExternalOptions()
-        sentences = [] if said is None else said
-        options = GroupOptions(
-            replace(external, provider=provider, page_strides=True),
-            is_wide=lambda: wide,
-            said=lambda selections: sentences.extend(each.sentence().split("; not ")[0] for each in selections),
-        )
+        options = GroupOptions(replace(external, provider=provider, page_strides=True), is_wide=lambda: wide)
         self.groups = [
             KVGroup(self._group_layers(group), GroupSizes(MAX_SEQS, MAX_TOKENS, MAX_LEN), device, options)
             for group in range(len(self.tables))

@@ -3,14 +3,14 @@
 python -m benchmarks.vllm_throughput --model smollm2 --dtype float32 --out benchmarks/results/vllm_h200.json
 
 Each backend runs in a process of its own, once for each cudagraph mode: vLLM keeps one engine a process. --at-once of
-them are made ready together, and then generate in turn, so that nothing else runs on the device. All of them hold their
-weights and --kv-gib of KV cache meanwhile.
+them are made ready together, and then generate in turn, --turns times, so that nothing else runs on the device. All of
+them hold their weights and --kv-gib of KV cache meanwhile.
 
-A process generates the workloads named below, each of them first with a part of its requests and a few new tokens, to
-warm up. tokens_per_s counts new tokens from the first prompt to the last token. decode_tokens_per_s counts those that
-came after each request had its first one. Float32 text must be the same token for token; of two-byte dtypes the share
-of equal requests is written beside the speed, and is no verdict. A process that fails costs its own mode alone: what it
-said is printed in full.
+In a turn a process generates the workloads named below, each of them first with a part of its requests and a few new
+tokens, to warm up. tokens_per_s counts new tokens from the first prompt to the last token. decode_tokens_per_s counts
+those that came after each request had its first one. Both are medians of the turns. Float32 text must be the same token
+for token; of two-byte dtypes the share of equal requests is written beside the speed, and is no verdict. A process that
+fails costs its own mode alone: what it said is printed in full.
 
 Triton multiplies float32 numbers in TF32 where a kernel does not say otherwise, as TRITON_ATTN's does not. Text of such
 a model is compared with TRITON_F32_DEFAULT=ieee.
@@ -24,6 +24,7 @@ import argparse
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -37,7 +38,7 @@ from rocm_attn.bench.machine import describe_machine, version_of
 
 OURS = "CUSTOM"
 MODES = ("eager", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
-# What a process writes when its engine is ready.
+# What a process writes when its engine is ready, and after each turn.
 _READY = "ready"
 _WARM_UP_TOKENS, _WARM_UP_PART = 8, 4
 
@@ -99,19 +100,25 @@ class EngineProcess:
         self._ready = os.fdopen(own)
 
     def is_ready(self) -> bool:
-        """Wait until its engine is made. False: the process has failed."""
-        with self._ready:
-            return self._ready.readline().strip() == _READY
+        """Wait until its engine is made, or until its turn is over. False: the process has failed."""
+        return self._ready.readline().strip() == _READY
+
+    def take_turn(self) -> None:
+        """Let it generate once, and wait. A process that has failed does nothing."""
+        assert self._process.stdin is not None
+        try:
+            print("go", file=self._process.stdin, flush=True)
+        except BrokenPipeError:
+            return
+        self.is_ready()
 
     def generated(self) -> dict[str, Any]:
-        """Let it generate, and wait. Of each workload: tokens_per_s, decode_tokens_per_s, each request's tokens
+        """Wait for its end. Of each workload: what timed() says, of all turns
 
         Empty if the process has failed.
         """
-        try:
-            self._process.communicate("go\n")
-        except BrokenPipeError:
-            self._process.wait()
+        self._process.communicate()
+        self._ready.close()
         found: dict[str, Any] = json.loads(self._answer.read_text()) if self._answer.is_file() else {}
         return found
 
@@ -134,11 +141,12 @@ def main() -> None:
         "dtype": args.dtype,
         "against": args.against,
         "compiled": not args.no_compile,
+        "turns": args.turns,
         "rows": [],
     }
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for first in range(0, len(runs), args.at_once):
-        found |= in_turn(runs[first : first + args.at_once])
+        found |= in_turn(runs[first : first + args.at_once], args.turns)
         result["rows"] = rows = [row for mode in args.modes for row in compared(found, mode, args.against)]
         Path(args.out).write_text(json.dumps(result, indent=1))
     for row in rows:
@@ -149,10 +157,14 @@ def main() -> None:
         sys.exit("the text differs")
 
 
-def in_turn(runs: Sequence[tuple[str, str]]) -> dict[tuple[str, str], dict[str, Any]]:
+def in_turn(runs: Sequence[tuple[str, str]], turns: int) -> dict[tuple[str, str], dict[str, Any]]:
     """What each backend and mode generates: all engines are made at once, and generate one after the other."""
     processes = [EngineProcess(*run, sys.argv[1:]) for run in runs]
     ready = [process.is_ready() for process in processes]
+    for turn in range(turns):
+        # Who is first in one turn is last in the next.
+        for process in processes if turn % 2 == 0 else processes[::-1]:
+            process.take_turn()
     found = {}
     for process, was_ready in zip(processes, ready, strict=True):
         found[process.backend, process.mode] = answer = process.generated()
@@ -176,6 +188,7 @@ def compared(found: Mapping[tuple[str, str], Mapping[str, Any]], mode: str, agai
         for speed in ("tokens_per_s", "decode_tokens_per_s"):
             row[f"ours_{speed}"], row[f"{against.lower()}_{speed}"] = ours[name][speed], theirs[name][speed]
             row[f"{speed}_ratio"] = round(ours[name][speed] / theirs[name][speed], 3)
+            row[f"{speed}_of_turns"] = [ours[name][f"{speed}_of_turns"], theirs[name][f"{speed}_of_turns"]]
         rows.append(row)
     return rows
 
@@ -206,16 +219,32 @@ def generate(args: argparse.Namespace) -> None:
         seed=0,
         **graphs,
     )
+    turns: list[dict[str, dict[str, Any]]] = []
     with os.fdopen(args.ready_to, "w") as ready:
-        print(_READY, file=ready)
-    sys.stdin.readline()
+        print(_READY, file=ready, flush=True)
+        for _ in range(args.turns):
+            sys.stdin.readline()
+            turns.append(one_turn(engine, workloads(args.requests, args.longest, args.new), args.vocabulary))
+            print(_READY, file=ready, flush=True)
+    Path(args.answer).write_text(json.dumps({name: of_turns([turn[name] for turn in turns]) for name in turns[0]}))
+
+
+def one_turn(engine: Any, asked: Sequence[Workload], vocabulary: int) -> dict[str, dict[str, Any]]:
+    """What timed() says of each workload."""
     found = {}
-    for workload in workloads(args.requests, args.longest, args.new):
-        prompts = prompts_of(workload, args.vocabulary)
+    for workload in asked:
+        prompts = prompts_of(workload, vocabulary)
         few = prompts[::_WARM_UP_PART]
         timed(engine, few, [_WARM_UP_TOKENS] * len(few))
         found[workload.name] = timed(engine, prompts, workload.new)
-    Path(args.answer).write_text(json.dumps(found))
+    return found
+
+
+def of_turns(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A workload's medians, its slowest and fastest turn, and the tokens of the first one."""
+    speeds = {name: [turn[name] for turn in turns] for name in ("tokens_per_s", "decode_tokens_per_s")}
+    spread = {f"{name}_of_turns": [min(each), max(each)] for name, each in speeds.items()}
+    return {**{name: statistics.median(each) for name, each in speeds.items()}, **spread, "tokens": turns[0]["tokens"]}
 
 
 def timed(engine: Any, prompts: Sequence[dict[str, list[int]]], new: Sequence[int]) -> dict[str, Any]:
@@ -268,6 +297,7 @@ def parse_args(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--vocabulary", type=int, default=1000)
     parser.add_argument("--kv-gib", type=float, default=8, help="KV cache of each process")
     parser.add_argument("--at-once", type=int, default=2, help="processes that are made ready together")
+    parser.add_argument("--turns", type=int, default=1, help="how often each workload is generated")
     parser.add_argument("--out", default="vllm_throughput.json")
     parser.add_argument("--run", default="", help=argparse.SUPPRESS)
     parser.add_argument("--ready-to", type=int, default=-1, help=argparse.SUPPRESS)

@@ -6,6 +6,7 @@ ENGINE_WINDOW_POOL=1   gives Gemma 3 a pool of its own for layers with a window,
 ENGINE_SPARSE=1        lets SGLang build a DeepSeek V3.2 on a CPU, in the dtype of the model
 ENGINE_DRAFTS=1        gives SGLang what it calls around drafts, which no wheel for a CPU has
 ENGINE_OVERLAP=1       lets SGLang overlap two halves of a batch on a CPU
+ENGINE_DETERMINISTIC=1 lets SGLang take its deterministic flag on a CPU
 ENGINE_HALVES_LOG=FILE with that each batch of two halves becomes a line of JSON
 ENGINE_MODES_LOG=FILE  each mode of the steps that our backend begins becomes a line of each process, and so does MIXED
 ENGINE_FAULTS_LOG=FILE once the file is there, one of FAULTS is planted in every fourth step that decodes or verifies
@@ -21,10 +22,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.amd.engines import sglang_cpu_drafts, sglang_cpu_overlap
+from tests.amd.engines import sglang_cpu_deterministic, sglang_cpu_drafts, sglang_cpu_overlap
 
 WINDOW_POOL, FAULTS_LOG, DRAFTS = "ENGINE_WINDOW_POOL", "ENGINE_FAULTS_LOG", "ENGINE_DRAFTS"
 SPARSE, OVERLAP, HALVES_LOG, MODES_LOG = "ENGINE_SPARSE", "ENGINE_OVERLAP", "ENGINE_HALVES_LOG", "ENGINE_MODES_LOG"
+DETERMINISTIC = "ENGINE_DETERMINISTIC"
 _STEPS_APART = 4
 
 Undo = Callable[[], None]
@@ -41,6 +43,8 @@ def register() -> None:
         sglang_cpu_drafts.find_last_slots_in_torch()
     if os.environ.get(OVERLAP) == "1":
         sglang_cpu_overlap.overlap_on_a_cpu(Path(os.environ[HALVES_LOG]))
+    if os.environ.get(DETERMINISTIC) == "1":
+        sglang_cpu_deterministic.multiply_rows_by_themselves()
     if MODES_LOG in os.environ:
         write_modes(Path(os.environ[MODES_LOG]))
     if FAULTS_LOG in os.environ:

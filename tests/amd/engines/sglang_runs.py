@@ -23,7 +23,16 @@ from tests.amd.engines.serving import (
     write_metadata,
 )
 from tests.amd.engines.sglang_kit import Tally
-from tests.amd.engines.sglang_plugin import DRAFTS, FAULTS_LOG, HALVES_LOG, MODES_LOG, OVERLAP, SPARSE, WINDOW_POOL
+from tests.amd.engines.sglang_plugin import (
+    DETERMINISTIC,
+    DRAFTS,
+    FAULTS_LOG,
+    HALVES_LOG,
+    MODES_LOG,
+    OVERLAP,
+    SPARSE,
+    WINDOW_POOL,
+)
 from tests.amd.engines.sglang_text import Answer, Run
 
 # The environment's.
@@ -52,9 +61,11 @@ class SglangVenv:
         name: str = "rocm_attn",
         window_pool: bool = False,
         release: str = SGLANG,
+        asks: bool = True,
     ) -> list[Answer]:
         """What our backend answers, under its own name or one that it takes.
 
+        asks:    whether the server's arguments name a backend; else SGLang chooses one itself
         release: another one than the environment's is run from a folder beside it, with what the environment has else
         """
         settings = {WINDOW_POOL: "1" if window_pool else "0"}
@@ -64,7 +75,7 @@ class SglangVenv:
             tree = self.folder / "sglang" / f"python-{release}"
             assert (tree / "sglang").is_dir(), f"{tree} is missing: remove {self.folder / 'sglang'} and make it anew"
             settings["PYTHONPATH"] = os.pathsep.join(map(str, (tree, *python_path(self.plugin))))
-        answers = self._answers(runs, name, scratch, settings)
+        answers = self._answers(runs, name if asks else None, scratch, settings)
         assert f"rocm_attn serves SGLang {release}" in (scratch / "log").read_text(), "our backend did not serve"
         return answers
 
@@ -88,12 +99,15 @@ class SglangVenv:
         """A run with its model's name in place of its folder, which may lie elsewhere the next time."""
         return {**asdict(run), "engine": {**run.engine, "model_path": Path(run.engine["model_path"]).name}}
 
-    def _answers(self, runs: Sequence[Run], backend: str, scratch: Path, more: Mapping[str, str]) -> list[Answer]:
+    def _answers(
+        self, runs: Sequence[Run], backend: str | None, scratch: Path, more: Mapping[str, str]
+    ) -> list[Answer]:
         asked = [{**asdict(run), "engine": {**run.engine, "attention_backend": backend}} for run in runs]
         drafts = any("speculative_algorithm" in run.engine for run in runs)
         sparse = any(run.engine["model_path"].endswith("_sparse") for run in runs)
         overlap = any(run.engine.get("enable_two_batch_overlap") for run in runs)
-        switches = {DRAFTS: drafts, SPARSE: sparse, OVERLAP: overlap}
+        deterministic = any(run.engine.get("enable_deterministic_inference") for run in runs)
+        switches = {DRAFTS: drafts, SPARSE: sparse, OVERLAP: overlap, DETERMINISTIC: deterministic}
         settings = {
             **{name: str(scratch / name.lower()) for name in (FAULTS_LOG, MODES_LOG, HALVES_LOG)},
             **{name: str(int(is_on)) for name, is_on in switches.items()},

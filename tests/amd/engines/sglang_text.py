@@ -30,12 +30,14 @@ class Run:
     rounds:     prompts of calls, one after the other
     new_tokens: of each prompt
     faults:     whether the first round runs once more, with faults in its steps
+    chances:    whether they are asked for
     """
 
     engine: dict[str, Any]
     rounds: list[list[list[int]]]
     new_tokens: int
     faults: bool = False
+    chances: bool = False
 
 
 @dataclass
@@ -43,6 +45,7 @@ class Answer:
     """What came of a run.
 
     tokens:   of each prompt of each round
+    chances:  of each token the logarithm of its probability
     cached:   those of its prompt that a radix hit gave
     verified: steps that have verified drafts of it
     faults:   as planted and reported
@@ -51,6 +54,7 @@ class Answer:
     """
 
     tokens: list[list[list[int]]] = field(default_factory=list)
+    chances: list[list[list[float]]] = field(default_factory=list)
     cached: list[list[int]] = field(default_factory=list)
     verified: list[list[int]] = field(default_factory=list)
     faults: list[dict[str, Any]] = field(default_factory=list)
@@ -68,8 +72,11 @@ def answer(run: Run) -> Answer:
     found = Answer()
     sampling = {"temperature": 0, "max_new_tokens": run.new_tokens, "ignore_eos": True}
     for prompts in run.rounds:
-        outputs = engine.generate(input_ids=prompts, sampling_params=sampling)
+        outputs = engine.generate(input_ids=prompts, sampling_params=sampling, return_logprob=run.chances)
         found.tokens.append([output["output_ids"] for output in outputs])
+        if run.chances:
+            of_tokens = [output["meta_info"]["output_token_logprobs"] for output in outputs]
+            found.chances.append([[chance for chance, *_ in each] for each in of_tokens])
         found.cached.append([output["meta_info"]["cached_tokens"] for output in outputs])
         found.verified.append([output["meta_info"].get("spec_verify_ct", 0) for output in outputs])
     if run.faults:

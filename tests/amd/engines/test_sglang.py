@@ -191,6 +191,26 @@ def test_prompts_that_share_steps_with_decodes_change_no_token(sglang: SglangVen
 
 
 @pytest.mark.nightly
+def test_with_the_deterministic_flag_a_request_has_the_same_bits_alone_and_among_others(
+    sglang: SglangVenv, tmp_path: Path
+) -> None:
+    """Alone its prompt is one chunk, or the rest of what the radix cache has, which the flag leaves on."""
+    asked = run(sglang, "gemma3", enable_deterministic_inference=True)
+    single = (0, 8, 11, 12)
+    asked.rounds, asked.chances = [prompts(), *([prompts()[each]] for each in single)], True
+    (ours,) = sglang.ours([asked], tmp_path)
+    said = (tmp_path / "log").read_text()
+    assert "mixed by torch.segments" in said
+    assert "a sequence's result may depend on the batch" in said
+    whole = ours.chances[0]
+    for each, alone, cached in zip(single, ours.chances[1:], ours.cached[1:], strict=True):
+        assert alone == [whole[each]], f"request {each}"
+        assert (cached[0] >= 16) == (len(prompts()[each]) > 16)
+    (stock,) = sglang.stock([run(sglang, "gemma3")], tmp_path)
+    assert ours.tokens[0] == stock.tokens[0]
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_two_halves_of_a_batch_that_overlap_give_the_tokens_of_whole_ones(
     page_size: int, sglang: SglangVenv, tmp_path: Path
@@ -207,10 +227,14 @@ def test_two_halves_of_a_batch_that_overlap_give_the_tokens_of_whole_ones(
 
 
 @pytest.mark.nightly
-def test_our_backend_serves_under_the_name_of_one_whose_place_it_takes(sglang: SglangVenv, tmp_path: Path) -> None:
+@pytest.mark.parametrize("asks", [True, False], ids=["by name", "by default"])
+def test_our_backend_serves_under_the_name_of_one_whose_place_it_takes(
+    asks: bool, sglang: SglangVenv, tmp_path: Path
+) -> None:
+    """Where the server names no backend, SGLang chooses this one on such a CPU; on ROCm it would be aiter."""
     asked = [run(sglang, "gemma3")]
     (stock,) = sglang.stock(asked, tmp_path)
-    assert_equal(sglang.ours(asked, tmp_path, name="torch_native"), stock)
+    assert_equal(sglang.ours(asked, tmp_path, name="torch_native", asks=asks), stock)
 
 
 @pytest.mark.nightly

@@ -1,4 +1,4 @@
-"""vLLM's whole engine on a CPU: the tokens of greedy text, as JSON. Run by the interpreter of vLLM's environment.
+"""vLLM's whole engine: the tokens of greedy text, as JSON. Run by the interpreter of vLLM's environment.
 
     python -m tests.amd.engines.vllm_text REQUEST OUT
 
@@ -22,7 +22,7 @@ from typing import Any
 class Run:
     """One engine. args: of vllm.LLM; rounds: prompts of calls, one after the other; new_tokens: of each prompt
 
-    fault: a key of FAULTS, what is done to the engine's fifth step; empty: nothing
+    fault: a key of FAULTS or GRAPH_FAULTS, what is done to the engine's fifth step; empty: nothing
     """
 
     args: dict[str, Any]
@@ -38,7 +38,7 @@ class Answer:
     steps:       of the engine, in all rounds; fewer where drafts were accepted
 
     said:        what was raised, after a fault
-    steps_later: steps that were begun after the faulty one and before it was raised
+    steps_later: steps that were begun after the faulty one and before it was raised; -1: it was not begun itself
     """
 
     tokens: list[list[list[int]]] = field(default_factory=list)
@@ -80,9 +80,24 @@ def replaced(common: Any, **values: Any) -> Any:
     return replace(common, **values)
 
 
+def stale_pad(common: Any) -> Any:
+    """A pad of a graph has the length of a sequence that was there in an earlier step."""
+    lengths, last = common.seq_lens.clone(), common.num_reqs - 1
+    assert not int(lengths[last]), "the step has no pad"
+    lengths[last] = 33
+    return replaced(common, seq_lens=lengths)
+
+
+def moved_table(common: Any) -> Any:
+    """The block table lies elsewhere than where graphs read it."""
+    return replaced(common, block_table_tensor=common.block_table_tensor.clone())
+
+
 FAULTS: dict[str, Callable[[Any], Any]] = {
     each.__name__: each for each in (wrong_slot, lost_table, stale_length, evicted_window)
 }
+# Of captured steps alone.
+GRAPH_FAULTS: dict[str, Callable[[Any], Any]] = {each.__name__: each for each in (stale_pad, moved_table)}
 _FAULTY_STEP = 5
 _BEGIN, _STEP = "begin", "step"
 
@@ -95,7 +110,7 @@ class Planted:
 
         self._group = group.KVGroup
         self._begin: Callable[..., Any] = group.KVGroup.begin
-        self._fault = FAULTS[fault]
+        self._fault = (FAULTS | GRAPH_FAULTS)[fault]
         self.begun: dict[int, int] = {}
         planted = self
 
@@ -136,11 +151,14 @@ def answer(run: Run) -> Answer:
     from vllm import LLM, SamplingParams
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
+    from rocm_attn.errors import RocmAttnError
+
     if str(run.args.get("attention_backend", "")).endswith("_SPARSE"):
         from tests.amd.engines.vllm_cpu_sparse import give_indexer
 
         give_indexer()
-    engine = LLM(skip_tokenizer_init=True, dtype="float32", enforce_eager=True, disable_log_stats=True, **run.args)
+    settings = {"dtype": "float32", "enforce_eager": True, **run.args}
+    engine = LLM(skip_tokenizer_init=True, disable_log_stats=True, **settings)
     sampling = SamplingParams(temperature=0, max_tokens=run.new_tokens, ignore_eos=True, detokenize=False)
     found = Answer()
     planted = Planted(run.fault) if run.fault else None
@@ -151,7 +169,7 @@ def answer(run: Run) -> Answer:
                 outputs = engine.generate(asked, sampling, use_tqdm=False)
             found.tokens.append([list(output.outputs[0].token_ids) for output in outputs])
             found.cached.append([output.num_cached_tokens or 0 for output in outputs])
-    except RuntimeError as error:
+    except (RuntimeError, RocmAttnError) as error:
         if planted is None:
             raise
         found.said, found.steps_later = f"{type(error).__name__}: {error}", planted.steps_later

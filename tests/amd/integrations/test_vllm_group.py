@@ -65,6 +65,29 @@ def test_decodes_prompts_chunks_and_mixed_steps_equal_the_oracle(
     runner.groups[0].attention.check_device()
 
 
+@pytest.mark.parametrize("heads_first", [pytest.param(False, marks=long), True], ids=["NHD", "HND"])
+@pytest.mark.parametrize("dim", [64, pytest.param(128, marks=long)])
+def test_packed_rows_of_two_byte_numbers_equal_the_oracle(
+    dim: int, heads_first: bool, device: torch.device, provider: str
+) -> None:
+    """By kernels that take strides; Hopper's own, which the device would have for pages of this kind, do not."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
+    runner = Runner(
+        [replace(TERMS, head_size=dim)],
+        device=device,
+        provider=provider,
+        heads_first=heads_first,
+        dtype=dtype,
+        wide=True,
+    )
+    started(runner)
+    runner.step([1, 1, 1])
+    runner.step([1, 1, 30])
+    graph = runner.capture(4, 4, 1)
+    graph.run([1, 1, 1])
+    runner.groups[0].attention.check_device()
+
+
 def test_sinks_that_are_loaded_anew_are_read_from_the_next_step_on_in_graphs_too(
     device: torch.device, provider: str
 ) -> None:

@@ -27,8 +27,8 @@ SCALE = 0.3
 MAX_SEQS, MAX_TOKENS, MAX_LEN = 8, 64, 128
 NUM_BLOCKS = 40
 NAN = float("nan")
-# Float32 against float64.
-TOLERANCE = 3e-5
+# Against float64.
+TOLERANCES = {torch.float32: 3e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 
 TERMS = LayerTerms(HEADS, DIM, SCALE, KV_HEADS)
 
@@ -72,11 +72,12 @@ class Runner:
         block_size: int = 16,
         heads_first: bool = False,
         wide: bool = False,
+        dtype: torch.dtype = torch.float32,
         external: ExternalOptions | None = None,
     ) -> None:
-        self.device, self.block_size = device, block_size
+        self.device, self.block_size, self.dtype, self.dim = device, block_size, dtype, terms[0].head_size
         self.random, self.pad = np.random.default_rng(0), NAN
-        self.cache = CacheTerms(block_size, DIM, torch.float32, torch.float8_e4m3fn)
+        self.cache = CacheTerms(block_size, self.dim, dtype, torch.float8_e4m3fn)
         self.layers = [
             self._new_layer(f"layers.{i}", each, group, heads_first)
             for i, (each, group) in enumerate(zip(terms, groups, strict=True))
@@ -98,14 +99,14 @@ class Runner:
         ]
 
     def _new_layer(self, name: str, terms: LayerTerms, group: int, heads_first: bool) -> Layer:
-        shape = (NUM_BLOCKS, KV_HEADS, self.block_size, 2 * DIM)
+        shape = (NUM_BLOCKS, KV_HEADS, self.block_size, 2 * self.dim)
         is_coded = terms.kv_cache_dtype != "auto"
         if not heads_first:
             shape = (shape[0], shape[2], shape[1], shape[3])
         cache = (
             torch.full(shape, 127, dtype=torch.uint8, device=self.device)  # NaN in e4m3
             if is_coded
-            else torch.full(shape, NAN, device=self.device)
+            else torch.full(shape, NAN, dtype=self.dtype, device=self.device)
         )
         cache[0] = 0
         k_scale, v_scale = (torch.tensor(scale, device=self.device) for scale in (0.5, 0.25))
@@ -153,7 +154,7 @@ class Runner:
         steps = [group.begin(self.common(index, len(new), total, max(new))) for index, group in enumerate(self.groups)]
         # vLLM's q, k and v may be longer than the step, for graphs of the rest of the model.
         given = [self.projected(total, total + 3) for _ in self.layers]
-        outs = [torch.full((total + 3, HEADS, DIM), 7.0, device=self.device) for _ in self.layers]
+        outs = [self.unwritten(total + 3) for _ in self.layers]
         self.forward(steps, given, outs)
         self.keep(new, given)
         return given, outs
@@ -199,12 +200,16 @@ class Runner:
     def projected(self, num_tokens: int, padded: int) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of a layer; self.pad in padded rows."""
         values = [
-            torch.from_numpy(self.random.standard_normal((padded, heads, DIM))).float().to(self.device)
+            torch.from_numpy(self.random.standard_normal((padded, heads, self.dim))).to(self.device, self.dtype)
             for heads in (HEADS, KV_HEADS, KV_HEADS)
         ]
         for each in values:
             each[num_tokens:] = self.pad
         return values[0], values[1], values[2]
+
+    def unwritten(self, num_tokens: int) -> Tensor:
+        """An output that nobody has written."""
+        return torch.full((num_tokens, HEADS, self.dim), 7.0, dtype=self.dtype, device=self.device)
 
     def forward(
         self, steps: Sequence[object], given: Sequence[tuple[Tensor, Tensor, Tensor]], outs: Sequence[Tensor]
@@ -255,7 +260,8 @@ class Runner:
             k, v = (np.concatenate(side) for side in zip(*layer.stored[row], strict=True))
             want, _ = attention(q[tokens].double().cpu().numpy(), k, v, scores)
             found = out[tokens].double().cpu().numpy()
-            assert np.allclose(found, want, atol=TOLERANCE, rtol=TOLERANCE), f"{layer.name}, request {row}"
+            near = TOLERANCES[self.dtype]
+            assert np.allclose(found, want, atol=near, rtol=near), f"{layer.name}, request {row}"
 
     def evict(self, row: int, group: int, blocks: int) -> None:
         """Give back a request's first blocks of a group, as its window has passed them."""
@@ -278,7 +284,7 @@ class Graph:
     def __init__(self, runner: Runner, num_reqs: int, num_tokens: int, max_query_len: int) -> None:
         self.runner, self.num_reqs, self.num_tokens = runner, num_reqs, num_tokens
         self.given = [runner.projected(0, num_tokens) for _ in runner.layers]
-        self.outs = [torch.full((num_tokens, HEADS, DIM), 7.0, device=runner.device) for _ in runner.layers]
+        self.outs = [runner.unwritten(num_tokens) for _ in runner.layers]
         # vLLM's dummy batch: tokens spread over requests without blocks, and no slots.
         for table, slots in zip(runner.tables, runner.slots, strict=True):
             table.zero_()

@@ -154,6 +154,26 @@ EXTEND_ROWS = (
     ),
     # No row is shared: programs with shares spill up to 48 bytes.
     ExtendRow("sm_90", 2, 256, ExtendTiles(128, 32, 8, 2)),
+    # 32 x 4 heads of 320, 29 x 2 new of 1290..3319: 120 us; 155 in blocks of 32 keys, 170 in tiles of 128 rows.
+    ExtendRow(
+        "sm_90",
+        2,
+        384,
+        ExtendTiles(16, 64, 4, 2, 2, dim_block=64, programs_per_cu=1, share_stages=2, one_launch=True, merge_stages=4),
+        alike=True,
+        codes=(Codes.NONE,),
+        max_rows=16,
+    ),
+    # 96 x 6 heads of 320, 5 x 3 new of 4230..9194: 114 us; 122 to 147 in blocks of 32 keys, 139 in tiles of 128 rows.
+    ExtendRow(
+        "sm_90",
+        2,
+        384,
+        ExtendTiles(64, 64, 8, 2, 2, dim_block=64, programs_per_cu=1, share_stages=2),
+        alike=True,
+        codes=(Codes.NONE,),
+        max_rows=64,
+    ),
     # 40 x 2 heads of 320, 824 new of 5940: 453 us, in (32, 32, 8, 2) of 512 columns 3602; of 384 869 us, and 1953 in
     # blocks of 64 rows. Up to 240 bytes spill, of programs with shares alone.
     ExtendRow(
@@ -164,7 +184,17 @@ EXTEND_ROWS = (
         alike=True,
         codes=(Codes.NONE,),
     ),
-    # The same of 512: 1277 us, though 32 bytes spill and up to 416 with Triton 3.9; 3789 in (32, 32, 8, 2), and 1740
+    # 60 x 12 heads of 512, 8 x 3 new of 198..2398, a window of 1024: 63 us; 71 in blocks of 32 keys, 99 of 64 rows.
+    ExtendRow(
+        "sm_90",
+        2,
+        512,
+        ExtendTiles(16, 64, 4, 2, 2, dim_block=64, programs_per_cu=1, share_stages=2, one_launch=True, merge_stages=4),
+        alike=True,
+        codes=(Codes.NONE,),
+        max_rows=16,
+    ),
+    # Of longer sequences, 40 x 2 heads of 512 as above: 1277 us, though 32 bytes spill and up to 416 with Triton 3.9; 3789 in (32, 32, 8, 2), and 1740
     # with 4 warps. Blocks of 128 rows do not fit.
     ExtendRow(
         "sm_90",

@@ -178,6 +178,10 @@ def _bind_shared(problem: Problem, target: Target, pool: PoolSize) -> SharedPref
     return SharedPrefixKernel(problem, prefix, _bind_decode(problem, target, pool), triton_ops)
 
 
+def _bind_decode_hopper(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
+    return triton_hopper.bind_extend(problem, target, 1)
+
+
 def _bind_extend_hopper(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
     return _hopper_by_tokens(problem, target)
 
@@ -226,6 +230,7 @@ TRITON = Provider(
     name="triton",
     rows=(
         triton_row("triton.cdna_decode", StepKind.DECODE, _bind_decode_cdna, limits=triton_cdna.LIMITS, is_probed=True),
+        triton_row("triton.hopper_decode", StepKind.DECODE, _bind_decode_hopper, limits=triton_hopper.DECODE_LIMITS),
         triton_row("triton.decode", StepKind.DECODE, _bind_decode, limits=_LIMITS),
         triton_row("triton.hopper_extend", StepKind.EXTEND, _bind_extend_hopper, limits=triton_hopper.LIMITS),
         triton_row("triton.extend", StepKind.EXTEND, _bind_extend, limits=_LIMITS),

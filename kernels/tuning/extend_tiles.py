@@ -164,11 +164,12 @@ EXTEND_ROWS = (
         codes=(Codes.NONE,),
         max_rows=16,
     ),
-    # 96 x 6 heads of 320, 5 x 3 new of 4230..9194: 114 us; 122 to 147 in blocks of 32 keys, 139 in tiles of 128 rows.
+    # 96 x 6 heads of 320, 5 x 3 new of 4230..9194: 114 us; 122 to 147 in blocks of 32 keys, 139 in tiles of 128 rows. Of more
+    # elements they do not fit.
     ExtendRow(
         "sm_90",
         2,
-        384,
+        320,
         ExtendTiles(64, 64, 8, 2, 2, dim_block=64, programs_per_cu=1, share_stages=2),
         alike=True,
         codes=(Codes.NONE,),
@@ -194,8 +195,8 @@ EXTEND_ROWS = (
         codes=(Codes.NONE,),
         max_rows=16,
     ),
-    # Of longer sequences, 40 x 2 heads of 512 as above: 1277 us, though 32 bytes spill and up to 416 with Triton 3.9; 3789 in (32, 32, 8, 2), and 1740
-    # with 4 warps. Blocks of 128 rows do not fit.
+    # 40 x 2 heads of 512, 824 new of 5940: 1277 us, though 32 bytes spill and up to 416 with Triton 3.9; 3789 in
+    # (32, 32, 8, 2), and 1740 with 4 warps. Blocks of 128 rows do not fit.
     ExtendRow(
         "sm_90",
         2,

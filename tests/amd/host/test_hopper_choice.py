@@ -157,8 +157,9 @@ ONE_KV_HEAD = replace(LAYER, num_q_heads=128, num_kv_heads=1)
     [
         ({}, ""),
         ({"head_dim": 256, "v_head_dim": 256, "page_size": 1, "has_sinks": True}, ""),
-        ({"num_q_heads": 64}, "64 query heads share a KV head, at least 96 must"),
-        ({"head_dim": 96, "v_head_dim": 96}, "head_dim 96 is outside 128..256"),
+        ({"num_q_heads": 80, "head_dim": 112, "v_head_dim": 112}, ""),
+        ({"num_q_heads": 64}, "64 query heads share a KV head, at least 65 must"),
+        ({"head_dim": 96, "v_head_dim": 96}, "head_dim 96 is outside 112..256"),
         ({"window_left": 127}, "a window of 128 keys is shorter than its 2048"),
         (CODED, "it reads K and V as q, and these pages are float8_e4m3fn"),
     ],

@@ -191,11 +191,11 @@ ROWS = (
     # Heads with tiles for decode or for short sequences, of fewer query heads a KV head than those above, or of more.
     *(
         Row("sm_90", (heads, 4), (dim, dim), BF16, 16)
-        for heads, dim in ((16, 24), (16, 48), (16, 80), (16, 96), (32, 192))
+        for heads, dim in ((16, 16), (16, 24), (16, 48), (16, 80), (16, 96), (32, 192))
     ),
-    *(Row("sm_90", (64, 1), (dim, dim), BF16, 16) for dim in (128, 256)),
+    *(Row("sm_90", (heads, 1), (dim, dim), BF16, 16) for heads, dim in ((32, 80), (64, 128), (64, 256))),
     # More blocks of columns than in heads of 256, and rows beside which others are no whole block.
-    *(Row("sm_90", (16, 2), dims, BF16, 16) for dims in ((384, 384), (512, 32))),
+    *(Row("sm_90", (16, 2), dims, BF16, 16) for dims in ((320, 320), (384, 384), (512, 512), (512, 32))),
     *(Row("sm_80", *layer) for layer in _SM_80_LAYERS),
     *(
         Row(

@@ -194,8 +194,8 @@ EXTEND_ROWS = (
         codes=(Codes.NONE,),
         max_rows=32,
     ),
-    # 96 x 6 heads of 320, 5 x 3 new of 4230..9194: 114 us; 122 to 147 in blocks of 32 keys, 139 in tiles of 128 rows. Of
-    # more elements they do not fit.
+    # 96 x 6 heads of 320, 5 x 3 new of 4230..9194: 114 us; 122 to 147 in blocks of 32 keys, 139 in tiles of 128 rows.
+    # Of more elements they do not fit.
     ExtendRow(
         "sm_90",
         2,

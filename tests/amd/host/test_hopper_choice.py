@@ -149,6 +149,17 @@ def test_a_refusal_says_what_is_served(more: dict[str, Any], reason: str) -> Non
     assert [r.reason for r in selection.refusals if r.kernel == HOPPER[StepKind.EXTEND]] == [reason]
 
 
+@pytest.mark.parametrize(
+    ("arch", "window_left", "shares"), [("sm_90", 511, False), ("sm_90", 512, True), ("gfx942", 127, True)]
+)
+@pytest.mark.parametrize("kind", [StepKind.EXTEND, StepKind.MIXED])
+def test_rows_of_short_windows_are_not_shared_out(arch: str, window_left: int, shares: bool, kind: StepKind) -> None:
+    bound: Any = chosen(replace(LAYER, window_left=window_left), known_target(arch)).kernel(kind).bound
+    if kind is StepKind.MIXED:
+        bound = getattr(bound, "in_turn", bound).extend
+    assert {kernel.cut.sharing.programs > 0 for kernel in kernels_by_tokens(bound)} == {shares}
+
+
 ONE_KV_HEAD = replace(LAYER, num_q_heads=128, num_kv_heads=1)
 
 

@@ -35,6 +35,9 @@ DECODE_ROWS = (
     ),
     # gemma 64 x 4k: 153 us with 4 KV heads, 234 not in pairs.
     DecodeRow("sm_90", 2, 256, 16, DecodeTiles(16, 2, 3, 4, paired=True, early=True), (Codes.BY_ROW,)),
+    # 30 query heads of 16 on 5 KV heads, 84 x 1.4k: 21 us, 32 in the tiles of 32; 18 on 3, 60 x 421..1182: 10 and 14.
+    # 32 on 8, 64 x 4k: 56, and 69 as two heads a row.
+    DecodeRow("sm_90", 2, 16, 16, DecodeTiles(32, 1, 3, 16, early=True), (Codes.NONE,)),
     # gptoss 64 x 4k: 127 us, 128 without early launches; 145 with one KV head a row.
     DecodeRow(
         "sm_90",
@@ -43,8 +46,6 @@ DECODE_ROWS = (
         16,
         DecodeTiles(64, 4, 3, 2, transposed=True, heads_per_row=2, row_cost=1, row_end=1, early=True),
     ),
-    # 30 query heads of 16 on 5 KV heads, 84 x 1.4k: 21 us, 32 in the tiles of 32; 18 on 3, 60 x 421..1182: 10 and 14.
-    DecodeRow("sm_90", 2, 16, 16, DecodeTiles(32, 1, 3, 16, early=True), (Codes.NONE,)),
     # 20 query heads on 10 KV heads, 3 x 25k: of 24 elements 39 us, 48 with 4 programs an SM, 52 in the tiles of 16 and
     # 46 in those of 48.
     DecodeRow("sm_90", 2, 32, 16, DecodeTiles(64, 4, 3, 6, dim_block=32, early=True), (Codes.NONE,)),
@@ -58,6 +59,8 @@ DECODE_ROWS = (
     # 4k: 69, 70 where a row's cost is all at its start, 71 without early launches too. Pages of 8 take 1.02 of the time
     # of those of 32. Heads of 96 as equal blocks: 217 to 281 us where these tiles take 214 (32 KV heads, 16 x 4k).
     DecodeRow("sm_90", 2, 128, 16, DecodeTiles(64, 4, 3, 2, transposed=True, row_cost=1, row_end=1, early=True)),
+    # 32 query heads on one KV head, 64 x 4k: 30 us; 40 of 48 on 2, 32 x 4k: 33, in the tiles of 80 36.
+    DecodeRow("sm_90", 2, 64, 32, DecodeTiles(64, 4, 3, 2, dim_block=32, early=True), (Codes.NONE,)),
     # 80 query heads of 72 on 4 KV heads, 11 x 9.9k..24.6k: 100 us, 126 in the tiles of 64 query heads.
     DecodeRow(
         "sm_90", 2, 80, 32, DecodeTiles(64, 4, 3, 2, transposed=True, row_cost=1, row_end=1, early=True), (Codes.NONE,)

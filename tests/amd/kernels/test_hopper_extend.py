@@ -478,7 +478,7 @@ LAYERS = {
     "gemma_2": small_problem(
         16, torch.bfloat16, num_q_heads=4, num_kv_heads=2, head_dim=256, v_head_dim=256, logits_soft_cap=50.0
     ),
-    "one_kv_head": small_problem(4, torch.bfloat16, num_q_heads=128, num_kv_heads=1, head_dim=192, v_head_dim=192),
+    "one_kv_head": small_problem(16, torch.bfloat16, num_q_heads=128, num_kv_heads=1, head_dim=192, v_head_dim=192),
 }
 DECODE = {"one_kv_head": "triton.hopper_decode"}
 

@@ -193,10 +193,9 @@ ROWS = (
         Row("sm_90", (heads, 4), (dim, dim), BF16, 16)
         for heads, dim in ((16, 24), (16, 48), (16, 80), (16, 96), (32, 192))
     ),
-    *(Row("sm_90", (heads, 1), (dim, dim), BF16, 16) for heads, dim in ((32, 80), (64, 128), (64, 256))),
+    *(Row("sm_90", (heads, 1), (dim, dim), BF16, 16) for heads, dim in ((32, 64), (32, 80), (64, 128), (64, 256))),
     # More blocks of columns than in heads of 256, and rows beside which others are no whole block.
     *(Row("sm_90", (16, 2), dims, BF16, 16) for dims in ((320, 320), (512, 32))),
-    # An odd number of KV heads: two of 16 elements would be read as one row.
     Row("sm_90", (12, 3), (16, 16), BF16, 16),
     *(Row("sm_80", *layer) for layer in _SM_80_LAYERS),
     *(

@@ -2,11 +2,11 @@
 
 python -m benchmarks.random_shapes --seconds 140 --out benchmarks/results/random_shapes_h200.json
 
-Kernels are chosen by select(), as a user gets them. Processes side by side compile each shape's kernels and compare a
-few rows with float32; what is wrong gets no time. Meanwhile this process measures what is compiled, in CUDA graphs over
-pages past the L2: the others have the GPU for some milliseconds a shape, and a time is the median of rounds. The result
-file keeps what other parts, and runs whose time was up, have measured; what is left is measured by another run. Exits
-with 1, after writing the file, if a result is wrong.
+Kernels are chosen by select(), as a user gets them. Processes side by side compile what a shape and its neighbour
+need, compare a few rows with float32, and time them in CUDA graphs over pages past the L2; what is wrong gets no time.
+One process at a time has the GPU for that: the others launch no more meanwhile than a kernel that they have just
+compiled, and a time is the median of rounds. The result file keeps what other parts, and runs whose time was up, have
+measured; what is left is measured by another run. Exits with 1 if a result is wrong.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.synchronize import Lock
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,8 @@ ROUNDS, ROUND_US = 7, 3000.0
 # Relative, of rows of bfloat16 beside float32.
 MOST_ERROR = 1e-2
 SAMPLED = 4
+# Of a process, before it gives memory back: to do so waits for all of them.
+MOST_RESERVED = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,27 +132,44 @@ def error_of(shape: Shape, case: Case) -> float:
 
 def checked(shape: Shape) -> tuple[Shape, float, str]:
     """Compile what a shape needs, and compare: its error, and what went wrong."""
+    _, error, failure = _compared(shape, 1)
+    torch.cuda.empty_cache()
+    return shape, error, failure
+
+
+def _compared(shape: Shape, count: int) -> tuple[list[Case], float, str]:
+    """So many cases of a shape, the first one's error, and what went wrong."""
     try:
-        case = cases_of(shape, 1)[0]
-        case.prepared.attend()
-        return shape, error_of(shape, case), ""
+        cases = cases_of(shape, count)
+        cases[0].prepared.attend()
+        return cases, error_of(shape, cases[0]), ""
     except Exception as failure:
-        return shape, float("inf"), f"{type(failure).__name__}: {failure}"
-    finally:
-        torch.cuda.empty_cache()
+        return [], float("inf"), f"{type(failure).__name__}: {failure}"
+
+
+def _what_is_wrong(error: float, failure: str) -> str:
+    """Empty: nothing."""
+    return failure or ("" if error <= MOST_ERROR else f"error {error:.2e}")
+
+
+def num_sets(shape: Shape) -> int:
+    """Of a shape's data, that together are past the L2."""
+    return min(MOST_SETS, max(1, -(-PAST_L2 // max(shape.num_bytes, 1))))
 
 
 def microseconds(shape: Shape, new_run: Callable[[Case], Callable[[], object]]) -> float:
     """Of one layer. new_run: what launches a case's layer"""
-    sets = min(MOST_SETS, max(1, -(-PAST_L2 // max(shape.num_bytes, 1))))
-    cases = cases_of(shape, sets)
+    return _microseconds(cases_of(shape, num_sets(shape)), new_run)
+
+
+def _microseconds(cases: Sequence[Case], new_run: Callable[[Case], Callable[[], object]]) -> float:
     runs = [new_run(case) for case in cases]
 
     def all_runs() -> None:
         for run in runs:
             run()
 
-    return _median_us(all_runs) / sets
+    return _median_us(all_runs) / len(cases)
 
 
 def _median_us(work: Callable[[], object]) -> float:
@@ -205,26 +225,82 @@ def ceilings() -> dict[str, float]:
     return {"bytes_per_s": 4e6 * source.numel() / copy_us, "flops_per_s": 2e6 * 8192**3 / product_us}
 
 
-def measured(shape: Shape, limits: dict[str, float], error: float | str, peer: Any) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a process found of a shape and of its neighbour.
+
+    wrong: name -> what is wrong; then there are no times
+    times: fields of a row of the result file
+    """
+
+    number: int
+    wrong: Mapping[str, str]
+    times: Mapping[str, Any]
+
+
+class Worker:
+    """A process that measures shapes.
+
+    gpu:   the lock that a process holds while it times
+    until: of time.monotonic(), after which no other shape is begun
+    """
+
+    def __init__(self, gpu: Lock, fa3: str, until: float) -> None:
+        self._gpu, self._until = gpu, until
+        self._peer = FlashAttention3(fa3) if fa3 else None
+
+    def measured(self, number: int, shape: Shape) -> Measured | None:
+        """None where the time is up."""
+        if time.monotonic() > self._until:
+            return None
+        compared = {each: _compared(each, num_sets(each)) for each in dict.fromkeys((shape, shape.neighbour()))}
+        found = {str(each): _what_is_wrong(error, failure) for each, (_, error, failure) in compared.items()}
+        wrong = {name: what for name, what in found.items() if what}
+        times: dict[str, Any] = {}
+        if not wrong:
+            times = self._times(shape, {each: cases for each, (cases, _, _) in compared.items()})
+            times["error"] = compared[shape][1]
+        compared.clear()
+        if torch.cuda.memory_reserved() > MOST_RESERVED:
+            torch.cuda.empty_cache()
+        return Measured(number, wrong, times)
+
+    def _times(self, shape: Shape, cases: Mapping[Shape, list[Case]]) -> dict[str, Any]:
+        times: dict[str, Any] = {}
+        with self._gpu:
+            of_each = {each: round(_microseconds(mine, own_run), 2) for each, mine in cases.items()}
+            times |= {"us": of_each[shape], "neighbour_us": of_each[shape.neighbour()]}
+            if self._peer is not None and self._peer.serves(shape):
+                try:
+                    times |= {"peer": "FA3", "peer_us": round(_microseconds(cases[shape], self._peer.run_of(shape)), 2)}
+                except RuntimeError as refusal:
+                    times["peer_refuses"] = str(refusal).splitlines()[0]
+        return times
+
+
+# Of a process of a pool; made by _begin.
+_workers: list[Worker] = []
+
+
+def _begin(gpu: Lock, fa3: str, until: float) -> None:
+    _workers.append(Worker(gpu, fa3, until))
+
+
+def _measured(numbered: tuple[int, Shape]) -> Measured | None:
+    return _workers[0].measured(*numbered)
+
+
+def row_of(shape: Shape, found: Measured, limits: dict[str, float]) -> dict[str, Any]:
     """A row of the result file."""
     neighbour = shape.neighbour()
-    us = microseconds(shape, own_run)
-    row: dict[str, Any] = {
+    return {
         "name": str(shape),
         "commit": commit(),
-        "us": round(us, 2),
         "limit_us": round(shape.limit_us(**limits), 2),
-        "error": error,
         "neighbour": str(neighbour),
-        "neighbour_us": round(us if neighbour == shape else microseconds(neighbour, own_run), 2),
         "neighbour_limit_us": round(neighbour.limit_us(**limits), 2),
+        **found.times,
     }
-    if peer is not None and peer.serves(shape):
-        try:
-            row |= {"peer": "FA3", "peer_us": round(microseconds(shape, peer.run_of(shape)), 2)}
-        except RuntimeError as refusal:
-            row["peer_refuses"] = str(refusal).splitlines()[0]
-    return row
 
 
 def main() -> None:
@@ -241,42 +317,26 @@ def main() -> None:
     kept = json.loads(args.out.read_text()) if args.out.exists() else {"rows": {}, "wrong": {}}
     numbered = {number: shape for number, shape in enumerate(random_shapes(COUNT, SEED)) if number % parts == part - 1}
     left = {number: shape for number, shape in numbered.items() if str(number) not in kept["rows"]}
-    # A shape and its neighbour one after the other: time that runs out leaves pairs.
-    pairs = [one for shape in left.values() for one in (shape, shape.neighbour())]
     kept |= {"machine": describe_machine(), "seed": SEED, "count": COUNT, "launches_us": LAUNCHES_US}
-    kept["ceilings"] = limits = ceilings()
-    peer = FlashAttention3(args.fa3) if args.fa3 else None
-    try:
-        with closing(each_checked(pairs, args.processes, until)) as checks:
-            for number, errors in as_pairs(left, checks):
-                wrong = {str(shape): what for shape, what in errors.items() if isinstance(what, str)}
-                if wrong:
-                    kept["wrong"][str(number)] = wrong
-                else:
-                    kept["rows"][str(number)] = measured(left[number], limits, errors[left[number]], peer)
-                    torch.cuda.empty_cache()
-                if time.monotonic() > until:
-                    break
-    finally:
-        args.out.write_text(json.dumps(kept, indent=1) + "\n")
+    processes = multiprocessing.get_context("spawn")
+    gpu = processes.Lock()
+    with gpu:
+        pool = processes.Pool(args.processes, _begin, (gpu, args.fa3, until))
+        kept["ceilings"] = limits = ceilings()
+    with pool:
+        for found in filter(None, pool.imap_unordered(_measured, left.items())):
+            number = str(found.number)
+            if found.wrong:
+                print(f"WRONG {number}: {found.wrong}", flush=True)
+                kept["wrong"][number] = found.wrong
+            else:
+                kept["wrong"].pop(number, None)
+                kept["rows"][number] = row_of(left[found.number], found, limits)
+            # Each time: what ends this process early loses no row.
+            args.out.write_text(json.dumps(kept, indent=1) + "\n")
     done = [number for number in numbered if str(number) in kept["rows"] or str(number) in kept["wrong"]]
     print(f"{len(done)} of {len(numbered)} shapes; wrong: {kept['wrong'] or 'none'}")
     sys.exit(bool(kept["wrong"]))
-
-
-def as_pairs(
-    shapes: Mapping[int, Shape], checks: Iterable[tuple[Shape, float | str]]
-) -> Iterator[tuple[int, dict[Shape, float | str]]]:
-    """The number of a shape as soon as it and its neighbour are checked, and what both have given."""
-    errors: dict[Shape, float | str] = {}
-    waiting = dict(shapes)
-    for checked_shape, error in checks:
-        errors[checked_shape] = error
-        for number, shape in list(waiting.items()):
-            pair = {shape, shape.neighbour()}
-            if pair <= errors.keys():
-                del waiting[number]
-                yield number, {each: errors[each] for each in pair}
 
 
 def check_all(shapes: Sequence[Shape], processes: int, until: float) -> dict[Shape, float | str]:
@@ -284,23 +344,17 @@ def check_all(shapes: Sequence[Shape], processes: int, until: float) -> dict[Sha
 
     until: of time.monotonic()
     """
-    return dict(each_checked(shapes, processes, until))
-
-
-def each_checked(
-    shapes: Sequence[Shape], processes: int, until: float
-) -> Generator[tuple[Shape, float | str], None, None]:
-    """As check_all, one by one, in the order in which they are done."""
     each = list(dict.fromkeys(shapes))
+    errors: dict[Shape, float | str] = {}
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         checks = pool.imap_unordered(checked, each)
         with suppress(multiprocessing.TimeoutError):
             for _ in each:
                 shape, error, failure = checks.next(max(0.1, until - time.monotonic()))
-                is_wrong = failure or not error <= MOST_ERROR
-                if is_wrong:
-                    print(f"WRONG {shape}: {failure or f'error {error:.2e}'}", flush=True)
-                yield shape, (failure or f"error {error:.2e}") if is_wrong else error
+                if wrong := _what_is_wrong(error, failure):
+                    print(f"WRONG {shape}: {wrong}", flush=True)
+                errors[shape] = wrong or error
+    return errors
 
 
 if __name__ == "__main__":

@@ -35,6 +35,9 @@ DECODE_ROWS = (
     ),
     # gemma 64 x 4k: 153 us with 4 KV heads, 234 not in pairs.
     DecodeRow("sm_90", 2, 256, 16, DecodeTiles(16, 2, 3, 4, paired=True, early=True), (Codes.BY_ROW,)),
+    # 30 query heads of 16 on 5 KV heads, 84 x 1.4k: 21 us, 32 in the tiles of 32; 18 on 3, 60 x 421..1182: 10 and 14.
+    # 32 on 8, 64 x 4k: 56, and 69 as two heads a row.
+    DecodeRow("sm_90", 2, 16, 16, DecodeTiles(32, 1, 3, 16, early=True), (Codes.NONE,)),
     # gptoss 64 x 4k: 127 us, 128 without early launches; 145 with one KV head a row.
     DecodeRow(
         "sm_90",
@@ -43,16 +46,25 @@ DECODE_ROWS = (
         16,
         DecodeTiles(64, 4, 3, 2, transposed=True, heads_per_row=2, row_cost=1, row_end=1, early=True),
     ),
-    # 20 query heads on 10 KV heads, 3 x 25k: of 24 elements 39 us, and 48 with 4 programs an SM. Blocks of 32 keys take
-    # 1.1 to 1.2 of the time. Of 48 elements registers leave no room for 6 programs.
+    # 20 query heads on 10 KV heads, 3 x 25k: of 24 elements 39 us, 48 with 4 programs an SM, 52 in the tiles of 16 and
+    # 46 in those of 48.
     DecodeRow("sm_90", 2, 32, 16, DecodeTiles(64, 4, 3, 6, dim_block=32, early=True), (Codes.NONE,)),
-    DecodeRow("sm_90", 2, 48, 16, DecodeTiles(64, 4, 3, 4, dim_block=32, early=True), (Codes.NONE,)),
-    # 32 query heads of 80 on 8 KV heads, 64 x 4k: 208 us; 219 in the tiles of 128, 224 to 297 in other equal blocks.
-    DecodeRow("sm_90", 2, 80, 16, DecodeTiles(32, 4, 3, 4, dim_block=32, early=True), (Codes.NONE,)),
+    # 32 query heads of 48 on 8 KV heads, 64 x 4k: 140 us, 168 in blocks of 32 columns and four warps; 16 of 40 on 16,
+    # 3 x 31k: 97 and 113, and with one warp 94, which takes 154 of the first.
+    DecodeRow("sm_90", 2, 48, 16, DecodeTiles(32, 2, 3, 8, early=True), (Codes.NONE,)),
+    # 32 query heads of 80 on 8 KV heads, 64 x 4k: 192 us, 227 in blocks of 32 columns and four warps, 229 in the tiles
+    # of 128; 96 of 72 on 16, 29 x 1399..4045: 135, 146 and 137.
+    DecodeRow("sm_90", 2, 80, 16, DecodeTiles(32, 2, 3, 4, early=True), (Codes.NONE,)),
     # llama70b 64 x 4k: 247 us, 250 without early launches; 331 with 1 program an SM, 380 with blocks of 128 keys. 16 x
     # 4k: 69, 70 where a row's cost is all at its start, 71 without early launches too. Pages of 8 take 1.02 of the time
     # of those of 32. Heads of 96 as equal blocks: 217 to 281 us where these tiles take 214 (32 KV heads, 16 x 4k).
     DecodeRow("sm_90", 2, 128, 16, DecodeTiles(64, 4, 3, 2, transposed=True, row_cost=1, row_end=1, early=True)),
+    # 32 query heads on one KV head, 64 x 4k: 30 us; 40 of 48 on 2, 32 x 4k: 33, in the tiles of 80 36.
+    DecodeRow("sm_90", 2, 64, 32, DecodeTiles(64, 4, 3, 2, dim_block=32, early=True), (Codes.NONE,)),
+    # 80 query heads of 72 on 4 KV heads, 11 x 9.9k..24.6k: 100 us, 126 in the tiles of 64 query heads.
+    DecodeRow(
+        "sm_90", 2, 80, 32, DecodeTiles(64, 4, 3, 2, transposed=True, row_cost=1, row_end=1, early=True), (Codes.NONE,)
+    ),
     # 64 query heads on one KV head, 64 x 4k: of 64 elements 32 us, of 96 40; 47 and 59 as one block. In blocks of 32
     # keys 31 and 43; 32 heads of 72, 3 x 1472..11635: 13, and 10 in these.
     DecodeRow("sm_90", 2, 96, 64, DecodeTiles(64, 4, 3, 2, dim_block=32, early=True), (Codes.NONE,)),

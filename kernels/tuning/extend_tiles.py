@@ -7,6 +7,26 @@ import torch
 from rocm_attn.kernels.tuning.tiles import ANY_ROWS, Codes, ExtendRow, ExtendTiles, NoTiles, names_of, no_row
 
 EXTEND_ROWS = (
+    # 4 query heads of 24 on one KV head, 13 x 4 new of 6367: 13 us; in the tiles of 64 18.
+    ExtendRow(
+        "sm_90",
+        2,
+        32,
+        ExtendTiles(16, 64, 4, 3, 2, programs_per_cu=4, share_stages=3, one_launch=True, merge_stages=4),
+        alike=True,
+        codes=(Codes.NONE,),
+        max_rows=16,
+    ),
+    # 96 x 16 heads of 16, 15 x 4 new of 6067: 60 us; in the tiles of 64 72, with three programs an SM 96.
+    ExtendRow(
+        "sm_90",
+        2,
+        32,
+        ExtendTiles(64, 128, 4, 3, 2, programs_per_cu=2, share_stages=3, merge_stages=4),
+        alike=True,
+        codes=(Codes.NONE,),
+        max_rows=64,
+    ),
     # Of short sequences, 64 x 5 new tokens of 2505 and FA3 beside it. 12 x 4 heads: 49 us and 56.
     ExtendRow(
         "sm_90",
@@ -154,6 +174,37 @@ EXTEND_ROWS = (
     ),
     # No row is shared: programs with shares spill up to 48 bytes.
     ExtendRow("sm_90", 2, 256, ExtendTiles(128, 32, 8, 2)),
+    # 32 x 4 heads of 320, 29 x 2 new of 1290..3319: 120 us; 155 in blocks of 32 keys, 170 in tiles of 128 rows.
+    ExtendRow(
+        "sm_90",
+        2,
+        384,
+        ExtendTiles(16, 64, 4, 2, 2, dim_block=64, programs_per_cu=1, share_stages=2, one_launch=True, merge_stages=4),
+        alike=True,
+        codes=(Codes.NONE,),
+        max_rows=16,
+    ),
+    # 24 x 4 heads of 320, 37 x 5 new of 38..490: 34 us; 38 to 40 in tiles of 64 rows, 48 of 128.
+    ExtendRow(
+        "sm_90",
+        2,
+        384,
+        ExtendTiles(32, 64, 4, 2, 2, dim_block=64, programs_per_cu=1, share_stages=2, one_launch=True, merge_stages=4),
+        alike=True,
+        codes=(Codes.NONE,),
+        max_rows=32,
+    ),
+    # 96 x 6 heads of 320, 5 x 3 new of 4230..9194: 114 us; 122 to 147 in blocks of 32 keys, 139 in tiles of 128 rows.
+    # Of more elements they do not fit.
+    ExtendRow(
+        "sm_90",
+        2,
+        320,
+        ExtendTiles(64, 64, 8, 2, 2, dim_block=64, programs_per_cu=1, share_stages=2),
+        alike=True,
+        codes=(Codes.NONE,),
+        max_rows=64,
+    ),
     # 40 x 2 heads of 320, 824 new of 5940: 453 us, in (32, 32, 8, 2) of 512 columns 3602; of 384 869 us, and 1953 in
     # blocks of 64 rows. Up to 240 bytes spill, of programs with shares alone.
     ExtendRow(
@@ -164,8 +215,28 @@ EXTEND_ROWS = (
         alike=True,
         codes=(Codes.NONE,),
     ),
-    # The same of 512: 1277 us, though 32 bytes spill and up to 416 with Triton 3.9; 3789 in (32, 32, 8, 2), and 1740
-    # with 4 warps. Blocks of 128 rows do not fit.
+    # 60 x 12 heads of 512, 8 x 3 new of 198..2398, a window of 1024: 63 us; 71 in blocks of 32 keys, 99 of 64 rows.
+    ExtendRow(
+        "sm_90",
+        2,
+        512,
+        ExtendTiles(16, 64, 4, 2, 2, dim_block=64, programs_per_cu=1, share_stages=2, one_launch=True, merge_stages=4),
+        alike=True,
+        codes=(Codes.NONE,),
+        max_rows=16,
+    ),
+    # 32 x 8 heads of 512, 16 x 8 new of 2508: 201 us; 267 in blocks of 32 keys, 285 in tiles of 64 rows.
+    ExtendRow(
+        "sm_90",
+        2,
+        512,
+        ExtendTiles(32, 64, 4, 2, 2, dim_block=64, programs_per_cu=1, share_stages=2, one_launch=True, merge_stages=4),
+        alike=True,
+        codes=(Codes.NONE,),
+        max_rows=32,
+    ),
+    # 40 x 2 heads of 512, 824 new of 5940: 1277 us, though 32 bytes spill and up to 416 with Triton 3.9; 3789 in
+    # (32, 32, 8, 2), and 1740 with 4 warps. Blocks of 128 rows do not fit.
     ExtendRow(
         "sm_90",
         2,

@@ -209,6 +209,7 @@ class Limits:
     short_kv:      whether a sequence of a layer that is not causal may have fewer tokens in its KV than new ones
     least_window:  the fewest keys of a window that it serves
     aligned_sides: whether it reads K and V that begin at multiples of 16 bytes alone (LayerPages.has_aligned_sides)
+    least_gqa_ratio: the fewest query heads that share a KV head
     aligned_rows:  whether it reads rows of K and V that begin at multiples of 16 elements alone
                    (LayerPages.has_aligned_rows)
     tritons:       the only releases of Triton that it may run with; one that is not known is none of them
@@ -242,6 +243,7 @@ class Limits:
     short_kv: bool = False
     least_window: int = 0
     aligned_sides: bool = False
+    least_gqa_ratio: int = 1
     aligned_rows: bool = False
     tritons: tuple[Release, ...] = ()
 
@@ -267,6 +269,8 @@ class Limits:
         reasons += self._exact_refusals(problem)
         if problem.gqa_ratio > self.max_gqa_ratio:
             reasons.append(f"{problem.gqa_ratio} query heads share a KV head, at most {self.max_gqa_ratio} may")
+        if problem.gqa_ratio < self.least_gqa_ratio:
+            reasons.append(f"{problem.gqa_ratio} query heads share a KV head, at least {self.least_gqa_ratio} must")
         if problem.window_left != UNLIMITED_WINDOW and not self.window:
             reasons.append(f"it has no sliding window (window_left {problem.window_left})")
         if UNLIMITED_WINDOW != problem.window_left < self.least_window - 1:

@@ -16,7 +16,7 @@ from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
 from rocm_attn.kernels.tuning.tiles import Codes, DecodeTiles, ExtendRow, ExtendTiles
 from rocm_attn.machine.target import Target
-from rocm_attn.problem import KVEncoding, Problem, Scales
+from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
 from rocm_attn.providers import triton_cdna, triton_hopper, triton_latent, triton_segments
 from rocm_attn.providers.by_tokens import KernelByTokens, SizedKernel
 from rocm_attn.providers.contract import BoundKernel, Limits, PoolSize, Provider, StepBounds
@@ -49,6 +49,12 @@ _LIMITS = Limits(
 # Where the two kernels of a mixed step were seen to gain by running at once: 31 decodes beside 2 x 700 new tokens take
 # 0.91 to 0.95 of the time in turn.
 _RUNS_AT_ONCE = ("sm_90",)
+
+
+# Keys of windows whose rows are not shared out: to share costs more than so short rows gain. Windows of 128, 64 x 8
+# heads of 64, 2048 new of 8192: 37 us, shared 43; 12 x 4, 777 new of 5778: 8 and 12. Of 512, 64 x 8 of 96, 30 x 6 new
+# of 2074: 31 and 35; but 4 x 1 of 128, 64 of 2000: 21 and 16. Of 1024, 12 x 4 of 64, 777 of 5778: 34 and 26 (H200).
+_MOST_NOT_SHARED = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +134,8 @@ def _by_tokens(
 
 def _extend(problem: Problem, target: Target, tiles: ExtendTiles, min_q_len: int = 1) -> TritonExtend:
     """Sequences with min_q_len new tokens or more."""
+    if target.arch == "sm_90" and UNLIMITED_WINDOW != problem.window_left < _MOST_NOT_SHARED:
+        tiles = replace(tiles, programs_per_cu=0, one_launch=False)
     cut = replace(_extend_cut(problem, target, tiles, problem.causal), min_q_len=min_q_len)
     return TritonExtend(problem, scores_of(problem), tiles, cut)
 
@@ -178,6 +186,10 @@ def _bind_shared(problem: Problem, target: Target, pool: PoolSize) -> SharedPref
     return SharedPrefixKernel(problem, prefix, _bind_decode(problem, target, pool), triton_ops)
 
 
+def _bind_decode_hopper(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
+    return triton_hopper.bind_extend(problem, target, 1)
+
+
 def _bind_extend_hopper(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
     return _hopper_by_tokens(problem, target)
 
@@ -226,6 +238,7 @@ TRITON = Provider(
     name="triton",
     rows=(
         triton_row("triton.cdna_decode", StepKind.DECODE, _bind_decode_cdna, limits=triton_cdna.LIMITS, is_probed=True),
+        triton_row("triton.hopper_decode", StepKind.DECODE, _bind_decode_hopper, limits=triton_hopper.DECODE_LIMITS),
         triton_row("triton.decode", StepKind.DECODE, _bind_decode, limits=_LIMITS),
         triton_row("triton.hopper_extend", StepKind.EXTEND, _bind_extend_hopper, limits=triton_hopper.LIMITS),
         triton_row("triton.extend", StepKind.EXTEND, _bind_extend, limits=_LIMITS),

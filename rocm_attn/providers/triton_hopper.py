@@ -62,6 +62,18 @@ LIMITS = Limits(
     tritons=TRITONS,
 )
 
+# One new token of so many query heads fills more than half of a query block: 128 heads of 256 on a KV head, 38 x 2900:
+# 62 us, decode 79; of 192, 38 x 4k: 55 and 82; of 128, 64 x 4k: 52 and 64; of 112, 64 x 2k: 36 and 43; of 96: 34 and
+# 30. 80 heads of 256: 59 and 71; 64, 38 x 4k: 64 and 61 (H200).
+DECODE_LIMITS = replace(
+    LIMITS,
+    head_dim=(112, max(HEAD_DIMS)),
+    v_head_dim=(112, max(HEAD_DIMS)),
+    least_gqa_ratio=65,
+    encodings=(KVEncoding.LIKE_Q,),
+    scales=(Scales.NONE,),
+)
+
 SEGMENT_LIMITS = replace(
     LIMITS,
     encodings=(KVEncoding.LIKE_Q,),

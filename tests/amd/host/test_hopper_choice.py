@@ -105,7 +105,7 @@ def test_with_another_triton_the_plain_kernel_serves_and_the_reason_is_said(said
     selection = chosen(LAYER, on(Release.of(said)))
     assert names(selection) == PLAIN
     reason = f"it runs with Triton 3.6.0, and here it is {Release.of(said)}"
-    assert {(r.kernel, r.reason) for r in selection.refusals if "hopper" in r.kernel} == {
+    assert {(r.kernel, r.reason) for r in selection.refusals if r.kernel in HOPPER.values()} == {
         (name, reason) for name in HOPPER.values()
     }
 
@@ -150,6 +150,40 @@ def test_what_it_does_not_serve_the_plain_kernel_does(more: dict[str, Any]) -> N
 def test_a_refusal_says_what_is_served(more: dict[str, Any], reason: str) -> None:
     selection = chosen(replace(LAYER, **more), on(TRITONS[0]))
     assert [r.reason for r in selection.refusals if r.kernel == HOPPER[StepKind.EXTEND]] == [reason]
+
+
+@pytest.mark.parametrize(
+    ("arch", "window_left", "shares"), [("sm_90", 511, False), ("sm_90", 512, True), ("gfx942", 127, True)]
+)
+@pytest.mark.parametrize("kind", [StepKind.EXTEND, StepKind.MIXED])
+def test_rows_of_short_windows_are_not_shared_out(arch: str, window_left: int, shares: bool, kind: StepKind) -> None:
+    bound: Any = chosen(replace(LAYER, window_left=window_left), known_target(arch)).kernel(kind).bound
+    if kind is StepKind.MIXED:
+        bound = getattr(bound, "in_turn", bound).extend
+    assert {kernel.cut.sharing.programs > 0 for kernel in kernels_by_tokens(bound)} == {shares}
+
+
+ONE_KV_HEAD = replace(LAYER, num_q_heads=128, num_kv_heads=1)
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({}, ""),
+        ({"head_dim": 256, "v_head_dim": 256, "page_size": 1, "has_sinks": True}, ""),
+        ({"num_q_heads": 80, "head_dim": 112, "v_head_dim": 112}, ""),
+        ({"num_q_heads": 64}, "64 query heads share a KV head, at least 65 must"),
+        ({"head_dim": 96, "v_head_dim": 96}, "head_dim 96 is outside 112..256"),
+        ({"window_left": 127}, "a window of 128 keys is shorter than its 2048"),
+        (CODED, "it reads K and V as q, and these pages are float8_e4m3fn"),
+    ],
+    ids=str,
+)
+def test_decode_of_many_heads_on_a_kv_head_is_by_it(more: dict[str, Any], reason: str) -> None:
+    selection = chosen(replace(ONE_KV_HEAD, **more), on(TRITONS[0]))
+    assert selection.kernel(StepKind.DECODE).row.name == ("triton.decode" if reason else "triton.hopper_decode")
+    reasons = [refusal.reason for refusal in selection.refusals if refusal.kernel == "triton.hopper_decode"]
+    assert reasons[:1] == ([reason] if reason else [])
 
 
 def test_pages_with_strides_and_masks_are_left_to_other_kernels() -> None:

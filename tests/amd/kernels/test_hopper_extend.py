@@ -477,7 +477,9 @@ LAYERS = {
     "gemma_2": small_problem(
         16, torch.bfloat16, num_q_heads=4, num_kv_heads=2, head_dim=256, v_head_dim=256, logits_soft_cap=50.0
     ),
+    "one_kv_head": small_problem(16, torch.bfloat16, num_q_heads=128, num_kv_heads=1, head_dim=192, v_head_dim=192),
 }
+DECODE = {"one_kv_head": "triton.hopper_decode"}
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
@@ -487,6 +489,7 @@ def test_a_runtime_serves_extend_and_mixed_steps_by_it(layer: str, graphs: bool,
     chosen = select(problem, detect_target(device), "triton")
     assert chosen.kernel(StepKind.EXTEND).row.name == "triton.hopper_extend"
     assert chosen.kernel(StepKind.MIXED).row.name == "triton.hopper_extend+decode"
+    assert chosen.kernel(StepKind.DECODE).row.name == DECODE.get(layer, "triton.decode")
     teller = Teller(device, "triton", problem, graphs=graphs, deterministic=False, max_kv_len=1024, num_pages=200)
     told, beside = (teller.begin(Story.random(problem, 1000, seed)) for seed in (1, 2))
     teller.step([(told, 500)])

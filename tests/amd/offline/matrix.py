@@ -157,7 +157,7 @@ _SM_90_LAYERS = (
     ((64, 1), (192, 128), BF16, 128),
     ((16, 1), (128, 128), FP32, 16),
     ((16, 1), (256, 256), FP32, 64),
-    ((32, 2), (512, 512), BF16, 16),
+    ((16, 2), (512, 512), BF16, 16),
     ((32, 1), (512, 512), BF16, 16),
     ((16, 1), (512, 512), FP32, 16),
 )
@@ -193,9 +193,10 @@ ROWS = (
         Row("sm_90", (heads, 4), (dim, dim), BF16, 16)
         for heads, dim in ((16, 24), (16, 48), (16, 80), (16, 96), (32, 192))
     ),
-    *(Row("sm_90", (64, 1), (dim, dim), BF16, 16) for dim in (128, 256)),
+    *(Row("sm_90", (heads, 1), (dim, dim), BF16, 16) for heads, dim in ((32, 64), (32, 80), (64, 128), (64, 256))),
     # More blocks of columns than in heads of 256, and rows beside which others are no whole block.
-    *(Row("sm_90", (16, 2), dims, BF16, 16) for dims in ((384, 384), (512, 32))),
+    *(Row("sm_90", (16, 2), dims, BF16, 16) for dims in ((320, 320), (512, 32))),
+    Row("sm_90", (12, 3), (16, 16), BF16, 16),
     *(Row("sm_80", *layer) for layer in _SM_80_LAYERS),
     *(
         Row(

@@ -1,10 +1,13 @@
 """Rounds of guessed tokens that follow from each other on the device: the host launches them, and reads them later.
 
-The host plans and publishes a step that verifies guesses of every sequence. While the same sequences go on, greedily,
-and their own texts tell the guesses, all that the next round takes follows from what was picked in this one: the texts
-lie on the device too, and kernels/speculative/next_round.py writes the next inputs over the step's. So the host
-launches a graph and two kernels, and knows for none of them what the rounds before have brought. It reads and publishes
-these while later ones run.
+The host plans and publishes a step that verifies guesses of every sequence. While the same sequences go on, and their
+own texts tell the guesses, all that the next round takes follows from what was picked in this one: the texts lie on the
+device too, and kernels/speculative/next_round.py writes the next inputs over the step's. So the host launches a graph
+and two kernels, and knows for none of them what the rounds before have brought. It reads and publishes these while
+later ones run.
+
+What a token is drawn by belongs to its place in its request's text. Those numbers are on the device before the rounds
+that may come to these places, so a seed draws the same text whoever plans a round.
 
 Whatever comes in between ends a series: a request that comes, ends or is aborted, pages that run out, a fault, guesses
 that no longer come true. The rounds that were launched are read then, and the host plans the next step.
@@ -16,9 +19,10 @@ import weakref
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -29,7 +33,8 @@ from rocm_attn.kernels.sampling.found import ALL_ZERO
 from rocm_attn.kernels.speculative.arguments import TOLD_WORDS, GuessedRound
 from rocm_attn.runner.logprobs import TokenLogprobs
 from rocm_attn.runner.options import EngineOptions
-from rocm_attn.runner.sampling import Found, PickedTokens, TokenPicker
+from rocm_attn.runner.request import Sequence
+from rocm_attn.runner.sampling import GREEDY, Draw, Found, PickedTokens, TokenPicker, terms_of
 from rocm_attn.runner.scheduler import ScheduledStep, Scheduler
 from rocm_attn.runner.sending import sent
 from rocm_attn.runner.speculation.methods import NGRAM
@@ -46,10 +51,10 @@ _MOST_ROUNDS = 32
 
 
 def text_bytes(options: EngineOptions, max_kv_len: int) -> int:
-    """Memory on the device for the texts that guesses are looked up in."""
+    """Memory on the device for the texts that guesses are looked up in, and the numbers that tokens are drawn by."""
     if options.speculative != NGRAM:
         return 0
-    return 4 * (options.max_batch_size + 1) * (max_kv_len + 2 + options.draft_tokens)
+    return 2 * 4 * (options.max_batch_size + 1) * (max_kv_len + 2 + options.draft_tokens)
 
 
 class Rounds(Protocol):
@@ -120,6 +125,7 @@ class _Series:
     rows:        int32 [n] of the table
     kv_len:      int32 [n] of the oldest round that was not read
     limit:       int32 [n] that no kv_len may come to be beyond
+    terms:       float32 [n * W, 3] by which a round's tokens are picked; [0, 3] where no sequence draws
     num_unread:  rounds that were launched and not read
     num_rounds:  that were launched, of _MOST_ROUNDS at most
     is_noted:    whether all that was launched will be read; not while a round is launched, which an interrupt may end
@@ -133,6 +139,7 @@ class _Series:
     kv_len: Int32Array
     limit: Int32Array
     limit_on_device: Tensor
+    terms: Tensor
     rounds: list[tuple[GuessedRound, Tensor, Int32Array, Found]]
     num_unread: int = 1
     num_rounds: int = 0
@@ -169,8 +176,8 @@ class RoundPicks:
         return picks
 
     @property
-    def likeliest(self) -> None:
-        """As StepPicks.likeliest. A round is followed by launch()."""
+    def plain(self) -> None:
+        """As StepPicks.plain. A round is followed by launch()."""
 
     def logprobs(self) -> Mapping[int, Many[TokenLogprobs]]:
         """As StepPicks.logprobs."""
@@ -210,27 +217,39 @@ class DeviceRounds:
         with torch.inference_mode(False):  # memory that is made in that mode cannot be written outside of it
             most = table.max_kv_len + 1 + self._width
             self._texts = torch.zeros(num_rows, most, dtype=torch.int32, device=device)
+            self._numbers = torch.zeros(num_rows, most, device=device)
+            self._terms = torch.zeros(len(picker.tokens), 3, device=device)
             self._memory = [_Memory(len(picker.tokens), most_seqs, device) for _ in range(most_ahead + 2)]
         self._next = 0
         # row -> the number of the request whose text lies there, and how many tokens of it
         self._on_device: dict[int, tuple[int, int]] = {}
+        # likewise, and before which place in it the numbers lie there
+        self._drawn_by: dict[int, tuple[int, int]] = {}
         self._series: _Series | None = None
 
     def begin(self, step: ScheduledStep, picks: StepPicks, scheduler: Scheduler) -> StepPicks:
         """As Rounds.begin."""
         batch, last, width = step.batch, self._runtime.repeatable, self._width
-        if last is None or last[0] is not batch or not self._runner.may_run_again or step.asking:
+        if last is None or last[0] is not batch or not self._runner.may_run_again:
             return picks
         if not batch.min_q_len == batch.max_q_len == width or step.num_picks < batch.num_seqs or step.is_of_a_suspect:
             return picks
-        picked = picks.likeliest
+        picked = picks.plain
         limit = self._reserved(batch.rows, batch.kv_len + np.int32(width), scheduler) if picked is not None else None
         if picked is None or limit is None:
             return picks
         self._send_texts(step)
-        on_device = sent(limit, self._runtime.device)
+        self._send_numbers(step, limit)
+        on_device, terms = sent(limit, self._runtime.device), self._terms_of(step)
         series = self._series = _Series(
-            step, scheduler.num_changes, batch.rows, batch.kv_len.copy(), limit, on_device, self._rounds(on_device)
+            step,
+            scheduler.num_changes,
+            batch.rows,
+            batch.kv_len.copy(),
+            limit,
+            on_device,
+            terms,
+            self._rounds(on_device, terms),
         )
         return self._told(series, picked.found)
 
@@ -252,6 +271,7 @@ class DeviceRounds:
             if limit is None:
                 series.is_over = True
                 return False
+            self._send_numbers(series.step, limit)
             series.limit = limit
             series.limit_on_device.copy_(sent(limit, self._runtime.device))
         return True
@@ -264,7 +284,7 @@ class DeviceRounds:
         series.num_rounds += 1
         logits = self._runner.run_again(series.step.batch)
         _, found, _, on_host = series.rounds[self._next]
-        self._picker.pick_likeliest(logits.flatten(0, 1), found)
+        self._picker.pick_by(logits.flatten(0, 1), series.terms, found)
         series.num_unread += 1
         return series.step, self._told(series, on_host)
 
@@ -298,7 +318,7 @@ class DeviceRounds:
         done.record()
         return RoundPicks(series, told, found, done)
 
-    def _rounds(self, limit: Tensor) -> list[tuple[GuessedRound, Tensor, Int32Array, Found]]:
+    def _rounds(self, limit: Tensor, terms: Tensor) -> list[tuple[GuessedRound, Tensor, Int32Array, Found]]:
         """What rounds of a series read and write, by the memory that they tell in."""
         last = self._runtime.repeatable
         assert last is not None
@@ -306,7 +326,9 @@ class DeviceRounds:
         rounds = []
         for memory in self._memory:
             told, found = memory.told[:num_seqs], memory.found[: num_seqs * self._width]
-            given = GuessedRound(to.counts, to.row_of_seq, to.kv_len, to.token_ids, self._texts, limit, told)
+            given = GuessedRound(
+                to.counts, to.row_of_seq, to.kv_len, to.token_ids, self._texts, limit, told, self._numbers, terms
+            )
             rounds.append((given, found, told.numpy(), Found.of(found.numpy())))
         return rounds
 
@@ -339,6 +361,39 @@ class DeviceRounds:
                 places.append(np.arange(sequence.row * most + first, sequence.row * most + known))
             self._on_device[sequence.row] = sequence.number, known
         if values:
-            device = self._runtime.device
-            at, tokens = sent(np.concatenate(places), device), sent(np.array(values, np.int32), device)
-            self._texts.view(-1).index_copy_(0, at, tokens)
+            self._put(self._texts, places, np.array(values, np.int32))
+
+    def _send_numbers(self, step: ScheduledStep, limit: Int32Array) -> None:
+        """Have what tokens are drawn by on the device, of all places that rounds within these limits come to."""
+        values, places, most = list[npt.NDArray[np.float32]](), list[Int32Array](), self._numbers.shape[1]
+        for seq in step.asking:
+            sequence = step.sequences[seq]
+            number, num = self._drawn_by.get(sequence.row, (-1, 0))
+            first = max(num if number == sequence.number else 0, len(sequence.token_ids))
+            end = int(limit[seq]) + 1
+            if first < end and not sequence.sampler.is_greedy:
+                before = len(sequence.request.prompt_token_ids)
+                values.append(sequence.sampler.uniforms(first - before, end - before))
+                places.append(np.arange(sequence.row * most + first, sequence.row * most + end))
+                self._drawn_by[sequence.row] = sequence.number, end
+        if values:
+            self._put(self._numbers, places, np.concatenate(values))
+
+    def _put(self, to: Tensor, places: list[Int32Array], values: npt.NDArray[Any]) -> None:
+        device = self._runtime.device
+        to.view(-1).index_copy_(0, sent(np.concatenate(places), device), sent(values, device))
+
+    def _terms_of(self, step: ScheduledStep) -> Tensor:
+        """As _Series.terms, without the numbers: the device puts them in with each round."""
+        if not step.asking:
+            return self._terms[:0]
+        draws = [_draw_of(sequence) for sequence in step.sequences]
+        terms = self._terms[: len(draws) * self._width]
+        terms.copy_(sent(terms_of(draws).repeat(self._width, 0), self._runtime.device))
+        return terms
+
+
+def _draw_of(sequence: Sequence) -> Draw:
+    """How a sequence's tokens are drawn, but for the numbers that decide."""
+    sampler = sequence.sampler
+    return GREEDY if sampler.is_greedy else Draw(sampler.sampling.temperature, sampler.sampling.top_p, 0.0)

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rocm_attn.kernels.launch import RepeatedLaunch, repeated_launches
+from rocm_attn.kernels.launch import RepeatedLaunch, only_launches, repeated_launches
 from rocm_attn.kernels.metadata import error_word
 from rocm_attn.kernels.speculative.arguments import TOLD_WORDS, GuessedRound
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
@@ -123,6 +123,7 @@ def _next_round_kernel(
 _variant = repeated_launches(_next_round_kernel)
 
 
+@only_launches
 def launch_next_round(picked: Tensor, given: GuessedRound, width: int) -> None:
     """Write the next round over the last one, and tell what came of that.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +23,7 @@ from rocm_attn.providers.launches import PickRows
 from rocm_attn.providers.torch_ref import TORCH
 from rocm_attn.runner.sampling_options import Sampling
 from rocm_attn.step.host_ring import Fence, NoFence
+from rocm_attn.step.same_launches import SameLaunches
 
 # Uniform numbers are made so many at a time.
 _NUMBERS_AT_ONCE = 16
@@ -206,10 +207,14 @@ class TokenPicker:
             host.done.record()
         return PickedTokens(on_host, host.done)
 
-    def pick_likeliest(self, logits: Tensor, found: Tensor) -> None:
-        """As pick() where no row draws. found: int32 [rows, 2], as of launch_pick_rows; the caller's to read"""
+    def picking(self, logits: Tensor, found: Tensor, stream: Callable[[], int] | None) -> SameLaunches:
+        """As pick() where no row draws, over and over from the same place.
+
+        found:  int32 [rows, 2], as of launch_pick_rows; the caller's to read
+        stream: as of SameLaunches
+        """
         terms, tokens, _, _ = self._host[0].rows(logits.shape[0])
-        self._pick_rows(logits, terms, tokens, found, num_drawing=0)
+        return SameLaunches(stream, self._pick_rows, logits, terms, tokens, found, num_drawing=0)
 
 
 def pick_tokens(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | BadLogits]:

@@ -13,7 +13,7 @@ that no longer come true. The rounds that were launched are read then, and the h
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -27,6 +27,7 @@ from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadLogits
 from rocm_attn.kernels.sampling.found import ALL_ZERO
 from rocm_attn.kernels.speculative.arguments import TOLD_WORDS, GuessedRound
+from rocm_attn.providers.launches import MakeNextRound
 from rocm_attn.runner.logprobs import TokenLogprobs
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.sampling import Found, PickedTokens, TokenPicker
@@ -36,7 +37,9 @@ from rocm_attn.runner.speculation.methods import NGRAM
 from rocm_attn.runner.speculation.speculation import NO_LOGPROBS_OF, Picks, StepPicks
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.host_ring import Fence, NoFence, wait_for_all
-from rocm_attn.step.repeatable import inputs_of
+from rocm_attn.step.memory import DeviceStep
+from rocm_attn.step.repeatable import Repeatable, inputs_of
+from rocm_attn.step.same_launches import SameLaunches, stream_of
 
 # Pages are reserved for so many more tokens of each sequence at a time.
 _TOKENS_AHEAD = 256
@@ -111,6 +114,40 @@ class _Memory:
         weakref.finalize(self, wait_for_all, [self.done], [self.found, self.told]).atexit = False  # type: ignore[list-item]
 
 
+class _Round:
+    """What a round launches after its step, and where the host reads what came of it.
+
+    given: what the round after it is made of
+    """
+
+    def __init__(
+        self,
+        picker: TokenPicker,
+        next_round: MakeNextRound,
+        stream: Callable[[], int] | None,
+        given: GuessedRound,
+        memory: _Memory,
+    ) -> None:
+        num_seqs = given.limit.shape[0]
+        width = len(picker.tokens) // memory.told.shape[0]
+        self._picker, self._stream, self._found = picker, stream, memory.found[: num_seqs * width]
+        self._logits: Tensor | None = None
+        self._pick: Callable[[], None] = _nothing
+        self.make_next = SameLaunches(stream, next_round, picker.tokens, given, width)
+        self.told, self.found = given.told.numpy(), Found.of(self._found.numpy())
+
+    def pick(self, logits: Tensor) -> None:
+        """Pick its tokens. logits: [num_seqs, W, vocab], which a graph gives at the same place each time"""
+        if logits is not self._logits:
+            self._logits = logits
+            self._pick = self._picker.picking(logits.flatten(0, 1), self._found, self._stream)
+        self._pick()
+
+
+def _nothing() -> None:
+    """What no round picks by."""
+
+
 @dataclass(slots=True, eq=False)
 class _Series:
     """Rounds that follow from one step.
@@ -123,7 +160,7 @@ class _Series:
     num_unread:  rounds that were launched and not read
     num_rounds:  that were launched, of _MOST_ROUNDS at most
     is_noted:    whether all that was launched will be read; not while a round is launched, which an interrupt may end
-    rounds:      by the memory that they tell in
+    rounds:      by the memory that they tell in, from next_one on in turn
     cut:         places of sequences that go on by fewer tokens than the device took
     """
 
@@ -133,7 +170,7 @@ class _Series:
     kv_len: Int32Array
     limit: Int32Array
     limit_on_device: Tensor
-    rounds: list[tuple[GuessedRound, Tensor, Int32Array, Found]]
+    rounds: list[_Round]
     num_unread: int = 1
     num_rounds: int = 0
     is_noted: bool = False
@@ -211,6 +248,10 @@ class DeviceRounds:
             most = table.max_kv_len + 1 + self._width
             self._texts = torch.zeros(num_rows, most, dtype=torch.int32, device=device)
             self._memory = [_Memory(len(picker.tokens), most_seqs, device) for _ in range(most_ahead + 2)]
+            self._limit = torch.zeros(most_seqs, dtype=torch.int32, device=device)
+        self._stream = stream_of(device)
+        # Rounds of steps that have their inputs there, of so many sequences. Series of equal steps follow each other.
+        self._rounds: tuple[DeviceStep, int, list[_Round]] | None = None
         self._next = 0
         # row -> the number of the request whose text lies there, and how many tokens of it
         self._on_device: dict[int, tuple[int, int]] = {}
@@ -228,9 +269,10 @@ class DeviceRounds:
         if picked is None or limit is None:
             return picks
         self._send_texts(step)
-        on_device = sent(limit, self._runtime.device)
+        on_device = self._limit[: batch.num_seqs]
+        on_device.copy_(sent(limit, self._runtime.device))
         series = self._series = _Series(
-            step, scheduler.num_changes, batch.rows, batch.kv_len.copy(), limit, on_device, self._rounds(on_device)
+            step, scheduler.num_changes, batch.rows, batch.kv_len.copy(), limit, on_device, self._rounds_of(last)
         )
         return self._told(series, picked.found)
 
@@ -262,11 +304,10 @@ class DeviceRounds:
         assert series is not None
         series.is_noted = False
         series.num_rounds += 1
-        logits = self._runner.run_again(series.step.batch)
-        _, found, _, on_host = series.rounds[self._next]
-        self._picker.pick_likeliest(logits.flatten(0, 1), found)
+        next_one = series.rounds[self._next]
+        next_one.pick(self._runner.run_again(series.step.batch))
         series.num_unread += 1
-        return series.step, self._told(series, on_host)
+        return series.step, self._told(series, next_one.found)
 
     def noted(self) -> None:
         """As Rounds.noted."""
@@ -291,24 +332,27 @@ class DeviceRounds:
 
     def _told(self, series: _Series, found: Found) -> RoundPicks:
         """Make the inputs of the round after what was picked last, and have it told what came of that."""
-        given, _, told, _ = series.rounds[self._next]
-        done = self._memory[self._next].done
+        next_one, done = series.rounds[self._next], self._memory[self._next].done
         self._next = (self._next + 1) % len(self._memory)
-        self._runtime.core.ops.next_round(self._picker.tokens, given, self._width)
+        next_one.make_next()
         done.record()
-        return RoundPicks(series, told, found, done)
+        return RoundPicks(series, next_one.told, found, done)
 
-    def _rounds(self, limit: Tensor) -> list[tuple[GuessedRound, Tensor, Int32Array, Found]]:
-        """What rounds of a series read and write, by the memory that they tell in."""
-        last = self._runtime.repeatable
-        assert last is not None
-        to, num_seqs = inputs_of(last), last[0].num_seqs
-        rounds = []
-        for memory in self._memory:
-            told, found = memory.told[:num_seqs], memory.found[: num_seqs * self._width]
-            given = GuessedRound(to.counts, to.row_of_seq, to.kv_len, to.token_ids, self._texts, limit, told)
-            rounds.append((given, found, told.numpy(), Found.of(found.numpy())))
-        return rounds
+    def _rounds_of(self, last: Repeatable) -> list[_Round]:
+        """The rounds that follow from a step, by the memory that they tell in."""
+        (batch, _, child), kept = last, self._rounds
+        if kept is None or kept[0] is not child or kept[1] != batch.num_seqs:
+            to, limit, next_round = inputs_of(last), self._limit[: batch.num_seqs], self._runtime.core.ops.next_round
+            inputs = to.counts, to.row_of_seq, to.kv_len, to.token_ids, self._texts, limit
+            kept = self._rounds = (
+                child,
+                batch.num_seqs,
+                [
+                    _Round(self._picker, next_round, self._stream, GuessedRound(*inputs, each.told[: len(limit)]), each)
+                    for each in self._memory
+                ],
+            )
+        return kept[2]
 
     def _reserved(self, rows: Int32Array, needed: Int32Array, scheduler: Scheduler) -> Int32Array | None:
         """The limits of rows that need pages for so many tokens, with some to spare if there are; None: there are none.

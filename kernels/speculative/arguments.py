@@ -109,7 +109,7 @@ class GuessedRound(NamedTuple):
                 that come next the text tells them, 0 if it does not; the error word. May lie in pinned host memory
     numbers:    float32 [rows, most], contiguous: row -> by which number the token of each place in its text is drawn
     terms:      float32 [n * W, 3], contiguous, as of launch_pick_rows: by which the next round's tokens are picked, of
-                which the last column is written. [0, 3] where no sequence draws: numbers are not read then
+                which the last column is written, and only where a sequence draws
     """
 
     counts: Tensor

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rocm_attn.kernels.launch import RepeatedLaunch, repeated_launches
+from rocm_attn.kernels.launch import RepeatedLaunch, only_launches, repeated_launches
 from rocm_attn.kernels.metadata import error_word
 from rocm_attn.kernels.speculative.arguments import TOLD_WORDS, GuessedRound
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
@@ -134,19 +134,22 @@ def _next_round_kernel(
 _variant = repeated_launches(_next_round_kernel)
 
 
-def launch_next_round(picked: Tensor, given: GuessedRound, width: int) -> None:
+@only_launches
+def launch_next_round(picked: Tensor, given: GuessedRound, width: int, *, draws: bool) -> None:
     """Write the next round over the last one, and tell what came of that.
 
     picked: int32 [num_seqs * width or more], the token that was picked after each token of the round
     width:  new tokens of each sequence, W, at least 1
+    draws:  whether any sequence draws its tokens
     """
     num_seqs = given.limit.shape[0]
     assert given.texts.is_contiguous()
     assert given.texts.shape[1] > width
     assert given.token_ids.shape[0] >= num_seqs * width
-    num_terms = given.terms.shape[0]
-    assert num_terms in (0, num_seqs * width)
-    assert given.numbers.shape == given.texts.shape or not num_terms
+    assert given.terms.shape == (num_seqs * width, 3)
+    assert given.terms.is_contiguous()
+    assert given.numbers.is_contiguous()
+    assert given.numbers.shape == given.texts.shape
     launch: RepeatedLaunch = _variant(next_power_of_2(width))
     launch(
         given.counts.device,
@@ -154,7 +157,7 @@ def launch_next_round(picked: Tensor, given: GuessedRound, width: int) -> None:
         picked,
         *given,
         given.texts.shape[1],
-        int(num_terms > 0),
+        int(draws),
         width,
         next_power_of_2(width),
         _BLOCK,

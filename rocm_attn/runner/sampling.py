@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +23,7 @@ from rocm_attn.providers.launches import PickRows
 from rocm_attn.providers.torch_ref import TORCH
 from rocm_attn.runner.sampling_options import Sampling
 from rocm_attn.step.host_ring import Fence, NoFence
+from rocm_attn.step.same_launches import SameLaunches
 
 # Uniform numbers are made so many at a time.
 _NUMBERS_AT_ONCE = 16
@@ -219,14 +220,18 @@ class TokenPicker:
             host.done.record()
         return PickedTokens(on_host, host.done)
 
-    def pick_by(self, logits: Tensor, terms: Tensor, found: Tensor) -> None:
-        """As pick(), by terms of the caller, who reads what is found.
+    def picking(
+        self, logits: Tensor, terms: Tensor, found: Tensor, stream: Callable[[], int] | None, *, draws: bool
+    ) -> SameLaunches:
+        """As pick(), by terms of the caller, who reads what is found; over and over from the same place.
 
-        terms: float32 [rows, 3], as of launch_pick_rows; [0, 3] where no row draws
-        found: int32 [rows, 2], likewise
+        terms:  float32 [rows, 3], as of launch_pick_rows
+        found:  int32 [rows, 2], likewise
+        stream: as of SameLaunches
+        draws:  whether any row draws
         """
         tokens = self._host[0].rows(logits.shape[0]).tokens
-        self._pick_rows(logits, terms, tokens, found, num_drawing=len(terms))
+        return SameLaunches(stream, self._pick_rows, logits, terms, tokens, found, num_drawing=len(terms) * draws)
 
 
 def pick_tokens(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | BadLogits]:

@@ -16,7 +16,7 @@ that no longer come true. The rounds that were launched are read then, and the h
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -31,6 +31,7 @@ from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadLogits
 from rocm_attn.kernels.sampling.found import ALL_ZERO
 from rocm_attn.kernels.speculative.arguments import TOLD_WORDS, GuessedRound
+from rocm_attn.providers.launches import MakeNextRound
 from rocm_attn.runner.logprobs import TokenLogprobs
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Sequence
@@ -41,7 +42,9 @@ from rocm_attn.runner.speculation.methods import NGRAM
 from rocm_attn.runner.speculation.speculation import NO_LOGPROBS_OF, Picks, StepPicks
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.host_ring import Fence, NoFence, wait_for_all
-from rocm_attn.step.repeatable import inputs_of
+from rocm_attn.step.memory import DeviceStep
+from rocm_attn.step.repeatable import Repeatable, inputs_of
+from rocm_attn.step.same_launches import SameLaunches, stream_of
 
 # Pages are reserved for so many more tokens of each sequence at a time.
 _TOKENS_AHEAD = 256
@@ -116,6 +119,46 @@ class _Memory:
         weakref.finalize(self, wait_for_all, [self.done], [self.found, self.told]).atexit = False  # type: ignore[list-item]
 
 
+class _Round:
+    """What a round launches after its step, and where the host reads what came of it.
+
+    given: what the round after it is made of
+    draws: whether tokens are drawn
+    """
+
+    def __init__(
+        self,
+        picker: TokenPicker,
+        next_round: MakeNextRound,
+        stream: Callable[[], int] | None,
+        given: GuessedRound,
+        memory: _Memory,
+        *,
+        draws: bool,
+    ) -> None:
+        num_seqs = given.limit.shape[0]
+        self._terms, self._draws = given.terms, draws
+        width = len(picker.tokens) // memory.told.shape[0]
+        self._picker, self._stream, self._found = picker, stream, memory.found[: num_seqs * width]
+        self._logits: Tensor | None = None
+        self._pick: Callable[[], None] = _nothing
+        self.make_next = SameLaunches(stream, next_round, picker.tokens, given, width, draws=draws)
+        self.told, self.found = given.told.numpy(), Found.of(self._found.numpy())
+
+    def pick(self, logits: Tensor) -> None:
+        """Pick its tokens. logits: [num_seqs, W, vocab], which a graph gives at the same place each time"""
+        if logits is not self._logits:
+            self._logits = logits
+            self._pick = self._picker.picking(
+                logits.flatten(0, 1), self._terms, self._found, self._stream, draws=self._draws
+            )
+        self._pick()
+
+
+def _nothing() -> None:
+    """What no round picks by."""
+
+
 @dataclass(slots=True, eq=False)
 class _Series:
     """Rounds that follow from one step.
@@ -125,11 +168,10 @@ class _Series:
     rows:        int32 [n] of the table
     kv_len:      int32 [n] of the oldest round that was not read
     limit:       int32 [n] that no kv_len may come to be beyond
-    terms:       float32 [n * W, 3] by which a round's tokens are picked; [0, 3] where no sequence draws
     num_unread:  rounds that were launched and not read
     num_rounds:  that were launched, of _MOST_ROUNDS at most
     is_noted:    whether all that was launched will be read; not while a round is launched, which an interrupt may end
-    rounds:      by the memory that they tell in
+    rounds:      by the memory that they tell in, from next_one on in turn
     cut:         places of sequences that go on by fewer tokens than the device took
     """
 
@@ -139,8 +181,7 @@ class _Series:
     kv_len: Int32Array
     limit: Int32Array
     limit_on_device: Tensor
-    terms: Tensor
-    rounds: list[tuple[GuessedRound, Tensor, Int32Array, Found]]
+    rounds: list[_Round]
     num_unread: int = 1
     num_rounds: int = 0
     is_noted: bool = False
@@ -220,6 +261,11 @@ class DeviceRounds:
             self._numbers = torch.zeros(num_rows, most, device=device)
             self._terms = torch.zeros(len(picker.tokens), 3, device=device)
             self._memory = [_Memory(len(picker.tokens), most_seqs, device) for _ in range(most_ahead + 2)]
+            self._limit = torch.zeros(most_seqs, dtype=torch.int32, device=device)
+        self._stream = stream_of(device)
+        # Rounds of steps that have their inputs there, of so many sequences, and whether any draws. Series of equal
+        # steps follow each other.
+        self._rounds: tuple[DeviceStep, int, bool, list[_Round]] | None = None
         self._next = 0
         # row -> the number of the request whose text lies there, and how many tokens of it
         self._on_device: dict[int, tuple[int, int]] = {}
@@ -240,16 +286,10 @@ class DeviceRounds:
             return picks
         self._send_texts(step)
         self._send_numbers(step, limit)
-        on_device, terms = sent(limit, self._runtime.device), self._terms_of(step)
+        on_device = self._limit[: batch.num_seqs]
+        on_device.copy_(sent(limit, self._runtime.device))
         series = self._series = _Series(
-            step,
-            scheduler.num_changes,
-            batch.rows,
-            batch.kv_len.copy(),
-            limit,
-            on_device,
-            terms,
-            self._rounds(on_device, terms),
+            step, scheduler.num_changes, batch.rows, batch.kv_len.copy(), limit, on_device, self._rounds_of(step, last)
         )
         return self._told(series, picked.found)
 
@@ -282,11 +322,10 @@ class DeviceRounds:
         assert series is not None
         series.is_noted = False
         series.num_rounds += 1
-        logits = self._runner.run_again(series.step.batch)
-        _, found, _, on_host = series.rounds[self._next]
-        self._picker.pick_by(logits.flatten(0, 1), series.terms, found)
+        next_one = series.rounds[self._next]
+        next_one.pick(self._runner.run_again(series.step.batch))
         series.num_unread += 1
-        return series.step, self._told(series, on_host)
+        return series.step, self._told(series, next_one.found)
 
     def noted(self) -> None:
         """As Rounds.noted."""
@@ -311,26 +350,26 @@ class DeviceRounds:
 
     def _told(self, series: _Series, found: Found) -> RoundPicks:
         """Make the inputs of the round after what was picked last, and have it told what came of that."""
-        given, _, told, _ = series.rounds[self._next]
-        done = self._memory[self._next].done
+        next_one, done = series.rounds[self._next], self._memory[self._next].done
         self._next = (self._next + 1) % len(self._memory)
-        self._runtime.core.ops.next_round(self._picker.tokens, given, self._width)
+        next_one.make_next()
         done.record()
-        return RoundPicks(series, told, found, done)
+        return RoundPicks(series, next_one.told, found, done)
 
-    def _rounds(self, limit: Tensor, terms: Tensor) -> list[tuple[GuessedRound, Tensor, Int32Array, Found]]:
-        """What rounds of a series read and write, by the memory that they tell in."""
-        last = self._runtime.repeatable
-        assert last is not None
-        to, num_seqs = inputs_of(last), last[0].num_seqs
-        rounds = []
-        for memory in self._memory:
-            told, found = memory.told[:num_seqs], memory.found[: num_seqs * self._width]
-            given = GuessedRound(
-                to.counts, to.row_of_seq, to.kv_len, to.token_ids, self._texts, limit, told, self._numbers, terms
-            )
-            rounds.append((given, found, told.numpy(), Found.of(found.numpy())))
-        return rounds
+    def _rounds_of(self, step: ScheduledStep, last: Repeatable) -> list[_Round]:
+        """The rounds that follow from a step, by the memory that they tell in."""
+        (batch, _, child), kept, draws = last, self._rounds, bool(step.asking)
+        if draws:
+            self._send_terms(step)
+        if kept is None or kept[0] is not child or kept[1:3] != (batch.num_seqs, draws):
+            to, limit, next_round = inputs_of(last), self._limit[: batch.num_seqs], self._runtime.core.ops.next_round
+            inputs = to.counts, to.row_of_seq, to.kv_len, to.token_ids, self._texts, limit
+            terms, rounds = self._terms[: batch.num_seqs * self._width], list[_Round]()
+            for memory in self._memory:
+                given = GuessedRound(*inputs, memory.told[: len(limit)], self._numbers, terms)
+                rounds.append(_Round(self._picker, next_round, self._stream, given, memory, draws=draws))
+            kept = self._rounds = child, batch.num_seqs, draws, rounds
+        return kept[3]
 
     def _reserved(self, rows: Int32Array, needed: Int32Array, scheduler: Scheduler) -> Int32Array | None:
         """The limits of rows that need pages for so many tokens, with some to spare if there are; None: there are none.
@@ -383,14 +422,10 @@ class DeviceRounds:
         device = self._runtime.device
         to.view(-1).index_copy_(0, sent(np.concatenate(places), device), sent(values, device))
 
-    def _terms_of(self, step: ScheduledStep) -> Tensor:
-        """As _Series.terms, without the numbers: the device puts them in with each round."""
-        if not step.asking:
-            return self._terms[:0]
-        draws = [_draw_of(sequence) for sequence in step.sequences]
-        terms = self._terms[: len(draws) * self._width]
-        terms.copy_(sent(terms_of(draws).repeat(self._width, 0), self._runtime.device))
-        return terms
+    def _send_terms(self, step: ScheduledStep) -> None:
+        """Have temperatures and the like of a step's sequences on the device; each round has numbers of its own."""
+        terms = terms_of([_draw_of(sequence) for sequence in step.sequences]).repeat(self._width, 0)
+        self._terms[: len(terms)].copy_(sent(terms, self._runtime.device))
 
 
 def _draw_of(sequence: Sequence) -> Draw:

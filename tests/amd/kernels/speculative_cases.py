@@ -51,7 +51,7 @@ def of_next_round(next_round: Launch, width: int) -> Launch:
     def of_tensors(picked: Tensor, rows: Tensor, limit: Tensor, numbers: Tensor, *written: Tensor) -> None:
         counts, kv_len, token_ids, texts, told, terms = written
         given = GuessedRound(counts, rows, kv_len, token_ids, texts, limit, told, numbers, terms)
-        next_round(picked, given, width)
+        next_round(picked, given, width, draws=True)
 
     return of_tensors
 

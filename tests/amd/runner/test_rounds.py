@@ -251,14 +251,14 @@ def test_an_interrupt_while_a_round_is_launched_changes_no_text(
         engine.step()
     owner, name = {
         "round": (engine._runner, "run_again"),
-        "picks": (rounds._picker, "pick_by"),
+        "picks": (rounds._picker, "picking"),
         "next_round": (rounds, "_told"),
         "told": (rounds._memory[rounds._next].done, "record"),
     }[at]
     call = getattr(owner, name)
 
-    def and_interrupt(*arguments: Any) -> Any:
-        call(*arguments)
+    def and_interrupt(*arguments: Any, **how: Any) -> Any:
+        call(*arguments, **how)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -343,18 +343,18 @@ def test_a_row_that_nothing_can_be_picked_from_fails_its_request_alone(kind: Kin
     wanted = kind.plainly(requests)
     engine = kind.engine()
     rounds, left = rounds_of(engine), [12]
-    pick = engine._picker.plain.pick_by
+    picking = engine._picker.plain.picking
 
-    def and_spoil(logits: torch.Tensor, terms: torch.Tensor, found: torch.Tensor) -> None:
+    def and_spoil(logits: torch.Tensor, *others: Any, **how: Any) -> Any:
         left[0] -= 1
         is_spoilt = left[0] <= 0 and len(logits) == 12
-        pick(logits.index_fill(0, torch.tensor([5]), float("nan")) if is_spoilt else logits, terms, found)
+        return picking(logits.index_fill(0, torch.tensor([5]), float("nan")) if is_spoilt else logits, *others, **how)
 
-    rounds._picker.pick_by = and_spoil  # type: ignore[method-assign]
+    rounds._picker.picking = and_spoil  # type: ignore[method-assign]
     numbers = [engine.submit(request) for request in requests]
     for _ in steps(engine):
         if left[0] <= 0:
-            rounds._picker.pick_by = pick  # type: ignore[method-assign]
+            rounds._picker.picking = picking  # type: ignore[method-assign]
     done = [engine.completion(number) for number in numbers]
     assert [done[0], done[2]] == [wanted[0], wanted[2]]
     assert done[1].token_ids == wanted[1].token_ids[: len(done[1].token_ids)]

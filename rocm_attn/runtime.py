@@ -311,8 +311,9 @@ class AttentionRuntime:
     def stage_again(self) -> Step:
         """As stage(), of the whole step that was staged last, with its number: it runs on what its inputs hold by now.
 
-        Only changes of the table are published. The step's error word stays: its next publication tells of all of
-        these steps. What they store counts as stored once mark_stored() of the table says so.
+        Only changes of the table are published, and no page is given back. The step's error word stays: its next
+        publication tells of all of these steps. What they store counts as stored once mark_stored() of the table says
+        so.
         Raises WrongState where no such step was staged last, or its addresses were given up.
         """
         self._begin("a step cannot begin")
@@ -422,8 +423,8 @@ class AttentionRuntime:
             (child,) = self.core.memory.device_steps(plan)
             self._publisher.apply_table_changes()
             self._publisher.publish_whole(batch, child)
-        # What may not store, or gives pages back by lengths of the host, does not go on without the host.
-        self.repeatable = (batch, plan, child) if not refusal and self._evict is None else None
+        # What may not store does not go on without the host. Pages that leave a window meanwhile stay with their rows.
+        self.repeatable = (batch, plan, child) if not refusal else None
         return self._staged_whole(batch, plan, child, refusal)
 
     def _staged_whole(self, batch: StepBatch, plan: StepPlan, child: DeviceStep, refusal: str) -> Step:

@@ -67,7 +67,7 @@ def accept_sampled(probabilities: Probabilities, given: Verified, to: Accepted) 
     walk.finish(next_token.to(torch.int32), given, to)
 
 
-def next_round(picked: Tensor, given: GuessedRound, width: int) -> None:
+def next_round(picked: Tensor, given: GuessedRound, width: int, *, draws: bool) -> None:
     """Twin of launch_next_round."""
     num_seqs, device = len(given.limit), given.kv_len.device
     lane = torch.arange(width, device=device)
@@ -87,6 +87,10 @@ def next_round(picked: Tensor, given: GuessedRound, width: int) -> None:
     place = torch.where(num_same > 0, found, num_tokens - 1)[:, None]
     place = place + lane[: width - 1] % (num_tokens[:, None] - place)
     new_ids = torch.cat([text.gather(1, num_tokens[:, None] - 1), text.gather(1, place)], 1)
+    if draws:
+        drawn = num_tokens[:, None] + lane
+        number = given.numbers[rows].gather(1, drawn.clamp(max=most - 1))
+        given.terms[:, 2] = torch.where(drawn < most, number, 0).flatten()
     beyond = length + taken > given.limit
     error = given.counts[ERROR_WORD] | torch.where(beyond, LENGTH_BEYOND_BOUND, 0)
     given.counts[ERROR_WORD] |= torch.where(beyond.any(), LENGTH_BEYOND_BOUND, 0)

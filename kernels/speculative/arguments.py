@@ -107,6 +107,9 @@ class GuessedRound(NamedTuple):
     limit:      int32 [n]  bounds of kv_len, W or more: as many tokens have pages
     told:       int32 [n, TOLD_WORDS]  receives how many tokens a sequence got; of how many tokens before the guesses
                 that come next the text tells them, 0 if it does not; the error word. May lie in pinned host memory
+    numbers:    float32 [rows, most], contiguous: row -> by which number the token of each place in its text is drawn
+    terms:      float32 [n * W, 3], contiguous, as of launch_pick_rows: by which the next round's tokens are picked, of
+                which the last column is written, and only where a sequence draws
     """
 
     counts: Tensor
@@ -116,3 +119,5 @@ class GuessedRound(NamedTuple):
     texts: Tensor
     limit: Tensor
     told: Tensor
+    numbers: Tensor
+    terms: Tensor

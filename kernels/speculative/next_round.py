@@ -7,6 +7,7 @@ A round feeds each sequence its last token and the W - 1 guesses after it; then 
     kv_len   = max(min(kv_len + taken, limit), W)
     token 0  = the text's last token
     guesses  = what came after the last tokens when they were there before, over and over past the text's end
+    numbers  = those of the places after the text's last token, by which the round's tokens are drawn
 
 Of the places after the text's last two tokens that is the one where most of the two tokens before them are the same
 too, the last one of equals. Where there is none, the last token is guessed to come again.
@@ -41,7 +42,7 @@ def _tokens_at(text, picked, place, known, mask):
 
 
 @triton.jit(
-    do_not_specialize=["width", "text_row"],
+    do_not_specialize=["text_row", "draws", "width"],
     do_not_specialize_on_alignment=[
         "picked",
         "counts",
@@ -51,6 +52,8 @@ def _tokens_at(text, picked, place, known, mask):
         "texts",
         "limit",
         "told",
+        "numbers",
+        "terms",
     ],
 )
 def _next_round_kernel(
@@ -62,7 +65,10 @@ def _next_round_kernel(
     texts,
     limit,
     told,
+    numbers,
+    terms,
     text_row,
+    draws,
     width,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -79,7 +85,8 @@ def _next_round_kernel(
     # Whatever the length is by now, what is written stays within the text's row.
     known = tl.minimum(tl.maximum(length - width + 1, 1), text_row - width)
     num_tokens = known + taken
-    text = texts + tl.load(row_of_seq + seq).to(tl.int64) * text_row
+    row = tl.load(row_of_seq + seq).to(tl.int64) * text_row
+    text = texts + row
     last = tl.load(picks + taken - 1)
     last_but_1 = _tokens_at(text, picks, num_tokens - 2, known, num_tokens >= 2)
     last_but_2 = _tokens_at(text, picks, num_tokens - 3, known, num_tokens >= 3)
@@ -111,6 +118,10 @@ def _next_round_kernel(
     # Every thread has read what is written now.
     tl.debug_barrier()
     tl.store(text + known + lane, pick, mask=lane < taken)
+    if draws != 0:
+        drawn = num_tokens + lane
+        number = tl.load(numbers + row + drawn, mask=(lane < width) & (drawn < text_row), other=0.0)
+        tl.store(terms + 3 * (seq * width + lane) + 2, number, mask=lane < width)
     tl.store(ids, last)
     tl.store(ids + lane + 1, guess, mask=lane + 1 < width)
     tl.store(kv_len + seq, tl.maximum(tl.minimum(length + taken, tl.load(limit + seq)), width))
@@ -124,16 +135,21 @@ _variant = repeated_launches(_next_round_kernel)
 
 
 @only_launches
-def launch_next_round(picked: Tensor, given: GuessedRound, width: int) -> None:
+def launch_next_round(picked: Tensor, given: GuessedRound, width: int, *, draws: bool) -> None:
     """Write the next round over the last one, and tell what came of that.
 
     picked: int32 [num_seqs * width or more], the token that was picked after each token of the round
     width:  new tokens of each sequence, W, at least 1
+    draws:  whether any sequence draws its tokens
     """
     num_seqs = given.limit.shape[0]
     assert given.texts.is_contiguous()
     assert given.texts.shape[1] > width
     assert given.token_ids.shape[0] >= num_seqs * width
+    assert given.terms.shape == (num_seqs * width, 3)
+    assert given.terms.is_contiguous()
+    assert given.numbers.is_contiguous()
+    assert given.numbers.shape == given.texts.shape
     launch: RepeatedLaunch = _variant(next_power_of_2(width))
     launch(
         given.counts.device,
@@ -141,6 +157,7 @@ def launch_next_round(picked: Tensor, given: GuessedRound, width: int) -> None:
         picked,
         *given,
         given.texts.shape[1],
+        int(draws),
         width,
         next_power_of_2(width),
         _BLOCK,

@@ -116,8 +116,8 @@ class Engine:
         watched = watched_steps(self.runtime, forward, options, self.flight, self._new_runner)
         self._runner, self._steps, self._watch = watched
         self.metrics = self._runner.metrics
-        # What looks on at single steps, and ranks that meet before each, want them one by one, and windows' pages too.
-        looks_on = self._steps is not self._runner or path is not None or len(self.runtime.table.spaces) > 1
+        # What looks on at single steps, and ranks that meet before each, want them one by one.
+        looks_on = self._steps is not self._runner or path is not None
         has_rounds = options.speculative == NGRAM and options.topk == 1 and not looks_on and not self._has_ranks
         self._speculation: Speculation | NoSpeculation = NoSpeculation(self._picker)
         if options.speculates:

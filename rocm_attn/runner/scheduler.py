@@ -284,7 +284,7 @@ class Scheduler:
             return True
         held = num_pages(table.room(rows), table.page_size)
         needed = int((num_pages(kv_len, table.page_size) - held).clip(min=0).sum())
-        if self._waiting or self._cache.has_windows or needed + len(rows) > table.num_free_pages:
+        if self._waiting or needed + len(rows) > table.fewest_free_pages:
             return False
         self._has_ahead = True
         table.reserve_all(rows, kv_len)

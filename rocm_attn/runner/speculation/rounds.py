@@ -1,10 +1,13 @@
 """Rounds of guessed tokens that follow from each other on the device: the host launches them, and reads them later.
 
-The host plans and publishes a step that verifies guesses of every sequence. While the same sequences go on, greedily,
-and their own texts tell the guesses, all that the next round takes follows from what was picked in this one: the texts
-lie on the device too, and kernels/speculative/next_round.py writes the next inputs over the step's. So the host
-launches a graph and two kernels, and knows for none of them what the rounds before have brought. It reads and publishes
-these while later ones run.
+The host plans and publishes a step that verifies guesses of every sequence. While the same sequences go on, and their
+own texts tell the guesses, all that the next round takes follows from what was picked in this one: the texts lie on the
+device too, and kernels/speculative/next_round.py writes the next inputs over the step's. So the host launches a graph
+and two kernels, and knows for none of them what the rounds before have brought. It reads and publishes these while
+later ones run.
+
+What a token is drawn by belongs to its place in its request's text. Those numbers are on the device before the rounds
+that may come to these places, so a seed draws the same text whoever plans a round.
 
 Whatever comes in between ends a series: a request that comes, ends or is aborted, pages that run out, a fault, guesses
 that no longer come true. The rounds that were launched are read then, and the host plans the next step.
@@ -17,9 +20,10 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -31,7 +35,8 @@ from rocm_attn.kernels.speculative.arguments import TOLD_WORDS, GuessedRound
 from rocm_attn.providers.launches import MakeNextRound
 from rocm_attn.runner.logprobs import TokenLogprobs
 from rocm_attn.runner.options import EngineOptions
-from rocm_attn.runner.sampling import Found, PickedTokens, TokenPicker
+from rocm_attn.runner.request import Sequence
+from rocm_attn.runner.sampling import GREEDY, Draw, Found, PickedTokens, TokenPicker, terms_of
 from rocm_attn.runner.scheduler import ScheduledStep, Scheduler
 from rocm_attn.runner.sending import sent
 from rocm_attn.runner.speculation.methods import NGRAM
@@ -51,10 +56,10 @@ _MOST_ROUNDS = 32
 
 
 def text_bytes(options: EngineOptions, max_kv_len: int) -> int:
-    """Memory on the device for the texts that guesses are looked up in."""
+    """Memory on the device for the texts that guesses are looked up in, and the numbers that tokens are drawn by."""
     if options.speculative != NGRAM:
         return 0
-    return 4 * (options.max_batch_size + 1) * (max_kv_len + 2 + options.draft_tokens)
+    return 2 * 4 * (options.max_batch_size + 1) * (max_kv_len + 2 + options.draft_tokens)
 
 
 class Rounds(Protocol):
@@ -139,6 +144,7 @@ class _Round:
     """What a round launches after its step, and where the host reads what came of it.
 
     given: what the round after it is made of
+    draws: whether tokens are drawn
     """
 
     def __init__(
@@ -148,20 +154,25 @@ class _Round:
         stream: Callable[[], int] | None,
         given: GuessedRound,
         memory: _Memory,
+        *,
+        draws: bool,
     ) -> None:
         num_seqs = given.limit.shape[0]
+        self._terms, self._draws = given.terms, draws
         width = len(picker.tokens) // memory.told.shape[0]
         self._picker, self._stream, self._found = picker, stream, memory.found[: num_seqs * width]
         self._logits: Tensor | None = None
         self._pick: Callable[[], None] = _nothing
-        self.make_next = SameLaunches(stream, next_round, picker.tokens, given, width)
+        self.make_next = SameLaunches(stream, next_round, picker.tokens, given, width, draws=draws)
         self.told, self.found = given.told.numpy(), Found.of(self._found.numpy())
 
     def pick(self, logits: Tensor) -> None:
         """Pick its tokens. logits: [num_seqs, W, vocab], which a graph gives at the same place each time"""
         if logits is not self._logits:
             self._logits = logits
-            self._pick = self._picker.picking(logits.flatten(0, 1), self._found, self._stream)
+            self._pick = self._picker.picking(
+                logits.flatten(0, 1), self._terms, self._found, self._stream, draws=self._draws
+            )
         self._pick()
 
 
@@ -254,8 +265,8 @@ class RoundPicks:
         return picks
 
     @property
-    def likeliest(self) -> None:
-        """As StepPicks.likeliest. A round is followed by launch()."""
+    def plain(self) -> None:
+        """As StepPicks.plain. A round is followed by launch()."""
 
     def logprobs(self) -> Mapping[int, Many[TokenLogprobs]]:
         """As StepPicks.logprobs."""
@@ -295,33 +306,39 @@ class DeviceRounds:
         with torch.inference_mode(False):  # memory that is made in that mode cannot be written outside of it
             most = table.max_kv_len + 1 + self._width
             self._texts = torch.zeros(num_rows, most, dtype=torch.int32, device=device)
+            self._numbers = torch.zeros(num_rows, most, device=device)
+            self._terms = torch.zeros(len(picker.tokens), 3, device=device)
             self._memory = [_Memory(len(picker.tokens), most_seqs, device) for _ in range(most_ahead + 2)]
             self._limit = torch.zeros(most_seqs, dtype=torch.int32, device=device)
         self._stream = stream_of(device)
-        # Rounds of steps that have their inputs there, of so many sequences. Series of equal steps follow each other.
-        self._rounds: tuple[DeviceStep, int, list[_Round]] | None = None
+        # Rounds of steps that have their inputs there, of so many sequences, and whether any draws. Series of equal
+        # steps follow each other.
+        self._rounds: tuple[DeviceStep, int, bool, list[_Round]] | None = None
         self._next = 0
         # row -> the number of the request whose text lies there, and how many tokens of it
         self._on_device: dict[int, tuple[int, int]] = {}
+        # likewise, and before which place in it the numbers lie there
+        self._drawn_by: dict[int, tuple[int, int]] = {}
         self._series: _Series | None = None
 
     def begin(self, step: ScheduledStep, picks: StepPicks, scheduler: Scheduler) -> StepPicks:
         """As Rounds.begin."""
         batch, last, width = step.batch, self._runtime.repeatable, self._width
-        if last is None or last[0] is not batch or not self._runner.may_run_again or step.asking:
+        if last is None or last[0] is not batch or not self._runner.may_run_again:
             return picks
         if not batch.min_q_len == batch.max_q_len == width or step.num_picks < batch.num_seqs or step.is_of_a_suspect:
             return picks
-        picked = picks.likeliest
+        picked = picks.plain
         limit = self._reserved(batch.rows, batch.kv_len + np.int32(width), scheduler) if picked is not None else None
         if picked is None or limit is None:
             return picks
         self._send_texts(step)
+        self._send_numbers(step, limit)
         on_device = self._limit[: batch.num_seqs]
         on_device.copy_(sent(limit, self._runtime.device))
         progress, ends = _Progress(batch.kv_len.copy(), 0), Ends(step.sequences, width)
         series = self._series = _Series(
-            step, scheduler.num_changes, batch.rows, progress, limit, on_device, ends, self._rounds_of(last)
+            step, scheduler.num_changes, batch.rows, progress, limit, on_device, ends, self._rounds_of(step, last)
         )
         return self._told(series, picked.found)
 
@@ -343,6 +360,7 @@ class DeviceRounds:
             limit = self._reserved(series.rows, needed, scheduler)
             if limit is None:
                 return False
+            self._send_numbers(series.step, limit)
             series.limit = limit
             series.limit_on_device.copy_(sent(limit, self._runtime.device))
         return True
@@ -411,21 +429,20 @@ class DeviceRounds:
         done.record()
         return RoundPicks(series, next_one.told, found, done)
 
-    def _rounds_of(self, last: Repeatable) -> list[_Round]:
+    def _rounds_of(self, step: ScheduledStep, last: Repeatable) -> list[_Round]:
         """The rounds that follow from a step, by the memory that they tell in."""
-        (batch, _, child), kept = last, self._rounds
-        if kept is None or kept[0] is not child or kept[1] != batch.num_seqs:
+        (batch, _, child), kept, draws = last, self._rounds, bool(step.asking)
+        if draws:
+            self._send_terms(step)
+        if kept is None or kept[0] is not child or kept[1:3] != (batch.num_seqs, draws):
             to, limit, next_round = inputs_of(last), self._limit[: batch.num_seqs], self._runtime.core.ops.next_round
             inputs = to.counts, to.row_of_seq, to.kv_len, to.token_ids, self._texts, limit
-            kept = self._rounds = (
-                child,
-                batch.num_seqs,
-                [
-                    _Round(self._picker, next_round, self._stream, GuessedRound(*inputs, each.told[: len(limit)]), each)
-                    for each in self._memory
-                ],
-            )
-        return kept[2]
+            terms, rounds = self._terms[: batch.num_seqs * self._width], list[_Round]()
+            for memory in self._memory:
+                given = GuessedRound(*inputs, memory.told[: len(limit)], self._numbers, terms)
+                rounds.append(_Round(self._picker, next_round, self._stream, given, memory, draws=draws))
+            kept = self._rounds = child, batch.num_seqs, draws, rounds
+        return kept[3]
 
     def _reserved(self, rows: Int32Array, needed: Int32Array, scheduler: Scheduler) -> Int32Array | None:
         """The limits of rows that need pages for so many tokens, with some to spare if there are; None: there are none.
@@ -456,6 +473,35 @@ class DeviceRounds:
                 places.append(np.arange(sequence.row * most + first, sequence.row * most + known))
             self._on_device[sequence.row] = sequence.number, known
         if values:
-            device = self._runtime.device
-            at, tokens = sent(np.concatenate(places), device), sent(np.array(values, np.int32), device)
-            self._texts.view(-1).index_copy_(0, at, tokens)
+            self._put(self._texts, places, np.array(values, np.int32))
+
+    def _send_numbers(self, step: ScheduledStep, limit: Int32Array) -> None:
+        """Have what tokens are drawn by on the device, of all places that rounds within these limits come to."""
+        values, places, most = list[npt.NDArray[np.float32]](), list[Int32Array](), self._numbers.shape[1]
+        for seq in step.asking:
+            sequence = step.sequences[seq]
+            number, num = self._drawn_by.get(sequence.row, (-1, 0))
+            first = max(num if number == sequence.number else 0, len(sequence.token_ids))
+            end = int(limit[seq]) + 1
+            if first < end and not sequence.sampler.is_greedy:
+                before = len(sequence.request.prompt_token_ids)
+                values.append(sequence.sampler.uniforms(first - before, end - before))
+                places.append(np.arange(sequence.row * most + first, sequence.row * most + end))
+                self._drawn_by[sequence.row] = sequence.number, end
+        if values:
+            self._put(self._numbers, places, np.concatenate(values))
+
+    def _put(self, to: Tensor, places: list[Int32Array], values: npt.NDArray[Any]) -> None:
+        device = self._runtime.device
+        to.view(-1).index_copy_(0, sent(np.concatenate(places), device), sent(values, device))
+
+    def _send_terms(self, step: ScheduledStep) -> None:
+        """Have temperatures and the like of a step's sequences on the device; each round has numbers of its own."""
+        terms = terms_of([_draw_of(sequence) for sequence in step.sequences]).repeat(self._width, 0)
+        self._terms[: len(terms)].copy_(sent(terms, self._runtime.device))
+
+
+def _draw_of(sequence: Sequence) -> Draw:
+    """How a sequence's tokens are drawn, but for the numbers that decide."""
+    sampler = sequence.sampler
+    return GREEDY if sampler.is_greedy else Draw(sampler.sampling.temperature, sampler.sampling.top_p, 0.0)

@@ -82,8 +82,8 @@ class StepPicks(Protocol):
         ...
 
     @property
-    def likeliest(self) -> PickedTokens | None:
-        """The tokens after all drafts of a step, where no request asks for more than these."""
+    def plain(self) -> PickedTokens | None:
+        """The tokens after all drafts of a step, where no request asks for more than draws."""
         ...
 
     def logprobs(self) -> Mapping[int, Many[TokenLogprobs]]:
@@ -242,7 +242,7 @@ class Speculation:
 class _OneEach:
     """A token for each sequence."""
 
-    likeliest = None
+    plain = None
 
     def __init__(self, picked: PickedTokens) -> None:
         self._picked = picked
@@ -259,7 +259,7 @@ class _OneEach:
 class _OneEachAsked:
     """A token for each sequence, and for some what they asked for."""
 
-    likeliest = None
+    plain = None
 
     def __init__(self, picked: AskedTokens) -> None:
         self._picked = picked
@@ -297,8 +297,8 @@ class _Verified:
         self._paths: list[Many[int]] = []  # place among step.picking -> the drafts that were accepted
 
     @property
-    def likeliest(self) -> PickedTokens | None:
-        """As StepPicks.likeliest."""
+    def plain(self) -> PickedTokens | None:
+        """As StepPicks.plain."""
         return self._picked if isinstance(self._picked, PickedTokens) else None
 
     def read(self) -> Picks:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -39,21 +40,62 @@ BASE = EngineOptions(
 )
 
 
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return round_model()
+@dataclass(frozen=True)
+class Kind:
+    """Rounds of a kind.
+
+    changes: of the engine's options
+    windows: of the model's layers
+    draws:   whether requests with an odd seed draw their tokens, by that seed
+    """
+
+    changes: dict[str, Any] = field(default_factory=dict)
+    windows: tuple[int, ...] = ()
+    draws: bool = False
+
+    @property
+    def loaded(self) -> LoadedModel:
+        return _round_model(self.windows)
+
+    def options(self, **changes: Any) -> EngineOptions:
+        return replace(BASE, **self.changes | changes)
+
+    def engine(self, **changes: Any) -> Engine:
+        return Engine(self.loaded, self.options(**changes))
+
+    def request(self, seed: int, new_tokens: int = 60, **options: Any) -> Request:
+        draw = random.Random(seed)
+        if self.draws and seed % 2:
+            options = {"sampling": Sampling(0.7, 0.95, seed=seed)} | options
+        return Request(
+            tuple(draw.randrange(CONFIG.vocab_size) for _ in range(draw.randrange(2, 20))), new_tokens, **options
+        )
+
+    def plainly(self, requests: list[Request], loaded: LoadedModel | None = None) -> list[Completion]:
+        """What plain decoding brings, from one pool and without an engine of this kind."""
+        options = replace(BASE, speculative="off", draft_tokens=4, steps_ahead=0)
+        return Engine(self.loaded if loaded is None else loaded, options).generate(requests)
 
 
-def a_request(seed: int, new_tokens: int = 60, **options: Any) -> Request:
-    draw = random.Random(seed)
-    return Request(
-        tuple(draw.randrange(CONFIG.vocab_size) for _ in range(draw.randrange(2, 20))), new_tokens, **options
-    )
+@cache
+def _round_model(windows: tuple[int, ...]) -> LoadedModel:
+    return round_model(windows=windows)
 
 
-def plainly(loaded: LoadedModel, requests: list[Request]) -> list[Completion]:
-    options = replace(BASE, speculative="off", draft_tokens=4, steps_ahead=0, num_pages=None)
-    return Engine(loaded, options).generate(requests)
+WINDOWS = {"windows": (9, -1), "changes": {"swa_pages": 120}}
+KINDS = {
+    "greedy": Kind(),
+    "drawn": Kind(draws=True),
+    "windows": Kind(**WINDOWS),
+    "drawn in windows": Kind(draws=True, **WINDOWS),
+}
+# What two kinds show apart, the last one shows at once.
+AT_NIGHT = {"drawn", "windows"}
+
+
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.nightly) if name in AT_NIGHT else name for name in KINDS])
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return KINDS[request.param]
 
 
 def rounds_of(engine: Engine) -> DeviceRounds:
@@ -96,24 +138,24 @@ def steps(engine: Engine) -> Iterator[list[Event]]:
         pytest.param({"draft_tokens": 1, "page_size": 2}, marks=pytest.mark.nightly),
     ],
 )
-def test_texts_are_those_of_plain_decoding(changes: dict[str, Any], loaded: LoadedModel) -> None:
-    requests = [a_request(seed, 40 + 11 * seed) for seed in range(4)]
-    engine = Engine(loaded, replace(BASE, **changes))
+def test_texts_are_those_of_plain_decoding(changes: dict[str, Any], kind: Kind) -> None:
+    requests = [kind.request(seed, 40 + 11 * seed) for seed in range(4)]
+    engine = kind.engine(**changes)
     launched = counted(engine)
-    assert engine.generate(requests) == plainly(loaded, requests)
+    assert engine.generate(requests) == kind.plainly(requests)
     metrics = engine.report().metrics
     assert launched  # how many follow from each other depends on the lengths that a graph is for
     assert 0 < metrics.accepted_drafts < metrics.drafts
     engine.forget_prefixes()
-    assert engine.runtime.table.num_free_pages == engine.runtime.table.num_usable_pages
+    assert all(pages.num_free_pages == pages.num_usable_pages for pages in engine.runtime.table.spaces)
 
 
 @pytest.mark.parametrize("pace", [2, 6])
 def test_a_round_publishes_nothing_and_is_launched_before_the_last_one_is_read(
-    pace: int, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    pace: int, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = at_pace(pace, Engine(loaded, BASE))
-    engine.submit(a_request(1, 200))
+    engine = at_pace(pace, kind.engine())
+    engine.submit(kind.request(1, 200))
     rounds, seen = rounds_of(engine), list[int]()
     launch = rounds.launch
 
@@ -132,21 +174,27 @@ def test_a_round_publishes_nothing_and_is_launched_before_the_last_one_is_read(
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 12))])
-def test_whatever_comes_in_between_changes_no_text(seed: int, loaded: LoadedModel) -> None:
+def test_whatever_comes_in_between_changes_no_text(seed: int, kind: Kind) -> None:
     """Requests come, are aborted, stop, draw by a seed; pages are few, and prefixes are found."""
     draw = random.Random(seed)
     page_size, num_tokens = draw.choice([1, 2, 16]), draw.choice([330, 420, 900])
     few = 1 + num_tokens // page_size
-    options = replace(BASE, page_size=page_size, num_pages=few, graphs=seed % 2 == 1, max_kv_len=160)
-    engine = Engine(loaded, options)
+    engine = kind.engine(
+        page_size=page_size,
+        num_pages=few,
+        swa_pages=few if kind.windows else 0,
+        graphs=seed % 2 == 1,
+        max_kv_len=160,
+    )
+    num_requests = 14 if seed else 7
     launched, aborted, requests, told = counted(engine), set[int](), list[Request](), dict[int, list[int]]()
     cache, table = engine._scheduler._cache, engine.runtime.table
-    while engine.has_work or len(requests) < 14:
-        if len(requests) < 14 and draw.random() < 0.06:
+    while engine.has_work or len(requests) < num_requests:
+        if len(requests) < num_requests and draw.random() < 0.06:
             how: dict[str, Any] = {"sampling": Sampling(0.8, 0.9, seed=seed)} if draw.random() < 0.1 else {}
             if draw.random() < 0.4:
                 how["stop_token_ids"] = (draw.randrange(CONFIG.vocab_size),)
-            requests.append(a_request(draw.randrange(6), draw.randrange(5, 120), **how))
+            requests.append(kind.request(draw.randrange(6), draw.randrange(5, 120), **how))
             told[engine.submit(requests[-1])] = []
         if requests and draw.random() < 0.02:
             number = draw.randrange(len(requests))
@@ -158,7 +206,7 @@ def test_whatever_comes_in_between_changes_no_text(seed: int, loaded: LoadedMode
                     told[event.request].append(event.token_id)
             check_cache(cache, table)
     assert len(launched) > 10
-    for number, wanted in enumerate(plainly(loaded, requests)):
+    for number, wanted in enumerate(kind.plainly(requests)):
         done = engine.completion(number)
         assert tuple(told[number]) == done.token_ids
         if number in aborted and done.finish_reason == "abort":
@@ -166,29 +214,29 @@ def test_whatever_comes_in_between_changes_no_text(seed: int, loaded: LoadedMode
         else:
             assert (done.token_ids, done.finish_reason) == (wanted.token_ids, wanted.finish_reason)
     engine.forget_prefixes()
-    assert table.num_free_pages == table.num_usable_pages
+    assert all(pages.num_free_pages == pages.num_usable_pages for pages in table.spaces)
 
 
-def test_a_text_that_stops_within_a_round_leaves_the_others_as_they_are(loaded: LoadedModel) -> None:
+def test_a_text_that_stops_within_a_round_leaves_the_others_as_they_are(kind: Kind) -> None:
     """Rounds that were launched before it was known go on with it, and what they bring it is dropped."""
-    requests = [a_request(seed, 80) for seed in range(3)]
-    texts = [done.token_ids for done in plainly(loaded, requests)]
+    requests = [kind.request(seed, 80) for seed in range(3)]
+    texts = [done.token_ids for done in kind.plainly(requests)]
     requests[1] = replace(requests[1], stop_token_ids=(texts[1][30],))
-    engine = Engine(loaded, BASE)
+    engine = kind.engine()
     launched = counted(engine)
-    assert engine.generate(requests) == plainly(loaded, requests)
+    assert engine.generate(requests) == kind.plainly(requests)
     assert launched
 
 
 @pytest.mark.parametrize("place", [20, 27, 33])
-def test_a_text_that_ends_by_its_words_in_the_first_of_two_rounds_ends_alone(place: int, loaded: LoadedModel) -> None:
+def test_a_text_that_ends_by_its_words_in_the_first_of_two_rounds_ends_alone(place: int, kind: Kind) -> None:
     """It ends as the first is published; a request that comes then has both read at once."""
-    with_words = replace(loaded, tokenizer=character_model().tokenizer)
-    long, other, late = a_request(5, 60), a_request(1, 60), a_request(3, 10)
-    said = plainly(with_words, [long])[0].text
+    with_words = replace(kind.loaded, tokenizer=character_model().tokenizer)
+    long, other, late = kind.request(5, 60), kind.request(1, 60), kind.request(3, 10)
+    said = kind.plainly([long], with_words)[0].text
     ends = said[place : place + 3] if said.index(said[place : place + 3]) == place else said[: place + 3]
     long = replace(long, stop=(ends,))
-    engine = Engine(with_words, BASE)
+    engine = Engine(with_words, kind.options())
     numbers = [engine.submit(long), engine.submit(other)]
     output = engine._outputs[numbers[0]]
     while output.num_tokens + 4 * len(engine._unread) < place + 3 or len(engine._unread) < 2:
@@ -197,15 +245,15 @@ def test_a_text_that_ends_by_its_words_in_the_first_of_two_rounds_ends_alone(pla
     numbers.append(engine.submit(late))
     for _ in steps(engine):
         pass
-    assert [engine.completion(number) for number in numbers] == plainly(with_words, [long, other, late])
+    assert [engine.completion(number) for number in numbers] == kind.plainly([long, other, late], with_words)
 
 
 @pytest.mark.parametrize("at", ["round", "picks", "next_round", "told"])
 def test_an_interrupt_while_a_round_is_launched_changes_no_text(
-    at: str, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    at: str, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    requests = [a_request(seed, 60) for seed in range(2)]
-    engine = Engine(loaded, BASE)
+    requests = [kind.request(seed, 60) for seed in range(2)]
+    engine = kind.engine()
     numbers, rounds = [engine.submit(request) for request in requests], rounds_of(engine)
     while rounds._series is None or rounds._series.num_unread < 2:
         engine.step()
@@ -217,8 +265,8 @@ def test_an_interrupt_while_a_round_is_launched_changes_no_text(
     }[at]
     call = getattr(owner, name)
 
-    def and_interrupt(*arguments: Any) -> Any:
-        call(*arguments)
+    def and_interrupt(*arguments: Any, **how: Any) -> Any:
+        call(*arguments, **how)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -227,34 +275,34 @@ def test_an_interrupt_while_a_round_is_launched_changes_no_text(
             engine.step()
     for _ in steps(engine):
         pass
-    assert [engine.completion(number) for number in numbers] == plainly(loaded, requests)
+    assert [engine.completion(number) for number in numbers] == kind.plainly(requests)
 
 
-def test_a_step_of_others_between_two_rounds_ends_the_series(loaded: LoadedModel) -> None:
-    requests = [a_request(seed, 60) for seed in range(2)]
-    engine = Engine(loaded, replace(BASE, graphs=True))
+def test_a_step_of_others_between_two_rounds_ends_the_series(kind: Kind) -> None:
+    requests = [kind.request(seed, 60) for seed in range(2)]
+    engine = kind.engine(graphs=True)
     numbers, rounds = [engine.submit(request) for request in requests], rounds_of(engine)
     while rounds._series is None or rounds._series.num_unread < 2:
         engine.step()
     engine.capture_all(lambda done, total, name: None)
     for _ in steps(engine):
         pass
-    assert [engine.completion(number) for number in numbers] == plainly(loaded, requests)
+    assert [engine.completion(number) for number in numbers] == kind.plainly(requests)
 
 
-def test_the_host_plans_a_step_now_and_then(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_plans_a_step_now_and_then(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds_module, "_MOST_ROUNDS", 3)
-    engine, most = Engine(loaded, BASE), 0
-    number, rounds = engine.submit(a_request(1, 100)), rounds_of(engine)
+    engine, most = kind.engine(), 0
+    number, rounds = engine.submit(kind.request(1, 100)), rounds_of(engine)
     for _ in steps(engine):
         most = max(most, rounds._series.num_launched - 1 if rounds._series is not None else 0)
     assert most == 3
-    assert [engine.completion(number)] == plainly(loaded, [a_request(1, 100)])
+    assert [engine.completion(number)] == kind.plainly([kind.request(1, 100)])
 
 
-def test_pages_are_reserved_before_a_round_may_come_to_need_them(loaded: LoadedModel) -> None:
-    engine = Engine(loaded, replace(BASE, page_size=1))
-    engine.submit(a_request(2, 250))
+def test_pages_are_reserved_before_a_round_may_come_to_need_them(kind: Kind) -> None:
+    engine = kind.engine(page_size=1)
+    engine.submit(kind.request(2, 250))
     rounds, table = rounds_of(engine), engine.runtime.table
     for _ in steps(engine):
         series = rounds._series
@@ -265,9 +313,9 @@ def test_pages_are_reserved_before_a_round_may_come_to_need_them(loaded: LoadedM
             assert (series.limit <= table.room(series.rows)).all()
 
 
-def test_a_length_beyond_its_limit_ends_the_requests_with_a_fault(loaded: LoadedModel) -> None:
-    engine = Engine(loaded, BASE)
-    number, rounds = engine.submit(a_request(1, 200)), rounds_of(engine)
+def test_a_length_beyond_its_limit_ends_the_requests_with_a_fault(kind: Kind) -> None:
+    engine = kind.engine()
+    number, rounds = engine.submit(kind.request(1, 200)), rounds_of(engine)
     while rounds._series is None or rounds._series.num_unread < 2:
         engine.step()
     rounds._series.limit_on_device.fill_(1)  # as if something had written over it
@@ -277,13 +325,13 @@ def test_a_length_beyond_its_limit_ends_the_requests_with_a_fault(loaded: Loaded
     for _ in steps(engine):
         pass
     assert engine.completion(number).finish_reason == "error"
-    again = a_request(3)
-    assert engine.generate([again]) == plainly(loaded, [again])
+    again = kind.request(3)
+    assert engine.generate([again]) == kind.plainly([again])
 
 
-def test_a_fault_in_a_round_is_told_before_the_host_plans_another_step(loaded: LoadedModel) -> None:
-    engine = Engine(loaded, BASE)
-    number, rounds = engine.submit(a_request(1, 200)), rounds_of(engine)
+def test_a_fault_in_a_round_is_told_before_the_host_plans_another_step(kind: Kind) -> None:
+    engine = kind.engine()
+    number, rounds = engine.submit(kind.request(1, 200)), rounds_of(engine)
     while rounds._series is None or rounds._series.num_unread < 2:
         engine.step()
     last = engine.runtime.repeatable
@@ -297,18 +345,18 @@ def test_a_fault_in_a_round_is_told_before_the_host_plans_another_step(loaded: L
     assert engine.completion(number).error
 
 
-def test_a_row_that_nothing_can_be_picked_from_fails_its_request_alone(loaded: LoadedModel) -> None:
+def test_a_row_that_nothing_can_be_picked_from_fails_its_request_alone(kind: Kind) -> None:
     """Whichever round it is in: the tokens before it are handed out, and the others go on."""
-    requests = [a_request(seed, 60) for seed in range(3)]
-    wanted = plainly(loaded, requests)
-    engine = Engine(loaded, BASE)
+    requests = [kind.request(seed, 60) for seed in range(3)]
+    wanted = kind.plainly(requests)
+    engine = kind.engine()
     rounds, left = rounds_of(engine), [12]
     picking = engine._picker.plain.picking
 
-    def and_spoil(logits: torch.Tensor, *others: Any) -> Any:
+    def and_spoil(logits: torch.Tensor, *others: Any, **how: Any) -> Any:
         left[0] -= 1
         is_spoilt = left[0] <= 0 and len(logits) == 12
-        return picking(logits.index_fill(0, torch.tensor([5]), float("nan")) if is_spoilt else logits, *others)
+        return picking(logits.index_fill(0, torch.tensor([5]), float("nan")) if is_spoilt else logits, *others, **how)
 
     rounds._picker.picking = and_spoil  # type: ignore[method-assign]
     numbers = [engine.submit(request) for request in requests]
@@ -320,8 +368,8 @@ def test_a_row_that_nothing_can_be_picked_from_fails_its_request_alone(loaded: L
     assert done[1].token_ids == wanted[1].token_ids[: len(done[1].token_ids)]
 
 
-def test_only_the_step_that_was_staged_last_may_run_again(loaded: LoadedModel) -> None:
-    engine = Engine(loaded, BASE)
+def test_only_the_step_that_was_staged_last_may_run_again(kind: Kind) -> None:
+    engine = kind.engine()
     with pytest.raises(WrongState, match="no whole step was staged last that could run again"):
         engine.runtime.stage_again()
     assert not engine._runner.may_run_again

@@ -20,6 +20,7 @@ from rocm_attn.runner.request import Completion, Event, Request, TokenEvent
 from rocm_attn.runner.sampling_options import Sampling
 from rocm_attn.runner.speculation import rounds as rounds_module
 from rocm_attn.runner.speculation.rounds import DeviceRounds
+from rocm_attn.step.host_ring import NoFence
 from rocm_attn.step.repeatable import inputs_of
 from tests.amd.runner.asking import character_model
 from tests.amd.runner.cache_invariants import check_cache
@@ -103,10 +104,20 @@ def rounds_of(engine: Engine) -> DeviceRounds:
     return engine._rounds
 
 
+class Late(NoFence):
+    """A fence that the device has not reached before it is waited for."""
+
+    def query(self) -> bool:
+        """As Fence.query."""
+        return False
+
+
 def at_pace(num_ahead: int, engine: Engine) -> Engine:
-    """The engine, which reads the oldest round when so many are launched, however long they take."""
+    """The engine, which waits for the oldest rounds when so many are launched, however long they take."""
     engine._pace.num_ahead = num_ahead
     engine._pace.note = lambda seconds, num_rounds: None  # type: ignore[method-assign]
+    for memory in rounds_of(engine)._memory:
+        memory.done = Late()
     return engine
 
 
@@ -236,7 +247,7 @@ def test_a_text_that_ends_by_its_words_in_the_first_of_two_rounds_ends_alone(pla
     said = kind.plainly([long], with_words)[0].text
     ends = said[place : place + 3] if said.index(said[place : place + 3]) == place else said[: place + 3]
     long = replace(long, stop=(ends,))
-    engine = Engine(with_words, kind.options())
+    engine = at_pace(2, Engine(with_words, kind.options()))
     numbers = [engine.submit(long), engine.submit(other)]
     output = engine._outputs[numbers[0]]
     while output.num_tokens + 4 * len(engine._unread) < place + 3 or len(engine._unread) < 2:

@@ -82,6 +82,10 @@ class Waits:
         after = time.perf_counter()
         self.us.append(((after - before) * 1e6, after))
 
+    def query(self) -> bool:
+        """As Fence.query."""
+        return self.fence.query()
+
 
 def engine_of(loaded: LoadedModel, num_seqs: int, num_drafts: int) -> Engine:
     """An engine that has been given its requests."""
@@ -130,6 +134,7 @@ def measure(loaded: LoadedModel, num_seqs: int, num_drafts: int) -> dict[str, fl
         "launch_us_median": median(launch_us),
         "launch_us_p90": round(statistics.quantiles(launch_us[SKIPPED:-5], n=10)[8], 1),
         "whole_us_median": median(all_us),
+        "whole_us_mean": round(statistics.mean(all_us[SKIPPED:-5]), 1),
         "whole_us_p10": round(statistics.quantiles(all_us[SKIPPED:-5], n=10)[0], 1),
         "whole_us_p90": round(statistics.quantiles(all_us[SKIPPED:-5], n=10)[8], 1),
         "steps": len(all_us),

@@ -20,6 +20,7 @@ from rocm_attn.runner.asking_picker import AskingPicker
 from rocm_attn.runner.asks import asks_of
 from rocm_attn.runner.constraint import library
 from rocm_attn.runner.engine_runtime import model_over, runtime_for
+from rocm_attn.runner.events import Events, NewTokens
 from rocm_attn.runner.limits import RequestLimits
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.logprobs import TokenLogprobs
@@ -51,15 +52,13 @@ from rocm_attn.runner.speculation.engines import (
     served,
 )
 from rocm_attn.runner.speculation.last_rows import forward_of
+from rocm_attn.runner.speculation.reading import MOST_AHEAD, Pace, Together
 from rocm_attn.runner.speculation.rounds import DeviceRounds, NoRounds, Rounds, why_no_rounds
 from rocm_attn.runner.speculation.speculation import NoSpeculation, Picks, Speculation, StepPicks
 from rocm_attn.runner.unread import UnreadStep, with_unread_tokens
 from rocm_attn.runner.watched import watched_steps
 from rocm_attn.step.protocols import NO_FLIGHT_RECORDER
 from rocm_attn.watch.flight_recorder import FlightRecorder
-
-# Rounds that were launched and are not read when the one that follows from them is, where steps are ahead.
-_ROUNDS_AHEAD = 2
 
 
 class _ReadStep(NamedTuple):
@@ -136,7 +135,7 @@ class Engine:
                 drafter, self.runtime, self._picker, most, self.metrics, rejection, has_rounds=has_rounds
             )
             if has_rounds:
-                guesses, most_ahead = guesses_of(drafter, options, self.runtime), _ROUNDS_AHEAD * self._steps_ahead
+                guesses, most_ahead = guesses_of(drafter, options, self.runtime), MOST_AHEAD * self._steps_ahead
                 self._rounds = DeviceRounds(self.runtime, self._runner, plain, guesses, most, most_ahead)
         self._scheduler = Scheduler(
             self.runtime.table,
@@ -148,12 +147,14 @@ class Engine:
         )
         self._outputs: dict[int, Output] = {}
         self._done: dict[int, Completion] = {}
-        self._events: list[Event] = []  # that no step() has returned yet
+        self._events: list[Event | NewTokens] = []  # that no step() has returned yet
         self._must_check = False  # whether a step has run since the device was waited for
         self._recent = RecentSteps()
         self._unread: list[UnreadStep] = []  # oldest first
         self._read: list[_ReadStep] = []  # whose tokens are to be published, oldest first
         self._read_at = 0.0  # when tokens were read last
+        self._pace = Pace()
+        self._rounds_to_enter: ScheduledStep | None = None  # whose pages prompts cannot find yet
         self._read_ids: list[int] = []  # tokens that were read since the last step was launched; with several ranks
         self._num_submitted = 0
 
@@ -224,6 +225,7 @@ class Engine:
                 f"there is no request {number}; submit() has given the numbers below {self._num_submitted}"
             )
         self._publish_read()  # an interrupt may have left tokens that were read and not published
+        self._enter_rounds()
         output = self._outputs.pop(number, None)
         if output is None:
             return
@@ -254,6 +256,7 @@ class Engine:
     def cancel(self, number: int) -> None:
         """Forget a request, finished or not: its pages are given back as by abort(), and nothing more comes of it."""
         self._publish_read()  # as in abort()
+        self._enter_rounds()
         output = self._outputs.pop(number, None)
         if output is not None:
             self._scheduler.drop(output.sequence)
@@ -296,7 +299,7 @@ class Engine:
             raise BadRequest("the model came without a tokenizer, which constraints need")
         self._matching.prepare()
 
-    def step(self) -> list[Event]:
+    def step(self) -> Events:
         """Run one step; what came of it. There must be work.
 
         When the last request is done it waits for the device, so that a fault of the last steps is reported too.
@@ -314,7 +317,7 @@ class Engine:
             if not fault.is_contained:
                 raise
         events, self._events = self._events, []
-        return events
+        return Events(events)
 
     def completion(self, number: int) -> Completion:
         """Hand over what a finished request came to; the engine forgets it."""
@@ -371,8 +374,11 @@ class Engine:
         if self.options.speculates:  # by the tokens before; they are published while the next step runs
             # A text may end its request as it is published, and a round after that has tokens of it.
             while len(self._unread) > 1:
-                self._read_oldest()
-                self._publish_read()
+                self._read_rounds(len(self._unread) - 1)
+            if self._rounds.goes_on(self._scheduler):  # there was no room for as many tokens as all might have brought
+                self._go_on()
+                return
+            self._enter_rounds()
             self._read_all()
             if self._rounds.end():
                 self._publish_read()
@@ -412,9 +418,57 @@ class Engine:
             self._scheduler.launched_again(step)
         self._unread.append(UnreadStep(step, self.runtime.step_number, picks, started, launched))
         self._rounds.noted()
-        while len(self._unread) > _ROUNDS_AHEAD * self._steps_ahead:
+        while len(self._unread) > self._pace.num_ahead * self._steps_ahead:
+            self._read_rounds(self._pace.num_together)
+
+    def _read_rounds(self, most: int) -> None:
+        """Wait for the oldest rounds, `most` of them, and publish their tokens: together, where none of them is odd."""
+        self._publish_read()  # an interrupt may have left some
+        unread, outputs = self._unread, self._outputs
+        with self._watch.watch(f"{len(unread)} rounds that were launched ({unread[0].step.num_picks} sequences)"):
+            together = self._rounds.read_together([each.picks for each in unread], most, self._scheduler)
+        if together is None:
             self._read_oldest()
-        self._publish_read()
+            self._publish_read()
+            return
+        read_at, num, step = time.perf_counter(), together.num_rounds, unread[0].step
+        rounds = unread[:num]
+        del unread[:num]
+        self._scheduler.take_together(step, together.token_ids, all_read=not unread)
+        self._speculation.count_rounds(step, together)
+        self._rounds.took(together)
+        self._rounds_to_enter = step
+        self._pace.note(self._note_rounds(rounds, together, read_at), num)
+        for sequence, token_ids in zip(step.picking, together.token_ids, strict=True):
+            number = sequence.number
+            output = outputs[number]
+            if output.stream is None:
+                output.num_tokens += len(token_ids)
+                self._events.append(NewTokens(number, token_ids))
+                self.metrics.new_tokens += len(token_ids)
+            elif self._publish(number, tuple(token_ids), None, ()) is not None:
+                self._recent.leave(number, rounds[-1].number)
+
+    def _note_rounds(self, rounds: Many[UnreadStep], together: Together, now: float) -> float:
+        """As _note_times, of rounds that were read together; the seconds that they took."""
+        metrics, num = self.metrics, together.num_rounds
+        seconds = now - max(rounds[0].started, self._read_at)
+        self._read_at = now
+        metrics.seconds += seconds
+        metrics.step_seconds.note(seconds / num, num)
+        for each in rounds:
+            metrics.host_seconds.note(each.launched - each.started)
+        sequences = rounds[0].step.picking
+        note_tokens([sequence.times for sequence in sequences], now, metrics)
+        if together.num_tokens > len(sequences):
+            metrics.token_gap_seconds.note(0.0, together.num_tokens - len(sequences))
+        return seconds
+
+    def _enter_rounds(self) -> None:
+        """Let prompts find what rounds have stored that were read together."""
+        step, self._rounds_to_enter = self._rounds_to_enter, None
+        if step is not None:
+            self._scheduler.enter_rounds(step)
 
     def _read_all(self) -> None:
         while self._unread:
@@ -422,6 +476,7 @@ class Engine:
 
     def _read_oldest(self) -> None:
         """Wait for the tokens of the oldest step that was not read; they are to be published."""
+        self._enter_rounds()
         unread = self._unread[0]
         batch = unread.step.batch
         with self._watch.watch(f"a step that was launched ({batch.num_seqs} sequences, {batch.num_tokens} tokens)"):
@@ -504,6 +559,7 @@ class Engine:
         self._events += events
         if why is not None:
             if reason is None:  # only its text says so
+                self._enter_rounds()
                 self._scheduler.drop(output.sequence)
             del self._outputs[number]
             self._end(output, why)

@@ -19,7 +19,8 @@ import weakref
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from itertools import takewhile
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +40,7 @@ from rocm_attn.runner.sampling import GREEDY, Draw, Found, PickedTokens, TokenPi
 from rocm_attn.runner.scheduler import ScheduledStep, Scheduler
 from rocm_attn.runner.sending import sent
 from rocm_attn.runner.speculation.methods import OFF
+from rocm_attn.runner.speculation.reading import Ends, Together, is_clean, put_together
 from rocm_attn.runner.speculation.round_drafts import Guesses
 from rocm_attn.runner.speculation.speculation import NO_LOGPROBS_OF, Picks, StepPicks
 from rocm_attn.runtime import AttentionRuntime
@@ -92,6 +94,18 @@ class Rounds(Protocol):
         """Launch a round. Its sequences are those of the step."""
         ...
 
+    def read_together(self, unread: Many[StepPicks], most: int, scheduler: Scheduler) -> Together | None:
+        """Read the oldest rounds, where none of their sequences ends or fails: `most` of them, which are waited for.
+
+        More, if the device has told of them already. None: the oldest step is to be read by itself.
+        unread: all that were launched and not read, oldest first
+        """
+        ...
+
+    def took(self, together: Together) -> None:
+        """The sequences have taken what was read together."""
+        ...
+
     def noted(self) -> None:
         """What begin() or launch() has given will be read: rounds may follow. Without this none does."""
         ...
@@ -115,6 +129,13 @@ class NoRounds:
     def launch(self) -> tuple[ScheduledStep, StepPicks]:
         """As Rounds.launch."""
         raise AssertionError("no round goes on")
+
+    def read_together(self, unread: Many[StepPicks], most: int, scheduler: Scheduler) -> Together | None:
+        """As Rounds.read_together."""
+        return None
+
+    def took(self, together: Together) -> None:
+        """As Rounds.took."""
 
     def noted(self) -> None:
         """As Rounds.noted."""
@@ -183,6 +204,17 @@ def _nothing() -> None:
     """What no round picks by."""
 
 
+class _Progress(NamedTuple):
+    """How far a series was read.
+
+    kv_len:   int32 [n] of the oldest round that was not read
+    num_read: rounds, from the step on
+    """
+
+    kv_len: Int32Array
+    num_read: int
+
+
 @dataclass(slots=True, eq=False)
 class _Series:
     """Rounds that follow from one step.
@@ -190,54 +222,70 @@ class _Series:
     step:        it
     num_changes: of the scheduler, when it was scheduled
     rows:        int32 [n] of the table
-    kv_len:      int32 [n] of the oldest round that was not read
+    progress:    what was read
     limit:       int32 [n] that no kv_len may come to be beyond
-    num_unread:  rounds that were launched and not read
-    num_rounds:  that were launched, of _MOST_ROUNDS at most
+    ends:        of its sequences
+    rounds:      by the memory that they tell in
+    num_launched: rounds, the step included, _MOST_ROUNDS and it at most
     is_noted:    whether all that was launched will be read; not while a round is launched, which an interrupt may end
-    rounds:      by the memory that they tell in, from next_one on in turn
-    cut:         places of sequences that go on by fewer tokens than the device took
+    cut:         places of sequences that go on by fewer tokens than the device took, and since which round
     """
 
     step: ScheduledStep
     num_changes: int
     rows: Int32Array
-    kv_len: Int32Array
+    progress: _Progress
     limit: Int32Array
     limit_on_device: Tensor
+    ends: Ends
     rounds: list[_Round]
-    num_unread: int = 1
-    num_rounds: int = 0
+    num_launched: int = 1
     is_noted: bool = False
     is_over: bool = False
     has_fault: bool = False
-    cut: set[int] = field(default_factory=set)
+    cut: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def num_unread(self) -> int:
+        """Rounds that were launched and not read."""
+        return self.num_launched - self.progress.num_read
+
+    def note(self, number: int, num_rounds: int, kv_len: Int32Array, told: Int32Array) -> None:
+        """Rounds were read, after which the sequences have these lengths. Noting it again changes nothing.
+
+        number: of the first one
+        told:   by the last one
+        """
+        if number == self.progress.num_read:
+            self.progress = _Progress(kv_len, number + num_rounds)  # one statement: an interrupt leaves no half of it
+        # An interrupt may have left rounds that were read and not noted: how long the sequences are is not known then.
+        is_known = self.progress.num_read >= number + num_rounds
+        guessed = np.count_nonzero(told[:, 1])
+        self.has_fault |= bool(told[:, 2].any())
+        self.is_over |= not is_known or self.has_fault or bool(self.cut) or 2 * guessed < len(told)
 
 
 class RoundPicks:
     """What the sequences of a round get, as StepPicks has it. Rounds are read in the order of their launches."""
 
     def __init__(self, series: _Series, told: Int32Array, found: Found, done: Fence) -> None:
-        self._series, self._told, self._found, self._done = series, told, found, done
+        self._series, self.told, self.found, self.done = series, told, found, done
+        self.number = series.num_launched - 1
 
     def read(self) -> Picks:
-        """As StepPicks.read."""
-        self._done.synchronize()
-        series, told, (ids, best) = self._series, self._told, self._found
+        """As StepPicks.read. It may be read again after an interrupt."""
+        self.done.synchronize()
+        series, told, (ids, best) = self._series, self.told, self.found
         taken, num_seqs = told[:, 0], len(told)
         lines = ids.reshape(num_seqs, -1).tolist()
         picks: Picks = [line[:num] for line, num in zip(lines, taken.tolist(), strict=True)]
         # A row that holds NaN has NaN as its largest logit.
         if series.cut or (ids == ALL_ZERO).any() or not np.logical_and.reduce(np.isfinite(best)):
-            picked, width = PickedTokens(self._found, NoFence()).read(), len(ids) // num_seqs
+            picked, width = PickedTokens(self.found, NoFence()).read(), len(ids) // num_seqs
             picks = [
                 self._right(seq, picked[seq * width : seq * width + num]) for seq, num in enumerate(taken.tolist())
             ]
-        series.kv_len += taken
-        series.num_unread -= 1
-        series.has_fault |= bool(told[:, 2].any())
-        guessed = np.count_nonzero(told[:, 1])
-        series.is_over |= series.has_fault or bool(series.cut) or 2 * guessed < num_seqs
+        series.note(self.number, 1, series.progress.kv_len + taken, told)
         return picks
 
     is_followed = True
@@ -255,12 +303,12 @@ class RoundPicks:
 
         Then it fails in the next step that the host plans. What the device went on with is none of its text.
         """
-        if place in self._series.cut:
+        if self._series.cut.get(place, self.number) < self.number:
             return ()
         tokens: list[int] = []
         for token in pick:
             if isinstance(token, BadLogits):
-                self._series.cut.add(place)
+                self._series.cut[place] = self.number
                 return tokens if tokens else token
             tokens.append(token)
         return tokens
@@ -323,8 +371,9 @@ class DeviceRounds:
         self._send_numbers(step, limit)
         on_device = self._limit[: batch.num_seqs]
         on_device.copy_(sent(limit, self._runtime.device))
+        progress, ends = _Progress(batch.kv_len.copy(), 0), Ends(step.sequences, width)
         series = self._series = _Series(
-            step, scheduler.num_changes, batch.rows, batch.kv_len.copy(), limit, on_device, self._rounds_of(step, last)
+            step, scheduler.num_changes, batch.rows, progress, limit, on_device, ends, self._rounds_of(step, last)
         )
         return self._told(series, picked.found)
 
@@ -336,15 +385,15 @@ class DeviceRounds:
         last = self._runtime.repeatable
         if last is None or last[0] is not series.step.batch or not self._runner.may_run_again:
             return False
-        if series.num_rounds == _MOST_ROUNDS:
+        if series.num_launched > _MOST_ROUNDS:
             return False
         # The round after the one that is launched must fit too: its inputs are made at once.
-        needed = series.kv_len + np.int32(self._width * (series.num_unread + 1))
+        needed = series.progress.kv_len + np.int32(self._width * (series.num_unread + 1))
         short = needed > series.limit
         if short[short.argmax()]:
+            # Where there is no room, there may be once more rounds are read: they bring fewer tokens than they could.
             limit = self._reserved(series.rows, needed, scheduler)
             if limit is None:
-                series.is_over = True
                 return False
             self._send_numbers(series.step, limit)
             series.limit = limit
@@ -356,11 +405,35 @@ class DeviceRounds:
         series = self._series
         assert series is not None
         series.is_noted = False
-        series.num_rounds += 1
         next_one = series.rounds[self._next]
         next_one.pick(self._runner.run_again(series.step.batch))
-        series.num_unread += 1
+        series.num_launched += 1
         return series.step, self._told(series, next_one.found)
+
+    def read_together(self, unread: Many[StepPicks], most: int, scheduler: Scheduler) -> Together | None:
+        """As Rounds.read_together."""
+        series = self._series
+        if series is None or not unread or series.cut or series.num_changes != scheduler.num_changes:
+            return None
+        rounds = [each for each in unread if isinstance(each, RoundPicks)]
+        num = min(most, len(rounds))
+        rounds[num - 1].done.synchronize()
+        while num < len(rounds) and rounds[num].done.query():
+            num += 1
+        rounds = list(takewhile(lambda each: is_clean(each.told, each.found), rounds[:num]))
+        if not rounds:
+            return None
+        taken = [each.told[:, 0] for each in rounds]
+        flat, token_ids = put_together([each.found[0].reshape(-1, self._width) for each in rounds], taken)
+        kv_len: Int32Array = series.progress.kv_len + sum(taken)
+        if rounds[0].number != series.progress.num_read or not series.ends.none_in(flat, kv_len):
+            return None
+        return Together(rounds[0].number, len(rounds), token_ids, len(flat), kv_len, rounds[-1].told)
+
+    def took(self, together: Together) -> None:
+        """As Rounds.took."""
+        if self._series is not None:
+            self._series.note(together.number, together.num_rounds, together.kv_len, together.told)
 
     def noted(self) -> None:
         """As Rounds.noted."""
@@ -395,7 +468,7 @@ class DeviceRounds:
         done.record()
         if not self._guesses.looks_up:
             # Of the texts before this round, of which one was not read for each that has not been.
-            bounds = series.kv_len + np.int32(self._width * (series.num_unread - 2) + 1)
+            bounds = series.progress.kv_len + np.int32(self._width * (series.num_unread - 2) + 1)
             series.is_over |= not self._guesses.guess(next_one.picked, bounds, next_one.token_ids)
         return RoundPicks(series, next_one.told, found, done)
 

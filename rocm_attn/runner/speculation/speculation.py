@@ -34,6 +34,7 @@ from rocm_attn.runner.scheduler import NO_SEQUENCE, ScheduledStep, Taken
 from rocm_attn.runner.speculation.drafts import LAST_TOKEN, NO_DRAFTS, Drafts
 from rocm_attn.runner.speculation.drawn import Accepted as AcceptedDrawn
 from rocm_attn.runner.speculation.drawn import NothingDrawn, Rejection
+from rocm_attn.runner.speculation.reading import Together
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.metrics import Metrics
 
@@ -127,6 +128,9 @@ class NoSpeculation:
 
     def follow(self, step: ScheduledStep, taken: Many[Taken], *, is_followed: bool) -> None:
         """As Speculation.follow."""
+
+    def count_rounds(self, step: ScheduledStep, together: Together) -> None:
+        """As Speculation.count_rounds."""
 
     def capture_all(self, progress: Progress) -> None:
         """As Speculation.capture_all."""
@@ -232,6 +236,14 @@ class Speculation:
         metrics.verifications += verified
         metrics.drafts += num_drafts
         metrics.accepted_drafts += num_taken - verified
+
+    def count_rounds(self, step: ScheduledStep, together: Together) -> None:
+        """As follow(), of rounds that were read together: what they go on with needs nothing to be told."""
+        verified = together.num_rounds * step.num_picks
+        metrics = self._metrics
+        metrics.verifications += verified
+        metrics.drafts += verified * self._num_drafts
+        metrics.accepted_drafts += together.num_tokens - verified
 
 
 class _OneEach:

@@ -53,7 +53,7 @@ from rocm_attn.runner.speculation.engines import (
 )
 from rocm_attn.runner.speculation.last_rows import forward_of
 from rocm_attn.runner.speculation.reading import MOST_AHEAD, Pace, Together
-from rocm_attn.runner.speculation.rounds import DeviceRounds, NoRounds, Rounds, why_no_rounds
+from rocm_attn.runner.speculation.rounds import FOLLOWING, DeviceRounds, NoRounds, Rounds, why_no_rounds
 from rocm_attn.runner.speculation.speculation import NoSpeculation, Picks, Speculation, StepPicks
 from rocm_attn.runner.unread import UnreadStep, with_unread_tokens
 from rocm_attn.runner.watched import watched_steps
@@ -124,8 +124,9 @@ class Engine:
         self.metrics = self._runner.metrics
         # What looks on at single steps, and ranks that meet before each, want them one by one.
         looks_on = self._steps is not self._runner or path is not None
-        self._host_plans = why_no_rounds(options, looks_on=looks_on, has_ranks=self._has_ranks)
-        has_rounds = options.speculates and not self._host_plans
+        host_plans = why_no_rounds(options, looks_on=looks_on, has_ranks=self._has_ranks)
+        self._rounds_in_words = f"planned by the host: {host_plans}" if host_plans else FOLLOWING
+        has_rounds = options.speculates and not host_plans
         self._speculation: Speculation | NoSpeculation = NoSpeculation(self._picker)
         self._rounds: Rounds = NoRounds()
         if options.speculates:
@@ -356,6 +357,7 @@ class Engine:
             max_batch_size=self.options.max_batch_size,
             chunk=self.options.chunk,
             graphs=graphs,
+            rounds=self._rounds_in_words if self.options.speculates else "",
             deterministic=self.options.deterministic,
             ranks=self._loaded.ranks.shard.num_ranks,
             cost_of_ranks=self._loaded.cost,

@@ -100,6 +100,7 @@ class DraftRunners:
             self._first_level = Level.empty(most, branches, model.nothing_carried, vocab)
             self._terms = torch.zeros(most, 1 + self.num_levels * branches, device=device)
             # int32 [S]: of each sequence of a step the new tokens that count, if those are not all of them.
+            self._all_count = True
             self.taken = torch.full((most,), INT32_MAX, dtype=torch.int32, device=device)
             # float32 [S, 1 + (levels - 1) * K, vocab]: of each sequence in its place, by which its first drafts were
             # drawn, and by which those after each draft, level by level.
@@ -153,6 +154,9 @@ class DraftRunners:
         terms: of its sequences, as of terms_of_drafts; not looked at where no drafts are drawn
         """
         self._put_terms(terms)
+        if not self._all_count:
+            self.taken.fill_(INT32_MAX)
+            self._all_count = True
         level = self._first.run(batch)
         if list(whole) == list(range(len(whole))):
             self._first_level.put_first(level.of(len(whole)))
@@ -189,6 +193,7 @@ class DraftRunners:
         token_ids: int32 [num_seqs * width], on the device
         stored:    int32 [num_seqs], on the device: tokens before these; afterwards with those that count
         """
+        self._all_count = False
         ends, q_len = bounds + np.int32(width), as_many(len(rows), width)
         taking_in = DeviceInputs(kv_len=stored, token_ids=token_ids, ahead=width)
         level = self._first.run(StepBatch(rows, ends, q_len, inputs=taking_in))
@@ -199,10 +204,6 @@ class DraftRunners:
             return first.words()[:, None]
         drafting = DeviceInputs(kv_len=stored, token_ids=first.token_ids.flatten(), ahead=self._drafts.tokens)
         return self._round.run(draft_batch(rows, ends, self._drafts, inputs=drafting))
-
-    def take_all(self) -> None:
-        """From now on all new tokens count."""
-        self.taken.fill_(INT32_MAX)
 
     def _taken_in(self, step: Step) -> Level:
         if self.num_branches == 1:

@@ -223,7 +223,6 @@ class ModelGuesses:
     def end(self, sequences: Many[Sequence | None], *, is_whole: bool) -> None:
         """As Guesses.end."""
         words, self._words = self._words, None
-        self._runners.take_all()
         try:
             found = Found(words) if words is not None and is_whole else None
         except DeviceFault:

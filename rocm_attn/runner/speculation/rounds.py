@@ -63,6 +63,10 @@ def text_bytes(options: EngineOptions, max_kv_len: int) -> int:
     return 2 * 4 * (options.max_batch_size + 1) * (max_kv_len + 2 + options.draft_tokens)
 
 
+# Of engines whose rounds do so.
+FOLLOWING = "follow from each other on the device"
+
+
 def why_no_rounds(options: EngineOptions, *, looks_on: bool, has_ranks: bool) -> str:
     """Why the host plans every round of an engine that guesses tokens; empty: they may follow from each other.
 

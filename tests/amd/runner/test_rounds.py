@@ -448,8 +448,9 @@ def test_k_and_v_that_are_no_numbers_in_a_round_end_their_request_alone(kind: Ki
 
 
 @kinds("drawn in windows", "drafted", "deterministic")
-def test_a_prompt_finds_what_rounds_have_stored(kind: Kind) -> None:
-    """It comes while they go on, and begins as their text does."""
+def test_a_prompt_finds_what_rounds_have_stored(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes while they go on, and begins as their text does. It finds what is known to have gone well."""
+    monkeypatch.setattr(rounds_module, "_MOST_ROUNDS", 3)
     first, other = kind.request(4, 120), kind.request(1, 120)
     wanted = kind.plainly([first, other])
     engine = kind.engine()
@@ -462,7 +463,7 @@ def test_a_prompt_finds_what_rounds_have_stored(kind: Kind) -> None:
     numbers.append(engine.submit(second))
     for _ in steps(engine):
         pass
-    assert engine.metrics.prefix_hits >= before + 40
+    assert engine.metrics.prefix_hits > before + len(first.prompt_token_ids)
     assert [engine.completion(number) for number in numbers] == [*wanted, *kind.plainly([second])]
 
 

@@ -76,6 +76,14 @@ class _ReadStep(NamedTuple):
     read_at: float
 
 
+class _ReadRounds(NamedTuple):
+    """Rounds that were read together, oldest first. read_at: as of _ReadStep"""
+
+    rounds: Many[UnreadStep]
+    together: Together
+    read_at: float
+
+
 class Engine:
     """Serves requests with one model, many at a time.
 
@@ -152,7 +160,7 @@ class Engine:
         self._must_check = False  # whether a step has run since the device was waited for
         self._recent = RecentSteps()
         self._unread: list[UnreadStep] = []  # oldest first
-        self._read: list[_ReadStep] = []  # whose tokens are to be published, oldest first
+        self._read: list[_ReadStep | _ReadRounds] = []  # whose tokens are to be published, oldest first
         self._read_at = 0.0  # when tokens were read last
         self._pace = Pace()
         self._rounds_to_enter: ScheduledStep | None = None  # whose pages prompts cannot find yet
@@ -426,30 +434,38 @@ class Engine:
     def _read_rounds(self, most: int) -> None:
         """Wait for the oldest rounds, `most` of them, and publish their tokens: together, where none of them is odd."""
         self._publish_read()  # an interrupt may have left some
-        unread, outputs = self._unread, self._outputs
+        unread = self._unread
         with self._watch.watch(f"{len(unread)} rounds that were launched ({unread[0].step.num_picks} sequences)"):
             together = self._rounds.read_together([each.picks for each in unread], most, self._scheduler)
         if together is None:
             self._read_oldest()
             self._publish_read()
             return
-        read_at, num, step = time.perf_counter(), together.num_rounds, unread[0].step
+        read_at, num = time.perf_counter(), together.num_rounds
         rounds = unread[:num]
         del unread[:num]
+        step = self._rounds_to_enter = rounds[0].step
         self._scheduler.take_together(step, together.token_ids, all_read=not unread)
-        self._speculation.count_rounds(step, together)
+        self._read.append(_ReadRounds(rounds, together, read_at))
         self._rounds.took(together)
-        self._rounds_to_enter = step
-        self._pace.note(self._note_rounds(rounds, together, read_at), num)
-        for sequence, token_ids in zip(step.picking, together.token_ids, strict=True):
+        self._speculation.count_rounds(step, together)
+        self._publish_read()
+
+    def _publish_rounds(self, rounds: Many[UnreadStep], together: Together, read_at: float) -> None:
+        """As _publish_read, of rounds that were read together."""
+        events, num_new = self._events, 0
+        self._pace.note(self._note_rounds(rounds, together, read_at), len(rounds))
+        for sequence, token_ids in zip(rounds[0].step.picking, together.token_ids, strict=True):
             number = sequence.number
-            output = outputs[number]
+            output = self._outputs[number]
             if output.stream is None:
-                output.num_tokens += len(token_ids)
-                self._events.append(NewTokens(number, token_ids))
-                self.metrics.new_tokens += len(token_ids)
+                num = len(token_ids)
+                output.num_tokens += num
+                num_new += num
+                events.append(NewTokens(number, token_ids))
             elif self._publish(number, tuple(token_ids), None, ()) is not None:
                 self._recent.leave(number, rounds[-1].number)
+        self.metrics.new_tokens += num_new
 
     def _note_rounds(self, rounds: Many[UnreadStep], together: Together, now: float) -> float:
         """As _note_times, of rounds that were read together; the seconds that they took."""
@@ -494,7 +510,11 @@ class Engine:
     def _publish_read(self) -> None:
         """Note the events that come out of steps that were read."""
         while self._read:
-            unread, picks, all_taken, told, read_at = self._read.pop(0)
+            read = self._read.pop(0)
+            if isinstance(read, _ReadRounds):
+                self._publish_rounds(*read)
+                continue
+            unread, picks, all_taken, told, read_at = read
             self._note_times(unread, all_taken, read_at)
             each = zip(unread.step.picking, picks, all_taken, strict=True)
             for place, (sequence, pick, (token_ids, reason)) in enumerate(each):

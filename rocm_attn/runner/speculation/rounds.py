@@ -511,7 +511,7 @@ class DeviceRounds:
 
     def _send_texts(self, step: ScheduledStep) -> None:
         """Have the texts of a step's sequences on the device, as they were before it."""
-        values, places = list[int](), list[Int32Array]()
+        values, places = list[int](), list[npt.NDArray[Any]]()
         most = self._texts.shape[1]
         for sequence, kv_len in zip(step.sequences, step.batch.kv_len.tolist(), strict=True):
             known = kv_len - self._width + 1
@@ -526,7 +526,8 @@ class DeviceRounds:
 
     def _send_numbers(self, step: ScheduledStep, limit: Int32Array) -> None:
         """Have what tokens are drawn by on the device, of all places that rounds within these limits come to."""
-        values, places, most = list[npt.NDArray[np.float32]](), list[Int32Array](), self._numbers.shape[1]
+        values, places, most = list[npt.NDArray[np.float32]](), list[npt.NDArray[Any]](), self._numbers.shape[1]
+        drawn_by: dict[int, tuple[int, int]] = {}
         for seq in step.asking:
             sequence = step.sequences[seq]
             number, num = self._drawn_by.get(sequence.row, (-1, 0))
@@ -536,11 +537,12 @@ class DeviceRounds:
                 before = len(sequence.request.prompt_token_ids)
                 values.append(sequence.sampler.uniforms(first - before, end - before))
                 places.append(np.arange(sequence.row * most + first, sequence.row * most + end))
-                self._drawn_by[sequence.row] = sequence.number, end
+                drawn_by[sequence.row] = sequence.number, end
         if values:
             self._put(self._numbers, places, np.concatenate(values))
+        self._drawn_by |= drawn_by  # after an interrupt they are sent again
 
-    def _put(self, to: Tensor, places: list[Int32Array], values: npt.NDArray[Any]) -> None:
+    def _put(self, to: Tensor, places: list[npt.NDArray[Any]], values: npt.NDArray[Any]) -> None:
         device = self._runtime.device
         to.view(-1).index_copy_(0, sent(np.concatenate(places), device), sent(values, device))
 

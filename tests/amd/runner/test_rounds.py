@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -152,7 +153,7 @@ def counted(engine: Engine) -> list[int]:
     return launched
 
 
-def steps(engine: Engine) -> Iterator[list[Event]]:
+def steps(engine: Engine) -> Iterator[Many[Event]]:
     while engine.has_work:
         yield engine.step()
 

@@ -42,7 +42,7 @@ def _tokens_at(text, picked, place, known, mask):
 
 
 @triton.jit(
-    do_not_specialize=["text_row", "draws", "width"],
+    do_not_specialize=["text_row", "draws", "looks_up", "width"],
     do_not_specialize_on_alignment=[
         "picked",
         "counts",
@@ -54,6 +54,7 @@ def _tokens_at(text, picked, place, known, mask):
         "told",
         "numbers",
         "terms",
+        "num_taken",
     ],
 )
 def _next_round_kernel(
@@ -67,8 +68,10 @@ def _next_round_kernel(
     told,
     numbers,
     terms,
+    num_taken,
     text_row,
     draws,
+    looks_up,
     width,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -92,6 +95,10 @@ def _next_round_kernel(
     last_but_2 = _tokens_at(text, picks, num_tokens - 3, known, num_tokens >= 3)
     last_but_3 = _tokens_at(text, picks, num_tokens - 4, known, num_tokens >= 4)
     most_same = 0
+    end_of_guesses = width
+    if looks_up == 0:
+        most_same = 4
+        end_of_guesses = 0
     found = 0
     begin = (num_tokens - 1) // BLOCK * BLOCK
     while (begin >= 0) & (most_same < 4):
@@ -123,9 +130,10 @@ def _next_round_kernel(
         number = tl.load(numbers + row + drawn, mask=(lane < width) & (drawn < text_row), other=0.0)
         tl.store(terms + 3 * (seq * width + lane) + 2, number, mask=lane < width)
     tl.store(ids, last)
-    tl.store(ids + lane + 1, guess, mask=lane + 1 < width)
+    tl.store(ids + lane + 1, guess, mask=lane + 1 < end_of_guesses)
     tl.store(kv_len + seq, tl.maximum(tl.minimum(length + taken, tl.load(limit + seq)), width))
     tl.atomic_or(counts + _ERROR_WORD, _BEYOND_BOUND, mask=beyond, sem="relaxed")
+    tl.store(num_taken + seq, taken)
     tl.store(told + _TOLD_WORDS * seq, taken)
     tl.store(told + _TOLD_WORDS * seq + 1, most_same)
     tl.store(told + _TOLD_WORDS * seq + 2, error)
@@ -135,12 +143,14 @@ _variant = repeated_launches(_next_round_kernel)
 
 
 @only_launches
-def launch_next_round(picked: Tensor, given: GuessedRound, width: int, *, draws: bool) -> None:
+def launch_next_round(picked: Tensor, given: GuessedRound, width: int, *, draws: bool, looks_up: bool) -> None:
     """Write the next round over the last one, and tell what came of that.
 
-    picked: int32 [num_seqs * width or more], the token that was picked after each token of the round
-    width:  new tokens of each sequence, W, at least 1
-    draws:  whether any sequence draws its tokens
+    picked:   int32 [num_seqs * width or more], the token that was picked after each token of the round
+    width:    new tokens of each sequence, W, at least 1
+    draws:    whether any sequence draws its tokens
+    looks_up: whether the guesses are those of the texts; else the caller puts them there, and those of the last round
+              stay
     """
     num_seqs = given.limit.shape[0]
     assert given.texts.is_contiguous()
@@ -149,6 +159,7 @@ def launch_next_round(picked: Tensor, given: GuessedRound, width: int, *, draws:
     assert given.terms.shape == (num_seqs * width, 3)
     assert given.terms.is_contiguous()
     assert given.numbers.is_contiguous()
+    assert given.num_taken.shape == (num_seqs,)
     assert given.numbers.shape == given.texts.shape
     launch: RepeatedLaunch = _variant(next_power_of_2(width))
     launch(
@@ -158,6 +169,7 @@ def launch_next_round(picked: Tensor, given: GuessedRound, width: int, *, draws:
         *given,
         given.texts.shape[1],
         int(draws),
+        int(looks_up),
         width,
         next_power_of_2(width),
         _BLOCK,

@@ -43,11 +43,17 @@ from rocm_attn.runner.request_times import note_tokens
 from rocm_attn.runner.sampling import Sampler, TokenPicker
 from rocm_attn.runner.scheduler import ScheduledStep, Scheduler, Taken
 from rocm_attn.runner.serving import serve_all
-from rocm_attn.runner.speculation.engines import drafter_of, layers_beside, read_drafting, rejection_of, served
+from rocm_attn.runner.speculation.engines import (
+    drafter_of,
+    guesses_of,
+    layers_beside,
+    read_drafting,
+    rejection_of,
+    served,
+)
 from rocm_attn.runner.speculation.last_rows import forward_of
-from rocm_attn.runner.speculation.methods import NGRAM
 from rocm_attn.runner.speculation.reading import MOST_AHEAD, Pace, Together
-from rocm_attn.runner.speculation.rounds import DeviceRounds, NoRounds, Rounds
+from rocm_attn.runner.speculation.rounds import FOLLOWING, DeviceRounds, NoRounds, Rounds, why_no_rounds
 from rocm_attn.runner.speculation.speculation import NoSpeculation, Picks, Speculation, StepPicks
 from rocm_attn.runner.unread import UnreadStep, with_unread_tokens
 from rocm_attn.runner.watched import watched_steps
@@ -126,18 +132,20 @@ class Engine:
         self.metrics = self._runner.metrics
         # What looks on at single steps, and ranks that meet before each, want them one by one.
         looks_on = self._steps is not self._runner or path is not None
-        has_rounds = options.speculative == NGRAM and options.topk == 1 and not looks_on and not self._has_ranks
+        host_plans = why_no_rounds(options, looks_on=looks_on, has_ranks=self._has_ranks)
+        self._rounds_in_words = f"planned by the host: {host_plans}" if host_plans else FOLLOWING
+        has_rounds = options.speculates and not host_plans
         self._speculation: Speculation | NoSpeculation = NoSpeculation(self._picker)
+        self._rounds: Rounds = NoRounds()
         if options.speculates:
             drafter, most = drafter_of(drafting, loaded, options, self.runtime, model), options.draft_tokens
             rejection = rejection_of(drafter, options)
             self._speculation = Speculation(
                 drafter, self.runtime, self._picker, most, self.metrics, rejection, has_rounds=has_rounds
             )
-        self._rounds: Rounds = NoRounds()
-        if has_rounds:
-            most_ahead = MOST_AHEAD * self._steps_ahead
-            self._rounds = DeviceRounds(self.runtime, self._runner, plain, options.draft_tokens, most_ahead)
+            if has_rounds:
+                guesses, most_ahead = guesses_of(drafter, options, self.runtime), MOST_AHEAD * self._steps_ahead
+                self._rounds = DeviceRounds(self.runtime, self._runner, plain, guesses, most, most_ahead)
         self._scheduler = Scheduler(
             self.runtime.table,
             self.metrics,
@@ -357,6 +365,7 @@ class Engine:
             max_batch_size=self.options.max_batch_size,
             chunk=self.options.chunk,
             graphs=graphs,
+            rounds=self._rounds_in_words if self.options.speculates else "",
             deterministic=self.options.deterministic,
             ranks=self._loaded.ranks.shard.num_ranks,
             cost_of_ranks=self._loaded.cost,
@@ -393,7 +402,7 @@ class Engine:
                 self.settle()
                 return
             picks = self._run(step)
-            if self._speculation.looks_up:
+            if self._speculation.has_rounds:
                 picks = self._rounds.begin(step, picks, self._scheduler)
             launched = time.perf_counter()
         finally:
@@ -493,7 +502,7 @@ class Engine:
         taken = self._scheduler.finish_step(unread.step, picks)
         if self._unread:
             self._scheduler.launched_again(self._unread[0].step)
-        self._speculation.follow(unread.step, taken)
+        self._speculation.follow(unread.step, taken, is_followed=unread.picks.is_followed)
         self._read.append(_ReadStep(unread, picks, taken, unread.picks.logprobs(), read_at))
 
     def _publish_read(self) -> None:

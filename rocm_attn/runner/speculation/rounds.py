@@ -39,8 +39,9 @@ from rocm_attn.runner.request import Sequence
 from rocm_attn.runner.sampling import GREEDY, Draw, Found, PickedTokens, TokenPicker, terms_of
 from rocm_attn.runner.scheduler import ScheduledStep, Scheduler
 from rocm_attn.runner.sending import sent
-from rocm_attn.runner.speculation.methods import NGRAM
+from rocm_attn.runner.speculation.methods import OFF
 from rocm_attn.runner.speculation.reading import Ends, Together, is_clean, put_together
+from rocm_attn.runner.speculation.round_drafts import Guesses
 from rocm_attn.runner.speculation.speculation import NO_LOGPROBS_OF, Picks, StepPicks
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.host_ring import Fence, NoFence, wait_for_all
@@ -57,9 +58,29 @@ _MOST_ROUNDS = 64
 
 def text_bytes(options: EngineOptions, max_kv_len: int) -> int:
     """Memory on the device for the texts that guesses are looked up in, and the numbers that tokens are drawn by."""
-    if options.speculative != NGRAM:
+    if options.speculative == OFF or options.topk > 1:
         return 0
     return 2 * 4 * (options.max_batch_size + 1) * (max_kv_len + 2 + options.draft_tokens)
+
+
+# Of engines whose rounds do so.
+FOLLOWING = "follow from each other on the device"
+
+
+def why_no_rounds(options: EngineOptions, *, looks_on: bool, has_ranks: bool) -> str:
+    """Why the host plans every round of an engine that guesses tokens; empty: they may follow from each other.
+
+    looks_on: whether something looks on at single steps
+    """
+    if options.topk > 1:
+        return "topk is above 1, and the host reads which drafts of a tree were accepted before it moves their K and V"
+    if options.sampled_drafts:
+        return "sampled_drafts is set, and the host gives each round the numbers that its drafts are drawn by"
+    if has_ranks:
+        return "several ranks share the model, and meet before each step"
+    if looks_on:
+        return "check_every, hang_after, profiler_ranges or flight_record is set, and looks on at each step of the host"
+    return ""
 
 
 class Rounds(Protocol):
@@ -143,8 +164,12 @@ class _Memory:
 class _Round:
     """What a round launches after its step, and where the host reads what came of it.
 
-    given: what the round after it is made of
-    draws: whether tokens are drawn
+    given:     what the round after it is made of
+    draws:     whether tokens are drawn
+    looks_up:  as of Guesses
+
+    picked:    int32 [num_seqs * W], what was picked after each token of the round
+    token_ids: int32 [num_seqs, W], of the round after it
     """
 
     def __init__(
@@ -156,6 +181,7 @@ class _Round:
         memory: _Memory,
         *,
         draws: bool,
+        looks_up: bool,
     ) -> None:
         num_seqs = given.limit.shape[0]
         self._terms, self._draws = given.terms, draws
@@ -163,7 +189,9 @@ class _Round:
         self._picker, self._stream, self._found = picker, stream, memory.found[: num_seqs * width]
         self._logits: Tensor | None = None
         self._pick: Callable[[], None] = _nothing
-        self.make_next = SameLaunches(stream, next_round, picker.tokens, given, width, draws=draws)
+        self.make_next = SameLaunches(stream, next_round, picker.tokens, given, width, draws=draws, looks_up=looks_up)
+        self.picked = picker.tokens[: num_seqs * width]
+        self.token_ids = given.token_ids[: num_seqs * width].view(num_seqs, width)
         self.told, self.found = given.told.numpy(), Found.of(self._found.numpy())
 
     def pick(self, logits: Tensor) -> None:
@@ -272,6 +300,8 @@ class RoundPicks:
         series.note(self.number, 1, series.progress.kv_len + taken, told)
         return picks
 
+    is_followed = True
+
     @property
     def plain(self) -> None:
         """As StepPicks.plain. A round is followed by launch()."""
@@ -300,14 +330,21 @@ class DeviceRounds:
     """Rounds on the device.
 
     picker:     of the engine's steps
+    guesses:    what guesses tokens
     num_drafts: guesses of a sequence and round
     most_ahead: rounds that are launched and not read when the next one is
     """
 
     def __init__(
-        self, runtime: AttentionRuntime, runner: StepRunner, picker: TokenPicker, num_drafts: int, most_ahead: int
+        self,
+        runtime: AttentionRuntime,
+        runner: StepRunner,
+        picker: TokenPicker,
+        guesses: Guesses,
+        num_drafts: int,
+        most_ahead: int,
     ) -> None:
-        self._runtime, self._runner, self._picker = runtime, runner, picker
+        self._runtime, self._runner, self._picker, self._guesses = runtime, runner, picker, guesses
         self._width = 1 + num_drafts
         table, device = runtime.table, runtime.device
         num_rows, most_seqs = len(table.entries_host), len(picker.tokens) // self._width
@@ -337,8 +374,10 @@ class DeviceRounds:
         if not batch.min_q_len == batch.max_q_len == width or step.num_picks < batch.num_seqs or step.is_of_a_suspect:
             return picks
         picked = picks.plain
-        limit = self._reserved(batch.rows, batch.kv_len + np.int32(width), scheduler) if picked is not None else None
-        if picked is None or limit is None:
+        if picked is None or not self._guesses.begin(step.sequences):
+            return picks
+        limit = self._reserved(batch.rows, batch.kv_len + np.int32(width), scheduler)
+        if limit is None:
             return picks
         self._send_texts(step)
         self._send_numbers(step, limit)
@@ -432,9 +471,13 @@ class DeviceRounds:
             if each.row == row
         ]
         self._runtime.table.mark_stored([row for row, _ in living], [each.num_stored for _, each in living])
-        for place, (row, each) in enumerate(living):
-            if place not in series.cut:
-                self._on_device[row] = each.number, len(each.token_ids)
+        rows, going_on = series.rows.tolist(), list[Sequence | None]()
+        for place, each in enumerate(series.step.sequences):
+            goes_on = each.row == rows[place] and place not in series.cut
+            if goes_on:
+                self._on_device[each.row] = each.number, len(each.token_ids)
+            going_on.append(each if goes_on else None)
+        self._guesses.end(going_on, is_whole=series.is_noted and not series.has_fault)
         return series.has_fault
 
     def _told(self, series: _Series, found: Found) -> RoundPicks:
@@ -443,6 +486,10 @@ class DeviceRounds:
         self._next = (self._next + 1) % len(self._memory)
         next_one.make_next()
         done.record()
+        if not self._guesses.looks_up:
+            # Of the texts before this round, of which one was not read for each that has not been.
+            bounds = series.progress.kv_len + np.int32(self._width * (series.num_unread - 2) + 1)
+            series.is_over |= not self._guesses.guess(next_one.picked, bounds, next_one.token_ids)
         return RoundPicks(series, next_one.told, found, done)
 
     def _rounds_of(self, step: ScheduledStep, last: Repeatable) -> list[_Round]:
@@ -455,8 +502,10 @@ class DeviceRounds:
             inputs = to.counts, to.row_of_seq, to.kv_len, to.token_ids, self._texts, limit
             terms, rounds = self._terms[: batch.num_seqs * self._width], list[_Round]()
             for memory in self._memory:
-                given = GuessedRound(*inputs, memory.told[: len(limit)], self._numbers, terms)
-                rounds.append(_Round(self._picker, next_round, self._stream, given, memory, draws=draws))
+                taken = self._guesses.taken[: len(limit)]
+                given = GuessedRound(*inputs, memory.told[: len(limit)], self._numbers, terms, taken)
+                how = {"draws": draws, "looks_up": self._guesses.looks_up}
+                rounds.append(_Round(self._picker, next_round, self._stream, given, memory, **how))
             kept = self._rounds = child, batch.num_seqs, draws, rounds
         return kept[3]
 
@@ -467,13 +516,13 @@ class DeviceRounds:
         """
         last, table = self._runtime.repeatable, self._runtime.table
         assert last is not None
-        most = np.int32(min(last[1].key.max_kv_len, table.max_kv_len))
+        most_guessed = self._guesses.most_tokens + self._width - 1
+        most = np.int32(min(last[1].key.max_kv_len, table.max_kv_len, most_guessed))
         if (needed > most).any():
             return None
-        wanted = np.minimum(needed + np.int32(_TOKENS_AHEAD), most)
-        if scheduler.reserve_ahead(rows, wanted) or scheduler.reserve_ahead(rows, needed):
-            limit: Int32Array = np.minimum(table.room(rows), most)
-            return limit
+        for wanted in (np.minimum(needed + np.int32(_TOKENS_AHEAD), most), needed):
+            if scheduler.reserve_ahead(rows, wanted) and self._guesses.reserve(wanted + np.int32(1 - self._width)):
+                return wanted
         return None
 
     def _send_texts(self, step: ScheduledStep) -> None:

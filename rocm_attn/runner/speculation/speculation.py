@@ -82,6 +82,11 @@ class StepPicks(Protocol):
         ...
 
     @property
+    def is_followed(self) -> bool:
+        """Whether what guesses has gone on from it on the device."""
+        ...
+
+    @property
     def plain(self) -> PickedTokens | None:
         """The tokens after all drafts of a step, where no request asks for more than draws."""
         ...
@@ -94,13 +99,10 @@ class StepPicks(Protocol):
 class NoSpeculation:
     """Each step brings a sequence one token."""
 
+    has_rounds = False
+
     def __init__(self, picker: AskingPicker) -> None:
         self._picker = picker
-
-    @property
-    def looks_up(self) -> bool:
-        """As Drafter.looks_up."""
-        return False
 
     def drafts(self, decoding: Decoding, alive: Set[int]) -> Mapping[int, Drafts]:
         """As Speculation.drafts."""
@@ -124,7 +126,7 @@ class NoSpeculation:
         asks = {row: asks.of(step.sequences[row], step.sequences[row].num_new) for row, asks in asking.items()}
         return _OneEachAsked(self._picker.pick(rows, draws, asks))
 
-    def follow(self, step: ScheduledStep, taken: Many[Taken]) -> None:
+    def follow(self, step: ScheduledStep, taken: Many[Taken], *, is_followed: bool) -> None:
         """As Speculation.follow."""
 
     def count_rounds(self, step: ScheduledStep, together: Together) -> None:
@@ -156,7 +158,7 @@ class Speculation:
         *,
         has_rounds: bool = False,
     ) -> None:
-        self._has_rounds = has_rounds
+        self.has_rounds = has_rounds
         self._drafter = drafter
         self._runtime = runtime
         self._picker = picker
@@ -185,7 +187,7 @@ class Speculation:
     @property
     def looks_up(self) -> bool:
         """As Drafter.looks_up, and whether rounds may follow from each other."""
-        return self._has_rounds and self._drafter.looks_up
+        return self.has_rounds and self._drafter.looks_up
 
     def batch(self, step: ScheduledStep) -> StepBatch:
         """The batch of a step, with the mask of its trees where it has any."""
@@ -214,9 +216,14 @@ class Speculation:
         picked = self._picker.pick(rows, draws, asks) if asks else self._picker.plain.pick(rows, draws)
         return _Verified(picked, step, num_rows, self._runtime, self._rejection.pick(step, logits))
 
-    def follow(self, step: ScheduledStep, taken: Many[Taken]) -> None:
-        """Count what became of a step's drafts, and tell what drafts. taken: of each of step.picking"""
-        self._drafter.follow(step, taken)
+    def follow(self, step: ScheduledStep, taken: Many[Taken], *, is_followed: bool) -> None:
+        """Count what became of a step's drafts, and tell what drafts.
+
+        taken:       of each of step.picking
+        is_followed: as of StepPicks
+        """
+        if not is_followed:
+            self._drafter.follow(step, taken)
         # Of a sequence that has ended since the step was launched nothing was verified.
         verified = num_drafts = num_taken = 0
         for seq, drafts in step.drafts.items():
@@ -242,6 +249,7 @@ class Speculation:
 class _OneEach:
     """A token for each sequence."""
 
+    is_followed = False
     plain = None
 
     def __init__(self, picked: PickedTokens) -> None:
@@ -259,6 +267,7 @@ class _OneEach:
 class _OneEachAsked:
     """A token for each sequence, and for some what they asked for."""
 
+    is_followed = False
     plain = None
 
     def __init__(self, picked: AskedTokens) -> None:
@@ -282,6 +291,8 @@ class _Verified:
     runtime:  in which their K and V are moved to the places of their tokens, where they lie in others
     drawn:    what became of drafts that were drawn
     """
+
+    is_followed = False
 
     def __init__(
         self,

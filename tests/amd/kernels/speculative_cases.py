@@ -46,12 +46,12 @@ def of_move_paths(move: Launch, no_page: int) -> Launch:
 
 
 def of_next_round(next_round: Launch, width: int) -> Launch:
-    """next_round(picked, row_of_seq, limit, numbers, what it writes: counts, kv_len, token_ids, texts, told, terms)."""
+    """next_round(picked, row_of_seq, limit, numbers, and what it writes, as GuessedRound has it)."""
 
     def of_tensors(picked: Tensor, rows: Tensor, limit: Tensor, numbers: Tensor, *written: Tensor) -> None:
-        counts, kv_len, token_ids, texts, told, terms = written
-        given = GuessedRound(counts, rows, kv_len, token_ids, texts, limit, told, numbers, terms)
-        next_round(picked, given, width, draws=True)
+        counts, kv_len, token_ids, texts, told, terms, num_taken = written
+        given = GuessedRound(counts, rows, kv_len, token_ids, texts, limit, told, numbers, terms, num_taken)
+        next_round(picked, given, width, draws=True, looks_up=True)
 
     return of_tensors
 
@@ -63,7 +63,7 @@ def rounds(last_limit: int) -> list[Tensor]:
 
 
 def of_rounds(garbage: int, error: int = 64) -> list[Tensor]:
-    """counts, with an error word, kv_len, token_ids with an entry after them, texts, told and terms.
+    """counts, with an error word, kv_len, token_ids with an entry after them, texts, told, terms and num_taken.
 
     The first text is one token long, the second goes round, the third repeats itself once, the last one never.
     """
@@ -74,7 +74,15 @@ def of_rounds(garbage: int, error: int = 64) -> list[Tensor]:
     texts[3, :4] = ints([9, 8, 7, 6])
     ids = ints([4, 4, 5, 2, 1, 2, 6, 7, 8, 6, 3, 3, garbage])
     told = torch.full((4, TOLD_WORDS), garbage, dtype=torch.int32)
-    return [ints([4, 12, 7, error]), ints([3, 1034, 8, 6]), ids, texts, told, torch.full((12, 3), 0.5)]
+    return [
+        ints([4, 12, 7, error]),
+        ints([3, 1034, 8, 6]),
+        ids,
+        texts,
+        told,
+        torch.full((12, 3), 0.5),
+        ints([garbage] * 4),
+    ]
 
 
 def trees() -> list[Tensor]:

@@ -61,7 +61,12 @@ def a_text(draw: random.Random, width: int, longest: int) -> Text:
 
 
 def ran(
-    next_round: NextRound, texts: list[Text], limit: list[int], device: torch.device, draws: bool = True
+    next_round: NextRound,
+    texts: list[Text],
+    limit: list[int],
+    device: torch.device,
+    draws: bool = True,
+    looks_up: bool = True,
 ) -> GuessedRound:
     """The round after one of these texts, with a pad after them and rows in another order."""
     width = len(texts[0].picks)
@@ -83,8 +88,11 @@ def ran(
         told=torch.full((len(texts), TOLD_WORDS), GARBAGE, dtype=torch.int32, device=device),
         numbers=torch.rand(stored.shape, device=device, generator=torch.Generator(device).manual_seed(1)),
         terms=torch.full((len(texts) * width, 3), 0.5, device=device),
+        num_taken=ints([GARBAGE] * len(texts)),
     )
-    next_round(ints([pick for text in texts for pick in text.picks] + [GARBAGE]), given, width, draws=draws)
+    next_round(
+        ints([pick for text in texts for pick in text.picks] + [GARBAGE]), given, width, draws=draws, looks_up=looks_up
+    )
     return given
 
 
@@ -100,6 +108,7 @@ def test_the_next_round_follows_from_the_picks_and_the_texts(
         tokens = text.tokens + text.taken
         guesses, num_same = looked_up(tokens, width - 1)
         assert given.told[seq].tolist() == [len(text.taken), num_same, 0]
+        assert int(given.num_taken[seq]) == len(text.taken)
         assert given.token_ids[seq * width : (seq + 1) * width].tolist() == [tokens[-1], *guesses]
         assert int(given.kv_len[seq]) == len(tokens) - 1 + width
         row = given.texts[len(texts) - seq].tolist()
@@ -130,9 +139,19 @@ def test_a_length_beyond_its_limit_is_cut_and_told(next_round: NextRound, device
 def test_where_no_sequence_draws_no_numbers_are_read(next_round: NextRound, device: torch.device) -> None:
     texts = [Text([1, 2, 3], [4, 5], [4, 5, 6])]
     wanted, given = (ran(next_round, texts, [MOST], device, draws) for draws in (True, False))
-    for one, other in zip(wanted[:-1], given[:-1], strict=True):
-        assert torch.equal(one, other)
+    for name in set(GuessedRound._fields) - {"terms"}:
+        assert torch.equal(getattr(wanted, name), getattr(given, name))
     assert given.terms.eq(0.5).all()
+
+
+@by_both
+def test_guesses_that_are_not_looked_up_are_the_callers(next_round: NextRound, device: torch.device) -> None:
+    texts = [Text([1, 2, 3, 1, 2], [4, 5], [4, 1, 2])]
+    wanted, given = (ran(next_round, texts, [MOST], device, looks_up=looks_up) for looks_up in (True, False))
+    assert given.token_ids[:3].tolist() == [1, 4, 5]
+    assert given.told[0].tolist() == [2, 4, 0]
+    for name in ("kv_len", "texts", "terms", "num_taken"):
+        assert torch.equal(getattr(given, name), getattr(wanted, name))
 
 
 @by_both
@@ -140,9 +159,9 @@ def test_an_error_of_the_round_is_told_and_stays(next_round: NextRound, device: 
     """The word is the runtime's to clear, when it has heard of it."""
     text = Text([1, 2, 3], [4, 5], [4, 5, 6])
 
-    def of_a_wrong_round(picked: torch.Tensor, given: GuessedRound, width: int, *, draws: bool) -> None:
+    def of_a_wrong_round(picked: torch.Tensor, given: GuessedRound, width: int, **how: bool) -> None:
         given.counts[ERROR_WORD] = 64
-        next_round(picked, given, width, draws=draws)
+        next_round(picked, given, width, **how)
 
     given = ran(of_a_wrong_round, [text], [MOST], device)
     assert int(given.counts[ERROR_WORD]) == 64

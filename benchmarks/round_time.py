@@ -117,8 +117,9 @@ def measure(loaded: LoadedModel, num_seqs: int, num_drafts: int) -> dict[str, fl
         memory.done = Waits(memory.done, waits, launched)
     for of_round in engine._rounds._memory if isinstance(engine._rounds, DeviceRounds) else []:
         of_round.done = Waits(of_round.done, waits, launched)
-    all_us, launch_us = [], []
+    all_us, launch_us, num_steady = [], [], 0
     while engine.has_work:
+        num_steady = len(all_us) if engine._scheduler.num_running == num_seqs else num_steady
         waits.clear()
         before, launched_before = time.perf_counter(), launched[0]
         engine.step()
@@ -134,7 +135,7 @@ def measure(loaded: LoadedModel, num_seqs: int, num_drafts: int) -> dict[str, fl
         "launch_us_median": median(launch_us),
         "launch_us_p90": round(statistics.quantiles(launch_us[SKIPPED:-5], n=10)[8], 1),
         "whole_us_median": median(all_us),
-        "whole_us_mean": round(statistics.mean(all_us[SKIPPED:-5]), 1),
+        "whole_us_mean": round(statistics.mean(all_us[SKIPPED:num_steady]), 1),
         "whole_us_p10": round(statistics.quantiles(all_us[SKIPPED:-5], n=10)[0], 1),
         "whole_us_p90": round(statistics.quantiles(all_us[SKIPPED:-5], n=10)[8], 1),
         "steps": len(all_us),

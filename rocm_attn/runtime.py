@@ -58,6 +58,9 @@ Staged = Step | SplitStep | DraftSteps | SplitDrafts
 _Begun = TypeVar("_Begun", Step, SplitStep, DraftSteps, SplitDrafts)
 _Stage = Callable[[StepBatch, StepPlan, str], _Begun]
 
+_NO_STEP = "the batch is a round of drafts; call begin_drafts(), or run it by a DraftRunner"
+_NO_ROUND = "the batch has no drafts; make it by draft_batch(), or call begin_step()"
+
 
 class AttentionRuntime:
     """Paged attention for all layers of a model.
@@ -306,7 +309,7 @@ class AttentionRuntime:
 
     def stage(self, batch: StepBatch, pad_to: PadTo | None = None) -> Step:
         """The part of begin_step that runs before a graph: check, plan, update the table, publish the inputs."""
-        return self._planned(self._checked_step, self._stage_whole, batch, pad_to, 1)
+        return self._planned(self._stage_whole, batch, pad_to, 1, of_drafts=False)
 
     def stage_again(self) -> Step:
         """As stage(), of the whole step that was staged last, with its number: it runs on what its inputs hold by now.
@@ -346,23 +349,28 @@ class AttentionRuntime:
 
     def stage_split(self, batch: StepBatch, pad_to: PadTo | None = None) -> SplitStep:
         """The part of begin_split_step that runs before a graph."""
-        return self._planned(self._checked_step, self._stage_halves, batch, pad_to, HALVES)
+        return self._planned(self._stage_halves, batch, pad_to, HALVES, of_drafts=False)
 
     def stage_drafts(self, batch: StepBatch, pad_to: PadTo | None = None) -> DraftSteps:
         """The part of begin_drafts that runs before a graph."""
-        return self._planned(self._checked_drafts, self._stage_round, batch, pad_to, 1)
+        return self._planned(self._stage_round, batch, pad_to, 1, of_drafts=True)
 
     def stage_split_drafts(self, batch: StepBatch, pad_to: PadTo | None = None) -> SplitDrafts:
         """The part of begin_split_drafts that runs before a graph."""
-        return self._planned(self._checked_drafts, self._stage_split_round, batch, pad_to, HALVES)
+        return self._planned(self._stage_split_round, batch, pad_to, HALVES, of_drafts=True)
 
     def _planned(
-        self, check: Callable[[StepBatch], str], stage: _Stage[_Begun], batch: StepBatch, pad_to: PadTo | None, num: int
+        self, stage: _Stage[_Begun], batch: StepBatch, pad_to: PadTo | None, num: int, *, of_drafts: bool
     ) -> _Begun:
-        """A batch staged by the plan that it has. num: of its children"""
+        """A batch staged by the plan that it has. num: of its children. Raises BadBatch for a batch of the other kind.
+
+        of_drafts: whether it is a round of drafts
+        """
         self._begin("a step cannot begin")
         try:
-            refusal = check(batch)
+            if (batch.drafts is not NO_DRAFTS) is not of_drafts:
+                raise BadBatch(_NO_ROUND if of_drafts else _NO_STEP)
+            refusal = self._checked(batch)
             return stage(batch, self._planner.plan(batch, pad_to, num), refusal)
         except BaseException:
             self.end_step()
@@ -396,18 +404,6 @@ class AttentionRuntime:
         if plan.shape.drafts is NO_DRAFTS:
             return self._stage_whole if plan.shape.num_halves == 1 else self._stage_halves
         return self._stage_round if plan.shape.num_halves == 1 else self._stage_split_round
-
-    def _checked_step(self, batch: StepBatch) -> str:
-        """As _checked, of a step. Raises BadBatch also for a round of drafts."""
-        if batch.drafts is not NO_DRAFTS:
-            raise BadBatch("the batch is a round of drafts; call begin_drafts(), or run it by a DraftRunner")
-        return self._checked(batch)
-
-    def _checked_drafts(self, batch: StepBatch) -> str:
-        """As _checked, of a round of drafts. Raises BadBatch also for another step."""
-        if batch.drafts is NO_DRAFTS:
-            raise BadBatch("the batch has no drafts; make it by draft_batch(), or call begin_step()")
-        return self._checked(batch)
 
     def _checked(self, batch: StepBatch) -> str:
         """Why a step of the batch may not store, or nothing. Raises BadBatch."""

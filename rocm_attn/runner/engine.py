@@ -20,7 +20,7 @@ from rocm_attn.runner.asking_picker import AskingPicker
 from rocm_attn.runner.asks import asks_of
 from rocm_attn.runner.constraint import library
 from rocm_attn.runner.engine_runtime import model_over, runtime_for
-from rocm_attn.runner.events import Events, NewTokens
+from rocm_attn.runner.events import Events, NewTokens, without
 from rocm_attn.runner.limits import RequestLimits
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.logprobs import TokenLogprobs
@@ -273,7 +273,7 @@ class Engine:
         if not self._scheduler.has_work:
             self.settle()  # no step() may come after it
         self._done.pop(number, None)
-        self._events = [event for event in self._events if event.request != number]
+        self._events = without(self._events, number)
 
     def check(self, request: Request) -> None:
         """Raise BadRequest for a request that this engine can never serve."""
@@ -453,19 +453,17 @@ class Engine:
 
     def _publish_rounds(self, rounds: Many[UnreadStep], together: Together, read_at: float) -> None:
         """As _publish_read, of rounds that were read together."""
-        events, num_new = self._events, 0
         self._pace.note(self._note_rounds(rounds, together, read_at), len(rounds))
-        for sequence, token_ids in zip(rounds[0].step.picking, together.token_ids, strict=True):
-            number = sequence.number
-            output = self._outputs[number]
-            if output.stream is None:
-                num = len(token_ids)
-                output.num_tokens += num
-                num_new += num
-                events.append(NewTokens(number, token_ids))
-            elif self._publish(number, tuple(token_ids), None, ()) is not None:
+        numbers = [sequence.number for sequence in rounds[0].step.picking]
+        if self._loaded.tokenizer is None:  # there is no text, which could end one
+            for number, token_ids in zip(numbers, together.token_ids, strict=True):
+                self._outputs[number].num_tokens += len(token_ids)
+            self._events.append(NewTokens(numbers, together.token_ids))
+            self.metrics.new_tokens += together.num_tokens
+            return
+        for number, token_ids in zip(numbers, together.token_ids, strict=True):
+            if self._publish(number, tuple(token_ids), None, ()) is not None:
                 self._recent.leave(number, rounds[-1].number)
-        self.metrics.new_tokens += num_new
 
     def _note_rounds(self, rounds: Many[UnreadStep], together: Together, now: float) -> float:
         """As _note_times, of rounds that were read together; the seconds that they took."""

@@ -207,14 +207,16 @@ class EngineThread:
         texts: dict[int, str] = {}
         ended = dict[int, None]()
         for event in events.parts if isinstance(events, Events) else events:
+            if isinstance(event, NewTokens):
+                for number, token_ids in zip(event.requests, event.token_ids, strict=True):
+                    if number in self._ticket_of:
+                        tokens.setdefault(number, []).extend(token_ids)
+                        texts.setdefault(number, "")
+                continue
             number = event.request
             if number not in self._ticket_of:
                 continue  # a request that somebody else has submitted
             of_request = tokens.setdefault(number, [])
-            if isinstance(event, NewTokens):
-                of_request += event.token_ids
-                texts.setdefault(number, "")
-                continue
             texts[number] = texts.get(number, "") + event.text
             if isinstance(event, TokenEvent):
                 of_request.append(event.token_id)

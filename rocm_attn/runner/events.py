@@ -15,14 +15,30 @@ _NO_TEXT, _NO_REASON, _NO_LOGPROBS = repeat(""), repeat(None), repeat(None)
 
 
 class NewTokens(NamedTuple):
-    """New tokens of a request that goes on, without text: in place of a TokenEvent for each."""
+    """New tokens of requests that go on, without text: in place of a TokenEvent for each.
 
-    request: int
-    token_ids: Sequence[int]
+    requests:  numbers
+    token_ids: of each
+    """
+
+    requests: Sequence[int]
+    token_ids: Sequence[Sequence[int]]
 
     def events(self) -> Iterator[TokenEvent]:
         """They, one by one."""
-        return map(_event, zip(repeat(self.request), self.token_ids, _NO_TEXT, _NO_REASON, _NO_LOGPROBS, strict=False))
+        for number, ids in zip(self.requests, self.token_ids, strict=True):
+            yield from map(_event, zip(repeat(number), ids, _NO_TEXT, _NO_REASON, _NO_LOGPROBS, strict=False))
+
+    def without(self, request: int) -> NewTokens:
+        """Those of the others."""
+        kept = [at for at, number in enumerate(self.requests) if number != request]
+        return NewTokens([self.requests[at] for at in kept], [self.token_ids[at] for at in kept])
+
+
+def without(parts: Sequence[Event | NewTokens], request: int) -> list[Event | NewTokens]:
+    """Parts of Events without those of a request."""
+    others = [part.without(request) if isinstance(part, NewTokens) else part for part in parts]
+    return [part for part in others if isinstance(part, NewTokens) or part.request != request]
 
 
 class Events(Sequence[Event]):
@@ -44,10 +60,10 @@ class Events(Sequence[Event]):
                 yield part
 
     def __len__(self) -> int:
-        return sum(len(part.token_ids) if isinstance(part, NewTokens) else 1 for part in self.parts)
+        return sum(sum(map(len, part.token_ids)) if isinstance(part, NewTokens) else 1 for part in self.parts)
 
     def __bool__(self) -> bool:
-        return bool(self.parts)
+        return any(not isinstance(part, NewTokens) or part.requests for part in self.parts)
 
     @overload
     def __getitem__(self, place: int) -> Event: ...

@@ -331,13 +331,10 @@ class Scheduler:
 
     def enter_rounds(self, step: ScheduledStep) -> None:
         """Let the pages be found that rounds have completed which were read together."""
-        living = [each for each in step.picking if each.row != RESERVED_ROW]
+        living = [(each, len(each.token_ids) - 1) for each in step.picking if each.row != RESERVED_ROW]
         if living and self._cache.has_rows:
-            num_known = [each.num_stored if each.unread_at == ALL_READ else len(each.token_ids) - 1 for each in living]
-            self._table.mark_stored([each.row for each in living], num_known)
-            self._cache.enter(
-                (each.cached_row, each.row, each.token_ids, num) for each, num in zip(living, num_known, strict=True)
-            )
+            self._table.mark_stored([each.row for each, _ in living], [num for _, num in living])
+            self._cache.enter((each.cached_row, each.row, each.token_ids, num) for each, num in living)
 
     def suspect(self, sequence: Sequence) -> None:
         """Compute a sequence again, alone, from the tokens that are known. What it has stored is given up."""

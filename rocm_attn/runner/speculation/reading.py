@@ -93,6 +93,9 @@ def put_together(token_ids: Many[Int32Array], taken: Many[Int32Array]) -> tuple[
     token_ids: of each round, int32 [n, W]
     taken:     likewise, int32 [n], how many of them
     """
+    if all((num == token_ids[0].shape[1]).all() for num in taken):  # of texts that go on as they are guessed
+        whole = token_ids[0] if len(token_ids) == 1 else np.concatenate(token_ids, 1)
+        return whole.reshape(-1), whole.tolist()
     ids = token_ids[0] if len(token_ids) == 1 else np.stack(token_ids, 1)
     num = taken[0] if len(taken) == 1 else np.stack(taken, 1)
     flat: Int32Array = ids[np.arange(ids.shape[-1], dtype=np.int32) < num[..., None]]

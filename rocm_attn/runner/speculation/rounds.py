@@ -53,7 +53,7 @@ from rocm_attn.step.same_launches import SameLaunches, stream_of
 _TOKENS_AHEAD = 256
 # Rounds after which the host plans a step again: with it faults of the steps before the series are told, and pages that
 # were filled in it are found by prompts.
-_MOST_ROUNDS = 32
+_MOST_ROUNDS = 64
 
 
 def text_bytes(options: EngineOptions, max_kv_len: int) -> int:
@@ -208,6 +208,11 @@ def _nothing() -> None:
     """What no round picks by."""
 
 
+def fewest(numbers: Int32Array) -> int:
+    """The least of them."""
+    return int(np.minimum.reduce(numbers))
+
+
 class _Progress(NamedTuple):
     """How far a series was read.
 
@@ -228,6 +233,7 @@ class _Series:
     rows:        int32 [n] of the table
     progress:    what was read
     limit:       int32 [n] that no kv_len may come to be beyond
+    room:        tokens that each sequence has at least from progress.kv_len on up to its limit
     ends:        of its sequences
     rounds:      by the memory that they tell in
     num_launched: rounds, the step included, _MOST_ROUNDS and it at most
@@ -243,6 +249,7 @@ class _Series:
     limit_on_device: Tensor
     ends: Ends
     rounds: list[_Round]
+    room: int
     num_launched: int = 1
     is_noted: bool = False
     is_over: bool = False
@@ -262,6 +269,7 @@ class _Series:
         """
         if number == self.progress.num_read:
             self.progress = _Progress(kv_len, number + num_rounds)  # one statement: an interrupt leaves no half of it
+        self.room = fewest(self.limit - self.progress.kv_len)
         # An interrupt may have left rounds that were read and not noted: how long the sequences are is not known then.
         is_known = self.progress.num_read >= number + num_rounds
         guessed = np.count_nonzero(told[:, 1])
@@ -377,7 +385,15 @@ class DeviceRounds:
         on_device.copy_(sent(limit, self._runtime.device))
         progress, ends = _Progress(batch.kv_len.copy(), 0), Ends(step.sequences, width)
         series = self._series = _Series(
-            step, scheduler.num_changes, batch.rows, progress, limit, on_device, ends, self._rounds_of(step, last)
+            step,
+            scheduler.num_changes,
+            batch.rows,
+            progress,
+            limit,
+            on_device,
+            ends,
+            self._rounds_of(step, last),
+            fewest(limit - batch.kv_len),
         )
         return self._told(series, picked.found)
 
@@ -392,15 +408,15 @@ class DeviceRounds:
         if series.num_launched > _MOST_ROUNDS:
             return False
         # The round after the one that is launched must fit too: its inputs are made at once.
-        needed = series.progress.kv_len + np.int32(self._width * (series.num_unread + 1))
-        short = needed > series.limit
-        if short[short.argmax()]:
+        num_needed = self._width * (series.num_unread + 1)
+        if num_needed > series.room:
+            needed = series.progress.kv_len + np.int32(num_needed)
             # Where there is no room, there may be once more rounds are read: they bring fewer tokens than they could.
             limit = self._reserved(series.rows, needed, scheduler)
             if limit is None:
                 return False
             self._send_numbers(series.step, limit)
-            series.limit = limit
+            series.limit, series.room = limit, fewest(limit - series.progress.kv_len)
             series.limit_on_device.copy_(sent(limit, self._runtime.device))
         return True
 

@@ -14,7 +14,7 @@ import pytest
 
 from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.engine_thread import EngineThread, Update
-from rocm_attn.runner.events import Events, NewTokens
+from rocm_attn.runner.events import Events, NewTokens, without
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import AbortEvent, Completion, Request, TokenEvent
@@ -210,7 +210,8 @@ def test_the_pace_follows_from_how_long_rounds_take() -> None:
 
 def test_events_are_those_that_their_parts_stand_for() -> None:
     end, none = TokenEvent(3, 9, "x", "stop"), Events()
-    events = Events([NewTokens(1, [5, 6]), end, NewTokens(2, (7,)), AbortEvent(4, "")])
+    parts = [NewTokens([1], [[5, 6]]), end, NewTokens([2, 8], [(7,), []]), AbortEvent(4, "")]
+    events = Events(parts)
     each = [TokenEvent(1, 5, "", None), TokenEvent(1, 6, "", None), end, TokenEvent(2, 7, "", None), AbortEvent(4, "")]
     assert events == each
     assert list(events) == each
@@ -220,6 +221,9 @@ def test_events_are_those_that_their_parts_stand_for() -> None:
     assert (bool(events), bool(none), none == []) == (True, False, True)
     assert repr(events) == repr(each)
     assert all(type(event) is type(other) for event, other in zip(events, each, strict=True))
+    for request in (1, 2, 3, 4):
+        assert Events(without(parts, request)) == [event for event in each if event.request != request]
+    assert not Events(without([NewTokens([1], [[5, 6]])], 1))
 
 
 class _Nothing:
@@ -228,7 +232,7 @@ class _Nothing:
 
 
 def test_an_engine_thread_takes_tokens_that_came_together_as_it_takes_events() -> None:
-    events = Events([NewTokens(1, [5, 6]), NewTokens(8, [1]), TokenEvent(1, 9, "x", "stop"), NewTokens(2, [7])])
+    events = Events([NewTokens([1, 8, 2], [[5, 6], [1], []]), TokenEvent(1, 9, "x", "stop"), NewTokens([2], [[7]])])
     found = []
     for given in (events, list(events)):
         thread = EngineThread(_Nothing(), None, asyncio.new_event_loop())  # type: ignore[arg-type]

@@ -23,7 +23,6 @@ from rocm_attn.runner.speculation import engines
 from rocm_attn.runner.speculation import rounds as rounds_module
 from rocm_attn.runner.speculation.rounds import DeviceRounds
 from rocm_attn.step.host_ring import NoFence
-from rocm_attn.step.host_ring import NoFence
 from rocm_attn.step.repeatable import inputs_of
 from tests.amd.runner.asking import character_model
 from tests.amd.runner.cache_invariants import check_cache

@@ -92,7 +92,7 @@ def next_round(picked: Tensor, given: GuessedRound, width: int, *, draws: bool, 
     if draws:
         drawn = num_tokens[:, None] + lane
         number = given.numbers[rows].gather(1, drawn.clamp(max=most - 1))
-        given.terms[:, 2] = torch.where(drawn < most, number, 0).flatten()
+        given.terms[:, 2] = number.flatten()
     beyond = length + taken > given.limit
     error = given.counts[ERROR_WORD] | torch.where(beyond, LENGTH_BEYOND_BOUND, 0)
     given.counts[ERROR_WORD] |= torch.where(beyond.any(), LENGTH_BEYOND_BOUND, 0)

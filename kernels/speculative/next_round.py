@@ -126,8 +126,7 @@ def _next_round_kernel(
     tl.debug_barrier()
     tl.store(text + known + lane, pick, mask=lane < taken)
     if draws != 0:
-        drawn = num_tokens + lane
-        number = tl.load(numbers + row + drawn, mask=(lane < width) & (drawn < text_row), other=0.0)
+        number = tl.load(numbers + row + tl.minimum(num_tokens + lane, text_row - 1))
         tl.store(terms + 3 * (seq * width + lane) + 2, number, mask=lane < width)
     tl.store(ids, last)
     tl.store(ids + lane + 1, guess, mask=lane + 1 < end_of_guesses)

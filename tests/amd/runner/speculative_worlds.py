@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import random
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 
 import torch
@@ -186,7 +187,7 @@ class Run:
         engine.runtime.check_device()
         return engine.report().metrics
 
-    def _note(self, events: list[Event]) -> None:
+    def _note(self, events: Many[Event]) -> None:
         for event in events:
             if isinstance(event, TokenEvent):
                 self.told[event.request].append(event.token_id)

@@ -119,7 +119,7 @@ def measure(loaded: LoadedModel, num_seqs: int, num_drafts: int) -> dict[str, fl
         memory.done = Waits(memory.done, waits, launched)
     for of_round in engine._rounds._memory if isinstance(engine._rounds, DeviceRounds) else []:
         of_round.done = Waits(of_round.done, waits, launched)
-    all_us, launch_us, num_steady = [], [], 0
+    all_us, launch_us, num_steady = list[float](), list[float](), 0
     while engine.has_work:
         num_steady = len(all_us) if engine._scheduler.num_running == num_seqs else num_steady
         waits.clear()

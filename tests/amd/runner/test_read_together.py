@@ -212,7 +212,13 @@ def test_events_are_those_that_their_parts_stand_for() -> None:
     end, none = TokenEvent(3, 9, "x", "stop"), Events()
     parts: list[Event | NewTokens] = [NewTokens([1], [[5, 6]]), end, NewTokens([2, 8], [(7,), []]), AbortEvent(4, "")]
     events = Events(parts)
-    each = [TokenEvent(1, 5, "", None), TokenEvent(1, 6, "", None), end, TokenEvent(2, 7, "", None), AbortEvent(4, "")]
+    each: list[Event] = [
+        TokenEvent(1, 5, "", None),
+        TokenEvent(1, 6, "", None),
+        end,
+        TokenEvent(2, 7, "", None),
+        AbortEvent(4, ""),
+    ]
     assert events == each
     assert list(events) == each
     assert [events[place] for place in range(-5, 5)] == [*each, *each]

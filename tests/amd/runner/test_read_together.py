@@ -17,7 +17,7 @@ from rocm_attn.runner.engine_thread import EngineThread, Update
 from rocm_attn.runner.events import Events, NewTokens, without
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.options import EngineOptions
-from rocm_attn.runner.request import AbortEvent, Completion, Request, TokenEvent
+from rocm_attn.runner.request import AbortEvent, Completion, Event, Request, TokenEvent
 from rocm_attn.runner.speculation.reading import AHEAD_SECONDS, FEWEST_AHEAD, MOST_AHEAD, Pace, Together
 from rocm_attn.runner.speculation.rounds import DeviceRounds, RoundPicks
 from tests.amd.runner.asking import character_model
@@ -210,9 +210,15 @@ def test_the_pace_follows_from_how_long_rounds_take() -> None:
 
 def test_events_are_those_that_their_parts_stand_for() -> None:
     end, none = TokenEvent(3, 9, "x", "stop"), Events()
-    parts = [NewTokens([1], [[5, 6]]), end, NewTokens([2, 8], [(7,), []]), AbortEvent(4, "")]
+    parts: list[Event | NewTokens] = [NewTokens([1], [[5, 6]]), end, NewTokens([2, 8], [(7,), []]), AbortEvent(4, "")]
     events = Events(parts)
-    each = [TokenEvent(1, 5, "", None), TokenEvent(1, 6, "", None), end, TokenEvent(2, 7, "", None), AbortEvent(4, "")]
+    each: list[Event] = [
+        TokenEvent(1, 5, "", None),
+        TokenEvent(1, 6, "", None),
+        end,
+        TokenEvent(2, 7, "", None),
+        AbortEvent(4, ""),
+    ]
     assert events == each
     assert list(events) == each
     assert [events[place] for place in range(-5, 5)] == [*each, *each]

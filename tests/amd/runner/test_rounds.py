@@ -104,7 +104,15 @@ KINDS = {
     "drafted, deterministic": Kind({"speculative": "draft:it", "deterministic": True}),
 }
 # What they show apart, those of every run show at once.
-AT_NIGHT = {"drawn", "windows", "deterministic", "head", "head of EAGLE-3", "drafted, deterministic"}
+AT_NIGHT = {
+    "drawn in windows",
+    "drawn",
+    "windows",
+    "deterministic",
+    "head",
+    "head of EAGLE-3",
+    "drafted, deterministic",
+}
 
 
 def kinds(*by_day: str) -> pytest.MarkDecorator:
@@ -204,7 +212,7 @@ def test_a_round_publishes_nothing_and_is_launched_before_the_last_one_is_read(
     assert max(seen) == pace
 
 
-@kinds("greedy", "drafted")
+@kinds("greedy")
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 12))])
 def test_whatever_comes_in_between_changes_no_text(seed: int, kind: Kind) -> None:
     """Requests come, are aborted, stop, draw by a seed; pages are few, and prefixes are found."""
@@ -459,7 +467,7 @@ def test_k_and_v_that_are_no_numbers_in_a_round_end_their_request_alone(kind: Ki
     assert told <= 1
 
 
-@kinds("drawn in windows", "drafted", "deterministic")
+@kinds("deterministic")
 def test_a_prompt_finds_what_rounds_have_stored(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes while they go on, and begins as their text does. It finds what is known to have gone well."""
     monkeypatch.setattr(rounds_module, "_MOST_ROUNDS", 3)

@@ -120,7 +120,8 @@ def round_time(result: dict[str, Any]) -> str:
         "Host time of an engine's steps, plain ones and rounds of n-gram speculation",
         "Llamas whose texts go round in circles, greedy, graphs on. Until launched: Engine.step() up to the step's "
         "last launch, less the waits for the device: what a GPU without other work would wait for. All: what is read, "
-        "booked and handed out too, while later rounds run. The GPU's idle share is of a run of its own, in which "
+        "booked and handed out too, while later rounds run; medians of means of eight steps, as several "
+        "rounds are read at a time. The GPU's idle share is of a run of its own, in which "
         "events around each step cost the host time. A fixed loop of Python took "
         f"{result['machine']['python_loop_us']} us.",
         "| model | sequences | drafts | until launched us | ninth decile us | all us | first decile us | step us | "

@@ -8,7 +8,8 @@ of the steps after the first ones:
 
 launch: the host's time from the beginning of Engine.step() to the last launch, less the waits for the device: what the
         GPU would wait for if it had nothing else to do. A step that reads tokens first reads them in it
-whole:  all time in Engine.step() less the waits for the device: what is read, booked and handed out too
+whole:  all time in Engine.step() less the waits for the device: what is read, booked and handed out too. Of means of
+        eight steps, while no text has ended; events are put together where somebody goes through them, outside of it
 idle:   the GPU's, by events around the launches of each step, in a run of its own: the events cost the host time
 """
 
@@ -40,6 +41,7 @@ MEASURED = {BOUND_BY_THE_HOST: ((1, 8, 64), (0, 4, 8)), "Llama-3.2-1B's sizes": 
 PROMPT, STEPS = 100, 200
 KV_BYTES = 8 << 30
 CIRCLE = 16  # tokens
+TOGETHER = 8
 SKIPPED = 30  # the first steps: prompts, captures, and texts that do not go round yet
 
 
@@ -82,6 +84,10 @@ class Waits:
         after = time.perf_counter()
         self.us.append(((after - before) * 1e6, after))
 
+    def query(self) -> bool:
+        """As Fence.query."""
+        return self.fence.query()
+
 
 def engine_of(loaded: LoadedModel, num_seqs: int, num_drafts: int) -> Engine:
     """An engine that has been given its requests."""
@@ -113,8 +119,9 @@ def measure(loaded: LoadedModel, num_seqs: int, num_drafts: int) -> dict[str, fl
         memory.done = Waits(memory.done, waits, launched)
     for of_round in engine._rounds._memory if isinstance(engine._rounds, DeviceRounds) else []:
         of_round.done = Waits(of_round.done, waits, launched)
-    all_us, launch_us = [], []
+    all_us, launch_us, num_steady = list[float](), list[float](), 0
     while engine.has_work:
+        num_steady = len(all_us) if engine._scheduler.num_running == num_seqs else num_steady
         waits.clear()
         before, launched_before = time.perf_counter(), launched[0]
         engine.step()
@@ -123,19 +130,25 @@ def measure(loaded: LoadedModel, num_seqs: int, num_drafts: int) -> dict[str, fl
         if launched[0] != launched_before:
             waited = sum(us for us, until in waits if until < launched[0])
             launch_us.append((launched[0] - before) * 1e6 - waited)
-    metrics = engine.report().metrics
+    metrics, whole_us = engine.report().metrics, by_step(all_us[SKIPPED:num_steady])
     return {
         "num_seqs": num_seqs,
         "draft_tokens": num_drafts,
         "launch_us_median": median(launch_us),
         "launch_us_p90": round(statistics.quantiles(launch_us[SKIPPED:-5], n=10)[8], 1),
-        "whole_us_median": median(all_us),
-        "whole_us_p10": round(statistics.quantiles(all_us[SKIPPED:-5], n=10)[0], 1),
-        "whole_us_p90": round(statistics.quantiles(all_us[SKIPPED:-5], n=10)[8], 1),
+        "whole_us_median": round(statistics.median(whole_us), 1),
+        "whole_us_mean": round(statistics.mean(whole_us), 1),
+        "whole_us_p10": round(statistics.quantiles(whole_us, n=10)[0], 1),
+        "whole_us_p90": round(statistics.quantiles(whole_us, n=10)[8], 1),
         "steps": len(all_us),
         "replays": metrics.replays,
         "acceptance_length": round(1 + metrics.accepted_drafts / max(1, metrics.verifications), 2),
     }
+
+
+def by_step(us: list[float]) -> list[float]:
+    """Means of TOGETHER steps each: several rounds are read at a time, so most steps read none."""
+    return [statistics.mean(us[first : first + TOGETHER]) for first in range(0, len(us) - TOGETHER + 1, TOGETHER)]
 
 
 def median(values: list[float]) -> float:

@@ -58,6 +58,9 @@ Staged = Step | SplitStep | DraftSteps | SplitDrafts
 _Begun = TypeVar("_Begun", Step, SplitStep, DraftSteps, SplitDrafts)
 _Stage = Callable[[StepBatch, StepPlan, str], _Begun]
 
+_NO_STEP = "the batch is a round of drafts; call begin_drafts(), or run it by a DraftRunner"
+_NO_ROUND = "the batch has no drafts; make it by draft_batch(), or call begin_step()"
+
 
 class AttentionRuntime:
     """Paged attention for all layers of a model.
@@ -306,52 +309,68 @@ class AttentionRuntime:
 
     def stage(self, batch: StepBatch, pad_to: PadTo | None = None) -> Step:
         """The part of begin_step that runs before a graph: check, plan, update the table, publish the inputs."""
-        self._begin("a step cannot begin")
-        try:
-            refusal = self._checked_step(batch)
-            return self._stage_whole(batch, self._planner.plan(batch, pad_to, 1), refusal)
-        except BaseException:
-            self.end_step()
-            raise
+        return self._planned(self._stage_whole, batch, pad_to, 1, of_drafts=False)
 
     def stage_again(self) -> Step:
         """As stage(), of the whole step that was staged last, with its number: it runs on what its inputs hold by now.
 
-        Only changes of the table are published. The step's error word stays: its next publication tells of all of
-        these steps. What they store counts as stored once mark_stored() of the table says so.
+        Only changes of the table are published, and no page is given back. The step's error word stays: its next
+        publication tells of all of these steps. What they store counts as stored once mark_stored() of the table says
+        so.
         Raises WrongState where no such step was staged last, or its addresses were given up.
         """
         self._begin("a step cannot begin")
         try:
-            if self.repeatable is None:
-                raise WrongState("no whole step was staged last that could run again; stage one first")
-            with on_device(self.device):
-                self._streams.follow()
-                self._publisher.apply_table_changes()
-            return self._staged_whole(*self.repeatable, "")
+            return self._staged_whole(*self._begun_again(), "")
         except BaseException:
             self.end_step()
             raise
 
+    def replay_again(self, replay: Callable[[], object]) -> None:
+        """As stage_again() and the rest of its step, where a graph that replay() launches is all of that.
+
+        The graph has stored what it stores in the same step before: nothing of that is looked at again.
+        """
+        self._begin("a step cannot begin")
+        try:
+            self._begun_again()
+            replay()
+        finally:
+            self.end_step()
+
+    def _begun_again(self) -> Repeatable:
+        """The step that was staged last, which may run now. Raises WrongState where there is none."""
+        if self.repeatable is None:
+            raise WrongState("no whole step was staged last that could run again; stage one first")
+        with on_device(self.device):
+            self._streams.follow()
+            self._publisher.apply_table_changes()
+        return self.repeatable
+
     def stage_split(self, batch: StepBatch, pad_to: PadTo | None = None) -> SplitStep:
         """The part of begin_split_step that runs before a graph."""
-        return self._planned(self._checked_step, self._stage_halves, batch, pad_to, HALVES)
+        return self._planned(self._stage_halves, batch, pad_to, HALVES, of_drafts=False)
 
     def stage_drafts(self, batch: StepBatch, pad_to: PadTo | None = None) -> DraftSteps:
         """The part of begin_drafts that runs before a graph."""
-        return self._planned(self._checked_drafts, self._stage_round, batch, pad_to, 1)
+        return self._planned(self._stage_round, batch, pad_to, 1, of_drafts=True)
 
     def stage_split_drafts(self, batch: StepBatch, pad_to: PadTo | None = None) -> SplitDrafts:
         """The part of begin_split_drafts that runs before a graph."""
-        return self._planned(self._checked_drafts, self._stage_split_round, batch, pad_to, HALVES)
+        return self._planned(self._stage_split_round, batch, pad_to, HALVES, of_drafts=True)
 
     def _planned(
-        self, check: Callable[[StepBatch], str], stage: _Stage[_Begun], batch: StepBatch, pad_to: PadTo | None, num: int
+        self, stage: _Stage[_Begun], batch: StepBatch, pad_to: PadTo | None, num: int, *, of_drafts: bool
     ) -> _Begun:
-        """A batch staged by the plan that it has. num: of its children"""
+        """A batch staged by the plan that it has. num: of its children. Raises BadBatch for a batch of the other kind.
+
+        of_drafts: whether it is a round of drafts
+        """
         self._begin("a step cannot begin")
         try:
-            refusal = check(batch)
+            if (batch.drafts is not NO_DRAFTS) is not of_drafts:
+                raise BadBatch(_NO_ROUND if of_drafts else _NO_STEP)
+            refusal = self._checked(batch)
             return stage(batch, self._planner.plan(batch, pad_to, num), refusal)
         except BaseException:
             self.end_step()
@@ -386,18 +405,6 @@ class AttentionRuntime:
             return self._stage_whole if plan.shape.num_halves == 1 else self._stage_halves
         return self._stage_round if plan.shape.num_halves == 1 else self._stage_split_round
 
-    def _checked_step(self, batch: StepBatch) -> str:
-        """As _checked, of a step. Raises BadBatch also for a round of drafts."""
-        if batch.drafts is not NO_DRAFTS:
-            raise BadBatch("the batch is a round of drafts; call begin_drafts(), or run it by a DraftRunner")
-        return self._checked(batch)
-
-    def _checked_drafts(self, batch: StepBatch) -> str:
-        """As _checked, of a round of drafts. Raises BadBatch also for another step."""
-        if batch.drafts is NO_DRAFTS:
-            raise BadBatch("the batch has no drafts; make it by draft_batch(), or call begin_step()")
-        return self._checked(batch)
-
     def _checked(self, batch: StepBatch) -> str:
         """Why a step of the batch may not store, or nothing. Raises BadBatch."""
         self._check_batch(batch)
@@ -412,8 +419,8 @@ class AttentionRuntime:
             (child,) = self.core.memory.device_steps(plan)
             self._publisher.apply_table_changes()
             self._publisher.publish_whole(batch, child)
-        # What may not store, or gives pages back by lengths of the host, does not go on without the host.
-        self.repeatable = (batch, plan, child) if not refusal and self._evict is None else None
+        # What may not store does not go on without the host. Pages that leave a window meanwhile stay with their rows.
+        self.repeatable = (batch, plan, child) if not refusal else None
         return self._staged_whole(batch, plan, child, refusal)
 
     def _staged_whole(self, batch: StepBatch, plan: StepPlan, child: DeviceStep, refusal: str) -> Step:
@@ -431,18 +438,8 @@ class AttentionRuntime:
         return step
 
     def _stage_halves(self, batch: StepBatch, plan: StepPlan, refusal: str) -> SplitStep:
-        batches, self.repeatable = split_batch(batch, plan.shape.child.num_seqs), None
-        if self._evict is not None:
-            self._evict(batch)
-        with on_device(self.device):
-            self._streams.follow()
-            children = self.core.memory.device_steps(plan)
-            self._publisher.apply_table_changes()
-            for half, child in enumerate(children):
-                self._publisher.publish(batches[half], child, half)
-        self._plan, self._children, self._state = plan, children, StepState.STAGED
-        self._stores.begin(batch, HALVES, refusal)
-        self._selections.begin(HALVES)
+        batches = split_batch(batch, plan.shape.child.num_seqs)
+        children = self._publish_parts(batch, batches, plan, refusal)
         # Not its views, which a later step of equal sizes has too: a half does not outlive its step.
         self._who_runs = object()
         first, second = (
@@ -454,7 +451,7 @@ class AttentionRuntime:
         return SplitStep((first, second), num_first, num_first_tokens, plan)
 
     def _stage_round(self, batch: StepBatch, plan: StepPlan, refusal: str) -> DraftSteps:
-        children = self._publish_rounds(batch, (batch,), plan, refusal)
+        children = self._publish_parts(batch, (batch,), plan, refusal)
         # As in _stage_whole: the same views are those of many rounds in a row.
         drafts, self._who_runs = self._last_drafts, children[0]
         if drafts is None or not drafts.is_for(batch, children, plan):
@@ -464,7 +461,7 @@ class AttentionRuntime:
 
     def _stage_split_round(self, batch: StepBatch, plan: StepPlan, refusal: str) -> SplitDrafts:
         batches = split_batch(batch, plan.shape.child.num_seqs)
-        children = self._publish_rounds(batch, batches, plan, refusal)
+        children = self._publish_parts(batch, batches, plan, refusal)
         self._who_runs = object()
         first, second = (self._draft_steps(batches[half], children, plan, half) for half in range(HALVES))
         self._rounds = first, second
@@ -472,10 +469,10 @@ class AttentionRuntime:
         num_first, num_first_tokens = children[0].tensors.counts[:2].unbind()
         return SplitDrafts((first, second), num_first, num_first_tokens, plan)
 
-    def _publish_rounds(
+    def _publish_parts(
         self, batch: StepBatch, batches: Sequence[StepBatch], plan: StepPlan, refusal: str
     ) -> tuple[DeviceStep, ...]:
-        """Publish a round of drafts, whole or in halves: only what the first draft step of each half starts from."""
+        """Publish a step in halves, or a round of drafts: only what the first draft step of each half starts from."""
         self.repeatable = None
         if self._evict is not None:
             self._evict(batch)
@@ -487,7 +484,7 @@ class AttentionRuntime:
                 self._publisher.publish_whole(batch, children[0])
             else:
                 for half, part in enumerate(batches):
-                    self._publisher.publish(part, children[half * plan.shape.drafts.steps], half)
+                    self._publisher.publish(part, children[half * len(children) // len(batches)], half)
         self._plan, self._children, self._state = plan, children, StepState.STAGED
         self._stores.begin(batch, len(children), refusal)
         self._selections.begin(len(children))

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rocm_attn.kernels.launch import repeated_launches
+from rocm_attn.kernels.launch import only_launches, repeated_launches
 from rocm_attn.kernels.sampling.found import ALL_ZERO
 from rocm_attn.kernels.sampling.order import SAME_BITS_OF, block_of, order_of
 
@@ -130,6 +130,7 @@ def _pick_rows_kernel(
 _variant = repeated_launches(_pick_rows_kernel)
 
 
+@only_launches
 def launch_pick_rows(logits: Tensor, terms: Tensor, tokens: Tensor, found: Tensor, *, num_drawing: int) -> None:
     """Pick a token from each row.
 

@@ -106,7 +106,12 @@ class GuessedRound(NamedTuple):
     texts:      int32 [rows, most], contiguous: row -> the tokens of its sequence. most is W + 1 more than any limit
     limit:      int32 [n]  bounds of kv_len, W or more: as many tokens have pages
     told:       int32 [n, TOLD_WORDS]  receives how many tokens a sequence got; of how many tokens before the guesses
-                that come next the text tells them, 0 if it does not; the error word. May lie in pinned host memory
+                that come next the text tells them, 0 if it does not and 4 if it is not asked; the error word. May lie
+                in pinned host memory
+    numbers:    float32 [rows, most], contiguous: row -> by which number the token of each place in its text is drawn
+    terms:      float32 [n * W, 3], contiguous, as of launch_pick_rows: by which the next round's tokens are picked, of
+                which the last column is written, and only where a sequence draws
+    num_taken:  int32 [n]  receives how many tokens a sequence got, once more, on the device
     """
 
     counts: Tensor
@@ -116,3 +121,6 @@ class GuessedRound(NamedTuple):
     texts: Tensor
     limit: Tensor
     told: Tensor
+    numbers: Tensor
+    terms: Tensor
+    num_taken: Tensor

@@ -7,6 +7,7 @@ A round feeds each sequence its last token and the W - 1 guesses after it; then 
     kv_len   = max(min(kv_len + taken, limit), W)
     token 0  = the text's last token
     guesses  = what came after the last tokens when they were there before, over and over past the text's end
+    numbers  = those of the places after the text's last token, by which the round's tokens are drawn
 
 Of the places after the text's last two tokens that is the one where most of the two tokens before them are the same
 too, the last one of equals. Where there is none, the last token is guessed to come again.
@@ -22,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rocm_attn.kernels.launch import RepeatedLaunch, repeated_launches
+from rocm_attn.kernels.launch import RepeatedLaunch, only_launches, repeated_launches
 from rocm_attn.kernels.metadata import error_word
 from rocm_attn.kernels.speculative.arguments import TOLD_WORDS, GuessedRound
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
@@ -41,7 +42,7 @@ def _tokens_at(text, picked, place, known, mask):
 
 
 @triton.jit(
-    do_not_specialize=["width", "text_row"],
+    do_not_specialize=["text_row", "draws", "looks_up", "width"],
     do_not_specialize_on_alignment=[
         "picked",
         "counts",
@@ -51,6 +52,9 @@ def _tokens_at(text, picked, place, known, mask):
         "texts",
         "limit",
         "told",
+        "numbers",
+        "terms",
+        "num_taken",
     ],
 )
 def _next_round_kernel(
@@ -62,7 +66,12 @@ def _next_round_kernel(
     texts,
     limit,
     told,
+    numbers,
+    terms,
+    num_taken,
     text_row,
+    draws,
+    looks_up,
     width,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -79,12 +88,17 @@ def _next_round_kernel(
     # Whatever the length is by now, what is written stays within the text's row.
     known = tl.minimum(tl.maximum(length - width + 1, 1), text_row - width)
     num_tokens = known + taken
-    text = texts + tl.load(row_of_seq + seq).to(tl.int64) * text_row
+    row = tl.load(row_of_seq + seq).to(tl.int64) * text_row
+    text = texts + row
     last = tl.load(picks + taken - 1)
     last_but_1 = _tokens_at(text, picks, num_tokens - 2, known, num_tokens >= 2)
     last_but_2 = _tokens_at(text, picks, num_tokens - 3, known, num_tokens >= 3)
     last_but_3 = _tokens_at(text, picks, num_tokens - 4, known, num_tokens >= 4)
     most_same = 0
+    end_of_guesses = width
+    if looks_up == 0:
+        most_same = 4
+        end_of_guesses = 0
     found = 0
     begin = (num_tokens - 1) // BLOCK * BLOCK
     while (begin >= 0) & (most_same < 4):
@@ -111,10 +125,14 @@ def _next_round_kernel(
     # Every thread has read what is written now.
     tl.debug_barrier()
     tl.store(text + known + lane, pick, mask=lane < taken)
+    if draws != 0:
+        number = tl.load(numbers + row + tl.minimum(num_tokens + lane, text_row - 1))
+        tl.store(terms + 3 * (seq * width + lane) + 2, number, mask=lane < width)
     tl.store(ids, last)
-    tl.store(ids + lane + 1, guess, mask=lane + 1 < width)
+    tl.store(ids + lane + 1, guess, mask=lane + 1 < end_of_guesses)
     tl.store(kv_len + seq, tl.maximum(tl.minimum(length + taken, tl.load(limit + seq)), width))
     tl.atomic_or(counts + _ERROR_WORD, _BEYOND_BOUND, mask=beyond, sem="relaxed")
+    tl.store(num_taken + seq, taken)
     tl.store(told + _TOLD_WORDS * seq, taken)
     tl.store(told + _TOLD_WORDS * seq + 1, most_same)
     tl.store(told + _TOLD_WORDS * seq + 2, error)
@@ -123,16 +141,25 @@ def _next_round_kernel(
 _variant = repeated_launches(_next_round_kernel)
 
 
-def launch_next_round(picked: Tensor, given: GuessedRound, width: int) -> None:
+@only_launches
+def launch_next_round(picked: Tensor, given: GuessedRound, width: int, *, draws: bool, looks_up: bool) -> None:
     """Write the next round over the last one, and tell what came of that.
 
-    picked: int32 [num_seqs * width or more], the token that was picked after each token of the round
-    width:  new tokens of each sequence, W, at least 1
+    picked:   int32 [num_seqs * width or more], the token that was picked after each token of the round
+    width:    new tokens of each sequence, W, at least 1
+    draws:    whether any sequence draws its tokens
+    looks_up: whether the guesses are those of the texts; else the caller puts them there, and those of the last round
+              stay
     """
     num_seqs = given.limit.shape[0]
     assert given.texts.is_contiguous()
     assert given.texts.shape[1] > width
     assert given.token_ids.shape[0] >= num_seqs * width
+    assert given.terms.shape == (num_seqs * width, 3)
+    assert given.terms.is_contiguous()
+    assert given.numbers.is_contiguous()
+    assert given.num_taken.shape == (num_seqs,)
+    assert given.numbers.shape == given.texts.shape
     launch: RepeatedLaunch = _variant(next_power_of_2(width))
     launch(
         given.counts.device,
@@ -140,6 +167,8 @@ def launch_next_round(picked: Tensor, given: GuessedRound, width: int) -> None:
         picked,
         *given,
         given.texts.shape[1],
+        int(draws),
+        int(looks_up),
         width,
         next_power_of_2(width),
         _BLOCK,

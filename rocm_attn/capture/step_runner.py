@@ -36,6 +36,7 @@ from rocm_attn.step.metrics import Metrics
 from rocm_attn.step.outputs import Outputs, real_rows, require_rows
 from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.protocols import NO_FLIGHT_RECORDER, Flight, Watch
+from rocm_attn.step.repeatable import Repeatable
 from rocm_attn.step.step import SplitStep, Step
 
 # A first capture may compile every kernel; one that takes longer than this has never been seen to end.
@@ -96,6 +97,7 @@ class StepRunner(Generic[Outputs]):
         self._graphs = GraphCache(self._pinned)
         self._entry_of_plan: dict[StepPlan, Entry[Outputs]] = {}
         self._stored_layers: dict[StepPlan, int] = {}  # that a plan's graph stores in
+        self._again: _Again[Outputs] | None = None
         self._buckets: list[CapturedBucket] = []
         self.metrics = Metrics()  # what serves through this runner counts here too
         self._graphs_off = ""
@@ -140,6 +142,8 @@ class StepRunner(Generic[Outputs]):
         last = self._runtime.repeatable
         if last is None or self._seal_number != self._runtime.seal_number:
             return False
+        if self._again is not None and self._again.of is last:
+            return True
         return last[1] in self._entry_of_plan or self._recorder is None or not last[1].replayable
 
     def run_again(self, batch: StepBatch) -> Outputs:
@@ -147,7 +151,28 @@ class StepRunner(Generic[Outputs]):
 
         batch: of that step, which was whole. Returns and raises what run() does, and what stage_again() raises
         """
-        return self._run(self._runtime.stage_again, batch)
+        again, runtime = self._again, self._runtime
+        if again is None or again.of is not runtime.repeatable or self._seal_number != runtime.seal_number:
+            return self._again_whole(batch)
+        try:
+            runtime.replay_again(again.replay)
+        except StaleRecording as stale:
+            raise GraphStale(str(stale)) from stale
+        metrics = self.metrics
+        metrics.steps += 1
+        metrics.replays += 1
+        metrics.real_seqs += again.num_seqs
+        metrics.padded_seqs += again.num_pads
+        return again.outputs
+
+    def _again_whole(self, batch: StepBatch) -> Outputs:
+        """run_again(), which prepares the next one where a graph has run, and nobody wants to hear of each step."""
+        outputs, last = self._run(self._runtime.stage_again, batch), self._runtime.repeatable
+        entry = self._entry_of_plan.get(last[1]) if last is not None else None
+        if last is not None and entry is not None and self._flight is NO_FLIGHT_RECORDER and not self._agrees:
+            num_pads = last[1].shape.num_seqs - batch.num_seqs
+            self._again = _Again(last, partial(self._graphs.replay, entry), outputs, batch.num_seqs, num_pads)
+        return outputs
 
     def _run(self, stage: Stage, batch: StepBatch) -> Outputs:
         self._runtime.require_idle()  # from here on it is this call that has to end the step
@@ -296,6 +321,7 @@ class StepRunner(Generic[Outputs]):
         )
 
     def _drop_graphs(self) -> None:
+        self._again = None
         self._entry_of_plan.clear()
         self._stored_layers.clear()
         self._eager_steps.clear()
@@ -543,6 +569,7 @@ class StepRunner(Generic[Outputs]):
     def _keep(self, plan: StepPlan, graph: _FreshGraph[Outputs], verdict: Verdict, note: str) -> None:
         if all(kept.key != plan.key for kept in self._entry_of_plan):
             # An interrupt may have come after a graph was put there, and before its plan led to it.
+            self._again = None
             self._graphs.drop(plan.key)
         self._stored_layers[plan] = graph.stored_layers
         self._entry_of_plan[plan] = self._graphs.put(plan.key, graph.recording, graph.outputs)
@@ -580,6 +607,21 @@ class _Once:
                 found = self._runtime.agree({"failure": refusal} if refusal else {})
             if found:
                 raise RecordingRefused(found["failure"])
+
+
+@dataclass(frozen=True, slots=True)
+class _Again(Generic[Outputs]):
+    """A step whose graph has run again, and does so by one call.
+
+    of:      the step, as the runtime has it
+    outputs: without what they hold for pads
+    """
+
+    of: Repeatable
+    replay: Callable[[], object]
+    outputs: Outputs
+    num_seqs: int
+    num_pads: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -257,6 +257,7 @@ def _lines(report: Report) -> list[str]:
         report.memory_line(),
         *(["deterministic: a prompt's tokens do not depend on the prompts beside it"] if report.deterministic else []),
         *([f"SAFEGUARDS OFF: {', '.join(report.guards_off)}"] if report.guards_off else []),
+        *([f"rounds of guessed tokens {report.rounds}"] if report.rounds else []),
         *([] if report.metrics.graphs_off else [f"graphs {report.graphs}"]),
         *report.metrics.lines(),
     ]

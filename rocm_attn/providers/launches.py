@@ -66,7 +66,7 @@ class AcceptSampled(Protocol):
 class MakeNextRound(Protocol):
     """launch_next_round, or its twin."""
 
-    def __call__(self, picked: Tensor, given: GuessedRound, width: int) -> None: ...
+    def __call__(self, picked: Tensor, given: GuessedRound, width: int, *, draws: bool, looks_up: bool) -> None: ...
 
 
 class MovePaths(Protocol):

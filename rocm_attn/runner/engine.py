@@ -20,6 +20,7 @@ from rocm_attn.runner.asking_picker import AskingPicker
 from rocm_attn.runner.asks import asks_of
 from rocm_attn.runner.constraint import library
 from rocm_attn.runner.engine_runtime import model_over, runtime_for
+from rocm_attn.runner.events import Events, NewTokens, without
 from rocm_attn.runner.limits import RequestLimits
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.logprobs import TokenLogprobs
@@ -42,18 +43,22 @@ from rocm_attn.runner.request_times import note_tokens
 from rocm_attn.runner.sampling import Sampler, TokenPicker
 from rocm_attn.runner.scheduler import ScheduledStep, Scheduler, Taken
 from rocm_attn.runner.serving import serve_all
-from rocm_attn.runner.speculation.engines import drafter_of, layers_beside, read_drafting, rejection_of, served
+from rocm_attn.runner.speculation.engines import (
+    drafter_of,
+    guesses_of,
+    layers_beside,
+    read_drafting,
+    rejection_of,
+    served,
+)
 from rocm_attn.runner.speculation.last_rows import forward_of
-from rocm_attn.runner.speculation.methods import NGRAM
-from rocm_attn.runner.speculation.rounds import DeviceRounds, NoRounds, Rounds
+from rocm_attn.runner.speculation.reading import MOST_AHEAD, Pace, Together
+from rocm_attn.runner.speculation.rounds import FOLLOWING, DeviceRounds, NoRounds, Rounds, why_no_rounds
 from rocm_attn.runner.speculation.speculation import NoSpeculation, Picks, Speculation, StepPicks
 from rocm_attn.runner.unread import UnreadStep, with_unread_tokens
 from rocm_attn.runner.watched import watched_steps
 from rocm_attn.step.protocols import NO_FLIGHT_RECORDER
 from rocm_attn.watch.flight_recorder import FlightRecorder
-
-# Rounds that were launched and are not read when the one that follows from them is, where steps are ahead.
-_ROUNDS_AHEAD = 2
 
 
 class _ReadStep(NamedTuple):
@@ -68,6 +73,14 @@ class _ReadStep(NamedTuple):
     picks: Picks
     taken: Many[Taken]
     logprobs: Mapping[int, Many[TokenLogprobs]]
+    read_at: float
+
+
+class _ReadRounds(NamedTuple):
+    """Rounds that were read together, oldest first. read_at: as of _ReadStep"""
+
+    rounds: Many[UnreadStep]
+    together: Together
     read_at: float
 
 
@@ -117,20 +130,22 @@ class Engine:
         watched = watched_steps(self.runtime, forward, options, self.flight, self._new_runner)
         self._runner, self._steps, self._watch = watched
         self.metrics = self._runner.metrics
-        # What looks on at single steps, and ranks that meet before each, want them one by one, and windows' pages too.
-        looks_on = self._steps is not self._runner or path is not None or len(self.runtime.table.spaces) > 1
-        has_rounds = options.speculative == NGRAM and options.topk == 1 and not looks_on and not self._has_ranks
+        # What looks on at single steps, and ranks that meet before each, want them one by one.
+        looks_on = self._steps is not self._runner or path is not None
+        host_plans = why_no_rounds(options, looks_on=looks_on, has_ranks=self._has_ranks)
+        self._rounds_in_words = f"planned by the host: {host_plans}" if host_plans else FOLLOWING
+        has_rounds = options.speculates and not host_plans
         self._speculation: Speculation | NoSpeculation = NoSpeculation(self._picker)
+        self._rounds: Rounds = NoRounds()
         if options.speculates:
             drafter, most = drafter_of(drafting, loaded, options, self.runtime, model), options.draft_tokens
             rejection = rejection_of(drafter, options)
             self._speculation = Speculation(
                 drafter, self.runtime, self._picker, most, self.metrics, rejection, has_rounds=has_rounds
             )
-        self._rounds: Rounds = NoRounds()
-        if has_rounds:
-            most_ahead = _ROUNDS_AHEAD * self._steps_ahead
-            self._rounds = DeviceRounds(self.runtime, self._runner, plain, options.draft_tokens, most_ahead)
+            if has_rounds:
+                guesses, most_ahead = guesses_of(drafter, options, self.runtime), MOST_AHEAD * self._steps_ahead
+                self._rounds = DeviceRounds(self.runtime, self._runner, plain, guesses, most, most_ahead)
         self._scheduler = Scheduler(
             self.runtime.table,
             self.metrics,
@@ -141,12 +156,14 @@ class Engine:
         )
         self._outputs: dict[int, Output] = {}
         self._done: dict[int, Completion] = {}
-        self._events: list[Event] = []  # that no step() has returned yet
+        self._events: list[Event | NewTokens] = []  # that no step() has returned yet
         self._must_check = False  # whether a step has run since the device was waited for
         self._recent = RecentSteps()
         self._unread: list[UnreadStep] = []  # oldest first
-        self._read: list[_ReadStep] = []  # whose tokens are to be published, oldest first
+        self._read: list[_ReadStep | _ReadRounds] = []  # whose tokens are to be published, oldest first
         self._read_at = 0.0  # when tokens were read last
+        self._pace = Pace()
+        self._rounds_to_enter: ScheduledStep | None = None  # whose pages prompts cannot find yet
         self._read_ids: list[int] = []  # tokens that were read since the last step was launched; with several ranks
         self._num_submitted = 0
 
@@ -217,6 +234,7 @@ class Engine:
                 f"there is no request {number}; submit() has given the numbers below {self._num_submitted}"
             )
         self._publish_read()  # an interrupt may have left tokens that were read and not published
+        self._enter_rounds()
         output = self._outputs.pop(number, None)
         if output is None:
             return
@@ -247,6 +265,7 @@ class Engine:
     def cancel(self, number: int) -> None:
         """Forget a request, finished or not: its pages are given back as by abort(), and nothing more comes of it."""
         self._publish_read()  # as in abort()
+        self._enter_rounds()
         output = self._outputs.pop(number, None)
         if output is not None:
             self._scheduler.drop(output.sequence)
@@ -254,7 +273,7 @@ class Engine:
         if not self._scheduler.has_work:
             self.settle()  # no step() may come after it
         self._done.pop(number, None)
-        self._events = [event for event in self._events if event.request != number]
+        self._events = without(self._events, number)
 
     def check(self, request: Request) -> None:
         """Raise BadRequest for a request that this engine can never serve."""
@@ -289,7 +308,7 @@ class Engine:
             raise BadRequest("the model came without a tokenizer, which constraints need")
         self._matching.prepare()
 
-    def step(self) -> list[Event]:
+    def step(self) -> Events:
         """Run one step; what came of it. There must be work.
 
         When the last request is done it waits for the device, so that a fault of the last steps is reported too.
@@ -307,7 +326,7 @@ class Engine:
             if not fault.is_contained:
                 raise
         events, self._events = self._events, []
-        return events
+        return Events(events)
 
     def completion(self, number: int) -> Completion:
         """Hand over what a finished request came to; the engine forgets it."""
@@ -346,6 +365,7 @@ class Engine:
             max_batch_size=self.options.max_batch_size,
             chunk=self.options.chunk,
             graphs=graphs,
+            rounds=self._rounds_in_words if self.options.speculates else "",
             deterministic=self.options.deterministic,
             ranks=self._loaded.ranks.shard.num_ranks,
             cost_of_ranks=self._loaded.cost,
@@ -364,8 +384,11 @@ class Engine:
         if self.options.speculates:  # by the tokens before; they are published while the next step runs
             # A text may end its request as it is published, and a round after that has tokens of it.
             while len(self._unread) > 1:
-                self._read_oldest()
-                self._publish_read()
+                self._read_rounds(len(self._unread) - 1)
+            if self._rounds.goes_on(self._scheduler):  # there was no room for as many tokens as all might have brought
+                self._go_on()
+                return
+            self._enter_rounds()
             self._read_all()
             if self._rounds.end():
                 self._publish_read()
@@ -379,7 +402,7 @@ class Engine:
                 self.settle()
                 return
             picks = self._run(step)
-            if self._speculation.looks_up:
+            if self._speculation.has_rounds:
                 picks = self._rounds.begin(step, picks, self._scheduler)
             launched = time.perf_counter()
         finally:
@@ -405,9 +428,63 @@ class Engine:
             self._scheduler.launched_again(step)
         self._unread.append(UnreadStep(step, self.runtime.step_number, picks, started, launched))
         self._rounds.noted()
-        while len(self._unread) > _ROUNDS_AHEAD * self._steps_ahead:
+        while len(self._unread) > self._pace.num_ahead * self._steps_ahead:
+            self._read_rounds(self._pace.num_together)
+
+    def _read_rounds(self, most: int) -> None:
+        """Wait for the oldest rounds, `most` of them, and publish their tokens: together, where none of them is odd."""
+        self._publish_read()  # an interrupt may have left some
+        unread = self._unread
+        with self._watch.watch(f"{len(unread)} rounds that were launched ({unread[0].step.num_picks} sequences)"):
+            together = self._rounds.read_together([each.picks for each in unread], most, self._scheduler)
+        if together is None:
             self._read_oldest()
+            self._publish_read()
+            return
+        read_at, num = time.perf_counter(), together.num_rounds
+        rounds = unread[:num]
+        del unread[:num]
+        step = self._rounds_to_enter = rounds[0].step
+        self._scheduler.take_together(step, together.token_ids, all_read=not unread)
+        self._read.append(_ReadRounds(rounds, together, read_at))
+        self._rounds.took(together)
+        self._speculation.count_rounds(step, together)
         self._publish_read()
+
+    def _publish_rounds(self, rounds: Many[UnreadStep], together: Together, read_at: float) -> None:
+        """As _publish_read, of rounds that were read together."""
+        self._pace.note(self._note_rounds(rounds, together, read_at), len(rounds))
+        numbers = [sequence.number for sequence in rounds[0].step.picking]
+        if self._loaded.tokenizer is None:  # there is no text, which could end one
+            for number, token_ids in zip(numbers, together.token_ids, strict=True):
+                self._outputs[number].num_tokens += len(token_ids)
+            self._events.append(NewTokens(numbers, together.token_ids))
+            self.metrics.new_tokens += together.num_tokens
+            return
+        for number, token_ids in zip(numbers, together.token_ids, strict=True):
+            if self._publish(number, tuple(token_ids), None, ()) is not None:
+                self._recent.leave(number, rounds[-1].number)
+
+    def _note_rounds(self, rounds: Many[UnreadStep], together: Together, now: float) -> float:
+        """As _note_times, of rounds that were read together; the seconds that they took."""
+        metrics, num = self.metrics, together.num_rounds
+        seconds = now - max(rounds[0].started, self._read_at)
+        self._read_at = now
+        metrics.seconds += seconds
+        metrics.step_seconds.note(seconds / num, num)
+        for each in rounds:
+            metrics.host_seconds.note(each.launched - each.started)
+        sequences = rounds[0].step.picking
+        note_tokens([sequence.times for sequence in sequences], now, metrics)
+        if together.num_tokens > len(sequences):
+            metrics.token_gap_seconds.note(0.0, together.num_tokens - len(sequences))
+        return seconds
+
+    def _enter_rounds(self) -> None:
+        """Let prompts find what rounds have stored that were read together."""
+        step, self._rounds_to_enter = self._rounds_to_enter, None
+        if step is not None:
+            self._scheduler.enter_rounds(step)
 
     def _read_all(self) -> None:
         while self._unread:
@@ -415,6 +492,7 @@ class Engine:
 
     def _read_oldest(self) -> None:
         """Wait for the tokens of the oldest step that was not read; they are to be published."""
+        self._enter_rounds()
         unread = self._unread[0]
         batch = unread.step.batch
         with self._watch.watch(f"a step that was launched ({batch.num_seqs} sequences, {batch.num_tokens} tokens)"):
@@ -424,13 +502,17 @@ class Engine:
         taken = self._scheduler.finish_step(unread.step, picks)
         if self._unread:
             self._scheduler.launched_again(self._unread[0].step)
-        self._speculation.follow(unread.step, taken)
+        self._speculation.follow(unread.step, taken, is_followed=unread.picks.is_followed)
         self._read.append(_ReadStep(unread, picks, taken, unread.picks.logprobs(), read_at))
 
     def _publish_read(self) -> None:
         """Note the events that come out of steps that were read."""
         while self._read:
-            unread, picks, all_taken, told, read_at = self._read.pop(0)
+            read = self._read.pop(0)
+            if isinstance(read, _ReadRounds):
+                self._publish_rounds(*read)
+                continue
+            unread, picks, all_taken, told, read_at = read
             self._note_times(unread, all_taken, read_at)
             each = zip(unread.step.picking, picks, all_taken, strict=True)
             for place, (sequence, pick, (token_ids, reason)) in enumerate(each):
@@ -497,6 +579,7 @@ class Engine:
         self._events += events
         if why is not None:
             if reason is None:  # only its text says so
+                self._enter_rounds()
                 self._scheduler.drop(output.sequence)
             del self._outputs[number]
             self._end(output, why)

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from rocm_attn.errors import BadRequest, DeviceFault, FitsLater, RocmAttnError
+from rocm_attn.runner.events import Events, NewTokens
 from rocm_attn.runner.logprobs import TokenLogprobs
 from rocm_attn.runner.matching import MOST_COMPILING
 from rocm_attn.runner.report import Report
@@ -45,7 +46,7 @@ class ServingEngine(Protocol):
     def can_prepare(self, request: Request) -> bool: ...
     def is_prepared(self, request: Request) -> bool: ...
     def submit(self, request: Request) -> int: ...
-    def step(self) -> list[Event]: ...
+    def step(self) -> Sequence[Event]: ...
     def abort(self, number: int) -> None: ...
     def cancel(self, number: int) -> None: ...
     def settle(self) -> None: ...
@@ -205,7 +206,13 @@ class EngineThread:
         logprobs: dict[int, list[TokenLogprobs]] = {}
         texts: dict[int, str] = {}
         ended = dict[int, None]()
-        for event in events:
+        for event in events.parts if isinstance(events, Events) else events:
+            if isinstance(event, NewTokens):
+                for number, token_ids in zip(event.requests, event.token_ids, strict=True):
+                    if number in self._ticket_of:
+                        tokens.setdefault(number, []).extend(token_ids)
+                        texts.setdefault(number, "")
+                continue
             number = event.request
             if number not in self._ticket_of:
                 continue  # a request that somebody else has submitted

@@ -24,6 +24,8 @@ class Report:
     kv_bytes:        of the pools
     max_kv_len:      tokens of the longest sequence
     graphs:          "on", "off", or "off: " and why they were switched off
+    rounds:          how rounds of guessed tokens follow from each other, or why the host plans each; empty: none are
+                     guessed
     deterministic:   whether a request's tokens are independent of those beside it
     ranks:           that share the model by tensor parallelism; what the rest says is of rank 0
     cost_of_ranks:   what the cut over them costs, in sentences
@@ -48,6 +50,7 @@ class Report:
     max_batch_size: int
     chunk: int
     graphs: str
+    rounds: str
     deterministic: bool
     ranks: int
     cost_of_ranks: tuple[str, ...]

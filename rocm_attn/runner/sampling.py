@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,9 +23,12 @@ from rocm_attn.providers.launches import PickRows
 from rocm_attn.providers.torch_ref import TORCH
 from rocm_attn.runner.sampling_options import Sampling
 from rocm_attn.step.host_ring import Fence, NoFence
+from rocm_attn.step.same_launches import SameLaunches
 
 # Uniform numbers are made so many at a time.
 _NUMBERS_AT_ONCE = 16
+# The largest number below 1 that float32 does not round up to it.
+_MOST_UNIFORM = 1 - 2**-24
 # Float32 holds these; what a temperature beyond them does is no other thing.
 _COLDEST, _HOTTEST = 1e-30, 1e30
 
@@ -56,11 +59,18 @@ class _Uniforms:
         self._numbers: list[float] = []
 
     def at(self, place: int) -> float:
+        self._make(place + 1)
+        return self._numbers[place]
+
+    def between(self, first: int, end: int) -> list[float]:
+        self._make(end)
+        return self._numbers[first:end]
+
+    def _make(self, num: int) -> None:
         if self._random is None:
             self._random = np.random.default_rng(self._seed)
-        while place >= len(self._numbers):
+        while num > len(self._numbers):
             self._numbers += self._random.random(_NUMBERS_AT_ONCE).tolist()
-        return self._numbers[place]
 
 
 class Sampler:
@@ -85,6 +95,10 @@ class Sampler:
     def draw(self, place: int) -> Draw:
         """How the request's new token number `place`, from 0 on, is drawn."""
         return Draw(self.sampling.temperature, self.sampling.top_p, self._draws.at(place))
+
+    def uniforms(self, first: int, end: int) -> npt.NDArray[np.float32]:
+        """float32 [end - first]: the numbers that decide draw() of these places, as terms_of() gives them."""
+        return np.minimum(self._draws.between(first, end), _MOST_UNIFORM).astype(np.float32)
 
     def guess_at(self, place: int) -> float:
         """A uniform number by which a draft of that token is drawn."""
@@ -206,10 +220,18 @@ class TokenPicker:
             host.done.record()
         return PickedTokens(on_host, host.done)
 
-    def pick_likeliest(self, logits: Tensor, found: Tensor) -> None:
-        """As pick() where no row draws. found: int32 [rows, 2], as of launch_pick_rows; the caller's to read"""
-        terms, tokens, _, _ = self._host[0].rows(logits.shape[0])
-        self._pick_rows(logits, terms, tokens, found, num_drawing=0)
+    def picking(
+        self, logits: Tensor, terms: Tensor, found: Tensor, stream: Callable[[], int] | None, *, draws: bool
+    ) -> SameLaunches:
+        """As pick(), by terms of the caller, who reads what is found; over and over from the same place.
+
+        terms:  float32 [rows, 3], as of launch_pick_rows
+        found:  int32 [rows, 2], likewise
+        stream: as of SameLaunches
+        draws:  whether any row draws
+        """
+        tokens = self._host[0].rows(logits.shape[0]).tokens
+        return SameLaunches(stream, self._pick_rows, logits, terms, tokens, found, num_drawing=len(terms) * draws)
 
 
 def pick_tokens(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | BadLogits]:
@@ -248,18 +270,13 @@ def terms_of(draws: Sequence[Draw]) -> npt.NDArray[np.float32]:
     """float32 [rows, 3], as of launch_pick_rows."""
     return np.array(
         [
-            (min(max(draw.temperature, _COLDEST), _HOTTEST), draw.top_p, _below_one(draw.uniform))
+            (min(max(draw.temperature, _COLDEST), _HOTTEST), draw.top_p, min(draw.uniform, _MOST_UNIFORM))
             if draw.temperature > 0
             else GREEDY
             for draw in draws
         ],
         np.float32,
     ).reshape(-1, 3)
-
-
-def _below_one(uniform: float) -> float:
-    """A uniform number that float32 does not round up to 1."""
-    return min(uniform, 1 - 2**-24)
 
 
 def _bad_logits(best: float) -> BadLogits:

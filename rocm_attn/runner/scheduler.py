@@ -284,7 +284,7 @@ class Scheduler:
             return True
         held = num_pages(table.room(rows), table.page_size)
         needed = int((num_pages(kv_len, table.page_size) - held).clip(min=0).sum())
-        if self._waiting or self._cache.has_windows or needed + len(rows) > table.num_free_pages:
+        if self._waiting or needed + len(rows) > table.fewest_free_pages:
             return False
         self._has_ahead = True
         table.reserve_all(rows, kv_len)
@@ -313,6 +313,28 @@ class Scheduler:
                 self._end(sequence)
         self._count_cached_pages()
         return taken
+
+    def take_together(self, step: ScheduledStep, token_ids: Many[list[int]], *, all_read: bool) -> None:
+        """As finish_step() of all rounds that were read together, and then launched_again() of those that were not.
+
+        token_ids: of each of step.picking, of all these rounds. None of them ends with these, or has ended before
+        all_read:  whether no round is left
+        """
+        for sequence, tokens in zip(step.picking, token_ids, strict=True):
+            sequence.token_ids += tokens
+            sequence.num_stored += len(tokens)
+        if all_read:
+            self._num_unread = 0
+            for sequence in step.picking:
+                sequence.num_stored -= 1
+                sequence.unread_at = ALL_READ
+
+    def enter_rounds(self, step: ScheduledStep) -> None:
+        """Let the pages be found that rounds have completed which were read together."""
+        living = [(each, len(each.token_ids) - 1) for each in step.picking if each.row != RESERVED_ROW]
+        if living and self._cache.has_rows:
+            self._table.mark_stored([each.row for each, _ in living], [num for _, num in living])
+            self._cache.enter((each.cached_row, each.row, each.token_ids, num) for each, num in living)
 
     def suspect(self, sequence: Sequence) -> None:
         """Compute a sequence again, alone, from the tokens that are known. What it has stored is given up."""

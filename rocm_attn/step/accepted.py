@@ -22,9 +22,15 @@ def select_last_accepted(rows: Tensor, step: Step, num_accepted: Tensor) -> Tens
     work of fixed shape only; it may be captured. A pad and a sequence without new tokens get a row that is no one's to
     use. Raises BadTensor.
     """
-    num_tokens, num_seqs = step.token_ids.shape[0], step.row_of_seq.shape[0]
+    num_tokens = step.token_ids.shape[0]
     if rows.dim() == 0 or rows.shape[0] != num_tokens:
         raise BadTensor(f"rows have shape {list(rows.shape)}; this step has {num_tokens} padded tokens")
+    return rows.index_select(0, last_accepted(step, num_accepted))
+
+
+def last_accepted(step: Step, num_accepted: Tensor) -> Tensor:
+    """int32 or int64 [S]: the token of each sequence that select_last_accepted selects the row of. Raises BadTensor."""
+    num_tokens, num_seqs = step.token_ids.shape[0], step.row_of_seq.shape[0]
     if tuple(num_accepted.shape) != (num_seqs,) or num_accepted.dtype not in (torch.int32, torch.int64):
         raise BadTensor(
             f"num_accepted is {num_accepted.dtype} of shape {list(num_accepted.shape)}; it must be torch.int32 or "
@@ -33,4 +39,4 @@ def select_last_accepted(rows: Tensor, step: Step, num_accepted: Tensor) -> Tens
     first = step.q_indptr[:-1]
     new_tokens = step.q_indptr[1:] - first
     place = torch.minimum(num_accepted, new_tokens).clamp(min=1) - 1
-    return rows.index_select(0, (first + place).clamp(max=num_tokens - 1))
+    return (first + place).clamp(max=num_tokens - 1)

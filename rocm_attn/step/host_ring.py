@@ -25,6 +25,10 @@ class Fence(Protocol):
         """Wait until the device has reached the fence."""
         ...
 
+    def query(self) -> bool:
+        """Whether the device has reached the fence."""
+        ...
+
 
 class NoFence:
     """The fence of a CPU, where kernels run before their launch returns."""
@@ -34,6 +38,10 @@ class NoFence:
 
     def synchronize(self) -> None:
         """Nothing is left to wait for."""
+
+    def query(self) -> bool:
+        """Nothing is left to wait for."""
+        return True
 
 
 def wait_for(fence: Fence) -> None:

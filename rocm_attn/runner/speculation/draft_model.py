@@ -24,6 +24,7 @@ from rocm_attn.runner.scheduler import ScheduledStep, Taken
 from rocm_attn.runner.speculation.beams import Found
 from rocm_attn.runner.speculation.draft_runners import DraftRunners
 from rocm_attn.runner.speculation.drafts import Drafts
+from rocm_attn.runner.speculation.round_drafts import DraftsAhead, Place
 
 
 @dataclass(slots=True, eq=False)
@@ -56,23 +57,25 @@ class ModelDrafter:
     """
 
     def __init__(self, runners: DraftRunners, table: RequestTable, *, chunk: int, few: int) -> None:
-        self._runners = runners
-        self._table = table
+        self.runners = runners
+        self.table = table
         self._chunk = chunk
         self._few = few
         self._followers: dict[int, _Follower] = {}
+        self._ahead = DraftsAhead()
 
     def draft(self, decoding: Many[tuple[Sequence, int]], alive: Set[int]) -> Mapping[int, Drafts]:
         """As Drafter.draft. A sequence that the model has no room for, or that is too long for it, gets none.
 
         After a fault of the device there are none either, and the model begins anew: drafts are but guesses.
         """
+        ahead = self._ahead.take(decoding)
         try:
-            return self._draft(decoding)
+            return ahead | self._draft(decoding, ahead.keys())
         except DeviceFault:
             for number in list(self._followers):
-                self._leave(number)
-            return {}
+                self.leave(number)
+            return ahead
 
     @property
     def looks_up(self) -> bool:
@@ -85,33 +88,57 @@ class ModelDrafter:
     @property
     def probabilities(self) -> Tensor:
         """As of DraftRunners."""
-        return self._runners.probabilities
+        return self.runners.probabilities
 
     def capture_all(self, progress: Progress) -> None:
         """As Drafter.capture_all."""
-        self._runners.capture_all(progress)
+        self.runners.capture_all(progress)
 
-    def _draft(self, decoding: Many[tuple[Sequence, int]]) -> Mapping[int, Drafts]:
+    def place_of(self, sequence: Sequence) -> Place | None:
+        """As Following.place_of."""
+        follower = self._followers.get(sequence.number)
+        if follower is None or follower.num_right < len(sequence.token_ids):
+            return None
+        return Place(follower.row, 0)
+
+    def hand_over(self, num_tokens: int) -> None:
+        """As Following.hand_over: the model reads tokens alone."""
+
+    def went_on(self, sequence: Sequence, drafts: Drafts) -> None:
+        """As Following.went_on."""
+        follower = self._followers[sequence.number]
+        follower.token_ids, follower.num_right = list(sequence.token_ids), len(sequence.token_ids)
+        self._ahead.put(sequence, drafts)
+
+    def leave(self, number: int) -> None:
+        """As Following.leave."""
+        follower = self._followers.pop(number, None)
+        if follower is not None:
+            self.table.free(follower.row)
+
+    def _draft(self, decoding: Many[tuple[Sequence, int]], ahead: Set[int]) -> dict[int, Drafts]:
+        """ahead: numbers of those that have drafts"""
         decode = {sequence.number for sequence, _ in decoding}
         for number in self._followers.keys() - decode:
-            self._leave(number)
-        drafting = self._with_room([each for each in decoding if self._follows(each[0])])
+            self.leave(number)
+        wanted = [each for each in decoding if each[0].number not in ahead]
+        drafting = self._with_room([each for each in wanted if self._follows(each[0])])
         if not drafting:
             return {}
         sequences = [sequence for sequence, _ in drafting]
         found = self._found(sequences)
-        places = self._runners.places(sequences)
+        places = self.runners.places(sequences)
         return {sequence.number: found.drafts(seq, most, places[seq]) for seq, (sequence, most) in enumerate(drafting)}
 
     def _follows(self, sequence: Sequence) -> bool:
         """Bring a sequence's row up to what is known; False where there is none, or it is too long."""
         follower = self._followers.get(sequence.number)
-        if len(sequence.token_ids) + self._runners.room > self._table.max_kv_len:
-            self._leave(sequence.number)
+        if len(sequence.token_ids) + self.runners.room > self.table.max_kv_len:
+            self.leave(sequence.number)
             return False
         if follower is None:
             try:
-                follower = self._followers[sequence.number] = _Follower(self._table.admit())
+                follower = self._followers[sequence.number] = _Follower(self.table.admit())
             except FitsLater:
                 return False
         follower.go_back(sequence.token_ids)
@@ -119,34 +146,29 @@ class ModelDrafter:
 
     def _with_room(self, decoding: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
         """Those for whose drafts there is room in their rows, which is made. The others leave."""
-        room = self._runners.room
+        room = self.runners.room
         rows = np.array([self._followers[sequence.number].row for sequence, _ in decoding], np.int32)
         try:
-            self._table.reserve_all(rows, np.array([len(each.token_ids) + room for each, _ in decoding], np.int32))
+            self.table.reserve_all(rows, np.array([len(each.token_ids) + room for each, _ in decoding], np.int32))
         except FitsLater:
             return [each for each in decoding if self._has_room(each[0])]
         return decoding
 
     def _has_room(self, sequence: Sequence) -> bool:
         try:
-            self._table.reserve(self._followers[sequence.number].row, len(sequence.token_ids) + self._runners.room)
+            self.table.reserve(self._followers[sequence.number].row, len(sequence.token_ids) + self.runners.room)
         except FitsLater:
-            self._leave(sequence.number)
+            self.leave(sequence.number)
             return False
         return True
-
-    def _leave(self, number: int) -> None:
-        follower = self._followers.pop(number, None)
-        if follower is not None:
-            self._table.free(follower.row)
 
     def _found(self, drafting: list[Sequence]) -> Found:
         """What the model drafts for some sequences."""
         self._catch_up(drafting)
         followers = [self._followers[sequence.number] for sequence in drafting]
         rows = np.array([follower.row for follower in followers], np.int32)
-        terms = self._runners.terms(drafting)
-        found = self._runners.found(rows, np.array([len(each.token_ids) for each in drafting], np.int32), terms)
+        terms = self.runners.terms(drafting)
+        found = self.runners.found(rows, np.array([len(each.token_ids) for each in drafting], np.int32), terms)
         for seq, follower in enumerate(followers):
             follower.num_right = len(follower.token_ids)
             follower.token_ids += found.fed(seq)
@@ -170,8 +192,8 @@ class ModelDrafter:
                         budget -= q_len[-1]
                 batch = self._batch([drafting[seq] for seq in seqs], q_len)
                 whole = [seq for seq in seqs if not self._num_unseen(drafting[seq])]  # all but the last one, at least
-                terms = self._runners.terms([drafting[seq] for seq in seqs])
-                self._runners.take_in(batch, whole, terms)
+                terms = self.runners.terms([drafting[seq] for seq in seqs])
+                self.runners.take_in(batch, whole, terms)
                 del left[: len(whole)]
 
     def _num_unseen(self, sequence: Sequence) -> int:

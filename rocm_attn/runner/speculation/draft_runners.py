@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rocm_attn.batch.drafts import NO_DRAFTS, AnyDrafts, Drafts
 from rocm_attn.batch.inputs import DeviceInputs
-from rocm_attn.batch.step_batch import Int32Array, StepBatch, draft_batch
+from rocm_attn.batch.step_batch import INT32_MAX, Int32Array, StepBatch, as_many, draft_batch
 from rocm_attn.capture.check import CaptureCheck
 from rocm_attn.capture.draft_runner import DraftRunner
 from rocm_attn.capture.graphs import Progress, eager_steps_before_capture, recorder_for
@@ -24,6 +24,7 @@ from rocm_attn.runner.speculation.beams import Found, Level
 from rocm_attn.runner.speculation.drafts import NOT_DRAWN
 from rocm_attn.runner.speculation.drawn import drawn_level, samples, terms_of_drafts
 from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step.accepted import last_accepted
 from rocm_attn.step.drafts import DraftSteps
 from rocm_attn.step.step import Step
 
@@ -98,6 +99,9 @@ class DraftRunners:
         with torch.inference_mode(False):
             self._first_level = Level.empty(most, branches, model.nothing_carried, vocab)
             self._terms = torch.zeros(most, 1 + self.num_levels * branches, device=device)
+            # int32 [S]: of each sequence of a step the new tokens that count, if those are not all of them.
+            self._all_count = True
+            self.taken = torch.full((most,), INT32_MAX, dtype=torch.int32, device=device)
             # float32 [S, 1 + (levels - 1) * K, vocab]: of each sequence in its place, by which its first drafts were
             # drawn, and by which those after each draft, level by level.
             self.probabilities = torch.zeros(most, num_rows_drawn(options), vocab, device=device)
@@ -114,6 +118,11 @@ class DraftRunners:
             capture_after=eager_first,
         )
         self._runtime = runtime
+
+    @property
+    def device(self) -> torch.device:
+        """That it runs on."""
+        return self._runtime.device
 
     @property
     def room(self) -> int:
@@ -145,6 +154,9 @@ class DraftRunners:
         terms: of its sequences, as of terms_of_drafts; not looked at where no drafts are drawn
         """
         self._put_terms(terms)
+        if not self._all_count:
+            self.taken.fill_(INT32_MAX)
+            self._all_count = True
         level = self._first.run(batch)
         if list(whole) == list(range(len(whole))):
             self._first_level.put_first(level.of(len(whole)))
@@ -170,7 +182,32 @@ class DraftRunners:
         inputs = DeviceInputs(token_ids=first.token_ids.flatten())
         return Found(self._round.run(draft_batch(rows, num_stored, self._drafts, inputs=inputs)))
 
+    def go_on(self, rows: Int32Array, bounds: Int32Array, width: int, token_ids: Tensor, stored: Tensor) -> Tensor:
+        """Take in tokens of which `taken` of each sequence count, and draft; int32 [num_seqs, levels, 3, 1].
+
+        The host knows bounds of lengths alone. Without branches, and where no drafts are drawn.
+
+        rows:      int32 [num_seqs], as of found()
+        bounds:    int32 [num_seqs], that no length in stored is beyond
+        width:     new tokens of each sequence
+        token_ids: int32 [num_seqs * width], on the device
+        stored:    int32 [num_seqs], on the device: tokens before these; afterwards with those that count
+        """
+        self._all_count = False
+        ends, q_len = bounds + np.int32(width), as_many(len(rows), width)
+        taking_in = DeviceInputs(kv_len=stored, token_ids=token_ids, ahead=width)
+        level = self._first.run(StepBatch(rows, ends, q_len, inputs=taking_in))
+        first = self._first_level.of(len(rows))
+        first.put_first(level.of(len(rows)))
+        stored += self.taken[: len(rows)]
+        if not isinstance(self._drafts, Drafts):
+            return first.words()[:, None]
+        drafting = DeviceInputs(kv_len=stored, token_ids=first.token_ids.flatten(), ahead=self._drafts.tokens)
+        return self._round.run(draft_batch(rows, ends, self._drafts, inputs=drafting))
+
     def _taken_in(self, step: Step) -> Level:
+        if self.num_branches == 1:
+            step = replace(step, last_token_of_seq=last_accepted(step, self.taken[: step.row_of_seq.shape[0]]))
         logits, carried = self._model.taken_in(step)
         return self._chosen(Level.first(logits, carried, self.num_branches), logits, carried, 0)
 

@@ -29,6 +29,7 @@ from rocm_attn.runner.scheduler import ScheduledStep, Taken
 from rocm_attn.runner.sending import sent
 from rocm_attn.runner.speculation.draft_runners import DraftRunners
 from rocm_attn.runner.speculation.drafts import LAST_TOKEN, NO_DRAFTS, Drafts
+from rocm_attn.runner.speculation.round_drafts import DraftsAhead, Place
 
 
 @dataclass(slots=True, eq=False)
@@ -70,13 +71,14 @@ class EagleDrafter:
     def __init__(
         self, runners: DraftRunners, table: RequestTable, *, handed: Tensor, features: Tensor, few: int
     ) -> None:
-        self._runners = runners
-        self._table = table
+        self.runners = runners
+        self.table = table
         self._handed = handed
         self._features = features
         self._few = few
         self._rows: dict[int, _Row] = {}
         self._new: dict[int, _New] = {}
+        self._ahead = DraftsAhead()
 
     @property
     def looks_up(self) -> bool:
@@ -104,24 +106,47 @@ class EagleDrafter:
         """
         new, self._new = self._new, {}
         for number in self._rows.keys() - alive:
-            self._leave(number)
+            self.leave(number)
+        ahead = self._ahead.take(decoding)
         try:
-            return self._draft(decoding, new)
+            return ahead | self._draft(decoding, new)
         except DeviceFault:
             for number in list(self._rows):
-                self._leave(number)
-            return {}
+                self.leave(number)
+            return ahead
 
     @property
     def probabilities(self) -> Tensor:
         """As of DraftRunners."""
-        return self._runners.probabilities
+        return self.runners.probabilities
 
     def capture_all(self, progress: Progress) -> None:
         """As Drafter.capture_all."""
-        self._runners.capture_all(progress)
+        self.runners.capture_all(progress)
 
-    def _draft(self, decoding: Many[tuple[Sequence, int]], new: dict[int, _New]) -> Mapping[int, Drafts]:
+    def place_of(self, sequence: Sequence) -> Place | None:
+        """As Following.place_of."""
+        held = self._rows.get(sequence.number)
+        if held is None or held.end < len(sequence.token_ids) - 1:
+            return None
+        return Place(held.row, held.first + 1)
+
+    def hand_over(self, num_tokens: int) -> None:
+        """As Following.hand_over."""
+        self._features[:num_tokens].copy_(self._handed[:num_tokens])
+
+    def went_on(self, sequence: Sequence, drafts: Drafts) -> None:
+        """As Following.went_on."""
+        self._rows[sequence.number].end = len(sequence.token_ids) - 1
+        self._ahead.put(sequence, drafts)
+
+    def leave(self, number: int) -> None:
+        """As Following.leave."""
+        held = self._rows.pop(number, None)
+        if held is not None:
+            self.table.free(held.row)
+
+    def _draft(self, decoding: Many[tuple[Sequence, int]], new: dict[int, _New]) -> dict[int, Drafts]:
         wanted = {sequence.number: most for sequence, most in decoding}
         taking = [each for number, each in new.items() if self._has_room(each, number in wanted)]
         drafting = [each for each in taking if each.sequence.number in wanted]
@@ -132,19 +157,19 @@ class EagleDrafter:
         for part in (few, many):
             if part:
                 whole = [place_of[each.sequence.number] for each in part if each.sequence.number in place_of]
-                terms = self._runners.terms([each.sequence for each in part])
-                self._runners.take_in(self._batch(part), whole, terms)
+                terms = self.runners.terms([each.sequence for each in part])
+                self.runners.take_in(self._batch(part), whole, terms)
         if not drafting:
             return {}
         rows = [self._rows[each.sequence.number] for each in drafting]
-        found = self._runners.found(
+        found = self.runners.found(
             np.array([row.row for row in rows], np.int32),
             np.array([row.num_stored for row in rows], np.int32),
-            self._runners.terms([each.sequence for each in drafting]),
+            self.runners.terms([each.sequence for each in drafting]),
         )
         numbers, places = (
             [each.sequence.number for each in drafting],
-            self._runners.places([e.sequence for e in drafting]),
+            self.runners.places([e.sequence for e in drafting]),
         )
         return {number: found.drafts(seq, wanted[number], places[seq]) for seq, number in enumerate(numbers)}
 
@@ -153,19 +178,19 @@ class EagleDrafter:
         sequence, end = new.sequence, new.first + len(new.places)
         number = sequence.number
         if sequence.row == RESERVED_ROW or end >= len(sequence.token_ids):
-            self._leave(number)
+            self.leave(number)
             return False
         held = self._rows.get(number)
         if held is not None and held.end != new.first:
-            self._leave(number)
+            self.leave(number)
             held = None
         try:
             if held is None:
-                held = self._rows[number] = _Row(self._table.admit(), new.first, new.first)
+                held = self._rows[number] = _Row(self.table.admit(), new.first, new.first)
             stored = end - held.first
-            self._table.reserve(held.row, stored + (self._runners.room if drafts else 0))
+            self.table.reserve(held.row, stored + (self.runners.room if drafts else 0))
         except FitsLater:
-            self._leave(number)
+            self.leave(number)
             return False
         return True
 
@@ -183,11 +208,6 @@ class EagleDrafter:
         chosen = sent(np.array(places, np.int64), self._handed.device)
         torch.index_select(self._handed, 0, chosen, out=self._features[: len(places)])
         return StepBatch(rows, kv_len, q_len, token_ids)
-
-    def _leave(self, number: int) -> None:
-        held = self._rows.pop(number, None)
-        if held is not None:
-            self._table.free(held.row)
 
 
 def _accepted(drafts: Drafts, token_ids: tuple[int, ...]) -> list[int]:

@@ -24,6 +24,7 @@ from rocm_attn.runner.speculation.eagle_head import EagleHead, EagleWeights, loa
 from rocm_attn.runner.speculation.last_rows import HandingOver
 from rocm_attn.runner.speculation.methods import DRAFT_MODEL, EAGLE, NGRAM, OFF, SEEDED, SEEDED3
 from rocm_attn.runner.speculation.ngrams import NgramDrafter
+from rocm_attn.runner.speculation.round_drafts import Guesses, LookedUp, ModelGuesses
 from rocm_attn.runner.speculation.speculation import NOTHING_DRAWN, Drafter
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.step import Step
@@ -95,6 +96,13 @@ def drafter_of(
     return NgramDrafter(options.topk)
 
 
+def guesses_of(drafter: Drafter, options: EngineOptions, runtime: AttentionRuntime) -> Guesses:
+    """What guesses the tokens of rounds on the device, of an engine that has such rounds."""
+    if isinstance(drafter, ModelDrafter | EagleDrafter):
+        return ModelGuesses(drafter, options.rows_of_each)
+    return LookedUp(options.max_batch_size, runtime.device)
+
+
 def rejection_of(drafter: Drafter, options: EngineOptions) -> Rejection | NothingDrawn:
     """What accepts drafts that were drawn."""
     if not options.sampled_drafts:
@@ -115,7 +123,7 @@ def model_drafter(
             f"the model that drafts has {small.config.vocab_size} tokens and the one that it drafts for "
             f"{large.config.vocab_size}; take one that shares them"
         )
-    few = 2 if options.topk == 1 else 1 + num_levels(options)
+    few = 1 + num_levels(options)
     drafting, its_own = _runtime_of(small, options, runtime, few)
     model = SmallModel(model_over(drafting, small, its_own))
     runners = DraftRunners(drafting, model, options, vocabulary=small.config.vocab_size)

@@ -1,10 +1,13 @@
 """Rounds of guessed tokens that follow from each other on the device: the host launches them, and reads them later.
 
-The host plans and publishes a step that verifies guesses of every sequence. While the same sequences go on, greedily,
-and their own texts tell the guesses, all that the next round takes follows from what was picked in this one: the texts
-lie on the device too, and kernels/speculative/next_round.py writes the next inputs over the step's. So the host
-launches a graph and two kernels, and knows for none of them what the rounds before have brought. It reads and publishes
-these while later ones run.
+The host plans and publishes a step that verifies guesses of every sequence. While the same sequences go on, and their
+own texts tell the guesses, all that the next round takes follows from what was picked in this one: the texts lie on the
+device too, and kernels/speculative/next_round.py writes the next inputs over the step's. So the host launches a graph
+and two kernels, and knows for none of them what the rounds before have brought. It reads and publishes these while
+later ones run.
+
+What a token is drawn by belongs to its place in its request's text. Those numbers are on the device before the rounds
+that may come to these places, so a seed draws the same text whoever plans a round.
 
 Whatever comes in between ends a series: a request that comes, ends or is aborted, pages that run out, a fault, guesses
 that no longer come true. The rounds that were launched are read then, and the host plans the next step.
@@ -13,12 +16,14 @@ that no longer come true. The rounds that were launched are read then, and the h
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
-from typing import Protocol
+from itertools import takewhile
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -27,29 +32,55 @@ from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadLogits
 from rocm_attn.kernels.sampling.found import ALL_ZERO
 from rocm_attn.kernels.speculative.arguments import TOLD_WORDS, GuessedRound
+from rocm_attn.providers.launches import MakeNextRound
 from rocm_attn.runner.logprobs import TokenLogprobs
 from rocm_attn.runner.options import EngineOptions
-from rocm_attn.runner.sampling import Found, PickedTokens, TokenPicker
+from rocm_attn.runner.request import Sequence
+from rocm_attn.runner.sampling import GREEDY, Draw, Found, PickedTokens, TokenPicker, terms_of
 from rocm_attn.runner.scheduler import ScheduledStep, Scheduler
 from rocm_attn.runner.sending import sent
-from rocm_attn.runner.speculation.methods import NGRAM
+from rocm_attn.runner.speculation.methods import OFF
+from rocm_attn.runner.speculation.reading import Ends, Together, is_clean, put_together
+from rocm_attn.runner.speculation.round_drafts import Guesses
 from rocm_attn.runner.speculation.speculation import NO_LOGPROBS_OF, Picks, StepPicks
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.host_ring import Fence, NoFence, wait_for_all
-from rocm_attn.step.repeatable import inputs_of
+from rocm_attn.step.memory import DeviceStep
+from rocm_attn.step.repeatable import Repeatable, inputs_of
+from rocm_attn.step.same_launches import SameLaunches, stream_of
 
 # Pages are reserved for so many more tokens of each sequence at a time.
 _TOKENS_AHEAD = 256
 # Rounds after which the host plans a step again: with it faults of the steps before the series are told, and pages that
 # were filled in it are found by prompts.
-_MOST_ROUNDS = 32
+_MOST_ROUNDS = 64
 
 
 def text_bytes(options: EngineOptions, max_kv_len: int) -> int:
-    """Memory on the device for the texts that guesses are looked up in."""
-    if options.speculative != NGRAM:
+    """Memory on the device for the texts that guesses are looked up in, and the numbers that tokens are drawn by."""
+    if options.speculative == OFF or options.topk > 1:
         return 0
-    return 4 * (options.max_batch_size + 1) * (max_kv_len + 2 + options.draft_tokens)
+    return 2 * 4 * (options.max_batch_size + 1) * (max_kv_len + 2 + options.draft_tokens)
+
+
+# Of engines whose rounds do so.
+FOLLOWING = "follow from each other on the device"
+
+
+def why_no_rounds(options: EngineOptions, *, looks_on: bool, has_ranks: bool) -> str:
+    """Why the host plans every round of an engine that guesses tokens; empty: they may follow from each other.
+
+    looks_on: whether something looks on at single steps
+    """
+    if options.topk > 1:
+        return "topk is above 1, and the host reads which drafts of a tree were accepted before it moves their K and V"
+    if options.sampled_drafts:
+        return "sampled_drafts is set, and the host gives each round the numbers that its drafts are drawn by"
+    if has_ranks:
+        return "several ranks share the model, and meet before each step"
+    if looks_on:
+        return "check_every, hang_after, profiler_ranges or flight_record is set, and looks on at each step of the host"
+    return ""
 
 
 class Rounds(Protocol):
@@ -65,6 +96,18 @@ class Rounds(Protocol):
 
     def launch(self) -> tuple[ScheduledStep, StepPicks]:
         """Launch a round. Its sequences are those of the step."""
+        ...
+
+    def read_together(self, unread: Many[StepPicks], most: int, scheduler: Scheduler) -> Together | None:
+        """Read the oldest rounds, where none of their sequences ends or fails: `most` of them, which are waited for.
+
+        More, if the device has told of them already. None: the oldest step is to be read by itself.
+        unread: all that were launched and not read, oldest first
+        """
+        ...
+
+    def took(self, together: Together) -> None:
+        """The sequences have taken what was read together."""
         ...
 
     def noted(self) -> None:
@@ -91,6 +134,13 @@ class NoRounds:
         """As Rounds.launch."""
         raise AssertionError("no round goes on")
 
+    def read_together(self, unread: Many[StepPicks], most: int, scheduler: Scheduler) -> Together | None:
+        """As Rounds.read_together."""
+        return None
+
+    def took(self, together: Together) -> None:
+        """As Rounds.took."""
+
     def noted(self) -> None:
         """As Rounds.noted."""
 
@@ -111,6 +161,69 @@ class _Memory:
         weakref.finalize(self, wait_for_all, [self.done], [self.found, self.told]).atexit = False  # type: ignore[list-item]
 
 
+class _Round:
+    """What a round launches after its step, and where the host reads what came of it.
+
+    given:     what the round after it is made of
+    draws:     whether tokens are drawn
+    looks_up:  as of Guesses
+
+    picked:    int32 [num_seqs * W], what was picked after each token of the round
+    token_ids: int32 [num_seqs, W], of the round after it
+    """
+
+    def __init__(
+        self,
+        picker: TokenPicker,
+        next_round: MakeNextRound,
+        stream: Callable[[], int] | None,
+        given: GuessedRound,
+        memory: _Memory,
+        *,
+        draws: bool,
+        looks_up: bool,
+    ) -> None:
+        num_seqs = given.limit.shape[0]
+        self._terms, self._draws = given.terms, draws
+        width = len(picker.tokens) // memory.told.shape[0]
+        self._picker, self._stream, self._found = picker, stream, memory.found[: num_seqs * width]
+        self._logits: Tensor | None = None
+        self._pick: Callable[[], None] = _nothing
+        self.make_next = SameLaunches(stream, next_round, picker.tokens, given, width, draws=draws, looks_up=looks_up)
+        self.picked = picker.tokens[: num_seqs * width]
+        self.token_ids = given.token_ids[: num_seqs * width].view(num_seqs, width)
+        self.told, self.found = given.told.numpy(), Found.of(self._found.numpy())
+
+    def pick(self, logits: Tensor) -> None:
+        """Pick its tokens. logits: [num_seqs, W, vocab], which a graph gives at the same place each time"""
+        if logits is not self._logits:
+            self._logits = logits
+            self._pick = self._picker.picking(
+                logits.flatten(0, 1), self._terms, self._found, self._stream, draws=self._draws
+            )
+        self._pick()
+
+
+def _nothing() -> None:
+    """What no round picks by."""
+
+
+def fewest(numbers: Int32Array) -> int:
+    """The least of them."""
+    return int(np.minimum.reduce(numbers))
+
+
+class _Progress(NamedTuple):
+    """How far a series was read.
+
+    kv_len:   int32 [n] of the oldest round that was not read
+    num_read: rounds, from the step on
+    """
+
+    kv_len: Int32Array
+    num_read: int
+
+
 @dataclass(slots=True, eq=False)
 class _Series:
     """Rounds that follow from one step.
@@ -118,59 +231,80 @@ class _Series:
     step:        it
     num_changes: of the scheduler, when it was scheduled
     rows:        int32 [n] of the table
-    kv_len:      int32 [n] of the oldest round that was not read
+    progress:    what was read
     limit:       int32 [n] that no kv_len may come to be beyond
-    num_unread:  rounds that were launched and not read
-    num_rounds:  that were launched, of _MOST_ROUNDS at most
-    is_noted:    whether all that was launched will be read; not while a round is launched, which an interrupt may end
+    room:        tokens that each sequence has at least from progress.kv_len on up to its limit
+    ends:        of its sequences
     rounds:      by the memory that they tell in
-    cut:         places of sequences that go on by fewer tokens than the device took
+    num_launched: rounds, the step included, _MOST_ROUNDS and it at most
+    is_noted:    whether all that was launched will be read; not while a round is launched, which an interrupt may end
+    cut:         places of sequences that go on by fewer tokens than the device took, and since which round
     """
 
     step: ScheduledStep
     num_changes: int
     rows: Int32Array
-    kv_len: Int32Array
+    progress: _Progress
     limit: Int32Array
     limit_on_device: Tensor
-    rounds: list[tuple[GuessedRound, Tensor, Int32Array, Found]]
-    num_unread: int = 1
-    num_rounds: int = 0
+    ends: Ends
+    rounds: list[_Round]
+    room: int
+    num_launched: int = 1
     is_noted: bool = False
     is_over: bool = False
     has_fault: bool = False
-    cut: set[int] = field(default_factory=set)
+    cut: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def num_unread(self) -> int:
+        """Rounds that were launched and not read."""
+        return self.num_launched - self.progress.num_read
+
+    def note(self, number: int, num_rounds: int, kv_len: Int32Array, told: Int32Array) -> None:
+        """Rounds were read, after which the sequences have these lengths. Noting it again changes nothing.
+
+        number: of the first one
+        told:   by the last one
+        """
+        if number == self.progress.num_read:
+            self.progress = _Progress(kv_len, number + num_rounds)  # one statement: an interrupt leaves no half of it
+        self.room = fewest(self.limit - self.progress.kv_len)
+        # An interrupt may have left rounds that were read and not noted: how long the sequences are is not known then.
+        is_known = self.progress.num_read >= number + num_rounds
+        guessed = np.count_nonzero(told[:, 1])
+        self.has_fault |= bool(told[:, 2].any())
+        self.is_over |= not is_known or self.has_fault or bool(self.cut) or 2 * guessed < len(told)
 
 
 class RoundPicks:
     """What the sequences of a round get, as StepPicks has it. Rounds are read in the order of their launches."""
 
     def __init__(self, series: _Series, told: Int32Array, found: Found, done: Fence) -> None:
-        self._series, self._told, self._found, self._done = series, told, found, done
+        self._series, self.told, self.found, self.done = series, told, found, done
+        self.number = series.num_launched - 1
 
     def read(self) -> Picks:
-        """As StepPicks.read."""
-        self._done.synchronize()
-        series, told, (ids, best) = self._series, self._told, self._found
+        """As StepPicks.read. It may be read again after an interrupt."""
+        self.done.synchronize()
+        series, told, (ids, best) = self._series, self.told, self.found
         taken, num_seqs = told[:, 0], len(told)
         lines = ids.reshape(num_seqs, -1).tolist()
         picks: Picks = [line[:num] for line, num in zip(lines, taken.tolist(), strict=True)]
         # A row that holds NaN has NaN as its largest logit.
         if series.cut or (ids == ALL_ZERO).any() or not np.logical_and.reduce(np.isfinite(best)):
-            picked, width = PickedTokens(self._found, NoFence()).read(), len(ids) // num_seqs
+            picked, width = PickedTokens(self.found, NoFence()).read(), len(ids) // num_seqs
             picks = [
                 self._right(seq, picked[seq * width : seq * width + num]) for seq, num in enumerate(taken.tolist())
             ]
-        series.kv_len += taken
-        series.num_unread -= 1
-        series.has_fault |= bool(told[:, 2].any())
-        guessed = np.count_nonzero(told[:, 1])
-        series.is_over |= series.has_fault or bool(series.cut) or 2 * guessed < num_seqs
+        series.note(self.number, 1, series.progress.kv_len + taken, told)
         return picks
 
+    is_followed = True
+
     @property
-    def likeliest(self) -> None:
-        """As StepPicks.likeliest. A round is followed by launch()."""
+    def plain(self) -> None:
+        """As StepPicks.plain. A round is followed by launch()."""
 
     def logprobs(self) -> Mapping[int, Many[TokenLogprobs]]:
         """As StepPicks.logprobs."""
@@ -181,12 +315,12 @@ class RoundPicks:
 
         Then it fails in the next step that the host plans. What the device went on with is none of its text.
         """
-        if place in self._series.cut:
+        if self._series.cut.get(place, self.number) < self.number:
             return ()
         tokens: list[int] = []
         for token in pick:
             if isinstance(token, BadLogits):
-                self._series.cut.add(place)
+                self._series.cut[place] = self.number
                 return tokens if tokens else token
             tokens.append(token)
         return tokens
@@ -196,41 +330,70 @@ class DeviceRounds:
     """Rounds on the device.
 
     picker:     of the engine's steps
+    guesses:    what guesses tokens
     num_drafts: guesses of a sequence and round
     most_ahead: rounds that are launched and not read when the next one is
     """
 
     def __init__(
-        self, runtime: AttentionRuntime, runner: StepRunner, picker: TokenPicker, num_drafts: int, most_ahead: int
+        self,
+        runtime: AttentionRuntime,
+        runner: StepRunner,
+        picker: TokenPicker,
+        guesses: Guesses,
+        num_drafts: int,
+        most_ahead: int,
     ) -> None:
-        self._runtime, self._runner, self._picker = runtime, runner, picker
+        self._runtime, self._runner, self._picker, self._guesses = runtime, runner, picker, guesses
         self._width = 1 + num_drafts
         table, device = runtime.table, runtime.device
         num_rows, most_seqs = len(table.entries_host), len(picker.tokens) // self._width
         with torch.inference_mode(False):  # memory that is made in that mode cannot be written outside of it
             most = table.max_kv_len + 1 + self._width
             self._texts = torch.zeros(num_rows, most, dtype=torch.int32, device=device)
+            self._numbers = torch.zeros(num_rows, most, device=device)
+            self._terms = torch.zeros(len(picker.tokens), 3, device=device)
             self._memory = [_Memory(len(picker.tokens), most_seqs, device) for _ in range(most_ahead + 2)]
+            self._limit = torch.zeros(most_seqs, dtype=torch.int32, device=device)
+        self._stream = stream_of(device)
+        # Rounds of steps that have their inputs there, of so many sequences, and whether any draws. Series of equal
+        # steps follow each other.
+        self._rounds: tuple[DeviceStep, int, bool, list[_Round]] | None = None
         self._next = 0
         # row -> the number of the request whose text lies there, and how many tokens of it
         self._on_device: dict[int, tuple[int, int]] = {}
+        # likewise, and before which place in it the numbers lie there
+        self._drawn_by: dict[int, tuple[int, int]] = {}
         self._series: _Series | None = None
 
     def begin(self, step: ScheduledStep, picks: StepPicks, scheduler: Scheduler) -> StepPicks:
         """As Rounds.begin."""
         batch, last, width = step.batch, self._runtime.repeatable, self._width
-        if last is None or last[0] is not batch or not self._runner.may_run_again or step.asking:
+        if last is None or last[0] is not batch or not self._runner.may_run_again:
             return picks
         if not batch.min_q_len == batch.max_q_len == width or step.num_picks < batch.num_seqs or step.is_of_a_suspect:
             return picks
-        picked = picks.likeliest
-        limit = self._reserved(batch.rows, batch.kv_len + np.int32(width), scheduler) if picked is not None else None
-        if picked is None or limit is None:
+        picked = picks.plain
+        if picked is None or not self._guesses.begin(step.sequences):
+            return picks
+        limit = self._reserved(batch.rows, batch.kv_len + np.int32(width), scheduler)
+        if limit is None:
             return picks
         self._send_texts(step)
-        on_device = sent(limit, self._runtime.device)
+        self._send_numbers(step, limit)
+        on_device = self._limit[: batch.num_seqs]
+        on_device.copy_(sent(limit, self._runtime.device))
+        progress, ends = _Progress(batch.kv_len.copy(), 0), Ends(step.sequences, width)
         series = self._series = _Series(
-            step, scheduler.num_changes, batch.rows, batch.kv_len.copy(), limit, on_device, self._rounds(on_device)
+            step,
+            scheduler.num_changes,
+            batch.rows,
+            progress,
+            limit,
+            on_device,
+            ends,
+            self._rounds_of(step, last),
+            fewest(limit - batch.kv_len),
         )
         return self._told(series, picked.found)
 
@@ -242,17 +405,18 @@ class DeviceRounds:
         last = self._runtime.repeatable
         if last is None or last[0] is not series.step.batch or not self._runner.may_run_again:
             return False
-        if series.num_rounds == _MOST_ROUNDS:
+        if series.num_launched > _MOST_ROUNDS:
             return False
         # The round after the one that is launched must fit too: its inputs are made at once.
-        needed = series.kv_len + np.int32(self._width * (series.num_unread + 1))
-        short = needed > series.limit
-        if short[short.argmax()]:
+        num_needed = self._width * (series.num_unread + 1)
+        if num_needed > series.room:
+            needed = series.progress.kv_len + np.int32(num_needed)
+            # Where there is no room, there may be once more rounds are read: they bring fewer tokens than they could.
             limit = self._reserved(series.rows, needed, scheduler)
             if limit is None:
-                series.is_over = True
                 return False
-            series.limit = limit
+            self._send_numbers(series.step, limit)
+            series.limit, series.room = limit, fewest(limit - series.progress.kv_len)
             series.limit_on_device.copy_(sent(limit, self._runtime.device))
         return True
 
@@ -261,12 +425,35 @@ class DeviceRounds:
         series = self._series
         assert series is not None
         series.is_noted = False
-        series.num_rounds += 1
-        logits = self._runner.run_again(series.step.batch)
-        _, found, _, on_host = series.rounds[self._next]
-        self._picker.pick_likeliest(logits.flatten(0, 1), found)
-        series.num_unread += 1
-        return series.step, self._told(series, on_host)
+        next_one = series.rounds[self._next]
+        next_one.pick(self._runner.run_again(series.step.batch))
+        series.num_launched += 1
+        return series.step, self._told(series, next_one.found)
+
+    def read_together(self, unread: Many[StepPicks], most: int, scheduler: Scheduler) -> Together | None:
+        """As Rounds.read_together."""
+        series = self._series
+        if series is None or not unread or series.cut or series.num_changes != scheduler.num_changes:
+            return None
+        rounds = [each for each in unread if isinstance(each, RoundPicks)]
+        num = min(most, len(rounds))
+        rounds[num - 1].done.synchronize()
+        while num < len(rounds) and rounds[num].done.query():
+            num += 1
+        rounds = list(takewhile(lambda each: is_clean(each.told, each.found), rounds[:num]))
+        if not rounds:
+            return None
+        taken = [each.told[:, 0] for each in rounds]
+        flat, token_ids = put_together([each.found[0].reshape(-1, self._width) for each in rounds], taken)
+        kv_len: Int32Array = series.progress.kv_len + sum(taken)
+        if rounds[0].number != series.progress.num_read or not series.ends.none_in(flat, kv_len):
+            return None
+        return Together(rounds[0].number, len(rounds), token_ids, len(flat), kv_len, rounds[-1].told)
+
+    def took(self, together: Together) -> None:
+        """As Rounds.took."""
+        if self._series is not None:
+            self._series.note(together.number, together.num_rounds, together.kv_len, together.told)
 
     def noted(self) -> None:
         """As Rounds.noted."""
@@ -284,31 +471,43 @@ class DeviceRounds:
             if each.row == row
         ]
         self._runtime.table.mark_stored([row for row, _ in living], [each.num_stored for _, each in living])
-        for place, (row, each) in enumerate(living):
-            if place not in series.cut:
-                self._on_device[row] = each.number, len(each.token_ids)
+        rows, going_on = series.rows.tolist(), list[Sequence | None]()
+        for place, each in enumerate(series.step.sequences):
+            goes_on = each.row == rows[place] and place not in series.cut
+            if goes_on:
+                self._on_device[each.row] = each.number, len(each.token_ids)
+            going_on.append(each if goes_on else None)
+        self._guesses.end(going_on, is_whole=series.is_noted and not series.has_fault)
         return series.has_fault
 
     def _told(self, series: _Series, found: Found) -> RoundPicks:
         """Make the inputs of the round after what was picked last, and have it told what came of that."""
-        given, _, told, _ = series.rounds[self._next]
-        done = self._memory[self._next].done
+        next_one, done = series.rounds[self._next], self._memory[self._next].done
         self._next = (self._next + 1) % len(self._memory)
-        self._runtime.core.ops.next_round(self._picker.tokens, given, self._width)
+        next_one.make_next()
         done.record()
-        return RoundPicks(series, told, found, done)
+        if not self._guesses.looks_up:
+            # Of the texts before this round, of which one was not read for each that has not been.
+            bounds = series.progress.kv_len + np.int32(self._width * (series.num_unread - 2) + 1)
+            series.is_over |= not self._guesses.guess(next_one.picked, bounds, next_one.token_ids)
+        return RoundPicks(series, next_one.told, found, done)
 
-    def _rounds(self, limit: Tensor) -> list[tuple[GuessedRound, Tensor, Int32Array, Found]]:
-        """What rounds of a series read and write, by the memory that they tell in."""
-        last = self._runtime.repeatable
-        assert last is not None
-        to, num_seqs = inputs_of(last), last[0].num_seqs
-        rounds = []
-        for memory in self._memory:
-            told, found = memory.told[:num_seqs], memory.found[: num_seqs * self._width]
-            given = GuessedRound(to.counts, to.row_of_seq, to.kv_len, to.token_ids, self._texts, limit, told)
-            rounds.append((given, found, told.numpy(), Found.of(found.numpy())))
-        return rounds
+    def _rounds_of(self, step: ScheduledStep, last: Repeatable) -> list[_Round]:
+        """The rounds that follow from a step, by the memory that they tell in."""
+        (batch, _, child), kept, draws = last, self._rounds, bool(step.asking)
+        if draws:
+            self._send_terms(step)
+        if kept is None or kept[0] is not child or kept[1:3] != (batch.num_seqs, draws):
+            to, limit, next_round = inputs_of(last), self._limit[: batch.num_seqs], self._runtime.core.ops.next_round
+            inputs = to.counts, to.row_of_seq, to.kv_len, to.token_ids, self._texts, limit
+            terms, rounds = self._terms[: batch.num_seqs * self._width], list[_Round]()
+            for memory in self._memory:
+                taken = self._guesses.taken[: len(limit)]
+                given = GuessedRound(*inputs, memory.told[: len(limit)], self._numbers, terms, taken)
+                how = {"draws": draws, "looks_up": self._guesses.looks_up}
+                rounds.append(_Round(self._picker, next_round, self._stream, given, memory, **how))
+            kept = self._rounds = child, batch.num_seqs, draws, rounds
+        return kept[3]
 
     def _reserved(self, rows: Int32Array, needed: Int32Array, scheduler: Scheduler) -> Int32Array | None:
         """The limits of rows that need pages for so many tokens, with some to spare if there are; None: there are none.
@@ -317,18 +516,18 @@ class DeviceRounds:
         """
         last, table = self._runtime.repeatable, self._runtime.table
         assert last is not None
-        most = np.int32(min(last[1].key.max_kv_len, table.max_kv_len))
+        most_guessed = self._guesses.most_tokens + self._width - 1
+        most = np.int32(min(last[1].key.max_kv_len, table.max_kv_len, most_guessed))
         if (needed > most).any():
             return None
-        wanted = np.minimum(needed + np.int32(_TOKENS_AHEAD), most)
-        if scheduler.reserve_ahead(rows, wanted) or scheduler.reserve_ahead(rows, needed):
-            limit: Int32Array = np.minimum(table.room(rows), most)
-            return limit
+        for wanted in (np.minimum(needed + np.int32(_TOKENS_AHEAD), most), needed):
+            if scheduler.reserve_ahead(rows, wanted) and self._guesses.reserve(wanted + np.int32(1 - self._width)):
+                return wanted
         return None
 
     def _send_texts(self, step: ScheduledStep) -> None:
         """Have the texts of a step's sequences on the device, as they were before it."""
-        values, places = list[int](), list[Int32Array]()
+        values, places = list[int](), list[npt.NDArray[Any]]()
         most = self._texts.shape[1]
         for sequence, kv_len in zip(step.sequences, step.batch.kv_len.tolist(), strict=True):
             known = kv_len - self._width + 1
@@ -339,6 +538,37 @@ class DeviceRounds:
                 places.append(np.arange(sequence.row * most + first, sequence.row * most + known))
             self._on_device[sequence.row] = sequence.number, known
         if values:
-            device = self._runtime.device
-            at, tokens = sent(np.concatenate(places), device), sent(np.array(values, np.int32), device)
-            self._texts.view(-1).index_copy_(0, at, tokens)
+            self._put(self._texts, places, np.array(values, np.int32))
+
+    def _send_numbers(self, step: ScheduledStep, limit: Int32Array) -> None:
+        """Have what tokens are drawn by on the device, of all places that rounds within these limits come to."""
+        values, places, most = list[npt.NDArray[np.float32]](), list[npt.NDArray[Any]](), self._numbers.shape[1]
+        drawn_by: dict[int, tuple[int, int]] = {}
+        for seq in step.asking:
+            sequence = step.sequences[seq]
+            number, num = self._drawn_by.get(sequence.row, (-1, 0))
+            first = max(num if number == sequence.number else 0, len(sequence.token_ids))
+            end = int(limit[seq]) + 1
+            if first < end and not sequence.sampler.is_greedy:
+                before = len(sequence.request.prompt_token_ids)
+                values.append(sequence.sampler.uniforms(first - before, end - before))
+                places.append(np.arange(sequence.row * most + first, sequence.row * most + end))
+                drawn_by[sequence.row] = sequence.number, end
+        if values:
+            self._put(self._numbers, places, np.concatenate(values))
+        self._drawn_by |= drawn_by  # after an interrupt they are sent again
+
+    def _put(self, to: Tensor, places: list[npt.NDArray[Any]], values: npt.NDArray[Any]) -> None:
+        device = self._runtime.device
+        to.view(-1).index_copy_(0, sent(np.concatenate(places), device), sent(values, device))
+
+    def _send_terms(self, step: ScheduledStep) -> None:
+        """Have temperatures and the like of a step's sequences on the device; each round has numbers of its own."""
+        terms = terms_of([_draw_of(sequence) for sequence in step.sequences]).repeat(self._width, 0)
+        self._terms[: len(terms)].copy_(sent(terms, self._runtime.device))
+
+
+def _draw_of(sequence: Sequence) -> Draw:
+    """How a sequence's tokens are drawn, but for the numbers that decide."""
+    sampler = sequence.sampler
+    return GREEDY if sampler.is_greedy else Draw(sampler.sampling.temperature, sampler.sampling.top_p, 0.0)

@@ -34,6 +34,7 @@ from rocm_attn.runner.scheduler import NO_SEQUENCE, ScheduledStep, Taken
 from rocm_attn.runner.speculation.drafts import LAST_TOKEN, NO_DRAFTS, Drafts
 from rocm_attn.runner.speculation.drawn import Accepted as AcceptedDrawn
 from rocm_attn.runner.speculation.drawn import NothingDrawn, Rejection
+from rocm_attn.runner.speculation.reading import Together
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.metrics import Metrics
 
@@ -81,8 +82,13 @@ class StepPicks(Protocol):
         ...
 
     @property
-    def likeliest(self) -> PickedTokens | None:
-        """The tokens after all drafts of a step, where no request asks for more than these."""
+    def is_followed(self) -> bool:
+        """Whether what guesses has gone on from it on the device."""
+        ...
+
+    @property
+    def plain(self) -> PickedTokens | None:
+        """The tokens after all drafts of a step, where no request asks for more than draws."""
         ...
 
     def logprobs(self) -> Mapping[int, Many[TokenLogprobs]]:
@@ -93,13 +99,10 @@ class StepPicks(Protocol):
 class NoSpeculation:
     """Each step brings a sequence one token."""
 
+    has_rounds = False
+
     def __init__(self, picker: AskingPicker) -> None:
         self._picker = picker
-
-    @property
-    def looks_up(self) -> bool:
-        """As Drafter.looks_up."""
-        return False
 
     def drafts(self, decoding: Decoding, alive: Set[int]) -> Mapping[int, Drafts]:
         """As Speculation.drafts."""
@@ -123,8 +126,11 @@ class NoSpeculation:
         asks = {row: asks.of(step.sequences[row], step.sequences[row].num_new) for row, asks in asking.items()}
         return _OneEachAsked(self._picker.pick(rows, draws, asks))
 
-    def follow(self, step: ScheduledStep, taken: Many[Taken]) -> None:
+    def follow(self, step: ScheduledStep, taken: Many[Taken], *, is_followed: bool) -> None:
         """As Speculation.follow."""
+
+    def count_rounds(self, step: ScheduledStep, together: Together) -> None:
+        """As Speculation.count_rounds."""
 
     def capture_all(self, progress: Progress) -> None:
         """As Speculation.capture_all."""
@@ -152,7 +158,7 @@ class Speculation:
         *,
         has_rounds: bool = False,
     ) -> None:
-        self._has_rounds = has_rounds
+        self.has_rounds = has_rounds
         self._drafter = drafter
         self._runtime = runtime
         self._picker = picker
@@ -181,7 +187,7 @@ class Speculation:
     @property
     def looks_up(self) -> bool:
         """As Drafter.looks_up, and whether rounds may follow from each other."""
-        return self._has_rounds and self._drafter.looks_up
+        return self.has_rounds and self._drafter.looks_up
 
     def batch(self, step: ScheduledStep) -> StepBatch:
         """The batch of a step, with the mask of its trees where it has any."""
@@ -210,9 +216,14 @@ class Speculation:
         picked = self._picker.pick(rows, draws, asks) if asks else self._picker.plain.pick(rows, draws)
         return _Verified(picked, step, num_rows, self._runtime, self._rejection.pick(step, logits))
 
-    def follow(self, step: ScheduledStep, taken: Many[Taken]) -> None:
-        """Count what became of a step's drafts, and tell what drafts. taken: of each of step.picking"""
-        self._drafter.follow(step, taken)
+    def follow(self, step: ScheduledStep, taken: Many[Taken], *, is_followed: bool) -> None:
+        """Count what became of a step's drafts, and tell what drafts.
+
+        taken:       of each of step.picking
+        is_followed: as of StepPicks
+        """
+        if not is_followed:
+            self._drafter.follow(step, taken)
         # Of a sequence that has ended since the step was launched nothing was verified.
         verified = num_drafts = num_taken = 0
         for seq, drafts in step.drafts.items():
@@ -226,11 +237,20 @@ class Speculation:
         metrics.drafts += num_drafts
         metrics.accepted_drafts += num_taken - verified
 
+    def count_rounds(self, step: ScheduledStep, together: Together) -> None:
+        """As follow(), of rounds that were read together: what they go on with needs nothing to be told."""
+        verified = together.num_rounds * step.num_picks
+        metrics = self._metrics
+        metrics.verifications += verified
+        metrics.drafts += verified * self._num_drafts
+        metrics.accepted_drafts += together.num_tokens - verified
+
 
 class _OneEach:
     """A token for each sequence."""
 
-    likeliest = None
+    is_followed = False
+    plain = None
 
     def __init__(self, picked: PickedTokens) -> None:
         self._picked = picked
@@ -247,7 +267,8 @@ class _OneEach:
 class _OneEachAsked:
     """A token for each sequence, and for some what they asked for."""
 
-    likeliest = None
+    is_followed = False
+    plain = None
 
     def __init__(self, picked: AskedTokens) -> None:
         self._picked = picked
@@ -271,6 +292,8 @@ class _Verified:
     drawn:    what became of drafts that were drawn
     """
 
+    is_followed = False
+
     def __init__(
         self,
         picked: PickedTokens | AskedTokens,
@@ -285,8 +308,8 @@ class _Verified:
         self._paths: list[Many[int]] = []  # place among step.picking -> the drafts that were accepted
 
     @property
-    def likeliest(self) -> PickedTokens | None:
-        """As StepPicks.likeliest."""
+    def plain(self) -> PickedTokens | None:
+        """As StepPicks.plain."""
         return self._picked if isinstance(self._picked, PickedTokens) else None
 
     def read(self) -> Picks:

@@ -180,3 +180,28 @@ def test_room_within_pages_is_reserved_by_few_calls() -> None:
     within_pages()
     table.check_batch(StepBatch(rows, server.kv_len, server.ones))  # by which the rows are known to be distinct
     assert within_pages() == counts[0]
+
+
+class _Rounds(Server):
+    """Steps that run again on what the device has put in the place of their inputs."""
+
+    def again(self) -> None:
+        self.runner.run_again(self.batch)
+
+    def begin(self) -> None:
+        self.batch = self.next()
+        self.runner.run(self.batch)
+        self.again()
+
+
+def test_a_step_that_runs_again_makes_few_calls_and_no_operation_of_torch() -> None:
+    counts = []
+    for num_seqs in (1, 64):
+        server = _Rounds(num_seqs)
+        server.begin()
+        replays = server.runner.counters.replays
+        counts.append(calls_in(server.again))
+        assert server.runner.counters.replays == replays + 1
+        assert operations_in(server.again) == 0
+    assert counts[0] == counts[1]
+    assert 10 < counts[0] <= 35

@@ -46,22 +46,24 @@ def of_move_paths(move: Launch, no_page: int) -> Launch:
 
 
 def of_next_round(next_round: Launch, width: int) -> Launch:
-    """next_round(picked, row_of_seq, limit, and what it writes: counts, kv_len, token_ids, texts, told)."""
+    """next_round(picked, row_of_seq, limit, numbers, and what it writes, as GuessedRound has it)."""
 
-    def of_tensors(picked: Tensor, rows: Tensor, limit: Tensor, *written: Tensor) -> None:
-        counts, kv_len, token_ids, texts, told = written
-        next_round(picked, GuessedRound(counts, rows, kv_len, token_ids, texts, limit, told), width)
+    def of_tensors(picked: Tensor, rows: Tensor, limit: Tensor, numbers: Tensor, *written: Tensor) -> None:
+        counts, kv_len, token_ids, texts, told, terms, num_taken = written
+        given = GuessedRound(counts, rows, kv_len, token_ids, texts, limit, told, numbers, terms, num_taken)
+        next_round(picked, given, width, draws=True, looks_up=True)
 
     return of_tensors
 
 
 def rounds(last_limit: int) -> list[Tensor]:
-    """Three tokens picked of each of four sequences; their rows and limits, of which the last one has to be 9."""
-    return [ints([4, 5, 6, 1, 2, 1, 7, 8, 9, 3, 3, 3]), ints([2, 4, 0, 3]), ints([40, 1050, 11, last_limit])]
+    """Three tokens picked of each of four sequences; rows; limits, of which the last one has to be 9; numbers."""
+    numbers = torch.arange(5 * 1060, dtype=torch.float32).view(5, 1060) / 8192
+    return [ints([4, 5, 6, 1, 2, 1, 7, 8, 9, 3, 3, 3]), ints([2, 4, 0, 3]), ints([40, 1050, 11, last_limit]), numbers]
 
 
 def of_rounds(garbage: int, error: int = 64) -> list[Tensor]:
-    """counts, with an error word, kv_len, token_ids with an entry after them, texts and told.
+    """counts, with an error word, kv_len, token_ids with an entry after them, texts, told, terms and num_taken.
 
     The first text is one token long, the second goes round, the third repeats itself once, the last one never.
     """
@@ -72,7 +74,15 @@ def of_rounds(garbage: int, error: int = 64) -> list[Tensor]:
     texts[3, :4] = ints([9, 8, 7, 6])
     ids = ints([4, 4, 5, 2, 1, 2, 6, 7, 8, 6, 3, 3, garbage])
     told = torch.full((4, TOLD_WORDS), garbage, dtype=torch.int32)
-    return [ints([4, 12, 7, error]), ints([3, 1034, 8, 6]), ids, texts, told]
+    return [
+        ints([4, 12, 7, error]),
+        ints([3, 1034, 8, 6]),
+        ids,
+        texts,
+        told,
+        torch.full((12, 3), 0.5),
+        ints([garbage] * 4),
+    ]
 
 
 def trees() -> list[Tensor]:

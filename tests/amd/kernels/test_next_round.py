@@ -17,7 +17,7 @@ from rocm_attn.kernels.speculative.next_round import launch_next_round
 MOST = 1200  # tokens of a text, more than the kernel looks at in one step
 GARBAGE = 0x5A5A5A5A
 
-NextRound = Callable[[torch.Tensor, GuessedRound, int], None]
+NextRound = Callable[..., None]
 
 by_both = pytest.mark.parametrize("next_round", [launch_next_round, twins.next_round], ids=["kernel", "twin"])
 
@@ -60,7 +60,14 @@ def a_text(draw: random.Random, width: int, longest: int) -> Text:
     return Text(tokens, guesses, picks)
 
 
-def ran(next_round: NextRound, texts: list[Text], limit: list[int], device: torch.device) -> GuessedRound:
+def ran(
+    next_round: NextRound,
+    texts: list[Text],
+    limit: list[int],
+    device: torch.device,
+    draws: bool = True,
+    looks_up: bool = True,
+) -> GuessedRound:
     """The round after one of these texts, with a pad after them and rows in another order."""
     width = len(texts[0].picks)
 
@@ -79,8 +86,13 @@ def ran(next_round: NextRound, texts: list[Text], limit: list[int], device: torc
         texts=stored,
         limit=ints(limit),
         told=torch.full((len(texts), TOLD_WORDS), GARBAGE, dtype=torch.int32, device=device),
+        numbers=torch.rand(stored.shape, device=device, generator=torch.Generator(device).manual_seed(1)),
+        terms=torch.full((len(texts) * width, 3), 0.5, device=device),
+        num_taken=ints([GARBAGE] * len(texts)),
     )
-    next_round(ints([pick for text in texts for pick in text.picks] + [GARBAGE]), given, width)
+    next_round(
+        ints([pick for text in texts for pick in text.picks] + [GARBAGE]), given, width, draws=draws, looks_up=looks_up
+    )
     return given
 
 
@@ -96,11 +108,16 @@ def test_the_next_round_follows_from_the_picks_and_the_texts(
         tokens = text.tokens + text.taken
         guesses, num_same = looked_up(tokens, width - 1)
         assert given.told[seq].tolist() == [len(text.taken), num_same, 0]
+        assert int(given.num_taken[seq]) == len(text.taken)
         assert given.token_ids[seq * width : (seq + 1) * width].tolist() == [tokens[-1], *guesses]
         assert int(given.kv_len[seq]) == len(tokens) - 1 + width
         row = given.texts[len(texts) - seq].tolist()
         assert row[: len(tokens)] == tokens
         assert set(row[len(tokens) :]) == {GARBAGE}, "a token after the text was written"
+        terms = given.terms[seq * width : (seq + 1) * width]
+        assert terms[:, :2].eq(0.5).all(), "what the host has put there was written"
+        numbers = given.numbers[len(texts) - seq, len(tokens) : len(tokens) + width]
+        assert terms[:, 2].tolist() == [*numbers.tolist(), *[0.0] * (width - len(numbers))]
     assert given.token_ids[-3:].tolist() == [GARBAGE] * 3
     assert given.counts.tolist() == [len(texts), len(texts) * width, 7, 0]
     assert given.texts[[0, -1]].eq(GARBAGE).all(), "the row of another sequence was written"
@@ -119,13 +136,32 @@ def test_a_length_beyond_its_limit_is_cut_and_told(next_round: NextRound, device
 
 
 @by_both
+def test_where_no_sequence_draws_no_numbers_are_read(next_round: NextRound, device: torch.device) -> None:
+    texts = [Text([1, 2, 3], [4, 5], [4, 5, 6])]
+    wanted, given = (ran(next_round, texts, [MOST], device, draws) for draws in (True, False))
+    for name in set(GuessedRound._fields) - {"terms"}:
+        assert torch.equal(getattr(wanted, name), getattr(given, name))
+    assert given.terms.eq(0.5).all()
+
+
+@by_both
+def test_guesses_that_are_not_looked_up_are_the_callers(next_round: NextRound, device: torch.device) -> None:
+    texts = [Text([1, 2, 3, 1, 2], [4, 5], [4, 1, 2])]
+    wanted, given = (ran(next_round, texts, [MOST], device, looks_up=looks_up) for looks_up in (True, False))
+    assert given.token_ids[:3].tolist() == [1, 4, 5]
+    assert given.told[0].tolist() == [2, 4, 0]
+    for name in ("kv_len", "texts", "terms", "num_taken"):
+        assert torch.equal(getattr(given, name), getattr(wanted, name))
+
+
+@by_both
 def test_an_error_of_the_round_is_told_and_stays(next_round: NextRound, device: torch.device) -> None:
     """The word is the runtime's to clear, when it has heard of it."""
     text = Text([1, 2, 3], [4, 5], [4, 5, 6])
 
-    def of_a_wrong_round(picked: torch.Tensor, given: GuessedRound, width: int) -> None:
+    def of_a_wrong_round(picked: torch.Tensor, given: GuessedRound, width: int, **how: bool) -> None:
         given.counts[ERROR_WORD] = 64
-        next_round(picked, given, width)
+        next_round(picked, given, width, **how)
 
     given = ran(of_a_wrong_round, [text], [MOST], device)
     assert int(given.counts[ERROR_WORD]) == 64

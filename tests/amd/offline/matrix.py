@@ -549,7 +549,9 @@ def launch_speculative(page_size: int) -> None:
     launch_accept_sampled(Probabilities(rows, rows, uniform, uniform), given, accepted)
     table = torch.empty(num_seqs + 1, 64, dtype=torch.int32)
     told = torch.empty(num_seqs, TOLD_WORDS, dtype=torch.int32)
-    launch_next_round(ids, GuessedRound(of_seq, of_seq, of_seq, ids, table, of_seq, told), num_nodes)
+    numbers, terms = torch.empty(num_seqs + 1, 64), torch.empty(tokens, 3)
+    guessed = GuessedRound(of_seq, of_seq, of_seq, ids, table, of_seq, told, numbers, terms, of_seq)
+    launch_next_round(ids, guessed, num_nodes, draws=True, looks_up=True)
     paths = AcceptedPaths(accepted.path, accepted.num_accepted, accepted.kv_len, of_seq, table, 0)
     step = StepTensors.of(
         torch.empty(0, dtype=torch.int32),

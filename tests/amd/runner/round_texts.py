@@ -10,7 +10,7 @@ from torch import Tensor
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.ranks import ONE_RANK
 from rocm_attn.runner.weights import load_weights
-from tests.amd.runner.tiny_model import CONFIG, RandomTensors
+from tests.amd.runner.tiny_model import CONFIG, RandomTensors, with_windows
 
 CIRCLE = 8  # tokens
 # How much of what its layers add is left: at 0 the next token follows from the last one alone.
@@ -34,9 +34,9 @@ class RoundTexts(RandomTensors):
         return super().read(name, *where)
 
 
-def round_model(device: torch.device | None = None) -> LoadedModel:
-    """The model, with a longer context than the tiny one."""
-    config = replace(CONFIG, context_len=512)
+def round_model(device: torch.device | None = None, windows: tuple[int, ...] = ()) -> LoadedModel:
+    """The model, with a longer context than the tiny one. windows: window_left of its layers, where they have any"""
+    config = replace(with_windows(CONFIG, *windows) if windows else CONFIG, context_len=512)
     place = torch.device("cpu") if device is None else device
     weights = load_weights(RoundTexts(config, 1), config, dtype=torch.float32, device=place)
     return LoadedModel(config, weights, None, ONE_RANK)

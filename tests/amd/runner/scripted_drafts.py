@@ -87,4 +87,5 @@ def with_drafter(engine: Engine, drafter: ScriptedDrafter) -> Engine:
     """The engine, whose drafts come from a script."""
     assert isinstance(engine._speculation, Speculation)
     engine._speculation._drafter = drafter
+    engine._speculation.has_rounds = False  # they are the engine's own drafter's
     return engine

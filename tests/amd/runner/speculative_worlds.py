@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import random
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,7 +21,9 @@ from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Completion, Event, Request, TokenEvent
 from rocm_attn.runner.sampling_options import Sampling
-from rocm_attn.runner.speculation.engines import model_drafter
+from rocm_attn.runner.speculation.engines import guesses_of, model_drafter
+from rocm_attn.runner.speculation.reading import MOST_AHEAD
+from rocm_attn.runner.speculation.rounds import DeviceRounds
 from rocm_attn.runner.speculation.speculation import Speculation
 from rocm_attn.step.metrics import Metrics
 from tests.amd.runner.cache_invariants import check_cache
@@ -108,9 +111,15 @@ class Run:
             with_drafter(engine, ScriptedDrafter(self._texts, CONFIG.vocab_size, branches=world.options.topk > 1))
         elif world.way == MODEL:
             drafter = model_drafter(small, loaded, world.options, engine.runtime)
+            num, has_rounds = world.options.draft_tokens, world.options.topk == 1
             engine._speculation = Speculation(
-                drafter, engine.runtime, engine._picker, world.options.draft_tokens, engine.metrics
+                drafter, engine.runtime, engine._picker, num, engine.metrics, has_rounds=has_rounds
             )
+            if has_rounds:
+                guesses = guesses_of(drafter, world.options, engine.runtime)
+                engine._rounds = DeviceRounds(
+                    engine.runtime, engine._runner, engine._picker.plain, guesses, num, MOST_AHEAD
+                )
         self._begins = [self._tokens(self._random.randrange(8, 36)) for _ in range(3)]
         self.requests: list[Request] = []
         self.wanted: list[Completion] = []
@@ -178,7 +187,7 @@ class Run:
         engine.runtime.check_device()
         return engine.report().metrics
 
-    def _note(self, events: list[Event]) -> None:
+    def _note(self, events: Many[Event]) -> None:
         for event in events:
             if isinstance(event, TokenEvent):
                 self.told[event.request].append(event.token_id)

@@ -232,7 +232,7 @@ def test_probabilities_follow_a_d2t_that_names_all_tokens_in_another_order(loade
     engine = Engine(loaded, replace(MANY, max_batch_size=4))
     drafter = engine._speculation._drafter  # type: ignore[union-attr]
     assert isinstance(drafter, EagleDrafter)
-    runners = drafter._runners
+    runners = drafter.runners
     runners._model = InAnotherOrder()  # type: ignore[assignment]
     runners._terms[:, 0], runners._terms[:, 1] = 1.0, 0.5
     logits = torch.randn(4, VOCABULARY, generator=torch.Generator().manual_seed(0))

@@ -50,8 +50,8 @@ def assert_lossless(loaded: LoadedModel, options: EngineOptions, requests: Many[
     assert 0 < metrics.accepted_drafts < metrics.drafts
     drafter = drafter_of(engine)
     drafter.draft([], frozenset())
-    assert drafter._table.num_free_rows == options.max_batch_size
-    assert drafter._table.num_free_pages == drafter._table.num_usable_pages
+    assert drafter.table.num_free_rows == options.max_batch_size
+    assert drafter.table.num_free_pages == drafter.table.num_usable_pages
     return engine
 
 
@@ -158,7 +158,7 @@ def test_a_head_of_eagle_3_changes_no_token(changes: dict[str, Any], loaded: Loa
     assert engine.report().metrics.drafts > 50
     drafter = drafter_of(engine)
     drafter.draft([], frozenset())
-    assert drafter._table.num_free_pages == drafter._table.num_usable_pages
+    assert drafter.table.num_free_pages == drafter.table.num_usable_pages
 
 
 KNOWN = tuple(range(3, CONFIG.vocab_size, 2))
@@ -252,7 +252,7 @@ def test_the_layer_of_a_seeded_head_of_eagle_3_is_what_its_formula_says(loaded: 
     assert isinstance(attention, HeadWeights)
     assert isinstance(mlp, DenseWeights)
     engine = Engine(loaded, replace(SEEDED3, draft_tokens=1))
-    runners = drafter_of(engine)._runners
+    runners = drafter_of(engine).runners
     head, runtime = runners._model, runners._runtime
     assert isinstance(head, Eagle3Head)
     generator, ids = torch.Generator().manual_seed(3), [5, 9, 44, 17, 2]

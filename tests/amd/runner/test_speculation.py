@@ -343,12 +343,12 @@ def test_drafts_of_all_levels_are_one_publication_and_one_graph(topk: int, loade
     engine = drafting(loaded, tiny_model(seed=1), options)
     drafter = engine._speculation._drafter  # type: ignore[union-attr]
     assert isinstance(drafter, ModelDrafter)
-    runners, published = drafter._runners, Counter[int]()
+    runners, published = drafter.runners, Counter[int]()
     draft, runtime = drafter._draft, runners._runtime
 
-    def counted(decoding: Any) -> Any:
+    def counted(decoding: Any, ahead: Any) -> Any:
         before = runtime.step_number, runners._first.metrics.captures + runners._round.metrics.captures
-        found = draft(decoding)
+        found = draft(decoding, ahead)
         if found and before[1] == runners._first.metrics.captures + runners._round.metrics.captures:
             published[runtime.step_number - before[0]] += 1
         return found
@@ -372,7 +372,7 @@ def test_no_served_round_captures_anything_after_all_graphs_were_made(topk: int,
     engine = drafting(loaded, tiny_model(seed=1), options)
     drafter = engine._speculation._drafter  # type: ignore[union-attr]
     assert isinstance(drafter, ModelDrafter)
-    counted = (engine.metrics, drafter._runners._first.metrics, drafter._runners._round.metrics)
+    counted = (engine.metrics, drafter.runners._first.metrics, drafter.runners._round.metrics)
     assert not engine.capture_all(lambda done, total, name: None).skipped
     before = [metrics.captures for metrics in counted]
     assert all(before)
@@ -397,8 +397,8 @@ def test_a_model_that_drafts_for_another_changes_no_token(changes: dict[str, Any
     drafter = engine._speculation._drafter  # type: ignore[union-attr]
     assert isinstance(drafter, ModelDrafter)
     drafter.draft([], frozenset())
-    assert drafter._table.num_free_rows == options.max_batch_size
-    assert drafter._table.num_free_pages == drafter._table.num_usable_pages
+    assert drafter.table.num_free_rows == options.max_batch_size
+    assert drafter.table.num_free_pages == drafter.table.num_usable_pages
 
 
 def test_a_model_with_a_shorter_context_drafts_as_far_as_that_goes(loaded: LoadedModel) -> None:

@@ -1,0 +1,104 @@
+"""How rounds are read that follow from each other on the device: several at a time, where nothing is odd about them.
+
+Most rounds bring every sequence some tokens and end none. What they bring is found for all sequences at once; only a
+round in which something ends, fails or has a fault is read sequence by sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from typing import NamedTuple
+
+import numpy as np
+
+from rocm_attn.batch.step_batch import Int32Array
+from rocm_attn.kernels.sampling.found import ALL_ZERO
+from rocm_attn.runner.request import Sequence
+from rocm_attn.runner.sampling import Found
+
+# Rounds that are launched and not read when the next one is: as many as the device runs in so many seconds, within
+# these bounds. Tokens wait about so long to be handed out, and requests that come to begin.
+AHEAD_SECONDS = 0.001
+FEWEST_AHEAD, MOST_AHEAD = 2, 6
+# What has as many ends in it is looked for one by one.
+_FEW_STOPS = 8
+
+
+class Pace:
+    """How many rounds are launched before the oldest is read."""
+
+    def __init__(self) -> None:
+        self.num_ahead = FEWEST_AHEAD
+
+    def note(self, seconds: float, num_rounds: int) -> None:
+        """So many rounds were read in that time."""
+        wanted = int(AHEAD_SECONDS * num_rounds / seconds) if seconds > 0 else MOST_AHEAD
+        self.num_ahead = min(max(wanted, FEWEST_AHEAD), MOST_AHEAD)
+
+    @property
+    def num_together(self) -> int:
+        """How many rounds are waited for at a time."""
+        return self.num_ahead // 2
+
+
+class Ends:
+    """What ends the sequences of a series.
+
+    kv_len: int32 [n]; a sequence whose round comes to so many tokens, its guesses included, may be at its end
+    """
+
+    def __init__(self, sequences: Many[Sequence], width: int) -> None:
+        self._kv_len = np.array([each.most_tokens for each in sequences], np.int64) + (width - 1)
+        self._stops = np.array(sorted(frozenset[int]().union(*[each.stops for each in sequences])), np.int64)
+
+    def none_in(self, token_ids: Int32Array, kv_len: Int32Array) -> bool:
+        """Whether no sequence ends with one of these tokens, after which it has these lengths."""
+        stops = self._stops
+        if len(stops) > _FEW_STOPS:
+            if np.isin(token_ids, stops).any():
+                return False
+        elif any((token_ids == stop).any() for stop in stops):
+            return False
+        return not (kv_len >= self._kv_len).any()
+
+
+class Together(NamedTuple):
+    """Rounds that were read together.
+
+    number:     of the first one in its series
+    token_ids:  of each sequence, of all these rounds
+    num_tokens: of all sequences
+    kv_len:     int32 [n] of the round after them
+    told:       by the last one, as of GuessedRound
+    """
+
+    number: int
+    num_rounds: int
+    token_ids: list[list[int]]
+    num_tokens: int
+    kv_len: Int32Array
+    told: Int32Array
+
+
+def is_clean(told: Int32Array, found: Found) -> bool:
+    """Whether a token was picked in every row of a round, and no fault was told. told: as of GuessedRound"""
+    ids, best = found
+    # A row that holds NaN has NaN as its largest logit.
+    return not (told[:, 2].any() or (ids == ALL_ZERO).any()) and bool(np.logical_and.reduce(np.isfinite(best)))
+
+
+def put_together(token_ids: Many[Int32Array], taken: Many[Int32Array]) -> tuple[Int32Array, list[list[int]]]:
+    """The tokens that sequences take of rounds, in one line, and of each sequence.
+
+    token_ids: of each round, int32 [n, W]
+    taken:     likewise, int32 [n], how many of them
+    """
+    if all((num == token_ids[0].shape[1]).all() for num in taken):  # of texts that go on as they are guessed
+        whole = token_ids[0] if len(token_ids) == 1 else np.concatenate(token_ids, 1)
+        return whole.reshape(-1), whole.tolist()
+    ids = token_ids[0] if len(token_ids) == 1 else np.stack(token_ids, 1)
+    num = taken[0] if len(taken) == 1 else np.stack(taken, 1)
+    flat: Int32Array = ids[np.arange(ids.shape[-1], dtype=np.int32) < num[..., None]]
+    in_all = num if num.ndim == 1 else num.sum(1)
+    tokens, ends = flat.tolist(), in_all.cumsum().tolist()
+    return flat, [tokens[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]

@@ -1,0 +1,235 @@
+"""What guesses the tokens of rounds: each sequence's own text, or a model, from what the device alone knows.
+
+A model that drafts goes on from a round that was verified without asking what it has brought. It takes in all W tokens
+that were picked; the drafts after the last one that a sequence took are stored over by the next round's. The row of
+that last one is chosen on the device, by the counts that kernels/speculative/next_round.py leaves there, and so are the
+lengths that its steps begin at. The host publishes these steps by bounds, and reads the drafts when a series has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.step_batch import INT32_MAX, Int32Array
+from rocm_attn.errors import DeviceFault, FitsLater
+from rocm_attn.paging.request_table import RequestTable
+from rocm_attn.runner.request import Sequence
+from rocm_attn.runner.sending import sent
+from rocm_attn.runner.speculation.beams import Found
+from rocm_attn.runner.speculation.draft_runners import DraftRunners
+from rocm_attn.runner.speculation.drafts import NO_DRAFTS, NOT_DRAWN, Drafts
+
+# Of rounds whose guesses any length of a text allows.
+NO_BOUND = INT32_MAX
+
+
+class DraftsAhead:
+    """Drafts that the device has made of what sequences had at the end of a series."""
+
+    def __init__(self) -> None:
+        self._drafts: dict[int, tuple[int, Drafts]] = {}  # number -> tokens that the sequence had, and its drafts
+
+    def put(self, sequence: Sequence, drafts: Drafts) -> None:
+        """Keep them until the next take()."""
+        self._drafts[sequence.number] = len(sequence.token_ids), drafts
+
+    def take(self, decoding: Many[tuple[Sequence, int]]) -> dict[int, Drafts]:
+        """Those of sequences that decode and have no more tokens now. decoding: as of Drafter.draft"""
+        drafts, self._drafts = self._drafts, {}
+        found = {}
+        for sequence, most in decoding:
+            num_tokens, made = drafts.get(sequence.number, (-1, NO_DRAFTS))
+            if num_tokens == len(sequence.token_ids):
+                found[sequence.number] = made.first(min(most, len(made)))
+        return found
+
+
+class Guesses(Protocol):
+    """Guesses the tokens of the rounds of a series, all on the device."""
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether kernels/speculative/next_round.py makes the guesses, out of the texts."""
+        ...
+
+    @property
+    def most_tokens(self) -> int:
+        """No text may be longer."""
+        ...
+
+    @property
+    def taken(self) -> Tensor:
+        """int32 [most_seqs], on the device: receives how many tokens each sequence got of a round."""
+        ...
+
+    def begin(self, sequences: Many[Sequence]) -> bool:
+        """Whether rounds of these sequences may begin, whose step is launched and has all their guesses."""
+        ...
+
+    def reserve(self, num_tokens: Int32Array) -> bool:
+        """Have room for guesses after texts of so many tokens; whether there is. int32 [n]"""
+        ...
+
+    def guess(self, picked: Tensor, bounds: Int32Array, token_ids: Tensor) -> bool:
+        """Make the guesses of the next round; False: there are none, and no round may follow.
+
+        picked:    int32 [n * W], on the device: what was picked after each token of the round
+        bounds:    int32 [n], that the texts were no longer than before it
+        token_ids: int32 [n, W], on the device, of the next round: receives its guesses, after their first column
+        """
+        ...
+
+    def end(self, sequences: Many[Sequence | None], *, is_whole: bool) -> None:
+        """The series has ended, and all that is known is read.
+
+        sequences: place -> the sequence, None where it has ended, or goes on by fewer tokens than the device took
+        is_whole:  whether all guesses were made of what the sequences have now
+        """
+        ...
+
+
+class LookedUp:
+    """What a text says of its next tokens."""
+
+    looks_up = True
+    most_tokens = NO_BOUND
+
+    def __init__(self, most_seqs: int, device: torch.device) -> None:
+        with torch.inference_mode(False):
+            self.taken = torch.zeros(most_seqs, dtype=torch.int32, device=device)
+
+    def begin(self, sequences: Many[Sequence]) -> bool:
+        """As Guesses.begin."""
+        return True
+
+    def reserve(self, num_tokens: Int32Array) -> bool:
+        """As Guesses.reserve."""
+        return True
+
+    def guess(self, picked: Tensor, bounds: Int32Array, token_ids: Tensor) -> bool:
+        """As Guesses.guess."""
+        return True
+
+    def end(self, sequences: Many[Sequence | None], *, is_whole: bool) -> None:
+        """As Guesses.end."""
+
+
+class Place(NamedTuple):
+    """Where a model that drafts stands in a text. row: its own; before: tokens of the text that it has none of"""
+
+    row: int
+    before: int
+
+
+class Following(Protocol):
+    """A drafter whose model may go on in rounds."""
+
+    @property
+    def runners(self) -> DraftRunners:
+        """Of its model, which drafts chains."""
+        ...
+
+    @property
+    def table(self) -> RequestTable:
+        """Its rows."""
+        ...
+
+    def place_of(self, sequence: Sequence) -> Place | None:
+        """Where it stands, if it has taken in all of a text that it can, else None."""
+        ...
+
+    def hand_over(self, num_tokens: int) -> None:
+        """Have the model's steps read what the first tokens of the step that has run have left for them."""
+        ...
+
+    def went_on(self, sequence: Sequence, drafts: Drafts) -> None:
+        """The model has taken in all of a text that it can, and drafted what comes next."""
+        ...
+
+    def leave(self, number: int) -> None:
+        """Begin anew with a request, whose row holds what is not known."""
+        ...
+
+
+class ModelGuesses:
+    """Drafts of a model that take up where the last ones were verified."""
+
+    looks_up = False
+
+    def __init__(self, drafter: Following, width: int) -> None:
+        self._drafter, self._runners, self._table, self._width = drafter, drafter.runners, drafter.table, width
+        device = self._runners.device
+        with torch.inference_mode(False):
+            self._stored = torch.zeros_like(self._runners.taken)
+        self._device = device
+        self._numbers: list[int] = []
+        self._rows = self._before = np.empty(0, np.int32)
+        self._words: Tensor | None = None
+
+    @property
+    def taken(self) -> Tensor:
+        """As Guesses.taken."""
+        return self._runners.taken
+
+    @property
+    def most_tokens(self) -> int:
+        """As Guesses.most_tokens."""
+        return self._table.max_kv_len - self._room
+
+    @property
+    def _room(self) -> int:
+        """Tokens that a round stores after a text, at most."""
+        return max(self._width, self._runners.room)
+
+    def begin(self, sequences: Many[Sequence]) -> bool:
+        """As Guesses.begin."""
+        places = [place for sequence in sequences if (place := self._drafter.place_of(sequence)) is not None]
+        if len(places) < len(sequences):
+            return False
+        self._numbers = [sequence.number for sequence in sequences]
+        self._rows = np.array([place.row for place in places], np.int32)
+        self._before = np.array([place.before for place in places], np.int32)
+        self._words = None
+        stored = np.array([len(sequence.token_ids) for sequence in sequences], np.int32) - self._before
+        self._stored[: len(stored)].copy_(sent(stored, self._device))
+        return True
+
+    def reserve(self, num_tokens: Int32Array) -> bool:
+        """As Guesses.reserve."""
+        try:
+            self._table.reserve_all(self._rows, num_tokens - self._before + np.int32(self._room))
+        except FitsLater:
+            return False
+        return True
+
+    def guess(self, picked: Tensor, bounds: Int32Array, token_ids: Tensor) -> bool:
+        """As Guesses.guess. A fault of what drafts is no fault of a request: it begins anew."""
+        num_seqs = len(self._rows)
+        self._words = None
+        try:
+            self._drafter.hand_over(num_seqs * self._width)
+            words = self._runners.go_on(self._rows, bounds - self._before, self._width, picked, self._stored[:num_seqs])
+        except DeviceFault:
+            return False
+        token_ids[:, 1:].copy_(words[:, :, 0, 0])
+        self._words = words
+        return True
+
+    def end(self, sequences: Many[Sequence | None], *, is_whole: bool) -> None:
+        """As Guesses.end."""
+        words, self._words = self._words, None
+        try:
+            found = Found(words) if words is not None and is_whole else None
+        except DeviceFault:
+            found = None
+        for seq, (number, sequence) in enumerate(zip(self._numbers, sequences, strict=True)):
+            if found is None or sequence is None:
+                self._drafter.leave(number)
+                continue
+            self._table.truncate(int(self._rows[seq]), len(sequence.token_ids) - int(self._before[seq]))
+            self._drafter.went_on(sequence, found.drafts(seq, self._width - 1, NOT_DRAWN))

@@ -1,0 +1,249 @@
+"""Rounds that are read together: what sequences get is what they get of rounds that are read one by one."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+
+from rocm_attn.runner.engine import Engine
+from rocm_attn.runner.engine_thread import EngineThread, Update
+from rocm_attn.runner.events import Events, NewTokens, without
+from rocm_attn.runner.loading import LoadedModel
+from rocm_attn.runner.options import EngineOptions
+from rocm_attn.runner.request import AbortEvent, Completion, Event, Request, TokenEvent
+from rocm_attn.runner.speculation.reading import AHEAD_SECONDS, FEWEST_AHEAD, MOST_AHEAD, Pace, Together
+from rocm_attn.runner.speculation.rounds import DeviceRounds, RoundPicks
+from tests.amd.runner.asking import character_model
+from tests.amd.runner.round_texts import round_model
+from tests.amd.runner.test_rounds import BASE, KINDS, at_pace, rounds_of
+
+OPTIONS = replace(BASE, page_size=4, max_batch_size=4)
+a_request = KINDS["greedy"].request
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return round_model()
+
+
+def plainly(loaded: LoadedModel, requests: list[Request]) -> list[Completion]:
+    return Engine(loaded, replace(OPTIONS, speculative="off", draft_tokens=4, steps_ahead=0)).generate(requests)
+
+
+def engine_of(loaded: LoadedModel, num_ahead: int = 6, options: EngineOptions = OPTIONS) -> Engine:
+    return at_pace(num_ahead, Engine(loaded, options))
+
+
+def one_by_one(engine: Engine) -> Engine:
+    rounds_of(engine).read_together = lambda *arguments: None  # type: ignore[method-assign]
+    return engine
+
+
+def read_by(engine: Engine) -> list[int]:
+    """Gets the number of rounds each time that some are read together."""
+    rounds, nums = rounds_of(engine), list[int]()
+    took = rounds.took
+
+    def and_count(together: Together) -> None:
+        nums.append(together.num_rounds)
+        took(together)
+
+    rounds.took = and_count  # type: ignore[method-assign]
+    return nums
+
+
+def served(engine: Engine, requests: list[Request]) -> tuple[list[Completion], list[list[int]]]:
+    """What requests come to, and the tokens that their events tell."""
+    told: list[list[int]] = [[] for _ in requests]
+
+    def note(event: Any) -> None:
+        if isinstance(event, TokenEvent):
+            told[event.request].append(event.token_id)
+
+    return engine.generate(requests, note), told
+
+
+@pytest.mark.parametrize("num_ahead", [2, 4, pytest.param(6, marks=pytest.mark.nightly)])
+def test_the_texts_are_those_of_plain_decoding(num_ahead: int, loaded: LoadedModel) -> None:
+    """Some end by a token, others by their length, within rounds and between them."""
+    requests = [a_request(seed, 50 + 7 * seed) for seed in range(4)]
+    texts = [done.token_ids for done in plainly(loaded, requests)]
+    never = [token for token in range(64) if token not in texts[1]]
+    requests[1] = replace(requests[1], stop_token_ids=(texts[1][33], *never[:10]))
+    requests[2] = replace(requests[2], stop_token_ids=(texts[2][41],))
+    engine = engine_of(loaded, num_ahead)
+    nums = read_by(engine)
+    done, told = served(engine, requests)
+    assert done == plainly(loaded, requests)
+    assert told == [list(each.token_ids) for each in done]
+    assert max(nums) >= num_ahead // 2
+
+
+def test_rounds_that_the_device_has_told_of_are_read_with_those_that_are_waited_for(loaded: LoadedModel) -> None:
+    engine = Engine(loaded, OPTIONS)  # of a CPU, which has run what was launched
+    engine._pace.note = lambda seconds, num_rounds: None  # type: ignore[method-assign]
+    nums = read_by(engine)
+    requests = [a_request(1, 120)]
+    assert engine.generate(requests) == plainly(loaded, requests)
+    assert max(nums) == FEWEST_AHEAD + 1
+
+
+def test_what_is_counted_is_what_is_counted_of_rounds_that_are_read_one_by_one(loaded: LoadedModel) -> None:
+    requests = [a_request(seed, 60 + seed) for seed in range(3)]
+    found = []
+    for engine in (engine_of(loaded), one_by_one(engine_of(loaded))):
+        engine.generate(requests)
+        metrics = engine.report().metrics
+        counts = metrics.new_tokens, metrics.verifications, metrics.drafts, metrics.accepted_drafts, metrics.steps
+        times = metrics.step_seconds, metrics.host_seconds, metrics.token_gap_seconds, metrics.first_token_seconds
+        found.append((counts, [each.count for each in times]))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("ends_by", ["length", "abort", "text"])
+def test_pages_that_rounds_have_stored_are_found_by_prompts(ends_by: str, loaded: LoadedModel) -> None:
+    """All that are full, as if each round had been read by itself."""
+    with_words = replace(loaded, tokenizer=character_model().tokenizer)
+    long = a_request(5, 90)
+    (whole,) = plainly(with_words, [long])
+    if ends_by == "text":
+        long = replace(long, stop=(whole.text[:75],))
+    hits = []
+    for engine in (engine_of(with_words), one_by_one(engine_of(with_words))):
+        number = engine.submit(long)
+        while engine.has_work:
+            engine.step()
+            output = engine._outputs.get(number)
+            if ends_by == "abort" and output is not None and output.num_tokens >= 70:
+                engine.abort(number)
+        done = engine.completion(number)
+        assert done.token_ids == whole.token_ids[: len(done.token_ids)]
+        again = Request((*long.prompt_token_ids, *whole.token_ids[:60], 3), 2)
+        (followed,) = engine.generate([again])
+        assert followed == plainly(with_words, [again])[0]
+        hits.append(engine.report().metrics.prefix_hits)
+    assert hits[0] == hits[1]
+    assert hits[0] >= len(long.prompt_token_ids) + 60 - 4
+
+
+def lines_of(code: CodeType) -> list[int]:
+    return sorted({line for _, _, line in code.co_lines() if line is not None and line > code.co_firstlineno})
+
+
+@contextmanager
+def interrupted_at(code: CodeType, line: int) -> Iterator[list[int]]:
+    """An interrupt comes as a function gets to a line, once. Gets the line then."""
+    came = list[int]()
+
+    def in_function(frame: FrameType, event: str, argument: object) -> Any:
+        if event == "line" and frame.f_lineno == line and not came:
+            came.append(line)
+            raise KeyboardInterrupt
+        return in_function
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        return in_function if frame.f_code is code and not came else None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield came
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.parametrize(
+    ("reading", "is_together"),
+    [
+        (RoundPicks.read, False),
+        pytest.param(DeviceRounds.read_together, True, marks=pytest.mark.nightly),
+        (DeviceRounds.took, True),
+    ],
+)
+def test_an_interrupt_while_rounds_are_read_is_followed_by_the_same_text_and_no_fault(
+    reading: Callable[..., object], is_together: bool, loaded: LoadedModel
+) -> None:
+    requests = [a_request(1, 40)]
+    wanted, num = plainly(loaded, requests), 0
+    for line in lines_of(reading.__code__):
+        engine = engine_of(loaded, 2)
+        if not is_together:
+            one_by_one(engine)
+        number = engine.submit(requests[0])
+        rounds = rounds_of(engine)
+        while rounds._series is None or rounds._series.num_unread < 2:
+            engine.step()
+        with interrupted_at(reading.__code__, line) as came:
+            while engine.has_work and not came:
+                try:
+                    engine.step()
+                except KeyboardInterrupt:
+                    break
+        num += bool(came)
+        while engine.has_work:
+            engine.step()
+        assert [engine.completion(number)] == wanted, f"line {line}"
+    assert num >= 2
+
+
+def test_the_pace_follows_from_how_long_rounds_take() -> None:
+    pace = Pace()
+    assert pace.num_ahead == FEWEST_AHEAD
+    for seconds, num_rounds, num_ahead in [
+        (AHEAD_SECONDS / 4.5, 1, 4),
+        (AHEAD_SECONDS * 2 / 3.5, 2, 3),
+        (AHEAD_SECONDS / 100, 1, MOST_AHEAD),
+        (0.0, 1, MOST_AHEAD),
+        (AHEAD_SECONDS * 3, 1, FEWEST_AHEAD),
+    ]:
+        pace.note(seconds, num_rounds)
+        assert pace.num_ahead == num_ahead
+        assert 1 <= pace.num_together < pace.num_ahead
+
+
+def test_events_are_those_that_their_parts_stand_for() -> None:
+    end, none = TokenEvent(3, 9, "x", "stop"), Events()
+    parts: list[Event | NewTokens] = [NewTokens([1], [[5, 6]]), end, NewTokens([2, 8], [(7,), []]), AbortEvent(4, "")]
+    events = Events(parts)
+    each: list[Event] = [
+        TokenEvent(1, 5, "", None),
+        TokenEvent(1, 6, "", None),
+        end,
+        TokenEvent(2, 7, "", None),
+        AbortEvent(4, ""),
+    ]
+    assert events == each
+    assert list(events) == each
+    assert [events[place] for place in range(-5, 5)] == [*each, *each]
+    assert events[1:3] == each[1:3]
+    assert len(events) == 5
+    assert (bool(events), bool(none), none == []) == (True, False, True)
+    assert repr(events) == repr(each)
+    assert all(type(event) is type(other) for event, other in zip(events, each, strict=True))
+    for request in (1, 2, 3, 4):
+        assert Events(without(parts, request)) == [event for event in each if event.request != request]
+    assert not Events(without([NewTokens([1], [[5, 6]])], 1))
+
+
+class _Nothing:
+    def completion(self, number: int) -> Completion:
+        return Completion((1,), (9,), "x", "stop")
+
+
+def test_an_engine_thread_takes_tokens_that_came_together_as_it_takes_events() -> None:
+    events = Events([NewTokens([1, 8, 2], [[5, 6], [1], []]), TokenEvent(1, 9, "x", "stop"), NewTokens([2], [[7]])])
+    found = []
+    for given in (events, list(events)):
+        thread = EngineThread(_Nothing(), None, asyncio.new_event_loop())  # type: ignore[arg-type]
+        thread._ticket_of, thread._number_of = {1: 10, 2: 20}, {10: 1, 20: 2}
+        found.append(thread._updates(given))
+        thread._loop.close()
+    assert found[0] == found[1]
+    assert found[0][1] == Update(20, (7,), "", None)

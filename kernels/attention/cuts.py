@@ -77,6 +77,7 @@ class DecodeCut:
     window_left: keys before its last that a sequence sees; UNLIMITED_WINDOW: all of them
     tokens:      which sequences take part
     is_even:     whether rows that are alike are cut alike (decode_schedule.py)
+    side_by_side: whether equal parts of a sequence's rows are handed out side by side (decode_schedule.py)
     """
 
     rows: int
@@ -87,6 +88,7 @@ class DecodeCut:
     tokens: NewTokens = ONE_TOKEN
     is_even: bool = False
     row_end: int = 0
+    side_by_side: bool = False
 
     def __post_init__(self) -> None:
         assert self.row_cost >= 0
@@ -113,6 +115,7 @@ class DecodeCut:
             window_left,
             is_even=not has_slots,
             row_end=tiles.row_end,
+            side_by_side=tiles.early and not has_slots,
         )
 
     @property

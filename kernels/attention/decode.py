@@ -465,7 +465,7 @@ def _decode_kernel(
         done = tl.load(words + PROGRAM_DONE)
         work = tl.load(words + PROGRAM_WORK)
         kv_len = tl.load(words + PROGRAM_KV_LEN)
-        if G.EARLY:
+        if R.SIDE_BY_SIDE:
             # Its words may lie at another place.
             program = (tl.load(words + PROGRAM_ROW_START) + done) // tl.load(words + PROGRAM_SHARE)
 

@@ -14,7 +14,8 @@ DECODE_ROWS = (
     # gptoss 64 x 4k: 74 us, with factors of tokens 78, of bfloat16 129. In a run where these take 77.5: 78.2 where the
     # start of a row costs something, 78.5 with 4 stages, 95 with 2, 81 where rows that are alike are not cut alike, 89
     # and more with whole rows of four warps, 77.6 where the program that ends last with a row adds up its parts. 8
-    # programs of these registers are what an SM holds; 12 take 83. Up to 56 bytes spill where there is a window.
+    # programs of these registers are what an SM holds; 12 take 83. Up to 56 bytes spill where there is a window. In
+    # order 78.2 where side by side takes 77.6; with pages fetched ahead for all of a sequence's rows 87 and more.
     DecodeRow(
         "sm_90",
         2,

@@ -47,7 +47,7 @@ class RowCut(NamedTuple):
     BLOCK_HEADS:   query heads of such a block; the last one may have fewer
     Q_ROWS:        query heads of a row
     KEY_BLOCK:     keys of a block; of deterministic attention a segment's
-    ROW_COST, ROW_END: see DecodeCut
+    ROW_COST, ROW_END, SIDE_BY_SIDE: see DecodeCut
     WINDOWED:      whether there is a window
     TOKENS:        which sequences take part
     """
@@ -63,20 +63,22 @@ class RowCut(NamedTuple):
     WINDOWED: bool
     TOKENS: NewTokens = ONE_TOKEN
     ROW_END: int = 0
+    SIDE_BY_SIDE: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeCut:
     """How a decode batch is handed out; equal cuts make equal schedules of a step.
 
-    rows:        rows of a sequence with one new token
-    key_block:   keys of a block
-    row_cost:    what starting a row costs beside its key blocks, in blocks
-    row_end:     what its end costs, after them. Where both are 0 no program visits a row without keys
-    programs:    programs that share the work
-    window_left: keys before its last that a sequence sees; UNLIMITED_WINDOW: all of them
-    tokens:      which sequences take part
-    is_even:     whether rows that are alike are cut alike (decode_schedule.py)
+    rows:         rows of a sequence with one new token
+    key_block:    keys of a block
+    row_cost:     what starting a row costs beside its key blocks, in blocks
+    row_end:      what its end costs, after them. Where both are 0 no program visits a row without keys
+    programs:     programs that share the work
+    window_left:  keys before its last that a sequence sees; UNLIMITED_WINDOW: all of them
+    tokens:       which sequences take part
+    is_even:      whether rows that are alike are cut alike (decode_schedule.py)
+    side_by_side: whether equal parts of a sequence's rows are handed out side by side (decode_schedule.py)
     """
 
     rows: int
@@ -87,6 +89,7 @@ class DecodeCut:
     tokens: NewTokens = ONE_TOKEN
     is_even: bool = False
     row_end: int = 0
+    side_by_side: bool = False
 
     def __post_init__(self) -> None:
         assert self.row_cost >= 0
@@ -113,6 +116,7 @@ class DecodeCut:
             window_left,
             is_even=not has_slots,
             row_end=tiles.row_end,
+            side_by_side=tiles.side_by_side and not has_slots,
         )
 
     @property
@@ -144,6 +148,7 @@ class DecodeCut:
             WINDOWED=self.window_left != UNLIMITED_WINDOW,
             TOKENS=self.tokens,
             ROW_END=self.row_end,
+            SIDE_BY_SIDE=self.side_by_side,
         )
 
     def partials_words(self, *, gqa_ratio: int, v_head_dim: int, tiles: DecodeTiles) -> int:

@@ -40,7 +40,9 @@ from rocm_attn.kernels.attention.decode_schedule import (
     PROGRAM_DONE,
     PROGRAM_KV_LEN,
     PROGRAM_ROW,
+    PROGRAM_ROW_START,
     PROGRAM_SEQ,
+    PROGRAM_SHARE,
     PROGRAM_WORK,
     SEQ_KV_LEN,
     heads_of_row,
@@ -463,6 +465,9 @@ def _decode_kernel(
         done = tl.load(words + PROGRAM_DONE)
         work = tl.load(words + PROGRAM_WORK)
         kv_len = tl.load(words + PROGRAM_KV_LEN)
+        if R.SIDE_BY_SIDE:
+            # Its words may lie at another place.
+            program = (tl.load(words + PROGRAM_ROW_START) + done) // tl.load(words + PROGRAM_SHARE)
 
     # q heads of a row, padding included. Where rows read two KV heads each has half of them; QUERY_ROWS is no head.
     HALF: tl.constexpr = QUERY_ROWS // R.HEADS_PER_ROW

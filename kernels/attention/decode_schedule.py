@@ -15,6 +15,10 @@ sixteenth at most, it is that one: then no program has an end of one row and the
 to a multiple counts as padding after it. Of several parts of a row the last one may be without positions for its end,
 and the padding is negative then.
 
+Parts of rows that are cut alike may be handed out side by side: launch n has not the words of program n, but launches
+one after the other have the same keys of a sequence's rows, whose pages they so read at the same time. A program's
+number is position // share of its first work.
+
 With a window a row has only the blocks that its new tokens see. A sequence takes part by its number of new tokens, of
 which each OF_ROW have rows of their own; each row is as long as the last one. With kv_len 0 a row costs row_cost +
 row_end, so that some program writes its zeros.
@@ -117,6 +121,7 @@ class ScheduleGeometry(NamedTuple):
     ROW_END: int
     WINDOWED: bool
     IS_EVEN: bool
+    SIDE_BY_SIDE: bool
     SEQS: int
     TOKENS: NewTokens
 
@@ -152,6 +157,22 @@ def _even_share(share, shortest, longest, ROW_END: tl.constexpr):
     is_even = (shortest == longest) & (even <= share + share // _SIXTEEN)
     pad = tl.where(is_even & (share < cost), even * parts - cost, 0)
     return tl.where(is_even, even, share), pad
+
+
+@triton.jit
+def _place_side_by_side(program, num_programs, share, row_size, num_rows, ROWS: tl.constexpr):
+    """Where a program's words lie: part, then row, where each row of a sequence is several equal parts; else in order.
+
+    row_size: positions of each row with its padding; num_rows: at most. Where rows outnumber programs the merge looks
+    for words in order.
+    """
+    parts = row_size // share
+    is_cut = (parts > 1) & (parts * share == row_size) & (num_rows <= num_programs)
+    seq_programs = tl.maximum(parts, 1) * ROWS
+    inside = program % seq_programs
+    first = program - inside
+    beside = first + inside % tl.maximum(parts, 1) * ROWS + inside // tl.maximum(parts, 1)
+    return tl.where(is_cut & (first + seq_programs <= num_programs), beside, program)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_programs", "window_left"])
@@ -214,7 +235,10 @@ def _schedule_kernel(
         # Of a row that padding follows, its rest.
         work = tl.where(pad > 0, tl.maximum(tl.minimum(work, row_start + row_cost - start), 0), work)
 
-    words = words_of_program(schedule, program)
+    place = program
+    if G.SIDE_BY_SIDE:
+        place = _place_side_by_side(program, num_programs, share, longest + pad, num_seqs * G.ROWS, G.ROWS)
+    words = words_of_program(schedule, place)
     tl.store(words + PROGRAM_SEQ, tl.minimum(seq, num_seqs))
     tl.store(words + PROGRAM_ROW, row)
     tl.store(words + PROGRAM_DONE, start - row_start)
@@ -249,6 +273,7 @@ def launch_decode_schedule(queries: Queries, schedule: Tensor, cut: DecodeCut) -
             cut.row_end,
             cut.window_left != UNLIMITED_WINDOW,
             cut.is_even,
+            cut.side_by_side,
             _SEQS_AT_ONCE,
             cut.tokens,
         ),

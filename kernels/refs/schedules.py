@@ -46,7 +46,21 @@ def decode_schedule(kv_len: Sequence[int], q_len: Sequence[int], cut: DecodeCut)
             continue
         seq, row = rows[index]
         words += [seq, row, start - starts[index], min(share, end - start), share, starts[index], kv_len[seq], pad]
-    return words + words_of_seqs
+    return _side_by_side(words, share, max(costs, default=0) + pad, cut, len(kv_len)) + words_of_seqs
+
+
+def _side_by_side(words: list[int], share: int, row_size: int, cut: DecodeCut, num_seqs: int) -> list[int]:
+    """Words of programs, part by part where rows are several equal parts. row_size: of each row, with its padding"""
+    parts = row_size // share
+    seq_programs = parts * cut.rows
+    if not cut.side_by_side or parts <= 1 or row_size % share or num_seqs * cut.rows > cut.programs:
+        return words
+    order = list(range(cut.programs))
+    for first in range(0, cut.programs - seq_programs + 1, seq_programs):
+        order[first : first + seq_programs] = [
+            first + row * parts + part for part in range(parts) for row in range(cut.rows)
+        ]
+    return [word for program in order for word in words[8 * program : 8 * program + 8]]
 
 
 def _even_share(costs: Sequence[int], share: int, row_end: int) -> tuple[int, int]:

@@ -14,13 +14,14 @@ DECODE_ROWS = (
     # gptoss 64 x 4k: 74 us, with factors of tokens 78, of bfloat16 129. In a run where these take 77.5: 78.2 where the
     # start of a row costs something, 78.5 with 4 stages, 95 with 2, 81 where rows that are alike are not cut alike, 89
     # and more with whole rows of four warps, 77.6 where the program that ends last with a row adds up its parts. 8
-    # programs of these registers are what an SM holds; 12 take 83. Up to 56 bytes spill where there is a window.
+    # programs of these registers are what an SM holds; 12 take 83. Up to 56 bytes spill where there is a window. In
+    # order 78.2 where side by side takes 77.6; with pages fetched ahead for all of a sequence's rows 87 and more.
     DecodeRow(
         "sm_90",
         2,
         64,
         16,
-        DecodeTiles(16, 1, 3, 8, heads_per_row=2, row_cost=0, row_end=2, paired=True, early=True),
+        DecodeTiles(16, 1, 3, 8, heads_per_row=2, row_cost=0, row_end=2, paired=True, early=True, side_by_side=True),
         (Codes.BY_ROW, Codes.BY_TOKEN),
     ),
     # llama8b 64 x 4k: with factors of tokens 140 us, of bfloat16 253. At 128 x 8k with one KV head 75; 77 where a row's
@@ -146,7 +147,14 @@ DECODE_ROWS = (
     DecodeRow("gfx950", 4, 128, 32, DecodeTiles(16, 4, 2, 2)),
     DecodeRow("gfx950", 4, 256, 32, DecodeTiles(16, 8, 1, 1)),
     DecodeRow("interpreter", 2, 64, 16, DecodeTiles(16, 1, 1, 3, heads_per_row=2, paired=True), (Codes.BY_ROW,)),
-    DecodeRow("interpreter", 2, 64, 16, DecodeTiles(16, 1, 1, 3, heads_per_row=2, paired=True), (Codes.BY_TOKEN,)),
+    DecodeRow(
+        "interpreter",
+        2,
+        64,
+        16,
+        DecodeTiles(16, 1, 1, 3, heads_per_row=2, paired=True, side_by_side=True),
+        (Codes.BY_TOKEN,),
+    ),
     DecodeRow("interpreter", 2, 512, 16, DecodeTiles(16, 1, 1, 3, paired=True), (Codes.BY_ROW,)),
     DecodeRow("interpreter", 2, 512, 16, DecodeTiles(16, 1, 1, 3, paired=True), (Codes.BY_TOKEN,)),
     DecodeRow("interpreter", 2, 64, 16, DecodeTiles(16, 1, 1, 3, transposed=True, heads_per_row=2)),

@@ -56,6 +56,7 @@ class DecodeTiles:
     max_registers:    registers of a thread that NVIDIA's compiler may take; 0: its own choice
     early:            whether launches may begin while the one before still runs, and wait on the device for its end
                       ("programmatic dependent launch" of NVIDIA from sm_90 on)
+    side_by_side:     whether equal parts of the rows of a sequence are handed out side by side (DecodeCut)
     """
 
     key_block: int
@@ -72,6 +73,7 @@ class DecodeTiles:
     dim_block: int = 0
     max_registers: int = 0
     early: bool = False
+    side_by_side: bool = False
 
     def columns(self, dim: int) -> int:
         """Columns of a block of rows of dim elements; a power of two."""

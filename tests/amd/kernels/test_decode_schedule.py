@@ -256,6 +256,36 @@ def test_equal_parts_have_as_many_blocks_where_the_start_of_a_row_costs_nothing(
     assert max(map(len, visits)) == 1
 
 
+@pytest.mark.parametrize(
+    ("kv_len", "num_programs", "is_beside"),
+    # Four rows a sequence: of four parts each, and of two; parts that are padded; rows that outnumber programs, or that
+    # are whole; rows that differ.
+    [
+        ([4096] * 8, 132, True),
+        ([4096] * 8, 67, True),
+        ([4080] * 8, 132, True),
+        ([4096] * 8, 31, False),
+        ([4096] * 8, 32, False),
+        ([4096] * 7 + [90], 132, False),
+    ],
+    ids=str,
+)
+def test_equal_parts_of_a_sequences_rows_are_handed_out_side_by_side(
+    kv_len: list[int], num_programs: int, is_beside: bool, kernel_device: torch.device
+) -> None:
+    tiles = replace(TILES, row_cost=0, row_end=2, heads_per_row=2, side_by_side=True)
+    batch = Batch(kv_len, [1] * 8, 8, num_programs, tiles)
+    words = device_words(batch, kernel_device)
+    assert words == batch.words
+    in_order = replace(batch, tiles=replace(tiles, side_by_side=False))
+    assert (words == device_words(in_order, kernel_device)) == (not is_beside)
+    visits = [visit for program in range(num_programs) for visit in walk(batch, program)]
+    assert sorted(visits) == sorted(visit for program in range(num_programs) for visit in walk(in_order, program))
+    if is_beside:
+        assert [row for row, *_ in visits[:4]] == [(0, 0), (0, 1), (0, 2), (0, 3)]
+        assert len({(first, end) for _, first, end in visits[:4]}) == 1, "the same keys"
+
+
 @pytest.mark.parametrize("num_programs", [1, 2, 3, 7])
 @pytest.mark.parametrize("num_seqs", [1, 2])
 def test_some_program_has_each_row_of_a_batch_without_keys(

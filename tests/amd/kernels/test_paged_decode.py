@@ -183,6 +183,24 @@ def test_the_merge_finds_rows_that_padding_follows(num_pads: int, kernel_device:
     assert_served(tensors)
 
 
+@pytest.mark.parametrize(
+    ("kv_len", "num_programs"), [([320] * 2, 20), ([320] * 2, 17), ([320, 90], 20), ([320] * 2, 4)]
+)
+def test_parts_that_are_handed_out_side_by_side_are_merged_right(
+    kv_len: list[int], num_programs: int, kernel_device: torch.device
+) -> None:
+    """Four rows a sequence: two parts each, with programs left over and without; rows that differ; whole rows."""
+    case = Case(kv_len=kv_len, q_len=[1] * 2, heads=(8, 4), dims=(16, 16))
+    tensors = build(case, kernel_device)
+    plain = DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, row_cost=0, row_end=2)
+    run_decode(tensors, num_programs=num_programs, tiles=plain)
+    expected = tensors.out.clone()
+    tensors.out.fill_(UNTOUCHED)
+    run_decode(tensors, num_programs=num_programs, tiles=replace(plain, side_by_side=True))
+    assert_served(tensors)
+    assert torch.equal(tensors.out, expected), "who computes a part changes nothing"
+
+
 @pytest.mark.parametrize("kv_len", [[0], [0, 0], [0, 33, 0]], ids=str)
 @pytest.mark.parametrize("window_left", [-1, 20])
 def test_rows_without_keys_get_zeros_where_only_their_end_costs(

@@ -25,6 +25,10 @@ class LateDevice:
             work()
             self._queue[at] = _nothing
 
+    def is_done(self, end: int) -> bool:
+        """Whether all that was queued up to here is done."""
+        return all(work is _nothing for work in self._queue[:end])
+
     @property
     def length(self) -> int:
         """Launches so far."""
@@ -49,3 +53,7 @@ class LateFence:
     def synchronize(self) -> None:
         """Let the device come here."""
         self._device.drain(self._end)
+
+    def query(self) -> bool:
+        """Whether the device was let come here."""
+        return self._device.is_done(self._end)

@@ -10,9 +10,10 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from rocm_attn.runner.engine import Engine
+from rocm_attn.runner.events import Events
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.options import EngineOptions
-from rocm_attn.runner.request import Completion, Event, Request
+from rocm_attn.runner.request import Completion, Request
 from rocm_attn.runner.request_stream import RequestStream
 from rocm_attn.runner.sampling_options import Sampling
 from tests.amd.runner.tiny_model import CONFIG, NAN_TOKEN
@@ -82,7 +83,7 @@ class Gated:
         self._step, self._gate, self._begun = served.step, threading.Semaphore(0), threading.Semaphore(0)
         served.step = self.step  # type: ignore[method-assign]
 
-    def step(self) -> list[Event]:
+    def step(self) -> Events:
         self._begun.release()
         self._gate.acquire()
         return self._step()

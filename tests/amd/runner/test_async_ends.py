@@ -8,8 +8,9 @@ import pytest
 
 from rocm_attn.runner.async_engine import AsyncEngine, EngineEnded
 from rocm_attn.runner.engine import Engine
+from rocm_attn.runner.events import Events
 from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.request import Completion, Event
+from rocm_attn.runner.request import Completion
 from rocm_attn.runner.request_stream import RequestStream
 from tests.amd.runner.async_engines import LONG, Broken, Gated, engine, is_empty, read, run, some_requests
 from tests.amd.runner.test_tokenizer import from_gguf, sentencepiece_fields
@@ -24,7 +25,7 @@ def loaded() -> LoadedModel:
 def breaks_in_step(served: Engine, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     step, numbers = served.step, iter(range(number))
 
-    def breaking() -> list[Event]:
+    def breaking() -> Events:
         if next(numbers, None) is None:
             raise Broken("the bus has fallen off")
         return step()

@@ -2,7 +2,7 @@
 
 AITER's kernel takes rows of some dims (packed.py of its provider), and this project's extend kernel all others. Before
 AITER's serves, the first rows that it is asked for are computed by both, and so are the first that are four times as
-long: where they are not the same, or it raises, it is not asked again, and that is said once.
+long: where they are not the same it is not asked again, nor where it ever raises. That is said once.
 """
 
 from __future__ import annotations
@@ -96,15 +96,18 @@ class PackedAttention:
         asked = library.flash_attn_varlen_func(), problem
         longest = int(lengths.kv_len.max())
         if longest < _TIMES_AS_LONG * _RIGHT.get(asked, 0):
-            return self._by_aiter(kernel, (q, k, v), lengths, seen)
+            theirs = self._tried(kernel, (q, k, v), lengths, seen)
+            if theirs is not None:
+                return theirs
+            _refuse(asked)
         ours = self._by_extend(q, k, v, lengths, causal)
         # Rows of NaN say nothing of a kernel; the next ones will.
         if asked not in _WRONG and ours[0].isfinite().all():
-            if self._agrees(kernel, (q, k, v), lengths, seen, ours):
+            theirs = self._tried(kernel, (q, k, v), lengths, seen)
+            if theirs is not None and _agree(kernel, theirs, ours, v):
                 _RIGHT[asked] = longest
             else:
-                _WRONG.add(asked)
-                _RIGHT.pop(asked, None)
+                _refuse(asked)
         return ours
 
     def _problem(self, q: Tensor, v: Tensor, causal: bool) -> Problem:
@@ -132,6 +135,9 @@ class PackedAttention:
         q, k, v = rows
         token = torch.from_numpy(np.repeat(seen, lengths.q_len)).to(q.device)
         q_len, kv_len = lengths.q_len[seen], lengths.kv_len[seen]
+        if not seen.all():
+            key = torch.from_numpy(np.repeat(seen, lengths.kv_len)).to(q.device)
+            k, v = k[key], v[key]
         given = PackedRows(
             q if seen.all() else q[token],
             k,
@@ -149,30 +155,15 @@ class PackedAttention:
         out[token], lse[token] = found.float(), found_lse
         return out, lse
 
-    def _agrees(
-        self,
-        kernel: PackedVarlen,
-        rows: tuple[Tensor, Tensor, Tensor],
-        lengths: Lengths,
-        seen: np.ndarray,
-        ours: tuple[Tensor, Tensor],
-    ) -> bool:
-        """Whether AITER's kernel gives what ours gave. Whatever it raises is a no, but for KeyboardInterrupt."""
+    def _tried(
+        self, kernel: PackedVarlen, rows: tuple[Tensor, Tensor, Tensor], lengths: Lengths, seen: np.ndarray
+    ) -> tuple[Tensor, Tensor] | None:
+        """By AITER's kernel. None where it raised whatever but KeyboardInterrupt."""
         try:
-            out, lse = self._by_aiter(kernel, rows, lengths, seen)
-            size = ours[0].abs() + rows[2].float().square().mean().sqrt()
-            apart = float(((out - ours[0]).abs() / size).max()) / _APART[rows[0].dtype]
-            # Equal ones are so where they are infinite too.
-            apart_lse = torch.where(lse == ours[1], 0.0, (lse - ours[1]).abs()).max()
-            if apart <= 1 and float(apart_lse) <= _LSE_APART:
-                return True
-            why = (
-                f"out is {apart:.3g} times as far from our kernel's as it may be, its log-sum-exp {apart_lse:.3g} away"
-            )
+            return self._by_aiter(kernel, rows, lengths, seen)
         except (Exception, SystemExit) as error:  # as selection/probe_runs.py has it, of compilers that leave
-            why = f"it raised {type(error).__name__}: {error}"
-        logging.getLogger(__name__).warning("%s does not serve expanded attention: %s", kernel.describe(), why)
-        return False
+            _say(kernel, f"it raised {type(error).__name__}: {error}")
+            return None
 
     def _by_extend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, causal: bool) -> tuple[Tensor, Tensor]:
         """By the extend kernel, over pages of one token."""
@@ -219,3 +210,28 @@ class PackedAttention:
 def _indptr(lengths: np.ndarray, device: torch.device) -> Tensor:
     """int32 [S + 1] on the device."""
     return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device)
+
+
+def _agree(kernel: PackedVarlen, theirs: tuple[Tensor, Tensor], ours: tuple[Tensor, Tensor], v: Tensor) -> bool:
+    """Whether AITER's kernel gave what ours did."""
+    size = ours[0].abs() + v.float().square().mean().sqrt()
+    apart = float(((theirs[0] - ours[0]).abs() / size).max()) / _APART[v.dtype]
+    # Equal ones are so where they are infinite too.
+    apart_lse = float(torch.where(theirs[1] == ours[1], 0.0, (theirs[1] - ours[1]).abs()).max())
+    if apart <= 1 and apart_lse <= _LSE_APART:
+        return True
+    _say(
+        kernel,
+        f"out is {apart:.3g} times as far from our kernel's as it may be, its log-sum-exp {apart_lse:.3g} away",
+    )
+    return False
+
+
+def _refuse(asked: tuple[object, Problem]) -> None:
+    """Not to ask it again."""
+    _WRONG.add(asked)
+    _RIGHT.pop(asked, None)
+
+
+def _say(kernel: PackedVarlen, why: str) -> None:
+    logging.getLogger(__name__).warning("%s does not serve expanded attention: %s", kernel.describe(), why)

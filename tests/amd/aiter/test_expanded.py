@@ -176,6 +176,35 @@ def test_a_kernel_that_raises_is_not_asked_again(aiter: StandIn, caplog: pytest.
     assert aiter.calls.count(FUNCTION) == 2
 
 
+def test_a_kernel_that_comes_to_raise_is_not_asked_again(aiter: StandIn, by_extend: list[bool]) -> None:
+    """The step in which it does is served by ours."""
+    Prefills().serve()
+    before, asked = len(by_extend), aiter.calls.count(FUNCTION)
+
+    def raising(call: Mapping[str, Any]) -> Any:
+        raise RuntimeError("no kernel for these lengths")
+
+    aiter.bodies[FUNCTION] = raising
+    for _ in range(2):
+        Prefills().step([9, 2, 5])
+    assert aiter.calls.count(FUNCTION) == asked + 1
+    assert len(by_extend) == before + 2
+
+
+@pytest.mark.parametrize("idle", [0, 1, 2])
+def test_keys_of_a_sequence_without_new_tokens_are_not_those_of_the_next(
+    idle: int, aiter: StandIn, by_extend: list[bool]
+) -> None:
+    Prefills().serve()
+    before = len(by_extend)
+    prefills = Prefills()
+    prefills.step([5, 5, 5])
+    new = [4, 6, 9]
+    new[idle] = 0
+    prefills.step(new)
+    assert len(by_extend) == before
+
+
 def test_another_provider_does_not_ask_it(aiter: StandIn) -> None:
     Prefills(provider="triton").serve()
     assert FUNCTION not in aiter.calls

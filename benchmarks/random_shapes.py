@@ -3,9 +3,9 @@
 python -m benchmarks.random_shapes --seconds 140 --out benchmarks/results/random_shapes_h200.json
 
 Kernels are chosen by select(), as a user gets them. Processes side by side compile what a shape and its neighbour
-need, compare a few rows with float32, and time them in CUDA graphs over pages past the L2; what is wrong gets no time.
-One process at a time has the GPU for that: the others launch no more meanwhile than a kernel that they have just
-compiled, and a time is the median of rounds. The result file keeps what other parts, and runs whose time was up, have
+need. One at a time has the GPU, makes data, compares a few rows with float32, and times both in CUDA graphs over pages
+past the L2; what is wrong gets no time. The others launch no more meanwhile than a kernel that they have just compiled,
+once, and a time is the median of rounds. The result file keeps what other parts, and runs whose time was up, have
 measured; what is left is measured by another run. Exits with 1 if a result is wrong.
 """
 
@@ -132,19 +132,26 @@ def error_of(shape: Shape, case: Case) -> float:
 
 def checked(shape: Shape) -> tuple[Shape, float, str]:
     """Compile what a shape needs, and compare: its error, and what went wrong."""
-    _, error, failure = _compared(shape, 1)
+    try:
+        (case,) = cases_of(shape, 1)
+        case.prepared.attend()
+        error, failure = _compared(shape, case)
+    except Exception as raised:
+        error, failure = float("inf"), _said(raised)
     torch.cuda.empty_cache()
     return shape, error, failure
 
 
-def _compared(shape: Shape, count: int) -> tuple[list[Case], float, str]:
-    """So many cases of a shape, the first one's error, and what went wrong."""
+def _compared(shape: Shape, case: Case) -> tuple[float, str]:
+    """The error of a case that has run, and what went wrong."""
     try:
-        cases = cases_of(shape, count)
-        cases[0].prepared.attend()
-        return cases, error_of(shape, cases[0]), ""
+        return error_of(shape, case), ""
     except Exception as failure:
-        return [], float("inf"), f"{type(failure).__name__}: {failure}"
+        return float("inf"), _said(failure)
+
+
+def _said(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {failure}"
 
 
 def _what_is_wrong(error: float, failure: str) -> str:
@@ -241,7 +248,7 @@ class Measured:
 class Worker:
     """A process that measures shapes.
 
-    gpu:   the lock that a process holds while it times
+    gpu:   the lock that a process holds while it makes data, compares and times
     until: of time.monotonic(), after which no other shape is begun
     """
 
@@ -253,29 +260,39 @@ class Worker:
         """None where the time is up."""
         if time.monotonic() > self._until:
             return None
-        compared = {each: _compared(each, num_sets(each)) for each in dict.fromkeys((shape, shape.neighbour()))}
-        found = {str(each): _what_is_wrong(error, failure) for each, (_, error, failure) in compared.items()}
-        wrong = {name: what for name, what in found.items() if what}
-        times: dict[str, Any] = {}
-        if not wrong:
-            times = self._times(shape, {each: cases for each, (cases, _, _) in compared.items()})
-            times["error"] = compared[shape][1]
-        compared.clear()
-        if torch.cuda.memory_reserved() > MOST_RESERVED:
-            torch.cuda.empty_cache()
+        wrong: dict[str, str] = {}
+        cases: dict[Shape, list[Case]] = {}
+        for each in dict.fromkeys((shape, shape.neighbour())):
+            try:
+                with self._gpu:
+                    cases[each] = cases_of(each, num_sets(each))
+                    torch.cuda.synchronize()
+                # This compiles. What follows in it is one launch, which may run beside what another process times.
+                cases[each][0].prepared.attend()
+            except Exception as failure:
+                wrong[str(each)] = _said(failure)
+        with self._gpu:
+            times = {} if wrong else self._times(shape, cases, wrong)
+            cases.clear()
+            torch.cuda.synchronize()
+            if torch.cuda.memory_reserved() > MOST_RESERVED:
+                torch.cuda.empty_cache()
         return Measured(number, wrong, times)
 
-    def _times(self, shape: Shape, cases: Mapping[Shape, list[Case]]) -> dict[str, Any]:
-        times: dict[str, Any] = {}
-        with self._gpu:
-            of_each = {each: round(_microseconds(mine, own_run), 2) for each, mine in cases.items()}
-            times |= {"us": of_each[shape], "neighbour_us": of_each[shape.neighbour()]}
-            if self._peer is not None and self._peer.serves(shape):
-                try:
-                    times |= {"peer": "FA3", "peer_us": round(_microseconds(cases[shape], self._peer.run_of(shape)), 2)}
-                except RuntimeError as refusal:
-                    times["peer_refuses"] = str(refusal).splitlines()[0]
-        return times
+    def _times(self, shape: Shape, cases: Mapping[Shape, list[Case]], wrong: dict[str, str]) -> dict[str, Any]:
+        """Nothing where an output is wrong, which is added to wrong. The caller has the GPU."""
+        found = {each: _compared(each, mine[0]) for each, mine in cases.items()}
+        wrong |= {str(each): what for each, result in found.items() if (what := _what_is_wrong(*result))}
+        if wrong:
+            return {}
+        of_each = {each: round(_microseconds(mine, own_run), 2) for each, mine in cases.items()}
+        times: dict[str, Any] = {"us": of_each[shape], "neighbour_us": of_each[shape.neighbour()]}
+        if self._peer is not None and self._peer.serves(shape):
+            try:
+                times |= {"peer": "FA3", "peer_us": round(_microseconds(cases[shape], self._peer.run_of(shape)), 2)}
+            except RuntimeError as refusal:
+                times["peer_refuses"] = str(refusal).splitlines()[0]
+        return times | {"error": found[shape][0]}
 
 
 # Of a process of a pool; made by _begin.

@@ -7,7 +7,8 @@ a circle, so that all drafts are accepted and a round hands out as many tokens a
 of the steps after the first ones:
 
 launch: the host's time from the beginning of Engine.step() to the last launch, less the waits for the device: what the
-        GPU would wait for if it had nothing else to do. A step that reads tokens first reads them in it
+        GPU would wait for if it had nothing else to do. A step that reads tokens first reads them in it. Rounds are
+        read several at a time, so the median is of a step that reads none; the mean has those that read
 whole:  all time in Engine.step() less the waits for the device: what is read, booked and handed out too. Of means of
         eight steps, while no text has ended; events are put together where somebody goes through them, outside of it
 idle:   the GPU's, by events around the launches of each step, in a run of its own: the events cost the host time
@@ -135,6 +136,7 @@ def measure(loaded: LoadedModel, num_seqs: int, num_drafts: int) -> dict[str, fl
         "num_seqs": num_seqs,
         "draft_tokens": num_drafts,
         "launch_us_median": median(launch_us),
+        "launch_us_mean": round(statistics.mean(launch_us[SKIPPED:-5]), 1),
         "launch_us_p90": round(statistics.quantiles(launch_us[SKIPPED:-5], n=10)[8], 1),
         "whole_us_median": round(statistics.median(whole_us), 1),
         "whole_us_mean": round(statistics.mean(whole_us), 1),

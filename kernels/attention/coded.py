@@ -247,8 +247,9 @@ def amount_of(factor, before):
 
     So float16 keeps small weights. Not less than 2^-60 of the largest of all blocks: so sums stay finite.
     """
-    # As integers, in whose order factors are: a warp has one instruction for that.
-    block = tl.max(factor.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    # As integers, in whose order factors are: a warp has one instruction for that. What is no number counts as 0, as it
+    # would be the largest one and spoil the rows of other heads.
+    block = tl.max(tl.maximum(factor, 0.0).to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
     largest = tl.maximum(before.largest, block)
     now = tl.maximum(tl.maximum(block, largest * _LEAST_PART), _SMALLEST_FACTOR)
     return Amount(((now.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.float32), largest)

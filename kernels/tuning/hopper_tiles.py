@@ -42,6 +42,11 @@ class HopperTiles:
     left_in_workspace: bool = False
     powers_by_products: int = 0
 
+    def __post_init__(self) -> None:
+        value_tiles = self.extend.key_block // self.value_block
+        # Whoever loads V waits for the keys of steps that K's ring holds (hopper/rings.py).
+        assert self.value_stages <= self.extend.num_stages * value_tiles, "V's ring holds more steps than K's"
+
     @property
     def producer_registers(self) -> int:
         """What an SM has for a thread of each warp group together, in units of eight, and the others leave."""

@@ -101,10 +101,11 @@ class PackedAttention:
                 return theirs
             _refuse(asked)
         ours = self._by_extend(q, k, v, lengths, causal)
-        # Rows of NaN say nothing of a kernel; the next ones will.
-        if asked not in _WRONG and ours[0].isfinite().all():
+        size = ours[0].abs() + v.float().square().mean().sqrt()
+        # Rows of NaN, and of zeros alone, say nothing of a kernel; the next ones will.
+        if asked not in _WRONG and ours[0].isfinite().all() and (size > 0).all():
             theirs = self._tried(kernel, (q, k, v), lengths, seen)
-            if theirs is not None and _agree(kernel, theirs, ours, v):
+            if theirs is not None and _agree(kernel, theirs, ours, size, v.dtype):
                 _RIGHT[asked] = longest
             else:
                 _refuse(asked)
@@ -212,10 +213,15 @@ def _indptr(lengths: np.ndarray, device: torch.device) -> Tensor:
     return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device)
 
 
-def _agree(kernel: PackedVarlen, theirs: tuple[Tensor, Tensor], ours: tuple[Tensor, Tensor], v: Tensor) -> bool:
-    """Whether AITER's kernel gave what ours did."""
-    size = ours[0].abs() + v.float().square().mean().sqrt()
-    apart = float(((theirs[0] - ours[0]).abs() / size).max()) / _APART[v.dtype]
+def _agree(
+    kernel: PackedVarlen,
+    theirs: tuple[Tensor, Tensor],
+    ours: tuple[Tensor, Tensor],
+    size: Tensor,
+    dtype: torch.dtype,
+) -> bool:
+    """Whether AITER's kernel gave what ours did. size: of each value of out, more than 0"""
+    apart = float(((theirs[0] - ours[0]).abs() / size).max()) / _APART[dtype]
     # Equal ones are so where they are infinite too.
     apart_lse = float(torch.where(theirs[1] == ours[1], 0.0, (theirs[1] - ours[1]).abs()).max())
     if apart <= 1 and apart_lse <= _LSE_APART:

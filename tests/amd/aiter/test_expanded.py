@@ -166,6 +166,18 @@ def test_a_kernel_that_is_wrong_is_not_asked_again(how: str, aiter: StandIn, cap
     assert len(said) == 2
 
 
+def test_values_that_are_all_zero_say_nothing_of_a_kernel(aiter: StandIn, by_extend: list[bool]) -> None:
+    """As those of an engine that warms up over latents of zeros."""
+    warm = Prefills()
+    warm.w_v.zero_()
+    warm.serve()
+    assert FUNCTION not in aiter.calls
+    Prefills().serve()
+    before = len(by_extend)
+    Prefills().serve()
+    assert len(by_extend) == before, "our kernel is not asked again"
+
+
 def test_a_kernel_that_raises_is_not_asked_again(aiter: StandIn, caplog: pytest.LogCaptureFixture) -> None:
     def raising(call: Mapping[str, Any]) -> Any:
         raise SystemExit("no compiler")

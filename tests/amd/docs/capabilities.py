@@ -216,8 +216,8 @@ def _dims(limits: Sequence[Limits]) -> str:
     ranges = [each.head_dim for each in limits if not each.exact_dims]
     exact = sorted({dims for each in limits for dims in each.exact_dims})
     words = [_span(ranges)] if ranges else []
-    inside = ranges[0] if ranges else (1, 0)
-    words += [str(qk) if qk == v else f"{qk}/{v}" for qk, v in exact if not (qk == v and inside[0] <= qk <= inside[1])]
+    outside = [(qk, v) for qk, v in exact if qk != v or not any(low <= qk <= high for low, high in ranges)]
+    words += [str(qk) if qk == v else f"{qk}/{v}" for qk, v in outside]
     return ", ".join(words)
 
 

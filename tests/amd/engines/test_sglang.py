@@ -194,7 +194,7 @@ def test_prompts_that_share_steps_with_decodes_change_no_token(sglang: SglangVen
 def test_with_the_deterministic_flag_a_request_has_the_same_bits_alone_and_among_others(
     sglang: SglangVenv, tmp_path: Path
 ) -> None:
-    """Alone its prompt is one chunk, or the rest of what the radix cache has, which the flag leaves on."""
+    """Of four. Alone, a prompt of up to 16 tokens is one chunk; of a longer one the radix cache has the beginning."""
     asked = run(sglang, "gemma3", enable_deterministic_inference=True)
     single = (0, 8, 11, 12)
     asked.rounds, asked.chances = [prompts(), *([prompts()[each]] for each in single)], True

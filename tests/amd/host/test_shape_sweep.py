@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 
+from benchmarks import random_shapes as sweep
 from benchmarks.shape_sweep import (
     LAUNCHES_US,
     MOST_BYTES,
@@ -124,3 +128,47 @@ def test_the_worst_come_first_whichever_they_are_worse_than() -> None:
     rows = [timed("fine", 15.0, 30.0), timed("neighbour", 60.0, 30.0), timed("peer", 15.0, 30.0, peer_us=3.0)]
     assert [row.name for row in worst(rows, 2)] == ["peer", "neighbour"]
     assert [row.name for row in worst(reversed(rows), 10)] == ["peer", "neighbour", "fine"]
+
+
+class Gpu:
+    """A lock that notes what is done while it is held, and while not."""
+
+    def __init__(self) -> None:
+        self.is_held = False
+        self.done: list[tuple[str, bool]] = []
+
+    def __enter__(self) -> None:
+        self.is_held = True
+
+    def __exit__(self, *_: object) -> None:
+        self.is_held = False
+
+    def notes(self, name: str, result: Any) -> Any:
+        def call(*_: object) -> Any:
+            self.done.append((name, self.is_held))
+            return result
+
+        return call
+
+
+@pytest.mark.parametrize(("error", "times"), [(1e-3, 2), (1.0, 0)], ids=["right", "wrong"])
+def test_a_process_only_compiles_while_another_one_has_the_gpu(
+    error: float, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = Gpu()
+    cases = [Mock(prepared=Mock(attend=gpu.notes("compile", None)))]
+    for owner, name, result in (
+        (sweep, "cases_of", cases),
+        (sweep, "error_of", error),
+        (sweep, "_microseconds", 5.0),
+        (torch.cuda, "synchronize", None),
+        (torch.cuda, "memory_reserved", sweep.MOST_RESERVED + 1),
+        (torch.cuda, "empty_cache", None),
+    ):
+        monkeypatch.setattr(owner, name, gpu.notes(name, result))
+    found = sweep.Worker(gpu, "", float("inf")).measured(7, replace(PLAIN, head_dim=40))  # type: ignore[arg-type]
+    assert found is not None
+    assert bool(found.wrong) == (not times)
+    assert {name for name, is_held in gpu.done if not is_held} == {"compile"}
+    assert [name for name, _ in gpu.done].count("_microseconds") == times
+    assert gpu.done[-1] == ("empty_cache", True)

@@ -12,7 +12,7 @@ from rocm_attn.kernels.attention.limits import DTYPES, MAX_GQA_RATIO, MAX_HEAD_D
 from rocm_attn.kernels.attention.mask_bits import TWO_WORDS
 from rocm_attn.kernels.tuning.decode_tiles import DECODE_ROWS, decode_tiles
 from rocm_attn.kernels.tuning.extend_tiles import EXTEND_ROWS, extend_tiles
-from rocm_attn.kernels.tuning.hopper_tiles import HEAD_DIMS, hopper_segment_tiles
+from rocm_attn.kernels.tuning.hopper_tiles import HEAD_DIMS, hopper_segment_tiles, hopper_tiles
 from rocm_attn.kernels.tuning.segment_tiles import SEGMENT_ROWS, segment_tiles
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, NoTiles
 
@@ -119,3 +119,13 @@ def test_deterministic_masked_steps_on_nvidia_have_no_fewer_rows_than_decode() -
     as_they_were = zip(masked, rows, strict=True)
     assert [replace(some, extend=each.extend, short=each.short) for some, each in as_they_were] == rows
     assert any(some.extend.query_rows < all_rows.extend.query_rows for some, all_rows in zip(masked, rows, strict=True))
+
+
+@pytest.mark.parametrize("head_dim", [128, 192])
+def test_a_ring_of_v_holds_no_more_steps_than_that_of_k(head_dim: int) -> None:
+    """Of tiles of whole key blocks, and of halves."""
+    tiles = hopper_tiles(head_dim, 16, coded=False)
+    most = tiles.extend.num_stages * tiles.extend.key_block // tiles.value_block
+    assert replace(tiles, value_tiles=most).value_stages == most
+    with pytest.raises(AssertionError, match="V's ring"):
+        replace(tiles, value_tiles=most + 1)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -58,3 +59,18 @@ def first_compiled_by(call: Callable[[], object], arch: str) -> dict[str, Compil
     with patch.object(JITFunction, "run", run_first):
         compiled_by(call, arch)
     return first
+
+
+def last_compiled_by(call: Callable[[], object], arch: str, names: Collection[str]) -> dict[str, CompiledKernel]:
+    """What call launches last of each of these kernels, by name, compiled for arch; nothing else is compiled."""
+    last: dict[str, Callable[[], Any]] = {}
+    run = JITFunction.run
+
+    def keep(kernel: Any, *args: Any, **options: Any) -> None:
+        if kernel.__name__ in names:
+            last[kernel.__name__] = partial(run, kernel, *args, **options)
+
+    with patch.object(JITFunction, "run", keep):
+        compiled_by(call, arch)
+    with offline(arch):
+        return {name: compiled() for name, compiled in last.items()}

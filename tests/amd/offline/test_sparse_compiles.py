@@ -16,7 +16,14 @@ from tests.amd.offline.sparse_matrix import ARCHS, ROWS, SparseRow, compiled_spa
 from tests.amd.offline.test_compiles import names_of_sparse_kernels
 
 # One row of each kind in every run; the others in the nightly one.
-_QUICK = ("gfx942-coded_queries", "gfx942-latent_16", "gfx942-segments_128", "gfx950-64_heads", "sm_90-latent_16")
+_QUICK = (
+    "gfx942-coded_queries",
+    "gfx942-latent_16",
+    "gfx942-segments_128",
+    "gfx942-segments_latent_16",
+    "gfx950-64_heads",
+    "sm_90-latent_16",
+)
 _MATRIX_KERNELS = ("_index_scores_kernel", "_selected_attention_kernel")
 
 

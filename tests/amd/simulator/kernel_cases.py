@@ -291,7 +291,7 @@ _METADATA = [case.name for case in metadata_cases("gfx942")]
 ON_THE_OTHER_ARCH = {
     "gfx942": frozenset(
         {
-            "8x2-128x128-bfloat16-page16-below",
+            "16x2-64x64-bfloat16-page64-below",
             "8x2-128x128-bfloat16-page16-above",
             "6x2-80x48-float16-page5-below",
             "8x1-512x512-bfloat16-page16-below",
@@ -317,7 +317,7 @@ ON_THE_OTHER_ARCH = {
     ),
     "gfx950": frozenset(
         {
-            "16x2-64x64-bfloat16-page64-below",
+            "8x2-128x128-bfloat16-page16-below",
             "32x1-128x128-bfloat16-page1-below",
             "merge-17x20",
             "masked-6x2-80x48-float16-page5",

@@ -405,7 +405,8 @@ class DeviceRounds:
         last = self._runtime.repeatable
         if last is None or last[0] is not series.step.batch or not self._runner.may_run_again:
             return False
-        if series.num_launched > _MOST_ROUNDS:
+        # Each that is not read tells in a memory of its own. Interrupts may have left more of them than the pace has.
+        if series.num_launched > _MOST_ROUNDS or series.num_unread >= len(self._memory):
             return False
         # The round after the one that is launched must fit too: its inputs are made at once.
         num_needed = self._width * (series.num_unread + 1)

@@ -449,7 +449,8 @@ class DeviceRounds:
         kv_len: Int32Array = series.progress.kv_len + sum(taken)
         if rounds[0].number != series.progress.num_read or not series.ends.none_in(flat, kv_len):
             return None
-        return Together(rounds[0].number, len(rounds), token_ids, len(flat), kv_len, rounds[-1].told)
+        first = (series.progress.kv_len - np.int32(self._width - 1)).tolist()
+        return Together(rounds[0].number, len(rounds), first, token_ids, len(flat), kv_len, rounds[-1].told)
 
     def took(self, together: Together) -> None:
         """As Rounds.took."""

@@ -18,6 +18,7 @@ from rocm_attn.runner.events import Events, NewTokens, without
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import AbortEvent, Completion, Event, Request, TokenEvent
+from rocm_attn.runner.scheduler import Scheduler
 from rocm_attn.runner.speculation.reading import AHEAD_SECONDS, FEWEST_AHEAD, MOST_AHEAD, Pace, Together
 from rocm_attn.runner.speculation.rounds import DeviceRounds, RoundPicks
 from tests.amd.runner.asking import character_model
@@ -165,34 +166,41 @@ def interrupted_at(code: CodeType, line: int) -> Iterator[list[int]]:
 @pytest.mark.parametrize(
     ("reading", "is_together"),
     [
-        (RoundPicks.read, False),
+        pytest.param(RoundPicks.read, False, marks=pytest.mark.nightly),
         pytest.param(DeviceRounds.read_together, True, marks=pytest.mark.nightly),
-        (DeviceRounds.took, True),
+        pytest.param(DeviceRounds.took, True, marks=pytest.mark.nightly),
+        pytest.param(Engine._read_rounds, True, marks=pytest.mark.nightly),
+        pytest.param(Engine._take_rounds, True, marks=pytest.mark.nightly),
+        (Engine._publish_rounds, True),
+        pytest.param(Engine._publish_rest, True, marks=pytest.mark.nightly),
+        (Scheduler.take_together, True),
     ],
 )
 def test_an_interrupt_while_rounds_are_read_is_followed_by_the_same_text_and_no_fault(
     reading: Callable[..., object], is_together: bool, loaded: LoadedModel
 ) -> None:
-    requests = [a_request(1, 40)]
+    if reading is Engine._publish_rest:  # of text
+        loaded = replace(loaded, tokenizer=character_model().tokenizer)
+    requests = [a_request(1, 44), a_request(6, 46)]
     wanted, num = plainly(loaded, requests), 0
     for line in lines_of(reading.__code__):
-        engine = engine_of(loaded, 2)
+        engine = engine_of(loaded, 4)
         if not is_together:
             one_by_one(engine)
-        number = engine.submit(requests[0])
-        rounds = rounds_of(engine)
+        numbers, rounds, events = [engine.submit(request) for request in requests], rounds_of(engine), list[Event]()
         while rounds._series is None or rounds._series.num_unread < 2:
-            engine.step()
+            events += engine.step()
         with interrupted_at(reading.__code__, line) as came:
             while engine.has_work and not came:
-                try:
-                    engine.step()
-                except KeyboardInterrupt:
-                    break
+                with suppress(KeyboardInterrupt):
+                    events += engine.step()
         num += bool(came)
         while engine.has_work:
-            engine.step()
-        assert [engine.completion(number)] == wanted, f"line {line}"
+            events += engine.step()
+        assert [engine.completion(number) for number in numbers] == wanted, f"line {line}"
+        tokens = [(event.request, event.token_id) for event in events if isinstance(event, TokenEvent)]
+        for number, done in zip(numbers, wanted, strict=True):
+            assert [token for of, token in tokens if of == number] == list(done.token_ids), f"line {line}"
     assert num >= 2
 
 

@@ -163,6 +163,7 @@ class Engine:
         self._must_check = False  # whether a step has run since the device was waited for
         self._recent = RecentSteps()
         self._unread: list[UnreadStep] = []  # oldest first
+        self._is_launching = False  # whether a step is launched, and not among them yet
         self._read: list[_ReadStep | _ReadRounds] = []  # whose tokens are to be published, oldest first
         self._read_at = 0.0  # when tokens were read last
         self._pace = Pace()
@@ -184,7 +185,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether any request is not finished, or an event was not returned yet: then step() may be called."""
-        return self._scheduler.has_work or bool(self._events)
+        return self._scheduler.has_work or bool(self._events) or bool(self._read)
 
     def capture_all(self, progress: Progress) -> CaptureReport:
         """Make every graph before the first request arrives, so that no request waits for one.
@@ -381,6 +382,9 @@ class Engine:
 
         What comes next may depend on tokens that were not read yet; then no step is launched.
         """
+        if self._is_launching:  # what an interrupt has left may have written over the tokens of the step before it
+            self._is_launching = False
+            self.settle()
         if self._read:  # an interrupt has left some
             self._publish_read()
         if self._rounds.goes_on(self._scheduler):
@@ -406,6 +410,7 @@ class Engine:
             if step is None:
                 self.settle()
                 return
+            self._is_launching = True
             picks = self._run(step)
             if self._speculation.has_rounds:
                 picks = self._rounds.begin(step, picks, self._scheduler)
@@ -415,8 +420,10 @@ class Engine:
         if step.is_of_a_suspect:
             self._check_device()  # before it gets a token, and before others run again
         self.settle()
-        self._scheduler.launched(step)
+        # First: an interrupt may leave a step that the scheduler has not noted. Of that one sequences take nothing.
         self._unread.append(UnreadStep(step, self.runtime.step_number, picks, started, launched))
+        self._is_launching = False
+        self._scheduler.launched(step)
         self._rounds.noted()
         # What was accepted of a tree is moved before its sequence's pages may be given back.
         while len(self._unread) > (0 if step.is_of_a_suspect or step.has_trees else self._steps_ahead):
@@ -429,9 +436,9 @@ class Engine:
         self._must_check = True
         step, picks = self._rounds.launch()
         launched = time.perf_counter()
-        if not self._unread:
+        self._unread.append(UnreadStep(step, self.runtime.step_number, picks, started, launched))  # first, as above
+        if len(self._unread) == 1:
             self._scheduler.launched_again(step)
-        self._unread.append(UnreadStep(step, self.runtime.step_number, picks, started, launched))
         self._rounds.noted()
         while len(self._unread) > self._pace.num_ahead * self._steps_ahead:
             self._read_rounds(self._pace.num_together)

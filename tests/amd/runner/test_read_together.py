@@ -166,6 +166,7 @@ def interrupted_at(code: CodeType, line: int) -> Iterator[list[int]]:
 @pytest.mark.parametrize(
     ("reading", "is_together"),
     [
+        pytest.param(Engine._go_on, True, marks=pytest.mark.nightly),
         pytest.param(RoundPicks.read, False, marks=pytest.mark.nightly),
         pytest.param(DeviceRounds.read_together, True, marks=pytest.mark.nightly),
         pytest.param(DeviceRounds.took, True, marks=pytest.mark.nightly),
@@ -202,6 +203,36 @@ def test_an_interrupt_while_rounds_are_read_is_followed_by_the_same_text_and_no_
         for number, done in zip(numbers, wanted, strict=True):
             assert [token for of, token in tokens if of == number] == list(done.token_ids), f"line {line}"
     assert num >= 2
+
+
+@pytest.mark.parametrize(
+    ("launching", "speculative"),
+    [
+        pytest.param(Engine._advance, "off", marks=pytest.mark.nightly),
+        pytest.param(Engine._advance, "ngram", marks=pytest.mark.nightly),
+        (Scheduler.launched, "off"),
+        pytest.param(Scheduler.launched, "ngram", marks=pytest.mark.nightly),
+    ],
+)
+def test_an_interrupt_after_a_step_was_launched_is_followed_by_the_same_text(
+    launching: Callable[..., object], speculative: str, loaded: LoadedModel
+) -> None:
+    requests = [a_request(1, 10), a_request(6, 12)]
+    wanted, num = plainly(loaded, requests), 0
+    for line in lines_of(launching.__code__):
+        engine = Engine(loaded, replace(OPTIONS, speculative=speculative))
+        numbers = [engine.submit(request) for request in requests]
+        for _ in range(3):
+            engine.step()
+        with interrupted_at(launching.__code__, line) as came:
+            while engine.has_work and not came:
+                with suppress(KeyboardInterrupt):
+                    engine.step()
+        num += bool(came)
+        while engine.has_work:
+            engine.step()
+        assert [engine.completion(number) for number in numbers] == wanted, f"line {line}"
+    assert num >= 5
 
 
 def test_each_round_tells_in_a_memory_of_its_own_however_many_interrupts_come(loaded: LoadedModel) -> None:

@@ -258,6 +258,24 @@ def test_each_round_tells_in_a_memory_of_its_own_however_many_interrupts_come(lo
     assert max(most_unread) == len(rounds._memory)
 
 
+@pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_no_logits_are_kept_but_those_that_lie_in_the_memory_of_a_graph(graphs: bool, loaded: LoadedModel) -> None:
+    engine = engine_of(loaded, options=replace(OPTIONS, graphs=graphs))
+    rounds, requests = rounds_of(engine), [a_request(1, 80), a_request(2, 80)]
+    launched, run_again = list[Any](), engine._runner.run_again
+
+    def and_note(batch: Any) -> Any:
+        launched.append(run_again(batch))
+        return launched[-1]
+
+    engine._runner.run_again = and_note  # type: ignore[method-assign]
+    assert engine.generate(requests) == plainly(loaded, requests)
+    assert len(launched) > len(rounds._memory)
+    assert rounds._rounds is not None
+    kept = {each._logits.data_ptr() for each in rounds._rounds[3] if each._logits is not None}
+    assert len(kept) == graphs
+
+
 def test_the_pace_follows_from_how_long_rounds_take() -> None:
     pace = Pace()
     assert pace.num_ahead == FEWEST_AHEAD

@@ -265,6 +265,7 @@ class Engine:
         while self._unread:
             self._read_oldest()
             self._publish_read()
+        self._enter_rounds()
 
     def cancel(self, number: int) -> None:
         """Forget a request, finished or not: its pages are given back as by abort(), and nothing more comes of it."""

@@ -73,7 +73,9 @@ def served(engine: Engine, requests: list[Request]) -> tuple[list[Completion], l
     return engine.generate(requests, note), told
 
 
-@pytest.mark.parametrize("num_ahead", [2, 4, pytest.param(6, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "num_ahead", [2, pytest.param(4, marks=pytest.mark.nightly), pytest.param(6, marks=pytest.mark.nightly)]
+)
 def test_the_texts_are_those_of_plain_decoding(num_ahead: int, loaded: LoadedModel) -> None:
     """Some end by a token, others by their length, within rounds and between them."""
     requests = [a_request(seed, 50 + 7 * seed) for seed in range(4)]
@@ -172,7 +174,7 @@ def interrupted_at(code: CodeType, line: int) -> Iterator[list[int]]:
         pytest.param(DeviceRounds.took, True, marks=pytest.mark.nightly),
         pytest.param(Engine._read_rounds, True, marks=pytest.mark.nightly),
         pytest.param(Engine._take_rounds, True, marks=pytest.mark.nightly),
-        (Engine._publish_rounds, True),
+        pytest.param(Engine._publish_rounds, True, marks=pytest.mark.nightly),
         pytest.param(Engine._publish_rest, True, marks=pytest.mark.nightly),
         (Scheduler.take_together, True),
     ],

@@ -246,11 +246,11 @@ def test_each_round_tells_in_a_memory_of_its_own_however_many_interrupts_come(lo
         engine.step()
     read_together, most_unread = rounds.read_together, list[int]()
 
-    def interrupted(*arguments: Any) -> Together | None:
+    def interrupted(*arguments: Any, **options: Any) -> Together | None:
         most_unread.append(len(engine._unread))
         if len(most_unread) <= 5:
             raise KeyboardInterrupt
-        return read_together(*arguments)
+        return read_together(*arguments, **options)
 
     rounds.read_together = interrupted  # type: ignore[method-assign]
     while engine.has_work:

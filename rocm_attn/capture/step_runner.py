@@ -146,6 +146,11 @@ class StepRunner(Generic[Outputs]):
             return True
         return last[1] in self._entry_of_plan or self._recorder is None or not last[1].replayable
 
+    @property
+    def replays_again(self) -> bool:
+        """Whether what run_again() has returned last lies in the memory of a graph, as that of the next one will."""
+        return self._again is not None and self._again.of is self._runtime.repeatable
+
     def run_again(self, batch: StepBatch) -> Outputs:
         """The last step once more, on the inputs that the device has put in the place of its own.
 

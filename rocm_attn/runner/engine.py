@@ -77,7 +77,10 @@ class _ReadStep(NamedTuple):
 
 
 class _ReadRounds(NamedTuple):
-    """Rounds that were read together, oldest first. read_at: as of _ReadStep"""
+    """Rounds that were read together, oldest first: sequences take their tokens as these are published.
+
+    read_at: as of _ReadStep
+    """
 
     rounds: Many[UnreadStep]
     together: Together
@@ -160,6 +163,7 @@ class Engine:
         self._must_check = False  # whether a step has run since the device was waited for
         self._recent = RecentSteps()
         self._unread: list[UnreadStep] = []  # oldest first
+        self._is_launching = False  # whether a step is launched, and not among them yet
         self._read: list[_ReadStep | _ReadRounds] = []  # whose tokens are to be published, oldest first
         self._read_at = 0.0  # when tokens were read last
         self._pace = Pace()
@@ -181,7 +185,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether any request is not finished, or an event was not returned yet: then step() may be called."""
-        return self._scheduler.has_work or bool(self._events)
+        return self._scheduler.has_work or bool(self._events) or bool(self._read)
 
     def capture_all(self, progress: Progress) -> CaptureReport:
         """Make every graph before the first request arrives, so that no request waits for one.
@@ -257,10 +261,11 @@ class Engine:
 
         To be called between two steps before something is changed that a step which still runs might see.
         """
+        self._publish_read()
         while self._unread:
             self._read_oldest()
             self._publish_read()
-        self._publish_read()
+        self._enter_rounds()
 
     def cancel(self, number: int) -> None:
         """Forget a request, finished or not: its pages are given back as by abort(), and nothing more comes of it."""
@@ -378,6 +383,11 @@ class Engine:
 
         What comes next may depend on tokens that were not read yet; then no step is launched.
         """
+        if self._is_launching:  # what an interrupt has left may have written over the tokens of the step before it
+            self._is_launching = False
+            self.settle()
+        if self._read:  # an interrupt has left some
+            self._publish_read()
         if self._rounds.goes_on(self._scheduler):
             self._go_on()
             return
@@ -401,6 +411,7 @@ class Engine:
             if step is None:
                 self.settle()
                 return
+            self._is_launching = True
             picks = self._run(step)
             if self._speculation.has_rounds:
                 picks = self._rounds.begin(step, picks, self._scheduler)
@@ -410,8 +421,10 @@ class Engine:
         if step.is_of_a_suspect:
             self._check_device()  # before it gets a token, and before others run again
         self.settle()
-        self._scheduler.launched(step)
+        # First: an interrupt may leave a step that the scheduler has not noted. Of that one sequences take nothing.
         self._unread.append(UnreadStep(step, self.runtime.step_number, picks, started, launched))
+        self._is_launching = False
+        self._scheduler.launched(step)
         self._rounds.noted()
         # What was accepted of a tree is moved before its sequence's pages may be given back.
         while len(self._unread) > (0 if step.is_of_a_suspect or step.has_trees else self._steps_ahead):
@@ -424,16 +437,15 @@ class Engine:
         self._must_check = True
         step, picks = self._rounds.launch()
         launched = time.perf_counter()
-        if not self._unread:
+        self._unread.append(UnreadStep(step, self.runtime.step_number, picks, started, launched))  # first, as above
+        if len(self._unread) == 1:
             self._scheduler.launched_again(step)
-        self._unread.append(UnreadStep(step, self.runtime.step_number, picks, started, launched))
         self._rounds.noted()
         while len(self._unread) > self._pace.num_ahead * self._steps_ahead:
             self._read_rounds(self._pace.num_together)
 
     def _read_rounds(self, most: int) -> None:
         """Wait for the oldest rounds, `most` of them, and publish their tokens: together, where none of them is odd."""
-        self._publish_read()  # an interrupt may have left some
         unread = self._unread
         with self._watch.watch(f"{len(unread)} rounds that were launched ({unread[0].step.num_picks} sequences)"):
             together = self._rounds.read_together([each.picks for each in unread], most, self._scheduler)
@@ -441,29 +453,46 @@ class Engine:
             self._read_oldest()
             self._publish_read()
             return
-        read_at, num = time.perf_counter(), together.num_rounds
-        rounds = unread[:num]
-        del unread[:num]
-        step = self._rounds_to_enter = rounds[0].step
-        self._scheduler.take_together(step, together.token_ids, all_read=not unread)
-        self._read.append(_ReadRounds(rounds, together, read_at))
-        self._rounds.took(together)
-        self._speculation.count_rounds(step, together)
+        self._read.append(_ReadRounds(unread[: together.num_rounds], together, time.perf_counter()))
         self._publish_read()
 
-    def _publish_rounds(self, rounds: Many[UnreadStep], together: Together, read_at: float) -> None:
-        """As _publish_read, of rounds that were read together."""
-        self._pace.note(self._note_rounds(rounds, together, read_at), len(rounds))
-        numbers = [sequence.number for sequence in rounds[0].step.picking]
+    def _take_rounds(self, rounds: Many[UnreadStep], together: Together) -> None:
+        """Have sequences take what rounds have brought that were read together: once, however often it is called."""
+        if self._unread and self._unread[0] is rounds[0]:
+            del self._unread[: len(rounds)]
+        step = self._rounds_to_enter = rounds[0].step
+        self._scheduler.take_together(step, together.first, together.token_ids, all_read=not self._unread)
+        self._rounds.took(together)
+
+    def _publish_rounds(self, read: _ReadRounds) -> None:
+        """As _publish_read, of rounds that were read together. After an interrupt it is called again, and goes on.
+
+        What is counted comes last: it is all that an interrupt may leave out.
+        """
+        rounds, together, read_at = read
+        self._take_rounds(rounds, together)
+        sequences = rounds[0].step.picking
         if self._loaded.tokenizer is None:  # there is no text, which could end one
-            for number, token_ids in zip(numbers, together.token_ids, strict=True):
-                self._outputs[number].num_tokens += len(token_ids)
-            self._events.append(NewTokens(numbers, together.token_ids))
+            for sequence in sequences:
+                self._outputs[sequence.number].num_tokens = sequence.num_read
+            new = NewTokens([sequence.number for sequence in sequences], together.token_ids)
+            # One statement: an interrupt leaves them to be published, or published.
+            self._events, self._read = [*self._events, new], self._read[1:]
             self.metrics.new_tokens += together.num_tokens
-            return
-        for number, token_ids in zip(numbers, together.token_ids, strict=True):
-            if self._publish(number, tuple(token_ids), None, ()) is not None:
-                self._recent.leave(number, rounds[-1].number)
+        else:
+            for sequence in sequences:
+                self._publish_rest(sequence, rounds[-1].number)
+            del self._read[0]
+        self._speculation.count_rounds(rounds[0].step, together)
+        self._pace.note(self._note_rounds(rounds, together, read_at), len(rounds))
+
+    def _publish_rest(self, sequence: Sequence, step_number: int) -> None:
+        """Publish the tokens of a sequence that were not, as of a step, if it has not ended."""
+        output = self._outputs.get(sequence.number)
+        if output is not None and output.num_tokens < sequence.num_read:
+            token_ids = sequence.new_token_ids[output.num_tokens :]
+            if self._publish(sequence.number, token_ids, None, ()) is not None:
+                self._recent.leave(sequence.number, step_number)
 
     def _note_rounds(self, rounds: Many[UnreadStep], together: Together, now: float) -> float:
         """As _note_times, of rounds that were read together; the seconds that they took."""
@@ -508,10 +537,11 @@ class Engine:
     def _publish_read(self) -> None:
         """Note the events that come out of steps that were read."""
         while self._read:
-            read = self._read.pop(0)
+            read = self._read[0]
             if isinstance(read, _ReadRounds):
-                self._publish_rounds(*read)
+                self._publish_rounds(read)
                 continue
+            del self._read[0]
             unread, picks, all_taken, told, read_at = read
             self._note_times(unread, all_taken, read_at)
             each = zip(unread.step.picking, picks, all_taken, strict=True)

@@ -38,7 +38,7 @@ class NewTokens(NamedTuple):
 def without(parts: Sequence[Event | NewTokens], request: int) -> list[Event | NewTokens]:
     """Parts of Events without those of a request."""
     others = [part.without(request) if isinstance(part, NewTokens) else part for part in parts]
-    return [part for part in others if isinstance(part, NewTokens) or part.request != request]
+    return [part for part in others if (part.requests if isinstance(part, NewTokens) else part.request != request)]
 
 
 class Events(Sequence[Event]):

@@ -245,3 +245,8 @@ class Sequence:
     def new_token_ids(self) -> tuple[int, ...]:
         """What was generated and read so far."""
         return tuple(self.token_ids[len(self.request.prompt_token_ids) :])
+
+    @property
+    def num_read(self) -> int:
+        """How many these are."""
+        return len(self.token_ids) - len(self.request.prompt_token_ids)

@@ -258,8 +258,7 @@ class Scheduler:
             stored[place] -= len(drafts.token_ids)
         for place, sequence in enumerate(step.sequences):
             if sequence.row != RESERVED_ROW:  # else it has ended since the step was scheduled
-                sequence.num_stored = stored[place]
-                sequence.unread_at = place if place < num_picks else ALL_READ
+                sequence.num_stored, sequence.unread_at = stored[place], place if place < num_picks else ALL_READ
         self._cache.end_step()
         self._enter_pages(step)
 
@@ -314,20 +313,21 @@ class Scheduler:
         self._count_cached_pages()
         return taken
 
-    def take_together(self, step: ScheduledStep, token_ids: Many[list[int]], *, all_read: bool) -> None:
+    def take_together(
+        self, step: ScheduledStep, first: Many[int], token_ids: Many[list[int]], *, all_read: bool
+    ) -> None:
         """As finish_step() of all rounds that were read together, and then launched_again() of those that were not.
 
-        token_ids: of each of step.picking, of all these rounds. None of them ends with these, or has ended before
-        all_read:  whether no round is left
+        After an interrupt it is called again: what was taken before is taken once.
+        first, token_ids: of each of step.picking, as of Together. None of them ends with these, or has ended before
+        all_read:         whether no round is left
         """
-        for sequence, tokens in zip(step.picking, token_ids, strict=True):
-            sequence.token_ids += tokens
-            sequence.num_stored += len(tokens)
-        if all_read:
-            self._num_unread = 0
-            for sequence in step.picking:
-                sequence.num_stored -= 1
+        for sequence, place, tokens in zip(step.picking, first, token_ids, strict=True):
+            sequence.token_ids[place:] = tokens
+            sequence.num_stored = len(sequence.token_ids) - all_read
+            if all_read:
                 sequence.unread_at = ALL_READ
+        self._num_unread = int(not all_read)
 
     def enter_rounds(self, step: ScheduledStep) -> None:
         """Let the pages be found that rounds have completed which were read together."""

@@ -66,6 +66,7 @@ class Together(NamedTuple):
     """Rounds that were read together.
 
     number:     of the first one in its series
+    first:      of each sequence, place of the first of these tokens in its text
     token_ids:  of each sequence, of all these rounds
     num_tokens: of all sequences
     kv_len:     int32 [n] of the round after them
@@ -74,6 +75,7 @@ class Together(NamedTuple):
 
     number: int
     num_rounds: int
+    first: list[int]
     token_ids: list[list[int]]
     num_tokens: int
     kv_len: Int32Array

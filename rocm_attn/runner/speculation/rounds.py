@@ -187,6 +187,7 @@ class _Round:
         self._terms, self._draws = given.terms, draws
         width = len(picker.tokens) // memory.told.shape[0]
         self._picker, self._stream, self._found = picker, stream, memory.found[: num_seqs * width]
+        # Of a graph, whose own memory the logits are: others are not kept, which nobody has counted on.
         self._logits: Tensor | None = None
         self._pick: Callable[[], None] = _nothing
         self.make_next = SameLaunches(stream, next_round, picker.tokens, given, width, draws=draws, looks_up=looks_up)
@@ -194,13 +195,18 @@ class _Round:
         self.token_ids = given.token_ids[: num_seqs * width].view(num_seqs, width)
         self.told, self.found = given.told.numpy(), Found.of(self._found.numpy())
 
-    def pick(self, logits: Tensor) -> None:
-        """Pick its tokens. logits: [num_seqs, W, vocab], which a graph gives at the same place each time"""
+    def pick(self, logits: Tensor, *, is_of_graph: bool) -> None:
+        """Pick its tokens.
+
+        logits:      [num_seqs, W, vocab]
+        is_of_graph: whether a graph has put them where it puts them each time
+        """
         if logits is not self._logits:
-            self._logits = logits
-            self._pick = self._picker.picking(
-                logits.flatten(0, 1), self._terms, self._found, self._stream, draws=self._draws
-            )
+            pick = self._picker.picking(logits.flatten(0, 1), self._terms, self._found, self._stream, draws=self._draws)
+            if not is_of_graph:
+                pick()
+                return
+            self._logits, self._pick = logits, pick
         self._pick()
 
 
@@ -405,7 +411,8 @@ class DeviceRounds:
         last = self._runtime.repeatable
         if last is None or last[0] is not series.step.batch or not self._runner.may_run_again:
             return False
-        if series.num_launched > _MOST_ROUNDS:
+        # Each that is not read tells in a memory of its own. Interrupts may have left more of them than the pace has.
+        if series.num_launched > _MOST_ROUNDS or series.num_unread >= len(self._memory):
             return False
         # The round after the one that is launched must fit too: its inputs are made at once.
         num_needed = self._width * (series.num_unread + 1)
@@ -426,7 +433,7 @@ class DeviceRounds:
         assert series is not None
         series.is_noted = False
         next_one = series.rounds[self._next]
-        next_one.pick(self._runner.run_again(series.step.batch))
+        next_one.pick(self._runner.run_again(series.step.batch), is_of_graph=self._runner.replays_again)
         series.num_launched += 1
         return series.step, self._told(series, next_one.found)
 
@@ -448,7 +455,8 @@ class DeviceRounds:
         kv_len: Int32Array = series.progress.kv_len + sum(taken)
         if rounds[0].number != series.progress.num_read or not series.ends.none_in(flat, kv_len):
             return None
-        return Together(rounds[0].number, len(rounds), token_ids, len(flat), kv_len, rounds[-1].told)
+        first = (series.progress.kv_len - np.int32(self._width - 1)).tolist()
+        return Together(rounds[0].number, len(rounds), first, token_ids, len(flat), kv_len, rounds[-1].told)
 
     def took(self, together: Together) -> None:
         """As Rounds.took."""

@@ -20,6 +20,8 @@ _LEFT = 0.02
 class RoundTexts(RandomTensors):
     """Weights of such a model."""
 
+    circle = CIRCLE
+
     def read(self, name: str, *where: slice) -> Tensor:
         """As TensorSource.read."""
         if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -28,15 +30,21 @@ class RoundTexts(RandomTensors):
             random = torch.Generator().manual_seed(5)
             embedding = torch.randn(self._shapes["model.embed_tokens.weight"], generator=random) * 0.4
             if name == "lm_head.weight":
-                circles = embedding.view(-1, CIRCLE, embedding.shape[1])
+                circles = embedding.view(-1, self.circle, embedding.shape[1])
                 embedding = circles.roll(1, 1).reshape(embedding.shape)
             return embedding[where]
         return super().read(name, *where)
 
 
-def round_model(device: torch.device | None = None, windows: tuple[int, ...] = ()) -> LoadedModel:
-    """The model, with a longer context than the tiny one. windows: window_left of its layers, where they have any"""
+def round_model(device: torch.device | None = None, windows: tuple[int, ...] = (), circle: int = CIRCLE) -> LoadedModel:
+    """The model, with a longer context than the tiny one.
+
+    windows: window_left of its layers, where they have any
+    circle:  tokens, a power of 2
+    """
     config = replace(with_windows(CONFIG, *windows) if windows else CONFIG, context_len=512)
     place = torch.device("cpu") if device is None else device
-    weights = load_weights(RoundTexts(config, 1), config, dtype=torch.float32, device=place)
+    texts = RoundTexts(config, 1)
+    texts.circle = circle
+    weights = load_weights(texts, config, dtype=torch.float32, device=place)
     return LoadedModel(config, weights, None, ONE_RANK)

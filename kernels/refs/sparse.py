@@ -25,8 +25,8 @@ from rocm_attn.kernels.sparse.arguments import (
     TokenPlaces,
 )
 
-# Elements of gathered keys and scores in flight, 4 MiB of float32, and on a GPU 512: over 84k keys a token has 11 million
-# (8 index heads of 128), and with launches for each token the GPU would be idle.
+# Elements of gathered keys and scores in flight, 4 MiB of float32, and on a GPU 512: over 84k keys a token has 11
+# million (8 index heads of 128), and with launches for each token the GPU would be idle.
 _GROUP_ELEMENTS, _GROUP_ELEMENTS_ON_GPU = 1 << 20, 1 << 27
 
 

@@ -22,7 +22,7 @@ from rocm_attn.runner.sampling_options import Sampling
 from rocm_attn.runner.speculation import engines
 from rocm_attn.runner.speculation import rounds as rounds_module
 from rocm_attn.runner.speculation.rounds import DeviceRounds
-from rocm_attn.step.host_ring import NoFence
+from rocm_attn.step.host_ring import Fence, NoFence
 from rocm_attn.step.repeatable import inputs_of
 from tests.amd.runner.asking import character_model
 from tests.amd.runner.cache_invariants import check_cache
@@ -131,8 +131,11 @@ def rounds_of(engine: Engine) -> DeviceRounds:
     return engine._rounds
 
 
-class Late(NoFence):
-    """A fence that the device has not reached before it is waited for."""
+class Late:
+    """A fence that the device has not reached before it is waited for. On a GPU it does wait: by the one that it is of."""
+
+    def __init__(self, fence: Fence) -> None:
+        self.record, self.synchronize = fence.record, fence.synchronize
 
     def query(self) -> bool:
         """As Fence.query."""
@@ -144,7 +147,7 @@ def at_pace(num_ahead: int, engine: Engine) -> Engine:
     engine._pace.num_ahead = num_ahead
     engine._pace.note = lambda seconds, num_rounds: None  # type: ignore[method-assign]
     for memory in rounds_of(engine)._memory:
-        memory.done = Late()
+        memory.done = Late(memory.done)
     return engine
 
 

@@ -120,18 +120,18 @@ def round_time(result: dict[str, Any]) -> str:
         "Host time of an engine's steps, plain ones and rounds of n-gram speculation",
         "Llamas whose texts go round in circles, greedy, graphs on. Until launched: Engine.step() up to the step's "
         "last launch, less the waits for the device: what a GPU without other work would wait for; the median of "
-        "steps, most of which read nothing, and the mean. All: what is read, "
-        "booked and handed out too, while later rounds run; medians of means of eight steps, as several "
+        "steps, most of which read nothing, and the ninth decile, of steps that read or are planned. All: what is "
+        "read, booked and handed out too, while later rounds run; medians of means of eight steps, as several "
         "rounds are read at a time. The GPU's idle share is of a run of its own, in which "
         "events around each step cost the host time. A fixed loop of Python took "
         f"{result['machine']['python_loop_us']} us.",
-        "| model | sequences | drafts | until launched us | mean us | ninth decile us | all us | first decile us | "
+        "| model | sequences | drafts | until launched us | ninth decile us | all us | first decile us | "
         "step us | idle between steps us | idle share | acceptance length |",
     )
     lines += [
         f"| {row['model']} | {row['num_seqs']} | {row['draft_tokens']} | {row['launch_us_median']} | "
-        f"{row.get('launch_us_mean', '-')} | {row['launch_us_p90']} | {row['whole_us_median']} | "
-        f"{row['whole_us_p10']} | {row['step_us']} | {row['idle_us']} | {row['idle_share']:.1%} | "
+        f"{row['launch_us_p90']} | {row['whole_us_median']} | {row['whole_us_p10']} | "
+        f"{row['step_us']} | {row['idle_us']} | {row['idle_share']:.1%} | "
         f"{row['acceptance_length']} |"
         for row in result["rows"]
     ]

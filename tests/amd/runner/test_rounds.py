@@ -132,7 +132,7 @@ def rounds_of(engine: Engine) -> DeviceRounds:
 
 
 class Late:
-    """A fence that the device has not reached before it is waited for. On a GPU it does wait: by the one that it is of."""
+    """A fence that is not reached before it is waited for. On a GPU the fence that it is of waits."""
 
     def __init__(self, fence: Fence) -> None:
         self.record, self.synchronize = fence.record, fence.synchronize

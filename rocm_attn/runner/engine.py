@@ -161,12 +161,11 @@ class Engine:
         self._done: dict[int, Completion] = {}
         self._events: list[Event | NewTokens] = []  # that no step() has returned yet
         self._must_check = False  # whether a step has run since the device was waited for
-        self._recent = RecentSteps()
+        self._recent, self._pace = RecentSteps(), Pace()
         self._unread: list[UnreadStep] = []  # oldest first
         self._is_launching = False  # whether a step is launched, and not among them yet
         self._read: list[_ReadStep | _ReadRounds] = []  # whose tokens are to be published, oldest first
         self._read_at = 0.0  # when tokens were read last
-        self._pace = Pace()
         self._rounds_to_enter: ScheduledStep | None = None  # whose pages prompts cannot find yet
         self._read_ids: list[int] = []  # tokens that were read since the last step was launched; with several ranks
         self._num_submitted = 0

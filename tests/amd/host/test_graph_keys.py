@@ -39,6 +39,7 @@ def problems() -> Iterator[Problem]:
                     yield replace(problem, page_size=page_size, pool=pool)
                 except ValueError:  # pages that such a pool cannot have
                     continue
+    yield Problem(128, 1, 128, 128, torch.bfloat16, 16, scale=128**-0.5)
     yield Problem(16, 1, 576, 512, torch.bfloat16, 1, scale=0.05, pool=PoolKind.LATENT)
 
 

@@ -44,7 +44,7 @@ class HopperTiles:
 
     def __post_init__(self) -> None:
         value_tiles = self.extend.key_block // self.value_block
-        # Whoever loads V waits for the keys of steps that K's ring holds (hopper/rings.py).
+        # The warp that loads V waits for the keys of steps that K's ring holds (hopper/rings.py).
         assert self.value_stages <= self.extend.num_stages * value_tiles, "V's ring holds more steps than K's"
 
     @property

@@ -171,7 +171,7 @@ class StepRunner(Generic[Outputs]):
         return again.outputs
 
     def _again_whole(self, batch: StepBatch) -> Outputs:
-        """run_again(), which prepares the next one where a graph has run, and nobody wants to hear of each step."""
+        """run_again(), which prepares the next one where a graph has run, without a flight recorder or other ranks."""
         outputs, last = self._run(self._runtime.stage_again, batch), self._runtime.repeatable
         entry = self._entry_of_plan.get(last[1]) if last is not None else None
         if last is not None and entry is not None and self._flight is NO_FLIGHT_RECORDER and not self._agrees:

@@ -134,7 +134,7 @@ class VarlenPrefill:
 
 
 def varlen_scores(problem: Problem) -> dict[str, object]:
-    """What flash_attn_varlen_func is told of a problem's scores, beside sinks and slopes."""
+    """Arguments of flash_attn_varlen_func for a problem's scores, beside sinks and slopes."""
     return {
         "dropout_p": 0.0,
         "softmax_scale": problem.scale,

@@ -82,11 +82,16 @@ class Together(NamedTuple):
     told: Int32Array
 
 
-def is_clean(told: Int32Array, found: Found) -> bool:
-    """Whether a token was picked in every row of a round, and no fault was told. told: as of GuessedRound"""
+def are_picked(found: Found) -> bool:
+    """Whether a token was picked in every row."""
     ids, best = found
     # A row that holds NaN has NaN as its largest logit.
-    return not (told[:, 2].any() or (ids == ALL_ZERO).any()) and bool(np.logical_and.reduce(np.isfinite(best)))
+    return not (ids == ALL_ZERO).any() and bool(np.logical_and.reduce(np.isfinite(best)))
+
+
+def is_clean(told: Int32Array, found: Found) -> bool:
+    """Whether a token was picked in every row of a round, and no fault was told. told: as of GuessedRound"""
+    return not told[:, 2].any() and are_picked(found)
 
 
 def put_together(token_ids: Many[Int32Array], taken: Many[Int32Array]) -> tuple[Int32Array, list[list[int]]]:

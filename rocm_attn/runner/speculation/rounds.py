@@ -30,7 +30,6 @@ from torch import Tensor
 from rocm_attn.batch.step_batch import Int32Array
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadLogits
-from rocm_attn.kernels.sampling.found import ALL_ZERO
 from rocm_attn.kernels.speculative.arguments import TOLD_WORDS, GuessedRound
 from rocm_attn.providers.launches import MakeNextRound
 from rocm_attn.runner.logprobs import TokenLogprobs
@@ -40,7 +39,7 @@ from rocm_attn.runner.sampling import GREEDY, Draw, Found, PickedTokens, TokenPi
 from rocm_attn.runner.scheduler import ScheduledStep, Scheduler
 from rocm_attn.runner.sending import sent
 from rocm_attn.runner.speculation.methods import OFF
-from rocm_attn.runner.speculation.reading import Ends, Together, is_clean, put_together
+from rocm_attn.runner.speculation.reading import Ends, Together, are_picked, is_clean, put_together
 from rocm_attn.runner.speculation.round_drafts import Guesses
 from rocm_attn.runner.speculation.speculation import NO_LOGPROBS_OF, Picks, StepPicks
 from rocm_attn.runtime import AttentionRuntime
@@ -293,12 +292,11 @@ class RoundPicks:
     def read(self) -> Picks:
         """As StepPicks.read. It may be read again after an interrupt."""
         self.done.synchronize()
-        series, told, (ids, best) = self._series, self.told, self.found
+        series, told, ids = self._series, self.told, self.found[0]
         taken, num_seqs = told[:, 0], len(told)
         lines = ids.reshape(num_seqs, -1).tolist()
         picks: Picks = [line[:num] for line, num in zip(lines, taken.tolist(), strict=True)]
-        # A row that holds NaN has NaN as its largest logit.
-        if series.cut or (ids == ALL_ZERO).any() or not np.logical_and.reduce(np.isfinite(best)):
+        if series.cut or not are_picked(self.found):
             picked, width = PickedTokens(self.found, NoFence()).read(), len(ids) // num_seqs
             picks = [
                 self._right(seq, picked[seq * width : seq * width + num]) for seq, num in enumerate(taken.tolist())

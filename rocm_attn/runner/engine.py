@@ -144,7 +144,14 @@ class Engine:
             drafter, most = drafter_of(drafting, loaded, options, self.runtime, model), options.draft_tokens
             rejection = rejection_of(drafter, options)
             self._speculation = Speculation(
-                drafter, self.runtime, self._picker, most, self.metrics, rejection, has_rounds=has_rounds
+                drafter,
+                self.runtime,
+                self._picker,
+                most,
+                self.metrics,
+                rejection,
+                has_rounds=has_rounds,
+                branches=has_rounds and options.topk > 1,
             )
             if has_rounds:
                 guesses, most_ahead = guesses_of(drafter, options, self.runtime), MOST_AHEAD * self._steps_ahead
@@ -426,7 +433,8 @@ class Engine:
         self._scheduler.launched(step)
         self._rounds.noted()
         # What was accepted of a tree is moved before its sequence's pages may be given back.
-        while len(self._unread) > (0 if step.is_of_a_suspect or step.has_trees else self._steps_ahead):
+        moves = step.has_trees and not picks.is_followed
+        while len(self._unread) > (0 if step.is_of_a_suspect or moves else self._steps_ahead):
             self._read_oldest()
         self._publish_read()
 

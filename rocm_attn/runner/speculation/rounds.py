@@ -27,7 +27,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.step_batch import Int32Array
+from rocm_attn.batch.mask import TreeMask
+from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadLogits
 from rocm_attn.kernels.speculative.arguments import TOLD_WORDS, GuessedRound
@@ -38,9 +39,10 @@ from rocm_attn.runner.request import Sequence
 from rocm_attn.runner.sampling import GREEDY, Draw, Found, PickedTokens, TokenPicker, terms_of
 from rocm_attn.runner.scheduler import ScheduledStep, Scheduler
 from rocm_attn.runner.sending import sent
-from rocm_attn.runner.speculation.methods import OFF
+from rocm_attn.runner.speculation.methods import NGRAM, OFF
 from rocm_attn.runner.speculation.reading import Ends, Together, are_picked, is_clean, put_together
 from rocm_attn.runner.speculation.round_drafts import Guesses
+from rocm_attn.runner.speculation.round_trees import Guessed
 from rocm_attn.runner.speculation.speculation import NO_LOGPROBS_OF, Picks, StepPicks
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.host_ring import Fence, NoFence, wait_for_all
@@ -57,9 +59,14 @@ _MOST_ROUNDS = 64
 
 def text_bytes(options: EngineOptions, max_kv_len: int) -> int:
     """Memory on the device for the texts that guesses are looked up in, and the numbers that tokens are drawn by."""
-    if options.speculative == OFF or options.topk > 1:
+    if options.speculative == OFF or looks_up_trees(options):
         return 0
     return 2 * 4 * (options.max_batch_size + 1) * (max_kv_len + 2 + options.draft_tokens)
+
+
+def looks_up_trees(options: EngineOptions) -> bool:
+    """Whether an engine's guesses are trees that texts tell."""
+    return options.speculative == NGRAM and options.topk > 1
 
 
 # Of engines whose rounds do so.
@@ -71,8 +78,8 @@ def why_no_rounds(options: EngineOptions, *, looks_on: bool, has_ranks: bool) ->
 
     looks_on: whether something looks on at single steps
     """
-    if options.topk > 1:
-        return "topk is above 1, and the host reads which drafts of a tree were accepted before it moves their K and V"
+    if looks_up_trees(options):
+        return "topk is above 1, and the host looks up the trees that texts tell"
     if options.sampled_drafts:
         return "sampled_drafts is set, and the host gives each round the numbers that its drafts are drawn by"
     if has_ranks:
@@ -149,26 +156,28 @@ class NoRounds:
 
 
 class _Memory:
-    """Where the device tells of a round, and the fence after that."""
+    """Where the device tells of a round, and the fence after that.
+
+    path: int32 [most_seqs, W], what was accepted of trees
+    """
 
     def __init__(self, most_rows: int, most_seqs: int, device: torch.device) -> None:
         pinned = device.type == "cuda"
+        self.path = torch.zeros(most_seqs, most_rows // most_seqs, dtype=torch.int32, pin_memory=pinned)
         self.found = torch.zeros(most_rows, 2, dtype=torch.int32, pin_memory=pinned)
         self.told = torch.zeros(most_seqs, TOLD_WORDS, dtype=torch.int32, pin_memory=pinned)
         self.done: Fence = torch.Event(device) if pinned else NoFence()
         # torch knows of no kernel that writes pinned memory, and gives a dropped one's to the next who asks.
-        weakref.finalize(self, wait_for_all, [self.done], [self.found, self.told]).atexit = False  # type: ignore[list-item]
+        weakref.finalize(self, wait_for_all, [self.done], [self.found, self.told, self.path]).atexit = False  # type: ignore[list-item]
 
 
 class _Round:
     """What a round launches after its step, and where the host reads what came of it.
 
     given:     what the round after it is made of
+    guessed:   its guesses
     draws:     whether tokens are drawn
     looks_up:  as of Guesses
-
-    picked:    int32 [num_seqs * W], what was picked after each token of the round
-    token_ids: int32 [num_seqs, W], of the round after it
     """
 
     def __init__(
@@ -177,6 +186,7 @@ class _Round:
         next_round: MakeNextRound,
         stream: Callable[[], int] | None,
         given: GuessedRound,
+        guessed: Guessed,
         memory: _Memory,
         *,
         draws: bool,
@@ -189,10 +199,16 @@ class _Round:
         # Of a graph, whose own memory the logits are: others are not kept, which nobody has counted on.
         self._logits: Tensor | None = None
         self._pick: Callable[[], None] = _nothing
-        self.make_next = SameLaunches(stream, next_round, picker.tokens, given, width, draws=draws, looks_up=looks_up)
-        self.picked = picker.tokens[: num_seqs * width]
-        self.token_ids = given.token_ids[: num_seqs * width].view(num_seqs, width)
-        self.told, self.found = given.told.numpy(), Found.of(self._found.numpy())
+        self.guessed = guessed
+        self._next = SameLaunches(stream, next_round, guessed.picked, given, width, draws=draws, looks_up=looks_up)
+        self._path = memory.path[:num_seqs]
+        self.told, self.found, self.path = given.told.numpy(), Found.of(self._found.numpy()), self._path.numpy()
+
+    def make_next(self) -> None:
+        """Accept what was picked, make the next round but for its guesses, and have both told."""
+        self.guessed.accept()
+        self._next()
+        self.guessed.tell(self._path)
 
     def pick(self, logits: Tensor, *, is_of_graph: bool) -> None:
         """Pick its tokens.
@@ -234,6 +250,7 @@ class _Series:
     """Rounds that follow from one step.
 
     step:        it
+    batch:       as it was run
     num_changes: of the scheduler, when it was scheduled
     rows:        int32 [n] of the table
     progress:    what was read
@@ -247,6 +264,7 @@ class _Series:
     """
 
     step: ScheduledStep
+    batch: StepBatch
     num_changes: int
     rows: Int32Array
     progress: _Progress
@@ -283,21 +301,31 @@ class _Series:
 
 
 class RoundPicks:
-    """What the sequences of a round get, as StepPicks has it. Rounds are read in the order of their launches."""
+    """What the sequences of a round get, as StepPicks has it. Rounds are read in the order of their launches.
 
-    def __init__(self, series: _Series, told: Int32Array, found: Found, done: Fence) -> None:
-        self._series, self.told, self.found, self.done = series, told, found, done
+    of_round: what tells of it, but for what was found in each of its places
+    """
+
+    def __init__(self, series: _Series, of_round: _Round, found: Found, done: Fence) -> None:
+        self._series, self.told, self.done = series, of_round.told, done
+        self._guessed, self._path, self._found = of_round.guessed, of_round.path, found
         self.number = series.num_launched - 1
+
+    @property
+    def found(self) -> Found:
+        """What was found in it, in the order in which texts take it; when it is done."""
+        return self._guessed.in_order(self._found, self._path)
 
     def read(self) -> Picks:
         """As StepPicks.read. It may be read again after an interrupt."""
         self.done.synchronize()
-        series, told, ids = self._series, self.told, self.found[0]
+        series, told, found = self._series, self.told, self.found
+        ids = found.token_ids
         taken, num_seqs = told[:, 0], len(told)
         lines = ids.reshape(num_seqs, -1).tolist()
         picks: Picks = [line[:num] for line, num in zip(lines, taken.tolist(), strict=True)]
-        if series.cut or not are_picked(self.found):
-            picked, width = PickedTokens(self.found, NoFence()).read(), len(ids) // num_seqs
+        if series.cut or not are_picked(found):
+            picked, width = PickedTokens(found, NoFence()).read(), len(ids) // num_seqs
             picks = [
                 self._right(seq, picked[seq * width : seq * width + num]) for seq, num in enumerate(taken.tolist())
             ]
@@ -373,7 +401,10 @@ class DeviceRounds:
     def begin(self, step: ScheduledStep, picks: StepPicks, scheduler: Scheduler) -> StepPicks:
         """As Rounds.begin."""
         batch, last, width = step.batch, self._runtime.repeatable, self._width
-        if last is None or last[0] is not batch or not self._runner.may_run_again:
+        # With branches the batch that has run has a mask beside what the scheduler knows.
+        if last is None or last[0].row_bytes != batch.row_bytes or not self._runner.may_run_again:
+            return picks
+        if isinstance(last[0].mask, TreeMask) is not self._guesses.has_branches:
             return picks
         if not batch.min_q_len == batch.max_q_len == width or step.num_picks < batch.num_seqs or step.is_of_a_suspect:
             return picks
@@ -388,15 +419,18 @@ class DeviceRounds:
         on_device = self._limit[: batch.num_seqs]
         on_device.copy_(sent(limit, self._runtime.device))
         progress, ends = _Progress(batch.kv_len.copy(), 0), Ends(step.sequences, width)
+        rounds = self._rounds_of(step, last)
+        rounds[0].guessed.begin(last[0])
         series = self._series = _Series(
             step,
+            last[0],
             scheduler.num_changes,
             batch.rows,
             progress,
             limit,
             on_device,
             ends,
-            self._rounds_of(step, last),
+            rounds,
             fewest(limit - batch.kv_len),
         )
         return self._told(series, picked.found)
@@ -407,7 +441,7 @@ class DeviceRounds:
         if series is None or series.is_over or not series.is_noted or series.num_changes != scheduler.num_changes:
             return False
         last = self._runtime.repeatable
-        if last is None or last[0] is not series.step.batch or not self._runner.may_run_again:
+        if last is None or last[0] is not series.batch or not self._runner.may_run_again:
             return False
         # Each that is not read tells in a memory of its own. Interrupts may have left more of them than the pace has.
         if series.num_launched > _MOST_ROUNDS or series.num_unread >= len(self._memory):
@@ -431,7 +465,7 @@ class DeviceRounds:
         assert series is not None
         series.is_noted = False
         next_one = series.rounds[self._next]
-        next_one.pick(self._runner.run_again(series.step.batch), is_of_graph=self._runner.replays_again)
+        next_one.pick(self._runner.run_again(series.batch), is_of_graph=self._runner.replays_again)
         series.num_launched += 1
         return series.step, self._told(series, next_one.found)
 
@@ -445,11 +479,11 @@ class DeviceRounds:
         rounds[num - 1].done.synchronize()
         while num < len(rounds) and rounds[num].done.query():
             num += 1
-        rounds = list(takewhile(lambda each: is_clean(each.told, each.found), rounds[:num]))
-        if not rounds:
+        found = list(takewhile(lambda each: is_clean(*each), ((each.told, each.found) for each in rounds[:num])))
+        if not found:
             return None
-        taken = [each.told[:, 0] for each in rounds]
-        flat, token_ids = put_together([each.found[0].reshape(-1, self._width) for each in rounds], taken)
+        rounds, taken = rounds[: len(found)], [told[:, 0] for told, _ in found]
+        flat, token_ids = put_together([ids.reshape(-1, self._width) for _, (ids, _) in found], taken)
         kv_len: Int32Array = series.progress.kv_len + sum(taken)
         if rounds[0].number != series.progress.num_read or not series.ends.none_in(flat, kv_len):
             return None
@@ -495,8 +529,8 @@ class DeviceRounds:
         if not self._guesses.looks_up:
             # Of the texts before this round, of which one was not read for each that has not been.
             bounds = series.progress.kv_len + np.int32(self._width * (series.num_unread - 2) + 1)
-            series.is_over |= not self._guesses.guess(next_one.picked, bounds, next_one.token_ids)
-        return RoundPicks(series, next_one.told, found, done)
+            series.is_over |= not self._guesses.guess(next_one.guessed, bounds)
+        return RoundPicks(series, next_one, found, done)
 
     def _rounds_of(self, step: ScheduledStep, last: Repeatable) -> list[_Round]:
         """The rounds that follow from a step, by the memory that they tell in."""
@@ -506,12 +540,15 @@ class DeviceRounds:
         if kept is None or kept[0] is not child or kept[1:3] != (batch.num_seqs, draws):
             to, limit, next_round = inputs_of(last), self._limit[: batch.num_seqs], self._runtime.core.ops.next_round
             inputs = to.counts, to.row_of_seq, to.kv_len, to.token_ids, self._texts, limit
-            terms, rounds = self._terms[: batch.num_seqs * self._width], list[_Round]()
-            for memory in self._memory:
-                taken = self._guesses.taken[: len(limit)]
-                given = GuessedRound(*inputs, memory.told[: len(limit)], self._numbers, terms, taken)
-                how = {"draws": draws, "looks_up": self._guesses.looks_up}
-                rounds.append(_Round(self._picker, next_round, self._stream, given, memory, **how))
+            terms = self._terms[: batch.num_seqs * self._width]
+            beside = self._numbers, terms, self._guesses.taken[: len(limit)]
+            given = [GuessedRound(*inputs, memory.told[: len(limit)], *beside) for memory in self._memory]
+            guessed = self._guesses.of_step(child, given[0], self._picker.tokens)
+            how = {"draws": draws, "looks_up": self._guesses.looks_up}
+            rounds = [
+                _Round(self._picker, next_round, self._stream, of_round, guessed, memory, **how)
+                for of_round, memory in zip(given, self._memory, strict=True)
+            ]
             kept = self._rounds = child, batch.num_seqs, draws, rounds
         return kept[3]
 

@@ -145,6 +145,7 @@ class Speculation:
     metrics:    in which drafts are counted
     rejection:  what accepts drafts that were drawn
     has_rounds: whether steps in which all sequences have drafts may go on without the host (rounds.py)
+    branches:   whether drafts of these rounds may have branches: then steps of chains have the mask of trees too
     """
 
     def __init__(
@@ -157,8 +158,9 @@ class Speculation:
         rejection: Rejection | NothingDrawn = NOTHING_DRAWN,
         *,
         has_rounds: bool = False,
+        branches: bool = False,
     ) -> None:
-        self.has_rounds = has_rounds
+        self.has_rounds, self._branches = has_rounds, branches
         self._drafter = drafter
         self._runtime = runtime
         self._picker = picker
@@ -191,7 +193,7 @@ class Speculation:
 
     def batch(self, step: ScheduledStep) -> StepBatch:
         """The batch of a step, with the mask of its trees where it has any."""
-        if not step.has_trees:
+        if not (step.has_trees or (self._branches and step.drafts)):
             return step.batch
         return replace(step.batch, mask=TreeMask(torch.from_numpy(_parents(step)).to(self._runtime.device)))
 

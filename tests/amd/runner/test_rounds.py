@@ -102,6 +102,9 @@ KINDS = {
     "head": Kind({"speculative": "eagle:seeded"}, draws=True, guesses=False),
     "head of EAGLE-3": Kind({"speculative": "eagle:seeded3"}, guesses=False),
     "drafted, deterministic": Kind({"speculative": "draft:it", "deterministic": True}),
+    "trees": Kind({"speculative": "draft:it", "swa_pages": 120, "topk": 2}, (9, -1), draws=True),
+    "trees of a head": Kind({"speculative": "eagle:seeded", "topk": 3}, draws=True, guesses=False),
+    "trees of a head of EAGLE-3": Kind({"speculative": "eagle:seeded3", "topk": 2}, guesses=False),
 }
 # What they show apart, those of every run show at once.
 AT_NIGHT = {
@@ -112,6 +115,8 @@ AT_NIGHT = {
     "head",
     "head of EAGLE-3",
     "drafted, deterministic",
+    "trees of a head",
+    "trees of a head of EAGLE-3",
 }
 
 

@@ -21,12 +21,14 @@ from rocm_attn.runner.request import Completion, Event, Request, TokenEvent
 from rocm_attn.runner.sampling_options import Sampling
 from rocm_attn.runner.speculation import engines
 from rocm_attn.runner.speculation import rounds as rounds_module
+from rocm_attn.runner.speculation.drafts import Drafts
+from rocm_attn.runner.speculation.round_trees import Guessed, Trees
 from rocm_attn.runner.speculation.rounds import DeviceRounds
 from rocm_attn.step.host_ring import Fence, NoFence
 from rocm_attn.step.repeatable import inputs_of
 from tests.amd.runner.asking import character_model
 from tests.amd.runner.cache_invariants import check_cache
-from tests.amd.runner.round_texts import CIRCLE, round_model
+from tests.amd.runner.round_texts import CIRCLE, UnsureTexts, round_model
 from tests.amd.runner.tiny_model import CONFIG
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -68,7 +70,8 @@ class Kind:
 
     def engine(self, loaded: LoadedModel | None = None, **changes: Any) -> Engine:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engines, "load_model", lambda *which, **how: _round_model((5, -1)))
+            small = _unsure_model() if self.changes.get("topk", 1) > 1 else _round_model((5, -1))
+            patch.setattr(engines, "load_model", lambda *which, **how: small)
             return Engine(self.loaded if loaded is None else loaded, self.options(**changes))
 
     def request(self, seed: int, new_tokens: int = 60, **options: Any) -> Request:
@@ -88,6 +91,11 @@ class Kind:
 @cache
 def _round_model(windows: tuple[int, ...]) -> LoadedModel:
     return round_model(DEVICE, windows=windows)
+
+
+@cache
+def _unsure_model() -> LoadedModel:
+    return round_model(DEVICE, windows=(5, -1), texts=UnsureTexts)
 
 
 WINDOWS: dict[str, Any] = {"windows": (9, -1), "changes": {"swa_pages": 120}}
@@ -495,20 +503,22 @@ def test_a_prompt_finds_what_rounds_have_stored(kind: Kind, monkeypatch: pytest.
     assert [engine.completion(number) for number in numbers] == [*wanted, *kind.plainly([second])]
 
 
-@pytest.mark.parametrize("kind", ["drafted", pytest.param("head", marks=pytest.mark.nightly)], indirect=True)
+@pytest.mark.parametrize(
+    "kind",
+    ["drafted", "trees", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("head", "trees of a head"))],
+    indirect=True,
+)
 def test_drafts_of_rounds_are_those_of_rounds_that_the_host_plans(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """Token by token, for each text that both come to: the model is where the host would have brought it."""
     requests = [kind.request(seed, 60) for seed in range(3)]
-    engine, by_host = kind.engine(), dict[tuple[int, ...], tuple[int, ...]]()
+    engine, by_host = kind.engine(), dict[tuple[int, ...], Drafts]()
     with monkeypatch.context() as patch:
         patch.setattr(engine, "_rounds", rounds_module.NoRounds())
         draft = engine._speculation._drafter.draft  # type: ignore[union-attr]
 
         def and_note(decoding: Any, alive: Any) -> Any:
             found = draft(decoding, alive)
-            by_host.update(
-                {tuple(each.token_ids): found[each.number].token_ids for each, _ in decoding if each.number in found}
-            )
+            by_host.update({tuple(each.token_ids): found[each.number] for each, _ in decoding if each.number in found})
             return found
 
         patch.setattr(engine._speculation._drafter, "draft", and_note)  # type: ignore[union-attr]
@@ -517,15 +527,19 @@ def test_drafts_of_rounds_are_those_of_rounds_that_the_host_plans(kind: Kind, mo
     rounds = rounds_of(engine)
     guess = rounds._guesses.guess
 
-    def and_compare(picked: torch.Tensor, bounds: Any, token_ids: torch.Tensor) -> bool:
+    def and_compare(guessed: Guessed, bounds: Any) -> bool:
         nonlocal compared
-        is_made, series = guess(picked, bounds, token_ids), rounds._series
+        is_made, series = guess(guessed, bounds), rounds._series
         assert series is not None
-        lengths = inputs_of(engine.runtime.repeatable).kv_len[: len(series.rows)].tolist()  # type: ignore[arg-type]
-        for seq, (row, kv_len) in enumerate(zip(series.rows.tolist(), lengths, strict=True)):
-            text = tuple(rounds._texts[row, : kv_len - token_ids.shape[1] + 1].tolist())
-            if text in by_host and len(by_host[text]) == token_ids.shape[1] - 1:
-                assert tuple(token_ids[seq, 1:].tolist()) == by_host[text]
+        inputs = inputs_of(engine.runtime.repeatable)  # type: ignore[arg-type]
+        num_seqs, width = len(series.rows), rounds._width
+        token_ids, lengths = inputs.token_ids[: num_seqs * width].view(num_seqs, width), inputs.kv_len[:num_seqs]
+        for seq, (row, kv_len) in enumerate(zip(series.rows.tolist(), lengths.tolist(), strict=True)):
+            wanted = by_host.get(tuple(rounds._texts[row, : kv_len - width + 1].tolist()))
+            if wanted is not None and len(wanted) == width - 1:
+                assert tuple(token_ids[seq, 1:].tolist()) == wanted.token_ids
+                parents = guessed._parents[seq, 1:].tolist() if isinstance(guessed, Trees) else range(width - 1)
+                assert [parent - 1 for parent in parents] == list(wanted.parents)
                 compared += 1
         return is_made
 
@@ -534,8 +548,23 @@ def test_drafts_of_rounds_are_those_of_rounds_that_the_host_plans(kind: Kind, mo
     assert compared > 10
 
 
+@pytest.mark.parametrize("kind", ["trees"], indirect=True)
+@pytest.mark.parametrize("page_size", [1, 2, 16])
+def test_what_a_second_branch_has_right_is_moved_before_the_next_round(page_size: int, kind: Kind) -> None:
+    """A tree brings more tokens than its likeliest chain, and no text changes by it."""
+    requests, accepted = [kind.request(seed, 50) for seed in range(3)], list[int]()
+    for topk in (1, 2):
+        engine = kind.engine(page_size=page_size, graphs=page_size == 2, topk=topk, draft_tokens=4)
+        launched = counted(engine)
+        assert engine.generate(requests) == kind.plainly(requests)
+        assert len(launched) > 5
+        metrics = engine.report().metrics
+        accepted.append(metrics.accepted_drafts / metrics.verifications)
+    assert accepted[1] > accepted[0] + 0.5
+
+
 @kinds("greedy")
 def test_an_engine_says_why_the_host_plans_every_round(kind: Kind) -> None:
     assert kind.engine().report().rounds == "follow from each other on the device"
     said = kind.engine(topk=2, draft_tokens=4).report().rounds
-    assert said.startswith("planned by the host: topk is above 1")
+    assert said == "planned by the host: topk is above 1, and the host looks up the trees that texts tell"

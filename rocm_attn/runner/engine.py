@@ -155,7 +155,7 @@ class Engine:
             )
             if has_rounds:
                 guesses, most_ahead = guesses_of(drafter, options, self.runtime), MOST_AHEAD * self._steps_ahead
-                self._rounds = DeviceRounds(self.runtime, self._runner, plain, guesses, most, most_ahead)
+                self._rounds = DeviceRounds(self.runtime, self._runner, self._picker, guesses, most, most_ahead)
         self._scheduler = Scheduler(
             self.runtime.table,
             self.metrics,

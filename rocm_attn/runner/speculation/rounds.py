@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import takewhile
 from typing import Any, NamedTuple, Protocol
 
@@ -31,8 +32,10 @@ from rocm_attn.batch.mask import TreeMask
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadLogits
+from rocm_attn.kernels.sampling.asked import NONE
 from rocm_attn.kernels.speculative.arguments import TOLD_WORDS, GuessedRound
 from rocm_attn.providers.launches import MakeNextRound
+from rocm_attn.runner.asking_picker import AskingPicker, RowShape, ShapedRows, overlaid
 from rocm_attn.runner.logprobs import TokenLogprobs
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Sequence
@@ -158,17 +161,20 @@ class NoRounds:
 class _Memory:
     """Where the device tells of a round, and the fence after that.
 
-    path: int32 [most_seqs, W], what was accepted of trees
+    shaped: int32 [most_rows, 2], what was found of rows that were shaped
+    path:   int32 [most_seqs, W], what was accepted of trees
     """
 
     def __init__(self, most_rows: int, most_seqs: int, device: torch.device) -> None:
         pinned = device.type == "cuda"
         self.path = torch.zeros(most_seqs, most_rows // most_seqs, dtype=torch.int32, pin_memory=pinned)
         self.found = torch.zeros(most_rows, 2, dtype=torch.int32, pin_memory=pinned)
+        self.shaped = torch.zeros_like(self.found, pin_memory=pinned)
         self.told = torch.zeros(most_seqs, TOLD_WORDS, dtype=torch.int32, pin_memory=pinned)
         self.done: Fence = torch.Event(device) if pinned else NoFence()
         # torch knows of no kernel that writes pinned memory, and gives a dropped one's to the next who asks.
-        weakref.finalize(self, wait_for_all, [self.done], [self.found, self.told, self.path]).atexit = False  # type: ignore[list-item]
+        held = [self.found, self.shaped, self.told, self.path]
+        weakref.finalize(self, wait_for_all, [self.done], held).atexit = False  # type: ignore[list-item]
 
 
 class _Round:
@@ -202,13 +208,23 @@ class _Round:
         self.guessed = guessed
         self._next = SameLaunches(stream, next_round, guessed.picked, given, width, draws=draws, looks_up=looks_up)
         self._path = memory.path[:num_seqs]
-        self.told, self.found, self.path = given.told.numpy(), Found.of(self._found.numpy()), self._path.numpy()
+        self.told, self.path = given.told.numpy(), self._path.numpy()
+        self._shaped, self._on_host = memory.shaped, Found.of(self._found.numpy())
 
     def make_next(self) -> None:
         """Accept what was picked, make the next round but for its guesses, and have both told."""
         self.guessed.accept()
         self._next()
         self.guessed.tell(self._path)
+
+    def pick_shaped(self, logits: Tensor, rows: ShapedRows) -> None:
+        """Pick the tokens of rows that ask for more, after pick(). logits: as there"""
+        rows.pick(logits.flatten(0, 1), rows.terms_of(self._terms), self._shaped[: len(rows.rows)])
+
+    def finds(self, rows: ShapedRows) -> Callable[[], Found]:
+        """Gives what was found in each of its places. rows: as of pick_shaped"""
+        shaped = Found.of(self._shaped[: len(rows.rows)].numpy())
+        return partial(overlaid, self._on_host, rows.rows, shaped)
 
     def pick(self, logits: Tensor, *, is_of_graph: bool) -> None:
         """Pick its tokens.
@@ -257,6 +273,7 @@ class _Series:
     limit:       int32 [n] that no kv_len may come to be beyond
     room:        tokens that each sequence has at least from progress.kv_len on up to its limit
     ends:        of its sequences
+    shaping:     rows that are picked from in another way
     rounds:      by the memory that they tell in
     num_launched: rounds, the step included, _MOST_ROUNDS and it at most
     is_noted:    whether all that was launched will be read; not while a round is launched, which an interrupt may end
@@ -271,6 +288,7 @@ class _Series:
     limit: Int32Array
     limit_on_device: Tensor
     ends: Ends
+    shaping: ShapedRows
     rounds: list[_Round]
     room: int
     num_launched: int = 1
@@ -303,10 +321,11 @@ class _Series:
 class RoundPicks:
     """What the sequences of a round get, as StepPicks has it. Rounds are read in the order of their launches.
 
-    of_round: what tells of it, but for what was found in each of its places
+    of_round: what tells of it
+    found:    gives what was found in each of its places, when it is done
     """
 
-    def __init__(self, series: _Series, of_round: _Round, found: Found, done: Fence) -> None:
+    def __init__(self, series: _Series, of_round: _Round, found: Callable[[], Found], done: Fence) -> None:
         self._series, self.told, self.done = series, of_round.told, done
         self._guessed, self._path, self._found = of_round.guessed, of_round.path, found
         self.number = series.num_launched - 1
@@ -314,7 +333,7 @@ class RoundPicks:
     @property
     def found(self) -> Found:
         """What was found in it, in the order in which texts take it; when it is done."""
-        return self._guessed.in_order(self._found, self._path)
+        return self._guessed.in_order(self._found(), self._path)
 
     def read(self) -> Picks:
         """As StepPicks.read. It may be read again after an interrupt."""
@@ -335,8 +354,8 @@ class RoundPicks:
     is_followed = True
 
     @property
-    def plain(self) -> None:
-        """As StepPicks.plain. A round is followed by launch()."""
+    def tokens(self) -> None:
+        """As StepPicks.tokens. A round is followed by launch()."""
 
     def logprobs(self) -> Mapping[int, Many[TokenLogprobs]]:
         """As StepPicks.logprobs."""
@@ -361,7 +380,7 @@ class RoundPicks:
 class DeviceRounds:
     """Rounds on the device.
 
-    picker:     of the engine's steps
+    asking:     the picker of the engine's steps
     guesses:    what guesses tokens
     num_drafts: guesses of a sequence and round
     most_ahead: rounds that are launched and not read when the next one is
@@ -371,12 +390,13 @@ class DeviceRounds:
         self,
         runtime: AttentionRuntime,
         runner: StepRunner,
-        picker: TokenPicker,
+        asking: AskingPicker,
         guesses: Guesses,
         num_drafts: int,
         most_ahead: int,
     ) -> None:
-        self._runtime, self._runner, self._picker, self._guesses = runtime, runner, picker, guesses
+        self._runtime, self._runner, self._asking, self._guesses = runtime, runner, asking, guesses
+        self._picker = picker = asking.plain
         self._width = 1 + num_drafts
         table, device = runtime.table, runtime.device
         num_rows, most_seqs = len(table.entries_host), len(picker.tokens) // self._width
@@ -388,6 +408,7 @@ class DeviceRounds:
             self._memory = [_Memory(len(picker.tokens), most_seqs, device) for _ in range(most_ahead + 2)]
             self._limit = torch.zeros(most_seqs, dtype=torch.int32, device=device)
         self._stream = stream_of(device)
+        self._unshaped = ShapedRows(asking, {}, (), ())
         # Rounds of steps that have their inputs there, of so many sequences, and whether any draws. Series of equal
         # steps follow each other.
         self._rounds: tuple[DeviceStep, int, bool, list[_Round]] | None = None
@@ -408,8 +429,8 @@ class DeviceRounds:
             return picks
         if not batch.min_q_len == batch.max_q_len == width or step.num_picks < batch.num_seqs or step.is_of_a_suspect:
             return picks
-        picked = picks.plain
-        if picked is None or not self._guesses.begin(step.sequences):
+        picked = picks.tokens
+        if picked is None or not all(_stays(each) for each in step.sequences) or not self._guesses.begin(step.sequences):
             return picks
         limit = self._reserved(batch.rows, batch.kv_len + np.int32(width), scheduler)
         if limit is None:
@@ -430,10 +451,11 @@ class DeviceRounds:
             limit,
             on_device,
             ends,
+            self._shaping(step),
             rounds,
             fewest(limit - batch.kv_len),
         )
-        return self._told(series, picked.found)
+        return self._told(series, lambda: picked.found)
 
     def goes_on(self, scheduler: Scheduler) -> bool:
         """As Rounds.goes_on."""
@@ -465,9 +487,12 @@ class DeviceRounds:
         assert series is not None
         series.is_noted = False
         next_one = series.rounds[self._next]
-        next_one.pick(self._runner.run_again(series.batch), is_of_graph=self._runner.replays_again)
+        logits = self._runner.run_again(series.batch)
+        next_one.pick(logits, is_of_graph=self._runner.replays_again)
+        if len(series.shaping.rows):
+            next_one.pick_shaped(logits, series.shaping)
         series.num_launched += 1
-        return series.step, self._told(series, next_one.found)
+        return series.step, self._told(series, next_one.finds(series.shaping))
 
     def read_together(self, unread: Many[StepPicks], most: int, scheduler: Scheduler) -> Together | None:
         """As Rounds.read_together."""
@@ -520,7 +545,7 @@ class DeviceRounds:
         self._guesses.end(going_on, is_whole=series.is_noted and not series.has_fault)
         return series.has_fault
 
-    def _told(self, series: _Series, found: Found) -> RoundPicks:
+    def _told(self, series: _Series, found: Callable[[], Found]) -> RoundPicks:
         """Make the inputs of the round after what was picked last, and have it told what came of that."""
         next_one, done = series.rounds[self._next], self._memory[self._next].done
         self._next = (self._next + 1) % len(self._memory)
@@ -551,6 +576,17 @@ class DeviceRounds:
             ]
             kept = self._rounds = child, batch.num_seqs, draws, rounds
         return kept[3]
+
+    def _shaping(self, step: ScheduledStep) -> ShapedRows:
+        """The rows of a step whose sequences ask for more than draws, in each of its rounds."""
+        shapes, draws = dict[int, RowShape](), list[Draw]()
+        for seq in step.asking:
+            sequence = step.sequences[seq]
+            shape = sequence.asks.of(sequence, sequence.num_new).shape if sequence.asks is not None else None
+            if shape is not None:
+                shapes |= dict.fromkeys(range(seq * self._width, (seq + 1) * self._width), shape)
+                draws += [_draw_of(sequence)] * self._width
+        return ShapedRows(self._asking, shapes, [NONE] * len(shapes), draws) if shapes else self._unshaped
 
     def _reserved(self, rows: Int32Array, needed: Int32Array, scheduler: Scheduler) -> Int32Array | None:
         """The limits of rows that need pages for so many tokens, with some to spare if there are; None: there are none.
@@ -609,6 +645,11 @@ class DeviceRounds:
         """Have temperatures and the like of a step's sequences on the device; each round has numbers of its own."""
         terms = terms_of([_draw_of(sequence) for sequence in step.sequences]).repeat(self._width, 0)
         self._terms[: len(terms)].copy_(sent(terms, self._runtime.device))
+
+
+def _stays(sequence: Sequence) -> bool:
+    """Whether the device can pick all of a sequence's tokens to come as those of this step are."""
+    return sequence.asks is None or sequence.asks.stays_from(sequence.num_new)
 
 
 def _draw_of(sequence: Sequence) -> Draw:

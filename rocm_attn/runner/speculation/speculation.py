@@ -87,8 +87,8 @@ class StepPicks(Protocol):
         ...
 
     @property
-    def plain(self) -> PickedTokens | None:
-        """The tokens after all drafts of a step, where no request asks for more than draws."""
+    def tokens(self) -> PickedTokens | AskedTokens | None:
+        """Those after all drafts of a step, where no request asks for logprobs."""
         ...
 
     def logprobs(self) -> Mapping[int, Many[TokenLogprobs]]:
@@ -252,7 +252,7 @@ class _OneEach:
     """A token for each sequence."""
 
     is_followed = False
-    plain = None
+    tokens = None
 
     def __init__(self, picked: PickedTokens) -> None:
         self._picked = picked
@@ -270,7 +270,7 @@ class _OneEachAsked:
     """A token for each sequence, and for some what they asked for."""
 
     is_followed = False
-    plain = None
+    tokens = None
 
     def __init__(self, picked: AskedTokens) -> None:
         self._picked = picked
@@ -310,9 +310,10 @@ class _Verified:
         self._paths: list[Many[int]] = []  # place among step.picking -> the drafts that were accepted
 
     @property
-    def plain(self) -> PickedTokens | None:
-        """As StepPicks.plain."""
-        return self._picked if isinstance(self._picked, PickedTokens) else None
+    def tokens(self) -> PickedTokens | AskedTokens | None:
+        """As StepPicks.tokens."""
+        picked = self._picked
+        return picked if isinstance(picked, PickedTokens) or picked.only_tokens else None
 
     def read(self) -> Picks:
         """As StepPicks.read, before the next step of these sequences."""

@@ -54,12 +54,14 @@ class Kind:
     windows: of the model's layers
     draws:   whether requests with an odd seed draw their tokens, by that seed
     guesses: whether what guesses is right now and then
+    asks:    of the Sampling of requests that draw, and of requests with a seed that 3 divides
     """
 
     changes: dict[str, Any] = field(default_factory=dict)
     windows: tuple[int, ...] = ()
     draws: bool = False
     guesses: bool = True
+    asks: dict[str, Any] = field(default_factory=dict)
 
     @property
     def loaded(self) -> LoadedModel:
@@ -77,7 +79,9 @@ class Kind:
     def request(self, seed: int, new_tokens: int = 60, **options: Any) -> Request:
         draw = random.Random(seed)
         if self.draws and seed % 2:
-            options = {"sampling": Sampling(0.7, 0.95, seed=seed)} | options
+            options = {"sampling": Sampling(0.7, 0.95, seed=seed, **self.asks)} | options
+        elif self.asks and seed % 3 == 0:
+            options = {"sampling": Sampling(logit_bias=self.asks["logit_bias"])} | options
         return Request(
             tuple(draw.randrange(CONFIG.vocab_size) for _ in range(draw.randrange(2, 20))), new_tokens, **options
         )
@@ -110,6 +114,10 @@ KINDS = {
     "head": Kind({"speculative": "eagle:seeded"}, draws=True, guesses=False),
     "head of EAGLE-3": Kind({"speculative": "eagle:seeded3"}, guesses=False),
     "drafted, deterministic": Kind({"speculative": "draft:it", "deterministic": True}),
+    "asking": Kind(draws=True, asks={"top_k": 6, "min_p": 0.02, "logit_bias": ((3, -4.0), (9, 2.0))}),
+    "trees that ask": Kind(
+        {"speculative": "draft:it", "swa_pages": 120, "topk": 2}, (9, -1), draws=True, asks={"top_k": 6, "min_p": 0.02, "logit_bias": ((3, -4.0), (9, 2.0))}
+    ),
     "trees": Kind({"speculative": "draft:it", "swa_pages": 120, "topk": 2}, (9, -1), draws=True),
     "trees of a head": Kind({"speculative": "eagle:seeded", "topk": 3}, draws=True, guesses=False),
     "trees of a head of EAGLE-3": Kind({"speculative": "eagle:seeded3", "topk": 2}, guesses=False),
@@ -123,6 +131,7 @@ AT_NIGHT = {
     "head",
     "head of EAGLE-3",
     "drafted, deterministic",
+    "trees that ask",
     "trees of a head",
     "trees of a head of EAGLE-3",
 }
@@ -553,14 +562,16 @@ def test_drafts_of_rounds_are_those_of_rounds_that_the_host_plans(kind: Kind, mo
 def test_what_a_second_branch_has_right_is_moved_before_the_next_round(page_size: int, kind: Kind) -> None:
     """A tree brings more tokens than its likeliest chain, and no text changes by it."""
     requests, accepted = [kind.request(seed, 50) for seed in range(3)], list[int]()
-    for topk in (1, 2):
-        engine = kind.engine(page_size=page_size, graphs=page_size == 2, topk=topk, draft_tokens=4)
+    for topk in (1, 3):
+        # A graph of trees is checked on requests of its own, for which there must be rows.
+        changes = {"page_size": page_size, "graphs": page_size == 2, "max_batch_size": 8}
+        engine = kind.engine(topk=topk, draft_tokens=6, **changes)
         launched = counted(engine)
         assert engine.generate(requests) == kind.plainly(requests)
         assert len(launched) > 5
         metrics = engine.report().metrics
         accepted.append(metrics.accepted_drafts / metrics.verifications)
-    assert accepted[1] > accepted[0] + 0.5
+    assert accepted[1] > accepted[0] + 0.3
 
 
 @kinds("greedy")

@@ -76,7 +76,7 @@ def looks_up_trees(options: EngineOptions) -> bool:
 FOLLOWING = "follow from each other on the device"
 
 
-def why_no_rounds(options: EngineOptions, *, looks_on: bool, has_ranks: bool) -> str:
+def why_no_rounds(options: EngineOptions, *, looks_on: bool) -> str:
     """Why the host plans every round of an engine that guesses tokens; empty: they may follow from each other.
 
     looks_on: whether something looks on at single steps
@@ -85,8 +85,6 @@ def why_no_rounds(options: EngineOptions, *, looks_on: bool, has_ranks: bool) ->
         return "topk is above 1, and the host looks up the trees that texts tell"
     if options.sampled_drafts:
         return "sampled_drafts is set, and the host gives each round the numbers that its drafts are drawn by"
-    if has_ranks:
-        return "several ranks share the model, and meet before each step"
     if looks_on:
         return "check_every, hang_after, profiler_ranges or flight_record is set, and looks on at each step of the host"
     return ""
@@ -384,6 +382,7 @@ class DeviceRounds:
     guesses:    what guesses tokens
     num_drafts: guesses of a sequence and round
     most_ahead: rounds that are launched and not read when the next one is
+    has_ranks:  whether several ranks launch and read the same rounds: then what is read does not depend on the clock
     """
 
     def __init__(
@@ -394,7 +393,10 @@ class DeviceRounds:
         guesses: Guesses,
         num_drafts: int,
         most_ahead: int,
+        *,
+        has_ranks: bool,
     ) -> None:
+        self._has_ranks = has_ranks
         self._runtime, self._runner, self._asking, self._guesses = runtime, runner, asking, guesses
         self._picker = picker = asking.plain
         self._width = 1 + num_drafts
@@ -502,7 +504,7 @@ class DeviceRounds:
         rounds = [each for each in unread if isinstance(each, RoundPicks)]
         num = min(most, len(rounds))
         rounds[num - 1].done.synchronize()
-        while num < len(rounds) and rounds[num].done.query():
+        while not self._has_ranks and num < len(rounds) and rounds[num].done.query():
             num += 1
         found = list(takewhile(lambda each: is_clean(*each), ((each.told, each.found) for each in rounds[:num])))
         if not found:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.ranks import ONE_RANK
+from rocm_attn.runner.ranks import ONE_RANK, Ranks
 from rocm_attn.runner.weights import load_weights
 from tests.amd.runner.tiny_model import CONFIG, RandomTensors, with_windows
 
@@ -54,16 +54,18 @@ def round_model(
     windows: tuple[int, ...] = (),
     circle: int = CIRCLE,
     texts: type[RoundTexts] = RoundTexts,
+    ranks: Ranks = ONE_RANK,
 ) -> LoadedModel:
     """The model, with a longer context than the tiny one.
 
     windows: window_left of its layers, where they have any
     circle:  tokens, a power of 2
     texts:   its weights
+    ranks:   that share it
     """
     config = replace(with_windows(CONFIG, *windows) if windows else CONFIG, context_len=512)
     place = torch.device("cpu") if device is None else device
     source = texts(config, 1)
     source.circle = circle
-    weights = load_weights(source, config, dtype=torch.float32, device=place)
-    return LoadedModel(config, weights, None, ONE_RANK)
+    weights = load_weights(source, config, dtype=torch.float32, device=place, shard=ranks.shard)
+    return LoadedModel(config.on_one_of(ranks.shard.num_ranks), weights, None, ranks)

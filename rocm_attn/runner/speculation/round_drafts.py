@@ -1,9 +1,10 @@
 """What guesses the tokens of rounds: each sequence's own text, or a model, from what the device alone knows.
 
 A model that drafts goes on from a round that was verified without asking what it has brought. It takes in all tokens
-that were picked along a chain, or along the longest path that a tree may have; the drafts after the last one that a sequence took are stored over by the next round's. The row of
-that last one is chosen on the device, by the counts that kernels/speculative/next_round.py leaves there, and so are the
-lengths that its steps begin at. The host publishes these steps by bounds, and reads the drafts when a series has ended.
+that were picked along a chain, or along the longest path that a tree may have; the drafts after the last one that a
+sequence took are stored over by the next round's. The row of that last one is chosen on the device, by the counts that
+kernels/speculative/next_round.py leaves there, and so are the lengths that its steps begin at. The host publishes these
+steps by bounds, and reads the drafts when a series has ended.
 """
 
 from __future__ import annotations

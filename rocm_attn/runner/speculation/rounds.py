@@ -53,7 +53,8 @@ from rocm_attn.step.memory import DeviceStep
 from rocm_attn.step.repeatable import Repeatable, inputs_of
 from rocm_attn.step.same_launches import SameLaunches, stream_of
 
-# Pages are reserved for so many more tokens of each sequence at a time.
+# Pages are reserved for a whole series, where that many are free; else, or where numbers that tokens are drawn by are
+# sent for as many, for so many more tokens of each sequence at a time.
 _TOKENS_AHEAD = 256
 # Rounds after which the host plans a step again: with it faults of the steps before the series are told, and pages that
 # were filled in it are found by prompts.
@@ -432,16 +433,21 @@ class DeviceRounds:
         if not batch.min_q_len == batch.max_q_len == width or step.num_picks < batch.num_seqs or step.is_of_a_suspect:
             return picks
         picked = picks.tokens
-        if picked is None or not all(_stays(each) for each in step.sequences) or not self._guesses.begin(step.sequences):
+        if (
+            picked is None
+            or not all(_stays(each) for each in step.sequences)
+            or not self._guesses.begin(step.sequences)
+        ):
             return picks
-        limit = self._reserved(batch.rows, batch.kv_len + np.int32(width), scheduler)
+        ends = Ends(step.sequences, width)
+        limit = self._reserved(step, ends, batch.kv_len + np.int32(width), scheduler)
         if limit is None:
             return picks
         self._send_texts(step)
         self._send_numbers(step, limit)
         on_device = self._limit[: batch.num_seqs]
         on_device.copy_(sent(limit, self._runtime.device))
-        progress, ends = _Progress(batch.kv_len.copy(), 0), Ends(step.sequences, width)
+        progress = _Progress(batch.kv_len.copy(), 0)
         rounds = self._rounds_of(step, last)
         rounds[0].guessed.begin(last[0])
         series = self._series = _Series(
@@ -475,7 +481,7 @@ class DeviceRounds:
         if num_needed > series.room:
             needed = series.progress.kv_len + np.int32(num_needed)
             # Where there is no room, there may be once more rounds are read: they bring fewer tokens than they could.
-            limit = self._reserved(series.rows, needed, scheduler)
+            limit = self._reserved(series.step, series.ends, needed, scheduler)
             if limit is None:
                 return False
             self._send_numbers(series.step, limit)
@@ -590,10 +596,11 @@ class DeviceRounds:
                 draws += [_draw_of(sequence)] * self._width
         return ShapedRows(self._asking, shapes, [NONE] * len(shapes), draws) if shapes else self._unshaped
 
-    def _reserved(self, rows: Int32Array, needed: Int32Array, scheduler: Scheduler) -> Int32Array | None:
-        """The limits of rows that need pages for so many tokens, with some to spare if there are; None: there are none.
+    def _reserved(self, step: ScheduledStep, ends: Ends, needed: Int32Array, scheduler: Scheduler) -> Int32Array | None:
+        """The limits of sequences that need pages for so many tokens, with some to spare if there are.
 
-        No longer than the step's plan and the table allow.
+        No longer than the step's plan and the table allow, and, but for what is needed, than the sequences can come to.
+        None: there are no pages.
         """
         last, table = self._runtime.repeatable, self._runtime.table
         assert last is not None
@@ -601,8 +608,13 @@ class DeviceRounds:
         most = np.int32(min(last[1].key.max_kv_len, table.max_kv_len, most_guessed))
         if (needed > most).any():
             return None
-        for wanted in (np.minimum(needed + np.int32(_TOKENS_AHEAD), most), needed):
-            if scheduler.reserve_ahead(rows, wanted) and self._guesses.reserve(wanted + np.int32(1 - self._width)):
+        most_of_each = np.minimum(np.maximum(needed, ends.kv_len), most).astype(np.int32)
+        whole = _TOKENS_AHEAD if step.asking else max(_TOKENS_AHEAD, _MOST_ROUNDS * self._width)
+        for ahead in dict.fromkeys((whole, _TOKENS_AHEAD, 0)):
+            wanted = np.minimum(needed + np.int32(ahead), most_of_each)
+            if scheduler.reserve_ahead(step.batch.rows, wanted) and self._guesses.reserve(
+                wanted + np.int32(1 - self._width)
+            ):
                 return wanted
         return None
 

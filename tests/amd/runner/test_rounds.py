@@ -68,7 +68,10 @@ class Kind:
         return _round_model(self.windows)
 
     def options(self, **changes: Any) -> EngineOptions:
-        return replace(BASE, **self.changes | changes)
+        given = {"draft_tokens": BASE.draft_tokens} | self.changes | changes
+        # Each branch has a draft at least.
+        given["draft_tokens"] = max(given["draft_tokens"], given.get("topk", 1))
+        return replace(BASE, **given)
 
     def engine(self, loaded: LoadedModel | None = None, **changes: Any) -> Engine:
         with pytest.MonkeyPatch.context() as patch:
@@ -116,7 +119,10 @@ KINDS = {
     "drafted, deterministic": Kind({"speculative": "draft:it", "deterministic": True}),
     "asking": Kind(draws=True, asks={"top_k": 6, "min_p": 0.02, "logit_bias": ((3, -4.0), (9, 2.0))}),
     "trees that ask": Kind(
-        {"speculative": "draft:it", "swa_pages": 120, "topk": 2}, (9, -1), draws=True, asks={"top_k": 6, "min_p": 0.02, "logit_bias": ((3, -4.0), (9, 2.0))}
+        {"speculative": "draft:it", "swa_pages": 120, "topk": 2},
+        (9, -1),
+        draws=True,
+        asks={"top_k": 6, "min_p": 0.02, "logit_bias": ((3, -4.0), (9, 2.0))},
     ),
     "trees": Kind({"speculative": "draft:it", "swa_pages": 120, "topk": 2}, (9, -1), draws=True),
     "trees of a head": Kind({"speculative": "eagle:seeded", "topk": 3}, draws=True, guesses=False),
@@ -574,7 +580,7 @@ def test_what_a_second_branch_has_right_is_moved_before_the_next_round(page_size
     assert accepted[1] > accepted[0] + 0.3
 
 
-@kinds("greedy")
+@pytest.mark.parametrize("kind", ["greedy"], indirect=True)
 def test_an_engine_says_why_the_host_plans_every_round(kind: Kind) -> None:
     assert kind.engine().report().rounds == "follow from each other on the device"
     said = kind.engine(topk=2, draft_tokens=4).report().rounds

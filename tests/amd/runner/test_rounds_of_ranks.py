@@ -1,4 +1,4 @@
-"""Rounds that follow on the device, of a model that several ranks share: the same rounds on each, and the same texts."""
+"""Rounds that follow on the device, of a model that ranks share: the same rounds on each, and the same texts."""
 
 from __future__ import annotations
 

@@ -172,8 +172,8 @@ class _Memory:
         self.told = torch.zeros(most_seqs, TOLD_WORDS, dtype=torch.int32, pin_memory=pinned)
         self.done: Fence = torch.Event(device) if pinned else NoFence()
         # torch knows of no kernel that writes pinned memory, and gives a dropped one's to the next who asks.
-        held = [self.found, self.shaped, self.told, self.path]
-        weakref.finalize(self, wait_for_all, [self.done], held).atexit = False  # type: ignore[list-item]
+        held: list[Any] = [self.found, self.shaped, self.told, self.path]
+        weakref.finalize(self, wait_for_all, [self.done], held).atexit = False
 
 
 class _Round:
@@ -611,7 +611,7 @@ class DeviceRounds:
         most_of_each = np.minimum(np.maximum(needed, ends.kv_len), most).astype(np.int32)
         whole = _TOKENS_AHEAD if step.asking else max(_TOKENS_AHEAD, _MOST_ROUNDS * self._width)
         for ahead in dict.fromkeys((whole, _TOKENS_AHEAD, 0)):
-            wanted = np.minimum(needed + np.int32(ahead), most_of_each)
+            wanted: Int32Array = np.minimum(needed + np.int32(ahead), most_of_each)
             if scheduler.reserve_ahead(step.batch.rows, wanted) and self._guesses.reserve(
                 wanted + np.int32(1 - self._width)
             ):

@@ -567,10 +567,10 @@ def test_drafts_of_rounds_are_those_of_rounds_that_the_host_plans(kind: Kind, mo
 @pytest.mark.parametrize("page_size", [1, 2, 16])
 def test_what_a_second_branch_has_right_is_moved_before_the_next_round(page_size: int, kind: Kind) -> None:
     """A tree brings more tokens than its likeliest chain, and no text changes by it."""
-    requests, accepted = [kind.request(seed, 50) for seed in range(3)], list[int]()
+    requests, accepted = [kind.request(seed, 50) for seed in range(3)], list[float]()
     for topk in (1, 3):
         # A graph of trees is checked on requests of its own, for which there must be rows.
-        changes = {"page_size": page_size, "graphs": page_size == 2, "max_batch_size": 8}
+        changes: dict[str, Any] = {"page_size": page_size, "graphs": page_size == 2, "max_batch_size": 8}
         engine = kind.engine(topk=topk, draft_tokens=6, **changes)
         launched = counted(engine)
         assert engine.generate(requests) == kind.plainly(requests)

@@ -137,6 +137,8 @@ AT_NIGHT = {
     "head",
     "head of EAGLE-3",
     "drafted, deterministic",
+    "asking",
+    "trees",
     "trees that ask",
     "trees of a head",
     "trees of a head of EAGLE-3",
@@ -563,8 +565,20 @@ def test_drafts_of_rounds_are_those_of_rounds_that_the_host_plans(kind: Kind, mo
     assert compared > 10
 
 
+@pytest.mark.parametrize("kind", ["asking"], indirect=True)
+def test_rows_of_requests_that_ask_are_shaped_in_rounds(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the host has them shaped: without that their texts are others."""
+    requests = [kind.request(seed, 40) for seed in range(4)]
+    wanted, engine = kind.plainly(requests), kind.engine()
+    launched = counted(engine)
+    assert engine.generate(requests) == wanted
+    assert len(launched) > 5
+    monkeypatch.setattr(rounds_module._Round, "pick_shaped", lambda *arguments: None)
+    assert kind.engine().generate(requests) != wanted
+
+
 @pytest.mark.parametrize("kind", ["trees"], indirect=True)
-@pytest.mark.parametrize("page_size", [1, 2, 16])
+@pytest.mark.parametrize("page_size", [*(pytest.param(size, marks=pytest.mark.nightly) for size in (1, 16)), 2])
 def test_what_a_second_branch_has_right_is_moved_before_the_next_round(page_size: int, kind: Kind) -> None:
     """A tree brings more tokens than its likeliest chain, and no text changes by it."""
     requests, accepted = [kind.request(seed, 50) for seed in range(3)], list[float]()

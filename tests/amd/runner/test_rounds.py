@@ -401,6 +401,31 @@ def test_pages_are_reserved_before_a_round_may_come_to_need_them(kind: Kind) -> 
             assert (series.limit <= table.room(series.rows)).all()
 
 
+@pytest.mark.parametrize("kind", ["greedy"], indirect=True)
+def test_pages_of_a_series_are_reserved_at_once_where_plenty_are_free(
+    kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, for as much as its text can come to, and for the rounds that run on past its end."""
+    monkeypatch.setattr(rounds_module, "_TOKENS_AHEAD", 8)
+    engine = kind.engine()
+    engine.submit(kind.request(1, 150))
+    rounds, limits, begun = rounds_of(engine), list[int](), dict[int, Any]()
+    reserved = rounds._reserved
+
+    def and_note(*arguments: Any) -> Any:
+        limit = reserved(*arguments)
+        if limit is not None:  # the plan of a step is for so many tokens at most
+            limits.append(int(limit[0]))
+        return limit
+
+    rounds._reserved = and_note  # type: ignore[method-assign]
+    for _ in steps(engine):
+        if rounds._series is not None:
+            begun[id(rounds._series)] = rounds._series
+    assert len(limits) == len(begun) > 1
+    assert max(limits) < 250
+
+
 @kinds("greedy")
 def test_a_length_beyond_its_limit_ends_the_requests_with_a_fault(kind: Kind) -> None:
     engine = kind.engine()

@@ -53,7 +53,7 @@ from rocm_attn.runner.speculation.engines import (
 from rocm_attn.runner.speculation.last_rows import forward_of
 from rocm_attn.runner.speculation.reading import MOST_AHEAD, Pace, Together
 from rocm_attn.runner.speculation.rounds import FOLLOWING, DeviceRounds, NoRounds, Rounds, why_no_rounds
-from rocm_attn.runner.speculation.speculation import NoSpeculation, Picks, Speculation, StepPicks
+from rocm_attn.runner.speculation.speculation import Drafter, NoSpeculation, Picks, Speculation, StepPicks
 from rocm_attn.runner.unread import UnreadStep, with_unread_tokens
 from rocm_attn.runner.watched import watched_steps
 from rocm_attn.step.protocols import NO_FLIGHT_RECORDER
@@ -140,23 +140,7 @@ class Engine:
         self._speculation: Speculation | NoSpeculation = NoSpeculation(self._picker)
         self._rounds: Rounds = NoRounds()
         if options.speculates:
-            drafter, most = drafter_of(drafting, loaded, options, self.runtime, model), options.draft_tokens
-            rejection = rejection_of(drafter, options)
-            self._speculation = Speculation(
-                drafter,
-                self.runtime,
-                self._picker,
-                most,
-                self.metrics,
-                rejection,
-                has_rounds=has_rounds,
-                branches=has_rounds and options.topk > 1,
-            )
-            if has_rounds:
-                guesses, most_ahead = guesses_of(drafter, options, self.runtime), MOST_AHEAD * self._steps_ahead
-                self._rounds = DeviceRounds(
-                    self.runtime, self._runner, self._picker, guesses, most, most_ahead, has_ranks=self._has_ranks
-                )
+            self._speculate(drafter_of(drafting, loaded, options, self.runtime, model), has_rounds=has_rounds)
         self._scheduler = Scheduler(
             self.runtime.table,
             self.metrics,
@@ -177,6 +161,25 @@ class Engine:
         self._rounds_to_enter: ScheduledStep | None = None  # whose pages prompts cannot find yet
         self._compared = Compared(self.runtime.meetings, has_ranks=self._has_ranks)
         self._num_submitted = 0
+
+    def _speculate(self, drafter: Drafter, *, has_rounds: bool) -> None:
+        """Have drafts before each step. has_rounds: whether rounds may follow from each other"""
+        options, most, runtime = self.options, self.options.draft_tokens, self.runtime
+        self._speculation = Speculation(
+            drafter,
+            runtime,
+            self._picker,
+            most,
+            self.metrics,
+            rejection_of(drafter, options),
+            has_rounds=has_rounds,
+            branches=has_rounds and options.topk > 1,
+        )
+        if has_rounds:
+            guesses, most_ahead = guesses_of(drafter, options, runtime), MOST_AHEAD * self._steps_ahead
+            self._rounds = DeviceRounds(
+                runtime, self._runner, self._picker, guesses, most, most_ahead, has_ranks=self._has_ranks
+            )
 
     def _new_runner(self, forward: Forward) -> StepRunner:
         after = self.options.capture_after

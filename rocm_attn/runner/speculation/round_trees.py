@@ -63,6 +63,10 @@ class Guessed(Protocol):
         """Make drafts the guesses of the next round. words: int32 [n, levels, 3, K], as of Level.words"""
         ...
 
+    def changed(self) -> tuple[Tensor, ...]:
+        """What put() does not write alone, but by what it holds."""
+        ...
+
 
 class Chains:
     """Guesses that come after each other. picked: as of Guessed"""
@@ -97,6 +101,10 @@ class Chains:
     def put(self, words: Tensor) -> None:
         """As Guessed.put."""
         self._guesses.copy_(words[:, :, 0, 0])
+
+    def changed(self) -> tuple[Tensor, ...]:
+        """As Guessed.changed."""
+        return ()
 
 
 class Trees:
@@ -161,6 +169,10 @@ class Trees:
         """As Guessed.hand_over."""
         rows = (self._first + self._accepted.path[:, : self._few].clamp(min=0)).flatten()
         torch.index_select(handed, 0, rows, out=to[: len(rows)])
+
+    def changed(self) -> tuple[Tensor, ...]:
+        """As Guessed.changed."""
+        return (self._numbers,)
 
     def put(self, words: Tensor) -> None:
         """As Guessed.put."""

@@ -223,13 +223,10 @@ class StepRunner(Generic[Outputs]):
     @property
     def graph_of_last(self) -> RunsAgain[Outputs] | None:
         """The graph that the last step has run by; None: it has run without one."""
-        plan = self._last_plan
-        entry = self._entry_of_plan.get(plan) if plan is not None else None
-        return (
-            None
-            if entry is None or plan is None
-            else RunsAgain(plan, partial(self._graphs.replay, entry), entry.outputs)
-        )
+        if self._last_plan is None or self._last_plan not in self._entry_of_plan:
+            return None
+        entry = self._entry_of_plan[self._last_plan]
+        return RunsAgain(self._last_plan, partial(self._graphs.replay, entry), entry.outputs)
 
     def run_eagerly(self, batch: StepBatch, pad_to: PadTo | None = None) -> Outputs:
         """run() without a graph and without a trace in the counters: a step again, to compare."""
@@ -611,12 +608,7 @@ class StepRunner(Generic[Outputs]):
 
 
 class RunsAgain(NamedTuple, Generic[Outputs]):
-    """A graph of steps.
-
-    plan:    of these
-    run:     runs it on what its buffers hold by then; raises StaleRecording where the addresses were given up
-    outputs: what it gives each time, with rows for pads
-    """
+    """A graph: the plan of its steps, what runs it on what their buffers hold, and what it gives, rows of pads too."""
 
     plan: StepPlan
     run: Callable[[], object]

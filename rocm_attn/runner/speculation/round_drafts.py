@@ -18,9 +18,9 @@ from torch import Tensor
 
 from rocm_attn.batch.step_batch import INT32_MAX, Int32Array
 from rocm_attn.errors import DeviceFault, FitsLater
-from rocm_attn.kernels.speculative.arguments import GuessedRound
 from rocm_attn.hip_graphs.errors import RecordingRefused, StaleRecording
 from rocm_attn.hip_graphs.recorder import Recorder
+from rocm_attn.kernels.speculative.arguments import GuessedRound
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.runner.request import Sequence
 from rocm_attn.runner.sending import sent

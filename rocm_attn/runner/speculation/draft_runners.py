@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ from rocm_attn.batch.step_batch import INT32_MAX, Int32Array, StepBatch, as_many
 from rocm_attn.capture.check import CaptureCheck
 from rocm_attn.capture.draft_runner import DraftRunner
 from rocm_attn.capture.graphs import Progress, eager_steps_before_capture, recorder_for
-from rocm_attn.capture.step_runner import StepRunner
+from rocm_attn.capture.step_runner import RunsAgain, StepRunner
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Sequence as DraftedFor
 from rocm_attn.runner.speculation.beams import Found, Level
@@ -245,6 +245,7 @@ class DraftRunners:
             drafts.tokens,
             stored,
             self.faults,
+            lambda: _is_still(of_first, self._first.graph_of_last) and _is_still(of_round, self._round.graph_of_last),
         )
 
     def ran_again(self) -> None:
@@ -286,3 +287,8 @@ class DraftRunners:
         if self._draws:
             self.probabilities[:num_seqs].copy_(torch.cat(drawn_by, 1))
         return torch.stack(words, 1)
+
+
+def _is_still(graph: RunsAgain[Any], now: RunsAgain[Any] | None) -> bool:
+    """Whether a runner has a graph yet, which its last step has run by. now: the graph that this one has run by"""
+    return now is not None and now.outputs is graph.outputs

@@ -86,6 +86,7 @@ class Around:
     tokens:      that a round stores after the sequence's own
     stored:      int32 [n], tokens that are stored
     faults:      int32 [1], error bits of steps that ran again
+    are_there:   whether both graphs may still run
     """
 
     first: Repeatable
@@ -100,6 +101,7 @@ class Around:
     tokens: int
     stored: Tensor
     faults: Tensor
+    are_there: Callable[[], bool]
 
 
 class DraftsAgain:
@@ -159,7 +161,7 @@ class DraftsAgain:
         if guessed is not self.guessed or self._seal_number != self._runtime.seal_number:
             return False
         most = int(np.maximum.reduce(ends)) + around.tokens
-        return self._runtime.repeatable is around.first and most <= around.most_tokens
+        return self._runtime.repeatable is around.first and most <= around.most_tokens and around.are_there()
 
     def follow(self, rows: Int32Array, most: Int32Array) -> None:
         """The drafts of these rows were made by the host's steps: those after them may run.

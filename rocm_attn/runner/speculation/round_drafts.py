@@ -228,7 +228,9 @@ class ModelGuesses:
 
     def of_step(self, step: DeviceStep, given: GuessedRound, picked: Tensor) -> Guessed:
         """As Guesses.of_step."""
-        return Trees(self._runtime, step, given, picked, few=self._few) if self.has_branches else Chains(given, picked)
+        if not self.has_branches:
+            return Chains(given, picked)
+        return Trees(self._runtime, step, given, picked, few=self._few, recorder=self._runners.recorder)
 
     def begin(self, sequences: Many[Sequence]) -> bool:
         """As Guesses.begin."""

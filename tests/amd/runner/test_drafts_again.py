@@ -10,6 +10,7 @@ import pytest
 from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.speculation.drafts_again import DraftsAgain
 from rocm_attn.runner.speculation.round_drafts import ModelGuesses
+from rocm_attn.runner.speculation.round_trees import Trees
 from tests.amd.runner.test_rounds import KINDS, Kind, rounds_of
 
 
@@ -83,6 +84,10 @@ def test_drafts_of_a_full_batch_are_made_by_graphs_alone(kind: Kind, monkeypatch
     assert sum(watched.again) > 5
     assert {calls for calls, is_again in zip(watched.calls, watched.again, strict=True) if is_again} == {0}
     assert engine.metrics.fallbacks == {}
+    guesses = rounds_of(engine)._guesses
+    assert isinstance(guesses, ModelGuesses)
+    # What is accepted of trees is brought into order by a graph too.
+    assert not isinstance(guesses._guessed, Trees) or guesses._guessed._accepting is not None
 
 
 @pytest.mark.nightly

@@ -155,6 +155,10 @@ class DraftsAgain:
                 to.counts[STEP] = runtime.step_number
             faults.zero_()
 
+    def are_there(self) -> bool:
+        """Whether the graphs are those that the drafting model's last steps have run by."""
+        return self._around.are_there()
+
     def may_run(self, guessed: Guessed, ends: Int32Array) -> bool:
         """Whether these are the drafts of a round's guesses. ends: int32 [n], tokens after it, at most"""
         around = self._around

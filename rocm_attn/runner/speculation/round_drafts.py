@@ -279,7 +279,8 @@ class ModelGuesses:
         self._drafter.hand_over(guessed)
         words = self._runners.go_on(self._rows, ends, self._few, guessed.new_tokens(), stored)
         guessed.put(words)
-        if guessed is not self._guessed:
+        # Another plan, of longer texts, has other graphs.
+        if guessed is not self._guessed or (self._again is not None and not self._again.are_there()):
             self._guessed, self._num_planned, self._again = guessed, 0, None
         self._num_planned += 1
         if self._again is None and self._num_planned > _PLANNED_FIRST and self._runners.recorder is not None:

@@ -148,6 +148,7 @@ def test_one_key_too_few_or_too_many_without_a_window_is_refused(function: str, 
         aiter.bodies[function] = right
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("window_left", [-1, *WINDOWS[:-1], pytest.param(WINDOWS[-1], marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("base", [LINEAR, vectorised_problem(heads=(4, 1))], ids=["linear", "vectorised"])
 def test_right_kernels_pass_at_every_window(base: Problem, window_left: int, aiter: StandIn) -> None:

@@ -52,6 +52,7 @@ def steps_at(page_size: int) -> list[list[int]]:
     ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("problem", IN_EVERY_RELEASE.values(), ids=IN_EVERY_RELEASE)
 def test_every_kind_of_step_equals_dense_attention(problem: Problem, release: StandIn) -> None:
     # The first release had no mha_batch_prefill_func on pages of 16, and over vectorised pages nothing else extends.
@@ -124,6 +125,7 @@ def test_each_kind_of_step_runs_its_kernel(problem: Problem, called: Sequence[st
     assert aiter.calls == called
 
 
+@pytest.mark.each_value
 @every_problem
 @pytest.mark.parametrize("pad_to", [4, 7, 16])
 def test_padded_sequences_and_tokens_are_inert(problem: Problem, pad_to: int, aiter: StandIn) -> None:

@@ -79,6 +79,7 @@ def test_a_row_outside_of_the_table_is_a_pad_and_reported(
     assert_unharmed(engine, 2)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("make", [SGLang, VLLM])
 @each_page_size
 @pytest.mark.parametrize(

@@ -190,6 +190,7 @@ def test_tables_of_any_kind_lead_to_the_same_pages(
     filled.attention.check_device()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("stride", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_lengths_and_rows_may_have_any_type_and_stride(

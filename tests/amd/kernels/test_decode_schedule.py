@@ -196,6 +196,7 @@ def device_words(batch: Batch, device: torch.device) -> list[int]:
     return words[:size]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("window_left", [-1, 0, 40])
 @pytest.mark.parametrize(
     ("num_seqs", "longest", "num_programs", "num_kv_heads"),

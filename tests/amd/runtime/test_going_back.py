@@ -44,6 +44,7 @@ def assert_refused(world: World, request: Request, q_len: int) -> None:
     world.runtime.end_step()
 
 
+@pytest.mark.each_value
 @each_provider
 @pytest.mark.parametrize(
     ("kv_len", "back"),
@@ -247,6 +248,7 @@ def tokens(row: int, kv_len: int, q_len: int) -> StepBatch:
     return StepBatch(np.array([row]), np.array([kv_len]), np.array([q_len]), ids)
 
 
+@pytest.mark.each_value
 @both_ways
 @pytest.mark.parametrize("fails_at", [0, 1, 2])
 def test_a_step_that_raised_half_way_is_run_again_before_the_next(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Hashable, Sequence
 from typing import TypeVar
 
@@ -25,15 +26,19 @@ def cover(cases: Sequence[tuple[Case, Sequence[Hashable]]]) -> list[Case]:
 
 
 def leave_to_the_night(items: Sequence[pytest.Item]) -> None:
-    """Mark what tests with the mark `each_value` leave to .ci/nightly. Other marks leave cases to it first."""
+    """Mark what tests with the mark `each_value` leave to .ci/nightly. Other marks leave cases to it first.
+
+    `long` does so under the interpreter: on the host those cases run.
+    """
+    at_night = {"nightly", "long"} if os.environ.get("TRITON_INTERPRET") == "1" else {"nightly"}
     functions: dict[str, list[tuple[pytest.Item, Sequence[Hashable]]]] = {}
     for item in items:
-        at_night = item.get_closest_marker("nightly") or item.get_closest_marker("long")
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not at_night:
-            if item.get_closest_marker("each_value"):
-                # One id for each decorator, however many parameters it has: what was written as a case stays one.
-                case = item, tuple(item.callspec._idlist)
-                functions.setdefault(item.nodeid.partition("[")[0], []).append(case)
+        marks = {mark.name for mark in item.iter_markers()}
+        if "each_value" in marks and not marks & at_night:
+            assert isinstance(item, pytest.Function)
+            # One id for each decorator, however many parameters it has: what was written as a case stays one.
+            case = item, tuple(item.callspec._idlist)
+            functions.setdefault(item.nodeid.partition("[")[0], []).append(case)
     for cases in functions.values():
         by_day = cover(cases)
         for item, _ in cases:

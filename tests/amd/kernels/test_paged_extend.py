@@ -104,6 +104,7 @@ def test_every_length_around_pages_and_tiles_is_right(page_size: int, kernel_dev
     assert_served(tensors)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "tiles",
     [
@@ -121,6 +122,7 @@ def test_every_tile_shape_is_right(tiles: ExtendTiles, heads: tuple[int, int], k
     assert_served(tensors)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layer", [{}, {"window_left": 9}, {"masked": True}, {"sinks": True}], ids=str)
 @pytest.mark.parametrize(("split_keys", "some_are_shared"), [(1 << 20, False), (0, True)])
 def test_one_launch_may_take_shares_and_whole_rows(
@@ -175,6 +177,7 @@ def test_decode_and_extend_share_a_mixed_step(dtype: torch.dtype, kernel_device:
     assert_served(tensors)
 
 
+@pytest.mark.each_value
 @run_either
 @pytest.mark.parametrize(("kv_len", "q_len"), [([], []), ([0, 0], [0, 0]), ([9, 5], [0, 0])])
 def test_a_step_of_nothing_but_padding_is_all_zeros(
@@ -261,6 +264,7 @@ def without_idle_shares(words: list[int], cut: ExtendCut) -> list[int]:
     return words
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "sharing",
     [

@@ -99,6 +99,7 @@ LINES = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("longest_part", [16, 8192])
 @pytest.mark.parametrize("scores", LINES.values(), ids=LINES)
 def test_the_largest_scores_are_chosen_and_of_equal_ones_the_first(

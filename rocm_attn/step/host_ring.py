@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.step_batch import Int32Array
+from rocm_attn.kernels.driver_functions import DriverCalls, driver_calls, driver_of
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
+from rocm_attn.machine.devices import with_index
 
 
 class Fence(Protocol):
@@ -42,6 +44,43 @@ class NoFence:
     def query(self) -> bool:
         """Nothing is left to wait for."""
         return True
+
+
+class DriverFence:
+    """An event of a GPU, which the driver is asked for without torch."""
+
+    def __init__(self, device: torch.device, calls: DriverCalls, driver: bytes) -> None:
+        self._event = torch.Event(device)
+        self._index = with_index(device).index
+        self._calls, self._driver = calls, driver
+        self._handle = 0  # torch makes an event when it is recorded for the first time
+
+    def record(self) -> None:
+        """Put the fence after everything that was launched on the current stream."""
+        if self._handle:
+            # torch._C: see on_device.
+            self._calls.record(self._driver, self._handle, torch._C._cuda_getCurrentRawStream(self._index))
+        else:
+            self._event.record()
+            self._handle = self._event.event_id
+
+    def synchronize(self) -> None:
+        """Wait until the device has reached the fence."""
+        if self._handle:
+            self._calls.wait_for(self._driver, self._handle)
+
+    def query(self) -> bool:
+        """Whether the device has reached the fence."""
+        return not self._handle or self._calls.reached(self._driver, self._handle)
+
+
+def fence_of(device: torch.device) -> Fence:
+    """A fence of a device: an event of a GPU; nothing on a CPU."""
+    if device.type != "cuda":
+        return NoFence()
+    driver = driver_of("hip" if torch.version.hip else "cuda", with_index(device).index)
+    calls = driver_calls() if driver is not None else None
+    return torch.Event(device) if driver is None or calls is None else DriverFence(device, calls, driver)
 
 
 def wait_for(fence: Fence) -> None:
@@ -88,14 +127,12 @@ class HostRing:
         new_fence: Callable[[], Fence] | None = None,
     ) -> None:
         self._pinned = device.type == "cuda"
-        if new_fence is None:
-            new_fence = partial(torch.Event, device) if self._pinned else NoFence
         self._wait = wait
-        self._new_fence = new_fence
+        self._new_fence = make_fence = partial(fence_of, device) if new_fence is None else new_fence
         self._depth = depth
         empty = torch.empty(0, dtype=torch.int32)
         self._slots = [RingSlot(empty, empty.numpy(), memoryview(b""))] * depth
-        self._done = [new_fence() for _ in range(depth)]
+        self._done = [make_fence() for _ in range(depth)]
         self._next = 0
         # Not at exit, where the device may be gone before the ring is.
         weakref.finalize(self, wait_for_all, self._done, self._slots).atexit = False

@@ -23,7 +23,8 @@ from typing import Protocol
 
 # The addresses of its functions, and the device.
 DRIVER = struct.Struct("=8Qq")
-# A backend of Triton -> the driver's library, and its functions in the order of DRIVER; "": there is none.
+_NUM_FUNCTIONS = 8
+# A backend of Triton -> the driver's library, and its functions in the order of DRIVER. HIP needs none for contexts.
 _DRIVERS = {
     "cuda": (
         "libcuda.so",
@@ -33,7 +34,7 @@ _DRIVERS = {
     "hip": (
         "libamdhip64.so",
         ("hipModuleLaunchKernel", "hipDrvGetErrorString", "hipEventRecord", "hipEventQuery", "hipEventSynchronize"),
-        ("", "", ""),
+        (),
     ),
 }
 
@@ -283,10 +284,10 @@ def _driver_of(device: int, library: str, names: Sequence[str], of_contexts: Seq
     try:
         # What is loaded already, and nothing else: a second copy would know nothing of kernels and streams.
         functions = ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_NOLOAD)
-        named = [getattr(functions, name) if name else None for name in (*names, *of_contexts)]
+        named = [ctypes.cast(getattr(functions, name), ctypes.c_void_p).value or 0 for name in (*names, *of_contexts)]
     except (OSError, AttributeError):
         return None
-    return DRIVER.pack(*(ctypes.cast(each, ctypes.c_void_p).value or 0 for each in named), device)
+    return DRIVER.pack(*named, *[0] * (_NUM_FUNCTIONS - len(named)), device)
 
 
 def _loaded(library: str) -> str:

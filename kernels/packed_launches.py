@@ -111,8 +111,8 @@ def _together(launches: Sequence[Prepared], num_addresses: int) -> tuple[Run, Ar
         return None
     backends = {compiled.metadata.target.backend for compiled, _, _ in launches}
     driver = driver_of(backends.pop(), torch.cuda.current_device()) if len(backends) == 1 else None
-    calls = driver_calls() if driver is not None else None
-    if calls is None:
+    calls = driver_calls()
+    if driver is None or calls is None:
         return None
     all_records, end = b"".join(record for record in records if record is not None), 1 + num_addresses
     return functools.partial(calls.launch, driver), lambda values: (values[0], all_records, values[1:end])

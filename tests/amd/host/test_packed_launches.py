@@ -14,7 +14,7 @@ import torch
 from rocm_attn.kernels import driver_functions, packed_launches
 from rocm_attn.kernels.driver_call import Place
 from rocm_attn.kernels.driver_functions import DRIVER, DriverCalls, driver_calls, driver_of
-from rocm_attn.kernels.packed_launches import packed, put_together
+from rocm_attn.kernels.packed_launches import Prepared, packed, put_together
 from rocm_attn.step.host_ring import DriverFence, HostRing, NoFence, fence_of
 
 STREAM, EVENT, NOT_READY, SOME_ERROR = 99, 555, 600, 700
@@ -89,7 +89,7 @@ def calls() -> DriverCalls:
     return built
 
 
-def variant(signature: dict[str, object], *, function: int = 111, **others: Any) -> SimpleNamespace:
+def variant(signature: Mapping[str, object], *, function: int = 111, **others: Any) -> SimpleNamespace:
     """What Triton compiles, as far as a launch looks at it."""
     metadata = {"target": SimpleNamespace(backend="cuda", warp_size=32), "launch_pdl": False}
     run = SimpleNamespace(launch=print, launch_cooperative_grid=False, global_scratch_size=0, profile_scratch_size=0)
@@ -150,9 +150,7 @@ def test_a_number_is_written_as_the_kernel_reads_it(
 ) -> None:
     driver = Driver()
     calls.launch(driver.bytes, STREAM, record_of(variant({"x": kind, "G": "constexpr"}), value, 16), ())
-    (value_given, *scratch) = driver.calls[0][4]  # type: ignore[misc]
-    assert struct.pack("=Q", value_given) == written
-    assert scratch == [0, 0], "no scratch memory"
+    assert driver.calls[0][4] == (*struct.unpack("=Q", written), 0, 0), "no scratch memory"
 
 
 @pytest.mark.parametrize(
@@ -268,7 +266,7 @@ def on_stand_in(monkeypatch: pytest.MonkeyPatch) -> Driver:
     return driver
 
 
-def made(launches: list[tuple[Any, tuple[int, ...], tuple[object, ...]]], *addresses: int) -> int:
+def made(launches: Sequence[Prepared], *addresses: int) -> int:
     """Put launches together and make them; of how many calls they are."""
     together, constants = put_together(launches, len(addresses))
     for run, arguments in together:

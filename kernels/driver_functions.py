@@ -45,8 +45,11 @@ _drivers: dict[tuple[str, int], bytes] = {}
 class DriverCalls(Protocol):
     """The functions of C. driver: see driver_of(). All raise RuntimeError for what the driver refuses."""
 
-    def launch(self, driver: bytes, stream: int, records: bytes, addresses: tuple[int, ...]) -> None:
-        """Make the launches of records, which packed_launches.py writes, in their order."""
+    def launch(self, driver: bytes, stream: int, /, *records_and_addresses: bytes | tuple[int, ...]) -> None:
+        """Make the launches of records, which packed_launches.py writes, in their order; then those of more records.
+
+        records_and_addresses: bytes, and a tuple of addresses for them, as often as there are records
+        """
         ...
 
     def record(self, driver: bytes, event: int, stream: int) -> None:
@@ -69,6 +72,10 @@ _SOURCE = r"""
 
 #define MOST_ADDRESSES 64
 #define MOST_PARAMETERS 256
+/* Errors of our own, beside the driver's, which are above 0. */
+#define RAISED -1
+#define TOO_MANY -2
+#define NOT_RECORDS -3
 #define NOT_READY 600 /* of CUDA and of HIP */
 
 typedef int (*launch_t)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **,
@@ -127,59 +134,70 @@ static PyObject *refused(const driver_record *driver, int error) {
   return PyErr_Format(PyExc_RuntimeError, "the GPU's driver refused a call with error %d: %s", error, what);
 }
 
+/* Make the launches of records; the driver's error, or one of our own. */
+static int make_launches(const driver_record *driver, void *stream, PyObject *records, PyObject *given) {
+  uint64_t addresses[MOST_ADDRESSES];
+  Py_ssize_t num_addresses = PyTuple_GET_SIZE(given);
+  if (num_addresses > MOST_ADDRESSES)
+    return TOO_MANY;
+  for (Py_ssize_t i = 0; i < num_addresses; ++i)
+    addresses[i] = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(given, i));
+  if (PyErr_Occurred())
+    return RAISED;
+  const char *at = PyBytes_AS_STRING(records), *end = at + PyBytes_GET_SIZE(records);
+  void *parameters[MOST_PARAMETERS];
+  int error;
+  Py_BEGIN_ALLOW_THREADS;
+  error = enter_context(driver);
+  while (!error && at < end) {
+    const launch_record *record = (const launch_record *)at;
+    if ((size_t)(end - at) < sizeof *record || record->num_parameters > MOST_PARAMETERS ||
+        (size_t)(end - at) < sizeof *record + record->num_parameters * sizeof(parameter_record)) {
+      error = NOT_RECORDS;
+      break;
+    }
+    parameter_record *parameter = (parameter_record *)(at + sizeof *record);
+    for (uint32_t i = 0; i < record->num_parameters && !error; ++i, ++parameter) {
+      if (parameter->place >= num_addresses)
+        error = NOT_RECORDS;
+      else
+        parameters[i] = parameter->place < 0 ? &parameter->value : &addresses[parameter->place];
+    }
+    if (!error)
+      error = driver->launch((void *)record->function, record->grid[0], record->grid[1], record->grid[2],
+                             record->threads, 1, 1, record->shared, stream, parameters, NULL);
+    at = (const char *)parameter;
+  }
+  Py_END_ALLOW_THREADS;
+  return error;
+}
+
 static PyObject *launch(PyObject *self, PyObject *const *args, Py_ssize_t num_args) {
-  if (num_args != 4 || !PyBytes_Check(args[2]) || !PyTuple_Check(args[3])) {
-    PyErr_SetString(PyExc_TypeError, "launch takes a driver, a stream, records as bytes and a tuple of addresses");
+  int is_right = num_args >= 4 && num_args % 2 == 0;
+  for (Py_ssize_t i = 2; is_right && i < num_args; i += 2)
+    is_right = PyBytes_Check(args[i]) && PyTuple_Check(args[i + 1]);
+  if (!is_right) {
+    PyErr_SetString(PyExc_TypeError, "launch takes a driver, a stream, and records as bytes with tuples of addresses");
     return NULL;
   }
   const driver_record *driver = driver_in(args[0]);
   if (!driver)
     return NULL;
-  uint64_t stream = PyLong_AsUnsignedLongLong(args[1]), addresses[MOST_ADDRESSES];
-  Py_ssize_t num_addresses = PyTuple_GET_SIZE(args[3]);
+  uint64_t stream = PyLong_AsUnsignedLongLong(args[1]);
   if (PyErr_Occurred())
     return NULL;
-  if (num_addresses > MOST_ADDRESSES) {
-    PyErr_SetString(PyExc_ValueError, "too many addresses");
-    return NULL;
-  }
-  for (Py_ssize_t i = 0; i < num_addresses; ++i)
-    addresses[i] = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(args[3], i));
-  if (PyErr_Occurred())
-    return NULL;
-  const char *at = PyBytes_AS_STRING(args[2]), *end = at + PyBytes_GET_SIZE(args[2]);
-  void *parameters[MOST_PARAMETERS];
-  int error = 0, is_whole = 1;
-  Py_BEGIN_ALLOW_THREADS;
-  error = enter_context(driver);
-  while (!error && at < end) {
-    const launch_record *record = (const launch_record *)at;
-    if (at + sizeof *record > end || record->num_parameters > MOST_PARAMETERS ||
-        at + sizeof *record + record->num_parameters * sizeof(parameter_record) > end) {
-      is_whole = 0;
-      break;
+  for (Py_ssize_t i = 2; i < num_args; i += 2) {
+    int error = make_launches(driver, (void *)stream, args[i], args[i + 1]);
+    if (error == RAISED)
+      return NULL;
+    if (error == TOO_MANY || error == NOT_RECORDS) {
+      PyErr_SetString(PyExc_ValueError, error == TOO_MANY ? "too many addresses"
+                                            : "records end within a launch, or name an address that was not given");
+      return NULL;
     }
-    parameter_record *parameter = (parameter_record *)(at + sizeof *record);
-    for (uint32_t i = 0; i < record->num_parameters; ++i, ++parameter) {
-      if (parameter->place >= num_addresses) {
-        is_whole = 0;
-        break;
-      }
-      parameters[i] = parameter->place < 0 ? &parameter->value : &addresses[parameter->place];
-    }
-    if (!is_whole)
-      break;
-    error = driver->launch((void *)record->function, record->grid[0], record->grid[1], record->grid[2],
-                          record->threads, 1, 1, record->shared, (void *)stream, parameters, NULL);
-    at = (const char *)parameter;
+    if (error)
+      return refused(driver, error);
   }
-  Py_END_ALLOW_THREADS;
-  if (!is_whole) {
-    PyErr_SetString(PyExc_ValueError, "records end within a launch, or name an address that was not given");
-    return NULL;
-  }
-  if (error)
-    return refused(driver, error);
   Py_RETURN_NONE;
 }
 

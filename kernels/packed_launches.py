@@ -82,6 +82,9 @@ def _parameter(kind: object, argument: object) -> bytes | None:
         return None
 
 
+# Driver -> what makes launches by it.
+_run_of: dict[bytes, Run] = {}
+
 # A variant of a kernel, its grid, and all arguments of the kernel: see packed().
 Prepared = tuple[Any, tuple[int, ...], Sequence[object]]
 
@@ -115,4 +118,14 @@ def _together(launches: Sequence[Prepared], num_addresses: int) -> tuple[Run, Ar
     if driver is None or calls is None:
         return None
     all_records, end = b"".join(record for record in records if record is not None), 1 + num_addresses
-    return functools.partial(calls.launch, driver), lambda values: (values[0], all_records, values[1:end])
+    run = _run_of.setdefault(driver, functools.partial(calls.launch, driver))
+    return run, lambda values: (values[0], all_records, values[1:end])
+
+
+def as_one_call(made: tuple[tuple[Run, tuple[object, ...]], ...]) -> tuple[tuple[Run, tuple[object, ...]], ...]:
+    """What was put together, for one stream, as one call where that is possible. made: functions and arguments"""
+    runs = {run for run, _ in made}
+    if len(made) < 2 or len(runs) > 1 or not runs <= set(_run_of.values()):
+        return made
+    stream = made[0][1][0]
+    return ((runs.pop(), (stream, *(part for _, arguments in made for part in arguments[1:]))),)

@@ -26,7 +26,7 @@ from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork
 from rocm_attn.kernels.driver_call import Arguments, Place, Run
 from rocm_attn.kernels.launch import Launch, does_only_launch, note_launches
-from rocm_attn.kernels.packed_launches import Prepared, put_together
+from rocm_attn.kernels.packed_launches import Prepared, as_one_call, put_together
 from rocm_attn.paging.storage import Pool
 from rocm_attn.providers.contract import BoundKernel, Schedule
 from rocm_attn.step.head_weights import LayerHeadWeights
@@ -298,15 +298,12 @@ class LayerForms:
             memory = self._read[layer] = self._memory(layer, (pages, weights), tensors, pages.format)
         return _make(prepared, prepared.attended, layer, memory, ("attend", given))
 
-    def both_again(self, prepared: PreparedCalls, layer: int, stored: Pair, attended: Pair) -> bool:
+    def both_again(self, last: LastCall, layer: int, stored: Pair, attended: Pair) -> bool:
         """Launch what a layer stored and attended by the last time, if it is given the same; whether it was.
 
         stored: k, v; attended: q, out, without an lse
         Raises WrongState for a layer that wants head weights.
         """
-        last = prepared.both.get(layer)
-        if last is None:
-            return False
         (k, v), (q, out) = stored, attended
         addresses = k.data_ptr(), v.data_ptr(), q.data_ptr(), out.data_ptr(), 0
         of_k, of_v = (k.shape, k.stride(), k.dtype, k.device), (v.shape, v.stride(), v.dtype, v.device)
@@ -323,7 +320,8 @@ class LayerForms:
         # Either may be of an earlier call, where this one's was made as it is: then no call is given what both are of.
         if stream == other and stored.owners[0] is attended.owners[0]:
             given = stream, (*addresses, *more), (*forms, *more_forms)
-            prepared.both[layer] = LastCall(given, attended.owners, (*stored.launches, *attended.launches))
+            launches = as_one_call((*stored.launches, *attended.launches))
+            prepared.both[layer] = LastCall(given, attended.owners, launches)
 
     def _memory(
         self, layer: int, owners: tuple[object, object], tensors: Sequence[Tensor | None], common: Hashable

@@ -14,7 +14,7 @@ import torch
 from rocm_attn.kernels import driver_functions, packed_launches
 from rocm_attn.kernels.driver_call import Place
 from rocm_attn.kernels.driver_functions import DRIVER, DriverCalls, driver_calls, driver_of
-from rocm_attn.kernels.packed_launches import Prepared, packed, put_together
+from rocm_attn.kernels.packed_launches import Prepared, as_one_call, packed, put_together
 from rocm_attn.step.host_ring import DriverFence, HostRing, NoFence, fence_of
 
 STREAM, EVENT, NOT_READY, SOME_ERROR = 99, 555, 600, 700
@@ -217,6 +217,8 @@ def test_bad_records_and_arguments_are_refused(calls: DriverCalls) -> None:
         calls.launch(driver.bytes, STREAM, record, tuple(range(65)))
     with pytest.raises(TypeError, match="launch takes a driver"):
         calls.launch(driver.bytes, STREAM, bytearray(record), (1, 2))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="launch takes a driver"):
+        calls.launch(driver.bytes, STREAM, record)
     with pytest.raises(TypeError, match="driver_of"):
         calls.launch(b"", STREAM, record, (1, 2))
     with pytest.raises((TypeError, OverflowError)):
@@ -278,6 +280,22 @@ def test_launches_that_are_put_together_are_one_call(on_stand_in: Driver) -> Non
     launches = [(variant(POINTERS, function=at), (at,), (Place(1), Place(2), at)) for at in (1, 2, 3)]
     assert made(launches, 1 << 40, 2 << 40) == 1
     assert [(call[1], call[4]) for call in on_stand_in.calls] == [(at, (1 << 40, 2 << 40, at)) for at in (1, 2, 3)]
+
+
+def test_what_was_put_together_apart_is_made_by_one_call(on_stand_in: Driver) -> None:
+    parts = []
+    for at in (1, 2):
+        ((run, arguments),), constants = put_together([(variant(POINTERS, function=at), (at,), (Place(1), 2, at))], 1)
+        parts.append((run, arguments((STREAM, at << 40, *constants))))
+    ((run, given),) = as_one_call(tuple(parts))
+    run(*given)
+    assert [(call[1], call[3], call[4]) for call in on_stand_in.calls] == [
+        (at, STREAM, (at << 40, 2, at)) for at in (1, 2)
+    ]
+    by_triton = (print, (1, 2))
+    assert as_one_call((parts[0], by_triton)) == (parts[0], by_triton)
+    assert as_one_call((by_triton, by_triton)) == (by_triton, by_triton)
+    assert as_one_call((parts[0],)) == (parts[0],)
 
 
 def test_one_launch_that_is_not_plain_leaves_all_to_triton(on_stand_in: Driver) -> None:

@@ -108,13 +108,20 @@ class RingSlot(NamedTuple):
         return cls(tensor, words, words.data.cast("B"))
 
 
+# A word's number, and its value.
+Mark = tuple[int, int]
+NO_MARK: Mark = (-1, 0)
+
+
 class HostRing:
     """A ring of int32 slots. A slot is handed out again only after the kernels that read it are done.
 
     So is its memory: torch knows of no kernel that reads pinned memory, and would give a dropped ring's to the next who
     asks while a step still waits to read it. A ring that is dropped therefore waits for its readers.
 
-    wait:      called with the fence after a slot's readers before the slot is handed out again
+    mark:      a word of each slot, and what it holds until the slot's first reader has written to it
+    wait:      called with the fence after a slot's readers before the slot is handed out again, where marks do not say
+               that they are done
     new_fence: makes a fence of the device; not given: an event on a GPU, nothing on a CPU
     """
 
@@ -123,6 +130,7 @@ class HostRing:
         device: torch.device,
         *,
         depth: int = 2,
+        mark: Mark = NO_MARK,
         wait: Callable[[Fence], None] = wait_for,
         new_fence: Callable[[], Fence] | None = None,
     ) -> None:
@@ -130,8 +138,9 @@ class HostRing:
         self._wait = wait
         self._new_fence = make_fence = partial(fence_of, device) if new_fence is None else new_fence
         self._depth = depth
-        empty = torch.empty(0, dtype=torch.int32)
-        self._slots = [RingSlot(empty, empty.numpy(), memoryview(b""))] * depth
+        self._mark, self._unread = mark
+        # With room for a mark, which says that nothing reads a slot that was never handed out.
+        self._slots = [RingSlot.of(torch.zeros(1 + mark[0], dtype=torch.int32)) for _ in range(depth)]
         self._done = [make_fence() for _ in range(depth)]
         self._next = 0
         # Not at exit, where the device may be gone before the ring is.
@@ -143,8 +152,14 @@ class HostRing:
         Waits when the device is `depth` steps late. It holds what it held before; a word that was never written is 0.
         """
         at = self._next
-        self._wait(self._done[at])
         slot = self._slots[at]
+        mark, unread = self._mark, self._unread
+        # Where the first reader of the slot after this one has begun, all readers of this one are done: it follows
+        # them. That costs less than to ask for a fence, and where the device is behind, the host has the time. This
+        # slot's own mark is looked at too, as the caller will: what the device wrote may come late.
+        following = self._slots[(at + 1) % self._depth].words
+        if mark < 0 or slot.words[mark] == unread or following[mark] == unread:
+            self._wait(self._done[at])
         if len(slot.words) < words:
             # A power of two: batches that grow slowly would otherwise pin memory again each time.
             with torch.inference_mode(False):  # what is made in that mode cannot be written outside of it

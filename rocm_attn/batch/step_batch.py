@@ -100,8 +100,7 @@ class StepBatch:
             _refuse_lengths(kv, new)
         if num_seqs * longest > INT32_MAX and _total(kv) > INT32_MAX:
             raise BadBatch(f"{_total(kv)} KV tokens in one step overflow an int32 indptr; split the batch")
-        num_tokens = num_seqs * most if fewest == most else _total(new)
-        fed = num_tokens
+        num_tokens = fed = num_seqs * most if fewest == most else _total(new)
         if isinstance(drafts, Drafts):
             fed = _fed_at_once(drafts, (fewest, most), num_seqs, (inputs, mask, prefixes))
         if len(token_ids) not in (0, fed):

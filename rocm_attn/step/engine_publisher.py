@@ -22,8 +22,8 @@ class EnginePublisher:
 
     def __init__(self, ops: StepOps, device: torch.device, guards: PublishingGuards) -> None:
         self._launch = ops.publish_engine
-        ring = HostRing(device, mark=(ECHO, NO_ECHO), wait=guards.ring_wait)
-        self._line = Line(ring, guards.new_echo_check(), device)
+        # Without marks: an engine's steps come on its own streams, on which no step need follow the one before.
+        self._line = Line(HostRing(device, wait=guards.ring_wait), guards.new_echo_check(), device)
         self._of_last_step = guards.of_last_step
         # The words of a slot, counts and number of a publication that was begun and has not ended.
         self._launching: tuple[Int32Array, Tensor, int] | None = None

@@ -119,7 +119,8 @@ class HostRing:
     So is its memory: torch knows of no kernel that reads pinned memory, and would give a dropped ring's to the next who
     asks while a step still waits to read it. A ring that is dropped therefore waits for its readers.
 
-    mark:      a word of each slot, and what it holds until the slot's first reader has written to it
+    mark:      a word of each slot, and what it holds until the slot's first reader has written to it; for slots whose
+               readers follow those of the slot before, as a runtime's steps do on whatever streams they come
     wait:      called with the fence after a slot's readers before the slot is handed out again, where marks do not say
                that they are done
     new_fence: makes a fence of the device; not given: an event on a GPU, nothing on a CPU

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from rocm_attn.kernels.driver_call import Arguments, Place, Run
-from rocm_attn.kernels.packed_launches import put_together
+from rocm_attn.kernels.driver_call import Arguments, Place, Run, arguments_of, driver_call
 
 Thunk = Callable[[], object]
 LaunchObserver = Callable[[Thunk], None]
@@ -233,7 +232,10 @@ class FixedLaunch:
 
 def _runner(compiled: Any, grid: tuple[int, int, int], num_given: int, fixed: tuple[object, ...]) -> _Runner:
     given = [Place(1 + at) for at in range(num_given)]
-    ((run, arguments),), constants = put_together([(compiled, grid, (*given, *fixed))], num_given)
+    run, template = driver_call(compiled, grid, Place(0), (*given, *fixed))
+    constants: list[object] = []
+    arguments = arguments_of(template, 1 + num_given, constants)
+    constants.append(compiled)  # no argument: held, as Triton unloads what is held no longer
     return run, arguments, tuple(constants)
 
 

@@ -22,7 +22,6 @@ class EnginePublisher:
 
     def __init__(self, ops: StepOps, device: torch.device, guards: PublishingGuards) -> None:
         self._launch = ops.publish_engine
-        # Without marks: an engine's steps come on its own streams, on which no step need follow the one before.
         self._line = Line(HostRing(device, wait=guards.ring_wait), guards.new_echo_check(), device)
         self._of_last_step = guards.of_last_step
         # The words of a slot, counts and number of a publication that was begun and has not ended.

@@ -24,9 +24,8 @@ from torch import Tensor
 from rocm_attn.hip_graphs.tensor_trees import tensors_in
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork
-from rocm_attn.kernels.driver_call import Arguments, Place, Run
+from rocm_attn.kernels.driver_call import Arguments, Place, Run, arguments_of, driver_call
 from rocm_attn.kernels.launch import Launch, does_only_launch, note_launches
-from rocm_attn.kernels.packed_launches import Prepared, as_one_call, put_together
 from rocm_attn.paging.storage import Pool
 from rocm_attn.providers.contract import BoundKernel, Schedule
 from rocm_attn.step.head_weights import LayerHeadWeights
@@ -146,16 +145,16 @@ def prepare(launches: Sequence[Launch], addresses: tuple[int, ...], owned: froze
     owned:     addresses of the storages that stay where they are
     """
     places = {address: 1 + place for place, address in enumerate(addresses) if address}
-    found: list[Prepared] = []
+    constants: list[object] = []
+    made: list[tuple[Run, Arguments]] = []
     for launch in launches:
-        arguments = _arguments(launch, places, owned)
-        if launch.compiled is None or arguments is None:
+        found = _arguments(launch, places, owned)
+        if launch.compiled is None or found is None:
             return None
-        found.append((launch.compiled, launch.grid, arguments))
-    if not found:
-        return None
-    made, constants = put_together(found, len(addresses))
-    return PreparedCall(made, tuple(constants))
+        run, template = driver_call(launch.compiled, launch.grid, Place(0), found)
+        made.append((run, arguments_of(template, 1 + len(addresses), constants)))
+        constants.append(launch.compiled)  # no argument: held, as Triton unloads what is held no longer
+    return PreparedCall(made, tuple(constants)) if made else None
 
 
 def _arguments(launch: Launch, places: dict[int, int], owned: frozenset[int]) -> list[object] | None:
@@ -320,8 +319,7 @@ class LayerForms:
         # Either may be of an earlier call, where this one's was made as it is: then no call is given what both are of.
         if stream == other and stored.owners[0] is attended.owners[0]:
             given = stream, (*addresses, *more), (*forms, *more_forms)
-            launches = as_one_call((*stored.launches, *attended.launches))
-            prepared.both[layer] = LastCall(given, attended.owners, launches)
+            prepared.both[layer] = LastCall(given, attended.owners, (*stored.launches, *attended.launches))
 
     def _memory(
         self, layer: int, owners: tuple[object, object], tensors: Sequence[Tensor | None], common: Hashable

@@ -179,9 +179,7 @@ class Publisher:
         self._deliver = guards.deliver
         # One for each child, so that the host may be as many split steps ahead as others.
         self._lines = tuple(
-            Line(
-                HostRing(pool.device, mark=(ECHO, NO_ECHO), wait=guards.ring_wait), guards.new_echo_check(), pool.device
-            )
+            Line(HostRing(pool.device, wait=guards.ring_wait), guards.new_echo_check(), pool.device)
             for _ in range(HALVES)
         )
         # A step takes up to two slots a space: of copies and of cells.

@@ -16,7 +16,6 @@ from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import DeviceFault
 from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.metadata.error_word import TOKEN_WITHOUT_PAGE
-from rocm_attn.kernels.metadata.slot_layout import ECHO, NO_ECHO
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.host_ring import HostRing
@@ -161,7 +160,7 @@ def test_the_host_leaves_a_slot_alone_that_a_late_device_has_yet_to_echo_into() 
 
     ops = replace(publisher._ops, publish=later(publisher._ops.publish))
     publisher._ops = ops
-    publisher._lines[0].ring = HostRing(CPU, depth=2, mark=(ECHO, NO_ECHO), new_fence=late.fence)
+    publisher._lines[0].ring = HostRing(CPU, depth=2, new_fence=late.fence)
     (request,) = serving.admit(1)
     serving.runtime.table.reserve(request.row, 1)
     one = np.array([1], np.int32)

@@ -13,7 +13,7 @@ import torch
 from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.errors import DeviceFault
 from rocm_attn.guards.registry import Guards
-from rocm_attn.kernels.metadata.slot_layout import ECHO, NO_ECHO, slot_parts
+from rocm_attn.kernels.metadata.slot_layout import slot_parts
 from rocm_attn.kernels.metadata.step_tensors import Pads, StepTensors
 from rocm_attn.kernels.refs.metadata import publish
 from rocm_attn.paging.index_spaces import Space
@@ -128,8 +128,7 @@ def test_copies_that_failed_half_way_are_made_again_from_the_same_pages(
 def published_lengths(guards: Guards, num_steps: int) -> list[int]:
     """kv_len as each of num_steps steps finds it on a device that starts late, after a ring of two slots."""
     late = LateDevice()
-    wait = guards.publishing.ring_wait
-    ring = HostRing(torch.device("cpu"), depth=2, mark=(ECHO, NO_ECHO), wait=wait, new_fence=late.fence)
+    ring = HostRing(torch.device("cpu"), depth=2, wait=guards.publishing.ring_wait, new_fence=late.fence)
     found: list[int] = []
     counts, row, kv_len, q_len, ids = (torch.zeros(n, dtype=torch.int32) for n in (4, 1, 1, 1, 1))
     nothing = torch.zeros(0, dtype=torch.int32)
@@ -137,7 +136,7 @@ def published_lengths(guards: Guards, num_steps: int) -> list[int]:
     for step in range(num_steps):
         parts = slot_parts(1, 0)
         slot, words, _ = ring.acquire(parts.floor.stop)
-        words[: parts.q_len.stop] = [1, 1, step, 0, 0, NO_ECHO, 0, 0, 1, 100 + step, 1]
+        words[: parts.q_len.stop] = [1, 1, step, 0, 0, 0, 0, 0, 1, 100 + step, 1]
         late.launch(partial(publish, slot, counts, to))
         late.launch(lambda: found.append(int(kv_len[0])))
         ring.release()

@@ -15,7 +15,6 @@ import torch
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import DeviceFault
 from rocm_attn.kernels.metadata.error_word import LENGTH_BEYOND_BOUND, TOKEN_WITHOUT_PAGE, WINDOW_WITHOUT_PAGE
-from rocm_attn.kernels.metadata.slot_layout import ECHO, NO_ECHO
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.step.host_ring import HostRing
 from tests.amd.guards.late_device import LateDevice
@@ -215,7 +214,7 @@ def test_a_late_device_answers_although_the_host_runs_three_steps_ahead(device: 
         return lambda *args, **kwargs: late.launch(partial(launch, *args, **kwargs))
 
     publisher._ops = replace(publisher._ops, publish=later(publisher._ops.publish))
-    publisher._lines[0].ring = HostRing(torch.device("cpu"), depth=2, mark=(ECHO, NO_ECHO), new_fence=late.fence)
+    publisher._lines[0].ring = HostRing(torch.device("cpu"), depth=2, new_fence=late.fence)
     (request,) = serving.admit(1)
     found: list[list[int]] = []
     told = []

@@ -184,10 +184,11 @@ def compared(group: str, engines: Mapping[str, Process], exact: bool) -> int:
         if answer is None:
             is_right, said = False, f"it failed\n{process.said()}"
         elif process.asked.fault:
-            is_told = answer.said.startswith(("DeviceFault: step 5: ", "WrongState: "))
-            # A table that has moved is refused before its step is begun.
-            least = -1 if process.asked.fault == moved_table.__name__ else 0
-            is_right = is_told and least <= answer.steps_later <= MOST_STEPS_LATER
+            if process.asked.fault == moved_table.__name__:  # refused before its step is begun
+                is_right = answer.said.startswith("WrongState: ") and answer.steps_later == -1
+            else:
+                is_told = answer.said.startswith(f"DeviceFault: step {answer.faulty_step}: ")
+                is_right = is_told and 0 <= answer.steps_later <= MOST_STEPS_LATER
             said = f"{answer.steps_later} steps later: {answer.said or 'nothing was said'}"
         elif first is None:
             is_right, said = False, "the first engine failed, there is nothing to compare with"

@@ -1,7 +1,8 @@
 """A long soak on this machine's GPU or CPU, in the form of a result file.
 
 python -m benchmarks.soak --steps 20000 --seed 11 --out benchmarks/results/soak_h200.json
-python -m benchmarks.soak --steps 15000 --seed 16 --speculative --device cpu --out benchmarks/results/draft_soak_cpu.json
+python -m benchmarks.soak --speculative --steps 10000 --seed 16 --device cpu \\
+    --out benchmarks/results/draft_soak_cpu.json
 """
 
 from __future__ import annotations

@@ -31,7 +31,6 @@ from rocm_attn.runner.prefix_cache import CachedRow
 from rocm_attn.runner.recent_steps import RecentSteps
 from rocm_attn.runner.report import Report
 from rocm_attn.runner.request import (
-    AbortEvent,
     Completion,
     Event,
     FailureEvent,
@@ -41,7 +40,7 @@ from rocm_attn.runner.request import (
 )
 from rocm_attn.runner.request_times import note_tokens
 from rocm_attn.runner.sampling import Sampler, TokenPicker
-from rocm_attn.runner.scheduler import ScheduledStep, Scheduler, Taken
+from rocm_attn.runner.scheduler import ScheduledStep, Scheduler
 from rocm_attn.runner.serving import serve_all
 from rocm_attn.runner.speculation.engines import (
     drafter_of,
@@ -55,31 +54,41 @@ from rocm_attn.runner.speculation.last_rows import forward_of
 from rocm_attn.runner.speculation.reading import MOST_AHEAD, Pace, Together
 from rocm_attn.runner.speculation.rounds import FOLLOWING, DeviceRounds, NoRounds, Rounds, why_no_rounds
 from rocm_attn.runner.speculation.speculation import NoSpeculation, Picks, Speculation, StepPicks
+from rocm_attn.runner.taking import Taken
 from rocm_attn.runner.unread import UnreadStep, with_unread_tokens
 from rocm_attn.runner.watched import watched_steps
 from rocm_attn.step.protocols import NO_FLIGHT_RECORDER
 from rocm_attn.watch.flight_recorder import FlightRecorder
 
 
-class _ReadStep(NamedTuple):
-    """A step whose tokens were read.
+class _FoundPicks(NamedTuple):
+    """A step whose tokens were read, and which its sequences have not taken, or not all of them.
 
-    picks, taken: of each of step.picking
-    logprobs:     as of StepPicks.logprobs
-    read_at:      when they were read, in seconds of time.perf_counter()
+    picks:   of each of step.picking
+    read_at: when they were read, in seconds of time.perf_counter()
     """
 
     unread: UnreadStep
     picks: Picks
+    read_at: float
+
+
+class _ReadStep(NamedTuple):
+    """A step whose tokens its sequences have taken.
+
+    taken:    of each of step.picking
+    logprobs: as of StepPicks.logprobs
+    """
+
+    found: _FoundPicks
     taken: Many[Taken]
     logprobs: Mapping[int, Many[TokenLogprobs]]
-    read_at: float
 
 
 class _ReadRounds(NamedTuple):
     """Rounds that were read together, oldest first: sequences take their tokens as these are published.
 
-    read_at: as of _ReadStep
+    read_at: as of _FoundPicks
     """
 
     rounds: Many[UnreadStep]
@@ -164,6 +173,7 @@ class Engine:
         self._recent, self._pace = RecentSteps(), Pace()
         self._unread: list[UnreadStep] = []  # oldest first
         self._is_launching = False  # whether a step is launched, and not among them yet
+        self._found: _FoundPicks | None = None
         self._read: list[_ReadStep | _ReadRounds] = []  # whose tokens are to be published, oldest first
         self._read_at = 0.0  # when tokens were read last
         self._rounds_to_enter: ScheduledStep | None = None  # whose pages prompts cannot find yet
@@ -184,7 +194,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether any request is not finished, or an event was not returned yet: then step() may be called."""
-        return self._scheduler.has_work or bool(self._events) or bool(self._read)
+        return self._scheduler.has_work or bool(self._events) or bool(self._read) or self._found is not None
 
     def capture_all(self, progress: Progress) -> CaptureReport:
         """Make every graph before the first request arrives, so that no request waits for one.
@@ -221,7 +231,7 @@ class Engine:
             cached_row=CachedRow(request.cache_salt, is_cached=self.options.prefix_caching and request.prefix_caching),
             asks=asks_of(request, stops, matcher),
         )
-        self._outputs[number] = Output.of(sequence, self._loaded.tokenizer)
+        self._outputs[number] = Output(sequence, self._loaded.tokenizer)
         self._scheduler.add(sequence)
         return number
 
@@ -238,14 +248,13 @@ class Engine:
             )
         self._publish_read()  # an interrupt may have left tokens that were read and not published
         self._enter_rounds()
-        output = self._outputs.pop(number, None)
+        output = self._outputs.get(number)
         if output is None:
             return
         self._scheduler.drop(output.sequence)
+        output.end_early("abort", "", self._events)
+        self._end(output)
         self.metrics.aborts += 1
-        piece = output.last_text()
-        self._end(output, "abort")
-        self._events.append(AbortEvent(number, piece))
 
     def forget_prefixes(self) -> None:
         """Begin with an empty prefix cache: no request that comes later finds pages that were stored so far.
@@ -270,9 +279,10 @@ class Engine:
         """Forget a request, finished or not: its pages are given back as by abort(), and nothing more comes of it."""
         self._publish_read()  # as in abort()
         self._enter_rounds()
-        output = self._outputs.pop(number, None)
+        output = self._outputs.get(number)
         if output is not None:
             self._scheduler.drop(output.sequence)
+            del self._outputs[number]
             self.metrics.note_end("cancelled", output.seconds)
         if not self._scheduler.has_work:
             self.settle()  # no step() may come after it
@@ -385,8 +395,7 @@ class Engine:
         if self._is_launching:  # what an interrupt has left may have written over the tokens of the step before it
             self._is_launching = False
             self.settle()
-        if self._read:  # an interrupt has left some
-            self._publish_read()
+        self._publish_read()  # what an interrupt has left
         if self._rounds.goes_on(self._scheduler):
             self._go_on()
             return
@@ -488,10 +497,8 @@ class Engine:
     def _publish_rest(self, sequence: Sequence, step_number: int) -> None:
         """Publish the tokens of a sequence that were not, as of a step, if it has not ended."""
         output = self._outputs.get(sequence.number)
-        if output is not None and output.num_tokens < sequence.num_read:
-            token_ids = sequence.new_token_ids[output.num_tokens :]
-            if self._publish(sequence.number, token_ids, None, ()) is not None:
-                self._recent.leave(sequence.number, step_number)
+        if output is not None:
+            self._publish(output, sequence.new_token_ids[output.num_tokens :], None, (), step_number)
 
     def _note_rounds(self, rounds: Many[UnreadStep], together: Together, now: float) -> float:
         """As _note_times, of rounds that were read together; the seconds that they took."""
@@ -525,33 +532,49 @@ class Engine:
         batch = unread.step.batch
         with self._watch.watch(f"a step that was launched ({batch.num_seqs} sequences, {batch.num_tokens} tokens)"):
             picks = unread.picks.read()
-        read_at = time.perf_counter()
-        del self._unread[0]
-        taken = self._scheduler.finish_step(unread.step, picks)
+        self._found = _FoundPicks(unread, picks, time.perf_counter())
+        self._take_found(self._found)
+
+    def _take_found(self, found: _FoundPicks) -> None:
+        """Have sequences take what a step has brought that was read: once, however often it is called."""
+        unread = found.unread
+        if self._unread and self._unread[0] is unread:
+            del self._unread[0]
+        taken = self._scheduler.finish_step(unread.step, found.picks)
         if self._unread:
             self._scheduler.launched_again(self._unread[0].step)
         self._speculation.follow(unread.step, taken, is_followed=unread.picks.is_followed)
-        self._read.append(_ReadStep(unread, picks, taken, unread.picks.logprobs(), read_at))
+        read = _ReadStep(found, taken, unread.picks.logprobs())
+        # One statement: an interrupt leaves them to be taken, or taken.
+        self._found, self._read = None, [*self._read, read]
 
     def _publish_read(self) -> None:
-        """Note the events that come out of steps that were read."""
+        """Note the events that come out of steps that were read. After an interrupt it is called again, and goes on."""
+        if self._found is not None:
+            self._take_found(self._found)
         while self._read:
             read = self._read[0]
             if isinstance(read, _ReadRounds):
                 self._publish_rounds(read)
+            else:
+                self._publish_step(read)
+
+    def _publish_step(self, read: _ReadStep) -> None:
+        """As _publish_rounds, of a step that was read by itself."""
+        (unread, picks, read_at), told = read.found, read.logprobs
+        each = zip(unread.step.picking, picks, read.taken, strict=True)
+        for place, (sequence, pick, (token_ids, reason, first)) in enumerate(each):
+            output = self._outputs.get(sequence.number)
+            if output is None:
                 continue
-            del self._read[0]
-            unread, picks, all_taken, told, read_at = read
-            self._note_times(unread, all_taken, read_at)
-            each = zip(unread.step.picking, picks, all_taken, strict=True)
-            for place, (sequence, pick, (token_ids, reason)) in enumerate(each):
-                why = reason
-                if token_ids:
-                    why = self._publish(sequence.number, token_ids, reason, told.get(place, ()) if told else ())
-                elif reason == "error" and isinstance(pick, BadLogits):
-                    self._fail(sequence.number, str(pick))
-                if why is not None:
-                    self._recent.leave(sequence.number, unread.number)
+            if token_ids:
+                num_told = output.num_tokens + len(sequence.request.prompt_token_ids) - first
+                self._publish(output, token_ids[num_told:], reason, told.get(place, ()) if told else (), unread.number)
+            elif reason == "error" and isinstance(pick, BadLogits):
+                self._recent.leave(sequence.number, unread.number)
+                self._fail(sequence.number, str(pick))
+        del self._read[0]
+        self._note_times(unread, read.taken, read_at)
 
     def _note_times(self, unread: UnreadStep, taken: Many[Taken], now: float) -> None:
         """A step has run, and its sequences have their tokens; the device was not waited for when it was launched."""
@@ -561,7 +584,7 @@ class Engine:
         metrics.seconds += seconds
         metrics.step_seconds.note(seconds)
         metrics.host_seconds.note(unread.launched - unread.started)
-        got = [(sequence.times, len(ids)) for sequence, (ids, _) in zip(unread.step.picking, taken, strict=True) if ids]
+        got = [(sequence.times, len(ids)) for sequence, (ids, *_) in zip(unread.step.picking, taken, strict=True) if ids]
         note_tokens([times for times, _ in got], now, metrics)
         together = sum([num for _, num in got]) - len(got)
         if together > 0:
@@ -590,44 +613,47 @@ class Engine:
 
     def _publish(
         self,
-        number: int,
+        output: Output,
         token_ids: tuple[int, ...],
         reason: FinishReason | None,
         logprobs: Many[TokenLogprobs],
-    ) -> FinishReason | None:
-        """Note the tokens that a request got of a step, at least one; why the request ends, if it does.
+        step_number: int,
+    ) -> None:
+        """Note the tokens that a request got of a step, and its end.
 
-        reason:   why it ends with the last of them, as far as tokens say it
-        logprobs: of them, where the request asks for any
+        token_ids: none where an interrupt has left nothing but its end
+        reason:    why it ends with the last of them, as far as tokens say it
+        logprobs:  of them, where the request asks for any
         """
-        output = self._outputs[number]
-        events, why = output.take(token_ids, reason, logprobs)
-        self.metrics.new_tokens += len(events)
-        if self._has_ranks:
-            self._read_ids += token_ids
-        self._events += events
-        if why is not None:
+        if token_ids and output.reason is None:
+            num = output.take(token_ids, reason, logprobs, self._events)
+            self.metrics.new_tokens += num
+            if self._has_ranks:
+                self._read_ids += token_ids
+        if output.reason is not None:
             if reason is None:  # only its text says so
                 self._enter_rounds()
                 self._scheduler.drop(output.sequence)
-            del self._outputs[number]
-            self._end(output, why)
-        return why
+            self._recent.leave(output.sequence.number, step_number)
+            self._end(output)
 
-    def _end(self, output: Output, reason: FinishReason, error: str = "") -> None:
-        """Note what a request came to, which is not served any more."""
-        self.metrics.note_end(reason, output.seconds)
-        self._done[output.sequence.number] = output.completion(reason, error)
+    def _end(self, output: Output) -> None:
+        """Note what a request came to, which has ended and is not served any more."""
+        number = output.sequence.number
+        self._done[number] = output.completion()
+        self._outputs.pop(number, None)
+        assert output.reason is not None
+        self.metrics.note_end(output.reason, output.seconds)
 
     def _fail(self, number: int, error: str) -> None:
         """Note that a request has failed, whose sequence has left the scheduler; or one that had ended."""
-        output, piece = self._outputs.pop(number, None), ""
+        output = self._outputs.get(number)
         if output is None:
             self._done[number] = replace(self._done[number], finish_reason="error", error=error)
+            self._events.append(FailureEvent(number, "", error))
         else:
-            piece = output.last_text()
-            self._end(output, "error", error)
-        self._events.append(FailureEvent(number, piece, error))
+            output.end_early("error", error, self._events)
+            self._end(output)
 
     def _take_in(self, fault: DeviceFault) -> None:
         """Fail every request that was in the step of a fault and was not handed over; or see which are concerned."""

@@ -584,7 +584,9 @@ class Engine:
         metrics.seconds += seconds
         metrics.step_seconds.note(seconds)
         metrics.host_seconds.note(unread.launched - unread.started)
-        got = [(sequence.times, len(ids)) for sequence, (ids, *_) in zip(unread.step.picking, taken, strict=True) if ids]
+        got = [
+            (sequence.times, len(ids)) for sequence, (ids, *_) in zip(unread.step.picking, taken, strict=True) if ids
+        ]
         note_tokens([times for times, _ in got], now, metrics)
         together = sum([num for _, num in got]) - len(got)
         if together > 0:

@@ -201,7 +201,10 @@ class PrefixCache:
         row.moves_at = self._next_move(row)
 
     def leave(self, row: CachedRow) -> None:
-        """The row is freed. Its pages stay, and count as used now. After an interrupt it is called again, and goes on."""
+        """The row is freed. Its pages stay, and count as used now.
+
+        After an interrupt it is called again, and goes on.
+        """
         for page_no in range(len(row.pages) - 1, -1, -1):
             page = row.pages[page_no]
             if page is not None:

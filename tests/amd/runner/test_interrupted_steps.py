@@ -108,11 +108,11 @@ def world(kind: str, loaded: LoadedModel) -> tuple[Callable[[], Engine], list[Re
 
 def world_of_trees() -> tuple[Callable[[], Engine], list[Request]]:
     """As world(), of a model whose tokens depend on all keys before them, and drafts that lie in other places."""
-    options = replace(TREES, speculative="ngram", draft_tokens=7, topk=4, max_batch_size=3)
-    loaded, requests = tiny_model(), some_requests(3, 14)
+    options = replace(TREES, speculative="ngram", draft_tokens=16, topk=4, max_batch_size=3)
+    loaded, requests = tiny_model(), some_requests(3, 30)
     right = Engine(loaded, without_speculation(options)).generate(requests)
-    requests[1] = replace(requests[1], stop_token_ids=(right[1].token_ids[8],))
-    return lambda: guessing(loaded, options, right), requests
+    requests[1] = replace(requests[1], stop_token_ids=(right[1].token_ids[20],))
+    return lambda: guessing(loaded, options, right, mistakes=0.0), requests
 
 
 @pytest.mark.parametrize(

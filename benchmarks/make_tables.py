@@ -125,11 +125,12 @@ def round_time(result: dict[str, Any]) -> str:
         "rounds are read at a time. The GPU's idle share is of a run of its own, in which "
         "events around each step cost the host time. A fixed loop of Python took "
         f"{result['machine']['python_loop_us']} us.",
-        "| model | sequences | drafts | until launched us | ninth decile us | all us | first decile us | "
-        "step us | idle between steps us | idle share | acceptance length |",
+        "| model | drafted by | branches | sequences | drafts | until launched us | ninth decile us | all us | "
+        "first decile us | step us | idle between steps us | idle share | acceptance length |",
     )
     lines += [
-        f"| {row['model']} | {row['num_seqs']} | {row['draft_tokens']} | {row['launch_us_median']} | "
+        f"| {row['model']} | {row.get('drafter', 'ngram')} | {row.get('topk', 1)} | {row['num_seqs']} | "
+        f"{row['draft_tokens']} | {row['launch_us_median']} | "
         f"{row['launch_us_p90']} | {row['whole_us_median']} | {row['whole_us_p10']} | "
         f"{row['step_us']} | {row['idle_us']} | {row['idle_share']:.1%} | "
         f"{row['acceptance_length']} |"

@@ -6,10 +6,8 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
-from zlib import crc32
-
-import numpy as np
 
 from rocm_attn.capture.check import CaptureCheck
 from rocm_attn.capture.graphs import CaptureReport, Progress, eager_steps_before_capture, recorder_for
@@ -18,6 +16,7 @@ from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadLogits, BadRequest, DeviceFault
 from rocm_attn.runner.asking_picker import AskingPicker
 from rocm_attn.runner.asks import asks_of
+from rocm_attn.runner.compared import Compared
 from rocm_attn.runner.constraint import library
 from rocm_attn.runner.engine_runtime import model_over, runtime_for
 from rocm_attn.runner.events import Events, NewTokens, without
@@ -142,9 +141,9 @@ class Engine:
         watched = watched_steps(self.runtime, forward, options, self.flight, self._new_runner)
         self._runner, self._steps, self._watch = watched
         self.metrics = self._runner.metrics
-        # What looks on at single steps, and ranks that meet before each, want them one by one.
+        # What looks on at single steps wants them one by one.
         looks_on = self._steps is not self._runner or path is not None
-        host_plans = why_no_rounds(options, looks_on=looks_on, has_ranks=self._has_ranks)
+        host_plans = why_no_rounds(options, looks_on=looks_on)
         self._rounds_in_words = f"planned by the host: {host_plans}" if host_plans else FOLLOWING
         has_rounds = options.speculates and not host_plans
         self._speculation: Speculation | NoSpeculation = NoSpeculation(self._picker)
@@ -153,11 +152,20 @@ class Engine:
             drafter, most = drafter_of(drafting, loaded, options, self.runtime, model), options.draft_tokens
             rejection = rejection_of(drafter, options)
             self._speculation = Speculation(
-                drafter, self.runtime, self._picker, most, self.metrics, rejection, has_rounds=has_rounds
+                drafter,
+                self.runtime,
+                self._picker,
+                most,
+                self.metrics,
+                rejection,
+                has_rounds=has_rounds,
+                branches=has_rounds and options.topk > 1,
             )
             if has_rounds:
                 guesses, most_ahead = guesses_of(drafter, options, self.runtime), MOST_AHEAD * self._steps_ahead
-                self._rounds = DeviceRounds(self.runtime, self._runner, plain, guesses, most, most_ahead)
+                self._rounds = DeviceRounds(
+                    self.runtime, self._runner, self._picker, guesses, most, most_ahead, has_ranks=self._has_ranks
+                )
         self._scheduler = Scheduler(
             self.runtime.table,
             self.metrics,
@@ -177,7 +185,7 @@ class Engine:
         self._read: list[_ReadStep | _ReadRounds] = []  # whose tokens are to be published, oldest first
         self._read_at = 0.0  # when tokens were read last
         self._rounds_to_enter: ScheduledStep | None = None  # whose pages prompts cannot find yet
-        self._read_ids: list[int] = []  # tokens that were read since the last step was launched; with several ranks
+        self._compared = Compared(self.runtime.meetings, has_ranks=self._has_ranks)
         self._num_submitted = 0
 
     def _new_runner(self, forward: Forward) -> StepRunner:
@@ -435,7 +443,8 @@ class Engine:
         self._scheduler.launched(step)
         self._rounds.noted()
         # What was accepted of a tree is moved before its sequence's pages may be given back.
-        while len(self._unread) > (0 if step.is_of_a_suspect or step.has_trees else self._steps_ahead):
+        moves = step.has_trees and not picks.is_followed
+        while len(self._unread) > (0 if step.is_of_a_suspect or moves else self._steps_ahead):
             self._read_oldest()
         self._publish_read()
 
@@ -443,6 +452,7 @@ class Engine:
         """Launch a round that follows from the one before; those before that are read and published meanwhile."""
         started = time.perf_counter()
         self._must_check = True
+        self._compared.before_step()
         step, picks = self._rounds.launch()
         launched = time.perf_counter()
         self._unread.append(UnreadStep(step, self.runtime.step_number, picks, started, launched))  # first, as above
@@ -487,12 +497,15 @@ class Engine:
             # One statement: an interrupt leaves them to be published, or published.
             self._events, self._read = [*self._events, new], self._read[1:]
             self.metrics.new_tokens += together.num_tokens
+            self._compared.note(chain.from_iterable(together.token_ids))
         else:
             for sequence in sequences:
                 self._publish_rest(sequence, rounds[-1].number)
             del self._read[0]
         self._speculation.count_rounds(rounds[0].step, together)
-        self._pace.note(self._note_rounds(rounds, together, read_at), len(rounds))
+        seconds = self._note_rounds(rounds, together, read_at)
+        if not self._has_ranks:  # whose clocks differ
+            self._pace.note(seconds, len(rounds))
 
     def _publish_rest(self, sequence: Sequence, step_number: int) -> None:
         """Publish the tokens of a sequence that were not, as of a step, if it has not ended."""
@@ -603,10 +616,7 @@ class Engine:
         """Launch a step, and what picks its tokens."""
         before, batch = self.runtime.step_number, step.batch
         self._must_check = True
-        if self._has_ranks:  # that they were given the same requests, and picked the same tokens
-            words = (batch.kv_len, batch.q_len, batch.token_ids, np.array(self._read_ids, np.int32))
-            self.runtime.meetings.digest = crc32(np.concatenate(words).tobytes())
-            self._read_ids.clear()
+        self._compared.before_step(batch.kv_len, batch.q_len, batch.token_ids)
         try:
             logits = self._steps.run(self._speculation.batch(step))
         finally:
@@ -628,10 +638,8 @@ class Engine:
         logprobs:  of them, where the request asks for any
         """
         if token_ids and output.reason is None:
-            num = output.take(token_ids, reason, logprobs, self._events)
-            self.metrics.new_tokens += num
-            if self._has_ranks:
-                self._read_ids += token_ids
+            self.metrics.new_tokens += output.take(token_ids, reason, logprobs, self._events)
+            self._compared.note(token_ids)
         if output.reason is not None:
             if reason is None:  # only its text says so
                 self._enter_rounds()

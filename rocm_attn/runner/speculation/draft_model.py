@@ -25,6 +25,7 @@ from rocm_attn.runner.speculation.beams import Found
 from rocm_attn.runner.speculation.draft_runners import DraftRunners
 from rocm_attn.runner.speculation.drafts import Drafts
 from rocm_attn.runner.speculation.round_drafts import DraftsAhead, Place
+from rocm_attn.runner.speculation.round_trees import Guessed
 from rocm_attn.runner.taking import Taken
 
 
@@ -102,7 +103,7 @@ class ModelDrafter:
             return None
         return Place(follower.row, 0)
 
-    def hand_over(self, num_tokens: int) -> None:
+    def hand_over(self, guessed: Guessed) -> None:
         """As Following.hand_over: the model reads tokens alone."""
 
     def went_on(self, sequence: Sequence, drafts: Drafts) -> None:

@@ -88,8 +88,8 @@ class StepPicks(Protocol):
         ...
 
     @property
-    def plain(self) -> PickedTokens | None:
-        """The tokens after all drafts of a step, where no request asks for more than draws."""
+    def tokens(self) -> PickedTokens | AskedTokens | None:
+        """Those after all drafts of a step, where no request asks for logprobs."""
         ...
 
     def logprobs(self) -> Mapping[int, Many[TokenLogprobs]]:
@@ -146,6 +146,7 @@ class Speculation:
     metrics:    in which drafts are counted
     rejection:  what accepts drafts that were drawn
     has_rounds: whether steps in which all sequences have drafts may go on without the host (rounds.py)
+    branches:   whether drafts of these rounds may have branches: then steps of chains have the mask of trees too
     """
 
     def __init__(
@@ -158,8 +159,9 @@ class Speculation:
         rejection: Rejection | NothingDrawn = NOTHING_DRAWN,
         *,
         has_rounds: bool = False,
+        branches: bool = False,
     ) -> None:
-        self.has_rounds = has_rounds
+        self.has_rounds, self._branches = has_rounds, branches
         self._drafter = drafter
         self._runtime = runtime
         self._picker = picker
@@ -192,7 +194,7 @@ class Speculation:
 
     def batch(self, step: ScheduledStep) -> StepBatch:
         """The batch of a step, with the mask of its trees where it has any."""
-        if not step.has_trees:
+        if not (step.has_trees or (self._branches and step.drafts)):
             return step.batch
         return replace(step.batch, mask=TreeMask(torch.from_numpy(_parents(step)).to(self._runtime.device)))
 
@@ -251,7 +253,7 @@ class _OneEach:
     """A token for each sequence."""
 
     is_followed = False
-    plain = None
+    tokens = None
 
     def __init__(self, picked: PickedTokens) -> None:
         self._picked = picked
@@ -269,7 +271,7 @@ class _OneEachAsked:
     """A token for each sequence, and for some what they asked for."""
 
     is_followed = False
-    plain = None
+    tokens = None
 
     def __init__(self, picked: AskedTokens) -> None:
         self._picked = picked
@@ -310,9 +312,10 @@ class _Verified:
         self._may_have_moved = False
 
     @property
-    def plain(self) -> PickedTokens | None:
-        """As StepPicks.plain."""
-        return self._picked if isinstance(self._picked, PickedTokens) else None
+    def tokens(self) -> PickedTokens | AskedTokens | None:
+        """As StepPicks.tokens."""
+        picked = self._picked
+        return picked if isinstance(picked, PickedTokens) or picked.only_tokens else None
 
     def read(self) -> Picks:
         """As StepPicks.read, before the next step of these sequences.

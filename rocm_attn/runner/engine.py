@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import replace
 from itertools import chain
-from typing import NamedTuple
 
 from rocm_attn.capture.check import CaptureCheck
 from rocm_attn.capture.graphs import CaptureReport, Progress, eager_steps_before_capture, recorder_for
@@ -52,47 +51,12 @@ from rocm_attn.runner.speculation.engines import (
 from rocm_attn.runner.speculation.last_rows import forward_of
 from rocm_attn.runner.speculation.reading import MOST_AHEAD, Pace, Together
 from rocm_attn.runner.speculation.rounds import FOLLOWING, DeviceRounds, NoRounds, Rounds, why_no_rounds
-from rocm_attn.runner.speculation.speculation import NoSpeculation, Picks, Speculation, StepPicks
+from rocm_attn.runner.speculation.speculation import NoSpeculation, Speculation, StepPicks
 from rocm_attn.runner.taking import Taken
-from rocm_attn.runner.unread import UnreadStep, with_unread_tokens
+from rocm_attn.runner.unread import FoundPicks, ReadRounds, ReadStep, UnreadStep, with_unread_tokens
 from rocm_attn.runner.watched import watched_steps
 from rocm_attn.step.protocols import NO_FLIGHT_RECORDER
 from rocm_attn.watch.flight_recorder import FlightRecorder
-
-
-class _FoundPicks(NamedTuple):
-    """A step whose tokens were read, and which its sequences have not taken, or not all of them.
-
-    picks:   of each of step.picking
-    read_at: when they were read, in seconds of time.perf_counter()
-    """
-
-    unread: UnreadStep
-    picks: Picks
-    read_at: float
-
-
-class _ReadStep(NamedTuple):
-    """A step whose tokens its sequences have taken.
-
-    taken:    of each of step.picking
-    logprobs: as of StepPicks.logprobs
-    """
-
-    found: _FoundPicks
-    taken: Many[Taken]
-    logprobs: Mapping[int, Many[TokenLogprobs]]
-
-
-class _ReadRounds(NamedTuple):
-    """Rounds that were read together, oldest first: sequences take their tokens as these are published.
-
-    read_at: as of _FoundPicks
-    """
-
-    rounds: Many[UnreadStep]
-    together: Together
-    read_at: float
 
 
 class Engine:
@@ -181,8 +145,8 @@ class Engine:
         self._recent, self._pace = RecentSteps(), Pace()
         self._unread: list[UnreadStep] = []  # oldest first
         self._is_launching = False  # whether a step is launched, and not among them yet
-        self._found: _FoundPicks | None = None
-        self._read: list[_ReadStep | _ReadRounds] = []  # whose tokens are to be published, oldest first
+        self._found: FoundPicks | None = None
+        self._read: list[ReadStep | ReadRounds] = []  # whose tokens are to be published, oldest first
         self._read_at = 0.0  # when tokens were read last
         self._rounds_to_enter: ScheduledStep | None = None  # whose pages prompts cannot find yet
         self._compared = Compared(self.runtime.meetings, has_ranks=self._has_ranks)
@@ -471,7 +435,7 @@ class Engine:
             self._read_oldest()
             self._publish_read()
             return
-        self._read.append(_ReadRounds(unread[: together.num_rounds], together, time.perf_counter()))
+        self._read.append(ReadRounds(unread[: together.num_rounds], together, time.perf_counter()))
         self._publish_read()
 
     def _take_rounds(self, rounds: Many[UnreadStep], together: Together) -> None:
@@ -482,7 +446,7 @@ class Engine:
         self._scheduler.take_together(step, together.first, together.token_ids, all_read=not self._unread)
         self._rounds.took(together)
 
-    def _publish_rounds(self, read: _ReadRounds) -> None:
+    def _publish_rounds(self, read: ReadRounds) -> None:
         """As _publish_read, of rounds that were read together. After an interrupt it is called again, and goes on.
 
         What is counted comes last: it is all that an interrupt may leave out.
@@ -500,18 +464,18 @@ class Engine:
             self._compared.note(chain.from_iterable(together.token_ids))
         else:
             for sequence in sequences:
-                self._publish_rest(sequence, rounds[-1].number)
+                self._publish_rest(sequence, rounds[-1])
             del self._read[0]
         self._speculation.count_rounds(rounds[0].step, together)
         seconds = self._note_rounds(rounds, together, read_at)
         if not self._has_ranks:  # whose clocks differ
             self._pace.note(seconds, len(rounds))
 
-    def _publish_rest(self, sequence: Sequence, step_number: int) -> None:
+    def _publish_rest(self, sequence: Sequence, unread: UnreadStep) -> None:
         """Publish the tokens of a sequence that were not, as of a step, if it has not ended."""
         output = self._outputs.get(sequence.number)
         if output is not None:
-            self._publish(output, sequence.new_token_ids[output.num_tokens :], None, (), step_number)
+            self._publish(output, sequence.new_token_ids[output.num_tokens :], None, (), unread)
 
     def _note_rounds(self, rounds: Many[UnreadStep], together: Together, now: float) -> float:
         """As _note_times, of rounds that were read together; the seconds that they took."""
@@ -545,10 +509,10 @@ class Engine:
         batch = unread.step.batch
         with self._watch.watch(f"a step that was launched ({batch.num_seqs} sequences, {batch.num_tokens} tokens)"):
             picks = unread.picks.read()
-        self._found = _FoundPicks(unread, picks, time.perf_counter())
+        self._found = FoundPicks(unread, picks, time.perf_counter())
         self._take_found(self._found)
 
-    def _take_found(self, found: _FoundPicks) -> None:
+    def _take_found(self, found: FoundPicks) -> None:
         """Have sequences take what a step has brought that was read: once, however often it is called."""
         unread = found.unread
         if self._unread and self._unread[0] is unread:
@@ -557,7 +521,7 @@ class Engine:
         if self._unread:
             self._scheduler.launched_again(self._unread[0].step)
         self._speculation.follow(unread.step, taken, is_followed=unread.picks.is_followed)
-        read = _ReadStep(found, taken, unread.picks.logprobs())
+        read = ReadStep(found, taken, unread.picks.logprobs())
         # One statement: an interrupt leaves them to be taken, or taken.
         self._found, self._read = None, [*self._read, read]
 
@@ -567,12 +531,12 @@ class Engine:
             self._take_found(self._found)
         while self._read:
             read = self._read[0]
-            if isinstance(read, _ReadRounds):
+            if isinstance(read, ReadRounds):
                 self._publish_rounds(read)
             else:
                 self._publish_step(read)
 
-    def _publish_step(self, read: _ReadStep) -> None:
+    def _publish_step(self, read: ReadStep) -> None:
         """As _publish_rounds, of a step that was read by itself."""
         (unread, picks, read_at), told = read.found, read.logprobs
         each = zip(unread.step.picking, picks, read.taken, strict=True)
@@ -582,9 +546,9 @@ class Engine:
                 continue
             if token_ids:
                 num_told = output.num_tokens + len(sequence.request.prompt_token_ids) - first
-                self._publish(output, token_ids[num_told:], reason, told.get(place, ()) if told else (), unread.number)
+                self._publish(output, token_ids[num_told:], reason, told.get(place, ()) if told else (), unread)
             elif reason == "error" and isinstance(pick, BadLogits):
-                self._recent.leave(sequence.number, unread.number)
+                self._recent.leave(sequence.number, unread.number, is_right=unread.picks.is_right)
                 self._fail(sequence.number, str(pick))
         del self._read[0]
         self._note_times(unread, read.taken, read_at)
@@ -629,7 +593,7 @@ class Engine:
         token_ids: tuple[int, ...],
         reason: FinishReason | None,
         logprobs: Many[TokenLogprobs],
-        step_number: int,
+        unread: UnreadStep,
     ) -> None:
         """Note the tokens that a request got of a step, and its end.
 
@@ -644,7 +608,7 @@ class Engine:
             if reason is None:  # only its text says so
                 self._enter_rounds()
                 self._scheduler.drop(output.sequence)
-            self._recent.leave(output.sequence.number, step_number)
+            self._recent.leave(output.sequence.number, unread.number, is_right=unread.picks.is_right)
             self._end(output)
 
     def _end(self, output: Output) -> None:
@@ -673,7 +637,7 @@ class Engine:
         # Several of these faults may be of steps before a sequence became suspect: that it is alone shows nothing yet.
         were_alone = {number for number, output in self._outputs.items() if output.sequence.is_suspect}
         for found in (one for fault in faults for one in fault.each):
-            concerned = self._recent.requests_in(found.step)
+            concerned = self._recent.requests_in(found.step, is_told=self._rounds.tells_of(found.step))
             if concerned is None:
                 self._scheduler.forget_pages()
             for number in self._have_run() if concerned is None else sorted(concerned):

@@ -88,6 +88,11 @@ class StepPicks(Protocol):
         ...
 
     @property
+    def is_right(self) -> bool:
+        """Whether the device has told, when it was read, that nothing was wrong; else later steps tell."""
+        ...
+
+    @property
     def tokens(self) -> PickedTokens | AskedTokens | None:
         """Those after all drafts of a step, where no request asks for logprobs."""
         ...
@@ -252,7 +257,7 @@ class Speculation:
 class _OneEach:
     """A token for each sequence."""
 
-    is_followed = False
+    is_followed = is_right = False
     tokens = None
 
     def __init__(self, picked: PickedTokens) -> None:
@@ -270,7 +275,7 @@ class _OneEach:
 class _OneEachAsked:
     """A token for each sequence, and for some what they asked for."""
 
-    is_followed = False
+    is_followed = is_right = False
     tokens = None
 
     def __init__(self, picked: AskedTokens) -> None:
@@ -295,7 +300,7 @@ class _Verified:
     drawn:    what became of drafts that were drawn
     """
 
-    is_followed = False
+    is_followed = is_right = False
 
     def __init__(
         self,

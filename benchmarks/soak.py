@@ -1,8 +1,8 @@
 """A long soak on this machine's GPU or CPU, in the form of a result file.
 
 python -m benchmarks.soak --steps 20000 --seed 11 --out benchmarks/results/soak_h200.json
-python -m benchmarks.soak --speculative --steps 10000 --seed 16 --device cpu \\
-    --out benchmarks/results/draft_soak_cpu.json
+python -m benchmarks.soak --speculative --steps 10000 --seed 16 \\
+    --out benchmarks/results/draft_soak_h200.json
 """
 
 from __future__ import annotations

@@ -187,6 +187,16 @@ def test_pages_that_rounds_have_stored_are_found_by_prompts(ends_by: str, loaded
     assert hits[0] >= len(long.prompt_token_ids) + 60 - 4
 
 
+def test_settling_lets_all_pages_be_found_that_rounds_have_stored(loaded: LoadedModel) -> None:
+    engine, request = engine_of(loaded, options=replace(OPTIONS, steps_ahead=0)), a_request(1, 120)
+    number = engine.submit(request)
+    while engine._rounds_to_enter is None or engine._outputs[number].num_tokens < 70:
+        engine.step()
+    engine.settle()
+    sequence = engine._outputs[number].sequence
+    assert len(engine._scheduler._cache) == (len(sequence.token_ids) - 1) // OPTIONS.page_size
+
+
 def lines_of(code: CodeType) -> list[int]:
     return sorted({line for _, _, line in code.co_lines() if line is not None and line > code.co_firstlineno})
 

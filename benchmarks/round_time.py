@@ -146,7 +146,7 @@ def watch(engine: Engine) -> tuple[list[tuple[float, float]], list[float]]:
             launched[0] = time.perf_counter()
             return is_made
 
-        guesses.guess = and_mark  # type: ignore[method-assign]
+        guesses.guess = and_mark  # type: ignore[assignment, method-assign]
     return waits, launched
 
 

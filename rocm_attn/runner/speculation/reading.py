@@ -44,7 +44,7 @@ class Pace:
 class Ends:
     """What ends the sequences of a series.
 
-    kv_len: int32 [n]; a sequence whose round comes to so many tokens, its guesses included, may be at its end
+    kv_len: int64 [n]; a sequence whose round comes to so many tokens, its guesses included, may be at its end
     """
 
     def __init__(self, sequences: Many[Sequence], width: int) -> None:

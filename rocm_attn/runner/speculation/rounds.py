@@ -9,6 +9,8 @@ later ones run.
 What a token is drawn by belongs to its place in its request's text. Those numbers are on the device before the rounds
 that may come to these places, so a seed draws the same text whoever plans a round.
 
+Guesses that branch are put into the order of a chain first, on the device (round_trees.py).
+
 Whatever comes in between ends a series: a request that comes, ends or is aborted, pages that run out, a fault, guesses
 that no longer come true. The rounds that were launched are read then, and the host plans the next step.
 """
@@ -180,8 +182,8 @@ class _Memory:
         self.told = torch.zeros(most_seqs, TOLD_WORDS, dtype=torch.int32, pin_memory=pinned)
         self.done: Fence = torch.Event(device) if pinned else NoFence()
         # torch knows of no kernel that writes pinned memory, and gives a dropped one's to the next who asks.
-        held = [self.found, self.shaped, self.told, self.path]
-        weakref.finalize(self, wait_for_all, [self.done], held).atexit = False  # type: ignore[list-item]
+        held: list[Any] = [self.found, self.shaped, self.told, self.path]
+        weakref.finalize(self, wait_for_all, [self.done], held).atexit = False
 
 
 class _Round:
@@ -630,10 +632,12 @@ class DeviceRounds:
         most = np.int32(min(last[1].key.max_kv_len, table.max_kv_len, most_guessed))
         if (needed > most).any():
             return None
-        most_of_each = np.minimum(np.maximum(needed, ends.kv_len), most).astype(np.int32)
+        # With what rounds may store that are launched before its end is known.
+        beyond = self._width * (len(self._memory) + 1)
+        most_of_each = np.minimum(np.maximum(needed, ends.kv_len + beyond), most).astype(np.int32)
         whole = _TOKENS_AHEAD if step.asking else max(_TOKENS_AHEAD, _MOST_ROUNDS * self._width)
         for ahead in dict.fromkeys((whole, _TOKENS_AHEAD, 0)):
-            wanted = np.minimum(needed + np.int32(ahead), most_of_each)
+            wanted: Int32Array = np.minimum(needed + np.int32(ahead), most_of_each)
             if scheduler.reserve_ahead(step.batch.rows, wanted) and self._guesses.reserve(
                 wanted + np.int32(1 - self._width)
             ):

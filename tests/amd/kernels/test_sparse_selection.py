@@ -66,7 +66,8 @@ def test_the_twin_selects_what_the_words_say(indexing: Indexing, kernel_device: 
 
 def most_held(call: Callable[[], object]) -> int:
     """Bytes of the tensors that a call makes, at a time."""
-    with MeteredMemory(0) as memory:
+    memory = MeteredMemory(0)
+    with memory:
         call()
     return memory.most_held()
 

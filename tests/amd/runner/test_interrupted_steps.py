@@ -187,7 +187,7 @@ def test_drafts_of_a_tree_are_moved_once_or_computed_again(after: bool) -> None:
             if nums[-1] == which:
                 raise KeyboardInterrupt
 
-        engine.runtime.move_accepted = interrupted  # type: ignore[method-assign]
+        engine.runtime.move_accepted = interrupted  # type: ignore[method-assign,assignment]
         num_came = 0
         while engine.has_work:
             try:

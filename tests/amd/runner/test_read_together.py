@@ -194,7 +194,7 @@ def test_settling_lets_all_pages_be_found_that_rounds_have_stored(loaded: Loaded
         engine.step()
     engine.settle()
     sequence = engine._outputs[number].sequence
-    assert len(engine._scheduler._cache) == (len(sequence.token_ids) - 1) // OPTIONS.page_size
+    assert len(engine._scheduler._cache) == (len(sequence.token_ids) - 1) // engine.runtime.table.page_size
 
 
 def lines_of(code: CodeType) -> list[int]:

@@ -137,6 +137,8 @@ AT_NIGHT = {
     "head",
     "head of EAGLE-3",
     "drafted, deterministic",
+    "asking",
+    "trees",
     "trees that ask",
     "trees of a head",
     "trees of a head of EAGLE-3",
@@ -399,6 +401,31 @@ def test_pages_are_reserved_before_a_round_may_come_to_need_them(kind: Kind) -> 
             assert (series.limit <= table.room(series.rows)).all()
 
 
+@pytest.mark.parametrize("kind", ["greedy"], indirect=True)
+def test_pages_of_a_series_are_reserved_at_once_where_plenty_are_free(
+    kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, for as much as its text can come to, and for the rounds that run on past its end."""
+    monkeypatch.setattr(rounds_module, "_TOKENS_AHEAD", 8)
+    engine = kind.engine()
+    engine.submit(kind.request(1, 150))
+    rounds, limits, begun = rounds_of(engine), list[int](), dict[int, Any]()
+    reserved = rounds._reserved
+
+    def and_note(*arguments: Any) -> Any:
+        limit = reserved(*arguments)
+        if limit is not None:  # the plan of a step is for so many tokens at most
+            limits.append(int(limit[0]))
+        return limit
+
+    rounds._reserved = and_note  # type: ignore[method-assign]
+    for _ in steps(engine):
+        if rounds._series is not None:
+            begun[id(rounds._series)] = rounds._series
+    assert len(limits) == len(begun) > 1
+    assert max(limits) < 250
+
+
 @kinds("greedy")
 def test_a_length_beyond_its_limit_ends_the_requests_with_a_fault(kind: Kind) -> None:
     engine = kind.engine()
@@ -563,14 +590,26 @@ def test_drafts_of_rounds_are_those_of_rounds_that_the_host_plans(kind: Kind, mo
     assert compared > 10
 
 
+@pytest.mark.parametrize("kind", ["asking"], indirect=True)
+def test_rows_of_requests_that_ask_are_shaped_in_rounds(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the host has them shaped: without that their texts are others."""
+    requests = [kind.request(seed, 40) for seed in range(4)]
+    wanted, engine = kind.plainly(requests), kind.engine()
+    launched = counted(engine)
+    assert engine.generate(requests) == wanted
+    assert len(launched) > 5
+    monkeypatch.setattr(rounds_module._Round, "pick_shaped", lambda *arguments: None)
+    assert kind.engine().generate(requests) != wanted
+
+
 @pytest.mark.parametrize("kind", ["trees"], indirect=True)
-@pytest.mark.parametrize("page_size", [1, 2, 16])
+@pytest.mark.parametrize("page_size", [*(pytest.param(size, marks=pytest.mark.nightly) for size in (1, 16)), 2])
 def test_what_a_second_branch_has_right_is_moved_before_the_next_round(page_size: int, kind: Kind) -> None:
     """A tree brings more tokens than its likeliest chain, and no text changes by it."""
-    requests, accepted = [kind.request(seed, 50) for seed in range(3)], list[int]()
+    requests, accepted = [kind.request(seed, 50) for seed in range(3)], list[float]()
     for topk in (1, 3):
         # A graph of trees is checked on requests of its own, for which there must be rows.
-        changes = {"page_size": page_size, "graphs": page_size == 2, "max_batch_size": 8}
+        changes: dict[str, Any] = {"page_size": page_size, "graphs": page_size == 2, "max_batch_size": 8}
         engine = kind.engine(topk=topk, draft_tokens=6, **changes)
         launched = counted(engine)
         assert engine.generate(requests) == kind.plainly(requests)

@@ -50,6 +50,7 @@ def main() -> None:
         ("random_shapes_h200.json", random_shapes),
         ("tensor_parallel_h200.json", tensor_parallel),
         ("soak_h200.json", soak),
+        ("draft_soak_h200.json", draft_soak),
         ("runner_cpu.json", runner),
         ("mixed_load_cpu.json", mixed_load),
     ):
@@ -578,6 +579,24 @@ def soak(result: dict[str, Any]) -> str:
             f"{report['checked_tokens']} tokens checked, no mismatch, worst error {report['worst_error']:.2f} of the "
             f"bound; memory grew by {report['device_growth_bytes']} bytes on the device and "
             f"{report['host_growth_bytes']} on the host; {report['steps_per_second']:.0f} steps/s.\n",
+        ]
+    )
+
+
+def draft_soak(result: dict[str, Any]) -> str:
+    """The same, of which most draft and verify."""
+    report = result["report"]
+    actions = report["actions"]
+    return "\n".join(
+        [
+            "## Soak of drafts: one run, every output checked against the oracle\n",
+            machine_line(result["machine"]),
+            f"{report['steps']} steps (seed {report['seed']}): {actions['draft']} rounds of drafts, {actions['tree']} "
+            f"verified trees, of which {report['moved_paths']} had a path moved, and {actions['verify']} verified "
+            f"chains; {report['replays']} replayed, {report['captures']} captures, {report['reopens']} reopens, "
+            f"{actions['preempt']} preemptions; {report['checked_tokens']} tokens checked, no mismatch, worst error "
+            f"{report['worst_error']:.2f} of the bound; memory grew by {report['device_growth_bytes']} bytes on the "
+            f"device and {report['host_growth_bytes']} on the host; {report['steps_per_second']:.0f} steps/s.\n",
         ]
     )
 

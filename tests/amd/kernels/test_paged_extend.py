@@ -121,6 +121,30 @@ def test_every_tile_shape_is_right(tiles: ExtendTiles, heads: tuple[int, int], k
     assert_served(tensors)
 
 
+@pytest.mark.parametrize(
+    ("heads", "dims", "heads_per_row", "layer"),
+    [
+        ((12, 6), (24, 24), 3, {"spread": True}),
+        ((6, 6), (16, 40), 6, {"window_left": 9, "sinks": True}),
+        ((8, 4), (16, 16), 4, {"page_size": 16, "masked": True, "slopes": True}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("run", [run_extend, run_shared_extend])
+def test_kv_heads_are_read_as_one(
+    run: Callable[..., None],
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    heads_per_row: int,
+    layer: dict[str, Any],
+    kernel_device: torch.device,
+) -> None:
+    """Of any number and dims, whole or shared out among programs, next to each other in memory or not."""
+    tensors = build(replace(RAGGED, heads=heads, dims=dims, **layer), kernel_device)
+    run(tensors, tiles=ExtendTiles(16, 16, 1, 1, heads_per_row=heads_per_row))
+    assert_served(tensors)
+
+
 @pytest.mark.parametrize("layer", [{}, {"window_left": 9}, {"masked": True}, {"sinks": True}], ids=str)
 @pytest.mark.parametrize(("split_keys", "some_are_shared"), [(1 << 20, False), (0, True)])
 def test_one_launch_may_take_shares_and_whole_rows(

@@ -199,4 +199,4 @@ def _pairs(row: DecodeRow, gqa_ratio: int, num_kv_heads: int, head_dim: int, v_h
     """Whether the KV heads can be read as rows of row.tiles.heads_per_row."""
     heads = row.tiles.heads_per_row
     fits = num_kv_heads % heads == 0 and gqa_ratio * heads <= row.max_q_rows
-    return fits and head_dim == v_head_dim == next_power_of_2(head_dim)
+    return fits and head_dim == v_head_dim and (row.any_dim or head_dim == next_power_of_2(head_dim))

@@ -193,7 +193,8 @@ class DecodeRow:
 
     The last row that fits but for max_q_rows serves larger groups of query heads too, cut into blocks.
 
-    codes: what K and V may be
+    codes:   what K and V may be
+    any_dim: whether several KV heads of a row may have a dim that is no power of two
     """
 
     arch: str
@@ -202,6 +203,7 @@ class DecodeRow:
     max_q_rows: int
     tiles: DecodeTiles
     codes: tuple[Codes, ...] = tuple(Codes)
+    any_dim: bool = False
 
 
 # More rows than a sequence can have.

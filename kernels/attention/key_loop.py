@@ -19,7 +19,13 @@ import triton.language as tl
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import Softmax
 from rocm_attn.kernels.attention.coded import add_values, token_factor
-from rocm_attn.kernels.attention.key_rows import are_read_by_page, lie_in_one_page, near, offsets_in_page, pages_of_block
+from rocm_attn.kernels.attention.key_rows import (
+    are_read_by_page,
+    lie_in_one_page,
+    near,
+    offsets_in_page,
+    pages_of_block,
+)
 from rocm_attn.kernels.attention.mask_bits import is_seen, row_words, seen_by_some
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.softmax import LN_2, capped, capped_at_once, has_tanh, in_range

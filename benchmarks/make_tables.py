@@ -523,8 +523,9 @@ def random_shapes(result: dict[str, Any]) -> str:
         f"how many times further from its limit a shape is than that one. More than {CLIFF:g} x "
         f"the neighbour or the peer: {cliffs} ({by_peer} of them beside the peer). Softmax takes a power of two for "
         f"each query head, token and key, whatever the head dim: at {result['powers_per_s'] / 1e12:.2f}e12 of them a "
-        "second, measured by themselves, those of heads of less than 48 take longer than the products. Where they count "
-        f"as a limit too, of the neighbour as well, {with_powers} are more than {CLIFF:g} x.{peers} The worst ten, without them:",
+        "second, measured by themselves, those of heads of less than 48 take longer than the products. Where they "
+        f"count as a limit too, of the neighbour as well, {with_powers} are more than {CLIFF:g} x.{peers} The worst "
+        "ten, without them:",
         "| shape | us | x limit | neighbour | us | x limit | x neighbour | x FA3 |",
     )
     lines += [

@@ -37,7 +37,7 @@ class Line(NamedTuple):
 
 
 class KeyValues(NamedTuple):
-    """What a query reads: K pages and V pages from a KV head on, the sequence's line of the table, and the head's factors.
+    """What a query reads: K and V pages from a KV head on, the sequence's line of the table, and the head's factors.
 
     factors: a Factors (coded.py)
     """

@@ -17,7 +17,6 @@ from typing import Protocol
 
 import torch
 
-
 # Of the rows that a query block can have, those that it must have before it has fewer query heads for more of them.
 _FULL = 0.97
 

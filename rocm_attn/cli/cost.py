@@ -25,9 +25,9 @@ fraction   of the matrix units' peak, from the cycles that the loop keeps both u
            has 1 / 1.62 of them on an MI300X (midiareshadi.github.io/blog/attn-dsl-bench) and 990 of 1291 TFLOP/s on an
            MI355X (HipKittens, analysis/attn/fwd).
 
-AITER's decode in Gluon, which has static figures too, is measured on gfx950 (facebookexperimental/triton#2281, bfloat16,
-64 query heads of 64 on 8 KV heads, pages of 16): 4.03 TB/s of 8 sequences of 8,192 tokens, and 0.29 of one, which is
-57 us; calls that are not graphs. That checks the model of decode (published_decodes).
+AITER's decode in Gluon, which has static figures too, is measured on gfx950 (facebookexperimental/triton#2281, 64 query
+heads of 64 on 8 KV heads in bfloat16, pages of 16): 4.03 TB/s of 8 sequences of 8,192 tokens, and 0.29 of one, which is
+57 us. That checks the model of decode (published_decodes).
 
 Nothing is known of uneven work, of clocks under load, of DRAM's pages, or of masks that waste parts of tiles.
 """

@@ -110,6 +110,7 @@ def test_every_length_around_pages_and_tiles_is_right(page_size: int, kernel_dev
         ExtendTiles(query_rows=16, key_block=16, num_warps=4, num_stages=1),
         ExtendTiles(query_rows=16, key_block=32, num_warps=4, num_stages=2),
         ExtendTiles(query_rows=64, key_block=16, num_warps=4, num_stages=2, diagonal_stages=2),
+        ExtendTiles(query_rows=16, key_block=16, num_warps=4, num_stages=1, fills=True),
     ],
     ids=str,
 )

@@ -101,8 +101,6 @@ def _values_of(job: Job) -> Iterator[tuple[str, tuple[object, ...]]]:
         yield "share_block", (0, 16, 32)
         yield "programs_per_cu", (0, 1, 2)
         yield "one_launch", (False, True)
-        if job.max_rows <= 128:
-            yield "heads_per_row", _heads_at_once(problem)
     elif isinstance(tiles, LatentTiles):
         yield "query_rows", (16, 32, 64, 128)
         yield "wide", (False, True)

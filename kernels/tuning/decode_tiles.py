@@ -36,7 +36,7 @@ DECODE_ROWS = (
     ),
     # gemma 64 x 4k: 153 us with 4 KV heads, 234 not in pairs.
     DecodeRow("sm_90", 2, 256, 16, DecodeTiles(16, 2, 3, 4, paired=True, early=True), (Codes.BY_ROW,)),
-    # KV heads of few elements beside each other, read as one. 12 query heads of 24 on 3, 36 x 1737..22258: 53 us, 78 one
+    # KV heads of few elements, read as one. 12 query heads of 24 on 3, 36 x 1737..22258: 53 us, 78 one
     # by one; 32 on 8, 64 x 4k: 60 and 129; 20 on 10, 3 x 25k: 34 and 40; of 32, 32 on 8: 71 and 79.
     DecodeRow("sm_90", 2, 24, 16, DecodeTiles(32, 2, 3, 4, heads_per_row=5, early=True), (Codes.NONE,), any_dim=True),
     DecodeRow("sm_90", 2, 32, 16, DecodeTiles(32, 2, 3, 4, heads_per_row=4, early=True), (Codes.NONE,), any_dim=True),

@@ -508,6 +508,8 @@ def random_shapes(result: dict[str, Any]) -> str:
     names = {field.name for field in fields(Timed)}
     rows = [Timed(**{name: value for name, value in row.items() if name in names}) for row in result["rows"].values()]
     cliffs = sum(row.is_cliff for row in rows)
+    by_peer = sum(row.x_peer > CLIFF for row in rows)
+    with_powers = sum(row.with_powers.is_cliff for row in rows)
     beside = sorted(row.x_peer for row in rows if row.peer_us)
     peers = f" FA3 serves {len(beside)} of them: median {median(beside):.2f} x its time." if beside else ""
     commits = Counter(row["commit"] for row in result["rows"].values())
@@ -521,7 +523,11 @@ def random_shapes(result: dict[str, Any]) -> str:
         f"bytes at copy bandwidth or products at the rate of a large bf16 product, and {result['launches_us']:g} us "
         f"of launches. neighbour: the same step with the nearest tuned head dim and group; x neighbour: "
         f"how many times further from its limit a shape is than that one. More than {CLIFF:g} x "
-        f"the neighbour or the peer: {cliffs}.{peers} The worst ten:",
+        f"the neighbour or the peer: {cliffs} ({by_peer} of them beside the peer). Softmax takes a power of two for "
+        f"each query head, token and key, whatever the head dim: at {result['powers_per_s'] / 1e12:.2f}e12 of them a "
+        "second, measured by themselves, those of heads of less than 48 take longer than the products. Where they "
+        f"count as a limit too, of the neighbour as well, {with_powers} are more than {CLIFF:g} x.{peers} The worst "
+        "ten, without them:",
         "| shape | us | x limit | neighbour | us | x limit | x neighbour | x FA3 |",
     )
     lines += [

@@ -282,7 +282,7 @@ class ExtendCut:
         num_kv_heads, gqa_ratio = heads
         sharing = Sharing(
             programs=compute_units * tiles.programs_per_cu,
-            rows=num_kv_heads * tiles.head_blocks(gqa_ratio),
+            rows=num_kv_heads // tiles.heads_per_row * tiles.head_blocks(gqa_ratio),
             causal=causal,
             window_left=window_left,
             rows_at_once=tiles.rows_at_once,

@@ -165,7 +165,8 @@ def _list_kernel(
         total += tl.sum(blocks, 0)
 
     is_block = block < total
-    length = tl.load(kv_len + seq, mask=is_block, other=0)
+    # Of the first sequence where there is no such block: nothing of it is used then.
+    length = tl.load(kv_len + seq)
     prefix = length - seq_q_len
     offset = (block - first_block) * QUERY_TOKENS
     extent = prefix + tl.minimum(seq_q_len, offset + QUERY_TOKENS) if G.CAUSAL else length

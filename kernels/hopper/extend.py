@@ -158,10 +158,10 @@ def _consume(GROUP: gl.constexpr, x, own, rings, to, factors, todo, G: gl.conste
         words = x.words + todo.block * BLOCK_WORDS
         _, seen = seen_by_block(x, words, G)
         steps = steps_of(words, seen, todo, G)
-        product_scale = factors.products * row_factor(factors.k, todo.row, G)
+        product_scale = factors.products * row_factor(factors.k, todo.row // G.HEAD_BLOCKS, G)
         # Not 0: see coded.coded_scales.
         product_scale = gl.maximum(put_queries(queries, own.tiles, product_scale, S_ROW, G), LEAST_SCALE)
-        v_factor = row_factor(factors.v, todo.row, G)
+        v_factor = row_factor(factors.v, todo.row // G.HEAD_BLOCKS, G)
         first_kv_index = gl.load(words + BLOCK_KV_INDEX)
         kv_index = first_kv_index + lines_of_group(GROUP, S_ROW) // G.GQA_RATIO
         query = Query(own.tiles, kv_index, product_scale, factors.cap, own.k_factors, own.left)
@@ -348,7 +348,7 @@ def _check_cut(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTi
     num_kv_heads, gqa_ratio = args.heads
     queries, sharing = args.queries, cut.sharing
     cut.check(args.schedule, queries.num_tokens, queries.num_seqs)
-    of_layer = (num_kv_heads, scores.causal, scores.window_left)
+    of_layer = (num_kv_heads * tiles.extend.head_blocks(gqa_ratio), scores.causal, scores.window_left)
     assert (sharing.rows, sharing.causal, sharing.window_left) == of_layer, "the schedule was cut for another launch"
     assert cut.query_tokens == tiles.extend.tokens_per_block(gqa_ratio), "the schedule was cut for other tiles"
     if tiles.segment_len:
@@ -369,10 +369,13 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
     columns = tiles.extend.columns(dim)
     box = math.gcd(page_size, tiles.value_block)
     gathers = is_gathered(page_size) and not is_fp8
+    blocks = tiles.extend.head_blocks(gqa_ratio)
+    assert blocks * tiles.extend.heads_per_block(gqa_ratio) == gqa_ratio, "blocks of query heads are equal"
     assert is_fp8 == (tiles.code_tiles > 0), "the tiles are of other pages"
     return HopperGeometry(
-        KV_HEADS=num_kv_heads,
-        GQA_RATIO=gqa_ratio,
+        KV_HEADS=num_kv_heads * blocks,
+        GQA_RATIO=tiles.extend.heads_per_block(gqa_ratio),
+        HEAD_BLOCKS=blocks,
         TOKENS=cut.query_tokens,
         HEAD_DIM=head_dim,
         DIM=dim,

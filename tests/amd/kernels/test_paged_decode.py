@@ -133,6 +133,32 @@ def test_every_form_of_the_inner_loop_is_right(
     assert_served(tensors)
 
 
+@pytest.mark.parametrize(
+    ("heads", "dim", "heads_per_row", "layer"),
+    [
+        ((12, 6), 24, 3, {"spread": True}),
+        ((6, 6), 16, 6, {"window_left": 9, "sinks": True}),
+        ((15, 5), 40, 5, {"soft_cap": 3.0}),
+        ((8, 4), 16, 4, {"page_size": 16, "slopes": True}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_kv_heads_are_read_as_one(
+    heads: tuple[int, int],
+    dim: int,
+    heads_per_row: int,
+    layer: dict[str, Any],
+    transposed: bool,
+    kernel_device: torch.device,
+) -> None:
+    """Of any number and dim, whole or shared out among programs, next to each other in memory or not."""
+    tensors = build(replace(RAGGED, heads=heads, dims=(dim, dim), **layer), kernel_device)
+    tiles = DecodeTiles(16, 4, 1, 1, heads_per_row=heads_per_row, transposed=transposed)
+    run_decode(tensors, num_programs=5, tiles=tiles)
+    assert_served(tensors)
+
+
 @pytest.mark.parametrize("dims", [(40, 24), (96, 80), (48, 48)])
 def test_equal_blocks_of_a_head_leave_nothing_out(dims: tuple[int, int], kernel_device: torch.device) -> None:
     """The last block of K, of V or of both is padded; a sequence has no key, and programs share rows."""

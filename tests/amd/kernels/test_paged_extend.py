@@ -111,6 +111,7 @@ def test_every_length_around_pages_and_tiles_is_right(page_size: int, kernel_dev
         ExtendTiles(query_rows=16, key_block=16, num_warps=4, num_stages=1),
         ExtendTiles(query_rows=16, key_block=32, num_warps=4, num_stages=2),
         ExtendTiles(query_rows=64, key_block=16, num_warps=4, num_stages=2, diagonal_stages=2),
+        ExtendTiles(query_rows=16, key_block=16, num_warps=4, num_stages=1, fills=True),
     ],
     ids=str,
 )
@@ -119,6 +120,30 @@ def test_every_tile_shape_is_right(tiles: ExtendTiles, heads: tuple[int, int], k
     """Five heads leave rows of a tile empty; twenty are more than 16 rows hold."""
     tensors = build(replace(RAGGED, heads=heads, dims=(32, 32), page_size=3), kernel_device)
     run_extend(tensors, tiles=tiles)
+    assert_served(tensors)
+
+
+@pytest.mark.parametrize(
+    ("heads", "dims", "heads_per_row", "layer"),
+    [
+        ((12, 6), (24, 24), 3, {"spread": True}),
+        ((6, 6), (16, 40), 6, {"window_left": 9, "sinks": True}),
+        ((8, 4), (16, 16), 4, {"page_size": 16, "masked": True, "slopes": True}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("run", [run_extend, run_shared_extend])
+def test_kv_heads_are_read_as_one(
+    run: Callable[..., None],
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    heads_per_row: int,
+    layer: dict[str, Any],
+    kernel_device: torch.device,
+) -> None:
+    """Of any number and dims, whole or shared out among programs, next to each other in memory or not."""
+    tensors = build(replace(RAGGED, heads=heads, dims=dims, **layer), kernel_device)
+    run(tensors, tiles=ExtendTiles(16, 16, 1, 1, heads_per_row=heads_per_row))
     assert_served(tensors)
 
 

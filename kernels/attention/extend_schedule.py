@@ -23,7 +23,9 @@ as many, and a row takes half as long again: it runs at half the speed until its
 
 Deterministic attention shares rows by whole segments (segment_len) and keeps each as a part, so that a share takes as
 long as its segments, rounded up, and costs gain / 16 of its keys more. No share is smaller than a segment: of few rows
-some programs have none, and these take the longest of the whole rows (hopper/rows.py).
+some programs have none, and these take the longest of the whole rows (hopper/rows.py). Where all shared rows cost the
+same, and a share that a row is a multiple of is larger by an eighth at most, it is that one: then all rows are cut at
+the same keys, and no program has an end of one row and the beginning of the next.
 
 The schedule is int32, flat, BLOCK_WORDS a block, then SHARE_WORDS a program. num_tokens // query_tokens + num_seqs + 1
 blocks are enough for any split of num_tokens, the padded tail included. Costs are in keys, 64 bits.
@@ -298,6 +300,12 @@ def _share_kernel(
     program = tl.program_id(0)
     end_of_shared = _cost_before(schedule, cut_blocks, True) * ROWS
     share = tl.maximum(tl.cdiv(end_of_shared, num_programs), least_keys)
+    if G.SEGMENT_LEN > 0:
+        longest_row = _cost_before(schedule, 1, cut_blocks > 0)
+        shortest_row = end_of_shared // ROWS - _cost_before(schedule, cut_blocks - 1, cut_blocks > 0)
+        even = tl.cdiv(longest_row, tl.maximum(longest_row // share, 1))
+        is_even = (longest_row == shortest_row) & (longest_row >= share) & (even <= share + share // 8)
+        share = tl.where(is_even & (even <= most_keys), even, share)
     start = program * share
     work = tl.maximum(tl.minimum(share, end_of_shared - start), 0)
     # The block whose positions contain `start`: the number of blocks that end at or before it.

@@ -128,6 +128,9 @@ def _shares(costs: Sequence[int], sharing: Sharing) -> list[int]:
     of_rows = [cost for cost in costs[:cut_blocks] for _ in range(rows)]
     starts, shared = [0, *accumulate(of_rows)], sum(of_rows)
     share = max(-(-shared // programs), sharing.least_keys)
+    if sharing.segment_len and len(set(of_rows)) == 1 and of_rows[0] >= share:
+        even = -(-of_rows[0] // (of_rows[0] // share))
+        share = even if even <= min(share + share // 8, sharing.most_keys) else share
     words: list[int] = []
     for program in range(programs):
         start = program * share

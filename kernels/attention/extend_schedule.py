@@ -288,7 +288,8 @@ def _share_kernel(
         without = num_programs - tl.cdiv(shared, of_program)
         later = _longest_rounds(schedule, cut, num_blocks, without.to(tl.int32), num_programs, G)
         price = split_keys + shared // num_programs * gain // 16
-        estimate = tl.maximum(longest, tl.where(cut > 0, tl.maximum(taken + later, total // num_programs) + price, 0))
+        sharing = tl.maximum(tl.maximum(longest, taken + later), total // num_programs) + price
+        estimate = tl.where(cut > 0, sharing, longest)
     else:
         estimate = shared // num_programs
         estimate += tl.where(cut > 0, split_keys + total // num_programs * gain // 16, 0)

@@ -118,7 +118,10 @@ def key_geometry(args: AttendArgs, scores: Scores, *, tiles: ExtendTiles, causal
         CAUSAL=causal,
         WINDOWED=scores.windowed,
         CAPPED=scores.soft_cap > 0,
-        BOUNDED=exact and scores.is_bounded and args.q.dtype == torch.bfloat16 and not args.pages.format.encoding.is_fp8,
+        BOUNDED=exact
+        and scores.is_bounded
+        and args.q.dtype == torch.bfloat16
+        and not args.pages.format.encoding.is_fp8,
         SAME_OFFSETS=args.same_offsets,
         IN_ONE_PAGE=lie_in_one_page(args, tiles.key_block),
         EXACT=exact,

@@ -164,7 +164,7 @@ def _estimate(costs: Sequence[int], cut: int, sharing: Sharing) -> int:
     taken = -(-share // sharing.segment_len) * sharing.segment_len
     later = _longest_rounds(whole, programs, programs - -(-shared // share))
     price = sharing.split_keys + shared // programs * sharing.gain // 16
-    return max(longest, max(taken + later, total // programs) + price)
+    return max(longest, taken + later, total // programs) + price
 
 
 def _longest_rounds(whole: Sequence[int], slots: int, first: int) -> int:

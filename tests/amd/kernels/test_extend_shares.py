@@ -160,8 +160,8 @@ def test_by_segments_few_rows_are_shared_that_fill_the_last_round() -> None:
 
 
 def test_what_is_shared_leaves_programs_for_the_longest_whole_rows() -> None:
-    """Five rows, four programs. Two segments of the first row are two programs' shares, and the second row is neither's:
-    else that would take as long as a second round, and no row would be shared.
+    """Five rows, four programs. The first row's segments are three programs' shares, and the second row is the other
+    one's: else that would take as long as a second round, and no row would be shared.
     """
     sharing = Sharing(
         programs=4, rows=1, row_keys=1, split_keys=0, gain=4, least_keys=128, most_keys=999, segment_len=128

@@ -62,8 +62,8 @@ SHARE_WORK = tl.constexpr(3)
 SHARE_START = tl.constexpr(4)  # 64 bits: position where the row starts
 SHARE_SIZE = tl.constexpr(6)  # of every share
 SHARE_CUT = tl.constexpr(7)  # blocks that are shared out
-# Sequences, blocks, cuts, rounds and parts of a row that a program looks at in one step; fixed numbers, so that no batch
-# size needs another compilation.
+# Sequences, blocks, cuts, rounds and parts of a row that a program looks at in one step; fixed numbers, so that no
+# batch size needs another compilation.
 _SEQS_AT_ONCE = 512
 _BLOCKS_AT_ONCE = 512
 _CUTS = 128

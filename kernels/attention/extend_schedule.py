@@ -23,9 +23,7 @@ as many, and a row takes half as long again: it runs at half the speed until its
 
 Deterministic attention shares rows by whole segments (segment_len) and keeps each as a part, so that a share takes as
 long as its segments, rounded up, and costs gain / 16 of its keys more. No share is smaller than a segment: of few rows
-some programs have none, and these take the longest of the whole rows (hopper/rows.py). Where all shared rows cost the
-same, and the longest part is shorter by a share that a row is a multiple of, it is that one: then all rows are cut at
-the same keys, and no program has an end of one row and the beginning of the next.
+some programs have none, and these take the longest of the whole rows (hopper/rows.py).
 
 The schedule is int32, flat, BLOCK_WORDS a block, then SHARE_WORDS a program. num_tokens // query_tokens + num_seqs + 1
 blocks are enough for any split of num_tokens, the padded tail included. Costs are in keys, 64 bits.
@@ -62,13 +60,12 @@ SHARE_WORK = tl.constexpr(3)
 SHARE_START = tl.constexpr(4)  # 64 bits: position where the row starts
 SHARE_SIZE = tl.constexpr(6)  # of every share
 SHARE_CUT = tl.constexpr(7)  # blocks that are shared out
-# Sequences, blocks, cuts, rounds and parts of a row that a program looks at in one step; fixed numbers, so that no
-# batch size needs another compilation.
+# Sequences, blocks, cuts and rounds that a program looks at in one step; fixed numbers, so that no batch size needs
+# another compilation.
 _SEQS_AT_ONCE = 512
 _BLOCKS_AT_ONCE = 512
 _CUTS = 128
 _ROUNDS = 16
-_PARTS = 8
 
 
 # A class of reaches: at most a quarter longer than its shortest one, and no narrower than 128 keys.
@@ -227,8 +224,8 @@ def _cost_before(schedule, block, is_block):
 
 
 class ShareGeometry(NamedTuple):
-    """What shares are compiled for: ROWS of a block; SEGMENT_LEN of cuts.Sharing; BLOCKS, CUTS, ROUNDS, PARTS of a row
-    that are looked at in one step.
+    """What shares are compiled for: ROWS of a block; SEGMENT_LEN of cuts.Sharing; BLOCKS, CUTS, ROUNDS that are looked
+    at in one step.
     """
 
     ROWS: int
@@ -236,7 +233,6 @@ class ShareGeometry(NamedTuple):
     BLOCKS: int
     CUTS: int
     ROUNDS: int
-    PARTS: int
 
 
 @triton.jit
@@ -255,43 +251,14 @@ def _longest_rounds(schedule, cut, num_blocks, first, slots, G: tl.constexpr):
     return tl.max(cost * (rounds + 1)[None, :], 1)
 
 
-@triton.jit
-def _even_share(share, row_cost, row_keys, most_keys, G: tl.constexpr):
-    """What a program takes of rows that all cost row_cost: a share that they are a multiple of, or `share` where that
-    has no more whole segments.
-    """
-    SEGMENT_LEN: tl.constexpr = G.SEGMENT_LEN
-    parts = tl.maximum(row_cost // share, 1)
-    even = tl.cdiv(row_cost, parts)
-    # first, end: [PARTS] keys of each part
-    part = tl.arange(0, G.PARTS)
-    first = tl.maximum(part * even - row_keys, 0) // SEGMENT_LEN * SEGMENT_LEN
-    end = tl.maximum((part + 1) * even - row_keys, 0) // SEGMENT_LEN * SEGMENT_LEN
-    end = tl.where(part == parts - 1, row_cost - row_keys, end)
-    longest = tl.max(tl.where(part < parts, end - first, 0), 0)
-    is_shorter = longest < tl.cdiv(share, SEGMENT_LEN) * SEGMENT_LEN
-    is_even = (row_cost >= share) & (parts <= G.PARTS) & is_shorter & (even <= most_keys)
-    return tl.where(is_even, even, share)
-
-
 @triton.jit(
-    do_not_specialize=[
-        "max_blocks",
-        "num_programs",
-        "rows_at_once",
-        "row_keys",
-        "split_keys",
-        "gain",
-        "least_keys",
-        "most_keys",
-    ]
+    do_not_specialize=["max_blocks", "num_programs", "rows_at_once", "split_keys", "gain", "least_keys", "most_keys"]
 )
 def _share_kernel(
     schedule,
     max_blocks,
     num_programs,
     rows_at_once,
-    row_keys,
     split_keys,
     gain,
     least_keys,
@@ -332,11 +299,6 @@ def _share_kernel(
     program = tl.program_id(0)
     end_of_shared = _cost_before(schedule, cut_blocks, True) * ROWS
     share = tl.maximum(tl.cdiv(end_of_shared, num_programs), least_keys)
-    if G.SEGMENT_LEN > 0:
-        longest_row = _cost_before(schedule, 1, cut_blocks > 0)
-        shortest_row = end_of_shared // ROWS - _cost_before(schedule, cut_blocks - 1, cut_blocks > 0)
-        even = _even_share(share, longest_row, row_keys, most_keys, G)
-        share = tl.where(longest_row == shortest_row, even, share)
     start = program * share
     work = tl.maximum(tl.minimum(share, end_of_shared - start), 0)
     # The block whose positions contain `start`: the number of blocks that end at or before it.
@@ -389,11 +351,10 @@ def launch_extend_schedule(queries: Queries, schedule: Tensor, cut: ExtendCut) -
         max_blocks,
         sharing.programs,
         sharing.rows_at_once,
-        sharing.row_keys,
         sharing.split_keys,
         sharing.gain,
         sharing.least_keys,
         sharing.most_keys,
-        G=ShareGeometry(sharing.rows, sharing.segment_len, _BLOCKS_AT_ONCE, _CUTS, _ROUNDS, _PARTS),
+        G=ShareGeometry(sharing.rows, sharing.segment_len, _BLOCKS_AT_ONCE, _CUTS, _ROUNDS),
         num_warps=4,
     )

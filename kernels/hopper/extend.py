@@ -61,18 +61,15 @@ from rocm_attn.kernels.hopper.rows import (
     BOX_COLUMNS,
     GROUP_ROWS,
     HopperGeometry,
-    Row,
     Schedule,
-    first_part,
     next_row,
-    part_of,
     seen_by_block,
     steps_of,
     work_of_program,
 )
 from rocm_attn.kernels.hopper.segment_parts import launch_merge_of_segments
 from rocm_attn.kernels.hopper.segment_steps import attend_segment_steps
-from rocm_attn.kernels.hopper.segments import left_of_group, merge_last_segment, new_left, nothing_left
+from rocm_attn.kernels.hopper.segments import left_of_group, merge_segment, new_left, nothing_left
 from rocm_attn.kernels.hopper.warp_groups import leave
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.hopper_tiles import HopperTiles, is_gathered, padded_dim
@@ -87,17 +84,38 @@ class Own(NamedTuple):
     k_factors: Any
 
 
+class Row(NamedTuple):
+    """A row, as far as the program has it: words of its query block, cost that earlier programs take of it, the steps
+    that are this one's, the first step that not every line sees whole, and the keys that they see.
+    """
+
+    words: Any
+    done: Any
+    steps: Any
+    edge_step: Any
+    seen: Any
+
+
 @gluon.jit
-def _attend_row(n, query, rings, row, G: gl.constexpr):
-    """The softmax of a row's steps, and n, steps that have passed through the rings."""
+def _attend_span(n, query, rings, span, edge_step, seen, G: gl.constexpr):
+    """The softmax of the keys of some steps, and n, steps that have passed through the rings."""
     progress = Progress(nothing_seen(G), n)
-    steps = row.steps
     if not G.WINDOWED:
         # Steps before it are seen whole by every row. With a window a loop of its own for them does not pay.
-        open_steps = Span(steps.first, gl.minimum(row.edge_step, steps.end))
-        progress = attend_steps(progress, query, rings, open_steps, row.seen, G, False)
-    edge = Span(gl.maximum(row.edge_step, steps.first), steps.end)
-    return attend_steps(progress, query, rings, edge, row.seen, G, True)
+        open_steps = Span(span.first, gl.minimum(edge_step, span.end))
+        progress = _attend_steps(progress, query, rings, open_steps, seen, G, False)
+    edge = Span(gl.maximum(edge_step, span.first), span.end)
+    return _attend_steps(progress, query, rings, edge, seen, G, True)
+
+
+@gluon.jit
+def _attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl.constexpr):
+    """Steps of a span added to a softmax."""
+    if G.SEGMENT_STEPS > 0:
+        progress = attend_segment_steps(progress, query, rings, span, seen, G, MASKED)
+    else:
+        progress = attend_steps(progress, query, rings, span, seen, G, MASKED)
+    return progress
 
 
 @gluon.jit
@@ -107,23 +125,32 @@ def _attend_segments(GROUP: gl.constexpr, n, query, rings, row, to, G: gl.conste
     They are merged from left to right. Of a row begun by an earlier program they are kept as parts, which are merged
     when all programs have ended; so is what is merged of a row that goes on.
     """
+    STEPS: gl.constexpr = G.SEGMENT_STEPS
     steps = row.steps
-    progress = Progress(nothing_seen(G), n)
-    left = nothing_left(progress.softmax)
-    if not G.WINDOWED:
-        open_steps = Span(steps.first, gl.minimum(row.edge_step, steps.end))
-        progress, left = attend_segment_steps(GROUP, progress, left, query, rings, open_steps, row, to, G, False)
-    edge = Span(gl.maximum(row.edge_step, steps.first), steps.end)
-    progress, left = attend_segment_steps(GROUP, progress, left, query, rings, edge, row, to, G, True)
-    softmax = with_bound(progress.softmax, G)
+    softmax = nothing_seen(G)
+    left = nothing_left(softmax)
+    first_segment = steps.first // STEPS
     # A program that begins a row keeps a part of it, if only of no key.
-    part = part_of(row, gl.maximum(steps.end - 1, steps.first) // G.SEGMENT_STEPS, G)
-    if row.done == 0:
-        softmax = merge_last_segment(query.left, left, softmax, G)
-        part = 0
-    if (row.done > 0) | (steps.ends == 0):
-        store_part(GROUP, softmax, to, row.words, first_part(G) + part, G)
-    return softmax, progress.n
+    end_segment = gl.maximum(gl.cdiv(steps.end, STEPS), first_segment + 1)
+    for segment in range(first_segment, end_segment):
+        span = Span(gl.maximum(steps.first, segment * STEPS), gl.minimum(steps.end, (segment + 1) * STEPS))
+        softmax, n = _attend_span(n, query, rings, span, row.edge_step, row.seen, G)
+        softmax = with_bound(softmax, G)
+        part = segment - first_segment + 1
+        if row.done == 0:
+            left, softmax = merge_segment(query.left, left, softmax, G)
+            part = 0
+        if (row.done > 0) | ((segment == end_segment - 1) & (steps.ends == 0)):
+            store_part(GROUP, softmax, to, row.words, _first_part(G) + part, G)
+    return softmax, n
+
+
+@gluon.jit
+def _first_part(G: gl.constexpr):
+    """Where the program's parts begin: of deterministic attention one of a row that goes on, and segments of a row
+    begun earlier; of other attention one of a row begun earlier, and one of a row that goes on.
+    """
+    return gl.program_id(0) * (G.SEGMENT_SLOTS if G.SEGMENT_STEPS > 0 else 2)
 
 
 @gluon.jit
@@ -150,7 +177,7 @@ def _consume(GROUP: gl.constexpr, x, own, rings, to, factors, todo, G: gl.conste
         if G.SEGMENT_STEPS > 0:
             softmax, n = _attend_segments(GROUP, n, query, rings, row, to, G)
         else:
-            softmax, n = _attend_row(n, query, rings, row, G)
+            softmax, n = _attend_span(n, query, rings, Span(steps.first, steps.end), edge_step, seen, G)
             softmax = ended(softmax, v_factor, G)
         after = next_row(x, todo, steps.take, G)
         # They arrive while results are written.
@@ -158,7 +185,7 @@ def _consume(GROUP: gl.constexpr, x, own, rings, to, factors, todo, G: gl.conste
         if steps.ends & (todo.done == 0):
             store_results(GROUP, softmax, to, words, todo.row, G)
         elif G.SEGMENT_STEPS == 0:
-            store_part(GROUP, softmax, to, words, first_part(G) + (todo.done == 0).to(gl.int32), G)
+            store_part(GROUP, softmax, to, words, _first_part(G) + (todo.done == 0).to(gl.int32), G)
         todo = after
     leave()
 

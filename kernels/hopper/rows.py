@@ -154,18 +154,6 @@ class Steps(NamedTuple):
     ends: Any
 
 
-class Row(NamedTuple):
-    """A row, as far as the program has it: words of its query block, cost that earlier programs take of it, the steps
-    that are this one's, the first step that not every line sees whole, and the keys that they see.
-    """
-
-    words: Any
-    done: Any
-    steps: Any
-    edge_step: Any
-    seen: Any
-
-
 class Schedule(NamedTuple):
     """The words of extend_schedule.py, with how many blocks and programs there are and the blocks that are shared out
     (cut); what else says which keys rows see: kv_len of sequences, window_left.
@@ -248,17 +236,3 @@ def work_of_program(x, G: gl.constexpr):
     if keys == 0:
         block, row, done, keys, turn = _whole_row(x, turn, G)
     return Work(block, row, done, keys, turn)
-
-
-@gluon.jit
-def first_part(G: gl.constexpr):
-    """Where the program's parts begin: of deterministic attention one of a row that goes on, and segments of a row
-    begun earlier; of other attention one of a row begun earlier, and one of a row that goes on.
-    """
-    return gl.program_id(0) * (G.SEGMENT_SLOTS if G.SEGMENT_STEPS > 0 else 2)
-
-
-@gluon.jit
-def part_of(row, segment, G: gl.constexpr):
-    """The place of a segment among the program's parts, of a row begun earlier."""
-    return segment - row.steps.first // G.SEGMENT_STEPS + 1

@@ -26,15 +26,11 @@ from rocm_attn.kernels.hopper.key_steps import (
     blocks_of,
     columns_of,
     is_visible,
-    nothing_seen,
     scaled_by_rows,
     waited_for,
-    with_bound,
 )
-from rocm_attn.kernels.hopper.query_rows import store_part
 from rocm_attn.kernels.hopper.rings import value_stage, wait_for_keys, wait_for_values, zero_unseen
-from rocm_attn.kernels.hopper.rows import GROUP_ROWS, first_part, part_of
-from rocm_attn.kernels.hopper.segments import merge_segment
+from rocm_attn.kernels.hopper.rows import GROUP_ROWS
 
 
 @gluon.jit
@@ -69,25 +65,8 @@ def _weights_of(scores, sums, query, key, seen, G: gl.constexpr, MASKED: gl.cons
 
 
 @gluon.jit
-def _end_segment(GROUP: gl.constexpr, progress, left, query, row, to, segment, G: gl.constexpr):
-    """What lies left of the next segment. Of a row begun by an earlier program a segment is kept as a part."""
-    softmax = with_bound(progress.softmax, G)
-    if row.done == 0:
-        left = merge_segment(query.left, left, softmax, G)
-    else:
-        store_part(GROUP, softmax, to, row.words, first_part(G) + part_of(row, segment, G), G)
-    return left
-
-
-@gluon.jit
-def attend_segment_steps(
-    GROUP: gl.constexpr, progress, left, query, rings, span, row, to, G: gl.constexpr, MASKED: gl.constexpr
-):
-    """Steps of a span added to the softmax of a segment, and what lies left of it.
-
-    Where a step is the next segment's first one, the segment before ends: not before its last products run beside
-    this step's. key_steps.attend_steps has what is said of G.OVERLAPS.
-    """
+def attend_segment_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl.constexpr):
+    """Steps of a span added to a softmax; key_steps.attend_steps has what is said of G.OVERLAPS."""
     KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
     VALUE_BLOCK: gl.constexpr = G.VALUE_BLOCK
     BLOCKS: gl.constexpr = G.KEY_BLOCK // G.VALUE_BLOCK
@@ -118,19 +97,13 @@ def attend_segment_steps(
             scores = warpgroup_mma_wait(0, deps=pending)
         gl.thread_barrier()
         mbarrier.arrive(free.index(stage), count=1)
-        if (step % G.SEGMENT_STEPS == 0) & (step > row.steps.first):
-            ended = Progress(Softmax(acc, maximum, total), n)
-            left = _end_segment(GROUP, ended, left, query, row, to, step // G.SEGMENT_STEPS - 1, G)
-            acc, maximum, total = nothing_seen(G)
         wait_for_values(rings, n, 0, BLOCKS, G)
         if MASKED and not G.GATHERED:
-            zero_unseen(v, n, step, row.seen, G)
+            zero_unseen(v, n, step, seen, G)
         blocks = blocks_of(scores, G)
         for block in gl.static_range(BLOCKS):
             key = step * KEY_BLOCK + block * VALUE_BLOCK + lane
-            weights, maximum, total, decay = _weights_of(
-                blocks[block], (maximum, total), query, key, row.seen, G, MASKED
-            )
+            weights, maximum, total, decay = _weights_of(blocks[block], (maximum, total), query, key, seen, G, MASKED)
             if G.BOUNDED:
                 acc = products if block > 0 else acc
             else:
@@ -141,4 +114,4 @@ def attend_segment_steps(
         n += 1
     if G.OVERLAPS:
         acc = waited_for(products)
-    return Progress(Softmax(acc, maximum, total), n), left
+    return Progress(Softmax(acc, maximum, total), n)

@@ -107,23 +107,16 @@ def _store_part_left(room, part: gl.constexpr, acc, G: gl.constexpr):
 
 @gluon.jit
 def merge_segment(room, left, segment, G: gl.constexpr):
-    """What lies left of the next segment: segments.merge_segment of kernels/attention.
+    """What lies left of the next segment, and the softmax of all that lies there: segments.merge_segment of
+    kernels/attention.
 
     Nothing was written where rows have seen no key yet, so what is there is not read.
     """
     PARTS: gl.constexpr = G.DIM // G.COLUMNS
     left, factors = _merge_of(left, segment)
-    for i in gl.static_range(PARTS):
-        _store_part_left(room, i, _merged_part(room, i, factors, segment.acc[i], G), G)
-    return left
-
-
-@gluon.jit
-def merge_last_segment(room, left, segment, G: gl.constexpr):
-    """As merge_segment, where nothing lies right of it: the softmax of all segments."""
-    PARTS: gl.constexpr = G.DIM // G.COLUMNS
-    left, factors = _merge_of(left, segment)
     acc = ()
     for i in gl.static_range(PARTS):
-        acc += (_merged_part(room, i, factors, segment.acc[i], G),)  # type: ignore[assignment]
-    return Softmax(acc, left.maximum, left.total)
+        part = _merged_part(room, i, factors, segment.acc[i], G)
+        _store_part_left(room, i, part, G)
+        acc += (part,)  # type: ignore[assignment]
+    return left, Softmax(acc, left.maximum, left.total)

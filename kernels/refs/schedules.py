@@ -128,8 +128,6 @@ def _shares(costs: Sequence[int], sharing: Sharing) -> list[int]:
     of_rows = [cost for cost in costs[:cut_blocks] for _ in range(rows)]
     starts, shared = [0, *accumulate(of_rows)], sum(of_rows)
     share = max(-(-shared // programs), sharing.least_keys)
-    if sharing.segment_len and len(set(of_rows)) == 1:
-        share = _even_share_of_segments(share, of_rows[0], sharing)
     words: list[int] = []
     for program in range(programs):
         start = program * share
@@ -138,18 +136,6 @@ def _shares(costs: Sequence[int], sharing: Sharing) -> list[int]:
         first = [row // rows, row % rows, start - starts[row]] if work else [0, 0, 0]
         words += [*first, work, *_halves(starts[row] if work else 0), share, cut_blocks]
     return words
-
-
-def _even_share_of_segments(share: int, cost: int, sharing: Sharing, most_parts: int = 8) -> int:
-    """What a program takes of rows that all cost the same. share: where a row is no multiple of it"""
-    parts, row_keys, segment_len = cost // share, sharing.row_keys, sharing.segment_len
-    if not 1 <= parts <= most_parts:
-        return share
-    even = -(-cost // parts)
-    ends = [max(part * even - row_keys, 0) // segment_len * segment_len for part in range(parts)]
-    longest = max(end - first for first, end in zip(ends, [*ends[1:], cost - row_keys], strict=True))
-    is_shorter = longest < -(-share // segment_len) * segment_len
-    return even if is_shorter and even <= sharing.most_keys else share
 
 
 def _cuts(num_blocks: int, most: int = 127) -> range:

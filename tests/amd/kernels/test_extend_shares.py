@@ -169,18 +169,3 @@ def test_what_is_shared_leaves_programs_for_the_longest_whole_rows() -> None:
     step = Step(((251, 5), (250, 5), (145, 5), (145, 5), (145, 5)), sharing)
     assert step.shares()[0][7] == 1
     assert step.shares()[3][3] == 0
-
-
-def test_by_segments_rows_that_are_alike_are_cut_alike() -> None:
-    """Of three segments of 32 keys a program has one and the next one two, the last of which is short."""
-    sharing = Sharing(
-        programs=9, rows=1, row_keys=6, split_keys=-99999, gain=0, least_keys=32, most_keys=999, segment_len=32
-    )
-    alike = Step(((75, 5),) * 4, sharing)
-    assert {tuple(end for *_, end in parts) for parts in taken(alike).values()} == {(43, 86)}
-    assert [words[3] for words in alike.shares()] == [43] * 8 + [0]
-    others = Step((*alike.seqs[:3], (74, 5)), sharing)
-    assert len({tuple(end for *_, end in parts) for parts in taken(others).values()}) > 1
-    assert Step(alike.seqs, sharing._replace(most_keys=42)).shares()[0][6] == 39, "there is no room for so many keys"
-    longer = Step(((91, 5),) * 4, sharing)
-    assert longer.shares()[0][6] == 46, "a part of 51 would have two whole segments too"

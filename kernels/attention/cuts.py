@@ -226,9 +226,10 @@ class Sharing(NamedTuple):
     rows_at_once: of the tiles: whole rows that run in the room of such a program
     row_keys:     of the tiles: prologue, diagonal and epilogue
     split_keys:   of the tiles: a second row and the merge
-    gain:         sixteenths of the mean load that sharing must gain, beside split_keys
+    gain:         sixteenths that sharing must gain, beside split_keys: of the mean load, or with segments of a share
     least_keys:   no share is smaller
     most_keys:    and none larger: there is room for the parts of so many keys
+    segment_len:  of deterministic attention, keys of a segment: programs take whole ones; else 0
     """
 
     programs: int = 0
@@ -241,6 +242,7 @@ class Sharing(NamedTuple):
     gain: int = 2
     least_keys: int = 256
     most_keys: int = 1 << 30  # more than any program has
+    segment_len: int = 0
 
 
 WHOLE_ROWS = Sharing()

@@ -299,8 +299,9 @@ def without_idle_shares(words: list[int], cut: ExtendCut) -> list[int]:
         Sharing(programs=9, rows=4, row_keys=9, split_keys=-99999, gain=0, least_keys=1, causal=False),
         Sharing(programs=5, rows=3, row_keys=64, split_keys=5, gain=2, causal=False, window_left=7),
         Sharing(programs=7, rows=2, row_keys=20, split_keys=-99999, gain=0, least_keys=64, most_keys=200),
+        Sharing(programs=7, rows=2, row_keys=20, split_keys=1, gain=4, least_keys=32, most_keys=300, segment_len=32),
     ],
-    ids=["whole", "shared", "window", "not_causal", "masked_window", "small_shares"],
+    ids=["whole", "shared", "window", "not_causal", "masked_window", "small_shares", "segments"],
 )
 @pytest.mark.parametrize(
     ("num_seqs", "longest_q", "min_q_len", "tail"),

@@ -259,8 +259,8 @@ GOALS = (
         ("attention",),
         (Check("x floor", 1.12, decode_by_floor(0.06 * GB, 0.54 * GB)),),
         (Profiled("8/1 x 128: 64d4k", OWN), Profiled("8/1 x 128: 64d4k", SDPA)),
-        "What is left is the beginning and end of two launches: the first loads wait for the schedule and then for page "
-        "numbers, and the merge for the last program. A merge by the program that ends last was built, and gains "
+        "What is left is the beginning and end of two launches: the first loads wait for the schedule and then for "
+        "page numbers, and the merge for the last program. A merge by the program that ends last was built, and gains "
         "nothing; first page numbers in the schedule itself would save one latency.",
     ),
     Goal(
@@ -299,8 +299,8 @@ GOALS = (
             Profiled("32/8 x 128: 1d8k", OWN),
             Profiled("32/8 x 128: 1d8k", DETERMINISTIC),
         ),
-        "Cut points that do not depend on the batch leave few tiles to share out, and every part is written and merged: "
-        "finer segments only where few rows are, decided by the length alone.",
+        "Cut points that do not depend on the batch leave few tiles to share out, and every part is written and "
+        "merged: finer segments only where few rows are, decided by the length alone.",
     ),
     Goal(
         "host, eager: a layer",

@@ -54,7 +54,7 @@ class Pass:
         if wrong := [case for case, name in timed.keys() - right.keys() if name == OURS]:
             raise SystemExit(f"{OURS} was wrong on {', '.join(sorted(wrong))}; a time of it is none")
         ceilings = next(each for each in records if each["t"] == "ceil")
-        missing = next((each["missing"] for each in records if each["t"] == "missing"), {})
+        missing: dict[str, str] = next((each["missing"] for each in records if each["t"] == "missing"), {})
         return cls(ceilings, right, missing)
 
 

@@ -160,8 +160,10 @@ DECODE_ROWS = (
     DecodeRow("interpreter", 2, 512, 16, DecodeTiles(16, 1, 1, 3, paired=True), (Codes.BY_ROW,)),
     DecodeRow("interpreter", 2, 512, 16, DecodeTiles(16, 1, 1, 3, paired=True), (Codes.BY_TOKEN,)),
     DecodeRow("interpreter", 2, 64, 16, DecodeTiles(16, 1, 1, 3, transposed=True, heads_per_row=2)),
-    DecodeRow("interpreter", 2, 512, 16, DecodeTiles(16, 1, 1, 3, transposed=True, row_cost=1, row_end=1)),
-    DecodeRow("interpreter", 4, 512, 64, DecodeTiles(16, 1, 1, 3)),
+    DecodeRow(
+        "interpreter", 2, 512, 16, DecodeTiles(16, 1, 1, 3, transposed=True, row_cost=1, row_end=1, most_rounds=2)
+    ),
+    DecodeRow("interpreter", 4, 512, 64, DecodeTiles(16, 1, 1, 3, most_rounds=2)),
 )
 
 

@@ -45,6 +45,7 @@ SECTIONS = (
 # Parts kernels of one case from those of the next in ncu's list.
 _BETWEEN = "erfinv"
 _STALL = re.compile(r"issue_stalled_(\w+?)_per_warp_active|warps_issue_stalled_(\w+?)_per_issue_active")
+_BUSY = ".avg.pct_of_peak_sustained_elapsed"
 _MOST_STALLS = 3
 _NAME_LENGTH = 60
 
@@ -160,7 +161,7 @@ def kernel_of(row: Mapping[str, str]) -> dict[str, Any]:
     issue: cycles of a scheduler in which it issued; stalls: of the cycles between two instructions of a warp
     """
     number = {name: float(value.replace(",", "")) for name, value in row.items() if _is_number(value)}
-    tensor = [value for name, value in number.items() if "pipe_tensor" in name and ".pct" in name]
+    tensor = [value for name, value in number.items() if "pipe_tensor" in name and name.endswith(_BUSY)]
     stalls = stalls_of(number)
     microseconds = number["gpu__time_duration.sum"] / 1e3
     return {

@@ -59,6 +59,8 @@ DECODE_ROWS = (
     # llama70b 64 x 4k: 247 us, 250 without early launches; 331 with 1 program an SM, 380 with blocks of 128 keys. 16 x
     # 4k: 69, 70 where a row's cost is all at its start, 71 without early launches too. Pages of 8 take 1.02 of the time
     # of those of 32. Heads of 96 as equal blocks: 217 to 281 us where these tiles take 214 (32 KV heads, 16 x 4k).
+    # In rounds 64 x 4k takes 248 us where one takes 254, 128 x 8k 958 and 982, 96 x 4k 366 and 377, 256 x 2k 493 and
+    # 498, ragged 256 1304 and 1330; but 100 x 3000 takes 301 and 294, 256 x 512 141 and 140.
     DecodeRow(
         "sm_90", 2, 128, 16, DecodeTiles(64, 4, 3, 2, transposed=True, row_cost=1, row_end=1, early=True, most_rounds=4)
     ),

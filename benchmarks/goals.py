@@ -275,9 +275,9 @@ GOALS = (
             Profiled("32/8 x 128: 128d8k", OWN),
             Profiled("32/8 x 128: 128d8k", SDPA),
         ),
-        "cuDNN's kernel (packed here) has one program a row and no merge at 16 x 4k: bulk copies (cp.async.bulk) of pages "
-        "by one warp in Gluon would keep as much in flight with one program an SM, and save the merge. At 64 x 4k equal "
-        "shares do not end together; tiles of 32 keys in four programs an SM come as near as rounds do.",
+        "cuDNN's kernel (packed here) has one program a row and no merge at 16 x 4k: bulk copies (cp.async.bulk) of "
+        "pages by one warp in Gluon would keep as much in flight with one program an SM, and save the merge. At 64 x "
+        "4k equal shares do not end together; tiles of 32 keys in four programs an SM come as near as rounds do.",
     ),
     Goal(
         "pages of 8 by pages of 32",

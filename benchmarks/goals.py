@@ -300,8 +300,8 @@ GOALS = (
             Profiled("32/8 x 128: 1d8k", OWN),
             Profiled("32/8 x 128: 1d8k", DETERMINISTIC),
         ),
-        "Cut points that do not depend on the batch leave few tiles to share out, and every part is written and "
-        "merged: finer segments only where few rows are, decided by the length alone.",
+        "A segment's end each 1,024 keys and a softmax by blocks of 64 keys cost most of it (segments twice as long, or "
+        "blocks of 128, are within the goal in extend, but decode must then have the same: k q^T with 16 rows).",
     ),
     Goal(
         "host, eager: a layer",

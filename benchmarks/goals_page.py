@@ -37,7 +37,7 @@ def page(results: Results) -> str:
     missed = [goal for goal in GOALS if not goal.is_met(results)]
     parts = [INTRODUCTION, _table(results)]
     if missed:
-        parts.append("## What is missed, and what is behind it\n")
+        parts.append("## What is missed, and why\n")
         parts += [_miss(goal, results) for goal in missed]
     parts.append(_sources(results))
     return "\n".join(parts)

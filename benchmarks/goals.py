@@ -300,8 +300,8 @@ GOALS = (
             Profiled("32/8 x 128: 1d8k", OWN),
             Profiled("32/8 x 128: 1d8k", DETERMINISTIC),
         ),
-        "A segment's end each 1,024 keys and a softmax by blocks of 64 keys cost most of it (segments twice as long, or "
-        "blocks of 128, are within the goal in extend, but decode must then have the same: k q^T with 16 rows).",
+        "A segment's end each 1,024 keys and a softmax by blocks of 64 keys cost most of it (segments twice as long, "
+        "or blocks of 128, are within the goal in extend, but decode must then have the same: k q^T with 16 rows).",
     ),
     Goal(
         "host, eager: a layer",

@@ -365,3 +365,22 @@ def test_a_batch_without_decodes_gives_no_program_work(q_len: list[int], kernel_
     words = device_words(batch, kernel_device)
     assert words == batch.words
     assert words[3:32:8] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "programs"), [(1, 10), (7, 10), (8, 20), (12, 20), (13, 30), (17, 30), (18, 30), (400, 30)]
+)
+def test_programs_run_in_as_many_rounds_as_rows_fill_and_no_more_than_tiles_allow(num_seqs: int, programs: int) -> None:
+    tiles = replace(TILES, most_rounds=3)
+    cut = DecodeCut.of(tiles, num_kv_heads=2, programs=10, window_left=-1)
+    found = cut.of_step(num_seqs)
+    assert found == replace(cut, programs=programs)
+    # The launch that a cut is checked by.
+    assert found == DecodeCut.of(tiles, num_kv_heads=2, programs=programs, window_left=-1)
+
+
+def test_rows_of_windows_and_of_slots_run_in_one_round() -> None:
+    tiles = replace(TILES, most_rounds=3)
+    windowed = DecodeCut.of(tiles, num_kv_heads=2, programs=10, window_left=100)
+    slots = DecodeCut.of(tiles, num_kv_heads=2, programs=10, window_left=-1, has_slots=True)
+    assert {cut.of_step(400).programs for cut in (windowed, slots)} == {10}

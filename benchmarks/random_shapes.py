@@ -27,6 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from benchmarks.shape_sweep import LAUNCHES_US, Shape, random_shapes
@@ -232,6 +234,26 @@ def ceilings() -> dict[str, float]:
     return {"bytes_per_s": 4e6 * source.numel() / copy_us, "flops_per_s": 2e6 * 8192**3 / product_us}
 
 
+# Of each program of the measurement below, and one power after another.
+_LANES, _POWERS = 1024, 4096
+
+
+@triton.jit
+def _powers_kernel(out, LANES: tl.constexpr, POWERS: tl.constexpr):
+    x = tl.arange(0, LANES).to(tl.float32)
+    for _ in range(POWERS):
+        x = tl.exp2(-x)
+    tl.store(out + tl.program_id(0) * LANES + tl.arange(0, LANES), x)
+
+
+def powers_per_s() -> float:
+    """Powers of two that this GPU computes in a second, as softmax does: in float32."""
+    programs = 32 * torch.cuda.get_device_properties(0).multi_processor_count
+    out = torch.empty(programs * _LANES, dtype=torch.float32, device="cuda")
+    us = _median_us(lambda: _powers_kernel[(programs,)](out, LANES=_LANES, POWERS=_POWERS))
+    return 1e6 * programs * _LANES * _POWERS / us
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
     """What a process found of a shape and of its neighbour.
@@ -307,8 +329,8 @@ def _measured(numbered: tuple[int, Shape]) -> Measured | None:
     return _workers[0].measured(*numbered)
 
 
-def row_of(shape: Shape, found: Measured, limits: dict[str, float]) -> dict[str, Any]:
-    """A row of the result file."""
+def row_of(shape: Shape, found: Measured, limits: dict[str, float], powers: float) -> dict[str, Any]:
+    """A row of the result file. powers: of a second"""
     neighbour = shape.neighbour()
     return {
         "name": str(shape),
@@ -316,6 +338,8 @@ def row_of(shape: Shape, found: Measured, limits: dict[str, float]) -> dict[str,
         "limit_us": round(shape.limit_us(**limits), 2),
         "neighbour": str(neighbour),
         "neighbour_limit_us": round(neighbour.limit_us(**limits), 2),
+        "powers_us": round(shape.powers_us(powers), 2),
+        "neighbour_powers_us": round(neighbour.powers_us(powers), 2),
         **found.times,
     }
 
@@ -340,6 +364,7 @@ def main() -> None:
     with gpu:
         pool = processes.Pool(args.processes, _begin, (gpu, args.fa3, until))
         kept["ceilings"] = limits = ceilings()
+        kept["powers_per_s"] = powers = powers_per_s()
     with pool:
         for found in filter(None, pool.imap_unordered(_measured, left.items())):
             number = str(found.number)
@@ -348,7 +373,7 @@ def main() -> None:
                 kept["wrong"][number] = found.wrong
             else:
                 kept["wrong"].pop(number, None)
-                kept["rows"][number] = row_of(left[found.number], found, limits)
+                kept["rows"][number] = row_of(left[found.number], found, limits, powers)
             # Each time: what ends this process early loses no row.
             args.out.write_text(json.dumps(kept, indent=1) + "\n")
     done = [number for number in numbered if str(number) in kept["rows"] or str(number) in kept["wrong"]]

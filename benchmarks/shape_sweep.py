@@ -78,10 +78,15 @@ class Shape:
         return (2 * rows * self.num_kv_heads + of_queries) * self.head_dim * BYTES_PER_ELEMENT
 
     @property
-    def flops(self) -> int:
-        """Of pairs of a token and a key that it sees."""
+    def powers(self) -> int:
+        """Of softmax: one for each query head of a pair of a token and a key that it sees, whatever the head dim."""
         pairs = sum(self._pairs(kv_len, q_len) for kv_len, q_len in zip(self.kv_len, self.q_len, strict=True))
-        return 4 * self.num_q_heads * self.head_dim * pairs
+        return self.num_q_heads * pairs
+
+    @property
+    def flops(self) -> int:
+        """Of products with K and with V."""
+        return 4 * self.head_dim * self.powers
 
     @property
     def is_windowed(self) -> bool:
@@ -91,6 +96,10 @@ class Shape:
     def limit_us(self, *, bytes_per_s: float, flops_per_s: float) -> float:
         """Microseconds that the slower one of memory and products takes, and the launches."""
         return max(self.num_bytes / bytes_per_s, self.flops / flops_per_s) * 1e6 + LAUNCHES_US
+
+    def powers_us(self, powers_per_s: float) -> float:
+        """Microseconds that its powers take by themselves, and the launches."""
+        return self.powers / powers_per_s * 1e6 + LAUNCHES_US
 
     def neighbour(self) -> Shape:
         """The same step of the nearest tuned layout; the shape itself where that is one."""
@@ -210,7 +219,11 @@ def _span(lengths: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """What a shape took. peer_us: of the best peer that serves it; 0 where there is none"""
+    """What a shape took.
+
+    peer_us:                       of the best peer that serves it; 0 where there is none
+    powers_us, neighbour_powers_us: of powers by themselves
+    """
 
     name: str
     us: float
@@ -220,11 +233,22 @@ class Timed:
     neighbour_limit_us: float
     peer: str = ""
     peer_us: float = 0.0
+    powers_us: float = 0.0
+    neighbour_powers_us: float = 0.0
 
     @property
     def x_neighbour(self) -> float:
         """How many times further from its limit it is than its neighbour."""
         return (self.us / self.limit_us) / (self.neighbour_us / self.neighbour_limit_us)
+
+    @property
+    def with_powers(self) -> Timed:
+        """The same, and powers belong to the limits: of small heads they take longer than products."""
+        return replace(
+            self,
+            limit_us=max(self.limit_us, self.powers_us),
+            neighbour_limit_us=max(self.neighbour_limit_us, self.neighbour_powers_us),
+        )
 
     @property
     def x_peer(self) -> float:

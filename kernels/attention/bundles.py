@@ -21,11 +21,12 @@ class Rows(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """K pages or V pages from one KV head on: pointer, and strides in elements between pages and between tokens."""
+    """K pages or V pages from one KV head on: pointer, and strides in elements between pages, tokens and KV heads."""
 
     at: Field
     page: Field
     token: Field
+    head: Field
 
 
 class Line(NamedTuple):
@@ -36,7 +37,7 @@ class Line(NamedTuple):
 
 
 class KeyValues(NamedTuple):
-    """What a query reads: K pages and V pages of one KV head, the sequence's line of the table, and the head's factors.
+    """What a query reads: K and V pages from a KV head on, the sequence's line of the table, and the head's factors.
 
     factors: a Factors (coded.py)
     """

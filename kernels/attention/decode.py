@@ -363,7 +363,7 @@ def _column_offsets(column, DIM: tl.constexpr, head_stride, G: tl.constexpr):
 def _own_columns(half, PART: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr, G: tl.constexpr):
     """Of each column of a block the element of its head, and whether that is the row's own; [rows, COLUMNS] or swapped.
 
-    half: [rows], which of two heads a row reads
+    half: [rows], which of a row's KV heads it reads
     """
     column = PART * COLUMNS + tl.arange(0, COLUMNS)
     column = column[:, None] if G.TRANSPOSED else column[None, :]
@@ -657,9 +657,10 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: DecodeTil
     ), "the schedule was cut for another launch"
     args.check_workspace(cut.partials_words(gqa_ratio=gqa_ratio, v_head_dim=v_head_dim, tiles=tiles))
     assert cut.row_cost + cut.row_end >= 1, "some program must write the zeros of a row without keys"
-    assert heads <= 2
+    assert heads <= 2 or args.pages.k_scale is None
     assert not tiles.dim_block or (heads == 1 and not tiles.paired)
-    assert heads == 1 or (head_dim == v_head_dim == next_power_of_2(head_dim) and tiles.head_blocks == 1)
+    assert heads == 1 or (head_dim == v_head_dim and tiles.head_blocks == 1)
+    assert not tiles.paired or heads == 1 or head_dim == next_power_of_2(head_dim)
     k_columns, v_columns = tiles.columns(head_dim), tiles.columns(v_head_dim)
     whole_rows = has_whole_rows(
         num_seqs * cut.rows,

@@ -62,7 +62,6 @@ class Operands(NamedTuple):
     """What rows read: pointers, strides and numbers of a launched kernel.
 
     k, v:           pages of the first KV head
-    k_head, v_head: strides between KV heads
     line:           the table's first line; table_row: stride between lines
     factors:        pointers of the factors of K and of V, see coded.py
     mask:           a MaskOfStep, or None
@@ -73,8 +72,6 @@ class Operands(NamedTuple):
     q: Rows
     k: Pages
     v: Pages
-    k_head: Any
-    v_head: Any
     line: Line
     table_row: Any
     row_of_seq: Any
@@ -96,12 +93,12 @@ def _attend_row(x, query_block, row, done, take, G: tl.constexpr):
     first_token = tl.load(words + BLOCK_FIRST_TOKEN)
     num_tokens = tl.load(words + BLOCK_TOKENS)
     first_kv_index = tl.load(words + BLOCK_KV_INDEX)
-    kv_head = (row // G.HEAD_BLOCKS).to(tl.int64)
+    kv_head = (row // G.HEAD_BLOCKS * K.HEADS_PER_ROW).to(tl.int64)
     # token, head, is_row, row_kv_index, slope: [QUERY_ROWS]
     token, head, is_row = rows_of_block(first_token, num_tokens, row // G.HEAD_BLOCKS, row % G.HEAD_BLOCKS, G)
     queries = load_queries(x.q, token, head, is_row, K)
-    k_side = Pages(x.k.at + kv_head * x.k_head, x.k.page, x.k.token)
-    v_side = Pages(x.v.at + kv_head * x.v_head, x.v.page, x.v.token)
+    k_side = Pages(x.k.at + kv_head * x.k.head, x.k.page, x.k.token, x.k.head)
+    v_side = Pages(x.v.at + kv_head * x.v.head, x.v.page, x.v.token, x.v.head)
     pages = x.line.at + tl.load(x.row_of_seq + seq, mask=seq >= 0, other=0).to(tl.int64) * x.table_row
     row_kv_index = first_kv_index + tl.arange(0, G.QUERY_ROWS) // G.BLOCK_HEADS
     slope = None
@@ -164,13 +161,13 @@ def _rows_again(schedule, query_block, row, G: tl.constexpr):
 
 
 @triton.jit
-def _store_part(softmax, partials, program, num_programs, done, is_row, G: tl.constexpr):
+def _store_part(softmax, partials, program, num_programs, done, head, is_row, G: tl.constexpr):
     """Part 2p of program p goes to a row begun by an earlier program, 2p + 1 to one that goes on."""
     K: tl.constexpr = G.keys
     acc, maximum, total = softmax
     part = 2 * program + (done == 0).to(tl.int32)
     line = part * G.QUERY_ROWS + tl.arange(0, G.QUERY_ROWS)
-    store_columns(partials + (line * K.V_HEAD_DIM)[:, None], acc, is_row, K)
+    store_columns(partials + (line * K.V_HEAD_DIM)[:, None], acc, head, is_row, K)
     sums = partials + num_programs * (2 * G.QUERY_ROWS * K.V_HEAD_DIM)
     tl.store(sums + line * 2, maximum)
     tl.store(sums + line * 2 + 1, total)
@@ -230,10 +227,8 @@ def _extend_kernel(
     x = Operands(
         schedule,
         Rows(q, q_token, q_head),
-        Pages(k_pages, kp_page, kp_token),
-        Pages(v_pages, vp_page, vp_token),
-        kp_head,
-        vp_head,
+        Pages(k_pages, kp_page, kp_token, kp_head),
+        Pages(v_pages, vp_page, vp_token, vp_head),
         Line(table, width),
         table_row,
         row_of_seq,
@@ -273,7 +268,7 @@ def _extend_kernel(
             if take == row_cost:
                 store_results(softmax, token, head, is_row, sinks, out_rows, lse_rows, K)
             else:
-                _store_part(softmax, partials, program, num_programs, done, is_row, G)
+                _store_part(softmax, partials, program, num_programs, done, head, is_row, G)
             work -= take
             done = 0
             row += 1
@@ -380,9 +375,12 @@ def _geometry(
     if mask is not None:
         mask.check(queries.num_seqs, queries.num_tokens, windowed=scores.windowed)
     block_heads, head_blocks = tiles.heads_per_block(gqa_ratio), tiles.head_blocks(gqa_ratio)
+    at_once = tiles.heads_per_row
+    assert num_kv_heads % at_once == 0
+    assert at_once == 1 or (head_blocks == 1 and not tiles.dim_block and args.pages.k_scale is None)
     causal, sharing, workspace = scores.causal and mask is None, cut.sharing, args.workspace
     if sharing.programs:
-        of_layer = (num_kv_heads * head_blocks, causal, scores.window_left)
+        of_layer = (num_kv_heads // at_once * head_blocks, causal, scores.window_left)
         assert (sharing.rows, sharing.causal, sharing.window_left) == of_layer, (
             "the schedule was cut for another launch"
         )
@@ -394,8 +392,8 @@ def _geometry(
         keys = keys._replace(EDGE_BLOCK=min(keys.EDGE_BLOCK, MAX_MASK_BLOCK))
     return BlockGeometry(
         keys=keys,
-        KV_HEADS=num_kv_heads,
-        GQA_RATIO=gqa_ratio,
+        KV_HEADS=num_kv_heads // at_once,
+        GQA_RATIO=gqa_ratio * at_once,
         BLOCK_HEADS=block_heads,
         HEAD_BLOCKS=head_blocks,
         QUERY_ROWS=tiles.query_rows,

@@ -13,13 +13,20 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import Softmax
 from rocm_attn.kernels.attention.coded import add_values, token_factor
-from rocm_attn.kernels.attention.key_rows import are_read_by_page, lie_in_one_page, offsets_in_page, pages_of_block
+from rocm_attn.kernels.attention.key_rows import (
+    are_read_by_page,
+    lie_in_one_page,
+    near,
+    offsets_in_page,
+    pages_of_block,
+)
 from rocm_attn.kernels.attention.mask_bits import is_seen, row_words, seen_by_some
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.softmax import LN_2, capped, capped_at_once, has_tanh, in_range
@@ -31,14 +38,18 @@ from rocm_attn.kernels.tuning.tiles import ExtendTiles
 class KeyGeometry(NamedTuple):
     """What the loop is compiled for.
 
-    HEAD_DIM, V_HEAD_DIM: elements of a K row and of a V row
-    K_COLUMNS, V_COLUMNS: columns of a block of K and of a block of V; the last block is padded
-    K_PARTS, V_PARTS:     blocks of columns of a K row and of a V row
+    HEAD_DIM, V_HEAD_DIM: elements of a K row and of a V row of one KV head
+    HEADS_PER_ROW:        KV heads that are read as one
+    HEAD_ROWS:            query heads that share a KV head
+    K_COLUMNS, V_COLUMNS: columns of a block of K and of a block of V, the KV heads beside each other; the last block is
+                          padded
+    K_PARTS, V_PARTS:     blocks of columns of a K row and of a V row; one where several KV heads are read as one
     PAGE_SIZE:            tokens of a page
     KEY_BLOCK:            keys of a block
     EDGE_BLOCK:           keys of a block where rows do not see all of them; divides KEY_BLOCK
     CAUSAL:               whether a row sees no key after its own
     WINDOWED, CAPPED:     whether scores have a window, a cap
+    BOUNDED:              whether a cap keeps exponentials within V's numbers, so that no maximum is taken off
     SAME_OFFSETS:         whether K and V of a token lie at the same place of their pages
     IN_ONE_PAGE:          whether the keys of a block lie in one page (key_rows.py)
     EXACT:                whether results may not depend on which products and sums the compiler fuses
@@ -47,6 +58,8 @@ class KeyGeometry(NamedTuple):
 
     HEAD_DIM: int
     V_HEAD_DIM: int
+    HEADS_PER_ROW: int
+    HEAD_ROWS: int
     K_COLUMNS: int
     V_COLUMNS: int
     K_PARTS: int
@@ -57,6 +70,7 @@ class KeyGeometry(NamedTuple):
     CAUSAL: bool
     WINDOWED: bool
     CAPPED: bool
+    BOUNDED: bool
     SAME_OFFSETS: bool
     IN_ONE_PAGE: bool
     EXACT: bool
@@ -105,16 +119,22 @@ def key_geometry(args: AttendArgs, scores: Scores, *, tiles: ExtendTiles, causal
     return KeyGeometry(
         HEAD_DIM=head_dim,
         V_HEAD_DIM=v_head_dim,
+        HEADS_PER_ROW=tiles.heads_per_row,
+        HEAD_ROWS=args.heads[1],
         K_COLUMNS=k_columns,
         V_COLUMNS=v_columns,
-        K_PARTS=-(-head_dim // k_columns),
-        V_PARTS=-(-v_head_dim // v_columns),
+        K_PARTS=-(-head_dim * tiles.heads_per_row // k_columns),
+        V_PARTS=-(-v_head_dim * tiles.heads_per_row // v_columns),
         PAGE_SIZE=args.pages.format.page_size,
         KEY_BLOCK=tiles.key_block,
         EDGE_BLOCK=tiles.key_block,
         CAUSAL=causal,
         WINDOWED=scores.windowed,
         CAPPED=scores.soft_cap > 0,
+        BOUNDED=exact
+        and scores.is_bounded
+        and args.q.dtype == torch.bfloat16
+        and not args.pages.format.encoding.is_fp8,
         SAME_OFFSETS=args.same_offsets,
         IN_ONE_PAGE=lie_in_one_page(args, tiles.key_block),
         EXACT=exact,
@@ -154,6 +174,17 @@ def _elements(rows, live, PART: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.con
 
 
 @triton.jit
+def _column_offsets(COLUMNS: tl.constexpr, DIM: tl.constexpr, head_stride, K: tl.constexpr):
+    """Where columns of a block lie in a token's rows, from its first head's on. DIM: of a head"""
+    column = tl.arange(0, COLUMNS)
+    if K.HEADS_PER_ROW > 1 and are_read_by_page(K.IN_ONE_PAGE):
+        column = column // DIM * near(head_stride) + column % DIM
+    elif K.HEADS_PER_ROW > 1:
+        column = (column // DIM).to(tl.int64) * head_stride + column % DIM
+    return column
+
+
+@triton.jit
 def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr):
     """Key blocks [blocks.first, blocks.end) added to a softmax: of KEY_BLOCK keys, and of EDGE_BLOCK if MASKED.
 
@@ -167,6 +198,8 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
     C: tl.constexpr = K.coding
     DTYPE: tl.constexpr = query.blocks[0].dtype
     PACKED: tl.constexpr = MASKED and seen.bits is not None
+    K_DIM: tl.constexpr = K.HEAD_DIM * K.HEADS_PER_ROW
+    V_DIM: tl.constexpr = K.V_HEAD_DIM * K.HEADS_PER_ROW
     PAGE_SIZE: tl.constexpr = K.PAGE_SIZE
     BY_PAGE: tl.constexpr = are_read_by_page(K.IN_ONE_PAGE)
     acc, maximum, total = softmax
@@ -175,10 +208,12 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
     if AT_ONCE:
         # capped() gives half a tanh, of an exponent in base 2 of twice the number.
         qk_scale, tanh_scale = qk_scale * 0.5, tanh_scale * (0.5 * LN_2)
+    # Of Hopper's deterministic extend, which has these bits.
+    BOUNDED: tl.constexpr = K.BOUNDED and AT_ONCE and slope is None
     pages = kv.line
     lane = tl.arange(0, KEY_BLOCK)
-    k_column = tl.arange(0, K.K_COLUMNS)
-    v_column = tl.arange(0, K.V_COLUMNS)
+    k_column = _column_offsets(K.K_COLUMNS, K.HEAD_DIM, kv.k.head, K)
+    v_column = _column_offsets(K.V_COLUMNS, K.V_HEAD_DIM, kv.v.head, K)
     if BY_PAGE:
         k_offsets = offsets_in_page(lane, kv.k.token, k_column)
         v_offsets = offsets_in_page(lane, kv.v.token, v_column)
@@ -210,7 +245,7 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
         # scores, weights: [rows, KEY_BLOCK]
         K_PARTS: tl.constexpr = K.K_PARTS
         for i in tl.static_range(K_PARTS):
-            k = decoded(_elements(k_rows, live, i, K.K_COLUMNS, K.HEAD_DIM, MASKED), C.ENCODING, DTYPE)
+            k = decoded(_elements(k_rows, live, i, K.K_COLUMNS, K_DIM, MASKED), C.ENCODING, DTYPE)
             if i == 0:
                 scores = tl.dot(query.blocks[i], tl.trans(k), input_precision="ieee")
             else:
@@ -237,11 +272,14 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
                 visible = (kv_index < seen.keys.end)[None, :]
             scores = tl.where(visible, scores, float("-inf"))
         factor = qk_scale if slope is None else 1.0
-        new_maximum = tl.maximum(maximum, tl.max(scores, 1) * factor)
+        new_maximum = maximum if BOUNDED else tl.maximum(maximum, tl.max(scores, 1) * factor)
         # A row of a masked block may have seen no key yet; the subtractions below must not be inf - inf.
         base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum) if MASKED else new_maximum
         decay = tl.exp2(maximum - base)
-        if K.EXACT:
+        if BOUNDED:
+            decay = tl.full(maximum.shape, 1.0, tl.float32)
+            weights = tl.exp2(scores * factor)
+        elif K.EXACT:
             weights = tl.exp2(tl.fma(scores, factor, -base[:, None]))
         else:
             weights = tl.exp2(scores * factor - base[:, None])
@@ -252,7 +290,9 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
         acc = ()
         V_PARTS: tl.constexpr = K.V_PARTS
         for i in tl.static_range(V_PARTS):
-            v = _elements(v_rows, live, i, K.V_COLUMNS, K.V_HEAD_DIM, MASKED)
+            v = _elements(v_rows, live, i, K.V_COLUMNS, V_DIM, MASKED)
             acc += (add_values(left[i], decay[:, None], shares, v, v_factor, DTYPE, False, C),)
         maximum = new_maximum
+    if BOUNDED:
+        maximum = tl.where(total > 0.0, 0.0, maximum)
     return Softmax(acc, maximum, total)

@@ -20,7 +20,7 @@ class BlockGeometry(NamedTuple):
     """What an extend kernel is compiled for.
 
     keys:        of the loop over keys: KeyGeometry, or LatentGeometry over latent pages
-    KV_HEADS:    KV heads
+    KV_HEADS:    KV heads; those that are read as one count as one, here and below
     GQA_RATIO:   query heads that share a KV head
     BLOCK_HEADS: query heads of a block
     HEAD_BLOCKS: blocks that the query heads of a KV head are cut into
@@ -106,29 +106,52 @@ def bits_of_block(mask, seq, first_token, is_row, end_key, G: tl.constexpr):
 
 
 @triton.jit
+def _own_columns(head, COLUMNS: tl.constexpr, DIM: tl.constexpr, K: tl.constexpr):
+    """Where columns of several KV heads lie in a row of one of them, [1, COLUMNS], and whether they are those of the
+    KV head that a query head shares, [rows, COLUMNS].
+    """
+    column = tl.arange(0, COLUMNS)[None, :]
+    own = (head // K.HEAD_ROWS % K.HEADS_PER_ROW).to(tl.int32)[:, None]
+    return column % DIM, column // DIM == own
+
+
+@triton.jit
 def load_queries(q, token, head, is_row, K: tl.constexpr):
-    """The rows of q, a block [QUERY_ROWS, K_COLUMNS] for each of K_PARTS; 0 without a row and in padded columns."""
-    rows = q.at + (token * q.token + head * q.head)[:, None] + tl.arange(0, K.K_COLUMNS)[None, :]
+    """The rows of q, a block [QUERY_ROWS, K_COLUMNS] for each of K_PARTS; 0 without a row and in padded columns.
+
+    Where several KV heads are read as one, zero in the columns of the others too: one product over all of them gives
+    each row the scores of its own, and its result is in its own head's columns.
+    """
+    rows = q.at + (token * q.token + head * q.head)[:, None]
     blocks = ()
     K_PARTS: tl.constexpr = K.K_PARTS
-    for i in tl.static_range(K_PARTS):
-        is_q = is_row[:, None]
-        if (i + 1) * K.K_COLUMNS > K.HEAD_DIM:
-            is_q = is_q & is_column(i, K.K_COLUMNS, K.HEAD_DIM)
-        blocks += (tl.load(rows + i * K.K_COLUMNS, mask=is_q, other=0.0),)  # type: ignore[assignment]
+    if K.HEADS_PER_ROW > 1:
+        column, own = _own_columns(head, K.K_COLUMNS, K.HEAD_DIM, K)
+        blocks += (tl.load(rows + column, mask=is_row[:, None] & own, other=0.0),)
+    else:
+        rows += tl.arange(0, K.K_COLUMNS)[None, :]
+        for i in tl.static_range(K_PARTS):
+            is_q = is_row[:, None]
+            if (i + 1) * K.K_COLUMNS > K.HEAD_DIM:
+                is_q = is_q & is_column(i, K.K_COLUMNS, K.HEAD_DIM)
+            blocks += (tl.load(rows + i * K.K_COLUMNS, mask=is_q, other=0.0),)  # type: ignore[assignment]
     return blocks
 
 
 @triton.jit
-def store_columns(rows, parts, is_row, K: tl.constexpr):
-    """Write blocks of V's columns. rows: pointers [rows, 1]; is_row: [rows]"""
+def store_columns(rows, parts, head, is_row, K: tl.constexpr):
+    """Write blocks of V's columns. rows: pointers [rows, 1]; head: [rows], query heads; is_row: [rows]"""
     V_PARTS: tl.constexpr = K.V_PARTS
-    for i in tl.static_range(V_PARTS):
-        is_v = is_row[:, None]
-        if (i + 1) * K.V_COLUMNS > K.V_HEAD_DIM:
-            is_v = is_v & is_column(i, K.V_COLUMNS, K.V_HEAD_DIM)
-        block = rows + (i * K.V_COLUMNS + tl.arange(0, K.V_COLUMNS))[None, :]
-        tl.store(block, parts[i].to(rows.dtype.element_ty), mask=is_v)
+    if K.HEADS_PER_ROW > 1:
+        column, own = _own_columns(head, K.V_COLUMNS, K.V_HEAD_DIM, K)
+        tl.store(rows + column, parts[0].to(rows.dtype.element_ty), mask=is_row[:, None] & own)
+    else:
+        for i in tl.static_range(V_PARTS):
+            is_v = is_row[:, None]
+            if (i + 1) * K.V_COLUMNS > K.V_HEAD_DIM:
+                is_v = is_v & is_column(i, K.V_COLUMNS, K.V_HEAD_DIM)
+            block = rows + (i * K.V_COLUMNS + tl.arange(0, K.V_COLUMNS))[None, :]
+            tl.store(block, parts[i].to(rows.dtype.element_ty), mask=is_v)
 
 
 @triton.jit
@@ -145,6 +168,6 @@ def store_results(softmax, token, head, is_row, sinks, out, lse, K: tl.constexpr
     V_PARTS: tl.constexpr = K.V_PARTS
     for i in tl.static_range(V_PARTS):
         value += (acc[i] / total[:, None],)  # type: ignore[assignment]
-    store_columns(out.at + (token * out.token + head * out.head)[:, None], value, is_row, K)
+    store_columns(out.at + (token * out.token + head * out.head)[:, None], value, head, is_row, K)
     if lse.at is not None:
         tl.store(lse.at + token * lse.token + head * lse.head, (maximum + tl.log2(total)) * LN_2, mask=is_row)

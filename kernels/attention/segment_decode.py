@@ -121,8 +121,8 @@ def _segment_decode_kernel(
             if slopes is not None:
                 slope = tl.load(slopes + first_head + q_row, mask=is_row, other=0.0) * LOG2_E
             pages = table + tl.load(row_of_seq + seq).to(tl.int64) * table_row
-            k_side = Pages(k_pages + kv_head * kp_head, kp_page, kp_token)
-            v_side = Pages(v_pages + kv_head * vp_head, vp_page, vp_token)
+            k_side = Pages(k_pages + kv_head * kp_head, kp_page, kp_token, kp_head)
+            v_side = Pages(v_pages + kv_head * vp_head, vp_page, vp_token, vp_head)
             factors = Factors(k_scale, v_scale, kv_head)
             k_factor = row_factor(k_scale, kv_head, C)
             k_scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, k_factor, K.CAPPED, C)
@@ -134,7 +134,7 @@ def _segment_decode_kernel(
             for index in range(first, end):
                 acc, maximum, total = attend_segment(window_segment + index, query, kv, seen, kv_len // K.KEY_BLOCK, G)
                 line = (row_start + R.ROW_COST + index).to(tl.int64) * R.Q_ROWS + q_row
-                store_columns(parts + (line * K.V_HEAD_DIM)[:, None], acc, is_row, K)
+                store_columns(parts + (line * K.V_HEAD_DIM)[:, None], acc, first_head + q_row, is_row, K)
                 tl.store(sums + line * 2, maximum, mask=is_row)
                 tl.store(sums + line * 2 + 1, total, mask=is_row)
         work -= take

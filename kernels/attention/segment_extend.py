@@ -100,8 +100,8 @@ def _segment_extend_kernel(
         # token, head, is_row, row_kv_index, slope: [QUERY_ROWS]
         token, head, is_row = rows_of_block(first_token, num_tokens, kv_head, head_block, G)
         queries = load_queries(Rows(q, q_token, q_head), token, head, is_row, K)
-        k_side = Pages(k_pages + kv_head.to(tl.int64) * kp_head, kp_page, kp_token)
-        v_side = Pages(v_pages + kv_head.to(tl.int64) * vp_head, vp_page, vp_token)
+        k_side = Pages(k_pages + kv_head.to(tl.int64) * kp_head, kp_page, kp_token, kp_head)
+        v_side = Pages(v_pages + kv_head.to(tl.int64) * vp_head, vp_page, vp_token, vp_head)
         pages = table + tl.load(row_of_seq + seq, mask=seq >= 0, other=0).to(tl.int64) * table_row
         row_kv_index = first_kv_index + tl.arange(0, QUERY_ROWS) // G.BLOCK_HEADS
         slope = None

@@ -158,7 +158,7 @@ def _pages_of_keys(source, step, seen, G: gl.constexpr):
 def _factors_of_keys(factors, row, at, G: gl.constexpr):
     """Factors of K and of V; 0 of keys that no row sees."""
     page, offset, live = at
-    place = (page.to(gl.int64) * G.KV_HEADS + row) * G.PAGE_SIZE + offset
+    place = (page.to(gl.int64) * (G.KV_HEADS // G.HEAD_BLOCKS) + row) * G.PAGE_SIZE + offset
     return gl.load(factors.k + place, mask=live, other=0.0), gl.load(factors.v + place, mask=live, other=0.0)
 
 

@@ -39,7 +39,15 @@ from rocm_attn.kernels.attention.segments import UNFUSED
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES
 from rocm_attn.kernels.hopper.codes import Factors, decode, new_codes, produce_codes, row_factor
 from rocm_attn.kernels.hopper.gather import gather
-from rocm_attn.kernels.hopper.key_steps import Progress, Query, attend_steps, ended, nothing_seen, rows_of_scores
+from rocm_attn.kernels.hopper.key_steps import (
+    Progress,
+    Query,
+    attend_steps,
+    ended,
+    nothing_seen,
+    rows_of_scores,
+    with_bound,
+)
 from rocm_attn.kernels.hopper.query_rows import (
     Results,
     fetch_queries,
@@ -66,10 +74,6 @@ from rocm_attn.kernels.hopper.warp_groups import leave
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.hopper_tiles import HopperTiles, is_gathered, padded_dim
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
-
-# Exponentials of scores up to it and down to its negative are numbers of bfloat16 without a maximum taken off, and a
-# million of them times V add up to less than float32 goes.
-_MOST_BOUNDED_CAP = 60.0
 
 
 class Own(NamedTuple):
@@ -131,6 +135,7 @@ def _attend_segments(GROUP: gl.constexpr, n, query, rings, row, to, G: gl.conste
     for segment in range(first_segment, end_segment):
         span = Span(gl.maximum(steps.first, segment * STEPS), gl.minimum(steps.end, (segment + 1) * STEPS))
         softmax, n = _attend_span(n, query, rings, span, row.edge_step, row.seen, G)
+        softmax = with_bound(softmax, G)
         part = segment - first_segment + 1
         if row.done == 0:
             left, softmax = merge_segment(query.left, left, softmax, G)
@@ -158,10 +163,10 @@ def _consume(GROUP: gl.constexpr, x, own, rings, to, factors, todo, G: gl.conste
         words = x.words + todo.block * BLOCK_WORDS
         _, seen = seen_by_block(x, words, G)
         steps = steps_of(words, seen, todo, G)
-        product_scale = factors.products * row_factor(factors.k, todo.row, G)
+        product_scale = factors.products * row_factor(factors.k, todo.row // G.HEAD_BLOCKS, G)
         # Not 0: see coded.coded_scales.
         product_scale = gl.maximum(put_queries(queries, own.tiles, product_scale, S_ROW, G), LEAST_SCALE)
-        v_factor = row_factor(factors.v, todo.row, G)
+        v_factor = row_factor(factors.v, todo.row // G.HEAD_BLOCKS, G)
         first_kv_index = gl.load(words + BLOCK_KV_INDEX)
         kv_index = first_kv_index + lines_of_group(GROUP, S_ROW) // G.GQA_RATIO
         query = Query(own.tiles, kv_index, product_scale, factors.cap, own.k_factors, own.left)
@@ -348,7 +353,7 @@ def _check_cut(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTi
     num_kv_heads, gqa_ratio = args.heads
     queries, sharing = args.queries, cut.sharing
     cut.check(args.schedule, queries.num_tokens, queries.num_seqs)
-    of_layer = (num_kv_heads, scores.causal, scores.window_left)
+    of_layer = (num_kv_heads * tiles.extend.head_blocks(gqa_ratio), scores.causal, scores.window_left)
     assert (sharing.rows, sharing.causal, sharing.window_left) == of_layer, "the schedule was cut for another launch"
     assert cut.query_tokens == tiles.extend.tokens_per_block(gqa_ratio), "the schedule was cut for other tiles"
     if tiles.segment_len:
@@ -369,10 +374,13 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
     columns = tiles.extend.columns(dim)
     box = math.gcd(page_size, tiles.value_block)
     gathers = is_gathered(page_size) and not is_fp8
+    blocks = tiles.extend.head_blocks(gqa_ratio)
+    assert blocks * tiles.extend.heads_per_block(gqa_ratio) == gqa_ratio, "blocks of query heads are equal"
     assert is_fp8 == (tiles.code_tiles > 0), "the tiles are of other pages"
     return HopperGeometry(
-        KV_HEADS=num_kv_heads,
-        GQA_RATIO=gqa_ratio,
+        KV_HEADS=num_kv_heads * blocks,
+        GQA_RATIO=tiles.extend.heads_per_block(gqa_ratio),
+        HEAD_BLOCKS=blocks,
         TOKENS=cut.query_tokens,
         HEAD_DIM=head_dim,
         DIM=dim,
@@ -395,11 +403,7 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
         CAUSAL=scores.causal,
         WINDOWED=scores.windowed,
         CAPPED=scores.soft_cap > 0,
-        # Decode, whose bits deterministic attention has, takes the maximum off.
-        BOUNDED=0 < scores.soft_cap <= _MOST_BOUNDED_CAP
-        and not is_fp8
-        and not tiles.segment_len
-        and args.q.dtype == torch.bfloat16,
+        BOUNDED=scores.is_bounded and not is_fp8 and args.q.dtype == torch.bfloat16,
         OVERLAPS=tiles.overlaps,
         POWERS_BY_PRODUCTS=tiles.powers_by_products,
         ENCODING=coding.ENCODING,

@@ -50,7 +50,7 @@ def _copy_tile(pages, row, ring, stage, places, FIRST: gl.constexpr, TILE_KEYS: 
     column = gl.expand_dims(gl.arange(0, BOX_COLUMNS, layout=gl.SliceLayout(0, _LAYOUT)), 0)
     for i in gl.static_range(TILE_KEYS // G.BOX):
         slot = gl.expand_dims(places[FIRST + i], 1)
-        keys = pages + (slot.to(gl.int64) * (G.KV_HEADS * G.HEAD_DIM) + row * G.HEAD_DIM)
+        keys = pages + (slot.to(gl.int64) * (G.KV_HEADS // G.HEAD_BLOCKS * G.HEAD_DIM) + row * G.HEAD_DIM)
         for c in gl.static_range(G.DIM // BOX_COLUMNS):
             is_there = (slot >= 0) & is_column(c * BOX_COLUMNS + column, G)
             box = box_of(ring, stage, c, i, TILE_KEYS, G)

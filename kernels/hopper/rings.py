@@ -213,7 +213,7 @@ def of_all_steps(BEGIN: gl.constexpr, LOAD: gl.constexpr, x, cache, task, todo, 
         words = x.words + todo.block * BLOCK_WORDS
         seq, seen = seen_by_block(x, words, G)
         steps = steps_of(words, seen, todo, G)
-        row = Loaded(source_of(cache, seq), todo.row, seen)
+        row = Loaded(source_of(cache, seq), todo.row // G.HEAD_BLOCKS, seen)
         ahead = BEGIN(task, row, steps.first, G)
         for step in range(steps.first, steps.end):
             ahead = LOAD(task, row, step, n, ahead, G)

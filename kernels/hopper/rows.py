@@ -30,8 +30,9 @@ GROUP_ROWS = gl.constexpr(64)
 class HopperGeometry(NamedTuple):
     """What the kernel is compiled for.
 
-    KV_HEADS:  KV heads
-    GQA_RATIO: query heads that share a KV head
+    KV_HEADS:  KV heads; each block of a KV head's query heads counts as one
+    GQA_RATIO: query heads of such a block
+    HEAD_BLOCKS: equal blocks that the query heads of a KV head are cut into
     TOKENS:    new tokens of a full query block
     HEAD_DIM:  elements of a q, K, V and output row
     DIM:       columns of a row in shared memory, HEAD_DIM and zeros after it; a multiple of BOX_COLUMNS
@@ -65,6 +66,7 @@ class HopperGeometry(NamedTuple):
 
     KV_HEADS: int
     GQA_RATIO: int
+    HEAD_BLOCKS: int
     TOKENS: int
     HEAD_DIM: int
     DIM: int
@@ -198,9 +200,12 @@ def steps_of(words, seen, todo, G: gl.constexpr):
 
 @gluon.jit
 def _whole_row(x, turn, G: gl.constexpr):
-    """The program's turn-th whole row. They are dealt out back and forth, the longest first."""
+    """The program's turn-th whole row. They are dealt out back and forth, the longest first.
+
+    The last programs begin, as shares may have been too few for them.
+    """
     program = gl.program_id(0)
-    place = turn * x.num_programs + gl.where(turn % 2 == 0, program, x.num_programs - 1 - program)
+    place = turn * x.num_programs + gl.where(turn % 2 == 0, x.num_programs - 1 - program, program)
     block = x.cut + place // G.KV_HEADS
     words = x.words + gl.minimum(block, x.max_blocks - 1) * BLOCK_WORDS
     is_row = (block < x.max_blocks) & (gl.load(words + BLOCK_TOKENS) > 0)

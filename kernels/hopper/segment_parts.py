@@ -193,7 +193,7 @@ def launch_merge_of_segments(args: AttendArgs, cut: ExtendCut, *, window_left: i
         cut.max_blocks(queries.num_tokens, queries.num_seqs),
         *args.written_strides,
         G=MergeGeometry(
-            GQA_RATIO=args.heads[1],
+            GQA_RATIO=tiles.extend.heads_per_block(args.heads[1]),
             QUERY_ROWS=query_rows,
             DIM=dim,
             ROW_KEYS=sharing.row_keys,

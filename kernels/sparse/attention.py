@@ -218,8 +218,8 @@ def _selected_attention_kernel(
         k_scaled, _ = coded_scales(qk_scale, 0.0, row_factor(k_scale, kv_head, E), False, E)
         softmax = _attend(
             Query(q_block, q_rest, k_scaled),
-            Pages(k_pages + kv_head * kp_head, kp_page, kp_token),
-            Pages(v_pages + kv_head * vp_head, vp_page, vp_token),
+            Pages(k_pages + kv_head * kp_head, kp_page, kp_token, kp_head),
+            Pages(v_pages + kv_head * vp_head, vp_page, vp_token, vp_head),
             Factors(k_scale, v_scale, kv_head),
             Listing(units + selection * G.WIDTH, first, end, visible, line, width),
             G,

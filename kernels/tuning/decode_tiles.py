@@ -36,6 +36,16 @@ DECODE_ROWS = (
     ),
     # gemma 64 x 4k: 153 us with 4 KV heads, 234 not in pairs.
     DecodeRow("sm_90", 2, 256, 16, DecodeTiles(16, 2, 3, 4, paired=True, early=True), (Codes.BY_ROW,)),
+    # KV heads of few elements, read as one. 12 query heads of 24 on 3, 36 x 1737..22258: 53 us, 78 one
+    # by one; 32 on 8, 64 x 4k: 60 and 129; 20 on 10, 3 x 25k: 34 and 40; of 32, 32 on 8: 71 and 79.
+    DecodeRow("sm_90", 2, 24, 16, DecodeTiles(32, 2, 3, 4, heads_per_row=5, early=True), (Codes.NONE,), any_dim=True),
+    DecodeRow("sm_90", 2, 32, 16, DecodeTiles(32, 2, 3, 4, heads_per_row=4, early=True), (Codes.NONE,), any_dim=True),
+    DecodeRow("sm_90", 2, 40, 16, DecodeTiles(32, 2, 3, 4, heads_per_row=3, early=True), (Codes.NONE,), any_dim=True),
+    # 120 query heads of 24 on 10 KV heads, 9 x 11.8k..20.7k: 54 us, 79 one by one.
+    DecodeRow("sm_90", 2, 24, 32, DecodeTiles(32, 2, 3, 4, heads_per_row=2, early=True), (Codes.NONE,), any_dim=True),
+    # 30 query heads of 40 on 3 KV heads, 113 x 1984..5803: 68 us, 95 one by one; on 10, 4 x 18k..26k: 50 and 65.
+    DecodeRow("sm_90", 2, 40, 32, DecodeTiles(32, 2, 3, 4, heads_per_row=3, early=True), (Codes.NONE,), any_dim=True),
+    DecodeRow("sm_90", 2, 40, 32, DecodeTiles(32, 2, 3, 4, heads_per_row=2, early=True), (Codes.NONE,), any_dim=True),
     # 30 query heads of 16 on 5 KV heads, 84 x 1.4k: 21 us, 32 in the tiles of 32; 18 on 3, 60 x 421..1182: 10 and 14.
     # 32 on 8, 64 x 4k: 56, and 69 as two heads a row.
     DecodeRow("sm_90", 2, 16, 16, DecodeTiles(32, 1, 3, 16, early=True), (Codes.NONE,)),
@@ -59,7 +69,11 @@ DECODE_ROWS = (
     # llama70b 64 x 4k: 247 us, 250 without early launches; 331 with 1 program an SM, 380 with blocks of 128 keys. 16 x
     # 4k: 69, 70 where a row's cost is all at its start, 71 without early launches too. Pages of 8 take 1.02 of the time
     # of those of 32. Heads of 96 as equal blocks: 217 to 281 us where these tiles take 214 (32 KV heads, 16 x 4k).
-    DecodeRow("sm_90", 2, 128, 16, DecodeTiles(64, 4, 3, 2, transposed=True, row_cost=1, row_end=1, early=True)),
+    # In rounds 64 x 4k takes 248 us where one takes 254, 128 x 8k 958 and 982, 96 x 4k 366 and 377, 256 x 2k 493 and
+    # 498, ragged 256 1304 and 1330; but 100 x 3000 takes 301 and 294, 256 x 512 141 and 140.
+    DecodeRow(
+        "sm_90", 2, 128, 16, DecodeTiles(64, 4, 3, 2, transposed=True, row_cost=1, row_end=1, early=True, most_rounds=4)
+    ),
     # 32 query heads on one KV head, 64 x 4k: 30 us; 40 of 48 on 2, 32 x 4k: 33, in the tiles of 80 36.
     DecodeRow("sm_90", 2, 64, 32, DecodeTiles(64, 4, 3, 2, dim_block=32, early=True), (Codes.NONE,)),
     # 80 query heads of 72 on 4 KV heads, 11 x 9.9k..24.6k: 100 us, 126 in the tiles of 64 query heads.
@@ -158,8 +172,10 @@ DECODE_ROWS = (
     DecodeRow("interpreter", 2, 512, 16, DecodeTiles(16, 1, 1, 3, paired=True), (Codes.BY_ROW,)),
     DecodeRow("interpreter", 2, 512, 16, DecodeTiles(16, 1, 1, 3, paired=True), (Codes.BY_TOKEN,)),
     DecodeRow("interpreter", 2, 64, 16, DecodeTiles(16, 1, 1, 3, transposed=True, heads_per_row=2)),
-    DecodeRow("interpreter", 2, 512, 16, DecodeTiles(16, 1, 1, 3, transposed=True, row_cost=1, row_end=1)),
-    DecodeRow("interpreter", 4, 512, 64, DecodeTiles(16, 1, 1, 3)),
+    DecodeRow(
+        "interpreter", 2, 512, 16, DecodeTiles(16, 1, 1, 3, transposed=True, row_cost=1, row_end=1, most_rounds=2)
+    ),
+    DecodeRow("interpreter", 4, 512, 64, DecodeTiles(16, 1, 1, 3, most_rounds=2)),
 )
 
 
@@ -199,4 +215,4 @@ def _pairs(row: DecodeRow, gqa_ratio: int, num_kv_heads: int, head_dim: int, v_h
     """Whether the KV heads can be read as rows of row.tiles.heads_per_row."""
     heads = row.tiles.heads_per_row
     fits = num_kv_heads % heads == 0 and gqa_ratio * heads <= row.max_q_rows
-    return fits and head_dim == v_head_dim == next_power_of_2(head_dim)
+    return fits and head_dim == v_head_dim and (row.any_dim or head_dim == next_power_of_2(head_dim))

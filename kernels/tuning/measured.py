@@ -154,6 +154,10 @@ class MeasuredRow:
         )
 
 
+# Of MeasuredLayer.kv_encoding: elements are in q's dtype.
+_NOT_CODED = "LIKE_Q"
+
+
 def refusal(table: Table, tiles: Tiles, layer: MeasuredLayer) -> str:
     """Why no kernel takes these tiles for a layer; empty where one does, as far as that can be said without it."""
     if type(tiles) is not table.tiles:
@@ -166,7 +170,7 @@ def refusal(table: Table, tiles: Tiles, layer: MeasuredLayer) -> str:
     if isinstance(tiles, DecodeTiles):
         return _decode_refusal(tiles, layer)
     if isinstance(tiles, ExtendTiles):
-        return _dim_block_refusal(tiles.dim_block, layer)
+        return _extend_refusal(tiles, layer)
     return "what is read in pairs has V's columns in two parts, not wide" if tiles.paired and tiles.wide else ""
 
 
@@ -179,7 +183,7 @@ def _wrong_numbers(tiles: Tiles) -> list[tuple[str, str]]:
         "share_block": ((0, *blocks[0]), f"0 or {blocks[1]}"),
         "dim_block": ((0, *_powers(16, 512)[0]), "0 or a power of two from 16 to 512"),
         "num_warps": (_WARPS, "1, 2, 4, 8 or 16"),
-        "heads_per_row": ((1, 2), "1 or 2"),
+        "heads_per_row": _numbers(1, 16),
         "rows_at_once": ((1, 2), "1 or 2"),
         "chains": ((1, 2), "1 or 2"),
         "head_blocks": _numbers(1, 64),
@@ -206,15 +210,17 @@ def _numbers(first: int, last: int) -> tuple[range, str]:
 
 
 def _decode_refusal(tiles: DecodeTiles, layer: MeasuredLayer) -> str:
-    dim, pairs = layer.head_dim, tiles.heads_per_row == 2
+    heads = tiles.heads_per_row
     ratio = layer.num_q_heads // layer.num_kv_heads
     if tiles.paired and tiles.transposed:
         return "codes that are read in pairs are not transposed"
-    if tiles.dim_block and (pairs or tiles.paired):
+    if tiles.dim_block and (heads > 1 or tiles.paired):
         return "equal blocks of columns go with one head a row, and with no pairs of codes"
-    is_even = layer.num_kv_heads % 2 == 0 and dim == layer.v_head_dim == next_power_of_2(dim)
-    if pairs and (tiles.head_blocks > 1 or not is_even):
-        return "two KV heads a row go with an even number of them, of one dim that is a power of two, in one block"
+    if heads > 1 and (tiles.head_blocks > 1 or layer.head_dim != layer.v_head_dim or layer.num_kv_heads % heads):
+        return f"{heads} KV heads a row go with a multiple of {heads} of them, of one dim, in one block"
+    is_power = layer.head_dim == next_power_of_2(layer.head_dim)
+    if heads > 1 and layer.kv_encoding != _NOT_CODED and (heads > 2 or not is_power):
+        return "KV heads of codes are read as one two by two, of a dim that is a power of two"
     if tiles.head_blocks > ratio or tiles.q_rows(ratio) > 128:
         return f"{ratio} query heads of a KV head in {tiles.head_blocks} blocks make rows of none or of more than 128"
     return _dim_block_refusal(tiles.dim_block, layer)
@@ -231,6 +237,15 @@ def _cdna_refusal(tiles: CdnaTiles, layer: MeasuredLayer) -> str:
             f"decode for CDNA has blocks of 16 or 32 keys, one wave, {heads} KV heads a row, and nothing else changed"
         )
     return ""
+
+
+def _extend_refusal(tiles: ExtendTiles, layer: MeasuredLayer) -> str:
+    heads = tiles.heads_per_row
+    if heads > 1:
+        fits = layer.num_q_heads // layer.num_kv_heads * heads <= tiles.query_rows and not tiles.dim_block
+        if not fits or layer.num_kv_heads % heads or layer.kv_encoding != _NOT_CODED:
+            return f"{heads} KV heads a row go with a multiple of {heads} of them without codes, in one block"
+    return _dim_block_refusal(tiles.dim_block, layer)
 
 
 def _dim_block_refusal(dim_block: int, layer: MeasuredLayer) -> str:

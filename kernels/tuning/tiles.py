@@ -10,11 +10,15 @@ interpreter on a CPU.
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
+
+# Of the rows that a query block can have, those that it must have before it has fewer query heads for more of them.
+_FULL = 0.97
 
 
 class Codes(enum.Enum):
@@ -43,7 +47,8 @@ class DecodeTiles:
     num_stages:       key blocks whose loads are in flight at the same time
     programs_per_cu:  programs that the grid holds for each compute unit
     transposed:       whether scores are computed as k q^T: KV tokens then fill the long side of the matrix unit
-    heads_per_row:    1, or 2: two KV heads of 64 are read as one of 128
+    heads_per_row:    KV heads that are read as one, beside each other: two of 64 as one of 128. More than one only with
+                      head_blocks 1, and more than two only where elements have no factors
     head_blocks:      blocks that the query heads of a KV head are cut into; each reads K and V
     row_cost:         what starting a row costs beside its key blocks, in blocks; 0: no more than a later part of it
     row_end:          what finishing it costs, in blocks; 0: no more than an earlier part of it. At least 1 where
@@ -57,6 +62,8 @@ class DecodeTiles:
     early:            whether launches may begin while the one before still runs, and wait on the device for its end
                       ("programmatic dependent launch" of NVIDIA from sm_90 on)
     side_by_side:     whether equal parts of the rows of a sequence are handed out side by side (DecodeCut)
+    most_rounds:      how many times the programs that the grid holds it may hold, where rows are that many
+                      (DecodeCut.of_step)
     """
 
     key_block: int
@@ -74,6 +81,7 @@ class DecodeTiles:
     max_registers: int = 0
     early: bool = False
     side_by_side: bool = False
+    most_rounds: int = 1
 
     def columns(self, dim: int) -> int:
         """Columns of a block of rows of dim elements; a power of two."""
@@ -122,6 +130,10 @@ class ExtendTiles:
     merge_stages:     parts of a row whose loads are in flight as they are added up
     row_keys:         what starting a row costs beside its keys, in keys
     split_keys:       what sharing costs a program, in keys
+    heads_per_row:    KV heads that are read as one, beside each other; more than one only with dim_block 0, and where
+                      their query heads fit a query block
+    fills:            whether blocks of fewer query heads of a KV head are made where more rows of a query block have
+                      one then: for long sequences, since each block reads K and V
     """
 
     query_rows: int
@@ -140,18 +152,21 @@ class ExtendTiles:
     merge_stages: int = 1
     row_keys: int = 256
     split_keys: int = 384
+    heads_per_row: int = 1
+    fills: bool = False
 
     def columns(self, dim: int) -> int:
         """Columns of a block of rows of dim elements; a power of two."""
-        return equal_columns(dim, self.dim_block)
+        return equal_columns(dim * self.heads_per_row, self.dim_block)
 
     def heads_per_block(self, gqa_ratio: int) -> int:
-        """Query heads of one KV head that share a query block."""
-        return min(gqa_ratio, self.query_rows)
+        """Query heads of one KV head, or of those that are read as one, that share a query block."""
+        heads = gqa_ratio * self.heads_per_row
+        return _filling_part(heads, self.query_rows) if self.fills else min(heads, self.query_rows)
 
     def head_blocks(self, gqa_ratio: int) -> int:
-        """Blocks that the query heads of a KV head are cut into."""
-        return -(-gqa_ratio // self.heads_per_block(gqa_ratio))
+        """Blocks that the query heads of a KV head, or of those that are read as one, are cut into."""
+        return -(-gqa_ratio * self.heads_per_row // self.heads_per_block(gqa_ratio))
 
     def tokens_per_block(self, gqa_ratio: int) -> int:
         """New tokens in a full query block."""
@@ -180,7 +195,8 @@ class DecodeRow:
 
     The last row that fits but for max_q_rows serves larger groups of query heads too, cut into blocks.
 
-    codes: what K and V may be
+    codes:   what K and V may be
+    any_dim: whether several KV heads of a row may have a dim that is no power of two
     """
 
     arch: str
@@ -189,6 +205,7 @@ class DecodeRow:
     max_q_rows: int
     tiles: DecodeTiles
     codes: tuple[Codes, ...] = tuple(Codes)
+    any_dim: bool = False
 
 
 # More rows than a sequence can have.
@@ -232,6 +249,14 @@ def names_of(arch: str) -> Iterator[str]:
         yield "interpreter"
     if arch.startswith("sm_"):
         yield "sm_"
+
+
+@functools.cache
+def _filling_part(heads: int, query_rows: int) -> int:
+    """The largest divisor of heads of which whole multiples fill nearly as many rows as of any."""
+    parts = [part for part in range(1, min(heads, query_rows) + 1) if heads % part == 0]
+    filled = {part: query_rows // part * part for part in parts}
+    return max(part for part in parts if filled[part] >= _FULL * max(filled.values()))
 
 
 class _Row(Protocol):

@@ -25,6 +25,10 @@ fraction   of the matrix units' peak, from the cycles that the loop keeps both u
            has 1 / 1.62 of them on an MI300X (midiareshadi.github.io/blog/attn-dsl-bench) and 990 of 1291 TFLOP/s on an
            MI355X (HipKittens, analysis/attn/fwd).
 
+AITER's decode in Gluon, which has static figures too, is measured on gfx950 (facebookexperimental/triton#2281, 64 query
+heads of 64 on 8 KV heads in bfloat16, pages of 16): 4.03 TB/s of 8 sequences of 8,192 tokens, and 0.29 of one, which is
+57 us. That checks the model of decode (published_decodes).
+
 Nothing is known of uneven work, of clocks under load, of DRAM's pages, or of masks that waste parts of tiles.
 """
 
@@ -36,13 +40,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import torch
+
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.cli.static_figures import Busy, KernelFigures, LayerFigures, StaticFigures
 from rocm_attn.errors import Unsupported
 from rocm_attn.kernels.attention.cuts import merge_shape
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
-from rocm_attn.machine.target import Target
+from rocm_attn.machine.target import Target, known_target
 from rocm_attn.problem import UNLIMITED_WINDOW, AllKeys, KVEncoding, PoolKind, Problem
 from rocm_attn.providers.by_tokens import KernelByTokens
 from rocm_attn.providers.contract import BoundKernel
@@ -126,6 +132,29 @@ class Shape:
         return f"{self.num_seqs}x{self.kv_len - self.q_len}+{self.q_len}"
 
 
+@dataclass(frozen=True, slots=True)
+class PublishedDecode:
+    """A speed of a kernel of AITER's that has static figures; see above.
+
+    heads, head_dim:   of the layer; key_block: keys of an iteration of the kernel
+    peer:              how its name in the figures begins
+    bytes_per_s:       of K and V
+    """
+
+    arch: str
+    heads: tuple[int, int]
+    head_dim: int
+    peer: str
+    key_block: int
+    shape: Shape
+    bytes_per_s: float
+
+
+_GLUON = "paged_attention_decode"
+_PUBLISHED = (
+    PublishedDecode("gfx950", (64, 8), 64, _GLUON, 256, Shape(8, 8192), 4.03e12),
+    PublishedDecode("gfx950", (64, 8), 64, _GLUON, 256, Shape(1, 8192), 0.29e12),
+)
 SHAPES = (Shape(1, 8192), Shape(1, 65536), Shape(64, 4096), Shape(256, 2048), Shape(1, 2048, 2048), Shape(8, 4608, 512))
 
 
@@ -253,6 +282,20 @@ def _decode(problem: Problem, target: Target, shape: Shape, loop: _Loop) -> Pred
     least = seconds(_LATENCY[0], gpu.hbm[1], _LAUNCHES[0])
     took = Range.between(least, seconds(_LATENCY[1], gpu.hbm[0], _LAUNCHES[1]))
     return Prediction(shape, loop.kernel, took, took.per(loaded))
+
+
+def published_decodes() -> Iterator[tuple[PublishedDecode, Prediction]]:
+    """Published speeds of AITER's decode, and what this model makes of the same kernel's figures."""
+    for each in _PUBLISHED:
+        layer = next(
+            layer
+            for layer in FIGURES.layers
+            if (layer.arch, layer.step, layer.heads, layer.head_dim) == (each.arch, "decode", each.heads, each.head_dim)
+        )
+        peer = next(peer for peer in layer.peers if peer.name.startswith(each.peer))
+        tiles = DecodeTiles(each.key_block, 4, 1, programs_per_cu=peer.figures.programs)
+        problem = Problem(*each.heads, each.head_dim, each.head_dim, torch.bfloat16, 16, each.head_dim**-0.5)
+        yield each, _decode(problem, known_target(each.arch), each.shape, _Loop(peer.name, tiles, peer.figures, 1))
 
 
 def _merge_latencies(problem: Problem, units: int, num_seqs: int, blocks: int, tiles: DecodeTiles) -> int:

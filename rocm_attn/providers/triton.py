@@ -55,6 +55,8 @@ _RUNS_AT_ONCE = ("sm_90",)
 # heads of 64, 2048 new of 8192: 37 us, shared 43; 12 x 4, 777 new of 5778: 8 and 12. Of 512, 64 x 8 of 96, 30 x 6 new
 # of 2074: 31 and 35; but 4 x 1 of 128, 64 of 2000: 21 and 16. Of 1024, 12 x 4 of 64, 777 of 5778: 34 and 26 (H200).
 _MOST_NOT_SHARED = 512
+# Rows of a sequence whose query blocks take all query heads of a KV head.
+_MOST_NOT_FILLED = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +77,13 @@ class TritonDecode:
 
     def workspace_words(self, shape: PaddedShape) -> int:
         problem = self.problem
-        return self.cut.partials_words(gqa_ratio=problem.gqa_ratio, v_head_dim=problem.v_head_dim, tiles=self.tiles)
+        cut = self.cut.of_step(shape.num_seqs)
+        return cut.partials_words(gqa_ratio=problem.gqa_ratio, v_head_dim=problem.v_head_dim, tiles=self.tiles)
 
     @only_launches
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        triton_launches.launch_paged_decode(args, scores=self.scores, cut=self.cut, tiles=self.tiles)
+        cut = self.cut.of_step(args.queries.num_seqs)
+        triton_launches.launch_paged_decode(args, scores=self.scores, cut=cut, tiles=self.tiles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +131,10 @@ def _by_tokens(
 ) -> BoundKernel:
     """What serves any step of a problem. bind: tiles, and whether they are of short sequences -> a kernel"""
     *short, last = rows
-    kernels = tuple(SizedKernel(row.max_rows // problem.gqa_ratio, bind(row.tiles, True)) for row in short)
+    kernels = tuple(
+        SizedKernel(row.max_rows // (problem.gqa_ratio * row.tiles.heads_per_row), bind(row.tiles, True))
+        for row in short
+    )
     other = bind(last.tiles, False)
     return KernelByTokens(kernels, other) if kernels else other
 
@@ -197,11 +204,18 @@ def _bind_extend_hopper(problem: Problem, target: Target, pool: PoolSize) -> Bou
 def _hopper_by_tokens(problem: Problem, target: Target, min_q_len: int = 1) -> BoundKernel:
     """Sequences with few new tokens are the plain kernel's: of 128 rows most would have no token."""
     hopper = triton_hopper.bind_extend(problem, target, min_q_len)
-    return _by_tokens(
+    kernel = _by_tokens(
         problem,
         extend_rows_of(problem, target),
         lambda tiles, is_short: _extend(problem, target, tiles, min_q_len) if is_short else hopper,
     )
+    ratio = problem.gqa_ratio
+    filled = triton_hopper.filled(hopper, target)
+    if problem.kv_encoding is not KVEncoding.LIKE_Q or filled.tiles.extend.heads_per_block(ratio) == ratio:
+        return kernel
+    short = kernel.short if isinstance(kernel, KernelByTokens) else ()
+    # Of few tokens, blocks of fewer heads would read K and V several times and have no more rows.
+    return KernelByTokens((*short, SizedKernel(_MOST_NOT_FILLED // ratio, hopper)), filled)
 
 
 def _bind_mixed_hopper(problem: Problem, target: Target, pool: PoolSize) -> MixedAtOnce:

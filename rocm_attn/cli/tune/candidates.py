@@ -88,7 +88,7 @@ def _values_of(job: Job) -> Iterator[tuple[str, tuple[object, ...]]]:
         yield "programs_per_cu", (1, 2, 3, 4, 6, 8, 12, 16)
         yield "dim_block", (0, *_dim_blocks(problem))
         yield "transposed", (False, True)
-        yield "heads_per_row", (1, 2)
+        yield "heads_per_row", _heads_at_once(problem)
         yield "row_cost", (1, 2, 4)
         if codes_of(problem) is not Codes.NONE:
             yield "paired", (False, True)
@@ -110,6 +110,12 @@ def _values_of(job: Job) -> Iterator[tuple[str, tuple[object, ...]]]:
             yield "row_cost", (1, 2, 4)
 
 
+def _heads_at_once(problem: Problem) -> tuple[int, ...]:
+    """KV heads that can be read as one: whole parts of them, of up to 256 columns."""
+    heads = range(1, min(16, problem.num_kv_heads) + 1)
+    return tuple(n for n in heads if problem.num_kv_heads % n == 0 and (n == 1 or n * problem.head_dim <= 256))
+
+
 def _dim_blocks(problem: Problem) -> tuple[int, ...]:
     """Columns that cut a head's elements into several blocks."""
     return tuple(block for block in (32, 64, 128) if block < max(problem.head_dim, problem.v_head_dim))
@@ -119,7 +125,7 @@ def _fits(tiles: Tiles, problem: Problem, lds_bytes: int) -> bool:
     """Whether the key blocks whose loads are in flight fit LDS; what a compiler keeps there besides is not known."""
     if isinstance(tiles, CdnaTiles):
         return True  # its blocks are in registers
-    heads = tiles.heads_per_row if isinstance(tiles, DecodeTiles) else 1
+    heads = 1 if isinstance(tiles, LatentTiles) else tiles.heads_per_row
     # Over a latent pool V is a part of K.
     dims = problem.head_dim + (0 if isinstance(tiles, LatentTiles) else problem.v_head_dim)
     in_flight = (tiles.num_stages - 1) * tiles.key_block * dims * heads * problem.page_format.encoding.dtype.itemsize

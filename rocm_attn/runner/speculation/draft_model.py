@@ -20,12 +20,13 @@ from rocm_attn.capture.graphs import Progress
 from rocm_attn.errors import DeviceFault, FitsLater
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.runner.request import Sequence
-from rocm_attn.runner.scheduler import ScheduledStep, Taken
+from rocm_attn.runner.scheduler import ScheduledStep
 from rocm_attn.runner.speculation.beams import Found
 from rocm_attn.runner.speculation.draft_runners import DraftRunners
 from rocm_attn.runner.speculation.drafts import Drafts
 from rocm_attn.runner.speculation.round_drafts import DraftsAhead, Place
 from rocm_attn.runner.speculation.round_trees import Guessed
+from rocm_attn.runner.taking import Taken
 
 
 @dataclass(slots=True, eq=False)

@@ -128,6 +128,10 @@ class Rounds(Protocol):
         """End the series, after all its rounds were read and before another step. Whether a round had a fault."""
         ...
 
+    def tells_of(self, step: int | None) -> bool:
+        """Whether a round that was read has told of a fault of the step that it followed from, by that one's number."""
+        ...
+
 
 class NoRounds:
     """The host plans every step."""
@@ -156,6 +160,10 @@ class NoRounds:
 
     def end(self) -> bool:
         """As Rounds.end."""
+        return False
+
+    def tells_of(self, step: int | None) -> bool:
+        """As Rounds.tells_of."""
         return False
 
 
@@ -276,6 +284,7 @@ class _Series:
     ends:        of its sequences
     shaping:     rows that are picked from in another way
     rounds:      by the memory that they tell in
+    number:      the runtime's, of all of them
     num_launched: rounds, the step included, _MOST_ROUNDS and it at most
     is_noted:    whether all that was launched will be read; not while a round is launched, which an interrupt may end
     cut:         places of sequences that go on by fewer tokens than the device took, and since which round
@@ -292,6 +301,7 @@ class _Series:
     shaping: ShapedRows
     rounds: list[_Round]
     room: int
+    number: int
     num_launched: int = 1
     is_noted: bool = False
     is_over: bool = False
@@ -329,7 +339,7 @@ class RoundPicks:
     def __init__(self, series: _Series, of_round: _Round, found: Callable[[], Found], done: Fence) -> None:
         self._series, self.told, self.done = series, of_round.told, done
         self._guessed, self._path, self._found = of_round.guessed, of_round.path, found
-        self.number = series.num_launched - 1
+        self.number, self.is_right = series.num_launched - 1, False
 
     @property
     def found(self) -> Found:
@@ -349,6 +359,7 @@ class RoundPicks:
             picks = [
                 self._right(seq, picked[seq * width : seq * width + num]) for seq, num in enumerate(taken.tolist())
             ]
+        self.is_right = not told[:, 2].any()
         series.note(self.number, 1, series.progress.kv_len + taken, told)
         return picks
 
@@ -423,6 +434,7 @@ class DeviceRounds:
         # likewise, and before which place in it the numbers lie there
         self._drawn_by: dict[int, tuple[int, int]] = {}
         self._series: _Series | None = None
+        self._told_of = -1  # the step of the last series that has ended with a fault
 
     def begin(self, step: ScheduledStep, picks: StepPicks, scheduler: Scheduler) -> StepPicks:
         """As Rounds.begin."""
@@ -464,6 +476,7 @@ class DeviceRounds:
             self._shaping(step),
             rounds,
             fewest(limit - batch.kv_len),
+            self._runtime.step_number,
         )
         return self._told(series, lambda: picked.found)
 
@@ -522,7 +535,7 @@ class DeviceRounds:
         kv_len: Int32Array = series.progress.kv_len + sum(taken)
         if rounds[0].number != series.progress.num_read or not series.ends.none_in(flat, kv_len):
             return None
-        first = (series.progress.kv_len - np.int32(self._width - 1)).tolist()
+        first, rounds[-1].is_right = (series.progress.kv_len - np.int32(self._width - 1)).tolist(), True
         return Together(rounds[0].number, len(rounds), first, token_ids, len(flat), kv_len, rounds[-1].told)
 
     def took(self, together: Together) -> None:
@@ -540,6 +553,8 @@ class DeviceRounds:
         series, self._series = self._series, None
         if series is None:
             return False
+        if series.has_fault:
+            self._told_of = series.number
         living = [
             (each.row, each)
             for row, each in zip(series.rows.tolist(), series.step.sequences, strict=True)
@@ -554,6 +569,13 @@ class DeviceRounds:
             going_on.append(each if goes_on else None)
         self._guesses.end(going_on, is_whole=series.is_noted and not series.has_fault)
         return series.has_fault
+
+    def tells_of(self, step: int | None) -> bool:
+        """As Rounds.tells_of."""
+        series = self._series
+        return step is not None and step == (
+            series.number if series is not None and series.has_fault else self._told_of
+        )
 
     def _told(self, series: _Series, found: Callable[[], Found]) -> RoundPicks:
         """Make the inputs of the round after what was picked last, and have it told what came of that."""

@@ -30,11 +30,12 @@ from rocm_attn.runner.asking_picker import AskedTokens, AskingPicker, RowAsk
 from rocm_attn.runner.logprobs import TokenLogprobs
 from rocm_attn.runner.request import Asking, Sequence
 from rocm_attn.runner.sampling import Draw, PickedTokens
-from rocm_attn.runner.scheduler import NO_SEQUENCE, ScheduledStep, Taken
+from rocm_attn.runner.scheduler import NO_SEQUENCE, ScheduledStep
 from rocm_attn.runner.speculation.drafts import LAST_TOKEN, NO_DRAFTS, Drafts
 from rocm_attn.runner.speculation.drawn import Accepted as AcceptedDrawn
 from rocm_attn.runner.speculation.drawn import NothingDrawn, Rejection
 from rocm_attn.runner.speculation.reading import Together
+from rocm_attn.runner.taking import Taken
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.metrics import Metrics
 
@@ -84,6 +85,11 @@ class StepPicks(Protocol):
     @property
     def is_followed(self) -> bool:
         """Whether what guesses has gone on from it on the device."""
+        ...
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the device has told, when it was read, that nothing was wrong; else later steps tell."""
         ...
 
     @property
@@ -251,7 +257,7 @@ class Speculation:
 class _OneEach:
     """A token for each sequence."""
 
-    is_followed = False
+    is_followed = is_right = False
     tokens = None
 
     def __init__(self, picked: PickedTokens) -> None:
@@ -269,7 +275,7 @@ class _OneEach:
 class _OneEachAsked:
     """A token for each sequence, and for some what they asked for."""
 
-    is_followed = False
+    is_followed = is_right = False
     tokens = None
 
     def __init__(self, picked: AskedTokens) -> None:
@@ -294,7 +300,7 @@ class _Verified:
     drawn:    what became of drafts that were drawn
     """
 
-    is_followed = False
+    is_followed = is_right = False
 
     def __init__(
         self,
@@ -308,6 +314,7 @@ class _Verified:
         self._picked, self._step, self._num_rows, self._runtime = picked, step, num_rows, runtime
         self._found: list[int | BadLogits] = []
         self._paths: list[Many[int]] = []  # place among step.picking -> the drafts that were accepted
+        self._may_have_moved = False
 
     @property
     def tokens(self) -> PickedTokens | AskedTokens | None:
@@ -316,7 +323,11 @@ class _Verified:
         return picked if isinstance(picked, PickedTokens) or picked.only_tokens else None
 
     def read(self) -> Picks:
-        """As StepPicks.read, before the next step of these sequences."""
+        """As StepPicks.read, before the next step of these sequences.
+
+        It may be read again after an interrupt. Where that may have come while accepted drafts were moved, nothing is
+        counted on that lies after the last token: such a sequence takes one token, and its next step stores the others.
+        """
         step, num_rows = self._step, self._num_rows
         found = self._found = self._picked.read()
         drawn = self._drawn.read()
@@ -337,7 +348,11 @@ class _Verified:
             # What has ended since the step was launched, by its text for one, has given its row back.
             if step.sequences[seq].row == step.batch.rows[seq]:
                 moves[seq] = path
-        if moves:
+        if self._may_have_moved:
+            for seq in moves:
+                picks[seq], self._paths[seq] = cast(Many[int], picks[seq])[:1], []
+        elif moves:
+            self._may_have_moved = True
             self._move(moves)
         return picks
 

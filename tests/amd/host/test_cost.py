@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rocm_attn.cli import cost, static_figures
-from rocm_attn.cli.cost import FIGURES, GPUS, SHAPES, Shape, fraction, predicted, predictions
+from rocm_attn.cli.cost import FIGURES, GPUS, SHAPES, Shape, fraction, predicted, predictions, published_decodes
 from rocm_attn.cli.static_figures import FILE, Busy, CdnaFigures, LayerFigures, StaticFigures
 from rocm_attn.kernels.attention.cuts import merge_shape
 from rocm_attn.kernels.tuning.measured import Table
@@ -232,3 +232,12 @@ def test_measured_tiles_are_predicted_where_they_have_figures(arch: str) -> None
 
 def test_deterministic_steps_have_no_prediction() -> None:
     assert not list(predictions(LLAMA, on("gfx942", WITH_CDNA), deterministic=True))
+
+
+def test_decode_is_checked_beside_published_speeds() -> None:
+    """A batch that fills the GPU is predicted; one sequence is not, as docs/cost.md says."""
+    found = {
+        published.shape.num_seqs: prediction.speed.holds(published.bytes_per_s)
+        for published, prediction in published_decodes()
+    }
+    assert found == {8: True, 1: False}

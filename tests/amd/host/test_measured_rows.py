@@ -23,7 +23,7 @@ from rocm_attn.machine.releases import Release, Releases
 from rocm_attn.machine.settings import read_settings
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.machine.tuning_file import TuningFile, as_json
-from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.problem import KVEncoding, PoolKind, Problem
 from rocm_attn.providers.contract import SMALLEST_POOL
 from rocm_attn.providers.select import select
 from rocm_attn.providers.tiles import decode_tiles_of, extend_rows_of, layer_of
@@ -257,7 +257,14 @@ def test_a_cache_that_is_closed_to_the_user_stops_no_runtime(tmp_path: Path, mon
 def test_tiles_that_no_kernel_takes_have_a_reason() -> None:
     layer, odd = layer_of(LAYER), layer_of(replace(LAYER, num_q_heads=3, num_kv_heads=3))
     assert refusal(Table.DECODE, TUNED, layer) == ""
-    assert "go with an even number" in refusal(Table.DECODE, replace(TUNED, heads_per_row=2), odd)
+    assert "go with a multiple of 2" in refusal(Table.DECODE, replace(TUNED, heads_per_row=2), odd)
+    assert refusal(Table.DECODE, replace(TUNED, heads_per_row=3), odd) == ""
+    coded = replace(odd, kv_encoding=KVEncoding.E4M3FN.name)
+    assert "two by two" in refusal(Table.DECODE, replace(TUNED, heads_per_row=3), coded)
+    extend = ExtendTiles(16, 16, 4, 1, heads_per_row=3)
+    assert refusal(Table.EXTEND, extend, odd) == ""
+    assert "go with a multiple of 3" in refusal(Table.EXTEND, extend, layer)
+    assert "without codes" in refusal(Table.EXTEND, extend, coded)
     assert "not transposed" in refusal(Table.DECODE, replace(TUNED, paired=True, transposed=True), layer)
     assert "one head a row" in refusal(Table.DECODE, replace(TUNED, dim_block=64, paired=True), layer)
     assert "are ExtendTiles, not DecodeTiles" in refusal(Table.EXTEND, TUNED, layer)

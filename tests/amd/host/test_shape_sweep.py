@@ -75,7 +75,8 @@ def test_a_works_shapes_are_of_that_work() -> None:
 @pytest.mark.parametrize("window_left", [UNLIMITED_WINDOW, 0, 2, 8, 9, 100])
 def test_products_are_counted_for_each_key_that_a_token_sees(window_left: int) -> None:
     shape = replace(PLAIN, window_left=window_left)
-    assert shape.flops == 4 * 8 * 64 * pairs_one_by_one(shape)
+    assert shape.powers == 8 * pairs_one_by_one(shape)
+    assert shape.flops == 4 * 64 * shape.powers
 
 
 def test_bytes_are_those_of_keys_that_are_seen_queries_and_results() -> None:
@@ -122,6 +123,13 @@ def test_a_cliff_is_far_from_its_neighbour_or_from_the_best_peer() -> None:
     assert not timed("neither", 15.0, 30.0, peer_us=15.0).is_cliff
     assert timed("neighbour", 24.0, 30.0, peer_us=24.0).is_cliff
     assert timed("peer", 15.0, 30.0, peer_us=9.0).is_cliff
+
+
+def test_powers_are_a_limit_beside_memory_and_products() -> None:
+    assert PLAIN.powers_us(1e6) == pytest.approx(PLAIN.powers + LAUNCHES_US)
+    slow = replace(timed("a", 30.0, 20.0), powers_us=30.0, neighbour_powers_us=5.0)
+    assert slow.with_powers.x_neighbour == pytest.approx(1.0)
+    assert not slow.with_powers.is_cliff
 
 
 def test_the_worst_come_first_whichever_they_are_worse_than() -> None:

@@ -503,7 +503,7 @@ def extend_cut(tensors: Tensors, tiles: ExtendTiles, sharing: Sharing, *, min_q_
     if not sharing.programs:
         return cut
     of_layer = sharing._replace(
-        rows=tensors.case.heads[1] * tiles.head_blocks(tensors.gqa_ratio),
+        rows=tensors.case.heads[1] // tiles.heads_per_row * tiles.head_blocks(tensors.gqa_ratio),
         causal=tensors.scores.causal and tensors.mask is None,
         window_left=tensors.case.window_left,
     )

@@ -332,6 +332,19 @@ def test_few_tokens_after_many_are_right(dim: int, device: torch.device) -> None
     assert_served(tensors)
 
 
+@pytest.mark.parametrize(("heads", "page_size"), [((96, 2), 2), ((24, 2), 16)])
+@dims
+def test_blocks_that_fewer_query_heads_fill_are_right(
+    heads: tuple[int, int], page_size: int, dim: int, device: torch.device
+) -> None:
+    case = replace(RAGGED, kv_len=[90, 1, 133], q_len=[25, 1, 133], heads=heads, dims=(dim, dim), page_size=page_size)
+    for sharing in (ALL_SHARED, NONE_SHARED):
+        tensors = build(case, device)
+        tiles = hopper_tiles(dim, page_size, coded=False)
+        run_hopper(tensors, sharing, tiles=replace(tiles, extend=replace(tiles.extend, fills=True)))
+        assert_served(tensors)
+
+
 @dims
 def test_programs_take_their_share_and_then_whole_rows(dim: int, device: torch.device) -> None:
     """Four blocks are shared out, of a long sequence above all; a program has several of the other rows, with pads."""

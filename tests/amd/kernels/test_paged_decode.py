@@ -77,6 +77,7 @@ def test_decode_equals_the_reference(
     assert_served(tensors)
 
 
+@pytest.mark.each_value
 @run_either
 @pytest.mark.parametrize("page_size", [1, 5, 16])
 @pytest.mark.parametrize("scores", [{}, {"sinks": True, "soft_cap": 1.5}], ids=["plain", "scored"])
@@ -106,6 +107,7 @@ def test_any_number_of_programs_gives_the_same_answer(num_programs: int, kernel_
     assert_served(tensors)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "tiles",
     [
@@ -128,6 +130,32 @@ def test_every_form_of_the_inner_loop_is_right(
     """Five query heads a KV head are cut unevenly by 2 and 3 blocks."""
     tensors = build(replace(RAGGED, heads=(10, 2), page_size=3, dtype=dtype), kernel_device)
     run_decode(tensors, num_programs=4, tiles=tiles)
+    assert_served(tensors)
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim", "heads_per_row", "layer"),
+    [
+        ((12, 6), 24, 3, {"spread": True}),
+        ((6, 6), 16, 6, {"window_left": 9, "sinks": True}),
+        ((15, 5), 40, 5, {"soft_cap": 3.0}),
+        ((8, 4), 16, 4, {"page_size": 16, "slopes": True}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_kv_heads_are_read_as_one(
+    heads: tuple[int, int],
+    dim: int,
+    heads_per_row: int,
+    layer: dict[str, Any],
+    transposed: bool,
+    kernel_device: torch.device,
+) -> None:
+    """Of any number and dim, whole or shared out among programs, next to each other in memory or not."""
+    tensors = build(replace(RAGGED, heads=heads, dims=(dim, dim), **layer), kernel_device)
+    tiles = DecodeTiles(16, 4, 1, 1, heads_per_row=heads_per_row, transposed=transposed)
+    run_decode(tensors, num_programs=5, tiles=tiles)
     assert_served(tensors)
 
 
@@ -201,6 +229,7 @@ def test_parts_that_are_handed_out_side_by_side_are_merged_right(
     assert torch.equal(tensors.out, expected), "who computes a part changes nothing"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kv_len", [[0], [0, 0], [0, 33, 0]], ids=str)
 @pytest.mark.parametrize("window_left", [-1, 20])
 def test_rows_without_keys_get_zeros_where_only_their_end_costs(
@@ -234,6 +263,7 @@ def test_sequences_with_another_number_of_new_tokens_are_left_alone(
     assert (tensors.lse[others] == UNTOUCHED).all()
 
 
+@pytest.mark.each_value
 @run_either
 @pytest.mark.parametrize("q_len", [[0, 0, 0], [2, 0, 3]])
 def test_a_step_without_decodes_changes_nothing(

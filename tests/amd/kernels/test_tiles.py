@@ -14,7 +14,7 @@ from rocm_attn.kernels.tuning.decode_tiles import DECODE_ROWS, decode_tiles
 from rocm_attn.kernels.tuning.extend_tiles import EXTEND_ROWS, extend_tiles
 from rocm_attn.kernels.tuning.hopper_tiles import HEAD_DIMS, hopper_segment_tiles, hopper_tiles
 from rocm_attn.kernels.tuning.segment_tiles import SEGMENT_ROWS, segment_tiles
-from rocm_attn.kernels.tuning.tiles import DecodeTiles, NoTiles
+from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles, NoTiles
 
 ARCHS = ("sm_90", "sm_80", "sm_120", "gfx942", "gfx950", "interpreter", "cpu")
 BF16 = torch.bfloat16
@@ -31,6 +31,7 @@ def decode_for(arch: str, heads: tuple[int, int], dims: tuple[int, int], dtype: 
     )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_whatever_the_kernels_serve_has_a_row(arch: str, dtype: torch.dtype) -> None:
@@ -91,6 +92,16 @@ def test_large_groups_of_query_heads_are_cut_evenly() -> None:
     assert (tiles.head_blocks, tiles.q_rows(71), tiles.rows_per_seq(1)) == (3, 24, 3)
 
 
+def test_query_blocks_are_filled_by_fewer_heads_of_a_kv_head() -> None:
+    filling = ExtendTiles(128, 64, 4, 2, fills=True)
+    assert [filling.heads_per_block(ratio) for ratio in (48, 24, 20, 64, 7, 71)] == [16, 8, 5, 64, 7, 1]
+    for ratio in range(1, MAX_GQA_RATIO + 1):
+        heads = filling.heads_per_block(ratio)
+        assert filling.head_blocks(ratio) * heads == ratio
+        assert filling.tokens_per_block(ratio) * heads >= 124
+    assert replace(filling, fills=False).heads_per_block(48) == 48
+
+
 def test_every_row_starts_with_whole_tiles() -> None:
     """Triton needs powers of two, matrix units at least 16 on a side."""
     sides = [row.tiles.key_block for row in DECODE_ROWS]
@@ -99,6 +110,7 @@ def test_every_row_starts_with_whole_tiles() -> None:
     assert all(row.tiles.row_cost + row.tiles.row_end >= 1 for row in DECODE_ROWS)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("page_size", [2, 16])
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_deterministic_extend_on_hopper_walks_keys_as_decode_does(dim: int, page_size: int) -> None:

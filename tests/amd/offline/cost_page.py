@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from rocm_attn.cli import cost
-from rocm_attn.cli.cost import GPUS, SHAPES, Shape, predicted, predictions
+from rocm_attn.cli.cost import GPUS, SHAPES, Shape, predicted, predictions, published_decodes
 from rocm_attn.cli.static_figures import StaticFigures
 from rocm_attn.machine.releases import Release, Releases
 from rocm_attn.machine.target import Target, known_target
@@ -63,4 +63,23 @@ def _assembly() -> str:
     return "\n".join([*lines, ""])
 
 
-_MAKERS: dict[str, Callable[[], str]] = {"sample": _sample, "decodes": _decodes, "assembly": _assembly}
+def _published() -> str:
+    lines = [
+        "| | layer | step | predicted, us | predicted, GB/s | published, GB/s | inside |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for found, prediction in published_decodes():
+        layer = f"{found.heads[0]} x {found.heads[1]} heads of {found.head_dim}"
+        speed = f"{found.bytes_per_s / 1e9:.0f}"
+        inside = "yes" if prediction.speed.holds(found.bytes_per_s) else "no"
+        times = [prediction.seconds.text(1e-6), prediction.speed.text(1e9)]
+        lines.append(f"| {' | '.join([GPUS[found.arch].name, layer, str(found.shape), *times, speed, inside])} |")
+    return "\n".join([*lines, ""])
+
+
+_MAKERS: dict[str, Callable[[], str]] = {
+    "sample": _sample,
+    "decodes": _decodes,
+    "published": _published,
+    "assembly": _assembly,
+}

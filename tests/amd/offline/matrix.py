@@ -197,6 +197,11 @@ ROWS = (
     # More blocks of columns than in heads of 256, and rows beside which others are no whole block.
     *(Row("sm_90", (16, 2), dims, BF16, 16) for dims in ((320, 320), (512, 32))),
     Row("sm_90", (12, 3), (16, 16), BF16, 16),
+    # Small heads that are read as one, and those that are not.
+    *(
+        Row("sm_90", heads, (dim, dim), BF16, 16)
+        for heads, dim in (((10, 5), 24), ((20, 2), 24), ((30, 3), 40), ((20, 2), 40), ((16, 1), 16), ((16, 1), 24))
+    ),
     *(Row("sm_80", *layer) for layer in _SM_80_LAYERS),
     *(
         Row(

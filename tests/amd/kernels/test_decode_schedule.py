@@ -219,6 +219,7 @@ def device_words(batch: Batch, device: torch.device) -> list[int]:
     return words[:size]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("window_left", [-1, 0, 40])
 @pytest.mark.parametrize(
     ("num_seqs", "longest", "num_programs", "num_kv_heads"),
@@ -240,7 +241,7 @@ def test_the_device_writes_the_words_of_the_host_twin(
     # Of a row's cost, which is 2 more than its blocks: halves, halves with padding, whole rows, two rows each; none.
     [
         (16, 1024, 264, 0.5, 0),
-        (16, 1008, 264, 0.5, 1),
+        pytest.param(16, 1008, 264, 0.5, 1, marks=pytest.mark.long),
         (32, 256, 264, 1, 0),
         (64, 1024, 264, 2, 0),
         (1, 256, 264, 0, 0),
@@ -364,3 +365,22 @@ def test_a_batch_without_decodes_gives_no_program_work(q_len: list[int], kernel_
     words = device_words(batch, kernel_device)
     assert words == batch.words
     assert words[3:32:8] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "programs"), [(1, 10), (7, 10), (8, 20), (12, 20), (13, 30), (17, 30), (18, 30), (400, 30)]
+)
+def test_programs_run_in_as_many_rounds_as_rows_fill_and_no_more_than_tiles_allow(num_seqs: int, programs: int) -> None:
+    tiles = replace(TILES, most_rounds=3)
+    cut = DecodeCut.of(tiles, num_kv_heads=2, programs=10, window_left=-1)
+    found = cut.of_step(num_seqs)
+    assert found == replace(cut, programs=programs)
+    # The launch that a cut is checked by.
+    assert found == DecodeCut.of(tiles, num_kv_heads=2, programs=programs, window_left=-1)
+
+
+def test_rows_of_windows_and_of_slots_run_in_one_round() -> None:
+    tiles = replace(TILES, most_rounds=3)
+    windowed = DecodeCut.of(tiles, num_kv_heads=2, programs=10, window_left=100)
+    slots = DecodeCut.of(tiles, num_kv_heads=2, programs=10, window_left=-1, has_slots=True)
+    assert {cut.of_step(400).programs for cut in (windowed, slots)} == {10}

@@ -101,7 +101,8 @@ def schedule_launch(step: StepTensors, device: torch.device) -> Callable[[], Non
     problem = Problem(32, 8, 128, 128, torch.bfloat16, 16, 128**-0.5)
     kernel = select(problem, detect_target(device), "triton").kernels[StepKind.DECODE].bound
     assert isinstance(kernel, TritonDecode)
-    num_seqs, cut = step.kv_len.shape[0], kernel.cut
+    num_seqs = step.kv_len.shape[0]
+    cut = kernel.cut.of_step(num_seqs)
     queries = Queries(step.row_of_seq, step.kv_len, step.q_indptr, num_seqs, max_q_len=1, max_kv_len=KV_LEN)
     schedule = torch.empty(cut.words(num_seqs), dtype=torch.int32, device=device)
     return lambda: launch_decode_schedule(queries, schedule, cut)

@@ -46,10 +46,10 @@ def main() -> None:
         ("sparse_decode_h200.json", sparse_decode),
         ("wide_rows_h200.json", wide_rows),
         ("named_shapes_h200.json", named_shapes),
-        ("counters_h200.json", counters),
         ("random_shapes_h200.json", random_shapes),
         ("tensor_parallel_h200.json", tensor_parallel),
         ("soak_h200.json", soak),
+        ("draft_soak_h200.json", draft_soak),
         ("runner_cpu.json", runner),
         ("mixed_load_cpu.json", mixed_load),
     ):
@@ -75,24 +75,38 @@ def divider(head: str) -> str:
 
 
 def attention(result: dict[str, Any]) -> str:
-    """One layer's launches per case."""
-    ceilings = result["ceilings"]
+    """One layer's launches per case, and every peer's."""
+    ceilings, rows = result["ceilings"], sorted(result["rows"], key=lambda row: row["case"])
     lines = opening(
         result,
         "One layer of attention, bf16, CUDA-graph replay",
-        f"Ceilings of the same run: copy {ceilings['copy_GBs']:.0f} GB/s, read {ceilings['read_GBs']:.0f} GB/s, "
-        f"bf16 8192^3 matmul {ceilings['mma_TFs']:.0f} TFLOP/s. floor: streaming read of the same bytes, or the "
+        f"Ceilings of the same passes: copy {ceilings['copy_GBs']:.0f} GB/s, read {ceilings['read_GBs']:.0f} GB/s, "
+        f"bf16 8192^3 matmul {ceilings['mma_TFs']:.0f} TFLOP/s. us: mean of {result['passes']} passes; spread: the "
+        "difference of the slowest and the fastest by it. floor: streaming read of the same bytes, or the "
         "matmul bound; limit: the same bytes at copy bandwidth, or the matmul bound. Input sets are rotated past the "
         "L2; the schedule is built once a step, outside. Error: relative to float32, before and after the graph. Peer: "
-        "the fastest other one of the same run that reads pages, and our time by its.",
-        "| case | us | floor us | x floor | limit us | x limit | error | peer | us | x peer |",
+        "the fastest other one of the same passes that reads pages, and our time by its.",
+        "| case | us | spread | floor us | x floor | limit us | x limit | error | peer | us | x peer |",
     )
-    for row in sorted(result["rows"], key=lambda row: row["case"]):
+    for row in rows:
+        spread = (max(row["passes_us"]) - min(row["passes_us"])) / row["us"]
         lines.append(
-            f"| {row['case']} | {row['us']} | {row['floor_us']} | {row['times_floor']:.2f} | {row['limit_us']} "
-            f"| {row['times_limit']:.2f} | {row['error']:.1e} / {row['error_in_graph']:.1e} "
+            f"| {row['case']} | {row['us']} | {spread:.1%} | {row['floor_us']} | {row['times_floor']:.2f} "
+            f"| {row['limit_us']} | {row['times_limit']:.2f} | {row['error']:.1e} / {row['error_in_graph']:.1e} "
             f"| {row['peer']} | {row['peer_us']} | {row['us'] / row['peer_us']:.2f} |"
         )
+    names = sorted({name for row in rows for name in row["peers"]})
+    head = f"| case | ours | {' | '.join(names)} |"
+    missing = f" Not there: {', '.join(result['missing'])}." if result["missing"] else ""
+    lines += [
+        "\nEvery peer of the same passes, microseconds; none where it does not serve the case or was wrong there. "
+        f"Those with contig read K and V that lie packed, without pages: no equal work.{missing}\n",
+        head,
+        divider(head),
+    ]
+    for row in rows:
+        times = (str(row["peers"].get(name, "")) for name in names)
+        lines.append(f"| {row['case']} | {row['us']} | {' | '.join(times)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -125,11 +139,12 @@ def round_time(result: dict[str, Any]) -> str:
         "rounds are read at a time. The GPU's idle share is of a run of its own, in which "
         "events around each step cost the host time. A fixed loop of Python took "
         f"{result['machine']['python_loop_us']} us.",
-        "| model | sequences | drafts | until launched us | ninth decile us | all us | first decile us | "
-        "step us | idle between steps us | idle share | acceptance length |",
+        "| model | drafted by | branches | sequences | drafts | until launched us | ninth decile us | all us | "
+        "first decile us | step us | idle between steps us | idle share | acceptance length |",
     )
     lines += [
-        f"| {row['model']} | {row['num_seqs']} | {row['draft_tokens']} | {row['launch_us_median']} | "
+        f"| {row['model']} | {row.get('drafter', 'ngram')} | {row.get('topk', 1)} | {row['num_seqs']} | "
+        f"{row['draft_tokens']} | {row['launch_us_median']} | "
         f"{row['launch_us_p90']} | {row['whole_us_median']} | {row['whole_us_p10']} | "
         f"{row['step_us']} | {row['idle_us']} | {row['idle_share']:.1%} | "
         f"{row['acceptance_length']} |"
@@ -480,27 +495,6 @@ def named_shapes(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def counters(result: dict[str, Any]) -> str:
-    """What ncu read of each launch."""
-    lines = opening(
-        result,
-        "What the counters say of the shapes that are compared",
-        "Read by Nsight Compute, each launch by itself: its times are longer than those in graphs. DRAM, L2 and units "
-        "of the multiprocessors: percent of what they can do. Stalls: what a warp waits for, in cycles for each "
-        "instruction, of all that it takes for one.",
-        "| shape | kernel | us | programs | registers | occupancy % | DRAM % | L2 % | units % | issue % | stalls |",
-    )
-    for row in result["rows"]:
-        stalls = ", ".join(f"{reason.lower()} {cycles}" for reason, cycles in row["stalls"].items())
-        lines.append(
-            f"| {row['shape']} | `{row['kernel']}` | {row['us']} | {row['programs']:.0f} | {row['registers']:.0f} "
-            f"| {row['occupancy_percent']:.0f} | {row['dram_percent']:.0f} | {row['l2_percent']:.0f} "
-            f"| {row['compute_percent']:.0f} | {row['issue_percent']:.0f} "
-            f"| {stalls}; of {row['cycles_per_instruction']:.1f} |"
-        )
-    return "\n".join(lines) + "\n"
-
-
 def random_shapes(result: dict[str, Any]) -> str:
     """The worst of a sweep."""
     names = {field.name for field in fields(Timed)}
@@ -583,6 +577,24 @@ def soak(result: dict[str, Any]) -> str:
             f"{report['checked_tokens']} tokens checked, no mismatch, worst error {report['worst_error']:.2f} of the "
             f"bound; memory grew by {report['device_growth_bytes']} bytes on the device and "
             f"{report['host_growth_bytes']} on the host; {report['steps_per_second']:.0f} steps/s.\n",
+        ]
+    )
+
+
+def draft_soak(result: dict[str, Any]) -> str:
+    """The same, of which most draft and verify."""
+    report = result["report"]
+    actions = report["actions"]
+    return "\n".join(
+        [
+            "## Soak of drafts: one run, every output checked against the oracle\n",
+            machine_line(result["machine"]),
+            f"{report['steps']} steps (seed {report['seed']}): {actions['draft']} rounds of drafts, {actions['tree']} "
+            f"verified trees, of which {report['moved_paths']} had a path moved, and {actions['verify']} verified "
+            f"chains; {report['replays']} replayed, {report['captures']} captures, {report['reopens']} reopens, "
+            f"{actions['preempt']} preemptions; {report['checked_tokens']} tokens checked, no mismatch, worst error "
+            f"{report['worst_error']:.2f} of the bound; memory grew by {report['device_growth_bytes']} bytes on the "
+            f"device and {report['host_growth_bytes']} on the host; {report['steps_per_second']:.0f} steps/s.\n",
         ]
     )
 

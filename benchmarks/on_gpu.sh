@@ -33,7 +33,7 @@ measure sparse_decode
 measure wide_rows
 measure score_cost
 measure named_shapes
-measure counters
+measure profile_misses
 measure random_shapes
 measure tensor_parallel
 measure soak --steps 20000 --seed 11

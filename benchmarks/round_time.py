@@ -1,10 +1,11 @@
-"""Host time of an engine's steps, plain ones and rounds of n-gram speculation, and how long the GPU waits for it.
+"""Host time of an engine's steps, plain ones and rounds of guesses, and how long the GPU waits for it.
 
 python -m benchmarks.round_time --out benchmarks/results/round_time_h200.json
 
 An engine serves a Llama, greedily, graphs on. Its layers add nothing, and its output matrix makes each text go round in
-a circle, so that all drafts are accepted and a round hands out as many tokens as it can. Three figures a step, medians
-of the steps after the first ones:
+a circle, so that all drafts are accepted and a round hands out as many tokens as it can; but hardly any of a head,
+whose weights are random. A small model that drafts has one layer of the model's. Three figures a step, medians of the
+steps after the first ones:
 
 launch: the host's time from the beginning of Engine.step() to the last launch, less the waits for the device: what the
         GPU would wait for if it had nothing else to do. A step that reads tokens first reads them in it. Rounds are
@@ -21,24 +22,32 @@ import json
 import statistics
 import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from benchmarks.steps_ahead import BOUND_BY_THE_HOST, MODELS, event, python_us
 from benchmarks.tensor_parallel import RandomOnDevice
 from rocm_attn.bench.machine import describe_machine
+from rocm_attn.runner.config import ModelConfig
 from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.ranks import ONE_RANK
 from rocm_attn.runner.request import Request
+from rocm_attn.runner.speculation import engines
 from rocm_attn.runner.speculation.rounds import DeviceRounds
 from rocm_attn.runner.weights import load_weights
 from rocm_attn.step.host_ring import Fence
 
 # model -> numbers of sequences, and of drafts. The first one's steps are shorter than those of models that are served.
 MEASURED = {BOUND_BY_THE_HOST: ((1, 8, 64), (0, 4, 8)), "Llama-3.2-1B's sizes": ((1, 8, 64), (8,))}
+SMALL, HEAD = "draft:one layer", "eagle:seeded"
+# What drafts, and how many branches: beside n-grams, with 4 drafts of the first model.
+DRAFTERS = ((SMALL, 1), (SMALL, 2), (HEAD, 1), (HEAD, 2))
+WITH_MODELS = 4
 PROMPT, STEPS = 100, 200
 KV_BYTES = 8 << 30
 CIRCLE = 16  # tokens
@@ -90,7 +99,7 @@ class Waits:
         return self.fence.query()
 
 
-def engine_of(loaded: LoadedModel, num_seqs: int, num_drafts: int) -> Engine:
+def engine_of(loaded: LoadedModel, num_seqs: int, num_drafts: int, drafter: str = "ngram", topk: int = 1) -> Engine:
     """An engine that has been given its requests."""
     options = EngineOptions(
         max_batch_size=num_seqs,
@@ -101,8 +110,9 @@ def engine_of(loaded: LoadedModel, num_seqs: int, num_drafts: int) -> Engine:
     )
     if num_drafts:
         chunk = max(512, num_seqs * (1 + num_drafts))
-        options = replace(options, chunk=chunk, speculative="ngram", draft_tokens=num_drafts)
-    engine = Engine(loaded, options)
+        options = replace(options, chunk=chunk, speculative=drafter, draft_tokens=num_drafts, topk=topk)
+    with patch.object(engines, "load_model", lambda *which, **how: going_round(loaded.config, 1)):
+        engine = Engine(loaded, options)
     random = torch.Generator().manual_seed(1)
     vocabulary = loaded.config.vocab_size
     for _ in range(num_seqs):
@@ -111,15 +121,38 @@ def engine_of(loaded: LoadedModel, num_seqs: int, num_drafts: int) -> Engine:
     return engine
 
 
-def measure(loaded: LoadedModel, num_seqs: int, num_drafts: int) -> dict[str, float | int]:
-    """Figures of the steps of one engine."""
-    engine = engine_of(loaded, num_seqs, num_drafts)
+def going_round(config: ModelConfig, num_layers: int) -> LoadedModel:
+    """The model of these sizes, with as many layers."""
+    config, device = replace(config, layers=config.layers[:num_layers]), torch.device("cuda")
+    weights = load_weights(GoingRound(config, device), config, dtype=torch.bfloat16, device=device)
+    return LoadedModel(config, weights, None, ONE_RANK)
+
+
+def watch(engine: Engine) -> tuple[list[tuple[float, float]], list[float]]:
+    """Waits.us of all fences of an engine, and Waits.last of its last launch."""
     waits: list[tuple[float, float]] = []
     launched = [0.0]
     for memory in engine._picker.plain._host:
         memory.done = Waits(memory.done, waits, launched)
-    for of_round in engine._rounds._memory if isinstance(engine._rounds, DeviceRounds) else []:
-        of_round.done = Waits(of_round.done, waits, launched)
+    if isinstance(engine._rounds, DeviceRounds):
+        for of_round in engine._rounds._memory:
+            of_round.done = Waits(of_round.done, waits, launched)
+        guesses = engine._rounds._guesses
+        guess = guesses.guess
+
+        def and_mark(*arguments: Any) -> bool:
+            """What a model drafts is launched after the fence."""
+            is_made = guess(*arguments)
+            launched[0] = time.perf_counter()
+            return is_made
+
+        guesses.guess = and_mark  # type: ignore[assignment, method-assign]
+    return waits, launched
+
+
+def measure(engine: Engine, num_seqs: int) -> dict[str, float | int]:
+    """Figures of the steps of one engine."""
+    waits, launched = watch(engine)
     all_us, launch_us, num_steady = list[float](), list[float](), 0
     while engine.has_work:
         num_steady = len(all_us) if engine._scheduler.num_running == num_seqs else num_steady
@@ -133,8 +166,6 @@ def measure(loaded: LoadedModel, num_seqs: int, num_drafts: int) -> dict[str, fl
             launch_us.append((launched[0] - before) * 1e6 - waited)
     metrics, whole_us = engine.report().metrics, by_step(all_us[SKIPPED:num_steady])
     return {
-        "num_seqs": num_seqs,
-        "draft_tokens": num_drafts,
         "launch_us_median": median(launch_us),
         "launch_us_p90": round(statistics.quantiles(launch_us[SKIPPED:-5], n=10)[8], 1),
         "whole_us_median": round(statistics.median(whole_us), 1),
@@ -157,9 +188,8 @@ def median(values: list[float]) -> float:
     return round(statistics.median(values[SKIPPED:-5]), 1)
 
 
-def idle(loaded: LoadedModel, num_seqs: int, num_drafts: int) -> dict[str, float]:
+def idle(engine: Engine) -> dict[str, float]:
     """How long the GPU takes for a step, and how long it waits for the next one."""
-    engine = engine_of(loaded, num_seqs, num_drafts)
     begun, ended = list[torch.Event](), list[torch.Event]()
 
     def marked(owner: object, name: str) -> None:
@@ -193,15 +223,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
-    device, rows = torch.device("cuda"), []
+    rows = []
     for name, (num_seqs_of, drafts_of) in MEASURED.items():
-        config = replace(MODELS[name], context_len=4096)
-        weights = load_weights(GoingRound(config, device), config, dtype=torch.bfloat16, device=device)
-        loaded = LoadedModel(config, weights, None, ONE_RANK)
+        loaded = going_round(replace(MODELS[name], context_len=4096), len(MODELS[name].layers))
+        drafters = DRAFTERS if name == BOUND_BY_THE_HOST else ()
         for num_seqs in num_seqs_of:
-            for num_drafts in drafts_of:
-                figures = {**measure(loaded, num_seqs, num_drafts), **idle(loaded, num_seqs, num_drafts)}
-                rows.append({"model": name, **figures})
+            how = [(num_drafts, "ngram", 1) for num_drafts in drafts_of]
+            for num_drafts, drafter, topk in [*how, *((WITH_MODELS, *each) for each in drafters)]:
+                engine_with = partial(engine_of, loaded, num_seqs, num_drafts, drafter, topk)
+                what = {"model": name, "num_seqs": num_seqs, "draft_tokens": num_drafts, "drafter": drafter}
+                rows.append({**what, "topk": topk, **measure(engine_with(), num_seqs), **idle(engine_with())})
                 print(rows[-1], flush=True)
     with open(args.out, "w") as file:
         json.dump({"machine": {**describe_machine(), "python_loop_us": python_us()}, "rows": rows}, file, indent=1)

@@ -1,12 +1,15 @@
-"""The long soak on this machine's GPU, in the form of a result file.
+"""A long soak on this machine's GPU or CPU, in the form of a result file.
 
-python -m benchmarks.soak --steps 20000 --seed 11 --out benchmarks/results/soak.json
+python -m benchmarks.soak --steps 20000 --seed 11 --out benchmarks/results/soak_h200.json
+python -m benchmarks.soak --speculative --steps 10000 --seed 16 \\
+    --out benchmarks/results/draft_soak_h200.json
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 import torch
@@ -21,13 +24,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--speculative", action="store_true", help="as in `rocm-attn soak --speculative`")
+    parser.add_argument("--device", default="cuda", help="cuda (bfloat16, our kernels) or cpu (float32, torch's)")
     parser.add_argument("--out", type=Path, required=True, help="the result file")
     options = parser.parse_args()
-    scenario = Scenario.of_seed(options.seed)
-    device = torch.device("cuda")
-    soak = Soak(scenario, seed=options.seed, device=device, provider="triton", dtype=torch.bfloat16)
-    report = soak.run(options.steps)
-    options.out.write_text(json.dumps({"machine": describe_machine(), "report": report.as_dict()}, indent=1))
+    scenario, device = Scenario.of_seed(options.seed), torch.device(options.device)
+    soak = Soak(
+        scenario.speculative() if options.speculative else scenario,
+        seed=options.seed,
+        device=device,
+        provider="torch" if device.type == "cpu" else "triton",
+        dtype=torch.float32 if device.type == "cpu" else torch.bfloat16,
+    )
+    machine = describe_machine()  # before the soak: the checkout may move while it runs
+    report = soak.run(options.steps, on_reopen=lambda steps: print(f"{steps} steps", file=sys.stderr, flush=True))
+    options.out.write_text(json.dumps({"machine": machine, "report": report.as_dict()}, indent=1))
     print(report)
 
 

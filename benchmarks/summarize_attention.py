@@ -1,9 +1,11 @@
-"""Turn a benchmark harness's raw results for this library into a result file with floors and limits.
+"""Turn a benchmark harness's raw results into a result file with floors and limits, and every peer's times.
 
-python -m benchmarks.summarize_attention --harness DIR --raw results.jsonl --out benchmarks/results/attention_h200.json
+python -m benchmarks.summarize_attention --harness DIR --raw pass1.jsonl pass2.jsonl \\
+    --out benchmarks/results/attention_h200.json
 
-DIR holds the harness's cases.py. "floor": streaming read of the same bytes in a graph, or the matrix-unit bound if
-that is larger. "limit": the same bytes at copy bandwidth, or the matrix-unit bound. Ceilings come from the same run.
+DIR holds the harness's cases.py; each raw file is a pass. "floor": streaming read of the same bytes in a graph, or the
+matrix-unit bound if that is larger. "limit": the same bytes at copy bandwidth, or the matrix-unit bound. Ceilings come
+from the same pass, and numbers of a row are means over passes.
 """
 
 from __future__ import annotations
@@ -13,8 +15,11 @@ import datetime
 import importlib.util
 import json
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from rocm_attn.bench.machine import commit
@@ -23,62 +28,106 @@ from rocm_attn.bench.machine import commit
 OURS, WITHOUT_PAGES = "own", "-contig"
 # Relative to float32; beyond it the harness itself lets no time count.
 MOST_ERROR = 2e-2
+CEILINGS = ("copy_GBs", "read_GBs", "mma_TFs", "graph_launch_us")
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What one raw file holds.
+
+    ceilings: of the GPU, measured in it
+    timed:    (case, adapter) -> what was right and has a time
+    missing:  adapters that could not be loaded, and why
+    """
+
+    ceilings: dict[str, Any]
+    timed: dict[tuple[str, str], dict[str, Any]]
+    missing: dict[str, str]
+
+    @classmethod
+    def of(cls, text: str) -> Pass:
+        """Of a file's lines. Raises SystemExit where this library was wrong."""
+        records = [json.loads(line) for line in text.splitlines()]
+        # A case that an adapter refuses has a result without a time.
+        timed = {(each["case"], each["ad"]): each for each in records if each["t"] == "res" and "us" in each}
+        right = {key: each for key, each in timed.items() if is_right(each)}
+        if wrong := [case for case, name in timed.keys() - right.keys() if name == OURS]:
+            raise SystemExit(f"{OURS} was wrong on {', '.join(sorted(wrong))}; a time of it is none")
+        ceilings = next(each for each in records if each["t"] == "ceil")
+        missing: dict[str, str] = next((each["missing"] for each in records if each["t"] == "missing"), {})
+        return cls(ceilings, right, missing)
+
+
+def is_right(record: dict[str, Any]) -> bool:
+    """Whether a result is near enough to float32, eagerly and as the graph has left it; NaN is not."""
+    return bool(record["err"] < MOST_ERROR and record["err_graph_path"] < MOST_ERROR)
 
 
 def main() -> None:
     """Read, combine, write."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--harness", required=True, type=Path)
-    parser.add_argument("--raw", required=True, type=Path)
+    parser.add_argument("--raw", required=True, type=Path, nargs="+")
     parser.add_argument("--out", required=True, type=Path)
     args = parser.parse_args()
-    records = [json.loads(line) for line in args.raw.read_text().splitlines()]
-    ceilings = next(record for record in records if record["t"] == "ceil")
-    cases = {case.name: case for case in load_cases(args.harness).all_cases()}
-    # A case that this library or a peer refuses has a result without a time.
-    timed = [record for record in records if record["t"] == "res" and "us" in record]
-    rows = [
-        row(record, cases[record["case"]], ceilings) | fastest_peer(record["case"], timed)
-        for record in timed
-        if record["ad"] == OURS
-    ]
-    machine = {key: ceilings[key] for key in ("gpu", "torch", "triton")} | {"commit": commit(), "date": today()}
-    kept = ("copy_GBs", "read_GBs", "mma_TFs", "graph_launch_us", "read_curve")
-    result = {"machine": machine, "ceilings": {key: ceilings[key] for key in kept}, "rows": rows}
+    passes = [Pass.of(path.read_text()) for path in args.raw]
+    result = summary(passes, {case.name: case for case in load_cases(args.harness).all_cases()})
     args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def row(record: dict[str, Any], case: Any, ceilings: dict[str, Any]) -> dict[str, Any]:
-    """One case: time, bounds and errors against float32, before and after the graph."""
-    num_bytes, matrix_us = case.min_bytes(), case.flops() / ceilings["mma_TFs"] / 1e6
-    floor_us = max(read_us(num_bytes, ceilings["read_curve"]), matrix_us)
-    limit_us = max(num_bytes / ceilings["copy_GBs"] / 1e3, matrix_us)
+def summary(passes: Sequence[Pass], cases: dict[str, Any]) -> dict[str, Any]:
+    """The result file. cases: by name"""
+    first = passes[0].ceilings
+    ours = [name for name in cases if all((name, OURS) in each.timed for each in passes)]
     return {
-        "case": record["case"],
-        "us": round(record["us"], 1),
-        "floor_us": round(floor_us, 1),
-        "limit_us": round(limit_us, 1),
-        "times_floor": round(record["us"] / floor_us, 3),
-        "times_limit": round(record["us"] / limit_us, 3),
-        "error": float(f"{record['err']:.2g}"),
-        "error_in_graph": float(f"{record['err_graph_path']:.2g}"),
+        "machine": {key: first[key] for key in ("gpu", "torch", "triton")} | {"commit": commit(), "date": today()},
+        "passes": len(passes),
+        "missing": sorted({name for each in passes for name in each.missing}),
+        "ceilings": {key: mean(each.ceilings[key] for each in passes) for key in CEILINGS},
+        "rows": [row(cases[name], passes) for name in ours],
     }
 
 
-def fastest_peer(case: str, timed: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of those of the same run that read pages and were right."""
-    peers = [
-        (record["us"], record["ad"])
-        for record in timed
-        if record["case"] == case
-        and record["ad"] != OURS
-        and not record["ad"].endswith(WITHOUT_PAGES)
-        and record["err_graph_path"] < MOST_ERROR
-    ]
-    us, name = min(peers, default=(None, None))
-    if us is None:
-        raise SystemExit(f"no peer has served {case}; measure beside one")
-    return {"peer": name, "peer_us": round(us, 1)}
+def row(case: Any, passes: Sequence[Pass]) -> dict[str, Any]:
+    """One case: time, bounds, errors against float32 before and after the graph, and the peers of the same passes."""
+    num_bytes = case.min_bytes()
+    ours = [each.timed[case.name, OURS] for each in passes]
+    us = mean(record["us"] for record in ours)
+    matrix = [case.flops() / each.ceilings["mma_TFs"] / 1e6 for each in passes]
+    reads = [read_us(num_bytes, each.ceilings["read_curve"]) for each in passes]
+    copies = [num_bytes / each.ceilings["copy_GBs"] / 1e3 for each in passes]
+    floor_us = mean(max(pair) for pair in zip(reads, matrix, strict=True))
+    limit_us = mean(max(pair) for pair in zip(copies, matrix, strict=True))
+    peers = peers_of(case.name, passes)
+    paged = {name: peer_us for name, peer_us in peers.items() if not name.endswith(WITHOUT_PAGES)}
+    if not paged:
+        raise SystemExit(f"no peer has served {case.name}; measure beside one")
+    fastest = min(paged, key=lambda name: paged[name])
+    return {
+        "case": case.name,
+        "bytes": num_bytes,
+        "us": round(us, 1),
+        "passes_us": [round(record["us"], 1) for record in ours],
+        "floor_us": round(floor_us, 1),
+        "limit_us": round(limit_us, 1),
+        "times_floor": round(us / floor_us, 3),
+        "times_limit": round(us / limit_us, 3),
+        "error": float(f"{max(record['err'] for record in ours):.2g}"),
+        "error_in_graph": float(f"{max(record['err_graph_path'] for record in ours):.2g}"),
+        "peer": fastest,
+        "peer_us": paged[fastest],
+        "peers": peers,
+    }
+
+
+def peers_of(case: str, passes: Sequence[Pass]) -> dict[str, float]:
+    """Microseconds of every other adapter that was right in each pass."""
+    names = sorted({name for each in passes for timed, name in each.timed if timed == case and name != OURS})
+    return {
+        name: round(mean(each.timed[case, name]["us"] for each in passes), 1)
+        for name in names
+        if all((case, name) in each.timed for each in passes)
+    }
 
 
 def read_us(num_bytes: int, curve: list[tuple[int, float]]) -> float:

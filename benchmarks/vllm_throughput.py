@@ -244,7 +244,8 @@ def of_turns(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """A workload's medians, its slowest and fastest turn, and the tokens of the first one."""
     speeds = {name: [turn[name] for turn in turns] for name in ("tokens_per_s", "decode_tokens_per_s")}
     spread = {f"{name}_of_turns": [min(each), max(each)] for name, each in speeds.items()}
-    return {**{name: statistics.median(each) for name, each in speeds.items()}, **spread, "tokens": turns[0]["tokens"]}
+    medians = {name: round(statistics.median(each), 1) for name, each in speeds.items()}
+    return {**medians, **spread, "tokens": turns[0]["tokens"]}
 
 
 def timed(engine: Any, prompts: Sequence[dict[str, list[int]]], new: Sequence[int]) -> dict[str, Any]:

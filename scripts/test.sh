@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
 # Sets up .venv-test and runs every check, or only the stages named:
 #   bash scripts/test.sh [STAGE...]
-# An argument may name several stages, 'types soak': they run side by side.
+# An argument may name several stages, 'host interpreter soak': two run side by side, and the next begins as soon as one
+# ends.
 #
 #   lint             ruff, format and lint
 #   types            mypy --strict over the package, the tests and the benchmarks
 #   host             everything that needs neither a GPU nor Triton's interpreter
 #   interpreter      the kernels, and the runtime on top of them, under Triton's interpreter
 #   mutation         every sixty-fourth mask of the kernels removed in a copy: a check under Triton's interpreter must notice
-#   soak             1,000 random steps of a tiny model, every output checked against the oracle
-#   driver           30 seeds of a random driver whose oracle shares no code with the project
+#   soak             500 random steps of a tiny model, every output checked against the oracle
+#   driver           10 seeds of a random driver whose oracle shares no code with the project
 #   text             greedy text against transformers, and the command line on real weights
 #   offline          every kernel compiled for gfx942, and some for gfx950 and sm_90, with the installed Triton
 #   simulator        every kernel executed as gfx942 and gfx950 machine code, with every address checked
@@ -107,14 +108,6 @@ run_on_host() {
         tests/amd/{host,hip_graphs,runtime,external,integrations,guards,graphs,system,runner,server,bench,doctor,aiter,aiter_source,docs,house}
 }
 
-# run_simulator: the kernels last and by one pytest, which has processes of its own: each of several workers would run
-# every case.
-run_simulator() {
-    local kernels=tests/amd/simulator/test_kernels.py
-    spread -m "not nightly" --ignore $kernels tests/amd/simulator
-    run_pytest $kernels
-}
-
 # compile ARGUMENT...: tests of machine code; all of one row are one worker's, so that it is compiled once.
 compile() {
     run_pytest -n auto --dist loadgroup tests/amd/offline "$@"
@@ -145,19 +138,20 @@ run_stage() {
     mutation-long) spread -m long tests/amd/mutation ;;
     offline-long) compile -m "long or nightly" ;;
     driver) spread tests/amd/driver ;;
-    driver-long) python -m tests.amd.driver --seeds 30:2000 | tee -a "$verdicts" ;;
+    driver-long) python -m tests.amd.driver --seeds 10:2000 | tee -a "$verdicts" ;;
     engines) run_engines -m "not nightly" ;;
     engines-long) bash scripts/engine_venv.sh sglang vllm && run_engines -m nightly ;;
     text) run_pytest -n auto --dist loadfile -m "not nightly" tests/amd/text ;;
     text-long) run_pytest -n auto -m nightly tests/amd/text ;;
-    soak) rocm-attn soak --steps 1000 --seed 0 ;;
+    soak) rocm-attn soak --steps 500 --seed 0 ;;
     soak-long) rocm-attn soak --steps 10000 --seed 1 ;;
     offline) compile -m "not llvm_mca and not long and not nightly" ;;
     tuning) run_pytest tests/amd/offline -m llvm_mca ;;
     oldest) with_triton $OLDEST_TRITON compile -m "oldest_triton and not long" ;;
     oldest-long) with_triton $OLDEST_TRITON compile -m "oldest_triton and long" ;;
     offline@*) with_triton "${1#offline@}" compile -m "not llvm_mca" -k "gfx and not budget" ;;
-    simulator) run_simulator ;;
+    # By one pytest, which has processes of its own for the kernels: each of several workers would run every case.
+    simulator) run_pytest -m "not nightly" tests/amd/simulator ;;
     simulator-long) spread -m nightly tests/amd/simulator ;;
     simulator@*) with_triton "${1#simulator@}" python -m tests.amd.simulator.record docs/simulator.md ;;
     aiter-source) run_aiters_kernels ;;
@@ -179,8 +173,8 @@ verdicts=$VENV/verdicts
 : >"$verdicts"
 
 if [ $# -eq 0 ]; then
-    # Stages that leave a core idle, at their ends or all the time, run beside another.
-    set -- lint 'types soak' images host interpreter 'mutation text' 'driver simulator' 'offline oldest' engines
+    # The longest first: what is left at the end is short, and no core idles for long.
+    set -- lint images 'host interpreter simulator offline text mutation oldest types soak driver' engines
     if python -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; then
         set -- "$@" device
     fi
@@ -204,19 +198,39 @@ time_stage() {
     printf '%-16s %-7s %4d s\n' "$1" "$verdict" $((SECONDS - started)) >"$VENV/stage-$1"
 }
 
+# time_side_by_side STAGE...: two at a time, each with half of the cores, as a worker of pytest's imports and collects all
+# tests of its stage. What they print is printed when all have ended.
+time_side_by_side() {
+    local cores
+    cores=$(nproc)
+    export PYTEST_XDIST_AUTO_NUM_WORKERS=$(((cores + 1) / 2))
+    for stage in "$@"; do
+        while [ "$(jobs -rp | wc -l)" -ge 2 ]; do
+            wait -n
+        done
+        {
+            time_stage "$stage" >"$VENV/output-$stage" 2>&1
+            cat "$VENV/stage-$stage"
+        } &
+    done
+    wait
+    unset PYTEST_XDIST_AUTO_NUM_WORKERS
+    for stage in "$@"; do
+        cat "$VENV/output-$stage"
+    done
+}
+
 summary=""
 for stages in "$@"; do
     echo "=== $stages"
+    if [ "$stages" = "${stages%% *}" ]; then
+        stage=$stages
+        time_stage "$stage"
+    else
+        # shellcheck disable=SC2086 # the names of the stages
+        time_side_by_side $stages
+    fi
     for stage in $stages; do
-        if [ "$stage" = "$stages" ]; then
-            time_stage "$stage"
-        else
-            time_stage "$stage" >"$VENV/output-$stage" 2>&1 &
-        fi
-    done
-    wait
-    for stage in $stages; do
-        [ "$stage" = "$stages" ] || cat "$VENV/output-$stage"
         summary+=$(cat "$VENV/stage-$stage")$'\n'
     done
 done

@@ -21,6 +21,10 @@ The first three only where something is shared, and no share is larger than most
 long have one slot among programs. Where two whole rows run in the room of a program (rows_at_once), a round has twice
 as many, and a row takes half as long again: it runs at half the speed until its neighbour ends.
 
+Deterministic attention shares rows by whole segments (segment_len) and keeps each as a part, so that a share takes as
+long as its segments, rounded up, and costs gain / 16 of its keys more. No share is smaller than a segment: of few rows
+some programs have none, and these take the longest of the whole rows (hopper/rows.py).
+
 The schedule is int32, flat, BLOCK_WORDS a block, then SHARE_WORDS a program. num_tokens // query_tokens + num_seqs + 1
 blocks are enough for any split of num_tokens, the padded tail included. Costs are in keys, 64 bits.
 """
@@ -221,12 +225,31 @@ def _cost_before(schedule, block, is_block):
 
 
 class ShareGeometry(NamedTuple):
-    """What shares are compiled for: ROWS of a block; BLOCKS, CUTS, ROUNDS that are looked at in one step."""
+    """What shares are compiled for: ROWS of a block; SEGMENT_LEN of cuts.Sharing; BLOCKS, CUTS, ROUNDS that are looked
+    at in one step.
+    """
 
     ROWS: int
+    SEGMENT_LEN: int
     BLOCKS: int
     CUTS: int
     ROUNDS: int
+
+
+@triton.jit
+def _longest_rounds(schedule, cut, num_blocks, first, slots, G: tl.constexpr):
+    """[CUTS], int64: what the rows of a slot take: k + 1 rows as long as the first one of round k.
+
+    cut:   [CUTS] the rows are those of the blocks after it, slots of them a round
+    first: [CUTS] rows that rounds 0, 2, ... begin after: slots that come first there come last in the others
+    """
+    rounds = tl.arange(0, G.ROUNDS)
+    # row, block, cost: [CUTS, ROUNDS]
+    row = (rounds * slots)[None, :] + first[:, None] * (1 - rounds % 2)[None, :]
+    block = cut[:, None] + row // G.ROWS
+    is_block = block < num_blocks
+    cost = _cost_before(schedule, block + 1, is_block) - _cost_before(schedule, block, is_block)
+    return tl.max(cost * (rounds + 1)[None, :], 1)
 
 
 @triton.jit(
@@ -251,19 +274,25 @@ def _share_kernel(
         seq = tl.load(schedule + (first + lane) * BLOCK_WORDS + BLOCK_SEQ, mask=first + lane < max_blocks, other=-1)
         num_blocks += tl.sum((seq >= 0).to(tl.int32), 0)
 
-    # cut, shared, estimate: [CUTS]; cost: [CUTS, ROUNDS]
+    # cut, shared, estimate: [CUTS]
     stride = tl.maximum(tl.cdiv(num_blocks, G.CUTS - 1), 1)
     cut = tl.minimum(tl.arange(0, G.CUTS) * stride, num_blocks)
     total = _cost_before(schedule, num_blocks, True) * ROWS
     shared = _cost_before(schedule, cut, cut <= num_blocks) * ROWS
-    rounds = tl.arange(0, G.ROUNDS)
-    block = cut[:, None] + ((rounds * num_programs * rows_at_once) // ROWS)[None, :]
-    is_block = block < num_blocks
-    cost = _cost_before(schedule, block + 1, is_block) - _cost_before(schedule, block, is_block)
-    longest = tl.max(cost * (rounds + 1)[None, :], 1) * (1 + rows_at_once) // 2
-    estimate = shared // num_programs
-    estimate += tl.where(cut > 0, split_keys + total // num_programs * gain // 16, 0)
-    estimate += tl.maximum((total - shared) // num_programs, longest)
+    longest = _longest_rounds(schedule, cut, num_blocks, cut * 0, num_programs * rows_at_once, G)
+    longest = longest * (1 + rows_at_once) // 2
+    if G.SEGMENT_LEN > 0:
+        of_program = tl.maximum(tl.cdiv(shared, num_programs), least_keys)
+        taken = tl.cdiv(of_program, G.SEGMENT_LEN) * G.SEGMENT_LEN
+        without = num_programs - tl.cdiv(shared, of_program)
+        later = _longest_rounds(schedule, cut, num_blocks, without.to(tl.int32), num_programs, G)
+        price = split_keys + shared // num_programs * gain // 16
+        sharing = tl.maximum(tl.maximum(longest, taken + later), total // num_programs) + price
+        estimate = tl.where(cut > 0, sharing, longest)
+    else:
+        estimate = shared // num_programs
+        estimate += tl.where(cut > 0, split_keys + total // num_programs * gain // 16, 0)
+        estimate += tl.maximum((total - shared) // num_programs, longest)
     estimate = tl.where(shared > tl.cast(most_keys, tl.int64) * num_programs, 1 << 50, estimate)
     best = tl.min(estimate * G.CUTS + tl.arange(0, G.CUTS), 0) & (G.CUTS - 1)
     cut_blocks = tl.minimum(best.to(tl.int32) * stride, num_blocks)
@@ -327,6 +356,6 @@ def launch_extend_schedule(queries: Queries, schedule: Tensor, cut: ExtendCut) -
         sharing.gain,
         sharing.least_keys,
         sharing.most_keys,
-        G=ShareGeometry(sharing.rows, _BLOCKS_AT_ONCE, _CUTS, _ROUNDS),
+        G=ShareGeometry(sharing.rows, sharing.segment_len, _BLOCKS_AT_ONCE, _CUTS, _ROUNDS),
         num_warps=4,
     )

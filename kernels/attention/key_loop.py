@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
@@ -48,6 +49,7 @@ class KeyGeometry(NamedTuple):
     EDGE_BLOCK:           keys of a block where rows do not see all of them; divides KEY_BLOCK
     CAUSAL:               whether a row sees no key after its own
     WINDOWED, CAPPED:     whether scores have a window, a cap
+    BOUNDED:              whether a cap keeps exponentials within V's numbers, so that no maximum is taken off
     SAME_OFFSETS:         whether K and V of a token lie at the same place of their pages
     IN_ONE_PAGE:          whether the keys of a block lie in one page (key_rows.py)
     EXACT:                whether results may not depend on which products and sums the compiler fuses
@@ -68,6 +70,7 @@ class KeyGeometry(NamedTuple):
     CAUSAL: bool
     WINDOWED: bool
     CAPPED: bool
+    BOUNDED: bool
     SAME_OFFSETS: bool
     IN_ONE_PAGE: bool
     EXACT: bool
@@ -128,6 +131,10 @@ def key_geometry(args: AttendArgs, scores: Scores, *, tiles: ExtendTiles, causal
         CAUSAL=causal,
         WINDOWED=scores.windowed,
         CAPPED=scores.soft_cap > 0,
+        BOUNDED=exact
+        and scores.is_bounded
+        and args.q.dtype == torch.bfloat16
+        and not args.pages.format.encoding.is_fp8,
         SAME_OFFSETS=args.same_offsets,
         IN_ONE_PAGE=lie_in_one_page(args, tiles.key_block),
         EXACT=exact,
@@ -201,6 +208,8 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
     if AT_ONCE:
         # capped() gives half a tanh, of an exponent in base 2 of twice the number.
         qk_scale, tanh_scale = qk_scale * 0.5, tanh_scale * (0.5 * LN_2)
+    # Of Hopper's deterministic extend, which has these bits.
+    BOUNDED: tl.constexpr = K.BOUNDED and AT_ONCE and slope is None
     pages = kv.line
     lane = tl.arange(0, KEY_BLOCK)
     k_column = _column_offsets(K.K_COLUMNS, K.HEAD_DIM, kv.k.head, K)
@@ -263,11 +272,14 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
                 visible = (kv_index < seen.keys.end)[None, :]
             scores = tl.where(visible, scores, float("-inf"))
         factor = qk_scale if slope is None else 1.0
-        new_maximum = tl.maximum(maximum, tl.max(scores, 1) * factor)
+        new_maximum = maximum if BOUNDED else tl.maximum(maximum, tl.max(scores, 1) * factor)
         # A row of a masked block may have seen no key yet; the subtractions below must not be inf - inf.
         base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum) if MASKED else new_maximum
         decay = tl.exp2(maximum - base)
-        if K.EXACT:
+        if BOUNDED:
+            decay = tl.full(maximum.shape, 1.0, tl.float32)
+            weights = tl.exp2(scores * factor)
+        elif K.EXACT:
             weights = tl.exp2(tl.fma(scores, factor, -base[:, None]))
         else:
             weights = tl.exp2(scores * factor - base[:, None])
@@ -281,4 +293,6 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
             v = _elements(v_rows, live, i, K.V_COLUMNS, V_DIM, MASKED)
             acc += (add_values(left[i], decay[:, None], shares, v, v_factor, DTYPE, False, C),)
         maximum = new_maximum
+    if BOUNDED:
+        maximum = tl.where(total > 0.0, 0.0, maximum)
     return Softmax(acc, maximum, total)

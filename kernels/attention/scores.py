@@ -17,6 +17,9 @@ import numpy as np
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 UNLIMITED_WINDOW = -1
+# Exponentials of scores up to it and down to its negative are numbers of bfloat16 without a maximum taken off, and a
+# million of them times V add up to less than float32 goes.
+_MOST_BOUNDED_CAP = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,11 @@ class Scores:
     def windowed(self) -> bool:
         """Whether a token may see fewer keys than come before it."""
         return self.window_left != UNLIMITED_WINDOW
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether a cap keeps exponentials within the numbers of bfloat16: then no maximum need be taken off."""
+        return 0 < self.soft_cap <= _MOST_BOUNDED_CAP
 
     @property
     def tanh_scale(self) -> float:

@@ -39,7 +39,15 @@ from rocm_attn.kernels.attention.segments import UNFUSED
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES
 from rocm_attn.kernels.hopper.codes import Factors, decode, new_codes, produce_codes, row_factor
 from rocm_attn.kernels.hopper.gather import gather
-from rocm_attn.kernels.hopper.key_steps import Progress, Query, attend_steps, ended, nothing_seen, rows_of_scores
+from rocm_attn.kernels.hopper.key_steps import (
+    Progress,
+    Query,
+    attend_steps,
+    ended,
+    nothing_seen,
+    rows_of_scores,
+    with_bound,
+)
 from rocm_attn.kernels.hopper.query_rows import (
     Results,
     fetch_queries,
@@ -66,10 +74,6 @@ from rocm_attn.kernels.hopper.warp_groups import leave
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.hopper_tiles import HopperTiles, is_gathered, padded_dim
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
-
-# Exponentials of scores up to it and down to its negative are numbers of bfloat16 without a maximum taken off, and a
-# million of them times V add up to less than float32 goes.
-_MOST_BOUNDED_CAP = 60.0
 
 
 class Own(NamedTuple):
@@ -131,6 +135,7 @@ def _attend_segments(GROUP: gl.constexpr, n, query, rings, row, to, G: gl.conste
     for segment in range(first_segment, end_segment):
         span = Span(gl.maximum(steps.first, segment * STEPS), gl.minimum(steps.end, (segment + 1) * STEPS))
         softmax, n = _attend_span(n, query, rings, span, row.edge_step, row.seen, G)
+        softmax = with_bound(softmax, G)
         part = segment - first_segment + 1
         if row.done == 0:
             left, softmax = merge_segment(query.left, left, softmax, G)
@@ -398,11 +403,7 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
         CAUSAL=scores.causal,
         WINDOWED=scores.windowed,
         CAPPED=scores.soft_cap > 0,
-        # Decode, whose bits deterministic attention has, takes the maximum off.
-        BOUNDED=0 < scores.soft_cap <= _MOST_BOUNDED_CAP
-        and not is_fp8
-        and not tiles.segment_len
-        and args.q.dtype == torch.bfloat16,
+        BOUNDED=scores.is_bounded and not is_fp8 and args.q.dtype == torch.bfloat16,
         OVERLAPS=tiles.overlaps,
         POWERS_BY_PRODUCTS=tiles.powers_by_products,
         ENCODING=coding.ENCODING,

@@ -161,6 +161,13 @@ def ended(softmax, v_factor, G: gl.constexpr):
     if G.CODE_TILES > 0 and G.SCALES != TOKEN_SCALES:
         acc = scaled_parts(acc, v_factor)
     total = gl.convert_layout(gl.sum(total, 1), maximum.type.layout)
+    return with_bound(Softmax(acc, maximum, total), G)
+
+
+@gluon.jit
+def with_bound(softmax, G: gl.constexpr):
+    """A softmax with the maximum of its rows, which is not kept if G.BOUNDED: 0, or none of rows without a key."""
+    acc, maximum, total = softmax
     if G.BOUNDED:
         maximum = gl.where(total > 0.0, 0.0, maximum)
     return Softmax(acc, maximum, total)

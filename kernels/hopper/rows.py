@@ -200,9 +200,12 @@ def steps_of(words, seen, todo, G: gl.constexpr):
 
 @gluon.jit
 def _whole_row(x, turn, G: gl.constexpr):
-    """The program's turn-th whole row. They are dealt out back and forth, the longest first."""
+    """The program's turn-th whole row. They are dealt out back and forth, the longest first.
+
+    The last programs begin, as shares may have been too few for them.
+    """
     program = gl.program_id(0)
-    place = turn * x.num_programs + gl.where(turn % 2 == 0, program, x.num_programs - 1 - program)
+    place = turn * x.num_programs + gl.where(turn % 2 == 0, x.num_programs - 1 - program, program)
     block = x.cut + place // G.KV_HEADS
     words = x.words + gl.minimum(block, x.max_blocks - 1) * BLOCK_WORDS
     is_row = (block < x.max_blocks) & (gl.load(words + BLOCK_TOKENS) > 0)

@@ -37,6 +37,8 @@ from rocm_attn.kernels.hopper.rows import GROUP_ROWS
 def _weights_of(scores, sums, query, key, seen, G: gl.constexpr, MASKED: gl.constexpr):
     """Weights of a block of keys, maximum and sum [64] with them, and what was added up before is scaled by.
 
+    If G.BOUNDED, no maximum is taken off: it stays as it is, and so does what was added up.
+
     sums: maximum and sum before; key: [1, VALUE_BLOCK]
     """
     maximum, total = sums
@@ -47,12 +49,19 @@ def _weights_of(scores, sums, query, key, seen, G: gl.constexpr, MASKED: gl.cons
     if MASKED:
         visible = is_visible(gl.expand_dims(query.kv_index, 1), key, seen, G)
         scores = gl.where(visible, scores, float("-inf"))
-    new_maximum = gl.maximum(maximum, gl.max(scores, 1) * scale)
-    # A row of a masked step may have seen no key yet; the subtractions below must not be inf - inf.
-    base = gl.where(new_maximum == float("-inf"), 0.0, new_maximum) if MASKED else new_maximum
-    decay = gl.exp2(maximum - base)
-    weights = gl.exp2(gl.fma(scores, scale, gl.expand_dims(-base, 1)))
-    return weights, new_maximum, gl.fma(total, decay, gl.sum(weights, 1)), decay
+    if G.BOUNDED:
+        weights = gl.exp2(scores * scale)
+        decay = 1.0
+        total += gl.sum(weights, 1)
+    else:
+        new_maximum = gl.maximum(maximum, gl.max(scores, 1) * scale)
+        # A row of a masked step may have seen no key yet; the subtractions below must not be inf - inf.
+        base = gl.where(new_maximum == float("-inf"), 0.0, new_maximum) if MASKED else new_maximum
+        decay = gl.exp2(maximum - base)
+        weights = gl.exp2(gl.fma(scores, scale, gl.expand_dims(-base, 1)))
+        total = gl.fma(total, decay, gl.sum(weights, 1))
+        maximum = new_maximum
+    return weights, maximum, total, decay
 
 
 @gluon.jit
@@ -95,11 +104,11 @@ def attend_segment_steps(progress, query, rings, span, seen, G: gl.constexpr, MA
         for block in gl.static_range(BLOCKS):
             key = step * KEY_BLOCK + block * VALUE_BLOCK + lane
             weights, maximum, total, decay = _weights_of(blocks[block], (maximum, total), query, key, seen, G, MASKED)
-            if block > 0:
-                acc = waited_for(products)
-            products = add_products(
-                scaled_by_rows(acc, decay, G), weights.to(v.tiles.dtype), v, value_stage(n, block, G), G
-            )
+            if G.BOUNDED:
+                acc = products if block > 0 else acc
+            else:
+                acc = scaled_by_rows(waited_for(products) if block > 0 else acc, decay, G)
+            products = add_products(acc, weights.to(v.tiles.dtype), v, value_stage(n, block, G), G)
         if not G.OVERLAPS:
             acc = waited_for(products)
         n += 1

@@ -150,12 +150,27 @@ def _estimate(costs: Sequence[int], cut: int, sharing: Sharing) -> int:
     shared, total = rows * sum(costs[:cut]), rows * sum(costs)
     if shared > programs * sharing.most_keys:
         return 1 << 50
-    price = sharing.split_keys + total // programs * sharing.gain // 16 if cut else 0
-    whole = costs[cut:]
-    slots = programs * sharing.rows_at_once
-    rounds = [(k + 1) * whole[k * slots // rows] for k in range(16) if k * slots // rows < len(whole)]
-    longest = max(rounds, default=0) * (1 + sharing.rows_at_once) // 2
-    return shared // programs + price + max((total - shared) // programs, longest)
+    whole = [cost for cost in costs[cut:] for _ in range(rows)]
+    longest = _longest_rounds(whole, programs * sharing.rows_at_once, 0) * (1 + sharing.rows_at_once) // 2
+    if not sharing.segment_len:
+        price = sharing.split_keys + total // programs * sharing.gain // 16 if cut else 0
+        return shared // programs + price + max((total - shared) // programs, longest)
+    if not cut:
+        return longest
+    share = max(-(-shared // programs), sharing.least_keys)
+    taken = -(-share // sharing.segment_len) * sharing.segment_len
+    later = _longest_rounds(whole, programs, programs - -(-shared // share))
+    price = sharing.split_keys + shared // programs * sharing.gain // 16
+    return max(longest, taken + later, total // programs) + price
+
+
+def _longest_rounds(whole: Sequence[int], slots: int, first: int) -> int:
+    """What the rows of a slot take, of whole rows with these costs; of 16 rounds at most.
+
+    first: rows that rounds 0, 2, ... begin after
+    """
+    places = [k * slots + first * (1 - k % 2) for k in range(16)]
+    return max(((k + 1) * whole[place] for k, place in enumerate(places) if place < len(whole)), default=0)
 
 
 def _halves(number: int) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 As in refs/attention.py every shape follows from argument shapes and host numbers, and nothing is read back: a list of
 their torch operations can be replayed with other values in the same tensors. The work is proportional to max_kv_len
-and to the selection's width.
+and to the selection's width. Memory beside the arguments is bounded, but for what one token's units are chosen by.
 """
 
 from __future__ import annotations
@@ -25,36 +25,44 @@ from rocm_attn.kernels.sparse.arguments import (
     TokenPlaces,
 )
 
-# Elements of gathered keys and scores in flight, 4 MiB of float32, and on a GPU 512: over 84k keys a token has 11
-# million (8 index heads of 128), and with launches for each token the GPU would be idle.
-_GROUP_ELEMENTS, _GROUP_ELEMENTS_ON_GPU = 1 << 20, 1 << 27
+# Words of 4 bytes that gathered keys, scores and what is computed of them may take at a time: 4 MiB, and on a GPU 128.
+# A token over 84k keys has 24 million (an index key of 128), and with launches for each few keys the GPU would be idle.
+_MOST_WORDS, _MOST_WORDS_ON_GPU = 1 << 20, 1 << 25
 
 
 def select(args: IndexArgs, selection: Selection, *, indexing: Indexing) -> None:
     """The units of every token. Twin of launch_select; a workspace has no meaning here."""
     max_units = indexing.max_units(args.tokens.max_kv_len)
-    for first, end in _groups(args.q, max_units * indexing.unit_keys * (args.q.shape[2] + args.q.shape[1])):
+    num_heads, dim = args.q.shape[1:]
+    # Of a key: itself, as it is stored and as it is computed with; products of the heads; places, of 8 bytes each. Of a
+    # unit: its scores, and the numbers that these are sorted by.
+    of_key = (2 * dim + 3 * num_heads + 2 * indexing.sets + 10) * _compute(args.q).itemsize // 4
+    words = indexing.unit_keys * of_key + 20 * indexing.sets
+    tokens_at_once, units_at_once = _cut(args.q, max_units, words)
+    for first, end in _parts(len(args.q), tokens_at_once):
         part = args._replace(
             q=args.q[first:end],
             weights=None if args.weights is None else args.weights[first:end],
             tokens=_tokens(args.tokens, first, end),
         )
         scores = args.q.new_empty(end - first, indexing.sets, max_units, dtype=_compute(args.q))
-        index_scores(part, scores, indexing=indexing)
+        for first_unit, end_unit in _parts(max_units, units_at_once):
+            index_scores(part, scores[:, :, first_unit:end_unit], indexing=indexing, first_unit=first_unit)
         mine = selection._replace(units=selection.units[first:end], counts=selection.counts[first:end])
         top_k(scores, part.tokens, mine, indexing=indexing)
 
 
-def index_scores(args: IndexArgs, scores: Tensor, *, indexing: Indexing) -> None:
-    """scores [T, sets, max_units], of the keys that each token sees; -inf where it sees none of a unit.
+def index_scores(args: IndexArgs, scores: Tensor, *, indexing: Indexing, first_unit: int = 0) -> None:
+    """scores [T, sets, units], of the keys that each token sees; -inf where it sees none of a unit.
 
     Twin of launch_index_scores. Computes in float32, or float64 when q is.
+    first_unit: that scores are of
     """
     num_tokens, num_heads, _ = args.q.shape
     compute, pages = _compute(args.q), args.pages
-    num_keys = scores.shape[2] * indexing.unit_keys
     page_keys = pages.keys.shape[1]
-    key = torch.arange(num_keys, device=args.q.device)
+    first_key, end_key = (unit * indexing.unit_keys for unit in (first_unit, first_unit + scores.shape[2]))
+    key = torch.arange(first_key, end_key, device=args.q.device)
     page, offset = _place(args.table, args.tokens.row_of_token, key.expand(num_tokens, -1), page_keys)
     products = torch.einsum("thd,tkd->thk", args.q.to(compute), pages.keys[page, offset].to(compute))
     products = products * indexing.scale
@@ -108,23 +116,58 @@ def top_k(scores: Tensor, tokens: TokenPlaces, selection: Selection, *, indexing
 
 def selected_attention(args: SelectedArgs, *, scale: float) -> None:
     """Attention of every token over its selection. Twin of launch_selected_attention; there is no workspace here."""
-    num_kv_heads, ratio = args.heads
-    head_dim, v_head_dim = args.q.shape[2], args.out.shape[2]
+    num_kv_heads, num_q_heads = args.heads[0], args.q.shape[1]
     num_keys = args.selection.width * args.selection.unit_tokens
-    elements = num_keys * (num_kv_heads * (head_dim + v_head_dim) + args.q.shape[1])
-    compute = _compute(args.q)
-    for first, end in _groups(args.q, elements):
-        q = args.q[first:end].to(compute).unflatten(1, (num_kv_heads, ratio)) * scale
-        k, v, seen = selected_rows(args, first, end, torch.arange(num_keys, device=q.device))
-        logits = torch.einsum("thrd,thkd->thrk", q, k).masked_fill_(~seen[:, :, None], float("-inf"))
-        lse = logits.logsumexp(3)
-        if args.sinks is not None:
-            sink = args.sinks.to(compute).view(num_kv_heads, ratio)
-            lse = torch.where(lse == float("-inf"), lse, torch.logaddexp(lse, sink))
-        weights = (logits - lse.masked_fill(lse == float("-inf"), 0)[..., None]).exp()
-        args.out[first:end] = torch.einsum("thrk,thkd->thrd", weights, v).flatten(1, 2).to(args.out.dtype)
+    # Of a key: K and V, as they are stored, computed with, and without what is not seen; logits, weights; places.
+    dims = args.q.shape[2] + args.out.shape[2]
+    words = (num_kv_heads * (3 * dims + 12) + 3 * num_q_heads) * _compute(args.q).itemsize // 4
+    tokens_at_once, keys_at_once = _cut(args.q, num_keys, words)
+    for first, end in _parts(len(args.q), tokens_at_once):
+        out, lse = _attended(args, first, end, _parts(num_keys, keys_at_once), scale)
+        args.out[first:end] = out.flatten(1, 2).to(args.out.dtype)
         if args.lse is not None:
             args.lse[first:end] = lse.flatten(1, 2).to(args.lse.dtype)
+
+
+def _attended(
+    args: SelectedArgs, first: int, end: int, keys: list[tuple[int, int]], scale: float
+) -> tuple[Tensor, Tensor]:
+    """out [tokens, kv_heads, ratio, v_head_dim] and lse [tokens, kv_heads, ratio] of tokens [first, end).
+
+    keys: the parts of their selections, [first, end) of the places there
+    """
+    num_kv_heads, ratio = args.heads
+    compute, device = _compute(args.q), args.q.device
+    q = args.q[first:end].to(compute).unflatten(1, (num_kv_heads, ratio)) * scale
+    sink = None if args.sinks is None else args.sinks.to(compute).view(num_kv_heads, ratio)
+    if len(keys) == 1:
+        return _attend(q, *selected_rows(args, first, end, torch.arange(*keys[0], device=device)), sink)
+    out, lse = q.new_zeros(*q.shape[:3], args.out.shape[2]), q.new_full(q.shape[:3], float("-inf"))
+    for first_key, end_key in keys:
+        rows = selected_rows(args, first, end, torch.arange(first_key, end_key, device=device))
+        part, part_lse = _attend(q, *rows, None)
+        both = torch.logaddexp(lse, part_lse)
+        out = out * _share(lse, both) + part * _share(part_lse, both)
+        lse = both
+    if sink is not None:
+        with_sink = torch.where(lse == float("-inf"), lse, torch.logaddexp(lse, sink))
+        out, lse = out * _share(lse, with_sink), with_sink
+    return out, lse
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As _attended, over K and V of selected_rows(). q: [tokens, kv_heads, ratio, head_dim], times the scale"""
+    logits = torch.einsum("thrd,thkd->thrk", q, k).masked_fill_(~seen[:, :, None], float("-inf"))
+    lse = logits.logsumexp(3)
+    if sink is not None:
+        lse = torch.where(lse == float("-inf"), lse, torch.logaddexp(lse, sink))
+    weights = (logits - lse.masked_fill(lse == float("-inf"), 0)[..., None]).exp()
+    return torch.einsum("thrk,thkd->thrd", weights, v), lse
+
+
+def _share(part: Tensor, whole: Tensor) -> Tensor:
+    """What a part's output counts by in the whole, by their LSEs; 0 where no key is seen."""
+    return (part - whole.masked_fill(whole == float("-inf"), 0)).exp()[..., None]
 
 
 def check_selection(selection: Selection, tokens: TokenPlaces, faults: Tensor) -> None:
@@ -202,8 +245,16 @@ def _compute(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def _groups(q: Tensor, elements_of_token: int) -> list[tuple[int, int]]:
-    """[first, end) of the tokens of q that are worked on at the same time."""
-    in_flight = _GROUP_ELEMENTS_ON_GPU if q.is_cuda else _GROUP_ELEMENTS
-    group = max(1, in_flight // max(elements_of_token, 1))
-    return [(first, min(first + group, len(q))) for first in range(0, len(q), group)]
+def _cut(q: Tensor, num: int, words: int) -> tuple[int, int]:
+    """How many tokens of q are worked on at the same time, and how many of the `num` units or keys of each.
+
+    words: that one of these takes, for one token
+    """
+    most = _MOST_WORDS_ON_GPU if q.is_cuda else _MOST_WORDS
+    at_once = max(1, min(num, most // words))
+    return max(1, most // (at_once * words)), at_once
+
+
+def _parts(num: int, at_once: int) -> list[tuple[int, int]]:
+    """[first, end) of so many at a time."""
+    return [(first, min(first + at_once, num)) for first in range(0, num, at_once)]

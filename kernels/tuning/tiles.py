@@ -62,6 +62,8 @@ class DecodeTiles:
     early:            whether launches may begin while the one before still runs, and wait on the device for its end
                       ("programmatic dependent launch" of NVIDIA from sm_90 on)
     side_by_side:     whether equal parts of the rows of a sequence are handed out side by side (DecodeCut)
+    most_rounds:      how many times the programs that the grid holds it may hold, where rows are that many
+                      (DecodeCut.of_step)
     """
 
     key_block: int
@@ -79,6 +81,7 @@ class DecodeTiles:
     max_registers: int = 0
     early: bool = False
     side_by_side: bool = False
+    most_rounds: int = 1
 
     def columns(self, dim: int) -> int:
         """Columns of a block of rows of dim elements; a power of two."""

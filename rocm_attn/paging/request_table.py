@@ -160,6 +160,10 @@ class RequestTable:
         self._reserved_len[row] = 0
         return row
 
+    def is_admitted(self, row: int) -> bool:
+        """Whether a row was admitted and not freed."""
+        return bool(self._reserved_len[row] >= 0)
+
     def reserve(self, row: int, kv_len: int) -> None:
         """Make room for kv_len tokens in row, in every space. What the row holds beyond them stays.
 

@@ -23,11 +23,11 @@ class DecodeSchedule:
     cut: DecodeCut
 
     def words(self, shape: PaddedShape) -> int:
-        return self.cut.words(shape.num_seqs)
+        return self.cut.of_step(shape.num_seqs).words(shape.num_seqs)
 
     @only_launches
     def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
-        triton_launches.launch_decode_schedule(queries, words, self.cut)
+        triton_launches.launch_decode_schedule(queries, words, self.cut.of_step(queries.num_seqs))
 
 
 @dataclass(frozen=True, slots=True)

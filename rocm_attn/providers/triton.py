@@ -77,11 +77,13 @@ class TritonDecode:
 
     def workspace_words(self, shape: PaddedShape) -> int:
         problem = self.problem
-        return self.cut.partials_words(gqa_ratio=problem.gqa_ratio, v_head_dim=problem.v_head_dim, tiles=self.tiles)
+        cut = self.cut.of_step(shape.num_seqs)
+        return cut.partials_words(gqa_ratio=problem.gqa_ratio, v_head_dim=problem.v_head_dim, tiles=self.tiles)
 
     @only_launches
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        triton_launches.launch_paged_decode(args, scores=self.scores, cut=self.cut, tiles=self.tiles)
+        cut = self.cut.of_step(args.queries.num_seqs)
+        triton_launches.launch_paged_decode(args, scores=self.scores, cut=cut, tiles=self.tiles)
 
 
 @dataclass(frozen=True, slots=True)

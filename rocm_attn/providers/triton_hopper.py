@@ -129,11 +129,9 @@ def bind_segment_extend(problem: Problem, target: Target, min_q_len: int) -> Hop
     """Deterministic: for a problem within SEGMENT_LIMITS. Programs share rows by whole segments."""
     tiles = hopper_segment_tiles(problem.head_dim, problem.page_size)
     cut = _cut(problem, target, tiles, min_q_len)
-    # A share is rounded to whole segments. One chunk of 777 tokens after 5,001 on an H200: 24 x 4 heads of 128 take
-    # 146 us, 174 unshared; 12 x 4 of 64 60 and 67; but 16 x 1 of 128 99 and 92, so a segment is too low a price. 20
-    # tokens after 100,000 of 32 x 8 heads: 207 and 1,331.
-    price = tiles.segment_len * 3 // 2
-    sharing = cut.sharing._replace(split_keys=price, least_keys=tiles.segment_len, most_keys=tiles.most_keys)
+    sharing = cut.sharing._replace(
+        split_keys=256, gain=4, least_keys=tiles.segment_len, most_keys=tiles.most_keys, segment_len=tiles.segment_len
+    )
     cut = replace(cut, sharing=sharing)
     return HopperExtend(problem, scores_of(problem), tiles, cut)
 

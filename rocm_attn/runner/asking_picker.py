@@ -20,6 +20,7 @@ from torch import Tensor
 from rocm_attn.batch.step_batch import Int32Array
 from rocm_attn.errors import BadLogits
 from rocm_attn.kernels.sampling import asked as columns
+from rocm_attn.kernels.sampling.found import ALL_ZERO
 from rocm_attn.providers.launches import PickOps
 from rocm_attn.runner.logprobs import NO_LOGPROBS, TokenLogprobs
 from rocm_attn.runner.sampling import GREEDY, Draw, Found, PickedTokens, TokenPicker, terms_of
@@ -90,6 +91,17 @@ class AskedTokens:
                 picks[row] = pick if isinstance(pick, int) else BadLogits(shapes[row].why_none or _NOTHING_LEFT)
         return picks
 
+    @property
+    def only_tokens(self) -> bool:
+        """Whether nothing was asked for beside the tokens."""
+        return not self._told[0]
+
+    @property
+    def found(self) -> Found:
+        """As PickedTokens.found, of shaped rows as they were shaped; when it is there."""
+        shapes, found = self._shaped
+        return overlaid(self._picked.found, np.fromiter(shapes, np.intp, len(shapes)), Found.of(found.numpy()))
+
     def logprobs(self, picks: Sequence[int | BadLogits]) -> dict[int, TokenLogprobs]:
         """row -> what was asked for; of rows that a token was picked from. picks: what read() gave"""
         nums, found = self._told
@@ -106,17 +118,78 @@ class AskedTokens:
         return told
 
 
+def overlaid(found: Found, rows: npt.NDArray[np.intp], shaped: Found) -> Found:
+    """What was found, of some rows as they were shaped. A row that none can be picked from stays as it is.
+
+    rows:   [num], different ones
+    shaped: of these
+    """
+    if not len(rows):
+        return found
+    ids, best = found.token_ids.copy(), found.best.copy()
+    good = (ids[rows] != ALL_ZERO) & np.isfinite(best[rows])
+    ids[rows[good]], best[rows[good]] = shaped.token_ids[good], shaped.best[good]
+    return Found(ids, best)
+
+
+class ShapedRows:
+    """Rows that are shaped alike in each step, and picked from.
+
+    rows: [num], of the logits
+    """
+
+    def __init__(
+        self, picker: AskingPicker, shapes: Mapping[int, RowShape], counted: Sequence[int], draws: Sequence[Draw]
+    ) -> None:
+        """shapes: row -> its shape; counted: of each its row of counts, or NONE; draws: likewise, how it is drawn"""
+        device, num = picker.plain.tokens.device, len(shapes)
+        self._picker = picker
+        self.rows = np.fromiter(shapes, np.intp, num)
+        masks = [shape.mask for shape in shapes.values() if shape.mask is not None]
+        self._asked = sent(_table_of(shapes, counted), device)
+        self._masks = sent(np.stack(masks), device) if masks else torch.empty(0, 1, dtype=torch.int32, device=device)
+        ids = [place * picker.vocab + shape.biases[0] for place, shape in enumerate(shapes.values())]
+        biases = [shape.biases[1] for shape in shapes.values()]
+        self._biased = sent(np.concatenate([*ids, NO_BIASES[0]]), device)
+        self._biases = sent(np.concatenate([*biases, NO_BIASES[1]]), device)
+        self._are_cut = any(shape.top_k or shape.depth > -math.inf for shape in shapes.values())
+        self._num_drawing = sum(draw.temperature > 0 for draw in draws)
+
+    def pick(self, logits: Tensor, terms: Tensor, found: Tensor) -> None:
+        """Pick a token of each, which is then its row's in the picker's tokens.
+
+        logits: of all rows
+        terms:  float32 [num, 3], of these rows, as of launch_pick_rows
+        found:  int32 [num, 2], receives what is found, on the device or in pinned memory
+        """
+        picker, device, num = self._picker, logits.device, len(self.rows)
+        shaped = torch.empty(num, picker.vocab, dtype=torch.float32, device=device)
+        picker.ops.shape_rows(logits, self._asked, picker.counts.table, self._masks, shaped)
+        if len(self._biased):
+            shaped.view(-1).index_add_(0, self._biased, self._biases)
+        if self._are_cut:
+            picker.ops.cut_rows(self._asked, shaped)
+        tokens = torch.empty(num, dtype=torch.int32, device=device)
+        picker.ops.pick_rows(shaped, terms, tokens, found, num_drawing=self._num_drawing)
+        picker.plain.tokens.index_copy_(0, self._asked[:, columns.ROW].long(), tokens)
+
+    def terms_of(self, terms: Tensor) -> Tensor:
+        """float32 [num, 3]: these rows' terms, out of those of all rows."""
+        return terms.index_select(0, self._asked[:, columns.ROW])
+
+
 class AskingPicker:
     """Picks tokens where some rows ask for more.
 
     plain: picks where none does; its tokens are those of both
+    vocab: of the model
     most:  texts with penalties in a step
     """
 
     def __init__(self, plain: TokenPicker, ops: PickOps, vocab: int, most: int) -> None:
-        self.plain, self._ops, self._vocab = plain, ops, vocab
+        self.plain, self.ops, self.vocab = plain, ops, vocab
         self._device = plain.tokens.device
-        self._counts = TokenCounts(self._device, vocab, most)
+        self.counts = TokenCounts(self._device, vocab, most)
 
     def pick(self, logits: Tensor, draws: Mapping[int, Draw], asks: Mapping[int, RowAsk]) -> AskedTokens:
         """As TokenPicker.pick. asks: of rows that ask for anything"""
@@ -124,7 +197,7 @@ class AskingPicker:
         nums = {row: ask.num_likeliest for row, ask in asks.items() if ask.num_likeliest != NO_LOGPROBS}
         texts = [shape.counted for shape in shapes.values() if shape.counted is not None]
         # Before the tokens are picked anew that were picked last.
-        counts = iter(self._counts.rows(texts, self.plain.tokens) if texts else ())
+        counts = iter(self.counts.rows(texts, self.plain.tokens) if texts else ())
         picked = self.plain.pick(logits, {row: draw for row, draw in draws.items() if row not in shapes})
         found = torch.empty(0, 2, dtype=torch.int32)
         if shapes:
@@ -139,31 +212,18 @@ class AskingPicker:
         self, logits: Tensor, shapes: Mapping[int, RowShape], counted: Sequence[int], draws: Sequence[Draw]
     ) -> Tensor:
         """int32 [rows, 2], on its way to the host: what was found of each shaped row."""
-        device, num = self._device, len(shapes)
-        masks = [shape.mask for shape in shapes.values() if shape.mask is not None]
-        asked = sent(_table_of(shapes, counted), device)
-        all_masks = sent(np.stack(masks), device) if masks else torch.empty(0, 1, dtype=torch.int32, device=device)
-        shaped = torch.empty(num, self._vocab, dtype=torch.float32, device=device)
-        self._ops.shape_rows(logits, asked, self._counts.table, all_masks, shaped)
-        ids = [place * self._vocab + shape.biases[0] for place, shape in enumerate(shapes.values())]
-        if sum(map(len, ids)):
-            biases = np.concatenate([shape.biases[1] for shape in shapes.values()])
-            shaped.view(-1).index_add_(0, sent(np.concatenate(ids), device), sent(biases, device))
-        if any(shape.top_k or shape.depth > -math.inf for shape in shapes.values()):
-            self._ops.cut_rows(asked, shaped)
-        tokens, found = (torch.empty(num, *of_each, dtype=torch.int32, device=device) for of_each in ((), (2,)))
-        num_drawing = sum(draw.temperature > 0 for draw in draws)
-        self._ops.pick_rows(shaped, sent(terms_of(draws), device), tokens, found, num_drawing=num_drawing)
-        self.plain.tokens.index_copy_(0, asked[:, columns.ROW].long(), tokens)
+        found = torch.empty(len(shapes), 2, dtype=torch.int32, device=self._device)
+        rows = ShapedRows(self, shapes, counted, draws)
+        rows.pick(logits, sent(terms_of(draws), self._device), found)
         return coming(found)
 
     def _likeliest(self, logits: Tensor, nums: Mapping[int, int]) -> Tensor:
         """int32 [rows, any]: as of launch_likeliest."""
-        words = 1 + 2 * min(max(nums.values(), default=0), self._vocab)
+        words = 1 + 2 * min(max(nums.values(), default=0), self.vocab)
         found = torch.empty(len(nums), words, dtype=torch.int32, device=self._device)
         if nums:
             asked = sent(np.array(list(nums.items()), np.int32), self._device)
-            self._ops.likeliest(logits, asked, self.plain.tokens, found)
+            self.ops.likeliest(logits, asked, self.plain.tokens, found)
         return found
 
 

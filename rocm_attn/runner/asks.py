@@ -36,6 +36,10 @@ class Asks:
         self._early_biases = _biases_of((*biases, *((token, -math.inf) for token in sorted(stops))))
         self._top_k, self._depth = _cut_of(self._sampling)
 
+    def stays_from(self, place: int) -> bool:
+        """As Asking.stays_from."""
+        return self.takes_drafts and place >= self._min_tokens and self._num_likeliest == NO_LOGPROBS
+
     def of(self, sequence: Sequence, place: int) -> RowAsk:
         """What it asks for where its new token number `place` is picked, from 0 on."""
         return RowAsk(self._shape(sequence, place), self._num_likeliest)

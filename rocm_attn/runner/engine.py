@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import replace
-from typing import NamedTuple
-from zlib import crc32
-
-import numpy as np
+from itertools import chain
 
 from rocm_attn.capture.check import CaptureCheck
 from rocm_attn.capture.graphs import CaptureReport, Progress, eager_steps_before_capture, recorder_for
@@ -18,6 +15,7 @@ from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadLogits, BadRequest, DeviceFault
 from rocm_attn.runner.asking_picker import AskingPicker
 from rocm_attn.runner.asks import asks_of
+from rocm_attn.runner.compared import Compared
 from rocm_attn.runner.constraint import library
 from rocm_attn.runner.engine_runtime import model_over, runtime_for
 from rocm_attn.runner.events import Events, NewTokens, without
@@ -31,7 +29,6 @@ from rocm_attn.runner.prefix_cache import CachedRow
 from rocm_attn.runner.recent_steps import RecentSteps
 from rocm_attn.runner.report import Report
 from rocm_attn.runner.request import (
-    AbortEvent,
     Completion,
     Event,
     FailureEvent,
@@ -41,7 +38,7 @@ from rocm_attn.runner.request import (
 )
 from rocm_attn.runner.request_times import note_tokens
 from rocm_attn.runner.sampling import Sampler, TokenPicker
-from rocm_attn.runner.scheduler import ScheduledStep, Scheduler, Taken
+from rocm_attn.runner.scheduler import ScheduledStep, Scheduler
 from rocm_attn.runner.serving import serve_all
 from rocm_attn.runner.speculation.engines import (
     drafter_of,
@@ -54,37 +51,12 @@ from rocm_attn.runner.speculation.engines import (
 from rocm_attn.runner.speculation.last_rows import forward_of
 from rocm_attn.runner.speculation.reading import MOST_AHEAD, Pace, Together
 from rocm_attn.runner.speculation.rounds import FOLLOWING, DeviceRounds, NoRounds, Rounds, why_no_rounds
-from rocm_attn.runner.speculation.speculation import NoSpeculation, Picks, Speculation, StepPicks
-from rocm_attn.runner.unread import UnreadStep, with_unread_tokens
+from rocm_attn.runner.speculation.speculation import Drafter, NoSpeculation, Speculation, StepPicks
+from rocm_attn.runner.taking import Taken
+from rocm_attn.runner.unread import FoundPicks, ReadRounds, ReadStep, UnreadStep, with_unread_tokens
 from rocm_attn.runner.watched import watched_steps
 from rocm_attn.step.protocols import NO_FLIGHT_RECORDER
 from rocm_attn.watch.flight_recorder import FlightRecorder
-
-
-class _ReadStep(NamedTuple):
-    """A step whose tokens were read.
-
-    picks, taken: of each of step.picking
-    logprobs:     as of StepPicks.logprobs
-    read_at:      when they were read, in seconds of time.perf_counter()
-    """
-
-    unread: UnreadStep
-    picks: Picks
-    taken: Many[Taken]
-    logprobs: Mapping[int, Many[TokenLogprobs]]
-    read_at: float
-
-
-class _ReadRounds(NamedTuple):
-    """Rounds that were read together, oldest first: sequences take their tokens as these are published.
-
-    read_at: as of _ReadStep
-    """
-
-    rounds: Many[UnreadStep]
-    together: Together
-    read_at: float
 
 
 class Engine:
@@ -133,22 +105,15 @@ class Engine:
         watched = watched_steps(self.runtime, forward, options, self.flight, self._new_runner)
         self._runner, self._steps, self._watch = watched
         self.metrics = self._runner.metrics
-        # What looks on at single steps, and ranks that meet before each, want them one by one.
+        # What looks on at single steps wants them one by one.
         looks_on = self._steps is not self._runner or path is not None
-        host_plans = why_no_rounds(options, looks_on=looks_on, has_ranks=self._has_ranks)
+        host_plans = why_no_rounds(options, looks_on=looks_on)
         self._rounds_in_words = f"planned by the host: {host_plans}" if host_plans else FOLLOWING
         has_rounds = options.speculates and not host_plans
         self._speculation: Speculation | NoSpeculation = NoSpeculation(self._picker)
         self._rounds: Rounds = NoRounds()
         if options.speculates:
-            drafter, most = drafter_of(drafting, loaded, options, self.runtime, model), options.draft_tokens
-            rejection = rejection_of(drafter, options)
-            self._speculation = Speculation(
-                drafter, self.runtime, self._picker, most, self.metrics, rejection, has_rounds=has_rounds
-            )
-            if has_rounds:
-                guesses, most_ahead = guesses_of(drafter, options, self.runtime), MOST_AHEAD * self._steps_ahead
-                self._rounds = DeviceRounds(self.runtime, self._runner, plain, guesses, most, most_ahead)
+            self._speculate(drafter_of(drafting, loaded, options, self.runtime, model), has_rounds=has_rounds)
         self._scheduler = Scheduler(
             self.runtime.table,
             self.metrics,
@@ -164,11 +129,31 @@ class Engine:
         self._recent, self._pace = RecentSteps(), Pace()
         self._unread: list[UnreadStep] = []  # oldest first
         self._is_launching = False  # whether a step is launched, and not among them yet
-        self._read: list[_ReadStep | _ReadRounds] = []  # whose tokens are to be published, oldest first
+        self._found: FoundPicks | None = None
+        self._read: list[ReadStep | ReadRounds] = []  # whose tokens are to be published, oldest first
         self._read_at = 0.0  # when tokens were read last
         self._rounds_to_enter: ScheduledStep | None = None  # whose pages prompts cannot find yet
-        self._read_ids: list[int] = []  # tokens that were read since the last step was launched; with several ranks
+        self._compared = Compared(self.runtime.meetings, has_ranks=self._has_ranks)
         self._num_submitted = 0
+
+    def _speculate(self, drafter: Drafter, *, has_rounds: bool) -> None:
+        """Have drafts before each step. has_rounds: whether rounds may follow from each other"""
+        options, most, runtime = self.options, self.options.draft_tokens, self.runtime
+        self._speculation = Speculation(
+            drafter,
+            runtime,
+            self._picker,
+            most,
+            self.metrics,
+            rejection_of(drafter, options),
+            has_rounds=has_rounds,
+            branches=has_rounds and options.topk > 1,
+        )
+        if has_rounds:
+            guesses, most_ahead = guesses_of(drafter, options, runtime), MOST_AHEAD * self._steps_ahead
+            self._rounds = DeviceRounds(
+                runtime, self._runner, self._picker, guesses, most, most_ahead, has_ranks=self._has_ranks
+            )
 
     def _new_runner(self, forward: Forward) -> StepRunner:
         after = self.options.capture_after
@@ -184,7 +169,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether any request is not finished, or an event was not returned yet: then step() may be called."""
-        return self._scheduler.has_work or bool(self._events) or bool(self._read)
+        return self._scheduler.has_work or bool(self._events) or bool(self._read) or self._found is not None
 
     def capture_all(self, progress: Progress) -> CaptureReport:
         """Make every graph before the first request arrives, so that no request waits for one.
@@ -221,7 +206,7 @@ class Engine:
             cached_row=CachedRow(request.cache_salt, is_cached=self.options.prefix_caching and request.prefix_caching),
             asks=asks_of(request, stops, matcher),
         )
-        self._outputs[number] = Output.of(sequence, self._loaded.tokenizer)
+        self._outputs[number] = Output(sequence, self._loaded.tokenizer)
         self._scheduler.add(sequence)
         return number
 
@@ -238,14 +223,13 @@ class Engine:
             )
         self._publish_read()  # an interrupt may have left tokens that were read and not published
         self._enter_rounds()
-        output = self._outputs.pop(number, None)
+        output = self._outputs.get(number)
         if output is None:
             return
         self._scheduler.drop(output.sequence)
+        output.end_early("abort", "", self._events)
+        self._end(output)
         self.metrics.aborts += 1
-        piece = output.last_text()
-        self._end(output, "abort")
-        self._events.append(AbortEvent(number, piece))
 
     def forget_prefixes(self) -> None:
         """Begin with an empty prefix cache: no request that comes later finds pages that were stored so far.
@@ -270,9 +254,10 @@ class Engine:
         """Forget a request, finished or not: its pages are given back as by abort(), and nothing more comes of it."""
         self._publish_read()  # as in abort()
         self._enter_rounds()
-        output = self._outputs.pop(number, None)
+        output = self._outputs.get(number)
         if output is not None:
             self._scheduler.drop(output.sequence)
+            del self._outputs[number]
             self.metrics.note_end("cancelled", output.seconds)
         if not self._scheduler.has_work:
             self.settle()  # no step() may come after it
@@ -385,8 +370,7 @@ class Engine:
         if self._is_launching:  # what an interrupt has left may have written over the tokens of the step before it
             self._is_launching = False
             self.settle()
-        if self._read:  # an interrupt has left some
-            self._publish_read()
+        self._publish_read()  # what an interrupt has left
         if self._rounds.goes_on(self._scheduler):
             self._go_on()
             return
@@ -426,7 +410,8 @@ class Engine:
         self._scheduler.launched(step)
         self._rounds.noted()
         # What was accepted of a tree is moved before its sequence's pages may be given back.
-        while len(self._unread) > (0 if step.is_of_a_suspect or step.has_trees else self._steps_ahead):
+        moves = step.has_trees and not picks.is_followed
+        while len(self._unread) > (0 if step.is_of_a_suspect or moves else self._steps_ahead):
             self._read_oldest()
         self._publish_read()
 
@@ -434,6 +419,7 @@ class Engine:
         """Launch a round that follows from the one before; those before that are read and published meanwhile."""
         started = time.perf_counter()
         self._must_check = True
+        self._compared.before_step()
         step, picks = self._rounds.launch()
         launched = time.perf_counter()
         self._unread.append(UnreadStep(step, self.runtime.step_number, picks, started, launched))  # first, as above
@@ -452,7 +438,7 @@ class Engine:
             self._read_oldest()
             self._publish_read()
             return
-        self._read.append(_ReadRounds(unread[: together.num_rounds], together, time.perf_counter()))
+        self._read.append(ReadRounds(unread[: together.num_rounds], together, time.perf_counter()))
         self._publish_read()
 
     def _take_rounds(self, rounds: Many[UnreadStep], together: Together) -> None:
@@ -463,7 +449,7 @@ class Engine:
         self._scheduler.take_together(step, together.first, together.token_ids, all_read=not self._unread)
         self._rounds.took(together)
 
-    def _publish_rounds(self, read: _ReadRounds) -> None:
+    def _publish_rounds(self, read: ReadRounds) -> None:
         """As _publish_read, of rounds that were read together. After an interrupt it is called again, and goes on.
 
         What is counted comes last: it is all that an interrupt may leave out.
@@ -478,20 +464,21 @@ class Engine:
             # One statement: an interrupt leaves them to be published, or published.
             self._events, self._read = [*self._events, new], self._read[1:]
             self.metrics.new_tokens += together.num_tokens
+            self._compared.note(chain.from_iterable(together.token_ids))
         else:
             for sequence in sequences:
-                self._publish_rest(sequence, rounds[-1].number)
+                self._publish_rest(sequence, rounds[-1])
             del self._read[0]
         self._speculation.count_rounds(rounds[0].step, together)
-        self._pace.note(self._note_rounds(rounds, together, read_at), len(rounds))
+        seconds = self._note_rounds(rounds, together, read_at)
+        if not self._has_ranks:  # whose clocks differ
+            self._pace.note(seconds, len(rounds))
 
-    def _publish_rest(self, sequence: Sequence, step_number: int) -> None:
+    def _publish_rest(self, sequence: Sequence, unread: UnreadStep) -> None:
         """Publish the tokens of a sequence that were not, as of a step, if it has not ended."""
         output = self._outputs.get(sequence.number)
-        if output is not None and output.num_tokens < sequence.num_read:
-            token_ids = sequence.new_token_ids[output.num_tokens :]
-            if self._publish(sequence.number, token_ids, None, ()) is not None:
-                self._recent.leave(sequence.number, step_number)
+        if output is not None:
+            self._publish(output, sequence.new_token_ids[output.num_tokens :], None, (), unread)
 
     def _note_rounds(self, rounds: Many[UnreadStep], together: Together, now: float) -> float:
         """As _note_times, of rounds that were read together; the seconds that they took."""
@@ -525,33 +512,49 @@ class Engine:
         batch = unread.step.batch
         with self._watch.watch(f"a step that was launched ({batch.num_seqs} sequences, {batch.num_tokens} tokens)"):
             picks = unread.picks.read()
-        read_at = time.perf_counter()
-        del self._unread[0]
-        taken = self._scheduler.finish_step(unread.step, picks)
+        self._found = FoundPicks(unread, picks, time.perf_counter())
+        self._take_found(self._found)
+
+    def _take_found(self, found: FoundPicks) -> None:
+        """Have sequences take what a step has brought that was read: once, however often it is called."""
+        unread = found.unread
+        if self._unread and self._unread[0] is unread:
+            del self._unread[0]
+        taken = self._scheduler.finish_step(unread.step, found.picks)
         if self._unread:
             self._scheduler.launched_again(self._unread[0].step)
         self._speculation.follow(unread.step, taken, is_followed=unread.picks.is_followed)
-        self._read.append(_ReadStep(unread, picks, taken, unread.picks.logprobs(), read_at))
+        read = ReadStep(found, taken, unread.picks.logprobs())
+        # One statement: an interrupt leaves them to be taken, or taken.
+        self._found, self._read = None, [*self._read, read]
 
     def _publish_read(self) -> None:
-        """Note the events that come out of steps that were read."""
+        """Note the events that come out of steps that were read. After an interrupt it is called again, and goes on."""
+        if self._found is not None:
+            self._take_found(self._found)
         while self._read:
             read = self._read[0]
-            if isinstance(read, _ReadRounds):
+            if isinstance(read, ReadRounds):
                 self._publish_rounds(read)
+            else:
+                self._publish_step(read)
+
+    def _publish_step(self, read: ReadStep) -> None:
+        """As _publish_rounds, of a step that was read by itself."""
+        (unread, picks, read_at), told = read.found, read.logprobs
+        each = zip(unread.step.picking, picks, read.taken, strict=True)
+        for place, (sequence, pick, (token_ids, reason, first)) in enumerate(each):
+            output = self._outputs.get(sequence.number)
+            if output is None:
                 continue
-            del self._read[0]
-            unread, picks, all_taken, told, read_at = read
-            self._note_times(unread, all_taken, read_at)
-            each = zip(unread.step.picking, picks, all_taken, strict=True)
-            for place, (sequence, pick, (token_ids, reason)) in enumerate(each):
-                why = reason
-                if token_ids:
-                    why = self._publish(sequence.number, token_ids, reason, told.get(place, ()) if told else ())
-                elif reason == "error" and isinstance(pick, BadLogits):
-                    self._fail(sequence.number, str(pick))
-                if why is not None:
-                    self._recent.leave(sequence.number, unread.number)
+            if token_ids:
+                num_told = output.num_tokens + len(sequence.request.prompt_token_ids) - first
+                self._publish(output, token_ids[num_told:], reason, told.get(place, ()) if told else (), unread)
+            elif reason == "error" and isinstance(pick, BadLogits):
+                self._recent.leave(sequence.number, unread.number, is_right=unread.picks.is_right)
+                self._fail(sequence.number, str(pick))
+        del self._read[0]
+        self._note_times(unread, read.taken, read_at)
 
     def _note_times(self, unread: UnreadStep, taken: Many[Taken], now: float) -> None:
         """A step has run, and its sequences have their tokens; the device was not waited for when it was launched."""
@@ -561,7 +564,9 @@ class Engine:
         metrics.seconds += seconds
         metrics.step_seconds.note(seconds)
         metrics.host_seconds.note(unread.launched - unread.started)
-        got = [(sequence.times, len(ids)) for sequence, (ids, _) in zip(unread.step.picking, taken, strict=True) if ids]
+        got = [
+            (sequence.times, len(ids)) for sequence, (ids, *_) in zip(unread.step.picking, taken, strict=True) if ids
+        ]
         note_tokens([times for times, _ in got], now, metrics)
         together = sum([num for _, num in got]) - len(got)
         if together > 0:
@@ -578,10 +583,7 @@ class Engine:
         """Launch a step, and what picks its tokens."""
         before, batch = self.runtime.step_number, step.batch
         self._must_check = True
-        if self._has_ranks:  # that they were given the same requests, and picked the same tokens
-            words = (batch.kv_len, batch.q_len, batch.token_ids, np.array(self._read_ids, np.int32))
-            self.runtime.meetings.digest = crc32(np.concatenate(words).tobytes())
-            self._read_ids.clear()
+        self._compared.before_step(batch.kv_len, batch.q_len, batch.token_ids)
         try:
             logits = self._steps.run(self._speculation.batch(step))
         finally:
@@ -590,44 +592,45 @@ class Engine:
 
     def _publish(
         self,
-        number: int,
+        output: Output,
         token_ids: tuple[int, ...],
         reason: FinishReason | None,
         logprobs: Many[TokenLogprobs],
-    ) -> FinishReason | None:
-        """Note the tokens that a request got of a step, at least one; why the request ends, if it does.
+        unread: UnreadStep,
+    ) -> None:
+        """Note the tokens that a request got of a step, and its end.
 
-        reason:   why it ends with the last of them, as far as tokens say it
-        logprobs: of them, where the request asks for any
+        token_ids: none where an interrupt has left nothing but its end
+        reason:    why it ends with the last of them, as far as tokens say it
+        logprobs:  of them, where the request asks for any
         """
-        output = self._outputs[number]
-        events, why = output.take(token_ids, reason, logprobs)
-        self.metrics.new_tokens += len(events)
-        if self._has_ranks:
-            self._read_ids += token_ids
-        self._events += events
-        if why is not None:
+        if token_ids and output.reason is None:
+            self.metrics.new_tokens += output.take(token_ids, reason, logprobs, self._events)
+            self._compared.note(token_ids)
+        if output.reason is not None:
             if reason is None:  # only its text says so
                 self._enter_rounds()
                 self._scheduler.drop(output.sequence)
-            del self._outputs[number]
-            self._end(output, why)
-        return why
+            self._recent.leave(output.sequence.number, unread.number, is_right=unread.picks.is_right)
+            self._end(output)
 
-    def _end(self, output: Output, reason: FinishReason, error: str = "") -> None:
-        """Note what a request came to, which is not served any more."""
-        self.metrics.note_end(reason, output.seconds)
-        self._done[output.sequence.number] = output.completion(reason, error)
+    def _end(self, output: Output) -> None:
+        """Note what a request came to, which has ended and is not served any more."""
+        number = output.sequence.number
+        self._done[number] = output.completion()
+        self._outputs.pop(number, None)
+        assert output.reason is not None
+        self.metrics.note_end(output.reason, output.seconds)
 
     def _fail(self, number: int, error: str) -> None:
         """Note that a request has failed, whose sequence has left the scheduler; or one that had ended."""
-        output, piece = self._outputs.pop(number, None), ""
+        output = self._outputs.get(number)
         if output is None:
             self._done[number] = replace(self._done[number], finish_reason="error", error=error)
+            self._events.append(FailureEvent(number, "", error))
         else:
-            piece = output.last_text()
-            self._end(output, "error", error)
-        self._events.append(FailureEvent(number, piece, error))
+            output.end_early("error", error, self._events)
+            self._end(output)
 
     def _take_in(self, fault: DeviceFault) -> None:
         """Fail every request that was in the step of a fault and was not handed over; or see which are concerned."""
@@ -637,7 +640,7 @@ class Engine:
         # Several of these faults may be of steps before a sequence became suspect: that it is alone shows nothing yet.
         were_alone = {number for number, output in self._outputs.items() if output.sequence.is_suspect}
         for found in (one for fault in faults for one in fault.each):
-            concerned = self._recent.requests_in(found.step)
+            concerned = self._recent.requests_in(found.step, is_told=self._rounds.tells_of(found.step))
             if concerned is None:
                 self._scheduler.forget_pages()
             for number in self._have_run() if concerned is None else sorted(concerned):

@@ -201,13 +201,21 @@ class PrefixCache:
         row.moves_at = self._next_move(row)
 
     def leave(self, row: CachedRow) -> None:
-        """The row is freed. Its pages stay, and count as used now."""
+        """The row is freed. Its pages stay, and count as used now.
+
+        After an interrupt it is called again, and goes on.
+        """
         for page_no in range(len(row.pages) - 1, -1, -1):
             page = row.pages[page_no]
             if page is not None:
+                num_rows = list(page.num_rows)
                 for space, first in enumerate(row.first_held):
-                    if page_no >= first:
-                        self._let_go(page, space)
+                    if page_no >= first and num_rows[space] > 0:
+                        num_rows[space] -= 1
+                        if num_rows[space] == 0:
+                            self._idle[space][page] = None
+                # One statement: each page is let go once.
+                row.pages[page_no], page.num_rows = None, num_rows
             # Another row's page of these tokens is as useful as if this row had held it.
             there = self._pages.get(row.keys[page_no])
             if there is not None and there.num_rows[_FULL] == 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rocm_attn.batch.step_batch import INT32_MAX
 from rocm_attn.step.echo import STEPS_UNTIL_ECHO
@@ -15,11 +15,15 @@ _KEPT = 2 * STEPS_UNTIL_ECHO + 2
 
 @dataclass(slots=True)
 class _Run:
-    """One run of the step runner: steps before + 1 to last of the runtime, more than one where a graph was made."""
+    """One run of the step runner: steps before + 1 to last of the runtime, more than one where a graph was made.
+
+    right: of the requests, those that have ended in it, or in a round that followed from it, when nothing was wrong yet
+    """
 
     before: int
     last: int
     requests: set[int]
+    right: set[int] = field(default_factory=set)
 
 
 class RecentSteps:
@@ -32,19 +36,28 @@ class RecentSteps:
         """Remember a run; before, last: the runtime's step number before and after it."""
         self._runs.append(_Run(before, last, set(requests)))
 
-    def leave(self, request: int, last: int) -> None:
-        """A request has ended with the run up to step `last`: what goes wrong in a later one is not its own."""
+    def leave(self, request: int, last: int, *, is_right: bool) -> None:
+        """A request has ended with the run up to step `last`: what goes wrong in a later one is not its own.
+
+        is_right: whether the device has told of that run or round, and of those before it in its series, that nothing
+                  was wrong
+        """
         for run in reversed(self._runs):
             if run.last == last:
+                if is_right:
+                    run.right.add(request)
                 return
             run.requests.discard(request)
 
-    def requests_in(self, step: int | None) -> frozenset[int] | None:
-        """The requests that were in a step; None where the step, or what was in it, is not known."""
+    def requests_in(self, step: int | None, *, is_told: bool) -> frozenset[int] | None:
+        """The requests that a fault of a step may concern; None where the step, or what was in it, is not known.
+
+        is_told: whether a round that followed from it has told of the fault: none before that one had it
+        """
         if step is None:
             return None
         for run in self._runs:
             # the numbers wrap
             if 0 < (step - run.before) & INT32_MAX <= (run.last - run.before) & INT32_MAX:
-                return frozenset(run.requests)
+                return frozenset(run.requests - run.right if is_told else run.requests)
         return None

@@ -35,14 +35,15 @@ from typing import NamedTuple
 import numpy as np
 
 from rocm_attn.batch.step_batch import INT32_MAX, Int32Array, StepBatch
-from rocm_attn.errors import BadLogits, NeverFits, OutOfPages
+from rocm_attn.errors import NeverFits, OutOfPages
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, RESERVED_ROW, num_pages
 from rocm_attn.paging.page_table import PageTable
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.runner.prefix_cache import CachedPage, PrefixCache
-from rocm_attn.runner.request import ALL_READ, FinishReason, Sequence
+from rocm_attn.runner.request import ALL_READ, Sequence
 from rocm_attn.runner.speculation.drafts import Drafts
+from rocm_attn.runner.taking import NOWHERE, Picks, Taken, taken_of
 from rocm_attn.step.metrics import Metrics
 
 _by_urgency = attrgetter("urgency")
@@ -107,22 +108,8 @@ class _Lengths(NamedTuple):
         return cls(*np.array((*of_each, [q_len for _, q_len in scheduled]), np.int32))
 
 
-class Taken(NamedTuple):
-    """What a sequence got of a step.
-
-    token_ids: at least one, or none where it has failed
-    reason:    why it has ended; None: it goes on
-    """
-
-    token_ids: tuple[int, ...]
-    reason: FinishReason | None
-
-
 # Place in a step -> the drafts that its sequence's last token is followed by, at least one.
 Verified = Mapping[int, Drafts]
-
-# What a sequence that has ended before gets.
-_NOTHING = Taken((), None)
 
 
 class Scheduler:
@@ -162,6 +149,7 @@ class Scheduler:
         self._suspects: list[Sequence] = []
         self._has_ahead = False  # whether rows may hold pages that were taken ahead
         self._num_unread = 0  # steps that were launched and not finished
+        self._finishing: tuple[Picks, list[Taken]] = ([], [])  # the picks that were taken last, and what of them
         self.num_changes = 0  # how often a sequence has come or has given its row back
         for pages in table.spaces:
             needed = self._most_pages(max_kv_len, chunk, pages)
@@ -289,26 +277,32 @@ class Scheduler:
         table.reserve_all(rows, kv_len)
         return True
 
-    def finish_step(self, step: ScheduledStep, picks: Many[Many[int] | BadLogits]) -> list[Taken]:
+    def finish_step(self, step: ScheduledStep, picks: Picks) -> list[Taken]:
         """Take in what each of step.picking got: how many of the tokens it took, and why it ends, if it does.
 
         picks: for each the drafts that were accepted, in order, and then one token more. The K and V of these drafts
                lie in the places of their tokens: in a tree, the engine has moved them there
         A token that ends a sequence is its last one, whatever comes after it. Ended ones leave their pages. A sequence
         that has ended since the step was scheduled takes nothing.
+        After an interrupt it is called again with the same picks: what was taken before is taken once.
         """
+        if self._finishing[0] is not picks:
+            self._finishing = picks, [taken_of(*each) for each in zip(step.picking, picks, strict=True)]
+        taken = self._finishing[1]
         self._num_unread = 0
-        ended: list[tuple[Sequence, FinishReason]] = []
-        taken = [self._take(sequence, pick, ended) for sequence, pick in zip(step.picking, picks, strict=True)]
+        for sequence, (token_ids, _, first) in zip(step.picking, taken, strict=True):
+            if first != NOWHERE and sequence.row != RESERVED_ROW:
+                sequence.token_ids[first:] = token_ids
+                sequence.num_stored, sequence.unread_at = first + len(token_ids) - 1, ALL_READ
         if step.drafts:
             self._enter_accepted(step, taken)
         if step.is_of_a_suspect:
             for sequence in step.picking:
                 self._clear_of_suspicion(sequence)
-        for sequence, reason in ended:
-            if reason == "error":
-                self.fail(sequence)
-            else:
+        for sequence, (_, reason, _) in zip(step.picking, taken, strict=True):
+            if reason is not None and sequence.row != RESERVED_ROW:
+                if reason == "error":
+                    self._cache.forget_row(sequence.cached_row)
                 self._end(sequence)
         self._count_cached_pages()
         return taken
@@ -346,10 +340,13 @@ class Scheduler:
         self._count_cached_pages()
 
     def drop(self, sequence: Sequence) -> None:
-        """Give up a sequence that waits or runs; it leaves its pages, which may be found by others."""
+        """Give up a sequence that waits or runs; it leaves its pages, which may be found by others.
+
+        After an interrupt it is called again: nothing is done to one that does neither.
+        """
         self._clear_of_suspicion(sequence)
         if sequence.row == RESERVED_ROW:
-            self._waiting.remove(sequence)
+            _remove(self._waiting, sequence)
         else:
             self._end(sequence)
         self._count_cached_pages()
@@ -396,51 +393,26 @@ class Scheduler:
         page_size = self._table.page_size
         completed = [
             each
-            for each, (token_ids, _) in zip(step.picking, taken, strict=True)
+            for each, (token_ids, *_) in zip(step.picking, taken, strict=True)
             if each.row != RESERVED_ROW and each.num_stored % page_size < len(token_ids)
         ]
         if completed:
             self._table.mark_stored([each.row for each in completed], [each.num_stored for each in completed])
             self._cache.enter((each.cached_row, each.row, each.token_ids, each.num_stored) for each in completed)
 
-    def _take(
-        self, sequence: Sequence, pick: Many[int] | BadLogits, ended: list[tuple[Sequence, FinishReason]]
-    ) -> Taken:
-        """What a sequence takes of a pick; the token that was picked last is not stored yet, those before it are.
-
-        ended: gets the sequence, if it has ended, and why
-        """
-        if sequence.unread_at == ALL_READ:
-            return _NOTHING
-        sequence.unread_at = ALL_READ
-        if isinstance(pick, BadLogits):
-            ended.append((sequence, "error"))
-            return Taken((), "error")
-        token_ids, num = sequence.token_ids, len(pick)
-        if len(token_ids) + num < sequence.most_tokens and sequence.stops.isdisjoint(pick):
-            sequence.num_stored += num - 1
-            token_ids += pick
-            return Taken(tuple(pick), None)
-        for num_before, token in enumerate(pick):
-            sequence.num_stored += num_before > 0
-            token_ids.append(token)
-            if token in sequence.stops or len(token_ids) >= sequence.most_tokens:
-                reason: FinishReason = "stop" if token in sequence.stops else "length"
-                ended.append((sequence, reason))
-                return Taken(tuple(pick[: num_before + 1]), reason)
-        return Taken(tuple(pick), None)
-
     def _end(self, sequence: Sequence) -> None:
+        """Have a sequence run no more. After an interrupt it is called again: it runs until it has no row."""
         self.num_changes += 1
-        self._running.remove(sequence)
         self._cache.leave(sequence.cached_row)
-        self._table.free(sequence.row)
+        if self._table.is_admitted(sequence.row):
+            self._table.free(sequence.row)
+        _remove(self._running, sequence)
         sequence.row, sequence.unread_at = RESERVED_ROW, ALL_READ
 
     def _clear_of_suspicion(self, sequence: Sequence) -> None:
         if sequence.is_suspect:
+            _remove(self._suspects, sequence)
             sequence.is_suspect = False
-            self._suspects.remove(sequence)
 
     def _continue(
         self, running: list[Sequence], drafts: Mapping[int, Drafts]
@@ -667,6 +639,12 @@ class Scheduler:
         q_len = min(sequence.num_left, budget)
         scheduled.append((sequence, q_len))
         return q_len
+
+
+def _remove(sequences: list[Sequence], sequence: Sequence) -> None:
+    """Take a sequence out of a list that it may be in."""
+    if sequence in sequences:
+        sequences.remove(sequence)
 
 
 def unread(place: int) -> int:

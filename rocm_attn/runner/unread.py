@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from rocm_attn.capture.split_forward import Forward
+from rocm_attn.runner.logprobs import TokenLogprobs
 from rocm_attn.runner.scheduler import ScheduledStep
-from rocm_attn.runner.speculation.speculation import StepPicks
+from rocm_attn.runner.speculation.reading import Together
+from rocm_attn.runner.speculation.speculation import Picks, StepPicks
+from rocm_attn.runner.taking import Taken
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,6 +33,41 @@ class UnreadStep:
     picks: StepPicks
     started: float
     launched: float
+
+
+class FoundPicks(NamedTuple):
+    """A step whose tokens were read, and which its sequences have not taken, or not all of them.
+
+    picks:   of each of step.picking
+    read_at: when they were read, in seconds of time.perf_counter()
+    """
+
+    unread: UnreadStep
+    picks: Picks
+    read_at: float
+
+
+class ReadStep(NamedTuple):
+    """A step whose tokens its sequences have taken.
+
+    taken:    of each of step.picking
+    logprobs: as of StepPicks.logprobs
+    """
+
+    found: FoundPicks
+    taken: Many[Taken]
+    logprobs: Mapping[int, Many[TokenLogprobs]]
+
+
+class ReadRounds(NamedTuple):
+    """Rounds that were read together, oldest first: sequences take their tokens as these are published.
+
+    read_at: as of FoundPicks
+    """
+
+    rounds: Many[UnreadStep]
+    together: Together
+    read_at: float
 
 
 def with_unread_tokens(forward: Forward, picked: Tensor) -> Forward:

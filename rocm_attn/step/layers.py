@@ -78,6 +78,7 @@ class Layers:
         self._head_weights = head_weights
         self._ops = ops
         self._device = pool.device
+        self._device_index = pool.device.index
         for layer, problem in enumerate(kinds.problems):
             if pool.format(layer) != problem.page_format:
                 raise BadTensor(
@@ -169,19 +170,17 @@ class Layers:
     def both_again(
         self,
         step: DeviceStep,
-        plan: StepPlan,
         layer: int,
         stored: tuple[Tensor, Tensor],
         attended: tuple[Tensor, Tensor],
     ) -> bool:
         """Store k, v and attend from q to out as the layer did the last time, if it is given the same; whether it was.
 
-        Raises BadTensor for a layer that does not exist, WrongState.
+        Raises WrongState.
         """
-        kernel = plan.kernels[self._kind_of(layer)]
-        if id(kernel) not in self._prepared_kernels or not self._prepares():
-            return False
-        return self._forms.both_again(step.prepared, layer, stored, attended)
+        # What was joined was prepared for these views, and so for their plan's kernels.
+        last = step.prepared.both.get(layer)
+        return last is not None and self._prepares() and self._forms.both_again(last, layer, stored, attended)
 
     def join(self, step: DeviceStep, layer: int) -> None:
         """The layer has stored and attended in one call."""
@@ -268,7 +267,7 @@ class Layers:
     def _prepares(self) -> bool:
         """Whether calls are prepared, and made again by what was prepared."""
         # torch._C: see on_device. A call for a device that is not the current one is made as it is.
-        return self._launches_alone and torch._C._cuda_getDevice() == self._device.index and not is_observed()
+        return self._launches_alone and torch._C._cuda_getDevice() == self._device_index and not is_observed()
 
     def _noting(self, step: DeviceStep, call: Call) -> AbstractContextManager[None]:
         """Prepare the form of a call that is made meanwhile."""
@@ -412,7 +411,7 @@ class StepLayers:
         self._require_running()
         self._stores.before_store()
         layers, step, plan = self._layers, self._step, self._plan
-        if lse is None and layers.both_again(step, plan, layer, (k, v), (q, out)):
+        if lse is None and layers.both_again(step, layer, (k, v), (q, out)):
             self._stores.after_store(self._half, layer)
             return
         layers.store(step, plan, layer, k, v)

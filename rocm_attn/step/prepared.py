@@ -297,15 +297,12 @@ class LayerForms:
             memory = self._read[layer] = self._memory(layer, (pages, weights), tensors, pages.format)
         return _make(prepared, prepared.attended, layer, memory, ("attend", given))
 
-    def both_again(self, prepared: PreparedCalls, layer: int, stored: Pair, attended: Pair) -> bool:
+    def both_again(self, last: LastCall, layer: int, stored: Pair, attended: Pair) -> bool:
         """Launch what a layer stored and attended by the last time, if it is given the same; whether it was.
 
         stored: k, v; attended: q, out, without an lse
         Raises WrongState for a layer that wants head weights.
         """
-        last = prepared.both.get(layer)
-        if last is None:
-            return False
         (k, v), (q, out) = stored, attended
         addresses = k.data_ptr(), v.data_ptr(), q.data_ptr(), out.data_ptr(), 0
         of_k, of_v = (k.shape, k.stride(), k.dtype, k.device), (v.shape, v.stride(), v.dtype, v.device)

@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.amd.each_value import leave_to_the_night
+
 # What somebody has measured on this machine is no part of what tests judge.
 os.environ["ROCM_ATTN_TUNING"] = "off"
 
@@ -24,6 +26,12 @@ settings.load_profile("any machine")
 
 # What is imported and collected stays to the end: no search for garbage need look at it, here or in any test.
 gc.disable()
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():  # on a GPU all of them take seconds
+        leave_to_the_night(items)
 
 
 def pytest_collection_finish() -> None:

@@ -20,11 +20,13 @@ from rocm_attn.capture.graphs import Progress
 from rocm_attn.errors import DeviceFault, FitsLater
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.runner.request import Sequence
-from rocm_attn.runner.scheduler import ScheduledStep, Taken
+from rocm_attn.runner.scheduler import ScheduledStep
 from rocm_attn.runner.speculation.beams import Found
 from rocm_attn.runner.speculation.draft_runners import DraftRunners
 from rocm_attn.runner.speculation.drafts import Drafts
 from rocm_attn.runner.speculation.round_drafts import DraftsAhead, Place
+from rocm_attn.runner.speculation.round_trees import Guessed
+from rocm_attn.runner.taking import Taken
 
 
 @dataclass(slots=True, eq=False)
@@ -101,7 +103,7 @@ class ModelDrafter:
             return None
         return Place(follower.row, 0)
 
-    def hand_over(self, num_tokens: int) -> None:
+    def hand_over(self, guessed: Guessed) -> None:
         """As Following.hand_over: the model reads tokens alone."""
 
     def went_on(self, sequence: Sequence, drafts: Drafts) -> None:

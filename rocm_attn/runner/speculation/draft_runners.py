@@ -183,9 +183,9 @@ class DraftRunners:
         return Found(self._round.run(draft_batch(rows, num_stored, self._drafts, inputs=inputs)))
 
     def go_on(self, rows: Int32Array, bounds: Int32Array, width: int, token_ids: Tensor, stored: Tensor) -> Tensor:
-        """Take in tokens of which `taken` of each sequence count, and draft; int32 [num_seqs, levels, 3, 1].
+        """Take in tokens of which `taken` of each sequence count, and draft; int32 [num_seqs, levels, 3, K].
 
-        The host knows bounds of lengths alone. Without branches, and where no drafts are drawn.
+        The host knows bounds of lengths alone. Where no drafts are drawn.
 
         rows:      int32 [num_seqs], as of found()
         bounds:    int32 [num_seqs], that no length in stored is beyond
@@ -206,8 +206,7 @@ class DraftRunners:
         return self._round.run(draft_batch(rows, ends, self._drafts, inputs=drafting))
 
     def _taken_in(self, step: Step) -> Level:
-        if self.num_branches == 1:
-            step = replace(step, last_token_of_seq=last_accepted(step, self.taken[: step.row_of_seq.shape[0]]))
+        step = replace(step, last_token_of_seq=last_accepted(step, self.taken[: step.row_of_seq.shape[0]]))
         logits, carried = self._model.taken_in(step)
         return self._chosen(Level.first(logits, carried, self.num_branches), logits, carried, 0)
 

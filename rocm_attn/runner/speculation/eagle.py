@@ -25,11 +25,13 @@ from rocm_attn.errors import DeviceFault, FitsLater
 from rocm_attn.paging.index_spaces import RESERVED_ROW
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.runner.request import Sequence
-from rocm_attn.runner.scheduler import ScheduledStep, Taken
+from rocm_attn.runner.scheduler import ScheduledStep
 from rocm_attn.runner.sending import sent
 from rocm_attn.runner.speculation.draft_runners import DraftRunners
 from rocm_attn.runner.speculation.drafts import LAST_TOKEN, NO_DRAFTS, Drafts
 from rocm_attn.runner.speculation.round_drafts import DraftsAhead, Place
+from rocm_attn.runner.speculation.round_trees import Guessed
+from rocm_attn.runner.taking import Taken
 
 
 @dataclass(slots=True, eq=False)
@@ -131,9 +133,9 @@ class EagleDrafter:
             return None
         return Place(held.row, held.first + 1)
 
-    def hand_over(self, num_tokens: int) -> None:
+    def hand_over(self, guessed: Guessed) -> None:
         """As Following.hand_over."""
-        self._features[:num_tokens].copy_(self._handed[:num_tokens])
+        guessed.hand_over(self._handed, self._features)
 
     def went_on(self, sequence: Sequence, drafts: Drafts) -> None:
         """As Following.went_on."""

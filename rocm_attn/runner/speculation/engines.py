@@ -99,7 +99,7 @@ def drafter_of(
 def guesses_of(drafter: Drafter, options: EngineOptions, runtime: AttentionRuntime) -> Guesses:
     """What guesses the tokens of rounds on the device, of an engine that has such rounds."""
     if isinstance(drafter, ModelDrafter | EagleDrafter):
-        return ModelGuesses(drafter, options.rows_of_each)
+        return ModelGuesses(drafter, runtime, options.draft_tokens)
     return LookedUp(options.max_batch_size, runtime.device)
 
 

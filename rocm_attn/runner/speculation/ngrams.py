@@ -13,8 +13,9 @@ from itertools import pairwise
 
 from rocm_attn.capture.graphs import Progress
 from rocm_attn.runner.request import Sequence
-from rocm_attn.runner.scheduler import ScheduledStep, Taken
+from rocm_attn.runner.scheduler import ScheduledStep
 from rocm_attn.runner.speculation.drafts import Drafts
+from rocm_attn.runner.taking import Taken
 
 # The last two tokens are looked up: one says too little. The places where most of those before them are the same, too,
 # are taken, and more than so many say no more.

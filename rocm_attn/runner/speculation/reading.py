@@ -44,11 +44,11 @@ class Pace:
 class Ends:
     """What ends the sequences of a series.
 
-    kv_len: int32 [n]; a sequence whose round comes to so many tokens, its guesses included, may be at its end
+    kv_len: int64 [n]; a sequence whose round comes to so many tokens, its guesses included, may be at its end
     """
 
     def __init__(self, sequences: Many[Sequence], width: int) -> None:
-        self._kv_len = np.array([each.most_tokens for each in sequences], np.int64) + (width - 1)
+        self.kv_len = np.array([each.most_tokens for each in sequences], np.int64) + (width - 1)
         self._stops = np.array(sorted(frozenset[int]().union(*[each.stops for each in sequences])), np.int64)
 
     def none_in(self, token_ids: Int32Array, kv_len: Int32Array) -> bool:
@@ -59,7 +59,7 @@ class Ends:
                 return False
         elif any((token_ids == stop).any() for stop in stops):
             return False
-        return not (kv_len >= self._kv_len).any()
+        return not (kv_len >= self.kv_len).any()
 
 
 class Together(NamedTuple):

@@ -1,9 +1,10 @@
 """What guesses the tokens of rounds: each sequence's own text, or a model, from what the device alone knows.
 
-A model that drafts goes on from a round that was verified without asking what it has brought. It takes in all W tokens
-that were picked; the drafts after the last one that a sequence took are stored over by the next round's. The row of
-that last one is chosen on the device, by the counts that kernels/speculative/next_round.py leaves there, and so are the
-lengths that its steps begin at. The host publishes these steps by bounds, and reads the drafts when a series has ended.
+A model that drafts goes on from a round that was verified without asking what it has brought. It takes in all tokens
+that were picked along a chain, or along the longest path that a tree may have; the drafts after the last one that a
+sequence took are stored over by the next round's. The row of that last one is chosen on the device, by the counts that
+kernels/speculative/next_round.py leaves there, and so are the lengths that its steps begin at. The host publishes these
+steps by bounds, and reads the drafts when a series has ended.
 """
 
 from __future__ import annotations
@@ -17,12 +18,16 @@ from torch import Tensor
 
 from rocm_attn.batch.step_batch import INT32_MAX, Int32Array
 from rocm_attn.errors import DeviceFault, FitsLater
+from rocm_attn.kernels.speculative.arguments import GuessedRound
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.runner.request import Sequence
 from rocm_attn.runner.sending import sent
 from rocm_attn.runner.speculation.beams import Found
 from rocm_attn.runner.speculation.draft_runners import DraftRunners
 from rocm_attn.runner.speculation.drafts import NO_DRAFTS, NOT_DRAWN, Drafts
+from rocm_attn.runner.speculation.round_trees import Chains, Guessed, Trees
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step.memory import DeviceStep
 
 # Of rounds whose guesses any length of a text allows.
 NO_BOUND = INT32_MAX
@@ -58,6 +63,11 @@ class Guesses(Protocol):
         ...
 
     @property
+    def has_branches(self) -> bool:
+        """Whether several guesses may come after one."""
+        ...
+
+    @property
     def most_tokens(self) -> int:
         """No text may be longer."""
         ...
@@ -65,6 +75,15 @@ class Guesses(Protocol):
     @property
     def taken(self) -> Tensor:
         """int32 [most_seqs], on the device: receives how many tokens each sequence got of a round."""
+        ...
+
+    def of_step(self, step: DeviceStep, given: GuessedRound, picked: Tensor) -> Guessed:
+        """Guesses of rounds that repeat a step.
+
+        step:   where its inputs are
+        given:  what one of the rounds is made of
+        picked: int32 [most_tokens], on the device: what is picked after each of its tokens
+        """
         ...
 
     def begin(self, sequences: Many[Sequence]) -> bool:
@@ -75,12 +94,11 @@ class Guesses(Protocol):
         """Have room for guesses after texts of so many tokens; whether there is. int32 [n]"""
         ...
 
-    def guess(self, picked: Tensor, bounds: Int32Array, token_ids: Tensor) -> bool:
+    def guess(self, guessed: Guessed, bounds: Int32Array) -> bool:
         """Make the guesses of the next round; False: there are none, and no round may follow.
 
-        picked:    int32 [n * W], on the device: what was picked after each token of the round
-        bounds:    int32 [n], that the texts were no longer than before it
-        token_ids: int32 [n, W], on the device, of the next round: receives its guesses, after their first column
+        guessed: those of the last round, of which was made what is accepted; receives them
+        bounds:  int32 [n], that the texts were no longer than before it
         """
         ...
 
@@ -97,11 +115,16 @@ class LookedUp:
     """What a text says of its next tokens."""
 
     looks_up = True
+    has_branches = False
     most_tokens = NO_BOUND
 
     def __init__(self, most_seqs: int, device: torch.device) -> None:
         with torch.inference_mode(False):
             self.taken = torch.zeros(most_seqs, dtype=torch.int32, device=device)
+
+    def of_step(self, step: DeviceStep, given: GuessedRound, picked: Tensor) -> Guessed:
+        """As Guesses.of_step."""
+        return Chains(given, picked)
 
     def begin(self, sequences: Many[Sequence]) -> bool:
         """As Guesses.begin."""
@@ -111,7 +134,7 @@ class LookedUp:
         """As Guesses.reserve."""
         return True
 
-    def guess(self, picked: Tensor, bounds: Int32Array, token_ids: Tensor) -> bool:
+    def guess(self, guessed: Guessed, bounds: Int32Array) -> bool:
         """As Guesses.guess."""
         return True
 
@@ -131,7 +154,7 @@ class Following(Protocol):
 
     @property
     def runners(self) -> DraftRunners:
-        """Of its model, which drafts chains."""
+        """Of its model."""
         ...
 
     @property
@@ -143,8 +166,8 @@ class Following(Protocol):
         """Where it stands, if it has taken in all of a text that it can, else None."""
         ...
 
-    def hand_over(self, num_tokens: int) -> None:
-        """Have the model's steps read what the first tokens of the step that has run have left for them."""
+    def hand_over(self, guessed: Guessed) -> None:
+        """Have the model's next step read what the new tokens of the step that has run have left for them."""
         ...
 
     def went_on(self, sequence: Sequence, drafts: Drafts) -> None:
@@ -157,12 +180,19 @@ class Following(Protocol):
 
 
 class ModelGuesses:
-    """Drafts of a model that take up where the last ones were verified."""
+    """Drafts of a model that take up where the last ones were verified.
+
+    runtime:    of the model that verifies
+    num_drafts: that are verified of a sequence
+    """
 
     looks_up = False
 
-    def __init__(self, drafter: Following, width: int) -> None:
-        self._drafter, self._runners, self._table, self._width = drafter, drafter.runners, drafter.table, width
+    def __init__(self, drafter: Following, runtime: AttentionRuntime, num_drafts: int) -> None:
+        self._drafter, self._runners, self._table = drafter, drafter.runners, drafter.table
+        self._runtime, self._num_drafts = runtime, num_drafts
+        self._few = 1 + self._runners.num_levels
+        self.has_branches = self._runners.num_branches > 1
         device = self._runners.device
         with torch.inference_mode(False):
             self._stored = torch.zeros_like(self._runners.taken)
@@ -184,7 +214,11 @@ class ModelGuesses:
     @property
     def _room(self) -> int:
         """Tokens that a round stores after a text, at most."""
-        return max(self._width, self._runners.room)
+        return max(self._few, self._runners.room)
+
+    def of_step(self, step: DeviceStep, given: GuessedRound, picked: Tensor) -> Guessed:
+        """As Guesses.of_step."""
+        return Trees(self._runtime, step, given, picked, few=self._few) if self.has_branches else Chains(given, picked)
 
     def begin(self, sequences: Many[Sequence]) -> bool:
         """As Guesses.begin."""
@@ -207,16 +241,17 @@ class ModelGuesses:
             return False
         return True
 
-    def guess(self, picked: Tensor, bounds: Int32Array, token_ids: Tensor) -> bool:
+    def guess(self, guessed: Guessed, bounds: Int32Array) -> bool:
         """As Guesses.guess. A fault of what drafts is no fault of a request: it begins anew."""
         num_seqs = len(self._rows)
         self._words = None
         try:
-            self._drafter.hand_over(num_seqs * self._width)
-            words = self._runners.go_on(self._rows, bounds - self._before, self._width, picked, self._stored[:num_seqs])
+            self._drafter.hand_over(guessed)
+            new, stored = guessed.new_tokens(), self._stored[:num_seqs]
+            words = self._runners.go_on(self._rows, bounds - self._before, self._few, new, stored)
         except DeviceFault:
             return False
-        token_ids[:, 1:].copy_(words[:, :, 0, 0])
+        guessed.put(words)
         self._words = words
         return True
 
@@ -232,4 +267,4 @@ class ModelGuesses:
                 self._drafter.leave(number)
                 continue
             self._table.truncate(int(self._rows[seq]), len(sequence.token_ids) - int(self._before[seq]))
-            self._drafter.went_on(sequence, found.drafts(seq, self._width - 1, NOT_DRAWN))
+            self._drafter.went_on(sequence, found.drafts(seq, self._num_drafts, NOT_DRAWN))

@@ -9,6 +9,8 @@ later ones run.
 What a token is drawn by belongs to its place in its request's text. Those numbers are on the device before the rounds
 that may come to these places, so a seed draws the same text whoever plans a round.
 
+Guesses that branch are put into the order of a chain first, on the device (round_trees.py).
+
 Whatever comes in between ends a series: a request that comes, ends or is aborted, pages that run out, a fault, guesses
 that no longer come true. The rounds that were launched are read then, and the host plans the next step.
 """
@@ -19,6 +21,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import takewhile
 from typing import Any, NamedTuple, Protocol
 
@@ -27,20 +30,24 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.step_batch import Int32Array
+from rocm_attn.batch.mask import TreeMask
+from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadLogits
+from rocm_attn.kernels.sampling.asked import NONE
 from rocm_attn.kernels.speculative.arguments import TOLD_WORDS, GuessedRound
 from rocm_attn.providers.launches import MakeNextRound
+from rocm_attn.runner.asking_picker import AskingPicker, RowShape, ShapedRows, overlaid
 from rocm_attn.runner.logprobs import TokenLogprobs
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Sequence
 from rocm_attn.runner.sampling import GREEDY, Draw, Found, PickedTokens, TokenPicker, terms_of
 from rocm_attn.runner.scheduler import ScheduledStep, Scheduler
 from rocm_attn.runner.sending import sent
-from rocm_attn.runner.speculation.methods import OFF
+from rocm_attn.runner.speculation.methods import NGRAM, OFF
 from rocm_attn.runner.speculation.reading import Ends, Together, are_picked, is_clean, put_together
 from rocm_attn.runner.speculation.round_drafts import Guesses
+from rocm_attn.runner.speculation.round_trees import Guessed
 from rocm_attn.runner.speculation.speculation import NO_LOGPROBS_OF, Picks, StepPicks
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.host_ring import Fence, NoFence, wait_for_all
@@ -48,7 +55,8 @@ from rocm_attn.step.memory import DeviceStep
 from rocm_attn.step.repeatable import Repeatable, inputs_of
 from rocm_attn.step.same_launches import SameLaunches, stream_of
 
-# Pages are reserved for so many more tokens of each sequence at a time.
+# Pages are reserved for a whole series, where that many are free; else, or where numbers that tokens are drawn by are
+# sent for as many, for so many more tokens of each sequence at a time.
 _TOKENS_AHEAD = 256
 # Rounds after which the host plans a step again: with it faults of the steps before the series are told, and pages that
 # were filled in it are found by prompts.
@@ -57,26 +65,29 @@ _MOST_ROUNDS = 64
 
 def text_bytes(options: EngineOptions, max_kv_len: int) -> int:
     """Memory on the device for the texts that guesses are looked up in, and the numbers that tokens are drawn by."""
-    if options.speculative == OFF or options.topk > 1:
+    if options.speculative == OFF or looks_up_trees(options):
         return 0
     return 2 * 4 * (options.max_batch_size + 1) * (max_kv_len + 2 + options.draft_tokens)
+
+
+def looks_up_trees(options: EngineOptions) -> bool:
+    """Whether an engine's guesses are trees that texts tell."""
+    return options.speculative == NGRAM and options.topk > 1
 
 
 # Of engines whose rounds do so.
 FOLLOWING = "follow from each other on the device"
 
 
-def why_no_rounds(options: EngineOptions, *, looks_on: bool, has_ranks: bool) -> str:
+def why_no_rounds(options: EngineOptions, *, looks_on: bool) -> str:
     """Why the host plans every round of an engine that guesses tokens; empty: they may follow from each other.
 
     looks_on: whether something looks on at single steps
     """
-    if options.topk > 1:
-        return "topk is above 1, and the host reads which drafts of a tree were accepted before it moves their K and V"
+    if looks_up_trees(options):
+        return "topk is above 1, and the host looks up the trees that texts tell"
     if options.sampled_drafts:
         return "sampled_drafts is set, and the host gives each round the numbers that its drafts are drawn by"
-    if has_ranks:
-        return "several ranks share the model, and meet before each step"
     if looks_on:
         return "check_every, hang_after, profiler_ranges or flight_record is set, and looks on at each step of the host"
     return ""
@@ -117,6 +128,10 @@ class Rounds(Protocol):
         """End the series, after all its rounds were read and before another step. Whether a round had a fault."""
         ...
 
+    def tells_of(self, step: int | None) -> bool:
+        """Whether a round that was read has told of a fault of the step that it followed from, by that one's number."""
+        ...
+
 
 class NoRounds:
     """The host plans every step."""
@@ -147,28 +162,37 @@ class NoRounds:
         """As Rounds.end."""
         return False
 
+    def tells_of(self, step: int | None) -> bool:
+        """As Rounds.tells_of."""
+        return False
+
 
 class _Memory:
-    """Where the device tells of a round, and the fence after that."""
+    """Where the device tells of a round, and the fence after that.
+
+    shaped: int32 [most_rows, 2], what was found of rows that were shaped
+    path:   int32 [most_seqs, W], what was accepted of trees
+    """
 
     def __init__(self, most_rows: int, most_seqs: int, device: torch.device) -> None:
         pinned = device.type == "cuda"
+        self.path = torch.zeros(most_seqs, most_rows // most_seqs, dtype=torch.int32, pin_memory=pinned)
         self.found = torch.zeros(most_rows, 2, dtype=torch.int32, pin_memory=pinned)
+        self.shaped = torch.zeros_like(self.found, pin_memory=pinned)
         self.told = torch.zeros(most_seqs, TOLD_WORDS, dtype=torch.int32, pin_memory=pinned)
         self.done: Fence = torch.Event(device) if pinned else NoFence()
         # torch knows of no kernel that writes pinned memory, and gives a dropped one's to the next who asks.
-        weakref.finalize(self, wait_for_all, [self.done], [self.found, self.told]).atexit = False  # type: ignore[list-item]
+        held: list[Any] = [self.found, self.shaped, self.told, self.path]
+        weakref.finalize(self, wait_for_all, [self.done], held).atexit = False
 
 
 class _Round:
     """What a round launches after its step, and where the host reads what came of it.
 
     given:     what the round after it is made of
+    guessed:   its guesses
     draws:     whether tokens are drawn
     looks_up:  as of Guesses
-
-    picked:    int32 [num_seqs * W], what was picked after each token of the round
-    token_ids: int32 [num_seqs, W], of the round after it
     """
 
     def __init__(
@@ -177,6 +201,7 @@ class _Round:
         next_round: MakeNextRound,
         stream: Callable[[], int] | None,
         given: GuessedRound,
+        guessed: Guessed,
         memory: _Memory,
         *,
         draws: bool,
@@ -189,10 +214,26 @@ class _Round:
         # Of a graph, whose own memory the logits are: others are not kept, which nobody has counted on.
         self._logits: Tensor | None = None
         self._pick: Callable[[], None] = _nothing
-        self.make_next = SameLaunches(stream, next_round, picker.tokens, given, width, draws=draws, looks_up=looks_up)
-        self.picked = picker.tokens[: num_seqs * width]
-        self.token_ids = given.token_ids[: num_seqs * width].view(num_seqs, width)
-        self.told, self.found = given.told.numpy(), Found.of(self._found.numpy())
+        self.guessed = guessed
+        self._next = SameLaunches(stream, next_round, guessed.picked, given, width, draws=draws, looks_up=looks_up)
+        self._path = memory.path[:num_seqs]
+        self.told, self.path = given.told.numpy(), self._path.numpy()
+        self._shaped, self._on_host = memory.shaped, Found.of(self._found.numpy())
+
+    def make_next(self) -> None:
+        """Accept what was picked, make the next round but for its guesses, and have both told."""
+        self.guessed.accept()
+        self._next()
+        self.guessed.tell(self._path)
+
+    def pick_shaped(self, logits: Tensor, rows: ShapedRows) -> None:
+        """Pick the tokens of rows that ask for more, after pick(). logits: as there"""
+        rows.pick(logits.flatten(0, 1), rows.terms_of(self._terms), self._shaped[: len(rows.rows)])
+
+    def finds(self, rows: ShapedRows) -> Callable[[], Found]:
+        """Gives what was found in each of its places. rows: as of pick_shaped"""
+        shaped = Found.of(self._shaped[: len(rows.rows)].numpy())
+        return partial(overlaid, self._on_host, rows.rows, shaped)
 
     def pick(self, logits: Tensor, *, is_of_graph: bool) -> None:
         """Pick its tokens.
@@ -234,27 +275,33 @@ class _Series:
     """Rounds that follow from one step.
 
     step:        it
+    batch:       as it was run
     num_changes: of the scheduler, when it was scheduled
     rows:        int32 [n] of the table
     progress:    what was read
     limit:       int32 [n] that no kv_len may come to be beyond
     room:        tokens that each sequence has at least from progress.kv_len on up to its limit
     ends:        of its sequences
+    shaping:     rows that are picked from in another way
     rounds:      by the memory that they tell in
+    number:      the runtime's, of all of them
     num_launched: rounds, the step included, _MOST_ROUNDS and it at most
     is_noted:    whether all that was launched will be read; not while a round is launched, which an interrupt may end
     cut:         places of sequences that go on by fewer tokens than the device took, and since which round
     """
 
     step: ScheduledStep
+    batch: StepBatch
     num_changes: int
     rows: Int32Array
     progress: _Progress
     limit: Int32Array
     limit_on_device: Tensor
     ends: Ends
+    shaping: ShapedRows
     rounds: list[_Round]
     room: int
+    number: int
     num_launched: int = 1
     is_noted: bool = False
     is_over: bool = False
@@ -283,32 +330,44 @@ class _Series:
 
 
 class RoundPicks:
-    """What the sequences of a round get, as StepPicks has it. Rounds are read in the order of their launches."""
+    """What the sequences of a round get, as StepPicks has it. Rounds are read in the order of their launches.
 
-    def __init__(self, series: _Series, told: Int32Array, found: Found, done: Fence) -> None:
-        self._series, self.told, self.found, self.done = series, told, found, done
-        self.number = series.num_launched - 1
+    of_round: what tells of it
+    found:    gives what was found in each of its places, when it is done
+    """
+
+    def __init__(self, series: _Series, of_round: _Round, found: Callable[[], Found], done: Fence) -> None:
+        self._series, self.told, self.done = series, of_round.told, done
+        self._guessed, self._path, self._found = of_round.guessed, of_round.path, found
+        self.number, self.is_right = series.num_launched - 1, False
+
+    @property
+    def found(self) -> Found:
+        """What was found in it, in the order in which texts take it; when it is done."""
+        return self._guessed.in_order(self._found(), self._path)
 
     def read(self) -> Picks:
         """As StepPicks.read. It may be read again after an interrupt."""
         self.done.synchronize()
-        series, told, ids = self._series, self.told, self.found[0]
+        series, told, found = self._series, self.told, self.found
+        ids = found.token_ids
         taken, num_seqs = told[:, 0], len(told)
         lines = ids.reshape(num_seqs, -1).tolist()
         picks: Picks = [line[:num] for line, num in zip(lines, taken.tolist(), strict=True)]
-        if series.cut or not are_picked(self.found):
-            picked, width = PickedTokens(self.found, NoFence()).read(), len(ids) // num_seqs
+        if series.cut or not are_picked(found):
+            picked, width = PickedTokens(found, NoFence()).read(), len(ids) // num_seqs
             picks = [
                 self._right(seq, picked[seq * width : seq * width + num]) for seq, num in enumerate(taken.tolist())
             ]
+        self.is_right = not told[:, 2].any()
         series.note(self.number, 1, series.progress.kv_len + taken, told)
         return picks
 
     is_followed = True
 
     @property
-    def plain(self) -> None:
-        """As StepPicks.plain. A round is followed by launch()."""
+    def tokens(self) -> None:
+        """As StepPicks.tokens. A round is followed by launch()."""
 
     def logprobs(self) -> Mapping[int, Many[TokenLogprobs]]:
         """As StepPicks.logprobs."""
@@ -333,22 +392,27 @@ class RoundPicks:
 class DeviceRounds:
     """Rounds on the device.
 
-    picker:     of the engine's steps
+    asking:     the picker of the engine's steps
     guesses:    what guesses tokens
     num_drafts: guesses of a sequence and round
     most_ahead: rounds that are launched and not read when the next one is
+    has_ranks:  whether several ranks launch and read the same rounds: then what is read does not depend on the clock
     """
 
     def __init__(
         self,
         runtime: AttentionRuntime,
         runner: StepRunner,
-        picker: TokenPicker,
+        asking: AskingPicker,
         guesses: Guesses,
         num_drafts: int,
         most_ahead: int,
+        *,
+        has_ranks: bool,
     ) -> None:
-        self._runtime, self._runner, self._picker, self._guesses = runtime, runner, picker, guesses
+        self._has_ranks = has_ranks
+        self._runtime, self._runner, self._asking, self._guesses = runtime, runner, asking, guesses
+        self._picker = picker = asking.plain
         self._width = 1 + num_drafts
         table, device = runtime.table, runtime.device
         num_rows, most_seqs = len(table.entries_host), len(picker.tokens) // self._width
@@ -360,6 +424,7 @@ class DeviceRounds:
             self._memory = [_Memory(len(picker.tokens), most_seqs, device) for _ in range(most_ahead + 2)]
             self._limit = torch.zeros(most_seqs, dtype=torch.int32, device=device)
         self._stream = stream_of(device)
+        self._unshaped = ShapedRows(asking, {}, (), ())
         # Rounds of steps that have their inputs there, of so many sequences, and whether any draws. Series of equal
         # steps follow each other.
         self._rounds: tuple[DeviceStep, int, bool, list[_Round]] | None = None
@@ -369,37 +434,51 @@ class DeviceRounds:
         # likewise, and before which place in it the numbers lie there
         self._drawn_by: dict[int, tuple[int, int]] = {}
         self._series: _Series | None = None
+        self._told_of = -1  # the step of the last series that has ended with a fault
 
     def begin(self, step: ScheduledStep, picks: StepPicks, scheduler: Scheduler) -> StepPicks:
         """As Rounds.begin."""
         batch, last, width = step.batch, self._runtime.repeatable, self._width
-        if last is None or last[0] is not batch or not self._runner.may_run_again:
+        # With branches the batch that has run has a mask beside what the scheduler knows.
+        if last is None or last[0].row_bytes != batch.row_bytes or not self._runner.may_run_again:
+            return picks
+        if isinstance(last[0].mask, TreeMask) is not self._guesses.has_branches:
             return picks
         if not batch.min_q_len == batch.max_q_len == width or step.num_picks < batch.num_seqs or step.is_of_a_suspect:
             return picks
-        picked = picks.plain
-        if picked is None or not self._guesses.begin(step.sequences):
+        picked = picks.tokens
+        if (
+            picked is None
+            or not all(_stays(each) for each in step.sequences)
+            or not self._guesses.begin(step.sequences)
+        ):
             return picks
-        limit = self._reserved(batch.rows, batch.kv_len + np.int32(width), scheduler)
+        ends = Ends(step.sequences, width)
+        limit = self._reserved(step, ends, batch.kv_len + np.int32(width), scheduler)
         if limit is None:
             return picks
         self._send_texts(step)
         self._send_numbers(step, limit)
         on_device = self._limit[: batch.num_seqs]
         on_device.copy_(sent(limit, self._runtime.device))
-        progress, ends = _Progress(batch.kv_len.copy(), 0), Ends(step.sequences, width)
+        progress = _Progress(batch.kv_len.copy(), 0)
+        rounds = self._rounds_of(step, last)
+        rounds[0].guessed.begin(last[0])
         series = self._series = _Series(
             step,
+            last[0],
             scheduler.num_changes,
             batch.rows,
             progress,
             limit,
             on_device,
             ends,
-            self._rounds_of(step, last),
+            self._shaping(step),
+            rounds,
             fewest(limit - batch.kv_len),
+            self._runtime.step_number,
         )
-        return self._told(series, picked.found)
+        return self._told(series, lambda: picked.found)
 
     def goes_on(self, scheduler: Scheduler) -> bool:
         """As Rounds.goes_on."""
@@ -407,7 +486,7 @@ class DeviceRounds:
         if series is None or series.is_over or not series.is_noted or series.num_changes != scheduler.num_changes:
             return False
         last = self._runtime.repeatable
-        if last is None or last[0] is not series.step.batch or not self._runner.may_run_again:
+        if last is None or last[0] is not series.batch or not self._runner.may_run_again:
             return False
         # Each that is not read tells in a memory of its own. Interrupts may have left more of them than the pace has.
         if series.num_launched > _MOST_ROUNDS or series.num_unread >= len(self._memory):
@@ -417,7 +496,7 @@ class DeviceRounds:
         if num_needed > series.room:
             needed = series.progress.kv_len + np.int32(num_needed)
             # Where there is no room, there may be once more rounds are read: they bring fewer tokens than they could.
-            limit = self._reserved(series.rows, needed, scheduler)
+            limit = self._reserved(series.step, series.ends, needed, scheduler)
             if limit is None:
                 return False
             self._send_numbers(series.step, limit)
@@ -431,9 +510,12 @@ class DeviceRounds:
         assert series is not None
         series.is_noted = False
         next_one = series.rounds[self._next]
-        next_one.pick(self._runner.run_again(series.step.batch), is_of_graph=self._runner.replays_again)
+        logits = self._runner.run_again(series.batch)
+        next_one.pick(logits, is_of_graph=self._runner.replays_again)
+        if len(series.shaping.rows):
+            next_one.pick_shaped(logits, series.shaping)
         series.num_launched += 1
-        return series.step, self._told(series, next_one.found)
+        return series.step, self._told(series, next_one.finds(series.shaping))
 
     def read_together(self, unread: Many[StepPicks], most: int, scheduler: Scheduler) -> Together | None:
         """As Rounds.read_together."""
@@ -443,17 +525,17 @@ class DeviceRounds:
         rounds = [each for each in unread if isinstance(each, RoundPicks)]
         num = min(most, len(rounds))
         rounds[num - 1].done.synchronize()
-        while num < len(rounds) and rounds[num].done.query():
+        while not self._has_ranks and num < len(rounds) and rounds[num].done.query():
             num += 1
-        rounds = list(takewhile(lambda each: is_clean(each.told, each.found), rounds[:num]))
-        if not rounds:
+        found = list(takewhile(lambda each: is_clean(*each), ((each.told, each.found) for each in rounds[:num])))
+        if not found:
             return None
-        taken = [each.told[:, 0] for each in rounds]
-        flat, token_ids = put_together([each.found[0].reshape(-1, self._width) for each in rounds], taken)
+        rounds, taken = rounds[: len(found)], [told[:, 0] for told, _ in found]
+        flat, token_ids = put_together([ids.reshape(-1, self._width) for _, (ids, _) in found], taken)
         kv_len: Int32Array = series.progress.kv_len + sum(taken)
         if rounds[0].number != series.progress.num_read or not series.ends.none_in(flat, kv_len):
             return None
-        first = (series.progress.kv_len - np.int32(self._width - 1)).tolist()
+        first, rounds[-1].is_right = (series.progress.kv_len - np.int32(self._width - 1)).tolist(), True
         return Together(rounds[0].number, len(rounds), first, token_ids, len(flat), kv_len, rounds[-1].told)
 
     def took(self, together: Together) -> None:
@@ -471,6 +553,8 @@ class DeviceRounds:
         series, self._series = self._series, None
         if series is None:
             return False
+        if series.has_fault:
+            self._told_of = series.number
         living = [
             (each.row, each)
             for row, each in zip(series.rows.tolist(), series.step.sequences, strict=True)
@@ -486,7 +570,14 @@ class DeviceRounds:
         self._guesses.end(going_on, is_whole=series.is_noted and not series.has_fault)
         return series.has_fault
 
-    def _told(self, series: _Series, found: Found) -> RoundPicks:
+    def tells_of(self, step: int | None) -> bool:
+        """As Rounds.tells_of."""
+        series = self._series
+        return step is not None and step == (
+            series.number if series is not None and series.has_fault else self._told_of
+        )
+
+    def _told(self, series: _Series, found: Callable[[], Found]) -> RoundPicks:
         """Make the inputs of the round after what was picked last, and have it told what came of that."""
         next_one, done = series.rounds[self._next], self._memory[self._next].done
         self._next = (self._next + 1) % len(self._memory)
@@ -495,8 +586,8 @@ class DeviceRounds:
         if not self._guesses.looks_up:
             # Of the texts before this round, of which one was not read for each that has not been.
             bounds = series.progress.kv_len + np.int32(self._width * (series.num_unread - 2) + 1)
-            series.is_over |= not self._guesses.guess(next_one.picked, bounds, next_one.token_ids)
-        return RoundPicks(series, next_one.told, found, done)
+            series.is_over |= not self._guesses.guess(next_one.guessed, bounds)
+        return RoundPicks(series, next_one, found, done)
 
     def _rounds_of(self, step: ScheduledStep, last: Repeatable) -> list[_Round]:
         """The rounds that follow from a step, by the memory that they tell in."""
@@ -506,19 +597,34 @@ class DeviceRounds:
         if kept is None or kept[0] is not child or kept[1:3] != (batch.num_seqs, draws):
             to, limit, next_round = inputs_of(last), self._limit[: batch.num_seqs], self._runtime.core.ops.next_round
             inputs = to.counts, to.row_of_seq, to.kv_len, to.token_ids, self._texts, limit
-            terms, rounds = self._terms[: batch.num_seqs * self._width], list[_Round]()
-            for memory in self._memory:
-                taken = self._guesses.taken[: len(limit)]
-                given = GuessedRound(*inputs, memory.told[: len(limit)], self._numbers, terms, taken)
-                how = {"draws": draws, "looks_up": self._guesses.looks_up}
-                rounds.append(_Round(self._picker, next_round, self._stream, given, memory, **how))
+            terms = self._terms[: batch.num_seqs * self._width]
+            beside = self._numbers, terms, self._guesses.taken[: len(limit)]
+            given = [GuessedRound(*inputs, memory.told[: len(limit)], *beside) for memory in self._memory]
+            guessed = self._guesses.of_step(child, given[0], self._picker.tokens)
+            how = {"draws": draws, "looks_up": self._guesses.looks_up}
+            rounds = [
+                _Round(self._picker, next_round, self._stream, of_round, guessed, memory, **how)
+                for of_round, memory in zip(given, self._memory, strict=True)
+            ]
             kept = self._rounds = child, batch.num_seqs, draws, rounds
         return kept[3]
 
-    def _reserved(self, rows: Int32Array, needed: Int32Array, scheduler: Scheduler) -> Int32Array | None:
-        """The limits of rows that need pages for so many tokens, with some to spare if there are; None: there are none.
+    def _shaping(self, step: ScheduledStep) -> ShapedRows:
+        """The rows of a step whose sequences ask for more than draws, in each of its rounds."""
+        shapes, draws = dict[int, RowShape](), list[Draw]()
+        for seq in step.asking:
+            sequence = step.sequences[seq]
+            shape = sequence.asks.of(sequence, sequence.num_new).shape if sequence.asks is not None else None
+            if shape is not None:
+                shapes |= dict.fromkeys(range(seq * self._width, (seq + 1) * self._width), shape)
+                draws += [_draw_of(sequence)] * self._width
+        return ShapedRows(self._asking, shapes, [NONE] * len(shapes), draws) if shapes else self._unshaped
 
-        No longer than the step's plan and the table allow.
+    def _reserved(self, step: ScheduledStep, ends: Ends, needed: Int32Array, scheduler: Scheduler) -> Int32Array | None:
+        """The limits of sequences that need pages for so many tokens, with some to spare if there are.
+
+        No longer than the step's plan and the table allow, and, but for what is needed, than the sequences can come to.
+        None: there are no pages.
         """
         last, table = self._runtime.repeatable, self._runtime.table
         assert last is not None
@@ -526,8 +632,15 @@ class DeviceRounds:
         most = np.int32(min(last[1].key.max_kv_len, table.max_kv_len, most_guessed))
         if (needed > most).any():
             return None
-        for wanted in (np.minimum(needed + np.int32(_TOKENS_AHEAD), most), needed):
-            if scheduler.reserve_ahead(rows, wanted) and self._guesses.reserve(wanted + np.int32(1 - self._width)):
+        # With what rounds may store that are launched before its end is known.
+        beyond = self._width * (len(self._memory) + 1)
+        most_of_each = np.minimum(np.maximum(needed, ends.kv_len + beyond), most).astype(np.int32)
+        whole = _TOKENS_AHEAD if step.asking else max(_TOKENS_AHEAD, _MOST_ROUNDS * self._width)
+        for ahead in dict.fromkeys((whole, _TOKENS_AHEAD, 0)):
+            wanted: Int32Array = np.minimum(needed + np.int32(ahead), most_of_each)
+            if scheduler.reserve_ahead(step.batch.rows, wanted) and self._guesses.reserve(
+                wanted + np.int32(1 - self._width)
+            ):
                 return wanted
         return None
 
@@ -572,6 +685,11 @@ class DeviceRounds:
         """Have temperatures and the like of a step's sequences on the device; each round has numbers of its own."""
         terms = terms_of([_draw_of(sequence) for sequence in step.sequences]).repeat(self._width, 0)
         self._terms[: len(terms)].copy_(sent(terms, self._runtime.device))
+
+
+def _stays(sequence: Sequence) -> bool:
+    """Whether the device can pick all of a sequence's tokens to come as those of this step are."""
+    return sequence.asks is None or sequence.asks.stays_from(sequence.num_new)
 
 
 def _draw_of(sequence: Sequence) -> Draw:

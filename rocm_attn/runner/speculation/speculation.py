@@ -30,11 +30,12 @@ from rocm_attn.runner.asking_picker import AskedTokens, AskingPicker, RowAsk
 from rocm_attn.runner.logprobs import TokenLogprobs
 from rocm_attn.runner.request import Asking, Sequence
 from rocm_attn.runner.sampling import Draw, PickedTokens
-from rocm_attn.runner.scheduler import NO_SEQUENCE, ScheduledStep, Taken
+from rocm_attn.runner.scheduler import NO_SEQUENCE, ScheduledStep
 from rocm_attn.runner.speculation.drafts import LAST_TOKEN, NO_DRAFTS, Drafts
 from rocm_attn.runner.speculation.drawn import Accepted as AcceptedDrawn
 from rocm_attn.runner.speculation.drawn import NothingDrawn, Rejection
 from rocm_attn.runner.speculation.reading import Together
+from rocm_attn.runner.taking import Taken
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.metrics import Metrics
 
@@ -87,8 +88,13 @@ class StepPicks(Protocol):
         ...
 
     @property
-    def plain(self) -> PickedTokens | None:
-        """The tokens after all drafts of a step, where no request asks for more than draws."""
+    def is_right(self) -> bool:
+        """Whether the device has told, when it was read, that nothing was wrong; else later steps tell."""
+        ...
+
+    @property
+    def tokens(self) -> PickedTokens | AskedTokens | None:
+        """Those after all drafts of a step, where no request asks for logprobs."""
         ...
 
     def logprobs(self) -> Mapping[int, Many[TokenLogprobs]]:
@@ -145,6 +151,7 @@ class Speculation:
     metrics:    in which drafts are counted
     rejection:  what accepts drafts that were drawn
     has_rounds: whether steps in which all sequences have drafts may go on without the host (rounds.py)
+    branches:   whether drafts of these rounds may have branches: then steps of chains have the mask of trees too
     """
 
     def __init__(
@@ -157,8 +164,9 @@ class Speculation:
         rejection: Rejection | NothingDrawn = NOTHING_DRAWN,
         *,
         has_rounds: bool = False,
+        branches: bool = False,
     ) -> None:
-        self.has_rounds = has_rounds
+        self.has_rounds, self._branches = has_rounds, branches
         self._drafter = drafter
         self._runtime = runtime
         self._picker = picker
@@ -191,7 +199,7 @@ class Speculation:
 
     def batch(self, step: ScheduledStep) -> StepBatch:
         """The batch of a step, with the mask of its trees where it has any."""
-        if not step.has_trees:
+        if not (step.has_trees or (self._branches and step.drafts)):
             return step.batch
         return replace(step.batch, mask=TreeMask(torch.from_numpy(_parents(step)).to(self._runtime.device)))
 
@@ -249,8 +257,8 @@ class Speculation:
 class _OneEach:
     """A token for each sequence."""
 
-    is_followed = False
-    plain = None
+    is_followed = is_right = False
+    tokens = None
 
     def __init__(self, picked: PickedTokens) -> None:
         self._picked = picked
@@ -267,8 +275,8 @@ class _OneEach:
 class _OneEachAsked:
     """A token for each sequence, and for some what they asked for."""
 
-    is_followed = False
-    plain = None
+    is_followed = is_right = False
+    tokens = None
 
     def __init__(self, picked: AskedTokens) -> None:
         self._picked = picked
@@ -292,7 +300,7 @@ class _Verified:
     drawn:    what became of drafts that were drawn
     """
 
-    is_followed = False
+    is_followed = is_right = False
 
     def __init__(
         self,
@@ -306,14 +314,20 @@ class _Verified:
         self._picked, self._step, self._num_rows, self._runtime = picked, step, num_rows, runtime
         self._found: list[int | BadLogits] = []
         self._paths: list[Many[int]] = []  # place among step.picking -> the drafts that were accepted
+        self._may_have_moved = False
 
     @property
-    def plain(self) -> PickedTokens | None:
-        """As StepPicks.plain."""
-        return self._picked if isinstance(self._picked, PickedTokens) else None
+    def tokens(self) -> PickedTokens | AskedTokens | None:
+        """As StepPicks.tokens."""
+        picked = self._picked
+        return picked if isinstance(picked, PickedTokens) or picked.only_tokens else None
 
     def read(self) -> Picks:
-        """As StepPicks.read, before the next step of these sequences."""
+        """As StepPicks.read, before the next step of these sequences.
+
+        It may be read again after an interrupt. Where that may have come while accepted drafts were moved, nothing is
+        counted on that lies after the last token: such a sequence takes one token, and its next step stores the others.
+        """
         step, num_rows = self._step, self._num_rows
         found = self._found = self._picked.read()
         drawn = self._drawn.read()
@@ -334,7 +348,11 @@ class _Verified:
             # What has ended since the step was launched, by its text for one, has given its row back.
             if step.sequences[seq].row == step.batch.rows[seq]:
                 moves[seq] = path
-        if moves:
+        if self._may_have_moved:
+            for seq in moves:
+                picks[seq], self._paths[seq] = cast(Many[int], picks[seq])[:1], []
+        elif moves:
+            self._may_have_moved = True
             self._move(moves)
         return picks
 

@@ -164,6 +164,7 @@ def test_the_stand_in_of_gfx950_reads_its_own_encoding(monkeypatch: pytest.Monke
         serving.step([request], [1])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("scales", [Scales.LAYER, Scales.HEAD])
 def test_every_number_of_heads_is_served_over_latent_pages(scales: Scales, release: StandIn) -> None:
     """Releases that lack the schedule's parameters leave decode to others."""

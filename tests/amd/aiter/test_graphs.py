@@ -44,7 +44,7 @@ def by_turns(of_day: int, of: int = 2) -> pytest.MarkDecorator:
     )
 
 
-@by_turns(0)
+@by_turns(0, of=3)
 def test_replayed_steps_equal_eager_ones_bitwise(problem: Problem, aiter: StandIn) -> None:
     graphed, eager = OneLayer.build(problem), OneLayer.build(problem)
     runner = StepRunner(graphed.runtime, graphed.forward, recorder_for(CPU))

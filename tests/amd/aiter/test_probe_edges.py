@@ -137,7 +137,14 @@ def test_one_key_too_few_or_too_many_at_a_window_is_refused(function: str, windo
         aiter.bodies[function] = right
 
 
-@pytest.mark.parametrize("function", UNLIMITED)
+@pytest.mark.parametrize(
+    "function",
+    # Those that have windows are refused at one in every run.
+    [
+        pytest.param(name, marks=[pytest.mark.nightly] * (name in PROBLEMS and at > 0))
+        for at, name in enumerate(UNLIMITED)
+    ],
+)
 def test_one_key_too_few_or_too_many_without_a_window_is_refused(function: str, aiter: StandIn) -> None:
     right = aiter.bodies[function]
     for name in OF_UNLIMITED:
@@ -148,6 +155,7 @@ def test_one_key_too_few_or_too_many_without_a_window_is_refused(function: str, 
         aiter.bodies[function] = right
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("window_left", [-1, *WINDOWS[:-1], pytest.param(WINDOWS[-1], marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("base", [LINEAR, vectorised_problem(heads=(4, 1))], ids=["linear", "vectorised"])
 def test_right_kernels_pass_at_every_window(base: Problem, window_left: int, aiter: StandIn) -> None:

@@ -58,6 +58,7 @@ PROBLEMS: Mapping[str, tuple[Problem, Sequence[str]]] = {
 STEPS = ([70, 31, 16], [1, 1, 1], [9, 2, 40], [1, 25, 3])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("problem", "served_by"), PROBLEMS.values(), ids=PROBLEMS)
 def test_scores_are_those_of_the_oracle(problem: Problem, served_by: Sequence[str], release: StandIn) -> None:
     if release.release is V0_1_10:  # which had no mha_batch_prefill_func on pages of 16
@@ -77,6 +78,7 @@ def test_scores_are_those_of_the_oracle(problem: Problem, served_by: Sequence[st
     assert serving.page_zero_is_zero()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "window_left",
     [

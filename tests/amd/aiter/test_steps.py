@@ -38,6 +38,17 @@ IN_EVERY_RELEASE = {
 every_problem = pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
 
 
+def every_second(of_day: int) -> pytest.MarkDecorator:
+    """Every problem; in every run one of two that follow from each other, of_day 0 for the first one."""
+    return pytest.mark.parametrize(
+        "problem",
+        [
+            pytest.param(problem, id=name, marks=[pytest.mark.nightly] * (at % 2 != of_day))
+            for at, (name, problem) in enumerate(PROBLEMS.items())
+        ],
+    )
+
+
 def steps_at(page_size: int) -> list[list[int]]:
     """New tokens of four sequences: one token, a page less and more by one, a whole page, and none."""
     around = [page_size - 1, page_size, page_size + 1]
@@ -52,6 +63,7 @@ def steps_at(page_size: int) -> list[list[int]]:
     ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("problem", IN_EVERY_RELEASE.values(), ids=IN_EVERY_RELEASE)
 def test_every_kind_of_step_equals_dense_attention(problem: Problem, release: StandIn) -> None:
     # The first release had no mha_batch_prefill_func on pages of 16, and over vectorised pages nothing else extends.
@@ -124,6 +136,7 @@ def test_each_kind_of_step_runs_its_kernel(problem: Problem, called: Sequence[st
     assert aiter.calls == called
 
 
+@pytest.mark.each_value
 @every_problem
 @pytest.mark.parametrize("pad_to", [4, 7, 16])
 def test_padded_sequences_and_tokens_are_inert(problem: Problem, pad_to: int, aiter: StandIn) -> None:
@@ -135,7 +148,7 @@ def test_padded_sequences_and_tokens_are_inert(problem: Problem, pad_to: int, ai
     assert serving.page_zero_is_zero()
 
 
-@every_problem
+@every_second(0)
 def test_lengths_cross_partitions_and_tiles(problem: Problem, aiter: StandIn) -> None:
     serving = world(problem)
     requests = [serving.admit() for _ in range(3)]
@@ -145,7 +158,7 @@ def test_lengths_cross_partitions_and_tiles(problem: Problem, aiter: StandIn) ->
     serving.step(requests, [2, 120, 2])
 
 
-@every_problem
+@every_second(1)
 def test_a_full_row_is_read_to_its_end(problem: Problem, aiter: StandIn) -> None:
     serving = world(problem, max_kv_len=300)
     requests = [serving.admit() for _ in range(4)]

@@ -1,4 +1,4 @@
-"""30 seeds of the random driver, and that it sees what it is there for."""
+"""Ten seeds of the random driver, and that it sees what it is there for."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 from rocm_attn.guards.registry import Guards
 from tests.amd.driver.run import run_seed
 
-SEEDS_A_TEST = 10
+SEEDS_A_TEST = 5
 
 
-@pytest.mark.parametrize("first", range(0, 30, SEEDS_A_TEST))
+@pytest.mark.parametrize("first", range(0, 10, SEEDS_A_TEST))
 def test_no_seed_finds_a_wrong_result_that_no_fault_reported(first: int, device: torch.device) -> None:
     outcomes = [run_seed(seed, device) for seed in range(first, first + SEEDS_A_TEST)]
     findings = [f"seed {outcome.seed}: {outcome.finding}" for outcome in outcomes if outcome.finding]
     assert not findings, "\n".join(findings)
-    assert sum(outcome.num_compared for outcome in outcomes) > 100
+    assert sum(outcome.num_compared for outcome in outcomes) > 50
 
 
 def test_a_seed_is_the_same_every_time(device: torch.device) -> None:

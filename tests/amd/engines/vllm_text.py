@@ -38,6 +38,7 @@ class Answer:
     steps:       of the engine, in all rounds; fewer where drafts were accepted
 
     said:        what was raised, after a fault
+    faulty_step: the number that our attention has given to the faulty step, captures included; -1: it was not begun
     steps_later: steps that were begun after the faulty one and before it was raised; -1: it was not begun itself
     """
 
@@ -45,19 +46,25 @@ class Answer:
     cached: list[list[int]] = field(default_factory=list)
     steps: int = 0
     said: str = ""
+    faulty_step: int = -1
     steps_later: int = -1
+
+
+def written(tensor: Any) -> Any:
+    """What a fault writes to: on a GPU the tensor itself, which graphs read and vLLM writes anew in each step."""
+    return tensor if tensor.device.type == "cuda" else tensor.clone()
 
 
 def wrong_slot(common: Any) -> Any:
     """The first new token goes where the second sequence's goes, or a page further."""
-    slots = common.slot_mapping.clone()
+    slots = written(common.slot_mapping)
     slots[0] = slots[1] if len(slots) > 1 else slots[0] + 16
     return replaced(common, slot_mapping=slots)
 
 
 def lost_table(common: Any) -> Any:
     """The first sequence's line of the block table is that of a sequence that has ended: null blocks."""
-    table = common.block_table_tensor.clone()
+    table = written(common.block_table_tensor)
     table[0] = 0
     return replaced(common, block_table_tensor=table)
 
@@ -71,7 +78,7 @@ def stale_length(common: Any) -> Any:
 
 def evicted_window(common: Any) -> Any:
     """The blocks that the first sequence's window still sees are given back one too many."""
-    table, first = common.block_table_tensor.clone(), int(common.seq_lens[0]) - 2
+    table, first = written(common.block_table_tensor), int(common.seq_lens[0]) - 2
     table[0, : 1 + first // 16] = 0
     return replaced(common, block_table_tensor=table)
 
@@ -112,11 +119,16 @@ class Planted:
         self._begin: Callable[..., Any] = group.KVGroup.begin
         self._fault = (FAULTS | GRAPH_FAULTS)[fault]
         self.begun: dict[int, int] = {}
+        self.faulty_step = -1
         planted = self
 
         def begin(group: Any, common: Any) -> Any:
             number = planted.begun[id(group)] = planted.begun.get(id(group), 0) + 1
-            return planted._begin(group, planted._fault(common) if number == _FAULTY_STEP else common)
+            if number != _FAULTY_STEP:
+                return planted._begin(group, common)
+            step = planted._begin(group, planted._fault(common))
+            planted.faulty_step = step.number
+            return step
 
         setattr(self._group, _BEGIN, begin)
 
@@ -172,7 +184,8 @@ def answer(run: Run) -> Answer:
     except (RuntimeError, RocmAttnError) as error:
         if planted is None:
             raise
-        found.said, found.steps_later = f"{type(error).__name__}: {error}", planted.steps_later
+        found.said = f"{type(error).__name__}: {error}"
+        found.faulty_step, found.steps_later = planted.faulty_step, planted.steps_later
     finally:
         if planted is not None:
             planted.undo()

@@ -79,6 +79,7 @@ def test_a_row_outside_of_the_table_is_a_pad_and_reported(
     assert_unharmed(engine, 2)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("make", [SGLang, VLLM])
 @each_page_size
 @pytest.mark.parametrize(
@@ -105,6 +106,7 @@ def test_a_slot_that_the_table_does_not_give_is_dropped_and_reported(
     assert_unharmed(engine, 1, 2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [SGLang, VLLM])
 def test_a_token_that_is_not_to_be_written_is_no_fault(make: MakeEngine, device: torch.device, provider: str) -> None:
     """A slot of -1, or of the page that belongs to no one."""
@@ -153,6 +155,7 @@ def test_a_window_that_was_given_back_too_early_is_reported(
     engine.attention.check_device()
 
 
+@pytest.mark.long
 @each_engine
 def test_a_fault_is_reported_once_by_a_later_step_that_is_not_begun(
     make: MakeEngine, device: torch.device, provider: str
@@ -173,6 +176,7 @@ def test_a_fault_is_reported_once_by_a_later_step_that_is_not_begun(
     engine.attention.check_device()
 
 
+@pytest.mark.long
 def test_a_policy_may_log_and_count(device: torch.device, provider: str, caplog: pytest.LogCaptureFixture) -> None:
     """Serving goes on, as in a scheduler's loop that an exception would end."""
     policy = LogAndCount()

@@ -190,6 +190,8 @@ def test_tables_of_any_kind_lead_to_the_same_pages(
     filled.attention.check_device()
 
 
+@pytest.mark.long
+@pytest.mark.each_value
 @pytest.mark.parametrize("stride", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_lengths_and_rows_may_have_any_type_and_stride(
@@ -244,6 +246,7 @@ def test_latent_pages_of_an_engine_are_stored_and_read(device: torch.device) -> 
     made.check_device()
 
 
+@pytest.mark.long
 def test_it_is_built_and_called_within_inference_mode_and_outside(device: torch.device, provider: str) -> None:
     with torch.inference_mode():
         engine = VLLM(PAGE, device=device, provider=provider)

@@ -72,6 +72,7 @@ def test_eager_steps_of_an_engine_are_right(build: Build, layout: Layout, page_s
     engine.attention.check_device()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "layout",
     [pytest.param(layout, id=name, marks=[LONG] * (name != "sglang two pools")) for name, layout in LAYOUTS.items()],

@@ -21,6 +21,7 @@ def step_of(engine: Engine) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return given.q, outs
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
 @pytest.mark.parametrize("page_size", [pytest.param(1, marks=pytest.mark.long), 16])
 def test_a_right_step_is_right(make: MakeEngine, page_size: int, device: torch.device, provider: str) -> None:
@@ -49,6 +50,7 @@ def test_a_wrong_row_is_found(make: MakeEngine, device: torch.device, provider: 
     assert shadow_check(engine.attention, 1, q[1], outs[1], most_seqs=0) == []
 
 
+@pytest.mark.long
 def test_kv_that_was_overwritten_is_found(device: torch.device, provider: str) -> None:
     engine = VLLM(16, WINDOWS, device=device, provider=provider)
     q, outs = step_of(engine)

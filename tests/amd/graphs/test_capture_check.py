@@ -105,6 +105,7 @@ def test_right_graphs_pass_and_nothing_is_left_behind(rows: int, provider: str, 
     assert same(*outs)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("planted", ["nothing", "no fill", "no store", "a dead graph"])
 @pytest.mark.parametrize("rows", [3, 8], ids=["no free row", "free rows"])
 def test_the_kv_of_requests_is_the_same_with_and_without_a_check(

@@ -65,7 +65,7 @@ def _only(requests: Requests, seq: int, length: int) -> StepBatch:
 
 
 @both
-@pytest.mark.parametrize("sizes", [(2, 8), (1, 3, 5), (8,), (16,)], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 8), (1, 3, 5), pytest.param((8,), marks=pytest.mark.nightly), (16,)], ids=str)
 def test_replayed_halves_are_bitwise_the_eager_ones(
     sizes: tuple[int, ...], provider: str, device: torch.device
 ) -> None:

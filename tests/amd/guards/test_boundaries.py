@@ -38,6 +38,7 @@ def grow_to(serving: Serving, requests: list[Request], lengths: list[int]) -> No
         serving.step(requests, q_len)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("graphs", "largest"),
     [
@@ -91,6 +92,7 @@ def test_rows_of_every_count_and_length_are_turned_stored_gated_and_turned_back(
     walk(replace(ROTATED, page_size=page_size), provider, CAP, graphs=graphs, device=device, make=Rotating)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 @pytest.mark.parametrize(
     ("indexing", "of"),

@@ -17,6 +17,7 @@ from tests.amd.runtime.stepping import Request, small_problem
 both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 
 
+@pytest.mark.each_value
 @both_ways
 @pytest.mark.parametrize("alignment", [8, 16])
 @pytest.mark.parametrize("provider", PROVIDERS)

@@ -24,6 +24,7 @@ def padded_beyond(device: torch.device, guards: Guards, provider: str, alignment
     return Serving(device, guards, graphs=graphs, provider=provider, capture_sizes=sizes, split_steps=True)
 
 
+@pytest.mark.each_value
 @both_ways
 @pytest.mark.parametrize("alignment", [8, 16])
 @pytest.mark.parametrize("provider", PROVIDERS)
@@ -63,6 +64,7 @@ def prefilled(device: torch.device, guards: Guards, provider: str, *, graphs: bo
     return serving
 
 
+@pytest.mark.each_value
 @both_ways
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_each_half_of_a_step_has_memory_of_its_own(provider: str, graphs: bool, device: torch.device) -> None:

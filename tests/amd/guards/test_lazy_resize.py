@@ -81,6 +81,7 @@ def test_lengths_stay_64_bit_when_they_grow(device: torch.device) -> None:
             assert set(dtypes.values()) == {torch.int32}
 
 
+@pytest.mark.each_value
 @both_ways
 @pytest.mark.parametrize("alignment", [8, 16])
 @pytest.mark.parametrize("provider", PROVIDERS)

@@ -36,6 +36,7 @@ def crowd_then_two(serving: Serving) -> tuple[list[Request], Request]:
     return crowd[:2], stranger
 
 
+@pytest.mark.each_value
 @both_ways
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_padded_sequences_are_rewritten_every_step(provider: str, graphs: bool, device: torch.device) -> None:
@@ -100,6 +101,7 @@ def test_pads_of_kernels_that_need_a_token_read_page_zero(graphs: bool, device: 
     assert torch.isfinite(serving.out[:2]).all()
 
 
+@pytest.mark.each_value
 @both_ways
 @pytest.mark.parametrize("provider", [*PROVIDERS, "csr_min_1"])
 def test_padded_tokens_are_never_stored(provider: str, graphs: bool, device: torch.device) -> None:
@@ -159,6 +161,7 @@ def test_nothing_of_an_earlier_step_stays_after_the_last_page(graphs: bool, devi
     assert sum(page > 0 for page in block_row) == 2
 
 
+@pytest.mark.each_value
 @both_ways
 @pytest.mark.parametrize("provider", PROVIDERS)
 @pytest.mark.parametrize("page_size", [4, 16])

@@ -80,6 +80,7 @@ def test_what_a_plan_reads_shares_no_memory_with_what_graphs_read_or_write(devic
     assert sharing_memory(sealed["q_indptr"][1:], sealed) == ["q_indptr"]
 
 
+@pytest.mark.each_value
 @both_ways
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_derived_tensors_are_filled_by_every_step(provider: str, graphs: bool, device: torch.device) -> None:

@@ -79,6 +79,7 @@ def without_live_tokens(serving: Serving) -> Tensor:
     return dead.to(serving.runtime.device)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("provider", PROVIDERS)
 @pytest.mark.parametrize(
     ("graphs", "fill"),
@@ -111,6 +112,7 @@ def test_a_step_writes_all_that_it_reads(
     assert all(torch.equal(one, other) for one, other in zip(clean, poisoned, strict=True))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("sides", [*(pytest.param(side, marks=pytest.mark.nightly) for side in "kv"), "kv"])
 @pytest.mark.parametrize("provider", PROVIDERS)
 @both_ways
@@ -149,6 +151,7 @@ def test_memory_that_is_given_back_and_taken_again_is_not_read_by_graphs(provide
     serving.runner.check_addresses()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("provider", PROVIDERS)
 @pytest.mark.parametrize(
     ("large", "small"),

@@ -25,6 +25,7 @@ from tests.amd.runtime.stepping import Request
 both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 
 
+@pytest.mark.each_value
 @both_ways
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_pages_reach_the_device_before_the_step_that_uses_them(
@@ -61,6 +62,7 @@ class Fails:
         self._call(*args, **kwargs)
 
 
+@pytest.mark.each_value
 @both_ways
 @pytest.mark.parametrize("launch", ["table_update", "copy_pages"])
 @pytest.mark.parametrize("provider", PROVIDERS)
@@ -150,6 +152,7 @@ def test_a_late_device_still_reads_its_own_steps_inputs() -> None:
     assert published_lengths(Guards().without("ring_wait"), 5) == [104, 103, 104, 103, 104]
 
 
+@pytest.mark.each_value
 @both_ways
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_a_fault_on_the_device_is_reported_once_and_later_steps_are_right(

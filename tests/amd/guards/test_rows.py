@@ -25,6 +25,7 @@ def neighbours(serving: Serving) -> list[Request]:
     return requests
 
 
+@pytest.mark.each_value
 @both_ways
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_a_row_filled_past_its_width_stays_out_of_the_next_row(
@@ -71,6 +72,7 @@ def test_a_length_beyond_the_row_writes_no_other_requests_page(provider: str, de
     assert torch.equal(before[1:], after[1:])
 
 
+@pytest.mark.each_value
 @both_ways
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_requests_that_share_a_page_do_not_write_to_it(provider: str, graphs: bool, device: torch.device) -> None:
@@ -96,6 +98,7 @@ def test_requests_that_share_a_page_do_not_write_to_it(provider: str, graphs: bo
     assert not torch.equal(stored, family[1].k[0][6])
 
 
+@pytest.mark.each_value
 @both_ways
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_a_step_beyond_what_was_reserved_is_refused(provider: str, graphs: bool, device: torch.device) -> None:
@@ -113,6 +116,7 @@ def test_a_step_beyond_what_was_reserved_is_refused(provider: str, graphs: bool,
     assert not serving.is_right(requests, [1, 1])
 
 
+@pytest.mark.each_value
 @both_ways
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_a_length_beyond_its_bound_touches_no_other_request(provider: str, graphs: bool, device: torch.device) -> None:

@@ -16,6 +16,7 @@ from tests.amd.runtime.stepping import Request, take_back
 both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 
 
+@pytest.mark.each_value
 @both_ways
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_a_row_that_goes_back_leaves_its_forks_alone(provider: str, graphs: bool, device: torch.device) -> None:
@@ -49,6 +50,7 @@ def test_a_row_that_goes_back_leaves_its_forks_alone(provider: str, graphs: bool
     assert not serving.is_right([child], [1])
 
 
+@pytest.mark.each_value
 @both_ways
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_a_row_that_goes_back_leaves_kept_pages_alone(provider: str, graphs: bool, device: torch.device) -> None:
@@ -82,6 +84,7 @@ def test_a_row_that_goes_back_leaves_kept_pages_alone(provider: str, graphs: boo
     assert not serving.is_right([heir], [1])
 
 
+@pytest.mark.each_value
 @both_ways
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_dropped_pages_are_not_begun_over(provider: str, graphs: bool, device: torch.device) -> None:
@@ -107,6 +110,7 @@ def test_dropped_pages_are_not_begun_over(provider: str, graphs: bool, device: t
     assert not serving.is_right([over], [1])
 
 
+@pytest.mark.each_value
 @both_ways
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_tokens_that_were_never_stored_are_not_read(provider: str, graphs: bool, device: torch.device) -> None:

@@ -33,6 +33,7 @@ def windowed(
     )
 
 
+@pytest.mark.each_value
 @both_ways
 @pytest.mark.parametrize(
     ("provider", "deterministic"),
@@ -65,6 +66,7 @@ def test_a_layer_reads_in_the_space_that_it_writes_in(
     assert torch.equal(serving.runtime.pool.layer(0).k[page, 2], requests[0].k[0][6])
 
 
+@pytest.mark.each_value
 @both_ways
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_a_step_gives_back_no_page_that_its_first_token_sees(provider: str, graphs: bool, device: torch.device) -> None:

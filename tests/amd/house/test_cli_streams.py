@@ -82,6 +82,7 @@ def test_a_full_stdout_is_a_sentence(json_too: tuple[str, ...], model: Path) -> 
     assert "Exception ignored" not in done.stderr
 
 
+@pytest.mark.nightly
 def test_help_for_a_full_stdout_is_a_sentence() -> None:
     done = in_a_shell(">/dev/full", "--help")
     assert (done.returncode, done.stderr) == (

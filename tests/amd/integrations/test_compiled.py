@@ -107,6 +107,7 @@ def test_a_compiled_forward_gives_the_bits_of_the_eager_one(
     assert (runner.counters.replays > 0) == graphs
 
 
+@pytest.mark.long
 def test_the_operations_by_themselves_give_the_bits_of_the_layers(provider: str, device: torch.device) -> None:
     model, work = Tiny.build(device, provider), work_of(device)
     layers = serve(StepRunner(model.runtime, eager_forward(model, work), None), model.runtime)

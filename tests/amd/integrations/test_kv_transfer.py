@@ -173,6 +173,7 @@ def test_a_request_that_moved_decodes_with_the_bits_of_one_that_stayed(
     target.check_device()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "sizes", [(4, 8), pytest.param((16, 4), marks=long), pytest.param((1, 4), marks=long)], ids=str
 )

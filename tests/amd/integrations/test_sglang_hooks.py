@@ -132,6 +132,7 @@ def replay_tree(graph: Graph, requests: Sequence[Request]) -> None:
     graph.replay(requests, mask=cells)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("spec", [{"topk": 2}, {"tree_topk": -1}, {}], ids=["two branches", "irregular", "unknown"])
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_tree_is_refused_where_no_kernel_looks_at_masks(
@@ -271,6 +272,7 @@ def test_a_table_of_branches_refuses_more_than_it_has_room_for() -> None:
         table.write(torch.zeros(4, dtype=torch.int64), torch.ones(4, dtype=torch.int64))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("scale", [None, 0.5])
 @pytest.mark.parametrize("is_latent", [False, True])
 def test_eight_bit_pages_are_read_with_the_layers_factors(

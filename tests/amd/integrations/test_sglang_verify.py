@@ -125,6 +125,7 @@ def test_a_mask_without_room_is_refused(engine: Engine, device: torch.device) ->
         engine.hooks.init_forward_metadata_out_graph(batch)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("says_padding", [True, False])
 @pytest.mark.parametrize("mode", [Mode.DECODE, Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND_V2])
 def test_a_replay_allocates_nothing(mode: Mode, says_padding: bool, engine: Engine, device: torch.device) -> None:

@@ -185,6 +185,7 @@ def test_a_graph_of_verification_steps_serves_fewer_drafts_too(device: torch.dev
         group.attention.check_device()
 
 
+@pytest.mark.long
 def test_a_full_graph_of_mixed_steps_serves_a_prompt_that_fills_it(device: torch.device, provider: str) -> None:
     """vLLM 0.26 captures it with the tokens spread evenly, so what it says of the longest sequence means nothing."""
     runner = started(Runner(device=device, provider=provider, wide=True))

@@ -57,6 +57,7 @@ DECODES = Case([33, 1, 0, 20], [1] * 4, heads=(6, 2), dims=(24, 40), page_size=3
 EXTENDS = Case([27, 18, 0, 1], [2, 18, 0, 1], heads=(6, 2), dims=(24, 40), page_size=3, tail=2, spread=True)
 
 
+@pytest.mark.each_value
 @by_turns("encoding", FP8)
 @pytest.mark.parametrize("run", EVERY_DECODE, ids=lambda run: run.__name__)
 def test_decode_reads_every_encoding_with_every_kind_of_factor(
@@ -67,6 +68,7 @@ def test_decode_reads_every_encoding_with_every_kind_of_factor(
     assert_served(tensors)
 
 
+@pytest.mark.each_value
 @by_turns("encoding", FP8)
 @pytest.mark.parametrize("run", EVERY_EXTEND, ids=lambda run: run.__name__)
 def test_extend_reads_every_encoding_with_every_kind_of_factor(
@@ -135,6 +137,7 @@ def test_pairs_are_read_from_pages_of_any_size_and_never_across_odd_rows(
     assert_served(tensors)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("heads_per_row", [1, 2])
 @pytest.mark.parametrize("change", [2.0**-40, 2.0**-75], ids=str)
 @pytest.mark.parametrize("first", [0, 1])
@@ -232,6 +235,7 @@ def test_where_a_factor_of_k_is_zero_decode_weighs_all_keys_alike(scales: Scales
     torch.testing.assert_close(tensors.lse, alike.lse)
 
 
+@pytest.mark.each_value
 @each_scales
 @pytest.mark.parametrize("encoding", [Encoding.E4M3FNUZ, Encoding.E5M2], ids=lambda encoding: encoding.name)
 def test_deterministic_decode_and_extend_give_a_token_the_same_bits(

@@ -341,7 +341,7 @@ def test_rows_that_are_alike_end_in_small_parts(
         assert not any(visits[132:])
         return
     assert Counter(end - first for visit in visits for _, first, end in visit) == blocks
-    small = [visit for visit in visits[198 - 32 * small_parts :]]
+    small = visits[198 - 32 * small_parts :]
     assert {end - first for ((_, first, end),) in small} == set(blocks) - {60}
     assert [first for ((_, first, _),) in small] == sorted(first for ((_, first, _),) in small), "part by part"
 

@@ -365,6 +365,7 @@ def test_a_slot_that_the_table_does_not_give_is_dropped_and_reported(
     assert counts.tolist() == [1, num_tokens, 41, error]
 
 
+@pytest.mark.each_value
 @packs
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize(("num_cells", "num_given"), [(0, 9), (1, 9), (13, 20), (16, 16), (41, 30), (20_011, 20_013)])

@@ -61,6 +61,7 @@ def steps(draw: st.DrawFn) -> Step:
         split_keys=draw(st.sampled_from([-99999, 0, 50, 99999])),
         gain=draw(st.integers(0, 4)),
         least_keys=draw(st.integers(1, 60)),
+        segment_len=draw(st.sampled_from([0, 32])),
     )
     return Step(tuple(seqs), sharing)
 
@@ -142,3 +143,29 @@ def test_rows_that_run_two_at_a_time_are_shared_where_one_would_be_late(rows_at_
     sharing = Sharing(programs=4, rows=1, rows_at_once=rows_at_once, row_keys=64, split_keys=100, gain=1, least_keys=64)
     step = Step(((1000, 5), (990, 5), (980, 5), *[(60, 5)] * 14), sharing)
     assert (step.words()[-1] > 0) == is_shared
+
+
+def test_by_segments_few_rows_are_shared_that_fill_the_last_round() -> None:
+    """Four rows more than programs: segments of few rows fill programs up, in place of a round of four rows, or of
+    all rows' segments, each of which is a part that is merged.
+    """
+    sharing = Sharing(
+        programs=32, rows=2, row_keys=64, split_keys=64, gain=4, least_keys=256, most_keys=2048, segment_len=256
+    )
+    step = Step(((1450, 90),), sharing)
+    assert len(step.blocks()) * sharing.rows == 36
+    assert 0 < step.shares()[0][7] < 6
+    dear = Step(step.seqs, sharing._replace(split_keys=99999))
+    assert dear.shares()[0][7] == 0
+
+
+def test_what_is_shared_leaves_programs_for_the_longest_whole_rows() -> None:
+    """Five rows, four programs. The first row's segments are three programs' shares, and the second row is the other
+    one's: else that would take as long as a second round, and no row would be shared.
+    """
+    sharing = Sharing(
+        programs=4, rows=1, row_keys=1, split_keys=0, gain=4, least_keys=128, most_keys=999, segment_len=128
+    )
+    step = Step(((251, 5), (250, 5), (145, 5), (145, 5), (145, 5)), sharing)
+    assert step.shares()[0][7] == 1
+    assert step.shares()[3][3] == 0

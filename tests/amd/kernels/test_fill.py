@@ -70,6 +70,7 @@ def test_a_second_fill_changes_nothing(fill: Fill, kernel_device: torch.device, 
     assert written(step) == once
 
 
+@pytest.mark.each_value
 @both
 @pytest.mark.parametrize("wanted", [(), PAGE_LIST, ("block_table",), ("kv_len_int64",), ("mask_indptr",), GROUPS])
 @settings(max_examples=5)
@@ -101,6 +102,7 @@ def test_a_sequences_share_does_not_depend_on_its_place(
         assert torch.equal(before.block_table[origin], after.block_table[place])
 
 
+@pytest.mark.each_value
 @both
 @pytest.mark.parametrize("num_seqs", [1, 256, pytest.param(513, marks=pytest.mark.long)])
 def test_any_number_of_sequences_and_long_prompts(fill: Fill, num_seqs: int, kernel_device: torch.device) -> None:
@@ -117,6 +119,7 @@ def test_what_lies_after_all_sequences_is_rewritten_however_long_it_is(fill: Fil
     check(fill, case, kernel_device)
 
 
+@pytest.mark.each_value
 @both
 @pytest.mark.parametrize("past", [1, 4, 5, 4000])
 def test_a_length_beyond_its_row_meets_page_zero_and_no_other_rows_page(

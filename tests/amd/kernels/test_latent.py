@@ -134,6 +134,7 @@ def test_a_few_new_tokens_are_split_over_their_keys(case: Case, kernel_device: t
         assert_served(tensors)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("key_block", [16, 32, 64])
 @pytest.mark.parametrize("mask_keys", [0, 40])
 def test_blocks_of_one_word_and_of_two_read_their_bits(

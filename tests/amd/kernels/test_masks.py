@@ -66,6 +66,7 @@ def test_a_masked_extend_equals_the_reference(
     assert_served(tensors)
 
 
+@pytest.mark.each_value
 @run_extends
 @pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.long] * (seed % 3 > 0)) for seed in range(6)])
 def test_lengths_around_words_and_tiles_are_right(
@@ -80,6 +81,7 @@ def test_lengths_around_words_and_tiles_are_right(
     assert_served(tensors)
 
 
+@pytest.mark.each_value
 @run_extends
 @pytest.mark.parametrize("mask_keys", [0, 1, 13, 31, 33])
 def test_masks_that_begin_anywhere_in_a_key_block_are_right(

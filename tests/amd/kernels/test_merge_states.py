@@ -47,6 +47,7 @@ def merged(merge: Merge, a: Side, b: Side) -> Side:
     return out, lse
 
 
+@pytest.mark.each_value
 @merges
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -80,6 +81,7 @@ def test_sides_may_be_empty_for_some_tokens_and_heads(merge: Merge, kernel_devic
     assert_lse_close(lse, want_lse, torch.float32)
 
 
+@pytest.mark.each_value
 @merges
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
 def test_an_empty_side_is_neutral(dtype: torch.dtype, merge: Merge, kernel_device: torch.device) -> None:
@@ -92,6 +94,7 @@ def test_an_empty_side_is_neutral(dtype: torch.dtype, merge: Merge, kernel_devic
         assert_lse_close(lse, side[1].double(), torch.float32)
 
 
+@pytest.mark.each_value
 @merges
 @pytest.mark.parametrize("seed", range(3))
 def test_merging_is_associative_and_commutes(seed: int, merge: Merge, kernel_device: torch.device) -> None:

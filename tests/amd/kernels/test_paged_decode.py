@@ -77,6 +77,7 @@ def test_decode_equals_the_reference(
     assert_served(tensors)
 
 
+@pytest.mark.each_value
 @run_either
 @pytest.mark.parametrize("page_size", [1, 5, 16])
 @pytest.mark.parametrize("scores", [{}, {"sinks": True, "soft_cap": 1.5}], ids=["plain", "scored"])
@@ -106,6 +107,7 @@ def test_any_number_of_programs_gives_the_same_answer(num_programs: int, kernel_
     assert_served(tensors)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "tiles",
     [
@@ -227,6 +229,7 @@ def test_parts_that_are_handed_out_side_by_side_are_merged_right(
     assert torch.equal(tensors.out, expected), "who computes a part changes nothing"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kv_len", [[0], [0, 0], [0, 33, 0]], ids=str)
 @pytest.mark.parametrize("window_left", [-1, 20])
 def test_rows_without_keys_get_zeros_where_only_their_end_costs(
@@ -260,6 +263,7 @@ def test_sequences_with_another_number_of_new_tokens_are_left_alone(
     assert (tensors.lse[others] == UNTOUCHED).all()
 
 
+@pytest.mark.each_value
 @run_either
 @pytest.mark.parametrize("q_len", [[0, 0, 0], [2, 0, 3]])
 def test_a_step_without_decodes_changes_nothing(

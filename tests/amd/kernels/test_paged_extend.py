@@ -104,6 +104,7 @@ def test_every_length_around_pages_and_tiles_is_right(page_size: int, kernel_dev
     assert_served(tensors)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "tiles",
     [
@@ -146,6 +147,7 @@ def test_kv_heads_are_read_as_one(
     assert_served(tensors)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layer", [{}, {"window_left": 9}, {"masked": True}, {"sinks": True}], ids=str)
 @pytest.mark.parametrize(("split_keys", "some_are_shared"), [(1 << 20, False), (0, True)])
 def test_one_launch_may_take_shares_and_whole_rows(
@@ -200,6 +202,7 @@ def test_decode_and_extend_share_a_mixed_step(dtype: torch.dtype, kernel_device:
     assert_served(tensors)
 
 
+@pytest.mark.each_value
 @run_either
 @pytest.mark.parametrize(("kv_len", "q_len"), [([], []), ([0, 0], [0, 0]), ([9, 5], [0, 0])])
 def test_a_step_of_nothing_but_padding_is_all_zeros(
@@ -286,6 +289,7 @@ def without_idle_shares(words: list[int], cut: ExtendCut) -> list[int]:
     return words
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "sharing",
     [
@@ -295,8 +299,9 @@ def without_idle_shares(words: list[int], cut: ExtendCut) -> list[int]:
         Sharing(programs=9, rows=4, row_keys=9, split_keys=-99999, gain=0, least_keys=1, causal=False),
         Sharing(programs=5, rows=3, row_keys=64, split_keys=5, gain=2, causal=False, window_left=7),
         Sharing(programs=7, rows=2, row_keys=20, split_keys=-99999, gain=0, least_keys=64, most_keys=200),
+        Sharing(programs=7, rows=2, row_keys=20, split_keys=1, gain=4, least_keys=32, most_keys=300, segment_len=32),
     ],
-    ids=["whole", "shared", "window", "not_causal", "masked_window", "small_shares"],
+    ids=["whole", "shared", "window", "not_causal", "masked_window", "small_shares", "segments"],
 )
 @pytest.mark.parametrize(
     ("num_seqs", "longest_q", "min_q_len", "tail"),

@@ -90,6 +90,7 @@ def trees_of(nodes_before: int) -> st.SearchStrategy[list[tuple[int, ...]]]:
     )
 
 
+@pytest.mark.each_value
 @both
 @pytest.mark.parametrize("nodes_before", [0, 2])
 @settings(max_examples=20)
@@ -102,6 +103,7 @@ def test_a_draft_sees_the_prefix_its_ancestors_and_itself(
     check(place, drawn, older, nodes_before, kernel_device)
 
 
+@pytest.mark.each_value
 @both
 @pytest.mark.parametrize("num_nodes", [1, 31, 32, 33])
 def test_long_branches_are_followed_to_their_ends(place: Place, num_nodes: int, kernel_device: torch.device) -> None:

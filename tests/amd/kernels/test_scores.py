@@ -100,6 +100,7 @@ def test_shared_rows_add_a_sink_once(num_programs: int, kernel_device: torch.dev
     assert_served(tensors)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("run", [run_decode, run_shared_decode])
 @pytest.mark.parametrize(
     "tiles",
@@ -122,6 +123,7 @@ def test_every_form_of_the_decode_loop_has_every_feature(
     assert_served(tensors)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("heads", [(5, 1), (20, 1)])
 @pytest.mark.parametrize("key_block", [16, 32])
 def test_every_extend_tile_has_every_feature(
@@ -145,6 +147,7 @@ def test_queries_may_outnumber_the_keys_they_look_at(
     assert_served(tensors)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("first", "second"),
     [

@@ -134,6 +134,7 @@ MASKED = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("run", [run_extend, run_extend_twin])
 @pytest.mark.parametrize("case", MASKED.values(), ids=MASKED)
 def test_masked_steps_are_right(case: Case, run: Callable[..., None], kernel_device: torch.device) -> None:
@@ -142,6 +143,7 @@ def test_masked_steps_are_right(case: Case, run: Callable[..., None], kernel_dev
     assert_served(tensors)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
 @pytest.mark.parametrize("mask_keys", [0, 20, 200])
 def test_a_mask_of_a_chain_changes_no_bit(mask_keys: int, dtype: torch.dtype, kernel_device: torch.device) -> None:
@@ -178,6 +180,7 @@ def words_of(bits: list[bool]) -> torch.Tensor:
     return torch.tensor([word - (word >> 31 << 32) for word in words], dtype=torch.int32)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("twin", [run_extend_twin, run_decode_twin])
 @every_case
 def test_the_twins_are_right(case: Case, twin: Callable[[Tensors], None], kernel_device: torch.device) -> None:

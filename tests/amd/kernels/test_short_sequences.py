@@ -87,6 +87,7 @@ def test_a_shape_tells_how_many_new_tokens_a_sequence_is_likely_to_have(shape: P
     assert likely_q_len(shape) == q_len
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("arch", sorted({row.arch for row in EXTEND_ROWS if row.max_rows < ANY_ROWS}))
 @pytest.mark.parametrize("kind", [StepKind.EXTEND, StepKind.MASKED])
 def test_memory_for_the_largest_shape_holds_every_smaller_one(arch: str, kind: StepKind) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rocm_attn.kernels.cache.page_format import Encoding, Scales
+from rocm_attn.kernels.refs import sparse
 from rocm_attn.kernels.refs.attention import seq_of_tokens
 from rocm_attn.kernels.refs.sparse import selected_attention
 from rocm_attn.kernels.sparse.arguments import SelectedArgs, Selection, TokenPlaces
@@ -17,6 +18,7 @@ from tests.amd.kernels.matrix_unit import use_matrix_unit
 from tests.amd.kernels.segment_cases import run_extend
 from tests.amd.kernels.sparse_cases import SelectedCase, SelectedProblem, Step, arch_of, build_selected
 from tests.amd.kernels.test_segments import tiles_at
+from tests.amd.runner.metered_memory import MeteredMemory
 
 STEP = Step([50, 1, 33], [3, 1, 1], tail=1)
 CASES = {
@@ -40,6 +42,22 @@ def test_the_twin_is_right(case: SelectedCase, kernel_device: torch.device) -> N
     problem = build_selected(case, kernel_device)
     selected_attention(problem.args, scale=problem.scale)
     problem.assert_served()
+
+
+@every_case
+def test_the_twin_is_right_however_little_memory_it_may_hold(
+    case: SelectedCase, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part of a selection at a time, of one token; but one key at least."""
+    problem = build_selected(case, kernel_device)
+    words = 8 * 3 * sum(case.dims) * case.heads[0]
+    for most in ("_MOST_WORDS", "_MOST_WORDS_ON_GPU"):
+        monkeypatch.setattr(sparse, most, words)
+    with MeteredMemory(0) as memory:
+        selected_attention(problem.args, scale=problem.scale)
+    problem.assert_served()
+    of_a_token = 4 * 8 * case.heads[0] * sum(case.dims)  # q and what is put together
+    assert memory.most_held() <= 4 * words + of_a_token
 
 
 def attended(problem: SelectedProblem, programs: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.kernels.cache.page_format import Scales
+from rocm_attn.kernels.refs import sparse
 from rocm_attn.kernels.refs.sparse import check_selection, select
 from rocm_attn.kernels.sparse import cuts
 from rocm_attn.kernels.sparse.arguments import (
@@ -36,6 +38,7 @@ from tests.amd.kernels.sparse_cases import (
     build_index,
     empty_selection,
 )
+from tests.amd.runner.metered_memory import MeteredMemory
 
 STEP = Step([50, 1, 33], [3, 1, 1], tail=2)
 INDEXINGS = {
@@ -59,6 +62,32 @@ def test_the_twin_selects_what_the_words_say(indexing: Indexing, kernel_device: 
         problem = build_index(scaled, kernel_device)
         select(problem.args, problem.selection, indexing=indexing)
         problem.assert_selected()
+
+
+def most_held(call: Callable[[], object]) -> int:
+    """Bytes of the tensors that a call makes, at a time."""
+    memory = MeteredMemory(0)
+    with memory:
+        call()
+    return memory.most_held()
+
+
+@pytest.mark.parametrize("name", ["tokens", "blocks", "pools"])
+def test_the_twin_holds_no_more_memory_than_it_may(
+    name: str, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many keys there are; and what it selects is the same."""
+    indexing, words = INDEXINGS[name], 1 << 14
+    case = IndexCase(Step([700, 300], [3, 1]), indexing, heads=8, dim=64, scales=Scales.TOKEN)
+    problem = build_index(case, kernel_device)
+    whole = most_held(lambda: select(problem.args, problem.selection, indexing=indexing))
+    for most in ("_MOST_WORDS", "_MOST_WORDS_ON_GPU"):
+        monkeypatch.setattr(sparse, most, words)
+    problem = build_index(case, kernel_device)
+    bounded = most_held(lambda: select(problem.args, problem.selection, indexing=indexing))
+    problem.assert_selected()
+    of_a_token = 4 * 20 * indexing.sets * indexing.max_units(problem.args.tokens.max_kv_len)
+    assert bounded <= 4 * words + of_a_token < whole
 
 
 def lines_of(scores: Tensor, indexing: Indexing, *, longest_part: int = 8192) -> list[list[list[int]]]:
@@ -99,6 +128,7 @@ LINES = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("longest_part", [16, 8192])
 @pytest.mark.parametrize("scores", LINES.values(), ids=LINES)
 def test_the_largest_scores_are_chosen_and_of_equal_ones_the_first(

@@ -54,12 +54,12 @@ def server() -> None:
 @pytest.mark.parametrize(
     ("path", "trial"),
     [
-        # By day each check in the memory that ends the process; in the other one where it judges a mutant.
+        # By day those that judge a mutant, of every folder at least one.
         pytest.param(
             path,
             trial,
             id=f"{path}-{trial.memory.__name__}",
-            marks=[pytest.mark.long] * (trial is TRIALS[0] and CHECKS[path] not in JUDGES_BY_DAY),
+            marks=[pytest.mark.long] * (CHECKS[path] not in JUDGES_BY_DAY),
         )
         for path in FILES
         for trial in TRIALS

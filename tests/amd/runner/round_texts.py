@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.ranks import ONE_RANK
+from rocm_attn.runner.ranks import ONE_RANK, Ranks
 from rocm_attn.runner.weights import load_weights
 from tests.amd.runner.tiny_model import CONFIG, RandomTensors, with_windows
 
@@ -22,6 +22,10 @@ class RoundTexts(RandomTensors):
 
     circle = CIRCLE
 
+    def output_of(self, circles: Tensor) -> Tensor:
+        """Of the embeddings of all circles [circles, tokens, hidden], the output matrix likewise."""
+        return circles.roll(1, 1)
+
     def read(self, name: str, *where: slice) -> Tensor:
         """As TensorSource.read."""
         if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -31,20 +35,37 @@ class RoundTexts(RandomTensors):
             embedding = torch.randn(self._shapes["model.embed_tokens.weight"], generator=random) * 0.4
             if name == "lm_head.weight":
                 circles = embedding.view(-1, self.circle, embedding.shape[1])
-                embedding = circles.roll(1, 1).reshape(embedding.shape)
+                embedding = self.output_of(circles).reshape(embedding.shape)
             return embedding[where]
         return super().read(name, *where)
 
 
-def round_model(device: torch.device | None = None, windows: tuple[int, ...] = (), circle: int = CIRCLE) -> LoadedModel:
+class UnsureTexts(RoundTexts):
+    """Weights of a model that finds the token after the next one about as likely as that."""
+
+    def output_of(self, circles: Tensor) -> Tensor:
+        """As RoundTexts.output_of."""
+        share = torch.rand(*circles.shape[:2], 1, generator=torch.Generator().manual_seed(7)) * 0.2 + 0.9
+        return circles.roll(1, 1) + share * circles.roll(2, 1)
+
+
+def round_model(
+    device: torch.device | None = None,
+    windows: tuple[int, ...] = (),
+    circle: int = CIRCLE,
+    texts: type[RoundTexts] = RoundTexts,
+    ranks: Ranks = ONE_RANK,
+) -> LoadedModel:
     """The model, with a longer context than the tiny one.
 
     windows: window_left of its layers, where they have any
     circle:  tokens, a power of 2
+    texts:   its weights
+    ranks:   that share it
     """
     config = replace(with_windows(CONFIG, *windows) if windows else CONFIG, context_len=512)
     place = torch.device("cpu") if device is None else device
-    texts = RoundTexts(config, 1)
-    texts.circle = circle
-    weights = load_weights(texts, config, dtype=torch.float32, device=place)
-    return LoadedModel(config, weights, None, ONE_RANK)
+    source = texts(config, 1)
+    source.circle = circle
+    weights = load_weights(source, config, dtype=torch.float32, device=place, shard=ranks.shard)
+    return LoadedModel(config.on_one_of(ranks.shard.num_ranks), weights, None, ranks)

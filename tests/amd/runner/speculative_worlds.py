@@ -111,15 +111,14 @@ class Run:
             with_drafter(engine, ScriptedDrafter(self._texts, CONFIG.vocab_size, branches=world.options.topk > 1))
         elif world.way == MODEL:
             drafter = model_drafter(small, loaded, world.options, engine.runtime)
-            num, has_rounds = world.options.draft_tokens, world.options.topk == 1
+            num, branches = world.options.draft_tokens, world.options.topk > 1
             engine._speculation = Speculation(
-                drafter, engine.runtime, engine._picker, num, engine.metrics, has_rounds=has_rounds
+                drafter, engine.runtime, engine._picker, num, engine.metrics, has_rounds=True, branches=branches
             )
-            if has_rounds:
-                guesses = guesses_of(drafter, world.options, engine.runtime)
-                engine._rounds = DeviceRounds(
-                    engine.runtime, engine._runner, engine._picker.plain, guesses, num, MOST_AHEAD
-                )
+            guesses = guesses_of(drafter, world.options, engine.runtime)
+            engine._rounds = DeviceRounds(
+                engine.runtime, engine._runner, engine._picker, guesses, num, MOST_AHEAD, has_ranks=False
+            )
         self._begins = [self._tokens(self._random.randrange(8, 36)) for _ in range(3)]
         self.requests: list[Request] = []
         self.wanted: list[Completion] = []

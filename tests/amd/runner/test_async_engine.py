@@ -51,6 +51,7 @@ def test_streams_and_completions_are_what_the_engine_generates(loaded: LoadedMod
     assert run(main) == (expected, expected)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("changes", [{}, {"num_pages": 18}], ids=["", "few pages"])
 def test_fifty_tasks_some_of_which_leave_get_what_the_engine_generates(

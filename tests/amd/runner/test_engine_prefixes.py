@@ -205,6 +205,7 @@ class Poison:
         return rows
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("late_by", range(STEPS_UNTIL_ECHO + 3))
 @pytest.mark.parametrize("times", [1, 100], ids=["once", "always"])
 def test_pages_of_a_step_with_a_fault_are_never_found(

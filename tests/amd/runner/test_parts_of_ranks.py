@@ -112,6 +112,7 @@ def test_each_family_gives_the_logits_of_transformers_on_every_rank(
             assert all(torch.equal(row, other[place]) for place, row in one.items()), "ranks pick from the same bits"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "settings", [{"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}], ids=str
 )

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from rocm_attn.errors import DeviceFault
+from rocm_attn.kernels.metadata.error_word import ERROR_WORD, LENGTH_BEYOND_BOUND
 from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.engine_thread import EngineThread, Update
 from rocm_attn.runner.events import Events, NewTokens, without
@@ -21,6 +23,7 @@ from rocm_attn.runner.request import AbortEvent, Completion, Event, Request, Tok
 from rocm_attn.runner.scheduler import Scheduler
 from rocm_attn.runner.speculation.reading import AHEAD_SECONDS, FEWEST_AHEAD, MOST_AHEAD, Pace, Together
 from rocm_attn.runner.speculation.rounds import DeviceRounds, RoundPicks
+from rocm_attn.step.repeatable import inputs_of
 from tests.amd.runner.asking import character_model
 from tests.amd.runner.round_texts import round_model
 from tests.amd.runner.test_rounds import BASE, KINDS, at_pace, rounds_of
@@ -113,6 +116,51 @@ def test_what_is_counted_is_what_is_counted_of_rounds_that_are_read_one_by_one()
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize(
+    ("num_steps", "has_ended"),
+    [
+        pytest.param(20, False, marks=pytest.mark.nightly),
+        (21, False),
+        (22, True),
+        pytest.param(23, True, marks=pytest.mark.nightly),
+    ],
+)
+def test_a_fault_of_a_round_fails_none_that_had_ended_in_a_round_before(
+    num_steps: int, has_ended: bool, loaded: LoadedModel
+) -> None:
+    """Though all are of one step, by whose number it is told.
+
+    has_ended: whether the first request has its last token by then, in a round that was not read
+    """
+    requests = [a_request(1, 30), a_request(6, 120)]
+    wanted = plainly(loaded, requests)
+    engine = engine_of(loaded)
+    numbers = [engine.submit(request) for request in requests]
+    for _ in range(num_steps):
+        engine.step()
+    series, last = rounds_of(engine)._series, engine.runtime.repeatable
+    assert series is not None
+    assert last is not None
+    unread = [each.picks for each in engine._unread]
+    num_tokens = engine._outputs[numbers[0]].num_tokens
+    num_tokens += sum(int(picks.told[0, 0]) for picks in unread if isinstance(picks, RoundPicks))
+    assert (num_tokens >= 30) == has_ended
+    inputs_of(last).counts[ERROR_WORD] = LENGTH_BEYOND_BOUND  # as if the round that is launched next had set it
+    num_faults = 0
+    while engine.has_work:
+        try:
+            engine.step()
+        except DeviceFault:
+            num_faults += 1
+    done = [engine.completion(number) for number in numbers]
+    assert num_faults == 1
+    assert done[1].error
+    if has_ended:
+        assert done[0] == wanted[0]
+    else:
+        assert done[0].error
+
+
 @pytest.mark.parametrize("ends_by", ["length", "abort", "text"])
 def test_pages_that_rounds_have_stored_are_found_by_prompts(ends_by: str, loaded: LoadedModel) -> None:
     """All that are full, as if each round had been read by itself."""
@@ -137,6 +185,16 @@ def test_pages_that_rounds_have_stored_are_found_by_prompts(ends_by: str, loaded
         hits.append(engine.report().metrics.prefix_hits)
     assert hits[0] == hits[1]
     assert hits[0] >= len(long.prompt_token_ids) + 60 - 4
+
+
+def test_settling_lets_all_pages_be_found_that_rounds_have_stored(loaded: LoadedModel) -> None:
+    engine, request = engine_of(loaded, options=replace(OPTIONS, steps_ahead=0)), a_request(1, 120)
+    number = engine.submit(request)
+    while engine._rounds_to_enter is None or engine._outputs[number].num_tokens < 70:
+        engine.step()
+    engine.settle()
+    sequence = engine._outputs[number].sequence
+    assert len(engine._scheduler._cache) == (len(sequence.token_ids) - 1) // engine.runtime.table.page_size
 
 
 def lines_of(code: CodeType) -> list[int]:

@@ -21,12 +21,14 @@ from rocm_attn.runner.request import Completion, Event, Request, TokenEvent
 from rocm_attn.runner.sampling_options import Sampling
 from rocm_attn.runner.speculation import engines
 from rocm_attn.runner.speculation import rounds as rounds_module
+from rocm_attn.runner.speculation.drafts import Drafts
+from rocm_attn.runner.speculation.round_trees import Guessed, Trees
 from rocm_attn.runner.speculation.rounds import DeviceRounds
 from rocm_attn.step.host_ring import Fence, NoFence
 from rocm_attn.step.repeatable import inputs_of
 from tests.amd.runner.asking import character_model
 from tests.amd.runner.cache_invariants import check_cache
-from tests.amd.runner.round_texts import CIRCLE, round_model
+from tests.amd.runner.round_texts import CIRCLE, UnsureTexts, round_model
 from tests.amd.runner.tiny_model import CONFIG
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -52,29 +54,37 @@ class Kind:
     windows: of the model's layers
     draws:   whether requests with an odd seed draw their tokens, by that seed
     guesses: whether what guesses is right now and then
+    asks:    of the Sampling of requests that draw, and of requests with a seed that 3 divides
     """
 
     changes: dict[str, Any] = field(default_factory=dict)
     windows: tuple[int, ...] = ()
     draws: bool = False
     guesses: bool = True
+    asks: dict[str, Any] = field(default_factory=dict)
 
     @property
     def loaded(self) -> LoadedModel:
         return _round_model(self.windows)
 
     def options(self, **changes: Any) -> EngineOptions:
-        return replace(BASE, **self.changes | changes)
+        given = {"draft_tokens": BASE.draft_tokens} | self.changes | changes
+        # Each branch has a draft at least.
+        given["draft_tokens"] = max(given["draft_tokens"], given.get("topk", 1))
+        return replace(BASE, **given)
 
     def engine(self, loaded: LoadedModel | None = None, **changes: Any) -> Engine:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engines, "load_model", lambda *which, **how: _round_model((5, -1)))
+            small = _unsure_model() if self.changes.get("topk", 1) > 1 else _round_model((5, -1))
+            patch.setattr(engines, "load_model", lambda *which, **how: small)
             return Engine(self.loaded if loaded is None else loaded, self.options(**changes))
 
     def request(self, seed: int, new_tokens: int = 60, **options: Any) -> Request:
         draw = random.Random(seed)
         if self.draws and seed % 2:
-            options = {"sampling": Sampling(0.7, 0.95, seed=seed)} | options
+            options = {"sampling": Sampling(0.7, 0.95, seed=seed, **self.asks)} | options
+        elif self.asks and seed % 3 == 0:
+            options = {"sampling": Sampling(logit_bias=self.asks["logit_bias"])} | options
         return Request(
             tuple(draw.randrange(CONFIG.vocab_size) for _ in range(draw.randrange(2, 20))), new_tokens, **options
         )
@@ -90,6 +100,11 @@ def _round_model(windows: tuple[int, ...]) -> LoadedModel:
     return round_model(DEVICE, windows=windows)
 
 
+@cache
+def _unsure_model() -> LoadedModel:
+    return round_model(DEVICE, windows=(5, -1), texts=UnsureTexts)
+
+
 WINDOWS: dict[str, Any] = {"windows": (9, -1), "changes": {"swa_pages": 120}}
 KINDS = {
     "greedy": Kind(),
@@ -102,6 +117,16 @@ KINDS = {
     "head": Kind({"speculative": "eagle:seeded"}, draws=True, guesses=False),
     "head of EAGLE-3": Kind({"speculative": "eagle:seeded3"}, guesses=False),
     "drafted, deterministic": Kind({"speculative": "draft:it", "deterministic": True}),
+    "asking": Kind(draws=True, asks={"top_k": 6, "min_p": 0.02, "logit_bias": ((3, -4.0), (9, 2.0))}),
+    "trees that ask": Kind(
+        {"speculative": "draft:it", "swa_pages": 120, "topk": 2},
+        (9, -1),
+        draws=True,
+        asks={"top_k": 6, "min_p": 0.02, "logit_bias": ((3, -4.0), (9, 2.0))},
+    ),
+    "trees": Kind({"speculative": "draft:it", "swa_pages": 120, "topk": 2}, (9, -1), draws=True),
+    "trees of a head": Kind({"speculative": "eagle:seeded", "topk": 3}, draws=True, guesses=False),
+    "trees of a head of EAGLE-3": Kind({"speculative": "eagle:seeded3", "topk": 2}, guesses=False),
 }
 # What they show apart, those of every run show at once.
 AT_NIGHT = {
@@ -112,6 +137,11 @@ AT_NIGHT = {
     "head",
     "head of EAGLE-3",
     "drafted, deterministic",
+    "asking",
+    "trees",
+    "trees that ask",
+    "trees of a head",
+    "trees of a head of EAGLE-3",
 }
 
 
@@ -371,6 +401,31 @@ def test_pages_are_reserved_before_a_round_may_come_to_need_them(kind: Kind) -> 
             assert (series.limit <= table.room(series.rows)).all()
 
 
+@pytest.mark.parametrize("kind", ["greedy"], indirect=True)
+def test_pages_of_a_series_are_reserved_at_once_where_plenty_are_free(
+    kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, for as much as its text can come to, and for the rounds that run on past its end."""
+    monkeypatch.setattr(rounds_module, "_TOKENS_AHEAD", 8)
+    engine = kind.engine()
+    engine.submit(kind.request(1, 150))
+    rounds, limits, begun = rounds_of(engine), list[int](), dict[int, Any]()
+    reserved = rounds._reserved
+
+    def and_note(*arguments: Any) -> Any:
+        limit = reserved(*arguments)
+        if limit is not None:  # the plan of a step is for so many tokens at most
+            limits.append(int(limit[0]))
+        return limit
+
+    rounds._reserved = and_note  # type: ignore[method-assign]
+    for _ in steps(engine):
+        if rounds._series is not None:
+            begun[id(rounds._series)] = rounds._series
+    assert len(limits) == len(begun) > 1
+    assert max(limits) < 250
+
+
 @kinds("greedy")
 def test_a_length_beyond_its_limit_ends_the_requests_with_a_fault(kind: Kind) -> None:
     engine = kind.engine()
@@ -490,20 +545,22 @@ def test_a_prompt_finds_what_rounds_have_stored(kind: Kind, monkeypatch: pytest.
     assert [engine.completion(number) for number in numbers] == [*wanted, *kind.plainly([second])]
 
 
-@pytest.mark.parametrize("kind", ["drafted", pytest.param("head", marks=pytest.mark.nightly)], indirect=True)
+@pytest.mark.parametrize(
+    "kind",
+    ["drafted", "trees", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("head", "trees of a head"))],
+    indirect=True,
+)
 def test_drafts_of_rounds_are_those_of_rounds_that_the_host_plans(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """Token by token, for each text that both come to: the model is where the host would have brought it."""
     requests = [kind.request(seed, 60) for seed in range(3)]
-    engine, by_host = kind.engine(), dict[tuple[int, ...], tuple[int, ...]]()
+    engine, by_host = kind.engine(), dict[tuple[int, ...], Drafts]()
     with monkeypatch.context() as patch:
         patch.setattr(engine, "_rounds", rounds_module.NoRounds())
         draft = engine._speculation._drafter.draft  # type: ignore[union-attr]
 
         def and_note(decoding: Any, alive: Any) -> Any:
             found = draft(decoding, alive)
-            by_host.update(
-                {tuple(each.token_ids): found[each.number].token_ids for each, _ in decoding if each.number in found}
-            )
+            by_host.update({tuple(each.token_ids): found[each.number] for each, _ in decoding if each.number in found})
             return found
 
         patch.setattr(engine._speculation._drafter, "draft", and_note)  # type: ignore[union-attr]
@@ -512,15 +569,19 @@ def test_drafts_of_rounds_are_those_of_rounds_that_the_host_plans(kind: Kind, mo
     rounds = rounds_of(engine)
     guess = rounds._guesses.guess
 
-    def and_compare(picked: torch.Tensor, bounds: Any, token_ids: torch.Tensor) -> bool:
+    def and_compare(guessed: Guessed, bounds: Any) -> bool:
         nonlocal compared
-        is_made, series = guess(picked, bounds, token_ids), rounds._series
+        is_made, series = guess(guessed, bounds), rounds._series
         assert series is not None
-        lengths = inputs_of(engine.runtime.repeatable).kv_len[: len(series.rows)].tolist()  # type: ignore[arg-type]
-        for seq, (row, kv_len) in enumerate(zip(series.rows.tolist(), lengths, strict=True)):
-            text = tuple(rounds._texts[row, : kv_len - token_ids.shape[1] + 1].tolist())
-            if text in by_host and len(by_host[text]) == token_ids.shape[1] - 1:
-                assert tuple(token_ids[seq, 1:].tolist()) == by_host[text]
+        inputs = inputs_of(engine.runtime.repeatable)  # type: ignore[arg-type]
+        num_seqs, width = len(series.rows), rounds._width
+        token_ids, lengths = inputs.token_ids[: num_seqs * width].view(num_seqs, width), inputs.kv_len[:num_seqs]
+        for seq, (row, kv_len) in enumerate(zip(series.rows.tolist(), lengths.tolist(), strict=True)):
+            wanted = by_host.get(tuple(rounds._texts[row, : kv_len - width + 1].tolist()))
+            if wanted is not None and len(wanted) == width - 1:
+                assert tuple(token_ids[seq, 1:].tolist()) == wanted.token_ids
+                parents = guessed._parents[seq, 1:].tolist() if isinstance(guessed, Trees) else range(width - 1)
+                assert [parent - 1 for parent in parents] == list(wanted.parents)
                 compared += 1
         return is_made
 
@@ -529,8 +590,37 @@ def test_drafts_of_rounds_are_those_of_rounds_that_the_host_plans(kind: Kind, mo
     assert compared > 10
 
 
-@kinds("greedy")
+@pytest.mark.parametrize("kind", ["asking"], indirect=True)
+def test_rows_of_requests_that_ask_are_shaped_in_rounds(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the host has them shaped: without that their texts are others."""
+    requests = [kind.request(seed, 40) for seed in range(4)]
+    wanted, engine = kind.plainly(requests), kind.engine()
+    launched = counted(engine)
+    assert engine.generate(requests) == wanted
+    assert len(launched) > 5
+    monkeypatch.setattr(rounds_module._Round, "pick_shaped", lambda *arguments: None)
+    assert kind.engine().generate(requests) != wanted
+
+
+@pytest.mark.parametrize("kind", ["trees"], indirect=True)
+@pytest.mark.parametrize("page_size", [*(pytest.param(size, marks=pytest.mark.nightly) for size in (1, 16)), 2])
+def test_what_a_second_branch_has_right_is_moved_before_the_next_round(page_size: int, kind: Kind) -> None:
+    """A tree brings more tokens than its likeliest chain, and no text changes by it."""
+    requests, accepted = [kind.request(seed, 50) for seed in range(3)], list[float]()
+    for topk in (1, 3):
+        # A graph of trees is checked on requests of its own, for which there must be rows.
+        changes: dict[str, Any] = {"page_size": page_size, "graphs": page_size == 2, "max_batch_size": 8}
+        engine = kind.engine(topk=topk, draft_tokens=6, **changes)
+        launched = counted(engine)
+        assert engine.generate(requests) == kind.plainly(requests)
+        assert launched
+        metrics = engine.report().metrics
+        accepted.append(metrics.accepted_drafts / metrics.verifications)
+    assert accepted[1] > accepted[0] + 0.3
+
+
+@pytest.mark.parametrize("kind", ["greedy"], indirect=True)
 def test_an_engine_says_why_the_host_plans_every_round(kind: Kind) -> None:
     assert kind.engine().report().rounds == "follow from each other on the device"
     said = kind.engine(topk=2, draft_tokens=4).report().rounds
-    assert said.startswith("planned by the host: topk is above 1")
+    assert said == "planned by the host: topk is above 1, and the host looks up the trees that texts tell"

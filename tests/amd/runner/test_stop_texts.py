@@ -17,9 +17,10 @@ from rocm_attn.runner.async_engine import AsyncEngine
 from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.request import Completion, Request, TokenEvent
-from rocm_attn.runner.scheduler import ScheduledStep, Taken
+from rocm_attn.runner.scheduler import ScheduledStep
 from rocm_attn.runner.speculation.speculation import Picks
 from rocm_attn.runner.stop_texts import StopTexts
+from rocm_attn.runner.taking import Taken
 from tests.amd.runner.asking import BASE, PROMPT, character_model, drawn
 from tests.amd.runner.scripted_drafts import EveryOtherStep, with_drafter
 from tests.amd.runner.tiny_model import tiny_model

@@ -129,6 +129,7 @@ def ways_for(provider: str, device: torch.device, *, graphs: bool) -> Mapping[st
     return {name: WAYS[name] for name in ("around_a_cut", "beside_others", *["cached", "halves"] * graphs)}
 
 
+@pytest.mark.long
 @both
 @every_layer
 def test_a_sequence_gives_the_same_bits_in_every_way(
@@ -213,6 +214,7 @@ def test_a_provider_without_such_kernels_is_refused(provider: str, arch: str, re
     assert any(reason in line for line in refused.value.reasons)
 
 
+@pytest.mark.long
 @both
 def test_graphs_of_the_two_modes_have_keys_of_their_own(provider: str, device: torch.device) -> None:
     keys = []

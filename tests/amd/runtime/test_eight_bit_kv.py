@@ -133,6 +133,7 @@ def test_what_is_no_number_is_stored_as_zero_and_reported_whatever_the_encoding(
             world.runtime.check_device()
 
 
+@pytest.mark.long
 @each_provider
 def test_graphs_use_factors_that_were_given_after_they_were_made(provider: str, device: torch.device) -> None:
     problem = small_problem(kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.HEAD)

@@ -44,6 +44,7 @@ def assert_refused(world: World, request: Request, q_len: int) -> None:
     world.runtime.end_step()
 
 
+@pytest.mark.each_value
 @each_provider
 @pytest.mark.parametrize(
     ("kv_len", "back"),
@@ -76,6 +77,7 @@ def test_who_holds_its_pages_alone_again_goes_back_freely(provider: str, freed: 
     assert not world.runtime.table.tokens.has_floors
 
 
+@pytest.mark.long
 @each_provider
 def test_tokens_after_what_is_shared_are_taken_back_freely(provider: str, device: torch.device) -> None:
     """Drafts of both sides, in a page that both began in."""
@@ -102,6 +104,7 @@ def test_a_parent_goes_on_in_a_page_whose_first_tokens_it_shares(provider: str, 
     world.step([parent, child], [1, 1])
 
 
+@pytest.mark.long
 @each_provider
 def test_both_spaces_keep_what_is_shared(provider: str, device: torch.device) -> None:
     problems = [small_problem(window_left=3), small_problem()]
@@ -136,6 +139,7 @@ def test_a_split_step_that_would_write_to_a_shared_page_is_refused_in_both_halve
     world.step([other, parent], [1, 1])
 
 
+@pytest.mark.long
 @each_provider
 @both_ways
 def test_steps_that_only_attend_read_what_rows_share(provider: str, graphs: bool, device: torch.device) -> None:
@@ -165,6 +169,7 @@ def test_steps_that_only_attend_read_what_rows_share(provider: str, graphs: bool
         runner.run(StepBatch(np.array([beam.row]), np.array([11]), np.array([1])))
 
 
+@pytest.mark.long
 @each_provider
 @both_ways
 def test_a_length_on_the_device_does_not_lead_into_what_is_shared(
@@ -190,6 +195,7 @@ def test_a_length_on_the_device_does_not_lead_into_what_is_shared(
     serving.step([parent], [1])
 
 
+@pytest.mark.long
 @each_provider
 @both_ways
 def test_lengths_on_the_device_go_back_where_the_other_row_is_gone(
@@ -247,6 +253,7 @@ def tokens(row: int, kv_len: int, q_len: int) -> StepBatch:
     return StepBatch(np.array([row]), np.array([kv_len]), np.array([q_len]), ids)
 
 
+@pytest.mark.each_value
 @both_ways
 @pytest.mark.parametrize("fails_at", [0, 1, 2])
 def test_a_step_that_raised_half_way_is_run_again_before_the_next(

@@ -19,6 +19,7 @@ MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
 each_order = pytest.mark.parametrize("order", [("inference", "plain"), ("plain", "inference")], ids="-".join)
 
 
+@pytest.mark.long
 @each_order
 @pytest.mark.parametrize(
     "graphs", [pytest.param(False, id="eager"), pytest.param(True, id="graphed", marks=pytest.mark.long)]

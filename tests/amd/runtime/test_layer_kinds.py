@@ -151,6 +151,7 @@ def test_a_kernel_without_a_feature_is_refused_by_name() -> None:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("provider", providers())
 def test_the_space_of_a_layer_is_said_and_does_not_follow_from_its_window(provider: str, device: torch.device) -> None:
     """Two equal layers with a window, one of which keeps all of its pages in the full space."""

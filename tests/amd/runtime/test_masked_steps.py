@@ -68,6 +68,7 @@ def test_masked_layers_see_what_the_mask_says_and_others_what_they_always_do(
     assert world.page_zero_is_zero()
 
 
+@pytest.mark.long
 @each_provider
 def test_a_window_of_a_masked_layer_reads_nothing_that_was_evicted(provider: str, device: torch.device) -> None:
     """Its mask shows all; the pages that have left the window were given up, and hold NaN."""
@@ -107,6 +108,7 @@ def random_positions(world: World, requests: Sequence[Request], q_len: Sequence[
     return torch.cat(rows).int().to(world.runtime.device)
 
 
+@pytest.mark.long
 @each_provider
 def test_a_token_may_see_what_lies_after_it(provider: str, device: torch.device) -> None:
     """An image's tokens see each other, in both directions."""
@@ -130,6 +132,7 @@ def test_keys_that_no_bit_shows_may_be_nan(provider: str, device: torch.device) 
     world.step([request], [4], visible=[mask])
 
 
+@pytest.mark.long
 @each_provider
 def test_positions_come_with_the_mask_and_pads_are_zero(provider: str, device: torch.device) -> None:
     world, requests = world_of(device, provider)
@@ -196,6 +199,7 @@ def test_lengths_that_only_the_device_knows_pack_the_mask(provider: str, device:
     world.runtime.check_device()
 
 
+@pytest.mark.long
 @each_provider
 def test_the_caller_may_change_its_mask_after_the_step_has_begun(provider: str, device: torch.device) -> None:
     world, requests = world_of(device, provider)

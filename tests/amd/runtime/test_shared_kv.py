@@ -24,6 +24,7 @@ STORING = [small_problem(window_left=6), small_problem()]
 READS = (0, 1, 1, 0, 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("provider", providers())
 def test_a_layer_that_stores_nothing_sees_what_another_stored(provider: str, device: torch.device) -> None:
     world = World.build(STORING, device, provider)

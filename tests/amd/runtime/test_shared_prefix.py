@@ -71,6 +71,7 @@ def test_a_shared_prefix_gives_what_plain_decode_gives(problem: Problem, provide
     assert world.page_zero_is_zero()
 
 
+@pytest.mark.long
 @each_provider
 def test_groups_have_prefixes_of_their_own(provider: str, device: torch.device) -> None:
     """Two families, a request alone, and one whose group shares less than it could."""
@@ -101,6 +102,7 @@ def test_a_step_without_sequences_may_share_nothing(provider: str, device: torch
         decode(world, [], [], pad_to)
 
 
+@pytest.mark.long
 @each_provider
 @pytest.mark.parametrize("swa_pages", [0, pytest.param(40, marks=pytest.mark.long)])
 def test_layers_that_cannot_share_decode_the_step_as_any_other(

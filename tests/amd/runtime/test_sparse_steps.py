@@ -66,6 +66,7 @@ def test_layers_attend_to_what_is_chosen(kind: str, graphs: bool, device: torch.
     serve(SparseWorld(short(KINDS[kind]), device, graphs=graphs, capture_tokens=(16,)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("provider", providers())
 def test_every_provider_attends_to_what_is_chosen(provider: str, device: torch.device) -> None:
     """Cut to what an interpreter can do in seconds."""

@@ -98,6 +98,7 @@ def test_every_needle_is_found(kind: str, device: torch.device) -> None:
     assert all(tally.hidden > 0 for of_layer in report.tallies for tally in of_layer)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("scales", [Scales.LAYER, Scales.HEAD, Scales.TOKEN], ids=lambda scales: scales.name)
 @pytest.mark.parametrize("encoding", [kind for kind in KVEncoding if kind is not KVEncoding.LIKE_Q])
 def test_every_needle_is_found_in_every_encoding(encoding: KVEncoding, scales: Scales, device: torch.device) -> None:

@@ -1,0 +1,34 @@
+"""Compared: what several ranks find out about each other as they meet before a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from zlib import crc32
+
+import numpy as np
+
+from rocm_attn.batch.step_batch import Int32Array
+from rocm_attn.machine.agreement import Meetings
+
+
+class Compared:
+    """Whether ranks got the same requests and picked the same tokens.
+
+    meetings: of the ranks; of one rank nothing is kept
+    """
+
+    def __init__(self, meetings: Meetings, *, has_ranks: bool) -> None:
+        self._meetings, self._has_ranks = meetings, has_ranks
+        self._read_ids: list[int] = []  # since the last step was launched
+
+    def note(self, token_ids: Iterable[int]) -> None:
+        """Tokens were read."""
+        if self._has_ranks:
+            self._read_ids += token_ids
+
+    def before_step(self, *words: Int32Array) -> None:
+        """Have the ranks compare what was read, and these words of the step that is launched next."""
+        if self._has_ranks:
+            everything = np.concatenate((*words, np.array(self._read_ids, np.int32)))
+            self._meetings.digest = crc32(everything.tobytes())
+            self._read_ids.clear()

@@ -1,0 +1,185 @@
+"""How the guesses of rounds hang together: as chains, or as trees, of which a path is followed on the device.
+
+A round feeds each sequence its last token and W - 1 guesses, in W places. kernels/speculative/next_round.py goes along
+guesses that come after each other, and so does what drafts next. Of a tree, the nodes that were accepted are brought
+into that order first: the K and V of the large model, the picks after them, and the rows that it has left for a head.
+Nothing of that is told to the host but the path, by which it reads what was found.
+
+The next tree is made of the drafts of all levels as the host would make it (beams.py): the W - 1 likeliest ones, in the
+order of their places.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.mask import TreeMask
+from rocm_attn.batch.step_batch import Int32Array, StepBatch
+from rocm_attn.kernels.metadata.step_tensors import NO_PARENT
+from rocm_attn.kernels.speculative.arguments import Accepted, GuessedRound, Verified
+from rocm_attn.machine.devices import on_device
+from rocm_attn.runner.sampling import Found
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step.memory import DeviceStep
+
+
+class Guessed(Protocol):
+    """The guesses of rounds that follow from one step. n sequences, W places each."""
+
+    @property
+    def picked(self) -> Tensor:
+        """int32 [n * W]: what was picked along the guesses that were accepted, of each sequence from its W-th on."""
+        ...
+
+    def begin(self, batch: StepBatch) -> None:
+        """The step itself is launched, and a round will follow. batch: as it was run"""
+        ...
+
+    def accept(self) -> None:
+        """Tokens were picked: bring what was accepted into order, before the next round is made of it."""
+        ...
+
+    def tell(self, path: Tensor) -> None:
+        """Have the host told of the order. path: int32 [n, W], in its memory"""
+        ...
+
+    def in_order(self, found: Found, path: Int32Array) -> Found:
+        """What was found of a round, in the order of picked. path: what tell() has told; both on the host"""
+        ...
+
+    def new_tokens(self) -> Tensor:
+        """int32 [n * few]: as picked, of each sequence as many as can be accepted and one more."""
+        ...
+
+    def hand_over(self, handed: Tensor, to: Tensor) -> None:
+        """Copy what the large model has left for a head of new_tokens(). handed: [T, any], of the step; to: likewise"""
+        ...
+
+    def put(self, words: Tensor) -> None:
+        """Make drafts the guesses of the next round. words: int32 [n, levels, 3, K], as of Level.words"""
+        ...
+
+
+class Chains:
+    """Guesses that come after each other. picked: as of Guessed"""
+
+    def __init__(self, given: GuessedRound, picked: Tensor) -> None:
+        num_seqs = given.limit.shape[0]
+        self._num_tokens = given.terms.shape[0]
+        self.picked = picked[: self._num_tokens]
+        self._guesses = given.token_ids[: self._num_tokens].view(num_seqs, -1)[:, 1:]
+
+    def begin(self, batch: StepBatch) -> None:
+        """As Guessed.begin."""
+
+    def accept(self) -> None:
+        """As Guessed.accept."""
+
+    def tell(self, path: Tensor) -> None:
+        """As Guessed.tell."""
+
+    def in_order(self, found: Found, path: Int32Array) -> Found:
+        """As Guessed.in_order."""
+        return found
+
+    def new_tokens(self) -> Tensor:
+        """As Guessed.new_tokens."""
+        return self.picked
+
+    def hand_over(self, handed: Tensor, to: Tensor) -> None:
+        """As Guessed.hand_over."""
+        to[: self._num_tokens].copy_(handed[: self._num_tokens])
+
+    def put(self, words: Tensor) -> None:
+        """As Guessed.put."""
+        self._guesses.copy_(words[:, :, 0, 0])
+
+
+class Trees:
+    """Guesses of which several may come after one.
+
+    runtime: of the model that verifies, whose step the rounds repeat
+    step:    where that step's inputs are
+    drawn:   int32 [n * W], what was picked after each node
+    few:     1 + levels of drafts
+    """
+
+    @torch.inference_mode(False)  # memory that is made in that mode cannot be written outside of it
+    def __init__(
+        self, runtime: AttentionRuntime, step: DeviceStep, given: GuessedRound, drawn: Tensor, *, few: int
+    ) -> None:
+        num_seqs, device = given.limit.shape[0], runtime.device
+        num_tokens = given.terms.shape[0]
+        width = num_tokens // num_seqs
+        self._runtime, self._windows, self._few = runtime, step.windows, few
+        self._drawn = drawn[:num_tokens]
+        self._rows = given.row_of_seq[:num_seqs]
+        self._guesses = given.token_ids[:num_tokens].view(num_seqs, width)[:, 1:]
+        self._numbers = given.terms.view(num_seqs, width, 3)[:, :, 2]
+        self._parents = torch.full((num_seqs, width), NO_PARENT, dtype=torch.int32, device=device)
+        ends = torch.arange(0, num_tokens + 1, width, dtype=torch.int32, device=device)
+        self._verified = Verified(given.token_ids[:num_tokens], ends, given.kv_len[:num_seqs], self._parents)
+        self._accepted = Accepted.empty(num_seqs, width, device)
+        self._first = ends[:-1, None]
+        self._places = torch.arange(1, width, dtype=torch.int32, device=device)
+        self.picked = self._accepted.token_ids.view(-1)
+
+    def begin(self, batch: StepBatch) -> None:
+        """As Guessed.begin."""
+        assert isinstance(batch.mask, TreeMask), "Speculation gives steps of drafts that may branch a mask"
+        self._parents.copy_(batch.mask.parents)
+
+    def accept(self) -> None:
+        """As Guessed.accept."""
+        accepted, ops = self._accepted, self._runtime.core.ops
+        with on_device(self._runtime.device):
+            ops.accept_drawn(self._drawn, self._verified, accepted)
+        self._runtime.move_accepted(accepted, self._rows)
+        # As of a chain: guesses that were picked, and after them one that never is.
+        is_wrong = self._places > accepted.num_accepted[:, None]
+        self._guesses.copy_(accepted.token_ids[:, :-1].masked_fill(is_wrong, -1))
+
+    def tell(self, path: Tensor) -> None:
+        """As Guessed.tell."""
+        path.copy_(self._accepted.path, non_blocking=True)
+
+    def in_order(self, found: Found, path: Int32Array) -> Found:
+        """As Guessed.in_order. After the end of a path it is what was found of its first place."""
+        num_seqs, width = path.shape
+        rows = (np.arange(num_seqs, dtype=np.int32)[:, None] * np.int32(width) + path.clip(min=0)).reshape(-1)
+        return Found(found.token_ids[rows], found.best[rows])
+
+    def new_tokens(self) -> Tensor:
+        """As Guessed.new_tokens."""
+        return self._accepted.token_ids[:, : self._few].clamp(min=0).flatten()
+
+    def hand_over(self, handed: Tensor, to: Tensor) -> None:
+        """As Guessed.hand_over."""
+        rows = (self._first + self._accepted.path[:, : self._few].clamp(min=0)).flatten()
+        torch.index_select(handed, 0, rows, out=to[: len(rows)])
+
+    def put(self, words: Tensor) -> None:
+        """As Guessed.put."""
+        num_seqs, levels, _, branches = words.shape
+        width = self._parents.shape[1]
+        before = torch.arange(-branches, (levels - 1) * branches, branches, dtype=torch.int32, device=words.device)
+        parents = (words[:, :, 1] + before[:, None]).view(num_seqs, -1)
+        scores = words[:, :, 2].contiguous().view(torch.float32).view(num_seqs, -1)
+        # Where two are alike the one that comes first goes before: the parent goes before its child.
+        best = scores.sort(dim=1, descending=True, stable=True).indices[:, : width - 1]
+        taken = best.sort(dim=1).values
+        # What is no node's place stands for a parent that is not among them: nothing can be accepted after it.
+        nodes = torch.full_like(parents, width).scatter_(1, taken, self._places.expand(num_seqs, -1))
+        parents = parents.gather(1, taken)
+        of_node = nodes.gather(1, parents.clamp(min=0).long())
+        self._parents[:, 1:].copy_(of_node.masked_fill_(parents < 0, 0))
+        self._guesses.copy_(words[:, :, 0].reshape(num_seqs, -1).gather(1, taken))
+        # next_round.py has put them as for a chain: a node is picked from by the number of its depth.
+        self._numbers[:, 1:].copy_(self._numbers.gather(1, taken.div(branches, rounding_mode="floor") + 1))
+        with on_device(self._runtime.device):
+            for tensors, window_left in self._windows:
+                self._runtime.core.ops.place_trees(self._parents, 0, window_left, tensors)

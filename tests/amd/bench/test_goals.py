@@ -1,0 +1,150 @@
+"""The page of goals is current, each row counts what it says, and counters are read as ncu writes them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks.goals import GOALS, Check, Goal, Results, beside, decode_by_floor
+from benchmarks.goals_page import PAGE, page
+from benchmarks.profile_misses import kernels_of, stalls_of
+from benchmarks.summarize_attention import Pass, peers_of, row, summary
+from rocm_attn.bench.choices import ALL_SUITES
+from rocm_attn.bench.suites import suite
+
+
+class Given(Results):
+    """Result files that a test has written."""
+
+    def __init__(self, **files: Any) -> None:
+        super().__init__()
+        self._kept = files
+
+
+def timed(case: str, provider: str, us: float) -> dict[str, Any]:
+    return {"suite": "verify", "case": case, "provider": provider, "us": us}
+
+
+TWO = Given(kernels={"rows": [timed("a", "triton", 2), timed("a", "fa3", 1), timed("b", "triton", 1)]})
+
+
+def test_the_page_is_what_the_result_files_say() -> None:
+    assert PAGE.read_text() == page(Results())
+
+
+def test_every_missed_goal_says_what_would_be_tried_next() -> None:
+    results = Results()
+    assert not [goal.work for goal in GOALS if not goal.is_met(results) and not goal.next_idea]
+
+
+def test_every_profiled_launch_is_a_case_of_the_suites() -> None:
+    names = {case.name for case in suite(ALL_SUITES)}
+    assert {each.case for goal in GOALS for each in goal.profiled} <= names
+
+
+def test_a_case_counts_only_beside_a_time_of_the_peer() -> None:
+    assert beside("verify", "fa3")(TWO) == {"a": 2.0}
+    assert beside("verify", "fa3", but="a")(TWO) == {}
+    assert beside("mixed", "fa3")(TWO) == {}
+
+
+@pytest.mark.parametrize(("most", "met"), [(2.0, True), (1.9, False)])
+def test_a_row_is_met_where_each_check_is(most: float, met: bool) -> None:
+    values = beside("verify", "fa3")
+    goal = Goal("work", ("kernels",), (Check("x", 5.0, values), Check("x", most, values)))
+    assert goal.is_met(TWO) is met
+
+
+def test_of_a_mean_the_geometric_one_counts_and_else_the_worst_case() -> None:
+    check = Check("x", 2.0, lambda results: {"a": 1.0, "b": 4.0})
+    assert (check.reached(TWO), check.where(TWO), check.missed(TWO)) == (4.0, "b", {"b": 4.0})
+    mean = replace(check, mean=True)
+    assert math.isclose(mean.reached(TWO), 2.0)
+    assert mean.where(TWO) == "2 cases"
+    assert not mean.missed(TWO)
+
+
+def test_decode_counts_by_the_bytes_that_it_reads() -> None:
+    rows = [{"case": f"dec/{at}", "bytes": at * 1e8, "times_floor": at} for at in range(4)]
+    found = decode_by_floor(1e8, 2e8)(Given(attention={"rows": [*rows, {"case": "ext/1", "bytes": 1e8}]}))
+    assert found == {"dec/1": 1, "dec/2": 2}
+
+
+def record(name: str, us: float, error: float = 1e-3) -> str:
+    return f'{{"t": "res", "case": "one", "ad": "{name}", "us": {us}, "err": 1e-3, "err_graph_path": {error}}}'
+
+
+def raw(*lines: str) -> str:
+    ceilings = '"copy_GBs": 1.0, "read_GBs": 1.0, "mma_TFs": 1.0, "graph_launch_us": 1.0, "read_curve": [[1, 1.0]]'
+    versions = '"gpu": "g", "torch": "t", "triton": "t"'
+    missing = '{"t": "missing", "missing": {"fa4": "not staged"}}'
+    return "\n".join((missing, f'{{"t": "ceil", {ceilings}, {versions}}}', *lines))
+
+
+ONE = SimpleNamespace(name="one", min_bytes=lambda: 2000, flops=lambda: 0)
+
+
+def test_rows_are_means_of_passes_and_peers_count_where_every_pass_has_them() -> None:
+    passes = [
+        Pass.of(raw(record("own", 2.0), record("a", 3.0), record("b", 1.0), record("c-contig", 1.0))),
+        Pass.of(raw(record("own", 4.0), record("a", 5.0), record("b", 1.0, error=0.5), record("c-contig", 1.0))),
+    ]
+    assert peers_of("one", passes) == {"a": 4.0, "c-contig": 1.0}
+    found = row(ONE, passes)
+    assert (found["us"], found["passes_us"], found["peer"], found["peer_us"]) == (3.0, [2.0, 4.0], "a", 4.0)
+    assert (found["limit_us"], found["times_limit"]) == (2.0, 1.5)
+    assert summary(passes, {"one": ONE})["missing"] == ["fa4"]
+
+
+@pytest.mark.parametrize("error", ["0.5", "NaN"])
+def test_a_wrong_result_of_ours_is_no_row(error: str) -> None:
+    with pytest.raises(SystemExit, match="own was wrong on one"):
+        Pass.of(raw(record("own", 2.0).replace('"err": 1e-3', f'"err": {error}')))
+
+
+COUNTERS = {
+    "gpu__time_duration.sum": ("nsecond", "1,500"),
+    "launch__grid_size": ("", "264"),
+    "launch__block_size": ("", "128"),
+    "launch__registers_per_thread": ("register/thread", "168"),
+    "launch__waves_per_multiprocessor": ("", "1"),
+    "dram__bytes.sum.per_second": ("byte/second", "4,400,000,000,000"),
+    "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed": ("%", "91.04"),
+    "lts__t_sector_hit_rate.pct": ("%", "1.2"),
+    "sm__inst_executed_pipe_tensor_op_hmma.avg.pct_of_peak_sustained_elapsed": ("%", "12.5"),
+    "sm__inst_executed_pipe_tensor_op_hmma.max.pct_of_peak_sustained_elapsed": ("%", "99"),
+    "smsp__issue_active.avg.per_cycle_active": ("inst/cycle", "0.25"),
+    "sm__warps_active.avg.pct_of_peak_sustained_active": ("%", "12.0"),
+    "smsp__average_warps_issue_stalled_wait_per_issue_active.ratio": ("inst", "1"),
+    "smsp__average_warps_issue_stalled_wait_not_issued_per_issue_active.ratio": ("inst", "9"),
+    "smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio": ("inst", "3"),
+}
+
+
+def ncu_table(*kernels: str) -> str:
+    def line(*cells: str) -> str:
+        return ",".join(f'"{cell}"' for cell in cells)
+
+    units, values = zip(*COUNTERS.values(), strict=True)
+    head = line("ID", "Kernel Name", *COUNTERS)
+    rows = (line(str(at), kernel, *values) for at, kernel in enumerate(kernels))
+    return "\n".join(("==PROF== Connected", head, line("", "", *units), *rows))
+
+
+def test_kernels_are_parted_by_the_mark_after_each_case() -> None:
+    table = ncu_table("_decode_kernel", "_merge_kernel", "void erfinv_kernel", "fmha", "void erfinv_kernel")
+    first, second = kernels_of(table)
+    assert [each["kernel"] for each in first] == ["_decode_kernel", "_merge_kernel"]
+    assert [each["kernel"] for each in second] == ["fmha"]
+    assert (first[0]["us"], first[0]["dram_gb_s"], first[0]["issue_percent"]) == (1.5, 4400, 25.0)
+    assert (first[0]["tensor_percent"], first[0]["waves"]) == (12.5, 1.0)
+
+
+def test_waits_are_parts_of_all_and_what_was_issued_is_none() -> None:
+    of = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
+    number = {of.format(name): value for name, value in (("selected", 1.0), ("wait", 1.0), ("barrier", 2.0))}
+    assert stalls_of(number) == {"barrier": 50.0, "wait": 25.0}

@@ -1,0 +1,198 @@
+"""An interrupt between the reading of a step's tokens and their publishing loses none, and doubles none."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from rocm_attn.runner.engine import Engine
+from rocm_attn.runner.loading import LoadedModel
+from rocm_attn.runner.request import Completion, Event, Request, TokenEvent
+from tests.amd.house.source_tree import ROOT
+from tests.amd.runner.asking import character_model
+from tests.amd.runner.round_texts import round_model
+from tests.amd.runner.test_rounds import BASE, KINDS
+from tests.amd.runner.test_speculation import BASE as TREES
+from tests.amd.runner.test_speculation import guessing, some_requests, without_speculation
+from tests.amd.runner.tiny_model import tiny_model
+
+_OURS = str(ROOT / "rocm_attn" / "runner")
+# While one of these runs, a step's tokens are neither on the device alone nor told.
+_WITHIN = (Engine._read_oldest.__code__, Engine._publish_read.__code__)
+
+
+@dataclass
+class _Lines:
+    """The lines of the runner that run between reading and publishing; interrupts come at some.
+
+    at:     numbers of these, as they come
+    places: file and line of each
+    """
+
+    at: tuple[int, ...] = ()
+    places: list[tuple[str, int]] = field(default_factory=list)
+    num_came: int = 0
+    _depth: int = 0
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> Any:
+        if not frame.f_code.co_filename.startswith(_OURS):
+            return None
+        self._depth += frame.f_code in _WITHIN
+        return self._in_function
+
+    def _in_function(self, frame: FrameType, event: str, argument: object) -> Any:
+        if event == "return":
+            self._depth -= frame.f_code in _WITHIN
+        elif event == "line" and self._depth:
+            self.places.append((frame.f_code.co_filename, frame.f_lineno))
+            if len(self.places) - 1 in self.at:
+                self.num_came += 1
+                raise KeyboardInterrupt
+        return self._in_function
+
+    def chosen(self) -> list[int]:
+        """Of each line the first time that it runs, and the last."""
+        first = {place: number for number, place in reversed(list(enumerate(self.places)))}
+        last = {place: number for number, place in enumerate(self.places)}
+        return sorted({*first.values(), *last.values()})
+
+
+@contextmanager
+def _traced(lines: _Lines) -> Iterator[None]:
+    before = sys.gettrace()
+    sys.settrace(lines)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def served(engine: Engine, requests: list[Request], lines: _Lines) -> tuple[list[Completion], list[Event]]:
+    """What requests come to whose engine is called again after each interrupt, and their events."""
+    numbers, events = [engine.submit(request) for request in requests], list[Event]()
+    while engine.has_work:
+        num_came = lines.num_came
+        try:
+            with _traced(lines):
+                new = engine.step()
+        except KeyboardInterrupt:
+            assert lines.num_came > num_came
+        else:
+            events += new
+    return [engine.completion(number) for number in numbers], events
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return round_model(circle=16)
+
+
+def world(kind: str, loaded: LoadedModel) -> tuple[Callable[[], Engine], list[Request]]:
+    """What makes engines, and requests of which some end by their length, a token and, where there is text, by that."""
+    options = replace(BASE, page_size=4, max_batch_size=3, speculative="off")
+    if kind == "text":
+        loaded = replace(loaded, tokenizer=character_model().tokenizer)
+    requests = [KINDS["greedy"].request(seed, num) for seed, num in ((1, 6), (6, 9), (2, 9))]
+    whole = Engine(loaded, replace(options, steps_ahead=0, draft_tokens=4)).generate(requests)
+    requests[1] = replace(requests[1], stop_token_ids=(whole[1].token_ids[4],))
+    if kind == "text":
+        requests[2] = replace(requests[2], stop=(whole[2].text[3:5],), logprobs=2)
+    return lambda: Engine(loaded, options), requests
+
+
+def world_of_trees() -> tuple[Callable[[], Engine], list[Request]]:
+    """As world(), of a model whose tokens depend on all keys before them, and drafts that lie in other places."""
+    options = replace(TREES, speculative="ngram", draft_tokens=16, topk=4, max_batch_size=3)
+    loaded, requests = tiny_model(), some_requests(3, 30)
+    right = Engine(loaded, without_speculation(options)).generate(requests)
+    requests[1] = replace(requests[1], stop_token_ids=(right[1].token_ids[20],))
+    return lambda: guessing(loaded, options, right, mistakes=0.0), requests
+
+
+@pytest.mark.parametrize(
+    ("kind", "apart"),
+    [
+        ("plain", 32),
+        ("text", 40),
+        *[pytest.param(kind, 1, marks=pytest.mark.nightly) for kind in ("plain", "text", "trees")],
+    ],
+)
+def test_tokens_are_told_once_wherever_an_interrupt_comes(kind: str, apart: int, loaded: LoadedModel) -> None:
+    """And no page is lost. apart: of the lines that are chosen, from one interrupt to the next"""
+    make, requests = world_of_trees() if kind == "trees" else world(kind, loaded)
+    lines = _Lines()
+    wanted, told = served(make(), requests, lines)
+    assert {done.finish_reason for done in wanted} == {"length", "stop"}
+    chosen = lines.chosen()
+    assert len(chosen) > 200
+    for number in chosen[::apart]:
+        _check(make(), requests, _Lines((number,)), wanted, told, lines.places[number])
+
+
+def _check(
+    engine: Engine,
+    requests: list[Request],
+    lines: _Lines,
+    wanted: list[Completion],
+    told: list[Event],
+    place: tuple[str, int],
+) -> None:
+    """Serve requests with interrupts: their texts, events and pages are what they are without."""
+    found, events = served(engine, requests, lines)
+    assert lines.num_came == len(lines.at), place
+    for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        # Logprobs of a step that is computed in another batch differ in the last bits.
+        assert len(one.logprobs) == len(other.logprobs), place
+        assert replace(one, logprobs=()) == replace(other, logprobs=()), place
+        assert _tokens_of(number, events) == _tokens_of(number, told), place
+    engine.forget_prefixes()
+    assert engine.runtime.table.is_empty, place
+
+
+def _tokens_of(number: int, events: list[Event]) -> list[tuple[object, ...]]:
+    tokens = [event for event in events if isinstance(event, TokenEvent) and event.request == number]
+    return [(event.token_id, event.text, event.finish_reason) for event in tokens]
+
+
+def test_several_interrupts_one_after_another_lose_nothing_either(loaded: LoadedModel) -> None:
+    """Each comes where the engine goes on after the one before it."""
+    make, requests = world("text", loaded)
+    lines = _Lines()
+    wanted, told = served(make(), requests, lines)
+    for first in range(len(lines.places) // 7, len(lines.places), len(lines.places) // 3):
+        at = (first, first + 3, first + 13, first + 14, first + 40)
+        _check(make(), requests, _Lines(at), wanted, told, lines.places[first])
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_drafts_of_a_tree_are_moved_once_or_computed_again(after: bool) -> None:
+    """An interrupt comes before accepted drafts are moved to their places, or after. after: which"""
+    make, requests = world_of_trees()
+    wanted = make().generate(requests)
+    for which in range(1, 4):
+        engine, nums = make(), list[int]()
+        numbers = [engine.submit(request) for request in requests]
+        move = engine.runtime.move_accepted
+
+        def interrupted(*arguments: Any, which: int = which, nums: list[int] = nums, move: Any = move) -> None:
+            nums.append(len(nums) + 1)
+            if after or nums[-1] != which:
+                move(*arguments)
+            if nums[-1] == which:
+                raise KeyboardInterrupt
+
+        engine.runtime.move_accepted = interrupted  # type: ignore[method-assign,assignment]
+        num_came = 0
+        while engine.has_work:
+            try:
+                engine.step()
+            except KeyboardInterrupt:
+                num_came += 1
+        assert num_came == 1
+        assert [engine.completion(number) for number in numbers] == wanted

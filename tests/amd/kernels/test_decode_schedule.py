@@ -287,45 +287,6 @@ def test_equal_parts_of_a_sequences_rows_are_handed_out_side_by_side(
         assert len({(first, end) for _, first, end in visits[:4]}) == 1, "the same keys"
 
 
-<<<<<<< ours
-@pytest.mark.parametrize(
-    ("kv_len", "small_parts", "blocks"),
-    # Equal parts and small ones: of four rows a sequence four and one each, and two; where the last block is not full.
-    # None where rows differ, where small parts would be no smaller than half of the others, or programs are too few.
-    [
-        ([4096] * 8, 1, {60: 128, 16: 32}),
-        ([4096] * 8, 2, {60: 128, 8: 64}),
-        ([4080] * 8, 2, {60: 128, 7: 32, 8: 32}),
-        ([4096] * 7 + [90], 1, {}),
-        ([4096] * 2, 1, {}),
-        ([4096] * 8, 3, {}),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("side_by_side", [False, True])
-def test_rows_that_are_alike_end_in_small_parts(
-    kv_len: list[int], small_parts: int, blocks: dict[int, int], side_by_side: bool, kernel_device: torch.device
-) -> None:
-    """Which the last programs have; the others share out what rows that differ cost."""
-    tiles = replace(TILES, programs_per_cu=2, row_cost=0, row_end=2, heads_per_row=2, side_by_side=side_by_side)
-    with_small = replace(tiles, small_parts=small_parts, small_share=16, small_per_cu=1)
-    batch = Batch(kv_len, [1] * len(kv_len), 8, 198, with_small)
-    words = device_words(batch, kernel_device)
-    assert words == batch.words
-    visits = [walk(batch, program) for program in range(198)]
-    if not blocks:
-        without = Batch(kv_len, [1] * len(kv_len), 8, 132, tiles)
-        assert words[: 132 * 8] == without.words[: 132 * 8]
-        assert not any(visits[132:])
-        return
-    assert Counter(end - first for visit in visits for _, first, end in visit) == blocks
-    small = visits[198 - 32 * small_parts :]
-    assert {end - first for ((_, first, end),) in small} == set(blocks) - {60}
-    assert [first for ((_, first, _),) in small] == sorted(first for ((_, first, _),) in small), "part by part"
-
-
-=======
->>>>>>> theirs
 @pytest.mark.parametrize("num_programs", [1, 2, 3, 7])
 @pytest.mark.parametrize("num_seqs", [1, 2])
 def test_some_program_has_each_row_of_a_batch_without_keys(

@@ -43,6 +43,19 @@ def spread(cases: Sequence[tuple[Case, Sequence[Hashable]]], number: int) -> lis
     return [cases[at][0] for at in chosen]
 
 
+def values_of(item: pytest.Function) -> list[Hashable]:
+    """One value for each decorator, however many parameters it has: what was written as a case stays one.
+
+    Each is known by its objects, which all cases of it share: few of them can be compared.
+    """
+    own = {name: id(value) for name, value in item.callspec.params.items()}
+    values: list[Hashable] = []
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        values.append(tuple(own.pop(name.strip()) for name in names))
+    return [*values, *own.values()]  # then what fixtures are parametrized by
+
+
 def number_of(mark: pytest.Mark, interpreted: bool) -> int | None:
     """How many cases every run has: by_day(4) in each stage, by_day(4, interpreted=1) under the interpreter fewer.
 
@@ -68,8 +81,7 @@ def leave_to_the_night(items: Sequence[pytest.Item]) -> None:
             assert isinstance(item, pytest.Function)
             functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for of_one in functions.values():
-        # Of each parameter the number of its value: what was written as a case has one number.
-        cases = [(item, tuple(item.callspec.indices.items())) for item in of_one]
+        cases = [(item, values_of(item)) for item in of_one]
         if of_one[0].get_closest_marker("each_value"):
             covering = cover(cases)
             cases = [case for case in cases if case[0] in covering]

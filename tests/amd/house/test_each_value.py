@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from tests.amd.each_value import cover, leave_to_the_night, spread
+from tests.amd.each_value import cover, leave_to_the_night, spread, values_of
 
 KINDS, SIZES, GRAPHS = ("dense", "latent", "sparse"), (1, 5, 16, 64), (False, True)
 
@@ -37,11 +37,12 @@ def test_every_process_chooses_the_same() -> None:
 def item_of(values: tuple[str, str], *marks: str | pytest.MarkDecorator) -> Mock:
     """A case as pytest has collected it."""
     item = Mock(spec=pytest.Function, nodeid=f"tests/test_it.py::test_it[{'-'.join(values)}]")
-    item.callspec = Mock(indices=dict(enumerate(values)))
+    item.callspec = Mock(params=dict(zip(("first", "second"), values, strict=True)))
     own = {
         mark.name: mark for mark in (getattr(pytest.mark, each) if isinstance(each, str) else each for each in marks)
     }
-    item.iter_markers.return_value = [mark.mark for mark in own.values()]
+    own["parametrize"] = pytest.mark.parametrize("first", values[:1])  # and a fixture has the second
+    item.iter_markers.side_effect = lambda name=None: [own[each].mark for each in own if name in (None, each)]
     item.get_closest_marker.side_effect = lambda name: own[name].mark if name in own else None
     return item
 
@@ -88,3 +89,14 @@ def test_few_cases_have_values_that_differ_and_lie_apart() -> None:
     kinds = [(values, values) for values in product(KINDS, GRAPHS)]
     assert {graphs for _, graphs in spread(kinds, 2)} == set(GRAPHS)
     assert {kind for kind, _ in spread(kinds, 3)} == set(KINDS)
+
+
+@pytest.mark.parametrize(("dims", "kind"), [([64, 64], "dense"), ([64, 64], "latent")])
+@pytest.mark.parametrize("graphs", GRAPHS)
+def test_a_case_of_several_parameters_is_one_value(
+    dims: list[int], kind: str, graphs: bool, request: pytest.FixtureRequest
+) -> None:
+    """Lists cannot be looked up, and these two are equal: a case is known by its objects."""
+    item = request.node
+    assert isinstance(item, pytest.Function)
+    assert set(values_of(item)) == {(id(dims), id(kind)), (id(graphs),)}

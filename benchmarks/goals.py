@@ -373,9 +373,9 @@ GOALS = (
         "Whole rows, a program for each, by a launch that reads no shares and has no merge were tried (us: so, as it "
         "is in the same run, and cuDNN). 16 x 4k, one program an SM, blocks of 128 keys, 8 warps: 67.9, 70.8, 64.9; 64 "
         "x 4k: 248, 252, 247; TP8 256 x 2k: 68.0, 69.5, 65.6. Hopper's extend as decode, with pages by TMA: 72 to 75 "
-        "at 16 x 4k, 252 to 257 at 64 x 4k. Neither is built: the host does not know whether rows are alike, and one long "
-        "row would hold up all. Whole rows by the schedule, with a merge that adds up nothing, gain nothing. Next: "
-        "measure whether shares or merge cost it; then a flag in the schedule for the short way.",
+        "at 16 x 4k, 252 to 257 at 64 x 4k. Neither is built: the host does not know whether rows are alike, and one "
+        "long row would hold up all. Whole rows by the schedule, with a merge that adds up nothing, gain nothing. "
+        "Next: measure whether shares or merge cost it; then a flag in the schedule for the short way.",
     ),
     Goal(
         "pages of 8 by pages of 32",

@@ -29,8 +29,8 @@ different commits are of different runs.
 """
 
 PROFILE_WORDS = """Counters of the launches below were read by Nsight Compute: each kernel alone, with a cold L2, so
-that its time is longer than in a graph. DRAM, tensor units and issue slots: percent of what they can do; occupancy: of the
-warps that fit; waits: what a warp waits for, of all its cycles.
+that its time is longer than in a graph. DRAM, tensor units and issue slots: percent of what they can do; occupancy: of
+the warps that fit; waits: what a warp waits for, of all its cycles.
 """
 
 # Of what the goals ask for, and no row has.

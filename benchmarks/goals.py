@@ -23,6 +23,7 @@ CUDNN = "cudnn"
 PLAIN = "attention_plain"
 GB = 1e9
 COMMIT_LETTERS = 8
+MOST_NAMED = 5
 
 
 class Profiled(NamedTuple):
@@ -87,7 +88,7 @@ class Check:
         if len(found) != self.cases:
             raise ValueError(
                 f'"{self.what}", at most {self.most:g}, is of {self.cases} cases, and the result file has times of '
-                f"{len(found)} ({', '.join(found) or 'none'}); run its script again with every peer"
+                f"{len(found)} ({_few(tuple(found))}); run its script again with every peer"
             )
         return found
 
@@ -107,6 +108,13 @@ class Check:
         if self.mean and self.reached(results) <= self.most:
             return {}
         return {case: value for case, value in self.found(results).items() if value > self.most}
+
+
+def _few(cases: tuple[str, ...]) -> str:
+    """The first of them, in words."""
+    if len(cases) > MOST_NAMED:
+        return f"{', '.join(cases[:MOST_NAMED])} and {len(cases) - MOST_NAMED} more"
+    return ", ".join(cases) or "none"
 
 
 @dataclass(frozen=True, slots=True)

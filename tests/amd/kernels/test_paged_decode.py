@@ -68,6 +68,7 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
+@pytest.mark.by_day(20)
 @in_each_way("case", GEOMETRIES, RUN_EITHER)
 def test_decode_equals_the_reference(
     case: Case, dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
@@ -100,6 +101,7 @@ def test_every_length_around_pages_and_tiles_is_right(page_size: int, kernel_dev
     assert_served(tensors)
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("num_programs", [1, 2, 3, 7, 64])
 def test_any_number_of_programs_gives_the_same_answer(num_programs: int, kernel_device: torch.device) -> None:
     tensors = build(replace(RAGGED, kv_len=[100, 3, 50, 0, 20], q_len=[1] * 5, dims=(32, 32)), kernel_device)
@@ -137,8 +139,8 @@ def test_every_form_of_the_inner_loop_is_right(
     ("heads", "dim", "heads_per_row", "layer"),
     [
         ((12, 6), 24, 3, {"spread": True}),
-        ((6, 6), 16, 6, {"window_left": 9, "sinks": True}),
-        ((15, 5), 40, 5, {"soft_cap": 3.0}),
+        pytest.param((6, 6), 16, 6, {"window_left": 9, "sinks": True}, marks=pytest.mark.long),
+        pytest.param((15, 5), 40, 5, {"soft_cap": 3.0}, marks=pytest.mark.long),
         ((8, 4), 16, 4, {"page_size": 16, "slopes": True}),
     ],
     ids=str,
@@ -168,6 +170,7 @@ def test_equal_blocks_of_a_head_leave_nothing_out(dims: tuple[int, int], kernel_
     assert_served(tensors)
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     ("num_seqs", "num_programs", "is_by_row", "parts"),
     [
@@ -194,6 +197,7 @@ def test_every_cut_of_the_merge_is_right(
     assert_served(tensors)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("num_pads", [0, 2])
 def test_the_merge_finds_rows_that_padding_follows(num_pads: int, kernel_device: torch.device) -> None:
     """Six rows of 33, of which thirteen programs would take 16: two programs have 17 each of a row and 1 beyond it.
@@ -211,6 +215,7 @@ def test_the_merge_finds_rows_that_padding_follows(num_pads: int, kernel_device:
     assert_served(tensors)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("kv_len", "num_programs"), [([320] * 2, 20), ([320] * 2, 17), ([320, 90], 20), ([320] * 2, 4)]
 )

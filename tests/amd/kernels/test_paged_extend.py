@@ -67,6 +67,7 @@ RUN_EITHER = (run_extend, run_shared_extend, run_extend_twin)
 run_either = pytest.mark.parametrize("run", RUN_EITHER)
 
 
+@pytest.mark.by_day(15)
 @in_each_way("case", GEOMETRIES, RUN_EITHER)
 def test_extend_equals_the_reference(
     case: Case, dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
@@ -127,8 +128,8 @@ def test_every_tile_shape_is_right(tiles: ExtendTiles, heads: tuple[int, int], k
     ("heads", "dims", "heads_per_row", "layer"),
     [
         ((12, 6), (24, 24), 3, {"spread": True}),
-        ((6, 6), (16, 40), 6, {"window_left": 9, "sinks": True}),
-        ((8, 4), (16, 16), 4, {"page_size": 16, "masked": True, "slopes": True}),
+        pytest.param((6, 6), (16, 40), 6, {"window_left": 9, "sinks": True}, marks=pytest.mark.long),
+        pytest.param(*((8, 4), (16, 16), 4, {"page_size": 16, "masked": True, "slopes": True}), marks=pytest.mark.long),
     ],
     ids=str,
 )
@@ -147,6 +148,7 @@ def test_kv_heads_are_read_as_one(
     assert_served(tensors)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.each_value
 @pytest.mark.parametrize("layer", [{}, {"window_left": 9}, {"masked": True}, {"sinks": True}], ids=str)
 @pytest.mark.parametrize(("split_keys", "some_are_shared"), [(1 << 20, False), (0, True)])
@@ -164,6 +166,7 @@ def test_one_launch_may_take_shares_and_whole_rows(
     assert_served(tensors)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("programs", "parts", "layer"),
     [
@@ -224,6 +227,7 @@ def test_padded_tokens_and_sequences_never_change_a_real_one(
     assert_served(tensors)
 
 
+@pytest.mark.by_day(1)
 @run_either
 def test_lse_may_be_left_out(run: Callable[[Tensors], None], kernel_device: torch.device) -> None:
     with_lse, without = (build(replace(RAGGED, dims=(32, 32)), kernel_device) for _ in range(2))

@@ -163,15 +163,16 @@ class Older:
 
 _ROUNDS = "decode of many rows runs in up to four rounds of programs (53a926e5)"
 _SMALL = "KV heads of few elements are decoded several at a time, and blocks of Hopper's extend are filled (7f98d929)"
+_SHORT = "short extends of heads of 16, 24, 80 and 96 elements, and extend of 320, have tiles of their own (91b251a2)"
 _SEGMENTS = "deterministic extend cuts fewer rows, and takes no maximum under a cap (0a8682f9)"
 
 OLDER = (
-    Older("kernels", "fcdd96ce", f"{_ROUNDS}; {_SMALL}; {_SEGMENTS}"),
+    Older("kernels", "fcdd96ce", f"{_ROUNDS}; {_SMALL}; {_SHORT}; {_SEGMENTS}"),
     Older("attention", "7221c856", f"{_ROUNDS}; Hopper's extend loads V by a warp of its own (merged at fcdd96ce)"),
     Older("deterministic_cost", "fcdd96ce", _SEGMENTS),
     Older("eager_step", "a329d485", "fewer calls of an eager layer are kept to be made again (cf1a4671)"),
     Older("host_time", "f51ba68c", "waits for a step's memory on the host have changed (cf1a4671)"),
-    Older("random_shapes", "29339973", _SMALL),
+    Older("random_shapes", "29339973", f"{_SMALL}; {_SHORT}"),
     Older("profile_misses", "e9a2f7ea", f"{_SMALL}; {_SEGMENTS}"),
 )
 

@@ -3,6 +3,8 @@
 The harness hands over a case with data (`d`): q [T, Hq, D], k_cache and v_cache [pages, page, Hkv, D], block_table
 int32 [B, W], seq_lens int32 [B], cu_q int32 [B + 1], and out [T, Hq, Dv]. plan() is the work of a step, done once for
 all layers; run() is one layer's launches. With ROCM_ATTN_BENCH_SCHEDULE=layer the schedule is built in run() instead.
+ROCM_ATTN_BENCH_WITHOUT names kernels, parted by commas, that are left out: without triton.hopper_extend the plain
+Triton kernel extends on Hopper.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from rocm_attn.providers.contract import StepBounds
 from rocm_attn.providers.select import select
 
 _SCHEDULE_IN_LAYER = os.environ.get("ROCM_ATTN_BENCH_SCHEDULE") == "layer"
+_LEFT_OUT = {name: "left out" for name in os.environ.get("ROCM_ATTN_BENCH_WITHOUT", "").split(",") if name}
 
 
 def plan(d: Any) -> Prepared:
@@ -33,7 +36,7 @@ def plan(d: Any) -> Prepared:
     pool = PoolKind.LATENT if case.kind == "mla" else PoolKind.SPLIT
     problem = Problem(case.Hq, case.Hkv, case.D, case.Dv, d.q.dtype, case.page, case.scale, window_left, pool=pool)
     kind = step_kind(case.ql)
-    kernel = select(problem, detect_target(device), "triton").kernels[kind].bound
+    kernel = select(problem, detect_target(device), "triton", unavailable=_LEFT_OUT).kernels[kind].bound
     shape = PaddedShape(kind, case.B, case.T)
     metadata = StepTensors.of(
         ints([], device),

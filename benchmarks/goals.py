@@ -7,6 +7,7 @@ profile_misses.py reads the counters of. Numbers of a row other than its goal co
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -18,7 +19,11 @@ from benchmarks.shape_sweep import Timed
 RESULTS = Path(__file__).parent / "results"
 OWN, DETERMINISTIC, FA3, SDPA = "triton", "triton+deterministic", "fa3", "sdpa"
 CUDNN = "cudnn"
+# The harness with ROCM_ATTN_BENCH_WITHOUT=triton.hopper_extend.
+PLAIN = "attention_plain"
 GB = 1e9
+COMMIT_LETTERS = 8
+MOST_NAMED = 5
 
 
 class Profiled(NamedTuple):
@@ -38,8 +43,22 @@ class Results:
     def of(self, name: str) -> Any:
         """The file of a script."""
         if name not in self._kept:
-            self._kept[name] = json.loads((self._folder / f"{name}_h200.json").read_text())
+            self._kept[name] = json.loads(self._path(name).read_text())
         return self._kept[name]
+
+    def has(self, name: str) -> bool:
+        """Whether the script was run."""
+        return name in self._kept or self._path(name).exists()
+
+    def commits(self, name: str) -> tuple[str, ...]:
+        """What its numbers are of, the commit of most rows first."""
+        found = self.of(name)
+        rows = found["rows"].values() if isinstance(found["rows"], dict) else ()
+        counted = Counter(row["commit"][:COMMIT_LETTERS] for row in rows if "commit" in row)
+        return tuple(commit for commit, _ in counted.most_common()) or (found["machine"]["commit"][:COMMIT_LETTERS],)
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{name}_h200.json"
 
 
 # Case -> what is compared with the goal.
@@ -52,30 +71,50 @@ class Check:
 
     what:   the number in words
     most:   that is allowed
+    cases:  how many there are; with fewer a miss could drop out
     values: of each case; the largest counts
     mean:   their geometric mean counts instead
     """
 
     what: str
     most: float
+    cases: int
     values: Values
     mean: bool = False
 
+    def found(self, results: Results) -> Mapping[str, float]:
+        """Of each case. Raises ValueError where a case, its time or its peer's is missing, or one is new."""
+        found = self.values(results)
+        if len(found) != self.cases:
+            raise ValueError(
+                f'"{self.what}", at most {self.most:g}, is of {self.cases} cases, and the result file has times of '
+                f"{len(found)} ({_few(tuple(found))}); run its script again with every peer"
+            )
+        return found
+
     def reached(self, results: Results) -> float:
-        """What counts. Raises ValueError where nothing was measured."""
-        found = self.values(results).values()
+        """What counts. Raises ValueError as found()."""
+        found = self.found(results).values()
         return geometric_mean(found) if self.mean else max(found)
 
     def where(self, results: Results) -> str:
-        """The case that counts; of a mean, how many there are."""
-        found = self.values(results)
-        return f"{len(found)} cases" if self.mean else max(found, key=lambda case: found[case])
+        """The case that counts, and how many there are."""
+        found = self.found(results)
+        counts = "mean" if self.mean else max(found, key=lambda case: found[case])
+        return f"{counts}, of {len(found)}" if len(found) > 1 else counts
 
     def missed(self, results: Results) -> Mapping[str, float]:
         """Cases above the goal; none of a mean that is met."""
         if self.mean and self.reached(results) <= self.most:
             return {}
-        return {case: value for case, value in self.values(results).items() if value > self.most}
+        return {case: value for case, value in self.found(results).items() if value > self.most}
+
+
+def _few(cases: tuple[str, ...]) -> str:
+    """The first of them, in words."""
+    if len(cases) > MOST_NAMED:
+        return f"{', '.join(cases[:MOST_NAMED])} and {len(cases) - MOST_NAMED} more"
+    return ", ".join(cases) or "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +134,47 @@ class Goal:
     profiled: tuple[Profiled, ...] = ()
     next_idea: str = ""
 
-    def is_met(self, results: Results) -> bool:
-        """Whether every check is."""
-        return all(check.reached(results) <= check.most for check in self.checks)
+    def is_measured(self, results: Results) -> bool:
+        """Whether its result files are there."""
+        return all(results.has(name) for name in self.sources)
+
+    def is_missed(self, results: Results) -> bool:
+        """Whether it was measured, and a check is not met."""
+        return self.is_measured(results) and any(check.reached(results) > check.most for check in self.checks)
+
+
+@dataclass(frozen=True, slots=True)
+class Older:
+    """A result file that is older than the code.
+
+    source:  whose file
+    commit:  it is of; said as long as it is
+    changed: what has changed since, in words
+    """
+
+    source: str
+    commit: str
+    changed: str
+
+    def is_so(self, results: Results) -> bool:
+        """Whether the file is still the one of that commit."""
+        return results.has(self.source) and self.commit in results.commits(self.source)
+
+
+_ROUNDS = "decode of many rows runs in up to four rounds of programs (53a926e5)"
+_SMALL = "KV heads of few elements are decoded several at a time, and blocks of Hopper's extend are filled (7f98d929)"
+_SHORT = "short extends of heads of 16, 24, 80 and 96 elements, and extend of 320, have tiles of their own (91b251a2)"
+_SEGMENTS = "deterministic extend cuts fewer rows, and takes no maximum under a cap (0a8682f9)"
+
+OLDER = (
+    Older("kernels", "fcdd96ce", f"{_ROUNDS}; {_SMALL}; {_SHORT}; {_SEGMENTS}"),
+    Older("attention", "7221c856", f"{_ROUNDS}; Hopper's extend loads V by a warp of its own (merged at fcdd96ce)"),
+    Older("deterministic_cost", "fcdd96ce", _SEGMENTS),
+    Older("eager_step", "a329d485", "fewer calls of an eager layer are kept to be made again (cf1a4671)"),
+    Older("host_time", "f51ba68c", "waits for a step's memory on the host have changed (cf1a4671)"),
+    Older("random_shapes", "29339973", f"{_SMALL}; {_SHORT}"),
+    Older("profile_misses", "e9a2f7ea", f"{_SMALL}; {_SEGMENTS}"),
+)
 
 
 def beside(suite: str, peer: str, ours: str = OWN, layer: str = "", but: str = "\n") -> Values:
@@ -115,11 +192,11 @@ def beside(suite: str, peer: str, ours: str = OWN, layer: str = "", but: str = "
     return values
 
 
-def harness(field: str, *parts: str) -> Values:
+def harness(field: str, *parts: str, source: str = "attention") -> Values:
     """A field of the harness's rows whose case is one of these, but for the pages' size at its end."""
 
     def values(results: Results) -> Mapping[str, float]:
-        rows = results.of("attention")["rows"]
+        rows = results.of(source)["rows"]
         return {row["case"]: row[field] for row in rows if row["case"].rpartition("/")[0] in parts}
 
     return values
@@ -172,13 +249,18 @@ def deterministic(results: Results) -> Mapping[str, float]:
 def eager_layer(results: Results) -> Mapping[str, float]:
     """Host microseconds of a layer of an eager step."""
     rows = results.of("eager_step")["rows"]
-    return {f"{row['num_seqs']} sequences": row["step_us_median"] / row["layers"] for row in rows}
+    return {sequences(row): row["step_us_median"] / row["layers"] for row in rows}
 
 
 def graphed_step(results: Results) -> Mapping[str, float]:
     """Host microseconds of a graphed step of 256 sequences."""
     rows = results.of("host_time")["rows"]
-    return {f"{row['num_seqs']} sequences": row["step_us_median"] for row in rows if row["num_seqs"] == 256}
+    return {sequences(row): row["step_us_median"] for row in rows if row["num_seqs"] == 256}
+
+
+def sequences(row: Mapping[str, Any]) -> str:
+    """How many sequences a row is of, in words."""
+    return f"{row['num_seqs']} {'sequence' if row['num_seqs'] == 1 else 'sequences'}"
 
 
 def random_shapes(results: Results) -> Mapping[str, float]:
@@ -193,56 +275,76 @@ def random_shapes(results: Results) -> Mapping[str, float]:
 
 _LARGE = "64/8 x 192"
 _LLAMA, _LLAMA_70B = "ext/llama8b", "ext/llama70b"
+_CHUNKS = (f"{_LLAMA}/1x2048+6144", f"{_LLAMA}/8x512+4096")
+_LONG = (f"{_LLAMA}/1x2048+30720", f"{_LLAMA_70B}/1x2048+30720")
 
 GOALS = (
     Goal(
         "few tiles: 777 new tokens over 5,001, and ragged chunks",
         ("kernels",),
         (
-            Check("x FA3, mean", 0.9, beside("few-tiles", FA3), mean=True),
-            Check("x FA3", 1.05, beside("few-tiles", FA3)),
+            Check("x FA3, mean", 0.9, 8, beside("few-tiles", FA3), mean=True),
+            Check("x FA3", 1.05, 8, beside("few-tiles", FA3)),
         ),
     ),
     Goal(
         "head dims 80, 96 and 192, the same",
         ("kernels",),
         (
-            Check("x FA3, mean", 1.0, beside("odd-dims", FA3), mean=True),
-            Check("x FA3, D 192", 1.15, beside("odd-dims", FA3, layer=_LARGE)),
+            Check("x FA3, D 80 and 96", 1.0, 4, beside("odd-dims", FA3, but=_LARGE)),
+            Check("x FA3, D 192", 1.15, 2, beside("odd-dims", FA3, layer=_LARGE)),
         ),
+        (Profiled("32/32 x 96: 12 ragged chunks", OWN), Profiled("32/32 x 96: 12 ragged chunks", FA3)),
+        "One chunk of either head dim takes less time than FA3's, so the sharing out of twelve chunks of different "
+        "lengths is looked at first, before the products.",
     ),
     Goal(
         "verify: 64 sequences, 5 new tokens over 2,500",
         ("kernels",),
-        (Check("x FA3, mean", 0.95, beside("verify", FA3), mean=True), Check("x FA3", 1.1, beside("verify", FA3))),
+        (
+            Check("x FA3, mean", 0.95, 7, beside("verify", FA3), mean=True),
+            Check("x FA3", 1.1, 7, beside("verify", FA3)),
+        ),
     ),
     Goal(
         "mixed: 31 decodes and 2 chunks of 700",
         ("kernels",),
-        (Check("x FA3, mean", 1.0, beside("mixed", FA3), mean=True),),
+        (Check("x FA3, mean", 1.0, 7, beside("mixed", FA3), mean=True),),
     ),
     Goal(
         "Llama 8B, 2,048 new over 6,144, and 8 x 512 over 4,096",
         ("attention",),
-        (Check("x limit, Gluon", 1.35, harness("times_limit", f"{_LLAMA}/1x2048+6144", f"{_LLAMA}/8x512+4096")),),
+        (Check("x limit, Gluon", 1.35, 2, harness("times_limit", *_CHUNKS)),),
+        next_idea="As of 2,048 new tokens over 30,720.",
     ),
     Goal(
         "Llama 8B and 70B, 2,048 new over 30,720",
         ("attention",),
-        (Check("x limit, Gluon", 1.3, harness("times_limit", *(f"{m}/1x2048+30720" for m in (_LLAMA, _LLAMA_70B)))),),
+        (Check("x limit, Gluon", 1.3, 4, harness("times_limit", *_LONG)),),
         (Profiled("32/8 x 128: 1x2k+30k", OWN), Profiled("32/8 x 128: 1x2k+30k", FA3)),
         "The clock falls under the power limit while tensor cores are this busy: fewer instructions beside the "
         "products (exponentials in pairs, scaling folded into the query) leave it higher.",
     ),
     Goal(
+        "the same by the plain Triton kernel on Hopper",
+        (PLAIN,),
+        (
+            Check(
+                "x limit, 2,048 over 6,144, 8 x 512 over 4,096", 1.75, 2, harness("times_limit", *_CHUNKS, source=PLAIN)
+            ),
+            Check("x limit, 2,048 over 30,720", 1.7, 4, harness("times_limit", *_LONG, source=PLAIN)),
+        ),
+        next_idea="None: Hopper's own kernel serves these shapes, and this one stands in where it cannot.",
+    ),
+    Goal(
         "Llama 8B, 2,048 new tokens",
         ("attention",),
-        (Check("us", 82.0, harness("us", f"{_LLAMA}/1x2048+0")),),
+        (Check("us", 82.0, 1, harness("us", f"{_LLAMA}/1x2048+0")),),
     ),
     Goal(
         "soft cap in extend, D 128 and D 256, by the same without",
         ("kernels",),
-        (Check("x without", 1.05, caps),),
+        (Check("x without", 1.05, 2, caps),),
         (Profiled("32/8 x 128, cap 50: 1x2k+6k", OWN), Profiled("32/8 x 128: 1x2k+6k", OWN)),
         "A tanh and a product more for each score: they take issue slots that the exponentials of the other warp "
         "group's scores need. Half of the tanh as a polynomial of two-element operations, as exponentials are already.",
@@ -250,15 +352,16 @@ GOALS = (
     Goal(
         "decode, 1 GB and more",
         ("attention",),
-        (Check("x floor", 1.06, decode_by_floor(1.0 * GB, 1e15)),),
+        (Check("x floor", 1.06, 19, decode_by_floor(1.0 * GB, 1e15)),),
         (Profiled("32/8 x 128: 256d2k", OWN), Profiled("32/8 x 128: 256d2k", SDPA)),
-        "As of decode beside cuDNN: by whole rows without shares and merge 256 x 2k takes 491 us in place of 502, but "
-        "128 x 8k gains nothing.",
+        "Programs run in up to four rounds already; other numbers of rounds, blocks of 32 keys and more stages came no "
+        "nearer. Whole rows without shares and merge take 491 us in place of 502 at 8B 256 x 2k, as cuDNN, and gain "
+        "nothing at 128 x 8k (973 and 973; cuDNN 967): next as of decode beside cuDNN.",
     ),
     Goal(
         "decode, 60 to 540 MB",
         ("attention",),
-        (Check("x floor", 1.12, decode_by_floor(0.06 * GB, 0.54 * GB)),),
+        (Check("x floor", 1.12, 18, decode_by_floor(0.06 * GB, 0.54 * GB)),),
         (Profiled("8/1 x 128: 64d4k", OWN), Profiled("8/1 x 128: 64d4k", SDPA)),
         "What is left is the beginning and end of two launches: the first loads wait for the schedule and then for "
         "page numbers, and the merge for the last program. A merge by the program that ends last was built, and gains "
@@ -267,7 +370,7 @@ GOALS = (
     Goal(
         "decode beside cuDNN: 70B 16 x 4k and 64 x 4k, TP8 256 x 2k",
         ("attention",),
-        (Check("x cuDNN", 1.0, by_peer(CUDNN, "dec/llama70b/16x4k", "dec/llama70b/64x4k", "dec/70b_tp8/256x2k")),),
+        (Check("x cuDNN", 1.0, 3, by_peer(CUDNN, "dec/llama70b/16x4k", "dec/llama70b/64x4k", "dec/70b_tp8/256x2k")),),
         (
             Profiled("64/8 x 128: 16d4k", OWN),
             Profiled("64/8 x 128: 16d4k", SDPA),
@@ -276,31 +379,27 @@ GOALS = (
             Profiled("32/8 x 128: 128d8k", OWN),
             Profiled("32/8 x 128: 128d8k", SDPA),
         ),
-        "Tried: whole rows, a program for each, by a launch that reads no shares and has no merge (here, today's "
-        "kernel and cuDNN, us). 16 x 4k with one program an SM, blocks of 128 keys and 8 warps: 67.9, 70.8, 64.9; "
-        "64 x 4k: 248.4, 251.8, 247.2 in today's tiles, 246.9, 251.1, 247.5 in blocks of 32 keys with all rows at "
-        "once, which take 542 at 256 x 2k; 256 x 2k of 32/8 x 128: 491, 502, 491; of TP8: 68.0, 69.5, 65.6. Four and "
-        "more stages came no nearer. Hopper's extend as decode, one group of 64 rows and pages by TMA: 72 to 75 at 16 "
-        "x 4k, 252 to 257 at 64 x 4k, 493 at 256 x 2k with two programs an SM, which were not measured at 16 x 4k. "
-        "None is built: the host does not know whether rows are alike, and one long row would hold up all. The same "
-        "whole rows by the schedule, with a merge that adds up nothing, gain nothing (502 at 256 x 2k); which of the "
-        "two costs it was not measured. Next: measure that; then a flag in the schedule for the short way, and a merge "
-        "of few programs.",
+        "Whole rows, a program for each, by a launch that reads no shares and has no merge were tried (us: so, as it "
+        "is in the same run, and cuDNN). 16 x 4k, one program an SM, blocks of 128 keys, 8 warps: 67.9, 70.8, 64.9; 64 "
+        "x 4k: 248, 252, 247; TP8 256 x 2k: 68.0, 69.5, 65.6. Hopper's extend as decode, with pages by TMA: 72 to 75 "
+        "at 16 x 4k, 252 to 257 at 64 x 4k. Neither is built: the host does not know whether rows are alike, and one "
+        "long row would hold up all. Whole rows by the schedule, with a merge that adds up nothing, gain nothing. "
+        "Next: measure whether shares or merge cost it; then a flag in the schedule for the short way.",
     ),
     Goal(
         "pages of 8 by pages of 32",
         ("kernels",),
-        (Check("x pages of 32", 1.05, pages_of_8),),
+        (Check("x pages of 32", 1.05, 4, pages_of_8),),
     ),
     Goal(
         "decode with D 192",
         ("kernels",),
-        (Check("x FA3", 1.0, beside("decode-192", FA3)),),
+        (Check("x FA3", 1.0, 2, beside("decode-192", FA3)),),
     ),
     Goal(
         "deterministic mode, extend and decode",
         ("deterministic_cost",),
-        (Check("x normal", 1.15, deterministic),),
+        (Check("x normal", 1.15, 65, deterministic),),
         (
             Profiled("12/4 x 64: 1x777+5001", OWN),
             Profiled("12/4 x 64: 1x777+5001", DETERMINISTIC),
@@ -308,27 +407,32 @@ GOALS = (
             Profiled("32/8 x 128: 1d8k", OWN),
             Profiled("32/8 x 128: 1d8k", DETERMINISTIC),
         ),
-        "A segment's end each 1,024 keys and a softmax by blocks of 64 keys cost most of it (segments twice as long, "
-        "or blocks of 128, are within the goal in extend, but decode must then have the same: k q^T with 16 rows).",
+        "In extend a segment's end each 1,024 keys and a softmax by blocks of 64 keys cost most of it: 8B 1 x 2,048 + "
+        "6,144 took 453 us in a trial, 394 in normal mode; with segments of 2,048 keys or blocks of 128 it took 439, "
+        "within the goal. But decode must then have the same blocks, and takes 299 us in place of 271 at 64 x 4k: it "
+        "would have to compute k q^T, with 16 rows. Short decodes of few sequences have fewer segments than programs: "
+        "segments of 512 take 18.5 us in place of 21.6 at TP8 16 x 4k, but 1.11 in place of 1.06 of normal at 64 x 4k.",
     ),
     Goal(
         "host, eager: a layer",
         ("eager_step",),
-        (Check("us", 12.0, eager_layer),),
-        next_idea="Triton's launcher takes most of a launch: the compiled kernel called by the driver with arguments "
-        "packed once, as graph capture needs them.",
+        (Check("us", 12.0, 3, eager_layer),),
+        next_idea="A layer has three launches, of store, decode and merge, of 3 to 4 us each. Launches by the driver's "
+        "own functions with arguments packed once were built and taken back: 10.6 us for the three, 10.4 as it is. "
+        "What is left is fewer launches: the store within decode, or the merge by the program that ends last.",
     ),
     Goal(
         "host, a graphed step of 256 sequences",
         ("host_time",),
-        (Check("us", 25.0, graphed_step),),
+        (Check("us", 25.0, 1, graphed_step),),
         next_idea="The step's checks and copies in NumPy are many small calls: one pass over a packed record.",
     ),
     Goal(
         "300 random shapes: by the neighbour, or by the best peer",
         ("random_shapes",),
-        (Check("x", 1.5, random_shapes),),
-        next_idea="Heads of 16 and 24 fill a part of the matrix unit and of each load: two KV heads beside each other "
-        "as one block, as heads of 64 are read in eight bits.",
+        (Check("x", 1.5, 300, random_shapes),),
+        next_idea="KV heads of 16 to 40 elements are read several at a time, and blocks of extend are filled: a trial "
+        "of all 300 with both left 9 above. The worst of these are decodes of 20 to 128 query heads of 72 or 80 "
+        "elements on a KV head: tiles of their own.",
     ),
 )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.goals import GOALS, Goal, Profiled, Results
+from benchmarks.goals import GOALS, OLDER, Goal, Profiled, Results
 from benchmarks.make_tables import divider, machine_line
 
 PAGE = Path(__file__).parent.parent / "docs" / "performance_goals.md"
@@ -17,42 +18,84 @@ MOST_CASES = 8
 INTRODUCTION = """# Goals of speed
 
 Written by `python -m benchmarks.goals_page` from the goals in `benchmarks/goals.py` and the files in
-`benchmarks/results`; every number but the goals was measured. The goals are for one NVIDIA H200: graph replay, the same
-run as the peers. [Performance](performance.md) has all times of the suites, `benchmarks/README.md` those beside every
-peer of a harness.
+`benchmarks/results`; every number of the tables but the goals was measured. The goals are for one NVIDIA H200: graph
+replay, the same run as the peers. [Performance](performance.md) has all times of the suites, `benchmarks/README.md`
+those beside every peer of a harness.
 
 A row is met where each of its lines is. **x floor** is by a streaming read of the same bytes, **x limit** by the bytes
 at copy bandwidth or the products at the rate of a large product, **x FA3** and the like by the peer's time in the same
-run. A mean is geometric; of all others the worst case counts.
+run. A mean is geometric; of all others the worst case counts. Times are of the commit beside them, and rows of
+different commits are of different runs.
 """
 
-PROFILE_WORDS = """Counters of the launches, read by Nsight Compute: each kernel alone, with a cold L2, so that its time
-is longer than in a graph. DRAM, tensor units and issue slots: percent of what they can do; occupancy: of the warps that
-fit; waits: what a warp waits for, of all its cycles.
+PROFILE_WORDS = """Counters of the launches below were read by Nsight Compute: each kernel alone, with a cold L2, so
+that its time is longer than in a graph. DRAM, tensor units and issue slots: percent of what they can do; occupancy: of
+the warps that fit; waits: what a warp waits for, of all its cycles.
 """
+
+# Of what the goals ask for, and no row has.
+ELSEWHERE = (
+    "The error of a soft cap's tanh: [soft caps](extend.md#soft-caps).",
+    "AMD's GPUs, on which nothing was measured: [static figures](amd_tuning.md), [predicted times](cost.md).",
+)
 
 
 def page(results: Results) -> str:
     """The text."""
-    missed = [goal for goal in GOALS if not goal.is_met(results)]
-    parts = [INTRODUCTION, _table(results)]
+    missed = [goal for goal in GOALS if goal.is_missed(results)]
+    parts = [INTRODUCTION, _table(results), _older(results), _not_here(results)]
     if missed:
-        parts.append("## What is missed, and why\n")
+        parts.append(f"## What is missed, and why\n\n{PROFILE_WORDS}")
         parts += [_miss(goal, results) for goal in missed]
     parts.append(_sources(results))
     return "\n".join(parts)
 
 
 def _table(results: Results) -> str:
-    head = "| work | | goal | reached | case | |"
+    head = "| work | | goal | reached | case | commit | |"
     lines = ["## At a glance\n", head, divider(head)]
-    for goal in GOALS:
+    for goal in (each for each in GOALS if each.is_measured(results)):
+        commits = "; ".join(", ".join(results.commits(name)) for name in goal.sources)
         for at, check in enumerate(goal.checks):
             reached = check.reached(results)
             met = "met" if reached <= check.most else "**missed**"
-            name = goal.work if at == 0 else ""
-            lines.append(f"| {name} | {check.what} | {check.most:g} | {reached:.2f} | {check.where(results)} | {met} |")
+            name, by = (goal.work, commits) if at == 0 else ("", "")
+            numbers = f"{check.most:g} | {reached:.2f} | {check.where(results)}"
+            lines.append(f"| {name} | {check.what} | {numbers} | {by} | {met} |")
     return "\n".join(lines) + "\n"
+
+
+def _older(results: Results) -> str:
+    """What has changed since a result."""
+    older = [each for each in OLDER if each.is_so(results)]
+    if not older:
+        return ""
+    lines = ["Some results are older than the code, which may be faster or slower by now:\n"]
+    lines += [
+        _wrapped(f"`{each.source}_h200.json` ({each.commit}): since then {each.changed}.", "- ") for each in older
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _not_here(results: Results) -> str:
+    """Goals without a row."""
+    lines = ["Not on this page:\n"]
+    for goal in (each for each in GOALS if not each.is_measured(results)):
+        files = " and ".join(f"`{name}_h200.json`" for name in goal.sources)
+        asked = "; ".join(f"at most {check.most:g} {check.what}" for check in goal.checks)
+        lines.append(
+            _wrapped(f"{goal.work[0].upper()}{goal.work[1:]} ({asked}): not measured, {files} is missing.", "- ")
+        )
+    lines += [_wrapped(each, "- ") for each in ELSEWHERE]
+    return "\n".join(lines) + "\n"
+
+
+def _wrapped(text: str, begin: str = "") -> str:
+    """Lines of prose of a page's width. begin: of the first one; the others are indented as far"""
+    indent = " " * len(begin)
+    return textwrap.fill(
+        text, 120, initial_indent=begin, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _miss(goal: Goal, results: Results) -> str:
@@ -62,15 +105,15 @@ def _miss(goal: Goal, results: Results) -> str:
         if above:
             cases = "; ".join(f"{case}: {value:.2f}" for case, value in above[:MOST_CASES])
             more = f"; and {len(above) - MOST_CASES} more" if len(above) > MOST_CASES else ""
-            lines.append(f"Above {check.most:g} {check.what}: {cases}{more}.\n")
-    lines.append(f"Next idea: {goal.next_idea}\n")
+            lines.append(_wrapped(f"Above {check.most:g} {check.what}: {cases}{more}.") + "\n")
+    lines.append(_wrapped(f"Next idea: {goal.next_idea}") + "\n")
     rows = [line for each in goal.profiled for line in _profile(each, results)]
     if rows:
         head = (
             "| case | by | kernel | us | programs | waves | registers | DRAM % | GB/s | L2 hits % | tensor % | issue % "
             "| occupancy % | waits |"
         )
-        lines += [PROFILE_WORDS, head, divider(head), *rows, ""]
+        lines += [head, divider(head), *rows, ""]
     return "\n".join(lines)
 
 
@@ -92,11 +135,12 @@ def _kernel(kernel: Mapping[str, Any]) -> str:
 
 
 def _sources(results: Results) -> str:
-    names = dict.fromkeys(name for goal in GOALS for name in goal.sources)
+    names = dict.fromkeys(name for goal in GOALS if goal.is_measured(results) for name in goal.sources)
     lines = ["## Where the numbers are from\n"]
-    lines += [
-        f"- `{name}_h200.json`: {machine_line(results.of(name)['machine']).strip()}" for name in (*names, PROFILES)
-    ]
+    for name in (*names, PROFILES):
+        line = f"`{name}_h200.json`: {machine_line(results.of(name)['machine']).strip()}"
+        commits = results.commits(name)
+        lines.append(_wrapped(f"{line}; rows are of {', '.join(commits)}" if len(commits) > 1 else line, "- "))
     return "\n".join(lines) + "\n"
 
 

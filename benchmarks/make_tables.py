@@ -77,37 +77,52 @@ def divider(head: str) -> str:
 def attention(result: dict[str, Any]) -> str:
     """One layer's launches per case, and every peer's."""
     ceilings, rows = result["ceilings"], sorted(result["rows"], key=lambda row: row["case"])
+    passes = result["passes"]
+    us, spread_head = f"us: mean of {passes} passes; spread: the slowest less the fastest, by it.", " spread |"
+    if passes == 1:
+        us, spread_head = "us: of one pass.", ""
     lines = opening(
         result,
         "One layer of attention, bf16, CUDA-graph replay",
-        f"Ceilings of the same passes: copy {ceilings['copy_GBs']:.0f} GB/s, read {ceilings['read_GBs']:.0f} GB/s, "
-        f"bf16 8192^3 matmul {ceilings['mma_TFs']:.0f} TFLOP/s. us: mean of {result['passes']} passes; spread: the "
-        "difference of the slowest and the fastest by it. floor: streaming read of the same bytes, or the "
+        f"Ceilings of the same run: copy {ceilings['copy_GBs']:.0f} GB/s, read {ceilings['read_GBs']:.0f} GB/s, "
+        f"bf16 8192^3 matmul {ceilings['mma_TFs']:.0f} TFLOP/s. {us} floor: streaming read of the same bytes, or the "
         "matmul bound; limit: the same bytes at copy bandwidth, or the matmul bound. Input sets are rotated past the "
         "L2; the schedule is built once a step, outside. Error: relative to float32, before and after the graph. Peer: "
-        "the fastest other one of the same passes that reads pages, and our time by its.",
-        "| case | us | spread | floor us | x floor | limit us | x limit | error | peer | us | x peer |",
+        "the fastest other one of the same run that reads pages, and our time by its.",
+        f"| case | us |{spread_head} floor us | x floor | limit us | x limit | error | peer | us | x peer |",
     )
     for row in rows:
-        spread = (max(row["passes_us"]) - min(row["passes_us"])) / row["us"]
+        of_passes = row["passes_us"]
+        spread = f" {(max(of_passes) - min(of_passes)) / row['us']:.1%} |" if passes > 1 else ""
         lines.append(
-            f"| {row['case']} | {row['us']} | {spread:.1%} | {row['floor_us']} | {row['times_floor']:.2f} "
+            f"| {row['case']} | {row['us']} |{spread} {row['floor_us']} | {row['times_floor']:.2f} "
             f"| {row['limit_us']} | {row['times_limit']:.2f} | {row['error']:.1e} / {row['error_in_graph']:.1e} "
             f"| {row['peer']} | {row['peer_us']} | {row['us'] / row['peer_us']:.2f} |"
         )
+    return "\n".join([*lines, *peers_of_attention(rows, result["missing"])]) + "\n"
+
+
+def peers_of_attention(rows: list[dict[str, Any]], missing: list[str] | None) -> list[str]:
+    """Lines of a table of peers. missing: those that could not be loaded; None where the run did not record it"""
+    if missing is None:
+        said = (
+            "Peers of the same run, microseconds. Of each case its file has the fastest alone, and not which others "
+            "ran: an empty cell says nothing."
+        )
+    else:
+        absent = ", ".join(missing) or "none"
+        said = (
+            "Every peer of the same run, microseconds; none where it does not serve the case or was wrong there. Those "
+            "with contig read K and V that lie packed, without pages: no equal work. Peers that could not be loaded: "
+            f"{absent}."
+        )
     names = sorted({name for row in rows for name in row["peers"]})
     head = f"| case | ours | {' | '.join(names)} |"
-    missing = f" Not there: {', '.join(result['missing'])}." if result["missing"] else ""
-    lines += [
-        "\nEvery peer of the same passes, microseconds; none where it does not serve the case or was wrong there. "
-        f"Those with contig read K and V that lie packed, without pages: no equal work.{missing}\n",
-        head,
-        divider(head),
-    ]
+    lines = [f"\n{said}\n", head, divider(head)]
     for row in rows:
         times = (str(row["peers"].get(name, "")) for name in names)
         lines.append(f"| {row['case']} | {row['us']} | {' | '.join(times)} |")
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def host_time(result: dict[str, Any]) -> str:
@@ -131,8 +146,9 @@ def round_time(result: dict[str, Any]) -> str:
     """Host microseconds of an engine's steps, and the GPU's idle share."""
     lines = opening(
         result,
-        "Host time of an engine's steps, plain ones and rounds of n-gram speculation",
-        "Llamas whose texts go round in circles, greedy, graphs on. Until launched: Engine.step() up to the step's "
+        "Host time of an engine's steps, plain ones and rounds of guessed tokens",
+        "Llamas whose texts go round in circles, greedy, graphs on; a small model that drafts has one layer of theirs, "
+        "and a head random weights. Until launched: Engine.step() up to the step's "
         "last launch, less the waits for the device: what a GPU without other work would wait for; the median of "
         "steps, most of which read nothing, and the ninth decile, of steps that read or are planned. All: what is "
         "read, booked and handed out too, while later rounds run; medians of means of eight steps, as several "
@@ -143,14 +159,20 @@ def round_time(result: dict[str, Any]) -> str:
         "first decile us | step us | idle between steps us | idle share | acceptance length |",
     )
     lines += [
-        f"| {row['model']} | {row.get('drafter', 'ngram')} | {row.get('topk', 1)} | {row['num_seqs']} | "
-        f"{row['draft_tokens']} | {row['launch_us_median']} | "
-        f"{row['launch_us_p90']} | {row['whole_us_median']} | {row['whole_us_p10']} | "
+        f"| {row['model']} | {drafted_by(row)} | {row['num_seqs']} | {row['draft_tokens']} | "
+        f"{row['launch_us_median']} | {row['launch_us_p90']} | {row['whole_us_median']} | {row['whole_us_p10']} | "
         f"{row['step_us']} | {row['idle_us']} | {row['idle_share']:.1%} | "
         f"{row['acceptance_length']} |"
         for row in result["rows"]
     ]
     return "\n".join(lines) + "\n"
+
+
+def drafted_by(row: dict[str, Any]) -> str:
+    """Two cells: what drafts in a round, and in how many branches; of a step without drafts none."""
+    if not row["draft_tokens"]:
+        return " | "
+    return f"{row.get('drafter', 'ngram')} | {row.get('topk', 1)}"
 
 
 def eager_step(result: dict[str, Any]) -> str:

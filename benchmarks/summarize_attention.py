@@ -37,12 +37,12 @@ class Pass:
 
     ceilings: of the GPU, measured in it
     timed:    (case, adapter) -> what was right and has a time
-    missing:  adapters that could not be loaded, and why
+    missing:  adapters that could not be loaded, and why; None where the file does not say
     """
 
     ceilings: dict[str, Any]
     timed: dict[tuple[str, str], dict[str, Any]]
-    missing: dict[str, str]
+    missing: dict[str, str] | None
 
     @classmethod
     def of(cls, text: str) -> Pass:
@@ -54,7 +54,7 @@ class Pass:
         if wrong := [case for case, name in timed.keys() - right.keys() if name == OURS]:
             raise SystemExit(f"{OURS} was wrong on {', '.join(sorted(wrong))}; a time of it is none")
         ceilings = next(each for each in records if each["t"] == "ceil")
-        missing: dict[str, str] = next((each["missing"] for each in records if each["t"] == "missing"), {})
+        missing: dict[str, str] | None = next((each["missing"] for each in records if each["t"] == "missing"), None)
         return cls(ceilings, right, missing)
 
 
@@ -82,7 +82,7 @@ def summary(passes: Sequence[Pass], cases: dict[str, Any]) -> dict[str, Any]:
     return {
         "machine": {key: first[key] for key in ("gpu", "torch", "triton")} | {"commit": commit(), "date": today()},
         "passes": len(passes),
-        "missing": sorted({name for each in passes for name in each.missing}),
+        "missing": missing_of(passes),
         "ceilings": {key: mean(each.ceilings[key] for each in passes) for key in CEILINGS},
         "rows": [row(cases[name], passes) for name in ours],
     }
@@ -118,6 +118,12 @@ def row(case: Any, passes: Sequence[Pass]) -> dict[str, Any]:
         "peer_us": paged[fastest],
         "peers": peers,
     }
+
+
+def missing_of(passes: Sequence[Pass]) -> list[str] | None:
+    """Adapters that a pass lacked; None where one does not say."""
+    found = [each.missing for each in passes if each.missing is not None]
+    return sorted({name for each in found for name in each}) if len(found) == len(passes) else None
 
 
 def peers_of(case: str, passes: Sequence[Pass]) -> dict[str, float]:

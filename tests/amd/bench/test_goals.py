@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.goals import GOALS, Check, Goal, Results, beside, decode_by_floor
+from benchmarks.goals import GOALS, OLDER, Check, Goal, Older, Results, beside, by_peer, decode_by_floor, eager_layer
 from benchmarks.goals_page import PAGE, page
+from benchmarks.make_tables import attention, round_time
 from benchmarks.profile_misses import kernels_of, stalls_of
 from benchmarks.summarize_attention import Pass, peers_of, row, summary
 from rocm_attn.bench.choices import ALL_SUITES
@@ -38,7 +39,7 @@ def test_the_page_is_what_the_result_files_say() -> None:
 
 def test_every_missed_goal_says_what_would_be_tried_next() -> None:
     results = Results()
-    assert not [goal.work for goal in GOALS if not goal.is_met(results) and not goal.next_idea]
+    assert not [goal.work for goal in GOALS if goal.is_missed(results) and not goal.next_idea]
 
 
 def test_every_profiled_launch_is_a_case_of_the_suites() -> None:
@@ -52,19 +53,72 @@ def test_a_case_counts_only_beside_a_time_of_the_peer() -> None:
     assert beside("mixed", "fa3")(TWO) == {}
 
 
-@pytest.mark.parametrize(("most", "met"), [(2.0, True), (1.9, False)])
-def test_a_row_is_met_where_each_check_is(most: float, met: bool) -> None:
+@pytest.mark.parametrize(("most", "missed"), [(2.0, False), (1.9, True)])
+def test_a_row_is_met_where_each_check_is(most: float, missed: bool) -> None:
     values = beside("verify", "fa3")
-    goal = Goal("work", ("kernels",), (Check("x", 5.0, values), Check("x", most, values)))
-    assert goal.is_met(TWO) is met
+    goal = Goal("work", ("kernels",), (Check("x", 5.0, 1, values), Check("x", most, 1, values)))
+    assert goal.is_missed(TWO) is missed
+
+
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("rows", [TWO.of("kernels")["rows"], []])
+def test_a_case_without_a_time_is_an_error_and_no_met_goal(rows: list[dict[str, Any]], mean: bool) -> None:
+    check = Check("x FA3", 2.5, 2, beside("verify", "fa3"), mean=mean)
+    goal = Goal("work", ("kernels",), (check,))
+    given = Given(kernels={"rows": rows})
+    names = "1 (a)" if rows else "0 (none)"
+    for refused in (check.reached, check.where, check.missed, goal.is_missed):
+        with pytest.raises(
+            ValueError, match=r'^"x FA3", at most 2.5, is of 2 cases, and .* run its script again'
+        ) as said:
+            refused(given)
+        assert names in str(said.value)
+
+
+def test_a_peer_that_was_wrong_in_the_harness_is_an_error_too() -> None:
+    rows = [
+        {"case": f"dec/{case}/p16", "us": 2.0, "peers": peers} for case, peers in (("a", {"cudnn": 1.0}), ("b", {}))
+    ]
+    given = Given(attention={"rows": rows})
+    assert Check("x", 3.0, 1, by_peer("cudnn", "dec/a")).reached(given) == 2.0
+    with pytest.raises(ValueError, match="of 2 cases"):
+        Check("x", 3.0, 2, by_peer("cudnn", "dec/a", "dec/b")).reached(given)
+
+
+def test_a_goal_whose_file_is_missing_is_neither_met_nor_missed() -> None:
+    goal = Goal("work", ("never_run",), (Check("x", 1.0, 1, lambda results: results.of("never_run")),))
+    assert not goal.is_measured(Results())
+    assert not goal.is_missed(Results())
+
+
+def test_a_file_is_older_until_it_is_of_another_commit() -> None:
+    older = Older("kernels", "0123abcd", "tiles")
+    of = {commit: Given(kernels={"rows": [], "machine": {"commit": commit}}) for commit in ("0123abcdef01", "fedcba98")}
+    assert [older.is_so(given) for given in of.values()] == [True, False]
+
+
+def test_what_is_older_names_a_file_that_goals_or_counters_are_of() -> None:
+    known = {name for goal in GOALS for name in goal.sources} | {"profile_misses"}
+    assert {each.source for each in OLDER} <= known
+
+
+def test_rows_of_several_commits_name_each_the_most_frequent_first() -> None:
+    rows = {str(at): {"commit": commit} for at, commit in enumerate(("bbbbbbbbbbbb", "aaaaaaaaaaaa", "aaaaaaaaaaaa"))}
+    given = Given(random_shapes={"rows": rows, "machine": {"commit": "cccccccccccc"}})
+    assert given.commits("random_shapes") == ("aaaaaaaa", "bbbbbbbb")
+
+
+def test_one_sequence_is_said_as_one() -> None:
+    rows = [{"num_seqs": count, "step_us_median": 32.0, "layers": 32} for count in (1, 64)]
+    assert eager_layer(Given(eager_step={"rows": rows})) == {"1 sequence": 1.0, "64 sequences": 1.0}
 
 
 def test_of_a_mean_the_geometric_one_counts_and_else_the_worst_case() -> None:
-    check = Check("x", 2.0, lambda results: {"a": 1.0, "b": 4.0})
-    assert (check.reached(TWO), check.where(TWO), check.missed(TWO)) == (4.0, "b", {"b": 4.0})
+    check = Check("x", 2.0, 2, lambda results: {"a": 1.0, "b": 4.0})
+    assert (check.reached(TWO), check.where(TWO), check.missed(TWO)) == (4.0, "b, of 2", {"b": 4.0})
     mean = replace(check, mean=True)
     assert math.isclose(mean.reached(TWO), 2.0)
-    assert mean.where(TWO) == "2 cases"
+    assert mean.where(TWO) == "mean, of 2"
     assert not mean.missed(TWO)
 
 
@@ -98,6 +152,42 @@ def test_rows_are_means_of_passes_and_peers_count_where_every_pass_has_them() ->
     assert (found["us"], found["passes_us"], found["peer"], found["peer_us"]) == (3.0, [2.0, 4.0], "a", 4.0)
     assert (found["limit_us"], found["times_limit"]) == (2.0, 1.5)
     assert summary(passes, {"one": ONE})["missing"] == ["fa4"]
+
+
+def test_a_table_of_passes_says_their_mean_and_every_peer() -> None:
+    passes = [Pass.of(raw(record("own", us), record("a", 5.0), record("b", 9.0))) for us in (2.0, 4.0)]
+    said = attention(summary(passes, {"one": ONE}))
+    assert "us: mean of 2 passes; spread:" in said
+    assert "| one | 3.0 | 66.7% |" in said
+    assert "Every peer of the same run" in said
+    assert "could not be loaded: fa4." in said
+
+
+def test_a_table_of_one_pass_has_no_spread_and_says_where_peers_were_not_recorded() -> None:
+    lines = raw(record("own", 2.0), record("a", 5.0)).splitlines()
+    result = summary([Pass.of("\n".join(lines[1:]))], {"one": ONE})
+    said = attention(result)
+    assert result["missing"] is None
+    assert "us: of one pass." in said
+    assert "spread" not in said
+    assert "Every peer" not in said
+    assert "an empty cell says nothing" in said
+
+
+def test_a_step_without_drafts_is_drafted_by_nothing() -> None:
+    times = dict.fromkeys(
+        ("launch_us_median", "launch_us_p90", "whole_us_median", "whole_us_p10", "step_us", "idle_us"), 1
+    )
+    row = {"model": "m", "num_seqs": 8, "idle_share": 0.5, "acceptance_length": 1.0, **times}
+    rows = [
+        {**row, "draft_tokens": 0, "drafter": "ngram", "topk": 1},
+        {**row, "draft_tokens": 4, "drafter": "eagle:seeded", "topk": 2},
+    ]
+    said = round_time({"machine": {"python_loop_us": 1}, "rows": rows}).splitlines()
+    assert [line.partition("| 1 |")[0] for line in said if line.startswith("| m |")] == [
+        "| m |  |  | 8 | 0 ",
+        "| m | eagle:seeded | 2 | 8 | 4 ",
+    ]
 
 
 @pytest.mark.parametrize("error", ["0.5", "NaN"])

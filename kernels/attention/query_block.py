@@ -127,7 +127,7 @@ def load_queries(q, token, head, is_row, K: tl.constexpr):
     K_PARTS: tl.constexpr = K.K_PARTS
     if K.HEADS_PER_ROW > 1:
         column, own = _own_columns(head, K.K_COLUMNS, K.HEAD_DIM, K)
-        blocks += (tl.load(rows + column, mask=is_row[:, None] & own, other=0.0),)
+        blocks += (tl.load(rows + column, mask=is_row[:, None] & own, other=0.0),)  # type: ignore[assignment]
     else:
         rows += tl.arange(0, K.K_COLUMNS)[None, :]
         for i in tl.static_range(K_PARTS):

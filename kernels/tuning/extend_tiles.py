@@ -7,6 +7,18 @@ import torch
 from rocm_attn.kernels.tuning.tiles import ANY_ROWS, Codes, ExtendRow, ExtendTiles, NoTiles, names_of, no_row
 
 EXTEND_ROWS = (
+    # KV heads of few elements, read as one. 8 x 8 heads of 16, 69 x 3 new of 33..560: 14.4 us, 15.2 one by one.
+    ExtendRow(
+        "sm_90",
+        2,
+        16,
+        ExtendTiles(
+            16, 64, 4, 3, 2, programs_per_cu=2, share_stages=3, one_launch=True, merge_stages=4, heads_per_row=4
+        ),
+        alike=True,
+        codes=(Codes.NONE,),
+        max_rows=4,
+    ),
     # 4 query heads of 24 on one KV head, 13 x 4 new of 6367: 13 us; in the tiles of 64 18.
     ExtendRow(
         "sm_90",
@@ -16,6 +28,26 @@ EXTEND_ROWS = (
         alike=True,
         codes=(Codes.NONE,),
         max_rows=16,
+    ),
+    # 96 x 16 heads of 16, 15 x 4 new of 6067: 48 us, 61 one by one, 47 four at a time in blocks of 128 rows.
+    ExtendRow(
+        "sm_90",
+        2,
+        16,
+        ExtendTiles(64, 128, 4, 3, 2, programs_per_cu=2, share_stages=3, merge_stages=4, heads_per_row=2),
+        alike=True,
+        codes=(Codes.NONE,),
+        max_rows=32,
+    ),
+    # 48 x 12 heads of 24, 26 x 6 new of 591..6547, a window of 4096: 60 us, 76 one by one.
+    ExtendRow(
+        "sm_90",
+        2,
+        24,
+        ExtendTiles(64, 64, 4, 3, 2, programs_per_cu=2, share_stages=3, merge_stages=4, heads_per_row=2),
+        alike=True,
+        codes=(Codes.NONE,),
+        max_rows=32,
     ),
     # 96 x 16 heads of 16, 15 x 4 new of 6067: 60 us; in the tiles of 64 72, with three programs an SM 96.
     ExtendRow(
@@ -77,6 +109,16 @@ EXTEND_ROWS = (
         alike=True,
         codes=(Codes.NONE,),
         max_rows=32,
+    ),
+    # 2 x 2 heads of 80, 4 x 27..64 new: 5.3 us, in Hopper's 8.7.
+    ExtendRow(
+        "sm_90",
+        2,
+        96,
+        ExtendTiles(64, 64, 4, 3, 2, dim_block=32, programs_per_cu=2, share_stages=3, one_launch=True, merge_stages=4),
+        alike=True,
+        codes=(Codes.NONE,),
+        max_rows=64,
     ),
     # 32 x 32 heads of 96, 777 new of 5778: 153 us where blocks of 128 columns took 266. With 128 registers at most, of
     # which two programs fit an SM, what scores may have beside that spills up to 48 bytes.
@@ -204,6 +246,15 @@ EXTEND_ROWS = (
         alike=True,
         codes=(Codes.NONE,),
         max_rows=64,
+    ),
+    # 40 x 2 heads of 320, 25 x 1..500 new of 1344..4596: 582 us, 711 with two stages.
+    ExtendRow(
+        "sm_90",
+        2,
+        320,
+        ExtendTiles(128, 32, 8, 3, 3, dim_block=64, programs_per_cu=1, share_stages=2),
+        alike=True,
+        codes=(Codes.NONE,),
     ),
     # 40 x 2 heads of 320, 824 new of 5940: 453 us, in (32, 32, 8, 2) of 512 columns 3602; of 384 869 us, and 1953 in
     # blocks of 64 rows. Up to 240 bytes spill, of programs with shares alone.
@@ -361,6 +412,7 @@ def extend_rows(
                 and max(head_dim, v_head_dim) <= row.max_head_dim
                 and not (row.alike and row.tiles.columns(head_dim) != row.tiles.columns(v_head_dim))
                 and gqa_ratio <= row.max_rows
+                and num_kv_heads % row.tiles.heads_per_row == 0
                 and not (found and row.max_rows <= found[-1].max_rows)
             ):
                 found.append(row)

@@ -218,8 +218,8 @@ class ExtendRow:
 
     alike:    whether they serve only rows of K and of V whose blocks have as many columns
     codes:    as in DecodeRow
-    max_rows: for steps whose sequences have so many rows at most: new tokens times the query heads of a KV head.
-              ANY_ROWS: for all
+    max_rows: for steps whose sequences have so many rows at most: new tokens times the query heads of one KV head,
+              however many are read as one. ANY_ROWS: for all
     """
 
     arch: str

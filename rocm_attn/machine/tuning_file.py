@@ -21,7 +21,7 @@ from rocm_attn.errors import BadSetting
 from rocm_attn.kernels.tuning.measured import MeasuredLayer, MeasuredRow, Provenance, Table, Tiles, refusal
 
 # Of the format; another one is refused.
-VERSION = 1
+VERSION = 2
 _REMEDY = "run `rocm-attn tune` anew into another file, or take this one away"
 
 

@@ -131,10 +131,7 @@ def _by_tokens(
 ) -> BoundKernel:
     """What serves any step of a problem. bind: tiles, and whether they are of short sequences -> a kernel"""
     *short, last = rows
-    kernels = tuple(
-        SizedKernel(row.max_rows // (problem.gqa_ratio * row.tiles.heads_per_row), bind(row.tiles, True))
-        for row in short
-    )
+    kernels = tuple(SizedKernel(row.max_rows // problem.gqa_ratio, bind(row.tiles, True)) for row in short)
     other = bind(last.tiles, False)
     return KernelByTokens(kernels, other) if kernels else other
 

@@ -22,7 +22,7 @@ from rocm_attn.machine.measured_rows import default_place, place_of, sorted_for,
 from rocm_attn.machine.releases import Release, Releases
 from rocm_attn.machine.settings import read_settings
 from rocm_attn.machine.target import Target, known_target
-from rocm_attn.machine.tuning_file import TuningFile, as_json
+from rocm_attn.machine.tuning_file import VERSION, TuningFile, as_json
 from rocm_attn.problem import KVEncoding, PoolKind, Problem
 from rocm_attn.providers.contract import SMALLEST_POOL
 from rocm_attn.providers.select import select
@@ -144,7 +144,7 @@ def test_rows_of_another_triton_or_gpu_are_passed_over_with_a_sentence() -> None
 
 def edited(change: Callable[[dict[str, Any]], object]) -> str:
     """A file with one row, changed by hand."""
-    content = {"version": 1, "rows": [as_json(row_of())]}
+    content = {"version": VERSION, "rows": [as_json(row_of())]}
     change(content)
     return json.dumps(content)
 
@@ -154,7 +154,7 @@ BAD_FILES = {
     "cut off": (edited(lambda file: None)[:200], "Unterminated string|Expecting|delimiter"),
     "a list": ("[]", "it is no JSON object with a version"),
     "deep": ("[" * 100_000, "recursion|nested|Expecting"),
-    "another version": (edited(lambda file: file.update(version=2)), "its version is 2, and this release reads 1"),
+    "another version": (edited(lambda file: file.update(version=1)), "its version is 1, and this release reads 2"),
     "an unknown field": (edited(lambda file: file.update(note="mine")), "the file has unknown fields note"),
     "no rows": (edited(lambda file: file.pop("rows")), "the file has no rows"),
     "rows of a kind": (edited(lambda file: file.update(rows={})), "rows is no list"),

@@ -137,8 +137,8 @@ def test_every_form_of_the_inner_loop_is_right(
     ("heads", "dim", "heads_per_row", "layer"),
     [
         ((12, 6), 24, 3, {"spread": True}),
-        ((6, 6), 16, 6, {"window_left": 9, "sinks": True}),
-        ((15, 5), 40, 5, {"soft_cap": 3.0}),
+        pytest.param((6, 6), 16, 6, {"window_left": 9, "sinks": True}, marks=pytest.mark.long),
+        pytest.param((15, 5), 40, 5, {"soft_cap": 3.0}, marks=pytest.mark.long),
         ((8, 4), 16, 4, {"page_size": 16, "slopes": True}),
     ],
     ids=str,

@@ -127,8 +127,8 @@ def test_every_tile_shape_is_right(tiles: ExtendTiles, heads: tuple[int, int], k
     ("heads", "dims", "heads_per_row", "layer"),
     [
         ((12, 6), (24, 24), 3, {"spread": True}),
-        ((6, 6), (16, 40), 6, {"window_left": 9, "sinks": True}),
-        ((8, 4), (16, 16), 4, {"page_size": 16, "masked": True, "slopes": True}),
+        pytest.param((6, 6), (16, 40), 6, {"window_left": 9, "sinks": True}, marks=pytest.mark.long),
+        pytest.param(*((8, 4), (16, 16), 4, {"page_size": 16, "masked": True, "slopes": True}), marks=pytest.mark.long),
     ],
     ids=str,
 )

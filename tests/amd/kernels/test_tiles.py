@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +12,10 @@ import torch
 from rocm_attn.kernels.attention.limits import DTYPES, MAX_GQA_RATIO, MAX_HEAD_DIM
 from rocm_attn.kernels.attention.mask_bits import TWO_WORDS
 from rocm_attn.kernels.tuning.decode_tiles import DECODE_ROWS, decode_tiles
-from rocm_attn.kernels.tuning.extend_tiles import EXTEND_ROWS, extend_tiles
+from rocm_attn.kernels.tuning.extend_tiles import EXTEND_ROWS, extend_rows, extend_tiles
 from rocm_attn.kernels.tuning.hopper_tiles import HEAD_DIMS, hopper_segment_tiles, hopper_tiles
 from rocm_attn.kernels.tuning.segment_tiles import SEGMENT_ROWS, segment_tiles
-from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles, NoTiles
+from rocm_attn.kernels.tuning.tiles import Codes, DecodeTiles, ExtendRow, ExtendTiles, NoTiles
 
 ARCHS = ("sm_90", "sm_80", "sm_120", "gfx942", "gfx950", "interpreter", "cpu")
 BF16 = torch.bfloat16
@@ -90,6 +91,27 @@ def test_heads_of_64_are_paired_where_two_fit_a_tile(arch: str) -> None:
 def test_large_groups_of_query_heads_are_cut_evenly() -> None:
     tiles = decode_for("gfx942", (71, 1), (64, 64))
     assert (tiles.head_blocks, tiles.q_rows(71), tiles.rows_per_seq(1)) == (3, 24, 3)
+
+
+def test_small_kv_heads_are_extended_as_one_where_their_rows_fit_a_block() -> None:
+    """By as many as divide them; rows of more of a KV head fill a block by themselves."""
+
+    def joined(num_kv_heads: int, gqa_ratio: int, dim: int) -> list[tuple[int, int]]:
+        heads: dict[str, Any] = {"gqa_ratio": gqa_ratio, "num_kv_heads": num_kv_heads}
+        rows = extend_rows("sm_90", **heads, head_dim=dim, v_head_dim=dim, dtype=BF16)
+        return [(row.max_rows, row.tiles.heads_per_row) for row in rows if row.max_rows <= 64]
+
+    assert joined(8, 1, 16) == [(4, 4), (16, 1), (32, 2), (64, 1)]
+    assert joined(6, 2, 16) == [(16, 1), (32, 2), (64, 1)]
+    assert joined(12, 4, 24) == [(16, 1), (32, 2), (64, 1)]
+    assert joined(3, 4, 24) == [(16, 1), (64, 1)], "an odd number of KV heads"
+    assert joined(12, 40, 24) == [(64, 1)], "more query heads than half a block has rows"
+    assert joined(8, 4, 32) == [(16, 1), (64, 1)], "of more elements"
+    assert all(row.tiles.heads_per_row == 1 or _is_one_block(row) for row in EXTEND_ROWS)
+
+
+def _is_one_block(row: ExtendRow) -> bool:
+    return row.max_rows * row.tiles.heads_per_row <= row.tiles.query_rows and row.codes == (Codes.NONE,)
 
 
 def test_query_blocks_are_filled_by_fewer_heads_of_a_kv_head() -> None:

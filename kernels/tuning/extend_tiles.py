@@ -7,7 +7,8 @@ import torch
 from rocm_attn.kernels.tuning.tiles import ANY_ROWS, Codes, ExtendRow, ExtendTiles, NoTiles, names_of, no_row
 
 EXTEND_ROWS = (
-    # KV heads of few elements, read as one. 8 x 8 heads of 16, 69 x 3 new of 33..560: 14.4 us, 15.2 one by one.
+    # KV heads of few elements, read as one. 8 x 8 heads of 16, 69 x 3 new of 33..560: 14.4 us, 15.2 one by one; 64 x
+    # 3 of 4096: 48 and 95.
     ExtendRow(
         "sm_90",
         2,
@@ -29,7 +30,8 @@ EXTEND_ROWS = (
         codes=(Codes.NONE,),
         max_rows=16,
     ),
-    # 96 x 16 heads of 16, 15 x 4 new of 6067: 48 us, 61 one by one, 47 four at a time in blocks of 128 rows.
+    # 96 x 16 heads of 16, 15 x 4 new of 6067: 48 us, 61 one by one, 47 four at a time in blocks of 128 rows. 32 x 8, 30
+    # x 5 of 2000: 26.0, and 25.6 one by one.
     ExtendRow(
         "sm_90",
         2,
@@ -39,7 +41,8 @@ EXTEND_ROWS = (
         codes=(Codes.NONE,),
         max_rows=32,
     ),
-    # 48 x 12 heads of 24, 26 x 6 new of 591..6547, a window of 4096: 60 us, 76 one by one.
+    # 48 x 12 heads of 24, 26 x 6 new of 591..6547, a window of 4096: 60 us, 76 one by one; 16 x 2, 10 x 3 of 5000: 19.8
+    # and 19.1.
     ExtendRow(
         "sm_90",
         2,
@@ -110,12 +113,13 @@ EXTEND_ROWS = (
         codes=(Codes.NONE,),
         max_rows=32,
     ),
-    # 2 x 2 heads of 80, 4 x 27..64 new: 5.3 us, in Hopper's 8.7.
+    # 2 x 2 heads of 80, 4 x 27..64 new: 5.5 us, in Hopper's 8.7; 32 x 8 of 80, 16 x 16 of 8192: 116 and 117, in
+    # blocks of 32 columns 126; of 96, 64 x 16 of 2505: 152 and 158.
     ExtendRow(
         "sm_90",
         2,
         96,
-        ExtendTiles(64, 64, 4, 3, 2, dim_block=32, programs_per_cu=2, share_stages=3, one_launch=True, merge_stages=4),
+        ExtendTiles(64, 64, 4, 3, 2, programs_per_cu=2, share_stages=3, one_launch=True, merge_stages=4),
         alike=True,
         codes=(Codes.NONE,),
         max_rows=64,
@@ -247,7 +251,8 @@ EXTEND_ROWS = (
         codes=(Codes.NONE,),
         max_rows=64,
     ),
-    # 40 x 2 heads of 320, 25 x 1..500 new of 1344..4596: 582 us, 711 with two stages.
+    # 40 x 2 heads of 320, 25 x 1..500 new of 1344..4596: 582 us, 711 with two stages; 824 of 5940: 584
+    # and 754. Up to 112 bytes spill.
     ExtendRow(
         "sm_90",
         2,

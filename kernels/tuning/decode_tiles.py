@@ -36,8 +36,8 @@ DECODE_ROWS = (
     ),
     # gemma 64 x 4k: 153 us with 4 KV heads, 234 not in pairs.
     DecodeRow("sm_90", 2, 256, 16, DecodeTiles(16, 2, 3, 4, paired=True, early=True), (Codes.BY_ROW,)),
-    # KV heads of few elements, read as one. 32 query heads of 16 on 8, 64 x 4k: 42 us, 54 one by one, 44 eight at a time
-    # in the tiles of 40; 16 on 8, 10 x 2422..37523, a window of 4096: 12.4 and 16.7, 13.1 in the tiles of 32.
+    # KV heads of few elements, read as one. 32 query heads of 16 on 8, 64 x 4k: 42 us, 54 one by one, 44 eight at a
+    # time in the tiles of 40; 16 on 8, 10 x 2422..37523, a window of 4096: 12.4 and 16.7, 13.1 in the tiles of 32.
     DecodeRow(
         "sm_90",
         2,
@@ -51,8 +51,8 @@ DECODE_ROWS = (
     DecodeRow("sm_90", 2, 24, 16, DecodeTiles(32, 2, 3, 4, heads_per_row=5, early=True), (Codes.NONE,), any_dim=True),
     DecodeRow("sm_90", 2, 32, 16, DecodeTiles(32, 2, 3, 4, heads_per_row=4, early=True), (Codes.NONE,), any_dim=True),
     DecodeRow("sm_90", 2, 40, 16, DecodeTiles(32, 2, 3, 4, heads_per_row=3, early=True), (Codes.NONE,), any_dim=True),
-    # 120 query heads of 24 on 10 KV heads, 9 x 11.8k..20.7k: 54 us, 79 one by one; of 16 on 12, 35 x 517: 13.6 and 14.6,
-    # 12.4 four at a time in blocks of 64 keys.
+    # 120 query heads of 24 on 10 KV heads, 9 x 11.8k..20.7k: 54 us, 79 one by one; of 16 on 12, 35 x 517: 13.6 and
+    # 14.6, 12.4 four at a time in blocks of 64 keys.
     DecodeRow("sm_90", 2, 24, 32, DecodeTiles(32, 2, 3, 4, heads_per_row=2, early=True), (Codes.NONE,), any_dim=True),
     # What cannot be read as one above. 30 query heads of 16 on 5 KV heads, 84 x 1.4k: 21 us, 32 in the tiles of 32
     # elements; 18 on 3, 60 x 421..1182: 10 and 14.

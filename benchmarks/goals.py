@@ -252,7 +252,8 @@ GOALS = (
         ("attention",),
         (Check("x floor", 1.06, decode_by_floor(1.0 * GB, 1e15)),),
         (Profiled("32/8 x 128: 256d2k", OWN), Profiled("32/8 x 128: 256d2k", SDPA)),
-        "As of decode beside cuDNN: equal shares of one round of programs do not end together.",
+        "As of decode beside cuDNN: by whole rows without shares and merge 256 x 2k takes 491 us in place of 502, but "
+        "128 x 8k gains nothing.",
     ),
     Goal(
         "decode, 60 to 540 MB",
@@ -275,9 +276,16 @@ GOALS = (
             Profiled("32/8 x 128: 128d8k", OWN),
             Profiled("32/8 x 128: 128d8k", SDPA),
         ),
-        "cuDNN's kernel (packed here) has one program a row and no merge at 16 x 4k: bulk copies (cp.async.bulk) of "
-        "pages by one warp in Gluon would keep as much in flight with one program an SM, and save the merge. At 64 x "
-        "4k equal shares do not end together; tiles of 32 keys in four programs an SM come as near as rounds do.",
+        "Tried: whole rows, a program for each, by a launch that reads no shares and has no merge (here, today's "
+        "kernel and cuDNN, us). 16 x 4k with one program an SM, blocks of 128 keys and 8 warps: 67.9, 70.8, 64.9; "
+        "64 x 4k: 248.4, 251.8, 247.2 in today's tiles, 246.9, 251.1, 247.5 in blocks of 32 keys with all rows at "
+        "once, which take 542 at 256 x 2k; 256 x 2k of 32/8 x 128: 491, 502, 491; of TP8: 68.0, 69.5, 65.6. Four and "
+        "more stages came no nearer. Hopper's extend as decode, one group of 64 rows and pages by TMA: 72 to 75 at 16 "
+        "x 4k, 252 to 257 at 64 x 4k, 493 at 256 x 2k with two programs an SM, which were not measured at 16 x 4k. "
+        "None is built: the host does not know whether rows are alike, and one long row would hold up all. The same "
+        "whole rows by the schedule, with a merge that adds up nothing, gain nothing (502 at 256 x 2k); which of the "
+        "two costs it was not measured. Next: measure that; then a flag in the schedule for the short way, and a merge "
+        "of few programs.",
     ),
     Goal(
         "pages of 8 by pages of 32",

@@ -27,10 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from benchmarks.powers import LANES, POWERS, powers_kernel
 from benchmarks.shape_sweep import LAUNCHES_US, Shape, random_shapes
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
@@ -234,24 +233,12 @@ def ceilings() -> dict[str, float]:
     return {"bytes_per_s": 4e6 * source.numel() / copy_us, "flops_per_s": 2e6 * 8192**3 / product_us}
 
 
-# Of each program of the measurement below, and one power after another.
-_LANES, _POWERS = 1024, 4096
-
-
-@triton.jit
-def _powers_kernel(out, LANES: tl.constexpr, POWERS: tl.constexpr):
-    x = tl.arange(0, LANES).to(tl.float32)
-    for _ in range(POWERS):
-        x = tl.exp2(-x)
-    tl.store(out + tl.program_id(0) * LANES + tl.arange(0, LANES), x)
-
-
 def powers_per_s() -> float:
     """Powers of two that this GPU computes in a second, as softmax does: in float32."""
     programs = 32 * torch.cuda.get_device_properties(0).multi_processor_count
-    out = torch.empty(programs * _LANES, dtype=torch.float32, device="cuda")
-    us = _median_us(lambda: _powers_kernel[(programs,)](out, LANES=_LANES, POWERS=_POWERS))
-    return 1e6 * programs * _LANES * _POWERS / us
+    out = torch.empty(programs * LANES, dtype=torch.float32, device="cuda")
+    us = _median_us(lambda: powers_kernel[(programs,)](out, LANES=LANES, POWERS=POWERS))
+    return 1e6 * programs * LANES * POWERS / us
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
-"""Which cases of a test every run has, where its parameters make many combinations."""
+"""Which cases of a test every run has, where its parameters make many of them."""
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import TypeVar
 
@@ -25,22 +26,68 @@ def cover(cases: Sequence[tuple[Case, Sequence[Hashable]]]) -> list[Case]:
     return chosen
 
 
-def leave_to_the_night(items: Sequence[pytest.Item]) -> None:
-    """Mark what tests with the mark `each_value` leave to .ci/nightly. Other marks leave cases to it first.
+def spread(cases: Sequence[tuple[Case, Sequence[Hashable]]], number: int) -> list[Case]:
+    """So many of the cases, the first among them: next comes who has values that few have, and then who lies far off.
 
+    cases: as of cover().
+    """
+    left, chosen, seen = dict(enumerate(cases)), list[int](), Counter[Hashable]()
+
+    def key(at: int) -> tuple[int, int]:
+        distance = min((abs(at - other) for other in chosen), default=0)
+        return -sum(seen[value] for value in enumerate(cases[at][1])), distance
+
+    for _ in range(min(number, len(cases))):
+        chosen.append(max(left, key=key))
+        seen.update(enumerate(left.pop(chosen[-1])[1]))
+    return [cases[at][0] for at in chosen]
+
+
+def values_of(item: pytest.Function) -> list[Hashable]:
+    """One value for each decorator, however many parameters it has: what was written as a case stays one.
+
+    Each is known by its objects, which all cases of it share: few of them can be compared.
+    """
+    own = {name: id(value) for name, value in item.callspec.params.items()}
+    values: list[Hashable] = []
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        values.append(tuple(own.pop(name.strip()) for name in names))
+    return [*values, *own.values()]  # then what fixtures are parametrized by
+
+
+def number_of(mark: pytest.Mark, interpreted: bool) -> int | None:
+    """How many cases every run has: by_day(4) in each stage, by_day(4, interpreted=1) under the interpreter fewer.
+
+    None: all, as on the host for by_day(interpreted=1).
+    """
+    on_host: int | None = mark.args[0] if mark.args else None
+    under_interpreter: int | None = mark.kwargs.get("interpreted", on_host)
+    return under_interpreter if interpreted else on_host
+
+
+def leave_to_the_night(items: Sequence[pytest.Item]) -> None:
+    """Mark what tests with the marks `each_value` and `by_day` leave to .ci/nightly.
+
+    Other marks leave cases to it first.
     `long` does so under the interpreter: on the host those cases run.
     """
-    at_night = {"nightly", "long"} if os.environ.get("TRITON_INTERPRET") == "1" else {"nightly"}
-    functions: dict[str, list[tuple[pytest.Item, Sequence[Hashable]]]] = {}
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    at_night = {"nightly", "long"} if interpreted else {"nightly"}
+    functions: dict[str, list[pytest.Function]] = {}
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
-        if "each_value" in marks and not marks & at_night:
+        if marks & {"each_value", "by_day"} and not marks & at_night:
             assert isinstance(item, pytest.Function)
-            # One id for each decorator, however many parameters it has: what was written as a case stays one.
-            case = item, tuple(item.callspec._idlist)
-            functions.setdefault(item.nodeid.partition("[")[0], []).append(case)
-    for cases in functions.values():
-        by_day = cover(cases)
-        for item, _ in cases:
+            functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for of_one in functions.values():
+        cases = [(item, values_of(item)) for item in of_one]
+        if of_one[0].get_closest_marker("each_value"):
+            covering = cover(cases)
+            cases = [case for case in cases if case[0] in covering]
+        mark = of_one[0].get_closest_marker("by_day")
+        number = number_of(mark, interpreted) if mark else None
+        by_day = spread(cases, len(cases) if number is None else number)
+        for item in of_one:
             if item not in by_day:
                 item.add_marker(pytest.mark.nightly)

@@ -304,6 +304,7 @@ def test_the_probe_passes_kernels_that_are_right_in_eight_bits(function: str, ai
     assert function in aiter.calls
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     "function",
     [pytest.param(name, marks=[pytest.mark.nightly] * (name == "mla_decode_fwd")) for name in PROBED],

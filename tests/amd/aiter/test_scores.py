@@ -58,6 +58,7 @@ PROBLEMS: Mapping[str, tuple[Problem, Sequence[str]]] = {
 STEPS = ([70, 31, 16], [1, 1, 1], [9, 2, 40], [1, 25, 3])
 
 
+@pytest.mark.by_day(5)
 @pytest.mark.each_value
 @pytest.mark.parametrize(("problem", "served_by"), PROBLEMS.values(), ids=PROBLEMS)
 def test_scores_are_those_of_the_oracle(problem: Problem, served_by: Sequence[str], release: StandIn) -> None:
@@ -78,6 +79,7 @@ def test_scores_are_those_of_the_oracle(problem: Problem, served_by: Sequence[st
     assert serving.page_zero_is_zero()
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.each_value
 @pytest.mark.parametrize(
     "window_left",
@@ -123,6 +125,7 @@ def problem_that_has(argument: str, base: Problem) -> Problem:
     return replace(base, **changes[argument])
 
 
+@pytest.mark.by_day(8)
 @pytest.mark.parametrize(("function", "argument"), ARGUMENTS)
 def test_a_score_that_is_left_out_changes_the_output(function: str, argument: str, aiter: StandIn) -> None:
     serving = world(problem_that_has(argument, VECTORISED if function == GLUON else WIDE), max_kv_len=300)
@@ -147,6 +150,7 @@ OVER_VECTORISED: Mapping[str, tuple[Problem, Sequence[str]]] = {
 }
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(("problem", "served_by"), OVER_VECTORISED.values(), ids=OVER_VECTORISED)
 def test_scores_over_vectorised_pages_are_those_of_the_oracle(
     problem: Problem, served_by: Sequence[str], aiter: StandIn

@@ -74,6 +74,7 @@ def test_every_kind_of_step_equals_dense_attention(problem: Problem, release: St
     check_every_kind_of_step(problem)
 
 
+@pytest.mark.by_day(4)
 @every_problem
 def test_in_the_newest_release_every_kind_of_step_equals_dense_attention(problem: Problem, aiter: StandIn) -> None:
     check_every_kind_of_step(problem)
@@ -136,6 +137,7 @@ def test_each_kind_of_step_runs_its_kernel(problem: Problem, called: Sequence[st
     assert aiter.calls == called
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.each_value
 @every_problem
 @pytest.mark.parametrize("pad_to", [4, 7, 16])
@@ -148,6 +150,7 @@ def test_padded_sequences_and_tokens_are_inert(problem: Problem, pad_to: int, ai
     assert serving.page_zero_is_zero()
 
 
+@pytest.mark.by_day(2)
 @every_second(0)
 def test_lengths_cross_partitions_and_tiles(problem: Problem, aiter: StandIn) -> None:
     serving = world(problem)
@@ -158,6 +161,7 @@ def test_lengths_cross_partitions_and_tiles(problem: Problem, aiter: StandIn) ->
     serving.step(requests, [2, 120, 2])
 
 
+@pytest.mark.by_day(2)
 @every_second(1)
 def test_a_full_row_is_read_to_its_end(problem: Problem, aiter: StandIn) -> None:
     serving = world(problem, max_kv_len=300)

@@ -53,6 +53,7 @@ def on_mi300(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "detect_target", detect)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.each_value
 @pytest.mark.usefixtures("on_mi300")
 @pytest.mark.parametrize("graphs", [False, True])
@@ -73,6 +74,7 @@ def wide_model(dtype: torch.dtype) -> LoadedModel:
     return tiny_model(base=replace(CONFIG, layers=(layer, layer)), dtype=dtype)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.each_value
 @pytest.mark.usefixtures("on_mi300")
 @pytest.mark.parametrize("graphs", [False, True])

@@ -41,6 +41,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("kind", LAYERS)
 def test_every_needle_is_found(kind: str, aiter: StandIn) -> None:
     """In chunks over a prefix and in decode steps, all of them replays; torch serves steps that no function does."""

@@ -44,6 +44,7 @@ def assert_unharmed(engine: Engine, *rows: int) -> None:
     engine.run(requests, [2] * len(requests))
 
 
+@pytest.mark.by_day(interpreted=1)
 @each_engine
 @each_page_size
 @pytest.mark.parametrize("length", [-5, ROOM + 1, pytest.param(2**31 - 1, marks=pytest.mark.long)])
@@ -61,6 +62,7 @@ def test_a_length_outside_of_its_row_is_cut_and_reported(
     assert_unharmed(engine, 1, 2)
 
 
+@pytest.mark.by_day(interpreted=1)
 @each_page_size
 @pytest.mark.parametrize("row", [-1, 7, pytest.param(2**31 - 1, marks=pytest.mark.long)])
 def test_a_row_outside_of_the_table_is_a_pad_and_reported(
@@ -79,6 +81,7 @@ def test_a_row_outside_of_the_table_is_a_pad_and_reported(
     assert_unharmed(engine, 2)
 
 
+@pytest.mark.by_day(interpreted=1)
 @pytest.mark.each_value
 @pytest.mark.parametrize("make", [SGLang, VLLM])
 @each_page_size
@@ -138,6 +141,7 @@ def test_slots_of_a_page_in_disorder_are_reported(device: torch.device, provider
             engine.attention.check_device()
 
 
+@pytest.mark.by_day(interpreted=1)
 @pytest.mark.parametrize("make", [SGLang, VLLM])
 @each_page_size
 def test_a_window_that_was_given_back_too_early_is_reported(

@@ -162,6 +162,7 @@ def test_a_mask_of_more_cells_than_can_be_packed_is_refused_in_words() -> None:
         BoolCells(torch.empty(2**31, dtype=torch.bool, device="meta"), positions)
 
 
+@pytest.mark.by_day(interpreted=2)
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [

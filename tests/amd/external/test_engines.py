@@ -57,6 +57,7 @@ def evict(engine: Engine) -> None:
         engine.evict(request, max(0, request.kv_len - furthest))
 
 
+@pytest.mark.by_day(4, interpreted=1)
 @each_layout
 @each_page_size
 def test_eager_steps_of_an_engine_are_right(build: Build, layout: Layout, page_size: int) -> None:
@@ -72,6 +73,7 @@ def test_eager_steps_of_an_engine_are_right(build: Build, layout: Layout, page_s
     engine.attention.check_device()
 
 
+@pytest.mark.by_day(4)
 @pytest.mark.long
 @pytest.mark.parametrize(
     "layout",
@@ -102,6 +104,7 @@ def test_an_engines_own_graphs_serve_any_length_and_number(
     engine.attention.check_device()
 
 
+@pytest.mark.by_day(3)
 @LONG
 @pytest.mark.parametrize(
     ("layout", "page_size"),

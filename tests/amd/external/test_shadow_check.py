@@ -40,6 +40,7 @@ def test_a_page_that_left_the_window_is_not_looked_at(device: torch.device, prov
     assert [shadow_check(engine.attention, layer, given.q[layer], outs[layer]) for layer in range(2)] == [[], []]
 
 
+@pytest.mark.by_day(interpreted=1)
 @pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
 def test_a_wrong_row_is_found(make: MakeEngine, device: torch.device, provider: str) -> None:
     engine = make(16, WINDOWS, device=device, provider=provider)

@@ -52,6 +52,7 @@ def prompted(tiny: Tiny) -> Requests:
     return requests
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.long
 @each_shape
 @each_provider
@@ -89,6 +90,7 @@ def test_one_graph_holds_all_draft_steps_of_a_round(provider: str, drafts: Draft
     assert bucket.check.startswith("equal to eager bitwise")
 
 
+@pytest.mark.nightly
 @host_only
 @tree_mostly
 def test_rounds_in_two_halves_are_captured_and_keep_the_order_of_the_batch(

@@ -73,6 +73,7 @@ def rows_alone(tiny: Tiny) -> Callable[[Step], Tensor]:
     return tiny.forward
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.each_value
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
@@ -117,6 +118,7 @@ def test_what_a_step_gives_is_of_the_type_that_forward_returns() -> None:
     assert rows.shape == (2, 96)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.each_value
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])

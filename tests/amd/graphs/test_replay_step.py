@@ -55,6 +55,7 @@ def test_every_kind_of_step_agrees_with_itself(
         assert kind["bitwise"] is (None if above else True)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("provider", deterministic_providers())
 def test_a_step_of_deterministic_mode_is_run_again_in_that_mode(
     provider: str, device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -64,6 +64,7 @@ def _only(requests: Requests, seq: int, length: int) -> StepBatch:
     return StepBatch(whole.rows[seq:], whole.kv_len[seq:], whole.q_len[seq:], whole.token_ids)
 
 
+@pytest.mark.by_day(1)
 @both
 @pytest.mark.parametrize("sizes", [(2, 8), (1, 3, 5), pytest.param((8,), marks=pytest.mark.nightly), (16,)], ids=str)
 def test_replayed_halves_are_bitwise_the_eager_ones(

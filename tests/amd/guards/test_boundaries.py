@@ -74,6 +74,7 @@ KEPT = {
 }
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("graphs", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["eager", "graphed"])
 @pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("provider", providers())
@@ -92,6 +93,7 @@ def test_rows_of_every_count_and_length_are_turned_stored_gated_and_turned_back(
     walk(replace(ROTATED, page_size=page_size), provider, CAP, graphs=graphs, device=device, make=Rotating)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.each_value
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 @pytest.mark.parametrize(

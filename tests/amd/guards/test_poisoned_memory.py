@@ -79,6 +79,7 @@ def without_live_tokens(serving: Serving) -> Tensor:
     return dead.to(serving.runtime.device)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.each_value
 @pytest.mark.parametrize("provider", PROVIDERS)
 @pytest.mark.parametrize(
@@ -112,6 +113,7 @@ def test_a_step_writes_all_that_it_reads(
     assert all(torch.equal(one, other) for one, other in zip(clean, poisoned, strict=True))
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.each_value
 @pytest.mark.parametrize("sides", [*(pytest.param(side, marks=pytest.mark.nightly) for side in "kv"), "kv"])
 @pytest.mark.parametrize("provider", PROVIDERS)

@@ -1,4 +1,4 @@
-"""What the mark `each_value` leaves to the night, and what it never does."""
+"""What the marks `each_value` and `by_day` leave to the night, and what they never do."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from tests.amd.each_value import cover, leave_to_the_night
+from tests.amd.each_value import cover, leave_to_the_night, spread, values_of
 
 KINDS, SIZES, GRAPHS = ("dense", "latent", "sparse"), (1, 5, 16, 64), (False, True)
 
@@ -34,11 +34,16 @@ def test_every_process_chooses_the_same() -> None:
     assert cover(cases) == cover(list(cases))
 
 
-def item_of(values: tuple[str, str], *marks: str) -> Mock:
+def item_of(values: tuple[str, str], *marks: str | pytest.MarkDecorator) -> Mock:
     """A case as pytest has collected it."""
     item = Mock(spec=pytest.Function, nodeid=f"tests/test_it.py::test_it[{'-'.join(values)}]")
-    item.callspec = Mock(_idlist=values)
-    item.iter_markers.return_value = [getattr(pytest.mark, name).mark for name in marks]
+    item.callspec = Mock(params=dict(zip(("first", "second"), values, strict=True)))
+    own = {
+        mark.name: mark for mark in (getattr(pytest.mark, each) if isinstance(each, str) else each for each in marks)
+    }
+    own["parametrize"] = pytest.mark.parametrize("first", values[:1])  # and a fixture has the second
+    item.iter_markers.side_effect = lambda name=None: [own[each].mark for each in own if name in (None, each)]
+    item.get_closest_marker.side_effect = lambda name: own[name].mark if name in own else None
     return item
 
 
@@ -63,3 +68,35 @@ def test_a_case_that_is_the_nights_stands_for_no_value(monkeypatch: pytest.Monke
         found = left([item_of(("a", "c"), "each_value", mark), *items])
         is_nights = mark == "nightly" or interpreted
         assert found == ([False, False, False, True] if is_nights else [False, True, True, False])
+
+
+@pytest.mark.parametrize("interpreted", [False, True])
+def test_every_run_has_as_many_cases_as_their_mark_says(monkeypatch: pytest.MonkeyPatch, interpreted: bool) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1" if interpreted else "0")
+    combinations = list(product("ab", "cd"))
+    assert left([item_of(values, pytest.mark.by_day(2)) for values in combinations]) == [False, True, True, False]
+    fewer = [item_of(values, pytest.mark.by_day(2, interpreted=1)) for values in combinations]
+    assert left(fewer) == [False, True, True, interpreted]
+    all_on_the_host = [item_of(values, pytest.mark.by_day(interpreted=1)) for values in combinations]
+    assert left(all_on_the_host) == [False, interpreted, interpreted, interpreted]
+    both = [item_of(values, "each_value", pytest.mark.by_day(1)) for values in combinations]
+    assert left(both) == [False, True, True, True]
+
+
+def test_few_cases_have_values_that_differ_and_lie_apart() -> None:
+    assert spread([(name, (name,)) for name in "abcdef"], 3) == ["a", "f", "c"]
+    assert spread([(name, (name,)) for name in "ab"], 3) == ["a", "b"]
+    kinds = [(values, values) for values in product(KINDS, GRAPHS)]
+    assert {graphs for _, graphs in spread(kinds, 2)} == set(GRAPHS)
+    assert {kind for kind, _ in spread(kinds, 3)} == set(KINDS)
+
+
+@pytest.mark.parametrize(("dims", "kind"), [([64, 64], "dense"), ([64, 64], "latent")])
+@pytest.mark.parametrize("graphs", GRAPHS)
+def test_a_case_of_several_parameters_is_one_value(
+    dims: list[int], kind: str, graphs: bool, request: pytest.FixtureRequest
+) -> None:
+    """Lists cannot be looked up, and these two are equal: a case is known by its objects."""
+    item = request.node
+    assert isinstance(item, pytest.Function)
+    assert set(values_of(item)) == {(id(dims), id(kind)), (id(graphs),)}

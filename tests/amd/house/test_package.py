@@ -124,6 +124,7 @@ def test_an_installed_wheel_imports_all_three_floors(installed: Path, tmp_path: 
     assert Path(printed).is_relative_to(installed)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("published", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_hugging_face_kernels_and_ours_import_side_by_side(
     published: bool, installed: Path, tmp_path_factory: pytest.TempPathFactory

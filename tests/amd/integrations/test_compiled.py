@@ -93,6 +93,7 @@ def compilable(model: Tiny, work: QkvWork) -> Callable[[Step], Tensor]:
     return forward_of(model, compiled_layers(model.runtime).of, work)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 @pytest.mark.long  # interpreted: every run has the operations by themselves, and on torch all of it
@@ -206,6 +207,7 @@ def checked(operation: Any, *args: Any) -> None:
     torch.library.opcheck(operation.default, args)
 
 
+@pytest.mark.long
 def test_what_is_declared_of_operations_holds(provider: str, device: torch.device) -> None:
     step, calls = running(Tiny.build(device, provider))
     q, k, v, out = rows(step, 6), rows(step, 2), rows(step, 2) * 2, torch.zeros_like(rows(step, 6))

@@ -149,6 +149,7 @@ MODELS = {
 }
 
 
+@pytest.mark.by_day(14, interpreted=1)
 @pytest.mark.parametrize("kv_len", [pytest.param(1, marks=long), 19, pytest.param(24, marks=long)])
 @pytest.mark.parametrize(
     "model",
@@ -190,6 +191,7 @@ def test_pages_may_be_of_other_sizes_on_the_other_side(
     assert all(map(torch.equal, story.decode(target, stayed, 21), story.decode(target, new_row, 21)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", [pytest.param((4, 4), marks=long), (4, 8), pytest.param((8, 4), marks=long)], ids=str)
 @pytest.mark.parametrize(
     "source_has_swa", [True, pytest.param(False, marks=long)], ids=["windows to windows", "all to windows"]
@@ -290,6 +292,7 @@ def test_index_keys_in_codes_of_another_gpu_keep_their_worth(kv_len: int, provid
     assert all(map(torch.equal, story.decode(source, row, kv_len), story.decode(target, new_row, kv_len)))
 
 
+@pytest.mark.long
 def test_layers_may_be_sent_one_by_one(provider: str, device: torch.device) -> None:
     problems = MODELS["different layers"]
     story, source = Story(problems, device), runtime_of(problems, device, provider)
@@ -564,6 +567,7 @@ def test_a_buffer_holds_layers_in_order_each_stretch_at_a_multiple_of_16_bytes()
     assert parts[0].row_bytes == 2 * 16 * 4
 
 
+@pytest.mark.long
 def test_a_page_that_is_still_to_be_copied_is_read_where_its_tokens_are(provider: str, device: torch.device) -> None:
     problems = [small_problem()] * 2
     story, source = Story(problems, device), runtime_of(problems, device, provider)

@@ -59,6 +59,7 @@ def test_prompts_in_chunks_decode_mixed_and_idle_steps_give_what_an_oracle_gives
     engine.hooks.attention.check_device()
 
 
+@pytest.mark.by_day(4)
 @pytest.mark.long
 @pytest.mark.parametrize("kind", POOLS)
 @pytest.mark.parametrize("says_padding", [True, False])
@@ -368,6 +369,7 @@ FAULTS: list[Any] = [
 ]
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.long
 @pytest.mark.parametrize(("corrupt", "said"), FAULTS)
 @pytest.mark.parametrize("captured", [False, True])

@@ -165,6 +165,7 @@ class SparseEngine(Engine):
         return step
 
 
+@pytest.mark.by_day(interpreted=1)
 @pytest.mark.each_value
 @pytest.mark.parametrize("is_fused", [False, True])
 @pytest.mark.parametrize("page_size", [1, 4])

@@ -65,6 +65,7 @@ def test_decodes_prompts_chunks_and_mixed_steps_equal_the_oracle(
     runner.groups[0].attention.check_device()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("heads_first", [pytest.param(False, marks=long), True], ids=["NHD", "HND"])
 @pytest.mark.parametrize("dim", [64, pytest.param(128, marks=long)])
 def test_packed_rows_of_two_byte_numbers_equal_the_oracle(
@@ -88,6 +89,7 @@ def test_packed_rows_of_two_byte_numbers_equal_the_oracle(
     runner.groups[0].attention.check_device()
 
 
+@pytest.mark.long
 def test_sinks_that_are_loaded_anew_are_read_from_the_next_step_on_in_graphs_too(
     device: torch.device, provider: str
 ) -> None:
@@ -126,6 +128,7 @@ def test_a_layer_that_shares_kv_reads_what_its_target_has_stored(device: torch.d
     runner.compare([20], given, outs)
 
 
+@pytest.mark.long
 def test_captured_steps_are_filled_by_a_graph(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = runner.capture(4, 4, 1)
     monkeypatch.setattr(ExternalAttention, "fill", _fails)
@@ -135,6 +138,7 @@ def test_captured_steps_are_filled_by_a_graph(runner: Runner, monkeypatch: pytes
         runner.step([1, 2, 1])
 
 
+@pytest.mark.long
 def test_a_captured_step_whose_slots_lie_elsewhere_is_filled_from_there(runner: Runner) -> None:
     graph = runner.capture(4, 4, 1)
     runner.slots[0] = runner.slots[0].clone()
@@ -355,6 +359,7 @@ LEVELS: dict[str, Callable[[Runner], None]] = {
 }
 
 
+@pytest.mark.by_day(3)
 @long
 @pytest.mark.parametrize("layer", LAYERS)
 def test_what_is_declared_of_graphs_is_what_they_serve(layer: str, device: torch.device, provider: str) -> None:

@@ -112,6 +112,7 @@ def test_factors_meet_caps_slopes_sinks_and_windows_where_they_must(
     assert_served(tensors)
 
 
+@pytest.mark.by_day(1)
 @by_turns("how", [{}, {"transposed": True}, {"paired": True}])
 def test_two_heads_in_one_row_have_a_factor_each(
     how: dict[str, bool], scales: Scales, kernel_device: torch.device
@@ -176,6 +177,7 @@ def test_a_factor_that_is_no_number_stays_with_its_head(kernel_device: torch.dev
     assert_attention_close(tensors.out[:, 2:], tensors.reference[:, 2:], torch.float16)
 
 
+@pytest.mark.by_day(1)
 @each_scales
 def test_a_packed_mask_hides_keys_and_their_factors(scales: Scales, kernel_device: torch.device) -> None:
     for run in EVERY_EXTEND:
@@ -235,6 +237,7 @@ def test_where_a_factor_of_k_is_zero_decode_weighs_all_keys_alike(scales: Scales
     torch.testing.assert_close(tensors.lse, alike.lse)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.each_value
 @each_scales
 @pytest.mark.parametrize("encoding", [Encoding.E4M3FNUZ, Encoding.E5M2], ids=lambda encoding: encoding.name)

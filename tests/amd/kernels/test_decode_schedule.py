@@ -213,6 +213,7 @@ def test_the_device_writes_the_words_of_the_host_twin(
     assert device_words(batch, kernel_device) == batch.words
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("num_seqs", "kv_len", "num_programs", "rows", "pad"),
     # Of a row's cost, which is 2 more than its blocks: halves, halves with padding, whole rows, two rows each; none.
@@ -241,6 +242,7 @@ def test_rows_that_are_alike_are_cut_alike(
         assert words[4] == -(-8 * cost // num_programs)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(("kv_len", "blocks"), [(4096, {64}), (4080, {64, 63}), (4100, {65, 62})])
 def test_equal_parts_have_as_many_blocks_where_the_start_of_a_row_costs_nothing(
     kv_len: int, blocks: set[int], kernel_device: torch.device
@@ -257,6 +259,7 @@ def test_equal_parts_have_as_many_blocks_where_the_start_of_a_row_costs_nothing(
     assert max(map(len, visits)) == 1
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     ("kv_len", "num_programs", "is_beside"),
     # Four rows a sequence: of four parts each, and of two; parts that are padded; rows that outnumber programs, or that

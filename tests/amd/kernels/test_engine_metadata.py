@@ -183,6 +183,7 @@ def published(publish: Launch, step: Step, device: torch.device, boundary: int =
     return found, slot
 
 
+@pytest.mark.by_day(1)
 @publishes
 @settings(max_examples=120)
 @given(step=steps())
@@ -274,6 +275,7 @@ def tables(draw: st.DrawFn) -> Table:
     return Table(rows, seqs, has_slots, is_csr, slot_map, page_size, width + 1)
 
 
+@pytest.mark.by_day(1)
 @gathers
 @settings(max_examples=120)
 @given(case=tables(), dtype=INT_TYPES, stride=st.sampled_from([1, 2]))

@@ -53,6 +53,7 @@ def one_sequence(length: int, new: int, *, width: int, page_size: int = 4) -> Ca
     return Case(seqs, (0, 0), 2, new + 3, 20, page_size, random_pages(seqs, width, 0))
 
 
+@pytest.mark.by_day(1)
 @both
 @settings(max_examples=40)
 @given(case=cases())
@@ -60,6 +61,7 @@ def test_fill_derives_what_plain_python_derives(fill: Fill, kernel_device: torch
     check(fill, case, kernel_device)
 
 
+@pytest.mark.by_day(1)
 @both
 @settings(max_examples=10)
 @given(case=cases())
@@ -81,6 +83,7 @@ def test_only_what_has_elements_is_written(
     check(fill, replace(case, wanted=(*REQUIRED, *wanted)), kernel_device)
 
 
+@pytest.mark.by_day(1)
 @both
 @settings(max_examples=10)
 @given(case=cases(), seed=st.integers(0, 99))
@@ -192,6 +195,7 @@ def test_fill_leaves_the_other_bits_of_the_error_word(fill: Fill, kernel_device:
     assert step.counts[ERROR_WORD] == 64 | TOKEN_WITHOUT_PAGE
 
 
+@pytest.mark.by_day(1)
 @both
 def test_mask_cells_are_counted_in_64_bits(fill: Fill, kernel_device: torch.device) -> None:
     seqs = [(140_000, 32_768)] * 3

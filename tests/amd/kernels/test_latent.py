@@ -81,6 +81,7 @@ EXTENDED = {
 }
 
 
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize("case", GEOMETRIES.values(), ids=GEOMETRIES)
 def test_decode_equals_the_reference(case: Case, kernel_device: torch.device) -> None:
     for dtype in latent_dtypes(kernel_device)[-1:]:
@@ -107,6 +108,7 @@ CODED = {
 }
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("case", CODED.values(), ids=CODED)
 def test_latents_in_eight_bits_are_what_their_codes_are_worth(case: Case, kernel_device: torch.device) -> None:
     for dtype in latent_dtypes(kernel_device):
@@ -126,6 +128,7 @@ def test_rows_of_zeros_see_all_keys_alike_however_small_the_factor_of_k_is(kerne
     torch.testing.assert_close(tensors.lse, tensors.kv_len.float().log()[:, None].expand_as(tensors.lse))
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("case", DRAFTED.values(), ids=DRAFTED)
 def test_a_few_new_tokens_are_split_over_their_keys(case: Case, kernel_device: torch.device) -> None:
     for dtype in latent_dtypes(kernel_device)[-1:]:
@@ -146,6 +149,7 @@ def test_blocks_of_one_word_and_of_two_read_their_bits(
     assert_served(tensors)
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("case", EXTENDED.values(), ids=EXTENDED)
 def test_extend_equals_the_reference(case: Case, kernel_device: torch.device) -> None:
     for dtype in latent_dtypes(kernel_device)[-1:]:
@@ -155,6 +159,7 @@ def test_extend_equals_the_reference(case: Case, kernel_device: torch.device) ->
         assert_served(tensors)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("case", [EXTENDED[name] for name in ("masked", "masked_window", "tree")])
 def test_deterministic_masked_steps_are_right(case: Case, kernel_device: torch.device) -> None:
     tensors = build(replace(case, dtype=torch.float16), kernel_device)
@@ -243,6 +248,7 @@ DETERMINISTIC = {
 }
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("case", DETERMINISTIC.values(), ids=DETERMINISTIC)
 def test_the_last_tokens_of_an_extend_are_those_of_a_decode_bit_by_bit(
     case: Case, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch

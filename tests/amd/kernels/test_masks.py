@@ -57,6 +57,7 @@ EXTENDS = (run_extend, run_shared_extend, run_extend_twin)
 run_extends = pytest.mark.parametrize("run", EXTENDS)
 
 
+@pytest.mark.by_day(12)
 @in_each_way("feature", FEATURES, EXTENDS)
 def test_a_masked_extend_equals_the_reference(
     feature: dict[str, object], dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
@@ -66,6 +67,7 @@ def test_a_masked_extend_equals_the_reference(
     assert_served(tensors)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.each_value
 @run_extends
 @pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.long] * (seed % 3 > 0)) for seed in range(6)])
@@ -81,6 +83,7 @@ def test_lengths_around_words_and_tiles_are_right(
     assert_served(tensors)
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.each_value
 @run_extends
 @pytest.mark.parametrize("mask_keys", [0, 1, 13, 31, 33])
@@ -115,6 +118,7 @@ def test_keys_before_the_mask_are_seen_whatever_its_bits_are(
     torch.testing.assert_close(masked_lse, before.lse)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("key_block", [16, 32, 64])
 def test_every_tile_reads_its_own_bits(key_block: int, kernel_device: torch.device) -> None:
     tensors = build(replace(MASKED, heads=(5, 1), mask_keys=11), kernel_device)
@@ -122,6 +126,7 @@ def test_every_tile_reads_its_own_bits(key_block: int, kernel_device: torch.devi
     assert_served(tensors)
 
 
+@pytest.mark.by_day(1)
 @run_extends
 def test_a_token_that_sees_nothing_gets_zero(run: Callable[[Tensors], None], kernel_device: torch.device) -> None:
     """With a sink too: without keys there is no output for it to take from."""
@@ -133,6 +138,7 @@ def test_a_token_that_sees_nothing_gets_zero(run: Callable[[Tensors], None], ker
     assert (tensors.lse == float("-inf")).all()
 
 
+@pytest.mark.by_day(1)
 @run_extends
 def test_every_bit_has_its_effect(run: Callable[[Tensors], None], kernel_device: torch.device) -> None:
     """One bit less changes the output of its token, and of no other."""

@@ -68,6 +68,7 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
+@pytest.mark.by_day(20)
 @in_each_way("case", GEOMETRIES, RUN_EITHER)
 def test_decode_equals_the_reference(
     case: Case, dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
@@ -100,6 +101,7 @@ def test_every_length_around_pages_and_tiles_is_right(page_size: int, kernel_dev
     assert_served(tensors)
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("num_programs", [1, 2, 3, 7, 64])
 def test_any_number_of_programs_gives_the_same_answer(num_programs: int, kernel_device: torch.device) -> None:
     tensors = build(replace(RAGGED, kv_len=[100, 3, 50, 0, 20], q_len=[1] * 5, dims=(32, 32)), kernel_device)
@@ -183,6 +185,7 @@ def test_equal_blocks_of_a_head_leave_nothing_out(dims: tuple[int, int], kernel_
     assert_served(tensors)
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     ("num_seqs", "num_programs", "is_by_row", "parts"),
     [
@@ -209,6 +212,7 @@ def test_every_cut_of_the_merge_is_right(
     assert_served(tensors)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("num_pads", [0, 2])
 def test_the_merge_finds_rows_that_padding_follows(num_pads: int, kernel_device: torch.device) -> None:
     """Six rows of 33, of which thirteen programs would take 16: two programs have 17 each of a row and 1 beyond it.
@@ -226,6 +230,7 @@ def test_the_merge_finds_rows_that_padding_follows(num_pads: int, kernel_device:
     assert_served(tensors)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("kv_len", "num_programs"), [([320] * 2, 20), ([320] * 2, 17), ([320, 90], 20), ([320] * 2, 4)]
 )

@@ -67,6 +67,7 @@ RUN_EITHER = (run_extend, run_shared_extend, run_extend_twin)
 run_either = pytest.mark.parametrize("run", RUN_EITHER)
 
 
+@pytest.mark.by_day(15)
 @in_each_way("case", GEOMETRIES, RUN_EITHER)
 def test_extend_equals_the_reference(
     case: Case, dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
@@ -161,6 +162,7 @@ def test_a_key_that_is_nan_reaches_heads_that_are_read_as_one_and_no_other_seque
     assert torch.equal(tensors.out[[0, 1, 4, 5]], clean.out[[0, 1, 4, 5]])
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.each_value
 @pytest.mark.parametrize("layer", [{}, {"window_left": 9}, {"masked": True}, {"sinks": True}], ids=str)
 @pytest.mark.parametrize(("split_keys", "some_are_shared"), [(1 << 20, False), (0, True)])
@@ -178,6 +180,7 @@ def test_one_launch_may_take_shares_and_whole_rows(
     assert_served(tensors)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("programs", "parts", "layer"),
     [
@@ -238,6 +241,7 @@ def test_padded_tokens_and_sequences_never_change_a_real_one(
     assert_served(tensors)
 
 
+@pytest.mark.by_day(1)
 @run_either
 def test_lse_may_be_left_out(run: Callable[[Tensors], None], kernel_device: torch.device) -> None:
     with_lse, without = (build(replace(RAGGED, dims=(32, 32)), kernel_device) for _ in range(2))

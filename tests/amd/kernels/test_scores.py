@@ -56,6 +56,7 @@ RUN_EXTENDS = (run_extend, run_shared_extend, run_extend_twin)
 run_extends = pytest.mark.parametrize("run", RUN_EXTENDS)
 
 
+@pytest.mark.by_day(12)
 @in_each_way("feature", FEATURES, RUN_DECODES)
 def test_decode_equals_the_reference(
     feature: dict[str, object], dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
@@ -65,6 +66,7 @@ def test_decode_equals_the_reference(
     assert_served(tensors)
 
 
+@pytest.mark.by_day(12)
 @in_each_way("feature", FEATURES, RUN_EXTENDS)
 def test_extend_equals_the_reference(
     feature: dict[str, object], dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
@@ -74,6 +76,7 @@ def test_extend_equals_the_reference(
     assert_served(tensors)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     "window_left", [2, 16, *(pytest.param(keys, marks=pytest.mark.long) for keys in (0, 1, 14, 15, 17, 31, 32, 33))]
 )
@@ -123,6 +126,7 @@ def test_every_form_of_the_decode_loop_has_every_feature(
     assert_served(tensors)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.each_value
 @pytest.mark.parametrize("heads", [(5, 1), (20, 1)])
 @pytest.mark.parametrize("key_block", [16, 32])
@@ -147,6 +151,7 @@ def test_queries_may_outnumber_the_keys_they_look_at(
     assert_served(tensors)
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.each_value
 @pytest.mark.parametrize(
     ("first", "second"),

@@ -55,6 +55,7 @@ CASES = {
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
+@pytest.mark.by_day(3)
 @every_case
 def test_the_last_tokens_of_an_extend_are_those_of_a_decode_bit_by_bit(case: Case, kernel_device: torch.device) -> None:
     for dtype in dtypes():
@@ -68,6 +69,7 @@ def test_the_last_tokens_of_an_extend_are_those_of_a_decode_bit_by_bit(case: Cas
         assert_same_bits(decoded, extended)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", ["plain", "odd", "window"])
 def test_where_an_extend_keeps_what_lies_left_of_a_segment_changes_no_bit(
     name: str, kernel_device: torch.device
@@ -92,6 +94,7 @@ def test_tiles_of_short_steps_change_no_bit(kernel_device: torch.device) -> None
         assert torch.equal(short.lse, long.lse)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("num_programs", [1, 2, 7, 40])
 def test_who_runs_a_segment_changes_no_bit(num_programs: int, kernel_device: torch.device) -> None:
     def decoded(programs: int) -> Tensors:
@@ -134,6 +137,7 @@ MASKED = {
 }
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.each_value
 @pytest.mark.parametrize("run", [run_extend, run_extend_twin])
 @pytest.mark.parametrize("case", MASKED.values(), ids=MASKED)
@@ -143,6 +147,7 @@ def test_masked_steps_are_right(case: Case, run: Callable[..., None], kernel_dev
     assert_served(tensors)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
 @pytest.mark.parametrize("mask_keys", [0, 20, 200])

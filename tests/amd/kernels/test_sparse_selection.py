@@ -128,6 +128,7 @@ LINES = {
 }
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.each_value
 @pytest.mark.parametrize("longest_part", [16, 8192])
 @pytest.mark.parametrize("scores", LINES.values(), ids=LINES)
@@ -173,6 +174,7 @@ def selected(problem: IndexProblem, programs: int = 5) -> None:
     problem.assert_selected()
 
 
+@pytest.mark.by_day(3)
 @every_indexing
 def test_every_token_gets_its_units(indexing: Indexing, kernel_device: torch.device) -> None:
     case = IndexCase(STEP, indexing)

@@ -326,15 +326,9 @@ def decode_schedule(memory: Memory) -> None:
 
 def extend_schedule(memory: Memory) -> None:
     """The words of the host twin; every program has a share, but of a step without a sequence, whose kv_len is null."""
-    steps = (
-        ([20, 40, 3], [2, 17, 3], 0, True, -1),
-        ([20, 40, 3], [2, 17, 3], 7, True, -1),
-        ([20, 40, 3], [2, 17, 3], 7, True, 9),
-        ([20, 40, 3], [2, 17, 3], 5, False, -1),
-        ([], [], 0, True, -1),
-    )
-    num_tokens = 25
-    for kv_len, q_len, programs, causal, window_left in steps:
+    some, none, num_tokens = ([20, 40, 3], [2, 17, 3]), ([], []), 25
+    steps = (some, 0, True, -1), (some, 7, True, -1), (some, 7, True, 9), (some, 5, False, -1), (none, 0, True, -1)
+    for (kv_len, q_len), programs, causal, window_left in steps:
         sharing = ALL_SHARED._replace(programs=programs, rows=2, causal=causal, window_left=window_left)
         cut = replace(ExtendCut.of(EXTEND_TILES, gqa_ratio=3), sharing=sharing)
         schedule = memory.put(garbage(cut.words(num_tokens, len(kv_len))))

@@ -87,6 +87,7 @@ def logits_of_ranks(directory: Path, texts: list[Tensor], num_ranks: int) -> lis
     return on_threads(num_ranks, serve)
 
 
+@pytest.mark.by_day(5)
 @pytest.mark.parametrize(
     ("family", "num_ranks"),
     [

@@ -146,6 +146,7 @@ def test_an_engine_fills_its_share_and_never_takes_more(
         assert 0.9 * 0.8 * memory.total() < memory.most_held() <= 0.8 * memory.total()
 
 
+@pytest.mark.nightly
 def test_nothing_of_the_measuring_stays(
     metered: Callable[[int], MeteredMemory], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -187,6 +187,7 @@ def test_a_rank_that_is_killed_ends_all_with_a_sentence(where: str) -> None:
         assert not engine.has_work
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("where", "sentence"),
     [

@@ -98,6 +98,7 @@ def ways(quick: set[tuple[int, int, int, bool]]) -> list[Any]:
     ]
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("page_size", "draft_tokens", "topk", "graphs"), ways({(1, 4, 1, False), (2, 3, 2, True), (16, 8, 8, False)})
 )
@@ -141,6 +142,7 @@ def test_deterministic_mode_gives_the_same_bits_and_tokens_in_sixteen_bits_too()
     assert_lossless(half, options, some_requests(5) + some_requests(2, sampling=DRAWN))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("topk", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_preemption_changes_no_token_of_a_speculating_engine(topk: int, loaded: LoadedModel) -> None:
     options = replace(BASE, speculative="ngram", draft_tokens=6, topk=topk, num_pages=18)
@@ -207,6 +209,7 @@ def test_steps_that_verify_are_replayed(loaded: LoadedModel) -> None:
     assert metrics.replays >= metrics.steps - len(requests)
 
 
+@pytest.mark.nightly
 def test_steps_with_prompts_are_replayed_too(loaded: LoadedModel) -> None:
     """Prompts come singly, beside sequences whose drafts are verified: each such step has one of two sizes."""
     options = replace(BASE, speculative="ngram", draft_tokens=3, graphs=True, max_batch_size=2, chunk=32)
@@ -253,6 +256,7 @@ def test_a_request_is_aborted_while_its_drafts_are_verified(loaded: LoadedModel)
     assert done[1].finish_reason == "abort"
 
 
+@pytest.mark.nightly
 def test_tokens_are_distributed_as_by_plain_sampling(loaded: LoadedModel) -> None:
     """Chi-square of two samples, with seeds of their own: pairs of a text's second and third token."""
     sampling = Sampling(temperature=0.7, top_p=0.8)
@@ -315,6 +319,7 @@ def drafting(large: LoadedModel, small: LoadedModel, options: EngineOptions) -> 
     return engine
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -489,6 +494,7 @@ def test_a_round_of_a_sequence_that_has_ended_meanwhile_counts_for_nothing(loade
     assert (engine.metrics.verifications, engine.metrics.drafts) == (before[0] + 1, before[1] + drafts)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("end", ["abort", "cancel"])
 def test_an_interrupt_between_reading_and_publishing_loses_no_token_of_what_is_ended_then(
     end: str, loaded: LoadedModel

@@ -86,6 +86,7 @@ workloads = given(
 )
 
 
+@pytest.mark.nightly
 @workloads
 @settings(max_examples=5)
 def test_random_requests_come_to_what_they_do_alone(loaded: LoadedModel, **workload: Any) -> None:

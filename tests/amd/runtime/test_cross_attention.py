@@ -54,6 +54,7 @@ def stored(world: World) -> list[Tensor]:
     ]
 
 
+@pytest.mark.by_day(interpreted=1)
 @pytest.mark.parametrize("provider", providers())
 @pytest.mark.parametrize("q_len", [[1, 1, 1], pytest.param([3, 2, 5], marks=pytest.mark.long), [1, 7, 0]], ids=str)
 def test_decoder_tokens_see_the_whole_encoder(q_len: list[int], provider: str, device: torch.device) -> None:

@@ -129,6 +129,7 @@ def ways_for(provider: str, device: torch.device, *, graphs: bool) -> Mapping[st
     return {name: WAYS[name] for name in ("around_a_cut", "beside_others", *["cached", "halves"] * graphs)}
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.long
 @both
 @every_layer

@@ -66,6 +66,7 @@ def serve(serving: Serving) -> None:
     serving.runtime.check_device()
 
 
+@pytest.mark.by_day(interpreted=1)
 @each_encoding_and_scales
 @each_provider
 def test_steps_read_what_steps_have_quantised(
@@ -77,6 +78,7 @@ def test_steps_read_what_steps_have_quantised(
     assert (serving.runner.counters.replays > 0) == graphs
 
 
+@pytest.mark.by_day(1)
 @each_scales
 @pytest.mark.parametrize("provider", deterministic_providers())
 def test_deterministic_steps_read_eight_bits_too(provider: str, scales: Scales, device: torch.device) -> None:

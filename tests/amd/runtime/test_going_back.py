@@ -44,6 +44,7 @@ def assert_refused(world: World, request: Request, q_len: int) -> None:
     world.runtime.end_step()
 
 
+@pytest.mark.by_day(interpreted=1)
 @pytest.mark.each_value
 @each_provider
 @pytest.mark.parametrize(

@@ -68,6 +68,7 @@ class Counted:
         return out.flatten(1).index_select(0, step.last_token_of_seq)
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("apart", [5, pytest.param(1, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.nightly] * (kind == "split")) for kind in KINDS]

@@ -40,6 +40,7 @@ PROBLEMS = {
 }
 
 
+@pytest.mark.by_day(interpreted=1)
 @serving
 @pytest.mark.parametrize(
     "problem",
@@ -142,6 +143,7 @@ ONE_PREFIX = [
 ]
 
 
+@pytest.mark.by_day(4, interpreted=1)
 @serving
 @pytest.mark.parametrize(("page_size", "chunk_tokens", "kept"), ONE_PREFIX)
 def test_absorbed_expanded_and_dense_attention_are_one(

@@ -96,6 +96,7 @@ CALLS: dict[str, Callable[[AttentionRuntime], object]] = {
 apart = pytest.mark.parametrize("apart", [7, pytest.param(1, marks=pytest.mark.nightly)])
 
 
+@pytest.mark.by_day(2)
 @apart
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("rest", ["steps", "check_device"])
@@ -120,6 +121,7 @@ def test_a_fault_is_reported_although_memory_runs_out_while_the_device_is_asked(
     assert operation > 3
 
 
+@pytest.mark.by_day(1)
 @apart
 @pytest.mark.parametrize("call", ["check_device", "steps"])
 def test_a_fault_is_reported_although_the_user_interrupts_while_the_device_is_asked(call: str, apart: int) -> None:

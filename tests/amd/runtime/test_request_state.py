@@ -130,6 +130,7 @@ def test_tokens_follow_the_lengths_that_only_the_device_knows(
 SERVED = [[5, 2, 7], [2, 2], [3, 4], [1, 1, 1], [1, 4, 1], [1], [1, 1], [2, 2, 2, 9], [1, 1, 1, 1]]
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 def test_a_forward_counts_the_tokens_of_each_request_by_their_rows(
     graphs: bool, provider: str, device: torch.device

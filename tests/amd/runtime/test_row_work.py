@@ -26,6 +26,7 @@ from tests.amd.runtime.stepping import World, providers, small_problem
 CPU = torch.device("cpu")
 
 
+@pytest.mark.by_day(interpreted=1)
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 @pytest.mark.parametrize("provider", providers())
 def test_attention_sees_rows_that_were_normalised_and_turned(provider: str, graphs: bool, device: torch.device) -> None:

@@ -53,6 +53,7 @@ def decode(world: World, requests: Sequence[Request], groups: Sequence[PrefixGro
 IN_EVERY_INTERPRETED_RUN = ("sinks", "odd", "masks in other steps")
 
 
+@pytest.mark.by_day(interpreted=1)
 @each_provider
 @pytest.mark.parametrize(
     "problem",

@@ -49,6 +49,7 @@ def serve(world: SparseWorld) -> None:
         world.step([first, second], [1, 1])
 
 
+@pytest.mark.by_day(6, interpreted=3)
 @pytest.mark.parametrize(
     ("kind", "graphs"),
     [
@@ -123,6 +124,7 @@ EVERYTHING = {
 }
 
 
+@pytest.mark.by_day(interpreted=1)
 @pytest.mark.parametrize("provider", providers())
 @pytest.mark.parametrize("problem", EVERYTHING.values(), ids=EVERYTHING)
 def test_a_selection_of_all_keys_gives_the_bits_of_deterministic_mode(

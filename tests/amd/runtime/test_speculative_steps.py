@@ -109,6 +109,7 @@ class Extending:
             take_back(request, NEW - count)
 
 
+@pytest.mark.by_day(4, interpreted=1)
 @both_ways
 @each_pool
 @each_page_size
@@ -167,6 +168,7 @@ def check_alone(
         assert_attention_close(out[row], want, q.dtype)
 
 
+@pytest.mark.by_day(4)
 @pytest.mark.long
 @both_ways
 @each_pool

@@ -14,6 +14,7 @@ from tests.amd.tolerances import assert_same_but_for_rounding
 pytestmark = pytest.mark.parametrize("provider", providers())
 
 
+@pytest.mark.by_day(interpreted=1)
 @pytest.mark.parametrize(
     "page_size", [1, pytest.param(4, marks=pytest.mark.long), 5, pytest.param(16, marks=pytest.mark.long)]
 )

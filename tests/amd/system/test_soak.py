@@ -115,6 +115,7 @@ ROUNDS = replace(
 )
 
 
+@pytest.mark.nightly
 def test_rounds_of_drafts_show_nothing(device: torch.device) -> None:
     """Chains and trees, in one graph and in halves, at every last-page length, beside requests that come and go."""
     report = soak(ROUNDS, 30, 0, device, "auto")
@@ -229,6 +230,7 @@ def test_a_seed_gives_the_same_actions_each_time_and_another_seed_others() -> No
     assert actions_of(3) != actions_of(4)
 
 
+@pytest.mark.nightly
 def test_a_suffix_that_begins_a_page_late_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def write_groups(original: Callable[..., None], step: StepTensors, page_size: int) -> None:
         original(step, page_size)
@@ -280,6 +282,7 @@ def test_a_store_that_does_not_drop_pads_is_found(monkeypatch: pytest.MonkeyPatc
     assert "page 0 of layer 0 is not zero any more" in str(found())
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("kernel", ["paged_decode", "paged_extend"])
 def test_a_kernel_that_forgets_the_last_token_of_a_full_page_is_found(
     kernel: str, monkeypatch: pytest.MonkeyPatch
@@ -293,6 +296,7 @@ def test_a_kernel_that_forgets_the_last_token_of_a_full_page_is_found(
     assert "differs from the reference" in str(found())
 
 
+@pytest.mark.nightly
 def test_a_log_sum_exp_to_another_base_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def paged_decode(original: Callable[..., None], args: AttendArgs, **kwargs: Any) -> None:
         original(args, **kwargs)
@@ -337,6 +341,7 @@ def test_positions_that_do_not_come_with_the_mask_are_found(monkeypatch: pytest.
     assert "(tree: masked, " in found().finding.where
 
 
+@pytest.mark.nightly
 def test_what_rejected_drafts_leave_in_pages_is_met_by_later_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that sees one key too many, where that is a number: pages are NaN but for what was stored there."""
 
@@ -390,6 +395,7 @@ def test_a_length_bucket_that_is_too_short_is_found(monkeypatch: pytest.MonkeyPa
     assert "differs from the reference" in str(found())
 
 
+@pytest.mark.nightly
 def test_a_buffer_that_moved_under_a_graph_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def check_addresses(original: Callable[..., None], runner: StepRunner) -> None:
         table = runner._runtime.table.space(Space.FULL)
@@ -511,6 +517,7 @@ def test_the_command_prints_a_line_or_an_object(capsys: pytest.CaptureFixture[st
     assert not report["deterministic"]
 
 
+@pytest.mark.nightly
 def test_the_command_soaks_deterministic_mode_and_says_how_to_find_it_again(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

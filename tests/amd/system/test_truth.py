@@ -89,6 +89,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("kind", LAYERS)
 def test_every_needle_is_found(kind: str, device: torch.device) -> None:
     """In chunks and decode steps, all of them replays."""

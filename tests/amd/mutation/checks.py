@@ -326,7 +326,8 @@ def decode_schedule(memory: Memory) -> None:
 
 def extend_schedule(memory: Memory) -> None:
     """The words of the host twin; every program has a share, but of a step without a sequence, whose kv_len is null."""
-    some, none, num_tokens = ([20, 40, 3], [2, 17, 3]), ([], []), 25
+    some, num_tokens = ([20, 40, 3], [2, 17, 3]), 25
+    none: tuple[list[int], list[int]] = [], []
     steps = (some, 0, True, -1), (some, 7, True, -1), (some, 7, True, 9), (some, 5, False, -1), (none, 0, True, -1)
     for (kv_len, q_len), programs, causal, window_left in steps:
         sharing = ALL_SHARED._replace(programs=programs, rows=2, causal=causal, window_left=window_left)

@@ -134,6 +134,12 @@ class DecodeCut:
         return replace(self, programs=self.programs * max(1, min(rounds, self.most_rounds)))
 
     @property
+    def programs_in_words(self) -> str:
+        """How many programs steps have, for descriptions of a kernel."""
+        most = self.programs * self.most_rounds
+        return f"{self.programs}" if most == self.programs else f"{self.programs} to {most}"
+
+    @property
     def most_rows(self) -> int:
         """The most rows of a sequence."""
         return self.rows * -(-self.tokens.MOST // self.tokens.OF_ROW)

@@ -169,8 +169,8 @@ def _list_kernel(
         total += tl.sum(blocks, 0)
 
     is_block = block < total
-    # Of the first sequence where there is no such block: nothing of it is used then.
-    length = tl.load(kv_len + seq)
+    # Of the first sequence where there is no such block: nothing of it is used then. Some steps have no sequence.
+    length = tl.load(kv_len + seq, mask=num_seqs > 0, other=0)
     prefix = length - seq_q_len
     offset = (block - first_block) * QUERY_TOKENS
     extent = prefix + tl.minimum(seq_q_len, offset + QUERY_TOKENS) if G.CAUSAL else length

@@ -18,7 +18,7 @@ LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 UNLIMITED_WINDOW = -1
 # Exponentials of scores up to it and down to its negative are numbers of bfloat16 without a maximum taken off, and a
-# million of them times V add up to less than float32 goes.
+# million of them times V, if it is below 3e6, add up to less than float32 goes.
 _MOST_BOUNDED_CAP = 60.0
 
 

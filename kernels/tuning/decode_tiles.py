@@ -36,19 +36,30 @@ DECODE_ROWS = (
     ),
     # gemma 64 x 4k: 153 us with 4 KV heads, 234 not in pairs.
     DecodeRow("sm_90", 2, 256, 16, DecodeTiles(16, 2, 3, 4, paired=True, early=True), (Codes.BY_ROW,)),
-    # KV heads of few elements, read as one. 12 query heads of 24 on 3, 36 x 1737..22258: 53 us, 78 one
-    # by one; 32 on 8, 64 x 4k: 60 and 129; 20 on 10, 3 x 25k: 34 and 40; of 32, 32 on 8: 71 and 79.
+    # KV heads of few elements, read as one. 32 query heads of 16 on 8, 64 x 4k: 42 us, 54 one by one, 44 eight at a
+    # time in the tiles of 40; 16 on 8, 10 x 2422..37523, a window of 4096: 12.4 and 16.7, 13.1 in the tiles of 32.
+    DecodeRow(
+        "sm_90",
+        2,
+        16,
+        16,
+        DecodeTiles(64, 4, 3, 2, transposed=True, heads_per_row=4, row_cost=1, row_end=1, early=True),
+        (Codes.NONE,),
+    ),
+    # 12 query heads of 24 on 3, 36 x 1737..22258: 53 us, 78 one by one; 32 on 8, 64 x 4k: 60 and 129; 20 on 10, 3 x
+    # 25k: 34 and 40; of 32, 32 on 8: 71 and 79.
     DecodeRow("sm_90", 2, 24, 16, DecodeTiles(32, 2, 3, 4, heads_per_row=5, early=True), (Codes.NONE,), any_dim=True),
     DecodeRow("sm_90", 2, 32, 16, DecodeTiles(32, 2, 3, 4, heads_per_row=4, early=True), (Codes.NONE,), any_dim=True),
     DecodeRow("sm_90", 2, 40, 16, DecodeTiles(32, 2, 3, 4, heads_per_row=3, early=True), (Codes.NONE,), any_dim=True),
-    # 120 query heads of 24 on 10 KV heads, 9 x 11.8k..20.7k: 54 us, 79 one by one.
+    # 120 query heads of 24 on 10 KV heads, 9 x 11.8k..20.7k: 54 us, 79 one by one; of 16 on 12, 35 x 517: 13.6 and
+    # 14.6, 12.4 four at a time in blocks of 64 keys.
     DecodeRow("sm_90", 2, 24, 32, DecodeTiles(32, 2, 3, 4, heads_per_row=2, early=True), (Codes.NONE,), any_dim=True),
+    # What cannot be read as one above. 30 query heads of 16 on 5 KV heads, 84 x 1.4k: 21 us, 32 in the tiles of 32
+    # elements; 18 on 3, 60 x 421..1182: 10 and 14.
+    DecodeRow("sm_90", 2, 16, 16, DecodeTiles(32, 1, 3, 16, early=True), (Codes.NONE,)),
     # 30 query heads of 40 on 3 KV heads, 113 x 1984..5803: 68 us, 95 one by one; on 10, 4 x 18k..26k: 50 and 65.
     DecodeRow("sm_90", 2, 40, 32, DecodeTiles(32, 2, 3, 4, heads_per_row=3, early=True), (Codes.NONE,), any_dim=True),
     DecodeRow("sm_90", 2, 40, 32, DecodeTiles(32, 2, 3, 4, heads_per_row=2, early=True), (Codes.NONE,), any_dim=True),
-    # 30 query heads of 16 on 5 KV heads, 84 x 1.4k: 21 us, 32 in the tiles of 32; 18 on 3, 60 x 421..1182: 10 and 14.
-    # 32 on 8, 64 x 4k: 56, and 69 as two heads a row.
-    DecodeRow("sm_90", 2, 16, 16, DecodeTiles(32, 1, 3, 16, early=True), (Codes.NONE,)),
     # gptoss 64 x 4k: 127 us, 128 without early launches; 145 with one KV head a row.
     DecodeRow(
         "sm_90",

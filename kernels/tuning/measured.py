@@ -187,6 +187,7 @@ def _wrong_numbers(tiles: Tiles) -> list[tuple[str, str]]:
         "rows_at_once": ((1, 2), "1 or 2"),
         "chains": ((1, 2), "1 or 2"),
         "head_blocks": _numbers(1, 64),
+        "most_rounds": _numbers(1, 8),
         "programs_per_cu": _numbers(0 if isinstance(tiles, ExtendTiles) else 1, 32),
         "row_cost": _numbers(0 if getattr(tiles, "row_end", 0) else 1, 64),
         "row_end": _numbers(0, 64),
@@ -245,6 +246,8 @@ def _extend_refusal(tiles: ExtendTiles, layer: MeasuredLayer) -> str:
         fits = layer.num_q_heads // layer.num_kv_heads * heads <= tiles.query_rows and not tiles.dim_block
         if not fits or layer.num_kv_heads % heads or layer.kv_encoding != _NOT_CODED:
             return f"{heads} KV heads a row go with a multiple of {heads} of them without codes, in one block"
+        if tiles.fills:
+            return f"{heads} KV heads a row are one block of query heads, so fewer of them cannot fill a block"
     return _dim_block_refusal(tiles.dim_block, layer)
 
 

@@ -177,14 +177,15 @@ class ExtendTiles:
         named = {"waves_per_eu": self.waves_per_eu, "maxnreg": self.max_registers}
         return {name: value for name, value in named.items() if value}
 
-    def of_masked_steps(self, codes: Codes = Codes.NONE) -> ExtendTiles:
+    def of_masked_steps(self, gqa_ratio: int, codes: Codes = Codes.NONE) -> ExtendTiles:
         """Half the rows and at most 32 keys, for steps with packed masks: bits take registers, and trees are small.
 
         Tiles of short sequences stay as they are, lest each reads its keys twice, or those before the mask slower than
-        in other steps.
+        in other steps. KV heads that are read as one keep room for their query heads.
         """
+        least = max(16, next_power_of_2(gqa_ratio * self.heads_per_row)) if self.heads_per_row > 1 else 16
         # With all rows sm_90 spills 32 bytes at head_dim 128.
-        tiles = replace(self, query_rows=max(16, self.query_rows // 2), key_block=min(32, self.key_block))
+        tiles = replace(self, query_rows=max(least, self.query_rows // 2), key_block=min(32, self.key_block))
         # With factors of tokens and two stages up to 33 SGPRs spill on AMD.
         return replace(tiles, num_stages=1) if codes is Codes.BY_TOKEN else tiles
 

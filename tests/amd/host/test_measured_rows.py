@@ -265,6 +265,12 @@ def test_tiles_that_no_kernel_takes_have_a_reason() -> None:
     assert refusal(Table.EXTEND, extend, odd) == ""
     assert "go with a multiple of 3" in refusal(Table.EXTEND, extend, layer)
     assert "without codes" in refusal(Table.EXTEND, extend, coded)
+    assert "cannot fill a block" in refusal(Table.EXTEND, replace(extend, fills=True), odd)
+    assert refusal(Table.EXTEND, replace(extend, heads_per_row=1, fills=True), odd) == ""
+    for rounds in (-3, 0, 9, 10**6):
+        words = refusal(Table.DECODE, replace(TUNED, most_rounds=rounds), layer)
+        assert words == f"most_rounds {rounds} is not 1 to 8"
+    assert refusal(Table.DECODE, replace(TUNED, most_rounds=8), layer) == ""
     assert "not transposed" in refusal(Table.DECODE, replace(TUNED, paired=True, transposed=True), layer)
     assert "one head a row" in refusal(Table.DECODE, replace(TUNED, dim_block=64, paired=True), layer)
     assert "are ExtendTiles, not DecodeTiles" in refusal(Table.EXTEND, TUNED, layer)

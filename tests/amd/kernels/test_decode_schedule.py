@@ -319,6 +319,8 @@ def test_programs_run_in_as_many_rounds_as_rows_fill_and_no_more_than_tiles_allo
     cut = DecodeCut.of(tiles, num_kv_heads=2, programs=10, window_left=-1)
     found = cut.of_step(num_seqs)
     assert found == replace(cut, programs=programs)
+    least, _, most = cut.programs_in_words.partition(" to ")
+    assert int(least) <= found.programs <= int(most)
     # The launch that a cut is checked by.
     assert found == DecodeCut.of(tiles, num_kv_heads=2, programs=programs, window_left=-1)
 
@@ -328,3 +330,4 @@ def test_rows_of_windows_and_of_slots_run_in_one_round() -> None:
     windowed = DecodeCut.of(tiles, num_kv_heads=2, programs=10, window_left=100)
     slots = DecodeCut.of(tiles, num_kv_heads=2, programs=10, window_left=-1, has_slots=True)
     assert {cut.of_step(400).programs for cut in (windowed, slots)} == {10}
+    assert {cut.programs_in_words for cut in (windowed, slots)} == {"10"}

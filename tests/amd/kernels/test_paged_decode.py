@@ -161,6 +161,21 @@ def test_kv_heads_are_read_as_one(
     assert_served(tensors)
 
 
+def test_a_key_that_is_nan_reaches_heads_that_are_read_as_one_and_no_other_sequence(
+    kernel_device: torch.device,
+) -> None:
+    """One program has the rows of all sequences."""
+    case = Case(kv_len=[33, 20, 7], q_len=[1, 1, 1], heads=(6, 3), dims=(24, 24))
+    tensors, clean = build(case, kernel_device), build(case, kernel_device)
+    page = tensors.table[tensors.row_of_seq[1], 0]
+    tensors.k_pages[page, 3, 2] = float("nan")
+    for each in (tensors, clean):
+        run_decode(each, num_programs=1, tiles=DecodeTiles(16, 4, 1, 1, heads_per_row=3))
+    assert_served(clean)
+    assert tensors.out[1].isnan().all()
+    assert torch.equal(tensors.out[[0, 2]], clean.out[[0, 2]])
+
+
 @pytest.mark.parametrize("dims", [(40, 24), (96, 80), (48, 48)])
 def test_equal_blocks_of_a_head_leave_nothing_out(dims: tuple[int, int], kernel_device: torch.device) -> None:
     """The last block of K, of V or of both is padded; a sequence has no key, and programs share rows."""

@@ -148,6 +148,20 @@ def test_kv_heads_are_read_as_one(
     assert_served(tensors)
 
 
+def test_a_key_that_is_nan_reaches_heads_that_are_read_as_one_and_no_other_sequence(
+    kernel_device: torch.device,
+) -> None:
+    case = Case(kv_len=[33, 20, 7], q_len=[2, 2, 2], heads=(6, 3), dims=(24, 24))
+    tensors, clean = build(case, kernel_device), build(case, kernel_device)
+    page = tensors.table[tensors.row_of_seq[1], 0]
+    tensors.k_pages[page, 3, 2] = float("nan")
+    for each in (tensors, clean):
+        run_extend(each, tiles=ExtendTiles(16, 16, 1, 1, heads_per_row=3))
+    assert_served(clean)
+    assert tensors.out[2:4].isnan().all()
+    assert torch.equal(tensors.out[[0, 1, 4, 5]], clean.out[[0, 1, 4, 5]])
+
+
 @pytest.mark.by_day(1)
 @pytest.mark.each_value
 @pytest.mark.parametrize("layer", [{}, {"window_left": 9}, {"masked": True}, {"sinks": True}], ids=str)

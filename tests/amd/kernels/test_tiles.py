@@ -88,6 +88,14 @@ def test_heads_of_64_are_paired_where_two_fit_a_tile(arch: str) -> None:
     assert decode_for(arch, (8, 2), (64, 32)).heads_per_row == 1, "columns of different widths"
 
 
+def test_small_kv_heads_are_decoded_as_one_where_they_were_faster_so() -> None:
+    """Heads of 16 that can be joined only as rows of more query heads were not: they are read one by one."""
+    joined = {heads: decode_for("sm_90", heads, (16, 16)).heads_per_row for heads in ((32, 8), (16, 8), (120, 12))}
+    assert joined == {(32, 8): 4, (16, 8): 4, (120, 12): 2}
+    assert all(decode_for("sm_90", heads, (16, 16)).programs_per_cu == 16 for heads in ((18, 3), (30, 5)))
+    assert [decode_for("sm_90", heads, (24, 24)).heads_per_row for heads in ((32, 8), (12, 3), (20, 10))] == [4, 3, 5]
+
+
 def test_large_groups_of_query_heads_are_cut_evenly() -> None:
     tiles = decode_for("gfx942", (71, 1), (64, 64))
     assert (tiles.head_blocks, tiles.q_rows(71), tiles.rows_per_seq(1)) == (3, 24, 3)
@@ -122,6 +130,15 @@ def test_query_blocks_are_filled_by_fewer_heads_of_a_kv_head() -> None:
         assert filling.head_blocks(ratio) * heads == ratio
         assert filling.tokens_per_block(ratio) * heads >= 124
     assert replace(filling, fills=False).heads_per_block(48) == 48
+
+
+def test_masked_steps_of_joined_heads_keep_room_for_their_query_heads() -> None:
+    """A query block has all of them: 30 rows of 32 are not halved, and 12 of 32 are."""
+    joined = ExtendTiles(32, 64, 4, 2, heads_per_row=6)
+    for ratio, rows in ((5, 32), (2, 16), (1, 16)):
+        masked = joined.of_masked_steps(ratio)
+        assert (masked.query_rows, masked.head_blocks(ratio)) == (rows, 1)
+    assert replace(joined, heads_per_row=1).of_masked_steps(30).query_rows == 16, "one head's are cut into blocks"
 
 
 def test_every_row_starts_with_whole_tiles() -> None:

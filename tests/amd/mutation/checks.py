@@ -325,12 +325,14 @@ def decode_schedule(memory: Memory) -> None:
 
 
 def extend_schedule(memory: Memory) -> None:
-    """The words of the host twin; every program has a share."""
-    kv_len, q_len, num_tokens = [20, 40, 3], [2, 17, 3], 25
-    for programs, causal, window_left in ((0, True, -1), (7, True, -1), (7, True, 9), (5, False, -1)):
+    """The words of the host twin; every program has a share, but of a step without a sequence, whose kv_len is null."""
+    some, num_tokens = ([20, 40, 3], [2, 17, 3]), 25
+    none: tuple[list[int], list[int]] = [], []
+    steps = (some, 0, True, -1), (some, 7, True, -1), (some, 7, True, 9), (some, 5, False, -1), (none, 0, True, -1)
+    for (kv_len, q_len), programs, causal, window_left in steps:
         sharing = ALL_SHARED._replace(programs=programs, rows=2, causal=causal, window_left=window_left)
         cut = replace(ExtendCut.of(EXTEND_TILES, gqa_ratio=3), sharing=sharing)
-        schedule = memory.put(garbage(cut.words(num_tokens, 3)))
+        schedule = memory.put(garbage(cut.words(num_tokens, len(kv_len))))
         launch_extend_schedule(placed_queries(memory, kv_len, q_len, num_tokens), schedule, cut)
         assert schedule.tolist() == schedules.extend_schedule(kv_len, q_len, cut, num_tokens)
         memory.assert_surroundings_untouched()

@@ -416,7 +416,7 @@ def _launch_row_work(runtime: AttentionRuntime, batch: StepBatch) -> None:
     k, v = (empty(num_tokens, problem.num_kv_heads, side) for side in (dim, v_dim))
     norm = RowNorm(empty(dim), 1e-6, 1.0)
     whole = RopeTable(torch.empty(KV_LEN, dim))
-    part = RopeTable(torch.empty(KV_LEN, 32), RopePairs.NEIGHBOURS, at_end=True)
+    part = RopeTable(torch.empty(KV_LEN, min(dim, 32)), RopePairs.NEIGHBOURS, at_end=True)
     step.layers.rope_and_store(0, q, k, v, q, QkvWork(whole, norm, norm))
     step.layers.rope_and_store(0, q, k, v, q, QkvWork(part, v_norm=RowNorm(empty(v_dim), 1e-6)))
     step.layers.rope_queries(0, q, q, QkvWork(whole, norm))

@@ -105,8 +105,9 @@ def run_merge(arch: str, num_seqs: int, num_programs: int) -> Simulation:
 def run_masked(arch: str, case: Case) -> Simulation:
     """A masked step, of sequences with one new token too."""
     tensors = build(replace(case, masked=True), CPU)
+    tiles = tiles_of(arch, case)[1].of_masked_steps(tensors.gqa_ratio, case.codes)
     with simulated(arch) as simulation:
-        run_extend(tensors, tiles=tiles_of(arch, case)[1].of_masked_steps(case.codes))
+        run_extend(tensors, tiles=tiles)
     assert_served(tensors)
     return simulation
 

@@ -197,7 +197,8 @@ time_stage() {
     *) verdict=FAILED ;;
     esac
     set -e
-    printf '%-16s %-7s %4d s\n' "$1" "$verdict" $((SECONDS - started)) >"$VENV/stage-$1"
+    printf '%-16s %-7s %4d s\n' "$1" "$verdict" $((SECONDS - started)) >"$VENV/part-stage-$1"
+    mv "$VENV/part-stage-$1" "$VENV/stage-$1" # whole, for who looks while others run
 }
 
 # print_ended STAGE...: the output of those that have ended, each whole and once.

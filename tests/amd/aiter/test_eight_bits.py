@@ -173,7 +173,6 @@ def test_a_release_that_lacks_the_parameters_of_the_schedule_leaves_decode_to_ot
     serving = world(problem, max_kv_len=80, selections=[partly_torch(problem)])
     requests = [serving.admit() for _ in range(3)]
     serving.step(requests, [40, 2, 13])
-    serving.step(requests, [1, 1, 1])
     assert "get_mla_metadata_v1" not in aiter.calls
 
 

@@ -171,6 +171,8 @@ run_stage() {
 make_venv $VENV dev
 verdicts=$VENV/verdicts
 : >"$verdicts"
+# A verdict of an earlier run must never be read as one of this run.
+rm -f "$VENV"/stage-* "$VENV"/output-*
 
 if [ $# -eq 0 ]; then
     # The longest first: what is left at the end is short, and no core idles for long.
@@ -195,29 +197,57 @@ time_stage() {
     *) verdict=FAILED ;;
     esac
     set -e
-    printf '%-16s %-7s %4d s\n' "$1" "$verdict" $((SECONDS - started)) >"$VENV/stage-$1"
+    printf '%-16s %-7s %4d s\n' "$1" "$verdict" $((SECONDS - started)) >"$VENV/part-stage-$1"
+    mv "$VENV/part-stage-$1" "$VENV/stage-$1" # whole, for who looks while others run
 }
 
-# time_side_by_side STAGE...: two at a time, each with half of the cores, as a worker of pytest's imports and collects all
-# tests of its stage. What they print is printed when all have ended.
+# print_ended STAGE...: the output of those that have ended, each whole and once.
+print_ended() {
+    local name
+    for name in "$@"; do
+        if [ -e "$VENV/stage-$name" ] && [ -e "$VENV/output-$name" ]; then
+            cat "$VENV/output-$name" "$VENV/stage-$name"
+            rm "$VENV/output-$name"
+        fi
+    done
+}
+
+# print_rest: what is left when the script ends early, of stages that have not ended as well.
+print_rest() {
+    local output
+    for output in "$VENV"/output-*; do
+        if [ -e "$output" ]; then
+            echo "=== ${output#"$VENV"/output-} did not end; its output so far:"
+            cat "$output"
+            rm "$output"
+        fi
+    done
+}
+trap print_rest EXIT
+
+# time_side_by_side STAGE...: two at a time, each with half of the cores (unless PYTEST_XDIST_AUTO_NUM_WORKERS says
+# how many), as a worker of pytest's imports and collects all tests of its stage. What one prints is printed when it ends.
 time_side_by_side() {
-    local cores
+    local cores workers
     cores=$(nproc)
-    export PYTEST_XDIST_AUTO_NUM_WORKERS=$(((cores + 1) / 2))
+    workers=${PYTEST_XDIST_AUTO_NUM_WORKERS:-$(((cores + 1) / 2))}
     for stage in "$@"; do
         while [ "$(jobs -rp | wc -l)" -ge 2 ]; do
-            wait -n
+            wait -n || true # whether it passed is in its file
+            print_ended "$@"
         done
-        {
-            time_stage "$stage" >"$VENV/output-$stage" 2>&1
-            cat "$VENV/stage-$stage"
-        } &
+        PYTEST_XDIST_AUTO_NUM_WORKERS=$workers time_stage "$stage" >"$VENV/output-$stage" 2>&1 &
     done
-    wait
-    unset PYTEST_XDIST_AUTO_NUM_WORKERS
-    for stage in "$@"; do
-        cat "$VENV/output-$stage"
+    while [ -n "$(jobs -rp)" ]; do
+        wait -n || true
+        print_ended "$@"
     done
+    print_ended "$@"
+}
+
+# verdict_of STAGE: its line of the summary; a stage that wrote none was ended by something else.
+verdict_of() {
+    cat "$VENV/stage-$1" 2>/dev/null || printf '%-16s %-7s\n' "$1" FAILED
 }
 
 summary=""
@@ -231,7 +261,7 @@ for stages in "$@"; do
         time_side_by_side $stages
     fi
     for stage in $stages; do
-        summary+=$(cat "$VENV/stage-$stage")$'\n'
+        summary+=$(verdict_of "$stage")$'\n'
     done
 done
 

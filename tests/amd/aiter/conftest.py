@@ -34,8 +34,8 @@ def aiter(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     return install(E4048607, monkeypatch)
 
 
-@pytest.fixture(params=RELEASES, ids=lambda release: release.version)
+@pytest.fixture(params=RELEASES[::-1], ids=lambda release: release.version)
 def release(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    """Each release that is served."""
+    """Each release that is served, the newest first."""
     assert isinstance(request.param, Release)
     return install(request.param, monkeypatch)

@@ -31,7 +31,7 @@ from tests.amd.aiter.serving import (
     vectorised_problem,
     world,
 )
-from tests.amd.aiter.signatures import E4048607
+from tests.amd.aiter.signatures import E4048607, V0_1_10, V0_1_14, Release
 from tests.amd.aiter.stand_in import StandIn, install
 
 BF16 = torch.bfloat16
@@ -164,17 +164,29 @@ def test_the_stand_in_of_gfx950_reads_its_own_encoding(monkeypatch: pytest.Monke
         serving.step([request], [1])
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("scales", [Scales.LAYER, Scales.HEAD])
-def test_every_number_of_heads_is_served_over_latent_pages(scales: Scales, release: StandIn) -> None:
-    """Releases that lack the schedule's parameters leave decode to others."""
+def test_a_release_that_lacks_the_parameters_of_the_schedule_leaves_decode_to_others(
+    scales: Scales, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aiter = install(V0_1_10, monkeypatch)
     problem = in_eight_bits(latent_problem(24), scales)
     serving = world(problem, max_kv_len=80, selections=[partly_torch(problem)])
     requests = [serving.admit() for _ in range(3)]
     serving.step(requests, [40, 2, 13])
-    if release.release.version == "0.1.10":
-        assert "get_mla_metadata_v1" not in release.calls
-        return
+    assert "get_mla_metadata_v1" not in aiter.calls
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("scales", [Scales.LAYER, Scales.HEAD])
+@pytest.mark.parametrize("version", [E4048607, V0_1_14], ids=lambda version: version.version)
+def test_every_number_of_heads_is_served_over_latent_pages(
+    scales: Scales, version: Release, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = install(version, monkeypatch)
+    problem = in_eight_bits(latent_problem(24), scales)
+    serving = world(problem, max_kv_len=80, selections=[partly_torch(problem)])
+    requests = [serving.admit() for _ in range(3)]
+    serving.step(requests, [40, 2, 13])
     for pad_to in (3, 4, 9):
         serving.step(requests, [1, 1, 1], pad_to=pad_to)
     assert release.calls == ["get_mla_metadata_v1", "mla_decode_fwd"] * 3

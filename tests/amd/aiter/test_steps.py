@@ -14,8 +14,8 @@ from rocm_attn.errors import BadTensor, Unsupported
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.select import select
 from tests.amd.aiter.serving import CPU, GFX942, partly_torch, plain_problem, vectorised_problem, world
-from tests.amd.aiter.signatures import V0_1_10
-from tests.amd.aiter.stand_in import StandIn
+from tests.amd.aiter.signatures import RELEASES, V0_1_10, Release
+from tests.amd.aiter.stand_in import StandIn, install
 from tests.amd.runtime.stepping import World
 
 # One problem for each way that the kernels divide the work between them.
@@ -63,18 +63,29 @@ def steps_at(page_size: int) -> list[list[int]]:
     ]
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("problem", IN_EVERY_RELEASE.values(), ids=IN_EVERY_RELEASE)
-def test_every_kind_of_step_equals_dense_attention(problem: Problem, release: StandIn) -> None:
-    # The first release had no mha_batch_prefill_func on pages of 16, and over vectorised pages nothing else extends.
-    if release.release is V0_1_10 and problem.pool is PoolKind.VECTORIZED:
-        with pytest.raises(Unsupported, match="serves extend and mixed steps"):
-            world(problem, max_kv_len=300)
-        return
+@pytest.mark.parametrize(
+    ("release", "problem"),
+    [
+        pytest.param(release, problem, id=f"{name}-{release.version}", marks=[pytest.mark.nightly] * (at % 2 == turn))
+        for turn, release in enumerate(RELEASES[:-1])
+        for at, (name, problem) in enumerate(IN_EVERY_RELEASE.items())
+        if release is not V0_1_10 or problem.pool is not PoolKind.VECTORIZED
+    ],
+)
+def test_in_older_releases_every_kind_of_step_equals_dense_attention(
+    problem: Problem, release: Release, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(release, monkeypatch)
     check_every_kind_of_step(problem)
 
 
-@pytest.mark.by_day(4)
+def test_the_first_release_extends_nothing_over_vectorised_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had no mha_batch_prefill_func on pages of 16, and over vectorised pages nothing else extends."""
+    install(V0_1_10, monkeypatch)
+    with pytest.raises(Unsupported, match="serves extend and mixed steps"):
+        world(PROBLEMS["vectorised"], max_kv_len=300)
+
+
 @every_problem
 def test_in_the_newest_release_every_kind_of_step_equals_dense_attention(problem: Problem, aiter: StandIn) -> None:
     check_every_kind_of_step(problem)

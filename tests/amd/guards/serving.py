@@ -11,6 +11,7 @@ from dataclasses import replace
 from subprocess import CompletedProcess
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -34,6 +35,29 @@ DEVICE_FAULT = r"an illegal memory access|device-side assert|misaligned address"
 ALL_ON = Guards()
 # Kernels of this project, and the stand-in for those of others.
 PROVIDERS = [*providers(), "csr"]
+
+
+def each_way(*names: str) -> pytest.MarkDecorator:
+    """These providers eagerly and in graphs, as one parameter: by day all but the stand-ins' eager steps.
+
+    A safeguard may matter in graphs alone, so `each_value` must not leave out those of any provider.
+    """
+    return pytest.mark.parametrize(
+        ("provider", "graphs"),
+        [
+            pytest.param(
+                name,
+                graphs,
+                id=f"{name}-{'graphed' if graphs else 'eager'}",
+                marks=[pytest.mark.nightly] * (name not in providers() and not graphs),
+            )
+            for name in names
+            for graphs in (False, True)
+        ],
+    )
+
+
+in_each_way = each_way(*PROVIDERS)
 
 
 class Serving:

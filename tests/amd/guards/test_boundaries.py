@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -40,17 +41,20 @@ def grow_to(serving: Serving, requests: list[Request], lengths: list[int]) -> No
 
 @pytest.mark.each_value
 @pytest.mark.parametrize(
-    ("graphs", "largest"),
+    ("provider", "graphs", "largest"),
     [
-        pytest.param(False, CAP, id="eager-cap below the pool"),
-        # Without graphs their sizes say only what steps are padded to.
-        pytest.param(False, 2 * POOL, id="eager-cap twice the pool", marks=pytest.mark.nightly),
-        pytest.param(True, CAP, id="graphed-cap below the pool", marks=pytest.mark.nightly),
-        pytest.param(True, 2 * POOL, id="graphed-cap twice the pool"),
+        pytest.param(
+            provider,
+            graphs,
+            largest,
+            id=f"{provider}-{'graphed' if graphs else 'eager'}-cap of {largest}",
+            # Without graphs their sizes say only what steps are padded to.
+            marks=[pytest.mark.nightly] * (graphs != (largest > POOL)),
+        )
+        for provider, graphs, largest in product(PROVIDERS, (False, True), (CAP, 2 * POOL))
     ],
 )
 @pytest.mark.parametrize("page_size", [1, pytest.param(16, marks=pytest.mark.nightly), 64])
-@pytest.mark.parametrize("provider", PROVIDERS)
 def test_sequences_of_every_count_and_length(
     provider: str, page_size: int, graphs: bool, largest: int, device: torch.device
 ) -> None:
@@ -93,7 +97,7 @@ def test_rows_of_every_count_and_length_are_turned_stored_gated_and_turned_back(
     walk(replace(ROTATED, page_size=page_size), provider, CAP, graphs=graphs, device=device, make=Rotating)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.by_day(2)
 @pytest.mark.each_value
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 @pytest.mark.parametrize(

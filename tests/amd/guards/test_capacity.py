@@ -11,16 +11,13 @@ from rocm_attn.errors import BadTensor, CapacityExceeded
 from rocm_attn.guards.registry import Guards
 from rocm_attn.hip_graphs.size_ladder import default_ladder
 from rocm_attn.step.head_weights import HeadWeights
-from tests.amd.guards.serving import ALL_ON, PROVIDERS, Serving
+from tests.amd.guards.serving import ALL_ON, PROVIDERS, Serving, in_each_way
 from tests.amd.runtime.stepping import Request, small_problem
-
-both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 
 
 @pytest.mark.each_value
-@both_ways
 @pytest.mark.parametrize("alignment", [8, 16])
-@pytest.mark.parametrize("provider", PROVIDERS)
+@in_each_way
 def test_a_batch_padded_beyond_the_pool_keeps_all_of_its_sequences(
     provider: str, alignment: int, graphs: bool, device: torch.device
 ) -> None:

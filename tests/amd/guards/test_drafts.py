@@ -44,7 +44,6 @@ def two_rounds(drafting: Drafting) -> list[bool]:
     return right
 
 
-@pytest.mark.each_value
 @both_ways
 @shapes
 @each_provider
@@ -137,7 +136,6 @@ def test_the_mask_of_drafts_has_room_for_the_drafts(provider: str, graphs: bool,
     assert off.stdout == "False\n" or re.search(r"index out of range|" + DEVICE_FAULT, off.stderr), off
 
 
-@pytest.mark.each_value
 @both_ways
 @shapes
 @each_provider

@@ -13,9 +13,7 @@ from rocm_attn.errors import CapacityExceeded
 from rocm_attn.guards.registry import Guards
 from rocm_attn.hip_graphs.size_ladder import default_ladder
 from rocm_attn.kernels.metadata.slot_layout import HEADER_WORDS
-from tests.amd.guards.serving import ALL_ON, DEVICE_FAULT, PROVIDERS, Serving, run_elsewhere
-
-both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+from tests.amd.guards.serving import ALL_ON, DEVICE_FAULT, Serving, in_each_way, run_elsewhere
 
 
 def padded_beyond(device: torch.device, guards: Guards, provider: str, alignment: int, *, graphs: bool) -> Serving:
@@ -25,9 +23,8 @@ def padded_beyond(device: torch.device, guards: Guards, provider: str, alignment
 
 
 @pytest.mark.each_value
-@both_ways
 @pytest.mark.parametrize("alignment", [8, 16])
-@pytest.mark.parametrize("provider", PROVIDERS)
+@in_each_way
 def test_both_halves_of_a_batch_padded_beyond_the_pool_keep_their_sequences(
     provider: str, alignment: int, graphs: bool, device: torch.device
 ) -> None:
@@ -64,9 +61,7 @@ def prefilled(device: torch.device, guards: Guards, provider: str, *, graphs: bo
     return serving
 
 
-@pytest.mark.each_value
-@both_ways
-@pytest.mark.parametrize("provider", PROVIDERS)
+@in_each_way
 def test_each_half_of_a_step_has_memory_of_its_own(provider: str, graphs: bool, device: torch.device) -> None:
     sound = prefilled(device, ALL_ON, provider, graphs=graphs)
     sound.step(sound.world.requests, [1] * 5, halves=True)

@@ -11,9 +11,7 @@ from rocm_attn.hip_graphs.size_ladder import default_ladder
 from rocm_attn.kernels.metadata.step_tensors import Need, Unit
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.step.buffers import BufferSpec, StepBuffers, TableSizes
-from tests.amd.guards.serving import PROVIDERS, Serving
-
-both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+from tests.amd.guards.serving import PROVIDERS, Serving, in_each_way
 
 WIDTH = 3
 # One more of each dtype, with a pad that no other has.
@@ -82,9 +80,8 @@ def test_lengths_stay_64_bit_when_they_grow(device: torch.device) -> None:
 
 
 @pytest.mark.each_value
-@both_ways
 @pytest.mark.parametrize("alignment", [8, 16])
-@pytest.mark.parametrize("provider", PROVIDERS)
+@in_each_way
 def test_every_kind_of_step_is_right_when_it_is_padded_beyond_the_pool(
     provider: str, alignment: int, graphs: bool, device: torch.device
 ) -> None:

@@ -11,7 +11,7 @@ import torch
 from rocm_attn.errors import DeviceFault
 from rocm_attn.guards.registry import Guards
 from rocm_attn.oracle.reference import attend_sequence
-from tests.amd.guards.serving import ALL_ON, PROVIDERS, Serving, run_elsewhere
+from tests.amd.guards.serving import ALL_ON, PROVIDERS, Serving, each_way, in_each_way, run_elsewhere
 from tests.amd.runtime.stepping import Request, deterministic_providers, providers, small_problem
 from tests.amd.tolerances import assert_same_but_for_rounding
 
@@ -36,9 +36,7 @@ def crowd_then_two(serving: Serving) -> tuple[list[Request], Request]:
     return crowd[:2], stranger
 
 
-@pytest.mark.each_value
-@both_ways
-@pytest.mark.parametrize("provider", PROVIDERS)
+@in_each_way
 def test_padded_sequences_are_rewritten_every_step(provider: str, graphs: bool, device: torch.device) -> None:
     serving = Serving(device, ALL_ON, graphs=graphs, provider=provider, pad_q=0.0)
     two, _ = crowd_then_two(serving)
@@ -101,9 +99,7 @@ def test_pads_of_kernels_that_need_a_token_read_page_zero(graphs: bool, device: 
     assert torch.isfinite(serving.out[:2]).all()
 
 
-@pytest.mark.each_value
-@both_ways
-@pytest.mark.parametrize("provider", [*PROVIDERS, "csr_min_1"])
+@each_way(*PROVIDERS, "csr_min_1")
 def test_padded_tokens_are_never_stored(provider: str, graphs: bool, device: torch.device) -> None:
     def padded_rows(guards: Guards) -> torch.Tensor:
         serving = Serving(device, guards, graphs=graphs, provider=provider, pad_q=0.0)
@@ -162,8 +158,7 @@ def test_nothing_of_an_earlier_step_stays_after_the_last_page(graphs: bool, devi
 
 
 @pytest.mark.each_value
-@both_ways
-@pytest.mark.parametrize("provider", PROVIDERS)
+@in_each_way
 @pytest.mark.parametrize("page_size", [4, 16])
 def test_what_lies_after_a_sequence_in_its_page_is_not_read(
     provider: str, graphs: bool, page_size: int, device: torch.device

@@ -14,7 +14,7 @@ from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import GraphStale
 from rocm_attn.guards.registry import Guards
-from tests.amd.guards.serving import ALL_ON, PROVIDERS, Serving
+from tests.amd.guards.serving import ALL_ON, Serving, in_each_way
 from tests.amd.runtime.stepping import Request, small_problem
 
 both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
@@ -80,9 +80,7 @@ def test_what_a_plan_reads_shares_no_memory_with_what_graphs_read_or_write(devic
     assert sharing_memory(sealed["q_indptr"][1:], sealed) == ["q_indptr"]
 
 
-@pytest.mark.each_value
-@both_ways
-@pytest.mark.parametrize("provider", PROVIDERS)
+@in_each_way
 def test_derived_tensors_are_filled_by_every_step(provider: str, graphs: bool, device: torch.device) -> None:
     def two_decodes(guards: Guards) -> tuple[Serving, list[Request]]:
         serving = Serving(device, guards, graphs=graphs, provider=provider)

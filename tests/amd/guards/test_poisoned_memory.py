@@ -8,10 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.amd.guards.serving import PROVIDERS, Serving
+from tests.amd.guards.serving import PROVIDERS, Serving, in_each_way
 from tests.amd.runtime.stepping import Request
-
-both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 
 # New tokens of up to five requests, step by step: every kind of step, at several padded sizes, large before small.
 STEPS = [
@@ -79,18 +77,9 @@ def without_live_tokens(serving: Serving) -> Tensor:
     return dead.to(serving.runtime.device)
 
 
-@pytest.mark.by_day(1)
 @pytest.mark.each_value
-@pytest.mark.parametrize("provider", PROVIDERS)
-@pytest.mark.parametrize(
-    ("graphs", "fill"),
-    [
-        pytest.param(False, fill_with_bytes, id="eager-bytes"),
-        pytest.param(False, fill_with_nan, id="eager-nan", marks=pytest.mark.nightly),
-        pytest.param(True, fill_with_bytes, id="graphed-bytes", marks=pytest.mark.nightly),
-        pytest.param(True, fill_with_nan, id="graphed-nan"),
-    ],
-)
+@in_each_way
+@pytest.mark.parametrize("fill", [fill_with_bytes, fill_with_nan], ids=["bytes", "nan"])
 def test_a_step_writes_all_that_it_reads(
     graphs: bool, provider: str, fill: Callable[[Tensor], None], device: torch.device
 ) -> None:
@@ -113,11 +102,8 @@ def test_a_step_writes_all_that_it_reads(
     assert all(torch.equal(one, other) for one, other in zip(clean, poisoned, strict=True))
 
 
-@pytest.mark.by_day(1)
-@pytest.mark.each_value
 @pytest.mark.parametrize("sides", [*(pytest.param(side, marks=pytest.mark.nightly) for side in "kv"), "kv"])
-@pytest.mark.parametrize("provider", PROVIDERS)
-@both_ways
+@in_each_way
 def test_no_slot_without_a_live_token_is_read(graphs: bool, provider: str, sides: str, device: torch.device) -> None:
     """NaN in K, in V and in both: in page tails, in pages that are free and in pages that were given back."""
 

@@ -19,15 +19,11 @@ from rocm_attn.kernels.refs.metadata import publish
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.step.host_ring import HostRing
 from tests.amd.guards.late_device import LateDevice
-from tests.amd.guards.serving import ALL_ON, PROVIDERS, Serving
+from tests.amd.guards.serving import ALL_ON, PROVIDERS, Serving, in_each_way
 from tests.amd.runtime.stepping import Request
 
-both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 
-
-@pytest.mark.each_value
-@both_ways
-@pytest.mark.parametrize("provider", PROVIDERS)
+@in_each_way
 def test_pages_reach_the_device_before_the_step_that_uses_them(
     provider: str, graphs: bool, device: torch.device
 ) -> None:
@@ -63,9 +59,8 @@ class Fails:
 
 
 @pytest.mark.each_value
-@both_ways
 @pytest.mark.parametrize("launch", ["table_update", "copy_pages"])
-@pytest.mark.parametrize("provider", PROVIDERS)
+@in_each_way
 def test_changes_survive_a_launch_that_fails(
     provider: str, launch: str, graphs: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,9 +147,7 @@ def test_a_late_device_still_reads_its_own_steps_inputs() -> None:
     assert published_lengths(Guards().without("ring_wait"), 5) == [104, 103, 104, 103, 104]
 
 
-@pytest.mark.each_value
-@both_ways
-@pytest.mark.parametrize("provider", PROVIDERS)
+@in_each_way
 def test_a_fault_on_the_device_is_reported_once_and_later_steps_are_right(
     provider: str, graphs: bool, device: torch.device
 ) -> None:

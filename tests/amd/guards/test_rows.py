@@ -11,10 +11,8 @@ from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadBatch, CapacityExceeded, DeviceFault
 from rocm_attn.guards.registry import Guards
-from tests.amd.guards.serving import ALL_ON, PROVIDERS, Serving
+from tests.amd.guards.serving import ALL_ON, Serving, in_each_way
 from tests.amd.runtime.stepping import Request, providers
-
-both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 
 
 def neighbours(serving: Serving) -> list[Request]:
@@ -25,9 +23,7 @@ def neighbours(serving: Serving) -> list[Request]:
     return requests
 
 
-@pytest.mark.each_value
-@both_ways
-@pytest.mark.parametrize("provider", PROVIDERS)
+@in_each_way
 def test_a_row_filled_past_its_width_stays_out_of_the_next_row(
     provider: str, graphs: bool, device: torch.device
 ) -> None:
@@ -72,9 +68,7 @@ def test_a_length_beyond_the_row_writes_no_other_requests_page(provider: str, de
     assert torch.equal(before[1:], after[1:])
 
 
-@pytest.mark.each_value
-@both_ways
-@pytest.mark.parametrize("provider", PROVIDERS)
+@in_each_way
 def test_requests_that_share_a_page_do_not_write_to_it(provider: str, graphs: bool, device: torch.device) -> None:
     def parent_and_child(guards: Guards) -> tuple[Serving, list[Request]]:
         """Both go on after a prefix of 6 tokens: one and a half pages."""
@@ -98,9 +92,7 @@ def test_requests_that_share_a_page_do_not_write_to_it(provider: str, graphs: bo
     assert not torch.equal(stored, family[1].k[0][6])
 
 
-@pytest.mark.each_value
-@both_ways
-@pytest.mark.parametrize("provider", PROVIDERS)
+@in_each_way
 def test_a_step_beyond_what_was_reserved_is_refused(provider: str, graphs: bool, device: torch.device) -> None:
     serving = Serving(device, ALL_ON, graphs=graphs, provider=provider)
     requests = neighbours(serving)
@@ -116,9 +108,7 @@ def test_a_step_beyond_what_was_reserved_is_refused(provider: str, graphs: bool,
     assert not serving.is_right(requests, [1, 1])
 
 
-@pytest.mark.each_value
-@both_ways
-@pytest.mark.parametrize("provider", PROVIDERS)
+@in_each_way
 def test_a_length_beyond_its_bound_touches_no_other_request(provider: str, graphs: bool, device: torch.device) -> None:
     """The device says that the first of two requests has more new tokens than the host has made room for."""
 

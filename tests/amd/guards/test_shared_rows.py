@@ -10,15 +10,11 @@ from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadBatch, WrongState
 from rocm_attn.guards.registry import Guards
 from rocm_attn.paging.kept_pages import KeptIds
-from tests.amd.guards.serving import ALL_ON, PROVIDERS, Serving
+from tests.amd.guards.serving import ALL_ON, Serving, in_each_way
 from tests.amd.runtime.stepping import Request, take_back
 
-both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 
-
-@pytest.mark.each_value
-@both_ways
-@pytest.mark.parametrize("provider", PROVIDERS)
+@in_each_way
 def test_a_row_that_goes_back_leaves_its_forks_alone(provider: str, graphs: bool, device: torch.device) -> None:
     def parent_and_child(guards: Guards) -> tuple[Serving, Request, Request]:
         """Ten tokens in two and a half pages, of which the parent takes five back."""
@@ -50,9 +46,7 @@ def test_a_row_that_goes_back_leaves_its_forks_alone(provider: str, graphs: bool
     assert not serving.is_right([child], [1])
 
 
-@pytest.mark.each_value
-@both_ways
-@pytest.mark.parametrize("provider", PROVIDERS)
+@in_each_way
 def test_a_row_that_goes_back_leaves_kept_pages_alone(provider: str, graphs: bool, device: torch.device) -> None:
     def parent_and_heir(guards: Guards) -> tuple[Serving, Request, Request]:
         """Two kept pages, of which the row that stored them takes five tokens back."""
@@ -84,9 +78,7 @@ def test_a_row_that_goes_back_leaves_kept_pages_alone(provider: str, graphs: boo
     assert not serving.is_right([heir], [1])
 
 
-@pytest.mark.each_value
-@both_ways
-@pytest.mark.parametrize("provider", PROVIDERS)
+@in_each_way
 def test_dropped_pages_are_not_begun_over(provider: str, graphs: bool, device: torch.device) -> None:
     def dropped(guards: Guards) -> tuple[Serving, Request, KeptIds]:
         """Two pages that were kept and dropped; others are kept since."""
@@ -110,9 +102,7 @@ def test_dropped_pages_are_not_begun_over(provider: str, graphs: bool, device: t
     assert not serving.is_right([over], [1])
 
 
-@pytest.mark.each_value
-@both_ways
-@pytest.mark.parametrize("provider", PROVIDERS)
+@in_each_way
 def test_tokens_that_were_never_stored_are_not_read(provider: str, graphs: bool, device: torch.device) -> None:
     def with_a_gap(guards: Guards) -> tuple[Serving, Request, StepBatch]:
         """Three tokens are stored, and a step begins at the eighth."""

@@ -10,7 +10,7 @@ import torch
 
 from rocm_attn.guards.registry import Guards
 from rocm_attn.paging.index_spaces import Space
-from tests.amd.guards.serving import ALL_ON, PROVIDERS, Serving
+from tests.amd.guards.serving import ALL_ON, Serving, in_each_way
 from tests.amd.runtime.stepping import Request, deterministic_providers, poison_free_pages, providers, small_problem
 
 both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
@@ -33,7 +33,6 @@ def windowed(
     )
 
 
-@pytest.mark.each_value
 @both_ways
 @pytest.mark.parametrize(
     ("provider", "deterministic"),
@@ -66,9 +65,7 @@ def test_a_layer_reads_in_the_space_that_it_writes_in(
     assert torch.equal(serving.runtime.pool.layer(0).k[page, 2], requests[0].k[0][6])
 
 
-@pytest.mark.each_value
-@both_ways
-@pytest.mark.parametrize("provider", PROVIDERS)
+@in_each_way
 def test_a_step_gives_back_no_page_that_its_first_token_sees(provider: str, graphs: bool, device: torch.device) -> None:
     def serve(guards: Guards, graphs: bool) -> tuple[Serving, list[Request]]:
         """A chunk of six tokens after twelve: its first token sees tokens 4 .. 12, its last one 9 .. 17."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -32,6 +33,38 @@ def test_a_value_that_only_one_case_has_stays() -> None:
 def test_every_process_chooses_the_same() -> None:
     cases = [(values, values) for values in product(KINDS, SIZES)]
     assert cover(cases) == cover(list(cases))
+
+
+def test_tests_with_the_same_cases_have_them_in_different_pairs() -> None:
+    cases = [(values, values) for values in product("ab", "cd")]
+    chosen = {frozenset(cover(cases, f"tests/test_it.py::test_{name}")) for name in "abcdefgh"}
+    assert chosen == {frozenset({("a", "c"), ("b", "d")}), frozenset({("a", "d"), ("b", "c")})}
+
+
+class Collected:
+    """A plugin that keeps what pytest has collected."""
+
+    items: list[pytest.Function]
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.items = [item for item in session.items if isinstance(item, pytest.Function)]
+
+
+def test_every_run_has_each_safeguard_of_replayed_steps_with_a_real_provider() -> None:
+    """Where a test of safeguards has a case with graphs of torch's kernels, it is no other combination."""
+    collected = Collected()
+    plugins = ["benchmark", "schemathesis", "xdist", "cacheprovider", "faulthandler"]
+    options = [option for plugin in plugins for option in ("-p", f"no:{plugin}")]
+    guards = Path(__file__).parents[1] / "guards"
+    assert pytest.main(["--collect-only", "--capture=no", *options, str(guards)], [collected]) == pytest.ExitCode.OK
+    night: dict[str, list[bool]] = {}
+    for item in collected.items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        if params.get("graphs") is True and params.get("provider") == "torch":
+            is_nights = item.get_closest_marker("nightly") is not None
+            night.setdefault(item.nodeid.partition("[")[0], []).append(is_nights)
+    assert len(night) > 30
+    assert [test for test, cases in night.items() if all(cases)] == []
 
 
 def item_of(values: tuple[str, str], *marks: str | pytest.MarkDecorator) -> Mock:

@@ -67,7 +67,6 @@ def test_a_masked_extend_equals_the_reference(
     assert_served(tensors)
 
 
-@pytest.mark.by_day(1)
 @pytest.mark.each_value
 @run_extends
 @pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.long] * (seed % 3 > 0)) for seed in range(6)])
@@ -83,7 +82,7 @@ def test_lengths_around_words_and_tiles_are_right(
     assert_served(tensors)
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(3)
 @pytest.mark.each_value
 @run_extends
 @pytest.mark.parametrize("mask_keys", [0, 1, 13, 31, 33])
@@ -126,7 +125,6 @@ def test_every_tile_reads_its_own_bits(key_block: int, kernel_device: torch.devi
     assert_served(tensors)
 
 
-@pytest.mark.by_day(1)
 @run_extends
 def test_a_token_that_sees_nothing_gets_zero(run: Callable[[Tensors], None], kernel_device: torch.device) -> None:
     """With a sink too: without keys there is no output for it to take from."""
@@ -138,7 +136,6 @@ def test_a_token_that_sees_nothing_gets_zero(run: Callable[[Tensors], None], ker
     assert (tensors.lse == float("-inf")).all()
 
 
-@pytest.mark.by_day(1)
 @run_extends
 def test_every_bit_has_its_effect(run: Callable[[Tensors], None], kernel_device: torch.device) -> None:
     """One bit less changes the output of its token, and of no other."""

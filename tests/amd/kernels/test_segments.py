@@ -137,7 +137,7 @@ MASKED = {
 }
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.by_day(2)
 @pytest.mark.each_value
 @pytest.mark.parametrize("run", [run_extend, run_extend_twin])
 @pytest.mark.parametrize("case", MASKED.values(), ids=MASKED)

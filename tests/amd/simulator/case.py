@@ -24,11 +24,12 @@ class KernelCase:
 
 
 class Runs:
-    """Runs cases, each once, on as many cores as there are."""
+    """Runs cases, each once, on as many cores as there are, or as a stage beside another has (scripts/test.sh)."""
 
     def __init__(self) -> None:
+        cores = int(os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS") or os.cpu_count() or 1)
         # Spawned: a forked process would inherit whatever threads torch has started here.
-        self._pool = ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn"))
+        self._pool = ProcessPoolExecutor(cores, multiprocessing.get_context("spawn"))
         self._futures: dict[str, Future[Simulation]] = {}
 
     def start(self, case: KernelCase) -> Future[Simulation]:

@@ -230,7 +230,6 @@ def test_a_seed_gives_the_same_actions_each_time_and_another_seed_others() -> No
     assert actions_of(3) != actions_of(4)
 
 
-@pytest.mark.nightly
 def test_a_suffix_that_begins_a_page_late_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def write_groups(original: Callable[..., None], step: StepTensors, page_size: int) -> None:
         original(step, page_size)
@@ -296,7 +295,6 @@ def test_a_kernel_that_forgets_the_last_token_of_a_full_page_is_found(
     assert "differs from the reference" in str(found())
 
 
-@pytest.mark.nightly
 def test_a_log_sum_exp_to_another_base_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def paged_decode(original: Callable[..., None], args: AttendArgs, **kwargs: Any) -> None:
         original(args, **kwargs)

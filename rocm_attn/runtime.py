@@ -271,11 +271,15 @@ class AttentionRuntime:
         Raises BadTensor; BadBatch where the step may not store, because other rows hold its pages too; Unsupported for
         layers whose index keys stand for several tokens.
         """
+        self.before_move()
+        self.core.moves.move(accepted, row_of_seq)
+
+    def before_move(self) -> None:
+        """What move_accepted() does first, as a graph of core.moves.move() must have it done. Raises as that."""
         self._stores.before_move()
         with on_device(self.device):
             # After its step a move follows all of it, and the next step follows the move.
             (self._streams.follow if self._state is StepState.IDLE else self._streams.join)()
-        self.core.moves.move(accepted, row_of_seq)
 
     def begin_split_step(self, batch: StepBatch, pad_to: PadTo | None = None) -> SplitStep:
         """As begin_step, in two halves; store and attend with their `layers`, in any order of the two.

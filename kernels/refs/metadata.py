@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from rocm_attn.kernels.launch import run_as_launch
 from rocm_attn.kernels.metadata.error_word import (
     ERROR_WORD,
     LENGTH_BEYOND_BOUND,
@@ -29,7 +30,11 @@ from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, NO_PARENT, StepTen
 
 
 def publish(slot: Tensor, counts_before: Tensor, to: StepTensors) -> None:
-    """Twin of launch_publish. Reads the slot's header on the host: it runs outside of recordings, on a CPU slot."""
+    """Twin of launch_publish. It reads the slot's header on the host, so a recorder notes it as one launch."""
+    run_as_launch(_publish, slot, counts_before, to)
+
+
+def _publish(slot: Tensor, counts_before: Tensor, to: StepTensors) -> None:
     num_seqs, num_tokens, _, has_ids = slot[:COUNT_WORDS].tolist()
     echo_step_before(slot, counts_before)
     to.counts.copy_(slot[:COUNT_WORDS])
@@ -137,7 +142,11 @@ def _write_tree_cells(sees: Tensor, before: Tensor, nodes: Tensor, mask_bytes: T
 
 
 def device_inputs(slot: Tensor, given: GivenInputs, to: StepTensors) -> None:
-    """Twin of launch_device_inputs; runs outside of recordings, on a CPU slot."""
+    """Twin of launch_device_inputs, which a recorder notes as one launch, too."""
+    run_as_launch(_device_inputs, slot, given, to)
+
+
+def _device_inputs(slot: Tensor, given: GivenInputs, to: StepTensors) -> None:
     num_seqs, num_ids, counts = int(slot[0]), len(given.token_ids), to.counts
     parts = slot_parts(num_seqs, num_ids)
     kv_bound, q_bound = slot[parts.kv_len].to(counts.device), slot[parts.q_len].to(counts.device)

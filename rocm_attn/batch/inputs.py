@@ -26,12 +26,14 @@ class HostInputs:
 
     device:          of the caller's tensors; there are none
     kv_len_on_host:  whether a batch's kv_len are lengths, and not bounds
-    lengths_on_host: whether its q_len are too
+    q_len_on_host:   likewise
+    lengths_on_host: whether both are
     """
 
     __slots__ = ()
     device: ClassVar[None] = None
     kv_len_on_host: ClassVar[bool] = True
+    q_len_on_host: ClassVar[bool] = True
     lengths_on_host: ClassVar[bool] = True
 
     def __reduce__(self) -> str:
@@ -43,6 +45,14 @@ class HostInputs:
 
     def for_lengths(self, q_len: npt.NDArray[np.int32]) -> Inputs:
         """Inputs of the same kind for a step with these new tokens, which the host knows."""
+        return self
+
+    def known_kv_len(self, kv_len: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """The lengths of a batch that has these."""
+        return kv_len
+
+    def select(self, seqs: npt.NDArray[np.int_], tokens: npt.NDArray[np.int_]) -> Inputs:
+        """The inputs of a step of these sequences, which have these of the tokens, in this order."""
         return self
 
     def cut(self, num_seqs: int, num_tokens: int) -> tuple[Inputs, Inputs]:
@@ -113,6 +123,11 @@ class DeviceInputs:
         return self.kv_len is ON_HOST
 
     @property
+    def q_len_on_host(self) -> bool:
+        """As HostInputs.q_len_on_host."""
+        return self.q_len is ON_HOST
+
+    @property
     def lengths_on_host(self) -> bool:
         """As HostInputs.lengths_on_host."""
         return self.kv_len is self.q_len is ON_HOST
@@ -136,6 +151,23 @@ class DeviceInputs:
         if self.q_len is ON_HOST:
             return HOST_INPUTS
         return DeviceInputs(q_len=torch.tensor(q_len, device=self.device))
+
+    def known_kv_len(self, kv_len: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """As HostInputs.known_kv_len. Waits for the device."""
+        if self.kv_len is ON_HOST:
+            return kv_len
+        known: npt.NDArray[np.int32] = np.minimum(self.kv_len.cpu().numpy() + np.int32(self.ahead), kv_len)
+        return known
+
+    def select(self, seqs: npt.NDArray[np.int_], tokens: npt.NDArray[np.int_]) -> Inputs:
+        """As HostInputs.select. Raises BadBatch where the number of new tokens is on the device."""
+        if self.q_len is not ON_HOST:
+            raise BadBatch("the tokens of a step whose q_len is on the device are packed by it; give q_len on the host")
+        places = {"kv_len": seqs, "token_ids": tokens}
+        chosen = {
+            name: tensor[torch.from_numpy(places[name]).to(tensor.device)] for name, tensor in self._given().items()
+        }
+        return DeviceInputs(**chosen, ahead=self.ahead)
 
     def cut(self, num_seqs: int, num_tokens: int) -> tuple[Inputs, Inputs]:
         """As HostInputs.cut. Raises BadBatch where the number of new tokens is on the device."""

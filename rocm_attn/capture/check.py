@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.inputs import HOST_INPUTS
-from rocm_attn.batch.mask import NO_MASK
+from rocm_attn.batch.mask import StepMask, TreeMask
 from rocm_attn.batch.padding import PaddedShape, fits
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.capture.graphs import shape_name
@@ -322,9 +322,9 @@ def rows_beyond_bounds(one: Tensor, other: Tensor) -> list[int]:
 
 
 def _can_be_drawn(live: StepBatch) -> bool:
-    """Of a step that gives bounds in place of lengths, the host does not know which tokens are new; a mask is packed
-    for its own step alone. A step without sequences is like any other one."""
-    return live.num_seqs == 0 or (live.inputs.lengths_on_host and live.mask is NO_MASK)
+    """Of a step that gives bounds in place of its new tokens, the host does not know which they are; a mask is packed
+    for its own step alone, but for one of trees. A step without sequences is like any other one."""
+    return live.num_seqs == 0 or (live.inputs.q_len_on_host and not isinstance(live.mask, StepMask))
 
 
 def _own_draws(live: StepBatch, shape: PaddedShape) -> Iterator[StepBatch]:
@@ -335,7 +335,7 @@ def _own_draws(live: StepBatch, shape: PaddedShape) -> Iterator[StepBatch]:
     """
     order = np.arange(live.num_seqs)
     yield live
-    for other in (order[: (live.num_seqs + 1) // 2][::-1], np.roll(order[::-1], 1)):
+    for other in (order[: (live.num_seqs + 1) // 2][::-1].copy(), np.roll(order[::-1], 1)):
         drawn = _select(live, other) if live.num_seqs > 1 else live
         yield drawn if fits(drawn, shape) else live
     yield live
@@ -343,10 +343,20 @@ def _own_draws(live: StepBatch, shape: PaddedShape) -> Iterator[StepBatch]:
 
 def _select(batch: StepBatch, order: npt.NDArray[np.int_]) -> StepBatch:
     """The sequences of a batch at these places, in this order."""
-    token_ids = batch.token_ids
-    if len(token_ids):
-        parts = np.split(token_ids, np.cumsum(batch.q_len // batch.drafts.steps)[:-1])
-        token_ids = np.concatenate([parts[seq] for seq in order])
-    prefixes = batch.prefixes.select(order)
-    lengths = batch.kv_len[order], batch.q_len[order]
-    return StepBatch(batch.rows[order], *lengths, token_ids, prefixes=prefixes, drafts=batch.drafts)
+    fed = batch.q_len // batch.drafts.steps
+    ends = np.cumsum(fed)
+    places = np.concatenate([np.arange(ends[seq] - fed[seq], ends[seq]) for seq in order])
+    token_ids = batch.token_ids[places] if len(batch.token_ids) else batch.token_ids
+    mask = batch.mask
+    if isinstance(mask, TreeMask):
+        mask = TreeMask(mask.parents[torch.from_numpy(order).to(mask.device)])
+    return StepBatch(
+        batch.rows[order],
+        batch.kv_len[order],
+        batch.q_len[order],
+        token_ids,
+        inputs=batch.inputs.select(order, places),
+        mask=mask,
+        prefixes=batch.prefixes.select(order),
+        drafts=batch.drafts,
+    )

@@ -402,7 +402,8 @@ def _places_of_new_tokens(runtime: AttentionRuntime, batch: StepBatch) -> Iterat
     """In each space, page and place there of each new token, int64 [num_tokens]."""
     seq = np.repeat(np.arange(batch.num_seqs), batch.q_len)
     ends = np.cumsum(batch.q_len)
-    kv_index = batch.kv_len[seq] - ends[seq] + np.arange(batch.num_tokens)
+    kv_len = batch.inputs.known_kv_len(batch.kv_len)
+    kv_index = kv_len[seq] - ends[seq] + np.arange(batch.num_tokens)
     page_size = runtime.table.page_size
     for table in runtime.table.spaces:
         pages = table.entries_host[batch.rows[seq], kv_index // page_size]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Generic, NoReturn, cast
+from typing import Generic, NamedTuple, NoReturn, cast
 
 import numpy as np
 import torch
@@ -98,6 +98,7 @@ class StepRunner(Generic[Outputs]):
         self._entry_of_plan: dict[StepPlan, Entry[Outputs]] = {}
         self._stored_layers: dict[StepPlan, int] = {}  # that a plan's graph stores in
         self._again: _Again[Outputs] | None = None
+        self._last_plan: StepPlan | None = None
         self._buckets: list[CapturedBucket] = []
         self.metrics = Metrics()  # what serves through this runner counts here too
         self._graphs_off = ""
@@ -192,6 +193,7 @@ class StepRunner(Generic[Outputs]):
             if isinstance(error, DeviceFault):
                 self._count_faults(error)
             raise
+        self._last_plan = plan
         self.metrics.steps += 1
         self.metrics.real_seqs += batch.num_seqs
         self.metrics.padded_seqs += plan.shape.num_seqs - batch.num_seqs
@@ -217,6 +219,14 @@ class StepRunner(Generic[Outputs]):
         except BaseException as error:
             self._flight.failed(error)
             raise
+
+    @property
+    def graph_of_last(self) -> RunsAgain[Outputs] | None:
+        """The graph that the last step has run by; None: it has run without one."""
+        if self._last_plan is None or self._last_plan not in self._entry_of_plan:
+            return None
+        entry = self._entry_of_plan[self._last_plan]
+        return RunsAgain(self._last_plan, partial(self._graphs.replay, entry), entry.outputs)
 
     def run_eagerly(self, batch: StepBatch, pad_to: PadTo | None = None) -> Outputs:
         """run() without a graph and without a trace in the counters: a step again, to compare."""
@@ -595,6 +605,14 @@ class StepRunner(Generic[Outputs]):
         self._runtime.graph_users.discard(self)
         if not self._runtime.graph_users:
             self._runtime.give_up_seal()
+
+
+class RunsAgain(NamedTuple, Generic[Outputs]):
+    """A graph: the plan of its steps, what runs it on what their buffers hold, and what it gives, rows of pads too."""
+
+    plan: StepPlan
+    run: Callable[[], object]
+    outputs: Outputs
 
 
 class _Once:

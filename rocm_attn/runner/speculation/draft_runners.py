@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,15 +17,17 @@ from rocm_attn.batch.step_batch import INT32_MAX, Int32Array, StepBatch, as_many
 from rocm_attn.capture.check import CaptureCheck
 from rocm_attn.capture.draft_runner import DraftRunner
 from rocm_attn.capture.graphs import Progress, eager_steps_before_capture, recorder_for
-from rocm_attn.capture.step_runner import StepRunner
+from rocm_attn.capture.step_runner import RunsAgain, StepRunner
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Sequence as DraftedFor
 from rocm_attn.runner.speculation.beams import Found, Level
 from rocm_attn.runner.speculation.drafts import NOT_DRAWN
+from rocm_attn.runner.speculation.drafts_again import Around
 from rocm_attn.runner.speculation.drawn import drawn_level, samples, terms_of_drafts
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.accepted import last_accepted
 from rocm_attn.step.drafts import DraftSteps
+from rocm_attn.step.repeatable import Repeatable
 from rocm_attn.step.step import Step
 
 
@@ -98,6 +100,7 @@ class DraftRunners:
         # torch refuses writes to memory that was made in inference mode.
         with torch.inference_mode(False):
             self._first_level = Level.empty(most, branches, model.nothing_carried, vocab)
+            self.faults = torch.zeros(1, dtype=torch.int32, device=device)
             self._terms = torch.zeros(most, 1 + self.num_levels * branches, device=device)
             # int32 [S]: of each sequence of a step the new tokens that count, if those are not all of them.
             self._all_count = True
@@ -118,6 +121,13 @@ class DraftRunners:
             capture_after=eager_first,
         )
         self._runtime = runtime
+        self.recorder = recorder_for(runtime.device) if options.graphs else None
+        self._taken_in_last: Repeatable | None = None
+
+    @property
+    def runtime(self) -> AttentionRuntime:
+        """Over whose pages it runs."""
+        return self._runtime
 
     @property
     def device(self) -> torch.device:
@@ -197,6 +207,7 @@ class DraftRunners:
         ends, q_len = bounds + np.int32(width), as_many(len(rows), width)
         taking_in = DeviceInputs(kv_len=stored, token_ids=token_ids, ahead=width)
         level = self._first.run(StepBatch(rows, ends, q_len, inputs=taking_in))
+        self._taken_in_last = self._runtime.repeatable
         first = self._first_level.of(len(rows))
         first.put_first(level.of(len(rows)))
         stored += self.taken[: len(rows)]
@@ -204,6 +215,44 @@ class DraftRunners:
             return first.words()[:, None]
         drafting = DeviceInputs(kv_len=stored, token_ids=first.token_ids.flatten(), ahead=self._drafts.tokens)
         return self._round.run(draft_batch(rows, ends, self._drafts, inputs=drafting))
+
+    def around(self, stored: Tensor, few: int) -> Around | None:
+        """What repeats the round that go_on() has just run; None where it has run without graphs, or is one level.
+
+        stored: as of go_on(); few: its width
+        """
+        first, drafts = self._taken_in_last, self._drafts
+        of_first, of_round = self._first.graph_of_last, self._round.graph_of_last
+        if first is None or of_first is None or of_round is None or not isinstance(drafts, Drafts):
+            return None
+        num_seqs, level, to = len(stored), self._first_level.of(len(stored)), self._runtime.core.memory
+
+        def between() -> Tensor:
+            level.put_first(of_first.outputs.of(num_seqs))
+            stored.add_(self.taken[:num_seqs])
+            return level.token_ids.flatten()
+
+        return Around(
+            first,
+            of_first.run,
+            few,
+            between,
+            to.device_steps(of_round.plan)[0].spaces[0],
+            drafts.branches,
+            of_round.run,
+            of_round.outputs[:num_seqs],
+            min(of_first.plan.key.max_kv_len, of_round.plan.key.max_kv_len),
+            drafts.tokens,
+            stored,
+            self.faults,
+            lambda: _is_still(of_first, self._first.graph_of_last) and _is_still(of_round, self._round.graph_of_last),
+        )
+
+    def ran_again(self) -> None:
+        """Count a round that was made by graphs alone."""
+        for metrics in (self._first.metrics, self._round.metrics):
+            metrics.steps += 1
+            metrics.replays += 1
 
     def _taken_in(self, step: Step) -> Level:
         step = replace(step, last_token_of_seq=last_accepted(step, self.taken[: step.row_of_seq.shape[0]]))
@@ -238,3 +287,8 @@ class DraftRunners:
         if self._draws:
             self.probabilities[:num_seqs].copy_(torch.cat(drawn_by, 1))
         return torch.stack(words, 1)
+
+
+def _is_still(graph: RunsAgain[Any], now: RunsAgain[Any] | None) -> bool:
+    """Whether a runner has a graph yet, which its last step has run by. now: the graph that this one has run by"""
+    return now is not None and now.outputs is graph.outputs

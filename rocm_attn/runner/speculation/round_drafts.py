@@ -18,6 +18,8 @@ from torch import Tensor
 
 from rocm_attn.batch.step_batch import INT32_MAX, Int32Array
 from rocm_attn.errors import DeviceFault, FitsLater
+from rocm_attn.hip_graphs.errors import RecordingRefused, StaleRecording
+from rocm_attn.hip_graphs.recorder import Recorder
 from rocm_attn.kernels.speculative.arguments import GuessedRound
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.runner.request import Sequence
@@ -25,12 +27,15 @@ from rocm_attn.runner.sending import sent
 from rocm_attn.runner.speculation.beams import Found
 from rocm_attn.runner.speculation.draft_runners import DraftRunners
 from rocm_attn.runner.speculation.drafts import NO_DRAFTS, NOT_DRAWN, Drafts
+from rocm_attn.runner.speculation.drafts_again import Around, DraftsAgain
 from rocm_attn.runner.speculation.round_trees import Chains, Guessed, Trees
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.memory import DeviceStep
 
 # Of rounds whose guesses any length of a text allows.
 NO_BOUND = INT32_MAX
+# Rounds of a step whose drafts the host plans before graphs are made of what they repeat.
+_PLANNED_FIRST = 1
 
 
 class DraftsAhead:
@@ -200,6 +205,11 @@ class ModelGuesses:
         self._numbers: list[int] = []
         self._rows = self._before = np.empty(0, np.int32)
         self._words: Tensor | None = None
+        # The last guesses, how often the host has planned their drafts, and what makes them without it.
+        self._guessed: Guessed | None = None
+        self._num_planned = 0
+        self._again: DraftsAgain | None = None
+        self._most, self._is_reserved = np.empty(0, np.int32), False
 
     @property
     def taken(self) -> Tensor:
@@ -218,7 +228,9 @@ class ModelGuesses:
 
     def of_step(self, step: DeviceStep, given: GuessedRound, picked: Tensor) -> Guessed:
         """As Guesses.of_step."""
-        return Trees(self._runtime, step, given, picked, few=self._few) if self.has_branches else Chains(given, picked)
+        if not self.has_branches:
+            return Chains(given, picked)
+        return Trees(self._runtime, step, given, picked, few=self._few, recorder=self._runners.recorder)
 
     def begin(self, sequences: Many[Sequence]) -> bool:
         """As Guesses.begin."""
@@ -235,36 +247,79 @@ class ModelGuesses:
 
     def reserve(self, num_tokens: Int32Array) -> bool:
         """As Guesses.reserve."""
+        most = num_tokens - self._before + np.int32(self._room)
         try:
-            self._table.reserve_all(self._rows, num_tokens - self._before + np.int32(self._room))
+            self._table.reserve_all(self._rows, most)
         except FitsLater:
             return False
+        self._most, self._is_reserved = most, False
         return True
 
     def guess(self, guessed: Guessed, bounds: Int32Array) -> bool:
         """As Guesses.guess. A fault of what drafts is no fault of a request: it begins anew."""
-        num_seqs = len(self._rows)
         self._words = None
+        ends = bounds - self._before
         try:
-            self._drafter.hand_over(guessed)
-            new, stored = guessed.new_tokens(), self._stored[:num_seqs]
-            words = self._runners.go_on(self._rows, bounds - self._before, self._few, new, stored)
+            if self._again is not None and self._again.may_run(guessed, ends + np.int32(self._few)):
+                if not self._is_reserved:
+                    self._again.reserve(self._rows, self._most)
+                    self._is_reserved = True
+                words = self._again.run()
+                self._runners.ran_again()
+            else:
+                words = self._planned(guessed, ends)
         except DeviceFault:
             return False
-        guessed.put(words)
         self._words = words
         return True
+
+    def _planned(self, guessed: Guessed, ends: Int32Array) -> Tensor:
+        """The words of guesses that the host's steps make, after which graphs alone may. ends: as of go_on()"""
+        stored = self._stored[: len(self._rows)]
+        self._drafter.hand_over(guessed)
+        words = self._runners.go_on(self._rows, ends, self._few, guessed.new_tokens(), stored)
+        guessed.put(words)
+        # Another plan, of longer texts, has other graphs.
+        if guessed is not self._guessed or (self._again is not None and not self._again.are_there()):
+            self._guessed, self._num_planned, self._again = guessed, 0, None
+        self._num_planned += 1
+        if self._again is None and self._num_planned > _PLANNED_FIRST and self._runners.recorder is not None:
+            around = self._runners.around(stored, self._few)
+            if around is not None:
+                self._again = self._made_of(around, guessed, self._runners.recorder)
+        if self._again is not None:
+            self._again.follow(self._rows, self._most)
+            self._is_reserved = True
+        return words
+
+    def _made_of(self, around: Around, guessed: Guessed, recorder: Recorder) -> DraftsAgain | None:
+        """The graphs of what rounds repeat; None, now and later, where they are refused."""
+        try:
+            return DraftsAgain(self._runners.runtime, recorder, around, self._drafter.hand_over, guessed)
+        except (RecordingRefused, StaleRecording, torch.OutOfMemoryError):
+            self._runners.recorder = None
+            return None
 
     def end(self, sequences: Many[Sequence | None], *, is_whole: bool) -> None:
         """As Guesses.end."""
         words, self._words = self._words, None
         try:
-            found = Found(words) if words is not None and is_whole else None
+            found = Found(words) if words is not None and is_whole and not self._had_fault() else None
         except DeviceFault:
             found = None
         for seq, (number, sequence) in enumerate(zip(self._numbers, sequences, strict=True)):
             if found is None or sequence is None:
                 self._drafter.leave(number)
                 continue
-            self._table.truncate(int(self._rows[seq]), len(sequence.token_ids) - int(self._before[seq]))
+            row, stored = int(self._rows[seq]), len(sequence.token_ids) - int(self._before[seq])
+            self._table.mark_stored([row], [stored])
+            self._table.truncate(row, stored)
             self._drafter.went_on(sequence, found.drafts(seq, self._num_drafts, NOT_DRAWN))
+
+    def _had_fault(self) -> bool:
+        """Whether a step that graphs ran again was cut."""
+        faults = self._runners.faults
+        has_fault = bool(faults.any())
+        if has_fault:
+            faults.zero_()
+        return has_fault

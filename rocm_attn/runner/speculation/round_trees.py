@@ -19,6 +19,8 @@ from torch import Tensor
 
 from rocm_attn.batch.mask import TreeMask
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
+from rocm_attn.hip_graphs.errors import RecordingRefused
+from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.kernels.metadata.step_tensors import NO_PARENT
 from rocm_attn.kernels.speculative.arguments import Accepted, GuessedRound, Verified
 from rocm_attn.machine.devices import on_device
@@ -63,6 +65,10 @@ class Guessed(Protocol):
         """Make drafts the guesses of the next round. words: int32 [n, levels, 3, K], as of Level.words"""
         ...
 
+    def changed(self) -> tuple[Tensor, ...]:
+        """What put() does not write alone, but by what it holds."""
+        ...
+
 
 class Chains:
     """Guesses that come after each other. picked: as of Guessed"""
@@ -98,6 +104,10 @@ class Chains:
         """As Guessed.put."""
         self._guesses.copy_(words[:, :, 0, 0])
 
+    def changed(self) -> tuple[Tensor, ...]:
+        """As Guessed.changed."""
+        return ()
+
 
 class Trees:
     """Guesses of which several may come after one.
@@ -106,16 +116,26 @@ class Trees:
     step:    where that step's inputs are
     drawn:   int32 [n * W], what was picked after each node
     few:     1 + levels of drafts
+    recorder: makes a graph of accept(), which runs as it is without one
     """
 
     @torch.inference_mode(False)  # memory that is made in that mode cannot be written outside of it
     def __init__(
-        self, runtime: AttentionRuntime, step: DeviceStep, given: GuessedRound, drawn: Tensor, *, few: int
+        self,
+        runtime: AttentionRuntime,
+        step: DeviceStep,
+        given: GuessedRound,
+        drawn: Tensor,
+        *,
+        few: int,
+        recorder: Recorder | None,
     ) -> None:
         num_seqs, device = given.limit.shape[0], runtime.device
         num_tokens = given.terms.shape[0]
         width = num_tokens // num_seqs
         self._runtime, self._windows, self._few = runtime, step.windows, few
+        self._recorder, self._has_accepted = recorder, False
+        self._accepting: Recording | None = None
         self._drawn = drawn[:num_tokens]
         self._rows = given.row_of_seq[:num_seqs]
         self._guesses = given.token_ids[:num_tokens].view(num_seqs, width)[:, 1:]
@@ -135,10 +155,34 @@ class Trees:
 
     def accept(self) -> None:
         """As Guessed.accept."""
-        accepted, ops = self._accepted, self._runtime.core.ops
+        self._runtime.before_move()
+        if self._recorder is not None and self._has_accepted and self._accepting is None:
+            self._record(self._recorder)
+        if self._accepting is not None:
+            self._accepting.replay()
+        else:
+            self._accept()
+        self._has_accepted = True
+
+    def _record(self, recorder: Recorder) -> None:
+        """Make a graph of _accept(), of a round in which nothing is right: a move may not be made twice."""
+        changed = self._drawn, self._guesses
+        held = [tensor.clone() for tensor in changed]
+        self._drawn.fill_(-2)  # no guess is that, nor is what stands after those that were accepted
+        try:
+            self._accepting, _ = recorder.record(self._accept)
+        except (RecordingRefused, torch.OutOfMemoryError):
+            self._recorder = None
+        finally:
+            for tensor, value in zip(changed, held, strict=True):
+                tensor.copy_(value)
+
+    def _accept(self) -> None:
+        """The launches of accept()."""
+        accepted, core = self._accepted, self._runtime.core
         with on_device(self._runtime.device):
-            ops.accept_drawn(self._drawn, self._verified, accepted)
-        self._runtime.move_accepted(accepted, self._rows)
+            core.ops.accept_drawn(self._drawn, self._verified, accepted)
+        core.moves.move(accepted, self._rows)
         # As of a chain: guesses that were picked, and after them one that never is.
         is_wrong = self._places > accepted.num_accepted[:, None]
         self._guesses.copy_(accepted.token_ids[:, :-1].masked_fill(is_wrong, -1))
@@ -161,6 +205,10 @@ class Trees:
         """As Guessed.hand_over."""
         rows = (self._first + self._accepted.path[:, : self._few].clamp(min=0)).flatten()
         torch.index_select(handed, 0, rows, out=to[: len(rows)])
+
+    def changed(self) -> tuple[Tensor, ...]:
+        """As Guessed.changed."""
+        return (self._numbers,)
 
     def put(self, words: Tensor) -> None:
         """As Guessed.put."""

@@ -339,7 +339,7 @@ def test_no_rank_makes_a_graph_that_another_one_has_no_room_to_check() -> None:
 
 
 def test_a_rank_without_room_says_so_before_any_rank_records() -> None:
-    """Its rows are all taken, and only the device knows the lengths of its step, so that none can be made of it."""
+    """Its rows are all taken, and only the device knows the new tokens of its step: none can be made of it."""
     tiny, runs = Tiny.build(CPU, "torch", [2], max_num_seqs=2), [0]
     requests = Requests(tiny.runtime)
     requests.admit(2)
@@ -347,7 +347,7 @@ def test_a_rank_without_room_says_so_before_any_rank_records() -> None:
     requests.run(runner, [3, 3])
     ranks = tiny.runtime.agree = Ranks(runs, {})
     batch = requests.batch([1, 1])
-    lengths = DeviceInputs(kv_len=torch.from_numpy(batch.kv_len.copy()))
+    lengths = DeviceInputs(q_len=torch.from_numpy(batch.q_len.copy()))
     for _ in range(3):
         runner.run(replace(batch, inputs=lengths), PadTo(2))
     assert ranks.sent == [{"not tried": "too few pages are free to check it on"}]  # and not at each step

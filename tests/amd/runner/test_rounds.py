@@ -550,7 +550,10 @@ def test_a_prompt_finds_what_rounds_have_stored(kind: Kind, monkeypatch: pytest.
     ["drafted", "trees", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("head", "trees of a head"))],
     indirect=True,
 )
-def test_drafts_of_rounds_are_those_of_rounds_that_the_host_plans(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_drafts_of_rounds_are_those_of_rounds_that_the_host_plans(
+    graphs: bool, kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Token by token, for each text that both come to: the model is where the host would have brought it."""
     requests = [kind.request(seed, 60) for seed in range(3)]
     engine, by_host = kind.engine(), dict[tuple[int, ...], Drafts]()
@@ -565,7 +568,7 @@ def test_drafts_of_rounds_are_those_of_rounds_that_the_host_plans(kind: Kind, mo
 
         patch.setattr(engine._speculation._drafter, "draft", and_note)  # type: ignore[union-attr]
         engine.generate(requests)
-    engine, compared = kind.engine(), 0
+    engine, compared = kind.engine(graphs=graphs), 0
     rounds = rounds_of(engine)
     guess = rounds._guesses.guess
 

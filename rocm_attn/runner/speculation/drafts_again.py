@@ -1,0 +1,199 @@
+"""The drafts of a round once more: what a series repeats in each of its rounds, launched as five graphs.
+
+A model that drafts has two graphs for a round: of the step that takes in what is new, and of all levels that it drafts.
+Around them stand three small ones, which are made of one step's rounds: what that step has left is handed over and the
+first graph's inputs are made, those of the second one are made of what came of the first, and the drafts become the
+guesses of the next round. Nothing is planned or published in between. Inputs are published on the device, from slots
+that hold what the host has reserved: a length beyond that is cut, as in steps of the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.step_batch import Int32Array
+from rocm_attn.errors import GraphStale
+from rocm_attn.hip_graphs.errors import StaleRecording
+from rocm_attn.hip_graphs.recorder import Recorder
+from rocm_attn.kernels.metadata.error_word import ERROR_WORD
+from rocm_attn.kernels.metadata.given_inputs import GivenInputs
+from rocm_attn.kernels.metadata.slot_layout import ECHO, STEP, SlotParts, slot_header, slot_parts
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
+from rocm_attn.machine.devices import on_device
+from rocm_attn.runner.sending import sent
+from rocm_attn.runner.speculation.round_trees import Guessed
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step.repeatable import Repeatable
+
+
+class DeviceSlot:
+    """A ring slot of the device's own, from which a step is published again and again.
+
+    num_seqs: of the step
+    q_len:    new tokens of each of its sequences
+    """
+
+    def __init__(self, runtime: AttentionRuntime, to: StepTensors, num_seqs: int, q_len: int) -> None:
+        self._runtime, self._to, self._num_seqs, self._q_len = runtime, to, num_seqs, q_len
+        self._parts: SlotParts = slot_parts(num_seqs, 0)
+        with torch.inference_mode(False):
+            self.words = torch.zeros(self._parts.floor.stop, dtype=torch.int32, device=runtime.device)
+
+    def write(self, rows: Int32Array, most: Int32Array) -> None:
+        """Take over the rows of a step, and the most tokens that each may have. int32 [num_seqs]"""
+        words, parts, number = np.zeros(len(self.words), np.int32), self._parts, self._runtime.step_number
+        header = slot_header(self._num_seqs, self._num_seqs * self._q_len, number, False, number)
+        words[: parts.rows.start] = np.frombuffer(header, np.int32)
+        words[parts.rows], words[parts.kv_len], words[parts.q_len] = rows, most, self._q_len
+        words[parts.floor] = self._runtime.table.floors(rows)
+        self.words.copy_(sent(words, self._runtime.device))
+
+    def publish(self, before: StepTensors, stored: Tensor, token_ids: Tensor, faults: Tensor) -> None:
+        """Make the step's inputs. May be captured.
+
+        before:    of the step before it
+        stored:    int32 [num_seqs], tokens before its own
+        token_ids: int32 [num_seqs * q_len]
+        faults:    int32 [1], gets the error bits of the step before
+        """
+        words, parts, ops = self.words, self._parts, self._runtime.core.ops
+        given = GivenInputs(stored, words[parts.q_len], token_ids, words[parts.floor], self._q_len)
+        with on_device(self._runtime.device):
+            ops.publish(words, before.counts, self._to)
+            faults.bitwise_or_(words[ECHO : ECHO + 1])
+            ops.device_inputs(words, given, self._to)
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """What the small graphs are made of, and what stands between them. n sequences
+
+    first:       the step that took in what is new
+    run_first:   runs its graph again
+    few:         new tokens of a sequence in it
+    between:     puts what came of it where the next graph reads it, and counts in `stored` what was stored; gives the
+                 ids of the first drafts
+    drafts:      inputs of the round's first draft step
+    num_drafts:  tokens of that step, of each sequence
+    run_drafts:  runs the round's graph again
+    words:       int32 [n, levels, 3, K], of all levels, as that graph gives them
+    most_tokens: that sequences may have in either of them
+    tokens:      that a round stores after the sequence's own
+    stored:      int32 [n], tokens that are stored
+    faults:      int32 [1], error bits of steps that ran again
+    are_there:   whether both graphs may still run
+    """
+
+    first: Repeatable
+    run_first: Callable[[], object]
+    few: int
+    between: Callable[[], Tensor]
+    drafts: StepTensors
+    num_drafts: int
+    run_drafts: Callable[[], object]
+    words: Tensor
+    most_tokens: int
+    tokens: int
+    stored: Tensor
+    faults: Tensor
+    are_there: Callable[[], bool]
+
+
+class DraftsAgain:
+    """The drafts of the rounds that follow from one step, the first of which have just been made.
+
+    around:    what they are made of
+    hand_over: has the model find what a round has left for it
+    guessed:   of these rounds
+    rows:      int32 [n], of the request table
+    most:      int32 [n], tokens that these have room for
+
+    Raises RecordingRefused, and DeviceFault of the steps before.
+    """
+
+    def __init__(
+        self,
+        runtime: AttentionRuntime,
+        recorder: Recorder,
+        around: Around,
+        hand_over: Callable[[Guessed], None],
+        guessed: Guessed,
+    ) -> None:
+        self._runtime, self._around, self.guessed = runtime, around, guessed
+        num_seqs, of_first, faults = len(around.stored), around.first[2].spaces[0], around.faults
+        self._seal_number = runtime.seal_number
+        first_slot = DeviceSlot(runtime, of_first, num_seqs, around.few)
+        drafts_slot = DeviceSlot(runtime, around.drafts, num_seqs, around.num_drafts)
+        self._slots = first_slot, drafts_slot
+
+        def before() -> None:
+            hand_over(guessed)
+            first_slot.publish(around.drafts, around.stored, guessed.new_tokens(), faults)
+
+        def between() -> None:
+            drafts_slot.publish(of_first, around.stored, around.between(), faults)
+
+        def after() -> None:
+            guessed.put(around.words)
+
+        # Nothing that is recorded reads pages: slots without sequences serve.
+        runtime.report_faults()
+        changed = (around.stored, *guessed.changed())
+        held = [tensor.clone() for tensor in changed]
+        try:
+            self._before, self._between, self._after = (recorder.record(fn)[0] for fn in (before, between, after))
+        finally:
+            for tensor, value in zip(changed, held, strict=True):
+                tensor.copy_(value)
+            for to in (of_first, around.drafts):
+                to.counts[ERROR_WORD] = 0
+                to.counts[STEP] = runtime.step_number
+            faults.zero_()
+
+    def are_there(self) -> bool:
+        """Whether the graphs are those that the drafting model's last steps have run by."""
+        return self._around.are_there()
+
+    def may_run(self, guessed: Guessed, ends: Int32Array) -> bool:
+        """Whether these are the drafts of a round's guesses. ends: int32 [n], tokens after it, at most"""
+        around = self._around
+        if guessed is not self.guessed or self._seal_number != self._runtime.seal_number:
+            return False
+        most = int(np.maximum.reduce(ends)) + around.tokens
+        return self._runtime.repeatable is around.first and most <= around.most_tokens and around.are_there()
+
+    def follow(self, rows: Int32Array, most: Int32Array) -> None:
+        """The drafts of these rows were made by the host's steps: those after them may run.
+
+        rows, most: int32 [n], of the request table, and tokens that these have room for
+        """
+        self.reserve(rows, most)
+        self._runtime.repeatable = self._around.first
+
+    def reserve(self, rows: Int32Array, most: Int32Array) -> None:
+        """The rows have room for so many tokens. As of follow()"""
+        most = np.minimum(most, np.int32(self._around.most_tokens))
+        first, drafts = self._slots
+        first.write(rows, most)
+        drafts.write(rows, most)
+
+    def run(self) -> Tensor:
+        """Make the guesses of the next round, and give their words. Raises GraphStale."""
+        try:
+            self._runtime.replay_again(self._launch)
+        except StaleRecording as stale:
+            raise GraphStale(str(stale)) from stale
+        return self._around.words
+
+    def _launch(self) -> None:
+        around = self._around
+        self._before.replay()
+        around.run_first()
+        self._between.replay()
+        around.run_drafts()
+        self._after.replay()

@@ -1,0 +1,121 @@
+"""Drafts of rounds that graphs make again: without a call of the model, a plan or a publication of the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rocm_attn.runner.engine import Engine
+from rocm_attn.runner.speculation.drafts_again import DraftsAgain
+from rocm_attn.runner.speculation.round_drafts import ModelGuesses
+from rocm_attn.runner.speculation.round_trees import Trees
+from tests.amd.runner.test_rounds import KINDS, Kind, rounds_of
+
+
+@pytest.fixture(params=["drafted", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("trees", "head"))])
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return KINDS[request.param]
+
+
+def full(kind: Kind) -> Engine:
+    """An engine with graphs and as many rows as the requests need: none is free to check a graph on."""
+    return kind.engine(graphs=True, max_batch_size=3, capture_after=0)
+
+
+class Watched:
+    """What each guess of an engine's rounds has brought.
+
+    again: whether graphs alone have made it
+    calls: of the drafting model's two forwards and of publications in it
+    begun: how many guesses were made before each series
+    """
+
+    def __init__(self, engine: Engine, patch: pytest.MonkeyPatch) -> None:
+        self.again, self.calls, self.begun = list[bool](), list[int](), list[int]()
+        guesses = rounds_of(engine)._guesses
+        assert isinstance(guesses, ModelGuesses)
+        runners = guesses._runners
+        self._num_calls = 0
+        for owner, name in (
+            (runners._first, "_body"),
+            (runners._round, "_body"),
+            (runners.runtime._publisher, "publish_whole"),
+        ):
+            patch.setattr(owner, name, self._counting(getattr(owner, name)))
+        guess, begin, run = guesses.guess, guesses.begin, DraftsAgain.run
+
+        def and_watch(*arguments: Any) -> bool:
+            self._num_calls = 0
+            self.again.append(False)
+            is_made = guess(*arguments)
+            self.calls.append(self._num_calls)
+            return is_made
+
+        def and_note(drafts: DraftsAgain) -> Any:
+            self.again[-1] = True
+            return run(drafts)
+
+        def and_begin(sequences: Any) -> bool:
+            self.begun.append(len(self.again))
+            return begin(sequences)
+
+        patch.setattr(guesses, "guess", and_watch)
+        patch.setattr(guesses, "begin", and_begin)
+        patch.setattr(DraftsAgain, "run", and_note)
+
+    def _counting(self, call: Any) -> Any:
+        def and_count(*arguments: Any) -> Any:
+            self._num_calls += 1
+            return call(*arguments)
+
+        return and_count
+
+
+def test_drafts_of_a_full_batch_are_made_by_graphs_alone(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the first two of a series, and where a text outgrows a length bucket: the host plans those."""
+    requests = [kind.request(seed, 40) for seed in range(3)]
+    engine = full(kind)
+    watched = Watched(engine, monkeypatch)
+    assert engine.generate(requests) == kind.plainly(requests)
+    first_two = {first + more for first in watched.begun for more in (0, 1)}
+    later = [place for place, is_again in enumerate(watched.again) if not is_again and place not in first_two]
+    assert len(later) <= 2
+    assert sum(watched.again) > 5
+    assert {calls for calls, is_again in zip(watched.calls, watched.again, strict=True) if is_again} == {0}
+    assert engine.metrics.fallbacks == {}
+    guesses = rounds_of(engine)._guesses
+    assert isinstance(guesses, ModelGuesses)
+    # What is accepted of trees is brought into order by a graph too.
+    assert not isinstance(guesses._guessed, Trees) or guesses._guessed._accepting is not None
+
+
+@pytest.mark.nightly
+def test_a_length_beyond_what_is_reserved_is_cut_and_the_model_begins_anew(
+    kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts are but guesses: no text changes, and no request fails."""
+    requests = [kind.request(seed, 60) for seed in range(3)]
+    engine = full(kind)
+    guesses = rounds_of(engine)._guesses
+    assert isinstance(guesses, ModelGuesses)
+    reserve, left = DraftsAgain.reserve, list[int]()
+    leave = guesses._drafter.leave
+
+    def and_leave(number: int) -> None:
+        left.append(number)
+        leave(number)
+
+    monkeypatch.setattr(DraftsAgain, "reserve", lambda self, rows, most: reserve(self, rows, np.full_like(most, 12)))
+    had_fault, faults = guesses._had_fault, list[bool]()
+
+    def and_note() -> bool:
+        faults.append(had_fault())
+        return faults[-1]
+
+    monkeypatch.setattr(guesses, "_had_fault", and_note)
+    monkeypatch.setattr(guesses._drafter, "leave", and_leave)
+    assert engine.generate(requests) == kind.plainly(requests)
+    assert any(faults)
+    assert left

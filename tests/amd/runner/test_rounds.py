@@ -525,6 +525,49 @@ def test_k_and_v_that_are_no_numbers_in_a_round_end_their_request_alone(kind: Ki
     assert told <= 1
 
 
+@kinds("greedy")
+@pytest.mark.parametrize("draft_tokens", [3, 5])
+def test_a_prompt_of_as_many_tokens_as_a_round_is_not_taken_for_guesses(draft_tokens: int, kind: Kind) -> None:
+    """Alone, beside a sequence that verifies guesses, and as what a prefix hit leaves of a longer one."""
+    width = kind.options(draft_tokens=draft_tokens).draft_tokens + 1
+    tokens = (8, 32, 15, 63, 57, 60, 3, 41, 22, 50, 11, 2, 36, 19)
+    engine = kind.engine(draft_tokens=draft_tokens)
+    alone = [Request(tokens[place : place + width], 12) for place in range(4)]
+    assert [engine.generate([each])[0] for each in alone] == kind.plainly(alone)
+    engine.forget_prefixes()
+    first, beside, longer = kind.request(1, 60), Request(tokens[2 : 2 + width], 20), Request(tokens[: 8 + width], 20)
+    numbers = [engine.submit(first)]
+    for request in (beside, Request(tokens[:8], 6), longer):
+        series = rounds_of(engine)._series
+        while rounds_of(engine)._series in (None, series):
+            engine.step()
+        numbers.append(engine.submit(request))
+        for _ in range(12):
+            engine.step()
+    for _ in steps(engine):
+        pass
+    assert engine.metrics.prefix_hits
+    wanted = kind.plainly([first, beside, Request(tokens[:8], 6), longer])
+    assert [engine.completion(number) for number in numbers] == wanted
+
+
+@kinds("asking")
+def test_a_row_of_which_no_token_is_left_says_so(kind: Kind) -> None:
+    engine = kind.engine()
+    number, rounds = engine.submit(kind.request(3, 60)), rounds_of(engine)
+    while rounds._series is None or rounds._series.num_launched < 4:
+        engine.step()
+    ops = engine._picker.ops
+
+    def none_left(logits: torch.Tensor, asked: Any, counts: Any, masks: Any, shaped: torch.Tensor) -> None:
+        shaped.fill_(-torch.inf)
+
+    engine._picker.ops = replace(ops, shape_rows=none_left)
+    for _ in steps(engine):
+        pass
+    assert engine.completion(number).error.startswith("no token is left that the request allows")
+
+
 @kinds("deterministic")
 def test_a_prompt_finds_what_rounds_have_stored(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes while they go on, and begins as their text does. It finds what is known to have gone well."""

@@ -190,8 +190,8 @@ class PrefixCache:
     def move_windows(self, row: CachedRow, num_stored: int) -> None:
         """The row has given back what no step needs that begins after num_stored tokens.
 
-        To be called when num_stored has come to row.moves_at; before that, nothing has left a window. After an interrupt
-        it is called again, and goes on.
+        To be called when num_stored has come to row.moves_at; before that, nothing has left a window.
+        After an interrupt it is called again, and goes on.
         """
         for space, pages in self._windowed:
             first = pages.pages.first_needed(num_stored, self._page_size)

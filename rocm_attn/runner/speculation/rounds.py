@@ -379,7 +379,7 @@ class DeviceRounds:
             return picks
         if isinstance(last[0].mask, TreeMask) is not self._guesses.has_branches:
             return picks
-        # All new tokens but the first of each are drafts: a prompt's rest may be of as many, and nothing in it is guessed.
+        # A prompt's rest may be of as many tokens, of which none is a draft.
         if not batch.min_q_len == batch.max_q_len == width or len(step.drafts) < batch.num_seqs or step.is_of_a_suspect:
             return picks
         picked = picks.tokens

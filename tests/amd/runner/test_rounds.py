@@ -548,10 +548,9 @@ def test_a_prompt_of_as_many_tokens_as_a_round_is_not_taken_for_guesses(draft_to
     assert engine.metrics.prefix_hits
 
 
-@kinds("asking")
-def test_a_row_of_which_no_token_is_left_says_so(kind: Kind) -> None:
-    engine = kind.engine()
-    number, rounds = engine.submit(kind.request(3, 60)), rounds_of(engine)
+def test_a_row_of_which_no_token_is_left_says_so() -> None:
+    engine = KINDS["asking"].engine()
+    number, rounds = engine.submit(KINDS["asking"].request(3, 60)), rounds_of(engine)
     while rounds._series is None or rounds._series.num_launched < 4:
         engine.step()
     ops = engine._picker.ops

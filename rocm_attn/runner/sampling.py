@@ -147,7 +147,7 @@ class PickedTokens:
             return ids
         return [
             token if token != ALL_ZERO and math.isfinite(most) else _bad_logits(token, most)
-            for token, most in zip(ids, best.tolist(), strict=True)
+            for token, most in zip(found.tolist(), best.tolist(), strict=True)
         ]
 
 

@@ -25,6 +25,7 @@ from rocm_attn.kernels.metadata.error_word import ERROR_WORD, LENGTH_BEYOND_BOUN
 from rocm_attn.machine.agreement import RanksDiverged, SentFault, faults_of_any
 from rocm_attn.runner import engine as engine_module
 from rocm_attn.runner import engine_runtime, pool_size
+from rocm_attn.runner.attention_weights import HeadWeights
 from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.ranks import RanksOfGroup
@@ -217,7 +218,9 @@ def rounds_of_one_rank_go_wrong(rank: int, spoil: Callable[[Engine], None]) -> l
 
 
 def with_nan_in_kv(serving: Engine) -> None:
-    serving._loaded.weights.layers[-1].attention.qkv[-1].fill_(float("nan"))
+    attention = serving._loaded.weights.layers[-1].attention
+    assert isinstance(attention, HeadWeights)
+    attention.qkv[-1].fill_(float("nan"))
 
 
 def with_an_error_word(serving: Engine) -> None:

@@ -22,6 +22,7 @@ from rocm_attn.runner.sampling_options import Sampling
 from rocm_attn.runner.speculation import engines
 from rocm_attn.runner.speculation import rounds as rounds_module
 from rocm_attn.runner.speculation.drafts import Drafts
+from rocm_attn.runner.speculation.following import NoRounds
 from rocm_attn.runner.speculation.round_trees import Guessed, Trees
 from rocm_attn.runner.speculation.rounds import DeviceRounds
 from rocm_attn.step.host_ring import Fence, NoFence
@@ -558,7 +559,7 @@ def test_a_row_of_which_no_token_is_left_says_so() -> None:
     def none_left(logits: torch.Tensor, asked: Any, counts: Any, masks: Any, shaped: torch.Tensor) -> None:
         shaped.fill_(-torch.inf)
 
-    engine._picker.ops = replace(ops, shape_rows=none_left)
+    engine._picker.ops = replace(ops, shape_rows=none_left)  # type: ignore[type-var]
     for _ in steps(engine):
         pass
     assert engine.completion(number).error.startswith("no token is left that the request allows")
@@ -597,7 +598,7 @@ def test_drafts_of_rounds_are_those_of_rounds_that_the_host_plans(
     requests = [kind.request(seed, 60) for seed in range(3)]
     engine, by_host = kind.engine(), dict[tuple[int, ...], Drafts]()
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_rounds", rounds_module.NoRounds())
+        patch.setattr(engine, "_rounds", NoRounds())
         draft = engine._speculation._drafter.draft  # type: ignore[union-attr]
 
         def and_note(decoding: Any, alive: Any) -> Any:

@@ -419,7 +419,7 @@ def test_pages_of_a_series_are_reserved_at_once_where_plenty_are_free(
             limits.append(int(limit[0]))
         return limit
 
-    rounds._reserved = and_note  # type: ignore[method-assign]
+    rounds._reserved = and_note  # type: ignore[method-assign,assignment]
     for _ in steps(engine):
         if rounds._series is not None:
             begun[id(rounds._series)] = rounds._series

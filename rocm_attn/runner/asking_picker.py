@@ -20,19 +20,15 @@ from torch import Tensor
 from rocm_attn.batch.step_batch import Int32Array
 from rocm_attn.errors import BadLogits
 from rocm_attn.kernels.sampling import asked as columns
-from rocm_attn.kernels.sampling.found import ALL_ZERO
+from rocm_attn.kernels.sampling.found import ALL_ZERO, NONE_LEFT
 from rocm_attn.providers.launches import PickOps
 from rocm_attn.runner.logprobs import NO_LOGPROBS, TokenLogprobs
-from rocm_attn.runner.sampling import GREEDY, Draw, Found, PickedTokens, TokenPicker, terms_of
+from rocm_attn.runner.sampling import GREEDY, NOTHING_LEFT, Draw, Found, PickedTokens, TokenPicker, terms_of
 from rocm_attn.runner.sending import coming, sent
 from rocm_attn.runner.token_counts import CountedText, TokenCounts
 from rocm_attn.step.host_ring import Fence, NoFence
 
 Biases = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
-_NOTHING_LEFT = (
-    "no token is left that the request allows: its constraint, its biases or min_tokens rule out all that could come "
-    "next; ask for less"
-)
 NO_BIASES: Biases = (np.empty(0, np.int64), np.empty(0, np.float32))
 
 
@@ -88,7 +84,7 @@ class AskedTokens:
         shapes, found = self._shaped
         for row, pick in zip(shapes, PickedTokens(Found.of(found.numpy()), NoFence()).read(), strict=True):
             if not isinstance(picks[row], BadLogits):
-                picks[row] = pick if isinstance(pick, int) else BadLogits(shapes[row].why_none or _NOTHING_LEFT)
+                picks[row] = pick if isinstance(pick, int) else BadLogits(shapes[row].why_none or NOTHING_LEFT)
         return picks
 
     @property
@@ -127,9 +123,17 @@ def overlaid(found: Found, rows: npt.NDArray[np.intp], shaped: Found) -> Found:
     if not len(rows):
         return found
     ids, best = found.token_ids.copy(), found.best.copy()
-    good = (ids[rows] != ALL_ZERO) & np.isfinite(best[rows])
+    good = _are_good(ids[rows], best[rows])
     ids[rows[good]], best[rows[good]] = shaped.token_ids[good], shaped.best[good]
+    left = _are_good(*shaped)
+    ids[rows[good & ~left]], best[rows[good & ~left]] = NONE_LEFT, -np.inf
     return Found(ids, best)
+
+
+def _are_good(token_ids: Int32Array, best: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
+    """Of each row that this was found of, whether a token can be picked from it."""
+    good: npt.NDArray[np.bool_] = (token_ids != ALL_ZERO) & np.isfinite(best)
+    return good
 
 
 class ShapedRows:

@@ -48,9 +48,10 @@ from rocm_attn.runner.speculation.engines import (
     rejection_of,
     served,
 )
+from rocm_attn.runner.speculation.following import NoRounds, Rounds
 from rocm_attn.runner.speculation.last_rows import forward_of
 from rocm_attn.runner.speculation.reading import MOST_AHEAD, Pace, Together
-from rocm_attn.runner.speculation.rounds import FOLLOWING, DeviceRounds, NoRounds, Rounds, why_no_rounds
+from rocm_attn.runner.speculation.rounds import FOLLOWING, DeviceRounds, why_no_rounds
 from rocm_attn.runner.speculation.speculation import Drafter, NoSpeculation, Speculation, StepPicks
 from rocm_attn.runner.taking import Taken
 from rocm_attn.runner.unread import FoundPicks, ReadRounds, ReadStep, UnreadStep, with_unread_tokens
@@ -135,6 +136,8 @@ class Engine:
         self._rounds_to_enter: ScheduledStep | None = None  # whose pages prompts cannot find yet
         self._compared = Compared(self.runtime.meetings, has_ranks=self._has_ranks)
         self._num_submitted = 0
+        # Of a request that is aborted, or else cancelled: an interrupt may leave it dropped by half.
+        self._leaving: tuple[Output, bool] | None = None
 
     def _speculate(self, drafter: Drafter, *, has_rounds: bool) -> None:
         """Have drafts before each step. has_rounds: whether rounds may follow from each other"""
@@ -152,7 +155,7 @@ class Engine:
         if has_rounds:
             guesses, most_ahead = guesses_of(drafter, options, runtime), MOST_AHEAD * self._steps_ahead
             self._rounds = DeviceRounds(
-                runtime, self._runner, self._picker, guesses, most, most_ahead, has_ranks=self._has_ranks
+                runtime, self._runner, self._picker, guesses, most, most_ahead, ranks=self._loaded.ranks
             )
 
     def _new_runner(self, forward: Forward) -> StepRunner:
@@ -169,7 +172,8 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether any request is not finished, or an event was not returned yet: then step() may be called."""
-        return self._scheduler.has_work or bool(self._events) or bool(self._read) or self._found is not None
+        is_halfway = bool(self._read) or self._found is not None or self._leaving is not None  # by an interrupt
+        return self._scheduler.has_work or bool(self._events) or is_halfway
 
     def capture_all(self, progress: Progress) -> CaptureReport:
         """Make every graph before the first request arrives, so that no request waits for one.
@@ -226,10 +230,22 @@ class Engine:
         output = self._outputs.get(number)
         if output is None:
             return
-        self._scheduler.drop(output.sequence)
-        output.end_early("abort", "", self._events)
-        self._end(output)
+        self._leaving = output, True
+        self._drop_leaving()
         self.metrics.aborts += 1
+
+    def _drop_leaving(self) -> None:
+        """Drop the request that is aborted or cancelled, if one is. After an interrupt it is called again."""
+        if self._leaving is None:
+            return
+        output, is_aborted = self._leaving
+        self._scheduler.drop(output.sequence)
+        if is_aborted:
+            output.end_early("abort", "", self._events)
+            self._end(output)
+        else:
+            self._outputs.pop(output.sequence.number, None)
+        self._leaving = None
 
     def forget_prefixes(self) -> None:
         """Begin with an empty prefix cache: no request that comes later finds pages that were stored so far.
@@ -256,8 +272,8 @@ class Engine:
         self._enter_rounds()
         output = self._outputs.get(number)
         if output is not None:
-            self._scheduler.drop(output.sequence)
-            del self._outputs[number]
+            self._leaving = output, False
+            self._drop_leaving()
             self.metrics.note_end("cancelled", output.seconds)
         if not self._scheduler.has_work:
             self.settle()  # no step() may come after it
@@ -532,6 +548,7 @@ class Engine:
         """Note the events that come out of steps that were read. After an interrupt it is called again, and goes on."""
         if self._found is not None:
             self._take_found(self._found)
+        self._drop_leaving()
         while self._read:
             read = self._read[0]
             if isinstance(read, ReadRounds):

@@ -191,12 +191,15 @@ class PrefixCache:
         """The row has given back what no step needs that begins after num_stored tokens.
 
         To be called when num_stored has come to row.moves_at; before that, nothing has left a window.
+        After an interrupt it is called again, and goes on.
         """
         for space, pages in self._windowed:
             first = pages.pages.first_needed(num_stored, self._page_size)
-            for page in row.pages[row.first_held[space] : first]:
+            for page_no in range(row.first_held[space], min(first, len(row.pages))):
+                page = row.pages[page_no]
                 if page is not None:
-                    self._let_go(page, space)
+                    # One statement: each page is let go once.
+                    row.first_held[space], page.num_rows = page_no + 1, self._without_row(page, (space,))
             row.first_held[space] = max(first, row.first_held[space])
         row.moves_at = self._next_move(row)
 
@@ -208,14 +211,9 @@ class PrefixCache:
         for page_no in range(len(row.pages) - 1, -1, -1):
             page = row.pages[page_no]
             if page is not None:
-                num_rows = list(page.num_rows)
-                for space, first in enumerate(row.first_held):
-                    if page_no >= first and num_rows[space] > 0:
-                        num_rows[space] -= 1
-                        if num_rows[space] == 0:
-                            self._idle[space][page] = None
-                # One statement: each page is let go once.
-                row.pages[page_no], page.num_rows = None, num_rows
+                held = [space for space, first in enumerate(row.first_held) if page_no >= first]
+                # As above.
+                row.pages[page_no], page.num_rows = None, self._without_row(page, held)
             # Another row's page of these tokens is as useful as if this row had held it.
             there = self._pages.get(row.keys[page_no])
             if there is not None and there.num_rows[_FULL] == 0:
@@ -328,12 +326,15 @@ class PrefixCache:
             del self._idle[space][page]
         page.num_rows[space] += 1
 
-    def _let_go(self, page: CachedPage, space: int) -> None:
-        """One row less holds a page, unless the cache has forgotten it."""
-        if page.num_rows[space] > 0:
-            page.num_rows[space] -= 1
-            if page.num_rows[space] == 0:
-                self._idle[space][page] = None
+    def _without_row(self, page: CachedPage, spaces: Iterable[int]) -> list[int]:
+        """What page.num_rows is when one row less holds it in some spaces, unless the cache has forgotten it there."""
+        num_rows = list(page.num_rows)
+        for space in spaces:
+            if num_rows[space] > 0:
+                num_rows[space] -= 1
+                if num_rows[space] == 0:
+                    self._idle[space][page] = None
+        return num_rows
 
     def _forget(self, pages: Iterable[CachedPage]) -> None:
         given_back: list[int] = []

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rocm_attn.batch.step_batch import Int32Array
 from rocm_attn.errors import BadLogits
-from rocm_attn.kernels.sampling.found import ALL_ZERO
+from rocm_attn.kernels.sampling.found import ALL_ZERO, NONE_LEFT
 from rocm_attn.providers.launches import PickRows
 from rocm_attn.providers.torch_ref import TORCH
 from rocm_attn.runner.sampling_options import Sampling
@@ -112,7 +112,7 @@ class Sampler:
 class Found(NamedTuple):
     """What was found of each row, as the host reads it.
 
-    token_ids: int32 [rows], or ALL_ZERO
+    token_ids: int32 [rows], or ALL_ZERO or NONE_LEFT
     best:      float32 [rows], the largest logit
     """
 
@@ -146,8 +146,8 @@ class PickedTokens:
         if ALL_ZERO not in ids and np.logical_and.reduce(np.isfinite(best)):
             return ids
         return [
-            token if token != ALL_ZERO and math.isfinite(most) else _bad_logits(most)
-            for token, most in zip(ids, best.tolist(), strict=True)
+            token if token != ALL_ZERO and math.isfinite(most) else _bad_logits(token, most)
+            for token, most in zip(found.tolist(), best.tolist(), strict=True)
         ]
 
 
@@ -279,8 +279,16 @@ def terms_of(draws: Sequence[Draw]) -> npt.NDArray[np.float32]:
     ).reshape(-1, 3)
 
 
-def _bad_logits(best: float) -> BadLogits:
-    """best: the largest logit of a row; 0 where all of them are"""
+NOTHING_LEFT = (
+    "no token is left that the request allows: its constraint, its biases or min_tokens rule out all that could come "
+    "next; ask for less"
+)
+
+
+def _bad_logits(token: int, best: float) -> BadLogits:
+    """Why no token is picked from a row. token, best: as of Found"""
+    if token == NONE_LEFT:
+        return BadLogits(NOTHING_LEFT)
     what = f"the largest logit of the next token is {best}" if best else "every logit of the next token is 0"
     return BadLogits(
         f"{what}, so no token can be picked; look for weights that are too large for the dtype, or run in a wider one "

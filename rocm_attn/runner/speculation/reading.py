@@ -89,9 +89,12 @@ def are_picked(found: Found) -> bool:
     return not (ids == ALL_ZERO).any() and bool(np.logical_and.reduce(np.isfinite(best)))
 
 
-def is_clean(told: Int32Array, found: Found) -> bool:
-    """Whether a token was picked in every row of a round, and no fault was told. told: as of GuessedRound"""
-    return not told[:, 2].any() and are_picked(found)
+def is_clean(told: Int32Array, found: Found, *, may_fault: bool) -> bool:
+    """Whether a token was picked in every row of a round, and no fault was told, or it may have been.
+
+    told: as of GuessedRound
+    """
+    return (may_fault or not told[:, 2].any()) and are_picked(found)
 
 
 def put_together(token_ids: Many[Int32Array], taken: Many[Int32Array]) -> tuple[Int32Array, list[list[int]]]:

@@ -23,7 +23,7 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,7 @@ from rocm_attn.providers.launches import MakeNextRound
 from rocm_attn.runner.asking_picker import AskingPicker, RowShape, ShapedRows, overlaid
 from rocm_attn.runner.logprobs import TokenLogprobs
 from rocm_attn.runner.options import EngineOptions
+from rocm_attn.runner.ranks import Ranks
 from rocm_attn.runner.request import Sequence
 from rocm_attn.runner.sampling import GREEDY, Draw, Found, PickedTokens, TokenPicker, terms_of
 from rocm_attn.runner.scheduler import ScheduledStep, Scheduler
@@ -91,80 +92,6 @@ def why_no_rounds(options: EngineOptions, *, looks_on: bool) -> str:
     if looks_on:
         return "check_every, hang_after, profiler_ranges or flight_record is set, and looks on at each step of the host"
     return ""
-
-
-class Rounds(Protocol):
-    """Series of rounds."""
-
-    def goes_on(self, scheduler: Scheduler) -> bool:
-        """Whether a round may be launched now, for which pages are reserved."""
-        ...
-
-    def begin(self, step: ScheduledStep, picks: StepPicks, scheduler: Scheduler) -> StepPicks:
-        """The picks of a step that was launched, after which rounds follow if they can."""
-        ...
-
-    def launch(self) -> tuple[ScheduledStep, StepPicks]:
-        """Launch a round. Its sequences are those of the step."""
-        ...
-
-    def read_together(self, unread: Many[StepPicks], most: int, scheduler: Scheduler) -> Together | None:
-        """Read the oldest rounds, where none of their sequences ends or fails: `most` of them, which are waited for.
-
-        More, if the device has told of them already. None: the oldest step is to be read by itself.
-        unread: all that were launched and not read, oldest first
-        """
-        ...
-
-    def took(self, together: Together) -> None:
-        """The sequences have taken what was read together."""
-        ...
-
-    def noted(self) -> None:
-        """What begin() or launch() has given will be read: rounds may follow. Without this none does."""
-        ...
-
-    def end(self) -> bool:
-        """End the series, after all its rounds were read and before another step. Whether a round had a fault."""
-        ...
-
-    def tells_of(self, step: int | None) -> bool:
-        """Whether a round that was read has told of a fault of the step that it followed from, by that one's number."""
-        ...
-
-
-class NoRounds:
-    """The host plans every step."""
-
-    def goes_on(self, scheduler: Scheduler) -> bool:
-        """As Rounds.goes_on."""
-        return False
-
-    def begin(self, step: ScheduledStep, picks: StepPicks, scheduler: Scheduler) -> StepPicks:
-        """As Rounds.begin."""
-        return picks
-
-    def launch(self) -> tuple[ScheduledStep, StepPicks]:
-        """As Rounds.launch."""
-        raise AssertionError("no round goes on")
-
-    def read_together(self, unread: Many[StepPicks], most: int, scheduler: Scheduler) -> Together | None:
-        """As Rounds.read_together."""
-        return None
-
-    def took(self, together: Together) -> None:
-        """As Rounds.took."""
-
-    def noted(self) -> None:
-        """As Rounds.noted."""
-
-    def end(self) -> bool:
-        """As Rounds.end."""
-        return False
-
-    def tells_of(self, step: int | None) -> bool:
-        """As Rounds.tells_of."""
-        return False
 
 
 class _Memory:
@@ -285,6 +212,7 @@ class _Series:
     shaping:     rows that are picked from in another way
     rounds:      by the memory that they tell in
     number:      the runtime's, of all of them
+    has_ranks:   as of DeviceRounds. The device tells one rank alone of a fault: then none acts on it before they end
     num_launched: rounds, the step included, _MOST_ROUNDS and it at most
     is_noted:    whether all that was launched will be read; not while a round is launched, which an interrupt may end
     cut:         places of sequences that go on by fewer tokens than the device took, and since which round
@@ -302,6 +230,7 @@ class _Series:
     rounds: list[_Round]
     room: int
     number: int
+    has_ranks: bool
     num_launched: int = 1
     is_noted: bool = False
     is_over: bool = False
@@ -326,7 +255,12 @@ class _Series:
         is_known = self.progress.num_read >= number + num_rounds
         guessed = np.count_nonzero(told[:, 1])
         self.has_fault |= bool(told[:, 2].any())
-        self.is_over |= not is_known or self.has_fault or bool(self.cut) or 2 * guessed < len(told)
+        ends_now = self.has_fault and not self.has_ranks
+        self.is_over |= not is_known or ends_now or bool(self.cut) or 2 * guessed < len(told)
+
+    def is_right(self, told: Int32Array) -> bool:
+        """Whether a round, of which this was told, is known to have had no fault."""
+        return not self.has_ranks and not told[:, 2].any()
 
 
 class RoundPicks:
@@ -359,7 +293,7 @@ class RoundPicks:
             picks = [
                 self._right(seq, picked[seq * width : seq * width + num]) for seq, num in enumerate(taken.tolist())
             ]
-        self.is_right = not told[:, 2].any()
+        self.is_right = series.is_right(told)
         series.note(self.number, 1, series.progress.kv_len + taken, told)
         return picks
 
@@ -396,7 +330,8 @@ class DeviceRounds:
     guesses:    what guesses tokens
     num_drafts: guesses of a sequence and round
     most_ahead: rounds that are launched and not read when the next one is
-    has_ranks:  whether several ranks launch and read the same rounds: then what is read does not depend on the clock
+    ranks:      that launch and read the same rounds: of several, what is read depends neither on the clock nor on
+                faults, until they find together that one had any as a series ends
     """
 
     def __init__(
@@ -408,9 +343,9 @@ class DeviceRounds:
         num_drafts: int,
         most_ahead: int,
         *,
-        has_ranks: bool,
+        ranks: Ranks,
     ) -> None:
-        self._has_ranks = has_ranks
+        self._ranks, self._has_ranks = ranks, ranks.shard.num_ranks > 1
         self._runtime, self._runner, self._asking, self._guesses = runtime, runner, asking, guesses
         self._picker = picker = asking.plain
         self._width = 1 + num_drafts
@@ -444,7 +379,8 @@ class DeviceRounds:
             return picks
         if isinstance(last[0].mask, TreeMask) is not self._guesses.has_branches:
             return picks
-        if not batch.min_q_len == batch.max_q_len == width or step.num_picks < batch.num_seqs or step.is_of_a_suspect:
+        # A prompt's rest may be of as many tokens, of which none is a draft.
+        if not batch.min_q_len == batch.max_q_len == width or len(step.drafts) < batch.num_seqs or step.is_of_a_suspect:
             return picks
         picked = picks.tokens
         if (
@@ -477,6 +413,7 @@ class DeviceRounds:
             rounds,
             fewest(limit - batch.kv_len),
             self._runtime.step_number,
+            self._has_ranks,
         )
         return self._told(series, lambda: picked.found)
 
@@ -527,7 +464,9 @@ class DeviceRounds:
         rounds[num - 1].done.synchronize()
         while not self._has_ranks and num < len(rounds) and rounds[num].done.query():
             num += 1
-        found = list(takewhile(lambda each: is_clean(*each), ((each.told, each.found) for each in rounds[:num])))
+        each_found = ((each.told, each.found) for each in rounds[:num])
+        may_fault = self._has_ranks
+        found = list(takewhile(lambda each: is_clean(*each, may_fault=may_fault), each_found))
         if not found:
             return None
         rounds, taken = rounds[: len(found)], [told[:, 0] for told, _ in found]
@@ -535,7 +474,8 @@ class DeviceRounds:
         kv_len: Int32Array = series.progress.kv_len + sum(taken)
         if rounds[0].number != series.progress.num_read or not series.ends.none_in(flat, kv_len):
             return None
-        first, rounds[-1].is_right = (series.progress.kv_len - np.int32(self._width - 1)).tolist(), True
+        first = (series.progress.kv_len - np.int32(self._width - 1)).tolist()
+        rounds[-1].is_right = series.is_right(rounds[-1].told)
         return Together(rounds[0].number, len(rounds), first, token_ids, len(flat), kv_len, rounds[-1].told)
 
     def took(self, together: Together) -> None:
@@ -553,6 +493,7 @@ class DeviceRounds:
         series, self._series = self._series, None
         if series is None:
             return False
+        series.has_fault = self._ranks.least(int(not series.has_fault)) == 0
         if series.has_fault:
             self._told_of = series.number
         living = [
@@ -573,9 +514,8 @@ class DeviceRounds:
     def tells_of(self, step: int | None) -> bool:
         """As Rounds.tells_of."""
         series = self._series
-        return step is not None and step == (
-            series.number if series is not None and series.has_fault else self._told_of
-        )
+        has_told = series is not None and series.has_fault and not self._has_ranks
+        return step is not None and step == (series.number if series is not None and has_told else self._told_of)
 
     def _told(self, series: _Series, found: Callable[[], Found]) -> RoundPicks:
         """Make the inputs of the round after what was picked last, and have it told what came of that."""

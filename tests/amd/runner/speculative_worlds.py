@@ -19,6 +19,7 @@ import torch
 from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.options import EngineOptions
+from rocm_attn.runner.ranks import ONE_RANK
 from rocm_attn.runner.request import Completion, Event, Request, TokenEvent
 from rocm_attn.runner.sampling_options import Sampling
 from rocm_attn.runner.speculation.engines import guesses_of, model_drafter
@@ -117,7 +118,7 @@ class Run:
             )
             guesses = guesses_of(drafter, world.options, engine.runtime)
             engine._rounds = DeviceRounds(
-                engine.runtime, engine._runner, engine._picker, guesses, num, MOST_AHEAD, has_ranks=False
+                engine.runtime, engine._runner, engine._picker, guesses, num, MOST_AHEAD, ranks=ONE_RANK
             )
         self._begins = [self._tokens(self._random.randrange(8, 36)) for _ in range(3)]
         self.requests: list[Request] = []

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -32,23 +32,25 @@ class _Lines:
     """The lines of the runner that run between reading and publishing; interrupts come at some.
 
     at:     numbers of these, as they come
+    within: what runs then
     places: file and line of each
     """
 
     at: tuple[int, ...] = ()
     places: list[tuple[str, int]] = field(default_factory=list)
     num_came: int = 0
+    within: tuple[CodeType, ...] = _WITHIN
     _depth: int = 0
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> Any:
         if not frame.f_code.co_filename.startswith(_OURS):
             return None
-        self._depth += frame.f_code in _WITHIN
+        self._depth += frame.f_code in self.within
         return self._in_function
 
     def _in_function(self, frame: FrameType, event: str, argument: object) -> Any:
         if event == "return":
-            self._depth -= frame.f_code in _WITHIN
+            self._depth -= frame.f_code in self.within
         elif event == "line" and self._depth:
             self.places.append((frame.f_code.co_filename, frame.f_lineno))
             if len(self.places) - 1 in self.at:
@@ -168,6 +170,39 @@ def test_several_interrupts_one_after_another_lose_nothing_either(loaded: Loaded
     for first in range(len(lines.places) // 7, len(lines.places), len(lines.places) // 3):
         at = (first, first + 3, first + 13, first + 14, first + 40)
         _check(make(), requests, _Lines(at), wanted, told, lines.places[first])
+
+
+@pytest.mark.parametrize("leave", [Engine.abort, Engine.cancel])
+@pytest.mark.parametrize("runs", [pytest.param(False, marks=pytest.mark.nightly, id="waiting"), True])
+def test_a_request_that_leaves_does_so_whole_or_not_at_all(
+    leave: Callable[[Engine, int], None], runs: bool, loaded: LoadedModel
+) -> None:
+    """Wherever an interrupt comes. The others go on as if nothing had come."""
+    make, requests = world("plain", loaded)
+    wanted, _ = served(make(), requests, _Lines())
+    at, came = 0, True
+    while came:
+        engine, lines = make(), _Lines((at,), within=(leave.__code__,))
+        numbers = [engine.submit(request) for request in requests]
+        for _ in range(4 * runs):
+            engine.step()
+        try:
+            with _traced(lines):
+                leave(engine, numbers[1])
+        except KeyboardInterrupt:
+            pass
+        came = lines.num_came > 0
+        while engine.has_work:
+            engine.step()
+        found = {number: engine.completion(number) for number in numbers if number in engine._done}
+        assert [found[0], found[2]] == [wanted[0], wanted[2]], lines.places[-1]
+        if 1 in found and found[1].finish_reason != "abort":  # it has not left
+            assert found[1] == wanted[1]
+        assert not engine._outputs
+        engine.forget_prefixes()
+        assert engine.runtime.table.is_empty, lines.places[-1]
+        at += 3  # of the lines between a row that is freed and its sequence that runs no more
+    assert at > 10
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +19,7 @@ from rocm_attn.errors import CapacityExceeded
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.page_table import SpacePages
 from rocm_attn.paging.request_table import RequestTable
+from rocm_attn.runner import prefix_cache
 from rocm_attn.runner.prefix_cache import CachedRow, PrefixCache, page_key, salt_key
 from tests.amd.runner.cache_invariants import check_cache
 
@@ -163,6 +167,49 @@ def test_what_is_found_is_what_a_brute_force_finds(
         pages.leave(row)
     pages.cache.clear()
     assert pages.table.num_free_pages == pages.table.num_usable_pages
+
+
+def _moved_twice(interrupt_at: int) -> tuple[list[list[int]], bool]:
+    """Rows that hold each of the pages after one of two rows has moved on, and whether an interrupt came first.
+
+    interrupt_at: line of the cache's at which it comes, from 1 on
+    """
+    pages, left = Pages(600, 600, window_left=2), [interrupt_at]
+    tokens = tuple(range(6 * PAGE))
+    first, _ = pages.serve(tokens)
+    pages.idle_steps()
+    second, found = pages.serve((*tokens, 1))
+    assert found == len(tokens)
+
+    def interrupt(frame: FrameType, event: str, argument: object) -> Any:
+        if frame.f_code.co_filename != prefix_cache.__file__:
+            return None
+        left[0] -= event == "line"
+        if event == "line" and left[0] == 0:
+            raise KeyboardInterrupt
+        return interrupt
+
+    before = sys.gettrace()
+    with suppress(KeyboardInterrupt):
+        sys.settrace(interrupt)
+        try:
+            pages.cache.move_windows(first.cached, len(tokens) + 2 * PAGE)
+        finally:
+            sys.settrace(before)
+    pages.cache.move_windows(first.cached, len(tokens) + 2 * PAGE)
+    return [page.num_rows for page in second.cached.pages if page is not None], left[0] <= 0
+
+
+def test_an_interrupt_while_windows_move_lets_no_page_go_twice() -> None:
+    """Two rows hold the same pages. One moves on, and after the interrupt is told so once more."""
+    wanted, _ = _moved_twice(0)
+    assert [2, 1] in wanted, "the other row holds a page still that this one lets go"
+    at, came = 0, True
+    while came:
+        at += 1
+        found, came = _moved_twice(at)
+        assert found == wanted, at
+    assert at > 10
 
 
 @given(

@@ -21,16 +21,23 @@ from rocm_attn.capture.split_forward import one_after_the_other
 from rocm_attn.errors import DeviceFault
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.kernels.cache.row_work import QkvWork
+from rocm_attn.kernels.metadata.error_word import ERROR_WORD, LENGTH_BEYOND_BOUND
 from rocm_attn.machine.agreement import RanksDiverged, SentFault, faults_of_any
 from rocm_attn.runner import engine as engine_module
 from rocm_attn.runner import engine_runtime, pool_size
+from rocm_attn.runner.attention_weights import HeadWeights
 from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.ranks import RanksOfGroup
 from rocm_attn.runner.request import Completion, FailureEvent, Request
 from rocm_attn.runner.sampling_options import Sampling
+from rocm_attn.runner.speculation.rounds import DeviceRounds
+from rocm_attn.step.repeatable import inputs_of
 from tests.amd.ranks import NUM_RANKS, on_every_rank
 from tests.amd.runner.metered_memory import MeteredMemory
+from tests.amd.runner.round_texts import round_model
+from tests.amd.runner.test_rounds_of_ranks import BASE as ROUNDS
+from tests.amd.runner.test_rounds_of_ranks import requests as requests_of_rounds
 from tests.amd.runner.tiny_model import NAN_TOKEN, tiny_model
 
 BASE = EngineOptions(
@@ -177,6 +184,11 @@ def nan_in_the_kv_of_one_rank(rank: int, **changes: Any) -> list[str]:
 def ended(serving: Engine, requests: Sequence[Request]) -> list[str]:
     """Serve requests with faults on the way: at which step each fault came, and what each request came to."""
     numbers = [serving.submit(request) for request in requests]
+    return [*gone_through(serving), *shown([serving.completion(number) for number in numbers])]
+
+
+def gone_through(serving: Engine) -> list[str]:
+    """Run steps to the end: at which each fault came, and which requests failed."""
     lines, steps = list[str](), 0
     while serving.has_work:
         steps += 1
@@ -187,7 +199,34 @@ def ended(serving: Engine, requests: Sequence[Request]) -> list[str]:
             continue
         failed = [event.request for event in events if isinstance(event, FailureEvent)]
         lines += [f"request {number} failed at step {steps}" for number in failed]
-    return [*lines, *shown([serving.completion(number) for number in numbers])]
+    return lines
+
+
+def rounds_of_one_rank_go_wrong(rank: int, spoil: Callable[[Engine], None]) -> list[str]:
+    """Which requests fail, and where; the fault comes while rounds follow from each other on the device."""
+    serving = Engine(round_model(ranks=ranks()), ROUNDS)
+    requests = requests_of_rounds()
+    numbers, rounds = [serving.submit(request) for request in requests], serving._rounds
+    assert isinstance(rounds, DeviceRounds)
+    while rounds._series is None or rounds._series.num_unread < 2:
+        serving.step()
+    if rank == 1:
+        spoil(serving)
+    lines = gone_through(serving)
+    lines += [f"{each.token_ids} {each.error}" for each in (serving.completion(number) for number in numbers)]
+    return [*lines, f"series ended {rounds._series is None}"]
+
+
+def with_nan_in_kv(serving: Engine) -> None:
+    attention = serving._loaded.weights.layers[-1].attention
+    assert isinstance(attention, HeadWeights)
+    attention.qkv[-1].fill_(float("nan"))
+
+
+def with_an_error_word(serving: Engine) -> None:
+    last = serving.runtime.repeatable
+    assert last is not None
+    inputs_of(last).counts[ERROR_WORD] = LENGTH_BEYOND_BOUND
 
 
 def the_table_of_one_rank_is_wiped(rank: int) -> list[str]:
@@ -247,6 +286,8 @@ BODIES: Mapping[str, Callable[[int], list[str]]] = {
     "nan, eager": lambda rank: nan_in_the_kv_of_one_rank(rank),
     "nan, graphs": lambda rank: nan_in_the_kv_of_one_rank(rank, graphs=True),
     "nan, ahead": lambda rank: nan_in_the_kv_of_one_rank(rank, steps_ahead=1),
+    "nan, rounds": lambda rank: rounds_of_one_rank_go_wrong(rank, with_nan_in_kv),
+    "error word, rounds": lambda rank: rounds_of_one_rank_go_wrong(rank, with_an_error_word),
     "wiped": the_table_of_one_rank_is_wiped,
     "diverged": given_other_requests,
     "picked apart": picked_apart,
@@ -347,6 +388,21 @@ def test_a_fault_of_one_rank_is_raised_by_all_between_the_same_two_steps(found: 
     assert "a new token had no page" in faults[0]
     assert lines[-2] == faults[0].partition(": ")[0].replace("fault at", "known by"), "at the latest, and no sooner"
     assert lines[-1] == alone[0], "all ranks go on afterwards"
+
+
+@pytest.mark.parametrize(
+    ("name", "faults"),
+    [("nan, rounds", []), ("error word, rounds", ["lay outside of 0 <= q_len <= kv_len <= its bound"])],
+)
+def test_a_fault_in_a_round_of_one_rank_is_raised_by_all_when_the_series_ends(
+    name: str, faults: list[str], found: Found
+) -> None:
+    """The device tells one rank alone of it; all read the same rounds until they ask each other."""
+    lines = same_on_all(found[name])
+    told = [line for line in lines if line.startswith("fault")]
+    assert len(told) == len(faults), "one that is contained ends its requests alone"
+    assert all(what in line for what, line in zip(faults, told, strict=True))
+    assert all(not line.endswith(" ") for line in lines[-1 - len(requests_of_rounds()) : -1]), "each has its error"
 
 
 @pytest.mark.parametrize("name", ["diverged", "picked apart"])

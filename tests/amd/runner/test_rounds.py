@@ -22,6 +22,7 @@ from rocm_attn.runner.sampling_options import Sampling
 from rocm_attn.runner.speculation import engines
 from rocm_attn.runner.speculation import rounds as rounds_module
 from rocm_attn.runner.speculation.drafts import Drafts
+from rocm_attn.runner.speculation.following import NoRounds
 from rocm_attn.runner.speculation.round_trees import Guessed, Trees
 from rocm_attn.runner.speculation.rounds import DeviceRounds
 from rocm_attn.step.host_ring import Fence, NoFence
@@ -525,6 +526,45 @@ def test_k_and_v_that_are_no_numbers_in_a_round_end_their_request_alone(kind: Ki
     assert told <= 1
 
 
+@kinds("greedy")
+@pytest.mark.parametrize("draft_tokens", [3, 5])
+def test_a_prompt_of_as_many_tokens_as_a_round_is_not_taken_for_guesses(draft_tokens: int, kind: Kind) -> None:
+    """Alone, beside a sequence that verifies guesses, and as what a prefix hit leaves of a longer one."""
+    width = kind.options(draft_tokens=draft_tokens).draft_tokens + 1
+    tokens = (8, 32, 15, 63, 57, 60, 3, 41, 22, 50, 11, 2, 36, 19)
+    engine = kind.engine(draft_tokens=draft_tokens)
+    alone = [Request(tokens[place : place + width], 12) for place in range(4)]
+    assert [engine.generate([each])[0] for each in alone] == kind.plainly(alone)
+    engine.forget_prefixes()
+    first, beside = kind.request(1, 60), Request(tokens[2 : 2 + width], 20)
+    numbers = [engine.submit(first)]
+    while rounds_of(engine)._series is None:
+        engine.step()
+    numbers.append(engine.submit(beside))
+    for _ in steps(engine):
+        pass
+    assert [engine.completion(number) for number in numbers] == kind.plainly([first, beside])
+    begins, longer = Request(tokens[:8], 9), Request(tokens[: 8 + width], 20)
+    assert [engine.generate([each])[0] for each in (begins, longer)] == kind.plainly([begins, longer])
+    assert engine.metrics.prefix_hits
+
+
+def test_a_row_of_which_no_token_is_left_says_so() -> None:
+    engine = KINDS["asking"].engine()
+    number, rounds = engine.submit(KINDS["asking"].request(3, 60)), rounds_of(engine)
+    while rounds._series is None or rounds._series.num_launched < 4:
+        engine.step()
+    ops = engine._picker.ops
+
+    def none_left(logits: torch.Tensor, asked: Any, counts: Any, masks: Any, shaped: torch.Tensor) -> None:
+        shaped.fill_(-torch.inf)
+
+    engine._picker.ops = replace(ops, shape_rows=none_left)  # type: ignore[type-var]
+    for _ in steps(engine):
+        pass
+    assert engine.completion(number).error.startswith("no token is left that the request allows")
+
+
 @kinds("deterministic")
 def test_a_prompt_finds_what_rounds_have_stored(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes while they go on, and begins as their text does. It finds what is known to have gone well."""
@@ -558,7 +598,7 @@ def test_drafts_of_rounds_are_those_of_rounds_that_the_host_plans(
     requests = [kind.request(seed, 60) for seed in range(3)]
     engine, by_host = kind.engine(), dict[tuple[int, ...], Drafts]()
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_rounds", rounds_module.NoRounds())
+        patch.setattr(engine, "_rounds", NoRounds())
         draft = engine._speculation._drafter.draft  # type: ignore[union-attr]
 
         def and_note(decoding: Any, alive: Any) -> Any:

@@ -11,7 +11,6 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.mask import StepMask, kv_positions
 from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, PadTo
 from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
@@ -339,16 +338,16 @@ def test_no_rank_makes_a_graph_that_another_one_has_no_room_to_check() -> None:
 
 
 def test_a_rank_without_room_says_so_before_any_rank_records() -> None:
-    """Its rows are all taken, and only the device knows the new tokens of its step: none can be made of it."""
-    tiny, runs = Tiny.build(CPU, "torch", [2], max_num_seqs=2), [0]
+    """Its rows are all taken, and the mask of its step is packed for that step alone: none other can be made of it."""
+    tiny, runs = Tiny.build(CPU, "torch", [2], [4], max_num_seqs=2, custom_mask=True), [0]
     requests = Requests(tiny.runtime)
     requests.admit(2)
     runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(CPU))
     requests.run(runner, [3, 3])
     ranks = tiny.runtime.agree = Ranks(runs, {})
-    batch = requests.batch([1, 1])
-    lengths = DeviceInputs(q_len=torch.from_numpy(batch.q_len.copy()))
     for _ in range(3):
-        runner.run(replace(batch, inputs=lengths), PadTo(2))
+        batch = requests.batch([2, 2])
+        mask = StepMask(torch.full((8,), 255, dtype=torch.uint8), kv_positions(batch.kv_len, batch.q_len, CPU))
+        runner.run(replace(batch, mask=mask), PadTo(2))
     assert ranks.sent == [{"not tried": "too few pages are free to check it on"}]  # and not at each step
     assert runner.capture_all().skipped[0].reason == "on rank 0: no request row is free"

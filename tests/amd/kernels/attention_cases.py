@@ -487,7 +487,9 @@ def run_extend(
     """
     case = tensors.case
     if tiles is None:
-        tiles = tiles_for(tensors)[1] if tensors.mask is None else tiles_for(tensors)[1].of_masked_steps(case.codes)
+        tiles = tiles_for(tensors)[1]
+        if tensors.mask is not None:
+            tiles = tiles.of_masked_steps(tensors.gqa_ratio, case.codes)
     cut = extend_cut(tensors, tiles, sharing, min_q_len=min_q_len)
     schedule = garbage(cut.words(tensors.q.shape[0], tensors.num_seqs), tensors.q.device)
     words = cut.partials_words(query_rows=tiles.query_rows, v_head_dim=case.dims[1])

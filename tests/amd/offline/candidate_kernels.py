@@ -36,7 +36,8 @@ def other_kernels(row: Row, tiles: DecodeTiles | ExtendTiles) -> Iterator[Compil
         for problem in sized.problems if sized.is_large else sized.problems[1:]:
             yield _compile(sized, problem, tiles)
         if isinstance(tiles, ExtendTiles):
-            yield _compile(sized, replace(sized.problems[0], custom_mask=True), tiles.of_masked_steps())
+            masked = tiles.of_masked_steps(sized.problems[0].gqa_ratio)
+            yield _compile(sized, replace(sized.problems[0], custom_mask=True), masked)
 
 
 def decode_kernels(row: Row, tiles: DecodeTiles) -> dict[str, CompiledKernel]:

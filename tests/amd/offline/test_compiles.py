@@ -275,6 +275,7 @@ def test_every_run_compiles_each_kind_of_layer() -> None:
         (16, 16),
         (320, 320),
         (24, 24),
+        (40, 40),
         (48, 48),
         (80, 80),
         (80, 96),
@@ -282,6 +283,7 @@ def test_every_run_compiles_each_kind_of_layer() -> None:
         (192, 128),
         (192, 192),
         (256, 256),
+        (384, 384),
         (512, 32),
     }
     long |= {(512, 512)}

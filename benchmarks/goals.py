@@ -1,7 +1,7 @@
 """What attention shall reach on one H200, row by row, and what each row is read from: data, and how it is compared.
 
-A row is met where each of its checks is. What is behind a miss is a next idea in words, and launches that
-profile_misses.py reads the counters of. Numbers of a row other than its goal come from benchmarks/results alone.
+A row is met where each of its checks is. A miss has a next idea in words, and launches of which
+profile_misses.py reads the counters. Numbers of a row other than its goal come from benchmarks/results alone.
 """
 
 from __future__ import annotations

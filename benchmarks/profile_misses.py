@@ -1,4 +1,4 @@
-"""What bounds the kernels behind missed goals (goals.py), read by Nsight Compute:
+"""What bounds the kernels of missed goals (goals.py), read by Nsight Compute:
 
 python -m benchmarks.profile_misses --fa3 fa3.so --out benchmarks/results/profile_misses_h200.json
 

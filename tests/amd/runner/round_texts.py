@@ -8,11 +8,24 @@ import torch
 from torch import Tensor
 
 from rocm_attn.runner.loading import LoadedModel
+from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.ranks import ONE_RANK, Ranks
 from rocm_attn.runner.weights import load_weights
 from tests.amd.runner.tiny_model import CONFIG, RandomTensors, with_windows
 
 CIRCLE = 8  # tokens
+OPTIONS = EngineOptions(
+    provider="torch",
+    page_size=4,
+    max_batch_size=4,
+    chunk=64,
+    graphs=False,
+    max_kv_len=300,
+    capture_after=0,
+    speculative="ngram",
+    draft_tokens=3,
+    steps_ahead=1,
+)
 # How much of what its layers add is left: at 0 the next token follows from the last one alone.
 _LEFT = 0.02
 

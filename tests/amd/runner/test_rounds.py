@@ -29,22 +29,11 @@ from rocm_attn.step.host_ring import Fence, NoFence
 from rocm_attn.step.repeatable import inputs_of
 from tests.amd.runner.asking import character_model
 from tests.amd.runner.cache_invariants import check_cache
-from tests.amd.runner.round_texts import CIRCLE, UnsureTexts, round_model
+from tests.amd.runner.round_texts import CIRCLE, OPTIONS, UnsureTexts, round_model
 from tests.amd.runner.tiny_model import CONFIG
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-BASE = EngineOptions(
-    provider="auto" if DEVICE.type == "cuda" else "torch",
-    page_size=4,
-    max_batch_size=4,
-    chunk=64,
-    graphs=False,
-    max_kv_len=300,
-    capture_after=0,
-    speculative="ngram",
-    draft_tokens=3,
-    steps_ahead=1,
-)
+BASE = replace(OPTIONS, provider="auto" if DEVICE.type == "cuda" else "torch")
 
 
 @dataclass(frozen=True)

@@ -12,29 +12,17 @@ import torch
 
 from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.loading import LoadedModel
-from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.parallel.ranked_engine import RankedEngine
 from rocm_attn.runner.ranks import Ranks
 from rocm_attn.runner.request import Completion, Request
 from rocm_attn.runner.sampling_options import Sampling
 from rocm_attn.runner.speculation.rounds import DeviceRounds
 from rocm_attn.step.host_ring import Fence
-from tests.amd.runner.round_texts import round_model
+from tests.amd.runner.round_texts import OPTIONS, round_model
 from tests.amd.runner.thread_ranks import ThreadRank, on_threads
 from tests.amd.runner.tiny_model import CONFIG
 
-BASE = EngineOptions(
-    provider="torch",
-    page_size=4,
-    max_batch_size=4,
-    chunk=64,
-    graphs=False,
-    max_kv_len=200,
-    capture_after=0,
-    speculative="ngram",
-    draft_tokens=3,
-    steps_ahead=1,
-)
+BASE = replace(OPTIONS, max_kv_len=200)
 
 
 def shared(*, device: torch.device, ranks: Ranks) -> LoadedModel:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _numbers_kernel(floats_ptr, ints_ptr, out_ptr, n: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.arange(0, n)
     floats = tl.load(floats_ptr + at)
@@ -37,7 +37,7 @@ def test_numbers_beside_tensors_keep_their_type_and_their_sign(dtype: torch.dtyp
         assert torch.signbit(out[1]).all()
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _shapes_kernel(rows_ptr, columns_ptr, out_ptr, m: tl.constexpr, n: tl.constexpr):  # type: ignore[no-untyped-def]
     row, column = tl.arange(0, m), tl.arange(0, n)
     rows, columns = tl.load(rows_ptr + row), tl.load(columns_ptr + column)

@@ -231,6 +231,8 @@ time_side_by_side() {
     local cores workers
     cores=$(nproc)
     workers=${PYTEST_XDIST_AUTO_NUM_WORKERS:-$(((cores + 1) / 2))}
+    # A single worker would only add a process that hands it tests: with 0 pytest runs them itself.
+    [ "$workers" -gt 1 ] || workers=0
     for stage in "$@"; do
         while [ "$(jobs -rp | wc -l)" -ge 2 ]; do
             wait -n || true # whether it passed is in its file

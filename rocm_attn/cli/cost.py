@@ -1,7 +1,7 @@
 """What one layer of attention should take on an MI300X or an MI355X, predicted: a range, and its middle.
 
     decode   max(bytes / HBM, iterations * (own + latencies * L), units) + (2 + merge) L + launches
-    extend   operations / (peak * fraction) + launches
+    extend   (operations + those of half a tile's keys) / (peak * fraction) + tiles of a CU * start + launches
 
 own, latencies (in series, of an iteration of the hot loop) and units are static figures of the compiled kernel
 (static_figures.json): of the Triton kernel that would serve the layer, decode for CDNA or paged decode. merge counts
@@ -21,15 +21,17 @@ fraction   of the matrix units' peak, from the cycles that the loop keeps both u
            AITER's kernels in assembly, whose code objects are read the same way, have none = 0.46 and 0.42, and reach
            528 to 592 TFLOP/s on an MI300X and 1177 to 1438 on an MI355X (aiter, op_tests/cpp/mha/README.md, heads of
            128, no mask, 4k tokens and more). So the range begins at what their slowest shape makes of `none`, times
-           what kernels in Triton reach of theirs, and ends at what their fastest one makes of it, or at `full`. Triton
-           has 1 / 1.62 of them on an MI300X (midiareshadi.github.io/blog/attn-dsl-bench) and 990 of 1291 TFLOP/s on an
-           MI355X (HipKittens, analysis/attn/fwd).
+           what the slowest published kernel in Triton reaches of theirs, and ends at what their fastest one makes of
+           it, or at `full`. On an MI300X that is 1 / 1.62 (midiareshadi.github.io/blog/attn-dsl-bench), on gfx950 0.48:
+           AITER's unified attention has 490 TFLOP/s on an MI350 (ROCm/aiter#1336), of none = 0.37. Others in Triton
+           have 663 to 789 there (ROCm/aiter#4147) and 906 to 990 on an MI355X (HipKittens, analysis/attn/fwd).
+start      of a tile, until products keep the matrix units busy, and its end: 4 to 16 us of a CU. AITER's kernels in
+           assembly take so much longer for 1k and 2k tokens without a mask, 4 and 8 sequences, than their speeds at 4k
+           and more say (the same README, both GPUs). Programs that share a CU overlap theirs at best.
 
-AITER's decode in Gluon, which has static figures too, is measured on gfx950 (facebookexperimental/triton#2281, 64 query
-heads of 64 on 8 KV heads in bfloat16, pages of 16): 4.03 TB/s of 8 sequences of 8,192 tokens, and 0.29 of one, which is
-57 us. That checks the model of decode (published_decodes).
+published.py has speeds that this was not fitted to, beside what it predicts for the same kernels.
 
-Nothing is known of uneven work, of clocks under load, of DRAM's pages, or of masks that waste parts of tiles.
+Nothing is known of uneven work, of clocks under load, or of DRAM's pages.
 """
 
 from __future__ import annotations
@@ -40,15 +42,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import torch
-
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.cli.static_figures import Busy, KernelFigures, LayerFigures, StaticFigures
 from rocm_attn.errors import Unsupported
 from rocm_attn.kernels.attention.cuts import merge_shape
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
-from rocm_attn.machine.target import Target, known_target
+from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, AllKeys, KVEncoding, PoolKind, Problem
 from rocm_attn.providers.by_tokens import KernelByTokens
 from rocm_attn.providers.contract import BoundKernel
@@ -91,7 +91,7 @@ class Gpu:
     clock:                 in Hz; matrix_ops: 16-bit operations a second
     hbm:                   bytes that streams of reads get a second, least and most
     asm_flops:             operations a second of AITER's kernels in assembly, slowest and fastest shape
-    triton_of_asm:         what kernels in Triton reach of them
+    triton_of_asm:         what the slowest kernel in Triton reaches of them, beside what its loop says
     """
 
     name: str
@@ -104,12 +104,13 @@ class Gpu:
 
 GPUS = {
     "gfx942": Gpu("MI300X", 2.1e9, 1307e12, (3.9e12, 4.2e12), (528e12, 592e12), 1 / 1.62),
-    "gfx950": Gpu("MI355X", 2.4e9, 2517e12, (5e12, 6e12), (1177e12, 1438e12), 990 / 1291),
+    "gfx950": Gpu("MI355X", 2.4e9, 2517e12, (5e12, 6e12), (1177e12, 1438e12), 0.48),
 }
 FIGURES = StaticFigures.read()
 # Seconds; see above.
 _LATENCY = (1.0e-6, 2.5e-6)
 _LAUNCHES = (3e-6, 8e-6)
+_TILE_START = (4e-6, 16e-6)
 # A row starts with a page number and then its first keys.
 _START_LATENCIES = 2
 _CLOCKS_PER_CYCLE = 4
@@ -132,29 +133,6 @@ class Shape:
         return f"{self.num_seqs}x{self.kv_len - self.q_len}+{self.q_len}"
 
 
-@dataclass(frozen=True, slots=True)
-class PublishedDecode:
-    """A speed of a kernel of AITER's that has static figures; see above.
-
-    heads, head_dim:   of the layer; key_block: keys of an iteration of the kernel
-    peer:              how its name in the figures begins
-    bytes_per_s:       of K and V
-    """
-
-    arch: str
-    heads: tuple[int, int]
-    head_dim: int
-    peer: str
-    key_block: int
-    shape: Shape
-    bytes_per_s: float
-
-
-_GLUON = "paged_attention_decode"
-_PUBLISHED = (
-    PublishedDecode("gfx950", (64, 8), 64, _GLUON, 256, Shape(8, 8192), 4.03e12),
-    PublishedDecode("gfx950", (64, 8), 64, _GLUON, 256, Shape(1, 8192), 0.29e12),
-)
 SHAPES = (Shape(1, 8192), Shape(1, 65536), Shape(64, 4096), Shape(256, 2048), Shape(1, 2048, 2048), Shape(8, 4608, 512))
 
 
@@ -210,9 +188,9 @@ def predicted(problem: Problem, target: Target, shape: Shape, *, deterministic: 
     kernel = _serving(problem, target, PaddedShape(kind, shape.num_seqs, shape.new_tokens), deterministic)
     if isinstance(kernel, TritonExtend):
         busy = _busy_of(kernel, problem, target.arch)
-        return None if busy is None else _extend(problem, target.arch, shape, busy)
+        return None if busy is None else _extend(problem, target, shape, busy, kernel)
     loop = _loop_of(kernel, problem, target.arch)
-    return None if loop is None else _decode(problem, target, shape, loop)
+    return None if loop is None else decode_prediction(problem, target, shape, loop)
 
 
 # The cost of clusters is made of thousands of predictions.
@@ -227,7 +205,7 @@ def _serving(problem: Problem, target: Target, shape: PaddedShape, deterministic
     return bound.of_shape(shape) if isinstance(bound, KernelByTokens) else bound
 
 
-class _Loop(NamedTuple):
+class Loop(NamedTuple):
     """What decodes: the kernel's name, its tiles, its figures, and the key blocks of an iteration."""
 
     kernel: str
@@ -242,18 +220,18 @@ def _layers(problem: Problem, arch: str, step: str) -> Iterator[LayerFigures]:
             yield layer
 
 
-def _loop_of(kernel: BoundKernel | None, problem: Problem, arch: str) -> _Loop | None:
+def _loop_of(kernel: BoundKernel | None, problem: Problem, arch: str) -> Loop | None:
     """The figures of a kernel's tiles; None where they have none."""
     kind = "cap" if problem.logits_soft_cap else "plain" if problem.window_left == UNLIMITED_WINDOW else "window"
     for layer in _layers(problem, arch, "decode"):
         if isinstance(kernel, CdnaDecode):
             found = layer.cdna_in(kernel.tiles, kind)
             if found is not None:
-                return _Loop("triton.cdna_decode", kernel.tiles, found.figures, kernel.tiles.num_stages)
+                return Loop("triton.cdna_decode", kernel.tiles, found.figures, kernel.tiles.num_stages)
         elif isinstance(kernel, TritonDecode):
             for candidate in layer.candidates:
                 if candidate.tiles == kernel.tiles:
-                    return _Loop("triton.decode", kernel.tiles, candidate.figures, 1)
+                    return Loop("triton.decode", kernel.tiles, candidate.figures, 1)
     return None
 
 
@@ -263,7 +241,8 @@ def _busy_of(kernel: TritonExtend, problem: Problem, arch: str) -> Busy | None:
     return next((layer.busy for layer in layers if layer.serving.tiles == kernel.tiles), None)
 
 
-def _decode(problem: Problem, target: Target, shape: Shape, loop: _Loop) -> Prediction:
+def decode_prediction(problem: Problem, target: Target, shape: Shape, loop: Loop) -> Prediction:
+    """Of a kernel whose programs share out all keys."""
     gpu, units = GPUS[target.arch], target.compute_units
     keys, tiles, figures = seen_keys(problem, shape.kv_len), loop.tiles, loop.figures
     loaded = shape.num_seqs * keys * problem.num_kv_heads * 2 * problem.head_dim * problem.dtype.itemsize
@@ -284,20 +263,6 @@ def _decode(problem: Problem, target: Target, shape: Shape, loop: _Loop) -> Pred
     return Prediction(shape, loop.kernel, took, took.per(loaded))
 
 
-def published_decodes() -> Iterator[tuple[PublishedDecode, Prediction]]:
-    """Published speeds of AITER's decode, and what this model makes of the same kernel's figures."""
-    for each in _PUBLISHED:
-        layer = next(
-            layer
-            for layer in FIGURES.layers
-            if (layer.arch, layer.step, layer.heads, layer.head_dim) == (each.arch, "decode", each.heads, each.head_dim)
-        )
-        peer = next(peer for peer in layer.peers if peer.name.startswith(each.peer))
-        tiles = DecodeTiles(each.key_block, 4, 1, programs_per_cu=peer.figures.programs)
-        problem = Problem(*each.heads, each.head_dim, each.head_dim, torch.bfloat16, 16, each.head_dim**-0.5)
-        yield each, _decode(problem, known_target(each.arch), each.shape, _Loop(peer.name, tiles, peer.figures, 1))
-
-
 def _merge_latencies(problem: Problem, units: int, num_seqs: int, blocks: int, tiles: DecodeTiles) -> int:
     """Loads of the merge that wait for one another. blocks: key blocks of a row; all rows are alike."""
     programs = units * tiles.programs_per_cu
@@ -309,24 +274,53 @@ def _merge_latencies(problem: Problem, units: int, num_seqs: int, blocks: int, t
     return 1 + -(-parts // shape.parts)
 
 
-def _extend(problem: Problem, arch: str, shape: Shape, busy: Busy) -> Prediction:
-    gpu = GPUS[arch]
+class Tiles(NamedTuple):
+    """How a kernel of extend cuts its work.
+
+    num:      tiles of a step, each with a start of its own
+    tokens:   new tokens of a tile, all of which are computed with each key that one of them sees
+    programs: that overlap theirs on a CU at best
+    """
+
+    num: int
+    tokens: int
+    programs: int
+
+
+def _extend(problem: Problem, target: Target, shape: Shape, busy: Busy, kernel: TritonExtend) -> Prediction:
+    ratio = problem.gqa_ratio
+    tokens, kv_heads = kernel.tiles.tokens_per_block(ratio), problem.num_kv_heads // kernel.tiles.heads_per_row
+    num = shape.num_seqs * -(-shape.q_len // tokens) * kv_heads * kernel.tiles.head_blocks(ratio)
+    tiles = Tiles(num, tokens, max(1, kernel.tiles.programs_per_cu))
+    return extend_prediction(problem, target, shape, fraction(target.arch, busy), tiles)
+
+
+def extend_prediction(problem: Problem, target: Target, shape: Shape, share: Range, tiles: Tiles) -> Prediction:
+    """Of a kernel that keeps all CUs busy. share: of the matrix units' peak that its loop reaches"""
+    gpu = GPUS[target.arch]
     cached = shape.kv_len - shape.q_len
-    pairs = sum(seen_keys(problem, kv_len) for kv_len in range(cached + 1, shape.kv_len + 1))
-    operations = 4 * problem.head_dim * problem.num_q_heads * shape.num_seqs * pairs
-    share = fraction(arch, busy)
-    fastest = operations / (gpu.matrix_ops * share.high) + _LAUNCHES[0]
-    took = Range.between(fastest, operations / (gpu.matrix_ops * share.low) + _LAUNCHES[1])
-    return Prediction(shape, "triton.extend", took, took.per(operations))
+    seen = sum(seen_keys(problem, kv_len) for kv_len in range(cached + 1, shape.kv_len + 1))
+    of_a_pair = 4 * problem.head_dim * problem.num_q_heads * shape.num_seqs
+    computed = of_a_pair * (seen + shape.q_len * tiles.tokens / 2)
+    of_a_cu = tiles.num / target.compute_units
+    fastest = computed / (gpu.matrix_ops * share.high) + of_a_cu * _TILE_START[0] / tiles.programs + _LAUNCHES[0]
+    slowest = computed / (gpu.matrix_ops * share.low) + of_a_cu * _TILE_START[1] + _LAUNCHES[1]
+    took = Range.between(fastest, slowest)
+    return Prediction(shape, "triton.extend", took, took.per(of_a_pair * seen))
 
 
 def fraction(arch: str, busy: Busy) -> Range:
     """Of the matrix units' peak that a kernel of extend reaches; see above."""
-    gpu, (matrix, vector) = GPUS[arch], FIGURES.code_objects[arch]
-    asm = tuple(flops / gpu.matrix_ops * (matrix + vector) / matrix for flops in gpu.asm_flops)
-    none = busy.matrix / (busy.matrix + busy.vector)
+    gpu = GPUS[arch]
+    asm = [flops / gpu.matrix_ops / none_of(FIGURES.code_objects[arch]) for flops in gpu.asm_flops]
+    none = none_of(busy)
     full = busy.matrix / max(busy.matrix, busy.vector)
     return Range.between(none * asm[0] * gpu.triton_of_asm, min(full, none * asm[1]))
+
+
+def none_of(busy: Busy) -> float:
+    """Of the matrix unit's peak, what is left if products and the softmax never overlap."""
+    return busy.matrix / (busy.matrix + busy.vector)
 
 
 def seen_keys(problem: Problem, kv_len: int) -> int:

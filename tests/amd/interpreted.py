@@ -8,6 +8,9 @@ Triton's own work.
 Half of the rest went into three more things. Every sum and product of integers was done again in 64 bits, to look for
 an overflow that the interpreter reports with `debug` only, which it never sets. A table of types was built whenever a
 type was looked up. Types and shapes of tensors were made anew for each operation; here equal ones are one object.
+
+Of what was left then, most was which type the result of an operation has, asked anew for each one: see
+quick_operations.py.
 """
 
 from __future__ import annotations
@@ -19,8 +22,9 @@ from types import FunctionType
 from typing import Any
 
 import triton.language as tl
-from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
+
+from tests.amd import quick_operations
 
 
 class _OfLaunch:
@@ -49,6 +53,7 @@ def quicken() -> None:
     builder.options = replace(builder.options, sanitize_overflow=False)
     interpreter._get_np_dtype = _once_a_name(interpreter._get_np_dtype)
     _share_types_and_shapes()
+    quick_operations.remember_types()
     _search_once()
 
 
@@ -67,37 +72,35 @@ def _once_a_name(of_type: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def _share_types_and_shapes() -> None:
     """Make the type of a block, and the shape of a tensor, once for all that are equal."""
-    core, semantic = tl.core, TritonSemantic
+    core = tl.core
     blocks: dict[tuple[str, tuple[int, ...]], Any] = {}
-    shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
+    of_sizes: dict[tuple[int, ...], tuple[Any, Any]] = {}
+    # By the name of a tensor's type.
+    shapes: dict[str, tuple[Any, Any]] = {}
 
     def block_of(element: Any, shape: Any) -> Any:
-        sizes = tuple(shape)
-        key = element.name, sizes
+        key = element.name, tuple(shape)
         if key not in blocks:
-            blocks[key] = core.block_type(element, list(sizes))
+            blocks[key] = core.block_type(element, list(key[1]))
         return blocks[key]
 
     def init_tensor(tensor: Any, handle: Any, type: Any) -> None:
         """What tensor.__init__ does."""
-        sizes = tuple(type.shape.values) if type.is_block() else ()
-        if sizes not in shapes:
-            made = object.__new__(core.tensor)
-            make_tensor(made, handle, type)
-            shapes[sizes] = made.shape, made.numel
+        if type.name not in shapes:
+            sizes = tuple(type.shape.values) if type.is_block() else ()
+            if sizes not in of_sizes:
+                made = object.__new__(core.tensor)
+                make_tensor(made, handle, type)
+                of_sizes[sizes] = made.shape, made.numel
+            shapes[type.name] = of_sizes[sizes]
         tensor.handle, tensor.type, tensor.dtype = handle, type, type.scalar
-        tensor.shape, tensor.numel = shapes[sizes]
+        tensor.shape, tensor.numel = shapes[type.name]
 
-    def broadcast(self: Any, one: Any, other: Any) -> Any:
-        if one.type.is_block() == other.type.is_block() and one.shape is other.shape:
-            return one, other
-        return broadcast_others(self, one, other)
-
-    make_tensor, broadcast_others = core.tensor.__init__, semantic.broadcast_impl_value
-    semantic.broadcast_impl_value = broadcast
+    make_tensor = core.tensor.__init__
     core.tensor.__init__ = init_tensor
     core.block_type.with_element_ty = lambda block, element: block_of(element, block.shape)
     interpreter.InterpreterBuilder.get_block_ty = lambda builder, element, shape: block_of(element, shape)
+    quick_operations.broadcast_by_shape(block_of)
 
 
 def _search_once() -> None:
@@ -106,6 +109,9 @@ def _search_once() -> None:
     places = tl, core, tl.math, core.tensor, core.tensor_descriptor_base
     names = {place: [name for name, member in inspect.getmembers(place) if core.is_builtin(member)] for place in places}
     search, patch, active = interpreter._patch_builtin, interpreter._patch_lang, set[Any]()
+    replacements: dict[Any, Any] = {}
+    # By a module's names: what they call triton.language, which a module does not change.
+    languages: dict[int, tuple[dict[str, Any], set[Any]]] = {}
 
     def search_names(place: Any, *others: Any) -> None:
         if place not in names:
@@ -114,10 +120,15 @@ def _search_once() -> None:
         for name in names[place]:
             member = getattr(place, name)
             if core.is_builtin(member):
-                interpreter._patch_attr(place, name, member, *others)
+                if member not in replacements:
+                    replacements[member] = quick_operations.called_by_interpreter(member)
+                others[-1].set_attr(place, name, replacements[member])
 
     def patch_in_launch(function: FunctionType) -> _OfLaunch | _OfCall:
-        seen = {value for value in function.__globals__.values() if value is tl or value is core}
+        names_of = function.__globals__
+        if id(names_of) not in languages:
+            languages[id(names_of)] = names_of, {each for each in names_of.values() if each is tl or each is core}
+        seen = languages[id(names_of)][1]
         if seen and seen <= active:
             return _OfCall()
         return _OfLaunch(patch(function), active, seen - active)

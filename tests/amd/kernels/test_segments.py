@@ -56,17 +56,19 @@ every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
 @pytest.mark.by_day(3)
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
 @every_case
-def test_the_last_tokens_of_an_extend_are_those_of_a_decode_bit_by_bit(case: Case, kernel_device: torch.device) -> None:
-    for dtype in dtypes():
-        extended = build(replace(case, dtype=dtype), kernel_device)
-        tiles = tiles_at(kernel_device, extended.case)
-        decoded = last_tokens(extended)
-        run_extend(extended, tiles=tiles)
-        run_decode(decoded, num_programs=5, tiles=tiles)
-        assert_served(extended)
-        assert_served(decoded)
-        assert_same_bits(decoded, extended)
+def test_the_last_tokens_of_an_extend_are_those_of_a_decode_bit_by_bit(
+    case: Case, dtype: torch.dtype, kernel_device: torch.device
+) -> None:
+    extended = build(replace(case, dtype=dtype), kernel_device)
+    tiles = tiles_at(kernel_device, extended.case)
+    decoded = last_tokens(extended)
+    run_extend(extended, tiles=tiles)
+    run_decode(decoded, num_programs=5, tiles=tiles)
+    assert_served(extended)
+    assert_served(decoded)
+    assert_same_bits(decoded, extended)
 
 
 @pytest.mark.by_day(1)

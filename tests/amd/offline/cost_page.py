@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
 
 from rocm_attn.cli import cost
-from rocm_attn.cli.cost import GPUS, SHAPES, Shape, predicted, predictions, published_decodes
+from rocm_attn.cli.cost import GPUS, SHAPES, Shape, predicted, predictions
+from rocm_attn.cli.published import Published, published_decodes, published_extends
 from rocm_attn.cli.static_figures import StaticFigures
 from rocm_attn.machine.releases import Release, Releases
 from rocm_attn.machine.target import Target, known_target
@@ -63,23 +64,24 @@ def _assembly() -> str:
     return "\n".join([*lines, ""])
 
 
-def _published() -> str:
+def _published(unit: str, size: float, found: Iterable[Published]) -> str:
     lines = [
-        "| | layer | step | predicted, us | predicted, GB/s | published, GB/s | inside |",
-        "|---|---|---|---|---|---|---|",
+        f"| | source | heads | step | predicted, us | predicted, {unit} | published, {unit} | inside |",
+        "|---" * 8 + "|",
     ]
-    for found, prediction in published_decodes():
-        layer = f"{found.heads[0]} x {found.heads[1]} heads of {found.head_dim}"
-        speed = f"{found.bytes_per_s / 1e9:.0f}"
-        inside = "yes" if prediction.speed.holds(found.bytes_per_s) else "no"
-        times = [prediction.seconds.text(1e-6), prediction.speed.text(1e9)]
-        lines.append(f"| {' | '.join([GPUS[found.arch].name, layer, str(found.shape), *times, speed, inside])} |")
+    for each in found:
+        layer, prediction = each.layer, each.prediction
+        heads = f"{layer.num_q_heads} x {layer.num_kv_heads} of {layer.head_dim}"
+        times = [prediction.seconds.text(1e-6), prediction.speed.text(size), f"{each.speed / size:.0f}"]
+        cells = [each.gpu, each.source, heads, str(prediction.shape), *times, "yes" if each.is_inside else "no"]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 
 
 _MAKERS: dict[str, Callable[[], str]] = {
     "sample": _sample,
     "decodes": _decodes,
-    "published": _published,
+    "published": lambda: _published("GB/s", 1e9, published_decodes()),
+    "extends": lambda: _published("TFLOP/s", 1e12, published_extends()),
     "assembly": _assembly,
 }

@@ -27,7 +27,8 @@ class Runs:
     """Runs cases, each once, on as many cores as there are, or as a stage beside another has (scripts/test.sh)."""
 
     def __init__(self) -> None:
-        cores = int(os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS") or os.cpu_count() or 1)
+        # 0: pytest itself runs the tests of a stage beside another, on one core.
+        cores = max(1, int(os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS") or os.cpu_count() or 1))
         # Spawned: a forked process would inherit whatever threads torch has started here.
         self._pool = ProcessPoolExecutor(cores, multiprocessing.get_context("spawn"))
         self._futures: dict[str, Future[Simulation]] = {}

@@ -65,6 +65,9 @@ _STEPS = (
 )
 
 
+_ROUNDS = (Action.DRAFT, Action.VERIFY, Action.TREE)
+
+
 @dataclass(frozen=True, slots=True)
 class Ladders:
     """Sizes that graphs are captured at: sequences, and tokens of steps with more than one new token a sequence."""
@@ -293,6 +296,11 @@ class DrawnStep:
     batch: StepBatch
     pad_to: int | None
     turns: tuple[Turn, ...]
+
+    @property
+    def is_round(self) -> bool:
+        """Whether it drafts or verifies new tokens."""
+        return self.action in _ROUNDS and any(turn.q_len for turn in self.turns)
 
     def batch_on(self, device: torch.device) -> StepBatch:
         """The batch, with the mask of its trees if it has any."""

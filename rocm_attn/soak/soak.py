@@ -20,7 +20,6 @@ import torch
 
 from rocm_attn.batch.drafts import NO_DRAFTS
 from rocm_attn.batch.halves import HALVES
-from rocm_attn.batch.mask import NO_MASK
 from rocm_attn.batch.padding import PaddedShape, PadTo, token_places
 from rocm_attn.batch.prefixes import NO_PREFIXES
 from rocm_attn.batch.step_batch import StepBatch
@@ -309,9 +308,8 @@ class Soak:
     def _shape(self, number: int, batch: StepBatch, seqs: int | None) -> PaddedShape:
         """What a step is padded to, whole or as two halves. seqs: None where the ladder decides"""
         padding = self._runtime.padding
-        # Neither is a mask cut, nor prefixes, which both halves would read.
-        whole = batch.mask is not NO_MASK or batch.prefixes is not NO_PREFIXES
-        if number % self._scenario.split_every or whole:
+        # Prefixes are not cut: both halves would read them.
+        if number % self._scenario.split_every or batch.prefixes is not NO_PREFIXES:
             return padding.shape(batch, _pad_to(number, batch, seqs, 1))
         return padding.split_shape(batch, _pad_to(number, batch, seqs, HALVES))
 

@@ -91,6 +91,7 @@ def test_replayed_halves_are_bitwise_the_eager_ones(
         assert not rows_beyond_bounds(split, whole)
 
 
+@pytest.mark.long
 @both
 def test_trees_of_drafts_are_verified_in_halves(provider: str, device: torch.device) -> None:
     """Bitwise what the eager halves give, and what a whole step gives; each replay has other trees."""

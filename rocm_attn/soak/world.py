@@ -181,7 +181,10 @@ class Scenario:
             Action.VERIFY: 5.0,
             Action.REJECT: 4.0,
             Action.PREEMPT: 1.5,
-            Action.DECODE: 3.0,
+            Action.DECODE: 2.0,
+            Action.SHARE: 1.5,
+            Action.EXTEND: 2.0,
+            Action.MIXED: 2.0,
         }
         return replace(self, weights={**self.weights, **more}, tree_len=9)
 

@@ -52,19 +52,7 @@ class Action(enum.Enum):
     EMPTY = "empty"  # no sequence
 
 
-_STEPS = (
-    Action.DECODE,
-    Action.SHARE,
-    Action.VERIFY,
-    Action.DRAFT,
-    Action.TREE,
-    Action.EXTEND,
-    Action.MIXED,
-    Action.IDLE,
-    Action.EMPTY,
-)
-
-
+_STEPS = tuple(Action)[list(Action).index(Action.DECODE) :]
 _ROUNDS = (Action.DRAFT, Action.VERIFY, Action.TREE)
 
 

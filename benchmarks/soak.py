@@ -1,7 +1,7 @@
 """A long soak on this machine's GPU or CPU, in the form of a result file.
 
 python -m benchmarks.soak --steps 20000 --seed 11 --out benchmarks/results/soak_h200.json
-python -m benchmarks.soak --speculative --steps 10000 --seed 16 \\
+python -m benchmarks.soak --speculative --rounds 10000 --seed 16 \\
     --out benchmarks/results/draft_soak_h200.json
 """
 
@@ -19,10 +19,17 @@ from rocm_attn.soak.soak import Soak
 from rocm_attn.soak.world import Scenario
 
 
+def say_steps(steps: int) -> None:
+    """How far it has come."""
+    print(f"{steps} steps", file=sys.stderr, flush=True)
+
+
 def main() -> None:
     """Raises SoakFailed at the first finding; there is no result file then."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, required=True)
+    length = parser.add_mutually_exclusive_group(required=True)
+    length.add_argument("--steps", type=int)
+    length.add_argument("--rounds", type=int, help="as in `rocm-attn soak --rounds`")
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--speculative", action="store_true", help="as in `rocm-attn soak --speculative`")
     parser.add_argument("--device", default="cuda", help="cuda (bfloat16, our kernels) or cpu (float32, torch's)")
@@ -37,7 +44,9 @@ def main() -> None:
         dtype=torch.float32 if device.type == "cpu" else torch.bfloat16,
     )
     machine = describe_machine()  # before the soak: the checkout may move while it runs
-    report = soak.run(options.steps, on_reopen=lambda steps: print(f"{steps} steps", file=sys.stderr, flush=True))
+    report = (
+        soak.run(options.steps, say_steps) if options.rounds is None else soak.run_rounds(options.rounds, say_steps)
+    )
     options.out.write_text(json.dumps({"machine": machine, "report": report.as_dict()}, indent=1))
     print(report)
 

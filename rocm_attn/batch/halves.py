@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rocm_attn.batch.mask import NO_MASK
+from rocm_attn.batch.mask import Mask, StepMask, TreeMask
 from rocm_attn.batch.prefixes import NO_PREFIXES
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.errors import BadBatch
@@ -33,19 +33,26 @@ def split_batch(batch: StepBatch, most: int) -> tuple[StepBatch, StepBatch]:
     """The sequences before and after the cut, in order; either may be empty.
 
     most: as in split_point
-    Raises BadBatch for new tokens that only the device counts: where they are cut follows from their numbers; for a
-    mask, whose second part would begin within a byte; and for shared prefixes, which both halves would read.
+    Raises BadBatch for new tokens that only the device counts: where they are cut follows from their numbers; for the
+    bits of a mask, whose second part would begin within a byte; and for shared prefixes, which both halves would read.
     """
-    if batch.mask is not NO_MASK:
-        raise BadBatch("a step with a mask cannot be split, because its mask is packed for the whole; run it whole")
+    if isinstance(batch.mask, StepMask):
+        raise BadBatch(
+            "a step with bits of a mask cannot be split, because they are packed for the whole; run it whole"
+        )
     if batch.prefixes is not NO_PREFIXES:
         raise BadBatch("a step with shared prefixes cannot be split, because both halves would read them; run it whole")
     first = (batch.num_seqs + 1) // 2 if batch.min_q_len == batch.max_q_len else split_point(batch.q_len, most)
     drafts = batch.drafts
     tokens, ids = int(batch.q_len[:first].sum()) // drafts.steps, batch.token_ids
     rows, kv_len, q_len = batch.rows, batch.kv_len, batch.q_len
-    first_inputs, second_inputs = batch.inputs.cut(first, tokens)
-    return (
-        StepBatch(rows[:first], kv_len[:first], q_len[:first], ids[:tokens], inputs=first_inputs, drafts=drafts),
-        StepBatch(rows[first:], kv_len[first:], q_len[first:], ids[tokens:], inputs=second_inputs, drafts=drafts),
+    parts = slice(None, first), slice(first, None)
+    whole = batch.mask
+    masks: list[Mask] = [TreeMask(whole.parents[part]) if isinstance(whole, TreeMask) else whole for part in parts]
+    first_part, second_part = (
+        StepBatch(rows[part], kv_len[part], q_len[part], of_half, inputs=inputs, mask=mask, drafts=drafts)
+        for part, of_half, inputs, mask in zip(
+            parts, (ids[:tokens], ids[tokens:]), batch.inputs.cut(first, tokens), masks, strict=True
+        )
     )
+    return first_part, second_part

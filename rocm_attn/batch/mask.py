@@ -182,3 +182,11 @@ def random_mask(
     num_bytes = bytes_of_cells(mask_cells(kv_len, q_len, keys_before))
     bits = torch.randint(256, (num_bytes,), generator=generator, device=device, dtype=torch.uint8)
     return StepMask(bits, kv_positions(kv_len, q_len, device), keys_before)
+
+
+def random_trees(q_len: npt.NDArray[np.int32], generator: torch.Generator) -> TreeMask:
+    """Trees whose drafts hang anywhere, for probes; on the generator's device."""
+    width = max(1, int(q_len.max(initial=0)))
+    drawn = torch.rand(len(q_len), width, generator=generator, device=generator.device)
+    place = torch.arange(width, device=generator.device)
+    return TreeMask((drawn * (place + 1)).int() - 1)

@@ -77,6 +77,6 @@ _FACTS: Mapping[StepKind, _Facts] = {
     StepKind.EXTEND: _Facts(StepKind.EXTEND, splits=True),
     StepKind.MIXED: _Facts(StepKind.MIXED, mixes=True, splits=True),
     StepKind.PREFILL: _Facts(StepKind.EXTEND, captured=False),
-    StepKind.MASKED: _Facts(StepKind.MIXED, extra=Extra.MASK),
+    StepKind.MASKED: _Facts(StepKind.MIXED, splits=True, extra=Extra.MASK),
     StepKind.SHARED: _Facts(StepKind.DECODE, decodes=True, extra=Extra.PREFIXES),
 }

@@ -183,7 +183,7 @@ def _run(runtime: AttentionRuntime, q_len: list[int], shape: PaddedShape) -> Non
             return
         tokens = np.array(q_len, np.int32)
         batch = StepBatch(np.array(rows, np.int32), tokens, tokens)
-        _run_step(runtime, with_extra(batch, shape.kind, torch.Generator(runtime.device)), pad_to)
+        _run_step(runtime, with_extra(batch, shape, torch.Generator(runtime.device)), pad_to)
         if shape.kind.extra is Extra.MASK and max(q_len) <= max(runtime.padding.verify, _TREE_NODES):
             _verify(runtime, batch, pad_to)
     finally:

@@ -17,11 +17,11 @@ from torch import Tensor
 from rocm_attn.batch.drafts import NO_DRAFTS, Drafts
 from rocm_attn.batch.halves import HALVES, split_point
 from rocm_attn.batch.inputs import HOST_INPUTS, Inputs
-from rocm_attn.batch.mask import random_mask
+from rocm_attn.batch.mask import random_mask, random_trees
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
-from rocm_attn.batch.step_kinds import Extra, StepKind
+from rocm_attn.batch.step_kinds import Extra
 from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, Scales
 from rocm_attn.kernels.cache.page_rows import PageRows
 from rocm_attn.machine.target import Target
@@ -120,7 +120,7 @@ class ProbeRequests:
             elif plan.shape.kind.extra is Extra.PREFIXES:
                 yield self._with_random_groups(batch)
             else:
-                yield with_extra(batch, plan.shape.kind, self._generator)
+                yield with_extra(batch, plan.shape, self._generator)
 
     def _plain(self, plan: StepPlan, room: _Room, new: list[int], q_len: Int32Array) -> Iterator[StepBatch]:
         fewer = new[: (len(new) + 1) // 2] if _is_uniform(plan.shape) else new
@@ -309,7 +309,7 @@ def plan_of(runtime: AttentionRuntime, shape: PaddedShape, q_len: Int32Array) ->
         if isinstance(shape.drafts, Drafts):
             batch = as_drafts(StepBatch(batch.rows, q_len, q_len), shape.drafts)
         else:
-            batch = with_extra(batch, shape.kind, torch.Generator(runtime.device))
+            batch = with_extra(batch, shape, torch.Generator(runtime.device))
         step = runtime.stage_as(shape, batch)
         runtime.end_step()
         return step.plan
@@ -324,11 +324,14 @@ def as_drafts(batch: StepBatch, drafts: Drafts) -> StepBatch:
     return replace(batch, drafts=drafts, token_ids=first)
 
 
-def with_extra(batch: StepBatch, kind: StepKind, generator: torch.Generator) -> StepBatch:
-    """The step with what steps of its kind bring: a random mask, or prefixes of which none is shared."""
-    if kind.extra is Extra.MASK:
-        return with_random_mask(batch, generator)
-    return with_nothing_shared(batch) if kind.extra is Extra.PREFIXES else batch
+def with_extra(batch: StepBatch, shape: PaddedShape, generator: torch.Generator) -> StepBatch:
+    """The step with what steps of its shape bring: a random mask, in halves one of trees; prefixes that none shares."""
+    if shape.kind.extra is Extra.MASK:
+        split = shape.num_halves > 1
+        return (
+            replace(batch, mask=random_trees(batch.q_len, generator)) if split else with_random_mask(batch, generator)
+        )
+    return with_nothing_shared(batch) if shape.kind.extra is Extra.PREFIXES else batch
 
 
 def with_random_mask(batch: StepBatch, generator: torch.Generator) -> StepBatch:

@@ -280,6 +280,12 @@ EAGER = switch("--eager", "run every step without a graph")
 DUMP = option("dump", metavar="DUMP", help="the file that a flight recorder wrote")
 STEP = option("--step", type=int, metavar="N", help="number of the step (the last one)")
 STEPS = option("--steps", type=positive, default=2000, metavar="N", help="steps to run (2000)")
+ROUNDS = option(
+    "--rounds",
+    type=positive,
+    metavar="N",
+    help="run until so many steps have drafted or verified, in place of --steps; mostly for --speculative",
+)
 SEED = option("--seed", type=natural, default=0, metavar="S", help="of everything random (0)")
 SHAPES = option(
     "--shapes",

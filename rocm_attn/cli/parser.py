@@ -48,6 +48,7 @@ _SOAK_EXAMPLES = """\
 examples:
   rocm-attn soak --steps 2000
   rocm-attn soak --steps 20000 --seed 7 --device cuda --json > soak.json
+  rocm-attn soak --speculative --rounds 10000
 """
 
 _TRUTH_EXAMPLES = """\
@@ -243,7 +244,8 @@ def _add_soak(commands: Commands[argparse.ArgumentParser]) -> None:
     speculative = o.switch(
         "--speculative", "mostly draft and verify: rounds, chains, trees, and what becomes of rejected ones"
     )
-    _add_options(parser, (o.STEPS, seed, o.DEVICE, o.PROVIDER, dtype, deterministic, speculative, json))
+    _add_options(parser.add_mutually_exclusive_group(), (o.STEPS, o.ROUNDS))
+    _add_options(parser, (seed, o.DEVICE, o.PROVIDER, dtype, deterministic, speculative, json))
 
 
 def _add_truth(commands: Commands[argparse.ArgumentParser]) -> None:

@@ -11,7 +11,7 @@ import torch
 from rocm_attn.cli.arguments import device_named
 from rocm_attn.cli.streams import say
 from rocm_attn.errors import BadSetting
-from rocm_attn.soak.soak import Finding, Soak, SoakFailed
+from rocm_attn.soak.soak import Finding, Soak, SoakFailed, SoakReport
 from rocm_attn.soak.world import LONG_KV_LEN, SHORT_KV_LEN, Scenario
 
 
@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> None:
         deterministic=options.deterministic,
     )
     try:
-        report = soak.run(options.steps, on_reopen=lambda steps: say(f"{steps} steps"))
+        report = _play(soak, options)
     except SoakFailed as failure:
         again = _command(options, failure.finding, device, dtype_name)
         if options.json:
@@ -39,6 +39,15 @@ def run(options: argparse.Namespace) -> None:
         say(f"run it again with: {again}")
         raise
     print(json.dumps({"report": report.as_dict()}) if options.json else report)
+
+
+def _play(soak: Soak, options: argparse.Namespace) -> SoakReport:
+    def say_steps(steps: int) -> None:
+        say(f"{steps} steps")
+
+    if options.rounds is not None:
+        return soak.run_rounds(options.rounds, say_steps)
+    return soak.run(options.steps, say_steps)
 
 
 def _command(options: argparse.Namespace, finding: Finding, device: torch.device, dtype_name: str) -> str:

@@ -72,14 +72,7 @@ class RequestTable:
                 f"max_kv_len is {max_kv_len}; lengths are int32, so use at most {INT32_MAX // page_size * page_size}"
             )
         self.spaces = tuple(
-            PageTable(
-                pages,
-                num_rows=num_rows,
-                width=self.width,
-                page_size=page_size,
-                device=device,
-                guards=guards,
-            )
+            PageTable(pages, num_rows=num_rows, width=self.width, page_size=page_size, device=device, guards=guards)
             for pages in (SpacePages(Space.FULL, num_pages), *windows)
         )
         self._full = self.spaces[0]
@@ -430,6 +423,11 @@ class RequestTable:
             self._kept.clear(places, space)
             self.spaces[space].let_go(pages[space][pages[space] != RESERVED_PAGE])
         self._kept.forget_empty(places)
+
+    @property
+    def kept_ids(self) -> KeptIds:
+        """int64 [n]: all ids that are kept in any space."""
+        return self._kept.ids
 
     def kept_pages(self, ids: GivenIds, space: Space = Space.FULL) -> Int32Array:
         """int32 [n]: the pages of ids in a space, 0 for those that are not kept there.

@@ -568,7 +568,7 @@ class Engine:
                 num_told = output.num_tokens + len(sequence.request.prompt_token_ids) - first
                 self._publish(output, token_ids[num_told:], reason, told.get(place, ()) if told else (), unread)
             elif reason == "error" and isinstance(pick, BadLogits):
-                self._recent.leave(sequence.number, unread.number, is_right=unread.picks.is_right)
+                self._recent.leave(sequence.number, unread.number, unread.picks.round_number)
                 self._fail(sequence.number, str(pick))
         del self._read[0]
         self._note_times(unread, read.taken, read_at)
@@ -628,7 +628,7 @@ class Engine:
             if reason is None:  # only its text says so
                 self._enter_rounds()
                 self._scheduler.drop(output.sequence)
-            self._recent.leave(output.sequence.number, unread.number, is_right=unread.picks.is_right)
+            self._recent.leave(output.sequence.number, unread.number, unread.picks.round_number)
             self._end(output)
 
     def _end(self, output: Output) -> None:
@@ -657,7 +657,7 @@ class Engine:
         # Several of these faults may be of steps before a sequence became suspect: that it is alone shows nothing yet.
         were_alone = {number for number, output in self._outputs.items() if output.sequence.is_suspect}
         for found in (one for fault in faults for one in fault.each):
-            concerned = self._recent.requests_in(found.step, is_told=self._rounds.tells_of(found.step))
+            concerned = self._recent.requests_in(found.step, self._rounds.first_fault_of(found.step))
             if concerned is None:
                 self._scheduler.forget_pages()
             for number in self._have_run() if concerned is None else sorted(concerned):

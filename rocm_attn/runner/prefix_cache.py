@@ -8,6 +8,9 @@ first: what remains can be found.
 In the SWA space a row needs the pages of a window alone. There pages are given back one by one, and a prefix can be
 used up to a length whose window is wholly there.
 
+An interrupt may come between any two lines of a change. What it has left undone is not found out: the next call gives
+all pages back that the table keeps, and the cache begins anew. Rows go on.
+
 A fault of the device is reported some steps after its own. So a page is found only after as many steps, and never if
 the step that completed it went wrong.
 """
@@ -102,8 +105,9 @@ class CachedRow:
 class PrefixCache:
     """The pages of a request table that can be found by their tokens.
 
-    The owner of the rows says when a row is admitted, has stored tokens, moves its windows and is freed. Steps are
-    counted by end_step(); all ranks that call the same methods in the same order find the same pages.
+    All pages that the table keeps are the cache's. The owner of the rows says when a row is admitted, has stored
+    tokens, moves its windows and is freed. Steps are counted by end_step(); all ranks that call the same methods in the
+    same order find the same pages.
 
     steps_until_known: AttentionRuntime.steps_until_known
     """
@@ -122,6 +126,7 @@ class PrefixCache:
         self._step = 0
         self._right_until = 0
         self._has_rows = False
+        self._is_changing = False  # pages that are kept and those that can be found need not be the same ones
 
     def __len__(self) -> int:
         """Pages that can be found, or could be once their steps are known to have gone well."""
@@ -143,6 +148,8 @@ class PrefixCache:
 
     def find(self, row: CachedRow, token_ids: Sequence[int]) -> list[CachedPage]:
         """The pages of the longest prefix that is there, without the last token: that one is always computed."""
+        if self._is_changing:
+            self._begin_anew()
         if not (row.is_cached and self._pages):
             return []
         most = (len(token_ids) - 1) // self._page_size
@@ -157,6 +164,7 @@ class PrefixCache:
     def admit(self, row: CachedRow, found: Sequence[CachedPage]) -> int:
         """A new row of the table that begins with the pages that were found."""
         self._has_rows = self._has_rows or row.is_cached
+        self._begin_change()
         start = len(found) * self._page_size
         number = self._table.admit_over([page.kept_id for page in found], start) if found else self._table.admit()
         row.pages = list(found)
@@ -165,6 +173,7 @@ class PrefixCache:
         for space, first in enumerate(row.first_held):
             for page in found[first:]:
                 self._hold(page, space)
+        self._is_changing = False
         return number
 
     def enter(self, rows: Iterable[tuple[CachedRow, int, Sequence[int], int]]) -> None:
@@ -172,6 +181,7 @@ class PrefixCache:
 
         rows: of each row the CachedRow, its number, its sequence's tokens, and how many of them are stored
         """
+        self._begin_change()
         fresh: dict[bytes, CachedPage] = {}
         numbers: list[int] = []
         page_nos: list[int] = []
@@ -180,12 +190,12 @@ class PrefixCache:
                 missing = self._missing(row, token_ids, num_stored // self._page_size, fresh)
                 numbers += [number] * len(missing)
                 page_nos += missing
-        if not numbers:
-            return
-        ids = self._table.keep_all(np.array(numbers, np.int32), np.array(page_nos, np.int32)).tolist()
-        for page, kept_id in zip(fresh.values(), ids, strict=True):
-            page.kept_id = kept_id
-            self._put(page)
+        if numbers:
+            ids = self._table.keep_all(np.array(numbers, np.int32), np.array(page_nos, np.int32)).tolist()
+            for page, kept_id in zip(fresh.values(), ids, strict=True):
+                page.kept_id = kept_id
+                self._put(page)
+        self._is_changing = False
 
     def move_windows(self, row: CachedRow, num_stored: int) -> None:
         """The row has given back what no step needs that begins after num_stored tokens.
@@ -193,6 +203,8 @@ class PrefixCache:
         To be called when num_stored has come to row.moves_at; before that, nothing has left a window.
         After an interrupt it is called again, and goes on.
         """
+        if self._is_changing:
+            self._begin_anew()
         for space, pages in self._windowed:
             first = pages.pages.first_needed(num_stored, self._page_size)
             for page_no in range(row.first_held[space], min(first, len(row.pages))):
@@ -208,6 +220,8 @@ class PrefixCache:
 
         After an interrupt it is called again, and goes on.
         """
+        if self._is_changing:
+            self._begin_anew()
         for page_no in range(len(row.pages) - 1, -1, -1):
             page = row.pages[page_no]
             if page is not None:
@@ -222,20 +236,21 @@ class PrefixCache:
 
     def make_room(self, space: int, num_pages: int) -> None:
         """Give idle pages back until so many are free in a space, or no idle one is left."""
+        self._begin_change()
         idle, missing = self._idle[space], num_pages - self._table.spaces[space].num_free_pages
         given_back: list[int] = []
         if space == _FULL:
             while idle and missing > 0:
                 missing -= self._remove(next(iter(idle)), given_back)
             self._table.drop(given_back)
-            return
-        while idle and missing > 0:
-            page, _ = idle.popitem(last=False)
-            page.num_rows[space] = _NOT_KEPT
-            given_back.append(page.kept_id)
-            missing -= 1
-        if given_back:
+        else:
+            while idle and missing > 0:
+                page, _ = idle.popitem(last=False)
+                page.num_rows[space] = _NOT_KEPT
+                given_back.append(page.kept_id)
+                missing -= 1
             self._table.drop(given_back, (self._table.spaces[space].space,))
+        self._is_changing = False
 
     def end_step(self) -> None:
         """One more step has run, and reported no fault of the steps before it."""
@@ -292,8 +307,8 @@ class PrefixCache:
             for after in page.after.values():
                 after.before = page
             self._table.drop([self._give_up(old)])
-        page.num_rows = [1] * len(self._idle)
         self._pages[page.key] = page
+        page.num_rows = [1] * len(self._idle)
         if page.before is not None:
             page.before.after[page.key] = page
 
@@ -336,12 +351,29 @@ class PrefixCache:
                     self._idle[space][page] = None
         return num_rows
 
+    def _begin_change(self) -> None:
+        if self._is_changing:
+            self._begin_anew()
+        self._is_changing = True
+
+    def _begin_anew(self) -> None:
+        """Give back all that the table keeps; after an interrupt it is called again."""
+        for page in self._pages.values():
+            page.num_rows, page.before, page.after = [_NOT_KEPT] * len(self._idle), None, {}
+        for idle in self._idle:
+            idle.clear()
+        self._table.drop(self._table.kept_ids)
+        self._pages = {}
+        self._is_changing = False
+
     def _forget(self, pages: Iterable[CachedPage]) -> None:
+        self._begin_change()
         given_back: list[int] = []
         for page in pages:
             if page.num_rows[_FULL] != _NOT_KEPT:
                 self._remove(page, given_back)
         self._table.drop(given_back)
+        self._is_changing = False
 
     def _remove(self, page: CachedPage, given_back: list[int]) -> int:
         """Let a page be found no more, nor any page after it; how many pages of the full space become free.
@@ -355,9 +387,9 @@ class PrefixCache:
             page = pages.pop()
             pages += page.after.values()
             page.after = {}
-            del self._pages[page.key]
             num_free += page.num_rows[_FULL] == 0
             given_back.append(self._give_up(page))
+            del self._pages[page.key]
         return num_free
 
     def _give_up(self, page: CachedPage) -> int:

@@ -12,18 +12,21 @@ from rocm_attn.step.echo import STEPS_UNTIL_ECHO
 # Twice as many steps as it takes until a fault is found, and two for the ranks that hear of it from another one.
 _KEPT = 2 * STEPS_UNTIL_ECHO + 2
 
+# Later than every round: of a step from which none followed, or of a fault that no round told of.
+NO_ROUND = INT32_MAX
+
 
 @dataclass(slots=True)
 class _Run:
     """One run of the step runner: steps before + 1 to last of the runtime, more than one where a graph was made.
 
-    right: of the requests, those that have ended in it, or in a round that followed from it, when nothing was wrong yet
+    ended: request that has ended in it, or in a round that followed from it -> the number of that round
     """
 
     before: int
     last: int
     requests: set[int]
-    right: set[int] = field(default_factory=set)
+    ended: dict[int, int] = field(default_factory=dict)
 
 
 class RecentSteps:
@@ -36,28 +39,26 @@ class RecentSteps:
         """Remember a run; before, last: the runtime's step number before and after it."""
         self._runs.append(_Run(before, last, set(requests)))
 
-    def leave(self, request: int, last: int, *, is_right: bool) -> None:
+    def leave(self, request: int, last: int, round_number: int) -> None:
         """A request has ended with the run up to step `last`: what goes wrong in a later one is not its own.
 
-        is_right: whether the device has told of that run or round, and of those before it in its series, that nothing
-                  was wrong
+        round_number: as StepPicks.round_number; what goes wrong in a later round is not its own either
         """
         for run in reversed(self._runs):
             if run.last == last:
-                if is_right:
-                    run.right.add(request)
+                run.ended[request] = round_number
                 return
             run.requests.discard(request)
 
-    def requests_in(self, step: int | None, *, is_told: bool) -> frozenset[int] | None:
+    def requests_in(self, step: int | None, first_round: int) -> frozenset[int] | None:
         """The requests that a fault of a step may concern; None where the step, or what was in it, is not known.
 
-        is_told: whether a round that followed from it has told of the fault: none before that one had it
+        first_round: of the rounds that followed from it, the first one that may have had the fault
         """
         if step is None:
             return None
         for run in self._runs:
             # the numbers wrap
             if 0 < (step - run.before) & INT32_MAX <= (run.last - run.before) & INT32_MAX:
-                return frozenset(run.requests - run.right if is_told else run.requests)
+                return frozenset(each for each in run.requests if run.ended.get(each, NO_ROUND) >= first_round)
         return None

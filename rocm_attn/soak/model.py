@@ -160,24 +160,20 @@ class SequenceTruth:
     q_len: int
     parents: Int32Array
 
-    def visible(self, window_left: int = UNLIMITED_WINDOW) -> Tensor:
-        """bool [q_len, kv_len]: what a new token sees where trees are seen as trees; a window is of depths."""
+    def visible(self) -> tuple[Tensor, Tensor]:
+        """bool [q_len, kv_len], what a new token sees where trees are seen as trees; int64 [kv_len], positions.
+
+        The position of a new token is how many it sees besides itself.
+        """
         prefix = len(self.token_ids) - self.q_len
-        visible = torch.zeros(self.q_len, prefix + self.q_len, dtype=torch.bool)
+        visible = np.zeros((self.q_len, prefix + self.q_len), np.bool_)
         visible[:, :prefix] = True
         for token, parent in enumerate(self.parents.tolist()):
             if parent != NO_PARENT:
                 visible[token] = visible[parent]
             visible[token, prefix + token] = True
-        if window_left != UNLIMITED_WINDOW:
-            depth = torch.cat((torch.arange(prefix), visible.sum(1) - 1))
-            visible &= depth >= depth[prefix:, None] - window_left
-        return visible
-
-    def positions(self) -> Tensor:
-        """int64 [kv_len]: of all tokens; of a new one, how many it sees besides itself."""
-        prefix = len(self.token_ids) - self.q_len
-        return torch.cat((torch.arange(prefix), self.visible().sum(1) - 1))
+        positions = np.concatenate((np.arange(prefix), visible.sum(1) - 1))
+        return torch.from_numpy(visible), torch.from_numpy(positions)
 
     def __str__(self) -> str:
         return f"row {self.row}, kv_len {len(self.token_ids)}, q_len {self.q_len}"
@@ -259,45 +255,59 @@ class Checker:
         """The first mismatch of a step, or None."""
         outputs = step.outputs.on_cpu()
         self.num_tokens += sum(sequence.q_len for sequence in step.sequences)
+        seen = [sequence.visible() for sequence in step.sequences]
         for layer in range(len(self._problems)):
-            mismatch = self._check_layer(layer, step, outputs)
+            mismatch = self._check_layer(layer, step, outputs, seen)
             if mismatch is not None:
                 return mismatch
         return _check_rows(step, outputs)
 
-    def _check_layer(self, layer: int, step: PlayedStep, outputs: Outputs) -> Mismatch | None:
+    def _check_layer(
+        self, layer: int, step: PlayedStep, outputs: Outputs, seen: Sequence[tuple[Tensor, Tensor]]
+    ) -> Mismatch | None:
         bounds = BOUNDS[self._problems[layer].dtype]
-        first = 0
-        for seq, sequence in enumerate(step.sequences):
-            last = first + sequence.q_len
-            if sequence.q_len:
-                want, want_lse = self._attend(layer, sequence)
-                for name, got, reference, bound in (
-                    ("out", outputs.out[layer][first:last], want, bounds.out),
-                    ("lse", outputs.lse[layer][first:last], want_lse, bounds.lse),
-                ):
-                    part = float(error_parts(got, reference, bound).max())
-                    if part > 1:
-                        error = _largest_error(got, reference)
-                        what = f"{name} differs from the reference by up to {error:g}, {part:g} times what is allowed"
-                        return Mismatch(what, layer, seq, error)
-                    self.worst = max(self.worst, part)
-            first = last
+        q_lens = [sequence.q_len for sequence in step.sequences]
+        num_tokens = sum(q_lens)
+        wanted = [
+            self._attend(layer, sequence, *of_sequence)
+            for sequence, of_sequence in zip(step.sequences, seen, strict=True)
+            if sequence.q_len
+        ]
+        for name, tensors, references, bound in (
+            ("out", outputs.out, [out for out, _ in wanted], bounds.out),
+            ("lse", outputs.lse, [lse for _, lse in wanted], bounds.lse),
+        ):
+            if not num_tokens:
+                break
+            got, reference = tensors[layer][:num_tokens], torch.cat(references)
+            parts = error_parts(got, reference, bound)
+            part = float(parts.max())
+            if part > 1:
+                token = int((parts.flatten(1).amax(1) > 1).int().argmax())
+                seq = int(np.searchsorted(np.cumsum(q_lens), token, side="right"))
+                error = _largest_error(got, reference)
+                what = f"{name} differs from the reference by up to {error:g}, {part:g} times what is allowed"
+                return Mismatch(what, layer, seq, error)
+            self.worst = max(self.worst, part)
         for name, pads, value in (
-            ("out", outputs.out[layer][first:], 0.0),
-            ("lse", outputs.lse[layer][first:], -math.inf),
+            ("out", outputs.out[layer][num_tokens:], 0.0),
+            ("lse", outputs.lse[layer][num_tokens:], -math.inf),
         ):
             if not bool((pads == value).all()):
                 return Mismatch(f"{name} of a padded token is not {value:g}", layer, None, math.inf)
         return None
 
-    def _attend(self, layer: int, sequence: SequenceTruth) -> tuple[Tensor, Tensor]:
+    def _attend(self, layer: int, sequence: SequenceTruth, visible: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """visible, positions: as SequenceTruth.visible() gives them"""
         problem, tables = self._problems[layer], self._tables[layer]
-        positions = sequence.positions()
         entry = torch.from_numpy(sequence.token_ids) * self._max_kv_len + positions
         new = slice(len(entry) - sequence.q_len, None)
-        # Depths are no places: what a window leaves out is in the mask, and the reference's reaches back further.
-        seen = (sequence.visible(problem.window_left), positions[new]) if problem.custom_mask else ()
+        seen: tuple[Tensor, ...] = ()
+        if problem.custom_mask:
+            if problem.window_left != UNLIMITED_WINDOW:
+                # Depths are no places: what a window leaves out is in the mask; the reference's reaches back further.
+                visible = visible & (positions >= positions[new, None] - problem.window_left)
+            seen = visible, positions[new]
         q, k, v = tables.q[entry[new]], tables.k[entry], tables.v[entry]
         return attend_sequence(q, k, v, problem, self._weights[layer], *seen)
 

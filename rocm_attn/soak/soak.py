@@ -20,7 +20,6 @@ import torch
 
 from rocm_attn.batch.drafts import NO_DRAFTS
 from rocm_attn.batch.halves import HALVES
-from rocm_attn.batch.mask import NO_MASK
 from rocm_attn.batch.padding import PaddedShape, PadTo, token_places
 from rocm_attn.batch.prefixes import NO_PREFIXES
 from rocm_attn.batch.step_batch import StepBatch
@@ -77,6 +76,7 @@ class SoakFailed(RocmAttnError):
 class SoakReport:
     """A soak that found nothing.
 
+    rounds:              steps that drafted or verified new tokens: rounds of drafts, chains and trees
     replays, captures:   steps that ran as a graph, graphs made
     split_steps:         steps that ran as two halves
     ways:                how often steps of each kind ran in each way, for instance "masked replayed"
@@ -94,6 +94,7 @@ class SoakReport:
 
     seed: int
     steps: int
+    rounds: int
     replays: int
     captures: int
     split_steps: int
@@ -117,7 +118,8 @@ class SoakReport:
 
     def __str__(self) -> str:
         return (
-            f"{self.steps} steps of seed {self.seed} without a mismatch: {self.replays} replays, "
+            f"{self.steps} steps of seed {self.seed} without a mismatch: {self.rounds} that drafted or verified, "
+            f"{self.replays} replays, "
             f"{self.captures} captures, {self.split_steps} split steps, {self.actions['tree']} steps of trees "
             f"({self.moved_paths} paths moved), {self.actions['draft']} rounds of drafts, "
             f"{self.actions['share']} shared steps, {self.reopens} reopens, {self.actions['preempt']} preemptions, "
@@ -141,6 +143,9 @@ class _MemoryUse:
         resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
         device_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         return cls(resident_pages * os.sysconf("SC_PAGE_SIZE"), device_bytes)
+
+
+def _say_nothing(_: int) -> None: ...
 
 
 def _way(before: Metrics, after: Metrics) -> str:
@@ -228,34 +233,42 @@ class Soak:
         self._runner = StepRunner(self._runtime, self._model.forward, recorder_for(self._runtime.device))
         self._round_runner = DraftRunner(self._runtime, self._rounds.forward, recorder_for(self._runtime.device))
         self._unchecked: list[PlayedStep] = []
+        self._steps = self._num_rounds = 0
         self._reopens = self._page_copies = self._split_steps = self._moved_paths = 0
         self._ways: Counter[str] = Counter()
         self._memory: list[_MemoryUse] = []
 
-    def run(self, steps: int, on_reopen: Callable[[int], None] | None = None) -> SoakReport:
+    def run(self, steps: int, on_reopen: Callable[[int], None] = _say_nothing) -> SoakReport:
         """Play so many steps, once. on_reopen: gets the number played. Raises SoakFailed at the first finding."""
+        return self._run(lambda: self._steps >= steps, on_reopen)
+
+    def run_rounds(self, rounds: int, on_reopen: Callable[[int], None] = _say_nothing) -> SoakReport:
+        """The same until so many steps have drafted or verified (SoakReport.rounds)."""
+        return self._run(lambda: self._num_rounds >= rounds, on_reopen)
+
+    def _run(self, is_over: Callable[[], bool], on_reopen: Callable[[int], None]) -> SoakReport:
         started = time.perf_counter()
-        number = 0
         try:
-            for number in range(1, steps + 1):
-                self._play(number)
-                if number % self._scenario.audit_every == 0:
-                    self._audit(number)
-                if number % self._scenario.reopen_every == 0 and number < steps:
-                    self._reopen(number)
-                    if on_reopen is not None:
-                        on_reopen(number)
-            self._close(steps)
+            while not is_over():
+                self._steps += 1
+                self._play(self._steps)
+                if self._steps % self._scenario.audit_every == 0:
+                    self._audit(self._steps)
+                if self._steps % self._scenario.reopen_every == 0 and not is_over():
+                    self._reopen(self._steps)
+                    on_reopen(self._steps)
+            self._close(self._steps)
         except SoakFailed:
             raise
         except Exception as error:  # whatever a step raises is a finding, and needs the step's number to be repeated
             frame = traceback.extract_tb(error.__traceback__)[-1]
             what = f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
-            raise self._failure(number, f"step {number}", what) from error
-        return self._report(steps, time.perf_counter() - started)
+            raise self._failure(self._steps, f"step {self._steps}", what) from error
+        return self._report(time.perf_counter() - started)
 
     def _play(self, number: int) -> None:
         drawn = self._world.draw_step(self._runtime.padding.seqs.sizes)
+        self._num_rounds += drawn.is_round
         batch = drawn.batch_on(self._runtime.device)
         shape = self._shape(number, batch, drawn.pad_to)
         self._page_copies += sum(len(table.pending.copies) for table in self._runtime.table.spaces)
@@ -295,9 +308,8 @@ class Soak:
     def _shape(self, number: int, batch: StepBatch, seqs: int | None) -> PaddedShape:
         """What a step is padded to, whole or as two halves. seqs: None where the ladder decides"""
         padding = self._runtime.padding
-        # Neither is a mask cut, nor prefixes, which both halves would read.
-        whole = batch.mask is not NO_MASK or batch.prefixes is not NO_PREFIXES
-        if number % self._scenario.split_every or whole:
+        # Prefixes are not cut: both halves would read them.
+        if number % self._scenario.split_every or batch.prefixes is not NO_PREFIXES:
             return padding.shape(batch, _pad_to(number, batch, seqs, 1))
         return padding.split_shape(batch, _pad_to(number, batch, seqs, HALVES))
 
@@ -382,12 +394,13 @@ class Soak:
     def _failure(self, number: int, where: str, what: str) -> SoakFailed:
         return SoakFailed(Finding(number, where, what, tuple(self._world.history)))
 
-    def _report(self, steps: int, seconds: float) -> SoakReport:
+    def _report(self, seconds: float) -> SoakReport:
         growth = self._growth()
         steps_and_rounds = self._runner.counters, self._round_runner.counters
         return SoakReport(
             seed=self._seed,
-            steps=steps,
+            steps=self._steps,
+            rounds=self._num_rounds,
             replays=sum(each.replays for each in steps_and_rounds),
             captures=sum(each.captures for each in steps_and_rounds),
             split_steps=self._split_steps,

@@ -52,17 +52,8 @@ class Action(enum.Enum):
     EMPTY = "empty"  # no sequence
 
 
-_STEPS = (
-    Action.DECODE,
-    Action.SHARE,
-    Action.VERIFY,
-    Action.DRAFT,
-    Action.TREE,
-    Action.EXTEND,
-    Action.MIXED,
-    Action.IDLE,
-    Action.EMPTY,
-)
+_STEPS = tuple(Action)[list(Action).index(Action.DECODE) :]
+_ROUNDS = (Action.DRAFT, Action.VERIFY, Action.TREE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +169,10 @@ class Scenario:
             Action.VERIFY: 5.0,
             Action.REJECT: 4.0,
             Action.PREEMPT: 1.5,
-            Action.DECODE: 3.0,
+            Action.DECODE: 2.0,
+            Action.SHARE: 1.5,
+            Action.EXTEND: 2.0,
+            Action.MIXED: 2.0,
         }
         return replace(self, weights={**self.weights, **more}, tree_len=9)
 
@@ -293,6 +287,11 @@ class DrawnStep:
     batch: StepBatch
     pad_to: int | None
     turns: tuple[Turn, ...]
+
+    @property
+    def is_round(self) -> bool:
+        """Whether it drafts or verifies new tokens."""
+        return self.action in _ROUNDS and any(turn.q_len for turn in self.turns)
 
     def batch_on(self, device: torch.device) -> StepBatch:
         """The batch, with the mask of its trees if it has any."""

@@ -48,8 +48,8 @@ class Rounds(Protocol):
         """
         ...
 
-    def tells_of(self, step: int | None) -> bool:
-        """Whether a round that was read has told of a fault of the step that it followed from, by that one's number."""
+    def first_fault_of(self, step: int | None) -> int:
+        """Of the rounds that followed from a step, the first one that may have had its fault; 0 where none has told."""
         ...
 
 
@@ -82,6 +82,6 @@ class NoRounds:
         """As Rounds.end."""
         return False
 
-    def tells_of(self, step: int | None) -> bool:
-        """As Rounds.tells_of."""
-        return False
+    def first_fault_of(self, step: int | None) -> int:
+        """As Rounds.first_fault_of."""
+        return 0

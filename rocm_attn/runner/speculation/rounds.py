@@ -41,6 +41,7 @@ from rocm_attn.runner.asking_picker import AskingPicker, RowShape, ShapedRows, o
 from rocm_attn.runner.logprobs import TokenLogprobs
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.ranks import Ranks
+from rocm_attn.runner.recent_steps import NO_ROUND
 from rocm_attn.runner.request import Sequence
 from rocm_attn.runner.sampling import GREEDY, Draw, Found, PickedTokens, TokenPicker, terms_of
 from rocm_attn.runner.scheduler import ScheduledStep, Scheduler
@@ -213,6 +214,7 @@ class _Series:
     rounds:      by the memory that they tell in
     number:      the runtime's, of all of them
     has_ranks:   as of DeviceRounds. The device tells one rank alone of a fault: then none acts on it before they end
+    first_fault: number of the first round that may have had one, as far as they were read
     num_launched: rounds, the step included, _MOST_ROUNDS and it at most
     is_noted:    whether all that was launched will be read; not while a round is launched, which an interrupt may end
     cut:         places of sequences that go on by fewer tokens than the device took, and since which round
@@ -234,8 +236,13 @@ class _Series:
     num_launched: int = 1
     is_noted: bool = False
     is_over: bool = False
-    has_fault: bool = False
+    first_fault: int = NO_ROUND
     cut: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def has_fault(self) -> bool:
+        """Whether a round that was read has told of one."""
+        return self.first_fault < NO_ROUND
 
     @property
     def num_unread(self) -> int:
@@ -254,13 +261,10 @@ class _Series:
         # An interrupt may have left rounds that were read and not noted: how long the sequences are is not known then.
         is_known = self.progress.num_read >= number + num_rounds
         guessed = np.count_nonzero(told[:, 1])
-        self.has_fault |= bool(told[:, 2].any())
+        if told[:, 2].any():
+            self.first_fault = min(self.first_fault, number)
         ends_now = self.has_fault and not self.has_ranks
         self.is_over |= not is_known or ends_now or bool(self.cut) or 2 * guessed < len(told)
-
-    def is_right(self, told: Int32Array) -> bool:
-        """Whether a round, of which this was told, is known to have had no fault."""
-        return not self.has_ranks and not told[:, 2].any()
 
 
 class RoundPicks:
@@ -273,7 +277,7 @@ class RoundPicks:
     def __init__(self, series: _Series, of_round: _Round, found: Callable[[], Found], done: Fence) -> None:
         self._series, self.told, self.done = series, of_round.told, done
         self._guessed, self._path, self._found = of_round.guessed, of_round.path, found
-        self.number, self.is_right = series.num_launched - 1, False
+        self.round_number = series.num_launched - 1
 
     @property
     def found(self) -> Found:
@@ -293,8 +297,7 @@ class RoundPicks:
             picks = [
                 self._right(seq, picked[seq * width : seq * width + num]) for seq, num in enumerate(taken.tolist())
             ]
-        self.is_right = series.is_right(told)
-        series.note(self.number, 1, series.progress.kv_len + taken, told)
+        series.note(self.round_number, 1, series.progress.kv_len + taken, told)
         return picks
 
     is_followed = True
@@ -312,12 +315,12 @@ class RoundPicks:
 
         Then it fails in the next step that the host plans. What the device went on with is none of its text.
         """
-        if self._series.cut.get(place, self.number) < self.number:
+        if self._series.cut.get(place, self.round_number) < self.round_number:
             return ()
         tokens: list[int] = []
         for token in pick:
             if isinstance(token, BadLogits):
-                self._series.cut[place] = self.number
+                self._series.cut[place] = self.round_number
                 return tokens if tokens else token
             tokens.append(token)
         return tokens
@@ -369,7 +372,8 @@ class DeviceRounds:
         # likewise, and before which place in it the numbers lie there
         self._drawn_by: dict[int, tuple[int, int]] = {}
         self._series: _Series | None = None
-        self._told_of = -1  # the step of the last series that has ended with a fault
+        # The step of the last series that has ended with a fault, and the first round that may have had it.
+        self._told_of: tuple[int | None, int] = (-1, 0)
 
     def begin(self, step: ScheduledStep, picks: StepPicks, scheduler: Scheduler) -> StepPicks:
         """As Rounds.begin."""
@@ -472,11 +476,10 @@ class DeviceRounds:
         rounds, taken = rounds[: len(found)], [told[:, 0] for told, _ in found]
         flat, token_ids = put_together([ids.reshape(-1, self._width) for _, (ids, _) in found], taken)
         kv_len: Int32Array = series.progress.kv_len + sum(taken)
-        if rounds[0].number != series.progress.num_read or not series.ends.none_in(flat, kv_len):
+        if rounds[0].round_number != series.progress.num_read or not series.ends.none_in(flat, kv_len):
             return None
         first = (series.progress.kv_len - np.int32(self._width - 1)).tolist()
-        rounds[-1].is_right = series.is_right(rounds[-1].told)
-        return Together(rounds[0].number, len(rounds), first, token_ids, len(flat), kv_len, rounds[-1].told)
+        return Together(rounds[0].round_number, len(rounds), first, token_ids, len(flat), kv_len, rounds[-1].told)
 
     def took(self, together: Together) -> None:
         """As Rounds.took."""
@@ -493,9 +496,9 @@ class DeviceRounds:
         series, self._series = self._series, None
         if series is None:
             return False
-        series.has_fault = self._ranks.least(int(not series.has_fault)) == 0
+        series.first_fault = self._ranks.least(series.first_fault)
         if series.has_fault:
-            self._told_of = series.number
+            self._told_of = series.number, series.first_fault
         living = [
             (each.row, each)
             for row, each in zip(series.rows.tolist(), series.step.sequences, strict=True)
@@ -511,11 +514,12 @@ class DeviceRounds:
         self._guesses.end(going_on, is_whole=series.is_noted and not series.has_fault)
         return series.has_fault
 
-    def tells_of(self, step: int | None) -> bool:
-        """As Rounds.tells_of."""
-        series = self._series
-        has_told = series is not None and series.has_fault and not self._has_ranks
-        return step is not None and step == (series.number if series is not None and has_told else self._told_of)
+    def first_fault_of(self, step: int | None) -> int:
+        """As Rounds.first_fault_of."""
+        series, told_of = self._series, self._told_of
+        if series is not None and series.has_fault and not self._has_ranks:
+            told_of = series.number, series.first_fault
+        return told_of[1] if step == told_of[0] else 0
 
     def _told(self, series: _Series, found: Callable[[], Found]) -> RoundPicks:
         """Make the inputs of the round after what was picked last, and have it told what came of that."""

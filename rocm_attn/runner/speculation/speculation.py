@@ -28,6 +28,7 @@ from rocm_attn.kernels.speculative.arguments import Accepted
 from rocm_attn.paging.index_spaces import RESERVED_ROW
 from rocm_attn.runner.asking_picker import AskedTokens, AskingPicker, RowAsk
 from rocm_attn.runner.logprobs import TokenLogprobs
+from rocm_attn.runner.recent_steps import NO_ROUND
 from rocm_attn.runner.request import Asking, Sequence
 from rocm_attn.runner.sampling import Draw, PickedTokens
 from rocm_attn.runner.scheduler import NO_SEQUENCE, ScheduledStep
@@ -88,8 +89,8 @@ class StepPicks(Protocol):
         ...
 
     @property
-    def is_right(self) -> bool:
-        """Whether the device has told, when it was read, that nothing was wrong; else later steps tell."""
+    def round_number(self) -> int:
+        """Which of the rounds it is that follow from each other; NO_ROUND: none of such."""
         ...
 
     @property
@@ -257,7 +258,7 @@ class Speculation:
 class _OneEach:
     """A token for each sequence."""
 
-    is_followed = is_right = False
+    is_followed, round_number = False, NO_ROUND
     tokens = None
 
     def __init__(self, picked: PickedTokens) -> None:
@@ -275,7 +276,7 @@ class _OneEach:
 class _OneEachAsked:
     """A token for each sequence, and for some what they asked for."""
 
-    is_followed = is_right = False
+    is_followed, round_number = False, NO_ROUND
     tokens = None
 
     def __init__(self, picked: AskedTokens) -> None:
@@ -300,7 +301,7 @@ class _Verified:
     drawn:    what became of drafts that were drawn
     """
 
-    is_followed = is_right = False
+    is_followed, round_number = False, NO_ROUND
 
     def __init__(
         self,

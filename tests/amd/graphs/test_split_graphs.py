@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.mask import TreeMask, random_trees
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.check import rows_beyond_bounds
 from rocm_attn.capture.forecast import plan_capture
@@ -20,6 +22,7 @@ from rocm_attn.errors import BadTensor
 from rocm_attn.hip_graphs.forked import ForkedStream
 from rocm_attn.hip_graphs.recorder import Recorder
 from rocm_attn.hip_graphs.size_ladder import default_ladder
+from rocm_attn.kernels.metadata.step_tensors import NO_PARENT
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import SplitStep, Step
 from rocm_attn.watch.flight_recorder import FlightRecorder
@@ -86,6 +89,38 @@ def test_replayed_halves_are_bitwise_the_eager_ones(
     for split, whole in zip(outs[0], served(runner, tiny, runner.run), strict=True):
         assert torch.isfinite(whole).all()
         assert not rows_beyond_bounds(split, whole)
+
+
+@pytest.mark.long
+@both
+def test_trees_of_drafts_are_verified_in_halves(provider: str, device: torch.device) -> None:
+    """Bitwise what the eager halves give, and what a whole step gives; each replay has other trees."""
+    generator, trees = torch.Generator(device).manual_seed(2), list[TreeMask]()
+
+    def outs(which: str) -> list[Tensor]:
+        tiny = Tiny.build(device, provider, (2, 8), (6, 12), max_num_seqs=5, split_steps=True, custom_mask=True)
+        runner, num = runner_of(tiny, graphs=which == "replayed"), iter(range(len(SPLIT)))
+
+        def run(batch: StepBatch) -> Tensor:
+            at = next(num)
+            if at == len(trees):
+                trees.append(random_trees(batch.q_len, generator))
+            batch = replace(batch, mask=trees[at])
+            return runner.run(batch) if which == "whole" else runner.run_split(batch)
+
+        rows = served(runner, tiny, run, [[3, 3], [2, 1, 4], [1] * 5, [], [4, 2], [3, 2, 1], [3, 3]])
+        assert runner.counters.graphs_off == ""
+        assert (runner.counters.replays > 4) == (which == "replayed")
+        return rows
+
+    eager, replayed, whole = outs("eager"), outs("replayed"), outs("whole")
+    assert same(eager, replayed)
+    for split, other in zip(eager, whole, strict=True):
+        assert torch.isfinite(other).all()
+        assert not rows_beyond_bounds(split, other)
+    chains = [tree.parents for tree in trees]
+    trees[:] = [TreeMask(torch.full_like(parents, NO_PARENT)) for parents in chains]
+    assert not same(eager, outs("eager")), "a tree that is left out shows"
 
 
 @both

@@ -217,6 +217,23 @@ def test_drafts_stay_in_their_row_at_every_last_page_length(page_size: int, devi
     assert len(set(refusals)) == 2
 
 
+@pytest.mark.parametrize("page_size", [2, pytest.param(16, marks=pytest.mark.nightly)])
+def test_drafts_leave_their_row_at_every_last_page_length_without_its_width(
+    page_size: int, device: torch.device
+) -> None:
+    """Seed 002 without the safeguard: wherever the test above has a refusal, the sentinels are overwritten."""
+    broken = 0
+    for branches, steps in product((1, 3, 8), (1, 2, 4)):
+        drafts = Drafts(branches, steps)
+        if drafts.tokens > 2 * page_size:  # also leaves the next row
+            continue
+        for prefix in range(3 * page_size - drafts.tokens + 1, 3 * page_size + 1):
+            drafting = drafting_of(device, Guards().without("row_width"), drafts, page_size)
+            assert overfull(drafting, prefix) == (False, False), (drafts, prefix)
+            broken += 1
+    assert broken > 9
+
+
 @pytest.mark.parametrize("page_size", [2, 16])
 @each_provider
 def test_a_round_past_its_row_reaches_the_next_row_without_its_width(

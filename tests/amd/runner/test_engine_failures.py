@@ -431,15 +431,10 @@ def test_a_step_is_found_across_the_wrap_of_its_number() -> None:
     recent = RecentSteps()
     recent.note(INT32_MAX - 2, INT32_MAX - 1, [4])
     recent.note(INT32_MAX - 1, 1, [5, 6])
-    assert recent.requests_in(INT32_MAX - 1, is_told=False) == frozenset({4})
+    assert recent.requests_in(INT32_MAX - 1, 0) == frozenset({4})
     for step in (INT32_MAX, 0, 1):
-        assert recent.requests_in(step, is_told=False) == frozenset({5, 6})
-    assert (
-        recent.requests_in(2, is_told=False)
-        is recent.requests_in(INT32_MAX - 2, is_told=False)
-        is recent.requests_in(None, is_told=False)
-        is None
-    )
+        assert recent.requests_in(step, 0) == frozenset({5, 6})
+    assert recent.requests_in(2, 0) is recent.requests_in(INT32_MAX - 2, 0) is recent.requests_in(None, 0) is None
 
 
 def test_the_logits_of_one_row_may_be_minus_infinity_but_not_all(loaded: LoadedModel) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import FrameType
@@ -169,17 +169,9 @@ def test_what_is_found_is_what_a_brute_force_finds(
     assert pages.table.num_free_pages == pages.table.num_usable_pages
 
 
-def _moved_twice(interrupt_at: int) -> tuple[list[list[int]], bool]:
-    """Rows that hold each of the pages after one of two rows has moved on, and whether an interrupt came first.
-
-    interrupt_at: line of the cache's at which it comes, from 1 on
-    """
-    pages, left = Pages(600, 600, window_left=2), [interrupt_at]
-    tokens = tuple(range(6 * PAGE))
-    first, _ = pages.serve(tokens)
-    pages.idle_steps()
-    second, found = pages.serve((*tokens, 1))
-    assert found == len(tokens)
+def interrupted(at: int, call: Callable[[], object]) -> bool:
+    """Call, with an interrupt before a line of the cache's, counted from 1 on; whether it came."""
+    left = [at]
 
     def interrupt(frame: FrameType, event: str, argument: object) -> Any:
         if frame.f_code.co_filename != prefix_cache.__file__:
@@ -193,11 +185,23 @@ def _moved_twice(interrupt_at: int) -> tuple[list[list[int]], bool]:
     with suppress(KeyboardInterrupt):
         sys.settrace(interrupt)
         try:
-            pages.cache.move_windows(first.cached, len(tokens) + 2 * PAGE)
+            call()
         finally:
             sys.settrace(before)
+    return left[0] <= 0
+
+
+def _moved_twice(interrupt_at: int) -> tuple[list[list[int]], bool]:
+    """Rows that hold each of the pages after one of two rows has moved on, and whether an interrupt came first."""
+    pages = Pages(600, 600, window_left=2)
+    tokens = tuple(range(6 * PAGE))
+    first, _ = pages.serve(tokens)
+    pages.idle_steps()
+    second, found = pages.serve((*tokens, 1))
+    assert found == len(tokens)
+    came = interrupted(interrupt_at, lambda: pages.cache.move_windows(first.cached, len(tokens) + 2 * PAGE))
     pages.cache.move_windows(first.cached, len(tokens) + 2 * PAGE)
-    return [page.num_rows for page in second.cached.pages if page is not None], left[0] <= 0
+    return [page.num_rows for page in second.cached.pages if page is not None], came
 
 
 def test_an_interrupt_while_windows_move_lets_no_page_go_twice() -> None:
@@ -209,6 +213,40 @@ def test_an_interrupt_while_windows_move_lets_no_page_go_twice() -> None:
         at += 1
         found, came = _moved_twice(at)
         assert found == wanted, at
+    assert at > 10
+
+
+CHANGES: dict[str, Callable[[Pages, Row], object]] = {
+    # Of these tokens' pages some lack a window, and one is new.
+    "enter": lambda pages, row: pages.extend(row, tuple(range(4, 14))),
+    "make_room": lambda pages, _: pages.cache.make_room(0, 38),
+    "make_room_for_windows": lambda pages, _: pages.cache.make_room(1, 14),
+    "forget": lambda pages, _: pages.cache.clear(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_interrupt_anywhere_in_a_change_loses_no_page(change: str) -> None:
+    """Whatever is kept can be found or given back afterwards, and what is found then is right."""
+    tokens, at, came = tuple(range(12)), 0, True
+    while came:
+        at += 1
+        pages = Pages(40, swa_pages=16, window_left=3)
+        pages.leave(pages.serve(tokens)[0])
+        pages.cache.make_room(1, 13)
+        row, _ = pages.serve(tokens[:4])
+        pages.idle_steps()
+        came = interrupted(at, lambda pages=pages, row=row: CHANGES[change](pages, row))  # type: ignore[misc]
+        pages.cache.find(CachedRow(), (*tokens, 1))
+        check_cache(pages.cache, pages.table)
+        other, _ = pages.serve((*tokens, 1))
+        pages.leave(row)
+        pages.idle_steps()
+        assert pages.find((*tokens, 1)) == 12
+        pages.leave(other)
+        check_cache(pages.cache, pages.table)
+        pages.cache.clear()
+        assert pages.table.is_empty, at
     assert at > 10
 
 

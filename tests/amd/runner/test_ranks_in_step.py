@@ -217,6 +217,42 @@ def rounds_of_one_rank_go_wrong(rank: int, spoil: Callable[[Engine], None]) -> l
     return [*lines, f"series ended {rounds._series is None}"]
 
 
+# Its text comes to this token in a round, after which others were launched.
+STOPS = replace(requests_of_rounds()[0], stop_token_ids=(51,))
+
+
+def one_request_ends_before_its_rounds_go_wrong(rank: int) -> list[str]:
+    """The first request ends in a round that was launched before the one with the fault, and is read with it."""
+    requests = [STOPS, *requests_of_rounds()[1:]]
+
+    def launches_before_its_end(serving: Engine, spoiled: int) -> int:
+        """Launches of rounds when the first request's end is known. spoiled: rank 1 goes wrong before this one"""
+        rounds, launches = serving._rounds, 0
+        assert isinstance(rounds, DeviceRounds)
+        launch, end, at_end = rounds.launch, serving._end, list[int]()
+
+        def counted() -> Any:
+            nonlocal launches
+            launches += 1
+            if rank == 1 and launches == spoiled:
+                with_an_error_word(serving)
+            return launch()
+
+        def noted(output: Any) -> None:
+            at_end.append(launches)
+            end(output)
+
+        rounds.launch, serving._end = counted, noted  # type: ignore[method-assign]
+        lines.extend(ended(serving, requests))
+        return at_end[0]
+
+    lines = list[str]()
+    last = launches_before_its_end(Engine(round_model(ranks=ranks()), ROUNDS), 0)
+    lines.clear()
+    launches_before_its_end(Engine(round_model(ranks=ranks()), ROUNDS), last)
+    return lines
+
+
 def with_nan_in_kv(serving: Engine) -> None:
     attention = serving._loaded.weights.layers[-1].attention
     assert isinstance(attention, HeadWeights)
@@ -288,6 +324,7 @@ BODIES: Mapping[str, Callable[[int], list[str]]] = {
     "nan, ahead": lambda rank: nan_in_the_kv_of_one_rank(rank, steps_ahead=1),
     "nan, rounds": lambda rank: rounds_of_one_rank_go_wrong(rank, with_nan_in_kv),
     "error word, rounds": lambda rank: rounds_of_one_rank_go_wrong(rank, with_an_error_word),
+    "ended before, rounds": one_request_ends_before_its_rounds_go_wrong,
     "wiped": the_table_of_one_rank_is_wiped,
     "diverged": given_other_requests,
     "picked apart": picked_apart,
@@ -403,6 +440,17 @@ def test_a_fault_in_a_round_of_one_rank_is_raised_by_all_when_the_series_ends(
     assert len(told) == len(faults), "one that is contained ends its requests alone"
     assert all(what in line for what, line in zip(faults, told, strict=True))
     assert all(not line.endswith(" ") for line in lines[-1 - len(requests_of_rounds()) : -1]), "each has its error"
+
+
+def test_a_request_that_ended_before_its_series_went_wrong_keeps_its_text(found: Found) -> None:
+    """The ranks agree on the first round with a fault; the others, which were in that round, fail."""
+    lines = same_on_all(found["ended before, rounds"])
+    assert sum(line.startswith("fault") for line in lines) == 1
+    first, *others = lines[-len(requests_of_rounds()) :]
+    alone = Engine(round_model(), replace(ROUNDS, speculative="off", draft_tokens=4, steps_ahead=0))
+    wanted = shown(alone.generate([STOPS]))
+    assert [first] == wanted
+    assert all("error" in other for other in others)
 
 
 @pytest.mark.parametrize("name", ["diverged", "picked apart"])

@@ -271,11 +271,11 @@ def test_a_mask_that_no_layer_looks_at_is_refused(device: torch.device) -> None:
     world.step(world.requests, [2])
 
 
-def test_a_step_with_a_mask_is_not_split(device: torch.device) -> None:
+def test_bits_of_a_mask_are_not_split(device: torch.device) -> None:
     world, requests = world_of(device, "torch")
     batch = world.batch(requests, [1, 2, 3])
     mask = StepMask(ones(9, device), kv_positions(batch.kv_len, batch.q_len, device))
-    with pytest.raises(BadBatch, match="a step with a mask cannot be split"):
+    with pytest.raises(BadBatch, match="a step with bits of a mask cannot be split"):
         world.runtime.begin_split_step(replace(batch, mask=mask))
 
 

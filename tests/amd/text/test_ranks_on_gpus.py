@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -15,7 +16,10 @@ from rocm_attn.runner.parallel.processes import RankFailed
 from rocm_attn.runner.parallel.ranked_engine import RankedEngine
 from rocm_attn.runner.ranks import Ranks
 from rocm_attn.runner.request import Request
+from tests.amd.runner.round_texts import round_model
 from tests.amd.runner.sabotaged_ranks import LoadSabotaged, assert_all_end, pids
+from tests.amd.runner.test_rounds_of_ranks import BASE as ROUNDS
+from tests.amd.runner.test_rounds_of_ranks import requests
 from tests.amd.runner.tiny_model import CONFIG, tiny_model
 from tests.amd.text.test_text_equality import PLAIN_FACTS
 
@@ -39,6 +43,25 @@ def test_tokens_in_float32_are_those_of_one_gpu(graphs: bool, deterministic: boo
             engine.capture_all(lambda *_: None)
         assert engine.generate(REQUESTS) == one
         report = engine.report()
+    assert (report.metrics.replays > 0) == graphs
+    assert report.metrics.graphs_off == ""
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("windows", [(), (9, -1)], ids=["full", "window"])
+def test_rounds_of_two_gpus_give_the_texts_of_plain_decoding_on_one(windows: tuple[int, ...], graphs: bool) -> None:
+    """Guesses of n-grams, greedy texts and drawn ones: ranks launch and read rounds between NCCL's sums."""
+    options = replace(ROUNDS, provider="auto", graphs=graphs, num_pages=400)
+    plain = replace(options, speculative="off", draft_tokens=4, steps_ahead=0)
+    wanted = Engine(round_model(torch.device("cuda", 0), windows), plain).generate(requests())
+    with RankedEngine(partial(round_model, windows=windows), options, num_ranks=2, device_type="cuda") as engine:
+        if graphs:
+            engine.capture_all(lambda *_: None)
+        for _ in range(2):  # the second time over what the first one has kept
+            assert engine.generate(requests()) == wanted
+        report = engine.report()
+    assert (report.ranks, report.rounds) == (2, "follow from each other on the device")
+    assert report.metrics.accepted_drafts > len(wanted) * 20
     assert (report.metrics.replays > 0) == graphs
     assert report.metrics.graphs_off == ""
 

@@ -12,6 +12,7 @@ from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Completion, Request
 from tests.amd.runner.scripted_drafts import ScriptedDrafter, with_drafter
+from tests.amd.runner.tiny_model import with_windows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -62,6 +63,49 @@ def test_prompt_lookup_changes_no_token_of_edited_code(
     metrics = engine.report().metrics
     assert metrics.accepted_drafts >= 8
     assert metrics.real_seqs <= len(PROMPTS) * 24 - metrics.accepted_drafts
+
+
+@pytest.fixture(scope="module")
+def windowed(loaded: LoadedModel) -> LoadedModel:
+    """The same weights, of which every other layer sees 24 tokens back and lies in a pool of its own."""
+    return replace(loaded, config=with_windows(loaded.config, *([24, -1] * (loaded.config.num_layers // 2))))
+
+
+@pytest.fixture(scope="module")
+def plain_windowed(windowed: LoadedModel) -> list[Completion]:
+    return Engine(windowed, BASE).generate(requests_of(windowed, PROMPTS, 24))
+
+
+MODES = [
+    # Graphs and windows in turn: what guesses has each with each.
+    (*mode, number // 2 % 2 == 0, number % 2 == 0)
+    for number, mode in enumerate(
+        product(("ngram", "draft:smollm2", "eagle:seeded", "eagle:seeded3"), (1, 2, 16), (1, 2, 8))
+    )
+]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("speculative", "page_size", "topk", "graphs", "hybrid"), MODES)
+def test_whatever_guesses_changes_no_token(
+    speculative: str,
+    page_size: int,
+    topk: int,
+    graphs: bool,
+    hybrid: bool,
+    request: pytest.FixtureRequest,
+) -> None:
+    """A model and heads, too, and layers with windows. Heads of random weights are mostly wrong."""
+    model = request.getfixturevalue("windowed" if hybrid else "loaded")
+    expected = request.getfixturevalue("plain_windowed" if hybrid else "plain")
+    options = replace(BASE, page_size=page_size, speculative=speculative, draft_tokens=8, topk=topk, graphs=graphs)
+    engine = Engine(model, options)
+    assert engine.generate(requests_of(model, PROMPTS, 24)) == expected
+    report = engine.report()
+    assert (report.swa_pages > 0) == hybrid
+    assert report.metrics.drafts > 20
+    assert report.metrics.accepted_drafts > (0 if speculative.startswith("eagle") else 8) - 1
+    assert (report.metrics.replays > 0) == graphs
 
 
 @pytest.mark.nightly

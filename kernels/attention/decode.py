@@ -61,7 +61,7 @@ from rocm_attn.kernels.attention.key_rows import (
     pages_of_block,
 )
 from rocm_attn.kernels.attention.merge import early_options, launch_merge
-from rocm_attn.kernels.attention.new_rows import NewPlaces, store_new_rows
+from rocm_attn.kernels.attention.new_rows import NewToken, store_new_rows
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW, Scores
 from rocm_attn.kernels.attention.softmax import LN_2, LOG2_E, add_sink, capped, in_range, visible_blocks
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES, decoded, decoded_pairs
@@ -499,17 +499,15 @@ def _decode_kernel(
             q_line = q + token * q_token + first_head * q_head + m.to(tl.int64) * q_head
             q_blocks = blocks_of_q(q_line, half, m < num_q_rows, G)
             if k_new is not None:
-                if end_block == num_blocks:
-                    store_new_rows(
-                        Rows(k_new, k_new_token, k_new_head),
-                        Rows(v_new, v_new_token, v_new_head),
-                        Pages(k_pages, kp_page, kp_token, kp_head),
-                        Pages(v_pages, vp_page, vp_token, vp_head),
-                        NewPlaces(slot_of_token, counts),
-                        token,
-                        first_kv_head,
-                        G,
-                    )
+                store_new_rows(
+                    Rows(k_new, k_new_token, k_new_head),
+                    Rows(v_new, v_new_token, v_new_head),
+                    Pages(k_pages, kp_page, kp_token, kp_head),
+                    Pages(v_pages, vp_page, vp_token, vp_head),
+                    NewToken(slot_of_token, counts, token, end_block == num_blocks),
+                    first_kv_head,
+                    G,
+                )
             k_factor = row_factor(k_scale, head, C)
             if G.PAIRED:
                 q_block, q_factor = half_query(q_blocks[0])

@@ -26,11 +26,18 @@ _NOT_FINITE = tl.constexpr(error_word.NOT_FINITE)
 _power_of_2 = constexpr_function(next_power_of_2)
 
 
-class NewPlaces(NamedTuple):
-    """Where new tokens go: pointers to slot_of_token and to the step's counts."""
+class NewToken(NamedTuple):
+    """A sequence's new token.
+
+    slot_of_token, counts: pointers, to the step's
+    number:                of the token, int64
+    is_here:               whether the program reads the last key of its row
+    """
 
     slot_of_token: Any
     counts: Any
+    number: Any
+    is_here: Any
 
 
 @triton.jit
@@ -63,18 +70,20 @@ def _keep(elements, pages, slot, first_head, counts, DIM: tl.constexpr, G: tl.co
 
 
 @triton.jit
-def store_new_rows(k, v, k_pages, v_pages, places, token, first_head, G: tl.constexpr):
-    """Store a token's K and V of a row's KV heads, and let the program read them afterwards.
+def store_new_rows(k, v, k_pages, v_pages, token, first_head, G: tl.constexpr):
+    """Store a token's K and V of a row's KV heads, if it is here, and let the program read them afterwards.
 
-    k, v:              Rows (bundles.py); k_pages, v_pages: Pages of the first KV head of all
-    token, first_head: int64
+    k, v:       Rows (bundles.py); k_pages, v_pages: Pages of the first KV head of all
+    token:      a NewToken
+    first_head: int64
     """
-    # All loads before the first store, which none of those after it could pass.
-    slot = tl.load(places.slot_of_token + token).to(tl.int64)
-    num_tokens = tl.load(places.counts + 1)
-    k_elements = _new_elements(k, token, first_head, G.HEAD_DIM, G)
-    v_elements = _new_elements(v, token, first_head, G.V_HEAD_DIM, G)
-    if (token < num_tokens) & (slot >= G.FIRST_SLOT):
-        _keep(k_elements, k_pages, slot, first_head, places.counts, G.HEAD_DIM, G)
-        _keep(v_elements, v_pages, slot, first_head, places.counts, G.V_HEAD_DIM, G)
-    tl.debug_barrier()
+    if token.is_here:
+        # All loads before the first store, which none of those after it could pass.
+        slot = tl.load(token.slot_of_token + token.number).to(tl.int64)
+        num_tokens = tl.load(token.counts + 1)
+        k_elements = _new_elements(k, token.number, first_head, G.HEAD_DIM, G)
+        v_elements = _new_elements(v, token.number, first_head, G.V_HEAD_DIM, G)
+        if (token.number < num_tokens) & (slot >= G.FIRST_SLOT):
+            _keep(k_elements, k_pages, slot, first_head, token.counts, G.HEAD_DIM, G)
+            _keep(v_elements, v_pages, slot, first_head, token.counts, G.V_HEAD_DIM, G)
+        tl.debug_barrier()

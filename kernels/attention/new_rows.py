@@ -64,9 +64,9 @@ def _keep(elements, pages, slot, first_head, counts, DIM: tl.constexpr, G: tl.co
     is_strange = ~(tl.abs(elements.to(tl.float32)) < float("inf"))
     cell = slot // G.PAGE_SIZE * pages.page + slot % G.PAGE_SIZE * pages.token + (first_head + head) * pages.head
     tl.store(pages.at + cell + column, tl.where(is_strange, 0.0, elements), mask=inside)
-    # Element by element, as hardly ever any is: to look whether one is takes barriers.
+    # Element by element, as hardly ever any is: to look whether one is takes barriers. Beside a row there is none.
     words = counts + _ERROR_WORD + tl.zeros(is_strange.shape, tl.int32)
-    tl.atomic_or(words, _NOT_FINITE, mask=inside & is_strange, sem="relaxed")
+    tl.atomic_or(words, _NOT_FINITE, mask=is_strange, sem="relaxed")
 
 
 @triton.jit

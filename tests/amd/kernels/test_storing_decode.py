@@ -60,8 +60,8 @@ def _new_rows(tensors: Tensors) -> NewRows:
     slots = []
     for seq, length in enumerate(case.kv_len):
         page_no = first[seq] + (length - 1) // page_size
-        page = int(tensors.table[tensors.row_of_seq[seq], page_no]) if length else -1
-        slots.append(page * page_size + (length - 1) % page_size if length else -1)
+        last_page = int(tensors.table[tensors.row_of_seq[seq], page_no]) if length else 0
+        slots.append(last_page * page_size + (length - 1) % page_size if length else -1)
     slot = torch.tensor(slots, dtype=torch.int32, device=tensors.q.device)
     page, offset = slot.clamp(min=0) // page_size, slot.clamp(min=0) % page_size
     is_kept = slot >= 0

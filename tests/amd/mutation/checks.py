@@ -132,18 +132,20 @@ def decode(memory: Memory) -> None:
 
 def storing_decode(memory: Memory) -> None:
     """New tokens of two heads of odd dims, of one head's query heads in two blocks, and of three heads a row."""
-    for heads, dims, change in ((HEADS, DIMS, {"head_blocks": 2}), ((6, 3), (24, 24), {"heads_per_row": 3})):
+    for heads, dims, tiles in (
+        (HEADS, DIMS, replace(DECODE_TILES, head_blocks=2)),
+        ((6, 3), (24, 24), replace(DECODE_TILES, heads_per_row=3)),
+    ):
         case = Case([33, 3, 16], [1, 1, 1], heads, dims, PAGE_SIZE, spread=True)
-        tiles = replace(DECODE_TILES, **change)
         tensors = attention(memory, case)
         page_no = (tensors.kv_len.long() - 1) // PAGE_SIZE
         page, offset = tensors.table[tensors.row_of_seq.long(), page_no].long(), (tensors.kv_len - 1) % PAGE_SIZE
-        sides = [memory.put(gapped(3, *heads[1:], dim)) for dim in dims]
-        for side, pages in zip(sides, (tensors.k_pages, tensors.v_pages), strict=True):
+        k, v = (memory.put(gapped(3, heads[1], dim)) for dim in dims)
+        for side, pages in ((k, tensors.k_pages), (v, tensors.v_pages)):
             side.copy_(pages[page, offset])
             pages[page, offset] = 7.0
         counts = memory.put(ints([3, 3, 1, 0]))
-        new = NewRows(*sides, memory.put((page * PAGE_SIZE + offset).int()), counts, null_page=True)
+        new = NewRows(k, v, memory.put((page * PAGE_SIZE + offset).int()), counts, null_page=True)
         cut = DecodeCut.of(tiles, num_kv_heads=heads[1], programs=4, window_left=case.window_left)
         words = cut.partials_words(gqa_ratio=tensors.gqa_ratio, v_head_dim=dims[1], tiles=tiles)
         schedule, partials = memory.put(garbage(cut.words(3))), memory.put(torch.full((words,), float("nan")))

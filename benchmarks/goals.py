@@ -170,7 +170,7 @@ OLDER = (
     Older("kernels", "fcdd96ce", f"{_ROUNDS}; {_SMALL}; {_SHORT}; {_SEGMENTS}"),
     Older("attention", "7221c856", f"{_ROUNDS}; Hopper's extend loads V by a warp of its own (merged at fcdd96ce)"),
     Older("deterministic_cost", "fcdd96ce", _SEGMENTS),
-    Older("eager_step", "a329d485", "fewer calls of an eager layer are kept to be made again (cf1a4671)"),
+    Older("eager_step", "1cded1a3", "decode on Hopper stores the new K and V in its own launch (fc4d16e4)"),
     Older("host_time", "f51ba68c", "waits for a step's memory on the host have changed (cf1a4671)"),
     Older("random_shapes", "29339973", f"{_SMALL}; {_SHORT}"),
     Older("profile_misses", "e9a2f7ea", f"{_SMALL}; {_SEGMENTS}"),
@@ -417,9 +417,9 @@ GOALS = (
         "host, eager: a layer",
         ("eager_step",),
         (Check("us", 12.0, 3, eager_layer),),
-        next_idea="A layer has three launches, of store, decode and merge, of 3 to 4 us each. Launches by the driver's "
-        "own functions with arguments packed once were built and taken back: 10.6 us for the three, 10.4 as it is. "
-        "What is left is fewer launches: the store within decode, or the merge by the program that ends last.",
+        next_idea="A launch takes 3 to 4 us, by the driver's own functions with arguments packed once too. A layer had "
+        "three of them; decode that stores the new K and V itself has two. The merge by the program that ends last "
+        "would leave one.",
     ),
     Goal(
         "host, a graphed step of 256 sequences",

@@ -55,6 +55,22 @@ class Queries:
         assert first_page is None or (first_page.dtype == torch.int32 and first_page.shape == (num_seqs,))
 
 
+class NewRows(NamedTuple):
+    """K and V of a step's new tokens, for a launch that stores them before it attends.
+
+    k, v:          [T, kv_heads, head_dim | v_head_dim], any strides but the last
+    slot_of_token: int32 [T]
+    counts:        int32 [4]; [1] is num_tokens, [3] receives an error bit where a token was not finite
+    null_page:     whether page 0 belongs to no one
+    """
+
+    k: Tensor
+    v: Tensor
+    slot_of_token: Tensor
+    counts: Tensor
+    null_page: bool
+
+
 class AttendArgs(NamedTuple):
     """One layer's attention in one step. A tuple, which is made in a quarter of a frozen dataclass's time.
 
@@ -169,3 +185,14 @@ class AttendArgs(NamedTuple):
             assert weights is None or (
                 weights.dtype == torch.float32 and weights.shape == (num_q_heads,) and weights.stride(0) == 1
             )
+
+    def check_new(self, new: NewRows) -> None:
+        """What launchers assert of new rows that are stored to the pages."""
+        form, num_tokens = self.pages.format, self.q.shape[0]
+        assert form.encoding.dtype == self.q.dtype == new.k.dtype == new.v.dtype
+        assert new.k.shape == (num_tokens, form.num_kv_heads, form.head_dim)
+        assert new.v.shape == (num_tokens, form.num_kv_heads, form.v_head_dim)
+        assert new.k.stride(2) == new.v.stride(2) == 1, "the last stride must be 1"
+        assert new.slot_of_token.dtype == new.counts.dtype == torch.int32
+        assert new.slot_of_token.shape == (num_tokens,)
+        assert new.slot_of_token.is_contiguous()

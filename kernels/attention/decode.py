@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.jit import constexpr_function
 
-from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.bundles import Line, Logits, Softmax, Span
+from rocm_attn.kernels.attention.arguments import AttendArgs, NewRows
+from rocm_attn.kernels.attention.bundles import Line, Logits, Pages, Rows, Softmax, Span
 from rocm_attn.kernels.attention.coded import (
     Factors,
     add_value_pairs,
@@ -36,6 +37,7 @@ from rocm_attn.kernels.attention.coded import (
     token_factor,
 )
 from rocm_attn.kernels.attention.cuts import DecodeCut, RowCut
+from rocm_attn.kernels.attention.decode_columns import blocks_of_q, column_offsets, own_places
 from rocm_attn.kernels.attention.decode_schedule import (
     PROGRAM_DONE,
     PROGRAM_KV_LEN,
@@ -54,12 +56,12 @@ from rocm_attn.kernels.attention.key_loop import is_column
 from rocm_attn.kernels.attention.key_rows import (
     are_read_by_page,
     lie_in_one_page,
-    near,
     offsets_in_page,
     pages_at_once,
     pages_of_block,
 )
 from rocm_attn.kernels.attention.merge import early_options, launch_merge
+from rocm_attn.kernels.attention.new_rows import NewToken, store_new_rows
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW, Scores
 from rocm_attn.kernels.attention.softmax import LN_2, LOG2_E, add_sink, capped, in_range, visible_blocks
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES, decoded, decoded_pairs
@@ -95,6 +97,7 @@ class DecodeGeometry(NamedTuple):
     STAGES:               key blocks whose loads are in flight
     coding:               how elements of pages are encoded
     STRIDE_UNIT:          elements that strides of q, pages and out are counted in
+    FIRST_SLOT:           slots before it are no one's; of launches that store new rows
     """
 
     rows: RowCut
@@ -116,6 +119,7 @@ class DecodeGeometry(NamedTuple):
     STAGES: int
     coding: Coding
     STRIDE_UNIT: int
+    FIRST_SLOT: int
 
 
 class Side(NamedTuple):
@@ -348,58 +352,6 @@ def _attend_key_blocks(q, k_side, v_side, read, logits, factors, G: tl.constexpr
     return scaled_value_parts(Softmax(acc, maximum, total), row_factor(factors.v, factors.head, C), C)
 
 
-@triton.jit
-def _column_offsets(column, DIM: tl.constexpr, head_stride, G: tl.constexpr):
-    """Where columns of a block lie in a token's rows, from its first head's on. DIM: of a head"""
-    R: tl.constexpr = G.rows
-    if R.HEADS_PER_ROW > 1 and are_read_by_page(G.IN_ONE_PAGE):
-        column = column // DIM * near(head_stride) + column % DIM
-    elif R.HEADS_PER_ROW > 1:
-        column = (column // DIM).to(tl.int64) * head_stride + column % DIM
-    return column
-
-
-@triton.jit
-def _own_columns(half, PART: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr, G: tl.constexpr):
-    """Of each column of a block the element of its head, and whether that is the row's own; [rows, COLUMNS] or swapped.
-
-    half: [rows], which of a row's KV heads it reads
-    """
-    column = PART * COLUMNS + tl.arange(0, COLUMNS)
-    column = column[:, None] if G.TRANSPOSED else column[None, :]
-    if G.rows.HEADS_PER_ROW > 1:
-        own = column // DIM == (half[None, :] if G.TRANSPOSED else half[:, None])
-        column = column % DIM
-    else:
-        own = column < DIM
-    return column, own
-
-
-@triton.jit
-def _q_blocks(q_line, half, is_row, G: tl.constexpr):
-    """The q block, a tuple of blocks of columns. q_line: of each row; is_row: whether it is one"""
-    blocks = ()
-    PARTS: tl.constexpr = G.K_PARTS
-    for i in tl.static_range(PARTS):
-        own, is_k = _own_columns(half, i, G.K_COLUMNS, G.HEAD_DIM, G)
-        mask = is_row & is_k
-        blocks += (tl.load(q_line + own, mask=mask, other=0.0),)  # type: ignore[assignment]
-    return blocks
-
-
-@triton.jit
-def _own_places(half, is_row, G: tl.constexpr):
-    """Of each block of columns of the output: _own_columns of the rows that are one."""
-    places, inside = (), ()
-    PARTS: tl.constexpr = G.V_PARTS
-    for i in tl.static_range(PARTS):
-        own, is_v = _own_columns(half, i, G.V_COLUMNS, G.V_HEAD_DIM, G)
-        is_own = is_row & is_v
-        places += (own,)  # type: ignore[assignment]
-        inside += (is_own,)  # type: ignore[assignment]
-    return places, inside
-
-
 @triton.jit(do_not_specialize=["num_programs", "width"])
 def _decode_kernel(
     q,
@@ -435,6 +387,14 @@ def _decode_kernel(
     out_head,
     lse_token,
     lse_head,
+    k_new,
+    v_new,
+    slot_of_token,
+    counts,
+    k_new_token,
+    k_new_head,
+    v_new_token,
+    v_new_head,
     G: tl.constexpr,
 ):
     R: tl.constexpr = G.rows
@@ -488,8 +448,8 @@ def _decode_kernel(
         k_read, v_read = tl.arange(0, G.K_COLUMNS // 2), tl.arange(0, G.V_COLUMNS // 2)
     else:
         k_read, v_read = tl.arange(0, G.K_COLUMNS), tl.arange(0, G.V_COLUMNS)
-    k_column = _column_offsets(k_read, K_READ, kp_head, G)
-    v_column = _column_offsets(v_read, V_READ, vp_head, G)
+    k_column = column_offsets(k_read, K_READ, kp_head, G)
+    v_column = column_offsets(v_read, V_READ, vp_head, G)
     # Along the side of the q and the output block that TRANSPOSED chooses.
     m = q_row[None, :] if G.TRANSPOSED else q_row[:, None]
     sums = partials + num_programs * (2 * R.Q_ROWS * G.V_HEAD_DIM)
@@ -506,7 +466,7 @@ def _decode_kernel(
         first_kv_head, first_head, num_q_rows = heads_of_row(row, R)
         is_row = q_row < num_q_rows
         # Here, not where it is used: there gfx942's compiler takes two registers more, and a fourth wave has no room.
-        v_own, is_out = _own_places(half, m < num_q_rows, G)
+        v_own, is_out = own_places(half, m < num_q_rows, G)
         if (kv_len == 0) & (done == 0):
             token = tl.load(q_indptr + seq).to(tl.int64)
             out_row = out + token * out_token + first_head * out_head + m.to(tl.int64) * out_head
@@ -537,7 +497,17 @@ def _decode_kernel(
             if R.HEADS_PER_ROW > 1 and C.SCALES != TOKEN_SCALES:
                 head = first_kv_head + (half[None, :] if G.TRANSPOSED else half[:, None])
             q_line = q + token * q_token + first_head * q_head + m.to(tl.int64) * q_head
-            q_blocks = _q_blocks(q_line, half, m < num_q_rows, G)
+            q_blocks = blocks_of_q(q_line, half, m < num_q_rows, G)
+            if k_new is not None:
+                store_new_rows(
+                    Rows(k_new, k_new_token, k_new_head),
+                    Rows(v_new, v_new_token, v_new_head),
+                    Pages(k_pages, kp_page, kp_token, kp_head),
+                    Pages(v_pages, vp_page, vp_token, vp_head),
+                    NewToken(slot_of_token, counts, token, end_block == num_blocks),
+                    first_kv_head,
+                    G,
+                )
             k_factor = row_factor(k_scale, head, C)
             if G.PAIRED:
                 q_block, q_factor = half_query(q_blocks[0])
@@ -610,8 +580,39 @@ def launch_paged_decode(args: AttendArgs, *, scores: Scores, cut: DecodeCut, til
 
     Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
     """
+    _launch(args, _NOTHING_NEW, _geometry(args, scores, cut, tiles), scores, cut, tiles)
+
+
+def launch_storing_decode(
+    args: AttendArgs, new: NewRows, *, scores: Scores, cut: DecodeCut, tiles: DecodeTiles
+) -> None:
+    """launch_store_kv of the new rows, then launch_paged_decode, as one. On NVIDIA: see new_rows.py.
+
+    args: over linear pages of q's dtype
+    new:  of the queries' sequences. Those that it shall store of have one new token, which is the last of their keys
+    """
+    args.check_new(new)
+    first_slot = args.pages.format.page_size if new.null_page else 0
+    geometry = _geometry(args, scores, cut, tiles)._replace(FIRST_SLOT=first_slot)
+    k, v = new.k, new.v
+    tensors = k, v, new.slot_of_token, new.counts
+    _launch(args, (*tensors, k.stride(0), k.stride(1), v.stride(0), v.stride(1)), geometry, scores, cut, tiles)
+
+
+# What the kernel takes of new rows, where it stores none.
+_NOTHING_NEW = (None,) * 8
+
+
+def _launch(
+    args: AttendArgs,
+    new: tuple[Tensor | int | None, ...],
+    geometry: DecodeGeometry,
+    scores: Scores,
+    cut: DecodeCut,
+    tiles: DecodeTiles,
+) -> None:
+    """Decode and merge. new: the kernel's arguments of new rows"""
     queries, pages, table = args.queries, args.pages, args.table
-    geometry = _geometry(args, scores, cut, tiles)
     launch(
         _decode_kernel,
         (queries.num_seqs * cut.rows if geometry.WHOLE_ROWS else cut.programs,),
@@ -636,6 +637,7 @@ def launch_paged_decode(args: AttendArgs, *, scores: Scores, cut: DecodeCut, til
         cut.programs,
         table.shape[1],
         *args.strides_in(geometry.STRIDE_UNIT),
+        *new,
         G=geometry,
         num_warps=tiles.num_warps,
         **tiles.options(),
@@ -688,4 +690,5 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: DecodeTil
         STAGES=tiles.num_stages,
         coding=args.pages.coding,
         STRIDE_UNIT=args.stride_unit,
+        FIRST_SLOT=0,
     )

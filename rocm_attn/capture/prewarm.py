@@ -237,13 +237,12 @@ def _attend(step: Step, layer: int, problem: Problem) -> None:
         num_tokens = step.token_ids.shape[0]
         return torch.zeros(num_tokens, num_heads, dim, dtype=problem.dtype, device=step.token_ids.device)
 
-    step.layers.store_and_attend(
-        layer,
-        zeros(problem.num_q_heads, problem.head_dim),
-        zeros(problem.num_kv_heads, problem.head_dim),
-        zeros(problem.num_kv_heads, problem.v_head_dim),
-        zeros(problem.num_q_heads, problem.v_head_dim),
-    )
+    q, out = zeros(problem.num_q_heads, problem.head_dim), zeros(problem.num_q_heads, problem.v_head_dim)
+    k, v = zeros(problem.num_kv_heads, problem.head_dim), zeros(problem.num_kv_heads, problem.v_head_dim)
+    # A kernel may store in its own launch, which is another variant.
+    step.layers.store_and_attend(layer, q, k, v, out)
+    step.layers.store(layer, k, v)
+    step.layers.attend(layer, q, out)
 
 
 @contextmanager

@@ -5,14 +5,14 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
+from rocm_attn.kernels.attention.arguments import AttendArgs, NewRows, Queries
 from rocm_attn.kernels.cache.page_format import Scales
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
@@ -134,6 +134,18 @@ class BoundKernel(Protocol):
         args:         with the words of its schedule, and workspace_words(shape) or more
         step, bounds: the step in the layer's space, for what a kernel reads besides its arguments
         """
+        ...
+
+
+@runtime_checkable
+class StoringKernel(BoundKernel, Protocol):
+    """A kernel that can also store the step's new K and V itself, which saves a launch.
+
+    Its row clears pads and masks V, so that no other launch belongs to either.
+    """
+
+    def store_and_attend(self, args: AttendArgs, new: NewRows, step: StepTensors, bounds: StepBounds) -> None:
+        """The store of the new rows, then attend, with the same results bit by bit."""
         ...
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention import limits
-from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.attention.arguments import AttendArgs, NewRows
 from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
 from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.scores import Scores
@@ -51,6 +51,10 @@ _LIMITS = Limits(
 _RUNS_AT_ONCE = ("sm_90",)
 
 
+# Where a barrier orders what the threads of a program write before what they read, and so decode may store new K and V.
+# AMD's may order shared memory alone.
+_STORES = ("sm_90", "interpreter")
+
 # Keys of windows whose rows are not shared out: to share costs more than so short rows gain. Windows of 128, 64 x 8
 # heads of 64, 2048 new of 8192: 37 us, shared 43; 12 x 4, 777 new of 5778: 8 and 12. Of 512, 64 x 8 of 96, 30 x 6 new
 # of 2074: 31 and 35; but 4 x 1 of 128, 64 of 2000: 21 and 16. Of 1024, 12 x 4 of 64, 777 of 5778: 34 and 26 (H200).
@@ -87,6 +91,17 @@ class TritonDecode:
 
 
 @dataclass(frozen=True, slots=True)
+class TritonStoringDecode(TritonDecode):
+    """Decode of steps whose sequences have one new token each, the last of its keys, over pages in q's dtype."""
+
+    @only_launches
+    def store_and_attend(self, args: AttendArgs, new: NewRows, step: StepTensors, bounds: StepBounds) -> None:
+        """As StoringKernel's."""
+        cut = self.cut.of_step(args.queries.num_seqs)
+        triton_launches.launch_storing_decode(args, new, scores=self.scores, cut=cut, tiles=self.tiles)
+
+
+@dataclass(frozen=True, slots=True)
 class TritonExtend:
     """Ragged extend over a cached prefix, for sequences with cut.min_q_len new tokens or more."""
 
@@ -119,6 +134,14 @@ def _bind_decode(problem: Problem, target: Target, pool: PoolSize) -> TritonDeco
     tiles = decode_tiles_of(problem, target)
     cut = decode_cut_of(problem, target, tiles)
     return TritonDecode(problem, scores_of(problem), tiles, cut)
+
+
+def _bind_decode_alone(problem: Problem, target: Target, pool: PoolSize) -> TritonDecode:
+    """For steps in which it serves every sequence."""
+    kernel = _bind_decode(problem, target, pool)
+    if target.arch not in _STORES or problem.kv_encoding is not KVEncoding.LIKE_Q or not problem.causal:
+        return kernel
+    return TritonStoringDecode(problem, kernel.scores, kernel.tiles, kernel.cut)
 
 
 def _bind_extend(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
@@ -250,7 +273,7 @@ TRITON = Provider(
     rows=(
         triton_row("triton.cdna_decode", StepKind.DECODE, _bind_decode_cdna, limits=triton_cdna.LIMITS, is_probed=True),
         triton_row("triton.hopper_decode", StepKind.DECODE, _bind_decode_hopper, limits=triton_hopper.DECODE_LIMITS),
-        triton_row("triton.decode", StepKind.DECODE, _bind_decode, limits=_LIMITS),
+        triton_row("triton.decode", StepKind.DECODE, _bind_decode_alone, limits=_LIMITS),
         triton_row("triton.hopper_extend", StepKind.EXTEND, _bind_extend_hopper, limits=triton_hopper.LIMITS),
         triton_row("triton.extend", StepKind.EXTEND, _bind_extend, limits=_LIMITS),
         triton_row("triton.hopper_extend+decode", StepKind.MIXED, _bind_mixed_hopper, limits=triton_hopper.LIMITS),

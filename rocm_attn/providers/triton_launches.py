@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rocm_attn.kernels.attention.decode import launch_paged_decode
+from rocm_attn.kernels.attention.decode import launch_paged_decode, launch_storing_decode
 from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
 from rocm_attn.kernels.attention.extend import launch_paged_extend
 from rocm_attn.kernels.attention.extend_schedule import launch_extend_schedule
@@ -58,6 +58,7 @@ __all__ = [
     "launch_select",
     "launch_selected_attention",
     "launch_selected_segments",
+    "launch_storing_decode",
 ]
 
 OPS = StepOps(

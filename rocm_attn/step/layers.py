@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadTensor
-from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.attention.arguments import AttendArgs, NewRows
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopeTable, TokenPlaces
 from rocm_attn.kernels.launch import does_only_launch, is_observed
@@ -22,7 +23,7 @@ from rocm_attn.machine.settings import settings
 from rocm_attn.paging.storage import Pool
 from rocm_attn.paging.stored_tokens import StepStores
 from rocm_attn.problem import Indexer, PoolKind, Problem, Scales
-from rocm_attn.providers.contract import StepOps
+from rocm_attn.providers.contract import StepOps, StoringKernel
 from rocm_attn.step.head_weights import LayerHeadWeights, NewHeadWeights, written_in_place
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.memory import DeviceStep
@@ -91,8 +92,9 @@ class Layers:
         self._forms = LayerForms(self._kind_of_layer, pool, head_weights, self._stream)
         around = ops.store_kv, ops.rope_store, ops.zero_tails, ops.clear_pads
         self._launches_alone = on_gpu and all(does_only_launch(launcher) for launcher in around)
-        kernels = (kernel for selection in kinds.selections for kernel in selection.kernels.values())
+        kernels = [kernel for selection in kinds.selections for kernel in selection.kernels.values()]
         self._prepared_kernels = frozenset(id(kernel) for kernel in kernels if is_prepared(kernel.bound))
+        self._storing_kernels = frozenset(id(kernel) for kernel in kernels if isinstance(kernel.bound, StoringKernel))
         self.selecting = kinds.selecting
         self._checks_selections = settings().debug
         self._selection_faults = torch.zeros(1, dtype=torch.int32, device=pool.device)
@@ -153,19 +155,38 @@ class Layers:
         call = self._forms.attend(step.prepared, layer, q, out, lse) if prepares else _AS_IT_IS
         if call is None:
             return
-        problem, tensors = self.problem(layer), self._read_by(step, kind)
-        self._check_rows(problem, tensors.slot_of_token.shape[0], q, out, lse)
-        if lse is not None and not kernel.row.limits.gives_lse(problem):
-            raise BadTensor(f"{kernel.row.name} gives no lse; build the runtime of problems with wants_lse=True")
-        weights = self._head_weights.of(layer)
-        pages = self._pool.layer(layer)
-        # By position: names cost a tenth of the call.
-        own = lse, weights.sinks, weights.alibi_slopes
-        args = AttendArgs(q, pages, tensors.table, step.queries, out, *own, step.schedules[kind], step.workspace)
+        args, tensors = self._attend_args(step, plan, layer, (q, out, lse))
         with on_device(self._device), self._noting(step, call):
             kernel.bound.attend(args, tensors, plan.bounds)
             if not kernel.row.clears_pads:
                 self._ops.clear_pads(tensors.counts, out, lse)
+
+    def stores_within(self, plan: StepPlan, layer: int) -> bool:
+        """Whether the layer's kernel stores the new K and V itself: then store_and_attend() does both."""
+        # A store that is not the kernels' own is asked for by itself.
+        return id(plan.kernels[self._kind_of(layer)]) in self._storing_kernels and does_only_launch(self._ops.store_kv)
+
+    def store_and_attend(
+        self,
+        step: DeviceStep,
+        plan: StepPlan,
+        layer: int,
+        stored: tuple[Tensor, Tensor],
+        attended: tuple[Tensor, Tensor, Tensor | None],
+    ) -> None:
+        """As store() of k and v, then attend() from q to out and lse, by one kernel. Raises BadTensor, WrongState."""
+        kind = self._kind_of(layer)
+        k, v = stored
+        bound: Any = plan.kernels[kind].bound  # a StoringKernel, see stores_within; to ask it would take microseconds
+        call = self._forms.store_and_attend(step.prepared, layer, stored, attended) if self._prepares() else _AS_IT_IS
+        if call is None:
+            return
+        tensors = step.of_kind[kind]
+        self._check_kv(layer, k, v, tensors.slot_of_token.shape[0])
+        new = NewRows(k, v, tensors.slot_of_token, tensors.counts, tensors.terms.null_page)
+        args, read = self._attend_args(step, plan, layer, attended)
+        with on_device(self._device), self._noting(step, call):
+            bound.store_and_attend(args, new, read, plan.bounds)
 
     def both_again(
         self,
@@ -236,6 +257,22 @@ class Layers:
             selected.units.copy_(units)
             selected.counts.copy_(counts)
             self._check_selection(step, selected, tensors)
+
+    def _attend_args(
+        self, step: DeviceStep, plan: StepPlan, layer: int, attended: tuple[Tensor, Tensor, Tensor | None]
+    ) -> tuple[AttendArgs, StepTensors]:
+        """What the layer's kernel is given, and the step in the layer's space. attended: q, out, lse"""
+        q, out, lse = attended
+        kind = self._kind_of_layer[layer]
+        row, problem, tensors = plan.kernels[kind].row, self.problem(layer), self._read_by(step, kind)
+        self._check_rows(problem, tensors.slot_of_token.shape[0], q, out, lse)
+        if lse is not None and not row.limits.gives_lse(problem):
+            raise BadTensor(f"{row.name} gives no lse; build the runtime of problems with wants_lse=True")
+        weights = self._head_weights.of(layer)
+        # By position: names cost a tenth of the call.
+        own = lse, weights.sinks, weights.alibi_slopes
+        pages, schedule = self._pool.layer(layer), step.schedules[kind]
+        return AttendArgs(q, pages, tensors.table, step.queries, out, *own, schedule, step.workspace), tensors
 
     def _check_selection(self, step: DeviceStep, selected: Selection, tensors: StepTensors) -> None:
         """Set a bit of the step's error word where a selection is not what attention over it takes."""
@@ -413,12 +450,15 @@ class StepLayers:
         layers, step, plan = self._layers, self._step, self._plan
         if lse is None and layers.both_again(step, layer, (k, v), (q, out)):
             self._stores.after_store(self._half, layer)
-            return
-        layers.store(step, plan, layer, k, v)
-        self._stores.after_store(self._half, layer)
-        layers.attend(step, plan, layer, q, out, lse)
-        if lse is None:
-            layers.join(step, layer)
+        elif layers.stores_within(plan, layer):
+            layers.store_and_attend(step, plan, layer, (k, v), (q, out, lse))
+            self._stores.after_store(self._half, layer)
+        else:
+            layers.store(step, plan, layer, k, v)
+            self._stores.after_store(self._half, layer)
+            layers.attend(step, plan, layer, q, out, lse)
+            if lse is None:
+                layers.join(step, layer)
 
     def rope_and_store(self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_out: Tensor, work: QkvWork) -> None:
         """As LayerCalls.rope_and_store."""

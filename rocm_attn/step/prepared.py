@@ -28,7 +28,7 @@ from rocm_attn.kernels.driver_call import Arguments, Place, Run, arguments_of, d
 from rocm_attn.kernels.launch import Launch, does_only_launch, note_launches
 from rocm_attn.paging.storage import Pool
 from rocm_attn.providers.contract import BoundKernel, Schedule
-from rocm_attn.step.head_weights import LayerHeadWeights
+from rocm_attn.step.head_weights import HeadWeights, LayerHeadWeights
 
 # What Triton looks at of an address; variants for others than multiples of it are as rare as such tensors.
 ALIGNMENT = 16
@@ -91,7 +91,8 @@ class PreparedCalls:
     shape, strides, dtype and device of every tensor that is given, and which of them are one.
 
     stored, roped, attended: the last call of each layer
-    both: the last two, where a layer stored and attended in one call: given as both were, owned as attend is
+    both: the last two, or one of the two together, where a layer stored and attended in one call: given as both were,
+          owned as attend is
     """
 
     __slots__ = ("_filled", "_is_filled", "_owned", "attended", "both", "by_form", "roped", "stored")
@@ -291,11 +292,22 @@ class LayerForms:
         given = self._stream(), (q.data_ptr(), out.data_ptr(), at_lse), (of_q, of_out, of_lse)
         if _made_again(prepared.attended.get(layer, _NOT_KEPT), given, pages, weights):
             return None
-        memory = self._read.get(layer)
-        if memory is None or memory.owners[0] is not pages or memory.owners[1] is not weights:
-            tensors = (*_tensors_of_pages(pages), weights.sinks, weights.alibi_slopes)
-            memory = self._read[layer] = self._memory(layer, (pages, weights), tensors, pages.format)
+        memory = self._memory_read(layer, pages, weights)
         return _make(prepared, prepared.attended, layer, memory, ("attend", given))
+
+    def store_and_attend(
+        self, prepared: PreparedCalls, layer: int, stored: Pair, attended: tuple[Tensor, Tensor, Tensor | None]
+    ) -> Call | None:
+        """As store, of Layers.store_and_attend. Raises WrongState for a layer that wants head weights."""
+        (k, v), (q, out, lse) = stored, attended
+        pages, weights = self._pool.layer(layer), self._head_weights.of(layer)
+        at_lse, of_lse = (0, None) if lse is None else (lse.data_ptr(), _form(lse))
+        addresses = k.data_ptr(), v.data_ptr(), q.data_ptr(), out.data_ptr(), at_lse
+        given = self._stream(), addresses, (_form(k), _form(v), _form(q), _form(out), of_lse)
+        if _made_again(prepared.both.get(layer, _NOT_KEPT), given, pages, weights):
+            return None
+        memory = self._memory_read(layer, pages, weights)
+        return _make(prepared, prepared.both, layer, memory, ("store and attend", given))
 
     def both_again(self, last: LastCall, layer: int, stored: Pair, attended: Pair) -> bool:
         """Launch what a layer stored and attended by the last time, if it is given the same; whether it was.
@@ -320,6 +332,14 @@ class LayerForms:
         if stream == other and stored.owners[0] is attended.owners[0]:
             given = stream, (*addresses, *more), (*forms, *more_forms)
             prepared.both[layer] = LastCall(given, attended.owners, (*stored.launches, *attended.launches))
+
+    def _memory_read(self, layer: int, pages: LayerPages, weights: HeadWeights) -> _LayerMemory:
+        """Of a layer's attention."""
+        memory = self._read.get(layer)
+        if memory is None or memory.owners[0] is not pages or memory.owners[1] is not weights:
+            tensors = (*_tensors_of_pages(pages), weights.sinks, weights.alibi_slopes)
+            memory = self._read[layer] = self._memory(layer, (pages, weights), tensors, pages.format)
+        return memory
 
     def _memory(
         self, layer: int, owners: tuple[object, object], tensors: Sequence[Tensor | None], common: Hashable

@@ -10,15 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rocm_attn.kernels.attention.arguments import Queries
+from rocm_attn.kernels.attention.arguments import NewRows, Queries
 from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
-from rocm_attn.kernels.attention.decode import launch_paged_decode
+from rocm_attn.kernels.attention.decode import launch_paged_decode, launch_storing_decode
 from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
 from rocm_attn.kernels.attention.extend import launch_paged_extend
 from rocm_attn.kernels.attention.extend_schedule import launch_extend_schedule
 from rocm_attn.kernels.attention.finish import launch_finish
 from rocm_attn.kernels.attention.merge_states import launch_merge_states
-from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.pads import launch_clear_pads
 from rocm_attn.kernels.attention.segment_decode import launch_segment_decode
 from rocm_attn.kernels.attention.segment_extend import launch_segment_extend
@@ -57,7 +56,7 @@ from rocm_attn.kernels.tuning.expert_tiles import ExpertTiles
 from rocm_attn.kernels.tuning.latent_tiles import LatentSegmentTiles, LatentTiles
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
-from tests.amd.kernels.attention_cases import ALL_SHARED, Case, Tensors, assert_served, build, extend_cut, queries_of
+from tests.amd.kernels.attention_cases import ALL_SHARED, Case, Tensors, assert_served, extend_cut, queries_of
 from tests.amd.kernels.expert_cases import random_problem
 from tests.amd.kernels.latent_cases import (
     run_latent_decode,
@@ -79,12 +78,12 @@ from tests.amd.mutation.fresh_tensors import GARBAGE, gapped, garbage, ints
 from tests.amd.mutation.memory import Memory, assert_same
 from tests.amd.mutation.moves_check import moves
 from tests.amd.mutation.picks_check import pick_rows
+from tests.amd.mutation.placed_attention import CPU, attention
 from tests.amd.mutation.segment_parts_check import segment_parts
 from tests.amd.mutation.sparse_checks import SPARSE_CHECKS
 from tests.amd.mutation.speculative_checks import SPECULATIVE_CHECKS
 from tests.amd.vectorised import vectorised_keys, vectorised_values
 
-CPU = torch.device("cpu")
 # Heads that leave lanes of every tile empty, dims that are no powers of two, gaps between all rows.
 HEADS, DIMS = (6, 2), (24, 40)
 DECODE_TILES = DecodeTiles(key_block=16, num_warps=1, num_stages=1, programs_per_cu=1)
@@ -105,42 +104,6 @@ LATENT_SEGMENT_TILES = LatentSegmentTiles(segment_len=32, block=LATENT_TILES)
 LATENT_SCORES: dict[str, Any] = {"window_left": 20, "soft_cap": 1.5, "sinks": True, "spread": True}
 # What scores may have, besides nothing: the window hides keys in the middle of a tile.
 SCORES: dict[str, Any] = {"window_left": 20, "soft_cap": 1.5, "sinks": True, "slopes": True}
-
-
-def attention(memory: Memory, case: Case) -> Tensors:
-    """A step in memory. The last page is in use; table entries after a sequence's pages aim at the one after."""
-    tensors = build(case, CPU)
-    unused = tensors.table == len(tensors.k_pages) - 1
-    num_pages = int(tensors.table[~unused].max()) + 1
-    tensors.table[unused] = num_pages
-    tensors = replace(tensors, k_pages=tensors.k_pages[:num_pages], v_pages=tensors.v_pages[:num_pages])
-    if tensors.k_scale is not None:
-        tensors = replace(tensors, k_scale=tensors.k_scale[:num_pages])
-    if tensors.v_scale is not None:
-        tensors = replace(tensors, v_scale=tensors.v_scale[:num_pages])
-    names = (
-        "q",
-        "k_pages",
-        "v_pages",
-        "table",
-        "row_of_seq",
-        "kv_len",
-        "q_len",
-        "q_indptr",
-        "out",
-        "lse",
-        "sinks",
-        "slopes",
-        "first_page",
-        "k_scale",
-        "v_scale",
-    )
-    given = {name: tensor for name in names if (tensor := getattr(tensors, name)) is not None}
-    placed: dict[str, Any] = {name: memory.put(tensor) for name, tensor in given.items()}
-    if tensors.mask is not None:
-        mask = tensors.mask
-        placed["mask"] = PackedMask(*map(memory.put, (mask.words, mask.indptr, mask.start, mask.window_start)))
-    return replace(tensors, **placed)
 
 
 def decode(memory: Memory) -> None:
@@ -164,6 +127,32 @@ def decode(memory: Memory) -> None:
         launch_decode_schedule(tensors.queries, schedule, cut)
         launch_paged_decode(tensors.args(schedule, partials), scores=tensors.scores, cut=cut, tiles=tiles)
         assert_served(tensors)
+        memory.assert_surroundings_untouched()
+
+
+def storing_decode(memory: Memory) -> None:
+    """New tokens of two heads of odd dims, of one head's query heads in two blocks, and of three heads a row."""
+    for heads, dims, tiles in (
+        (HEADS, DIMS, replace(DECODE_TILES, head_blocks=2)),
+        ((6, 3), (24, 24), replace(DECODE_TILES, heads_per_row=3)),
+    ):
+        case = Case([33, 3, 16], [1, 1, 1], heads, dims, PAGE_SIZE, spread=True)
+        tensors = attention(memory, case)
+        page_no = (tensors.kv_len.long() - 1) // PAGE_SIZE
+        page, offset = tensors.table[tensors.row_of_seq.long(), page_no].long(), (tensors.kv_len - 1) % PAGE_SIZE
+        k, v = (memory.put(gapped(3, heads[1], dim)) for dim in dims)
+        for side, pages in ((k, tensors.k_pages), (v, tensors.v_pages)):
+            side.copy_(pages[page, offset])
+            pages[page, offset] = 7.0
+        counts = memory.put(ints([3, 3, 1, 0]))
+        new = NewRows(k, v, memory.put((page * PAGE_SIZE + offset).int()), counts, null_page=True)
+        cut = DecodeCut.of(tiles, num_kv_heads=heads[1], programs=4, window_left=case.window_left)
+        words = cut.partials_words(gqa_ratio=tensors.gqa_ratio, v_head_dim=dims[1], tiles=tiles)
+        schedule, partials = memory.put(garbage(cut.words(3))), memory.put(torch.full((words,), float("nan")))
+        launch_decode_schedule(tensors.queries, schedule, cut)
+        launch_storing_decode(tensors.args(schedule, partials), new, scores=tensors.scores, cut=cut, tiles=tiles)
+        assert_served(tensors)
+        assert counts[3] == 0, "what lies beside a row was looked at"
         memory.assert_surroundings_untouched()
 
 
@@ -653,6 +642,7 @@ def rows_with_gaps(rows: Tensor) -> Tensor:
 CHECKS: dict[str, Callable[[Memory], None]] = {
     "attention/coded.py": decode_of_two_heads,
     "attention/decode.py": decode,
+    "attention/decode_columns.py": decode,
     "attention/decode_schedule.py": decode_schedule,
     "attention/extend.py": extend,
     "attention/extend_merge.py": extend,
@@ -662,6 +652,7 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "attention/mask_bits.py": extend,
     "attention/merge.py": decode,
     "attention/merge_states.py": merge_sides,
+    "attention/new_rows.py": storing_decode,
     "attention/pads.py": pads,
     "attention/query_block.py": extend,
     "attention/segment_decode.py": segments,

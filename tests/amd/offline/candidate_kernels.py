@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 from triton.compiler import CompiledKernel
 
-from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
+from rocm_attn.kernels.attention.arguments import AttendArgs, NewRows, Queries
 from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
-from rocm_attn.kernels.attention.decode import launch_paged_decode
+from rocm_attn.kernels.attention.decode import launch_paged_decode, launch_storing_decode
 from rocm_attn.kernels.attention.extend import launch_paged_extend
 from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.cache.layer_pages import LayerPages
@@ -46,6 +46,19 @@ def decode_kernels(row: Row, tiles: DecodeTiles) -> dict[str, CompiledKernel]:
     return {kernel.name: kernel for kernel in kernels}
 
 
+def storing_decode(row: Row, tiles: DecodeTiles) -> CompiledKernel:
+    """Decode that stores new K and V, for the row's plain layer."""
+    problem = row.problems[0]
+
+    def launches() -> None:
+        cut, args = _cut_and_args(row, problem, tiles)
+        k, v = (torch.empty(_SEQS, problem.num_kv_heads, dim, dtype=row.dtype) for dim in row.dims)
+        new = NewRows(k, v, torch.empty(_SEQS, dtype=torch.int32), torch.empty(4, dtype=torch.int32), null_page=True)
+        launch_storing_decode(args, new, scores=scores_of(problem), cut=cut, tiles=tiles)
+
+    return next(kernel for kernel in compiled_by(launches, row.arch) if kernel.name == "_decode_kernel")
+
+
 def _compile(row: Row, problem: Problem, tiles: DecodeTiles | ExtendTiles) -> CompiledKernel:
     if isinstance(tiles, DecodeTiles):
         kernels = compiled_by(lambda: _launch_decode(row, problem, tiles), row.arch)
@@ -55,11 +68,15 @@ def _compile(row: Row, problem: Problem, tiles: DecodeTiles | ExtendTiles) -> Co
 
 
 def _launch_decode(row: Row, problem: Problem, tiles: DecodeTiles) -> None:
+    cut, args = _cut_and_args(row, problem, tiles)
+    launch_paged_decode(args, scores=scores_of(problem), cut=cut, tiles=tiles)
+
+
+def _cut_and_args(row: Row, problem: Problem, tiles: DecodeTiles) -> tuple[DecodeCut, AttendArgs]:
     programs = known_target(row.arch).compute_units * tiles.programs_per_cu
     cut = DecodeCut.of(tiles, num_kv_heads=problem.num_kv_heads, programs=programs, window_left=problem.window_left)
     words = cut.partials_words(gqa_ratio=problem.gqa_ratio, v_head_dim=problem.v_head_dim, tiles=tiles)
-    args = _args(row, problem, _SEQS, cut.words(_SEQS), words)
-    launch_paged_decode(args, scores=scores_of(problem), cut=cut, tiles=tiles)
+    return cut, _args(row, problem, _SEQS, cut.words(_SEQS), words)
 
 
 def _launch_extend(row: Row, problem: Problem, tiles: ExtendTiles) -> None:

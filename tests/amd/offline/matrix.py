@@ -393,14 +393,13 @@ def _launch_step(
         heads = problem.num_q_heads
         k = empty(problem.num_kv_heads, problem.head_dim)
         is_latent = problem.pool is PoolKind.LATENT
-        step.layers.store_and_attend(
-            layer,
-            empty(heads, problem.head_dim),
-            k,
-            k[..., : problem.v_head_dim] if is_latent else empty(problem.num_kv_heads, problem.v_head_dim),
-            empty(heads, problem.v_head_dim),
-            torch.empty(num_tokens, heads) if with_lse else None,
-        )
+        v = k[..., : problem.v_head_dim] if is_latent else empty(problem.num_kv_heads, problem.v_head_dim)
+        q, out = empty(heads, problem.head_dim), empty(heads, problem.v_head_dim)
+        lse = torch.empty(num_tokens, heads) if with_lse else None
+        # A kernel that stores itself is another variant of it.
+        step.layers.store_and_attend(layer, q, k, v, out, lse)
+        step.layers.store(layer, k, v)
+        step.layers.attend(layer, q, out, lse)
     runtime.end_step()
 
 

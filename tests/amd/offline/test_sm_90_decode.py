@@ -10,7 +10,7 @@ import torch
 from triton.compiler import CompiledKernel
 
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
-from tests.amd.offline.candidate_kernels import decode_kernels
+from tests.amd.offline.candidate_kernels import decode_kernels, storing_decode
 from tests.amd.offline.matrix import Row
 
 ARCHS = ("sm_90", "gfx942")
@@ -49,3 +49,10 @@ def test_page_numbers_are_extended_without_a_sign() -> None:
     """ptxas moves the extension of a sign far ahead, and waits for the load of the number at once."""
     code = kernels("sm_90", early=False)["_decode_kernel"].asm["ttir"]
     assert re.search(r"arith\.extui .*: tensor<64xi32> to tensor<64xi64>", code)
+
+
+def test_what_a_program_stores_is_there_before_it_reads_keys() -> None:
+    code = storing_decode(Row("sm_90", (32, 8), (128, 128), torch.bfloat16, 16), DecodeTiles(64, 4, 2, 2)).asm["ttir"]
+    (barrier,) = re.finditer(r"\b(gpu|ttg)\.barrier\b", code)
+    assert max(at.start() for at in re.finditer("tt.atomic_rmw", code)) < barrier.start() < code.index("scf.for")
+    assert not re.search(r"\.barrier\b", kernels("sm_90", early=False)["_decode_kernel"].asm["ttir"])

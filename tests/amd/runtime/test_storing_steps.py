@@ -1,0 +1,122 @@
+"""A layer of a decode step stores and attends in one launch where its kernel can, with the results of both calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rocm_attn.batch.padding import PadTo
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.guards.registry import Guards
+from rocm_attn.kernels.launch import observe_launches
+from rocm_attn.machine.target import known_target
+from rocm_attn.problem import KVEncoding, Scales
+from rocm_attn.providers.contract import StoringKernel
+from rocm_attn.providers.select import select
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.options import RuntimeOptions
+from rocm_attn.step.protocols import LayerCalls
+from tests.amd.runtime.stepping import providers, small_problem
+
+with_triton = pytest.mark.skipif("triton" not in providers(), reason="only Triton's decode stores, and it cannot run")
+
+PROBLEM = small_problem()
+FIRST = 5
+ALL_GUARDS = Guards()
+Layer = Callable[[LayerCalls, Tensor, Tensor, Tensor, Tensor], None]
+
+
+def at_once(layers: LayerCalls, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+    layers.store_and_attend(0, q, k, v, out)
+
+
+def one_by_one(layers: LayerCalls, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+    layers.store(0, k, v)
+    layers.attend(0, q, out)
+
+
+def serve(
+    layer: Layer, q_lens: Sequence[int], device: torch.device, guards: Guards = ALL_GUARDS
+) -> tuple[list[Tensor], AttentionRuntime, int]:
+    """Two requests get q_lens new tokens in turn, in decode steps beside two pads.
+
+    The outputs, the runtime, and how many launches the last layer was.
+    """
+    options = RuntimeOptions(num_pages=32, max_num_seqs=4, max_kv_len=32, provider="triton")
+    runtime = build_runtime([PROBLEM], options, device=device, guards=guards)
+    generator = torch.Generator().manual_seed(0)
+    rows = np.array([runtime.table.admit() for _ in range(2)], np.int32)
+    kv_len, outs, launches = np.zeros(2, np.int32), [], 0
+
+    def random(heads: int) -> Tensor:
+        return torch.randn(step.token_ids.shape[0], heads, 16, generator=generator).to(device)
+
+    def counted(launch: Callable[[], object]) -> None:
+        nonlocal launches
+        launches += 1
+        launch()
+
+    for q_len in q_lens:
+        kv_len = kv_len + np.int32(q_len)
+        runtime.table.reserve_all(rows, kv_len)
+        batch = StepBatch(rows, kv_len, np.full(2, q_len, np.int32))
+        step = runtime.begin_step(batch, PadTo(4) if q_len == 1 else None)
+        q, k, v = random(6), random(2), random(2)
+        outs.append(torch.full_like(q, float("nan")))
+        launches = 0
+        with observe_launches(counted):
+            layer(step.layers, q, k, v, outs[-1])
+        runtime.end_step()
+    return outs, runtime, launches
+
+
+@with_triton
+def test_a_layer_that_stores_and_attends_is_both_calls_with_a_launch_less(kernel_device: torch.device) -> None:
+    q_lens = [FIRST, 1, 1, 1]
+    outs, runtime, launches = serve(at_once, q_lens, kernel_device)
+    others, other_runtime, more = serve(one_by_one, q_lens, kernel_device)
+    assert (launches, more) == (2, 3)
+    assert all(map(torch.equal, outs, others))
+    pages, other_pages = runtime.pool.layer(0), other_runtime.pool.layer(0)
+    for side, other in ((pages.raw_k, other_pages.raw_k), (pages.raw_v, other_pages.raw_v)):
+        assert torch.equal(side.view(torch.int32), other.view(torch.int32)), "unused pages hold NaN"
+    assert not pages.raw_k[0].any(), "pads are not stored"
+
+
+@with_triton
+def test_an_extend_step_stores_by_itself(kernel_device: torch.device) -> None:
+    _, _, launches = serve(at_once, [FIRST], kernel_device)
+    _, _, apart = serve(one_by_one, [FIRST], kernel_device)
+    assert launches == apart
+
+
+@with_triton
+def test_a_store_that_is_not_the_kernels_own_is_asked_for_by_itself(kernel_device: torch.device) -> None:
+    """A safeguard that is off has a store of its own, which a kernel that stores would pass by."""
+    _, runtime, _ = serve(at_once, [1], kernel_device, Guards().without("store_drops"))
+    assert runtime.pool.layer(0).raw_k[0].any(), "that store keeps pads"
+
+
+@pytest.mark.parametrize(
+    ("arch", "change", "stores"),
+    [
+        ("sm_90", {}, True),
+        ("sm_90", {"window_left": 127, "has_sinks": True}, True),
+        ("sm_90", {"causal": False}, False),
+        ("sm_90", {"kv_encoding": KVEncoding.E4M3FN, "kv_scales": Scales.HEAD}, False),
+        ("gfx942", {}, False),
+        ("gfx950", {}, False),
+    ],
+)
+def test_which_kernels_store(arch: str, change: dict[str, object], stores: bool) -> None:
+    problem = replace(small_problem(16, torch.bfloat16, head_dim=128, v_head_dim=128), **change)  # type: ignore[arg-type]
+    kernels = select(problem, known_target(arch), "triton").kernels
+    assert isinstance(kernels[StepKind.DECODE].bound, StoringKernel) == stores
+    assert not isinstance(kernels[StepKind.MIXED].bound, StoringKernel)

@@ -157,11 +157,37 @@ class StepRunner(Generic[Outputs]):
 
         batch: of that step, which was whole. Returns and raises what run() does, and what stage_again() raises
         """
+        again = self._again_now
+        if again is None:
+            return self._again_whole(batch)
+        self._run_graph_again(again, again.graph.recording)
+        return again.outputs
+
+    @property
+    def graph_again(self) -> Entry[Outputs] | None:
+        """The graph that run_again() replays; None: it runs the step by its launches, or tells others of it."""
+        again = self._again_now
+        return again.graph if again is not None else None
+
+    def run_joined(self, joined: Recording) -> None:
+        """run_again() and what comes after it, by one recording. joined: begins with graph_again's"""
+        again = self._again_now
+        assert again is not None, "what is joined is the graph of the step that runs again"
+        self._run_graph_again(again, joined)
+
+    @property
+    def _again_now(self) -> _Again[Outputs] | None:
+        """What runs the step that may run again, if one call does so."""
         again, runtime = self._again, self._runtime
         if again is None or again.of is not runtime.repeatable or self._seal_number != runtime.seal_number:
-            return self._again_whole(batch)
+            return None
+        return again
+
+    def _run_graph_again(self, again: _Again[Outputs], recording: Recording) -> None:
+        """recording: that of again.graph, or one that begins with it"""
         try:
-            runtime.replay_again(again.replay)
+            self._graphs.require_good(again.graph)
+            self._runtime.replay_again(recording.replay)
         except StaleRecording as stale:
             raise GraphStale(str(stale)) from stale
         metrics = self.metrics
@@ -169,7 +195,6 @@ class StepRunner(Generic[Outputs]):
         metrics.replays += 1
         metrics.real_seqs += again.num_seqs
         metrics.padded_seqs += again.num_pads
-        return again.outputs
 
     def _again_whole(self, batch: StepBatch) -> Outputs:
         """run_again(), which prepares the next one where a graph has run, without a flight recorder or other ranks."""
@@ -177,7 +202,7 @@ class StepRunner(Generic[Outputs]):
         entry = self._entry_of_plan.get(last[1]) if last is not None else None
         if last is not None and entry is not None and self._flight is NO_FLIGHT_RECORDER and not self._agrees:
             num_pads = last[1].shape.num_seqs - batch.num_seqs
-            self._again = _Again(last, partial(self._graphs.replay, entry), outputs, batch.num_seqs, num_pads)
+            self._again = _Again(last, entry, outputs, batch.num_seqs, num_pads)
         return outputs
 
     def _run(self, stage: Stage, batch: StepBatch) -> Outputs:
@@ -226,7 +251,7 @@ class StepRunner(Generic[Outputs]):
         if self._last_plan is None or self._last_plan not in self._entry_of_plan:
             return None
         entry = self._entry_of_plan[self._last_plan]
-        return RunsAgain(self._last_plan, partial(self._graphs.replay, entry), entry.outputs)
+        return RunsAgain(self._last_plan, partial(self._graphs.require_good, entry), entry.recording, entry.outputs)
 
     def run_eagerly(self, batch: StepBatch, pad_to: PadTo | None = None) -> Outputs:
         """run() without a graph and without a trace in the counters: a step again, to compare."""
@@ -608,10 +633,15 @@ class StepRunner(Generic[Outputs]):
 
 
 class RunsAgain(NamedTuple, Generic[Outputs]):
-    """A graph: the plan of its steps, what runs it on what their buffers hold, and what it gives, rows of pads too."""
+    """A graph that runs on what the buffers of its steps hold.
+
+    require_good: raises StaleRecording if what it reads has moved
+    outputs:      what it gives, rows of pads too
+    """
 
     plan: StepPlan
-    run: Callable[[], object]
+    require_good: Callable[[], None]
+    recording: Recording
     outputs: Outputs
 
 
@@ -637,11 +667,12 @@ class _Again(Generic[Outputs]):
     """A step whose graph has run again, and does so by one call.
 
     of:      the step, as the runtime has it
+    graph:   which is all of it
     outputs: without what they hold for pads
     """
 
     of: Repeatable
-    replay: Callable[[], object]
+    graph: Entry[Outputs]
     outputs: Outputs
     num_seqs: int
     num_pads: int

@@ -234,12 +234,12 @@ class DraftRunners:
 
         return Around(
             first,
-            of_first.run,
+            of_first,
             few,
             between,
             to.device_steps(of_round.plan)[0].spaces[0],
             drafts.branches,
-            of_round.run,
+            of_round,
             of_round.outputs[:num_seqs],
             min(of_first.plan.key.max_kv_len, of_round.plan.key.max_kv_len),
             drafts.tokens,

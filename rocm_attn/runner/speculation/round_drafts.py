@@ -82,12 +82,13 @@ class Guesses(Protocol):
         """int32 [most_seqs], on the device: receives how many tokens each sequence got of a round."""
         ...
 
-    def of_step(self, step: DeviceStep, given: GuessedRound, picked: Tensor) -> Guessed:
+    def of_step(self, step: DeviceStep, given: GuessedRound, picked: Tensor, path: Tensor) -> Guessed:
         """Guesses of rounds that repeat a step.
 
         step:   where its inputs are
         given:  what one of the rounds is made of
         picked: int32 [most_tokens], on the device: what is picked after each of its tokens
+        path:   int32 [n, W], receives the path of each tree that is accepted
         """
         ...
 
@@ -127,7 +128,7 @@ class LookedUp:
         with torch.inference_mode(False):
             self.taken = torch.zeros(most_seqs, dtype=torch.int32, device=device)
 
-    def of_step(self, step: DeviceStep, given: GuessedRound, picked: Tensor) -> Guessed:
+    def of_step(self, step: DeviceStep, given: GuessedRound, picked: Tensor, path: Tensor) -> Guessed:
         """As Guesses.of_step."""
         return Chains(given, picked)
 
@@ -226,11 +227,11 @@ class ModelGuesses:
         """Tokens that a round stores after a text, at most."""
         return max(self._few, self._runners.room)
 
-    def of_step(self, step: DeviceStep, given: GuessedRound, picked: Tensor) -> Guessed:
+    def of_step(self, step: DeviceStep, given: GuessedRound, picked: Tensor, path: Tensor) -> Guessed:
         """As Guesses.of_step."""
         if not self.has_branches:
             return Chains(given, picked)
-        return Trees(self._runtime, step, given, picked, few=self._few, recorder=self._runners.recorder)
+        return Trees(self._runtime, step, given, picked, path, few=self._few, recorder=self._runners.recorder)
 
     def begin(self, sequences: Many[Sequence]) -> bool:
         """As Guesses.begin."""

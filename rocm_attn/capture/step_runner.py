@@ -99,6 +99,7 @@ class StepRunner(Generic[Outputs]):
         self._stored_layers: dict[StepPlan, int] = {}  # that a plan's graph stores in
         self._again: _Again[Outputs] | None = None
         self._last_plan: StepPlan | None = None
+        self._graph_of_last: RunsAgain[Outputs] | None = None  # as long as that graph is kept
         self._buckets: list[CapturedBucket] = []
         self.metrics = Metrics()  # what serves through this runner counts here too
         self._graphs_off = ""
@@ -248,10 +249,15 @@ class StepRunner(Generic[Outputs]):
     @property
     def graph_of_last(self) -> RunsAgain[Outputs] | None:
         """The graph that the last step has run by; None: it has run without one."""
-        if self._last_plan is None or self._last_plan not in self._entry_of_plan:
+        plan, found = self._last_plan, self._graph_of_last
+        if plan is None or (found is not None and found.plan is plan):  # asked in each round of drafts
+            return found
+        entry = self._entry_of_plan.get(plan)
+        if entry is None:
             return None
-        entry = self._entry_of_plan[self._last_plan]
-        return RunsAgain(self._last_plan, partial(self._graphs.require_good, entry), entry.recording, entry.outputs)
+        require_good = partial(self._graphs.require_good, entry)
+        found = self._graph_of_last = RunsAgain(plan, require_good, entry.recording, entry.outputs)
+        return found
 
     def run_eagerly(self, batch: StepBatch, pad_to: PadTo | None = None) -> Outputs:
         """run() without a graph and without a trace in the counters: a step again, to compare."""
@@ -361,7 +367,7 @@ class StepRunner(Generic[Outputs]):
         )
 
     def _drop_graphs(self) -> None:
-        self._again = None
+        self._again = self._graph_of_last = None
         self._entry_of_plan.clear()
         self._stored_layers.clear()
         self._eager_steps.clear()
@@ -609,7 +615,7 @@ class StepRunner(Generic[Outputs]):
     def _keep(self, plan: StepPlan, graph: _FreshGraph[Outputs], verdict: Verdict, note: str) -> None:
         if all(kept.key != plan.key for kept in self._entry_of_plan):
             # An interrupt may have come after a graph was put there, and before its plan led to it.
-            self._again = None
+            self._again = self._graph_of_last = None
             self._graphs.drop(plan.key)
         self._stored_layers[plan] = graph.stored_layers
         self._entry_of_plan[plan] = self._graphs.put(plan.key, graph.recording, graph.outputs)

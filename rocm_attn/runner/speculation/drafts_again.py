@@ -164,13 +164,15 @@ class DraftsAgain:
         """Whether the graphs are those that the drafting model's last steps have run by."""
         return self._around.are_there()
 
-    def may_run(self, guessed: Guessed, ends: Int32Array) -> bool:
-        """Whether these are the drafts of a round's guesses. ends: int32 [n], tokens after it, at most"""
-        around = self._around
+    def is_next(self, guessed: Guessed) -> bool:
+        """Whether these are the drafts of a round's guesses, made after those that were made last."""
         if guessed is not self.guessed or self._seal_number != self._runtime.seal_number:
             return False
-        most = int(np.maximum.reduce(ends)) + around.tokens
-        return self._runtime.repeatable is around.first and most <= around.most_tokens and around.are_there()
+        return self._runtime.repeatable is self._around.first and self._around.are_there()
+
+    def fits(self, num_tokens: int) -> bool:
+        """Whether texts may have as many tokens, those included that are taken in."""
+        return num_tokens + self._around.tokens <= self._around.most_tokens
 
     def follow(self, rows: Int32Array, most: Int32Array) -> None:
         """The drafts of these rows were made by the host's steps: those after them may run.

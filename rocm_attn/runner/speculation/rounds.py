@@ -44,6 +44,7 @@ from rocm_attn.runner.request import Sequence
 from rocm_attn.runner.sampling import GREEDY, Draw, Found, PickedTokens, terms_of
 from rocm_attn.runner.scheduler import ScheduledStep, Scheduler
 from rocm_attn.runner.sending import sent
+from rocm_attn.runner.speculation.kept import Kept
 from rocm_attn.runner.speculation.methods import NGRAM, OFF
 from rocm_attn.runner.speculation.reading import Ends, Together, are_picked, is_clean, put_together
 from rocm_attn.runner.speculation.round_drafts import Guesses
@@ -280,9 +281,8 @@ class DeviceRounds:
             self._limit = torch.zeros(most_seqs, dtype=torch.int32, device=device)
         self._ops = RoundOps(picker, runtime.core.ops.next_round, stream_of(device), joiner_for(device))
         self._unshaped = ShapedRows(asking, {}, (), ())
-        # Rounds of steps that have their inputs there, of so many sequences, and whether any draws. Series of equal
-        # steps follow each other.
-        self._rounds: tuple[DeviceStep, int, bool, RoundLaunches] | None = None
+        # Of steps that have their inputs there, of so many sequences, and whether any draws: series come again.
+        self._launches = Kept[tuple[int, int, bool], tuple[DeviceStep, RoundLaunches]]()
         self._next = 0
         # row -> the number of the request whose text lies there, and how many tokens of it
         self._on_device: dict[int, tuple[int, int]] = {}
@@ -461,21 +461,21 @@ class DeviceRounds:
         rounds.tell(on_host)
         done.record()
         if not self._guesses.looks_up:
-            # Of the texts before this round, of which one was not read for each that has not been.
-            bounds = series.progress.kv_len + np.int32(self._width * (series.num_unread - 2) + 1)
-            series.is_over |= not self._guesses.guess(rounds.guessed, bounds)
+            series.is_over |= not self._guesses.guess(rounds.guessed, partial(_bounds, series, self._width))
         return RoundPicks(series, on_host, found, done)
 
     def _rounds_of(self, step: ScheduledStep, last: Repeatable) -> RoundLaunches:
         """What the rounds that follow from a step launch after it."""
-        (batch, _, child), kept, draws = last, self._rounds, bool(step.asking)
+        (batch, _, child), draws = last, bool(step.asking)
         if draws:
             self._send_terms(step)
-        if kept is None or kept[0] is not child or kept[1:3] != (batch.num_seqs, draws):
-            kept = self._rounds = child, batch.num_seqs, draws, self._launches(last, draws=draws)
-        return kept[3]
+        launches, key = self._launches.of(self._runtime.seal_number), (id(child), batch.num_seqs, draws)
+        kept = launches.get(key)
+        if kept is None:
+            kept = self._launches.put(key, (child, self._new_launches(last, draws=draws)))
+        return kept[1]
 
-    def _launches(self, last: Repeatable, *, draws: bool) -> RoundLaunches:
+    def _new_launches(self, last: Repeatable, *, draws: bool) -> RoundLaunches:
         """As _rounds_of, made anew."""
         num_seqs, inputs, width = last[0].num_seqs, inputs_of(last), self._width
         to = Told.of(self._words, num_seqs, width)
@@ -571,6 +571,12 @@ class DeviceRounds:
         """Have temperatures and the like of a step's sequences on the device; each round has numbers of its own."""
         terms = terms_of([_draw_of(sequence) for sequence in step.sequences]).repeat(self._width, 0)
         self._terms[: len(terms)].copy_(sent(terms, self._runtime.device))
+
+
+def _bounds(series: _Series, width: int) -> Int32Array:
+    """Of the texts before the round that was launched last, of which one was not read for each that has not been."""
+    bounds: Int32Array = series.progress.kv_len + np.int32(width * (series.num_unread - 2) + 1)
+    return bounds
 
 
 def _stays(sequence: Sequence) -> bool:

@@ -88,7 +88,7 @@ def test_drafts_of_a_full_batch_are_made_by_graphs_alone(kind: Kind, monkeypatch
     guesses = rounds_of(engine)._guesses
     assert isinstance(guesses, ModelGuesses)
     # What is accepted of trees is brought into order by a graph too.
-    assert not isinstance(guesses._guessed, Trees) or guesses._guessed._accepting is not None
+    assert not isinstance(guesses._planned_for, Trees) or guesses._planned_for.accepting is not None
 
 
 @pytest.mark.nightly

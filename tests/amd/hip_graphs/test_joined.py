@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -37,7 +39,7 @@ def test_joined_recordings_run_in_their_order_each_time(lab: Lab) -> None:
     assert bool((x == 265).all())
     recordings[1].replay()
     assert bool((x == 268).all())
-    joiner(lab).join([joined_part for joined_part in (recordings[2], recordings[0])]).replay()
+    joiner(lab).join([recordings[2], recordings[0]]).replay()
     assert bool((x == 2680).all())
 
 
@@ -45,7 +47,7 @@ def test_joined_recordings_hold_what_they_work_on(lab: Lab) -> None:
     """The memory of a result that nobody else holds is not given to others."""
     x, total = torch.ones(1 << 16, device=lab.device), torch.zeros(1 << 16, device=lab.device)
     first, doubled = lab.recorder.record(lambda: x * 2)
-    last, _ = lab.recorder.record(lambda: total.copy_(doubled))
+    last, _ = lab.recorder.record(partial(total.copy_, doubled))
     joined = joiner(lab).join([first, last])
     del first, last, doubled
     others = [lab.recorder.record(lambda: x * 7) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Rounds whose launches are one graph: the same texts, faults and interrupts as those of rounds launched part by part."""
+"""Rounds whose launches are one graph: texts, faults and interrupts are those of rounds launched part by part."""
 
 from __future__ import annotations
 
@@ -151,8 +151,7 @@ def test_an_interrupt_of_a_round_that_is_one_graph_changes_no_text(
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, and_interrupt)
         with pytest.raises(KeyboardInterrupt):
-            while engine.has_work:
-                engine.step()
+            to_the_end(engine, [])
     assert to_the_end(engine, numbers) == kind.plainly(requests)
 
 

@@ -3,8 +3,8 @@
 The host plans and publishes a step that verifies guesses of every sequence. While the same sequences go on, and their
 own texts tell the guesses, all that the next round takes follows from what was picked in this one: the texts lie on the
 device too, and kernels/speculative/next_round.py writes the next inputs over the step's. So the host launches a graph
-and two kernels, and knows for none of them what the rounds before have brought. It reads and publishes these while
-later ones run.
+of the step, the picks and that kernel (round_launches.py), and does not know what the rounds before have brought. It
+reads and publishes these while later ones run.
 
 What a token is drawn by belongs to its place in its request's text. Those numbers are on the device before the rounds
 that may come to these places, so a seed draws the same text whoever plans a round.

@@ -160,7 +160,7 @@ class StepRunner(Generic[Outputs]):
         """
         again = self._again_now
         if again is None:
-            return self._again_whole(batch)
+            return self._run(self._runtime.stage_again, batch)
         self._run_graph_again(again, again.graph.recording)
         return again.outputs
 
@@ -178,11 +178,22 @@ class StepRunner(Generic[Outputs]):
 
     @property
     def _again_now(self) -> _Again[Outputs] | None:
-        """What runs the step that may run again, if one call does so."""
-        again, runtime = self._again, self._runtime
-        if again is None or again.of is not runtime.repeatable or self._seal_number != runtime.seal_number:
+        """What runs the step that may run again, if one call does so: where its graph ran, and nobody else is told."""
+        again, last = self._again, self._runtime.repeatable
+        if last is None or self._seal_number != self._runtime.seal_number:
             return None
+        if again is None or again.of is not last:
+            again = self._again = self._again_of(last)
         return again
+
+    def _again_of(self, last: Repeatable) -> _Again[Outputs] | None:
+        if self._flight is not NO_FLIGHT_RECORDER or self._agrees or self._last_plan is not last[1]:
+            return None
+        entry, batch = self._entry_of_plan.get(last[1]), last[0]
+        if entry is None:
+            return None
+        outputs = real_rows(entry.outputs, batch.num_seqs, batch.num_fed)
+        return _Again(last, entry, outputs, batch.num_seqs, last[1].shape.num_seqs - batch.num_seqs)
 
     def _run_graph_again(self, again: _Again[Outputs], recording: Recording) -> None:
         """recording: that of again.graph, or one that begins with it"""
@@ -196,15 +207,6 @@ class StepRunner(Generic[Outputs]):
         metrics.replays += 1
         metrics.real_seqs += again.num_seqs
         metrics.padded_seqs += again.num_pads
-
-    def _again_whole(self, batch: StepBatch) -> Outputs:
-        """run_again(), which prepares the next one where a graph has run, without a flight recorder or other ranks."""
-        outputs, last = self._run(self._runtime.stage_again, batch), self._runtime.repeatable
-        entry = self._entry_of_plan.get(last[1]) if last is not None else None
-        if last is not None and entry is not None and self._flight is NO_FLIGHT_RECORDER and not self._agrees:
-            num_pads = last[1].shape.num_seqs - batch.num_seqs
-            self._again = _Again(last, entry, outputs, batch.num_seqs, num_pads)
-        return outputs
 
     def _run(self, stage: Stage, batch: StepBatch) -> Outputs:
         self._runtime.require_idle()  # from here on it is this call that has to end the step

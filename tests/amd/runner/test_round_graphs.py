@@ -23,11 +23,13 @@ from rocm_attn.step.repeatable import inputs_of
 from tests.amd.runner.round_texts import CIRCLE, round_model
 from tests.amd.runner.test_rounds import DEVICE, KINDS, Kind, at_pace, of_circle, rounds_of, steps
 
-BY_DAY = ("greedy", "drafted")
-AT_NIGHT = ("drawn", "head", "trees", "trees of a head", "drawn in windows", "deterministic")
+AT_NIGHT = ("drafted", "drawn", "head", "trees", "trees of a head", "drawn in windows", "deterministic")
+EVERY_KIND = pytest.mark.parametrize(
+    "kind", ["greedy", *(pytest.param(name, marks=pytest.mark.nightly) for name in AT_NIGHT)], indirect=True
+)
 
 
-@pytest.fixture(params=[*BY_DAY, *(pytest.param(name, marks=pytest.mark.nightly) for name in AT_NIGHT)])
+@pytest.fixture
 def kind(request: pytest.FixtureRequest) -> Kind:
     return KINDS[request.param]
 
@@ -75,6 +77,11 @@ def until_whole(engine: Engine, launched: Launched) -> None:
         engine.step()
 
 
+@pytest.mark.parametrize(
+    "kind",
+    ["greedy", "drafted", *(pytest.param(name, marks=pytest.mark.nightly) for name in AT_NIGHT[1:])],
+    indirect=True,
+)
 def test_a_round_is_one_graph_after_those_that_were_launched_in_parts(
     kind: Kind, launched: Launched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,8 +101,9 @@ def test_a_round_is_one_graph_after_those_that_were_launched_in_parts(
     assert len(in_parts) == len(launched.parts) <= len(launched.whole)
 
 
+@EVERY_KIND
 def test_rounds_that_came_before_have_no_parts_again(kind: Kind, launched: Launched) -> None:
-    """A series of a size that an earlier one had begins with its graphs, and records none."""
+    """Each round of a series of a size that an earlier one had is one graph, and none is recorded."""
     requests, engine = [kind.request(seed, 40) for seed in range(3)], with_graphs(kind)
     wanted = kind.plainly(requests)
     assert engine.generate(requests) == wanted
@@ -103,8 +111,7 @@ def test_rounds_that_came_before_have_no_parts_again(kind: Kind, launched: Launc
     engine.forget_prefixes()
     assert engine.generate(requests) == wanted
     assert rounds_of(engine)._launches._values == made
-    # The first round of a series finds out which graph its step has.
-    assert len(launched.parts) - num_parts <= num_parts
+    assert len(launched.parts) == num_parts
     assert len(launched.whole) - num_whole >= num_whole
 
 
@@ -128,7 +135,8 @@ def test_rows_that_are_shaped_are_picked_from_between_a_step_and_what_follows(ki
     assert not launched.whole
 
 
-@pytest.mark.parametrize("at", ["whole", "told", "joined"])
+@EVERY_KIND
+@pytest.mark.parametrize("at", ["whole", "joined", pytest.param("told", marks=pytest.mark.nightly)])
 def test_an_interrupt_of_a_round_that_is_one_graph_changes_no_text(
     at: str, kind: Kind, launched: Launched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,7 +163,8 @@ def test_an_interrupt_of_a_round_that_is_one_graph_changes_no_text(
     assert to_the_end(engine, numbers) == kind.plainly(requests)
 
 
-@pytest.mark.parametrize("kind", ["greedy", pytest.param("trees", marks=pytest.mark.nightly)], indirect=True)
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["greedy", "trees"], indirect=True)
 def test_addresses_that_are_sealed_anew_leave_no_round_on_the_old_graph(kind: Kind, launched: Launched) -> None:
     requests, engine = [kind.request(seed, 60) for seed in range(2)], with_graphs(kind)
     numbers = [engine.submit(request) for request in requests]
@@ -206,6 +215,7 @@ def test_logits_that_are_no_numbers_in_the_graph_of_a_round_end_their_request_al
     assert done[1].token_ids == wanted[1].token_ids[: len(done[1].token_ids)]
 
 
+@pytest.mark.nightly
 def test_drafts_of_a_size_are_recorded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Series of two sizes take turns."""
     kind, made = KINDS["drafted"], list[int]()

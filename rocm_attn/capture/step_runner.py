@@ -9,9 +9,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Generic, NamedTuple, NoReturn, cast
+from typing import Generic, NoReturn, cast
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from rocm_attn.batch.padding import PaddedShape, PadTo
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.capture.check import CaptureCheck, Check, Verdict
 from rocm_attn.capture.graphs import CapturedBucket, CaptureReport, Progress, SkippedBucket, capture_shapes, shape_name
+from rocm_attn.capture.made_graphs import Again, FreshGraph, Once, RunsAgain, Trial
 from rocm_attn.capture.probe_requests import plan_of, typical_q_len
 from rocm_attn.capture.split_forward import Forward, SplitForward, in_batch_order, one_after_the_other
 from rocm_attn.errors import DeviceFault, GraphStale, NotCopied, Unsupported
@@ -97,7 +98,7 @@ class StepRunner(Generic[Outputs]):
         self._graphs = GraphCache(self._pinned)
         self._entry_of_plan: dict[StepPlan, Entry[Outputs]] = {}
         self._stored_layers: dict[StepPlan, int] = {}  # that a plan's graph stores in
-        self._again: _Again[Outputs] | None = None
+        self._again: Again[Outputs] | None = None
         self._last_plan: StepPlan | None = None
         self._graph_of_last: RunsAgain[Outputs] | None = None  # as long as that graph is kept
         self._buckets: list[CapturedBucket] = []
@@ -177,7 +178,7 @@ class StepRunner(Generic[Outputs]):
         self._run_graph_again(again, joined)
 
     @property
-    def _again_now(self) -> _Again[Outputs] | None:
+    def _again_now(self) -> Again[Outputs] | None:
         """What runs the step that may run again, if one call does so: where its graph ran, and nobody else is told."""
         again, last = self._again, self._runtime.repeatable
         if last is None or self._seal_number != self._runtime.seal_number:
@@ -186,16 +187,16 @@ class StepRunner(Generic[Outputs]):
             again = self._again = self._again_of(last)
         return again
 
-    def _again_of(self, last: Repeatable) -> _Again[Outputs] | None:
+    def _again_of(self, last: Repeatable) -> Again[Outputs] | None:
         if self._flight is not NO_FLIGHT_RECORDER or self._agrees or self._last_plan is not last[1]:
             return None
         entry, batch = self._entry_of_plan.get(last[1]), last[0]
         if entry is None:
             return None
         outputs = real_rows(entry.outputs, batch.num_seqs, batch.num_fed)
-        return _Again(last, entry, outputs, batch.num_seqs, last[1].shape.num_seqs - batch.num_seqs)
+        return Again(last, entry, outputs, batch.num_seqs, last[1].shape.num_seqs - batch.num_seqs)
 
-    def _run_graph_again(self, again: _Again[Outputs], recording: Recording) -> None:
+    def _run_graph_again(self, again: Again[Outputs], recording: Recording) -> None:
         """recording: that of again.graph, or one that begins with it"""
         try:
             self._graphs.require_good(again.graph)
@@ -553,21 +554,21 @@ class StepRunner(Generic[Outputs]):
 
     def _try(
         self, split_forward: SplitForward[Outputs], plan: StepPlan, q_len: Int32Array, live: StepBatch | None
-    ) -> _Trial[Outputs]:
+    ) -> Trial[Outputs]:
         """Make a graph and compare it with the eager run; no graph where there is no room to compare it.
 
         Ranks agree twice: when the graph is recorded, so that all compare it or none does, and on what came of it.
         """
         name = f"the capture of {shape_name(plan.shape)}"
-        fresh: list[_FreshGraph[Outputs]] = []
-        recorded = _Once(self._runtime)
+        fresh: list[FreshGraph[Outputs]] = []
+        recorded = Once(self._runtime)
 
         def record(step: Staged) -> Callable[[], Outputs]:
             assert self._recorder is not None
             body = partial(self._watched_body, name, split_forward, step)
             refusal = ""
             try:
-                fresh.append(_FreshGraph.of(self._recorder, body, self._runtime))
+                fresh.append(FreshGraph.of(self._recorder, body, self._runtime))
             except (RecordingRefused, StaleRecording) as refused:
                 refusal = str(refused)
             except Exception as error:  # the eager step may do without what recording lacks
@@ -588,20 +589,20 @@ class StepRunner(Generic[Outputs]):
         except BaseException as error:
             self._end_on_all_ranks(f"the check was broken off by {type(error).__name__}: {error}", recorded)
             raise
-        return self._agreed(_Trial(fresh[0] if fresh else None, verdict), recorded)
+        return self._agreed(Trial(fresh[0] if fresh else None, verdict), recorded)
 
-    def _refused(self, reason: str) -> _Trial[Outputs]:
+    def _refused(self, reason: str) -> Trial[Outputs]:
         """No graph, for this reason. Faults of the steps that it was tried on are no caller's."""
         self._runtime.forget_faults()
-        return _Trial.refused(reason)
+        return Trial.refused(reason)
 
-    def _end_on_all_ranks(self, reason: str, recorded: _Once) -> None:
+    def _end_on_all_ranks(self, reason: str, recorded: Once) -> None:
         """An exception leaves a capture here: other ranks, which wait for word of it, make no more graphs either."""
         if self._agrees:
-            self._agreed(_Trial.refused(reason, is_final=True), recorded)
+            self._agreed(Trial.refused(reason, is_final=True), recorded)
             self._switch_off(reason)
 
-    def _agreed(self, trial: _Trial[Outputs], recorded: _Once) -> _Trial[Outputs]:
+    def _agreed(self, trial: Trial[Outputs], recorded: Once) -> Trial[Outputs]:
         """The trial, with what other ranks found out about theirs: a graph serves on all of them or on none."""
         with suppress(RecordingRefused):  # which all of them say again
             recorded.say(trial.refusal)
@@ -612,9 +613,9 @@ class StepRunner(Generic[Outputs]):
         with self._runtime.meetings.waiting(trial.refusal):
             agreed = self._runtime.agree({name: what for name, what in found.items() if what})
         verdict = replace(trial.verdict, failure=agreed.get("failure", ""), bitwise="not bitwise" not in agreed)
-        return _Trial(None if "not made" in agreed else trial.graph, verdict, "final" in agreed)
+        return Trial(None if "not made" in agreed else trial.graph, verdict, "final" in agreed)
 
-    def _keep(self, plan: StepPlan, graph: _FreshGraph[Outputs], verdict: Verdict, note: str) -> None:
+    def _keep(self, plan: StepPlan, graph: FreshGraph[Outputs], verdict: Verdict, note: str) -> None:
         if all(kept.key != plan.key for kept in self._entry_of_plan):
             # An interrupt may have come after a graph was put there, and before its plan led to it.
             self._again = self._graph_of_last = None
@@ -638,100 +639,3 @@ class StepRunner(Generic[Outputs]):
         self._runtime.graph_users.discard(self)
         if not self._runtime.graph_users:
             self._runtime.give_up_seal()
-
-
-class RunsAgain(NamedTuple, Generic[Outputs]):
-    """A graph that runs on what the buffers of its steps hold.
-
-    require_good: raises StaleRecording if what it reads has moved
-    outputs:      what it gives, rows of pads too
-    """
-
-    plan: StepPlan
-    require_good: Callable[[], None]
-    recording: Recording
-    outputs: Outputs
-
-
-class _Once:
-    """What ranks agree on once in each trial, wherever a rank leaves it: that all of them have recorded."""
-
-    def __init__(self, runtime: AttentionRuntime) -> None:
-        self._runtime = runtime
-        self._is_said = False
-
-    def say(self, refusal: str) -> None:
-        """Does nothing if it was said before. Raises RecordingRefused if a rank has refused."""
-        if not self._is_said:
-            self._is_said = True
-            with self._runtime.meetings.waiting(refusal):
-                found = self._runtime.agree({"failure": refusal} if refusal else {})
-            if found:
-                raise RecordingRefused(found["failure"])
-
-
-@dataclass(frozen=True, slots=True)
-class _Again(Generic[Outputs]):
-    """A step whose graph has run again, and does so by one call.
-
-    of:      the step, as the runtime has it
-    graph:   which is all of it
-    outputs: without what they hold for pads
-    """
-
-    of: Repeatable
-    graph: Entry[Outputs]
-    outputs: Outputs
-    num_seqs: int
-    num_pads: int
-
-
-@dataclass(frozen=True, slots=True)
-class _FreshGraph(Generic[Outputs]):
-    """A graph that was not checked yet.
-
-    seconds:       of warm-up and recording
-    stored_layers: as AttentionRuntime.stored_layers, of each step that it replays
-    """
-
-    recording: Recording
-    outputs: Outputs
-    seconds: float
-    stored_layers: int
-
-    @classmethod
-    def of(cls, recorder: Recorder, fn: Callable[[], Outputs], runtime: AttentionRuntime) -> _FreshGraph[Outputs]:
-        started = time.perf_counter()
-        recording, outputs = recorder.record(fn)
-        return cls(recording, outputs, time.perf_counter() - started, runtime.stored_layers)
-
-    def replay(self) -> Outputs:
-        self.recording.replay()
-        return self.outputs
-
-
-@dataclass(frozen=True, slots=True)
-class _Trial(Generic[Outputs]):
-    """A graph, or none where there was no room to compare it, and what came of it.
-
-    is_final: whether no other way to make the graph is tried
-    """
-
-    graph: _FreshGraph[Outputs] | None
-    verdict: Verdict
-    is_final: bool = False
-
-    @classmethod
-    def refused(cls, reason: str, *, is_final: bool = False) -> _Trial[Outputs]:
-        """No graph, for this reason."""
-        return cls(None, Verdict(reason, "", 0.0, bitwise=False), is_final)
-
-    @property
-    def refusal(self) -> str:
-        """Why the graph may not serve, or nothing."""
-        return self.verdict.failure
-
-    @property
-    def is_bitwise(self) -> bool:
-        """Whether the graph gave bitwise what the eager run gave."""
-        return not self.refusal and self.verdict.bitwise

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rocm_attn.batch.step_batch import Int32Array
 from rocm_attn.capture.graphs import joiner_for
-from rocm_attn.capture.step_runner import RunsAgain
+from rocm_attn.capture.made_graphs import RunsAgain
 from rocm_attn.errors import GraphStale
 from rocm_attn.hip_graphs.errors import StaleRecording
 from rocm_attn.hip_graphs.recorder import Recorder

@@ -144,7 +144,8 @@ class RoundLaunches:
         self._next = SameLaunches(
             ops.stream, ops.next_round, guessed.picked, given, width, draws=draws, looks_up=looks_up
         )
-        self._joined: tuple[Entry[Tensor], Recording] | None = None
+        # By a step's graph: there is one for each bucket of lengths.
+        self._joined: dict[int, tuple[Entry[Tensor], Recording]] = {}
         self._may_join = True
 
     def pick(self, logits: Tensor, *, is_of_graph: bool) -> None:
@@ -177,20 +178,22 @@ class RoundLaunches:
 
     def as_one(self, graph: Entry[Tensor] | None) -> Recording | None:
         """A step's graph and all that comes after it; None: there is none of this step's. graph: the step's"""
-        joined = self._joined
-        return joined[1] if joined is not None and joined[0] is graph else None
+        joined = self._joined.get(id(graph))
+        return joined[1] if joined is not None else None
 
     def join(self, graph: Entry[Tensor] | None) -> None:
         """Make as_one() of what was launched part by part, if all of that are launches by now. graph: the step's"""
         accepting = self.guessed.accepting
         if graph is None or accepting is None or self._logits is None or not self._may_join:
             return
+        if self.as_one(graph) is not None:
+            return
         ops, rows = self._ops, self._logits.flatten(0, 1)
         pick = ops.picker.picking(rows, self._terms, self._to.found, None, draws=self._draws)
         try:
             picks = ops.joiner.record_launches(partial(run_as_launch, pick.launcher))
             next_one = ops.joiner.record_launches(self._record_next)
-            self._joined = graph, ops.joiner.join([graph.recording, picks, *accepting, next_one])
+            self._joined[id(graph)] = graph, ops.joiner.join([graph.recording, picks, *accepting, next_one])
         except (RecordingRefused, StaleRecording, torch.OutOfMemoryError):
             self._may_join = False
 

@@ -9,7 +9,11 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 # Sizes of series that one engine may change between without making anything anew.
-_MOST_KEPT = 64
+_MOST_KEPT = 8
+# Graphs of a step's rounds that are kept of one size: texts come to other buckets of lengths, and back.
+MOST_BUCKETS = 2
+# Joined graphs of all that is kept, those of drafts among them: what the driver keeps of each is its own.
+MOST_GRAPHS = _MOST_KEPT * (MOST_BUCKETS + 1)
 
 
 class Kept(Generic[Key, Value]):

@@ -25,6 +25,7 @@ from rocm_attn.kernels.speculative.arguments import TOLD_WORDS, GuessedRound
 from rocm_attn.providers.launches import MakeNextRound
 from rocm_attn.runner.asking_picker import ShapedRows, overlaid
 from rocm_attn.runner.sampling import Found, TokenPicker
+from rocm_attn.runner.speculation.kept import MOST_BUCKETS
 from rocm_attn.runner.speculation.round_trees import Guessed
 from rocm_attn.step.host_ring import Fence, NoFence, wait_for_all
 from rocm_attn.step.same_launches import SameLaunches
@@ -193,9 +194,13 @@ class RoundLaunches:
         try:
             picks = ops.joiner.record_launches(partial(run_as_launch, pick.launcher))
             next_one = ops.joiner.record_launches(self._record_next)
-            self._joined[id(graph)] = graph, ops.joiner.join([graph.recording, picks, *accepting, next_one])
+            whole = ops.joiner.join([graph.recording, picks, *accepting, next_one])
         except (RecordingRefused, StaleRecording, torch.OutOfMemoryError):
             self._may_join = False
+            return
+        if len(self._joined) >= MOST_BUCKETS:
+            del self._joined[next(iter(self._joined))]
+        self._joined[id(graph)] = graph, whole
 
 
 def _nothing() -> None:

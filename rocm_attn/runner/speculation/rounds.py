@@ -38,13 +38,14 @@ from rocm_attn.kernels.sampling.asked import NONE
 from rocm_attn.kernels.speculative.arguments import GuessedRound
 from rocm_attn.runner.asking_picker import AskingPicker, RowShape, ShapedRows
 from rocm_attn.runner.logprobs import TokenLogprobs
+from rocm_attn.runner.measured_memory import DRIVER_BYTES
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.ranks import Ranks
 from rocm_attn.runner.request import Sequence
 from rocm_attn.runner.sampling import GREEDY, Draw, Found, PickedTokens, terms_of
 from rocm_attn.runner.scheduler import ScheduledStep, Scheduler
 from rocm_attn.runner.sending import sent
-from rocm_attn.runner.speculation.kept import Kept
+from rocm_attn.runner.speculation.kept import MOST_GRAPHS, Kept
 from rocm_attn.runner.speculation.methods import NGRAM, OFF
 from rocm_attn.runner.speculation.reading import Ends, Together, are_picked, is_clean, put_together
 from rocm_attn.runner.speculation.round_drafts import Guesses
@@ -71,11 +72,15 @@ _TOKENS_AHEAD = 256
 _MOST_ROUNDS = 64
 
 
-def text_bytes(options: EngineOptions, max_kv_len: int) -> int:
-    """Memory on the device for the texts that guesses are looked up in, and the numbers that tokens are drawn by."""
+def rounds_bytes(options: EngineOptions, max_kv_len: int) -> int:
+    """Memory on the device for the texts that guesses are looked up in, and the numbers that tokens are drawn by.
+
+    With what the driver keeps of the graphs of rounds.
+    """
     if options.speculative == OFF or looks_up_trees(options):
         return 0
-    return 2 * 4 * (options.max_batch_size + 1) * (max_kv_len + 2 + options.draft_tokens)
+    graphs = MOST_GRAPHS * DRIVER_BYTES if options.graphs else 0
+    return graphs + 2 * 4 * (options.max_batch_size + 1) * (max_kv_len + 2 + options.draft_tokens)
 
 
 def looks_up_trees(options: EngineOptions) -> bool:

@@ -8,7 +8,7 @@ tell: on a CPU a host tensor looks like a device tensor, so a replay sees a chan
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TypeVar
 
@@ -18,6 +18,7 @@ from rocm_attn.hip_graphs.collectives import waited_for
 from rocm_attn.hip_graphs.frozen_ops import Replayed
 from rocm_attn.hip_graphs.host_pool import HostPool
 from rocm_attn.hip_graphs.record_guard import RecordGuard
+from rocm_attn.hip_graphs.recorder import InTurn, Recording
 from rocm_attn.hip_graphs.tape import Tape, Thunk, require_unmoved
 from rocm_attn.hip_graphs.tensor_trees import map_tensors
 
@@ -80,6 +81,17 @@ class FakeRecorder:
         recording = FakeRecording(tape.operations, tape.storages, self._pool.bytes - bytes_before, kept=(fn, outputs))
         self._live.add(recording)
         return recording, outputs
+
+    def record_launches(self, fn: Callable[[], object]) -> FakeRecording:
+        """As Joiner.record_launches."""
+        tape = Tape(self._pool)
+        with torch.no_grad(), self._observe_launches(tape.keep_launch):
+            fn()
+        return FakeRecording(tape.operations, tape.storages, 0, kept=fn)
+
+    def join(self, recordings: Sequence[Recording]) -> InTurn:
+        """As Joiner.join."""
+        return InTurn(recordings)
 
     def release_memory(self) -> None:
         """As Recorder.release_memory; does nothing while a recording lives."""

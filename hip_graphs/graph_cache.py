@@ -55,13 +55,17 @@ class GraphCache:
         The caller keeps the entry that put() gave, and forgets it when it drops the recording.
         Raises StaleRecording if what the recording reads has moved since.
         """
+        self.require_good(entry)
+        entry.recording.replay()
+        return entry.outputs
+
+    def require_good(self, entry: Entry[Any]) -> None:
+        """Raise StaleRecording if what a recording reads has moved since it was made."""
         if entry.epoch != self._pinned.epoch:
             raise StaleRecording(
                 f"the recording under {entry.key!r} is of epoch {entry.epoch} and the tensors it reads are of epoch "
                 f"{self._pinned.epoch}: they have moved; drop the recordings and record again"
             )
-        entry.recording.replay()
-        return entry.outputs
 
     def drop(self, key: Hashable) -> None:
         """Forgets a key's recording, if there is one. No replay may be in flight."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 T = TypeVar("T")
@@ -42,3 +42,36 @@ class Recorder(Protocol):
     def release_memory(self) -> None:
         """Gives back the memory of recordings that were dropped. No replay may be in flight."""
         ...
+
+
+class Joiner(Protocol):
+    """Makes one recording of several, and recordings of what has run before."""
+
+    def record_launches(self, fn: Callable[[], object]) -> Recording:
+        """Records fn without running it, so that nothing of what it writes is written.
+
+        fn: launches of kernels alone, each of which was made before with arguments like these
+        Raises RecordingRefused, as Recorder.record.
+        """
+        ...
+
+    def join(self, recordings: Sequence[Recording]) -> Recording:
+        """A recording that does what these do, one after the other: by one launch, where the driver can.
+
+        recordings: of any recorders of the device, as they are; none of them draws random numbers of torch's
+        """
+        ...
+
+
+class InTurn:
+    """Recordings that are replayed one after the other."""
+
+    bytes = 0
+
+    def __init__(self, recordings: Sequence[Recording]) -> None:
+        self._recordings = tuple(recordings)
+
+    def replay(self) -> None:
+        """As Recording.replay."""
+        for recording in self._recordings:
+            recording.replay()

@@ -57,10 +57,13 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def note_launch(self, thunk: Thunk) -> None:
         """Runs a launch once and notes it as one operation, whatever it does inside."""
-        frozen = self._freeze_launch(thunk)
+        self.keep_launch(thunk)
         with self.paused():
             thunk()
-        self.operations.append(frozen)
+
+    def keep_launch(self, thunk: Thunk) -> None:
+        """Notes a launch as one operation without running it."""
+        self.operations.append(self._freeze_launch(thunk))
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -5,15 +5,21 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import TypeVar
 
 import torch
 
+from rocm_attn.hip_graphs.driver_graphs import DriverGraph, DriverRefused, GraphCalls, graph_calls
 from rocm_attn.hip_graphs.record_guard import RecordGuard
+from rocm_attn.hip_graphs.recorder import InTurn, Recording
 
 T = TypeVar("T")
+
+# Whether torch can leave a graph as it was captured beside what is launched of it; from 2.8 on.
+_KEEPS_GRAPHS = hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph")
 
 
 class TorchRecording:
@@ -22,7 +28,27 @@ class TorchRecording:
     def __init__(self, graph: torch.cuda.CUDAGraph, num_bytes: int, kept: object) -> None:
         self.bytes = num_bytes
         self.replay: Callable[[], None] = graph.replay  # on the stream that is current then
-        self._kept = (graph, kept)
+        self.graph = graph
+        self._kept = kept
+
+
+class JoinedRecording:
+    """Recordings as one graph. They are held: their memory is what it works on."""
+
+    bytes = 0
+
+    def __init__(self, graph: DriverGraph, device: torch.device, recordings: Sequence[Recording]) -> None:
+        self._graph, self._device, self._index = graph, device, device.index
+        self._recordings = tuple(recordings)
+
+    def replay(self) -> None:
+        """As Recording.replay, on the stream that is current then."""
+        # torch._C: the public functions cost more than the launch.
+        if torch._C._cuda_getDevice() != self._index:
+            with torch.cuda.device(self._device):
+                self._graph.launch(torch._C._cuda_getCurrentRawStream(self._index))
+            return
+        self._graph.launch(torch._C._cuda_getCurrentRawStream(self._index))
 
 
 class TorchRecorder:
@@ -59,6 +85,31 @@ class TorchRecorder:
         self._live.add(recording)
         return recording, outputs
 
+    def record_launches(self, fn: Callable[[], object]) -> TorchRecording:
+        """As Joiner.record_launches."""
+        if not self._live:
+            self._take_new_pool()
+        with torch.cuda.device(self.device), torch.no_grad():
+            callers = torch.cuda.current_stream()
+            self._stream.wait_stream(callers)
+            with torch.cuda.stream(self._stream):
+                recording, _ = self._capture(fn)
+            callers.wait_stream(self._stream)
+        self._live.add(recording)
+        return recording
+
+    def join(self, recordings: Sequence[Recording]) -> Recording:
+        """As Joiner.join. They are replayed in turn where torch keeps no graphs, or the driver cannot join these."""
+        graphs = [recording.graph for recording in recordings if isinstance(recording, TorchRecording)]
+        if not _KEEPS_GRAPHS or len(graphs) < len(recordings):
+            return InTurn(recordings)
+        try:
+            with torch.cuda.device(self.device):
+                graph = DriverGraph(_calls(), [each.raw_cuda_graph() for each in graphs])
+        except DriverRefused:
+            return InTurn(recordings)
+        return JoinedRecording(graph, self.device, recordings)
+
     def release_memory(self) -> None:
         """As Recorder.release_memory; memory of warm-ups goes back even while recordings live."""
         with torch.cuda.device(self.device):
@@ -77,7 +128,7 @@ class TorchRecorder:
         self._stream.synchronize()
 
     def _capture(self, fn: Callable[[], T]) -> tuple[TorchRecording, T]:
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=True) if _KEEPS_GRAPHS else torch.cuda.CUDAGraph()
         bytes_before = torch.cuda.memory_reserved()
         with _no_garbage_collection():
             # thread_local: what another thread does meanwhile (loading, allocating) must not break the
@@ -90,6 +141,8 @@ class TorchRecorder:
                 self._abandon(graph)
                 raise
             graph.capture_end()
+        if _KEEPS_GRAPHS:
+            graph.instantiate()  # which capture_end() does for one that is not kept
         return TorchRecording(graph, torch.cuda.memory_reserved() - bytes_before, kept=(fn, outputs)), outputs
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
@@ -125,3 +178,9 @@ def _no_garbage_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@cache
+def _calls() -> GraphCalls:
+    """Those of the driver that torch runs on. Raises DriverRefused."""
+    return graph_calls(is_hip=torch.version.hip is not None)

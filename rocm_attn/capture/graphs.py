@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.padding import PaddedShape, PaddingPolicy
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.hip_graphs.recorder import Recorder
+from rocm_attn.hip_graphs.recorder import Joiner, Recorder
 from rocm_attn.hip_graphs.size_ladder import round_up
 from rocm_attn.kernels.launch import observe_launches
 from rocm_attn.step.plan import GraphKey
+
+if TYPE_CHECKING:
+    from rocm_attn.hip_graphs.fake_recorder import FakeRecorder
+    from rocm_attn.hip_graphs.torch_recorder import TorchRecorder
 
 # (buckets done, buckets in all, the bucket that comes next; empty at the end)
 Progress = Callable[[int, int, str], None]
@@ -27,6 +32,15 @@ _RUNS_PER_CAPTURE_RUN = 10
 
 def recorder_for(device: torch.device) -> Recorder:
     """HIP or CUDA graphs on a GPU; on a CPU a recorder that replays torch operations and kernel launches itself."""
+    return _recorder(device)
+
+
+def joiner_for(device: torch.device) -> Joiner:
+    """What makes one graph of several that recorders for this device have made."""
+    return _recorder(device)
+
+
+def _recorder(device: torch.device) -> TorchRecorder | FakeRecorder:
     if device.type == "cuda":
         from rocm_attn.hip_graphs.torch_recorder import TorchRecorder
 

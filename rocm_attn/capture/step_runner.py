@@ -9,9 +9,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Generic, NamedTuple, NoReturn, cast
+from typing import Generic, NoReturn, cast
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from rocm_attn.batch.padding import PaddedShape, PadTo
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.capture.check import CaptureCheck, Check, Verdict
 from rocm_attn.capture.graphs import CapturedBucket, CaptureReport, Progress, SkippedBucket, capture_shapes, shape_name
+from rocm_attn.capture.made_graphs import Again, FreshGraph, Once, RunsAgain, Trial
 from rocm_attn.capture.probe_requests import plan_of, typical_q_len
 from rocm_attn.capture.split_forward import Forward, SplitForward, in_batch_order, one_after_the_other
 from rocm_attn.errors import DeviceFault, GraphStale, NotCopied, Unsupported
@@ -97,8 +98,9 @@ class StepRunner(Generic[Outputs]):
         self._graphs = GraphCache(self._pinned)
         self._entry_of_plan: dict[StepPlan, Entry[Outputs]] = {}
         self._stored_layers: dict[StepPlan, int] = {}  # that a plan's graph stores in
-        self._again: _Again[Outputs] | None = None
+        self._again: Again[Outputs] | None = None
         self._last_plan: StepPlan | None = None
+        self._graph_of_last: RunsAgain[Outputs] | None = None  # as long as that graph is kept
         self._buckets: list[CapturedBucket] = []
         self.metrics = Metrics()  # what serves through this runner counts here too
         self._graphs_off = ""
@@ -157,11 +159,48 @@ class StepRunner(Generic[Outputs]):
 
         batch: of that step, which was whole. Returns and raises what run() does, and what stage_again() raises
         """
-        again, runtime = self._again, self._runtime
-        if again is None or again.of is not runtime.repeatable or self._seal_number != runtime.seal_number:
-            return self._again_whole(batch)
+        again = self._again_now
+        if again is None:
+            return self._run(self._runtime.stage_again, batch)
+        self._run_graph_again(again, again.graph.recording)
+        return again.outputs
+
+    @property
+    def graph_again(self) -> Entry[Outputs] | None:
+        """The graph that run_again() replays; None: it runs the step by its launches, or tells others of it."""
+        again = self._again_now
+        return again.graph if again is not None else None
+
+    def run_joined(self, joined: Recording) -> None:
+        """run_again() and what comes after it, by one recording. joined: begins with graph_again's"""
+        again = self._again_now
+        assert again is not None, "what is joined is the graph of the step that runs again"
+        self._run_graph_again(again, joined)
+
+    @property
+    def _again_now(self) -> Again[Outputs] | None:
+        """What runs the step that may run again, if one call does so: where its graph ran, and nobody else is told."""
+        again, last = self._again, self._runtime.repeatable
+        if last is None or self._seal_number != self._runtime.seal_number:
+            return None
+        if again is None or again.of is not last:
+            again = self._again = self._again_of(last)
+        return again
+
+    def _again_of(self, last: Repeatable) -> Again[Outputs] | None:
+        if self._flight is not NO_FLIGHT_RECORDER or self._agrees or self._last_plan is not last[1]:
+            return None
+        entry, batch = self._entry_of_plan.get(last[1]), last[0]
+        if entry is None:
+            return None
+        outputs = real_rows(entry.outputs, batch.num_seqs, batch.num_fed)
+        return Again(last, entry, outputs, batch.num_seqs, last[1].shape.num_seqs - batch.num_seqs)
+
+    def _run_graph_again(self, again: Again[Outputs], recording: Recording) -> None:
+        """recording: that of again.graph, or one that begins with it"""
         try:
-            runtime.replay_again(again.replay)
+            self._graphs.require_good(again.graph)
+            self._runtime.replay_again(recording.replay)
         except StaleRecording as stale:
             raise GraphStale(str(stale)) from stale
         metrics = self.metrics
@@ -169,16 +208,6 @@ class StepRunner(Generic[Outputs]):
         metrics.replays += 1
         metrics.real_seqs += again.num_seqs
         metrics.padded_seqs += again.num_pads
-        return again.outputs
-
-    def _again_whole(self, batch: StepBatch) -> Outputs:
-        """run_again(), which prepares the next one where a graph has run, without a flight recorder or other ranks."""
-        outputs, last = self._run(self._runtime.stage_again, batch), self._runtime.repeatable
-        entry = self._entry_of_plan.get(last[1]) if last is not None else None
-        if last is not None and entry is not None and self._flight is NO_FLIGHT_RECORDER and not self._agrees:
-            num_pads = last[1].shape.num_seqs - batch.num_seqs
-            self._again = _Again(last, partial(self._graphs.replay, entry), outputs, batch.num_seqs, num_pads)
-        return outputs
 
     def _run(self, stage: Stage, batch: StepBatch) -> Outputs:
         self._runtime.require_idle()  # from here on it is this call that has to end the step
@@ -223,10 +252,15 @@ class StepRunner(Generic[Outputs]):
     @property
     def graph_of_last(self) -> RunsAgain[Outputs] | None:
         """The graph that the last step has run by; None: it has run without one."""
-        if self._last_plan is None or self._last_plan not in self._entry_of_plan:
+        plan, found = self._last_plan, self._graph_of_last
+        if plan is None or (found is not None and found.plan is plan):  # asked in each round of drafts
+            return found
+        entry = self._entry_of_plan.get(plan)
+        if entry is None:
             return None
-        entry = self._entry_of_plan[self._last_plan]
-        return RunsAgain(self._last_plan, partial(self._graphs.replay, entry), entry.outputs)
+        require_good = partial(self._graphs.require_good, entry)
+        found = self._graph_of_last = RunsAgain(plan, require_good, entry.recording, entry.outputs)
+        return found
 
     def run_eagerly(self, batch: StepBatch, pad_to: PadTo | None = None) -> Outputs:
         """run() without a graph and without a trace in the counters: a step again, to compare."""
@@ -336,7 +370,7 @@ class StepRunner(Generic[Outputs]):
         )
 
     def _drop_graphs(self) -> None:
-        self._again = None
+        self._again = self._graph_of_last = None
         self._entry_of_plan.clear()
         self._stored_layers.clear()
         self._eager_steps.clear()
@@ -520,21 +554,21 @@ class StepRunner(Generic[Outputs]):
 
     def _try(
         self, split_forward: SplitForward[Outputs], plan: StepPlan, q_len: Int32Array, live: StepBatch | None
-    ) -> _Trial[Outputs]:
+    ) -> Trial[Outputs]:
         """Make a graph and compare it with the eager run; no graph where there is no room to compare it.
 
         Ranks agree twice: when the graph is recorded, so that all compare it or none does, and on what came of it.
         """
         name = f"the capture of {shape_name(plan.shape)}"
-        fresh: list[_FreshGraph[Outputs]] = []
-        recorded = _Once(self._runtime)
+        fresh: list[FreshGraph[Outputs]] = []
+        recorded = Once(self._runtime)
 
         def record(step: Staged) -> Callable[[], Outputs]:
             assert self._recorder is not None
             body = partial(self._watched_body, name, split_forward, step)
             refusal = ""
             try:
-                fresh.append(_FreshGraph.of(self._recorder, body, self._runtime))
+                fresh.append(FreshGraph.of(self._recorder, body, self._runtime))
             except (RecordingRefused, StaleRecording) as refused:
                 refusal = str(refused)
             except Exception as error:  # the eager step may do without what recording lacks
@@ -555,20 +589,20 @@ class StepRunner(Generic[Outputs]):
         except BaseException as error:
             self._end_on_all_ranks(f"the check was broken off by {type(error).__name__}: {error}", recorded)
             raise
-        return self._agreed(_Trial(fresh[0] if fresh else None, verdict), recorded)
+        return self._agreed(Trial(fresh[0] if fresh else None, verdict), recorded)
 
-    def _refused(self, reason: str) -> _Trial[Outputs]:
+    def _refused(self, reason: str) -> Trial[Outputs]:
         """No graph, for this reason. Faults of the steps that it was tried on are no caller's."""
         self._runtime.forget_faults()
-        return _Trial.refused(reason)
+        return Trial.refused(reason)
 
-    def _end_on_all_ranks(self, reason: str, recorded: _Once) -> None:
+    def _end_on_all_ranks(self, reason: str, recorded: Once) -> None:
         """An exception leaves a capture here: other ranks, which wait for word of it, make no more graphs either."""
         if self._agrees:
-            self._agreed(_Trial.refused(reason, is_final=True), recorded)
+            self._agreed(Trial.refused(reason, is_final=True), recorded)
             self._switch_off(reason)
 
-    def _agreed(self, trial: _Trial[Outputs], recorded: _Once) -> _Trial[Outputs]:
+    def _agreed(self, trial: Trial[Outputs], recorded: Once) -> Trial[Outputs]:
         """The trial, with what other ranks found out about theirs: a graph serves on all of them or on none."""
         with suppress(RecordingRefused):  # which all of them say again
             recorded.say(trial.refusal)
@@ -579,12 +613,12 @@ class StepRunner(Generic[Outputs]):
         with self._runtime.meetings.waiting(trial.refusal):
             agreed = self._runtime.agree({name: what for name, what in found.items() if what})
         verdict = replace(trial.verdict, failure=agreed.get("failure", ""), bitwise="not bitwise" not in agreed)
-        return _Trial(None if "not made" in agreed else trial.graph, verdict, "final" in agreed)
+        return Trial(None if "not made" in agreed else trial.graph, verdict, "final" in agreed)
 
-    def _keep(self, plan: StepPlan, graph: _FreshGraph[Outputs], verdict: Verdict, note: str) -> None:
+    def _keep(self, plan: StepPlan, graph: FreshGraph[Outputs], verdict: Verdict, note: str) -> None:
         if all(kept.key != plan.key for kept in self._entry_of_plan):
             # An interrupt may have come after a graph was put there, and before its plan led to it.
-            self._again = None
+            self._again = self._graph_of_last = None
             self._graphs.drop(plan.key)
         self._stored_layers[plan] = graph.stored_layers
         self._entry_of_plan[plan] = self._graphs.put(plan.key, graph.recording, graph.outputs)
@@ -605,94 +639,3 @@ class StepRunner(Generic[Outputs]):
         self._runtime.graph_users.discard(self)
         if not self._runtime.graph_users:
             self._runtime.give_up_seal()
-
-
-class RunsAgain(NamedTuple, Generic[Outputs]):
-    """A graph: the plan of its steps, what runs it on what their buffers hold, and what it gives, rows of pads too."""
-
-    plan: StepPlan
-    run: Callable[[], object]
-    outputs: Outputs
-
-
-class _Once:
-    """What ranks agree on once in each trial, wherever a rank leaves it: that all of them have recorded."""
-
-    def __init__(self, runtime: AttentionRuntime) -> None:
-        self._runtime = runtime
-        self._is_said = False
-
-    def say(self, refusal: str) -> None:
-        """Does nothing if it was said before. Raises RecordingRefused if a rank has refused."""
-        if not self._is_said:
-            self._is_said = True
-            with self._runtime.meetings.waiting(refusal):
-                found = self._runtime.agree({"failure": refusal} if refusal else {})
-            if found:
-                raise RecordingRefused(found["failure"])
-
-
-@dataclass(frozen=True, slots=True)
-class _Again(Generic[Outputs]):
-    """A step whose graph has run again, and does so by one call.
-
-    of:      the step, as the runtime has it
-    outputs: without what they hold for pads
-    """
-
-    of: Repeatable
-    replay: Callable[[], object]
-    outputs: Outputs
-    num_seqs: int
-    num_pads: int
-
-
-@dataclass(frozen=True, slots=True)
-class _FreshGraph(Generic[Outputs]):
-    """A graph that was not checked yet.
-
-    seconds:       of warm-up and recording
-    stored_layers: as AttentionRuntime.stored_layers, of each step that it replays
-    """
-
-    recording: Recording
-    outputs: Outputs
-    seconds: float
-    stored_layers: int
-
-    @classmethod
-    def of(cls, recorder: Recorder, fn: Callable[[], Outputs], runtime: AttentionRuntime) -> _FreshGraph[Outputs]:
-        started = time.perf_counter()
-        recording, outputs = recorder.record(fn)
-        return cls(recording, outputs, time.perf_counter() - started, runtime.stored_layers)
-
-    def replay(self) -> Outputs:
-        self.recording.replay()
-        return self.outputs
-
-
-@dataclass(frozen=True, slots=True)
-class _Trial(Generic[Outputs]):
-    """A graph, or none where there was no room to compare it, and what came of it.
-
-    is_final: whether no other way to make the graph is tried
-    """
-
-    graph: _FreshGraph[Outputs] | None
-    verdict: Verdict
-    is_final: bool = False
-
-    @classmethod
-    def refused(cls, reason: str, *, is_final: bool = False) -> _Trial[Outputs]:
-        """No graph, for this reason."""
-        return cls(None, Verdict(reason, "", 0.0, bitwise=False), is_final)
-
-    @property
-    def refusal(self) -> str:
-        """Why the graph may not serve, or nothing."""
-        return self.verdict.failure
-
-    @property
-    def is_bitwise(self) -> bool:
-        """Whether the graph gave bitwise what the eager run gave."""
-        return not self.refusal and self.verdict.bitwise

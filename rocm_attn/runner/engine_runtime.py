@@ -27,7 +27,7 @@ from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.pool_size import CPU_BYTES, NOT_MEASURED, Measured, PoolPages, is_small, most_kv_bytes, pool_pages
 from rocm_attn.runner.speculation.draft_runners import drawn_bytes
 from rocm_attn.runner.speculation.last_rows import forward_of
-from rocm_attn.runner.speculation.rounds import text_bytes
+from rocm_attn.runner.speculation.rounds import rounds_bytes
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.selection.kernels import missing_kernels
@@ -172,7 +172,7 @@ class _Sizing:
         if memory is None:
             return CPU_BYTES, NOT_MEASURED
         ranks = self.loaded.ranks  # all of them have as many pages as the one with the least memory
-        of_drafts = drawn_bytes(options, self.loaded.config.vocab_size) + text_bytes(options, self.max_kv_len)
+        of_drafts = drawn_bytes(options, self.loaded.config.vocab_size) + rounds_bytes(options, self.max_kv_len)
         free = max(0, ranks.least(free_of(memory)) - of_drafts)
         wanted = most_kv_bytes(
             self.problems, max_num_seqs=options.max_batch_size, max_kv_len=self.max_kv_len, chunk=options.chunk

@@ -29,7 +29,7 @@ from rocm_attn.runtime import AttentionRuntime
 _GRAPHS_OF_ANY_ORDER = 2
 # The driver takes memory in steps, so that what it keeps of one graph may not show. On an H200 it kept 4 MiB of each of
 # 35 graphs of 8 layers.
-_DRIVER_BYTES = 8 << 20
+DRIVER_BYTES = 8 << 20
 
 
 class DeviceMemory(Protocol):
@@ -91,7 +91,7 @@ class TorchMemory:
             torch.cuda.empty_cache()
 
     def of_a_graph(self) -> int:
-        return _DRIVER_BYTES
+        return DRIVER_BYTES
 
 
 def memory_of(device: torch.device) -> DeviceMemory | None:

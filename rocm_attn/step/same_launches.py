@@ -27,7 +27,7 @@ class SameLaunches:
     arguments: its own; tensors on the device, or in pinned memory of the host
     """
 
-    __slots__ = ("_call", "_made", "_owned", "_prepared", "_stream", "_was_called")
+    __slots__ = ("_made", "_owned", "_prepared", "_stream", "_was_called", "launcher")
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class SameLaunches:
         *arguments: object,
         **options: object,
     ) -> None:
-        self._call = partial(launcher, *arguments, **options)
+        self.launcher = partial(launcher, *arguments, **options)
         self._owned = frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors_in(arguments))
         self._stream = stream if does_only_launch(launcher) else None
         self._was_called = False
@@ -57,10 +57,10 @@ class SameLaunches:
     def _call_whole(self) -> None:
         if self._stream is None or not self._was_called or is_observed():
             self._was_called = True
-            self._call()
+            self.launcher()
             return
         with note_launches() as notes:
-            self._call()
+            self.launcher()
         self._prepared = prepare(notes.launches, (), self._owned) if notes.is_whole else None
         if self._prepared is None:
             self._stream = None

@@ -17,7 +17,8 @@ from rocm_attn.batch.step_batch import INT32_MAX, Int32Array, StepBatch, as_many
 from rocm_attn.capture.check import CaptureCheck
 from rocm_attn.capture.draft_runner import DraftRunner
 from rocm_attn.capture.graphs import Progress, eager_steps_before_capture, recorder_for
-from rocm_attn.capture.step_runner import RunsAgain, StepRunner
+from rocm_attn.capture.made_graphs import RunsAgain
+from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.request import Sequence as DraftedFor
 from rocm_attn.runner.speculation.beams import Found, Level
@@ -234,12 +235,12 @@ class DraftRunners:
 
         return Around(
             first,
-            of_first.run,
+            of_first,
             few,
             between,
             to.device_steps(of_round.plan)[0].spaces[0],
             drafts.branches,
-            of_round.run,
+            of_round,
             of_round.outputs[:num_seqs],
             min(of_first.plan.key.max_kv_len, of_round.plan.key.max_kv_len),
             drafts.tokens,

@@ -1,22 +1,25 @@
-"""The drafts of a round once more: what a series repeats in each of its rounds, launched as five graphs.
+"""The drafts of a round once more: what a series repeats in each of its rounds, launched as one graph of five.
 
 A model that drafts has two graphs for a round: of the step that takes in what is new, and of all levels that it drafts.
 Around them stand three small ones, which are made of one step's rounds: what that step has left is handed over and the
 first graph's inputs are made, those of the second one are made of what came of the first, and the drafts become the
-guesses of the next round. Nothing is planned or published in between. Inputs are published on the device, from slots
-that hold what the host has reserved: a length beyond that is cut, as in steps of the host.
+guesses of the next round. All five are joined. Nothing is planned or published in between. Inputs are published on the
+device, from slots that hold what the host has reserved: a length beyond that is cut, as in steps of the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rocm_attn.batch.step_batch import Int32Array
+from rocm_attn.capture.graphs import joiner_for
+from rocm_attn.capture.made_graphs import RunsAgain
 from rocm_attn.errors import GraphStale
 from rocm_attn.hip_graphs.errors import StaleRecording
 from rocm_attn.hip_graphs.recorder import Recorder
@@ -74,13 +77,13 @@ class Around:
     """What the small graphs are made of, and what stands between them. n sequences
 
     first:       the step that took in what is new
-    run_first:   runs its graph again
+    first_graph: its graph
     few:         new tokens of a sequence in it
     between:     puts what came of it where the next graph reads it, and counts in `stored` what was stored; gives the
                  ids of the first drafts
     drafts:      inputs of the round's first draft step
     num_drafts:  tokens of that step, of each sequence
-    run_drafts:  runs the round's graph again
+    drafts_graph: the round's
     words:       int32 [n, levels, 3, K], of all levels, as that graph gives them
     most_tokens: that sequences may have in either of them
     tokens:      that a round stores after the sequence's own
@@ -90,12 +93,12 @@ class Around:
     """
 
     first: Repeatable
-    run_first: Callable[[], object]
+    first_graph: RunsAgain[Any]
     few: int
     between: Callable[[], Tensor]
     drafts: StepTensors
     num_drafts: int
-    run_drafts: Callable[[], object]
+    drafts_graph: RunsAgain[Any]
     words: Tensor
     most_tokens: int
     tokens: int
@@ -146,7 +149,7 @@ class DraftsAgain:
         changed = (around.stored, *guessed.changed())
         held = [tensor.clone() for tensor in changed]
         try:
-            self._before, self._between, self._after = (recorder.record(fn)[0] for fn in (before, between, after))
+            made = [recorder.record(fn)[0] for fn in (before, between, after)]
         finally:
             for tensor, value in zip(changed, held, strict=True):
                 tensor.copy_(value)
@@ -154,18 +157,22 @@ class DraftsAgain:
                 to.counts[ERROR_WORD] = 0
                 to.counts[STEP] = runtime.step_number
             faults.zero_()
+        first, last = around.first_graph.recording, around.drafts_graph.recording
+        self._whole = joiner_for(runtime.device).join([made[0], first, made[1], last, made[2]])
 
     def are_there(self) -> bool:
         """Whether the graphs are those that the drafting model's last steps have run by."""
         return self._around.are_there()
 
-    def may_run(self, guessed: Guessed, ends: Int32Array) -> bool:
-        """Whether these are the drafts of a round's guesses. ends: int32 [n], tokens after it, at most"""
-        around = self._around
+    def is_next(self, guessed: Guessed) -> bool:
+        """Whether these are the drafts of a round's guesses, made after those that were made last."""
         if guessed is not self.guessed or self._seal_number != self._runtime.seal_number:
             return False
-        most = int(np.maximum.reduce(ends)) + around.tokens
-        return self._runtime.repeatable is around.first and most <= around.most_tokens and around.are_there()
+        return self._runtime.repeatable is self._around.first and self._around.are_there()
+
+    def fits(self, num_tokens: int) -> bool:
+        """Whether texts may have as many tokens, those included that are taken in."""
+        return num_tokens + self._around.tokens <= self._around.most_tokens
 
     def follow(self, rows: Int32Array, most: Int32Array) -> None:
         """The drafts of these rows were made by the host's steps: those after them may run.
@@ -184,16 +191,11 @@ class DraftsAgain:
 
     def run(self) -> Tensor:
         """Make the guesses of the next round, and give their words. Raises GraphStale."""
+        around = self._around
         try:
-            self._runtime.replay_again(self._launch)
+            around.first_graph.require_good()
+            around.drafts_graph.require_good()
+            self._runtime.replay_again(self._whole.replay)
         except StaleRecording as stale:
             raise GraphStale(str(stale)) from stale
-        return self._around.words
-
-    def _launch(self) -> None:
-        around = self._around
-        self._before.replay()
-        around.run_first()
-        self._between.replay()
-        around.run_drafts()
-        self._after.replay()
+        return around.words

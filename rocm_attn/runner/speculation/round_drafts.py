@@ -9,6 +9,7 @@ steps by bounds, and reads the drafts when a series has ended.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from typing import NamedTuple, Protocol
 
@@ -28,6 +29,7 @@ from rocm_attn.runner.speculation.beams import Found
 from rocm_attn.runner.speculation.draft_runners import DraftRunners
 from rocm_attn.runner.speculation.drafts import NO_DRAFTS, NOT_DRAWN, Drafts
 from rocm_attn.runner.speculation.drafts_again import Around, DraftsAgain
+from rocm_attn.runner.speculation.kept import Kept
 from rocm_attn.runner.speculation.round_trees import Chains, Guessed, Trees
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.memory import DeviceStep
@@ -82,12 +84,13 @@ class Guesses(Protocol):
         """int32 [most_seqs], on the device: receives how many tokens each sequence got of a round."""
         ...
 
-    def of_step(self, step: DeviceStep, given: GuessedRound, picked: Tensor) -> Guessed:
+    def of_step(self, step: DeviceStep, given: GuessedRound, picked: Tensor, path: Tensor) -> Guessed:
         """Guesses of rounds that repeat a step.
 
         step:   where its inputs are
         given:  what one of the rounds is made of
         picked: int32 [most_tokens], on the device: what is picked after each of its tokens
+        path:   int32 [n, W], receives the path of each tree that is accepted
         """
         ...
 
@@ -99,11 +102,11 @@ class Guesses(Protocol):
         """Have room for guesses after texts of so many tokens; whether there is. int32 [n]"""
         ...
 
-    def guess(self, guessed: Guessed, bounds: Int32Array) -> bool:
+    def guess(self, guessed: Guessed, bounds: Callable[[], Int32Array]) -> bool:
         """Make the guesses of the next round; False: there are none, and no round may follow.
 
         guessed: those of the last round, of which was made what is accepted; receives them
-        bounds:  int32 [n], that the texts were no longer than before it
+        bounds:  gives int32 [n], that the texts were no longer than before it
         """
         ...
 
@@ -127,7 +130,7 @@ class LookedUp:
         with torch.inference_mode(False):
             self.taken = torch.zeros(most_seqs, dtype=torch.int32, device=device)
 
-    def of_step(self, step: DeviceStep, given: GuessedRound, picked: Tensor) -> Guessed:
+    def of_step(self, step: DeviceStep, given: GuessedRound, picked: Tensor, path: Tensor) -> Guessed:
         """As Guesses.of_step."""
         return Chains(given, picked)
 
@@ -139,7 +142,7 @@ class LookedUp:
         """As Guesses.reserve."""
         return True
 
-    def guess(self, guessed: Guessed, bounds: Int32Array) -> bool:
+    def guess(self, guessed: Guessed, bounds: Callable[[], Int32Array]) -> bool:
         """As Guesses.guess."""
         return True
 
@@ -205,11 +208,13 @@ class ModelGuesses:
         self._numbers: list[int] = []
         self._rows = self._before = np.empty(0, np.int32)
         self._words: Tensor | None = None
-        # The last guesses, how often the host has planned their drafts, and what makes them without it.
-        self._guessed: Guessed | None = None
+        # Of guesses, what makes their drafts without the host; and how often it has planned those of the last without.
+        self._drafts_again = Kept[Guessed, DraftsAgain]()
         self._num_planned = 0
+        self._planned_for: Guessed | None = None
+        # What makes the drafts of this series, and the tokens that rows have room for, the most of any.
         self._again: DraftsAgain | None = None
-        self._most, self._is_reserved = np.empty(0, np.int32), False
+        self._most, self._longest, self._is_reserved = np.empty(0, np.int32), 0, False
 
     @property
     def taken(self) -> Tensor:
@@ -226,11 +231,11 @@ class ModelGuesses:
         """Tokens that a round stores after a text, at most."""
         return max(self._few, self._runners.room)
 
-    def of_step(self, step: DeviceStep, given: GuessedRound, picked: Tensor) -> Guessed:
+    def of_step(self, step: DeviceStep, given: GuessedRound, picked: Tensor, path: Tensor) -> Guessed:
         """As Guesses.of_step."""
         if not self.has_branches:
             return Chains(given, picked)
-        return Trees(self._runtime, step, given, picked, few=self._few, recorder=self._runners.recorder)
+        return Trees(self._runtime, step, given, picked, path, few=self._few, recorder=self._runners.recorder)
 
     def begin(self, sequences: Many[Sequence]) -> bool:
         """As Guesses.begin."""
@@ -252,26 +257,41 @@ class ModelGuesses:
             self._table.reserve_all(self._rows, most)
         except FitsLater:
             return False
-        self._most, self._is_reserved = most, False
+        self._most, self._longest, self._is_reserved = most, int(np.maximum.reduce(most)), False
         return True
 
-    def guess(self, guessed: Guessed, bounds: Int32Array) -> bool:
+    def guess(self, guessed: Guessed, bounds: Callable[[], Int32Array]) -> bool:
         """As Guesses.guess. A fault of what drafts is no fault of a request: it begins anew."""
         self._words = None
-        ends = bounds - self._before
         try:
-            if self._again is not None and self._again.may_run(guessed, ends + np.int32(self._few)):
-                if not self._is_reserved:
-                    self._again.reserve(self._rows, self._most)
-                    self._is_reserved = True
-                words = self._again.run()
-                self._runners.ran_again()
+            if self._may_run_again(guessed, bounds):
+                words = self._run_again()
             else:
-                words = self._planned(guessed, ends)
+                words = self._planned(guessed, bounds() - self._before)
         except DeviceFault:
             return False
         self._words = words
         return True
+
+    def _may_run_again(self, guessed: Guessed, bounds: Callable[[], Int32Array]) -> bool:
+        """Whether graphs alone make the drafts of a round."""
+        again = self._again
+        if again is None or not again.is_next(guessed):
+            return False
+        # Where all that is reserved fits, no length has to be looked at.
+        few = self._few
+        return again.fits(self._longest + few) or again.fits(int((bounds() - self._before).max()) + few)
+
+    def _run_again(self) -> Tensor:
+        """The words of guesses that graphs make."""
+        again = self._again
+        assert again is not None
+        if not self._is_reserved:
+            again.reserve(self._rows, self._most)
+            self._is_reserved = True
+        words = again.run()
+        self._runners.ran_again()
+        return words
 
     def _planned(self, guessed: Guessed, ends: Int32Array) -> Tensor:
         """The words of guesses that the host's steps make, after which graphs alone may. ends: as of go_on()"""
@@ -279,18 +299,26 @@ class ModelGuesses:
         self._drafter.hand_over(guessed)
         words = self._runners.go_on(self._rows, ends, self._few, guessed.new_tokens(), stored)
         guessed.put(words)
-        # Another plan, of longer texts, has other graphs.
-        if guessed is not self._guessed or (self._again is not None and not self._again.are_there()):
-            self._guessed, self._num_planned, self._again = guessed, 0, None
-        self._num_planned += 1
-        if self._again is None and self._num_planned > _PLANNED_FIRST and self._runners.recorder is not None:
-            around = self._runners.around(stored, self._few)
-            if around is not None:
-                self._again = self._made_of(around, guessed, self._runners.recorder)
+        self._again = self._again_of(guessed, stored)
         if self._again is not None:
             self._again.follow(self._rows, self._most)
             self._is_reserved = True
         return words
+
+    def _again_of(self, guessed: Guessed, stored: Tensor) -> DraftsAgain | None:
+        """What makes drafts again that the host has just planned; None: it plans the next ones too."""
+        again = self._drafts_again.of(self._runners.runtime.seal_number).get(guessed)
+        # Another plan, of longer texts, has other graphs.
+        if again is not None and again.are_there():
+            return again
+        if self._planned_for is not guessed or again is not None:
+            self._planned_for, self._num_planned = guessed, 0
+        self._num_planned += 1
+        if self._num_planned <= _PLANNED_FIRST or self._runners.recorder is None:
+            return None
+        around = self._runners.around(stored, self._few)
+        made = self._made_of(around, guessed, self._runners.recorder) if around is not None else None
+        return self._drafts_again.put(guessed, made) if made is not None else None
 
     def _made_of(self, around: Around, guessed: Guessed, recorder: Recorder) -> DraftsAgain | None:
         """The graphs of what rounds repeat; None, now and later, where they are refused."""

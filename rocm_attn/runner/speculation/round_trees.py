@@ -11,6 +11,7 @@ order of their places.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Many
 from typing import Protocol
 
 import numpy as np
@@ -45,12 +46,17 @@ class Guessed(Protocol):
         """Tokens were picked: bring what was accepted into order, before the next round is made of it."""
         ...
 
-    def tell(self, path: Tensor) -> None:
-        """Have the host told of the order. path: int32 [n, W], in its memory"""
+    def before_accepting(self) -> None:
+        """What accept() does before its launches, for a round that `accepting` is a part of."""
+        ...
+
+    @property
+    def accepting(self) -> Many[Recording] | None:
+        """The launches of accept(); None: they are no recording yet."""
         ...
 
     def in_order(self, found: Found, path: Int32Array) -> Found:
-        """What was found of a round, in the order of picked. path: what tell() has told; both on the host"""
+        """What was found of a round, in the order of picked. path: int32 [n, W], as told; both on the host"""
         ...
 
     def new_tokens(self) -> Tensor:
@@ -85,8 +91,10 @@ class Chains:
     def accept(self) -> None:
         """As Guessed.accept."""
 
-    def tell(self, path: Tensor) -> None:
-        """As Guessed.tell."""
+    def before_accepting(self) -> None:
+        """As Guessed.before_accepting."""
+
+    accepting: Many[Recording] = ()
 
     def in_order(self, found: Found, path: Int32Array) -> Found:
         """As Guessed.in_order."""
@@ -115,6 +123,7 @@ class Trees:
     runtime: of the model that verifies, whose step the rounds repeat
     step:    where that step's inputs are
     drawn:   int32 [n * W], what was picked after each node
+    path:    int32 [n, W], receives which nodes were accepted
     few:     1 + levels of drafts
     recorder: makes a graph of accept(), which runs as it is without one
     """
@@ -126,6 +135,7 @@ class Trees:
         step: DeviceStep,
         given: GuessedRound,
         drawn: Tensor,
+        path: Tensor,
         *,
         few: int,
         recorder: Recorder | None,
@@ -143,7 +153,7 @@ class Trees:
         self._parents = torch.full((num_seqs, width), NO_PARENT, dtype=torch.int32, device=device)
         ends = torch.arange(0, num_tokens + 1, width, dtype=torch.int32, device=device)
         self._verified = Verified(given.token_ids[:num_tokens], ends, given.kv_len[:num_seqs], self._parents)
-        self._accepted = Accepted.empty(num_seqs, width, device)
+        self._accepted = Accepted.empty(num_seqs, width, device)._replace(path=path)
         self._first = ends[:-1, None]
         self._places = torch.arange(1, width, dtype=torch.int32, device=device)
         self.picked = self._accepted.token_ids.view(-1)
@@ -155,7 +165,7 @@ class Trees:
 
     def accept(self) -> None:
         """As Guessed.accept."""
-        self._runtime.before_move()
+        self.before_accepting()
         if self._recorder is not None and self._has_accepted and self._accepting is None:
             self._record(self._recorder)
         if self._accepting is not None:
@@ -163,6 +173,15 @@ class Trees:
         else:
             self._accept()
         self._has_accepted = True
+
+    def before_accepting(self) -> None:
+        """As Guessed.before_accepting."""
+        self._runtime.before_move()
+
+    @property
+    def accepting(self) -> Many[Recording] | None:
+        """As Guessed.accepting."""
+        return (self._accepting,) if self._accepting is not None else None
 
     def _record(self, recorder: Recorder) -> None:
         """Make a graph of _accept(), of a round in which nothing is right: a move may not be made twice."""
@@ -186,10 +205,6 @@ class Trees:
         # As of a chain: guesses that were picked, and after them one that never is.
         is_wrong = self._places > accepted.num_accepted[:, None]
         self._guesses.copy_(accepted.token_ids[:, :-1].masked_fill(is_wrong, -1))
-
-    def tell(self, path: Tensor) -> None:
-        """As Guessed.tell."""
-        path.copy_(self._accepted.path, non_blocking=True)
 
     def in_order(self, found: Found, path: Int32Array) -> Found:
         """As Guessed.in_order. After the end of a path it is what was found of its first place."""

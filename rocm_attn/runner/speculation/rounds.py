@@ -3,8 +3,8 @@
 The host plans and publishes a step that verifies guesses of every sequence. While the same sequences go on, and their
 own texts tell the guesses, all that the next round takes follows from what was picked in this one: the texts lie on the
 device too, and kernels/speculative/next_round.py writes the next inputs over the step's. So the host launches a graph
-and two kernels, and knows for none of them what the rounds before have brought. It reads and publishes these while
-later ones run.
+of the step, the picks and that kernel (round_launches.py), and does not know what the rounds before have brought. It
+reads and publishes these while later ones run.
 
 What a token is drawn by belongs to its place in its request's text. Those numbers are on the device before the rounds
 that may come to these places, so a seed draws the same text whoever plans a round.
@@ -17,7 +17,6 @@ that no longer come true. The rounds that were launched are read then, and the h
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
@@ -32,30 +31,39 @@ from torch import Tensor
 
 from rocm_attn.batch.mask import TreeMask
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
+from rocm_attn.capture.graphs import joiner_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadLogits
 from rocm_attn.kernels.sampling.asked import NONE
-from rocm_attn.kernels.speculative.arguments import TOLD_WORDS, GuessedRound
-from rocm_attn.providers.launches import MakeNextRound
-from rocm_attn.runner.asking_picker import AskingPicker, RowShape, ShapedRows, overlaid
+from rocm_attn.kernels.speculative.arguments import GuessedRound
+from rocm_attn.runner.asking_picker import AskingPicker, RowShape, ShapedRows
 from rocm_attn.runner.logprobs import TokenLogprobs
+from rocm_attn.runner.measured_memory import DRIVER_BYTES
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.ranks import Ranks
 from rocm_attn.runner.recent_steps import NO_ROUND
 from rocm_attn.runner.request import Sequence
-from rocm_attn.runner.sampling import GREEDY, Draw, Found, PickedTokens, TokenPicker, terms_of
+from rocm_attn.runner.sampling import GREEDY, Draw, Found, PickedTokens, terms_of
 from rocm_attn.runner.scheduler import ScheduledStep, Scheduler
 from rocm_attn.runner.sending import sent
+from rocm_attn.runner.speculation.kept import MOST_GRAPHS, Kept
 from rocm_attn.runner.speculation.methods import NGRAM, OFF
 from rocm_attn.runner.speculation.reading import Ends, Together, are_picked, is_clean, put_together
 from rocm_attn.runner.speculation.round_drafts import Guesses
-from rocm_attn.runner.speculation.round_trees import Guessed
+from rocm_attn.runner.speculation.round_launches import (
+    RoundLaunches,
+    RoundMemory,
+    RoundOps,
+    Told,
+    ToldOnHost,
+    told_words,
+)
 from rocm_attn.runner.speculation.speculation import NO_LOGPROBS_OF, Picks, StepPicks
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step.host_ring import Fence, NoFence, wait_for_all
+from rocm_attn.step.host_ring import Fence, NoFence
 from rocm_attn.step.memory import DeviceStep
 from rocm_attn.step.repeatable import Repeatable, inputs_of
-from rocm_attn.step.same_launches import SameLaunches, stream_of
+from rocm_attn.step.same_launches import stream_of
 
 # Pages are reserved for a whole series, where that many are free; else, or where numbers that tokens are drawn by are
 # sent for as many, for so many more tokens of each sequence at a time.
@@ -65,11 +73,15 @@ _TOKENS_AHEAD = 256
 _MOST_ROUNDS = 64
 
 
-def text_bytes(options: EngineOptions, max_kv_len: int) -> int:
-    """Memory on the device for the texts that guesses are looked up in, and the numbers that tokens are drawn by."""
+def rounds_bytes(options: EngineOptions, max_kv_len: int) -> int:
+    """Memory on the device for the texts that guesses are looked up in, and the numbers that tokens are drawn by.
+
+    With what the driver keeps of the graphs of rounds.
+    """
     if options.speculative == OFF or looks_up_trees(options):
         return 0
-    return 2 * 4 * (options.max_batch_size + 1) * (max_kv_len + 2 + options.draft_tokens)
+    graphs = MOST_GRAPHS * DRIVER_BYTES if options.graphs else 0
+    return graphs + 2 * 4 * (options.max_batch_size + 1) * (max_kv_len + 2 + options.draft_tokens)
 
 
 def looks_up_trees(options: EngineOptions) -> bool:
@@ -93,93 +105,6 @@ def why_no_rounds(options: EngineOptions, *, looks_on: bool) -> str:
     if looks_on:
         return "check_every, hang_after, profiler_ranges or flight_record is set, and looks on at each step of the host"
     return ""
-
-
-class _Memory:
-    """Where the device tells of a round, and the fence after that.
-
-    shaped: int32 [most_rows, 2], what was found of rows that were shaped
-    path:   int32 [most_seqs, W], what was accepted of trees
-    """
-
-    def __init__(self, most_rows: int, most_seqs: int, device: torch.device) -> None:
-        pinned = device.type == "cuda"
-        self.path = torch.zeros(most_seqs, most_rows // most_seqs, dtype=torch.int32, pin_memory=pinned)
-        self.found = torch.zeros(most_rows, 2, dtype=torch.int32, pin_memory=pinned)
-        self.shaped = torch.zeros_like(self.found, pin_memory=pinned)
-        self.told = torch.zeros(most_seqs, TOLD_WORDS, dtype=torch.int32, pin_memory=pinned)
-        self.done: Fence = torch.Event(device) if pinned else NoFence()
-        # torch knows of no kernel that writes pinned memory, and gives a dropped one's to the next who asks.
-        held: list[Any] = [self.found, self.shaped, self.told, self.path]
-        weakref.finalize(self, wait_for_all, [self.done], held).atexit = False
-
-
-class _Round:
-    """What a round launches after its step, and where the host reads what came of it.
-
-    given:     what the round after it is made of
-    guessed:   its guesses
-    draws:     whether tokens are drawn
-    looks_up:  as of Guesses
-    """
-
-    def __init__(
-        self,
-        picker: TokenPicker,
-        next_round: MakeNextRound,
-        stream: Callable[[], int] | None,
-        given: GuessedRound,
-        guessed: Guessed,
-        memory: _Memory,
-        *,
-        draws: bool,
-        looks_up: bool,
-    ) -> None:
-        num_seqs = given.limit.shape[0]
-        self._terms, self._draws = given.terms, draws
-        width = len(picker.tokens) // memory.told.shape[0]
-        self._picker, self._stream, self._found = picker, stream, memory.found[: num_seqs * width]
-        # Of a graph, whose own memory the logits are: others are not kept, which nobody has counted on.
-        self._logits: Tensor | None = None
-        self._pick: Callable[[], None] = _nothing
-        self.guessed = guessed
-        self._next = SameLaunches(stream, next_round, guessed.picked, given, width, draws=draws, looks_up=looks_up)
-        self._path = memory.path[:num_seqs]
-        self.told, self.path = given.told.numpy(), self._path.numpy()
-        self._shaped, self._on_host = memory.shaped, Found.of(self._found.numpy())
-
-    def make_next(self) -> None:
-        """Accept what was picked, make the next round but for its guesses, and have both told."""
-        self.guessed.accept()
-        self._next()
-        self.guessed.tell(self._path)
-
-    def pick_shaped(self, logits: Tensor, rows: ShapedRows) -> None:
-        """Pick the tokens of rows that ask for more, after pick(). logits: as there"""
-        rows.pick(logits.flatten(0, 1), rows.terms_of(self._terms), self._shaped[: len(rows.rows)])
-
-    def finds(self, rows: ShapedRows) -> Callable[[], Found]:
-        """Gives what was found in each of its places. rows: as of pick_shaped"""
-        shaped = Found.of(self._shaped[: len(rows.rows)].numpy())
-        return partial(overlaid, self._on_host, rows.rows, shaped)
-
-    def pick(self, logits: Tensor, *, is_of_graph: bool) -> None:
-        """Pick its tokens.
-
-        logits:      [num_seqs, W, vocab]
-        is_of_graph: whether a graph has put them where it puts them each time
-        """
-        if logits is not self._logits:
-            pick = self._picker.picking(logits.flatten(0, 1), self._terms, self._found, self._stream, draws=self._draws)
-            if not is_of_graph:
-                pick()
-                return
-            self._logits, self._pick = logits, pick
-        self._pick()
-
-
-def _nothing() -> None:
-    """What no round picks by."""
 
 
 def fewest(numbers: Int32Array) -> int:
@@ -211,7 +136,7 @@ class _Series:
     room:        tokens that each sequence has at least from progress.kv_len on up to its limit
     ends:        of its sequences
     shaping:     rows that are picked from in another way
-    rounds:      by the memory that they tell in
+    rounds:      what they launch after the step's graph
     number:      the runtime's, of all of them
     has_ranks:   as of DeviceRounds. The device tells one rank alone of a fault: then none acts on it before they end
     first_fault: number of the first round that may have had one, as far as they were read
@@ -229,7 +154,7 @@ class _Series:
     limit_on_device: Tensor
     ends: Ends
     shaping: ShapedRows
-    rounds: list[_Round]
+    rounds: RoundLaunches
     room: int
     number: int
     has_ranks: bool
@@ -274,9 +199,9 @@ class RoundPicks:
     found:    gives what was found in each of its places, when it is done
     """
 
-    def __init__(self, series: _Series, of_round: _Round, found: Callable[[], Found], done: Fence) -> None:
-        self._series, self.told, self.done = series, of_round.told, done
-        self._guessed, self._path, self._found = of_round.guessed, of_round.path, found
+    def __init__(self, series: _Series, on_host: ToldOnHost, found: Callable[[], Found], done: Fence) -> None:
+        self._series, self.told, self.done = series, on_host.told, done
+        self._guessed, self._path, self._found = series.rounds.guessed, on_host.path, found
         self.round_number = series.num_launched - 1
 
     @property
@@ -359,13 +284,13 @@ class DeviceRounds:
             self._texts = torch.zeros(num_rows, most, dtype=torch.int32, device=device)
             self._numbers = torch.zeros(num_rows, most, device=device)
             self._terms = torch.zeros(len(picker.tokens), 3, device=device)
-            self._memory = [_Memory(len(picker.tokens), most_seqs, device) for _ in range(most_ahead + 2)]
+            self._memory = [RoundMemory(most_seqs, self._width, device) for _ in range(most_ahead + 2)]
+            self._words = told_words(most_seqs, self._width, device)
             self._limit = torch.zeros(most_seqs, dtype=torch.int32, device=device)
-        self._stream = stream_of(device)
+        self._ops = RoundOps(picker, runtime.core.ops.next_round, stream_of(device), joiner_for(device))
         self._unshaped = ShapedRows(asking, {}, (), ())
-        # Rounds of steps that have their inputs there, of so many sequences, and whether any draws. Series of equal
-        # steps follow each other.
-        self._rounds: tuple[DeviceStep, int, bool, list[_Round]] | None = None
+        # Of steps that have their inputs there, of so many sequences, and whether any draws: series come again.
+        self._launches = Kept[tuple[int, int, bool], tuple[DeviceStep, RoundLaunches]]()
         self._next = 0
         # row -> the number of the request whose text lies there, and how many tokens of it
         self._on_device: dict[int, tuple[int, int]] = {}
@@ -403,7 +328,7 @@ class DeviceRounds:
         on_device.copy_(sent(limit, self._runtime.device))
         progress = _Progress(batch.kv_len.copy(), 0)
         rounds = self._rounds_of(step, last)
-        rounds[0].guessed.begin(last[0])
+        rounds.guessed.begin(last[0])
         series = self._series = _Series(
             step,
             last[0],
@@ -419,6 +344,7 @@ class DeviceRounds:
             self._runtime.step_number,
             self._has_ranks,
         )
+        rounds.make_next()
         return self._told(series, lambda: picked.found)
 
     def goes_on(self, scheduler: Scheduler) -> bool:
@@ -450,13 +376,28 @@ class DeviceRounds:
         series = self._series
         assert series is not None
         series.is_noted = False
-        next_one = series.rounds[self._next]
-        logits = self._runner.run_again(series.batch)
-        next_one.pick(logits, is_of_graph=self._runner.replays_again)
-        if len(series.shaping.rows):
-            next_one.pick_shaped(logits, series.shaping)
+        rounds, runner, shaping, on_host = (
+            series.rounds,
+            self._runner,
+            series.shaping,
+            series.rounds.on_host[self._next],
+        )
+        is_shaped = len(shaping.rows) > 0
+        whole = None if is_shaped else rounds.as_one(runner.graph_again)
+        if whole is not None:
+            rounds.guessed.before_accepting()
+            runner.run_joined(whole)
+        else:
+            logits = runner.run_again(series.batch)
+            rounds.pick(logits, is_of_graph=runner.replays_again)
+            if is_shaped:
+                rounds.pick_shaped(logits, shaping, on_host.shaped)
+            rounds.make_next()
         series.num_launched += 1
-        return series.step, self._told(series, next_one.finds(series.shaping))
+        picks = self._told(series, partial(on_host.found, shaping))
+        if whole is None and not is_shaped:
+            rounds.join(runner.graph_again)
+        return series.step, picks
 
     def read_together(self, unread: Many[StepPicks], most: int, scheduler: Scheduler) -> Together | None:
         """As Rounds.read_together."""
@@ -522,36 +463,46 @@ class DeviceRounds:
         return told_of[1] if step == told_of[0] else 0
 
     def _told(self, series: _Series, found: Callable[[], Found]) -> RoundPicks:
-        """Make the inputs of the round after what was picked last, and have it told what came of that."""
-        next_one, done = series.rounds[self._next], self._memory[self._next].done
+        """Have the host told of the round that was launched last, and the guesses of the next one made."""
+        rounds, done = series.rounds, self._memory[self._next].done
+        on_host = rounds.on_host[self._next]
         self._next = (self._next + 1) % len(self._memory)
-        next_one.make_next()
+        rounds.tell(on_host)
         done.record()
         if not self._guesses.looks_up:
-            # Of the texts before this round, of which one was not read for each that has not been.
-            bounds = series.progress.kv_len + np.int32(self._width * (series.num_unread - 2) + 1)
-            series.is_over |= not self._guesses.guess(next_one.guessed, bounds)
-        return RoundPicks(series, next_one, found, done)
+            series.is_over |= not self._guesses.guess(rounds.guessed, partial(_bounds, series, self._width))
+        return RoundPicks(series, on_host, found, done)
 
-    def _rounds_of(self, step: ScheduledStep, last: Repeatable) -> list[_Round]:
-        """The rounds that follow from a step, by the memory that they tell in."""
-        (batch, _, child), kept, draws = last, self._rounds, bool(step.asking)
+    def _rounds_of(self, step: ScheduledStep, last: Repeatable) -> RoundLaunches:
+        """What the rounds that follow from a step launch after it."""
+        (batch, _, child), draws = last, bool(step.asking)
         if draws:
             self._send_terms(step)
-        if kept is None or kept[0] is not child or kept[1:3] != (batch.num_seqs, draws):
-            to, limit, next_round = inputs_of(last), self._limit[: batch.num_seqs], self._runtime.core.ops.next_round
-            inputs = to.counts, to.row_of_seq, to.kv_len, to.token_ids, self._texts, limit
-            terms = self._terms[: batch.num_seqs * self._width]
-            beside = self._numbers, terms, self._guesses.taken[: len(limit)]
-            given = [GuessedRound(*inputs, memory.told[: len(limit)], *beside) for memory in self._memory]
-            guessed = self._guesses.of_step(child, given[0], self._picker.tokens)
-            how = {"draws": draws, "looks_up": self._guesses.looks_up}
-            rounds = [
-                _Round(self._picker, next_round, self._stream, of_round, guessed, memory, **how)
-                for of_round, memory in zip(given, self._memory, strict=True)
-            ]
-            kept = self._rounds = child, batch.num_seqs, draws, rounds
-        return kept[3]
+        launches, key = self._launches.of(self._runtime.seal_number), (id(child), batch.num_seqs, draws)
+        kept = launches.get(key)
+        if kept is None:
+            kept = self._launches.put(key, (child, self._new_launches(last, draws=draws)))
+        return kept[1]
+
+    def _new_launches(self, last: Repeatable, *, draws: bool) -> RoundLaunches:
+        """As _rounds_of, made anew."""
+        num_seqs, inputs, width = last[0].num_seqs, inputs_of(last), self._width
+        to = Told.of(self._words, num_seqs, width)
+        given = GuessedRound(
+            inputs.counts,
+            inputs.row_of_seq,
+            inputs.kv_len,
+            inputs.token_ids,
+            self._texts,
+            self._limit[:num_seqs],
+            to.told,
+            self._numbers,
+            self._terms[: num_seqs * width],
+            self._guesses.taken[:num_seqs],
+        )
+        guessed = self._guesses.of_step(last[2], given, self._picker.tokens, to.path)
+        on_host = [ToldOnHost(memory, num_seqs, width) for memory in self._memory]
+        return RoundLaunches(self._ops, given, guessed, to, on_host, draws=draws, looks_up=self._guesses.looks_up)
 
     def _shaping(self, step: ScheduledStep) -> ShapedRows:
         """The rows of a step whose sequences ask for more than draws, in each of its rounds."""
@@ -629,6 +580,12 @@ class DeviceRounds:
         """Have temperatures and the like of a step's sequences on the device; each round has numbers of its own."""
         terms = terms_of([_draw_of(sequence) for sequence in step.sequences]).repeat(self._width, 0)
         self._terms[: len(terms)].copy_(sent(terms, self._runtime.device))
+
+
+def _bounds(series: _Series, width: int) -> Int32Array:
+    """Of the texts before the round that was launched last, of which one was not read for each that has not been."""
+    bounds: Int32Array = series.progress.kv_len + np.int32(width * (series.num_unread - 2) + 1)
+    return bounds
 
 
 def _stays(sequence: Sequence) -> bool:

@@ -11,7 +11,7 @@ from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.speculation.drafts_again import DraftsAgain
 from rocm_attn.runner.speculation.round_drafts import ModelGuesses
 from rocm_attn.runner.speculation.round_trees import Trees
-from tests.amd.runner.test_rounds import KINDS, Kind, rounds_of
+from tests.amd.runner.test_rounds import KINDS, Kind, at_pace, rounds_of
 
 
 @pytest.fixture(params=["drafted", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("trees", "head"))])
@@ -88,7 +88,7 @@ def test_drafts_of_a_full_batch_are_made_by_graphs_alone(kind: Kind, monkeypatch
     guesses = rounds_of(engine)._guesses
     assert isinstance(guesses, ModelGuesses)
     # What is accepted of trees is brought into order by a graph too.
-    assert not isinstance(guesses._guessed, Trees) or guesses._guessed._accepting is not None
+    assert not isinstance(guesses._planned_for, Trees) or guesses._planned_for.accepting is not None
 
 
 @pytest.mark.nightly
@@ -97,7 +97,7 @@ def test_a_length_beyond_what_is_reserved_is_cut_and_the_model_begins_anew(
 ) -> None:
     """Drafts are but guesses: no text changes, and no request fails."""
     requests = [kind.request(seed, 60) for seed in range(3)]
-    engine = full(kind)
+    engine = at_pace(2, full(kind))
     guesses = rounds_of(engine)._guesses
     assert isinstance(guesses, ModelGuesses)
     reserve, left = DraftsAgain.reserve, list[int]()

@@ -1,0 +1,94 @@
+"""Graphs of the driver's own that are made of captured ones: torch can capture a graph, and cannot put two into one."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from ctypes import CDLL, POINTER, byref, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
+from typing import Any, NamedTuple
+
+# CUDA's and HIP's functions have the same arguments. A graph of the runtime's is one of the driver's.
+_CUDA, _HIP = "libcuda.so.1", "libamdhip64.so"
+_GRAPH = c_void_p
+_ARGUMENTS: dict[str, list[Any]] = {
+    "GraphCreate": [POINTER(_GRAPH), c_uint],
+    "GraphAddChildGraphNode": [POINTER(_GRAPH), _GRAPH, POINTER(_GRAPH), c_size_t, _GRAPH],
+    "GraphInstantiateWithFlags": [POINTER(_GRAPH), _GRAPH, c_ulonglong],
+    "GraphLaunch": [_GRAPH, _GRAPH],
+    "GraphExecDestroy": [_GRAPH],
+    "GraphDestroy": [_GRAPH],
+}
+
+_Call = Callable[..., int]
+
+
+class DriverRefused(RuntimeError):
+    """The driver is not found, or cannot join these graphs."""
+
+
+class GraphCalls(NamedTuple):
+    """The driver's functions, which return 0 if all went well."""
+
+    create: _Call
+    add_child: _Call
+    instantiate: _Call
+    launch: _Call
+    destroy_exec: _Call
+    destroy: _Call
+
+
+def graph_calls(*, is_hip: bool) -> GraphCalls:
+    """Those of the library that the process has loaded. Raises DriverRefused where it is not there, or lacks one."""
+    prefix = "hip" if is_hip else "cu"
+    try:
+        library = CDLL(_loaded(_HIP) if is_hip else _CUDA)
+        found = [getattr(library, prefix + name) for name in _ARGUMENTS]
+    except (OSError, AttributeError) as error:
+        raise DriverRefused(f"no graphs can be joined: {error}") from error
+    for call, arguments in zip(found, _ARGUMENTS.values(), strict=True):
+        call.argtypes, call.restype = arguments, c_int
+    return GraphCalls(*found)
+
+
+def _loaded(name: str) -> str:
+    """The path of a library that the process has loaded, whichever copy of it; else its name."""
+    with open("/proc/self/maps") as maps:
+        paths = [line.split(maxsplit=5)[-1].strip() for line in maps if name in line]
+    return paths[0] if paths else name
+
+
+class DriverGraph:
+    """Captured graphs as one: each begins when the one before it has ended.
+
+    graphs: handles of them. They are copied, and what their kernels work on has to stay
+
+    The device that they were captured on is current. Raises DriverRefused.
+    """
+
+    def __init__(self, calls: GraphCalls, graphs: Sequence[int]) -> None:
+        whole, last, ready = _GRAPH(), _GRAPH(), _GRAPH()
+        _require(calls.create(byref(whole), 0), "GraphCreate")
+        try:
+            for place, graph in enumerate(graphs):
+                node = _GRAPH()
+                before = byref(last) if place else None
+                _require(calls.add_child(byref(node), whole, before, int(place > 0), graph), "GraphAddChildGraphNode")
+                last = node
+            _require(calls.instantiate(byref(ready), whole, 0), "GraphInstantiateWithFlags")
+        finally:
+            calls.destroy(whole)
+        self._launch, self._ready = calls.launch, ready
+        # One that still runs is freed when it has ended. At the process's end the driver does it.
+        weakref.finalize(self, calls.destroy_exec, ready).atexit = False
+
+    def launch(self, stream: int) -> None:
+        """Run it. stream: a handle, of the device that is current"""
+        code = self._launch(self._ready, stream)
+        if code:
+            raise RuntimeError(f"the driver could not launch a graph of several recordings: its error {code}")
+
+
+def _require(code: int, name: str) -> None:
+    """Raise DriverRefused for what is no success."""
+    if code:
+        raise DriverRefused(f"{name} gave error {code}")

@@ -1,0 +1,114 @@
+"""Graphs of a StepRunner: fresh ones on trial, and those that run again on what the device has made of their inputs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, NamedTuple
+
+from rocm_attn.capture.check import Verdict
+from rocm_attn.hip_graphs.errors import RecordingRefused
+from rocm_attn.hip_graphs.graph_cache import Entry
+from rocm_attn.hip_graphs.recorder import Recorder, Recording
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step.outputs import Outputs
+from rocm_attn.step.plan import StepPlan
+from rocm_attn.step.repeatable import Repeatable
+
+
+class RunsAgain(NamedTuple, Generic[Outputs]):
+    """A graph that runs on what the buffers of its steps hold.
+
+    require_good: raises StaleRecording if what it reads has moved
+    outputs:      what it gives, rows of pads too
+    """
+
+    plan: StepPlan
+    require_good: Callable[[], None]
+    recording: Recording
+    outputs: Outputs
+
+
+class Once:
+    """What ranks agree on once in each trial, wherever a rank leaves it: that all of them have recorded."""
+
+    def __init__(self, runtime: AttentionRuntime) -> None:
+        self._runtime = runtime
+        self._is_said = False
+
+    def say(self, refusal: str) -> None:
+        """Does nothing if it was said before. Raises RecordingRefused if a rank has refused."""
+        if not self._is_said:
+            self._is_said = True
+            with self._runtime.meetings.waiting(refusal):
+                found = self._runtime.agree({"failure": refusal} if refusal else {})
+            if found:
+                raise RecordingRefused(found["failure"])
+
+
+@dataclass(frozen=True, slots=True)
+class Again(Generic[Outputs]):
+    """A step whose graph has run again, and does so by one call.
+
+    of:      the step, as the runtime has it
+    graph:   which is all of it
+    outputs: without what they hold for pads
+    """
+
+    of: Repeatable
+    graph: Entry[Outputs]
+    outputs: Outputs
+    num_seqs: int
+    num_pads: int
+
+
+@dataclass(frozen=True, slots=True)
+class FreshGraph(Generic[Outputs]):
+    """A graph that was not checked yet.
+
+    seconds:       of warm-up and recording
+    stored_layers: as AttentionRuntime.stored_layers, of each step that it replays
+    """
+
+    recording: Recording
+    outputs: Outputs
+    seconds: float
+    stored_layers: int
+
+    @classmethod
+    def of(cls, recorder: Recorder, fn: Callable[[], Outputs], runtime: AttentionRuntime) -> FreshGraph[Outputs]:
+        started = time.perf_counter()
+        recording, outputs = recorder.record(fn)
+        return cls(recording, outputs, time.perf_counter() - started, runtime.stored_layers)
+
+    def replay(self) -> Outputs:
+        self.recording.replay()
+        return self.outputs
+
+
+@dataclass(frozen=True, slots=True)
+class Trial(Generic[Outputs]):
+    """A graph, or none where there was no room to compare it, and what came of it.
+
+    is_final: whether no other way to make the graph is tried
+    """
+
+    graph: FreshGraph[Outputs] | None
+    verdict: Verdict
+    is_final: bool = False
+
+    @classmethod
+    def refused(cls, reason: str, *, is_final: bool = False) -> Trial[Outputs]:
+        """No graph, for this reason."""
+        return cls(None, Verdict(reason, "", 0.0, bitwise=False), is_final)
+
+    @property
+    def refusal(self) -> str:
+        """Why the graph may not serve, or nothing."""
+        return self.verdict.failure
+
+    @property
+    def is_bitwise(self) -> bool:
+        """Whether the graph gave bitwise what the eager run gave."""
+        return not self.refusal and self.verdict.bitwise

@@ -1,0 +1,136 @@
+"""Several recordings as one, and recordings of what has run before."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from rocm_attn.hip_graphs.driver_graphs import DriverGraph, DriverRefused, GraphCalls
+from rocm_attn.hip_graphs.errors import StaleRecording
+from rocm_attn.hip_graphs.fake_recorder import FakeRecorder
+from rocm_attn.hip_graphs.recorder import Joiner, Recording
+from rocm_attn.hip_graphs.torch_recorder import JoinedRecording, TorchRecorder
+from rocm_attn.kernels.launch import run_as_launch
+from tests.amd.hip_graphs.recorders import Lab
+
+
+def joiner(lab: Lab) -> Joiner:
+    assert isinstance(lab.recorder, FakeRecorder | TorchRecorder)
+    return lab.recorder
+
+
+def three(lab: Lab, x: torch.Tensor) -> list[Recording]:
+    """x * 2, then x + 3, then x * 5; x is 1 afterwards."""
+    steps = lambda: x.mul_(2), lambda: x.add_(3), lambda: x.mul_(5)
+    recordings: list[Recording] = [lab.recorder.record(step)[0] for step in steps]
+    x.fill_(1)
+    return recordings
+
+
+def test_joined_recordings_run_in_their_order_each_time(lab: Lab) -> None:
+    x = torch.ones(1 << 16, device=lab.device)
+    recordings = three(lab, x)
+    joined = joiner(lab).join(recordings)
+    joined.replay()
+    assert bool((x == 25).all())
+    joined.replay()
+    assert bool((x == 265).all())
+    recordings[1].replay()
+    assert bool((x == 268).all())
+    joiner(lab).join([recordings[2], recordings[0]]).replay()
+    assert bool((x == 2680).all())
+
+
+def test_joined_recordings_hold_what_they_work_on(lab: Lab) -> None:
+    """The memory of a result that nobody else holds is not given to others."""
+    x, total = torch.ones(1 << 16, device=lab.device), torch.zeros(1 << 16, device=lab.device)
+    first, doubled = lab.recorder.record(lambda: x * 2)
+    last, _ = lab.recorder.record(partial(total.copy_, doubled))
+    joined = joiner(lab).join([first, last])
+    del first, last, doubled
+    others = [lab.recorder.record(lambda: x * 7) for _ in range(3)]
+    joined.replay()
+    for other, _ in others:
+        other.replay()
+    joined.replay()
+    assert bool((total == 2).all())
+
+
+def test_what_is_recorded_without_a_run_writes_nothing_before_its_replay(lab: Lab) -> None:
+    x = torch.ones(64, device=lab.device)
+    recording = joiner(lab).record_launches(lambda: run_as_launch(x.add_, 4))
+    assert x.tolist() == [1.0] * 64
+    recording.replay()
+    recording.replay()
+    assert x.tolist() == [9.0] * 64
+
+
+def test_a_joined_recording_of_memory_that_moved_does_not_run(fake: FakeRecorder) -> None:
+    x = torch.ones(4)
+    recordings = [fake.record(lambda: x.add_(1))[0], fake.record_launches(lambda: run_as_launch(x.add_, 1))]
+    joined = fake.join(recordings)
+    x.untyped_storage().resize_(1 << 20)
+    with pytest.raises(StaleRecording):
+        joined.replay()
+
+
+class Driver:
+    """A driver whose functions note their calls, of which one may fail."""
+
+    def __init__(self, fails: str = "") -> None:
+        self.called = list[str]()
+        self.calls = GraphCalls(*(self._call(name, fails) for name in GraphCalls._fields))
+
+    def _call(self, name: str, fails: str):  # type: ignore[no-untyped-def]
+        def call(*arguments: object) -> int:
+            self.called.append(name)
+            return 801 if name == fails else 0
+
+        return call
+
+
+@pytest.mark.parametrize("fails", ["create", "add_child", "instantiate"])
+def test_graphs_that_a_driver_cannot_join_are_refused_and_nothing_is_left(fails: str) -> None:
+    driver = Driver(fails)
+    with pytest.raises(DriverRefused, match="gave error 801"):
+        DriverGraph(driver.calls, [1, 2])
+    assert driver.called[-1] == ("create" if fails == "create" else "destroy")
+    assert "destroy_exec" not in driver.called
+
+
+def test_a_graph_of_the_driver_is_launched_and_given_back_once() -> None:
+    driver = Driver()
+    graph = DriverGraph(driver.calls, [1, 2, 3])
+    assert driver.called == ["create", *["add_child"] * 3, "instantiate", "destroy"]
+    graph.launch(0)
+    del graph
+    assert driver.called[-2:] == ["launch", "destroy_exec"]
+
+
+def test_a_launch_that_the_driver_refuses_is_an_error() -> None:
+    graph = DriverGraph(Driver("launch").calls, [1])
+    with pytest.raises(RuntimeError, match="could not launch a graph of several recordings: its error 801"):
+        graph.launch(0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_runs_joined_recordings_as_one_graph_on_the_stream_that_is_current() -> None:
+    recorder = TorchRecorder("cuda")
+    x = torch.ones(1 << 20, device="cuda")
+    lab = Lab(recorder, recorder.device)
+    recordings = three(lab, x)
+    joined = recorder.join(recordings)
+    assert isinstance(joined, JoinedRecording)
+    del recordings
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
+        x.fill_(2)
+        joined.replay()
+        found = x.clone()
+    stream.synchronize()
+    assert bool((found == 35).all())

@@ -10,7 +10,7 @@ end_step     host only
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -113,14 +113,13 @@ class AttentionRuntime:
         self._stores = StepStores(len(problems) + len(selecting.indexed), self.table.tokens, require_stored)
         # (layers): the staged step is about to be run by a graph that stores in these; raises as store and attend do.
         self.begin_replay = self._stores.before_replay
-        # (layers): the graph was launched, and has stored in these.
-        self.end_replay = self._stores.after_replay
         self._selections = StepSelections(selecting, guards.step.layers.selection_of)
         self._selects = bool(selecting.indexed)
         self._evict = guards.batch.evict(self.table) if windows else None
         self._publisher = Publisher(
             core.ops, self.table, self.pool, guards.publishing, holds_faults=self.meetings.holds_faults
         )
+        self.graph_runs = self._publisher.runs
         self._planner = core.new_planner(options.padding(problems))
         # Those that make graphs of this runtime's steps.
         self.graph_users: weakref.WeakSet[object] = weakref.WeakSet()
@@ -311,9 +310,23 @@ class AttentionRuntime:
             self.end_step()
             raise
 
-    def stage(self, batch: StepBatch, pad_to: PadTo | None = None) -> Step:
-        """The part of begin_step that runs before a graph: check, plan, update the table, publish the inputs."""
-        return self._planned(self._stage_whole, batch, pad_to, 1, of_drafts=False)
+    def stage(self, batch: StepBatch, pad_to: PadTo | None = None, takers: Collection[StepPlan] = ()) -> Step:
+        """The part of begin_step that runs before a graph: check, plan, update the table, publish the inputs.
+
+        takers: plans whose graphs take the inputs where nothing publishes them, and are what is run then
+        """
+        return self._planned(partial(self._stage_whole, takers=takers), batch, pad_to, 1, of_drafts=False)
+
+    def take_inputs(self) -> None:
+        """The head of a graph of the whole step that was staged: it takes the inputs that stage() leaves to it."""
+        with on_device(self.device):
+            self._streams.join()
+            self._publisher.take_inputs(self._children[0])
+
+    def end_replay(self, layers: int) -> None:
+        """The graph of the staged step was launched; it has stored in these layers."""
+        self._stores.after_replay(layers)
+        self._publisher.taken()
 
     def stage_again(self) -> Step:
         """As stage(), of the whole step that was staged last, with its number: it runs on what its inputs hold by now.
@@ -380,15 +393,24 @@ class AttentionRuntime:
             self.end_step()
             raise
 
-    def stage_as(self, shape: PaddedShape, batch: StepBatch) -> Staged:
-        """Stage a batch whole or split, at a padded shape. Raises NeverFits where it does not fit that."""
-        return self._stage(batch, shape, lambda: self._planner.plan_as(batch, shape))
+    def stage_as(self, shape: PaddedShape, batch: StepBatch, takers: Collection[StepPlan] = ()) -> Staged:
+        """Stage a batch whole or split, at a padded shape. takers: as in stage()
+
+        Raises NeverFits where it does not fit that shape.
+        """
+        return self._stage(batch, shape, lambda: self._planner.plan_as(batch, shape), takers)
 
     def stage_like(self, plan: StepPlan, batch: StepBatch) -> Staged:
         """As stage_as, by the plan of another step, whose bounds on lengths the batch is within."""
         return self._stage(batch, plan.shape, lambda: plan)
 
-    def _stage(self, batch: StepBatch, shape: PaddedShape, plan_of_step: Callable[[], StepPlan]) -> Staged:
+    def _stage(
+        self,
+        batch: StepBatch,
+        shape: PaddedShape,
+        plan_of_step: Callable[[], StepPlan],
+        takers: Collection[StepPlan] = (),
+    ) -> Staged:
         self._begin("a step cannot begin")
         try:
             if not fits(batch, shape):
@@ -398,15 +420,15 @@ class AttentionRuntime:
                 )
             refusal = self._checked(batch)
             plan = plan_of_step()
-            return self._staged_by(plan)(batch, plan, refusal)
+            return self._staged_by(plan, takers)(batch, plan, refusal)
         except BaseException:
             self.end_step()
             raise
 
-    def _staged_by(self, plan: StepPlan) -> Callable[[StepBatch, StepPlan, str], Staged]:
+    def _staged_by(self, plan: StepPlan, takers: Collection[StepPlan]) -> Callable[[StepBatch, StepPlan, str], Staged]:
         """What stages the steps of a plan."""
         if plan.shape.drafts is NO_DRAFTS:
-            return self._stage_whole if plan.shape.num_halves == 1 else self._stage_halves
+            return partial(self._stage_whole, takers=takers) if plan.shape.num_halves == 1 else self._stage_halves
         return self._stage_round if plan.shape.num_halves == 1 else self._stage_split_round
 
     def _checked(self, batch: StepBatch) -> str:
@@ -414,7 +436,9 @@ class AttentionRuntime:
         self._check_batch(batch)
         return "" if self.table.tokens.goes_on(batch) else self._check_tokens(batch)
 
-    def _stage_whole(self, batch: StepBatch, plan: StepPlan, refusal: str) -> Step:
+    def _stage_whole(
+        self, batch: StepBatch, plan: StepPlan, refusal: str, *, takers: Collection[StepPlan] = ()
+    ) -> Step:
         if self._evict is not None:
             self._evict(batch)
         with on_device(self.device):
@@ -422,7 +446,7 @@ class AttentionRuntime:
             self.repeatable = None
             (child,) = self.core.memory.device_steps(plan)
             self._publisher.apply_table_changes()
-            self._publisher.publish_whole(batch, child)
+            self._publisher.publish_whole(batch, child, to_graph=plan in takers and not refusal)
         # What may not store does not go on without the host. Pages that leave a window meanwhile stay with their rows.
         self.repeatable = (batch, plan, child) if not refusal else None
         return self._staged_whole(batch, plan, child, refusal)

@@ -23,10 +23,12 @@ from rocm_attn.capture.check import CaptureCheck, Check, Verdict
 from rocm_attn.capture.graphs import CapturedBucket, CaptureReport, Progress, SkippedBucket, capture_shapes, shape_name
 from rocm_attn.capture.probe_requests import plan_of, typical_q_len
 from rocm_attn.capture.split_forward import Forward, SplitForward, in_batch_order, one_after_the_other
+from rocm_attn.capture.trials import FreshGraph, Once, Trial
 from rocm_attn.errors import DeviceFault, GraphStale, NotCopied, Unsupported
 from rocm_attn.hip_graphs.errors import RecordingRefused, StaleRecording
 from rocm_attn.hip_graphs.graph_cache import Entry, GraphCache
-from rocm_attn.hip_graphs.recorder import Recorder, Recording
+from rocm_attn.hip_graphs.recorder import Recorder
+from rocm_attn.kernels.metadata.slot_layout import MOST_TAKEN
 from rocm_attn.machine.agreement import alone
 from rocm_attn.machine.watchdog import Watchdog
 from rocm_attn.paging.index_spaces import Space
@@ -97,6 +99,7 @@ class StepRunner(Generic[Outputs]):
         self._graphs = GraphCache(self._pinned)
         self._entry_of_plan: dict[StepPlan, Entry[Outputs]] = {}
         self._stored_layers: dict[StepPlan, int] = {}  # that a plan's graph stores in
+        self._takers: set[StepPlan] = set()  # whose graphs take their inputs
         self._again: _Again[Outputs] | None = None
         self._last_plan: StepPlan | None = None
         self._buckets: list[CapturedBucket] = []
@@ -127,7 +130,7 @@ class StepRunner(Generic[Outputs]):
 
         Raises what begin_step and forward raise; the runtime is ready for another step then.
         """
-        return self._run(partial(self._runtime.stage, batch, pad_to), batch)
+        return self._run(partial(self._runtime.stage, batch, pad_to, self._takers), batch)
 
     def run_split(self, batch: StepBatch, pad_to: PadTo | None = None) -> Outputs:
         """As run, in two halves. pad_to: of both together; even."""
@@ -135,7 +138,7 @@ class StepRunner(Generic[Outputs]):
 
     def run_as(self, shape: PaddedShape, batch: StepBatch) -> Outputs:
         """run or run_split, at a padded shape that the batch fits."""
-        return self._run(partial(self._runtime.stage_as, shape, batch), batch)
+        return self._run(partial(self._runtime.stage_as, shape, batch, self._takers), batch)
 
     @property
     def may_run_again(self) -> bool:
@@ -337,6 +340,7 @@ class StepRunner(Generic[Outputs]):
 
     def _drop_graphs(self) -> None:
         self._again = None
+        self._takers.clear()
         self._entry_of_plan.clear()
         self._stored_layers.clear()
         self._eager_steps.clear()
@@ -520,21 +524,21 @@ class StepRunner(Generic[Outputs]):
 
     def _try(
         self, split_forward: SplitForward[Outputs], plan: StepPlan, q_len: Int32Array, live: StepBatch | None
-    ) -> _Trial[Outputs]:
+    ) -> Trial[Outputs]:
         """Make a graph and compare it with the eager run; no graph where there is no room to compare it.
 
         Ranks agree twice: when the graph is recorded, so that all compare it or none does, and on what came of it.
         """
         name = f"the capture of {shape_name(plan.shape)}"
-        fresh: list[_FreshGraph[Outputs]] = []
-        recorded = _Once(self._runtime)
+        fresh: list[FreshGraph[Outputs]] = []
+        recorded = Once(self._runtime)
 
         def record(step: Staged) -> Callable[[], Outputs]:
             assert self._recorder is not None
             body = partial(self._watched_body, name, split_forward, step)
             refusal = ""
             try:
-                fresh.append(_FreshGraph.of(self._recorder, body, self._runtime))
+                fresh.append(FreshGraph.of(self._recorder, body, self._runtime, takes_inputs=_takes_inputs(step)))
             except (RecordingRefused, StaleRecording) as refused:
                 refusal = str(refused)
             except Exception as error:  # the eager step may do without what recording lacks
@@ -555,20 +559,20 @@ class StepRunner(Generic[Outputs]):
         except BaseException as error:
             self._end_on_all_ranks(f"the check was broken off by {type(error).__name__}: {error}", recorded)
             raise
-        return self._agreed(_Trial(fresh[0] if fresh else None, verdict), recorded)
+        return self._agreed(Trial(fresh[0] if fresh else None, verdict), recorded)
 
-    def _refused(self, reason: str) -> _Trial[Outputs]:
+    def _refused(self, reason: str) -> Trial[Outputs]:
         """No graph, for this reason. Faults of the steps that it was tried on are no caller's."""
         self._runtime.forget_faults()
-        return _Trial.refused(reason)
+        return Trial.refused(reason)
 
-    def _end_on_all_ranks(self, reason: str, recorded: _Once) -> None:
+    def _end_on_all_ranks(self, reason: str, recorded: Once) -> None:
         """An exception leaves a capture here: other ranks, which wait for word of it, make no more graphs either."""
         if self._agrees:
-            self._agreed(_Trial.refused(reason, is_final=True), recorded)
+            self._agreed(Trial.refused(reason, is_final=True), recorded)
             self._switch_off(reason)
 
-    def _agreed(self, trial: _Trial[Outputs], recorded: _Once) -> _Trial[Outputs]:
+    def _agreed(self, trial: Trial[Outputs], recorded: Once) -> Trial[Outputs]:
         """The trial, with what other ranks found out about theirs: a graph serves on all of them or on none."""
         with suppress(RecordingRefused):  # which all of them say again
             recorded.say(trial.refusal)
@@ -579,21 +583,26 @@ class StepRunner(Generic[Outputs]):
         with self._runtime.meetings.waiting(trial.refusal):
             agreed = self._runtime.agree({name: what for name, what in found.items() if what})
         verdict = replace(trial.verdict, failure=agreed.get("failure", ""), bitwise="not bitwise" not in agreed)
-        return _Trial(None if "not made" in agreed else trial.graph, verdict, "final" in agreed)
+        return Trial(None if "not made" in agreed else trial.graph, verdict, "final" in agreed)
 
-    def _keep(self, plan: StepPlan, graph: _FreshGraph[Outputs], verdict: Verdict, note: str) -> None:
+    def _keep(self, plan: StepPlan, graph: FreshGraph[Outputs], verdict: Verdict, note: str) -> None:
         if all(kept.key != plan.key for kept in self._entry_of_plan):
             # An interrupt may have come after a graph was put there, and before its plan led to it.
             self._again = None
+            self._takers.discard(plan)
             self._graphs.drop(plan.key)
         self._stored_layers[plan] = graph.stored_layers
         self._entry_of_plan[plan] = self._graphs.put(plan.key, graph.recording, graph.outputs)
+        if graph.takes_inputs:
+            self._takers.add(plan)
         self.metrics.captures += 1
         check = verdict.summary + note
         self._buckets.append(CapturedBucket(plan.key, graph.seconds, verdict.seconds, graph.recording.bytes, check))
 
     def _watched_body(self, name: str, split_forward: SplitForward[Outputs], step: Staged) -> Outputs:
         with self._watchdog.watch(f"forward, run for {name},"):
+            if _takes_inputs(step):
+                self._runtime.take_inputs()
             return self._body_with(split_forward, step)
 
     def _switch_off(self, reason: str) -> None:
@@ -607,29 +616,17 @@ class StepRunner(Generic[Outputs]):
             self._runtime.give_up_seal()
 
 
+def _takes_inputs(step: Staged) -> bool:
+    """Whether the graph of a step takes its inputs."""
+    return isinstance(step, Step) and step.plan.shape.num_tokens <= MOST_TAKEN
+
+
 class RunsAgain(NamedTuple, Generic[Outputs]):
     """A graph: the plan of its steps, what runs it on what their buffers hold, and what it gives, rows of pads too."""
 
     plan: StepPlan
     run: Callable[[], object]
     outputs: Outputs
-
-
-class _Once:
-    """What ranks agree on once in each trial, wherever a rank leaves it: that all of them have recorded."""
-
-    def __init__(self, runtime: AttentionRuntime) -> None:
-        self._runtime = runtime
-        self._is_said = False
-
-    def say(self, refusal: str) -> None:
-        """Does nothing if it was said before. Raises RecordingRefused if a rank has refused."""
-        if not self._is_said:
-            self._is_said = True
-            with self._runtime.meetings.waiting(refusal):
-                found = self._runtime.agree({"failure": refusal} if refusal else {})
-            if found:
-                raise RecordingRefused(found["failure"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -645,54 +642,3 @@ class _Again(Generic[Outputs]):
     outputs: Outputs
     num_seqs: int
     num_pads: int
-
-
-@dataclass(frozen=True, slots=True)
-class _FreshGraph(Generic[Outputs]):
-    """A graph that was not checked yet.
-
-    seconds:       of warm-up and recording
-    stored_layers: as AttentionRuntime.stored_layers, of each step that it replays
-    """
-
-    recording: Recording
-    outputs: Outputs
-    seconds: float
-    stored_layers: int
-
-    @classmethod
-    def of(cls, recorder: Recorder, fn: Callable[[], Outputs], runtime: AttentionRuntime) -> _FreshGraph[Outputs]:
-        started = time.perf_counter()
-        recording, outputs = recorder.record(fn)
-        return cls(recording, outputs, time.perf_counter() - started, runtime.stored_layers)
-
-    def replay(self) -> Outputs:
-        self.recording.replay()
-        return self.outputs
-
-
-@dataclass(frozen=True, slots=True)
-class _Trial(Generic[Outputs]):
-    """A graph, or none where there was no room to compare it, and what came of it.
-
-    is_final: whether no other way to make the graph is tried
-    """
-
-    graph: _FreshGraph[Outputs] | None
-    verdict: Verdict
-    is_final: bool = False
-
-    @classmethod
-    def refused(cls, reason: str, *, is_final: bool = False) -> _Trial[Outputs]:
-        """No graph, for this reason."""
-        return cls(None, Verdict(reason, "", 0.0, bitwise=False), is_final)
-
-    @property
-    def refusal(self) -> str:
-        """Why the graph may not serve, or nothing."""
-        return self.verdict.failure
-
-    @property
-    def is_bitwise(self) -> bool:
-        """Whether the graph gave bitwise what the eager run gave."""
-        return not self.refusal and self.verdict.bitwise

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.halves import HALVES
-from rocm_attn.batch.inputs import ON_HOST, DeviceInputs
-from rocm_attn.batch.mask import StepMask, TreeMask, bytes_of_cells
+from rocm_attn.batch.inputs import HOST_INPUTS, ON_HOST, DeviceInputs
+from rocm_attn.batch.mask import NO_MASK, StepMask, TreeMask, bytes_of_cells
 from rocm_attn.batch.prefixes import SharedPrefixes
 from rocm_attn.batch.step_batch import INT32_MAX, Int32Array, StepBatch, as_many
 from rocm_attn.errors import DeviceFault
@@ -31,6 +31,8 @@ from rocm_attn.kernels.metadata.slot_layout import (
     NO_ECHO,
     STEP,
     STEP_BEFORE,
+    TAKEN_BY_GRAPH,
+    UNREAD,
     slot_header,
     slot_parts,
 )
@@ -40,6 +42,7 @@ from rocm_attn.paging.page_table import PageTable
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.providers.contract import StepOps
 from rocm_attn.step.echo import EchoCheck, fault_of_counts
+from rocm_attn.step.graph_runs import GraphRuns
 from rocm_attn.step.host_ring import Fence, HostRing, wait_for
 from rocm_attn.step.memory import DeviceStep
 
@@ -61,6 +64,10 @@ _REMEMBERED_STEPS = 5
 # Whole steps from the publication that asks how the second half of a split step went to the one that has the answer.
 _STEPS_TO_ANSWER = 3
 
+
+# Words of a slot of whole steps beside those of its sequences: room for the ids of this many tokens. A step with more
+# makes its slot longer, and graphs, which have the slots' addresses, take no inputs any more: they are published.
+_ID_WORDS = 1 << 16
 
 # Sizes of steps whose parts of ring slots are kept cut.
 _MOST_PARTS = 256
@@ -113,7 +120,7 @@ class Line:
         Until then the host must not write to the slot, where that kernel puts the echo of the step before.
         """
         self.ring.drain()
-        if words[ECHO] == NO_ECHO:
+        if words[ECHO] & UNREAD:
             # Never launched, so there is nothing to hear.
             words[ECHO] = 0
             return False
@@ -158,9 +165,10 @@ class PublishingGuards:
 
 
 class Publisher:
-    """Writes ring slots and launches the kernels that read them.
+    """Writes ring slots and launches the kernels that read them, but for slots that a step's graph takes by itself.
 
     holds_faults: as of Meetings
+    runs:         of graphs that take their inputs
     """
 
     def __init__(
@@ -178,10 +186,12 @@ class Publisher:
         self._pool = pool
         self._deliver = guards.deliver
         # One for each child, so that the host may be as many split steps ahead as others.
+        words = slot_parts(table.max_num_seqs, _ID_WORDS).floor.stop, HEADER_WORDS
         self._lines = tuple(
-            Line(HostRing(pool.device, wait=guards.ring_wait), guards.new_echo_check(), pool.device)
-            for _ in range(HALVES)
+            Line(HostRing(pool.device, wait=guards.ring_wait, words=words[half]), guards.new_echo_check(), pool.device)
+            for half in range(HALVES)
         )
+        self.runs = GraphRuns(pool.device)
         # A step takes up to two slots a space: of copies and of cells.
         self._updates = HostRing(pool.device, depth=2 * 2 * len(table.spaces), wait=guards.ring_wait)
         self._of_last_step = guards.of_last_step
@@ -219,16 +229,27 @@ class Publisher:
         finally:
             self._updates.release()
 
-    def publish_whole(self, batch: StepBatch, step: DeviceStep) -> None:
+    def publish_whole(self, batch: StepBatch, step: DeviceStep, *, to_graph: bool = False) -> None:
         """publish() of a step that is not split."""
         if self._steps_to_answer:
             self._hear_of_the_second_half()
-        self.publish(batch, step, 0)
+        self.publish(batch, step, 0, to_graph=to_graph)
 
-    def publish(self, batch: StepBatch, step: DeviceStep, child: int) -> None:
+    def take_inputs(self, step: DeviceStep) -> None:
+        """Launch what takes the inputs of a whole step from its slot: the head of its graph."""
+        self._ops.take_inputs(self._lines[0].ring.slots, self.runs.on_device, step.tensors)
+
+    def taken(self) -> None:
+        """The graph was launched that takes what was published last, if a graph does."""
+        if self._launching is not None:
+            line, _, counts, number = self._launching
+            line.counts, line.number, self.step_number, self._launching = counts, number, number, None
+
+    def publish(self, batch: StepBatch, step: DeviceStep, child: int, *, to_graph: bool = False) -> None:
         """Write the inputs of a child of a step, pads included, to their fixed addresses.
 
         batch: the sequences of this child; a step that is not split is child 0 of itself
+        to_graph: whether a graph comes that takes them if nothing is launched here; taken() follows it
         Raises DeviceFault for an earlier step, unless faults are held.
         """
         if self._launching is not None:
@@ -242,10 +263,19 @@ class Publisher:
         slot, words, raw = line.ring.acquire(parts.floor.stop)
         if words[ECHO]:
             line.look(words, self._found)
+            self.runs.lose_count()  # what was lost may have been the run of a graph
         if self._found:
             self._report_at_once()
+        # The memory of the step before's counts is a graph's too.
+        takes = (
+            to_graph
+            and batch.inputs is HOST_INPUTS
+            and batch.mask is NO_MASK
+            and line.ring.is_fixed
+            and _same(line.counts, step.spaces[0].counts)
+        )
         number = (self.step_number + 1) & INT32_MAX
-        header = slot_header(num_seqs, num_fed, number, num_ids > 0, line.number)
+        header = slot_header(num_seqs, num_fed, number, num_ids > 0, line.number, self.runs.next() if takes else 0)
         # At once, and as bytes: that takes a third of what writing to parts of an array does.
         inputs = b"".join((header, batch.row_bytes, kv_len_bytes, q_len_bytes, batch.token_ids.tobytes()))
         raw[: len(inputs)] = inputs
@@ -255,6 +285,12 @@ class Publisher:
             words[parts.floor] = 0 if batch.inputs.lengths_on_host else self._table.floors(batch.rows)
         to = step.spaces[0]
         counts = to.counts
+        if takes:
+            # One statement, as below; the echo comes last, for the graph of another step may look at the slot.
+            words[ECHO], self._launching = TAKEN_BY_GRAPH, (line, words, counts, number)
+            line.ring.release_to_graph()
+            line.recent.append((number, batch.rows))
+            return
         # One statement: an interrupt comes before all of it or after.
         words[ECHO], self._launching = NO_ECHO, (line, words, counts, number)
         try:
@@ -325,6 +361,7 @@ class Publisher:
     def _settle(self) -> None:
         """Finish a publication that an exception has ended."""
         assert self._launching is not None
+        self.runs.lose_count()
         line, words, counts, number = self._launching
         if line.settle(words, counts, number):
             line.counts, line.number, self.step_number, self._launching = counts, number, number, None
@@ -389,6 +426,11 @@ class Publisher:
             ahead if has_kv_len else 0,
         )
         self._ops.device_inputs(slot, given, to)
+
+
+def _same(counts: Tensor | None, others: Tensor) -> bool:
+    """Whether both are the same memory."""
+    return counts is others or (counts is not None and counts.data_ptr() == others.data_ptr())
 
 
 def _first_draft_step(batch: StepBatch, drafts: Drafts) -> tuple[bytes, bytes]:

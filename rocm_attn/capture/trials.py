@@ -1,0 +1,99 @@
+"""What a graph is while it is tried out: recorded, compared, and not kept yet."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic
+
+from rocm_attn.capture.check import Verdict
+from rocm_attn.hip_graphs.errors import RecordingRefused
+from rocm_attn.hip_graphs.recorder import Recorder, Recording
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step.graph_runs import GraphRuns
+from rocm_attn.step.outputs import Outputs
+
+
+class TakingGraph:
+    """A recording whose head takes the step's inputs: its runs are counted."""
+
+    def __init__(self, recording: Recording, runs: GraphRuns) -> None:
+        self._recording = recording  # which lives as long as it is run
+        self.bytes = recording.bytes
+        self.replay = partial(runs.run, recording.replay)
+
+
+class Once:
+    """What ranks agree on once in each trial, wherever a rank leaves it: that all of them have recorded."""
+
+    def __init__(self, runtime: AttentionRuntime) -> None:
+        self._runtime = runtime
+        self._is_said = False
+
+    def say(self, refusal: str) -> None:
+        """Does nothing if it was said before. Raises RecordingRefused if a rank has refused."""
+        if not self._is_said:
+            self._is_said = True
+            with self._runtime.meetings.waiting(refusal):
+                found = self._runtime.agree({"failure": refusal} if refusal else {})
+            if found:
+                raise RecordingRefused(found["failure"])
+
+
+@dataclass(frozen=True, slots=True)
+class FreshGraph(Generic[Outputs]):
+    """A graph that was not checked yet.
+
+    seconds:       of warm-up and recording
+    stored_layers: as AttentionRuntime.stored_layers, of each step that it replays
+    takes_inputs:  whether its head takes those of its steps
+    """
+
+    recording: Recording
+    outputs: Outputs
+    seconds: float
+    stored_layers: int
+    takes_inputs: bool
+
+    @classmethod
+    def of(
+        cls, recorder: Recorder, fn: Callable[[], Outputs], runtime: AttentionRuntime, *, takes_inputs: bool
+    ) -> FreshGraph[Outputs]:
+        started = time.perf_counter()
+        runtime.graph_runs.lose_count()  # what is recorded is run before
+        recording, outputs = recorder.record(fn)
+        kept = TakingGraph(recording, runtime.graph_runs) if takes_inputs else recording
+        return cls(kept, outputs, time.perf_counter() - started, runtime.stored_layers, takes_inputs)
+
+    def replay(self) -> Outputs:
+        self.recording.replay()
+        return self.outputs
+
+
+@dataclass(frozen=True, slots=True)
+class Trial(Generic[Outputs]):
+    """A graph, or none where there was no room to compare it, and what came of it.
+
+    is_final: whether no other way to make the graph is tried
+    """
+
+    graph: FreshGraph[Outputs] | None
+    verdict: Verdict
+    is_final: bool = False
+
+    @classmethod
+    def refused(cls, reason: str, *, is_final: bool = False) -> Trial[Outputs]:
+        """No graph, for this reason."""
+        return cls(None, Verdict(reason, "", 0.0, bitwise=False), is_final)
+
+    @property
+    def refusal(self) -> str:
+        """Why the graph may not serve, or nothing."""
+        return self.verdict.failure
+
+    @property
+    def is_bitwise(self) -> bool:
+        """Whether the graph gave bitwise what the eager run gave."""
+        return not self.refusal and self.verdict.bitwise

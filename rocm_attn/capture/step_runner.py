@@ -23,12 +23,11 @@ from rocm_attn.capture.check import CaptureCheck, Check, Verdict
 from rocm_attn.capture.graphs import CapturedBucket, CaptureReport, Progress, SkippedBucket, capture_shapes, shape_name
 from rocm_attn.capture.probe_requests import plan_of, typical_q_len
 from rocm_attn.capture.split_forward import Forward, SplitForward, in_batch_order, one_after_the_other
-from rocm_attn.capture.trials import FreshGraph, Once, Trial
+from rocm_attn.capture.trials import FreshGraph, Once, Trial, takes_inputs
 from rocm_attn.errors import DeviceFault, GraphStale, NotCopied, Unsupported
 from rocm_attn.hip_graphs.errors import RecordingRefused, StaleRecording
 from rocm_attn.hip_graphs.graph_cache import Entry, GraphCache
 from rocm_attn.hip_graphs.recorder import Recorder
-from rocm_attn.kernels.metadata.slot_layout import MOST_TAKEN
 from rocm_attn.machine.agreement import alone
 from rocm_attn.machine.watchdog import Watchdog
 from rocm_attn.paging.index_spaces import Space
@@ -538,7 +537,7 @@ class StepRunner(Generic[Outputs]):
             body = partial(self._watched_body, name, split_forward, step)
             refusal = ""
             try:
-                fresh.append(FreshGraph.of(self._recorder, body, self._runtime, takes_inputs=_takes_inputs(step)))
+                fresh.append(FreshGraph.of(self._recorder, body, self._runtime, takes_inputs=takes_inputs(step)))
             except (RecordingRefused, StaleRecording) as refused:
                 refusal = str(refused)
             except Exception as error:  # the eager step may do without what recording lacks
@@ -601,7 +600,7 @@ class StepRunner(Generic[Outputs]):
 
     def _watched_body(self, name: str, split_forward: SplitForward[Outputs], step: Staged) -> Outputs:
         with self._watchdog.watch(f"forward, run for {name},"):
-            if _takes_inputs(step):
+            if takes_inputs(step):
                 self._runtime.take_inputs()
             return self._body_with(split_forward, step)
 
@@ -614,11 +613,6 @@ class StepRunner(Generic[Outputs]):
         self._runtime.graph_users.discard(self)
         if not self._runtime.graph_users:
             self._runtime.give_up_seal()
-
-
-def _takes_inputs(step: Staged) -> bool:
-    """Whether the graph of a step takes its inputs."""
-    return isinstance(step, Step) and step.plan.shape.num_tokens <= MOST_TAKEN
 
 
 class RunsAgain(NamedTuple, Generic[Outputs]):

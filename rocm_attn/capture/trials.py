@@ -11,9 +11,16 @@ from typing import Generic
 from rocm_attn.capture.check import Verdict
 from rocm_attn.hip_graphs.errors import RecordingRefused
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
-from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.kernels.metadata.slot_layout import MOST_TAKEN
+from rocm_attn.runtime import AttentionRuntime, Staged
 from rocm_attn.step.graph_runs import GraphRuns
 from rocm_attn.step.outputs import Outputs
+from rocm_attn.step.step import Step
+
+
+def takes_inputs(step: Staged) -> bool:
+    """Whether the graph of a step takes its inputs."""
+    return isinstance(step, Step) and step.plan.shape.num_tokens <= MOST_TAKEN
 
 
 class TakingGraph:
@@ -62,7 +69,6 @@ class FreshGraph(Generic[Outputs]):
         cls, recorder: Recorder, fn: Callable[[], Outputs], runtime: AttentionRuntime, *, takes_inputs: bool
     ) -> FreshGraph[Outputs]:
         started = time.perf_counter()
-        runtime.graph_runs.lose_count()  # what is recorded is run before
         recording, outputs = recorder.record(fn)
         kept = TakingGraph(recording, runtime.graph_runs) if takes_inputs else recording
         return cls(kept, outputs, time.perf_counter() - started, runtime.stored_layers, takes_inputs)

@@ -236,7 +236,8 @@ class Publisher:
         self.publish(batch, step, 0, to_graph=to_graph)
 
     def take_inputs(self, step: DeviceStep) -> None:
-        """Launch what takes the inputs of a whole step from its slot: the head of its graph."""
+        """Launch what takes the inputs of a whole step from its slot: the head of its graph, to be recorded."""
+        self.runs.lose_count()  # what is recorded may be run before
         self._ops.take_inputs(self._lines[0].ring.slots, self.runs.on_device, step.tensors)
 
     def taken(self) -> None:

@@ -315,7 +315,15 @@ class AttentionRuntime:
 
         takers: plans whose graphs take the inputs where nothing publishes them, and are what is run then
         """
-        return self._planned(partial(self._stage_whole, takers=takers), batch, pad_to, 1, of_drafts=False)
+        self._begin("a step cannot begin")
+        try:
+            if batch.drafts is not NO_DRAFTS:
+                raise BadBatch(_NO_STEP)
+            refusal = self._checked(batch)
+            return self._stage_whole(batch, self._planner.plan(batch, pad_to, 1), refusal, takers)
+        except BaseException:
+            self.end_step()
+            raise
 
     def take_inputs(self) -> None:
         """The head of a graph of the whole step that was staged: it takes the inputs that stage() leaves to it."""
@@ -436,9 +444,7 @@ class AttentionRuntime:
         self._check_batch(batch)
         return "" if self.table.tokens.goes_on(batch) else self._check_tokens(batch)
 
-    def _stage_whole(
-        self, batch: StepBatch, plan: StepPlan, refusal: str, *, takers: Collection[StepPlan] = ()
-    ) -> Step:
+    def _stage_whole(self, batch: StepBatch, plan: StepPlan, refusal: str, takers: Collection[StepPlan] = ()) -> Step:
         if self._evict is not None:
             self._evict(batch)
         with on_device(self.device):

@@ -270,8 +270,7 @@ class Publisher:
         # The memory of the step before's counts is a graph's too.
         takes = (
             to_graph
-            and batch.inputs is HOST_INPUTS
-            and batch.mask is NO_MASK
+            and (batch.is_plain or (batch.inputs is HOST_INPUTS and batch.mask is NO_MASK))
             and line.ring.is_fixed
             and _same(line.counts, step.spaces[0].counts)
         )

@@ -332,6 +332,7 @@ class Publisher:
         """Find everything that went wrong in steps and was not reported yet. The device has nothing left to do."""
         if self._launching is not None:
             self._settle()
+        self.runs.lose_count()  # it costs nothing here, and a lost run ends here
         for line in self._lines:
             line.find_all(self._found, self._of_last_step)
 

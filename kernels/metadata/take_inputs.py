@@ -56,7 +56,7 @@ def _take_inputs_kernel(
     other_is_due = (tl.load(other + _ECHO) == _TAKEN_BY_GRAPH) & (tl.load(other + _RUNS_BEFORE) == run)
     # Every thread has read the count before one writes it.
     tl.debug_barrier()
-    tl.store(runs, (run + 1) & _MOST_RUNS)
+    tl.store(runs, tl.where(run == _MOST_RUNS, 0, run + 1))
     if first_is_due | other_is_due:
         slot = slots + slot_words * other_is_due.to(tl.int32)
         write_inputs(

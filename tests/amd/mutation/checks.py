@@ -517,7 +517,7 @@ def take_inputs(memory: Memory) -> None:
         inputs = 4, 5, 30, 40, 1, 2, 11, 12, 13, 16, 32, 1, 2
         slots = [[2, 3, 9, 1, 8, TAKEN_BY_GRAPH, -1, runs_before, *inputs] for runs_before in (6, 5)]
         outputs = [torch.stack([ints(slot) for slot in slots]), ints([run]), ints([6, 6, 8, 2])]
-        outputs += [garbage(size) for size in (4, 5, 5, 5, 5, 7)]
+        outputs += [garbage(size) for size in (5, 5, 5, 5, 5, 7)]
         of = of_take_inputs(launch_take_inputs, Pads(5, 0)), of_take_inputs(twins.take_inputs, Pads(5, 0))
         assert_same(memory, *of, [], outputs)
 

@@ -26,7 +26,7 @@ from rocm_attn.errors import BadBatch, DeviceFault, NeverFits, NotCopied, WrongS
 from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.speculative.arguments import Accepted
 from rocm_attn.machine.agreement import Agree, Agreement, alone
-from rocm_attn.machine.devices import StreamOrder, on_device, with_index
+from rocm_attn.machine.devices import StreamOrder, is_current, on_device, with_index
 from rocm_attn.machine.target import Target
 from rocm_attn.paging.canary import what_was_written
 from rocm_attn.paging.index_spaces import Space
@@ -401,10 +401,7 @@ class AttentionRuntime:
             raise
 
     def stage_as(self, shape: PaddedShape, batch: StepBatch, takers: Collection[StepPlan] = ()) -> Staged:
-        """Stage a batch whole or split, at a padded shape. takers: as in stage()
-
-        Raises NeverFits where it does not fit that shape.
-        """
+        """As stage(), whole or split, at a padded shape. Raises NeverFits where the batch does not fit that."""
         return self._stage(batch, shape, lambda: self._planner.plan_as(batch, shape), takers)
 
     def stage_like(self, plan: StepPlan, batch: StepBatch) -> Staged:
@@ -444,14 +441,16 @@ class AttentionRuntime:
         return "" if self.table.tokens.goes_on(batch) else self._check_tokens(batch)
 
     def _stage_whole(self, batch: StepBatch, plan: StepPlan, refusal: str, takers: Collection[StepPlan] = ()) -> Step:
+        if not is_current(self.device):
+            with on_device(self.device):
+                return self._stage_whole(batch, plan, refusal, takers)
         if self._evict is not None:
             self._evict(batch)
-        with on_device(self.device):
-            self._streams.follow()
-            self.repeatable = None
-            (child,) = self.core.memory.device_steps(plan)
-            self._publisher.apply_table_changes()
-            self._publisher.publish_whole(batch, child, to_graph=plan in takers and not refusal)
+        self._streams.follow()
+        self.repeatable = None
+        (child,) = self.core.memory.device_steps(plan)
+        self._publisher.apply_table_changes()
+        self._publisher.publish_whole(batch, child, to_graph=plan in takers and not refusal)
         # What may not store does not go on without the host. Pages that leave a window meanwhile stay with their rows.
         self.repeatable = (batch, plan, child) if not refusal else None
         return self._staged_whole(batch, plan, child, refusal)

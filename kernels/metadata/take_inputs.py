@@ -1,4 +1,4 @@
-"""Take a step's inputs from pinned host memory at the head of its graph, so that the host launches nothing but the graph.
+"""Take a step's inputs from pinned host memory at the head of its graph: the host launches nothing but the graph.
 
 A graph has fixed arguments, and its slots come in turn: the kernel counts the runs of graphs on the device, and a slot
 that a graph is to take says how many runs come before. A run for which no slot is due takes nothing: its inputs were
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rocm_attn.kernels.launch import launch
+from rocm_attn.kernels.launch import launch, only_launches
 from rocm_attn.kernels.metadata import error_word, slot_layout
 from rocm_attn.kernels.metadata.echo_step import echo_step_before
 from rocm_attn.kernels.metadata.publish import write_inputs
@@ -86,6 +86,7 @@ def _take_inputs_kernel(
         tl.store(counts + word, words)
 
 
+@only_launches
 def launch_take_inputs(slots: Tensor, runs: Tensor, to: StepTensors) -> None:
     """As launch_publish, of the slot that is due in this run, if there is one; the counts of the step before are
     to.counts. At most MOST_TAKEN padded sequences and tokens. May be recorded.

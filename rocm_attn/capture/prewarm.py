@@ -195,7 +195,7 @@ def _run(runtime: AttentionRuntime, q_len: list[int], shape: PaddedShape) -> Non
 def _run_step(runtime: AttentionRuntime, batch: StepBatch, pad_to: PadTo) -> None:
     step = runtime.begin_step(batch, pad_to)
     try:
-        if takes_inputs(step):
+        if takes_inputs(runtime, step):
             runtime.take_inputs()
         _attend_all(runtime, step)
     finally:

@@ -537,7 +537,9 @@ class StepRunner(Generic[Outputs]):
             body = partial(self._watched_body, name, split_forward, step)
             refusal = ""
             try:
-                fresh.append(FreshGraph.of(self._recorder, body, self._runtime, takes_inputs=takes_inputs(step)))
+                fresh.append(
+                    FreshGraph.of(self._recorder, body, self._runtime, takes_inputs=takes_inputs(self._runtime, step))
+                )
             except (RecordingRefused, StaleRecording) as refused:
                 refusal = str(refused)
             except Exception as error:  # the eager step may do without what recording lacks
@@ -600,7 +602,7 @@ class StepRunner(Generic[Outputs]):
 
     def _watched_body(self, name: str, split_forward: SplitForward[Outputs], step: Staged) -> Outputs:
         with self._watchdog.watch(f"forward, run for {name},"):
-            if takes_inputs(step):
+            if takes_inputs(self._runtime, step):
                 self._runtime.take_inputs()
             return self._body_with(split_forward, step)
 

@@ -11,6 +11,7 @@ from typing import Generic
 from rocm_attn.capture.check import Verdict
 from rocm_attn.hip_graphs.errors import RecordingRefused
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
+from rocm_attn.kernels.launch import does_only_launch
 from rocm_attn.kernels.metadata.slot_layout import MOST_TAKEN
 from rocm_attn.runtime import AttentionRuntime, Staged
 from rocm_attn.step.graph_runs import GraphRuns
@@ -18,9 +19,11 @@ from rocm_attn.step.outputs import Outputs
 from rocm_attn.step.step import Step
 
 
-def takes_inputs(step: Staged) -> bool:
-    """Whether the graph of a step takes its inputs."""
-    return isinstance(step, Step) and step.plan.shape.num_tokens <= MOST_TAKEN
+def takes_inputs(runtime: AttentionRuntime, step: Staged) -> bool:
+    """Whether the graph of a step takes its inputs: twins cannot in a device's graph, for they ask the host."""
+    if not isinstance(step, Step) or step.plan.shape.num_tokens > MOST_TAKEN:
+        return False
+    return runtime.device.type == "cpu" or does_only_launch(runtime.core.ops.take_inputs)
 
 
 class TakingGraph:

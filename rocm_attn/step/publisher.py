@@ -257,12 +257,12 @@ class Publisher:
             self._settle()
         num_seqs, num_ids, num_fed = batch.num_seqs, len(batch.token_ids), batch.num_tokens
         kv_len_bytes, q_len_bytes = batch.kv_len_bytes, batch.q_len_bytes
-        if isinstance(batch.drafts, Drafts):  # the device derives the others from the first draft step
+        if not batch.is_plain and isinstance(batch.drafts, Drafts):  # the device derives the others from the first step
             num_fed, kv_len_bytes, q_len_bytes = batch.num_fed, *_first_draft_step(batch, batch.drafts)
         line = self._lines[child]
         parts = slot_parts(num_seqs, num_ids)
         slot, words, raw = line.ring.acquire(parts.floor.stop)
-        if words[ECHO]:
+        if words.item(ECHO):
             line.look(words, self._found)
             self.runs.lose_count()  # what was lost may have been the run of a graph
         if self._found:
@@ -281,8 +281,6 @@ class Publisher:
         raw[: len(inputs)] = inputs
         if isinstance(batch.prefixes, SharedPrefixes):
             words[parts.prefix_len], words[parts.group_end] = batch.prefixes.prefix_len, batch.prefixes.group_end
-        if isinstance(batch.inputs, DeviceInputs):
-            words[parts.floor] = 0 if batch.inputs.lengths_on_host else self._table.floors(batch.rows)
         to = step.spaces[0]
         counts = to.counts
         if takes:
@@ -291,6 +289,8 @@ class Publisher:
             line.ring.release_to_graph()
             line.recent.append((number, batch.rows))
             return
+        if isinstance(batch.inputs, DeviceInputs):
+            words[parts.floor] = 0 if batch.inputs.lengths_on_host else self._table.floors(batch.rows)
         # One statement: an interrupt comes before all of it or after.
         words[ECHO], self._launching = NO_ECHO, (line, words, counts, number)
         try:

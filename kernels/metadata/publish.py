@@ -24,23 +24,16 @@ _ERROR_WORD = tl.constexpr(error_word.ERROR_WORD)
 
 
 @triton.jit
-def write_inputs(
-    slot,
-    i,
-    row_of_seq,
-    kv_len,
-    q_len,
-    prefix_len,
-    group_end,
-    token_ids,
-    num_seqs_padded,
-    num_tokens_padded,
-    pad_kv_len,
-    pad_q_len,
-    HEADER: tl.constexpr,
-    WITH_PREFIXES: tl.constexpr,
-):
-    """Write the sequences and tokens i of a slot to the step's inputs, and pads after them."""
+def write_inputs(slot, i, to, padded_sizes, pads, HEADER: tl.constexpr, WITH_PREFIXES: tl.constexpr):
+    """Write the sequences and tokens i of a slot to the step's inputs, and pads after them.
+
+    to:           row_of_seq, kv_len, q_len, prefix_len, group_end, token_ids
+    padded_sizes: sequences, tokens
+    pads:         kv_len, q_len
+    """
+    row_of_seq, kv_len, q_len, prefix_len, group_end, token_ids = to
+    num_seqs_padded, num_tokens_padded = padded_sizes
+    pad_kv_len, pad_q_len = pads
     num_seqs = tl.load(slot)
     num_tokens = tl.load(slot + 1)
     num_token_ids = num_tokens * tl.load(slot + 3)
@@ -84,22 +77,9 @@ def _publish_kernel(
     BLOCK: tl.constexpr,
 ):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    write_inputs(
-        slot,
-        i,
-        row_of_seq,
-        kv_len,
-        q_len,
-        prefix_len,
-        group_end,
-        token_ids,
-        num_seqs_padded,
-        num_tokens_padded,
-        pad_kv_len,
-        pad_q_len,
-        HEADER,
-        WITH_PREFIXES,
-    )
+    to = (row_of_seq, kv_len, q_len, prefix_len, group_end, token_ids)
+    padded_sizes = (num_seqs_padded, num_tokens_padded)
+    write_inputs(slot, i, to, padded_sizes, (pad_kv_len, pad_q_len), HEADER, WITH_PREFIXES)
     if tl.program_id(0) == 0:
         # Only this program touches counts.
         echo_step_before(slot, counts_before)

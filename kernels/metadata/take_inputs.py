@@ -59,22 +59,9 @@ def _take_inputs_kernel(
     tl.store(runs, tl.where(run == _MOST_RUNS, 0, run + 1))
     if first_is_due | other_is_due:
         slot = slots + slot_words * other_is_due.to(tl.int32)
-        write_inputs(
-            slot,
-            tl.arange(0, BLOCK),
-            row_of_seq,
-            kv_len,
-            q_len,
-            prefix_len,
-            group_end,
-            token_ids,
-            num_seqs_padded,
-            num_tokens_padded,
-            pad_kv_len,
-            pad_q_len,
-            HEADER,
-            WITH_PREFIXES,
-        )
+        to = (row_of_seq, kv_len, q_len, prefix_len, group_end, token_ids)
+        padded_sizes = (num_seqs_padded, num_tokens_padded)
+        write_inputs(slot, tl.arange(0, BLOCK), to, padded_sizes, (pad_kv_len, pad_q_len), HEADER, WITH_PREFIXES)
         word = tl.arange(0, COUNTS)
         # No error yet; in the slot the word says whether ids follow.
         words = tl.load(slot + word, mask=word != _ERROR_WORD, other=0)

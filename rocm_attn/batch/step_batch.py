@@ -122,8 +122,7 @@ class StepBatch:
         self.mask = mask
         self.prefixes = prefixes
         self.drafts = drafts
-        self.num_seqs = num_seqs
-        self.num_tokens = num_tokens
+        self.num_seqs, self.num_tokens = num_seqs, num_tokens
         self.num_fed = fed
         self.max_q_len = most
         self.min_q_len = fewest

@@ -295,23 +295,28 @@ class Publisher:
         words[ECHO], self._launching = NO_ECHO, (line, words, counts, number)
         try:
             self._ops.publish(slot, counts if line.counts is None else line.counts, to)
-            if isinstance(batch.inputs, DeviceInputs):
-                ahead = batch.inputs.ahead - (batch.num_tokens - num_fed) // max(1, num_seqs)
-                self._place(batch.inputs, ahead, self._parts_in(slot, num_seqs, num_ids), slot, to)
-            if isinstance(batch.mask, StepMask):
-                mask = batch.mask
-                bits = mask.bits[: bytes_of_cells(mask.num_cells(batch.kv_len, batch.q_len))]
-                for tensors, window_left in step.windows:
-                    self._ops.place_mask(bits, mask.positions, mask.keys_before, window_left, tensors)
-            elif isinstance(batch.mask, TreeMask):
-                for tensors, window_left in step.windows:
-                    self._ops.place_trees(batch.mask.parents, 0, window_left, tensors)
+            self._place_others(batch, slot, step, num_fed)
         finally:
             line.ring.release()
         line.recent.append((number, batch.rows))
         line.counts, line.number, self.step_number, self._launching = counts, number, number, None
         if child:
             self._steps_to_answer = _STEPS_TO_ANSWER
+
+    def _place_others(self, batch: StepBatch, slot: Tensor, step: DeviceStep, num_fed: int) -> None:
+        """Launch what puts a batch's inputs on the device, and its mask, in the place of what was published."""
+        if isinstance(batch.inputs, DeviceInputs):
+            in_slot = self._parts_in(slot, batch.num_seqs, len(batch.token_ids))
+            ahead = batch.inputs.ahead - (batch.num_tokens - num_fed) // max(1, batch.num_seqs)
+            self._place(batch.inputs, ahead, in_slot, slot, step.spaces[0])
+        if isinstance(batch.mask, StepMask):
+            mask = batch.mask
+            bits = mask.bits[: bytes_of_cells(mask.num_cells(batch.kv_len, batch.q_len))]
+            for tensors, window_left in step.windows:
+                self._ops.place_mask(bits, mask.positions, mask.keys_before, window_left, tensors)
+        elif isinstance(batch.mask, TreeMask):
+            for tensors, window_left in step.windows:
+                self._ops.place_trees(batch.mask.parents, 0, window_left, tensors)
 
     def disregard(self, num_children: int) -> None:
         """What the device has found wrong with the inputs published last is not reported: their step is not run."""

@@ -44,10 +44,8 @@ from rocm_attn.kernels.metadata.pack_mask import launch_pack_mask
 from rocm_attn.kernels.metadata.place_mask import launch_place_mask
 from rocm_attn.kernels.metadata.publish import launch_publish
 from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
-from rocm_attn.kernels.metadata.slot_layout import TAKEN_BY_GRAPH
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, FIELDS, Pads
 from rocm_attn.kernels.metadata.table_update import launch_table_update
-from rocm_attn.kernels.metadata.take_inputs import launch_take_inputs
 from rocm_attn.kernels.metadata.take_slots import launch_take_slots
 from rocm_attn.kernels.refs import cache as cache_twins
 from rocm_attn.kernels.refs import engine_metadata, schedules
@@ -73,7 +71,6 @@ from tests.amd.kernels.launches_of_tensors import (
     of_pages,
     of_place_mask,
     of_publish,
-    of_take_inputs,
 )
 from tests.amd.mutation.asks_checks import ASKS_CHECKS
 from tests.amd.mutation.coded_pages import PAGE_SIZE, coded_pages, of_coded_pages
@@ -85,6 +82,7 @@ from tests.amd.mutation.picks_check import pick_rows
 from tests.amd.mutation.segment_parts_check import segment_parts
 from tests.amd.mutation.sparse_checks import SPARSE_CHECKS
 from tests.amd.mutation.speculative_checks import SPECULATIVE_CHECKS
+from tests.amd.mutation.take_check import take_inputs
 from tests.amd.vectorised import vectorised_keys, vectorised_values
 
 CPU = torch.device("cpu")
@@ -509,17 +507,6 @@ def publish(memory: Memory) -> None:
         slot = ints([2, 3, 9, has_ids, 8, -1, -1, 0, 4, 5, 30, 40, 1, 2, *[11, 12, 13] * has_ids, 16, 32, 1, 2])
         outputs = [slot, ints([6, 6, 8, 2]), *(garbage(size) for size in (4, 5, 5, 5, 5, 5, 7))]
         assert_same(memory, of_publish(launch_publish, Pads(5, 0)), of_publish(twins.publish, Pads(5, 0)), [], outputs)
-
-
-def take_inputs(memory: Memory) -> None:
-    """As publish, of the second slot, which is due, and of none."""
-    for run in (5, 7):
-        inputs = 4, 5, 30, 40, 1, 2, 11, 12, 13, 16, 32, 1, 2
-        slots = [[2, 3, 9, 1, 8, TAKEN_BY_GRAPH, -1, runs_before, *inputs] for runs_before in (6, 5)]
-        outputs = [torch.stack([ints(slot) for slot in slots]), ints([run]), ints([6, 6, 8, 2])]
-        outputs += [garbage(size) for size in (5, 5, 5, 5, 5, 7)]
-        of = of_take_inputs(launch_take_inputs, Pads(5, 0)), of_take_inputs(twins.take_inputs, Pads(5, 0))
-        assert_same(memory, *of, [], outputs)
 
 
 def place_mask(memory: Memory) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol, TypeVar
 
 T = TypeVar("T")
@@ -75,3 +76,24 @@ class InTurn:
         """As Recording.replay."""
         for recording in self._recordings:
             recording.replay()
+
+
+class CountedRecording:
+    """A recording whose replays somebody counts, those too in which it is a part of another.
+
+    run: is given what replays it, and calls that once
+    """
+
+    def __init__(self, recording: Recording, run: Callable[[Callable[[], object]], None]) -> None:
+        self.recording, self._run = recording, run
+        self.bytes = recording.bytes
+        self.replay = partial(run, recording.replay)
+
+    def counts(self, joined: Recording) -> CountedRecording:
+        """A recording of which this one is a part."""
+        return CountedRecording(joined, self._run)
+
+
+def uncounted(recording: Recording) -> Recording:
+    """A recording, without what counts it."""
+    return recording.recording if isinstance(recording, CountedRecording) else recording

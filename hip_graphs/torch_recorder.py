@@ -14,7 +14,7 @@ import torch
 
 from rocm_attn.hip_graphs.driver_graphs import DriverGraph, DriverRefused, GraphCalls, graph_calls
 from rocm_attn.hip_graphs.record_guard import RecordGuard
-from rocm_attn.hip_graphs.recorder import InTurn, Recording
+from rocm_attn.hip_graphs.recorder import CountedRecording, InTurn, Recording, uncounted
 
 T = TypeVar("T")
 
@@ -100,7 +100,7 @@ class TorchRecorder:
 
     def join(self, recordings: Sequence[Recording]) -> Recording:
         """As Joiner.join. They are replayed in turn where torch keeps no graphs, or the driver cannot join these."""
-        graphs = [recording.graph for recording in recordings if isinstance(recording, TorchRecording)]
+        graphs = [each.graph for each in map(uncounted, recordings) if isinstance(each, TorchRecording)]
         if not _KEEPS_GRAPHS or len(graphs) < len(recordings):
             return InTurn(recordings)
         try:
@@ -108,7 +108,11 @@ class TorchRecorder:
                 graph = DriverGraph(_calls(), [each.raw_cuda_graph() for each in graphs])
         except DriverRefused:
             return InTurn(recordings)
-        return JoinedRecording(graph, self.device, recordings)
+        joined: Recording = JoinedRecording(graph, self.device, recordings)
+        for each in recordings:
+            if isinstance(each, CountedRecording):
+                joined = each.counts(joined)
+        return joined
 
     def release_memory(self) -> None:
         """As Recorder.release_memory; memory of warm-ups goes back even while recordings live."""

@@ -10,8 +10,7 @@ end_step     host only
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NoReturn, TypeVar
@@ -27,7 +26,7 @@ from rocm_attn.errors import BadBatch, DeviceFault, NeverFits, NotCopied, WrongS
 from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.speculative.arguments import Accepted
 from rocm_attn.machine.agreement import Agree, Agreement, alone
-from rocm_attn.machine.devices import StreamOrder, on_device, with_index
+from rocm_attn.machine.devices import StreamOrder, is_current, on_device, with_index
 from rocm_attn.machine.target import Target
 from rocm_attn.paging.canary import what_was_written
 from rocm_attn.paging.index_spaces import Space
@@ -113,18 +112,17 @@ class AttentionRuntime:
         self._stores = StepStores(len(problems) + len(selecting.indexed), self.table.tokens, require_stored)
         # (layers): the staged step is about to be run by a graph that stores in these; raises as store and attend do.
         self.begin_replay = self._stores.before_replay
-        # (layers): the graph was launched, and has stored in these.
-        self.end_replay = self._stores.after_replay
         self._selections = StepSelections(selecting, guards.step.layers.selection_of)
         self._selects = bool(selecting.indexed)
         self._evict = guards.batch.evict(self.table) if windows else None
         self._publisher = Publisher(
             core.ops, self.table, self.pool, guards.publishing, holds_faults=self.meetings.holds_faults
         )
+        self.graph_runs = self._publisher.runs
         self._planner = core.new_planner(options.padding(problems))
         # Those that make graphs of this runtime's steps.
         self.graph_users: weakref.WeakSet[object] = weakref.WeakSet()
-        self._holder, self._state = StepHolder(), StepState.IDLE
+        self._holder = StepHolder()
         # The number of the seal on the addresses that graphs read; 0 while there is none. Every seal has another one:
         # what was captured under one is void under the next.
         self._num_seals = self.seal_number = 0
@@ -164,7 +162,7 @@ class AttentionRuntime:
         Values are copied, to the place that graphs read. Only while no request is admitted and no page is kept: codes
         that are stored would be worth something else. Raises BadTensor, WrongState; nothing has changed then.
         """
-        with self._idle("factors of K and V cannot change"), on_device(self.device):
+        with self._holder.idle("factors of K and V cannot change"), on_device(self.device):
             k, v = scales.of(layer, self.core.layers.problem(layer))
             if not self.table.is_empty:
                 raise WrongState(
@@ -212,7 +210,7 @@ class AttentionRuntime:
         goes idle: while steps run, stage() or meet() reports a fault some steps later by itself, but no step comes to
         report the last ones. One DeviceFault names all faults.
         """
-        with self._alone("the device cannot be asked"):
+        with self._holder.alone("the device cannot be asked"):
             self._find_faults()
             found = list(self._publisher.found)
             written = what_was_written(self.table, self.pool, range(len(self.core.layers)))
@@ -231,13 +229,13 @@ class AttentionRuntime:
 
     def report_faults(self) -> None:
         """As check_device, of steps alone: what padded sequences read is not looked at."""
-        with self._alone("the device cannot be asked"):
+        with self._holder.alone("the device cannot be asked"):
             self._find_faults()
         self._publisher.report(self.meetings.all_faults(self.step_number, self._publisher.found))
 
     def report_own_faults(self) -> None:
         """As report_faults, of this rank alone: for steps that were tried out, which ranks may break off apart."""
-        with self._alone("the device cannot be asked"):
+        with self._holder.alone("the device cannot be asked"):
             self._find_faults()
         self._publisher.report(self._publisher.found)
 
@@ -246,7 +244,7 @@ class AttentionRuntime:
 
         For after steps that were tried out.
         """
-        with self._alone("the device cannot be asked"):
+        with self._holder.alone("the device cannot be asked"):
             self._find_faults()
             self._publisher.forget_faults()
 
@@ -279,7 +277,7 @@ class AttentionRuntime:
         self._stores.before_move()
         with on_device(self.device):
             # After its step a move follows all of it, and the next step follows the move.
-            (self._streams.follow if self._state is StepState.IDLE else self._streams.join)()
+            (self._streams.follow if self._holder.state is StepState.IDLE else self._streams.join)()
 
     def begin_split_step(self, batch: StepBatch, pad_to: PadTo | None = None) -> SplitStep:
         """As begin_step, in two halves; store and attend with their `layers`, in any order of the two.
@@ -311,9 +309,31 @@ class AttentionRuntime:
             self.end_step()
             raise
 
-    def stage(self, batch: StepBatch, pad_to: PadTo | None = None) -> Step:
-        """The part of begin_step that runs before a graph: check, plan, update the table, publish the inputs."""
-        return self._planned(self._stage_whole, batch, pad_to, 1, of_drafts=False)
+    def stage(self, batch: StepBatch, pad_to: PadTo | None = None, takers: Collection[StepPlan] = ()) -> Step:
+        """The part of begin_step that runs before a graph: check, plan, update the table, publish the inputs.
+
+        takers: plans whose graphs take the inputs where nothing publishes them, and are what is run then
+        """
+        self._holder.begin("a step cannot begin")
+        try:
+            if batch.drafts is not NO_DRAFTS:
+                raise BadBatch(_NO_STEP)
+            refusal = self._checked(batch)
+            return self._stage_whole(batch, self._planner.plan(batch, pad_to, 1), refusal, takers)
+        except BaseException:
+            self.end_step()
+            raise
+
+    def take_inputs(self) -> None:
+        """The head of a graph of the whole step that was staged: it takes the inputs that stage() leaves to it."""
+        with on_device(self.device):
+            self._streams.join()
+            self._publisher.take_inputs(self._children[0])
+
+    def end_replay(self, layers: int) -> None:
+        """The graph of the staged step was launched; it has stored in these layers."""
+        self._stores.after_replay(layers)
+        self._publisher.taken()
 
     def stage_again(self) -> Step:
         """As stage(), of the whole step that was staged last, with its number: it runs on what its inputs hold by now.
@@ -323,7 +343,7 @@ class AttentionRuntime:
         so.
         Raises WrongState where no such step was staged last, or its addresses were given up.
         """
-        self._begin("a step cannot begin")
+        self._holder.begin("a step cannot begin")
         try:
             return self._staged_whole(*self._begun_again(), "")
         except BaseException:
@@ -335,7 +355,7 @@ class AttentionRuntime:
 
         The graph has stored what it stores in the same step before: nothing of that is looked at again.
         """
-        self._begin("a step cannot begin")
+        self._holder.begin("a step cannot begin")
         try:
             self._begun_again()
             replay()
@@ -370,7 +390,7 @@ class AttentionRuntime:
 
         of_drafts: whether it is a round of drafts
         """
-        self._begin("a step cannot begin")
+        self._holder.begin("a step cannot begin")
         try:
             if (batch.drafts is not NO_DRAFTS) is not of_drafts:
                 raise BadBatch(_NO_ROUND if of_drafts else _NO_STEP)
@@ -380,16 +400,22 @@ class AttentionRuntime:
             self.end_step()
             raise
 
-    def stage_as(self, shape: PaddedShape, batch: StepBatch) -> Staged:
-        """Stage a batch whole or split, at a padded shape. Raises NeverFits where it does not fit that."""
-        return self._stage(batch, shape, lambda: self._planner.plan_as(batch, shape))
+    def stage_as(self, shape: PaddedShape, batch: StepBatch, takers: Collection[StepPlan] = ()) -> Staged:
+        """As stage(), whole or split, at a padded shape. Raises NeverFits where the batch does not fit that."""
+        return self._stage(batch, shape, lambda: self._planner.plan_as(batch, shape), takers)
 
     def stage_like(self, plan: StepPlan, batch: StepBatch) -> Staged:
         """As stage_as, by the plan of another step, whose bounds on lengths the batch is within."""
         return self._stage(batch, plan.shape, lambda: plan)
 
-    def _stage(self, batch: StepBatch, shape: PaddedShape, plan_of_step: Callable[[], StepPlan]) -> Staged:
-        self._begin("a step cannot begin")
+    def _stage(
+        self,
+        batch: StepBatch,
+        shape: PaddedShape,
+        plan_of_step: Callable[[], StepPlan],
+        takers: Collection[StepPlan] = (),
+    ) -> Staged:
+        self._holder.begin("a step cannot begin")
         try:
             if not fits(batch, shape):
                 raise NeverFits(
@@ -398,15 +424,15 @@ class AttentionRuntime:
                 )
             refusal = self._checked(batch)
             plan = plan_of_step()
-            return self._staged_by(plan)(batch, plan, refusal)
+            return self._staged_by(plan, takers)(batch, plan, refusal)
         except BaseException:
             self.end_step()
             raise
 
-    def _staged_by(self, plan: StepPlan) -> Callable[[StepBatch, StepPlan, str], Staged]:
+    def _staged_by(self, plan: StepPlan, takers: Collection[StepPlan]) -> Callable[[StepBatch, StepPlan, str], Staged]:
         """What stages the steps of a plan."""
         if plan.shape.drafts is NO_DRAFTS:
-            return self._stage_whole if plan.shape.num_halves == 1 else self._stage_halves
+            return partial(self._stage_whole, takers=takers) if plan.shape.num_halves == 1 else self._stage_halves
         return self._stage_round if plan.shape.num_halves == 1 else self._stage_split_round
 
     def _checked(self, batch: StepBatch) -> str:
@@ -414,22 +440,24 @@ class AttentionRuntime:
         self._check_batch(batch)
         return "" if self.table.tokens.goes_on(batch) else self._check_tokens(batch)
 
-    def _stage_whole(self, batch: StepBatch, plan: StepPlan, refusal: str) -> Step:
+    def _stage_whole(self, batch: StepBatch, plan: StepPlan, refusal: str, takers: Collection[StepPlan] = ()) -> Step:
+        if not is_current(self.device):
+            with on_device(self.device):
+                return self._stage_whole(batch, plan, refusal, takers)
         if self._evict is not None:
             self._evict(batch)
-        with on_device(self.device):
-            self._streams.follow()
-            self.repeatable = None
-            (child,) = self.core.memory.device_steps(plan)
-            self._publisher.apply_table_changes()
-            self._publisher.publish_whole(batch, child)
+        self._streams.follow()
+        self.repeatable = None
+        (child,) = self.core.memory.device_steps(plan)
+        self._publisher.apply_table_changes()
+        self._publisher.publish_whole(batch, child, to_graph=plan in takers and not refusal)
         # What may not store does not go on without the host. Pages that leave a window meanwhile stay with their rows.
         self.repeatable = (batch, plan, child) if not refusal else None
         return self._staged_whole(batch, plan, child, refusal)
 
     def _staged_whole(self, batch: StepBatch, plan: StepPlan, child: DeviceStep, refusal: str) -> Step:
         """The step whose inputs are where the device reads them."""
-        self._plan, self._children, self._state = plan, (child,), StepState.STAGED
+        self._plan, self._children, self._holder.state = plan, (child,), StepState.STAGED
         self._stores.begin(batch, 1, refusal)
         if self._selects:
             self._selections.begin(1)
@@ -489,7 +517,7 @@ class AttentionRuntime:
             else:
                 for half, part in enumerate(batches):
                     self._publisher.publish(part, children[half * len(children) // len(batches)], half)
-        self._plan, self._children, self._state = plan, children, StepState.STAGED
+        self._plan, self._children, self._holder.state = plan, children, StepState.STAGED
         self._stores.begin(batch, len(children), refusal)
         self._selections.begin(len(children))
         return children
@@ -517,7 +545,7 @@ class AttentionRuntime:
             self.core.fill(self._children, self._plan)
         for drafts in self._rounds:
             drafts.begin()
-        self._state = StepState.RUNNING
+        self._holder.state = StepState.RUNNING
 
     def running(self, half: int) -> LayerCalls:
         """The `layers` of the step that was begun, or of a half of it (0 or 1). Raises WrongState."""
@@ -526,7 +554,7 @@ class AttentionRuntime:
         raise WrongState(
             "the step has no second half; begin it with begin_split_step()"
             if self._layers
-            else f"store and attend need a running step, but {self._state.value}; call begin_step() first"
+            else f"store and attend need a running step, but {self._holder.state.value}; call begin_step() first"
         )
 
     def end_step(self) -> None:
@@ -537,13 +565,13 @@ class AttentionRuntime:
         """
         if self._holder.is_mine:
             self._stores.end()
-            self._state = StepState.IDLE
+            self._holder.state = StepState.IDLE
             self._plan, self._children, self._layers, self._rounds, self._who_runs = None, (), (), (), None
             self._holder.give_back()
 
     def abandon_step(self) -> None:
         """Close a step that was staged and is not run. A fault in its inputs is reported when they come again."""
-        if self._holder.is_mine and self._state is StepState.STAGED:
+        if self._holder.is_mine and self._holder.state is StepState.STAGED:
             with on_device(self.device):
                 assert self._plan is not None
                 self._publisher.disregard(self._plan.shape.num_halves)
@@ -552,12 +580,12 @@ class AttentionRuntime:
     def require_idle(self) -> None:
         """Raise WrongState if a step is begun, here or in another thread."""
         if self._holder.is_taken:
-            self._begin("a step cannot begin")
+            self._holder.begin("a step cannot begin")
             self._holder.give_back()
 
     def seal(self) -> None:
         """Fix the addresses that graphs read, at the size of the largest capture. Growing them raises afterwards."""
-        with self._idle("addresses cannot be sealed"), on_device(self.device):
+        with self._holder.idle("addresses cannot be sealed"), on_device(self.device):
             if self.seal_number == 0:
                 self._seal()
 
@@ -566,14 +594,14 @@ class AttentionRuntime:
 
         Raises BadSetting, WrongState, and DeviceFault as check_device(); nothing has changed then.
         """
-        with self._idle("addresses cannot be given up"), on_device(self.device):
+        with self._holder.idle("addresses cannot be given up"), on_device(self.device):
             padding = self._padding_for(capture_sizes, capture_tokens)
             self.check_device()
             self._change(padding, self.core.memory.new_part())
 
     def give_up_seal(self) -> None:
         """As unseal, for the same capture sizes, and without asking the device: later steps report its faults."""
-        with self._idle("addresses cannot be given up"), on_device(self.device):
+        with self._holder.idle("addresses cannot be given up"), on_device(self.device):
             self._change(self.padding, self.core.memory.new_part())
 
     def reseal(self, capture_sizes: Sequence[int], capture_tokens: Sequence[int] = (1,)) -> None:
@@ -584,7 +612,7 @@ class AttentionRuntime:
         Raises BadSetting, WrongState, DeviceFault as check_device(), CapacityExceeded for another rank, and what the
         device raises when its memory is short.
         """
-        with self._idle("addresses cannot be sealed again"), on_device(self.device):
+        with self._holder.idle("addresses cannot be sealed again"), on_device(self.device):
             padding = self._padding_for(capture_sizes, capture_tokens)
             try:
                 self.check_device()
@@ -647,37 +675,6 @@ class AttentionRuntime:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _begin(self, what_fails: str) -> None:
-        """Take the runtime for the current thread. Raises WrongState."""
-        if not self._holder.take():
-            raise WrongState(
-                f"{what_fails}, because another thread has begun a step and not ended it; "
-                "a runtime is used by one thread at a time"
-            )
-        if self._state is not StepState.IDLE:
-            raise WrongState(f"{what_fails}, because {self._state.value}; call end_step() first")
-
-    @contextmanager
-    def _idle(self, what_fails: str) -> Iterator[None]:
-        """The current thread has the runtime, and no step is begun. Raises WrongState."""
-        self._begin(what_fails)
-        try:
-            yield
-        finally:
-            self._holder.give_back()
-
-    @contextmanager
-    def _alone(self, what_fails: str) -> Iterator[None]:
-        """The current thread has the runtime, whether or not it has begun a step. Raises WrongState."""
-        had_it = self._holder.is_mine
-        if not had_it:
-            self._begin(what_fails)
-        try:
-            yield
-        finally:
-            if not had_it:
-                self._holder.give_back()
-
     def _padding_for(self, capture_sizes: Sequence[int], capture_tokens: Sequence[int]) -> PaddingPolicy:
         options = replace(self.options, capture_sizes=capture_sizes, capture_tokens=capture_tokens)
         return options.padding(self.kinds.problems)
@@ -693,8 +690,10 @@ class AttentionRuntime:
 
     def _require_running(self, who: object) -> None:
         """The layers of this step, or of a half of it, may store and attend now. Raises WrongState."""
-        if self._state is not StepState.RUNNING:
-            raise WrongState(f"store and attend need a running step, but {self._state.value}; call begin_step() first")
+        if self._holder.state is not StepState.RUNNING:
+            raise WrongState(
+                f"store and attend need a running step, but {self._holder.state.value}; call begin_step() first"
+            )
         if who is not self._who_runs:
             raise WrongState("the step of these layers is over; call the `layers` of the step that runs")
         self._streams.join()

@@ -23,6 +23,36 @@ _BLOCK = 256
 _ERROR_WORD = tl.constexpr(error_word.ERROR_WORD)
 
 
+@triton.jit
+def write_inputs(slot, i, to, padded_sizes, pads, HEADER: tl.constexpr, WITH_PREFIXES: tl.constexpr):
+    """Write the sequences and tokens i of a slot to the step's inputs, and pads after them.
+
+    to:           row_of_seq, kv_len, q_len, prefix_len, group_end, token_ids
+    padded_sizes: sequences, tokens
+    pads:         kv_len, q_len
+    """
+    row_of_seq, kv_len, q_len, prefix_len, group_end, token_ids = to
+    num_seqs_padded, num_tokens_padded = padded_sizes
+    pad_kv_len, pad_q_len = pads
+    num_seqs = tl.load(slot)
+    num_tokens = tl.load(slot + 1)
+    num_token_ids = num_tokens * tl.load(slot + 3)
+    live = i < num_seqs
+    padded = i < num_seqs_padded
+    first = slot + HEADER
+    tl.store(row_of_seq + i, tl.load(first + i, mask=live, other=0), mask=padded)
+    lengths = tl.load(first + num_seqs + i, mask=live, other=0)
+    tl.store(kv_len + i, tl.where(live, lengths, pad_kv_len), mask=padded)
+    new = tl.load(first + 2 * num_seqs + i, mask=live, other=0)
+    tl.store(q_len + i, tl.where(live, new, pad_q_len), mask=padded)
+    ids = tl.load(first + 3 * num_seqs + i, mask=i < num_token_ids, other=0)
+    tl.store(token_ids + i, ids, mask=i < num_tokens_padded)
+    if WITH_PREFIXES:
+        prefixes = first + 3 * num_seqs + num_token_ids
+        tl.store(prefix_len + i, tl.load(prefixes + i, mask=live, other=0), mask=padded)
+        tl.store(group_end + i, tl.load(prefixes + num_seqs + i, mask=live, other=0), mask=padded)
+
+
 @triton.jit(
     do_not_specialize=["num_seqs_padded", "num_tokens_padded", "pad_kv_len", "pad_q_len"],
     do_not_specialize_on_alignment=["slot", "counts_before", *FIELDS],
@@ -47,23 +77,9 @@ def _publish_kernel(
     BLOCK: tl.constexpr,
 ):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    num_seqs = tl.load(slot)
-    num_tokens = tl.load(slot + 1)
-    num_token_ids = num_tokens * tl.load(slot + 3)
-    live = i < num_seqs
-    padded = i < num_seqs_padded
-    first = slot + HEADER
-    tl.store(row_of_seq + i, tl.load(first + i, mask=live, other=0), mask=padded)
-    lengths = tl.load(first + num_seqs + i, mask=live, other=0)
-    tl.store(kv_len + i, tl.where(live, lengths, pad_kv_len), mask=padded)
-    new = tl.load(first + 2 * num_seqs + i, mask=live, other=0)
-    tl.store(q_len + i, tl.where(live, new, pad_q_len), mask=padded)
-    ids = tl.load(first + 3 * num_seqs + i, mask=i < num_token_ids, other=0)
-    tl.store(token_ids + i, ids, mask=i < num_tokens_padded)
-    if WITH_PREFIXES:
-        prefixes = first + 3 * num_seqs + num_token_ids
-        tl.store(prefix_len + i, tl.load(prefixes + i, mask=live, other=0), mask=padded)
-        tl.store(group_end + i, tl.load(prefixes + num_seqs + i, mask=live, other=0), mask=padded)
+    to = (row_of_seq, kv_len, q_len, prefix_len, group_end, token_ids)
+    padded_sizes = (num_seqs_padded, num_tokens_padded)
+    write_inputs(slot, i, to, padded_sizes, (pad_kv_len, pad_q_len), HEADER, WITH_PREFIXES)
     if tl.program_id(0) == 0:
         # Only this program touches counts.
         echo_step_before(slot, counts_before)

@@ -1,7 +1,8 @@
 """The int32 words of a ring slot; kernels, their torch twins and the host that writes a slot share this.
 
     [0] num_seqs  [1] num_tokens  [2] step number  [3] 1 if token ids follow, else 0
-    [4] number of the step before  [5] echo of the step before  [6] its number as the device has it  [7] not used
+    [4] number of the step before  [5] echo of the step before  [6] its number as the device has it
+    [7] runs of graphs that take inputs before the one that takes these, where word 5 says that one does
     then the parts of SlotParts, one after the other
 
 The kernel that reads a slot writes the echo, words 5 and 6, back into it: what is known by then of the step before.
@@ -20,17 +21,23 @@ UPDATE_WORDS = 3  # row, column, entry of a changed cell of the request table
 
 # Places in a slot; counts have the first three in the same places, and the error word in the fourth.
 NUM_SEQS, NUM_TOKENS, STEP, HAS_IDS = 0, 1, 2, 3
-STEP_BEFORE, ECHO, ECHOED_STEP = 4, 5, 6
+STEP_BEFORE, ECHO, ECHOED_STEP, RUNS_BEFORE = 4, 5, 6, 7
 WRONG_STEP = 1 << 16  # the device's counts held another number than word 4
 NO_ECHO = 1 << 17  # what the host puts into word 5: no kernel has read this slot
+TAKEN_BY_GRAPH = 1 << 18  # the same, of a slot that no launch reads, but the kernel at the head of a step's graph
+UNREAD = NO_ECHO | TAKEN_BY_GRAPH
+MOST_RUNS = 2**31 - 1  # word 7 goes round after it
+MOST_TAKEN = 1024  # padded sequences, and tokens, of a step that a graph takes: those of one program
 
 
 _HEADER = Struct(f"={HEADER_WORDS}i")
 
 
-def slot_header(num_seqs: int, num_tokens: int, step: int, has_ids: bool, step_before: int) -> bytes:
+def slot_header(
+    num_seqs: int, num_tokens: int, step: int, has_ids: bool, step_before: int, runs_before: int = 0
+) -> bytes:
     """The words before the parts, without an echo."""
-    return _HEADER.pack(num_seqs, num_tokens, step, has_ids, step_before, 0, 0, 0)
+    return _HEADER.pack(num_seqs, num_tokens, step, has_ids, step_before, 0, 0, runs_before)
 
 
 class SlotParts(NamedTuple):

@@ -20,8 +20,11 @@ from rocm_attn.kernels.metadata.slot_layout import (
     COUNT_WORDS,
     ECHO,
     ECHOED_STEP,
+    MOST_RUNS,
+    RUNS_BEFORE,
     STEP,
     STEP_BEFORE,
+    TAKEN_BY_GRAPH,
     UPDATE_WORDS,
     WRONG_STEP,
     slot_parts,
@@ -50,6 +53,19 @@ def _publish(slot: Tensor, counts_before: Tensor, to: StepTensors) -> None:
         num_real = part.stop - part.start
         buffer[:num_real].copy_(slot[part])
         buffer[num_real:].fill_(pad)
+
+
+def take_inputs(slots: Tensor, runs: Tensor, to: StepTensors) -> None:
+    """Twin of launch_take_inputs. It reads the slots on the host, so a recorder notes it as one launch."""
+    run_as_launch(_take_inputs, slots, runs, to)
+
+
+def _take_inputs(slots: Tensor, runs: Tensor, to: StepTensors) -> None:
+    run = int(runs)
+    runs.fill_((run + 1) & MOST_RUNS)
+    for slot in slots:
+        if slot[ECHO] == TAKEN_BY_GRAPH and slot[RUNS_BEFORE] == run:
+            _publish(slot, to.counts, to)
 
 
 def echo_step_before(slot: Tensor, counts_before: Tensor) -> None:

@@ -10,11 +10,14 @@ from typing import Generic, NamedTuple
 from rocm_attn.capture.check import Verdict
 from rocm_attn.hip_graphs.errors import RecordingRefused
 from rocm_attn.hip_graphs.graph_cache import Entry
-from rocm_attn.hip_graphs.recorder import Recorder, Recording
-from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.hip_graphs.recorder import CountedRecording, Recorder, Recording
+from rocm_attn.kernels.launch import does_only_launch
+from rocm_attn.kernels.metadata.slot_layout import MOST_TAKEN
+from rocm_attn.runtime import AttentionRuntime, Staged
 from rocm_attn.step.outputs import Outputs
 from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.repeatable import Repeatable
+from rocm_attn.step.step import Step
 
 
 class RunsAgain(NamedTuple, Generic[Outputs]):
@@ -28,6 +31,13 @@ class RunsAgain(NamedTuple, Generic[Outputs]):
     require_good: Callable[[], None]
     recording: Recording
     outputs: Outputs
+
+
+def takes_inputs(runtime: AttentionRuntime, step: Staged) -> bool:
+    """Whether the graph of a step takes its inputs: twins cannot in a device's graph, for they ask the host."""
+    if not isinstance(step, Step) or step.plan.shape.num_tokens > MOST_TAKEN:
+        return False
+    return runtime.device.type == "cpu" or does_only_launch(runtime.core.ops.take_inputs)
 
 
 class Once:
@@ -69,18 +79,23 @@ class FreshGraph(Generic[Outputs]):
 
     seconds:       of warm-up and recording
     stored_layers: as AttentionRuntime.stored_layers, of each step that it replays
+    takes_inputs:  whether its head takes those of its steps; then its runs are counted
     """
 
     recording: Recording
     outputs: Outputs
     seconds: float
     stored_layers: int
+    takes_inputs: bool
 
     @classmethod
-    def of(cls, recorder: Recorder, fn: Callable[[], Outputs], runtime: AttentionRuntime) -> FreshGraph[Outputs]:
+    def of(
+        cls, recorder: Recorder, fn: Callable[[], Outputs], runtime: AttentionRuntime, *, takes_inputs: bool
+    ) -> FreshGraph[Outputs]:
         started = time.perf_counter()
         recording, outputs = recorder.record(fn)
-        return cls(recording, outputs, time.perf_counter() - started, runtime.stored_layers)
+        kept = CountedRecording(recording, runtime.graph_runs.run) if takes_inputs else recording
+        return cls(kept, outputs, time.perf_counter() - started, runtime.stored_layers, takes_inputs)
 
     def replay(self) -> Outputs:
         self.recording.replay()

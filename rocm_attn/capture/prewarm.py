@@ -24,6 +24,7 @@ from rocm_attn.batch.padding import PaddedShape, PadTo
 from rocm_attn.batch.step_batch import StepBatch, draft_batch
 from rocm_attn.batch.step_kinds import Extra, StepKind
 from rocm_attn.capture.graphs import Progress, capture_shapes, draft_shapes, shape_name
+from rocm_attn.capture.made_graphs import takes_inputs
 from rocm_attn.capture.probe_requests import typical_q_len, with_extra
 from rocm_attn.errors import BadSetting
 from rocm_attn.guards.registry import guards_from_settings
@@ -194,6 +195,8 @@ def _run(runtime: AttentionRuntime, q_len: list[int], shape: PaddedShape) -> Non
 def _run_step(runtime: AttentionRuntime, batch: StepBatch, pad_to: PadTo) -> None:
     step = runtime.begin_step(batch, pad_to)
     try:
+        if takes_inputs(runtime, step):
+            runtime.take_inputs()
         _attend_all(runtime, step)
     finally:
         runtime.end_step()

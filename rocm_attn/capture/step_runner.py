@@ -21,13 +21,13 @@ from rocm_attn.batch.padding import PaddedShape, PadTo
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.capture.check import CaptureCheck, Check, Verdict
 from rocm_attn.capture.graphs import CapturedBucket, CaptureReport, Progress, SkippedBucket, capture_shapes, shape_name
-from rocm_attn.capture.made_graphs import Again, FreshGraph, Once, RunsAgain, Trial
+from rocm_attn.capture.made_graphs import Again, FreshGraph, Once, RunsAgain, Trial, takes_inputs
 from rocm_attn.capture.probe_requests import plan_of, typical_q_len
 from rocm_attn.capture.split_forward import Forward, SplitForward, in_batch_order, one_after_the_other
 from rocm_attn.errors import DeviceFault, GraphStale, NotCopied, Unsupported
 from rocm_attn.hip_graphs.errors import RecordingRefused, StaleRecording
 from rocm_attn.hip_graphs.graph_cache import Entry, GraphCache
-from rocm_attn.hip_graphs.recorder import Recorder, Recording
+from rocm_attn.hip_graphs.recorder import Recorder
 from rocm_attn.machine.agreement import alone
 from rocm_attn.machine.watchdog import Watchdog
 from rocm_attn.paging.index_spaces import Space
@@ -98,6 +98,7 @@ class StepRunner(Generic[Outputs]):
         self._graphs = GraphCache(self._pinned)
         self._entry_of_plan: dict[StepPlan, Entry[Outputs]] = {}
         self._stored_layers: dict[StepPlan, int] = {}  # that a plan's graph stores in
+        self._takers: set[StepPlan] = set()  # whose graphs take their inputs
         self._again: Again[Outputs] | None = None
         self._last_plan: StepPlan | None = None
         self._graph_of_last: RunsAgain[Outputs] | None = None  # as long as that graph is kept
@@ -129,7 +130,7 @@ class StepRunner(Generic[Outputs]):
 
         Raises what begin_step and forward raise; the runtime is ready for another step then.
         """
-        return self._run(partial(self._runtime.stage, batch, pad_to), batch)
+        return self._run(partial(self._runtime.stage, batch, pad_to, self._takers), batch)
 
     def run_split(self, batch: StepBatch, pad_to: PadTo | None = None) -> Outputs:
         """As run, in two halves. pad_to: of both together; even."""
@@ -137,7 +138,7 @@ class StepRunner(Generic[Outputs]):
 
     def run_as(self, shape: PaddedShape, batch: StepBatch) -> Outputs:
         """run or run_split, at a padded shape that the batch fits."""
-        return self._run(partial(self._runtime.stage_as, shape, batch), batch)
+        return self._run(partial(self._runtime.stage_as, shape, batch, self._takers), batch)
 
     @property
     def may_run_again(self) -> bool:
@@ -371,6 +372,7 @@ class StepRunner(Generic[Outputs]):
 
     def _drop_graphs(self) -> None:
         self._again = self._graph_of_last = None
+        self._takers.clear()
         self._entry_of_plan.clear()
         self._stored_layers.clear()
         self._eager_steps.clear()
@@ -568,7 +570,9 @@ class StepRunner(Generic[Outputs]):
             body = partial(self._watched_body, name, split_forward, step)
             refusal = ""
             try:
-                fresh.append(FreshGraph.of(self._recorder, body, self._runtime))
+                fresh.append(
+                    FreshGraph.of(self._recorder, body, self._runtime, takes_inputs=takes_inputs(self._runtime, step))
+                )
             except (RecordingRefused, StaleRecording) as refused:
                 refusal = str(refused)
             except Exception as error:  # the eager step may do without what recording lacks
@@ -619,15 +623,20 @@ class StepRunner(Generic[Outputs]):
         if all(kept.key != plan.key for kept in self._entry_of_plan):
             # An interrupt may have come after a graph was put there, and before its plan led to it.
             self._again = self._graph_of_last = None
+            self._takers.discard(plan)
             self._graphs.drop(plan.key)
         self._stored_layers[plan] = graph.stored_layers
         self._entry_of_plan[plan] = self._graphs.put(plan.key, graph.recording, graph.outputs)
+        if graph.takes_inputs:
+            self._takers.add(plan)
         self.metrics.captures += 1
         check = verdict.summary + note
         self._buckets.append(CapturedBucket(plan.key, graph.seconds, verdict.seconds, graph.recording.bytes, check))
 
     def _watched_body(self, name: str, split_forward: SplitForward[Outputs], step: Staged) -> Outputs:
         with self._watchdog.watch(f"forward, run for {name},"):
+            if takes_inputs(self._runtime, step):
+                self._runtime.take_inputs()
             return self._body_with(split_forward, step)
 
     def _switch_off(self, reason: str) -> None:

@@ -43,14 +43,24 @@ from rocm_attn.step.host_ring import Fence
 from rocm_attn.step.memory import DeviceStep
 from rocm_attn.step.plan import GraphKey
 
+# What a step's inputs hold for each sequence.
+_OF_SEQS = ("row_of_seq", "kv_len", "q_len", "prefix_len", "group_end")
+
 
 def leave_pads(ops: StepOps) -> StepOps:
     """Publishing writes the real sequences and tokens; what comes after them keeps what the last step left."""
 
     def publish(slot: Tensor, counts_before: Tensor, to: StepTensors) -> None:
         seqs, tokens = slot[:2].tolist()
-        real = {name: getattr(to, name)[:seqs] for name in ("row_of_seq", "kv_len", "q_len", "prefix_len", "group_end")}
+        real = {name: getattr(to, name)[:seqs] for name in _OF_SEQS}
         ops.publish(slot, counts_before, replace(to, **real, token_ids=to.token_ids[:tokens]))
+
+    def take_inputs(slots: Tensor, runs: Tensor, to: StepTensors) -> None:
+        held = {name: getattr(to, name).clone() for name in (*_OF_SEQS, "token_ids")}
+        ops.take_inputs(slots, runs, to)
+        for name, before in held.items():
+            place, real = torch.arange(len(before), device=before.device), to.counts[int(name == "token_ids")]
+            getattr(to, name).copy_(torch.where(place < real, getattr(to, name), before))
 
     def publish_engine(
         slot: Tensor, counts_before: Tensor, given: EngineLengths, bounds: LengthBounds, to: PublishedLengths
@@ -59,7 +69,7 @@ def leave_pads(ops: StepOps) -> StepOps:
         real = {name: getattr(to, name)[:seqs] for name in ("engine_row", "row_of_seq", "kv_len", "q_len")}
         ops.publish_engine(slot, counts_before, given, bounds, replace(to, **real))
 
-    return replace(ops, publish=publish, publish_engine=publish_engine)
+    return replace(ops, publish=publish, take_inputs=take_inputs, publish_engine=publish_engine)
 
 
 def store_everything(ops: StepOps) -> StepOps:

@@ -19,12 +19,17 @@ def with_index(device: torch.device | str) -> torch.device:
 _HERE: AbstractContextManager[object] = nullcontext()
 
 
-def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Launches go to the device, whichever is current for the caller."""
+def is_current(device: torch.device) -> bool:
+    """Whether launches go to the device anyway."""
     # torch._C: the public functions cost more than a step has to spend. A CPU has no index, which is cheaper to ask for
     # than its type.
     index = device.index
-    if index is None or torch._C._cuda_getDevice() == index:
+    return index is None or torch._C._cuda_getDevice() == index
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Launches go to the device, whichever is current for the caller."""
+    if is_current(device):
         return _HERE
     return torch.cuda.device(device)
 

@@ -196,7 +196,9 @@ class StepStores:
     def before_replay(self, layers: int) -> None:
         """The step is about to be run by a graph that stores in these layers. Raises as what is before the calls."""
         if layers:
-            self.before_store()
+            if self.refusal:
+                raise BadBatch(self.refusal)
+            self._wrote = True
         if layers != self._all and self._batch is not None:
             self._require_stored(self._batch)
 

@@ -45,6 +45,7 @@ from rocm_attn.providers.launches import (
     RopeStore,
     ShapeRows,
     StoreKV,
+    TakeInputs,
     TakeSlots,
     UpdateTable,
     ZeroTails,
@@ -470,6 +471,7 @@ class StepOps:
     """The launches around attention: Triton's, or their twins in torch."""
 
     publish: Publish
+    take_inputs: TakeInputs
     device_inputs: PlaceDeviceInputs
     place_mask: PlaceMask
     draft_steps: DeriveDraftSteps

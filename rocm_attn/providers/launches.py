@@ -25,6 +25,12 @@ class Publish(Protocol):
     def __call__(self, slot: Tensor, counts_before: Tensor, to: StepTensors) -> None: ...
 
 
+class TakeInputs(Protocol):
+    """launch_take_inputs, or its twin."""
+
+    def __call__(self, slots: Tensor, runs: Tensor, to: StepTensors) -> None: ...
+
+
 class PlaceDeviceInputs(Protocol):
     """launch_device_inputs, or its twin."""
 

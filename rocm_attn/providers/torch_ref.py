@@ -170,6 +170,7 @@ def _shared_row() -> KernelRow:
 def _ops() -> StepOps:
     return StepOps(
         publish=metadata.publish,
+        take_inputs=metadata.take_inputs,
         device_inputs=metadata.device_inputs,
         place_mask=metadata.place_mask,
         draft_steps=metadata.draft_steps,

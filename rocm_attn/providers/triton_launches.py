@@ -29,6 +29,7 @@ from rocm_attn.kernels.metadata.place_trees import launch_place_trees
 from rocm_attn.kernels.metadata.publish import launch_publish
 from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
 from rocm_attn.kernels.metadata.table_update import launch_table_update
+from rocm_attn.kernels.metadata.take_inputs import launch_take_inputs
 from rocm_attn.kernels.metadata.take_slots import launch_take_slots
 from rocm_attn.kernels.sampling.cut_rows import launch_cut_rows
 from rocm_attn.kernels.sampling.likeliest import launch_likeliest
@@ -63,6 +64,7 @@ __all__ = [
 
 OPS = StepOps(
     publish=launch_publish,
+    take_inputs=launch_take_inputs,
     device_inputs=launch_device_inputs,
     place_mask=launch_place_mask,
     draft_steps=launch_draft_steps,

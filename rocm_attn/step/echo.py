@@ -20,7 +20,7 @@ from rocm_attn.kernels.metadata.error_word import (
     TOKEN_WITHOUT_PAGE,
     WINDOW_WITHOUT_PAGE,
 )
-from rocm_attn.kernels.metadata.slot_layout import ECHO, ECHOED_STEP, NO_ECHO, STEP, STEP_BEFORE, WRONG_STEP
+from rocm_attn.kernels.metadata.slot_layout import ECHO, ECHOED_STEP, STEP, STEP_BEFORE, UNREAD, WRONG_STEP
 
 # Steps until the echo of a step is read. It lies in the slot of the next one, which is written again two steps later:
 # the ring has two slots.
@@ -78,7 +78,7 @@ class EchoCheck:
     def __call__(self, words: Int32Array) -> None:
         """Raise DeviceFault for the step that went wrong. The caller clears the echo, which is not 0, afterwards."""
         echo, before, echoed = int(words[ECHO]), int(words[STEP_BEFORE]), int(words[ECHOED_STEP])
-        if echo == NO_ECHO:
+        if echo & UNREAD:
             self._lost_step = int(words[STEP])
             raise DeviceFault(
                 f"the inputs of step {self._lost_step} never reached the device, which went on with those of an "

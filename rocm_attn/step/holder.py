@@ -1,10 +1,17 @@
-"""StepHolder: which thread has a runtime's step. One at a time has it; another one that asks for it is refused."""
+"""StepHolder: which thread has a runtime's step, and how far that has come.
+
+One thread at a time has it; another one that asks for it is refused.
+"""
 
 from __future__ import annotations
 
 import enum
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from threading import get_ident
+
+from rocm_attn.errors import WrongState
 
 _STEP = "step"
 
@@ -18,11 +25,12 @@ class StepState(enum.Enum):
 
 
 class StepHolder:
-    """The thread that has begun a step, or none."""
+    """The thread that has begun a step, or none. state: of its step"""
 
-    __slots__ = ("_taking_over", "_thread_of")
+    __slots__ = ("_taking_over", "_thread_of", "state")
 
     def __init__(self) -> None:
+        self.state = StepState.IDLE
         self._thread_of: dict[str, int] = {}
         self._taking_over = threading.Lock()
 
@@ -45,6 +53,37 @@ class StepHolder:
         me = get_ident()
         # setdefault looks and writes at once, whatever other threads do meanwhile.
         return self._thread_of.setdefault(_STEP, me) == me or self._take_over(me)
+
+    def begin(self, what_fails: str) -> None:
+        """Take the step for the current thread. Raises WrongState."""
+        if not self.take():
+            raise WrongState(
+                f"{what_fails}, because another thread has begun a step and not ended it; "
+                "a runtime is used by one thread at a time"
+            )
+        if self.state is not StepState.IDLE:
+            raise WrongState(f"{what_fails}, because {self.state.value}; call end_step() first")
+
+    @contextmanager
+    def idle(self, what_fails: str) -> Iterator[None]:
+        """The current thread has the step, and it is not begun. Raises WrongState."""
+        self.begin(what_fails)
+        try:
+            yield
+        finally:
+            self.give_back()
+
+    @contextmanager
+    def alone(self, what_fails: str) -> Iterator[None]:
+        """The current thread has the step, whether or not it is begun. Raises WrongState."""
+        had_it = self.is_mine
+        if not had_it:
+            self.begin(what_fails)
+        try:
+            yield
+        finally:
+            if not had_it:
+                self.give_back()
 
     def give_back(self) -> None:
         """The current thread, which has the step, has it no longer."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from time import sleep
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from rocm_attn.batch.step_batch import Int32Array
+from rocm_attn.kernels.metadata.slot_layout import ECHO, HEADER_WORDS, TAKEN_BY_GRAPH
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 
@@ -44,6 +46,37 @@ class NoFence:
         return True
 
 
+# Between two looks at a slot that a graph has yet to take: another step is launched after it, so the device has work.
+_LOOK_SECONDS = 20e-6
+
+
+class Taken:
+    """The fence of a slot that the kernel at the head of a graph reads, which says so in the slot.
+
+    words:     of the slot
+    new_fence: makes a fence of the device
+    """
+
+    def __init__(self, words: Int32Array, new_fence: Callable[[], Fence]) -> None:
+        self._words = words
+        self._new_fence = new_fence
+
+    def record(self) -> None:
+        """The slot is marked by the host that writes it."""
+
+    def query(self) -> bool:
+        """Whether the graph has taken the slot."""
+        return self._words.item(ECHO) != TAKEN_BY_GRAPH
+
+    def synchronize(self) -> None:
+        """Wait until the graph has taken the slot, or everything that was launched is done and no graph has."""
+        if self._words.item(ECHO) == TAKEN_BY_GRAPH:
+            launched = self._new_fence()
+            launched.record()
+            while self._words.item(ECHO) == TAKEN_BY_GRAPH and not launched.query():
+                sleep(_LOOK_SECONDS)
+
+
 def wait_for(fence: Fence) -> None:
     """Wait until the device has reached the fence."""
     fence.synchronize()
@@ -72,11 +105,14 @@ class RingSlot(NamedTuple):
 class HostRing:
     """A ring of int32 slots. A slot is handed out again only after the kernels that read it are done.
 
+    slots: int32 [depth, words], the slots as long as is_fixed: until one was asked for that is longer
+
     So is its memory: torch knows of no kernel that reads pinned memory, and would give a dropped ring's to the next who
     asks while a step still waits to read it. A ring that is dropped therefore waits for its readers.
 
     wait:      called with the fence after a slot's readers before the slot is handed out again
     new_fence: makes a fence of the device; not given: an event on a GPU, nothing on a CPU
+    words:     length of the slots, at first
     """
 
     def __init__(
@@ -86,6 +122,7 @@ class HostRing:
         depth: int = 2,
         wait: Callable[[Fence], None] = wait_for,
         new_fence: Callable[[], Fence] | None = None,
+        words: int = HEADER_WORDS,
     ) -> None:
         self._pinned = device.type == "cuda"
         if new_fence is None:
@@ -93,9 +130,13 @@ class HostRing:
         self._wait = wait
         self._new_fence = new_fence
         self._depth = depth
-        empty = torch.empty(0, dtype=torch.int32)
-        self._slots = [RingSlot(empty, empty.numpy(), memoryview(b""))] * depth
-        self._done = [new_fence() for _ in range(depth)]
+        with torch.inference_mode(False):  # what is made in that mode cannot be written outside of it
+            self.slots = torch.zeros(depth, words, dtype=torch.int32, pin_memory=self._pinned)
+        self.is_fixed = True
+        self._slots = [RingSlot.of(slot) for slot in self.slots]
+        self._launched = [new_fence() for _ in range(depth)]
+        self._taken = [Taken(slot.words, new_fence) for slot in self._slots]
+        self._done: list[Fence] = list(self._launched)
         self._next = 0
         # Not at exit, where the device may be gone before the ring is.
         weakref.finalize(self, wait_for_all, self._done, self._slots).atexit = False
@@ -114,6 +155,7 @@ class HostRing:
                 larger = torch.zeros(next_power_of_2(words), dtype=torch.int32, pin_memory=self._pinned)
                 larger[: len(slot.words)] = slot.tensor
             slot = self._slots[at] = RingSlot.of(larger)
+            self.is_fixed = False
         return slot
 
     def written(self) -> list[Int32Array]:
@@ -131,5 +173,13 @@ class HostRing:
 
     def release(self) -> None:
         """Say that everything that reads the acquired slot was launched on the current stream."""
-        self._done[self._next].record()
-        self._next = (self._next + 1) % self._depth
+        at = self._next
+        done = self._done[at] = self._launched[at]
+        done.record()
+        self._next = (at + 1) % self._depth
+
+    def release_to_graph(self) -> None:
+        """Say that a graph takes the acquired slot, which is marked TAKEN_BY_GRAPH. The ring is_fixed."""
+        at = self._next
+        self._done[at] = self._taken[at]
+        self._next = (at + 1) % self._depth

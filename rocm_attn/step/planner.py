@@ -81,6 +81,9 @@ class Planner:
         self._bakes_q_len = Baked.MAX_Q_LEN in bakes
         self._has_prefill = any(row.kind is StepKind.PREFILL for row in rows)
         self._plan_of_key: dict[GraphKey, StepPlan] = {}
+        # Of plain steps of one token in each sequence, which most are: by their sequences and the longest one's bucket.
+        self._decodes: dict[tuple[int, int], StepPlan] = {}
+        self._bucket = 1, 0  # the first and the last length of the bucket that was asked for last
         self._plan_of_sizes: dict[
             tuple[int | tuple[int, ...] | torch.device | AnyDrafts | type[Mask] | None, ...], StepPlan
         ] = {}
@@ -88,7 +91,7 @@ class Planner:
     def start_over(self, padding: PaddingPolicy) -> None:
         """Forget every plan and pad by another policy."""
         # One statement: no interrupt leaves plans of one policy under another.
-        self.padding, self._plan_of_key, self._plan_of_sizes = padding, {}, {}
+        self.padding, self._plan_of_key, self._plan_of_sizes, self._decodes = padding, {}, {}, {}
 
     def plan(self, batch: StepBatch, pad_to: PadTo | None, num_children: int) -> StepPlan:
         """The plan of a batch that runs whole, or as two halves. pad_to: as in PaddingPolicy.
@@ -99,6 +102,11 @@ class Planner:
         if pad_to is not None:
             require_pad_to(pad_to)
         max_kv_len = self._max_kv_len_of(batch, pad_to) if self._bakes_kv_len else self._max_kv_len
+        is_usual = pad_to is None and batch.is_plain and batch.max_q_len == batch.min_q_len == num_children == 1
+        if is_usual:
+            known = self._decodes.get((batch.num_seqs, max_kv_len))
+            if known is not None:
+                return known
         # All that a plan depends on, so that a step of known sizes costs one look-up.
         sizes = (
             batch.num_seqs,
@@ -122,6 +130,8 @@ class Planner:
             plan = self._make_plan(shape, batch, longest, max_kv_len)
             if plan.replayable and (plan.shape.kind.decodes or self._is_one_of_few(batch)):
                 self._plan_of_sizes[sizes] = plan
+                if is_usual:
+                    self._decodes[batch.num_seqs, max_kv_len] = plan
         return plan
 
     def _new_tokens(self, batch: StepBatch, pad_to: PadTo | None, num_children: int) -> tuple[int, int, int]:
@@ -156,6 +166,9 @@ class Planner:
         if not self._bakes_kv_len:
             return self._max_kv_len
         longest = self._longest(batch)
+        first, last = self._bucket
+        if pad_to is None and first <= longest <= last:
+            return last
         if pad_to is not None and pad_to.kv_len:
             if pad_to.kv_len < longest:
                 raise NeverFits(
@@ -163,7 +176,9 @@ class Planner:
                     "take the largest number of all ranks, as PadTo.all_of() does"
                 )
             longest = pad_to.kv_len
-        return kv_len_bucket(longest, self._max_kv_len)
+        last = kv_len_bucket(longest, self._max_kv_len)
+        self._bucket = longest, last
+        return last
 
     def _make_plan(self, shape: PaddedShape, batch: StepBatch, max_q_len: int, max_kv_len: int) -> StepPlan:
         """max_q_len: new tokens of a sequence at most, for kernels that bake them"""

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.halves import HALVES
-from rocm_attn.batch.inputs import ON_HOST, DeviceInputs
-from rocm_attn.batch.mask import StepMask, TreeMask, bytes_of_cells
+from rocm_attn.batch.inputs import HOST_INPUTS, ON_HOST, DeviceInputs
+from rocm_attn.batch.mask import NO_MASK, StepMask, TreeMask, bytes_of_cells
 from rocm_attn.batch.prefixes import SharedPrefixes
 from rocm_attn.batch.step_batch import INT32_MAX, Int32Array, StepBatch, as_many
 from rocm_attn.errors import DeviceFault
@@ -31,6 +31,8 @@ from rocm_attn.kernels.metadata.slot_layout import (
     NO_ECHO,
     STEP,
     STEP_BEFORE,
+    TAKEN_BY_GRAPH,
+    UNREAD,
     slot_header,
     slot_parts,
 )
@@ -40,6 +42,7 @@ from rocm_attn.paging.page_table import PageTable
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.providers.contract import StepOps
 from rocm_attn.step.echo import EchoCheck, fault_of_counts
+from rocm_attn.step.graph_runs import GraphRuns
 from rocm_attn.step.host_ring import Fence, HostRing, wait_for
 from rocm_attn.step.memory import DeviceStep
 
@@ -61,6 +64,10 @@ _REMEMBERED_STEPS = 5
 # Whole steps from the publication that asks how the second half of a split step went to the one that has the answer.
 _STEPS_TO_ANSWER = 3
 
+
+# Words of a slot of whole steps beside those of its sequences: room for the ids of this many tokens. A step with more
+# makes its slot longer, and graphs, which have the slots' addresses, take no inputs any more: they are published.
+_ID_WORDS = 1 << 16
 
 # Sizes of steps whose parts of ring slots are kept cut.
 _MOST_PARTS = 256
@@ -113,7 +120,7 @@ class Line:
         Until then the host must not write to the slot, where that kernel puts the echo of the step before.
         """
         self.ring.drain()
-        if words[ECHO] == NO_ECHO:
+        if words[ECHO] & UNREAD:
             # Never launched, so there is nothing to hear.
             words[ECHO] = 0
             return False
@@ -158,9 +165,10 @@ class PublishingGuards:
 
 
 class Publisher:
-    """Writes ring slots and launches the kernels that read them.
+    """Writes ring slots and launches the kernels that read them, but for slots that a step's graph takes by itself.
 
     holds_faults: as of Meetings
+    runs:         of graphs that take their inputs
     """
 
     def __init__(
@@ -178,10 +186,12 @@ class Publisher:
         self._pool = pool
         self._deliver = guards.deliver
         # One for each child, so that the host may be as many split steps ahead as others.
+        words = slot_parts(table.max_num_seqs, _ID_WORDS).floor.stop, HEADER_WORDS
         self._lines = tuple(
-            Line(HostRing(pool.device, wait=guards.ring_wait), guards.new_echo_check(), pool.device)
-            for _ in range(HALVES)
+            Line(HostRing(pool.device, wait=guards.ring_wait, words=words[half]), guards.new_echo_check(), pool.device)
+            for half in range(HALVES)
         )
+        self.runs = GraphRuns(pool.device)
         # A step takes up to two slots a space: of copies and of cells.
         self._updates = HostRing(pool.device, depth=2 * 2 * len(table.spaces), wait=guards.ring_wait)
         self._of_last_step = guards.of_last_step
@@ -219,63 +229,94 @@ class Publisher:
         finally:
             self._updates.release()
 
-    def publish_whole(self, batch: StepBatch, step: DeviceStep) -> None:
+    def publish_whole(self, batch: StepBatch, step: DeviceStep, *, to_graph: bool = False) -> None:
         """publish() of a step that is not split."""
         if self._steps_to_answer:
             self._hear_of_the_second_half()
-        self.publish(batch, step, 0)
+        self.publish(batch, step, 0, to_graph=to_graph)
 
-    def publish(self, batch: StepBatch, step: DeviceStep, child: int) -> None:
+    def take_inputs(self, step: DeviceStep) -> None:
+        """Launch what takes the inputs of a whole step from its slot: the head of its graph, to be recorded."""
+        self.runs.lose_count()  # what is recorded may be run before
+        self._ops.take_inputs(self._lines[0].ring.slots, self.runs.on_device, step.tensors)
+
+    def taken(self) -> None:
+        """The graph was launched that takes what was published last, if a graph does."""
+        if self._launching is not None:
+            line, _, counts, number = self._launching
+            line.counts, line.number, self.step_number, self._launching = counts, number, number, None
+
+    def publish(self, batch: StepBatch, step: DeviceStep, child: int, *, to_graph: bool = False) -> None:
         """Write the inputs of a child of a step, pads included, to their fixed addresses.
 
         batch: the sequences of this child; a step that is not split is child 0 of itself
+        to_graph: whether a graph comes that takes them if nothing is launched here; taken() follows it
         Raises DeviceFault for an earlier step, unless faults are held.
         """
         if self._launching is not None:
             self._settle()
         num_seqs, num_ids, num_fed = batch.num_seqs, len(batch.token_ids), batch.num_tokens
         kv_len_bytes, q_len_bytes = batch.kv_len_bytes, batch.q_len_bytes
-        if isinstance(batch.drafts, Drafts):  # the device derives the others from the first draft step
+        if not batch.is_plain and isinstance(batch.drafts, Drafts):  # the device derives the others from the first step
             num_fed, kv_len_bytes, q_len_bytes = batch.num_fed, *_first_draft_step(batch, batch.drafts)
         line = self._lines[child]
         parts = slot_parts(num_seqs, num_ids)
         slot, words, raw = line.ring.acquire(parts.floor.stop)
-        if words[ECHO]:
+        if words.item(ECHO):
             line.look(words, self._found)
+            self.runs.lose_count()  # what was lost may have been the run of a graph
         if self._found:
             self._report_at_once()
+        # The memory of the step before's counts is a graph's too.
+        takes = (
+            to_graph
+            and (batch.is_plain or (batch.inputs is HOST_INPUTS and batch.mask is NO_MASK))
+            and line.ring.is_fixed
+            and _same(line.counts, step.spaces[0].counts)
+        )
         number = (self.step_number + 1) & INT32_MAX
-        header = slot_header(num_seqs, num_fed, number, num_ids > 0, line.number)
+        header = slot_header(num_seqs, num_fed, number, num_ids > 0, line.number, self.runs.next() if takes else 0)
         # At once, and as bytes: that takes a third of what writing to parts of an array does.
         inputs = b"".join((header, batch.row_bytes, kv_len_bytes, q_len_bytes, batch.token_ids.tobytes()))
         raw[: len(inputs)] = inputs
         if isinstance(batch.prefixes, SharedPrefixes):
             words[parts.prefix_len], words[parts.group_end] = batch.prefixes.prefix_len, batch.prefixes.group_end
-        if isinstance(batch.inputs, DeviceInputs):
-            words[parts.floor] = 0 if batch.inputs.lengths_on_host else self._table.floors(batch.rows)
         to = step.spaces[0]
         counts = to.counts
+        if takes:
+            # One statement, as below; the echo comes last, for the graph of another step may look at the slot.
+            words[ECHO], self._launching = TAKEN_BY_GRAPH, (line, words, counts, number)
+            line.ring.release_to_graph()
+            line.recent.append((number, batch.rows))
+            return
+        if isinstance(batch.inputs, DeviceInputs):
+            words[parts.floor] = 0 if batch.inputs.lengths_on_host else self._table.floors(batch.rows)
         # One statement: an interrupt comes before all of it or after.
         words[ECHO], self._launching = NO_ECHO, (line, words, counts, number)
         try:
             self._ops.publish(slot, counts if line.counts is None else line.counts, to)
-            if isinstance(batch.inputs, DeviceInputs):
-                ahead = batch.inputs.ahead - (batch.num_tokens - num_fed) // max(1, num_seqs)
-                self._place(batch.inputs, ahead, self._parts_in(slot, num_seqs, num_ids), slot, to)
-            if isinstance(batch.mask, StepMask):
-                mask = batch.mask
-                bits = mask.bits[: bytes_of_cells(mask.num_cells(batch.kv_len, batch.q_len))]
-                for tensors, window_left in step.windows:
-                    self._ops.place_mask(bits, mask.positions, mask.keys_before, window_left, tensors)
-            elif isinstance(batch.mask, TreeMask):
-                for tensors, window_left in step.windows:
-                    self._ops.place_trees(batch.mask.parents, 0, window_left, tensors)
+            self._place_others(batch, slot, step, num_fed)
         finally:
             line.ring.release()
         line.recent.append((number, batch.rows))
         line.counts, line.number, self.step_number, self._launching = counts, number, number, None
         if child:
             self._steps_to_answer = _STEPS_TO_ANSWER
+
+    def _place_others(self, batch: StepBatch, slot: Tensor, step: DeviceStep, num_fed: int) -> None:
+        """Launch what puts a batch's inputs on the device, and its mask, in the place of what was published."""
+        if isinstance(batch.inputs, DeviceInputs):
+            in_slot = self._parts_in(slot, batch.num_seqs, len(batch.token_ids))
+            ahead = batch.inputs.ahead - (batch.num_tokens - num_fed) // max(1, batch.num_seqs)
+            self._place(batch.inputs, ahead, in_slot, slot, step.spaces[0])
+        if isinstance(batch.mask, StepMask):
+            mask = batch.mask
+            bits = mask.bits[: bytes_of_cells(mask.num_cells(batch.kv_len, batch.q_len))]
+            for tensors, window_left in step.windows:
+                self._ops.place_mask(bits, mask.positions, mask.keys_before, window_left, tensors)
+        elif isinstance(batch.mask, TreeMask):
+            for tensors, window_left in step.windows:
+                self._ops.place_trees(batch.mask.parents, 0, window_left, tensors)
 
     def disregard(self, num_children: int) -> None:
         """What the device has found wrong with the inputs published last is not reported: their step is not run."""
@@ -296,6 +337,7 @@ class Publisher:
         """Find everything that went wrong in steps and was not reported yet. The device has nothing left to do."""
         if self._launching is not None:
             self._settle()
+        self.runs.lose_count()  # it costs nothing here, and a lost run ends here
         for line in self._lines:
             line.find_all(self._found, self._of_last_step)
 
@@ -325,6 +367,7 @@ class Publisher:
     def _settle(self) -> None:
         """Finish a publication that an exception has ended."""
         assert self._launching is not None
+        self.runs.lose_count()
         line, words, counts, number = self._launching
         if line.settle(words, counts, number):
             line.counts, line.number, self.step_number, self._launching = counts, number, number, None
@@ -389,6 +432,11 @@ class Publisher:
             ahead if has_kv_len else 0,
         )
         self._ops.device_inputs(slot, given, to)
+
+
+def _same(counts: Tensor | None, others: Tensor) -> bool:
+    """Whether both are the same memory."""
+    return counts is others or (counts is not None and counts.data_ptr() == others.data_ptr())
 
 
 def _first_draft_step(batch: StepBatch, drafts: Drafts) -> tuple[bytes, bytes]:

@@ -147,6 +147,36 @@ def test_a_late_device_still_reads_its_own_steps_inputs() -> None:
     assert published_lengths(Guards().without("ring_wait"), 5) == [104, 103, 104, 103, 104]
 
 
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_graphs_take_their_inputs_until_a_step_was_too_long_for_their_slots(
+    provider: str, device: torch.device
+) -> None:
+    """From then on they are published, as those of steps that have more than rows and lengths of the host."""
+    serving = Serving(device, graphs=True, provider=provider)
+    requests = serving.admit(2)
+    publisher, launched = serving.runtime._publisher, 0
+    launch = publisher._ops.publish
+
+    def publish(slot: torch.Tensor, counts_before: torch.Tensor, to: StepTensors) -> None:
+        nonlocal launched
+        launched += 1
+        launch(slot, counts_before, to)
+
+    for q_len in ([4, 2], [1, 1]):
+        serving.step(requests, q_len)
+    publisher._ops = replace(publisher._ops, publish=publish)
+    for _ in range(3):
+        serving.step(requests, [1, 1])
+    takes = device.type == "cpu" or provider != "torch"
+    assert launched == (0 if takes else 3)
+    ring = publisher._lines[0].ring
+    ring.acquire(ring.slots.shape[1] + 1)
+    for _ in range(3):
+        serving.step(requests, [1, 1])
+    assert launched == (3 if takes else 6)
+    serving.runtime.check_device()
+
+
 @in_each_way
 def test_a_fault_on_the_device_is_reported_once_and_later_steps_are_right(
     provider: str, graphs: bool, device: torch.device

@@ -75,6 +75,11 @@ def of_publish(publish: Launch, pads: Pads) -> Launch:
     )
 
 
+def of_take_inputs(take: Launch, pads: Pads) -> Launch:
+    """take(slots, runs, counts, row_of_seq, kv_len, q_len, prefix_len, group_end, token_ids)."""
+    return lambda slots, runs, *tensors: take(slots, runs, step_of(dict(zip(_PUBLISHED, tensors, strict=True)), pads))
+
+
 def of_device_inputs(place: Launch, ahead: int = 0) -> Launch:
     """place(slot, kv_len, q_len, token_ids, floor, and what they are written to: counts, kv_len, q_len, token_ids)."""
 

@@ -21,12 +21,13 @@ from rocm_attn.kernels.metadata.error_word import (
     TOKEN_WITHOUT_PAGE,
 )
 from rocm_attn.kernels.metadata.publish import launch_publish
-from rocm_attn.kernels.metadata.slot_layout import ECHO, ECHOED_STEP, NO_ECHO, WRONG_STEP
+from rocm_attn.kernels.metadata.slot_layout import ECHO, ECHOED_STEP, NO_ECHO, TAKEN_BY_GRAPH, WRONG_STEP
 from rocm_attn.kernels.metadata.step_tensors import Pads
 from rocm_attn.kernels.metadata.table_update import launch_table_update
+from rocm_attn.kernels.metadata.take_inputs import launch_take_inputs
 from rocm_attn.kernels.refs import cache as cache_refs
 from rocm_attn.kernels.refs import metadata as refs
-from tests.amd.kernels.launches_of_tensors import of_device_inputs, of_publish
+from tests.amd.kernels.launches_of_tensors import of_device_inputs, of_publish, of_take_inputs
 from tests.amd.vectorised import vectorised_keys, vectorised_values
 
 GARBAGE = 0x7F7F7F7F
@@ -82,6 +83,55 @@ def test_publish_says_how_the_step_before_went(
         assert before.tolist() == [GARBAGE, GARBAGE, number, error_word]
     words[ECHO], words[ECHOED_STEP] = error_word if number == 40 else WRONG_STEP, number
     assert slot.tolist() == words
+
+
+def _due(step: int, runs_before: int, mark: int = TAKEN_BY_GRAPH) -> list[int]:
+    """A slot of three sequences with six tokens, and their prefixes."""
+    header = [3, 6, step, 1, step - 1, mark, GARBAGE, runs_before]
+    return [*header, 4, 2, 9 + step, 7, 1, 300, 2, 1, 3, *range(11, 17), 16, 16, 0, 2, 2, 3, *[GARBAGE] * 7]
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("take", [launch_take_inputs, refs.take_inputs])
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("with_prefixes", [True, False])
+@pytest.mark.parametrize(
+    "other", [(42, 8, TAKEN_BY_GRAPH), (40, 6, 0), (40, 7, NO_ECHO)], ids=["of the next run", "taken", "published"]
+)
+def test_a_run_takes_the_slot_that_is_due_in_it(
+    take: Launch, at: int, with_prefixes: bool, other: tuple[int, int, int], kernel_device: torch.device
+) -> None:
+    """And leaves the other one as it is."""
+    words = [_due(*other), _due(*other)]
+    words[at] = _due(41, 7)
+    slots = torch.tensor(words, dtype=torch.int32, pin_memory=kernel_device.type == "cuda")
+    counts, runs = device_ints([GARBAGE, GARBAGE, 40, 5], kernel_device), device_ints([7], kernel_device)
+    seqs = garbage(5, kernel_device), garbage(5, kernel_device), garbage(5, kernel_device)
+    prefixes = garbage(5 * with_prefixes, kernel_device), garbage(5 * with_prefixes, kernel_device)
+    token_ids = garbage(300, kernel_device)
+    of_take_inputs(take, Pads(1, 0))(slots, runs, counts, *seqs, *prefixes, token_ids)
+    assert runs.tolist() == [8]
+    assert counts.tolist() == [3, 6, 41, 0]
+    assert [x.tolist() for x in seqs] == [[4, 2, 50, 0, 0], [7, 1, 300, 1, 1], [2, 1, 3, 0, 0]]
+    assert token_ids.tolist() == [*range(11, 17)] + [0] * 294
+    assert [x.tolist() for x in prefixes] == ([[16, 16, 0, 0, 0], [2, 2, 3, 0, 0]] if with_prefixes else [[], []])
+    words[at][ECHO], words[at][ECHOED_STEP] = 5, 40
+    assert slots.tolist() == words
+
+
+@pytest.mark.parametrize("take", [launch_take_inputs, refs.take_inputs])
+def test_a_run_for_which_no_slot_is_due_changes_nothing_but_the_count(
+    take: Launch, kernel_device: torch.device
+) -> None:
+    """The last number of runs comes before 0."""
+    words = [_due(41, 7), _due(42, 2**31 - 1, NO_ECHO)]
+    slots = torch.tensor(words, dtype=torch.int32, pin_memory=kernel_device.type == "cuda")
+    runs = device_ints([2**31 - 1], kernel_device)
+    written = [garbage(size, kernel_device) for size in (4, 5, 5, 5, 5, 5, 5)]
+    of_take_inputs(take, Pads(1, 0))(slots, runs, *written)
+    assert runs.tolist() == [0]
+    assert slots.tolist() == words
+    assert all((tensor == GARBAGE).all() for tensor in written)
 
 
 @dataclass(frozen=True)

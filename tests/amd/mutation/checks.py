@@ -82,6 +82,7 @@ from tests.amd.mutation.placed_attention import CPU, attention
 from tests.amd.mutation.segment_parts_check import segment_parts
 from tests.amd.mutation.sparse_checks import SPARSE_CHECKS
 from tests.amd.mutation.speculative_checks import SPECULATIVE_CHECKS
+from tests.amd.mutation.take_check import take_inputs
 from tests.amd.vectorised import vectorised_keys, vectorised_values
 
 # Heads that leave lanes of every tile empty, dims that are no powers of two, gaps between all rows.
@@ -680,6 +681,7 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "metadata/place_trees.py": place_trees,
     "metadata/publish.py": publish,
     "metadata/publish_engine.py": publish_engine,
+    "metadata/take_inputs.py": take_inputs,
     "metadata/table_update.py": table_update,
     "metadata/take_slots.py": slots,
     "sampling/order.py": pick_rows,

@@ -310,6 +310,7 @@ def launch_rest(row: Row) -> None:
     lengths = torch.full((16,), KV_LEN, dtype=torch.int32)
     _launch_step(runtime, replace(_batch(rows, [1, 32] * 8), inputs=DeviceInputs(kv_len=lengths)), with_lse=True)
     _launch_whole_fill(row.page_size)
+    _launch_head_of_graph()
     _launch_of_engines(row.page_size)
     _launch_merge_states(row.problems[0])
 
@@ -497,6 +498,15 @@ def _launch_whole_fill(page_size: int) -> None:
     )
     for terms in (OWN_TABLE, TableTerms(null_page=False, short_kv=True)):
         TRITON.ops().fill(replace(step, terms=terms), page_size=page_size, window_left=ALL_KEYS)
+
+
+def _launch_head_of_graph() -> None:
+    """What takes the inputs of a step that a graph replays, with prefixes and without."""
+    nothing, of_seq, slots = (torch.empty(size, dtype=torch.int32) for size in (0, 16, (2, 512)))
+    for prefixes in (nothing, of_seq):
+        names = ("counts", "row_of_seq", "kv_len", "q_len", "token_ids")
+        of_step = {**dict.fromkeys(names, of_seq), "prefix_len": prefixes, "group_end": prefixes}
+        TRITON.ops().take_inputs(slots, of_seq, StepTensors.of(nothing, **of_step))
 
 
 def _launch_of_engines(page_size: int) -> None:

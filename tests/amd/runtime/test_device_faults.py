@@ -110,10 +110,25 @@ def test_a_fault_is_told_by_a_slot_that_grows(provider: str, device: torch.devic
     serving.step(requests, [1, 1])
 
 
+def test_a_graph_that_never_ran_is_told_when_the_device_is_asked(device: torch.device) -> None:
+    """It would have taken its inputs; the next one takes them in its place."""
+    serving, requests = decoding(providers()[-1], device, graphs=True)
+    serving.step(requests, [1, 1])
+    (entry,) = (entry for plan, entry in serving.runner._entry_of_plan.items() if plan in serving.runner._takers)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(entry.recording, "replay", partial(serving.runtime.graph_runs.run, lambda: None))
+        serving.run(requests, [1, 1])
+    serving.run(requests, [1, 1])
+    with pytest.raises(DeviceFault, match=f"the inputs of step {serving.runtime.step_number} never reached the device"):
+        serving.runtime.check_device()
+    serving.free(*requests)
+    assert steps_until_told(serving, serving.admit(2)) == []
+    serving.runtime.check_device()
+
+
 @each_provider
-@both_ways
-def test_a_step_whose_inputs_were_lost_is_reported_once(graphs: bool, provider: str, device: torch.device) -> None:
-    serving, requests = decoding(provider, device, graphs=graphs)
+def test_a_step_whose_inputs_were_lost_is_reported_once(provider: str, device: torch.device) -> None:
+    serving, requests = decoding(provider, device, graphs=False)
     publisher = serving.runtime._publisher
     publish = publisher._ops.publish
     publisher._ops = replace(publisher._ops, publish=lambda *args, **kwargs: None)

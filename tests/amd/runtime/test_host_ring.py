@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import weakref
 
+import pytest
 import torch
 
+from rocm_attn.kernels.metadata.slot_layout import ECHO, TAKEN_BY_GRAPH
 from rocm_attn.step.host_ring import HostRing
 
 
@@ -32,3 +34,51 @@ def test_a_dropped_ring_waits_for_its_readers_before_its_memory_goes() -> None:
     del ring
     assert alive_at_wait == [True, True]
     assert slots[0]() is None
+
+
+class _GraphRuns:
+    """A fence that is reached when it was looked at three times; the graph takes the slot at the second, or never."""
+
+    def __init__(self, ring: list[HostRing], takes: bool) -> None:
+        self._ring, self._takes = ring, takes
+        self.looks = 0
+
+    def record(self) -> None:
+        self.looks = 0
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        self.looks += 1
+        if self._takes and self.looks == 2:
+            self._ring[0].slots[0, ECHO] = 0
+        return self.looks == 3
+
+
+@pytest.mark.parametrize(("takes", "looks"), [(True, 2), (False, 3)])
+def test_a_slot_for_a_graph_is_waited_for_until_it_is_taken_or_nothing_is_left_to_run(takes: bool, looks: int) -> None:
+    rings: list[HostRing] = []
+    fences: list[_GraphRuns] = []
+
+    def new_fence() -> _GraphRuns:
+        fences.append(_GraphRuns(rings, takes))
+        return fences[-1]
+
+    rings.append(HostRing(torch.device("cpu"), depth=1, new_fence=new_fence))
+    _, words, _ = rings[0].acquire(8)
+    words[ECHO] = TAKEN_BY_GRAPH
+    rings[0].release_to_graph()
+    made = len(fences)
+    _, words, _ = rings[0].acquire(8)
+    assert [fence.looks for fence in fences[made:]] == [looks]
+    assert words[ECHO] == (0 if takes else TAKEN_BY_GRAPH)
+    words[ECHO] = 0  # or it would be waited for when the ring is dropped
+
+
+def test_a_slot_that_is_too_short_is_no_graphs_any_more() -> None:
+    ring = HostRing(torch.device("cpu"), words=16)
+    assert len(ring.acquire(16).words) == ring.slots.shape[1] == 16
+    assert ring.is_fixed
+    assert len(ring.acquire(17).words) == 32
+    assert not ring.is_fixed

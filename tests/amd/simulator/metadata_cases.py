@@ -31,9 +31,10 @@ from rocm_attn.kernels.metadata.place_mask import launch_place_mask
 from rocm_attn.kernels.metadata.place_trees import launch_place_trees
 from rocm_attn.kernels.metadata.publish import launch_publish
 from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
-from rocm_attn.kernels.metadata.slot_layout import NO_ECHO
+from rocm_attn.kernels.metadata.slot_layout import ECHO, NO_ECHO, RUNS_BEFORE, TAKEN_BY_GRAPH
 from rocm_attn.kernels.metadata.step_tensors import Pads, TableTerms
 from rocm_attn.kernels.metadata.table_update import launch_table_update
+from rocm_attn.kernels.metadata.take_inputs import launch_take_inputs
 from rocm_attn.kernels.metadata.take_slots import launch_take_slots
 from rocm_attn.kernels.refs import cache as cache_twins
 from rocm_attn.kernels.refs import engine_metadata, sampling
@@ -58,6 +59,7 @@ from tests.amd.kernels.launches_of_tensors import (
     of_place_mask,
     of_place_trees,
     of_publish,
+    of_take_inputs,
 )
 from tests.amd.kernels.moved_cases import moved_pages, moved_rows, moved_words, of_moves
 from tests.amd.kernels.speculative_cases import (
@@ -106,6 +108,13 @@ def _slot() -> Tensor:
     header = [NUM_SEQS, NUM_TOKENS, 41, 1, 40, NO_ECHO, GARBAGE, GARBAGE]
     seqs = [value for values in (ROWS, KV_LEN, Q_LEN) for value in values[:NUM_SEQS]]
     return _ints(*header, *seqs, *range(1000, 1000 + NUM_TOKENS), *PREFIX_LEN, *GROUP_END, *[GARBAGE] * 9)
+
+
+def _slots() -> Tensor:
+    """Two slots for graphs, of which the second is due after seven runs."""
+    slots = _slot().repeat(2, 1)
+    slots[:, ECHO], slots[:, RUNS_BEFORE] = TAKEN_BY_GRAPH, _ints(8, 7)
+    return slots
 
 
 def _parents(num_nodes: int) -> Tensor:
@@ -159,6 +168,12 @@ def _launches() -> dict[str, _Launch]:
             of_publish(launch_publish, Pads(1, 0)),
             of_publish(twins.publish, Pads(1, 0)),
             [_slot(), counts_before, counts_before, _garbage(seqs), _garbage(seqs), _garbage(seqs), *none[:2], ids],
+            {},
+        ),
+        "take_inputs": _Launch(
+            of_take_inputs(launch_take_inputs, Pads(1, 0)),
+            of_take_inputs(twins.take_inputs, Pads(1, 0)),
+            [_slots(), _ints(7), counts_before, _garbage(seqs), _garbage(seqs), _garbage(seqs), *prefixes, ids],
             {},
         ),
         "device_inputs": _Launch(

@@ -1,0 +1,108 @@
+"""Take a step's inputs from pinned host memory at the head of its graph: the host launches nothing but the graph.
+
+A graph has fixed arguments, and its slots come in turn: the kernel counts the runs of graphs on the device, and a slot
+that a graph is to take says how many runs come before. A run for which no slot is due takes nothing: its inputs were
+published by a launch, or are those of the run before. What is taken is what publish.py writes, from one program: its
+echo tells the host, which waits for no event, that the whole slot was read.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rocm_attn.kernels.launch import launch, only_launches
+from rocm_attn.kernels.metadata import error_word, slot_layout
+from rocm_attn.kernels.metadata.echo_step import echo_step_before
+from rocm_attn.kernels.metadata.publish import write_inputs
+from rocm_attn.kernels.metadata.slot_layout import COUNT_WORDS, HEADER_WORDS, MOST_TAKEN
+from rocm_attn.kernels.metadata.step_tensors import FIELDS, StepTensors
+
+_ERROR_WORD = tl.constexpr(error_word.ERROR_WORD)
+_ECHO = tl.constexpr(slot_layout.ECHO)
+_RUNS_BEFORE = tl.constexpr(slot_layout.RUNS_BEFORE)
+_TAKEN_BY_GRAPH = tl.constexpr(slot_layout.TAKEN_BY_GRAPH)
+_MOST_RUNS = tl.constexpr(slot_layout.MOST_RUNS)
+
+
+@triton.jit(
+    do_not_specialize=["slot_words", "num_seqs_padded", "num_tokens_padded", "pad_kv_len", "pad_q_len"],
+    do_not_specialize_on_alignment=["slots", "runs", *FIELDS],
+)
+def _take_inputs_kernel(
+    slots,
+    slot_words,
+    runs,
+    counts,
+    row_of_seq,
+    kv_len,
+    q_len,
+    prefix_len,
+    group_end,
+    token_ids,
+    num_seqs_padded,
+    num_tokens_padded,
+    pad_kv_len,
+    pad_q_len,
+    HEADER: tl.constexpr,
+    COUNTS: tl.constexpr,
+    WITH_PREFIXES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    run = tl.load(runs)
+    other = slots + slot_words
+    first_is_due = (tl.load(slots + _ECHO) == _TAKEN_BY_GRAPH) & (tl.load(slots + _RUNS_BEFORE) == run)
+    other_is_due = (tl.load(other + _ECHO) == _TAKEN_BY_GRAPH) & (tl.load(other + _RUNS_BEFORE) == run)
+    # Every thread has read the count before one writes it.
+    tl.debug_barrier()
+    tl.store(runs, tl.where(run == _MOST_RUNS, 0, run + 1))
+    if first_is_due | other_is_due:
+        slot = slots + slot_words * other_is_due.to(tl.int32)
+        to = (row_of_seq, kv_len, q_len, prefix_len, group_end, token_ids)
+        padded_sizes = (num_seqs_padded, num_tokens_padded)
+        write_inputs(slot, tl.arange(0, BLOCK), to, padded_sizes, (pad_kv_len, pad_q_len), HEADER, WITH_PREFIXES)
+        word = tl.arange(0, COUNTS)
+        # No error yet; in the slot the word says whether ids follow.
+        words = tl.load(slot + word, mask=word != _ERROR_WORD, other=0)
+        # The host may write to the slot as soon as it sees the echo: every thread must have read its part by then.
+        tl.debug_barrier()
+        echo_step_before(slot, counts)
+        # And every thread must have read the counts of the step before.
+        tl.debug_barrier()
+        tl.store(counts + word, words)
+
+
+@only_launches
+def launch_take_inputs(slots: Tensor, runs: Tensor, to: StepTensors) -> None:
+    """As launch_publish, of the slot that is due in this run, if there is one; the counts of the step before are
+    to.counts. At most MOST_TAKEN padded sequences and tokens. May be recorded.
+
+    slots: int32 [2, n] in pinned host memory (or device memory), laid out by slot_layout.py
+    runs:  int32 [1], runs of graphs so far; is counted up
+    """
+    num_seqs_padded, num_tokens_padded = to.row_of_seq.shape[0], to.token_ids.shape[0]
+    assert max(num_seqs_padded, num_tokens_padded) <= MOST_TAKEN, "no such step is taken by its graph"
+    launch(
+        _take_inputs_kernel,
+        (1, 1, 1),
+        slots,
+        slots.stride(0),
+        runs,
+        to.counts,
+        to.row_of_seq,
+        to.kv_len,
+        to.q_len,
+        to.prefix_len,
+        to.group_end,
+        to.token_ids,
+        num_seqs_padded,
+        num_tokens_padded,
+        to.pads.kv_len,
+        to.pads.q_len,
+        HEADER_WORDS,
+        COUNT_WORDS,
+        to.prefix_len.numel() > 0,
+        MOST_TAKEN,
+        num_warps=4,
+    )

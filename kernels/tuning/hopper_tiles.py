@@ -27,6 +27,7 @@ class HopperTiles:
     most_segments: of it, segments of the largest share of a program, which has room for them in the workspace
     left_in_workspace: of it, whether what lies left of a segment is in the workspace: shared memory has no room beside
               the rings
+    open_middle: whether steps that all rows of a window see have a loop of their own, without masks
     powers_by_products: of four exponentials of scores with a cap, how many are computed by products (hopper/powers.py)
     """
 
@@ -41,6 +42,7 @@ class HopperTiles:
     most_segments: int = 0
     left_in_workspace: bool = False
     powers_by_products: int = 0
+    open_middle: bool = False
 
     def __post_init__(self) -> None:
         value_tiles = self.extend.key_block // self.value_block

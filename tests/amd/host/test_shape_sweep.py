@@ -128,8 +128,9 @@ def test_a_cliff_is_far_from_its_neighbour_or_from_the_best_peer() -> None:
 def test_powers_are_a_limit_beside_memory_and_products() -> None:
     assert PLAIN.powers_us(1e6) == pytest.approx(PLAIN.powers + LAUNCHES_US)
     slow = replace(timed("a", 30.0, 20.0), powers_us=30.0, neighbour_powers_us=5.0)
-    assert slow.with_powers.x_neighbour == pytest.approx(1.0)
-    assert not slow.with_powers.is_cliff
+    assert slow.x_neighbour == pytest.approx(1.0)
+    assert not slow.is_cliff
+    assert slow.without_powers.is_cliff
 
 
 def test_the_worst_come_first_whichever_they_are_worse_than() -> None:

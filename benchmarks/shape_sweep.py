@@ -26,6 +26,9 @@ MOST_FLOPS = 4e11
 # Layouts that rows of tiles were tuned on.
 TUNED_DIMS = (64, 128, 256, 512)
 TUNED_RATIOS = (1, 4, 8, 16)
+# Decode's rows are keyed by the query heads that share a KV head, and those of 32 and of 64 were tuned too: 128 of them
+# beside 16 would have eight times the queries, results and parts of rows of what they are compared with.
+TUNED_RATIOS_OF_DECODE = (*TUNED_RATIOS, 32, 64)
 
 BYTES_PER_ELEMENT = 2  # bfloat16
 # What a layer of one key takes on an H200, two launches in a graph: added to limits, or small shapes would all be far
@@ -103,7 +106,8 @@ class Shape:
 
     def neighbour(self) -> Shape:
         """The same step of the nearest tuned layout; the shape itself where that is one."""
-        dim, ratio = nearest(self.head_dim, TUNED_DIMS), nearest(self.gqa_ratio, TUNED_RATIOS)
+        ratios = TUNED_RATIOS_OF_DECODE if self.work is Work.DECODE else TUNED_RATIOS
+        dim, ratio = nearest(self.head_dim, TUNED_DIMS), nearest(self.gqa_ratio, ratios)
         return replace(self, head_dim=dim, num_q_heads=self.num_kv_heads * ratio)
 
     def __str__(self) -> str:

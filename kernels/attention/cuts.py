@@ -84,7 +84,7 @@ class DecodeCut:
     is_even:      whether rows that are alike are cut alike (decode_schedule.py)
     side_by_side: whether equal parts of a sequence's rows are handed out side by side (decode_schedule.py)
     most_rounds:  see of_step
-    few_programs: programs of steps of _FEW_ROWS rows at most; 0: programs
+    fewer_of_few: how many times fewer programs serve steps of _FEW_ROWS rows at most
     """
 
     rows: int
@@ -97,7 +97,7 @@ class DecodeCut:
     row_end: int = 0
     side_by_side: bool = False
     most_rounds: int = 1
-    few_programs: int = 0
+    fewer_of_few: int = 1
 
     def __post_init__(self) -> None:
         assert self.row_cost >= 0
@@ -127,7 +127,7 @@ class DecodeCut:
             row_end=tiles.row_end,
             side_by_side=tiles.side_by_side and not has_slots,
             most_rounds=1 if has_slots or window_left != UNLIMITED_WINDOW else tiles.most_rounds,
-            few_programs=0 if has_slots else programs // tiles.programs_per_cu * tiles.programs_of_few,
+            fewer_of_few=1 if has_slots else tiles.fewer_of_few,
         )
 
     def of_step(self, num_seqs: int) -> DecodeCut:
@@ -138,16 +138,16 @@ class DecodeCut:
         hardware hands out later goes to those that are done. Rows that few programs share gain nothing: parts to merge.
         Of a few rows fewer programs have fewer parts.
         """
-        if self.few_programs and num_seqs * self.rows <= _FEW_ROWS:
-            return replace(self, programs=self.few_programs)
+        if num_seqs * self.rows <= _FEW_ROWS:
+            return replace(self, programs=max(1, self.programs // self.fewer_of_few))
         rounds = (2 * num_seqs * self.rows + self.programs) // (2 * self.programs)
         return replace(self, programs=self.programs * max(1, min(rounds, self.most_rounds)))
 
     @property
     def programs_in_words(self) -> str:
         """How many programs steps have, for descriptions of a kernel."""
-        most = self.programs * self.most_rounds
-        return f"{self.programs}" if most == self.programs else f"{self.programs} to {most}"
+        least, most = self.of_step(0).programs, self.programs * self.most_rounds
+        return f"{least}" if most == least else f"{least} to {most}"
 
     @property
     def most_rows(self) -> int:

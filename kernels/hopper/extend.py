@@ -185,7 +185,7 @@ def _consume(GROUP: gl.constexpr, x, own, rings, to, factors, todo, G: gl.conste
             softmax, n = _attend_segments(GROUP, n, query, rings, row, to, G)
         else:
             # A group of rows without a token sees no key. 32 x 32 heads of 96, 12 chunks of 17 to 600: 267 us, and 282.
-            has_rows = GROUP * GROUP_ROWS < gl.load(words + BLOCK_TOKENS) * G.GQA_RATIO
+            has_rows = gl.load(words + BLOCK_TOKENS) * G.GQA_RATIO > GROUP * GROUP_ROWS
             end = gl.where(has_rows, steps.end, steps.first)
             softmax, n = _attend_span(n, query, rings, Span(steps.first, end), edge_step, seen, G)
             n = pass_steps(n, rings, Span(end, steps.end), G)

@@ -64,8 +64,8 @@ class DecodeTiles:
     side_by_side:     whether equal parts of the rows of a sequence are handed out side by side (DecodeCut)
     most_rounds:      how many times the programs that the grid holds it may hold, where rows are that many
                       (DecodeCut.of_step)
-    programs_of_few:  programs_per_cu of steps of a few rows, each of which so many share that to add up their parts
-                      takes as long as to read K and V; 0: programs_per_cu
+    fewer_of_few:     how many times fewer programs serve steps of a few rows, each of which so many would share that
+                      to add up their parts takes as long as to read K and V (DecodeCut.of_step)
     """
 
     key_block: int
@@ -84,7 +84,7 @@ class DecodeTiles:
     early: bool = False
     side_by_side: bool = False
     most_rounds: int = 1
-    programs_of_few: int = 0
+    fewer_of_few: int = 1
 
     def columns(self, dim: int) -> int:
         """Columns of a block of rows of dim elements; a power of two."""

@@ -384,6 +384,17 @@ def test_programs_run_in_as_many_rounds_as_rows_fill_and_no_more_than_tiles_allo
     assert found == DecodeCut.of(tiles, num_kv_heads=2, programs=programs, window_left=-1)
 
 
+@pytest.mark.parametrize(("num_seqs", "programs"), [(1, 5), (2, 5), (3, 10), (400, 10)])
+def test_a_few_rows_are_shared_by_fewer_programs_if_tiles_say_so(num_seqs: int, programs: int) -> None:
+    tiles = replace(TILES, fewer_of_few=2)
+    found = DecodeCut.of(tiles, num_kv_heads=2, programs=10, window_left=100).of_step(num_seqs)
+    assert found.programs == programs
+    # The launch that a cut is checked by.
+    assert found == DecodeCut.of(tiles, num_kv_heads=2, programs=programs, window_left=100)
+    slots = DecodeCut.of(tiles, num_kv_heads=2, programs=10, window_left=100, has_slots=True)
+    assert slots.of_step(num_seqs).programs == 10
+
+
 def test_rows_of_windows_and_of_slots_run_in_one_round() -> None:
     tiles = replace(TILES, most_rounds=3)
     windowed = DecodeCut.of(tiles, num_kv_heads=2, programs=10, window_left=100)

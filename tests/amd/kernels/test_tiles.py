@@ -119,7 +119,7 @@ def test_small_kv_heads_are_extended_as_one_where_their_rows_fit_a_block() -> No
 
 
 def test_layers_of_windows_have_tiles_of_their_own_up_to_the_windows_that_they_were_measured_with() -> None:
-    def of_many_tokens(dim: int, **window: int) -> ExtendTiles:
+    def of_many_tokens(dim: int, **window: Any) -> ExtendTiles:
         shape: dict[str, Any] = {"gqa_ratio": 8, "num_kv_heads": 8, "head_dim": dim, "v_head_dim": dim, "dtype": BF16}
         return extend_rows("sm_90", **shape, **window)[-1].tiles
 

@@ -7,14 +7,24 @@ import torch
 from rocm_attn.kernels.tuning.tiles import ANY_ROWS, Codes, ExtendRow, ExtendTiles, NoTiles, names_of, no_row
 
 EXTEND_ROWS = (
-    # KV heads of few elements, read as one. 8 x 8 heads of 16, 69 x 3 new of 33..560: 14.4 us, 15.2 one by one; 64 x
-    # 3 of 4096: 48 and 95.
+    # KV heads of few elements, read as one. 8 x 8 heads of 16, 69 x 3 new of 33..560: 13.9 us, 15.0 in blocks of 64 keys
+    # whose rows are shared sooner, 15.2 one by one; 64 x 3 of 4096: 45, 48 and 95.
     ExtendRow(
         "sm_90",
         2,
         16,
         ExtendTiles(
-            16, 64, 4, 3, 2, programs_per_cu=2, share_stages=3, one_launch=True, merge_stages=4, heads_per_row=4
+            16,
+            128,
+            4,
+            3,
+            2,
+            programs_per_cu=2,
+            share_stages=3,
+            one_launch=True,
+            merge_stages=4,
+            split_keys=1024,
+            heads_per_row=4,
         ),
         alike=True,
         codes=(Codes.NONE,),

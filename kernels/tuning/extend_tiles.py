@@ -7,8 +7,8 @@ import torch
 from rocm_attn.kernels.tuning.tiles import ANY_ROWS, Codes, ExtendRow, ExtendTiles, NoTiles, names_of, no_row
 
 EXTEND_ROWS = (
-    # KV heads of few elements, read as one. 8 x 8 heads of 16, 69 x 3 new of 33..560: 13.9 us, 15.0 in blocks of 64 keys
-    # whose rows are shared sooner, 15.2 one by one; 64 x 3 of 4096: 45, 48 and 95.
+    # KV heads of few elements, read as one. 8 x 8 heads of 16, 69 x 3 new of 33..560: 13.9 us, 15.0 by 64 keys
+    # of rows that are shared sooner, 15.2 one by one; 64 x 3 of 4096: 45, 48 and 95.
     ExtendRow(
         "sm_90",
         2,

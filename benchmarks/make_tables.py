@@ -523,7 +523,7 @@ def random_shapes(result: dict[str, Any]) -> str:
     rows = [Timed(**{name: value for name, value in row.items() if name in names}) for row in result["rows"].values()]
     cliffs = sum(row.is_cliff for row in rows)
     by_peer = sum(row.x_peer > CLIFF for row in rows)
-    with_powers = sum(row.with_powers.is_cliff for row in rows)
+    without_powers = sum(row.without_powers.is_cliff for row in rows)
     beside = sorted(row.x_peer for row in rows if row.peer_us)
     peers = f" FA3 serves {len(beside)} of them: median {median(beside):.2f} x its time." if beside else ""
     commits = Counter(row["commit"] for row in result["rows"].values())
@@ -534,19 +534,19 @@ def random_shapes(result: dict[str, Any]) -> str:
         f"{len(rows)} of {result['count']} shapes of seed {result['seed']}, as many as were compiled in time "
         f"({by_commit}); "
         f"{len(result['wrong'])} more gave wrong results or failed, and have no time. limit: "
-        f"bytes at copy bandwidth or products at the rate of a large bf16 product, and {result['launches_us']:g} us "
+        "bytes at copy bandwidth, products at the rate of a large bf16 product or powers of two at "
+        f"{result['powers_per_s'] / 1e12:.2f}e12 a second, measured by themselves, and {result['launches_us']:g} us "
         f"of launches. neighbour: the same step with the nearest tuned head dim and group; x neighbour: "
         f"how many times further from its limit a shape is than that one. More than {CLIFF:g} x "
         f"the neighbour or the peer: {cliffs} ({by_peer} of them beside the peer). Softmax takes a power of two for "
-        f"each query head, token and key, whatever the head dim: at {result['powers_per_s'] / 1e12:.2f}e12 of them a "
-        "second, measured by themselves, those of heads of less than 48 take longer than the products. Where they "
-        f"count as a limit too, of the neighbour as well, {with_powers} are more than {CLIFF:g} x.{peers} The worst "
-        "ten, without them:",
+        "each query head, token and key, whatever the head dim: those of heads of less than 48 take longer than the "
+        "products, of the neighbour's 64 they do not, so that a limit without them would ask of small heads what no "
+        f"kernel can do. By bytes and products alone {without_powers} are more than {CLIFF:g} x.{peers} The worst ten:",
         "| shape | us | x limit | neighbour | us | x limit | x neighbour | x FA3 |",
     )
     lines += [
-        f"| {row.name} | {row.us:.1f} | {row.us / row.limit_us:.2f} | {row.neighbour} | {row.neighbour_us:.1f} | "
-        f"{row.neighbour_us / row.neighbour_limit_us:.2f} | {row.x_neighbour:.2f} | "
+        f"| {row.name} | {row.us:.1f} | {row.x_limit:.2f} | {row.neighbour} | {row.neighbour_us:.1f} | "
+        f"{row.neighbour_x_limit:.2f} | {row.x_neighbour:.2f} | "
         f"{f'{row.x_peer:.2f}' if row.peer_us else ''} |"
         for row in worst(rows, 10)
     ]

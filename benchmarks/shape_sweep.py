@@ -26,6 +26,9 @@ MOST_FLOPS = 4e11
 # Layouts that rows of tiles were tuned on.
 TUNED_DIMS = (64, 128, 256, 512)
 TUNED_RATIOS = (1, 4, 8, 16)
+# Decode's rows are keyed by the query heads that share a KV head, and those of 32 and of 64 were tuned too: 128 of them
+# beside 16 would have eight times the queries, results and parts of rows of what they are compared with.
+TUNED_RATIOS_OF_DECODE = (*TUNED_RATIOS, 32, 64)
 
 BYTES_PER_ELEMENT = 2  # bfloat16
 # What a layer of one key takes on an H200, two launches in a graph: added to limits, or small shapes would all be far
@@ -103,7 +106,8 @@ class Shape:
 
     def neighbour(self) -> Shape:
         """The same step of the nearest tuned layout; the shape itself where that is one."""
-        dim, ratio = nearest(self.head_dim, TUNED_DIMS), nearest(self.gqa_ratio, TUNED_RATIOS)
+        ratios = TUNED_RATIOS_OF_DECODE if self.work is Work.DECODE else TUNED_RATIOS
+        dim, ratio = nearest(self.head_dim, TUNED_DIMS), nearest(self.gqa_ratio, ratios)
         return replace(self, head_dim=dim, num_q_heads=self.num_kv_heads * ratio)
 
     def __str__(self) -> str:
@@ -221,8 +225,11 @@ def _span(lengths: Sequence[int]) -> str:
 class Timed:
     """What a shape took.
 
-    peer_us:                       of the best peer that serves it; 0 where there is none
-    powers_us, neighbour_powers_us: of powers by themselves
+    limit_us, neighbour_limit_us:   of bytes or of products, the slower one
+    peer_us:                        of the best peer that serves it; 0 where there is none
+    powers_us, neighbour_powers_us: of powers by themselves. Softmax takes one for a query head, a token and a key,
+                                    whatever the head dim: of heads of less than 48 elements they take longer than
+                                    products, and a limit that left them out would be one that no kernel can reach
     """
 
     name: str
@@ -237,18 +244,24 @@ class Timed:
     neighbour_powers_us: float = 0.0
 
     @property
-    def x_neighbour(self) -> float:
-        """How many times further from its limit it is than its neighbour."""
-        return (self.us / self.limit_us) / (self.neighbour_us / self.neighbour_limit_us)
+    def x_limit(self) -> float:
+        """How many times it takes what bytes, products or powers take, the slowest of them."""
+        return self.us / max(self.limit_us, self.powers_us)
 
     @property
-    def with_powers(self) -> Timed:
-        """The same, and powers belong to the limits: of small heads they take longer than products."""
-        return replace(
-            self,
-            limit_us=max(self.limit_us, self.powers_us),
-            neighbour_limit_us=max(self.neighbour_limit_us, self.neighbour_powers_us),
-        )
+    def neighbour_x_limit(self) -> float:
+        """The same of its neighbour."""
+        return self.neighbour_us / max(self.neighbour_limit_us, self.neighbour_powers_us)
+
+    @property
+    def x_neighbour(self) -> float:
+        """How many times further from its limit it is than its neighbour."""
+        return self.x_limit / self.neighbour_x_limit
+
+    @property
+    def without_powers(self) -> Timed:
+        """The same by bytes and products alone."""
+        return replace(self, powers_us=0.0, neighbour_powers_us=0.0)
 
     @property
     def x_peer(self) -> float:

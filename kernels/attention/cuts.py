@@ -22,6 +22,10 @@ PROGRAM_WORDS, SEQ_WORDS, BLOCK_WORDS, SHARE_WORDS = 8, 2, 8, 8
 CLASS_BITS, CLASS_KEYS_LOG2 = 2, 7
 
 
+# Of a step, that are shared by fewer programs if its tiles say so.
+_FEW_ROWS = 4
+
+
 class NewTokens(NamedTuple):
     """Which sequences take part in a decode launch, by their new tokens, and how these are cut into rows.
 
@@ -80,6 +84,7 @@ class DecodeCut:
     is_even:      whether rows that are alike are cut alike (decode_schedule.py)
     side_by_side: whether equal parts of a sequence's rows are handed out side by side (decode_schedule.py)
     most_rounds:  see of_step
+    fewer_of_few: how many times fewer programs serve steps of _FEW_ROWS rows at most
     """
 
     rows: int
@@ -92,6 +97,7 @@ class DecodeCut:
     row_end: int = 0
     side_by_side: bool = False
     most_rounds: int = 1
+    fewer_of_few: int = 1
 
     def __post_init__(self) -> None:
         assert self.row_cost >= 0
@@ -121,6 +127,7 @@ class DecodeCut:
             row_end=tiles.row_end,
             side_by_side=tiles.side_by_side and not has_slots,
             most_rounds=1 if has_slots or window_left != UNLIMITED_WINDOW else tiles.most_rounds,
+            fewer_of_few=1 if has_slots else tiles.fewer_of_few,
         )
 
     def of_step(self, num_seqs: int) -> DecodeCut:
@@ -129,15 +136,18 @@ class DecodeCut:
         Equal shares do not end together: of two programs an SM that read 64 x 4k on an H200 the first decile ended
         after 230 us and the last one after 250, not by their number and not on the same SMs each time. What the
         hardware hands out later goes to those that are done. Rows that few programs share gain nothing: parts to merge.
+        Of a few rows fewer programs have fewer parts.
         """
+        if num_seqs * self.rows <= _FEW_ROWS:
+            return replace(self, programs=max(1, self.programs // self.fewer_of_few))
         rounds = (2 * num_seqs * self.rows + self.programs) // (2 * self.programs)
         return replace(self, programs=self.programs * max(1, min(rounds, self.most_rounds)))
 
     @property
     def programs_in_words(self) -> str:
         """How many programs steps have, for descriptions of a kernel."""
-        most = self.programs * self.most_rounds
-        return f"{self.programs}" if most == self.programs else f"{self.programs} to {most}"
+        least, most = self.of_step(0).programs, self.programs * self.most_rounds
+        return f"{least}" if most == least else f"{least} to {most}"
 
     @property
     def most_rows(self) -> int:

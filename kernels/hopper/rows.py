@@ -54,6 +54,7 @@ class HopperGeometry(NamedTuple):
     STRIDE_UNIT: elements that strides of q and out are counted in
     CAUSAL:    whether a row sees no key after its own
     WINDOWED:  whether there is a window
+    OPEN_MIDDLE: whether steps that all rows of a window see have a loop of their own, without masks
     CAPPED:    whether scores have a cap
     BOUNDED:   whether the cap keeps exponentials within V's numbers: then there is no running maximum
     POWERS_BY_PRODUCTS: then, of four neighbouring scores, how many powers are computed by products (powers.py)
@@ -88,6 +89,7 @@ class HopperGeometry(NamedTuple):
     STRIDE_UNIT: int
     CAUSAL: bool
     WINDOWED: bool
+    OPEN_MIDDLE: bool
     CAPPED: bool
     BOUNDED: bool
     POWERS_BY_PRODUCTS: int

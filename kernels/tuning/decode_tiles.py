@@ -87,13 +87,20 @@ DECODE_ROWS = (
     ),
     # 32 query heads on one KV head, 64 x 4k: 30 us; 40 of 48 on 2, 32 x 4k: 33, in the tiles of 80 36.
     DecodeRow("sm_90", 2, 64, 32, DecodeTiles(64, 4, 3, 2, dim_block=32, early=True), (Codes.NONE,)),
-    # 80 query heads of 72 on 4 KV heads, 11 x 9.9k..24.6k: 100 us, 126 in the tiles of 64 query heads.
+    # 80 query heads of 72 on 4 KV heads, 11 x 9.9k..24.6k: 100 us, 126 in the tiles of 64 query heads. 32 on one, 3 x
+    # 1472..11635: 9.6, and 10.7 with two programs an SM; but 64 x 4k 39 with two.
     DecodeRow(
-        "sm_90", 2, 80, 32, DecodeTiles(64, 4, 3, 2, transposed=True, row_cost=1, row_end=1, early=True), (Codes.NONE,)
+        "sm_90",
+        2,
+        80,
+        32,
+        DecodeTiles(64, 4, 3, 2, transposed=True, row_cost=1, row_end=1, early=True, fewer_of_few=2),
+        (Codes.NONE,),
     ),
     # 64 query heads on one KV head, 64 x 4k: of 64 elements 32 us, of 96 40; 47 and 59 as one block. In blocks of 32
-    # keys 31 and 43; 32 heads of 72, 3 x 1472..11635: 13, and 10 in these.
-    DecodeRow("sm_90", 2, 96, 64, DecodeTiles(64, 4, 3, 2, dim_block=32, early=True), (Codes.NONE,)),
+    # keys 31 and 43. 128 heads of 72 on 2, 1 x 2821: 7.0, and 9.0 with two programs an SM; but 64 on one, 64 x 4k: 40
+    # and 36.
+    DecodeRow("sm_90", 2, 96, 64, DecodeTiles(64, 4, 3, 2, dim_block=32, early=True, fewer_of_few=2), (Codes.NONE,)),
     # 64 query heads on one KV head, 64 x 4k: 48 us; 60 as one block.
     DecodeRow("sm_90", 2, 128, 64, DecodeTiles(32, 4, 3, 2, dim_block=64, early=True), (Codes.NONE,)),
     DecodeRow("sm_90", 2, 128, 64, DecodeTiles(32, 4, 2, 2, early=True)),

@@ -7,14 +7,24 @@ import torch
 from rocm_attn.kernels.tuning.tiles import ANY_ROWS, Codes, ExtendRow, ExtendTiles, NoTiles, names_of, no_row
 
 EXTEND_ROWS = (
-    # KV heads of few elements, read as one. 8 x 8 heads of 16, 69 x 3 new of 33..560: 14.4 us, 15.2 one by one; 64 x
-    # 3 of 4096: 48 and 95.
+    # KV heads of few elements, read as one. 8 x 8 heads of 16, 69 x 3 new of 33..560: 13.9 us, 15.0 by 64 keys
+    # of rows that are shared sooner, 15.2 one by one; 64 x 3 of 4096: 45, 48 and 95.
     ExtendRow(
         "sm_90",
         2,
         16,
         ExtendTiles(
-            16, 64, 4, 3, 2, programs_per_cu=2, share_stages=3, one_launch=True, merge_stages=4, heads_per_row=4
+            16,
+            128,
+            4,
+            3,
+            2,
+            programs_per_cu=2,
+            share_stages=3,
+            one_launch=True,
+            merge_stages=4,
+            split_keys=1024,
+            heads_per_row=4,
         ),
         alike=True,
         codes=(Codes.NONE,),
@@ -123,6 +133,18 @@ EXTEND_ROWS = (
         alike=True,
         codes=(Codes.NONE,),
         max_rows=64,
+    ),
+    # Of windows. 64 x 8 heads of 80, a window of 128, 2048 new of 8192: 48 us, 67 in the tiles below; 32 x 8 of 96, of
+    # 512: 57 and 75; 80 x 8 of 72, of 1024, 4 x 76..150 new: 15.8 and 19.2; 40 x 2 of 80, of 128, 35 x 1..123 new of
+    # 457..635: 8.3 and 11.1.
+    ExtendRow(
+        "sm_90",
+        2,
+        96,
+        ExtendTiles(64, 64, 4, 3, 2, dim_block=32, programs_per_cu=2, share_stages=3, one_launch=True, merge_stages=4),
+        alike=True,
+        codes=(Codes.NONE,),
+        max_window=2047,
     ),
     # 32 x 32 heads of 96, 777 new of 5778: 153 us where blocks of 128 columns took 266. With 128 registers at most, of
     # which two programs fit an SM, what scores may have beside that spills up to 48 bytes.
@@ -402,10 +424,11 @@ def extend_rows(
     v_head_dim: int,
     dtype: torch.dtype,
     codes: Codes = Codes.NONE,
+    window: int = ANY_ROWS,
 ) -> tuple[ExtendRow, ...]:
     """The tuning rows of paged extend: of a step the first whose max_rows holds its rows. The last one holds any.
 
-    Raises NoTiles.
+    window: keys that a token sees at most, its own among them; ANY_ROWS: all. Raises NoTiles.
     """
     for name in names_of(arch):
         found: list[ExtendRow] = []
@@ -417,6 +440,7 @@ def extend_rows(
                 and max(head_dim, v_head_dim) <= row.max_head_dim
                 and not (row.alike and row.tiles.columns(head_dim) != row.tiles.columns(v_head_dim))
                 and gqa_ratio <= row.max_rows
+                and window <= row.max_window
                 and num_kv_heads % row.tiles.heads_per_row == 0
                 and not (found and row.max_rows <= found[-1].max_rows)
             ):

@@ -27,6 +27,8 @@ class HopperTiles:
     most_segments: of it, segments of the largest share of a program, which has room for them in the workspace
     left_in_workspace: of it, whether what lies left of a segment is in the workspace: shared memory has no room beside
               the rings
+    open_middle: whether steps that all rows of a window see have a loop of their own, without masks. Of heads of 96 and
+              256 ptxas then waits for each product: 16 x 8 of 256, a window of 4096, 2048 new of 8192: 297 us, and 248
     powers_by_products: of four exponentials of scores with a cap, how many are computed by products (hopper/powers.py)
     """
 
@@ -41,6 +43,7 @@ class HopperTiles:
     most_segments: int = 0
     left_in_workspace: bool = False
     powers_by_products: int = 0
+    open_middle: bool = False
 
     def __post_init__(self) -> None:
         value_tiles = self.extend.key_block // self.value_block
@@ -89,12 +92,14 @@ LEAST_BOX = 16
 
 # One H200, torch 2.11, Triton 3.6. llama8b is (32 query heads, 8 KV heads, 128), gptoss (64, 8, 64).
 _EXTEND_TILES: Mapping[int, HopperTiles] = {
-    # gptoss 1 x 2048 new + 6144 cached: BESIDE_THE_PLAIN.
+    # gptoss 1 x 2048 new + 6144 cached: BESIDE_THE_PLAIN. With a window of 4096, 8 x 512 + 4096: 659 us, 1000 where all
+    # steps are masked, FA3 622.
     64: HopperTiles(
         ExtendTiles(128, 128, 4, 4, programs_per_cu=1, merge_stages=4),
         overlaps=True,
         registers=224,
         powers_by_products=2,
+        open_middle=True,
     ),
     # Of 64 columns, and as many as a head has beyond them. 777 new of 5778, 32 x 8 heads of 80: 115 us, in one block
     # of 128 128, FA3 168; 32 x 32 of 96: 151, 162 and 186.
@@ -108,12 +113,14 @@ _EXTEND_TILES: Mapping[int, HopperTiles] = {
     # 514 and 1744. While one warp loaded both K and V: 394, 506 and 1664; then with three stages 396, 519 and 1683; in
     # blocks of 64 keys with four 423, 566 and 1936; the plain kernel 694 of the second. Where the groups take turns at
     # the matrix units: 504, 636 and 2121.
-    # With a cap 454 us, 507 with all exponentials by their unit.
+    # With a cap 454 us, 507 with all exponentials by their unit. With a window of 4096, 1 x 2048 + 30720: 241 us, 374
+    # where all steps are masked, FA3 264; of 2048, 1 x 2048 + 6144: 144, 201 and 145.
     128: HopperTiles(
         ExtendTiles(128, 128, 4, 2, programs_per_cu=1, merge_stages=4),
         overlaps=True,
         registers=224,
         powers_by_products=2,
+        open_middle=True,
     ),
     # 64 x 8 heads, 777 new of 5778: 327 us, 12 ragged chunks 498; by blocks of 64 keys with three stages 348 and 530.
     # Registers have no room for the weights of 128 keys beside the accumulators, so V is multiplied with by 64.

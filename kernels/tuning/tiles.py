@@ -64,6 +64,8 @@ class DecodeTiles:
     side_by_side:     whether equal parts of the rows of a sequence are handed out side by side (DecodeCut)
     most_rounds:      how many times the programs that the grid holds it may hold, where rows are that many
                       (DecodeCut.of_step)
+    fewer_of_few:     how many times fewer programs serve steps of a few rows, each of which so many would share that
+                      to add up their parts takes as long as to read K and V (DecodeCut.of_step)
     """
 
     key_block: int
@@ -82,6 +84,7 @@ class DecodeTiles:
     early: bool = False
     side_by_side: bool = False
     most_rounds: int = 1
+    fewer_of_few: int = 1
 
     def columns(self, dim: int) -> int:
         """Columns of a block of rows of dim elements; a power of two."""
@@ -209,7 +212,7 @@ class DecodeRow:
     any_dim: bool = False
 
 
-# More rows than a sequence can have.
+# More rows than a sequence can have, and more keys.
 ANY_ROWS = 1 << 62
 
 
@@ -219,6 +222,7 @@ class ExtendRow:
 
     alike:    whether they serve only rows of K and of V whose blocks have as many columns
     codes:    as in DecodeRow
+    max_window: for layers whose tokens see so many keys at most, their own among them; ANY_ROWS: for all
     max_rows: for steps whose sequences have so many rows at most: new tokens times the query heads of one KV head,
               however many are read as one. ANY_ROWS: for all
     """
@@ -230,6 +234,7 @@ class ExtendRow:
     alike: bool = False
     codes: tuple[Codes, ...] = tuple(Codes)
     max_rows: int = ANY_ROWS
+    max_window: int = ANY_ROWS
 
 
 def next_power_of_2(n: int) -> int:

@@ -15,7 +15,7 @@ from rocm_attn.kernels.tuning.latent_tiles import LatentTiles, latent_decode_til
 from rocm_attn.kernels.tuning.measured import AnyTiles, MeasuredLayer, MeasuredRow, Table
 from rocm_attn.kernels.tuning.tiles import ANY_ROWS, CdnaTiles, Codes, DecodeTiles, ExtendRow, NoTiles
 from rocm_attn.machine.target import Target
-from rocm_attn.problem import KVEncoding, Problem, Scales
+from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
 
 
 class _Shape(TypedDict):
@@ -96,7 +96,8 @@ def extend_rows_of(problem: Problem, target: Target) -> tuple[ExtendRow, ...]:
 
 def extend_rows_of_table(problem: Problem, target: Target) -> tuple[ExtendRow, ...]:
     """As extend_rows_of, without measured ones: those of masked steps, with whose masks no row was measured."""
-    return extend_rows(target.arch, **_shape(problem))
+    window = ANY_ROWS if problem.window_left == UNLIMITED_WINDOW else problem.window_left + 1
+    return extend_rows(target.arch, **_shape(problem), window=window)
 
 
 def latent_decode_tiles_of(problem: Problem, target: Target) -> LatentTiles:

@@ -16,6 +16,7 @@ from benchmarks.shape_sweep import (
     MOST_FLOPS,
     TUNED_DIMS,
     TUNED_RATIOS,
+    TUNED_RATIOS_OF_DECODE,
     Shape,
     Timed,
     Work,
@@ -79,6 +80,12 @@ def test_products_are_counted_for_each_key_that_a_token_sees(window_left: int) -
     assert shape.flops == 4 * 64 * shape.powers
 
 
+def test_many_query_heads_are_compared_with_layouts_of_many_where_tiles_were_tuned_for_them() -> None:
+    decode = replace(PLAIN, work=Work.DECODE, num_q_heads=2 * 24)
+    assert decode.neighbour().num_q_heads == 2 * 32
+    assert replace(decode, work=Work.VERIFY).neighbour().num_q_heads == 2 * 16
+
+
 def test_bytes_are_those_of_keys_that_are_seen_queries_and_results() -> None:
     assert PLAIN.num_bytes == 2 * 64 * (2 * 13 * 2 + 2 * 7 * 8)
     assert replace(PLAIN, window_left=2).num_bytes == 2 * 64 * (2 * (6 + 3) * 2 + 2 * 7 * 8)
@@ -97,7 +104,8 @@ def test_a_neighbour_has_the_nearest_tuned_layout_and_the_same_step() -> None:
     for each in SHAPES:
         neighbour = each.neighbour()
         assert neighbour.head_dim in TUNED_DIMS
-        assert neighbour.gqa_ratio in TUNED_RATIOS
+        is_decode = each.work is Work.DECODE
+        assert neighbour.gqa_ratio in (TUNED_RATIOS_OF_DECODE if is_decode else TUNED_RATIOS)
         assert neighbour.neighbour() == neighbour
         assert (neighbour.kv_len, neighbour.q_len, neighbour.page_size) == (each.kv_len, each.q_len, each.page_size)
 
@@ -128,8 +136,9 @@ def test_a_cliff_is_far_from_its_neighbour_or_from_the_best_peer() -> None:
 def test_powers_are_a_limit_beside_memory_and_products() -> None:
     assert PLAIN.powers_us(1e6) == pytest.approx(PLAIN.powers + LAUNCHES_US)
     slow = replace(timed("a", 30.0, 20.0), powers_us=30.0, neighbour_powers_us=5.0)
-    assert slow.with_powers.x_neighbour == pytest.approx(1.0)
-    assert not slow.with_powers.is_cliff
+    assert slow.x_neighbour == pytest.approx(1.0)
+    assert not slow.is_cliff
+    assert slow.without_powers.is_cliff
 
 
 def test_the_worst_come_first_whichever_they_are_worse_than() -> None:

@@ -76,10 +76,6 @@ def batches(draw: st.DrawFn) -> Batch:
     seqs = draw(st.lists(st.tuples(lengths, st.sampled_from([1, 1, 1, 0, 2])), max_size=20))
     row_cost, row_end = draw(st.integers(0, 4)), draw(st.integers(0, 2))
     tiles = replace(TILES, row_cost=row_cost, row_end=row_end, head_blocks=draw(st.integers(1, 2)))
-    if draw(st.booleans()):
-        tiles = replace(
-            tiles, small_parts=draw(st.integers(1, 4)), small_share=draw(st.integers(0, 80)), small_per_cu=2
-        )
     return Batch(
         [length for length, _ in seqs],
         [new for _, new in seqs],
@@ -111,16 +107,6 @@ def walk(batch: Batch, program: int) -> list[tuple[Row, int, int]]:
         if row == rows_per_seq:
             seq, row = seq + 1, 0
     return visits
-
-
-def number_of(batch: Batch, program: int) -> int:
-    """What decode counts a program's partial results by; -1: it has no work."""
-    _, _, done, work, share, row_start, *_ = batch.words[8 * program : 8 * program + 8]
-    return (row_start + done) // share if work > 0 else -1
-
-
-def has_small_parts(batch: Batch) -> bool:
-    return any(0 <= number_of(batch, program) != program for program in range(batch.num_programs))
 
 
 @settings(max_examples=150)
@@ -155,24 +141,17 @@ def test_a_program_leaves_at_most_one_row_begun_before_it_and_one_that_goes_on(b
 @settings(max_examples=150)
 @given(batches())
 def test_the_merge_finds_the_programs_of_every_row_that_is_shared(batch: Batch) -> None:
-    """By row, and, where there are no small parts, from the boundaries between programs: the two rules of merge.py."""
+    """By row, and from the boundaries between programs: the two rules of merge.py."""
     words, row_cost = batch.words, batch.tiles.row_cost
-    numbers = [number_of(batch, program) for program in range(batch.num_programs)]
-    assert len({number for number in numbers if number >= 0}) == len(numbers) - numbers.count(-1)
     programs_of: dict[Row, list[int]] = defaultdict(list)
     for program in range(batch.num_programs):
         for row, first, end in walk(batch, program):
             if end > first:
-                programs_of[row].append(numbers[program])
+                programs_of[row].append(program)
     share, pad = words[4], words[7]
 
     def holders(row_start: int, num_blocks: int) -> list[int]:
         first = row_start + row_cost
-        row_size = num_blocks + row_cost + batch.tiles.row_end + pad
-        if row_size < row_cost + num_blocks:
-            equal, parts = row_size // share, batch.tiles.small_parts
-            last = batch.num_programs - 1 - row_start // row_size * parts
-            return [*range(first // share, first // share + equal), *range(last, last - parts, -1)]
         return list(range(first // share, (first + num_blocks - 1) // share + 1))
 
     for (seq, row_of_seq), programs in programs_of.items():
@@ -181,8 +160,6 @@ def test_the_merge_finds_the_programs_of_every_row_that_is_shared(batch: Batch) 
         )
         assert holders(start, batch.blocks_of(seq)) == programs
 
-    if has_small_parts(batch):
-        return
     found: dict[Row, list[int]] = {}
     for boundary in range(batch.num_programs - 1):
         seq, row_of_seq, done, work, _, row_start, length, _ = words[8 * (boundary + 1) : 8 * (boundary + 2)]
@@ -311,42 +288,6 @@ def test_equal_parts_of_a_sequences_rows_are_handed_out_side_by_side(
     if is_beside:
         assert [row for row, *_ in visits[:4]] == [(0, 0), (0, 1), (0, 2), (0, 3)]
         assert len({(first, end) for _, first, end in visits[:4]}) == 1, "the same keys"
-
-
-@pytest.mark.parametrize(
-    ("kv_len", "small_parts", "blocks"),
-    # Equal parts and small ones: of four rows a sequence four and one each, and two; where the last block is not full.
-    # None where rows differ, where small parts would be no smaller than half of the others, or programs are too few.
-    [
-        ([4096] * 8, 1, {60: 128, 16: 32}),
-        ([4096] * 8, 2, {60: 128, 8: 64}),
-        ([4080] * 8, 2, {60: 128, 7: 32, 8: 32}),
-        ([4096] * 7 + [90], 1, {}),
-        ([4096] * 2, 1, {}),
-        ([4096] * 8, 3, {}),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("side_by_side", [False, True])
-def test_rows_that_are_alike_end_in_small_parts(
-    kv_len: list[int], small_parts: int, blocks: dict[int, int], side_by_side: bool, kernel_device: torch.device
-) -> None:
-    """Which the last programs have; the others share out what rows that differ cost."""
-    tiles = replace(TILES, programs_per_cu=2, row_cost=0, row_end=2, heads_per_row=2, side_by_side=side_by_side)
-    with_small = replace(tiles, small_parts=small_parts, small_share=16, small_per_cu=1)
-    batch = Batch(kv_len, [1] * len(kv_len), 8, 198, with_small)
-    words = device_words(batch, kernel_device)
-    assert words == batch.words
-    visits = [walk(batch, program) for program in range(198)]
-    if not blocks:
-        without = Batch(kv_len, [1] * len(kv_len), 8, 132, tiles)
-        assert words[: 132 * 8] == without.words[: 132 * 8]
-        assert not any(visits[132:])
-        return
-    assert Counter(end - first for visit in visits for _, first, end in visit) == blocks
-    small = [visit for visit in visits[198 - 32 * small_parts :]]
-    assert {end - first for ((_, first, end),) in small} == set(blocks) - {60}
-    assert [first for ((_, first, _),) in small] == sorted(first for ((_, first, _),) in small), "part by part"
 
 
 @pytest.mark.parametrize("num_programs", [1, 2, 3, 7])

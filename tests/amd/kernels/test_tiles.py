@@ -118,6 +118,17 @@ def test_small_kv_heads_are_extended_as_one_where_their_rows_fit_a_block() -> No
     assert all(row.tiles.heads_per_row == 1 or _is_one_block(row) for row in EXTEND_ROWS)
 
 
+def test_layers_of_windows_have_tiles_of_their_own_up_to_the_windows_that_they_were_measured_with() -> None:
+    def of_many_tokens(dim: int, **window: Any) -> ExtendTiles:
+        shape: dict[str, Any] = {"gqa_ratio": 8, "num_kv_heads": 8, "head_dim": dim, "v_head_dim": dim, "dtype": BF16}
+        return extend_rows("sm_90", **shape, **window)[-1].tiles
+
+    for dim in (72, 80, 96):
+        assert of_many_tokens(dim).query_rows == 128
+        assert [of_many_tokens(dim, window=window).query_rows for window in (1, 128, 2047, 2048)] == [64, 64, 64, 128]
+    assert of_many_tokens(128, window=128) == of_many_tokens(128)
+
+
 def _is_one_block(row: ExtendRow) -> bool:
     return row.max_rows * row.tiles.heads_per_row <= row.tiles.query_rows and row.codes == (Codes.NONE,)
 

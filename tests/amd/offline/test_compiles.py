@@ -14,7 +14,7 @@ import torch
 from rocm_attn.kernels.tuning import latent_tiles
 from rocm_attn.kernels.tuning.decode_tiles import DECODE_ROWS, decode_tiles
 from rocm_attn.kernels.tuning.expert_tiles import EXPERT_ROWS, expert_tiles
-from rocm_attn.kernels.tuning.extend_tiles import EXTEND_ROWS, extend_rows
+from rocm_attn.kernels.tuning.extend_tiles import EXTEND_ROWS
 from rocm_attn.kernels.tuning.latent_tiles import (
     LatentTiles,
     latent_decode_tiles,
@@ -25,7 +25,7 @@ from rocm_attn.kernels.tuning.segment_tiles import SEGMENT_ROWS, segment_tiles
 from rocm_attn.kernels.tuning.tiles import Codes, NoTiles
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import KVEncoding, PoolKind
-from rocm_attn.providers.tiles import codes_of
+from rocm_attn.providers.tiles import codes_of, extend_rows_of_table
 from tests.amd.house.source_tree import sources
 from tests.amd.offline.code_object import AmdCode, NvidiaCode, read_amd_code, read_nvidia_code
 from tests.amd.offline.compiling import (
@@ -205,12 +205,13 @@ def test_every_tuning_row_is_in_the_matrix(arch: str) -> None:
     for is_large in (False, True) if arch in AMD_ARCHS else (False,):
         compiled: set[int] = set()
         here = [row for row in ROWS if row.arch == arch and row.is_large == is_large]
-        for problem in (row.problems[0] for row in here if row.pool is not PoolKind.LATENT):
+        problems = [problem for row in here if row.pool is not PoolKind.LATENT for problem in row.problems]
+        for problem in problems:
             shape: dict[str, Any] = {"head_dim": problem.head_dim, "v_head_dim": problem.v_head_dim}
             shape |= {"dtype": problem.dtype, "codes": codes_of(problem)}
             heads: dict[str, Any] = {"gqa_ratio": problem.gqa_ratio, "num_kv_heads": problem.num_kv_heads}
             compiled.add(id(decode_tiles(arch, **heads, **shape)))
-            extend = extend_rows(arch, **heads, **shape)
+            extend = extend_rows_of_table(problem, known_target(arch))
             compiled |= {id(row.tiles) for row in extend if row.max_rows >= 2 * problem.gqa_ratio}
             with suppress(NoTiles):  # codes with more than 128 elements a head
                 compiled.add(id(segment_tiles(arch, **shape)))

@@ -43,6 +43,7 @@ from rocm_attn.kernels.hopper.key_steps import (
     Progress,
     Query,
     attend_steps,
+    attend_steps_ahead,
     ended,
     nothing_seen,
     rows_of_scores,
@@ -113,6 +114,8 @@ def _attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: g
     """Steps of a span added to a softmax."""
     if G.SEGMENT_STEPS > 0:
         progress = attend_segment_steps(progress, query, rings, span, seen, G, MASKED)
+    elif G.AHEAD and not MASKED:
+        progress = attend_steps_ahead(progress, query, rings, span, G)
     else:
         progress = attend_steps(progress, query, rings, span, seen, G, MASKED)
     return progress
@@ -405,6 +408,7 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
         CAPPED=scores.soft_cap > 0,
         BOUNDED=scores.is_bounded and not is_fp8 and args.q.dtype == torch.bfloat16,
         OVERLAPS=tiles.overlaps,
+        AHEAD=tiles.ahead and not is_fp8,
         POWERS_BY_PRODUCTS=tiles.powers_by_products,
         ENCODING=coding.ENCODING,
         SCALES=coding.SCALES,

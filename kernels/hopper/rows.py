@@ -92,6 +92,7 @@ class HopperGeometry(NamedTuple):
     BOUNDED: bool
     POWERS_BY_PRODUCTS: int
     OVERLAPS: bool
+    AHEAD: bool
     ENCODING: int
     SCALES: int
     CODE_TILES: int

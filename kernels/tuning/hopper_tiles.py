@@ -42,6 +42,7 @@ class HopperTiles:
     left_in_workspace: bool = False
     powers_by_products: int = 0
     ahead: bool = False
+    few_cost: int = 8
 
     def __post_init__(self) -> None:
         value_tiles = self.extend.key_block // self.value_block

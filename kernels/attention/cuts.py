@@ -250,8 +250,6 @@ class Sharing(NamedTuple):
     least_keys:   no share is smaller
     most_keys:    and none larger: there is room for the parts of so many keys
     segment_len:  of deterministic attention, keys of a segment: programs take whole ones; else 0
-    few_tokens:   a query block of so many new tokens at most costs less
-    few_cost:     eighths of its keys that it costs
     """
 
     programs: int = 0
@@ -265,8 +263,6 @@ class Sharing(NamedTuple):
     least_keys: int = 256
     most_keys: int = 1 << 30  # more than any program has
     segment_len: int = 0
-    few_tokens: int = 0
-    few_cost: int = 8
 
 
 WHOLE_ROWS = Sharing()

@@ -16,8 +16,8 @@ from rocm_attn.kernels.attention.bundles import Softmax
 from rocm_attn.kernels.attention.cuts import ExtendCut
 from rocm_attn.kernels.attention.extend_schedule import (
     BLOCK_BEFORE,
-    BLOCK_COST,
     BLOCK_FIRST_TOKEN,
+    BLOCK_KEYS,
     BLOCK_TOKENS,
     BLOCK_WORDS,
     SHARE_BLOCK,
@@ -125,7 +125,7 @@ def _extend_merge_kernel(
         words = schedule + block * BLOCK_WORDS
         is_shared = block < tl.load(shares + SHARE_CUT)
         size = tl.load(shares + SHARE_SIZE)
-        cost = tl.load(words + BLOCK_COST) + G.ROW_KEYS
+        cost = tl.load(words + BLOCK_KEYS) + G.ROW_KEYS
         start = tl.load((words + BLOCK_BEFORE).to(tl.pointer_type(tl.int64))) * ROWS + row * cost
         began = (start // size).to(tl.int32)
     else:
@@ -138,7 +138,7 @@ def _extend_merge_kernel(
         words = schedule + tl.load(share + SHARE_BLOCK) * BLOCK_WORDS
         is_shared = goes_on & (start // size == began)
         row = tl.load(share + SHARE_ROW)
-        cost = tl.load(words + BLOCK_COST) + G.ROW_KEYS
+        cost = tl.load(words + BLOCK_KEYS) + G.ROW_KEYS
     num_lines = tl.load(words + BLOCK_TOKENS) * G.BLOCK_HEADS
     num_parts = ((start + cost - 1) // size).to(tl.int32) - began + 1
     if is_shared & (num_parts > 1) & (tl.program_id(1) * G.LINES < num_lines):

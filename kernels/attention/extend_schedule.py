@@ -50,7 +50,6 @@ BLOCK_FIRST_TOKEN = tl.constexpr(1)
 BLOCK_TOKENS = tl.constexpr(2)  # 0: nothing to do
 BLOCK_KV_INDEX = tl.constexpr(3)  # of the first token
 BLOCK_KEYS = tl.constexpr(4)  # its last key is that of its last token, or of its sequence; these before it are seen
-BLOCK_COST = tl.constexpr(5)  # what they cost, in keys: as many, or fewer of a block of few tokens
 BLOCK_BEFORE = tl.constexpr(6)  # 64 bits: what a row of each block before it costs
 # The words of a program's share.
 SHARE_WORDS = tl.constexpr(cuts.SHARE_WORDS)
@@ -99,15 +98,8 @@ def _most_keys(q_len, window_left, G: tl.constexpr):
 
 
 @triton.jit
-def _cost_of(keys, tokens, few):
-    """What a block of so many new tokens costs that sees so many keys. few: tokens, and eighths"""
-    return tl.where(tokens <= few[0], (keys * few[1] + 7) // 8, keys)
-
-
-@triton.jit
-def _cost_of_last(count, blocks, q_len, length, window_left, few, G: tl.constexpr):
-    """What the last `count` of a sequence's blocks cost, int64: the keys that they see, each block for itself."""
-    tokens = q_len - (blocks - 1) * G.QUERY_TOKENS
+def _keys_of_last(count, blocks, q_len, length, window_left, G: tl.constexpr):
+    """The keys, int64, that the last `count` of a sequence's blocks see, each block for itself."""
     if G.CAUSAL:
         prefix = (length - q_len).to(tl.int64)
         first = (blocks - count).to(tl.int64)
@@ -120,7 +112,6 @@ def _cost_of_last(count, blocks, q_len, length, window_left, few, G: tl.constexp
             most = _most_keys(q_len, window_left, G).to(tl.int64)
             bounded = tl.minimum(tl.maximum(most - prefix, 0) // G.QUERY_TOKENS, full)
             last = tl.minimum(last, most)
-        last = _cost_of(last, tokens, few)
         bounded = tl.maximum(bounded, first)
         squares = (bounded * (bounded + 1) - first * (first + 1)) // 2
         keys = (bounded - first) * prefix + squares * G.QUERY_TOKENS + (full - bounded) * most + last
@@ -128,10 +119,7 @@ def _cost_of_last(count, blocks, q_len, length, window_left, few, G: tl.constexp
     else:
         if G.WINDOWED:
             length = tl.minimum(length, _most_keys(q_len, window_left, G))
-        length = length.to(tl.int64)
-        # They are in order: the last one is there where all are.
-        is_last = (count > 0) & (count == blocks)
-        keys = count * length - tl.where(is_last, length - _cost_of(length, tokens, few), 0)
+        keys = count.to(tl.int64) * length
     return keys
 
 
@@ -146,9 +134,7 @@ def _class_of(reach):
     return (first - 1) << _CLASS_KEYS_LOG2, (first - 1 + (1 << shift)) << _CLASS_KEYS_LOG2
 
 
-@triton.jit(
-    do_not_specialize=["num_seqs", "num_tokens", "min_q_len", "window_left", "row_keys", "few_tokens", "few_cost"]
-)
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "min_q_len", "window_left", "row_keys"])
 def _list_kernel(
     kv_len,
     q_indptr,
@@ -158,15 +144,12 @@ def _list_kernel(
     min_q_len,
     window_left,
     row_keys,
-    few_tokens,
-    few_cost,
     G: tl.constexpr,
 ):
     QUERY_TOKENS: tl.constexpr = G.QUERY_TOKENS
     SEQS: tl.constexpr = G.SEQS
     block = tl.program_id(0)
     lane = tl.arange(0, SEQS)
-    few = (few_tokens, few_cost)
 
     # The block's sequence, its place among that sequence's blocks, and the number of all blocks.
     total = 0
@@ -210,19 +193,17 @@ def _list_kernel(
             goes_before = (other_len >= end_alike) | ((other_len >= first_alike) & (other < seq))
             count = tl.where(goes_before, blocks, tl.where(other == seq, block - first_block, 0))
         count = tl.where(is_block, count, blocks)
-        cost = _cost_of_last(count, blocks, q_len, other_len, window_left, few, G)
-        before += tl.sum(cost + count.to(tl.int64) * row_keys, 0)
+        keys = _keys_of_last(count, blocks, q_len, other_len, window_left, G)
+        before += tl.sum(keys + count.to(tl.int64) * row_keys, 0)
         rank += tl.sum(count, 0)
     if is_block:
         keys = tl.minimum(extent, _most_keys(seq_q_len, window_left, G)) if G.WINDOWED else extent
         words = schedule + rank * BLOCK_WORDS
         tl.store(words + BLOCK_SEQ, seq)
         tl.store(words + BLOCK_FIRST_TOKEN, first_token + offset)
-        tokens = tl.minimum(seq_q_len - offset, QUERY_TOKENS)
-        tl.store(words + BLOCK_TOKENS, tokens)
+        tl.store(words + BLOCK_TOKENS, tl.minimum(seq_q_len - offset, QUERY_TOKENS))
         tl.store(words + BLOCK_KV_INDEX, prefix + offset)
         tl.store(words + BLOCK_KEYS, keys)
-        tl.store(words + BLOCK_COST, _cost_of(keys, tokens, few))
     else:
         tail = tl.load(q_indptr + num_seqs) + (block - total) * QUERY_TOKENS
         words = schedule + block * BLOCK_WORDS
@@ -231,7 +212,7 @@ def _list_kernel(
         tl.store(words + BLOCK_TOKENS, tl.minimum(tl.maximum(num_tokens - tail, 0), QUERY_TOKENS))
         tl.store(words + BLOCK_KV_INDEX, 0)
         tl.store(words + BLOCK_KEYS, 0)
-        tl.store(words + BLOCK_COST, 0)
+    tl.store(words + BLOCK_KEYS + 1, 0)
     tl.store((words + BLOCK_BEFORE).to(tl.pointer_type(tl.int64)), before)
 
 
@@ -361,8 +342,6 @@ def launch_extend_schedule(queries: Queries, schedule: Tensor, cut: ExtendCut) -
         cut.min_q_len,
         sharing.window_left,
         sharing.row_keys,
-        sharing.few_tokens,
-        sharing.few_cost,
         G=ListGeometry(cut.query_tokens, sharing.causal, sharing.window_left != UNLIMITED_WINDOW, _SEQS_AT_ONCE),
         num_warps=4,
     )

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
@@ -32,7 +32,7 @@ from rocm_attn.kernels.attention.bundles import Rows, Span
 from rocm_attn.kernels.attention.coded import LEAST_SCALE
 from rocm_attn.kernels.attention.cuts import ExtendCut
 from rocm_attn.kernels.attention.extend_merge import launch_extend_merge
-from rocm_attn.kernels.attention.extend_schedule import BLOCK_KV_INDEX, BLOCK_TOKENS, BLOCK_WORDS, SHARE_CUT
+from rocm_attn.kernels.attention.extend_schedule import BLOCK_KV_INDEX, BLOCK_WORDS, SHARE_CUT
 from rocm_attn.kernels.attention.query_block import BlockGeometry
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.segments import UNFUSED
@@ -43,7 +43,6 @@ from rocm_attn.kernels.hopper.key_steps import (
     Progress,
     Query,
     attend_steps,
-    attend_steps_ahead,
     ended,
     nothing_seen,
     rows_of_scores,
@@ -57,7 +56,7 @@ from rocm_attn.kernels.hopper.query_rows import (
     store_part,
     store_results,
 )
-from rocm_attn.kernels.hopper.rings import Cache, new_rings, produce_keys, produce_values, wait_for_keys
+from rocm_attn.kernels.hopper.rings import Cache, new_rings, produce_keys, produce_values
 from rocm_attn.kernels.hopper.rows import (
     BOX_COLUMNS,
     GROUP_ROWS,
@@ -114,22 +113,9 @@ def _attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: g
     """Steps of a span added to a softmax."""
     if G.SEGMENT_STEPS > 0:
         progress = attend_segment_steps(progress, query, rings, span, seen, G, MASKED)
-    elif G.AHEAD and not MASKED:
-        progress = attend_steps_ahead(progress, query, rings, span, G)
     else:
         progress = attend_steps(progress, query, rings, span, seen, G, MASKED)
     return progress
-
-
-@gluon.jit
-def _let_pass(n, rings, span, G: gl.constexpr):
-    """n after steps of which the group needs nothing: it arrives for each, when its keys are there."""
-    for _ in range(span.first, span.end):
-        wait_for_keys(rings, n, G)
-        gl.thread_barrier()
-        mbarrier.arrive(rings.free.index(n % G.STAGES), count=1)
-        n += 1
-    return n
 
 
 @gluon.jit
@@ -191,11 +177,7 @@ def _consume(GROUP: gl.constexpr, x, own, rings, to, factors, todo, G: gl.conste
         if G.SEGMENT_STEPS > 0:
             softmax, n = _attend_segments(GROUP, n, query, rings, row, to, G)
         else:
-            # A group of no row's warps lets the steps pass, and leaves the matrix units to the other one.
-            is_needed = gl.load(words + BLOCK_TOKENS) * G.GQA_RATIO > GROUP * GROUP_ROWS
-            end = gl.where(is_needed, steps.end, steps.first)
-            softmax, n = _attend_span(n, query, rings, Span(steps.first, end), edge_step, seen, G)
-            n = _let_pass(n, rings, Span(end, steps.end), G)
+            softmax, n = _attend_span(n, query, rings, Span(steps.first, steps.end), edge_step, seen, G)
             softmax = ended(softmax, v_factor, G)
         after = next_row(x, todo, steps.take, G)
         # They arrive while results are written.
@@ -414,7 +396,6 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
         VALUE_STAGES=tiles.value_stages,
         GROUPS=tiles.extend.query_rows // GROUP_ROWS.value,
         ROW_KEYS=sharing.row_keys,
-        FEW_COST=sharing.few_cost if sharing.few_tokens else 8,
         SEGMENT_STEPS=tiles.segment_len // tiles.extend.key_block,
         SEGMENT_SLOTS=tiles.segment_slots,
         LEFT_IN_WORKSPACE=tiles.left_in_workspace,
@@ -424,7 +405,7 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
         CAPPED=scores.soft_cap > 0,
         BOUNDED=scores.is_bounded and not is_fp8 and args.q.dtype == torch.bfloat16,
         OVERLAPS=tiles.overlaps,
-        AHEAD=tiles.ahead and not is_fp8,
+        FUSED=tiles.fused,
         POWERS_BY_PRODUCTS=tiles.powers_by_products,
         ENCODING=coding.ENCODING,
         SCALES=coding.SCALES,

@@ -16,9 +16,9 @@ from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.attention.bundles import Softmax
 from rocm_attn.kernels.attention.coded import scaled_parts
-from rocm_attn.kernels.attention.softmax import capped_at_once, tanh_of
+from rocm_attn.kernels.attention.softmax import capped_at_once
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES
-from rocm_attn.kernels.hopper.powers import scaled_powers
+from rocm_attn.kernels.hopper.powers import capped_powers, scaled_powers
 from rocm_attn.kernels.hopper.rings import value_stage, value_tiles, wait_for_keys, wait_for_values, zero_unseen
 from rocm_attn.kernels.hopper.rows import GROUP_ROWS, of_rows, width_of
 
@@ -174,81 +174,6 @@ def with_bound(softmax, G: gl.constexpr):
 
 
 @gluon.jit
-def _products_of_keys(query, k, stage, zero, G: gl.constexpr):
-    """Products of q with the keys of a stage, in flight."""
-    PARTS: gl.constexpr = G.DIM // G.COLUMNS
-    pending = (zero,)
-    for i in gl.static_range(PARTS):
-        q_tile, k_tile = columns_of(query.tiles.index(i), i, G), columns_of(k.tiles.index(stage * PARTS + i), i, G)
-        pending = (warpgroup_mma(q_tile, k_tile.permute((1, 0)), pending[0], use_acc=i > 0, is_async=True),)
-    return pending
-
-
-@gluon.jit
-def _add_step(softmax, scores, query, rings, n, G: gl.constexpr):
-    """A step's scores, scaled, added to a softmax: its sums, and products with V in flight."""
-    acc, maximum, total = softmax
-    v = rings.v
-    scale = 1.0
-    if G.CAPPED:
-        scores = tanh_of(scores)
-        scale = query.cap_scale
-    decay = 1.0
-    base = gl.zeros_like(maximum)
-    if not G.BOUNDED:
-        base = gl.maximum(maximum, gl.max(scores, 1) * scale)
-        decay = gl.exp2(maximum - base)
-        total = total * gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, total.type.layout)), 1)
-        acc = scaled_by_rows(acc, decay, G)
-        maximum = base
-    blocks = blocks_of(scores, G)
-    products = acc
-    for tile in gl.static_range(value_tiles(G)):
-        if G.BOUNDED:
-            weights = scaled_powers(blocks[tile], scale, G.POWERS_BY_PRODUCTS)
-        else:
-            weights = gl.exp2(blocks[tile] * scale - of_rows(base, blocks[tile]))
-        total += _sums_of_lanes(weights, G)
-        if tile > 0:
-            wait_for_values(rings, n, tile, tile + 1, G)
-        products = add_products(products, weights.to(v.tiles.dtype), v, value_stage(n, tile, G), G)
-    return products, maximum, total
-
-
-@gluon.jit
-def attend_steps_ahead(progress, query, rings, span, G: gl.constexpr):
-    """Steps of a span, of which each row sees all, added to a softmax: products with K run a step ahead."""
-    KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEY_BLOCK, 16])
-    zero = gl.zeros([GROUP_ROWS, KEY_BLOCK], gl.float32, layout=s_layout)
-    k, _, free = rings
-    softmax, n = progress
-    acc, maximum, total = softmax
-    by_row = query.product_scale
-    if span.first < span.end:
-        wait_for_keys(rings, n, G)
-        scores = warpgroup_mma_wait(0, deps=_products_of_keys(query, k, n % G.STAGES, zero, G)) * by_row
-        gl.thread_barrier()
-        mbarrier.arrive(free.index(n % G.STAGES), count=1)
-        for _step in range(span.first + 1, span.end):
-            stage = (n + 1) % G.STAGES
-            wait_for_keys(rings, n + 1, G)
-            pending = _products_of_keys(query, k, stage, zero, G)
-            wait_for_values(rings, n, 0, 1, G)
-            products, maximum, total = _add_step(Softmax(acc, maximum, total), scores, query, rings, n, G)
-            waited = warpgroup_mma_wait(0, deps=pending + products)
-            scores, acc = waited[0] * by_row, waited[1:]
-            gl.thread_barrier()
-            mbarrier.arrive(free.index(stage), count=1)
-            n += 1
-        wait_for_values(rings, n, 0, 1, G)
-        products, maximum, total = _add_step(Softmax(acc, maximum, total), scores, query, rings, n, G)
-        acc = waited_for(products)
-        n += 1
-    return Progress(Softmax(acc, maximum, total), n)
-
-
-@gluon.jit
 def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl.constexpr):
     """Steps of a span added to a softmax.
 
@@ -295,7 +220,8 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
         wait_for_values(rings, n, 0, 1, G)
         if G.SCALES == TOKEN_SCALES:
             scores = scores * gl.expand_dims(k_factor, 0)
-        if G.CAPPED:
+        FUSED: gl.constexpr = G.FUSED > 0 and G.BOUNDED and not MASKED
+        if G.CAPPED and not FUSED:
             scores = capped_at_once(scores, by_row)
         if MASKED:
             key = gl.expand_dims(step * KEY_BLOCK + lane, 0)
@@ -312,7 +238,9 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
             maximum = new_maximum
         blocks = blocks_of(scores, G)
         for tile in gl.static_range(value_tiles(G)):
-            if G.BOUNDED:
+            if FUSED:
+                weights = capped_powers(blocks[tile], by_row, by_score, G.FUSED)
+            elif G.BOUNDED:
                 weights = scaled_powers(blocks[tile], by_score, BY_PRODUCTS)
             else:
                 weights = gl.exp2(blocks[tile] * by_score - of_rows(base, blocks[tile]))

@@ -9,7 +9,6 @@ from triton.experimental.gluon import language as gl
 from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.attention.extend_schedule import (
-    BLOCK_COST,
     BLOCK_KEYS,
     BLOCK_KV_INDEX,
     BLOCK_SEQ,
@@ -48,7 +47,7 @@ class HopperGeometry(NamedTuple):
     STAGES:    steps of which K's ring holds the keys
     VALUE_STAGES: tiles that V's ring holds
     GROUPS:    consumers
-    ROW_KEYS, FEW_COST: of cuts.Sharing
+    ROW_KEYS:  of cuts.Sharing
     SEGMENT_STEPS: of deterministic attention, steps of a segment; 0 of other attention
     SEGMENT_SLOTS: of it, parts of rows that a program has room for
     LEFT_IN_WORKSPACE: of it, whether what lies left of a segment is in the workspace, and not in shared memory
@@ -83,7 +82,6 @@ class HopperGeometry(NamedTuple):
     VALUE_STAGES: int
     GROUPS: int
     ROW_KEYS: int
-    FEW_COST: int
     SEGMENT_STEPS: int
     SEGMENT_SLOTS: int
     LEFT_IN_WORKSPACE: bool
@@ -94,7 +92,7 @@ class HopperGeometry(NamedTuple):
     BOUNDED: bool
     POWERS_BY_PRODUCTS: int
     OVERLAPS: bool
-    AHEAD: bool
+    FUSED: int
     ENCODING: int
     SCALES: int
     CODE_TILES: int
@@ -186,25 +184,15 @@ def seen_by_block(x, words, G: gl.constexpr):
 
 
 @gluon.jit
-def _keys_of_cost(cost, cost_keys, num_keys, G: gl.constexpr):
-    """How many of a row's num_keys keys, which cost cost_keys, come before an offset in its cost."""
-    keys = gl.maximum(cost - G.ROW_KEYS, 0)
-    if G.FEW_COST < 8:
-        keys = gl.where(cost_keys < num_keys, gl.minimum(keys * 8 // G.FEW_COST, num_keys), keys)
-    return keys
-
-
-@gluon.jit
 def steps_of(words, seen, todo, G: gl.constexpr):
     """What is taken of the row at which a program is. Steps, or whole segments, are the share's in which they end."""
     UNIT: gl.constexpr = G.KEY_BLOCK * max(G.SEGMENT_STEPS, 1)
     num_keys = gl.load(words + BLOCK_KEYS)
-    cost_keys = gl.load(words + BLOCK_COST)
-    cost = cost_keys + G.ROW_KEYS
+    cost = num_keys + G.ROW_KEYS
     take = gl.minimum(todo.keys, cost - todo.done)
     first_cost_key = seen.end - num_keys
-    first_key = first_cost_key + _keys_of_cost(todo.done, cost_keys, num_keys, G)
-    end_key = first_cost_key + _keys_of_cost(todo.done + take, cost_keys, num_keys, G)
+    first_key = first_cost_key + gl.maximum(todo.done - G.ROW_KEYS, 0)
+    end_key = first_cost_key + gl.maximum(todo.done + take - G.ROW_KEYS, 0)
     ends = todo.done + take == cost
     end_step = gl.where(ends, gl.cdiv(seen.end, G.KEY_BLOCK), end_key // UNIT * (UNIT // G.KEY_BLOCK))
     first_key = gl.maximum(first_key // UNIT * UNIT, seen.first)
@@ -222,7 +210,7 @@ def _whole_row(x, turn, G: gl.constexpr):
     block = x.cut + place // G.KV_HEADS
     words = x.words + gl.minimum(block, x.max_blocks - 1) * BLOCK_WORDS
     is_row = (block < x.max_blocks) & (gl.load(words + BLOCK_TOKENS) > 0)
-    keys = gl.where(is_row, gl.load(words + BLOCK_COST) + G.ROW_KEYS, 0)
+    keys = gl.where(is_row, gl.load(words + BLOCK_KEYS) + G.ROW_KEYS, 0)
     return Work(block, place % G.KV_HEADS, gl.to_tensor(0), keys, turn + 1)
 
 

@@ -90,8 +90,8 @@ def extend_schedule(kv_len: Sequence[int], q_len: Sequence[int], cut: ExtendCut,
     Of a program without work only its work, the share and the cut have a meaning; the others are 0 here.
     """
     block_len, sharing = cut.query_tokens, cut.sharing
-    # reach, sequence, first token, tokens, kv_index, keys, what they cost
-    listed: list[tuple[int, int, int, int, int, int, int]] = []
+    # reach, sequence, first token, tokens, kv_index, keys
+    listed: list[tuple[int, int, int, int, int, int]] = []
     token = 0
     for seq, (length, new) in enumerate(zip(kv_len, q_len, strict=True)):
         for offset in range(0, new if new >= cut.min_q_len else 0, block_len):
@@ -99,14 +99,13 @@ def extend_schedule(kv_len: Sequence[int], q_len: Sequence[int], cut: ExtendCut,
             reach = length - new + offset + tokens if sharing.causal else length
             window = sharing.window_left + (block_len if sharing.causal else new)
             keys = reach if sharing.window_left == UNLIMITED_WINDOW else min(reach, window)
-            cost = -(-keys * sharing.few_cost // 8) if tokens <= sharing.few_tokens else keys
-            listed.append((reach, seq, token + offset, tokens, length - new + offset, keys, cost))
+            listed.append((reach, seq, token + offset, tokens, length - new + offset, keys))
         token += new
     listed.sort(key=lambda block: (-_class_of(block[0]), block[1], -block[0]))
     words: list[int] = []
-    costs = [cost + sharing.row_keys for *_, cost in listed]
-    for (_, seq, first, tokens, kv_index, keys, cost), before in zip(listed, accumulate([0, *costs]), strict=False):
-        words += [seq, first, tokens, kv_index, keys, cost, *_halves(before)]
+    costs = [keys + sharing.row_keys for *_, keys in listed]
+    for (_, seq, first, tokens, kv_index, keys), before in zip(listed, accumulate([0, *costs]), strict=False):
+        words += [seq, first, tokens, kv_index, keys, 0, *_halves(before)]
     for _ in range(num_tokens // block_len + len(kv_len) + 1 - len(listed)):
         words += [-1, token, min(max(num_tokens - token, 0), block_len), 0, 0, 0, *_halves(sum(costs))]
         token += block_len

@@ -41,8 +41,7 @@ class HopperTiles:
     most_segments: int = 0
     left_in_workspace: bool = False
     powers_by_products: int = 0
-    ahead: bool = False
-    few_cost: int = 8
+    fused: int = 0
 
     def __post_init__(self) -> None:
         value_tiles = self.extend.key_block // self.value_block
@@ -95,8 +94,7 @@ _EXTEND_TILES: Mapping[int, HopperTiles] = {
     64: HopperTiles(
         ExtendTiles(128, 128, 4, 4, programs_per_cu=1, merge_stages=4),
         overlaps=True,
-        registers=240,
-        ahead=True,
+        registers=224,
         powers_by_products=2,
     ),
     # Of 64 columns, and as many as a head has beyond them. 777 new of 5778, 32 x 8 heads of 80: 115 us, in one block
@@ -104,8 +102,7 @@ _EXTEND_TILES: Mapping[int, HopperTiles] = {
     96: HopperTiles(
         ExtendTiles(128, 128, 4, 2, dim_block=64, programs_per_cu=1, merge_stages=4),
         overlaps=True,
-        registers=240,
-        ahead=True,
+        registers=224,
         powers_by_products=2,
     ),
     # llama8b 1 x 2048 + 6144: 374 us, 8 x 512 + 4096: 486, 1 x 2048 + 30720: 1569; V multiplied with by 64 keys: 384,
@@ -116,8 +113,7 @@ _EXTEND_TILES: Mapping[int, HopperTiles] = {
     128: HopperTiles(
         ExtendTiles(128, 128, 4, 2, programs_per_cu=1, merge_stages=4),
         overlaps=True,
-        registers=240,
-        ahead=True,
+        registers=224,
         powers_by_products=2,
     ),
     # 64 x 8 heads, 777 new of 5778: 327 us, 12 ragged chunks 498; by blocks of 64 keys with three stages 348 and 530.
@@ -134,8 +130,7 @@ _EXTEND_TILES: Mapping[int, HopperTiles] = {
     256: HopperTiles(
         ExtendTiles(128, 64, 4, 2, dim_block=128, programs_per_cu=1, merge_stages=4),
         overlaps=True,
-        registers=240,
-        ahead=True,
+        registers=232,
         powers_by_products=2,
     ),
 }

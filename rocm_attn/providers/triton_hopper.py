@@ -137,12 +137,10 @@ def bind_segment_extend(problem: Problem, target: Target, min_q_len: int) -> Hop
 
 
 def _cut(problem: Problem, target: Target, tiles: HopperTiles, min_q_len: int) -> ExtendCut:
-    cut = ExtendCut.of(tiles.extend, gqa_ratio=problem.gqa_ratio, min_q_len=min_q_len).shared_by(
+    return ExtendCut.of(tiles.extend, gqa_ratio=problem.gqa_ratio, min_q_len=min_q_len).shared_by(
         tiles.extend,
         compute_units=target.compute_units,
         heads=(problem.num_kv_heads, problem.gqa_ratio),
         causal=problem.causal,
         window_left=problem.window_left,
     )
-    few = tiles.extend.query_rows // 2 // tiles.extend.heads_per_block(problem.gqa_ratio) if tiles.few_cost < 8 else 0
-    return replace(cut, sharing=cut.sharing._replace(few_tokens=few, few_cost=tiles.few_cost))

@@ -62,8 +62,6 @@ def steps(draw: st.DrawFn) -> Step:
         gain=draw(st.integers(0, 4)),
         least_keys=draw(st.integers(1, 60)),
         segment_len=draw(st.sampled_from([0, 32])),
-        few_tokens=draw(st.integers(0, 4)),
-        few_cost=draw(st.integers(3, 8)),
     )
     return Step(tuple(seqs), sharing)
 
@@ -75,7 +73,7 @@ ALIGNED = Step(((20, 5), (5, 5)), Sharing(programs=3, row_keys=5, split_keys=-99
 def taken(step: Step) -> dict[tuple[int, int], list[tuple[int, int, int]]]:
     """(Query block, row of it) -> the program, and from where to where it goes in the row's cost; in order."""
     blocks, sharing = step.blocks(), step.sharing
-    costs = [block[5] + sharing.row_keys for block in blocks]
+    costs = [block[4] + sharing.row_keys for block in blocks]
     found = defaultdict(list)
     for program, (at, row, done, work, *_) in enumerate(step.shares()):
         while work > 0:
@@ -98,28 +96,23 @@ def test_every_row_is_taken_once_from_its_first_key_to_its_last(step: Step) -> N
     for (at, _), parts in found.items():
         ends = [0, *(end for _, _, end in parts)]
         assert [start for _, start, _ in parts] == ends[:-1]
-        assert ends[-1] == blocks[at][5] + step.sharing.row_keys
+        assert ends[-1] == blocks[at][4] + step.sharing.row_keys
 
 
 @given(steps())
 @example(ALIGNED)
 def test_parts_of_a_row_take_its_key_blocks_in_turn(step: Step) -> None:
-    """As kernels count blocks of keys: those that begin in a part's keys, the last part what is left."""
+    """As extend.py counts blocks of keys: those that begin in a part's keys, the last part what is left."""
     blocks, row_keys = step.blocks(), step.sharing.row_keys
     for (at, _), parts in taken(step).items():
-        seq, _, tokens, first_kv_index, keys, cost, *_ = blocks[at]
-
-        def key_at(offset: int, keys: int = keys, cost: int = cost) -> int:
-            before = max(offset - row_keys, 0)
-            return before if cost == keys else min(before * 8 // step.sharing.few_cost, keys)
-
+        seq, _, tokens, first_kv_index, keys, *_ = blocks[at]
         end_key = first_kv_index + tokens if step.sharing.causal else sum(step.seqs[seq])
         first_key, end_block = end_key - keys, -(-end_key // KEY_BLOCK)
         next_block = first_key // KEY_BLOCK
         for _, start, end in parts:
-            assert (first_key + key_at(start)) // KEY_BLOCK == next_block
-            is_last = end == cost + row_keys
-            next_block = end_block if is_last else (first_key + key_at(end)) // KEY_BLOCK
+            assert (first_key + max(start - row_keys, 0)) // KEY_BLOCK == next_block
+            is_last = end == keys + row_keys
+            next_block = end_block if is_last else (first_key + max(end - row_keys, 0)) // KEY_BLOCK
         assert next_block == end_block
 
 
@@ -138,7 +131,7 @@ def test_no_program_leaves_more_than_two_rows_unfinished_and_the_merge_finds_the
             assert words[:2] == [at, row]
             start, share = words[4] & 0xFFFFFFFF | words[5] << 32, words[6]
             assert start // share == programs[0]
-            assert (start + step.blocks()[at][5] + step.sharing.row_keys - 1) // share == programs[-1]
+            assert (start + step.blocks()[at][4] + step.sharing.row_keys - 1) // share == programs[-1]
     for program, begins in unfinished.items():
         count = sum(1 for parts in taken(step).values() if len(parts) > 1 for other, *_ in parts if other == program)
         assert count == len(begins), "two parts in one place"

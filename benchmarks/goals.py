@@ -295,8 +295,10 @@ GOALS = (
             Check("x FA3, D 192", 1.15, 2, beside("odd-dims", FA3, layer=_LARGE)),
         ),
         (Profiled("32/32 x 96: 12 ragged chunks", OWN), Profiled("32/32 x 96: 12 ragged chunks", FA3)),
-        "One chunk of either head dim takes less time than FA3's, so the sharing out of twelve chunks of different "
-        "lengths is looked at first, before the products.",
+        "Tiles of 128 rows compute 1.59 times what the twelve chunks need. Groups of warps without a row that pass, and "
+        "shares that count such tiles as 4 to 6 eighths, gained nothing: 265 to 281 us, 262 without (FA3 256). A step "
+        "takes 3,930 cycles, of one chunk too, and 3,270 with 4 query heads of 80 on a KV head: each KV head is read "
+        "anew for each tile, 850 MB where 410 are stored, if programs that read the same keys are not near each other.",
     ),
     Goal(
         "verify: 64 sequences, 5 new tokens over 2,500",
@@ -346,8 +348,11 @@ GOALS = (
         ("kernels",),
         (Check("x without", 1.05, 2, caps),),
         (Profiled("32/8 x 128, cap 50: 1x2k+6k", OWN), Profiled("32/8 x 128: 1x2k+6k", OWN)),
-        "A tanh and a product more for each score: they take issue slots that the exponentials of the other warp "
-        "group's scores need. Half of the tanh as a polynomial of two-element operations, as exponentials are already.",
+        "A tanh and a product more for each score: for 16 rows and 128 keys a warp has 581 instructions, 96 of them "
+        "for the unit of special functions; without a cap 436 and 66. Tried: one or three of four exponentials by "
+        "products take 416 and 417 us in place of 398; products with K a step ahead, under the tanh, 416, and 404 in "
+        "place of 368 without a cap. tanh in two bytes may be off by 0.02 at a cap of 50. What is left are fewer "
+        "instructions, as by sums of weights on the matrix units.",
     ),
     Goal(
         "decode, 1 GB and more",

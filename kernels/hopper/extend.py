@@ -405,7 +405,6 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
         CAPPED=scores.soft_cap > 0,
         BOUNDED=scores.is_bounded and not is_fp8 and args.q.dtype == torch.bfloat16,
         OVERLAPS=tiles.overlaps,
-        FUSED=tiles.fused,
         POWERS_BY_PRODUCTS=tiles.powers_by_products,
         ENCODING=coding.ENCODING,
         SCALES=coding.SCALES,

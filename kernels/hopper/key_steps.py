@@ -18,7 +18,7 @@ from rocm_attn.kernels.attention.bundles import Softmax
 from rocm_attn.kernels.attention.coded import scaled_parts
 from rocm_attn.kernels.attention.softmax import capped_at_once
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES
-from rocm_attn.kernels.hopper.powers import capped_powers, scaled_powers
+from rocm_attn.kernels.hopper.powers import scaled_powers
 from rocm_attn.kernels.hopper.rings import value_stage, value_tiles, wait_for_keys, wait_for_values, zero_unseen
 from rocm_attn.kernels.hopper.rows import GROUP_ROWS, of_rows, width_of
 
@@ -220,8 +220,7 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
         wait_for_values(rings, n, 0, 1, G)
         if G.SCALES == TOKEN_SCALES:
             scores = scores * gl.expand_dims(k_factor, 0)
-        FUSED: gl.constexpr = G.FUSED > 0 and G.BOUNDED and not MASKED
-        if G.CAPPED and not FUSED:
+        if G.CAPPED:
             scores = capped_at_once(scores, by_row)
         if MASKED:
             key = gl.expand_dims(step * KEY_BLOCK + lane, 0)
@@ -238,9 +237,7 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
             maximum = new_maximum
         blocks = blocks_of(scores, G)
         for tile in gl.static_range(value_tiles(G)):
-            if FUSED:
-                weights = capped_powers(blocks[tile], by_row, by_score, G.FUSED)
-            elif G.BOUNDED:
+            if G.BOUNDED:
                 weights = scaled_powers(blocks[tile], by_score, BY_PRODUCTS)
             else:
                 weights = gl.exp2(blocks[tile] * by_score - of_rows(base, blocks[tile]))

@@ -16,10 +16,6 @@ from triton.runtime.jit import constexpr_function
 
 # Of so many neighbours the first ones are computed by products.
 _NEIGHBOURS = gl.constexpr(4)
-_CAPPED_NEIGHBOURS = gl.constexpr(8)
-_CAPPED = """
-    mul.rn.f32 t, {x}, {tanh_scale};
-    tanh.approx.f32 t, t;"""
 _BY_UNIT = """
     mul.rn.f32 x, {x}, {scale};
     ex2.approx.ftz.f32 {power}, x;"""
@@ -63,31 +59,3 @@ def scaled_powers(x, scale, BY_PRODUCTS: gl.constexpr):
     else:
         powers = gl.exp2(x * scale)
     return powers
-
-
-@constexpr_function
-def _capped_assembly(by_products):
-    """Powers of _CAPPED_NEIGHBOURS tanhs, in which those by products lie between the others."""
-    many = int(_CAPPED_NEIGHBOURS.value)
-    lines = []
-    for at in range(many):
-        is_product = (at + 1) * by_products // many > at * by_products // many
-        tanh = _CAPPED
-        lines.append(tanh.format(x=f"${many + at}", tanh_scale=f"${2 * many + at}"))
-        power = _BY_PRODUCTS if is_product else _BY_UNIT
-        lines.append(power.format(power=f"${at}", x="t", scale=f"${3 * many + at}"))
-    return "{\n    .reg .f32 x, p, t;\n    .reg .b32 n, m;" + "".join(lines) + "\n}"
-
-
-@gluon.jit
-def capped_powers(x, tanh_scale, scale, BY_PRODUCTS: gl.constexpr):
-    """2^(tanh(x tanh_scale) scale). BY_PRODUCTS: of eight neighbours, how many are"""
-    ASSEMBLY: gl.constexpr = _capped_assembly(BY_PRODUCTS)
-    return gl.inline_asm_elementwise(
-        ASSEMBLY,
-        "=f,=f,=f,=f,=f,=f,=f,=f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f",
-        [x, tanh_scale, scale],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=_CAPPED_NEIGHBOURS,
-    )

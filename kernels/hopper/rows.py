@@ -92,7 +92,6 @@ class HopperGeometry(NamedTuple):
     BOUNDED: bool
     POWERS_BY_PRODUCTS: int
     OVERLAPS: bool
-    FUSED: int
     ENCODING: int
     SCALES: int
     CODE_TILES: int

@@ -41,7 +41,6 @@ class HopperTiles:
     most_segments: int = 0
     left_in_workspace: bool = False
     powers_by_products: int = 0
-    fused: int = 0
 
     def __post_init__(self) -> None:
         value_tiles = self.extend.key_block // self.value_block

@@ -27,7 +27,7 @@ from rocm_attn.capture.split_forward import Forward, SplitForward, in_batch_orde
 from rocm_attn.errors import DeviceFault, GraphStale, NotCopied, Unsupported
 from rocm_attn.hip_graphs.errors import RecordingRefused, StaleRecording
 from rocm_attn.hip_graphs.graph_cache import Entry, GraphCache
-from rocm_attn.hip_graphs.recorder import Recorder
+from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.machine.agreement import alone
 from rocm_attn.machine.watchdog import Watchdog
 from rocm_attn.paging.index_spaces import Space

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rocm_attn.errors import CapacityExceeded
-from rocm_attn.paging.index_spaces import Space
+from rocm_attn.paging import kept_pages, page_table, request_table
+from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space
 from rocm_attn.paging.page_table import SpacePages
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.runner import prefix_cache
@@ -25,6 +26,7 @@ from tests.amd.runner.cache_invariants import check_cache
 
 PAGE = 2
 STEPS_UNTIL_KNOWN = 3
+_TABLE = (kept_pages.__file__, page_table.__file__, request_table.__file__)
 GOLDEN = "6a7d333e7c7a6663cc52fc881003735659a3cddff3e90369291e88113172b2be"
 
 
@@ -113,6 +115,11 @@ class Pages:
         for length in range(PAGE, len(whole) + 1, PAGE):
             self.known.setdefault((row.salt, whole[:length]), self.step)
 
+    def find_and_admit(self, tokens: Sequence[int]) -> int:
+        """The number of a row over what the cache finds."""
+        cached = CachedRow()
+        return self.cache.admit(cached, self.cache.find(cached, tokens))
+
     def leave(self, row: Row) -> None:
         self.cache.leave(row.cached)
         self.table.free(row.number)
@@ -169,12 +176,19 @@ def test_what_is_found_is_what_a_brute_force_finds(
     assert pages.table.num_free_pages == pages.table.num_usable_pages
 
 
+def _is_of_the_cache(frame: FrameType) -> bool:
+    """Whether a line is one of the cache, or one of the table's that runs in a call of the cache."""
+    if frame.f_code.co_filename in _TABLE and frame.f_back is not None:
+        return _is_of_the_cache(frame.f_back)
+    return frame.f_code.co_filename == prefix_cache.__file__
+
+
 def interrupted(at: int, call: Callable[[], object]) -> bool:
-    """Call, with an interrupt before a line of the cache's, counted from 1 on; whether it came."""
+    """Call, with an interrupt before a line of the cache's or what it calls, counted from 1 on; whether it came."""
     left = [at]
 
     def interrupt(frame: FrameType, event: str, argument: object) -> Any:
-        if frame.f_code.co_filename != prefix_cache.__file__:
+        if not _is_of_the_cache(frame):
             return None
         left[0] -= event == "line"
         if event == "line" and left[0] == 0:
@@ -221,13 +235,28 @@ CHANGES: dict[str, Callable[[Pages, Row], object]] = {
     "enter": lambda pages, row: pages.extend(row, tuple(range(4, 14))),
     "make_room": lambda pages, _: pages.cache.make_room(0, 38),
     "make_room_for_windows": lambda pages, _: pages.cache.make_room(1, 14),
+    "admit": lambda pages, _: pages.find_and_admit(tuple(range(10))),
     "forget": lambda pages, _: pages.cache.clear(),
+    "forget_row": lambda pages, row: pages.cache.forget_row(row.cached),
+    "forget_unknown": lambda pages, _: pages.cache.forget_unknown(),
+    "leave": lambda pages, row: pages.cache.leave(row.cached),
 }
+
+
+def _row_of_no_one(pages: Pages, space: int) -> int:
+    """Pages that a row holds whose number admit() has told no one: all others are freed."""
+    table = pages.table.spaces[space]
+    held = np.unique(table.entries_host[table.entries_host != RESERVED_PAGE])
+    assert (table.num_holders(held) == 1).all()
+    return len(held)
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_an_interrupt_anywhere_in_a_change_loses_no_page(change: str) -> None:
-    """Whatever is kept can be found or given back afterwards, and what is found then is right."""
+    """Whatever is kept can be found or given back afterwards, and what is found then is right.
+
+    A row that was just being admitted has no owner yet: its pages stay with it.
+    """
     tokens, at, came = tuple(range(12)), 0, True
     while came:
         at += 1
@@ -236,17 +265,25 @@ def test_an_interrupt_anywhere_in_a_change_loses_no_page(change: str) -> None:
         pages.cache.make_room(1, 13)
         row, _ = pages.serve(tokens[:4])
         pages.idle_steps()
+        new, _ = pages.serve((30, 31))
         came = interrupted(at, lambda pages=pages, row=row: CHANGES[change](pages, row))  # type: ignore[misc]
+        if change == "leave":
+            pages.cache.leave(row.cached)
+            pages.table.free(row.number)
+            row = new
         pages.cache.find(CachedRow(), (*tokens, 1))
         check_cache(pages.cache, pages.table)
         other, _ = pages.serve((*tokens, 1))
-        pages.leave(row)
+        for each in {id(row): row, id(new): new}.values():
+            pages.leave(each)
         pages.idle_steps()
         assert pages.find((*tokens, 1)) == 12
         pages.leave(other)
         check_cache(pages.cache, pages.table)
         pages.cache.clear()
-        assert pages.table.is_empty, at
+        for space, table in enumerate(pages.table.spaces):
+            stays = _row_of_no_one(pages, space) if change == "admit" else 0
+            assert table.num_free_pages + stays == table.num_usable_pages, at
     assert at > 10
 
 

@@ -66,9 +66,9 @@ class Watched:
         patch.setattr(DraftsAgain, "run", and_note)
 
     def _counting(self, call: Any) -> Any:
-        def and_count(*arguments: Any) -> Any:
+        def and_count(*arguments: Any, **how: Any) -> Any:
             self._num_calls += 1
-            return call(*arguments)
+            return call(*arguments, **how)
 
         return and_count
 

@@ -44,7 +44,7 @@ def test_each_counted_part_of_a_joined_recording_is_a_run(num_counted: int) -> N
     runs = GraphRuns(torch.device("cpu"))
     x = torch.zeros(1)
     other, counter = InTurn([]), Counter(runs)
-    parts = [other, *[CountedRecording(counter, runs.run)] * num_counted, other]
+    parts: list[Recording] = [other, *[CountedRecording(counter, runs.run)] * num_counted, other]
     whole = joined(x.device, parts)
     for turn in range(1, 4):
         whole.replay()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -280,9 +280,9 @@ def takes_another_bias_each_step(tiny: Tiny) -> Callable[[Step], Tensor]:
         # Kept, so that no two of them share an address.
         biases.append(torch.full((96,), float(batch.max_kv_len), device=tiny.runtime.device))
 
-    def staged(batch: StepBatch, pad_to: PadTo | None = None) -> Step:
+    def staged(batch: StepBatch, pad_to: PadTo | None = None, takers: Collection[StepPlan] = ()) -> Step:
         replace_bias(batch)
-        return stage(batch, pad_to)
+        return stage(batch, pad_to, takers)
 
     def staged_like(plan: StepPlan, batch: StepBatch) -> Staged:
         replace_bias(batch)

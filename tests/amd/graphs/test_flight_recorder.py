@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadBatch, BadSetting
+from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.step import Step
 from rocm_attn.watch.flight_recorder import FlightRecorder, dump_on_signal, read_dump
 from tests.amd.graphs.small_models import SERVED, Requests, Tiny, same, serve
@@ -121,7 +122,7 @@ def test_a_fault_of_the_device_that_surfaces_later_writes_a_dump(device: torch.d
     runner, _ = flown(tiny, path, graphs=False)
     serve(runner, tiny.runtime)
 
-    def faults(batch: StepBatch, pad_to: PadTo | None = None) -> Step:
+    def faults(batch: StepBatch, pad_to: PadTo | None = None, takers: Collection[StepPlan] = ()) -> Step:
         raise RuntimeError("an illegal memory access was encountered")
 
     tiny.runtime.stage = faults  # type: ignore[method-assign]

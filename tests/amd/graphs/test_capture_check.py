@@ -74,14 +74,15 @@ def test_without_the_check_a_wrong_graph_serves_wrong_rows(planted: str, provide
     tiny = Tiny.build(device, provider, [4])
     forward, recorder = PLANTED[planted](tiny)
     runner = StepRunner(tiny.runtime, forward, recorder, check=NO_CHECK)
+    outs, told = list[Tensor](), ""
     try:
         outs = serve(runner, tiny.runtime)
     except DeviceFault as fault:
-        # A graph that is to take its inputs and does not is told of.
-        assert (planted, bool(runner._takers)) == ("a dead graph", True)
-        assert "never reached the device" in str(fault)
+        told = str(fault)
+    # A graph that is to take its inputs and does not is told of.
+    assert ("never reached the device" in told) == (planted == "a dead graph" and bool(runner._takers))
+    if told:
         return
-    assert planted != "a dead graph" or not runner._takers
     assert runner.counters.graphs_off == ""
     assert runner.counters.replays == len(SERVED) - 1
     assert not same(outs, eager_outputs(device, provider, PLANTED[planted]))

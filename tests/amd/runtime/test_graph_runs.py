@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 
+from rocm_attn.hip_graphs.recorder import uncounted
 from rocm_attn.kernels.metadata.slot_layout import MOST_RUNS
 from rocm_attn.step.graph_runs import GraphRuns
 from tests.amd.guards.serving import Serving
@@ -36,7 +37,7 @@ def _after_a_launch_that_failed(device: torch.device, *, launches: bool) -> tupl
     for _ in range(3):
         serving.step(requests[:2], [1, 1])
     (entry,) = (entry for plan, entry in serving.runner._entry_of_plan.items() if plan in serving.runner._takers)
-    replay = entry.recording.recording.replay
+    replay = uncounted(entry.recording).replay
     with pytest.MonkeyPatch.context() as patch:
         fails = partial(_failing, replay, launches)
         patch.setattr(entry.recording, "replay", partial(serving.runtime.graph_runs.run, fails))

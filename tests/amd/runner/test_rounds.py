@@ -23,6 +23,7 @@ from rocm_attn.runner.speculation import engines
 from rocm_attn.runner.speculation import rounds as rounds_module
 from rocm_attn.runner.speculation.drafts import Drafts
 from rocm_attn.runner.speculation.following import NoRounds
+from rocm_attn.runner.speculation.round_launches import RoundLaunches
 from rocm_attn.runner.speculation.round_trees import Guessed, Trees
 from rocm_attn.runner.speculation.rounds import DeviceRounds
 from rocm_attn.step.host_ring import Fence, NoFence
@@ -630,7 +631,7 @@ def test_rows_of_requests_that_ask_are_shaped_in_rounds(kind: Kind, monkeypatch:
     launched = counted(engine)
     assert engine.generate(requests) == wanted
     assert len(launched) > 5
-    monkeypatch.setattr(rounds_module._Round, "pick_shaped", lambda *arguments: None)
+    monkeypatch.setattr(RoundLaunches, "pick_shaped", lambda *arguments: None)
     assert kind.engine().generate(requests) != wanted
 
 

@@ -265,12 +265,13 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
 def pass_steps(n, rings, span, G: gl.constexpr):
     """Steps of a span that a consumer has no rows for; n after them.
 
-    It waits for keys and values all the same: barriers count in turns of two, so that no wait may be left out.
+    It waits for keys and values all the same: barriers count in turns of two, so that no wait may be left out. It
+    arrives before it waits for values, as attend_steps does: what loads them may wait for that of both consumers.
     """
     for _ in range(span.first, span.end):
         wait_for_keys(rings, n, G)
-        wait_for_values(rings, n, 0, value_tiles(G), G)
         gl.thread_barrier()
         mbarrier.arrive(rings.free.index(n % G.STAGES), count=1)
+        wait_for_values(rings, n, 0, value_tiles(G), G)
         n += 1
     return n

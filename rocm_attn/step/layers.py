@@ -450,7 +450,8 @@ class StepLayers:
         layers, step, plan = self._layers, self._step, self._plan
         if lse is None and layers.both_again(step, layer, (k, v), (q, out)):
             self._stores.after_store(self._half, layer)
-        elif layers.stores_within(plan, layer):
+        elif layers.stores_within(plan, layer) and out.data_ptr() not in (k.data_ptr(), v.data_ptr()):
+            # In one launch a program may write to out before another one has read what lies there.
             layers.store_and_attend(step, plan, layer, (k, v), (q, out, lse))
             self._stores.after_store(self._half, layer)
         else:

@@ -37,6 +37,13 @@ def at_once(layers: LayerCalls, q: Tensor, k: Tensor, v: Tensor, out: Tensor) ->
     layers.store_and_attend(0, q, k, v, out)
 
 
+def over_keys(layers: LayerCalls, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+    """As at_once, with outputs in the memory that K comes in."""
+    memory = torch.cat([k.flatten(), torch.zeros(q.numel() - k.numel(), dtype=k.dtype, device=k.device)])
+    layers.store_and_attend(0, q, memory[: k.numel()].view_as(k), v, memory.view_as(q))
+    out.copy_(memory.view_as(q))
+
+
 def one_by_one(layers: LayerCalls, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
     layers.store(0, k, v)
     layers.attend(0, q, out)
@@ -88,6 +95,16 @@ def test_a_layer_that_stores_and_attends_is_both_calls_with_a_launch_less(kernel
     for side, other in ((pages.raw_k, other_pages.raw_k), (pages.raw_v, other_pages.raw_v)):
         assert torch.equal(side.view(torch.int32), other.view(torch.int32)), "unused pages hold NaN"
     assert not pages.raw_k[0].any(), "pads are not stored"
+
+
+@with_triton
+def test_outputs_may_lie_where_k_came_in(kernel_device: torch.device) -> None:
+    """A launch that does both would write there before all of it is stored: there are two."""
+    q_lens = [FIRST, 1, 1]
+    outs, _, launches = serve(over_keys, q_lens, kernel_device)
+    others, _, apart = serve(one_by_one, q_lens, kernel_device)
+    assert all(map(torch.equal, outs, others))
+    assert launches == apart
 
 
 @with_triton

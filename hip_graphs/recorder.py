@@ -97,3 +97,14 @@ class CountedRecording:
 def uncounted(recording: Recording) -> Recording:
     """A recording, without what counts it."""
     return recording.recording if isinstance(recording, CountedRecording) else recording
+
+
+def counted_as(parts: Sequence[Recording], joined: Recording) -> Recording:
+    """A recording of these parts, whose replays are counted as theirs are.
+
+    joined: what replays them past their counts
+    """
+    for part in parts:
+        if isinstance(part, CountedRecording):
+            joined = part.counts(joined)
+    return joined

@@ -14,7 +14,7 @@ import torch
 
 from rocm_attn.hip_graphs.driver_graphs import DriverGraph, DriverRefused, GraphCalls, graph_calls
 from rocm_attn.hip_graphs.record_guard import RecordGuard
-from rocm_attn.hip_graphs.recorder import CountedRecording, InTurn, Recording, uncounted
+from rocm_attn.hip_graphs.recorder import InTurn, Recording, counted_as, uncounted
 
 T = TypeVar("T")
 
@@ -108,11 +108,7 @@ class TorchRecorder:
                 graph = DriverGraph(_calls(), [each.raw_cuda_graph() for each in graphs])
         except DriverRefused:
             return InTurn(recordings)
-        joined: Recording = JoinedRecording(graph, self.device, recordings)
-        for each in recordings:
-            if isinstance(each, CountedRecording):
-                joined = each.counts(joined)
-        return joined
+        return counted_as(recordings, JoinedRecording(graph, self.device, recordings))
 
     def release_memory(self) -> None:
         """As Recorder.release_memory; memory of warm-ups goes back even while recordings live."""

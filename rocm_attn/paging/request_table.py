@@ -144,14 +144,18 @@ class RequestTable:
                 return table
         raise BadSetting(f"rows have no pages in the {space.name} space; build the runtime with swa_pages")
 
-    def admit(self) -> int:
-        """A fresh row without pages. Raises OutOfRows when every row is taken."""
+    @property
+    def next_row(self) -> int:
+        """The row that admit() gives next. Raises OutOfRows when every row is taken."""
         if not self._free_rows:
             raise OutOfRows(f"all {len(self._capacity) - 1} rows are taken; free a request or raise max_num_rows")
-        row = self._free_rows.pop()
-        self._capacity[row] = 0
-        self._reserved_len[row] = 0
-        return row
+        return self._free_rows[-1]
+
+    def admit(self) -> int:
+        """A fresh row without pages. Raises OutOfRows when every row is taken."""
+        row = self.next_row
+        self._capacity[row] = self._reserved_len[row] = 0
+        return self._free_rows.pop()  # last: an interrupt before it loses no row
 
     def is_admitted(self, row: int) -> bool:
         """Whether a row was admitted and not freed."""
@@ -185,8 +189,7 @@ class RequestTable:
             if self._shares_last_page(table, row):
                 table.own(row, reserved // self.page_size)
             table.append(row, end, new_end)
-        self._capacity[row] = max(end, new_end) * self.page_size
-        self._reserved_len[row] = kv_len
+        self._capacity[row], self._reserved_len[row] = max(end, new_end) * self.page_size, kv_len
 
     def reserve_all(self, rows: Int32Array, kv_len: Int32Array) -> None:
         """reserve(rows[i], kv_len[i]) for every i, or for none: what raises leaves all rows as they were.
@@ -315,8 +318,7 @@ class RequestTable:
         except BadBatch:
             self._forget(child)
             raise
-        self._capacity[child] = end * self.page_size
-        self._reserved_len[child] = kv_len
+        self._capacity[child], self._reserved_len[child] = end * self.page_size, kv_len
         self.tokens.share(row, child, kv_len)
         return child
 
@@ -396,10 +398,9 @@ class RequestTable:
         pages = [self._kept.pages_at(places, space) for space in range(len(self.spaces))]
         first = [table.first_held_of(held, kv_len) for table, held in zip(self.spaces, pages, strict=True)]
         row = self.admit()
+        self._capacity[row], self._reserved_len[row] = end * self.page_size, kv_len
         for table, begin, held in zip(self.spaces, first, pages, strict=True):
             table.begin_over(row, begin, held)
-        self._capacity[row] = end * self.page_size
-        self._reserved_len[row] = kv_len
         self.tokens.begin_over(row, kv_len)
         return row
 
@@ -691,7 +692,8 @@ class RequestTable:
             table.start_over(row)
         self.tokens.start_over(row)
         self._capacity[row] = self._reserved_len[row] = -1
-        self._free_rows.append(row)
+        if row not in self._free_rows:  # it is where an interrupt has broken off admit()
+            self._free_rows.append(row)
 
 
 def _q_len_on_host(batch: StepBatch) -> bool:

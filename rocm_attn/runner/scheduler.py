@@ -147,6 +147,7 @@ class Scheduler:
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self._suspects: list[Sequence] = []
+        self._moving: tuple[Sequence, int] | None = None  # one that begins to run or to wait, and its row
         self._has_ahead = False  # whether rows may hold pages that were taken ahead
         self._num_unread = 0  # steps that were launched and not finished
         self._finishing: tuple[Picks, list[Taken]] = ([], [])  # the picks that were taken last, and what of them
@@ -163,7 +164,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether any sequence runs or waits."""
-        return bool(self._running or self._waiting)
+        return bool(self._running or self._waiting or self._moving)
 
     @property
     def num_running(self) -> int:
@@ -215,6 +216,7 @@ class Scheduler:
 
     def _next_step(self, drafts: Mapping[int, Drafts]) -> ScheduledStep:
         """Raises _UnreadTokens."""
+        self._end_move()
         if self._suspects:
             self._require_all_read()
             suspect = self._suspects[0]
@@ -332,6 +334,7 @@ class Scheduler:
 
     def suspect(self, sequence: Sequence) -> None:
         """Compute a sequence again, alone, from the tokens that are known. What it has stored is given up."""
+        self._end_move()
         if not sequence.is_suspect:
             sequence.is_suspect = True
             insort(self._suspects, sequence, key=_by_urgency)
@@ -344,6 +347,7 @@ class Scheduler:
 
         After an interrupt it is called again: nothing is done to one that does neither.
         """
+        self._end_move()
         self._clear_of_suspicion(sequence)
         if sequence.row == RESERVED_ROW:
             _remove(self._waiting, sequence)
@@ -568,10 +572,20 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Raises _UnreadTokens: what a sequence has unread would be lost with its row."""
         self._require_all_read()
-        self._end(sequence)
-        sequence.num_stored = 0
-        insort(self._waiting, sequence, key=_by_urgency)
+        self._moving = sequence, sequence.row
+        self._end_move()
         self._metrics.preemptions += 1
+
+    def _end_move(self) -> None:
+        """Have the sequence wait, without a row, that is on its way: it is preempted, or an interrupt has left it."""
+        if self._moving is not None:
+            sequence, row = self._moving
+            sequence.row = row  # which an interrupt may have let the table admit, and the sequence not know
+            self._end(sequence)
+            sequence.num_stored = 0
+            _remove(self._waiting, sequence)
+            insort(self._waiting, sequence, key=_by_urgency)
+            self._moving = None
 
     def _give_back_ahead(self) -> None:
         """Give back pages that were taken ahead where the first that waits lacks some, and not a place alone.
@@ -619,11 +633,13 @@ class Scheduler:
         budget: tokens of its next step
         """
         page_size = self._table.page_size
+        self._moving = sequence, self._table.next_row
         self._waiting.remove(sequence)
         sequence.times.begin(self._metrics.queue_seconds)
         sequence.row = self._cache.admit(sequence.cached_row, found)
         sequence.num_stored = len(found) * page_size
         insort(self._running, sequence, key=_by_urgency)
+        self._moving = None
         kv_len = min(len(sequence.token_ids), sequence.num_stored + budget)
         self._make_room(num_pages(kv_len, page_size) - len(found))
         self._table.reserve(sequence.row, kv_len)

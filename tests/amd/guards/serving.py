@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.inputs import Inputs
+from rocm_attn.batch.inputs import DeviceInputs, Inputs
 from rocm_attn.batch.padding import token_places
 from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
 from rocm_attn.batch.step_batch import StepBatch
@@ -177,6 +177,15 @@ class Serving:
         q_bound = np.array(q_len, np.int32) + np.array(q_room, np.int32)
         self.runtime.table.reserve_all(rows, kv_bound)
         self.run_batch(requests, q_len, StepBatch(rows, kv_bound, q_bound, inputs=inputs(kv_len)))
+
+    def run_published(self, requests: Sequence[Request], q_len: Sequence[int]) -> None:
+        """run(requests, q_len), of which the device knows the lengths: no graph takes such inputs by itself."""
+
+        def inputs(kv_len: list[int]) -> Inputs:
+            return DeviceInputs(kv_len=torch.tensor(kv_len, dtype=torch.int32, device=self.runtime.device))
+
+        no_room = [0] * len(requests)
+        self.run_within_bounds(requests, q_len, kv_room=no_room, q_room=no_room, inputs=inputs)
 
     def run_batch(
         self,

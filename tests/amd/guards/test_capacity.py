@@ -86,7 +86,7 @@ def test_sealed_buffers_do_not_move_under_a_graph(provider: str, device: torch.d
     serving.run(requests, [4, 3])
     serving.step(requests, [1, 1])
     serving.runtime.core.memory._sealed.buffers.ensure(larger)
-    serving.run(requests, [1, 1])
+    serving.run_published(requests, [1, 1])
     # The new step was published to the new buffers; the graph has done the step before once more, from the old ones.
     assert not serving.is_right(requests, [1, 1])
     page = serving.runtime.table.pages_of(requests[0].row)[1]

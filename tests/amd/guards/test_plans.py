@@ -119,7 +119,7 @@ def test_a_graph_of_memory_that_moved_is_refused(device: torch.device) -> None:
     if device.type == "cuda":
         return  # off, the graph reads memory that may be anybody's by now, and ends the process
     serving, requests = moved(Guards().without("graph_epoch"))
-    serving.run(requests, [1, 1])
+    serving.run_published(requests, [1, 1])
     # The step before once more: the new token was stored to its slot.
     assert not serving.is_right(requests, [1, 1])
     page = serving.runtime.table.pages_of(requests[0].row)[1]

@@ -66,9 +66,9 @@ class Watched:
         patch.setattr(DraftsAgain, "run", and_note)
 
     def _counting(self, call: Any) -> Any:
-        def and_count(*arguments: Any) -> Any:
+        def and_count(*arguments: Any, **how: Any) -> Any:
             self._num_calls += 1
-            return call(*arguments)
+            return call(*arguments, **how)
 
         return and_count
 
@@ -95,8 +95,11 @@ def test_drafts_of_a_full_batch_are_made_by_graphs_alone(kind: Kind, monkeypatch
 def test_a_length_beyond_what_is_reserved_is_cut_and_the_model_begins_anew(
     kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Drafts are but guesses: no text changes, and no request fails."""
-    requests = [kind.request(seed, 60) for seed in range(3)]
+    """Drafts are but guesses: no text changes, and no request fails.
+
+    One request ends before the others, and the series with it: nothing asks of faults in a series that ends with all.
+    """
+    requests = [kind.request(seed, new_tokens) for seed, new_tokens in enumerate((60, 60, 40))]
     engine = at_pace(2, full(kind))
     guesses = rounds_of(engine)._guesses
     assert isinstance(guesses, ModelGuesses)

@@ -96,7 +96,7 @@ def test_an_interrupt_at_any_line_of_a_step_leaves_the_next_one_right(graphs: bo
     assert (served.runner.counters.replays > 0) == graphs
 
 
-@pytest.mark.parametrize("stride", [4001, pytest.param(131, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("stride", [4001, pytest.param(397, marks=pytest.mark.nightly)])
 def test_an_interrupt_while_a_graph_is_made_leaves_the_next_step_right(stride: int) -> None:
     """And no row or page is lost."""
     line = 1

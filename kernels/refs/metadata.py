@@ -21,6 +21,7 @@ from rocm_attn.kernels.metadata.slot_layout import (
     ECHO,
     ECHOED_STEP,
     MOST_RUNS,
+    MOST_TAKEN,
     RUNS_BEFORE,
     STEP,
     STEP_BEFORE,
@@ -57,6 +58,7 @@ def _publish(slot: Tensor, counts_before: Tensor, to: StepTensors) -> None:
 
 def take_inputs(slots: Tensor, runs: Tensor, to: StepTensors) -> None:
     """Twin of launch_take_inputs. It reads the slots on the host, so a recorder notes it as one launch."""
+    assert max(to.row_of_seq.shape[0], to.token_ids.shape[0]) <= MOST_TAKEN, "no such step is taken by its graph"
     run_as_launch(_take_inputs, slots, runs, to)
 
 

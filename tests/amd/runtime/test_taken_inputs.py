@@ -9,10 +9,13 @@ import torch
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import capture_shapes
 from rocm_attn.capture.made_graphs import takes_inputs
+from rocm_attn.errors import DeviceFault
 from rocm_attn.kernels.metadata.slot_layout import MOST_TAKEN
 from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.graph_runs import STEPS_UNTIL_COMPARED, GraphRuns
 from rocm_attn.step.options import RuntimeOptions
 from tests.amd.runtime.stepping import small_problem
+from tests.amd.runtime.test_interrupts import Counted
 
 pytestmark = pytest.mark.long
 CPU = torch.device("cpu")
@@ -41,3 +44,58 @@ def test_a_step_of_more_sequences_than_one_program_takes_is_published() -> None:
             found.setdefault(shape.num_seqs > MOST_TAKEN, set()).add(takes_inputs(runtime, step))
             runtime.abandon_step()
     assert found == {True: {False}, False: {True}}
+
+
+def _one_too_many() -> Counted:
+    """As where a driver has lost a launch: the device has counted one run fewer than the host."""
+    served = Counted(graphs=True)
+    for number in range(4):
+        served.run("whole", number)
+    assert served.runner._takers
+    served.runtime.graph_runs.number += 1
+    return served
+
+
+def test_a_run_that_the_device_has_not_counted_is_told_some_steps_later() -> None:
+    """Each step would have the inputs of the one before it, and none would say so."""
+    served = _one_too_many()
+
+    def steps() -> None:
+        for number in range(STEPS_UNTIL_COMPARED + 2):
+            served.runner.run(served.batch(number))
+
+    with pytest.raises(DeviceFault, match=r"the inputs of step \d+ never reached the device"):
+        steps()
+    for number in range(2 * STEPS_UNTIL_COMPARED):
+        served.run("whole", number)
+    served.runtime.check_device()
+
+
+def test_a_count_that_is_not_compared_is_wrong_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GraphRuns, "_compare", lambda self: None)
+    served = _one_too_many()
+    served.runner.run(served.batch(100))
+    for number in range(101, 101 + 2 * STEPS_UNTIL_COMPARED):
+        (rows,) = served.runner.run(served.batch(number))
+        assert bool((rows == number - 1).all())
+
+
+def test_an_answer_that_comes_late_is_that_of_its_question() -> None:
+    """The host goes on meanwhile, and so does the device."""
+    runs, is_reached = GraphRuns(CPU), False
+
+    class Late:
+        def record(self) -> None:
+            pass
+
+        def synchronize(self) -> None:
+            raise AssertionError("nobody waits")
+
+        def query(self) -> bool:
+            return is_reached
+
+    runs._answered = Late()
+    for step in range(3 * STEPS_UNTIL_COMPARED):
+        is_reached = step % 7 == 0
+        assert runs.next() == runs.number == runs.on_device.item() == step
+        runs.run(lambda: runs.on_device.add_(1))

@@ -240,6 +240,11 @@ class Publisher:
         self.runs.lose_count()  # what is recorded may be run before
         self._ops.take_inputs(self._lines[0].ring.slots, self.runs.on_device, step.tensors)
 
+    @property
+    def is_launching(self) -> bool:
+        """Whether what was published last may not have reached the device: no launch that brings it there has ended."""
+        return self._launching is not None
+
     def taken(self) -> None:
         """The graph was launched that takes what was published last, if a graph does."""
         if self._launching is not None:

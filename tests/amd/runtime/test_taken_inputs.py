@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -9,11 +13,14 @@ import torch
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import capture_shapes
 from rocm_attn.capture.made_graphs import takes_inputs
-from rocm_attn.errors import DeviceFault
+from rocm_attn.errors import DeviceFault, WrongState
+from rocm_attn.hip_graphs.recorder import uncounted
+from rocm_attn.kernels.metadata.error_word import ERROR_WORD, TOKEN_WITHOUT_PAGE
 from rocm_attn.kernels.metadata.slot_layout import MOST_TAKEN
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.graph_runs import STEPS_UNTIL_COMPARED, GraphRuns
 from rocm_attn.step.options import RuntimeOptions
+from rocm_attn.step.repeatable import inputs_of
 from tests.amd.runtime.stepping import small_problem
 from tests.amd.runtime.test_interrupts import Counted
 
@@ -99,3 +106,37 @@ def test_an_answer_that_comes_late_is_that_of_its_question() -> None:
         is_reached = step % 7 == 0
         assert runs.next() == runs.number == runs.on_device.item() == step
         runs.run(lambda: runs.on_device.add_(1))
+
+
+@pytest.mark.parametrize("launches", [False, True], ids=["not launched", "launched"])
+def test_a_step_whose_graph_broke_off_does_not_run_again(launches: bool) -> None:
+    """Its inputs may not be on the device, where those of the step before would be taken for them."""
+    served = Counted(graphs=True)
+    for number in range(3):
+        served.run("whole", number)
+    assert served.runner.may_run_again
+    with _replay_raises(served, launches=launches), pytest.raises(KeyboardInterrupt):
+        served.run("whole", 3)
+    assert not served.runner.may_run_again
+    with pytest.raises(WrongState, match="no whole step was staged last that could run again"):
+        served.runtime.stage_again()
+    served.run("whole", 4)
+    assert served.runner.may_run_again
+
+
+@contextmanager
+def _replay_raises(served: Counted, *, launches: bool, word: int = 0) -> Iterator[None]:
+    """The graph that takes inputs is interrupted before it is launched or after; then it has left this error word."""
+    (entry,) = (entry for plan, entry in served.runner._entry_of_plan.items() if plan in served.runner._takers)
+    replay, last = uncounted(entry.recording).replay, served.runtime.repeatable
+    assert last is not None
+
+    def interrupted() -> None:
+        if launches:
+            replay()
+            inputs_of(last).counts[ERROR_WORD] = word
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(entry.recording, "replay", partial(served.runtime.graph_runs.run, interrupted))
+        yield

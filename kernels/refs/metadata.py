@@ -41,8 +41,9 @@ def publish(slot: Tensor, counts_before: Tensor, to: StepTensors) -> None:
 def _publish(slot: Tensor, counts_before: Tensor, to: StepTensors) -> None:
     num_seqs, num_tokens, _, has_ids = slot[:COUNT_WORDS].tolist()
     echo_step_before(slot, counts_before)
-    to.counts.copy_(slot[:COUNT_WORDS])
-    to.counts[ERROR_WORD].zero_()
+    counts = slot[:COUNT_WORDS].clone()
+    counts[ERROR_WORD] = 0
+    to.counts.copy_(counts)  # at once: where an interrupt leaves the step's number, it leaves no word of the slot's
     parts = slot_parts(num_seqs, num_tokens * has_ids)
     for buffer, part, pad in (
         (to.row_of_seq, parts.rows, 0),

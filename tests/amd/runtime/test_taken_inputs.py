@@ -124,6 +124,25 @@ def test_a_step_whose_graph_broke_off_does_not_run_again(launches: bool) -> None
     assert served.runner.may_run_again
 
 
+@pytest.mark.parametrize("word", [0, TOKEN_WITHOUT_PAGE])
+def test_a_fault_of_a_step_that_was_interrupted_after_its_launch_is_told(word: int) -> None:
+    """Its graph has run, unlike what comes after a publication that was broken off."""
+    served = Counted(graphs=True)
+    for number in range(3):
+        served.run("whole", number)
+    step = served.runtime.step_number + 1
+    with _replay_raises(served, launches=True, word=word), pytest.raises(KeyboardInterrupt):
+        served.run("whole", 3)
+    told = []
+    for number in range(6):
+        try:
+            served.run("whole", 4 + number)
+        except DeviceFault as fault:
+            told.append((number, fault.step))
+    assert told == ([(2, step)] if word else [])
+    served.runtime.check_device()
+
+
 @contextmanager
 def _replay_raises(served: Counted, *, launches: bool, word: int = 0) -> Iterator[None]:
     """The graph that takes inputs is interrupted before it is launched or after; then it has left this error word."""

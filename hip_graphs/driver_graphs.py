@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 # CUDA's and HIP's functions have the same arguments. A graph of the runtime's is one of the driver's.
 _CUDA, _HIP = "libcuda.so.1", "libamdhip64.so"
 _GRAPH = c_void_p
+# Both call it an invalid context: a thread that has used no device yet has none.
+_NO_CONTEXT = 201
 _ARGUMENTS: dict[str, list[Any]] = {
     "GraphCreate": [POINTER(_GRAPH), c_uint],
     "GraphAddChildGraphNode": [POINTER(_GRAPH), _GRAPH, POINTER(_GRAPH), c_size_t, _GRAPH],
@@ -60,12 +62,13 @@ def _loaded(name: str) -> str:
 class DriverGraph:
     """Captured graphs as one: each begins when the one before it has ended.
 
-    graphs: handles of them. They are copied, and what their kernels work on has to stay
+    graphs:       handles of them. They are copied, and what their kernels work on has to stay
+    make_current: makes the device that they were captured on current in a thread that has used none yet
 
-    The device that they were captured on is current. Raises DriverRefused.
+    That device is current. Raises DriverRefused.
     """
 
-    def __init__(self, calls: GraphCalls, graphs: Sequence[int]) -> None:
+    def __init__(self, calls: GraphCalls, graphs: Sequence[int], make_current: Callable[[], None]) -> None:
         whole, last, ready = _GRAPH(), _GRAPH(), _GRAPH()
         _require(calls.create(byref(whole), 0), "GraphCreate")
         try:
@@ -77,13 +80,16 @@ class DriverGraph:
             _require(calls.instantiate(byref(ready), whole, 0), "GraphInstantiateWithFlags")
         finally:
             calls.destroy(whole)
-        self._launch, self._ready = calls.launch, ready
+        self._launch, self._ready, self._make_current = calls.launch, ready, make_current
         # One that still runs is freed when it has ended. At the process's end the driver does it.
         weakref.finalize(self, calls.destroy_exec, ready).atexit = False
 
     def launch(self, stream: int) -> None:
         """Run it. stream: a handle, of the device that is current"""
         code = self._launch(self._ready, stream)
+        if code == _NO_CONTEXT:  # nothing was launched
+            self._make_current()
+            code = self._launch(self._ready, stream)
         if code:
             raise RuntimeError(f"the driver could not launch a graph of several recordings: its error {code}")
 

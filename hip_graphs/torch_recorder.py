@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from typing import TypeVar
 
 import torch
@@ -105,7 +105,8 @@ class TorchRecorder:
             return InTurn(recordings)
         try:
             with torch.cuda.device(self.device):
-                graph = DriverGraph(_calls(), [each.raw_cuda_graph() for each in graphs])
+                make_current = partial(torch.cuda.set_device, self.device)
+                graph = DriverGraph(_calls(), [each.raw_cuda_graph() for each in graphs], make_current)
         except DriverRefused:
             return InTurn(recordings)
         return counted_as(recordings, JoinedRecording(graph, self.device, recordings))

@@ -564,6 +564,7 @@ class AttentionRuntime:
         step: that of another thread goes on.
         """
         if self._holder.is_mine:
+            self.repeatable = None if self._publisher.is_launching else self.repeatable  # its inputs may not be there
             self._stores.end()
             self._holder.state = StepState.IDLE
             self._plan, self._children, self._layers, self._rounds, self._who_runs = None, (), (), (), None

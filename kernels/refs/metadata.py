@@ -21,6 +21,7 @@ from rocm_attn.kernels.metadata.slot_layout import (
     ECHO,
     ECHOED_STEP,
     MOST_RUNS,
+    MOST_TAKEN,
     RUNS_BEFORE,
     STEP,
     STEP_BEFORE,
@@ -40,8 +41,9 @@ def publish(slot: Tensor, counts_before: Tensor, to: StepTensors) -> None:
 def _publish(slot: Tensor, counts_before: Tensor, to: StepTensors) -> None:
     num_seqs, num_tokens, _, has_ids = slot[:COUNT_WORDS].tolist()
     echo_step_before(slot, counts_before)
-    to.counts.copy_(slot[:COUNT_WORDS])
-    to.counts[ERROR_WORD].zero_()
+    counts = slot[:COUNT_WORDS].clone()
+    counts[ERROR_WORD] = 0
+    to.counts.copy_(counts)  # at once: where an interrupt leaves the step's number, it leaves no word of the slot's
     parts = slot_parts(num_seqs, num_tokens * has_ids)
     for buffer, part, pad in (
         (to.row_of_seq, parts.rows, 0),
@@ -57,6 +59,7 @@ def _publish(slot: Tensor, counts_before: Tensor, to: StepTensors) -> None:
 
 def take_inputs(slots: Tensor, runs: Tensor, to: StepTensors) -> None:
     """Twin of launch_take_inputs. It reads the slots on the host, so a recorder notes it as one launch."""
+    assert max(to.row_of_seq.shape[0], to.token_ids.shape[0]) <= MOST_TAKEN, "no such step is taken by its graph"
     run_as_launch(_take_inputs, slots, runs, to)
 
 

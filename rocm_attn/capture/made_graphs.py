@@ -35,7 +35,7 @@ class RunsAgain(NamedTuple, Generic[Outputs]):
 
 def takes_inputs(runtime: AttentionRuntime, step: Staged) -> bool:
     """Whether the graph of a step takes its inputs: twins cannot in a device's graph, for they ask the host."""
-    if not isinstance(step, Step) or step.plan.shape.num_tokens > MOST_TAKEN:
+    if not isinstance(step, Step) or max(step.plan.shape.num_seqs, step.plan.shape.num_tokens) > MOST_TAKEN:
         return False
     return runtime.device.type == "cpu" or does_only_launch(runtime.core.ops.take_inputs)
 

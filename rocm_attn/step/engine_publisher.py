@@ -73,7 +73,7 @@ class EnginePublisher:
         """Finish a publication that an exception has ended."""
         assert self._launching is not None
         words, counts, number = self._launching
-        if self._line.settle(words, counts, number):
+        if self._line.settle(words, counts, number, by_graph=False):
             self._line.counts, self._line.number, self._launching = counts, number, None
         else:
             self._launching = None

@@ -154,8 +154,8 @@ class HostRing:
             with torch.inference_mode(False):  # what is made in that mode cannot be written outside of it
                 larger = torch.zeros(next_power_of_2(words), dtype=torch.int32, pin_memory=self._pinned)
                 larger[: len(slot.words)] = slot.tensor
+            self.is_fixed = False  # first: an interrupt leaves no graph a slot that is not the host's
             slot = self._slots[at] = RingSlot.of(larger)
-            self.is_fixed = False
         return slot
 
     def written(self) -> list[Int32Array]:

@@ -114,18 +114,21 @@ class Line:
             _add(found, self.named(fault))
         words[ECHO] = 0
 
-    def settle(self, words: Int32Array, counts: Tensor, number: int) -> bool:
+    def settle(self, words: Int32Array, counts: Tensor, number: int, *, by_graph: bool) -> bool:
         """Find out, for a publication that an exception has ended, whether the kernel that reads its slot runs.
 
         Until then the host must not write to the slot, where that kernel puts the echo of the step before.
+        by_graph: whether that kernel is the head of the step's graph
         """
         self.ring.drain()
         if words[ECHO] & UNREAD:
             # Never launched, so there is nothing to hear.
             words[ECHO] = 0
             return False
-        # Its step is not run, so nothing was wrong with it. A CPU's launch may have ended before all was written.
-        counts[STEP], counts[ERROR_WORD] = number, 0
+        # Where a graph has the counts of its step, it has run that one, and the next step tells how it went.
+        if not by_graph or int(counts[STEP]) != number:
+            # Its step is not run, so nothing was wrong with it. A CPU's launch may have ended before all was written.
+            counts[STEP], counts[ERROR_WORD] = number, 0
         return True
 
     def find_all(self, found: Found, of_last_step: OfLastStep) -> None:
@@ -143,9 +146,9 @@ class Line:
                 self.counts[STEP], self.counts[ERROR_WORD] = self.number, 0
 
 
-# A publication whose launches were begun: its line, the words of its ring slot, counts and number. If it ends early, it
-# is not known whether the first launch was made.
-_Launching = tuple[Line, Int32Array, Tensor, int]
+# A publication whose launches were begun: its line, the words of its ring slot, counts and number, and whether a graph
+# takes it. If it ends early, it is not known whether the first launch was made.
+_Launching = tuple[Line, Int32Array, Tensor, int, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,10 +243,15 @@ class Publisher:
         self.runs.lose_count()  # what is recorded may be run before
         self._ops.take_inputs(self._lines[0].ring.slots, self.runs.on_device, step.tensors)
 
+    @property
+    def is_launching(self) -> bool:
+        """Whether what was published last may not have reached the device: no launch that brings it there has ended."""
+        return self._launching is not None
+
     def taken(self) -> None:
         """The graph was launched that takes what was published last, if a graph does."""
         if self._launching is not None:
-            line, _, counts, number = self._launching
+            line, _, counts, number, _ = self._launching
             line.counts, line.number, self.step_number, self._launching = counts, number, number, None
 
     def publish(self, batch: StepBatch, step: DeviceStep, child: int, *, to_graph: bool = False) -> None:
@@ -285,14 +293,14 @@ class Publisher:
         counts = to.counts
         if takes:
             # One statement, as below; the echo comes last, for the graph of another step may look at the slot.
-            words[ECHO], self._launching = TAKEN_BY_GRAPH, (line, words, counts, number)
+            words[ECHO], self._launching = TAKEN_BY_GRAPH, (line, words, counts, number, True)
             line.ring.release_to_graph()
             line.recent.append((number, batch.rows))
             return
         if isinstance(batch.inputs, DeviceInputs):
             words[parts.floor] = 0 if batch.inputs.lengths_on_host else self._table.floors(batch.rows)
         # One statement: an interrupt comes before all of it or after.
-        words[ECHO], self._launching = NO_ECHO, (line, words, counts, number)
+        words[ECHO], self._launching = NO_ECHO, (line, words, counts, number, False)
         try:
             self._ops.publish(slot, counts if line.counts is None else line.counts, to)
             self._place_others(batch, slot, step, num_fed)
@@ -368,8 +376,8 @@ class Publisher:
         """Finish a publication that an exception has ended."""
         assert self._launching is not None
         self.runs.lose_count()
-        line, words, counts, number = self._launching
-        if line.settle(words, counts, number):
+        line, words, counts, number, by_graph = self._launching
+        if line.settle(words, counts, number, by_graph=by_graph):
             line.counts, line.number, self.step_number, self._launching = counts, number, number, None
         else:
             self._launching = None
@@ -390,7 +398,7 @@ class Publisher:
             self._report_at_once()
             words[:HEADER_WORDS] = 0
             words[STEP], words[STEP_BEFORE] = self.step_number, line.number
-            words[ECHO], self._launching = NO_ECHO, (line, words, line.rest.counts, self.step_number)
+            words[ECHO], self._launching = NO_ECHO, (line, words, line.rest.counts, self.step_number, False)
             try:
                 self._ops.publish(slot, line.rest.counts if line.counts is None else line.counts, line.rest)
             finally:

@@ -139,6 +139,7 @@ class RoundLaunches:
         self._ops, self._draws, self._terms, self._to = ops, draws, given.terms, to
         # Of a graph, whose own memory the logits are: others are not kept, which nobody has counted on.
         self._logits: Tensor | None = None
+        self._graph: Entry[Tensor] | None = None
         self._pick: Callable[[], None] = _nothing
         make_next = partial(ops.next_round, guessed.picked, given, width, draws=draws, looks_up=looks_up)
         self._record_next = partial(run_as_launch, make_next)
@@ -149,19 +150,19 @@ class RoundLaunches:
         self._joined: dict[int, tuple[Entry[Tensor], Recording]] = {}
         self._may_join = True
 
-    def pick(self, logits: Tensor, *, is_of_graph: bool) -> None:
+    def pick(self, logits: Tensor, graph: Entry[Tensor] | None) -> None:
         """Pick its tokens.
 
-        logits:      [num_seqs, W, vocab]
-        is_of_graph: whether a graph has put them where it puts them each time
+        logits: [num_seqs, W, vocab]
+        graph:  that has put them where it puts them each time; None: no graph has
         """
         if logits is not self._logits:
             ops, rows = self._ops, logits.flatten(0, 1)
             pick = ops.picker.picking(rows, self._terms, self._to.found, ops.stream, draws=self._draws)
-            if not is_of_graph:
+            if graph is None:
                 pick()
                 return
-            self._logits, self._pick = logits, pick
+            self._logits, self._graph, self._pick = logits, graph, pick
         self._pick()
 
     def pick_shaped(self, logits: Tensor, rows: ShapedRows, found: Tensor) -> None:
@@ -187,7 +188,7 @@ class RoundLaunches:
         accepting = self.guessed.accepting
         if graph is None or accepting is None or self._logits is None or not self._may_join:
             return
-        if self.as_one(graph) is not None:
+        if graph is not self._graph or self.as_one(graph) is not None:  # the picks read the logits of that one
             return
         ops, rows = self._ops, self._logits.flatten(0, 1)
         pick = ops.picker.picking(rows, self._terms, self._to.found, None, draws=self._draws)

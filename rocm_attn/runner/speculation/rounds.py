@@ -389,7 +389,7 @@ class DeviceRounds:
             runner.run_joined(whole)
         else:
             logits = runner.run_again(series.batch)
-            rounds.pick(logits, is_of_graph=runner.replays_again)
+            rounds.pick(logits, runner.graph_again if runner.replays_again else None)
             if is_shaped:
                 rounds.pick_shaped(logits, shaping, on_host.shaped)
             rounds.make_next()

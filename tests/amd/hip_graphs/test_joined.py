@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -77,15 +79,21 @@ def test_a_joined_recording_of_memory_that_moved_does_not_run(fake: FakeRecorder
 
 
 class Driver:
-    """A driver whose functions note their calls, of which one may fail."""
+    """A driver whose functions note their calls, of which one may fail, or lack a context until one is current."""
 
-    def __init__(self, fails: str = "") -> None:
-        self.called = list[str]()
+    def __init__(self, fails: str = "", *, has_context: bool = True) -> None:
+        self.called, self._has_context = list[str](), has_context
         self.calls = GraphCalls(*(self._call(name, fails) for name in GraphCalls._fields))
+
+    def make_current(self) -> None:
+        self.called.append("make_current")
+        self._has_context = True
 
     def _call(self, name: str, fails: str):  # type: ignore[no-untyped-def]
         def call(*arguments: object) -> int:
             self.called.append(name)
+            if name == "launch" and not self._has_context:
+                return 201
             return 801 if name == fails else 0
 
         return call
@@ -95,14 +103,14 @@ class Driver:
 def test_graphs_that_a_driver_cannot_join_are_refused_and_nothing_is_left(fails: str) -> None:
     driver = Driver(fails)
     with pytest.raises(DriverRefused, match="gave error 801"):
-        DriverGraph(driver.calls, [1, 2])
+        DriverGraph(driver.calls, [1, 2], driver.make_current)
     assert driver.called[-1] == ("create" if fails == "create" else "destroy")
     assert "destroy_exec" not in driver.called
 
 
 def test_a_graph_of_the_driver_is_launched_and_given_back_once() -> None:
     driver = Driver()
-    graph = DriverGraph(driver.calls, [1, 2, 3])
+    graph = DriverGraph(driver.calls, [1, 2, 3], driver.make_current)
     assert driver.called == ["create", *["add_child"] * 3, "instantiate", "destroy"]
     graph.launch(0)
     del graph
@@ -110,9 +118,20 @@ def test_a_graph_of_the_driver_is_launched_and_given_back_once() -> None:
 
 
 def test_a_launch_that_the_driver_refuses_is_an_error() -> None:
-    graph = DriverGraph(Driver("launch").calls, [1])
+    driver = Driver("launch")
+    graph = DriverGraph(driver.calls, [1], driver.make_current)
     with pytest.raises(RuntimeError, match="could not launch a graph of several recordings: its error 801"):
         graph.launch(0)
+    assert driver.called.count("launch") == 1
+
+
+@pytest.mark.parametrize("fails", ["", "launch"])
+def test_a_thread_without_a_context_gets_one_and_launches_again(fails: str) -> None:
+    driver = Driver(fails, has_context=False)
+    graph = DriverGraph(driver.calls, [1], driver.make_current)
+    with pytest.raises(RuntimeError, match="its error 801") if fails else nullcontext():
+        graph.launch(0)
+    assert driver.called[-3:] == ["launch", "make_current", "launch"]
 
 
 @pytest.mark.gpu
@@ -134,3 +153,17 @@ def test_a_gpu_runs_joined_recordings_as_one_graph_on_the_stream_that_is_current
         found = x.clone()
     stream.synchronize()
     assert bool((found == 35).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_runs_joined_recordings_for_a_thread_that_has_used_no_gpu() -> None:
+    recorder = TorchRecorder("cuda")
+    x = torch.ones(1 << 16, device="cuda")
+    joined = recorder.join(three(Lab(recorder, recorder.device), x))
+    assert isinstance(joined, JoinedRecording)
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(joined.replay).result()
+    torch.cuda.synchronize()
+    assert bool((x == 25).all())

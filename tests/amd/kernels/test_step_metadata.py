@@ -120,6 +120,17 @@ def test_a_run_takes_the_slot_that_is_due_in_it(
 
 
 @pytest.mark.parametrize("take", [launch_take_inputs, refs.take_inputs])
+@pytest.mark.parametrize(("num_seqs", "num_tokens"), [(1025, 1), (1, 1025)])
+def test_a_step_of_more_than_one_program_is_taken_by_none(
+    take: Launch, num_seqs: int, num_tokens: int, kernel_device: torch.device
+) -> None:
+    slots, runs = torch.zeros(2, 4096, dtype=torch.int32), device_ints([7], kernel_device)
+    written = [garbage(size, kernel_device) for size in (4, *[num_seqs] * 3, 0, 0, num_tokens)]
+    with pytest.raises(AssertionError, match="no such step is taken by its graph"):
+        of_take_inputs(take, Pads(1, 0))(slots, runs, *written)
+
+
+@pytest.mark.parametrize("take", [launch_take_inputs, refs.take_inputs])
 def test_a_run_for_which_no_slot_is_due_changes_nothing_but_the_count(
     take: Launch, kernel_device: torch.device
 ) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import DeviceFault
 from rocm_attn.hip_graphs.fake_recorder import FakeRecorder
+from rocm_attn.hip_graphs.graph_cache import Entry
 from rocm_attn.hip_graphs.recorder import InTurn, Recording
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, LENGTH_BEYOND_BOUND
 from rocm_attn.runner.engine import Engine
@@ -113,6 +115,28 @@ def test_rounds_that_came_before_have_no_parts_again(kind: Kind, launched: Launc
     assert rounds_of(engine)._launches._values == made
     assert len(launched.parts) == num_parts
     assert len(launched.whole) - num_whole == num_whole + num_parts
+
+
+@pytest.mark.parametrize("kind", ["greedy"], indirect=True)
+def test_what_is_picked_from_the_logits_of_a_graph_is_joined_with_no_other_graph(
+    kind: Kind, launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a graph is made again between the parts of a round and their being joined."""
+    join, others = RoundLaunches.join, 0
+
+    def with_another(launches: RoundLaunches, graph: Entry[Tensor] | None) -> None:
+        nonlocal others
+        if graph is not None:
+            other, others = replace(graph), others + 1
+            join(launches, other)
+            assert launches.as_one(other) is None
+        join(launches, graph)
+
+    monkeypatch.setattr(RoundLaunches, "join", with_another)
+    requests = [kind.request(seed, 40) for seed in range(2)]
+    assert with_graphs(kind).generate(requests) == kind.plainly(requests)
+    assert others > 0
+    assert launched.whole
 
 
 @pytest.mark.parametrize("kind", ["greedy"], indirect=True)

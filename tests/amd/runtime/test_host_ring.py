@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 
 import pytest
 import torch
 
 from rocm_attn.kernels.metadata.slot_layout import ECHO, TAKEN_BY_GRAPH
 from rocm_attn.step.host_ring import HostRing
+from tests.amd.runtime.interrupts import interrupted_at
 
 
 def test_a_dropped_ring_waits_for_its_readers_before_its_memory_goes() -> None:
@@ -82,3 +84,14 @@ def test_a_slot_that_is_too_short_is_no_graphs_any_more() -> None:
     assert ring.is_fixed
     assert len(ring.acquire(17).words) == 32
     assert not ring.is_fixed
+
+
+def test_a_slot_that_is_interrupted_while_it_grows_is_no_graphs_unless_it_is_the_old_one() -> None:
+    number = 1
+    while True:
+        ring = HostRing(torch.device("cpu"), words=16)
+        if not interrupted_at(number, partial(ring.acquire, 17)):
+            break
+        assert not ring.is_fixed or ring.acquire(16).tensor.data_ptr() == ring.slots.data_ptr()
+        number += 1
+    assert number > 5

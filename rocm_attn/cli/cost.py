@@ -29,7 +29,8 @@ start      of a tile, until products keep the matrix units busy, and its end: 4 
            assembly take so much longer for 1k and 2k tokens without a mask, 4 and 8 sequences, than their speeds at 4k
            and more say (the same README, both GPUs). Programs that share a CU overlap theirs at best.
 
-published.py has speeds that this was not fitted to, beside what it predicts for the same kernels.
+published.py has other speeds beside what this predicts for the same kernels: of decode independent ones, of extend
+those kernels in assembly, with the mask.
 
 Nothing is known of uneven work, of clocks under load, or of DRAM's pages.
 """

@@ -1,6 +1,9 @@
-"""Speeds that others have published of kernels with static figures, beside what cost.py predicts for the same ones.
+"""Speeds that others have published of AITER's kernels, beside what cost.py predicts for the same ones.
 
-None of them was used to fit cost.py. What it was fitted to is named there.
+Of decode all are independent: nothing in cost.py was fitted to them or to other speeds of that kernel. Of extend no
+speed of this table was used, but the kernels are those in assembly that cost.py knows measured speeds of: their share
+of the peak is asm_flops, from the same README without a mask, and _TILE_START was fitted to these. So extend checks
+masks, heads, lengths and, by the second source, another machine, and no share that follows from static figures.
 
 decode   AITER's in Gluon, 64 query heads of 64 on 8 KV heads in bfloat16, pages of 16. As SGLang calls it on an MI350X
          (facebookexperimental/triton#2778, whose first table is read as one of 8 KV heads: 32 parts of a sequence are

@@ -71,12 +71,6 @@ class KeptPages:
         self._ids[places] = ids
         return ids
 
-    @property
-    def ids(self) -> KeptIds:
-        """int64 [n]: all that are kept."""
-        kept: KeptIds = self._ids[self._ids > 0]
-        return kept
-
     def places_of(self, given: GivenIds) -> KeptIds:
         """int64 [n]: the places of ids. Raises WrongState unless all are kept, and each is named once."""
         ids = np.asarray(given, np.int64)
@@ -111,6 +105,12 @@ class KeptPages:
         empty = places[~self._pages[:, places].any(axis=0)]
         self._ids[empty] = -np.abs(self._ids[empty])
         self._free_places += empty.tolist()
+
+    def drop_all(self) -> None:
+        """All ids are dropped, whatever an interrupted call has left undone."""
+        self._ids = -np.abs(self._ids)
+        self._pages[:] = 0
+        self._free_places = list(range(len(self._ids) - 1, -1, -1))
 
     def _grow(self, num_more: int) -> None:
         old = len(self._ids)

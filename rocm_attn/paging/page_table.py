@@ -341,6 +341,21 @@ class PageTable:
         else:
             self._free += free
 
+    def count_anew(self) -> None:
+        """Count the holders of all pages from the rows, where no page is kept; those without any are free.
+
+        So pages come back that an interrupted call has lost. Called again after an interrupt of its own.
+        """
+        holders = np.bincount(self.entries_host.ravel(), minlength=len(self._holders)).astype(np.int32)
+        holders[RESERVED_PAGE] = 1
+        # A copy to a page that no row holds was to be made by a call that did not come so far.
+        copies = {page: source for page, source in self.pending.copies.items() if holders[page]}
+        sources = set(copies.values())
+        lost = [page for page in range(self.pages.num_pages - 1, self.pages.first_page - 1, -1) if not holders[page]]
+        self.pending.copies = copies
+        self._holders, self._sources = holders, [page for page in lost if page in sources]
+        self._free = [page for page in lost if page not in sources]
+
     def first_held_of(self, pages: Int32Array, kv_len: int) -> int:
         """The first page_no that a row of kv_len tokens takes, of kept pages from page_no 0 on; 0: not kept.
 

@@ -425,10 +425,11 @@ class RequestTable:
             self.spaces[space].let_go(pages[space][pages[space] != RESERVED_PAGE])
         self._kept.forget_empty(places)
 
-    @property
-    def kept_ids(self) -> KeptIds:
-        """int64 [n]: all ids that are kept in any space."""
-        return self._kept.ids
+    def drop_all(self) -> None:
+        """Keep nothing any longer, and give back all pages that no row holds, those too that an interrupt has lost."""
+        self._kept.drop_all()
+        for table in self.spaces:
+            table.count_anew()
 
     def kept_pages(self, ids: GivenIds, space: Space = Space.FULL) -> Int32Array:
         """int32 [n]: the pages of ids in a space, 0 for those that are not kept there.

@@ -8,8 +8,8 @@ first: what remains can be found.
 In the SWA space a row needs the pages of a window alone. There pages are given back one by one, and a prefix can be
 used up to a length whose window is wholly there.
 
-An interrupt may come between any two lines of a change. What it has left undone is not found out: the next call gives
-all pages back that the table keeps, and the cache begins anew. Rows go on.
+An interrupt may come between any two lines of a change, the table's own among them. What it has left undone is not
+found out: the next call gives all pages back that no row holds, and the cache begins anew. Rows go on.
 
 A fault of the device is reported some steps after its own. So a page is found only after as many steps, and never if
 the step that completed it went wrong.
@@ -357,12 +357,12 @@ class PrefixCache:
         self._is_changing = True
 
     def _begin_anew(self) -> None:
-        """Give back all that the table keeps; after an interrupt it is called again."""
+        """Give back all that the table keeps, or has lost; after an interrupt it is called again."""
         for page in self._pages.values():
             page.num_rows, page.before, page.after = [_NOT_KEPT] * len(self._idle), None, {}
         for idle in self._idle:
             idle.clear()
-        self._table.drop(self._table.kept_ids)
+        self._table.drop_all()
         self._pages = {}
         self._is_changing = False
 

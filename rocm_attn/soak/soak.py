@@ -26,7 +26,7 @@ from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.draft_runner import DraftRunner
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.errors import RocmAttnError
+from rocm_attn.errors import BadSetting, RocmAttnError, WrongState
 from rocm_attn.hip_graphs.size_ladder import round_up
 from rocm_attn.paging.index_spaces import RESERVED_PAGE
 from rocm_attn.paging.page_table import PageTable
@@ -34,7 +34,7 @@ from rocm_attn.selection.build import build_runtime
 from rocm_attn.soak.alone import Alone, NoAloneCheck, ServedAlone
 from rocm_attn.soak.model import Checker, LayerTables, PlayedStep, SoakModel, soak_problems
 from rocm_attn.soak.rounds import SoakRounds
-from rocm_attn.soak.world import Action, Scenario, World
+from rocm_attn.soak.world import ROUNDS, Action, Scenario, World
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.metrics import Metrics
 from rocm_attn.step.options import RuntimeOptions
@@ -76,7 +76,8 @@ class SoakFailed(RocmAttnError):
 class SoakReport:
     """A soak that found nothing.
 
-    rounds:              steps that drafted or verified new tokens: rounds of drafts, chains and trees
+    rounds:              steps that drafted or verified new tokens: rounds of drafts, chains and trees. Steps without
+                         any, mostly without sequences, count among actions alone
     replays, captures:   steps that ran as a graph, graphs made
     split_steps:         steps that ran as two halves
     ways:                how often steps of each kind ran in each way, for instance "masked replayed"
@@ -120,8 +121,8 @@ class SoakReport:
         return (
             f"{self.steps} steps of seed {self.seed} without a mismatch: {self.rounds} that drafted or verified, "
             f"{self.replays} replays, "
-            f"{self.captures} captures, {self.split_steps} split steps, {self.actions['tree']} steps of trees "
-            f"({self.moved_paths} paths moved), {self.actions['draft']} rounds of drafts, "
+            f"{self.captures} captures, {self.split_steps} split steps; drawn were {self.actions['tree']} steps of "
+            f"trees ({self.moved_paths} paths moved), {self.actions['draft']} rounds of drafts, "
             f"{self.actions['share']} shared steps, {self.reopens} reopens, {self.actions['preempt']} preemptions, "
             f"{self.actions['fork']} forks, {self.page_copies} page copies, {self.checked_tokens} tokens, worst error "
             f"{self.worst_error:.2f} of the allowed, memory {self.host_growth_bytes / 2**20:+.1f} MiB on the host and "
@@ -239,14 +240,27 @@ class Soak:
         self._memory: list[_MemoryUse] = []
 
     def run(self, steps: int, on_reopen: Callable[[int], None] = _say_nothing) -> SoakReport:
-        """Play so many steps, once. on_reopen: gets the number played. Raises SoakFailed at the first finding."""
+        """Play so many steps, once. on_reopen: gets the number played.
+
+        Raises SoakFailed at the first finding, and WrongState for a second run.
+        """
         return self._run(lambda: self._steps >= steps, on_reopen)
 
     def run_rounds(self, rounds: int, on_reopen: Callable[[int], None] = _say_nothing) -> SoakReport:
-        """The same until so many steps have drafted or verified (SoakReport.rounds)."""
+        """The same until so many steps have drafted or verified (SoakReport.rounds).
+
+        Raises as run(), and BadSetting for a scenario that draws none.
+        """
+        if not any(self._scenario.weights.get(action, 0) > 0 for action in ROUNDS):
+            raise BadSetting(
+                f"the scenario draws no step that drafts or verifies, and {rounds} were asked for; give DRAFT, VERIFY "
+                "or TREE a weight, or run a number of steps"
+            )
         return self._run(lambda: self._num_rounds >= rounds, on_reopen)
 
     def _run(self, is_over: Callable[[], bool], on_reopen: Callable[[int], None]) -> SoakReport:
+        if self._steps:
+            raise WrongState(f"this soak has run already, {self._steps} steps; make another one")
         started = time.perf_counter()
         try:
             while not is_over():

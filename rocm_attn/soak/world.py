@@ -53,7 +53,7 @@ class Action(enum.Enum):
 
 
 _STEPS = tuple(Action)[list(Action).index(Action.DECODE) :]
-_ROUNDS = (Action.DRAFT, Action.VERIFY, Action.TREE)
+ROUNDS = (Action.DRAFT, Action.VERIFY, Action.TREE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class Scenario:
     rounds:               of drafts, of which one is drawn each time
     chunk_lens:           smallest and largest chunk
     pad_chance:           of a step whose padding is forced
-    split_every:          one step in so many runs as two halves, unless it has trees or shares prefixes
+    split_every:          one step in so many runs as two halves, unless it shares prefixes
     alone_every:          in deterministic mode, of one step in so many a sequence is served alone too
     weights:              how often each action is drawn
     """
@@ -291,7 +291,7 @@ class DrawnStep:
     @property
     def is_round(self) -> bool:
         """Whether it drafts or verifies new tokens."""
-        return self.action in _ROUNDS and any(turn.q_len for turn in self.turns)
+        return self.action in ROUNDS and any(turn.q_len for turn in self.turns)
 
     def batch_on(self, device: torch.device) -> StepBatch:
         """The batch, with the mask of its trees if it has any."""

@@ -97,6 +97,12 @@ def test_a_file_is_older_until_it_is_of_another_commit() -> None:
     assert [older.is_so(given) for given in of.values()] == [True, False]
 
 
+def test_every_older_file_is_still_the_one_of_its_commit() -> None:
+    """Where this fails a file was measured anew: take its line out of OLDER, and write the page."""
+    results = Results()
+    assert not [each.source for each in OLDER if not each.is_so(results)]
+
+
 def test_what_is_older_names_a_file_that_goals_or_counters_are_of() -> None:
     known = {name for goal in GOALS for name in goal.sources} | {"profile_misses"}
     assert {each.source for each in OLDER} <= known

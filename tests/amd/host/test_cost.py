@@ -244,7 +244,7 @@ def test_decode_is_checked_beside_published_speeds() -> None:
 
 
 def test_extend_is_checked_beside_published_speeds() -> None:
-    """Causal prompts, which nothing was fitted to: as AITER has timed its kernels, and as somebody else has."""
+    """Causal prompts of the kernels whose share was measured: as AITER has timed them, and as somebody else has."""
     found = list(published_extends())
     for gpu in GPUS.values():
         assert sum(each.gpu == gpu.name and each.source == "AITER" for each in found) >= 20

@@ -184,6 +184,21 @@ def test_no_page_is_held_by_two_unknowing_whatever_was_interrupted(seed: int) ->
     assert lives(seed, make_table(), lambda call: interrupted_at(lines.randint(1, 60), call)) > 0
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_pages_that_interrupts_have_lost_come_back_when_nothing_is_kept_any_more(seed: int) -> None:
+    """All but those that a row holds whose number its owner was not told."""
+    table, lines = make_table(), random.Random(-seed)
+    lives(seed, table, lambda call: interrupted_at(lines.randint(1, 60), call))
+    interrupted_at(lines.randint(1, 30), table.drop_all)
+    table.drop_all()
+    pages_are_safe(table, [row for row in range(1, 5) if table._capacity[row] >= 0])
+    assert not (table._kept._ids > 0).any()
+    deliver(table)
+    for pages in table.spaces:
+        held = set(pages.entries_host[pages.entries_host != RESERVED_PAGE].tolist())
+        assert pages.num_free_pages == pages.num_usable_pages - len(held)
+
+
 def test_without_interrupts_no_page_is_lost() -> None:
     for seed in range(20):
         table = make_table()

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rocm_attn.errors import CapacityExceeded
+from rocm_attn.paging import kept_pages, page_table, request_table
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.page_table import SpacePages
 from rocm_attn.paging.request_table import RequestTable
@@ -25,6 +26,7 @@ from tests.amd.runner.cache_invariants import check_cache
 
 PAGE = 2
 STEPS_UNTIL_KNOWN = 3
+_TABLE = (kept_pages.__file__, page_table.__file__, request_table.__file__)
 GOLDEN = "6a7d333e7c7a6663cc52fc881003735659a3cddff3e90369291e88113172b2be"
 
 
@@ -169,12 +171,19 @@ def test_what_is_found_is_what_a_brute_force_finds(
     assert pages.table.num_free_pages == pages.table.num_usable_pages
 
 
+def _is_of_the_cache(frame: FrameType) -> bool:
+    """Whether a line is one of the cache, or one of the table's that runs in a call of the cache."""
+    if frame.f_code.co_filename in _TABLE and frame.f_back is not None:
+        return _is_of_the_cache(frame.f_back)
+    return frame.f_code.co_filename == prefix_cache.__file__
+
+
 def interrupted(at: int, call: Callable[[], object]) -> bool:
-    """Call, with an interrupt before a line of the cache's, counted from 1 on; whether it came."""
+    """Call, with an interrupt before a line of the cache's or what it calls, counted from 1 on; whether it came."""
     left = [at]
 
     def interrupt(frame: FrameType, event: str, argument: object) -> Any:
-        if frame.f_code.co_filename != prefix_cache.__file__:
+        if not _is_of_the_cache(frame):
             return None
         left[0] -= event == "line"
         if event == "line" and left[0] == 0:
@@ -221,7 +230,11 @@ CHANGES: dict[str, Callable[[Pages, Row], object]] = {
     "enter": lambda pages, row: pages.extend(row, tuple(range(4, 14))),
     "make_room": lambda pages, _: pages.cache.make_room(0, 38),
     "make_room_for_windows": lambda pages, _: pages.cache.make_room(1, 14),
+    "admit": lambda pages, row: pages.cache.admit(row.cached, pages.cache.find(row.cached, tuple(range(10)))),
     "forget": lambda pages, _: pages.cache.clear(),
+    "forget_row": lambda pages, row: pages.cache.forget_row(row.cached),
+    "forget_unknown": lambda pages, _: pages.cache.forget_unknown(),
+    "leave": lambda pages, row: pages.cache.leave(row.cached),
 }
 
 
@@ -236,11 +249,20 @@ def test_an_interrupt_anywhere_in_a_change_loses_no_page(change: str) -> None:
         pages.cache.make_room(1, 13)
         row, _ = pages.serve(tokens[:4])
         pages.idle_steps()
-        came = interrupted(at, lambda pages=pages, row=row: CHANGES[change](pages, row))  # type: ignore[misc]
+        rows = [pages.serve((30, 31))[0]]  # its page is not known to be right yet
+        changed = Row(pages.table.next_row, CachedRow(), (), "") if change == "admit" else row
+        came = interrupted(at, lambda pages=pages, row=changed: CHANGES[change](pages, row))  # type: ignore[misc]
+        if change in ("admit", "leave"):  # the owner has the row leave, as far as it came
+            pages.cache.leave(changed.cached)
+            if pages.table.is_admitted(changed.number):
+                pages.table.free(changed.number)
+        if change != "leave":
+            rows.append(row)
         pages.cache.find(CachedRow(), (*tokens, 1))
         check_cache(pages.cache, pages.table)
         other, _ = pages.serve((*tokens, 1))
-        pages.leave(row)
+        for each in rows:
+            pages.leave(each)
         pages.idle_steps()
         assert pages.find((*tokens, 1)) == 12
         pages.leave(other)

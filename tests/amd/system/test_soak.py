@@ -17,7 +17,7 @@ from torch import Tensor
 from rocm_attn.batch.step_batch import Int32Array
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
-from rocm_attn.errors import BadSetting
+from rocm_attn.errors import BadSetting, WrongState
 from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.cache.layer_pages import LayerPages
@@ -515,6 +515,21 @@ def test_scenarios_that_cannot_be_played_are_refused() -> None:
         Scenario(num_pages=5)
     with pytest.raises(BadSetting, match="no step has a weight"):
         Scenario(weights={Action.ADMIT: 1})
+
+
+def test_a_soak_runs_once() -> None:
+    soak = Soak(SMALL, seed=0, device=CPU, provider="torch", dtype=torch.float32)
+    assert soak.run(2).steps == 2
+    for again in (soak.run, soak.run_rounds):
+        with pytest.raises(WrongState, match="has run already, 2 steps"):
+            again(2)
+
+
+def test_rounds_that_are_never_drawn_are_refused() -> None:
+    without = SMALL.without(Action.VERIFY).without(Action.TREE).without(Action.DRAFT)
+    soak = Soak(without, seed=0, device=CPU, provider="torch", dtype=torch.float32)
+    with pytest.raises(BadSetting, match="draws no step that drafts or verifies, and 3 were asked for"):
+        soak.run_rounds(3)
 
 
 def test_the_command_prints_a_line_or_an_object(capsys: pytest.CaptureFixture[str]) -> None:

@@ -162,26 +162,8 @@ class Older:
         return results.has(self.source) and self.commit in results.commits(self.source)
 
 
-_FEWER = "decode of a few rows has fewer programs, for 32 and more query heads on a KV head (380f1e39, 27e0a4ab)"
-_PASS = "warps of Hopper's extend that have no row of a tile pass its keys (380f1e39, c5d9d94a)"
-_SIXTEEN = "heads of 16 elements are read four at a time (54de88d2, e6bb0127)"
-_EDGES = "Hopper's extend masks a window's edges alone (380f1e39)"
-_STORES = "decode on Hopper stores the new K and V in its own launch (fc4d16e4)"
-_TAKES = "a graph takes its inputs by itself, and a plain step's plan is found by two numbers (054c610a, 1b9826ab)"
-_NEIGHBOURS = (
-    "neighbours in decode may have 32 or 64 query heads on a KV head; the file's are as of its commit (380f1e39)"
-)
-
 # A line for a file, to be taken out when a newer file comes: a test says which.
-OLDER = (
-    Older("kernels", "a3498715", f"{_PASS}; {_EDGES}; {_FEWER}; {_SIXTEEN}"),
-    Older("attention", "a3498715", _PASS),
-    Older("deterministic_cost", "a3498715", _PASS),
-    Older("eager_step", "1cded1a3", _STORES),
-    Older("host_time", "1cded1a3", _TAKES),
-    Older("random_shapes", "1cded1a3", f"{_NEIGHBOURS}; {_PASS}; {_EDGES}; {_FEWER}; {_SIXTEEN}"),
-    Older("profile_misses", "a3498715", _PASS),
-)
+OLDER: tuple[Older, ...] = ()
 
 
 def beside(suite: str, peer: str, ours: str = OWN, layer: str = "", but: str = "\n") -> Values:

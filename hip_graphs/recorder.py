@@ -95,8 +95,10 @@ class CountedRecording:
 
 
 def uncounted(recording: Recording) -> Recording:
-    """A recording, without what counts it."""
-    return recording.recording if isinstance(recording, CountedRecording) else recording
+    """A recording, without those who count it."""
+    while isinstance(recording, CountedRecording):
+        recording = recording.recording
+    return recording
 
 
 def counted_as(parts: Sequence[Recording], joined: Recording) -> Recording:

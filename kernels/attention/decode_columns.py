@@ -52,7 +52,7 @@ def blocks_of_q(q_line, half, is_row, G: tl.constexpr):
 
 @triton.jit
 def own_places(half, is_row, G: tl.constexpr):
-    """Of each block of columns of the output: _own_columns of the rows that are one."""
+    """Of each block of columns of the output: own_columns of the rows that are one."""
     places, inside = (), ()
     PARTS: tl.constexpr = G.V_PARTS
     for i in tl.static_range(PARTS):

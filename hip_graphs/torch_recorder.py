@@ -72,6 +72,22 @@ class TorchRecorder:
 
     def record(self, fn: Callable[[], T]) -> tuple[TorchRecording, T]:
         """As Recorder.record; fn runs twice on the device and once more for the capture."""
+        with self._on_own_stream():
+            self._warm_up(fn)
+            recording, outputs = self._capture(fn)
+        self._live.add(recording)
+        return recording, outputs
+
+    def record_launches(self, fn: Callable[[], object]) -> TorchRecording:
+        """As Joiner.record_launches."""
+        with self._on_own_stream():
+            recording, _ = self._capture(fn)
+        self._live.add(recording)
+        return recording
+
+    @contextmanager
+    def _on_own_stream(self) -> Iterator[None]:
+        """After what the caller's stream does, and before what it does next."""
         if not self._live:
             # A pool whose last graph is gone cannot be captured into again.
             self._take_new_pool()
@@ -79,24 +95,8 @@ class TorchRecorder:
             callers = torch.cuda.current_stream()
             self._stream.wait_stream(callers)
             with torch.cuda.stream(self._stream):
-                self._warm_up(fn)
-                recording, outputs = self._capture(fn)
+                yield
             callers.wait_stream(self._stream)
-        self._live.add(recording)
-        return recording, outputs
-
-    def record_launches(self, fn: Callable[[], object]) -> TorchRecording:
-        """As Joiner.record_launches."""
-        if not self._live:
-            self._take_new_pool()
-        with torch.cuda.device(self.device), torch.no_grad():
-            callers = torch.cuda.current_stream()
-            self._stream.wait_stream(callers)
-            with torch.cuda.stream(self._stream):
-                recording, _ = self._capture(fn)
-            callers.wait_stream(self._stream)
-        self._live.add(recording)
-        return recording
 
     def join(self, recordings: Sequence[Recording]) -> Recording:
         """As Joiner.join. They are replayed in turn where torch keeps no graphs, or the driver cannot join these."""

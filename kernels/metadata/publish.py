@@ -9,6 +9,8 @@ is handed out again: no launch, no copy and no wait is needed for that.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -105,12 +107,20 @@ def launch_publish(slot: Tensor, counts_before: Tensor, to: StepTensors) -> None
 
 
 def _launch_to(to: StepTensors) -> FixedLaunch:
-    num_seqs_padded, num_tokens_padded = to.row_of_seq.shape[0], to.token_ids.shape[0]
-    blocks = max(1, -(-max(num_seqs_padded, num_tokens_padded) // _BLOCK))
+    blocks = max(1, -(-max(to.row_of_seq.shape[0], to.token_ids.shape[0]) // _BLOCK))
     return FixedLaunch(
         _publish_kernel,
         to.counts.device,
         (blocks, 1, 1),
+        *arguments_of(to),
+        _BLOCK,
+        num_warps=4,
+    )
+
+
+def arguments_of(to: StepTensors) -> tuple[Any, ...]:
+    """What each kernel that writes a step's inputs is given of it: from its counts to whether it shares prefixes."""
+    return (
         to.counts,
         to.row_of_seq,
         to.kv_len,
@@ -118,13 +128,11 @@ def _launch_to(to: StepTensors) -> FixedLaunch:
         to.prefix_len,
         to.group_end,
         to.token_ids,
-        num_seqs_padded,
-        num_tokens_padded,
+        to.row_of_seq.shape[0],
+        to.token_ids.shape[0],
         to.pads.kv_len,
         to.pads.q_len,
         HEADER_WORDS,
         COUNT_WORDS,
         to.prefix_len.numel() > 0,
-        _BLOCK,
-        num_warps=4,
     )

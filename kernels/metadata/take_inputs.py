@@ -15,8 +15,8 @@ from torch import Tensor
 from rocm_attn.kernels.launch import launch, only_launches
 from rocm_attn.kernels.metadata import error_word, slot_layout
 from rocm_attn.kernels.metadata.echo_step import echo_step_before
-from rocm_attn.kernels.metadata.publish import write_inputs
-from rocm_attn.kernels.metadata.slot_layout import COUNT_WORDS, HEADER_WORDS, MOST_TAKEN
+from rocm_attn.kernels.metadata.publish import arguments_of, write_inputs
+from rocm_attn.kernels.metadata.slot_layout import MOST_TAKEN
 from rocm_attn.kernels.metadata.step_tensors import FIELDS, StepTensors
 
 _ERROR_WORD = tl.constexpr(error_word.ERROR_WORD)
@@ -81,28 +81,14 @@ def launch_take_inputs(slots: Tensor, runs: Tensor, to: StepTensors) -> None:
     slots: int32 [2, n] in pinned host memory (or device memory), laid out by slot_layout.py
     runs:  int32 [1], runs of graphs so far; is counted up
     """
-    num_seqs_padded, num_tokens_padded = to.row_of_seq.shape[0], to.token_ids.shape[0]
-    assert max(num_seqs_padded, num_tokens_padded) <= MOST_TAKEN, "no such step is taken by its graph"
+    assert max(to.row_of_seq.shape[0], to.token_ids.shape[0]) <= MOST_TAKEN, "no such step is taken by its graph"
     launch(
         _take_inputs_kernel,
         (1, 1, 1),
         slots,
         slots.stride(0),
         runs,
-        to.counts,
-        to.row_of_seq,
-        to.kv_len,
-        to.q_len,
-        to.prefix_len,
-        to.group_end,
-        to.token_ids,
-        num_seqs_padded,
-        num_tokens_padded,
-        to.pads.kv_len,
-        to.pads.q_len,
-        HEADER_WORDS,
-        COUNT_WORDS,
-        to.prefix_len.numel() > 0,
+        *arguments_of(to),
         MOST_TAKEN,
         num_warps=4,
     )

@@ -180,7 +180,7 @@ class StepRunner(Generic[Outputs]):
 
     @property
     def _again_now(self) -> Again[Outputs] | None:
-        """What runs the step that may run again, if one call does so: where its graph ran, and nobody else is told."""
+        """What runs the step that may run again, where one call does so: no log and no rank waits for word of it."""
         again, last = self._again, self._runtime.repeatable
         if last is None or self._seal_number != self._runtime.seal_number:
             return None

@@ -12,7 +12,7 @@ from rocm_attn.step.echo import STEPS_UNTIL_ECHO
 # Twice as many steps as it takes until a fault is found, and two for the ranks that hear of it from another one.
 _KEPT = 2 * STEPS_UNTIL_ECHO + 2
 
-# Later than every round: of a step from which none followed, or of a fault that no round told of.
+# Later than every round: for a step without rounds, or for a fault that no round has reported.
 NO_ROUND = INT32_MAX
 
 

@@ -28,7 +28,7 @@ class Rounds(Protocol):
     def read_together(self, unread: Many[StepPicks], most: int, scheduler: Scheduler) -> Together | None:
         """Read the oldest rounds, where none of their sequences ends or fails: `most` of them, which are waited for.
 
-        More, if the device has told of them already. None: the oldest step is to be read by itself.
+        More, if the device has finished them already. None: the oldest step is to be read by itself.
         unread: all that were launched and not read, oldest first
         """
         ...

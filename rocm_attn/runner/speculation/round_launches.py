@@ -137,7 +137,7 @@ class RoundLaunches:
         width = to.path.shape[1]
         self.guessed, self.on_host = guessed, on_host
         self._ops, self._draws, self._terms, self._to = ops, draws, given.terms, to
-        # Of a graph, whose own memory the logits are: others are not kept, which nobody has counted on.
+        # Logits in a graph's own memory. Others are not kept: the size of the pool leaves no room for them.
         self._logits: Tensor | None = None
         self._graph: Entry[Tensor] | None = None
         self._pick: Callable[[], None] = _nothing

@@ -144,10 +144,11 @@ def _attend_segments(GROUP: gl.constexpr, n, query, rings, row, to, G: gl.conste
         softmax, n = _attend_span(n, query, rings, span, row.edge_step, row.seen, G)
         softmax = with_bound(softmax, G)
         part = segment - first_segment + 1
+        is_last = segment == end_segment - 1
         if row.done == 0:
-            left, softmax = merge_segment(query.left, left, softmax, G)
+            left, softmax = merge_segment(query.left, left, softmax, (segment == first_segment, is_last), G)
             part = 0
-        if (row.done > 0) | ((segment == end_segment - 1) & (steps.ends == 0)):
+        if (row.done > 0) | (is_last & (steps.ends == 0)):
             store_part(GROUP, softmax, to, row.words, _first_part(G) + part, G)
     return softmax, n
 

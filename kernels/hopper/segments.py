@@ -106,17 +106,25 @@ def _store_part_left(room, part: gl.constexpr, acc, G: gl.constexpr):
 
 
 @gluon.jit
-def merge_segment(room, left, segment, G: gl.constexpr):
+def merge_segment(room, left, segment, place, G: gl.constexpr):
     """What lies left of the next segment, and the softmax of all that lies there: segments.merge_segment of
     kernels/attention.
 
-    Nothing was written where rows have seen no key yet, so what is there is not read.
+    The room is not read of the first segment, of which nothing lies left, nor written of the last one, after which
+    nobody reads it. Nothing was written where rows have seen no key yet, so what is there is not read.
+
+    place: whether the segment is the program's first of the row, and whether it is its last
     """
     PARTS: gl.constexpr = G.DIM // G.COLUMNS
+    is_first, is_last = place
     left, factors = _merge_of(left, segment)
-    acc = ()
-    for i in gl.static_range(PARTS):
-        part = _merged_part(room, i, factors, segment.acc[i], G)
-        _store_part_left(room, i, part, G)
-        acc += (part,)  # type: ignore[assignment]
+    # Of the first one as it is: its weight is 1, and what would be added 0.
+    acc = segment.acc
+    if not is_first:
+        acc = ()
+        for i in gl.static_range(PARTS):
+            acc += (_merged_part(room, i, factors, segment.acc[i], G),)
+    if not is_last:
+        for i in gl.static_range(PARTS):
+            _store_part_left(room, i, acc[i], G)
     return left, Softmax(acc, left.maximum, left.total)

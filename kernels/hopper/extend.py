@@ -419,6 +419,7 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
         BOUNDED=scores.is_bounded and not is_fp8 and args.q.dtype == torch.bfloat16,
         OVERLAPS=tiles.overlaps,
         POWERS_BY_PRODUCTS=tiles.powers_by_products,
+        EIGHTS_BY_PRODUCTS=tiles.eights_by_products,
         ENCODING=coding.ENCODING,
         SCALES=coding.SCALES,
         CODE_TILES=tiles.code_tiles,

@@ -18,7 +18,7 @@ from rocm_attn.kernels.attention.bundles import Softmax
 from rocm_attn.kernels.attention.coded import scaled_parts
 from rocm_attn.kernels.attention.softmax import capped_at_once
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES
-from rocm_attn.kernels.hopper.powers import scaled_powers
+from rocm_attn.kernels.hopper.powers import capped_powers, scaled_powers
 from rocm_attn.kernels.hopper.rings import value_stage, value_tiles, wait_for_keys, wait_for_values, zero_unseen
 from rocm_attn.kernels.hopper.rows import GROUP_ROWS, of_rows, width_of
 
@@ -190,6 +190,7 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
     zero = gl.zeros([GROUP_ROWS, KEY_BLOCK], gl.float32, layout=s_layout)
     # By products what is not seen would not become 0.
     BY_PRODUCTS: gl.constexpr = 0 if MASKED else G.POWERS_BY_PRODUCTS
+    AT_ONCE: gl.constexpr = G.BOUNDED and not MASKED and G.EIGHTS_BY_PRODUCTS > 0
     k, v, free = rings
     by_row = gl.expand_dims(query.product_scale, 1) if G.MOVES_Q else query.product_scale
     row_scale = query.cap_scale if G.CAPPED else query.product_scale
@@ -220,7 +221,7 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
         wait_for_values(rings, n, 0, 1, G)
         if G.SCALES == TOKEN_SCALES:
             scores = scores * gl.expand_dims(k_factor, 0)
-        if G.CAPPED:
+        if G.CAPPED and not AT_ONCE:
             scores = capped_at_once(scores, by_row)
         if MASKED:
             key = gl.expand_dims(step * KEY_BLOCK + lane, 0)
@@ -237,7 +238,9 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
             maximum = new_maximum
         blocks = blocks_of(scores, G)
         for tile in gl.static_range(value_tiles(G)):
-            if G.BOUNDED:
+            if AT_ONCE:
+                weights = capped_powers(blocks[tile], by_row, by_score, G.EIGHTS_BY_PRODUCTS)
+            elif G.BOUNDED:
                 weights = scaled_powers(blocks[tile], by_score, BY_PRODUCTS)
             else:
                 weights = gl.exp2(blocks[tile] * by_score - of_rows(base, blocks[tile]))

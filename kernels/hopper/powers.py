@@ -6,6 +6,8 @@ the matrix units. So some exponentials are computed by the many units for produc
     2^x = 2^n 2^f    n the integer next to x, f in [-1/2, 1/2], 2^f a polynomial of the third degree
 
 It is off by at most 7.5e-5 of the power, a twentieth of what rounding it to bfloat16 may be.
+
+How ptxas mixes both kinds, and the tanh before them, hangs on the order in which it is given them.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from triton.runtime.jit import constexpr_function
 
 # Of so many neighbours the first ones are computed by products.
 _NEIGHBOURS = gl.constexpr(4)
+# And of so many with their tanh, those that are computed by products lie among the others.
+_CAPPED_NEIGHBOURS = gl.constexpr(8)
 _BY_UNIT = """
     mul.rn.f32 x, {x}, {scale};
     ex2.approx.ftz.f32 {power}, x;"""
@@ -59,3 +63,45 @@ def scaled_powers(x, scale, BY_PRODUCTS: gl.constexpr):
     else:
         powers = gl.exp2(x * scale)
     return powers
+
+
+@constexpr_function
+def _capped_assembly(by_products):
+    """Of _CAPPED_NEIGHBOURS products with K, the tanh of each and then the power of each."""
+    many = int(_CAPPED_NEIGHBOURS.value)
+    lines = [
+        f"""
+    mul.rn.f32 t{at}, ${many + at}, ${2 * many + at};
+    tanh.approx.f32 t{at}, t{at};"""
+        for at in range(many)
+    ]
+    for at in range(many):
+        is_by_products = (at + 1) * by_products // many > at * by_products // many
+        form = _BY_PRODUCTS if is_by_products else _BY_UNIT
+        lines.append(form.format(power=f"${at}", x=f"t{at}", scale=f"${3 * many + at}"))
+    return f"{{\n    .reg .f32 x, p, t<{many}>;\n    .reg .b32 n, m;" + "".join(lines) + "\n}"
+
+
+@constexpr_function
+def _capped_operands():
+    """Constraints of _capped_assembly: powers; products, and what they and their tanh are multiplied with."""
+    many = int(_CAPPED_NEIGHBOURS.value)
+    return ",".join(["=f"] * many + ["f"] * (3 * many))
+
+
+@gluon.jit
+def capped_powers(products, half_scale, scale, BY_PRODUCTS: gl.constexpr):
+    """2^(scale tanh(half_scale products)), as capped_at_once and scaled_powers in turn.
+
+    BY_PRODUCTS: of eight neighbours, how many powers are computed by products
+    """
+    ASSEMBLY: gl.constexpr = _capped_assembly(BY_PRODUCTS)
+    OPERANDS: gl.constexpr = _capped_operands()
+    return gl.inline_asm_elementwise(
+        ASSEMBLY,
+        OPERANDS,
+        [products, half_scale, scale],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=_CAPPED_NEIGHBOURS,
+    )

@@ -58,6 +58,7 @@ class HopperGeometry(NamedTuple):
     CAPPED:    whether scores have a cap
     BOUNDED:   whether the cap keeps exponentials within V's numbers: then there is no running maximum
     POWERS_BY_PRODUCTS: then, of four neighbouring scores, how many powers are computed by products (powers.py)
+    EIGHTS_BY_PRODUCTS: or of eight, each in one piece of assembly with its tanh; 0: the tanh of all come first
     OVERLAPS:  whether products with V run under the next step's products with K, which takes registers
     ENCODING, SCALES: of coding.Coding
     CODE_TILES: tiles of codes that are in shared memory at a time; 0: pages are in q's dtype
@@ -93,6 +94,7 @@ class HopperGeometry(NamedTuple):
     CAPPED: bool
     BOUNDED: bool
     POWERS_BY_PRODUCTS: int
+    EIGHTS_BY_PRODUCTS: int
     OVERLAPS: bool
     ENCODING: int
     SCALES: int

@@ -30,6 +30,7 @@ class HopperTiles:
     open_middle: whether steps that all rows of a window see have a loop of their own, without masks. Of heads of 96 and
               256 ptxas then waits for each product: 16 x 8 of 256, a window of 4096, 2048 new of 8192: 297 us, and 248
     powers_by_products: of four exponentials of scores with a cap, how many are computed by products (hopper/powers.py)
+    eights_by_products: or of eight, in one piece of assembly with their tanh; 0: the tanh of all come first
     """
 
     extend: ExtendTiles
@@ -43,6 +44,7 @@ class HopperTiles:
     most_segments: int = 0
     left_in_workspace: bool = False
     powers_by_products: int = 0
+    eights_by_products: int = 0
     open_middle: bool = False
 
     def __post_init__(self) -> None:
@@ -93,12 +95,13 @@ LEAST_BOX = 16
 # One H200, torch 2.11, Triton 3.6. llama8b is (32 query heads, 8 KV heads, 128), gptoss (64, 8, 64).
 _EXTEND_TILES: Mapping[int, HopperTiles] = {
     # gptoss 1 x 2048 new + 6144 cached: BESIDE_THE_PLAIN. With a window of 4096, 8 x 512 + 4096: 659 us, 1000 where all
-    # steps are masked, FA3 622.
+    # steps are masked, FA3 622. With a cap, 1 x 2048 + 6144: 616 us, with 224 registers 625; two of four exponentials
+    # by products after the tanh of all 676; in one piece of assembly with their tanh four of eight 685, seven 650.
     64: HopperTiles(
         ExtendTiles(128, 128, 4, 4, programs_per_cu=1, merge_stages=4),
         overlaps=True,
-        registers=224,
-        powers_by_products=2,
+        registers=232,
+        eights_by_products=6,
         open_middle=True,
     ),
     # Of 64 columns, and as many as a head has beyond them. 777 new of 5778, 32 x 8 heads of 80: 115 us, in one block
@@ -114,11 +117,12 @@ _EXTEND_TILES: Mapping[int, HopperTiles] = {
     # blocks of 64 keys with four 423, 566 and 1936; the plain kernel 694 of the second. Where the groups take turns at
     # the matrix units: 504, 636 and 2121.
     # With a cap 454 us, 507 with all exponentials by their unit. With a window of 4096, 1 x 2048 + 30720: 241 us, 374
-    # where all steps are masked, FA3 264; of 2048, 1 x 2048 + 6144: 144, 201 and 145.
+    # where all steps are masked, FA3 264; of 2048, 1 x 2048 + 6144: 144, 201 and 145. With 224 registers 374 us where
+    # these take 367, and with a cap 402 and 398.
     128: HopperTiles(
         ExtendTiles(128, 128, 4, 2, programs_per_cu=1, merge_stages=4),
         overlaps=True,
-        registers=224,
+        registers=232,
         powers_by_products=2,
         open_middle=True,
     ),
@@ -145,6 +149,9 @@ _EXTEND_TILES: Mapping[int, HopperTiles] = {
 # 367 us, by the tiles above 499. Of deterministic attention: 409, 432.
 _GATHERED_TILES: Mapping[int, HopperTiles] = {
     **_EXTEND_TILES,
+    # With fewer registers the group that gathers keys of heads of 128 spills.
+    64: replace(_EXTEND_TILES[64], registers=224),
+    128: replace(_EXTEND_TILES[128], registers=224),
     192: HopperTiles(
         ExtendTiles(128, 64, 4, 3, dim_block=64, programs_per_cu=1, merge_stages=4), overlaps=True, registers=232
     ),

@@ -53,7 +53,6 @@ LAYERS: dict[str, dict[str, Any]] = {
 # Bytes on the stack, by head dim and layer: outside of the loops, or measured as the fastest all the same.
 SPILLED = {
     (128, "codes_by_token"): 24,
-    (128, "window"): 32,
     **{(192, layer): 32 if layer == "window" else 24 for layer in LAYERS},
     # The next row's queries, which arrive while results are written.
     **{(256, layer): 256 for layer in LAYERS},

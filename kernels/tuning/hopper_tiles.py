@@ -105,7 +105,8 @@ _EXTEND_TILES: Mapping[int, HopperTiles] = {
         open_middle=True,
     ),
     # Of 64 columns, and as many as a head has beyond them. 777 new of 5778, 32 x 8 heads of 80: 115 us, in one block
-    # of 128 128, FA3 168; 32 x 32 of 96: 151, 162 and 186.
+    # of 128 128, FA3 168; 32 x 32 of 96: 151, 162 and 186. 12 ragged chunks of the latter: 285 us where rows are dealt
+    # out, 261 where they are drawn, 250 with three stages too, 242 with boxes of two dimensions, FA3 283.
     96: HopperTiles(
         ExtendTiles(128, 128, 4, 3, dim_block=64, programs_per_cu=1, merge_stages=4),
         overlaps=True,
@@ -136,9 +137,10 @@ _EXTEND_TILES: Mapping[int, HopperTiles] = {
         value_tiles=3,
     ),
     # 16 x 8 heads, 1 x 2048 new + 6144: 367 us, in one block of columns 403, in four 428; without overlap 415 to 435;
-    # in blocks of 32 keys 473; the plain kernel 783.
+    # in blocks of 32 keys 473; the plain kernel 783. 8 x 1 heads, 24 decodes and 265 new of as many: 28 us, 32 where a
+    # second row and the merge count as 384 keys: its 17 rows were shared by 27 programs.
     256: HopperTiles(
-        ExtendTiles(128, 64, 4, 2, dim_block=128, programs_per_cu=1, merge_stages=4),
+        ExtendTiles(128, 64, 4, 2, dim_block=128, programs_per_cu=1, merge_stages=4, split_keys=512),
         overlaps=True,
         registers=232,
         powers_by_products=2,

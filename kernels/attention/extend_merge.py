@@ -20,6 +20,7 @@ from rocm_attn.kernels.attention.extend_schedule import (
     BLOCK_KEYS,
     BLOCK_TOKENS,
     BLOCK_WORDS,
+    COUNTER,
     SHARE_BLOCK,
     SHARE_CUT,
     SHARE_DONE,
@@ -57,6 +58,7 @@ class ExtendMergeGeometry(NamedTuple):
     STAGES:     parts whose loads are in flight, where a row has many
     at_once:    parts that are added up in one step instead, by programs of rows
     ROWS:       rows of a query block, where programs are of rows; 0: they are of the boundaries between shares
+    DRAWS:      whether the launch before counts rows that it draws, so that the count is set back (hopper/draws.py)
     """
 
     GQA_RATIO: int
@@ -70,6 +72,7 @@ class ExtendMergeGeometry(NamedTuple):
     STAGES: int
     at_once: PartsAtOnce
     ROWS: int
+    DRAWS: bool
 
 
 @triton.jit
@@ -141,6 +144,9 @@ def _extend_merge_kernel(
         cost = tl.load(words + BLOCK_KEYS) + G.ROW_KEYS
     num_lines = tl.load(words + BLOCK_TOKENS) * G.BLOCK_HEADS
     num_parts = ((start + cost - 1) // size).to(tl.int32) - began + 1
+    if G.DRAWS:
+        # Programs that store it side by side store the same.
+        tl.store(schedule + COUNTER, 0)
     if is_shared & (num_parts > 1) & (tl.program_id(1) * G.LINES < num_lines):
         column = tl.program_id(2) * G.COLUMNS + tl.arange(0, G.COLUMNS)
         sums = partials + num_programs * (2 * G.QUERY_ROWS * G.V_HEAD_DIM)
@@ -194,10 +200,13 @@ def merge_of_few_rows(num_rows: int, num_programs: int) -> FewRows | None:
     return FewRows(max(1, 256 // parts), 32, parts)
 
 
-def launch_extend_merge(args: AttendArgs, cut: ExtendCut, block: BlockGeometry, stages: int) -> None:
+def launch_extend_merge(
+    args: AttendArgs, cut: ExtendCut, block: BlockGeometry, stages: int, *, draws: bool = False
+) -> None:
     """out and lse of every row of which several programs hold parts; args and cut are launch_paged_extend's.
 
     stages: parts whose loads are in flight
+    draws:  whether the launch before drew rows
     """
     queries, v_head_dim, programs = args.queries, args.out.shape[2], cut.sharing.programs
     max_blocks = cut.max_blocks(queries.num_tokens, queries.num_seqs)
@@ -233,6 +242,7 @@ def launch_extend_merge(args: AttendArgs, cut: ExtendCut, block: BlockGeometry, 
             stages,
             PartsAtOnce(lines, columns, 1 if few is None else few.parts, v_head_dim),
             0 if few is None else cut.sharing.rows,
+            draws,
         ),
         num_warps=4,
     )

@@ -50,6 +50,8 @@ BLOCK_FIRST_TOKEN = tl.constexpr(1)
 BLOCK_TOKENS = tl.constexpr(2)  # 0: nothing to do
 BLOCK_KV_INDEX = tl.constexpr(3)  # of the first token
 BLOCK_KEYS = tl.constexpr(4)  # its last key is that of its last token, or of its sequence; these before it are seen
+# Of the first block: whole rows that were drawn, of a launch that runs (hopper/draws.py); else 0, as in all others.
+COUNTER = tl.constexpr(5)
 BLOCK_BEFORE = tl.constexpr(6)  # 64 bits: what a row of each block before it costs
 # The words of a program's share.
 SHARE_WORDS = tl.constexpr(cuts.SHARE_WORDS)
@@ -212,7 +214,7 @@ def _list_kernel(
         tl.store(words + BLOCK_TOKENS, tl.minimum(tl.maximum(num_tokens - tail, 0), QUERY_TOKENS))
         tl.store(words + BLOCK_KV_INDEX, 0)
         tl.store(words + BLOCK_KEYS, 0)
-    tl.store(words + BLOCK_KEYS + 1, 0)
+    tl.store(words + COUNTER, 0)
     tl.store((words + BLOCK_BEFORE).to(tl.pointer_type(tl.int64)), before)
 
 

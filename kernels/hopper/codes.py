@@ -18,6 +18,8 @@ from triton.runtime.jit import constexpr_function
 from rocm_attn.kernels.cache.codes import HEAD_SCALES, LAYER_SCALES, TOKEN_SCALES
 from rocm_attn.kernels.cache.page_format import Encoding
 from rocm_attn.kernels.hopper.rings import (
+    ASKING_WARP,
+    Loader,
     nothing_ahead,
     of_all_steps,
     slots_of_step,
@@ -27,6 +29,8 @@ from rocm_attn.kernels.hopper.rings import (
 )
 from rocm_attn.kernels.hopper.rows import BOX_COLUMNS, piece_rows
 from rocm_attn.kernels.hopper.warp_groups import leave
+
+_DECODER = gl.constexpr(Loader(4))
 
 # Four codes of a word as four float16: of E4M3FN by an instruction a pair; one of E5M2 is a float16's upper byte.
 _AS_HALF = {
@@ -139,7 +143,7 @@ def _load_step(task, row, step, n, ahead, G: gl.constexpr):
 @gluon.jit
 def produce_codes(x, cache, codes, todo, G: gl.constexpr):
     """Load the codes of all the program's rows."""
-    of_all_steps(nothing_ahead, _load_step, x, cache, (cache, codes), todo, G)
+    of_all_steps(nothing_ahead, _load_step, ASKING_WARP, x, cache, (cache, codes), todo, G)
     leave()
 
 
@@ -236,5 +240,5 @@ def _decode_step(task, row, step, n, ahead, G: gl.constexpr):
 @gluon.jit
 def decode(x, cache, factors, codes, rings, todo, G: gl.constexpr):
     """Decode the codes of all the program's rows."""
-    of_all_steps(_first_factors, _decode_step, x, cache, (factors, codes, rings), todo, G)
+    of_all_steps(_first_factors, _decode_step, _DECODER, x, cache, (factors, codes, rings), todo, G)
     leave()

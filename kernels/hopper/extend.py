@@ -38,6 +38,7 @@ from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.segments import UNFUSED
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES
 from rocm_attn.kernels.hopper.codes import Factors, decode, new_codes, produce_codes, row_factor
+from rocm_attn.kernels.hopper.draws import draw_rows, new_draws
 from rocm_attn.kernels.hopper.gather import gather
 from rocm_attn.kernels.hopper.key_steps import (
     Progress,
@@ -191,7 +192,7 @@ def _consume(GROUP: gl.constexpr, x, own, rings, to, factors, todo, G: gl.conste
             softmax, n = _attend_span(n, query, rings, Span(steps.first, end), edge_step, seen, G)
             n = pass_steps(n, rings, Span(end, steps.end), G)
             softmax = ended(softmax, v_factor, G)
-        after = next_row(x, todo, steps.take, G)
+        after = next_row(x, todo, steps.take, False, 4, G)
         # They arrive while results are written.
         queries = fetch_queries(GROUP, to.q, x.words, after, G)
         if steps.ends & (todo.done == 0):
@@ -234,8 +235,9 @@ def _hopper_extend_kernel(
     G: gl.constexpr,
 ):
     cut = gl.load(schedule + max_blocks * BLOCK_WORDS + SHARE_CUT)
-    x = Schedule(schedule, max_blocks, num_programs, cut, kv_len, window_left)
-    todo = work_of_program(x, G)
+    # Where nothing is to do, nothing is drawn.
+    begun = Schedule(schedule, max_blocks, num_programs, cut, kv_len, window_left, schedule)
+    todo = work_of_program(begun, G)
     if todo.keys > 0:
         DTYPE: gl.constexpr = q.dtype.element_ty
         PARTS: gl.constexpr = G.DIM // G.COLUMNS
@@ -259,6 +261,10 @@ def _hopper_extend_kernel(
             first_left, second_left = left_of_group(0, room, G), left_of_group(1, room, G)
         elif G.SEGMENT_STEPS > 0:
             first_left, second_left = new_left(G), new_left(G)
+        draws = rings.free
+        if G.DRAWN_BLOCKS > 0:
+            draws = new_draws(G)
+        x = Schedule(schedule, max_blocks, num_programs, cut, kv_len, window_left, draws)
         if G.CODE_TILES > 0:
             codes = new_codes(G)
             k_factors = codes.k_factors
@@ -280,7 +286,7 @@ def _hopper_extend_kernel(
                     (_consume, (1, x, second, rings, to, factors, todo, G)),
                     (decode, (x, cache, factors, codes, rings, todo, G)),
                     (produce_codes, (x, cache, codes, todo, G)),
-                    (leave, ()),
+                    (draw_rows, (x, 1, G)),
                     (leave, ()),
                 ],
                 [4, 4, 1, 1, 2],
@@ -303,7 +309,7 @@ def _hopper_extend_kernel(
                     (_consume, (1, x, second, rings, to, factors, todo, G)),
                     (produce_keys, (x, cache, rings, todo, G)),
                     (produce_values, (x, cache, rings, todo, G)),
-                    (leave, ()),
+                    (draw_rows, (x, 2, G)),
                 ],
                 [4, 1, 1, 2],
                 [CONSUMER, PRODUCER, PRODUCER, PRODUCER],
@@ -357,7 +363,8 @@ def launch_hopper_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut, ti
     if tiles.segment_len:
         launch_merge_of_segments(args, cut, window_left=scores.window_left, tiles=tiles)
     else:
-        launch_extend_merge(args, cut, _merged_geometry(geometry), tiles.extend.merge_stages)
+        draws = tiles.drawn_blocks > 0
+        launch_extend_merge(args, cut, _merged_geometry(geometry), tiles.extend.merge_stages, draws=draws)
 
 
 def _check_cut(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTiles) -> None:
@@ -397,7 +404,8 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
         HEAD_DIM=head_dim,
         DIM=dim,
         COLUMNS=columns,
-        LAST_COLUMNS=max(16, next_power_of_2(head_dim - dim + columns)),
+        LAST_COLUMNS=_last_columns(head_dim, columns),
+        MASKS_COLUMNS=_masks_columns(head_dim, columns),
         PAGE_SIZE=page_size,
         GATHERED=gathers,
         BOX=tiles.value_block if gathers else box,
@@ -417,6 +425,7 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
         OPEN_MIDDLE=scores.windowed and tiles.open_middle,
         CAPPED=scores.soft_cap > 0,
         BOUNDED=scores.is_bounded and not is_fp8 and args.q.dtype == torch.bfloat16,
+        DRAWN_BLOCKS=tiles.drawn_blocks,
         OVERLAPS=tiles.overlaps,
         POWERS_BY_PRODUCTS=tiles.powers_by_products,
         EIGHTS_BY_PRODUCTS=tiles.eights_by_products,
@@ -430,6 +439,16 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
     )
 
 
+def _last_columns(head_dim: int, columns: int) -> int:
+    """Of the last tile of a row, columns with which products are made: a power of two, of 16 at least."""
+    return max(16, next_power_of_2((head_dim - 1) % columns + 1))
+
+
+def _masks_columns(head_dim: int, columns: int) -> bool:
+    """Whether some of them lie beyond the head, so that they have to be zeros, and not those of the next one."""
+    return head_dim % columns > 0 and head_dim % columns < _last_columns(head_dim, columns)
+
+
 def _as_loaded(pages: torch.Tensor, geometry: HopperGeometry) -> TensorDescriptor | torch.Tensor:
     """Contiguous pages as rows of slots, of which TMA loads boxes; or, to be gathered, as they are."""
     num_pages, page_size, num_heads, dim = pages.shape
@@ -440,7 +459,7 @@ def _as_loaded(pages: torch.Tensor, geometry: HopperGeometry) -> TensorDescripto
     slots, box, row = num_pages * page_size, [geometry.BOX, BOX_COLUMNS.value], num_heads * dim
     # By boxes of three dimensions llama8b 1 x 2048 + 6144 takes 425 us, and not 384 (H200).
     shape, strides = [slots, row], [row, 1]
-    if dim < geometry.DIM:
+    if geometry.MASKS_COLUMNS:
         shape, strides, box = [num_heads, slots, dim], [dim, row, 1], [1, *box]
     layout = gl.NVMMASharedLayout(BOX_COLUMNS.value * bits // 8, bits, rank=len(shape))
     return TensorDescriptor(pages, shape, strides, box, layout)

@@ -13,11 +13,24 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.attention.extend_schedule import BLOCK_WORDS
+from rocm_attn.kernels.hopper.draws import ask_before, ask_within
 from rocm_attn.kernels.hopper.rows import BOX_COLUMNS, next_row, piece_rows, seen_by_block, steps_of
 from rocm_attn.kernels.hopper.warp_groups import leave
 
 # Of those that gather keys (gather.py), each arrives at a barrier.
 GATHERING_THREADS = gl.constexpr(128)
+
+
+class Loader(NamedTuple):
+    """Who loads: WARPS; whether the next row is asked for by it (ASKS), or drawn (DRAWS)."""
+
+    WARPS: int
+    ASKS: bool = False
+    DRAWS: bool = False
+
+
+ASKING_WARP = gl.constexpr(Loader(1, ASKS=True))
+_WARP = gl.constexpr(Loader(1))
 
 
 class Ring(NamedTuple):
@@ -137,14 +150,14 @@ def value_tiles(G):
 
 @gluon.jit
 def _load_box(desc, row, slot, column, full, box, G: gl.constexpr):
-    """A box of a KV head by TMA. Of heads that fill no tile its columns beyond the head are zeros."""
-    if G.HEAD_DIM < G.DIM:
+    """A box of a KV head by TMA. Its columns beyond the head are zeros, or the next one's if nothing reads them."""
+    if G.MASKS_COLUMNS:
         BOX: gl.constexpr = G.BOX
         layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=3)
         of_head = box._reinterpret(box.dtype, [1, BOX, BOX_COLUMNS], layout)
         tma.async_copy_global_to_shared(desc, [row, slot, column], full, of_head)
     else:
-        tma.async_copy_global_to_shared(desc, [slot, row * G.DIM + column], full, box)
+        tma.async_copy_global_to_shared(desc, [slot, row * G.HEAD_DIM + column], full, box)
 
 
 @gluon.jit
@@ -202,7 +215,7 @@ def wait_for_place_of_values(rings, n, tile: gl.constexpr, G: gl.constexpr):
 
 
 @gluon.jit
-def of_all_steps(BEGIN: gl.constexpr, LOAD: gl.constexpr, x, cache, task, todo, G: gl.constexpr):
+def of_all_steps(BEGIN: gl.constexpr, LOAD: gl.constexpr, LOADER: gl.constexpr, x, cache, task, todo, G: gl.constexpr):
     """Load what the steps of all the program's rows need, and end.
 
     ahead = BEGIN(task, row, first step, G) of a row (Loaded), and ahead = LOAD(task, row, step, n, ahead, G) of each of
@@ -215,10 +228,15 @@ def of_all_steps(BEGIN: gl.constexpr, LOAD: gl.constexpr, x, cache, task, todo, 
         steps = steps_of(words, seen, todo, G)
         row = Loaded(source_of(cache, seq), todo.row // G.HEAD_BLOCKS, seen)
         ahead = BEGIN(task, row, steps.first, G)
+        is_last = todo.keys == steps.take
+        if LOADER.ASKS:
+            ask_before(x, is_last, steps, G)
         for step in range(steps.first, steps.end):
+            if LOADER.ASKS:
+                ask_within(x, is_last, step, steps, G)
             ahead = LOAD(task, row, step, n, ahead, G)
             n += 1
-        todo = next_row(x, todo, steps.take, G)
+        todo = next_row(x, todo, steps.take, LOADER.DRAWS, LOADER.WARPS, G)
 
 
 @gluon.jit
@@ -250,14 +268,14 @@ def _load_values(task, row, step, n, ahead, G: gl.constexpr):
 @gluon.jit
 def produce_keys(x, cache, rings, todo, G: gl.constexpr):
     """Load K of all the program's rows."""
-    of_all_steps(nothing_ahead, _load_keys, x, cache, (cache, rings), todo, G)
+    of_all_steps(nothing_ahead, _load_keys, ASKING_WARP, x, cache, (cache, rings), todo, G)
     leave()
 
 
 @gluon.jit
 def produce_values(x, cache, rings, todo, G: gl.constexpr):
     """Load V of them: by a warp of its own, as it waits where K need not."""
-    of_all_steps(nothing_ahead, _load_values, x, cache, (cache, rings), todo, G)
+    of_all_steps(nothing_ahead, _load_values, _WARP, x, cache, (cache, rings), todo, G)
     leave()
 
 

@@ -20,6 +20,7 @@ from rocm_attn.kernels.attention.extend_schedule import (
     SHARE_WORDS,
     SHARE_WORK,
 )
+from rocm_attn.kernels.hopper.draws import draw, drawn, first_row
 
 # Columns of a box of K or V: 128 bytes, the widest swizzle.
 BOX_COLUMNS = gl.constexpr(64)
@@ -38,6 +39,7 @@ class HopperGeometry(NamedTuple):
     DIM:       columns of a row in shared memory, HEAD_DIM and zeros after it; a multiple of BOX_COLUMNS
     COLUMNS:   columns of the equal tiles that a row is cut into, a multiple of BOX_COLUMNS
     LAST_COLUMNS: of the last of them, columns with which products are made; a power of two
+    MASKS_COLUMNS: whether boxes hold zeros beyond the head; else products are made with no column there
     PAGE_SIZE: tokens of a page
     GATHERED:  whether keys are copied one by one, as pages hold no boxes of enough keys (gather.py)
     BOX:       keys of a box, of one page each where they are not gathered
@@ -59,6 +61,7 @@ class HopperGeometry(NamedTuple):
     BOUNDED:   whether the cap keeps exponentials within V's numbers: then there is no running maximum
     POWERS_BY_PRODUCTS: then, of four neighbouring scores, how many powers are computed by products (powers.py)
     EIGHTS_BY_PRODUCTS: or of eight, each in one piece of assembly with its tanh; 0: the tanh of all come first
+    DRAWN_BLOCKS: whole rows are drawn, of so many blocks KV head by KV head (draws.py); 0: they are dealt out
     OVERLAPS:  whether products with V run under the next step's products with K, which takes registers
     ENCODING, SCALES: of coding.Coding
     CODE_TILES: tiles of codes that are in shared memory at a time; 0: pages are in q's dtype
@@ -74,6 +77,7 @@ class HopperGeometry(NamedTuple):
     DIM: int
     COLUMNS: int
     LAST_COLUMNS: int
+    MASKS_COLUMNS: bool
     PAGE_SIZE: int
     GATHERED: bool
     BOX: int
@@ -95,6 +99,7 @@ class HopperGeometry(NamedTuple):
     BOUNDED: bool
     POWERS_BY_PRODUCTS: int
     EIGHTS_BY_PRODUCTS: int
+    DRAWN_BLOCKS: int
     OVERLAPS: bool
     ENCODING: int
     SCALES: int
@@ -162,7 +167,7 @@ class Steps(NamedTuple):
 
 class Schedule(NamedTuple):
     """The words of extend_schedule.py, with how many blocks and programs there are and the blocks that are shared out
-    (cut); what else says which keys rows see: kv_len of sequences, window_left.
+    (cut); what else says which keys rows see: kv_len of sequences, window_left; where rows are drawn, draws.Draws.
     """
 
     words: Any
@@ -171,6 +176,7 @@ class Schedule(NamedTuple):
     cut: Any
     kv_len: Any
     window_left: Any
+    draws: Any
 
 
 @gluon.jit
@@ -218,15 +224,35 @@ def _whole_row(x, turn, G: gl.constexpr):
 
 
 @gluon.jit
-def next_row(x, todo, take, G: gl.constexpr):
-    """What is left to do after a row."""
+def _row_of_turn(x, turn, DRAWS: gl.constexpr, WARPS: gl.constexpr, G: gl.constexpr):
+    """The program's next whole row, dealt out or drawn."""
+    if G.DRAWN_BLOCKS == 0:
+        work = _whole_row(x, turn, G)
+    elif DRAWS:
+        work = _work_of_row(x, draw(x, turn, WARPS, G), turn + 1, G)
+    else:
+        work = _work_of_row(x, drawn(x, turn, WARPS), turn + 1, G)
+    return work
+
+
+@gluon.jit
+def _work_of_row(x, row, turn, G: gl.constexpr):
+    """All of a row; row: block times KV heads and head, or -1"""
+    block = gl.maximum(row, 0) // G.KV_HEADS
+    keys = gl.where(row >= 0, gl.load(x.words + block * BLOCK_WORDS + BLOCK_KEYS) + G.ROW_KEYS, 0)
+    return Work(block, gl.maximum(row, 0) % G.KV_HEADS, gl.to_tensor(0), keys, turn)
+
+
+@gluon.jit
+def next_row(x, todo, take, DRAWS: gl.constexpr, WARPS: gl.constexpr, G: gl.constexpr):
+    """What is left to do after a row. DRAWS: whether this warp, or group of WARPS, draws rows for all"""
     keys = todo.keys - take
     is_last = todo.row == G.KV_HEADS - 1
     block = gl.where(is_last, todo.block + 1, todo.block)
     row = gl.where(is_last, 0, todo.row + 1)
     turn = todo.turn
     if keys == 0:
-        block, row, _, keys, turn = _whole_row(x, turn, G)
+        block, row, _, keys, turn = _row_of_turn(x, turn, DRAWS, WARPS, G)
     return Work(block, row, gl.to_tensor(0), keys, turn)
 
 
@@ -240,5 +266,8 @@ def work_of_program(x, G: gl.constexpr):
     keys = gl.load(share + SHARE_WORK)
     turn = gl.to_tensor(0)
     if keys == 0:
-        block, row, done, keys, turn = _whole_row(x, turn, G)
+        if G.DRAWN_BLOCKS > 0:
+            block, row, done, keys, turn = _work_of_row(x, first_row(x, G), turn, G)
+        else:
+            block, row, done, keys, turn = _whole_row(x, turn, G)
     return Work(block, row, done, keys, turn)

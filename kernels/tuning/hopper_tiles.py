@@ -27,6 +27,8 @@ class HopperTiles:
     most_segments: of it, segments of the largest share of a program, which has room for them in the workspace
     left_in_workspace: of it, whether what lies left of a segment is in the workspace: shared memory has no room beside
               the rings
+    drawn_blocks: whole rows are drawn as programs come to them, and of so many consecutive query blocks KV head by KV
+              head (hopper/draws.py); 0: they are dealt out
     open_middle: whether steps that all rows of a window see have a loop of their own, without masks. Of heads of 96 and
               256 ptxas then waits for each product: 16 x 8 of 256, a window of 4096, 2048 new of 8192: 297 us, and 248
     powers_by_products: of four exponentials of scores with a cap, how many are computed by products (hopper/powers.py)
@@ -46,6 +48,7 @@ class HopperTiles:
     powers_by_products: int = 0
     eights_by_products: int = 0
     open_middle: bool = False
+    drawn_blocks: int = 0
 
     def __post_init__(self) -> None:
         value_tiles = self.extend.key_block // self.value_block
@@ -105,12 +108,14 @@ _EXTEND_TILES: Mapping[int, HopperTiles] = {
         open_middle=True,
     ),
     # Of 64 columns, and as many as a head has beyond them. 777 new of 5778, 32 x 8 heads of 80: 115 us, in one block
-    # of 128 128, FA3 168; 32 x 32 of 96: 151, 162 and 186.
+    # of 128 128, FA3 168; 32 x 32 of 96: 151, 162 and 186. 12 ragged chunks of the latter: 285 us where rows are dealt
+    # out, 261 where they are drawn, 250 with three stages too, 242 with boxes of two dimensions, FA3 283.
     96: HopperTiles(
-        ExtendTiles(128, 128, 4, 2, dim_block=64, programs_per_cu=1, merge_stages=4),
+        ExtendTiles(128, 128, 4, 3, dim_block=64, programs_per_cu=1, merge_stages=4),
         overlaps=True,
         registers=224,
         powers_by_products=2,
+        drawn_blocks=8,
     ),
     # llama8b 1 x 2048 + 6144: 374 us, 8 x 512 + 4096: 486, 1 x 2048 + 30720: 1569; V multiplied with by 64 keys: 384,
     # 514 and 1744. While one warp loaded both K and V: 394, 506 and 1664; then with three stages 396, 519 and 1683; in
@@ -136,9 +141,10 @@ _EXTEND_TILES: Mapping[int, HopperTiles] = {
         value_tiles=3,
     ),
     # 16 x 8 heads, 1 x 2048 new + 6144: 367 us, in one block of columns 403, in four 428; without overlap 415 to 435;
-    # in blocks of 32 keys 473; the plain kernel 783.
+    # in blocks of 32 keys 473; the plain kernel 783. 8 x 1 heads, 24 decodes and 265 new of as many: 28 us, 32 where a
+    # second row and the merge count as 384 keys: its 17 rows were shared by 27 programs.
     256: HopperTiles(
-        ExtendTiles(128, 64, 4, 2, dim_block=128, programs_per_cu=1, merge_stages=4),
+        ExtendTiles(128, 64, 4, 2, dim_block=128, programs_per_cu=1, merge_stages=4, split_keys=512),
         overlaps=True,
         registers=232,
         powers_by_products=2,

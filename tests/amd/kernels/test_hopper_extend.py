@@ -92,9 +92,9 @@ PADDED_DIMS = [MIN_HEAD_DIM, 72, 80, 112, 144, 200, 224]
 
 
 def run_hopper(
-    tensors: Tensors, sharing: Sharing, *, min_q_len: int = 1, tiles: HopperTiles | None = None
+    tensors: Tensors, sharing: Sharing, *, min_q_len: int = 1, tiles: HopperTiles | None = None, launches: int = 1
 ) -> ExtendCut:
-    """Schedule, extend and merge, with scratch memory that is NaN or garbage beforehand."""
+    """Schedule, extend and merge, with scratch memory that is NaN or garbage beforehand. launches: over one schedule"""
     tiles = tiles or hopper_tiles(tensors.case.dims[0], tensors.case.page_size, coded=tensors.case.kv is not None)
     if tiles.segment_len:
         sharing = sharing._replace(most_keys=tiles.most_keys)
@@ -106,7 +106,11 @@ def run_hopper(
         words = tiles.segment_words(programs=sharing.programs, head_dim=tensors.case.dims[1])
     partials = torch.full((words,), float("nan"), device=device)
     launch_extend_schedule(tensors.queries, schedule, cut)
-    hopper_launches.launch_hopper_extend(tensors.args(schedule, partials), scores=tensors.scores, cut=cut, tiles=tiles)
+    args = tensors.args(schedule, partials)
+    for _ in range(launches):
+        if launches > 1:
+            tensors.out.fill_(UNTOUCHED)
+        hopper_launches.launch_hopper_extend(args, scores=tensors.scores, cut=cut, tiles=tiles)
     return cut
 
 
@@ -357,6 +361,24 @@ def test_programs_take_their_share_and_then_whole_rows(dim: int, device: torch.d
     words = extend_schedule(case.kv_len, case.q_len, cut, tensors.q.shape[0])
     assert words[-1] == 4
     assert_served(tensors)
+
+
+@pytest.mark.parametrize(
+    ("dim", "more"),
+    [(96, {}), (96, {"page_size": 2}), (128, {"kv": Encoding.E4M3FN, "scales": Scales.TOKEN})],
+    ids=["boxes", "gathered", "codes"],
+)
+def test_rows_are_drawn_anew_at_each_launch(dim: int, more: dict[str, Any], device: torch.device) -> None:
+    """Layers of a step, and replays of a graph, share a schedule; the last rows of each are drawn, block by block."""
+    case = replace(RAGGED, kv_len=[*range(60, 85), 9], q_len=[20] * 25 + [1], heads=(8, 2), dims=(dim, dim), **more)
+    for sharing in (NONE_SHARED, ALL_SHARED._replace(split_keys=0)):
+        tensors = build(case, device)
+        dealt = replace(hopper_tiles(dim, case.page_size, coded=case.kv is not None), drawn_blocks=0)
+        run_hopper(tensors, sharing, tiles=dealt)
+        wanted = tensors.out.clone()
+        assert_served(tensors)
+        run_hopper(tensors, sharing, tiles=replace(dealt, drawn_blocks=8), launches=3)
+        assert torch.equal(tensors.out, wanted)
 
 
 @dims

@@ -343,8 +343,9 @@ def _launch_masked_step(row: Row) -> None:
     runtime, rows = _runtime(row, [replace(problem, custom_mask=True) for problem in row.problems])
     for q_len in (*_short_q_lens(row), 128):
         _launch_step(runtime, with_random_mask(_batch(rows, [q_len] * 16), torch.Generator()))
-    runtime, rows = _runtime(row, [replace(row.problems[0], custom_mask=True)], deterministic=True)
-    _launch_step(runtime, with_random_mask(_batch(rows, [8] * 16), torch.Generator()))
+    if _has_segments(row):
+        runtime, rows = _runtime(row, [replace(row.problems[0], custom_mask=True)], deterministic=True)
+        _launch_step(runtime, with_random_mask(_batch(rows, [8] * 16), torch.Generator()))
 
 
 def _runtime(row: Row, problems: list[Problem], *, deterministic: bool = False) -> tuple[AttentionRuntime, list[int]]:

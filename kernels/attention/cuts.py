@@ -17,6 +17,10 @@ from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles, next_power_
 # int32 words of a schedule: of a program and of a sequence (decode_schedule.py), of a query block and of a program's
 # share (extend_schedule.py).
 PROGRAM_WORDS, SEQ_WORDS, BLOCK_WORDS, SHARE_WORDS = 8, 2, 8, 8
+# Of a decode schedule with counters, those of a program: of each part that it may leave.
+COUNTER_WORDS = 2
+# Parts of a group, so that no two groups of a row have one counter (merge_within.py).
+LEAST_GROUP = 8
 # Query blocks count as equally long if what they reach, in units of 2^CLASS_KEYS_LOG2 keys, agrees in its leading bit
 # and the CLASS_BITS bits after it.
 CLASS_BITS, CLASS_KEYS_LOG2 = 2, 7
@@ -85,6 +89,7 @@ class DecodeCut:
     side_by_side: whether equal parts of a sequence's rows are handed out side by side (decode_schedule.py)
     most_rounds:  see of_step
     fewer_of_few: how many times fewer programs serve steps of _FEW_ROWS rows at most
+    merge_group:  of the tiles; where it is not 0 the schedule has counters
     """
 
     rows: int
@@ -98,8 +103,10 @@ class DecodeCut:
     side_by_side: bool = False
     most_rounds: int = 1
     fewer_of_few: int = 1
+    merge_group: int = 0
 
     def __post_init__(self) -> None:
+        assert self.merge_group == 0 or self.merge_group >= LEAST_GROUP
         assert self.row_cost >= 0
         assert self.most_rounds >= 1
         assert self.programs >= 1
@@ -128,6 +135,7 @@ class DecodeCut:
             side_by_side=tiles.side_by_side and not has_slots,
             most_rounds=1 if has_slots or window_left != UNLIMITED_WINDOW else tiles.most_rounds,
             fewer_of_few=1 if has_slots else tiles.fewer_of_few,
+            merge_group=0 if has_slots else tiles.merge_group,
         )
 
     def of_step(self, num_seqs: int) -> DecodeCut:
@@ -156,7 +164,14 @@ class DecodeCut:
 
     def words(self, num_seqs: int) -> int:
         """int32 words of the schedule."""
+        if self.merge_group:
+            return self.first_counter(num_seqs) + COUNTER_WORDS * self.programs
         return self.programs * PROGRAM_WORDS + num_seqs * SEQ_WORDS
+
+    def first_counter(self, num_seqs: int) -> int:
+        """The schedule's first counter (merge_within.py)."""
+        # In whole 16-byte units: Triton compiles a kernel anew when a pointer's alignment changes.
+        return -(-(self.programs * PROGRAM_WORDS + num_seqs * SEQ_WORDS) // 4) * 4
 
     def check(self, schedule: Tensor, num_seqs: int) -> None:
         """What launchers assert of a schedule."""
@@ -244,6 +259,35 @@ def merge_shape(num_rows: int, num_programs: int, q_rows: int, v_head_dim: int, 
     # in eight bits 140.3 and 143.1 (llama8b), 77.7 and 79.6 (gptoss).
     warps = 1 if early else 2
     return MergeShape(True, 1 << max(0, heads.bit_length() - 1), columns, max(typical, 4), warps)
+
+
+class GroupShape(NamedTuple):
+    """How a program that ends last adds up the parts of a group (merge_within.py).
+
+    GROUP:      parts of a group; 0: a launch of its own adds up all
+    LINES:      q rows of a part
+    V_HEAD_DIM: columns of one
+    HEADS:      q rows at a time
+    COLUMNS:    columns at a time
+    PARTS:      parts that are added up in one step
+    """
+
+    GROUP: int = 0
+    LINES: int = 1
+    V_HEAD_DIM: int = 1
+    HEADS: int = 1
+    COLUMNS: int = 1
+    PARTS: int = 1
+
+
+def group_shape(group: int, q_rows: int, v_head_dim: int, num_warps: int) -> GroupShape:
+    """Of groups of so many parts, by a program of so many warps."""
+    if group == 0:
+        return GroupShape()
+    heads, columns = min(next_power_of_2(q_rows), 8), min(max(16, next_power_of_2(v_head_dim)), 128)
+    # 64 elements of a thread: what is in flight at the same time, and fits its registers.
+    parts = max(1, 64 * 32 * num_warps // (heads * columns))
+    return GroupShape(group, q_rows, v_head_dim, heads, columns, min(parts, next_power_of_2(group)))
 
 
 class Sharing(NamedTuple):

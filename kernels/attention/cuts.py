@@ -90,6 +90,7 @@ class DecodeCut:
     most_rounds:  see of_step
     fewer_of_few: how many times fewer programs serve steps of _FEW_ROWS rows at most
     merge_group:  of the tiles; where it is not 0 the schedule has counters
+    merge_rows:   steps of fewer rows are merged by a launch of its own
     """
 
     rows: int
@@ -104,6 +105,7 @@ class DecodeCut:
     most_rounds: int = 1
     fewer_of_few: int = 1
     merge_group: int = 0
+    merge_rows: int = 0
 
     def __post_init__(self) -> None:
         assert self.merge_group == 0 or self.merge_group >= LEAST_GROUP
@@ -146,10 +148,13 @@ class DecodeCut:
         hardware hands out later goes to those that are done. Rows that few programs share gain nothing: parts to merge.
         Of a few rows fewer programs have fewer parts.
         """
-        if num_seqs * self.rows <= _FEW_ROWS:
-            return replace(self, programs=max(1, self.programs // self.fewer_of_few))
-        rounds = (2 * num_seqs * self.rows + self.programs) // (2 * self.programs)
-        return replace(self, programs=self.programs * max(1, min(rounds, self.most_rounds)))
+        num_rows = num_seqs * self.rows
+        group = self.merge_group if num_rows >= self.merge_rows else 0
+        if num_rows <= _FEW_ROWS:
+            return replace(self, programs=max(1, self.programs // self.fewer_of_few), merge_group=group)
+        rounds = (2 * num_rows + self.programs) // (2 * self.programs)
+        programs = self.programs * max(1, min(rounds, self.most_rounds))
+        return replace(self, programs=programs, merge_group=group)
 
     @property
     def programs_in_words(self) -> str:
@@ -198,7 +203,7 @@ class DecodeCut:
 
     def partials_words(self, *, gqa_ratio: int, v_head_dim: int, tiles: DecodeTiles) -> int:
         """float32 words of decode's workspace, for rows that several programs share: two parts a program."""
-        return 2 * self.programs * tiles.q_rows(gqa_ratio) * (v_head_dim + 2)
+        return 2 * self.programs * tiles.q_rows(gqa_ratio) * (2 * v_head_dim if self.merge_group else v_head_dim + 2)
 
     def segment_words(self, num_seqs: int, most_segments: int, *, q_rows: int, v_head_dim: int) -> tuple[int, int]:
         """float32 words of deterministic decode's workspace, for num_seqs padded sequences of so many segments at most.
@@ -285,9 +290,9 @@ def group_shape(group: int, q_rows: int, v_head_dim: int, num_warps: int) -> Gro
     if group == 0:
         return GroupShape()
     heads, columns = min(next_power_of_2(q_rows), 8), min(max(16, next_power_of_2(v_head_dim)), 128)
-    # 64 elements of a thread: what is in flight at the same time, and fits its registers.
-    parts = max(1, 64 * 32 * num_warps // (heads * columns))
-    return GroupShape(group, q_rows, v_head_dim, heads, columns, min(parts, next_power_of_2(group)))
+    # 32 elements of a thread: what is in flight at the same time, with a maximum and a sum for each.
+    parts = max(1, 32 * 32 * num_warps // (heads * columns))
+    return GroupShape(group, q_rows, v_head_dim, heads, columns, min(parts, 8))
 
 
 class Sharing(NamedTuple):

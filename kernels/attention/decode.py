@@ -11,6 +11,7 @@ with other=0.0: what lies beyond a length may be NaN.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import triton
@@ -501,10 +502,19 @@ def _decode_kernel(
                 # Part 2p of program p goes to a row begun by an earlier program, 2p + 1 to one that goes on.
                 part = 2 * program + (first_block == 0).to(tl.int32)
                 part_row = partials + (part * R.Q_ROWS + m) * G.V_HEAD_DIM
-                for i in tl.static_range(V_PARTS):
-                    tl.store(part_row + v_own[i], acc[i], mask=is_out[i])
-                tl.store(sums + (part * R.Q_ROWS + q_row) * 2, maximum, mask=is_row)
-                tl.store(sums + (part * R.Q_ROWS + q_row) * 2 + 1, total, mask=is_row)
+                if M.GROUP > 0:
+                    log_sum = maximum + tl.log2(total)
+                    sum_row = sums + (part * R.Q_ROWS + m) * G.V_HEAD_DIM
+                    for i in tl.static_range(V_PARTS):
+                        wide = total[None, :] if G.TRANSPOSED else total[:, None]
+                        wide_sum = log_sum[None, :] if G.TRANSPOSED else log_sum[:, None]
+                        tl.store(part_row + v_own[i], acc[i] / wide, mask=is_out[i])
+                        tl.store(sum_row + v_own[i], tl.broadcast_to(wide_sum, acc[i].shape), mask=is_out[i])
+                else:
+                    for i in tl.static_range(V_PARTS):
+                        tl.store(part_row + v_own[i], acc[i], mask=is_out[i])
+                    tl.store(sums + (part * R.Q_ROWS + q_row) * 2, maximum, mask=is_row)
+                    tl.store(sums + (part * R.Q_ROWS + q_row) * 2 + 1, total, mask=is_row)
                 if M.GROUP > 0:
                     first_position = position - done + R.ROW_COST
                     first_program = first_position // share
@@ -621,9 +631,9 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: DecodeTil
     num_kv_heads, gqa_ratio = args.heads
     num_seqs, heads = args.queries.num_seqs, tiles.heads_per_row
     cut.check(args.schedule, num_seqs)
-    assert cut == DecodeCut.of(
-        tiles, num_kv_heads=num_kv_heads, programs=cut.programs, window_left=scores.window_left
-    ), "the schedule was cut for another launch"
+    of_tiles = DecodeCut.of(tiles, num_kv_heads=num_kv_heads, programs=cut.programs, window_left=scores.window_left)
+    merging = {"merge_group": cut.merge_group, "merge_rows": cut.merge_rows}
+    assert cut == replace(of_tiles, **merging), "the schedule was cut for another launch"
     args.check_workspace(cut.partials_words(gqa_ratio=gqa_ratio, v_head_dim=v_head_dim, tiles=tiles))
     assert cut.row_cost + cut.row_end >= 1, "some program must write the zeros of a row without keys"
     assert heads <= 2 or args.pages.k_scale is None
@@ -658,5 +668,5 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: DecodeTil
         coding=args.pages.coding,
         STRIDE_UNIT=args.stride_unit,
         FIRST_SLOT=0,
-        merge=group_shape(0 if whole_rows else tiles.merge_group, tiles.q_rows(gqa_ratio), v_head_dim, tiles.num_warps),
+        merge=group_shape(0 if whole_rows else cut.merge_group, tiles.q_rows(gqa_ratio), v_head_dim, tiles.num_warps),
     )

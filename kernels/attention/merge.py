@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.bundles import Rows, Softmax
+from rocm_attn.kernels.attention.bundles import Softmax
 from rocm_attn.kernels.attention.cuts import DecodeCut, RowCut, merge_shape
 from rocm_attn.kernels.attention.decode_schedule import (
     PROGRAM_DONE,
@@ -65,88 +65,40 @@ class Parts(NamedTuple):
     sums: Any
 
 
-class Lines(NamedTuple):
-    """What is merged of parts: row: which lines, [HEADS], those below count; column: which columns, [COLUMNS]."""
-
-    row: Any
-    count: Any
-    column: Any
-
-
-@triton.jit
-def nothing_merged(G: tl.constexpr):
-    """What no part gives."""
-    HEADS: tl.constexpr = G.HEADS
-    COLUMNS: tl.constexpr = G.COLUMNS
-    maximum = tl.full([HEADS], float("-inf"), tl.float32)
-    total = tl.zeros([HEADS], tl.float32)
-    acc = tl.zeros([HEADS, COLUMNS], tl.float32)
-    return Softmax(acc, maximum, total)
-
-
-@triton.jit
-def add_parts(before, parts, part, is_part, lines, LINES: tl.constexpr, G: tl.constexpr):
-    """What is there already and PARTS more give, a Softmax. part: which ones, [PARTS]; is_part: whether they count"""
-    acc, maximum, total = before
-    q_row, num_rows, column = lines
-    # part_maximum, part_total: [PARTS, HEADS]; part_acc: [PARTS, HEADS, COLUMNS]
-    line = part[:, None] * LINES + q_row[None, :]
-    live = is_part[:, None] & (q_row < num_rows)[None, :]
-    part_maximum = tl.load(parts.sums + line * 2, mask=live, other=float("-inf"))
-    part_total = tl.load(parts.sums + line * 2 + 1, mask=live, other=0.0)
-    is_acc = live[:, :, None]
-    if G.V_HEAD_DIM % G.COLUMNS != 0:
-        is_acc = is_acc & (column < G.V_HEAD_DIM)[None, None, :]
-    part_acc = tl.load(parts.acc + line[:, :, None] * G.V_HEAD_DIM + column[None, None, :], mask=is_acc, other=0.0)
-    new_maximum = tl.maximum(maximum, tl.max(part_maximum, 0))
-    # Lines past num_rows have no part, and a row may have seen no key: no inf - inf for them.
-    base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-    decay = tl.exp2(maximum - base)
-    weight = tl.exp2(part_maximum - base[None, :])
-    total = total * decay + tl.sum(part_total * weight, 0)
-    acc = acc * decay[:, None] + tl.sum(part_acc * weight[:, :, None], 0)
-    return Softmax(acc, new_maximum, total)
-
-
 @triton.jit
 def merge_parts(parts, first_program, num_parts, q_row, num_rows, column, LINES: tl.constexpr, G: tl.constexpr):
     """What all parts of one row give: accumulator [HEADS, COLUMNS], maximum and sum [HEADS]; PARTS are added at a time.
 
     q_row: which lines, those below num_rows
     """
+    HEADS: tl.constexpr = G.HEADS
+    COLUMNS: tl.constexpr = G.COLUMNS
     lane = tl.arange(0, G.PARTS)
-    lines = Lines(q_row, num_rows, column)
-    merged = nothing_merged(G)
+    maximum = tl.full([HEADS], float("-inf"), tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
+    acc = tl.zeros([HEADS, COLUMNS], tl.float32)
     for first in range(0, num_parts, G.PARTS):
         index = first + lane
         # The row began in its first program (slot 2p + 1) and was begun earlier for all the others (slot 2p).
         part = 2 * (first_program + index) + (index == 0).to(tl.int32)
-        merged = add_parts(merged, parts, part, index < num_parts, lines, LINES, G)
-    return merged
-
-
-@triton.jit
-def write_merged(merged, sink, out, lse, lines, is_row, V_HEAD_DIM: tl.constexpr):
-    """out, and lse if there is one, of lines of a row.
-
-    sink:     [HEADS], or None
-    out, lse: Rows (bundles.py), of which lse's pointer may be None
-    lines:    (token, head, column): [HEADS], or a scalar; [HEADS]; [COLUMNS]
-    """
-    acc, maximum, total = merged
-    token, head, column = lines
-    if sink is not None:
-        maximum, total, decay = add_sink(maximum, total, sink)
-        acc = acc * decay[:, None]
-    # Other lines hold anything, and a token whose mask shows no key has seen none: 0 / 1, and LSE -inf + log2(1).
-    total = tl.where(is_row & (total != 0.0), total, 1.0)
-    value = (acc / total[:, None]).to(out.at.dtype.element_ty)
-    mask = is_row[:, None] & (column < V_HEAD_DIM)[None, :]
-    tl.store(out.at + (token * out.token + head * out.head)[:, None] + column[None, :], value, mask=mask)
-    if lse.at is not None:
-        # Whoever has other columns stores the same number.
-        value = (maximum + tl.log2(total)) * LN_2
-        tl.store(lse.at + token * lse.token + head * lse.head, value, mask=is_row)
+        # part_maximum, part_total: [PARTS, HEADS]; part_acc: [PARTS, HEADS, COLUMNS]
+        line = part[:, None] * LINES + q_row[None, :]
+        live = (index < num_parts)[:, None] & (q_row < num_rows)[None, :]
+        part_maximum = tl.load(parts.sums + line * 2, mask=live, other=float("-inf"))
+        part_total = tl.load(parts.sums + line * 2 + 1, mask=live, other=0.0)
+        is_acc = live[:, :, None]
+        if G.V_HEAD_DIM % G.COLUMNS != 0:
+            is_acc = is_acc & (column < G.V_HEAD_DIM)[None, None, :]
+        part_acc = tl.load(parts.acc + line[:, :, None] * G.V_HEAD_DIM + column[None, None, :], mask=is_acc, other=0.0)
+        new_maximum = tl.maximum(maximum, tl.max(part_maximum, 0))
+        # Lines past num_rows have no part, and a row may have seen no key: no inf - inf for them.
+        base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        decay = tl.exp2(maximum - base)
+        weight = tl.exp2(part_maximum - base[None, :])
+        total = total * decay + tl.sum(part_total * weight, 0)
+        acc = acc * decay[:, None] + tl.sum(part_acc * weight[:, :, None], 0)
+        maximum = new_maximum
+    return Softmax(acc, maximum, total)
 
 
 @triton.jit(do_not_specialize=["num_programs", "window_left"])
@@ -219,9 +171,19 @@ def _merge_kernel(
     if mine:
         sums = partials + num_programs * (2 * R.Q_ROWS * G.V_HEAD_DIM)
         parts = Parts(partials, sums)
-        merged = merge_parts(parts, first_program, num_parts, q_row, R.Q_ROWS, column, R.Q_ROWS, G)
-        out_rows, lse_rows = Rows(out, out_token, out_head), Rows(lse, lse_token, lse_head)
-        write_merged(merged, sink, out_rows, lse_rows, (token, head, column), is_row, G.V_HEAD_DIM)
+        acc, maximum, total = merge_parts(parts, first_program, num_parts, q_row, R.Q_ROWS, column, R.Q_ROWS, G)
+        if sink is not None:
+            maximum, total, decay = add_sink(maximum, total, sink)
+            acc = acc * decay[:, None]
+        # Other lines hold anything, and a token whose mask shows no key has seen none: 0 / 1, and LSE -inf + log2(1).
+        total = tl.where(is_row & (total != 0.0), total, 1.0)
+        value = (acc / total[:, None]).to(out.dtype.element_ty)
+        mask = is_row[:, None] & (column < G.V_HEAD_DIM)[None, :]
+        tl.store(out + (token * out_token + head * out_head)[:, None] + column[None, :], value, mask=mask)
+        if lse is not None:
+            # Programs of other column chunks store the same number.
+            value = (maximum + tl.log2(total)) * LN_2
+            tl.store(lse + token * lse_token + head * lse_head, value, mask=is_row)
 
 
 def early_options(early: bool) -> dict[str, bool]:

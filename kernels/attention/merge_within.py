@@ -8,6 +8,9 @@ row: of one sequence 264 programs leave a megabyte, with 8 query heads of 128.
 A part has a counter. A group's is that of its first part, or of one after it: of as many as it has levels of groups
 below it.
 
+Here a part is divided by its sum, and has the logarithm of it beside each element: so an element needs nothing that
+another thread has, and no barrier.
+
 Who counts has stored its part before, and who reads parts has counted before: "acq_rel" orders what the thread that
 counts does, and barriers order it with the others of its program. The last one sets the counter back for the next
 launch, which waits for the end of this one (gdc_wait, where launches are early). The schedule's kernel sets all of
@@ -21,8 +24,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from rocm_attn.kernels.attention.bundles import Rows, Softmax
-from rocm_attn.kernels.attention.merge import Lines, add_parts, nothing_merged, write_merged
+from rocm_attn.kernels.attention.bundles import Softmax
+from rocm_attn.kernels.attention.merge import Parts
+from rocm_attn.kernels.attention.softmax import LN_2, add_sink
 
 
 class SharedRow(NamedTuple):
@@ -108,42 +112,68 @@ def merge_if_last(parts, counters, row, to, G: tl.constexpr):
 @triton.jit
 def _merge_group(parts, first_program, group, to, G: tl.constexpr):
     """Add up a group: to the row's output, or to where its first part is."""
-    for first_line in range(0, G.LINES, G.HEADS):
-        q_row = first_line + tl.arange(0, G.HEADS)
-        is_row = q_row < to.heads
-        for first_column in range(0, G.V_HEAD_DIM, G.COLUMNS):
-            column = first_column + tl.arange(0, G.COLUMNS)
-            acc, maximum, total = _sum_of_group(parts, first_program, group, Lines(q_row, to.heads, column), G)
+    HEADS: tl.constexpr = G.HEADS
+    COLUMNS: tl.constexpr = G.COLUMNS
+    for first_line in range(0, G.LINES, HEADS):
+        q_row = first_line + tl.arange(0, HEADS)
+        for first_column in range(0, G.V_HEAD_DIM, COLUMNS):
+            column = first_column + tl.arange(0, COLUMNS)
+            mask = (q_row < to.heads)[:, None] & (column < G.V_HEAD_DIM)[None, :]
+            element = (q_row * G.V_HEAD_DIM)[:, None] + column[None, :]
+            at = Parts(parts.acc + element, parts.sums + element)
+            acc, maximum, total = _sum_of_group(at, first_program, group, mask, G)
             if group.is_row:
-                head = to.first_head + q_row
-                sink = None
+                head = (to.first_head + q_row)[:, None]
                 if to.sinks is not None:
-                    sink = tl.load(to.sinks + head, mask=is_row, other=float("-inf"))
-                merged = Softmax(acc, maximum, total)
-                out, lse = Rows(to.out, to.out_token, to.out_head), Rows(to.lse, to.lse_token, to.lse_head)
-                write_merged(merged, sink, out, lse, (to.token, head, column), is_row, G.V_HEAD_DIM)
+                    sink = tl.load(to.sinks + head + tl.zeros_like(element), mask=mask, other=float("-inf"))
+                    maximum, total, decay = add_sink(maximum, total, sink)
+                    acc = acc * decay
+                total = tl.where(mask, total, 1.0)
+                value = (acc / total).to(to.out.dtype.element_ty)
+                out_row = to.out + to.token * to.out_token + head * to.out_head
+                tl.store(out_row + column[None, :], value, mask=mask)
+                if to.lse is not None:
+                    lse_row = to.lse + to.token * to.lse_token + head * to.lse_head + tl.zeros_like(element)
+                    is_first = mask & (column == 0)[None, :]
+                    tl.store(lse_row, (maximum + tl.log2(total)) * LN_2, mask=is_first)
             else:
                 # All threads have read what is written over here.
                 tl.debug_barrier()
-                line = _place(first_program, group.first) * G.LINES + q_row
-                mask = is_row[:, None] & (column < G.V_HEAD_DIM)[None, :]
-                tl.store(parts.acc + (line * G.V_HEAD_DIM)[:, None] + column[None, :], acc, mask=mask)
-                if first_column + G.COLUMNS >= G.V_HEAD_DIM:
-                    # All columns of the line have been weighted by those that lie there.
-                    tl.store(parts.sums + line * 2, maximum, mask=is_row)
-                    tl.store(parts.sums + line * 2 + 1, total, mask=is_row)
+                first = _place(first_program, group.first) * (G.LINES * G.V_HEAD_DIM)
+                total = tl.where(mask, total, 1.0)
+                tl.store(at.acc + first, acc / total, mask=mask)
+                tl.store(at.sums + first, maximum + tl.log2(total), mask=mask)
 
 
 @triton.jit
-def _sum_of_group(parts, first_program, group, lines, G: tl.constexpr):
-    """What a group gives some lines and columns, a Softmax."""
-    lane = tl.arange(0, G.PARTS)
-    merged = nothing_merged(G)
-    for first in range(0, group.size, G.PARTS):
-        member = first + lane
-        part = _place(first_program, group.first + member * group.apart)
-        merged = add_parts(merged, parts, part, member < group.size, lines, G.LINES, G)
-    return merged
+def _sum_of_group(at, first_program, group, mask, G: tl.constexpr):
+    """What a group gives some elements, a Softmax, each with its own maximum and total. at: those of part 0"""
+    PARTS: tl.constexpr = G.PARTS
+    acc = tl.zeros(mask.shape, tl.float32)
+    total = tl.zeros(mask.shape, tl.float32)
+    maximum = tl.full(mask.shape, float("-inf"), tl.float32)
+    for first in range(0, group.size, PARTS):
+        sums = ()
+        accs = ()
+        new_maximum = maximum
+        for i in tl.static_range(PARTS):
+            place = _place(first_program, group.first + (first + i) * group.apart) * (G.LINES * G.V_HEAD_DIM)
+            live = mask & (first + i + tl.zeros(mask.shape, tl.int32) < group.size)
+            part_sum = tl.load(at.sums + place, mask=live, other=float("-inf"))
+            accs += (tl.load(at.acc + place, mask=live, other=0.0),)  # type: ignore[assignment]
+            sums += (part_sum,)  # type: ignore[assignment]
+            new_maximum = tl.maximum(new_maximum, part_sum)
+        # Of lines without a head: no inf - inf.
+        base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        decay = tl.exp2(maximum - base)
+        total *= decay
+        acc *= decay
+        for i in tl.static_range(PARTS):
+            weight = tl.exp2(sums[i] - base)
+            total += weight
+            acc += accs[i] * weight
+        maximum = new_maximum
+    return Softmax(acc, maximum, total)
 
 
 @triton.jit

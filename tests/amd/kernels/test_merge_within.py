@@ -16,6 +16,8 @@ from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.cuts import LEAST_GROUP, DecodeCut
 from rocm_attn.kernels.attention.decode import launch_paged_decode
 from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
+from rocm_attn.kernels.launch import observe_launches
+from rocm_attn.kernels.tuning.decode_tiles import decode_tiles
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
 from tests.amd.kernels.attention_cases import Case, Tensors, assert_served, build, dtypes, garbage, run_decode
 
@@ -163,3 +165,30 @@ def test_no_two_groups_of_a_row_have_one_counter_and_each_has_one_of_the_row(gro
         counters = _counters_of_row(count, group)
         assert max(Counter(counters).values()) == 1
         assert max(counters) < count
+
+
+@pytest.mark.parametrize("num_seqs", [1, 64, 256])
+def test_a_layer_of_hopper_is_one_launch(num_seqs: int) -> None:
+    """Of 32 query heads of 128 on 8, and of heads of 64, whatever the length."""
+    for heads, dim in (((32, 8), 128), ((64, 8), 128), ((64, 8), 64)):
+        tiles = decode_tiles(
+            "sm_90",
+            gqa_ratio=heads[0] // heads[1],
+            num_kv_heads=heads[1],
+            head_dim=dim,
+            v_head_dim=dim,
+            dtype=torch.bfloat16,
+        )
+        tensors = build(
+            Case(kv_len=[1] * num_seqs, q_len=[1] * num_seqs, heads=heads, dims=(dim, dim), dtype=torch.bfloat16),
+            torch.device("cpu"),
+        )
+        cut = DecodeCut.of(tiles, num_kv_heads=heads[1], programs=132 * tiles.programs_per_cu, window_left=-1).of_step(
+            num_seqs
+        )
+        words = cut.partials_words(gqa_ratio=tensors.gqa_ratio, v_head_dim=dim, tiles=tiles)
+        args = tensors.args(torch.zeros(cut.words(num_seqs), dtype=torch.int32), torch.zeros(words))
+        launches: list[object] = []
+        with observe_launches(launches.append):
+            launch_paged_decode(args, scores=tensors.scores, cut=cut, tiles=tiles)
+        assert len(launches) == 1

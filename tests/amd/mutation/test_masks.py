@@ -37,14 +37,10 @@ HARMLESS = {
     "tl.load(table.entries + row * table.stride + page_no, mask=live & (page_no < table.width), other=0)": (
         "the rest of the row is memory of the table; the store drops it"
     ),
-    "attention/merge_within.py: store without mask "
-    "tl.store(parts.acc + (line * G.V_HEAD_DIM)[:, None] + column[None, :], acc, mask=mask)": (
+    "attention/merge_within.py: store without mask tl.store(at.acc + first, acc / total, mask=mask)": (
         "after the first part of a group lies one that was added up before, or no row's"
     ),
-    "attention/merge_within.py: store without mask tl.store(parts.sums + line * 2, maximum, mask=is_row)": (
-        "as the accumulator"
-    ),
-    "attention/merge_within.py: store without mask tl.store(parts.sums + line * 2 + 1, total, mask=is_row)": (
+    "attention/merge_within.py: store without mask tl.store(at.sums + first, maximum + tl.log2(total), mask=mask)": (
         "as the accumulator"
     ),
     "latent/segment_extend.py: load without mask tl.load(row_of_seq + seq, mask=seq >= 0, other=0)": (

@@ -26,6 +26,10 @@ LEAST_GROUP = 8
 CLASS_BITS, CLASS_KEYS_LOG2 = 2, 7
 
 
+# Parts of each of a step's rows, if they are alike, that programs add up by themselves: those of more are too many for
+# one of them. H200, 8 rows of 8k, 33 parts each: 18 us, 15 by a launch of its own; 64 of 4k, 4 parts: 42 and 41; 128 of
+# 4k, 2 parts: 70 and 71.
+_MOST_PARTS = 3
 # Of a step, that are shared by fewer programs if its tiles say so.
 _FEW_ROWS = 4
 
@@ -138,7 +142,14 @@ class DecodeCut:
             most_rounds=1 if has_slots or window_left != UNLIMITED_WINDOW else tiles.most_rounds,
             fewer_of_few=1 if has_slots else tiles.fewer_of_few,
             merge_group=0 if has_slots else tiles.merge_group,
+            merge_rows=-(-programs // _MOST_PARTS) if tiles.merge_group and not has_slots else 0,
         )
+
+    def of_lengths(self, max_kv_len: int) -> DecodeCut:
+        """The cut of sequences of up to so many tokens. Of rows that have no more blocks than a group has parts none is
+        merged by a launch of its own: it is the host that short sequences wait for.
+        """
+        return replace(self, merge_rows=0) if max_kv_len <= self.merge_group * self.key_block else self
 
     def of_step(self, num_seqs: int) -> DecodeCut:
         """The cut of steps of num_seqs padded sequences: its programs run in as many rounds as rows would fill.

@@ -632,8 +632,8 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: DecodeTil
     num_seqs, heads = args.queries.num_seqs, tiles.heads_per_row
     cut.check(args.schedule, num_seqs)
     of_tiles = DecodeCut.of(tiles, num_kv_heads=num_kv_heads, programs=cut.programs, window_left=scores.window_left)
-    merging = {"merge_group": cut.merge_group, "merge_rows": cut.merge_rows}
-    assert cut == replace(of_tiles, **merging), "the schedule was cut for another launch"
+    same_merge = replace(of_tiles, merge_group=cut.merge_group, merge_rows=cut.merge_rows)
+    assert cut == same_merge, "the schedule was cut for another launch"
     args.check_workspace(cut.partials_words(gqa_ratio=gqa_ratio, v_head_dim=v_head_dim, tiles=tiles))
     assert cut.row_cost + cut.row_end >= 1, "some program must write the zeros of a row without keys"
     assert heads <= 2 or args.pages.k_scale is None

@@ -134,7 +134,7 @@ class TritonExtend:
 
 def _bind_decode(problem: Problem, target: Target, pool: PoolSize) -> TritonDecode:
     tiles = decode_tiles_of(problem, target)
-    cut = decode_cut_of(problem, target, tiles)
+    cut = decode_cut_of(problem, target, tiles).of_lengths(pool.max_kv_len)
     return TritonDecode(problem, scores_of(problem), tiles, cut)
 
 

@@ -167,28 +167,35 @@ def test_no_two_groups_of_a_row_have_one_counter_and_each_has_one_of_the_row(gro
         assert max(counters) < count
 
 
-@pytest.mark.parametrize("num_seqs", [1, 64, 256])
-def test_a_layer_of_hopper_is_one_launch(num_seqs: int) -> None:
-    """Of 32 query heads of 128 on 8, and of heads of 64, whatever the length."""
-    for heads, dim in (((32, 8), 128), ((64, 8), 128), ((64, 8), 64)):
-        tiles = decode_tiles(
-            "sm_90",
-            gqa_ratio=heads[0] // heads[1],
-            num_kv_heads=heads[1],
-            head_dim=dim,
-            v_head_dim=dim,
-            dtype=torch.bfloat16,
-        )
-        tensors = build(
-            Case(kv_len=[1] * num_seqs, q_len=[1] * num_seqs, heads=heads, dims=(dim, dim), dtype=torch.bfloat16),
-            torch.device("cpu"),
-        )
-        cut = DecodeCut.of(tiles, num_kv_heads=heads[1], programs=132 * tiles.programs_per_cu, window_left=-1).of_step(
-            num_seqs
-        )
-        words = cut.partials_words(gqa_ratio=tensors.gqa_ratio, v_head_dim=dim, tiles=tiles)
-        args = tensors.args(torch.zeros(cut.words(num_seqs), dtype=torch.int32), torch.zeros(words))
-        launches: list[object] = []
-        with observe_launches(launches.append):
-            launch_paged_decode(args, scores=tensors.scores, cut=cut, tiles=tiles)
-        assert len(launches) == 1
+@pytest.mark.parametrize(
+    ("num_seqs", "heads", "max_kv_len", "launches"),
+    [
+        (1, (32, 8), 1024, 1),
+        (1, (32, 8), 1025, 2),
+        (16, (64, 8), 1 << 17, 1),
+        (16, (8, 1), 1 << 17, 2),
+        (64, (32, 8), 1 << 17, 1),
+        (256, (32, 8), 1 << 17, 1),
+    ],
+)
+def test_a_layer_of_hopper_is_one_launch_where_rows_have_few_parts(
+    num_seqs: int, heads: tuple[int, int], max_kv_len: int, launches: int
+) -> None:
+    tiles = decode_tiles(
+        "sm_90",
+        gqa_ratio=heads[0] // heads[1],
+        num_kv_heads=heads[1],
+        head_dim=128,
+        v_head_dim=128,
+        dtype=torch.bfloat16,
+    )
+    case = Case([1] * num_seqs, [1] * num_seqs, heads, (128, 128), dtype=torch.bfloat16)
+    tensors = build(case, torch.device("cpu"))
+    cut = DecodeCut.of(tiles, num_kv_heads=heads[1], programs=132 * tiles.programs_per_cu, window_left=-1)
+    cut = cut.of_lengths(max_kv_len).of_step(num_seqs)
+    words = cut.partials_words(gqa_ratio=tensors.gqa_ratio, v_head_dim=128, tiles=tiles)
+    args = tensors.args(torch.zeros(cut.words(num_seqs), dtype=torch.int32), torch.zeros(words))
+    made: list[object] = []
+    with observe_launches(made.append):
+        launch_paged_decode(args, scores=tensors.scores, cut=cut, tiles=tiles)
+    assert len(made) == launches

@@ -17,11 +17,19 @@ from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles, next_power_
 # int32 words of a schedule: of a program and of a sequence (decode_schedule.py), of a query block and of a program's
 # share (extend_schedule.py).
 PROGRAM_WORDS, SEQ_WORDS, BLOCK_WORDS, SHARE_WORDS = 8, 2, 8, 8
+# Of a decode schedule with counters, those of a program: of each part that it may leave.
+COUNTER_WORDS = 2
+# Parts of a group, so that no two groups of a row have one counter (merge_within.py).
+LEAST_GROUP = 8
 # Query blocks count as equally long if what they reach, in units of 2^CLASS_KEYS_LOG2 keys, agrees in its leading bit
 # and the CLASS_BITS bits after it.
 CLASS_BITS, CLASS_KEYS_LOG2 = 2, 7
 
 
+# Parts of each of a step's rows, if they are alike, that programs add up by themselves: those of more are too many for
+# one of them. H200, 8 rows of 8k, 33 parts each: 18 us, 15 by a launch of its own; 64 of 4k, 4 parts: 42 and 41; 128 of
+# 4k, 2 parts: 70 and 71.
+_MOST_PARTS = 3
 # Of a step, that are shared by fewer programs if its tiles say so.
 _FEW_ROWS = 4
 
@@ -85,6 +93,8 @@ class DecodeCut:
     side_by_side: whether equal parts of a sequence's rows are handed out side by side (decode_schedule.py)
     most_rounds:  see of_step
     fewer_of_few: how many times fewer programs serve steps of _FEW_ROWS rows at most
+    merge_group:  of the tiles; where it is not 0 the schedule has counters
+    merge_rows:   steps of fewer rows are merged by a launch of its own
     """
 
     rows: int
@@ -98,8 +108,11 @@ class DecodeCut:
     side_by_side: bool = False
     most_rounds: int = 1
     fewer_of_few: int = 1
+    merge_group: int = 0
+    merge_rows: int = 0
 
     def __post_init__(self) -> None:
+        assert self.merge_group == 0 or self.merge_group >= LEAST_GROUP
         assert self.row_cost >= 0
         assert self.most_rounds >= 1
         assert self.programs >= 1
@@ -128,7 +141,15 @@ class DecodeCut:
             side_by_side=tiles.side_by_side and not has_slots,
             most_rounds=1 if has_slots or window_left != UNLIMITED_WINDOW else tiles.most_rounds,
             fewer_of_few=1 if has_slots else tiles.fewer_of_few,
+            merge_group=0 if has_slots else tiles.merge_group,
+            merge_rows=-(-programs // _MOST_PARTS) if tiles.merge_group and not has_slots else 0,
         )
+
+    def of_lengths(self, max_kv_len: int) -> DecodeCut:
+        """The cut of sequences of up to so many tokens. Of rows that have no more blocks than a group has parts none is
+        merged by a launch of its own: it is the host that short sequences wait for.
+        """
+        return replace(self, merge_rows=0) if max_kv_len <= self.merge_group * self.key_block else self
 
     def of_step(self, num_seqs: int) -> DecodeCut:
         """The cut of steps of num_seqs padded sequences: its programs run in as many rounds as rows would fill.
@@ -138,10 +159,13 @@ class DecodeCut:
         hardware hands out later goes to those that are done. Rows that few programs share gain nothing: parts to merge.
         Of a few rows fewer programs have fewer parts.
         """
-        if num_seqs * self.rows <= _FEW_ROWS:
-            return replace(self, programs=max(1, self.programs // self.fewer_of_few))
-        rounds = (2 * num_seqs * self.rows + self.programs) // (2 * self.programs)
-        return replace(self, programs=self.programs * max(1, min(rounds, self.most_rounds)))
+        num_rows = num_seqs * self.rows
+        group = self.merge_group if num_rows >= self.merge_rows else 0
+        if num_rows <= _FEW_ROWS:
+            return replace(self, programs=max(1, self.programs // self.fewer_of_few), merge_group=group)
+        rounds = (2 * num_rows + self.programs) // (2 * self.programs)
+        programs = self.programs * max(1, min(rounds, self.most_rounds))
+        return replace(self, programs=programs, merge_group=group)
 
     @property
     def programs_in_words(self) -> str:
@@ -156,7 +180,14 @@ class DecodeCut:
 
     def words(self, num_seqs: int) -> int:
         """int32 words of the schedule."""
+        if self.merge_group:
+            return self.first_counter(num_seqs) + COUNTER_WORDS * self.programs
         return self.programs * PROGRAM_WORDS + num_seqs * SEQ_WORDS
+
+    def first_counter(self, num_seqs: int) -> int:
+        """The schedule's first counter (merge_within.py)."""
+        # In whole 16-byte units: Triton compiles a kernel anew when a pointer's alignment changes.
+        return -(-(self.programs * PROGRAM_WORDS + num_seqs * SEQ_WORDS) // 4) * 4
 
     def check(self, schedule: Tensor, num_seqs: int) -> None:
         """What launchers assert of a schedule."""
@@ -183,7 +214,7 @@ class DecodeCut:
 
     def partials_words(self, *, gqa_ratio: int, v_head_dim: int, tiles: DecodeTiles) -> int:
         """float32 words of decode's workspace, for rows that several programs share: two parts a program."""
-        return 2 * self.programs * tiles.q_rows(gqa_ratio) * (v_head_dim + 2)
+        return 2 * self.programs * tiles.q_rows(gqa_ratio) * (2 * v_head_dim if self.merge_group else v_head_dim + 2)
 
     def segment_words(self, num_seqs: int, most_segments: int, *, q_rows: int, v_head_dim: int) -> tuple[int, int]:
         """float32 words of deterministic decode's workspace, for num_seqs padded sequences of so many segments at most.
@@ -244,6 +275,35 @@ def merge_shape(num_rows: int, num_programs: int, q_rows: int, v_head_dim: int, 
     # in eight bits 140.3 and 143.1 (llama8b), 77.7 and 79.6 (gptoss).
     warps = 1 if early else 2
     return MergeShape(True, 1 << max(0, heads.bit_length() - 1), columns, max(typical, 4), warps)
+
+
+class GroupShape(NamedTuple):
+    """How a program that ends last adds up the parts of a group (merge_within.py).
+
+    GROUP:      parts of a group; 0: a launch of its own adds up all
+    LINES:      q rows of a part
+    V_HEAD_DIM: columns of one
+    HEADS:      q rows at a time
+    COLUMNS:    columns at a time
+    PARTS:      parts that are added up in one step
+    """
+
+    GROUP: int = 0
+    LINES: int = 1
+    V_HEAD_DIM: int = 1
+    HEADS: int = 1
+    COLUMNS: int = 1
+    PARTS: int = 1
+
+
+def group_shape(group: int, q_rows: int, v_head_dim: int, num_warps: int) -> GroupShape:
+    """Of groups of so many parts, by a program of so many warps."""
+    if group == 0:
+        return GroupShape()
+    heads, columns = min(next_power_of_2(q_rows), 8), min(max(16, next_power_of_2(v_head_dim)), 128)
+    # 32 elements of a thread: what is in flight at the same time, with a maximum and a sum for each.
+    parts = max(1, 32 * 32 * num_warps // (heads * columns))
+    return GroupShape(group, q_rows, v_head_dim, heads, columns, min(parts, 8))
 
 
 class Sharing(NamedTuple):

@@ -3,13 +3,15 @@
     out[token] = softmax(scores of q[token] . K^T) V      K, V: the keys that the sequence's last token sees (scores.py)
 
 A fixed number of programs walks the rows that the schedule gives them. A row that one program finishes alone is written
-to out; of the others each program leaves a partial result (accumulator, maximum and sum in base 2), which merge.py adds
-up. Rows of a window may have a program each instead, which leaves nothing to merge. K and V are loaded under a mask
+to out; of the others each program leaves a partial result (accumulator, maximum and sum in base 2). The program that
+ends last with a row adds them up (merge_within.py), or a launch of its own does (merge.py). Rows of a window may have a
+program each instead, which leaves nothing to merge. K and V are loaded under a mask
 with other=0.0: what lies beyond a length may be NaN.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import triton
@@ -36,8 +38,9 @@ from rocm_attn.kernels.attention.coded import (
     times_factors,
     token_factor,
 )
-from rocm_attn.kernels.attention.cuts import DecodeCut, RowCut
+from rocm_attn.kernels.attention.cuts import DecodeCut, group_shape
 from rocm_attn.kernels.attention.decode_columns import blocks_of_q, column_offsets, own_places
+from rocm_attn.kernels.attention.decode_geometry import DecodeGeometry, has_whole_rows
 from rocm_attn.kernels.attention.decode_schedule import (
     PROGRAM_DONE,
     PROGRAM_KV_LEN,
@@ -60,66 +63,14 @@ from rocm_attn.kernels.attention.key_rows import (
     pages_at_once,
     pages_of_block,
 )
-from rocm_attn.kernels.attention.merge import early_options, launch_merge
+from rocm_attn.kernels.attention.merge import Parts, early_options, launch_merge
+from rocm_attn.kernels.attention.merge_within import RowOutput, SharedRow, merge_if_last
 from rocm_attn.kernels.attention.new_rows import NewToken, store_new_rows
-from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW, Scores
+from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.softmax import LN_2, LOG2_E, add_sink, capped, in_range, visible_blocks
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES, decoded, decoded_pairs
-from rocm_attn.kernels.cache.page_format import Coding
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, next_power_of_2
-
-# Keys of a window that are not handed out and merged: that would cost as much as reading them.
-_FEW_KEYS = 256
-# Of heads whose windows are read so: of larger ones gfx950 spills scalar registers with a cap.
-_LARGEST_DIM = 128
-# The share of the programs, over all rounds that the rows take, that must have a row.
-_EVENLY = 0.9
-
-
-class DecodeGeometry(NamedTuple):
-    """What decode is compiled for.
-
-    rows:                 how a sequence is cut into rows
-    HEAD_DIM, V_HEAD_DIM: elements of a K row and of a V row of one KV head
-    K_COLUMNS, V_COLUMNS: columns of a block of K and of a block of V: the KV heads of a row beside each other, then
-                          padding; or equal parts of one KV head's, the last one padded
-    K_PARTS, V_PARTS:     blocks of columns of a row of K and of V
-    QUERY_ROWS:           rows of the q block, a query head each, then padding
-    PAGE_SIZE:            tokens of a page
-    SAME_OFFSETS:         whether K and V of a token lie at the same place of their pages
-    IN_ONE_PAGE:          whether the keys of a block lie in one page (key_rows.py)
-    TRANSPOSED:           whether scores are computed as k q^T
-    PAIRED:               whether codes of K and of V are read two by two
-    WHOLE_ROWS:           whether every row has a program of its own
-    EARLY:                whether launches may begin while the one before still runs
-    CAPPED:               whether scores have a cap
-    STAGES:               key blocks whose loads are in flight
-    coding:               how elements of pages are encoded
-    STRIDE_UNIT:          elements that strides of q, pages and out are counted in
-    FIRST_SLOT:           slots before it are no one's; of launches that store new rows
-    """
-
-    rows: RowCut
-    HEAD_DIM: int
-    V_HEAD_DIM: int
-    K_COLUMNS: int
-    V_COLUMNS: int
-    K_PARTS: int
-    V_PARTS: int
-    QUERY_ROWS: int
-    PAGE_SIZE: int
-    SAME_OFFSETS: bool
-    IN_ONE_PAGE: bool
-    TRANSPOSED: bool
-    PAIRED: bool
-    WHOLE_ROWS: bool
-    EARLY: bool
-    CAPPED: bool
-    STAGES: int
-    coding: Coding
-    STRIDE_UNIT: int
-    FIRST_SLOT: int
 
 
 class Side(NamedTuple):
@@ -369,6 +320,7 @@ def _decode_kernel(
     k_scale,
     v_scale,
     first_page,
+    counters,
     qk_scale,
     tanh_scale,
     window_left: tl.constexpr,
@@ -399,6 +351,7 @@ def _decode_kernel(
 ):
     R: tl.constexpr = G.rows
     C: tl.constexpr = G.coding
+    M: tl.constexpr = G.merge
     QUERY_ROWS: tl.constexpr = G.QUERY_ROWS
     if G.STRIDE_UNIT > 1:
         q_token, q_head = q_token * G.STRIDE_UNIT, q_head * G.STRIDE_UNIT
@@ -428,6 +381,9 @@ def _decode_kernel(
         if R.SIDE_BY_SIDE:
             # Its words may lie at another place.
             program = (tl.load(words + PROGRAM_ROW_START) + done) // tl.load(words + PROGRAM_SHARE)
+        if M.GROUP > 0:
+            share = tl.load(words + PROGRAM_SHARE)
+            position = program * share
 
     # q heads of a row, padding included. Where rows read two KV heads each has half of them; QUERY_ROWS is no head.
     HALF: tl.constexpr = QUERY_ROWS // R.HEADS_PER_ROW
@@ -546,29 +502,49 @@ def _decode_kernel(
                 # Part 2p of program p goes to a row begun by an earlier program, 2p + 1 to one that goes on.
                 part = 2 * program + (first_block == 0).to(tl.int32)
                 part_row = partials + (part * R.Q_ROWS + m) * G.V_HEAD_DIM
-                for i in tl.static_range(V_PARTS):
-                    tl.store(part_row + v_own[i], acc[i], mask=is_out[i])
-                tl.store(sums + (part * R.Q_ROWS + q_row) * 2, maximum, mask=is_row)
-                tl.store(sums + (part * R.Q_ROWS + q_row) * 2 + 1, total, mask=is_row)
+                if M.GROUP > 0:
+                    log_sum = maximum + tl.log2(total)
+                    sum_row = sums + (part * R.Q_ROWS + m) * G.V_HEAD_DIM
+                    for i in tl.static_range(V_PARTS):
+                        wide = total[None, :] if G.TRANSPOSED else total[:, None]
+                        wide_sum = log_sum[None, :] if G.TRANSPOSED else log_sum[:, None]
+                        tl.store(part_row + v_own[i], acc[i] / wide, mask=is_out[i])
+                        tl.store(sum_row + v_own[i], tl.broadcast_to(wide_sum, acc[i].shape), mask=is_out[i])
+                else:
+                    for i in tl.static_range(V_PARTS):
+                        tl.store(part_row + v_own[i], acc[i], mask=is_out[i])
+                    tl.store(sums + (part * R.Q_ROWS + q_row) * 2, maximum, mask=is_row)
+                    tl.store(sums + (part * R.Q_ROWS + q_row) * 2 + 1, total, mask=is_row)
+                if M.GROUP > 0:
+                    first_position = position - done + R.ROW_COST
+                    first_program = first_position // share
+                    num_parts = (first_position + num_blocks - 1) // share - first_program + 1
+                    merge_if_last(
+                        Parts(partials, sums),
+                        counters,
+                        SharedRow(first_program, program - first_program, num_parts),
+                        RowOutput(
+                            out,
+                            lse,
+                            sinks,
+                            out_token,
+                            out_head,
+                            lse_token,
+                            lse_head,
+                            token,
+                            first_head,
+                            num_q_rows,
+                        ),
+                        M,
+                    )
         if G.WHOLE_ROWS:
             work = 0
         else:
             work -= take
+            if M.GROUP > 0:
+                position += take
             done = 0
             seq, row, kv_len = next_row(schedule, num_programs, work, seq, row, R.ROWS, kv_len, R)
-
-
-def has_whole_rows(num_rows: int, *, num_programs: int, window_left: int, head_dim: int) -> bool:
-    """Whether every row of a window has a program of its own.
-
-    Rows of a window are equally long. So there is nothing to balance where they are short, or where they fill the
-    num_programs that run at a time evenly, and merging would cost more than it gains. On an H200 gptoss 64 x 32k takes
-    10.0 us so and 14.9 shared out with a window of 128, and 38.4 and 41.4 with one of 1024; but 1 x 32k 18.1 and 7.1.
-    """
-    if window_left == UNLIMITED_WINDOW or head_dim > _LARGEST_DIM:
-        return False
-    places = -(-num_rows // num_programs) * num_programs
-    return window_left < _FEW_KEYS or num_rows >= _EVENLY * places
 
 
 def launch_paged_decode(args: AttendArgs, *, scores: Scores, cut: DecodeCut, tiles: DecodeTiles) -> None:
@@ -611,7 +587,7 @@ def _launch(
     cut: DecodeCut,
     tiles: DecodeTiles,
 ) -> None:
-    """Decode and merge. new: the kernel's arguments of new rows"""
+    """Decode, and merge by a launch of its own if it is not decode's. new: the kernel's arguments of new rows"""
     queries, pages, table = args.queries, args.pages, args.table
     launch(
         _decode_kernel,
@@ -631,6 +607,7 @@ def _launch(
         pages.k_scale,
         pages.v_scale,
         queries.first_page,
+        args.schedule[cut.first_counter(queries.num_seqs) :] if geometry.merge.GROUP else None,
         scores.base_2_scale,
         scores.tanh_scale,
         scores.window_left,
@@ -643,7 +620,7 @@ def _launch(
         **tiles.options(),
         **early_options(tiles.early),
     )
-    if not geometry.WHOLE_ROWS:
+    if not geometry.WHOLE_ROWS and not geometry.merge.GROUP:
         launch_merge(args, cut, geometry.rows, early=tiles.early)
 
 
@@ -654,9 +631,9 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: DecodeTil
     num_kv_heads, gqa_ratio = args.heads
     num_seqs, heads = args.queries.num_seqs, tiles.heads_per_row
     cut.check(args.schedule, num_seqs)
-    assert cut == DecodeCut.of(
-        tiles, num_kv_heads=num_kv_heads, programs=cut.programs, window_left=scores.window_left
-    ), "the schedule was cut for another launch"
+    of_tiles = DecodeCut.of(tiles, num_kv_heads=num_kv_heads, programs=cut.programs, window_left=scores.window_left)
+    same_merge = replace(of_tiles, merge_group=cut.merge_group, merge_rows=cut.merge_rows)
+    assert cut == same_merge, "the schedule was cut for another launch"
     args.check_workspace(cut.partials_words(gqa_ratio=gqa_ratio, v_head_dim=v_head_dim, tiles=tiles))
     assert cut.row_cost + cut.row_end >= 1, "some program must write the zeros of a row without keys"
     assert heads <= 2 or args.pages.k_scale is None
@@ -691,4 +668,5 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: DecodeTil
         coding=args.pages.coding,
         STRIDE_UNIT=args.stride_unit,
         FIRST_SLOT=0,
+        merge=group_shape(0 if whole_rows else cut.merge_group, tiles.q_rows(gqa_ratio), v_head_dim, tiles.num_warps),
     )

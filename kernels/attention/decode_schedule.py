@@ -23,8 +23,9 @@ With a window a row has only the blocks that its new tokens see. A sequence take
 which each OF_ROW have rows of their own; each row is as long as the last one. With kv_len 0 a row costs row_cost +
 row_end, so that some program writes its zeros.
 
-The schedule is int32, flat: PROGRAM_WORDS a program, then SEQ_WORDS a sequence. Positions must fit int32:
-rows x KV tokens / key_block below 2**31.
+The schedule is int32, flat: PROGRAM_WORDS a program, then SEQ_WORDS a sequence, then the counters by which decode that
+merges within its launch finds who ends last (merge_within.py), all 0. Positions must fit int32: rows x KV tokens /
+key_block below 2**31.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ PROGRAM_PAD = tl.constexpr(7)  # positions after each row that nothing lies at; 
 SEQ_WORDS = tl.constexpr(cuts.SEQ_WORDS)
 SEQ_START = tl.constexpr(0)  # position where its rows start
 SEQ_KV_LEN = tl.constexpr(1)  # -1 if it takes no part
+_COUNTER_WORDS = tl.constexpr(cuts.COUNTER_WORDS)
 # Sequences that a program looks at in one step; a fixed number, so that no batch size needs another compilation.
 _SEQS_AT_ONCE = 512
 # A share may be larger by a part of it, where all rows are alike.
@@ -113,7 +115,11 @@ def next_row(schedule, num_programs, work, seq, row, num_rows, kv_len, R: tl.con
 
 
 class ScheduleGeometry(NamedTuple):
-    """What the schedule kernel is compiled for: a DecodeCut without its programs; SEQS: sequences of one iteration."""
+    """What the schedule kernel is compiled for: a DecodeCut without its programs.
+
+    SEQS:     sequences of one iteration
+    COUNTERS: whether there are counters
+    """
 
     ROWS: int
     KEY_BLOCK: int
@@ -124,6 +130,7 @@ class ScheduleGeometry(NamedTuple):
     SIDE_BY_SIDE: bool
     SEQS: int
     TOKENS: NewTokens
+    COUNTERS: bool
 
 
 @triton.jit
@@ -247,6 +254,11 @@ def _schedule_kernel(
     tl.store(words + PROGRAM_ROW_START, row_start)
     tl.store(words + PROGRAM_KV_LEN, seq_len)
     tl.store(words + PROGRAM_PAD, pad)
+    if G.COUNTERS:
+        # At a multiple of 4 words (DecodeCut.first_counter).
+        end = num_programs * PROGRAM_WORDS + num_seqs * SEQ_WORDS
+        counter = (end + 3) // 4 * 4 + program * _COUNTER_WORDS + tl.arange(0, _COUNTER_WORDS)
+        tl.store(schedule + counter, tl.zeros([_COUNTER_WORDS], tl.int32))
 
 
 def launch_decode_schedule(queries: Queries, schedule: Tensor, cut: DecodeCut) -> None:
@@ -276,6 +288,7 @@ def launch_decode_schedule(queries: Queries, schedule: Tensor, cut: DecodeCut) -
             cut.side_by_side,
             _SEQS_AT_ONCE,
             cut.tokens,
+            cut.merge_group > 0,
         ),
         num_warps=4,
     )

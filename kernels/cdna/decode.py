@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import Line, Logits, Rows, Span
 from rocm_attn.kernels.attention.cuts import DecodeCut
-from rocm_attn.kernels.attention.decode import has_whole_rows
+from rocm_attn.kernels.attention.decode_geometry import has_whole_rows
 from rocm_attn.kernels.attention.decode_schedule import (
     PROGRAM_DONE,
     PROGRAM_KV_LEN,

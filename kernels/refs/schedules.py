@@ -46,7 +46,8 @@ def decode_schedule(kv_len: Sequence[int], q_len: Sequence[int], cut: DecodeCut)
             continue
         seq, row = rows[index]
         words += [seq, row, start - starts[index], min(share, end - start), share, starts[index], kv_len[seq], pad]
-    return _side_by_side(words, share, max(costs, default=0) + pad, cut, len(kv_len)) + words_of_seqs
+    words = _side_by_side(words, share, max(costs, default=0) + pad, cut, len(kv_len)) + words_of_seqs
+    return words + [0] * (cut.words(len(kv_len)) - len(words))
 
 
 def _side_by_side(words: list[int], share: int, row_size: int, cut: DecodeCut, num_seqs: int) -> list[int]:

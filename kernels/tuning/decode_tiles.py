@@ -66,7 +66,7 @@ DECODE_ROWS = (
         2,
         64,
         16,
-        DecodeTiles(64, 4, 3, 2, transposed=True, heads_per_row=2, row_cost=1, row_end=1, early=True),
+        DecodeTiles(64, 4, 3, 2, transposed=True, heads_per_row=2, row_cost=1, row_end=1, early=True, merge_group=16),
     ),
     # 20 query heads on 10 KV heads, 3 x 25k: of 24 elements 39 us, 48 with 4 programs an SM, 52 in the tiles of 16 and
     # 46 in those of 48.
@@ -81,9 +81,15 @@ DECODE_ROWS = (
     # 4k: 69, 70 where a row's cost is all at its start, 71 without early launches too. Pages of 8 take 1.02 of the time
     # of those of 32. Heads of 96 as equal blocks: 217 to 281 us where these tiles take 214 (32 KV heads, 16 x 4k).
     # In rounds 64 x 4k takes 248 us where one takes 254, 128 x 8k 958 and 982, 96 x 4k 366 and 377, 256 x 2k 493 and
-    # 498, ragged 256 1304 and 1330; but 100 x 3000 takes 301 and 294, 256 x 512 141 and 140.
+    # 498, ragged 256 1304 and 1330; but 100 x 3000 takes 301 and 294, 256 x 512 141 and 140. Merged within the launch
+    # 64 x 4k takes 245 us where it takes 255, 16 x 4k 71 and 73; with one KV head 16 x 4k 20 and 15 (cuts.py). So do
+    # heads of 256 274 and 247, of 80 231 and 210: they have no group.
     DecodeRow(
-        "sm_90", 2, 128, 16, DecodeTiles(64, 4, 3, 2, transposed=True, row_cost=1, row_end=1, early=True, most_rounds=4)
+        "sm_90",
+        2,
+        128,
+        16,
+        DecodeTiles(64, 4, 3, 2, transposed=True, row_cost=1, row_end=1, early=True, most_rounds=4, merge_group=16),
     ),
     # 32 query heads on one KV head, 64 x 4k: 30 us; 40 of 48 on 2, 32 x 4k: 33, in the tiles of 80 36.
     DecodeRow("sm_90", 2, 64, 32, DecodeTiles(64, 4, 3, 2, dim_block=32, early=True), (Codes.NONE,)),
@@ -191,7 +197,11 @@ DECODE_ROWS = (
     DecodeRow("interpreter", 2, 512, 16, DecodeTiles(16, 1, 1, 3, paired=True), (Codes.BY_TOKEN,)),
     DecodeRow("interpreter", 2, 64, 16, DecodeTiles(16, 1, 1, 3, transposed=True, heads_per_row=2)),
     DecodeRow(
-        "interpreter", 2, 512, 16, DecodeTiles(16, 1, 1, 3, transposed=True, row_cost=1, row_end=1, most_rounds=2)
+        "interpreter",
+        2,
+        512,
+        16,
+        DecodeTiles(16, 1, 1, 3, transposed=True, row_cost=1, row_end=1, most_rounds=2, merge_group=8),
     ),
     DecodeRow("interpreter", 4, 512, 64, DecodeTiles(16, 1, 1, 3, most_rounds=2)),
 )

@@ -189,6 +189,7 @@ def _wrong_numbers(tiles: Tiles) -> list[tuple[str, str]]:
         "head_blocks": _numbers(1, 64),
         "most_rounds": _numbers(1, 8),
         "fewer_of_few": _numbers(1, 8),
+        "merge_group": ((0, *range(8, 1025)), "0 or 8 to 1024"),
         "programs_per_cu": _numbers(0 if isinstance(tiles, ExtendTiles) else 1, 32),
         "row_cost": _numbers(0 if getattr(tiles, "row_end", 0) else 1, 64),
         "row_end": _numbers(0, 64),

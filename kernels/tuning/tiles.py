@@ -66,6 +66,8 @@ class DecodeTiles:
                       (DecodeCut.of_step)
     fewer_of_few:     how many times fewer programs serve steps of a few rows, each of which so many would share that
                       to add up their parts takes as long as to read K and V (DecodeCut.of_step)
+    merge_group:      parts of a row that the program that ends last with them adds up, and then what came of so many
+                      groups (merge_within.py); 0: a launch of its own adds up all
     """
 
     key_block: int
@@ -85,6 +87,7 @@ class DecodeTiles:
     side_by_side: bool = False
     most_rounds: int = 1
     fewer_of_few: int = 1
+    merge_group: int = 0
 
     def columns(self, dim: int) -> int:
         """Columns of a block of rows of dim elements; a power of two."""

@@ -17,6 +17,10 @@ from rocm_attn.kernels.tuning.tiles import ANY_ROWS, CdnaTiles, Codes, DecodeTil
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
 
+# Where a barrier orders what the threads of a program read and write, in the GPU's memory too. AMD's may order shared
+# memory alone.
+ORDERS_BY_BARRIERS = ("sm_90", "interpreter")
+
 
 class _Shape(TypedDict):
     gqa_ratio: int
@@ -64,7 +68,8 @@ def measured_row(table: Table, problem: Problem, target: Target, max_rows: int =
 def decode_tiles_of(problem: Problem, target: Target) -> DecodeTiles:
     """Of paged decode. Raises NoTiles."""
     static = decode_tiles(target.arch, **_shape(problem))
-    return _or_measured(static, measured_row(Table.DECODE, problem, target))
+    tiles = _or_measured(static, measured_row(Table.DECODE, problem, target))
+    return tiles if target.arch in ORDERS_BY_BARRIERS else replace(tiles, merge_group=0)
 
 
 def cdna_tiles_of(problem: Problem, target: Target) -> CdnaTiles:

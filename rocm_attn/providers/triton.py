@@ -24,7 +24,14 @@ from rocm_attn.providers.mixed import MixedAtOnce, TritonMixed
 from rocm_attn.providers.schedules import DecodeSchedule, ExtendSchedule
 from rocm_attn.providers.scores import scores_of
 from rocm_attn.providers.shared_prefix import SharedPrefixKernel, limits_of_shared_prefix, problem_of_prefixes
-from rocm_attn.providers.tiles import codes_of, decode_cut_of, decode_tiles_of, extend_rows_of, extend_rows_of_table
+from rocm_attn.providers.tiles import (
+    ORDERS_BY_BARRIERS,
+    codes_of,
+    decode_cut_of,
+    decode_tiles_of,
+    extend_rows_of,
+    extend_rows_of_table,
+)
 from rocm_attn.providers.triton_later import triton_launches
 from rocm_attn.providers.triton_rows import ARCHS, Masked, triton_ops, triton_row
 
@@ -49,11 +56,6 @@ _LIMITS = Limits(
 # Where the two kernels of a mixed step were seen to gain by running at once: 31 decodes beside 2 x 700 new tokens take
 # 0.91 to 0.95 of the time in turn.
 _RUNS_AT_ONCE = ("sm_90",)
-
-
-# Where a barrier orders what the threads of a program write before what they read, and so decode may store new K and V.
-# AMD's may order shared memory alone.
-_STORES = ("sm_90", "interpreter")
 
 # Keys of windows whose rows are not shared out: to share costs more than so short rows gain. Windows of 128, 64 x 8
 # heads of 64, 2048 new of 8192: 37 us, shared 43; 12 x 4, 777 new of 5778: 8 and 12. Of 512, 64 x 8 of 96, 30 x 6 new
@@ -132,14 +134,15 @@ class TritonExtend:
 
 def _bind_decode(problem: Problem, target: Target, pool: PoolSize) -> TritonDecode:
     tiles = decode_tiles_of(problem, target)
-    cut = decode_cut_of(problem, target, tiles)
+    cut = decode_cut_of(problem, target, tiles).of_lengths(pool.max_kv_len)
     return TritonDecode(problem, scores_of(problem), tiles, cut)
 
 
 def _bind_decode_alone(problem: Problem, target: Target, pool: PoolSize) -> TritonDecode:
     """For steps in which it serves every sequence."""
     kernel = _bind_decode(problem, target, pool)
-    if target.arch not in _STORES or problem.kv_encoding is not KVEncoding.LIKE_Q or not problem.causal:
+    # A program that stores new K and V reads what its threads wrote.
+    if target.arch not in ORDERS_BY_BARRIERS or problem.kv_encoding is not KVEncoding.LIKE_Q or not problem.causal:
         return kernel
     return TritonStoringDecode(problem, kernel.scores, kernel.tiles, kernel.cut)
 

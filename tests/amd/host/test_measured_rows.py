@@ -78,6 +78,14 @@ def test_a_measured_row_beats_the_tables_in_the_steps_that_it_was_measured_in() 
         assert str(TUNED) in described(LAYER, target, kind)
 
 
+def test_rows_are_merged_by_a_launch_of_its_own_where_barriers_do_not_order_memory() -> None:
+    """Whatever a file says, and though a program would merge parts that are not there yet."""
+    merging = row_of(tiles=replace(TUNED, merge_group=16))
+    assert decode_tiles_of(LAYER, with_rows(merging)) == TUNED
+    sm_90 = replace(known_target("sm_90"), releases=GFX942.releases, measured=(merging,))
+    assert decode_tiles_of(LAYER, sm_90).merge_group == 16
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -271,6 +279,7 @@ def test_tiles_that_no_kernel_takes_have_a_reason() -> None:
         words = refusal(Table.DECODE, replace(TUNED, most_rounds=rounds), layer)
         assert words == f"most_rounds {rounds} is not 1 to 8"
     assert refusal(Table.DECODE, replace(TUNED, most_rounds=8), layer) == ""
+    assert "merge_group 4 is not 0 or 8 to 1024" in refusal(Table.DECODE, replace(TUNED, merge_group=4), layer)
     assert "not transposed" in refusal(Table.DECODE, replace(TUNED, paired=True, transposed=True), layer)
     assert "one head a row" in refusal(Table.DECODE, replace(TUNED, dim_block=64, paired=True), layer)
     assert "are ExtendTiles, not DecodeTiles" in refusal(Table.EXTEND, TUNED, layer)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
 from rocm_attn.kernels.attention.cuts import DecodeCut, merge_shape
-from rocm_attn.kernels.attention.decode import has_whole_rows, launch_paged_decode
+from rocm_attn.kernels.attention.decode import launch_paged_decode
+from rocm_attn.kernels.attention.decode_geometry import has_whole_rows
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.refs.schedules import decode_schedule

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rocm_attn.kernels.attention.decode import has_whole_rows
+from rocm_attn.kernels.attention.decode_geometry import has_whole_rows
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
 from tests.amd.kernels.attention_cases import (
     Case,

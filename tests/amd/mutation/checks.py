@@ -107,7 +107,7 @@ LATENT_SCORES: dict[str, Any] = {"window_left": 20, "soft_cap": 1.5, "sinks": Tr
 SCORES: dict[str, Any] = {"window_left": 20, "soft_cap": 1.5, "sinks": True, "slopes": True}
 
 
-def decode(memory: Memory) -> None:
+def decode(memory: Memory, like: DecodeTiles = DECODE_TILES) -> None:
     """Split rows and whole ones, an empty sequence; every program hands a part to another. Codes, two by two."""
     codes = {"kv": Encoding.E4M3FN, "scales": Scales.LAYER, "dtype": torch.float16}
     for kv_len, num_programs, head_blocks, scores in (
@@ -117,9 +117,10 @@ def decode(memory: Memory) -> None:
         ([90, 80], 3, 1, SCORES),
         ([20, 20, 400], 5, 1, {**SCORES, "window_left": 300}),  # the last row is shared by two programs
         ([33, 16], 2, 1, codes),
+        ([330, 20], 30, 1, SCORES),
     ):
         case = Case(kv_len, [1] * len(kv_len), HEADS, DIMS, PAGE_SIZE, spread=True, **scores)
-        tiles = replace(DECODE_TILES, head_blocks=head_blocks, paired=scores is codes)
+        tiles = replace(like, head_blocks=head_blocks, paired=scores is codes)
         tensors = attention(memory, case)
         cut = DecodeCut.of(tiles, num_kv_heads=HEADS[1], programs=num_programs, window_left=case.window_left)
         words = cut.partials_words(gqa_ratio=tensors.gqa_ratio, v_head_dim=DIMS[1], tiles=tiles)
@@ -653,6 +654,7 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "attention/mask_bits.py": extend,
     "attention/merge.py": decode,
     "attention/merge_states.py": merge_sides,
+    "attention/merge_within.py": partial(decode, like=replace(DECODE_TILES, merge_group=8)),
     "attention/new_rows.py": storing_decode,
     "attention/pads.py": pads,
     "attention/query_block.py": extend,

@@ -37,6 +37,12 @@ HARMLESS = {
     "tl.load(table.entries + row * table.stride + page_no, mask=live & (page_no < table.width), other=0)": (
         "the rest of the row is memory of the table; the store drops it"
     ),
+    "attention/merge_within.py: store without mask tl.store(at.acc + first, acc / total, mask=mask)": (
+        "after the first part of a group lies one that was added up before, or no row's"
+    ),
+    "attention/merge_within.py: store without mask tl.store(at.sums + first, maximum + tl.log2(total), mask=mask)": (
+        "as the accumulator"
+    ),
     "latent/segment_extend.py: load without mask tl.load(row_of_seq + seq, mask=seq >= 0, other=0)": (
         "as in attention/segment_extend.py"
     ),

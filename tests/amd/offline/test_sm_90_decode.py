@@ -17,15 +17,15 @@ ARCHS = ("sm_90", "gfx942")
 
 
 @functools.cache
-def kernels(arch: str, *, early: bool) -> dict[str, CompiledKernel]:
+def kernels(arch: str, *, early: bool, merge_group: int = 0) -> dict[str, CompiledKernel]:
     """Decode and its merge, of heads of 128."""
     row = Row(arch, (32, 8), (128, 128), torch.bfloat16, 16)
-    return decode_kernels(row, DecodeTiles(64, 4, 2, 2, early=early))
+    return decode_kernels(row, DecodeTiles(64, 4, 2, 2, early=early, merge_group=merge_group))
 
 
-@pytest.mark.parametrize("name", ["_decode_kernel", "_merge_kernel"])
-def test_an_early_launch_waits_for_the_end_of_the_one_before(name: str) -> None:
-    kernel = kernels("sm_90", early=True)[name]
+@pytest.mark.parametrize(("name", "merge_group"), [("_decode_kernel", 0), ("_merge_kernel", 0), ("_decode_kernel", 16)])
+def test_an_early_launch_waits_for_the_end_of_the_one_before(name: str, merge_group: int) -> None:
+    kernel = kernels("sm_90", early=True, merge_group=merge_group)[name]
     assert kernel.metadata.launch_pdl
     code = kernel.asm["ptx"]
     assert code.count("griddepcontrol.launch_dependents") == code.count("griddepcontrol.wait") == 1
@@ -43,6 +43,20 @@ def test_no_other_launch_is_early(arch: str) -> None:
     for kernel in kernels(arch, early=False).values():
         assert not getattr(kernel.metadata, "launch_pdl", False)
         assert "griddepcontrol" not in kernel.asm.get("ptx", "")
+
+
+def test_a_part_is_there_before_it_counts_and_counts_before_parts_are_read() -> None:
+    """One thread of a program counts for all, and orders what it sees itself with what other programs do."""
+    found = kernels("sm_90", early=True, merge_group=16)
+    assert list(found) == ["_decode_kernel"], "there is no other launch"
+    code = found["_decode_kernel"].asm["ptx"]
+    (count,) = re.finditer(r"atom\.global\.gpu\.acq_rel\.add", code)
+    before, after = code[: count.start()], code[count.end() :]
+    assert before.rindex("bar.sync") > before.rindex("st.global")
+    assert after.index("bar.sync") < after.index("ld.global")
+    # Of the source, not of the compiler's own need: shared memory may need none there.
+    source = found["_decode_kernel"].asm["ttir"]
+    assert re.search(r"\b(gpu|ttg)\.barrier\b(?:(?!tt\.store)[\s\S])*tt\.atomic_rmw add, acq_rel, gpu", source)
 
 
 def test_page_numbers_are_extended_without_a_sign() -> None:

@@ -34,6 +34,7 @@ from rocm_attn.paging.kv_pool import HybridKVPool
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.paging.stored_tokens import StepStores
 from rocm_attn.providers.select import Selection
+from rocm_attn.step.at_once import StepsAtOnce
 from rocm_attn.step.core import StepCore
 from rocm_attn.step.drafts import DraftSteps, SplitDrafts, Turns
 from rocm_attn.step.echo import STEPS_UNTIL_ECHO
@@ -120,8 +121,7 @@ class AttentionRuntime:
         )
         self.graph_runs = self._publisher.runs
         self._planner = core.new_planner(options.padding(problems))
-        # Those that make graphs of this runtime's steps.
-        self.graph_users: weakref.WeakSet[object] = weakref.WeakSet()
+        self.graph_users: weakref.WeakSet[object] = weakref.WeakSet()  # those that make graphs of its steps
         self._holder = StepHolder()
         # The number of the seal on the addresses that graphs read; 0 while there is none. Every seal has another one:
         # what was captured under one is void under the next.
@@ -135,6 +135,8 @@ class AttentionRuntime:
         # Whose layers may be called: a whole step's views, or what stands for one split step.
         self._who_runs: object = None
         self._streams = StreamOrder(self.device)
+        checks = self.device, self._holder, self._check_batch, self._evict, self.table.tokens, self._stores
+        self.at_once = StepsAtOnce(*checks, self._planner, core.memory, self._publisher, self._streams)
 
     @property
     def kinds(self) -> LayerKinds:
@@ -438,7 +440,10 @@ class AttentionRuntime:
     def _checked(self, batch: StepBatch) -> str:
         """Why a step of the batch may not store, or nothing. Raises BadBatch."""
         self._check_batch(batch)
-        return "" if self.table.tokens.goes_on(batch) else self._check_tokens(batch)
+        if self.table.tokens.goes_on(batch):
+            return ""
+        self._check_stored(batch)
+        return self.table.why_no_store(batch)
 
     def _stage_whole(self, batch: StepBatch, plan: StepPlan, refusal: str, takers: Collection[StepPlan] = ()) -> Step:
         if not is_current(self.device):
@@ -662,11 +667,6 @@ class AttentionRuntime:
     def may_store(self) -> bool:
         """Whether the step that was staged begins after all tokens that its rows share."""
         return not self._stores.refusal
-
-    def _check_tokens(self, batch: StepBatch) -> str:
-        """Why a step may not store, or nothing. Raises BadBatch where it begins after what is stored."""
-        self._check_stored(batch)
-        return self.table.why_no_store(batch)
 
     def _find_faults(self) -> None:
         self._wait()

@@ -33,11 +33,15 @@ MOST_TAKEN = 1024  # padded sequences, and tokens, of a step that a graph takes:
 _HEADER = Struct(f"={HEADER_WORDS}i")
 
 
+# Every step writes a header: all of its words -> its bytes.
+pack_header = _HEADER.pack
+
+
 def slot_header(
     num_seqs: int, num_tokens: int, step: int, has_ids: bool, step_before: int, runs_before: int = 0
 ) -> bytes:
     """The words before the parts, without an echo."""
-    return _HEADER.pack(num_seqs, num_tokens, step, has_ids, step_before, 0, 0, runs_before)
+    return pack_header(num_seqs, num_tokens, step, has_ids, step_before, 0, 0, runs_before)
 
 
 class SlotParts(NamedTuple):
@@ -56,6 +60,10 @@ class SlotParts(NamedTuple):
     prefix_len: slice
     group_end: slice
     floor: slice
+
+
+# Parts with a word for each sequence.
+SEQ_PARTS = len(SlotParts._fields) - 1
 
 
 @lru_cache(maxsize=4096)

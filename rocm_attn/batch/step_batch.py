@@ -47,6 +47,7 @@ class StepBatch:
     row_bytes, kv_len_bytes and q_len_bytes are what lies in them: bytes are compared in a tenth of the time of arrays.
     num_fed: new tokens that the forward is given at a time: all of them, or those of one draft step
     is_plain: whether all that there is to it is rows and lengths of the host, with or without token ids
+    decodes: whether it is, and each sequence has one new token, as most steps are
 
     Zero sequences, zero lengths and zero new tokens are legal. Raises BadBatch.
     """
@@ -66,6 +67,7 @@ class StepBatch:
     min_q_len: int = field(init=False)
     max_kv_len: int = field(init=False)
     is_plain: bool = field(init=False, repr=False)
+    decodes: bool = field(init=False, repr=False)
     row_bytes: bytes = field(init=False, repr=False)
     kv_len_bytes: bytes = field(init=False, repr=False)
     q_len_bytes: bytes = field(init=False, repr=False)
@@ -122,12 +124,12 @@ class StepBatch:
         self.mask = mask
         self.prefixes = prefixes
         self.drafts = drafts
-        self.num_seqs, self.num_tokens = num_seqs, num_tokens
-        self.num_fed = fed
+        self.num_seqs, self.num_tokens, self.num_fed = num_seqs, num_tokens, fed
         self.max_q_len = most
         self.min_q_len = fewest
         self.max_kv_len = longest
-        self.is_plain = inputs is HOST_INPUTS and mask is NO_MASK and prefixes is NO_PREFIXES and drafts is NO_DRAFTS
+        is_plain = inputs is HOST_INPUTS and mask is NO_MASK and prefixes is NO_PREFIXES and drafts is NO_DRAFTS
+        self.is_plain, self.decodes = is_plain, is_plain and fewest == most == 1
         self.row_bytes = row_bytes
         self.kv_len_bytes = kv_len_bytes
         self.q_len_bytes = q_len_bytes

@@ -21,10 +21,10 @@ from rocm_attn.batch.padding import PaddedShape, PadTo
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.capture.check import CaptureCheck, Check, Verdict
 from rocm_attn.capture.graphs import CapturedBucket, CaptureReport, Progress, SkippedBucket, capture_shapes, shape_name
-from rocm_attn.capture.made_graphs import Again, FreshGraph, Once, RunsAgain, Trial, takes_inputs
+from rocm_attn.capture.made_graphs import Again, FreshGraph, Once, RunsAgain, TakingGraph, Trial, takes_inputs
 from rocm_attn.capture.probe_requests import plan_of, typical_q_len
 from rocm_attn.capture.split_forward import Forward, SplitForward, in_batch_order, one_after_the_other
-from rocm_attn.errors import DeviceFault, GraphStale, NotCopied, Unsupported
+from rocm_attn.errors import DeviceFault, GraphStale, NotCopied, RocmAttnError, Unsupported, WrongState
 from rocm_attn.hip_graphs.errors import RecordingRefused, StaleRecording
 from rocm_attn.hip_graphs.graph_cache import Entry, GraphCache
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
@@ -98,7 +98,7 @@ class StepRunner(Generic[Outputs]):
         self._graphs = GraphCache(self._pinned)
         self._entry_of_plan: dict[StepPlan, Entry[Outputs]] = {}
         self._stored_layers: dict[StepPlan, int] = {}  # that a plan's graph stores in
-        self._takers: set[StepPlan] = set()  # whose graphs take their inputs
+        self._takers: dict[StepPlan, TakingGraph[Outputs]] = {}
         self._again: Again[Outputs] | None = None
         self._last_plan: StepPlan | None = None
         self._graph_of_last: RunsAgain[Outputs] | None = None  # as long as that graph is kept
@@ -130,7 +130,37 @@ class StepRunner(Generic[Outputs]):
 
         Raises what begin_step and forward raise; the runtime is ready for another step then.
         """
+        graph = self._run_at_once(batch) if pad_to is None and batch.is_plain and self._takers else None
+        if graph is not None:
+            return graph.outputs(batch)
         return self._run(partial(self._runtime.stage, batch, pad_to, self._takers), batch)
+
+    def _run_at_once(self, batch: StepBatch) -> TakingGraph[Outputs] | None:
+        """Run a step by the graph that is all of it. None: there is none, and nothing was done."""
+        runtime, metrics = self._runtime, self.metrics
+        if self._seal_number != runtime.seal_number or runtime.agree is not alone:
+            return None
+        try:
+            ran = runtime.at_once.run(runtime, batch, self._takers)
+        except WrongState:  # another step is begun, which is not this call's to end
+            raise
+        except BaseException as error:
+            runtime.end_step()  # an interrupt may have come in its place
+            if isinstance(error, DeviceFault):
+                self._count_faults(error)
+            if isinstance(error, DeviceFault) or not isinstance(error, RocmAttnError):  # no refusal
+                self._flight.failed(error)
+            if isinstance(error, StaleRecording):
+                raise GraphStale(str(error)) from error
+            raise
+        if ran is None:
+            return None
+        self._last_plan, graph = ran
+        metrics.steps += 1
+        metrics.replays += 1
+        metrics.real_seqs += batch.num_seqs
+        metrics.padded_seqs += ran[0].shape.num_seqs - batch.num_seqs
+        return graph
 
     def run_split(self, batch: StepBatch, pad_to: PadTo | None = None) -> Outputs:
         """As run, in two halves. pad_to: of both together; even."""
@@ -623,12 +653,13 @@ class StepRunner(Generic[Outputs]):
         if all(kept.key != plan.key for kept in self._entry_of_plan):
             # An interrupt may have come after a graph was put there, and before its plan led to it.
             self._again = self._graph_of_last = None
-            self._takers.discard(plan)
+            self._takers.pop(plan, None)
             self._graphs.drop(plan.key)
         self._stored_layers[plan] = graph.stored_layers
         self._entry_of_plan[plan] = self._graphs.put(plan.key, graph.recording, graph.outputs)
         if graph.takes_inputs:
-            self._takers.add(plan)
+            entry = self._entry_of_plan[plan]
+            self._takers[plan] = TakingGraph(plan, entry, graph.stored_layers, self._graphs.replay, self._flight)
         self.metrics.captures += 1
         check = verdict.summary + note
         self._buckets.append(CapturedBucket(plan.key, graph.seconds, verdict.seconds, graph.recording.bytes, check))

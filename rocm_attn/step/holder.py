@@ -56,7 +56,8 @@ class StepHolder:
 
     def begin(self, what_fails: str) -> None:
         """Take the step for the current thread. Raises WrongState."""
-        if not self.take():
+        me = get_ident()
+        if self._thread_of.setdefault(_STEP, me) != me and not self._take_over(me):  # as take(), in half of its time
             raise WrongState(
                 f"{what_fails}, because another thread has begun a step and not ended it; "
                 "a runtime is used by one thread at a time"

@@ -102,7 +102,7 @@ class Planner:
         if pad_to is not None:
             require_pad_to(pad_to)
         max_kv_len = self._max_kv_len_of(batch, pad_to) if self._bakes_kv_len else self._max_kv_len
-        is_usual = pad_to is None and batch.is_plain and batch.max_q_len == batch.min_q_len == num_children == 1
+        is_usual = batch.decodes and pad_to is None and num_children == 1
         if is_usual:
             known = self._decodes.get((batch.num_seqs, max_kv_len))
             if known is not None:

@@ -29,11 +29,12 @@ from rocm_attn.kernels.metadata.slot_layout import (
     ECHO,
     HEADER_WORDS,
     NO_ECHO,
+    SEQ_PARTS,
     STEP,
     STEP_BEFORE,
     TAKEN_BY_GRAPH,
     UNREAD,
-    slot_header,
+    pack_header,
     slot_parts,
 )
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
@@ -263,42 +264,46 @@ class Publisher:
         """
         if self._launching is not None:
             self._settle()
+        is_plain = batch.is_plain
         num_seqs, num_ids, num_fed = batch.num_seqs, len(batch.token_ids), batch.num_tokens
         kv_len_bytes, q_len_bytes = batch.kv_len_bytes, batch.q_len_bytes
-        if not batch.is_plain and isinstance(batch.drafts, Drafts):  # the device derives the others from the first step
+        if not is_plain and isinstance(batch.drafts, Drafts):  # the device derives the others from the first step
             num_fed, kv_len_bytes, q_len_bytes = batch.num_fed, *_first_draft_step(batch, batch.drafts)
         line = self._lines[child]
-        parts = slot_parts(num_seqs, num_ids)
-        slot, words, raw = line.ring.acquire(parts.floor.stop)
+        ring = line.ring
+        slot, words, raw = ring.acquire(HEADER_WORDS + SEQ_PARTS * num_seqs + num_ids)
         if words.item(ECHO):
             line.look(words, self._found)
             self.runs.lose_count()  # what was lost may have been the run of a graph
         if self._found:
             self._report_at_once()
+        to = step.spaces[0]
+        counts = to.counts
         # The memory of the step before's counts is a graph's too.
         takes = (
             to_graph
-            and (batch.is_plain or (batch.inputs is HOST_INPUTS and batch.mask is NO_MASK))
-            and line.ring.is_fixed
-            and _same(line.counts, step.spaces[0].counts)
+            and (is_plain or (batch.inputs is HOST_INPUTS and batch.mask is NO_MASK))
+            and ring.is_fixed
+            and (line.counts is counts or _same(line.counts, counts))
         )
         number = (self.step_number + 1) & INT32_MAX
-        header = slot_header(num_seqs, num_fed, number, num_ids > 0, line.number, self.runs.next() if takes else 0)
+        runs = self.runs.next() if takes else 0
+        header = pack_header(num_seqs, num_fed, number, num_ids > 0, line.number, 0, 0, runs)
         # At once, and as bytes: that takes a third of what writing to parts of an array does.
         inputs = b"".join((header, batch.row_bytes, kv_len_bytes, q_len_bytes, batch.token_ids.tobytes()))
         raw[: len(inputs)] = inputs
-        if isinstance(batch.prefixes, SharedPrefixes):
+        if not is_plain and isinstance(batch.prefixes, SharedPrefixes):
+            parts = slot_parts(num_seqs, num_ids)
             words[parts.prefix_len], words[parts.group_end] = batch.prefixes.prefix_len, batch.prefixes.group_end
-        to = step.spaces[0]
-        counts = to.counts
         if takes:
             # One statement, as below; the echo comes last, for the graph of another step may look at the slot.
             words[ECHO], self._launching = TAKEN_BY_GRAPH, (line, words, counts, number, True)
-            line.ring.release_to_graph()
+            ring.release_to_graph()
             line.recent.append((number, batch.rows))
             return
         if isinstance(batch.inputs, DeviceInputs):
-            words[parts.floor] = 0 if batch.inputs.lengths_on_host else self._table.floors(batch.rows)
+            floor = slot_parts(num_seqs, num_ids).floor
+            words[floor] = 0 if batch.inputs.lengths_on_host else self._table.floors(batch.rows)
         # One statement: an interrupt comes before all of it or after.
         words[ECHO], self._launching = NO_ECHO, (line, words, counts, number, False)
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -13,13 +13,11 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.inputs import DeviceInputs
-from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import DeviceFault
-from rocm_attn.step.plan import StepPlan
-from rocm_attn.step.step import Step
+from rocm_attn.step.memory import DeviceStep
 from tests.amd.graphs.small_models import Requests, Tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -64,14 +62,14 @@ def sleep() -> None:
 
 def sleep_after_stage(decoding: Decoding) -> None:
     """From now on the stream sleeps before each replay, and after what was launched to publish its step."""
-    stage = decoding.tiny.runtime.stage
+    publisher = decoding.tiny.runtime._publisher
+    publish = publisher.publish_whole
 
-    def staged(batch: StepBatch, pad_to: PadTo | None = None, takers: Collection[StepPlan] = ()) -> Step:
-        step = stage(batch, pad_to, takers)
+    def published(batch: StepBatch, step: DeviceStep, *, to_graph: bool = False) -> None:
+        publish(batch, step, to_graph=to_graph)
         sleep()
-        return step
 
-    decoding.tiny.runtime.stage = staged  # type: ignore[method-assign]
+    publisher.publish_whole = published  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")

@@ -85,6 +85,7 @@ class DecodeCut:
     side_by_side: whether equal parts of a sequence's rows are handed out side by side (decode_schedule.py)
     most_rounds:  see of_step
     fewer_of_few: how many times fewer programs serve steps of _FEW_ROWS rows at most
+    alone:        the cut of steps with at least least_alone rows, and no more than it has programs, if they have one
     """
 
     rows: int
@@ -98,6 +99,8 @@ class DecodeCut:
     side_by_side: bool = False
     most_rounds: int = 1
     fewer_of_few: int = 1
+    alone: DecodeCut | None = None
+    least_alone: int = 0
 
     def __post_init__(self) -> None:
         assert self.row_cost >= 0
@@ -138,15 +141,23 @@ class DecodeCut:
         hardware hands out later goes to those that are done. Rows that few programs share gain nothing: parts to merge.
         Of a few rows fewer programs have fewer parts.
         """
+        if self.alone is not None and self.least_alone <= num_seqs * self.rows <= self.alone.programs:
+            return self.alone
+        return self.roomiest_of_step(num_seqs)
+
+    def roomiest_of_step(self, num_seqs: int) -> DecodeCut:
+        """A cut whose words and partial results have room for those of every step of num_seqs sequences or fewer."""
         if num_seqs * self.rows <= _FEW_ROWS:
-            return replace(self, programs=max(1, self.programs // self.fewer_of_few))
-        rounds = (2 * num_seqs * self.rows + self.programs) // (2 * self.programs)
-        return replace(self, programs=self.programs * max(1, min(rounds, self.most_rounds)))
+            programs = max(1, self.programs // self.fewer_of_few)
+        else:
+            rounds = (2 * num_seqs * self.rows + self.programs) // (2 * self.programs)
+            programs = self.programs * max(1, min(rounds, self.most_rounds))
+        return replace(self, programs=programs, alone=None, least_alone=0)
 
     @property
     def programs_in_words(self) -> str:
         """How many programs steps have, for descriptions of a kernel."""
-        least, most = self.of_step(0).programs, self.programs * self.most_rounds
+        least, most = self.roomiest_of_step(0).programs, self.programs * self.most_rounds
         return f"{least}" if most == least else f"{least} to {most}"
 
     @property

@@ -95,6 +95,7 @@ class DecodeCut:
     fewer_of_few: how many times fewer programs serve steps of _FEW_ROWS rows at most
     merge_group:  of the tiles; where it is not 0 the schedule has counters
     merge_rows:   steps of fewer rows are merged by a launch of its own
+    alone:        the cut of steps with at least least_alone rows, and no more than it has programs, if they have one
     """
 
     rows: int
@@ -110,6 +111,8 @@ class DecodeCut:
     fewer_of_few: int = 1
     merge_group: int = 0
     merge_rows: int = 0
+    alone: DecodeCut | None = None
+    least_alone: int = 0
 
     def __post_init__(self) -> None:
         assert self.merge_group == 0 or self.merge_group >= LEAST_GROUP
@@ -159,18 +162,25 @@ class DecodeCut:
         hardware hands out later goes to those that are done. Rows that few programs share gain nothing: parts to merge.
         Of a few rows fewer programs have fewer parts.
         """
+        if self.alone is not None and self.least_alone <= num_seqs * self.rows <= self.alone.programs:
+            return self.alone
+        return self.roomiest_of_step(num_seqs)
+
+    def roomiest_of_step(self, num_seqs: int) -> DecodeCut:
+        """A cut whose words and partial results have room for those of every step of num_seqs sequences or fewer."""
         num_rows = num_seqs * self.rows
         group = self.merge_group if num_rows >= self.merge_rows else 0
         if num_rows <= _FEW_ROWS:
-            return replace(self, programs=max(1, self.programs // self.fewer_of_few), merge_group=group)
-        rounds = (2 * num_rows + self.programs) // (2 * self.programs)
-        programs = self.programs * max(1, min(rounds, self.most_rounds))
-        return replace(self, programs=programs, merge_group=group)
+            programs = max(1, self.programs // self.fewer_of_few)
+        else:
+            rounds = (2 * num_rows + self.programs) // (2 * self.programs)
+            programs = self.programs * max(1, min(rounds, self.most_rounds))
+        return replace(self, programs=programs, merge_group=group, alone=None, least_alone=0)
 
     @property
     def programs_in_words(self) -> str:
         """How many programs steps have, for descriptions of a kernel."""
-        least, most = self.of_step(0).programs, self.programs * self.most_rounds
+        least, most = self.roomiest_of_step(0).programs, self.programs * self.most_rounds
         return f"{least}" if most == least else f"{least} to {most}"
 
     @property

@@ -3,10 +3,39 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
 from rocm_attn.kernels.tuning.tiles import Codes, DecodeRow, DecodeTiles, NoTiles, names_of, next_power_of_2, no_row
+
+_TWO_AN_SM = DecodeTiles(64, 4, 3, 2, transposed=True, row_cost=1, row_end=1, early=True, most_rounds=4, merge_group=16)
+_TWO_OF_256 = DecodeTiles(32, 4, 3, 2, dim_block=128, early=True)
+
+
+class Alone(NamedTuple):
+    """Tiles of steps without a window that have no more rows than programs of these run at a time.
+
+    fill: the least part of those programs that must have a row
+    """
+
+    tiles: DecodeTiles
+    fill: float
+
+
+# By the tiles of all other steps. One program an SM, of twice as many keys and warps.
+ALONE = {
+    # Rows that are alike have a program each, and nothing is merged. llama70b 16 x 4k takes 66.8 us where the others
+    # take 68.8, one KV head 128 x 8k 127.4 and 129.5, 124 x 2k 37.3 and 37.5; ragged 16 125.4 and 124.9. Of 120 rows
+    # 15 x 4k takes 67.7 and 66.4, of 16 (one KV head, 16 x 4k) 17.1 and 14.8.
+    _TWO_AN_SM: Alone(
+        DecodeTiles(128, 8, 3, 1, transposed=True, row_cost=1, row_end=1, early=True, merge_group=16), 0.93
+    ),
+    # gemma 1 x 128k: 242 us where the others take 260; 16 x 4k 124.6 and 126.5, 4 x 8k 68.3 and 72.8, ragged 16 236 and
+    # 235. With one KV head 1 x 128k 39.9 and 48.0, ragged 64 76.6 and 81.9, 1 x 8k 10.0 and 9.4. With more rows than
+    # programs 256 x 2k takes 1005 and 989.
+    _TWO_OF_256: Alone(DecodeTiles(64, 8, 3, 1, dim_block=128, early=True), 0.0),
+}
 
 # The first row that serves wins. In the comments llama8b is (32 query heads, 8 KV heads, 128), gptoss (64, 8, 64) and
 # gemma (8, 4, 256), and "of the floor" means of the time to read K and V once.
@@ -60,7 +89,8 @@ DECODE_ROWS = (
     # 30 query heads of 40 on 3 KV heads, 113 x 1984..5803: 68 us, 95 one by one; on 10, 4 x 18k..26k: 50 and 65.
     DecodeRow("sm_90", 2, 40, 32, DecodeTiles(32, 2, 3, 4, heads_per_row=3, early=True), (Codes.NONE,), any_dim=True),
     DecodeRow("sm_90", 2, 40, 32, DecodeTiles(32, 2, 3, 4, heads_per_row=2, early=True), (Codes.NONE,), any_dim=True),
-    # gptoss 64 x 4k: 127 us, 128 without early launches; 145 with one KV head a row.
+    # gptoss 64 x 4k: 127 us, 128 without early launches; 145 with one KV head a row. In up to four rounds 256 x 2k
+    # takes 250 us where one takes 252, and 128 x 8k 479 and 485; but 200 x 1000 118 and 108, ragged 256 294 and 288.
     DecodeRow(
         "sm_90",
         2,
@@ -84,13 +114,7 @@ DECODE_ROWS = (
     # 498, ragged 256 1304 and 1330; but 100 x 3000 takes 301 and 294, 256 x 512 141 and 140. Merged within the launch
     # 64 x 4k takes 245 us where it takes 255, 16 x 4k 71 and 73; with one KV head 16 x 4k 20 and 15 (cuts.py). So do
     # heads of 256 274 and 247, of 80 231 and 210: they have no group.
-    DecodeRow(
-        "sm_90",
-        2,
-        128,
-        16,
-        DecodeTiles(64, 4, 3, 2, transposed=True, row_cost=1, row_end=1, early=True, most_rounds=4, merge_group=16),
-    ),
+    DecodeRow("sm_90", 2, 128, 16, _TWO_AN_SM),
     # 32 query heads on one KV head, 64 x 4k: 30 us; 40 of 48 on 2, 32 x 4k: 33, in the tiles of 80 36.
     DecodeRow("sm_90", 2, 64, 32, DecodeTiles(64, 4, 3, 2, dim_block=32, early=True), (Codes.NONE,)),
     # 80 query heads of 72 on 4 KV heads, 11 x 9.9k..24.6k: 100 us, 126 in the tiles of 64 query heads. 32 on one, 3 x
@@ -113,7 +137,7 @@ DECODE_ROWS = (
     # 64 query heads of 192 on 8 KV heads, 64 x 4k: 387 us; 399 as one block of 256 columns, 393 with 2 programs an SM.
     DecodeRow("sm_90", 2, 192, 16, DecodeTiles(32, 4, 3, 3, dim_block=64, early=True), (Codes.NONE,)),
     # gemma 64 x 4k: 494 us, 1.05 of the floor; 495 as one block, 602 transposed.
-    DecodeRow("sm_90", 2, 256, 16, DecodeTiles(32, 4, 3, 2, dim_block=128, early=True), (Codes.NONE,)),
+    DecodeRow("sm_90", 2, 256, 16, _TWO_OF_256, (Codes.NONE,)),
     DecodeRow("sm_90", 2, 256, 16, DecodeTiles(32, 4, 3, 2, early=True)),
     # 64 query heads of 160 on one KV head, 38 x 14k: 104 us, 273 as one block. Of 192, 38 x 4k: 48 and 95.
     DecodeRow("sm_90", 2, 192, 64, DecodeTiles(32, 4, 3, 2, dim_block=32, early=True), (Codes.NONE,)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TypedDict
 
@@ -9,7 +10,7 @@ import torch
 
 from rocm_attn.kernels.attention.cuts import DecodeCut
 from rocm_attn.kernels.tuning.cdna_tiles import cdna_tiles
-from rocm_attn.kernels.tuning.decode_tiles import decode_tiles
+from rocm_attn.kernels.tuning.decode_tiles import ALONE, decode_tiles
 from rocm_attn.kernels.tuning.extend_tiles import extend_rows
 from rocm_attn.kernels.tuning.latent_tiles import LatentTiles, latent_decode_tiles, latent_extend_tiles
 from rocm_attn.kernels.tuning.measured import AnyTiles, MeasuredLayer, MeasuredRow, Table
@@ -158,6 +159,15 @@ def _or_measured(static: AnyTiles, row: MeasuredRow | None) -> AnyTiles:
 
 def decode_cut_of(problem: Problem, target: Target, tiles: DecodeTiles) -> DecodeCut:
     """How decode of a problem is cut, by as many programs as a target runs at once."""
+    cut = _decode_cut(problem, target, tiles)
+    if tiles not in ALONE or problem.window_left != UNLIMITED_WINDOW:
+        return cut
+    other, fill = ALONE[tiles]
+    alone = _decode_cut(problem, target, other)
+    return replace(cut, alone=alone, least_alone=math.ceil(fill * alone.programs))
+
+
+def _decode_cut(problem: Problem, target: Target, tiles: DecodeTiles) -> DecodeCut:
     return DecodeCut.of(
         tiles,
         num_kv_heads=problem.num_kv_heads,

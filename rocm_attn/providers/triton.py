@@ -14,6 +14,7 @@ from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
+from rocm_attn.kernels.tuning.decode_tiles import ALONE
 from rocm_attn.kernels.tuning.tiles import Codes, DecodeTiles, ExtendRow, ExtendTiles
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
@@ -83,13 +84,17 @@ class TritonDecode:
 
     def workspace_words(self, shape: PaddedShape) -> int:
         problem = self.problem
-        cut = self.cut.of_step(shape.num_seqs)
+        cut = self.cut.roomiest_of_step(shape.num_seqs)
         return cut.partials_words(gqa_ratio=problem.gqa_ratio, v_head_dim=problem.v_head_dim, tiles=self.tiles)
 
     @only_launches
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         cut = self.cut.of_step(args.queries.num_seqs)
-        triton_launches.launch_paged_decode(args, scores=self.scores, cut=cut, tiles=self.tiles)
+        triton_launches.launch_paged_decode(args, scores=self.scores, cut=cut, tiles=self.tiles_of(cut))
+
+    def tiles_of(self, cut: DecodeCut) -> DecodeTiles:
+        """Of a step that is cut so."""
+        return ALONE[self.tiles].tiles if cut is self.cut.alone else self.tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +105,7 @@ class TritonStoringDecode(TritonDecode):
     def store_and_attend(self, args: AttendArgs, new: NewRows, step: StepTensors, bounds: StepBounds) -> None:
         """As StoringKernel's."""
         cut = self.cut.of_step(args.queries.num_seqs)
-        triton_launches.launch_storing_decode(args, new, scores=self.scores, cut=cut, tiles=self.tiles)
+        triton_launches.launch_storing_decode(args, new, scores=self.scores, cut=cut, tiles=self.tiles_of(cut))
 
 
 @dataclass(frozen=True, slots=True)

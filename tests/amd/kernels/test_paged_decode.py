@@ -18,6 +18,7 @@ from rocm_attn.kernels.attention.decode_geometry import has_whole_rows
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.refs.schedules import decode_schedule
+from rocm_attn.kernels.tuning.decode_tiles import ALONE, decode_tiles
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
 from tests.amd.kernels.attention_cases import (
     UNTOUCHED,
@@ -133,6 +134,18 @@ def test_every_form_of_the_inner_loop_is_right(
     """Five query heads a KV head are cut unevenly by 2 and 3 blocks."""
     tensors = build(replace(RAGGED, heads=(10, 2), page_size=3, dtype=dtype), kernel_device)
     run_decode(tensors, num_programs=4, tiles=tiles)
+    assert_served(tensors)
+
+
+@pytest.mark.parametrize("dim", [128, 256])
+@pytest.mark.parametrize("num_programs", [4, 12])
+def test_tiles_of_as_many_rows_as_programs_are_right(dim: int, num_programs: int, kernel_device: torch.device) -> None:
+    shape: dict[str, Any] = {"num_kv_heads": 2, "dtype": torch.float16}
+    usual = decode_tiles("sm_90", gqa_ratio=2, head_dim=dim, v_head_dim=dim, **shape)
+    tiles = replace(ALONE[usual].tiles, early=kernel_device.type == "cuda")
+    kv_len = [600, 0, 1, 129, 300, 127]
+    tensors = build(replace(RAGGED, kv_len=kv_len, heads=(4, 2), dims=(dim, dim), dtype=torch.float16), kernel_device)
+    run_decode(tensors, num_programs=num_programs, tiles=tiles)
     assert_served(tensors)
 
 

@@ -1,0 +1,61 @@
+"""Which tiles a decode step has, and that memory made for a step has room for every smaller one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.kernels.attention.cuts import DecodeCut
+from rocm_attn.kernels.tuning.decode_tiles import ALONE
+from rocm_attn.kernels.tuning.tiles import DecodeTiles
+from rocm_attn.machine.target import known_target
+from rocm_attn.problem import Problem
+from rocm_attn.providers.select import select
+from rocm_attn.providers.triton import TritonDecode
+
+LLAMA = Problem(64, 8, 128, 128, torch.bfloat16, 16, 128**-0.5)
+GEMMA = Problem(16, 8, 256, 256, torch.bfloat16, 16, 256**-0.5)
+
+
+def decode_of(problem: Problem, arch: str = "sm_90") -> TritonDecode:
+    kernel = select(problem, known_target(arch), "triton").kernels[StepKind.DECODE].bound
+    assert isinstance(kernel, TritonDecode)
+    return kernel
+
+
+def steps_alone(kernel: TritonDecode, most: int = 40) -> set[int]:
+    """Sequences of the steps that have other tiles."""
+    return {n for n in range(1, most) if kernel.tiles_of(kernel.cut.of_step(n)) != kernel.tiles}
+
+
+def test_steps_of_nearly_as_many_rows_as_programs_have_tiles_of_their_own() -> None:
+    assert steps_alone(decode_of(LLAMA)) == {16}
+    assert steps_alone(decode_of(GEMMA)) == set(range(1, 17))
+    kernel = decode_of(LLAMA)
+    cut = kernel.cut.of_step(16)
+    assert kernel.tiles_of(cut) == ALONE[kernel.tiles].tiles
+    assert (cut.programs, cut.key_block) == (132, 128)
+
+
+def test_layers_with_a_window_and_other_archs_have_one_kind_of_tiles() -> None:
+    assert not steps_alone(decode_of(replace(LLAMA, window_left=1000)))
+    assert not steps_alone(decode_of(LLAMA, "sm_80"))
+
+
+@pytest.mark.parametrize("problem", [LLAMA, GEMMA], ids=["llama", "gemma"])
+def test_memory_of_a_step_has_room_for_smaller_ones(problem: Problem) -> None:
+    kernel = decode_of(problem)
+    assert steps_alone(kernel)
+
+    def partials(cut: DecodeCut, tiles: DecodeTiles) -> int:
+        return cut.partials_words(gqa_ratio=problem.gqa_ratio, v_head_dim=problem.v_head_dim, tiles=tiles)
+
+    for most in range(1, 40):
+        room = kernel.cut.roomiest_of_step(most)
+        for n in range(1, most + 1):
+            cut = kernel.cut.of_step(n)
+            assert cut.words(n) <= room.words(most)
+            assert partials(cut, kernel.tiles_of(cut)) <= partials(room, kernel.tiles)

@@ -39,7 +39,18 @@ from rocm_attn.kernels.attention.coded import (
     token_factor,
 )
 from rocm_attn.kernels.attention.cuts import DecodeCut, group_shape
-from rocm_attn.kernels.attention.decode_columns import blocks_of_q, column_offsets, own_places
+from rocm_attn.kernels.attention.decode_columns import (
+    alone,
+    blocks_of_q,
+    column_offsets,
+    elements,
+    even_and_odd,
+    own_places,
+    tail_of,
+    tail_offsets,
+    tails_of_keys,
+    zeros_of_values,
+)
 from rocm_attn.kernels.attention.decode_geometry import DecodeGeometry, has_whole_rows
 from rocm_attn.kernels.attention.decode_schedule import (
     PROGRAM_DONE,
@@ -55,7 +66,6 @@ from rocm_attn.kernels.attention.decode_schedule import (
     words_of_program,
     words_of_seq,
 )
-from rocm_attn.kernels.attention.key_loop import is_column
 from rocm_attn.kernels.attention.key_rows import (
     are_read_by_page,
     lie_in_one_page,
@@ -75,12 +85,13 @@ from rocm_attn.kernels.tuning.tiles import DecodeTiles, next_power_of_2
 
 class Side(NamedTuple):
     """K or V of a row: pointer, strides between pages and between tokens; of each column of the first block its offset
-    in a token."""
+    in a token, and of the last block if it has offsets of its own."""
 
     at: Any
     page: Any
     token: Any
     column: Any
+    tail: Any
 
 
 class KeyBlocks(NamedTuple):
@@ -93,27 +104,19 @@ class KeyBlocks(NamedTuple):
 
 
 @triton.jit
-def _elements(rows, live, PART: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr):
-    """A block of columns of K rows or V rows; 0 beyond the row and of keys that are not live, [keys]."""
-    mask = live[:, None]
-    if (PART + 1) * COLUMNS > DIM:
-        mask = mask & is_column(PART, COLUMNS, DIM)
-    return tl.load(rows + PART * COLUMNS, mask=mask, other=0)
-
-
-@triton.jit
-def _products(q, k_rows, live, G: tl.constexpr):
+def _products(q, k_rows, k_tails, live, G: tl.constexpr):
     """q . k of a key block, [QUERY_ROWS, KEY_BLOCK] or swapped."""
     DIM: tl.constexpr = G.HEAD_DIM * G.rows.HEADS_PER_ROW
     PARTS: tl.constexpr = G.K_PARTS
     if G.PAIRED:
-        pairs = _elements(k_rows, live, 0, G.K_COLUMNS // 2, DIM // 2)
+        pairs = elements(k_rows, k_tails, live, 0, G.K_COLUMNS // 2, 0, DIM // 2)
         k_even, k_odd = decoded_pairs(pairs, G.coding.ENCODING)
         products = tl.dot(q[0], tl.trans(k_even))
         products = tl.dot(q[1], tl.trans(k_odd), products)
     else:
         for i in tl.static_range(PARTS):
-            k = decoded(_elements(k_rows, live, i, G.K_COLUMNS, DIM), G.coding.ENCODING, q[i].dtype)
+            block = elements(k_rows, k_tails, live, i, G.K_COLUMNS, G.K_TAIL, DIM)
+            k = decoded(block, G.coding.ENCODING, q[i].dtype)
             if G.TRANSPOSED:
                 left, right = k, q[i]
             else:
@@ -126,41 +129,17 @@ def _products(q, k_rows, live, G: tl.constexpr):
 
 
 @triton.jit
-def _even_and_odd(block):
-    """The even columns of a block and the odd ones, a tuple."""
-    pairs = tl.reshape(block, [block.shape[0], block.shape[1] // 2, 2])
-    return tl.split(pairs)
-
-
-@triton.jit
-def _alone(block):
-    """A tuple of one block."""
-    return (block,)
-
-
-@triton.jit
-def _zeros(COLUMNS: tl.constexpr, G: tl.constexpr):
-    """The accumulator of no key, a tuple of blocks of so many columns."""
-    blocks = ()
-    PARTS: tl.constexpr = G.V_PARTS
-    QUERY_ROWS: tl.constexpr = G.QUERY_ROWS
-    for _ in tl.static_range(PARTS):
-        zeros = tl.zeros([COLUMNS, QUERY_ROWS] if G.TRANSPOSED else [QUERY_ROWS, COLUMNS], tl.float32)
-        blocks += (zeros,)  # type: ignore[assignment]
-    return blocks
-
-
-@triton.jit
-def _with_values(acc, decay, weights, v_rows, live, factor, DTYPE: tl.constexpr, G: tl.constexpr):
+def _with_values(acc, decay, weights, v_rows, v_tails, live, factor, DTYPE: tl.constexpr, G: tl.constexpr):
     """acc * decay + weights * V, block by block; see add_values."""
     blocks = ()
     C: tl.constexpr = G.coding
     PARTS: tl.constexpr = G.V_PARTS
     COLUMNS: tl.constexpr = G.V_COLUMNS
+    TAIL: tl.constexpr = G.V_TAIL
     DIM: tl.constexpr = G.V_HEAD_DIM * G.rows.HEADS_PER_ROW
     TRANSPOSED: tl.constexpr = G.TRANSPOSED
     for i in tl.static_range(PARTS):
-        v = _elements(v_rows, live, i, COLUMNS, DIM)
+        v = elements(v_rows, v_tails, live, i, COLUMNS, TAIL, DIM)
         more = add_values(acc[i], decay, weights, v, factor, DTYPE, TRANSPOSED, C)
         blocks += (more,)  # type: ignore[assignment]
     return blocks
@@ -205,7 +184,7 @@ def _attend_key_blocks(q, k_side, v_side, read, logits, factors, G: tl.constexpr
     DTYPE: tl.constexpr = q[0].dtype
     LOADED: tl.constexpr = G.V_COLUMNS // 2 if G.PAIRED else G.V_COLUMNS
     V_READ: tl.constexpr = (G.V_HEAD_DIM // 2 if G.PAIRED else G.V_HEAD_DIM) * G.rows.HEADS_PER_ROW
-    acc = _zeros(LOADED, G)
+    acc = zeros_of_values(LOADED, G)
     odd = acc[0]
     amount = no_amount()
     # Factors of tokens are many operations: scores are scaled by what subtracts the maximum, and weights come out as
@@ -245,6 +224,11 @@ def _attend_key_blocks(q, k_side, v_side, read, logits, factors, G: tl.constexpr
         else:
             k_rows = k_side.at + k_row[:, None] + k_side.column[None, :]
             v_rows = v_side.at + v_row[:, None] + v_side.column[None, :]
+        k_tails, v_tails = k_rows, v_rows
+        if G.K_TAIL > 0:
+            k_tails = tails_of_keys(k_side, k_row, lane, BY_PAGE)
+        if G.V_TAIL > 0:
+            v_tails = tails_of_keys(v_side, v_row, lane, BY_PAGE)
         if TWO_FACTORS:
             # [2, KEY_BLOCK]
             k_factor = factors_of_two(factors.k, page, offset, factors.head, live, HEADS, C)
@@ -253,7 +237,7 @@ def _attend_key_blocks(q, k_side, v_side, read, logits, factors, G: tl.constexpr
             k_factor = token_factor(factors.k, page, offset, factors.head, live, True, C)
             v_factor = token_factor(factors.v, page, offset, factors.head, live, True, C)
         # scores, weights: [QUERY_ROWS, KEY_BLOCK], or swapped
-        products = _products(q, k_rows, live, G)
+        products = _products(q, k_rows, k_tails, live, G)
         if C.SCALES == TOKEN_SCALES:
             products = times_factors(products, k_factor, G.TRANSPOSED)
         if G.TRANSPOSED:
@@ -280,26 +264,26 @@ def _attend_key_blocks(q, k_side, v_side, read, logits, factors, G: tl.constexpr
         wide = decay[None, :] if G.TRANSPOSED else decay[:, None]
         if G.PAIRED:
             # pairs: [KEY_BLOCK, V_COLUMNS / 2]
-            pairs = _elements(v_rows, live, 0, LOADED, V_READ)
+            pairs = elements(v_rows, v_tails, live, 0, LOADED, 0, V_READ)
             shares = weights
             if BY_AMOUNT:
                 shares = times_factors(weights, v_factor, False)
                 wide = wide * tl.exp2(before - amount.exponent)
             even, odd = add_value_pairs(acc[0], odd, wide, shares.to(tl.float16), pairs, C)
-            acc = _alone(even)
+            acc = alone(even)
         else:
             parts = weights
             if TWO_FACTORS:
                 v_factor, part = shared_factor(v_factor)
                 parts = times_factors(weights, part, G.TRANSPOSED)
-            acc = _with_values(acc, wide, parts, v_rows, live, v_factor, DTYPE, G)
+            acc = _with_values(acc, wide, parts, v_rows, v_tails, live, v_factor, DTYPE, G)
         # After the product: before it, gfx942's compiler takes a register more, and a fourth wave has no room.
         more = tl.sum(weights, 0 if G.TRANSPOSED else 1)
         total = total * decay + (more * tl.exp2(amount.exponent) if BY_AMOUNT else more)
     if G.PAIRED:
         if BY_AMOUNT:
             acc, odd = scaled_parts(acc, tl.exp2(amount.exponent)), odd * tl.exp2(amount.exponent)
-        acc = _alone(tl.reshape(tl.join(acc[0], odd), [QUERY_ROWS, G.V_COLUMNS]))
+        acc = alone(tl.reshape(tl.join(acc[0], odd), [QUERY_ROWS, G.V_COLUMNS]))
     return scaled_value_parts(Softmax(acc, maximum, total), row_factor(factors.v, factors.head, C), C)
 
 
@@ -406,6 +390,11 @@ def _decode_kernel(
         k_read, v_read = tl.arange(0, G.K_COLUMNS), tl.arange(0, G.V_COLUMNS)
     k_column = column_offsets(k_read, K_READ, kp_head, G)
     v_column = column_offsets(v_read, V_READ, vp_head, G)
+    k_tail, v_tail = k_column, v_column
+    if G.K_TAIL > 0:
+        k_tail = tail_offsets(G.K_PARTS, G.K_COLUMNS, G.K_TAIL, G.HEAD_DIM, kp_head, G)
+    if G.V_TAIL > 0:
+        v_tail = tail_offsets(G.V_PARTS, G.V_COLUMNS, G.V_TAIL, G.V_HEAD_DIM, vp_head, G)
     # Along the side of the q and the output block that TRANSPOSED chooses.
     m = q_row[None, :] if G.TRANSPOSED else q_row[:, None]
     sums = partials + num_programs * (2 * R.Q_ROWS * G.V_HEAD_DIM)
@@ -467,15 +456,15 @@ def _decode_kernel(
             k_factor = row_factor(k_scale, head, C)
             if G.PAIRED:
                 q_block, q_factor = half_query(q_blocks[0])
-                q_blocks = _even_and_odd(q_block)
+                q_blocks = even_and_odd(q_block)
                 k_factor *= q_factor
             k_scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, k_factor, G.CAPPED, C)
             if not G.EARLY:
                 first_pages = _pages_of_block(line, window_block + first_block, G)
             acc, maximum, total = _attend_key_blocks(
                 q_blocks,
-                Side(k_pages + first_kv_head * kp_head, kp_page, kp_token, k_column),
-                Side(v_pages + first_kv_head * vp_head, vp_page, vp_token, v_column),
+                Side(k_pages + first_kv_head * kp_head, kp_page, kp_token, k_column, k_tail),
+                Side(v_pages + first_kv_head * vp_head, vp_page, vp_token, v_column, v_tail),
                 KeyBlocks(
                     line,
                     Span(window_block + first_block, window_block + end_block),
@@ -637,10 +626,12 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: DecodeTil
     args.check_workspace(cut.partials_words(gqa_ratio=gqa_ratio, v_head_dim=v_head_dim, tiles=tiles))
     assert cut.row_cost + cut.row_end >= 1, "some program must write the zeros of a row without keys"
     assert heads <= 2 or args.pages.k_scale is None
-    assert not tiles.dim_block or (heads == 1 and not tiles.paired)
+    assert not tiles.dim_block or not tiles.paired
     assert heads == 1 or (head_dim == v_head_dim and tiles.head_blocks == 1)
     assert not tiles.paired or heads == 1 or head_dim == next_power_of_2(head_dim)
     k_columns, v_columns = tiles.columns(head_dim), tiles.columns(v_head_dim)
+    k_parts, v_parts = -(-head_dim * heads // k_columns), -(-v_head_dim * heads // v_columns)
+    assert heads == 1 or max(k_parts, v_parts) <= 2, "of a block between the first and the last no offsets are known"
     whole_rows = has_whole_rows(
         num_seqs * cut.rows,
         num_programs=cut.programs,
@@ -653,8 +644,10 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: DecodeTil
         V_HEAD_DIM=v_head_dim,
         K_COLUMNS=k_columns,
         V_COLUMNS=v_columns,
-        K_PARTS=-(-head_dim * heads // k_columns),
-        V_PARTS=-(-v_head_dim * heads // v_columns),
+        K_PARTS=k_parts,
+        V_PARTS=v_parts,
+        K_TAIL=tail_of(head_dim, heads, k_columns),
+        V_TAIL=tail_of(v_head_dim, heads, v_columns),
         QUERY_ROWS=max(16, next_power_of_2(tiles.q_rows(gqa_ratio))),
         PAGE_SIZE=args.pages.format.page_size,
         SAME_OFFSETS=args.same_offsets,

@@ -24,6 +24,7 @@ class DecodeGeometry(NamedTuple):
     K_COLUMNS, V_COLUMNS: columns of a block of K and of a block of V: the KV heads of a row beside each other, then
                           padding; or equal parts of one KV head's, the last one padded
     K_PARTS, V_PARTS:     blocks of columns of a row of K and of V
+    K_TAIL, V_TAIL:       columns of the last of them, where it is read by offsets of its own; else 0
     QUERY_ROWS:           rows of the q block, a query head each, then padding
     PAGE_SIZE:            tokens of a page
     SAME_OFFSETS:         whether K and V of a token lie at the same place of their pages
@@ -47,6 +48,8 @@ class DecodeGeometry(NamedTuple):
     V_COLUMNS: int
     K_PARTS: int
     V_PARTS: int
+    K_TAIL: int
+    V_TAIL: int
     QUERY_ROWS: int
     PAGE_SIZE: int
     SAME_OFFSETS: bool

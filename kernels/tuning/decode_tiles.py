@@ -79,16 +79,51 @@ DECODE_ROWS = (
     # 25k: 34 and 40; of 32, 32 on 8: 71 and 79.
     DecodeRow("sm_90", 2, 24, 16, DecodeTiles(32, 2, 3, 4, heads_per_row=5, early=True), (Codes.NONE,), any_dim=True),
     DecodeRow("sm_90", 2, 32, 16, DecodeTiles(32, 2, 3, 4, heads_per_row=4, early=True), (Codes.NONE,), any_dim=True),
+    # 12 on 3, 64 x 4k: 31 us, 35 as one block of 128 columns; 18 on 6, 20 x 5156..14827, a window of 4096: 24.5 and 26.
+    DecodeRow(
+        "sm_90",
+        2,
+        24,
+        16,
+        DecodeTiles(32, 2, 3, 4, heads_per_row=3, dim_block=64, early=True),
+        (Codes.NONE,),
+        any_dim=True,
+    ),
     DecodeRow("sm_90", 2, 40, 16, DecodeTiles(32, 2, 3, 4, heads_per_row=3, early=True), (Codes.NONE,), any_dim=True),
-    # 120 query heads of 24 on 10 KV heads, 9 x 11.8k..20.7k: 54 us, 79 one by one; of 16 on 12, 35 x 517: 13.6 and
-    # 14.6, 12.4 four at a time in blocks of 64 keys.
-    DecodeRow("sm_90", 2, 24, 32, DecodeTiles(32, 2, 3, 4, heads_per_row=2, early=True), (Codes.NONE,), any_dim=True),
+    # 32 query heads of 16 on 4 KV heads, 64 x 4k: 29.5 us, 33.1 in the tiles below; but 40 on 4: 32.9 and 26.8, 64 on
+    # 4: 30.8 and 25.2, 120 on 12, 35 x 517: 13.6 and 11.8.
+    DecodeRow("sm_90", 2, 16, 16, DecodeTiles(32, 2, 3, 4, heads_per_row=2, early=True), (Codes.NONE,)),
+    DecodeRow(
+        "sm_90", 2, 16, 64, DecodeTiles(64, 4, 3, 2, heads_per_row=4, row_cost=1, row_end=1, early=True), (Codes.NONE,)
+    ),
+    DecodeRow("sm_90", 2, 24, 16, DecodeTiles(32, 2, 3, 4, heads_per_row=2, early=True), (Codes.NONE,), any_dim=True),
+    # 64 query heads of 24 on 4 KV heads, 64 x 4k: 36 us, 51 as one block of 64 columns; 120 on 10, 9 x 11.8k..20.7k:
+    # 50.6 and 53.7, with five programs an SM 65.
+    DecodeRow(
+        "sm_90",
+        2,
+        24,
+        32,
+        DecodeTiles(32, 2, 3, 4, heads_per_row=2, dim_block=32, row_cost=1, row_end=1, early=True),
+        (Codes.NONE,),
+        any_dim=True,
+    ),
     # What cannot be read as one above. 30 query heads of 16 on 5 KV heads, 84 x 1.4k: 21 us, 32 in the tiles of 32
     # elements; 18 on 3, 60 x 421..1182: 10 and 14.
     DecodeRow("sm_90", 2, 16, 16, DecodeTiles(32, 1, 3, 16, early=True), (Codes.NONE,)),
     # 30 query heads of 40 on 3 KV heads, 113 x 1984..5803: 68 us, 95 one by one; on 10, 4 x 18k..26k: 50 and 65.
     DecodeRow("sm_90", 2, 40, 32, DecodeTiles(32, 2, 3, 4, heads_per_row=3, early=True), (Codes.NONE,), any_dim=True),
-    DecodeRow("sm_90", 2, 40, 32, DecodeTiles(32, 2, 3, 4, heads_per_row=2, early=True), (Codes.NONE,), any_dim=True),
+    DecodeRow("sm_90", 2, 40, 16, DecodeTiles(32, 2, 3, 4, heads_per_row=2, early=True), (Codes.NONE,), any_dim=True),
+    # 80 query heads of 40 on 8 KV heads, 64 x 4k: 106 us, 118 as one block of 128 columns; but 32 on 8: 105 and 98.
+    DecodeRow(
+        "sm_90",
+        2,
+        40,
+        32,
+        DecodeTiles(32, 2, 3, 4, heads_per_row=2, dim_block=64, early=True),
+        (Codes.NONE,),
+        any_dim=True,
+    ),
     # gptoss 64 x 4k: 127 us, 128 without early launches; 145 with one KV head a row. In up to four rounds 256 x 2k
     # takes 250 us where one takes 252, and 128 x 8k 479 and 485; but 200 x 1000 118 and 108, ragged 256 294 and 288.
     DecodeRow(
@@ -101,12 +136,57 @@ DECODE_ROWS = (
     # 20 query heads on 10 KV heads, 3 x 25k: of 24 elements 39 us, 48 with 4 programs an SM, 52 in the tiles of 16 and
     # 46 in those of 48.
     DecodeRow("sm_90", 2, 32, 16, DecodeTiles(64, 4, 3, 6, dim_block=32, early=True), (Codes.NONE,)),
-    # 32 query heads of 48 on 8 KV heads, 64 x 4k: 140 us, 168 in blocks of 32 columns and four warps; 16 of 40 on 16,
-    # 3 x 31k: 97 and 113, and with one warp 94, which takes 154 of the first.
-    DecodeRow("sm_90", 2, 48, 16, DecodeTiles(32, 2, 3, 8, early=True), (Codes.NONE,)),
-    # 32 query heads of 80 on 8 KV heads, 64 x 4k: 192 us, 227 in blocks of 32 columns and four warps, 229 in the tiles
-    # of 128; 96 of 72 on 16, 29 x 1399..4045: 135, 146 and 137.
+    # 32 query heads of 48 on 8 KV heads, 64 x 4k: 119 us; 132 one by one, 140 with eight programs an SM, 168 in blocks
+    # of 32 columns and four warps. 60 of 40 on 5, 2 x 10k: 14.6 one by one, 15.5 with eight.
+    DecodeRow(
+        "sm_90",
+        2,
+        48,
+        16,
+        DecodeTiles(32, 2, 3, 4, heads_per_row=2, dim_block=64, early=True),
+        (Codes.NONE,),
+        any_dim=True,
+    ),
+    DecodeRow("sm_90", 2, 48, 16, DecodeTiles(32, 2, 3, 4, early=True), (Codes.NONE,)),
+    DecodeRow("sm_90", 2, 64, 16, DecodeTiles(32, 2, 3, 4, early=True), (Codes.NONE,)),
+    # 32 query heads on one KV head, 64 x 4k: 30 us; 40 of 48 on 2, 32 x 4k: 33, in the tiles of 80 36.
+    DecodeRow("sm_90", 2, 64, 32, DecodeTiles(64, 4, 3, 2, dim_block=32, early=True), (Codes.NONE,)),
+    # Rows of 144 bytes lie across lines that hold a part of another KV head's. 96 query heads of 72 on 16 KV heads,
+    # 29 x 1399..4045: 112 us, 132 one by one, 135 as one block of 128 columns; 32 on 8, 64 x 4k: 176, 186 and 200.
+    DecodeRow(
+        "sm_90",
+        2,
+        72,
+        16,
+        DecodeTiles(32, 2, 3, 4, heads_per_row=2, dim_block=128, early=True),
+        (Codes.NONE,),
+        any_dim=True,
+    ),
+    # 32 query heads of 80 on 8 KV heads, 64 x 4k: 175 us; 188 one by one, 227 in blocks of 32 columns and four warps,
+    # 229 in the tiles of 128.
+    DecodeRow(
+        "sm_90",
+        2,
+        80,
+        16,
+        DecodeTiles(32, 4, 3, 2, heads_per_row=2, dim_block=128, early=True),
+        (Codes.NONE,),
+        any_dim=True,
+    ),
+    # Two at a time rows of up to 32 query heads take 92 us of 64 x 4k (64 query heads of 72 on 4 KV heads; 109 one by
+    # one), but longer where they are few: 32 on 2, 5 x 6930: 16.8 and 14.3; of 80, 24 on 2, 3 x 195..259: 6.6 and 4.8.
+    DecodeRow("sm_90", 2, 72, 16, DecodeTiles(32, 2, 3, 4, dim_block=64, early=True), (Codes.NONE,)),
     DecodeRow("sm_90", 2, 80, 16, DecodeTiles(32, 2, 3, 4, early=True), (Codes.NONE,)),
+    # 80 query heads of 80 on 4 KV heads, 64 x 4k: 97 us, 118 one by one; of 72, 11 x 9.9k..24.6k: 74 and 100.
+    DecodeRow(
+        "sm_90",
+        2,
+        80,
+        64,
+        DecodeTiles(32, 4, 3, 2, heads_per_row=2, dim_block=128, early=True),
+        (Codes.NONE,),
+        any_dim=True,
+    ),
     # llama70b 64 x 4k: 247 us, 250 without early launches; 331 with 1 program an SM, 380 with blocks of 128 keys. 16 x
     # 4k: 69, 70 where a row's cost is all at its start, 71 without early launches too. Pages of 8 take 1.02 of the time
     # of those of 32. Heads of 96 as equal blocks: 217 to 281 us where these tiles take 214 (32 KV heads, 16 x 4k).
@@ -115,18 +195,9 @@ DECODE_ROWS = (
     # 64 x 4k takes 245 us where it takes 255, 16 x 4k 71 and 73; with one KV head 16 x 4k 20 and 15 (cuts.py). So do
     # heads of 256 274 and 247, of 80 231 and 210: they have no group.
     DecodeRow("sm_90", 2, 128, 16, _TWO_AN_SM),
-    # 32 query heads on one KV head, 64 x 4k: 30 us; 40 of 48 on 2, 32 x 4k: 33, in the tiles of 80 36.
-    DecodeRow("sm_90", 2, 64, 32, DecodeTiles(64, 4, 3, 2, dim_block=32, early=True), (Codes.NONE,)),
-    # 80 query heads of 72 on 4 KV heads, 11 x 9.9k..24.6k: 100 us, 126 in the tiles of 64 query heads. 32 on one, 3 x
-    # 1472..11635: 9.6, and 10.7 with two programs an SM; but 64 x 4k 39 with two.
-    DecodeRow(
-        "sm_90",
-        2,
-        80,
-        32,
-        DecodeTiles(64, 4, 3, 2, transposed=True, row_cost=1, row_end=1, early=True, fewer_of_few=2),
-        (Codes.NONE,),
-    ),
+    # 32 query heads of 72 on one KV head, 64 x 4k: 34 us, 39 transposed as one block of 128 columns; 20 on one: 32 and
+    # 38. 3 x 1472..11635: 11.0 with all programs, and 9.6 with 132.
+    DecodeRow("sm_90", 2, 80, 32, DecodeTiles(32, 2, 3, 4, dim_block=64, early=True, fewer_of_few=4), (Codes.NONE,)),
     # 64 query heads on one KV head, 64 x 4k: of 64 elements 32 us, of 96 40; 47 and 59 as one block. In blocks of 32
     # keys 31 and 43. 128 heads of 72 on 2, 1 x 2821: 7.0, and 9.0 with two programs an SM; but 64 on one, 64 x 4k: 40
     # and 36.
@@ -134,6 +205,9 @@ DECODE_ROWS = (
     # 64 query heads on one KV head, 64 x 4k: 48 us; 60 as one block.
     DecodeRow("sm_90", 2, 128, 64, DecodeTiles(32, 4, 3, 2, dim_block=64, early=True), (Codes.NONE,)),
     DecodeRow("sm_90", 2, 128, 64, DecodeTiles(32, 4, 2, 2, early=True)),
+    # 32 query heads of 144 on 8 KV heads, 64 x 4k: 329 us, 348 in the tiles below; 48 on 6, 86 x 317: 32 and 40; 24 of
+    # 160 on 3, 5 x 12.7k..19k: 49 and 54.
+    DecodeRow("sm_90", 2, 160, 16, DecodeTiles(32, 2, 3, 4, dim_block=128, early=True), (Codes.NONE,)),
     # 64 query heads of 192 on 8 KV heads, 64 x 4k: 387 us; 399 as one block of 256 columns, 393 with 2 programs an SM.
     DecodeRow("sm_90", 2, 192, 16, DecodeTiles(32, 4, 3, 3, dim_block=64, early=True), (Codes.NONE,)),
     # gemma 64 x 4k: 494 us, 1.05 of the floor; 495 as one block, 602 transposed.

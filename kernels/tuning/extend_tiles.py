@@ -40,34 +40,37 @@ EXTEND_ROWS = (
         codes=(Codes.NONE,),
         max_rows=16,
     ),
-    # 96 x 16 heads of 16, 15 x 4 new of 6067: 48 us, 61 one by one, 47 four at a time in blocks of 128 rows. 32 x 8, 30
-    # x 5 of 2000: 26.0, and 25.6 one by one.
+    # 96 x 16 heads of 16, 15 x 4 new of 6067: 47 us, 48 in two launches, 61 one by one, 45.5 four at a time in blocks
+    # of 128 rows; but 32 x 8, 64 x 8 of 1000: 19.6, 23.4 in two launches and 28.4 four at a time.
     ExtendRow(
         "sm_90",
         2,
         16,
-        ExtendTiles(64, 128, 4, 3, 2, programs_per_cu=2, share_stages=3, merge_stages=4, heads_per_row=2),
+        ExtendTiles(
+            64, 128, 4, 3, 2, programs_per_cu=2, share_stages=3, one_launch=True, merge_stages=4, heads_per_row=2
+        ),
         alike=True,
         codes=(Codes.NONE,),
         max_rows=32,
     ),
-    # 48 x 12 heads of 24, 26 x 6 new of 591..6547, a window of 4096: 60 us, 76 one by one; 16 x 2, 10 x 3 of 5000: 19.8
-    # and 19.1.
+    # 48 x 12 heads of 24, 26 x 6 new of 591..6547, a window of 4096: 52 us, 60 with two programs an SM, 76 one by one;
+    # 16 x 2, 10 x 3 of 5000: 16.4 and 19.6.
     ExtendRow(
         "sm_90",
         2,
         24,
-        ExtendTiles(64, 64, 4, 3, 2, programs_per_cu=2, share_stages=3, merge_stages=4, heads_per_row=2),
+        ExtendTiles(64, 64, 4, 3, 2, programs_per_cu=3, share_stages=3, merge_stages=4, heads_per_row=2),
         alike=True,
         codes=(Codes.NONE,),
         max_rows=32,
     ),
-    # 96 x 16 heads of 16, 15 x 4 new of 6067: 60 us; in the tiles of 64 72, with three programs an SM 96.
+    # 96 x 16 heads of 16, 15 x 4 new of 6067: 60 us; in the tiles of 64 72, with three programs an SM 96. 32 x 8 of 32,
+    # 32 x 12 of 2000: 31 us, 37 in two launches.
     ExtendRow(
         "sm_90",
         2,
         32,
-        ExtendTiles(64, 128, 4, 3, 2, programs_per_cu=2, share_stages=3, merge_stages=4),
+        ExtendTiles(64, 128, 4, 3, 2, programs_per_cu=2, share_stages=3, one_launch=True, merge_stages=4),
         alike=True,
         codes=(Codes.NONE,),
         max_rows=64,
@@ -262,13 +265,13 @@ EXTEND_ROWS = (
         codes=(Codes.NONE,),
         max_rows=32,
     ),
-    # 96 x 6 heads of 320, 5 x 3 new of 4230..9194: 114 us; 122 to 147 in blocks of 32 keys, 139 in tiles of 128 rows.
-    # Of more elements they do not fit.
+    # 96 x 6 heads of 320, 5 x 3 new of 7000: 105 us; 113 in blocks of 64 keys and two launches, 14 x 2, 1 x 9 of 7970:
+    # 30 and 33. Tiles of 128 rows take 1.2 of it.
     ExtendRow(
         "sm_90",
         2,
         320,
-        ExtendTiles(64, 64, 8, 2, 2, dim_block=64, programs_per_cu=1, share_stages=2),
+        ExtendTiles(64, 32, 8, 3, 2, dim_block=64, programs_per_cu=1, share_stages=3, one_launch=True, merge_stages=4),
         alike=True,
         codes=(Codes.NONE,),
         max_rows=64,
@@ -280,6 +283,16 @@ EXTEND_ROWS = (
         2,
         320,
         ExtendTiles(128, 32, 8, 3, 3, dim_block=64, programs_per_cu=1, share_stages=2),
+        alike=True,
+        codes=(Codes.NONE,),
+        max_rows=512,
+    ),
+    # Of many new tokens, blocks of fewer query heads: the first of these 547 us.
+    ExtendRow(
+        "sm_90",
+        2,
+        320,
+        ExtendTiles(128, 32, 8, 3, 3, dim_block=64, programs_per_cu=1, share_stages=2, fills=True),
         alike=True,
         codes=(Codes.NONE,),
     ),

@@ -217,8 +217,10 @@ def _decode_refusal(tiles: DecodeTiles, layer: MeasuredLayer) -> str:
     ratio = layer.num_q_heads // layer.num_kv_heads
     if tiles.paired and tiles.transposed:
         return "codes that are read in pairs are not transposed"
-    if tiles.dim_block and (heads > 1 or tiles.paired):
-        return "equal blocks of columns go with one head a row, and with no pairs of codes"
+    if tiles.dim_block and tiles.paired:
+        return "blocks of columns go with no pairs of codes"
+    if tiles.dim_block and heads > 1 and heads * layer.head_dim > 2 * tiles.dim_block:
+        return f"{heads} heads a row are two blocks of columns at most, and not of {tiles.dim_block}"
     if heads > 1 and (tiles.head_blocks > 1 or layer.head_dim != layer.v_head_dim or layer.num_kv_heads % heads):
         return f"{heads} KV heads a row go with a multiple of {heads} of them, of one dim, in one block"
     is_power = layer.head_dim == next_power_of_2(layer.head_dim)

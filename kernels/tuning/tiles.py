@@ -48,7 +48,7 @@ class DecodeTiles:
     programs_per_cu:  programs that the grid holds for each compute unit
     transposed:       whether scores are computed as k q^T: KV tokens then fill the long side of the matrix unit
     heads_per_row:    KV heads that are read as one, beside each other: two of 64 as one of 128. More than one only with
-                      head_blocks 1, and more than two only where elements have no factors
+                      head_blocks 1, and more than two only where elements have no factors.
     head_blocks:      blocks that the query heads of a KV head are cut into; each reads K and V
     row_cost:         what starting a row costs beside its key blocks, in blocks; 0: no more than a later part of it
     row_end:          what finishing it costs, in blocks; 0: no more than an earlier part of it. At least 1 where
@@ -56,8 +56,9 @@ class DecodeTiles:
     paired:           whether codes of K and of V are read two by two, as float16 that matrix units take in turned; not
                       transposed
     waves_per_eu:     as in ExtendTiles
-    dim_block:        columns of the equal blocks that the dims of K and of V are cut into; 0: they are one block. Not
-                      paired, and not with two heads a row
+    dim_block:        columns of the blocks that rows of K and of V are cut into; 0: they are one block. The last one
+                      has as many as it needs, a power of two from 16 on: 72 columns are 64 and 16. Not paired, and of
+                      several heads a row two blocks at most
     max_registers:    registers of a thread that NVIDIA's compiler may take; 0: its own choice
     early:            whether launches may begin while the one before still runs, and wait on the device for its end
                       ("programmatic dependent launch" of NVIDIA from sm_90 on)

@@ -281,7 +281,10 @@ def test_tiles_that_no_kernel_takes_have_a_reason() -> None:
     assert refusal(Table.DECODE, replace(TUNED, most_rounds=8), layer) == ""
     assert "merge_group 4 is not 0 or 8 to 1024" in refusal(Table.DECODE, replace(TUNED, merge_group=4), layer)
     assert "not transposed" in refusal(Table.DECODE, replace(TUNED, paired=True, transposed=True), layer)
-    assert "one head a row" in refusal(Table.DECODE, replace(TUNED, dim_block=64, paired=True), layer)
+    assert "no pairs of codes" in refusal(Table.DECODE, replace(TUNED, dim_block=64, paired=True), layer)
+    several = replace(TUNED, dim_block=256, heads_per_row=3)
+    assert refusal(Table.DECODE, several, odd) == ""
+    assert "two blocks of columns at most" in refusal(Table.DECODE, replace(several, dim_block=128), odd)
     assert "are ExtendTiles, not DecodeTiles" in refusal(Table.EXTEND, TUNED, layer)
     uneven = layer_of(replace(LAYER, v_head_dim=32))
     assert "not as wide in K as in V" in refusal(Table.DECODE, replace(TUNED, dim_block=64), uneven)

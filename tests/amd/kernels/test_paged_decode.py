@@ -19,7 +19,7 @@ from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.refs.schedules import decode_schedule
 from rocm_attn.kernels.tuning.decode_tiles import ALONE, decode_tiles
-from rocm_attn.kernels.tuning.tiles import DecodeTiles
+from rocm_attn.kernels.tuning.tiles import DecodeTiles, next_power_of_2
 from tests.amd.kernels.attention_cases import (
     UNTOUCHED,
     Case,
@@ -160,17 +160,20 @@ def test_tiles_of_as_many_rows_as_programs_are_right(dim: int, num_programs: int
     ids=str,
 )
 @pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("num_blocks", [1, 2])
 def test_kv_heads_are_read_as_one(
     heads: tuple[int, int],
     dim: int,
     heads_per_row: int,
     layer: dict[str, Any],
     transposed: bool,
+    num_blocks: int,
     kernel_device: torch.device,
 ) -> None:
     """Of any number and dim, whole or shared out among programs, next to each other in memory or not."""
     tensors = build(replace(RAGGED, heads=heads, dims=(dim, dim), **layer), kernel_device)
-    tiles = DecodeTiles(16, 4, 1, 1, heads_per_row=heads_per_row, transposed=transposed)
+    dim_block = next_power_of_2(dim * heads_per_row) // 2 if num_blocks == 2 else 0
+    tiles = DecodeTiles(16, 4, 1, 1, heads_per_row=heads_per_row, transposed=transposed, dim_block=dim_block)
     run_decode(tensors, num_programs=5, tiles=tiles)
     assert_served(tensors)
 
@@ -191,8 +194,8 @@ def test_a_key_that_is_nan_reaches_heads_that_are_read_as_one_and_no_other_seque
 
 
 @pytest.mark.parametrize("dims", [(40, 24), (96, 80), (48, 48)])
-def test_equal_blocks_of_a_head_leave_nothing_out(dims: tuple[int, int], kernel_device: torch.device) -> None:
-    """The last block of K, of V or of both is padded; a sequence has no key, and programs share rows."""
+def test_blocks_of_a_head_leave_nothing_out(dims: tuple[int, int], kernel_device: torch.device) -> None:
+    """The last block of K, of V or of both is padded, or narrower; a sequence has no key, and programs share rows."""
     tiles = DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, dim_block=32)
     tensors = build(replace(RAGGED, kv_len=[70, 0, 18], q_len=[1] * 3, dims=dims), kernel_device)
     run_decode(tensors, num_programs=4, tiles=tiles)

@@ -89,9 +89,10 @@ def test_heads_of_64_are_paired_where_two_fit_a_tile(arch: str) -> None:
 
 
 def test_small_kv_heads_are_decoded_as_one_where_they_were_faster_so() -> None:
-    """Heads of 16 that can be joined only as rows of more query heads were not: they are read one by one."""
-    joined = {heads: decode_for("sm_90", heads, (16, 16)).heads_per_row for heads in ((32, 8), (16, 8), (120, 12))}
-    assert joined == {(32, 8): 4, (16, 8): 4, (120, 12): 2}
+    """By how many query heads a row then has."""
+    cases = (32, 8), (16, 8), (32, 4), (120, 12), (32, 2)
+    joined = {heads: decode_for("sm_90", heads, (16, 16)).heads_per_row for heads in cases}
+    assert joined == {(32, 8): 4, (16, 8): 4, (32, 4): 2, (120, 12): 4, (32, 2): 2}
     assert all(decode_for("sm_90", heads, (16, 16)).programs_per_cu == 16 for heads in ((18, 3), (30, 5)))
     assert [decode_for("sm_90", heads, (24, 24)).heads_per_row for heads in ((32, 8), (12, 3), (20, 10))] == [4, 3, 5]
 

@@ -191,10 +191,7 @@ ROWS = (
     Row("gfx942", (128, 1), (128, 128), BF16, 16),
     *(Row("sm_90", *layer) for layer in _SM_90_LAYERS),
     # Heads with tiles for decode or for short sequences, of fewer query heads a KV head than those above, or of more.
-    *(
-        Row("sm_90", (heads, 4), (dim, dim), BF16, 16)
-        for heads, dim in ((16, 24), (16, 48), (16, 80), (16, 96), (32, 192))
-    ),
+    *(Row("sm_90", (heads, 4), (dim, dim), BF16, 16) for heads, dim in ((16, 24), (16, 96), (32, 192))),
     *(Row("sm_90", (heads, 1), (dim, dim), BF16, 16) for heads, dim in ((32, 64), (32, 80), (64, 128), (64, 256))),
     # More blocks of columns than in heads of 256, and rows beside which others are no whole block.
     *(Row("sm_90", (16, 2), dims, BF16, 16) for dims in ((320, 320), (384, 384), (512, 32))),
@@ -204,6 +201,13 @@ ROWS = (
         Row("sm_90", heads, (dim, dim), BF16, 16)
         for heads, dim in (((10, 5), 24), ((20, 2), 24), ((30, 3), 40), ((20, 2), 40), ((16, 1), 16), ((16, 1), 24))
     ),
+    *(Row("sm_90", heads, (16, 16), BF16, 16) for heads in ((20, 4), (40, 4))),
+    *(Row("sm_90", heads, (40, 40), BF16, 16) for heads in ((6, 3), (8, 2))),
+    Row("sm_90", (16, 2), (24, 24), BF16, 16),
+    # Heads whose rows are no whole lines of memory, one by one and two at a time, with few query heads and with many.
+    *(Row("sm_90", heads, (dim, dim), BF16, 16) for heads in ((16, 2), (8, 1)) for dim in (48, 72, 80)),
+    Row("sm_90", (40, 2), (80, 80), BF16, 16),
+    *(Row("sm_90", (16, kv_heads), (dim, dim), BF16, 16) for kv_heads, dim in ((1, 64), (2, 160))),
     *(Row("sm_80", *layer) for layer in _SM_80_LAYERS),
     *(
         Row(

@@ -39,7 +39,7 @@ from tests.amd.offline.matrix import ROWS, Row, launch_rest
 from tests.amd.offline.offline_driver import compiled_by
 from tests.amd.offline.test_offline_driver import gather_product
 
-MAX_ROWS = 124
+MAX_ROWS = 136
 # Where the rows of an arch without rows of its own stand in tuning/decode_tiles.py.
 FAMILIES = {"sm_80": "sm_"}
 

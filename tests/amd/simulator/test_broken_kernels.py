@@ -87,7 +87,7 @@ MISTAKES = {
     ),
     "decode_reads_v_without_a_mask": Mistake(
         decode,
-        "v = _elements(v_rows, live, i, COLUMNS, DIM)",
+        "v = elements(v_rows, v_tails, live, i, COLUMNS, TAIL, DIM)",
         "v = tl.load(v_rows + i * COLUMNS)",
         "launch_paged_decode",
         attention_cases,

@@ -39,7 +39,11 @@ class Table(enum.Enum):
     @property
     def tiles(self) -> type[DecodeTiles] | type[ExtendTiles] | type[LatentTiles]:
         """The class of its tiles."""
-        plain = {Table.DECODE: DecodeTiles, Table.CDNA_DECODE: CdnaTiles, Table.EXTEND: ExtendTiles}
+        plain: dict[Table, type[DecodeTiles] | type[ExtendTiles]] = {
+            Table.DECODE: DecodeTiles,
+            Table.CDNA_DECODE: CdnaTiles,
+            Table.EXTEND: ExtendTiles,
+        }
         return plain.get(self, LatentTiles)
 
     @property

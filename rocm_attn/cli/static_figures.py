@@ -15,7 +15,7 @@ from rocm_attn.kernels.tuning.tiles import CdnaTiles, DecodeTiles, ExtendTiles
 
 FILE = Path(__file__).with_name("static_figures.json")
 Tiles = DecodeTiles | ExtendTiles
-_TILES = {"decode": DecodeTiles, "extend": ExtendTiles}
+_TILES: dict[str, type[Tiles]] = {"decode": DecodeTiles, "extend": ExtendTiles}
 
 
 @dataclass(frozen=True, slots=True)

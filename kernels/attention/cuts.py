@@ -116,6 +116,8 @@ class DecodeCut:
 
     def __post_init__(self) -> None:
         assert self.merge_group == 0 or self.merge_group >= LEAST_GROUP
+        # Cuts of the steps beside those of alone merge in their launch too, or their memory would have too little room.
+        assert self.alone is None or self.alone.merge_rows <= self.least_alone
         assert self.row_cost >= 0
         assert self.most_rounds >= 1
         assert self.programs >= 1
@@ -181,6 +183,8 @@ class DecodeCut:
     def programs_in_words(self) -> str:
         """How many programs steps have, for descriptions of a kernel."""
         least, most = self.roomiest_of_step(0).programs, self.programs * self.most_rounds
+        if self.alone is not None:
+            least = min(least, self.alone.programs)
         return f"{least}" if most == least else f"{least} to {most}"
 
     @property

@@ -129,8 +129,9 @@ def _products(q, k_rows, k_tails, live, G: tl.constexpr):
 
 
 @triton.jit
-def _with_values(acc, decay, weights, v_rows, v_tails, live, factor, DTYPE: tl.constexpr, G: tl.constexpr):
-    """acc * decay + weights * V, block by block; see add_values."""
+def _with_values(acc, decay, weights, v_read, live, factor, DTYPE: tl.constexpr, G: tl.constexpr):
+    """acc * decay + weights * V, block by block; see add_values. v_read: pointers of V's rows, and of their tails"""
+    v_rows, v_tails = v_read
     blocks = ()
     C: tl.constexpr = G.coding
     PARTS: tl.constexpr = G.V_PARTS
@@ -276,7 +277,7 @@ def _attend_key_blocks(q, k_side, v_side, read, logits, factors, G: tl.constexpr
             if TWO_FACTORS:
                 v_factor, part = shared_factor(v_factor)
                 parts = times_factors(weights, part, G.TRANSPOSED)
-            acc = _with_values(acc, wide, parts, v_rows, v_tails, live, v_factor, DTYPE, G)
+            acc = _with_values(acc, wide, parts, (v_rows, v_tails), live, v_factor, DTYPE, G)
         # After the product: before it, gfx942's compiler takes a register more, and a fourth wave has no room.
         more = tl.sum(weights, 0 if G.TRANSPOSED else 1)
         total = total * decay + (more * tl.exp2(amount.exponent) if BY_AMOUNT else more)

@@ -22,7 +22,7 @@ class DecodeGeometry(NamedTuple):
     rows:                 how a sequence is cut into rows
     HEAD_DIM, V_HEAD_DIM: elements of a K row and of a V row of one KV head
     K_COLUMNS, V_COLUMNS: columns of a block of K and of a block of V: the KV heads of a row beside each other, then
-                          padding; or equal parts of one KV head's, the last one padded
+                          padding; or blocks of so many columns, the last one as K_TAIL and V_TAIL say
     K_PARTS, V_PARTS:     blocks of columns of a row of K and of V
     K_TAIL, V_TAIL:       columns of the last of them, where it is read by offsets of its own; else 0
     QUERY_ROWS:           rows of the q block, a query head each, then padding

@@ -20,7 +20,7 @@ from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
 from rocm_attn.providers import triton_cdna, triton_hopper, triton_latent, triton_segments
 from rocm_attn.providers.by_tokens import KernelByTokens, SizedKernel
-from rocm_attn.providers.contract import BoundKernel, Limits, PoolSize, Provider, StepBounds
+from rocm_attn.providers.contract import SMALLEST_POOL, BoundKernel, Limits, PoolSize, Provider, StepBounds
 from rocm_attn.providers.mixed import MixedAtOnce, TritonMixed
 from rocm_attn.providers.schedules import DecodeSchedule, ExtendSchedule
 from rocm_attn.providers.scores import scores_of
@@ -80,7 +80,9 @@ class TritonDecode:
         return DecodeSchedule(self.cut)
 
     def describe(self) -> str:
-        return f"triton.decode({self.problem}, {self.tiles}, programs={self.cut.programs_in_words})"
+        cut = self.cut
+        by_rows = f" ({cut.least_alone} to {cut.alone.programs} rows: {ALONE[self.tiles].tiles})" if cut.alone else ""
+        return f"triton.decode({self.problem}, {self.tiles}{by_rows}, programs={cut.programs_in_words})"
 
     def workspace_words(self, shape: PaddedShape) -> int:
         problem = self.problem
@@ -139,7 +141,9 @@ class TritonExtend:
 
 def _bind_decode(problem: Problem, target: Target, pool: PoolSize) -> TritonDecode:
     tiles = decode_tiles_of(problem, target)
-    cut = decode_cut_of(problem, target, tiles).of_lengths(pool.max_kv_len)
+    cut = decode_cut_of(problem, target, tiles)
+    # Where no pool is known, sequences may be of any length.
+    cut = cut if pool == SMALLEST_POOL else cut.of_lengths(pool.max_kv_len)
     return TritonDecode(problem, scores_of(problem), tiles, cut)
 
 

@@ -86,7 +86,7 @@ def _values_of(job: Job) -> Iterator[tuple[str, tuple[object, ...]]]:
     yield "num_stages", _STAGES
     if isinstance(tiles, DecodeTiles):
         yield "programs_per_cu", (1, 2, 3, 4, 6, 8, 12, 16)
-        yield "dim_block", (0, *_dim_blocks(problem))
+        yield "dim_block", (0, *_dim_blocks(problem, max(_heads_at_once(problem))))
         yield "transposed", (False, True)
         yield "heads_per_row", _heads_at_once(problem)
         yield "row_cost", (1, 2, 4)
@@ -95,7 +95,7 @@ def _values_of(job: Job) -> Iterator[tuple[str, tuple[object, ...]]]:
     elif isinstance(tiles, ExtendTiles):
         least = max(16, min(128, next_power_of_2(job.max_rows) // 2)) if job.max_rows <= 128 else 32
         yield "query_rows", tuple(rows for rows in (16, 32, 64, 128, 256) if least <= rows)
-        yield "dim_block", (0, *_dim_blocks(problem))
+        yield "dim_block", (0, *_dim_blocks(problem, 1))
         yield "diagonal_stages", (1, 2)
         yield "share_stages", (1, 2, 3)
         yield "share_block", (0, 16, 32)
@@ -116,9 +116,10 @@ def _heads_at_once(problem: Problem) -> tuple[int, ...]:
     return tuple(n for n in heads if problem.num_kv_heads % n == 0 and (n == 1 or n * problem.head_dim <= 256))
 
 
-def _dim_blocks(problem: Problem) -> tuple[int, ...]:
-    """Columns that cut a head's elements into several blocks."""
-    return tuple(block for block in (32, 64, 128) if block < max(problem.head_dim, problem.v_head_dim))
+def _dim_blocks(problem: Problem, heads: int) -> tuple[int, ...]:
+    """Columns that cut the elements of so many heads that are read as one into several blocks."""
+    columns = max(problem.head_dim, problem.v_head_dim) * heads
+    return tuple(block for block in (32, 64, 128) if block < columns)
 
 
 def _fits(tiles: Tiles, problem: Problem, lds_bytes: int) -> bool:

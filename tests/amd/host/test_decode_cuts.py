@@ -13,6 +13,7 @@ from rocm_attn.kernels.tuning.decode_tiles import ALONE
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
+from rocm_attn.providers.contract import SMALLEST_POOL, PoolSize
 from rocm_attn.providers.select import select
 from rocm_attn.providers.triton import TritonDecode
 
@@ -20,8 +21,12 @@ LLAMA = Problem(64, 8, 128, 128, torch.bfloat16, 16, 128**-0.5)
 GEMMA = Problem(16, 8, 256, 256, torch.bfloat16, 16, 256**-0.5)
 
 
-def decode_of(problem: Problem, arch: str = "sm_90") -> TritonDecode:
-    kernel = select(problem, known_target(arch), "triton").kernels[StepKind.DECODE].bound
+# Of long sequences and of short ones: steps of few rows are merged by a launch of their own in the first alone.
+LONG, SHORT = PoolSize(1000, 1 << 17, 64), PoolSize(1000, 512, 64)
+
+
+def decode_of(problem: Problem, arch: str = "sm_90", pool: PoolSize = LONG) -> TritonDecode:
+    kernel = select(problem, known_target(arch), "triton", pool=pool).kernels[StepKind.DECODE].bound
     assert isinstance(kernel, TritonDecode)
     return kernel
 
@@ -45,9 +50,10 @@ def test_layers_with_a_window_and_other_archs_have_one_kind_of_tiles() -> None:
     assert not steps_alone(decode_of(LLAMA, "sm_80"))
 
 
+@pytest.mark.parametrize("pool", [LONG, SHORT], ids=["long", "short"])
 @pytest.mark.parametrize("problem", [LLAMA, GEMMA], ids=["llama", "gemma"])
-def test_memory_of_a_step_has_room_for_smaller_ones(problem: Problem) -> None:
-    kernel = decode_of(problem)
+def test_memory_of_a_step_has_room_for_smaller_ones(problem: Problem, pool: PoolSize) -> None:
+    kernel = decode_of(problem, pool=pool)
     assert steps_alone(kernel)
 
     def partials(cut: DecodeCut, tiles: DecodeTiles) -> int:
@@ -59,3 +65,13 @@ def test_memory_of_a_step_has_room_for_smaller_ones(problem: Problem) -> None:
             cut = kernel.cut.of_step(n)
             assert cut.words(n) <= room.words(most)
             assert partials(cut, kernel.tiles_of(cut)) <= partials(room, kernel.tiles)
+
+
+def test_steps_of_few_long_sequences_are_merged_by_a_launch_of_their_own() -> None:
+    few = replace(LLAMA, num_q_heads=8, num_kv_heads=1)
+
+    def groups(pool: PoolSize) -> list[int]:
+        return [decode_of(few, pool=pool).cut.of_step(n).merge_group for n in (1, 16, 64, 256)]
+
+    assert groups(LONG) == groups(SMALLEST_POOL) == [0, 0, 0, 16]
+    assert groups(SHORT) == [16] * 4

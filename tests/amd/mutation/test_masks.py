@@ -38,7 +38,8 @@ HARMLESS = {
         "the rest of the row is memory of the table; the store drops it"
     ),
     "attention/merge_within.py: store without mask tl.store(at.acc + first, acc / total, mask=mask)": (
-        "after the first part of a group lies one that was added up before, or no row's"
+        "a line past the heads lies on a part that was added up before, or on no row's; of columns past V's the "
+        "interpreter stores in order, so that a line's own value comes last. On a GPU that would be a race"
     ),
     "attention/merge_within.py: store without mask tl.store(at.sums + first, maximum + tl.log2(total), mask=mask)": (
         "as the accumulator"

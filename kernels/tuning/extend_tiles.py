@@ -359,7 +359,7 @@ EXTEND_ROWS = (
     ExtendRow("gfx942", 2, 256, ExtendTiles(128, 16, 8, 2), codes=(Codes.BY_TOKEN,)),
     ExtendRow("gfx942", 2, 64, ExtendTiles(128, 32, 4, 2), codes=(Codes.BY_ROW,)),
     ExtendRow("gfx942", 2, 128, ExtendTiles(128, 32, 8, 2, waves_per_eu=2), codes=(Codes.BY_ROW,)),
-    # Of whole rows. Programs with shares keep up to 17 SGPRs in lanes of VGPRs.
+    # Of whole rows. Programs with shares keep up to 18 SGPRs in lanes of VGPRs.
     # Blocks of 64 keys have fewer steps of the softmax a key, which bounds it, and need no single loads from LDS: 164
     # clocks where blocks of 32 take 188. 184 to 200 VGPRs, 16 KiB of LDS: 2 workgroups a CU.
     ExtendRow(
@@ -398,6 +398,16 @@ EXTEND_ROWS = (
     # 142 clocks, in blocks of 32 keys 165. 174 to 192 VGPRs, 17 to 33 KiB of LDS: 2 workgroups a CU. With blocks of 64
     # programs with shares keep up to 30 SGPRs in lanes of VGPRs.
     ExtendRow("gfx950", 2, 64, ExtendTiles(128, 64, 4, 2, waves_per_eu=2, programs_per_cu=2, share_block=32)),
+    # Of 80 and 96 in blocks of 128 columns up to 72 registers spill with slopes and pages of one token. 169 to 250
+    # VGPRs, 29 to 49 KiB of LDS.
+    ExtendRow(
+        "gfx950",
+        2,
+        96,
+        ExtendTiles(128, 64, 4, 2, waves_per_eu=2, dim_block=32, programs_per_cu=2, share_block=32),
+        alike=True,
+        codes=(Codes.NONE,),
+    ),
     # 165 clocks, in blocks of 32 keys 193. 224 to 256 VGPRs, 32 KiB of LDS (66 with Triton's asynchronous copies): 2
     # workgroups a CU. Blocks of 64 columns take 157, and up to 21 registers spill.
     ExtendRow("gfx950", 2, 128, ExtendTiles(128, 64, 4, 2, waves_per_eu=2, programs_per_cu=2, share_block=32)),

@@ -461,6 +461,7 @@ def grid_cases(arch: str) -> list[KernelCase]:
         replace(STEP, heads=(3, 1), dims=(192, 128), page_size=128, dtype=BF16),
         replace(STEP, heads=(71, 1), dims=(32, 32), page_size=7, dtype=FP16),
         replace(STEP, heads=(2, 2), dims=(96, 64), page_size=1, dtype=BF16, spread=True),
+        replace(STEP, heads=(3, 1), dims=(80, 96), page_size=1, dtype=FP16, spread=True),
         replace(STEP, heads=(1, 1), dims=(1, 7), page_size=2, dtype=FP16),
         replace(STEP, heads=(6, 2), dims=(256, 80), page_size=16, dtype=FP32),
     ]

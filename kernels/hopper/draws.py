@@ -2,8 +2,8 @@
 
 A counter in the schedule says how many are drawn. Of a program one group of warps draws, and tells the others in shared
 memory: a group of its own, asked two steps before the end of a row's loads, as a draw takes about a step; where
-keys are gathered, the one that gathers them. The merge, which follows each launch, sets the counter back. What a row
-receives does not hang on the program that drew it.
+keys are gathered, the one that gathers them. The merge, which follows each launch, sets the counter back, and so does
+the launcher where it fails before it. What a row receives does not hang on the program that drew it.
 
 Rows lie in the order of the schedule's blocks but for this: of so many consecutive blocks at a time the rows of one KV
 head come before those of the next one. Where these blocks are of one sequence, programs that run at a time read the
@@ -121,7 +121,7 @@ def ask_within(x, is_last, step, steps, G: gl.constexpr):
 
 @gluon.jit
 def drawn(x, turn, WARPS: gl.constexpr):
-    """The same, as others hear of it."""
+    """The row of the program's turn-th draw, as those that did not draw it hear of it."""
     draws = x.draws
     mbarrier.wait(draws.full, turn & 1)
     row = gl.max(draws.row.load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)

@@ -2,10 +2,12 @@
 
     out[token] = softmax(scores of q[token] . K^T) V        K, V: the keys that the token sees (scores.py)
 
-A program is two warps that load K and V by TMA, or four that gather keys where pages hold no box for it (gather.py),
-and consumers: groups of four warps, 64 rows of a query block each. Tiles of K and of V pass through two rings in shared
-memory, which run on from row to row. Each warp, or group of warps, walks the program's rows by itself; they meet at the
-rings' barriers alone.
+A program is consumers, groups of four warps, 64 rows of a query block each, and warps that load for them: two that load
+K and V by TMA; one that loads codes, and four that decode them (codes.py); or four that gather keys where pages hold no
+box for it (gather.py). Where whole rows are drawn (draws.py), a warp or two do nothing else, but those that gather
+draw by themselves. Tiles of K and of V pass through two rings in shared memory, which run on from row to row. Each
+warp, or group of warps, walks the program's rows by itself; they meet at the barriers of the rings and of what is drawn
+alone.
 
 Rows, and how the longest are shared out, are those of extend_schedule.py; extend_merge.py adds up what several programs
 hold of a row. There are as many programs as run at a time. Each takes its share, and then whole rows: the keys and the
@@ -32,7 +34,13 @@ from rocm_attn.kernels.attention.bundles import Rows, Span
 from rocm_attn.kernels.attention.coded import LEAST_SCALE
 from rocm_attn.kernels.attention.cuts import ExtendCut
 from rocm_attn.kernels.attention.extend_merge import launch_extend_merge
-from rocm_attn.kernels.attention.extend_schedule import BLOCK_KV_INDEX, BLOCK_TOKENS, BLOCK_WORDS, SHARE_CUT
+from rocm_attn.kernels.attention.extend_schedule import (
+    BLOCK_KV_INDEX,
+    BLOCK_TOKENS,
+    BLOCK_WORDS,
+    COUNTER,
+    SHARE_CUT,
+)
 from rocm_attn.kernels.attention.query_block import BlockGeometry
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.segments import UNFUSED
@@ -327,44 +335,49 @@ def launch_hopper_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut, ti
     queries, pages, table = args.queries, args.pages, args.table
     geometry = _geometry(args, scores, cut, tiles)
     programs, max_blocks = cut.sharing.programs, cut.max_blocks(queries.num_tokens, queries.num_seqs)
-    num_slots = pages.raw_k.shape[0] * geometry.PAGE_SIZE
+    num_slots, draws = pages.raw_k.shape[0] * geometry.PAGE_SIZE, tiles.drawn_blocks > 0
     k, v = (_as_loaded(side, geometry) for side in (pages.raw_k, pages.raw_v))
     strides = args.strides_in(geometry.STRIDE_UNIT)
     q_strides, written_strides = strides[:2], strides[len(args.read_strides) :]
-    launch(
-        _hopper_extend_kernel,
-        (programs,),
-        args.q,
-        k,
-        v,
-        table,
-        queries.row_of_seq,
-        queries.kv_len,
-        args.schedule,
-        args.workspace,
-        args.out,
-        args.lse,
-        args.sinks,
-        pages.k_scale,
-        pages.v_scale,
-        *scores.scales_at_once,
-        scores.window_left,
-        programs,
-        max_blocks,
-        table.shape[1],
-        num_slots,
-        *q_strides,
-        table.stride(0),
-        *written_strides,
-        G=geometry,
-        num_warps=4,
-        **(UNFUSED if tiles.segment_len else {}),
-    )
-    if tiles.segment_len:
-        launch_merge_of_segments(args, cut, window_left=scores.window_left, tiles=tiles)
-    else:
-        draws = tiles.drawn_blocks > 0
-        launch_extend_merge(args, cut, _merged_geometry(geometry), tiles.extend.merge_stages, draws=draws)
+    try:
+        launch(
+            _hopper_extend_kernel,
+            (programs,),
+            args.q,
+            k,
+            v,
+            table,
+            queries.row_of_seq,
+            queries.kv_len,
+            args.schedule,
+            args.workspace,
+            args.out,
+            args.lse,
+            args.sinks,
+            pages.k_scale,
+            pages.v_scale,
+            *scores.scales_at_once,
+            scores.window_left,
+            programs,
+            max_blocks,
+            table.shape[1],
+            num_slots,
+            *q_strides,
+            table.stride(0),
+            *written_strides,
+            G=geometry,
+            num_warps=4,
+            **(UNFUSED if tiles.segment_len else {}),
+        )
+        if tiles.segment_len:
+            launch_merge_of_segments(args, cut, window_left=scores.window_left, tiles=tiles)
+        else:
+            launch_extend_merge(args, cut, _merged_geometry(geometry), tiles.extend.merge_stages, draws=draws)
+    except BaseException:
+        # Else the next launch over the schedule would go on behind the rows that this one drew.
+        if draws:
+            args.schedule[COUNTER.value].zero_()
+        raise
 
 
 def _check_cut(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTiles) -> None:
@@ -375,6 +388,9 @@ def _check_cut(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTi
     of_layer = (num_kv_heads * tiles.extend.head_blocks(gqa_ratio), scores.causal, scores.window_left)
     assert (sharing.rows, sharing.causal, sharing.window_left) == of_layer, "the schedule was cut for another launch"
     assert cut.query_tokens == tiles.extend.tokens_per_block(gqa_ratio), "the schedule was cut for other tiles"
+    if tiles.drawn_blocks:
+        assert sharing.programs > 1, "the merge, which sets the count of drawn rows back, has a program less"
+        assert sharing.row_keys > 0, "a row that costs nothing would end the draws"
     if tiles.segment_len:
         assert sharing.most_keys <= tiles.most_keys, "there is no room for so many segments of a program"
         words = tiles.segment_words(programs=sharing.programs, head_dim=args.q.shape[2])

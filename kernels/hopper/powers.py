@@ -5,7 +5,8 @@ the matrix units. So some exponentials are computed by the many units for produc
 
     2^x = 2^n 2^f    n the integer next to x, f in [-1/2, 1/2], 2^f a polynomial of the third degree
 
-It is off by at most 7.5e-5 of the power, a twentieth of what rounding it to bfloat16 may be.
+It is off by at most 7.5e-5 of the power, a twentieth of what rounding it to bfloat16 may be. Of NaN it is the largest
+float32, which is infinite in bfloat16: the output is no finite number either, though the LSE may be one.
 
 How ptxas mixes both kinds, and the tanh before them, hangs on the order in which it is given them.
 """

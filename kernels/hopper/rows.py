@@ -36,7 +36,7 @@ class HopperGeometry(NamedTuple):
     HEAD_BLOCKS: equal blocks that the query heads of a KV head are cut into
     TOKENS:    new tokens of a full query block
     HEAD_DIM:  elements of a q, K, V and output row
-    DIM:       columns of a row in shared memory, HEAD_DIM and zeros after it; a multiple of BOX_COLUMNS
+    DIM:       columns of a row in shared memory, a multiple of BOX_COLUMNS; those of q after HEAD_DIM are zeros
     COLUMNS:   columns of the equal tiles that a row is cut into, a multiple of BOX_COLUMNS
     LAST_COLUMNS: of the last of them, columns with which products are made; a power of two
     MASKS_COLUMNS: whether boxes hold zeros beyond the head; else products are made with no column there

@@ -118,7 +118,7 @@ def merge_segment(room, left, segment, place, G: gl.constexpr):
     PARTS: gl.constexpr = G.DIM // G.COLUMNS
     is_first, is_last = place
     left, factors = _merge_of(left, segment)
-    # Of the first one as it is: its weight is 1, and what would be added 0.
+    # Of the first one as it is: its weight is 1, and what would be added 0. Only a -0.0 would become 0.0 so.
     acc = segment.acc
     if not is_first:
         acc = ()

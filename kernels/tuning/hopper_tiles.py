@@ -51,6 +51,8 @@ class HopperTiles:
     drawn_blocks: int = 0
 
     def __post_init__(self) -> None:
+        assert not (self.drawn_blocks and self.segment_len), "the merge of segments sets no count of drawn rows back"
+        assert not (self.powers_by_products and self.eights_by_products), "powers are by fours or by eights"
         value_tiles = self.extend.key_block // self.value_block
         # The warp that loads V waits for the keys of steps that K's ring holds (hopper/rings.py).
         assert self.value_stages <= self.extend.num_stages * value_tiles, "V's ring holds more steps than K's"
@@ -196,7 +198,10 @@ HEAD_DIMS = tuple(_EXTEND_TILES)
 
 
 def padded_dim(head_dim: int) -> int:
-    """Columns of a row of heads in shared memory, the last ones zero: whole swizzled tiles of 128 bytes."""
+    """Columns of a row of heads in shared memory, whole swizzled tiles of 128 bytes.
+
+    Those after the head are zeros, or not read.
+    """
     return -(-head_dim // 64) * 64
 
 

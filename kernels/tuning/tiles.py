@@ -187,8 +187,8 @@ class ExtendTiles:
     def of_masked_steps(self, gqa_ratio: int, codes: Codes = Codes.NONE) -> ExtendTiles:
         """Half the rows and at most 32 keys, for steps with packed masks: bits take registers, and trees are small.
 
-        Tiles of short sequences stay as they are, lest each reads its keys twice, or those before the mask slower than
-        in other steps. KV heads that are read as one keep room for their query heads.
+        Tiles of short sequences, of up to 64 rows, stay as they are, lest each reads its keys twice, or those before
+        the mask slower than in other steps. KV heads that are read as one keep room for their query heads.
         """
         least = max(16, next_power_of_2(gqa_ratio * self.heads_per_row)) if self.heads_per_row > 1 else 16
         # With all rows sm_90 spills 32 bytes at head_dim 128.

@@ -212,8 +212,8 @@ def _bind_masked(problem: Problem, target: Target, pool: PoolSize) -> BoundKerne
 
     def bind(tiles: ExtendTiles, is_short: bool) -> Masked:
         # 64 x 5 new tokens after 8k with factors of tokens, heads of 128: 514 us on an H200 as they are, else 1238.
-        fits = codes is Codes.BY_TOKEN and tiles.query_rows <= 64 and target.arch.startswith("sm_")
-        tiles = tiles if is_short or fits else tiles.of_masked_steps(problem.gqa_ratio, codes)
+        fits = is_short or (codes is Codes.BY_TOKEN and target.arch.startswith("sm_"))
+        tiles = tiles if fits and tiles.query_rows <= 64 else tiles.of_masked_steps(problem.gqa_ratio, codes)
         cut = _extend_cut(problem, target, tiles, causal=False)
         return Masked(TritonExtend(problem, scores_of(problem), tiles, cut))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,10 +14,13 @@ from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.cli.prewarm import target_and_device
 from rocm_attn.errors import BadTensor
 from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
+from rocm_attn.kernels.attention.cuts import Sharing
+from rocm_attn.kernels.attention.extend_schedule import COUNTER
 from rocm_attn.kernels.cache.page_format import Encoding
 from rocm_attn.kernels.hopper import extend
 from rocm_attn.kernels.hopper.extend import launch_hopper_extend
 from rocm_attn.kernels.refs.schedules import extend_schedule
+from rocm_attn.kernels.tuning.hopper_tiles import hopper_segment_tiles, hopper_tiles
 from rocm_attn.machine.releases import UNKNOWN, Release, Releases, installed_releases, triton_version
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.paging.adopted import TableSource
@@ -324,7 +328,7 @@ def test_what_lies_left_of_a_segment_has_room_in_the_workspace_where_shared_memo
 def test_a_workspace_is_of_contiguous_float32(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel takes it by its address alone."""
     monkeypatch.setattr(extend, "launch", lambda *args, **options: None)
-    monkeypatch.setattr(extend, "launch_extend_merge", lambda *args: None)
+    monkeypatch.setattr(extend, "launch_extend_merge", lambda *args, **options: None)
     monkeypatch.setattr(extend, "launch_merge_of_segments", lambda *args, **options: None)
     kernel = hopper_of(chosen(LAYER, on(TRITONS[0]), deterministic=deterministic).kernel(StepKind.EXTEND).bound)
     words = kernel.workspace_words(PaddedShape(StepKind.EXTEND, 1, 5))
@@ -381,11 +385,44 @@ def test_what_is_compiled_ahead_for_an_absent_gpu_is_what_the_installed_triton_r
     assert target.releases.triton == Release.of(triton_version())
 
 
+@pytest.mark.parametrize("failing", ["launch", "launch_extend_merge"])
+def test_a_launch_that_fails_sets_the_count_of_drawn_rows_back(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have been broken off between both launches; where rows are dealt out the schedule stays as it is."""
+    for name in ("launch", "launch_extend_merge"):
+        monkeypatch.setattr(extend, name, Mock(side_effect=KeyboardInterrupt if name == failing else None))
+    for dim, count in ((96, 0), (128, 7)):
+        tiles = hopper_tiles(dim, 16, coded=False)
+        tensors = build(Case([9], [5], heads=(8, 2), dims=(dim, dim), dtype=torch.bfloat16), torch.device("cpu"))
+        cut = extend_cut(tensors, tiles.extend, Sharing(programs=5))
+        workspace = torch.empty(cut.partials_words(query_rows=tiles.extend.query_rows, v_head_dim=dim))
+        schedule = torch.full((cut.words(5, 1),), 7, dtype=torch.int32)
+        with pytest.raises(KeyboardInterrupt):
+            launch_hopper_extend(tensors.args(schedule, workspace), scores=tensors.scores, cut=cut, tiles=tiles)
+        assert schedule[COUNTER.value] == count
+        assert (schedule == 7).sum() == len(schedule) - (count == 0)
+
+
+def test_rows_are_drawn_only_where_their_count_is_set_back() -> None:
+    """By the merge, which one program alone has none of; and rows that cost nothing would end the draws."""
+    tiles = hopper_tiles(96, 16, coded=False)
+    tensors = build(Case([9], [5], heads=(8, 2), dims=(96, 96), dtype=torch.bfloat16), torch.device("cpu"))
+    for sharing, said in ((Sharing(programs=1), "a program less"), (Sharing(programs=5, row_keys=0), "costs nothing")):
+        cut = extend_cut(tensors, tiles.extend, sharing)
+        workspace = torch.empty(cut.partials_words(query_rows=tiles.extend.query_rows, v_head_dim=96))
+        args = tensors.args(garbage(cut.words(5, 1), torch.device("cpu")), workspace)
+        with pytest.raises(AssertionError, match=said):
+            launch_hopper_extend(args, scores=tensors.scores, cut=cut, tiles=tiles)
+    with pytest.raises(AssertionError, match="drawn rows"):
+        replace(hopper_segment_tiles(96, 16), drawn_blocks=8)
+    with pytest.raises(AssertionError, match="by fours or by eights"):
+        replace(tiles, powers_by_products=2, eights_by_products=6)
+
+
 def launched_over(case: Case, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensors, tuple[Any, ...]]:
     """The step of a case, and its launch: grid and arguments."""
     launched: list[tuple[Any, ...]] = []
     monkeypatch.setattr(extend, "launch", lambda kernel, grid, *args, **options: launched.append((grid, *args)))
-    monkeypatch.setattr(extend, "launch_extend_merge", lambda *args: None)
+    monkeypatch.setattr(extend, "launch_extend_merge", lambda *args, **options: None)
     tensors = build(case, torch.device("cpu"))
     encoding = KVEncoding.LIKE_Q if case.kv is None else KVEncoding.E4M3FN
     (num_q_heads, num_kv_heads), (dim, _) = case.heads, case.dims

@@ -24,6 +24,7 @@ from rocm_attn.machine.settings import read_settings
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.machine.tuning_file import VERSION, TuningFile, as_json
 from rocm_attn.problem import KVEncoding, PoolKind, Problem
+from rocm_attn.providers.by_tokens import KernelByTokens
 from rocm_attn.providers.contract import SMALLEST_POOL
 from rocm_attn.providers.select import select
 from rocm_attn.providers.tiles import decode_tiles_of, extend_rows_of, layer_of
@@ -115,6 +116,17 @@ def test_a_row_of_extend_serves_its_class_of_steps_and_never_masked_ones() -> No
     rows = extend_rows_of(LAYER, sm_90)
     few = replace(sm_90, measured=(row_of(table=Table.EXTEND, tiles=tiles, max_rows=rows[0].max_rows),))
     assert [row.tiles for row in extend_rows_of(LAYER, few)] == [tiles, *(row.tiles for row in rows[1:])]
+
+
+def test_masked_steps_keep_whole_tiles_of_64_rows_at_most() -> None:
+    """Of heads of 320, those of up to 512 rows have tiles of 128 rows of their own, halved as those of more are."""
+    layer = replace(LAYER, head_dim=320, v_head_dim=320, custom_mask=True)
+    masked = select(layer, known_target("sm_90"), "triton").kernel(StepKind.MASKED).bound
+    assert isinstance(masked, KernelByTokens)
+    tiles = {sized.max_q_len * layer.gqa_ratio: sized.kernel.kernel.tiles for sized in masked.short}  # type: ignore[attr-defined]
+    rows = {row.max_rows: row.tiles for row in extend_rows_of(layer, known_target("sm_90"))}
+    assert [tiles[most].query_rows for most in (16, 32, 64, 512)] == [16, 32, 64, 64]
+    assert [tiles[most] == rows[most] for most in (16, 32, 64, 512)] == [True, True, True, False]
 
 
 def test_deterministic_steps_keep_their_tiles_and_so_their_bits() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -173,17 +174,28 @@ def test_heads_that_fill_no_tile_are_right(more: dict[str, Any], dim: int, devic
     assert_right(replace(RAGGED, dims=(dim, dim), **more), device)
 
 
-@pytest.mark.parametrize("dim", [128, 224])
-def test_neighbouring_heads_of_infinities_change_nothing(dim: int, device: torch.device) -> None:
-    """Columns beyond a head are zeros, and not those of the next head."""
-    for page_size in (2, 16):
-        tensors = build(replace(RAGGED, dims=(dim, dim), heads=(8, 2), page_size=page_size), device)
+@pytest.mark.parametrize("value", [float("inf"), float("nan")], ids=str)
+@pytest.mark.parametrize("page_size", [2, 16])
+@pytest.mark.parametrize("dim", [72, 80, 96, 128, 144, 160, 224])
+def test_neighbouring_heads_of_infinities_change_nothing(
+    dim: int, page_size: int, value: float, device: torch.device
+) -> None:
+    """Columns of K beyond a head are zeros, or not read: of the next head's the zeros of q would make NaN.
+
+    After the last head of a token comes the first one of the next. What is read of V beyond a head is never stored.
+    """
+    case = replace(RAGGED, dims=(dim, dim), heads=(8, 2), page_size=page_size)
+    for head, neighbour in ((0, 1), (1, 0)):
+        tensors = build(case, device)
         run_hopper(tensors, NONE_SHARED)
+        assert_served(tensors)
         wanted = tensors.out.clone()
         for side in (tensors.k_pages, tensors.v_pages):
-            side[:, :, 1].fill_(float("inf"))
+            side[:, :, neighbour].fill_(value)
+        tensors.out.fill_(UNTOUCHED)
         run_hopper(tensors, NONE_SHARED)
-        assert torch.equal(tensors.out[:, :4], wanted[:, :4])
+        own = slice(4 * head, 4 * head + 4)
+        assert torch.equal(tensors.out[:, own], wanted[:, own])
 
 
 CAPS: list[dict[str, Any]] = [
@@ -312,9 +324,13 @@ def test_decode_and_extend_share_a_mixed_step(dim: int, device: torch.device) ->
     assert_served(tensors)
 
 
+@pytest.mark.parametrize("dim", [96, 128])
 @pytest.mark.parametrize(("kv_len", "q_len"), [([], []), ([0, 0], [0, 0]), ([9, 5], [0, 0])])
-def test_a_step_of_nothing_but_padding_is_all_zeros(kv_len: list[int], q_len: list[int], device: torch.device) -> None:
-    tensors = build(replace(RAGGED, kv_len=kv_len, q_len=q_len, tail=40), device)
+def test_a_step_of_nothing_but_padding_is_all_zeros(
+    kv_len: list[int], q_len: list[int], dim: int, device: torch.device
+) -> None:
+    """Rows of heads of 96 are drawn, those of 128 dealt out."""
+    tensors = build(replace(RAGGED, kv_len=kv_len, q_len=q_len, tail=40, dims=(dim, dim)), device)
     run_hopper(tensors, ALL_SHARED)
     assert_served(tensors)
     assert (tensors.out == 0).all()
@@ -363,14 +379,19 @@ def test_programs_take_their_share_and_then_whole_rows(dim: int, device: torch.d
     assert_served(tensors)
 
 
-@pytest.mark.parametrize(
+# More rows than programs, so that most are drawn.
+DRAWN = replace(RAGGED, kv_len=[*range(60, 85), 9], q_len=[20] * 25 + [1], heads=(8, 2))
+drawn_forms = pytest.mark.parametrize(
     ("dim", "more"),
     [(96, {}), (96, {"page_size": 2}), (128, {"kv": Encoding.E4M3FN, "scales": Scales.TOKEN})],
     ids=["boxes", "gathered", "codes"],
 )
+
+
+@drawn_forms
 def test_rows_are_drawn_anew_at_each_launch(dim: int, more: dict[str, Any], device: torch.device) -> None:
     """Layers of a step, and replays of a graph, share a schedule; the last rows of each are drawn, block by block."""
-    case = replace(RAGGED, kv_len=[*range(60, 85), 9], q_len=[20] * 25 + [1], heads=(8, 2), dims=(dim, dim), **more)
+    case = replace(DRAWN, dims=(dim, dim), **more)
     for sharing in (NONE_SHARED, ALL_SHARED._replace(split_keys=0)):
         tensors = build(case, device)
         dealt = replace(hopper_tiles(dim, case.page_size, coded=case.kv is not None), drawn_blocks=0)
@@ -379,6 +400,30 @@ def test_rows_are_drawn_anew_at_each_launch(dim: int, more: dict[str, Any], devi
         assert_served(tensors)
         run_hopper(tensors, sharing, tiles=replace(dealt, drawn_blocks=8), launches=3)
         assert torch.equal(tensors.out, wanted)
+
+
+@drawn_forms
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_rows_are_drawn_anew_after_a_launch_that_was_broken_off(
+    error: type[BaseException], dim: int, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """Before the merge, which sets the count of drawn rows back: the next layer draws all rows all the same."""
+    case = replace(DRAWN, dims=(dim, dim), **more)
+    tiles = replace(hopper_tiles(dim, case.page_size, coded=case.kv is not None), drawn_blocks=8)
+    for sharing in (NONE_SHARED, ALL_SHARED._replace(split_keys=0)):
+        tensors = build(case, device)
+        cut = extend_cut(tensors, tiles.extend, sharing)
+        schedule = garbage(cut.words(tensors.q.shape[0], tensors.num_seqs), device)
+        words = cut.partials_words(query_rows=tiles.extend.query_rows, v_head_dim=dim)
+        args = tensors.args(schedule, torch.full((words,), float("nan"), device=device))
+        launch_extend_schedule(tensors.queries, schedule, cut)
+        with monkeypatch.context() as broken:
+            broken.setattr("rocm_attn.kernels.hopper.extend.launch_extend_merge", Mock(side_effect=error))
+            with pytest.raises(error):
+                hopper_launches.launch_hopper_extend(args, scores=tensors.scores, cut=cut, tiles=tiles)
+        tensors.out.fill_(UNTOUCHED)
+        hopper_launches.launch_hopper_extend(args, scores=tensors.scores, cut=cut, tiles=tiles)
+        assert_served(tensors)
 
 
 @dims

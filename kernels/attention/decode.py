@@ -40,6 +40,7 @@ from rocm_attn.kernels.attention.coded import (
 )
 from rocm_attn.kernels.attention.cuts import DecodeCut, group_shape
 from rocm_attn.kernels.attention.decode_columns import (
+    KeyRows,
     alone,
     blocks_of_q,
     column_offsets,
@@ -104,18 +105,18 @@ class KeyBlocks(NamedTuple):
 
 
 @triton.jit
-def _products(q, k_rows, k_tails, live, G: tl.constexpr):
+def _products(q, k_rows, live, G: tl.constexpr):
     """q . k of a key block, [QUERY_ROWS, KEY_BLOCK] or swapped."""
     DIM: tl.constexpr = G.HEAD_DIM * G.rows.HEADS_PER_ROW
     PARTS: tl.constexpr = G.K_PARTS
     if G.PAIRED:
-        pairs = elements(k_rows, k_tails, live, 0, G.K_COLUMNS // 2, 0, DIM // 2)
+        pairs = elements(k_rows, live, 0, G.K_COLUMNS // 2, 0, DIM // 2)
         k_even, k_odd = decoded_pairs(pairs, G.coding.ENCODING)
         products = tl.dot(q[0], tl.trans(k_even))
         products = tl.dot(q[1], tl.trans(k_odd), products)
     else:
         for i in tl.static_range(PARTS):
-            block = elements(k_rows, k_tails, live, i, G.K_COLUMNS, G.K_TAIL, DIM)
+            block = elements(k_rows, live, i, G.K_COLUMNS, G.K_TAIL, DIM)
             k = decoded(block, G.coding.ENCODING, q[i].dtype)
             if G.TRANSPOSED:
                 left, right = k, q[i]
@@ -129,9 +130,8 @@ def _products(q, k_rows, k_tails, live, G: tl.constexpr):
 
 
 @triton.jit
-def _with_values(acc, decay, weights, v_read, live, factor, DTYPE: tl.constexpr, G: tl.constexpr):
-    """acc * decay + weights * V, block by block; see add_values. v_read: pointers of V's rows, and of their tails"""
-    v_rows, v_tails = v_read
+def _with_values(acc, decay, weights, v_rows, live, factor, DTYPE: tl.constexpr, G: tl.constexpr):
+    """acc * decay + weights * V, block by block; see add_values."""
     blocks = ()
     C: tl.constexpr = G.coding
     PARTS: tl.constexpr = G.V_PARTS
@@ -140,7 +140,7 @@ def _with_values(acc, decay, weights, v_read, live, factor, DTYPE: tl.constexpr,
     DIM: tl.constexpr = G.V_HEAD_DIM * G.rows.HEADS_PER_ROW
     TRANSPOSED: tl.constexpr = G.TRANSPOSED
     for i in tl.static_range(PARTS):
-        v = elements(v_rows, v_tails, live, i, COLUMNS, TAIL, DIM)
+        v = elements(v_rows, live, i, COLUMNS, TAIL, DIM)
         more = add_values(acc[i], decay, weights, v, factor, DTYPE, TRANSPOSED, C)
         blocks += (more,)  # type: ignore[assignment]
     return blocks
@@ -237,8 +237,9 @@ def _attend_key_blocks(q, k_side, v_side, read, logits, factors, G: tl.constexpr
         else:
             k_factor = token_factor(factors.k, page, offset, factors.head, live, True, C)
             v_factor = token_factor(factors.v, page, offset, factors.head, live, True, C)
+        k_rows, v_rows = KeyRows(k_rows, k_tails), KeyRows(v_rows, v_tails)
         # scores, weights: [QUERY_ROWS, KEY_BLOCK], or swapped
-        products = _products(q, k_rows, k_tails, live, G)
+        products = _products(q, k_rows, live, G)
         if C.SCALES == TOKEN_SCALES:
             products = times_factors(products, k_factor, G.TRANSPOSED)
         if G.TRANSPOSED:
@@ -265,7 +266,7 @@ def _attend_key_blocks(q, k_side, v_side, read, logits, factors, G: tl.constexpr
         wide = decay[None, :] if G.TRANSPOSED else decay[:, None]
         if G.PAIRED:
             # pairs: [KEY_BLOCK, V_COLUMNS / 2]
-            pairs = elements(v_rows, v_tails, live, 0, LOADED, 0, V_READ)
+            pairs = elements(v_rows, live, 0, LOADED, 0, V_READ)
             shares = weights
             if BY_AMOUNT:
                 shares = times_factors(weights, v_factor, False)
@@ -277,7 +278,7 @@ def _attend_key_blocks(q, k_side, v_side, read, logits, factors, G: tl.constexpr
             if TWO_FACTORS:
                 v_factor, part = shared_factor(v_factor)
                 parts = times_factors(weights, part, G.TRANSPOSED)
-            acc = _with_values(acc, wide, parts, (v_rows, v_tails), live, v_factor, DTYPE, G)
+            acc = _with_values(acc, wide, parts, v_rows, live, v_factor, DTYPE, G)
         # After the product: before it, gfx942's compiler takes a register more, and a fourth wave has no room.
         more = tl.sum(weights, 0 if G.TRANSPOSED else 1)
         total = total * decay + (more * tl.exp2(amount.exponent) if BY_AMOUNT else more)

@@ -6,12 +6,21 @@ be narrower. G: a DecodeGeometry
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from rocm_attn.kernels.attention.key_loop import is_column
 from rocm_attn.kernels.attention.key_rows import are_read_by_page, near, offsets_in_page
 from rocm_attn.kernels.tuning.tiles import equal_columns
+
+
+class KeyRows(NamedTuple):
+    """Of K or of V of a key block, pointers of the first block of columns, and of the last one if it has a TAIL."""
+
+    first: Any
+    tails: Any
 
 
 def tail_of(dim: int, heads: int, columns: int) -> int:
@@ -28,20 +37,20 @@ def tail_of(dim: int, heads: int, columns: int) -> int:
 
 
 @triton.jit
-def elements(rows, tails, live, PART: tl.constexpr, COLUMNS: tl.constexpr, TAIL: tl.constexpr, DIM: tl.constexpr):
+def elements(rows, live, PART: tl.constexpr, COLUMNS: tl.constexpr, TAIL: tl.constexpr, DIM: tl.constexpr):
     """A block of columns of K rows or V rows; 0 beyond the row and of keys that are not live, [keys].
 
-    rows, tails: pointers of the first block and of the last one, if TAIL. DIM: of the row
+    rows: KeyRows; DIM: of the row
     """
     mask = live[:, None]
     if TAIL > 0 and (PART + 1) * COLUMNS >= DIM:
         if PART * COLUMNS + TAIL > DIM:
             mask = mask & is_column(PART * COLUMNS // TAIL, TAIL, DIM)
-        block = tl.load(tails, mask=mask, other=0)
+        block = tl.load(rows.tails, mask=mask, other=0)
     else:
         if (PART + 1) * COLUMNS > DIM:
             mask = mask & is_column(PART, COLUMNS, DIM)
-        block = tl.load(rows + PART * COLUMNS, mask=mask, other=0)
+        block = tl.load(rows.first + PART * COLUMNS, mask=mask, other=0)
     return block
 
 

@@ -84,7 +84,12 @@ SPILLED_YET_FASTEST = {
     ("sm_90", 128, False, "_segment_extend_kernel"): 32,
     # In tiles of 16 rows, with three stages.
     ("sm_90", 576, False, "_latent_segment_decode_kernel"): 16,
-    ("sm_90", 320, False, "_extend_kernel"): 248,
+    # Two KV heads of 40 or of 72 as two blocks of columns, by programs of two warps.
+    ("sm_90", 40, False, "_decode_kernel"): 56,
+    ("sm_90", 72, False, "_decode_kernel"): 88,
+    ("sm_90", 64, False, "_decode_kernel"): 24,
+    ("sm_90", 160, False, "_decode_kernel"): 8,
+    ("sm_90", 320, False, "_extend_kernel"): 280,
     ("sm_90", 384, False, "_extend_kernel"): 240,
     ("sm_90", 512, False, "_extend_kernel"): 416,
     ("sm_90", 128, True, "_extend_kernel"): 152,

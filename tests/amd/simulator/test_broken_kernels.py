@@ -87,8 +87,8 @@ MISTAKES = {
     ),
     "decode_reads_v_without_a_mask": Mistake(
         decode,
-        "v = elements(v_rows, v_tails, live, i, COLUMNS, TAIL, DIM)",
-        "v = tl.load(v_rows + i * COLUMNS)",
+        "v = elements(v_rows, live, i, COLUMNS, TAIL, DIM)",
+        "v = tl.load(v_rows.first + i * COLUMNS)",
         "launch_paged_decode",
         attention_cases,
         small_step(is_large=False),

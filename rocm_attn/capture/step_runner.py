@@ -24,7 +24,7 @@ from rocm_attn.capture.graphs import CapturedBucket, CaptureReport, Progress, Sk
 from rocm_attn.capture.made_graphs import Again, FreshGraph, Once, RunsAgain, TakingGraph, Trial, takes_inputs
 from rocm_attn.capture.probe_requests import plan_of, typical_q_len
 from rocm_attn.capture.split_forward import Forward, SplitForward, in_batch_order, one_after_the_other
-from rocm_attn.errors import DeviceFault, GraphStale, NotCopied, RocmAttnError, Unsupported, WrongState
+from rocm_attn.errors import DeviceFault, GraphStale, NotCopied, Unsupported
 from rocm_attn.hip_graphs.errors import RecordingRefused, StaleRecording
 from rocm_attn.hip_graphs.graph_cache import Entry, GraphCache
 from rocm_attn.hip_graphs.recorder import Recorder, Recording

@@ -75,9 +75,7 @@ class StepsAtOnce:
             owner.end_step()
             raise
 
-    def publish(
-        self, owner: Owner, batch: StepBatch, plan: StepPlan, refusal: str, *, to_graph: bool
-    ) -> DeviceStep:
+    def publish(self, owner: Owner, batch: StepBatch, plan: StepPlan, refusal: str, *, to_graph: bool) -> DeviceStep:
         """Publish a checked step, and begin what it stores. The runtime's device is the current one.
 
         refusal:  why the step may not store, or nothing

@@ -84,7 +84,7 @@ class Going:
         k = torch.zeros(tokens, problem.num_kv_heads, problem.head_dim)
         v = torch.zeros(tokens, problem.num_kv_heads, problem.v_head_dim)
         step.layers.store_and_attend(0, q, k, v, torch.empty(tokens, problem.num_q_heads, problem.v_head_dim))
-        return torch.stack((step.token_ids, step.kv_len, step.row_of_seq), 1)
+        return torch.stack((step.token_ids[: len(step.kv_len)], step.kv_len, step.row_of_seq), 1)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""AttentionRuntime: the only file that knows the order of a step.
+"""AttentionRuntime: the order of a step. How a whole one is published, and most begin, is in step/at_once.py.
 
 begin_step   host: check, pad, plan, grow buffers;  device: page copies, table updates, publish, fill
              begin_split_step: the same in two halves, each published and filled for itself
@@ -347,7 +347,9 @@ class AttentionRuntime:
         """
         self._holder.begin("a step cannot begin")
         try:
-            return self._staged_whole(*self._begun_again(), "")
+            again = self._begun_again()
+            self._stores.begin(again[0], 1, "")
+            return self._staged_whole(*again)
         except BaseException:
             self.end_step()
             raise
@@ -368,6 +370,7 @@ class AttentionRuntime:
         """The step that was staged last, which may run now. Raises WrongState where there is none."""
         if self.repeatable is None:
             raise WrongState("no whole step was staged last that could run again; stage one first")
+        self._holder.state = StepState.STAGED
         with on_device(self.device):
             self._streams.follow()
             self._publisher.apply_table_changes()
@@ -449,21 +452,12 @@ class AttentionRuntime:
         if not is_current(self.device):
             with on_device(self.device):
                 return self._stage_whole(batch, plan, refusal, takers)
-        if self._evict is not None:
-            self._evict(batch)
-        self._streams.follow()
-        self.repeatable = None
-        (child,) = self.core.memory.device_steps(plan)
-        self._publisher.apply_table_changes()
-        self._publisher.publish_whole(batch, child, to_graph=plan in takers and not refusal)
-        # What may not store does not go on without the host. Pages that leave a window meanwhile stay with their rows.
-        self.repeatable = (batch, plan, child) if not refusal else None
-        return self._staged_whole(batch, plan, child, refusal)
+        child = self.at_once.publish(self, batch, plan, refusal, to_graph=plan in takers and not refusal)
+        return self._staged_whole(batch, plan, child)
 
-    def _staged_whole(self, batch: StepBatch, plan: StepPlan, child: DeviceStep, refusal: str) -> Step:
+    def _staged_whole(self, batch: StepBatch, plan: StepPlan, child: DeviceStep) -> Step:
         """The step whose inputs are where the device reads them."""
-        self._plan, self._children, self._holder.state = plan, (child,), StepState.STAGED
-        self._stores.begin(batch, 1, refusal)
+        self._plan, self._children = plan, (child,)
         if self._selects:
             self._selections.begin(1)
         # Steps of equal sizes are equal, and a server decodes many in a row.

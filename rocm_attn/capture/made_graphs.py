@@ -19,7 +19,6 @@ from rocm_attn.kernels.metadata.slot_layout import MOST_TAKEN
 from rocm_attn.runtime import AttentionRuntime, Staged
 from rocm_attn.step.outputs import Outputs, real_rows
 from rocm_attn.step.plan import StepPlan
-from rocm_attn.step.protocols import NO_FLIGHT_RECORDER, Flight
 from rocm_attn.step.repeatable import Repeatable
 from rocm_attn.step.step import Step
 
@@ -78,39 +77,21 @@ class Again(Generic[Outputs]):
 
 
 class TakingGraph(Generic[Outputs]):
-    """A graph that takes the inputs of its steps, and so is all of such a step.
+    """What a graph gives that takes the inputs of its steps, and so is all of such a step."""
 
-    replay: launches the graph of an entry. Raises StaleRecording
-    """
+    __slots__ = ("_of_all", "_real")
 
-    __slots__ = ("_entry", "_flight", "_plan", "_real", "_replay", "stored_layers")
-
-    def __init__(
-        self,
-        plan: StepPlan,
-        entry: Entry[Outputs],
-        stored_layers: int,
-        replay: Callable[[Entry[Outputs]], Outputs],
-        flight: Flight,
-    ) -> None:
-        self.stored_layers = stored_layers
-        self._plan, self._entry, self._replay = plan, entry, replay
-        self._flight = flight if flight is not NO_FLIGHT_RECORDER else None
+    def __init__(self, outputs: Outputs) -> None:
+        self._of_all = outputs
         # Sequences of the last step, and its outputs.
         self._real: tuple[int, Outputs] | None = None
-
-    def launch(self, batch: StepBatch) -> None:
-        """As OneGraph.launch; the flight recorder is told of the step before."""
-        if self._flight is not None:
-            self._flight.note(batch, self._plan, True, self._entry.epoch)
-        self._replay(self._entry)
 
     def outputs(self, batch: StepBatch) -> Outputs:
         """Its outputs, without what they hold for pads."""
         real = self._real
         if real is not None and real[0] == batch.num_seqs:
             return real[1]
-        outputs = real_rows(self._entry.outputs, batch.num_seqs, batch.num_fed)
+        outputs = real_rows(self._of_all, batch.num_seqs, batch.num_fed)
         # A tree is the caller's, and so another one each time; and where drafts are verified, tokens tell steps apart.
         if isinstance(outputs, Tensor):
             self._real = batch.num_seqs, outputs

@@ -24,7 +24,7 @@ from rocm_attn.capture.graphs import CapturedBucket, CaptureReport, Progress, Sk
 from rocm_attn.capture.made_graphs import Again, FreshGraph, Once, RunsAgain, TakingGraph, Trial, takes_inputs
 from rocm_attn.capture.probe_requests import plan_of, typical_q_len
 from rocm_attn.capture.split_forward import Forward, SplitForward, in_batch_order, one_after_the_other
-from rocm_attn.errors import DeviceFault, GraphStale, NotCopied, RocmAttnError, Unsupported, WrongState
+from rocm_attn.errors import DeviceFault, GraphStale, NotCopied, Unsupported
 from rocm_attn.hip_graphs.errors import RecordingRefused, StaleRecording
 from rocm_attn.hip_graphs.graph_cache import Entry, GraphCache
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
@@ -99,6 +99,7 @@ class StepRunner(Generic[Outputs]):
         self._entry_of_plan: dict[StepPlan, Entry[Outputs]] = {}
         self._stored_layers: dict[StepPlan, int] = {}  # that a plan's graph stores in
         self._takers: dict[StepPlan, TakingGraph[Outputs]] = {}
+        self._longest_taken = 0  # new tokens of a sequence in a step of theirs, at most
         self._again: Again[Outputs] | None = None
         self._last_plan: StepPlan | None = None
         self._graph_of_last: RunsAgain[Outputs] | None = None  # as long as that graph is kept
@@ -126,41 +127,38 @@ class StepRunner(Generic[Outputs]):
     def run(self, batch: StepBatch, pad_to: PadTo | None = None) -> Outputs:
         """One step. Returns what forward gave for real sequences, [num_seqs, ...], and of PerToken for real tokens.
 
-        Valid until the next step. Tokens are as many as the batch says, which may be an upper bound.
+        Valid until the next step, and not the caller's own: a later step may return the same tensor, so its shape and
+        strides are not to be changed in place. Tokens are as many as the batch says, which may be an upper bound.
 
         Raises what begin_step and forward raise; the runtime is ready for another step then.
         """
-        graph = self._run_at_once(batch) if pad_to is None and batch.is_plain and self._takers else None
+        is_usual = pad_to is None and batch.is_plain and batch.max_q_len <= self._longest_taken
+        graph = self._run_at_once(batch) if is_usual else None
         if graph is not None:
             return graph.outputs(batch)
         return self._run(partial(self._runtime.stage, batch, pad_to, self._takers), batch)
 
     def _run_at_once(self, batch: StepBatch) -> TakingGraph[Outputs] | None:
         """Run a step by the graph that is all of it. None: there is none, and nothing was done."""
-        runtime, metrics = self._runtime, self.metrics
+        runtime = self._runtime
         if self._seal_number != runtime.seal_number or runtime.agree is not alone:
             return None
+        runtime.require_idle()  # from here on it is this call that has to end the step
         try:
-            ran = runtime.at_once.run(runtime, batch, self._takers)
-        except WrongState:  # another step is begun, which is not this call's to end
-            raise
+            try:
+                plan = runtime.at_once.stage(runtime, batch, self._takers)
+            except RuntimeError as fault:
+                self._flight.failed(fault)
+                raise
+            if plan is None:
+                return None
+            self._run_noted(batch, plan, None)
+            runtime.end_step()
         except BaseException as error:
-            runtime.end_step()  # an interrupt may have come in its place
-            if isinstance(error, DeviceFault):
-                self._count_faults(error)
-            if isinstance(error, DeviceFault) or not isinstance(error, RocmAttnError):  # no refusal
-                self._flight.failed(error)
-            if isinstance(error, StaleRecording):
-                raise GraphStale(str(error)) from error
+            self._broken_off(error)
             raise
-        if ran is None:
-            return None
-        self._last_plan, graph = ran
-        metrics.steps += 1
-        metrics.replays += 1
-        metrics.real_seqs += batch.num_seqs
-        metrics.padded_seqs += ran[0].shape.num_seqs - batch.num_seqs
-        return graph
+        self._count(batch, plan)
+        return self._takers[plan]
 
     def run_split(self, batch: StepBatch, pad_to: PadTo | None = None) -> Outputs:
         """As run, in two halves. pad_to: of both together; even."""
@@ -248,16 +246,23 @@ class StepRunner(Generic[Outputs]):
             finally:
                 self._runtime.end_step()
         except BaseException as error:
-            # An interrupt may have come in place of the end.
-            self._runtime.end_step()
-            if isinstance(error, DeviceFault):
-                self._count_faults(error)
+            self._broken_off(error)
             raise
-        self._last_plan = plan
-        self.metrics.steps += 1
-        self.metrics.real_seqs += batch.num_seqs
-        self.metrics.padded_seqs += plan.shape.num_seqs - batch.num_seqs
+        self._count(batch, plan)
         return real_rows(outputs, batch.num_seqs, batch.num_fed)
+
+    def _broken_off(self, error: BaseException) -> None:
+        """A step has raised."""
+        self._runtime.end_step()  # an interrupt may have come in its place
+        if isinstance(error, DeviceFault):
+            self._count_faults(error)
+
+    def _count(self, batch: StepBatch, plan: StepPlan) -> None:
+        """A step is over, and went well."""
+        self._last_plan, metrics = plan, self.metrics
+        metrics.steps += 1
+        metrics.real_seqs += batch.num_seqs
+        metrics.padded_seqs += plan.shape.num_seqs - batch.num_seqs
 
     def _staged_and_run(self, stage: Stage, batch: StepBatch) -> tuple[Outputs, StepPlan]:
         """What a step gives, with its pads, and its plan; the step is not ended."""
@@ -269,13 +274,17 @@ class StepRunner(Generic[Outputs]):
         except RuntimeError as fault:  # the device's: of this step, or of one before it
             self._flight.failed(fault)
             raise
-        plan = step.plan
+        return self._run_noted(batch, step.plan, partial(self._first_run, step, stage, batch)), step.plan
+
+    def _run_noted(self, batch: StepBatch, plan: StepPlan, first_run: Callable[[], Outputs] | None) -> Outputs:
+        """Run a step that was staged; the flight recorder is told of it first. first_run: where it has no graph"""
         try:
             entry = self._entry_of_plan.get(plan)
             self._flight.note(batch, plan, entry is not None, self._pinned.epoch)
             if entry is not None:
-                return self._replay(plan, entry), plan
-            return self._first_run(step, stage, batch), plan
+                return self._replay(plan, entry)
+            assert first_run is not None
+            return first_run()
         except BaseException as error:
             self._flight.failed(error)
             raise
@@ -403,6 +412,7 @@ class StepRunner(Generic[Outputs]):
     def _drop_graphs(self) -> None:
         self._again = self._graph_of_last = None
         self._takers.clear()
+        self._longest_taken = 0
         self._entry_of_plan.clear()
         self._stored_layers.clear()
         self._eager_steps.clear()
@@ -658,8 +668,9 @@ class StepRunner(Generic[Outputs]):
         self._stored_layers[plan] = graph.stored_layers
         self._entry_of_plan[plan] = self._graphs.put(plan.key, graph.recording, graph.outputs)
         if graph.takes_inputs:
-            entry = self._entry_of_plan[plan]
-            self._takers[plan] = TakingGraph(plan, entry, graph.stored_layers, self._graphs.replay, self._flight)
+            self._takers[plan] = TakingGraph(graph.outputs)
+            longest = 1 if plan.shape.kind.decodes else plan.shape.num_tokens
+            self._longest_taken = max(self._longest_taken, longest)
         self.metrics.captures += 1
         check = verdict.summary + note
         self._buckets.append(CapturedBucket(plan.key, graph.seconds, verdict.seconds, graph.recording.bytes, check))

@@ -210,7 +210,6 @@ class StepStores:
         """The step is over, whether it went well or not. Doing it again is harmless: an interrupt may break it off."""
         if self._batch is not None and self._wrote:
             # Branches of drafts lie beside each other, and are no tokens that another step could go on from.
-            batch, done = self._batch, self._done
-            layers = done[0] if len(done) == 1 else self.layers
-            self._tokens.end_step(batch, complete=layers == self._all and batch.drafts.branches <= 1)
+            batch = self._batch
+            self._tokens.end_step(batch, complete=self.layers == self._all and batch.drafts.branches <= 1)
         self._batch = None

@@ -1,44 +1,28 @@
-"""StepsAtOnce: a whole step that a graph is all of, staged, launched and ended in one call.
+"""StepsAtOnce: whole steps from their plan to where the device reads them; of most steps, from their batch on.
 
-Most steps of a server are such: the rows of the step before with their next tokens, and a graph that takes its inputs.
-What is asked and done here is what AttentionRuntime.stage(), begin_replay(), end_replay() and end_step() ask and do of
-it, by the same parts in the same order. No layer of it is called, so nothing is handed out and taken back for them. Any
-other step is left to those, before anything was done for it: they also say what is wrong with one.
+Most steps of a server have the rows of the step before with their next tokens, and a graph that takes its inputs is all
+of them. Those are checked, planned and published in one call. No layer of them is called, so nothing is handed out for
+them. Any other step is left to AttentionRuntime.stage(), before anything was done for it: that also says what is wrong
+with one. Both publish by publish(), and so in one order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.machine.devices import StreamOrder, is_current
 from rocm_attn.paging.stored_tokens import StepStores, StoredTokens
-from rocm_attn.step.holder import StepHolder
-from rocm_attn.step.memory import StepMemory
+from rocm_attn.step.holder import StepHolder, StepState
+from rocm_attn.step.memory import DeviceStep, StepMemory
 from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.planner import Planner
 from rocm_attn.step.publisher import Publisher
 from rocm_attn.step.repeatable import Repeatable
-
-
-class OneGraph(Protocol):
-    """A graph that is all of a step.
-
-    stored_layers: as AttentionRuntime.stored_layers, of each step that it runs
-    """
-
-    stored_layers: int
-
-    def launch(self, batch: StepBatch) -> None:
-        """Launch it, for a step whose inputs are there."""
-        ...
-
-
-_Graph = TypeVar("_Graph", bound=OneGraph)
 
 
 class Owner(Protocol):
@@ -70,40 +54,43 @@ class StepsAtOnce:
     publisher: Publisher
     streams: StreamOrder
 
-    def run(self, owner: Owner, batch: StepBatch, graphs: Mapping[StepPlan, _Graph]) -> tuple[StepPlan, _Graph] | None:
-        """Run a step of a batch without drafts by its graph. None: nothing was done, and another call has to run it.
+    def stage(self, owner: Owner, batch: StepBatch, takers: Collection[StepPlan]) -> StepPlan | None:
+        """Stage a step of a batch without drafts for its graph, which is all of it. None: nothing was done.
 
-        graphs: by the plan of their steps; they take inputs where nothing else publishes them
-        Raises as stage() and begin_replay() of the runtime, and what launches a graph raises. The step is ended then,
-        unless it is WrongState: that is another one, which goes on.
+        takers: plans whose graphs take the inputs where nothing publishes them
+        What follows is begin_replay(), the graph's launch, end_replay() and end_step() of the runtime.
+        Raises as its stage(); no step is begun then.
         """
-        holder = self.holder
-        holder.begin("a step cannot begin")
+        self.holder.begin("a step cannot begin")
         try:
             self.check(batch)
             # What goes on may store: none of its rows was forked or cut.
             plan = self.planner.plan(batch, None, 1) if self.tokens.goes_on(batch) else None
-            graph = graphs.get(plan) if plan is not None and is_current(self.device) else None
-            if plan is None or graph is None:
-                holder.give_back()
+            if plan is None or plan not in takers or not is_current(self.device):
+                self.holder.give_back()
                 return None
-            if self.evict is not None:
-                self.evict(batch)
-            self.streams.follow()
-            owner.repeatable = None
-            (child,) = self.memory.device_steps(plan)
-            publisher, stores, layers = self.publisher, self.stores, graph.stored_layers
-            publisher.apply_table_changes()
-            publisher.publish_whole(batch, child, to_graph=True)
-            owner.repeatable = batch, plan, child
-            stores.begin(batch, 1, "")
-            stores.before_replay(layers)
-            graph.launch(batch)
-            stores.after_replay(layers)
-            publisher.taken()
-            stores.end()
-            holder.give_back()  # its state was idle all the time, and nothing of it is the owner's
-            return plan, graph
+            self.publish(owner, batch, plan, "", to_graph=True)
+            return plan
         except BaseException:
             owner.end_step()
             raise
+
+    def publish(self, owner: Owner, batch: StepBatch, plan: StepPlan, refusal: str, *, to_graph: bool) -> DeviceStep:
+        """Publish a checked step, and begin what it stores. The runtime's device is the current one.
+
+        refusal:  why the step may not store, or nothing
+        to_graph: whether a graph comes that takes the inputs if nothing publishes them
+        """
+        # From here on the step runs: a log, a signal handler or a finalizer begins no other one within it.
+        self.holder.state = StepState.STAGED
+        if self.evict is not None:
+            self.evict(batch)
+        self.streams.follow()
+        owner.repeatable = None
+        (child,) = self.memory.device_steps(plan)
+        self.publisher.apply_table_changes()
+        self.publisher.publish_whole(batch, child, to_graph=to_graph)
+        # What may not store does not go on without the host. Pages that leave a window meanwhile stay with their rows.
+        owner.repeatable = (batch, plan, child) if not refusal else None
+        self.stores.begin(batch, 1, refusal)
+        return child

@@ -44,20 +44,15 @@ class StepHolder:
         """Whether the current thread has the step."""
         return self._thread_of.get(_STEP) == get_ident()
 
-    def take(self) -> bool:
-        """Take the step for the current thread, if no other one has it; whether the current thread has it now.
+    def begin(self, what_fails: str) -> None:
+        """Take the step for the current thread. Raises WrongState if another one has it, or this one has begun it.
 
         Taking it again is harmless, so that an interrupt right after it was taken leaves nothing to clean up. A thread
         that has ended has no step.
         """
         me = get_ident()
         # setdefault looks and writes at once, whatever other threads do meanwhile.
-        return self._thread_of.setdefault(_STEP, me) == me or self._take_over(me)
-
-    def begin(self, what_fails: str) -> None:
-        """Take the step for the current thread. Raises WrongState."""
-        me = get_ident()
-        if self._thread_of.setdefault(_STEP, me) != me and not self._take_over(me):  # as take(), in half of its time
+        if self._thread_of.setdefault(_STEP, me) != me and not self._take_over(me):
             raise WrongState(
                 f"{what_fails}, because another thread has begun a step and not ended it; "
                 "a runtime is used by one thread at a time"

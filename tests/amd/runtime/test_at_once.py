@@ -8,12 +8,18 @@ import numpy as np
 import pytest
 import torch
 
+from rocm_attn.batch.inputs import DeviceInputs
+from rocm_attn.batch.mask import TreeMask
+from rocm_attn.batch.padding import PadTo
+from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.check import NO_CHECK
 from rocm_attn.capture.graphs import recorder_for
-from rocm_attn.capture.made_graphs import TakingGraph
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.errors import BadBatch, GraphStale, WrongState
+from rocm_attn.errors import BadBatch, DeviceFault, GraphStale, WrongState
+from rocm_attn.kernels.metadata.error_word import ERROR_WORD, TOKEN_WITHOUT_PAGE
+from rocm_attn.machine.agreement import alone
+from rocm_attn.problem import UNLIMITED_WINDOW
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.at_once import StepsAtOnce
 from rocm_attn.step.options import RuntimeOptions
@@ -32,11 +38,16 @@ class Going:
     at_once: how many steps have run in one call
     """
 
-    def __init__(self, flight: Flight = NO_FLIGHT_RECORDER) -> None:
-        self.problem = small_problem()
+    def __init__(self, flight: Flight = NO_FLIGHT_RECORDER, window: int = UNLIMITED_WINDOW) -> None:
+        self.problem = small_problem(window_left=window)
         # One bucket of lengths.
         options = RuntimeOptions(
-            num_pages=4096, max_num_seqs=PADDED, max_kv_len=MAX_KV_LEN, provider="torch", capture_sizes=(PADDED,)
+            num_pages=4096,
+            max_num_seqs=PADDED,
+            max_kv_len=MAX_KV_LEN,
+            provider="torch",
+            capture_sizes=(PADDED,),
+            swa_pages=0 if window == UNLIMITED_WINDOW else 4096,
         )
         self.runtime = build_runtime([self.problem], options, device=CPU)
         self.runner = StepRunner(self.runtime, self._forward, recorder_for(CPU), check=NO_CHECK, flight=flight)
@@ -73,21 +84,21 @@ class Going:
         k = torch.zeros(tokens, problem.num_kv_heads, problem.head_dim)
         v = torch.zeros(tokens, problem.num_kv_heads, problem.v_head_dim)
         step.layers.store_and_attend(0, q, k, v, torch.empty(tokens, problem.num_q_heads, problem.v_head_dim))
-        return torch.stack((step.token_ids, step.kv_len, step.row_of_seq), 1)
+        return torch.stack((step.token_ids[: len(step.kv_len)], step.kv_len, step.row_of_seq), 1)
 
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each step that was tried in one call, whether it ran."""
     found = list[bool]()
-    run: Callable[..., object] = StepsAtOnce.run
+    stage: Callable[..., object] = StepsAtOnce.stage
 
     def told(self: StepsAtOnce, *args: object) -> object:
-        what = run(self, *args)
+        what = stage(self, *args)
         found.append(what is not None)
         return what
 
-    monkeypatch.setattr(StepsAtOnce, "run", told)
+    monkeypatch.setattr(StepsAtOnce, "stage", told)
     return found
 
 
@@ -136,11 +147,13 @@ def test_a_step_that_does_not_go_on_is_left_to_another_call(ran: list[bool]) -> 
     served.runtime.check_device()
 
 
-def test_what_is_refused_is_refused_with_its_sentence_and_nothing_is_lost() -> None:
+def test_what_is_refused_is_refused_with_its_sentence_and_nothing_is_lost(ran: list[bool]) -> None:
     served = Going()
-    beyond = StepBatch(served.rows, served.kv_len + 9, np.ones(NUM_SEQS, np.int32))
+    ran.clear()
+    ones = np.ones(NUM_SEQS, np.int32)
     with pytest.raises(BadBatch, match=r"but row \d+ has room for \d+ tokens; call reserve"):
-        served.runner.run(beyond)
+        served.runner.run(StepBatch(served.rows, served.kv_len + 2000, ones))
+    assert not ran  # it has raised
     batch = served.batch()
     served.runtime.begin_step(batch)
     with pytest.raises(WrongState, match="a step cannot begin, because a step is running; call end_step"):
@@ -148,12 +161,15 @@ def test_what_is_refused_is_refused_with_its_sentence_and_nothing_is_lost() -> N
     served.runtime.fill()  # the step that was begun goes on
     served.runtime.end_step()
     served.step()
+    served.step()
+    assert ran[-1]
     served.runner._pinned.bump()
     with pytest.raises(GraphStale, match="they have moved"):
         served.runner.run(served.batch())
+    assert ran[-1]
 
 
-def test_an_interrupt_at_any_line_of_a_step_in_one_call_leaves_the_next_one_right() -> None:
+def test_an_interrupt_at_any_line_of_a_step_in_one_call_leaves_the_next_one_right(ran: list[bool]) -> None:
     served, interrupts = Going(), 0
 
     def step() -> None:
@@ -165,32 +181,201 @@ def test_an_interrupt_at_any_line_of_a_step_in_one_call_leaves_the_next_one_righ
         served.kv_len = served.runtime.table.tokens.of(served.rows)
         for _ in range(3):
             served.step()
+        assert ran[-2:] == [True, True]
         served.runtime.check_device()
     assert interrupts > 20
 
 
-def test_a_flight_recorder_is_told_of_a_step_and_of_what_broke_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Told:
-        def __init__(self) -> None:
-            self.noted, self.failures = list[StepBatch](), list[str]()
+def test_an_interrupt_in_a_refused_call_leaves_the_callers_step_open() -> None:
+    served, lines = Going(), 0
+    batch = served.batch()
+    served.runtime.begin_step(batch)
 
-        def note(self, batch: StepBatch, plan: object, replayed: bool, epoch: int) -> None:
-            self.noted.append(batch)
+    def refused() -> None:
+        with pytest.raises(WrongState):
+            served.runner.run(batch)
 
-        def failed(self, error: BaseException) -> None:
-            self.failures.append(str(error))
+    for _ in every_line(refused):
+        lines += 1
+        served.runtime.running(0)
+    assert lines > 5
+    served.runtime.end_step()
 
+
+class Told:
+    """A flight recorder: steps with their epochs, and failures. then: done when it is told of a step"""
+
+    def __init__(self) -> None:
+        self.noted, self.failures = list[tuple[StepBatch, int]](), list[BaseException]()
+        self.then: Callable[[], object] = lambda: None
+
+    def note(self, batch: StepBatch, plan: object, replayed: bool, epoch: int) -> None:
+        assert replayed or len(self.noted) == 0
+        self.noted.append((batch, epoch))
+        self.then()
+
+    def failed(self, error: BaseException) -> None:
+        self.failures.append(error)
+
+
+@pytest.mark.parametrize("begin", ["begin_step", "stage", "run"])
+def test_no_other_step_begins_within_one(begin: str, ran: list[bool]) -> None:
+    told = Told()
+    served = Going(told)
+    inner = served.batch()
+    call: Callable[[StepBatch], object] = getattr(served.runner if begin == "run" else served.runtime, begin)
+
+    def then() -> None:
+        with pytest.raises(WrongState, match="a step cannot begin, because a step was staged"):
+            call(inner)
+
+    told.then = then
+    for _ in range(3):
+        served.step()
+    assert ran[-3:] == [True] * 3
+    served.runtime.check_device()
+
+
+def test_a_flight_recorder_is_told_of_a_step_and_of_what_broke_it_off(
+    ran: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     told = Told()
     served = Going(told)
     batch = served.batch()
     served.runner.run(batch)
-    assert told.noted[-1] is batch
+    assert ran[-1]
+    assert told.noted[-1][0] is batch
+    served.kv_len = batch.kv_len
+    (entry,) = served.runner._entry_of_plan.values()
 
-    def broken(self: object, batch: StepBatch) -> None:
+    def broken() -> None:
         raise RuntimeError("lost")
 
-    monkeypatch.setattr(TakingGraph, "launch", broken)
-    served.kv_len = batch.kv_len
-    with pytest.raises(RuntimeError, match="lost"):
+    with monkeypatch.context() as patch:
+        patch.setattr(entry.recording, "replay", broken)
+        with pytest.raises(RuntimeError, match="lost"):
+            served.runner.run(served.batch())
+    assert ran[-1]
+    assert [str(error) for error in told.failures] == ["lost"]
+    for _ in range(2):
+        served.step()
+    served.runner._pinned.bump()
+    with pytest.raises(GraphStale):
         served.runner.run(served.batch())
-    assert told.failures == ["lost"]
+    assert ran[-1]
+    assert isinstance(told.failures[-1], GraphStale)
+    assert told.noted[-1][1] == served.runner._pinned.epoch
+
+
+def test_a_flight_recorder_hears_of_no_refusal_and_no_interrupt_before_its_step() -> None:
+    told = Told()
+    served = Going(told)
+    for _ in every_line(lambda: served.runner.run(served.batch()), 7):
+        failures, told.failures = told.failures, []
+        assert len(failures) <= 1
+        noted, told.noted = told.noted, told.noted[:1]
+        if failures:
+            assert len(noted) > 1
+        served.kv_len = served.runtime.table.tokens.of(served.rows)
+        for _ in range(2):
+            served.step()
+        told.noted = told.noted[:1]
+    with pytest.raises(BadBatch):
+        served.runner.run(StepBatch(served.rows, served.kv_len + 2000, np.ones(NUM_SEQS, np.int32)))
+    assert not told.failures
+
+
+def test_a_fault_is_counted_and_told_once(ran: list[bool]) -> None:
+    told = Told()
+    served = Going(told)
+    served.step()
+    (line, *_) = served.runtime._publisher._lines
+    assert line.counts is not None
+    line.counts[ERROR_WORD] = TOKEN_WITHOUT_PAGE
+    ran.clear()
+
+    def steps() -> None:
+        for _ in range(6):
+            served.step()
+
+    with pytest.raises(DeviceFault):
+        steps()
+    assert all(ran)
+    assert served.runner.counters.faults == 1
+    assert [type(error) for error in told.failures] == [DeviceFault]
+
+
+@pytest.mark.parametrize("change", ["free", "fork", "cut"])
+def test_a_row_that_changed_between_steps_does_not_go_on(change: str, ran: list[bool]) -> None:
+    served = Going()
+    table, row = served.runtime.table, int(served.rows[1])
+    ran.clear()
+    if change == "free":
+        table.free(row)
+        served.rows[1] = table.admit()
+        assert served.rows[1] == row
+        served.kv_len = served.kv_len * np.array([1, 0, 1], np.int32)
+    elif change == "fork":
+        table.fork(row, int(served.kv_len[1]))
+    else:
+        served.kv_len = served.kv_len - np.array([0, 3, 0], np.int32)
+        table.truncate(row, int(served.kv_len[1]))
+    served.step()
+    served.step()
+    assert ran == [False, True]
+    served.runtime.check_device()
+
+
+def test_a_seal_that_was_renewed_leaves_the_step_to_the_ordinary_way(ran: list[bool]) -> None:
+    served = Going()
+    ran.clear()
+    served.runtime.reseal((PADDED,))  # as another runner's reopen()
+    served.step()
+    assert ran == []
+    served.step()
+    assert ran == [True]
+    served.runner.reopen((PADDED,))
+    served.step()
+    assert ran == [True]
+
+
+def test_ranks_that_agree_and_what_is_not_usual_go_the_ordinary_way(ran: list[bool]) -> None:
+    served = Going()
+    ran.clear()
+    run, ones = served.runner.run, np.ones(NUM_SEQS, np.int32)
+    batch = served.batch()
+    served.check(batch, run(batch, PadTo(PADDED)))
+    served.kv_len = batch.kv_len
+    batch = served.batch()
+    inputs = DeviceInputs(token_ids=torch.from_numpy(batch.token_ids.copy()))
+    served.check(batch, run(StepBatch(served.rows, batch.kv_len, ones, inputs=inputs)))
+    served.kv_len = batch.kv_len
+    apart = SharedPrefixes([PrefixGroup(1, 0)] * NUM_SEQS)
+    batch = served.batch()
+    run(StepBatch(served.rows, batch.kv_len, ones, batch.token_ids, prefixes=apart))
+    served.kv_len = batch.kv_len
+    tree = TreeMask(torch.full((NUM_SEQS, 1), -1, dtype=torch.int32))
+    masked = StepBatch(served.rows, served.batch().kv_len, ones, mask=tree)
+    with pytest.raises(BadBatch, match="no layer looks at it"):
+        run(masked)
+    chunk = StepBatch(served.rows, served.kv_len + 2, 2 * ones)  # no graph has so many tokens of a sequence
+    served.runtime.table.reserve_all(served.rows, chunk.kv_len)
+    run(chunk)
+    served.kv_len = chunk.kv_len
+    served.runtime.agree = lambda found: dict(found)
+    served.step()
+    assert ran == []
+    served.runtime.agree = alone
+    served.step()
+    assert ran == [True]
+
+
+def test_pages_that_leave_a_window_are_given_back(ran: list[bool]) -> None:
+    served = Going(window=64)
+    ran.clear()
+    before = served.runner.counters.swa_pages_in_use
+    for _ in range(80):
+        served.step()
+    assert ran == [True] * 80
+    assert served.runner.counters.swa_pages_in_use <= before
+    served.runtime.check_device()

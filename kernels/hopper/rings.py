@@ -117,7 +117,9 @@ def new_rings(K_DTYPE: gl.constexpr, V_DTYPE: gl.constexpr, G: gl.constexpr):
 @gluon.jit
 def source_of(cache, seq):
     """The source of a sequence; of no sequence, whose keys nothing loads, any."""
-    pages = cache.table + gl.load(cache.row_of_seq + gl.maximum(seq, 0)).to(gl.int64) * cache.table_row
+    # Where a step has no sequence there is no memory either.
+    row = gl.load(cache.row_of_seq + seq, mask=seq >= 0, other=0)
+    pages = cache.table + row.to(gl.int64) * cache.table_row
     return Source(cache.num_slots, pages, cache.width)
 
 

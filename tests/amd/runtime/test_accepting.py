@@ -14,7 +14,7 @@ from rocm_attn.kernels.metadata.step_tensors import NO_PARENT
 from rocm_attn.kernels.speculative.arguments import Accepted, Probabilities
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.step.accepting import accept_drawn, accept_sampled, verified
-from tests.amd.host.test_stream_order import order
+from tests.amd.host.test_stream_order import Streams
 from tests.amd.runtime.stepping import Request, World, providers, small_problem
 
 each_provider = pytest.mark.parametrize("provider", providers())
@@ -176,7 +176,7 @@ def test_what_is_forked_after_its_step_is_not_moved(device: torch.device) -> Non
 
 def test_a_move_on_another_stream_comes_between_its_step_and_the_next_one() -> None:
     world = World.build([MASKED], torch.device("cpu"), "torch")
-    world.runtime._streams, streams = order()
+    streams = world.runtime._streams._streams = Streams()
     request = world.admit()
     world.step([request], [5])
     streams.now = 7

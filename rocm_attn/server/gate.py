@@ -56,7 +56,7 @@ class Gate:
             counts.disconnects += not answer.is_whole or answer.status == CLIENT_GONE
             counts.note(_route(scope["path"]), answer.status, time.perf_counter() - started)
 
-    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _pass(self, scope: Scope, receive: Receive, send: _Answer) -> None:
         """Raises ApiError for what the application does not see."""
         salt = self._admit(scope)
         if scope["method"] == "POST" and scope["path"] in GENERATING:
@@ -81,7 +81,7 @@ class Gate:
             raise _too_large(self._options.max_body_bytes)
         return salt
 
-    async def _generate(self, scope: Scope, receive: Receive, send: Send, salt: str) -> None:
+    async def _generate(self, scope: Scope, receive: Receive, send: _Answer, salt: str) -> None:
         """Take a job, and see it to its end. Raises ApiError."""
         generations, options = self._generations, self._options
         if generations.jobs.is_draining:
@@ -102,7 +102,7 @@ class Gate:
         with generations.jobs.taken(job):
             body = await _read_body(receive, options, kept=options.max_body_bytes)
             replay = _Replay(body)
-            watcher = asyncio.ensure_future(_watch(receive, job, replay))
+            watcher = asyncio.ensure_future(_watch(receive, job, replay, send))
             try:
                 await self._app({**scope, JOB: job}, replay, send)
             finally:
@@ -123,17 +123,20 @@ _MOST_READ = 2
 class _Answer:
     """Sends an answer, and sees what becomes of it.
 
-    status:   that was sent; CLIENT_GONE where none was
-    is_whole: whether its last byte was sent
+    status:      that was sent; CLIENT_GONE where none was
+    is_whole:    whether its last byte was sent
+    client_left: whether the client has gone. What is sent then is lost, and the ASGI server says nothing of it: an
+                 answer that was computed by then would look whole
     """
 
     def __init__(self, send: Send) -> None:
-        self._send, self.status, self.is_whole = send, CLIENT_GONE, False
+        self._send, self.status, self.is_whole, self.client_left = send, CLIENT_GONE, False, False
 
     async def __call__(self, message: Message) -> None:
         self.status = message.get("status", self.status)
         await self._send(message)
-        self.is_whole = message["type"] == "http.response.body" and not message.get("more_body", False)
+        is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
+        self.is_whole = is_last and not self.client_left
 
 
 class _Replay:
@@ -158,10 +161,11 @@ def _route(path: str) -> str:
     return path if path in _ROUTES else "other"
 
 
-async def _watch(receive: Receive, job: Job, replay: _Replay) -> None:
-    """End a job whose client goes away."""
+async def _watch(receive: Receive, job: Job, replay: _Replay, answer: _Answer) -> None:
+    """End a job whose client goes away, or has its answer: an ASGI server says the same of both."""
     while (await receive())["type"] != "http.disconnect":
         pass
+    answer.client_left = True
     replay.gone.set()
     job.end(client_gone())
 

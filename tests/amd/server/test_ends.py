@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 
 from rocm_attn.errors import DeviceFault
 from rocm_attn.runner.async_engine import EngineEnded
@@ -21,7 +22,11 @@ from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.request_stream import Piece
 from rocm_attn.server.api_errors import ApiError
 from rocm_attn.server.event_stream import EventStream
+from rocm_attn.server.gate import Gate
 from rocm_attn.server.http_metrics import HttpMetrics
+from rocm_attn.server.job import Jobs
+from rocm_attn.server.keys import ApiKeys
+from rocm_attn.server.options import ServerOptions
 from rocm_attn.server.replies import CompletionReplies
 from rocm_attn.server.told_tokens import ToldTokens
 from tests.amd.runner.async_engines import Broken, Gated, engine
@@ -112,6 +117,42 @@ def test_a_client_that_takes_nothing_counts_as_gone(loaded: LoadedModel) -> None
                 pass
             assert server.holds_nothing(), "the job has ended although nothing was read"
         assert server.between_loops(lambda: server.generations.counts.disconnects) == 1
+
+
+def test_an_answer_whose_rest_waits_for_a_client_that_leaves_is_not_whole() -> None:
+    """All of it was computed, and an ASGI server takes what comes after the connection is lost without a word."""
+    counts = HttpMetrics()
+
+    async def main() -> None:
+        received, writable = asyncio.Event(), asyncio.Event()
+        messages: list[Message] = [{"type": "http.request"}]
+
+        def lose_connection() -> None:
+            for event in (received, writable):  # in uvicorn's order
+                event.set()
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await send({"type": "http.response.start", "status": 200})
+            for more_body in (True, False):
+                await send({"type": "http.response.body", "more_body": more_body})
+
+        async def receive() -> Message:
+            if not messages:
+                await received.wait()
+            return messages.pop() if messages else {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                asyncio.get_running_loop().call_soon(lose_connection)
+                await writable.wait()
+
+        front = SimpleNamespace(check=lambda: None, num_requests=0)
+        generations: Any = SimpleNamespace(counts=counts, jobs=Jobs(), front=front)
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+        await Gate(app, generations, ApiKeys(), ServerOptions())(scope, receive, send)
+
+    asyncio.run(main())
+    assert counts.disconnects == 1
 
 
 def slow_reader(server: Running, **fields: Any) -> socket.socket:

@@ -125,7 +125,12 @@ def test_greedy_requests_and_those_that_ask_for_more_get_the_tokens_of_plain_dec
     expected = Engine(loaded, without_speculation(options)).generate(requests)
     engine = Engine(loaded, options)
     beside = engine.generate(requests + [replace(each, sampling=SAMPLING) for each in some_requests(2)])
-    assert beside[: len(requests)] == expected
+    for one, plain in zip(beside, expected, strict=False):
+        assert replace(one, logprobs=()) == replace(plain, logprobs=())
+        # Those of a step that is computed in another batch differ in the last bits on some processors.
+        assert [each.token_id for each in one.logprobs] == [each.token_id for each in plain.logprobs]
+        wanted = [each.logprob for each in plain.logprobs]
+        assert [each.logprob for each in one.logprobs] == pytest.approx(wanted, abs=1e-4)
 
 
 def test_probabilities_are_those_of_plain_sampling() -> None:

@@ -21,6 +21,7 @@ place of those that no row sees.
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -374,9 +375,11 @@ def launch_hopper_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut, ti
         else:
             launch_extend_merge(args, cut, _merged_geometry(geometry), tiles.extend.merge_stages, draws=draws)
     except BaseException:
-        # Else the next launch over the schedule would go on behind the rows that this one drew.
+        # Else the next launch over the schedule would go on behind the rows that this one drew. A device that refuses
+        # this too has failed for good, and what it failed of is told.
         if draws:
-            args.schedule[COUNTER.value].zero_()
+            with suppress(RuntimeError):
+                args.schedule[COUNTER.value].zero_()
         raise
 
 

@@ -184,8 +184,11 @@ def seen_by_block(x, words, G: gl.constexpr):
     """Sequence of a query block, or -1, and the keys that it sees. The padded tail belongs to no sequence."""
     seq = gl.load(words + BLOCK_SEQ)
     first_kv_index = gl.load(words + BLOCK_KV_INDEX)
-    end_key = first_kv_index + gl.load(words + BLOCK_TOKENS) if G.CAUSAL else gl.load(x.kv_len + gl.maximum(seq, 0))
-    end_key = gl.where(seq >= 0, end_key, 0)
+    if G.CAUSAL:
+        end_key = gl.where(seq >= 0, first_kv_index + gl.load(words + BLOCK_TOKENS), 0)
+    else:
+        # Where a step has no sequence, no length is there to be read.
+        end_key = gl.load(x.kv_len + seq, mask=seq >= 0, other=0)
     first_key = gl.to_tensor(0)
     if G.WINDOWED:
         first_key = gl.maximum(first_kv_index - x.window_left, 0)

@@ -325,12 +325,14 @@ def test_decode_and_extend_share_a_mixed_step(dim: int, device: torch.device) ->
 
 
 @pytest.mark.parametrize("dim", [96, 128])
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("kv_len", "q_len"), [([], []), ([0, 0], [0, 0]), ([9, 5], [0, 0])])
 def test_a_step_of_nothing_but_padding_is_all_zeros(
-    kv_len: list[int], q_len: list[int], dim: int, device: torch.device
+    kv_len: list[int], q_len: list[int], causal: bool, dim: int, device: torch.device
 ) -> None:
     """Rows of heads of 96 are drawn, those of 128 dealt out."""
-    tensors = build(replace(RAGGED, kv_len=kv_len, q_len=q_len, tail=40, dims=(dim, dim)), device)
+    case = replace(RAGGED, kv_len=kv_len, q_len=q_len, tail=40, dims=(dim, dim), causal=causal)
+    tensors = build(case, device)
     run_hopper(tensors, ALL_SHARED)
     assert_served(tensors)
     assert (tensors.out == 0).all()

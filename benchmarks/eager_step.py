@@ -25,7 +25,10 @@ from rocm_attn.step.options import RuntimeOptions
 
 NUM_LAYERS = 32
 WARM_UP, ROUNDS = 30, 200
-MAX_KV_LEN, PAGE_SIZE = 1024, 16
+# As a server's: where no sequence may be long, the launches of a layer are fewer.
+MAX_KV_LEN, PAGE_SIZE = 1 << 17, 16
+# What a sequence has at most here.
+MOST_TOKENS = 512
 
 
 def main() -> None:
@@ -44,7 +47,7 @@ def measure(num_seqs: int, device: torch.device) -> dict[str, float | int]:
     """Steps of num_seqs sequences, which grow by one token each time."""
     problem = Problem(32, 8, 128, 128, torch.bfloat16, PAGE_SIZE, 128**-0.5)
     options = RuntimeOptions(
-        num_pages=num_seqs * (MAX_KV_LEN // PAGE_SIZE) + 1,
+        num_pages=num_seqs * (MOST_TOKENS // PAGE_SIZE) + 1,
         max_num_seqs=num_seqs,
         max_kv_len=MAX_KV_LEN,
         provider="triton",

@@ -116,8 +116,8 @@ class DecodeCut:
 
     def __post_init__(self) -> None:
         assert self.merge_group == 0 or self.merge_group >= LEAST_GROUP
-        # Cuts of the steps beside those of alone merge in their launch too, or their memory would have too little room.
-        assert self.alone is None or self.alone.merge_rows <= self.least_alone
+        # Steps of alone merge in their launch. Those of as many rows or more, whose memory has room for them, do too.
+        assert self.alone is None or max(self.merge_rows, self.alone.merge_rows) <= self.least_alone
         assert self.row_cost >= 0
         assert self.most_rounds >= 1
         assert self.programs >= 1
@@ -228,7 +228,11 @@ class DecodeCut:
 
     def partials_words(self, *, gqa_ratio: int, v_head_dim: int, tiles: DecodeTiles) -> int:
         """float32 words of decode's workspace, for rows that several programs share: two parts a program."""
-        return 2 * self.programs * tiles.q_rows(gqa_ratio) * (2 * v_head_dim if self.merge_group else v_head_dim + 2)
+        words = v_head_dim + 2
+        if self.merge_group:
+            # As many as smaller steps may have, which are merged by a launch of their own.
+            words = max(words, 2 * v_head_dim)
+        return 2 * self.programs * tiles.q_rows(gqa_ratio) * words
 
     def segment_words(self, num_seqs: int, most_segments: int, *, q_rows: int, v_head_dim: int) -> tuple[int, int]:
         """float32 words of deterministic decode's workspace, for num_seqs padded sequences of so many segments at most.

@@ -19,6 +19,7 @@ from rocm_attn.providers.triton import TritonDecode
 
 LLAMA = Problem(64, 8, 128, 128, torch.bfloat16, 16, 128**-0.5)
 GEMMA = Problem(16, 8, 256, 256, torch.bfloat16, 16, 256**-0.5)
+NARROW = replace(LLAMA, v_head_dim=1)
 
 
 # Of long sequences and of short ones: steps of few rows are merged by a launch of their own in the first alone.
@@ -51,7 +52,7 @@ def test_layers_with_a_window_and_other_archs_have_one_kind_of_tiles() -> None:
 
 
 @pytest.mark.parametrize("pool", [LONG, SHORT], ids=["long", "short"])
-@pytest.mark.parametrize("problem", [LLAMA, GEMMA], ids=["llama", "gemma"])
+@pytest.mark.parametrize("problem", [LLAMA, GEMMA, NARROW], ids=["llama", "gemma", "narrow"])
 def test_memory_of_a_step_has_room_for_smaller_ones(problem: Problem, pool: PoolSize) -> None:
     kernel = decode_of(problem, pool=pool)
     assert steps_alone(kernel)

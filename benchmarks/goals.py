@@ -173,8 +173,8 @@ OLDER: tuple[Older, ...] = (
     Older(
         "eager_step",
         "128479da",
-        "it is measured with a max_kv_len of 131,072 in place of 1,024, where a layer of one sequence has a launch more "
-        "to add up parts, and may take over 12 us",
+        "it is measured with a max_kv_len of 131,072 in place of 1,024, where a layer of one sequence has a launch "
+        "more to add up parts, and may take over 12 us",
     ),
 )
 

@@ -28,7 +28,7 @@ from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopeTable
 from rocm_attn.kernels.metadata.engine_tensors import LengthBounds, PublishedLengths
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
 from rocm_attn.machine.agreement import Agree, alone
-from rocm_attn.machine.devices import on_device, with_index
+from rocm_attn.machine.devices import on_device, wait_for_device, with_index
 from rocm_attn.machine.settings import whole_number
 from rocm_attn.machine.target import Target, detect_target
 from rocm_attn.paging.adopted import AdoptedPages, AdoptedTables, EnginePages, Source, layer_pages
@@ -517,8 +517,7 @@ class ExternalAttention(StoreAndAttend):
 
     def check_device(self) -> None:
         """Wait for the device, and give on_fault what went wrong in steps and was not reported yet."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        wait_for_device(self.device)
         self._publisher.find_faults()
         if self._publisher.found:
             self.options.on_fault(self._publisher.take_found())

@@ -26,7 +26,7 @@ from rocm_attn.errors import BadBatch, DeviceFault, NeverFits, NotCopied, WrongS
 from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.speculative.arguments import Accepted
 from rocm_attn.machine.agreement import Agree, Agreement, alone
-from rocm_attn.machine.devices import StreamOrder, is_current, on_device, with_index
+from rocm_attn.machine.devices import StreamOrder, is_current, on_device, wait_for_device, with_index
 from rocm_attn.machine.target import Target
 from rocm_attn.paging.canary import what_was_written
 from rocm_attn.paging.index_spaces import Space
@@ -210,7 +210,8 @@ class AttentionRuntime:
         Also if something was written to row 0 of the table or to page 0 of a layer. Ranks that share the layers
         (`agree`) call it together, and raise what any of them has found. For tests, debugging, and whenever serving
         goes idle: while steps run, stage() or meet() reports a fault some steps later by itself, but no step comes to
-        report the last ones. One DeviceFault names all faults.
+        report the last ones. One DeviceFault names all faults. Raises WrongState where a step was staged and the graph
+        that takes its inputs was not launched yet.
         """
         with self._holder.alone("the device cannot be asked"):
             self._find_faults()
@@ -363,8 +364,10 @@ class AttentionRuntime:
         try:
             self._begun_again()
             replay()
-        finally:
             self.end_step()
+        except BaseException:
+            self.end_step()  # an interrupt may have come in its place
+            raise
 
     def _begun_again(self) -> Repeatable:
         """The step that was staged last, which may run now. Raises WrongState where there is none."""
@@ -645,7 +648,7 @@ class AttentionRuntime:
 
         In this order an interrupt leaves no graph, and steps that are right: the memory grows until it is sealed.
         """
-        self._wait()
+        wait_for_device(self.device)
         self._publisher.let_go()
         self.seal_number = 0
         self.core.memory.take(part)
@@ -663,12 +666,11 @@ class AttentionRuntime:
         return not self._stores.refusal
 
     def _find_faults(self) -> None:
-        self._wait()
+        if self._publisher.is_launching and self._holder.state is not StepState.IDLE:
+            # Looking at the slot, whose graph comes, would take the step for one that was abandoned.
+            raise WrongState("the device cannot be asked, because a step was staged; ask when its graph was launched")
+        wait_for_device(self.device)
         self._publisher.find_faults()
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     def _padding_for(self, capture_sizes: Sequence[int], capture_tokens: Sequence[int]) -> PaddingPolicy:
         options = replace(self.options, capture_sizes=capture_sizes, capture_tokens=capture_tokens)

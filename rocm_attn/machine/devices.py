@@ -34,6 +34,12 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device)
 
 
+def wait_for_device(device: torch.device) -> None:
+    """Wait until all is done that was launched on the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 class Streams(Protocol):
     """What a device has of streams."""
 

@@ -83,10 +83,11 @@ class StepsAtOnce:
         """
         # From here on the step runs: a log, a signal handler or a finalizer begins no other one within it.
         self.holder.state = StepState.STAGED
+        # Before pages leave the windows of the step that might run again.
+        owner.repeatable = None
         if self.evict is not None:
             self.evict(batch)
         self.streams.follow()
-        owner.repeatable = None
         (child,) = self.memory.device_steps(plan)
         self.publisher.apply_table_changes()
         self.publisher.publish_whole(batch, child, to_graph=to_graph)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -25,7 +27,7 @@ from rocm_attn.step.at_once import StepsAtOnce
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.protocols import NO_FLIGHT_RECORDER, Flight
 from rocm_attn.step.step import Step
-from tests.amd.runtime.interrupts import every_line
+from tests.amd.runtime.interrupts import every_line, interrupted_at
 from tests.amd.runtime.stepping import small_problem
 
 CPU = torch.device("cpu")
@@ -33,12 +35,14 @@ NUM_SEQS, PADDED, MAX_KV_LEN = 3, 4, 4096
 
 
 class Going:
-    """Requests that go on by a token in each step, whose outputs are the inputs that the device has: id, length, row.
+    """Requests that go on by a token in each step. Outputs are the inputs that the device has: id, length, row."""
 
-    at_once: how many steps have run in one call
-    """
-
-    def __init__(self, flight: Flight = NO_FLIGHT_RECORDER, window: int = UNLIMITED_WINDOW) -> None:
+    def __init__(
+        self,
+        flight: Flight = NO_FLIGHT_RECORDER,
+        window: int = UNLIMITED_WINDOW,
+        sizes: tuple[int, ...] = (PADDED,),
+    ) -> None:
         self.problem = small_problem(window_left=window)
         # One bucket of lengths.
         options = RuntimeOptions(
@@ -46,7 +50,7 @@ class Going:
             max_num_seqs=PADDED,
             max_kv_len=MAX_KV_LEN,
             provider="torch",
-            capture_sizes=(PADDED,),
+            capture_sizes=sizes,
             swa_pages=0 if window == UNLIMITED_WINDOW else 4096,
         )
         self.runtime = build_runtime([self.problem], options, device=CPU)
@@ -59,19 +63,19 @@ class Going:
         for _ in range(2):  # the first makes the graph
             self.step()
 
-    def batch(self) -> StepBatch:
-        """The next step, for which there is room."""
-        kv_len = self.kv_len + 1
-        self.runtime.table.reserve_all(self.rows, kv_len)
-        ids = np.arange(NUM_SEQS, dtype=np.int32) + 10 * self.number
-        return StepBatch(self.rows, kv_len, np.ones(NUM_SEQS, np.int32), ids)
+    def batch(self, num_seqs: int = NUM_SEQS) -> StepBatch:
+        """The next step of the first requests, for which there is room."""
+        rows, kv_len = self.rows[:num_seqs], self.kv_len[:num_seqs] + 1
+        self.runtime.table.reserve_all(rows, kv_len)
+        ids = np.arange(num_seqs, dtype=np.int32) + 10 * self.number
+        return StepBatch(rows, kv_len, np.ones(num_seqs, np.int32), ids)
 
-    def step(self) -> None:
+    def step(self, num_seqs: int = NUM_SEQS) -> None:
         """A step, whose inputs are right."""
         self.number += 1
-        batch = self.batch()
+        batch = self.batch(num_seqs)
         self.check(batch, self.runner.run(batch))
-        self.kv_len = batch.kv_len
+        self.kv_len = np.concatenate((batch.kv_len, self.kv_len[num_seqs:]))
 
     def check(self, batch: StepBatch, got: torch.Tensor) -> None:
         """The device has had these inputs."""
@@ -186,6 +190,42 @@ def test_an_interrupt_at_any_line_of_a_step_in_one_call_leaves_the_next_one_righ
     assert interrupts > 20
 
 
+def test_an_interrupt_at_any_line_of_a_step_that_runs_again_leaves_the_next_one_right(ran: list[bool]) -> None:
+    served, interrupts = Going(), 0
+
+    def again() -> None:
+        batch = served.runtime.repeatable
+        assert batch is not None
+        served.runner.run_again(batch[0])
+
+    again()
+    for _ in every_line(again, 5):
+        interrupts += 1
+        served.step()
+        again()
+    assert interrupts > 20
+    # The lines at the end, where the step is closed.
+    last = 1 + 5 * interrupts
+    for number in range(last - 25, last):
+        if interrupted_at(number, again):
+            served.step()
+        again()
+    served.runtime.check_device()
+
+
+def test_what_an_interrupt_leaves_to_run_again_sees_its_whole_window(ran: list[bool]) -> None:
+    served, again = Going(window=64), 0
+    for _ in every_line(lambda: served.runner.run(served.batch()), 3):
+        last = served.runtime.repeatable
+        if served.runner.may_run_again and last is not None:
+            again += 1
+            served.runner.run_again(last[0])
+        served.kv_len = served.runtime.table.tokens.of(served.rows)
+        served.step()
+        served.runtime.check_device()
+    assert again > 20
+
+
 def test_an_interrupt_in_a_refused_call_leaves_the_callers_step_open() -> None:
     served, lines = Going(), 0
     batch = served.batch()
@@ -236,6 +276,91 @@ def test_no_other_step_begins_within_one(begin: str, ran: list[bool]) -> None:
     served.runtime.check_device()
 
 
+def test_no_other_step_begins_within_one_that_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Going()
+    inner = served.batch()
+    last = served.runtime.repeatable
+    assert last is not None
+    (entry,) = served.runner._entry_of_plan.values()
+    replay, tried = entry.recording.replay, list[bool]()
+
+    def with_another() -> None:
+        with pytest.raises(WrongState, match="a step cannot begin, because a step was staged"):
+            served.runner.run(inner)
+        tried.append(True)
+        replay()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(entry.recording, "replay", with_another)
+        served.runner.run_again(last[0])
+    assert tried == [True]
+    served.step()
+    served.runtime.check_device()
+
+
+@pytest.mark.parametrize("ask", ["check_device", "report_faults", "report_own_faults", "forget_faults"])
+def test_the_device_is_not_asked_while_inputs_wait_for_their_graph(ask: str, ran: list[bool]) -> None:
+    """The graph would run on the inputs of the step before it."""
+    told = Told()
+    served = Going(told)
+
+    def then() -> None:
+        with pytest.raises(WrongState, match="the device cannot be asked, because a step was staged"):
+            getattr(served.runtime, ask)()
+
+    told.then = then
+    for _ in range(2):
+        served.step()
+    assert ran[-2:] == [True] * 2
+    getattr(served.runtime, ask)()
+
+
+def test_steps_of_other_sizes_have_rows_of_their_own(ran: list[bool]) -> None:
+    served = Going()
+    ran.clear()
+    for num_seqs in (3, 2, 2, 3, 3, 1, 1, 2):
+        served.step(num_seqs)
+    assert ran == [True, False] * 4, "a step of other rows than the last one does not go on"
+    served.runtime.check_device()
+
+
+def test_graphs_that_were_given_up_take_no_inputs_and_hold_no_outputs(ran: list[bool]) -> None:
+    sizes = (2, PADDED)
+    served = Going(sizes=sizes)
+    for _ in range(2):
+        served.step(2)
+    assert ran[-1]
+    outputs = [weakref.ref(entry.outputs) for entry in served.runner._entry_of_plan.values()]
+    served.runner.reopen(sizes)
+    gc.collect()
+    assert [each() for each in outputs] == [None, None]
+    for _ in range(2):
+        served.step()  # the first makes its graph
+    ran.clear()
+    served.step(2)
+    served.step(2)
+    assert ran == [False, True]
+    served.runtime.check_device()
+
+
+def test_a_step_from_another_device_goes_the_ordinary_way(ran: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Going()
+    ran.clear()
+    monkeypatch.setattr("rocm_attn.step.at_once.is_current", lambda device: False)
+    served.step()
+    assert ran == [False]
+
+
+def test_a_step_that_may_not_store_does_not_run_again() -> None:
+    served = Going()
+    runtime = served.runtime
+    runtime.table.fork(int(served.rows[1]), int(served.kv_len[1]))
+    runtime.stage(StepBatch(served.rows, served.kv_len, np.ones(NUM_SEQS, np.int32)))
+    assert not runtime.may_store
+    runtime.abandon_step()
+    assert not served.runner.may_run_again
+
+
 def test_a_flight_recorder_is_told_of_a_step_and_of_what_broke_it_off(
     ran: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,11 +393,12 @@ def test_a_flight_recorder_is_told_of_a_step_and_of_what_broke_it_off(
 
 
 def test_a_flight_recorder_hears_of_no_refusal_and_no_interrupt_before_its_step() -> None:
-    told = Told()
+    told, heard = Told(), 0
     served = Going(told)
     for _ in every_line(lambda: served.runner.run(served.batch()), 7):
         failures, told.failures = told.failures, []
         assert len(failures) <= 1
+        heard += len(failures)
         noted, told.noted = told.noted, told.noted[:1]
         if failures:
             assert len(noted) > 1
@@ -280,6 +406,7 @@ def test_a_flight_recorder_hears_of_no_refusal_and_no_interrupt_before_its_step(
         for _ in range(2):
             served.step()
         told.noted = told.noted[:1]
+    assert heard
     with pytest.raises(BadBatch):
         served.runner.run(StepBatch(served.rows, served.kv_len + 2000, np.ones(NUM_SEQS, np.int32)))
     assert not told.failures
@@ -300,6 +427,7 @@ def test_a_fault_is_counted_and_told_once(ran: list[bool]) -> None:
 
     with pytest.raises(DeviceFault):
         steps()
+    assert ran
     assert all(ran)
     assert served.runner.counters.faults == 1
     assert [type(error) for error in told.failures] == [DeviceFault]

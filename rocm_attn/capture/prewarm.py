@@ -147,7 +147,7 @@ def _runtime(
 
 
 def _steps(runtime: AttentionRuntime) -> Iterator[tuple[PaddedShape, list[int]]]:
-    """A step of every shape that is captured, and of some that are not: the shape, and its sequences' new tokens.
+    """A step of every shape that is captured, and those of eager_steps(): the shape, and its sequences' new tokens.
 
     Rounds of drafts are among them. That they run in halves asks for no other kernels.
     """
@@ -160,6 +160,7 @@ def _steps(runtime: AttentionRuntime) -> Iterator[tuple[PaddedShape, list[int]]]
     if not runtime.target.is_gpu:
         return  # nothing is compiled
     for shape, each in eager_steps(runtime.padding, max_seqs=table.most_new_seqs, max_kv_len=table.max_kv_len):
+        # A pool for windows may have fewer pages than a step of all these tokens takes: serving has none there.
         if pages_of(np.array(each), table.page_size).sum() <= table.fewest_free_pages:
             yield shape, each
 

@@ -7,6 +7,7 @@ what is compiled, at the sizes that will be served.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import Counter
@@ -22,7 +23,8 @@ from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.mask import TreeMask
 from rocm_attn.batch.padding import PaddedShape, PadTo
 from rocm_attn.batch.step_batch import StepBatch, draft_batch
-from rocm_attn.batch.step_kinds import Extra, StepKind
+from rocm_attn.batch.step_kinds import Extra
+from rocm_attn.capture.eager_steps import MOST_TOKENS, eager_steps
 from rocm_attn.capture.graphs import Progress, capture_shapes, draft_shapes, shape_name
 from rocm_attn.capture.made_graphs import takes_inputs
 from rocm_attn.capture.probe_requests import typical_q_len, with_extra
@@ -31,7 +33,7 @@ from rocm_attn.guards.registry import guards_from_settings
 from rocm_attn.kernels.speculative.arguments import Accepted
 from rocm_attn.machine.target import Target
 from rocm_attn.paging.index_spaces import num_pages as pages_of
-from rocm_attn.problem import Problem
+from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.accepting import accept_drawn, verified
@@ -45,10 +47,6 @@ _BUFFER_LOAD_BYTES = 2 << 30
 
 # New tokens of trees that are verified where no captured step does.
 _TREE_NODES = 4
-
-# Sizes of steps that run without a graph: sequences, new tokens of each. The last ones have more rows than any tiles of
-# short sequences.
-_EAGER_STEPS = ((1, 2), (1, 16), (3, 7), (2, 80))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +92,7 @@ def prewarm(
         raise BadSetting("TRITON_INTERPRET is set, so nothing would be compiled; unset it")
     started = time.perf_counter()
     runtime = _runtime(problems, target, options, device)
-    steps = list(_steps(runtime))
+    steps, memory = list(_steps(runtime)), _Memory(runtime.device)
     compiled: Counter[str] = Counter()
     cached: Counter[str] = Counter()
 
@@ -104,7 +102,7 @@ def prewarm(
     with _compiling(target, device, count):
         for done, (shape, batch) in enumerate(steps):
             progress(done, len(steps), shape_name(shape))
-            _run(runtime, batch, shape)
+            _run(runtime, batch, shape, memory)
     if runtime.target.is_gpu == (runtime.device.type == "cuda"):  # else nothing has run
         runtime.check_device()
     progress(len(steps), len(steps), "")
@@ -130,7 +128,7 @@ def _runtime(
         *options.capture_tokens,
         *options.prompt_tokens,
         options.max_num_seqs * of_each,
-        *(seqs * tokens for seqs, tokens in _EAGER_STEPS),
+        min(MOST_TOKENS, options.max_num_seqs * options.max_kv_len),
     )
     least = 2 + options.max_num_seqs + pages_of(largest_step, kinds[0].page_size)
     num_pages = max(least, min(options.num_pages, _BUFFER_LOAD_BYTES // row + 1))
@@ -149,7 +147,7 @@ def _runtime(
 
 
 def _steps(runtime: AttentionRuntime) -> Iterator[tuple[PaddedShape, list[int]]]:
-    """A step of every shape that is captured, and of some that are not: the shape, and its sequences' new tokens.
+    """A step of every shape that is captured, and those of eager_steps(): the shape, and its sequences' new tokens.
 
     Rounds of drafts are among them. That they run in halves asks for no other kernels.
     """
@@ -159,20 +157,15 @@ def _steps(runtime: AttentionRuntime) -> Iterator[tuple[PaddedShape, list[int]]]
         q_len = typical_q_len(shape, most=most, max_seqs=table.most_new_seqs, max_kv_len=table.max_kv_len)
         if q_len is not None:
             yield shape, q_len.tolist()
-    for num_seqs, longest in _EAGER_STEPS:
-        if num_seqs <= table.most_new_seqs:
-            each = min(longest, table.max_kv_len)
-            kind = StepKind.EXTEND if each > 1 else StepKind.DECODE
-            yield PaddedShape(kind, num_seqs, num_seqs * each), [each] * num_seqs
-            if num_seqs > 1 and each > 1:
-                yield PaddedShape(StepKind.MIXED, num_seqs, 1 + (num_seqs - 1) * each), [1] + [each] * (num_seqs - 1)
-            for kind in runtime.padding.kinds(1):
-                if kind.extra is not Extra.NOTHING:
-                    new = 1 if kind.decodes else each
-                    yield PaddedShape(kind, num_seqs, num_seqs * new), [new] * num_seqs
+    if not runtime.target.is_gpu:
+        return  # nothing is compiled
+    for shape, each in eager_steps(runtime.padding, max_seqs=table.most_new_seqs, max_kv_len=table.max_kv_len):
+        # A pool for windows may have fewer pages than a step of all these tokens takes: serving has none there.
+        if pages_of(np.array(each), table.page_size).sum() <= table.fewest_free_pages:
+            yield shape, each
 
 
-def _run(runtime: AttentionRuntime, q_len: list[int], shape: PaddedShape) -> None:
+def _run(runtime: AttentionRuntime, q_len: list[int], shape: PaddedShape, memory: _Memory) -> None:
     """One step of new requests with so many tokens each, through every kind of layer."""
     rows = [runtime.table.admit() for _ in q_len]
     try:
@@ -180,47 +173,47 @@ def _run(runtime: AttentionRuntime, q_len: list[int], shape: PaddedShape) -> Non
             runtime.table.reserve(row, length)
         pad_to = PadTo(max(shape.num_seqs, len(q_len)))
         if isinstance(shape.drafts, Drafts):
-            _run_round(runtime, draft_batch(rows, [0] * len(rows), shape.drafts), pad_to)
+            _run_round(runtime, draft_batch(rows, [0] * len(rows), shape.drafts), pad_to, memory)
             return
         tokens = np.array(q_len, np.int32)
         batch = StepBatch(np.array(rows, np.int32), tokens, tokens)
-        _run_step(runtime, with_extra(batch, shape, torch.Generator(runtime.device)), pad_to)
+        _run_step(runtime, with_extra(batch, shape, torch.Generator(runtime.device)), pad_to, memory)
         if shape.kind.extra is Extra.MASK and max(q_len) <= max(runtime.padding.verify, _TREE_NODES):
-            _verify(runtime, batch, pad_to)
+            _verify(runtime, batch, pad_to, memory)
     finally:
         for row in rows:
             runtime.table.free(row)
 
 
-def _run_step(runtime: AttentionRuntime, batch: StepBatch, pad_to: PadTo) -> None:
+def _run_step(runtime: AttentionRuntime, batch: StepBatch, pad_to: PadTo, memory: _Memory) -> None:
     step = runtime.begin_step(batch, pad_to)
     try:
         if takes_inputs(runtime, step):
             runtime.take_inputs()
-        _attend_all(runtime, step)
+        _attend_all(runtime, step, memory)
     finally:
         runtime.end_step()
 
 
-def _run_round(runtime: AttentionRuntime, batch: StepBatch, pad_to: PadTo) -> None:
+def _run_round(runtime: AttentionRuntime, batch: StepBatch, pad_to: PadTo, memory: _Memory) -> None:
     """A round of drafts, each of whose branches goes on from itself."""
     round_: DraftSteps = runtime.begin_drafts(batch, pad_to)
     try:
         for number, step in enumerate(round_.steps):
             if number:
                 round_.keep_branches(number)
-            _attend_all(runtime, step)
+            _attend_all(runtime, step, memory)
     finally:
         runtime.end_step()
 
 
-def _verify(runtime: AttentionRuntime, batch: StepBatch, pad_to: PadTo) -> None:
+def _verify(runtime: AttentionRuntime, batch: StepBatch, pad_to: PadTo, memory: _Memory) -> None:
     """The same tokens as trees of drafts, and what becomes of them: acceptance, and K and V that move."""
     width, device = max(1, batch.max_q_len), runtime.device
     parents = torch.arange(-1, width - 1, dtype=torch.int32, device=device).expand(batch.num_seqs, width).contiguous()
     step = runtime.begin_step(replace(batch, mask=TreeMask(parents)), pad_to)
     try:
-        _attend_all(runtime, step)
+        _attend_all(runtime, step, memory)
         accept_drawn(torch.zeros_like(step.token_ids), verified(step, parents))
     finally:
         runtime.end_step()
@@ -230,22 +223,41 @@ def _verify(runtime: AttentionRuntime, batch: StepBatch, pad_to: PadTo) -> None:
     runtime.move_accepted(nothing, torch.from_numpy(batch.rows.copy()).to(device))
 
 
-def _attend_all(runtime: AttentionRuntime, step: Step) -> None:
+def _attend_all(runtime: AttentionRuntime, step: Step, memory: _Memory) -> None:
     for layer, selection in enumerate(runtime.selections):
-        _attend(step, layer, selection.problem)
+        _attend(step, layer, selection.problem, memory)
 
 
-def _attend(step: Step, layer: int, problem: Problem) -> None:
-    def zeros(num_heads: int, dim: int) -> Tensor:
-        num_tokens = step.token_ids.shape[0]
-        return torch.zeros(num_tokens, num_heads, dim, dtype=problem.dtype, device=step.token_ids.device)
+def _attend(step: Step, layer: int, problem: Problem, memory: _Memory) -> None:
+    num_tokens = step.token_ids.shape[0]
 
-    q, out = zeros(problem.num_q_heads, problem.head_dim), zeros(problem.num_q_heads, problem.v_head_dim)
-    k, v = zeros(problem.num_kv_heads, problem.head_dim), zeros(problem.num_kv_heads, problem.v_head_dim)
+    def zeros(name: str, num_heads: int, dim: int) -> Tensor:
+        return memory.zeros(name, (num_tokens, num_heads, dim), problem.dtype)
+
+    q, out = zeros("q", problem.num_q_heads, problem.head_dim), zeros("out", problem.num_q_heads, problem.v_head_dim)
+    k = zeros("k", problem.num_kv_heads, problem.head_dim)
+    is_latent = problem.pool is PoolKind.LATENT
+    v = k[..., : problem.v_head_dim] if is_latent else zeros("v", problem.num_kv_heads, problem.v_head_dim)
     # A kernel may store in its own launch, which is another variant.
     step.layers.store_and_attend(layer, q, k, v, out)
     step.layers.store(layer, k, v)
     step.layers.attend(layer, q, out)
+
+
+class _Memory:
+    """What layers are given, of all steps one after the other: to fill as much for each takes longer than all else."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._held: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def zeros(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor of zeros where nothing has been written to this name's."""
+        size = math.prod(shape)
+        held = self._held.get((name, dtype))
+        if held is None or held.numel() < size:
+            held = self._held[name, dtype] = torch.zeros(size, dtype=dtype, device=self._device)
+        return held[:size].view(shape)
 
 
 @contextmanager

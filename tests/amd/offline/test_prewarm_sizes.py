@@ -1,0 +1,256 @@
+"""Prewarming compiles what steps without a graph need at every number of sequences, and nothing beside it.
+
+What Triton would compile is noted in place of being compiled, by the key that it keeps a variant by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton
+
+from rocm_attn.batch.drafts import Drafts
+from rocm_attn.batch.mask import random_trees
+from rocm_attn.batch.padding import PaddedShape, PaddingPolicy
+from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
+from rocm_attn.batch.step_batch import StepBatch, draft_batch
+from rocm_attn.batch.step_kinds import Extra, StepKind
+from rocm_attn.capture.eager_steps import MOST_TOKENS, eager_steps
+from rocm_attn.capture.prewarm import prewarm
+from rocm_attn.guards.registry import Guards
+from rocm_attn.hip_graphs.size_ladder import SizeLadder
+from rocm_attn.kernels.launch import Thunk, observe_launches
+from rocm_attn.machine.target import known_target
+from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.head_weights import HeadWeights
+from rocm_attn.step.options import RuntimeOptions
+from rocm_attn.step.step import Step
+from tests.amd.offline.offline_driver import offline
+
+CPU = torch.device("cpu")
+
+LLAMA = Problem(32, 8, 128, 128, torch.bfloat16, 16, 128**-0.5)
+GEMMA = Problem(16, 4, 256, 256, torch.bfloat16, 16, 256**-0.5)
+GPTOSS = Problem(64, 8, 64, 64, torch.bfloat16, 16, 0.125, window_left=1023, has_sinks=True)
+LATENT = Problem(16, 1, 576, 512, torch.bfloat16, 16, 192**-0.5, pool=PoolKind.LATENT)
+MASKED = replace(LLAMA, custom_mask=True)
+
+# Steps of 16 sequences have tiles of their own on sm_90, and those of 11 or more are merged within their launch.
+SIZES = RuntimeOptions(num_pages=64, max_num_seqs=20, max_kv_len=2048, provider="triton", capture_sizes=(1, 2, 4, 8))
+
+# A kernel and what Triton tells its variants apart by.
+Variant = tuple[str, str]
+
+
+@contextmanager
+def noted_variants(found: set[Variant]) -> Iterator[None]:
+    """While active, Triton compiles nothing and notes what it would."""
+
+    def note(*, key: Any, fn: Any, **rest: object) -> bool:
+        found.add((fn.name, str(key)))
+        return True  # so it is not compiled
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton.knobs.runtime, "jit_cache_hook", note)
+        yield
+
+
+def prewarmed(problem: Problem, sizes: RuntimeOptions, arch: str) -> set[Variant]:
+    """What prewarming compiles."""
+    found = set[Variant]()
+    with noted_variants(found):
+        prewarm([problem], known_target(arch), sizes, device=CPU)
+    return found
+
+
+class Served:
+    """A runtime whose steps launch nothing; rows that hold requests.
+
+    found: what Triton would compile for its steps
+    """
+
+    def __init__(self, problem: Problem, sizes: RuntimeOptions, arch: str) -> None:
+        self.problem, self.arch, self.found = problem, arch, set[Variant]()
+        # Kernels that are only compiled answer nothing.
+        guards = Guards().without("echo_check")
+        large = replace(sizes, num_pages=2 + sizes.max_num_seqs * 64)
+        self.runtime: AttentionRuntime = build_runtime(
+            [problem], large, device=CPU, target=known_target(arch), guards=guards
+        )
+        self.runtime.head_weights.set(0, HeadWeights.random(problem, torch.Generator()))
+        self.rows = np.array([self.runtime.table.admit() for _ in range(sizes.max_num_seqs)], np.int32)
+        for row in self.rows.tolist():
+            self.runtime.table.reserve(row, min(1024, sizes.max_kv_len))
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """While active, launches are noted."""
+
+        def run(launch: Thunk) -> None:
+            launch()
+
+        with noted_variants(self.found), offline(self.arch), observe_launches(run):
+            yield
+
+    def batch(self, q_len: Iterable[int]) -> StepBatch:
+        """A step of new requests."""
+        tokens = np.fromiter(q_len, np.int32)
+        return StepBatch(self.rows[: len(tokens)], tokens, tokens)
+
+    def step(self, batch: StepBatch) -> None:
+        """One step of one layer."""
+        self.attend(self.runtime.begin_step(batch))
+        self.runtime.end_step()
+
+    def attend(self, step: Step) -> None:
+        problem = self.problem
+        num_tokens = len(step.token_ids)
+        q = torch.empty(num_tokens, problem.num_q_heads, problem.head_dim, dtype=problem.dtype)
+        out = torch.empty(num_tokens, problem.num_q_heads, problem.v_head_dim, dtype=problem.dtype)
+        k = torch.empty(num_tokens, problem.num_kv_heads, problem.head_dim, dtype=problem.dtype)
+        is_latent = problem.pool is PoolKind.LATENT
+        v = k[..., : problem.v_head_dim] if is_latent else k.new_empty(*k.shape[:2], problem.v_head_dim)
+        step.layers.store_and_attend(0, q, k, v, out)
+        step.layers.store(0, k, v)
+        step.layers.attend(0, q, out)
+
+
+def lengths_of(num_seqs: int) -> Iterator[list[int]]:
+    """New tokens of steps with so many sequences: decodes, decodes beside a prompt, drafts that are verified, prompts.
+
+    Of other numbers than those that prewarming has steps of.
+    """
+    yield [1] * num_seqs
+    if num_seqs > 1:
+        yield [1] * (num_seqs - 1) + [3]
+        yield [1] * (num_seqs - 1) + [700]
+    for each in (3, 5, 23, 75, 1000 // num_seqs):
+        yield [each] * num_seqs
+
+
+def served_at_all_sizes(problem: Problem, sizes: RuntimeOptions, arch: str) -> set[Variant]:
+    """What steps of every number of sequences need, as they are padded."""
+    served = Served(problem, sizes, arch)
+    with served.serving():
+        for num_seqs in range(1, sizes.max_num_seqs + 1):
+            for q_len in lengths_of(num_seqs):
+                batch = served.batch(q_len)
+                served.step(batch)
+                if problem.custom_mask and max(q_len) < 100:
+                    served.step(replace(batch, mask=random_trees(batch.q_len, torch.Generator())))
+                if sizes.shared_prefixes and max(q_len) == 1:
+                    served.step(replace(batch, prefixes=SharedPrefixes([PrefixGroup(num_seqs, 0)])))
+    return served.found
+
+
+def variants_of(found: set[Variant], kernel: str) -> int:
+    return sum(name == kernel for name, _ in found)
+
+
+@pytest.mark.parametrize(
+    ("problem", "arch", "sizes"),
+    [
+        pytest.param(LLAMA, "sm_90", SIZES, id="llama-sm_90"),
+        pytest.param(replace(LLAMA, num_q_heads=8, num_kv_heads=2), "gfx942", SIZES, id="llama-gfx942"),
+        pytest.param(LATENT, "sm_90", SIZES, id="latent-sm_90"),
+        pytest.param(
+            MASKED, "sm_90", replace(SIZES, shared_prefixes=True), id="masks-sm_90", marks=pytest.mark.nightly
+        ),
+        pytest.param(GEMMA, "sm_90", replace(SIZES, max_num_seqs=70), id="gemma-sm_90", marks=pytest.mark.nightly),
+        pytest.param(GPTOSS, "sm_90", replace(SIZES, max_num_seqs=70), id="window-sm_90", marks=pytest.mark.nightly),
+        pytest.param(LLAMA, "sm_90", replace(SIZES, deterministic=True), id="segments", marks=pytest.mark.nightly),
+        pytest.param(MASKED, "gfx950", replace(SIZES, shared_prefixes=True), id="gfx950", marks=pytest.mark.nightly),
+    ],
+)
+def test_every_number_of_sequences_finds_its_variants(problem: Problem, arch: str, sizes: RuntimeOptions) -> None:
+    needed = served_at_all_sizes(problem, sizes, arch)
+    assert len(needed) >= 9
+    assert sorted(name for name, _ in needed - prewarmed(problem, sizes, arch)) == []
+
+
+def test_on_hopper_decode_has_three_ways_that_hang_on_the_number_of_sequences() -> None:
+    """What the test above is for: each stores or does not, in tiles of 64 keys merged by a launch of their own or
+    within theirs, or in those of 128."""
+    assert variants_of(prewarmed(LLAMA, SIZES, "sm_90"), "_decode_kernel") == 6
+
+
+def test_where_all_steps_are_cut_in_one_way_one_variant_is_compiled() -> None:
+    few = replace(SIZES, max_num_seqs=4)
+    assert variants_of(prewarmed(LLAMA, few, "sm_90"), "_decode_kernel") == 2
+
+
+def test_halves_find_theirs() -> None:
+    """Halves of a step that is padded to 24 have 12 sequences, which no whole step is padded to."""
+    sizes = replace(SIZES, max_num_seqs=24, capture_sizes=(8, 24), split_steps=True)
+    served = Served(GEMMA, sizes, "sm_90")
+    with served.serving():
+        for num_seqs in range(2, sizes.max_num_seqs + 1):
+            for q_len in lengths_of(num_seqs):
+                for half in served.runtime.begin_split_step(served.batch(q_len)).halves:
+                    served.attend(half)
+                served.runtime.end_step()
+    assert sorted(name for name, _ in served.found - prewarmed(GEMMA, sizes, "sm_90")) == []
+
+
+@pytest.mark.nightly
+def test_rounds_of_drafts_find_theirs() -> None:
+    sizes = replace(SIZES, drafts=(Drafts(1, 2), Drafts(3, 2)), verify_tokens=4)
+    served = Served(MASKED, sizes, "sm_90")
+    with served.serving():
+        for num_seqs in range(1, sizes.max_num_seqs + 1):
+            for drafts in sizes.drafts:
+                stored = np.zeros(num_seqs, np.int32)
+                round_ = served.runtime.begin_drafts(draft_batch(served.rows[:num_seqs], stored, drafts))
+                for number, step in enumerate(round_.steps):
+                    if number:
+                        round_.keep_branches(number)
+                    served.attend(step)
+                served.runtime.end_step()
+    assert sorted(name for name, _ in served.found - prewarmed(MASKED, sizes, "sm_90")) == []
+
+
+def policy(*seqs: int, **also: Any) -> PaddingPolicy:
+    return PaddingPolicy(SizeLadder(seqs), SizeLadder((1,)), **also)
+
+
+def steps_of(padding: PaddingPolicy, max_seqs: int, max_kv_len: int = 100) -> list[tuple[PaddedShape, list[int]]]:
+    return list(eager_steps(padding, max_seqs=max_seqs, max_kv_len=max_kv_len))
+
+
+def test_there_is_a_step_of_each_padded_number_of_sequences() -> None:
+    sizes = [shape.num_seqs for shape, _ in steps_of(policy(1, 4), 6) if shape.kind is StepKind.DECODE]
+    assert sizes == [1, 4, 5, 6]
+    split = [shape.num_seqs for shape, _ in steps_of(policy(2, 12, max_children=2), 12)]
+    assert sorted(set(split)) == [1, 2, 6, 12]
+
+
+@pytest.mark.parametrize("max_kv_len", [1, 2, 3, 100, 100_000])
+@pytest.mark.parametrize("padding", [policy(1, 4, extras=frozenset(Extra)), policy(8, 24, max_children=2)])
+def test_steps_are_of_their_kind_and_within_bounds(padding: PaddingPolicy, max_kv_len: int) -> None:
+    for shape, q_len in steps_of(padding, 6, max_kv_len):
+        assert len(q_len) <= min(6, shape.num_seqs)
+        assert 1 <= min(q_len) <= max(q_len) <= max_kv_len
+        assert sum(q_len) <= MOST_TOKENS + 1
+        if shape.kind.extra is not Extra.MASK:
+            assert shape.kind.decodes == (max(q_len) == 1)
+            assert shape.kind.mixes == (min(q_len) == 1 < max(q_len))
+        if not shape.kind.decodes:
+            assert shape.num_tokens == sum(q_len)
+
+
+def test_prompts_are_met_whose_tokens_at_most_double() -> None:
+    alone = [sum(q_len) for shape, q_len in steps_of(policy(1), 1, 100_000) if shape.kind is StepKind.EXTEND]
+    mixed = [sum(q_len) for shape, q_len in steps_of(policy(5), 5, 100_000) if shape.kind is StepKind.MIXED]
+    assert (alone[0], alone[-1]) == (2, MOST_TOKENS)
+    assert (mixed[0], mixed[-1]) == (3, MOST_TOKENS)
+    for tokens in (alone, mixed):
+        assert all(low < high <= 2 * low for low, high in pairwise(tokens))

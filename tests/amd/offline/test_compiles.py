@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 from rocm_attn.kernels.tuning import latent_tiles
-from rocm_attn.kernels.tuning.decode_tiles import DECODE_ROWS, decode_tiles
+from rocm_attn.kernels.tuning.decode_tiles import ALONE, DECODE_ROWS
 from rocm_attn.kernels.tuning.expert_tiles import EXPERT_ROWS, expert_tiles
 from rocm_attn.kernels.tuning.extend_tiles import EXTEND_ROWS
 from rocm_attn.kernels.tuning.latent_tiles import (
@@ -21,18 +19,19 @@ from rocm_attn.kernels.tuning.latent_tiles import (
     latent_extend_tiles,
     latent_segment_tiles,
 )
-from rocm_attn.kernels.tuning.segment_tiles import SEGMENT_ROWS, segment_tiles
-from rocm_attn.kernels.tuning.tiles import Codes, NoTiles
+from rocm_attn.kernels.tuning.segment_tiles import SEGMENT_ROWS
+from rocm_attn.kernels.tuning.tiles import Codes
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import KVEncoding, PoolKind
-from rocm_attn.providers.tiles import codes_of, extend_rows_of_table
 from tests.amd.house.source_tree import sources
 from tests.amd.offline.code_object import AmdCode, NvidiaCode, read_amd_code, read_nvidia_code
 from tests.amd.offline.compiling import (
     AMD_ARCHS,
     IN_EVERY_RUN,
     NVIDIA_ARCHS,
+    LaunchedTiles,
     compiled_kernels,
+    launched_tiles,
     rows_for,
 )
 from tests.amd.offline.matrix import ROWS, Row, launch_rest
@@ -206,22 +205,24 @@ def nvidia_complaints(row: Row, name: str, code: NvidiaCode) -> Iterator[str]:
         yield "a product without matrix instructions"
 
 
-@pytest.mark.parametrize("arch", [*AMD_ARCHS, *NVIDIA_ARCHS])
+def launched_in_the_matrix(arch: str, *, is_large: bool) -> list[LaunchedTiles]:
+    """By every row of pages of a size. That size changes no tiles, and a large pool takes seconds to make."""
+    here = [row for row in ROWS if (row.arch, row.is_large) == (arch, is_large) and row.pool is not PoolKind.LATENT]
+    return [launched for row in here for launched in launched_tiles(replace(row, is_large=False))]
+
+
+# What an arch launches is seen once, by one worker.
+LAUNCHED = pytest.mark.parametrize(
+    "arch",
+    [pytest.param(arch, marks=pytest.mark.xdist_group(f"launched by {arch}")) for arch in (*AMD_ARCHS, *NVIDIA_ARCHS)],
+)
+
+
+@LAUNCHED
 def test_every_tuning_row_is_in_the_matrix(arch: str) -> None:
     """At both pool sizes on AMD, where the size changes the code."""
     for is_large in (False, True) if arch in AMD_ARCHS else (False,):
-        compiled: set[int] = set()
-        here = [row for row in ROWS if row.arch == arch and row.is_large == is_large]
-        problems = [problem for row in here if row.pool is not PoolKind.LATENT for problem in row.problems]
-        for problem in problems:
-            shape: dict[str, Any] = {"head_dim": problem.head_dim, "v_head_dim": problem.v_head_dim}
-            shape |= {"dtype": problem.dtype, "codes": codes_of(problem)}
-            heads: dict[str, Any] = {"gqa_ratio": problem.gqa_ratio, "num_kv_heads": problem.num_kv_heads}
-            compiled.add(id(decode_tiles(arch, **heads, **shape)))
-            extend = extend_rows_of_table(problem, known_target(arch))
-            compiled |= {id(row.tiles) for row in extend if row.max_rows >= 2 * problem.gqa_ratio}
-            with suppress(NoTiles):  # codes with more than 128 elements a head
-                compiled.add(id(segment_tiles(arch, **shape)))
+        compiled = {id(launched.tiles) for launched in launched_in_the_matrix(arch, is_large=is_large)}
         own_name = FAMILIES.get(arch, arch)
         tuned = [row for row in (*DECODE_ROWS, *EXTEND_ROWS, *SEGMENT_ROWS) if row.arch == own_name]
         if is_large:  # which changes loads of pages alone, of codes as of elements
@@ -229,6 +230,18 @@ def test_every_tuning_row_is_in_the_matrix(arch: str) -> None:
         assert tuned, f"no tuning row for {arch}"
         missing = [row for row in tuned if id(row.tiles) not in compiled]
         assert not missing, f"no compile {'above' if is_large else 'below'} 2 GiB for {missing}"
+
+
+@LAUNCHED
+def test_every_way_that_decode_adds_up_parts_is_in_the_matrix_without_a_window(arch: str) -> None:
+    """Within its launch too, if the tiles say so; those of steps with a program for each row have no other way then."""
+    tuned = [row.tiles for row in DECODE_ROWS if row.arch == FAMILIES.get(arch, arch)]
+    ways = [(tiles, within) for tiles in tuned for within in (False, True) if tiles.merge_group or not within]
+    ways += [(ALONE[tiles].tiles, ALONE[tiles].tiles.merge_group > 0) for tiles in tuned if tiles in ALONE]
+    launched = launched_in_the_matrix(arch, is_large=False)
+    compiled = {(id(each.tiles), each.merges_within) for each in launched if not each.has_window}
+    missing = [(tiles, within) for tiles, within in ways if (id(tiles), within) not in compiled]
+    assert not missing, f"no compile without a window for {missing}"
 
 
 @pytest.mark.parametrize("arch", [*AMD_ARCHS, *NVIDIA_ARCHS])

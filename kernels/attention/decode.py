@@ -3,10 +3,10 @@
     out[token] = softmax(scores of q[token] . K^T) V      K, V: the keys that the sequence's last token sees (scores.py)
 
 A fixed number of programs walks the rows that the schedule gives them. A row that one program finishes alone is written
-to out; of the others each program leaves a partial result (accumulator, maximum and sum in base 2). The program that
-ends last with a row adds them up (merge_within.py), or a launch of its own does (merge.py). Rows of a window may have a
-program each instead, which leaves nothing to merge. K and V are loaded under a mask
-with other=0.0: what lies beyond a length may be NaN.
+to out; of the others each program leaves a partial result. The program that ends last with a row adds them up
+(merge_within.py: accumulator / sum, and maximum + log2(sum)), or a launch of its own does (merge.py: accumulator,
+maximum and sum, in base 2). Rows of a window may have a program each instead, which leaves nothing to merge. K and V
+are loaded under a mask with other=0.0: what lies beyond a length may be NaN.
 """
 
 from __future__ import annotations

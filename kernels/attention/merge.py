@@ -59,7 +59,10 @@ class MergeGeometry(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Parts of rows: acc [parts, LINES, V_HEAD_DIM]; sums [parts, LINES, 2], maximum and sum."""
+    """Parts of rows: acc [parts, LINES, V_HEAD_DIM]; sums [parts, LINES, 2], maximum and sum.
+
+    Where merge_within.py adds them up, acc / sum, and sums [parts, LINES, V_HEAD_DIM]: maximum + log2(sum), each time.
+    """
 
     acc: Any
     sums: Any

@@ -3,7 +3,7 @@
 The parts of a row (merge.py), in the order of their programs, make groups of GROUP. Of each group the program that
 ends last adds up the parts, in their order, and puts the sum where the first one was. These sums make groups again,
 until one is left, whose sum is the row's. So which program ends last changes no bit, and none reads all parts of a long
-row: of one sequence 264 programs leave a megabyte, with 8 query heads of 128.
+row: of one sequence 264 programs leave 2.2 MB, with 8 query heads of 128.
 
 A part has a counter. A group's is that of its first part, or of one after it: of as many as it has levels of groups
 below it.

@@ -48,7 +48,7 @@ class DecodeTiles:
     programs_per_cu:  programs that the grid holds for each compute unit
     transposed:       whether scores are computed as k q^T: KV tokens then fill the long side of the matrix unit
     heads_per_row:    KV heads that are read as one, beside each other: two of 64 as one of 128. More than one only with
-                      head_blocks 1, and more than two only where elements have no factors.
+                      head_blocks 1, and more than two only where elements have no factors
     head_blocks:      blocks that the query heads of a KV head are cut into; each reads K and V
     row_cost:         what starting a row costs beside its key blocks, in blocks; 0: no more than a later part of it
     row_end:          what finishing it costs, in blocks; 0: no more than an earlier part of it. At least 1 where

@@ -70,7 +70,7 @@ def decode_tiles_of(problem: Problem, target: Target) -> DecodeTiles:
     """Of paged decode. Raises NoTiles."""
     static = decode_tiles(target.arch, **_shape(problem))
     tiles = _or_measured(static, measured_row(Table.DECODE, problem, target))
-    return tiles if target.arch in ORDERS_BY_BARRIERS else replace(tiles, merge_group=0)
+    return replace(tiles, merge_group=0) if tiles.merge_group and target.arch not in ORDERS_BY_BARRIERS else tiles
 
 
 def cdna_tiles_of(problem: Problem, target: Target) -> CdnaTiles:

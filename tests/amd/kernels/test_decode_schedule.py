@@ -193,6 +193,11 @@ def device_words(batch: Batch, device: torch.device) -> list[int]:
         if words[first + 3] == 0:
             words[first : first + 3] = [0, 0, 0]
             words[first + 5 : first + 8] = [0, 0, 0]
+    if batch.cut.merge_group:
+        # What the counters are aligned by is nobody's.
+        end, first_counter = 8 * batch.num_programs + 2 * len(batch.kv_len), batch.cut.first_counter(len(batch.kv_len))
+        assert words[end:first_counter] == [GARBAGE] * (first_counter - end)
+        words[end:first_counter] = [0] * (first_counter - end)
     return words[:size]
 
 
@@ -211,6 +216,20 @@ def test_the_device_writes_the_words_of_the_host_twin(
     q_len[0] = 1
     batch = Batch(kv_len, q_len, num_kv_heads, num_programs, TILES, window_left)
     assert device_words(batch, kernel_device) == batch.words
+
+
+@pytest.mark.parametrize("num_programs", [1, 6, 13])
+@pytest.mark.parametrize("num_seqs", [1, 2, 5, 600])
+def test_the_device_sets_every_counter_of_decode_that_merges_within_its_launch(
+    num_seqs: int, num_programs: int, kernel_device: torch.device
+) -> None:
+    """After an odd number of sequences too, which is no whole number of 16-byte units."""
+    draw = random.Random(num_seqs + num_programs)
+    kv_len = [draw.randrange(301) for _ in range(num_seqs)]
+    batch = Batch(kv_len, [1] * num_seqs, 2, num_programs, replace(TILES, merge_group=8))
+    words = device_words(batch, kernel_device)
+    assert words == batch.words
+    assert words[batch.cut.first_counter(num_seqs) :] == [0, 0] * num_programs
 
 
 @pytest.mark.by_day(1)

@@ -1,12 +1,19 @@
-"""Compile rows of the matrix, and choose those that a test runs with."""
+"""Compile rows of the matrix, or see what they launch, and choose those that a test runs with."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 from triton.compiler import CompiledKernel
 
+from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
+from rocm_attn.kernels.launch import observe_launches
+from rocm_attn.providers.triton_later import triton_launches
 from tests.amd.offline.matrix import ROWS, Row, launch_all
 from tests.amd.offline.offline_driver import compiled_by, first_compiled_by
 
@@ -59,3 +66,47 @@ def compiled_kernels(row: Row) -> tuple[CompiledKernel, ...]:
 def first_kernels(row: Row) -> dict[str, CompiledKernel]:
     """The first variant of each kernel that a row launches, by name."""
     return first_compiled_by(lambda: launch_all(row), row.arch)
+
+
+# What is launched with tiles of decode, of extend and of segments.
+_WITH_TILES = (
+    "launch_paged_decode",
+    "launch_storing_decode",
+    "launch_paged_extend",
+    "launch_segment_decode",
+    "launch_segment_extend",
+)
+
+
+class LaunchedTiles(NamedTuple):
+    """What a launch is compiled with.
+
+    tiles:         those of a tuning row, the very object
+    has_window:    whether tokens see only so many keys
+    merges_within: whether decode adds up parts in its own launch
+    """
+
+    tiles: Any
+    has_window: bool
+    merges_within: bool
+
+
+@functools.cache
+def launched_tiles(row: Row) -> tuple[LaunchedTiles, ...]:
+    """What a row's kernels over pages are compiled with, launch by launch. Nothing is compiled for it."""
+    found: list[LaunchedTiles] = []
+
+    def noting(launcher: Callable[..., None]) -> Callable[..., None]:
+        def note(*args: Any, **options: Any) -> None:
+            has_window = options["scores"].window_left != UNLIMITED_WINDOW
+            found.append(LaunchedTiles(options["tiles"], has_window, getattr(options["cut"], "merge_group", 0) > 0))
+            launcher(*args, **options)
+
+        return note
+
+    with ExitStack() as stack:
+        for name in _WITH_TILES:
+            stack.enter_context(patch.object(triton_launches, name, noting(getattr(triton_launches, name))))
+        stack.enter_context(observe_launches(lambda thunk: None))
+        launch_all(row)
+    return tuple(found)

@@ -51,13 +51,14 @@ from rocm_attn.kernels.speculative.arguments import TOLD_WORDS, Accepted, Guesse
 from rocm_attn.kernels.speculative.move_paths import launch_move_paths
 from rocm_attn.kernels.speculative.next_round import launch_next_round
 from rocm_attn.kernels.speculative.paths import AcceptedPaths
+from rocm_attn.kernels.tuning.decode_tiles import ALONE
 from rocm_attn.kernels.tuning.expert_tiles import expert_tiles
 from rocm_attn.kernels.tuning.extend_tiles import extend_rows
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles, segment_tiles
 from rocm_attn.kernels.tuning.tiles import NoTiles
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem, Scales
-from rocm_attn.providers.tiles import codes_of
+from rocm_attn.providers.tiles import codes_of, decode_tiles_of
 from rocm_attn.providers.triton import TRITON
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
@@ -71,6 +72,8 @@ SMALL_POOL_BYTES = 64 << 20
 LARGE_POOL_BYTES = 2 << 30
 
 KV_LEN = 256
+# More new tokens than any tuning row for short sequences serves.
+LONG_Q_LEN = 128
 # With 8 KV heads these are more rows than a grid has programs, which cuts the merge in another way.
 MANY_SEQS = 1024
 
@@ -243,8 +246,12 @@ def launch_all(row: Row) -> None:
         return
     runtime, rows = _runtime(row, row.problems)
     _launch_step(runtime, _batch(rows, [1] * 16))
+    if _decodes_by_number(row):
+        _launch_step(runtime, _batch(rows[:1], [1]))
+        _launch_step(runtime, _batch(rows, [1] * 16), pad_to=MANY_SEQS)
     _launch_step(runtime, _batch(rows, [32] * 16))
-    for q_len in _short_q_lens(row):
+    short = _short_q_lens(row)
+    for q_len in (*short, LONG_Q_LEN) if max(short, default=0) >= 32 else short:
         _launch_step(runtime, _batch(rows, [q_len] * 16))
     _launch_row_work(runtime, _batch(rows, [1] * 16))
     _launch_masked_step(row)
@@ -264,6 +271,12 @@ def launch_all(row: Row) -> None:
     # In float32, which no model is served in, extend that is not causal costs sm_90 24 bytes of spilled registers.
     if runtime.target.is_amd or row.dtype != torch.float32:
         _launch_shared_step(row)
+
+
+def _decodes_by_number(row: Row) -> bool:
+    """Whether decode's tiles, or who adds up parts, hang on how many sequences a step has: one, 16 or MANY_SEQS."""
+    tiles = decode_tiles_of(row.problems[0], known_target(row.arch))
+    return tiles.merge_group > 0 or tiles in ALONE
 
 
 def _segment_tiles(row: Row) -> SegmentTiles:
@@ -345,7 +358,7 @@ def _launch_shared_step(row: Row) -> None:
 def _launch_masked_step(row: Row) -> None:
     """Steps with a mask, in a runtime of its own: with masked layers every fill derives where masks begin."""
     runtime, rows = _runtime(row, [replace(problem, custom_mask=True) for problem in row.problems])
-    for q_len in (*_short_q_lens(row), 128):
+    for q_len in (*_short_q_lens(row), LONG_Q_LEN):
         _launch_step(runtime, with_random_mask(_batch(rows, [q_len] * 16), torch.Generator()))
     if _has_segments(row):
         runtime, rows = _runtime(row, [replace(row.problems[0], custom_mask=True)], deterministic=True)

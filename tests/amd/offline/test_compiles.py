@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 from rocm_attn.kernels.tuning import latent_tiles
-from rocm_attn.kernels.tuning.decode_tiles import DECODE_ROWS, decode_tiles
+from rocm_attn.kernels.tuning.decode_tiles import ALONE, DECODE_ROWS
 from rocm_attn.kernels.tuning.expert_tiles import EXPERT_ROWS, expert_tiles
 from rocm_attn.kernels.tuning.extend_tiles import EXTEND_ROWS
 from rocm_attn.kernels.tuning.latent_tiles import (
@@ -21,18 +19,19 @@ from rocm_attn.kernels.tuning.latent_tiles import (
     latent_extend_tiles,
     latent_segment_tiles,
 )
-from rocm_attn.kernels.tuning.segment_tiles import SEGMENT_ROWS, segment_tiles
-from rocm_attn.kernels.tuning.tiles import Codes, NoTiles
+from rocm_attn.kernels.tuning.segment_tiles import SEGMENT_ROWS
+from rocm_attn.kernels.tuning.tiles import Codes
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import KVEncoding, PoolKind
-from rocm_attn.providers.tiles import codes_of, extend_rows_of_table
 from tests.amd.house.source_tree import sources
 from tests.amd.offline.code_object import AmdCode, NvidiaCode, read_amd_code, read_nvidia_code
 from tests.amd.offline.compiling import (
     AMD_ARCHS,
     IN_EVERY_RUN,
     NVIDIA_ARCHS,
+    LaunchedTiles,
     compiled_kernels,
+    launched_tiles,
     rows_for,
 )
 from tests.amd.offline.matrix import ROWS, Row, launch_rest
@@ -84,17 +83,54 @@ SPILLED_YET_FASTEST = {
     ("sm_90", 128, False, "_segment_extend_kernel"): 32,
     # In tiles of 16 rows, with three stages.
     ("sm_90", 576, False, "_latent_segment_decode_kernel"): 16,
-    # Two KV heads of 40 or of 72 as two blocks of columns, by programs of two warps.
-    ("sm_90", 40, False, "_decode_kernel"): 56,
-    ("sm_90", 72, False, "_decode_kernel"): 88,
-    ("sm_90", 64, False, "_decode_kernel"): 24,
-    ("sm_90", 160, False, "_decode_kernel"): 8,
     ("sm_90", 320, False, "_extend_kernel"): 280,
     ("sm_90", 384, False, "_extend_kernel"): 240,
     ("sm_90", 512, False, "_extend_kernel"): 416,
     ("sm_90", 128, True, "_extend_kernel"): 152,
     ("sm_90", 64, True, "_decode_kernel"): 56,
     ("sm_90", 128, True, "_decode_kernel"): 64,
+}
+
+# Bytes on the stack with Triton 3.9 of tiles whose times are of 3.6, or of other head dims: nobody has measured whether
+# other tiles are faster with 3.9. Keys as above.
+SPILLED_UNMEASURED = {
+    # Two KV heads of 40 or of 72 as two blocks of columns, by programs of two warps. Of 72 3.6 spills 40 bytes, of
+    # other decode here nothing.
+    ("sm_90", 40, False, "_decode_kernel"): 56,
+    ("sm_90", 72, False, "_decode_kernel"): 88,
+    # One KV head, where it stores new K and V: whole rows of a window, with sinks.
+    ("sm_90", 64, False, "_decode_kernel"): 24,
+    # Two blocks of columns, by programs of two warps.
+    ("sm_90", 160, False, "_decode_kernel"): 8,
+    # Five blocks of columns, with a window and a cap.
+    ("sm_90", 320, False, "_decode_kernel"): 8,
+    # In the tiles of 64: programs with shares. Of 40 3.6 spills 40 bytes.
+    ("sm_90", 40, False, "_extend_kernel"): 64,
+    ("sm_90", 48, False, "_extend_kernel"): 24,
+    # In the tiles of 128, with slopes or masks.
+    ("sm_90", 80, False, "_extend_kernel"): 16,
+    # Programs with shares, in three blocks of columns.
+    ("sm_90", 160, False, "_extend_kernel"): 88,
+    # With a window and a cap. 3.6 spills 360 bytes of 40, and 224 of 72.
+    ("sm_90", 40, False, "_segment_extend_kernel"): 352,
+    ("sm_90", 72, False, "_segment_extend_kernel"): 232,
+    # With slopes.
+    ("sm_90", 80, False, "_segment_decode_kernel"): 8,
+    ("sm_90", 80, False, "_segment_extend_kernel"): 32,
+    ("sm_90", 96, False, "_segment_extend_kernel"): 16,
+    # In the tiles of 192: three blocks of columns. 3.6 spills 32 bytes.
+    ("sm_90", 160, False, "_segment_decode_kernel"): 120,
+    ("sm_90", 160, False, "_segment_extend_kernel"): 120,
+    # In the tiles of 128, by pages of one token; the most with slopes.
+    ("sm_90", 96, True, "_extend_kernel"): 200,
+    ("sm_90", 96, True, "_segment_extend_kernel"): 24,
+    # With a window and a cap.
+    ("sm_90", 256, True, "_segment_decode_kernel"): 8,
+    # 16 and 136 bytes more than is allowed above: of two KV heads of 512, and of 64 query heads on one of 256.
+    ("sm_90", 512, False, "_extend_kernel"): 432,
+    ("sm_90", 256, False, "_segment_extend_kernel"): 456,
+    # A byte that is set aside, and that no instruction reads or writes.
+    ("sm_90", 40, False, "_store_kernel"): 8,
 }
 
 # Scalar registers that programs with shares of rows keep in lanes of vector registers, and read back once a row: their
@@ -196,7 +232,8 @@ def amd_complaints(row: Row, name: str, code: AmdCode) -> Iterator[str]:
 def nvidia_complaints(row: Row, name: str, code: NvidiaCode) -> Iterator[str]:
     """What is wrong with a kernel's machine code, a clause each. Exact float32 products have no matrix instructions."""
     tiles = row.arch, max(row.dims), row.kv is not KVEncoding.LIKE_Q, name
-    allowed = SPILLED_AROUND_PRODUCTS.get((row.arch, name), 0) + SPILLED_YET_FASTEST.get(tiles, 0)
+    of_tiles = max(SPILLED_YET_FASTEST.get(tiles, 0), SPILLED_UNMEASURED.get(tiles, 0))
+    allowed = SPILLED_AROUND_PRODUCTS.get((row.arch, name), 0) + of_tiles
     if code.stack_bytes + code.local_bytes > allowed:
         yield f"{code.stack_bytes + code.local_bytes} bytes spilled, at {code.registers} registers"
     shared_bytes = known_target(row.arch).lds_bytes
@@ -206,22 +243,24 @@ def nvidia_complaints(row: Row, name: str, code: NvidiaCode) -> Iterator[str]:
         yield "a product without matrix instructions"
 
 
-@pytest.mark.parametrize("arch", [*AMD_ARCHS, *NVIDIA_ARCHS])
+def launched_in_the_matrix(arch: str, *, is_large: bool) -> list[LaunchedTiles]:
+    """By every row of pages of a size. That size changes no tiles, and a large pool takes seconds to make."""
+    here = [row for row in ROWS if (row.arch, row.is_large) == (arch, is_large) and row.pool is not PoolKind.LATENT]
+    return [launched for row in here for launched in launched_tiles(replace(row, is_large=False))]
+
+
+# What an arch launches is seen once, by one worker.
+LAUNCHED = pytest.mark.parametrize(
+    "arch",
+    [pytest.param(arch, marks=pytest.mark.xdist_group(f"launched by {arch}")) for arch in (*AMD_ARCHS, *NVIDIA_ARCHS)],
+)
+
+
+@LAUNCHED
 def test_every_tuning_row_is_in_the_matrix(arch: str) -> None:
     """At both pool sizes on AMD, where the size changes the code."""
     for is_large in (False, True) if arch in AMD_ARCHS else (False,):
-        compiled: set[int] = set()
-        here = [row for row in ROWS if row.arch == arch and row.is_large == is_large]
-        problems = [problem for row in here if row.pool is not PoolKind.LATENT for problem in row.problems]
-        for problem in problems:
-            shape: dict[str, Any] = {"head_dim": problem.head_dim, "v_head_dim": problem.v_head_dim}
-            shape |= {"dtype": problem.dtype, "codes": codes_of(problem)}
-            heads: dict[str, Any] = {"gqa_ratio": problem.gqa_ratio, "num_kv_heads": problem.num_kv_heads}
-            compiled.add(id(decode_tiles(arch, **heads, **shape)))
-            extend = extend_rows_of_table(problem, known_target(arch))
-            compiled |= {id(row.tiles) for row in extend if row.max_rows >= 2 * problem.gqa_ratio}
-            with suppress(NoTiles):  # codes with more than 128 elements a head
-                compiled.add(id(segment_tiles(arch, **shape)))
+        compiled = {id(launched.tiles) for launched in launched_in_the_matrix(arch, is_large=is_large)}
         own_name = FAMILIES.get(arch, arch)
         tuned = [row for row in (*DECODE_ROWS, *EXTEND_ROWS, *SEGMENT_ROWS) if row.arch == own_name]
         if is_large:  # which changes loads of pages alone, of codes as of elements
@@ -229,6 +268,18 @@ def test_every_tuning_row_is_in_the_matrix(arch: str) -> None:
         assert tuned, f"no tuning row for {arch}"
         missing = [row for row in tuned if id(row.tiles) not in compiled]
         assert not missing, f"no compile {'above' if is_large else 'below'} 2 GiB for {missing}"
+
+
+@LAUNCHED
+def test_every_way_that_decode_adds_up_parts_is_in_the_matrix_without_a_window(arch: str) -> None:
+    """Within its launch too, if the tiles say so; those of steps with a program for each row have no other way then."""
+    tuned = [row.tiles for row in DECODE_ROWS if row.arch == FAMILIES.get(arch, arch)]
+    ways = [(tiles, within) for tiles in tuned for within in (False, True) if tiles.merge_group or not within]
+    ways += [(ALONE[tiles].tiles, ALONE[tiles].tiles.merge_group > 0) for tiles in tuned if tiles in ALONE]
+    launched = launched_in_the_matrix(arch, is_large=False)
+    compiled = {(id(each.tiles), each.merges_within) for each in launched if not each.has_window}
+    missing = [(tiles, within) for tiles, within in ways if (id(tiles), within) not in compiled]
+    assert not missing, f"no compile without a window for {missing}"
 
 
 @pytest.mark.parametrize("arch", [*AMD_ARCHS, *NVIDIA_ARCHS])

@@ -59,6 +59,23 @@ def test_a_part_is_there_before_it_counts_and_counts_before_parts_are_read() -> 
     assert re.search(r"\b(gpu|ttg)\.barrier\b(?:(?!tt\.store)[\s\S])*tt\.atomic_rmw add, acq_rel, gpu", source)
 
 
+def test_all_threads_have_read_the_parts_of_a_group_before_their_sum_takes_the_place_of_the_first() -> None:
+    """Who stores an element need not be who read it: layouts of loads and of stores are the compiler's choice."""
+    kernel = kernels("sm_90", early=True, merge_group=16)["_decode_kernel"]
+    source, code = kernel.asm["ttir"], kernel.asm["ptx"]
+    merge = source[source.index("tt.atomic_rmw") :]
+    # The parts are float32; what the row's output takes is not.
+    loads, stores = (
+        [found.start() for found in re.finditer(rf"tt\.{name} .*tensor<\S+x!tt\.ptr<f32>>", merge)]
+        for name in ("load", "store")
+    )
+    assert len(stores) == 2
+    assert re.search(r"\b(gpu|ttg)\.barrier\b", merge[max(loads) : min(stores)])
+    merge = code[code.index("atom.global.gpu.acq_rel.add") :]
+    last_load = merge.rindex("ld.global")
+    assert "bar.sync" in merge[last_load : merge.index("st.global", last_load)]
+
+
 def test_page_numbers_are_extended_without_a_sign() -> None:
     """ptxas moves the extension of a sign far ahead, and waits for the load of the number at once."""
     code = kernels("sm_90", early=False)["_decode_kernel"].asm["ttir"]

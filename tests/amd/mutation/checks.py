@@ -175,7 +175,11 @@ def decode_of_two_heads(memory: Memory) -> None:
 
 
 def extend(memory: Memory) -> None:
-    """A prefix, a prompt, a padded tail; dims that fill tiles and some that do not; whole rows, and shared ones."""
+    """A prefix, a prompt, a padded tail; dims that fill tiles and some that do not; whole rows, and shared ones.
+
+    Two KV heads read as one, of which the tile's last rows are no token's.
+    """
+    joined = replace(EXTEND_TILES, heads_per_row=2)
     for heads, dims, prefix, programs, scores in (
         (HEADS, DIMS, 19, 0, {}),
         (HEADS, (16, 16), 18, 0, {}),
@@ -187,15 +191,17 @@ def extend(memory: Memory) -> None:
         (HEADS, DIMS, 29, 5, {"masked": True}),
         (HEADS, (16, 16), 11, 0, {"masked": True}),
         (HEADS, (16, 16), 29, 0, {"masked": True, "window_left": 9, "slopes": True}),
+        (HEADS, (24, 20), 19, 5, {}),
     ):
+        tiles = joined if dims == (24, 20) else EXTEND_TILES
         case = Case([prefix + 2, 18, 0], [2, 18, 0], heads, dims, PAGE_SIZE, tail=3, spread=True, **scores)
         tensors = attention(memory, case)
-        cut = extend_cut(tensors, EXTEND_TILES, ALL_SHARED._replace(programs=programs))
+        cut = extend_cut(tensors, tiles, ALL_SHARED._replace(programs=programs))
         schedule = memory.put(garbage(cut.words(tensors.q.shape[0], tensors.num_seqs)))
-        words = cut.partials_words(query_rows=EXTEND_TILES.query_rows, v_head_dim=dims[1])
+        words = cut.partials_words(query_rows=tiles.query_rows, v_head_dim=dims[1])
         args = tensors.args(schedule, memory.put(torch.full((max(1, words),), float("nan"))))
         launch_extend_schedule(tensors.queries, schedule, cut)
-        launch_paged_extend(args, scores=tensors.scores, cut=cut, tiles=EXTEND_TILES, mask=tensors.mask)
+        launch_paged_extend(args, scores=tensors.scores, cut=cut, tiles=tiles, mask=tensors.mask)
         assert_served(tensors)
         memory.assert_surroundings_untouched()
 

@@ -44,6 +44,15 @@ HARMLESS = {
     "attention/merge_within.py: store without mask tl.store(at.sums + first, maximum + tl.log2(total), mask=mask)": (
         "as the accumulator"
     ),
+    "attention/decode.py: store without mask tl.store(part_row + v_own[i], acc[i] / wide, mask=is_out[i])": (
+        "as in attention/merge_within.py: a part has all lines of a tile; of columns past V's the interpreter stores "
+        "in order"
+    ),
+    "attention/decode.py: store without mask "
+    "tl.store(sum_row + v_own[i], tl.broadcast_to(wide_sum, acc[i].shape), mask=is_out[i])": ("as the accumulator"),
+    "attention/merge.py: load without mask tl.load(q_indptr + seq, mask=mine, other=0)": (
+        "a program without work has the sequence after the last one, and q_indptr an entry for its end"
+    ),
     "latent/segment_extend.py: load without mask tl.load(row_of_seq + seq, mask=seq >= 0, other=0)": (
         "as in attention/segment_extend.py"
     ),

@@ -129,6 +129,13 @@ SPILLED_UNMEASURED = {
     # 16 and 136 bytes more than is allowed above: of two KV heads of 512, and of 64 query heads on one of 256.
     ("sm_90", 512, False, "_extend_kernel"): 432,
     ("sm_90", 256, False, "_segment_extend_kernel"): 456,
+    # Of four KV heads of 192.
+    ("sm_90", 192, False, "_segment_decode_kernel"): 80,
+    # Keys of 512 and values of 32.
+    ("sm_90", 512, False, "_decode_kernel"): 8,
+    # 128 heads over latents of 576; of 32 heads 32 bytes, 16 more than is allowed above.
+    ("sm_90", 576, False, "_latent_segment_decode_kernel"): 104,
+    ("sm_90", 576, False, "_merge_kernel"): 24,
     # A byte that is set aside, and that no instruction reads or writes.
     ("sm_90", 40, False, "_store_kernel"): 8,
 }

@@ -175,10 +175,7 @@ def decode_of_two_heads(memory: Memory) -> None:
 
 
 def extend(memory: Memory) -> None:
-    """A prefix, a prompt, a padded tail; dims that fill tiles and some that do not; whole rows, and shared ones.
-
-    Two KV heads read as one, of which the tile's last rows are no token's.
-    """
+    """A prefix, a prompt, a tail; dims that fill tiles, or do not; whole rows, shared ones, of two KV heads as one."""
     joined = replace(EXTEND_TILES, heads_per_row=2)
     for heads, dims, prefix, programs, scores in (
         (HEADS, DIMS, 19, 0, {}),

@@ -64,7 +64,7 @@ class Gate:
         else:
             # No route of these has a use for a body, and nothing bounds how many come at a time.
             await _read_body(receive, self._options, kept=0)
-            await self._app(scope, _Replay(b""), send)
+            await self._app(scope, _Replay(b"", send.client_left), send)
 
     def _admit(self, scope: Scope) -> str:
         """The salt of the client. Raises ApiError."""
@@ -101,8 +101,8 @@ class Gate:
         job = Job(salt, options.deadline_seconds)
         with generations.jobs.taken(job):
             body = await _read_body(receive, options, kept=options.max_body_bytes)
-            replay = _Replay(body)
-            watcher = asyncio.ensure_future(_watch(receive, job, replay, send))
+            replay = _Replay(body, send.client_left)
+            watcher = asyncio.ensure_future(_watch(receive, job, send.client_left))
             try:
                 await self._app({**scope, JOB: job}, replay, send)
             finally:
@@ -125,32 +125,33 @@ class _Answer:
 
     status:      that was sent; CLIENT_GONE where none was
     is_whole:    whether its last byte was sent
-    client_left: whether the client has gone. What is sent then is lost, and the ASGI server says nothing of it: an
+    client_left: set once the client has gone. What is sent then is lost, and the ASGI server says nothing of it: an
                  answer that was computed by then would look whole
     """
 
     def __init__(self, send: Send) -> None:
-        self._send, self.status, self.is_whole, self.client_left = send, CLIENT_GONE, False, False
+        self._send, self.status, self.is_whole = send, CLIENT_GONE, False
+        self.client_left = asyncio.Event()
 
     async def __call__(self, message: Message) -> None:
         self.status = message.get("status", self.status)
         await self._send(message)
         is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
-        self.is_whole = is_last and not self.client_left
+        self.is_whole = is_last and not self.client_left.is_set()
 
 
 class _Replay:
     """Gives the application the body that was read, and then word that the client has gone."""
 
-    def __init__(self, body: bytes) -> None:
+    def __init__(self, body: bytes, client_left: asyncio.Event) -> None:
         self._body: bytes | None = body
-        self.gone = asyncio.Event()
+        self._client_left = client_left
 
     async def __call__(self) -> Message:
         if self._body is not None:
             body, self._body = self._body, None
             return {"type": "http.request", "body": body, "more_body": False}
-        await self.gone.wait()
+        await self._client_left.wait()
         return {"type": "http.disconnect"}
 
 
@@ -161,12 +162,11 @@ def _route(path: str) -> str:
     return path if path in _ROUTES else "other"
 
 
-async def _watch(receive: Receive, job: Job, replay: _Replay, answer: _Answer) -> None:
+async def _watch(receive: Receive, job: Job, client_left: asyncio.Event) -> None:
     """End a job whose client goes away, or has its answer: an ASGI server says the same of both."""
     while (await receive())["type"] != "http.disconnect":
         pass
-    answer.client_left = True
-    replay.gone.set()
+    client_left.set()
     job.end(client_gone())
 
 

@@ -24,6 +24,7 @@ from rocm_attn.bench.step_data import StepData, step_over
 from rocm_attn.errors import BadSetting
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import PoolKind
+from rocm_attn.machine.devices import wait_for_device
 from rocm_attn.problem import Problem
 from rocm_attn.step.head_weights import NO_HEAD_WEIGHTS
 
@@ -135,8 +136,7 @@ class WorkloadRun:
         return statistics.median(means) * _MILLI
 
     def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        wait_for_device(self.device)
 
     def _ended(
         self,

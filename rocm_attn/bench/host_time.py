@@ -21,6 +21,7 @@ from rocm_attn.bench.choices import HOST
 from rocm_attn.bench.layers import NAMED
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
+from rocm_attn.machine.devices import wait_for_device
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
@@ -143,8 +144,7 @@ class _Steps:
         return self._out
 
     def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        wait_for_device(self._device)
 
 
 def _store(

@@ -21,6 +21,7 @@ from rocm_attn.bench.judge import Truth, Verdict, failed
 from rocm_attn.bench.step_data import StepData, random_steps
 from rocm_attn.bench.suites import Case
 from rocm_attn.bench.work import Work, work_of
+from rocm_attn.machine.devices import wait_for_device
 
 # Of K and V, between two uses of a page: times the L2. Sets of pages are few enough to prepare in no time.
 _PAST_L2, _MOST_SETS = 4, 24
@@ -213,8 +214,7 @@ class Race:
         data[0].out.fill_(float("nan"))
         try:
             run()
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+            wait_for_device(self.device)
             out = launch.out()
         except Exception as error:
             return failed(error)

@@ -21,6 +21,7 @@ from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import RocmAttnError
 from rocm_attn.guards.registry import guards_from_settings
+from rocm_attn.machine.devices import wait_for_device
 from rocm_attn.oracle.numerics import Bound, bounds_of, eight_bit_queries, error_parts
 from rocm_attn.oracle.reference import attend_sequence
 from rocm_attn.paging.index_spaces import Space
@@ -267,8 +268,7 @@ class _Run:
         with _foreign_failures():
             step.layers.attend(0, q, out, lse)
             out, lse = out.clone(), None if lse is None else lse.clone()
-            if out.is_cuda:
-                torch.cuda.synchronize(out.device)  # a kernel fails when it runs, not when it is launched
+            wait_for_device(out.device)  # a kernel fails when it runs, not when it is launched
         row, first = step.plan.kernels[0].row, 0
         if row.rounds_queries:
             q = eight_bit_queries(q, problem.page_format.encoding.dtype)

@@ -23,6 +23,7 @@ from rocm_attn.kernels.launch import note_launches
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.tuning.measured import Provenance, Tiles
 from rocm_attn.kernels.tuning.tiles import ANY_ROWS
+from rocm_attn.machine.devices import wait_for_device
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.by_tokens import KernelByTokens
@@ -148,8 +149,7 @@ class LayerBench:
             yield self._timer.ready(Work(kernel.describe(), launch, len(runs)))
 
     def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        wait_for_device(self._device)
 
     def _check_device(self, failure: Exception) -> None:
         """Raises SearchEnded where the device does nothing any more."""

@@ -15,8 +15,8 @@ from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
 def decode_schedule(kv_len: Sequence[int], q_len: Sequence[int], cut: DecodeCut) -> list[int]:
     """The words that cut.build writes, see attention/decode_schedule.py.
 
-    Of a program without work only words 3 and 4 (work and share) have a meaning; the others are 0 here. So are those
-    before the first counter that nobody writes.
+    Of a program without work only words 3 and 4 (work and share) have a meaning; the others are 0 here. So are
+    those that align the first counter, which the kernel does not write.
     """
     fewest, most, of_row = cut.tokens
     rows_of = [cut.rows * -(-new // of_row) if fewest <= new <= most else 0 for new in q_len]

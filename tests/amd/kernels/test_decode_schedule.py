@@ -194,7 +194,7 @@ def device_words(batch: Batch, device: torch.device) -> list[int]:
             words[first : first + 3] = [0, 0, 0]
             words[first + 5 : first + 8] = [0, 0, 0]
     if batch.cut.merge_group:
-        # What the counters are aligned by is nobody's.
+        # The kernel does not write the words that align the counters.
         end, first_counter = 8 * batch.num_programs + 2 * len(batch.kv_len), batch.cut.first_counter(len(batch.kv_len))
         assert words[end:first_counter] == [GARBAGE] * (first_counter - end)
         words[end:first_counter] = [0] * (first_counter - end)

@@ -91,8 +91,8 @@ SPILLED_YET_FASTEST = {
     ("sm_90", 128, True, "_decode_kernel"): 64,
 }
 
-# Bytes on the stack with Triton 3.9 of tiles whose times are of 3.6, or of other head dims: nobody has measured whether
-# other tiles are faster with 3.9. Keys as above.
+# Bytes on the stack with Triton 3.9 of tiles whose times are of 3.6, or of other head dims. Other tiles were not
+# measured with 3.9. Keys as above.
 SPILLED_UNMEASURED = {
     # Two KV heads of 40 or of 72 as two blocks of columns, by programs of two warps. Of 72 3.6 spills 40 bytes, of
     # other decode here nothing.

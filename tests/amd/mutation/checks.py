@@ -53,17 +53,10 @@ from rocm_attn.kernels.refs import metadata as twins
 from rocm_attn.kernels.refs import rope as rope_twins
 from rocm_attn.kernels.refs.pads import clear_pads
 from rocm_attn.kernels.tuning.expert_tiles import ExpertTiles
-from rocm_attn.kernels.tuning.latent_tiles import LatentSegmentTiles, LatentTiles
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
 from tests.amd.kernels.attention_cases import ALL_SHARED, Case, Tensors, assert_served, extend_cut, queries_of
 from tests.amd.kernels.expert_cases import random_problem
-from tests.amd.kernels.latent_cases import (
-    run_latent_decode,
-    run_latent_extend,
-    run_latent_segment_decode,
-    run_latent_segment_extend,
-)
 from tests.amd.kernels.launches_of_tensors import (
     fill_step,
     of_pack_mask,
@@ -75,6 +68,7 @@ from tests.amd.mutation.asks_checks import ASKS_CHECKS
 from tests.amd.mutation.coded_pages import PAGE_SIZE, coded_pages, of_coded_pages
 from tests.amd.mutation.draft_checks import device_inputs, draft_steps, place_trees
 from tests.amd.mutation.fresh_tensors import GARBAGE, gapped, garbage, ints
+from tests.amd.mutation.latent_checks import latent_segments, latents, rows_of_several_tokens
 from tests.amd.mutation.memory import Memory, assert_same
 from tests.amd.mutation.moves_check import moves
 from tests.amd.mutation.picks_check import pick_rows
@@ -98,11 +92,6 @@ SEGMENT_TILES = SegmentTiles(
     programs_per_cu=1,
     extend=EXTEND_TILES,
 )
-# Dims of which both halves of V and what comes after it end within their columns.
-LATENT_DIMS = (31, 20)
-LATENT_TILES = LatentTiles(query_rows=16, key_block=16, num_warps=1, num_stages=1)
-LATENT_SEGMENT_TILES = LatentSegmentTiles(segment_len=32, block=LATENT_TILES)
-LATENT_SCORES: dict[str, Any] = {"window_left": 20, "soft_cap": 1.5, "sinks": True, "spread": True}
 # What scores may have, besides nothing: the window hides keys in the middle of a tile.
 SCORES: dict[str, Any] = {"window_left": 20, "soft_cap": 1.5, "sinks": True, "slopes": True}
 
@@ -157,6 +146,12 @@ def storing_decode(memory: Memory) -> None:
         assert_served(tensors)
         assert counts[3] == 0, "what lies beside a row was looked at"
         memory.assert_surroundings_untouched()
+
+
+def merges(memory: Memory) -> None:
+    """Of rows of one token and of several."""
+    decode(memory)
+    rows_of_several_tokens(memory)
 
 
 def decode_of_two_heads(memory: Memory) -> None:
@@ -264,48 +259,6 @@ def segment_decode(memory: Memory, tensors: Tensors) -> None:
     left = memory.put(torch.full((words,), float("nan"))) if words else torch.empty(0)
     args = tensors.args(schedule, left)
     launch_segment_decode(args, scores=tensors.scores, most_segments=most, cut=cut, tiles=tiles)
-
-
-def latents(memory: Memory) -> None:
-    """Latent decode of one token and of several, extend and masks; in codes too, of which dead ones are NaN."""
-    few = {"kv_len": [33, 9, 70, 5, 0], "q_len": [3, 1, 5, 2, 0]}
-    codes = {"kv": Encoding.E4M3FN, "scales": Scales.TOKEN}
-    for run, heads, dims, case in (
-        (run_latent_decode, 3, LATENT_DIMS, {"kv_len": [33, 0, 1, 16, 70], "q_len": [1] * 5}),
-        (run_latent_decode, 19, LATENT_DIMS, {"kv_len": [90], "q_len": [1], "first_page": [2], **LATENT_SCORES}),
-        (run_latent_decode, 3, LATENT_DIMS, {"kv_len": [33, 5], "q_len": [1] * 2, **codes}),
-        (run_latent_decode, 3, (16, 16), {"kv_len": [33, 5], "q_len": [1] * 2}),
-        (partial(run_latent_decode, most=5), 3, LATENT_DIMS, few),
-        (partial(run_latent_decode, most=5), 19, LATENT_DIMS, few | LATENT_SCORES),
-        (partial(run_latent_decode, most=5), 19, LATENT_DIMS, few | {"masked": True, "mask_keys": 4}),
-        (run_latent_extend, 3, LATENT_DIMS, {"kv_len": [43, 18, 0], "q_len": [24, 18, 0], "tail": 3}),
-        (run_latent_extend, 19, LATENT_DIMS, {"kv_len": [21], "q_len": [2], "causal": False, "tail": 1}),
-        (run_latent_extend, 3, LATENT_DIMS, {"kv_len": [43], "q_len": [24], "masked": True, **LATENT_SCORES}),
-    ):
-        serve_latents(memory, partial(run, tiles=LATENT_TILES), heads, dims, case)
-
-
-def latent_segments(memory: Memory) -> None:
-    """Deterministic latent extend and decode: cuts and diagonals within tiles, a window, sequences of nothing."""
-    for run, case in (
-        (run_latent_segment_extend, {"kv_len": [70, 18, 0], "q_len": [2, 18, 0], "tail": 3}),
-        (run_latent_segment_extend, {"kv_len": [40, 33], "q_len": [2, 1], "causal": False, "tail": 3}),
-        (run_latent_segment_decode, {"kv_len": [97, 0, 32, 20], "q_len": [1] * 4}),
-        (run_latent_segment_decode, {"kv_len": [97], "q_len": [1], **LATENT_SCORES}),
-    ):
-        for heads in (3, 19):
-            serve_latents(memory, partial(run, tiles=LATENT_SEGMENT_TILES), heads, LATENT_DIMS, case)
-
-
-def serve_latents(
-    memory: Memory, run: Callable[..., None], heads: int, dims: tuple[int, int], case: dict[str, Any]
-) -> None:
-    """A step over latent pages, whose V is in their K, in memory."""
-    tensors = attention(memory, Case(heads=(heads, 1), dims=dims, page_size=PAGE_SIZE, latent=True, **case))
-    tensors = replace(tensors, v_pages=tensors.k_pages[..., : dims[1]], v_scale=tensors.k_scale)
-    run(tensors, put=memory.put)
-    assert_served(tensors)
-    memory.assert_surroundings_untouched()
 
 
 def decode_schedule(memory: Memory) -> None:
@@ -657,7 +610,7 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "attention/finish.py": finish,
     "attention/key_loop.py": extend,
     "attention/mask_bits.py": extend,
-    "attention/merge.py": decode,
+    "attention/merge.py": merges,
     "attention/merge_states.py": merge_sides,
     "attention/merge_within.py": partial(decode, like=replace(DECODE_TILES, merge_group=8)),
     "attention/new_rows.py": storing_decode,

@@ -116,7 +116,7 @@ class DecodeCut:
 
     def __post_init__(self) -> None:
         assert self.merge_group == 0 or self.merge_group >= LEAST_GROUP
-        # Steps of alone merge in their launch. Those of as many rows or more, whose memory has room for them, do too.
+        # Where steps of alone merge in their launch, those of as many rows or more, whose memory they have, do too.
         assert self.alone is None or max(self.merge_rows, self.alone.merge_rows) <= self.least_alone
         assert self.row_cost >= 0
         assert self.most_rounds >= 1

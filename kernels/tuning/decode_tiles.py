@@ -27,10 +27,10 @@ class Alone(NamedTuple):
 ALONE = {
     # Rows that are alike have a program each, and nothing is merged. llama70b 16 x 4k takes 66.8 us where the others
     # take 68.8, one KV head 128 x 8k 127.4 and 129.5, 124 x 2k 37.3 and 37.5; ragged 16 125.4 and 124.9. Of 120 rows
-    # 15 x 4k takes 67.7 and 66.4, of 16 (one KV head, 16 x 4k) 17.1 and 14.8.
-    _TWO_AN_SM: Alone(
-        DecodeTiles(128, 8, 3, 1, transposed=True, row_cost=1, row_end=1, early=True, merge_group=16), 0.93
-    ),
+    # 15 x 4k takes 67.7 and 66.4, of 16 (one KV head, 16 x 4k) 17.1 and 14.8. Merged within the launch llama70b 16 x 4k
+    # takes 72.1 us where it takes 70.1, one KV head 128 x 8k 137.7 and 133.9; with four warps 72.3 and 138.1, with six
+    # blocks of 64 keys 98.8 and more.
+    _TWO_AN_SM: Alone(DecodeTiles(128, 8, 3, 1, transposed=True, row_cost=1, row_end=1, early=True), 0.93),
     # gemma 1 x 128k: 242 us where the others take 260; 16 x 4k 124.6 and 126.5, 4 x 8k 68.3 and 72.8, ragged 16 236 and
     # 235. With one KV head 1 x 128k 39.9 and 48.0, ragged 64 76.6 and 81.9, 1 x 8k 10.0 and 9.4. With more rows than
     # programs 256 x 2k takes 1005 and 989.

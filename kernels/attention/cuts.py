@@ -90,8 +90,10 @@ class DecodeCut:
     window_left:  keys before its last that a sequence sees; UNLIMITED_WINDOW: all of them
     tokens:       which sequences take part
     is_even:      whether rows that are alike are cut alike (decode_schedule.py)
-    side_by_side: whether equal parts of a sequence's rows are handed out side by side (decode_schedule.py)
+    side_by_side: whether programs work side by side, each on the same keys of a sequence's rows (decode_schedule.py)
     most_rounds:  see of_step
+    rounds:       in which a step's programs run. Rows that all of them cannot cut alike are shared by those of the
+                  first round: all would leave more parts, which cost more than they gain by ending later
     fewer_of_few: how many times fewer programs serve steps of _FEW_ROWS rows at most
     merge_group:  of the tiles; where it is not 0 the schedule has counters
     merge_rows:   steps of fewer rows are merged by a launch of its own
@@ -108,6 +110,7 @@ class DecodeCut:
     row_end: int = 0
     side_by_side: bool = False
     most_rounds: int = 1
+    rounds: int = 1
     fewer_of_few: int = 1
     merge_group: int = 0
     merge_rows: int = 0
@@ -120,9 +123,10 @@ class DecodeCut:
         assert self.alone is None or max(self.merge_rows, self.alone.merge_rows) <= self.least_alone
         assert self.row_cost >= 0
         assert self.most_rounds >= 1
-        assert self.programs >= 1
+        assert self.programs >= self.rounds >= 1
         assert 1 <= self.tokens.FEWEST <= self.tokens.MOST
         assert self.rows == 1 or self.tokens.MOST == 1
+        assert not self.side_by_side or self.tokens.MOST == 1
         assert self.tokens.OF_ROW >= 1
 
     @classmethod
@@ -172,12 +176,12 @@ class DecodeCut:
         """A cut whose words and partial results have room for those of every step of num_seqs sequences or fewer."""
         num_rows = num_seqs * self.rows
         group = self.merge_group if num_rows >= self.merge_rows else 0
+        programs, rounds = self.programs, 1
         if num_rows <= _FEW_ROWS:
-            programs = max(1, self.programs // self.fewer_of_few)
+            programs = max(1, programs // self.fewer_of_few)
         else:
-            rounds = (2 * num_rows + self.programs) // (2 * self.programs)
-            programs = self.programs * max(1, min(rounds, self.most_rounds))
-        return replace(self, programs=programs, merge_group=group, alone=None, least_alone=0)
+            rounds = max(1, min((2 * num_rows + programs) // (2 * programs), self.most_rounds))
+        return replace(self, programs=programs * rounds, rounds=rounds, merge_group=group, alone=None, least_alone=0)
 
     @property
     def programs_in_words(self) -> str:
@@ -186,6 +190,11 @@ class DecodeCut:
         if self.alone is not None:
             least = min(least, self.alone.programs)
         return f"{least}" if most == least else f"{least} to {most}"
+
+    @property
+    def axes(self) -> int:
+        """Axes that work lies on (decode_schedule.py): one, if a sequence has more rows than a round has programs."""
+        return self.rows if self.side_by_side and self.rows * self.rounds <= self.programs else 1
 
     @property
     def most_rows(self) -> int:
@@ -223,7 +232,7 @@ class DecodeCut:
             WINDOWED=self.window_left != UNLIMITED_WINDOW,
             TOKENS=self.tokens,
             ROW_END=self.row_end,
-            SIDE_BY_SIDE=self.side_by_side,
+            SIDE_BY_SIDE=self.axes > 1,
         )
 
     def partials_words(self, *, gqa_ratio: int, v_head_dim: int, tiles: DecodeTiles) -> int:

@@ -57,13 +57,13 @@ from rocm_attn.kernels.attention.decode_schedule import (
     PROGRAM_DONE,
     PROGRAM_KV_LEN,
     PROGRAM_ROW,
-    PROGRAM_ROW_START,
     PROGRAM_SEQ,
     PROGRAM_SHARE,
     PROGRAM_WORK,
     SEQ_KV_LEN,
     heads_of_row,
     next_row,
+    number_of_program,
     words_of_program,
     words_of_seq,
 )
@@ -358,15 +358,14 @@ def _decode_kernel(
         _, _, blocks_of_row = visible_blocks(kv_len, window_left, R.KEY_BLOCK, R.WINDOWED)
         work = tl.where(kv_len < 0, 0, blocks_of_row + (R.ROW_COST + R.ROW_END))
     else:
+        if R.SIDE_BY_SIDE:
+            program = number_of_program(program, num_programs, R)
         words = words_of_program(schedule, program)
         seq = tl.load(words + PROGRAM_SEQ)
         row = tl.load(words + PROGRAM_ROW)
         done = tl.load(words + PROGRAM_DONE)
         work = tl.load(words + PROGRAM_WORK)
         kv_len = tl.load(words + PROGRAM_KV_LEN)
-        if R.SIDE_BY_SIDE:
-            # Its words may lie at another place.
-            program = (tl.load(words + PROGRAM_ROW_START) + done) // tl.load(words + PROGRAM_SHARE)
         if M.GROUP > 0:
             share = tl.load(words + PROGRAM_SHARE)
             position = program * share
@@ -623,8 +622,8 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: DecodeTil
     num_seqs, heads = args.queries.num_seqs, tiles.heads_per_row
     cut.check(args.schedule, num_seqs)
     of_tiles = DecodeCut.of(tiles, num_kv_heads=num_kv_heads, programs=cut.programs, window_left=scores.window_left)
-    same_merge = replace(of_tiles, merge_group=cut.merge_group, merge_rows=cut.merge_rows)
-    assert cut == same_merge, "the schedule was cut for another launch"
+    same_step = replace(of_tiles, rounds=cut.rounds, merge_group=cut.merge_group, merge_rows=cut.merge_rows)
+    assert cut == same_step, "the schedule was cut for another launch"
     args.check_workspace(cut.partials_words(gqa_ratio=gqa_ratio, v_head_dim=v_head_dim, tiles=tiles))
     assert cut.row_cost + cut.row_end >= 1, "some program must write the zeros of a row without keys"
     assert heads <= 2 or args.pages.k_scale is None

@@ -13,19 +13,22 @@ So there is no list of parts and no atomic, and the cut depends on nothing but t
 Where all rows cost the same, and a share that a row is a multiple of, or that is a multiple of a row, is larger by a
 sixteenth at most, it is that one: then no program has an end of one row and the beginning of the next. What a row lacks
 to a multiple counts as padding after it. Of several parts of a row the last one may be without positions for its end,
-and the padding is negative then.
+and the padding is negative then. Where programs run in rounds and no such share is near, those of the first round alone
+have work: total / programs is total / (programs / rounds) then.
 
-Parts of rows that are cut alike may be handed out side by side: launch n has not the words of program n, but launches
-one after the other have the same keys of a sequence's rows, whose pages they so read at the same time. A program's
-number is position // share of its first work.
+Programs may work side by side: then each row of all sequences has an axis of its own, sequence by sequence, and as many
+programs as any other, and the axes follow each other, each as long as its programs' shares. So a sequence's rows are
+cut at the same keys, and what is launched one after the other has the same keys of all of them, whose pages it reads at
+the same time: launch n has not the words of program n (number_of_program). Where rows are no divisor of programs, the
+last programs have no work.
 
 With a window a row has only the blocks that its new tokens see. A sequence takes part by its number of new tokens, of
 which each OF_ROW have rows of their own; each row is as long as the last one. With kv_len 0 a row costs row_cost +
 row_end, so that some program writes its zeros.
 
 The schedule is int32, flat: PROGRAM_WORDS a program, then SEQ_WORDS a sequence, then the counters by which decode that
-merges within its launch finds who ends last (merge_within.py), all 0. Positions must fit int32: rows x KV tokens /
-key_block below 2**31.
+merges within its launch finds who ends last (merge_within.py), all 0. Positions must fit int32: rounds x rows x KV
+tokens / key_block below 2**31.
 """
 
 from __future__ import annotations
@@ -100,16 +103,33 @@ def rows_of_tokens(q_len, ROWS: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
+def number_of_program(launched, num_programs, R: tl.constexpr):
+    """Of the program with this id, if programs work side by side."""
+    of_row = num_programs // R.ROWS
+    beside = launched % R.ROWS * of_row + launched // R.ROWS
+    return tl.where(launched < R.ROWS * of_row, beside, launched)
+
+
+@triton.jit
+def positions_before(row, share, num_programs, R: tl.constexpr):
+    """Those of the rows before this one, if each row has an axis of its own."""
+    return row * (num_programs // R.ROWS) * share
+
+
+@triton.jit
 def next_row(schedule, num_programs, work, seq, row, num_rows, kv_len, R: tl.constexpr):
     """Sequence, row and kv_len of the row after this one; of a sequence that takes no part (-1) no row is visited.
 
     work:     what the program still has to do; where that is nothing, there may be no row
     num_rows: of the sequence, if it takes part
     """
-    # A mask of kv_len < 0 would be kept in two scalar registers all through the loop over keys.
-    row = tl.maximum(row + 1, (kv_len >> 31) & num_rows)
-    seq = tl.where(row >= num_rows, seq + 1, seq)
-    row = tl.where(row >= num_rows, 0, row)
+    if R.SIDE_BY_SIDE:
+        seq += 1
+    else:
+        # A mask of kv_len < 0 would be kept in two scalar registers all through the loop over keys.
+        row = tl.maximum(row + 1, (kv_len >> 31) & num_rows)
+        seq = tl.where(row >= num_rows, seq + 1, seq)
+        row = tl.where(row >= num_rows, 0, row)
     words = words_of_seq(schedule, num_programs, seq)
     return seq, row, tl.load(words + SEQ_KV_LEN, mask=work > 0, other=-1)
 
@@ -117,17 +137,21 @@ def next_row(schedule, num_programs, work, seq, row, num_rows, kv_len, R: tl.con
 class ScheduleGeometry(NamedTuple):
     """What the schedule kernel is compiled for: a DecodeCut without its programs.
 
-    SEQS:     sequences of one iteration
-    COUNTERS: whether there are counters
+    AXES:      as many as a sequence has rows, if programs work side by side; else one
+    ROWS:      rows of a sequence on an axis
+    IN_ROUNDS: whether programs run in more rounds than one
+    SEQS:      sequences of one iteration
+    COUNTERS:  whether there are counters
     """
 
+    AXES: int
     ROWS: int
     KEY_BLOCK: int
     ROW_COST: int
     ROW_END: int
     WINDOWED: bool
     IS_EVEN: bool
-    SIDE_BY_SIDE: bool
+    IN_ROUNDS: bool
     SEQS: int
     TOKENS: NewTokens
     COUNTERS: bool
@@ -135,7 +159,7 @@ class ScheduleGeometry(NamedTuple):
 
 @triton.jit
 def _costs(kv_len, q_indptr, seq, num_seqs, window_left, G: tl.constexpr):
-    """Cost of all rows of each sequence, that of one row, and its kv_len or -1."""
+    """Cost of each sequence's rows on an axis, that of one row, and its kv_len or -1."""
     T: tl.constexpr = G.TOKENS
     inside = seq < num_seqs
     first_token = tl.load(q_indptr + seq, mask=inside, other=0)
@@ -154,7 +178,10 @@ def _costs(kv_len, q_indptr, seq, num_seqs, window_left, G: tl.constexpr):
 
 @triton.jit
 def _even_share(share, shortest, longest, ROW_END: tl.constexpr):
-    """What a program takes, and the padding after each row. shortest, longest: cost of a row; share: at least"""
+    """What a program takes, the padding after each row, and whether rows are cut alike.
+
+    shortest, longest: cost of a row; share: at least
+    """
     cost = tl.maximum(longest, 1)
     # So many rows for a program, or so many programs for a row.
     rows = tl.cdiv(share, cost)
@@ -163,38 +190,24 @@ def _even_share(share, shortest, longest, ROW_END: tl.constexpr):
     even = tl.where(share >= cost, rows * cost, tl.maximum(tl.cdiv(cost - ROW_END, parts), 1))
     is_even = (shortest == longest) & (even <= share + share // _SIXTEEN)
     pad = tl.where(is_even & (share < cost), even * parts - cost, 0)
-    return tl.where(is_even, even, share), pad
+    return tl.where(is_even, even, share), pad, is_even
 
 
-@triton.jit
-def _place_side_by_side(program, num_programs, share, row_size, num_rows, ROWS: tl.constexpr):
-    """Where a program's words lie: part, then row, where each row of a sequence is several equal parts; else in order.
-
-    row_size: positions of each row with its padding; num_rows: at most. Where rows outnumber programs the merge looks
-    for words in order.
-    """
-    parts = row_size // share
-    is_cut = (parts > 1) & (parts * share == row_size) & (num_rows <= num_programs)
-    seq_programs = tl.maximum(parts, 1) * ROWS
-    inside = program % seq_programs
-    first = program - inside
-    beside = first + inside % tl.maximum(parts, 1) * ROWS + inside // tl.maximum(parts, 1)
-    return tl.where(is_cut & (first + seq_programs <= num_programs), beside, program)
-
-
-@triton.jit(do_not_specialize=["num_seqs", "num_programs", "window_left"])
+@triton.jit(do_not_specialize=["num_seqs", "num_programs", "rounds", "window_left"])
 def _schedule_kernel(
     kv_len,
     q_indptr,
     schedule,
     num_seqs,
     num_programs,
+    rounds,
     window_left,
     G: tl.constexpr,
 ):
     SEQS: tl.constexpr = G.SEQS
     program = tl.program_id(0)
     lane = tl.arange(0, SEQS)
+    of_axis = num_programs // G.AXES
 
     total = 0
     longest = 0
@@ -205,11 +218,19 @@ def _schedule_kernel(
         if G.IS_EVEN:
             longest = tl.maximum(longest, tl.max(tl.where(length < 0, 0, cost_of_row), 0))
             shortest = tl.minimum(shortest, tl.min(tl.where(length < 0, _MOST_COST, cost_of_row), 0))
-    share = tl.maximum(tl.cdiv(total, num_programs), 1)
+    share = tl.maximum(tl.cdiv(total, of_axis), 1)
     pad = 0
     if G.IS_EVEN:
-        share, pad = _even_share(share, shortest, longest, G.ROW_END)
+        share, pad, is_even = _even_share(share, shortest, longest, G.ROW_END)
+        if G.IN_ROUNDS:
+            share_of_first = tl.maximum(tl.cdiv(total, of_axis // rounds), 1)
+            share_of_first, pad_of_first, _ = _even_share(share_of_first, shortest, longest, G.ROW_END)
+            share, pad = tl.where(is_even, share, share_of_first), tl.where(is_even, pad, pad_of_first)
+    axis = program // of_axis
+    # On its axis. Of programs that no axis has it lies behind all work.
     start = program * share
+    if G.AXES > 1:
+        start = tl.where(axis < G.AXES, program % of_axis * share, _MOST_COST)
 
     # The sequence whose positions contain `start`: the number of sequences that end at or before it.
     seq = 0
@@ -242,16 +263,13 @@ def _schedule_kernel(
         # Of a row that padding follows, its rest.
         work = tl.where(pad > 0, tl.maximum(tl.minimum(work, row_start + row_cost - start), 0), work)
 
-    place = program
-    if G.SIDE_BY_SIDE:
-        place = _place_side_by_side(program, num_programs, share, longest + pad, num_seqs * G.ROWS, G.ROWS)
-    words = words_of_program(schedule, place)
+    words = words_of_program(schedule, program)
     tl.store(words + PROGRAM_SEQ, tl.minimum(seq, num_seqs))
-    tl.store(words + PROGRAM_ROW, row)
+    tl.store(words + PROGRAM_ROW, row if G.AXES == 1 else axis)
     tl.store(words + PROGRAM_DONE, start - row_start)
     tl.store(words + PROGRAM_WORK, work)
     tl.store(words + PROGRAM_SHARE, share)
-    tl.store(words + PROGRAM_ROW_START, row_start)
+    tl.store(words + PROGRAM_ROW_START, row_start if G.AXES == 1 else axis * of_axis * share + row_start)
     tl.store(words + PROGRAM_KV_LEN, seq_len)
     tl.store(words + PROGRAM_PAD, pad)
     if G.COUNTERS:
@@ -277,15 +295,17 @@ def launch_decode_schedule(queries: Queries, schedule: Tensor, cut: DecodeCut) -
         schedule,
         num_seqs,
         cut.programs,
+        cut.rounds,
         cut.window_left,
         G=ScheduleGeometry(
-            cut.rows,
+            cut.axes,
+            cut.rows // cut.axes,
             cut.key_block,
             cut.row_cost,
             cut.row_end,
             cut.window_left != UNLIMITED_WINDOW,
             cut.is_even,
-            cut.side_by_side,
+            cut.rounds > 1,
             _SEQS_AT_ONCE,
             cut.tokens,
             cut.merge_group > 0,

@@ -30,6 +30,7 @@ from rocm_attn.kernels.attention.decode_schedule import (
     SEQ_KV_LEN,
     SEQ_START,
     new_tokens,
+    positions_before,
     rows_of_tokens,
     words_of_program,
     words_of_seq,
@@ -130,7 +131,8 @@ def _merge_kernel(
         share = tl.load(schedule + PROGRAM_SHARE)
         _, _, num_blocks = visible_blocks(tl.load(seq_words + SEQ_KV_LEN), window_left, R.KEY_BLOCK, R.WINDOWED)
         row_size = num_blocks + (R.ROW_COST + R.ROW_END) + tl.load(schedule + PROGRAM_PAD)
-        first_position = tl.load(seq_words + SEQ_START) + row * row_size + R.ROW_COST
+        before = positions_before(row, share, num_programs, R) if R.SIDE_BY_SIDE else row * row_size
+        first_position = tl.load(seq_words + SEQ_START) + before + R.ROW_COST
         first_program = first_position // share
         mine = num_blocks > 0
         if T.MOST > 1:

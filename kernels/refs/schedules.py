@@ -19,14 +19,20 @@ def decode_schedule(kv_len: Sequence[int], q_len: Sequence[int], cut: DecodeCut)
     those that align the first counter, which the kernel does not write.
     """
     fewest, most, of_row = cut.tokens
-    rows_of = [cut.rows * -(-new // of_row) if fewest <= new <= most else 0 for new in q_len]
+    of_axis = cut.programs // cut.axes
+    rows_of = [cut.rows // cut.axes * -(-new // of_row) if fewest <= new <= most else 0 for new in q_len]
     costs = [
         len(visible_blocks(length, cut)) + cut.row_cost + cut.row_end
         for length, num_rows in zip(kv_len, rows_of, strict=True)
         for _ in range(num_rows)
     ]
-    share = max(-(-sum(costs) // cut.programs), 1)
-    share, pad = _even_share(costs, share, cut.row_end) if cut.is_even else (share, 0)
+    share, pad = max(-(-sum(costs) // (of_axis // cut.rounds)), 1), 0
+    # Alike by all programs, else by those of the first round.
+    for rounds in (1, cut.rounds) if cut.is_even else ():
+        even = _even_share(costs, max(-(-sum(costs) // (of_axis // rounds)), 1), cut.row_end)
+        if even is not None:
+            share, pad = even
+            break
     rows: list[tuple[int, int]] = []
     starts: list[int] = []
     words_of_seqs: list[int] = []
@@ -39,36 +45,26 @@ def decode_schedule(kv_len: Sequence[int], q_len: Sequence[int], cut: DecodeCut)
             position += len(visible_blocks(length, cut)) + cut.row_cost + cut.row_end + pad
     words: list[int] = []
     for program in range(cut.programs):
-        start = program * share
+        axis, start = program // of_axis, program % of_axis * share
         index = bisect_right(starts, start) - 1
         end = starts[index] + costs[index] if pad > 0 else position
-        if start >= min(end, position):
+        if axis >= cut.axes or start >= min(end, position):
             words += [0, 0, 0, 0, share, 0, 0, 0]
             continue
         seq, row = rows[index]
-        words += [seq, row, start - starts[index], min(share, end - start), share, starts[index], kv_len[seq], pad]
-    words = _side_by_side(words, share, max(costs, default=0) + pad, cut, len(kv_len)) + words_of_seqs
+        work, row_start = min(share, end - start), axis * of_axis * share + starts[index]
+        words += [seq, max(row, axis), start - starts[index], work, share, row_start, kv_len[seq], pad]
+    words += words_of_seqs
     return words + [0] * (cut.words(len(kv_len)) - len(words))
 
 
-def _side_by_side(words: list[int], share: int, row_size: int, cut: DecodeCut, num_seqs: int) -> list[int]:
-    """Words of programs, part by part where rows are several equal parts. row_size: of each row, with its padding"""
-    parts = row_size // share
-    seq_programs = parts * cut.rows
-    if not cut.side_by_side or parts <= 1 or row_size % share or num_seqs * cut.rows > cut.programs:
-        return words
-    order = list(range(cut.programs))
-    for first in range(0, cut.programs - seq_programs + 1, seq_programs):
-        order[first : first + seq_programs] = [
-            first + row * parts + part for part in range(parts) for row in range(cut.rows)
-        ]
-    return [word for program in order for word in words[8 * program : 8 * program + 8]]
+def _even_share(costs: Sequence[int], share: int, row_end: int) -> tuple[int, int] | None:
+    """What a program takes of rows with these costs, and the padding after each of them; None: they are not cut alike.
 
-
-def _even_share(costs: Sequence[int], share: int, row_end: int) -> tuple[int, int]:
-    """What a program takes of rows with these costs, and the padding after each of them. share: the least it can be"""
+    share: the least it can be
+    """
     if len(set(costs)) != 1:
-        return share, 0
+        return None
     cost = costs[0]
     if cost <= share:
         even = next(size for size in range(cost, share + cost, cost) if size >= share)
@@ -77,7 +73,7 @@ def _even_share(costs: Sequence[int], share: int, row_end: int) -> tuple[int, in
         parts = max(number for number in range(1, cost + 1) if number * share <= cost)
         even = max(-(-(cost - row_end) // parts), 1)
         pad = even * parts - cost
-    return (even, pad) if 16 * (even - share) <= share else (share, 0)
+    return (even, pad) if 16 * (even - share) <= share else None
 
 
 def visible_blocks(kv_len: int, cut: DecodeCut) -> range:

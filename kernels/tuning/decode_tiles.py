@@ -9,7 +9,19 @@ import torch
 
 from rocm_attn.kernels.tuning.tiles import Codes, DecodeRow, DecodeTiles, NoTiles, names_of, next_power_of_2, no_row
 
-_TWO_AN_SM = DecodeTiles(64, 4, 3, 2, transposed=True, row_cost=1, row_end=1, early=True, most_rounds=4, merge_group=16)
+_TWO_AN_SM = DecodeTiles(
+    64,
+    4,
+    3,
+    2,
+    transposed=True,
+    row_cost=1,
+    row_end=1,
+    early=True,
+    side_by_side=True,
+    most_rounds=4,
+    merge_group=16,
+)
 _TWO_OF_256 = DecodeTiles(32, 4, 3, 2, dim_block=128, early=True)
 
 
@@ -30,7 +42,9 @@ ALONE = {
     # 15 x 4k takes 67.7 and 66.4, of 16 (one KV head, 16 x 4k) 17.1 and 14.8. Merged within the launch llama70b 16 x 4k
     # takes 72.1 us where it takes 70.1, one KV head 128 x 8k 137.7 and 133.9; with four warps 72.3 and 138.1, with six
     # blocks of 64 keys 98.8 and more.
-    _TWO_AN_SM: Alone(DecodeTiles(128, 8, 3, 1, transposed=True, row_cost=1, row_end=1, early=True), 0.93),
+    _TWO_AN_SM: Alone(
+        DecodeTiles(128, 8, 3, 1, transposed=True, row_cost=1, row_end=1, early=True, side_by_side=True), 0.93
+    ),
     # gemma 1 x 128k: 242 us where the others take 260; 16 x 4k 124.6 and 126.5, 4 x 8k 68.3 and 72.8, ragged 16 236 and
     # 235. With one KV head 1 x 128k 39.9 and 48.0, ragged 64 76.6 and 81.9, 1 x 8k 10.0 and 9.4. With more rows than
     # programs 256 x 2k takes 1005 and 989.
@@ -113,7 +127,16 @@ DECODE_ROWS = (
     DecodeRow("sm_90", 2, 16, 16, DecodeTiles(32, 1, 3, 16, early=True), (Codes.NONE,)),
     # 30 query heads of 40 on 3 KV heads, 113 x 1984..5803: 68 us, 95 one by one; on 10, 4 x 18k..26k: 50 and 65.
     DecodeRow("sm_90", 2, 40, 32, DecodeTiles(32, 2, 3, 4, heads_per_row=3, early=True), (Codes.NONE,), any_dim=True),
-    DecodeRow("sm_90", 2, 40, 16, DecodeTiles(32, 2, 3, 4, heads_per_row=2, early=True), (Codes.NONE,), any_dim=True),
+    # 32 query heads of 40 on 8 KV heads, ragged 64: 135 us where programs work side by side, 149 where they do not.
+    DecodeRow(
+        "sm_90",
+        2,
+        40,
+        16,
+        DecodeTiles(32, 2, 3, 4, heads_per_row=2, early=True, side_by_side=True),
+        (Codes.NONE,),
+        any_dim=True,
+    ),
     # 80 query heads of 40 on 8 KV heads, 64 x 4k: 106 us, 118 as one block of 128 columns; but 32 on 8: 105 and 98.
     DecodeRow(
         "sm_90",
@@ -125,13 +148,26 @@ DECODE_ROWS = (
         any_dim=True,
     ),
     # gptoss 64 x 4k: 127 us, 128 without early launches; 145 with one KV head a row. In up to four rounds 256 x 2k
-    # takes 250 us where one takes 252, and 128 x 8k 479 and 485; but 200 x 1000 118 and 108, ragged 256 294 and 288.
+    # takes 259.5 us where one takes 262.2, and 128 x 8k 494 and 506. Side by side ragged 256 takes 298, in order 302.
     DecodeRow(
         "sm_90",
         2,
         64,
         16,
-        DecodeTiles(64, 4, 3, 2, transposed=True, heads_per_row=2, row_cost=1, row_end=1, early=True, merge_group=16),
+        DecodeTiles(
+            64,
+            4,
+            3,
+            2,
+            transposed=True,
+            heads_per_row=2,
+            row_cost=1,
+            row_end=1,
+            early=True,
+            side_by_side=True,
+            most_rounds=4,
+            merge_group=16,
+        ),
     ),
     # 20 query heads on 10 KV heads, 3 x 25k: of 24 elements 39 us, 48 with 4 programs an SM, 52 in the tiles of 16 and
     # 46 in those of 48.
@@ -191,9 +227,11 @@ DECODE_ROWS = (
     # 4k: 69, 70 where a row's cost is all at its start, 71 without early launches too. Pages of 8 take 1.02 of the time
     # of those of 32. Heads of 96 as equal blocks: 217 to 281 us where these tiles take 214 (32 KV heads, 16 x 4k).
     # In rounds 64 x 4k takes 248 us where one takes 254, 128 x 8k 958 and 982, 96 x 4k 366 and 377, 256 x 2k 493 and
-    # 498, ragged 256 1304 and 1330; but 100 x 3000 takes 301 and 294, 256 x 512 141 and 140. Merged within the launch
-    # 64 x 4k takes 245 us where it takes 255, 16 x 4k 71 and 73; with one KV head 16 x 4k 20 and 15 (cuts.py). So do
-    # heads of 256 274 and 247, of 80 231 and 210: they have no group.
+    # 498; but rows that differ, or that no program has a whole number of, are shared by those of one round (cuts.py):
+    # ragged 64 336 and, by those of four, 342. Merged within the launch 64 x 4k takes 245 us where it takes 255, 16 x
+    # 4k 71 and 73; with one KV head 16 x 4k 20 and 15 (cuts.py). So do heads of 256 274 and 247, of 80 231 and 210:
+    # they have no group. Side by side ragged 64 takes 338 where it takes 345 in order, ragged 256 1399 and 1429, heads
+    # of 112 380 and 391; but of 80 246 and 233, of 192 537 and 528, of 256 692 and 661 (256 x 2k 1133 and 997).
     DecodeRow("sm_90", 2, 128, 16, _TWO_AN_SM),
     # 32 query heads of 72 on one KV head, 64 x 4k: 34 us, 39 transposed as one block of 128 columns; 20 on one: 32 and
     # 38. 3 x 1472..11635: 11.0 with all programs, and 9.6 with 132.
@@ -206,8 +244,11 @@ DECODE_ROWS = (
     DecodeRow("sm_90", 2, 128, 64, DecodeTiles(32, 4, 3, 2, dim_block=64, early=True), (Codes.NONE,)),
     DecodeRow("sm_90", 2, 128, 64, DecodeTiles(32, 4, 2, 2, early=True)),
     # 32 query heads of 144 on 8 KV heads, 64 x 4k: 329 us, 348 in the tiles below; 48 on 6, 86 x 317: 32 and 40; 24 of
-    # 160 on 3, 5 x 12.7k..19k: 49 and 54.
-    DecodeRow("sm_90", 2, 160, 16, DecodeTiles(32, 2, 3, 4, dim_block=128, early=True), (Codes.NONE,)),
+    # 160 on 3, 5 x 12.7k..19k: 49 and 54. Side by side ragged 64 takes 441 where it takes 455 in order, of 160 478 and
+    # 499.
+    DecodeRow(
+        "sm_90", 2, 160, 16, DecodeTiles(32, 2, 3, 4, dim_block=128, early=True, side_by_side=True), (Codes.NONE,)
+    ),
     # 64 query heads of 192 on 8 KV heads, 64 x 4k: 387 us; 399 as one block of 256 columns, 393 with 2 programs an SM.
     DecodeRow("sm_90", 2, 192, 16, DecodeTiles(32, 4, 3, 3, dim_block=64, early=True), (Codes.NONE,)),
     # gemma 64 x 4k: 494 us, 1.05 of the floor; 495 as one block, 602 transposed.
@@ -299,7 +340,9 @@ DECODE_ROWS = (
         2,
         512,
         16,
-        DecodeTiles(16, 1, 1, 3, transposed=True, row_cost=1, row_end=1, most_rounds=2, merge_group=8),
+        DecodeTiles(
+            16, 1, 1, 3, transposed=True, row_cost=1, row_end=1, side_by_side=True, most_rounds=2, merge_group=8
+        ),
     ),
     DecodeRow("interpreter", 4, 512, 64, DecodeTiles(16, 1, 1, 3, most_rounds=2)),
 )

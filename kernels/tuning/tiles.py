@@ -62,7 +62,7 @@ class DecodeTiles:
     max_registers:    registers of a thread that NVIDIA's compiler may take; 0: its own choice
     early:            whether launches may begin while the one before still runs, and wait on the device for its end
                       ("programmatic dependent launch" of NVIDIA from sm_90 on)
-    side_by_side:     whether equal parts of the rows of a sequence are handed out side by side (DecodeCut)
+    side_by_side:     whether programs work side by side, each on the same keys of a sequence's rows (DecodeCut)
     most_rounds:      how many times the programs that the grid holds it may hold, where rows are that many
                       (DecodeCut.of_step)
     fewer_of_few:     how many times fewer programs serve steps of a few rows, each of which so many would share that

@@ -35,16 +35,18 @@ class Batch:
     num_programs: int
     tiles: DecodeTiles
     window_left: int = -1
+    rounds: int = 1
 
     @cached_property
     def cut(self) -> DecodeCut:
-        return DecodeCut.of(
+        cut = DecodeCut.of(
             self.tiles,
             num_kv_heads=self.num_kv_heads,
             programs=self.num_programs,
             window_left=self.window_left,
             has_slots=self.is_free,
         )
+        return replace(cut, rounds=self.rounds)
 
     @property
     def is_free(self) -> bool:
@@ -75,14 +77,16 @@ def batches(draw: st.DrawFn) -> Batch:
     lengths = st.just(longest) if draw(st.booleans()) else st.integers(0, longest)
     seqs = draw(st.lists(st.tuples(lengths, st.sampled_from([1, 1, 1, 0, 2])), max_size=20))
     row_cost, row_end = draw(st.integers(0, 4)), draw(st.integers(0, 2))
-    tiles = replace(TILES, row_cost=row_cost, row_end=row_end, head_blocks=draw(st.integers(1, 2)))
+    head_blocks, beside = draw(st.integers(1, 2)), draw(st.booleans())
+    tiles = replace(TILES, row_cost=row_cost, row_end=row_end, head_blocks=head_blocks, side_by_side=beside)
     return Batch(
         [length for length, _ in seqs],
         [new for _, new in seqs],
         draw(st.integers(1, 5)),
-        draw(st.integers(1, 600)),
+        draw(st.integers(4, 600) if (rounds := draw(st.integers(1, 4))) > 1 else st.integers(1, 600)),
         tiles,
         draw(st.sampled_from([-1, -1, 0, 1, 15, 16, 17, 200])),
+        rounds,
     )
 
 
@@ -103,7 +107,11 @@ def walk(batch: Batch, program: int) -> list[tuple[Row, int, int]]:
             visits.append(((seq, row), first, end))
         if length == 0 and done == 0:
             visits.append(((seq, row), 0, 0))
-        work, done, row = work - take, 0, rows_per_seq if length < 0 else row + 1
+        work, done = work - take, 0
+        if batch.cut.axes > 1:
+            seq += 1
+            continue
+        row = rows_per_seq if length < 0 else row + 1
         if row == rows_per_seq:
             seq, row = seq + 1, 0
     return visits
@@ -155,9 +163,9 @@ def test_the_merge_finds_the_programs_of_every_row_that_is_shared(batch: Batch) 
         return list(range(first // share, (first + num_blocks - 1) // share + 1))
 
     for (seq, row_of_seq), programs in programs_of.items():
-        start = words[8 * batch.num_programs + 2 * seq] + row_of_seq * (
-            batch.blocks_of(seq) + row_cost + batch.tiles.row_end + pad
-        )
+        of_axis = batch.num_programs // batch.cut.axes
+        apart = batch.blocks_of(seq) + row_cost + batch.tiles.row_end + pad if batch.cut.axes == 1 else of_axis * share
+        start = words[8 * batch.num_programs + 2 * seq] + row_of_seq * apart
         assert holders(start, batch.blocks_of(seq)) == programs
 
     found: dict[Row, list[int]] = {}
@@ -173,10 +181,12 @@ def test_the_merge_finds_the_programs_of_every_row_that_is_shared(batch: Batch) 
 @settings(max_examples=60)
 @given(batches())
 def test_no_program_has_more_work_than_another_but_for_the_last_ones(batch: Batch) -> None:
-    work = batch.words[3 : 8 * batch.num_programs : 8]
-    share, pad = batch.words[4], batch.words[7]
-    assert max(work) <= share
-    if pad == 0:
+    all_work = batch.words[3 : 8 * batch.num_programs : 8]
+    share, pad, of_axis = batch.words[4], batch.words[7], batch.num_programs // batch.cut.axes
+    assert max(all_work) <= share
+    assert not any(all_work[batch.cut.axes * of_axis :])
+    for axis in range(batch.cut.axes if pad == 0 else 0):
+        work = all_work[axis * of_axis : (axis + 1) * of_axis]
         used = -(-sum(work) // share)
         assert all(amount == share for amount in work[: max(used - 1, 0)])
         assert all(amount == 0 for amount in work[used:])
@@ -203,18 +213,27 @@ def device_words(batch: Batch, device: torch.device) -> list[int]:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("window_left", [-1, 0, 40])
+@pytest.mark.parametrize(("side_by_side", "rounds"), [(False, 1), (True, 1), (True, 3), (False, 3)])
 @pytest.mark.parametrize(
     ("num_seqs", "longest", "num_programs", "num_kv_heads"),
     [(1, 5000, 7, 1), (1, 5000, 60, 8), (5, 3, 9, 2), (20, 300, 13, 5), (600, 100, 3, 1), (4096, 9000, 3, 8)],
 )
 def test_the_device_writes_the_words_of_the_host_twin(
-    num_seqs: int, longest: int, num_programs: int, num_kv_heads: int, window_left: int, kernel_device: torch.device
+    num_seqs: int,
+    longest: int,
+    num_programs: int,
+    num_kv_heads: int,
+    side_by_side: bool,
+    rounds: int,
+    window_left: int,
+    kernel_device: torch.device,
 ) -> None:
     draw = random.Random(num_seqs + num_programs)
     kv_len = [draw.randrange(longest + 1) for _ in range(num_seqs)]
     q_len = [draw.choice([1, 1, 1, 0, 7]) for _ in range(num_seqs)]
     q_len[0] = 1
-    batch = Batch(kv_len, q_len, num_kv_heads, num_programs, TILES, window_left)
+    tiles = replace(TILES, side_by_side=side_by_side)
+    batch = Batch(kv_len, q_len, num_kv_heads, num_programs, tiles, window_left, rounds)
     assert device_words(batch, kernel_device) == batch.words
 
 
@@ -281,32 +300,49 @@ def test_equal_parts_have_as_many_blocks_where_the_start_of_a_row_costs_nothing(
 @pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     ("kv_len", "num_programs", "is_beside"),
-    # Four rows a sequence: of four parts each, and of two; parts that are padded; rows that outnumber programs, or that
-    # are whole; rows that differ.
+    # Four rows a sequence: of equal parts, and padded ones; rows that differ, with programs left over and without; too
+    # few programs for a sequence's rows.
     [
         ([4096] * 8, 132, True),
-        ([4096] * 8, 67, True),
         ([4080] * 8, 132, True),
-        ([4096] * 8, 31, False),
-        ([4096] * 8, 32, False),
-        ([4096] * 7 + [90], 132, False),
+        ([4096] * 7 + [90], 132, True),
+        ([100, 0, 4096, 7, 513, 4000], 67, True),
+        ([4096] * 8, 8, True),
+        ([4096, 5, 90], 3, False),
     ],
     ids=str,
 )
-def test_equal_parts_of_a_sequences_rows_are_handed_out_side_by_side(
+def test_programs_beside_each_other_have_the_same_keys_of_a_sequences_rows(
     kv_len: list[int], num_programs: int, is_beside: bool, kernel_device: torch.device
 ) -> None:
     tiles = replace(TILES, row_cost=0, row_end=2, heads_per_row=2, side_by_side=True)
-    batch = Batch(kv_len, [1] * 8, 8, num_programs, tiles)
+    batch = Batch(kv_len, [1] * len(kv_len), 8, num_programs, tiles)
+    assert device_words(batch, kernel_device) == batch.words
+    assert (batch.cut.axes == 4) == is_beside
+    of_row = num_programs // 4
+    for first in range(of_row if is_beside else 0):
+        # As number_of_program has them: those with ids 4 * first to 4 * first + 3.
+        beside = [walk(batch, row * of_row + first) for row in range(4)]
+        for row, visits in enumerate(beside):
+            assert visits == [((seq, row), start, end) for (seq, _), start, end in beside[0]]
+
+
+@pytest.mark.parametrize(
+    ("kv_len", "share", "num_used"),
+    # Rows of 64 blocks and 2 more, four a sequence: one for each of 32 programs; three for each of the first 8; 3.5;
+    # rows that differ.
+    [([1024] * 8, 66, 32), ([1024] * 6, 198, 8), ([1024] * 7, 231, 8), ([1024] * 7 + [1008], 264, 8)],
+    ids=str,
+)
+@pytest.mark.parametrize("side_by_side", [False, True])
+def test_rows_that_all_programs_cannot_cut_alike_are_shared_by_those_of_the_first_round(
+    kv_len: list[int], share: int, num_used: int, side_by_side: bool, kernel_device: torch.device
+) -> None:
+    tiles = replace(TILES, side_by_side=side_by_side)
+    batch = Batch(kv_len, [1] * len(kv_len), 4, 32, tiles, rounds=4)
     words = device_words(batch, kernel_device)
     assert words == batch.words
-    in_order = replace(batch, tiles=replace(tiles, side_by_side=False))
-    assert (words == device_words(in_order, kernel_device)) == (not is_beside)
-    visits = [visit for program in range(num_programs) for visit in walk(batch, program)]
-    assert sorted(visits) == sorted(visit for program in range(num_programs) for visit in walk(in_order, program))
-    if is_beside:
-        assert [row for row, *_ in visits[:4]] == [(0, 0), (0, 1), (0, 2), (0, 3)]
-        assert len({(first, end) for _, first, end in visits[:4]}) == 1, "the same keys"
+    assert (words[4], sum(work > 0 for work in words[3:256:8])) == (share, num_used)
 
 
 @pytest.mark.parametrize("num_programs", [1, 2, 3, 7])
@@ -337,11 +373,12 @@ def test_programs_run_in_as_many_rounds_as_rows_fill_and_no_more_than_tiles_allo
     tiles = replace(TILES, most_rounds=3)
     cut = DecodeCut.of(tiles, num_kv_heads=2, programs=10, window_left=-1)
     found = cut.of_step(num_seqs)
-    assert found == replace(cut, programs=programs)
+    rounds = programs // 10
+    assert found == replace(cut, programs=programs, rounds=rounds)
     least, _, most = cut.programs_in_words.partition(" to ")
     assert int(least) <= found.programs <= int(most)
     # The launch that a cut is checked by.
-    assert found == DecodeCut.of(tiles, num_kv_heads=2, programs=programs, window_left=-1)
+    assert found == replace(DecodeCut.of(tiles, num_kv_heads=2, programs=programs, window_left=-1), rounds=rounds)
 
 
 def test_rows_of_windows_and_of_slots_run_in_one_round() -> None:

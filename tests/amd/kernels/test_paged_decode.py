@@ -247,23 +247,30 @@ def test_the_merge_finds_rows_that_padding_follows(num_pads: int, kernel_device:
     assert_served(tensors)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(
-    ("kv_len", "num_programs"), [([320] * 2, 20), ([320] * 2, 17), ([320, 90], 20), ([320] * 2, 4)]
+    ("kv_len", "num_programs", "is_by_row"),
+    [
+        ([320] * 2, 17, True),
+        ([320, 90], 20, True),
+        ([320] * 2, 4, False),
+        ([33, 320, 0, 90, 5], 19, False),
+        ([320, 90], 3, False),
+    ],
 )
-def test_parts_that_are_handed_out_side_by_side_are_merged_right(
-    kv_len: list[int], num_programs: int, kernel_device: torch.device
+@pytest.mark.parametrize("merge_group", [0, 8])
+def test_rows_of_programs_that_work_side_by_side_are_merged_right(
+    kv_len: list[int], num_programs: int, is_by_row: bool, merge_group: int, kernel_device: torch.device
 ) -> None:
-    """Four rows a sequence: two parts each, with programs left over and without; rows that differ; whole rows."""
-    case = Case(kv_len=kv_len, q_len=[1] * 2, heads=(8, 4), dims=(16, 16))
+    """Four rows a sequence: parts that are alike and that are not, whole rows, with programs left over, of which there
+    may be more than rows or fewer, and fewer than a sequence has rows.
+    """
+    case = Case(kv_len=kv_len, q_len=[1] * len(kv_len), heads=(8, 4), dims=(16, 16))
     tensors = build(case, kernel_device)
-    plain = DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, row_cost=0, row_end=2)
-    run_decode(tensors, num_programs=num_programs, tiles=plain)
-    expected = tensors.out.clone()
-    tensors.out.fill_(UNTOUCHED)
-    run_decode(tensors, num_programs=num_programs, tiles=replace(plain, side_by_side=True))
+    assert merge_shape(len(kv_len) * 4, num_programs, 2, 16, early=False).by_row == is_by_row
+    tiles = DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, row_cost=0, row_end=2)
+    run_decode(tensors, num_programs=num_programs, tiles=replace(tiles, side_by_side=True, merge_group=merge_group))
     assert_served(tensors)
-    assert torch.equal(tensors.out, expected), "who computes a part changes nothing"
 
 
 @pytest.mark.each_value

@@ -368,9 +368,9 @@ GOALS = (
         "Programs run in up to four rounds already; other numbers of rounds, blocks of 32 keys and more stages came no "
         "nearer. Whole rows without shares and merge take 491 us in place of 502 at 8B 256 x 2k, as cuDNN, and gain "
         "nothing at 128 x 8k (973 and 973; cuDNN 967). Ragged 64 (70B; whole pages read by nothing but a stream of "
-        "loads 321) takes 338 in a run where row by row it takes 345, since programs work side by side on the same keys "
-        "of a sequence's eight rows. Where no part is added up side by side takes 325 and row by row 341: next, parts "
-        "that cost less. Of pages of 1 a token's 2 KB lie anywhere, which a stream of loads pays for too.",
+        "loads 321) takes 338 in a run where row by row it takes 345, since programs work side by side on the same "
+        "keys of a sequence's eight rows. Where no part is added up side by side takes 325 and row by row 341: next, "
+        "parts that cost less. Of pages of 1 a token's 2 KB lie anywhere, which a stream of loads pays for too.",
     ),
     Goal(
         "decode, 60 to 540 MB",

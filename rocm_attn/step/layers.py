@@ -188,20 +188,13 @@ class Layers:
         with on_device(self._device), self._noting(step, call):
             bound.store_and_attend(args, new, read, plan.bounds)
 
-    def both_again(
-        self,
-        step: DeviceStep,
-        layer: int,
-        stored: tuple[Tensor, Tensor],
-        attended: tuple[Tensor, Tensor],
-    ) -> bool:
+    def both_again(self, step: DeviceStep, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> bool:
         """Store k, v and attend from q to out as the layer did the last time, if it is given the same; whether it was.
 
         Raises WrongState.
         """
         # What was joined was prepared for these views, and so for their plan's kernels.
-        last = step.prepared.both.get(layer)
-        return last is not None and self._prepares() and self._forms.both_again(last, layer, stored, attended)
+        return self._prepares() and self._forms.both_again(step.prepared, layer, q, k, v, out)
 
     def join(self, step: DeviceStep, layer: int) -> None:
         """The layer has stored and attended in one call."""
@@ -448,7 +441,7 @@ class StepLayers:
         self._require_running()
         self._stores.before_store()
         layers, step, plan = self._layers, self._step, self._plan
-        if lse is None and layers.both_again(step, layer, (k, v), (q, out)):
+        if lse is None and layers.both_again(step, layer, q, k, v, out):
             self._stores.after_store(self._half, layer)
         elif layers.stores_within(plan, layer) and out.data_ptr() not in (k.data_ptr(), v.data_ptr()):
             # In one launch a program may write to out before another one has read what lies there.

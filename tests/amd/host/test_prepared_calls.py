@@ -652,8 +652,7 @@ def test_a_layer_that_stores_and_attends_again_in_one_call_launches_what_it_is_g
     def make(k: Tensor, v: Tensor, q: Tensor, out: Tensor) -> bool:
         """Whether both were made at once."""
         by_triton, before = kernel.by_triton, len(kernel.ran)
-        joined = calls.both.get(0)
-        at_once = joined is not None and forms.both_again(joined, 0, (k, v), (q, out))
+        at_once = forms.both_again(calls, 0, q, k, v, out)
         if not at_once:
             stored, attended = forms.store(calls, 0, k, v), forms.attend(calls, 0, q, out, None)
             if stored is not None:

@@ -6,9 +6,17 @@ import torch
 
 from rocm_attn.kernels.tuning.tiles import ANY_ROWS, Codes, ExtendRow, ExtendTiles, NoTiles, names_of, no_row
 
+# Of few new tokens on Hopper. 64 x 8 heads of 192, 16 x 5 new of 2505: 72 us, 78 launched early alone, 80 without both;
+# 32 x 8 of 128, 16 x 5 of 4101: 73.7, 76.5 and 78.4.
+_TOGETHER = {"early": True, "alike_parts": True}
+# 32 x 8 heads of 32, 32 x 12 new of 2000: 28.5 us, 29.3 where each key has its page number loaded. Of heads of 128 it
+# gains nothing: 162.9 and 162.4 at 32 x 8, 64 x 5 of 2505.
+_BY_NUMBER = {**_TOGETHER, "by_number": True}
+
 EXTEND_ROWS = (
     # KV heads of few elements, read as one. 8 x 8 heads of 16, 69 x 3 new of 33..560: 13.9 us, 15.0 by 64 keys
-    # of rows that are shared sooner, 15.2 one by one; 64 x 3 of 4096: 45, 48 and 95.
+    # of rows that are shared sooner, 15.2 one by one; 64 x 3 of 4096: 45, 48 and 95. Then 44, launched early 42.2, in
+    # equal parts 39.3, and with page numbers loaded once for each page 40.7.
     ExtendRow(
         "sm_90",
         2,
@@ -25,6 +33,7 @@ EXTEND_ROWS = (
             merge_stages=4,
             split_keys=1024,
             heads_per_row=4,
+            **_TOGETHER,
         ),
         alike=True,
         codes=(Codes.NONE,),
@@ -35,19 +44,43 @@ EXTEND_ROWS = (
         "sm_90",
         2,
         32,
-        ExtendTiles(16, 64, 4, 3, 2, programs_per_cu=4, share_stages=3, one_launch=True, merge_stages=4),
+        ExtendTiles(
+            16,
+            64,
+            4,
+            3,
+            2,
+            programs_per_cu=4,
+            share_stages=3,
+            one_launch=True,
+            merge_stages=4,
+            **_TOGETHER,
+        ),
         alike=True,
         codes=(Codes.NONE,),
         max_rows=16,
     ),
     # 96 x 16 heads of 16, 15 x 4 new of 6067: 47 us, 48 in two launches, 61 one by one, 45.5 four at a time in blocks
-    # of 128 rows; but 32 x 8, 64 x 8 of 1000: 19.6, 23.4 in two launches and 28.4 four at a time.
+    # of 128 rows; but 32 x 8, 64 x 8 of 1000: 19.6, 23.4 in two launches and 28.4 four at a time. The first,
+    # of 46 us in another run, takes 44.3 launched early, 39.5 in equal parts, and 37.6 with page numbers loaded once of
+    # a page; 39.9 and 39.4 where the last part has 1 and 512 keys fewer in place of 256, 42.3 with three programs an
+    # SM, 39.0 in blocks of 64 keys and three.
     ExtendRow(
         "sm_90",
         2,
         16,
         ExtendTiles(
-            64, 128, 4, 3, 2, programs_per_cu=2, share_stages=3, one_launch=True, merge_stages=4, heads_per_row=2
+            64,
+            128,
+            4,
+            3,
+            2,
+            programs_per_cu=2,
+            share_stages=3,
+            one_launch=True,
+            merge_stages=4,
+            heads_per_row=2,
+            **_BY_NUMBER,
         ),
         alike=True,
         codes=(Codes.NONE,),
@@ -59,7 +92,18 @@ EXTEND_ROWS = (
         "sm_90",
         2,
         24,
-        ExtendTiles(64, 64, 4, 3, 2, programs_per_cu=3, share_stages=3, merge_stages=4, heads_per_row=2),
+        ExtendTiles(
+            64,
+            64,
+            4,
+            3,
+            2,
+            programs_per_cu=3,
+            share_stages=3,
+            merge_stages=4,
+            heads_per_row=2,
+            **_BY_NUMBER,
+        ),
         alike=True,
         codes=(Codes.NONE,),
         max_rows=32,
@@ -70,7 +114,18 @@ EXTEND_ROWS = (
         "sm_90",
         2,
         32,
-        ExtendTiles(64, 128, 4, 3, 2, programs_per_cu=2, share_stages=3, one_launch=True, merge_stages=4),
+        ExtendTiles(
+            64,
+            128,
+            4,
+            3,
+            2,
+            programs_per_cu=2,
+            share_stages=3,
+            one_launch=True,
+            merge_stages=4,
+            **_BY_NUMBER,
+        ),
         alike=True,
         codes=(Codes.NONE,),
         max_rows=64,
@@ -80,7 +135,7 @@ EXTEND_ROWS = (
         "sm_90",
         2,
         64,
-        ExtendTiles(16, 128, 4, 3, 2, programs_per_cu=2, share_stages=3, one_launch=True, merge_stages=4),
+        ExtendTiles(16, 128, 4, 3, 2, programs_per_cu=2, share_stages=3, one_launch=True, merge_stages=4, **_TOGETHER),
         alike=True,
         codes=(Codes.NONE,),
         max_rows=16,
@@ -89,7 +144,7 @@ EXTEND_ROWS = (
         "sm_90",
         2,
         64,
-        ExtendTiles(64, 64, 4, 3, 2, programs_per_cu=2, share_stages=3, merge_stages=4),
+        ExtendTiles(64, 64, 4, 3, 2, programs_per_cu=2, share_stages=3, merge_stages=4, **_BY_NUMBER),
         alike=True,
         codes=(Codes.NONE,),
         max_rows=64,
@@ -121,7 +176,19 @@ EXTEND_ROWS = (
         "sm_90",
         2,
         96,
-        ExtendTiles(32, 64, 4, 3, 2, dim_block=32, programs_per_cu=2, share_stages=3, one_launch=True, merge_stages=4),
+        ExtendTiles(
+            32,
+            64,
+            4,
+            3,
+            2,
+            dim_block=32,
+            programs_per_cu=2,
+            share_stages=3,
+            one_launch=True,
+            merge_stages=4,
+            **_TOGETHER,
+        ),
         alike=True,
         codes=(Codes.NONE,),
         max_rows=32,
@@ -169,7 +236,7 @@ EXTEND_ROWS = (
         "sm_90",
         2,
         128,
-        ExtendTiles(32, 64, 4, 3, 2, programs_per_cu=2, share_stages=3, one_launch=True, merge_stages=4),
+        ExtendTiles(32, 64, 4, 3, 2, programs_per_cu=2, share_stages=3, one_launch=True, merge_stages=4, **_TOGETHER),
         alike=True,
         codes=(Codes.NONE,),
         max_rows=32,
@@ -178,7 +245,19 @@ EXTEND_ROWS = (
         "sm_90",
         2,
         128,
-        ExtendTiles(64, 64, 4, 3, 2, dim_block=64, programs_per_cu=2, share_stages=3, one_launch=True, merge_stages=4),
+        ExtendTiles(
+            64,
+            64,
+            4,
+            3,
+            2,
+            dim_block=64,
+            programs_per_cu=2,
+            share_stages=3,
+            one_launch=True,
+            merge_stages=4,
+            **_TOGETHER,
+        ),
         alike=True,
         codes=(Codes.NONE,),
         max_rows=64,
@@ -209,7 +288,19 @@ EXTEND_ROWS = (
         "sm_90",
         2,
         192,
-        ExtendTiles(64, 32, 4, 3, 2, dim_block=64, programs_per_cu=2, share_stages=3, one_launch=True, merge_stages=4),
+        ExtendTiles(
+            64,
+            32,
+            4,
+            3,
+            2,
+            dim_block=64,
+            programs_per_cu=2,
+            share_stages=3,
+            one_launch=True,
+            merge_stages=4,
+            **_TOGETHER,
+        ),
         alike=True,
         codes=(Codes.NONE,),
         max_rows=64,
@@ -228,7 +319,7 @@ EXTEND_ROWS = (
         "sm_90",
         2,
         256,
-        ExtendTiles(16, 64, 4, 2, 2, programs_per_cu=1, share_stages=2, one_launch=True, merge_stages=4),
+        ExtendTiles(16, 64, 4, 2, 2, programs_per_cu=1, share_stages=2, one_launch=True, merge_stages=4, **_BY_NUMBER),
         alike=True,
         codes=(Codes.NONE,),
         max_rows=16,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from rocm_attn.kernels.tuning.tiles import ANY_ROWS, Codes, ExtendRow, ExtendTiles, NoTiles, names_of, no_row
@@ -12,6 +14,19 @@ _TOGETHER = {"early": True, "alike_parts": True}
 # 32 x 8 heads of 32, 32 x 12 new of 2000: 28.5 us, 29.3 where each key has its page number loaded. Of heads of 128 it
 # gains nothing: 162.9 and 162.4 at 32 x 8, 64 x 5 of 2505.
 _BY_NUMBER = {**_TOGETHER, "by_number": True}
+_TWO_OF_16 = ExtendTiles(
+    64,
+    128,
+    4,
+    3,
+    2,
+    programs_per_cu=2,
+    share_stages=3,
+    one_launch=True,
+    merge_stages=4,
+    heads_per_row=2,
+    **_TOGETHER,
+)
 
 EXTEND_ROWS = (
     # KV heads of few elements, read as one. 8 x 8 heads of 16, 69 x 3 new of 33..560: 13.9 us, 15.0 by 64 keys
@@ -60,6 +75,17 @@ EXTEND_ROWS = (
         codes=(Codes.NONE,),
         max_rows=16,
     ),
+    # Of windows. 96 x 16 heads of 16, a window of 4096, 15 x 4 new of 6067: 42.6 us, 46.2 in the tiles below.
+    ExtendRow(
+        "sm_90",
+        2,
+        16,
+        _TWO_OF_16,
+        alike=True,
+        codes=(Codes.NONE,),
+        max_rows=32,
+        max_window=ANY_ROWS - 1,
+    ),
     # 96 x 16 heads of 16, 15 x 4 new of 6067: 47 us, 48 in two launches, 61 one by one, 45.5 four at a time in blocks
     # of 128 rows; but 32 x 8, 64 x 8 of 1000: 19.6, 23.4 in two launches and 28.4 four at a time. The first,
     # of 46 us in another run, takes 44.3 launched early, 39.5 in equal parts, and 37.6 with page numbers loaded once of
@@ -69,19 +95,7 @@ EXTEND_ROWS = (
         "sm_90",
         2,
         16,
-        ExtendTiles(
-            64,
-            128,
-            4,
-            3,
-            2,
-            programs_per_cu=2,
-            share_stages=3,
-            one_launch=True,
-            merge_stages=4,
-            heads_per_row=2,
-            **_BY_NUMBER,
-        ),
+        replace(_TWO_OF_16, by_number=True),
         alike=True,
         codes=(Codes.NONE,),
         max_rows=32,

@@ -347,6 +347,7 @@ class Sharing(NamedTuple):
     least_keys:   no share is smaller
     most_keys:    and none larger: there is room for the parts of so many keys
     segment_len:  of deterministic attention, keys of a segment: programs take whole ones; else 0
+    alike_parts:  of the tiles: whether rows that are equally long may be cut into equal parts
     """
 
     programs: int = 0
@@ -360,6 +361,7 @@ class Sharing(NamedTuple):
     least_keys: int = 256
     most_keys: int = 1 << 30  # more than any program has
     segment_len: int = 0
+    alike_parts: bool = False
 
 
 WHOLE_ROWS = Sharing()
@@ -408,6 +410,7 @@ class ExtendCut:
             row_keys=tiles.row_keys,
             split_keys=tiles.split_keys,
             least_keys=tiles.row_keys,
+            alike_parts=tiles.alike_parts,
         )
         return replace(self, sharing=sharing)
 

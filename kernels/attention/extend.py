@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import KeyValues, Line, Logits, Pages, Rows, Span
@@ -42,6 +43,7 @@ from rocm_attn.kernels.attention.extend_schedule import (
 )
 from rocm_attn.kernels.attention.key_loop import Query, Seen, attend_key_blocks, key_geometry, nothing_seen
 from rocm_attn.kernels.attention.mask_bits import MAX_MASK_BLOCK
+from rocm_attn.kernels.attention.merge import early_options
 from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.query_block import (
     BlockGeometry,
@@ -241,6 +243,11 @@ def _extend_kernel(
     out_rows, lse_rows = Rows(out, out_token, out_head), Rows(lse, lse_token, lse_head)
     ROWS: tl.constexpr = G.KV_HEADS * G.HEAD_BLOCKS
     program = tl.program_id(0)
+    if G.EARLY:
+        # All that is read may be what the launch before this one writes. The merge may start when every program is past
+        # this, and so find the schedule.
+        gdc_wait()
+        gdc_launch_dependents()
     shares = schedule + max_blocks * BLOCK_WORDS
     if G.SHARES:
         share = shares + (tl.minimum(program, num_programs - 1) if G.WHOLE_ROWS else program) * SHARE_WORDS
@@ -302,7 +309,7 @@ def launch_paged_extend(
     args.check("paged extend")
     geometry = _geometry(args, scores, cut, tiles, mask)
     programs, num_warps = cut.sharing.programs, {"num_warps": tiles.num_warps}
-    options = {**num_warps, **tiles.options()}
+    options = {**num_warps, **tiles.options(), **early_options(tiles.early)}
     rows = cut.max_blocks(args.queries.num_tokens, args.queries.num_seqs) * geometry.KV_HEADS * geometry.HEAD_BLOCKS
     sharing = geometry._replace(SHARES=True, WHOLE_ROWS=tiles.one_launch, STAGES=tiles.share_stages)
     if programs and tiles.one_launch:
@@ -403,5 +410,6 @@ def _geometry(
         SEGMENT_LEN=0,
         STAGES=tiles.num_stages,
         EDGE_STAGES=tiles.diagonal_stages if mask is None else tiles.num_stages,
+        EARLY=tiles.early,
         STRIDE_UNIT=args.stride_unit,
     )

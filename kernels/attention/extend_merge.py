@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import Softmax
@@ -30,7 +31,7 @@ from rocm_attn.kernels.attention.extend_schedule import (
     SHARE_WORDS,
     SHARE_WORK,
 )
-from rocm_attn.kernels.attention.merge import Parts, merge_parts
+from rocm_attn.kernels.attention.merge import Parts, early_options, merge_parts
 from rocm_attn.kernels.attention.query_block import BlockGeometry
 from rocm_attn.kernels.attention.softmax import LN_2, add_sink
 from rocm_attn.kernels.launch import launch
@@ -59,6 +60,7 @@ class ExtendMergeGeometry(NamedTuple):
     at_once:    parts that are added up in one step instead, by programs of rows
     ROWS:       rows of a query block, where programs are of rows; 0: they are of the boundaries between shares
     DRAWS:      whether the launch before counts rows that it draws, so that the count is set back (hopper/draws.py)
+    EARLY:      whether it may begin while the launch before still runs
     """
 
     GQA_RATIO: int
@@ -73,6 +75,7 @@ class ExtendMergeGeometry(NamedTuple):
     at_once: PartsAtOnce
     ROWS: int
     DRAWS: bool
+    EARLY: bool
 
 
 @triton.jit
@@ -147,6 +150,10 @@ def _extend_merge_kernel(
     if G.DRAWS:
         # Programs that store it side by side store the same.
         tl.store(schedule + COUNTER, 0)
+    if G.EARLY:
+        # The schedule was there before extend's programs were past their wait; what they write is read after this one.
+        gdc_wait()
+        gdc_launch_dependents()
     if is_shared & (num_parts > 1) & (tl.program_id(1) * G.LINES < num_lines):
         column = tl.program_id(2) * G.COLUMNS + tl.arange(0, G.COLUMNS)
         sums = partials + num_programs * (2 * G.QUERY_ROWS * G.V_HEAD_DIM)
@@ -243,6 +250,8 @@ def launch_extend_merge(
             PartsAtOnce(lines, columns, 1 if few is None else few.parts, v_head_dim),
             0 if few is None else cut.sharing.rows,
             draws,
+            block.EARLY,
         ),
         num_warps=4,
+        **early_options(block.EARLY),
     )

@@ -13,6 +13,12 @@ are one program's each, and start as programs end. So, as in decode_schedule.py,
   a program leaves at most two rows unfinished: the first, begun by an earlier program, and the last, which goes on;
   the parts of a row that starts at position x are those of programs x // share to (x + cost - 1) // share.
 
+Where all these rows cost the same, tiles may have each cut into one to three equal parts (alike_parts), one a program,
+if no part is larger than a share by more than an eighth. Then no program begins a second row, and programs of a
+sequence's KV heads read the same keys, beside each other in a page, at the same time. With n parts of ceil(cost / n)
+row r counts as one that starts at r n parts, whose programs the same formula finds; parts end row_keys later than that,
+since the last one has the diagonal, and the end of the row.
+
 The cut is the one that an estimate likes best, of _CUTS evenly spaced ones:
 
     shared / programs + split_keys + gain / 16 mean loads + max(rest / programs, (k + 1) cost of the row after k rounds)
@@ -73,6 +79,8 @@ _ROUNDS = 16
 # A class of reaches: at most a quarter longer than its shortest one, and no narrower than 128 keys.
 _CLASS_BITS = tl.constexpr(cuts.CLASS_BITS)
 _CLASS_KEYS_LOG2 = tl.constexpr(cuts.CLASS_KEYS_LOG2)
+# Equal parts may be so much longer than a share would be: an eighth.
+_EIGHT = tl.constexpr(8)
 
 
 class ListGeometry(NamedTuple):
@@ -227,12 +235,14 @@ def _cost_before(schedule, block, is_block):
 
 
 class ShareGeometry(NamedTuple):
-    """What shares are compiled for: ROWS of a block; SEGMENT_LEN of cuts.Sharing; BLOCKS, CUTS, ROUNDS that are looked
-    at in one step.
+    """What shares are compiled for: ROWS of a block; SEGMENT_LEN of cuts.Sharing; ROW_END, keys that the last one of
+    equal parts has fewer than the others, 0 where rows have no equal parts; BLOCKS, CUTS, ROUNDS that are looked at in
+    one step.
     """
 
     ROWS: int
     SEGMENT_LEN: int
+    ROW_END: int
     BLOCKS: int
     CUTS: int
     ROUNDS: int
@@ -252,6 +262,25 @@ def _longest_rounds(schedule, cut, num_blocks, first, slots, G: tl.constexpr):
     is_block = block < num_blocks
     cost = _cost_before(schedule, block + 1, is_block) - _cost_before(schedule, block, is_block)
     return tl.max(cost * (rounds + 1)[None, :], 1)
+
+
+@triton.jit
+def _parts_of_alike(schedule, cut_blocks, share, least_keys, G: tl.constexpr):
+    """What a row costs, and how many equal parts each has if all shared ones cost the same; 0 where they have none.
+
+    Three at most: where rows are so few that programs merge by row (extend_merge.py) shares are the smaller ones.
+    """
+    lane = tl.arange(0, G.BLOCKS)
+    cost = _cost_before(schedule, 1, cut_blocks > 0)
+    others = 0
+    for first in range(0, cut_blocks, G.BLOCKS):
+        is_shared = first + lane < cut_blocks
+        of_block = _cost_before(schedule, first + lane + 1, is_shared) - _cost_before(schedule, first + lane, is_shared)
+        others += tl.sum((is_shared & (of_block != cost)).to(tl.int32), 0)
+    parts = (cost // share).to(tl.int32)
+    is_alike = (others == 0) & (parts > 0) & (parts <= 3) & (share > least_keys) & (share > 2 * G.ROW_END + 2)
+    is_alike = is_alike & (tl.cdiv(cost, tl.maximum(parts, 1)) <= share + share // _EIGHT)
+    return cost, tl.where(is_alike, parts, 0)
 
 
 @triton.jit(
@@ -314,6 +343,20 @@ def _share_kernel(
     row_cost = tl.maximum(_cost_before(schedule, at + 1, work > 0) - before, 1)
     row = (start - before * ROWS) // row_cost
     row_start = before * ROWS + row * row_cost
+    if G.ROW_END > 0:
+        cost, parts = _parts_of_alike(schedule, cut_blocks, share, least_keys, G)
+        if parts > 0:
+            share = tl.cdiv(cost, parts)
+            index = program // parts
+            part = program % parts
+            at = tl.minimum(index // ROWS, cut_blocks)
+            row = (index % ROWS).to(tl.int64)
+            # Positions of parts, not of keys: the last part, which has the diagonal, is the shorter one.
+            row_start = index.to(tl.int64) * parts * share
+            done = tl.where(part > 0, part * share + G.ROW_END, 0)
+            end = tl.where(part + 1 < parts, (part + 1) * share + G.ROW_END, cost)
+            work = tl.where(index < cut_blocks * ROWS, end - done, 0)
+            start = row_start + done
     words = schedule + max_blocks * BLOCK_WORDS + program * SHARE_WORDS
     tl.store(words + SHARE_BLOCK, at)
     tl.store(words + SHARE_ROW, row.to(tl.int32))
@@ -358,6 +401,13 @@ def launch_extend_schedule(queries: Queries, schedule: Tensor, cut: ExtendCut) -
         sharing.gain,
         sharing.least_keys,
         sharing.most_keys,
-        G=ShareGeometry(sharing.rows, sharing.segment_len, _BLOCKS_AT_ONCE, _CUTS, _ROUNDS),
+        G=ShareGeometry(
+            sharing.rows,
+            sharing.segment_len,
+            sharing.row_keys if sharing.alike_parts else 0,
+            _BLOCKS_AT_ONCE,
+            _CUTS,
+            _ROUNDS,
+        ),
         num_warps=4,
     )

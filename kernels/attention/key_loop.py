@@ -25,6 +25,7 @@ from rocm_attn.kernels.attention.key_rows import (
     lie_in_one_page,
     near,
     offsets_in_page,
+    pages_at_once,
     pages_of_block,
 )
 from rocm_attn.kernels.attention.mask_bits import is_seen, row_words, seen_by_some
@@ -52,6 +53,7 @@ class KeyGeometry(NamedTuple):
     BOUNDED:              whether a cap keeps exponentials within V's numbers, so that no maximum is taken off
     SAME_OFFSETS:         whether K and V of a token lie at the same place of their pages
     IN_ONE_PAGE:          whether the keys of a block lie in one page (key_rows.py)
+    BY_NUMBER:            of the tiles: whether page numbers are loaded once for each page on NVIDIA
     EXACT:                whether results may not depend on which products and sums the compiler fuses
     coding:               how elements of pages are encoded
     """
@@ -73,6 +75,7 @@ class KeyGeometry(NamedTuple):
     BOUNDED: bool
     SAME_OFFSETS: bool
     IN_ONE_PAGE: bool
+    BY_NUMBER: bool
     EXACT: bool
     coding: Coding
 
@@ -137,6 +140,7 @@ def key_geometry(args: AttendArgs, scores: Scores, *, tiles: ExtendTiles, causal
         and not args.pages.format.encoding.is_fp8,
         SAME_OFFSETS=args.same_offsets,
         IN_ONE_PAGE=lie_in_one_page(args, tiles.key_block),
+        BY_NUMBER=tiles.by_number,
         EXACT=exact,
         coding=args.pages.coding,
     )
@@ -218,13 +222,24 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
         k_offsets = offsets_in_page(lane, kv.k.token, k_column)
         v_offsets = offsets_in_page(lane, kv.v.token, v_column)
     # Page ids travel one block ahead of the loads that need them, clamped to the table (see decode.py).
-    next_page = pages_of_block(pages, blocks.first, lane, PAGE_SIZE, KEY_BLOCK, BY_PAGE)
+    PAGES: tl.constexpr = pages_at_once(PAGE_SIZE, KEY_BLOCK) if K.BY_NUMBER else KEY_BLOCK
+    BY_NUMBER: tl.constexpr = PAGES < KEY_BLOCK and not BY_PAGE
+    page_lane = tl.arange(0, PAGES) * (KEY_BLOCK // PAGES) if BY_NUMBER else lane
+    next_page = pages_of_block(pages, blocks.first, page_lane, PAGE_SIZE, KEY_BLOCK, BY_PAGE)
     for block in tl.range(blocks.first, blocks.end, num_stages=STAGES):
         # kv_index, offset: [KEY_BLOCK]; page: [KEY_BLOCK], or one; k_rows: [KEY_BLOCK, K_COLUMNS]; v_rows: of V_COLUMNS
         kv_index = block * KEY_BLOCK + lane
-        page = next_page.to(tl.int64)
-        next_page = pages_of_block(pages, block + 1, lane, PAGE_SIZE, KEY_BLOCK, BY_PAGE)
-        offset = (kv_index % PAGE_SIZE).to(tl.int64)
+        if BY_NUMBER:
+            # No page is negative: said to save the extension of a sign.
+            page = next_page.to(tl.uint32, bitcast=True).to(tl.int64)
+            page = tl.reshape(tl.broadcast_to(page[:, None], [PAGES, KEY_BLOCK // PAGES]), [KEY_BLOCK])
+        else:
+            page = next_page.to(tl.int64)
+        next_page = pages_of_block(pages, block + 1, page_lane, PAGE_SIZE, KEY_BLOCK, BY_PAGE)
+        if BY_NUMBER and PAGES * PAGE_SIZE == KEY_BLOCK:
+            offset = (lane % PAGE_SIZE).to(tl.int64)
+        else:
+            offset = (kv_index % PAGE_SIZE).to(tl.int64)
         first = tl.cast(block * KEY_BLOCK % PAGE_SIZE, tl.int64) if BY_PAGE else offset
         k_row = page * kv.k.page + first * kv.k.token
         v_row = k_row if K.SAME_OFFSETS else page * kv.v.page + first * kv.v.token

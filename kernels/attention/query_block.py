@@ -31,6 +31,7 @@ class BlockGeometry(NamedTuple):
     SEGMENT_LEN: keys of a segment of deterministic attention; 0: keys are not cut
     STAGES:      key blocks whose loads are in flight, where every row sees all keys
     EDGE_STAGES: the same where keys are masked
+    EARLY:       whether launches may begin while the one before still runs
     STRIDE_UNIT: elements that strides of q, pages and out are counted in
     """
 
@@ -46,6 +47,7 @@ class BlockGeometry(NamedTuple):
     SEGMENT_LEN: int
     STAGES: int
     EDGE_STAGES: int
+    EARLY: bool = False
     STRIDE_UNIT: int = 1
 
 

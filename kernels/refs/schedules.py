@@ -126,6 +126,8 @@ def _shares(costs: Sequence[int], sharing: Sharing) -> list[int]:
     of_rows = [cost for cost in costs[:cut_blocks] for _ in range(rows)]
     starts, shared = [0, *accumulate(of_rows)], sum(of_rows)
     share = max(-(-shared // programs), sharing.least_keys)
+    if sharing.alike_parts and (parts := _parts_of_alike(costs[:cut_blocks], share, sharing)):
+        return _equal_parts(costs[0], parts, cut_blocks, sharing)
     words: list[int] = []
     for program in range(programs):
         start = program * share
@@ -133,6 +135,29 @@ def _shares(costs: Sequence[int], sharing: Sharing) -> list[int]:
         row = bisect_right(starts, start) - 1
         first = [row // rows, row % rows, start - starts[row]] if work else [0, 0, 0]
         words += [*first, work, *_halves(starts[row] if work else 0), share, cut_blocks]
+    return words
+
+
+def _parts_of_alike(costs: Sequence[int], share: int, sharing: Sharing) -> int:
+    """How many equal parts rows have that all cost the same; 0 where they have none."""
+    if len(set(costs)) != 1 or share <= max(sharing.least_keys, 2 * sharing.row_keys + 2):
+        return 0
+    parts = costs[0] // share
+    return parts if 0 < parts <= 3 and -(-costs[0] // parts) <= share + share // 8 else 0
+
+
+def _equal_parts(cost: int, parts: int, cut_blocks: int, sharing: Sharing) -> list[int]:
+    """_shares of rows that are cut into equal parts."""
+    share = -(-cost // parts)
+    ends = [0, *(part * share + sharing.row_keys for part in range(1, parts)), cost]
+    words: list[int] = []
+    for program in range(sharing.programs):
+        row, part = divmod(program, parts)
+        if row < cut_blocks * sharing.rows:
+            first = [row // sharing.rows, row % sharing.rows, ends[part], ends[part + 1] - ends[part]]
+            words += [*first, *_halves(row * parts * share), share, cut_blocks]
+        else:
+            words += [0] * 6 + [share, cut_blocks]
     return words
 
 

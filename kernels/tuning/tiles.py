@@ -139,6 +139,10 @@ class ExtendTiles:
     split_keys:       what sharing costs a program, in keys
     heads_per_row:    KV heads that are read as one, beside each other; more than one only with dim_block 0, and where
                       their query heads fit a query block
+    early:            as in DecodeTiles
+    alike_parts:      whether rows that are equally long are cut into equal parts, where few programs are without one
+                      then: programs begin no second row, and those of a sequence's rows read the same keys at a time
+    by_number:        whether a block's page numbers are loaded once for each page on NVIDIA (key_rows.py)
     fills:            whether blocks of fewer query heads of a KV head are made where more rows of a query block have
                       one then: for long sequences, since each block reads K and V
     """
@@ -160,6 +164,9 @@ class ExtendTiles:
     row_keys: int = 256
     split_keys: int = 384
     heads_per_row: int = 1
+    early: bool = False
+    alike_parts: bool = False
+    by_number: bool = False
     fills: bool = False
 
     def columns(self, dim: int) -> int:

@@ -62,12 +62,18 @@ def steps(draw: st.DrawFn) -> Step:
         gain=draw(st.integers(0, 4)),
         least_keys=draw(st.integers(1, 60)),
         segment_len=draw(st.sampled_from([0, 32])),
+        alike_parts=draw(st.booleans()),
     )
     return Step(tuple(seqs), sharing)
 
 
 # One program's whole row, and the last part of another one.
 ALIGNED = Step(((20, 5), (5, 5)), Sharing(programs=3, row_keys=5, split_keys=-99999, gain=0, least_keys=1))
+
+
+ALIKE = Step(
+    ((600, 5),) * 4, Sharing(programs=17, rows=2, row_keys=40, split_keys=0, gain=0, least_keys=40, alike_parts=True)
+)
 
 
 def taken(step: Step) -> dict[tuple[int, int], list[tuple[int, int, int]]]:
@@ -90,6 +96,7 @@ def taken(step: Step) -> dict[tuple[int, int], list[tuple[int, int, int]]]:
 
 @given(steps())
 @example(ALIGNED)
+@example(ALIKE)
 def test_every_row_is_taken_once_from_its_first_key_to_its_last(step: Step) -> None:
     blocks, found = step.blocks(), taken(step)
     assert found.keys() == {(at, row) for at in range(len(blocks)) for row in range(step.sharing.rows)}
@@ -101,6 +108,7 @@ def test_every_row_is_taken_once_from_its_first_key_to_its_last(step: Step) -> N
 
 @given(steps())
 @example(ALIGNED)
+@example(ALIKE)
 def test_parts_of_a_row_take_its_key_blocks_in_turn(step: Step) -> None:
     """As extend.py counts blocks of keys: those that begin in a part's keys, the last part what is left."""
     blocks, row_keys = step.blocks(), step.sharing.row_keys
@@ -118,6 +126,7 @@ def test_parts_of_a_row_take_its_key_blocks_in_turn(step: Step) -> None:
 
 @given(steps())
 @example(ALIGNED)
+@example(ALIKE)
 def test_no_program_leaves_more_than_two_rows_unfinished_and_the_merge_finds_their_parts(step: Step) -> None:
     unfinished = defaultdict(set)
     for (at, row), parts in taken(step).items():
@@ -135,6 +144,32 @@ def test_no_program_leaves_more_than_two_rows_unfinished_and_the_merge_finds_the
     for program, begins in unfinished.items():
         count = sum(1 for parts in taken(step).values() if len(parts) > 1 for other, *_ in parts if other == program)
         assert count == len(begins), "two parts in one place"
+
+
+def test_rows_that_are_alike_are_cut_into_equal_parts_of_which_the_last_is_shorter() -> None:
+    """Eight rows of 645, of which seventeen programs would take 304 each: two parts, and one program without any."""
+    parts = [[end - start for _, start, end in found] for found in taken(ALIKE).values()]
+    assert parts == [[323 + 40, 645 - 323 - 40]] * 8
+    assert [work > 0 for _, _, _, work, *_ in ALIKE.shares()] == [True] * 16 + [False]
+
+
+@pytest.mark.parametrize(
+    ("seqs", "change"),
+    [
+        (ALIKE.seqs, {"alike_parts": False}),
+        # A row is longer; parts would be a fifth larger than shares; there would be four of a row; shares are small.
+        (((601, 5), *ALIKE.seqs[1:]), {}),
+        (ALIKE.seqs, {"programs": 20}),
+        (ALIKE.seqs, {"programs": 33}),
+        (ALIKE.seqs, {"row_keys": 200}),
+    ],
+    ids=["not of the tiles", "not alike", "too large", "too many", "too small"],
+)
+def test_other_rows_have_no_equal_parts(seqs: tuple[tuple[int, int], ...], change: dict[str, int]) -> None:
+    step = Step(seqs, ALIKE.sharing._replace(**change))
+    works = [work for _, _, _, work, *_ in step.shares()]
+    assert works[:-1] == works[:1] * (len(works) - 1)
+    assert 0 < works[-1] <= works[0]
 
 
 @pytest.mark.parametrize(("rows_at_once", "is_shared"), [(1, False), (2, True)])

@@ -29,6 +29,7 @@ from tests.amd.kernels.attention_cases import (
     build,
     dtypes,
     extend_cut,
+    garbage,
     in_each_way,
     queries_of,
     run_decode,
@@ -160,6 +161,33 @@ def test_a_key_that_is_nan_reaches_heads_that_are_read_as_one_and_no_other_seque
     assert_served(clean)
     assert tensors.out[2:4].isnan().all()
     assert torch.equal(tensors.out[[0, 1, 4, 5]], clean.out[[0, 1, 4, 5]])
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("page_size", [2, 3, 16, 64])
+def test_page_numbers_may_be_loaded_once_for_each_page(page_size: int, kernel_device: torch.device) -> None:
+    """Of blocks of several pages, of a whole one and of a part of one; pages of three lie in two blocks."""
+    tensors = build(replace(RAGGED, dims=(16, 16), page_size=page_size), kernel_device)
+    run_extend(tensors, tiles=ExtendTiles(16, 16, 4, 2, by_number=True))
+    assert_served(tensors)
+
+
+@pytest.mark.parametrize("lengths", [[80, 80, 80], [80, 80, 79]], ids=["alike", "not alike"])
+def test_rows_that_are_alike_have_equal_parts(lengths: list[int], kernel_device: torch.device) -> None:
+    case = Case(kv_len=lengths, q_len=[2, 2, 2], heads=(6, 3), dims=(16, 16))
+    tensors = build(case, kernel_device)
+    tiles = ExtendTiles(16, 16, 4, 1, one_launch=True)
+    sharing = ALL_SHARED._replace(programs=19, row_keys=8, alike_parts=True)
+    cut = extend_cut(tensors, tiles, sharing)
+    num_tokens, num_seqs = tensors.q.shape[0], tensors.num_seqs
+    schedule = garbage(cut.words(num_tokens, num_seqs), kernel_device)
+    launch_extend_schedule(tensors.queries, schedule, cut)
+    words = schedule.tolist()
+    assert words[-2] == (44 if lengths[2] == 80 else 42), "a share, or an equal part"
+    expected = extend_schedule(case.kv_len, case.q_len, cut, num_tokens)
+    assert without_idle_shares([*words, 0, 0, 0], cut) == [*expected, 0, 0, 0]
+    run_extend(tensors, tiles=tiles, sharing=sharing)
+    assert_served(tensors)
 
 
 @pytest.mark.by_day(1)

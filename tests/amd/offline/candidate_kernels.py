@@ -59,6 +59,22 @@ def storing_decode(row: Row, tiles: DecodeTiles) -> CompiledKernel:
     return next(kernel for kernel in compiled_by(launches, row.arch) if kernel.name == "_decode_kernel")
 
 
+def extend_kernels(row: Row, tiles: ExtendTiles) -> dict[str, CompiledKernel]:
+    """Extend that shares rows and its merge, by name, for the row's plain layer."""
+    problem = row.problems[0]
+
+    def launches() -> None:
+        heads = problem.num_kv_heads, problem.gqa_ratio
+        cut = ExtendCut.of(tiles, gqa_ratio=problem.gqa_ratio).shared_by(
+            tiles, compute_units=known_target(row.arch).compute_units, heads=heads, causal=True, window_left=-1
+        )
+        words = cut.partials_words(query_rows=tiles.query_rows, v_head_dim=problem.v_head_dim)
+        args = _args(row, problem, _SEQS, cut.words(_SEQS, _SEQS), words)
+        launch_paged_extend(args, scores=scores_of(problem), cut=cut, tiles=tiles)
+
+    return {kernel.name: kernel for kernel in compiled_by(launches, row.arch)}
+
+
 def _compile(row: Row, problem: Problem, tiles: DecodeTiles | ExtendTiles) -> CompiledKernel:
     if isinstance(tiles, DecodeTiles):
         kernels = compiled_by(lambda: _launch_decode(row, problem, tiles), row.arch)

@@ -1,0 +1,58 @@
+"""What early launches of extend need to be right on sm_90, and how it loads page numbers, as Triton compiles them."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import pytest
+import torch
+from triton.compiler import CompiledKernel
+
+from rocm_attn.kernels.tuning.tiles import ExtendTiles
+from tests.amd.offline.candidate_kernels import extend_kernels
+from tests.amd.offline.matrix import Row
+
+ARCHS = ("sm_90", "gfx942")
+
+
+@functools.cache
+def kernels(arch: str, *, early: bool, by_number: bool = False) -> dict[str, CompiledKernel]:
+    """Extend that shares rows and its merge, of heads of 64 in pages of 16."""
+    tiles = ExtendTiles(64, 64, 4, 3, 2, programs_per_cu=2, one_launch=True, early=early, by_number=by_number)
+    return extend_kernels(Row(arch, (32, 8), (64, 64), torch.bfloat16, 16), tiles)
+
+
+@pytest.mark.parametrize("name", ["_extend_kernel", "_extend_merge_kernel"])
+def test_an_early_launch_waits_for_the_end_of_the_one_before(name: str) -> None:
+    kernel = kernels("sm_90", early=True)[name]
+    assert kernel.metadata.launch_pdl
+    code = kernel.asm["ptx"]
+    assert code.count("griddepcontrol.launch_dependents") == code.count("griddepcontrol.wait") == 1
+    # In every program, and no branch leads past it: what comes after shall find the launch before ended too.
+    before = code[: code.index("griddepcontrol.wait")]
+    assert all(f"{label}:" in before for label in re.findall(r"\bbra[.\w]*\s+(\$\w+)", before))
+    assert not re.search(r"\bret;|st\.global", before)
+    if name == "_extend_kernel":
+        # Any launch before it may have written what extend reads, and the merge reads the schedule before it waits.
+        assert "ld.global" not in before
+        assert "griddepcontrol.launch_dependents" not in before
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_no_other_launch_is_early(arch: str) -> None:
+    found = kernels(arch, early=False)
+    assert list(found) == ["_extend_kernel", "_extend_merge_kernel"]
+    for kernel in found.values():
+        assert not getattr(kernel.metadata, "launch_pdl", False)
+        assert "griddepcontrol" not in kernel.asm.get("ptx", "")
+
+
+def test_page_numbers_are_loaded_once_for_each_page_on_nvidia_alone() -> None:
+    """Four numbers for 64 keys, extended without a sign (key_loop.py)."""
+    numbers = re.compile(r"arith\.extui .*: tensor<4xi32> to tensor<4xi64>")
+    assert numbers.search(kernels("sm_90", early=False, by_number=True)["_extend_kernel"].asm["ttir"])
+    for arch in ARCHS:
+        assert not numbers.search(kernels(arch, early=False)["_extend_kernel"].asm["ttir"])
+    on_amd = kernels("gfx942", early=False, by_number=True)["_extend_kernel"].asm["ttir"]
+    assert on_amd == kernels("gfx942", early=False)["_extend_kernel"].asm["ttir"]

@@ -582,9 +582,7 @@ class AttentionRuntime:
 
     def require_idle(self) -> None:
         """Raise WrongState if a step is begun, here or in another thread."""
-        if self._holder.is_taken:
-            self._holder.begin("a step cannot begin")
-            self._holder.give_back()
+        self._holder.require_free("a step cannot begin")
 
     def seal(self) -> None:
         """Fix the addresses that graphs read, at the size of the largest capture. Growing them raises afterwards."""

@@ -35,11 +35,6 @@ class StepHolder:
         self._taking_over = threading.Lock()
 
     @property
-    def is_taken(self) -> bool:
-        """Whether a thread has the step."""
-        return bool(self._thread_of)
-
-    @property
     def is_mine(self) -> bool:
         """Whether the current thread has the step."""
         return self._thread_of.get(_STEP) == get_ident()
@@ -59,6 +54,12 @@ class StepHolder:
             )
         if self.state is not StepState.IDLE:
             raise WrongState(f"{what_fails}, because {self.state.value}; call end_step() first")
+
+    def require_free(self, what_fails: str) -> None:
+        """Raise WrongState if a thread has begun a step, this one or another."""
+        if self._thread_of:
+            self.begin(what_fails)
+            self.give_back()
 
     @contextmanager
     def idle(self, what_fails: str) -> Iterator[None]:

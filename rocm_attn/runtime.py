@@ -566,7 +566,8 @@ class AttentionRuntime:
         step: that of another thread goes on.
         """
         if self._holder.is_mine:
-            self.repeatable = None if self._publisher.is_launching else self.repeatable  # its inputs may not be there
+            if self._publisher.launching is not None:
+                self.repeatable = None  # its inputs may not be there
             self._stores.end()
             self._holder.state = StepState.IDLE
             self._plan, self._children, self._layers, self._rounds, self._who_runs = None, (), (), (), None
@@ -664,7 +665,7 @@ class AttentionRuntime:
         return not self._stores.refusal
 
     def _find_faults(self) -> None:
-        if self._publisher.is_launching and self._holder.state is not StepState.IDLE:
+        if self._publisher.launching is not None and self._holder.state is not StepState.IDLE:
             # Looking at the slot, whose graph comes, would take the step for one that was abandoned.
             raise WrongState("the device cannot be asked, because a step was staged; ask when its graph was launched")
         wait_for_device(self.device)

@@ -263,7 +263,7 @@ class StepRunner(Generic[Outputs]):
         self._last_plan, metrics = plan, self.metrics
         metrics.steps += 1
         metrics.real_seqs += batch.num_seqs
-        metrics.padded_seqs += plan.shape.num_seqs - batch.num_seqs
+        metrics.padded_seqs += plan.key.shape.num_seqs - batch.num_seqs
 
     def _staged_and_run(self, stage: Stage, batch: StepBatch) -> tuple[Outputs, StepPlan]:
         """What a step gives, with its pads, and its plan; the step is not ended."""

@@ -24,14 +24,14 @@ _LAST_KNOWN_TORCH = 2, 13
 class Here(NamedTuple):
     """What of a device is current, by functions that cost less than torch's public ones.
 
-    index:          of the device
+    device_index:   of the device
     current_device: () -> index of the current device
     current_stream: index -> handle of its current stream; 0 is the default one, which nothing can capture
     is_capturing:   () -> whether what is launched on the current stream is captured
     offset:         () -> how far the device's own generator has come; moved by each replay that draws from it
     """
 
-    index: int
+    device_index: int
     current_device: Callable[[], int]
     current_stream: Callable[[int], int]
     is_capturing: Callable[[], bool]

@@ -21,6 +21,7 @@ def with_index(device: torch.device | str) -> torch.device:
 _HERE: AbstractContextManager[object] = nullcontext()
 # Of torch._C, and looked up once: the public functions cost more than a step has to spend. A torch for CPUs has none.
 _current_index: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+_current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: -1)
 
 
 def is_current(device: torch.device) -> bool:
@@ -77,8 +78,7 @@ class _DeviceStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # As _current_index.
-        self.current_handle: Callable[[], int] = partial(torch._C._cuda_getCurrentRawStream, device.index)
+        self.current_handle: Callable[[], int] = partial(_current_stream, device.index)
 
     def current(self) -> Any:
         return torch.cuda.current_stream(self._device)

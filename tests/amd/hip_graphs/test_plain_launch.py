@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from torch import Tensor
 
+from rocm_attn.hip_graphs import torch_recorder
+from rocm_attn.hip_graphs.driver_graphs import DriverRefused
 from rocm_attn.hip_graphs.plain_launch import Here, PlainLaunch, is_known
 from rocm_attn.hip_graphs.record_guard import guard_here
 from rocm_attn.hip_graphs.torch_recorder import TorchRecorder, TorchRecording
@@ -133,6 +136,30 @@ def test_nothing_asks_whether_the_default_stream_is_captured() -> None:
 )
 def test_replays_of_later_releases_of_torch_are_not_known(version: str, known: bool) -> None:
     assert is_known(version) is known
+
+
+class Graph:
+    """What of a captured graph is asked before its first replay."""
+
+    def replay(self) -> None:
+        raise AssertionError("it is not replayed here")
+
+    def raw_cuda_graph_exec(self) -> int:
+        return 17
+
+
+@pytest.mark.parametrize("lacks", ["a driver", "a ready graph"])
+def test_what_the_driver_cannot_be_given_is_replayed_by_torch(lacks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def calls() -> NoReturn:
+        assert lacks == "a driver", "the driver is not asked for what it cannot launch"
+        raise DriverRefused("there is none")
+
+    monkeypatch.setattr(torch_recorder, "_GIVES_READY_GRAPHS", lacks == "a driver")
+    monkeypatch.setattr(torch_recorder, "_calls", calls)
+    graph: Any = Graph()
+    recording = TorchRecording(graph, torch.device("cuda", 0), 5, kept=())
+    assert recording.replay == graph.replay
+    assert recording.bytes == 5
 
 
 def on_gpu(test: Callable[..., None]) -> Callable[..., None]:

@@ -40,7 +40,7 @@ from rocm_attn.step.drafts import DraftSteps, SplitDrafts, Turns
 from rocm_attn.step.echo import STEPS_UNTIL_ECHO
 from rocm_attn.step.expanded import ExpandedPrefill
 from rocm_attn.step.head_weights import LayerHeadWeights
-from rocm_attn.step.holder import StepHolder, StepState
+from rocm_attn.step.holder import IDLE, StepHolder, StepState
 from rocm_attn.step.kv_scales import KVScales, written_pages
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.layers import StepLayers
@@ -569,7 +569,7 @@ class AttentionRuntime:
             if self._publisher.launching is not None:
                 self.repeatable = None  # its inputs may not be there
             self._stores.end()
-            self._holder.state = StepState.IDLE
+            self._holder.state = IDLE
             self._plan, self._children, self._layers, self._rounds, self._who_runs = None, (), (), (), None
             self._holder.give_back()
 

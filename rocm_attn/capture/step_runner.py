@@ -279,10 +279,10 @@ class StepRunner(Generic[Outputs]):
 
     def _run_noted(self, batch: StepBatch, plan: StepPlan, first_run: Callable[[], Outputs] | None) -> Outputs:
         """Run a step that was staged; the flight recorder is told of it first. first_run: where it has no graph"""
-        try:
-            entry = self._entry_of_plan.get(plan)
-            if self._flight is not NO_FLIGHT_RECORDER:
-                self._flight.note(batch, plan, entry is not None, self._pinned.epoch)
+        entry = self._entry_of_plan.get(plan)
+        if self._flight is not NO_FLIGHT_RECORDER:
+            self._flight.note(batch, plan, entry is not None, self._pinned.epoch)
+        try:  # it hears of what breaks off a step that it was told of
             if entry is not None:
                 return self._replay(plan, entry)
             assert first_run is not None

@@ -24,6 +24,10 @@ class StepState(enum.Enum):
     RUNNING = "a step is running"
 
 
+# Each step looks at them, and an enumeration takes its time to give a member.
+IDLE, STAGED = StepState.IDLE, StepState.STAGED
+
+
 class StepHolder:
     """The thread that has begun a step, or none. state: of its step"""
 
@@ -52,7 +56,7 @@ class StepHolder:
                 f"{what_fails}, because another thread has begun a step and not ended it; "
                 "a runtime is used by one thread at a time"
             )
-        if self.state is not StepState.IDLE:
+        if self.state is not IDLE:
             raise WrongState(f"{what_fails}, because {self.state.value}; call end_step() first")
 
     def require_free(self, what_fails: str) -> None:

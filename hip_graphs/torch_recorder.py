@@ -7,12 +7,14 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from ctypes import c_void_p
 from functools import cache, partial
 from typing import TypeVar
 
 import torch
 
 from rocm_attn.hip_graphs.driver_graphs import DriverGraph, DriverRefused, GraphCalls, graph_calls
+from rocm_attn.hip_graphs.plain_launch import Here, PlainLaunch, is_known
 from rocm_attn.hip_graphs.record_guard import RecordGuard
 from rocm_attn.hip_graphs.recorder import InTurn, Recording, counted_as, uncounted
 
@@ -20,14 +22,16 @@ T = TypeVar("T")
 
 # Whether torch can leave a graph as it was captured beside what is launched of it; from 2.8 on.
 _KEEPS_GRAPHS = hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph")
+# Whether the driver can be given what torch launches, in the place of torch's replay.
+_GIVES_READY_GRAPHS = hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph_exec") and is_known(torch.__version__)
 
 
 class TorchRecording:
-    """A captured graph, with strong references to all that it was captured from."""
+    """A captured graph of a device, with strong references to all that it was captured from."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, num_bytes: int, kept: object) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, device: torch.device, num_bytes: int, kept: object) -> None:
         self.bytes = num_bytes
-        self.replay: Callable[[], None] = graph.replay  # on the stream that is current then
+        self.replay = _replay_of(graph, device)  # on the stream that is current then
         self.graph = graph
         self._kept = kept
 
@@ -144,7 +148,8 @@ class TorchRecorder:
             graph.capture_end()
         if _KEEPS_GRAPHS:
             graph.instantiate()  # which capture_end() does for one that is not kept
-        return TorchRecording(graph, torch.cuda.memory_reserved() - bytes_before, kept=(fn, outputs)), outputs
+        num_bytes = torch.cuda.memory_reserved() - bytes_before
+        return TorchRecording(graph, self.device, num_bytes, kept=(fn, outputs)), outputs
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """Takes the stream out of capture mode, whatever state the capture is in."""
@@ -179,6 +184,15 @@ def _no_garbage_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def _replay_of(graph: torch.cuda.CUDAGraph, device: torch.device) -> Callable[[], None]:
+    """What replays a graph that is instantiated: by the driver, where it can and torch's replay does no more."""
+    if _GIVES_READY_GRAPHS:
+        with suppress(DriverRefused):
+            ready = c_void_p(graph.raw_cuda_graph_exec())  # made once: a number would be made into one at each launch
+            return PlainLaunch(graph.replay, _calls().launch, ready, Here.of(device.index)).replay
+    return graph.replay
 
 
 @cache

@@ -40,7 +40,7 @@ from rocm_attn.step.drafts import DraftSteps, SplitDrafts, Turns
 from rocm_attn.step.echo import STEPS_UNTIL_ECHO
 from rocm_attn.step.expanded import ExpandedPrefill
 from rocm_attn.step.head_weights import LayerHeadWeights
-from rocm_attn.step.holder import StepHolder, StepState
+from rocm_attn.step.holder import IDLE, StepHolder, StepState
 from rocm_attn.step.kv_scales import KVScales, written_pages
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.layers import StepLayers
@@ -566,9 +566,10 @@ class AttentionRuntime:
         step: that of another thread goes on.
         """
         if self._holder.is_mine:
-            self.repeatable = None if self._publisher.is_launching else self.repeatable  # its inputs may not be there
+            if self._publisher.launching is not None:
+                self.repeatable = None  # its inputs may not be there
             self._stores.end()
-            self._holder.state = StepState.IDLE
+            self._holder.state = IDLE
             self._plan, self._children, self._layers, self._rounds, self._who_runs = None, (), (), (), None
             self._holder.give_back()
 
@@ -582,9 +583,7 @@ class AttentionRuntime:
 
     def require_idle(self) -> None:
         """Raise WrongState if a step is begun, here or in another thread."""
-        if self._holder.is_taken:
-            self._holder.begin("a step cannot begin")
-            self._holder.give_back()
+        self._holder.require_free("a step cannot begin")
 
     def seal(self) -> None:
         """Fix the addresses that graphs read, at the size of the largest capture. Growing them raises afterwards."""
@@ -666,7 +665,7 @@ class AttentionRuntime:
         return not self._stores.refusal
 
     def _find_faults(self) -> None:
-        if self._publisher.is_launching and self._holder.state is not StepState.IDLE:
+        if self._publisher.launching is not None and self._holder.state is not StepState.IDLE:
             # Looking at the slot, whose graph comes, would take the step for one that was abandoned.
             raise WrongState("the device cannot be asked, because a step was staged; ask when its graph was launched")
         wait_for_device(self.device)

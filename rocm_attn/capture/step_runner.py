@@ -143,10 +143,11 @@ class StepRunner(Generic[Outputs]):
         runtime = self._runtime
         if self._seal_number != runtime.seal_number or runtime.agree is not alone:
             return None
-        runtime.require_idle()  # from here on it is this call that has to end the step
+        at_once = runtime.at_once
+        at_once.holder.require_free("a step cannot begin")  # from here on it is this call that has to end the step
         try:
             try:
-                plan = runtime.at_once.stage(runtime, batch, self._takers)
+                plan = at_once.stage(runtime, batch, self._takers)
             except RuntimeError as fault:
                 self._flight.failed(fault)
                 raise
@@ -262,7 +263,7 @@ class StepRunner(Generic[Outputs]):
         self._last_plan, metrics = plan, self.metrics
         metrics.steps += 1
         metrics.real_seqs += batch.num_seqs
-        metrics.padded_seqs += plan.shape.num_seqs - batch.num_seqs
+        metrics.padded_seqs += plan.key.shape.num_seqs - batch.num_seqs
 
     def _staged_and_run(self, stage: Stage, batch: StepBatch) -> tuple[Outputs, StepPlan]:
         """What a step gives, with its pads, and its plan; the step is not ended."""
@@ -278,9 +279,10 @@ class StepRunner(Generic[Outputs]):
 
     def _run_noted(self, batch: StepBatch, plan: StepPlan, first_run: Callable[[], Outputs] | None) -> Outputs:
         """Run a step that was staged; the flight recorder is told of it first. first_run: where it has no graph"""
-        try:
-            entry = self._entry_of_plan.get(plan)
+        entry = self._entry_of_plan.get(plan)
+        if self._flight is not NO_FLIGHT_RECORDER:
             self._flight.note(batch, plan, entry is not None, self._pinned.epoch)
+        try:  # it hears of what breaks off a step that it was told of
             if entry is not None:
                 return self._replay(plan, entry)
             assert first_run is not None

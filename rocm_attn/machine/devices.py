@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -17,14 +19,16 @@ def with_index(device: torch.device | str) -> torch.device:
 
 
 _HERE: AbstractContextManager[object] = nullcontext()
+# Of torch._C, and looked up once: the public functions cost more than a step has to spend. A torch for CPUs has none.
+_current_index: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+_current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: -1)
 
 
 def is_current(device: torch.device) -> bool:
     """Whether launches go to the device anyway."""
-    # torch._C: the public functions cost more than a step has to spend. A CPU has no index, which is cheaper to ask for
-    # than its type.
+    # A CPU has no index, which is cheaper to ask for than its type.
     index = device.index
-    return index is None or torch._C._cuda_getDevice() == index
+    return index is None or _current_index() == index
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
@@ -74,10 +78,7 @@ class _DeviceStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-
-    def current_handle(self) -> int:
-        # torch._C: the public functions cost more than a step has to spend.
-        return torch._C._cuda_getCurrentRawStream(self._device.index)
+        self.current_handle: Callable[[], int] = partial(_current_stream, device.index)
 
     def current(self) -> Any:
         return torch.cuda.current_stream(self._device)

@@ -542,7 +542,7 @@ class RequestTable:
             self._has_room = room
         for table in self._windowed:
             table.check_windows(rows, batch.kv_len - batch.q_len)
-        if isinstance(batch.prefixes, SharedPrefixes):
+        if not batch.is_plain and isinstance(batch.prefixes, SharedPrefixes):
             # While rows stay admitted, the whole pages before their last token stay theirs.
             shared = (batch.prefixes, named, self._num_forgotten)
             if shared != self._prefixes_checked:

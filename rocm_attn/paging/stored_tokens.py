@@ -147,8 +147,10 @@ class StepStores:
         self._batch, self._last, self.refusal = batch, batch, refusal
         self._done = [0] * num_children
         self._wrote = False
-        self._tokens.changed.clear()
-        self._tokens.forked.clear()
+        tokens = self._tokens
+        if tokens.changed or tokens.forked:
+            tokens.changed.clear()
+            tokens.forked.clear()
 
     def before_store(self) -> None:
         """Raise BadBatch for a step that would write to a page that several rows hold."""
@@ -211,5 +213,7 @@ class StepStores:
         if self._batch is not None and self._wrote:
             # Branches of drafts lie beside each other, and are no tokens that another step could go on from.
             batch = self._batch
-            self._tokens.end_step(batch, complete=self.layers == self._all and batch.drafts.branches <= 1)
+            # No child has stored in more layers than all of them, which is the largest number.
+            is_whole = min(self._done) == self._all
+            self._tokens.end_step(batch, complete=is_whole and (batch.is_plain or batch.drafts.branches <= 1))
         self._batch = None

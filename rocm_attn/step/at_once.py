@@ -17,7 +17,7 @@ import torch
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.machine.devices import StreamOrder, is_current
 from rocm_attn.paging.stored_tokens import StepStores, StoredTokens
-from rocm_attn.step.holder import StepHolder, StepState
+from rocm_attn.step.holder import STAGED, StepHolder
 from rocm_attn.step.memory import DeviceStep, StepMemory
 from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.planner import Planner
@@ -82,7 +82,7 @@ class StepsAtOnce:
         to_graph: whether a graph comes that takes the inputs if nothing publishes them
         """
         # From here on the step runs: a log, a signal handler or a finalizer begins no other one within it.
-        self.holder.state = StepState.STAGED
+        self.holder.state = STAGED
         # Before pages leave the windows of the step that might run again.
         owner.repeatable = None
         if self.evict is not None:

@@ -24,6 +24,10 @@ class StepState(enum.Enum):
     RUNNING = "a step is running"
 
 
+# Each step looks at them, and an enumeration takes its time to give a member.
+IDLE, STAGED = StepState.IDLE, StepState.STAGED
+
+
 class StepHolder:
     """The thread that has begun a step, or none. state: of its step"""
 
@@ -33,11 +37,6 @@ class StepHolder:
         self.state = StepState.IDLE
         self._thread_of: dict[str, int] = {}
         self._taking_over = threading.Lock()
-
-    @property
-    def is_taken(self) -> bool:
-        """Whether a thread has the step."""
-        return bool(self._thread_of)
 
     @property
     def is_mine(self) -> bool:
@@ -57,8 +56,14 @@ class StepHolder:
                 f"{what_fails}, because another thread has begun a step and not ended it; "
                 "a runtime is used by one thread at a time"
             )
-        if self.state is not StepState.IDLE:
+        if self.state is not IDLE:
             raise WrongState(f"{what_fails}, because {self.state.value}; call end_step() first")
+
+    def require_free(self, what_fails: str) -> None:
+        """Raise WrongState if a thread has begun a step, this one or another."""
+        if self._thread_of:
+            self.begin(what_fails)
+            self.give_back()
 
     @contextmanager
     def idle(self, what_fails: str) -> Iterator[None]:

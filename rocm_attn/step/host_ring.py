@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import methodcaller
 from time import sleep
 from typing import NamedTuple, Protocol
 
@@ -77,9 +78,8 @@ class Taken:
                 sleep(_LOOK_SECONDS)
 
 
-def wait_for(fence: Fence) -> None:
-    """Wait until the device has reached the fence."""
-    fence.synchronize()
+# (fence): waits until the device has reached the fence. Not a function of its own: each step asks.
+wait_for: Callable[[Fence], None] = methodcaller("synchronize")
 
 
 def wait_for_all(fences: Sequence[Fence], slots: Sequence[RingSlot]) -> None:

@@ -83,7 +83,8 @@ class Planner:
         self._plan_of_key: dict[GraphKey, StepPlan] = {}
         # Of plain steps of one token in each sequence, which most are: by their sequences and the longest one's bucket.
         self._decodes: dict[tuple[int, int], StepPlan] = {}
-        self._bucket = 1, 0  # the first and the last length of the bucket that was asked for last
+        # The first and the last length of the bucket that was asked for last; of all, where no kernel asks for one.
+        self._bucket = (1, 0) if self._bakes_kv_len else (0, max_kv_len)
         self._plan_of_sizes: dict[
             tuple[int | tuple[int, ...] | torch.device | AnyDrafts | type[Mask] | None, ...], StepPlan
         ] = {}
@@ -101,7 +102,9 @@ class Planner:
         """
         if pad_to is not None:
             require_pad_to(pad_to)
-        max_kv_len = self._max_kv_len_of(batch, pad_to) if self._bakes_kv_len else self._max_kv_len
+        first, last = self._bucket
+        is_alike = pad_to is None and first <= self._longest(batch) <= last  # as most steps are
+        max_kv_len = last if is_alike else self._max_kv_len_of(batch, pad_to)
         is_usual = batch.decodes and pad_to is None and num_children == 1
         if is_usual:
             known = self._decodes.get((batch.num_seqs, max_kv_len))

@@ -173,6 +173,7 @@ class Publisher:
 
     holds_faults: as of Meetings
     runs:         of graphs that take their inputs
+    launching:    what was published last and may not have reached the device: no launch that brings it there has ended
     """
 
     def __init__(
@@ -199,7 +200,7 @@ class Publisher:
         # A step takes up to two slots a space: of copies and of cells.
         self._updates = HostRing(pool.device, depth=2 * 2 * len(table.spaces), wait=guards.ring_wait)
         self._of_last_step = guards.of_last_step
-        self._launching: _Launching | None = None
+        self.launching: _Launching | None = None
         self._parts: dict[tuple[int, int, int], GivenInputs] = {}
         self._found: Found = []
         self._steps_to_answer = 0
@@ -244,16 +245,11 @@ class Publisher:
         self.runs.lose_count()  # what is recorded may be run before
         self._ops.take_inputs(self._lines[0].ring.slots, self.runs.on_device, step.tensors)
 
-    @property
-    def is_launching(self) -> bool:
-        """Whether what was published last may not have reached the device: no launch that brings it there has ended."""
-        return self._launching is not None
-
     def taken(self) -> None:
         """The graph was launched that takes what was published last, if a graph does."""
-        if self._launching is not None:
-            line, _, counts, number, _ = self._launching
-            line.counts, line.number, self.step_number, self._launching = counts, number, number, None
+        if self.launching is not None:
+            line, _, counts, number, _ = self.launching
+            line.counts, line.number, self.step_number, self.launching = counts, number, number, None
 
     def publish(self, batch: StepBatch, step: DeviceStep, child: int, *, to_graph: bool = False) -> None:
         """Write the inputs of a child of a step, pads included, to their fixed addresses.
@@ -262,7 +258,7 @@ class Publisher:
         to_graph: whether a graph comes that takes them if nothing is launched here; taken() follows it
         Raises DeviceFault for an earlier step, unless faults are held.
         """
-        if self._launching is not None:
+        if self.launching is not None:
             self._settle()
         is_plain = batch.is_plain
         num_seqs, num_ids, num_fed = batch.num_seqs, len(batch.token_ids), batch.num_tokens
@@ -290,14 +286,14 @@ class Publisher:
         runs = self.runs.next() if takes else 0
         header = pack_header(num_seqs, num_fed, number, num_ids > 0, line.number, 0, 0, runs)
         # At once, and as bytes: that takes a third of what writing to parts of an array does.
-        inputs = b"".join((header, batch.row_bytes, kv_len_bytes, q_len_bytes, batch.token_ids.tobytes()))
-        raw[: len(inputs)] = inputs
+        data = b"".join((header, batch.row_bytes, kv_len_bytes, q_len_bytes, batch.token_ids))  # type: ignore[arg-type]
+        raw[: len(data)] = data
         if not is_plain and isinstance(batch.prefixes, SharedPrefixes):
             parts = slot_parts(num_seqs, num_ids)
             words[parts.prefix_len], words[parts.group_end] = batch.prefixes.prefix_len, batch.prefixes.group_end
         if takes:
             # One statement, as below; the echo comes last, for the graph of another step may look at the slot.
-            words[ECHO], self._launching = TAKEN_BY_GRAPH, (line, words, counts, number, True)
+            words[ECHO], self.launching = TAKEN_BY_GRAPH, (line, words, counts, number, True)
             ring.release_to_graph()
             line.recent.append((number, batch.rows))
             return
@@ -305,14 +301,14 @@ class Publisher:
             floor = slot_parts(num_seqs, num_ids).floor
             words[floor] = 0 if batch.inputs.lengths_on_host else self._table.floors(batch.rows)
         # One statement: an interrupt comes before all of it or after.
-        words[ECHO], self._launching = NO_ECHO, (line, words, counts, number, False)
+        words[ECHO], self.launching = NO_ECHO, (line, words, counts, number, False)
         try:
             self._ops.publish(slot, counts if line.counts is None else line.counts, to)
             self._place_others(batch, slot, step, num_fed)
         finally:
             line.ring.release()
         line.recent.append((number, batch.rows))
-        line.counts, line.number, self.step_number, self._launching = counts, number, number, None
+        line.counts, line.number, self.step_number, self.launching = counts, number, number, None
         if child:
             self._steps_to_answer = _STEPS_TO_ANSWER
 
@@ -339,7 +335,7 @@ class Publisher:
 
     def let_go(self) -> None:
         """Hold no memory of steps: it is given up. What the last step has left there is kept for its echo."""
-        if self._launching is not None:
+        if self.launching is not None:
             self._settle()
         for line in self._lines:
             if line.counts is not None and line.counts is not line.rest.counts:
@@ -348,7 +344,7 @@ class Publisher:
 
     def find_faults(self) -> None:
         """Find everything that went wrong in steps and was not reported yet. The device has nothing left to do."""
-        if self._launching is not None:
+        if self.launching is not None:
             self._settle()
         self.runs.lose_count()  # it costs nothing here, and a lost run ends here
         for line in self._lines:
@@ -379,13 +375,13 @@ class Publisher:
 
     def _settle(self) -> None:
         """Finish a publication that an exception has ended."""
-        assert self._launching is not None
+        assert self.launching is not None
         self.runs.lose_count()
-        line, words, counts, number, by_graph = self._launching
+        line, words, counts, number, by_graph = self.launching
         if line.settle(words, counts, number, by_graph=by_graph):
-            line.counts, line.number, self.step_number, self._launching = counts, number, number, None
+            line.counts, line.number, self.step_number, self.launching = counts, number, number, None
         else:
-            self._launching = None
+            self.launching = None
 
     def _hear_of_the_second_half(self) -> None:
         """A whole step comes after a split one: no second half comes to echo that one's.
@@ -393,7 +389,7 @@ class Publisher:
         A step without sequences does, and its echo is there when the ring slots of the first line have gone round.
         Raises DeviceFault.
         """
-        if self._launching is not None:
+        if self.launching is not None:
             self._settle()
         line = self._lines[1]
         if self._steps_to_answer == _STEPS_TO_ANSWER:
@@ -403,12 +399,12 @@ class Publisher:
             self._report_at_once()
             words[:HEADER_WORDS] = 0
             words[STEP], words[STEP_BEFORE] = self.step_number, line.number
-            words[ECHO], self._launching = NO_ECHO, (line, words, line.rest.counts, self.step_number, False)
+            words[ECHO], self.launching = NO_ECHO, (line, words, line.rest.counts, self.step_number, False)
             try:
                 self._ops.publish(slot, line.rest.counts if line.counts is None else line.counts, line.rest)
             finally:
                 line.ring.release()
-            line.counts, line.number, self._launching = line.rest.counts, self.step_number, None
+            line.counts, line.number, self.launching = line.rest.counts, self.step_number, None
         elif self._steps_to_answer == 1:
             for words in line.ring.written():
                 if words[ECHO]:

@@ -91,4 +91,4 @@ def test_a_replay_compares_two_numbers_however_much_is_pinned() -> None:
     sys.setprofile(note)
     cache.replay(entry)
     sys.setprofile(None)
-    assert calls == ["replay", "require_good", "replay", "setprofile"]
+    assert calls == ["replay", "replay", "setprofile"]

@@ -395,7 +395,7 @@ def test_a_flight_recorder_is_told_of_a_step_and_of_what_broke_it_off(
 def test_a_flight_recorder_hears_of_no_refusal_and_no_interrupt_before_its_step() -> None:
     told, heard = Told(), 0
     served = Going(told)
-    for _ in every_line(lambda: served.runner.run(served.batch()), 7):
+    for _ in every_line(lambda: served.runner.run(served.batch())):
         failures, told.failures = told.failures, []
         assert len(failures) <= 1
         heard += len(failures)

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import TensorGuards
 
 from rocm_attn.hip_graphs.tensor_trees import tensors_in
 from rocm_attn.kernels.cache.layer_pages import LayerPages
@@ -31,6 +30,8 @@ from rocm_attn.paging.storage import Pool
 from rocm_attn.providers.contract import BoundKernel, Schedule
 from rocm_attn.step.head_weights import HeadWeights, LayerHeadWeights
 
+# The check of torch's compiler; None in a torch that has it no longer, as it is no public name.
+_TENSOR_GUARDS: Callable[..., Any] | None = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
 # What Triton looks at of an address; variants for others than multiples of it are as rare as such tensors.
 ALIGNMENT = 16
 # Forms of calls that a step remembers. A caller that gives tensors of ever other strides makes each call as it is.
@@ -211,11 +212,11 @@ def forms_alike(*tensors: Tensor) -> Callable[..., bool] | None:
     """Tells by one call of C whether as many tensors have the forms of these; it holds none of them.
 
     It may say no where they do, as in another grad or inference mode. None where a tensor is given twice, which is
-    always refused.
+    always refused, or where torch has no such check.
     """
-    if len(set(map(id, tensors))) < len(tensors):
+    if _TENSOR_GUARDS is None or len(set(map(id, tensors))) < len(tensors):
         return None
-    check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    check: Callable[..., bool] = _TENSOR_GUARDS(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     return check
 
 

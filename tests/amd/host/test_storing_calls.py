@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.kernels.launch import launch
+from rocm_attn.step import prepared
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.prepared import PreparedCalls, forms_alike
 from tests.amd.host.test_prepared_calls import PLAIN, STREAM, WITH_SINKS, Kernel, forms_of, kv, q_and_out
@@ -98,3 +99,8 @@ def test_what_asks_for_all_forms_holds_no_tensor_and_takes_none_twice() -> None:
     assert same(*q_and_out())
     assert not same(*q_and_out(5))
     assert forms_alike(out, out) is None
+
+
+def test_without_torchs_check_forms_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared, "_TENSOR_GUARDS", None)
+    assert forms_alike(*q_and_out()) is None

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from math import prod
 
+import pytest
 import torch
 from torch import Tensor
 

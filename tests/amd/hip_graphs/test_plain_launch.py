@@ -163,7 +163,9 @@ def test_what_the_driver_cannot_be_given_is_replayed_by_torch(lacks: str, monkey
 
 
 def on_gpu(test: Callable[..., None]) -> Callable[..., None]:
-    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")(test))
+    needs_one = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+    marked: Callable[..., None] = pytest.mark.gpu(needs_one(test))
+    return marked
 
 
 def launch_of(recording: TorchRecording) -> PlainLaunch:

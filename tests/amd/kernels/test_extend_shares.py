@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -165,7 +166,7 @@ def test_rows_that_are_alike_are_cut_into_equal_parts_of_which_the_last_is_short
     ],
     ids=["not of the tiles", "not alike", "too large", "too many", "too small"],
 )
-def test_other_rows_have_no_equal_parts(seqs: tuple[tuple[int, int], ...], change: dict[str, int]) -> None:
+def test_other_rows_have_no_equal_parts(seqs: tuple[tuple[int, int], ...], change: dict[str, Any]) -> None:
     step = Step(seqs, ALIKE.sharing._replace(**change))
     works = [work for _, _, _, work, *_ in step.shares()]
     assert works[:-1] == works[:1] * (len(works) - 1)

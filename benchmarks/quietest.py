@@ -1,0 +1,42 @@
+"""Several passes of a benchmark of host times as one result: of each number the smallest, and what the passes were.
+
+python -m benchmarks.quietest host_1.json host_2.json host_3.json --out benchmarks/results/host_time_h200.json
+
+Other processes of a machine only ever add to a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    """Write the result of some passes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("passes", nargs="+", type=Path)
+    parser.add_argument("--out", required=True, type=Path)
+    args = parser.parse_args()
+    args.out.write_text(json.dumps(quietest([json.loads(path.read_text()) for path in args.passes]), indent=1) + "\n")
+
+
+def quietest(passes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One result of passes on one machine, of the same rows; each row keeps the medians of all.
+
+    Raises ValueError for passes of other machines, commits or rows.
+    """
+    first, *others = passes
+    if any(each["machine"] != first["machine"] or len(each["rows"]) != len(first["rows"]) for each in others):
+        raise ValueError("these passes are not of one machine, commit and benchmark: give those of one run")
+    rows = []
+    for of_row in zip(*(each["rows"] for each in passes), strict=True):
+        row = {name: min(each[name] for each in of_row) for name in of_row[0]}
+        rows.append(row | {"passes_us": [each["step_us_median"] for each in of_row]})
+    return {**first, "rows": rows}
+
+
+if __name__ == "__main__":
+    main()

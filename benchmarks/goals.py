@@ -455,11 +455,11 @@ GOALS = (
                 random_shapes,
             ),
         ),
-        next_idea="24 query heads of 96 on each of 2 KV heads, 87 new tokens of 186: rows of 2,088 are 17 tiles of 128, of "
-        "ten heads and sequences 170 for 132 SMs, which take 24.05 us, 24.09 in the run before, where FA3 takes "
-        "15.8 and took 16.1. Next: tiles of 64 rows, or rows shared, where so few keys are read. Of heads of 256 "
-        "a chunk of 265 tokens over no others takes 27 us by Hopper's kernel where its rows are shared. With the "
-        "plain kernel's tiles of 32 rows the whole step takes 19, and now 28. But a padded shape does not tell "
-        "how many keys lie before a chunk.",
+        next_idea="24 query heads of 96 on each of 2 KV heads, 87 new tokens of 186: rows of 2,088 are 17 tiles of "
+        "128, of ten heads and sequences 170 for 132 SMs, which take 24.05 us, 24.09 in the run before, "
+        "where FA3 takes 15.8 and took 16.1. Next: tiles of 64 rows, or rows shared, where so few keys are "
+        "read. Of heads of 256 a chunk of 265 tokens over no others takes 27 us by Hopper's kernel where "
+        "its rows are shared. With the plain kernel's tiles of 32 rows the whole step takes 19, and now "
+        "28. But a padded shape does not tell how many keys lie before a chunk.",
     ),
 )

@@ -19,9 +19,11 @@ measure() {
 of_host() {
     local script pass
     for pass in 1 2 3; do
-        for script; do python -m "benchmarks.$script" --out "$passes/${script}_$pass.json"; done
+        for script; do python -m "benchmarks.$script" --out "$passes/${script}_$pass.json" || return 1; done
     done
-    for script; do python -m benchmarks.quietest "$passes/${script}_"[123].json --out "$results/${script}_$name.json"; done
+    for script; do
+        python -m benchmarks.quietest "$passes/${script}_"[123].json --out "$results/${script}_$name.json" || return 1
+    done
 }
 
 passes=$(mktemp -d)

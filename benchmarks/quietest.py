@@ -29,13 +29,19 @@ def quietest(passes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     Raises ValueError for passes of other machines, commits or rows.
     """
     first, *others = passes
-    if any(each["machine"] != first["machine"] or len(each["rows"]) != len(first["rows"]) for each in others):
+    if any(_what(each) != _what(first) for each in others):
         raise ValueError("these passes are not of one machine, commit and benchmark: give those of one run")
     rows = []
     for of_row in zip(*(each["rows"] for each in passes), strict=True):
         row = {name: min(each[name] for each in of_row) for name in of_row[0]}
         rows.append(row | {"passes_us": [each["step_us_median"] for each in of_row]})
     return {**first, "rows": rows}
+
+
+def _what(result: dict[str, Any]) -> object:
+    """What a pass is of: its machine and commit, and what its rows are of and hold."""
+    rows = [({name: value for name, value in row.items() if "_us" not in name}, row.keys()) for row in result["rows"]]
+    return result["machine"], rows
 
 
 if __name__ == "__main__":

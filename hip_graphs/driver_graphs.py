@@ -52,11 +52,16 @@ def graph_calls(*, is_hip: bool) -> GraphCalls:
     return GraphCalls(*found)
 
 
-def _loaded(name: str) -> str:
-    """The path of a library that the process has loaded, whichever copy of it; else its name."""
-    with open("/proc/self/maps") as maps:
-        paths = [line.split(maxsplit=5)[-1].strip() for line in maps if name in line]
-    return paths[0] if paths else name
+def _loaded(name: str, maps: str = "/proc/self/maps") -> str:
+    """The path of a library that the process has loaded; else its name.
+
+    Raises OSError where it has loaded several copies: which one torch calls, whose graphs these are, is not known.
+    """
+    with open(maps) as lines:
+        paths = {line.split(maxsplit=5)[-1].strip() for line in lines if name in line}
+    if len(paths) > 1:
+        raise OSError(f"this process has loaded {len(paths)} copies of {name}: {', '.join(sorted(paths))}")
+    return paths.pop() if paths else name
 
 
 class DriverGraph:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode
 
 # Whose replays are known to be generators' operations and a launch. Later ones may call back what libraries have
 # registered, without a trace that could be looked for.
@@ -73,9 +73,15 @@ def only_launches(replay: Callable[[], None], offset: Callable[[], int]) -> bool
 
     offset: as in Here; other generators show by their operations alone
     """
-    before = offset()
-    with _Operations() as operations:
-        replay()
+    before, operations = offset(), _Operations()
+    try:
+        with operations:
+            replay()
+    except BaseException:
+        # An interrupt may come before `with` has taken the mode back, which would see all that this thread does next.
+        while _get_current_dispatch_mode() is operations:
+            _pop_mode()
+        raise
     return not operations.any and offset() == before
 
 

@@ -124,6 +124,7 @@ class DecodeCut:
         assert self.row_cost >= 0
         assert self.most_rounds >= 1
         assert self.programs >= self.rounds >= 1
+        assert self.rounds == 1 or self.is_even
         assert 1 <= self.tokens.FEWEST <= self.tokens.MOST
         assert self.rows == 1 or self.tokens.MOST == 1
         assert not self.side_by_side or self.tokens.MOST == 1
@@ -156,9 +157,11 @@ class DecodeCut:
 
     def of_lengths(self, max_kv_len: int) -> DecodeCut:
         """The cut of sequences of up to so many tokens. Of rows that have no more blocks than a group has parts none is
-        merged by a launch of its own: it is the host that short sequences wait for.
+        merged by a launch of its own, as those of steps alone are: it is the host that short sequences wait for.
         """
-        return replace(self, merge_rows=0) if max_kv_len <= self.merge_group * self.key_block else self
+        if max_kv_len > self.merge_group * self.key_block:
+            return self
+        return replace(self, merge_rows=0, alone=None, least_alone=0)
 
     def of_step(self, num_seqs: int) -> DecodeCut:
         """The cut of steps of num_seqs padded sequences: its programs run in as many rounds as rows would fill.
@@ -193,8 +196,11 @@ class DecodeCut:
 
     @property
     def axes(self) -> int:
-        """Axes that work lies on (decode_schedule.py): one, if a sequence has more rows than a round has programs."""
-        return self.rows if self.side_by_side and self.rows * self.rounds <= self.programs else 1
+        """Axes that work lies on (decode_schedule.py): one, if as many as rows would leave more than a sixteenth of the
+        programs of a round without work.
+        """
+        used = self.programs // self.rows // self.rounds * self.rounds * self.rows
+        return self.rows if self.side_by_side and 16 * (self.programs - used) <= self.programs else 1
 
     @property
     def most_rows(self) -> int:

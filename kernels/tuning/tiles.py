@@ -139,7 +139,7 @@ class ExtendTiles:
     split_keys:       what sharing costs a program, in keys
     heads_per_row:    KV heads that are read as one, beside each other; more than one only with dim_block 0, and where
                       their query heads fit a query block
-    early:            as in DecodeTiles
+    early:            as in DecodeTiles; but a launch of shares alone begins when the one before it has ended
     alike_parts:      whether rows that are equally long are cut into equal parts, where few programs are without one
                       then: programs begin no second row, and those of a sequence's rows read the same keys at a time
     by_number:        whether a block's page numbers are loaded once for each page on NVIDIA (key_rows.py)

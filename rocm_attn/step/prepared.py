@@ -220,6 +220,11 @@ def forms_alike(*tensors: Tensor) -> Callable[..., bool] | None:
     return check
 
 
+def _cannot_say(*tensors: Tensor) -> bool:
+    """In the place of what forms_alike gives, where it gives nothing."""
+    return False
+
+
 class Call(NamedTuple):
     """A layer call as PreparedCalls know it.
 
@@ -343,7 +348,8 @@ class LayerForms:
         if last.same is None or not last.same(k, v, q, out):
             if forms != (_form(k), _form(v), _form(q), _form(out), None):
                 return False
-            prepared.both[layer] = last._replace(same=forms_alike(k, v, q, out))
+            if last.same is not _cannot_say:
+                prepared.both[layer] = last._replace(same=forms_alike(k, v, q, out) or _cannot_say)
         for run, arguments in last.launches:
             run(*arguments)
         return True

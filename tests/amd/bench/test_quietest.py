@@ -9,11 +9,11 @@ import pytest
 from benchmarks.quietest import quietest
 
 
-def of(median: float, batch: float, commit: str = "1") -> dict[str, Any]:
+def of(median: float, batch: float, commit: str = "1", num_seqs: int = 4) -> dict[str, Any]:
     """The result of a pass."""
     return {
         "machine": {"commit": commit},
-        "rows": [{"num_seqs": 4, "step_us_median": median, "batch_us_median": batch}],
+        "rows": [{"num_seqs": num_seqs, "step_us_median": median, "batch_us_median": batch}],
     }
 
 
@@ -22,6 +22,7 @@ def test_of_each_number_the_smallest_counts_and_all_passes_are_kept() -> None:
     assert quietest([of(3.0, 7.0), of(2.0, 8.0)]) == {"machine": {"commit": "1"}, "rows": [row]}
 
 
-def test_passes_of_two_commits_are_no_result() -> None:
+@pytest.mark.parametrize("other", [{"commit": "2"}, {"num_seqs": 5}], ids=str)
+def test_passes_of_something_else_are_no_result(other: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="one machine, commit and benchmark"):
-        quietest([of(3.0, 7.0), of(2.0, 8.0, "2")])
+        quietest([of(3.0, 7.0), of(2.0, 8.0, **other)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
@@ -11,10 +12,11 @@ import torch
 from torch import Tensor
 
 from rocm_attn.hip_graphs import torch_recorder
-from rocm_attn.hip_graphs.driver_graphs import DriverRefused
+from rocm_attn.hip_graphs.driver_graphs import DriverRefused, GraphCalls, _loaded
 from rocm_attn.hip_graphs.plain_launch import Here, PlainLaunch, is_known
 from rocm_attn.hip_graphs.record_guard import guard_here
 from rocm_attn.hip_graphs.torch_recorder import TorchRecorder, TorchRecording
+from tests.amd.runtime.interrupts import every_line
 
 READY = object()
 
@@ -93,6 +95,14 @@ def test_a_graph_whose_first_replay_raised_is_not_known_to_be_plain() -> None:
     assert machine.replays(2) == ["torch", "torch"]
 
 
+def test_an_interrupt_of_a_first_replay_leaves_nothing_that_watches() -> None:
+    interrupts = 0
+    for _ in every_line(lambda: Machine().graph.replay()):
+        interrupts += 1
+        assert torch._C._len_torch_dispatch_stack() == 0
+    assert interrupts > 5
+
+
 @pytest.mark.parametrize("what", ["device", "error"])
 def test_where_the_driver_cannot_launch_torch_replays_once(what: str) -> None:
     machine = Machine()
@@ -162,6 +172,26 @@ def test_what_the_driver_cannot_be_given_is_replayed_by_torch(lacks: str, monkey
     assert recording.bytes == 5
 
 
+def test_what_the_driver_can_be_given_is_not_torchs_to_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = GraphCalls(*([lambda *arguments: 0] * len(GraphCalls._fields)))
+    here = Here(0, lambda: 0, lambda index: 0, lambda: False, lambda: 0)
+    monkeypatch.setattr(torch_recorder, "_GIVES_READY_GRAPHS", True)
+    monkeypatch.setattr(torch_recorder, "_calls", lambda: calls)
+    monkeypatch.setattr(torch_recorder.Here, "of", lambda index: here)
+    graph: Any = Graph()
+    assert isinstance(launch_of(TorchRecording(graph, torch.device("cuda", 0), 5, kept=())), PlainLaunch)
+
+
+def test_of_a_library_that_is_loaded_twice_neither_copy_is_taken(tmp_path: Path) -> None:
+    maps, line = tmp_path / "maps", "7f00-7f01 r-xp 00000000 08:01 5 /{}/libhip.so.7\n"
+    maps.write_text(line.format("a") + line.format("a"))
+    assert _loaded("libhip.so", str(maps)) == "/a/libhip.so.7"
+    assert _loaded("libother.so", str(maps)) == "libother.so"
+    maps.write_text(line.format("a") + line.format("b"))
+    with pytest.raises(OSError, match=r"2 copies of libhip\.so: /a/libhip\.so\.7, /b/libhip\.so\.7"):
+        _loaded("libhip.so", str(maps))
+
+
 def on_gpu(test: Callable[..., None]) -> Callable[..., None]:
     needs_one = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
     marked: Callable[..., None] = pytest.mark.gpu(needs_one(test))
@@ -169,10 +199,11 @@ def on_gpu(test: Callable[..., None]) -> Callable[..., None]:
 
 
 def launch_of(recording: TorchRecording) -> PlainLaunch:
-    """What replays it; skips where this torch gives no such thing."""
+    """What replays it; skips where this torch gives the driver nothing to launch."""
+    if not torch_recorder._GIVES_READY_GRAPHS:
+        pytest.skip("this torch gives no graph to launch")
     found = getattr(recording.replay, "__self__", None)
-    if not isinstance(found, PlainLaunch):
-        pytest.skip("the driver cannot launch what this torch has captured")
+    assert isinstance(found, PlainLaunch), "torch replays what the driver could launch"
     return found
 
 

@@ -55,7 +55,7 @@ def test_layers_with_a_window_and_other_archs_have_one_kind_of_tiles() -> None:
 @pytest.mark.parametrize("problem", [LLAMA, GEMMA, NARROW], ids=["llama", "gemma", "narrow"])
 def test_memory_of_a_step_has_room_for_smaller_ones(problem: Problem, pool: PoolSize) -> None:
     kernel = decode_of(problem, pool=pool)
-    assert steps_alone(kernel)
+    assert bool(steps_alone(kernel)) == (pool == LONG or problem == GEMMA)
 
     def partials(cut: DecodeCut, tiles: DecodeTiles) -> int:
         return cut.partials_words(gqa_ratio=problem.gqa_ratio, v_head_dim=problem.v_head_dim, tiles=tiles)
@@ -76,3 +76,6 @@ def test_steps_of_few_long_sequences_are_merged_by_a_launch_of_their_own() -> No
 
     assert groups(LONG) == groups(SMALLEST_POOL) == [0, 0, 0, 16]
     assert groups(SHORT) == [16] * 4
+    # As many rows as SMs.
+    assert decode_of(LLAMA, pool=LONG).cut.of_step(16).merge_group == 0
+    assert decode_of(LLAMA, pool=SHORT).cut.of_step(16).merge_group == 16

@@ -455,10 +455,11 @@ def tiles_for(tensors: Tensors) -> tuple[DecodeTiles, ExtendTiles]:
     return decode_tiles(arch, **shape), extend_tiles(arch, **shape)
 
 
-def run_decode(tensors: Tensors, *, num_programs: int = 5, tiles: DecodeTiles | None = None) -> None:
+def run_decode(tensors: Tensors, *, num_programs: int = 5, tiles: DecodeTiles | None = None, rounds: int = 1) -> None:
     """Schedule, decode and merge, with scratch memory that is NaN or garbage beforehand."""
     case, tiles = tensors.case, tiles or tiles_for(tensors)[0]
     cut = DecodeCut.of(tiles, num_kv_heads=case.heads[1], programs=num_programs, window_left=case.window_left)
+    cut = replace(cut, rounds=rounds)
     schedule = garbage(cut.words(tensors.num_seqs), tensors.q.device)
     words = cut.partials_words(gqa_ratio=tensors.gqa_ratio, v_head_dim=case.dims[1], tiles=tiles)
     partials = _nan(words, dtype=torch.float32).to(tensors.q.device)

@@ -10,11 +10,13 @@ from functools import cached_property
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rocm_attn.kernels.attention.cuts import DecodeCut
-from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
+from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule, number_of_program
 from rocm_attn.kernels.refs.schedules import decode_schedule, visible_blocks
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
 from tests.amd.kernels.attention_cases import queries_of
@@ -83,7 +85,11 @@ def batches(draw: st.DrawFn) -> Batch:
         [length for length, _ in seqs],
         [new for _, new in seqs],
         draw(st.integers(1, 5)),
-        draw(st.integers(4, 600) if (rounds := draw(st.integers(1, 4))) > 1 else st.integers(1, 600)),
+        draw(
+            st.integers(4, 600)
+            if (rounds := draw(st.integers(1, 4 if row_cost + row_end else 1))) > 1
+            else st.integers(1, 600)
+        ),
         tiles,
         draw(st.sampled_from([-1, -1, 0, 1, 15, 16, 17, 200])),
         rounds,
@@ -325,6 +331,32 @@ def test_programs_beside_each_other_have_the_same_keys_of_a_sequences_rows(
         beside = [walk(batch, row * of_row + first) for row in range(4)]
         for row, visits in enumerate(beside):
             assert visits == [((seq, row), start, end) for (seq, _), start, end in beside[0]]
+
+
+@triton.jit
+def _numbers_of_programs(out, num_programs, R: tl.constexpr):
+    launched = tl.program_id(0)
+    tl.store(out + launched, number_of_program(launched, num_programs, R))
+
+
+@pytest.mark.parametrize("num_programs", [4, 19, 20])
+def test_programs_that_are_launched_after_each_other_have_the_same_place_on_each_axis(
+    num_programs: int, kernel_device: torch.device
+) -> None:
+    cut = DecodeCut.of(TILES, num_kv_heads=4, programs=num_programs, window_left=-1)
+    out = torch.full((num_programs,), -1, dtype=torch.int32, device=kernel_device)
+    _numbers_of_programs[(num_programs,)](out, num_programs, R=cut.row_cut(TILES, 1))
+    of_row = num_programs // 4
+    beside = [row * of_row + first for first in range(of_row) for row in range(4)]
+    assert out.tolist() == beside + list(range(4 * of_row, num_programs))
+
+
+@pytest.mark.parametrize(
+    ("rows", "programs", "axes"), [(8, 264, 8), (20, 264, 20), (40, 264, 1), (8, 7, 1), (32, 156, 1)]
+)
+def test_programs_work_side_by_side_where_few_are_left_without_work(rows: int, programs: int, axes: int) -> None:
+    tiles = replace(TILES, side_by_side=True)
+    assert DecodeCut.of(tiles, num_kv_heads=rows, programs=programs, window_left=-1).axes == axes
 
 
 @pytest.mark.parametrize(

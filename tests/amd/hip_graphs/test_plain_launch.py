@@ -177,7 +177,7 @@ def test_what_the_driver_can_be_given_is_not_torchs_to_replay(monkeypatch: pytes
     here = Here(0, lambda: 0, lambda index: 0, lambda: False, lambda: 0)
     monkeypatch.setattr(torch_recorder, "_GIVES_READY_GRAPHS", True)
     monkeypatch.setattr(torch_recorder, "_calls", lambda: calls)
-    monkeypatch.setattr(torch_recorder.Here, "of", lambda index: here)
+    monkeypatch.setattr(Here, "of", lambda index: here)
     graph: Any = Graph()
     assert isinstance(launch_of(TorchRecording(graph, torch.device("cuda", 0), 5, kept=())), PlainLaunch)
 

@@ -428,8 +428,9 @@ GOALS = (
         ("eager_step",),
         (Check("us", 12.0, 3, eager_layer),),
         next_idea="A launch takes 3 to 4 us, by the driver's own functions with arguments packed once too. A layer "
-        "had three of them; decode that stores the new K and V and merges its parts itself has one, and few rows "
-        "whose max_kv_len is over 1,024 have two. Merged within the launch, those would take the host 3 us less, and "
+        "had three of them; decode that stores the new K and V and merges its parts itself has one, and few rows, "
+        "or as many as SMs, whose max_kv_len is over 1,024 have two. Merged within the launch, few rows would take "
+        "the host 3 us less, and "
         "the device more: by the program that ends last 0.3 (1 x 256) to 4 us (1 x 2k); by programs at the end of "
         "decode's own grid, which wait for the others, 0.9 (1 x 256), 1.5 (1 x 2k), 0.3 (1 x 8k) and 3 (1 x 128k). "
         "Short rows that are not cut take 1.3 us more a block of 64 keys. Next: a merge that gives the same bits "

@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode
+
+from rocm_attn.hip_graphs.record_guard import LightDispatchMode
 
 # Whose replays are known to be generators' operations and a launch. Later ones may call back what libraries have
 # registered, without a trace that could be looked for.
@@ -44,16 +46,12 @@ class Here(NamedTuple):
         return cls(index, *calls, torch.cuda.default_generators[index].get_offset)
 
 
-class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Operations(LightDispatchMode):
     """Notes whether torch runs any operation, which of a replay only generators do, for the graph's seeds."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.any = False
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # skipping would import all of torch.compile, a second of start-up
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

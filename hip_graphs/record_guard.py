@@ -137,16 +137,20 @@ class RecordGuard:
         return isinstance(value, Tensor) and value.device.type == self.device.type
 
 
-class _OperationGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class LightDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode that does not ask torch.compile to skip it."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # skipping would import all of torch.compile, a second of start-up
+
+
+class _OperationGuard(LightDispatchMode):
     """The guard's eyes on ATen operations."""
 
     def __init__(self, guard: RecordGuard) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._guard = guard
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # skipping would import all of torch.compile, a second of start-up
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -227,7 +227,7 @@ def _schedule_kernel(
             share_of_first, pad_of_first, _ = _even_share(share_of_first, shortest, longest, G.ROW_END)
             share, pad = tl.where(is_even, share, share_of_first), tl.where(is_even, pad, pad_of_first)
     axis = program // of_axis
-    # On its axis. Of programs that no axis has it lies behind all work.
+    # Where the program begins on its axis; those that are left over begin past all work.
     start = program * share
     if G.AXES > 1:
         start = tl.where(axis < G.AXES, program % of_axis * share, _MOST_COST)

@@ -375,7 +375,7 @@ def launch_hopper_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut, ti
         else:
             launch_extend_merge(args, cut, _merged_geometry(geometry), tiles.extend.merge_stages, draws=draws)
     except BaseException:
-        # Else the next launch over the schedule would go on behind the rows that this one drew. If the device refuses
+        # Else the next launch over the schedule would not begin with the first row to draw. If the device refuses
         # this too, the error that came first is raised.
         if draws:
             with suppress(RuntimeError):

@@ -154,20 +154,7 @@ DECODE_ROWS = (
         2,
         64,
         16,
-        DecodeTiles(
-            64,
-            4,
-            3,
-            2,
-            transposed=True,
-            heads_per_row=2,
-            row_cost=1,
-            row_end=1,
-            early=True,
-            side_by_side=True,
-            most_rounds=4,
-            merge_group=16,
-        ),
+        replace(_TWO_AN_SM, heads_per_row=2),
     ),
     # 20 query heads on 10 KV heads, 3 x 25k: of 24 elements 39 us, 48 with 4 programs an SM, 52 in the tiles of 16 and
     # 46 in those of 48.

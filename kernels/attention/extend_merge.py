@@ -147,13 +147,13 @@ def _extend_merge_kernel(
         cost = tl.load(words + BLOCK_KEYS) + G.ROW_KEYS
     num_lines = tl.load(words + BLOCK_TOKENS) * G.BLOCK_HEADS
     num_parts = ((start + cost - 1) // size).to(tl.int32) - began + 1
-    if G.DRAWS:
-        # Programs that store it side by side store the same.
-        tl.store(schedule + COUNTER, 0)
     if G.EARLY:
         # The schedule was there before extend's programs were past their wait; what they write is read after this one.
         gdc_wait()
         gdc_launch_dependents()
+    if G.DRAWS:
+        # Programs that store it side by side store the same. Until the wait rows are still drawn.
+        tl.store(schedule + COUNTER, 0)
     if is_shared & (num_parts > 1) & (tl.program_id(1) * G.LINES < num_lines):
         column = tl.program_id(2) * G.COLUMNS + tl.arange(0, G.COLUMNS)
         sums = partials + num_programs * (2 * G.QUERY_ROWS * G.V_HEAD_DIM)

@@ -21,6 +21,11 @@ from rocm_attn.kernels.cache.codes import TOKEN_SCALES
 from rocm_attn.kernels.hopper.powers import capped_powers, scaled_powers
 from rocm_attn.kernels.hopper.rings import value_stage, value_tiles, wait_for_keys, wait_for_values, zero_unseen
 from rocm_attn.kernels.hopper.rows import GROUP_ROWS, of_rows, width_of
+from rocm_attn.kernels.hopper.scaling import times_if_any
+
+# In powers of two. So much more than its maximum a row's scores may be before it is raised: weights are 256 at most,
+# which have as many bits in bfloat16 and float16 as those of up to 1 have.
+SLACK = gl.constexpr(8.0)
 
 
 class Query(NamedTuple):
@@ -110,11 +115,12 @@ def blocks_of(numbers, G: gl.constexpr):
 
 @gluon.jit
 def scaled_by_rows(acc, factor, G: gl.constexpr):
-    """Accumulators times a number for each row."""
+    """Accumulators times a number for each row, 1 of most if G.SCALES_SELDOM."""
     PARTS: gl.constexpr = G.DIM // G.COLUMNS
     scaled = ()
     for i in gl.static_range(PARTS):
-        scaled += (acc[i] * of_rows(factor, acc[i]),)  # type: ignore[assignment]
+        by_row = of_rows(factor, acc[i])
+        scaled += (times_if_any(acc[i], by_row) if G.SCALES_SELDOM else acc[i] * by_row,)  # type: ignore[assignment]
     return scaled
 
 
@@ -181,7 +187,9 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
     wait for one of two products in flight makes ptxas wait for each. What comes between two waits is mixed by ptxas,
     but not across a wait: V is waited for before the exponentials, so that the accumulators are scaled among them.
 
-    If G.BOUNDED, the maximum stays as it is, nothing is scaled, and exponentials wait for no reduction.
+    If G.BOUNDED, the maximum stays as it is, nothing is scaled, and exponentials wait for no reduction. If
+    G.SCALES_SELDOM, it stays until a row's scores are larger by more than SLACK, so that after a row's first steps most
+    warps have nothing to scale.
     """
     KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
     PARTS: gl.constexpr = G.DIM // G.COLUMNS
@@ -231,6 +239,9 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
         base = gl.zeros_like(maximum)
         if not G.BOUNDED:
             new_maximum = gl.maximum(maximum, gl.max(scores, 1) * row_scale)
+            if G.SCALES_SELDOM:
+                # Also where a score is NaN: its weight is one all the same.
+                new_maximum = gl.where(new_maximum > maximum + SLACK, new_maximum, maximum)
             # A row of a masked step may have seen no key yet; the subtractions below must not be inf - inf.
             base = gl.where(new_maximum == float("-inf"), 0.0, new_maximum) if MASKED else new_maximum
             decay = gl.exp2(maximum - base)

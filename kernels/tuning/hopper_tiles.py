@@ -32,6 +32,9 @@ class HopperTiles:
     open_middle: whether steps that all rows of a window see have a loop of their own, without masks. Of heads of 96 and
               256 ptxas then waits for each product: 16 x 8 of 256, a window of 4096, 2048 new of 8192: 297 us, and 248
     powers_by_products: of four exponentials of scores with a cap, how many are computed by products (hopper/powers.py)
+    scales_seldom: whether a row's maximum is raised only by more than key_steps.SLACK, so that most steps scale nothing
+              of it. llama8b 1 x 2048 new + 6144: 350 us, 361 without; + 30720: 1448 and 1517. Heads of 80 (777 new of
+              5778) and of 256 (1 x 2048 + 6144) lose by it: 110 and 105, 367 and 354
     eights_by_products: or of eight, in one piece of assembly with their tanh; 0: the tanh of all come first
     """
 
@@ -48,9 +51,11 @@ class HopperTiles:
     powers_by_products: int = 0
     eights_by_products: int = 0
     open_middle: bool = False
+    scales_seldom: bool = False
     drawn_blocks: int = 0
 
     def __post_init__(self) -> None:
+        assert not (self.scales_seldom and self.segment_len), "decode has maxima that are raised each time"
         assert not (self.drawn_blocks and self.segment_len), "the merge of segments sets no count of drawn rows back"
         assert not (self.powers_by_products and self.eights_by_products), "powers are by fours or by eights"
         value_tiles = self.extend.key_block // self.value_block
@@ -108,6 +113,7 @@ _EXTEND_TILES: Mapping[int, HopperTiles] = {
         registers=232,
         eights_by_products=6,
         open_middle=True,
+        scales_seldom=True,
     ),
     # Of 64 columns, and as many as a head has beyond them. 777 new of 5778, 32 x 8 heads of 80: 115 us, in one block
     # of 128 128, FA3 168; 32 x 32 of 96: 151, 162 and 186. 12 ragged chunks of the latter: 285 us where rows are dealt
@@ -132,6 +138,7 @@ _EXTEND_TILES: Mapping[int, HopperTiles] = {
         registers=232,
         powers_by_products=2,
         open_middle=True,
+        scales_seldom=True,
     ),
     # 64 x 8 heads, 777 new of 5778: 327 us, 12 ragged chunks 498; by blocks of 64 keys with three stages 348 and 530.
     # Registers have no room for the weights of 128 keys beside the accumulators, so V is multiplied with by 64.

@@ -95,8 +95,12 @@ PADDED_DIMS = [MIN_HEAD_DIM, 72, 80, 112, 144, 200, 224]
 def run_hopper(
     tensors: Tensors, sharing: Sharing, *, min_q_len: int = 1, tiles: HopperTiles | None = None, launches: int = 1
 ) -> ExtendCut:
-    """Schedule, extend and merge, with scratch memory that is NaN or garbage beforehand. launches: over one schedule"""
+    """Schedule, extend and merge, each launched early, with scratch memory that is NaN or garbage beforehand.
+
+    launches: over one schedule
+    """
     tiles = tiles or hopper_tiles(tensors.case.dims[0], tensors.case.page_size, coded=tensors.case.kv is not None)
+    tiles = replace(tiles, extend=replace(tiles.extend, early=True))
     if tiles.segment_len:
         sharing = sharing._replace(most_keys=tiles.most_keys)
     cut = extend_cut(tensors, tiles.extend, sharing, min_q_len=min_q_len)
@@ -196,6 +200,43 @@ def test_neighbouring_heads_of_infinities_change_nothing(
         run_hopper(tensors, NONE_SHARED)
         own = slice(4 * head, 4 * head + 4)
         assert torch.equal(tensors.out[:, own], wanted[:, own])
+
+
+def plant(tensors: Tensors, keys: Tensor, numbers: Tensor) -> None:
+    """Of the only sequence's keys the first elements, in every head."""
+    size = tensors.case.page_size
+    pages = tensors.table[tensors.row_of_seq[0].long(), keys // size].long()
+    tensors.k_pages[pages, keys % size, :, 0] = numbers[:, None].to(tensors.k_pages.dtype)
+
+
+@dims
+@pytest.mark.parametrize("rise", [2.0, 7.75, 8.25, 60.0])
+def test_maxima_that_rise_by_less_and_by_more_than_the_slack_are_right(
+    rise: float, dim: int, device: torch.device
+) -> None:
+    """Each 64 keys the scores of some heads are larger by so many powers of two, and those of others smaller."""
+    case = Case([1300], [130], heads=(8, 2), dims=(dim, dim), dtype=torch.bfloat16)
+    for sharing in (ALL_SHARED, NONE_SHARED):
+        tensors = build(case, device)
+        keys = torch.arange(1300, device=device)
+        plant(tensors, keys, keys // 64 * (rise / 8))
+        tensors.q[..., 0] = 8 / (tensors.scores.base_2_scale * torch.tensor([1, -1], device=device).repeat(4))
+        run_hopper(tensors, sharing)
+        found, lse = tensors.out.clone(), tensors.lse.clone()
+        run_extend_twin(tensors)
+        assert_attention_close(found, tensors.out.double(), tensors.case.dtype)
+        torch.testing.assert_close(lse, tensors.lse, rtol=1e-4, atol=1e-3)
+
+
+@dims
+def test_a_score_of_nan_makes_every_row_nan_that_sees_it(dim: int, device: torch.device) -> None:
+    case = Case([900], [130], heads=(8, 2), dims=(dim, dim), dtype=torch.bfloat16)
+    tensors = build(case, device)
+    plant(tensors, torch.tensor([850], device=device), torch.full((1,), float("nan"), device=device))
+    run_hopper(tensors, NONE_SHARED)
+    of_rows = tensors.out.float().isnan().flatten(1)
+    assert of_rows[80:].all()
+    assert not of_rows[:80].any()
 
 
 CAPS: list[dict[str, Any]] = [

@@ -11,6 +11,7 @@ from triton.compiler import CompiledKernel
 
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
 from tests.amd.offline.candidate_kernels import decode_kernels, storing_decode
+from tests.amd.offline.early_launches import assert_waits
 from tests.amd.offline.matrix import Row
 
 ARCHS = ("sm_90", "gfx942")
@@ -26,16 +27,7 @@ def kernels(arch: str, *, early: bool, merge_group: int = 0) -> dict[str, Compil
 @pytest.mark.parametrize(("name", "merge_group"), [("_decode_kernel", 0), ("_merge_kernel", 0), ("_decode_kernel", 16)])
 def test_an_early_launch_waits_for_the_end_of_the_one_before(name: str, merge_group: int) -> None:
     kernel = kernels("sm_90", early=True, merge_group=merge_group)[name]
-    assert kernel.metadata.launch_pdl
-    code = kernel.asm["ptx"]
-    assert code.count("griddepcontrol.launch_dependents") == code.count("griddepcontrol.wait") == 1
-    # In every program, after no branch: what comes after this launch shall find the one before it ended too.
-    before = code[: code.index("griddepcontrol.wait")]
-    assert not re.search(r"\bbra\b", before)
-    if name == "_decode_kernel":
-        # Any launch before it may have written what decode reads, and the merge reads the schedule before it waits.
-        assert "ld.global" not in before
-        assert "griddepcontrol.launch_dependents" not in before
+    assert_waits(kernel, reads_before=name != "_decode_kernel")
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -11,6 +11,7 @@ from triton.compiler import CompiledKernel
 
 from rocm_attn.kernels.tuning.tiles import ExtendTiles
 from tests.amd.offline.candidate_kernels import extend_kernels
+from tests.amd.offline.early_launches import assert_waits
 from tests.amd.offline.matrix import Row
 
 ARCHS = ("sm_90", "gfx942")
@@ -25,18 +26,7 @@ def kernels(arch: str, *, early: bool, by_number: bool = False) -> dict[str, Com
 
 @pytest.mark.parametrize("name", ["_extend_kernel", "_extend_merge_kernel"])
 def test_an_early_launch_waits_for_the_end_of_the_one_before(name: str) -> None:
-    kernel = kernels("sm_90", early=True)[name]
-    assert kernel.metadata.launch_pdl
-    code = kernel.asm["ptx"]
-    assert code.count("griddepcontrol.launch_dependents") == code.count("griddepcontrol.wait") == 1
-    # In every program, and no branch leads past it: what comes after shall find the launch before ended too.
-    before = code[: code.index("griddepcontrol.wait")]
-    assert all(f"{label}:" in before for label in re.findall(r"\bbra[.\w]*\s+(\$\w+)", before))
-    assert not re.search(r"\bret;|st\.global", before)
-    if name == "_extend_kernel":
-        # Any launch before it may have written what extend reads, and the merge reads the schedule before it waits.
-        assert "ld.global" not in before
-        assert "griddepcontrol.launch_dependents" not in before
+    assert_waits(kernels("sm_90", early=True)[name], reads_before=name != "_extend_kernel")
 
 
 @pytest.mark.parametrize("arch", ARCHS)

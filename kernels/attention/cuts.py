@@ -16,7 +16,7 @@ from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles, next_power_
 
 # int32 words of a schedule: of a program and of a sequence (decode_schedule.py), of a query block and of a program's
 # share (extend_schedule.py).
-PROGRAM_WORDS, SEQ_WORDS, BLOCK_WORDS, SHARE_WORDS = 8, 2, 8, 8
+PROGRAM_WORDS, SEQ_WORDS, BLOCK_WORDS, SHARE_WORDS = 8, 2, 8, 10
 # Of a decode schedule with counters, those of a program: of each part that it may leave.
 COUNTER_WORDS = 2
 # Parts of a group, so that no two groups of a row have one counter (merge_within.py).
@@ -353,7 +353,7 @@ class Sharing(NamedTuple):
     least_keys:   no share is smaller
     most_keys:    and none larger: there is room for the parts of so many keys
     segment_len:  of deterministic attention, keys of a segment: programs take whole ones; else 0
-    alike_parts:  of the tiles: whether rows that are equally long may be cut into equal parts
+    alike_keys:   of the tiles: what it costs, in keys, to cut all rows alike; 0: they are not cut so
     """
 
     programs: int = 0
@@ -367,7 +367,7 @@ class Sharing(NamedTuple):
     least_keys: int = 256
     most_keys: int = 1 << 30  # more than any program has
     segment_len: int = 0
-    alike_parts: bool = False
+    alike_keys: int = 0
 
 
 WHOLE_ROWS = Sharing()
@@ -416,7 +416,7 @@ class ExtendCut:
             row_keys=tiles.row_keys,
             split_keys=tiles.split_keys,
             least_keys=tiles.row_keys,
-            alike_parts=tiles.alike_parts,
+            alike_keys=tiles.alike_keys,
         )
         return replace(self, sharing=sharing)
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import Softmax
@@ -25,6 +26,7 @@ from rocm_attn.kernels.attention.extend_schedule import (
     SHARE_BLOCK,
     SHARE_CUT,
     SHARE_DONE,
+    SHARE_PARTS,
     SHARE_ROW,
     SHARE_SIZE,
     SHARE_START,
@@ -37,7 +39,15 @@ from rocm_attn.kernels.attention.softmax import LN_2, add_sink
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
-_FEW_PARTS = tl.constexpr(6)
+
+@constexpr_function
+def _few_parts(columns: int) -> int:
+    """Up to how many parts of a row take longer with their loads in flight than one after the other.
+
+    On an H200 heads of 128, 64 new of 2064 in eight parts: 19.6 us with them in flight, and 17.9; heads of 64, 8 x 5 of
+    2005 in seven: 14.4 and 15.3.
+    """
+    return 6 if columns <= 64 else 16
 
 
 class PartsAtOnce(NamedTuple):
@@ -59,6 +69,7 @@ class ExtendMergeGeometry(NamedTuple):
     STAGES:     parts whose loads are in flight, where a row has many
     at_once:    parts that are added up in one step instead, by programs of rows
     ROWS:       rows of a query block, where programs are of rows; 0: they are of the boundaries between shares
+    ALIKE:      whether rows may be cut alike (extend_schedule.py)
     DRAWS:      whether the launch before counts rows that it draws, so that the count is set back (hopper/draws.py)
     EARLY:      whether it may begin while the launch before still runs
     """
@@ -74,6 +85,7 @@ class ExtendMergeGeometry(NamedTuple):
     STAGES: int
     at_once: PartsAtOnce
     ROWS: int
+    ALIKE: bool
     DRAWS: bool
     EARLY: bool
 
@@ -125,6 +137,9 @@ def _extend_merge_kernel(
     ROWS: tl.constexpr = G.ROWS
     line = tl.program_id(1) * G.LINES + tl.arange(0, G.LINES)
     shares = schedule + max_blocks * BLOCK_WORDS
+    parts_of_alike = 0
+    if G.ALIKE:
+        parts_of_alike = tl.load((shares + SHARE_PARTS).to(tl.pointer_type(tl.int64)))
     if ROWS > 0:
         block = tl.program_id(0) // ROWS
         row = tl.program_id(0) % ROWS
@@ -133,6 +148,8 @@ def _extend_merge_kernel(
         size = tl.load(shares + SHARE_SIZE)
         cost = tl.load(words + BLOCK_KEYS) + G.ROW_KEYS
         start = tl.load((words + BLOCK_BEFORE).to(tl.pointer_type(tl.int64))) * ROWS + row * cost
+        if G.ALIKE:
+            start = tl.where(parts_of_alike > 0, tl.program_id(0) * parts_of_alike * size, start)
         began = (start // size).to(tl.int32)
     else:
         # The row that goes on from program `began` into the next one, if `began` is the first with a part of it.
@@ -147,6 +164,9 @@ def _extend_merge_kernel(
         cost = tl.load(words + BLOCK_KEYS) + G.ROW_KEYS
     num_lines = tl.load(words + BLOCK_TOKENS) * G.BLOCK_HEADS
     num_parts = ((start + cost - 1) // size).to(tl.int32) - began + 1
+    if G.ALIKE:
+        # The first part has what the row costs to begin, beside as many keys as others.
+        num_parts = tl.where(parts_of_alike > 0, tl.cdiv(cost - G.ROW_KEYS, size).to(tl.int32), num_parts)
     if G.EARLY:
         # The schedule was there before extend's programs were past their wait; what they write is read after this one.
         gdc_wait()
@@ -162,8 +182,7 @@ def _extend_merge_kernel(
             AT_ONCE: tl.constexpr = G.at_once
             LINES: tl.constexpr = G.QUERY_ROWS
             acc, maximum, total = merge_parts(parts, began, num_parts, line, num_lines, column, LINES, AT_ONCE)
-        # To have loads in flight costs more than waiting for a few parts.
-        elif (G.STAGES > 1) and (num_parts > _FEW_PARTS):
+        elif (G.STAGES > 1) and (num_parts > _few_parts(G.COLUMNS)):
             acc, maximum, total = _sum_of_parts(parts, began, num_parts, line, column, G.STAGES, G)
         else:
             acc, maximum, total = _sum_of_parts(parts, began, num_parts, line, column, 1, G)
@@ -249,6 +268,7 @@ def launch_extend_merge(
             stages,
             PartsAtOnce(lines, columns, 1 if few is None else few.parts, v_head_dim),
             0 if few is None else cut.sharing.rows,
+            cut.sharing.alike_keys > 0,
             draws,
             block.EARLY,
         ),

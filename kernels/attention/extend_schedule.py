@@ -13,11 +13,13 @@ are one program's each, and start as programs end. So, as in decode_schedule.py,
   a program leaves at most two rows unfinished: the first, begun by an earlier program, and the last, which goes on;
   the parts of a row that starts at position x are those of programs x // share to (x + cost - 1) // share.
 
-Where all these rows cost the same, tiles may have each cut into one to three equal parts (alike_parts), one a program,
-if no part is larger than a share by more than an eighth. Then no program begins a second row, and programs of a
-sequence's KV heads read the same keys, beside each other in a page, at the same time. With n parts of ceil(cost / n)
-row r counts as one that starts at r n parts, whose programs the same formula finds; parts end row_keys later than that,
-since the last one has the diagonal, and the end of the row.
+Where rows are fewer than programs, tiles may have all of them cut alike (alike_keys), each part a program of its own:
+of R rows into n = P // R parts of equal size, or into fewer where these would be smaller than least_keys, and up to
+eight than half of that. Then no program begins a second row, and programs of a sequence's KV heads read the same keys,
+beside each other in a page, at the same time. The size is that of the longest row, of which the last part is shorter,
+since it has the diagonal and the end of the row; a shorter row has an even shorter last part, or fewer parts. Row r
+counts as one that starts at r n parts. Rows are cut so where the size, plus alike_keys for the merge, is no more than
+the estimate below.
 
 The cut is the one that an estimate likes best, of _CUTS evenly spaced ones:
 
@@ -68,6 +70,8 @@ SHARE_WORK = tl.constexpr(3)
 SHARE_START = tl.constexpr(4)  # 64 bits: position where the row starts
 SHARE_SIZE = tl.constexpr(6)  # of every share
 SHARE_CUT = tl.constexpr(7)  # blocks that are shared out
+SHARE_PARTS = tl.constexpr(8)  # 64 bits: parts that each row has room for, where rows are cut alike; else 0
+_FEW_PARTS = tl.constexpr(8)
 # Sequences, blocks, cuts and rounds that a program looks at in one step; fixed numbers, so that no batch size needs
 # another compilation.
 _SEQS_AT_ONCE = 512
@@ -79,8 +83,6 @@ _ROUNDS = 16
 # A class of reaches: at most a quarter longer than its shortest one, and no narrower than 128 keys.
 _CLASS_BITS = tl.constexpr(cuts.CLASS_BITS)
 _CLASS_KEYS_LOG2 = tl.constexpr(cuts.CLASS_KEYS_LOG2)
-# Equal parts may be so much longer than a share would be: an eighth.
-_EIGHT = tl.constexpr(8)
 
 
 class ListGeometry(NamedTuple):
@@ -235,14 +237,14 @@ def _cost_before(schedule, block, is_block):
 
 
 class ShareGeometry(NamedTuple):
-    """What shares are compiled for: ROWS of a block; SEGMENT_LEN of cuts.Sharing; ROW_END, keys that the last one of
-    equal parts has fewer than the others, 0 where rows have no equal parts; BLOCKS, CUTS, ROUNDS that are looked at in
-    one step.
+    """What shares are compiled for: ROWS of a block; SEGMENT_LEN, ALIKE_KEYS and ROW_KEYS of cuts.Sharing; BLOCKS,
+    CUTS, ROUNDS that are looked at in one step.
     """
 
     ROWS: int
     SEGMENT_LEN: int
-    ROW_END: int
+    ALIKE_KEYS: int
+    ROW_KEYS: int
     BLOCKS: int
     CUTS: int
     ROUNDS: int
@@ -265,22 +267,23 @@ def _longest_rounds(schedule, cut, num_blocks, first, slots, G: tl.constexpr):
 
 
 @triton.jit
-def _parts_of_alike(schedule, cut_blocks, share, least_keys, G: tl.constexpr):
-    """What a row costs, and how many equal parts each has if all shared ones cost the same; 0 where they have none.
-
-    Three at most: where rows are so few that programs merge by row (extend_merge.py) shares are the smaller ones.
-    """
+def _alike_parts(schedule, num_blocks, num_programs, least_keys, G: tl.constexpr):
+    """Into how many parts all rows would be cut, and the size of one in keys; one part: they would not be cut."""
     lane = tl.arange(0, G.BLOCKS)
-    cost = _cost_before(schedule, 1, cut_blocks > 0)
-    others = 0
-    for first in range(0, cut_blocks, G.BLOCKS):
-        is_shared = first + lane < cut_blocks
-        of_block = _cost_before(schedule, first + lane + 1, is_shared) - _cost_before(schedule, first + lane, is_shared)
-        others += tl.sum((is_shared & (of_block != cost)).to(tl.int32), 0)
-    parts = (cost // share).to(tl.int32)
-    is_alike = (others == 0) & (parts > 0) & (parts <= 3) & (share > least_keys) & (share > 2 * G.ROW_END + 2)
-    is_alike = is_alike & (tl.cdiv(cost, tl.maximum(parts, 1)) <= share + share // _EIGHT)
-    return cost, tl.where(is_alike, parts, 0)
+    longest = tl.zeros([], tl.int64)
+    for first in range(0, num_blocks, G.BLOCKS):
+        is_block = first + lane < num_blocks
+        cost = _cost_before(schedule, first + lane + 1, is_block) - _cost_before(schedule, first + lane, is_block)
+        longest = tl.maximum(longest, tl.max(cost, 0))
+    keys = tl.maximum(longest - G.ROW_KEYS, 0)
+    # Many parts take the merge long: those are no smaller than other shares.
+    of_least = (keys // tl.maximum(least_keys, 1)).to(tl.int32)
+    of_halves = (keys // tl.maximum(least_keys // 2, 1)).to(tl.int32)
+    most = tl.maximum(of_least, tl.minimum(of_halves, _FEW_PARTS))
+    parts = tl.maximum(tl.minimum(num_programs // tl.maximum(num_blocks * G.ROWS, 1), most), 1)
+    # What the last part of the longest row has less.
+    row_end = tl.minimum(tl.cdiv(keys, parts) // 2, G.ROW_KEYS)
+    return parts, tl.cdiv(keys + row_end, parts)
 
 
 @triton.jit(
@@ -343,20 +346,20 @@ def _share_kernel(
     row_cost = tl.maximum(_cost_before(schedule, at + 1, work > 0) - before, 1)
     row = (start - before * ROWS) // row_cost
     row_start = before * ROWS + row * row_cost
-    if G.ROW_END > 0:
-        cost, parts = _parts_of_alike(schedule, cut_blocks, share, least_keys, G)
-        if parts > 0:
-            share = tl.cdiv(cost, parts)
-            index = program // parts
-            part = program % parts
-            at = tl.minimum(index // ROWS, cut_blocks)
+    parts = 0
+    if G.ALIKE_KEYS > 0:
+        most, size = _alike_parts(schedule, num_blocks, num_programs, least_keys, G)
+        if (most > 1) & (size + G.ALIKE_KEYS <= tl.min(estimate, 0)):
+            parts, share, cut_blocks = most, size, num_blocks
+            index, part = program // parts, program % parts
+            at = tl.minimum(index // ROWS, num_blocks)
             row = (index % ROWS).to(tl.int64)
-            # Positions of parts, not of keys: the last part, which has the diagonal, is the shorter one.
+            is_row = index < num_blocks * ROWS
+            cost = _cost_before(schedule, at + 1, is_row) - _cost_before(schedule, at, is_row)
+            done = tl.where(part > 0, part * share + G.ROW_KEYS, 0)
+            work = tl.maximum(tl.minimum((part + 1) * share + G.ROW_KEYS, cost) - done, 0)
             row_start = index.to(tl.int64) * parts * share
-            done = tl.where(part > 0, part * share + G.ROW_END, 0)
-            end = tl.where(part + 1 < parts, (part + 1) * share + G.ROW_END, cost)
-            work = tl.where(index < cut_blocks * ROWS, end - done, 0)
-            start = row_start + done
+            start = row_start + tl.where(work > 0, done, 0)
     words = schedule + max_blocks * BLOCK_WORDS + program * SHARE_WORDS
     tl.store(words + SHARE_BLOCK, at)
     tl.store(words + SHARE_ROW, row.to(tl.int32))
@@ -365,6 +368,7 @@ def _share_kernel(
     tl.store((words + SHARE_START).to(tl.pointer_type(tl.int64)), row_start)
     tl.store(words + SHARE_SIZE, share.to(tl.int32))
     tl.store(words + SHARE_CUT, cut_blocks)
+    tl.store((words + SHARE_PARTS).to(tl.pointer_type(tl.int64)), tl.cast(parts, tl.int64))
 
 
 def launch_extend_schedule(queries: Queries, schedule: Tensor, cut: ExtendCut) -> None:
@@ -404,7 +408,8 @@ def launch_extend_schedule(queries: Queries, schedule: Tensor, cut: ExtendCut) -
         G=ShareGeometry(
             sharing.rows,
             sharing.segment_len,
-            sharing.row_keys if sharing.alike_parts else 0,
+            sharing.alike_keys,
+            sharing.row_keys,
             _BLOCKS_AT_ONCE,
             _CUTS,
             _ROUNDS,

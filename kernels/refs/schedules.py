@@ -123,41 +123,51 @@ def _shares(costs: Sequence[int], sharing: Sharing) -> list[int]:
     if not programs:
         return []
     cut_blocks = min(_cuts(len(costs)), key=lambda cut: _estimate(costs, cut, sharing))
+    if parts := _parts_of_alike(costs, _estimate(costs, cut_blocks, sharing), sharing):
+        return _equal_parts(costs, *parts, sharing)
     of_rows = [cost for cost in costs[:cut_blocks] for _ in range(rows)]
     starts, shared = [0, *accumulate(of_rows)], sum(of_rows)
     share = max(-(-shared // programs), sharing.least_keys)
-    if sharing.alike_parts and (parts := _parts_of_alike(costs[:cut_blocks], share, sharing)):
-        return _equal_parts(costs[0], parts, cut_blocks, sharing)
     words: list[int] = []
     for program in range(programs):
         start = program * share
         work = max(0, min(share, shared - start))
         row = bisect_right(starts, start) - 1
         first = [row // rows, row % rows, start - starts[row]] if work else [0, 0, 0]
-        words += [*first, work, *_halves(starts[row] if work else 0), share, cut_blocks]
+        words += [*first, work, *_halves(starts[row] if work else 0), share, cut_blocks, 0, 0]
     return words
 
 
-def _parts_of_alike(costs: Sequence[int], share: int, sharing: Sharing) -> int:
-    """How many equal parts rows have that all cost the same; 0 where they have none."""
-    if len(set(costs)) != 1 or share <= max(sharing.least_keys, 2 * sharing.row_keys + 2):
-        return 0
-    parts = costs[0] // share
-    return parts if 0 < parts <= 3 and -(-costs[0] // parts) <= share + share // 8 else 0
+def _parts_of_alike(costs: Sequence[int], estimate: int, sharing: Sharing) -> tuple[int, int] | None:
+    """How many parts of which size each row has where that is no worse than an estimate; None: they have none."""
+    if not sharing.alike_keys or not costs:
+        return None
+    keys = max(costs) - sharing.row_keys
+    most = sharing.programs // (len(costs) * sharing.rows)
+    least = max(sharing.least_keys, 1)
+    parts = min(most, max(keys // least, min(8, keys // max(least // 2, 1))))
+    if parts < 2:
+        return None
+    row_end = min(-(-keys // parts) // 2, sharing.row_keys)
+    size = -(-(keys + row_end) // parts)
+    return (parts, size) if size + sharing.alike_keys <= estimate else None
 
 
-def _equal_parts(cost: int, parts: int, cut_blocks: int, sharing: Sharing) -> list[int]:
-    """_shares of rows that are cut into equal parts."""
-    share = -(-cost // parts)
-    ends = [0, *(part * share + sharing.row_keys for part in range(1, parts)), cost]
+def _equal_parts(costs: Sequence[int], parts: int, size: int, sharing: Sharing) -> list[int]:
+    """_shares of rows of which each has room for so many parts of one size; a short row does not fill it."""
     words: list[int] = []
     for program in range(sharing.programs):
         row, part = divmod(program, parts)
-        if row < cut_blocks * sharing.rows:
-            first = [row // sharing.rows, row % sharing.rows, ends[part], ends[part + 1] - ends[part]]
-            words += [*first, *_halves(row * parts * share), share, cut_blocks]
+        block = row // sharing.rows
+        keys = costs[block] - sharing.row_keys if block < len(costs) else 0
+        first, end = min(part * size, keys), min((part + 1) * size, keys)
+        # What a row costs to begin is its first part's.
+        done, cost = (first + sharing.row_keys, end - first) if part else (0, end + sharing.row_keys)
+        if block == len(costs) or (part and not cost):
+            words += [0] * 6
         else:
-            words += [0] * 6 + [share, cut_blocks]
+            words += [block, row % sharing.rows, done, cost, *_halves(row * parts * size)]
+        words += [size, len(costs), parts, 0]
     return words
 
 

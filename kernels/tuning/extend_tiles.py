@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from rocm_attn.kernels.tuning.tiles import ANY_ROWS, Codes, ExtendRow, ExtendTiles, NoTiles, names_of, no_row
 
 # Of few new tokens on Hopper. 64 x 8 heads of 192, 16 x 5 new of 2505: 72 us, 78 launched early alone, 80 without both;
-# 32 x 8 of 128, 16 x 5 of 4101: 73.7, 76.5 and 78.4.
-_TOGETHER = {"early": True, "alike_parts": True}
+# 32 x 8 of 128, 16 x 5 of 4101: 73.7, 76.5 and 78.4. Where rows may be cut into more than three parts alike: 12 x 4 of
+# 64, 8 x 5 of 1005: 11.8 us, 14.7 without; 64 x 8 of 128, 2 x 5 of 4005: 22.0 and 26.9.
+_TOGETHER: dict[str, Any] = {"early": True, "alike_keys": 256}
 # 32 x 8 heads of 32, 32 x 12 new of 2000: 28.5 us, 29.3 where each key has its page number loaded. Of heads of 128 it
 # gains nothing: 162.9 and 162.4 at 32 x 8, 64 x 5 of 2505.
 _BY_NUMBER = {**_TOGETHER, "by_number": True}

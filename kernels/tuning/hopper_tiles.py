@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -102,13 +103,18 @@ class HopperTiles:
 # gathered 392; of 16: 384 and 389. With heads of 64 598 and 562, 544 and 569.
 LEAST_BOX = 16
 
+# 32 x 8 heads of 128, 128 new of 1128: 16.1 us, and 21.3 where rows are not cut alike; 24 x 8 of 192, 105 of 605: 19.6
+# and 25.9; 96 x 3 of 224, 2 x 27 of 4027: 49.7 and 58.5.
+_SHARED: Mapping[str, Any] = {"programs_per_cu": 1, "merge_stages": 4, "alike_keys": 256}
+
 # One H200, torch 2.11, Triton 3.6. llama8b is (32 query heads, 8 KV heads, 128), gptoss (64, 8, 64).
 _EXTEND_TILES: Mapping[int, HopperTiles] = {
     # gptoss 1 x 2048 new + 6144 cached: BESIDE_THE_PLAIN. With a window of 4096, 8 x 512 + 4096: 659 us, 1000 where all
     # steps are masked, FA3 622. With a cap, 1 x 2048 + 6144: 616 us, with 224 registers 625; two of four exponentials
     # by products after the tanh of all 676; in one piece of assembly with their tanh four of eight 685, seven 650.
     64: HopperTiles(
-        ExtendTiles(128, 128, 4, 4, programs_per_cu=1, merge_stages=4),
+        # 64 x 8 heads, 128 new of 328: 11.1 us in one part each, in two 12.3.
+        ExtendTiles(128, 128, 4, 4, **{**_SHARED, "alike_keys": 384}),
         overlaps=True,
         registers=232,
         eights_by_products=6,
@@ -119,7 +125,7 @@ _EXTEND_TILES: Mapping[int, HopperTiles] = {
     # of 128 128, FA3 168; 32 x 32 of 96: 151, 162 and 186. 12 ragged chunks of the latter: 285 us where rows are dealt
     # out, 261 where they are drawn, 250 with three stages too, 242 with boxes of two dimensions, FA3 283.
     96: HopperTiles(
-        ExtendTiles(128, 128, 4, 3, dim_block=64, programs_per_cu=1, merge_stages=4),
+        ExtendTiles(128, 128, 4, 3, dim_block=64, **_SHARED),
         overlaps=True,
         registers=224,
         powers_by_products=2,
@@ -133,7 +139,7 @@ _EXTEND_TILES: Mapping[int, HopperTiles] = {
     # where all steps are masked, FA3 264; of 2048, 1 x 2048 + 6144: 144, 201 and 145. With 224 registers 374 us where
     # these take 367, and with a cap 402 and 398.
     128: HopperTiles(
-        ExtendTiles(128, 128, 4, 2, programs_per_cu=1, merge_stages=4),
+        ExtendTiles(128, 128, 4, 2, **_SHARED),
         overlaps=True,
         registers=232,
         powers_by_products=2,
@@ -143,7 +149,7 @@ _EXTEND_TILES: Mapping[int, HopperTiles] = {
     # 64 x 8 heads, 777 new of 5778: 327 us, 12 ragged chunks 498; by blocks of 64 keys with three stages 348 and 530.
     # Registers have no room for the weights of 128 keys beside the accumulators, so V is multiplied with by 64.
     192: HopperTiles(
-        ExtendTiles(128, 128, 4, 2, dim_block=64, programs_per_cu=1, merge_stages=4),
+        ExtendTiles(128, 128, 4, 2, dim_block=64, **_SHARED),
         overlaps=True,
         registers=240,
         value_keys=64,
@@ -153,7 +159,7 @@ _EXTEND_TILES: Mapping[int, HopperTiles] = {
     # in blocks of 32 keys 473; the plain kernel 783. 8 x 1 heads, 24 decodes and 265 new of as many: 28 us, 32 where a
     # second row and the merge count as 384 keys: its 17 rows were shared by 27 programs.
     256: HopperTiles(
-        ExtendTiles(128, 64, 4, 2, dim_block=128, programs_per_cu=1, merge_stages=4, split_keys=512),
+        ExtendTiles(128, 64, 4, 2, dim_block=128, split_keys=512, **_SHARED),
         overlaps=True,
         registers=232,
         powers_by_products=2,
@@ -167,9 +173,7 @@ _GATHERED_TILES: Mapping[int, HopperTiles] = {
     # With fewer registers the group that gathers keys of heads of 128 spills.
     64: replace(_EXTEND_TILES[64], registers=224),
     128: replace(_EXTEND_TILES[128], registers=224),
-    192: HopperTiles(
-        ExtendTiles(128, 64, 4, 3, dim_block=64, programs_per_cu=1, merge_stages=4), overlaps=True, registers=232
-    ),
+    192: HopperTiles(ExtendTiles(128, 64, 4, 3, dim_block=64, **_SHARED), overlaps=True, registers=232),
 }
 
 # Head dim -> microseconds of this kernel and of the plain one at 1 x 2048 new + 6144 cached, as above.
@@ -179,21 +183,21 @@ BESIDE_THE_PLAIN: Mapping[int, tuple[float, float]] = {64: (536, 631), 128: (394
 # 8 x 512 + 4096: 563 and 511; of tokens: 539 and 713.
 _CODED_TILES: Mapping[int, HopperTiles] = {
     64: HopperTiles(
-        ExtendTiles(128, 128, 4, 4, programs_per_cu=1, merge_stages=4),
+        ExtendTiles(128, 128, 4, 4, **_SHARED),
         overlaps=True,
         registers=208,
         decoder_registers=64,
         code_tiles=4,
     ),
     128: HopperTiles(
-        ExtendTiles(128, 128, 4, 2, programs_per_cu=1, merge_stages=4),
+        ExtendTiles(128, 128, 4, 2, **_SHARED),
         overlaps=True,
         registers=208,
         decoder_registers=64,
         code_tiles=4,
     ),
     192: HopperTiles(
-        ExtendTiles(128, 64, 4, 3, dim_block=64, programs_per_cu=1, merge_stages=4),
+        ExtendTiles(128, 64, 4, 3, dim_block=64, **_SHARED),
         overlaps=True,
         registers=216,
         decoder_registers=48,
@@ -254,7 +258,7 @@ def hopper_segment_tiles(head_dim: int, page_size: int) -> HopperTiles:
     of_decode = segment_tiles("sm_90", head_dim=head_dim, v_head_dim=head_dim, dtype=torch.bfloat16)
     row = _row(head_dim)
     others = _GATHERED_TILES[row]
-    extend = replace(others.extend, num_stages=_SEGMENT_STAGES[row])
+    extend = replace(others.extend, num_stages=_SEGMENT_STAGES[row], alike_keys=0)
     return HopperTiles(
         extend,
         overlaps=True,

@@ -140,7 +140,7 @@ class ExtendTiles:
     heads_per_row:    KV heads that are read as one, beside each other; more than one only with dim_block 0, and where
                       their query heads fit a query block
     early:            as in DecodeTiles; but a launch of shares alone begins when the one before it has ended
-    alike_parts:      whether rows that are equally long are cut into equal parts, where few programs are without one
+    alike_keys:       what it costs, in keys, to cut all rows alike, each part a program of its own; 0: they are not
                       then: programs begin no second row, and those of a sequence's rows read the same keys at a time
     by_number:        whether a block's page numbers are loaded once for each page on NVIDIA (key_rows.py)
     fills:            whether blocks of fewer query heads of a KV head are made where more rows of a query block have
@@ -165,7 +165,7 @@ class ExtendTiles:
     split_keys: int = 384
     heads_per_row: int = 1
     early: bool = False
-    alike_parts: bool = False
+    alike_keys: int = 0
     by_number: bool = False
     fills: bool = False
 

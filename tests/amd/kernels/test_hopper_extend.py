@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.kernels.attention.cuts import NEVER_SPLIT, ExtendCut, Sharing
-from rocm_attn.kernels.attention.extend_schedule import launch_extend_schedule
+from rocm_attn.kernels.attention.cuts import NEVER_SPLIT, SHARE_WORDS, ExtendCut, Sharing
+from rocm_attn.kernels.attention.extend_schedule import SHARE_CUT, launch_extend_schedule
 from rocm_attn.kernels.cache.page_format import Encoding, Scales
 from rocm_attn.kernels.refs.schedules import extend_schedule
 from rocm_attn.kernels.tuning.hopper_tiles import (
@@ -418,7 +418,7 @@ def test_programs_take_their_share_and_then_whole_rows(dim: int, device: torch.d
     sharing = ALL_SHARED._replace(programs=5, split_keys=0)
     cut = run_hopper(tensors, sharing)
     words = extend_schedule(case.kv_len, case.q_len, cut, tensors.q.shape[0])
-    assert words[-1] == 4
+    assert words[SHARE_CUT.value - SHARE_WORDS] == 4
     assert_served(tensors)
 
 
@@ -576,7 +576,7 @@ def test_deterministic_extend_gives_a_token_the_bits_of_every_chunk_and_of_decod
         )
         cut = run_segments(shared, sharing=sharing)
         words = extend_schedule(tensors.case.kv_len, tensors.case.q_len, cut, tensors.q.shape[0])
-        assert words[-1] > 0, "nothing is shared"
+        assert words[SHARE_CUT.value - SHARE_WORDS] > 0, "nothing is shared"
         assert torch.equal(shared.out, tensors.out)
         assert torch.equal(shared.lse, tensors.lse)
     decoded = last_tokens(tensors)

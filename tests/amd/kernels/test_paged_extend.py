@@ -15,7 +15,7 @@ from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
 from rocm_attn.kernels.attention.cuts import BLOCK_WORDS, SHARE_WORDS, WHOLE_ROWS, ExtendCut, Sharing
 from rocm_attn.kernels.attention.extend import launch_paged_extend
 from rocm_attn.kernels.attention.extend_merge import merge_of_few_rows
-from rocm_attn.kernels.attention.extend_schedule import launch_extend_schedule
+from rocm_attn.kernels.attention.extend_schedule import SHARE_CUT, SHARE_SIZE, launch_extend_schedule
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW, Scores
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.refs.schedules import extend_schedule
@@ -172,18 +172,30 @@ def test_page_numbers_may_be_loaded_once_for_each_page(page_size: int, kernel_de
     assert_served(tensors)
 
 
-@pytest.mark.parametrize("lengths", [[80, 80, 80], [80, 80, 79]], ids=["alike", "not alike"])
-def test_rows_that_are_alike_have_equal_parts(lengths: list[int], kernel_device: torch.device) -> None:
-    case = Case(kv_len=lengths, q_len=[2, 2, 2], heads=(6, 3), dims=(16, 16))
+@pytest.mark.parametrize(
+    ("lengths", "programs", "alike_keys", "size"),
+    [
+        ([80, 80, 80], 19, 8, 44),
+        ([80, 61, 30], 19, 8, 44),
+        ([80, 80, 80], 19, 99, 42),
+        # So many parts that the merge goes by row.
+        ([300], 40, 8, 24),
+    ],
+    ids=["alike", "of other lengths", "too dear", "many parts"],
+)
+def test_rows_may_be_cut_alike(
+    lengths: list[int], programs: int, alike_keys: int, size: int, kernel_device: torch.device
+) -> None:
+    case = Case(kv_len=lengths, q_len=[2] * len(lengths), heads=(6, 3), dims=(16, 16))
     tensors = build(case, kernel_device)
     tiles = ExtendTiles(16, 16, 4, 1, one_launch=True)
-    sharing = ALL_SHARED._replace(programs=19, row_keys=8, alike_parts=True)
+    sharing = ALL_SHARED._replace(programs=programs, row_keys=8, split_keys=30, least_keys=20, alike_keys=alike_keys)
     cut = extend_cut(tensors, tiles, sharing)
     num_tokens, num_seqs = tensors.q.shape[0], tensors.num_seqs
     schedule = garbage(cut.words(num_tokens, num_seqs), kernel_device)
     launch_extend_schedule(tensors.queries, schedule, cut)
     words = schedule.tolist()
-    assert words[-2] == (44 if lengths[2] == 80 else 42), "a share, or an equal part"
+    assert words[SHARE_SIZE.value - SHARE_WORDS] == size, "of a share, or of an equal part"
     expected = extend_schedule(case.kv_len, case.q_len, cut, num_tokens)
     assert without_idle_shares([*words, 0, 0, 0], cut) == [*expected, 0, 0, 0]
     run_extend(tensors, tiles=tiles, sharing=sharing)
@@ -203,7 +215,8 @@ def test_one_launch_may_take_shares_and_whole_rows(
     tiles = ExtendTiles(query_rows=16, key_block=16, num_warps=4, num_stages=1, one_launch=True)
     sharing = ALL_SHARED._replace(programs=3, split_keys=split_keys)
     words = extend_schedule(case.kv_len, case.q_len, extend_cut(tensors, tiles, sharing), tensors.q.shape[0])
-    assert 0 < words[-1] < 8 if some_are_shared else words[-1] == 0
+    cut_blocks = words[SHARE_CUT.value - SHARE_WORDS]
+    assert 0 < cut_blocks < 8 if some_are_shared else cut_blocks == 0
     run_extend(tensors, tiles=tiles, sharing=sharing)
     assert_served(tensors)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.kernels.attention.cuts import BLOCK_WORDS, SHARE_WORDS
+from rocm_attn.kernels.attention.extend_schedule import SHARE_CUT, SHARE_SIZE
 from rocm_attn.kernels.hopper.segment_parts import launch_merge_of_segments
 from rocm_attn.kernels.refs.schedules import extend_schedule
 from rocm_attn.kernels.tuning.hopper_tiles import HopperTiles
@@ -72,7 +73,7 @@ def segment_parts(memory: Memory) -> None:
 
 def _parts_of(tensors: Tensors, words: list[int], programs: int, row_keys: int) -> Parts:
     """What programs leave of the rows that they share. Of the others the results are written."""
-    size, shared = words[-2:]
+    size, shared = (words[at.value - SHARE_WORDS] for at in (SHARE_SIZE, SHARE_CUT))
     parts = Parts(
         torch.full((programs * SLOTS, QUERY_ROWS, tensors.case.dims[1]), float("nan")),
         torch.full((programs * SLOTS, QUERY_ROWS, 2), float("nan")),

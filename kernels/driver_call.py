@@ -8,6 +8,7 @@ values of the kernel's arguments, so it is found out once: a copy of the launche
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import itemgetter
@@ -16,6 +17,12 @@ from typing import Any
 Run = Callable[..., object]
 # values, the fixed ones last -> what a function of the driver is given
 Arguments = Callable[[tuple[object, ...]], tuple[object, ...]]
+
+# address of a tensor -> what the driver is given for a descriptor of it
+MapOf = Callable[[int], object]
+
+# Of one form of call: layers of a model, and tensors that moved.
+_MOST_MAPS = 512
 
 # What a launcher does beside handing its arguments over, where one of these is not 0.
 _OTHER_WORK = ("global_scratch_size", "profile_scratch_size", "gsan_enabled")
@@ -26,6 +33,67 @@ class Place:
     """An argument that is another one in each launch: the number of its value."""
 
     number: int
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedPlace:
+    """A descriptor of a tensor (TMA) which lies elsewhere in each launch: the number of its address."""
+
+    number: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    padding: str
+
+
+class _Described:
+    """A descriptor as Triton's driver makes a map of it, and its tensor, of which it asks for the address."""
+
+    def __init__(self, address: int, place: DescribedPlace) -> None:
+        self._address = address
+        self.base, self.shape, self.strides, self.padding = self, list(place.shape), list(place.strides), place.padding
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+def with_maps(
+    run: Run, template: tuple[object, ...], first: int
+) -> tuple[Run, tuple[object, ...], list[tuple[int, MapOf]]] | None:
+    """What driver_call gives, with maps in place of descriptors: a function, its arguments, and the maps.
+
+    Each descriptor becomes the Place of a map, numbered from `first` on, and what else the driver is told of it, as
+    plain numbers. The maps: the number of the address, and what makes the map of it. None where Triton's launcher is
+    none that is known.
+    """
+    described = [each for each in template if isinstance(each, DescribedPlace)]
+    nested = [each for inner in template if type(inner) is tuple for each in inner if isinstance(each, DescribedPlace)]
+    if not described and not nested:
+        return run, template, []
+    code, cells = getattr(run, "__code__", None), getattr(run, "__closure__", None) or ()
+    within = {name: cell.cell_contents for name, cell in zip(getattr(code, "co_freevars", ()), cells, strict=False)}
+    launcher, metadata = within.get("launcher"), within.get("tensordesc_meta")
+    if nested or not callable(launcher) or not metadata or len(metadata) != len(described) or None in metadata:
+        return None
+    flat: list[object] = []
+    maps: list[tuple[int, MapOf]] = []
+    for each in template:
+        if isinstance(each, DescribedPlace):
+            flat += [Place(first + len(maps)), *each.shape, *each.strides]
+            maps.append((each.number, _map_of(each, metadata[len(maps)])))
+        else:
+            flat.append(each)
+    return launcher, tuple(flat), maps
+
+
+def _map_of(place: DescribedPlace, metadata: Any) -> MapOf:
+    """Makes maps by Triton's own function, and keeps those of a model's layers."""
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    @functools.lru_cache(_MOST_MAPS)
+    def map_of(address: int) -> object:
+        return make_tensordesc_arg(_Described(address, place), metadata)[0]
+
+    return map_of
 
 
 def driver_call(compiled: Any, grid: tuple[int, ...], stream: object, arguments: Iterable[object]) -> tuple[Run, Any]:

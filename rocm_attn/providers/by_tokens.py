@@ -58,9 +58,12 @@ class SchedulesByTokens:
         return max(schedule.words(shape) for schedule in (*(sized.schedule for sized in self.short), self.other))
 
     def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
-        q_len = likely_q_len(bounds.shape)
-        schedule = next((sized.schedule for sized in self.short if q_len <= sized.max_q_len), self.other)
-        schedule.build(queries, step, bounds, words)
+        self.of_shape(bounds.shape).build(queries, step, bounds, words)
+
+    def of_shape(self, shape: PaddedShape) -> Schedule:
+        """The schedule of steps of this shape."""
+        q_len = likely_q_len(shape)
+        return next((sized.schedule for sized in self.short if q_len <= sized.max_q_len), self.other)
 
 
 @dataclass(frozen=True, slots=True)

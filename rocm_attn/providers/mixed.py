@@ -60,8 +60,9 @@ class MixedAtOnce:
     def workspace_words(self, shape: PaddedShape) -> int:
         return self._words_of_extend(shape) + self.in_turn.decode.workspace_words(shape)
 
+    @only_launches
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        if not _is_capturing(args.q.device):
+        if not is_capturing(args.q.device):
             self.in_turn.attend(args, step, bounds)
             return
         schedules = self.schedule.split(bounds.shape, args.schedule)
@@ -78,7 +79,7 @@ class MixedAtOnce:
         return round_up(self.in_turn.extend.workspace_words(shape), 4)
 
 
-def _is_capturing(device: torch.device) -> bool:
+def is_capturing(device: torch.device) -> bool:
     """Whether launches on the device's current stream go to a graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 

@@ -11,6 +11,7 @@ from rocm_attn.kernels.attention import limits
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.cuts import ExtendCut
 from rocm_attn.kernels.attention.scores import Scores
+from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.tuning.hopper_tiles import (
     CODED_HEAD_DIMS,
@@ -104,6 +105,16 @@ class HopperExtend:
             return self.tiles.segment_words(programs=self.cut.sharing.programs, head_dim=self.problem.head_dim)
         return self.cut.partials_words(query_rows=self.tiles.extend.query_rows, v_head_dim=self.problem.v_head_dim)
 
+    @only_launches
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        hopper_launches.launch_hopper_extend(args, scores=self.scores, cut=self.cut, tiles=self.tiles)
+
+
+class DrawnHopperExtend(HopperExtend):
+    """Of which programs draw whole rows: after a launch that failed, the count of them is set back beside launches."""
+
+    __slots__ = ()
+
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         hopper_launches.launch_hopper_extend(args, scores=self.scores, cut=self.cut, tiles=self.tiles)
 
@@ -113,7 +124,8 @@ def bind_extend(problem: Problem, target: Target, min_q_len: int) -> HopperExten
     is_coded = problem.kv_encoding is not KVEncoding.LIKE_Q
     tiles = hopper_tiles(problem.head_dim, problem.page_size, coded=is_coded)
     tiles = _launched_early(tiles, min_q_len)
-    return HopperExtend(problem, scores_of(problem), tiles, _cut(problem, target, tiles, min_q_len))
+    extend = DrawnHopperExtend if tiles.drawn_blocks else HopperExtend
+    return extend(problem, scores_of(problem), tiles, _cut(problem, target, tiles, min_q_len))
 
 
 def _launched_early(tiles: HopperTiles, min_q_len: int) -> HopperTiles:

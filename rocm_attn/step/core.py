@@ -116,7 +116,7 @@ class StepCore:
 
     def _fills_by_launches(self, plan: StepPlan) -> bool:
         """Whether all that derives the metadata of steps of a plan is launches."""
-        schedules = all(builds_by_launches(kernel.bound.schedule) for kernel in plan.kernels)
+        schedules = all(builds_by_launches(kernel.bound.schedule, plan.shape.child) for kernel in plan.kernels)
         return schedules and does_only_launch(self.ops.fill) and all(tokens == 1 for _, tokens in self._pools)
 
     def _derive(self, step: DeviceStep, plan: StepPlan) -> None:

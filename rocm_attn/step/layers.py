@@ -24,11 +24,12 @@ from rocm_attn.paging.storage import Pool
 from rocm_attn.paging.stored_tokens import StepStores
 from rocm_attn.problem import Indexer, PoolKind, Problem, Scales
 from rocm_attn.providers.contract import StepOps, StoringKernel
+from rocm_attn.providers.mixed import is_capturing
 from rocm_attn.step.head_weights import LayerHeadWeights, NewHeadWeights, written_in_place
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.memory import DeviceStep
 from rocm_attn.step.plan import StepPlan
-from rocm_attn.step.prepared import FILL, Call, LayerForms, current_stream, is_prepared
+from rocm_attn.step.prepared import FILL, Call, LayerForms, current_stream
 from rocm_attn.step.row_work import check_rope, check_work
 from rocm_attn.step.selections import Require, StepSelections, refuse_stale
 
@@ -93,7 +94,6 @@ class Layers:
         around = ops.store_kv, ops.rope_store, ops.zero_tails, ops.clear_pads
         self._launches_alone = on_gpu and all(does_only_launch(launcher) for launcher in around)
         kernels = [kernel for selection in kinds.selections for kernel in selection.kernels.values()]
-        self._prepared_kernels = frozenset(id(kernel) for kernel in kernels if is_prepared(kernel.bound))
         self._storing_kernels = frozenset(id(kernel) for kernel in kernels if isinstance(kernel.bound, StoringKernel))
         self.selecting = kinds.selecting
         self._checks_selections = settings().debug
@@ -151,7 +151,10 @@ class Layers:
         """As LayerCalls.attend, for the tokens of step, which has the plan. Raises BadTensor, WrongState."""
         kind = self._kind_of(layer)
         kernel = plan.kernels[kind]
-        prepares = id(kernel) in self._prepared_kernels and self._prepares()
+        prepares = plan.prepared_of_kind[kind] and self._prepares()
+        if prepares and plan.shape.kind.mixes:
+            # In a graph decode and extend may run at the same time, which launches alone do not say.
+            prepares = not is_capturing(self._device)
         call = self._forms.attend(step.prepared, layer, q, out, lse) if prepares else _AS_IT_IS
         if call is None:
             return

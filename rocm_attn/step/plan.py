@@ -9,6 +9,7 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.metadata.step_tensors import Pads
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 from rocm_attn.providers.contract import BoundKernel, LayerKernel, StepBounds
+from rocm_attn.step.prepared import is_prepared
 
 # Shortest length bucket: below it one graph serves all lengths, and a decode step costs the same anyway.
 SMALLEST_KV_BUCKET = 64
@@ -46,6 +47,7 @@ class StepPlan:
     replayable:      whether the step may run as a graph
     workspace_words: float32 words that the kernels of one child share
     schedule_of_kind: per kind of layer, the first kind whose kernel builds the same schedule
+    prepared_of_kind: per kind of layer, whether calls of its kernel may be made again by their launches (prepared.py)
     """
 
     key: GraphKey
@@ -55,6 +57,7 @@ class StepPlan:
     replayable: bool
     workspace_words: int
     schedule_of_kind: tuple[int, ...]
+    prepared_of_kind: tuple[bool, ...]
 
     @property
     def shape(self) -> PaddedShape:
@@ -101,4 +104,5 @@ def make_plan(
         replayable=may_capture and all(kernel.row.graph_safe for kernel in kernels),
         workspace_words=max(kernel.bound.workspace_words(shape.child) for kernel in kernels),
         schedule_of_kind=tuple(schedules.index(schedule) for schedule in schedules),
+        prepared_of_kind=tuple(is_prepared(kernel.bound, shape.child) for kernel in kernels),
     )

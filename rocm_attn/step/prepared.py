@@ -21,12 +21,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.hip_graphs.tensor_trees import tensors_in
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork
-from rocm_attn.kernels.driver_call import Arguments, Place, Run, arguments_of, driver_call
+from rocm_attn.kernels.driver_call import (
+    Arguments,
+    DescribedPlace,
+    MapOf,
+    Place,
+    Run,
+    arguments_of,
+    driver_call,
+    with_maps,
+)
 from rocm_attn.kernels.launch import Launch, does_only_launch, note_launches
 from rocm_attn.paging.storage import Pool
+from rocm_attn.providers.by_tokens import KernelByTokens, SchedulesByTokens
 from rocm_attn.providers.contract import BoundKernel, Schedule
 from rocm_attn.step.head_weights import HeadWeights, LayerHeadWeights
 
@@ -44,26 +55,39 @@ Launches = tuple[tuple[Run, tuple[object, ...]], ...]
 class PreparedCall:
     """The launches of a call, for any addresses of its tensors.
 
-    launches:  what runs each, and what puts its arguments together of (stream, *addresses, *constants)
+    launches:  what runs each, and what puts its arguments together of (stream, *addresses, *maps, *constants)
+    maps:      what makes maps of descriptors, each of the address with this number among the values
     constants: everything that calls of the form have in common
     """
 
-    __slots__ = ("_constants", "_launches")
+    __slots__ = ("_constants", "_launches", "_maps")
 
-    def __init__(self, launches: Sequence[tuple[Run, Arguments]], constants: tuple[object, ...]) -> None:
+    def __init__(
+        self,
+        launches: Sequence[tuple[Run, Arguments]],
+        maps: Sequence[tuple[int, MapOf]],
+        constants: tuple[object, ...],
+    ) -> None:
         self._launches = tuple(launches)
+        self._maps = tuple(maps)
         self._constants = constants
 
     def __call__(self, stream: int, addresses: tuple[int, ...]) -> None:
         """Launch on a stream, by its handle. addresses: of the tensors that the call was prepared with, in order"""
-        values = (stream, *addresses, *self._constants)
+        values = self._values(stream, addresses)
         for run, arguments in self._launches:
             run(*arguments(values))
 
     def launches(self, stream: int, addresses: tuple[int, ...]) -> Launches:
         """What a call of these launches."""
-        values = (stream, *addresses, *self._constants)
+        values = self._values(stream, addresses)
         return tuple([(run, arguments(values)) for run, arguments in self._launches])
+
+    def _values(self, stream: int, addresses: tuple[int, ...]) -> tuple[object, ...]:
+        if not self._maps:
+            return (stream, *addresses, *self._constants)
+        maps = [map_of(addresses[number - 1]) for number, map_of in self._maps]
+        return (stream, *addresses, *maps, *self._constants)
 
 
 # The stream's handle; then the addresses, 0 for what is not there, and the forms of the tensors that are the call's.
@@ -153,16 +177,23 @@ def prepare(launches: Sequence[Launch], addresses: tuple[int, ...], owned: froze
     owned:     addresses of the storages that stay where they are
     """
     places = {address: 1 + place for place, address in enumerate(addresses) if address}
-    constants: list[object] = []
-    made: list[tuple[Run, Arguments]] = []
+    calls: list[tuple[Run, tuple[object, ...]]] = []
+    maps: list[tuple[int, MapOf]] = []
     for launch in launches:
         found = _arguments(launch, places, owned)
         if launch.compiled is None or found is None:
             return None
-        run, template = driver_call(launch.compiled, launch.grid, Place(0), found)
-        made.append((run, arguments_of(template, 1 + len(addresses), constants)))
-        constants.append(launch.compiled)  # no argument: held, as Triton unloads what is held no longer
-    return PreparedCall(made, tuple(constants)) if made else None
+        described = driver_call(launch.compiled, launch.grid, Place(0), found)
+        call = with_maps(*described, 1 + len(addresses) + len(maps))
+        if call is None:
+            return None
+        calls.append(call[:2])
+        maps += call[2]
+    # The variants are no arguments: held, as Triton unloads what is held no longer.
+    constants: list[object] = [launch.compiled for launch in launches]
+    num_values = 1 + len(addresses) + len(maps)
+    made = [(run, arguments_of(template, num_values, constants)) for run, template in calls]
+    return PreparedCall(made, maps, tuple(constants)) if made else None
 
 
 def _arguments(launch: Launch, places: dict[int, int], owned: frozenset[int]) -> list[object] | None:
@@ -172,7 +203,10 @@ def _arguments(launch: Launch, places: dict[int, int], owned: frozenset[int]) ->
         if parameter.is_constexpr or argument is None or isinstance(argument, (bool, int, float)):
             found.append(argument)
         elif not isinstance(argument, Tensor):
-            return None
+            described = _described(argument, places)
+            if described is None:
+                return None
+            found.append(described)
         elif argument.data_ptr() in places:
             found.append(Place(places[argument.data_ptr()]))
         elif _storage(argument) in owned:
@@ -182,24 +216,38 @@ def _arguments(launch: Launch, places: dict[int, int], owned: frozenset[int]) ->
     return found
 
 
+def _described(argument: object, places: dict[int, int]) -> DescribedPlace | None:
+    """A descriptor of a tensor that calls are given; None of anything else."""
+    base, padding = getattr(argument, "base", None), getattr(argument, "padding", None)
+    if not isinstance(base, Tensor) or not isinstance(padding, str) or base.data_ptr() not in places:
+        return None
+    described: Any = argument
+    return DescribedPlace(places[base.data_ptr()], tuple(described.shape), tuple(described.strides), padding)
+
+
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def is_prepared(kernel: BoundKernel) -> bool:
-    """Whether all work of a kernel, and of those that it is made of, is launches."""
-    return _only_launches(kernel, "attend")
+def is_prepared(kernel: BoundKernel, shape: PaddedShape) -> bool:
+    """Whether all work of a kernel in steps of a shape, and of those that it is made of, is launches.
+
+    What forks a stream in a capture does so in no other step: see Layers.attend.
+    """
+    return _only_launches(kernel, "attend", shape)
 
 
-def builds_by_launches(schedule: Schedule) -> bool:
-    """Whether all work that builds a schedule, and those that it is made of, is launches."""
-    return _only_launches(schedule, "build")
+def builds_by_launches(schedule: Schedule, shape: PaddedShape) -> bool:
+    """Whether all work that builds a schedule of steps of a shape, and those that it is made of, is launches."""
+    return _only_launches(schedule, "build", shape)
 
 
-def _only_launches(value: Any, name: str) -> bool:
-    """Whether a method does nothing but launch, and that of every part that has one."""
+def _only_launches(value: Any, name: str, shape: PaddedShape) -> bool:
+    """Whether a method does nothing but launch, and that of every part that has one and serves steps of the shape."""
+    if isinstance(value, (KernelByTokens, SchedulesByTokens)):
+        value = value.of_shape(shape)
     parts: list[Any] = [getattr(value, each.name) for each in fields(value)] if is_dataclass(value) else []
-    of_parts = (_only_launches(part, name) for part in parts if hasattr(part, name))
+    of_parts = (_only_launches(part, name, shape) for part in parts if hasattr(part, name))
     return does_only_launch(getattr(type(value), name)) and all(of_parts)
 
 

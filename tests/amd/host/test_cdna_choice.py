@@ -65,7 +65,7 @@ def test_it_serves_decodes_of_what_models_use(arch: str, more: dict[str, Any]) -
     assert names(selection) == CDNA
     bound = selection.kernel(StepKind.DECODE).bound
     assert isinstance(bound, CdnaDecode)
-    assert is_prepared(bound)
+    assert is_prepared(bound, PaddedShape(StepKind.DECODE, 4, 4))
 
 
 @pytest.mark.parametrize("arch", ARCHS)

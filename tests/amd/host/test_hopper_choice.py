@@ -14,8 +14,8 @@ from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.cli.prewarm import target_and_device
 from rocm_attn.errors import BadTensor
 from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
-from rocm_attn.kernels.attention.cuts import Sharing
-from rocm_attn.kernels.attention.extend_schedule import COUNTER
+from rocm_attn.kernels.attention.cuts import SHARE_WORDS, Sharing
+from rocm_attn.kernels.attention.extend_schedule import COUNTER, SHARE_CUT, SHARE_SIZE
 from rocm_attn.kernels.cache.page_format import Encoding
 from rocm_attn.kernels.hopper import extend
 from rocm_attn.kernels.hopper.extend import launch_hopper_extend
@@ -302,7 +302,8 @@ def test_deterministic_extend_shares_few_rows_by_segments_as_far_as_there_is_roo
     """Of a million keys each program would have more segments than it has room for."""
     selection = chosen(LAYER, on(TRITONS[0]), deterministic=True)
     kernel = hopper_of(selection.kernel(StepKind.EXTEND).bound)
-    *_, share, cut = extend_schedule([kv_len], [q_len], kernel.cut, q_len)
+    words = extend_schedule([kv_len], [q_len], kernel.cut, q_len)
+    share, cut = (words[at.value - SHARE_WORDS] for at in (SHARE_SIZE, SHARE_CUT))
     segment_len, most = kernel.tiles.segment_len, kernel.tiles.most_keys
     assert segment_len <= share <= most
     assert most // segment_len + 2 == kernel.tiles.segment_slots

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from triton import JITFunction
 
+from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention.cuts import NEVER_SPLIT, SHARE_WORDS, ExtendCut, Sharing
 from rocm_attn.kernels.attention.extend_schedule import SHARE_CUT, launch_extend_schedule
@@ -28,6 +31,8 @@ from rocm_attn.machine.target import detect_target
 from rocm_attn.providers.select import select
 from rocm_attn.providers.triton_hopper import LIMITS, MIN_HEAD_DIM, TRITONS
 from rocm_attn.providers.triton_later import hopper_launches
+from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.options import RuntimeOptions
 from tests.amd.kernels import segment_cases
 from tests.amd.kernels.attention_cases import (
     ALL_SHARED,
@@ -622,3 +627,32 @@ def test_a_runtime_serves_extend_and_mixed_steps_by_it(layer: str, graphs: bool,
     teller.step([(beside, 400), (told, 1)])
     for each in (told, beside):
         teller.check(each)
+
+
+@pytest.mark.parametrize("layer", ["llama", "gemma_2", "one_kv_head"])
+def test_layers_of_an_eager_step_after_the_first_launch_what_it_did(layer: str, device: torch.device) -> None:
+    """By prepared calls, each with descriptors of its own pages: all give the same rows the same bits."""
+    problem = LAYERS[layer]
+    options = RuntimeOptions(num_pages=100, max_num_seqs=4, max_kv_len=512, provider="triton", capture_sizes=[4])
+    runtime = build_runtime([problem] * 4, options, device=device)
+    rows = np.array([runtime.table.admit() for _ in range(3)], np.int32)
+    kv_len = np.zeros(3, np.int32)
+    for q_len in ([200, 130, 300], [150, 1, 1]):
+        q_lens = np.array(q_len, np.int32)
+        kv_len = kv_len + q_lens
+        runtime.table.reserve_all(rows, kv_len)
+        num_tokens, dtype = int(q_lens.sum()), problem.dtype
+        q = torch.randn(num_tokens, problem.num_q_heads, problem.head_dim, device=device).to(dtype)
+        k, v = (torch.randn_like(q[:, : problem.num_kv_heads]) for _ in "kv")
+        step = runtime.begin_step(StepBatch(rows, kv_len, q_lens))
+        outs = [torch.full_like(q, float("nan")) for _ in range(4)]
+        with patch.object(JITFunction, "run", side_effect=JITFunction.run, autospec=True) as by_triton:
+            counts = []
+            for number, out in enumerate(outs):
+                step.layers.store_and_attend(number, q, k, v, out)
+                counts.append(by_triton.call_count)
+        runtime.end_step()
+        assert all(torch.equal(out, outs[0]) for out in outs[1:])
+        assert not outs[0].isnan().any()
+        assert counts[0] > 0
+        assert counts[-1] == counts[0], "a later layer was launched by Triton"

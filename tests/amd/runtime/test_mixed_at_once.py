@@ -65,7 +65,7 @@ def attended(monkeypatch: pytest.MonkeyPatch, *, is_capturing: bool) -> tuple[No
     """Decode and extend after one attend(), and the stream."""
     side, decode, extend = Aside(), Noting(40), Noting(27)
     kernels: Any = (decode, extend)
-    monkeypatch.setattr(mixed, "_is_capturing", lambda device: is_capturing)
+    monkeypatch.setattr(mixed, "is_capturing", lambda device: is_capturing)
     monkeypatch.setattr(mixed, "_side_stream", lambda device: side)
     kernel: BoundKernel = MixedAtOnce(TritonMixed(*kernels))
     nothing: Any = torch.empty(0)

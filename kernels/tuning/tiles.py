@@ -140,8 +140,9 @@ class ExtendTiles:
     heads_per_row:    KV heads that are read as one, beside each other; more than one only with dim_block 0, and where
                       their query heads fit a query block
     early:            as in DecodeTiles; but a launch of shares alone begins when the one before it has ended
-    alike_keys:       what it costs, in keys, to cut all rows alike, each part a program of its own; 0: they are not
-                      then: programs begin no second row, and those of a sequence's rows read the same keys at a time
+    alike_keys:       what it costs, in keys, to cut all rows into parts of one size, each a program of its own, where
+                      rows are fewer than programs: these begin no second row, and those of a sequence's rows read the
+                      same keys at a time; 0: rows are not cut so
     by_number:        whether a block's page numbers are loaded once for each page on NVIDIA (key_rows.py)
     fills:            whether blocks of fewer query heads of a KV head are made where more rows of a query block have
                       one then: for long sequences, since each block reads K and V

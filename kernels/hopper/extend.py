@@ -37,8 +37,6 @@ from rocm_attn.kernels.attention.coded import LEAST_SCALE
 from rocm_attn.kernels.attention.cuts import ExtendCut
 from rocm_attn.kernels.attention.extend_merge import launch_extend_merge
 from rocm_attn.kernels.attention.extend_schedule import (
-    BLOCK_KV_INDEX,
-    BLOCK_TOKENS,
     BLOCK_WORDS,
     COUNTER,
     SHARE_CUT,
@@ -75,6 +73,7 @@ from rocm_attn.kernels.hopper.rows import (
     GROUP_ROWS,
     HopperGeometry,
     Schedule,
+    block_of,
     next_row,
     seen_by_block,
     steps_of,
@@ -98,11 +97,11 @@ class Own(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A row, as far as the program has it: words of its query block, cost that earlier programs take of it, the steps
+    """A row, as far as the program has it: its query block, cost that earlier programs take of it, the steps
     that are this one's, the first step that not every line sees whole, and the keys that they see.
     """
 
-    words: Any
+    block: Any
     done: Any
     steps: Any
     edge_step: Any
@@ -161,7 +160,7 @@ def _attend_segments(GROUP: gl.constexpr, n, query, rings, row, to, G: gl.conste
             left, softmax = merge_segment(query.left, left, softmax, (segment == first_segment, is_last), G)
             part = 0
         if (row.done > 0) | (is_last & (steps.ends == 0)):
-            store_part(GROUP, softmax, to, row.words, _first_part(G) + part, G)
+            store_part(GROUP, softmax, to, row.block, _first_part(G) + part, G)
     return softmax, n
 
 
@@ -178,39 +177,45 @@ def _consume(GROUP: gl.constexpr, x, own, rings, to, factors, todo, G: gl.conste
     """64 rows of each of the program's query blocks."""
     n = 0
     S_ROW: gl.constexpr = rows_of_scores(G)
-    queries = fetch_queries(GROUP, to.q, x.words, todo, G)
+    block = block_of(x, todo)
+    queries = fetch_queries(GROUP, to.q, block, todo, G)
     while todo.keys > 0:
-        words = x.words + todo.block * BLOCK_WORDS
-        _, seen = seen_by_block(x, words, G)
-        steps = steps_of(words, seen, todo, G)
+        seen = seen_by_block(x, block, G)
+        steps = steps_of(block, seen, todo, G)
+        if G.DRAWN_BLOCKS == 0:
+            # Loads of one another, which nothing waits for here.
+            after = next_row(x, todo, steps.take, False, 4, G)
+            next_block = block_of(x, after)
         product_scale = factors.products * row_factor(factors.k, todo.row // G.HEAD_BLOCKS, G)
         # Not 0: see coded.coded_scales.
         product_scale = gl.maximum(put_queries(queries, own.tiles, product_scale, S_ROW, G), LEAST_SCALE)
         v_factor = row_factor(factors.v, todo.row // G.HEAD_BLOCKS, G)
-        first_kv_index = gl.load(words + BLOCK_KV_INDEX)
-        kv_index = first_kv_index + lines_of_group(GROUP, S_ROW) // G.GQA_RATIO
+        kv_index = block.kv_index + lines_of_group(GROUP, S_ROW) // G.GQA_RATIO
         query = Query(own.tiles, kv_index, product_scale, factors.cap, own.k_factors, own.left)
         edge_step = steps.first
         if G.OPEN_MIDDLE or not G.WINDOWED:
-            edge_step = (first_kv_index + 1 if G.CAUSAL or G.WINDOWED else seen.end) // G.KEY_BLOCK
-        row = Row(words, todo.done, steps, edge_step, seen)
+            edge_step = (block.kv_index + 1 if G.CAUSAL or G.WINDOWED else seen.end) // G.KEY_BLOCK
+        row = Row(block, todo.done, steps, edge_step, seen)
         if G.SEGMENT_STEPS > 0:
             softmax, n = _attend_segments(GROUP, n, query, rings, row, to, G)
         else:
             # A group of rows without a token sees no key. 32 x 32 heads of 96, 12 chunks of 17 to 600: 267 us, and 282.
-            has_rows = gl.load(words + BLOCK_TOKENS) * G.GQA_RATIO > GROUP * GROUP_ROWS
+            has_rows = block.tokens * G.GQA_RATIO > GROUP * GROUP_ROWS
             end = gl.where(has_rows, steps.end, steps.first)
             softmax, n = _attend_span(n, query, rings, Span(steps.first, end), edge_step, seen, G)
             n = pass_steps(n, rings, Span(end, steps.end), G)
             softmax = ended(softmax, v_factor, G)
-        after = next_row(x, todo, steps.take, False, 4, G)
+        if G.DRAWN_BLOCKS > 0:
+            after = next_row(x, todo, steps.take, False, 4, G)
+            next_block = block_of(x, after)
         # They arrive while results are written.
-        queries = fetch_queries(GROUP, to.q, x.words, after, G)
+        queries = fetch_queries(GROUP, to.q, next_block, after, G)
         if steps.ends & (todo.done == 0):
-            store_results(GROUP, softmax, to, words, todo.row, G)
+            store_results(GROUP, softmax, to, block, todo.row, G)
         elif G.SEGMENT_STEPS == 0:
-            store_part(GROUP, softmax, to, words, _first_part(G) + (todo.done == 0).to(gl.int32), G)
+            store_part(GROUP, softmax, to, block, _first_part(G) + (todo.done == 0).to(gl.int32), G)
         todo = after
+        block = next_block
     leave()
 
 

@@ -9,7 +9,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from rocm_attn.kernels.attention.coded import exponent_to_move, factor_of_moved, moved_to_half
-from rocm_attn.kernels.attention.extend_schedule import BLOCK_FIRST_TOKEN, BLOCK_TOKENS, BLOCK_WORDS
 from rocm_attn.kernels.attention.softmax import LN_2, LOG2_E
 from rocm_attn.kernels.hopper.rows import GROUP_ROWS, of_rows
 
@@ -32,15 +31,15 @@ def lines_of_group(GROUP: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _is_row(line, words, G: gl.constexpr):
+def _is_row(line, block, G: gl.constexpr):
     """Whether rows of a query block have a token."""
-    return line < gl.minimum(gl.load(words + BLOCK_TOKENS), G.TOKENS) * G.GQA_RATIO
+    return line < gl.minimum(block.tokens, G.TOKENS) * G.GQA_RATIO
 
 
 @gluon.jit
-def _place(rows, line, words, kv_head, G: gl.constexpr):
+def _place(rows, line, block, kv_head, G: gl.constexpr):
     """Where rows of a query block lie in q, out or lse."""
-    token = (gl.load(words + BLOCK_FIRST_TOKEN) + line // G.GQA_RATIO).to(gl.int64)
+    token = (block.first_token + line // G.GQA_RATIO).to(gl.int64)
     head = (kv_head * G.GQA_RATIO + line % G.GQA_RATIO).to(gl.int64)
     return rows.at + token * rows.token + head * rows.head
 
@@ -52,15 +51,14 @@ def is_column(column, G: gl.constexpr):
 
 
 @gluon.jit
-def fetch_queries(GROUP: gl.constexpr, q, words, todo, G: gl.constexpr):
+def fetch_queries(GROUP: gl.constexpr, q, block, todo, G: gl.constexpr):
     """The group's rows of q, on their way to registers; 0 of rows without a token, and where nothing is to do."""
     COLUMNS: gl.constexpr = G.COLUMNS
     PARTS: gl.constexpr = G.DIM // G.COLUMNS
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
-    words += gl.where(todo.keys > 0, todo.block, 0) * BLOCK_WORDS
     line = lines_of_group(GROUP, gl.SliceLayout(1, layout))
-    rows = gl.expand_dims(_place(q, line, words, todo.row, G), 1)
-    is_row = gl.expand_dims(_is_row(line, words, G) & (todo.keys > 0), 1)
+    rows = gl.expand_dims(_place(q, line, block, todo.row, G), 1)
+    is_row = gl.expand_dims(_is_row(line, block, G) & (todo.keys > 0), 1)
     column = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout)), 0)
     fetched = ()
     for i in gl.static_range(PARTS):
@@ -97,11 +95,11 @@ def put_queries(fetched, tiles, qk_scale, LAYOUT: gl.constexpr, G: gl.constexpr)
 
 
 @gluon.jit
-def _with_sinks(softmax, sinks, line, words, kv_head, G: gl.constexpr):
+def _with_sinks(softmax, sinks, line, block, kv_head, G: gl.constexpr):
     """A softmax with the sinks of its rows; softmax.add_sink has the formula."""
     _, maximum, total = softmax
     head = kv_head * G.GQA_RATIO + line % G.GQA_RATIO
-    sink = gl.load(sinks + head, mask=_is_row(line, words, G), other=float("-inf")) * LOG2_E
+    sink = gl.load(sinks + head, mask=_is_row(line, block, G), other=float("-inf")) * LOG2_E
     new_maximum = gl.where(total > 0.0, gl.maximum(maximum, sink), maximum)
     base = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)
     decay = gl.exp2(maximum - base)
@@ -110,16 +108,16 @@ def _with_sinks(softmax, sinks, line, words, kv_head, G: gl.constexpr):
 
 
 @gluon.jit
-def _places_of_part(GROUP: gl.constexpr, part: gl.constexpr, acc, words, G: gl.constexpr):
+def _places_of_part(GROUP: gl.constexpr, part: gl.constexpr, acc, block, G: gl.constexpr):
     """Of a part of the accumulators: lines [64] and columns [1, width] of a row; which of them are of a token."""
     WIDTH: gl.constexpr = acc.shape[1]
     line = lines_of_group(GROUP, gl.SliceLayout(1, acc.type.layout))
     column = gl.expand_dims(gl.arange(0, WIDTH, layout=gl.SliceLayout(0, acc.type.layout)), 0) + part * G.COLUMNS
-    return (line, column), gl.expand_dims(_is_row(line, words, G), 1) & is_column(column, G)
+    return (line, column), gl.expand_dims(_is_row(line, block, G), 1) & is_column(column, G)
 
 
 @gluon.jit
-def store_results(GROUP: gl.constexpr, softmax, to, words, kv_head, G: gl.constexpr):
+def store_results(GROUP: gl.constexpr, softmax, to, block, kv_head, G: gl.constexpr):
     """The results of a whole row."""
     PARTS: gl.constexpr = G.DIM // G.COLUMNS
     acc, maximum, total = softmax
@@ -127,25 +125,25 @@ def store_results(GROUP: gl.constexpr, softmax, to, words, kv_head, G: gl.conste
     line = lines_of_group(GROUP, S_ROW)
     decay = gl.full_like(total, 1.0)
     if to.sinks is not None:
-        maximum, total, decay = _with_sinks(softmax, to.sinks, line, words, kv_head, G)
+        maximum, total, decay = _with_sinks(softmax, to.sinks, line, block, kv_head, G)
     # Tokens of no sequence have seen no key: 0 / 1, and LSE -inf + log2(1).
     total = gl.where(total == 0.0, 1.0, total)
     if to.lse.at is not None:
-        rows = _place(to.lse, line, words, kv_head, G)
-        gl.store(rows, (maximum + gl.log2(total)) * LN_2, mask=_is_row(line, words, G))
+        rows = _place(to.lse, line, block, kv_head, G)
+        gl.store(rows, (maximum + gl.log2(total)) * LN_2, mask=_is_row(line, block, G))
     for i in gl.static_range(PARTS):
         if G.SEGMENT_STEPS > 0:
             # As decode rounds them.
             values = acc[i] * of_rows(decay, acc[i]) / of_rows(total, acc[i])
         else:
             values = acc[i] * of_rows(decay / total, acc[i])
-        places, is_there = _places_of_part(GROUP, i, acc[i], words, G)
-        rows = _place(to.out, places[0], words, kv_head, G)
+        places, is_there = _places_of_part(GROUP, i, acc[i], block, G)
+        rows = _place(to.out, places[0], block, kv_head, G)
         gl.store(gl.expand_dims(rows, 1) + places[1], values.to(to.out.at.dtype.element_ty), mask=is_there)
 
 
 @gluon.jit
-def store_part(GROUP: gl.constexpr, softmax, to, words, part, G: gl.constexpr):
+def store_part(GROUP: gl.constexpr, softmax, to, block, part, G: gl.constexpr):
     """What a program holds of a row that it shares. part: its place in the workspace"""
     PARTS: gl.constexpr = G.DIM // G.COLUMNS
     acc, maximum, total = softmax
@@ -155,6 +153,6 @@ def store_part(GROUP: gl.constexpr, softmax, to, words, part, G: gl.constexpr):
     gl.store(sums, maximum)
     gl.store(sums + 1, total)
     for i in gl.static_range(PARTS):
-        places, is_there = _places_of_part(GROUP, i, acc[i], words, G)
+        places, is_there = _places_of_part(GROUP, i, acc[i], block, G)
         rows = to.partials + gl.expand_dims((first + places[0]) * G.HEAD_DIM, 1)
         gl.store(rows + places[1], acc[i], mask=is_there)

@@ -12,9 +12,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.runtime.jit import constexpr_function
 
-from rocm_attn.kernels.attention.extend_schedule import BLOCK_WORDS
 from rocm_attn.kernels.hopper.draws import ask_before, ask_within
-from rocm_attn.kernels.hopper.rows import BOX_COLUMNS, next_row, piece_rows, seen_by_block, steps_of
+from rocm_attn.kernels.hopper.rows import BOX_COLUMNS, block_of, next_row, piece_rows, seen_by_block, steps_of
 from rocm_attn.kernels.hopper.warp_groups import leave
 
 # Of those that gather keys (gather.py), each arrives at a barrier.
@@ -225,10 +224,10 @@ def of_all_steps(BEGIN: gl.constexpr, LOAD: gl.constexpr, LOADER: gl.constexpr, 
     """
     n = 0
     while todo.keys > 0:
-        words = x.words + todo.block * BLOCK_WORDS
-        seq, seen = seen_by_block(x, words, G)
-        steps = steps_of(words, seen, todo, G)
-        row = Loaded(source_of(cache, seq), todo.row // G.HEAD_BLOCKS, seen)
+        block = block_of(x, todo)
+        seen = seen_by_block(x, block, G)
+        steps = steps_of(block, seen, todo, G)
+        row = Loaded(source_of(cache, block.seq), todo.row // G.HEAD_BLOCKS, seen)
         ahead = BEGIN(task, row, steps.first, G)
         is_last = todo.keys == steps.take
         if LOADER.ASKS:

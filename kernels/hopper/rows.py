@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.attention.extend_schedule import (
+    BLOCK_FIRST_TOKEN,
     BLOCK_KEYS,
     BLOCK_KV_INDEX,
     BLOCK_SEQ,
@@ -152,6 +153,16 @@ class Work(NamedTuple):
     turn: Any
 
 
+class Block(NamedTuple):
+    """A query block, as extend_schedule.py lists it."""
+
+    seq: Any
+    first_token: Any
+    tokens: Any
+    kv_index: Any
+    keys: Any
+
+
 class Seen(NamedTuple):
     """Keys of a sequence that some row of a query block sees, [first, end), and of each row's window."""
 
@@ -184,29 +195,40 @@ class Schedule(NamedTuple):
 
 
 @gluon.jit
-def seen_by_block(x, words, G: gl.constexpr):
-    """Sequence of a query block, or -1, and the keys that it sees. The padded tail belongs to no sequence."""
-    seq = gl.load(words + BLOCK_SEQ)
-    first_kv_index = gl.load(words + BLOCK_KV_INDEX)
+def block_of(x, todo):
+    """The query block at which a program is; of nothing to do any."""
+    words = x.words + gl.where(todo.keys > 0, todo.block, 0) * BLOCK_WORDS
+    return Block(
+        gl.load(words + BLOCK_SEQ),
+        gl.load(words + BLOCK_FIRST_TOKEN),
+        gl.load(words + BLOCK_TOKENS),
+        gl.load(words + BLOCK_KV_INDEX),
+        gl.load(words + BLOCK_KEYS),
+    )
+
+
+@gluon.jit
+def seen_by_block(x, block, G: gl.constexpr):
+    """The keys that a query block sees. The padded tail belongs to no sequence."""
+    seq = block.seq
     if G.CAUSAL:
-        end_key = gl.where(seq >= 0, first_kv_index + gl.load(words + BLOCK_TOKENS), 0)
+        end_key = gl.where(seq >= 0, block.kv_index + block.tokens, 0)
     else:
         # Where a step has no sequence, no length is there to be read.
         end_key = gl.load(x.kv_len + seq, mask=seq >= 0, other=0)
     first_key = gl.to_tensor(0)
     if G.WINDOWED:
-        first_key = gl.maximum(first_kv_index - x.window_left, 0)
-    return seq, Seen(first_key, end_key, x.window_left)
+        first_key = gl.maximum(block.kv_index - x.window_left, 0)
+    return Seen(first_key, end_key, x.window_left)
 
 
 @gluon.jit
-def steps_of(words, seen, todo, G: gl.constexpr):
+def steps_of(block, seen, todo, G: gl.constexpr):
     """What is taken of the row at which a program is. Steps, or whole segments, are the share's in which they end."""
     UNIT: gl.constexpr = G.KEY_BLOCK * max(G.SEGMENT_STEPS, 1)
-    num_keys = gl.load(words + BLOCK_KEYS)
-    cost = num_keys + G.ROW_KEYS
+    cost = block.keys + G.ROW_KEYS
     take = gl.minimum(todo.keys, cost - todo.done)
-    first_cost_key = seen.end - num_keys
+    first_cost_key = seen.end - block.keys
     first_key = first_cost_key + gl.maximum(todo.done - G.ROW_KEYS, 0)
     end_key = first_cost_key + gl.maximum(todo.done + take - G.ROW_KEYS, 0)
     ends = todo.done + take == cost

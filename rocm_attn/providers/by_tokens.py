@@ -28,22 +28,37 @@ def likely_q_len(shape: PaddedShape) -> int:
     return -(-shape.num_tokens // shape.num_seqs) if is_alike else shape.num_tokens
 
 
-class SizedSchedule(NamedTuple):
-    """max_q_len: likely new tokens of a sequence, at most."""
+class Steps(NamedTuple):
+    """Of which steps a kernel is the one, by their shape.
+
+    max_q_len: likely new tokens of a sequence, at most
+    min_seqs:  padded sequences, at least: fewer would have too few rows for the GPU
+    """
 
     max_q_len: int
+    min_seqs: int = 1
+
+    def hold(self, shape: PaddedShape) -> bool:
+        """Whether they are of this shape."""
+        return shape.num_seqs >= self.min_seqs and likely_q_len(shape) <= self.max_q_len
+
+
+class SizedSchedule(NamedTuple):
+    """The schedule of some steps."""
+
+    steps: Steps
     schedule: Schedule
 
 
 class SizedKernel(NamedTuple):
-    """max_q_len: likely new tokens of a sequence, at most."""
+    """The kernel of some steps."""
 
-    max_q_len: int
+    steps: Steps
     kernel: BoundKernel
 
     def most(self, shape: PaddedShape) -> PaddedShape:
         """The largest shape within this one of which the kernel serves steps."""
-        return replace(shape, num_tokens=min(shape.num_tokens, self.max_q_len * shape.num_seqs))
+        return replace(shape, num_tokens=min(shape.num_tokens, self.steps.max_q_len * shape.num_seqs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +77,12 @@ class SchedulesByTokens:
 
     def of_shape(self, shape: PaddedShape) -> Schedule:
         """The schedule of steps of this shape."""
-        q_len = likely_q_len(shape)
-        return next((sized.schedule for sized in self.short if q_len <= sized.max_q_len), self.other)
+        return next((sized.schedule for sized in self.short if sized.steps.hold(shape)), self.other)
 
 
 @dataclass(frozen=True, slots=True)
 class KernelByTokens:
-    """The first kernel of short that holds a step's likely new tokens of a sequence, else the other one.
+    """The first kernel of short whose steps hold a step's shape, else the other one.
 
     short: bounds rise
     """
@@ -78,11 +92,11 @@ class KernelByTokens:
 
     @property
     def schedule(self) -> SchedulesByTokens:
-        short = tuple(SizedSchedule(sized.max_q_len, sized.kernel.schedule) for sized in self.short)
+        short = tuple(SizedSchedule(sized.steps, sized.kernel.schedule) for sized in self.short)
         return SchedulesByTokens(short, self.other.schedule)
 
     def describe(self) -> str:
-        short = "".join(f"up to {sized.max_q_len} new tokens {sized.kernel.describe()}, " for sized in self.short)
+        short = "".join(f"{_said(sized.steps)} {sized.kernel.describe()}, " for sized in self.short)
         return f"{short}else {self.other.describe()}"
 
     def workspace_words(self, shape: PaddedShape) -> int:
@@ -95,5 +109,10 @@ class KernelByTokens:
 
     def of_shape(self, shape: PaddedShape) -> BoundKernel:
         """The kernel that serves steps of this shape."""
-        q_len = likely_q_len(shape)
-        return next((sized.kernel for sized in self.short if q_len <= sized.max_q_len), self.other)
+        return next((sized.kernel for sized in self.short if sized.steps.hold(shape)), self.other)
+
+
+def _said(steps: Steps) -> str:
+    """Steps in words."""
+    of_seqs = f" of {steps.min_seqs} sequences or more" if steps.min_seqs > 1 else ""
+    return f"up to {steps.max_q_len} new tokens{of_seqs}"

@@ -19,7 +19,7 @@ from rocm_attn.kernels.tuning.tiles import Codes, DecodeTiles, ExtendRow, Extend
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
 from rocm_attn.providers import triton_cdna, triton_hopper, triton_latent, triton_segments
-from rocm_attn.providers.by_tokens import KernelByTokens, SizedKernel
+from rocm_attn.providers.by_tokens import KernelByTokens, SizedKernel, Steps
 from rocm_attn.providers.contract import SMALLEST_POOL, BoundKernel, Limits, PoolSize, Provider, StepBounds
 from rocm_attn.providers.mixed import MixedAtOnce, TritonMixed
 from rocm_attn.providers.schedules import DecodeSchedule, ExtendSchedule
@@ -166,7 +166,7 @@ def _by_tokens(
 ) -> BoundKernel:
     """What serves any step of a problem. bind: tiles, and whether they are of short sequences -> a kernel"""
     *short, last = rows
-    kernels = tuple(SizedKernel(row.max_rows // problem.gqa_ratio, bind(row.tiles, True)) for row in short)
+    kernels = tuple(SizedKernel(Steps(row.max_rows // problem.gqa_ratio), bind(row.tiles, True)) for row in short)
     other = bind(last.tiles, False)
     return KernelByTokens(kernels, other) if kernels else other
 
@@ -247,7 +247,7 @@ def _hopper_by_tokens(problem: Problem, target: Target, min_q_len: int = 1) -> B
         return kernel
     short = kernel.short if isinstance(kernel, KernelByTokens) else ()
     # Of few tokens, blocks of fewer heads would read K and V several times and have no more rows.
-    return KernelByTokens((*short, SizedKernel(_MOST_NOT_FILLED // ratio, hopper)), filled)
+    return KernelByTokens((*short, SizedKernel(Steps(_MOST_NOT_FILLED // ratio), hopper)), filled)
 
 
 def _bind_mixed_hopper(problem: Problem, target: Target, pool: PoolSize) -> MixedAtOnce:

@@ -31,6 +31,7 @@ from rocm_attn.providers.select import Selection, select
 from rocm_attn.providers.shared_prefix import SharedPrefixKernel
 from rocm_attn.providers.triton_hopper import TRITONS, HopperExtend
 from rocm_attn.providers.triton_segments import SegmentExtend
+from rocm_attn.step.prepared import is_prepared
 from tests.amd.kernels.attention_cases import Case, Tensors, build, extend_cut, garbage
 
 LAYER = Problem(32, 8, 128, 128, torch.bfloat16, page_size=16, scale=128**-0.5)
@@ -354,7 +355,8 @@ def test_tiles_of_few_rows_take_no_memory_for_steps_that_they_do_not_serve(kind:
     kernel: Any = chosen(layer, on(TRITONS[0]), deterministic=True).kernel(kind).bound
     extend = kernel if kind is StepKind.EXTEND else kernel.in_turn.extend
     assert isinstance(extend, KernelByTokens)
-    ((max_q_len, short),) = extend.short
+    ((steps, short),) = extend.short
+    max_q_len = steps.max_q_len
     most, shape = PaddedShape(kind, 64, 64 * max_q_len), PaddedShape(kind, 64, 8192)
     words = extend.workspace_words(shape)
     assert words == max(short.workspace_words(most), extend.other.workspace_words(shape))
@@ -479,3 +481,26 @@ def test_pages_without_boxes_of_enough_keys_are_gathered(
 ) -> None:
     tensors, (_, _, k, v, *_) = launched_over(Case(**CHUNK, dims=(dim, dim), page_size=page_size), monkeypatch)
     assert (k.data_ptr(), v.data_ptr()) == (tensors.k_pages.data_ptr(), tensors.v_pages.data_ptr())
+
+
+@pytest.mark.parametrize(("head_dim", "long_is_prepared"), [(64, True), (128, True), (96, False), (192, True)])
+def test_of_kernels_by_tokens_that_of_the_steps_shape_counts(head_dim: int, long_is_prepared: bool) -> None:
+    """Programs of Hopper's extend of 96 draw rows, of which the count is set back beside the launches."""
+    layer = replace(LAYER, num_kv_heads=2, num_q_heads=8, head_dim=head_dim, v_head_dim=head_dim)
+    kernels = chosen(layer, on(TRITONS[0])).kernels
+    extend, mixed = (kernels[kind].bound for kind in (StepKind.EXTEND, StepKind.MIXED))
+    assert is_prepared(extend, PaddedShape(StepKind.EXTEND, 8, 16))
+    assert is_prepared(extend, PaddedShape(StepKind.EXTEND, 1, 2000)) == long_is_prepared
+    assert is_prepared(mixed, PaddedShape(StepKind.MIXED, 8, 2000)) == long_is_prepared
+
+
+@pytest.mark.parametrize(("num_kv_heads", "fewest"), [(8, 9), (2, 33), (1, 66)])
+def test_few_sequences_of_deterministic_steps_have_the_kernel_that_shares_rows(num_kv_heads: int, fewest: int) -> None:
+    """Of so many rows that half of 132 programs have one the kernel for few tokens serves them."""
+    layer = replace(LAYER, num_q_heads=8, num_kv_heads=num_kv_heads)
+    extend = chosen(layer, on(TRITONS[0]), deterministic=True).kernel(StepKind.EXTEND).bound
+    assert isinstance(extend, KernelByTokens)
+    for num_seqs, is_short in ((fewest - 1, False), (fewest, True)):
+        served = extend.of_shape(PaddedShape(StepKind.EXTEND, num_seqs, 4 * num_seqs))
+        assert isinstance(served, SegmentExtend if is_short else HopperExtend)
+    assert isinstance(extend.of_shape(PaddedShape(StepKind.EXTEND, fewest, 99 * fewest)), HopperExtend)

@@ -123,7 +123,7 @@ def test_masked_steps_keep_whole_tiles_of_64_rows_at_most() -> None:
     layer = replace(LAYER, head_dim=320, v_head_dim=320, custom_mask=True)
     masked = select(layer, known_target("sm_90"), "triton").kernel(StepKind.MASKED).bound
     assert isinstance(masked, KernelByTokens)
-    tiles = {sized.max_q_len * layer.gqa_ratio: sized.kernel.kernel.tiles for sized in masked.short}  # type: ignore[attr-defined]
+    tiles = {sized.steps.max_q_len * layer.gqa_ratio: sized.kernel.kernel.tiles for sized in masked.short}  # type: ignore[attr-defined]
     rows = {row.max_rows: row.tiles for row in extend_rows_of(layer, known_target("sm_90"))}
     assert [tiles[most].query_rows for most in (16, 32, 64, 512)] == [16, 32, 64, 64]
     assert [tiles[most] == rows[most] for most in (16, 32, 64, 512)] == [True, True, True, False]

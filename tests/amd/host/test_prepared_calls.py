@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import weakref
 from collections.abc import Callable, Hashable
@@ -21,7 +20,6 @@ from rocm_attn.errors import WrongState
 from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopePairs, RopeTable, RowNorm
-from rocm_attn.kernels.driver_call import DescribedPlace
 from rocm_attn.kernels.launch import (
     FixedLaunch,
     Launch,
@@ -38,12 +36,11 @@ from rocm_attn.machine.target import KNOWN_TARGETS
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.kv_pool import HybridKVPool
 from rocm_attn.problem import Problem
-from rocm_attn.providers.contract import NO_SCHEDULE, SMALLEST_POOL, StepBounds
+from rocm_attn.providers.contract import NO_SCHEDULE, StepBounds
 from rocm_attn.providers.mixed import TritonMixed
 from rocm_attn.providers.schedules import TwoSchedules
 from rocm_attn.providers.select import select
 from rocm_attn.providers.torch_ref import TorchDecode
-from rocm_attn.providers.triton import TRITON
 from rocm_attn.step.head_weights import HeadWeights, LayerHeadWeights
 from rocm_attn.step.prepared import FILL, Call, LayerForms, PreparedCalls, builds_by_launches, is_prepared
 
@@ -644,94 +641,6 @@ def test_kernels_are_prepared_whose_parts_all_are() -> None:
     assert is_prepared(mixed, ANY_SHAPE)
     assert not is_prepared(TritonMixed(_WithOtherWork(), mixed.extend), ANY_SHAPE)  # type: ignore[arg-type]
     assert not is_prepared(TorchDecode(problem), ANY_SHAPE)
-
-
-@pytest.mark.parametrize(("head_dim", "long_is_prepared"), [(64, True), (128, True), (96, False), (192, True)])
-def test_of_kernels_by_tokens_that_of_the_steps_shape_counts(head_dim: int, long_is_prepared: bool) -> None:
-    """Programs of Hopper's extend of 96 draw rows, of which the count is set back beside the launches."""
-    problem = Problem(8, 2, head_dim, head_dim, torch.bfloat16, 16, head_dim**-0.5)
-    # Not as select() gives it, which has them with one release of Triton alone.
-    bind = {row.name: row.bind for row in TRITON.rows}
-    extend, mixed = (
-        bind[f"triton.hopper_extend{more}"](problem, KNOWN_TARGETS["sm_90"], SMALLEST_POOL) for more in ("", "+decode")
-    )
-    assert is_prepared(extend, PaddedShape(StepKind.EXTEND, 8, 16))
-    assert is_prepared(extend, PaddedShape(StepKind.EXTEND, 1, 2000)) == long_is_prepared
-    assert is_prepared(mixed, PaddedShape(StepKind.MIXED, 8, 2000)) == long_is_prepared
-
-
-class Descriptor(SimpleNamespace):
-    """Of a tensor, as kernels are given it; a launcher makes a map of it in each launch."""
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Descriptor:
-        return cls(base=tensor, shape=list(tensor.shape), strides=list(tensor.stride()), padding="zero")
-
-
-@dataclass
-class DescribedKernel(Kernel):
-    """A jitted function whose launcher is as Triton 3.6 makes one of kernels with descriptors."""
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
-        return lambda *args, **options: SimpleNamespace(
-            run=_Launcher(self._launch()), function="function", packed_metadata="metadata"
-        )
-
-    def _launch(self) -> Callable[..., None]:
-        launcher, tensordesc_meta = self._run, [{"of": "k"}, {"of": "v"}]
-
-        def inner(*args: object) -> None:
-            raise AssertionError(f"maps are made anew by {launcher} with {tensordesc_meta}")
-
-        return inner
-
-
-class _Launcher:
-    """Looks for scratch memory and then calls launch."""
-
-    global_scratch_size = profile_scratch_size = 0
-
-    def __init__(self, launch: Callable[..., None]) -> None:
-        self.launch = launch
-
-    def __call__(self, *args: object) -> None:
-        self.launch(*args)
-
-
-def test_a_map_of_a_descriptor_is_made_once_for_each_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[tuple[int, str]] = []
-
-    def map_of(place: DescribedPlace, metadata: dict[str, str]) -> Callable[[int], object]:
-        @functools.cache
-        def of(address: int) -> object:
-            made.append((address, metadata["of"]))
-            return f"map of {metadata['of']} {address}"
-
-        return of
-
-    monkeypatch.setattr("rocm_attn.kernels.driver_call._map_of", map_of)
-    kernel, q, k, v = DescribedKernel(("q", "k", "v", "n", "G")), rows(), rows(4), rows(6)
-    calls, call = calls_after(lambda: launch(kernel, (3,), q, Descriptor.of(k), Descriptor.of(v), 7, G=1), q, k, v)
-    other_k = rows(4)
-    for its_k in (other_k, k, other_k):
-        assert made_again(calls, call._replace(addresses=(q.data_ptr(), its_k.data_ptr(), v.data_ptr())))
-        maps = [f"map of k {its_k.data_ptr()}", 4, 8, 8, 1], [f"map of v {v.data_ptr()}", 6, 8, 8, 1]
-        handles = "function", "metadata", None, None, None
-        assert kernel.ran[-1] == (3, 1, 1, STREAM, *handles, q.data_ptr(), *maps[0], *maps[1], 7, 1)
-    assert sorted(made) == sorted([(other_k.data_ptr(), "k"), (k.data_ptr(), "k"), (v.data_ptr(), "v")])
-
-
-@pytest.mark.parametrize("change", ["memory of its own", "another launcher", "no metadata"])
-def test_descriptors_that_are_not_understood_are_not_prepared(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel, q, k = DescribedKernel(("q", "k", "v", "n", "G")), rows(), rows()
-    v = k if change != "memory of its own" else rows(6)
-    if change == "another launcher":
-        kernel._launch = lambda: lambda *args: None  # type: ignore[method-assign]
-    elif change == "no metadata":
-        launcher, tensordesc_meta = kernel._run, [None, None]
-        kernel._launch = lambda: lambda *args: launcher(*args, tensordesc_meta)  # type: ignore[method-assign]
-    calls, call = calls_after(lambda: launch(kernel, (3,), q, Descriptor.of(k), Descriptor.of(v), 7, G=1), q, k)
-    assert not made_again(calls, call)
 
 
 def test_a_layer_that_stores_and_attends_again_in_one_call_launches_what_it_is_given_now() -> None:

@@ -64,7 +64,7 @@ SPILLED = {
 # Of heads that fill no tile, with their masks.
 SPILLED_OF_PADDED = {40: 0, 72: 24, 144: 24, 224: 256}
 # And of deterministic attention, around the merge of segments.
-SPILLED_AROUND_MERGES = {64: 8, 96: 24, 128: 64, 192: 40, 256: 272}
+SPILLED_AROUND_MERGES = {64: 16, 96: 32, 128: 80, 192: 40, 256: 272}
 
 
 def compiled(case: Case, tiles: HopperTiles) -> dict[str, CompiledKernel]:

@@ -1,0 +1,89 @@
+"""Prepared calls of kernels that are given descriptors of pages (TMA): a map of each is made once for an address."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+from torch import Tensor
+
+from rocm_attn.kernels.driver_call import DescribedPlace
+from rocm_attn.kernels.launch import launch
+from tests.amd.host.test_prepared_calls import STREAM, Kernel, calls_after, made_again, rows
+
+
+class Descriptor(SimpleNamespace):
+    """Of a tensor, as kernels are given it; a launcher makes a map of it in each launch."""
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Descriptor:
+        return cls(base=tensor, shape=list(tensor.shape), strides=list(tensor.stride()), padding="zero")
+
+
+@dataclass
+class DescribedKernel(Kernel):
+    """A jitted function whose launcher is as Triton 3.6 makes one of kernels with descriptors."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+        return lambda *args, **options: SimpleNamespace(
+            run=_Launcher(self._launch()), function="function", packed_metadata="metadata"
+        )
+
+    def _launch(self) -> Callable[..., None]:
+        launcher, tensordesc_meta = self._run, [{"of": "k"}, {"of": "v"}]
+
+        def inner(*args: object) -> None:
+            raise AssertionError(f"maps are made anew by {launcher} with {tensordesc_meta}")
+
+        return inner
+
+
+class _Launcher:
+    """Looks for scratch memory and then calls launch."""
+
+    global_scratch_size = profile_scratch_size = 0
+
+    def __init__(self, launch: Callable[..., None]) -> None:
+        self.launch = launch
+
+    def __call__(self, *args: object) -> None:
+        self.launch(*args)
+
+
+def test_a_map_of_a_descriptor_is_made_once_for_each_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[int, str]] = []
+
+    def map_of(place: DescribedPlace, metadata: dict[str, str]) -> Callable[[int], object]:
+        @functools.cache
+        def of(address: int) -> object:
+            made.append((address, metadata["of"]))
+            return f"map of {metadata['of']} {address}"
+
+        return of
+
+    monkeypatch.setattr("rocm_attn.kernels.driver_call._map_of", map_of)
+    kernel, q, k, v = DescribedKernel(("q", "k", "v", "n", "G")), rows(), rows(4), rows(6)
+    calls, call = calls_after(lambda: launch(kernel, (3,), q, Descriptor.of(k), Descriptor.of(v), 7, G=1), q, k, v)
+    other_k = rows(4)
+    for its_k in (other_k, k, other_k):
+        assert made_again(calls, call._replace(addresses=(q.data_ptr(), its_k.data_ptr(), v.data_ptr())))
+        maps = [f"map of k {its_k.data_ptr()}", 4, 8, 8, 1], [f"map of v {v.data_ptr()}", 6, 8, 8, 1]
+        handles = "function", "metadata", None, None, None
+        assert kernel.ran[-1] == (3, 1, 1, STREAM, *handles, q.data_ptr(), *maps[0], *maps[1], 7, 1)
+    assert sorted(made) == sorted([(other_k.data_ptr(), "k"), (k.data_ptr(), "k"), (v.data_ptr(), "v")])
+
+
+@pytest.mark.parametrize("change", ["memory of its own", "another launcher", "no metadata"])
+def test_descriptors_that_are_not_understood_are_not_prepared(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, q, k = DescribedKernel(("q", "k", "v", "n", "G")), rows(), rows()
+    v = k if change != "memory of its own" else rows(6)
+    if change == "another launcher":
+        kernel._launch = lambda: lambda *args: None  # type: ignore[method-assign]
+    elif change == "no metadata":
+        launcher, tensordesc_meta = kernel._run, [None, None]
+        kernel._launch = lambda: lambda *args: launcher(*args, tensordesc_meta)  # type: ignore[method-assign]
+    calls, call = calls_after(lambda: launch(kernel, (3,), q, Descriptor.of(k), Descriptor.of(v), 7, G=1), q, k)
+    assert not made_again(calls, call)

@@ -35,9 +35,8 @@ def plan(d: Any) -> Prepared:
     window_left = case.window - 1 if case.window else UNLIMITED_WINDOW
     pool = PoolKind.LATENT if case.kind == "mla" else PoolKind.SPLIT
     problem = Problem(case.Hq, case.Hkv, case.D, case.Dv, d.q.dtype, case.page, case.scale, window_left, pool=pool)
-    kind = step_kind(case.ql)
-    kernel = select(problem, detect_target(device), "triton", unavailable=_LEFT_OUT).kernels[kind].bound
-    shape = PaddedShape(kind, case.B, case.T)
+    kernel = select(problem, detect_target(device), "triton", unavailable=_LEFT_OUT).kernel(step_kind(case.ql, case.kv))
+    shape = PaddedShape(kernel.row.kind, case.B, case.T)
     metadata = StepTensors.of(
         ints([], device),
         counts=ints([case.B, case.T, 1, 0], device),
@@ -49,7 +48,7 @@ def plan(d: Any) -> Prepared:
     )
     bounds = StepBounds(shape, max(case.ql), max(case.kv))
     pages = LayerPages.plain(d.k_cache, d.v_cache, kind=pool)
-    return Prepared.of(kernel, metadata, bounds, (d.q, d.out), pages)
+    return Prepared.of(kernel.bound, metadata, bounds, (d.q, d.out), pages)
 
 
 def run(d: Any, prepared: Prepared) -> None:

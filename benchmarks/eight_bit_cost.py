@@ -100,11 +100,11 @@ def _problems(problem: Problem) -> list[Problem]:
 
 
 def _step_row(case: Case) -> Row:
-    target, kind = detect_target(torch.device("cuda", 0)), step_kind(case.batch.q_len)
+    target, kind = detect_target(torch.device("cuda", 0)), step_kind(case.batch.q_len, case.batch.kv_len)
     pool = PoolSize(1 << 20, max(case.batch.kv_len), len(case.batch.kv_len))
     graphs = []
     for problem in _problems(case.problem):
-        kernel = select(problem, target, "triton", pool=pool).kernels[kind]
+        kernel = select(problem, target, "triton", pool=pool).kernel(kind)
         graphs.append(LayerGraph.capture(problem, kernel.bound, case.batch))
     return _row(case.name, medians_in_turn(graphs), case.times_allowed)
 

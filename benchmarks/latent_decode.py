@@ -123,7 +123,7 @@ def prepared(case: Case) -> Prepared:
     pages = LayerPages(k, k[..., :512], problem.page_format, scale, scale)
     table = (torch.randperm(num_pages - 1, generator=generator, device=_DEVICE) + 1).int().view(case.num_seqs, -1)
     q_len = (case.q_len,) * case.num_seqs
-    kind = step_kind(q_len)
+    kind = step_kind(q_len, (case.kv_len,) * case.num_seqs)
     step = StepTensors.of(
         ints([], _DEVICE),
         counts=ints([case.num_seqs, num_tokens, 1, 0], _DEVICE),
@@ -134,7 +134,7 @@ def prepared(case: Case) -> Prepared:
         row_of_seq=torch.arange(case.num_seqs, dtype=torch.int32, device=_DEVICE),
     )
     bounds = StepBounds(PaddedShape(kind, case.num_seqs, num_tokens), case.q_len, case.kv_len)
-    kernel = select(problem, detect_target(_DEVICE), "triton").kernels[kind].bound
+    kernel = select(problem, detect_target(_DEVICE), "triton").kernel(kind).bound
     return Prepared.of(kernel, step, bounds, (q, out), pages)
 
 

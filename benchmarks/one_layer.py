@@ -69,7 +69,7 @@ def _prepared(problem: Problem, kernel: BoundKernel, batch: Batch, generator: to
     device = torch.device("cuda", 0)
     num_seqs, num_tokens, page = len(batch.kv_len), sum(batch.q_len), problem.page_size
     num_pages = sum(batch.kv_len) // page
-    shape = PaddedShape(step_kind(batch.q_len), num_seqs, num_tokens)
+    shape = PaddedShape(step_kind(batch.q_len, batch.kv_len), num_seqs, num_tokens)
     table = (torch.randperm(num_pages, device=device, generator=generator).int() + 1).view(num_seqs, -1)
     step = StepTensors.of(
         ints([], device),

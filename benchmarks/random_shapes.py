@@ -32,10 +32,9 @@ from torch import Tensor
 from benchmarks.powers import LANES, POWERS, powers_kernel
 from benchmarks.shape_sweep import LAUNCHES_US, Shape, random_shapes
 from rocm_attn.batch.padding import PaddedShape
-from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.bench.clocks import GraphClock
 from rocm_attn.bench.machine import commit, describe_machine
-from rocm_attn.bench.prepared import Prepared, ints
+from rocm_attn.bench.prepared import Prepared, ints, step_kind
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.target import detect_target
@@ -77,8 +76,7 @@ def cases_of(shape: Shape, count: int) -> list[Case]:
         shape.head_dim**-0.5,
         shape.window_left,
     )
-    kind = {1: StepKind.DECODE}.get(max(shape.q_len), StepKind.MIXED if min(shape.q_len) == 1 else StepKind.EXTEND)
-    kernel = select(problem, detect_target(device), "triton").kernels[kind].bound
+    kernel = select(problem, detect_target(device), "triton").kernel(step_kind(shape.q_len, shape.kv_len))
     num_seqs, num_tokens = len(shape.q_len), sum(shape.q_len)
     pages = [-(-kv_len // shape.page_size) for kv_len in shape.kv_len]
     is_page = torch.arange(max(pages), device=device) < ints(pages, device)[:, None]
@@ -89,7 +87,7 @@ def cases_of(shape: Shape, count: int) -> list[Case]:
     num_pages = sum(pages)
     orders = (torch.randperm(num_pages * count, device=device, generator=generator).int() + 1).view(count, -1)
     k, v = (rows(num_pages * count + 1, shape.page_size, shape.num_kv_heads, shape.head_dim) for _ in range(2))
-    bounds = StepBounds(PaddedShape(kind, num_seqs, num_tokens), max(shape.q_len), max(shape.kv_len))
+    bounds = StepBounds(PaddedShape(kernel.row.kind, num_seqs, num_tokens), max(shape.q_len), max(shape.kv_len))
     cases = []
     for order in orders:
         table = torch.zeros(num_seqs, max(pages), dtype=torch.int32, device=device)
@@ -105,7 +103,7 @@ def cases_of(shape: Shape, count: int) -> list[Case]:
         )
         q = rows(num_tokens, shape.num_q_heads, shape.head_dim)
         out = torch.full_like(q, float("nan"))
-        cases.append(Case(Prepared.of(kernel, step, bounds, (q, out), LayerPages.plain(k, v)), problem))
+        cases.append(Case(Prepared.of(kernel.bound, step, bounds, (q, out), LayerPages.plain(k, v)), problem))
     return cases
 
 

@@ -70,7 +70,7 @@ def main() -> None:
 def _graph(problem: Problem, batch: Batch) -> LayerGraph:
     pool = PoolSize(num_pages=2, max_kv_len=max(batch.kv_len), max_num_seqs=len(batch.kv_len))
     chosen = select(problem, detect_target(torch.device("cuda", 0)), "triton", pool=pool)
-    return LayerGraph.capture(problem, chosen.kernels[step_kind(batch.q_len)].bound, batch)
+    return LayerGraph.capture(problem, chosen.kernel(step_kind(batch.q_len, batch.kv_len)).bound, batch)
 
 
 if __name__ == "__main__":

@@ -117,14 +117,15 @@ def made(case: Case) -> Made:
     q = torch.randn(num_tokens, problem.num_q_heads, problem.head_dim, generator=generator, device=_DEVICE)
     q = q.to(problem.dtype)
     pages = random_pages(problem, num_pages, generator)
-    kernels = select(problem, detect_target(_DEVICE), "triton").kernels
+    chosen = select(problem, detect_target(_DEVICE), "triton")
 
     def prepared(kind: StepKind) -> Prepared:
         bounds = StepBounds(PaddedShape(kind, case.num_seqs, num_tokens), case.q_len, case.kv_len)
         out = q.new_empty(num_tokens, problem.num_q_heads, problem.v_head_dim)
-        return Prepared.of(kernels[kind].bound, step, bounds, (q, out), pages)
+        return Prepared.of(chosen.kernel(kind).bound, step, bounds, (q, out), pages)
 
-    return Made(case, prepared(StepKind.MASKED), prepared(step_kind((case.q_len,) * case.num_seqs)), parents)
+    plain = step_kind((case.q_len,) * case.num_seqs, (case.kv_len,) * case.num_seqs)
+    return Made(case, prepared(StepKind.MASKED), prepared(plain), parents)
 
 
 def time_of(prepared: Prepared) -> float:

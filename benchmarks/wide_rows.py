@@ -130,8 +130,8 @@ def main() -> None:
 
 def _kernel(problem: Problem, batch: Batch, provider: str) -> BoundKernel:
     pool = PoolSize(1 << 20, max(batch.kv_len), len(batch.kv_len))
-    kernels = select(problem, detect_target(CUDA), provider, pool=pool).kernels
-    return kernels[step_kind(batch.q_len)].bound
+    chosen = select(problem, detect_target(CUDA), provider, pool=pool)
+    return chosen.kernel(step_kind(batch.q_len, batch.kv_len)).bound
 
 
 def _error(shape: tuple[int, tuple[int, int]], batch: Batch) -> tuple[str, float]:
@@ -145,7 +145,7 @@ def _error(shape: tuple[int, tuple[int, int]], batch: Batch) -> tuple[str, float
     trusted = _kernel(replace(problem, dtype=torch.float32), batch, "torch")
     trusted.attend(last.args._replace(q=last.args.q.float(), out=exact, pages=pages), last.step, last.bounds)
     error = float((found.out.float() - exact).abs().max() / exact.abs().max())
-    return f"{step_kind(batch.q_len).value} {problem.num_q_heads}/2 heads of {dims[0]}/{dims[1]}", error
+    return f"{step_kind(batch.q_len, batch.kv_len).value} {problem.num_q_heads}/2 heads of {dims[0]}/{dims[1]}", error
 
 
 def _ceilings() -> dict[str, float]:

@@ -62,11 +62,16 @@ class Prepared:
         self.kernel.attend(self.args, self.step, self.bounds)
 
 
-def step_kind(q_len: Sequence[int]) -> StepKind:
-    """The kind of step by its new tokens."""
+def step_kind(q_len: Sequence[int], kv_len: Sequence[int]) -> StepKind:
+    """The kind of step by its new tokens, and by its tokens with them, as an eager step has it.
+
+    PREFILL where the cache is empty, whose kernel Selection.kernel() finds: one of its own, or that of EXTEND.
+    """
     if max(q_len) == 1:
         return StepKind.DECODE
-    return StepKind.MIXED if min(q_len) == 1 else StepKind.EXTEND
+    if min(q_len) == 1:
+        return StepKind.MIXED
+    return StepKind.PREFILL if list(q_len) == list(kv_len) else StepKind.EXTEND
 
 
 def ints(values: Iterable[int], device: torch.device) -> Tensor:

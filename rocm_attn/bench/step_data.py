@@ -58,7 +58,7 @@ class StepData:
 
 def kind_of(batch: BatchSpec) -> StepKind:
     """The kind of step that serves the batch."""
-    return step_kind([group.new for group in batch.groups])
+    return step_kind(batch.q_len, batch.kv_len)
 
 
 def random_steps(problem: Problem, batch: BatchSpec, count: int, device: torch.device, seed: int) -> list[StepData]:
@@ -101,6 +101,9 @@ def step_over(
     page_list = torch.zeros(sum(num_pages) + _READ_AHEAD, dtype=torch.int32, device=device)
     page_list[: sum(num_pages)] = torch.cat(list(pages_of_seq)).int()
     lengths = ints(kv_len, device)
+    places = torch.arange(problem.page_size, device=device)
+    slots = [(mine[:, None] * problem.page_size + places).flatten() for mine in pages_of_seq]
+    new_slots = [each[end - new : end] for each, end, new in zip(slots, kv_len, q_len, strict=True)]
     step = StepTensors.of(
         ints([], device),
         counts=ints([num_seqs, num_tokens, 1, 0], device),
@@ -108,6 +111,7 @@ def step_over(
         kv_len_int64=lengths.long(),
         q_len=ints(q_len, device),
         q_indptr=torch.tensor([0, *q_len]).cumsum(0).int().to(device),
+        slot_of_token=torch.cat(new_slots).int(),
         table=table,
         block_table=table,
         page_indptr=indptr,

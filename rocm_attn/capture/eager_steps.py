@@ -8,7 +8,7 @@ padded to, and of new tokens enough to meet each choice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rocm_attn.batch.halves import HALVES
 from rocm_attn.batch.padding import PaddedShape, PaddingPolicy
@@ -20,16 +20,19 @@ MOST_TOKENS = 8192
 _MOST_EACH = 256
 
 
-def eager_steps(padding: PaddingPolicy, *, max_seqs: int, max_kv_len: int) -> Iterator[tuple[PaddedShape, list[int]]]:
-    """The steps: of each the shape, and new tokens of sequences that are padded to it, which are all of their tokens.
+def eager_steps(
+    padding: PaddingPolicy, *, max_seqs: int, max_kv_len: int, uncaptured: Sequence[StepKind] = ()
+) -> Iterator[tuple[PaddedShape, list[int]]]:
+    """The steps: of each the shape, and new tokens of sequences that are padded to it.
 
     max_seqs:   sequences that a step may have
     max_kv_len: tokens that a sequence may have
+    uncaptured: kinds that never are graphs and have kernels of their own
     """
     for size, fewest in _padded_seqs(padding, max_seqs).items():
         num_seqs = min(size, max_seqs)
         longest = min(max(_MOST_EACH, -(-MOST_TOKENS // max(1, num_seqs - 1))), max_kv_len)
-        for kind in padding.kinds(1):
+        for kind in (*padding.kinds(1), *uncaptured):
             if kind.decodes:
                 yield PaddedShape(kind, size, size), [1]
                 continue

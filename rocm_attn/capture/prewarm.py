@@ -17,13 +17,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.mask import TreeMask
 from rocm_attn.batch.padding import PaddedShape, PadTo
 from rocm_attn.batch.step_batch import StepBatch, draft_batch
-from rocm_attn.batch.step_kinds import Extra
+from rocm_attn.batch.step_kinds import Extra, StepKind
 from rocm_attn.capture.eager_steps import MOST_TOKENS, eager_steps
 from rocm_attn.capture.graphs import Progress, capture_shapes, draft_shapes, shape_name
 from rocm_attn.capture.made_graphs import takes_inputs
@@ -159,30 +160,53 @@ def _steps(runtime: AttentionRuntime) -> Iterator[tuple[PaddedShape, list[int]]]
             yield shape, q_len.tolist()
     if not runtime.target.is_gpu:
         return  # nothing is compiled
-    for shape, each in eager_steps(runtime.padding, max_seqs=table.most_new_seqs, max_kv_len=table.max_kv_len):
+    own = {kind for selection in runtime.selections for kind in selection.kernels if not kind.captured}
+    steps = eager_steps(
+        runtime.padding, max_seqs=table.most_new_seqs, max_kv_len=table.max_kv_len, uncaptured=tuple(own)
+    )
+    for shape, each in steps:
         # A pool for windows may have fewer pages than a step of all these tokens takes: serving has none there.
         if pages_of(np.array(each), table.page_size).sum() <= table.fewest_free_pages:
             yield shape, each
 
 
 def _run(runtime: AttentionRuntime, q_len: list[int], shape: PaddedShape, memory: _Memory) -> None:
-    """One step of new requests with so many tokens each, through every kind of layer."""
+    """One step of requests with so many new tokens each, through every kind of layer."""
     rows = [runtime.table.admit() for _ in q_len]
+    cached = _cached(runtime, q_len, shape)
     try:
-        for row, length in zip(rows, q_len, strict=True):
+        for row, length in zip(rows, (cached + q_len).tolist(), strict=True):
             runtime.table.reserve(row, length)
+        runtime.table.mark_stored(np.array(rows, np.int32), cached)
         pad_to = PadTo(max(shape.num_seqs, len(q_len)))
         if isinstance(shape.drafts, Drafts):
             _run_round(runtime, draft_batch(rows, [0] * len(rows), shape.drafts), pad_to, memory)
             return
         tokens = np.array(q_len, np.int32)
-        batch = StepBatch(np.array(rows, np.int32), tokens, tokens)
+        batch = StepBatch(np.array(rows, np.int32), tokens + cached, tokens)
         _run_step(runtime, with_extra(batch, shape, torch.Generator(runtime.device)), pad_to, memory)
         if shape.kind.extra is Extra.MASK and max(q_len) <= max(runtime.padding.verify, _TREE_NODES):
             _verify(runtime, batch, pad_to, memory)
     finally:
         for row in rows:
             runtime.table.free(row)
+
+
+def _cached(runtime: AttentionRuntime, q_len: list[int], shape: PaddedShape) -> NDArray[np.int32]:
+    """Tokens that each request has in the cache.
+
+    One of an extend step has one, where steps of new prompts alone have a kernel of their own. Where no request has
+    room for it serving has no other such steps either.
+    """
+    has_prefill = any(StepKind.PREFILL in selection.kernels for selection in runtime.selections)
+    cached = np.zeros(len(q_len), np.int32)
+    shortest, table = int(np.argmin(q_len)), runtime.table
+    more = np.array(q_len, np.int32)
+    more[shortest] += 1
+    has_room = more[shortest] <= table.max_kv_len and pages_of(more, table.page_size).sum() <= table.fewest_free_pages
+    if has_prefill and shape.kind is StepKind.EXTEND and has_room:
+        cached[shortest] = 1
+    return cached
 
 
 def _run_step(runtime: AttentionRuntime, batch: StepBatch, pad_to: PadTo, memory: _Memory) -> None:

@@ -174,9 +174,14 @@ def _by_tokens(
 def _extend(problem: Problem, target: Target, tiles: ExtendTiles, min_q_len: int = 1) -> TritonExtend:
     """Sequences with min_q_len new tokens or more."""
     if target.arch == "sm_90" and UNLIMITED_WINDOW != problem.window_left < _MOST_NOT_SHARED:
-        tiles = replace(tiles, programs_per_cu=0, one_launch=False)
+        tiles = _of_whole_rows(tiles)
     cut = replace(_extend_cut(problem, target, tiles, problem.causal), min_q_len=min_q_len)
     return TritonExtend(problem, scores_of(problem), tiles, cut)
+
+
+def _of_whole_rows(tiles: ExtendTiles) -> ExtendTiles:
+    """The tiles of steps in which every row is one program's: one launch a layer, and no merge."""
+    return replace(tiles, programs_per_cu=0, one_launch=False)
 
 
 def _extend_cut(problem: Problem, target: Target, tiles: ExtendTiles, causal: bool) -> ExtendCut:
@@ -255,6 +260,21 @@ def _bind_mixed_hopper(problem: Problem, target: Target, pool: PoolSize) -> Mixe
     return MixedAtOnce(TritonMixed(_bind_decode(problem, target, pool), extend))
 
 
+def _bind_prefill_hopper(problem: Problem, target: Target, pool: PoolSize) -> KernelByTokens:
+    """Of few new tokens whole rows of the plain kernel, of more what extend steps take.
+
+    To share rows out takes a merge and a larger launch, for keys that short prompts do not have.
+    """
+    few = [row for row in extend_rows_of(problem, target) if row.max_rows <= triton_hopper.MOST_PREFILL_ROWS]
+    most = triton_hopper.most_prefilled(problem.head_dim)
+    bounds = [*(row.max_rows // problem.gqa_ratio for row in few[:-1]), most]
+    whole = [_extend(problem, target, _of_whole_rows(row.tiles)) for row in few]
+    extend = _hopper_by_tokens(problem, target)
+    assert isinstance(extend, KernelByTokens), "the limits leave out query heads that few rows do not hold"
+    longer = (sized for sized in extend.short if sized.steps.max_q_len > most)
+    return KernelByTokens((*map(SizedKernel, map(Steps, bounds), whole), *longer), extend.other)
+
+
 def _bind_shared_hopper(problem: Problem, target: Target, pool: PoolSize) -> SharedPrefixKernel:
     prefix = _hopper_by_tokens(problem_of_prefixes(problem), target)
     return SharedPrefixKernel(problem, prefix, _bind_decode(problem, target, pool), triton_ops)
@@ -288,6 +308,9 @@ TRITON = Provider(
         triton_row("triton.decode", StepKind.DECODE, _bind_decode_alone, limits=_LIMITS),
         triton_row("triton.hopper_extend", StepKind.EXTEND, _bind_extend_hopper, limits=triton_hopper.LIMITS),
         triton_row("triton.extend", StepKind.EXTEND, _bind_extend, limits=_LIMITS),
+        triton_row(
+            "triton.hopper_prefill", StepKind.PREFILL, _bind_prefill_hopper, limits=triton_hopper.PREFILL_LIMITS
+        ),
         triton_row("triton.hopper_extend+decode", StepKind.MIXED, _bind_mixed_hopper, limits=triton_hopper.LIMITS),
         triton_row(
             "triton.extend+cdna_decode", StepKind.MIXED, _bind_mixed_cdna, limits=triton_cdna.LIMITS, is_probed=True

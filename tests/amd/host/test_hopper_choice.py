@@ -6,10 +6,12 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 
 from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.cli.prewarm import target_and_device
 from rocm_attn.errors import BadTensor
@@ -29,8 +31,11 @@ from rocm_attn.providers.by_tokens import KernelByTokens
 from rocm_attn.providers.contract import OWN_POOL, BoundKernel, PoolSize, PoolTerms
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.providers.shared_prefix import SharedPrefixKernel
+from rocm_attn.providers.triton import TritonExtend
 from rocm_attn.providers.triton_hopper import TRITONS, HopperExtend
 from rocm_attn.providers.triton_segments import SegmentExtend
+from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.prepared import is_prepared
 from tests.amd.kernels.attention_cases import Case, Tensors, build, extend_cut, garbage
 
@@ -504,3 +509,86 @@ def test_few_sequences_of_deterministic_steps_have_the_kernel_that_shares_rows(n
         served = extend.of_shape(PaddedShape(StepKind.EXTEND, num_seqs, 4 * num_seqs))
         assert isinstance(served, SegmentExtend if is_short else HopperExtend)
     assert isinstance(extend.of_shape(PaddedShape(StepKind.EXTEND, fewest, 99 * fewest)), HopperExtend)
+
+
+def prefill_of(more: dict[str, Any], **also: Any) -> KernelByTokens:
+    """What serves steps of new prompts alone."""
+    kernel = chosen(replace(LAYER, **more), on(TRITONS[0]), **also).kernel(StepKind.PREFILL)
+    assert kernel.row.name == "triton.hopper_prefill"
+    assert isinstance(kernel.bound, KernelByTokens)
+    return kernel.bound
+
+
+@pytest.mark.parametrize(
+    ("more", "most"),
+    [
+        ({}, 256),
+        ({"head_dim": 40, "v_head_dim": 40}, 512),
+        ({"head_dim": 64, "v_head_dim": 64, "has_sinks": True, "dtype": torch.float16}, 512),
+        ({"head_dim": 72, "v_head_dim": 72, "page_size": 2}, 64),
+        ({"head_dim": 96, "v_head_dim": 96, "num_kv_heads": 32}, 64),
+        ({"head_dim": 192, "v_head_dim": 192, "num_kv_heads": 1}, 256),
+    ],
+    ids=str,
+)
+def test_short_prefills_are_served_by_whole_rows_and_long_ones_as_extend_steps_are(
+    more: dict[str, Any], most: int
+) -> None:
+    """A row that is shared out would take a merge; whole ones need no workspace."""
+    kernel = prefill_of(more)
+    extend: Any = chosen(replace(LAYER, **more), on(TRITONS[0])).kernel(StepKind.EXTEND).bound
+    for num_seqs in (1, 16):
+        for q_len in (2, 16, most):
+            shape = PaddedShape(StepKind.PREFILL, num_seqs, num_seqs * q_len)
+            served = kernel.of_shape(shape)
+            assert isinstance(served, TritonExtend)
+            assert served.cut.sharing.programs == served.workspace_words(shape) == 0
+            assert served.tiles.query_rows <= 64
+        longer = PaddedShape(StepKind.PREFILL, num_seqs, num_seqs * most + 1)
+        assert isinstance(kernel.of_shape(longer), HopperExtend)
+        assert kernel.of_shape(longer) == extend.of_shape(replace(longer, kind=StepKind.EXTEND))
+    bounds = [sized.steps.max_q_len for sized in kernel.short]
+    assert bounds == sorted(set(bounds))
+
+
+def test_a_prefill_has_room_for_all_that_its_kernel_takes() -> None:
+    kernel = prefill_of({})
+    for num_tokens in (2, 16, 17, 256, 257, 8192):
+        shape = PaddedShape(StepKind.PREFILL, 1, num_tokens)
+        served = kernel.of_shape(shape)
+        assert served.workspace_words(shape) <= kernel.workspace_words(shape)
+        assert served.schedule.words(shape) <= kernel.schedule.words(shape)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"head_dim": 200, "v_head_dim": 200},
+        {"num_q_heads": 33, "num_kv_heads": 1},
+        {"logits_soft_cap": 30.0},
+        {"causal": False},
+        {"window_left": 1023},
+        CODED,
+    ],
+    ids=str,
+)
+def test_other_prefills_are_extend_steps(more: dict[str, Any]) -> None:
+    selection = chosen(replace(LAYER, **more), on(TRITONS[0]))
+    assert StepKind.PREFILL not in selection.kernels
+    assert selection.kernel(StepKind.PREFILL) is selection.kernel(StepKind.EXTEND)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942", "gfx950"])
+def test_deterministic_prefills_and_those_of_other_archs_are_extend_steps(arch: str) -> None:
+    selection = chosen(LAYER, on(TRITONS[0], arch), deterministic=arch == "sm_90")
+    assert StepKind.PREFILL not in selection.kernels
+
+
+def test_a_step_of_new_prompts_is_planned_for_their_kernel_and_others_are_not() -> None:
+    options = RuntimeOptions(num_pages=64, max_num_seqs=4, max_kv_len=512, provider="triton", capture_sizes=(1,))
+    runtime = build_runtime([LAYER], options, device=torch.device("cpu"), target=on(TRITONS[0]))
+    names: list[str] = []
+    for kv_len, q_len in (([100, 60], [100, 60]), ([100, 60], [100, 59]), ([100, 60], [100, 1])):
+        batch = StepBatch(np.arange(2, dtype=np.int32), np.array(kv_len, np.int32), np.array(q_len, np.int32))
+        names += [kernel.row.name for kernel in runtime._planner.plan(batch, None, 1).kernels]
+    assert names == ["triton.hopper_prefill", HOPPER[StepKind.EXTEND], HOPPER[StepKind.MIXED]]

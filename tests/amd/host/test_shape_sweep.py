@@ -24,7 +24,12 @@ from benchmarks.shape_sweep import (
     random_shapes,
     worst,
 )
-from rocm_attn.problem import UNLIMITED_WINDOW
+from rocm_attn.bench.prepared import step_kind
+from rocm_attn.machine.releases import Releases
+from rocm_attn.machine.target import known_target
+from rocm_attn.problem import UNLIMITED_WINDOW, Problem
+from rocm_attn.providers.select import select
+from rocm_attn.providers.triton_hopper import TRITONS
 
 SHAPES = random_shapes(300, 14)
 PLAIN = Shape(8, 2, 64, 16, UNLIMITED_WINDOW, Work.EXTEND, kv_len=(10, 3), q_len=(4, 3))
@@ -189,3 +194,22 @@ def test_a_process_only_compiles_while_another_one_has_the_gpu(
     assert {name for name, is_held in gpu.done if not is_held} == {"compile"}
     assert [name for name, _ in gpu.done].count("_microseconds") == times
     assert gpu.done[-1] == ("empty_cache", True)
+
+
+@pytest.mark.parametrize(
+    ("kv_len", "q_len", "name"),
+    [
+        ((9, 5), (9, 5), "triton.hopper_prefill"),
+        ((9, 6), (9, 5), "triton.hopper_extend"),
+        ((9, 1), (9, 1), "triton.hopper_extend+decode"),
+        ((1, 1), (1, 1), "triton.decode"),
+    ],
+)
+def test_a_step_of_a_benchmark_has_the_kernel_that_an_eager_step_has(
+    kv_len: tuple[int, ...], q_len: tuple[int, ...], name: str
+) -> None:
+    target = replace(known_target("sm_90"), releases=Releases(triton=TRITONS[0]))
+    layer = Problem(8, 2, 64, 64, torch.bfloat16, page_size=16, scale=0.125)
+    assert select(layer, target, "triton").kernel(step_kind(q_len, kv_len)).row.name == name
+    elsewhere = select(layer, known_target("sm_80"), "triton").kernel(step_kind(q_len, kv_len))
+    assert elsewhere.row.name == name.replace("hopper_prefill", "extend").replace("hopper_", "")

@@ -57,7 +57,8 @@ SPILLED = {
     (96, "float16"): 24,
     (96, "gathered"): 24,
     (128, "codes_by_token"): 24,
-    **{(192, layer): 32 if layer == "window" else 24 for layer in LAYERS},
+    (128, "window"): 24,
+    **{(192, layer): 32 if layer in ("window", "capped") else 24 for layer in LAYERS},
     # The next row's queries, which arrive while results are written.
     **{(256, layer): 256 for layer in LAYERS},
 }

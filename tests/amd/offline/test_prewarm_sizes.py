@@ -27,8 +27,10 @@ from rocm_attn.capture.prewarm import prewarm
 from rocm_attn.guards.registry import Guards
 from rocm_attn.hip_graphs.size_ladder import SizeLadder
 from rocm_attn.kernels.launch import Thunk, observe_launches
-from rocm_attn.machine.target import known_target
+from rocm_attn.machine.releases import Releases
+from rocm_attn.machine.target import Target, known_target
 from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.providers.triton_hopper import TRITONS
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.head_weights import HeadWeights
@@ -64,11 +66,15 @@ def noted_variants(found: set[Variant]) -> Iterator[None]:
         yield
 
 
-def prewarmed(problem: Problem, sizes: RuntimeOptions, arch: str) -> set[Variant]:
+def target_of(arch: str | Target) -> Target:
+    return known_target(arch) if isinstance(arch, str) else arch
+
+
+def prewarmed(problem: Problem, sizes: RuntimeOptions, arch: str | Target) -> set[Variant]:
     """What prewarming compiles."""
     found = set[Variant]()
     with noted_variants(found):
-        prewarm([problem], known_target(arch), sizes, device=CPU)
+        prewarm([problem], target_of(arch), sizes, device=CPU)
     return found
 
 
@@ -78,14 +84,13 @@ class Served:
     found: what Triton would compile for its steps
     """
 
-    def __init__(self, problem: Problem, sizes: RuntimeOptions, arch: str) -> None:
-        self.problem, self.arch, self.found = problem, arch, set[Variant]()
+    def __init__(self, problem: Problem, sizes: RuntimeOptions, arch: str | Target) -> None:
+        target = target_of(arch)
+        self.problem, self.arch, self.found = problem, target.arch, set[Variant]()
         # Kernels that are only compiled answer nothing.
         guards = Guards().without("echo_check")
         large = replace(sizes, num_pages=2 + sizes.max_num_seqs * 64)
-        self.runtime: AttentionRuntime = build_runtime(
-            [problem], large, device=CPU, target=known_target(arch), guards=guards
-        )
+        self.runtime: AttentionRuntime = build_runtime([problem], large, device=CPU, target=target, guards=guards)
         self.runtime.head_weights.set(0, HeadWeights.random(problem, torch.Generator()))
         self.rows = np.array([self.runtime.table.admit() for _ in range(sizes.max_num_seqs)], np.int32)
         for row in self.rows.tolist():
@@ -175,6 +180,22 @@ def test_every_number_of_sequences_finds_its_variants(problem: Problem, arch: st
     needed = served_at_all_sizes(problem, sizes, arch)
     assert len(needed) >= 9
     assert sorted(name for name, _ in needed - prewarmed(problem, sizes, arch)) == []
+
+
+@pytest.mark.parametrize("cached", [0, 1], ids=["new prompts", "after a cached token"])
+def test_prompts_find_their_variants_where_those_alone_have_a_kernel_of_their_own(cached: int) -> None:
+    """Gluon's kernel is not compiled here: it is left out, and what is compiled beside it is not."""
+    target = replace(known_target("sm_90"), releases=Releases(triton=TRITONS[0]))
+    layer, sizes = replace(LLAMA, head_dim=64, v_head_dim=64), replace(SIZES, max_num_seqs=3, max_kv_len=1024)
+    served = Served(layer, sizes, target)
+    with served.serving():
+        for num_seqs in range(1, sizes.max_num_seqs + 1):
+            for q_len in (3, 23, 75, 1000 // num_seqs):
+                tokens = np.full(num_seqs, q_len, np.int32)
+                served.runtime.table.mark_stored(served.rows[:num_seqs], np.full(num_seqs, cached, np.int32))
+                served.step(StepBatch(served.rows[:num_seqs], tokens + cached, tokens))
+    assert variants_of(served.found, "_extend_kernel") >= 1
+    assert sorted(name for name, _ in served.found - prewarmed(layer, sizes, target)) == []
 
 
 def test_on_hopper_decode_has_three_ways_that_hang_on_the_number_of_sequences() -> None:

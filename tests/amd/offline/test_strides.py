@@ -31,7 +31,7 @@ def loads_of_kernel(name: str, head_dim: int, q_len: tuple[int, ...]) -> str:
 def kernels_of_layer(head_dim: int, q_len: tuple[int, ...]) -> list[CompiledKernel]:
     """Schedule included."""
     problem = Problem(HEADS, HEADS, head_dim, head_dim, torch.bfloat16, 16, 1.0)
-    kernel = select(problem, known_target("sm_90"), "triton").kernels[step_kind(q_len)].bound
+    kernel = select(problem, known_target("sm_90"), "triton").kernel(step_kind(q_len, [64] * len(q_len))).bound
     num_seqs, num_tokens, device = len(q_len), sum(q_len), torch.device("cpu")
     step = StepTensors.of(
         ints([], device),
@@ -42,7 +42,7 @@ def kernels_of_layer(head_dim: int, q_len: tuple[int, ...]) -> list[CompiledKern
         table=torch.ones(num_seqs, 4, dtype=torch.int32),
         row_of_seq=ints(range(num_seqs), device),
     )
-    bounds = StepBounds(PaddedShape(step_kind(q_len), num_seqs, num_tokens), max(q_len), 64)
+    bounds = StepBounds(PaddedShape(step_kind(q_len, [64] * num_seqs), num_seqs, num_tokens), max(q_len), 64)
     k, v = (torch.zeros(8, 16, HEADS, head_dim, dtype=torch.bfloat16) for _ in range(2))
     q, out = (torch.zeros(num_tokens, HEADS, head_dim, dtype=torch.bfloat16) for _ in range(2))
     return compiled_by(lambda: Prepared.of(kernel, step, bounds, (q, out), LayerPages.plain(k, v)).attend(), "sm_90")

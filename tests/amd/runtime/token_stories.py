@@ -87,6 +87,7 @@ class Teller:
         max_tokens: int = 512,
         num_pages: int = 1500,
         target: Target | None = None,
+        capture_tokens: Sequence[int] = (16, 64, 512),
     ) -> None:
         self.problem = problem
         self.runtime = build_runtime(
@@ -97,7 +98,7 @@ class Teller:
                 max_kv_len=max_kv_len,
                 provider=provider,
                 capture_sizes=(1, 4, 8),
-                capture_tokens=(16, 64, 512),
+                capture_tokens=capture_tokens,
                 split_steps=True,
                 deterministic=deterministic,
             ),

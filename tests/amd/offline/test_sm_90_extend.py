@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import functools
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 from triton.compiler import CompiledKernel
 
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.tuning.tiles import ExtendTiles
+from rocm_attn.machine.releases import Releases
+from rocm_attn.machine.target import known_target
+from rocm_attn.problem import Problem
+from rocm_attn.providers.by_tokens import KernelByTokens
+from rocm_attn.providers.select import select
+from rocm_attn.providers.triton import TritonExtend
+from rocm_attn.providers.triton_hopper import TRITONS
 from tests.amd.offline.candidate_kernels import extend_kernels
+from tests.amd.offline.code_object import read_nvidia_code
 from tests.amd.offline.early_launches import assert_waits
 from tests.amd.offline.matrix import Row
 
@@ -46,3 +56,26 @@ def test_page_numbers_are_loaded_once_for_each_page_on_nvidia_alone() -> None:
         assert not numbers.search(kernels(arch, early=False)["_extend_kernel"].asm["ttir"])
     on_amd = kernels("gfx942", early=False, by_number=True)["_extend_kernel"].asm["ttir"]
     assert on_amd == kernels("gfx942", early=False)["_extend_kernel"].asm["ttir"]
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim", "page_size"),
+    [((8, 8), 64, 1), ((32, 8), 64, 16), ((8, 8), 80, 1), ((12, 12), 96, 16), ((32, 32), 128, 16), ((8, 1), 192, 1)],
+)
+def test_tiles_of_short_prefills_are_launched_once_and_early_and_spill_nothing(
+    heads: tuple[int, int], dim: int, page_size: int
+) -> None:
+    """They were tuned for rows that are shared out."""
+    target = replace(known_target("sm_90"), releases=Releases(triton=TRITONS[0]))
+    layer = Problem(*heads, dim, dim, torch.bfloat16, page_size, scale=dim**-0.5)
+    kernel = select(layer, target, "triton").kernel(StepKind.PREFILL).bound
+    assert isinstance(kernel, KernelByTokens)
+    whole = [sized.kernel for sized in kernel.short if isinstance(sized.kernel, TritonExtend)]
+    assert whole
+    for each in whole:
+        found = extend_kernels(Row("sm_90", heads, (dim, dim), torch.bfloat16, page_size), each.tiles)
+        (name,) = found
+        assert_waits(found[name], reads_before=False)
+        code = read_nvidia_code(found[name])
+        assert code.stack_bytes == code.local_bytes == 0
+        assert code.shared_bytes <= target.lds_bytes

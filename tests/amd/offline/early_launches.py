@@ -10,8 +10,6 @@ from triton.compiler import CompiledKernel
 def assert_waits(kernel: CompiledKernel, *, reads_before: bool) -> None:
     """In every program: no branch leads past the wait, since what comes after shall find the launch before ended too.
 
-    Other groups of warps, where there are some, begin at a barrier: they are let go by the first one, which has waited.
-
     reads_before: whether it may read, before it waits, what the launch before that one has written: as a merge does,
                   which begins when all programs before it are past their own wait
     """
@@ -19,11 +17,7 @@ def assert_waits(kernel: CompiledKernel, *, reads_before: bool) -> None:
     code = kernel.asm["ptx"]
     assert code.count("griddepcontrol.launch_dependents") == code.count("griddepcontrol.wait") == 1
     before = code[: code.index("griddepcontrol.wait")]
-    for label in re.findall(r"\bbra[.\w]*\s+(\$\w+)", before):
-        if f"{label}:" not in before:
-            assert "setmaxnreg" in code
-            others = code[code.index(f"{label}:") :]
-            assert re.findall(r"barrier\.sync|(?:ld|st|atom)\.global", others)[0] == "barrier.sync"
+    assert all(f"{label}:" in before for label in re.findall(r"\bbra[.\w]*\s+(\$\w+)", before))
     assert not re.search(r"\bret;|st\.global|atom\.global", before)
     if not reads_before:
         assert "ld.global" not in before

@@ -164,10 +164,10 @@ class Older:
 
 # A line for a file, to be taken out when a newer file comes: a test says which.
 _EARLY = (
-    "Hopper's extend and its merge were launched before the launch before them had ended, which takes 1 to 3 us less "
-    "a layer, and rows of heads of 72 to 96 were cut alike, too. Both are switched off: on that commit a process of the "
-    "random shapes ended with an illegal access of memory, after it had replayed the same graph without one, and which "
-    "launch it was of is not known."
+    "Hopper's extend and its merge were launched before the launch before them had ended, which takes 1 to 3 us "
+    "less a layer, and rows of heads of 72 to 96 were cut alike, too. Both are switched off: on that commit a process "
+    "of the random shapes ended with an illegal access of memory, after it had replayed the same graph without one, "
+    "and which launch it was of is not known."
 )
 OLDER: tuple[Older, ...] = (
     Older("kernels", "801b9e98", _EARLY),
@@ -357,8 +357,8 @@ GOALS = (
         (Check("x without", 1.05, 2, caps),),
         (Profiled("32/8 x 128, cap 50: 1x2k+6k", OWN), Profiled("32/8 x 128: 1x2k+6k", OWN)),
         "Without a cap heads of 128 scale what they add up seldom, which with one nothing ever does: 340 us in "
-        "place of 368. A tanh and a product more for each score: for 16 rows and 128 keys a warp has 581 instructions, 96 of them "
-        "for the unit of special functions; without a cap 436 and 66. Tried: one or three of four exponentials by "
+        "place of 368. A tanh and a product more for each score: for 16 rows and 128 keys a warp has 581 "
+        "instructions, 96 of them for the unit of special functions; without a cap 436 and 66. Tried: one or three of four exponentials by "
         "products take 416 and 417 us in place of 398; products with K a step ahead, under the tanh, 416, and 404 in "
         "place of 368 without a cap. tanh in two bytes may be off by 0.02 at a cap of 50. Sums of weights on the "
         "matrix units have 64 additions fewer and take longer, by wgmma with eight columns of ones 480 us in place of "
@@ -479,8 +479,8 @@ GOALS = (
         "128, of ten heads and sequences 170 for 132 SMs, which take 24.05 us, 24.09 in the run before, "
         "where FA3 takes 15.8 and took 16.1. In trials: by the plain kernel's tiles of 64 rows, whole rows, "
         "15.0, but 349 in place of 142 after 8,000 keys; by steps of 64 keys where rows are dealt out 17.7; "
-        "launched while the launch before ends 21.5. Of heads of 256 a chunk of 265 tokens over no others takes 27 us by Hopper's kernel where "
-        "its rows are shared. With the plain kernel's tiles of 32 rows the whole step takes 19, and now "
-        "28. But a padded shape does not tell how many keys lie before a chunk.",
+        "launched while the launch before ends 21.5. Of heads of 256 a chunk of 265 tokens over no others "
+        "takes 27 us by Hopper's kernel where its rows are shared. With the plain kernel's tiles of 32 rows the "
+        "whole step takes 19, and now 28. But a padded shape does not tell how many keys lie before a chunk.",
     ),
 )

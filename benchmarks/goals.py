@@ -356,15 +356,15 @@ GOALS = (
         ("kernels",),
         (Check("x without", 1.05, 2, caps),),
         (Profiled("32/8 x 128, cap 50: 1x2k+6k", OWN), Profiled("32/8 x 128: 1x2k+6k", OWN)),
-        "Without a cap heads of 128 scale what they add up seldom, which with one nothing ever does: 340 us in "
-        "place of 368. A tanh and a product more for each score: for 16 rows and 128 keys a warp has 581 "
-        "instructions, 96 of them for the unit of special functions; without a cap 436 and 66. Tried: one or three of "
-        "four exponentials by products take 416 and 417 us in place of 398; products with K a step ahead, under the "
-        "tanh, 416, and 404 in place of 368 without a cap. tanh in two bytes may be off by 0.02 at a cap of 50. Sums of weights on the "
-        "matrix units have 64 additions fewer and take longer, by wgmma with eight columns of ones 480 us in place of "
-        "402, without a cap 445 and 374; by mma.sync, which wgmma of the other group holds up, 443 and 406. With "
-        "polynomials in pairs of bfloat16 besides, 431. What is left is the order of instructions: the same ones in "
-        "another order take 1 % more.",
+        "Without a cap heads of 128 scale what they add up seldom, which with one nothing ever does: 340 us in place "
+        "of 368. A tanh and a product more for each score: for 16 rows and 128 keys a warp has 581 instructions, 96 "
+        "of them for the unit of special functions; without a cap 436 and 66. Tried: one or three of four "
+        "exponentials by products take 416 and 417 us in place of 398; products with K a step ahead, under the tanh, "
+        "416, and 404 in place of 368 without a cap. tanh in two bytes may be off by 0.02 at a cap of 50. Sums of "
+        "weights on the matrix units have 64 additions fewer and take longer, by wgmma with eight columns of ones 480 "
+        "us in place of 402, without a cap 445 and 374; by mma.sync, which wgmma of the other group holds up, 443 "
+        "and 406. With polynomials in pairs of bfloat16 besides, 431. What is left is the order of instructions: the "
+        "same ones in another order take 1 % more.",
     ),
     Goal(
         "decode, 1 GB and more",

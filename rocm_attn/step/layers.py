@@ -24,7 +24,7 @@ from rocm_attn.paging.storage import Pool
 from rocm_attn.paging.stored_tokens import StepStores
 from rocm_attn.problem import Indexer, PoolKind, Problem, Scales
 from rocm_attn.providers.contract import StepOps, StoringKernel
-from rocm_attn.providers.mixed import is_capturing
+from rocm_attn.providers.mixed import MixedAtOnce, is_capturing
 from rocm_attn.step.head_weights import LayerHeadWeights, NewHeadWeights, written_in_place
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.memory import DeviceStep
@@ -152,8 +152,8 @@ class Layers:
         kind = self._kind_of(layer)
         kernel = plan.kernels[kind]
         prepares = plan.prepared_of_kind[kind] and self._prepares()
-        if prepares and plan.shape.kind.mixes:
-            # In a graph decode and extend may run at the same time, which launches alone do not say.
+        if prepares and isinstance(kernel.bound, MixedAtOnce):
+            # In a graph decode and extend run at the same time, which launches alone do not say.
             prepares = not is_capturing(self._device)
         call = self._forms.attend(step.prepared, layer, q, out, lse) if prepares else _AS_IT_IS
         if call is None:
@@ -199,9 +199,11 @@ class Layers:
         # What was joined was prepared for these views, and so for their plan's kernels.
         return self._prepares() and self._forms.both_again(step.prepared, layer, q, k, v, out)
 
-    def join(self, step: DeviceStep, layer: int) -> None:
+    def join(self, step: DeviceStep, plan: StepPlan, layer: int) -> None:
         """The layer has stored and attended in one call."""
-        self._forms.join(step.prepared, layer)
+        # What is joined is launched without a look at whether a graph is captured: see attend.
+        if not isinstance(plan.kernels[self._kind_of_layer[layer]].bound, MixedAtOnce):
+            self._forms.join(step.prepared, layer)
 
     def store_index(self, step: DeviceStep, layer: int, k: Tensor) -> None:
         """As LayerCalls.store_index, for the tokens of step. Raises BadTensor."""
@@ -455,7 +457,7 @@ class StepLayers:
             self._stores.after_store(self._half, layer)
             layers.attend(step, plan, layer, q, out, lse)
             if lse is None:
-                layers.join(step, layer)
+                layers.join(step, plan, layer)
 
     def rope_and_store(self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_out: Tensor, work: QkvWork) -> None:
         """As LayerCalls.rope_and_store."""

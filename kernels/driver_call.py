@@ -61,9 +61,9 @@ def with_maps(
 ) -> tuple[Run, tuple[object, ...], list[tuple[int, MapOf]]] | None:
     """What driver_call gives, with maps in place of descriptors: a function, its arguments, and the maps.
 
-    Each descriptor becomes the Place of a map, numbered from `first` on, and what else the driver is told of it, as
-    plain numbers. The maps: the number of the address, and what makes the map of it. None where Triton's launcher is
-    none that is known.
+    A descriptor is replaced by a Place for its map, numbered from `first` on, and by its shape and its strides, number
+    by number. The maps: the number of the address, and what makes the map of it. None where Triton's launcher is none
+    that is known.
     """
     described = [each for each in template if isinstance(each, DescribedPlace)]
     nested = [each for inner in template if type(inner) is tuple for each in inner if isinstance(each, DescribedPlace)]

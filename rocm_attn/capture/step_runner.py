@@ -282,7 +282,7 @@ class StepRunner(Generic[Outputs]):
         entry = self._entry_of_plan.get(plan)
         if self._flight is not NO_FLIGHT_RECORDER:
             self._flight.note(batch, plan, entry is not None, self._pinned.epoch)
-        try:  # a flight recorder is told of failures, but only of steps that it was told of
+        try:  # a flight recorder keeps failures of those steps alone whose beginning it keeps
             if entry is not None:
                 return self._replay(plan, entry)
             assert first_run is not None

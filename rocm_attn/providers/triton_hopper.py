@@ -139,7 +139,7 @@ class DrawnHopperExtend(HopperExtend):
     __slots__ = ()
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        hopper_launches.launch_hopper_extend(args, scores=self.scores, cut=self.cut, tiles=self.tiles)
+        HopperExtend.attend(self, args, step, bounds)
 
 
 def bind_extend(problem: Problem, target: Target, min_q_len: int) -> HopperExtend:

@@ -15,6 +15,7 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 
 from rocm_attn.machine.target import known_target
+from tests.amd.offline.warpgroup_products import Instruction, instructions, touched_while_running
 
 _SIMDS_PER_CU = 4
 
@@ -62,6 +63,7 @@ class NvidiaCode:
     shared_bytes:  shared memory of a program
     matrix_ops:    wgmma and mma instructions
     has_dot:       whether the source asks for a matrix product
+    touched:       instructions that touch what a running wgmma reads or writes (warpgroup_products.py)
     """
 
     registers: int
@@ -70,6 +72,7 @@ class NvidiaCode:
     shared_bytes: int
     matrix_ops: int
     has_dot: bool
+    touched: tuple[str, ...]
 
 
 def read_amd_code(compiled: CompiledKernel) -> AmdCode:
@@ -104,12 +107,8 @@ def read_amd_code(compiled: CompiledKernel) -> AmdCode:
 
 def read_nvidia_code(compiled: CompiledKernel) -> NvidiaCode:
     """The resources of a kernel compiled for cuda. Raises ValueError where cuobjdump does not state one."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(compiled.asm["cubin"])
-        cubin.flush()
-        report = subprocess.run(
-            [knobs.nvidia.cuobjdump.path, "-res-usage", cubin.name], capture_output=True, text=True, check=True
-        ).stdout
+    report = _cuobjdump(compiled, "-res-usage")
+    has_warpgroup_products = "wgmma.mma_async" in compiled.asm["ptx"]
     return NvidiaCode(
         registers=int(_only(r"\bREG:(\d+)", report)),
         stack_bytes=int(_only(r"\bSTACK:(\d+)", report)),
@@ -117,7 +116,22 @@ def read_nvidia_code(compiled: CompiledKernel) -> NvidiaCode:
         shared_bytes=compiled.metadata.shared,
         matrix_ops=len(re.findall(r"(?m)^\s+(?:@\S+\s+)?(?:wgmma\.mma_async|mma)\.", compiled.asm["ptx"])),
         has_dot=_has_dot(compiled),
+        touched=tuple(touched_while_running(machine_code(compiled))) if has_warpgroup_products else (),
     )
+
+
+def machine_code(compiled: CompiledKernel) -> list[Instruction]:
+    """The instructions of a kernel compiled for cuda."""
+    return instructions(_cuobjdump(compiled, "-sass"))
+
+
+def _cuobjdump(compiled: CompiledKernel, what: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        return subprocess.run(
+            [knobs.nvidia.cuobjdump.path, what, cubin.name], capture_output=True, text=True, check=True
+        ).stdout
 
 
 def _waves_per_simd(compiled: CompiledKernel, by_registers: int) -> int:

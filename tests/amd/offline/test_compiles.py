@@ -248,6 +248,7 @@ def nvidia_complaints(row: Row, name: str, code: NvidiaCode) -> Iterator[str]:
         yield f"{code.shared_bytes} bytes of shared memory, {row.arch} has {shared_bytes}"
     if code.has_dot and not code.matrix_ops and row.dtype != torch.float32:
         yield "a product without matrix instructions"
+    yield from code.touched[:1]
 
 
 def launched_in_the_matrix(arch: str, *, is_large: bool) -> list[LaunchedTiles]:

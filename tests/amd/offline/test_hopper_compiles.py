@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from triton import knobs
 from triton.compiler import CompiledKernel
 
 from rocm_attn.kernels.attention.cuts import NEVER_SPLIT, Sharing
@@ -27,7 +24,7 @@ from rocm_attn.machine.target import known_target
 from rocm_attn.providers.triton_hopper import TRITONS
 from rocm_attn.providers.triton_later import hopper_launches
 from tests.amd.kernels.attention_cases import Case, build, extend_cut, garbage
-from tests.amd.offline.code_object import read_nvidia_code
+from tests.amd.offline.code_object import machine_code, read_nvidia_code
 from tests.amd.offline.offline_driver import compiled_by
 
 pytestmark = [
@@ -86,17 +83,6 @@ def compiled(case: Case, tiles: HopperTiles) -> CompiledKernel:
     return next(kernel for kernel in compiled_by(launch, "sm_90") if kernel.name == "_hopper_extend_kernel")
 
 
-def instructions(kernel: CompiledKernel, name: str) -> int:
-    """Machine instructions of that name."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(kernel.asm["cubin"])
-        cubin.flush()
-        listing = subprocess.run(
-            [knobs.nvidia.cuobjdump.path, "-sass", cubin.name], capture_output=True, text=True, check=True
-        ).stdout
-    return len(re.findall(rf"\b{re.escape(name)}\b", listing))
-
-
 @pytest.mark.parametrize(
     ("dim", "layer"),
     [
@@ -135,11 +121,13 @@ def assert_fast(kernel: CompiledKernel, spilled: int, *, asks_to_scale: bool) ->
 
     asks_to_scale: whether warps with no row to scale leave it out
     """
-    assert (instructions(kernel, "VOTE.ANY") > 0) == asks_to_scale
+    opcodes = [each.opcode for each in machine_code(kernel)]
+    assert ("VOTE.ANY" in opcodes) == asks_to_scale
     code = read_nvidia_code(kernel)
+    assert not code.touched
     assert code.stack_bytes <= spilled
     assert code.local_bytes == 0
     assert code.shared_bytes <= known_target("sm_90").lds_bytes
     assert code.matrix_ops > 0
     waits = len(re.findall(r"wgmma\.wait_group", kernel.asm["ptx"]))
-    assert instructions(kernel, "WARPGROUP.DEPBAR.LE") == waits
+    assert opcodes.count("WARPGROUP.DEPBAR.LE") == waits

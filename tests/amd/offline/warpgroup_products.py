@@ -1,0 +1,183 @@
+"""Registers of Hopper's matrix products that are still running, in machine code: nothing else may touch them.
+
+wgmma.mma_async returns before it has read its rows, where they are in registers, and before it has written its sums.
+Triton waits (wgmma.wait_group) before it uses the sums. Of the rows nothing says in PTX until when their registers are
+read: ptxas keeps them. One of CUDA 12.9 may write them too early, so that products of valid code are wrong
+(github.com/triton-lang/triton/pull/11781), and Triton 3.6 brings 12.8. So the code that came of it is looked at.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+_LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][\w.]*)\s*([^;]*);", re.MULTILINE)
+_REGISTER = re.compile(r"(?<![A-Za-z])R(\d+)(\.64)?")
+_PREDICATE = re.compile(r"!?U?P(?:\d+|T)$")
+_PRODUCT = re.compile(r"HGMMA\.64x(\d+)x\d+\.F(16|32)")
+_WAIT = re.compile(r"gsb0, (0x[0-9a-f]+)")
+# What follows them in the listing they do not go on to, unless under a predicate.
+_ENDS = {"EXIT", "RET", "BRX", "BRXU"}
+# Their first operand is read: memory is written, or a branch taken.
+_WITHOUT_RESULT = {"ATOMS", "BAR", "BRA", "LDGSTS", "RED", "ST", "STG", "STL", "STS", "STSM", "SYNCS", "UTMALDG"}
+# As many commits after a product say no more about it: a wait that leaves so many running is not known.
+_MOST_COMMITS = 8
+
+
+class Instruction(NamedTuple):
+    """As cuobjdump lists it. opcode: with what is added to it by dots"""
+
+    address: int
+    predicate: str
+    opcode: str
+    operands: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return self.opcode.partition(".")[0]
+
+    def __str__(self) -> str:
+        return f"{self.address:#x} {self.predicate} {self.opcode} {', '.join(self.operands)}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Touched:
+    """Registers that an instruction reads and writes."""
+
+    read: frozenset[int] = frozenset()
+    written: frozenset[int] = frozenset()
+
+
+class _Running(NamedTuple):
+    """A product that no wait has ended: its place in the listing, and commits since; -1: it is in none yet."""
+
+    place: int
+    commits: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Code:
+    """A listing, with what each instruction touches and which ones come next."""
+
+    listing: Sequence[Instruction]
+    touched: Sequence[_Touched]
+    next_places: Sequence[tuple[int, ...]]
+    found: dict[tuple[int, int], str] = field(default_factory=dict)
+
+
+def instructions(listing: str) -> list[Instruction]:
+    """Those that cuobjdump -sass prints of one kernel."""
+    return [
+        Instruction(int(address, 16), predicate, opcode, tuple(filter(None, map(str.strip, operands.split(",")))))
+        for address, predicate, opcode, operands in _LINE.findall(listing)
+    ]
+
+
+def touched_while_running(listing: Sequence[Instruction]) -> list[str]:
+    """What reads or writes sums of a running product, or writes its rows: a line each, empty where all is well.
+
+    A product that adds to the sums of the one before is none of it: matrix units take them in turn.
+    """
+    code = _Code(listing, [_touched_by(each) for each in listing], _next_places(listing))
+    seen: list[frozenset[_Running] | None] = [None] * len(listing)
+    # Warp groups jump to their parts by a table: what no branch leads to is begun with nothing running.
+    for begin in range(len(listing)):
+        if seen[begin] is None:
+            _follow(code, begin, seen)
+    return [code.found[key] for key in sorted(code.found)]
+
+
+def _follow(code: _Code, begin: int, seen: list[frozenset[_Running] | None]) -> None:
+    """Walk every way on from an instruction until no more is running anywhere than was seen there."""
+    seen[begin] = frozenset()
+    places = [begin]
+    while places:
+        place = places.pop()
+        running = seen[place]
+        assert running is not None
+        after = _after(code, place, running)
+        for other in code.next_places[place]:
+            before = seen[other]
+            if before is None or not after <= before:
+                seen[other] = after | (before or frozenset())
+                places.append(other)
+
+
+def _after(code: _Code, place: int, running: frozenset[_Running]) -> frozenset[_Running]:
+    """What is running after an instruction; what it should not have touched is noted."""
+    this = code.listing[place]
+    if this.name == "HGMMA":
+        running |= {_Running(place, -1)}
+        if "gsb0" in this.operands:
+            running = frozenset(each._replace(commits=min(each.commits + 1, _MOST_COMMITS)) for each in running)
+    elif this.opcode.startswith("WARPGROUP.DEPBAR"):
+        left = int(_WAIT.findall(", ".join(this.operands))[0], 16)
+        assert left < _MOST_COMMITS, f"{this} leaves more products running than are told apart"
+        running = frozenset(each for each in running if each.commits < left)
+    else:
+        touched = code.touched[place]
+        for each in running:
+            product = code.touched[each.place]
+            if touched.written & (product.read | product.written) or touched.read & product.written:
+                code.found[each.place, place] = f"{this} while {code.listing[each.place]} runs"
+    return running
+
+
+def _next_places(listing: Sequence[Instruction]) -> list[tuple[int, ...]]:
+    place_of = {each.address: place for place, each in enumerate(listing)}
+    return [tuple(_next_of(place, each, place_of)) for place, each in enumerate(listing)]
+
+
+def _next_of(place: int, this: Instruction, place_of: dict[int, int]) -> Iterator[int]:
+    goes_on = bool(this.predicate) or this.name not in _ENDS
+    if this.name == "BRA":
+        yield place_of[int(this.operands[-1], 16)]
+        goes_on = bool(this.predicate) or len(this.operands) > 1
+    if goes_on and place + 1 < len(place_of):
+        yield place + 1
+
+
+def _touched_by(this: Instruction) -> _Touched:
+    """Of a product: the rows that it reads from registers, and its sums."""
+    if this.name == "HGMMA":
+        match = _PRODUCT.match(this.opcode)
+        assert match, f"{this} is of a shape that is not known"
+        sums = int(match[1]) * int(match[2]) // 64
+        return _Touched(_rows_of(this.operands[1]), _registers(this.operands[0], sums))
+    operands = this.operands
+    while operands and _PREDICATE.match(operands[0]):
+        operands = operands[1:]
+    result, sources = operands[:1], operands[1:]
+    if this.name in _WITHOUT_RESULT or (result and "[" in result[0]):
+        result, sources = (), operands
+    width = _width(this.opcode)
+    read: set[int] = set()
+    for each in sources:
+        # What is stored is as wide as the instruction.
+        read |= _registers(each, width if "[" not in each and not result else 1)
+    return _Touched(frozenset(read), frozenset[int]().union(*(_registers(each, width) for each in result)))
+
+
+def _rows_of(operand: str) -> frozenset[int]:
+    """Four registers of a thread hold 64 rows of sixteen columns; a descriptor says where others lie."""
+    return _registers(operand, 4) if _REGISTER.match(operand) else frozenset()
+
+
+def _registers(operand: str, width: int) -> frozenset[int]:
+    return frozenset(
+        register
+        for first, pair in _REGISTER.findall(operand)
+        for register in range(int(first), int(first) + (2 if pair else width))
+    )
+
+
+def _width(opcode: str) -> int:
+    """Registers of a result, or of what is stored."""
+    _, *parts = opcode.split(".")
+    if opcode.startswith(("LDSM", "STSM")):
+        return int(parts[-1]) if parts[-1].isdigit() else 1
+    if "128" in parts:
+        return 4
+    return 2 if "64" in parts or "WIDE" in parts or opcode.startswith("CS2R") else 1

@@ -6,7 +6,8 @@ Kernels are chosen by select(), as a user gets them. Processes side by side comp
 need. One at a time has the GPU, makes data, compares a few rows with float32, and times both in CUDA graphs over pages
 past the L2; what is wrong gets no time. The others launch no more meanwhile than a kernel that they have just compiled,
 once, and a time is the median of rounds. The result file keeps what other parts, and runs whose time was up, have
-measured; what is left is measured by another run. Exits with 1 if a result is wrong.
+measured; what is left is measured by another run. A process in which the device fails says at which shape, and ends;
+the others go on. Exits with 1 if a result is wrong.
 """
 
 from __future__ import annotations
@@ -262,10 +263,11 @@ class Worker:
     def __init__(self, gpu: Lock, fa3: str, until: float) -> None:
         self._gpu, self._until = gpu, until
         self._peer = FlashAttention3(fa3) if fa3 else None
+        self._has_failed = False
 
     def measured(self, number: int, shape: Shape) -> Measured | None:
-        """None where the time is up."""
-        if time.monotonic() > self._until:
+        """None where the time is up, and after a fault of the device: nothing works in this process then."""
+        if self._has_failed or time.monotonic() > self._until:
             return None
         wrong: dict[str, str] = {}
         cases: dict[Shape, list[Case]] = {}
@@ -281,9 +283,14 @@ class Worker:
         with self._gpu:
             times = {} if wrong else self._times(shape, cases, wrong)
             cases.clear()
-            torch.cuda.synchronize()
-            if torch.cuda.memory_reserved() > MOST_RESERVED:
-                torch.cuda.empty_cache()
+            try:
+                torch.cuda.synchronize()
+                if torch.cuda.memory_reserved() > MOST_RESERVED:
+                    torch.cuda.empty_cache()
+            except RuntimeError as failure:
+                self._has_failed = True
+                # Where nothing else is noted it is the peer's.
+                wrong = wrong or {f"{shape}, of the peer": _said(failure)}
         return Measured(number, wrong, times)
 
     def _times(self, shape: Shape, cases: Mapping[Shape, list[Case]], wrong: dict[str, str]) -> dict[str, Any]:
@@ -292,7 +299,13 @@ class Worker:
         wrong |= {str(each): what for each, result in found.items() if (what := _what_is_wrong(*result))}
         if wrong:
             return {}
-        of_each = {each: round(_microseconds(mine, own_run), 2) for each, mine in cases.items()}
+        of_each: dict[Shape, float] = {}
+        for each, mine in cases.items():
+            try:
+                of_each[each] = round(_microseconds(mine, own_run), 2)
+            except RuntimeError as failure:
+                wrong[str(each)] = f"in a graph: {_said(failure)}"
+                return {}
         times: dict[str, Any] = {"us": of_each[shape], "neighbour_us": of_each[shape.neighbour()]}
         if self._peer is not None and self._peer.serves(shape):
             try:

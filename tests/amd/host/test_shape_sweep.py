@@ -196,6 +196,29 @@ def test_a_process_only_compiles_while_another_one_has_the_gpu(
     assert gpu.done[-1] == ("empty_cache", True)
 
 
+def test_a_process_whose_device_fails_says_at_which_shape_and_measures_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shape = replace(PLAIN, head_dim=40)
+    neighbour = shape.neighbour()
+    assert neighbour != shape
+    failure = RuntimeError("an illegal memory access was encountered\nand more")
+    times = Mock(side_effect=[5.0, failure])
+    gpu: Any = Gpu()
+    monkeypatch.setattr(sweep, "cases_of", lambda *_: [Mock()])
+    monkeypatch.setattr(sweep, "error_of", lambda *_: 0.0)
+    monkeypatch.setattr(sweep, "_microseconds", times)
+    # The first comes before anything ran.
+    monkeypatch.setattr(torch.cuda, "synchronize", Mock(side_effect=[None, None, failure]))
+    worker = sweep.Worker(gpu, "", float("inf"))
+    found = worker.measured(7, shape)
+    assert found is not None
+    assert found.wrong == {str(neighbour): f"in a graph: RuntimeError: {failure}"}
+    assert not found.times
+    assert worker.measured(8, shape) is None
+    assert times.call_count == 2
+
+
 @pytest.mark.parametrize(
     ("kv_len", "q_len", "name"),
     [

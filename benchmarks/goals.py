@@ -150,7 +150,7 @@ class Older:
 
     source:  whose file
     commit:  it is of; said as long as it is
-    changed: what has changed since, in words
+    changed: what has changed since, in words that go on after "since then"; the page adds the full stop
     """
 
     source: str
@@ -167,7 +167,7 @@ _EARLY = (
     "Hopper's extend and its merge were launched before the launch before them had ended, which takes 1 to 3 us "
     "less a layer, and rows of heads of 72 to 96 were cut alike, too. Both are switched off: on that commit a process "
     "of the random shapes ended with an illegal access of memory, after it had replayed the same graph without one, "
-    "and which launch it was of is not known."
+    "and which launch it was of is not known"
 )
 OLDER: tuple[Older, ...] = (
     Older("kernels", "801b9e98", _EARLY),
@@ -179,7 +179,7 @@ OLDER: tuple[Older, ...] = (
         "17f0eb14",
         "extends with fewer rows than programs have all of them cut alike (0.75 to 0.95 of the time), new prompts "
         "alone have tiles of few rows, and Hopper's extend scales seldom. A run of these was broken off after 166 "
-        "shapes, all of them right and none above 1.36 of FA3: see the line of the kernels.",
+        "shapes, all of them right and none above 1.36 of FA3",
     ),
 )
 

@@ -71,9 +71,9 @@ def _older(results: Results) -> str:
     if not older:
         return ""
     lines = ["Some results are older than the code, which may be faster or slower by now:\n"]
-    lines += [
-        _wrapped(f"`{each.source}_h200.json` ({each.commit}): since then {each.changed}.", "- ") for each in older
-    ]
+    for changed in dict.fromkeys(each.changed for each in older):
+        files = ", ".join(f"`{each.source}_h200.json` ({each.commit})" for each in older if each.changed == changed)
+        lines.append(_wrapped(f"{files}: since then {changed}.", "- "))
     return "\n".join(lines) + "\n"
 
 

@@ -3,11 +3,11 @@
 python -m benchmarks.random_shapes --seconds 140 --out benchmarks/results/random_shapes_h200.json
 
 Kernels are chosen by select(), as a user gets them. Processes side by side compile what a shape and its neighbour
-need. One at a time has the GPU, makes data, compares a few rows with float32, and times both in CUDA graphs over pages
-past the L2; what is wrong gets no time. The others launch no more meanwhile than a kernel that they have just compiled,
-once, and a time is the median of rounds. The result file keeps what other parts, and runs whose time was up, have
-measured; what is left is measured by another run. A process in which the device fails says at which shape, and ends;
-the others go on. Exits with 1 if a result is wrong.
+need. One at a time has the GPU, makes data, compares a few rows with float32, times both in CUDA graphs over pages past
+the L2, and compares again what the last replay left; what is wrong gets no time. The others launch no more meanwhile
+than a kernel that they have just compiled, once, and a time is the median of rounds. The result file keeps what other
+parts, and runs whose time was up, have measured; what is left is measured by another run. A process in which the device
+fails says at which shape, and ends; the others go on. Exits with 1 if a result is wrong.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch import Tensor
 from benchmarks.powers import LANES, POWERS, powers_kernel
 from benchmarks.shape_sweep import LAUNCHES_US, Shape, random_shapes
 from rocm_attn.batch.padding import PaddedShape
-from rocm_attn.bench.clocks import GraphClock
+from rocm_attn.bench.clocks import GraphClock, Timed
 from rocm_attn.bench.machine import commit, describe_machine
 from rocm_attn.bench.prepared import Prepared, ints, step_kind
 from rocm_attn.kernels.cache.layer_pages import LayerPages
@@ -170,18 +170,26 @@ def microseconds(shape: Shape, new_run: Callable[[Case], Callable[[], object]]) 
 
 
 def _microseconds(cases: Sequence[Case], new_run: Callable[[Case], Callable[[], object]]) -> float:
+    """Of one layer. What the cases hold then is of the last replay."""
     runs = [new_run(case) for case in cases]
 
     def all_runs() -> None:
         for run in runs:
             run()
 
-    return _median_us(all_runs) / len(cases)
+    timed = _graph_of(all_runs)
+    us = _median_us(timed) / len(cases)
+    for case in cases:
+        case.prepared.args.out.fill_(float("nan"))
+    timed.run(0.0)
+    return us
 
 
-def _median_us(work: Callable[[], object]) -> float:
-    """Of work, replayed as a graph."""
-    timed = GraphClock(torch.device("cuda", torch.cuda.current_device()), ROUND_US).timed((work,))
+def _graph_of(work: Callable[[], object]) -> Timed:
+    return GraphClock(torch.device("cuda", torch.cuda.current_device()), ROUND_US).timed((work,))
+
+
+def _median_us(timed: Timed) -> float:
     return statistics.median(timed.microseconds() for _ in range(ROUNDS))
 
 
@@ -227,8 +235,8 @@ def ceilings() -> dict[str, float]:
     target = torch.empty_like(source)
     a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     product = torch.empty_like(a)
-    copy_us = _median_us(lambda: torch.neg(source, out=target))
-    product_us = _median_us(lambda: torch.mm(a, b, out=product))
+    copy_us = _median_us(_graph_of(lambda: torch.neg(source, out=target)))
+    product_us = _median_us(_graph_of(lambda: torch.mm(a, b, out=product)))
     return {"bytes_per_s": 4e6 * source.numel() / copy_us, "flops_per_s": 2e6 * 8192**3 / product_us}
 
 
@@ -236,7 +244,7 @@ def powers_per_s() -> float:
     """Powers of two that this GPU computes in a second, as softmax does: in float32."""
     programs = 32 * torch.cuda.get_device_properties(0).multi_processor_count
     out = torch.empty(programs * LANES, dtype=torch.float32, device="cuda")
-    us = _median_us(lambda: powers_kernel[(programs,)](out, LANES=LANES, POWERS=POWERS))
+    us = _median_us(_graph_of(lambda: powers_kernel[(programs,)](out, LANES=LANES, POWERS=POWERS)))
     return 1e6 * programs * LANES * POWERS / us
 
 
@@ -306,6 +314,10 @@ class Worker:
             except RuntimeError as failure:
                 wrong[str(each)] = f"in a graph: {_said(failure)}"
                 return {}
+            if what := _what_is_wrong(*_compared(each, mine[-1])):
+                wrong[str(each)] = f"after replays: {what}"
+        if wrong:
+            return {}
         times: dict[str, Any] = {"us": of_each[shape], "neighbour_us": of_each[shape.neighbour()]}
         if self._peer is not None and self._peer.serves(shape):
             try:

@@ -196,6 +196,26 @@ def test_a_process_only_compiles_while_another_one_has_the_gpu(
     assert gpu.done[-1] == ("empty_cache", True)
 
 
+def test_what_the_last_replay_leaves_is_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each shape the first case after its eager run, and the last one after the replays, which begin with NaN."""
+    shape = replace(PLAIN, head_dim=40)
+    cases = [Mock(), Mock()]
+    timed = Mock(**{"microseconds.return_value": 5.0})
+    gpu: Any = Gpu()
+    monkeypatch.setattr(sweep, "cases_of", lambda *_: cases)
+    monkeypatch.setattr(sweep, "error_of", Mock(side_effect=[0.0, 0.0, 0.0, float("inf")]))
+    monkeypatch.setattr(sweep, "_graph_of", lambda work: timed)
+    monkeypatch.setattr(torch.cuda, "synchronize", Mock())
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
+    found = sweep.Worker(gpu, "", float("inf")).measured(7, shape)
+    assert found is not None
+    assert found.wrong == {str(shape.neighbour()): "after replays: error inf"}
+    assert not found.times
+    for case in cases:
+        assert case.prepared.args.out.fill_.call_count == 2
+    assert timed.run.call_count == 2
+
+
 def test_a_process_whose_device_fails_says_at_which_shape_and_measures_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

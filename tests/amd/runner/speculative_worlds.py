@@ -55,8 +55,13 @@ class World:
     num_requests: int
 
     @classmethod
-    def of_seed(cls, seed: int, dtype: torch.dtype, num_requests: int = 24) -> World:
-        """Ways, branches and page sizes in turn, all else at random. In 16 bits steps sum in a fixed order."""
+    def of_seed(cls, seed: int, num_requests: int = 24) -> World:
+        """Ways, branches and page sizes in turn, all else at random.
+
+        Steps sum in a fixed order: else scores hang in their last bits on what else is in a step, and a token that is
+        drawn next to the edge of another one's share is the other one. In float32, at 1e-6, it was so in one of 200
+        worlds.
+        """
         draw = random.Random(seed)
         page_size, way = (1, 2, 16)[seed % 3], WAYS[seed % len(WAYS)]
         topk = (1, 2, 4, 1, 8)[seed % 5]
@@ -75,7 +80,7 @@ class World:
             graphs=draw.random() < 0.5,
             capture_after=draw.choice([0, 2]),
             steps_ahead=draw.choice([0, 1]),
-            deterministic=dtype != torch.float32,
+            deterministic=True,
         )
         return cls(seed, way, window_left, options, num_pages * page_size < 130, num_requests)
 
@@ -210,7 +215,7 @@ def run_world(
     seed: int, num_requests: int = 24, dtype: torch.dtype = torch.float32, device: torch.device | None = None
 ) -> Metrics:
     """Serve the requests of a world. Raises AssertionError for a text that is not plain decoding's."""
-    world = World.of_seed(seed, dtype, num_requests)
+    world = World.of_seed(seed, num_requests)
     loaded = tiny_model(base=with_windows(CONFIG, *world.window_left), dtype=dtype, device=device)
     small = loaded if world.few_pages else tiny_model(seed=1, dtype=dtype, device=device)
     return Run(world, loaded, small).run()

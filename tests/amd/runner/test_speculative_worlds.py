@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 
 import pytest
-import torch
 
 from rocm_attn.errors import BadLogits
 from rocm_attn.runner.speculation import speculation
@@ -36,7 +35,7 @@ def test_every_text_of_more_worlds_is(first: int) -> None:
 
 def is_of_trees(seed: int) -> bool:
     """Whether a world's drafts are trees, mostly right."""
-    world = World.of_seed(seed, torch.float32)
+    world = World.of_seed(seed)
     return world.way == SCRIPT and world.options.topk > 1
 
 

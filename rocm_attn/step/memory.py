@@ -40,7 +40,7 @@ from rocm_attn.step.buffers import (
     window_name,
 )
 from rocm_attn.step.layer_kinds import LayerKinds
-from rocm_attn.step.plan import StepPlan
+from rocm_attn.step.plan import MOST_RAGGED, StepPlan
 from rocm_attn.step.prepared import PreparedCalls
 from rocm_attn.step.workspace import Workspace
 
@@ -86,7 +86,8 @@ class DeviceStep:
 class StepPart:
     """Memory of its own for steps.
 
-    views: of the buffers at an epoch of theirs, by the plan of the steps that use them
+    views: of the buffers at an epoch of theirs, by the plan of the steps that use them; of steps that no graph replays
+           those of the latest plans
     """
 
     buffers: StepBuffers
@@ -174,15 +175,18 @@ class StepMemory:
 
         Raises CapacityExceeded when that is sealed.
         """
-        kept = self._sealed.views.get(plan)
-        if kept is not None and kept[0] == self._sealed.buffers.epoch:
-            return kept[1]
         part = self._sealed if plan.replayable else self._open
+        kept = part.views.get(plan)
+        if kept is not None and kept[0] == part.buffers.epoch:
+            if not plan.replayable:
+                part.views[plan] = part.views.pop(plan)  # the latest one last
+            return kept[1]
         part.buffers.ensure(plan.shape)
-        part.workspace.ensure(words_of_children(plan.workspace_words, plan.shape.num_halves))
+        has_grown = part.workspace.ensure(words_of_children(plan.workspace_words, plan.shape.num_halves))
         views = tuple(self._views(plan, part, child) for child in range(plan.shape.num_children))
-        if plan.replayable:  # ragged shapes are too many to keep
-            part.views[plan] = (part.buffers.epoch, views)
+        if not plan.replayable:
+            _forget_views(part, has_grown)
+        part.views[plan] = (part.buffers.epoch, views)
         return views
 
     def new_part(self) -> StepPart:
@@ -271,6 +275,17 @@ class StepMemory:
         """What the kernels of a space read besides lengths and the table."""
         selections = [s for s, its in zip(self._selections, self._space_of_kind, strict=True) if its is space]
         return {need for s in selections for kernel in s.kernels.values() for need in kernel.row.needs}
+
+
+def _forget_views(part: StepPart, has_grown: bool) -> None:
+    """Make room for views of another plan, and let go of memory that was given up.
+
+    has_grown: whether the workspace is another one
+    """
+    if has_grown or any(epoch != part.buffers.epoch for epoch, _ in part.views.values()):
+        part.views.clear()
+    while len(part.views) >= MOST_RAGGED:
+        del part.views[next(iter(part.views))]
 
 
 def indexings_of(selections: Sequence[Selection]) -> list[Indexing | None]:

@@ -11,6 +11,9 @@ from rocm_attn.kernels.tuning.tiles import next_power_of_2
 from rocm_attn.providers.contract import BoundKernel, LayerKernel, StepBounds
 from rocm_attn.step.prepared import is_prepared
 
+# Plans of steps that no graph replays, of which the latest are kept, and with them views and prepared calls: chunks of
+# prompts come in few sizes at a time, but in ever other ones.
+MOST_RAGGED = 16
 # Shortest length bucket: below it one graph serves all lengths, and a decode step costs the same anyway.
 SMALLEST_KV_BUCKET = 64
 

@@ -18,7 +18,7 @@ from rocm_attn.batch.step_kinds import Extra, StepKind
 from rocm_attn.errors import BadBatch, BadTensor, NeverFits, Unsupported
 from rocm_attn.providers.contract import Baked
 from rocm_attn.providers.select import Selection
-from rocm_attn.step.plan import GraphKey, StepPlan, kv_len_bucket, make_plan, q_len_bucket
+from rocm_attn.step.plan import MOST_RAGGED, GraphKey, StepPlan, kv_len_bucket, make_plan, q_len_bucket
 
 # New tokens of each sequence in a step of equally many, up to which its plan is kept by its sizes.
 _MOST_VERIFIED = 64
@@ -81,6 +81,8 @@ class Planner:
         self._bakes_q_len = Baked.MAX_Q_LEN in bakes
         self._has_prefill = any(row.kind is StepKind.PREFILL for row in rows)
         self._plan_of_key: dict[GraphKey, StepPlan] = {}
+        # Of steps that no graph replays: by shape, max_q_len, max_kv_len and may_capture, the latest one last.
+        self._ragged: dict[tuple[PaddedShape, int, int, bool], StepPlan] = {}
         # Of plain steps of one token in each sequence, which most are: by their sequences and the longest one's bucket.
         self._decodes: dict[tuple[int, int], StepPlan] = {}
         # The first and the last length of the bucket that was asked for last; of all, where no kernel asks for one.
@@ -92,7 +94,7 @@ class Planner:
     def start_over(self, padding: PaddingPolicy) -> None:
         """Forget every plan and pad by another policy."""
         # One statement: no interrupt leaves plans of one policy under another.
-        self.padding, self._plan_of_key, self._plan_of_sizes, self._decodes = padding, {}, {}, {}
+        self.padding, self._plan_of_key, self._plan_of_sizes, self._decodes, self._ragged = padding, {}, {}, {}, {}
 
     def plan(self, batch: StepBatch, pad_to: PadTo | None, num_children: int) -> StepPlan:
         """The plan of a batch that runs whole, or as two halves. pad_to: as in PaddingPolicy.
@@ -195,16 +197,19 @@ class Planner:
             max_q_len = 1 if shape.kind.decodes else shape.child.num_tokens
         else:
             max_q_len = q_len_bucket(max_q_len) if may_capture else max(1, min(max_q_len, batch.max_q_len))
-        plan = make_plan(
-            shape,
-            [selection.kernel(shape.kind) for selection in self._selections],
-            max_q_len=max_q_len,
-            max_kv_len=max_kv_len,
-            may_capture=may_capture,
-        )
+        sizes = shape, max_q_len, max_kv_len, may_capture
+        plan = self._ragged.pop(sizes, None)
+        if plan is None:
+            kernels = [selection.kernel(shape.kind) for selection in self._selections]
+            plan = make_plan(shape, kernels, max_q_len=max_q_len, max_kv_len=max_kv_len, may_capture=may_capture)
         self._check_inputs(batch, plan)
-        # Sizes that are padded to the same shape share a plan, and so a graph and the views of its buffers.
-        return self._plan_of_key.setdefault(self._graph_key(plan.key), plan) if plan.replayable else plan
+        if plan.replayable:
+            # Sizes that are padded to the same shape share a plan, and so a graph and the views of its buffers.
+            return self._plan_of_key.setdefault(self._graph_key(plan.key), plan)
+        while len(self._ragged) >= MOST_RAGGED:
+            del self._ragged[next(iter(self._ragged))]
+        self._ragged[sizes] = plan
+        return plan
 
     def _check_inputs(self, batch: StepBatch, plan: StepPlan) -> None:
         """Refuse tensors of another device, masks for no layer, and lengths that the host must know and does not."""

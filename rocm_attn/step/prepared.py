@@ -111,7 +111,7 @@ class LastCall(NamedTuple):
 Pair = tuple[Tensor, Tensor]
 # No stream has this handle.
 _NEVER: tuple[int, Launches] = (-1, ())
-# Of a layer that was called once: what it launched is kept from the second time on, as most views serve one step.
+# Of a layer that was called once: what it launched is kept from the second time on, as many views serve one step.
 _NOT_KEPT = LastCall((-1, (), ()), (None, None), ())
 
 
@@ -150,7 +150,7 @@ class PreparedCalls:
         return True
 
     def is_filled_again(self) -> bool:
-        """Whether the step's views were filled before: most serve one step, for which nothing is worth preparing."""
+        """Whether the step's views were filled before: many serve one step, for which nothing is worth preparing."""
         was_filled, self._is_filled = self._is_filled, True
         return was_filled
 

@@ -1,0 +1,128 @@
+"""Steps that no graph replays: those of one size have one plan and one set of views, of which the latest are kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from rocm_attn.batch.inputs import DeviceInputs
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.errors import BadTensor
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.memory import DeviceStep
+from rocm_attn.step.options import RuntimeOptions
+from rocm_attn.step.plan import MOST_RAGGED, StepPlan
+from tests.amd.runtime.stepping import small_problem
+
+CPU = torch.device("cpu")
+ROOM = 64
+
+
+class Served:
+    """A runtime of which one request has so many new tokens over so many that are cached."""
+
+    def __init__(self) -> None:
+        options = RuntimeOptions(num_pages=2 * ROOM, max_num_seqs=2, max_kv_len=ROOM, provider="torch")
+        self.runtime: AttentionRuntime = build_runtime([small_problem()], options, device=CPU)
+        self.row = self.runtime.table.admit()
+        self.runtime.table.reserve(self.row, ROOM)
+
+    def batch(self, new: int, cached: int = 0) -> StepBatch:
+        rows, kv_len, q_len = (np.array([number], np.int32) for number in (self.row, cached + new, new))
+        return StepBatch(rows, kv_len, q_len)
+
+    def plan(self, new: int, cached: int = 0) -> StepPlan:
+        plan = self.runtime._planner.plan(self.batch(new, cached), None, 1)
+        assert not plan.replayable
+        return plan
+
+    def views(self, plan: StepPlan) -> DeviceStep:
+        (views,) = self.runtime.core.memory.device_steps(plan)
+        return views
+
+
+def test_chunks_of_one_size_have_one_plan_and_one_set_of_views() -> None:
+    """Wherever in their prompts they lie."""
+    served = Served()
+    plan = served.plan(7)
+    views = served.views(plan)
+    assert served.plan(7, cached=20) is plan
+    assert served.views(plan) is views
+    assert served.plan(8) is not plan
+    assert served.views(served.plan(8)) is not views
+    assert served.plan(7) is plan
+
+
+def test_the_latest_plans_are_kept_and_no_more() -> None:
+    served = Served()
+    # The largest first: growing buffers let go of all views.
+    sizes = [ROOM, *range(2, 1 + MOST_RAGGED)]
+    plans = {new: served.plan(new) for new in sizes}
+    views = {new: served.views(plan) for new, plan in plans.items()}
+    assert served.plan(ROOM) is plans[ROOM]
+    assert served.views(plans[ROOM]) is views[ROOM]
+    # That of two tokens is the one that was not asked for longest.
+    served.views(served.plan(40))
+    for new in (ROOM, 3):
+        assert served.plan(new) is plans[new]
+        assert served.views(plans[new]) is views[new]
+    assert served.plan(2) is not plans[2]
+    assert served.views(plans[2]) is not views[2]
+    memory = served.runtime.core.memory
+    assert len(memory._open.views) == len(served.runtime._planner._ragged) == MOST_RAGGED
+
+
+def test_no_views_hold_memory_that_was_given_up() -> None:
+    """Of the buffers, or of the workspace."""
+    served = Served()
+    memory = served.runtime.core.memory
+    plan = served.plan(4)
+    before = served.views(plan)
+    served.views(served.plan(ROOM))  # needs larger buffers
+    assert plan not in memory._open.views
+    after = served.views(plan)
+    assert after.tensors.token_ids.data_ptr() != before.tensors.token_ids.data_ptr()
+    # A plan that asks for more workspace than there is.
+    large = replace(served.plan(5), workspace_words=memory._open.workspace.capacity + 64)
+    of_large = served.views(large)
+    assert list(memory._open.views) == [large]
+    words = served.views(plan).workspace
+    assert words.untyped_storage().data_ptr() == of_large.workspace.untyped_storage().data_ptr()
+
+
+def test_what_a_batch_may_not_have_is_refused_in_a_plan_that_is_known_too() -> None:
+    served = Served()
+    plan = served.plan(3)
+    elsewhere = DeviceInputs(kv_len=torch.ones(1, dtype=torch.int32, device="meta"))
+    with pytest.raises(BadTensor, match="lengths or token ids are on meta"):
+        served.runtime._planner.plan(replace(served.batch(3), inputs=elsewhere), None, 1)
+    assert served.plan(3).key == plan.key
+
+
+def test_another_policy_begins_with_no_plan() -> None:
+    served = Served()
+    plan = served.plan(3)
+    planner = served.runtime._planner
+    planner.start_over(planner.padding)
+    assert served.plan(3) is not plan
+
+
+def test_a_chunk_in_views_of_another_one_reads_its_own_keys() -> None:
+    """Attention over tokens of one V each is the mean of those that are seen."""
+    served = Served()
+    runtime, problem = served.runtime, small_problem()
+    for first in range(0, 24, 6):
+        step = runtime.begin_step(served.batch(6, cached=first))
+        tokens = step.token_ids.shape[0]
+        q = torch.zeros(tokens, problem.num_q_heads, problem.head_dim)
+        k = torch.zeros(tokens, problem.num_kv_heads, problem.head_dim)
+        v = torch.arange(first, first + tokens).float()[:, None, None]
+        out = torch.empty(tokens, problem.num_q_heads, problem.v_head_dim)
+        step.layers.store_and_attend(0, q, k, v.repeat(1, problem.num_kv_heads, problem.v_head_dim), out)
+        runtime.end_step()
+        wanted = torch.arange(first, first + 6).float() / 2
+        torch.testing.assert_close(out[:6], wanted[:, None, None].expand(6, *out.shape[1:]))

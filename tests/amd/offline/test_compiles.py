@@ -131,8 +131,9 @@ SPILLED_UNMEASURED = {
     ("sm_90", 256, False, "_segment_extend_kernel"): 456,
     # Of four KV heads of 192.
     ("sm_90", 192, False, "_segment_decode_kernel"): 80,
-    # Keys of 512 and values of 32.
-    ("sm_90", 512, False, "_decode_kernel"): 8,
+    # Heads of 512 in float32; 8 bytes of keys of 512 and values of 32.
+    ("sm_90", 512, False, "_decode_kernel"): 32,
+    ("sm_90", 512, False, "_segment_decode_kernel"): 8,
     # 128 heads over latents of 576; of 32 heads 32 bytes, 16 more than is allowed above.
     ("sm_90", 576, False, "_latent_segment_decode_kernel"): 104,
     ("sm_90", 576, False, "_merge_kernel"): 24,

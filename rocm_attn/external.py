@@ -626,7 +626,7 @@ class ExternalAttention(StoreAndAttend):
             raise Unsupported(
                 f"{', '.join(needy)} must know the lengths on the host, and an engine's are on the device"
             )
-        (device_step,) = core.memory.device_steps(plan)
+        (device_step,) = core.memory.new_device_steps(plan)
         tensors, tables = device_step.tensors, self._tables
         to = PublishedLengths(
             counts=tensors.counts,

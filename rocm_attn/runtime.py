@@ -463,8 +463,8 @@ class AttentionRuntime:
         self._plan, self._children = plan, (child,)
         if self._selects:
             self._selections.begin(1)
-        # Steps of equal sizes are equal, and a server decodes many in a row.
-        step, self._who_runs = self._last_step, child
+        # Steps of equal sizes that graphs replay are equal, and a server decodes many in a row. Others end as they are.
+        step, self._who_runs = (self._last_step, child) if plan.replayable else (None, object())
         if step is None or not step.is_for(batch, child, plan):
             layers = self._step_layers(child, plan, self._who_runs, 0)
             step = self._last_step = Step.of(batch, child, plan, layers, 0)
@@ -486,8 +486,8 @@ class AttentionRuntime:
 
     def _stage_round(self, batch: StepBatch, plan: StepPlan, refusal: str) -> DraftSteps:
         children = self._publish_parts(batch, (batch,), plan, refusal)
-        # As in _stage_whole: the same views are those of many rounds in a row.
-        drafts, self._who_runs = self._last_drafts, children[0]
+        # As in _staged_whole: the same views are those of many rounds in a row.
+        drafts, self._who_runs = (self._last_drafts, children[0]) if plan.replayable else (None, object())
         if drafts is None or not drafts.is_for(batch, children, plan):
             drafts = self._last_drafts = self._draft_steps(batch, children, plan, 0)
         self._layers, self._rounds = tuple(step.layers for step in drafts.steps), (drafts,)

@@ -171,23 +171,33 @@ class StepMemory:
         self._sealed = part
 
     def device_steps(self, plan: StepPlan) -> tuple[DeviceStep, ...]:
-        """The views of each child of a step, after growing what is too small.
+        """The views of each child of a step, after growing what is too small. They are kept for steps of this plan.
 
         Raises CapacityExceeded when that is sealed.
         """
-        part = self._sealed if plan.replayable else self._open
+        part = self._part_of(plan)
         kept = part.views.get(plan)
         if kept is not None and kept[0] == part.buffers.epoch:
             if not plan.replayable:
                 part.views[plan] = part.views.pop(plan)  # the latest one last
             return kept[1]
-        part.buffers.ensure(plan.shape)
-        has_grown = part.workspace.ensure(words_of_children(plan.workspace_words, plan.shape.num_halves))
-        views = tuple(self._views(plan, part, child) for child in range(plan.shape.num_children))
+        views = self.new_device_steps(plan)
         if not plan.replayable:
-            _forget_views(part, has_grown)
+            _forget_views(part)
         part.views[plan] = (part.buffers.epoch, views)
         return views
+
+    def new_device_steps(self, plan: StepPlan) -> tuple[DeviceStep, ...]:
+        """As device_steps(), of a plan that nobody asks for again."""
+        part = self._part_of(plan)
+        part.buffers.ensure(plan.shape)
+        has_grown = part.workspace.ensure(words_of_children(plan.workspace_words, plan.shape.num_halves))
+        if has_grown and not plan.replayable:
+            part.views.clear()  # they hold words that were given up
+        return tuple(self._views(plan, part, child) for child in range(plan.shape.num_children))
+
+    def _part_of(self, plan: StepPlan) -> StepPart:
+        return self._sealed if plan.replayable else self._open
 
     def new_part(self) -> StepPart:
         """Memory for steps that graphs replay, which grows as they need it."""
@@ -277,12 +287,9 @@ class StepMemory:
         return {need for s in selections for kernel in s.kernels.values() for need in kernel.row.needs}
 
 
-def _forget_views(part: StepPart, has_grown: bool) -> None:
-    """Make room for views of another plan, and let go of memory that was given up.
-
-    has_grown: whether the workspace is another one
-    """
-    if has_grown or any(epoch != part.buffers.epoch for epoch, _ in part.views.values()):
+def _forget_views(part: StepPart) -> None:
+    """Make room for views of another plan, and let go of buffers that were given up."""
+    if any(epoch != part.buffers.epoch for epoch, _ in part.views.values()):
         part.views.clear()
     while len(part.views) >= MOST_RAGGED:
         del part.views[next(iter(part.views))]

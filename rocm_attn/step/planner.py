@@ -198,7 +198,7 @@ class Planner:
         else:
             max_q_len = q_len_bucket(max_q_len) if may_capture else max(1, min(max_q_len, batch.max_q_len))
         sizes = shape, max_q_len, max_kv_len, may_capture
-        plan = self._ragged.pop(sizes, None)
+        plan = self._ragged.get(sizes)
         if plan is None:
             kernels = [selection.kernel(shape.kind) for selection in self._selections]
             plan = make_plan(shape, kernels, max_q_len=max_q_len, max_kv_len=max_kv_len, may_capture=may_capture)
@@ -206,6 +206,7 @@ class Planner:
         if plan.replayable:
             # Sizes that are padded to the same shape share a plan, and so a graph and the views of its buffers.
             return self._plan_of_key.setdefault(self._graph_key(plan.key), plan)
+        self._ragged.pop(sizes, None)
         while len(self._ragged) >= MOST_RAGGED:
             del self._ragged[next(iter(self._ragged))]
         self._ragged[sizes] = plan

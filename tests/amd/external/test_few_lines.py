@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -232,3 +234,21 @@ def test_pages_of_a_call_may_come_after_seal_where_the_engine_says_so(binds_call
     else:
         with pytest.raises(WrongState, match="the pages of layer 0 have moved"):
             attention.bind(0, pages[2], pages[3])
+
+
+def test_tables_that_were_used_before_are_let_go(device: torch.device) -> None:
+    """Of the many that an engine may hand over, one for each step, the last one is held."""
+    attention = build(device)
+    cache = torch.zeros(2, LAYERS, BLOCKS, BLOCK_SIZE, KV_HEADS, DIM, device=device)
+    attention.bind_all(cache, "kv layer page token head dim")
+    tables = []
+    for _ in range(4):
+        table = torch.zeros(4, 6, dtype=torch.int32, device=device)
+        tables.append(weakref.ref(table))
+        attention.use_table(table)
+        first, q_len = (torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in ([0, 3, 8], [3, 5]))
+        attention.begin(ExternalStep.extend(first, q_len, num_tokens=8, max_q_len=5, max_kv_len=5))
+        attention.fill()
+        del table
+    gc.collect()
+    assert [table() is None for table in tables] == [True, True, True, False]

@@ -10,7 +10,7 @@ import torch
 
 from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.step_batch import StepBatch
-from rocm_attn.errors import BadTensor
+from rocm_attn.errors import BadTensor, WrongState
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.memory import DeviceStep
@@ -100,7 +100,23 @@ def test_what_a_batch_may_not_have_is_refused_in_a_plan_that_is_known_too() -> N
     elsewhere = DeviceInputs(kv_len=torch.ones(1, dtype=torch.int32, device="meta"))
     with pytest.raises(BadTensor, match="lengths or token ids are on meta"):
         served.runtime._planner.plan(replace(served.batch(3), inputs=elsewhere), None, 1)
-    assert served.plan(3).key == plan.key
+    assert served.plan(3) is plan
+
+
+def test_a_step_that_is_over_is_refused_while_another_one_of_its_size_runs() -> None:
+    """Its layers would write K and V to the pages of the other one's requests."""
+    served, problem = Served(), small_problem()
+    runtime = served.runtime
+    earlier = runtime.begin_step(served.batch(7))
+    kv = torch.zeros(len(earlier.token_ids), problem.num_kv_heads, problem.head_dim)
+    earlier.layers.store(0, kv, kv)
+    runtime.end_step()
+    later = runtime.begin_step(served.batch(7, cached=7))
+    assert later.plan is earlier.plan
+    with pytest.raises(WrongState, match="the step of these layers is over"):
+        earlier.layers.store(0, kv, kv)
+    later.layers.store(0, kv, kv)
+    runtime.end_step()
 
 
 def test_another_policy_begins_with_no_plan() -> None:

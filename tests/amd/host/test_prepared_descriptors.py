@@ -6,10 +6,12 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch import Tensor
 
+from rocm_attn.kernels import driver_call
 from rocm_attn.kernels.driver_call import DescribedPlace
 from rocm_attn.kernels.launch import launch
 from tests.amd.host.test_prepared_calls import STREAM, Kernel, calls_after, made_again, rows
@@ -64,7 +66,7 @@ def test_a_map_of_a_descriptor_is_made_once_for_each_address(monkeypatch: pytest
 
         return of
 
-    monkeypatch.setattr("rocm_attn.kernels.driver_call._map_of", map_of)
+    monkeypatch.setattr(driver_call, "_map_of", map_of)
     kernel, q, k, v = DescribedKernel(("q", "k", "v", "n", "G")), rows(), rows(4), rows(6)
     calls, call = calls_after(lambda: launch(kernel, (3,), q, Descriptor.of(k), Descriptor.of(v), 7, G=1), q, k, v)
     other_k = rows(4)
@@ -74,6 +76,22 @@ def test_a_map_of_a_descriptor_is_made_once_for_each_address(monkeypatch: pytest
         handles = "function", "metadata", None, None, None
         assert kernel.ran[-1] == (3, 1, 1, STREAM, *handles, q.data_ptr(), *maps[0], *maps[1], 7, 1)
     assert sorted(made) == sorted([(other_k.data_ptr(), "k"), (k.data_ptr(), "k"), (v.data_ptr(), "v")])
+
+
+def test_each_launch_of_a_call_has_its_own_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver_call, "_map_of", lambda place, metadata: lambda address: (metadata["of"], address))
+    kernels, (q, k, v) = [DescribedKernel(("q", "k", "v")) for _ in range(2)], [rows() for _ in range(3)]
+
+    def make() -> None:
+        launch(kernels[0], (3,), q, Descriptor.of(k), Descriptor.of(v))
+        launch(kernels[1], (3,), q, Descriptor.of(v), Descriptor.of(k))
+
+    calls, call = calls_after(make, q, k, v)
+    other_k = rows()
+    assert made_again(calls, call._replace(addresses=(q.data_ptr(), other_k.data_ptr(), v.data_ptr())))
+    places = other_k.data_ptr(), v.data_ptr()
+    for kernel, (of_k, of_v) in zip(kernels, (places, places[::-1]), strict=True):
+        assert [each for each in kernel.ran[-1] if isinstance(each, tuple)] == [("k", of_k), ("v", of_v)]
 
 
 @pytest.mark.parametrize("change", ["memory of its own", "another launcher", "no metadata"])
@@ -87,3 +105,18 @@ def test_descriptors_that_are_not_understood_are_not_prepared(change: str, monke
         kernel._launch = lambda: lambda *args: launcher(*args, tensordesc_meta)  # type: ignore[method-assign]
     calls, call = calls_after(lambda: launch(kernel, (3,), q, Descriptor.of(k), Descriptor.of(v), 7, G=1), q, k)
     assert not made_again(calls, call)
+
+
+def test_a_map_is_of_its_address_and_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Triton's own function, for a descriptor of the place's shape."""
+    made = []
+
+    def arguments(described: Any, metadata: object) -> list[object]:
+        made.append((described.base.data_ptr(), described.shape, described.strides, described.padding, metadata))
+        return [f"map of {described.base.data_ptr()}", *described.shape, *described.strides]
+
+    monkeypatch.setattr("triton.backends.nvidia.driver.make_tensordesc_arg", arguments)
+    map_of = driver_call._map_of(DescribedPlace(2, (4, 8), (8, 1), "zero"), {"swizzle": 3})
+    assert map_of is not None
+    assert [map_of(address) for address in (16, 32, 16)] == ["map of 16", "map of 32", "map of 16"]
+    assert made == [(address, [4, 8], [8, 1], "zero", {"swizzle": 3}) for address in (16, 32)]

@@ -1,0 +1,47 @@
+"""A mixed step that forks a stream in a capture is no call of launches alone there, and never one of those joined."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from rocm_attn.providers.mixed import MixedAtOnce, TritonMixed
+from rocm_attn.step import layers as of_step
+from rocm_attn.step.layers import Layers
+
+
+class Mixed:
+    """A layer of mixed steps that is prepared; forks: its calls, which are not."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, captures: bool) -> None:
+        self.forks, self.forms = Mock(), Mock()
+        self.forms.attend.return_value = None  # made again, by its launches
+        self.layers: Any = object.__new__(Layers)
+        self.layers._kind_of_layer, self.layers._device, self.layers._forms = [0], torch.device("cpu"), self.forms
+        self.layers._attend_args = lambda *_: (None, None)
+        monkeypatch.setattr(MixedAtOnce, "attend", self.forks)
+        monkeypatch.setattr(Layers, "_prepares", lambda _: True)
+        monkeypatch.setattr(of_step, "is_capturing", lambda _: captures)
+        bound = MixedAtOnce(TritonMixed(Mock(), Mock()))
+        kernel = SimpleNamespace(bound=bound, row=SimpleNamespace(clears_pads=True))
+        self.plan = SimpleNamespace(kernels=(kernel,), prepared_of_kind=(True,), bounds=None)
+        self.step = SimpleNamespace(prepared=None)
+
+
+def test_it_is_made_again_by_its_launches_in_an_eager_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for captures in (False, True):
+        mixed = Mixed(monkeypatch, captures=captures)
+        mixed.layers.attend(mixed.step, mixed.plan, 0, None, None, None)
+        assert mixed.forks.call_count == captures
+        assert mixed.forms.attend.call_count == (not captures)
+
+
+def test_it_is_not_joined_with_the_store_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is joined is launched without a look at whether a graph is captured."""
+    mixed = Mixed(monkeypatch, captures=False)
+    mixed.layers.join(mixed.step, mixed.plan, 0)
+    assert not mixed.forms.join.called

@@ -390,6 +390,9 @@ class ExtendCut:
 
     def __post_init__(self) -> None:
         assert self.min_q_len >= 1
+        sharing = self.sharing
+        assert not sharing.programs or sharing.row_keys > 0, "rows of the padded tail, without keys, would cost nothing"
+        assert not (sharing.segment_len and sharing.alike_keys), "segments of a row are looked for by equal shares"
 
     @classmethod
     def of(cls, tiles: ExtendTiles, *, gqa_ratio: int, min_q_len: int = 1) -> ExtendCut:

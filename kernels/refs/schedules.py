@@ -163,7 +163,7 @@ def _equal_parts(costs: Sequence[int], parts: int, size: int, sharing: Sharing) 
         first, end = min(part * size, keys), min((part + 1) * size, keys)
         # What a row costs to begin is its first part's.
         done, cost = (first + sharing.row_keys, end - first) if part else (0, end + sharing.row_keys)
-        if block == len(costs) or (part and not cost):
+        if block >= len(costs) or (part and not cost):
             words += [0] * 6
         else:
             words += [block, row % sharing.rows, done, cost, *_halves(row * parts * size)]

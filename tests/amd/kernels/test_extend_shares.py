@@ -62,8 +62,7 @@ def steps(draw: st.DrawFn) -> Step:
         split_keys=draw(st.sampled_from([-99999, 0, 50, 99999])),
         gain=draw(st.integers(0, 4)),
         least_keys=draw(st.integers(1, 60)),
-        segment_len=draw(st.sampled_from([0, 32])),
-        alike_keys=draw(st.sampled_from([0, 1, 30])),
+        **draw(st.sampled_from([{}, {"segment_len": 32}, {"alike_keys": 1}, {"alike_keys": 30}])),
     )
     return Step(tuple(seqs), sharing)
 
@@ -81,6 +80,9 @@ NEARLY_ALIKE = Step(
     ((600, 5), (390, 5), (170, 5)),
     Sharing(programs=12, rows=1, row_keys=40, split_keys=200, gain=0, least_keys=40, alike_keys=1),
 )
+
+# Programs that no row has room for.
+ONE_ROW_ALIKE = Step(((0, 2),), Sharing(programs=5, row_keys=1, split_keys=0, gain=0, least_keys=1, alike_keys=1))
 
 
 def taken(step: Step) -> dict[tuple[int, int], list[tuple[int, int, int]]]:
@@ -105,6 +107,7 @@ def taken(step: Step) -> dict[tuple[int, int], list[tuple[int, int, int]]]:
 @example(ALIGNED)
 @example(ALIKE)
 @example(NEARLY_ALIKE)
+@example(ONE_ROW_ALIKE)
 def test_every_row_is_taken_once_from_its_first_key_to_its_last(step: Step) -> None:
     blocks, found = step.blocks(), taken(step)
     assert found.keys() == {(at, row) for at in range(len(blocks)) for row in range(step.sharing.rows)}
@@ -118,6 +121,7 @@ def test_every_row_is_taken_once_from_its_first_key_to_its_last(step: Step) -> N
 @example(ALIGNED)
 @example(ALIKE)
 @example(NEARLY_ALIKE)
+@example(ONE_ROW_ALIKE)
 def test_parts_of_a_row_take_its_key_blocks_in_turn(step: Step) -> None:
     """As extend.py counts blocks of keys: those that begin in a part's keys, the last part what is left."""
     blocks, row_keys = step.blocks(), step.sharing.row_keys
@@ -137,6 +141,7 @@ def test_parts_of_a_row_take_its_key_blocks_in_turn(step: Step) -> None:
 @example(ALIGNED)
 @example(ALIKE)
 @example(NEARLY_ALIKE)
+@example(ONE_ROW_ALIKE)
 def test_no_program_leaves_more_than_two_rows_unfinished_and_the_merge_finds_their_parts(step: Step) -> None:
     unfinished = defaultdict(set)
     for (at, row), parts in taken(step).items():

@@ -15,7 +15,7 @@ from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
 from rocm_attn.kernels.attention.cuts import BLOCK_WORDS, SHARE_WORDS, WHOLE_ROWS, ExtendCut, Sharing
 from rocm_attn.kernels.attention.extend import launch_paged_extend
 from rocm_attn.kernels.attention.extend_merge import merge_of_few_rows
-from rocm_attn.kernels.attention.extend_schedule import SHARE_CUT, SHARE_SIZE, launch_extend_schedule
+from rocm_attn.kernels.attention.extend_schedule import SHARE_CUT, SHARE_PARTS, SHARE_SIZE, launch_extend_schedule
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW, Scores
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.refs.schedules import extend_schedule
@@ -202,6 +202,25 @@ def test_rows_may_be_cut_alike(
     assert_served(tensors)
 
 
+@pytest.mark.each_value
+@pytest.mark.parametrize("one_launch", [True, False])
+@pytest.mark.parametrize("layer", [{}, {"window_left": 33, "sinks": True}, {"masked": True}], ids=str)
+def test_parts_that_are_alike_may_be_smaller_than_what_a_row_costs_to_begin(
+    layer: dict[str, Any], one_launch: bool, kernel_device: torch.device
+) -> None:
+    """Then the first part, which has that beside its keys, counts as several of them."""
+    case = Case(kv_len=[130, 8], q_len=[3, 5], tail=3, heads=(2, 2), dims=(16, 16), **layer)
+    tensors = build(case, kernel_device)
+    tiles = ExtendTiles(16, 16, 4, 1, one_launch=one_launch)
+    sharing = ALL_SHARED._replace(programs=40, row_keys=24, split_keys=2000, least_keys=1, alike_keys=1)
+    words = extend_schedule(case.kv_len, case.q_len, extend_cut(tensors, tiles, sharing), tensors.q.shape[0])
+    parts, size = words[SHARE_PARTS.value - SHARE_WORDS], words[SHARE_SIZE.value - SHARE_WORDS]
+    assert parts > 2
+    assert size < sharing.row_keys
+    run_extend(tensors, tiles=tiles, sharing=sharing)
+    assert_served(tensors)
+
+
 @pytest.mark.by_day(1)
 @pytest.mark.each_value
 @pytest.mark.parametrize("layer", [{}, {"window_left": 9}, {"masked": True}, {"sinks": True}], ids=str)
@@ -359,8 +378,20 @@ def without_idle_shares(words: list[int], cut: ExtendCut) -> list[int]:
         Sharing(programs=5, rows=3, row_keys=64, split_keys=5, gain=2, causal=False, window_left=7),
         Sharing(programs=7, rows=2, row_keys=20, split_keys=-99999, gain=0, least_keys=64, most_keys=200),
         Sharing(programs=7, rows=2, row_keys=20, split_keys=1, gain=4, least_keys=32, most_keys=300, segment_len=32),
+        Sharing(programs=400, rows=2, row_keys=20, split_keys=999, gain=0, least_keys=60, alike_keys=1),
+        Sharing(programs=60, rows=1, row_keys=9, split_keys=999, gain=0, least_keys=5, window_left=33, alike_keys=4),
     ],
-    ids=["whole", "shared", "window", "not_causal", "masked_window", "small_shares", "segments"],
+    ids=[
+        "whole",
+        "shared",
+        "window",
+        "not_causal",
+        "masked_window",
+        "small_shares",
+        "segments",
+        "alike",
+        "alike_window",
+    ],
 )
 @pytest.mark.parametrize(
     ("num_seqs", "longest_q", "min_q_len", "tail"),

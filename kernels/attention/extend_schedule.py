@@ -13,13 +13,13 @@ are one program's each, and start as programs end. So, as in decode_schedule.py,
   a program leaves at most two rows unfinished: the first, begun by an earlier program, and the last, which goes on;
   the parts of a row that starts at position x are those of programs x // share to (x + cost - 1) // share.
 
-Where rows are fewer than programs, tiles may have all of them cut alike (alike_keys), each part a program of its own:
-of R rows into n = P // R parts of equal size, or into fewer where these would be smaller than least_keys, and up to
-eight than half of that. Then no program begins a second row, and programs of a sequence's KV heads read the same keys,
-beside each other in a page, at the same time. The size is that of the longest row, of which the last part is shorter,
-since it has the diagonal and the end of the row; a shorter row has an even shorter last part, or fewer parts. Row r
-counts as one that starts at r n parts. Rows are cut so where the size, plus alike_keys for the merge, is no more than
-the estimate below.
+Where there are two programs or more for each row, tiles may have all of them cut alike (alike_keys), each part a
+program of its own: of R rows into n = P // R parts of equal size, or into fewer where these would be smaller than
+least_keys. Up to eight parts may be as small as half of least_keys. Then no program begins a second row, and programs
+of a sequence's KV heads read the same keys, beside each other in a page, at the same time. The size is that of the
+longest row, of which the last part is shorter, since it has the diagonal and the end of the row; a shorter row has an
+even shorter last part, or fewer parts. Row r counts as one that starts at r n parts. Rows are cut so where the size,
+plus alike_keys for the merge, is no more than the estimate below.
 
 The cut is the one that an estimate likes best, of _CUTS evenly spaced ones:
 
@@ -72,7 +72,8 @@ SHARE_SIZE = tl.constexpr(6)  # of every share
 SHARE_CUT = tl.constexpr(7)  # blocks that are shared out
 SHARE_PARTS = tl.constexpr(8)  # 64 bits: parts that each row has room for, where rows are cut alike; else 0
 # Up to so many parts of rows that are cut alike may be smaller than other shares: of many the merge takes long. On an
-# H200 8 x 1 heads of 128, 16 new of 16016, in 62 parts each 15.5 us, in 125 19.7.
+# H200 8 x 1 heads of 128, 16 new of 16016, in 62 parts each 15.5 us, in 125 19.7; between 8 and 62 nothing was
+# measured.
 _SMALL_PARTS = tl.constexpr(8)
 # Sequences, blocks, cuts and rounds that a program looks at in one step; fixed numbers, so that no batch size needs
 # another compilation.

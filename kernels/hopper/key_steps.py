@@ -23,8 +23,11 @@ from rocm_attn.kernels.hopper.rings import value_stage, value_tiles, wait_for_ke
 from rocm_attn.kernels.hopper.rows import GROUP_ROWS, of_rows, width_of
 from rocm_attn.kernels.hopper.scaling import times_if_any
 
-# In powers of two. So much more than its maximum a row's scores may be before it is raised: weights are 256 at most,
-# which have as many bits in bfloat16 and float16 as those of up to 1 have.
+# In powers of two. So much more than its maximum a row's scores may be before it is raised, as in FlashAttention-4
+# (rescale_threshold of flash_attn/cute). Weights are 256 at most then, which float16 holds. The largest one is no
+# longer exactly 1, and is rounded as the others are: of one key that outweighs all others the error grows from 1.6e-4
+# to 1.1e-3 in bfloat16, before the output is rounded. And what is added up, in float32, may overflow at 256 times
+# smaller values.
 SLACK = gl.constexpr(8.0)
 
 
@@ -240,7 +243,7 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
         if not G.BOUNDED:
             new_maximum = gl.maximum(maximum, gl.max(scores, 1) * row_scale)
             if G.SCALES_SELDOM:
-                # Also where a score is NaN: its weight is one all the same.
+                # A score that is NaN raises nothing; its weight is NaN either way.
                 new_maximum = gl.where(new_maximum > maximum + SLACK, new_maximum, maximum)
             # A row of a masked step may have seen no key yet; the subtractions below must not be inf - inf.
             base = gl.where(new_maximum == float("-inf"), 0.0, new_maximum) if MASKED else new_maximum

@@ -1,7 +1,8 @@
 """Accumulators times a factor of each row, which is 1 most of the time: a warp with no other factor leaves it out.
 
-A product takes each accumulator an instruction, of which the loop over keys has about seven for each score. Triton has
-no branch of one warp, so it is in a piece of assembly, which has all accumulators that a thread holds.
+A product takes each accumulator an instruction, of which the loop has about seven for each score (machine code of heads
+of 128). Triton has no branch of one warp, so it is in a piece of assembly, which has all accumulators that a thread
+holds.
 """
 
 from __future__ import annotations

@@ -141,8 +141,8 @@ class ExtendTiles:
                       their query heads fit a query block
     early:            as in DecodeTiles; but a launch of shares alone begins when the one before it has ended
     alike_keys:       what it costs, in keys, to cut all rows into parts of one size, each a program of its own, where
-                      rows are fewer than programs: these begin no second row, and those of a sequence's rows read the
-                      same keys at a time; 0: rows are not cut so
+                      there are two programs or more for each row: these begin no second row, and those of a sequence's
+                      rows read the same keys at a time; 0: rows are not cut so
     by_number:        whether a block's page numbers are loaded once for each page on NVIDIA (key_rows.py)
     fills:            whether blocks of fewer query heads of a KV head are made where more rows of a query block have
                       one then: for long sequences, since each block reads K and V

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
@@ -20,7 +20,7 @@ class Mixed:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, captures: bool) -> None:
         self.forks, self.forms = Mock(), Mock()
         self.forms.attend.return_value = None  # made again, by its launches
-        self.layers: Any = object.__new__(Layers)
+        self.layers = cast(Any, object.__new__(Layers))
         self.layers._kind_of_layer, self.layers._device, self.layers._forms = [0], torch.device("cpu"), self.forms
         self.layers._attend_args = lambda *_: (None, None)
         monkeypatch.setattr(MixedAtOnce, "attend", self.forks)

@@ -213,16 +213,20 @@ def plant(tensors: Tensors, keys: Tensor, numbers: Tensor) -> None:
 
 
 @dims
-@pytest.mark.parametrize("rise", [2.0, 7.75, 8.25, 60.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rise", [4.0, 7.5, 8.5, 60.0])
 def test_maxima_that_rise_by_less_and_by_more_than_the_slack_are_right(
-    rise: float, dim: int, device: torch.device
+    rise: float, dtype: torch.dtype, dim: int, device: torch.device
 ) -> None:
-    """Each 64 keys the scores of some heads are larger by so many powers of two, and those of others smaller."""
-    case = Case([1300], [130], heads=(8, 2), dims=(dim, dim), dtype=torch.bfloat16)
+    """Each step of 128 keys the scores of some heads are larger by so many powers of two, and those of others smaller.
+
+    In float16 weights of 2 ** 16 and more would be infinite.
+    """
+    case = Case([1300], [130], heads=(8, 2), dims=(dim, dim), dtype=dtype)
     for sharing in (ALL_SHARED, NONE_SHARED):
         tensors = build(case, device)
         keys = torch.arange(1300, device=device)
-        plant(tensors, keys, keys // 64 * (rise / 8))
+        plant(tensors, keys, keys // 128 * (rise / 8))
         tensors.q[..., 0] = 8 / (tensors.scores.base_2_scale * torch.tensor([1, -1], device=device).repeat(4))
         run_hopper(tensors, sharing)
         found, lse = tensors.out.clone(), tensors.lse.clone()

@@ -378,7 +378,7 @@ def without_idle_shares(words: list[int], cut: ExtendCut) -> list[int]:
         Sharing(programs=5, rows=3, row_keys=64, split_keys=5, gain=2, causal=False, window_left=7),
         Sharing(programs=7, rows=2, row_keys=20, split_keys=-99999, gain=0, least_keys=64, most_keys=200),
         Sharing(programs=7, rows=2, row_keys=20, split_keys=1, gain=4, least_keys=32, most_keys=300, segment_len=32),
-        Sharing(programs=400, rows=2, row_keys=20, split_keys=999, gain=0, least_keys=60, alike_keys=1),
+        Sharing(programs=400, rows=2, row_keys=20, split_keys=999, gain=0, least_keys=12, alike_keys=1),
         Sharing(programs=60, rows=1, row_keys=9, split_keys=999, gain=0, least_keys=5, window_left=33, alike_keys=4),
     ],
     ids=[

@@ -116,8 +116,18 @@ def read_nvidia_code(compiled: CompiledKernel) -> NvidiaCode:
         shared_bytes=compiled.metadata.shared,
         matrix_ops=len(re.findall(r"(?m)^\s+(?:@\S+\s+)?(?:wgmma\.mma_async|mma)\.", compiled.asm["ptx"])),
         has_dot=_has_dot(compiled),
-        touched=tuple(touched_while_running(machine_code(compiled))) if has_warpgroup_products else (),
+        touched=_touched(machine_code(compiled)) if has_warpgroup_products else (),
     )
+
+
+def _touched(code: list[Instruction]) -> tuple[str, ...]:
+    """What touches running products, of code that has some. Raises ValueError where none is found in it."""
+    opcodes = {each.opcode for each in code}
+    if not any(opcode.startswith("HGMMA") for opcode in opcodes) or "WARPGROUP.DEPBAR.LE" not in opcodes:
+        raise ValueError(
+            f"cuobjdump lists no HGMMA and no wait for it, where PTX has wgmma; it lists {len(code)} lines"
+        )
+    return tuple(touched_while_running(code))
 
 
 def machine_code(compiled: CompiledKernel) -> list[Instruction]:

@@ -39,12 +39,23 @@ def touched(*lines: str) -> list[str]:
         "STS [R55], R2",
         "LDG.E R2, desc[UR4][R54.64]",
         "FADD R24, R2, R4",
+        "ATOMS.ADD R180, [R2], R4",
+        "HMMA.16816.F32.BF16 R178, R2, R4, R8",
+        "HMMA.16816.F32.BF16 R64, R2, R4, R54",
+        "I2F.F64 R180, R2",
+        # Other sums over its rows; rows that are its sums; sums that are some of its.
+        "HGMMA.64x64x16.F32.BF16 R160, gdesc[UR4], R160, gsb0",
+        "HGMMA.64x64x16.F32.BF16 R64, R24, gdesc[UR4], R64, gsb0",
+        "HGMMA.64x64x16.F32.BF16 R48, gdesc[UR4], R48, gsb0",
+        # Not followed.
+        "CALL.REL.NOINC 0x0",
+        "BSYNC B0",
     ],
 )
 def test_what_touches_a_running_product_is_found(line: str) -> None:
     assert len(touched(LAST_PRODUCT, line, WAIT, "EXIT")) == 1
     assert not touched(LAST_PRODUCT, WAIT, line, "EXIT")
-    assert not touched(line, LAST_PRODUCT, WAIT, "EXIT")
+    assert not touched(line, WAIT, LAST_PRODUCT, WAIT, "EXIT")
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,9 @@
 
 wgmma.mma_async returns before it has read its rows, where they are in registers, and before it has written its sums.
 Triton waits (wgmma.wait_group) before it uses the sums. Of the rows nothing says in PTX until when their registers are
-read: ptxas keeps them. One of CUDA 12.9 may write them too early, so that products of valid code are wrong
-(github.com/triton-lang/triton/pull/11781), and Triton 3.6 brings 12.8. So the code that came of it is looked at.
+read: ptxas keeps them. That of CUDA 12.9 may write them too early, so that products of valid code are wrong, which CUDA
+13.3 has mended (github.com/triton-lang/triton/pull/11781). Triton 3.6 brings 12.8, and 3.9 has 12.9 for Hopper. So the
+code that came of it is looked at.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ _WAIT = re.compile(r"gsb0, (0x[0-9a-f]+)")
 # What follows them in the listing they do not go on to, unless under a predicate.
 _ENDS = {"EXIT", "RET", "BRX", "BRXU"}
 # Their first operand is read: memory is written, or a branch taken.
-_WITHOUT_RESULT = {"ATOMS", "BAR", "BRA", "LDGSTS", "RED", "ST", "STG", "STL", "STS", "STSM", "SYNCS", "UTMALDG"}
+_WITHOUT_RESULT = {"BAR", "BRA", "LDGSTS", "RED", "ST", "STG", "STL", "STS", "STSM", "UTMALDG"}
+# Where they go on is not followed: nothing may run then.
+_NOT_FOLLOWED = {"BRX", "BRXU", "BSYNC", "CALL", "RET"}
 # As many commits after a product say no more about it: a wait that leaves so many running is not known.
 _MOST_COMMITS = 8
 
@@ -78,7 +81,7 @@ def instructions(listing: str) -> list[Instruction]:
 def touched_while_running(listing: Sequence[Instruction]) -> list[str]:
     """What reads or writes sums of a running product, or writes its rows: a line each, empty where all is well.
 
-    A product that adds to the sums of the one before is none of it: matrix units take them in turn.
+    A product that adds to the very sums of another one is none of it: matrix units take them in turn.
     """
     code = _Code(listing, [_touched_by(each) for each in listing], _next_places(listing))
     seen: list[frozenset[_Running] | None] = [None] * len(listing)
@@ -108,6 +111,9 @@ def _follow(code: _Code, begin: int, seen: list[frozenset[_Running] | None]) -> 
 def _after(code: _Code, place: int, running: frozenset[_Running]) -> frozenset[_Running]:
     """What is running after an instruction; what it should not have touched is noted."""
     this = code.listing[place]
+    for each in running:
+        if _disturbs(code, place, each.place):
+            code.found[each.place, place] = f"{this} while {code.listing[each.place]} runs"
     if this.name == "HGMMA":
         running |= {_Running(place, -1)}
         if "gsb0" in this.operands:
@@ -116,13 +122,18 @@ def _after(code: _Code, place: int, running: frozenset[_Running]) -> frozenset[_
         left = int(_WAIT.findall(", ".join(this.operands))[0], 16)
         assert left < _MOST_COMMITS, f"{this} leaves more products running than are told apart"
         running = frozenset(each for each in running if each.commits < left)
-    else:
-        touched = code.touched[place]
-        for each in running:
-            product = code.touched[each.place]
-            if touched.written & (product.read | product.written) or touched.read & product.written:
-                code.found[each.place, place] = f"{this} while {code.listing[each.place]} runs"
     return running
+
+
+def _disturbs(code: _Code, place: int, running: int) -> bool:
+    """Whether an instruction touches what a running product does, or goes where it is not followed."""
+    this, product = code.touched[place], code.touched[running]
+    name = code.listing[place].name
+    if name in _NOT_FOLLOWED:
+        return True
+    if name == "HGMMA" and this.written == product.written:
+        return bool(this.written & product.read or this.read & product.written)
+    return bool(this.written & (product.read | product.written) or this.read & product.written)
 
 
 def _next_places(listing: Sequence[Instruction]) -> list[tuple[int, ...]]:
@@ -175,9 +186,12 @@ def _registers(operand: str, width: int) -> frozenset[int]:
 
 def _width(opcode: str) -> int:
     """Registers of a result, or of what is stored."""
-    _, *parts = opcode.split(".")
+    name, *parts = opcode.split(".")
+    if name == "HMMA":
+        return 4
     if opcode.startswith(("LDSM", "STSM")):
         return int(parts[-1]) if parts[-1].isdigit() else 1
     if "128" in parts:
         return 4
-    return 2 if "64" in parts or "WIDE" in parts or opcode.startswith("CS2R") else 1
+    is_pair = "64" in parts or "F64" in parts or "WIDE" in parts or name in ("CS2R", "DADD", "DMUL", "DFMA")
+    return 2 if is_pair else 1

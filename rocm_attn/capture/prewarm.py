@@ -173,16 +173,15 @@ def _steps(runtime: AttentionRuntime) -> Iterator[tuple[PaddedShape, list[int]]]
 def _run(runtime: AttentionRuntime, q_len: list[int], shape: PaddedShape, memory: _Memory) -> None:
     """One step of requests with so many new tokens each, through every kind of layer."""
     rows = [runtime.table.admit() for _ in q_len]
-    cached = _cached(runtime, q_len, shape)
+    tokens, cached = _with_cached(runtime, q_len, shape)
     try:
-        for row, length in zip(rows, (cached + q_len).tolist(), strict=True):
+        for row, length in zip(rows, (cached + tokens).tolist(), strict=True):
             runtime.table.reserve(row, length)
         runtime.table.mark_stored(np.array(rows, np.int32), cached)
         pad_to = PadTo(max(shape.num_seqs, len(q_len)))
         if isinstance(shape.drafts, Drafts):
             _run_round(runtime, draft_batch(rows, [0] * len(rows), shape.drafts), pad_to, memory)
             return
-        tokens = np.array(q_len, np.int32)
         batch = StepBatch(np.array(rows, np.int32), tokens + cached, tokens)
         _run_step(runtime, with_extra(batch, shape, torch.Generator(runtime.device)), pad_to, memory)
         if shape.kind.extra is Extra.MASK and max(q_len) <= max(runtime.padding.verify, _TREE_NODES):
@@ -192,21 +191,26 @@ def _run(runtime: AttentionRuntime, q_len: list[int], shape: PaddedShape, memory
             runtime.table.free(row)
 
 
-def _cached(runtime: AttentionRuntime, q_len: list[int], shape: PaddedShape) -> NDArray[np.int32]:
-    """Tokens that each request has in the cache.
+def _with_cached(
+    runtime: AttentionRuntime, q_len: list[int], shape: PaddedShape
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """New tokens of each request, and those that it has in the cache.
 
-    One of an extend step has one, where steps of new prompts alone have a kernel of their own. Where no request has
-    room for it serving has no other such steps either.
+    One of an extend step has one, where steps of new prompts alone have a kernel of their own; where the shortest has
+    no room for it, the longest one has a new token less.
     """
     has_prefill = any(StepKind.PREFILL in selection.kernels for selection in runtime.selections)
-    cached = np.zeros(len(q_len), np.int32)
-    shortest, table = int(np.argmin(q_len)), runtime.table
-    more = np.array(q_len, np.int32)
-    more[shortest] += 1
-    has_room = more[shortest] <= table.max_kv_len and pages_of(more, table.page_size).sum() <= table.fewest_free_pages
-    if has_prefill and shape.kind is StepKind.EXTEND and has_room:
+    new, cached = np.array(q_len, np.int32), np.zeros(len(q_len), np.int32)
+    if not has_prefill or shape.kind is not StepKind.EXTEND:
+        return new, cached
+    shortest, longest, table = int(new.argmin()), int(new.argmax()), runtime.table
+    more = new + (np.arange(len(q_len)) == shortest)
+    if more[shortest] <= table.max_kv_len and pages_of(more, table.page_size).sum() <= table.fewest_free_pages:
         cached[shortest] = 1
-    return cached
+    elif new[longest] > 2:
+        new[longest] -= 1
+        cached[longest] = 1
+    return new, cached
 
 
 def _run_step(runtime: AttentionRuntime, batch: StepBatch, pad_to: PadTo, memory: _Memory) -> None:

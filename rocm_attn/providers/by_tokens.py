@@ -57,7 +57,7 @@ class SizedKernel(NamedTuple):
     kernel: BoundKernel
 
     def most(self, shape: PaddedShape) -> PaddedShape:
-        """The largest shape within this one of which the kernel serves steps."""
+        """A shape within this one that is no smaller than any of which the kernel serves steps."""
         return replace(shape, num_tokens=min(shape.num_tokens, self.steps.max_q_len * shape.num_seqs))
 
 

@@ -134,7 +134,11 @@ class HopperExtend:
 
 
 class DrawnHopperExtend(HopperExtend):
-    """Of which programs draw whole rows: after a launch that failed, the count of them is set back beside launches."""
+    """Of which programs draw whole rows.
+
+    Its attend is not said to be launches alone, so its calls are not prepared: after a launch that failed it sets the
+    count of drawn rows back, too.
+    """
 
     __slots__ = ()
 

@@ -124,7 +124,7 @@ def extend_by_tokens(problem: Problem, target: Target, min_q_len: int, of_long: 
     of_long: what serves steps whose sequences have more than few; None: this provider's own tiles. It shares rows out,
              as those for few tokens do not: of so few sequences that these would leave half of the GPU idle it serves
              all steps. 8 x 1 heads of 128, 16 x 4 new of 8004: 50 us, 122 by the others; 64 x 8, 4 x 8 of 2008: 31 and
-             35; 32 x 8, 8 x 5 of 4005: 65 and 65 (H200)
+             35; 32 x 8, 8 x 5 of 4005: 65 and 65 (H200). In mixed steps sequences that decode serves count too
     """
     tiles = _tiles(problem, target)
     if of_long is None and tiles.short == (tiles.extend,):

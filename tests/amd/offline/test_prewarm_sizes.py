@@ -198,6 +198,22 @@ def test_prompts_find_their_variants_where_those_alone_have_a_kernel_of_their_ow
     assert sorted(name for name, _ in served.found - prewarmed(layer, sizes, target)) == []
 
 
+def test_prompts_as_long_as_a_row_of_the_table_find_theirs_too() -> None:
+    """The longest one that prewarming tries has no room for a token beside it."""
+    target = replace(known_target("sm_90"), releases=Releases(triton=TRITONS[0]))
+    layer = replace(LLAMA, num_q_heads=8, num_kv_heads=1, head_dim=64, v_head_dim=64)
+    sizes = replace(SIZES, num_pages=100, max_num_seqs=1, max_kv_len=512, capture_sizes=(1,))
+    served = Served(layer, sizes, target)
+    served.runtime.table.reserve(int(served.rows[0]), sizes.max_kv_len)
+    one = np.ones(1, np.int32)
+    with served.serving():
+        for q_len in (2, 75, 200, 260, 402, 511):
+            served.runtime.table.mark_stored(served.rows, one)
+            served.step(StepBatch(served.rows, q_len * one + 1, q_len * one))
+    assert variants_of(served.found, "_extend_merge_kernel") >= 2
+    assert sorted(name for name, _ in served.found - prewarmed(layer, sizes, target)) == []
+
+
 def test_on_hopper_decode_has_three_ways_that_hang_on_the_number_of_sequences() -> None:
     """What the test above is for: each stores or does not, in tiles of 64 keys merged by a launch of their own or
     within theirs, or in those of 128."""

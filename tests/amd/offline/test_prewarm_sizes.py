@@ -214,6 +214,21 @@ def test_prompts_as_long_as_a_row_of_the_table_find_theirs_too() -> None:
     assert sorted(name for name, _ in served.found - prewarmed(layer, sizes, target)) == []
 
 
+def test_padded_sequences_of_one_kv_head_find_their_merges() -> None:
+    """Which hang on how many programs there are for a row; tiles, on a mean over padded sequences."""
+    target = replace(known_target("sm_90"), releases=Releases(triton=TRITONS[0]))
+    layer = replace(LLAMA, num_q_heads=8, num_kv_heads=1)
+    sizes = replace(SIZES, num_pages=2050, max_num_seqs=8, max_kv_len=4096, capture_sizes=(1, 2, 4, 8))
+    served = Served(layer, sizes, target)
+    with served.serving():
+        for q_len in ([5] * 6, [7, 4, 5], [9] * 3, [33] * 5):
+            rows, tokens = served.rows[: len(q_len)], np.array(q_len, np.int32)
+            served.runtime.table.mark_stored(rows, np.ones(len(q_len), np.int32))
+            served.step(StepBatch(rows, tokens + 1, tokens))
+    assert variants_of(served.found, "_extend_merge_kernel") >= 2
+    assert sorted(name for name, _ in served.found - prewarmed(layer, sizes, target)) == []
+
+
 def test_on_hopper_decode_has_three_ways_that_hang_on_the_number_of_sequences() -> None:
     """What the test above is for: each stores or does not, in tiles of 64 keys merged by a launch of their own or
     within theirs, or in those of 128."""

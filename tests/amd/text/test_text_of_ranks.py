@@ -75,7 +75,8 @@ def test_ctrl_c_ends_the_command_and_all_ranks() -> None:
     """It goes to every process of a terminal; the command answers it, and no rank is left."""
     arguments = ["--tp", "2", "--raw", "--max-new-tokens", "4000", "Once upon a time"]
     command = subprocess.Popen(
-        [*GENERATE, *arguments],
+        # A shell's job in the background starts with this signal ignored, and so would the command.
+        ["env", "--default-signal=INT", *GENERATE, *arguments],
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -391,7 +391,8 @@ class ExtendCut:
     def __post_init__(self) -> None:
         assert self.min_q_len >= 1
         sharing = self.sharing
-        assert not sharing.programs or sharing.row_keys > 0, "rows of the padded tail, without keys, would cost nothing"
+        # Rows of the padded tail have no keys. Nobody would write their zeros, and where rows are drawn they end that.
+        assert not sharing.programs or sharing.row_keys > 0, "a row without keys costs something, too"
         assert not (sharing.segment_len and sharing.alike_keys), "segments of a row are looked for by equal shares"
 
     @classmethod

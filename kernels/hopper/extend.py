@@ -398,7 +398,6 @@ def _check_cut(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTi
     assert cut.query_tokens == tiles.extend.tokens_per_block(gqa_ratio), "the schedule was cut for other tiles"
     if tiles.drawn_blocks:
         assert sharing.programs > 1, "the merge, which sets the count of drawn rows back, has a program less"
-        assert sharing.row_keys > 0, "a row that costs nothing would end the draws"
     if tiles.segment_len:
         assert sharing.most_keys <= tiles.most_keys, "there is no room for so many segments of a program"
         words = tiles.segment_words(programs=sharing.programs, head_dim=args.q.shape[2])

@@ -14,6 +14,9 @@ from rocm_attn.step import layers as of_step
 from rocm_attn.step.layers import Layers
 
 
+LAYER = 0
+
+
 class Mixed:
     """A layer of mixed steps that is prepared; forks: its calls, which are not."""
 
@@ -35,7 +38,7 @@ class Mixed:
 def test_it_is_made_again_by_its_launches_in_an_eager_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for captures in (False, True):
         mixed = Mixed(monkeypatch, captures=captures)
-        mixed.layers.attend(mixed.step, mixed.plan, 0, None, None, None)
+        mixed.layers.attend(mixed.step, mixed.plan, LAYER, None, None, None)
         assert mixed.forks.call_count == captures
         assert mixed.forms.attend.call_count == (not captures)
 
@@ -43,5 +46,5 @@ def test_it_is_made_again_by_its_launches_in_an_eager_step_alone(monkeypatch: py
 def test_it_is_not_joined_with_the_store_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is joined is launched without a look at whether a graph is captured."""
     mixed = Mixed(monkeypatch, captures=False)
-    mixed.layers.join(mixed.step, mixed.plan, 0)
+    mixed.layers.join(mixed.step, mixed.plan, LAYER)
     assert not mixed.forms.join.called

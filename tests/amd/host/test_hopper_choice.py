@@ -411,15 +411,14 @@ def test_a_launch_that_fails_sets_the_count_of_drawn_rows_back(failing: str, mon
 
 
 def test_rows_are_drawn_only_where_their_count_is_set_back() -> None:
-    """By the merge, which one program alone has none of; and rows that cost nothing would end the draws."""
+    """By the merge, which one program alone has none of."""
     tiles = hopper_tiles(96, 16, coded=False)
     tensors = build(Case([9], [5], heads=(8, 2), dims=(96, 96), dtype=torch.bfloat16), torch.device("cpu"))
-    for sharing, said in ((Sharing(programs=1), "a program less"), (Sharing(programs=5, row_keys=0), "costs nothing")):
-        cut = extend_cut(tensors, tiles.extend, sharing)
-        workspace = torch.empty(cut.partials_words(query_rows=tiles.extend.query_rows, v_head_dim=96))
-        args = tensors.args(garbage(cut.words(5, 1), torch.device("cpu")), workspace)
-        with pytest.raises(AssertionError, match=said):
-            launch_hopper_extend(args, scores=tensors.scores, cut=cut, tiles=tiles)
+    cut = extend_cut(tensors, tiles.extend, Sharing(programs=1))
+    workspace = torch.empty(cut.partials_words(query_rows=tiles.extend.query_rows, v_head_dim=96))
+    args = tensors.args(garbage(cut.words(5, 1), torch.device("cpu")), workspace)
+    with pytest.raises(AssertionError, match="a program less"):
+        launch_hopper_extend(args, scores=tensors.scores, cut=cut, tiles=tiles)
     with pytest.raises(AssertionError, match="drawn rows"):
         replace(hopper_segment_tiles(96, 16), drawn_blocks=8)
     with pytest.raises(AssertionError, match="by fours or by eights"):

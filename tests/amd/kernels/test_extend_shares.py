@@ -228,3 +228,15 @@ def test_what_is_shared_leaves_programs_for_the_longest_whole_rows() -> None:
     step = Step(((251, 5), (250, 5), (145, 5), (145, 5), (145, 5)), sharing)
     assert step.shares()[0][7] == 1
     assert step.shares()[3][3] == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (Sharing(programs=5, row_keys=0), "costs something"),
+        (Sharing(programs=5, segment_len=32, alike_keys=1), "by equal shares"),
+    ],
+)
+def test_what_would_leave_rows_out_is_refused(wrong: Sharing, said: str) -> None:
+    with pytest.raises(AssertionError, match=said):
+        ExtendCut(query_tokens=5, sharing=wrong)

@@ -13,7 +13,6 @@ from rocm_attn.providers.mixed import MixedAtOnce, TritonMixed
 from rocm_attn.step import layers as of_step
 from rocm_attn.step.layers import Layers
 
-
 LAYER = 0
 
 

@@ -468,8 +468,8 @@ GOALS = (
                 random_shapes,
             ),
         ),
-        next_idea="New prompts alone: those of heads of 64, the nearest layout, have tiles of their own since, and take "
-        "half the time. 12 x 4 heads of 72, 8 x 91 new: 13.3 us by the kernel that draws rows, FA3 11.8, heads of "
+        next_idea="New prompts alone: those of heads of 64, the nearest layout, have tiles of their own since, and "
+        "take half the time. 12 x 4 heads of 72, 8 x 91 new: 13.3 us by the kernel that draws rows, FA3 11.8, heads of "
         "64 5.0. Heads of 24 and 32 have tiles whose rows are shared: 64 x 16 of 32, 1 x 26 new: 5.5 us, FA3 9.1, "
         "heads of 64 3.2. Next: whole rows of the plain kernel for prompts of heads of 16 to 32, and for those of 72 "
         "to 96 where rows are no more than programs. Of 24 query heads of 96 on each of 2 KV heads, 5 x 87 new of "

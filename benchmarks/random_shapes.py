@@ -17,7 +17,6 @@ import json
 import math
 import multiprocessing
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +32,7 @@ from torch import Tensor
 from benchmarks.powers import LANES, POWERS, powers_kernel
 from benchmarks.shape_sweep import LAUNCHES_US, Shape, random_shapes
 from rocm_attn.batch.padding import PaddedShape
-from rocm_attn.bench.clocks import GraphClock, Timed
+from rocm_attn.bench.clocks import GraphClock, Timed, median_of
 from rocm_attn.bench.machine import commit, describe_machine
 from rocm_attn.bench.prepared import Prepared, ints, step_kind
 from rocm_attn.kernels.cache.layer_pages import LayerPages
@@ -178,7 +177,7 @@ def _microseconds(cases: Sequence[Case], new_run: Callable[[Case], Callable[[], 
             run()
 
     timed = _graph_of(all_runs)
-    us = _median_us(timed) / len(cases)
+    us = median_of(timed, ROUNDS) / len(cases)
     for case in cases:
         case.prepared.args.out.fill_(float("nan"))
     timed.run(0.0)
@@ -187,10 +186,6 @@ def _microseconds(cases: Sequence[Case], new_run: Callable[[Case], Callable[[], 
 
 def _graph_of(work: Callable[[], object]) -> Timed:
     return GraphClock(torch.device("cuda", torch.cuda.current_device()), ROUND_US).timed((work,))
-
-
-def _median_us(timed: Timed) -> float:
-    return statistics.median(timed.microseconds() for _ in range(ROUNDS))
 
 
 def own_run(case: Case) -> Callable[[], object]:
@@ -235,8 +230,8 @@ def ceilings() -> dict[str, float]:
     target = torch.empty_like(source)
     a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     product = torch.empty_like(a)
-    copy_us = _median_us(_graph_of(lambda: torch.neg(source, out=target)))
-    product_us = _median_us(_graph_of(lambda: torch.mm(a, b, out=product)))
+    copy_us = median_of(_graph_of(lambda: torch.neg(source, out=target)), ROUNDS)
+    product_us = median_of(_graph_of(lambda: torch.mm(a, b, out=product)), ROUNDS)
     return {"bytes_per_s": 4e6 * source.numel() / copy_us, "flops_per_s": 2e6 * 8192**3 / product_us}
 
 
@@ -244,7 +239,8 @@ def powers_per_s() -> float:
     """Powers of two that this GPU computes in a second, as softmax does: in float32."""
     programs = 32 * torch.cuda.get_device_properties(0).multi_processor_count
     out = torch.empty(programs * LANES, dtype=torch.float32, device="cuda")
-    us = _median_us(_graph_of(lambda: powers_kernel[(programs,)](out, LANES=LANES, POWERS=POWERS)))
+    timed = _graph_of(lambda: powers_kernel[(programs,)](out, LANES=LANES, POWERS=POWERS))
+    us = median_of(timed, ROUNDS)
     return 1e6 * programs * LANES * POWERS / us
 
 

@@ -391,7 +391,8 @@ class ExtendCut:
     def __post_init__(self) -> None:
         assert self.min_q_len >= 1
         sharing = self.sharing
-        # Rows of the padded tail have no keys. Nobody would write their zeros, and where rows are drawn they end that.
+        # Rows of the padded tail have no keys. At no cost no program would take them to write their zeros, and a
+        # program that draws one would take it for the end.
         assert not sharing.programs or sharing.row_keys > 0, "a row without keys costs something, too"
         assert not (sharing.segment_len and sharing.alike_keys), "segments of a row are looked for by equal shares"
 

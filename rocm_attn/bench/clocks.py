@@ -156,5 +156,9 @@ def clock_of(device: torch.device, round_us: float) -> Clock:
 
 def median_us(clock: Clock, run: Run, rounds: int = 7) -> float:
     """Of one launch."""
-    timed = clock.timed([run])
+    return median_of(clock.timed([run]), rounds)
+
+
+def median_of(timed: Timed, rounds: int) -> float:
+    """Microseconds of one launch, over so many rounds."""
     return statistics.median(timed.microseconds() for _ in range(rounds))

@@ -36,8 +36,8 @@ def eager_steps(
             if kind.decodes:
                 yield PaddedShape(kind, size, size), [1]
                 continue
-            # From as many as all padded sequences have, since tiles end at a mean over these.
-            counts = {*_token_counts(kind, fewest, is_dense=size == 1), *_token_counts(kind, size, is_dense=True)}
+            # Those from `size` on, since tiles end at a mean over padded sequences.
+            counts = {*_token_counts(kind, fewest, is_dense=False), *_token_counts(kind, size, is_dense=True)}
             for num_tokens in sorted(counts):
                 q_len = _new_tokens(kind, num_tokens, longest)
                 if len(q_len) <= num_seqs and _is_of(kind, q_len):

@@ -40,7 +40,7 @@ from rocm_attn.step.buffers import (
     window_name,
 )
 from rocm_attn.step.layer_kinds import LayerKinds
-from rocm_attn.step.plan import MOST_RAGGED, StepPlan
+from rocm_attn.step.plan import StepPlan, keep_latest
 from rocm_attn.step.prepared import PreparedCalls
 from rocm_attn.step.workspace import Workspace
 
@@ -177,23 +177,21 @@ class StepMemory:
         """
         part = self._part_of(plan)
         kept = part.views.get(plan)
-        if kept is not None and kept[0] == part.buffers.epoch:
-            if not plan.replayable:
-                part.views[plan] = part.views.pop(plan)  # the latest one last
-            return kept[1]
-        views = self.new_device_steps(plan)
+        if kept is None or kept[0] != part.buffers.epoch:
+            views = self.new_device_steps(plan)
+            kept = part.views[plan] = part.buffers.epoch, views
         if not plan.replayable:
-            _forget_views(part)
-        part.views[plan] = (part.buffers.epoch, views)
-        return views
+            keep_latest(part.views, plan, kept)
+        return kept[1]
 
     def new_device_steps(self, plan: StepPlan) -> tuple[DeviceStep, ...]:
-        """As device_steps(), of a plan that nobody asks for again."""
+        """As device_steps(), for callers that keep the views themselves."""
         part = self._part_of(plan)
+        epoch = part.buffers.epoch
         part.buffers.ensure(plan.shape)
         has_grown = part.workspace.ensure(words_of_children(plan.workspace_words, plan.shape.num_halves))
-        if has_grown and not plan.replayable:
-            part.views.clear()  # they hold words that were given up
+        if not plan.replayable and (has_grown or part.buffers.epoch != epoch):
+            part.views.clear()  # they hold memory that was given up
         return tuple(self._views(plan, part, child) for child in range(plan.shape.num_children))
 
     def _part_of(self, plan: StepPlan) -> StepPart:
@@ -285,14 +283,6 @@ class StepMemory:
         """What the kernels of a space read besides lengths and the table."""
         selections = [s for s, its in zip(self._selections, self._space_of_kind, strict=True) if its is space]
         return {need for s in selections for kernel in s.kernels.values() for need in kernel.row.needs}
-
-
-def _forget_views(part: StepPart) -> None:
-    """Make room for views of another plan, and let go of buffers that were given up."""
-    if any(epoch != part.buffers.epoch for epoch, _ in part.views.values()):
-        part.views.clear()
-    while len(part.views) >= MOST_RAGGED:
-        del part.views[next(iter(part.views))]
 
 
 def indexings_of(selections: Sequence[Selection]) -> list[Indexing | None]:

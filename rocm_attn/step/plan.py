@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.metadata.step_tensors import Pads
@@ -16,6 +17,9 @@ from rocm_attn.step.prepared import is_prepared
 MOST_RAGGED = 16
 # Shortest length bucket: below it one graph serves all lengths, and a decode step costs the same anyway.
 SMALLEST_KV_BUCKET = 64
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,14 @@ def kv_len_bucket(max_kv_len: int, limit: int) -> int:
 def q_len_bucket(max_q_len: int) -> int:
     """The bucket of a largest number of new tokens: a power of two."""
     return next_power_of_2(max_q_len)
+
+
+def keep_latest(values: dict[Key, Value], key: Key, value: Value) -> None:
+    """Keep a value as the latest one of MOST_RAGGED; what was kept longest ago is forgotten."""
+    values.pop(key, None)
+    while len(values) >= MOST_RAGGED:
+        del values[next(iter(values))]
+    values[key] = value
 
 
 def make_plan(

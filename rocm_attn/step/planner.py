@@ -18,7 +18,7 @@ from rocm_attn.batch.step_kinds import Extra, StepKind
 from rocm_attn.errors import BadBatch, BadTensor, NeverFits, Unsupported
 from rocm_attn.providers.contract import Baked
 from rocm_attn.providers.select import Selection
-from rocm_attn.step.plan import MOST_RAGGED, GraphKey, StepPlan, kv_len_bucket, make_plan, q_len_bucket
+from rocm_attn.step.plan import GraphKey, StepPlan, keep_latest, kv_len_bucket, make_plan, q_len_bucket
 
 # New tokens of each sequence in a step of equally many, up to which its plan is kept by its sizes.
 _MOST_VERIFIED = 64
@@ -206,10 +206,7 @@ class Planner:
         if plan.replayable:
             # Sizes that are padded to the same shape share a plan, and so a graph and the views of its buffers.
             return self._plan_of_key.setdefault(self._graph_key(plan.key), plan)
-        self._ragged.pop(sizes, None)
-        while len(self._ragged) >= MOST_RAGGED:
-            del self._ragged[next(iter(self._ragged))]
-        self._ragged[sizes] = plan
+        keep_latest(self._ragged, sizes, plan)
         return plan
 
     def _check_inputs(self, batch: StepBatch, plan: StepPlan) -> None:

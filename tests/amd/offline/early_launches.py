@@ -16,9 +16,9 @@ def assert_waits(kernel: CompiledKernel, *, reads_before: bool) -> None:
                   which begins when all programs before it are past their own wait
     """
     assert kernel.metadata.launch_pdl
-    code = kernel.asm["ptx"]
-    assert code.count("griddepcontrol.launch_dependents") == code.count("griddepcontrol.wait") == 1
-    before = code[: code.index("griddepcontrol.wait")]
+    ptx = kernel.asm["ptx"]
+    assert ptx.count("griddepcontrol.launch_dependents") == ptx.count("griddepcontrol.wait") == 1
+    before = ptx[: ptx.index("griddepcontrol.wait")]
     assert all(f"{label}:" in before for label in re.findall(r"\bbra[.\w]*\s+(\$\w+)", before))
     assert not re.search(r"\bret;|st\.global|atom\.global", before)
     # What ptxas adds: registers that are spilled before the wait, and read back after it. Hopper's extend did so in the

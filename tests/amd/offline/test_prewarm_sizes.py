@@ -5,7 +5,7 @@ What Triton would compile is noted in place of being compiled, by the key that i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -45,6 +45,9 @@ GEMMA = Problem(16, 4, 256, 256, torch.bfloat16, 16, 256**-0.5)
 GPTOSS = Problem(64, 8, 64, 64, torch.bfloat16, 16, 0.125, window_left=1023, has_sinks=True)
 LATENT = Problem(16, 1, 576, 512, torch.bfloat16, 16, 192**-0.5, pool=PoolKind.LATENT)
 MASKED = replace(LLAMA, custom_mask=True)
+
+# With the Triton that Hopper's own kernels run with.
+HOPPER = replace(known_target("sm_90"), releases=Releases(triton=TRITONS[0]))
 
 # Steps of 16 sequences have tiles of their own on sm_90, and those of 11 or more are merged within their launch.
 SIZES = RuntimeOptions(num_pages=64, max_num_seqs=20, max_kv_len=2048, provider="triton", capture_sizes=(1, 2, 4, 8))
@@ -110,6 +113,12 @@ class Served:
         """A step of new requests."""
         tokens = np.fromiter(q_len, np.int32)
         return StepBatch(self.rows[: len(tokens)], tokens, tokens)
+
+    def step_after(self, cached: int, q_len: Sequence[int]) -> None:
+        """A step of requests of which so many tokens each are cached."""
+        rows, tokens = self.rows[: len(q_len)], np.array(q_len, np.int32)
+        self.runtime.table.mark_stored(rows, np.full(len(q_len), cached, np.int32))
+        self.step(StepBatch(rows, tokens + cached, tokens))
 
     def step(self, batch: StepBatch) -> None:
         """One step of one layer."""
@@ -185,48 +194,39 @@ def test_every_number_of_sequences_finds_its_variants(problem: Problem, arch: st
 @pytest.mark.parametrize("cached", [0, 1], ids=["new prompts", "after a cached token"])
 def test_prompts_find_their_variants_where_those_alone_have_a_kernel_of_their_own(cached: int) -> None:
     """Gluon's kernel is not compiled here: it is left out, and what is compiled beside it is not."""
-    target = replace(known_target("sm_90"), releases=Releases(triton=TRITONS[0]))
     layer, sizes = replace(LLAMA, head_dim=64, v_head_dim=64), replace(SIZES, max_num_seqs=3, max_kv_len=1024)
-    served = Served(layer, sizes, target)
+    served = Served(layer, sizes, HOPPER)
     with served.serving():
         for num_seqs in range(1, sizes.max_num_seqs + 1):
             for q_len in (3, 23, 75, 1000 // num_seqs):
-                tokens = np.full(num_seqs, q_len, np.int32)
-                served.runtime.table.mark_stored(served.rows[:num_seqs], np.full(num_seqs, cached, np.int32))
-                served.step(StepBatch(served.rows[:num_seqs], tokens + cached, tokens))
+                served.step_after(cached, [q_len] * num_seqs)
     assert variants_of(served.found, "_extend_kernel") >= 1
-    assert sorted(name for name, _ in served.found - prewarmed(layer, sizes, target)) == []
+    assert sorted(name for name, _ in served.found - prewarmed(layer, sizes, HOPPER)) == []
 
 
 def test_prompts_as_long_as_a_row_of_the_table_find_theirs_too() -> None:
     """The longest one that prewarming tries has no room for a token beside it."""
-    target = replace(known_target("sm_90"), releases=Releases(triton=TRITONS[0]))
     layer = replace(LLAMA, num_q_heads=8, num_kv_heads=1, head_dim=64, v_head_dim=64)
     sizes = replace(SIZES, num_pages=100, max_num_seqs=1, max_kv_len=512, capture_sizes=(1,))
-    served = Served(layer, sizes, target)
+    served = Served(layer, sizes, HOPPER)
     served.runtime.table.reserve(int(served.rows[0]), sizes.max_kv_len)
-    one = np.ones(1, np.int32)
     with served.serving():
         for q_len in (2, 75, 200, 260, 402, 511):
-            served.runtime.table.mark_stored(served.rows, one)
-            served.step(StepBatch(served.rows, q_len * one + 1, q_len * one))
+            served.step_after(1, [q_len])
     assert variants_of(served.found, "_extend_merge_kernel") >= 2
-    assert sorted(name for name, _ in served.found - prewarmed(layer, sizes, target)) == []
+    assert sorted(name for name, _ in served.found - prewarmed(layer, sizes, HOPPER)) == []
 
 
 def test_padded_sequences_of_one_kv_head_find_their_merges() -> None:
     """Which hang on how many programs there are for a row; tiles, on a mean over padded sequences."""
-    target = replace(known_target("sm_90"), releases=Releases(triton=TRITONS[0]))
     layer = replace(LLAMA, num_q_heads=8, num_kv_heads=1)
     sizes = replace(SIZES, num_pages=2050, max_num_seqs=8, max_kv_len=4096, capture_sizes=(1, 2, 4, 8))
-    served = Served(layer, sizes, target)
+    served = Served(layer, sizes, HOPPER)
     with served.serving():
         for q_len in ([5] * 6, [7, 4, 5], [9] * 3, [33] * 5):
-            rows, tokens = served.rows[: len(q_len)], np.array(q_len, np.int32)
-            served.runtime.table.mark_stored(rows, np.ones(len(q_len), np.int32))
-            served.step(StepBatch(rows, tokens + 1, tokens))
+            served.step_after(1, q_len)
     assert variants_of(served.found, "_extend_merge_kernel") >= 2
-    assert sorted(name for name, _ in served.found - prewarmed(layer, sizes, target)) == []
+    assert sorted(name for name, _ in served.found - prewarmed(layer, sizes, HOPPER)) == []
 
 
 def test_on_hopper_decode_has_three_ways_that_hang_on_the_number_of_sequences() -> None:

@@ -88,7 +88,7 @@ def test_every_way_on_is_followed() -> None:
     assert len(touched(*loop)) == 1
     assert not touched(*loop[:2], WAIT, *loop[2:])
     assert len(touched("BRA 0x20", "EXIT", LAST_PRODUCT, "BRA.U UP0, 0x60", WAIT, "EXIT", "MOV R180, RZ", "EXIT")) == 1
-    # Behind a jump by a table, where no branch leads.
+    # After a jump by a table, whose targets the listing does not say.
     assert len(touched("BRX R2", LAST_PRODUCT, "MOV R180, RZ", "EXIT")) == 1
     assert not touched(LAST_PRODUCT, "EXIT", "MOV R180, RZ", "EXIT")
 

@@ -81,11 +81,11 @@ def instructions(listing: str) -> list[Instruction]:
 def touched_while_running(listing: Sequence[Instruction]) -> list[str]:
     """What reads or writes sums of a running product, or writes its rows: a line each, empty where all is well.
 
-    A product that adds to the very sums of another one is none of it: matrix units take them in turn.
+    A product that adds to the very sums of another one may do so: matrix units take them in turn.
     """
     code = _Code(listing, [_touched_by(each) for each in listing], _next_places(listing))
     seen: list[frozenset[_Running] | None] = [None] * len(listing)
-    # Warp groups jump to their parts by a table: what no branch leads to is begun with nothing running.
+    # Warp groups jump to their parts by a table: a part that is no branch's target begins with nothing running.
     for begin in range(len(listing)):
         if seen[begin] is None:
             _follow(code, begin, seen)

@@ -28,7 +28,7 @@ _AHEAD = gl.constexpr(2)
 
 class Draws(NamedTuple):
     """The row that was drawn, in shared memory; barriers that it is there, that all have read it, and that the next one
-    is asked for.
+    is asked for. Where keys are gathered nothing asks, and the last of them is none of its own.
     """
 
     row: Any
@@ -45,10 +45,14 @@ def new_draws(G: gl.constexpr):
     row = gl.allocate_shared_memory(gl.int32, [LANES], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [1], bars)
     free = gl.allocate_shared_memory(gl.int64, [1], bars)
-    asked = gl.allocate_shared_memory(gl.int64, [1], bars)
     mbarrier.init(full, count=1)
     mbarrier.init(free, count=G.GROUPS if G.GATHERED else G.GROUPS + 2)
-    mbarrier.init(asked, count=1)
+    asked = full
+    # A barrier that nothing uses would end here, and Triton would put what it hands to warp groups in its place. PTX
+    # allows nothing else where a barrier is: on an H200 that processes shared, its first value came last at times.
+    if not G.GATHERED:
+        asked = gl.allocate_shared_memory(gl.int64, [1], bars)
+        mbarrier.init(asked, count=1)
     return Draws(row, full, free, asked)
 
 

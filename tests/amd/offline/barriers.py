@@ -1,0 +1,47 @@
+"""Memory of barriers in PTX: nothing else may lie there, not even after their last use.
+
+PTX, mbarrier: any operation on memory that holds an mbarrier, other than the mbarrier's own, has undefined behaviour
+until mbarrier.inval. Triton gives the memory of a barrier that nothing uses any more to something else. On an H200 that
+processes shared, the first value of such a barrier then came after what was stored in its place.
+"""
+
+from __future__ import annotations
+
+import re
+
+_BASE = "global_smem"
+_BARRIER_BYTES = 8
+_KNOWN = re.compile(r"\bmov\.[bu]32\s+(%r\d+), (global_smem)(?:\+(\d+))?;|\badd\.s32\s+(%r\d+), (\S+), (\d+);")
+_ACCESS = re.compile(
+    r"\b(?:ld|st|atom|red)(?:\.\w+)*\.shared(?:::cta)?(?:\.\w+)*?(?:\.v(\d))?\.[a-z]+(\d+)\s.*?\[\s*([%\w]+)\s*(?:\+\s*(\d+))?\s*\]"
+)
+
+
+def misused_barriers(ptx: str) -> list[str]:
+    """Loads and stores of memory at which a barrier is begun, as far as the address is written in the instruction.
+
+    Raises ValueError where PTX begins no barrier, or one whose address it does not tell.
+    """
+    places = {_BASE: 0}
+    barriers = []
+    accesses = []
+    for line in ptx.splitlines():
+        if known := _KNOWN.search(line):
+            name, base, offset = known.group(1, 2, 3) if known.group(1) else known.group(4, 5, 6)
+            if base in places:
+                places[name] = places[base] + int(offset or 0)
+        elif begun := re.search(r"\bmbarrier\.init\S*\s+\[(%r\d+)\]", line):
+            if begun.group(1) not in places:
+                raise ValueError(f"no address of a barrier is known: {line.strip()}")
+            barriers.append(places[begun.group(1)])
+        elif access := _ACCESS.search(line):
+            width, bits, base, offset = access.groups()
+            if base in places:
+                accesses.append((places[base] + int(offset or 0), int(width or 1) * int(bits) // 8, line.strip()))
+    if not barriers:
+        raise ValueError("it begins no barrier")
+    return [
+        line
+        for start, size, line in accesses
+        if any(start < barrier + _BARRIER_BYTES and barrier < start + size for barrier in barriers)
+    ]

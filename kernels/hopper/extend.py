@@ -29,6 +29,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import Rows, Span
@@ -40,6 +41,7 @@ from rocm_attn.kernels.attention.extend_schedule import (
     COUNTER,
     SHARE_CUT,
 )
+from rocm_attn.kernels.attention.merge import early_options
 from rocm_attn.kernels.attention.query_block import BlockGeometry
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.segments import UNFUSED
@@ -248,6 +250,10 @@ def _hopper_extend_kernel(
     lse_head,
     G: gl.constexpr,
 ):
+    if G.EARLY:
+        # As in decode.py: what is read may be what the launch before this one writes.
+        gdc_wait()
+        gdc_launch_dependents()
     cut = gl.load(schedule + max_blocks * BLOCK_WORDS + SHARE_CUT)
     # Where nothing is to do, nothing is drawn.
     begun = Schedule(schedule, max_blocks, num_programs, cut, kv_len, window_left, schedule)
@@ -373,6 +379,7 @@ def launch_hopper_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut, ti
             *written_strides,
             G=geometry,
             num_warps=4,
+            **early_options(geometry.EARLY),
             **(UNFUSED if tiles.segment_len else {}),
         )
         if tiles.segment_len:
@@ -453,6 +460,7 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
         POWERS_BY_PRODUCTS=tiles.powers_by_products,
         EIGHTS_BY_PRODUCTS=tiles.eights_by_products,
         SCALES_SELDOM=tiles.scales_seldom,
+        EARLY=tiles.extend.early,
         ENCODING=coding.ENCODING,
         SCALES=coding.SCALES,
         CODE_TILES=tiles.code_tiles,
@@ -504,4 +512,5 @@ def _merged_geometry(geometry: HopperGeometry) -> BlockGeometry:
         SEGMENT_LEN=0,
         STAGES=geometry.STAGES,
         EDGE_STAGES=geometry.STAGES,
+        EARLY=geometry.EARLY,
     )

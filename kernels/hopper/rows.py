@@ -63,6 +63,7 @@ class HopperGeometry(NamedTuple):
     POWERS_BY_PRODUCTS: then, of four neighbouring scores, how many powers are computed by products (powers.py)
     EIGHTS_BY_PRODUCTS: or of eight, each in one piece of assembly with its tanh; 0: the tanh of all come first
     SCALES_SELDOM: whether a row's maximum is raised only by more than key_steps.SLACK; not of deterministic attention
+    EARLY:     whether the launch may begin while the one before still runs
     DRAWN_BLOCKS: whole rows are drawn, of so many blocks KV head by KV head (draws.py); 0: they are dealt out
     OVERLAPS:  whether products with V run under the next step's products with K, which takes registers
     ENCODING, SCALES: of coding.Coding
@@ -102,6 +103,7 @@ class HopperGeometry(NamedTuple):
     POWERS_BY_PRODUCTS: int
     EIGHTS_BY_PRODUCTS: int
     SCALES_SELDOM: bool
+    EARLY: bool
     DRAWN_BLOCKS: int
     OVERLAPS: bool
     ENCODING: int

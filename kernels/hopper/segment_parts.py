@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import Softmax
@@ -31,6 +32,7 @@ from rocm_attn.kernels.attention.extend_schedule import (
     SHARE_WORDS,
     SHARE_WORK,
 )
+from rocm_attn.kernels.attention.merge import early_options
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
 from rocm_attn.kernels.attention.segments import UNFUSED, merge_segment
 from rocm_attn.kernels.attention.softmax import LN_2, add_sink
@@ -50,6 +52,7 @@ class MergeGeometry(NamedTuple):
     LINES:       lines of a query block, a token and a query head each, of one program
     COLUMNS:     columns of a line
     PARTS:       parts that are loaded before they are merged, one after the other
+    EARLY:       whether it may begin while the launch before still runs
     """
 
     GQA_RATIO: int
@@ -63,6 +66,7 @@ class MergeGeometry(NamedTuple):
     LINES: int
     COLUMNS: int
     PARTS: int
+    EARLY: bool
 
 
 class SharedRow(NamedTuple):
@@ -152,6 +156,10 @@ def _segment_parts_kernel(
     start = tl.load((share + SHARE_START).to(tl.pointer_type(tl.int64)))
     size = tl.load(share + SHARE_SIZE)
     goes_on = (tl.load(share + SHARE_WORK) > 0) & (tl.load(share + SHARE_DONE) > 0)
+    if G.EARLY:
+        # As in extend_merge.py.
+        gdc_wait()
+        gdc_launch_dependents()
     line = tl.program_id(1) * G.LINES + tl.arange(0, G.LINES)
     if goes_on & (start // size == tl.program_id(0)):
         words = schedule + tl.load(share + SHARE_BLOCK) * BLOCK_WORDS
@@ -204,7 +212,9 @@ def launch_merge_of_segments(args: AttendArgs, cut: ExtendCut, *, window_left: i
             LINES=_LINES,
             COLUMNS=_COLUMNS,
             PARTS=_PARTS,
+            EARLY=tiles.extend.early,
         ),
         num_warps=2,
+        **early_options(tiles.extend.early),
         **UNFUSED,
     )

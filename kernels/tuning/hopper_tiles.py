@@ -125,7 +125,7 @@ _EXTEND_TILES: Mapping[int, HopperTiles] = {
     # of 128 128, FA3 168; 32 x 32 of 96: 151, 162 and 186. 12 ragged chunks of the latter: 285 us where rows are dealt
     # out, 261 where they are drawn, 250 with three stages too, 242 with boxes of two dimensions, FA3 283.
     96: HopperTiles(
-        ExtendTiles(128, 128, 4, 3, dim_block=64, **{**_SHARED, "alike_keys": 0}),
+        ExtendTiles(128, 128, 4, 3, dim_block=64, **_SHARED),
         overlaps=True,
         registers=224,
         powers_by_products=2,

@@ -26,6 +26,7 @@ from rocm_attn.providers.triton_later import hopper_launches
 from tests.amd.kernels.attention_cases import Case, build, extend_cut, garbage
 from tests.amd.offline.barriers import misused_barriers
 from tests.amd.offline.code_object import machine_code, read_nvidia_code
+from tests.amd.offline.early_launches import assert_waits
 from tests.amd.offline.offline_driver import compiled_by
 
 pytestmark = [
@@ -67,7 +68,9 @@ SPILLED_OF_PADDED = {40: 0, 72: 24, 144: 24, 224: 256}
 SPILLED_AROUND_MERGES = {64: 16, 96: 32, 128: 80, 192: 40, 256: 272}
 
 
-def compiled(case: Case, tiles: HopperTiles) -> CompiledKernel:
+def compiled(case: Case, tiles: HopperTiles) -> dict[str, CompiledKernel]:
+    """What serves a step in which nothing runs beside it, by name."""
+    tiles = replace(tiles, extend=replace(tiles.extend, early=True))
     tensors = build(case, torch.device("cpu"))
     sharing = Sharing(programs=known_target("sm_90").compute_units)
     if tiles.segment_len:
@@ -83,7 +86,7 @@ def compiled(case: Case, tiles: HopperTiles) -> CompiledKernel:
         args = tensors.args(schedule, workspace)
         hopper_launches.launch_hopper_extend(args, scores=tensors.scores, cut=cut, tiles=tiles)
 
-    return next(kernel for kernel in compiled_by(launch, "sm_90") if kernel.name == "_hopper_extend_kernel")
+    return {kernel.name: kernel for kernel in compiled_by(launch, "sm_90")}
 
 
 @pytest.mark.parametrize(
@@ -119,11 +122,15 @@ def test_deterministic_extend_does_too(dim: int) -> None:
     assert_fast(compiled(replace(CASE, dims=(dim, dim)), tiles), SPILLED_AROUND_MERGES[dim], asks_to_scale=False)
 
 
-def assert_fast(kernel: CompiledKernel, spilled: int, *, asks_to_scale: bool) -> None:
+def assert_fast(kernels: dict[str, CompiledKernel], spilled: int, *, asks_to_scale: bool) -> None:
     """It fits, spills so many bytes at most, and waits where the source does.
 
     asks_to_scale: whether warps with no row to scale leave it out
     """
+    kernel, merge = kernels.pop("_hopper_extend_kernel"), kernels.popitem()[1]
+    assert not kernels
+    assert_waits(kernel, reads_before=False)
+    assert_waits(merge, reads_before=True)
     opcodes = [each.opcode for each in machine_code(kernel)]
     assert ("VOTE.ANY" in opcodes) == asks_to_scale
     code = read_nvidia_code(kernel)

@@ -28,19 +28,26 @@ def likely_q_len(shape: PaddedShape) -> int:
     return -(-shape.num_tokens // shape.num_seqs) if is_alike else shape.num_tokens
 
 
+# More than any step has.
+ANY_TOKENS = (1 << 31) - 1
+
+
 class Steps(NamedTuple):
     """Of which steps a kernel is the one, by their shape.
 
-    max_q_len: likely new tokens of a sequence, at most
-    min_seqs:  padded sequences, at least: fewer would have too few rows for the GPU
+    max_q_len:  likely new tokens of a sequence, at most
+    min_seqs:   padded sequences, at least: fewer would have too few rows for the GPU
+    max_tokens: new tokens of all, at most: more would have rows enough for larger tiles
     """
 
     max_q_len: int
     min_seqs: int = 1
+    max_tokens: int = ANY_TOKENS
 
     def hold(self, shape: PaddedShape) -> bool:
         """Whether they are of this shape."""
-        return shape.num_seqs >= self.min_seqs and likely_q_len(shape) <= self.max_q_len
+        has_size = shape.num_seqs >= self.min_seqs and shape.num_tokens <= self.max_tokens
+        return has_size and likely_q_len(shape) <= self.max_q_len
 
 
 class SizedSchedule(NamedTuple):
@@ -58,7 +65,8 @@ class SizedKernel(NamedTuple):
 
     def most(self, shape: PaddedShape) -> PaddedShape:
         """A shape within this one that is no smaller than any of which the kernel serves steps."""
-        return replace(shape, num_tokens=min(shape.num_tokens, self.steps.max_q_len * shape.num_seqs))
+        most = min(self.steps.max_q_len * shape.num_seqs, self.steps.max_tokens)
+        return replace(shape, num_tokens=min(shape.num_tokens, most))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +92,7 @@ class SchedulesByTokens:
 class KernelByTokens:
     """The first kernel of short whose steps hold a step's shape, else the other one.
 
-    short: bounds rise
+    short: bounds do not fall
     """
 
     short: tuple[SizedKernel, ...]
@@ -115,4 +123,5 @@ class KernelByTokens:
 def _said(steps: Steps) -> str:
     """Steps in words."""
     of_seqs = f" of {steps.min_seqs} sequences or more" if steps.min_seqs > 1 else ""
-    return f"up to {steps.max_q_len} new tokens{of_seqs}"
+    of_all = f", {steps.max_tokens} of all" if steps.max_tokens < ANY_TOKENS else ""
+    return f"up to {steps.max_q_len} new tokens{of_seqs}{of_all}"

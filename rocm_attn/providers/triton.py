@@ -18,7 +18,7 @@ from rocm_attn.kernels.tuning.decode_tiles import ALONE
 from rocm_attn.kernels.tuning.tiles import Codes, DecodeTiles, ExtendRow, ExtendTiles
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
-from rocm_attn.providers import triton_cdna, triton_hopper, triton_latent, triton_segments
+from rocm_attn.providers import triton_cdna, triton_hopper, triton_latent, triton_prefill, triton_segments
 from rocm_attn.providers.by_tokens import KernelByTokens, SizedKernel, Steps
 from rocm_attn.providers.contract import SMALLEST_POOL, BoundKernel, Limits, PoolSize, Provider, StepBounds
 from rocm_attn.providers.mixed import MixedAtOnce, TritonMixed
@@ -260,19 +260,22 @@ def _bind_mixed_hopper(problem: Problem, target: Target, pool: PoolSize) -> Mixe
     return MixedAtOnce(TritonMixed(_bind_decode(problem, target, pool), extend))
 
 
-def _bind_prefill_hopper(problem: Problem, target: Target, pool: PoolSize) -> KernelByTokens:
-    """Of few new tokens whole rows of the plain kernel, of more what extend steps take.
+def _bind_prompts_hopper(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
+    return _bind_prompts(problem, target, _hopper_by_tokens(problem, target))
 
-    To share rows out takes a merge and a larger launch, for keys that short prompts do not have.
-    """
-    few = [row for row in extend_rows_of(problem, target) if row.max_rows <= triton_hopper.MOST_PREFILL_ROWS]
-    most = triton_hopper.most_prefilled(problem.head_dim)
-    bounds = [*(row.max_rows // problem.gqa_ratio for row in few[:-1]), most]
-    whole = [_extend(problem, target, _of_whole_rows(row.tiles)) for row in few]
-    extend = _hopper_by_tokens(problem, target)
-    assert isinstance(extend, KernelByTokens), "the limits leave out query heads that few rows do not hold"
-    longer = (sized for sized in extend.short if sized.steps.max_q_len > most)
-    return KernelByTokens((*map(SizedKernel, map(Steps, bounds), whole), *longer), extend.other)
+
+def _bind_prompts_plain(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
+    return _bind_prompts(problem, target, _bind_extend(problem, target, pool))
+
+
+def _bind_prompts(problem: Problem, target: Target, extend: BoundKernel) -> BoundKernel:
+    """extend: what serves any extend step"""
+
+    def whole(tiles: ExtendTiles) -> BoundKernel:
+        # In such a step nothing runs beside it.
+        return _extend(problem, target, replace(_of_whole_rows(tiles), early=True))
+
+    return triton_prefill.bind_prompts(problem, target, extend_rows_of(problem, target), whole, extend)
 
 
 def _bind_shared_hopper(problem: Problem, target: Target, pool: PoolSize) -> SharedPrefixKernel:
@@ -309,7 +312,16 @@ TRITON = Provider(
         triton_row("triton.hopper_extend", StepKind.EXTEND, _bind_extend_hopper, limits=triton_hopper.LIMITS),
         triton_row("triton.extend", StepKind.EXTEND, _bind_extend, limits=_LIMITS),
         triton_row(
-            "triton.hopper_prefill", StepKind.PREFILL, _bind_prefill_hopper, limits=triton_hopper.PREFILL_LIMITS
+            "triton.hopper_prefill",
+            StepKind.PREFILL,
+            _bind_prompts_hopper,
+            limits=triton_prefill.limits_of_prompts(triton_hopper.LIMITS),
+        ),
+        triton_row(
+            "triton.prefill",
+            StepKind.PREFILL,
+            _bind_prompts_plain,
+            limits=triton_prefill.limits_of_prompts(_LIMITS),
         ),
         triton_row("triton.hopper_extend+decode", StepKind.MIXED, _bind_mixed_hopper, limits=triton_hopper.LIMITS),
         triton_row(

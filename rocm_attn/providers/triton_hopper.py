@@ -75,29 +75,6 @@ DECODE_LIMITS = replace(
     scales=(Scales.NONE,),
 )
 
-# Rows of the plain kernel's query blocks in steps of new prompts alone.
-MOST_PREFILL_ROWS = 64
-
-# Up to each head dim, mean new tokens of such a step up to which those blocks, a program each, take less time than this
-# kernel's 128 rows. Heads of 64: 64 x 8, 1 x 128: 4.0 us, this kernel 9.4; 64 x 128: 89 and 134; 4 x 512: 39 and 51;
-# but 32 x 32, 1 x 1024: 27 and 22. Of 80, 32 x 8: 1 x 32: 4.0 and 8.8; 16 x 64: 13 and 17; 64 x 128: 98 and 82. Of
-# 128, 32 x 8: 1 x 128: 5.1 and 11.8; 64 x 128: 97 and 111; 16 x 256: 59 and 64; 1 x 2048: 90 and 74; 128 x 8, 4 x 512:
-# 144 and 136. Of 192, 64 x 8: 64 x 128: 227 and 293; 4 x 512: 102 and 108; 1 x 1024: 81 and 77 (H200).
-_MOST_PREFILLED = {64: 512, 96: 64, 192: 256}
-
-# Deterministic steps take segments, and have no kernel of this kind. Of attention that is not causal, and of soft caps,
-# nothing was measured. Of more query heads on a KV head many rows of a block of 64 would have no token.
-PREFILL_LIMITS = replace(
-    LIMITS,
-    head_dim=(MIN_HEAD_DIM, max(_MOST_PREFILLED)),
-    v_head_dim=(MIN_HEAD_DIM, max(_MOST_PREFILLED)),
-    max_gqa_ratio=32,
-    soft_cap=False,
-    non_causal=False,
-    encodings=(KVEncoding.LIKE_Q,),
-    scales=(Scales.NONE,),
-)
-
 SEGMENT_LIMITS = replace(
     LIMITS,
     encodings=(KVEncoding.LIKE_Q,),
@@ -153,11 +130,6 @@ def bind_extend(problem: Problem, target: Target, min_q_len: int) -> HopperExten
     tiles = _launched_early(tiles, min_q_len)
     extend = DrawnHopperExtend if tiles.drawn_blocks else HopperExtend
     return extend(problem, scores_of(problem), tiles, _cut(problem, target, tiles, min_q_len))
-
-
-def most_prefilled(head_dim: int) -> int:
-    """Mean new tokens of steps of new prompts alone that the plain kernel's whole rows serve; within PREFILL_LIMITS."""
-    return next(most for max_head_dim, most in _MOST_PREFILLED.items() if head_dim <= max_head_dim)
 
 
 def _launched_early(tiles: HopperTiles, min_q_len: int) -> HopperTiles:

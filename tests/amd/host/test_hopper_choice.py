@@ -32,7 +32,7 @@ from rocm_attn.providers.contract import OWN_POOL, BoundKernel, PoolSize, PoolTe
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.providers.shared_prefix import SharedPrefixKernel
 from rocm_attn.providers.triton import TritonExtend
-from rocm_attn.providers.triton_hopper import TRITONS, HopperExtend
+from rocm_attn.providers.triton_hopper import MIN_HEAD_DIM, TRITONS, HopperExtend
 from rocm_attn.providers.triton_segments import SegmentExtend
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
@@ -510,23 +510,33 @@ def test_few_sequences_of_deterministic_steps_have_the_kernel_that_shares_rows(n
     assert isinstance(extend.of_shape(PaddedShape(StepKind.EXTEND, fewest, 99 * fewest)), HopperExtend)
 
 
-def prefill_of(more: dict[str, Any], **also: Any) -> KernelByTokens:
+def prefill_of(more: dict[str, Any], name: str = "triton.hopper_prefill") -> KernelByTokens:
     """What serves steps of new prompts alone."""
-    kernel = chosen(replace(LAYER, **more), on(TRITONS[0]), **also).kernel(StepKind.PREFILL)
-    assert kernel.row.name == "triton.hopper_prefill"
+    kernel = chosen(replace(LAYER, **more), on(TRITONS[0])).kernel(StepKind.PREFILL)
+    assert kernel.row.name == name
     assert isinstance(kernel.bound, KernelByTokens)
     return kernel.bound
+
+
+def prompts(num_seqs: int, q_len: int) -> PaddedShape:
+    return PaddedShape(StepKind.PREFILL, num_seqs, num_seqs * q_len)
+
+
+def of_dim(dim: int, **more: Any) -> dict[str, Any]:
+    return {"head_dim": dim, "v_head_dim": dim, **more}
 
 
 @pytest.mark.parametrize(
     ("more", "most"),
     [
-        ({}, 256),
-        ({"head_dim": 40, "v_head_dim": 40}, 512),
-        ({"head_dim": 64, "v_head_dim": 64, "has_sinks": True, "dtype": torch.float16}, 512),
-        ({"head_dim": 72, "v_head_dim": 72, "page_size": 2}, 64),
-        ({"head_dim": 96, "v_head_dim": 96, "num_kv_heads": 32}, 64),
-        ({"head_dim": 192, "v_head_dim": 192, "num_kv_heads": 1}, 256),
+        ({}, 512),
+        (of_dim(16), 2048),
+        (of_dim(32, page_size=1), 2048),
+        (of_dim(40), 512),
+        (of_dim(64, has_sinks=True, dtype=torch.float16), 512),
+        (of_dim(72, page_size=2), 512),
+        (of_dim(96, num_kv_heads=32), 512),
+        (of_dim(192, num_kv_heads=1), 512),
     ],
     ids=str,
 )
@@ -534,25 +544,67 @@ def test_short_prefills_are_served_by_whole_rows_and_long_ones_as_extend_steps_a
     more: dict[str, Any], most: int
 ) -> None:
     """A row that is shared out would take a merge; whole ones need no workspace."""
-    kernel = prefill_of(more)
+    is_small = replace(LAYER, **more).head_dim < MIN_HEAD_DIM
+    kernel = prefill_of(more, "triton.prefill" if is_small else "triton.hopper_prefill")
     extend: Any = chosen(replace(LAYER, **more), on(TRITONS[0])).kernel(StepKind.EXTEND).bound
     for num_seqs in (1, 16):
         for q_len in (2, 16, most):
-            shape = PaddedShape(StepKind.PREFILL, num_seqs, num_seqs * q_len)
+            shape = prompts(num_seqs, q_len)
             served = kernel.of_shape(shape)
             assert isinstance(served, TritonExtend)
             assert served.cut.sharing.programs == served.workspace_words(shape) == 0
-            assert served.tiles.query_rows <= 64
+            assert served.tiles.early
         longer = PaddedShape(StepKind.PREFILL, num_seqs, num_seqs * most + 1)
-        assert isinstance(kernel.of_shape(longer), HopperExtend)
+        assert isinstance(kernel.of_shape(longer), TritonExtend if is_small else HopperExtend)
         assert kernel.of_shape(longer) == extend.of_shape(replace(longer, kind=StepKind.EXTEND))
     bounds = [sized.steps.max_q_len for sized in kernel.short]
-    assert bounds == sorted(set(bounds))
+    assert bounds == sorted(bounds)
 
 
-def test_a_prefill_has_room_for_all_that_its_kernel_takes() -> None:
-    kernel = prefill_of({})
-    for num_tokens in (2, 16, 17, 256, 257, 8192):
+@pytest.mark.parametrize(
+    ("more", "num_seqs", "q_len", "rows"),
+    [
+        # 32 query heads: of 528 tokens there are two blocks of 64 rows for each of 132 SMs.
+        (of_dim(96), 1, 512, 64),
+        (of_dim(96), 4, 132, 64),
+        (of_dim(96), 4, 133, 128),
+        (of_dim(96), 64, 17, 128),
+        (of_dim(96), 64, 16, 64),
+        (of_dim(96, num_kv_heads=32), 64, 64, 64),
+        (of_dim(96, num_kv_heads=32), 64, 65, 128),
+        (of_dim(32), 8, 66, 64),
+        (of_dim(32), 8, 67, 128),
+        ({}, 4, 264, 64),
+        ({}, 4, 265, 128),
+        # Of these heads larger blocks are never the faster ones.
+        (of_dim(64), 64, 512, 64),
+        (of_dim(192), 64, 512, 64),
+    ],
+    ids=str,
+)
+def test_prompts_with_blocks_for_the_whole_gpu_have_larger_ones(
+    more: dict[str, Any], num_seqs: int, q_len: int, rows: int
+) -> None:
+    name = "triton.prefill" if replace(LAYER, **more).head_dim < MIN_HEAD_DIM else "triton.hopper_prefill"
+    served = prefill_of(more, name).of_shape(prompts(num_seqs, q_len))
+    assert isinstance(served, TritonExtend)
+    assert served.tiles.query_rows == rows
+
+
+def test_where_hoppers_own_kernel_cannot_run_prompts_are_served_by_whole_rows_too() -> None:
+    selection = chosen(LAYER, known_target("sm_90"))
+    kernel = selection.kernel(StepKind.PREFILL)
+    assert kernel.row.name == "triton.prefill"
+    longer = PaddedShape(StepKind.PREFILL, 1, 513)
+    extend: Any = selection.kernel(StepKind.EXTEND).bound
+    assert isinstance(kernel.bound, KernelByTokens)
+    assert kernel.bound.of_shape(longer) == extend.of_shape(replace(longer, kind=StepKind.EXTEND))
+
+
+@pytest.mark.parametrize("dim", [96, 128, 192])
+def test_a_prefill_has_room_for_all_that_its_kernel_takes(dim: int) -> None:
+    kernel = prefill_of(of_dim(dim))
+    for num_tokens in (2, 16, 17, 256, 257, 512, 513, 8192):
         shape = PaddedShape(StepKind.PREFILL, 1, num_tokens)
         served = kernel.of_shape(shape)
         assert served.workspace_words(shape) <= kernel.workspace_words(shape)

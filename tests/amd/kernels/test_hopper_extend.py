@@ -665,6 +665,8 @@ def test_layers_of_an_eager_step_after_the_first_launch_what_it_did(layer: str, 
 
 
 PREFILLED = {name: layer for name, layer in LAYERS.items() if name in ("llama", "gpt_oss")} | {
+    "heads_of_32": small_problem(16, torch.bfloat16, num_q_heads=12, num_kv_heads=4, head_dim=32, v_head_dim=32),
+    "32_heads_of_72": small_problem(4, torch.bfloat16, num_q_heads=32, num_kv_heads=8, head_dim=72, v_head_dim=72),
     "heads_of_80": small_problem(16, torch.bfloat16, num_q_heads=6, num_kv_heads=2, head_dim=80, v_head_dim=80),
     "heads_of_192": small_problem(8, torch.float16, num_q_heads=4, num_kv_heads=4, head_dim=192, v_head_dim=192),
 }
@@ -675,8 +677,9 @@ def test_a_runtime_serves_short_prefills_by_whole_rows_and_long_ones_by_it(
     layer: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = PREFILLED[layer]
+    is_hoppers = problem.head_dim >= MIN_HEAD_DIM
     prefill = select(problem, detect_target(device), "triton").kernel(StepKind.PREFILL)
-    assert prefill.row.name == "triton.hopper_prefill"
+    assert prefill.row.name == ("triton.hopper_prefill" if is_hoppers else "triton.prefill")
     launch = Mock(wraps=hopper_launches.launch_hopper_extend)
     monkeypatch.setattr(triton_hopper, "hopper_launches", SimpleNamespace(launch_hopper_extend=launch))
     teller = Teller(
@@ -689,15 +692,21 @@ def test_a_runtime_serves_short_prefills_by_whole_rows_and_long_ones_by_it(
         num_pages=500,
         capture_tokens=(1,),
     )
-    told = [teller.begin(Story.random(problem, 1000, seed)) for seed in range(6)]
-    # 1 x 3, 1 x 64, and three together, of 2, 41 and 71: in tiles of few rows, of more, and padded to 4 sequences.
-    for turns in ([(told[0], 3)], [(told[1], 64)], [(told[2], 2), (told[3], 41), (told[4], 71)]):
+    told = [teller.begin(Story.random(problem, 1000, seed)) for seed in range(9)]
+    # 1 x 3, 1 x 64, and three together, of 2, 41 and 71, padded to 4 sequences: in tiles of few rows and of more. Of 32
+    # query heads the last three have blocks for the whole GPU, and larger ones.
+    for turns in (
+        [(told[0], 3)],
+        [(told[1], 64)],
+        [(told[2], 2), (told[3], 41), (told[4], 71)],
+        [(told[6], 300), (told[7], 60), (told[8], 390)],
+    ):
         teller.step(turns)
         assert launch.call_count == 0
     teller.step([(told[5], 700)])
-    assert launch.call_count == 1
+    assert launch.call_count == is_hoppers
     # What has tokens in the cache is no prefill.
     teller.step([(told[5], 200)])
-    assert launch.call_count == 2
+    assert launch.call_count == 2 * is_hoppers
     for each in told:
         teller.check(each)

@@ -192,9 +192,10 @@ def test_every_number_of_sequences_finds_its_variants(problem: Problem, arch: st
 
 
 @pytest.mark.parametrize("cached", [0, 1], ids=["new prompts", "after a cached token"])
-def test_prompts_find_their_variants_where_those_alone_have_a_kernel_of_their_own(cached: int) -> None:
+@pytest.mark.parametrize("dim", [32, 64, 96])
+def test_prompts_find_their_variants_where_those_alone_have_a_kernel_of_their_own(dim: int, cached: int) -> None:
     """Gluon's kernel is not compiled here: it is left out, and what is compiled beside it is not."""
-    layer, sizes = replace(LLAMA, head_dim=64, v_head_dim=64), replace(SIZES, max_num_seqs=3, max_kv_len=1024)
+    layer, sizes = replace(LLAMA, head_dim=dim, v_head_dim=dim), replace(SIZES, max_num_seqs=3, max_kv_len=1024)
     served = Served(layer, sizes, HOPPER)
     with served.serving():
         for num_seqs in range(1, sizes.max_num_seqs + 1):

@@ -1,0 +1,100 @@
+"""Steps of new prompts alone on sm_90: whole rows of the plain kernel, a program each.
+
+To share rows out takes a merge and a larger launch, for keys that short prompts do not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from rocm_attn.kernels.tuning.tiles import ExtendRow, ExtendTiles
+from rocm_attn.machine.target import Target
+from rocm_attn.problem import KVEncoding, Problem, Scales
+from rocm_attn.providers.by_tokens import ANY_TOKENS, KernelByTokens, SizedKernel, Steps
+from rocm_attn.providers.contract import BoundKernel, Limits
+
+# Rows of a block in the tiles of few rows.
+_FEW_ROWS = 64
+
+
+class _Prompts(NamedTuple):
+    """Prompts that whole rows take less time for.
+
+    most:          mean new tokens of a step, at most
+    blocks_per_cu: blocks of 64 rows up to which the tiles are those; of more they are those of long sequences
+    """
+
+    most: int
+    blocks_per_cu: int = ANY_TOKENS
+
+
+# Up to each head dim. Microseconds of an H200 in blocks of 64 rows and of 128, and what extend steps take.
+# 32 x 8 heads of 32, 1 x 512: 8.6, 9.1, 16.6; 16 x 64: 8.6, 5.5, 9.3; 4 x 512: 20.2, 18.9, 22.7; 16 x 1024: 195, 183,
+# 197; 1 x 2048: 44, 47, 51. 64 x 8 of 64, 1 x 128: 4.3, 5.5, 9.4; 64 x 128: 88, 96, 134; 4 x 512: 39, 41, 51; but
+# 32 x 32, 1 x 1024: 27, 26, 22. 32 x 8 of 96, 1 x 128: 6.0, 6.6, 11.0; 64 x 128: 100, 69, 89; 16 x 256: 61, 43, 59; but
+# 1 x 1024: 32, 32, 29. 32 x 8 of 128, 1 x 128: 5.1, 7.2, 11.8; 1 x 512: 15.4, 22.4, 16.8; 64 x 128: 98, 81, 111; 4 x
+# 512: 40, 37, 42; 1 x 2048: 90, 86, 72. 64 x 8 of 192, 1 x 512: 27.7, 28.0, 34.5; 64 x 128: 225, 264, 293.
+_PROMPTS = {
+    32: _Prompts(2048, 2),
+    64: _Prompts(512),
+    96: _Prompts(512, 2),
+    128: _Prompts(512, 4),
+    192: _Prompts(512),
+}
+
+
+# Of shorter windows nothing was measured.
+LEAST_WINDOW = 2048
+
+
+def limits_of_prompts(those: Limits) -> Limits:
+    """Of a kernel's limits what its steps of new prompts alone have.
+
+    Deterministic steps take segments, and have no kernel of this kind. Of attention that is not causal, of slopes and
+    of soft caps nothing was measured. Of more query heads on a KV head many rows of a block of 64 would have no token.
+    """
+    head_dim = those.head_dim[0], max(_PROMPTS)
+    return replace(
+        those,
+        archs=("sm_90",),
+        dtypes=(torch.bfloat16, torch.float16),
+        head_dim=head_dim,
+        v_head_dim=head_dim,
+        dims_alike=True,
+        max_gqa_ratio=32,
+        least_window=LEAST_WINDOW,
+        soft_cap=False,
+        alibi=False,
+        non_causal=False,
+        encodings=(KVEncoding.LIKE_Q,),
+        scales=(Scales.NONE,),
+    )
+
+
+def bind_prompts(
+    problem: Problem,
+    target: Target,
+    rows: Sequence[ExtendRow],
+    whole: Callable[[ExtendTiles], BoundKernel],
+    extend: BoundKernel,
+) -> KernelByTokens:
+    """Of few new tokens whole rows of the plain kernel, of more what extend steps take; within limits_of_prompts().
+
+    rows:   of the table of paged extend
+    whole:  binds a kernel of whole rows
+    extend: serves any step
+    """
+    prompts = next(prompts for max_head_dim, prompts in _PROMPTS.items() if problem.head_dim <= max_head_dim)
+    few = [(row.max_rows // problem.gqa_ratio, whole(row.tiles)) for row in rows if row.max_rows <= _FEW_ROWS]
+    # Where no sequence has more rows, larger blocks would be half empty.
+    short = [SizedKernel(Steps(most), kernel) for most, kernel in few]
+    max_tokens = prompts.blocks_per_cu * target.compute_units * _FEW_ROWS // problem.num_q_heads
+    short.append(SizedKernel(Steps(prompts.most, max_tokens=min(max_tokens, ANY_TOKENS)), few[-1][1]))
+    if max_tokens < ANY_TOKENS:
+        short.append(SizedKernel(Steps(prompts.most), whole(rows[-1].tiles)))
+    longer, other = (extend.short, extend.other) if isinstance(extend, KernelByTokens) else ((), extend)
+    return KernelByTokens((*short, *(sized for sized in longer if sized.steps.max_q_len > prompts.most)), other)

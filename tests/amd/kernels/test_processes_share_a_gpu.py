@@ -1,0 +1,77 @@
+"""Processes that share a GPU take turns on it amid their kernels: what is replayed keeps its bits, and nothing fails.
+
+Hopper's extend over gathered keys once had a barrier that nothing used, whose memory Triton gave to something else.
+Alone it was right in a million launches. Of three processes at a time each ended within seconds.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from multiprocessing.context import SpawnProcess
+from multiprocessing.queues import Queue
+from multiprocessing.synchronize import Barrier
+
+import pytest
+import torch
+
+from benchmarks.random_shapes import ROUND_US, cases_of
+from benchmarks.shape_sweep import Shape, Work
+from rocm_attn.bench.clocks import GraphClock
+from rocm_attn.problem import UNLIMITED_WINDOW
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+PROCESSES = 3
+SECONDS = 2.0
+START_SECONDS = 300.0
+
+
+def shape(heads: tuple[int, int], dim: int, page_size: int, work: Work, kv_len: list[int], new: int) -> Shape:
+    return Shape(*heads, dim, page_size, UNLIMITED_WINDOW, work, tuple(kv_len), (new,) * len(kv_len))
+
+
+# Keys gathered and by TMA, rows drawn and dealt out, prompts alone, drafts to verify, decode.
+SHAPES = {
+    "gathered, drawn": shape((70, 10), 72, 1, Work.EXTEND, [30] * 3, 20),
+    "gathered, drawn, long": shape((12, 4), 80, 4, Work.EXTEND, [2200] * 8, 600),
+    "gathered": shape((16, 4), 64, 2, Work.EXTEND, [700] * 3, 500),
+    "drawn": shape((32, 2), 80, 128, Work.EXTEND, [3245] * 2, 1445),
+    "heads of 128": shape((32, 8), 128, 16, Work.EXTEND, [1500] * 4, 300),
+    "heads of 256": shape((16, 4), 256, 16, Work.EXTEND, [900] * 2, 400),
+    "prompts": shape((32, 8), 96, 16, Work.EXTEND, [60] * 16, 60),
+    "drafts": shape((32, 8), 128, 16, Work.VERIFY, [2000] * 16, 5),
+    "decode": shape((32, 8), 128, 16, Work.DECODE, [3000] * 16, 1),
+}
+
+
+def replay(barrier: Barrier, failures: Queue[str]) -> None:
+    """Replay a graph of each shape, at the same time as others do."""
+    clock = GraphClock(torch.device("cuda", 0), ROUND_US)
+    try:
+        for name, each in SHAPES.items():
+            (case,) = cases_of(each, 1)
+            case.prepared.attend()
+            out = case.prepared.args.out
+            wanted = out.clone()
+            timed = clock.timed((case.prepared.attend,))
+            out.fill_(float("nan"))
+            barrier.wait(START_SECONDS)
+            timed.run(SECONDS)
+            if wanted.isnan().any() or not torch.equal(out, wanted):
+                failures.put(f"{name}: the result changed")
+    except Exception as failure:
+        failures.put(f"{name}: {type(failure).__name__}: {failure}")
+        barrier.abort()
+
+
+def test_replays_amid_those_of_others_keep_their_bits() -> None:
+    context = multiprocessing.get_context("spawn")
+    barrier, failures = context.Barrier(PROCESSES), context.Queue()
+    processes: list[SpawnProcess] = [context.Process(target=replay, args=(barrier, failures)) for _ in range(PROCESSES)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    found = [failures.get() for _ in range(PROCESSES) if not failures.empty()]
+    assert not found
+    assert [process.exitcode for process in processes] == [0] * PROCESSES

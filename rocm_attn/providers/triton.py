@@ -271,11 +271,10 @@ def _bind_prompts_plain(problem: Problem, target: Target, pool: PoolSize) -> Bou
 def _bind_prompts(problem: Problem, target: Target, extend: BoundKernel) -> BoundKernel:
     """extend: what serves any extend step"""
 
-    def whole(tiles: ExtendTiles) -> BoundKernel:
-        # In such a step nothing runs beside it.
-        return _extend(problem, target, replace(_of_whole_rows(tiles), early=True))
-
-    return triton_prefill.bind_prompts(problem, target, extend_rows_of(problem, target), whole, extend)
+    rows = extend_rows_of(problem, target)
+    return triton_prefill.bind_prompts(
+        problem, target, rows, lambda tiles: _extend(problem, target, _of_whole_rows(tiles)), extend
+    )
 
 
 def _bind_shared_hopper(problem: Problem, target: Target, pool: PoolSize) -> SharedPrefixKernel:

@@ -25,28 +25,30 @@ class _Prompts(NamedTuple):
     """Prompts that whole rows take less time for.
 
     most:          mean new tokens of a step, at most
+    dim_block:     of tiles of 64 rows
     blocks_per_cu: blocks of 64 rows up to which the tiles are those; of more they are those of long sequences
     """
 
     most: int
+    dim_block: int = 0
     blocks_per_cu: int = ANY_TOKENS
 
 
 # Up to each head dim. Microseconds of an H200 in blocks of 64 rows and of 128, and what extend steps take.
 # 32 x 8 heads of 32, 1 x 512: 8.6, 9.1, 16.6; 16 x 64: 8.6, 5.5, 9.3; 4 x 512: 20.2, 18.9, 22.7; 16 x 1024: 195, 183,
-# 197; 1 x 2048: 44, 47, 51. 64 x 8 of 64, 1 x 128: 4.3, 5.5, 9.4; 64 x 128: 88, 96, 134; 4 x 512: 39, 41, 51; but
-# 32 x 32, 1 x 1024: 27, 26, 22. 32 x 8 of 96, 1 x 128: 6.0, 6.6, 11.0; 64 x 128: 100, 69, 89; 16 x 256: 61, 43, 59; but
-# 1 x 1024: 32, 32, 29. 32 x 8 of 128, 1 x 128: 5.1, 7.2, 11.8; 1 x 512: 15.4, 22.4, 16.8; 64 x 128: 98, 81, 111; 4 x
-# 512: 40, 37, 42; 1 x 2048: 90, 86, 72. 64 x 8 of 192, 1 x 512: 27.7, 28.0, 34.5; 64 x 128: 225, 264, 293.
+# 197; 1 x 2048: 44, 47, 51. 64 x 16 of them, 4 x 64: 4.9, 4.2, 7.6. 64 x 8 of 64, 1 x 128: 4.3, 5.5, 9.4; 64 x 128: 88,
+# 96, 134; 4 x 512: 39, 41, 51; but 32 x 32, 1 x 1024: 27, 26, 22. 32 x 8 of 96, 1 x 128: 4.7, 6.5, 12.3; 2 x 256: 10.3,
+# 10.6, 16.2; 16 x 64: 12.2, 10.6, 13.3; 4 x 512: 36, 30, 42; but 1 x 1024: 32, 32, 29. In blocks of 128 columns the
+# first takes 5.9, and 12 x 4 of 72, 8 x 91: 7.7 in place of 6.3. 32 x 8 of 128, 1 x 128: 5.1, 7.2, 11.8; 1 x 512: 15.4,
+# 22.4, 16.8; 64 x 128: 98, 81, 111; 4 x 512: 40, 37, 42; 1 x 2048: 90, 86, 72. 64 x 8 of 192, 1 x 512: 27.7, 28.0,
+# 34.5; 64 x 128: 225, 264, 293.
 _PROMPTS = {
-    32: _Prompts(2048, 2),
+    32: _Prompts(2048, blocks_per_cu=1),
     64: _Prompts(512),
-    96: _Prompts(512, 2),
-    128: _Prompts(512, 4),
-    192: _Prompts(512),
+    96: _Prompts(512, dim_block=32, blocks_per_cu=3),
+    128: _Prompts(512, dim_block=64, blocks_per_cu=4),
+    192: _Prompts(512, dim_block=64),
 }
-
-
 # Of shorter windows nothing was measured.
 LEAST_WINDOW = 2048
 
@@ -89,11 +91,15 @@ def bind_prompts(
     extend: serves any step
     """
     prompts = next(prompts for max_head_dim, prompts in _PROMPTS.items() if problem.head_dim <= max_head_dim)
-    few = [(row.max_rows // problem.gqa_ratio, whole(row.tiles)) for row in rows if row.max_rows <= _FEW_ROWS]
-    # Where no sequence has more rows, larger blocks would be half empty.
-    short = [SizedKernel(Steps(most), kernel) for most, kernel in few]
+    *fewer, last = (row for row in rows if row.max_rows <= _FEW_ROWS)
+    few = whole(replace(last.tiles, dim_block=prompts.dim_block))
     max_tokens = prompts.blocks_per_cu * target.compute_units * _FEW_ROWS // problem.num_q_heads
-    short.append(SizedKernel(Steps(prompts.most, max_tokens=min(max_tokens, ANY_TOKENS)), few[-1][1]))
+    short = [
+        *(SizedKernel(Steps(row.max_rows // problem.gqa_ratio), whole(row.tiles)) for row in fewer),
+        # Where no sequence has more rows, larger blocks would be half empty.
+        SizedKernel(Steps(last.max_rows // problem.gqa_ratio), few),
+        SizedKernel(Steps(prompts.most, max_tokens=min(max_tokens, ANY_TOKENS)), few),
+    ]
     if max_tokens < ANY_TOKENS:
         short.append(SizedKernel(Steps(prompts.most), whole(rows[-1].tiles)))
     longer, other = (extend.short, extend.other) if isinstance(extend, KernelByTokens) else ((), extend)

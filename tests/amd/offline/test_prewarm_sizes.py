@@ -5,6 +5,7 @@ What Triton would compile is noted in place of being compiled, by the key that i
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -58,14 +59,26 @@ Variant = tuple[str, str]
 
 @contextmanager
 def noted_variants(found: set[Variant]) -> Iterator[None]:
-    """While active, Triton compiles nothing and notes what it would."""
+    """While active, Triton compiles nothing and notes what it would, had this process compiled nothing before."""
+    run = triton.JITFunction.run
+    caches: dict[int, Any] = {}
 
     def note(*, key: Any, fn: Any, **rest: object) -> bool:
         found.add((fn.name, str(key)))
         return True  # so it is not compiled
 
+    def run_anew(self: Any, *args: Any, **options: Any) -> object:
+        if id(self) not in caches:
+            caches[id(self)] = defaultdict(self.create_binder)
+        compiled, self.device_caches = self.device_caches, caches[id(self)]
+        try:
+            return run(self, *args, **options)
+        finally:
+            self.device_caches = compiled
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton.knobs.runtime, "jit_cache_hook", note)
+        patch.setattr(triton.JITFunction, "run", run_anew)
         yield
 
 

@@ -692,21 +692,19 @@ def test_a_runtime_serves_short_prefills_by_whole_rows_and_long_ones_by_it(
         num_pages=500,
         capture_tokens=(1,),
     )
-    told = [teller.begin(Story.random(problem, 1000, seed)) for seed in range(9)]
     # 1 x 3, 1 x 64, and three together, of 2, 41 and 71, padded to 4 sequences: in tiles of few rows and of more. Of 32
     # query heads the last three have blocks for the whole GPU, and larger ones.
-    for turns in (
-        [(told[0], 3)],
-        [(told[1], 64)],
-        [(told[2], 2), (told[3], 41), (told[4], 71)],
-        [(told[6], 300), (told[7], 60), (told[8], 390)],
-    ):
-        teller.step(turns)
+    for q_len in ([3], [64], [2, 41, 71], [300, 60, 390]):
+        told = [teller.begin(Story.random(problem, 1000, seed)) for seed in range(len(q_len))]
+        teller.step(list(zip(told, q_len, strict=True)))
         assert launch.call_count == 0
-    teller.step([(told[5], 700)])
+        for each in told:
+            teller.check(each)
+            teller.free(each)
+    long = teller.begin(Story.random(problem, 1000, 9))
+    teller.step([(long, 700)])
     assert launch.call_count == is_hoppers
     # What has tokens in the cache is no prefill.
-    teller.step([(told[5], 200)])
+    teller.step([(long, 200)])
     assert launch.call_count == 2 * is_hoppers
-    for each in told:
-        teller.check(each)
+    teller.check(long)

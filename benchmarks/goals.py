@@ -163,18 +163,7 @@ class Older:
 
 
 # A line for a file, to be taken out when a newer file comes: a test says which.
-_EARLY = (
-    "Hopper's extend and its merge were launched before the launch before them had ended, which takes 1 to 3 us "
-    "less a layer, and rows of heads of 72 to 96 were cut alike, too. Both are switched off: on that commit a process "
-    "of the random shapes ended with an illegal access of memory, after it had replayed the same graph without one, "
-    "and which launch it was of is not known"
-)
-OLDER: tuple[Older, ...] = (
-    Older("kernels", "801b9e98", _EARLY),
-    Older("attention", "801b9e98", _EARLY),
-    Older("deterministic_cost", "801b9e98", _EARLY),
-    Older("profile_misses", "801b9e98", _EARLY),
-)
+OLDER: tuple[Older, ...] = ()
 
 
 def beside(suite: str, peer: str, ours: str = OWN, layer: str = "", but: str = "\n") -> Values:
@@ -468,12 +457,5 @@ GOALS = (
                 random_shapes,
             ),
         ),
-        next_idea="New prompts alone: those of heads of 64, the nearest layout, have tiles of their own since, and "
-        "take half the time. 12 x 4 heads of 72, 8 x 91 new: 13.3 us by the kernel that draws rows, FA3 11.8, heads of "
-        "64 5.0. Heads of 24 and 32 have tiles whose rows are shared: 64 x 16 of 32, 1 x 26 new: 5.5 us, FA3 9.1, "
-        "heads of 64 3.2. Next: whole rows of the plain kernel for prompts of heads of 16 to 32, and for those of 72 "
-        "to 96 where rows are no more than programs. Of 24 query heads of 96 on each of 2 KV heads, 5 x 87 new of "
-        "186, such tiles of 64 rows take 15.0 us, FA3 15.8, but 349 in place of 142 after 8,000 keys; a padded shape "
-        "does not tell how many keys lie before a chunk.",
     ),
 )

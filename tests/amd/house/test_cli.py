@@ -225,7 +225,7 @@ def test_explain_json_is_one_object_with_the_same_content(tmp_path: Path, capsys
     assert kind["layers"] == kind["reads"] == [0, 1, 2, 3]
     assert kind["problem"]["page_size"] == 64
     assert kind["provider"] == "triton"
-    assert set(kind["kernels"]) == {"decode", "extend", "mixed", "shared"}
+    assert set(kind["kernels"]) == {"decode", "extend", "prefill", "mixed", "shared"}
     assert "decode: aiter.unified_attention: arch sm_90 is not one of gfx942, gfx950" in kind["refusals"]
 
 

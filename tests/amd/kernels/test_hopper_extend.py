@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -29,7 +28,6 @@ from rocm_attn.kernels.tuning.hopper_tiles import (
 from rocm_attn.kernels.tuning.segment_tiles import segment_tiles
 from rocm_attn.machine.releases import Release, triton_version
 from rocm_attn.machine.target import detect_target
-from rocm_attn.providers import triton_hopper
 from rocm_attn.providers.select import select
 from rocm_attn.providers.triton_hopper import LIMITS, MIN_HEAD_DIM, TRITONS
 from rocm_attn.providers.triton_later import hopper_launches
@@ -662,49 +660,3 @@ def test_layers_of_an_eager_step_after_the_first_launch_what_it_did(layer: str, 
         assert not outs[0].isnan().any()
         assert counts[0] > 0
         assert counts[-1] == counts[0], "a later layer was launched by Triton"
-
-
-PREFILLED = {name: layer for name, layer in LAYERS.items() if name in ("llama", "gpt_oss")} | {
-    "heads_of_32": small_problem(16, torch.bfloat16, num_q_heads=12, num_kv_heads=4, head_dim=32, v_head_dim=32),
-    "32_heads_of_72": small_problem(4, torch.bfloat16, num_q_heads=32, num_kv_heads=8, head_dim=72, v_head_dim=72),
-    "heads_of_80": small_problem(16, torch.bfloat16, num_q_heads=6, num_kv_heads=2, head_dim=80, v_head_dim=80),
-    "heads_of_192": small_problem(8, torch.float16, num_q_heads=4, num_kv_heads=4, head_dim=192, v_head_dim=192),
-}
-
-
-@pytest.mark.parametrize("layer", PREFILLED)
-def test_a_runtime_serves_short_prefills_by_whole_rows_and_long_ones_by_it(
-    layer: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    problem = PREFILLED[layer]
-    is_hoppers = problem.head_dim >= MIN_HEAD_DIM
-    prefill = select(problem, detect_target(device), "triton").kernel(StepKind.PREFILL)
-    assert prefill.row.name == ("triton.hopper_prefill" if is_hoppers else "triton.prefill")
-    launch = Mock(wraps=hopper_launches.launch_hopper_extend)
-    monkeypatch.setattr(triton_hopper, "hopper_launches", SimpleNamespace(launch_hopper_extend=launch))
-    teller = Teller(
-        device,
-        "triton",
-        problem,
-        deterministic=False,
-        max_kv_len=1024,
-        max_tokens=1024,
-        num_pages=500,
-        capture_tokens=(1,),
-    )
-    # 1 x 3, 1 x 64, and three together, of 2, 41 and 71, padded to 4 sequences: in tiles of few rows and of more. Of 32
-    # query heads the last three have blocks for the whole GPU, and larger ones.
-    for q_len in ([3], [64], [2, 41, 71], [300, 60, 390]):
-        told = [teller.begin(Story.random(problem, 1000, seed)) for seed in range(len(q_len))]
-        teller.step(list(zip(told, q_len, strict=True)))
-        assert launch.call_count == 0
-        for each in told:
-            teller.check(each)
-            teller.free(each)
-    long = teller.begin(Story.random(problem, 1000, 9))
-    teller.step([(long, 700)])
-    assert launch.call_count == is_hoppers
-    # What has tokens in the cache is no prefill.
-    teller.step([(long, 200)])
-    assert launch.call_count == 2 * is_hoppers
-    teller.check(long)

@@ -1,0 +1,78 @@
+"""Steps of new prompts alone have a kernel of their own on Hopper, by a runtime beside float64 attention."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.machine.releases import Release, triton_version
+from rocm_attn.machine.target import detect_target
+from rocm_attn.providers import triton_hopper
+from rocm_attn.providers.select import select
+from rocm_attn.providers.triton_hopper import MIN_HEAD_DIM, TRITONS
+from rocm_attn.providers.triton_later import hopper_launches
+from tests.amd.runtime.stepping import small_problem
+from tests.amd.runtime.token_stories import Story, Teller
+
+IS_HOPPER = torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not IS_HOPPER, reason="needs Hopper")]
+
+
+@pytest.mark.parametrize(
+    ("page_size", "dtype", "heads", "dim", "sinks"),
+    [
+        (16, torch.bfloat16, (12, 4), 32, False),
+        (1, torch.float16, (8, 2), 64, True),
+        (4, torch.bfloat16, (32, 8), 72, False),
+        (16, torch.bfloat16, (6, 2), 80, False),
+        (16, torch.bfloat16, (32, 8), 128, False),
+        (8, torch.float16, (4, 4), 192, False),
+    ],
+)
+def test_short_prompts_are_served_by_whole_rows_and_long_ones_as_extend_steps_are(
+    page_size: int,
+    dtype: torch.dtype,
+    heads: tuple[int, int],
+    dim: int,
+    sinks: bool,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problem = small_problem(
+        page_size, dtype, num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=dim, v_head_dim=dim, has_sinks=sinks
+    )
+    is_hoppers = dim >= MIN_HEAD_DIM and Release.of(triton_version()) in TRITONS
+    prefill = select(problem, detect_target(device), "triton").kernel(StepKind.PREFILL)
+    assert prefill.row.name == ("triton.hopper_prefill" if is_hoppers else "triton.prefill")
+    launch = Mock(wraps=hopper_launches.launch_hopper_extend)
+    monkeypatch.setattr(triton_hopper, "hopper_launches", SimpleNamespace(launch_hopper_extend=launch))
+    teller = Teller(
+        device,
+        "triton",
+        problem,
+        deterministic=False,
+        max_kv_len=1024,
+        max_tokens=1024,
+        num_pages=2000,
+        capture_tokens=(1,),
+    )
+    # 1 x 3, 1 x 64, and three together, of 2, 41 and 71, padded to 4 sequences: in tiles of few rows and of more. Of 32
+    # query heads the last three have blocks for the whole GPU, and larger ones.
+    for q_len in ([3], [64], [2, 41, 71], [300, 60, 390]):
+        told = [teller.begin(Story.random(problem, 1000, seed)) for seed in range(len(q_len))]
+        teller.step(list(zip(told, q_len, strict=True)))
+        assert launch.call_count == 0
+        for each in told:
+            teller.check(each)
+            teller.free(each)
+    long = teller.begin(Story.random(problem, 1000, 9))
+    teller.step([(long, 700)])
+    assert launch.call_count == is_hoppers
+    # What has tokens in the cache is no prefill.
+    teller.step([(long, 200)])
+    assert launch.call_count == 2 * is_hoppers
+    teller.check(long)

@@ -422,7 +422,7 @@ GOALS = (
         "Two or four programs that share a segment's columns of V take 23.5 and 26.1 us there: the chain of its blocks "
         "stays as long. Maxima rounded up to whole numbers make scales exact, so that extend may have blocks of 128 "
         "keys beside decode's of 64; 8B 1 x 2,048 + 6,144 took 463 us so, and 455 without. The merge of shared rows "
-        "launched early, or in smaller blocks, gains nothing (12/4 x 64 1 x 777 + 5,001: 61 us each time).",
+        "in smaller blocks gains nothing (12/4 x 64 1 x 777 + 5,001: 61 us each time).",
     ),
     Goal(
         "host, eager: a layer",

@@ -28,7 +28,7 @@ _AHEAD = gl.constexpr(2)
 
 class Draws(NamedTuple):
     """The row that was drawn, in shared memory; barriers that it is there, that all have read it, and that the next one
-    is asked for. Where keys are gathered nothing asks, and the last of them is none of its own.
+    is asked for. Where keys are gathered nothing asks, and `asked` is `full`.
     """
 
     row: Any

@@ -36,8 +36,12 @@ def eager_steps(
             if kind.decodes:
                 yield PaddedShape(kind, size, size), [1]
                 continue
-            # Those from `size` on, since tiles end at a mean over padded sequences.
+            # Those from `size` on, since tiles end at a mean over padded sequences. Some end at a number of tokens. It
+            # may lie between the last of these and as many as there can be.
             counts = {*_token_counts(kind, fewest, is_dense=False), *_token_counts(kind, size, is_dense=True)}
+            most = min((num_seqs - 1) * longest + (1 if kind.mixes else longest), MOST_TOKENS)
+            if most > min(counts):
+                counts.add(most)
             for num_tokens in sorted(counts):
                 q_len = _new_tokens(kind, num_tokens, longest)
                 if len(q_len) <= num_seqs and _is_of(kind, q_len):

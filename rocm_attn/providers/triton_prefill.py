@@ -25,8 +25,9 @@ class _Prompts(NamedTuple):
     """Prompts that whole rows take less time for.
 
     most:          mean new tokens of a step, at most
-    dim_block:     of tiles of 64 rows
-    blocks_per_cu: blocks of 64 rows up to which the tiles are those; of more they are those of long sequences
+    dim_block:     of tiles of 64 rows that take all columns at once; 0: so do these
+    blocks_per_cu: blocks of 64 rows for each compute unit, up to which the tiles are those; beyond, those of long
+                   sequences
     """
 
     most: int
@@ -46,11 +47,11 @@ _PROMPTS = {
     32: _Prompts(2048, blocks_per_cu=1),
     64: _Prompts(512),
     96: _Prompts(512, dim_block=32, blocks_per_cu=3),
-    128: _Prompts(512, dim_block=64, blocks_per_cu=4),
-    192: _Prompts(512, dim_block=64),
+    128: _Prompts(512, blocks_per_cu=4),
+    192: _Prompts(512),
 }
 # Of shorter windows nothing was measured.
-LEAST_WINDOW = 2048
+_LEAST_WINDOW = 2048
 
 
 def limits_of_prompts(those: Limits) -> Limits:
@@ -68,7 +69,7 @@ def limits_of_prompts(those: Limits) -> Limits:
         v_head_dim=head_dim,
         dims_alike=True,
         max_gqa_ratio=32,
-        least_window=LEAST_WINDOW,
+        least_window=_LEAST_WINDOW,
         soft_cap=False,
         alibi=False,
         non_causal=False,
@@ -92,7 +93,7 @@ def bind_prompts(
     """
     prompts = next(prompts for max_head_dim, prompts in _PROMPTS.items() if problem.head_dim <= max_head_dim)
     *fewer, last = (row for row in rows if row.max_rows <= _FEW_ROWS)
-    few = whole(replace(last.tiles, dim_block=prompts.dim_block))
+    few = whole(replace(last.tiles, dim_block=last.tiles.dim_block or prompts.dim_block))
     max_tokens = prompts.blocks_per_cu * target.compute_units * _FEW_ROWS // problem.num_q_heads
     short = [
         *(SizedKernel(Steps(row.max_rows // problem.gqa_ratio), whole(row.tiles)) for row in fewer),

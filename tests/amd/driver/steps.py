@@ -101,7 +101,8 @@ def _failed(world: World, draft: Draft, cause: BaseException) -> None:
         begin = min(seq.begin, max(0, seq.kv_bound - seq.q_bound))
         world.oracle.store(seq.row, begin, [-1] * (max(seq.kv_len, min(seq.kv_bound, seq.kv_on_device)) - begin))
         request = world.requests[seq.row]
-        request.doubtful = max(request.doubtful, seq.kv_bound)
+        # Where it was to go back it may have ended before it did.
+        request.doubtful = max(request.doubtful, seq.kv_bound, request.end)
         request.may_be_refused |= begin < request.end
         request.end = min(request.end, begin)
 

@@ -40,7 +40,7 @@ class Request:
     script:    ids that it mostly takes, by place; several requests have the same one
     end:       tokens that it has stored; what lies after them is over
     reserved:  tokens that it has room for
-    doubtful:  places up to here were begun by a step that failed
+    doubtful:  places up to here were begun by a step that failed, or were stored before it
     ancestor:  the admission that its first pages came from
     may_be_refused: whether it was cut, perhaps to before what its windows need, or shares room without tokens
     """

@@ -27,8 +27,9 @@ from rocm_attn.machine.releases import UNKNOWN, Release, Releases, installed_rel
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.paging.adopted import TableSource
 from rocm_attn.problem import KVEncoding, Problem, Scales
-from rocm_attn.providers.by_tokens import KernelByTokens
+from rocm_attn.providers.by_tokens import KernelByTokens, SizedKernel, Steps
 from rocm_attn.providers.contract import OWN_POOL, BoundKernel, PoolSize, PoolTerms
+from rocm_attn.providers.mixed import MixedAtOnce
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.providers.shared_prefix import SharedPrefixKernel
 from rocm_attn.providers.triton import TritonExtend
@@ -601,13 +602,35 @@ def test_where_hoppers_own_kernel_cannot_run_prompts_are_served_by_whole_rows_to
 
 
 @pytest.mark.parametrize("dim", [96, 128, 192])
-def test_a_prefill_has_room_for_all_that_its_kernel_takes(dim: int) -> None:
+@pytest.mark.parametrize("num_seqs", [1, 4, 16])
+def test_a_prefill_has_room_for_all_that_its_kernel_takes(num_seqs: int, dim: int) -> None:
     kernel = prefill_of(of_dim(dim))
-    for num_tokens in (2, 16, 17, 256, 257, 512, 513, 8192):
-        shape = PaddedShape(StepKind.PREFILL, 1, num_tokens)
+    for q_len in (2, 16, 17, 200, 256, 257, 512, 513, 8192):
+        shape = prompts(num_seqs, q_len)
         served = kernel.of_shape(shape)
         assert served.workspace_words(shape) <= kernel.workspace_words(shape)
         assert served.schedule.words(shape) <= kernel.schedule.words(shape)
+
+
+def test_steps_of_few_tokens_hold_no_more_and_ask_for_no_more_room() -> None:
+    steps = Steps(100, max_tokens=250)
+    assert [steps.hold(prompts(4, q_len)) for q_len in (62, 63)] == [True, False]
+    assert [steps.hold(prompts(1, q_len)) for q_len in (100, 101)] == [True, False]
+    sized = SizedKernel(steps, Mock())
+    assert [sized.most(prompts(4, q_len)).num_tokens for q_len in (10, 62, 63, 500)] == [40, 248, 250, 250]
+    assert sized.most(prompts(2, 500)).num_tokens == 200
+
+
+def test_hoppers_kernels_are_launched_early_but_in_mixed_steps() -> None:
+    """In those decode runs beside it, and would come late."""
+    of_one_head = chosen(replace(LAYER, num_q_heads=128, num_kv_heads=1), on(TRITONS[0]))
+    assert hopper_of(of_one_head.kernel(StepKind.DECODE).bound).tiles.extend.early
+    for deterministic in (False, True):
+        selection = chosen(LAYER, on(TRITONS[0]), deterministic=deterministic)
+        assert hopper_of(selection.kernel(StepKind.EXTEND).bound).tiles.extend.early
+        mixed = selection.kernel(StepKind.MIXED).bound
+        assert isinstance(mixed, MixedAtOnce)
+        assert not hopper_of(mixed.in_turn.extend).tiles.extend.early
 
 
 @pytest.mark.parametrize(

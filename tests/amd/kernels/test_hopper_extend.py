@@ -100,12 +100,13 @@ PADDED_DIMS = [MIN_HEAD_DIM, 72, 80, 112, 144, 200, 224]
 def run_hopper(
     tensors: Tensors, sharing: Sharing, *, min_q_len: int = 1, tiles: HopperTiles | None = None, launches: int = 1
 ) -> ExtendCut:
-    """Schedule, extend and merge, each launched early, with scratch memory that is NaN or garbage beforehand.
+    """Schedule, extend and merge, with scratch memory that is NaN or garbage beforehand.
 
-    launches: over one schedule
+    min_q_len: as in mixed steps with 2; with 1 extend and merge are launched early
+    launches:  over one schedule
     """
     tiles = tiles or hopper_tiles(tensors.case.dims[0], tensors.case.page_size, coded=tensors.case.kv is not None)
-    tiles = replace(tiles, extend=replace(tiles.extend, early=True))
+    tiles = replace(tiles, extend=replace(tiles.extend, early=min_q_len == 1))
     if tiles.segment_len:
         sharing = sharing._replace(most_keys=tiles.most_keys)
     cut = extend_cut(tensors, tiles.extend, sharing, min_q_len=min_q_len)

@@ -8,11 +8,14 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.machine.releases import Release, triton_version
 from rocm_attn.machine.target import detect_target
 from rocm_attn.providers import triton_hopper
+from rocm_attn.providers.by_tokens import KernelByTokens
 from rocm_attn.providers.select import select
+from rocm_attn.providers.triton import TritonExtend
 from rocm_attn.providers.triton_hopper import MIN_HEAD_DIM, TRITONS
 from rocm_attn.providers.triton_later import hopper_launches
 from tests.amd.runtime.stepping import small_problem
@@ -23,14 +26,14 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not IS_HOPPER, reason="needs H
 
 
 @pytest.mark.parametrize(
-    ("page_size", "dtype", "heads", "dim", "sinks"),
+    ("page_size", "dtype", "heads", "dim", "sinks", "most_rows"),
     [
-        (16, torch.bfloat16, (12, 4), 32, False),
-        (1, torch.float16, (8, 2), 64, True),
-        (4, torch.bfloat16, (32, 8), 72, False),
-        (16, torch.bfloat16, (6, 2), 80, False),
-        (16, torch.bfloat16, (32, 8), 128, False),
-        (8, torch.float16, (4, 4), 192, False),
+        (16, torch.bfloat16, (12, 4), 32, False, 128),
+        (1, torch.float16, (8, 2), 64, True, 64),
+        (4, torch.bfloat16, (32, 8), 72, False, 128),
+        (16, torch.bfloat16, (6, 2), 80, False, 64),
+        (16, torch.bfloat16, (32, 8), 128, False, 128),
+        (8, torch.float16, (4, 4), 192, False, 64),
     ],
 )
 def test_short_prompts_are_served_by_whole_rows_and_long_ones_as_extend_steps_are(
@@ -39,6 +42,7 @@ def test_short_prompts_are_served_by_whole_rows_and_long_ones_as_extend_steps_ar
     heads: tuple[int, int],
     dim: int,
     sinks: bool,
+    most_rows: int,
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -56,13 +60,18 @@ def test_short_prompts_are_served_by_whole_rows_and_long_ones_as_extend_steps_ar
         problem,
         deterministic=False,
         max_kv_len=1024,
-        max_tokens=1024,
+        max_tokens=2048,
         num_pages=2000,
         capture_tokens=(1,),
     )
-    # 1 x 3, 1 x 64, and three together, of 2, 41 and 71, padded to 4 sequences: in tiles of few rows and of more. Of 32
-    # query heads the last three have blocks for the whole GPU, and larger ones.
-    for q_len in ([3], [64], [2, 41, 71], [300, 60, 390]):
+    # In tiles of few rows, and of more. The last three, padded to 4 sequences, have larger ones where many heads give the
+    # whole GPU enough of them.
+    lengths = ([3], [64], [2, 41, 71], [500, 100, 500])
+    assert isinstance(prefill.bound, KernelByTokens)
+    many = prefill.bound.of_shape(PaddedShape(StepKind.PREFILL, 4, sum(lengths[-1])))
+    assert isinstance(many, TritonExtend)
+    assert many.tiles.query_rows == most_rows
+    for q_len in lengths:
         told = [teller.begin(Story.random(problem, 1000, seed)) for seed in range(len(q_len))]
         teller.step(list(zip(told, q_len, strict=True)))
         assert launch.call_count == 0

@@ -11,16 +11,19 @@ import re
 
 _BASE = "global_smem"
 _BARRIER_BYTES = 8
-_KNOWN = re.compile(r"\bmov\.[bu]32\s+(%r\d+), (global_smem)(?:\+(\d+))?;|\badd\.s32\s+(%r\d+), (\S+), (\d+);")
+_PLACE = r"\[\s*([%\w]+)\s*(?:\+\s*(-?\d+))?\s*\]"
+_KNOWN = re.compile(r"\bmov\.[bu]32\s+(%r\d+), (global_smem)(?:\+(\d+))?;|\badd\.s32\s+(%r\d+), (\S+), (-?\d+);")
+_BEGUN = re.compile(r"\bmbarrier\.init\S*\s+(\[.*?\])")
 _ACCESS = re.compile(
-    r"\b(?:ld|st|atom|red)(?:\.\w+)*\.shared(?:::cta)?(?:\.\w+)*?(?:\.v(\d))?\.[a-z]+(\d+)\s.*?\[\s*([%\w]+)\s*(?:\+\s*(\d+))?\s*\]"
+    r"\b(?:ld|st|atom|red)(?:\.\w+)*\.shared(?:::cta)?(?:\.\w+)*?(?:\.v(\d))?\.[a-z]+(\d+)\s.*?" + _PLACE
 )
 
 
 def misused_barriers(ptx: str) -> list[str]:
-    """Loads and stores of memory at which a barrier is begun, as far as the address is written in the instruction.
+    """Accesses to memory at which a barrier is begun.
 
-    Raises ValueError where PTX begins no barrier, or one whose address it does not tell.
+    Looked at are ld, st, atom and red whose address is written in the instruction; tiles, whose places threads compute,
+    and what copies them, are not. Raises ValueError where PTX begins no barrier, or one whose address it does not tell.
     """
     places = {_BASE: 0}
     barriers = []
@@ -30,10 +33,11 @@ def misused_barriers(ptx: str) -> list[str]:
             name, base, offset = known.group(1, 2, 3) if known.group(1) else known.group(4, 5, 6)
             if base in places:
                 places[name] = places[base] + int(offset or 0)
-        elif begun := re.search(r"\bmbarrier\.init\S*\s+\[(%r\d+)\]", line):
-            if begun.group(1) not in places:
+        elif begun := _BEGUN.search(line):
+            place = re.fullmatch(_PLACE, begun.group(1))
+            if place is None or place.group(1) not in places:
                 raise ValueError(f"no address of a barrier is known: {line.strip()}")
-            barriers.append(places[begun.group(1)])
+            barriers.append(places[place.group(1)] + int(place.group(2) or 0))
         elif access := _ACCESS.search(line):
             width, bits, base, offset = access.groups()
             if base in places:

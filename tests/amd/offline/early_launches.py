@@ -22,9 +22,16 @@ def assert_waits(kernel: CompiledKernel, *, reads_before: bool) -> None:
     for label in re.findall(r"\bbra[.\w]*\s+(\$\w+)", before):
         if f"{label}:" not in before:
             assert "setmaxnreg" in ptx
-            others = ptx[ptx.index(f"{label}:") :]
-            assert re.findall(r"barrier\.sync|(?:ld|st|atom)\.global", others)[0] == "barrier.sync"
+            assert _first_of_others(ptx, label) == "barrier.sync"
     assert not re.search(r"\bret;|st\.global|atom\.global", before)
     if not reads_before:
         assert "ld.global" not in before
         assert "griddepcontrol.launch_dependents" not in before
+
+
+def _first_of_others(ptx: str, label: str) -> str:
+    """What comes first from a label on: a barrier, an access to the GPU's memory, or the end of the code."""
+    code = ptx[ptx.index(f"{label}:") :]
+    first = re.search(r"barrier\.sync|(?:ld|st|atom)\.global|cp\.async|bra\.uni\s+(\$\w+)|$", code)
+    assert first is not None
+    return _first_of_others(ptx, first[1]) if first[1] else first[0]

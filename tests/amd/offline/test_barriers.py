@@ -51,7 +51,23 @@ def test_what_lies_elsewhere_is_not(line: str) -> None:
     assert not misused_barriers(BARRIERS + line)
 
 
-@pytest.mark.parametrize("ptx", ["mov.b32 %r10, global_smem;", "mbarrier.init.shared::cta.b64 [%r3], 1;"])
+@pytest.mark.parametrize("place", ["[%r10+96]", "[global_smem+96]", "[ %r14 + 16 ]", "[%r16]"])
+def test_a_barrier_is_found_however_its_address_is_written(place: str) -> None:
+    line = "st.shared.b32 \t[global_smem+100], %r1;"
+    begun = f"add.s32 %r16, %r14, 16;\n@%p1 mbarrier.init.shared::cta.b64 {place}, 1;\n"
+    assert misused_barriers(BARRIERS + begun + line) == [line]
+    below = "add.s32 %r17, %r14, -8;\nst.shared.b32 \t[%r17+-4], %r1;"
+    assert misused_barriers(BARRIERS + below) == [below.splitlines()[1]]
+
+
+@pytest.mark.parametrize(
+    "ptx",
+    [
+        "mov.b32 %r10, global_smem;",
+        "mbarrier.init.shared::cta.b64 [%r3], 1;",
+        "mbarrier.init.shared::cta.b64 [%r3, %r4], 1;",
+    ],
+)
 def test_it_is_not_silent_of_what_it_cannot_read(ptx: str) -> None:
     with pytest.raises(ValueError, match="barrier"):
         misused_barriers(ptx)

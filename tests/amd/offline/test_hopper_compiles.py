@@ -68,9 +68,9 @@ SPILLED_OF_PADDED = {40: 0, 72: 24, 144: 24, 224: 256}
 SPILLED_AROUND_MERGES = {64: 16, 96: 32, 128: 80, 192: 40, 256: 272}
 
 
-def compiled(case: Case, tiles: HopperTiles) -> dict[str, CompiledKernel]:
-    """What serves a step in which nothing runs beside it, by name."""
-    tiles = replace(tiles, extend=replace(tiles.extend, early=True))
+def compiled(case: Case, tiles: HopperTiles, *, early: bool = True) -> dict[str, CompiledKernel]:
+    """What serves a step in which nothing runs beside it, by name; not early: of a mixed step."""
+    tiles = replace(tiles, extend=replace(tiles.extend, early=early))
     tensors = build(case, torch.device("cpu"))
     sharing = Sharing(programs=known_target("sm_90").compute_units)
     if tiles.segment_len:
@@ -104,6 +104,19 @@ def test_it_fits_and_its_products_are_not_waited_for_one_by_one(dim: int, layer:
     # Where a cap bounds what is added up there is no running maximum, and nothing to scale.
     asks = tiles.scales_seldom and layer != "capped"
     assert_fast(compiled(case, tiles), SPILLED.get((dim, layer), 0), asks_to_scale=asks)
+
+
+@pytest.mark.parametrize("dim", [96, pytest.param(128, marks=pytest.mark.long)])
+def test_what_mixed_steps_launch_does_too(dim: int) -> None:
+    kernels = compiled(replace(CASE, dims=(dim, dim), page_size=2), hopper_tiles(dim, 2, coded=False), early=False)
+    assert len(kernels) == 2
+    for kernel in kernels.values():
+        assert "griddepcontrol" not in kernel.asm["ptx"]
+    kernel = kernels["_hopper_extend_kernel"]
+    assert not misused_barriers(kernel.asm["ptx"])
+    code = read_nvidia_code(kernel)
+    assert not code.touched
+    assert code.stack_bytes <= SPILLED.get((dim, "gathered"), 0)
 
 
 @pytest.mark.long

@@ -218,6 +218,18 @@ def test_prompts_find_their_variants_where_those_alone_have_a_kernel_of_their_ow
     assert sorted(name for name, _ in served.found - prewarmed(layer, sizes, HOPPER)) == []
 
 
+@pytest.mark.parametrize("dim", [32, 96, 128])
+def test_prompts_as_many_as_the_sequences_can_have_find_theirs(dim: int) -> None:
+    """Their blocks become larger at a number of tokens, with no doubled one between it and all that there can be."""
+    layer = replace(LLAMA, num_q_heads=8 if dim == 32 else 32, head_dim=dim, v_head_dim=dim)
+    sizes = replace(SIZES, max_num_seqs=3, max_kv_len=450)
+    served = Served(layer, sizes, HOPPER)
+    with served.serving():
+        for q_len in (160, 340, 400, 450):
+            served.step_after(0, [q_len] * 3)
+    assert sorted(name for name, _ in served.found - prewarmed(layer, sizes, HOPPER)) == []
+
+
 def test_prompts_as_long_as_a_row_of_the_table_find_theirs_too() -> None:
     """The longest one that prewarming tries has no room for a token beside it."""
     layer = replace(LLAMA, num_q_heads=8, num_kv_heads=1, head_dim=64, v_head_dim=64)

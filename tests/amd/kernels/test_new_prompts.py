@@ -64,8 +64,8 @@ def test_short_prompts_are_served_by_whole_rows_and_long_ones_as_extend_steps_ar
         num_pages=2000,
         capture_tokens=(1,),
     )
-    # In tiles of few rows, and of more. The last three, padded to 4 sequences, have larger ones where many heads give the
-    # whole GPU enough of them.
+    # In tiles of few rows, and of more. The last three, padded to 4 sequences, have larger ones where many heads give
+    # the whole GPU enough of them.
     lengths = ([3], [64], [2, 41, 71], [500, 100, 500])
     assert isinstance(prefill.bound, KernelByTokens)
     many = prefill.bound.of_shape(PaddedShape(StepKind.PREFILL, 4, sum(lengths[-1])))

@@ -19,6 +19,8 @@ from rocm_attn.providers.contract import BoundKernel, Limits
 
 # Rows of a block in the tiles of few rows.
 _FEW_ROWS = 64
+# Of which no step has more.
+_ANY_BLOCKS = ANY_TOKENS
 
 
 class _Prompts(NamedTuple):
@@ -32,7 +34,7 @@ class _Prompts(NamedTuple):
 
     most: int
     dim_block: int = 0
-    blocks_per_cu: int = ANY_TOKENS
+    blocks_per_cu: int = _ANY_BLOCKS
 
 
 # Up to each head dim. Microseconds of an H200 in blocks of 64 rows and of 128, and what extend steps take.

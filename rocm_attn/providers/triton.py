@@ -270,7 +270,6 @@ def _bind_prompts_plain(problem: Problem, target: Target, pool: PoolSize) -> Bou
 
 def _bind_prompts(problem: Problem, target: Target, extend: BoundKernel) -> BoundKernel:
     """extend: what serves any extend step"""
-
     rows = extend_rows_of(problem, target)
     return triton_prefill.bind_prompts(
         problem, target, rows, lambda tiles: _extend(problem, target, _of_whole_rows(tiles)), extend

@@ -96,12 +96,12 @@ def bind_prompts(
     prompts = next(prompts for max_head_dim, prompts in _PROMPTS.items() if problem.head_dim <= max_head_dim)
     *fewer, last = (row for row in rows if row.max_rows <= _FEW_ROWS)
     few = whole(replace(last.tiles, dim_block=last.tiles.dim_block or prompts.dim_block))
-    max_tokens = prompts.blocks_per_cu * target.compute_units * _FEW_ROWS // problem.num_q_heads
+    max_tokens = min(prompts.blocks_per_cu * target.compute_units * _FEW_ROWS // problem.num_q_heads, ANY_TOKENS)
     short = [
         *(SizedKernel(Steps(row.max_rows // problem.gqa_ratio), whole(row.tiles)) for row in fewer),
         # Where no sequence has more rows, larger blocks would be half empty.
         SizedKernel(Steps(last.max_rows // problem.gqa_ratio), few),
-        SizedKernel(Steps(prompts.most, max_tokens=min(max_tokens, ANY_TOKENS)), few),
+        SizedKernel(Steps(prompts.most, max_tokens=max_tokens), few),
     ]
     if max_tokens < ANY_TOKENS:
         short.append(SizedKernel(Steps(prompts.most), whole(rows[-1].tiles)))

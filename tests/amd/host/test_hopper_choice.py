@@ -511,10 +511,11 @@ def test_few_sequences_of_deterministic_steps_have_the_kernel_that_shares_rows(n
     assert isinstance(extend.of_shape(PaddedShape(StepKind.EXTEND, fewest, 99 * fewest)), HopperExtend)
 
 
-def prefill_of(more: dict[str, Any], name: str = "triton.hopper_prefill") -> KernelByTokens:
+def prefill_of(more: dict[str, Any]) -> KernelByTokens:
     """What serves steps of new prompts alone."""
-    kernel = chosen(replace(LAYER, **more), on(TRITONS[0])).kernel(StepKind.PREFILL)
-    assert kernel.row.name == name
+    layer = replace(LAYER, **more)
+    kernel = chosen(layer, on(TRITONS[0])).kernel(StepKind.PREFILL)
+    assert kernel.row.name == ("triton.prefill" if layer.head_dim < MIN_HEAD_DIM else "triton.hopper_prefill")
     assert isinstance(kernel.bound, KernelByTokens)
     return kernel.bound
 
@@ -545,9 +546,8 @@ def test_short_prefills_are_served_by_whole_rows_and_long_ones_as_extend_steps_a
     more: dict[str, Any], most: int
 ) -> None:
     """A row that is shared out would take a merge; whole ones need no workspace."""
-    is_small = replace(LAYER, **more).head_dim < MIN_HEAD_DIM
-    kernel = prefill_of(more, "triton.prefill" if is_small else "triton.hopper_prefill")
-    extend: Any = chosen(replace(LAYER, **more), on(TRITONS[0])).kernel(StepKind.EXTEND).bound
+    layer, kernel = replace(LAYER, **more), prefill_of(more)
+    extend: Any = chosen(layer, on(TRITONS[0])).kernel(StepKind.EXTEND).bound
     for num_seqs in (1, 16):
         for q_len in (2, 16, most):
             shape = prompts(num_seqs, q_len)
@@ -555,7 +555,7 @@ def test_short_prefills_are_served_by_whole_rows_and_long_ones_as_extend_steps_a
             assert isinstance(served, TritonExtend)
             assert served.cut.sharing.programs == served.workspace_words(shape) == 0
         longer = PaddedShape(StepKind.PREFILL, num_seqs, num_seqs * most + 1)
-        assert isinstance(kernel.of_shape(longer), TritonExtend if is_small else HopperExtend)
+        assert isinstance(kernel.of_shape(longer), TritonExtend if layer.head_dim < MIN_HEAD_DIM else HopperExtend)
         assert kernel.of_shape(longer) == extend.of_shape(replace(longer, kind=StepKind.EXTEND))
     bounds = [sized.steps.max_q_len for sized in kernel.short]
     assert bounds == sorted(bounds)
@@ -585,8 +585,7 @@ def test_short_prefills_are_served_by_whole_rows_and_long_ones_as_extend_steps_a
 def test_prompts_with_blocks_for_the_whole_gpu_have_larger_ones(
     more: dict[str, Any], num_seqs: int, q_len: int, rows: int
 ) -> None:
-    name = "triton.prefill" if replace(LAYER, **more).head_dim < MIN_HEAD_DIM else "triton.hopper_prefill"
-    served = prefill_of(more, name).of_shape(prompts(num_seqs, q_len))
+    served = prefill_of(more).of_shape(prompts(num_seqs, q_len))
     assert isinstance(served, TritonExtend)
     assert served.tiles.query_rows == rows
 

@@ -46,17 +46,13 @@ from tests.amd.kernels.attention_cases import (
     run_decode,
     run_extend_twin,
 )
+from tests.amd.kernels.gpus import IS_HOPPER
 from tests.amd.kernels.segment_cases import assert_same_bits, last_tokens
 from tests.amd.runtime.stepping import small_problem
 from tests.amd.runtime.token_stories import Story, Teller
 from tests.amd.tolerances import assert_attention_close
 
-IS_SERVED = (
-    torch.cuda.is_available()
-    and torch.version.hip is None
-    and torch.cuda.get_device_capability() == (9, 0)
-    and Release.of(triton_version()) in TRITONS
-)
+IS_SERVED = IS_HOPPER and Release.of(triton_version()) in TRITONS
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not IS_SERVED, reason="needs Hopper and a Triton that it knows"),

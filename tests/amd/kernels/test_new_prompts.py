@@ -18,11 +18,11 @@ from rocm_attn.providers.select import select
 from rocm_attn.providers.triton import TritonExtend
 from rocm_attn.providers.triton_hopper import MIN_HEAD_DIM, TRITONS
 from rocm_attn.providers.triton_later import hopper_launches
+from tests.amd.kernels.gpus import IS_HOPPER
 from tests.amd.runtime.stepping import small_problem
 from tests.amd.runtime.token_stories import Story, Teller
 
-IS_HOPPER = torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not IS_HOPPER, reason="needs Hopper")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not IS_HOPPER, reason="no other GPU has a kernel for prompts alone")]
 
 
 @pytest.mark.parametrize(

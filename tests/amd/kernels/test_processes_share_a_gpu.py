@@ -19,7 +19,10 @@ from benchmarks.shape_sweep import Shape, Work
 from rocm_attn.bench.clocks import GraphClock
 from rocm_attn.problem import UNLIMITED_WINDOW
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, which its processes share"),
+]
 
 PROCESSES = 3
 SECONDS = 2.0

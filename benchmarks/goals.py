@@ -2,7 +2,7 @@
 
 A row is met where each of its checks is. A miss has a next idea in words, and launches of which
 profile_misses.py reads the counters. Numbers that the tables have beside a goal come from benchmarks/results alone.
-Those in next ideas are trials, in words, of the H200 on 22 November 2026: no result file has them.
+Those in next ideas are trials, in words, of the H200 on 22 and 23 November 2026: no result file has them.
 """
 
 from __future__ import annotations
@@ -62,8 +62,21 @@ class Results:
         return self._folder / f"{name}_h200.json"
 
 
-# Case -> what is compared with the goal.
+class Peer(NamedTuple):
+    """The fastest peer of a case, and its number."""
+
+    name: str
+    value: float
+
+
+# Case -> what is compared with the goal, and the fastest peer's.
 Values = Callable[[Results], Mapping[str, float]]
+Peers = Callable[[Results], Mapping[str, Peer]]
+
+
+def of_no_peer(results: Results) -> Mapping[str, Peer]:
+    """Of goals whose numbers no peer has, or are by a peer's already."""
+    return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +88,7 @@ class Check:
     cases:  how many there are; with fewer a miss could drop out
     values: of each case; the largest counts
     mean:   their geometric mean counts instead
+    peers:  what the fastest peer reached, where peers have the number too
     """
 
     what: str
@@ -82,6 +96,7 @@ class Check:
     cases: int
     values: Values
     mean: bool = False
+    peers: Peers = of_no_peer
 
     def found(self, results: Results) -> Mapping[str, float]:
         """Of each case. Raises ValueError where a case, its time or its peer's is missing, or one is new."""
@@ -191,15 +206,28 @@ def harness(field: str, *parts: str, source: str = "attention") -> Values:
     return values
 
 
+def decode_between(results: Results, least: float, most: float) -> list[Any]:
+    """The harness's decode cases, without windows, that read between so many bytes."""
+    rows = results.of("attention")["rows"]
+    return [row for row in rows if row["case"].startswith("dec/") and least <= row["bytes"] <= most]
+
+
 def decode_by_floor(least: float, most: float) -> Values:
-    """x floor of the harness's decode cases, without windows, that read between so many bytes."""
+    """x floor of decode cases that read between so many bytes."""
+    return lambda results: {row["case"]: row["times_floor"] for row in decode_between(results, least, most)}
 
-    def values(results: Results) -> Mapping[str, float]:
-        found = results.of("attention")
-        rows = [row for row in found["rows"] if row["case"].startswith("dec/")]
-        return {row["case"]: row["times_floor"] for row in rows if least <= row["bytes"] <= most}
 
-    return values
+def peers_by_floor(least: float, most: float) -> Peers:
+    """The same of the fastest peer of each case."""
+
+    def peers(results: Results) -> Mapping[str, Peer]:
+        found = {}
+        for row in decode_between(results, least, most):
+            us, name = min((us, name) for name, us in row["peers"].items())
+            found[row["case"]] = Peer(name, us / row["floor_us"])
+        return found
+
+    return peers
 
 
 def by_peer(peer: str, *parts: str) -> Values:
@@ -266,6 +294,7 @@ _LARGE = "64/8 x 192"
 _LLAMA, _LLAMA_70B = "ext/llama8b", "ext/llama70b"
 _CHUNKS = (f"{_LLAMA}/1x2048+6144", f"{_LLAMA}/8x512+4096")
 _LONG = (f"{_LLAMA}/1x2048+30720", f"{_LLAMA_70B}/1x2048+30720")
+_LARGEST, _MIDDLE = (1.0 * GB, 1e15), (0.06 * GB, 0.54 * GB)
 
 GOALS = (
     Goal(
@@ -351,7 +380,7 @@ GOALS = (
     Goal(
         "decode, 1 GB and more",
         ("attention",),
-        (Check("x floor", 1.06, 19, decode_by_floor(1.0 * GB, 1e15)),),
+        (Check("x floor", 1.06, 19, decode_by_floor(*_LARGEST), peers=peers_by_floor(*_LARGEST)),),
         (Profiled("32/8 x 128: 256d2k", OWN), Profiled("32/8 x 128: 256d2k", SDPA)),
         "Programs run in up to four rounds already; other numbers of rounds, blocks of 32 keys and more stages came no "
         "nearer. Whole rows without shares and merge take 491 us in place of 502 at 8B 256 x 2k, as cuDNN, and gain "
@@ -363,7 +392,7 @@ GOALS = (
     Goal(
         "decode, 60 to 540 MB",
         ("attention",),
-        (Check("x floor", 1.12, 18, decode_by_floor(0.06 * GB, 0.54 * GB)),),
+        (Check("x floor", 1.12, 18, decode_by_floor(*_MIDDLE), peers=peers_by_floor(*_MIDDLE)),),
         (Profiled("8/1 x 128: 64d4k", OWN), Profiled("8/1 x 128: 64d4k", SDPA)),
         "By stamps at 8/1 heads, 1 x 128k (25 us): words and page numbers are there 1.2 us after the wait, the first "
         "block after 5.4, the next ones at 4.2 TB/s; programs end at 18 to 23, and the merge takes 3. A stream of "
@@ -422,7 +451,13 @@ GOALS = (
         "Two or four programs that share a segment's columns of V take 23.5 and 26.1 us there: the chain of its blocks "
         "stays as long. Maxima rounded up to whole numbers make scales exact, so that extend may have blocks of 128 "
         "keys beside decode's of 64; 8B 1 x 2,048 + 6,144 took 463 us so, and 455 without. The merge of shared rows "
-        "in smaller blocks gains nothing (12/4 x 64 1 x 777 + 5,001: 61 us each time).",
+        "in smaller blocks gains nothing (12/4 x 64 1 x 777 + 5,001: 61 us each time). Of all cases, by the geometric "
+        "mean: segments of 512 take 1.05, since a segment's end costs 2.2 us of an SM that has 1,024 keys of 128 rows "
+        "in 12.5. Maxima raised by more than 8 powers of two alone take 1.00, and 0.92 to 0.96 with heads of 192. "
+        "Segments that end within the loop over keys, while the next ones' first products run, cost 1.0 us in place "
+        "of 2.2, but the loop of extend is slower by more (1 x 2,048 + 30,720: 1,950 to 2,080 us in place of 1,770); "
+        "decode's takes 0.96 to 1.00 so with many segments a program (16 x 4k 74.8 in place of 78.0) and up to 1.02 "
+        "with one. Next: decode's loop so.",
     ),
     Goal(
         "host, eager: a layer",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.goals import GOALS, OLDER, Goal, Profiled, Results
+from benchmarks.goals import GOALS, OLDER, Check, Goal, Profiled, Results
 from benchmarks.make_tables import divider, machine_line
 
 PAGE = Path(__file__).parent.parent / "docs" / "performance_goals.md"
@@ -24,8 +24,8 @@ those beside every peer of a harness.
 
 A row is met where each of its lines is. **x floor** is by a streaming read of the same bytes, **x limit** by the bytes
 at copy bandwidth or the products at the rate of a large product, **x FA3** and the like by the peer's time in the same
-run. A mean is geometric; of all others the worst case counts. Times are of the commit beside them, and rows of
-different commits are of different runs.
+run; a peer whose name ends in `-contig` reads K and V that lie in no pages. A mean is geometric; of all others the
+worst case counts. Times are of the commit beside them, and rows of different commits are of different runs.
 """
 
 PROFILE_WORDS = """Counters of the launches below were read by Nsight Compute: each kernel alone, with a cold L2, so
@@ -106,6 +106,7 @@ def _miss(goal: Goal, results: Results) -> str:
             cases = "; ".join(f"{case}: {value:.2f}" for case, value in above[:MOST_CASES])
             more = f"; and {len(above) - MOST_CASES} more" if len(above) > MOST_CASES else ""
             lines.append(_wrapped(f"Above {check.most:g} {check.what}: {cases}{more}.") + "\n")
+            lines += peers_in_words(check, [case for case, _ in above], results)
     lines.append(_wrapped(f"Next idea: {goal.next_idea}") + "\n")
     rows = [line for each in goal.profiled for line in _profile(each, results)]
     if rows:
@@ -115,6 +116,13 @@ def _miss(goal: Goal, results: Results) -> str:
         )
         lines += [head, divider(head), *rows, ""]
     return "\n".join(lines)
+
+
+def peers_in_words(check: Check, cases: Sequence[str], results: Results) -> list[str]:
+    """What the fastest peer of the same run reached, of cases above the goal."""
+    peers = check.peers(results)
+    said = "; ".join(f"{case}: {peers[case].name} {peers[case].value:.2f}" for case in cases if case in peers)
+    return [_wrapped(f"The fastest peer of the same run, {check.what}: {said}.") + "\n"] if said else []
 
 
 def _profile(each: Profiled, results: Results) -> Iterator[str]:

@@ -9,8 +9,22 @@ from typing import Any
 
 import pytest
 
-from benchmarks.goals import GOALS, OLDER, Check, Goal, Older, Results, beside, by_peer, decode_by_floor, eager_layer
-from benchmarks.goals_page import PAGE, page
+from benchmarks.goals import (
+    GOALS,
+    OLDER,
+    Check,
+    Goal,
+    Older,
+    Peer,
+    Results,
+    beside,
+    by_peer,
+    decode_by_floor,
+    eager_layer,
+    of_no_peer,
+    peers_by_floor,
+)
+from benchmarks.goals_page import PAGE, page, peers_in_words
 from benchmarks.make_tables import attention, round_time
 from benchmarks.profile_misses import kernels_of, stalls_of
 from benchmarks.summarize_attention import Pass, peers_of, row, summary
@@ -132,6 +146,19 @@ def test_decode_counts_by_the_bytes_that_it_reads() -> None:
     rows = [{"case": f"dec/{at}", "bytes": at * 1e8, "times_floor": at} for at in range(4)]
     found = decode_by_floor(1e8, 2e8)(Given(attention={"rows": [*rows, {"case": "ext/1", "bytes": 1e8}]}))
     assert found == {"dec/1": 1, "dec/2": 2}
+
+
+def test_a_missed_case_says_what_the_fastest_peer_of_the_same_run_reached() -> None:
+    rows = [
+        {"case": case, "bytes": 1.0, "times_floor": times, "floor_us": 10.0, "peers": {"slow": 30.0, "fast": 12.0}}
+        for case, times in (("dec/a", 1.5), ("dec/b", 1.1), ("ext/c", 9.0))
+    ]
+    check = Check("x floor", 1.2, 2, decode_by_floor(0, 1), peers=peers_by_floor(0, 1))
+    given = Given(attention={"rows": rows})
+    assert set(check.peers(given).values()) == {Peer("fast", 1.2)}
+    (said,) = peers_in_words(check, list(check.missed(given)), given)
+    assert said == "The fastest peer of the same run, x floor: dec/a: fast 1.20.\n"
+    assert not peers_in_words(replace(check, peers=of_no_peer), ["dec/a"], given)
 
 
 def record(name: str, us: float, error: float = 1e-3) -> str:

@@ -354,6 +354,8 @@ class Sharing(NamedTuple):
     most_keys:    and none larger: there is room for the parts of so many keys
     segment_len:  of deterministic attention, keys of a segment: programs take whole ones; else 0
     alike_keys:   of the tiles: what it costs, in keys, to cut all rows alike; 0: they are not cut so
+    shares_first: of deterministic attention: whether whole rows begin when all shares have ended, in a launch of their
+                  own, and not as programs end
     """
 
     programs: int = 0
@@ -368,6 +370,7 @@ class Sharing(NamedTuple):
     most_keys: int = 1 << 30  # more than any program has
     segment_len: int = 0
     alike_keys: int = 0
+    shares_first: bool = False
 
 
 WHOLE_ROWS = Sharing()
@@ -394,6 +397,7 @@ class ExtendCut:
         # Rows of the padded tail have no keys. At no cost no program would take them to write their zeros, and a
         # program that draws one would take it for the end.
         assert not sharing.programs or sharing.row_keys > 0, "a row without keys costs something, too"
+        assert sharing.segment_len or not sharing.shares_first, "other attention counts with it in any case"
         assert not (sharing.segment_len and sharing.alike_keys), "segments of a row are looked for by equal shares"
 
     @classmethod
@@ -422,6 +426,24 @@ class ExtendCut:
             split_keys=tiles.split_keys,
             least_keys=tiles.row_keys,
             alike_keys=tiles.alike_keys,
+        )
+        return replace(self, sharing=sharing)
+
+    def by_segments(self, segment_len: int, *, most_segments: int, split_keys: int, shares_first: bool) -> ExtendCut:
+        """This cut of deterministic attention: programs that share rows take whole segments, and keep each as a part.
+
+        most_segments:            of the largest share, for which there is room
+        split_keys, shares_first: of Sharing
+        """
+        if not self.sharing.programs:
+            return self
+        sharing = self.sharing._replace(
+            split_keys=split_keys,
+            gain=4,
+            least_keys=segment_len,
+            most_keys=most_segments * segment_len,
+            segment_len=segment_len,
+            shares_first=shares_first,
         )
         return replace(self, sharing=sharing)
 

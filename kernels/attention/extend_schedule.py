@@ -31,7 +31,8 @@ as many, and a row takes half as long again: it runs at half the speed until its
 
 Deterministic attention shares rows by whole segments (segment_len) and keeps each as a part, so that a share takes as
 long as its segments, rounded up, and costs gain / 16 of its keys more. No share is smaller than a segment: of few rows
-some programs have none, and these take the longest of the whole rows (hopper/rows.py).
+some programs have none, and these take the longest of the whole rows (hopper/rows.py); or whole rows are a launch of
+their own, after that of the shares (shares_first).
 
 The schedule is int32, flat, BLOCK_WORDS a block, then SHARE_WORDS a program. num_tokens // query_tokens + num_seqs + 1
 blocks are enough for any split of num_tokens, the padded tail included. Costs are in keys, 64 bits.
@@ -240,12 +241,13 @@ def _cost_before(schedule, block, is_block):
 
 
 class ShareGeometry(NamedTuple):
-    """What shares are compiled for: ROWS of a block; SEGMENT_LEN, ALIKE_KEYS and ROW_KEYS of cuts.Sharing; BLOCKS,
-    CUTS, ROUNDS that are looked at in one step.
+    """What shares are compiled for: ROWS of a block; SEGMENT_LEN, SHARES_FIRST, ALIKE_KEYS and ROW_KEYS of
+    cuts.Sharing; BLOCKS, CUTS, ROUNDS that are looked at in one step.
     """
 
     ROWS: int
     SEGMENT_LEN: int
+    SHARES_FIRST: bool
     ALIKE_KEYS: int
     ROW_KEYS: int
     BLOCKS: int
@@ -320,11 +322,14 @@ def _share_kernel(
     if G.SEGMENT_LEN > 0:
         of_program = tl.maximum(tl.cdiv(shared, num_programs), least_keys)
         taken = tl.cdiv(of_program, G.SEGMENT_LEN) * G.SEGMENT_LEN
-        without = num_programs - tl.cdiv(shared, of_program)
-        later = _longest_rounds(schedule, cut, num_blocks, without.to(tl.int32), num_programs, G)
+        if G.SHARES_FIRST:
+            sharing = taken + tl.maximum(longest, (total - shared) // num_programs)
+        else:
+            without = num_programs - tl.cdiv(shared, of_program)
+            later = _longest_rounds(schedule, cut, num_blocks, without.to(tl.int32), num_programs, G)
+            sharing = tl.maximum(tl.maximum(longest, taken + later), total // num_programs)
         price = split_keys + shared // num_programs * gain // 16
-        sharing = tl.maximum(tl.maximum(longest, taken + later), total // num_programs) + price
-        estimate = tl.where(cut > 0, sharing, longest)
+        estimate = tl.where(cut > 0, sharing + price, longest)
     else:
         estimate = shared // num_programs
         estimate += tl.where(cut > 0, split_keys + total // num_programs * gain // 16, 0)
@@ -410,6 +415,7 @@ def launch_extend_schedule(queries: Queries, schedule: Tensor, cut: ExtendCut) -
         G=ShareGeometry(
             sharing.rows,
             sharing.segment_len,
+            sharing.shares_first,
             sharing.alike_keys,
             sharing.row_keys,
             _BLOCKS_AT_ONCE,

@@ -33,6 +33,7 @@ class BlockGeometry(NamedTuple):
     EDGE_STAGES: the same where keys are masked
     EARLY:       whether launches may begin while the one before still runs
     STRIDE_UNIT: elements that strides of q, pages and out are counted in
+    SLOTS:       of deterministic attention, parts of rows that a program which shares has room for
     """
 
     keys: Any
@@ -49,6 +50,7 @@ class BlockGeometry(NamedTuple):
     EDGE_STAGES: int
     EARLY: bool = False
     STRIDE_UNIT: int = 1
+    SLOTS: int = 0
 
 
 @triton.jit

@@ -1,10 +1,15 @@
 """Deterministic extend: paged attention of sequences with several new tokens, bitwise what decode would give for each.
 
 A program walks its query block over all segments that the block sees and merges them from left to right (segments.py).
-So it holds two accumulators: of the segment, and of what lies left of it.
+So it holds two accumulators: of the segment, and of what lies left of it. The longest rows may be shared out by whole
+segments (extend_schedule.py): programs take the shares by a launch of their own, and segment_parts.py merges what they
+keep.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -14,12 +19,20 @@ from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import KeyValues, Line, Logits, Pages, Rows, Softmax, Span
 from rocm_attn.kernels.attention.coded import Factors, coded_scales, row_factor
 from rocm_attn.kernels.attention.cuts import ExtendCut
+from rocm_attn.kernels.attention.extend import Operands
 from rocm_attn.kernels.attention.extend_schedule import (
     BLOCK_FIRST_TOKEN,
+    BLOCK_KEYS,
     BLOCK_KV_INDEX,
     BLOCK_SEQ,
     BLOCK_TOKENS,
     BLOCK_WORDS,
+    SHARE_BLOCK,
+    SHARE_CUT,
+    SHARE_DONE,
+    SHARE_ROW,
+    SHARE_WORDS,
+    SHARE_WORK,
 )
 from rocm_attn.kernels.attention.key_loop import Query, Seen, key_geometry, nothing_seen
 from rocm_attn.kernels.attention.mask_bits import TWO_WORDS
@@ -29,11 +42,12 @@ from rocm_attn.kernels.attention.query_block import (
     MaskOfStep,
     bits_of_block,
     load_queries,
-    place_of_program,
     rows_of_block,
+    store_columns,
     store_results,
 )
 from rocm_attn.kernels.attention.scores import Scores
+from rocm_attn.kernels.attention.segment_parts import launch_merge_of_segments
 from rocm_attn.kernels.attention.segments import (
     UNFUSED,
     attend_segment,
@@ -44,10 +58,143 @@ from rocm_attn.kernels.attention.segments import (
 )
 from rocm_attn.kernels.attention.softmax import LOG2_E
 from rocm_attn.kernels.launch import launch
-from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
+from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles, parts_words
 
 
-@triton.jit(do_not_specialize=["width", "window_left"])
+@triton.jit
+def _rows_again(x, query_block, row, G: tl.constexpr):
+    """Token, query head and whether there is one, of a row's lines: read again, not kept, as accumulators leave no
+    register for them.
+    """
+    words = x.schedule + query_block * BLOCK_WORDS
+    first_token = tl.load(words + BLOCK_FIRST_TOKEN, volatile=True)
+    num_tokens = tl.load(words + BLOCK_TOKENS, volatile=True)
+    return rows_of_block(first_token, num_tokens, row // G.HEAD_BLOCKS, row % G.HEAD_BLOCKS, G)
+
+
+@triton.jit
+def segments_of_share(words, seen, done, take, G: tl.constexpr):
+    """Which segments of a row, [first, end), end in a share that has [done, done + take) of its cost; whether the row
+    ends there too.
+    """
+    num_keys = tl.load(words + BLOCK_KEYS)
+    ends = done + take == num_keys + G.ROW_KEYS
+    row_key = seen.keys.end - num_keys
+    first_key = row_key + tl.maximum(done - G.ROW_KEYS, 0)
+    end_key = row_key + tl.maximum(done + take - G.ROW_KEYS, 0)
+    first = tl.maximum(first_key, seen.keys.first) // G.SEGMENT_LEN
+    end = tl.where(ends, tl.cdiv(seen.keys.end, G.SEGMENT_LEN), end_key // G.SEGMENT_LEN)
+    return first, end, ends
+
+
+@triton.jit
+def _store_part(softmax, to, slot, is_row, G: tl.constexpr):
+    """What the program has of a row that it shares, to one of its slots."""
+    K: tl.constexpr = G.keys
+    acc, maximum, total = softmax
+    place = tl.arange(0, G.QUERY_ROWS)
+    line = ((tl.program_id(0) * G.SLOTS + slot) * G.QUERY_ROWS + place).to(tl.int64)
+    store_columns(to.partials + (line * K.V_HEAD_DIM)[:, None], acc, place, is_row, K)
+    sums = to.partials + to.num_programs.to(tl.int64) * (G.SLOTS * G.QUERY_ROWS * K.V_HEAD_DIM)
+    tl.store(sums + line * 2, maximum)
+    tl.store(sums + line * 2 + 1, total)
+
+
+class Results(NamedTuple):
+    """Where results go: rows of out and LSE, sinks or None; left (segments.left_of_program) or None; of shares the
+    workspace, and how many programs share.
+    """
+
+    out: Rows
+    lse: Rows
+    sinks: Any
+    left: Any
+    partials: Any
+    num_programs: Any
+
+
+@triton.jit
+def _attend_row(x, to, query_block, row, done, take, G: tl.constexpr):
+    """What all keys of a row give; if G.SHARES, what those give that are at [done, done + take) of its cost.
+
+    row: KV head and block of its query heads
+    """
+    K: tl.constexpr = G.keys
+    C: tl.constexpr = K.coding
+    words = x.schedule + query_block * BLOCK_WORDS
+    seq = tl.load(words + BLOCK_SEQ)
+    first_token = tl.load(words + BLOCK_FIRST_TOKEN)
+    num_tokens = tl.load(words + BLOCK_TOKENS)
+    first_kv_index = tl.load(words + BLOCK_KV_INDEX)
+    kv_head = (row // G.HEAD_BLOCKS).to(tl.int64)
+    # token, head, is_row, row_kv_index, slope: [QUERY_ROWS]
+    token, head, is_row = rows_of_block(first_token, num_tokens, row // G.HEAD_BLOCKS, row % G.HEAD_BLOCKS, G)
+    queries = load_queries(x.q, token, head, is_row, K)
+    k_side = Pages(x.k.at + kv_head * x.k.head, x.k.page, x.k.token, x.k.head)
+    v_side = Pages(x.v.at + kv_head * x.v.head, x.v.page, x.v.token, x.v.head)
+    pages = x.line.at + tl.load(x.row_of_seq + seq, mask=seq >= 0, other=0).to(tl.int64) * x.table_row
+    row_kv_index = first_kv_index + tl.arange(0, G.QUERY_ROWS) // G.BLOCK_HEADS
+    slope = None
+    if x.logits.slope is not None:
+        slope = tl.load(x.logits.slope + head, mask=is_row, other=0.0) * LOG2_E
+    # Keys [first_key, end_key) are seen by some row, those before edge_block by all. The padded tail belongs to no
+    # sequence and sees no key.
+    first_key = 0
+    if K.CAUSAL:
+        end_key = tl.where(seq >= 0, first_kv_index + num_tokens, 0)
+        edge_block = (first_kv_index + 1) // K.KEY_BLOCK
+    else:
+        end_key = tl.load(x.kv_len + seq, mask=seq >= 0, other=0)
+        edge_block = end_key // K.KEY_BLOCK
+    if K.WINDOWED:
+        first_key = tl.maximum(first_kv_index - x.window_left, 0)
+    k_factor = row_factor(x.factors.k, kv_head, C)
+    k_scaled, tanh_scaled = coded_scales(x.logits.qk_scale, x.logits.tanh_scale, k_factor, K.CAPPED, C)
+    query = Query(queries, row_kv_index, Logits(k_scaled, tanh_scaled, slope))
+    kv = KeyValues(k_side, v_side, Line(pages, x.line.width), Factors(x.factors.k, x.factors.v, kv_head))
+    bits = None
+    if x.mask is not None:
+        first_masked, bits = bits_of_block(x.mask, seq, first_token, is_row, end_key, G)
+        edge_block = first_masked // K.KEY_BLOCK
+        if K.WINDOWED:
+            first_key = first_masked
+    seen = Seen(Span(first_key, end_key), x.window_left, bits)
+    acc, maximum, total = nothing_seen(G.QUERY_ROWS, K)
+    if G.SHARES:
+        # Merged from left to right, and the results where that is all of the row; of a row begun by an earlier program
+        # each segment for itself, as a part (segment_parts.py).
+        first, end, ends = segments_of_share(words, seen, done, take, G)
+        for segment in range(first, end):
+            part = attend_segment(segment, query, kv, seen, edge_block, G)
+            if done == 0:
+                acc, maximum, total = merge_segment(Softmax(acc, maximum, total), part)
+            else:
+                _, _, is_row = _rows_again(x, query_block, row, G)
+                _store_part(part, to, 1 + segment - first, is_row, G)
+        if done == 0:
+            token, head, is_row = _rows_again(x, query_block, row, G)
+            if ends:
+                store_results(Softmax(acc, maximum, total), token, head, is_row, to.sinks, to.out, to.lse, K)
+            else:
+                _store_part(Softmax(acc, maximum, total), to, 0, is_row, G)
+    else:
+        first_segment = first_key // G.SEGMENT_LEN
+        end_segment = tl.cdiv(end_key, G.SEGMENT_LEN)
+        if to.left is None:
+            for segment in range(first_segment, end_segment):
+                part = attend_segment(segment, query, kv, seen, edge_block, G)
+                acc, maximum, total = merge_segment(Softmax(acc, maximum, total), part)
+        else:
+            rows_left = left_of_program(to.left, G)
+            for segment in range(first_segment, end_segment):
+                part = attend_segment(segment, query, kv, seen, edge_block, G)
+                maximum, total = merge_in_memory(rows_left, maximum, total, part, segment - first_segment, K)
+            acc = load_left(rows_left, end_segment - first_segment, K)
+        token, head, is_row = _rows_again(x, query_block, row, G)
+        store_results(Softmax(acc, maximum, total), token, head, is_row, to.sinks, to.out, to.lse, K)
+
+
+@triton.jit(do_not_specialize=["num_programs", "max_blocks", "width", "window_left"])
 def _segment_extend_kernel(
     q,
     k_pages,
@@ -59,6 +206,7 @@ def _segment_extend_kernel(
     out,
     lse,
     left,
+    partials,
     sinks,
     slopes,
     k_scale,
@@ -71,6 +219,8 @@ def _segment_extend_kernel(
     qk_scale,
     tanh_scale,
     window_left,
+    num_programs,
+    max_blocks,
     width,
     q_token,
     q_head,
@@ -87,69 +237,51 @@ def _segment_extend_kernel(
     lse_head,
     G: tl.constexpr,
 ):
-    K: tl.constexpr = G.keys
-    C: tl.constexpr = K.coding
-    QUERY_ROWS: tl.constexpr = G.QUERY_ROWS
-    query_block, kv_head, head_block = place_of_program(G)
-    words = schedule + query_block * BLOCK_WORDS
-    seq = tl.load(words + BLOCK_SEQ)
-    first_token = tl.load(words + BLOCK_FIRST_TOKEN)
-    num_tokens = tl.load(words + BLOCK_TOKENS)
-    first_kv_index = tl.load(words + BLOCK_KV_INDEX)
-    if num_tokens > 0:
-        # token, head, is_row, row_kv_index, slope: [QUERY_ROWS]
-        token, head, is_row = rows_of_block(first_token, num_tokens, kv_head, head_block, G)
-        queries = load_queries(Rows(q, q_token, q_head), token, head, is_row, K)
-        k_side = Pages(k_pages + kv_head.to(tl.int64) * kp_head, kp_page, kp_token, kp_head)
-        v_side = Pages(v_pages + kv_head.to(tl.int64) * vp_head, vp_page, vp_token, vp_head)
-        pages = table + tl.load(row_of_seq + seq, mask=seq >= 0, other=0).to(tl.int64) * table_row
-        row_kv_index = first_kv_index + tl.arange(0, QUERY_ROWS) // G.BLOCK_HEADS
-        slope = None
-        if slopes is not None:
-            slope = tl.load(slopes + head, mask=is_row, other=0.0) * LOG2_E
-        # Keys [first_key, end_key) are seen by some row, those before edge_block by all. The padded tail belongs to no
-        # sequence and sees no key.
-        first_key = 0
-        if K.CAUSAL:
-            end_key = tl.where(seq >= 0, first_kv_index + num_tokens, 0)
-            edge_block = (first_kv_index + 1) // K.KEY_BLOCK
-        else:
-            end_key = tl.load(kv_len + seq, mask=seq >= 0, other=0)
-            edge_block = end_key // K.KEY_BLOCK
-        if K.WINDOWED:
-            first_key = tl.maximum(first_kv_index - window_left, 0)
-        factors = Factors(k_scale, v_scale, kv_head.to(tl.int64))
-        k_factor = row_factor(k_scale, factors.head, C)
-        k_scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, k_factor, K.CAPPED, C)
-        query = Query(queries, row_kv_index, Logits(k_scaled, tanh_scaled, slope))
-        kv = KeyValues(k_side, v_side, Line(pages, width), factors)
-        bits = None
-        if mask_words is not None:
-            mask = MaskOfStep(mask_words, mask_indptr, mask_start, window_start, q_indptr)
-            first_masked, bits = bits_of_block(mask, seq, first_token, is_row, end_key, G)
-            edge_block = first_masked // K.KEY_BLOCK
-            if K.WINDOWED:
-                first_key = first_masked
-        seen = Seen(Span(first_key, end_key), window_left, bits)
-        first_segment = first_key // G.SEGMENT_LEN
-        end_segment = tl.cdiv(end_key, G.SEGMENT_LEN)
-        acc, maximum, total = nothing_seen(QUERY_ROWS, K)
-        if left is None:
-            for segment in range(first_segment, end_segment):
-                part = attend_segment(segment, query, kv, seen, edge_block, G)
-                acc, maximum, total = merge_segment(Softmax(acc, maximum, total), part)
-        else:
-            rows_left = left_of_program(left, G)
-            for segment in range(first_segment, end_segment):
-                part = attend_segment(segment, query, kv, seen, edge_block, G)
-                maximum, total = merge_in_memory(rows_left, maximum, total, part, segment - first_segment, K)
-            acc = load_left(rows_left, end_segment - first_segment, K)
-        # Read again, not kept: both accumulators leave no register to keep it in.
-        first_token = tl.load(words + BLOCK_FIRST_TOKEN, volatile=True)
-        num_tokens = tl.load(words + BLOCK_TOKENS, volatile=True)
-        token, head, is_row = rows_of_block(first_token, num_tokens, kv_head, head_block, G)
-        out_rows, lse_rows = Rows(out, out_token, out_head), Rows(lse, lse_token, lse_head)
-        store_results(Softmax(acc, maximum, total), token, head, is_row, sinks, out_rows, lse_rows, K)
+    mask = None
+    if mask_words is not None:
+        mask = MaskOfStep(mask_words, mask_indptr, mask_start, window_start, q_indptr)
+    x = Operands(
+        schedule,
+        Rows(q, q_token, q_head),
+        Pages(k_pages, kp_page, kp_token, kp_head),
+        Pages(v_pages, vp_page, vp_token, vp_head),
+        Line(table, width),
+        table_row,
+        row_of_seq,
+        kv_len,
+        Factors(k_scale, v_scale, 0),
+        mask,
+        Logits(qk_scale, tanh_scale, slopes),
+        window_left,
+    )
+    out_rows, lse_rows = Rows(out, out_token, out_head), Rows(lse, lse_token, lse_head)
+    to = Results(out_rows, lse_rows, sinks, left, partials, num_programs)
+    ROWS: tl.constexpr = G.KV_HEADS * G.HEAD_BLOCKS
+    program = tl.program_id(0)
+    shares = schedule + max_blocks * BLOCK_WORDS
+    if G.SHARES:
+        share = shares + program * SHARE_WORDS
+        query_block = tl.load(share + SHARE_BLOCK)
+        row = tl.load(share + SHARE_ROW)
+        done = tl.load(share + SHARE_DONE)
+        work = tl.load(share + SHARE_WORK)
+        while work > 0:
+            row_cost = tl.load(schedule + query_block * BLOCK_WORDS + BLOCK_KEYS) + G.ROW_KEYS
+            take = tl.minimum(work, row_cost - done)
+            _attend_row(x, to, query_block, row, done, take, G)
+            work -= take
+            done = 0
+            row += 1
+            query_block = tl.where(row == ROWS, query_block + 1, query_block)
+            row = tl.where(row == ROWS, 0, row)
+    else:
+        query_block = program // ROWS
+        row = program % ROWS
+        is_whole = tl.load(schedule + query_block * BLOCK_WORDS + BLOCK_TOKENS) > 0
+        if G.ROW_KEYS > 0:
+            is_whole = is_whole & (query_block >= tl.load(shares + SHARE_CUT))
+        if is_whole:
+            _attend_row(x, to, query_block, row, 0, 0, G)
 
 
 def launch_segment_extend(
@@ -157,20 +289,48 @@ def launch_segment_extend(
 ) -> None:
     """launch_paged_extend, bitwise the same for a token in any batch and chunk, and as launch_segment_decode gives it.
 
-    args: with cut's schedule, and a workspace of tiles.left_words(...) or longer
-    cut:  of tiles.extend
+    args: with cut's schedule, and a workspace of tiles.extend_words(...) or longer
+    cut:  of tiles.extend. Where rows are shared out, by whole segments, and blocks of query heads are equal
     mask: which keys each token sees, in place of scores.causal. A token that sees none receives 0 and LSE -inf
 
     Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
     """
     args.check("deterministic extend")
-    queries, pages, table = args.queries, args.pages, args.table
     geometry = _geometry(args, scores, cut, tiles, mask)
-    max_blocks = cut.max_blocks(queries.num_tokens, queries.num_seqs)
-    num_programs = max_blocks * geometry.KV_HEADS * geometry.HEAD_BLOCKS
+    programs = cut.sharing.programs
+    if programs:
+        # What the compiler is asked for beside the warps is for whole rows.
+        sharing = geometry._replace(SHARES=True, WHOLE_ROWS=False)
+        _launch_rows(args, scores, cut, mask, programs, None, sharing, tiles, {})
+        launch_merge_of_segments(
+            args,
+            cut,
+            window_left=scores.window_left,
+            extend=tiles.extend,
+            segment_len=tiles.segment_len,
+            slots=geometry.SLOTS,
+        )
+    rows = cut.max_blocks(args.queries.num_tokens, args.queries.num_seqs) * geometry.KV_HEADS * geometry.HEAD_BLOCKS
+    left = _left(args, geometry, rows) if tiles.left_in_memory else None
+    _launch_rows(args, scores, cut, mask, rows, left, geometry, tiles, tiles.extend.options())
+
+
+def _launch_rows(
+    args: AttendArgs,
+    scores: Scores,
+    cut: ExtendCut,
+    mask: PackedMask | None,
+    grid: int,
+    left: Tensor | None,
+    geometry: BlockGeometry,
+    tiles: SegmentTiles,
+    options: Mapping[str, int],
+) -> None:
+    """The shares or the whole rows, as the geometry says."""
+    queries, pages, table = args.queries, args.pages, args.table
     launch(
         _segment_extend_kernel,
-        (num_programs,),
+        (grid,),
         args.q,
         pages.raw_k,
         pages.raw_v,
@@ -180,7 +340,8 @@ def launch_segment_extend(
         args.schedule,
         args.out,
         args.lse,
-        _left(args, geometry, num_programs) if tiles.left_in_memory else None,
+        left,
+        args.workspace if geometry.SHARES else None,
         args.sinks,
         args.slopes,
         pages.k_scale,
@@ -193,12 +354,14 @@ def launch_segment_extend(
         scores.base_2_scale,
         scores.tanh_scale,
         scores.window_left,
+        cut.sharing.programs,
+        cut.max_blocks(queries.num_tokens, queries.num_seqs),
         table.shape[1],
         *args.read_strides,
         *args.written_strides,
         G=geometry,
         num_warps=tiles.extend.num_warps,
-        **tiles.extend.options(),
+        **options,
         **tiles.options(),
         **UNFUSED,
     )
@@ -215,20 +378,35 @@ def _geometry(
     if mask is not None:
         mask.check(args.queries.num_seqs, args.queries.num_tokens, windowed=scores.windowed)
         assert extend.key_block <= TWO_WORDS
-    block_heads = extend.heads_per_block(gqa_ratio)
+    block_heads, head_blocks = extend.heads_per_block(gqa_ratio), extend.head_blocks(gqa_ratio)
+    causal, sharing = scores.causal and mask is None, cut.sharing
+    if sharing.programs:
+        of_layer = (num_kv_heads * head_blocks, causal, scores.window_left)
+        assert (sharing.rows, sharing.causal, sharing.window_left) == of_layer, (
+            "the schedule was cut for another launch"
+        )
+        assert sharing.segment_len == tiles.segment_len, "the schedule was cut for other segments"
+        assert not tiles.left_in_memory, "programs that share merge in registers"
+        assert mask is None, "a window that is counted from a draft's depth begins before what a row costs"
+        assert head_blocks * block_heads == gqa_ratio, "the merge finds heads by the place of a block"
+        assert sharing.most_keys <= tiles.shared_segments * tiles.segment_len, "there is no room for so many segments"
+        args.check_workspace(
+            parts_words(sharing.programs * extend.query_rows, slots=tiles.segment_slots, v_head_dim=args.out.shape[2])
+        )
     return BlockGeometry(
-        keys=key_geometry(args, scores, tiles=extend, causal=scores.causal and mask is None, exact=True),
+        keys=key_geometry(args, scores, tiles=extend, causal=causal, exact=True),
         KV_HEADS=num_kv_heads,
         GQA_RATIO=gqa_ratio,
         BLOCK_HEADS=block_heads,
-        HEAD_BLOCKS=-(-gqa_ratio // block_heads),
+        HEAD_BLOCKS=head_blocks,
         QUERY_ROWS=extend.query_rows,
-        ROW_KEYS=0,
+        ROW_KEYS=sharing.row_keys if sharing.programs else 0,
         SHARES=False,
         WHOLE_ROWS=True,
         SEGMENT_LEN=tiles.segment_len,
         STAGES=extend.num_stages,
         EDGE_STAGES=extend.diagonal_stages,
+        SLOTS=tiles.segment_slots,
     )
 
 

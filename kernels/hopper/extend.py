@@ -44,6 +44,7 @@ from rocm_attn.kernels.attention.extend_schedule import (
 from rocm_attn.kernels.attention.merge import early_options
 from rocm_attn.kernels.attention.query_block import BlockGeometry
 from rocm_attn.kernels.attention.scores import Scores
+from rocm_attn.kernels.attention.segment_parts import launch_merge_of_segments
 from rocm_attn.kernels.attention.segments import UNFUSED
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES
 from rocm_attn.kernels.hopper.codes import Factors, decode, new_codes, produce_codes, row_factor
@@ -79,7 +80,6 @@ from rocm_attn.kernels.hopper.rows import (
     steps_of,
     work_of_program,
 )
-from rocm_attn.kernels.hopper.segment_parts import launch_merge_of_segments
 from rocm_attn.kernels.hopper.segment_steps import attend_segment_steps
 from rocm_attn.kernels.hopper.segments import left_of_group, merge_segment, new_left, nothing_left
 from rocm_attn.kernels.hopper.warp_groups import leave
@@ -383,7 +383,14 @@ def launch_hopper_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut, ti
             **(UNFUSED if tiles.segment_len else {}),
         )
         if tiles.segment_len:
-            launch_merge_of_segments(args, cut, window_left=scores.window_left, tiles=tiles)
+            launch_merge_of_segments(
+                args,
+                cut,
+                window_left=scores.window_left,
+                extend=tiles.extend,
+                segment_len=tiles.segment_len,
+                slots=tiles.segment_slots,
+            )
         else:
             launch_extend_merge(args, cut, _merged_geometry(geometry), tiles.extend.merge_stages, draws=draws)
     except BaseException:

@@ -192,8 +192,10 @@ def _estimate(costs: Sequence[int], cut: int, sharing: Sharing) -> int:
         return longest
     share = max(-(-shared // programs), sharing.least_keys)
     taken = -(-share // sharing.segment_len) * sharing.segment_len
-    later = _longest_rounds(whole, programs, programs - -(-shared // share))
     price = sharing.split_keys + shared // programs * sharing.gain // 16
+    if sharing.shares_first:
+        return taken + max((total - shared) // programs, longest) + price
+    later = _longest_rounds(whole, programs, programs - -(-shared // share))
     return max(longest, taken + later, total // programs) + price
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rocm_attn.kernels.tuning.segment_tiles import segment_tiles
+from rocm_attn.kernels.tuning.segment_tiles import parts_words, segment_tiles, slots_of
 from rocm_attn.kernels.tuning.tiles import ExtendTiles
 
 
@@ -85,10 +85,8 @@ class HopperTiles:
 
     @property
     def segment_slots(self) -> int:
-        """Of deterministic attention, parts of rows that a program has room for: one of a row that goes on, and
-        segments of a row begun earlier, of which a share may have the end of one more.
-        """
-        return self.most_segments + 2 if self.segment_len else 0
+        """Of deterministic attention, parts of rows that a program has room for."""
+        return slots_of(self.most_segments)
 
     def segment_words(self, *, programs: int, head_dim: int) -> int:
         """float32 words of deterministic attention's workspace: parts of rows with their sums, and what lies left of a
@@ -96,7 +94,7 @@ class HopperTiles:
         """
         lines = programs * self.extend.query_rows
         left = lines * padded_dim(head_dim) if self.left_in_workspace else 0
-        return lines * self.segment_slots * (head_dim + 2) + left
+        return parts_words(lines, slots=self.segment_slots, v_head_dim=head_dim) + left
 
 
 # Keys of the smallest box that TMA loads; of codes it is 8. llama8b 1 x 2048 + 6144, pages of 8: by TMA 421 us,

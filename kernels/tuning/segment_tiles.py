@@ -14,6 +14,18 @@ import torch
 from rocm_attn.kernels.tuning.tiles import Codes, DecodeTiles, ExtendTiles, NoTiles, names_of, no_row
 
 
+def slots_of(most_segments: int) -> int:
+    """Parts of rows that a program has room for, if its share has so many segments at most: one of a row that goes on,
+    and segments of a row begun earlier, of which a share may have the end of one more.
+    """
+    return most_segments + 2 if most_segments else 0
+
+
+def parts_words(lines: int, *, slots: int, v_head_dim: int) -> int:
+    """float32 words of as many parts of so many lines: accumulators, maximum and sum."""
+    return lines * slots * (v_head_dim + 2)
+
+
 @dataclass(frozen=True, slots=True)
 class SegmentTiles:
     """How KV is cut into segments, and how programs walk them.
@@ -28,6 +40,8 @@ class SegmentTiles:
     early:            whether launches of decode may begin while the one before still runs (tiles.py)
     short:            how extend cuts the new tokens of steps whose sequences have few, if not as others. Rows meet the
                       same matrix instructions, so no bit tells which tiles served
+    shared_segments:  of extend, segments of the largest share of a program, which has room for them in the workspace;
+                      0: every row is one program's
     left_in_memory:   whether extend keeps the accumulators of what lies left of a segment in its workspace: with those
                       of the segment they have no room in registers
     """
@@ -42,10 +56,12 @@ class SegmentTiles:
     matrix_dim: int = 0
     early: bool = False
     short: tuple[ExtendTiles, ...] = ()
+    shared_segments: int = 0
     left_in_memory: bool = False
 
     def __post_init__(self) -> None:
         assert self.segment_len % self.key_block == 0
+        assert (self.shared_segments > 0) == (self.extend.programs_per_cu > 0)
         assert all(tiles.key_block == self.key_block for tiles in (*self.short, self.extend))
 
     def decode(self, gqa_ratio: int) -> DecodeTiles:
@@ -62,7 +78,8 @@ class SegmentTiles:
 
     def of_short_steps(self, gqa_ratio: int) -> tuple[SegmentTiles, ...]:
         """For steps whose sequences have few new tokens, the fewest first."""
-        return tuple(replace(self, extend=tiles, short=()) for tiles in self.short if gqa_ratio <= tiles.query_rows)
+        fit = (tiles for tiles in self.short if gqa_ratio <= tiles.query_rows)
+        return tuple(replace(self, extend=tiles, short=(), shared_segments=0) for tiles in fit)
 
     def of_masked_steps(self) -> SegmentTiles:
         """For masked steps on NVIDIA: half of extend's rows, as bits take registers, or as many as decode's.
@@ -73,7 +90,8 @@ class SegmentTiles:
         query_rows = max(self.decode_rows, self.extend.query_rows // 2)
         # Two groups of four warps work out the same scores, in the same order.
         num_warps = 8 if query_rows >= 64 else self.extend.num_warps
-        return replace(self, extend=replace(self.extend, query_rows=query_rows, num_warps=num_warps), short=())
+        extend = replace(self.extend, query_rows=query_rows, num_warps=num_warps, programs_per_cu=0)
+        return replace(self, extend=extend, short=(), shared_segments=0)
 
     def options(self) -> dict[str, int]:
         """Launch options that decode and extend have in common."""
@@ -87,6 +105,17 @@ class SegmentTiles:
         columns = extend.columns(v_head_dim)
         row_words = -(-v_head_dim // columns) * columns
         return blocks * num_kv_heads * extend.head_blocks(gqa_ratio) * extend.query_rows * row_words
+
+    @property
+    def segment_slots(self) -> int:
+        """Parts of rows that a program of extend has room for."""
+        return slots_of(self.shared_segments)
+
+    def extend_words(self, blocks: int, *, programs: int, num_kv_heads: int, gqa_ratio: int, v_head_dim: int) -> int:
+        """float32 words of extend's workspace, for so many query blocks and programs that share rows."""
+        if programs:
+            return parts_words(programs * self.extend.query_rows, slots=self.segment_slots, v_head_dim=v_head_dim)
+        return self.left_words(blocks, num_kv_heads=num_kv_heads, gqa_ratio=gqa_ratio, v_head_dim=v_head_dim)
 
     def most_segments(self, max_kv_len: int, window_left: int) -> int:
         """The most segments that a token of a sequence of up to max_kv_len tokens sees; window_left -1: no window."""
@@ -111,7 +140,17 @@ _OF_96 = ExtendTiles(64, 64, 4, 3, 2, dim_block=32)
 _OF_128, _SHORT_128 = ExtendTiles(128, 64, 8, 3, dim_block=64), (ExtendTiles(64, 64, 4, 3),)
 _OF_192 = ExtendTiles(64, 64, 4, 3, dim_block=64)
 _OF_256 = ExtendTiles(64, 64, 4, 2, dim_block=64)
-_INTERPRETED = SegmentTiles(64, 16, 32, 1, 1, 3, ExtendTiles(32, 16, 1, 1), short=(ExtendTiles(16, 16, 1, 1),))
+_INTERPRETED = SegmentTiles(
+    64,
+    16,
+    32,
+    1,
+    1,
+    3,
+    ExtendTiles(32, 16, 1, 1, programs_per_cu=1),
+    short=(ExtendTiles(16, 16, 1, 1),),
+    shared_segments=4,
+)
 # The first row that serves wins.
 SEGMENT_ROWS = (
     # With the factors of tokens the next row spills up to 200 bytes.
@@ -155,19 +194,87 @@ SEGMENT_ROWS = (
     SegmentRow("sm_", 4, 256, SegmentTiles(512, 32, 16, 8, 1, 1, ExtendTiles(16, 32, 8, 1))),
     # Decode: 124 VGPRs, 16 KiB of LDS. Extend: 192 to 244 VGPRs, 32 KiB: one workgroup of 8 waves, 2 a SIMD.
     # Codes, whose factors take scalar registers: with two blocks in flight up to 64 of them spill. Of larger heads no
-    # shape of these kernels keeps all of its registers.
-    SegmentRow("gfx942", 2, 128, SegmentTiles(1024, 32, 16, 4, 1, 3, ExtendTiles(64, 32, 8, 1), 16), _BY_ROW),
-    SegmentRow("gfx942", 2, 128, SegmentTiles(1024, 16, 16, 4, 1, 3, ExtendTiles(64, 16, 8, 1), 16), _BY_TOKEN),
-    SegmentRow("gfx942", 2, 128, SegmentTiles(1024, 32, 16, 4, 2, 3, ExtendTiles(128, 32, 8, 2), 16)),
-    SegmentRow("gfx942", 2, 256, SegmentTiles(1024, 32, 16, 4, 2, 2, ExtendTiles(64, 32, 8, 2), 16), _NO_CODES),
-    SegmentRow("gfx942", 2, 512, SegmentTiles(1024, 16, 16, 8, 2, 1, ExtendTiles(32, 16, 8, 1), 16), _NO_CODES),
-    SegmentRow("gfx942", 4, 256, SegmentTiles(512, 16, 16, 4, 1, 1, ExtendTiles(16, 16, 4, 1), 16)),
-    SegmentRow("gfx950", 2, 128, SegmentTiles(1024, 32, 16, 4, 1, 2, ExtendTiles(64, 32, 8, 1), 16), _BY_ROW),
-    SegmentRow("gfx950", 2, 128, SegmentTiles(1024, 16, 16, 4, 1, 2, ExtendTiles(64, 16, 8, 1), 16), _BY_TOKEN),
-    SegmentRow("gfx950", 2, 128, SegmentTiles(1024, 32, 16, 4, 2, 3, ExtendTiles(128, 32, 8, 2), 16)),
-    SegmentRow("gfx950", 2, 256, SegmentTiles(1024, 32, 16, 4, 2, 2, ExtendTiles(64, 32, 8, 2), 16), _NO_CODES),
-    SegmentRow("gfx950", 2, 512, SegmentTiles(1024, 16, 16, 8, 2, 1, ExtendTiles(32, 16, 8, 1), 16), _NO_CODES),
-    SegmentRow("gfx950", 4, 256, SegmentTiles(512, 16, 16, 4, 1, 1, ExtendTiles(16, 16, 4, 1), 16)),
+    # shape of these kernels keeps all of its registers. Programs that share heads of 512 would spill 22, by Triton 3.6.
+    SegmentRow(
+        "gfx942",
+        2,
+        128,
+        SegmentTiles(1024, 32, 16, 4, 1, 3, ExtendTiles(64, 32, 8, 1, programs_per_cu=1), 16, shared_segments=4),
+        _BY_ROW,
+    ),
+    SegmentRow(
+        "gfx942",
+        2,
+        128,
+        SegmentTiles(1024, 16, 16, 4, 1, 3, ExtendTiles(64, 16, 8, 1, programs_per_cu=1), 16, shared_segments=4),
+        _BY_TOKEN,
+    ),
+    SegmentRow(
+        "gfx942",
+        2,
+        128,
+        SegmentTiles(1024, 32, 16, 4, 2, 3, ExtendTiles(128, 32, 8, 2, programs_per_cu=1), 16, shared_segments=4),
+    ),
+    SegmentRow(
+        "gfx942",
+        2,
+        256,
+        SegmentTiles(1024, 32, 16, 4, 2, 2, ExtendTiles(64, 32, 8, 2, programs_per_cu=1), 16, shared_segments=4),
+        _NO_CODES,
+    ),
+    SegmentRow(
+        "gfx942",
+        2,
+        512,
+        SegmentTiles(1024, 16, 16, 8, 2, 1, ExtendTiles(32, 16, 8, 1), 16),
+        _NO_CODES,
+    ),
+    SegmentRow(
+        "gfx942",
+        4,
+        256,
+        SegmentTiles(512, 16, 16, 4, 1, 1, ExtendTiles(16, 16, 4, 1, programs_per_cu=1), 16, shared_segments=4),
+    ),
+    SegmentRow(
+        "gfx950",
+        2,
+        128,
+        SegmentTiles(1024, 32, 16, 4, 1, 2, ExtendTiles(64, 32, 8, 1, programs_per_cu=1), 16, shared_segments=4),
+        _BY_ROW,
+    ),
+    SegmentRow(
+        "gfx950",
+        2,
+        128,
+        SegmentTiles(1024, 16, 16, 4, 1, 2, ExtendTiles(64, 16, 8, 1, programs_per_cu=1), 16, shared_segments=4),
+        _BY_TOKEN,
+    ),
+    SegmentRow(
+        "gfx950",
+        2,
+        128,
+        SegmentTiles(1024, 32, 16, 4, 2, 3, ExtendTiles(128, 32, 8, 2, programs_per_cu=1), 16, shared_segments=4),
+    ),
+    SegmentRow(
+        "gfx950",
+        2,
+        256,
+        SegmentTiles(1024, 32, 16, 4, 2, 2, ExtendTiles(64, 32, 8, 2, programs_per_cu=1), 16, shared_segments=4),
+        _NO_CODES,
+    ),
+    SegmentRow(
+        "gfx950",
+        2,
+        512,
+        SegmentTiles(1024, 16, 16, 8, 2, 1, ExtendTiles(32, 16, 8, 1), 16),
+        _NO_CODES,
+    ),
+    SegmentRow(
+        "gfx950",
+        4,
+        256,
+        SegmentTiles(512, 16, 16, 4, 1, 1, ExtendTiles(16, 16, 4, 1, programs_per_cu=1), 16, shared_segments=4),
+    ),
     SegmentRow("interpreter", 2, 512, _INTERPRETED),
     SegmentRow("interpreter", 4, 512, _INTERPRETED),
 )

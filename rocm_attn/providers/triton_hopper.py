@@ -155,10 +155,7 @@ def bind_segment_extend(problem: Problem, target: Target, min_q_len: int) -> Hop
     """Deterministic: for a problem within SEGMENT_LIMITS. Programs share rows by whole segments."""
     tiles = _launched_early(hopper_segment_tiles(problem.head_dim, problem.page_size), min_q_len)
     cut = _cut(problem, target, tiles, min_q_len)
-    sharing = cut.sharing._replace(
-        split_keys=256, gain=4, least_keys=tiles.segment_len, most_keys=tiles.most_keys, segment_len=tiles.segment_len
-    )
-    cut = replace(cut, sharing=sharing)
+    cut = cut.by_segments(tiles.segment_len, most_segments=tiles.most_segments, split_keys=256, shares_first=False)
     return HopperExtend(problem, scores_of(problem), tiles, cut)
 
 

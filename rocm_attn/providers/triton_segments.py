@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.attention.arguments import AttendArgs
@@ -79,12 +79,15 @@ class SegmentExtend:
         return ExtendSchedule(self.cut)
 
     def describe(self) -> str:
-        return f"triton.segment_extend({self.problem}, {self.tiles}, min_q_len={self.cut.min_q_len})"
+        cut = self.cut
+        sharing = f", programs={cut.sharing.programs}" if cut.sharing.programs else ""
+        return f"triton.segment_extend({self.problem}, {self.tiles}, min_q_len={cut.min_q_len}{sharing})"
 
     def workspace_words(self, shape: PaddedShape) -> int:
         problem = self.problem
-        return self.tiles.left_words(
+        return self.tiles.extend_words(
             self.cut.max_blocks(shape.num_tokens, shape.num_seqs),
+            programs=self.cut.sharing.programs,
             num_kv_heads=problem.num_kv_heads,
             gqa_ratio=problem.gqa_ratio,
             v_head_dim=problem.v_head_dim,
@@ -121,16 +124,17 @@ def bind_extend(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel
 def extend_by_tokens(problem: Problem, target: Target, min_q_len: int, of_long: BoundKernel | None) -> BoundKernel:
     """Deterministic extend of sequences with min_q_len new tokens or more. Raises NoTiles.
 
-    of_long: what serves steps whose sequences have more than few; None: this provider's own tiles. It shares rows out,
-             as those for few tokens do not: of so few sequences that these would leave half of the GPU idle it serves
-             all steps. 8 x 1 heads of 128, 16 x 4 new of 8004: 50 us, 122 by the others; 64 x 8, 4 x 8 of 2008: 31 and
-             35; 32 x 8, 8 x 5 of 4005: 65 and 65 (H200). In mixed steps sequences that decode serves count too
+    of_long: what serves steps whose sequences have more than few; None: this provider's own tiles. Where it shares rows
+             out, as those for few tokens do not, it serves all steps of so few sequences that these would leave half
+             of the GPU idle. 8 x 1 heads of 128, 16 x 4 new of 8004: 50 us, 122 by the others; 64 x 8, 4 x 8 of 2008:
+             31 and 35; 32 x 8, 8 x 5 of 4005: 65 and 65 (H200). In mixed steps sequences that decode serves count too
     """
     tiles = _tiles(problem, target)
     if of_long is None and tiles.short == (tiles.extend,):
         return _extend_in(tiles, problem, min_q_len)
-    other = of_long or _extend_in(tiles, problem, min_q_len)
-    min_seqs = 1 if of_long is None else -(-target.compute_units // (2 * problem.num_kv_heads))
+    other = of_long or _shared(_extend_in(tiles, problem, min_q_len), target)
+    shares = of_long is not None or tiles.shared_segments > 0
+    min_seqs = -(-target.compute_units // (2 * problem.num_kv_heads)) if shares else 1
     short = tuple(
         SizedKernel(Steps(each.extend.query_rows // problem.gqa_ratio, min_seqs), _extend_in(each, problem, min_q_len))
         for each in tiles.of_short_steps(problem.gqa_ratio)
@@ -144,7 +148,33 @@ def bind_masked(problem: Problem, target: Target, pool: PoolSize) -> Masked:
     return Masked(_extend_in(tiles.of_masked_steps() if target.arch.startswith("sm_") else tiles, problem))
 
 
+def _shared(extend: SegmentExtend, target: Target) -> SegmentExtend:
+    """The same with the longest rows shared out by whole segments, if the tiles say so."""
+    problem, tiles = extend.problem, extend.tiles
+    if (
+        tiles.extend.heads_per_block(problem.gqa_ratio) * tiles.extend.head_blocks(problem.gqa_ratio)
+        > problem.gqa_ratio
+    ):
+        # The merge finds the query heads of a block by its place alone: each has as many.
+        return extend
+    cut = extend.cut.shared_by(
+        tiles.extend,
+        compute_units=target.compute_units,
+        heads=(problem.num_kv_heads, problem.gqa_ratio),
+        causal=problem.causal,
+        window_left=problem.window_left,
+    )
+    cut = cut.by_segments(
+        tiles.segment_len,
+        most_segments=tiles.shared_segments,
+        split_keys=tiles.extend.split_keys,
+        shares_first=True,
+    )
+    return replace(extend, cut=cut)
+
+
 def _extend_in(tiles: SegmentTiles, problem: Problem, min_q_len: int = 1) -> SegmentExtend:
+    """Every row is one program's."""
     cut = ExtendCut.of(tiles.extend, gqa_ratio=problem.gqa_ratio, min_q_len=min_q_len)
     return SegmentExtend(problem, scores_of(problem), tiles, cut)
 

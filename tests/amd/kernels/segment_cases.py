@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
+from rocm_attn.kernels.attention.cuts import WHOLE_ROWS, DecodeCut, ExtendCut, Sharing
 from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
-from rocm_attn.kernels.attention.extend_schedule import launch_extend_schedule
+from rocm_attn.kernels.attention.extend_schedule import BLOCK_WORDS, SHARE_CUT, launch_extend_schedule
 from rocm_attn.kernels.attention.segment_decode import launch_segment_decode
 from rocm_attn.kernels.attention.segment_extend import launch_segment_extend
 from rocm_attn.kernels.refs import segments as twins
@@ -39,19 +39,29 @@ def run_decode(tensors: Tensors, *, num_programs: int, tiles: SegmentTiles) -> N
     launch_segment_decode(args, scores=tensors.scores, most_segments=most, cut=cut, tiles=tiles)
 
 
-def run_extend(tensors: Tensors, *, min_q_len: int = 1, tiles: SegmentTiles) -> None:
-    """Schedule and extend, with scratch memory that is NaN or garbage beforehand."""
+def run_extend(tensors: Tensors, *, min_q_len: int = 1, tiles: SegmentTiles, sharing: Sharing = WHOLE_ROWS) -> int:
+    """Schedule and extend, with scratch memory that is NaN or garbage beforehand; how many query blocks are shared out.
+
+    sharing: how rows are, but for what the layer says
+    """
+    case = tensors.case
     cut = ExtendCut.of(tiles.extend, gqa_ratio=tensors.gqa_ratio, min_q_len=min_q_len)
+    if sharing.programs:
+        sharing = sharing._replace(rows=case.heads[1], causal=case.causal, window_left=case.window_left)
+        cut = replace(cut, sharing=sharing)
     schedule = _garbage(cut.words(tensors.q.shape[0], tensors.num_seqs), tensors.q.device)
     launch_extend_schedule(tensors.queries, schedule, cut)
-    words = tiles.left_words(
+    words = tiles.extend_words(
         cut.max_blocks(tensors.q.shape[0], tensors.num_seqs),
-        num_kv_heads=tensors.case.heads[1],
+        programs=sharing.programs,
+        num_kv_heads=case.heads[1],
         gqa_ratio=tensors.gqa_ratio,
-        v_head_dim=tensors.case.dims[1],
+        v_head_dim=case.dims[1],
     )
     args = tensors.args(schedule, torch.full((words,), float("nan"), device=tensors.q.device))
     launch_segment_extend(args, scores=tensors.scores, cut=cut, tiles=tiles, mask=tensors.mask)
+    first_share = cut.max_blocks(tensors.q.shape[0], tensors.num_seqs) * BLOCK_WORDS.value
+    return int(schedule[first_share + SHARE_CUT.value]) if sharing.programs else 0
 
 
 def run_decode_twin(tensors: Tensors) -> None:

@@ -62,9 +62,10 @@ def steps(draw: st.DrawFn) -> Step:
         split_keys=draw(st.sampled_from([-99999, 0, 50, 99999])),
         gain=draw(st.integers(0, 4)),
         least_keys=draw(st.integers(1, 60)),
-        **draw(st.sampled_from([{}, {"segment_len": 32}, {"alike_keys": 1}, {"alike_keys": 30}])),
     )
-    return Step(tuple(seqs), sharing)
+    segments = sharing._replace(segment_len=32)
+    kinds = [segments, segments._replace(shares_first=True), sharing._replace(alike_keys=1)]
+    return Step(tuple(seqs), draw(st.sampled_from([sharing, *kinds, sharing._replace(alike_keys=30)])))
 
 
 # One program's whole row, and the last part of another one.
@@ -230,10 +231,21 @@ def test_what_is_shared_leaves_programs_for_the_longest_whole_rows() -> None:
     assert step.shares()[3][3] == 0
 
 
+def test_where_whole_rows_begin_after_shares_these_are_worth_less() -> None:
+    """The step above: the second row no longer begins with the first one's shares."""
+    sharing = Sharing(
+        programs=4, rows=1, row_keys=1, split_keys=0, gain=4, least_keys=128, most_keys=999, segment_len=128
+    )
+    rows = ((251, 5), (250, 5), (145, 5), (145, 5), (145, 5))
+    assert Step(rows, sharing).shares()[0][7] == 1
+    assert Step(rows, sharing._replace(shares_first=True)).shares()[0][7] == 0
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
         (Sharing(programs=5, row_keys=0), "costs something"),
+        (Sharing(programs=5, shares_first=True), "counts with it in any case"),
         (Sharing(programs=5, segment_len=32, alike_keys=1), "by equal shares"),
     ],
 )

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rocm_attn.kernels.attention.cuts import DecodeCut
+from rocm_attn.kernels.attention.cuts import DecodeCut, Sharing
 from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.segment_decode import launch_segment_decode
 from rocm_attn.kernels.tuning.segment_tiles import SEGMENT_ROWS, SegmentTiles, segment_tiles
@@ -110,6 +110,26 @@ def test_who_runs_a_segment_changes_no_bit(num_programs: int, kernel_device: tor
     assert torch.equal(mine.lse, other.lse)
 
 
+@pytest.mark.by_day(3)
+@pytest.mark.parametrize("name", ["plain", "odd", "mha", "window", "long_window", "cap_slopes", "not_causal"])
+@pytest.mark.parametrize("programs", [2, 5, 11])
+def test_how_programs_share_rows_of_an_extend_changes_no_bit(
+    programs: int, name: str, kernel_device: torch.device
+) -> None:
+    whole, shared = (build(CASES[name], kernel_device) for _ in range(2))
+    tiles = tiles_at(kernel_device, whole.case)
+    extend = replace(tiles.extend, programs_per_cu=1)
+    tiles = replace(tiles, extend=extend, shared_segments=40, left_in_memory=False)
+    run_extend(whole, tiles=tiles)
+    segment_len = tiles.segment_len
+    # All rows, each from wherever a share begins.
+    sharing = Sharing(programs, split_keys=-99999, gain=0, least_keys=1, most_keys=40 * segment_len)
+    assert run_extend(shared, tiles=tiles, sharing=sharing._replace(segment_len=segment_len)) > 0
+    assert_served(shared)
+    assert torch.equal(shared.out, whole.out)
+    assert torch.equal(shared.lse, whole.lse)
+
+
 def test_a_schedule_that_may_leave_gaps_between_rows_is_refused(kernel_device: torch.device) -> None:
     """Slots of partial results follow rows without a gap: the merge would add up what no program wrote."""
     tensors = build(Case([300, 300], [1, 1]), kernel_device)
@@ -143,7 +163,7 @@ MASKED = {
 @pytest.mark.each_value
 @pytest.mark.parametrize("run", [run_extend, run_extend_twin])
 @pytest.mark.parametrize("case", MASKED.values(), ids=MASKED)
-def test_masked_steps_are_right(case: Case, run: Callable[..., None], kernel_device: torch.device) -> None:
+def test_masked_steps_are_right(case: Case, run: Callable[..., object], kernel_device: torch.device) -> None:
     tensors = build(case, kernel_device)
     run(tensors, tiles=tiles_at(kernel_device, case)) if run is run_extend else run(tensors)
     assert_served(tensors)

@@ -624,7 +624,7 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "cache/rope.py": rope_store,
     "cache/rope_store.py": rope_store,
     "cache/store.py": store,
-    "hopper/segment_parts.py": segment_parts,
+    "attention/segment_parts.py": segment_parts,
     "latent/decode.py": latents,
     "latent/extend.py": latents,
     "latent/key_loop.py": latents,

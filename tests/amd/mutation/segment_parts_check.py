@@ -1,4 +1,4 @@
-"""What the merge of rows that programs of deterministic extend on Hopper have shared needs of its masks."""
+"""What the merge of rows that programs of deterministic extend have shared needs of its masks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rocm_attn.kernels.attention.cuts import BLOCK_WORDS, SHARE_WORDS
 from rocm_attn.kernels.attention.extend_schedule import SHARE_CUT, SHARE_SIZE
-from rocm_attn.kernels.hopper.segment_parts import launch_merge_of_segments
+from rocm_attn.kernels.attention.segment_parts import launch_merge_of_segments
 from rocm_attn.kernels.refs.schedules import extend_schedule
 from rocm_attn.kernels.tuning.hopper_tiles import HopperTiles
 from rocm_attn.kernels.tuning.tiles import ExtendTiles
@@ -66,7 +66,14 @@ def segment_parts(memory: Memory) -> None:
         tensors = replace(tensors, out=memory.put(tensors.out), lse=memory.put(lse))
         workspace = memory.put(torch.cat([part.flatten() for part in parts]))
         args = tensors.args(memory.put(torch.tensor(words, dtype=torch.int32)), workspace)
-        launch_merge_of_segments(args, cut, window_left=case.window_left, tiles=TILES)
+        launch_merge_of_segments(
+            args,
+            cut,
+            window_left=case.window_left,
+            extend=TILES.extend,
+            segment_len=TILES.segment_len,
+            slots=TILES.segment_slots,
+        )
         assert_served(tensors)
         memory.assert_surroundings_untouched()
 

@@ -20,7 +20,7 @@ FILES_BY_DAY = (
     "attention/finish.py",
     "cache/store.py",
     "experts/product.py",
-    "hopper/segment_parts.py",
+    "attention/segment_parts.py",
     "latent/decode.py",
     "metadata/table_update.py",
     "sampling/likeliest.py",
@@ -56,7 +56,7 @@ HARMLESS = {
     "latent/segment_extend.py: load without mask tl.load(row_of_seq + seq, mask=seq >= 0, other=0)": (
         "as in attention/segment_extend.py"
     ),
-    "attention/segment_extend.py: load without mask tl.load(row_of_seq + seq, mask=seq >= 0, other=0)": (
+    "attention/segment_extend.py: load without mask tl.load(x.row_of_seq + seq, mask=seq >= 0, other=0)": (
         "a program of the padded tail has sequence -1 and looks at no page; only a fence before the rows would tell"
     ),
 }

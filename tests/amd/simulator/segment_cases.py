@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from rocm_attn.kernels.attention.cuts import Sharing
 from rocm_attn.kernels.tuning.segment_tiles import segment_tiles
 from tests.amd.kernels.attention_cases import Case, assert_served, build
 from tests.amd.kernels.segment_cases import assert_same_bits, last_tokens, run_decode, run_extend
@@ -34,9 +35,25 @@ def run_segments(arch: str, case: Case) -> Simulation:
     return simulation
 
 
+def run_shared_segments(arch: str, case: Case) -> Simulation:
+    """Extend whose rows are shared out by whole segments, and extend whose rows are not."""
+    shared, whole = (build(case, torch.device("cpu")) for _ in range(2))
+    tiles = segment_tiles(arch, head_dim=case.dims[0], v_head_dim=case.dims[1], dtype=case.dtype, codes=case.codes)
+    tiles = replace(tiles, segment_len=64)
+    sharing = Sharing(5, split_keys=-99999, gain=0, least_keys=1, most_keys=256, segment_len=64)
+    with simulated(arch) as simulation:
+        assert run_extend(shared, tiles=tiles, sharing=sharing) > 0
+        run_extend(whole, tiles=tiles)
+    assert_served(shared)
+    assert torch.equal(shared.out, whole.out)
+    assert torch.equal(shared.lse, whole.lse)
+    return simulation
+
+
 def segment_cases(arch: str) -> list[KernelCase]:
-    """The deterministic kernels: with a window and sinks, and with a cap, slopes and odd dims."""
-    return _named(arch, {"window": WINDOW, "capped": CAPPED})
+    """The deterministic kernels: with a window and sinks, and with a cap, slopes and odd dims; rows that are shared."""
+    shared = KernelCase("segments-shared", arch, partial(run_shared_segments, arch, WINDOW))
+    return [*_named(arch, {"window": WINDOW, "capped": CAPPED}), shared]
 
 
 def more_segment_cases(arch: str) -> list[KernelCase]:

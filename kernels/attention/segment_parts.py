@@ -1,9 +1,10 @@
-"""Merge the parts of rows that several programs of deterministic extend for Hopper have shared, by whole segments.
+"""Merge the parts of rows that several programs of deterministic extend have shared, by whole segments.
 
 The first program of a row has merged its segments itself, and the others have kept theirs one by one. All are merged
 from left to right: kernels/attention/segments.py has the arithmetic, and a row's bits do not tell who had a segment.
 
-Which program has a segment follows from the schedule, as rows.steps_of has it: that in whose share the segment ends.
+Which program has a segment follows from the schedule, as hopper/rows.steps_of and segments_of_share
+(segment_extend.py) have it: that in whose share the segment ends.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
 from rocm_attn.kernels.attention.segments import UNFUSED, merge_segment
 from rocm_attn.kernels.attention.softmax import LN_2, add_sink
 from rocm_attn.kernels.launch import launch
-from rocm_attn.kernels.tuning.hopper_tiles import HopperTiles
+from rocm_attn.kernels.tuning.tiles import ExtendTiles
 
 # Lines of a query block, and columns of its rows, of one program; parts that are loaded before they are merged.
 _LINES, _COLUMNS, _PARTS = 16, 64, 4
@@ -184,9 +185,16 @@ def _segment_parts_kernel(
                 tl.store(lse + token * lse_token + head * lse_head, (maximum + tl.log2(total)) * LN_2, mask=is_row)
 
 
-def launch_merge_of_segments(args: AttendArgs, cut: ExtendCut, *, window_left: int, tiles: HopperTiles) -> None:
-    """out and lse of every row of which several programs hold parts; the arguments are launch_hopper_extend's."""
-    queries, sharing, dim, query_rows = args.queries, cut.sharing, args.out.shape[2], tiles.extend.query_rows
+def launch_merge_of_segments(
+    args: AttendArgs, cut: ExtendCut, *, window_left: int, extend: ExtendTiles, segment_len: int, slots: int
+) -> None:
+    """out and lse of every row of which several programs hold parts; args and cut are extend's.
+
+    extend:      the tiles that cut is of
+    segment_len: keys of a segment
+    slots:       parts of rows that a program of extend has room for
+    """
+    queries, sharing, dim, query_rows = args.queries, cut.sharing, args.out.shape[2], extend.query_rows
     launch(
         _segment_parts_kernel,
         (sharing.programs - 1, triton.cdiv(query_rows, _LINES), triton.cdiv(dim, _COLUMNS)),
@@ -201,20 +209,20 @@ def launch_merge_of_segments(args: AttendArgs, cut: ExtendCut, *, window_left: i
         cut.max_blocks(queries.num_tokens, queries.num_seqs),
         *args.written_strides,
         G=MergeGeometry(
-            GQA_RATIO=tiles.extend.heads_per_block(args.heads[1]),
+            GQA_RATIO=extend.heads_per_block(args.heads[1]),
             QUERY_ROWS=query_rows,
             DIM=dim,
             ROW_KEYS=sharing.row_keys,
             CAUSAL=sharing.causal,
             WINDOWED=window_left != UNLIMITED_WINDOW,
-            SEGMENT_LEN=tiles.segment_len,
-            SLOTS=tiles.segment_slots,
+            SEGMENT_LEN=segment_len,
+            SLOTS=slots,
             LINES=_LINES,
             COLUMNS=_COLUMNS,
             PARTS=_PARTS,
-            EARLY=tiles.extend.early,
+            EARLY=extend.early,
         ),
         num_warps=2,
-        **early_options(tiles.extend.early),
+        **early_options(extend.early),
         **UNFUSED,
     )

@@ -8,7 +8,6 @@ keep.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import triton
@@ -299,20 +298,12 @@ def launch_segment_extend(
     geometry = _geometry(args, scores, cut, tiles, mask)
     programs = cut.sharing.programs
     if programs:
-        # What the compiler is asked for beside the warps is for whole rows.
         sharing = geometry._replace(SHARES=True, WHOLE_ROWS=False)
-        _launch_rows(args, scores, cut, mask, programs, None, sharing, tiles, {})
-        launch_merge_of_segments(
-            args,
-            cut,
-            window_left=scores.window_left,
-            extend=tiles.extend,
-            segment_len=tiles.segment_len,
-            slots=geometry.SLOTS,
-        )
+        _launch_rows(args, scores, cut, mask, programs, None, sharing, tiles)
+        launch_merge_of_segments(args, cut, extend=tiles.extend, segment_len=tiles.segment_len, slots=geometry.SLOTS)
     rows = cut.max_blocks(args.queries.num_tokens, args.queries.num_seqs) * geometry.KV_HEADS * geometry.HEAD_BLOCKS
     left = _left(args, geometry, rows) if tiles.left_in_memory else None
-    _launch_rows(args, scores, cut, mask, rows, left, geometry, tiles, tiles.extend.options())
+    _launch_rows(args, scores, cut, mask, rows, left, geometry, tiles)
 
 
 def _launch_rows(
@@ -324,10 +315,11 @@ def _launch_rows(
     left: Tensor | None,
     geometry: BlockGeometry,
     tiles: SegmentTiles,
-    options: Mapping[str, int],
 ) -> None:
     """The shares or the whole rows, as the geometry says."""
     queries, pages, table = args.queries, args.pages, args.table
+    # What the compiler is asked for beside the warps is for whole rows.
+    options = {} if geometry.SHARES else tiles.extend.options()
     launch(
         _segment_extend_kernel,
         (grid,),

@@ -186,7 +186,7 @@ def _segment_parts_kernel(
 
 
 def launch_merge_of_segments(
-    args: AttendArgs, cut: ExtendCut, *, window_left: int, extend: ExtendTiles, segment_len: int, slots: int
+    args: AttendArgs, cut: ExtendCut, *, extend: ExtendTiles, segment_len: int, slots: int
 ) -> None:
     """out and lse of every row of which several programs hold parts; args and cut are extend's.
 
@@ -204,7 +204,7 @@ def launch_merge_of_segments(
         args.out,
         args.lse,
         args.sinks,
-        window_left,
+        sharing.window_left,
         sharing.programs,
         cut.max_blocks(queries.num_tokens, queries.num_seqs),
         *args.written_strides,
@@ -214,7 +214,7 @@ def launch_merge_of_segments(
             DIM=dim,
             ROW_KEYS=sharing.row_keys,
             CAUSAL=sharing.causal,
-            WINDOWED=window_left != UNLIMITED_WINDOW,
+            WINDOWED=sharing.window_left != UNLIMITED_WINDOW,
             SEGMENT_LEN=segment_len,
             SLOTS=slots,
             LINES=_LINES,

@@ -384,12 +384,7 @@ def launch_hopper_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut, ti
         )
         if tiles.segment_len:
             launch_merge_of_segments(
-                args,
-                cut,
-                window_left=scores.window_left,
-                extend=tiles.extend,
-                segment_len=tiles.segment_len,
-                slots=tiles.segment_slots,
+                args, cut, extend=tiles.extend, segment_len=tiles.segment_len, slots=tiles.segment_slots
             )
         else:
             launch_extend_merge(args, cut, _merged_geometry(geometry), tiles.extend.merge_stages, draws=draws)

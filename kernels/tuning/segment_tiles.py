@@ -222,13 +222,7 @@ SEGMENT_ROWS = (
         SegmentTiles(1024, 32, 16, 4, 2, 2, ExtendTiles(64, 32, 8, 2, programs_per_cu=1), 16, shared_segments=4),
         _NO_CODES,
     ),
-    SegmentRow(
-        "gfx942",
-        2,
-        512,
-        SegmentTiles(1024, 16, 16, 8, 2, 1, ExtendTiles(32, 16, 8, 1), 16),
-        _NO_CODES,
-    ),
+    SegmentRow("gfx942", 2, 512, SegmentTiles(1024, 16, 16, 8, 2, 1, ExtendTiles(32, 16, 8, 1), 16), _NO_CODES),
     SegmentRow(
         "gfx942",
         4,
@@ -262,13 +256,7 @@ SEGMENT_ROWS = (
         SegmentTiles(1024, 32, 16, 4, 2, 2, ExtendTiles(64, 32, 8, 2, programs_per_cu=1), 16, shared_segments=4),
         _NO_CODES,
     ),
-    SegmentRow(
-        "gfx950",
-        2,
-        512,
-        SegmentTiles(1024, 16, 16, 8, 2, 1, ExtendTiles(32, 16, 8, 1), 16),
-        _NO_CODES,
-    ),
+    SegmentRow("gfx950", 2, 512, SegmentTiles(1024, 16, 16, 8, 2, 1, ExtendTiles(32, 16, 8, 1), 16), _NO_CODES),
     SegmentRow(
         "gfx950",
         4,

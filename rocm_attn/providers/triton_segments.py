@@ -151,16 +151,14 @@ def bind_masked(problem: Problem, target: Target, pool: PoolSize) -> Masked:
 def _shared(extend: SegmentExtend, target: Target) -> SegmentExtend:
     """The same with the longest rows shared out by whole segments, if the tiles say so."""
     problem, tiles = extend.problem, extend.tiles
-    if (
-        tiles.extend.heads_per_block(problem.gqa_ratio) * tiles.extend.head_blocks(problem.gqa_ratio)
-        > problem.gqa_ratio
-    ):
+    gqa_ratio = problem.gqa_ratio
+    if tiles.extend.heads_per_block(gqa_ratio) * tiles.extend.head_blocks(gqa_ratio) > gqa_ratio:
         # The merge finds the query heads of a block by its place alone: each has as many.
         return extend
     cut = extend.cut.shared_by(
         tiles.extend,
         compute_units=target.compute_units,
-        heads=(problem.num_kv_heads, problem.gqa_ratio),
+        heads=(problem.num_kv_heads, gqa_ratio),
         causal=problem.causal,
         window_left=problem.window_left,
     )

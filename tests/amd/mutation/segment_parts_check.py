@@ -67,12 +67,7 @@ def segment_parts(memory: Memory) -> None:
         workspace = memory.put(torch.cat([part.flatten() for part in parts]))
         args = tensors.args(memory.put(torch.tensor(words, dtype=torch.int32)), workspace)
         launch_merge_of_segments(
-            args,
-            cut,
-            window_left=case.window_left,
-            extend=TILES.extend,
-            segment_len=TILES.segment_len,
-            slots=TILES.segment_slots,
+            args, cut, extend=TILES.extend, segment_len=TILES.segment_len, slots=TILES.segment_slots
         )
         assert_served(tensors)
         memory.assert_surroundings_untouched()

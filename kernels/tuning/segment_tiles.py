@@ -194,7 +194,8 @@ SEGMENT_ROWS = (
     SegmentRow("sm_", 4, 256, SegmentTiles(512, 32, 16, 8, 1, 1, ExtendTiles(16, 32, 8, 1))),
     # Decode: 124 VGPRs, 16 KiB of LDS. Extend: 192 to 244 VGPRs, 32 KiB: one workgroup of 8 waves, 2 a SIMD.
     # Codes, whose factors take scalar registers: with two blocks in flight up to 64 of them spill. Of larger heads no
-    # shape of these kernels keeps all of its registers. Programs that share heads of 512 would spill 22, by Triton 3.6.
+    # shape of these kernels keeps all of its registers. Programs that share rows would spill 17 to 23 with heads of 256
+    # on gfx942 above 2 GiB, and 22 with heads of 512 by Triton 3.6: these share none.
     SegmentRow(
         "gfx942",
         2,
@@ -215,13 +216,7 @@ SEGMENT_ROWS = (
         128,
         SegmentTiles(1024, 32, 16, 4, 2, 3, ExtendTiles(128, 32, 8, 2, programs_per_cu=1), 16, shared_segments=4),
     ),
-    SegmentRow(
-        "gfx942",
-        2,
-        256,
-        SegmentTiles(1024, 32, 16, 4, 2, 2, ExtendTiles(64, 32, 8, 2, programs_per_cu=1), 16, shared_segments=4),
-        _NO_CODES,
-    ),
+    SegmentRow("gfx942", 2, 256, SegmentTiles(1024, 32, 16, 4, 2, 2, ExtendTiles(64, 32, 8, 2), 16), _NO_CODES),
     SegmentRow("gfx942", 2, 512, SegmentTiles(1024, 16, 16, 8, 2, 1, ExtendTiles(32, 16, 8, 1), 16), _NO_CODES),
     SegmentRow(
         "gfx942",

@@ -291,6 +291,13 @@ def _has_short_segment_tiles(row: Row) -> bool:
     return any(short != tiles.extend and 2 * row.problems[0].gqa_ratio <= short.query_rows for short in tiles.short)
 
 
+def shares_segments(row: Row) -> bool:
+    """Whether programs of the row's deterministic layers share rows: by tiles, and where blocks of heads are equal."""
+    extend, gqa_ratio = _segment_tiles(row).extend, row.problems[0].gqa_ratio
+    is_equal = extend.heads_per_block(gqa_ratio) * extend.head_blocks(gqa_ratio) == gqa_ratio
+    return extend.programs_per_cu > 0 and is_equal
+
+
 def _has_segments(row: Row) -> bool:
     """Whether deterministic kernels serve the row's layers."""
     try:

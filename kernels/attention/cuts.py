@@ -459,6 +459,14 @@ class ExtendCut:
         """float32 words of the workspace, for rows that several programs share: two parts a program."""
         return 2 * self.sharing.programs * query_rows * (v_head_dim + 2)
 
+    def check_layer(self, rows: int, *, causal: bool, window_left: int) -> None:
+        """What launchers assert of rows that are shared out. rows: of a query block"""
+        sharing = self.sharing
+        of_layer = (rows, causal, window_left)
+        assert (sharing.rows, sharing.causal, sharing.window_left) == of_layer, (
+            "the schedule was cut for another launch"
+        )
+
     def check(self, schedule: Tensor, num_tokens: int, num_seqs: int) -> None:
         """What launchers assert of a schedule."""
         assert schedule.dtype == torch.int32

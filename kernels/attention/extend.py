@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
@@ -34,12 +34,10 @@ from rocm_attn.kernels.attention.extend_schedule import (
     BLOCK_SEQ,
     BLOCK_TOKENS,
     BLOCK_WORDS,
-    SHARE_BLOCK,
     SHARE_CUT,
-    SHARE_DONE,
-    SHARE_ROW,
     SHARE_WORDS,
-    SHARE_WORK,
+    row_after,
+    work_of_share,
 )
 from rocm_attn.kernels.attention.key_loop import Query, Seen, attend_key_blocks, key_geometry, nothing_seen
 from rocm_attn.kernels.attention.mask_bits import MAX_MASK_BLOCK
@@ -50,6 +48,7 @@ from rocm_attn.kernels.attention.query_block import (
     MaskOfStep,
     bits_of_block,
     load_queries,
+    rows_again,
     rows_of_block,
     store_columns,
     store_results,
@@ -154,15 +153,6 @@ def _attend_row(x, query_block, row, done, take, G: tl.constexpr):
 
 
 @triton.jit
-def _rows_again(schedule, query_block, row, G: tl.constexpr):
-    """Token, query head and whether there is one, of a block's rows: read again, since loops need the registers."""
-    words = schedule + query_block * BLOCK_WORDS
-    first_token = tl.load(words + BLOCK_FIRST_TOKEN, volatile=True)
-    num_tokens = tl.load(words + BLOCK_TOKENS, volatile=True)
-    return rows_of_block(first_token, num_tokens, row // G.HEAD_BLOCKS, row % G.HEAD_BLOCKS, G)
-
-
-@triton.jit
 def _store_part(softmax, partials, program, num_programs, done, head, is_row, G: tl.constexpr):
     """Part 2p of program p goes to a row begun by an earlier program, 2p + 1 to one that goes on."""
     K: tl.constexpr = G.keys
@@ -251,10 +241,7 @@ def _extend_kernel(
     shares = schedule + max_blocks * BLOCK_WORDS
     if G.SHARES:
         share = shares + (tl.minimum(program, num_programs - 1) if G.WHOLE_ROWS else program) * SHARE_WORDS
-        query_block = tl.load(share + SHARE_BLOCK)
-        row = tl.load(share + SHARE_ROW)
-        done = tl.load(share + SHARE_DONE)
-        work = tl.load(share + SHARE_WORK)
+        query_block, row, done, work = work_of_share(share)
         if G.WHOLE_ROWS:
             # After the shares, or first where there are none: few rows then spread over all compute units.
             cut_blocks = tl.load(shares + SHARE_CUT)
@@ -271,16 +258,14 @@ def _extend_kernel(
             row_cost = tl.load(schedule + query_block * BLOCK_WORDS + BLOCK_KEYS) + G.ROW_KEYS
             take = tl.minimum(work, row_cost - done)
             softmax = _attend_row(x, query_block, row, done, take, G)
-            token, head, is_row = _rows_again(schedule, query_block, row, G)
+            token, head, is_row = rows_again(schedule, query_block, row, G)
             if take == row_cost:
                 store_results(softmax, token, head, is_row, sinks, out_rows, lse_rows, K)
             else:
                 _store_part(softmax, partials, program, num_programs, done, head, is_row, G)
             work -= take
             done = 0
-            row += 1
-            query_block = tl.where(row == ROWS, query_block + 1, query_block)
-            row = tl.where(row == ROWS, 0, row)
+            query_block, row = row_after(query_block, row, ROWS)
     else:
         query_block = program // ROWS
         row = program % ROWS
@@ -289,7 +274,7 @@ def _extend_kernel(
             is_whole = is_whole & (query_block >= tl.load(shares + SHARE_CUT))
         if is_whole:
             softmax = _attend_row(x, query_block, row, 0, 0, G)
-            token, head, is_row = _rows_again(schedule, query_block, row, G)
+            token, head, is_row = rows_again(schedule, query_block, row, G)
             store_results(softmax, token, head, is_row, sinks, out_rows, lse_rows, K)
 
 
@@ -336,10 +321,22 @@ def _launch_rows(
     options: Mapping[str, int],
 ) -> None:
     """The shares or the whole rows, as the geometry says."""
-    queries, pages, table = args.queries, args.pages, args.table
     launch(
         _extend_kernel,
         (grid,),
+        *row_arguments(args, args.workspace, scores, cut, mask),
+        *args.strides_in(geometry.STRIDE_UNIT),
+        G=geometry,
+        **options,
+    )
+
+
+def row_arguments(
+    args: AttendArgs, workspace: Tensor | None, scores: Scores, cut: ExtendCut, mask: PackedMask | None
+) -> tuple[Tensor | float | None, ...]:
+    """What kernels that walk rows of a schedule are launched with, in their order, but for strides."""
+    queries, pages, table = args.queries, args.pages, args.table
+    return (
         args.q,
         pages.raw_k,
         pages.raw_v,
@@ -347,7 +344,7 @@ def _launch_rows(
         queries.row_of_seq,
         queries.kv_len,
         args.schedule,
-        args.workspace,
+        workspace,
         args.out,
         args.lse,
         args.sinks,
@@ -365,9 +362,6 @@ def _launch_rows(
         cut.sharing.programs,
         cut.max_blocks(queries.num_tokens, queries.num_seqs),
         table.shape[1],
-        *args.strides_in(geometry.STRIDE_UNIT),
-        G=geometry,
-        **options,
     )
 
 
@@ -385,15 +379,10 @@ def _geometry(
     at_once = tiles.heads_per_row
     assert num_kv_heads % at_once == 0
     assert at_once == 1 or (head_blocks == 1 and not tiles.dim_block and args.pages.k_scale is None)
-    causal, sharing, workspace = scores.causal and mask is None, cut.sharing, args.workspace
+    causal, sharing = scores.causal and mask is None, cut.sharing
     if sharing.programs:
-        of_layer = (num_kv_heads // at_once * head_blocks, causal, scores.window_left)
-        assert (sharing.rows, sharing.causal, sharing.window_left) == of_layer, (
-            "the schedule was cut for another launch"
-        )
-        assert workspace.dtype == torch.float32
-        assert workspace.is_contiguous()
-        assert workspace.numel() >= cut.partials_words(query_rows=tiles.query_rows, v_head_dim=args.out.shape[2])
+        cut.check_layer(num_kv_heads // at_once * head_blocks, causal=causal, window_left=scores.window_left)
+        args.check_workspace(cut.partials_words(query_rows=tiles.query_rows, v_head_dim=args.out.shape[2]))
     keys = key_geometry(args, scores, tiles=tiles, causal=causal, exact=False)
     if mask is not None:
         keys = keys._replace(EDGE_BLOCK=min(keys.EDGE_BLOCK, MAX_MASK_BLOCK))

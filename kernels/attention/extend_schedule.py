@@ -89,6 +89,20 @@ _CLASS_BITS = tl.constexpr(cuts.CLASS_BITS)
 _CLASS_KEYS_LOG2 = tl.constexpr(cuts.CLASS_KEYS_LOG2)
 
 
+@triton.jit
+def work_of_share(share):
+    """Query block and row of a program's first work, its offset in that row, and all that the program takes."""
+    block, row = tl.load(share + SHARE_BLOCK), tl.load(share + SHARE_ROW)
+    return block, row, tl.load(share + SHARE_DONE), tl.load(share + SHARE_WORK)
+
+
+@triton.jit
+def row_after(query_block, row, ROWS: tl.constexpr):
+    """Query block and row that lie behind a row, of ROWS rows a block."""
+    row += 1
+    return tl.where(row == ROWS, query_block + 1, query_block), tl.where(row == ROWS, 0, row)
+
+
 class ListGeometry(NamedTuple):
     """What the list is compiled for: QUERY_TOKENS, CAUSAL, WINDOWED of the cut; SEQS: sequences of one iteration."""
 

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from rocm_attn.kernels.attention.coded import scaled_parts
+from rocm_attn.kernels.attention.extend_schedule import BLOCK_FIRST_TOKEN, BLOCK_TOKENS, BLOCK_WORDS
 from rocm_attn.kernels.attention.key_loop import Bits, is_column
 from rocm_attn.kernels.attention.softmax import LN_2, add_sink
 
@@ -70,6 +71,15 @@ def rows_of_block(first_token, num_tokens, kv_head, head_block, G: tl.constexpr)
     if G.HEAD_BLOCKS * G.BLOCK_HEADS > G.GQA_RATIO:
         is_row = is_row & (ratio_head < G.GQA_RATIO)
     return (first_token + block_token).to(tl.int64), (kv_head * G.GQA_RATIO + ratio_head).to(tl.int64), is_row
+
+
+@triton.jit
+def rows_again(schedule, query_block, row, G: tl.constexpr):
+    """rows_of_block of a block's row: its words are read again, since loops need the registers that would keep them."""
+    words = schedule + query_block * BLOCK_WORDS
+    first_token = tl.load(words + BLOCK_FIRST_TOKEN, volatile=True)
+    num_tokens = tl.load(words + BLOCK_TOKENS, volatile=True)
+    return rows_of_block(first_token, num_tokens, row // G.HEAD_BLOCKS, row % G.HEAD_BLOCKS, G)
 
 
 class MaskOfStep(NamedTuple):

@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import KeyValues, Line, Logits, Pages, Rows, Softmax, Span
 from rocm_attn.kernels.attention.coded import Factors, coded_scales, row_factor
 from rocm_attn.kernels.attention.cuts import ExtendCut
-from rocm_attn.kernels.attention.extend import Operands
+from rocm_attn.kernels.attention.extend import Operands, row_arguments
 from rocm_attn.kernels.attention.extend_schedule import (
     BLOCK_FIRST_TOKEN,
     BLOCK_KEYS,
@@ -26,12 +25,10 @@ from rocm_attn.kernels.attention.extend_schedule import (
     BLOCK_SEQ,
     BLOCK_TOKENS,
     BLOCK_WORDS,
-    SHARE_BLOCK,
     SHARE_CUT,
-    SHARE_DONE,
-    SHARE_ROW,
     SHARE_WORDS,
-    SHARE_WORK,
+    row_after,
+    work_of_share,
 )
 from rocm_attn.kernels.attention.key_loop import Query, Seen, key_geometry, nothing_seen
 from rocm_attn.kernels.attention.mask_bits import TWO_WORDS
@@ -41,6 +38,7 @@ from rocm_attn.kernels.attention.query_block import (
     MaskOfStep,
     bits_of_block,
     load_queries,
+    rows_again,
     rows_of_block,
     store_columns,
     store_results,
@@ -57,18 +55,7 @@ from rocm_attn.kernels.attention.segments import (
 )
 from rocm_attn.kernels.attention.softmax import LOG2_E
 from rocm_attn.kernels.launch import launch
-from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles, parts_words
-
-
-@triton.jit
-def _rows_again(x, query_block, row, G: tl.constexpr):
-    """Token, query head and whether there is one, of a row's lines: read again, not kept, as accumulators leave no
-    register for them.
-    """
-    words = x.schedule + query_block * BLOCK_WORDS
-    first_token = tl.load(words + BLOCK_FIRST_TOKEN, volatile=True)
-    num_tokens = tl.load(words + BLOCK_TOKENS, volatile=True)
-    return rows_of_block(first_token, num_tokens, row // G.HEAD_BLOCKS, row % G.HEAD_BLOCKS, G)
+from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
 
 
 @triton.jit
@@ -93,22 +80,21 @@ def _store_part(softmax, to, slot, is_row, G: tl.constexpr):
     acc, maximum, total = softmax
     place = tl.arange(0, G.QUERY_ROWS)
     line = ((tl.program_id(0) * G.SLOTS + slot) * G.QUERY_ROWS + place).to(tl.int64)
-    store_columns(to.partials + (line * K.V_HEAD_DIM)[:, None], acc, place, is_row, K)
-    sums = to.partials + to.num_programs.to(tl.int64) * (G.SLOTS * G.QUERY_ROWS * K.V_HEAD_DIM)
+    store_columns(to.workspace + (line * K.V_HEAD_DIM)[:, None], acc, place, is_row, K)
+    sums = to.workspace + to.num_programs.to(tl.int64) * (G.SLOTS * G.QUERY_ROWS * K.V_HEAD_DIM)
     tl.store(sums + line * 2, maximum)
     tl.store(sums + line * 2 + 1, total)
 
 
 class Results(NamedTuple):
-    """Where results go: rows of out and LSE, sinks or None; left (segments.left_of_program) or None; of shares the
-    workspace, and how many programs share.
+    """Where results go: rows of out and LSE, sinks or None; workspace: of shares for parts, of how many programs; of
+    whole rows for what lies left of a segment (segments.left_of_program), or None.
     """
 
     out: Rows
     lse: Rows
     sinks: Any
-    left: Any
-    partials: Any
+    workspace: Any
     num_programs: Any
 
 
@@ -168,10 +154,10 @@ def _attend_row(x, to, query_block, row, done, take, G: tl.constexpr):
             if done == 0:
                 acc, maximum, total = merge_segment(Softmax(acc, maximum, total), part)
             else:
-                _, _, is_row = _rows_again(x, query_block, row, G)
+                _, _, is_row = rows_again(x.schedule, query_block, row, G)
                 _store_part(part, to, 1 + segment - first, is_row, G)
         if done == 0:
-            token, head, is_row = _rows_again(x, query_block, row, G)
+            token, head, is_row = rows_again(x.schedule, query_block, row, G)
             if ends:
                 store_results(Softmax(acc, maximum, total), token, head, is_row, to.sinks, to.out, to.lse, K)
             else:
@@ -179,17 +165,17 @@ def _attend_row(x, to, query_block, row, done, take, G: tl.constexpr):
     else:
         first_segment = first_key // G.SEGMENT_LEN
         end_segment = tl.cdiv(end_key, G.SEGMENT_LEN)
-        if to.left is None:
+        if to.workspace is None:
             for segment in range(first_segment, end_segment):
                 part = attend_segment(segment, query, kv, seen, edge_block, G)
                 acc, maximum, total = merge_segment(Softmax(acc, maximum, total), part)
         else:
-            rows_left = left_of_program(to.left, G)
+            rows_left = left_of_program(to.workspace, G)
             for segment in range(first_segment, end_segment):
                 part = attend_segment(segment, query, kv, seen, edge_block, G)
                 maximum, total = merge_in_memory(rows_left, maximum, total, part, segment - first_segment, K)
             acc = load_left(rows_left, end_segment - first_segment, K)
-        token, head, is_row = _rows_again(x, query_block, row, G)
+        token, head, is_row = rows_again(x.schedule, query_block, row, G)
         store_results(Softmax(acc, maximum, total), token, head, is_row, to.sinks, to.out, to.lse, K)
 
 
@@ -202,10 +188,9 @@ def _segment_extend_kernel(
     row_of_seq,
     kv_len,
     schedule,
+    workspace,
     out,
     lse,
-    left,
-    partials,
     sinks,
     slopes,
     k_scale,
@@ -254,25 +239,20 @@ def _segment_extend_kernel(
         window_left,
     )
     out_rows, lse_rows = Rows(out, out_token, out_head), Rows(lse, lse_token, lse_head)
-    to = Results(out_rows, lse_rows, sinks, left, partials, num_programs)
+    to = Results(out_rows, lse_rows, sinks, workspace, num_programs)
     ROWS: tl.constexpr = G.KV_HEADS * G.HEAD_BLOCKS
     program = tl.program_id(0)
     shares = schedule + max_blocks * BLOCK_WORDS
     if G.SHARES:
         share = shares + program * SHARE_WORDS
-        query_block = tl.load(share + SHARE_BLOCK)
-        row = tl.load(share + SHARE_ROW)
-        done = tl.load(share + SHARE_DONE)
-        work = tl.load(share + SHARE_WORK)
+        query_block, row, done, work = work_of_share(share)
         while work > 0:
             row_cost = tl.load(schedule + query_block * BLOCK_WORDS + BLOCK_KEYS) + G.ROW_KEYS
             take = tl.minimum(work, row_cost - done)
             _attend_row(x, to, query_block, row, done, take, G)
             work -= take
             done = 0
-            row += 1
-            query_block = tl.where(row == ROWS, query_block + 1, query_block)
-            row = tl.where(row == ROWS, 0, row)
+            query_block, row = row_after(query_block, row, ROWS)
     else:
         query_block = program // ROWS
         row = program % ROWS
@@ -299,11 +279,10 @@ def launch_segment_extend(
     programs = cut.sharing.programs
     if programs:
         sharing = geometry._replace(SHARES=True, WHOLE_ROWS=False)
-        _launch_rows(args, scores, cut, mask, programs, None, sharing, tiles)
+        _launch_rows(args, scores, cut, mask, programs, sharing, tiles)
         launch_merge_of_segments(args, cut, extend=tiles.extend, segment_len=tiles.segment_len, slots=geometry.SLOTS)
     rows = cut.max_blocks(args.queries.num_tokens, args.queries.num_seqs) * geometry.KV_HEADS * geometry.HEAD_BLOCKS
-    left = _left(args, geometry, rows) if tiles.left_in_memory else None
-    _launch_rows(args, scores, cut, mask, rows, left, geometry, tiles)
+    _launch_rows(args, scores, cut, mask, rows, geometry, tiles)
 
 
 def _launch_rows(
@@ -312,43 +291,17 @@ def _launch_rows(
     cut: ExtendCut,
     mask: PackedMask | None,
     grid: int,
-    left: Tensor | None,
     geometry: BlockGeometry,
     tiles: SegmentTiles,
 ) -> None:
     """The shares or the whole rows, as the geometry says."""
-    queries, pages, table = args.queries, args.pages, args.table
+    has_workspace = geometry.SHARES or tiles.left_in_memory
     # What the compiler is asked for beside the warps is for whole rows.
     options = {} if geometry.SHARES else tiles.extend.options()
     launch(
         _segment_extend_kernel,
         (grid,),
-        args.q,
-        pages.raw_k,
-        pages.raw_v,
-        table,
-        queries.row_of_seq,
-        queries.kv_len,
-        args.schedule,
-        args.out,
-        args.lse,
-        left,
-        args.workspace if geometry.SHARES else None,
-        args.sinks,
-        args.slopes,
-        pages.k_scale,
-        pages.v_scale,
-        None if mask is None else queries.q_indptr,
-        None if mask is None else mask.words,
-        None if mask is None else mask.indptr,
-        None if mask is None else mask.start,
-        None if mask is None else mask.window_start,
-        scores.base_2_scale,
-        scores.tanh_scale,
-        scores.window_left,
-        cut.sharing.programs,
-        cut.max_blocks(queries.num_tokens, queries.num_seqs),
-        table.shape[1],
+        *row_arguments(args, args.workspace if has_workspace else None, scores, cut, mask),
         *args.read_strides,
         *args.written_strides,
         G=geometry,
@@ -373,18 +326,21 @@ def _geometry(
     block_heads, head_blocks = extend.heads_per_block(gqa_ratio), extend.head_blocks(gqa_ratio)
     causal, sharing = scores.causal and mask is None, cut.sharing
     if sharing.programs:
-        of_layer = (num_kv_heads * head_blocks, causal, scores.window_left)
-        assert (sharing.rows, sharing.causal, sharing.window_left) == of_layer, (
-            "the schedule was cut for another launch"
-        )
+        cut.check_layer(num_kv_heads * head_blocks, causal=causal, window_left=scores.window_left)
         assert sharing.segment_len == tiles.segment_len, "the schedule was cut for other segments"
         assert not tiles.left_in_memory, "programs that share merge in registers"
         assert mask is None, "a window that is counted from a draft's depth begins before what a row costs"
-        assert head_blocks * block_heads == gqa_ratio, "the merge finds heads by the place of a block"
+        assert extend.has_equal_blocks(gqa_ratio), "the merge finds heads by the place of a block"
         assert sharing.most_keys <= tiles.shared_segments * tiles.segment_len, "there is no room for so many segments"
-        args.check_workspace(
-            parts_words(sharing.programs * extend.query_rows, slots=tiles.segment_slots, v_head_dim=args.out.shape[2])
+    args.check_workspace(
+        tiles.extend_words(
+            cut.max_blocks(args.queries.num_tokens, args.queries.num_seqs),
+            programs=sharing.programs,
+            num_kv_heads=num_kv_heads,
+            gqa_ratio=gqa_ratio,
+            v_head_dim=args.out.shape[2],
         )
+    )
     return BlockGeometry(
         keys=key_geometry(args, scores, tiles=extend, causal=causal, exact=True),
         KV_HEADS=num_kv_heads,
@@ -400,10 +356,3 @@ def _geometry(
         EDGE_STAGES=extend.diagonal_stages,
         SLOTS=tiles.segment_slots,
     )
-
-
-def _left(args: AttendArgs, geometry: BlockGeometry, num_programs: int) -> Tensor:
-    """Where programs keep what lies left of a segment."""
-    keys = geometry.keys
-    args.check_workspace(num_programs * geometry.QUERY_ROWS * keys.V_PARTS * keys.V_COLUMNS)
-    return args.workspace

@@ -402,8 +402,8 @@ def _check_cut(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTi
     num_kv_heads, gqa_ratio = args.heads
     queries, sharing = args.queries, cut.sharing
     cut.check(args.schedule, queries.num_tokens, queries.num_seqs)
-    of_layer = (num_kv_heads * tiles.extend.head_blocks(gqa_ratio), scores.causal, scores.window_left)
-    assert (sharing.rows, sharing.causal, sharing.window_left) == of_layer, "the schedule was cut for another launch"
+    rows = num_kv_heads * tiles.extend.head_blocks(gqa_ratio)
+    cut.check_layer(rows, causal=scores.causal, window_left=scores.window_left)
     assert cut.query_tokens == tiles.extend.tokens_per_block(gqa_ratio), "the schedule was cut for other tiles"
     if tiles.drawn_blocks:
         assert sharing.programs > 1, "the merge, which sets the count of drawn rows back, has a program less"
@@ -426,7 +426,7 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
     box = math.gcd(page_size, tiles.value_block)
     gathers = is_gathered(page_size) and not is_fp8
     blocks = tiles.extend.head_blocks(gqa_ratio)
-    assert blocks * tiles.extend.heads_per_block(gqa_ratio) == gqa_ratio, "blocks of query heads are equal"
+    assert tiles.extend.has_equal_blocks(gqa_ratio), "blocks of query heads are equal"
     assert is_fp8 == (tiles.code_tiles > 0), "the tiles are of other pages"
     return HopperGeometry(
         KV_HEADS=num_kv_heads * blocks,

@@ -40,8 +40,8 @@ class SegmentTiles:
     early:            whether launches of decode may begin while the one before still runs (tiles.py)
     short:            how extend cuts the new tokens of steps whose sequences have few, if not as others. Rows meet the
                       same matrix instructions, so no bit tells which tiles served
-    shared_segments:  of extend, segments of the largest share of a program, which has room for them in the workspace;
-                      0: every row is one program's
+    shared_segments:  where extend's rows are shared out, segments of the largest share of a program, which has room for
+                      them in the workspace
     left_in_memory:   whether extend keeps the accumulators of what lies left of a segment in its workspace: with those
                       of the segment they have no room in registers
     """
@@ -56,12 +56,11 @@ class SegmentTiles:
     matrix_dim: int = 0
     early: bool = False
     short: tuple[ExtendTiles, ...] = ()
-    shared_segments: int = 0
+    shared_segments: int = 4
     left_in_memory: bool = False
 
     def __post_init__(self) -> None:
         assert self.segment_len % self.key_block == 0
-        assert (self.shared_segments > 0) == (self.extend.programs_per_cu > 0)
         assert all(tiles.key_block == self.key_block for tiles in (*self.short, self.extend))
 
     def decode(self, gqa_ratio: int) -> DecodeTiles:
@@ -78,8 +77,7 @@ class SegmentTiles:
 
     def of_short_steps(self, gqa_ratio: int) -> tuple[SegmentTiles, ...]:
         """For steps whose sequences have few new tokens, the fewest first."""
-        fit = (tiles for tiles in self.short if gqa_ratio <= tiles.query_rows)
-        return tuple(replace(self, extend=tiles, short=(), shared_segments=0) for tiles in fit)
+        return tuple(replace(self, extend=tiles, short=()) for tiles in self.short if gqa_ratio <= tiles.query_rows)
 
     def of_masked_steps(self) -> SegmentTiles:
         """For masked steps on NVIDIA: half of extend's rows, as bits take registers, or as many as decode's.
@@ -90,21 +88,11 @@ class SegmentTiles:
         query_rows = max(self.decode_rows, self.extend.query_rows // 2)
         # Two groups of four warps work out the same scores, in the same order.
         num_warps = 8 if query_rows >= 64 else self.extend.num_warps
-        extend = replace(self.extend, query_rows=query_rows, num_warps=num_warps, programs_per_cu=0)
-        return replace(self, extend=extend, short=(), shared_segments=0)
+        return replace(self, extend=replace(self.extend, query_rows=query_rows, num_warps=num_warps), short=())
 
     def options(self) -> dict[str, int]:
         """Launch options that decode and extend have in common."""
         return {"matrix_instr_nonkdim": self.matrix_dim} if self.matrix_dim else {}
-
-    def left_words(self, blocks: int, *, num_kv_heads: int, gqa_ratio: int, v_head_dim: int) -> int:
-        """float32 words of extend's workspace, for so many query blocks."""
-        if not self.left_in_memory:
-            return 0
-        extend = self.extend
-        columns = extend.columns(v_head_dim)
-        row_words = -(-v_head_dim // columns) * columns
-        return blocks * num_kv_heads * extend.head_blocks(gqa_ratio) * extend.query_rows * row_words
 
     @property
     def segment_slots(self) -> int:
@@ -113,9 +101,14 @@ class SegmentTiles:
 
     def extend_words(self, blocks: int, *, programs: int, num_kv_heads: int, gqa_ratio: int, v_head_dim: int) -> int:
         """float32 words of extend's workspace, for so many query blocks and programs that share rows."""
+        extend = self.extend
         if programs:
-            return parts_words(programs * self.extend.query_rows, slots=self.segment_slots, v_head_dim=v_head_dim)
-        return self.left_words(blocks, num_kv_heads=num_kv_heads, gqa_ratio=gqa_ratio, v_head_dim=v_head_dim)
+            return parts_words(programs * extend.query_rows, slots=self.segment_slots, v_head_dim=v_head_dim)
+        if not self.left_in_memory:
+            return 0
+        columns = extend.columns(v_head_dim)
+        row_words = -(-v_head_dim // columns) * columns
+        return blocks * num_kv_heads * extend.head_blocks(gqa_ratio) * extend.query_rows * row_words
 
     def most_segments(self, max_kv_len: int, window_left: int) -> int:
         """The most segments that a token of a sequence of up to max_kv_len tokens sees; window_left -1: no window."""
@@ -141,15 +134,7 @@ _OF_128, _SHORT_128 = ExtendTiles(128, 64, 8, 3, dim_block=64), (ExtendTiles(64,
 _OF_192 = ExtendTiles(64, 64, 4, 3, dim_block=64)
 _OF_256 = ExtendTiles(64, 64, 4, 2, dim_block=64)
 _INTERPRETED = SegmentTiles(
-    64,
-    16,
-    32,
-    1,
-    1,
-    3,
-    ExtendTiles(32, 16, 1, 1, programs_per_cu=1),
-    short=(ExtendTiles(16, 16, 1, 1),),
-    shared_segments=4,
+    64, 16, 32, 1, 1, 3, ExtendTiles(32, 16, 1, 1, programs_per_cu=1), short=(ExtendTiles(16, 16, 1, 1),)
 )
 # The first row that serves wins.
 SEGMENT_ROWS = (
@@ -197,67 +182,43 @@ SEGMENT_ROWS = (
     # shape of these kernels keeps all of its registers. Programs that share rows would spill 17 to 23 with heads of 256
     # on gfx942 above 2 GiB, and 22 with heads of 512 by Triton 3.6: these share none.
     SegmentRow(
-        "gfx942",
-        2,
-        128,
-        SegmentTiles(1024, 32, 16, 4, 1, 3, ExtendTiles(64, 32, 8, 1, programs_per_cu=1), 16, shared_segments=4),
-        _BY_ROW,
+        "gfx942", 2, 128, SegmentTiles(1024, 32, 16, 4, 1, 3, ExtendTiles(64, 32, 8, 1, programs_per_cu=1), 16), _BY_ROW
     ),
     SegmentRow(
         "gfx942",
         2,
         128,
-        SegmentTiles(1024, 16, 16, 4, 1, 3, ExtendTiles(64, 16, 8, 1, programs_per_cu=1), 16, shared_segments=4),
+        SegmentTiles(1024, 16, 16, 4, 1, 3, ExtendTiles(64, 16, 8, 1, programs_per_cu=1), 16),
         _BY_TOKEN,
     ),
     SegmentRow(
-        "gfx942",
-        2,
-        128,
-        SegmentTiles(1024, 32, 16, 4, 2, 3, ExtendTiles(128, 32, 8, 2, programs_per_cu=1), 16, shared_segments=4),
+        "gfx942", 2, 128, SegmentTiles(1024, 32, 16, 4, 2, 3, ExtendTiles(128, 32, 8, 2, programs_per_cu=1), 16)
     ),
     SegmentRow("gfx942", 2, 256, SegmentTiles(1024, 32, 16, 4, 2, 2, ExtendTiles(64, 32, 8, 2), 16), _NO_CODES),
     SegmentRow("gfx942", 2, 512, SegmentTiles(1024, 16, 16, 8, 2, 1, ExtendTiles(32, 16, 8, 1), 16), _NO_CODES),
+    SegmentRow("gfx942", 4, 256, SegmentTiles(512, 16, 16, 4, 1, 1, ExtendTiles(16, 16, 4, 1, programs_per_cu=1), 16)),
     SegmentRow(
-        "gfx942",
-        4,
-        256,
-        SegmentTiles(512, 16, 16, 4, 1, 1, ExtendTiles(16, 16, 4, 1, programs_per_cu=1), 16, shared_segments=4),
+        "gfx950", 2, 128, SegmentTiles(1024, 32, 16, 4, 1, 2, ExtendTiles(64, 32, 8, 1, programs_per_cu=1), 16), _BY_ROW
     ),
     SegmentRow(
         "gfx950",
         2,
         128,
-        SegmentTiles(1024, 32, 16, 4, 1, 2, ExtendTiles(64, 32, 8, 1, programs_per_cu=1), 16, shared_segments=4),
-        _BY_ROW,
-    ),
-    SegmentRow(
-        "gfx950",
-        2,
-        128,
-        SegmentTiles(1024, 16, 16, 4, 1, 2, ExtendTiles(64, 16, 8, 1, programs_per_cu=1), 16, shared_segments=4),
+        SegmentTiles(1024, 16, 16, 4, 1, 2, ExtendTiles(64, 16, 8, 1, programs_per_cu=1), 16),
         _BY_TOKEN,
     ),
     SegmentRow(
-        "gfx950",
-        2,
-        128,
-        SegmentTiles(1024, 32, 16, 4, 2, 3, ExtendTiles(128, 32, 8, 2, programs_per_cu=1), 16, shared_segments=4),
+        "gfx950", 2, 128, SegmentTiles(1024, 32, 16, 4, 2, 3, ExtendTiles(128, 32, 8, 2, programs_per_cu=1), 16)
     ),
     SegmentRow(
         "gfx950",
         2,
         256,
-        SegmentTiles(1024, 32, 16, 4, 2, 2, ExtendTiles(64, 32, 8, 2, programs_per_cu=1), 16, shared_segments=4),
+        SegmentTiles(1024, 32, 16, 4, 2, 2, ExtendTiles(64, 32, 8, 2, programs_per_cu=1), 16),
         _NO_CODES,
     ),
     SegmentRow("gfx950", 2, 512, SegmentTiles(1024, 16, 16, 8, 2, 1, ExtendTiles(32, 16, 8, 1), 16), _NO_CODES),
-    SegmentRow(
-        "gfx950",
-        4,
-        256,
-        SegmentTiles(512, 16, 16, 4, 1, 1, ExtendTiles(16, 16, 4, 1, programs_per_cu=1), 16, shared_segments=4),
-    ),
+    SegmentRow("gfx950", 4, 256, SegmentTiles(512, 16, 16, 4, 1, 1, ExtendTiles(16, 16, 4, 1, programs_per_cu=1), 16)),
     SegmentRow("interpreter", 2, 512, _INTERPRETED),
     SegmentRow("interpreter", 4, 512, _INTERPRETED),
 )

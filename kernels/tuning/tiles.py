@@ -183,6 +183,10 @@ class ExtendTiles:
         """Blocks that the query heads of a KV head, or of those that are read as one, are cut into."""
         return -(-gqa_ratio * self.heads_per_row // self.heads_per_block(gqa_ratio))
 
+    def has_equal_blocks(self, gqa_ratio: int) -> bool:
+        """Whether such blocks have as many query heads each."""
+        return gqa_ratio * self.heads_per_row % self.heads_per_block(gqa_ratio) == 0
+
     def tokens_per_block(self, gqa_ratio: int) -> int:
         """New tokens in a full query block."""
         return self.query_rows // self.heads_per_block(gqa_ratio)

@@ -8,13 +8,13 @@ from typing import TypedDict
 
 import torch
 
-from rocm_attn.kernels.attention.cuts import DecodeCut
+from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
 from rocm_attn.kernels.tuning.cdna_tiles import cdna_tiles
 from rocm_attn.kernels.tuning.decode_tiles import ALONE, decode_tiles
 from rocm_attn.kernels.tuning.extend_tiles import extend_rows
 from rocm_attn.kernels.tuning.latent_tiles import LatentTiles, latent_decode_tiles, latent_extend_tiles
 from rocm_attn.kernels.tuning.measured import AnyTiles, MeasuredLayer, MeasuredRow, Table
-from rocm_attn.kernels.tuning.tiles import ANY_ROWS, CdnaTiles, Codes, DecodeTiles, ExtendRow, NoTiles
+from rocm_attn.kernels.tuning.tiles import ANY_ROWS, CdnaTiles, Codes, DecodeTiles, ExtendRow, ExtendTiles, NoTiles
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
 
@@ -165,6 +165,20 @@ def decode_cut_of(problem: Problem, target: Target, tiles: DecodeTiles) -> Decod
     other, fill = ALONE[tiles]
     alone = _decode_cut(problem, target, other)
     return replace(cut, alone=alone, least_alone=math.ceil(fill * alone.programs))
+
+
+def extend_cut(problem: Problem, target: Target, tiles: ExtendTiles, *, causal: bool, min_q_len: int = 1) -> ExtendCut:
+    """The cut of extend steps, with the longest rows shared out if the tiles say so.
+
+    causal: whether no token sees what follows it
+    """
+    return ExtendCut.of(tiles, gqa_ratio=problem.gqa_ratio, min_q_len=min_q_len).shared_by(
+        tiles,
+        compute_units=target.compute_units,
+        heads=(problem.num_kv_heads, problem.gqa_ratio),
+        causal=causal,
+        window_left=problem.window_left,
+    )
 
 
 def _decode_cut(problem: Problem, target: Target, tiles: DecodeTiles) -> DecodeCut:

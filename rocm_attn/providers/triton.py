@@ -30,6 +30,7 @@ from rocm_attn.providers.tiles import (
     codes_of,
     decode_cut_of,
     decode_tiles_of,
+    extend_cut,
     extend_rows_of,
     extend_rows_of_table,
 )
@@ -175,21 +176,13 @@ def _extend(problem: Problem, target: Target, tiles: ExtendTiles, min_q_len: int
     """Sequences with min_q_len new tokens or more."""
     if target.arch == "sm_90" and UNLIMITED_WINDOW != problem.window_left < _MOST_NOT_SHARED:
         tiles = _of_whole_rows(tiles)
-    cut = replace(_extend_cut(problem, target, tiles, problem.causal), min_q_len=min_q_len)
+    cut = extend_cut(problem, target, tiles, causal=problem.causal, min_q_len=min_q_len)
     return TritonExtend(problem, scores_of(problem), tiles, cut)
 
 
 def _of_whole_rows(tiles: ExtendTiles) -> ExtendTiles:
     """The tiles of steps in which every row is one program's: one launch a layer, and no merge."""
     return replace(tiles, programs_per_cu=0, one_launch=False)
-
-
-def _extend_cut(problem: Problem, target: Target, tiles: ExtendTiles, causal: bool) -> ExtendCut:
-    """causal: whether no token sees what follows it"""
-    heads = problem.num_kv_heads, problem.gqa_ratio
-    return ExtendCut.of(tiles, gqa_ratio=problem.gqa_ratio).shared_by(
-        tiles, compute_units=target.compute_units, heads=heads, causal=causal, window_left=problem.window_left
-    )
 
 
 def _bind_mixed(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
@@ -219,7 +212,7 @@ def _bind_masked(problem: Problem, target: Target, pool: PoolSize) -> BoundKerne
         # 64 x 5 new tokens after 8k with factors of tokens, heads of 128: 514 us on an H200 as they are, else 1238.
         fits = is_short or (codes is Codes.BY_TOKEN and target.arch.startswith("sm_"))
         tiles = tiles if fits and tiles.query_rows <= 64 else tiles.of_masked_steps(problem.gqa_ratio, codes)
-        cut = _extend_cut(problem, target, tiles, causal=False)
+        cut = extend_cut(problem, target, tiles, causal=False)
         return Masked(TritonExtend(problem, scores_of(problem), tiles, cut))
 
     return _by_tokens(problem, extend_rows_of_table(problem, target), bind)

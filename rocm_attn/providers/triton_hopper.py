@@ -26,6 +26,7 @@ from rocm_attn.problem import KVEncoding, Problem, Scales
 from rocm_attn.providers.contract import Limits, StepBounds
 from rocm_attn.providers.schedules import ExtendSchedule
 from rocm_attn.providers.scores import scores_of
+from rocm_attn.providers.tiles import extend_cut
 from rocm_attn.providers.triton_later import hopper_launches
 
 # Of smaller heads the columns of zeros cost more than the kernel gains. 48 x 4 heads of 24, 7 x 707..1299 new of as
@@ -160,10 +161,4 @@ def bind_segment_extend(problem: Problem, target: Target, min_q_len: int) -> Hop
 
 
 def _cut(problem: Problem, target: Target, tiles: HopperTiles, min_q_len: int) -> ExtendCut:
-    return ExtendCut.of(tiles.extend, gqa_ratio=problem.gqa_ratio, min_q_len=min_q_len).shared_by(
-        tiles.extend,
-        compute_units=target.compute_units,
-        heads=(problem.num_kv_heads, problem.gqa_ratio),
-        causal=problem.causal,
-        window_left=problem.window_left,
-    )
+    return extend_cut(problem, target, tiles.extend, causal=problem.causal, min_q_len=min_q_len)

@@ -18,7 +18,7 @@ from rocm_attn.providers.by_tokens import KernelByTokens, SizedKernel, Steps
 from rocm_attn.providers.contract import BoundKernel, PoolSize, StepBounds
 from rocm_attn.providers.schedules import DecodeSchedule, ExtendSchedule
 from rocm_attn.providers.scores import scores_of
-from rocm_attn.providers.tiles import codes_of
+from rocm_attn.providers.tiles import codes_of, extend_cut
 from rocm_attn.providers.triton_later import triton_launches
 from rocm_attn.providers.triton_rows import Masked
 
@@ -133,7 +133,7 @@ def extend_by_tokens(problem: Problem, target: Target, min_q_len: int, of_long: 
     if of_long is None and tiles.short == (tiles.extend,):
         return _extend_in(tiles, problem, min_q_len)
     other = of_long or _shared(_extend_in(tiles, problem, min_q_len), target)
-    shares = of_long is not None or tiles.shared_segments > 0
+    shares = of_long is not None or tiles.extend.programs_per_cu > 0
     min_seqs = -(-target.compute_units // (2 * problem.num_kv_heads)) if shares else 1
     short = tuple(
         SizedKernel(Steps(each.extend.query_rows // problem.gqa_ratio, min_seqs), _extend_in(each, problem, min_q_len))
@@ -151,18 +151,10 @@ def bind_masked(problem: Problem, target: Target, pool: PoolSize) -> Masked:
 def _shared(extend: SegmentExtend, target: Target) -> SegmentExtend:
     """The same with the longest rows shared out by whole segments, if the tiles say so."""
     problem, tiles = extend.problem, extend.tiles
-    gqa_ratio = problem.gqa_ratio
-    if tiles.extend.heads_per_block(gqa_ratio) * tiles.extend.head_blocks(gqa_ratio) > gqa_ratio:
+    if not tiles.extend.has_equal_blocks(problem.gqa_ratio):
         # The merge finds the query heads of a block by its place alone: each has as many.
         return extend
-    cut = extend.cut.shared_by(
-        tiles.extend,
-        compute_units=target.compute_units,
-        heads=(problem.num_kv_heads, gqa_ratio),
-        causal=problem.causal,
-        window_left=problem.window_left,
-    )
-    cut = cut.by_segments(
+    cut = extend_cut(problem, target, tiles.extend, causal=problem.causal, min_q_len=extend.cut.min_q_len).by_segments(
         tiles.segment_len,
         most_segments=tiles.shared_segments,
         split_keys=tiles.extend.split_keys,

@@ -233,8 +233,9 @@ def segment_extend(memory: Memory, tensors: Tensors, tiles: SegmentTiles) -> Non
     cut = ExtendCut.of(tiles.extend, gqa_ratio=tensors.gqa_ratio)
     schedule = memory.put(garbage(cut.words(num_tokens, tensors.num_seqs)))
     launch_extend_schedule(tensors.queries, schedule, cut)
-    words = tiles.left_words(
+    words = tiles.extend_words(
         cut.max_blocks(num_tokens, tensors.num_seqs),
+        programs=0,
         num_kv_heads=case.heads[1],
         gqa_ratio=tensors.gqa_ratio,
         v_head_dim=case.dims[1],

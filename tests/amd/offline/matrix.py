@@ -293,9 +293,8 @@ def _has_short_segment_tiles(row: Row) -> bool:
 
 def shares_segments(row: Row) -> bool:
     """Whether programs of the row's deterministic layers share rows: by tiles, and where blocks of heads are equal."""
-    extend, gqa_ratio = _segment_tiles(row).extend, row.problems[0].gqa_ratio
-    is_equal = extend.heads_per_block(gqa_ratio) * extend.head_blocks(gqa_ratio) == gqa_ratio
-    return extend.programs_per_cu > 0 and is_equal
+    extend = _segment_tiles(row).extend
+    return extend.programs_per_cu > 0 and extend.has_equal_blocks(row.problems[0].gqa_ratio)
 
 
 def _has_segments(row: Row) -> bool:

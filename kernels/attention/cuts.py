@@ -32,6 +32,9 @@ CLASS_BITS, CLASS_KEYS_LOG2 = 2, 7
 _MOST_PARTS = 3
 # Of a step, that are shared by fewer programs if its tiles say so.
 _FEW_ROWS = 4
+# Rows of a sequence that programs work on side by side, at most. H200, 32 KV heads of 96, 64 x 4k: 861 us so, 830 in
+# order, ragged 64 1179 and 1107; of 128 970 and 959, 1307 and 1304. But 16 KV heads of 128, ragged 64: 661 and 670.
+_MOST_SIDE_BY_SIDE = 16
 
 
 class NewTokens(NamedTuple):
@@ -156,10 +159,10 @@ class DecodeCut:
         )
 
     def of_lengths(self, max_kv_len: int) -> DecodeCut:
-        """The cut of sequences of up to so many tokens. Of rows that have no more blocks than a group has parts none is
-        merged by a launch of its own, as those of steps alone are: it is the host that short sequences wait for.
+        """The cut of sequences of up to so many tokens. Of rows that have no more blocks than two groups have parts
+        none is merged by a launch of its own, as those of steps alone are: short sequences wait for the host.
         """
-        if max_kv_len > self.merge_group * self.key_block:
+        if max_kv_len > 2 * self.merge_group * self.key_block:
             return self
         return replace(self, merge_rows=0, alone=None, least_alone=0)
 
@@ -196,11 +199,12 @@ class DecodeCut:
 
     @property
     def axes(self) -> int:
-        """Axes that work lies on (decode_schedule.py): one, if as many as rows would leave more than a sixteenth of the
-        programs of a round without work.
+        """Axes that work lies on (decode_schedule.py): one, if rows are many or as many axes would leave more than a
+        sixteenth of the programs of a round without work.
         """
         used = self.programs // self.rows // self.rounds * self.rounds * self.rows
-        return self.rows if self.side_by_side and 16 * (self.programs - used) <= self.programs else 1
+        few_idle = 16 * (self.programs - used) <= self.programs
+        return self.rows if self.side_by_side and self.rows <= _MOST_SIDE_BY_SIDE and few_idle else 1
 
     @property
     def most_rows(self) -> int:

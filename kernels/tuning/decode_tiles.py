@@ -20,9 +20,9 @@ _TWO_AN_SM = DecodeTiles(
     early=True,
     side_by_side=True,
     most_rounds=4,
-    merge_group=16,
+    merge_group=8,
 )
-_TWO_OF_256 = DecodeTiles(32, 4, 3, 2, dim_block=128, early=True)
+_TWO_OF_256 = DecodeTiles(32, 4, 3, 2, dim_block=128, row_cost=1, row_end=1, early=True, side_by_side=True)
 
 
 class Alone(NamedTuple):
@@ -128,22 +128,24 @@ DECODE_ROWS = (
     # 30 query heads of 40 on 3 KV heads, 113 x 1984..5803: 68 us, 95 one by one; on 10, 4 x 18k..26k: 50 and 65.
     DecodeRow("sm_90", 2, 40, 32, DecodeTiles(32, 2, 3, 4, heads_per_row=3, early=True), (Codes.NONE,), any_dim=True),
     # 32 query heads of 40 on 8 KV heads, ragged 64: 135 us where programs work side by side, 149 where they do not.
+    # With 200 registers 256 x 2k takes 185 us where it takes 214, ragged 64 128 and 132.
     DecodeRow(
         "sm_90",
         2,
         40,
         16,
-        DecodeTiles(32, 2, 3, 4, heads_per_row=2, early=True, side_by_side=True),
+        DecodeTiles(32, 2, 3, 4, heads_per_row=2, max_registers=200, early=True, side_by_side=True),
         (Codes.NONE,),
         any_dim=True,
     ),
     # 80 query heads of 40 on 8 KV heads, 64 x 4k: 106 us, 118 as one block of 128 columns; but 32 on 8: 105 and 98.
+    # Side by side ragged 64 takes 139 us where it takes 152 in order.
     DecodeRow(
         "sm_90",
         2,
         40,
         32,
-        DecodeTiles(32, 2, 3, 4, heads_per_row=2, dim_block=64, early=True),
+        DecodeTiles(32, 2, 3, 4, heads_per_row=2, dim_block=64, early=True, side_by_side=True),
         (Codes.NONE,),
         any_dim=True,
     ),
@@ -160,53 +162,66 @@ DECODE_ROWS = (
     # 46 in those of 48.
     DecodeRow("sm_90", 2, 32, 16, DecodeTiles(64, 4, 3, 6, dim_block=32, early=True), (Codes.NONE,)),
     # 32 query heads of 48 on 8 KV heads, 64 x 4k: 119 us; 132 one by one, 140 with eight programs an SM, 168 in blocks
-    # of 32 columns and four warps. 60 of 40 on 5, 2 x 10k: 14.6 one by one, 15.5 with eight.
+    # of 32 columns and four warps. 60 of 40 on 5, 2 x 10k: 14.6 one by one, 15.5 with eight. Side by side and with 200
+    # registers 256 x 2k takes 223 us where it takes 230, with either alone 237 and 230.
     DecodeRow(
         "sm_90",
         2,
         48,
         16,
-        DecodeTiles(32, 2, 3, 4, heads_per_row=2, dim_block=64, early=True),
+        DecodeTiles(32, 2, 3, 4, heads_per_row=2, dim_block=64, max_registers=200, early=True, side_by_side=True),
         (Codes.NONE,),
         any_dim=True,
     ),
     DecodeRow("sm_90", 2, 48, 16, DecodeTiles(32, 2, 3, 4, early=True), (Codes.NONE,)),
-    DecodeRow("sm_90", 2, 64, 16, DecodeTiles(32, 2, 3, 4, early=True), (Codes.NONE,)),
+    # 64 query heads on 4 KV heads, ragged 64: 97 us, in order 104, and 100 where a row's cost is all at its start.
+    DecodeRow(
+        "sm_90",
+        2,
+        64,
+        16,
+        DecodeTiles(32, 2, 3, 4, row_cost=1, row_end=1, early=True, side_by_side=True),
+        (Codes.NONE,),
+    ),
     # 32 query heads on one KV head, 64 x 4k: 30 us; 40 of 48 on 2, 32 x 4k: 33, in the tiles of 80 36.
     DecodeRow("sm_90", 2, 64, 32, DecodeTiles(64, 4, 3, 2, dim_block=32, early=True), (Codes.NONE,)),
     # Rows of 144 bytes lie across lines that hold a part of another KV head's. 96 query heads of 72 on 16 KV heads,
-    # 29 x 1399..4045: 112 us, 132 one by one, 135 as one block of 128 columns; 32 on 8, 64 x 4k: 176, 186 and 200.
+    # 29 x 1399..4045: 112 us, 132 one by one, 135 as one block of 128 columns; 32 on 8, 64 x 4k: 176, 186 and 200. Side
+    # by side 64 x 4k takes 169 us where it takes 174, ragged 64 231 and 243; of 24 on 6 126 and 137, 171 and 181.
     DecodeRow(
         "sm_90",
         2,
         72,
         16,
-        DecodeTiles(32, 2, 3, 4, heads_per_row=2, dim_block=128, early=True),
+        DecodeTiles(32, 2, 3, 4, heads_per_row=2, dim_block=128, early=True, side_by_side=True),
         (Codes.NONE,),
         any_dim=True,
     ),
     # 32 query heads of 80 on 8 KV heads, 64 x 4k: 175 us; 188 one by one, 227 in blocks of 32 columns and four warps,
-    # 229 in the tiles of 128.
+    # 229 in the tiles of 128. With 200 registers 256 x 2k takes 342 us where it takes 370; 32 on 32, 64 x 4k: 665, 680.
     DecodeRow(
         "sm_90",
         2,
         80,
         16,
-        DecodeTiles(32, 4, 3, 2, heads_per_row=2, dim_block=128, early=True),
+        DecodeTiles(32, 4, 3, 2, heads_per_row=2, dim_block=128, max_registers=200, early=True),
         (Codes.NONE,),
         any_dim=True,
     ),
     # Two at a time rows of up to 32 query heads take 92 us of 64 x 4k (64 query heads of 72 on 4 KV heads; 109 one by
     # one), but longer where they are few: 32 on 2, 5 x 6930: 16.8 and 14.3; of 80, 24 on 2, 3 x 195..259: 6.6 and 4.8.
-    DecodeRow("sm_90", 2, 72, 16, DecodeTiles(32, 2, 3, 4, dim_block=64, early=True), (Codes.NONE,)),
-    DecodeRow("sm_90", 2, 80, 16, DecodeTiles(32, 2, 3, 4, early=True), (Codes.NONE,)),
-    # 80 query heads of 80 on 4 KV heads, 64 x 4k: 97 us, 118 one by one; of 72, 11 x 9.9k..24.6k: 74 and 100.
+    # Side by side 64 on 4 take 102 us where they take 108 in order, ragged 64 140 and 160; of 80, 24 on 3, 76 and 89,
+    # 100 and 116.
+    DecodeRow("sm_90", 2, 72, 16, DecodeTiles(32, 2, 3, 4, dim_block=64, early=True, side_by_side=True), (Codes.NONE,)),
+    DecodeRow("sm_90", 2, 80, 16, DecodeTiles(32, 2, 3, 4, early=True, side_by_side=True), (Codes.NONE,)),
+    # 80 query heads of 80 on 4 KV heads, 64 x 4k: 97 us, 118 one by one; of 72, 11 x 9.9k..24.6k: 74 and 100. Side by
+    # side 64 x 4k takes 95.7.
     DecodeRow(
         "sm_90",
         2,
         80,
         64,
-        DecodeTiles(32, 4, 3, 2, heads_per_row=2, dim_block=128, early=True),
+        DecodeTiles(32, 4, 3, 2, heads_per_row=2, dim_block=128, early=True, side_by_side=True),
         (Codes.NONE,),
         any_dim=True,
     ),
@@ -217,8 +232,9 @@ DECODE_ROWS = (
     # 498; but rows that differ, or that no program has a whole number of, are shared by those of one round (cuts.py):
     # ragged 64 336 and, by those of four, 342. Merged within the launch 64 x 4k takes 245 us where it takes 255, 16 x
     # 4k 71 and 73; with one KV head 16 x 4k 20 and 15 (cuts.py). So do heads of 256 274 and 247, of 80 231 and 210:
-    # they have no group. Side by side ragged 64 takes 338 where it takes 345 in order, ragged 256 1399 and 1429, heads
-    # of 112 380 and 391; but of 80 246 and 233, of 192 537 and 528, of 256 692 and 661 (256 x 2k 1133 and 997).
+    # they have no group. In groups of 8 pages of 1 take 253 us of 64 x 4k where they take 257 in groups of 16, of
+    # ragged 64 336 and 344, and 32 KV heads of 96 839 and 861 of 64 x 4k; others take as long. Side by side ragged 64
+    # takes 338 where it takes 345 in order, ragged 256 1399 and 1429, heads of 112 380 and 391.
     DecodeRow("sm_90", 2, 128, 16, _TWO_AN_SM),
     # 32 query heads of 72 on one KV head, 64 x 4k: 34 us, 39 transposed as one block of 128 columns; 20 on one: 32 and
     # 38. 3 x 1472..11635: 11.0 with all programs, and 9.6 with 132.
@@ -227,18 +243,47 @@ DECODE_ROWS = (
     # keys 31 and 43. 128 heads of 72 on 2, 1 x 2821: 7.0, and 9.0 with two programs an SM; but 64 on one, 64 x 4k: 40
     # and 36.
     DecodeRow("sm_90", 2, 96, 64, DecodeTiles(64, 4, 3, 2, dim_block=32, early=True, fewer_of_few=2), (Codes.NONE,)),
-    # 64 query heads on one KV head, 64 x 4k: 48 us; 60 as one block.
-    DecodeRow("sm_90", 2, 128, 64, DecodeTiles(32, 4, 3, 2, dim_block=64, early=True), (Codes.NONE,)),
+    # 64 query heads on one KV head, 64 x 4k: 48 us; 60 as one block. 128 on 4: 180 us, 212 without the registers, and
+    # 182 where a row's cost is all at its start; then 256 x 2k takes 333 in place of 310.
+    DecodeRow(
+        "sm_90",
+        2,
+        128,
+        64,
+        DecodeTiles(32, 4, 3, 2, dim_block=64, row_cost=1, row_end=1, max_registers=200, early=True, side_by_side=True),
+        (Codes.NONE,),
+    ),
     DecodeRow("sm_90", 2, 128, 64, DecodeTiles(32, 4, 2, 2, early=True)),
     # 32 query heads of 144 on 8 KV heads, 64 x 4k: 329 us, 348 in the tiles below; 48 on 6, 86 x 317: 32 and 40; 24 of
     # 160 on 3, 5 x 12.7k..19k: 49 and 54. Side by side ragged 64 takes 441 where it takes 455 in order, of 160 478 and
-    # 499.
+    # 499. With 200 registers, and costs as those of 160 have, 48 on 6, 64 x 4k take 283 where they take 253.
     DecodeRow(
-        "sm_90", 2, 160, 16, DecodeTiles(32, 2, 3, 4, dim_block=128, early=True, side_by_side=True), (Codes.NONE,)
+        "sm_90", 2, 144, 16, DecodeTiles(32, 2, 3, 4, dim_block=128, early=True, side_by_side=True), (Codes.NONE,)
     ),
-    # 64 query heads of 192 on 8 KV heads, 64 x 4k: 387 us; 399 as one block of 256 columns, 393 with 2 programs an SM.
-    DecodeRow("sm_90", 2, 192, 16, DecodeTiles(32, 4, 3, 3, dim_block=64, early=True), (Codes.NONE,)),
-    # gemma 64 x 4k: 494 us, 1.05 of the floor; 495 as one block, 602 transposed.
+    # 24 on 3, ragged 64: 183 us, and 193 in the tiles above; 256 x 2k 264 and 276.
+    DecodeRow(
+        "sm_90",
+        2,
+        160,
+        16,
+        DecodeTiles(
+            32, 2, 3, 4, dim_block=128, row_cost=0, row_end=1, max_registers=200, early=True, side_by_side=True
+        ),
+        (Codes.NONE,),
+    ),
+    # 64 query heads of 192 on 8 KV heads, 64 x 4k: 387 us, 401 with fewer registers; 399 as one block of 256 columns.
+    # Ragged 64 510 us, 514 where a row's cost is all at its start, and with two programs an SM.
+    DecodeRow(
+        "sm_90",
+        2,
+        192,
+        16,
+        DecodeTiles(32, 4, 3, 3, dim_block=64, row_cost=1, row_end=1, max_registers=200, early=True),
+        (Codes.NONE,),
+    ),
+    # gemma 64 x 4k: 492 us, 499 where a row's cost is all at its start (side by side 567) and 496 in order; ragged 64
+    # 646, 661 and 656. 16 query heads of 240 on 8 KV heads, 64 x 4k: 529, 588 and 530; 32 of 208 on 8 453, 498 and 466.
+    # As one block gemma takes as long, transposed 602.
     DecodeRow("sm_90", 2, 256, 16, _TWO_OF_256, (Codes.NONE,)),
     DecodeRow("sm_90", 2, 256, 16, DecodeTiles(32, 4, 3, 2, early=True)),
     # 64 query heads of 160 on one KV head, 38 x 14k: 104 us, 273 as one block. Of 192, 38 x 4k: 48 and 95.
@@ -248,10 +293,16 @@ DECODE_ROWS = (
     # With blocks of 32 keys up to 112 bytes of registers spill.
     DecodeRow("sm_90", 2, 256, 64, DecodeTiles(16, 8, 2, 1, early=True), (Codes.BY_TOKEN,)),
     DecodeRow("sm_90", 2, 256, 64, DecodeTiles(32, 8, 2, 1, early=True)),
-    # 20 query heads on 5 KV heads, 18 x 2.7k: of 320 elements 83 us, of 384 98; 125 and 126 as one block of 512.
-    DecodeRow("sm_90", 2, 384, 16, DecodeTiles(32, 4, 3, 2, dim_block=64, early=True), (Codes.NONE,)),
-    # 32 query heads on 4 KV heads, 16 x 4k: 135 us, and 24 on 6, 2 x 10.7k: 71; 142 and 73 as one block.
-    DecodeRow("sm_90", 2, 512, 32, DecodeTiles(16, 4, 3, 2, dim_block=64, early=True), (Codes.NONE,)),
+    # 20 query heads on 5 KV heads, 18 x 2.7k: of 320 elements 83 us, of 384 98; 125 and 126 as one block of 512. Of
+    # 320, 256 x 2k: 776 us, 786 in order.
+    DecodeRow(
+        "sm_90", 2, 384, 16, DecodeTiles(32, 4, 3, 2, dim_block=64, early=True, side_by_side=True), (Codes.NONE,)
+    ),
+    # 32 query heads on 4 KV heads, 16 x 4k: 135 us, and 24 on 6, 2 x 10.7k: 71; 142 and 73 as one block. 32 on 4,
+    # ragged 64: 661 us, 675 in order.
+    DecodeRow(
+        "sm_90", 2, 512, 32, DecodeTiles(16, 4, 3, 2, dim_block=64, early=True, side_by_side=True), (Codes.NONE,)
+    ),
     # Of 512 columns; with 64 query heads a row spills.
     DecodeRow("sm_90", 2, 512, 16, DecodeTiles(32, 8, 3, 1, early=True)),
     DecodeRow("sm_90", 2, 512, 32, DecodeTiles(32, 8, 2, 1, early=True)),

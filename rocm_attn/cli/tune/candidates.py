@@ -70,6 +70,8 @@ def _values(job: Job, target: Target) -> Values:
         values["waves_per_eu"] = (0, 1, 2, 3)
     elif isinstance(job.tiles, ExtendTiles):
         values["max_registers"] = (0, 128, 168)
+    elif isinstance(job.tiles, DecodeTiles):
+        values["max_registers"] = (0, 168, 200)
     known = {field.name for field in fields(job.tiles)}
     return {name: each for name, each in values.items() if name in known}
 
@@ -90,6 +92,8 @@ def _values_of(job: Job) -> Iterator[tuple[str, tuple[object, ...]]]:
         yield "transposed", (False, True)
         yield "heads_per_row", _heads_at_once(problem)
         yield "row_cost", (1, 2, 4)
+        yield "row_end", (0, 1)
+        yield "side_by_side", (False, True)
         if codes_of(problem) is not Codes.NONE:
             yield "paired", (False, True)
     elif isinstance(tiles, ExtendTiles):

@@ -74,8 +74,8 @@ def test_steps_of_few_long_sequences_are_merged_by_a_launch_of_their_own() -> No
     def groups(pool: PoolSize) -> list[int]:
         return [decode_of(few, pool=pool).cut.of_step(n).merge_group for n in (1, 16, 64, 256)]
 
-    assert groups(LONG) == groups(SMALLEST_POOL) == [0, 0, 0, 16]
-    assert groups(SHORT) == [16] * 4
+    assert groups(LONG) == groups(SMALLEST_POOL) == [0, 0, 0, 8]
+    assert groups(SHORT) == [8] * 4
     # As many rows as SMs.
     assert decode_of(LLAMA, pool=LONG).cut.of_step(16).merge_group == 0
-    assert decode_of(LLAMA, pool=SHORT).cut.of_step(16).merge_group == 16
+    assert decode_of(LLAMA, pool=SHORT).cut.of_step(16).merge_group == 8

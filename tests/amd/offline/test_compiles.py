@@ -362,6 +362,7 @@ def test_every_run_compiles_each_kind_of_layer() -> None:
         (80, 80),
         (80, 96),
         (96, 96),
+        (144, 144),
         (160, 160),
         (192, 128),
         (192, 192),

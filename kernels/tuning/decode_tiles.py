@@ -256,20 +256,10 @@ DECODE_ROWS = (
     DecodeRow("sm_90", 2, 128, 64, DecodeTiles(32, 4, 2, 2, early=True)),
     # 32 query heads of 144 on 8 KV heads, 64 x 4k: 329 us, 348 in the tiles below; 48 on 6, 86 x 317: 32 and 40; 24 of
     # 160 on 3, 5 x 12.7k..19k: 49 and 54. Side by side ragged 64 takes 441 where it takes 455 in order, of 160 478 and
-    # 499. With 200 registers, and costs as those of 160 have, 48 on 6, 64 x 4k take 283 where they take 253.
+    # 499. With 200 registers and a row's cost at its end 24 of 160 on 3, ragged 64, take 183 where they take 193, but
+    # 48 of 144 on 6, 64 x 4k, 283 where they take 253.
     DecodeRow(
-        "sm_90", 2, 144, 16, DecodeTiles(32, 2, 3, 4, dim_block=128, early=True, side_by_side=True), (Codes.NONE,)
-    ),
-    # 24 on 3, ragged 64: 183 us, and 193 in the tiles above; 256 x 2k 264 and 276.
-    DecodeRow(
-        "sm_90",
-        2,
-        160,
-        16,
-        DecodeTiles(
-            32, 2, 3, 4, dim_block=128, row_cost=0, row_end=1, max_registers=200, early=True, side_by_side=True
-        ),
-        (Codes.NONE,),
+        "sm_90", 2, 160, 16, DecodeTiles(32, 2, 3, 4, dim_block=128, early=True, side_by_side=True), (Codes.NONE,)
     ),
     # 64 query heads of 192 on 8 KV heads, 64 x 4k: 387 us, 401 with fewer registers; 399 as one block of 256 columns.
     # Ragged 64 510 us, 514 where a row's cost is all at its start, and with two programs an SM.

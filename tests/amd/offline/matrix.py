@@ -210,7 +210,7 @@ ROWS = (
     # Heads whose rows are no whole lines of memory, one by one and two at a time, with few query heads and with many.
     *(Row("sm_90", heads, (dim, dim), BF16, 16) for heads in ((16, 2), (8, 1)) for dim in (48, 72, 80)),
     Row("sm_90", (40, 2), (80, 80), BF16, 16),
-    *(Row("sm_90", (16, kv_heads), (dim, dim), BF16, 16) for kv_heads, dim in ((1, 64), (2, 144), (2, 160))),
+    *(Row("sm_90", (16, kv_heads), (dim, dim), BF16, 16) for kv_heads, dim in ((1, 64), (2, 160))),
     *(Row("sm_80", *layer) for layer in _SM_80_LAYERS),
     *(
         Row(

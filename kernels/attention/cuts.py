@@ -160,7 +160,8 @@ class DecodeCut:
 
     def of_lengths(self, max_kv_len: int) -> DecodeCut:
         """The cut of sequences of up to so many tokens. Of rows that have no more blocks than two groups have parts
-        none is merged by a launch of its own, as those of steps alone are: short sequences wait for the host.
+        none is merged by a launch of its own, as those of steps alone are: with short sequences launches take longer
+        than kernels.
         """
         if max_kv_len > 2 * self.merge_group * self.key_block:
             return self

@@ -98,7 +98,7 @@ def work_of_share(share):
 
 @triton.jit
 def row_after(query_block, row, ROWS: tl.constexpr):
-    """Query block and row that lie behind a row, of ROWS rows a block."""
+    """Query block and row of the row that comes next; every query block has ROWS rows."""
     row += 1
     return tl.where(row == ROWS, query_block + 1, query_block), tl.where(row == ROWS, 0, row)
 

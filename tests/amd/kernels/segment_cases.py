@@ -5,18 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
-from rocm_attn.kernels.attention.cuts import WHOLE_ROWS, DecodeCut, ExtendCut, Sharing
+from rocm_attn.kernels.attention.cuts import WHOLE_ROWS, DecodeCut, Sharing
 from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
 from rocm_attn.kernels.attention.extend_schedule import BLOCK_WORDS, SHARE_CUT, launch_extend_schedule
 from rocm_attn.kernels.attention.segment_decode import launch_segment_decode
 from rocm_attn.kernels.attention.segment_extend import launch_segment_extend
 from rocm_attn.kernels.refs import segments as twins
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
-from tests.amd.kernels.attention_cases import UNTOUCHED, Tensors
-
-GARBAGE = 0x7F7F7F7F
+from tests.amd.kernels.attention_cases import ALL_SHARED, UNTOUCHED, Tensors, extend_cut, garbage
 
 
 def run_decode(tensors: Tensors, *, num_programs: int, tiles: SegmentTiles) -> None:
@@ -29,7 +26,7 @@ def run_decode(tensors: Tensors, *, num_programs: int, tiles: SegmentTiles) -> N
         window_left=case.window_left,
         has_slots=True,
     )
-    schedule = _garbage(cut.words(tensors.num_seqs), device)
+    schedule = garbage(cut.words(tensors.num_seqs), device)
     launch_decode_schedule(tensors.queries, schedule, cut)
     most = tiles.most_segments(max(case.kv_len), case.window_left)
     words = sum(
@@ -42,14 +39,11 @@ def run_decode(tensors: Tensors, *, num_programs: int, tiles: SegmentTiles) -> N
 def run_extend(tensors: Tensors, *, min_q_len: int = 1, tiles: SegmentTiles, sharing: Sharing = WHOLE_ROWS) -> int:
     """Schedule and extend, with scratch memory that is NaN or garbage beforehand; how many query blocks are shared out.
 
-    sharing: how rows are, but for what the layer says
+    sharing: of which rows, causality and window follow from the tensors
     """
     case = tensors.case
-    cut = ExtendCut.of(tiles.extend, gqa_ratio=tensors.gqa_ratio, min_q_len=min_q_len)
-    if sharing.programs:
-        sharing = sharing._replace(rows=case.heads[1], causal=case.causal, window_left=case.window_left)
-        cut = replace(cut, sharing=sharing)
-    schedule = _garbage(cut.words(tensors.q.shape[0], tensors.num_seqs), tensors.q.device)
+    cut = extend_cut(tensors, tiles.extend, sharing, min_q_len=min_q_len)
+    schedule = garbage(cut.words(tensors.q.shape[0], tensors.num_seqs), tensors.q.device)
     launch_extend_schedule(tensors.queries, schedule, cut)
     words = tiles.extend_words(
         cut.max_blocks(tensors.q.shape[0], tensors.num_seqs),
@@ -62,6 +56,12 @@ def run_extend(tensors: Tensors, *, min_q_len: int = 1, tiles: SegmentTiles, sha
     launch_segment_extend(args, scores=tensors.scores, cut=cut, tiles=tiles, mask=tensors.mask)
     first_share = cut.max_blocks(tensors.q.shape[0], tensors.num_seqs) * BLOCK_WORDS.value
     return int(schedule[first_share + SHARE_CUT.value]) if sharing.programs else 0
+
+
+def all_shared(tiles: SegmentTiles, programs: int) -> Sharing:
+    """Every row is shared out by whole segments, each share from wherever it begins."""
+    most_keys = tiles.shared_segments * tiles.segment_len
+    return ALL_SHARED._replace(programs=programs, most_keys=most_keys, segment_len=tiles.segment_len)
 
 
 def run_decode_twin(tensors: Tensors) -> None:
@@ -97,7 +97,3 @@ def assert_same_bits(decoded: Tensors, extended: Tensors) -> None:
     last = (extended.q_indptr[1:] - 1).long()
     assert torch.equal(decoded.out, extended.out[last]), "decode and extend differ in bits of the output"
     assert torch.equal(decoded.lse, extended.lse[last]), "decode and extend differ in bits of the LSE"
-
-
-def _garbage(words: int, device: torch.device) -> Tensor:
-    return torch.full((words,), GARBAGE, dtype=torch.int32, device=device)

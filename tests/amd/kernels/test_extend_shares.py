@@ -219,26 +219,25 @@ def test_by_segments_few_rows_are_shared_that_fill_the_last_round() -> None:
     assert dear.shares()[0][7] == 0
 
 
+FIVE_ROWS = Step(
+    ((251, 5), (250, 5), (145, 5), (145, 5), (145, 5)),
+    Sharing(programs=4, rows=1, row_keys=1, split_keys=0, gain=4, least_keys=128, most_keys=999, segment_len=128),
+)
+
+
 def test_what_is_shared_leaves_programs_for_the_longest_whole_rows() -> None:
     """Five rows, four programs. The first row's segments are three programs' shares, and the second row is the other
     one's: else that would take as long as a second round, and no row would be shared.
     """
-    sharing = Sharing(
-        programs=4, rows=1, row_keys=1, split_keys=0, gain=4, least_keys=128, most_keys=999, segment_len=128
-    )
-    step = Step(((251, 5), (250, 5), (145, 5), (145, 5), (145, 5)), sharing)
-    assert step.shares()[0][7] == 1
-    assert step.shares()[3][3] == 0
+    assert FIVE_ROWS.shares()[0][7] == 1
+    assert FIVE_ROWS.shares()[3][3] == 0
 
 
 def test_where_whole_rows_begin_after_shares_these_are_worth_less() -> None:
     """The step above: the second row no longer begins with the first one's shares."""
-    sharing = Sharing(
-        programs=4, rows=1, row_keys=1, split_keys=0, gain=4, least_keys=128, most_keys=999, segment_len=128
-    )
-    rows = ((251, 5), (250, 5), (145, 5), (145, 5), (145, 5))
-    assert Step(rows, sharing).shares()[0][7] == 1
-    assert Step(rows, sharing._replace(shares_first=True)).shares()[0][7] == 0
+    shares_first = FIVE_ROWS.sharing._replace(shares_first=True)
+    assert FIVE_ROWS.shares()[0][7] == 1
+    assert Step(FIVE_ROWS.seqs, shares_first).shares()[0][7] == 0
 
 
 @pytest.mark.parametrize(

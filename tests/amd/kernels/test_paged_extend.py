@@ -367,6 +367,11 @@ def without_idle_shares(words: list[int], cut: ExtendCut) -> list[int]:
     return words
 
 
+BY_SEGMENTS = Sharing(
+    programs=7, rows=2, row_keys=20, split_keys=1, gain=4, least_keys=32, most_keys=300, segment_len=32
+)
+
+
 @pytest.mark.each_value
 @pytest.mark.parametrize(
     "sharing",
@@ -377,18 +382,8 @@ def without_idle_shares(words: list[int], cut: ExtendCut) -> list[int]:
         Sharing(programs=9, rows=4, row_keys=9, split_keys=-99999, gain=0, least_keys=1, causal=False),
         Sharing(programs=5, rows=3, row_keys=64, split_keys=5, gain=2, causal=False, window_left=7),
         Sharing(programs=7, rows=2, row_keys=20, split_keys=-99999, gain=0, least_keys=64, most_keys=200),
-        Sharing(programs=7, rows=2, row_keys=20, split_keys=1, gain=4, least_keys=32, most_keys=300, segment_len=32),
-        Sharing(
-            programs=7,
-            rows=2,
-            row_keys=20,
-            split_keys=1,
-            gain=4,
-            least_keys=32,
-            most_keys=300,
-            segment_len=32,
-            shares_first=True,
-        ),
+        BY_SEGMENTS,
+        BY_SEGMENTS._replace(shares_first=True),
         Sharing(programs=400, rows=2, row_keys=20, split_keys=999, gain=0, least_keys=12, alike_keys=1),
         Sharing(programs=60, rows=1, row_keys=9, split_keys=999, gain=0, least_keys=5, window_left=33, alike_keys=4),
     ],

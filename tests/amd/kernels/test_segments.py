@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rocm_attn.kernels.attention.cuts import DecodeCut, Sharing
+from rocm_attn.kernels.attention.cuts import DecodeCut
 from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.segment_decode import launch_segment_decode
 from rocm_attn.kernels.tuning.segment_tiles import SEGMENT_ROWS, SegmentTiles, segment_tiles
@@ -16,6 +16,7 @@ from rocm_attn.kernels.tuning.tiles import NoTiles
 from tests.amd.kernels.attention_cases import UNTOUCHED, Case, Tensors, assert_served, build, dtypes
 from tests.amd.kernels.matrix_unit import use_matrix_unit
 from tests.amd.kernels.segment_cases import (
+    all_shared,
     assert_same_bits,
     last_tokens,
     run_decode,
@@ -117,14 +118,9 @@ def test_how_programs_share_rows_of_an_extend_changes_no_bit(
     programs: int, name: str, kernel_device: torch.device
 ) -> None:
     whole, shared = (build(CASES[name], kernel_device) for _ in range(2))
-    tiles = tiles_at(kernel_device, whole.case)
-    extend = replace(tiles.extend, programs_per_cu=1)
-    tiles = replace(tiles, extend=extend, shared_segments=40, left_in_memory=False)
+    tiles = replace(tiles_at(kernel_device, whole.case), shared_segments=40, left_in_memory=False)
     run_extend(whole, tiles=tiles)
-    segment_len = tiles.segment_len
-    # All rows, each from wherever a share begins.
-    sharing = Sharing(programs, split_keys=-99999, gain=0, least_keys=1, most_keys=40 * segment_len)
-    assert run_extend(shared, tiles=tiles, sharing=sharing._replace(segment_len=segment_len)) > 0
+    assert run_extend(shared, tiles=tiles, sharing=all_shared(tiles, programs)) > 0
     assert_served(shared)
     assert torch.equal(shared.out, whole.out)
     assert torch.equal(shared.lse, whole.lse)

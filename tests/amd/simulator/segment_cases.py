@@ -7,10 +7,9 @@ from functools import partial
 
 import torch
 
-from rocm_attn.kernels.attention.cuts import Sharing
 from rocm_attn.kernels.tuning.segment_tiles import segment_tiles
 from tests.amd.kernels.attention_cases import Case, assert_served, build
-from tests.amd.kernels.segment_cases import assert_same_bits, last_tokens, run_decode, run_extend
+from tests.amd.kernels.segment_cases import all_shared, assert_same_bits, last_tokens, run_decode, run_extend
 from tests.amd.simulator.case import KernelCase
 from tests.amd.simulator.driver import Simulation, simulated
 
@@ -40,9 +39,8 @@ def run_shared_segments(arch: str, case: Case) -> Simulation:
     shared, whole = (build(case, torch.device("cpu")) for _ in range(2))
     tiles = segment_tiles(arch, head_dim=case.dims[0], v_head_dim=case.dims[1], dtype=case.dtype, codes=case.codes)
     tiles = replace(tiles, segment_len=64)
-    sharing = Sharing(5, split_keys=-99999, gain=0, least_keys=1, most_keys=256, segment_len=64)
     with simulated(arch) as simulation:
-        assert run_extend(shared, tiles=tiles, sharing=sharing) > 0
+        assert run_extend(shared, tiles=tiles, sharing=all_shared(tiles, 5)) > 0
         run_extend(whole, tiles=tiles)
     assert_served(shared)
     assert torch.equal(shared.out, whole.out)

@@ -76,6 +76,25 @@ class LatentTiles:
 
 
 @dataclass(frozen=True, slots=True)
+class HopperLatentTiles:
+    """How decode for Hopper walks latent rows (hopper/latent.py).
+
+    latent: its programs, and how rows are cut; a program's warps are four groups of num_warps
+    score_registers, loader_registers: of a thread of the group that weighs keys, and of the one that loads them; both
+            that add up values have what is left
+    """
+
+    latent: LatentTiles
+    score_registers: int
+    loader_registers: int
+
+    @property
+    def value_registers(self) -> int:
+        """What an SM has for a thread of each warp group together, in units of eight, and the others leave."""
+        return (512 - self.score_registers - self.loader_registers) // 16 * 8
+
+
+@dataclass(frozen=True, slots=True)
 class LatentSegmentTiles:
     """How deterministic attention cuts latent KV into segments, and how its programs walk them.
 
@@ -220,6 +239,7 @@ EXTEND_ROWS: tuple[LatentRow, ...] = (
     LatentRow("interpreter", 2, _LARGEST, LatentTiles(32, 16, 1, 1)),
     LatentRow("interpreter", 4, _LARGEST, LatentTiles(32, 16, 1, 1)),
 )
+HOPPER_LATENT_TILES = HopperLatentTiles(LatentTiles(64, 64, 4, 2, early=True, even=True), 120, 40)
 _INTERPRETED = LatentSegmentTiles(64, LatentTiles(32, 16, 1, 1), decoders=(LatentTiles(16, 16, 1, 1),))
 SEGMENT_ROWS: tuple[LatentSegmentRow, ...] = (
     # 16 heads, 32 x 4k: 53 us, as in normal mode; 128 x 4k: 190, in normal mode 161. In segments of 1024 keys 88, 176;

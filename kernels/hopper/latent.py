@@ -1,0 +1,583 @@
+"""Decode over latent pages for Hopper, in Gluon: the results of latent/decode.py by warp groups with one task each.
+
+    out[token, head] = softmax(scores of q[token, head] . (c | r)^T) c       c | r: rows that the token sees
+
+A program has 64 query heads of a token and four warp groups. One gathers blocks of latent rows into shared memory. One
+multiplies q with them, and makes weights of the scores. Two add up values, each of one half of V's columns, whose
+accumulators no one group has the registers for. So products of all three are under way at the same time, beside the
+softmax and the loads. What the groups hand each other is in shared memory: a block is K of one of them and V of the
+others, and weights of a block lie there with what the accumulators are to be scaled by.
+
+A row of the schedule is one new token, of which neighbouring programs take a block of query heads each and walk the
+same keys side by side. What several programs share of a row is merged as in attention/decode.py.
+
+What no row sees may be NaN: zeros are written in place of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.attention.bundles import Rows
+from rocm_attn.kernels.attention.cuts import DecodeCut, RowCut
+from rocm_attn.kernels.attention.decode_schedule import (
+    PROGRAM_DONE,
+    PROGRAM_KV_LEN,
+    PROGRAM_ROW,
+    PROGRAM_SEQ,
+    PROGRAM_WORK,
+    SEQ_KV_LEN,
+    words_of_program,
+    words_of_seq,
+)
+from rocm_attn.kernels.attention.merge import early_options, launch_merge
+from rocm_attn.kernels.attention.scores import Scores
+from rocm_attn.kernels.attention.softmax import LN_2
+from rocm_attn.kernels.hopper.key_steps import SLACK
+from rocm_attn.kernels.hopper.rings import GATHERING_THREADS
+from rocm_attn.kernels.hopper.rows import BOX_COLUMNS, GROUP_ROWS
+from rocm_attn.kernels.hopper.scaling import times_if_any
+from rocm_attn.kernels.hopper.warp_groups import leave
+from rocm_attn.kernels.latent.cuts import latent_partials_words, latent_row_cut
+from rocm_attn.kernels.latent.limits import check_latent
+from rocm_attn.kernels.launch import launch
+from rocm_attn.kernels.tuning.latent_tiles import HopperLatentTiles
+
+# Of a latent row: V's columns, those of a warp group, and those of K after them.
+V_COLUMNS = gl.constexpr(512)
+HALF = gl.constexpr(256)
+REST = gl.constexpr(64)
+# Blocks in shared memory: each is 72 KB, and q as much.
+_STAGES = gl.constexpr(2)
+# Lanes of eight elements: a warp has four rows' 128 bytes.
+_COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+_SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
+_LINEAR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+class HopperLatentGeometry(NamedTuple):
+    """What the kernel is compiled for.
+
+    rows:        how a sequence is cut into rows
+    BLOCK_HEADS: query heads of a block
+    HEAD_BLOCKS: blocks of query heads, which neighbouring programs take
+    PAGE_SIZE:   tokens of a page
+    KEY_BLOCK:   keys of a block
+    CAUSAL:      whether a token sees no key after its own
+    EARLY:       whether launches may begin while the one before still runs
+    VALUE_REGISTERS, SCORE_REGISTERS, LOADER_REGISTERS: of a thread of each warp group
+    """
+
+    rows: RowCut
+    BLOCK_HEADS: int
+    HEAD_BLOCKS: int
+    PAGE_SIZE: int
+    KEY_BLOCK: int
+    CAUSAL: bool
+    EARLY: bool
+    VALUE_REGISTERS: int
+    SCORE_REGISTERS: int
+    LOADER_REGISTERS: int
+
+
+class Step(NamedTuple):
+    """What all of a program's warp groups read: the schedule and how many programs it has, new tokens of sequences."""
+
+    schedule: Any
+    num_programs: Any
+    q_indptr: Any
+
+
+class Latents(NamedTuple):
+    """Latent pages; the table, and the sequences' rows in it."""
+
+    at: Any
+    table: Any
+    table_row: Any
+    width: Any
+    row_of_seq: Any
+
+
+class Results(NamedTuple):
+    """Rows of q, out and lse (bundles.Rows); accumulators and sums of parts of rows; what makes products logits."""
+
+    q: Any
+    out: Any
+    lse: Any
+    partials: Any
+    sums: Any
+    qk_scale: Any
+
+
+class Shared(NamedTuple):
+    """Shared memory: q as boxes and as tiles, its columns after V's; the same of latents, by stages. Of the block whose
+    values are added up weights, what accumulators are scaled by, and sums of weights up to it.
+
+    full, free: barriers of a stage: its rows are there, and have been read; weighed: weights are there
+    """
+
+    q_boxes: Any
+    q: Any
+    q_rest: Any
+    boxes: Any
+    halves: Any
+    rest: Any
+    weights: Any
+    decays: Any
+    totals: Any
+    full: Any
+    free: Any
+    weighed: Any
+
+
+class Todo(NamedTuple):
+    """What a program does next: `work` positions, from the offset `done` of a row on."""
+
+    seq: Any
+    row: Any
+    done: Any
+    work: Any
+    kv_len: Any
+
+
+class Piece(NamedTuple):
+    """What a program takes of a row: positions, key blocks [first, end), whether they are all of the row's, and whether
+    there is anything to write; the sequence's new tokens, the row's token and the end of the keys that it sees.
+    """
+
+    take: Any
+    first: Any
+    end: Any
+    is_whole: Any
+    writes: Any
+    q_len: Any
+    token: Any
+    end_key: Any
+
+
+@gluon.jit
+def _work_of_program(step, G: gl.constexpr):
+    words = words_of_program(step.schedule, gl.program_id(0) // G.HEAD_BLOCKS)
+    return Todo(
+        gl.load(words + PROGRAM_SEQ),
+        gl.load(words + PROGRAM_ROW),
+        gl.load(words + PROGRAM_DONE),
+        gl.load(words + PROGRAM_WORK),
+        gl.load(words + PROGRAM_KV_LEN),
+    )
+
+
+@gluon.jit
+def _piece_of(step, todo, G: gl.constexpr):
+    R: gl.constexpr = G.rows
+    kv_len = todo.kv_len
+    num_blocks = gl.cdiv(gl.maximum(kv_len, 0), G.KEY_BLOCK)
+    row_cost = gl.where(kv_len < 0, 0, num_blocks + R.ROW_COST)
+    take = gl.minimum(todo.work, row_cost - todo.done)
+    first = gl.maximum(todo.done - R.ROW_COST, 0)
+    end = gl.maximum(todo.done + take - R.ROW_COST, first)
+    first_token = gl.load(step.q_indptr + todo.seq)
+    q_len = gl.load(step.q_indptr + todo.seq + 1) - first_token
+    # The program that begins it writes the zeros of a sequence without keys.
+    writes = ((kv_len == 0) & (todo.done == 0)) | (end > first)
+    end_key = kv_len - q_len + todo.row + 1 if G.CAUSAL else kv_len
+    return Piece(take, first, end, end - first == num_blocks, writes, q_len, first_token + todo.row, end_key)
+
+
+@gluon.jit
+def _after(step, todo, piece, G: gl.constexpr):
+    """What is left to do after a piece."""
+    work = todo.work - piece.take
+    # Of a sequence that takes no part (-1) no row is visited.
+    is_last = (todo.kv_len < 0) | (todo.row + 1 >= piece.q_len)
+    seq = gl.where(is_last, todo.seq + 1, todo.seq)
+    row = gl.where(is_last, 0, todo.row + 1)
+    kv_len = gl.load(words_of_seq(step.schedule, step.num_programs, seq) + SEQ_KV_LEN, mask=work > 0, other=-1)
+    return Todo(seq, row, gl.to_tensor(0), work, kv_len)
+
+
+@gluon.jit
+def _heads(layout: gl.constexpr, G: gl.constexpr):
+    """The program's query heads [64], and which of them there are."""
+    line = gl.arange(0, GROUP_ROWS, layout=layout)
+    head = gl.program_id(0) % G.HEAD_BLOCKS * G.BLOCK_HEADS + line
+    return head, (line < G.BLOCK_HEADS) & (head < G.rows.GQA_RATIO)
+
+
+@gluon.jit
+def _part_of(todo, piece, head, G: gl.constexpr):
+    """Lines of the workspace for what a program has of a row that it shares.
+
+    Part 2p of program p goes to a row begun by an earlier program, 2p + 1 to one that goes on.
+    """
+    part = 2 * (gl.program_id(0) // G.HEAD_BLOCKS) + (piece.first == 0).to(gl.int32)
+    return part * G.rows.Q_ROWS + head
+
+
+@gluon.jit
+def _wait_until_full(shared, n):
+    """Until the n-th block is there, and matrix units may read it."""
+    mbarrier.wait(shared.full.index(n % _STAGES), (n // _STAGES) & 1)
+    fence_async_shared()
+
+
+@gluon.jit
+def _wait_until_read(shared, n):
+    """Until the block that lies where the n-th one will lie is read."""
+    mbarrier.wait(shared.free.index(n % _STAGES), ((n // _STAGES) & 1) ^ 1)
+
+
+@gluon.jit
+def _slots_of_block(latents, line, block, end_key, G: gl.constexpr):
+    """Slots of a block's keys [KEY_BLOCK], and which keys there are."""
+    KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
+    key = block * KEY_BLOCK + gl.arange(0, KEY_BLOCK, layout=gl.SliceLayout(1, _COPIED))
+    is_seen = key < end_key
+    page = gl.load(line + gl.minimum(key // G.PAGE_SIZE, latents.width - 1), mask=is_seen, other=0)
+    return page * G.PAGE_SIZE + key % G.PAGE_SIZE, is_seen
+
+
+@gluon.jit
+def _gather(step, latents, shared, todo, G: gl.constexpr):
+    """Load the latent rows of all that the program takes."""
+    n = 0
+    column = gl.expand_dims(gl.arange(0, BOX_COLUMNS, layout=gl.SliceLayout(0, _COPIED)), 0)
+    while todo.work > 0:
+        piece = _piece_of(step, todo, G)
+        if piece.end > piece.first:
+            row = gl.load(latents.row_of_seq + todo.seq)
+            line = latents.table + row.to(gl.int64) * latents.table_row
+            slot, is_seen = _slots_of_block(latents, line, piece.first, piece.end_key, G)
+            for block in range(piece.first, piece.end):
+                stage = n % _STAGES
+                at = latents.at + (gl.expand_dims(slot.to(gl.int64), 1) * (V_COLUMNS + REST) + column)
+                is_there = gl.expand_dims(is_seen, 1)
+                # Loads of page numbers are under way during a block.
+                slot, is_seen = _slots_of_block(latents, line, block + 1, piece.end_key, G)
+                _wait_until_read(shared, n)
+                BOXES: gl.constexpr = V_COLUMNS // BOX_COLUMNS
+                for c in gl.static_range(BOXES):
+                    box = shared.boxes.index(stage * BOXES + c)
+                    async_copy.async_copy_global_to_shared(box, at + c * BOX_COLUMNS, mask=is_there)
+                async_copy.async_copy_global_to_shared(shared.rest.index(stage), at + V_COLUMNS, mask=is_there)
+                async_copy.mbarrier_arrive(shared.full.index(stage), increment_count=False)
+                n += 1
+        todo = _after(step, todo, piece, G)
+    # No thread ends before its copies do.
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+    leave()
+
+
+@gluon.jit
+def _put_queries(rows, token, shared, G: gl.constexpr):
+    """A token's rows of q to shared memory; 0 of heads that are not there."""
+    # All warps have read the row before.
+    gl.thread_barrier()
+    head, is_row = _heads(gl.SliceLayout(1, _COPIED), G)
+    column = gl.expand_dims(gl.arange(0, BOX_COLUMNS, layout=gl.SliceLayout(0, _COPIED)), 0)
+    at = gl.expand_dims(rows.at + token.to(gl.int64) * rows.token + head.to(gl.int64) * rows.head, 1) + column
+    is_there = gl.expand_dims(is_row, 1)
+    for c in gl.static_range(V_COLUMNS // BOX_COLUMNS):
+        shared.q_boxes.index(c).store(gl.load(at + c * BOX_COLUMNS, mask=is_there, other=0.0))
+    shared.q_rest.store(gl.load(at + V_COLUMNS, mask=is_there, other=0.0))
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
+def _store_lse(maximum, total, piece, to, G: gl.constexpr):
+    """Log-sum-exps of a whole row, if they are asked for. Without keys: -inf + log2(1)"""
+    if to.lse.at is not None:
+        LAYOUT: gl.constexpr = total.type.layout
+        head, is_row = _heads(LAYOUT, G)
+        rows = to.lse.at + piece.token.to(gl.int64) * to.lse.token + head.to(gl.int64) * to.lse.head
+        gl.store(rows, (maximum + gl.log2(gl.where(total == 0.0, 1.0, total))) * LN_2, mask=is_row)
+
+
+@gluon.jit
+def _store_sums(maximum, total, todo, piece, to, G: gl.constexpr):
+    """Maxima and sums of what the program has of a row that it shares."""
+    LAYOUT: gl.constexpr = total.type.layout
+    head, is_row = _heads(LAYOUT, G)
+    sums = to.sums + _part_of(todo, piece, head, G) * 2
+    gl.store(sums, maximum, mask=is_row)
+    gl.store(sums + 1, total, mask=is_row)
+
+
+@gluon.jit
+def _weigh(step, shared, to, todo, G: gl.constexpr):
+    """Weights of all keys that the program takes, and log-sum-exps."""
+    KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.KEY_BLOCK, 16])
+    row_layout: gl.constexpr = gl.SliceLayout(1, layout)
+    lane = gl.arange(0, KEY_BLOCK, layout=gl.SliceLayout(0, layout))
+    zero = gl.zeros([GROUP_ROWS, KEY_BLOCK], gl.float32, layout=layout)
+    n = 0
+    while todo.work > 0:
+        piece = _piece_of(step, todo, G)
+        maximum = gl.full([GROUP_ROWS], float("-inf"), gl.float32, layout=row_layout)
+        total = gl.zeros([GROUP_ROWS], gl.float32, layout=row_layout)
+        if piece.end > piece.first:
+            _put_queries(to.q, piece.token, shared, G)
+        for block in range(piece.first, piece.end):
+            stage = n % _STAGES
+            _wait_until_full(shared, n)
+            scores = zero
+            for half in gl.static_range(2):
+                k = shared.halves.index(stage * 2 + half).permute((1, 0))
+                scores = warpgroup_mma(shared.q.index(half), k, scores, use_acc=half > 0, is_async=True)
+            rest = shared.rest.index(stage).permute((1, 0))
+            scores = warpgroup_mma(shared.q_rest, rest, scores, is_async=True)
+            scores = warpgroup_mma_wait(0, deps=(scores,))
+            if (block + 1) * KEY_BLOCK > piece.end_key:
+                is_seen = gl.expand_dims(block * KEY_BLOCK + lane < piece.end_key, 0)
+                scores = gl.where(is_seen, scores, float("-inf"))
+            new_maximum = gl.maximum(maximum, gl.max(scores, 1) * to.qk_scale)
+            # A score that is NaN raises nothing; its weight is NaN either way.
+            new_maximum = gl.where(new_maximum > maximum + SLACK, new_maximum, maximum)
+            # A row may have seen no key yet; the subtractions below must not be inf - inf.
+            base = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+            decay = gl.exp2(maximum - base)
+            weights = gl.exp2(scores * to.qk_scale - gl.expand_dims(base, 1))
+            total = total * decay + gl.sum(weights, 1)
+            maximum = new_maximum
+            # Until the values of the block before are added up: it is the one that the next block's place waits for.
+            _wait_until_read(shared, n + 1)
+            shared.weights.store(weights.to(shared.weights.dtype))
+            shared.decays.store(decay)
+            shared.totals.store(total)
+            fence_async_shared()
+            gl.thread_barrier()
+            mbarrier.arrive(shared.weighed, count=1)
+            n += 1
+        if piece.writes & piece.is_whole:
+            _store_lse(maximum, total, piece, to, G)
+        elif piece.writes:
+            _store_sums(maximum, total, todo, piece, to, G)
+        todo = _after(step, todo, piece, G)
+    leave()
+
+
+@gluon.jit
+def _columns(PART: gl.constexpr, acc):
+    """Columns [1, HALF] of V of a half's accumulators."""
+    return gl.expand_dims(PART * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, acc.type.layout)), 0)
+
+
+@gluon.jit
+def _store_values(PART: gl.constexpr, acc, total, piece, to, G: gl.constexpr):
+    """The results of a whole row. Without keys: 0 / 1"""
+    LAYOUT: gl.constexpr = total.type.layout
+    head, is_row = _heads(LAYOUT, G)
+    values = acc * gl.expand_dims(1.0 / gl.where(total == 0.0, 1.0, total), 1)
+    rows = to.out.at + piece.token.to(gl.int64) * to.out.token + head.to(gl.int64) * to.out.head
+    places = gl.expand_dims(rows, 1) + _columns(PART, acc)
+    gl.store(places, values.to(to.out.at.dtype.element_ty), mask=gl.expand_dims(is_row, 1))
+
+
+@gluon.jit
+def _store_part(PART: gl.constexpr, acc, todo, piece, to, G: gl.constexpr):
+    """What the program has of a row that it shares."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    head, is_row = _heads(LAYOUT, G)
+    rows = to.partials + _part_of(todo, piece, head, G) * V_COLUMNS
+    gl.store(gl.expand_dims(rows, 1) + _columns(PART, acc), acc, mask=gl.expand_dims(is_row, 1))
+
+
+@gluon.jit
+def _add_values(PART: gl.constexpr, step, shared, to, todo, G: gl.constexpr):
+    """Values of one half of V's columns of all keys that the program takes, by their weights."""
+    # Of products with all of them at once ptxas wants more registers than a thread of so many warps begins with.
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF // 2, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    row_layout: gl.constexpr = gl.SliceLayout(1, layout)
+    n = 0
+    while todo.work > 0:
+        piece = _piece_of(step, todo, G)
+        acc = gl.zeros([GROUP_ROWS, HALF], gl.float32, layout=layout)
+        total = gl.zeros([GROUP_ROWS], gl.float32, layout=row_layout)
+        for _ in range(piece.first, piece.end):
+            stage = n % _STAGES
+            _wait_until_full(shared, n)
+            mbarrier.wait(shared.weighed, n & 1)
+            acc = times_if_any(acc, gl.expand_dims(shared.decays.load(row_layout), 1))
+            total = shared.totals.load(row_layout)
+            weights = shared.weights.load(operand)
+            acc = warpgroup_mma(weights, shared.halves.index(stage * 2 + PART), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            gl.thread_barrier()
+            mbarrier.arrive(shared.free.index(stage), count=1)
+            n += 1
+        if piece.writes & piece.is_whole:
+            _store_values(PART, acc, total, piece, to, G)
+        elif piece.writes:
+            _store_part(PART, acc, todo, piece, to, G)
+        todo = _after(step, todo, piece, G)
+    leave()
+
+
+@gluon.jit
+def _new_shared(DTYPE: gl.constexpr, G: gl.constexpr):
+    """Shared memory with nothing in it."""
+    KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
+    BOXES: gl.constexpr = V_COLUMNS // BOX_COLUMNS
+    layout: gl.constexpr = _SWIZZLED
+    bars: gl.constexpr = mbarrier.MBarrierLayout()
+    # Boxes, one after the other, are in memory what a swizzled tile is.
+    q_boxes = gl.allocate_shared_memory(DTYPE, [BOXES, GROUP_ROWS, BOX_COLUMNS], layout)
+    boxes = gl.allocate_shared_memory(DTYPE, [_STAGES * BOXES, KEY_BLOCK, BOX_COLUMNS], layout)
+    full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], bars)
+    free = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], bars)
+    weighed = gl.allocate_shared_memory(gl.int64, [1], bars)
+    for stage in gl.static_range(_STAGES):
+        mbarrier.init(full.index(stage), count=GATHERING_THREADS)
+        mbarrier.init(free.index(stage), count=2)
+    mbarrier.init(weighed, count=1)
+    return Shared(
+        q_boxes,
+        q_boxes._reinterpret(DTYPE, [2, GROUP_ROWS, HALF], layout),
+        gl.allocate_shared_memory(DTYPE, [GROUP_ROWS, REST], layout),
+        boxes,
+        boxes._reinterpret(DTYPE, [_STAGES * 2, KEY_BLOCK, HALF], layout),
+        gl.allocate_shared_memory(DTYPE, [_STAGES, KEY_BLOCK, REST], layout),
+        gl.allocate_shared_memory(DTYPE, [GROUP_ROWS, KEY_BLOCK], layout),
+        gl.allocate_shared_memory(gl.float32, [GROUP_ROWS], _LINEAR),
+        gl.allocate_shared_memory(gl.float32, [GROUP_ROWS], _LINEAR),
+        full,
+        free,
+        weighed,
+    )
+
+
+@gluon.jit(do_not_specialize=["num_programs", "width"])
+def _hopper_latent_kernel(
+    q,
+    pages,
+    table,
+    row_of_seq,
+    q_indptr,
+    schedule,
+    partials,
+    out,
+    lse,
+    qk_scale,
+    num_programs,
+    width,
+    q_token,
+    q_head,
+    table_row,
+    out_token,
+    out_head,
+    lse_token,
+    lse_head,
+    G: gl.constexpr,
+):
+    if G.EARLY:
+        # As in decode.py: what is read may be what the launch before this one writes.
+        gdc_wait()
+        gdc_launch_dependents()
+    step = Step(schedule, num_programs, q_indptr)
+    todo = _work_of_program(step, G)
+    if todo.work > 0:
+        shared = _new_shared(q.dtype.element_ty, G)
+        fence_async_shared()
+        gl.thread_barrier()
+        latents = Latents(pages, table, table_row, width, row_of_seq)
+        sums = partials + num_programs * (2 * G.rows.Q_ROWS * V_COLUMNS)
+        to = Results(
+            Rows(q, q_token, q_head),
+            Rows(out, out_token, out_head),
+            Rows(lse, lse_token, lse_head),
+            partials,
+            sums,
+            qk_scale,
+        )
+        VALUES: gl.constexpr = G.VALUE_REGISTERS
+        SCORES: gl.constexpr = G.SCORE_REGISTERS
+        LOADER: gl.constexpr = G.LOADER_REGISTERS
+        # The first one has the registers that the others leave.
+        gl.warp_specialize(
+            [
+                (_add_values, (0, step, shared, to, todo, G)),
+                (_add_values, (1, step, shared, to, todo, G)),
+                (_weigh, (step, shared, to, todo, G)),
+                (_gather, (step, latents, shared, todo, G)),
+            ],
+            [4, 4, 4],
+            [VALUES, SCORES, LOADER],
+        )
+
+
+def launch_hopper_latent_decode(
+    args: AttendArgs, *, scores: Scores, cut: DecodeCut, tiles: HopperLatentTiles
+) -> None:
+    """As launch_latent_decode, without windows, caps, sinks and masks, over rows of 512 + 64 elements of q's dtype.
+
+    Raises ValueError for heads, dims, pages or dtypes that the kernel does not serve.
+    """
+    geometry = _geometry(args, scores, cut, tiles)
+    queries, table = args.queries, args.table
+    launch(
+        _hopper_latent_kernel,
+        (cut.programs * geometry.HEAD_BLOCKS,),
+        args.q,
+        args.pages.raw_k,
+        table,
+        queries.row_of_seq,
+        queries.q_indptr,
+        args.schedule,
+        args.workspace,
+        args.out,
+        args.lse,
+        scores.base_2_scale,
+        cut.programs,
+        table.shape[1],
+        args.q.stride(0),
+        args.q.stride(1),
+        table.stride(0),
+        *args.written_strides,
+        G=geometry,
+        num_warps=4,
+        **early_options(geometry.EARLY),
+    )
+    launch_merge(args, cut, geometry.rows, early=geometry.EARLY)
+
+
+def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: HopperLatentTiles) -> HopperLatentGeometry:
+    """What the launch is compiled for; its arguments are checked."""
+    check_latent(args, "latent decode on Hopper")
+    assert args.pages.has_aligned_sides, "the limits refuse pages that begin elsewhere"
+    assert args.pages.raw_k.is_contiguous()
+    num_heads, latent = args.q.shape[1], tiles.latent
+    assert (args.q.shape[2], args.out.shape[2]) == (V_COLUMNS.value + REST.value, V_COLUMNS.value), "see its limits"
+    assert not scores.windowed, "see its limits"
+    cut.check(args.schedule, args.queries.num_seqs)
+    assert cut.key_block == latent.key_block, "the schedule was cut for other tiles"
+    assert cut.tokens.OF_ROW == 1, "a row is one token"
+    assert latent.block_heads(num_heads) <= GROUP_ROWS.value
+    args.check_workspace(latent_partials_words(cut, num_heads=num_heads, v_head_dim=V_COLUMNS.value))
+    return HopperLatentGeometry(
+        rows=latent_row_cut(cut, num_heads),
+        BLOCK_HEADS=latent.block_heads(num_heads),
+        HEAD_BLOCKS=latent.head_blocks(num_heads),
+        PAGE_SIZE=args.pages.format.page_size,
+        KEY_BLOCK=latent.key_block,
+        CAUSAL=scores.causal,
+        EARLY=latent.early,
+        VALUE_REGISTERS=tiles.value_registers,
+        SCORE_REGISTERS=tiles.score_registers,
+        LOADER_REGISTERS=tiles.loader_registers,
+    )

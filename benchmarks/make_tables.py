@@ -422,13 +422,15 @@ def latent_decode(result: dict[str, Any]) -> str:
         "Decode over latent pages (MLA)",
         "floor: a sum over as many bytes; products: as many operations at the rate of a large bf16 product; limit: "
         "the larger of the two, all of them after a pause. Sustained: after half a second of it, at the clock that "
-        "the power limit leaves. Error: of the first and last sequence, relative to float32.",
-        "| case | us | floor us | products us | x limit | allowed | sustained us | at MHz | error |",
+        "the power limit leaves. Plain: by every arch's kernel, where Hopper's own serves the case. Error: of the first "
+        "and last sequence, relative to float32.",
+        "| case | us | plain us | floor us | products us | x limit | allowed | sustained us | at MHz | error |",
     )
     for row in result["rows"]:
         if "products_us" not in row:  # a candidate
             continue
-        times = " | ".join(f"{row[name]:.1f}" for name in ("us", "floor_us", "products_us"))
+        names = ("us", "us_plain", "floor_us", "products_us")
+        times = " | ".join(f"{row[name]:.1f}" if row[name] else "" for name in names)
         sustained = f"{row['us_sustained']:.1f} | {row['clock_mhz_sustained']}"
         allowed = f"{row['times_limit']:.2f} | {row['times_allowed'] or ''}"
         lines.append(f"| {row['case']} | {times} | {allowed} | {sustained} | {row['error']:.1e} |")

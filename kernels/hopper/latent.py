@@ -1,15 +1,16 @@
-"""Decode over latent pages for Hopper, in Gluon: the results of latent/decode.py by warp groups with one task each.
+"""Decode over latent pages for Hopper, in Gluon: latent/decode.py's results by warp groups of which each has one task.
 
     out[token, head] = softmax(scores of q[token, head] . (c | r)^T) c       c | r: rows that the token sees
 
-A program has 64 query heads of a token and four warp groups. One gathers blocks of latent rows into shared memory. One
-multiplies q with them, and makes weights of the scores. Two add up values, each of one half of V's columns, whose
-accumulators no one group has the registers for. So products of all three are under way at the same time, beside the
-softmax and the loads. What the groups hand each other is in shared memory: a block is K of one of them and V of the
-others, and weights of a block lie there with what the accumulators are to be scaled by.
+A program has 64 rows, a new token and a query head each, and four warp groups. One gathers blocks of latents into
+shared memory. One multiplies q with them, and makes weights of the scores. Two add up values, each those of one half of
+V's columns, since no group has registers for all accumulators. So both kinds of products are under way at the same
+time, beside loads and softmax. What the groups hand each other lies in shared memory: a block, which is K of one of
+them and V of two; its weights, and what accumulators are scaled by before they are added.
 
-A row of the schedule is one new token, of which neighbouring programs take a block of query heads each and walk the
-same keys side by side. What several programs share of a row is merged as in attention/decode.py.
+A row of the schedule is some new tokens of a sequence. Where a token has more query heads than a program has rows,
+neighbouring programs take a block of the heads each and walk the same keys side by side. What several programs share of
+a row is merged as in attention/decode.py.
 
 What no row sees may be NaN: zeros are written in place of it.
 """
@@ -28,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import Rows
@@ -47,7 +49,7 @@ from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.softmax import LN_2
 from rocm_attn.kernels.hopper.key_steps import SLACK
 from rocm_attn.kernels.hopper.rings import GATHERING_THREADS
-from rocm_attn.kernels.hopper.rows import BOX_COLUMNS, GROUP_ROWS
+from rocm_attn.kernels.hopper.rows import GROUP_ROWS
 from rocm_attn.kernels.hopper.scaling import times_if_any
 from rocm_attn.kernels.hopper.warp_groups import leave
 from rocm_attn.kernels.latent.cuts import latent_partials_words, latent_row_cut
@@ -55,12 +57,10 @@ from rocm_attn.kernels.latent.limits import check_latent
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.latent_tiles import HopperLatentTiles
 
-# Of a latent row: V's columns, those of a warp group, and those of K after them.
-V_COLUMNS = gl.constexpr(512)
+# Elements of a latent: V's, those of one group, and K's after them.
+V_DIM = gl.constexpr(512)
 HALF = gl.constexpr(256)
 REST = gl.constexpr(64)
-# Blocks in shared memory: each is 72 KB, and q as much.
-_STAGES = gl.constexpr(2)
 # Lanes of eight elements: a warp has four rows' 128 bytes.
 _COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 _SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
@@ -75,8 +75,9 @@ class HopperLatentGeometry(NamedTuple):
     HEAD_BLOCKS: blocks of query heads, which neighbouring programs take
     PAGE_SIZE:   tokens of a page
     KEY_BLOCK:   keys of a block
+    STAGES:      blocks in shared memory
     CAUSAL:      whether a token sees no key after its own
-    EARLY:       whether launches may begin while the one before still runs
+    EARLY:       whether the launch may begin while the one before still runs
     VALUE_REGISTERS, SCORE_REGISTERS, LOADER_REGISTERS: of a thread of each warp group
     """
 
@@ -85,6 +86,7 @@ class HopperLatentGeometry(NamedTuple):
     HEAD_BLOCKS: int
     PAGE_SIZE: int
     KEY_BLOCK: int
+    STAGES: int
     CAUSAL: bool
     EARLY: bool
     VALUE_REGISTERS: int
@@ -93,7 +95,7 @@ class HopperLatentGeometry(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What all of a program's warp groups read: the schedule and how many programs it has, new tokens of sequences."""
+    """What all groups read: the schedule, how many programs it has, and where sequences' new tokens begin."""
 
     schedule: Any
     num_programs: Any
@@ -122,16 +124,14 @@ class Results(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Shared memory: q as boxes and as tiles, its columns after V's; the same of latents, by stages. Of the block whose
-    values are added up weights, what accumulators are scaled by, and sums of weights up to it.
+    """Shared memory: q and latents, each as halves of V's columns and the columns after them; latents by stages. Of one
+    block weights, what accumulators are scaled by, and sums of weights up to it.
 
-    full, free: barriers of a stage: its rows are there, and have been read; weighed: weights are there
+    full, free: barriers of a stage's halves: they are there, and their values are added up; weighed: weights are there
     """
 
-    q_boxes: Any
     q: Any
     q_rest: Any
-    boxes: Any
     halves: Any
     rest: Any
     weights: Any
@@ -153,8 +153,15 @@ class Todo(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What a program takes of a row: positions, key blocks [first, end), whether they are all of the row's, and whether
-    there is anything to write; the sequence's new tokens, the row's token and the end of the keys that it sees.
+    """What a program takes of a row.
+
+    take:        positions
+    first, end:  key blocks
+    is_whole:    whether they are all of the row's
+    writes:      whether there is anything to write
+    q_len:       new tokens of the sequence
+    first_token: of the row, and tokens: how many it has
+    first_end:   end of the keys that the first token sees, and last_end: that the last one does
     """
 
     take: Any
@@ -163,8 +170,16 @@ class Piece(NamedTuple):
     is_whole: Any
     writes: Any
     q_len: Any
-    token: Any
-    end_key: Any
+    first_token: Any
+    tokens: Any
+    first_end: Any
+    last_end: Any
+
+
+@constexpr_function
+def _layout_of_scores(G):
+    """Of scores [64, KEY_BLOCK]."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.KEY_BLOCK, 16])
 
 
 @gluon.jit
@@ -181,19 +196,25 @@ def _work_of_program(step, G: gl.constexpr):
 
 @gluon.jit
 def _piece_of(step, todo, G: gl.constexpr):
+    """What the program takes of the row at which it is."""
     R: gl.constexpr = G.rows
+    OF_ROW: gl.constexpr = R.TOKENS.OF_ROW
     kv_len = todo.kv_len
     num_blocks = gl.cdiv(gl.maximum(kv_len, 0), G.KEY_BLOCK)
     row_cost = gl.where(kv_len < 0, 0, num_blocks + R.ROW_COST)
     take = gl.minimum(todo.work, row_cost - todo.done)
     first = gl.maximum(todo.done - R.ROW_COST, 0)
     end = gl.maximum(todo.done + take - R.ROW_COST, first)
-    first_token = gl.load(step.q_indptr + todo.seq)
-    q_len = gl.load(step.q_indptr + todo.seq + 1) - first_token
     # The program that begins it writes the zeros of a sequence without keys.
     writes = ((kv_len == 0) & (todo.done == 0)) | (end > first)
-    end_key = kv_len - q_len + todo.row + 1 if G.CAUSAL else kv_len
-    return Piece(take, first, end, end - first == num_blocks, writes, q_len, first_token + todo.row, end_key)
+    first_of_seq = gl.load(step.q_indptr + todo.seq)
+    q_len = gl.load(step.q_indptr + todo.seq + 1) - first_of_seq
+    before = todo.row * OF_ROW
+    tokens = gl.minimum(q_len - before, OF_ROW)
+    first_end = kv_len - q_len + before + 1 if G.CAUSAL else kv_len
+    last_end = first_end + tokens - 1 if G.CAUSAL else kv_len
+    is_whole = end - first == num_blocks
+    return Piece(take, first, end, is_whole, writes, q_len, first_of_seq + before, tokens, first_end, last_end)
 
 
 @gluon.jit
@@ -201,7 +222,7 @@ def _after(step, todo, piece, G: gl.constexpr):
     """What is left to do after a piece."""
     work = todo.work - piece.take
     # Of a sequence that takes no part (-1) no row is visited.
-    is_last = (todo.kv_len < 0) | (todo.row + 1 >= piece.q_len)
+    is_last = (todo.kv_len < 0) | ((todo.row + 1) * G.rows.TOKENS.OF_ROW >= piece.q_len)
     seq = gl.where(is_last, todo.seq + 1, todo.seq)
     row = gl.where(is_last, 0, todo.row + 1)
     kv_len = gl.load(words_of_seq(step.schedule, step.num_programs, seq) + SEQ_KV_LEN, mask=work > 0, other=-1)
@@ -209,39 +230,46 @@ def _after(step, todo, piece, G: gl.constexpr):
 
 
 @gluon.jit
-def _heads(layout: gl.constexpr, G: gl.constexpr):
-    """The program's query heads [64], and which of them there are."""
+def _lines(piece, layout: gl.constexpr, G: gl.constexpr):
+    """Of the program's rows [64]: token, counted from the first one, and query head; whether there is such a row."""
     line = gl.arange(0, GROUP_ROWS, layout=layout)
-    head = gl.program_id(0) % G.HEAD_BLOCKS * G.BLOCK_HEADS + line
-    return head, (line < G.BLOCK_HEADS) & (head < G.rows.GQA_RATIO)
+    token = line // G.BLOCK_HEADS
+    head = gl.program_id(0) % G.HEAD_BLOCKS * G.BLOCK_HEADS + line % G.BLOCK_HEADS
+    return token, head, (token < piece.tokens) & (head < G.rows.GQA_RATIO)
 
 
 @gluon.jit
-def _part_of(todo, piece, head, G: gl.constexpr):
+def _place(rows, piece, token, head):
+    """Where rows lie in q, out or lse."""
+    return rows.at + (piece.first_token + token).to(gl.int64) * rows.token + head.to(gl.int64) * rows.head
+
+
+@gluon.jit
+def _place_of_part(piece, token, head, G: gl.constexpr):
     """Lines of the workspace for what a program has of a row that it shares.
 
     Part 2p of program p goes to a row begun by an earlier program, 2p + 1 to one that goes on.
     """
     part = 2 * (gl.program_id(0) // G.HEAD_BLOCKS) + (piece.first == 0).to(gl.int32)
-    return part * G.rows.Q_ROWS + head
+    return part * G.rows.Q_ROWS + token * G.rows.GQA_RATIO + head
 
 
 @gluon.jit
-def _wait_until_full(shared, n):
-    """Until the n-th block is there, and matrix units may read it."""
-    mbarrier.wait(shared.full.index(n % _STAGES), (n // _STAGES) & 1)
+def _wait_until_full(shared, n, half: gl.constexpr, G: gl.constexpr):
+    """Until a half of the n-th block is there, and matrix units may read it."""
+    mbarrier.wait(shared.full.index(n % G.STAGES * 2 + half), (n // G.STAGES) & 1)
     fence_async_shared()
 
 
 @gluon.jit
-def _wait_until_read(shared, n):
-    """Until the block that lies where the n-th one will lie is read."""
-    mbarrier.wait(shared.free.index(n % _STAGES), ((n // _STAGES) & 1) ^ 1)
+def _wait_until_free(shared, n, half: gl.constexpr, G: gl.constexpr):
+    """Until what lies where a half of the n-th block will lie is read."""
+    mbarrier.wait(shared.free.index(n % G.STAGES * 2 + half), ((n // G.STAGES) & 1) ^ 1)
 
 
 @gluon.jit
 def _slots_of_block(latents, line, block, end_key, G: gl.constexpr):
-    """Slots of a block's keys [KEY_BLOCK], and which keys there are."""
+    """Slots of a block's keys [KEY_BLOCK], and which of them are seen."""
     KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
     key = block * KEY_BLOCK + gl.arange(0, KEY_BLOCK, layout=gl.SliceLayout(1, _COPIED))
     is_seen = key < end_key
@@ -250,29 +278,36 @@ def _slots_of_block(latents, line, block, end_key, G: gl.constexpr):
 
 
 @gluon.jit
+def _columns(FIRST: gl.constexpr, MANY: gl.constexpr):
+    """Columns [FIRST, FIRST + MANY) of rows that are copied, [1, MANY]."""
+    return FIRST + gl.expand_dims(gl.arange(0, MANY, layout=gl.SliceLayout(0, _COPIED)), 0)
+
+
+@gluon.jit
 def _gather(step, latents, shared, todo, G: gl.constexpr):
-    """Load the latent rows of all that the program takes."""
+    """Load all latents that the program takes."""
     n = 0
-    column = gl.expand_dims(gl.arange(0, BOX_COLUMNS, layout=gl.SliceLayout(0, _COPIED)), 0)
     while todo.work > 0:
         piece = _piece_of(step, todo, G)
         if piece.end > piece.first:
             row = gl.load(latents.row_of_seq + todo.seq)
             line = latents.table + row.to(gl.int64) * latents.table_row
-            slot, is_seen = _slots_of_block(latents, line, piece.first, piece.end_key, G)
+            slot, is_seen = _slots_of_block(latents, line, piece.first, piece.last_end, G)
             for block in range(piece.first, piece.end):
-                stage = n % _STAGES
-                at = latents.at + (gl.expand_dims(slot.to(gl.int64), 1) * (V_COLUMNS + REST) + column)
+                stage = n % G.STAGES
+                rows = latents.at + gl.expand_dims(slot.to(gl.int64) * (V_DIM + REST), 1)
                 is_there = gl.expand_dims(is_seen, 1)
                 # Loads of page numbers are under way during a block.
-                slot, is_seen = _slots_of_block(latents, line, block + 1, piece.end_key, G)
-                _wait_until_read(shared, n)
-                BOXES: gl.constexpr = V_COLUMNS // BOX_COLUMNS
-                for c in gl.static_range(BOXES):
-                    box = shared.boxes.index(stage * BOXES + c)
-                    async_copy.async_copy_global_to_shared(box, at + c * BOX_COLUMNS, mask=is_there)
-                async_copy.async_copy_global_to_shared(shared.rest.index(stage), at + V_COLUMNS, mask=is_there)
-                async_copy.mbarrier_arrive(shared.full.index(stage), increment_count=False)
+                slot, is_seen = _slots_of_block(latents, line, block + 1, piece.last_end, G)
+                for half in gl.static_range(2):
+                    _wait_until_free(shared, n, half, G)
+                    if half == 0:
+                        rest = rows + _columns(V_DIM, REST)
+                        async_copy.async_copy_global_to_shared(shared.rest.index(stage), rest, mask=is_there)
+                    columns = rows + _columns(half * HALF, HALF)
+                    of_half = shared.halves.index(stage * 2 + half)
+                    async_copy.async_copy_global_to_shared(of_half, columns, mask=is_there)
+                    async_copy.mbarrier_arrive(shared.full.index(stage * 2 + half), increment_count=False)
                 n += 1
         todo = _after(step, todo, piece, G)
     # No thread ends before its copies do.
@@ -282,69 +317,58 @@ def _gather(step, latents, shared, todo, G: gl.constexpr):
 
 
 @gluon.jit
-def _put_queries(rows, token, shared, G: gl.constexpr):
-    """A token's rows of q to shared memory; 0 of heads that are not there."""
-    # All warps have read the row before.
+def _put_queries(q, piece, shared, G: gl.constexpr):
+    """Rows of q to shared memory; 0 where there is none."""
+    # All warps have read those before.
     gl.thread_barrier()
-    head, is_row = _heads(gl.SliceLayout(1, _COPIED), G)
-    column = gl.expand_dims(gl.arange(0, BOX_COLUMNS, layout=gl.SliceLayout(0, _COPIED)), 0)
-    at = gl.expand_dims(rows.at + token.to(gl.int64) * rows.token + head.to(gl.int64) * rows.head, 1) + column
+    token, head, is_row = _lines(piece, gl.SliceLayout(1, _COPIED), G)
+    rows = gl.expand_dims(_place(q, piece, token, head), 1)
     is_there = gl.expand_dims(is_row, 1)
-    for c in gl.static_range(V_COLUMNS // BOX_COLUMNS):
-        shared.q_boxes.index(c).store(gl.load(at + c * BOX_COLUMNS, mask=is_there, other=0.0))
-    shared.q_rest.store(gl.load(at + V_COLUMNS, mask=is_there, other=0.0))
+    for half in gl.static_range(2):
+        shared.q.index(half).store(gl.load(rows + _columns(half * HALF, HALF), mask=is_there, other=0.0))
+    shared.q_rest.store(gl.load(rows + _columns(V_DIM, REST), mask=is_there, other=0.0))
     fence_async_shared()
     gl.thread_barrier()
 
 
 @gluon.jit
-def _store_lse(maximum, total, piece, to, G: gl.constexpr):
-    """Log-sum-exps of a whole row, if they are asked for. Without keys: -inf + log2(1)"""
-    if to.lse.at is not None:
-        LAYOUT: gl.constexpr = total.type.layout
-        head, is_row = _heads(LAYOUT, G)
-        rows = to.lse.at + piece.token.to(gl.int64) * to.lse.token + head.to(gl.int64) * to.lse.head
-        gl.store(rows, (maximum + gl.log2(gl.where(total == 0.0, 1.0, total))) * LN_2, mask=is_row)
-
-
-@gluon.jit
-def _store_sums(maximum, total, todo, piece, to, G: gl.constexpr):
-    """Maxima and sums of what the program has of a row that it shares."""
-    LAYOUT: gl.constexpr = total.type.layout
-    head, is_row = _heads(LAYOUT, G)
-    sums = to.sums + _part_of(todo, piece, head, G) * 2
-    gl.store(sums, maximum, mask=is_row)
-    gl.store(sums + 1, total, mask=is_row)
+def _scores_of_block(shared, n, G: gl.constexpr):
+    """Products of q and the n-th block [64, KEY_BLOCK]. The first columns are multiplied while the others arrive."""
+    KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
+    layout: gl.constexpr = _layout_of_scores(G)
+    stage = n % G.STAGES
+    scores = gl.zeros([GROUP_ROWS, KEY_BLOCK], gl.float32, layout=layout)
+    _wait_until_full(shared, n, 0, G)
+    rest = shared.rest.index(stage).permute((1, 0))
+    scores = warpgroup_mma(shared.q_rest, rest, scores, use_acc=False, is_async=True)
+    for half in gl.static_range(2):
+        if half > 0:
+            _wait_until_full(shared, n, half, G)
+        columns = shared.halves.index(stage * 2 + half).permute((1, 0))
+        scores = warpgroup_mma(shared.q.index(half), columns, scores, is_async=True)
+    return warpgroup_mma_wait(0, deps=(scores,))
 
 
 @gluon.jit
 def _weigh(step, shared, to, todo, G: gl.constexpr):
-    """Weights of all keys that the program takes, and log-sum-exps."""
+    """Weights of all keys that the program takes; log-sum-exps, or sums of rows that it shares."""
     KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.KEY_BLOCK, 16])
+    layout: gl.constexpr = _layout_of_scores(G)
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
-    lane = gl.arange(0, KEY_BLOCK, layout=gl.SliceLayout(0, layout))
-    zero = gl.zeros([GROUP_ROWS, KEY_BLOCK], gl.float32, layout=layout)
+    lane = gl.expand_dims(gl.arange(0, KEY_BLOCK, layout=gl.SliceLayout(0, layout)), 0)
     n = 0
     while todo.work > 0:
         piece = _piece_of(step, todo, G)
         maximum = gl.full([GROUP_ROWS], float("-inf"), gl.float32, layout=row_layout)
         total = gl.zeros([GROUP_ROWS], gl.float32, layout=row_layout)
         if piece.end > piece.first:
-            _put_queries(to.q, piece.token, shared, G)
+            _put_queries(to.q, piece, shared, G)
         for block in range(piece.first, piece.end):
-            stage = n % _STAGES
-            _wait_until_full(shared, n)
-            scores = zero
-            for half in gl.static_range(2):
-                k = shared.halves.index(stage * 2 + half).permute((1, 0))
-                scores = warpgroup_mma(shared.q.index(half), k, scores, use_acc=half > 0, is_async=True)
-            rest = shared.rest.index(stage).permute((1, 0))
-            scores = warpgroup_mma(shared.q_rest, rest, scores, is_async=True)
-            scores = warpgroup_mma_wait(0, deps=(scores,))
-            if (block + 1) * KEY_BLOCK > piece.end_key:
-                is_seen = gl.expand_dims(block * KEY_BLOCK + lane < piece.end_key, 0)
-                scores = gl.where(is_seen, scores, float("-inf"))
+            scores = _scores_of_block(shared, n, G)
+            if (block + 1) * KEY_BLOCK > piece.first_end:
+                token, _, _ = _lines(piece, row_layout, G)
+                end = piece.first_end + token if G.CAUSAL else gl.full_like(token, 0) + piece.first_end
+                scores = gl.where(block * KEY_BLOCK + lane < gl.expand_dims(end, 1), scores, float("-inf"))
             new_maximum = gl.maximum(maximum, gl.max(scores, 1) * to.qk_scale)
             # A score that is NaN raises nothing; its weight is NaN either way.
             new_maximum = gl.where(new_maximum > maximum + SLACK, new_maximum, maximum)
@@ -354,8 +378,9 @@ def _weigh(step, shared, to, todo, G: gl.constexpr):
             weights = gl.exp2(scores * to.qk_scale - gl.expand_dims(base, 1))
             total = total * decay + gl.sum(weights, 1)
             maximum = new_maximum
-            # Until the values of the block before are added up: it is the one that the next block's place waits for.
-            _wait_until_read(shared, n + 1)
+            # Until the values of the block before are added up, by the weights that lie where these will.
+            for half in gl.static_range(2):
+                _wait_until_free(shared, n + G.STAGES - 1, half, G)
             shared.weights.store(weights.to(shared.weights.dtype))
             shared.decays.store(decay)
             shared.totals.store(total)
@@ -366,43 +391,36 @@ def _weigh(step, shared, to, todo, G: gl.constexpr):
         if piece.writes & piece.is_whole:
             _store_lse(maximum, total, piece, to, G)
         elif piece.writes:
-            _store_sums(maximum, total, todo, piece, to, G)
+            _store_sums(maximum, total, piece, to, G)
         todo = _after(step, todo, piece, G)
     leave()
 
 
 @gluon.jit
-def _columns(PART: gl.constexpr, acc):
-    """Columns [1, HALF] of V of a half's accumulators."""
-    return gl.expand_dims(PART * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, acc.type.layout)), 0)
+def _store_lse(maximum, total, piece, to, G: gl.constexpr):
+    """Log-sum-exps of a whole row, if they are asked for. Without keys: -inf + log2(1)"""
+    if to.lse.at is not None:
+        LAYOUT: gl.constexpr = total.type.layout
+        token, head, is_row = _lines(piece, LAYOUT, G)
+        logs = maximum + gl.log2(gl.where(total == 0.0, 1.0, total))
+        gl.store(_place(to.lse, piece, token, head), logs * LN_2, mask=is_row)
 
 
 @gluon.jit
-def _store_values(PART: gl.constexpr, acc, total, piece, to, G: gl.constexpr):
-    """The results of a whole row. Without keys: 0 / 1"""
+def _store_sums(maximum, total, piece, to, G: gl.constexpr):
+    """Maxima and sums of what the program has of a row that it shares."""
     LAYOUT: gl.constexpr = total.type.layout
-    head, is_row = _heads(LAYOUT, G)
-    values = acc * gl.expand_dims(1.0 / gl.where(total == 0.0, 1.0, total), 1)
-    rows = to.out.at + piece.token.to(gl.int64) * to.out.token + head.to(gl.int64) * to.out.head
-    places = gl.expand_dims(rows, 1) + _columns(PART, acc)
-    gl.store(places, values.to(to.out.at.dtype.element_ty), mask=gl.expand_dims(is_row, 1))
-
-
-@gluon.jit
-def _store_part(PART: gl.constexpr, acc, todo, piece, to, G: gl.constexpr):
-    """What the program has of a row that it shares."""
-    LAYOUT: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    head, is_row = _heads(LAYOUT, G)
-    rows = to.partials + _part_of(todo, piece, head, G) * V_COLUMNS
-    gl.store(gl.expand_dims(rows, 1) + _columns(PART, acc), acc, mask=gl.expand_dims(is_row, 1))
+    token, head, is_row = _lines(piece, LAYOUT, G)
+    sums = to.sums + _place_of_part(piece, token, head, G) * 2
+    gl.store(sums, maximum, mask=is_row)
+    gl.store(sums + 1, total, mask=is_row)
 
 
 @gluon.jit
 def _add_values(PART: gl.constexpr, step, shared, to, todo, G: gl.constexpr):
     """Values of one half of V's columns of all keys that the program takes, by their weights."""
-    # Of products with all of them at once ptxas wants more registers than a thread of so many warps begins with.
+    # Of products with all columns at once ptxas wants more registers than a thread of so many warps begins with.
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF // 2, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
     n = 0
     while todo.work > 0:
@@ -410,49 +428,70 @@ def _add_values(PART: gl.constexpr, step, shared, to, todo, G: gl.constexpr):
         acc = gl.zeros([GROUP_ROWS, HALF], gl.float32, layout=layout)
         total = gl.zeros([GROUP_ROWS], gl.float32, layout=row_layout)
         for _ in range(piece.first, piece.end):
-            stage = n % _STAGES
-            _wait_until_full(shared, n)
+            half = n % G.STAGES * 2 + PART
+            _wait_until_full(shared, n, PART, G)
             mbarrier.wait(shared.weighed, n & 1)
-            acc = times_if_any(acc, gl.expand_dims(shared.decays.load(row_layout), 1))
             total = shared.totals.load(row_layout)
-            weights = shared.weights.load(operand)
-            acc = warpgroup_mma(weights, shared.halves.index(stage * 2 + PART), acc, is_async=True)
+            acc = times_if_any(acc, gl.expand_dims(shared.decays.load(row_layout), 1))
+            acc = warpgroup_mma(shared.weights, shared.halves.index(half), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             gl.thread_barrier()
-            mbarrier.arrive(shared.free.index(stage), count=1)
+            mbarrier.arrive(shared.free.index(half), count=1)
             n += 1
         if piece.writes & piece.is_whole:
             _store_values(PART, acc, total, piece, to, G)
         elif piece.writes:
-            _store_part(PART, acc, todo, piece, to, G)
+            _store_part(PART, acc, piece, to, G)
         todo = _after(step, todo, piece, G)
     leave()
+
+
+@gluon.jit
+def _columns_of_half(PART: gl.constexpr, acc):
+    """Columns [1, HALF] of V of a half's accumulators."""
+    return PART * HALF + gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, acc.type.layout)), 0)
+
+
+@gluon.jit
+def _store_values(PART: gl.constexpr, acc, total, piece, to, G: gl.constexpr):
+    """The results of a whole row. Without keys: 0 / 1"""
+    LAYOUT: gl.constexpr = total.type.layout
+    token, head, is_row = _lines(piece, LAYOUT, G)
+    values = acc * gl.expand_dims(1.0 / gl.where(total == 0.0, 1.0, total), 1)
+    places = gl.expand_dims(_place(to.out, piece, token, head), 1) + _columns_of_half(PART, acc)
+    gl.store(places, values.to(to.out.at.dtype.element_ty), mask=gl.expand_dims(is_row, 1))
+
+
+@gluon.jit
+def _store_part(PART: gl.constexpr, acc, piece, to, G: gl.constexpr):
+    """What the program has of a row that it shares."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    token, head, is_row = _lines(piece, LAYOUT, G)
+    lines = to.partials + _place_of_part(piece, token, head, G) * V_DIM
+    places = gl.expand_dims(lines, 1) + _columns_of_half(PART, acc)
+    gl.store(places, acc, mask=gl.expand_dims(is_row, 1))
 
 
 @gluon.jit
 def _new_shared(DTYPE: gl.constexpr, G: gl.constexpr):
     """Shared memory with nothing in it."""
     KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
-    BOXES: gl.constexpr = V_COLUMNS // BOX_COLUMNS
+    HALVES: gl.constexpr = G.STAGES * 2
+    STAGES: gl.constexpr = G.STAGES
     layout: gl.constexpr = _SWIZZLED
     bars: gl.constexpr = mbarrier.MBarrierLayout()
-    # Boxes, one after the other, are in memory what a swizzled tile is.
-    q_boxes = gl.allocate_shared_memory(DTYPE, [BOXES, GROUP_ROWS, BOX_COLUMNS], layout)
-    boxes = gl.allocate_shared_memory(DTYPE, [_STAGES * BOXES, KEY_BLOCK, BOX_COLUMNS], layout)
-    full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], bars)
-    free = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], bars)
+    full = gl.allocate_shared_memory(gl.int64, [HALVES, 1], bars)
+    free = gl.allocate_shared_memory(gl.int64, [HALVES, 1], bars)
     weighed = gl.allocate_shared_memory(gl.int64, [1], bars)
-    for stage in gl.static_range(_STAGES):
-        mbarrier.init(full.index(stage), count=GATHERING_THREADS)
-        mbarrier.init(free.index(stage), count=2)
+    for half in gl.static_range(HALVES):
+        mbarrier.init(full.index(half), count=GATHERING_THREADS)
+        mbarrier.init(free.index(half), count=1)
     mbarrier.init(weighed, count=1)
     return Shared(
-        q_boxes,
-        q_boxes._reinterpret(DTYPE, [2, GROUP_ROWS, HALF], layout),
+        gl.allocate_shared_memory(DTYPE, [2, GROUP_ROWS, HALF], layout),
         gl.allocate_shared_memory(DTYPE, [GROUP_ROWS, REST], layout),
-        boxes,
-        boxes._reinterpret(DTYPE, [_STAGES * 2, KEY_BLOCK, HALF], layout),
-        gl.allocate_shared_memory(DTYPE, [_STAGES, KEY_BLOCK, REST], layout),
+        gl.allocate_shared_memory(DTYPE, [HALVES, KEY_BLOCK, HALF], layout),
+        gl.allocate_shared_memory(DTYPE, [STAGES, KEY_BLOCK, REST], layout),
         gl.allocate_shared_memory(DTYPE, [GROUP_ROWS, KEY_BLOCK], layout),
         gl.allocate_shared_memory(gl.float32, [GROUP_ROWS], _LINEAR),
         gl.allocate_shared_memory(gl.float32, [GROUP_ROWS], _LINEAR),
@@ -496,15 +535,13 @@ def _hopper_latent_kernel(
         fence_async_shared()
         gl.thread_barrier()
         latents = Latents(pages, table, table_row, width, row_of_seq)
-        sums = partials + num_programs * (2 * G.rows.Q_ROWS * V_COLUMNS)
-        to = Results(
+        q_rows, out_rows, lse_rows = (
             Rows(q, q_token, q_head),
             Rows(out, out_token, out_head),
             Rows(lse, lse_token, lse_head),
-            partials,
-            sums,
-            qk_scale,
         )
+        sums = partials + num_programs * (2 * G.rows.Q_ROWS * V_DIM)
+        to = Results(q_rows, out_rows, lse_rows, partials, sums, qk_scale)
         VALUES: gl.constexpr = G.VALUE_REGISTERS
         SCORES: gl.constexpr = G.SCORE_REGISTERS
         LOADER: gl.constexpr = G.LOADER_REGISTERS
@@ -521,10 +558,8 @@ def _hopper_latent_kernel(
         )
 
 
-def launch_hopper_latent_decode(
-    args: AttendArgs, *, scores: Scores, cut: DecodeCut, tiles: HopperLatentTiles
-) -> None:
-    """As launch_latent_decode, without windows, caps, sinks and masks, over rows of 512 + 64 elements of q's dtype.
+def launch_hopper_latent_decode(args: AttendArgs, *, scores: Scores, cut: DecodeCut, tiles: HopperLatentTiles) -> None:
+    """As launch_latent_decode, without windows, caps, sinks and masks, over contiguous rows of 512 + 64 elements.
 
     Raises ValueError for heads, dims, pages or dtypes that the kernel does not serve.
     """
@@ -550,7 +585,7 @@ def launch_hopper_latent_decode(
         table.stride(0),
         *args.written_strides,
         G=geometry,
-        num_warps=4,
+        num_warps=tiles.latent.num_warps,
         **early_options(geometry.EARLY),
     )
     launch_merge(args, cut, geometry.rows, early=geometry.EARLY)
@@ -559,22 +594,27 @@ def launch_hopper_latent_decode(
 def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: HopperLatentTiles) -> HopperLatentGeometry:
     """What the launch is compiled for; its arguments are checked."""
     check_latent(args, "latent decode on Hopper")
-    assert args.pages.has_aligned_sides, "the limits refuse pages that begin elsewhere"
-    assert args.pages.raw_k.is_contiguous()
     num_heads, latent = args.q.shape[1], tiles.latent
-    assert (args.q.shape[2], args.out.shape[2]) == (V_COLUMNS.value + REST.value, V_COLUMNS.value), "see its limits"
-    assert not scores.windowed, "see its limits"
+    dims = (args.q.shape[2], args.out.shape[2])
+    assert dims == (V_DIM.value + REST.value, V_DIM.value), "the limits refuse other rows"
+    assert args.pages.raw_k.is_contiguous(), "the limits refuse other pages"
+    assert args.pages.has_aligned_sides, "the limits refuse pages that begin elsewhere"
+    assert not scores.windowed, "the limits refuse windows"
+    assert not scores.soft_cap, "the limits refuse caps"
+    assert args.sinks is None, "the limits refuse sinks"
+    assert args.queries.first_page is None, "shared prefixes are for launch_latent_decode"
     cut.check(args.schedule, args.queries.num_seqs)
     assert cut.key_block == latent.key_block, "the schedule was cut for other tiles"
-    assert cut.tokens.OF_ROW == 1, "a row is one token"
-    assert latent.block_heads(num_heads) <= GROUP_ROWS.value
-    args.check_workspace(latent_partials_words(cut, num_heads=num_heads, v_head_dim=V_COLUMNS.value))
+    assert latent.query_rows == GROUP_ROWS.value, "a program has the rows of a warp group"
+    assert latent.tokens_per_block(num_heads) >= cut.tokens.OF_ROW, "the schedule was cut for other tiles"
+    args.check_workspace(latent_partials_words(cut, num_heads=num_heads, v_head_dim=V_DIM.value))
     return HopperLatentGeometry(
         rows=latent_row_cut(cut, num_heads),
         BLOCK_HEADS=latent.block_heads(num_heads),
         HEAD_BLOCKS=latent.head_blocks(num_heads),
         PAGE_SIZE=args.pages.format.page_size,
         KEY_BLOCK=latent.key_block,
+        STAGES=latent.num_stages,
         CAUSAL=scores.causal,
         EARLY=latent.early,
         VALUE_REGISTERS=tiles.value_registers,

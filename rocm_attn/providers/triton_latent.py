@@ -25,6 +25,7 @@ from rocm_attn.kernels.tuning.latent_tiles import (
 )
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.providers import triton_hopper_latent
 from rocm_attn.providers.contract import BoundKernel, Limits, PoolSize, StepBounds
 from rocm_attn.providers.mixed import TritonMixed
 from rocm_attn.providers.schedules import DecodeSchedule, ExtendSchedule
@@ -36,6 +37,7 @@ from rocm_attn.providers.tiles import (
     latent_extend_tiles_of,
     latent_extend_tiles_of_table,
 )
+from rocm_attn.providers.triton_hopper_latent import HopperLatentDecode, bind_latent_decode
 from rocm_attn.providers.triton_later import triton_launches
 from rocm_attn.providers.triton_rows import ARCHS, Masked, triton_ops, triton_row
 
@@ -215,14 +217,32 @@ def _bind_decode(problem: Problem, target: Target, pool: PoolSize) -> LatentDeco
 
 
 def _bind_extend(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed:
-    few = _decode(problem, target, fewest=1, most=limits.MOST_SPLIT_TOKENS)
-    return TritonMixed(few, _extend(problem, target, min_q_len=limits.MOST_SPLIT_TOKENS + 1))
+    return _with_longer(_decode(problem, target, fewest=1, most=limits.MOST_SPLIT_TOKENS), target)
 
 
 def _bind_mixed(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed:
     few = _decode(problem, target, fewest=2, most=limits.MOST_SPLIT_TOKENS)
-    longer = TritonMixed(few, _extend(problem, target, min_q_len=limits.MOST_SPLIT_TOKENS + 1))
-    return TritonMixed(_bind_decode(problem, target, pool), longer)
+    return TritonMixed(_bind_decode(problem, target, pool), _with_longer(few, target))
+
+
+def _with_longer(few: LatentDecode | HopperLatentDecode, target: Target) -> TritonMixed:
+    """few, and extend for the sequences with more new tokens than it serves."""
+    return TritonMixed(few, _extend(few.problem, target, min_q_len=limits.MOST_SPLIT_TOKENS + 1))
+
+
+def _bind_decode_hopper(problem: Problem, target: Target, pool: PoolSize) -> HopperLatentDecode:
+    return bind_latent_decode(problem, target, fewest=1, most=1)
+
+
+def _bind_extend_hopper(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed:
+    return _with_longer(bind_latent_decode(problem, target, fewest=1, most=limits.MOST_SPLIT_TOKENS), target)
+
+
+def _bind_mixed_hopper(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed:
+    serves_one = problem.gqa_ratio >= triton_hopper_latent.DECODE_LIMITS.least_gqa_ratio
+    one = (_bind_decode_hopper if serves_one else _bind_decode)(problem, target, pool)
+    few = bind_latent_decode(problem, target, fewest=2, most=limits.MOST_SPLIT_TOKENS)
+    return TritonMixed(one, _with_longer(few, target))
 
 
 def _bind_masked(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
@@ -279,8 +299,21 @@ def _bind_mixed_segments(problem: Problem, target: Target, pool: PoolSize) -> Tr
 
 
 ROWS = (
+    triton_row(
+        "triton.hopper_latent_decode",
+        StepKind.DECODE,
+        _bind_decode_hopper,
+        limits=triton_hopper_latent.DECODE_LIMITS,
+    ),
     triton_row("triton.latent_decode", StepKind.DECODE, _bind_decode, limits=_LIMITS),
+    triton_row("triton.hopper_latent_extend", StepKind.EXTEND, _bind_extend_hopper, limits=triton_hopper_latent.LIMITS),
     triton_row("triton.latent_extend", StepKind.EXTEND, _bind_extend, limits=_LIMITS),
+    triton_row(
+        "triton.hopper_latent_extend+decode",
+        StepKind.MIXED,
+        _bind_mixed_hopper,
+        limits=triton_hopper_latent.LIMITS,
+    ),
     triton_row("triton.latent_extend+decode", StepKind.MIXED, _bind_mixed, limits=_LIMITS),
     triton_row("triton.latent_masked", StepKind.MASKED, _bind_masked, Need.MASK, limits=_LIMITS),
     triton_row(

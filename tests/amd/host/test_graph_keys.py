@@ -40,7 +40,8 @@ def problems() -> Iterator[Problem]:
                 except ValueError:  # pages that such a pool cannot have
                     continue
     yield Problem(128, 1, 128, 128, torch.bfloat16, 16, scale=128**-0.5)
-    yield Problem(16, 1, 576, 512, torch.bfloat16, 1, scale=0.05, pool=PoolKind.LATENT)
+    for heads in (16, 128):
+        yield Problem(heads, 1, 576, 512, torch.bfloat16, 1, scale=0.05, pool=PoolKind.LATENT)
 
 
 def eight_bit_problems() -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""The extend kernel for Hopper compiles: it fits, and ptxas waits for its products where the kernel does."""
+"""The kernels for Hopper compile: they fit, and ptxas waits for their products where they do."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from triton.compiler import CompiledKernel
 
 from rocm_attn.kernels.attention.cuts import NEVER_SPLIT, Sharing
 from rocm_attn.kernels.cache.page_format import Encoding, Scales
+from rocm_attn.kernels.latent.cuts import latent_decode_cut, latent_partials_words
+from rocm_attn.kernels.latent.limits import MOST_SPLIT_TOKENS
 from rocm_attn.kernels.tuning.hopper_tiles import (
     CODED_HEAD_DIMS,
     HEAD_DIMS,
@@ -19,6 +21,7 @@ from rocm_attn.kernels.tuning.hopper_tiles import (
     hopper_segment_tiles,
     hopper_tiles,
 )
+from rocm_attn.kernels.tuning.latent_tiles import HOPPER_LATENT_TILES
 from rocm_attn.machine.releases import Release, triton_version
 from rocm_attn.machine.target import known_target
 from rocm_attn.providers.triton_hopper import TRITONS
@@ -67,6 +70,8 @@ SPILLED = {
 SPILLED_OF_PADDED = {40: 0, 72: 24, 144: 24, 224: 256}
 # And of deterministic attention, around the merge of segments.
 SPILLED_AROUND_MERGES = {64: 16, 96: 32, 128: 80, 192: 40, 256: 272}
+# Of groups that walk latents: what they know of the program and its row, over their loops.
+SPILLED_OF_LATENTS = 96
 
 
 def compiled(case: Case, tiles: HopperTiles, *, early: bool = True) -> dict[str, CompiledKernel]:
@@ -132,12 +137,38 @@ def test_deterministic_extend_does_too(dim: int) -> None:
     assert_fast(compiled(replace(CASE, dims=(dim, dim)), tiles), SPILLED_AROUND_MERGES[dim], asks_to_scale=False)
 
 
-def assert_fast(kernels: dict[str, CompiledKernel], spilled: int, *, asks_to_scale: bool) -> None:
+@pytest.mark.parametrize(
+    ("heads", "layer"),
+    [
+        (128, "plain"),
+        pytest.param(16, "to_all", marks=pytest.mark.long),
+        pytest.param(64, "float16", marks=pytest.mark.long),
+    ],
+)
+def test_decode_of_latents_does_too(heads: int, layer: str) -> None:
+    most = 1 if heads == 128 else MOST_SPLIT_TOKENS
+    case = replace(CASE, heads=(heads, 1), dims=(576, 512), q_len=[most], latent=True, **LAYERS[layer])
+    tensors, tiles = build(case, torch.device("cpu")), HOPPER_LATENT_TILES
+    units = known_target("sm_90").compute_units
+    cut = latent_decode_cut(tiles.latent, num_heads=heads, compute_units=units, window_left=-1, fewest=1, most=most)
+    workspace = torch.empty(latent_partials_words(cut, num_heads=heads, v_head_dim=512))
+    args = tensors.args(garbage(cut.words(1), torch.device("cpu")), workspace)
+
+    def launch() -> None:
+        hopper_launches.launch_hopper_latent_decode(args, scores=tensors.scores, cut=cut, tiles=tiles)
+
+    kernels = {kernel.name: kernel for kernel in compiled_by(launch, "sm_90")}
+    assert_fast(kernels, SPILLED_OF_LATENTS, asks_to_scale=True, name="_hopper_latent_kernel")
+
+
+def assert_fast(
+    kernels: dict[str, CompiledKernel], spilled: int, *, asks_to_scale: bool, name: str = "_hopper_extend_kernel"
+) -> None:
     """It fits, spills so many bytes at most, and waits where the source does.
 
     asks_to_scale: whether warps with no row to scale leave it out
     """
-    kernel, merge = kernels.pop("_hopper_extend_kernel"), kernels.popitem()[1]
+    kernel, merge = kernels.pop(name), kernels.popitem()[1]
     assert not kernels
     assert_waits(kernel, reads_before=False)
     assert_waits(merge, reads_before=True)

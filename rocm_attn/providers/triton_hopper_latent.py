@@ -1,0 +1,87 @@
+"""Decode over latent pages for Hopper of the triton provider: its limits, and the bound kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.attention.cuts import DecodeCut
+from rocm_attn.kernels.attention.scores import Scores
+from rocm_attn.kernels.latent import limits
+from rocm_attn.kernels.latent.cuts import latent_decode_cut, latent_partials_words
+from rocm_attn.kernels.launch import only_launches
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
+from rocm_attn.kernels.tuning.latent_tiles import HOPPER_LATENT_TILES, HopperLatentTiles
+from rocm_attn.machine.target import Target
+from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.providers.contract import Limits, StepBounds
+from rocm_attn.providers.schedules import DecodeSchedule
+from rocm_attn.providers.scores import scores_of
+from rocm_attn.providers.triton_hopper import TRITONS
+from rocm_attn.providers.triton_later import hopper_launches
+
+LIMITS = Limits(
+    archs=("sm_90",),
+    dtypes=(torch.bfloat16, torch.float16),
+    head_dim=(limits.MAX_HEAD_DIM, limits.MAX_HEAD_DIM),
+    v_head_dim=(limits.MAX_V_HEAD_DIM, limits.MAX_V_HEAD_DIM),
+    page_size=(1, limits.MAX_PAGE_SIZE),
+    max_gqa_ratio=limits.MAX_HEADS,
+    window=False,
+    soft_cap=False,
+    sinks=False,
+    pools=(PoolKind.LATENT,),
+    non_causal=True,
+    short_kv=True,
+    # Rows are copied by 16 bytes.
+    aligned_sides=True,
+    tritons=TRITONS,
+    # Of 8 new tokens the plain kernel's blocks hold 32 rows where heads are fewer.
+    least_gqa_ratio=5,
+)
+
+# Of one token. 16 heads, 128 x 4k: the plain kernel reads as fast as memory goes.
+DECODE_LIMITS = replace(LIMITS, least_gqa_ratio=17)
+
+
+@dataclass(frozen=True, slots=True)
+class HopperLatentDecode:
+    """Split-KV attention of sequences with as many new tokens as the cut says; others are left alone."""
+
+    problem: Problem
+    scores: Scores
+    tiles: HopperLatentTiles
+    cut: DecodeCut
+
+    @property
+    def schedule(self) -> DecodeSchedule:
+        return DecodeSchedule(self.cut)
+
+    def describe(self) -> str:
+        tokens = self.cut.tokens
+        return f"triton.hopper_latent_decode({self.problem}, {self.tiles}, q_len={tokens.FEWEST}..{tokens.MOST})"
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        problem = self.problem
+        return latent_partials_words(self.cut, num_heads=problem.num_q_heads, v_head_dim=problem.v_head_dim)
+
+    @only_launches
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        hopper_launches.launch_hopper_latent_decode(args, scores=self.scores, cut=self.cut, tiles=self.tiles)
+
+
+def bind_latent_decode(problem: Problem, target: Target, *, fewest: int, most: int) -> HopperLatentDecode:
+    """For a problem within LIMITS, and sequences with fewest to most new tokens."""
+    tiles = HOPPER_LATENT_TILES
+    cut = latent_decode_cut(
+        tiles.latent,
+        num_heads=problem.num_q_heads,
+        compute_units=target.compute_units,
+        window_left=problem.window_left,
+        fewest=fewest,
+        most=most,
+    )
+    return HopperLatentDecode(problem, scores_of(problem), tiles, cut)

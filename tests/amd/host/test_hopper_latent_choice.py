@@ -1,0 +1,93 @@
+"""Where decode over latent pages for Hopper is chosen, and what of a step it serves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.kernels.latent.limits import MOST_SPLIT_TOKENS
+from rocm_attn.machine.releases import Release, Releases
+from rocm_attn.machine.target import Target, known_target
+from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.providers.contract import OWN_POOL, SMALLEST_POOL, PoolTerms
+from rocm_attn.providers.mixed import TritonMixed
+from rocm_attn.providers.select import select
+from rocm_attn.providers.triton_hopper import TRITONS
+from rocm_attn.providers.triton_hopper_latent import HopperLatentDecode
+from rocm_attn.providers.triton_latent import LatentDecode, LatentExtend
+
+# DeepSeek-V3's.
+LAYER = Problem(128, 1, 576, 512, torch.bfloat16, page_size=64, scale=192**-0.5, pool=PoolKind.LATENT)
+HOPPER = replace(known_target("sm_90"), releases=Releases(triton=TRITONS[0]))
+KINDS = (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED)
+
+
+def names(problem: Problem, target: Target = HOPPER, terms: PoolTerms = OWN_POOL) -> tuple[str, ...]:
+    """Of the kernels of each kind, without their provider."""
+    selection = select(problem, target, "triton", pool=replace(SMALLEST_POOL, terms=terms))
+    return tuple(selection.kernel(kind).row.name.removeprefix("triton.") for kind in KINDS)
+
+
+OF_HOPPER = ("hopper_latent_decode", "hopper_latent_extend", "hopper_latent_extend+decode")
+PLAIN = ("latent_decode", "latent_extend", "latent_extend+decode")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"num_q_heads": 17}, {"page_size": 1, "dtype": torch.float16}, {"wants_lse": True}, {"causal": False}],
+    ids=str,
+)
+def test_it_serves_rows_of_512_and_64_elements(more: dict[str, Any]) -> None:
+    assert names(replace(LAYER, **more)) == OF_HOPPER
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"dtype": torch.float32},
+        {"head_dim": 512},
+        {"head_dim": 288, "v_head_dim": 256},
+        {"window_left": 4095},
+        {"logits_soft_cap": 30.0},
+        {"has_sinks": True},
+        {"kv_encoding": KVEncoding.E4M3FN, "kv_scales": Scales.LAYER},
+        {"num_q_heads": 4},
+    ],
+    ids=str,
+)
+def test_what_it_does_not_serve_the_plain_kernels_do(more: dict[str, Any]) -> None:
+    assert names(replace(LAYER, **more)) == PLAIN
+
+
+def test_with_another_triton_or_over_an_engines_views_the_plain_kernels_serve() -> None:
+    assert names(LAYER, replace(HOPPER, releases=Releases(triton=Release.of("3.9.0")))) == PLAIN
+    assert names(LAYER, terms=PoolTerms(page_strides=True)) == PLAIN
+    assert names(LAYER, terms=PoolTerms(unaligned_rows=True)) == PLAIN
+
+
+def test_one_token_of_few_heads_is_the_plain_kernels_and_several_are_its() -> None:
+    """A program has 64 rows: one token of 16 heads would leave most of them empty."""
+    layer = replace(LAYER, num_q_heads=16)
+    assert names(layer) == ("latent_decode", *OF_HOPPER[1:])
+    mixed = select(layer, HOPPER, "triton").kernel(StepKind.MIXED).bound
+    assert isinstance(mixed, TritonMixed)
+    assert isinstance(mixed.decode, LatentDecode)
+    assert isinstance(mixed.extend, TritonMixed)
+    few, longer = mixed.extend.decode, mixed.extend.extend
+    assert isinstance(few, HopperLatentDecode)
+    assert isinstance(longer, LatentExtend)
+    # Between them they serve every number of new tokens once.
+    tokens = few.cut.tokens
+    assert (mixed.decode.cut.tokens.MOST, tokens.FEWEST, tokens.MOST, tokens.OF_ROW) == (1, 2, MOST_SPLIT_TOKENS, 4)
+    assert longer.cut.min_q_len == MOST_SPLIT_TOKENS + 1
+
+
+def test_heads_beyond_a_programs_rows_are_cut_into_neighbouring_programs() -> None:
+    for heads, groups in ((64, 132), (65, 66), (128, 66)):
+        kernel = select(replace(LAYER, num_q_heads=heads), HOPPER, "triton").kernel(StepKind.DECODE).bound
+        assert isinstance(kernel, HopperLatentDecode)
+        assert kernel.cut.programs == groups

@@ -1,0 +1,111 @@
+"""Decode over latent pages for Hopper against a float64 answer, with NaN in everything that may not be read. It needs
+that GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
+from rocm_attn.kernels.attention.scores import LOG2_E
+from rocm_attn.kernels.latent.cuts import latent_decode_cut, latent_partials_words
+from rocm_attn.kernels.latent.limits import MOST_SPLIT_TOKENS
+from rocm_attn.kernels.tuning.latent_tiles import HOPPER_LATENT_TILES
+from rocm_attn.machine.releases import Release, triton_version
+from rocm_attn.providers.triton_hopper import TRITONS
+from rocm_attn.providers.triton_later import hopper_launches
+from tests.amd.kernels.attention_cases import UNTOUCHED, Case, Tensors, assert_served, build, garbage
+from tests.amd.kernels.gpus import IS_HOPPER
+from tests.amd.tolerances import assert_attention_close
+
+IS_SERVED = IS_HOPPER and Release.of(triton_version()) in TRITONS
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not IS_SERVED, reason="needs Hopper and a Triton that it knows"),
+]
+
+# Blocks of 64 keys: none, one key, a block and one key more or less, many.
+KV_LEN = [33, 0, 1, 64, 700, 129, 65, 63]
+DECODES = Case(
+    kv_len=KV_LEN, q_len=[1] * len(KV_LEN), heads=(128, 1), dims=(576, 512), latent=True, dtype=torch.bfloat16
+)
+# One to eight new tokens, none, and a sequence without keys.
+DRAFTS = replace(DECODES, kv_len=[40, 9, 700, 5, 33, 120, 0, 66], q_len=[3, 1, 8, 2, 0, 5, 0, 4])
+# Of one row a program, of several, and of many programs a row.
+UNITS = (5, 40, 132)
+
+
+def run_hopper_latent(tensors: Tensors, *, compute_units: int, most: int = 1, launches: int = 1) -> None:
+    """Schedule, decode and merge, with scratch memory that is NaN or garbage beforehand. launches: over one schedule"""
+    tiles, heads, device = HOPPER_LATENT_TILES, tensors.case.heads[0], tensors.q.device
+    cut = latent_decode_cut(
+        tiles.latent, num_heads=heads, compute_units=compute_units, window_left=-1, fewest=1, most=most
+    )
+    schedule = garbage(cut.words(tensors.num_seqs), device)
+    words = latent_partials_words(cut, num_heads=heads, v_head_dim=tensors.case.dims[1])
+    launch_decode_schedule(tensors.queries, schedule, cut)
+    args = tensors.args(schedule, torch.full((words,), float("nan"), device=device))
+    for _ in range(launches):
+        tensors.out.fill_(UNTOUCHED)
+        hopper_launches.launch_hopper_latent_decode(args, scores=tensors.scores, cut=cut, tiles=tiles)
+
+
+def assert_right(case: Case, device: torch.device, *, most: int = 1) -> None:
+    """However many programs there are."""
+    for units in UNITS:
+        tensors = build(case, device)
+        run_hopper_latent(tensors, compute_units=units, most=most)
+        assert_served(tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("heads", "page_size"), [(128, 64), (128, 1), (100, 16), (64, 128), (40, 3), (17, 5), (8, 48)])
+def test_decode_equals_the_reference(heads: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Pages that hold a block of keys, parts of one, and neither; heads that fill two programs, one, and none."""
+    assert_right(replace(DECODES, heads=(heads, 1), page_size=page_size, dtype=dtype), device)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "to_all"])
+@pytest.mark.parametrize("heads", [128, 64, 33, 16, 8, 5])
+def test_a_few_new_tokens_see_the_keys_before_them(heads: int, causal: bool, device: torch.device) -> None:
+    """Of few heads several tokens are one program's, and see other keys each."""
+    case = replace(DRAFTS, heads=(heads, 1), causal=causal, page_size=16)
+    assert_right(case, device, most=MOST_SPLIT_TOKENS)
+
+
+def test_one_long_sequence_is_shared_by_all_programs(device: torch.device) -> None:
+    assert_right(replace(DECODES, kv_len=[9000], q_len=[1], page_size=64), device)
+
+
+def test_a_second_launch_over_a_schedule_gives_the_same_bits(device: torch.device) -> None:
+    """Barriers, weights and queries of a launch are left to nobody."""
+    first, second = build(DRAFTS, device), build(DRAFTS, device)
+    run_hopper_latent(first, compute_units=20, most=MOST_SPLIT_TOKENS)
+    run_hopper_latent(second, compute_units=20, most=MOST_SPLIT_TOKENS, launches=3)
+    assert torch.equal(first.out, second.out)
+
+
+def test_keys_that_outweigh_those_before_them_scale_what_was_added(device: torch.device) -> None:
+    """Maxima are raised seldom: here each block's are much larger than those of the block before."""
+    blocks = 10
+    tensors = build(replace(DECODES, kv_len=[64 * blocks], q_len=[1], page_size=64), device)
+    pages = tensors.table[0, :blocks].long()
+    tensors.k_pages[pages] *= torch.arange(1, blocks + 1, device=device)[:, None, None, None].to(torch.bfloat16)
+    run_hopper_latent(tensors, compute_units=2)
+    keys = tensors.k_pages[pages].double().flatten(0, 2)
+    scale = tensors.scores.base_2_scale / LOG2_E
+    weights = (tensors.q[0].double() @ keys.T * scale).softmax(-1)
+    assert_attention_close(tensors.out[0], weights @ keys[:, : tensors.case.dims[1]], tensors.case.dtype)
+
+
+def test_results_stay_within_the_tokens_that_the_cut_serves(device: torch.device) -> None:
+    """Tokens of sequences with more new tokens, and the padded tail, belong to other launches."""
+    case = replace(DRAFTS, q_len=[3, 1, 9, 2, 0, 5, 0, 4], kv_len=[40, 9, 700, 5, 33, 120, 0, 66], tail=3)
+    tensors = build(case, device)
+    run_hopper_latent(tensors, compute_units=20, most=MOST_SPLIT_TOKENS)
+    first = int(tensors.queries.q_indptr[2])
+    assert bool((tensors.out[first : first + 9] == UNTOUCHED).all())
+    assert bool((tensors.out[int(tensors.queries.q_indptr[-1]) :] == UNTOUCHED).all())

@@ -422,8 +422,8 @@ def latent_decode(result: dict[str, Any]) -> str:
         "Decode over latent pages (MLA)",
         "floor: a sum over as many bytes; products: as many operations at the rate of a large bf16 product; limit: "
         "the larger of the two, all of them after a pause. Sustained: after half a second of it, at the clock that "
-        "the power limit leaves. Plain: by every arch's kernel, where Hopper's own serves the case. Error: of the first "
-        "and last sequence, relative to float32.",
+        "the power limit leaves. Plain: by every arch's kernel, where Hopper's own serves it. Error: of the first and "
+        "last sequence, relative to float32.",
         "| case | us | plain us | floor us | products us | x limit | allowed | sustained us | at MHz | error |",
     )
     for row in result["rows"]:

@@ -11,6 +11,7 @@ import torch
 
 from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
 from rocm_attn.kernels.attention.scores import LOG2_E
+from rocm_attn.kernels.hopper.key_steps import SLACK
 from rocm_attn.kernels.latent.cuts import latent_decode_cut, latent_partials_words
 from rocm_attn.kernels.latent.limits import MOST_SPLIT_TOKENS
 from rocm_attn.kernels.tuning.latent_tiles import HOPPER_LATENT_TILES
@@ -90,15 +91,18 @@ def test_a_second_launch_over_a_schedule_gives_the_same_bits(device: torch.devic
 
 def test_keys_that_outweigh_those_before_them_scale_what_was_added(device: torch.device) -> None:
     """Maxima are raised seldom: here each block's are much larger than those of the block before."""
-    blocks = 10
+    blocks, v_dim = 6, DECODES.dims[1]
     tensors = build(replace(DECODES, kv_len=[64 * blocks], q_len=[1], page_size=64), device)
-    pages = tensors.table[0, :blocks].long()
-    tensors.k_pages[pages] *= torch.arange(1, blocks + 1, device=device)[:, None, None, None].to(torch.bfloat16)
+    pages = tensors.table[int(tensors.row_of_seq[0]), :blocks].long()
+    for block in range(blocks):
+        # Of K alone, not of V.
+        tensors.k_pages[int(pages[block]), ..., v_dim:] *= 1 + 16 * block
     run_hopper_latent(tensors, compute_units=2)
     keys = tensors.k_pages[pages].double().flatten(0, 2)
-    scale = tensors.scores.base_2_scale / LOG2_E
-    weights = (tensors.q[0].double() @ keys.T * scale).softmax(-1)
-    assert_attention_close(tensors.out[0], weights @ keys[:, : tensors.case.dims[1]], tensors.case.dtype)
+    logits = tensors.q[0].double() @ keys.T * (tensors.scores.base_2_scale / LOG2_E)
+    maxima = logits.view(-1, blocks, 64).amax(2)
+    assert bool((maxima.diff(dim=1) * LOG2_E > SLACK.value).any(0).all()), "no row's maximum is raised"
+    assert_attention_close(tensors.out[0], logits.softmax(-1) @ keys[:, :v_dim], tensors.case.dtype)
 
 
 def test_results_stay_within_the_tokens_that_the_cut_serves(device: torch.device) -> None:

@@ -33,21 +33,21 @@ from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import Rows
-from rocm_attn.kernels.attention.cuts import DecodeCut, RowCut
-from rocm_attn.kernels.attention.decode_schedule import (
-    PROGRAM_DONE,
-    PROGRAM_KV_LEN,
-    PROGRAM_ROW,
-    PROGRAM_SEQ,
-    PROGRAM_WORK,
-    SEQ_KV_LEN,
-    words_of_program,
-    words_of_seq,
-)
+from rocm_attn.kernels.attention.cuts import DecodeCut
 from rocm_attn.kernels.attention.merge import early_options, launch_merge
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.softmax import LN_2
 from rocm_attn.kernels.hopper.key_steps import SLACK
+from rocm_attn.kernels.hopper.latent_rows import (
+    HopperLatentGeometry,
+    Step,
+    after,
+    lines,
+    piece_of,
+    place,
+    place_of_part,
+    work_of_program,
+)
 from rocm_attn.kernels.hopper.rings import GATHERING_THREADS
 from rocm_attn.kernels.hopper.rows import GROUP_ROWS
 from rocm_attn.kernels.hopper.scaling import times_if_any
@@ -65,41 +65,6 @@ REST = gl.constexpr(64)
 _COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 _SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 _LINEAR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-
-
-class HopperLatentGeometry(NamedTuple):
-    """What the kernel is compiled for.
-
-    rows:        how a sequence is cut into rows
-    BLOCK_HEADS: query heads of a block
-    HEAD_BLOCKS: blocks of query heads, which neighbouring programs take
-    PAGE_SIZE:   tokens of a page
-    KEY_BLOCK:   keys of a block
-    STAGES:      blocks in shared memory
-    CAUSAL:      whether a token sees no key after its own
-    EARLY:       whether the launch may begin while the one before still runs
-    VALUE_REGISTERS, SCORE_REGISTERS, LOADER_REGISTERS: of a thread of each warp group
-    """
-
-    rows: RowCut
-    BLOCK_HEADS: int
-    HEAD_BLOCKS: int
-    PAGE_SIZE: int
-    KEY_BLOCK: int
-    STAGES: int
-    CAUSAL: bool
-    EARLY: bool
-    VALUE_REGISTERS: int
-    SCORE_REGISTERS: int
-    LOADER_REGISTERS: int
-
-
-class Step(NamedTuple):
-    """What all groups read: the schedule, how many programs it has, and where sequences' new tokens begin."""
-
-    schedule: Any
-    num_programs: Any
-    q_indptr: Any
 
 
 class Latents(NamedTuple):
@@ -142,116 +107,10 @@ class Shared(NamedTuple):
     weighed: Any
 
 
-class Todo(NamedTuple):
-    """What a program does next: `work` positions, from the offset `done` of a row on."""
-
-    seq: Any
-    row: Any
-    done: Any
-    work: Any
-    kv_len: Any
-
-
-class Piece(NamedTuple):
-    """What a program takes of a row.
-
-    take:        positions
-    first, end:  key blocks
-    is_whole:    whether they are all of the row's
-    writes:      whether there is anything to write
-    q_len:       new tokens of the sequence
-    first_token: of the row, and tokens: how many it has
-    first_end:   end of the keys that the first token sees, and last_end: that the last one does
-    """
-
-    take: Any
-    first: Any
-    end: Any
-    is_whole: Any
-    writes: Any
-    q_len: Any
-    first_token: Any
-    tokens: Any
-    first_end: Any
-    last_end: Any
-
-
 @constexpr_function
 def _layout_of_scores(G):
     """Of scores [64, KEY_BLOCK]."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.KEY_BLOCK, 16])
-
-
-@gluon.jit
-def _work_of_program(step, G: gl.constexpr):
-    words = words_of_program(step.schedule, gl.program_id(0) // G.HEAD_BLOCKS)
-    return Todo(
-        gl.load(words + PROGRAM_SEQ),
-        gl.load(words + PROGRAM_ROW),
-        gl.load(words + PROGRAM_DONE),
-        gl.load(words + PROGRAM_WORK),
-        gl.load(words + PROGRAM_KV_LEN),
-    )
-
-
-@gluon.jit
-def _piece_of(step, todo, G: gl.constexpr):
-    """What the program takes of the row at which it is."""
-    R: gl.constexpr = G.rows
-    OF_ROW: gl.constexpr = R.TOKENS.OF_ROW
-    kv_len = todo.kv_len
-    num_blocks = gl.cdiv(gl.maximum(kv_len, 0), G.KEY_BLOCK)
-    row_cost = gl.where(kv_len < 0, 0, num_blocks + R.ROW_COST)
-    take = gl.minimum(todo.work, row_cost - todo.done)
-    first = gl.maximum(todo.done - R.ROW_COST, 0)
-    end = gl.maximum(todo.done + take - R.ROW_COST, first)
-    # The program that begins it writes the zeros of a sequence without keys.
-    writes = ((kv_len == 0) & (todo.done == 0)) | (end > first)
-    first_of_seq = gl.load(step.q_indptr + todo.seq)
-    q_len = gl.load(step.q_indptr + todo.seq + 1) - first_of_seq
-    before = todo.row * OF_ROW
-    tokens = gl.minimum(q_len - before, OF_ROW)
-    first_end = kv_len - q_len + before + 1 if G.CAUSAL else kv_len
-    last_end = first_end + tokens - 1 if G.CAUSAL else kv_len
-    is_whole = end - first == num_blocks
-    return Piece(take, first, end, is_whole, writes, q_len, first_of_seq + before, tokens, first_end, last_end)
-
-
-@gluon.jit
-def _after(step, todo, piece, G: gl.constexpr):
-    """What is left to do after a piece."""
-    work = todo.work - piece.take
-    # Of a sequence that takes no part (-1) no row is visited.
-    is_last = (todo.kv_len < 0) | ((todo.row + 1) * G.rows.TOKENS.OF_ROW >= piece.q_len)
-    seq = gl.where(is_last, todo.seq + 1, todo.seq)
-    row = gl.where(is_last, 0, todo.row + 1)
-    kv_len = gl.load(words_of_seq(step.schedule, step.num_programs, seq) + SEQ_KV_LEN, mask=work > 0, other=-1)
-    return Todo(seq, row, gl.to_tensor(0), work, kv_len)
-
-
-@gluon.jit
-def _lines(piece, layout: gl.constexpr, G: gl.constexpr):
-    """Of the program's rows [64]: token, counted from the first one, and query head; whether there is such a row."""
-    line = gl.arange(0, GROUP_ROWS, layout=layout)
-    token = line // G.BLOCK_HEADS
-    head = gl.program_id(0) % G.HEAD_BLOCKS * G.BLOCK_HEADS + line % G.BLOCK_HEADS
-    return token, head, (token < piece.tokens) & (head < G.rows.GQA_RATIO)
-
-
-@gluon.jit
-def _place(rows, piece, token, head):
-    """Where rows lie in q, out or lse."""
-    return rows.at + (piece.first_token + token).to(gl.int64) * rows.token + head.to(gl.int64) * rows.head
-
-
-@gluon.jit
-def _place_of_part(piece, token, head, G: gl.constexpr):
-    """Lines of the workspace for what a program has of a row that it shares.
-
-    Part 2p of program p goes to a row begun by an earlier program, 2p + 1 to one that goes on.
-    """
-    part = 2 * (gl.program_id(0) // G.HEAD_BLOCKS) + (piece.first == 0).to(gl.int32)
-    return part * G.rows.Q_ROWS + token * G.rows.GQA_RATIO + head
 
 
 @gluon.jit
@@ -288,7 +147,7 @@ def _gather(step, latents, shared, todo, G: gl.constexpr):
     """Load all latents that the program takes."""
     n = 0
     while todo.work > 0:
-        piece = _piece_of(step, todo, G)
+        piece = piece_of(step, todo, G)
         if piece.end > piece.first:
             row = gl.load(latents.row_of_seq + todo.seq)
             line = latents.table + row.to(gl.int64) * latents.table_row
@@ -309,7 +168,7 @@ def _gather(step, latents, shared, todo, G: gl.constexpr):
                     async_copy.async_copy_global_to_shared(of_half, columns, mask=is_there)
                     async_copy.mbarrier_arrive(shared.full.index(stage * 2 + half), increment_count=False)
                 n += 1
-        todo = _after(step, todo, piece, G)
+        todo = after(step, todo, piece, G)
     # No thread ends before its copies do.
     async_copy.commit_group()
     async_copy.wait_group(0)
@@ -321,8 +180,8 @@ def _put_queries(q, piece, shared, G: gl.constexpr):
     """Rows of q to shared memory; 0 where there is none."""
     # All warps have read those before.
     gl.thread_barrier()
-    token, head, is_row = _lines(piece, gl.SliceLayout(1, _COPIED), G)
-    rows = gl.expand_dims(_place(q, piece, token, head), 1)
+    token, head, is_row = lines(piece, gl.SliceLayout(1, _COPIED), G)
+    rows = gl.expand_dims(place(q, piece, token, head), 1)
     is_there = gl.expand_dims(is_row, 1)
     for half in gl.static_range(2):
         shared.q.index(half).store(gl.load(rows + _columns(half * HALF, HALF), mask=is_there, other=0.0))
@@ -350,6 +209,17 @@ def _scores_of_block(shared, n, G: gl.constexpr):
 
 
 @gluon.jit
+def _is_visible(piece, key, layout: gl.constexpr, G: gl.constexpr):
+    """Which keys [1, KEY_BLOCK] rows see."""
+    if G.CAUSAL:
+        token, _, _ = lines(piece, layout, G)
+        visible = key < gl.expand_dims(piece.first_end + token, 1)
+    else:
+        visible = key < piece.first_end
+    return visible
+
+
+@gluon.jit
 def _weigh(step, shared, to, todo, G: gl.constexpr):
     """Weights of all keys that the program takes; log-sum-exps, or sums of rows that it shares."""
     KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
@@ -358,7 +228,7 @@ def _weigh(step, shared, to, todo, G: gl.constexpr):
     lane = gl.expand_dims(gl.arange(0, KEY_BLOCK, layout=gl.SliceLayout(0, layout)), 0)
     n = 0
     while todo.work > 0:
-        piece = _piece_of(step, todo, G)
+        piece = piece_of(step, todo, G)
         maximum = gl.full([GROUP_ROWS], float("-inf"), gl.float32, layout=row_layout)
         total = gl.zeros([GROUP_ROWS], gl.float32, layout=row_layout)
         if piece.end > piece.first:
@@ -366,9 +236,7 @@ def _weigh(step, shared, to, todo, G: gl.constexpr):
         for block in range(piece.first, piece.end):
             scores = _scores_of_block(shared, n, G)
             if (block + 1) * KEY_BLOCK > piece.first_end:
-                token, _, _ = _lines(piece, row_layout, G)
-                end = piece.first_end + token if G.CAUSAL else gl.full_like(token, 0) + piece.first_end
-                scores = gl.where(block * KEY_BLOCK + lane < gl.expand_dims(end, 1), scores, float("-inf"))
+                scores = gl.where(_is_visible(piece, block * KEY_BLOCK + lane, row_layout, G), scores, float("-inf"))
             new_maximum = gl.maximum(maximum, gl.max(scores, 1) * to.qk_scale)
             # A score that is NaN raises nothing; its weight is NaN either way.
             new_maximum = gl.where(new_maximum > maximum + SLACK, new_maximum, maximum)
@@ -392,7 +260,7 @@ def _weigh(step, shared, to, todo, G: gl.constexpr):
             _store_lse(maximum, total, piece, to, G)
         elif piece.writes:
             _store_sums(maximum, total, piece, to, G)
-        todo = _after(step, todo, piece, G)
+        todo = after(step, todo, piece, G)
     leave()
 
 
@@ -401,17 +269,17 @@ def _store_lse(maximum, total, piece, to, G: gl.constexpr):
     """Log-sum-exps of a whole row, if they are asked for. Without keys: -inf + log2(1)"""
     if to.lse.at is not None:
         LAYOUT: gl.constexpr = total.type.layout
-        token, head, is_row = _lines(piece, LAYOUT, G)
+        token, head, is_row = lines(piece, LAYOUT, G)
         logs = maximum + gl.log2(gl.where(total == 0.0, 1.0, total))
-        gl.store(_place(to.lse, piece, token, head), logs * LN_2, mask=is_row)
+        gl.store(place(to.lse, piece, token, head), logs * LN_2, mask=is_row)
 
 
 @gluon.jit
 def _store_sums(maximum, total, piece, to, G: gl.constexpr):
     """Maxima and sums of what the program has of a row that it shares."""
     LAYOUT: gl.constexpr = total.type.layout
-    token, head, is_row = _lines(piece, LAYOUT, G)
-    sums = to.sums + _place_of_part(piece, token, head, G) * 2
+    token, head, is_row = lines(piece, LAYOUT, G)
+    sums = to.sums + place_of_part(piece, token, head, G) * 2
     gl.store(sums, maximum, mask=is_row)
     gl.store(sums + 1, total, mask=is_row)
 
@@ -424,7 +292,7 @@ def _add_values(PART: gl.constexpr, step, shared, to, todo, G: gl.constexpr):
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
     n = 0
     while todo.work > 0:
-        piece = _piece_of(step, todo, G)
+        piece = piece_of(step, todo, G)
         acc = gl.zeros([GROUP_ROWS, HALF], gl.float32, layout=layout)
         total = gl.zeros([GROUP_ROWS], gl.float32, layout=row_layout)
         for _ in range(piece.first, piece.end):
@@ -442,7 +310,7 @@ def _add_values(PART: gl.constexpr, step, shared, to, todo, G: gl.constexpr):
             _store_values(PART, acc, total, piece, to, G)
         elif piece.writes:
             _store_part(PART, acc, piece, to, G)
-        todo = _after(step, todo, piece, G)
+        todo = after(step, todo, piece, G)
     leave()
 
 
@@ -456,9 +324,9 @@ def _columns_of_half(PART: gl.constexpr, acc):
 def _store_values(PART: gl.constexpr, acc, total, piece, to, G: gl.constexpr):
     """The results of a whole row. Without keys: 0 / 1"""
     LAYOUT: gl.constexpr = total.type.layout
-    token, head, is_row = _lines(piece, LAYOUT, G)
+    token, head, is_row = lines(piece, LAYOUT, G)
     values = acc * gl.expand_dims(1.0 / gl.where(total == 0.0, 1.0, total), 1)
-    places = gl.expand_dims(_place(to.out, piece, token, head), 1) + _columns_of_half(PART, acc)
+    places = gl.expand_dims(place(to.out, piece, token, head), 1) + _columns_of_half(PART, acc)
     gl.store(places, values.to(to.out.at.dtype.element_ty), mask=gl.expand_dims(is_row, 1))
 
 
@@ -466,9 +334,9 @@ def _store_values(PART: gl.constexpr, acc, total, piece, to, G: gl.constexpr):
 def _store_part(PART: gl.constexpr, acc, piece, to, G: gl.constexpr):
     """What the program has of a row that it shares."""
     LAYOUT: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    token, head, is_row = _lines(piece, LAYOUT, G)
-    lines = to.partials + _place_of_part(piece, token, head, G) * V_DIM
-    places = gl.expand_dims(lines, 1) + _columns_of_half(PART, acc)
+    token, head, is_row = lines(piece, LAYOUT, G)
+    rows = to.partials + place_of_part(piece, token, head, G) * V_DIM
+    places = gl.expand_dims(rows, 1) + _columns_of_half(PART, acc)
     gl.store(places, acc, mask=gl.expand_dims(is_row, 1))
 
 
@@ -529,7 +397,7 @@ def _hopper_latent_kernel(
         gdc_wait()
         gdc_launch_dependents()
     step = Step(schedule, num_programs, q_indptr)
-    todo = _work_of_program(step, G)
+    todo = work_of_program(step, G)
     if todo.work > 0:
         shared = _new_shared(q.dtype.element_ty, G)
         fence_async_shared()

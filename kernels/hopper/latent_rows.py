@@ -1,0 +1,166 @@
+"""Rows of latent decode for Hopper: what a program takes of each, and where its lines lie.
+
+Each warp group walks the program's rows by itself (hopper/latent.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from rocm_attn.kernels.attention.cuts import RowCut
+from rocm_attn.kernels.attention.decode_schedule import (
+    PROGRAM_DONE,
+    PROGRAM_KV_LEN,
+    PROGRAM_ROW,
+    PROGRAM_SEQ,
+    PROGRAM_WORK,
+    SEQ_KV_LEN,
+    words_of_program,
+    words_of_seq,
+)
+from rocm_attn.kernels.hopper.rows import GROUP_ROWS
+
+
+class HopperLatentGeometry(NamedTuple):
+    """What the kernel is compiled for.
+
+    rows:        how a sequence is cut into rows
+    BLOCK_HEADS: query heads of a block
+    HEAD_BLOCKS: blocks of query heads, which neighbouring programs take
+    PAGE_SIZE:   tokens of a page
+    KEY_BLOCK:   keys of a block
+    STAGES:      blocks in shared memory
+    CAUSAL:      whether a token sees no key after its own
+    EARLY:       whether the launch may begin while the one before still runs
+    VALUE_REGISTERS, SCORE_REGISTERS, LOADER_REGISTERS: of a thread of each warp group
+    """
+
+    rows: RowCut
+    BLOCK_HEADS: int
+    HEAD_BLOCKS: int
+    PAGE_SIZE: int
+    KEY_BLOCK: int
+    STAGES: int
+    CAUSAL: bool
+    EARLY: bool
+    VALUE_REGISTERS: int
+    SCORE_REGISTERS: int
+    LOADER_REGISTERS: int
+
+
+class Step(NamedTuple):
+    """What all groups read: the schedule, how many programs it has, and where sequences' new tokens begin."""
+
+    schedule: Any
+    num_programs: Any
+    q_indptr: Any
+
+
+class Todo(NamedTuple):
+    """What a program does next: `work` positions, from the offset `done` of a row on."""
+
+    seq: Any
+    row: Any
+    done: Any
+    work: Any
+    kv_len: Any
+
+
+class Piece(NamedTuple):
+    """What a program takes of a row.
+
+    take:        positions
+    first, end:  key blocks
+    is_whole:    whether they are all of the row's
+    writes:      whether there is anything to write
+    q_len:       new tokens of the sequence
+    first_token: of the row, and tokens: how many it has
+    first_end:   end of the keys that the first token sees, and last_end: that the last one does
+    """
+
+    take: Any
+    first: Any
+    end: Any
+    is_whole: Any
+    writes: Any
+    q_len: Any
+    first_token: Any
+    tokens: Any
+    first_end: Any
+    last_end: Any
+
+
+@gluon.jit
+def work_of_program(step, G: gl.constexpr):
+    """Where the program begins."""
+    words = words_of_program(step.schedule, gl.program_id(0) // G.HEAD_BLOCKS)
+    return Todo(
+        gl.load(words + PROGRAM_SEQ),
+        gl.load(words + PROGRAM_ROW),
+        gl.load(words + PROGRAM_DONE),
+        gl.load(words + PROGRAM_WORK),
+        gl.load(words + PROGRAM_KV_LEN),
+    )
+
+
+@gluon.jit
+def piece_of(step, todo, G: gl.constexpr):
+    """What the program takes of the row at which it is."""
+    R: gl.constexpr = G.rows
+    OF_ROW: gl.constexpr = R.TOKENS.OF_ROW
+    kv_len = todo.kv_len
+    num_blocks = gl.cdiv(gl.maximum(kv_len, 0), G.KEY_BLOCK)
+    row_cost = gl.where(kv_len < 0, 0, num_blocks + R.ROW_COST)
+    take = gl.minimum(todo.work, row_cost - todo.done)
+    first = gl.maximum(todo.done - R.ROW_COST, 0)
+    end = gl.maximum(todo.done + take - R.ROW_COST, first)
+    # The program that begins it writes the zeros of a sequence without keys.
+    writes = ((kv_len == 0) & (todo.done == 0)) | (end > first)
+    first_of_seq = gl.load(step.q_indptr + todo.seq)
+    q_len = gl.load(step.q_indptr + todo.seq + 1) - first_of_seq
+    before = todo.row * OF_ROW
+    tokens = gl.minimum(q_len - before, OF_ROW)
+    first_end = kv_len - q_len + before + 1 if G.CAUSAL else kv_len
+    last_end = first_end + tokens - 1 if G.CAUSAL else kv_len
+    is_whole = end - first == num_blocks
+    return Piece(take, first, end, is_whole, writes, q_len, first_of_seq + before, tokens, first_end, last_end)
+
+
+@gluon.jit
+def after(step, todo, piece, G: gl.constexpr):
+    """What is left to do after a piece."""
+    work = todo.work - piece.take
+    # Of a sequence that takes no part (-1) no row is visited.
+    is_last = (todo.kv_len < 0) | ((todo.row + 1) * G.rows.TOKENS.OF_ROW >= piece.q_len)
+    seq = gl.where(is_last, todo.seq + 1, todo.seq)
+    row = gl.where(is_last, 0, todo.row + 1)
+    kv_len = gl.load(words_of_seq(step.schedule, step.num_programs, seq) + SEQ_KV_LEN, mask=work > 0, other=-1)
+    return Todo(seq, row, gl.to_tensor(0), work, kv_len)
+
+
+@gluon.jit
+def lines(piece, layout: gl.constexpr, G: gl.constexpr):
+    """Of the program's rows [64]: token, counted from the first one, and query head; whether there is such a row."""
+    line = gl.arange(0, GROUP_ROWS, layout=layout)
+    token = line // G.BLOCK_HEADS
+    head = gl.program_id(0) % G.HEAD_BLOCKS * G.BLOCK_HEADS + line % G.BLOCK_HEADS
+    return token, head, (token < piece.tokens) & (head < G.rows.GQA_RATIO)
+
+
+@gluon.jit
+def place(rows, piece, token, head):
+    """Where rows lie in q, out or lse."""
+    return rows.at + (piece.first_token + token).to(gl.int64) * rows.token + head.to(gl.int64) * rows.head
+
+
+@gluon.jit
+def place_of_part(piece, token, head, G: gl.constexpr):
+    """Lines of the workspace for what a program has of a row that it shares.
+
+    Part 2p of program p goes to a row begun by an earlier program, 2p + 1 to one that goes on.
+    """
+    part = 2 * (gl.program_id(0) // G.HEAD_BLOCKS) + (piece.first == 0).to(gl.int32)
+    return part * G.rows.Q_ROWS + token * G.rows.GQA_RATIO + head

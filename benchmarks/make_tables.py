@@ -13,6 +13,8 @@ from benchmarks.shape_sweep import CLIFF, Timed, worst
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
+# How the harness's cases of latents begin, which are measured anew more often.
+_LATENT_CASES = "mla/"
 
 INTRODUCTION = """# Benchmarks
 
@@ -25,6 +27,7 @@ def main() -> None:
     sections = [INTRODUCTION]
     for name, section in (
         ("attention_h200.json", attention),
+        ("attention_latent_h200.json", latent_attention),
         ("host_time_h200.json", host_time),
         ("round_time_h200.json", round_time),
         ("steps_ahead_h200.json", steps_ahead),
@@ -75,15 +78,26 @@ def divider(head: str) -> str:
 
 
 def attention(result: dict[str, Any]) -> str:
-    """One layer's launches per case, and every peer's."""
-    ceilings, rows = result["ceilings"], sorted(result["rows"], key=lambda row: row["case"])
+    """One layer's launches per case, and every peer's; of latents latent_attention() has them."""
+    rows = [row for row in result["rows"] if not row["case"].startswith(_LATENT_CASES)]
+    return _beside_peers("One layer of attention, bf16, CUDA-graph replay", result, rows)
+
+
+def latent_attention(result: dict[str, Any]) -> str:
+    """The same over latent pages."""
+    title = "One layer of decode over latent pages (MLA), bf16, CUDA-graph replay"
+    return _beside_peers(title, result, result["rows"])
+
+
+def _beside_peers(title: str, result: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    ceilings, rows = result["ceilings"], sorted(rows, key=lambda row: row["case"])
     passes = result["passes"]
     us, spread_head = f"us: mean of {passes} passes; spread: the slowest less the fastest, by it.", " spread |"
     if passes == 1:
         us, spread_head = "us: of one pass.", ""
     lines = opening(
         result,
-        "One layer of attention, bf16, CUDA-graph replay",
+        title,
         f"Ceilings of the same run: copy {ceilings['copy_GBs']:.0f} GB/s, read {ceilings['read_GBs']:.0f} GB/s, "
         f"bf16 8192^3 matmul {ceilings['mma_TFs']:.0f} TFLOP/s. {us} floor: streaming read of the same bytes, or the "
         "matmul bound; limit: the same bytes at copy bandwidth, or the matmul bound. Input sets are rotated past the "

@@ -68,10 +68,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--harness", required=True, type=Path)
     parser.add_argument("--raw", required=True, type=Path, nargs="+")
+    parser.add_argument("--cases", default="", help="only those whose names begin so")
     parser.add_argument("--out", required=True, type=Path)
     args = parser.parse_args()
     passes = [Pass.of(path.read_text()) for path in args.raw]
-    result = summary(passes, {case.name: case for case in load_cases(args.harness).all_cases()})
+    cases = {case.name: case for case in load_cases(args.harness).all_cases() if case.name.startswith(args.cases)}
+    result = summary(passes, cases)
     args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 

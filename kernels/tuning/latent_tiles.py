@@ -239,9 +239,10 @@ EXTEND_ROWS: tuple[LatentRow, ...] = (
     LatentRow("interpreter", 2, _LARGEST, LatentTiles(32, 16, 1, 1)),
     LatentRow("interpreter", 4, _LARGEST, LatentTiles(32, 16, 1, 1)),
 )
-# 128 heads, 128 x 4k: 279 us, 521 by the plain kernel; 64 heads 170 and 300 (H200, torch 2.11, Triton 3.6). In blocks
-# of 32 keys 343 and 190. Loads by TMA take 0.96 to 1.04 of the time; rows fetched to L2 ahead 1.07 to 1.26; with the
-# next block's first products under a block's softmax 1.25, since it is there late.
+# 128 heads, 128 x 4k: 280 us, 520 by the plain kernel; 64 heads 168 and 299; 32 heads 155 and 219 (H200, torch 2.11,
+# Triton 3.6). In blocks of 32 keys 1.2 of the time. Loads by TMA take 0.96 to 1.04; rows fetched to L2 ahead 1.07 to
+# 1.26; with the next block's first products under a block's softmax 1.25, since it is there late. Where the second
+# half's values wait for the next block's scores 0.97, with 16 heads 1.05.
 HOPPER_LATENT_TILES = HopperLatentTiles(LatentTiles(64, 64, 4, 2, early=True, even=True), 128, 48)
 _INTERPRETED = LatentSegmentTiles(64, LatentTiles(32, 16, 1, 1), decoders=(LatentTiles(16, 16, 1, 1),))
 SEGMENT_ROWS: tuple[LatentSegmentRow, ...] = (

@@ -164,7 +164,7 @@ def lengths_of(num_seqs: int) -> Iterator[list[int]]:
         yield [each] * num_seqs
 
 
-def served_at_all_sizes(problem: Problem, sizes: RuntimeOptions, arch: str) -> set[Variant]:
+def served_at_all_sizes(problem: Problem, sizes: RuntimeOptions, arch: str | Target) -> set[Variant]:
     """What steps of every number of sequences need, as they are padded."""
     served = Served(problem, sizes, arch)
     with served.serving():
@@ -189,6 +189,11 @@ def variants_of(found: set[Variant], kernel: str) -> int:
         pytest.param(LLAMA, "sm_90", SIZES, id="llama-sm_90"),
         pytest.param(replace(LLAMA, num_q_heads=8, num_kv_heads=2), "gfx942", SIZES, id="llama-gfx942"),
         pytest.param(LATENT, "sm_90", SIZES, id="latent-sm_90"),
+        # Few new tokens by Hopper's own kernel, one by the plain one; and all by it.
+        pytest.param(LATENT, HOPPER, SIZES, id="latent-hopper"),
+        pytest.param(
+            replace(LATENT, num_q_heads=128), HOPPER, SIZES, id="latent-128-hopper", marks=pytest.mark.nightly
+        ),
         pytest.param(
             MASKED, "sm_90", replace(SIZES, shared_prefixes=True), id="masks-sm_90", marks=pytest.mark.nightly
         ),
@@ -198,7 +203,9 @@ def variants_of(found: set[Variant], kernel: str) -> int:
         pytest.param(MASKED, "gfx950", replace(SIZES, shared_prefixes=True), id="gfx950", marks=pytest.mark.nightly),
     ],
 )
-def test_every_number_of_sequences_finds_its_variants(problem: Problem, arch: str, sizes: RuntimeOptions) -> None:
+def test_every_number_of_sequences_finds_its_variants(
+    problem: Problem, arch: str | Target, sizes: RuntimeOptions
+) -> None:
     needed = served_at_all_sizes(problem, sizes, arch)
     assert len(needed) >= 9
     assert sorted(name for name, _ in needed - prewarmed(problem, sizes, arch)) == []

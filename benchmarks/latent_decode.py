@@ -29,7 +29,6 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.bench.machine import describe_machine
 from rocm_attn.bench.prepared import Prepared, ints, step_kind
 from rocm_attn.kernels.cache.layer_pages import LayerPages
-from rocm_attn.kernels.latent.cuts import latent_decode_cut
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.tuning.latent_tiles import LatentTiles
 from rocm_attn.machine.target import detect_target
@@ -37,6 +36,7 @@ from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.contract import StepBounds
 from rocm_attn.providers.scores import scores_of
 from rocm_attn.providers.select import select
+from rocm_attn.providers.split_latents import cut_of_latents
 from rocm_attn.providers.tiles import latent_decode_tiles_of_table
 from rocm_attn.providers.triton_latent import LatentDecode
 
@@ -147,9 +147,8 @@ def prepared(case: Case) -> Prepared:
 
 def with_tiles(made: Prepared, case: Case, tiles: LatentTiles) -> Prepared:
     """The same step by the kernel that is no arch's own, in these tiles."""
-    units = torch.cuda.get_device_properties(_DEVICE).multi_processor_count
-    cut = latent_decode_cut(tiles, num_heads=case.heads, compute_units=units, window_left=-1, most=case.q_len)
-    kernel = LatentDecode(case.problem, scores_of(case.problem), tiles, cut)
+    cut = cut_of_latents(tiles, case.problem, detect_target(_DEVICE), most=case.q_len)
+    kernel = LatentDecode(case.problem, scores_of(case.problem), cut, tiles)
     return Prepared.of(kernel, made.step, made.bounds, (made.args.q, made.args.out), made.args.pages)
 
 

@@ -13,7 +13,7 @@ from benchmarks.shape_sweep import CLIFF, Timed, worst
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-# How the harness's cases of latents begin, which are measured anew more often.
+# How the names of the harness's cases of latents begin, which have a result file of their own.
 _LATENT_CASES = "mla/"
 
 INTRODUCTION = """# Benchmarks

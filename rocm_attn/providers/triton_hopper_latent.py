@@ -6,20 +6,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.cuts import DecodeCut
-from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.latent import limits
-from rocm_attn.kernels.latent.cuts import latent_decode_cut, latent_partials_words
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.tuning.latent_tiles import HOPPER_LATENT_TILES, HopperLatentTiles
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.contract import Limits, StepBounds
-from rocm_attn.providers.schedules import DecodeSchedule
 from rocm_attn.providers.scores import scores_of
+from rocm_attn.providers.split_latents import SplitLatents, cut_of_latents
 from rocm_attn.providers.triton_hopper import TRITONS
 from rocm_attn.providers.triton_later import hopper_launches
 
@@ -48,25 +44,14 @@ DECODE_LIMITS = replace(LIMITS, least_gqa_ratio=17)
 
 
 @dataclass(frozen=True, slots=True)
-class HopperLatentDecode:
-    """Split-KV attention of sequences with as many new tokens as the cut says; others are left alone."""
+class HopperLatentDecode(SplitLatents):
+    """By Hopper's own kernel."""
 
-    problem: Problem
-    scores: Scores
     tiles: HopperLatentTiles
-    cut: DecodeCut
-
-    @property
-    def schedule(self) -> DecodeSchedule:
-        return DecodeSchedule(self.cut)
 
     def describe(self) -> str:
         tokens = self.cut.tokens
         return f"triton.hopper_latent_decode({self.problem}, {self.tiles}, q_len={tokens.FEWEST}..{tokens.MOST})"
-
-    def workspace_words(self, shape: PaddedShape) -> int:
-        problem = self.problem
-        return latent_partials_words(self.cut, num_heads=problem.num_q_heads, v_head_dim=problem.v_head_dim)
 
     @only_launches
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
@@ -76,12 +61,5 @@ class HopperLatentDecode:
 def bind_latent_decode(problem: Problem, target: Target, *, fewest: int, most: int) -> HopperLatentDecode:
     """For a problem within LIMITS, and sequences with fewest to most new tokens."""
     tiles = HOPPER_LATENT_TILES
-    cut = latent_decode_cut(
-        tiles.latent,
-        num_heads=problem.num_q_heads,
-        compute_units=target.compute_units,
-        window_left=problem.window_left,
-        fewest=fewest,
-        most=most,
-    )
-    return HopperLatentDecode(problem, scores_of(problem), tiles, cut)
+    cut = cut_of_latents(tiles.latent, problem, target, fewest=fewest, most=most)
+    return HopperLatentDecode(problem, scores_of(problem), cut, tiles)

@@ -15,7 +15,7 @@ from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
 from rocm_attn.kernels.attention.packed_mask import PackedMask
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.latent import limits
-from rocm_attn.kernels.latent.cuts import latent_decode_cut, latent_extend_cut, latent_partials_words
+from rocm_attn.kernels.latent.cuts import latent_extend_cut
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
 from rocm_attn.kernels.tuning.latent_tiles import (
@@ -31,6 +31,7 @@ from rocm_attn.providers.mixed import TritonMixed
 from rocm_attn.providers.schedules import DecodeSchedule, ExtendSchedule
 from rocm_attn.providers.scores import scores_of
 from rocm_attn.providers.shared_prefix import SharedPrefixKernel, limits_of_shared_prefix, problem_of_prefixes
+from rocm_attn.providers.split_latents import SplitLatents, cut_of_latents
 from rocm_attn.providers.tiles import (
     latent_decode_tiles_of,
     latent_decode_tiles_of_table,
@@ -61,25 +62,14 @@ _LIMITS = Limits(
 
 
 @dataclass(frozen=True, slots=True)
-class LatentDecode:
-    """Split-KV attention of sequences with as many new tokens as the cut says; others are left alone."""
+class LatentDecode(SplitLatents):
+    """By the kernel that serves every arch."""
 
-    problem: Problem
-    scores: Scores
     tiles: LatentTiles
-    cut: DecodeCut
-
-    @property
-    def schedule(self) -> DecodeSchedule:
-        return DecodeSchedule(self.cut)
 
     def describe(self) -> str:
         tokens = self.cut.tokens
         return f"triton.latent_decode({self.problem}, {self.tiles}, q_len={tokens.FEWEST}..{tokens.MOST})"
-
-    def workspace_words(self, shape: PaddedShape) -> int:
-        problem = self.problem
-        return latent_partials_words(self.cut, num_heads=problem.num_q_heads, v_head_dim=problem.v_head_dim)
 
     @only_launches
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
@@ -190,16 +180,8 @@ def _decode(problem: Problem, target: Target, *, fewest: int, most: int) -> Late
 
 
 def _decode_in(tiles: LatentTiles, problem: Problem, target: Target, *, fewest: int, most: int) -> LatentDecode:
-    heads = problem.num_q_heads
-    cut = latent_decode_cut(
-        tiles,
-        num_heads=heads,
-        compute_units=target.compute_units,
-        window_left=problem.window_left,
-        fewest=fewest,
-        most=most,
-    )
-    return LatentDecode(problem, scores_of(problem), tiles, cut)
+    cut = cut_of_latents(tiles, problem, target, fewest=fewest, most=most)
+    return LatentDecode(problem, scores_of(problem), cut, tiles)
 
 
 def _extend(problem: Problem, target: Target, *, min_q_len: int) -> LatentExtend:
@@ -269,12 +251,7 @@ def _bind_shared(problem: Problem, target: Target, pool: PoolSize) -> SharedPref
 
 def _bind_segment_decode(problem: Problem, target: Target, pool: PoolSize) -> LatentSegmentDecode:
     tiles = latent_segment_tiles(target.arch, dims=_dims(problem), dtype=problem.dtype)
-    cut = latent_decode_cut(
-        tiles.decode(problem.num_q_heads),
-        num_heads=problem.num_q_heads,
-        compute_units=target.compute_units,
-        window_left=problem.window_left,
-    )
+    cut = cut_of_latents(tiles.decode(problem.num_q_heads), problem, target)
     most_segments = tiles.most_segments(pool.max_kv_len, problem.window_left)
     return LatentSegmentDecode(problem, scores_of(problem), tiles, cut, most_segments)
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rocm_attn.kernels.attention.cuts import ExtendCut
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
 from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
 from rocm_attn.kernels.attention.extend_schedule import launch_extend_schedule
 from rocm_attn.kernels.latent.cuts import latent_decode_cut, latent_extend_cut, latent_partials_words
@@ -44,30 +45,36 @@ def run_latent_decode(
 ) -> None:
     """Schedule, decode and merge, with scratch memory that is NaN or garbage beforehand."""
     case = tensors.case
-    num_heads, v_head_dim = case.heads[0], case.dims[1]
     if tiles is None:
         tiles = latent_decode_tiles(
             arch_of(tensors),
-            num_rows=num_heads * most,
+            num_rows=case.heads[0] * most,
             dims=case.dims,
             dtype=case.dtype,
             is_coded=case.kv is not None,
         )
+    args, cut = latent_decode_args(tensors, tiles, compute_units=compute_units, fewest=fewest, most=most, put=put)
+    launch_decode_schedule(tensors.queries, args.schedule, cut)
+    launch_latent_decode(args, scores=tensors.scores, cut=cut, tiles=tiles, mask=tensors.mask)
+
+
+def latent_decode_args(
+    tensors: Tensors, tiles: LatentTiles, *, compute_units: int, fewest: int = 1, most: int = 1, put: Put = as_it_is
+) -> tuple[AttendArgs, DecodeCut]:
+    """What decode is launched with, its scratch memory NaN or garbage, and how it is cut."""
+    num_heads, v_head_dim = tensors.case.heads[0], tensors.case.dims[1]
     cut = latent_decode_cut(
         tiles,
         num_heads=num_heads,
         compute_units=compute_units,
-        window_left=case.window_left,
+        window_left=tensors.case.window_left,
         fewest=fewest,
         most=most,
     )
     schedule = put(garbage(cut.words(tensors.num_seqs), tensors.q.device))
     words = latent_partials_words(cut, num_heads=num_heads, v_head_dim=v_head_dim)
     partials = put(torch.full((words,), float("nan"), device=tensors.q.device))
-    launch_decode_schedule(tensors.queries, schedule, cut)
-    launch_latent_decode(
-        tensors.args(schedule, partials), scores=tensors.scores, cut=cut, tiles=tiles, mask=tensors.mask
-    )
+    return tensors.args(schedule, partials), cut
 
 
 def run_latent_extend(

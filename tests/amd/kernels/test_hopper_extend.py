@@ -26,10 +26,9 @@ from rocm_attn.kernels.tuning.hopper_tiles import (
     hopper_tiles,
 )
 from rocm_attn.kernels.tuning.segment_tiles import segment_tiles
-from rocm_attn.machine.releases import Release, triton_version
 from rocm_attn.machine.target import detect_target
 from rocm_attn.providers.select import select
-from rocm_attn.providers.triton_hopper import LIMITS, MIN_HEAD_DIM, TRITONS
+from rocm_attn.providers.triton_hopper import LIMITS, MIN_HEAD_DIM
 from rocm_attn.providers.triton_later import hopper_launches
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
@@ -46,17 +45,13 @@ from tests.amd.kernels.attention_cases import (
     run_decode,
     run_extend_twin,
 )
-from tests.amd.kernels.gpus import IS_HOPPER
+from tests.amd.kernels.gpus import OF_HOPPERS_KERNELS
 from tests.amd.kernels.segment_cases import assert_same_bits, last_tokens
 from tests.amd.runtime.stepping import small_problem
 from tests.amd.runtime.token_stories import Story, Teller
 from tests.amd.tolerances import assert_attention_close
 
-IS_SERVED = IS_HOPPER and Release.of(triton_version()) in TRITONS
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not IS_SERVED, reason="needs Hopper and a Triton that it knows"),
-]
+pytestmark = OF_HOPPERS_KERNELS
 
 # A prefix and several tiles, nothing at all, no prefix, one new token, a cached sequence without new tokens.
 RAGGED = Case(

@@ -12,21 +12,15 @@ import torch
 from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
 from rocm_attn.kernels.attention.scores import LOG2_E
 from rocm_attn.kernels.hopper.key_steps import SLACK
-from rocm_attn.kernels.latent.cuts import latent_decode_cut, latent_partials_words
 from rocm_attn.kernels.latent.limits import MOST_SPLIT_TOKENS
 from rocm_attn.kernels.tuning.latent_tiles import HOPPER_LATENT_TILES
-from rocm_attn.machine.releases import Release, triton_version
-from rocm_attn.providers.triton_hopper import TRITONS
 from rocm_attn.providers.triton_later import hopper_launches
-from tests.amd.kernels.attention_cases import UNTOUCHED, Case, Tensors, assert_served, build, garbage
-from tests.amd.kernels.gpus import IS_HOPPER
+from tests.amd.kernels.attention_cases import UNTOUCHED, Case, Tensors, assert_served, build
+from tests.amd.kernels.gpus import OF_HOPPERS_KERNELS
+from tests.amd.kernels.latent_cases import latent_decode_args
 from tests.amd.tolerances import assert_attention_close
 
-IS_SERVED = IS_HOPPER and Release.of(triton_version()) in TRITONS
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not IS_SERVED, reason="needs Hopper and a Triton that it knows"),
-]
+pytestmark = OF_HOPPERS_KERNELS
 
 # Blocks of 64 keys: none, one key, a block and one key more or less, many.
 KV_LEN = [33, 0, 1, 64, 700, 129, 65, 63]
@@ -41,14 +35,9 @@ UNITS = (5, 40, 132)
 
 def run_hopper_latent(tensors: Tensors, *, compute_units: int, most: int = 1, launches: int = 1) -> None:
     """Schedule, decode and merge, with scratch memory that is NaN or garbage beforehand. launches: over one schedule"""
-    tiles, heads, device = HOPPER_LATENT_TILES, tensors.case.heads[0], tensors.q.device
-    cut = latent_decode_cut(
-        tiles.latent, num_heads=heads, compute_units=compute_units, window_left=-1, fewest=1, most=most
-    )
-    schedule = garbage(cut.words(tensors.num_seqs), device)
-    words = latent_partials_words(cut, num_heads=heads, v_head_dim=tensors.case.dims[1])
-    launch_decode_schedule(tensors.queries, schedule, cut)
-    args = tensors.args(schedule, torch.full((words,), float("nan"), device=device))
+    tiles = HOPPER_LATENT_TILES
+    args, cut = latent_decode_args(tensors, tiles.latent, compute_units=compute_units, most=most)
+    launch_decode_schedule(tensors.queries, args.schedule, cut)
     for _ in range(launches):
         tensors.out.fill_(UNTOUCHED)
         hopper_launches.launch_hopper_latent_decode(args, scores=tensors.scores, cut=cut, tiles=tiles)
@@ -82,7 +71,7 @@ def test_one_long_sequence_is_shared_by_all_programs(device: torch.device) -> No
 
 
 def test_a_second_launch_over_a_schedule_gives_the_same_bits(device: torch.device) -> None:
-    """Barriers, weights and queries of a launch are left to nobody."""
+    """A launch changes nothing in the schedule, and the next one reads nothing that it left in the workspace."""
     first, second = build(DRAFTS, device), build(DRAFTS, device)
     run_hopper_latent(first, compute_units=20, most=MOST_SPLIT_TOKENS)
     run_hopper_latent(second, compute_units=20, most=MOST_SPLIT_TOKENS, launches=3)

@@ -12,7 +12,6 @@ from triton.compiler import CompiledKernel
 
 from rocm_attn.kernels.attention.cuts import NEVER_SPLIT, Sharing
 from rocm_attn.kernels.cache.page_format import Encoding, Scales
-from rocm_attn.kernels.latent.cuts import latent_decode_cut, latent_partials_words
 from rocm_attn.kernels.latent.limits import MOST_SPLIT_TOKENS
 from rocm_attn.kernels.tuning.hopper_tiles import (
     CODED_HEAD_DIMS,
@@ -27,6 +26,7 @@ from rocm_attn.machine.target import known_target
 from rocm_attn.providers.triton_hopper import TRITONS
 from rocm_attn.providers.triton_later import hopper_launches
 from tests.amd.kernels.attention_cases import Case, build, extend_cut, garbage
+from tests.amd.kernels.latent_cases import latent_decode_args
 from tests.amd.offline.barriers import misused_barriers
 from tests.amd.offline.code_object import machine_code, read_nvidia_code
 from tests.amd.offline.early_launches import assert_waits
@@ -150,9 +150,7 @@ def test_decode_of_latents_does_too(heads: int, layer: str) -> None:
     case = replace(CASE, heads=(heads, 1), dims=(576, 512), q_len=[most], latent=True, **LAYERS[layer])
     tensors, tiles = build(case, torch.device("cpu")), HOPPER_LATENT_TILES
     units = known_target("sm_90").compute_units
-    cut = latent_decode_cut(tiles.latent, num_heads=heads, compute_units=units, window_left=-1, fewest=1, most=most)
-    workspace = torch.empty(latent_partials_words(cut, num_heads=heads, v_head_dim=512))
-    args = tensors.args(garbage(cut.words(1), torch.device("cpu")), workspace)
+    args, cut = latent_decode_args(tensors, tiles.latent, compute_units=units, most=most)
 
     def launch() -> None:
         hopper_launches.launch_hopper_latent_decode(args, scores=tensors.scores, cut=cut, tiles=tiles)

@@ -18,6 +18,7 @@ from rocm_attn.batch.prefixes import SharedPrefixes
 from rocm_attn.batch.step_batch import INT32_MAX, Int32Array, Integers, StepBatch
 from rocm_attn.errors import BadBatch, BadSetting, NeverFits, OutOfPages, OutOfRows, WrongState
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
+from rocm_attn.paging.generations import Generations
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, RESERVED_ROW, Space, num_pages
 from rocm_attn.paging.kept_pages import GivenIds, KeptIds, KeptPages
 from rocm_attn.paging.page_table import ALL_TABLE_GUARDS, PageTable, PendingChanges, SpacePages, TableGuards
@@ -82,6 +83,7 @@ class RequestTable:
         # The first kv_len for which a row may need a page, or a copy of one. Below it a reservation is a number alone.
         self._look_from = np.full(num_rows, _ALWAYS, np.int32)
         self.tokens = StoredTokens(num_rows, guards.shared_floor)
+        self.generations = Generations(num_rows)
         self._kept = KeptPages(len(self.spaces), guards.is_kept)
         self._free_rows = list(range(num_rows - 1, RESERVED_ROW, -1))
         self._seen = np.zeros(num_rows, np.int32)
@@ -89,7 +91,6 @@ class RequestTable:
         self._rows_checked = b"", np.empty(0, np.int64)
         # rows and kv_len, as bytes, for which there was room when it was last looked at, and no row has gone back since
         self._has_room = _NO_ROOM
-        self._num_forgotten = 0
         self._prefixes_checked: tuple[SharedPrefixes | None, bytes, int] = (None, b"", 0)
 
     @property
@@ -154,6 +155,7 @@ class RequestTable:
     def admit(self) -> int:
         """A fresh row without pages. Raises OutOfRows when every row is taken."""
         row = self.next_row
+        self.generations.change(row)
         self._capacity[row] = self._reserved_len[row] = 0
         return self._free_rows.pop()  # last: an interrupt before it loses no row
 
@@ -313,6 +315,7 @@ class RequestTable:
         if not 0 <= kv_len <= self._reserved_len[row]:
             raise BadBatch(f"row {row} holds {self._reserved_len[row]} tokens; {kv_len} of them cannot be shared")
         child, end = self.admit(), num_pages(kv_len, self.page_size)
+        self.generations.change(row)
         self._look_from[row] = _ALWAYS
         try:
             for table in reversed(self.spaces):  # what may be refused comes first
@@ -364,6 +367,7 @@ class RequestTable:
         for table, is_named in zip(self.spaces, named, strict=True):
             if is_named:
                 table.must_hold(rows, page_no)
+        self.generations.change(rows)
         self.tokens.raise_floor(rows, kv_len)
         pages = np.zeros((len(self.spaces), len(rows)), np.int32)
         for space, table in enumerate(self.spaces):
@@ -473,7 +477,7 @@ class RequestTable:
         if not 0 <= kv_len <= self._reserved_len[row]:
             raise BadBatch(f"row {row} has room for {self._reserved_len[row]} tokens; it cannot go back to {kv_len}")
         end, new_end = self._end(row), num_pages(kv_len, self.page_size)
-        self._num_forgotten += 1
+        self.generations.change(row)
         self._has_room, self._look_from[row] = _NO_ROOM, _ALWAYS
         # In this order an interrupt leaves no token that counts as stored without its page, and none that may be stored
         # in a page that another row holds.
@@ -544,7 +548,7 @@ class RequestTable:
             table.check_windows(rows, batch.kv_len - batch.q_len)
         if not batch.is_plain and isinstance(batch.prefixes, SharedPrefixes):
             # While rows stay admitted, the whole pages before their last token stay theirs.
-            shared = (batch.prefixes, named, self._num_forgotten)
+            shared = (batch.prefixes, named, self.generations.last_change)
             if shared != self._prefixes_checked:
                 batch.prefixes.check_pages(self.entries_host, rows, self.page_size)
                 self._prefixes_checked = shared
@@ -688,7 +692,7 @@ class RequestTable:
 
     def _forget(self, row: int) -> None:
         """A row that holds no page is free."""
-        self._num_forgotten += 1
+        self.generations.change(row)
         self._has_room, self._look_from[row] = _NO_ROOM, _ALWAYS
         for table in self._windowed:
             table.start_over(row)

@@ -34,7 +34,7 @@ from rocm_attn.problem import Problem
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.drafts import DraftSteps
 from rocm_attn.step.options import RuntimeOptions
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part
 
 PAGE_SIZE = 16
 ROUNDS = 60
@@ -96,11 +96,11 @@ class Model:
             self._attend(step)
         return self.out[: step.row_of_seq.shape[0]]
 
-    def verify(self, step: Step) -> Tensor:
+    def verify(self, step: Part) -> Tensor:
         """[S, 32, 128]."""
         return self._attend(step)[step.last_token_of_seq]
 
-    def _attend(self, step: Step) -> Tensor:
+    def _attend(self, step: Part) -> Tensor:
         num_tokens = step.token_ids.shape[0]
         q, kv, out = self.q[:num_tokens], self.kv[:num_tokens], self.out[:num_tokens]
         step.layers.store_and_attend(0, q, kv, kv, out)

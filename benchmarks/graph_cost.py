@@ -32,7 +32,7 @@ from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part
 
 LAYER = Problem(32, 8, 128, 128, torch.bfloat16, 16, 128**-0.5)
 NUM_LAYERS = 32
@@ -78,7 +78,7 @@ class Model:
         width = LAYER.num_q_heads * LAYER.head_dim
         return cls(runtime, torch.randn(VOCABULARY, width, dtype=LAYER.dtype, device=device), num_layers)
 
-    def forward(self, step: Step) -> Tensor:
+    def forward(self, step: Part) -> Tensor:
         """[S, hidden]; decode steps only, in which tokens are sequences."""
         hidden = self.embedding[step.token_ids]
         for layer in range(self.num_layers):

@@ -21,7 +21,7 @@ from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.problem import Problem
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part
 
 NUM_LAYERS = 32
 # As many as max_kv_len has room for.
@@ -47,7 +47,7 @@ def measure(num_seqs: int, device: torch.device) -> dict[str, float | int]:
     kv = torch.randn(num_seqs, 8, 128, dtype=torch.bfloat16, device=device)
     out = torch.empty_like(q)
 
-    def forward(step: Step) -> Tensor:
+    def forward(step: Part) -> Tensor:
         for layer in range(NUM_LAYERS):
             step.layers.store_and_attend(layer, q, kv, kv, out)
         return out

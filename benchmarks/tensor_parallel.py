@@ -52,7 +52,7 @@ from rocm_attn.runner.tensors import Shape
 from rocm_attn.runner.weights import LayerWeights, ModelWeights, expected_shapes, load_weights
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part
 from tests.amd.tolerances import LOGITS
 
 PAGE_SIZE = 16
@@ -130,7 +130,7 @@ class Served:
         self.runner = self.captured(self.model.forward)
         self.rows = np.empty(0, np.int32)
 
-    def captured(self, forward: Callable[[Step], Tensor]) -> StepRunner[Tensor]:
+    def captured(self, forward: Callable[[Part], Tensor]) -> StepRunner[Tensor]:
         """A runner with its graph, which is checked on pages that no request has yet."""
         runner = StepRunner(self.runtime, forward, recorder_for(self.runtime.device))
         report = runner.capture_all()
@@ -255,14 +255,14 @@ def _graph(body: Callable[[], Tensor], device: torch.device) -> Callable[[], obj
     return recording.replay
 
 
-def attention_alone(served: Served, num_seqs: int) -> Callable[[Step], Tensor]:
+def attention_alone(served: Served, num_seqs: int) -> Callable[[Part], Tensor]:
     """A forward of attention alone, of q, k and v that are always the same."""
     heads = served.config.layers[0].attention
     parts = [heads.num_q_heads, heads.num_kv_heads, heads.num_kv_heads]
     device, dtype = served.runtime.device, served.model.weights.dtype
     qkv = torch.randn(num_seqs, sum(parts), heads.head_dim, device=device, dtype=dtype)
 
-    def forward(step: Step) -> Tensor:
+    def forward(step: Part) -> Tensor:
         q, k, v = torch.split(qkv, parts, 1)
         out = torch.empty_like(q)
         for layer in range(served.config.num_layers):

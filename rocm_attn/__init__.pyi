@@ -41,9 +41,9 @@ from rocm_attn.batch.mask import StepMask as StepMask
 from rocm_attn.batch.mask import TreeMask as TreeMask
 from rocm_attn.batch.prefixes import PrefixGroup as PrefixGroup
 from rocm_attn.batch.prefixes import SharedPrefixes as SharedPrefixes
-from rocm_attn.step.step import SplitStep as SplitStep
-from rocm_attn.step.drafts import DraftSteps as DraftSteps
-from rocm_attn.step.drafts import SplitDrafts as SplitDrafts
+from rocm_attn.step.step import Part as Part
+from rocm_attn.step.step import Series as Series
+from rocm_attn.step.gate import AGAIN as AGAIN
 from rocm_attn.step.accepted import select_last_accepted as select_last_accepted
 from rocm_attn.step.step import Step as Step
 from rocm_attn.step.outputs import PerToken as PerToken

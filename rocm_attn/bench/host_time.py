@@ -26,7 +26,7 @@ from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part
 
 _LAYER, _PAGE_SIZE = "llama-8b", 16
 # Tokens that each sequence has when the first step begins.
@@ -135,10 +135,10 @@ class _Steps:
         return microseconds
 
     def _eagerly(self, batch: StepBatch) -> None:
-        self._forward(self._runtime.begin_step(batch))
-        self._runtime.end_step()
+        with self._runtime.step(batch) as step:
+            self._forward(step.parts[0])
 
-    def _forward(self, step: Step) -> Tensor:
+    def _forward(self, step: Part) -> Tensor:
         for layer in range(self._num_layers):
             step.layers.store_and_attend(layer, self._q, self._k, self._v, self._out)
         return self._out
@@ -154,7 +154,6 @@ def _store(
     runtime.table.reserve_all(rows, kv_len)
     q, k, v = (each.repeat_interleave(_STORED, dim=0) for each in qkv)
     out = q.new_empty(*q.shape[:2], v.shape[2])
-    step = runtime.begin_step(StepBatch(rows, kv_len, kv_len))
-    for layer in range(layers):
-        step.layers.store_and_attend(layer, q, k, v, out)
-    runtime.end_step()
+    with runtime.step(StepBatch(rows, kv_len, kv_len)) as step:
+        for layer in range(layers):
+            step.parts[0].layers.store_and_attend(layer, q, k, v, out)

@@ -34,12 +34,13 @@ from rocm_attn.capture.probe_requests import (
     stored_new_tokens,
 )
 from rocm_attn.oracle.numerics import BOUNDS, error_parts
-from rocm_attn.runtime import AttentionRuntime, Staged
+from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.outputs import Outputs, PerToken, leaves_of, real_rows, structure_of
 from rocm_attn.step.plan import StepPlan
+from rocm_attn.step.step import Step
 
-Record = Callable[[Staged], Callable[[], Outputs]]
-Eager = Callable[[Staged], Outputs]
+Record = Callable[[Step], Callable[[], Outputs]]
+Eager = Callable[[Step], Outputs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +192,7 @@ class _Trial(Generic[Outputs]):
 
     def record(self, batch: StepBatch, record: Record[Outputs]) -> float:
         """Record a step; the seconds that took."""
-        step = self._runtime.stage_like(self._plan, batch)
+        step = self._runtime.stage(batch, self._plan)
         started = time.perf_counter()
         try:
             self.replay = record(step)
@@ -202,7 +203,7 @@ class _Trial(Generic[Outputs]):
     def compare(self, batch: StepBatch) -> None:
         """Replay a step and run it eagerly. The first difference counts."""
         assert self.replay is not None
-        step = self._runtime.stage_like(self._plan, batch)
+        step = self._runtime.stage(batch, self._plan)
         try:
             # First the graph: the buffers still hold the step before, so what the graph forgets to fill shows.
             forget_new_tokens(self._runtime, batch)

@@ -133,7 +133,7 @@ def _specs(runtime: AttentionRuntime) -> dict[str, BufferSpec]:
         *pool_slot_buffers(pools),
         *windows,
     )
-    held = runtime.sealed_tensors()
+    held = runtime.seals.tensors()
     return {spec.name: spec for spec in declared if spec.name in held}
 
 

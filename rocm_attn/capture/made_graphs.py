@@ -9,6 +9,7 @@ from typing import Generic, NamedTuple
 
 from torch import Tensor
 
+from rocm_attn.batch.drafts import NO_DRAFTS
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.check import Verdict
 from rocm_attn.hip_graphs.errors import RecordingRefused
@@ -16,10 +17,10 @@ from rocm_attn.hip_graphs.graph_cache import Entry
 from rocm_attn.hip_graphs.recorder import CountedRecording, Recorder, Recording
 from rocm_attn.kernels.launch import does_only_launch
 from rocm_attn.kernels.metadata.slot_layout import MOST_TAKEN
-from rocm_attn.runtime import AttentionRuntime, Staged
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step.gate import RanStep
 from rocm_attn.step.outputs import Outputs, real_rows
 from rocm_attn.step.plan import StepPlan
-from rocm_attn.step.repeatable import Repeatable
 from rocm_attn.step.step import Step
 
 
@@ -36,9 +37,13 @@ class RunsAgain(NamedTuple, Generic[Outputs]):
     outputs: Outputs
 
 
-def takes_inputs(runtime: AttentionRuntime, step: Staged) -> bool:
+def takes_inputs(runtime: AttentionRuntime, step: Step) -> bool:
     """Whether the graph of a step takes its inputs: twins cannot in a device's graph, for they ask the host."""
-    if not isinstance(step, Step) or max(step.plan.shape.num_seqs, step.plan.shape.num_tokens) > MOST_TAKEN:
+    if (
+        len(step.parts) > 1
+        or step.plan.shape.drafts is not NO_DRAFTS
+        or max(step.plan.shape.num_seqs, step.plan.shape.num_tokens) > MOST_TAKEN
+    ):
         return False
     return runtime.device.type == "cpu" or does_only_launch(runtime.core.ops.take_inputs)
 
@@ -54,7 +59,7 @@ class Once:
         """Does nothing if it was said before. Raises RecordingRefused if a rank has refused."""
         if not self._is_said:
             self._is_said = True
-            with self._runtime.meetings.waiting(refusal):
+            with self._runtime.faults.meetings.waiting(refusal):
                 found = self._runtime.agree({"failure": refusal} if refusal else {})
             if found:
                 raise RecordingRefused(found["failure"])
@@ -69,7 +74,7 @@ class Again(Generic[Outputs]):
     outputs: without what they hold for pads
     """
 
-    of: Repeatable
+    of: RanStep
     graph: Entry[Outputs]
     outputs: Outputs
     num_seqs: int
@@ -103,7 +108,7 @@ class FreshGraph(Generic[Outputs]):
     """A graph that was not checked yet.
 
     seconds:       of warm-up and recording
-    stored_layers: as AttentionRuntime.stored_layers, of each step that it replays
+    stored_layers: as StepStores.layers, of each step that it replays
     takes_inputs:  whether its head takes those of its steps; then its runs are counted
     """
 
@@ -120,7 +125,7 @@ class FreshGraph(Generic[Outputs]):
         started = time.perf_counter()
         recording, outputs = recorder.record(fn)
         kept = CountedRecording(recording, runtime.graph_runs.run) if takes_inputs else recording
-        return cls(kept, outputs, time.perf_counter() - started, runtime.stored_layers, takes_inputs)
+        return cls(kept, outputs, time.perf_counter() - started, runtime.gate.stores.layers, takes_inputs)
 
     def replay(self) -> Outputs:
         self.recording.replay()

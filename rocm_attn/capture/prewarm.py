@@ -38,10 +38,9 @@ from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.accepting import accept_drawn, verified
-from rocm_attn.step.drafts import DraftSteps
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.options import RuntimeOptions
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part
 
 # Above this a storage takes code with 64-bit addresses; a pool that is larger than this needs no more of itself here.
 _BUFFER_LOAD_BYTES = 2 << 30
@@ -180,7 +179,7 @@ def _run(runtime: AttentionRuntime, q_len: list[int], shape: PaddedShape, memory
         runtime.table.mark_stored(np.array(rows, np.int32), cached)
         pad_to = PadTo(max(shape.num_seqs, len(q_len)))
         if isinstance(shape.drafts, Drafts):
-            _run_round(runtime, draft_batch(rows, [0] * len(rows), shape.drafts), pad_to, memory)
+            _run_step(runtime, draft_batch(rows, [0] * len(rows), shape.drafts), pad_to, memory)
             return
         batch = StepBatch(np.array(rows, np.int32), tokens + cached, tokens)
         _run_step(runtime, with_extra(batch, shape, torch.Generator(runtime.device)), pad_to, memory)
@@ -214,50 +213,38 @@ def _with_cached(
 
 
 def _run_step(runtime: AttentionRuntime, batch: StepBatch, pad_to: PadTo, memory: _Memory) -> None:
-    step = runtime.begin_step(batch, pad_to)
-    try:
+    """A whole step, or a round of drafts, each of whose branches continues itself."""
+    with runtime.step(batch, runtime.plan(batch, pad_to)) as step:
         if takes_inputs(runtime, step):
-            runtime.take_inputs()
-        _attend_all(runtime, step, memory)
-    finally:
-        runtime.end_step()
-
-
-def _run_round(runtime: AttentionRuntime, batch: StepBatch, pad_to: PadTo, memory: _Memory) -> None:
-    """A round of drafts, each of whose branches goes on from itself."""
-    round_: DraftSteps = runtime.begin_drafts(batch, pad_to)
-    try:
-        for number, step in enumerate(round_.steps):
-            if number:
-                round_.keep_branches(number)
-            _attend_all(runtime, step, memory)
-    finally:
-        runtime.end_step()
+            runtime.gate.take_inputs()
+        for part in step.parts:
+            if part.number:
+                part.keep_branches()
+            _attend_all(runtime, part, memory)
 
 
 def _verify(runtime: AttentionRuntime, batch: StepBatch, pad_to: PadTo, memory: _Memory) -> None:
     """The same tokens as trees of drafts, and what becomes of them: acceptance, and K and V that move."""
     width, device = max(1, batch.max_q_len), runtime.device
     parents = torch.arange(-1, width - 1, dtype=torch.int32, device=device).expand(batch.num_seqs, width).contiguous()
-    step = runtime.begin_step(replace(batch, mask=TreeMask(parents)), pad_to)
-    try:
-        _attend_all(runtime, step, memory)
-        accept_drawn(torch.zeros_like(step.token_ids), verified(step, parents))
-    finally:
-        runtime.end_step()
+    batch = replace(batch, mask=TreeMask(parents))
+    with runtime.step(batch, runtime.plan(batch, pad_to)) as step:
+        (part,) = step.parts
+        _attend_all(runtime, part, memory)
+        accept_drawn(torch.zeros_like(part.token_ids), verified(part, parents))
     nothing = Accepted.empty(batch.num_seqs, width, device)
     for tensor in nothing:
         tensor.zero_()
     runtime.move_accepted(nothing, torch.from_numpy(batch.rows.copy()).to(device))
 
 
-def _attend_all(runtime: AttentionRuntime, step: Step, memory: _Memory) -> None:
+def _attend_all(runtime: AttentionRuntime, part: Part, memory: _Memory) -> None:
     for layer, selection in enumerate(runtime.selections):
-        _attend(step, layer, selection.problem, memory)
+        _attend(part, layer, selection.problem, memory)
 
 
-def _attend(step: Step, layer: int, problem: Problem, memory: _Memory) -> None:
-    num_tokens = step.token_ids.shape[0]
+def _attend(part: Part, layer: int, problem: Problem, memory: _Memory) -> None:
+    num_tokens = part.token_ids.shape[0]
 
     def zeros(name: str, num_heads: int, dim: int) -> Tensor:
         return memory.zeros(name, (num_tokens, num_heads, dim), problem.dtype)
@@ -267,9 +254,9 @@ def _attend(step: Step, layer: int, problem: Problem, memory: _Memory) -> None:
     is_latent = problem.pool is PoolKind.LATENT
     v = k[..., : problem.v_head_dim] if is_latent else zeros("v", problem.num_kv_heads, problem.v_head_dim)
     # A kernel may store in its own launch, which is another variant.
-    step.layers.store_and_attend(layer, q, k, v, out)
-    step.layers.store(layer, k, v)
-    step.layers.attend(layer, q, out)
+    part.layers.store_and_attend(layer, q, k, v, out)
+    part.layers.store(layer, k, v)
+    part.layers.attend(layer, q, out)
 
 
 class _Memory:

@@ -310,9 +310,7 @@ def plan_of(runtime: AttentionRuntime, shape: PaddedShape, q_len: Int32Array) ->
             batch = as_drafts(StepBatch(batch.rows, q_len, q_len), shape.drafts)
         else:
             batch = with_extra(batch, shape, torch.Generator(runtime.device))
-        step = runtime.stage_as(shape, batch)
-        runtime.end_step()
-        return step.plan
+        return runtime.plan(batch, shape)
     finally:
         for row in reversed(rows):
             runtime.table.free(row)

@@ -11,23 +11,27 @@ from torch import Tensor
 from rocm_attn.errors import BadTensor
 from rocm_attn.hip_graphs.forked import ForkedStream
 from rocm_attn.hip_graphs.tensor_trees import branches_of, with_branches
-from rocm_attn.step.drafts import SplitDrafts
 from rocm_attn.step.outputs import Outputs, PerToken, structure_of
-from rocm_attn.step.step import SplitStep, Step
+from rocm_attn.step.step import Part, Series, Step
 
-Forward = Callable[[Step], Outputs]
-# What each half gives, S / 2 sequences and T / 2 tokens each, as Forward gives it.
-SplitForward = Callable[[SplitStep], tuple[Outputs, Outputs]]
+Forward = Callable[[Part], Outputs]
+# Gives Forward's outputs of each half, S / 2 sequences and T / 2 tokens each.
+SplitForward = Callable[[Step], tuple[Outputs, Outputs]]
+
+
+def halves_in_turn(run_half: Callable[[Series], Outputs]) -> SplitForward[Outputs]:
+    """The first half, then the second, on the stream of the step. run_half: gets the parts of a half"""
+
+    def run(step: Step) -> tuple[Outputs, Outputs]:
+        first, second = step.halves
+        return run_half(first), run_half(second)
+
+    return run
 
 
 def one_after_the_other(forward: Forward[Outputs]) -> SplitForward[Outputs]:
-    """The first half, then the second, on the stream of the step. forward: gets the halves in turn"""
-
-    def run(step: SplitStep) -> tuple[Outputs, Outputs]:
-        first, second = step.halves
-        return forward(first), forward(second)
-
-    return run
+    """halves_in_turn() of halves that are one part each."""
+    return halves_in_turn(lambda half: forward(half[0]))
 
 
 def side_by_side(forward: Forward[Outputs], side: ForkedStream) -> SplitForward[Outputs]:
@@ -36,14 +40,14 @@ def side_by_side(forward: Forward[Outputs], side: ForkedStream) -> SplitForward[
     forward: gets both halves; what it writes besides its result must not be shared by them
     """
 
-    def run(step: SplitStep) -> tuple[Outputs, Outputs]:
-        first, second = step.halves
+    def run(step: Step) -> tuple[Outputs, Outputs]:
+        first, second = step.parts
         return side.run_both(lambda: forward(first), lambda: forward(second))
 
     return run
 
 
-def in_batch_order(step: SplitStep | SplitDrafts, outputs: tuple[Outputs, Outputs]) -> Outputs:
+def in_batch_order(step: Step, outputs: tuple[Outputs, Outputs]) -> Outputs:
     """What both halves gave, as one: rows of real sequences, or tokens, first and in the order of the batch.
 
     Device work only, of fixed shape: where the second half's rows go follows from counts on the device. Rows after
@@ -56,7 +60,7 @@ def in_batch_order(step: SplitStep | SplitDrafts, outputs: tuple[Outputs, Output
     return cast(Outputs, _joined(step, *outputs))
 
 
-def _joined(step: SplitStep | SplitDrafts, first: Any, second: Any) -> Any:
+def _joined(step: Step, first: Any, second: Any) -> Any:
     """One tree of two with the same structure."""
     if first is None:
         return None

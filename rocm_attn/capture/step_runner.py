@@ -11,34 +11,33 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Generic, NoReturn, cast
+from typing import Generic, NoReturn
 
 import numpy as np
 import torch
 
-from rocm_attn.batch.drafts import Drafts
+from rocm_attn.batch.drafts import NO_DRAFTS, Drafts
 from rocm_attn.batch.padding import PaddedShape, PadTo
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.capture.check import CaptureCheck, Check, Verdict
 from rocm_attn.capture.graphs import CapturedBucket, CaptureReport, Progress, SkippedBucket, capture_shapes, shape_name
 from rocm_attn.capture.made_graphs import Again, FreshGraph, Once, RunsAgain, TakingGraph, Trial, takes_inputs
 from rocm_attn.capture.probe_requests import plan_of, typical_q_len
-from rocm_attn.capture.split_forward import Forward, SplitForward, in_batch_order, one_after_the_other
-from rocm_attn.errors import DeviceFault, GraphStale, NotCopied, Unsupported
+from rocm_attn.capture.split_forward import Forward, SplitForward, halves_in_turn, in_batch_order
+from rocm_attn.errors import BadBatch, DeviceFault, GraphStale, NotCopied, Unsupported
 from rocm_attn.hip_graphs.errors import RecordingRefused, StaleRecording
 from rocm_attn.hip_graphs.graph_cache import Entry, GraphCache
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.machine.agreement import alone
 from rocm_attn.machine.watchdog import Watchdog
 from rocm_attn.paging.index_spaces import Space
-from rocm_attn.runtime import AttentionRuntime, Staged
-from rocm_attn.step.drafts import SplitDrafts
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step.gate import AGAIN, AnyPlan, RanStep
 from rocm_attn.step.metrics import Metrics
 from rocm_attn.step.outputs import Outputs, real_rows, require_rows
 from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.protocols import NO_FLIGHT_RECORDER, Flight, Watch
-from rocm_attn.step.repeatable import Repeatable
-from rocm_attn.step.step import SplitStep, Step
+from rocm_attn.step.step import Series, Step
 
 # A first capture may compile every kernel; one that takes longer than this has never been seen to end.
 CAPTURE_SECONDS = 300.0
@@ -48,7 +47,16 @@ CAPTURE_WATCHDOG = Watchdog(CAPTURE_SECONDS)
 _STEPS_BEFORE_ANOTHER_TRY = 64
 _TOO_FEW_PAGES = "too few pages are free to check it on"
 
-Stage = Callable[[], Staged]
+# The plan of a step, made when the step before it is over. It is made anew where a graph was made in between.
+PlanOf = Callable[[StepBatch], AnyPlan | None]
+
+
+def _by_ladders(batch: StepBatch) -> None:
+    """The gate plans the step by the runtime's ladders."""
+
+
+def _again(batch: StepBatch) -> AnyPlan:
+    return AGAIN
 
 
 class StepRunner(Generic[Outputs]):
@@ -85,7 +93,7 @@ class StepRunner(Generic[Outputs]):
     ) -> None:
         self._runtime = runtime
         self._forward = forward
-        self._half_by_half = one_after_the_other(forward)
+        self._half_by_half = halves_in_turn(self._run_half)
         self._split_forward = split_forward if split_forward is not None else self._half_by_half
         self._recorder = recorder
         self._wants_graphs = recorder is not None
@@ -99,7 +107,6 @@ class StepRunner(Generic[Outputs]):
         self._entry_of_plan: dict[StepPlan, Entry[Outputs]] = {}
         self._stored_layers: dict[StepPlan, int] = {}  # that a plan's graph stores in
         self._takers: dict[StepPlan, TakingGraph[Outputs]] = {}
-        self._longest_taken = 0  # new tokens of a sequence in a step of theirs, at most
         self._again: Again[Outputs] | None = None
         self._last_plan: StepPlan | None = None
         self._graph_of_last: RunsAgain[Outputs] | None = None  # as long as that graph is kept
@@ -109,8 +116,8 @@ class StepRunner(Generic[Outputs]):
         self._may_capture = runtime.guards.capture.may_capture
         self._seal_number = 0
         if recorder is not None:
-            runtime.seal()
-            runtime.graph_users.add(self)
+            runtime.seals.seal()
+            runtime.seals.users.add(self)
             self._pin()
 
     @property
@@ -124,74 +131,44 @@ class StepRunner(Generic[Outputs]):
             graphs_off=self._why_no_graphs(),
         )
 
-    def run(self, batch: StepBatch, pad_to: PadTo | None = None) -> Outputs:
-        """One step. Returns what forward gave for real sequences, [num_seqs, ...], and of PerToken for real tokens.
+    def run(self, batch: StepBatch, pad_to: PadTo | PaddedShape | None = None, *, halves: int = 1) -> Outputs:
+        """One step. Returns forward's outputs for real sequences, [num_seqs, ...], and of PerToken for real tokens.
 
         Valid until the next step, and not the caller's own: a later step may return the same tensor, so its shape and
         strides are not to be changed in place. Tokens are as many as the batch says, which may be an upper bound.
 
-        Raises what begin_step and forward raise; the runtime is ready for another step then.
+        pad_to, halves: as AttentionRuntime.plan has them
+        Raises what AttentionRuntime.step and forward raise; the runtime is ready for another step then.
         """
-        is_usual = pad_to is None and batch.is_plain and batch.max_q_len <= self._longest_taken
-        graph = self._run_at_once(batch) if is_usual else None
-        if graph is not None:
-            return graph.outputs(batch)
-        return self._run(partial(self._runtime.stage, batch, pad_to, self._takers), batch)
-
-    def _run_at_once(self, batch: StepBatch) -> TakingGraph[Outputs] | None:
-        """Run a step by the graph that is all of it. None: there is none, and nothing was done."""
-        runtime = self._runtime
-        if self._seal_number != runtime.seal_number or runtime.agree is not alone:
-            return None
-        at_once = runtime.at_once
-        at_once.holder.require_free("a step cannot begin")  # from here on it is this call that has to end the step
-        try:
-            try:
-                plan = at_once.stage(runtime, batch, self._takers)
-            except RuntimeError as fault:
-                self._flight.failed(fault)
-                raise
-            if plan is None:
-                return None
-            self._run_noted(batch, plan, None)
-            runtime.end_step()
-        except BaseException as error:
-            self._broken_off(error)
-            raise
-        self._count(batch, plan)
-        return self._takers[plan]
-
-    def run_split(self, batch: StepBatch, pad_to: PadTo | None = None) -> Outputs:
-        """As run, in two halves. pad_to: of both together; even."""
-        return self._run(partial(self._runtime.stage_split, batch, pad_to), batch)
-
-    def run_as(self, shape: PaddedShape, batch: StepBatch) -> Outputs:
-        """run or run_split, at a padded shape that the batch fits."""
-        return self._run(partial(self._runtime.stage_as, shape, batch, self._takers), batch)
+        self._require_kind(batch)
+        if pad_to is None and halves == 1:
+            return self._run(batch, _by_ladders)
+        return self._run(batch, partial(self._runtime.plan, pad_to=pad_to, halves=halves))
 
     @property
     def may_run_again(self) -> bool:
         """Whether run_again() may follow the step that was staged last: by its graph, or eagerly if it has none."""
-        last = self._runtime.repeatable
-        if last is None or self._seal_number != self._runtime.seal_number:
+        last = self._runtime.gate.may_go_again
+        if last is None or self._seal_number != self._runtime.seals.number:
             return False
         if self._again is not None and self._again.of is last:
             return True
-        return last[1] in self._entry_of_plan or self._recorder is None or not last[1].replayable
+        return last.plan in self._entry_of_plan or self._recorder is None or not last.plan.replayable
 
     @property
     def replays_again(self) -> bool:
         """Whether what run_again() has returned last lies in the memory of a graph, as that of the next one will."""
-        return self._again is not None and self._again.of is self._runtime.repeatable
+        return self._again is not None and self._again.of is self._runtime.gate.last
 
     def run_again(self, batch: StepBatch) -> Outputs:
         """The last step once more, on the inputs that the device has put in the place of its own.
 
-        batch: of that step, which was whole. Returns and raises what run() does, and what stage_again() raises
+        batch: of that step, which was whole. Returns and raises what run() does; WrongState where no such step was
+               staged last, or one of its rows has changed
         """
         again = self._again_now
         if again is None:
-            return self._run(self._runtime.stage_again, batch)
+            return self._run(batch, _again)
         self._run_graph_again(again, again.graph.recording)
         return again.outputs
 
@@ -210,27 +187,27 @@ class StepRunner(Generic[Outputs]):
     @property
     def _again_now(self) -> Again[Outputs] | None:
         """What runs the step that may run again, where one call does so: no log and no rank waits for word of it."""
-        again, last = self._again, self._runtime.repeatable
-        if last is None or self._seal_number != self._runtime.seal_number:
+        again, last = self._again, self._runtime.gate.may_go_again
+        if last is None or self._seal_number != self._runtime.seals.number:
             return None
         if again is None or again.of is not last:
             again = self._again = self._again_of(last)
         return again
 
-    def _again_of(self, last: Repeatable) -> Again[Outputs] | None:
-        if self._flight is not NO_FLIGHT_RECORDER or self._agrees or self._last_plan is not last[1]:
+    def _again_of(self, last: RanStep) -> Again[Outputs] | None:
+        if self._flight is not NO_FLIGHT_RECORDER or self._agrees or self._last_plan is not last.plan:
             return None
-        entry, batch = self._entry_of_plan.get(last[1]), last[0]
+        entry, batch = self._entry_of_plan.get(last.plan), last.batch
         if entry is None:
             return None
         outputs = real_rows(entry.outputs, batch.num_seqs, batch.num_fed)
-        return Again(last, entry, outputs, batch.num_seqs, last[1].shape.num_seqs - batch.num_seqs)
+        return Again(last, entry, outputs, batch.num_seqs, last.plan.shape.num_seqs - batch.num_seqs)
 
     def _run_graph_again(self, again: Again[Outputs], recording: Recording) -> None:
         """recording: that of again.graph, or one that begins with it"""
         try:
             self._graphs.require_good(again.graph)
-            self._runtime.replay_again(recording.replay)
+            self._runtime.gate.replay_again(recording.replay)
         except StaleRecording as stale:
             raise GraphStale(str(stale)) from stale
         metrics = self.metrics
@@ -239,57 +216,49 @@ class StepRunner(Generic[Outputs]):
         metrics.real_seqs += again.num_seqs
         metrics.padded_seqs += again.num_pads
 
-    def _run(self, stage: Stage, batch: StepBatch) -> Outputs:
-        self._runtime.require_idle()  # from here on it is this call that has to end the step
+    def _run(self, batch: StepBatch, plan_of: PlanOf) -> Outputs:
+        gate = self._runtime.gate
+        gate.holder.require_free("a step cannot begin")  # from here on it is this call that has to end the step
         try:
+            if self._seal_number != self._runtime.seals.number:
+                self._follow_seal()
             try:
-                outputs, plan = self._staged_and_run(stage, batch)
-            finally:
-                self._runtime.end_step()
+                if self._agrees:
+                    self._runtime.faults.meet()
+                step = gate.stage(batch, plan_of(batch), self._takers)
+            except RuntimeError as fault:  # the device's: of this step, or of one before it
+                self._flight.failed(fault)
+                raise
+            outputs = self._run_noted(batch, step, plan_of)
+            gate.end()
         except BaseException as error:
             self._broken_off(error)
             raise
-        self._count(batch, plan)
-        return real_rows(outputs, batch.num_seqs, batch.num_fed)
+        plan = self._last_plan = step.plan
+        metrics = self.metrics
+        metrics.steps += 1
+        metrics.real_seqs += batch.num_seqs
+        metrics.padded_seqs += plan.shape.num_seqs - batch.num_seqs
+        taker = self._takers.get(plan)
+        return taker.outputs(batch) if taker is not None else real_rows(outputs, batch.num_seqs, batch.num_fed)
+
+    def _run_noted(self, batch: StepBatch, step: Step, plan_of: PlanOf) -> Outputs:
+        """Run a step that was staged; the flight recorder learns of it first."""
+        plan = step.plan
+        entry = self._entry_of_plan.get(plan)
+        if self._flight is not NO_FLIGHT_RECORDER:
+            self._flight.note(batch, plan, entry is not None, self._pinned.epoch)
+        try:  # a flight recorder keeps failures of those steps alone whose beginning it keeps
+            return self._replay(plan, entry) if entry is not None else self._first_run(step, plan_of, batch)
+        except BaseException as error:
+            self._flight.failed(error)
+            raise
 
     def _broken_off(self, error: BaseException) -> None:
         """A step has raised."""
         self._runtime.end_step()  # an interrupt may have come in its place
         if isinstance(error, DeviceFault):
             self._count_faults(error)
-
-    def _count(self, batch: StepBatch, plan: StepPlan) -> None:
-        """A step is over, and went well."""
-        self._last_plan, metrics = plan, self.metrics
-        metrics.steps += 1
-        metrics.real_seqs += batch.num_seqs
-        metrics.padded_seqs += plan.key.shape.num_seqs - batch.num_seqs
-
-    def _staged_and_run(self, stage: Stage, batch: StepBatch) -> tuple[Outputs, StepPlan]:
-        """What a step gives, with its pads, and its plan; the step is not ended."""
-        if self._seal_number != self._runtime.seal_number:
-            self._follow_seal()
-        try:
-            self._runtime.meet()
-            step = stage()
-        except RuntimeError as fault:  # the device's: of this step, or of one before it
-            self._flight.failed(fault)
-            raise
-        return self._run_noted(batch, step.plan, partial(self._first_run, step, stage, batch)), step.plan
-
-    def _run_noted(self, batch: StepBatch, plan: StepPlan, first_run: Callable[[], Outputs] | None) -> Outputs:
-        """Run a step that was staged; the flight recorder is told of it first. first_run: where it has no graph"""
-        entry = self._entry_of_plan.get(plan)
-        if self._flight is not NO_FLIGHT_RECORDER:
-            self._flight.note(batch, plan, entry is not None, self._pinned.epoch)
-        try:  # a flight recorder keeps failures of those steps alone whose beginning it keeps
-            if entry is not None:
-                return self._replay(plan, entry)
-            assert first_run is not None
-            return first_run()
-        except BaseException as error:
-            self._flight.failed(error)
-            raise
 
     @property
     def graph_of_last(self) -> RunsAgain[Outputs] | None:
@@ -304,17 +273,13 @@ class StepRunner(Generic[Outputs]):
         found = self._graph_of_last = RunsAgain(plan, require_good, entry.recording, entry.outputs)
         return found
 
-    def run_eagerly(self, batch: StepBatch, pad_to: PadTo | None = None) -> Outputs:
+    def run_eagerly(self, batch: StepBatch, pad_to: PadTo | PaddedShape | None = None) -> Outputs:
         """run() without a graph and without a trace in the counters: a step again, to compare."""
-        return self._eagerly(partial(self._runtime.stage, batch, pad_to), batch)
-
-    def run_eagerly_as(self, shape: PaddedShape, batch: StepBatch) -> Outputs:
-        """As run_eagerly, for run_as."""
-        return self._eagerly(partial(self._runtime.stage_as, shape, batch), batch)
-
-    def _eagerly(self, stage: Stage, batch: StepBatch) -> Outputs:
+        self._require_kind(batch)
+        self._runtime.gate.holder.require_free("a step cannot begin")
         try:
-            return real_rows(self._body(stage()), batch.num_seqs, batch.num_fed)
+            step = self._runtime.stage(batch, None if pad_to is None else self._runtime.plan(batch, pad_to))
+            return real_rows(self._body(step), batch.num_seqs, batch.num_fed)
         except DeviceFault as fault:  # of a step before it
             self._count_faults(fault)
             raise
@@ -359,13 +324,13 @@ class StepRunner(Generic[Outputs]):
 
         Graphs are made anew as steps need them, or by capture_all(); also those of other runners of the runtime.
         Requests, pages and their content stay. Under tensor parallelism all ranks must call it between the same two
-        steps. Raises what AttentionRuntime.reseal raises: nothing has changed then, and graphs go on serving. After an
+        steps. Raises what Seals.reseal raises: nothing has changed then, and graphs go on serving. After an
         interrupt, steps may be eager until it is called again; counters.graphs_off says so.
         """
         if self._recorder is None:
-            self._runtime.unseal(capture_sizes, capture_tokens)
+            self._runtime.seals.unseal(capture_sizes, capture_tokens)
         else:
-            self._runtime.reseal(capture_sizes, capture_tokens)
+            self._runtime.seals.reseal(capture_sizes, capture_tokens)
             self._start_over(self._recorder)
 
     def check_addresses(self) -> None:
@@ -387,7 +352,7 @@ class StepRunner(Generic[Outputs]):
 
     def _follow_seal(self) -> None:
         """Drop the graphs if the addresses were sealed anew, or given up, since they were made."""
-        if self._seal_number != self._runtime.seal_number and self._recorder is not None:
+        if self._seal_number != self._runtime.seals.number and self._recorder is not None:
             self._start_over(self._recorder)
 
     def _start_over(self, recorder: Recorder) -> None:
@@ -397,14 +362,14 @@ class StepRunner(Generic[Outputs]):
         self._pin()
 
     def _pin(self) -> None:
-        number = self._runtime.seal_number
+        number = self._runtime.seals.number
         if number:
-            self._pinned.pin_all(self._runtime.sealed_tensors)
+            self._pinned.pin_all(self._runtime.seals.tensors)
         # Last: what an interrupt breaks off is done again by the next step.
         self._seal_number = number
 
     def _why_no_graphs(self) -> str:
-        if self._graphs_off or self._recorder is None or self._runtime.seal_number:
+        if self._graphs_off or self._recorder is None or self._runtime.seals.number:
             return self._graphs_off
         return (
             "the addresses that graphs read are not sealed: unseal() gave them up, or a reopen() was interrupted; "
@@ -414,7 +379,6 @@ class StepRunner(Generic[Outputs]):
     def _drop_graphs(self) -> None:
         self._again = self._graph_of_last = None
         self._takers.clear()
-        self._longest_taken = 0
         self._entry_of_plan.clear()
         self._stored_layers.clear()
         self._eager_steps.clear()
@@ -426,36 +390,46 @@ class StepRunner(Generic[Outputs]):
         """Those that capture_all() makes graphs of."""
         return capture_shapes(self._runtime.padding)
 
-    def _body(self, step: Staged) -> Outputs:
+    def _run_half(self, half: Series) -> Outputs:
+        """Forward's outputs of a whole step, or of a half of one."""
+        return self._forward(half[0])
+
+    def _require_kind(self, batch: StepBatch) -> None:
+        """Raise BadBatch for a batch that forward is not for."""
+        if batch.drafts is not NO_DRAFTS:
+            raise BadBatch("the batch is a round of drafts; run it by a DraftRunner")
+
+    def _body(self, step: Step) -> Outputs:
         return self._body_with(self._half_by_half, step)
 
     @torch.no_grad()
-    def _body_with(self, split_forward: SplitForward[Outputs], step: Staged) -> Outputs:
-        self._runtime.fill()
+    def _body_with(self, split_forward: SplitForward[Outputs], step: Step) -> Outputs:
+        step.fill()
         child = step.plan.shape.child
-        if isinstance(step, (SplitStep, SplitDrafts)):
-            of_halves = split_forward(cast(SplitStep, step))
-            for half in of_halves:
-                require_rows(half, child.num_seqs, child.num_tokens)
-            return in_batch_order(step, of_halves)
-        outputs = self._forward(cast(Step, step))
-        require_rows(outputs, child.num_seqs, child.num_tokens)
-        return outputs
+        if step.plan.shape.num_halves == 1:
+            outputs = self._run_half(step.parts)
+            require_rows(outputs, child.num_seqs, child.num_tokens)
+            return outputs
+        of_halves = split_forward(step)
+        for half in of_halves:
+            require_rows(half, child.num_seqs, child.num_tokens)
+        return in_batch_order(step, of_halves)
 
-    def _first_run(self, step: Staged, stage: Stage, batch: StepBatch) -> Outputs:
+    def _first_run(self, step: Step, plan_of: PlanOf, batch: StepBatch) -> Outputs:
         """A staged step that has no graph: run eagerly, or as a graph that is made now."""
-        plan, may_store = step.plan, self._runtime.may_store
+        gate = self._runtime.gate
+        plan, may_store = step.plan, gate.may_store
         reason = self._why_not_now(plan, batch)
         if reason:
             return self._without_graph(step, reason)
         # The graph is made of other steps; this one is staged again when it has passed.
-        self._runtime.abandon_step()
+        gate.abandon()
         q_len, live = self._new_tokens_like(plan, batch), batch if may_store else None
         if self._why_not_tried(plan, q_len, live):
             self._eager_steps[plan] = self._capture_after - _STEPS_BEFORE_ANOTHER_TRY
         else:
             self._capture(plan, q_len, live)
-        step = stage()
+        step = gate.stage(batch, plan_of(batch), self._takers)
         entry = self._entry_of_plan.get(step.plan)
         if entry is None:
             return self._without_graph(step, "graphs are off" if self._recorder is None else "too few pages were free")
@@ -488,23 +462,23 @@ class StepRunner(Generic[Outputs]):
         if not self._can_capture:
             return "the addresses are not sealed"
         # What compares graphs writes to the pages of new tokens.
-        if not self._runtime.may_store and not self._agrees:
+        if not self._runtime.gate.may_store and not self._agrees:
             return "it may not store"
         return "" if self._is_due(plan) else "eager steps come first"
 
-    def _without_graph(self, step: Staged, reason: str) -> Outputs:
+    def _without_graph(self, step: Step, reason: str) -> Outputs:
         if self._wants_graphs and step.plan.replayable:
             self.metrics.fallbacks[reason] = self.metrics.fallbacks.get(reason, 0) + 1
         return self._body(step)
 
     def _replay(self, plan: StepPlan, entry: Entry[Outputs]) -> Outputs:
         stored_layers = self._stored_layers[plan]
-        self._runtime.begin_replay(stored_layers)
+        self._runtime.gate.before_replay(stored_layers)
         try:
             outputs = self._graphs.replay(entry)
         except StaleRecording as stale:
             raise GraphStale(str(stale)) from stale
-        self._runtime.end_replay(stored_layers)
+        self._runtime.gate.after_replay(stored_layers)
         self.metrics.replays += 1
         return outputs
 
@@ -566,7 +540,7 @@ class StepRunner(Generic[Outputs]):
     @property
     def _can_capture(self) -> bool:
         """Whether graphs may be made of the memory that steps have now."""
-        return self._recorder is not None and self._may_capture(self._runtime.seal_number)
+        return self._recorder is not None and self._may_capture(self._runtime.seals.number)
 
     def _capture(self, plan: StepPlan, q_len: Int32Array, live: StepBatch | None) -> None:
         """Make a graph of the plan, unless there is no room to check it; switch graphs off if it is refused.
@@ -574,7 +548,7 @@ class StepRunner(Generic[Outputs]):
         q_len, live: see Check.record; the runtime is idle
         Raises DeviceFault of the steps before: it is reported before anything is tried out, and nothing has changed.
         """
-        self._runtime.report_faults()
+        self._runtime.faults.report()
         started = time.perf_counter()
         try:
             refusal = self._make_and_check(plan, q_len, live)
@@ -607,7 +581,7 @@ class StepRunner(Generic[Outputs]):
         fresh: list[FreshGraph[Outputs]] = []
         recorded = Once(self._runtime)
 
-        def record(step: Staged) -> Callable[[], Outputs]:
+        def record(step: Step) -> Callable[[], Outputs]:
             assert self._recorder is not None
             body = partial(self._watched_body, name, split_forward, step)
             refusal = ""
@@ -627,7 +601,7 @@ class StepRunner(Generic[Outputs]):
                 verdict = self._check.record(self._runtime, plan, q_len, live, record, self._body)
             recorded.say("")
             self._pinned.check()
-            self._runtime.report_own_faults()
+            self._runtime.faults.report_own()
         except (RecordingRefused, StaleRecording) as refusal:
             return self._agreed(self._refused(str(refusal)), recorded)
         except (torch.OutOfMemoryError, DeviceFault) as refusal:  # of the steps that the graph was tried on
@@ -639,7 +613,7 @@ class StepRunner(Generic[Outputs]):
 
     def _refused(self, reason: str) -> Trial[Outputs]:
         """No graph, for this reason. Faults of the steps that it was tried on are no caller's."""
-        self._runtime.forget_faults()
+        self._runtime.faults.forget()
         return Trial.refused(reason)
 
     def _end_on_all_ranks(self, reason: str, recorded: Once) -> None:
@@ -656,7 +630,7 @@ class StepRunner(Generic[Outputs]):
         found["not bitwise"] = "" if trial.verdict.bitwise else "it differs"
         found["not made"] = "" if trial.graph is not None else "there was no room to compare it"
         found["final"] = "it is over" if trial.is_final else ""
-        with self._runtime.meetings.waiting(trial.refusal):
+        with self._runtime.faults.meetings.waiting(trial.refusal):
             agreed = self._runtime.agree({name: what for name, what in found.items() if what})
         verdict = replace(trial.verdict, failure=agreed.get("failure", ""), bitwise="not bitwise" not in agreed)
         return Trial(None if "not made" in agreed else trial.graph, verdict, "final" in agreed)
@@ -671,16 +645,14 @@ class StepRunner(Generic[Outputs]):
         self._entry_of_plan[plan] = self._graphs.put(plan.key, graph.recording, graph.outputs)
         if graph.takes_inputs:
             self._takers[plan] = TakingGraph(graph.outputs)
-            longest = 1 if plan.shape.kind.decodes else plan.shape.num_tokens
-            self._longest_taken = max(self._longest_taken, longest)
         self.metrics.captures += 1
         check = verdict.summary + note
         self._buckets.append(CapturedBucket(plan.key, graph.seconds, verdict.seconds, graph.recording.bytes, check))
 
-    def _watched_body(self, name: str, split_forward: SplitForward[Outputs], step: Staged) -> Outputs:
+    def _watched_body(self, name: str, split_forward: SplitForward[Outputs], step: Step) -> Outputs:
         with self._watchdog.watch(f"forward, run for {name},"):
             if takes_inputs(self._runtime, step):
-                self._runtime.take_inputs()
+                self._runtime.gate.take_inputs()
             return self._body_with(split_forward, step)
 
     def _switch_off(self, reason: str) -> None:
@@ -689,6 +661,6 @@ class StepRunner(Generic[Outputs]):
         recorder, self._recorder, self._graphs_off = self._recorder, None, reason
         self._drop_graphs()
         recorder.release_memory()
-        self._runtime.graph_users.discard(self)
-        if not self._runtime.graph_users:
-            self._runtime.give_up_seal()
+        self._runtime.seals.users.discard(self)
+        if not self._runtime.seals.users:
+            self._runtime.seals.give_up()

@@ -28,7 +28,7 @@ from rocm_attn.problem import Problem, Scales
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.head_weights import HeadWeights
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part
 from rocm_attn.watch.flight_recorder import FlightDump, NotedStep, RuntimeFacts, read_dump
 
 # Pages that are filled with random values at a time.
@@ -124,8 +124,8 @@ class _Replay:
         runtime = _runtime(dump.runtime, dump.problems, noted, device, provider)
         batch = noted.batch()
         _reserve(runtime, noted)
-        plan = runtime.stage_as(noted.shape, batch).plan
-        runtime.end_step()
+        with runtime.stage(batch, runtime.plan(batch, noted.shape)) as step:
+            plan = step.plan
         # Staging gave back what had left the windows; the step without a prefix, which runs first, begins before them.
         for row in noted.rows:
             runtime.table.free(row)
@@ -159,19 +159,19 @@ class _Replay:
         # So that the graph is of other lengths than the step's, unless its kernels bake them.
         batch, prefixes = self.batch, self.batch.prefixes
         shortest = batch.q_len + (prefixes.prefix_len if isinstance(prefixes, SharedPrefixes) else 0)
-        runner.run_as(self.shape, StepBatch(batch.rows, shortest, batch.q_len, prefixes=prefixes.alone()))
+        runner.run(StepBatch(batch.rows, shortest, batch.q_len, prefixes=prefixes.alone()), self.shape)
         self.runtime.table.mark_stored(batch.rows, batch.kv_len)  # with what the pages were filled with
-        runner.run_eagerly_as(self.shape, self.batch)
+        runner.run_eagerly(self.batch, self.shape)
         eager = [out.clone() for out in self.outs]
         for out in self.outs:
             out.fill_(float("nan"))
-        runner.run_as(self.shape, self.batch)
+        runner.run(self.batch, self.shape)
         no_graph = runner.counters.graphs_off or (
             "" if self.replayable else "steps of its kind and size are not captured"
         )
         return [self._result(kind, eager[kind], no_graph) for kind in range(len(self.outs))]
 
-    def _forward(self, step: Step) -> Tensor:
+    def _forward(self, step: Part) -> Tensor:
         for kind, (q, k, v) in enumerate(self.qkv):
             used = step.tokens
             step.layers.store_and_attend(kind, q[used], k[used], v[used], self.outs[kind][used])

@@ -27,7 +27,7 @@ from rocm_attn.kernels.cache.row_work import QkvWork, RopePairs, RopeTable, RowN
 from rocm_attn.problem import PoolKind
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.protocols import LayerCalls, StoreAndAttend
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part
 
 Result = TypeVar("Result")
 
@@ -44,10 +44,10 @@ _ROPE_WORK = (
 
 
 class _Called:
-    """What a number stands for: a runtime for as long as it lives, and one half of its steps."""
+    """The runtime that a number stands for, for as long as it lives."""
 
-    def __init__(self, owner: Owner, half: int) -> None:
-        self._owner, self._half = weakref.ref(owner), half
+    def __init__(self, owner: Owner) -> None:
+        self._owner = weakref.ref(owner)
         self._v_dims = tuple(problem.v_head_dim for problem in problems_of(owner))
         self._works: dict[int, tuple[tuple[object, ...], QkvWork]] = {}
 
@@ -57,11 +57,10 @@ class _Called:
         assert owner is not None  # its number goes with it
         return owner
 
-    @property
-    def layers(self) -> LayerCalls:
-        """Of the step that runs. Raises WrongState."""
+    def layers(self, part: int) -> LayerCalls:
+        """The layers of a part of the step that runs. Raises WrongState."""
         owner = self.owner
-        return owner.running(self._half) if isinstance(owner, AttentionRuntime) else owner
+        return owner.gate.running(part) if isinstance(owner, AttentionRuntime) else owner
 
     def v_of(self, layer: int, k: Tensor, v: Tensor | None) -> Tensor:
         """V of a layer; where none is given, the first part of k, as of latent layers."""
@@ -87,7 +86,7 @@ class _Called:
 
 _called: dict[int, _Called] = {}
 _numbers = itertools.count(1)
-_of_owner: weakref.WeakKeyDictionary[Owner, tuple[CompiledLayers, CompiledLayers]] = weakref.WeakKeyDictionary()
+_of_owner: weakref.WeakKeyDictionary[Owner, CompiledLayers] = weakref.WeakKeyDictionary()
 
 
 def _of(number: int) -> _Called:
@@ -101,31 +100,25 @@ def _of(number: int) -> _Called:
 
 
 class CompiledLayers(StoreAndAttend):
-    """The layer calls of a runtime's steps, as LayerCalls, for forwards that are compiled. Of compiled_layers().
+    """The layer calls of a runtime's steps, as LayerCalls, for forwards that are compiled. Made by compiled_layers().
 
     Each is made in the step that runs when the operation does. It may be kept for as long as the runtime lives, and
     does not keep it alive. No gradients.
 
-    number: of the runtime and the half of its steps, in operations
-    state:  int32 [1], what operations write to instead of pages, step and workspace
+    number: of the runtime, in operations
+    part:   Part.number of the part whose calls these are
+    state:  int32 [1], written by operations in place of pages, step and workspace
     """
 
-    def __init__(self, owner: Owner, half: int) -> None:
-        called = _Called(owner, half)
-        self.number, self._half = next(_numbers), half
-        with torch.inference_mode(False):
-            self.state = torch.zeros(1, dtype=torch.int32, device=owner.device)
-        self._is_latent = tuple(problem.pool is PoolKind.LATENT for problem in problems_of(owner))
-        self._halves: tuple[CompiledLayers, ...] = ()
-        _called[self.number] = called
-        weakref.finalize(owner, _called.pop, self.number, None)
+    def __init__(self, number: int, part: int, state: Tensor, is_latent: tuple[bool, ...]) -> None:
+        self.number, self.part, self.state, self._is_latent = number, part, state, is_latent
 
-    def of(self, step: Step) -> CompiledLayers:
-        """The calls of a step, or of a half of a split one."""
-        return self._halves[step.half]
+    def of(self, part: Part) -> CompiledLayers:
+        """The calls of a part of a step."""
+        return CompiledLayers(self.number, part.number, self.state, self._is_latent)
 
     def fill(self, *written: Tensor, slots: Tensor | None = None) -> None:
-        """As AttentionRuntime.fill, or as ExternalAttention.fill(slots), where the compiled code does that too.
+        """Step.fill, or ExternalAttention.fill(slots), where the compiled code does that too.
 
         written: every tensor of the step that the code reads afterwards: fill writes it, which torch must know
         """
@@ -133,41 +126,43 @@ class CompiledLayers(StoreAndAttend):
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         """As LayerCalls.store."""
-        torch.ops.rocm_attn.store(self.state, k, self._v(layer, v), self.number, layer)
+        torch.ops.rocm_attn.store(self.state, k, self._v(layer, v), self.number, self.part, layer)
 
     def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
         """As LayerCalls.attend."""
-        torch.ops.rocm_attn.attend(self.state, q, out, lse, self.number, layer)
+        torch.ops.rocm_attn.attend(self.state, q, out, lse, self.number, self.part, layer)
 
     def rope_and_store(self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_out: Tensor, work: QkvWork) -> None:
         """As LayerCalls.rope_and_store."""
         flat = *_flat(work), *_flat_rope(work.rope)
-        torch.ops.rocm_attn.rope_and_store(self.state, q, k, self._v(layer, v), q_out, *flat, self.number, layer)
+        torch.ops.rocm_attn.rope_and_store(
+            self.state, q, k, self._v(layer, v), q_out, *flat, self.number, self.part, layer
+        )
 
     def rope_queries(self, layer: int, q: Tensor, q_out: Tensor, work: QkvWork) -> None:
         """As LayerCalls.rope_queries."""
         flat = *_flat(work), *_flat_rope(work.rope)
-        torch.ops.rocm_attn.rope_queries(self.state, q, q_out, *flat, self.number, layer)
+        torch.ops.rocm_attn.rope_queries(self.state, q, q_out, *flat, self.number, self.part, layer)
 
     def finish(self, layer: int, out: Tensor, *, gate: Tensor | None = None, undo: RopeTable | None = None) -> None:
         """As LayerCalls.finish."""
-        torch.ops.rocm_attn.finish(self.state, out, gate, *_flat_rope(undo), self.number, layer)
+        torch.ops.rocm_attn.finish(self.state, out, gate, *_flat_rope(undo), self.number, self.part, layer)
 
     def store_index(self, layer: int, k: Tensor) -> None:
         """As LayerCalls.store_index."""
-        torch.ops.rocm_attn.store_index(self.state, k, self.number, layer)
+        torch.ops.rocm_attn.store_index(self.state, k, self.number, self.part, layer)
 
     def select(self, layer: int, q: Tensor, weights: Tensor | None = None) -> None:
         """As LayerCalls.select."""
-        torch.ops.rocm_attn.select(self.state, q, weights, self.number, layer)
+        torch.ops.rocm_attn.select(self.state, q, weights, self.number, self.part, layer)
 
     def give_selection(self, layer: int, units: Tensor, counts: Tensor) -> None:
         """As LayerCalls.give_selection."""
-        torch.ops.rocm_attn.give_selection(self.state, units, counts, self.number, layer)
+        torch.ops.rocm_attn.give_selection(self.state, units, counts, self.number, self.part, layer)
 
     def attend_selected(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
         """As LayerCalls.attend_selected."""
-        torch.ops.rocm_attn.attend_selected(self.state, q, out, lse, self.number, layer)
+        torch.ops.rocm_attn.attend_selected(self.state, q, out, lse, self.number, self.part, layer)
 
     def _v(self, layer: int, v: Tensor) -> Tensor | None:
         """V as an argument: a latent layer's is part of k, which compiled code might copy."""
@@ -183,10 +178,13 @@ def compiled_layers(owner: Owner) -> CompiledLayers:
     """
     kept = _of_owner.get(owner)
     if kept is None:
-        kept = _of_owner[owner] = CompiledLayers(owner, 0), CompiledLayers(owner, 1)
-        for half in kept:
-            half._halves = kept
-    return kept[0]
+        with torch.inference_mode(False):
+            state = torch.zeros(1, dtype=torch.int32, device=owner.device)
+        is_latent = tuple(problem.pool is PoolKind.LATENT for problem in problems_of(owner))
+        kept = _of_owner[owner] = CompiledLayers(next(_numbers), 0, state, is_latent)
+        _called[kept.number] = _Called(owner)
+        weakref.finalize(owner, _called.pop, kept.number, None)
+    return kept
 
 
 class CompiledForward(Generic[Result]):
@@ -245,52 +243,54 @@ def _fill(state: Tensor, written: Sequence[Tensor], slots: Tensor | None, number
     if isinstance(owner, ExternalAttention):
         owner.fill(slots)
     elif slots is None:
-        owner.fill()
+        owner.gate.fill()
     else:
         raise BadTensor("slots are given to fill() of a runtime, which has its own; only an engine's steps bring them")
 
 
-def _store(state: Tensor, k: Tensor, v: Tensor | None, number: int, layer: int) -> None:
+def _store(state: Tensor, k: Tensor, v: Tensor | None, number: int, part: int, layer: int) -> None:
     called = _of(number)
-    called.layers.store(layer, k, called.v_of(layer, k, v))
+    called.layers(part).store(layer, k, called.v_of(layer, k, v))
 
 
-def _attend(state: Tensor, q: Tensor, out: Tensor, lse: Tensor | None, number: int, layer: int) -> None:
-    _of(number).layers.attend(layer, q, out, lse)
+def _attend(state: Tensor, q: Tensor, out: Tensor, lse: Tensor | None, number: int, part: int, layer: int) -> None:
+    _of(number).layers(part).attend(layer, q, out, lse)
 
 
 def _rope_and_store(state: Tensor, q: Tensor, k: Tensor, v: Tensor | None, q_out: Tensor, *flat: Any) -> None:
-    *work, number, layer = flat
+    *work, number, part, layer = flat
     called = _of(number)
     its_work = called.work(layer, tuple(work[:4]), tuple(work[4:]))
-    called.layers.rope_and_store(layer, q, k, called.v_of(layer, k, v), q_out, its_work)
+    called.layers(part).rope_and_store(layer, q, k, called.v_of(layer, k, v), q_out, its_work)
 
 
 def _rope_queries(state: Tensor, q: Tensor, q_out: Tensor, *flat: Any) -> None:
-    *work, number, layer = flat
+    *work, number, part, layer = flat
     called = _of(number)
-    called.layers.rope_queries(layer, q, q_out, called.work(layer, tuple(work[:4]), tuple(work[4:])))
+    called.layers(part).rope_queries(layer, q, q_out, called.work(layer, tuple(work[:4]), tuple(work[4:])))
 
 
 def _finish(state: Tensor, out: Tensor, gate: Tensor | None, *flat: Any) -> None:
-    *undo, number, layer = flat
-    _of(number).layers.finish(layer, out, gate=gate, undo=_table(*undo))
+    *undo, number, part, layer = flat
+    _of(number).layers(part).finish(layer, out, gate=gate, undo=_table(*undo))
 
 
-def _store_index(state: Tensor, k: Tensor, number: int, layer: int) -> None:
-    _of(number).layers.store_index(layer, k)
+def _store_index(state: Tensor, k: Tensor, number: int, part: int, layer: int) -> None:
+    _of(number).layers(part).store_index(layer, k)
 
 
-def _select(state: Tensor, q: Tensor, weights: Tensor | None, number: int, layer: int) -> None:
-    _of(number).layers.select(layer, q, weights)
+def _select(state: Tensor, q: Tensor, weights: Tensor | None, number: int, part: int, layer: int) -> None:
+    _of(number).layers(part).select(layer, q, weights)
 
 
-def _give_selection(state: Tensor, units: Tensor, counts: Tensor, number: int, layer: int) -> None:
-    _of(number).layers.give_selection(layer, units, counts)
+def _give_selection(state: Tensor, units: Tensor, counts: Tensor, number: int, part: int, layer: int) -> None:
+    _of(number).layers(part).give_selection(layer, units, counts)
 
 
-def _attend_selected(state: Tensor, q: Tensor, out: Tensor, lse: Tensor | None, number: int, layer: int) -> None:
-    _of(number).layers.attend_selected(layer, q, out, lse)
+def _attend_selected(
+    state: Tensor, q: Tensor, out: Tensor, lse: Tensor | None, number: int, part: int, layer: int
+) -> None:
+    _of(number).layers(part).attend_selected(layer, q, out, lse)
 
 
 # Name -> the arguments between the state and the number, and what the operation does. Tensor(x!) is written.
@@ -307,7 +307,8 @@ _OPERATIONS: Mapping[str, tuple[str, Callable[..., None]]] = {
 }
 
 _SCHEMAS = {
-    name: f"(Tensor(a!) state, {given}, int number, int layer) -> ()" for name, (given, _) in _OPERATIONS.items()
+    name: f"(Tensor(a!) state, {given}, int number, int part, int layer) -> ()"
+    for name, (given, _) in _OPERATIONS.items()
 }
 _SCHEMAS["fill"] = "(Tensor(a!) state, Tensor(b!)[] written, Tensor? slots, int number) -> ()"
 _BODIES = {"fill": _fill, **{name: body for name, (_, body) in _OPERATIONS.items()}}

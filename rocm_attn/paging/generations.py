@@ -1,4 +1,4 @@
-"""Generations: when each row of the request table was changed last, so that an earlier step's rows can be known again."""
+"""Generations: when each row of the request table changed last, so that an earlier step can tell."""
 
 from __future__ import annotations
 

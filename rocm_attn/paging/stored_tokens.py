@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
-from rocm_attn.errors import BadBatch
+from rocm_attn.errors import BadBatch, WrongState
 
 # tokens that a fork shares with its parent -> the first token that either may store
 SharedFloor = Callable[[int], int]
@@ -138,13 +138,18 @@ class StepStores:
         self._batch: StepBatch | None = None
         self._last: StepBatch | None = None  # as _batch, which outlives its step
         self._done = [0]
+        self._in_turn = 1
         self._wrote = False
         self.refusal = ""
 
-    def begin(self, batch: StepBatch, num_children: int, refusal: str) -> None:
-        """A step is staged. num_children: halves, draft steps, or those of both halves. refusal: why it may not store,
-        or nothing."""
-        self._batch, self._last, self.refusal = batch, batch, refusal
+    def begin(self, batch: StepBatch, num_children: int, refusal: str, *, in_turn: int) -> None:
+        """A step is staged.
+
+        num_children: halves, draft steps, or those of both halves
+        refusal:      why it may not store, or nothing
+        in_turn:      children of a half, which store in a layer one after the other
+        """
+        self._batch, self._last, self.refusal, self._in_turn = batch, batch, refusal, in_turn
         self._done = [0] * num_children
         self._wrote = False
         tokens = self._tokens
@@ -152,10 +157,17 @@ class StepStores:
             tokens.changed.clear()
             tokens.forked.clear()
 
-    def before_store(self) -> None:
-        """Raise BadBatch for a step that would write to a page that several rows hold."""
+    def before_store(self, child: int, layer: int) -> None:
+        """Raise BadBatch for a step that would write to a page that several rows hold, and WrongState for a draft step
+        whose draft step before has not stored in the layer."""
         if self.refusal:
             raise BadBatch(self.refusal)
+        if self._in_turn > 1 and child % self._in_turn and not self._done[child - 1] >> layer & 1:
+            step = child % self._in_turn
+            raise WrongState(
+                f"draft step {step} stores in layer {layer} before draft step {step - 1} has; run the draft steps of a "
+                "round in order, each with all its layers"
+            )
         self._wrote = True
 
     def before_move(self) -> None:

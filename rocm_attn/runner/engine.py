@@ -121,7 +121,7 @@ class Engine:
             max_batch_size=options.max_batch_size,
             chunk=options.chunk,
             max_kv_len=self.max_kv_len,
-            steps_until_known=self.runtime.steps_until_known,
+            steps_until_known=self.runtime.faults.steps_until_known,
         )
         self._outputs: dict[int, Output] = {}
         self._done: dict[int, Completion] = {}
@@ -134,7 +134,7 @@ class Engine:
         self._read: list[ReadStep | ReadRounds] = []  # whose tokens are to be published, oldest first
         self._read_at = 0.0  # when tokens were read last
         self._rounds_to_enter: ScheduledStep | None = None  # whose pages prompts cannot find yet
-        self._compared = Compared(self.runtime.meetings, has_ranks=self._has_ranks)
+        self._compared = Compared(self.runtime.faults.meetings, has_ranks=self._has_ranks)
         self._num_submitted = 0
         # Of a request that is aborted, or else cancelled: an interrupt may leave it dropped by half.
         self._leaving: tuple[Output, bool] | None = None
@@ -421,7 +421,7 @@ class Engine:
             self._check_device()  # before it gets a token, and before others run again
         self.settle()
         # First: an interrupt may leave a step that the scheduler has not noted. Of that one sequences take nothing.
-        self._unread.append(UnreadStep(step, self.runtime.step_number, picks, started, launched))
+        self._unread.append(UnreadStep(step, self.runtime.faults.step_number, picks, started, launched))
         self._is_launching = False
         self._scheduler.launched(step)
         self._rounds.noted()
@@ -438,7 +438,9 @@ class Engine:
         self._compared.before_step()
         step, picks = self._rounds.launch()
         launched = time.perf_counter()
-        self._unread.append(UnreadStep(step, self.runtime.step_number, picks, started, launched))  # first, as above
+        self._unread.append(
+            UnreadStep(step, self.runtime.faults.step_number, picks, started, launched)
+        )  # first, as above
         if len(self._unread) == 1:
             self._scheduler.launched_again(step)
         self._rounds.noted()
@@ -598,13 +600,13 @@ class Engine:
 
     def _run(self, step: ScheduledStep) -> StepPicks:
         """Launch a step, and what picks its tokens."""
-        before, batch = self.runtime.step_number, step.batch
+        before, batch = self.runtime.faults.step_number, step.batch
         self._must_check = True
         self._compared.before_step(batch.kv_len, batch.q_len, batch.token_ids)
         try:
             logits = self._steps.run(self._speculation.batch(step))
         finally:
-            self._recent.note(before, self.runtime.step_number, [sequence.number for sequence in step.sequences])
+            self._recent.note(before, self.runtime.faults.step_number, [sequence.number for sequence in step.sequences])
         return self._speculation.pick(step, logits, self.settle)
 
     def _publish(

@@ -192,14 +192,14 @@ def _run(
             memory.start_peak()
             draw_all(runner.run_eagerly(batch).flatten(0, -2), runtime.core.ops.pick_rows)
             step_bytes = max(step_bytes, memory.most_held() - held)
-            runtime.forget_faults()  # random K and V may overflow
+            runtime.faults.forget()  # random K and V may overflow
         memory.give_back()
         free, held_before = memory.free(), memory.held()
         memory.start_peak()
         rows = runner.run(batch)  # the last one is captured, and the graph is compared with the eager run
         num_each = rows.shape[1] if rows.dim() == 3 else 1  # rows of logits of each sequence
         row_bytes = rows.nbytes // len(rows)
-        runtime.forget_faults()
+        runtime.faults.forget()
         buckets = runner.capture_report().buckets
         of_largest = sum(bucket.num_bytes for bucket in buckets)
         step_bytes = max(step_bytes, memory.most_held() - held - of_largest)

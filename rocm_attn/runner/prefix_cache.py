@@ -109,7 +109,7 @@ class PrefixCache:
     tokens, moves its windows and is freed. Steps are counted by end_step(); all ranks that call the same methods in the
     same order find the same pages.
 
-    steps_until_known: AttentionRuntime.steps_until_known
+    steps_until_known: FaultReports.steps_until_known
     """
 
     def __init__(self, table: RequestTable, steps_until_known: int) -> None:

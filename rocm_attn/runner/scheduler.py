@@ -122,7 +122,7 @@ class Scheduler:
     max_batch_size:    sequences that run at a time
     chunk:             tokens of a step, at least 1; decodes always run, and a prompt gets at least one token a step
     max_kv_len:        tokens of a sequence's KV; one that is full picks its last token
-    steps_until_known: AttentionRuntime.steps_until_known
+    steps_until_known: FaultReports.steps_until_known
 
     Raises CapacityExceeded for a table that cannot hold even one such sequence.
     """

@@ -41,7 +41,7 @@ from rocm_attn.selection.probe_edges import (
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.options import RuntimeOptions
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part
 
 # New tokens of three sequences, step by step. Together they cross pages, tiles and partitions of 256 keys, and every
 # kind of step is met twice: on short and on long sequences.
@@ -168,7 +168,7 @@ class _Run:
                 step.layers.store(0, brought.k, brought.v)
             self._remember(brought.k, brought.v, new)
 
-    def wrong(self, q_len: Sequence[int], rows_of: Callable[[Step], _Rows], pad_to: int = _PAD_TO) -> Wrong | None:
+    def wrong(self, q_len: Sequence[int], rows_of: Callable[[Part], _Rows], pad_to: int = _PAD_TO) -> Wrong | None:
         """What is wrong with a step of so many new tokens; None where nothing is, or where the kernel is not probed.
 
         rows_of: what the running step brings
@@ -191,22 +191,20 @@ class _Run:
             return Wrong(row.name, f"{what} {where}", lacks_memory) if what else None
 
     @contextmanager
-    def _step(self, q_len: Sequence[int], pad_to: int = _PAD_TO) -> Iterator[Step]:
+    def _step(self, q_len: Sequence[int], pad_to: int = _PAD_TO) -> Iterator[Part]:
         kv_len = [had + new for had, new in zip(self.kv_len, q_len, strict=True)]
         for row, length in zip(self.rows, kv_len, strict=True):
             self.runtime.table.reserve(row, length)
         as_int32 = (np.array(each, np.int32) for each in (self.rows, kv_len, q_len))
-        step = self.runtime.begin_step(StepBatch(*as_int32), PadTo(pad_to))
-        try:
-            yield step
-        finally:
-            self.runtime.end_step()
+        batch = StepBatch(*as_int32)
+        with self.runtime.step(batch, self.runtime.plan(batch, PadTo(pad_to))) as step:
+            yield step.parts[0]
 
     def _rows(self, q: Tensor, k: Tensor, v: Tensor) -> _Rows:
         """What a step brings; over a latent pool, V is a part of K."""
         return _Rows(q, k, k[..., : self.problem.v_head_dim] if self.problem.pool is PoolKind.LATENT else v)
 
-    def _packed(self, rows: Sequence[Tensor], step: Step) -> Tensor:
+    def _packed(self, rows: Sequence[Tensor], step: Part) -> Tensor:
         """Rows of each sequence as those of a step: one after the other, NaN in padded tokens."""
         packed = torch.cat(list(rows))
         padded = packed.new_full((step.token_ids.shape[0], *packed.shape[1:]), float("nan"))
@@ -248,7 +246,7 @@ class _Run:
         for number, q_len in enumerate(steps, 1):
             new = [slice(had, had + n) for had, n in zip(self.kv_len, q_len, strict=True)]
 
-            def rows_of(step: Step, new: Sequence[slice] = new) -> _Rows:
+            def rows_of(step: Part, new: Sequence[slice] = new) -> _Rows:
                 q, k, v = (
                     self._packed([getattr(rows, name)[span] for rows, span in zip(edges, new, strict=True)], step)
                     for name in ("q", "k", "v")
@@ -260,7 +258,7 @@ class _Run:
                 return wrong
         return None
 
-    def _difference(self, step: Step, q_len: Sequence[int], q: Tensor) -> str:
+    def _difference(self, step: Part, q_len: Sequence[int], q: Tensor) -> str:
         """What is wrong with a running step's output; empty when nothing is. Raises _Failed."""
         problem = self.problem
         out = torch.full_like(q[..., : problem.v_head_dim], float("nan"))
@@ -297,7 +295,7 @@ def random_run(selection: Selection, device: torch.device) -> Wrong | None:
         weights=HeadWeights.random(problem, generator),
     )
 
-    def rows_of(step: Step) -> _Rows:
+    def rows_of(step: Part) -> _Rows:
         def random(num_heads: int, dim: int) -> Tensor:
             rows = torch.randn(step.token_ids.shape[0], num_heads, dim, generator=generator)
             rows[step.num_tokens :] = float("nan")

@@ -24,7 +24,7 @@ from rocm_attn.oracle.numerics import BOUNDS, error_parts
 from rocm_attn.oracle.reference import attend_sequence
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.step.head_weights import HeadWeights
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part
 
 
 def soak_problems(dtype: torch.dtype, page_size: int, *, custom_mask: bool) -> tuple[Problem, Problem]:
@@ -120,7 +120,7 @@ class SoakModel:
         self._out = [rows.q.new_empty(max_tokens, rows.q.shape[1], rows.v.shape[2]) for rows in tables]
         self._lse = [rows.q.new_empty(max_tokens, rows.q.shape[1], dtype=torch.float32) for rows in tables]
 
-    def forward(self, step: Step) -> Tensor:
+    def forward(self, step: Part) -> Tensor:
         """Attention of every layer; returns Outputs.rows of the padded sequences."""
         entry = step.token_ids * self._max_kv_len + step.positions
         rows = []

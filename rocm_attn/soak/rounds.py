@@ -21,7 +21,7 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.kernels.metadata.step_tensors import NO_PARENT
 from rocm_attn.soak.model import LayerTables, Outputs
-from rocm_attn.step.drafts import DraftSteps
+from rocm_attn.step.step import Series
 
 Ids = TypeVar("Ids", Int32Array, Tensor)
 
@@ -75,15 +75,15 @@ class SoakRounds:
         self._out = [rows.q.new_empty(*shape, rows.q.shape[1], rows.v.shape[2]) for rows in tables]
         self._lse = [rows.q.new_empty(*shape, rows.q.shape[1], dtype=torch.float32) for rows in tables]
 
-    def forward(self, round_: DraftSteps) -> Tensor:
+    def forward(self, round_: Series) -> Tensor:
         """Attention of every layer in every draft step; Outputs.rows of the padded sequences."""
-        ids, branches = round_.steps[0].token_ids, round_.branches
+        ids, branches = round_[0].token_ids, round_[0].branches
         branch = torch.arange(ids.shape[0], dtype=torch.int32, device=ids.device) % branches
         rows: list[Tensor] = []
-        for number, step in enumerate(round_.steps):
+        for number, step in enumerate(round_):
             if number:
                 ids = next_ids(ids, branch, self._vocabulary)
-                round_.set_parents(number, branches_before(ids, branch, branches))
+                step.set_parents(branches_before(ids, branch, branches))
             entry, rows = ids * self._max_kv_len + step.positions, []
             for layer, tables in enumerate(self._tables):
                 out, lse = self._out[layer][number][step.tokens], self._lse[layer][number][step.tokens]

@@ -291,7 +291,7 @@ class Soak:
         drafts = drawn.action is Action.DRAFT
         runner = self._round_runner if drafts else self._runner
         before = runner.counters
-        rows = runner.run_as(shape, batch)
+        rows = runner.run(batch, shape)
         moves = drawn.moves_on(self._runtime.device)
         if moves is not None:
             self._runtime.move_accepted(*moves)

@@ -29,7 +29,7 @@ from rocm_attn.soak.needle_layer import NeedleLayer, Tally, Wrong
 from rocm_attn.soak.wide_pages import place_rows, rows_needed, wrapping_pages
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.options import RuntimeOptions
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part
 
 # Needles that were missed, or seen where they are hidden, that a report names for each layer.
 _MOST_NAMED = 8
@@ -242,7 +242,7 @@ class Truth:
         self.report.steps += 1
         self.report.replays += replayed
 
-    def _forward(self, step: Step) -> Tensor:
+    def _forward(self, step: Part) -> Tensor:
         outs = [layer.run(step.layers, number, step.token_ids.shape[0]) for number, layer in enumerate(self._layers)]
         return outs[-1][step.last_token_of_seq.long()]
 

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadTensor
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part
 
 
-def select_last_accepted(rows: Tensor, step: Step, num_accepted: Tensor) -> Tensor:
+def select_last_accepted(rows: Tensor, step: Part, num_accepted: Tensor) -> Tensor:
     """[S, ...]: of each sequence the row of its num_accepted-th new token.
 
     rows:         [T, ...], what a forward has for each token of the step, for instance hidden states
@@ -28,7 +28,7 @@ def select_last_accepted(rows: Tensor, step: Step, num_accepted: Tensor) -> Tens
     return rows.index_select(0, last_accepted(step, num_accepted))
 
 
-def last_accepted(step: Step, num_accepted: Tensor) -> Tensor:
+def last_accepted(step: Part, num_accepted: Tensor) -> Tensor:
     """int32 or int64 [S]: the token of each sequence that select_last_accepted selects the row of. Raises BadTensor."""
     num_tokens, num_seqs = step.token_ids.shape[0], step.row_of_seq.shape[0]
     if tuple(num_accepted.shape) != (num_seqs,) or num_accepted.dtype not in (torch.int32, torch.int64):

@@ -27,12 +27,12 @@ from rocm_attn.providers.contract import StepOps
 from rocm_attn.providers.torch_ref import TORCH
 from rocm_attn.providers.triton import TRITON
 from rocm_attn.step.layer_kinds import LayerKinds
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part
 
 _ELEMENTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
-def verified(step: Step, parents: Tensor) -> Verified:
+def verified(step: Part, parents: Tensor) -> Verified:
     """What a verify step has verified. parents: as of its TreeMask; of chains -1, 0, 1, ... in each row
 
     Raises BadTensor.

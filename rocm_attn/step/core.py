@@ -106,13 +106,13 @@ class StepCore:
             half = children[first : first + drafts.steps]
             self.ops.draft_steps([step.tensors for step in half], half[0].parents, drafts.branches)
             if drafts.branches > 1:
-                self.place_draft_mask(drafts, 0, half[0])
+                self.place_draft_mask(drafts.branches, 0, half[0])
 
-    def place_draft_mask(self, drafts: Drafts, number: int, step: DeviceStep) -> None:
-        """Work out what the drafts of a draft step see, from the parents of all drafts up to it."""
+    def place_draft_mask(self, branches: int, number: int, step: DeviceStep) -> None:
+        """Derive the mask of a draft step from the parents of all drafts up to it. branches: of the round"""
         with on_device(self.device):
             for tensors, window_left in step.windows:
-                self.ops.place_trees(step.parents, number * drafts.branches, window_left, tensors)
+                self.ops.place_trees(step.parents, number * branches, window_left, tensors)
 
     def _fills_by_launches(self, plan: StepPlan) -> bool:
         """Whether all that derives the metadata of steps of a plan is launches."""

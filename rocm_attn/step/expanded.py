@@ -17,11 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.drafts import NO_DRAFTS
+from rocm_attn.batch.mask import NO_MASK
 from rocm_attn.batch.step_batch import StepBatch
-from rocm_attn.errors import BadProblem, BadTensor
+from rocm_attn.errors import BadBatch, BadProblem, BadTensor
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.machine.devices import on_device
-from rocm_attn.machine.target import Target
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.scores import scores_of
 from rocm_attn.step.merging import merge_into
@@ -39,19 +40,14 @@ class ExpandedPrefill:
     pages:   of the layer
     table:   int32 [rows, width], row, page_no -> page
     packed:  attention over what latents are expanded to
+    running_batch: the batch of the step that runs; raises WrongState where none does
     """
 
     problem: Problem
     pages: LayerPages
     table: Tensor
     packed: PackedAttention
-
-    @classmethod
-    def of(
-        cls, problem: Problem, pages: LayerPages, table: Tensor, target: Target, provider: str, sinks: Tensor | None
-    ) -> ExpandedPrefill:
-        """By the kernels of a target and a provider; sinks: of the layer's heads, float32. Raises BadProblem."""
-        return cls(problem, pages, table, PackedAttention(problem, target, provider, sinks))
+    running_batch: Callable[[], StepBatch]
 
     def __post_init__(self) -> None:
         problem = self.problem
@@ -61,18 +57,25 @@ class ExpandedPrefill:
             raise BadProblem("expanded attention is causal and has no window; attend to this layer absorbed")
 
     def attend(
-        self, batch: StepBatch, q: Tensor, latents: Tensor, expand: Expand, *, chunk_tokens: int = 1 << 15
+        self, q: Tensor, latents: Tensor, expand: Expand, *, chunk_tokens: int = 1 << 15
     ) -> tuple[Tensor, Tensor]:
-        """out [T, heads, v_dim] in q's dtype and lse float32 [T, heads] of a step's tokens, without padded ones.
+        """out [T, heads, v_dim] in q's dtype and lse float32 [T, heads] of the running step's tokens, without pads.
 
-        batch:        the step; the lengths are the host's
         q:            [T, heads, dim]
         latents:      [T, head_dim], the step's own, as they were given to the store
         expand:       gets latents of new tokens and of chunks; k and v have q's dtype and the same v_dim each time
         chunk_tokens: tokens of the prefixes that are expanded at a time, of all sequences together; at least 1
 
-        The scale, cap and sinks are the layer's: q . k has the value that absorbed products have. Raises BadTensor.
+        The scale, cap and sinks are the layer's: q . k has the value that absorbed products have.
+        Raises BadTensor; WrongState unless a step runs; BadBatch for a round of drafts, and for a step with a mask or
+        with lengths that only the device knows.
         """
+        batch = self.running_batch()
+        if not batch.inputs.lengths_on_host or batch.mask is not NO_MASK or batch.drafts is not NO_DRAFTS:
+            raise BadBatch(
+                "expanded attention takes a step whose lengths the host knows, without a mask and drafts; attend to "
+                "this layer absorbed in this step"
+            )
         num_tokens = int(batch.q_len.sum())
         dims = {"q": (q, 3), "latents": (latents, 2)}
         for name, (tensor, dim) in dims.items():

@@ -398,15 +398,15 @@ def _index_pages(pages: LayerPages) -> IndexPages:
 
 
 class StepLayers:
-    """The layer calls of a step, or of one half of a split one, for as long as that step runs.
+    """The layer calls of a part of a step, for as long as that step runs.
 
     require_running: raises WrongState when the step does not run
-    stores:          what the step has stored, both halves of a split one
-    selections:      what it has selected, likewise
-    half:            which half it is, 0 or 1; 0 for a step that is not split
+    stores:          the layers that each part of the step has stored in
+    selections:      the layer whose selection each part has
+    part:            Part.number
     """
 
-    __slots__ = ("_half", "_layers", "_plan", "_require_running", "_selections", "_step", "_stores")
+    __slots__ = ("_layers", "_part", "_plan", "_require_running", "_selections", "_step", "_stores")
 
     def __init__(
         self,
@@ -416,11 +416,11 @@ class StepLayers:
         require_running: Callable[[], None],
         stores: StepStores,
         selections: StepSelections,
-        half: int,
+        part: int,
     ) -> None:
         self._stores = stores
         self._selections = selections
-        self._half = half
+        self._part = part
         self._layers = layers
         self._step = step
         self._plan = plan
@@ -429,14 +429,14 @@ class StepLayers:
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         """As LayerCalls.store."""
         self._require_running()
-        self._stores.before_store()
+        self._stores.before_store(self._part, layer)
         self._layers.store(self._step, self._plan, layer, k, v)
-        self._stores.after_store(self._half, layer)
+        self._stores.after_store(self._part, layer)
 
     def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
         """As LayerCalls.attend."""
         self._require_running()
-        self._stores.before_attend(self._half, layer)
+        self._stores.before_attend(self._part, layer)
         self._layers.attend(self._step, self._plan, layer, q, out, lse)
 
     def store_and_attend(
@@ -444,17 +444,17 @@ class StepLayers:
     ) -> None:
         """store, then attend."""
         self._require_running()
-        self._stores.before_store()
+        self._stores.before_store(self._part, layer)
         layers, step, plan = self._layers, self._step, self._plan
         if lse is None and layers.both_again(step, layer, q, k, v, out):
-            self._stores.after_store(self._half, layer)
+            self._stores.after_store(self._part, layer)
         elif layers.stores_within(plan, layer) and out.data_ptr() not in (k.data_ptr(), v.data_ptr()):
             # In one launch a program may write to out before another one has read what lies there.
             layers.store_and_attend(step, plan, layer, (k, v), (q, out, lse))
-            self._stores.after_store(self._half, layer)
+            self._stores.after_store(self._part, layer)
         else:
             layers.store(step, plan, layer, k, v)
-            self._stores.after_store(self._half, layer)
+            self._stores.after_store(self._part, layer)
             layers.attend(step, plan, layer, q, out, lse)
             if lse is None:
                 layers.join(step, plan, layer)
@@ -462,9 +462,9 @@ class StepLayers:
     def rope_and_store(self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_out: Tensor, work: QkvWork) -> None:
         """As LayerCalls.rope_and_store."""
         self._require_running()
-        self._stores.before_store()
+        self._stores.before_store(self._part, layer)
         self._layers.rope_and_store(self._step, self._plan, layer, Projected(q, k, v, q_out), work)
-        self._stores.after_store(self._half, layer)
+        self._stores.after_store(self._part, layer)
 
     def rope_queries(self, layer: int, q: Tensor, q_out: Tensor, work: QkvWork) -> None:
         """As LayerCalls.rope_queries."""
@@ -479,29 +479,29 @@ class StepLayers:
     def store_index(self, layer: int, k: Tensor) -> None:
         """As LayerCalls.store_index."""
         self._require_running()
-        self._stores.before_store()
+        self._stores.before_store(self._part, self._index_of(layer))
         self._layers.store_index(self._step, layer, k)
-        self._stores.after_store(self._half, self._index_of(layer))
+        self._stores.after_store(self._part, self._index_of(layer))
 
     def select(self, layer: int, q: Tensor, weights: Tensor | None = None) -> None:
         """As LayerCalls.select."""
         self._require_running()
-        self._stores.before_attend(self._half, self._index_of(layer))
+        self._stores.before_attend(self._part, self._index_of(layer))
         self._layers.select(self._step, layer, q, weights)
-        self._selections.after_select(self._half, layer)
+        self._selections.after_select(self._part, layer)
 
     def give_selection(self, layer: int, units: Tensor, counts: Tensor) -> None:
         """As LayerCalls.give_selection."""
         self._require_running()
         self._layers.give_selection(self._step, layer, units, counts)
-        self._selections.after_select(self._half, layer)
+        self._selections.after_select(self._part, layer)
 
     def attend_selected(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
         """As LayerCalls.attend_selected."""
         self._require_running()
         self._layers.problem(layer)
-        self._selections.before_attend(self._half, layer)
-        self._stores.before_attend(self._half, layer)
+        self._selections.before_attend(self._part, layer)
+        self._stores.before_attend(self._part, layer)
         self._layers.attend_selected(self._step, layer, q, out, lse)
 
     def _index_of(self, layer: int) -> int:

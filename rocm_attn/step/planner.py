@@ -11,11 +11,11 @@ from torch import Tensor
 
 from rocm_attn.batch.drafts import NO_DRAFTS, AnyDrafts, Drafts
 from rocm_attn.batch.mask import NO_MASK, Mask, StepMask
-from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, PadTo, is_prefill, require_pad_to
+from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, PadTo, fits, is_prefill, require_pad_to
 from rocm_attn.batch.prefixes import NO_PREFIXES
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import Extra, StepKind
-from rocm_attn.errors import BadBatch, BadTensor, NeverFits, Unsupported
+from rocm_attn.errors import BadBatch, BadTensor, NeverFits, Unsupported, WrongState
 from rocm_attn.providers.contract import Baked
 from rocm_attn.providers.select import Selection
 from rocm_attn.step.plan import GraphKey, StepPlan, keep_latest, kv_len_bucket, make_plan, q_len_bucket
@@ -162,8 +162,27 @@ class Planner:
             return True
         return batch.max_q_len == batch.min_q_len <= _MOST_VERIFIED
 
+    def admit(self, batch: StepBatch, plan: StepPlan) -> StepPlan:
+        """The plan, where the batch fits it. Raises NeverFits, WrongState for an old plan, and as plan()."""
+        if plan.replayable and self._plan_of_key.get(self._graph_key(plan.key)) is not plan:
+            raise WrongState("the plan was made before the sealed addresses were given up; plan the step anew")
+        _require_fit(batch, plan.shape)
+        drafts = batch.drafts
+        longest = batch.max_q_len if drafts is NO_DRAFTS else drafts.branches
+        bounds = plan.bounds
+        if longest > bounds.max_q_len or batch.max_kv_len > bounds.max_kv_len:
+            raise NeverFits(
+                f"the step has up to {longest} new tokens and {batch.max_kv_len} tokens in a sequence, its plan was "
+                f"made for {bounds.max_q_len} and {bounds.max_kv_len}; plan the step anew"
+            )
+        if plan.replayable and not self.padding.has_room(batch, plan.shape):
+            raise NeverFits("the step's mask has more cells than its plan's memory; plan the step anew")
+        self._check_inputs(batch, plan)
+        return plan
+
     def plan_as(self, batch: StepBatch, shape: PaddedShape) -> StepPlan:
-        """The plan of a batch that is padded to a shape which it fits. Raises what plan() raises."""
+        """The plan of a batch that is padded to a shape. Raises NeverFits where it does not fit, and as plan()."""
+        _require_fit(batch, shape)
         return self._make_plan(shape, batch, batch.max_q_len, self._max_kv_len_of(batch, None))
 
     def _max_kv_len_of(self, batch: StepBatch, pad_to: PadTo | None) -> int:
@@ -249,3 +268,12 @@ class Planner:
                 "custom_mask, or draft with one branch",
                 [f"no custom_mask: {problem}" for problem in without],
             )
+
+
+def _require_fit(batch: StepBatch, shape: PaddedShape) -> None:
+    """Raise NeverFits for a batch that cannot run at a shape."""
+    if not fits(batch, shape):
+        raise NeverFits(
+            f"{batch.num_seqs} sequences with {batch.num_tokens} new tokens do not fit {shape}; take the shape that "
+            "runtime.padding gives for them"
+        )

@@ -171,7 +171,7 @@ class PublishingGuards:
 class Publisher:
     """Writes ring slots and launches the kernels that read them, but for slots that a step's graph takes by itself.
 
-    holds_faults: as of Meetings
+    holds_faults: whether a fault waits for a meeting of ranks, instead of being raised by the next step
     runs:         of graphs that take their inputs
     launching:    what was published last and may not have reached the device: no launch that brings it there has ended
     """
@@ -182,10 +182,9 @@ class Publisher:
         table: RequestTable,
         pool: HybridKVPool,
         guards: PublishingGuards,
-        *,
-        holds_faults: bool = False,
     ) -> None:
-        self._holds_faults = holds_faults
+        self.holds_faults = False
+        self.device = pool.device
         self._ops = ops
         self._table = table
         self._pool = pool
@@ -366,7 +365,7 @@ class Publisher:
 
     def _report_at_once(self) -> None:
         """Raise what was found, unless other ranks run this step too: then it is raised between two steps."""
-        if self._found and not self._holds_faults:
+        if self._found and not self.holds_faults:
             self.report(self._found)
 
     def forget_faults(self) -> None:

@@ -1,27 +1,34 @@
-"""Step and SplitStep: what a model's forward gets to run a step with."""
+"""Step and Part: a step as its caller gets it, whole, in halves, as a round of drafts, or both."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol
 
 from torch import Tensor
 
 from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.step.drafts import RoundTree
 from rocm_attn.step.memory import DeviceStep
 from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.protocols import LayerCalls
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """What a model's forward gets: a step, or one half of a split one.
+class Part:
+    """What a model's forward gets: a whole step, a half of a split one, or a draft step of a round.
 
-    Device tensors have padded sizes, S sequences and T tokens.
+    Device tensors have padded sizes, S sequences and T tokens. A draft step has T = branches * S tokens, and branch b
+    of sequence s has place s * branches + b.
 
     num_seqs, num_tokens: real ones, on the host; a forward that is captured must not use them. Upper bounds where the
                           batch's lengths are
-    token_ids:            int32 [T], pads 0
-    positions:            int32 [T], rope positions, pads 0; places in the KV, or what came with the step's mask
+    token_ids:            int32 [T], pads 0. Those of draft steps after the first are 0: the forward picks them between
+                          two draft steps, on the device
+    positions:            int32 [T], rope positions, pads 0; places in the KV, or what came with the step's mask. Depths
+                          of drafts after the sequence's prefix, in a draft step
     row_of_seq:           int32 [S], sequence -> row of the request table; pads 0, which is no request's
     kv_len:               int32 [S], tokens after the step, new ones included
     q_indptr:             int32 [S + 1], sequence -> first token; the last one is where the last sequence's tokens end
@@ -31,8 +38,9 @@ class Step:
     last_token_of_seq:    int32 [S], the token whose hidden state predicts the next one; 0 where there is no new token.
                           A pad of a decode step has a token, a padded one
     layers:               store and attend for the tokens above, while the step runs
-    plan:                 how the step runs; a half's is that of the split step, whose shape has both
-    half:                 which half it is: 0 or 1; 0 for a step that is not split
+    plan:                 how the step runs; its shape has all parts
+    number:               the part's place in Step.parts
+    tree:                 the parents of a round's drafts; empty in other steps
     """
 
     num_seqs: int
@@ -47,17 +55,49 @@ class Step:
     last_token_of_seq: Tensor
     layers: LayerCalls
     plan: StepPlan
-    half: int
+    number: int
+    tree: RoundTree
+
+    @property
+    def half(self) -> int:
+        """The half that the part belongs to: 0 or 1; 0 in a step that is not split."""
+        return self.number // self.plan.shape.drafts.steps
 
     @property
     def tokens(self) -> slice:
-        """Of tensors with a place for every padded token of both halves: the places of this one."""
+        """The part's places in a tensor that has one for every padded token of both halves."""
         num_tokens = self.token_ids.shape[0]
         return slice(self.half * num_tokens, (self.half + 1) * num_tokens)
 
+    @property
+    def branches(self) -> int:
+        """Drafts of a sequence in each draft step; 0 in a step that is no round of drafts."""
+        return self.plan.shape.drafts.branches
+
+    @property
+    def parents(self) -> Tensor:
+        """int32 [S, branches * draft steps], the parent of each draft of the round; see RoundTree."""
+        return self.tree.parents
+
+    def set_parents(self, parents: Tensor) -> None:
+        """Say which branch of the draft step before each draft of this one continues. Call it before the layers.
+
+        parents: int32 [T] or [S, branches], on the device: numbers from 0 to branches - 1. Several drafts may continue
+                 one branch
+
+        Raises WrongState for a draft step whose turn it is not, BadTensor.
+        """
+        self.tree.set_parents(self.number % self.plan.shape.drafts.steps, parents)
+
+    def keep_branches(self) -> None:
+        """set_parents() where each branch continues itself. Raises WrongState."""
+        self.tree.keep_branches(self.number % self.plan.shape.drafts.steps)
+
     @classmethod
-    def of(cls, batch: StepBatch, views: DeviceStep, plan: StepPlan, layers: LayerCalls, half: int) -> Step:
-        """The step of a batch, or of its part in a half, run by a plan in these views."""
+    def of(
+        cls, batch: StepBatch, views: DeviceStep, plan: StepPlan, layers: LayerCalls, number: int, tree: RoundTree
+    ) -> Part:
+        """The part that runs a batch, or the half of one, by a plan in these views."""
         return cls(
             num_seqs=batch.num_seqs,
             num_tokens=batch.num_fed,
@@ -71,30 +111,85 @@ class Step:
             last_token_of_seq=views.tensors.last_token_of_seq,
             layers=layers,
             plan=plan,
-            half=half,
+            number=number,
+            tree=tree,
         )
 
-    def is_for(self, batch: StepBatch, views: DeviceStep, plan: StepPlan) -> bool:
-        """Whether this is the step of a batch of these sizes, run by this plan in these views."""
-        return (
-            self.plan is plan
-            and self.token_ids is views.spaces[0].token_ids
-            and self.num_seqs == batch.num_seqs
-            and self.num_tokens == batch.num_fed
-        )
+
+# The parts that run one after the other: a whole step, a half of one, or the draft steps of a round.
+Series = tuple[Part, ...]
+
+
+class StepOwner(Protocol):
+    """Fills and ends the step that was staged."""
+
+    def fill(self) -> None:
+        """Derive the step's metadata on the device."""
+        ...
+
+    def end(self) -> None:
+        """Close the step."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
-class SplitStep:
-    """A step that runs as two halves, which share nothing but the table and the pages.
+class Step:
+    """A step that was begun. Leaving it as a context ends it, also after an exception.
 
-    halves:           the first sequences of the batch and the others; either may be empty, both have one padded shape
-    num_first:        int32 [], sequences of the first half, on the device: for forwards that are captured
-    num_first_tokens: int32 [], its tokens
+        with runtime.step(batch) as step:
+            for part in step.parts:
+                forward(part)
+
+    parts:            a whole step has 1, a split one 2, a round of drafts one for each draft step, and a split round
+                      those of its first half, then those of the second
+    num_first:        int32 [], sequences of the first half, on the device: for forwards that are captured. All of them
+                      in a step that is not split
+    num_first_tokens: int32 [], tokens of its first part
     plan:             how the step runs
+    owner:            the gate that the step came through
     """
 
-    halves: tuple[Step, Step]
+    parts: Series
     num_first: Tensor
     num_first_tokens: Tensor
     plan: StepPlan
+    owner: StepOwner
+
+    @property
+    def halves(self) -> tuple[Series, ...]:
+        """The parts of each half, which share nothing but the table and the pages; all parts where there is one."""
+        steps = self.plan.shape.drafts.steps
+        return tuple(self.parts[first : first + steps] for first in range(0, len(self.parts), steps))
+
+    def fill(self) -> None:
+        """Derive the step's metadata on the device; captured where a step is. Doing it twice is harmless.
+
+        Raises WrongState for a step that is over.
+        """
+        self.owner.fill()
+
+    def end(self) -> None:
+        """Close the step, so that the next one may begin; see AttentionRuntime.end_step."""
+        self.owner.end()
+
+    def __enter__(self) -> Step:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.owner.end()
+
+    def is_for(self, batch: StepBatch, views: DeviceStep, plan: StepPlan) -> bool:
+        """Whether a batch of this size, run by this plan in these views, has an equal step."""
+        part = self.parts[0]
+        return (
+            self.plan is plan
+            and part.token_ids is views.spaces[0].token_ids
+            and part.num_seqs == batch.num_seqs
+            and part.num_tokens == batch.num_fed
+        )
+
+
+# Runs the parts of one half.
+RunSeries = Callable[[Series], object]

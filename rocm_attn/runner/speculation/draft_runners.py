@@ -27,9 +27,8 @@ from rocm_attn.runner.speculation.drafts_again import Around
 from rocm_attn.runner.speculation.drawn import drawn_level, samples, terms_of_drafts
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.accepted import last_accepted
-from rocm_attn.step.drafts import DraftSteps
-from rocm_attn.step.repeatable import Repeatable
-from rocm_attn.step.step import Step
+from rocm_attn.step.gate import RanStep
+from rocm_attn.step.step import Part, Series
 
 
 class DraftingModel(Protocol):
@@ -40,11 +39,11 @@ class DraftingModel(Protocol):
         """[0, width]: of the dtype, width and device of these rows."""
         ...
 
-    def taken_in(self, step: Step) -> tuple[Tensor, Tensor]:
+    def taken_in(self, step: Part) -> tuple[Tensor, Tensor]:
         """Logits [S, vocab] after the last token of each sequence of a step, and the rows [S, width] handed on."""
         ...
 
-    def drafted(self, step: Step, carried: Tensor) -> tuple[Tensor, Tensor]:
+    def drafted(self, step: Part, carried: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [T, vocab] after each token of a draft step, and rows [T, width]; carried: of the tokens before."""
         ...
 
@@ -123,7 +122,7 @@ class DraftRunners:
         )
         self._runtime = runtime
         self.recorder = recorder_for(runtime.device) if options.graphs else None
-        self._taken_in_last: Repeatable | None = None
+        self._taken_in_last: RanStep | None = None
 
     @property
     def runtime(self) -> AttentionRuntime:
@@ -208,7 +207,7 @@ class DraftRunners:
         ends, q_len = bounds + np.int32(width), as_many(len(rows), width)
         taking_in = DeviceInputs(kv_len=stored, token_ids=token_ids, ahead=width)
         level = self._first.run(StepBatch(rows, ends, q_len, inputs=taking_in))
-        self._taken_in_last = self._runtime.repeatable
+        self._taken_in_last = self._runtime.gate.last
         first = self._first_level.of(len(rows))
         first.put_first(level.of(len(rows)))
         stored += self.taken[: len(rows)]
@@ -255,7 +254,7 @@ class DraftRunners:
             metrics.steps += 1
             metrics.replays += 1
 
-    def _taken_in(self, step: Step) -> Level:
+    def _taken_in(self, step: Part) -> Level:
         step = replace(step, last_token_of_seq=last_accepted(step, self.taken[: step.row_of_seq.shape[0]]))
         logits, carried = self._model.taken_in(step)
         return self._chosen(Level.first(logits, carried, self.num_branches), logits, carried, 0)
@@ -272,14 +271,14 @@ class DraftRunners:
                 level = level._replace(drawn_by=of_all.index_copy_(2, tokens.long(), level.drawn_by))
         return level._replace(token_ids=self._model.tokens(level.token_ids))
 
-    def _all_levels(self, round_: DraftSteps) -> Tensor:
+    def _all_levels(self, round_: Series) -> Tensor:
         """int32 [S, levels, 3, K]: the words of all levels, the first one included."""
-        num_seqs = round_.steps[0].token_ids.shape[0] // round_.branches
+        num_seqs = round_[0].row_of_seq.shape[0]
         level = self._first_level.of(num_seqs)
-        token_ids, words, drawn_by = round_.steps[0].token_ids, [level.words()], [level.drawn_by]
-        for number, step in enumerate(round_.steps):
+        token_ids, words, drawn_by = round_[0].token_ids, [level.words()], [level.drawn_by]
+        for number, step in enumerate(round_):
             if number:
-                round_.set_parents(number, level.branches)
+                step.set_parents(level.branches)
                 token_ids = level.token_ids.flatten()
             logits, carried = self._model.drafted(replace(step, token_ids=token_ids), level.carried.flatten(0, 1))
             level = self._chosen(level.next(logits, carried), logits, carried, number + 1)

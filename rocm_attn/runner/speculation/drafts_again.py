@@ -31,7 +31,7 @@ from rocm_attn.machine.devices import on_device
 from rocm_attn.runner.sending import sent
 from rocm_attn.runner.speculation.round_trees import Guessed
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step.repeatable import Repeatable
+from rocm_attn.step.gate import RanStep
 
 
 class DeviceSlot:
@@ -49,7 +49,7 @@ class DeviceSlot:
 
     def write(self, rows: Int32Array, most: Int32Array) -> None:
         """Take over the rows of a step, and the most tokens that each may have. int32 [num_seqs]"""
-        words, parts, number = np.zeros(len(self.words), np.int32), self._parts, self._runtime.step_number
+        words, parts, number = np.zeros(len(self.words), np.int32), self._parts, self._runtime.faults.step_number
         header = slot_header(self._num_seqs, self._num_seqs * self._q_len, number, False, number)
         words[: parts.rows.start] = np.frombuffer(header, np.int32)
         words[parts.rows], words[parts.kv_len], words[parts.q_len] = rows, most, self._q_len
@@ -92,7 +92,7 @@ class Around:
     are_there:   whether both graphs may still run
     """
 
-    first: Repeatable
+    first: RanStep
     first_graph: RunsAgain[Any]
     few: int
     between: Callable[[], Tensor]
@@ -128,8 +128,8 @@ class DraftsAgain:
         guessed: Guessed,
     ) -> None:
         self._runtime, self._around, self.guessed = runtime, around, guessed
-        num_seqs, of_first, faults = len(around.stored), around.first[2].spaces[0], around.faults
-        self._seal_number = runtime.seal_number
+        num_seqs, of_first, faults = len(around.stored), around.first.inputs, around.faults
+        self._seal_number = runtime.seals.number
         first_slot = DeviceSlot(runtime, of_first, num_seqs, around.few)
         drafts_slot = DeviceSlot(runtime, around.drafts, num_seqs, around.num_drafts)
         self._slots = first_slot, drafts_slot
@@ -145,7 +145,7 @@ class DraftsAgain:
             guessed.put(around.words)
 
         # Nothing that is recorded reads pages: slots without sequences serve.
-        runtime.report_faults()
+        runtime.faults.report()
         changed = (around.stored, *guessed.changed())
         held = [tensor.clone() for tensor in changed]
         try:
@@ -155,7 +155,7 @@ class DraftsAgain:
                 tensor.copy_(value)
             for to in (of_first, around.drafts):
                 to.counts[ERROR_WORD] = 0
-                to.counts[STEP] = runtime.step_number
+                to.counts[STEP] = runtime.faults.step_number
             faults.zero_()
         first, last = around.first_graph.recording, around.drafts_graph.recording
         self._whole = joiner_for(runtime.device).join([made[0], first, made[1], last, made[2]])
@@ -166,9 +166,9 @@ class DraftsAgain:
 
     def is_next(self, guessed: Guessed) -> bool:
         """Whether these are the drafts of a round's guesses, made after those that were made last."""
-        if guessed is not self.guessed or self._seal_number != self._runtime.seal_number:
+        if guessed is not self.guessed or self._seal_number != self._runtime.seals.number:
             return False
-        return self._runtime.repeatable is self._around.first and self._around.are_there()
+        return self._runtime.gate.may_go_again is self._around.first and self._around.are_there()
 
     def fits(self, num_tokens: int) -> bool:
         """Whether texts may have as many tokens, those included that are taken in."""
@@ -180,7 +180,7 @@ class DraftsAgain:
         rows, most: int32 [n], of the request table, and tokens that these have room for
         """
         self.reserve(rows, most)
-        self._runtime.repeatable = self._around.first
+        self._runtime.gate.resume(self._around.first)
 
     def reserve(self, rows: Int32Array, most: Int32Array) -> None:
         """The rows have room for so many tokens. As of follow()"""
@@ -195,7 +195,7 @@ class DraftsAgain:
         try:
             around.first_graph.require_good()
             around.drafts_graph.require_good()
-            self._runtime.replay_again(self._whole.replay)
+            self._runtime.gate.replay_again(self._whole.replay)
         except StaleRecording as stale:
             raise GraphStale(str(stale)) from stale
         return around.words

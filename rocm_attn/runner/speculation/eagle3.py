@@ -41,7 +41,7 @@ from rocm_attn.runner.speculation.seeded_head import FC, SeededHead
 from rocm_attn.runner.tensors import Piece, Shape, TensorReader, TensorSource
 from rocm_attn.runner.weights import LayerWeights, ModelWeights
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 _NUM_ROWS = 3
@@ -126,13 +126,13 @@ class Eagle3Head:
             self.features = torch.zeros(most_tokens, weights.fc.shape[1], dtype=dtype, device=device)
         self.nothing_carried = torch.empty(0, config.hidden_size, dtype=dtype, device=device)
 
-    def taken_in(self, step: Step) -> tuple[Tensor, Tensor]:
+    def taken_in(self, step: Part) -> tuple[Tensor, Tensor]:
         """As of DraftingModel; carried are the features of the next tokens."""
         rows = self._arithmetic.linears.linear(self.features[: step.token_ids.shape[0]], self._weights.fc)
         last = self._next_features(step, rows).index_select(0, step.last_token_of_seq)
         return self._logits(last), last
 
-    def drafted(self, step: Step, carried: Tensor) -> tuple[Tensor, Tensor]:
+    def drafted(self, step: Part, carried: Tensor) -> tuple[Tensor, Tensor]:
         """As of DraftingModel."""
         features = self._next_features(step, carried)
         return self._logits(features), features
@@ -141,7 +141,7 @@ class Eagle3Head:
         """As of DraftingModel."""
         return self._weights.token_of[drafted.long()]
 
-    def _next_features(self, step: Step, features: Tensor) -> Tensor:
+    def _next_features(self, step: Part, features: Tensor) -> Tensor:
         """[T, hidden]"""
         arithmetic, of_layer = self._arithmetic, self._of_layer
         if self._shares_embedding:

@@ -34,7 +34,7 @@ from rocm_attn.runner.speculation.seeded_head import FC, SeededHead
 from rocm_attn.runner.tensors import Piece, Shape, TensorReader, TensorSource
 from rocm_attn.runner.weights import expected_shapes, load_weights
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,13 +105,13 @@ class EagleHead:
             self.features = torch.zeros(most_tokens, config.hidden_size, dtype=of_head.dtype, device=of_head.device)
         self.nothing_carried = self.features[:0]
 
-    def taken_in(self, step: Step) -> tuple[Tensor, Tensor]:
+    def taken_in(self, step: Part) -> tuple[Tensor, Tensor]:
         """As of DraftingModel; carried are the features of the next tokens."""
         features = self._next_features(step, self.features[: step.token_ids.shape[0]])
         last = features.index_select(0, step.last_token_of_seq)
         return self._large.logits_of_normed(last), last
 
-    def drafted(self, step: Step, carried: Tensor) -> tuple[Tensor, Tensor]:
+    def drafted(self, step: Part, carried: Tensor) -> tuple[Tensor, Tensor]:
         """As of DraftingModel."""
         features = self._next_features(step, carried)
         return self._large.logits_of_normed(features), features
@@ -120,7 +120,7 @@ class EagleHead:
         """As of DraftingModel."""
         return drafted
 
-    def _next_features(self, step: Step, features: Tensor) -> Tensor:
+    def _next_features(self, step: Part, features: Tensor) -> Tensor:
         """[T, hidden]"""
         arithmetic, of_attention = self._arithmetic, self._weights.attention
         hidden = F.linear(torch.cat((self._large.embed(step.token_ids), features), 1), self._fc)

@@ -27,7 +27,7 @@ from rocm_attn.runner.speculation.ngrams import NgramDrafter
 from rocm_attn.runner.speculation.round_drafts import Guesses, LookedUp, ModelGuesses
 from rocm_attn.runner.speculation.speculation import NOTHING_DRAWN, Drafter
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part
 
 
 def served(model: Model, drafting: Drafting, options: EngineOptions, runtime: AttentionRuntime) -> Model | HandingOver:
@@ -187,12 +187,12 @@ class SmallModel:
         self._model = model
         self.nothing_carried = torch.empty(0, 0, dtype=model.weights.dtype, device=model.weights.device)
 
-    def taken_in(self, step: Step) -> tuple[Tensor, Tensor]:
+    def taken_in(self, step: Part) -> tuple[Tensor, Tensor]:
         """As of DraftingModel."""
         logits = self._model.forward(step)
         return logits, self.nothing_carried.new_empty(logits.shape[0], 0)
 
-    def drafted(self, step: Step, carried: Tensor) -> tuple[Tensor, Tensor]:
+    def drafted(self, step: Part, carried: Tensor) -> tuple[Tensor, Tensor]:
         """As of DraftingModel."""
         return self._model.logits(self._model.hidden(step)), carried
 

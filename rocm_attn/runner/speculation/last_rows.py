@@ -11,7 +11,7 @@ from rocm_attn.capture.split_forward import Forward
 from rocm_attn.runner.model import Model
 from rocm_attn.runner.options import EngineOptions
 from rocm_attn.runner.weights import ModelWeights
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part
 
 
 class GivesRows(Protocol):
@@ -19,8 +19,8 @@ class GivesRows(Protocol):
 
     @property
     def weights(self) -> ModelWeights: ...
-    def forward(self, step: Step) -> Tensor: ...
-    def hidden(self, step: Step) -> Tensor: ...
+    def forward(self, step: Part) -> Tensor: ...
+    def hidden(self, step: Part) -> Tensor: ...
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
@@ -37,11 +37,11 @@ class HandingOver:
             shape = most_tokens, model.config.hidden_size * max(1, len(layers))
             self.features = torch.zeros(shape, dtype=model.weights.dtype, device=model.weights.device)
 
-    def forward(self, step: Step) -> Tensor:
+    def forward(self, step: Part) -> Tensor:
         """As Model.forward."""
         return self.logits(self.hidden(step).index_select(0, step.last_token_of_seq))
 
-    def hidden(self, step: Step) -> Tensor:
+    def hidden(self, step: Part) -> Tensor:
         """As Model.hidden."""
         hidden, inputs = self.model.hidden_and_inputs(step, self._layers)
         left = torch.cat(inputs, 1) if self._layers else self.model.normed(hidden)
@@ -69,7 +69,7 @@ class LastRows:
         self._model = model
         self._back = torch.arange(1 - num_rows, 1, device=model.weights.device)
 
-    def __call__(self, step: Step) -> Tensor:
+    def __call__(self, step: Part) -> Tensor:
         """See the class."""
         hidden, last = self._model.hidden(step), step.last_token_of_seq
         if step.plan.shape.kind.decodes:

@@ -307,7 +307,7 @@ class ModelGuesses:
 
     def _again_of(self, guessed: Guessed, stored: Tensor) -> DraftsAgain | None:
         """What makes drafts again that the host has just planned; None: it plans the next ones too."""
-        again = self._drafts_again.of(self._runners.runtime.seal_number).get(guessed)
+        again = self._drafts_again.of(self._runners.runtime.seals.number).get(guessed)
         # Another plan, of longer texts, has other graphs.
         if again is not None and again.are_there():
             return again

@@ -176,7 +176,7 @@ class Trees:
 
     def before_accepting(self) -> None:
         """As Guessed.before_accepting."""
-        self._runtime.before_move()
+        self._runtime.gate.before_move()
 
     @property
     def accepting(self) -> Many[Recording] | None:

@@ -60,9 +60,9 @@ from rocm_attn.runner.speculation.round_launches import (
 )
 from rocm_attn.runner.speculation.speculation import NO_LOGPROBS_OF, Picks, StepPicks
 from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step.gate import RanStep
 from rocm_attn.step.host_ring import Fence, NoFence
 from rocm_attn.step.memory import DeviceStep
-from rocm_attn.step.repeatable import Repeatable, inputs_of
 from rocm_attn.step.same_launches import stream_of
 
 # Pages are reserved for a whole series, where that many are free; else, or where numbers that tokens are drawn by are
@@ -302,11 +302,11 @@ class DeviceRounds:
 
     def begin(self, step: ScheduledStep, picks: StepPicks, scheduler: Scheduler) -> StepPicks:
         """As Rounds.begin."""
-        batch, last, width = step.batch, self._runtime.repeatable, self._width
+        batch, last, width = step.batch, self._runtime.gate.last, self._width
         # With branches the batch that has run has a mask beside what the scheduler knows.
-        if last is None or last[0].row_bytes != batch.row_bytes or not self._runner.may_run_again:
+        if last is None or last.batch.row_bytes != batch.row_bytes or not self._runner.may_run_again:
             return picks
-        if isinstance(last[0].mask, TreeMask) is not self._guesses.has_branches:
+        if isinstance(last.batch.mask, TreeMask) is not self._guesses.has_branches:
             return picks
         # A prompt's rest may be of as many tokens, of which none is a draft.
         if not batch.min_q_len == batch.max_q_len == width or len(step.drafts) < batch.num_seqs or step.is_of_a_suspect:
@@ -328,10 +328,10 @@ class DeviceRounds:
         on_device.copy_(sent(limit, self._runtime.device))
         progress = _Progress(batch.kv_len.copy(), 0)
         rounds = self._rounds_of(step, last)
-        rounds.guessed.begin(last[0])
+        rounds.guessed.begin(last.batch)
         series = self._series = _Series(
             step,
-            last[0],
+            last.batch,
             scheduler.num_changes,
             batch.rows,
             progress,
@@ -341,7 +341,7 @@ class DeviceRounds:
             self._shaping(step),
             rounds,
             fewest(limit - batch.kv_len),
-            self._runtime.step_number,
+            self._runtime.faults.step_number,
             self._has_ranks,
         )
         rounds.make_next()
@@ -352,8 +352,8 @@ class DeviceRounds:
         series = self._series
         if series is None or series.is_over or not series.is_noted or series.num_changes != scheduler.num_changes:
             return False
-        last = self._runtime.repeatable
-        if last is None or last[0] is not series.batch or not self._runner.may_run_again:
+        last = self._runtime.gate.last
+        if last is None or last.batch is not series.batch or not self._runner.may_run_again:
             return False
         # Each that is not read tells in a memory of its own. Interrupts may have left more of them than the pace has.
         if series.num_launched > _MOST_ROUNDS or series.num_unread >= len(self._memory):
@@ -473,20 +473,20 @@ class DeviceRounds:
             series.is_over |= not self._guesses.guess(rounds.guessed, partial(_bounds, series, self._width))
         return RoundPicks(series, on_host, found, done)
 
-    def _rounds_of(self, step: ScheduledStep, last: Repeatable) -> RoundLaunches:
+    def _rounds_of(self, step: ScheduledStep, last: RanStep) -> RoundLaunches:
         """What the rounds that follow from a step launch after it."""
-        (batch, _, child), draws = last, bool(step.asking)
+        batch, child, draws = last.batch, last.views, bool(step.asking)
         if draws:
             self._send_terms(step)
-        launches, key = self._launches.of(self._runtime.seal_number), (id(child), batch.num_seqs, draws)
+        launches, key = self._launches.of(self._runtime.seals.number), (id(child), batch.num_seqs, draws)
         kept = launches.get(key)
         if kept is None:
             kept = self._launches.put(key, (child, self._new_launches(last, draws=draws)))
         return kept[1]
 
-    def _new_launches(self, last: Repeatable, *, draws: bool) -> RoundLaunches:
+    def _new_launches(self, last: RanStep, *, draws: bool) -> RoundLaunches:
         """As _rounds_of, made anew."""
-        num_seqs, inputs, width = last[0].num_seqs, inputs_of(last), self._width
+        num_seqs, inputs, width = last.batch.num_seqs, last.inputs, self._width
         to = Told.of(self._words, num_seqs, width)
         given = GuessedRound(
             inputs.counts,
@@ -500,7 +500,7 @@ class DeviceRounds:
             self._terms[: num_seqs * width],
             self._guesses.taken[:num_seqs],
         )
-        guessed = self._guesses.of_step(last[2], given, self._picker.tokens, to.path)
+        guessed = self._guesses.of_step(last.views, given, self._picker.tokens, to.path)
         on_host = [ToldOnHost(memory, num_seqs, width) for memory in self._memory]
         return RoundLaunches(self._ops, given, guessed, to, on_host, draws=draws, looks_up=self._guesses.looks_up)
 
@@ -521,10 +521,10 @@ class DeviceRounds:
         No longer than the step's plan and the table allow, and, but for what is needed, than the sequences can come to.
         None: there are no pages.
         """
-        last, table = self._runtime.repeatable, self._runtime.table
+        last, table = self._runtime.gate.last, self._runtime.table
         assert last is not None
         most_guessed = self._guesses.most_tokens + self._width - 1
-        most = np.int32(min(last[1].key.max_kv_len, table.max_kv_len, most_guessed))
+        most = np.int32(min(last.plan.key.max_kv_len, table.max_kv_len, most_guessed))
         if (needed > most).any():
             return None
         # With what rounds may store that are launched before its end is known.

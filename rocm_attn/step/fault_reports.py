@@ -1,0 +1,87 @@
+"""FaultReports: how the faults that the device found in steps reach the caller, on all ranks alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rocm_attn.errors import DeviceFault, WrongState
+from rocm_attn.machine.agreement import Agreement, alone
+from rocm_attn.machine.devices import wait_for_device
+from rocm_attn.step.echo import STEPS_UNTIL_ECHO
+from rocm_attn.step.holder import StepHolder, StepState
+from rocm_attn.step.publisher import Publisher
+
+_NOT_NOW = "the device cannot be asked"
+
+
+class FaultReports:
+    """The faults of one runtime's steps.
+
+    While steps run, stage() or meet() raises a fault some steps later by itself. No step comes to report the last ones:
+    report() and check() wait for the device and raise those too. One DeviceFault names all faults.
+
+    agree:    how ranks that share the layers agree; they call each method alike
+    canary:   what was written to row 0 of the table, or to page 0 of a layer; nothing where all is well
+    meetings: what ranks tell each other between steps
+    """
+
+    def __init__(self, publisher: Publisher, holder: StepHolder, agree: Agreement, canary: Callable[[], str]) -> None:
+        self._publisher, self._holder = publisher, holder
+        self._is_alone = agree is alone
+        self._canary = canary
+        self.meetings = agree.new_meetings()
+        publisher.holds_faults = self.meetings.holds_faults
+
+    @property
+    def step_number(self) -> int:
+        """The number of the step that was staged last, from 1 on; a DeviceFault names its step by it."""
+        return self._publisher.step_number
+
+    @property
+    def steps_until_known(self) -> int:
+        """The most steps that come after a faulty one before its fault is raised."""
+        return STEPS_UNTIL_ECHO + self.meetings.steps_late
+
+    def meet(self) -> None:
+        """Hear of the other ranks' faults before a step is staged.
+
+        Ranks that call AttentionRuntime.step(), or run steps by a StepRunner, meet there. Raises DeviceFault for an
+        earlier step, on all ranks alike, and RanksDiverged.
+        """
+        if not self._is_alone:
+            self._publisher.report(self.meetings.before_step(self.step_number, self._publisher.found))
+
+    def check(self) -> None:
+        """See AttentionRuntime.check_device."""
+        with self._holder.alone(_NOT_NOW):
+            self._find()
+            found = list(self._publisher.found)
+            written = self._canary()
+        if written:
+            found.append(DeviceFault(f"{written}; padded sequences read it, so every later step may be wrong"))
+        self._publisher.report(self.meetings.all_faults(self.step_number, found))
+
+    def report(self) -> None:
+        """check() of steps alone: memory that padded sequences read is not looked at."""
+        with self._holder.alone(_NOT_NOW):
+            self._find()
+        self._publisher.report(self.meetings.all_faults(self.step_number, self._publisher.found))
+
+    def report_own(self) -> None:
+        """report() of this rank alone, for steps that were tried out: ranks may leave those at different places."""
+        with self._holder.alone(_NOT_NOW):
+            self._find()
+        self._publisher.report(self._publisher.found)
+
+    def forget(self) -> None:
+        """Wait for the device, and drop the faults that were not raised yet. For steps that were tried out."""
+        with self._holder.alone(_NOT_NOW):
+            self._find()
+            self._publisher.forget_faults()
+
+    def _find(self) -> None:
+        if self._publisher.launching is not None and self._holder.state is not StepState.IDLE:
+            # A look at the slot of a graph that is about to be launched would take its step for an abandoned one.
+            raise WrongState("the device cannot be asked, because a step was staged; ask when its graph was launched")
+        wait_for_device(self._publisher.device)
+        self._publisher.find_faults()

@@ -32,9 +32,8 @@ from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.problem import Problem
 from rocm_attn.selection.build import build_runtime
-from rocm_attn.step.drafts import DraftSteps
 from rocm_attn.step.options import RuntimeOptions
-from rocm_attn.step.step import Part
+from rocm_attn.step.step import Part, Series
 
 PAGE_SIZE = 16
 ROUNDS = 60
@@ -88,11 +87,11 @@ class Model:
             shape.drafts.branches, (most,), device=device, dtype=torch.int32, generator=torch.Generator(device)
         )
 
-    def draft(self, drafts: DraftSteps) -> Tensor:
+    def draft(self, drafts: Series) -> Tensor:
         """[S, 32, 128], of the last step."""
-        for number, step in enumerate(drafts.steps):
+        for number, step in enumerate(drafts):
             if number:
-                drafts.set_parents(number, self.parents[: step.token_ids.shape[0]])
+                step.set_parents(self.parents[: step.token_ids.shape[0]])
             self._attend(step)
         return self.out[: step.row_of_seq.shape[0]]
 

@@ -12,7 +12,7 @@ from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import NotCopied, WrongState
 from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.speculative.arguments import Accepted
-from rocm_attn.machine.agreement import Agreement, alone
+from rocm_attn.machine.agreement import Agree, Agreement, alone
 from rocm_attn.machine.devices import on_device, with_index
 from rocm_attn.machine.target import Target
 from rocm_attn.paging.canary import what_was_written
@@ -67,7 +67,7 @@ class AttentionRuntime:
     ) -> None:
         guards.warn()
         self.guards, self.options = guards, options
-        self.agree = agree
+        self.agree: Agree = agree
         self.device = with_index(device)
         problems, spaces = kinds.problems, kinds.spaces_of_layers
         windows = options.windows(problems)
@@ -90,7 +90,7 @@ class AttentionRuntime:
         selection_of = guards.step.layers.selection_of
         self.gate = StepGate(core, self.table, publisher, planner, guards.batch, selection_of)
         self.faults = FaultReports(publisher, self.gate.holder, agree, self._written_to_reserved)
-        self.seals = Seals(core, self.gate, publisher, options, agree, self.check_device)
+        self.seals = Seals(core, self.gate, publisher, options, lambda found: self.agree(found), self.check_device)
 
     @property
     def kinds(self) -> LayerKinds:

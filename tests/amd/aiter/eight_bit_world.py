@@ -11,7 +11,7 @@ from torch import Tensor
 from rocm_attn.kernels.cache.page_format import Scales
 from rocm_attn.problem import KVEncoding, Problem
 from rocm_attn.providers.contract import KernelRow
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part
 from tests.amd.runtime.stepping import Request, World
 from tests.amd.tolerances import assert_attention_close
 
@@ -27,7 +27,7 @@ class EightBitWorld(World):
 
     row: KernelRow | None = field(default=None, init=False)
 
-    def lse_rows(self, layer: int, step: Step, q: Tensor) -> Tensor | None:
+    def lse_rows(self, layer: int, step: Part, q: Tensor) -> Tensor | None:
         self.row = step.plan.kernels[list(dict.fromkeys(self.problems)).index(self.problems[layer])].row
         return super().lse_rows(layer, step, q)
 
@@ -42,7 +42,7 @@ class EightBitWorld(World):
                 pages.v_scale.copy_(_V_FACTOR * by_head)
                 pages.k_scale.copy_(_K_FACTOR * by_head)
 
-    def qkv(self, problem: Problem, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+    def qkv(self, problem: Problem, step: Part) -> tuple[Tensor, Tensor, Tensor]:
         return self.held(problem, *super().qkv(problem, step))
 
     def held(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,7 +14,7 @@ from rocm_attn.providers.select import Selection
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.options import RuntimeOptions
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part
 from tests.amd.aiter.serving import CPU, GFX942
 from tests.amd.graphs.small_models import VOCABULARY
 from tests.amd.runtime.stepping import runtime_of
@@ -55,7 +55,7 @@ class OneLayer:
         rows = torch.randn(VOCABULARY, width, generator=torch.Generator().manual_seed(1))
         return cls(runtime, problem, rows.to(runtime.device, problem.dtype))
 
-    def forward(self, step: Step) -> Tensor:
+    def forward(self, step: Part) -> Tensor:
         """[S, q_heads * v_head_dim]"""
         problem = self.problem
         rows = (self.rows[step.token_ids] * (1 + step.positions[:, None] / 100)).to(problem.dtype)

@@ -210,7 +210,7 @@ def test_queries_saturate_and_stay_in_their_own_rows(aiter: StandIn) -> None:
     requests = [serving.admit(), serving.admit()]
     serving.step(requests, [9, 4])
     seen = queries_given(aiter, "mla_decode_fwd")
-    step = serving.runtime.begin_step(serving.batch(requests, [1, 1]))
+    step = serving.runtime.step(serving.batch(requests, [1, 1])).parts[0]
     serving.lse_rows(0, step, torch.empty(2, 16, 576))
     q, k, v = serving.qkv(LATENT, step)
     strange = torch.tensor([float("inf"), float("-inf"), 1e4, -1e4, float("nan")], dtype=BF16)
@@ -232,7 +232,7 @@ def test_a_check_beside_serving_knows_that_queries_are_rounded(aiter: StandIn) -
     serving = world(LATENT, max_kv_len=80, selections=[partly_torch(LATENT)])
     requests = [serving.admit(), serving.admit()]
     serving.step(requests, [40, 14])
-    step = serving.runtime.begin_step(serving.batch(requests, [1, 1]))
+    step = serving.runtime.step(serving.batch(requests, [1, 1])).parts[0]
     q, k, v = serving.qkv(LATENT, step)
     q *= 3  # logits of a standard deviation of four: rounding is multiplied by so much
     out = torch.empty_like(q[..., :512])

@@ -65,12 +65,12 @@ class Prefills:
         for row, length in zip(self.rows, kv_len, strict=True):
             self.runtime.table.reserve(row, length)
         batch = StepBatch(*(np.array(values, np.int32) for values in (self.rows, kv_len, q_len)))
-        step = self.runtime.begin_step(batch)
+        step = self.runtime.step(batch).parts[0]
         stored = torch.cat([*new, self.random(len(step.token_ids) - sum(q_len), LATENT + TURNS)])[:, None]
         step.layers.store(0, stored, stored[..., :LATENT])
         q = self.random(sum(q_len), HEADS, 128 + TURNS)
         prefill = self.runtime.expanded_prefill(0)
-        out, lse = prefill.attend(batch, q, torch.cat(new), self.expand, chunk_tokens=self.chunk_tokens)
+        out, lse = prefill.attend(q, torch.cat(new), self.expand, chunk_tokens=self.chunk_tokens)
         self.runtime.end_step()
         first = 0
         for latents, count in zip(self.latents, q_len, strict=True):

@@ -67,7 +67,7 @@ class InHalves:
         self._runner = runner
 
     def run(self, batch: StepBatch, pad_to: PadTo | None = None) -> Tensor:
-        return self._runner.run_split(batch, pad_to)
+        return self._runner.run(batch, pad_to, halves=2)
 
 
 @pytest.mark.by_day(1)

@@ -133,7 +133,7 @@ def test_rows_with_gaps_over_a_latent_pool_are_served(aiter: StandIn) -> None:
     serving = world(problem, max_kv_len=80)
     requests = [serving.admit(), serving.admit()]
     for q_len in ([4, 6], [1, 1], [2, 1]):
-        step = serving.runtime.begin_step(serving.batch(requests, q_len))
+        step = serving.runtime.step(serving.batch(requests, q_len)).parts[0]
         num_tokens = step.token_ids.shape[0]
         q = serving.random(num_tokens, 16, 600)[..., :576]
         k = serving.random(num_tokens, 1, 576)
@@ -155,7 +155,7 @@ def test_a_latent_token_takes_one_row() -> None:
 def test_v_of_a_latent_layer_must_be_part_of_k() -> None:
     serving = World.build([small_latent()], CPU, "torch")
     request = serving.admit()
-    step = serving.runtime.begin_step(serving.batch([request], [2]))
+    step = serving.runtime.step(serving.batch([request], [2])).parts[0]
     k = serving.random(step.token_ids.shape[0], 1, 24)
     with pytest.raises(BadTensor, match=r"pass k\[\.\.\., :16\] as v"):
         step.layers.store(0, k, k[..., :16].clone())

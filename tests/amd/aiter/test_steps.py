@@ -217,7 +217,7 @@ def test_rows_with_gaps_are_served(layout: PoolKind, unavailable: dict[str, str]
     serving = world(problem, selections=[select(problem, GFX942, "aiter", unavailable=unavailable)])
     requests = [serving.admit(), serving.admit()]
     for q_len in ([4, 6], [1, 1], [2, 3], [1, 4]):
-        step = serving.runtime.begin_step(serving.batch(requests, q_len))
+        step = serving.runtime.step(serving.batch(requests, q_len)).parts[0]
         rows = serving.random(step.token_ids.shape[0], 20, 136)[..., :128]
         q, k, v = torch.split(rows, [16, 2, 2], dim=1)
         serving.remember(0, requests, q_len, k[: step.num_tokens], v[: step.num_tokens])
@@ -240,7 +240,7 @@ def test_lse_is_that_of_the_oracle(head_dim: int, aiter: StandIn) -> None:
 
 def test_lse_of_a_kernel_that_gives_none_is_refused(aiter: StandIn) -> None:
     serving = world(PROBLEMS["ragged and unified"])
-    step = serving.runtime.begin_step(serving.batch([serving.admit()], [1]))
+    step = serving.runtime.step(serving.batch([serving.admit()], [1])).parts[0]
     q, k, v = serving.qkv(serving.problems[0], step)
     with pytest.raises(BadTensor, match="wants_lse=True"):
         step.layers.store_and_attend(0, q, k, v, torch.empty_like(q), torch.empty(q.shape[:2]))

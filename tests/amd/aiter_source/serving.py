@@ -13,7 +13,7 @@ from rocm_attn.machine.target import Target, known_target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import KernelRow, LayerKernel, PoolSize
 from rocm_attn.providers.select import Selection, select
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part
 from tests.amd.aiter.eight_bit_world import EightBitWorld
 from tests.amd.aiter_source.dense import dense_attention
 from tests.amd.runtime.stepping import Request
@@ -58,7 +58,7 @@ class SourceWorld(EightBitWorld):
             )
         return super().batch(requests, q_len)
 
-    def qkv(self, problem: Problem, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+    def qkv(self, problem: Problem, step: Part) -> tuple[Tensor, Tensor, Tensor]:
         self._is_aiters = step.plan.kernels[0].row.provider == "aiter"
         self.attended += self._is_aiters
         q, k, v = super().qkv(problem, step)

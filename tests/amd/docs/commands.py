@@ -140,7 +140,7 @@ def record_steps(path: Path) -> None:
     layer = ra.Problem(4, 2, 32, 32, torch.float32, page_size=16, scale=32**-0.5)
     runtime = ra.build_runtime([layer], ra.RuntimeOptions(num_pages=32, max_num_seqs=4, max_kv_len=128), device="cpu")
 
-    def forward(step: ra.Step) -> torch.Tensor:
+    def forward(step: ra.Part) -> torch.Tensor:
         q = torch.ones(len(step.token_ids), 4, 32)
         out = torch.empty_like(q)
         step.layers.store_and_attend(0, q, q[:, :2], q[:, 2:], out)

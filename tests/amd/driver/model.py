@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.step.head_weights import HeadWeights
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part
 from tests.amd.driver.oracle import Layer
 
 PAD_ID = 0  # its hidden state is NaN: a pad's may be
@@ -76,7 +76,7 @@ class LayerTables:
         out = torch.empty(q.shape[0], *self.out.shape[1:], dtype=q.dtype, device=q.device)
         return out, torch.empty(q.shape[0], self.lse.shape[1], device=q.device) if self.problem.wants_lse else None
 
-    def keep(self, step: Step, out: Tensor, lse: Tensor | None) -> Tensor:
+    def keep(self, step: Part, out: Tensor, lse: Tensor | None) -> Tensor:
         """Keep what a step gave; float32 [S, ...] of it, each sequence's last token."""
         self.out[step.tokens] = out
         if lse is not None:
@@ -123,7 +123,7 @@ class Model:
         for tensor in (self.token_ids, self.positions, self.last_token_of_seq):
             tensor.fill_(-9)
 
-    def forward(self, step: Step) -> Tensor:
+    def forward(self, step: Part) -> Tensor:
         """float32 [S, everything that the last token of a sequence gets]."""
         entry = self._begin(step)
         rows = []
@@ -134,7 +134,7 @@ class Model:
             rows.append(layer.keep(step, out, lse))
         return torch.cat(rows, 1)
 
-    def forward_apart(self, steps: list[Step]) -> list[Tensor]:
+    def forward_apart(self, steps: list[Part]) -> list[Tensor]:
         """The same for steps that run at once: layer by layer in turn, and every layer stores before it attends."""
         entries = [self._begin(step) for step in steps]
         rows: list[list[Tensor]] = [[] for _ in steps]
@@ -149,7 +149,7 @@ class Model:
                 kept.append(layer.keep(step, out, lse))
         return [torch.cat(kept, 1) for kept in rows]
 
-    def _begin(self, step: Step) -> Tensor:
+    def _begin(self, step: Part) -> Tensor:
         """Note what the step says of its tokens; the entry that each takes."""
         num_seqs = step.last_token_of_seq.shape[0]
         self.token_ids[step.tokens] = step.token_ids
@@ -157,6 +157,6 @@ class Model:
         self.last_token_of_seq[step.half * num_seqs : (step.half + 1) * num_seqs] = step.last_token_of_seq
         return self.entries(step)
 
-    def entries(self, step: Step) -> Tensor:
+    def entries(self, step: Part) -> Tensor:
         """What each token of a step looks up, int64 [T]."""
         return step.token_ids.long() * PLACES + step.positions.remainder(PLACES)

@@ -156,7 +156,7 @@ def unseal(world: World) -> None:
     sizes = random_ladder(world.rng, world.setting.options.max_num_seqs + 4)
     world.say(f"unseal for {sizes}")
     with _from_outside(world):
-        world.runtime.unseal(sizes)
+        world.runtime.seals.unseal(sizes)
 
 
 def chained_copies(world: World) -> None:
@@ -201,14 +201,14 @@ def steps_overlap(world: World) -> None:
     world.say("calls out of order")
     batch = draft.batch(world.runtime.device)
     try:
-        world.runtime.begin_step(batch)
-        for call in (lambda: world.runtime.begin_step(batch), world.runtime.seal, lambda: world.runner.run(batch)):
+        world.runtime.step(batch)
+        for call in (lambda: world.runtime.step(batch), world.runtime.seals.seal, lambda: world.runner.run(batch)):
             _must_raise_wrong_state(call)
     except DeviceFault as fault:
         world.heard(fault)
     finally:
         world.runtime.end_step()
-    _must_raise_wrong_state(world.runtime.fill)
+    _must_raise_wrong_state(world.runtime.gate.fill)
     for seq in draft.seqs:  # what was begun may be taken for stored
         world.oracle.store(seq.row, seq.begin, [UNKNOWN] * len(seq.ids))
         world.requests[seq.row].doubtful = max(world.requests[seq.row].doubtful, seq.kv_len)
@@ -259,22 +259,22 @@ def stray_write(world: World) -> None:
     draft = going_on(world, [row])
     world.listen()
     runtime = world.runtime
-    first = runtime.step_number + 1
+    first = runtime.faults.step_number + 1
     length = runtime.table.width * runtime.table.page_size + world.rng.choice((1, 2, 9))
     world.say(f"stray kv_len {length}: {draft.words()}")
     batch = draft.batch(runtime.device)
     try:
-        step = runtime.stage(batch)
-        for name, tensor in runtime.sealed_tensors().items():
+        step = runtime.stage(batch).parts[0]
+        for name, tensor in runtime.seals.tensors().items():
             if name == "kv_len":
                 tensor[0] = length  # of a step that has other memory it changes nothing
-        runtime.fill()
+        runtime.gate.fill()
         for number, layer in enumerate(world.model.layers):
             _, k, v = layer.of(world.model.entries(step))
             step.layers.store(number, k, v)
     finally:
         runtime.end_step()
-    world.faults.append(ExpectedFault(range(first, runtime.step_number + 1), must=False))
+    world.faults.append(ExpectedFault(range(first, runtime.faults.step_number + 1), must=False))
     world.step_passed()
     for seq in draft.seqs:
         world.free(seq.row)

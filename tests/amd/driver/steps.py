@@ -34,12 +34,12 @@ def run(world: World, draft: Draft, way: str) -> bool:
         batch = draft.batch(world.runtime.device)
     except RocmAttnError as refusal:
         return _refused(world, draft, str(refusal))
-    first = world.runtime.step_number + 1
+    first = world.runtime.faults.step_number + 1
     fault_of_its_own = ExpectedFault(range(first, first + MOST_STEPS_IN_A_MOVE), must=draft.must_be_reported)
     if draft.must_be_reported or draft.may_be_reported:
         world.faults.append(fault_of_its_own)
     for _ in range(6):
-        before, first = world.state(), world.runtime.step_number + 1
+        before, first = world.state(), world.runtime.faults.step_number + 1
         try:
             world.model.forget()
             with _outside(world, draft):
@@ -59,7 +59,7 @@ def run(world: World, draft: Draft, way: str) -> bool:
             _give_up(world, draft, fault_of_its_own)
             return False
         else:
-            fault_of_its_own.steps = range(first, world.runtime.step_number + 1)
+            fault_of_its_own.steps = range(first, world.runtime.faults.step_number + 1)
             return _passed(world, draft, rows, fault_of_its_own, _shape(world, draft, batch, way))
     raise Finding("a step is refused for faults of other steps again and again")
 
@@ -174,14 +174,14 @@ def _run_eagerly(world: World, batch: StepBatch, pad_to: PadTo | None) -> Tensor
 
 
 def _run_split(world: World, batch: StepBatch, pad_to: PadTo | None) -> Tensor:
-    return world.runner.run_split(batch, pad_to)
+    return world.runner.run(batch, pad_to, halves=2)
 
 
 def _call_by_call(world: World, batch: StepBatch, pad_to: PadTo | None) -> Tensor:
     try:
-        step = world.runtime.begin_step(batch, pad_to)
+        step = world.runtime.step(batch, world.runtime.plan(batch, pad_to)).parts[0]
         if world.rng.random() < 0.2:
-            world.runtime.fill()  # twice is harmless
+            world.runtime.gate.fill()  # twice is harmless
         return world.model.forward_apart([step])[0][: batch.num_seqs]
     finally:
         world.runtime.end_step()
@@ -190,8 +190,8 @@ def _call_by_call(world: World, batch: StepBatch, pad_to: PadTo | None) -> Tenso
 def _split_call_by_call(world: World, batch: StepBatch, pad_to: PadTo | None) -> Tensor:
     """The second half first, or both layer by layer."""
     try:
-        split = world.runtime.begin_split_step(batch, pad_to)
-        first, second = split.halves
+        split = world.runtime.step(batch, world.runtime.plan(batch, pad_to, halves=2))
+        first, second = split.parts
         if world.rng.random() < 0.5:
             later, earlier = world.model.forward_apart([second, first])
         else:

@@ -11,18 +11,17 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.drafts import Drafts
-from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch, draft_batch
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.hip_graphs.torch_recorder import TorchRecorder
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
-from rocm_attn.runtime import AttentionRuntime, Staged
+from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
-from rocm_attn.step.drafts import DraftSteps
+from rocm_attn.step.gate import AnyPlan
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.protocols import LayerCalls, Steps
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part, Series, Step
 from tests.amd.runtime.stepping import padded_to, small_problem
 
 VOCABULARY = 50
@@ -92,22 +91,22 @@ class Tiny:
         weights = [torch.randn(96, 64, generator=generator).to(device) / 10 for _ in range(2)]
         return cls(runtime, problem, torch.randn(VOCABULARY, 96, generator=generator).to(device), weights)
 
-    def forward(self, step: Step) -> Tensor:
+    def forward(self, step: Part) -> Tensor:
         """[S, 96]"""
         return self.hidden(step, step.token_ids)[step.last_token_of_seq]
 
-    def draft(self, drafts: DraftSteps) -> Tensor:
+    def draft(self, drafts: Series) -> Tensor:
         """int32 [S, branches * steps]: the ids that each draft step has picked, whose parents it picks too."""
-        ids, picked = drafts.steps[0].token_ids, []
-        for number, step in enumerate(drafts.steps):
-            if number:
-                drafts.set_parents(number, ids % drafts.branches)
+        ids, picked, branches = drafts[0].token_ids, [], drafts[0].branches
+        for step in drafts:
+            if step is not drafts[0]:
+                step.set_parents(ids % branches)
             scores = self.hidden(step, ids).abs().sum(1)
             ids = (scores * 1000).int() % VOCABULARY
-            picked.append(ids.view(-1, drafts.branches))
+            picked.append(ids.view(-1, branches))
         return torch.cat(picked, 1)
 
-    def hidden(self, step: Step, token_ids: Tensor) -> Tensor:
+    def hidden(self, step: Part, token_ids: Tensor) -> Tensor:
         """[T, 96]"""
         hidden = self.embedding[token_ids] * (1 + step.positions[:, None] / 100)
         layers = self.around(step.layers)
@@ -263,31 +262,22 @@ class _OnceOnly:
         self._replayed = True
 
 
-def counts_on_the_host(tiny: Tiny) -> Callable[[Step], Tensor]:
+def counts_on_the_host(tiny: Tiny) -> Callable[[Part], Tensor]:
     """A forward that bakes the number of sequences."""
     return lambda step: tiny.forward(step) * step.num_seqs
 
 
-def takes_another_bias_each_step(tiny: Tiny) -> Callable[[Step], Tensor]:
+def takes_another_bias_each_step(tiny: Tiny) -> Callable[[Part], Tensor]:
     """A forward that reads a tensor which the host replaces before every step: a graph keeps the old address."""
-    stage, stage_like, biases = (
-        tiny.runtime.stage,
-        tiny.runtime.stage_like,
-        [torch.zeros(96, device=tiny.runtime.device)],
-    )
+    stage, biases = tiny.runtime.gate.stage, [torch.zeros(96, device=tiny.runtime.device)]
 
     def replace_bias(batch: StepBatch) -> None:
         # Kept, so that no two of them share an address.
         biases.append(torch.full((96,), float(batch.max_kv_len), device=tiny.runtime.device))
 
-    def staged(batch: StepBatch, pad_to: PadTo | None = None, takers: Collection[StepPlan] = ()) -> Step:
+    def staged(batch: StepBatch, plan: AnyPlan | None = None, takers: Collection[StepPlan] = ()) -> Step:
         replace_bias(batch)
-        return stage(batch, pad_to, takers)
+        return stage(batch, plan, takers)
 
-    def staged_like(plan: StepPlan, batch: StepBatch) -> Staged:
-        replace_bias(batch)
-        return stage_like(plan, batch)
-
-    tiny.runtime.stage = staged  # type: ignore[method-assign]
-    tiny.runtime.stage_like = staged_like  # type: ignore[method-assign]
+    tiny.runtime.gate.stage = staged  # type: ignore[method-assign]
     return lambda step: tiny.forward(step) + biases[-1]

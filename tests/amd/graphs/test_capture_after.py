@@ -8,7 +8,7 @@ import torch
 from rocm_attn.capture.graphs import CPU_CAPTURE_RUNS, eager_steps_before_capture, recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.hip_graphs.fake_recorder import FakeRecording
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part
 from tests.amd.graphs.small_models import Requests, Tiny, same
 from tests.amd.runtime.stepping import providers
 
@@ -85,7 +85,7 @@ def test_an_attempt_without_room_is_not_repeated_at_every_step(
 def test_a_capture_on_a_cpu_costs_what_is_said_in_runs_of_forward() -> None:
     tiny, runs = Tiny.build(CPU, "torch", [4]), []
 
-    def forward(step: Step) -> torch.Tensor:
+    def forward(step: Part) -> torch.Tensor:
         runs.append("forward")
         return tiny.forward(step)
 

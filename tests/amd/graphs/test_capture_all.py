@@ -176,6 +176,6 @@ def test_captures_after_another_runners_reopen_are_of_the_memory_that_there_is()
     report = first.capture_all()
     assert ([bucket.key.shape.num_seqs for bucket in report.buckets], report.graphs_off) == ([3], "")
     first.check_addresses()
-    tiny.runtime.unseal((2,))
+    tiny.runtime.seals.unseal((2,))
     first.check_addresses()
     assert "reopen() makes graphs possible again" in first.capture_all().graphs_off

@@ -15,7 +15,7 @@ from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import DeviceFault
 from rocm_attn.hip_graphs.recorder import Recorder
 from rocm_attn.paging.index_spaces import RESERVED_PAGE
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part
 from tests.amd.graphs.small_models import (
     SERVED,
     Forgetful,
@@ -31,7 +31,7 @@ from tests.amd.runtime.stepping import providers
 
 pytestmark = pytest.mark.parametrize("provider", providers())
 
-Forward = Callable[[Step], Tensor]
+Forward = Callable[[Part], Tensor]
 Plant = Callable[[Tiny], tuple[Forward, Recorder]]
 
 
@@ -179,7 +179,7 @@ def test_an_exception_in_a_check_keeps_no_graph(provider: str, device: torch.dev
     tiny = Tiny.build(device, provider, [4])
     runs = 0
 
-    def forward(step: Step) -> Tensor:
+    def forward(step: Part) -> Tensor:
         nonlocal runs
         runs += 1
         if runs == 5:  # past warm-up and recording, on every recorder

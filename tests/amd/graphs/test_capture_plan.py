@@ -54,7 +54,7 @@ def test_what_is_predicted_is_what_is_allocated_and_captured(
     )
     assert [bucket.shape for bucket in plan.buckets] == [bucket.key.shape for bucket in report.buckets]
     assert plan.lengths == (provider == "torch")
-    held = {name: tensor.nbytes for name, tensor in runtime.sealed_tensors().items() if "_pages_" not in name}
+    held = {name: tensor.nbytes for name, tensor in runtime.seals.tensors().items() if "_pages_" not in name}
     held["request table"] = held.pop("table")
     held["KV pool"] = runtime.pool.num_bytes
     assert {part.name: part.num_bytes for part in plan.parts} == held

@@ -22,7 +22,7 @@ from rocm_attn.errors import BadBatch, CapacityExceeded, NeverFits
 from rocm_attn.hip_graphs.size_ladder import SizeLadder
 from rocm_attn.machine.agreement import found_by_any
 from rocm_attn.step.outputs import PerToken
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part
 from tests.amd.graphs.small_models import Lazy, Requests, Tiny
 from tests.amd.ranks import among_all, on_every_rank
 from tests.amd.tolerances import assert_same_but_for_rounding
@@ -52,7 +52,7 @@ class Moe:
         self._expert = experts()[rank]
         self.runs = 0
 
-    def forward(self, step: Step) -> tuple[Tensor, PerToken]:
+    def forward(self, step: Part) -> tuple[Tensor, PerToken]:
         self.runs += 1  # the host's count: a graph that is replayed does not run this
         rows = self._tiny.forward(step)
         hidden = rows[step.seq_of_token] * (1 + step.positions[:, None] / 64)
@@ -64,10 +64,10 @@ class Moe:
         return own[step.last_token_of_seq], PerToken(own)
 
 
-def alone(tiny: Tiny) -> Callable[[Step], tuple[Tensor, PerToken]]:
+def alone(tiny: Tiny) -> Callable[[Part], tuple[Tensor, PerToken]]:
     """The same model on one rank."""
 
-    def forward(step: Step) -> tuple[Tensor, PerToken]:
+    def forward(step: Part) -> tuple[Tensor, PerToken]:
         rows = tiny.forward(step)
         hidden = rows[step.seq_of_token] * (1 + step.positions[:, None] / 64)
         mixed = sum((hidden @ expert for expert in experts()), torch.zeros(()))
@@ -211,17 +211,17 @@ def test_no_step_is_staged_at_a_shape_that_it_does_not_fit() -> None:
         ([9, 3], PaddedShape(StepKind.EXTEND, 4, 8)),
         ([9, 3], PaddedShape(StepKind.EXTEND, 4, 16, 2)),
     ):
+        batch = requests.batch(q_len)
         with pytest.raises(NeverFits, match=f"{len(q_len)} sequences with {sum(q_len)} new tokens do not fit"):
-            tiny.runtime.stage_as(shape, requests.batch(q_len))
-    tiny.runtime.require_idle()
+            tiny.runtime.plan(batch, shape)
 
 
 def test_a_number_is_no_pad_to() -> None:
     tiny = Tiny.build(CPU, "torch")
-    tiny.runtime.begin_step(StepBatch([], [], []))
+    tiny.runtime.step(StepBatch([], [], []))
     tiny.runtime.end_step()
     with pytest.raises(BadBatch, match=r"pad_to is 4; give PadTo\(seqs\), or PadTo\(seqs, tokens\) where a rank"):
-        tiny.runtime.begin_step(StepBatch([], [], []), 4)  # type: ignore[arg-type]
+        tiny.runtime.plan(StepBatch([], [], []), 4)  # type: ignore[arg-type]
 
 
 def test_a_step_that_shares_prefixes_runs_beside_decode_steps_alone() -> None:
@@ -243,7 +243,7 @@ def test_a_rank_without_sequences_runs_masked_steps_beside_others() -> None:
         visible = torch.ones(-(-int((batch.kv_len * batch.q_len).sum()) // 8), dtype=torch.uint8) * 255
         batch = replace(batch, mask=StepMask(visible, kv_positions(batch.kv_len, batch.q_len, CPU)))
         pad_to = PadTo.all_of([PadTo.of(batch, padding), PadTo(2, 8, 3)], padding)
-        plans.append(tiny.runtime.begin_step(batch, pad_to).plan)
+        plans.append(tiny.runtime.step(batch, tiny.runtime.plan(batch, pad_to)).plan)
         tiny.runtime.end_step()
         assert len(runner.run(batch, pad_to)) == len(q_len)
     assert plans[0] is plans[1]
@@ -257,7 +257,10 @@ def test_ranks_share_the_bucket_of_the_longest_sequence_of_any() -> None:
     requests.admit(1)
     runner = StepRunner(tiny.runtime, tiny.forward, None)
     batch = requests.batch([5])
-    plans = [tiny.runtime.begin_step(batch, pad_to).plan for pad_to in _ended(tiny, (None, PadTo(1, 8, 100)))]
+    plans = [
+        tiny.runtime.step(batch, tiny.runtime.plan(batch, pad_to)).plan
+        for pad_to in _ended(tiny, (None, PadTo(1, 8, 100)))
+    ]
     assert [plan.key.max_kv_len for plan in plans] == [64, 128]
     with pytest.raises(CapacityExceeded, match="a sequence has 5 tokens and pad_to says that none has more than 4"):
         runner.run(batch, PadTo(1, 8, 4))
@@ -268,9 +271,12 @@ def test_plans_do_not_grow_in_number_with_the_lengths_of_other_ranks() -> None:
     requests = Requests(tiny.runtime)
     requests.admit(1)
     batch = requests.batch([1])
-    plans = [tiny.runtime.begin_step(batch, pad_to).plan for pad_to in _ended(tiny, [PadTo(2, 0, n) for n in (9, 64)])]
+    plans = [
+        tiny.runtime.step(batch, tiny.runtime.plan(batch, pad_to)).plan
+        for pad_to in _ended(tiny, [PadTo(2, 0, n) for n in (9, 64)])
+    ]
     assert plans[0] is plans[1]
-    assert len(tiny.runtime._planner._plan_of_sizes) == 1
+    assert len(tiny.runtime.gate.planner._plan_of_sizes) == 1
 
 
 def _ended(tiny: Tiny, pad_tos: Sequence[PadTo | None]) -> Iterator[PadTo | None]:
@@ -302,7 +308,7 @@ def decoding(num_live: int, *, free: bool, others: Mapping[str, str], wrong: boo
     """A decode step of so many sequences, padded to two; whether other rows are free; whether its graph is wrong."""
     tiny, runs = Tiny.build(CPU, "torch", [2], max_num_seqs=2), [0]
 
-    def forward(step: Step) -> Tensor:
+    def forward(step: Part) -> Tensor:
         runs[0] += 1
         return tiny.forward(step)
 

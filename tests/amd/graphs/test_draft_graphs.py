@@ -102,8 +102,8 @@ def test_rounds_in_two_halves_are_captured_and_keep_the_order_of_the_batch(
     eager = DraftRunner(tiny.runtime, tiny.draft, None)
     for count in (3, 1, 2):
         batch = requests.draft_batch(drafts, count)
-        picked = runner.run_split(batch).clone()
-        assert torch.equal(picked, eager.run_split(batch))
+        picked = runner.run(batch, halves=2).clone()
+        assert torch.equal(picked, eager.run(batch, halves=2))
         # Whole, its sums are rounded otherwise; the first picks follow from the ids and the prefix.
         assert len(picked) == len(runner.run(batch)) == count
     names = {bucket.name.partition(",")[0] for bucket in runner.capture_report().buckets}
@@ -124,7 +124,7 @@ def test_a_round_recomputes_whatever_was_left_in_its_buffers(
         runner = DraftRunner(tiny.runtime, tiny.draft, recorder_for(device))
         of_rounds = []
         for count in (3, 1, 3, 2):
-            for name, tensor in tiny.runtime.sealed_tensors().items() if poison else ():
+            for name, tensor in tiny.runtime.seals.tensors().items() if poison else ():
                 if name not in ("table", "counts") and "pages" not in name:
                     tensor.fill_(float("nan") if tensor.is_floating_point() else 0x7F7F7F7F)
             of_rounds.append(runner.run(requests.draft_batch(drafts, count)).clone())
@@ -224,8 +224,8 @@ def test_the_lengths_of_a_round_are_those_of_its_rows(device: torch.device) -> N
     batch = requests.draft_batch(CHAIN, 3)
     assert isinstance(batch, StepBatch)
     assert np.array_equal(batch.kv_len, np.array(requests.kv_len) + 3)
-    tiny.runtime.begin_drafts(batch)
-    lengths = [child.tensors.kv_len[:3].tolist() for child in tiny.runtime._children]
+    tiny.runtime.step(batch)
+    lengths = [child.tensors.kv_len[:3].tolist() for child in tiny.runtime.gate._children]
     assert lengths == [[length + step for length in requests.kv_len] for step in (1, 2, 3)]
     tiny.runtime.end_step()
 

@@ -18,7 +18,7 @@ from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import DeviceFault
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.machine.agreement import found_by_any
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part
 from tests.amd.graphs.small_models import SERVED, Requests, Tiny, same, serve
 from tests.amd.ranks import among_all, on_every_rank
 
@@ -82,7 +82,7 @@ def test_runners_of_one_runtime_keep_their_graphs_while_anothers_are_switched_of
 def test_a_check_that_runs_out_of_memory_switches_graphs_off_and_serving_goes_on() -> None:
     tiny, runs = Tiny.build(CPU, "torch", [4]), 0
 
-    def forward(step: Step) -> Tensor:
+    def forward(step: Part) -> Tensor:
         nonlocal runs
         runs += 1
         if runs == 6:  # the prompts, two runs of the recorder, then the check's
@@ -124,7 +124,7 @@ class OfTwo:
 def test_an_exception_that_leaves_a_capture_is_sent_to_the_other_ranks_first(error: BaseException) -> None:
     tiny, runs = Tiny.build(CPU, "torch", [4]), 0
 
-    def forward(step: Step) -> Tensor:
+    def forward(step: Part) -> Tensor:
         nonlocal runs
         runs += 1
         if runs == 5:
@@ -148,7 +148,7 @@ def broken_off_on(rank: int, broken: int, how: str) -> list[str]:
     tiny, runs = Tiny.build(CPU, "torch", [4]), 0
     tiny.runtime.agree = among_all()
 
-    def forward(step: Step) -> Tensor:
+    def forward(step: Part) -> Tensor:
         nonlocal runs
         runs += 1
         if rank == broken and how == "check" and runs == 5:
@@ -219,7 +219,7 @@ def test_a_fault_of_an_earlier_step_is_reported_before_a_capture_touches_anythin
     requests.admit(1)
     requests.run(runner, [5])
     requests.run(StepRunner(tiny.runtime, tiny.forward, None), [1])
-    number, counts = tiny.runtime.step_number, tiny.runtime._publisher._lines[0].counts
+    number, counts = tiny.runtime.faults.step_number, tiny.runtime.gate._publisher._lines[0].counts
     assert counts is not None
     counts[3] = 1
     stored = requests.stored()
@@ -235,8 +235,8 @@ def test_a_fault_of_an_earlier_step_is_reported_before_a_capture_touches_anythin
 
 def test_a_fault_of_an_earlier_step_is_reported_by_capture_all_and_graphs_stay_on() -> None:
     tiny, runner = admitted()
-    number = tiny.runtime.step_number
-    counts = tiny.runtime._publisher._lines[0].counts
+    number = tiny.runtime.faults.step_number
+    counts = tiny.runtime.gate._publisher._lines[0].counts
     assert counts is not None
     counts[3] = 1
     with pytest.raises(DeviceFault, match=f"step {number}: "):
@@ -250,8 +250,8 @@ def test_faults_of_steps_that_a_graph_was_tried_on_are_reported_as_its_refusal_a
     """Their rows are given back by then, and may belong to someone who has nothing to do with them."""
     tiny = Tiny.build(CPU, "torch", [4])
 
-    def forward(step: Step) -> Tensor:
-        counts = tiny.runtime._publisher._lines[0].counts
+    def forward(step: Part) -> Tensor:
+        counts = tiny.runtime.gate._publisher._lines[0].counts
         assert counts is not None
         counts[3:4].fill_(1)  # as if a kernel had found something
         return tiny.forward(step)
@@ -270,7 +270,7 @@ def test_a_check_on_the_live_step_that_is_broken_off_leaves_its_kv_as_it_was() -
     for q_len in ([5], [1]):
         requests.run(StepRunner(tiny.runtime, tiny.forward, None), q_len)
 
-    def forward(step: Step) -> Tensor:
+    def forward(step: Part) -> Tensor:
         nonlocal runs
         runs += 1
         if runs == 3:

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadBatch, BadSetting
+from rocm_attn.step.gate import AnyPlan
 from rocm_attn.step.plan import StepPlan
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part, Step
 from rocm_attn.watch.flight_recorder import FlightRecorder, dump_on_signal, read_dump
 from tests.amd.graphs.small_models import SERVED, Requests, Tiny, same, serve
 from tests.amd.runtime.stepping import deterministic_providers, providers
@@ -101,7 +101,7 @@ def test_an_exception_inside_a_step_writes_a_dump(on: bool, device: torch.device
     tiny, path = Tiny.build(device, "torch"), tmp_path / "dump.json"
     flight = FlightRecorder(tiny.runtime, path)
 
-    def forward(step: Step) -> Tensor:
+    def forward(step: Part) -> Tensor:
         if step.num_tokens == 2:
             raise ZeroDivisionError("by no sequence")
         return tiny.forward(step)
@@ -122,10 +122,10 @@ def test_a_fault_of_the_device_that_surfaces_later_writes_a_dump(device: torch.d
     runner, _ = flown(tiny, path, graphs=False)
     serve(runner, tiny.runtime)
 
-    def faults(batch: StepBatch, pad_to: PadTo | None = None, takers: Collection[StepPlan] = ()) -> Step:
+    def faults(batch: StepBatch, plan: AnyPlan | None = None, takers: Collection[StepPlan] = ()) -> Step:
         raise RuntimeError("an illegal memory access was encountered")
 
-    tiny.runtime.stage = faults  # type: ignore[method-assign]
+    tiny.runtime.gate.stage = faults  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="illegal memory access"):
         serve(runner, tiny.runtime)
     assert read_dump(path).step(None).number == len(SERVED) - 1
@@ -146,7 +146,7 @@ def test_a_dump_that_cannot_be_written_hides_no_error(device: torch.device, tmp_
     flight = FlightRecorder(tiny.runtime, folder / "dump.json")
     folder.rmdir()
 
-    def forward(step: Step) -> Tensor:
+    def forward(step: Part) -> Tensor:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):

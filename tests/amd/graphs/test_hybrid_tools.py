@@ -52,7 +52,7 @@ def test_the_plan_counts_the_tables_buffers_and_pools_of_both_spaces(provider: s
             capture_tokens=[8, 16],
         ),
     )
-    held = {name: tensor.nbytes for name, tensor in tiny.runtime.sealed_tensors().items() if "_pages_" not in name}
+    held = {name: tensor.nbytes for name, tensor in tiny.runtime.seals.tensors().items() if "_pages_" not in name}
     held["request table"], held["SWA request table"] = held.pop("table"), held.pop("swa_table")
     for name, space in (("KV pool", Space.FULL), ("SWA KV pool", Space.SWA)):
         held[name] = tiny.runtime.pool.in_space(space).num_bytes

@@ -91,9 +91,9 @@ def test_graphs_follow_the_sequences_of_a_step_and_not_the_rows() -> None:
     assert (few.table.num_free_rows, many.table.num_free_rows) == (3, 20)
     assert few.padding == many.padding
     for runtime in (few, many):
-        runtime.seal()
+        runtime.seals.seal()
     sizes = [
-        {name: t.numel() for name, t in each.sealed_tensors().items() if "table" not in name} for each in (few, many)
+        {name: t.numel() for name, t in each.seals.tensors().items() if "table" not in name} for each in (few, many)
     ]
     assert sizes[0] == sizes[1]
     widths = [each.table.space(Space.FULL).entries.shape[0] for each in (few, many)]

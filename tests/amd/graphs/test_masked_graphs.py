@@ -15,7 +15,7 @@ from rocm_attn.capture.graphs import recorder_for, shape_name
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.kernels.metadata.step_tensors import NO_PARENT
 from rocm_attn.step.accepting import accept_drawn, verified
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part
 from tests.amd.graphs.small_models import Requests, Tiny
 from tests.amd.runtime.stepping import providers
 
@@ -130,7 +130,7 @@ def test_drafts_are_accepted_and_moved_in_the_graph_of_their_step(provider: str,
     for runs_graphs in (True, False):
         tiny = Tiny.build(device, provider, (2,), (10,), custom_mask=True)
 
-        def forward(step: Step, tiny: Tiny = tiny) -> Tensor:
+        def forward(step: Part, tiny: Tiny = tiny) -> Tensor:
             hidden = tiny.hidden(step, step.token_ids)
             accepted = accept_drawn(step.token_ids[after], verified(step, parents))
             tiny.runtime.move_accepted(accepted, step.row_of_seq)

@@ -12,7 +12,7 @@ from torch import Tensor
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part
 from tests.amd.graphs.small_models import Tiny, serve
 from tests.amd.runtime.stepping import providers
 
@@ -23,7 +23,7 @@ NEEDED_BYTES = LARGE * WIDTH * 4
 
 def step_memory(runtime: AttentionRuntime) -> list[Tensor]:
     """What is sealed for steps; the table and the pages belong to requests and stay."""
-    return [t for name, t in runtime.sealed_tensors().items() if name != "table" and "pages" not in name]
+    return [t for name, t in runtime.seals.tensors().items() if name != "table" and "pages" not in name]
 
 
 def num_bytes(tensors: list[Tensor]) -> int:
@@ -59,7 +59,7 @@ def test_the_device_gets_the_memory_of_graphs_back(provider: str, device: torch.
     """A forward that needs NEEDED_BYTES at the large size, all of them in the graphs' pool."""
     tiny = Tiny.build(device, provider, [LARGE])
 
-    def forward(step: Step) -> Tensor:
+    def forward(step: Part) -> Tensor:
         rows = tiny.forward(step)
         return rows + rows[:, :1].repeat(1, WIDTH).mean(1, keepdim=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,7 +17,7 @@ from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadTensor
 from rocm_attn.step.outputs import PerToken
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part
 from rocm_attn.watch.sampled_check import LayerTap, SampledCheck
 from tests.amd.graphs.small_models import SERVED, Forgetful, Lazy, Requests, Tiny, same
 
@@ -43,7 +44,7 @@ class Everything(NamedTuple):
     pair: tuple[PerToken, Tensor]
 
 
-def everything(step: Step, rows: Tensor) -> Everything:
+def everything(step: Part, rows: Tensor) -> Everything:
     """rows: [S, 96]; all tensors of tokens tell one token from another."""
     places = step.positions.float() + 100.0 * step.row_of_token
     hidden = torch.stack([places, step.token_ids.float()], 1)
@@ -52,7 +53,7 @@ def everything(step: Step, rows: Tensor) -> Everything:
 
 
 def served(
-    forward: Callable[[Tiny], Callable[[Step], Any]], *, graphs: bool, split: bool
+    forward: Callable[[Tiny], Callable[[Part], Any]], *, graphs: bool, split: bool
 ) -> tuple[StepRunner[Any], list[dict[str, Tensor]], list[Tensor]]:
     """The runner, copies of what each of STEPS gave, and the K and V that all of them have stored."""
     tiny = Tiny.build(CPU, "torch", [4], [8, 16], split_steps=True)
@@ -60,7 +61,7 @@ def served(
     requests, outs = Requests(tiny.runtime), []
     requests.admit(3)
     for q_len in STEPS:
-        run = runner.run_split if split else runner.run
+        run = partial(runner.run, halves=2) if split else runner.run
         outs.append(copied(run(requests.batch(q_len))))
     return runner, outs, requests.stored()
 
@@ -69,7 +70,7 @@ def copied(outputs: Any) -> dict[str, Tensor]:
     return {path: tensor.clone() for path, tensor in tensors_of(outputs).items()}
 
 
-def rows_alone(tiny: Tiny) -> Callable[[Step], Tensor]:
+def rows_alone(tiny: Tiny) -> Callable[[Part], Tensor]:
     return tiny.forward
 
 
@@ -101,7 +102,7 @@ def test_a_tree_comes_back_with_the_rows_of_real_sequences_and_tokens(graphs: bo
 def test_what_a_step_gives_is_of_the_type_that_forward_returns() -> None:
     tiny = Tiny.build(CPU, "torch", [4])
 
-    def forward(step: Step) -> Everything:
+    def forward(step: Part) -> Everything:
         return everything(step, tiny.forward(step))
 
     requests = Requests(tiny.runtime)
@@ -181,13 +182,13 @@ def test_halves_with_different_trees_are_refused() -> None:
     requests = Requests(tiny.runtime)
     requests.admit(2)
     with pytest.raises(BadTensor, match=r"Tensor for one half and list\(\[0\]: Tensor\) for the other; both have one"):
-        runner.run_split(requests.batch([3, 3]))
+        runner.run(requests.batch([3, 3]), halves=2)
 
 
 def test_a_forward_whose_tree_changes_between_calls_serves_without_graphs() -> None:
     tiny, runs = Tiny.build(CPU, "torch", [4]), 0
 
-    def forward(step: Step) -> dict[str, Tensor]:
+    def forward(step: Part) -> dict[str, Tensor]:
         nonlocal runs
         runs += 1
         return {"rows": tiny.forward(step)} if runs % 2 else {"logits": tiny.forward(step)}
@@ -207,7 +208,7 @@ def test_a_forward_whose_tree_changes_between_calls_serves_without_graphs() -> N
 def test_ids_that_were_picked_from_nan_prove_nothing() -> None:
     tiny = Tiny.build(CPU, "torch", [4])
 
-    def forward(step: Step) -> tuple[Tensor, Tensor]:
+    def forward(step: Part) -> tuple[Tensor, Tensor]:
         rows = tiny.forward(step) * float("nan")
         return rows, rows.argmax(1)
 
@@ -218,7 +219,7 @@ def test_ids_that_were_picked_from_nan_prove_nothing() -> None:
 def test_a_graph_that_is_wrong_in_one_leaf_is_refused_by_its_name() -> None:
     tiny = Tiny.build(CPU, "torch", [4], [8])
 
-    def forward(step: Step) -> dict[str, Tensor | PerToken]:
+    def forward(step: Part) -> dict[str, Tensor | PerToken]:
         return {"rows": tiny.forward(step), "hidden": PerToken(step.token_ids.float() + step.num_seqs)}
 
     off = StepRunner(tiny.runtime, forward, recorder_for(CPU)).capture_all().graphs_off
@@ -232,7 +233,7 @@ def test_the_sampled_check_compares_every_leaf(wrong: bool) -> None:
     tiny.around = tap.around
     runs = 0
 
-    def forward(step: Step) -> tuple[Tensor, PerToken]:
+    def forward(step: Part) -> tuple[Tensor, PerToken]:
         nonlocal runs
         runs += 1
         return tiny.forward(step), PerToken(step.token_ids.float() + float(wrong and runs == 2))

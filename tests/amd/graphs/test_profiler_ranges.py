@@ -56,7 +56,7 @@ def test_an_exception_closes_its_ranges(device: torch.device) -> None:
     one = np.ones(1, np.int32)
     with pytest.raises(BadBatch):
         RangedSteps(StepRunner(tiny.runtime, tiny.forward, None), timeline).run(StepBatch(one, one, one))
-    step = tiny.runtime.begin_step(StepBatch([], [], []))
+    step = tiny.runtime.step(StepBatch([], [], [])).parts[0]
     tiny.runtime.end_step()
     layers = RangedLayers(step.layers, timeline)
     for call in (layers.store, layers.attend):

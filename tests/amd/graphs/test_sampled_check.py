@@ -17,7 +17,7 @@ from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import DeviceFault
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part
 from rocm_attn.watch.sampled_check import LayerTap, SampledCheck
 from tests.amd.graphs.small_models import SERVED, Requests, Tiny, counts_on_the_host, same, serve
 from tests.amd.runtime.stepping import providers, small_problem
@@ -116,7 +116,7 @@ def test_rounding_of_large_scores_is_no_fault(
     q, k, v = (torch.randn(200, *dims, generator=generator).to(device) for dims in ((6, 256), (2, 256), (2, 64)))
     tap = LayerTap()
 
-    def forward(step: Step) -> Tensor:
+    def forward(step: Part) -> Tensor:
         at = step.positions
         out = torch.empty(len(at), 6, 64, device=device)
         tap.around(step.layers).store_and_attend(0, 4 * q[at], k[at], v[at], out)
@@ -145,7 +145,7 @@ def test_a_write_to_what_is_reserved_is_counted(
     table, pages = tiny.runtime.table.entries, tiny.runtime.pool.layer(1)
     requests, writes = Requests(tiny.runtime), torch.zeros((), dtype=torch.int32, device=tiny.runtime.device)
 
-    def forward(step: Step) -> Tensor:
+    def forward(step: Part) -> Tensor:
         out = tiny.forward(step)
         if reserved.startswith("page"):
             pages.v[0, 1, 0, 3] += writes  # and not in the page's last token
@@ -179,7 +179,7 @@ def test_a_step_with_inputs_on_the_device_is_looked_at_but_not_run_again(provide
     tiny.around = tap.around
     kv_len = torch.tensor([4], dtype=torch.int32, device=tiny.runtime.device)
 
-    def forward(step: Step) -> Tensor:
+    def forward(step: Part) -> Tensor:
         out = tiny.forward(step)
         kv_len.add_(1)
         return out

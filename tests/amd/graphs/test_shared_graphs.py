@@ -96,7 +96,7 @@ def test_steps_that_share_are_captured_ahead_where_that_is_asked_for(provider: s
         assert [name for name in names if "shared" in name] == (
             ["shared of 4 sequences", "shared of 2 sequences"] if wanted else []
         )
-        held = tiny.runtime.sealed_tensors()
+        held = tiny.runtime.seals.tensors()
         assert [held[name].numel() for name in ("prefix_len", "group_end", "group_indptr")] == (
             [4, 4, 8] if wanted else [0, 0, 0]
         )
@@ -181,10 +181,10 @@ def test_an_idle_rank_replays_the_graph_of_the_others(device: torch.device) -> N
 @each_provider
 def test_what_graphs_of_shared_steps_hold_is_sealed_at_their_largest_size(provider: str, device: torch.device) -> None:
     tiny = Tiny.build(device, provider, (2, 4), shared_prefixes=True)
-    tiny.runtime.seal()
+    tiny.runtime.seals.seal()
     largest = PaddedShape(StepKind.SHARED, 4, 4)
     kernel = tiny.runtime.selections[0].kernel(StepKind.SHARED).bound
-    held = tiny.runtime.sealed_tensors()
+    held = tiny.runtime.seals.tensors()
     assert held["schedule_0"].numel() >= kernel.schedule.words(largest)
     assert held["workspace"].numel() >= kernel.workspace_words(largest) > 4 * 6 * 16
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from rocm_attn.hip_graphs.recorder import Recorder
 from rocm_attn.hip_graphs.size_ladder import default_ladder
 from rocm_attn.kernels.metadata.step_tensors import NO_PARENT
 from rocm_attn.step.options import RuntimeOptions
-from rocm_attn.step.step import SplitStep, Step
+from rocm_attn.step.step import Part, Step
 from rocm_attn.watch.flight_recorder import FlightRecorder
 from tests.amd.graphs.small_models import Forgetful, Requests, Tiny, same
 from tests.amd.runtime.stepping import providers
@@ -78,7 +79,7 @@ def test_replayed_halves_are_bitwise_the_eager_ones(
     for graphs in (False, True):
         tiny = build(device, provider, sizes)
         runner = runner_of(tiny, graphs=graphs)
-        outs.append(served(runner, tiny, runner.run_split))
+        outs.append(served(runner, tiny, partial(runner.run, halves=2)))
         assert [len(rows) for rows in outs[-1]] == [len(q_len) for q_len in SPLIT]
         assert runner.counters.graphs_off == ""
         runner.check_addresses()
@@ -106,7 +107,7 @@ def test_trees_of_drafts_are_verified_in_halves(provider: str, device: torch.dev
             if at == len(trees):
                 trees.append(random_trees(batch.q_len, generator))
             batch = replace(batch, mask=trees[at])
-            return runner.run(batch) if which == "whole" else runner.run_split(batch)
+            return runner.run(batch) if which == "whole" else runner.run(batch, halves=2)
 
         rows = served(runner, tiny, run, [[3, 3], [2, 1, 4], [1] * 5, [], [4, 2], [3, 2, 1], [3, 3]])
         assert runner.counters.graphs_off == ""
@@ -136,7 +137,7 @@ def test_split_and_whole_graphs_serve_in_turn(provider: str, device: torch.devic
         def either(batch: StepBatch, runner: StepRunner = runner) -> Tensor:
             nonlocal number
             number += 1
-            return (runner.run, runner.run_split)[number % 2](batch)
+            return (runner.run, partial(runner.run, halves=2))[number % 2](batch)
 
         outs.append(served(runner, tiny, either, [step for step in steps for _ in range(2)]))
     assert same(*outs)
@@ -155,10 +156,10 @@ def test_a_split_graph_recomputes_whatever_was_left_in_its_buffers(provider: str
         runner = runner_of(tiny)
 
         def run(batch: StepBatch, tiny: Tiny = tiny, runner: StepRunner = runner, poison: bool = poison) -> Tensor:
-            for name, tensor in tiny.runtime.sealed_tensors().items() if poison else ():
+            for name, tensor in tiny.runtime.seals.tensors().items() if poison else ():
                 if name not in ("table", "counts") and "pages" not in name:
                     tensor.fill_(float("nan") if tensor.is_floating_point() else 0x7F7F7F7F)
-            return runner.run_split(batch)
+            return runner.run(batch, halves=2)
 
         outs.append(served(runner, tiny, run))
         assert runner.counters.replays >= len(SPLIT) - 1
@@ -189,7 +190,7 @@ def test_split_shapes_are_captured_ahead_and_predicted(provider: str, device: to
         ),
     )
     assert [bucket.shape for bucket in plan.buckets] == shapes
-    held = {name: tensor.nbytes for name, tensor in tiny.runtime.sealed_tensors().items() if "_pages_" not in name}
+    held = {name: tensor.nbytes for name, tensor in tiny.runtime.seals.tensors().items() if "_pages_" not in name}
     parts = {part.name: part.num_bytes for part in plan.parts}
     assert {name: parts[name] for name in held if name != "table"} == {n: b for n, b in held.items() if n != "table"}
 
@@ -200,12 +201,12 @@ def test_without_split_steps_nothing_is_sealed_for_them_and_they_run_eagerly(
 ) -> None:
     tiny = Tiny.build(device, provider, (2, 8), max_num_seqs=5)
     runner = runner_of(tiny)
-    outs = served(runner, tiny, runner.run_split)
+    outs = served(runner, tiny, partial(runner.run, halves=2))
     assert (runner.counters.replays, runner.counters.captures) == (0, 0)
-    assert tiny.runtime.sealed_tensors()["counts"].numel() == 4
+    assert tiny.runtime.seals.tensors()["counts"].numel() == 4
     split = build(device, provider)
     eager = runner_of(split, graphs=False)
-    for mine, other in zip(outs, served(eager, split, eager.run_split), strict=True):
+    for mine, other in zip(outs, served(eager, split, partial(eager.run, halves=2)), strict=True):
         assert not rows_beyond_bounds(mine, other)
 
 
@@ -217,7 +218,7 @@ def test_a_wrong_split_graph_is_refused(launch: str, provider: str, device: torc
         tiny = build(device, provider)
         recorder: Recorder | None = Forgetful(recorder_for(tiny.runtime.device), tiny.runtime, launch)
         runner = StepRunner(tiny.runtime, tiny.forward, recorder if graphs else None)
-        outs.append(served(runner, tiny, runner.run_split, SPLIT[:3]))
+        outs.append(served(runner, tiny, partial(runner.run, halves=2), SPLIT[:3]))
     assert "in two halves differs from the eager run" in runner.counters.graphs_off
     assert same(*outs)
 
@@ -226,15 +227,15 @@ def test_a_wrong_split_graph_is_refused(launch: str, provider: str, device: torc
 def test_a_split_forward_that_is_not_bitwise_is_replaced_with_a_reason(provider: str, device: torch.device) -> None:
     """Within the bounds of the halves one after the other is not enough: the order of the halves must not show."""
 
-    def inexact(forward: Callable[[Step], Tensor]) -> SplitForward:
+    def inexact(forward: Callable[[Part], Tensor]) -> SplitForward:
         exact = one_after_the_other(forward)
         return lambda step: tuple(rows * (1 + 2e-6) for rows in exact(step))  # type: ignore[return-value]
 
-    def wrong(forward: Callable[[Step], Tensor]) -> SplitForward:
-        return lambda step: (forward(step.halves[1]), forward(step.halves[0]))
+    def wrong(forward: Callable[[Part], Tensor]) -> SplitForward:
+        return lambda step: (forward(step.parts[1]), forward(step.parts[0]))
 
-    def counts(forward: Callable[[Step], Tensor]) -> SplitForward:
-        def run(step: SplitStep) -> tuple[Tensor, Tensor]:
+    def counts(forward: Callable[[Part], Tensor]) -> SplitForward:
+        def run(step: Step) -> tuple[Tensor, Tensor]:
             int(step.num_first)
             return one_after_the_other(forward)(step)
 
@@ -249,7 +250,7 @@ def test_a_split_forward_that_is_not_bitwise_is_replaced_with_a_reason(provider:
         for graphs in (False, True):
             tiny = build(device, provider, (8,))
             runner = runner_of(tiny, graphs=graphs, split_forward=broken(tiny.forward))
-            outs.append(served(runner, tiny, runner.run_split, [[1] * 5, [1] * 3]))
+            outs.append(served(runner, tiny, partial(runner.run, halves=2), [[1] * 5, [1] * 3]))
         assert same(*outs)
         assert (runner.counters.replays, runner.counters.graphs_off) == (2, "")
         (bucket,) = runner.capture_report().buckets
@@ -262,13 +263,13 @@ def test_a_split_forward_that_is_bitwise_is_captured(provider: str, device: torc
     tiny = build(device, provider, (8,))
     forward, seen = tiny.forward, []
 
-    def second_first(step: SplitStep) -> tuple[Tensor, Tensor]:
+    def second_first(step: Step) -> tuple[Tensor, Tensor]:
         seen.append(step)
-        second = forward(step.halves[1])
-        return forward(step.halves[0]), second
+        second = forward(step.parts[1])
+        return forward(step.parts[0]), second
 
     runner = runner_of(tiny, split_forward=second_first)
-    served(runner, tiny, runner.run_split, [[1] * 5, [1] * 3])
+    served(runner, tiny, partial(runner.run, halves=2), [[1] * 5, [1] * 3])
     assert runner.counters.replays == 2
     assert seen
     assert "one half after the other" not in runner.capture_report().buckets[0].check
@@ -278,14 +279,14 @@ def test_a_split_forward_that_is_bitwise_is_captured(provider: str, device: torc
 def test_reopening_makes_room_for_larger_halves(provider: str, device: torch.device) -> None:
     tiny = build(device, provider, (2,))
     runner = runner_of(tiny)
-    served(runner, tiny, runner.run_split)
+    served(runner, tiny, partial(runner.run, halves=2))
     before = runner.counters.replays
     runner.reopen((16,), (12,))
-    outs = served(runner, tiny, runner.run_split)
+    outs = served(runner, tiny, partial(runner.run, halves=2))
     assert runner.counters.replays - before >= len(SPLIT) - 1
     other = build(device, provider, (16,))
     eager = runner_of(other, graphs=False)
-    for mine, want in zip(outs, served(eager, other, eager.run_split), strict=True):
+    for mine, want in zip(outs, served(eager, other, partial(eager.run, halves=2)), strict=True):
         assert not rows_beyond_bounds(mine, want)
 
 
@@ -297,7 +298,7 @@ def test_a_forward_with_the_wrong_number_of_rows_is_refused(provider: str, devic
         tiny.runtime, lambda step: forward(step)[:1] if step.plan.shape.num_children > 1 else forward(step), None
     )
     with pytest.raises(BadTensor, match="forward returned 1 rows for 4 padded sequences"):
-        served(runner, tiny, runner.run_split)
+        served(runner, tiny, partial(runner.run, halves=2))
 
 
 @both
@@ -307,7 +308,7 @@ def test_a_noted_split_step_is_replayed_as_one(
     tiny = build(device, provider)
     flight = FlightRecorder(tiny.runtime, tmp_path / "dump.json")
     runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(tiny.runtime.device), flight=flight)
-    served(runner, tiny, runner.run_split)
+    served(runner, tiny, partial(runner.run, halves=2))
     assert [shape_name(step.shape) for step in flight.steps()][:2] == [
         "decode of 8 sequences in two halves",
         "decode of 2 sequences in two halves",
@@ -331,7 +332,7 @@ def test_halves_side_by_side_are_bitwise_the_halves_one_after_the_other(provider
         forward, side = tiny.forward, ForkedStream(tiny.runtime.device)
         runner = runner_of(tiny, split_forward=side_by_side(forward, side) if split else None)
         for _ in range(3):
-            outs.append(served(runner, tiny, runner.run_split))
+            outs.append(served(runner, tiny, partial(runner.run, halves=2)))
         assert runner.counters.graphs_off == ""
         assert runner.counters.replays >= 3 * (len(SPLIT) - 1)
         checks = [bucket.check for bucket in runner.capture_report().buckets]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,8 +20,8 @@ from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.guards.registry import Guards
 from rocm_attn.problem import UNLIMITED_WINDOW
 from rocm_attn.selection.build import build_runtime
-from rocm_attn.step.drafts import DraftSteps
 from rocm_attn.step.options import RuntimeOptions
+from rocm_attn.step.step import Series
 from tests.amd.guards.serving import ALL_ON
 from tests.amd.runtime.drafting import visible_drafts
 from tests.amd.runtime.stepping import Request, World, small_problem, take_back
@@ -85,7 +86,7 @@ class Drafting:
         """Fresh requests with prompts of these lengths."""
         requests = [self.world.admit() for _ in lengths]
         for request, length in zip(requests, lengths, strict=True):
-            step = self.runtime.begin_step(self.world.batch([request], [length]))
+            step = self.runtime.step(self.world.batch([request], [length])).parts[0]
             q, k, v = self.world.qkv(self.problem, step)
             step.layers.store_and_attend(0, q, k, v, torch.empty_like(q))
             self.world.remember(0, [request], [length], k, v)
@@ -123,7 +124,7 @@ class Drafting:
             for step in self.parents
         ]
         self.parents.copy_(torch.tensor(drawn, dtype=torch.int32))
-        run = self.runner.run_split if halves else self.runner.run
+        run = partial(self.runner.run, halves=2) if halves else self.runner.run
         run(batch, None if pad_to is None else PadTo(pad_to))
 
     def is_right(self, requests: Sequence[Request]) -> bool:
@@ -154,16 +155,16 @@ class Drafting:
             for request, length in zip(requests, prefix, strict=True):
                 take_back(request, request.kv_len - length)
 
-    def _forward(self, drafts: DraftSteps) -> Tensor:
+    def _forward(self, drafts: Series) -> Tensor:
         """Places of the tensors of a half are those of its steps; sequences of the second half come after those of the
         first one's padded ones."""
-        for number, step in enumerate(drafts.steps):
+        for number, step in enumerate(drafts):
             at = step.tokens
             num_seqs = step.row_of_seq.shape[0]
             if number:
-                seqs = slice(drafts.half * num_seqs, (drafts.half + 1) * num_seqs)
-                drafts.set_parents(number, self.parents[number, seqs])
+                seqs = slice(step.half * num_seqs, (step.half + 1) * num_seqs)
+                step.set_parents(self.parents[number, seqs])
             step.layers.store_and_attend(
                 0, self.q[number][at], self.k[number][at], self.v[number][at], self.out[number][at]
             )
-        return self.out[-1][at][: drafts.steps[0].row_of_seq.shape[0]]
+        return self.out[-1][at][: drafts[0].row_of_seq.shape[0]]

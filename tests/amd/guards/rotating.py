@@ -11,7 +11,7 @@ from torch import Tensor
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.kernels.cache.row_work import QkvWork, RopePairs
 from rocm_attn.problem import Problem
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part
 from tests.amd.guards.serving import Serving
 from tests.amd.kernels.rope_cases import normalised, random_norm, random_rope, turned
 from tests.amd.runtime.stepping import Request, small_problem
@@ -70,7 +70,7 @@ class Rotating(Serving):
         torch.testing.assert_close(self.q_out[real], self.q[real], rtol=1e-4, atol=1e-5)
         assert not self.finished[pads].any()
 
-    def _forward(self, step: Step) -> Tensor:
+    def _forward(self, step: Part) -> Tensor:
         used = step.tokens
         q, k, v, q_out = (side[used] for side in (self.q, self.k, self.v, self.q_out))
         step.layers.rope_and_store(0, q, k, v, q_out, self.work)

@@ -26,7 +26,7 @@ from rocm_attn.guards.registry import Guards
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part
 from tests.amd.forked import run_forked
 from tests.amd.runtime.stepping import Request, World, first_swa_page, padded_to, providers, small_problem
 
@@ -207,7 +207,7 @@ class Serving:
             tensor[real] = self.world.random(num_tokens, *tensor.shape[1:])
         self.out.fill_(float("nan"))
         self.lse.fill_(float("nan"))
-        self.runner.run_as(shape, batch)
+        self.runner.run(batch, shape)
         self.world.remember(0, requests, q_len, self.k[real], self.v[real])
 
     def check(self, requests: Sequence[Request], q_len: Sequence[int]) -> None:
@@ -237,7 +237,7 @@ class Serving:
             return False
         return True
 
-    def _forward(self, step: Step) -> Tensor:
+    def _forward(self, step: Part) -> Tensor:
         used = step.tokens
         step.layers.store_and_attend(0, self.q[used], self.k[used], self.v[used], self.out[used], self.lse[used])
         return self.out[used][step.last_token_of_seq.long()]

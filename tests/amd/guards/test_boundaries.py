@@ -178,5 +178,5 @@ def test_more_sequences_than_requests_can_be_are_refused(device: torch.device) -
     refused: list[tuple[type[Exception], Int32Array]] = [(NeverFits, twice), (BadBatch, beyond_the_table)]
     for error, batch_rows in refused:
         with pytest.raises(error):
-            serving.runtime.begin_step(StepBatch(batch_rows, np.full(2 * POOL, 2), np.ones(2 * POOL, np.int32)))
+            serving.runtime.step(StepBatch(batch_rows, np.full(2 * POOL, 2), np.ones(2 * POOL, np.int32)))
     serving.step(requests, [1] * POOL)

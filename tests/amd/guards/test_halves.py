@@ -88,7 +88,7 @@ def test_the_inputs_of_the_last_two_steps_wait_in_slots_of_their_own(device: tor
     lengths = [request.kv_len for request in requests]
     published = {
         tuple(slot.words[HEADER_WORDS : HEADER_WORDS + 2 * int(slot.words[0])].tolist())
-        for line in serving.runtime._publisher._lines
+        for line in serving.runtime.gate._publisher._lines
         for slot in line.ring._slots
     }
     assert published == {

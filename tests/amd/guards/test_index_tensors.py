@@ -45,7 +45,7 @@ def test_a_need_brings_its_own_buffers_and_no_others(need: Need, monkeypatch: py
         RuntimeOptions(num_pages=8, max_num_seqs=2, max_kv_len=16, provider="needy"),
         device=torch.device("cpu"),
     )
-    held = set(runtime.sealed_tensors())
+    held = set(runtime.seals.tensors())
     assert {name for names in BUFFERS_OF_NEED.values() for name in names} & held == BUFFERS_OF_NEED[need]
 
 
@@ -97,7 +97,7 @@ def test_a_token_without_a_page_sets_the_error_word_of_its_step_alone(
     serving = Serving(device, Guards().without("batch_check"), graphs=graphs, provider=provider)
 
     def error_word() -> int:
-        return int(serving.runtime.sealed_tensors()["counts"][ERROR_WORD])
+        return int(serving.runtime.seals.tensors()["counts"][ERROR_WORD])
 
     requests = serving.admit(2)
     serving.step(requests, [3, 3])

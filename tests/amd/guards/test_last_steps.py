@@ -50,12 +50,12 @@ def batch(*on_device: int) -> StepBatch:
 
 
 def step(of: AttentionRuntime, what: StepBatch) -> None:
-    of.begin_step(what)
+    of.step(what)
     of.end_step()
 
 
 def split_step(of: AttentionRuntime, what: StepBatch) -> None:
-    of.begin_split_step(what)
+    of.step(what, of.plan(what, halves=2))
     of.end_step()
 
 
@@ -104,7 +104,7 @@ def test_a_fault_of_either_half_is_reported_by_whole_steps(half: int, before: in
     for _ in range(before):
         split_step(made, batch())
     split_step(made, batch(10 + 89 * (half == 0), 10 + 89 * (half == 1)))
-    wrong = made.step_number - 1 + half
+    wrong = made.faults.step_number - 1 + half
     assert faults(lambda: step(made, batch()), 6) == [(wrong, (1 + half,))]
     made.check_device()
 
@@ -131,18 +131,18 @@ def test_a_second_half_that_was_right_is_not_reported() -> None:
 def test_a_fault_is_kept_when_a_launch_of_the_next_step_fails(launch: str) -> None:
     made = runtime()
     step(made, batch(10, 99))
-    ops = made._publisher._ops
+    ops = made.gate._publisher._ops
 
     def fails(*arguments: Any, **named: Any) -> None:
         raise RuntimeError("the launch failed")
 
     broken: dict[str, Any] = {launch: fails}
-    made._publisher._ops = replace(ops, **broken)
+    made.gate._publisher._ops = replace(ops, **broken)
     # Once where the first launch is made: the next try has the echo.
     for _ in range(3 if launch == "publish" else 1):
         with pytest.raises(RuntimeError, match="the launch failed"):
-            made.begin_step(batch(10, 10))
-    made._publisher._ops = ops
+            made.step(batch(10, 10))
+    made.gate._publisher._ops = ops
     assert faults(lambda: step(made, batch(10, 10)), 6) == [(1, (1, 2))]
     made.check_device()
 
@@ -150,7 +150,7 @@ def test_a_fault_is_kept_when_a_launch_of_the_next_step_fails(launch: str) -> No
 def test_the_host_leaves_a_slot_alone_that_a_late_device_has_yet_to_echo_into() -> None:
     """A later launch of the step fails while the device has not begun; the echo of the step before comes after that."""
     serving, late = Serving(CPU, graphs=False), LateDevice()
-    publisher = serving.runtime._publisher
+    publisher = serving.runtime.gate._publisher
 
     def later(launch: Callable[..., None]) -> Callable[..., None]:
         return lambda *args, **kwargs: late.launch(partial(launch, *args, **kwargs))
@@ -167,7 +167,7 @@ def test_the_host_leaves_a_slot_alone_that_a_late_device_has_yet_to_echo_into() 
     plain = StepBatch(np.array([request.row]), one, one)
     given = replace_inputs(plain)
     serving.runtime.stage(plain)
-    counts = serving.runtime._children[0].tensors.counts
+    counts = serving.runtime.gate._children[0].tensors.counts
     late.launch(lambda: counts[3].fill_(TOKEN_WITHOUT_PAGE))
     serving.runtime.end_step()
     publisher._ops = replace(ops, device_inputs=fails)
@@ -194,7 +194,7 @@ def test_a_runner_asks_the_device_too() -> None:
     serving = Serving(CPU, graphs=True)
     requests = serving.admit(2)
     serving.step(requests, [3, 5])
-    counts = serving.runtime._publisher._lines[0].counts
+    counts = serving.runtime.gate._publisher._lines[0].counts
     assert counts is not None
     counts[3] = TOKEN_WITHOUT_PAGE
     with pytest.raises(DeviceFault, match="a new token had no page of its own"):

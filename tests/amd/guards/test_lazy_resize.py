@@ -119,11 +119,11 @@ def test_steps_above_the_largest_graph_grow_buffers_of_their_own(provider: str, 
     requests = serving.admit(5)
     serving.step(requests[:2], [3, 2])
     serving.step(requests[:2], [1, 1])
-    sealed = {name: tensor.data_ptr() for name, tensor in serving.runtime.sealed_tensors().items()}
+    sealed = {name: tensor.data_ptr() for name, tensor in serving.runtime.seals.tensors().items()}
     for count, pad_to in ((3, None), (5, None), (5, 33), (4, 70)):
         serving.step(requests[:count], [1] * count, pad_to)
         serving.step(requests[:2], [1, 1])
-    assert {name: tensor.data_ptr() for name, tensor in serving.runtime.sealed_tensors().items()} == sealed
+    assert {name: tensor.data_ptr() for name, tensor in serving.runtime.seals.tensors().items()} == sealed
     assert serving.runner.counters.replays == 5
     assert serving.runtime.core.memory._open.buffers.tensors()["kv_len"].numel() >= 70
 

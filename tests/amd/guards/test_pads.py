@@ -145,7 +145,7 @@ def test_nothing_of_an_earlier_step_stays_after_the_last_page(graphs: bool, devi
         requests = serving.admit(1)
         serving.step(requests, [2])
         serving.step(requests, [1])
-        buffers = serving.runtime.sealed_tensors()
+        buffers = serving.runtime.seals.tensors()
         width = serving.runtime.table.width
         return buffers["page_list"][1 : 8 * width].tolist(), buffers["block_table"][1:width].tolist()
 
@@ -194,7 +194,7 @@ def test_a_v_that_is_no_number_stays_with_the_tokens_that_see_it(
         """Eight tokens, one by one, of one chunk in which the seventh has such a V: whether each result is right."""
         serving = Serving(device, guards, graphs=False, provider=provider, deterministic=deterministic)
         runtime, requests = serving.runtime, serving.admit(1)
-        step = runtime.begin_step(serving.world.batch(requests, [8]))
+        step = runtime.step(serving.world.batch(requests, [8])).parts[0]
         q, k, v = serving.world.qkv(serving.problem, step)
         stored = v.clone()
         v[6, 1, 3], stored[6, 1, 3] = value, 0.0

@@ -68,10 +68,10 @@ def test_what_a_plan_reads_shares_no_memory_with_what_graphs_read_or_write(devic
     requests = serving.admit(2)
     serving.step(requests, [4, 3])
     serving.step(requests, [1, 1])
-    sealed = serving.runtime.sealed_tensors()
+    sealed = serving.runtime.seals.tensors()
     batch = StepBatch(np.array([1, 2]), np.array([6, 5]), np.array([1, 1]))
     inputs = [torch.from_numpy(values) for values in (batch.rows, batch.kv_len, batch.q_len)]
-    publisher, table = serving.runtime._publisher, serving.runtime.table
+    publisher, table = serving.runtime.gate._publisher, serving.runtime.table
     rings = [*(line.ring for line in publisher._lines), publisher._updates]
     inputs += [slot.tensor for ring in rings for slot in ring._slots]
     inputs.append(torch.from_numpy(table.entries_host))
@@ -93,11 +93,11 @@ def test_derived_tensors_are_filled_by_every_step(provider: str, graphs: bool, d
 
     serving, requests = two_decodes(ALL_ON)
     serving.check(requests, [1, 1, 1])
-    assert serving.runtime.sealed_tensors()["position_of_token"][:3].tolist() == [5, 4, 8]
+    assert serving.runtime.seals.tensors()["position_of_token"][:3].tolist() == [5, 4, 8]
     serving, requests = two_decodes(Guards().without("full_refresh"))
     assert not serving.is_right(requests, [1, 1, 1])
     # The first step's positions, and so its slots: the second step's tokens were stored over the first one's.
-    assert serving.runtime.sealed_tensors()["position_of_token"][:3].tolist() == [4, 3, 7]
+    assert serving.runtime.seals.tensors()["position_of_token"][:3].tolist() == [4, 3, 7]
     page = serving.runtime.table.pages_of(requests[0].row)[1]
     assert torch.equal(serving.runtime.pool.layer(0).k[page, 0], requests[0].k[0][5])
 

@@ -70,7 +70,7 @@ def test_changes_survive_a_launch_that_fails(
         (parent,) = serving.admit(1)
         serving.run([parent], [6])
         family = [parent, serving.world.fork(parent, 6)]
-        publisher, pool = serving.runtime._publisher, serving.runtime.pool.in_space(Space.FULL)
+        publisher, pool = serving.runtime.gate._publisher, serving.runtime.pool.in_space(Space.FULL)
         if launch == "table_update":
             publisher._ops = replace(publisher._ops, table_update=Fails(publisher._ops.table_update))
         else:
@@ -154,7 +154,7 @@ def test_graphs_take_their_inputs_until_a_step_was_too_long_for_their_slots(
     """From then on they are published, as those of steps that have more than rows and lengths of the host."""
     serving = Serving(device, graphs=True, provider=provider)
     requests = serving.admit(2)
-    publisher, launched = serving.runtime._publisher, 0
+    publisher, launched = serving.runtime.gate._publisher, 0
     launch = publisher._ops.publish
 
     def publish(slot: torch.Tensor, counts_before: torch.Tensor, to: StepTensors) -> None:
@@ -187,7 +187,7 @@ def test_a_fault_on_the_device_is_reported_once_and_later_steps_are_right(
         requests = serving.admit(2)
         serving.step(requests, [3, 5])
         serving.step(requests, [1, 1])
-        faulty_step = serving.runtime.step_number + 1
+        faulty_step = serving.runtime.faults.step_number + 1
         serving.run_within_bounds(
             requests,
             [1, 1],

@@ -13,7 +13,7 @@ from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import CapacityExceeded, DeviceFault
 from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.metadata.error_word import TOKEN_WITHOUT_PAGE
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part
 from tests.amd.guards.serving import ALL_ON, Serving
 from tests.amd.runtime.interrupts import interrupted_at
 from tests.amd.runtime.stepping import Request
@@ -43,7 +43,7 @@ def steps_of_all_sizes(serving: Serving, requests: list[Request]) -> bool:
 def test_no_graph_is_made_of_memory_that_may_move() -> None:
     """Half of a reopen: what was sealed is given up, and nothing is sealed instead."""
     serving, requests = decoding(ALL_ON)
-    serving.runtime.unseal((1, 2, 4))
+    serving.runtime.seals.unseal((1, 2, 4))
     replays = serving.runner.counters.replays
     assert steps_of_all_sizes(serving, requests)
     assert serving.runner.counters.replays == replays
@@ -55,7 +55,7 @@ def test_no_graph_is_made_of_memory_that_may_move() -> None:
     assert serving.runner.counters.replays > replays
 
     serving, requests = decoding(Guards().without("sealed_capture"))
-    serving.runtime.unseal((1, 2, 4))
+    serving.runtime.seals.unseal((1, 2, 4))
     assert not steps_of_all_sizes(serving, requests)
 
 
@@ -82,7 +82,7 @@ def test_a_reopen_that_runs_out_of_memory_changes_nothing(
     sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     serving, requests = decoding()
-    addresses = {name: tensor.data_ptr() for name, tensor in serving.runtime.sealed_tensors().items()}
+    addresses = {name: tensor.data_ptr() for name, tensor in serving.runtime.seals.tensors().items()}
     failures = 0
     while True:
         with monkeypatch.context() as patch:
@@ -94,7 +94,7 @@ def test_a_reopen_that_runs_out_of_memory_changes_nothing(
             else:
                 break
         before = serving.runner.counters.replays
-        assert addresses == {name: tensor.data_ptr() for name, tensor in serving.runtime.sealed_tensors().items()}
+        assert addresses == {name: tensor.data_ptr() for name, tensor in serving.runtime.seals.tensors().items()}
         serving.step(requests[:2], [1, 1])
         assert serving.runner.counters.replays == before + 1
         serving.runner.check_addresses()
@@ -127,10 +127,10 @@ def test_a_reopen_that_is_interrupted_at_any_line_serves_right(sizes: tuple[int,
 
 def test_reopening_reports_the_last_steps_first_and_changes_nothing_then() -> None:
     serving, requests = decoding()
-    counts = serving.runtime._publisher._lines[0].counts
+    counts = serving.runtime.gate._publisher._lines[0].counts
     assert counts is not None
     counts[3] = TOKEN_WITHOUT_PAGE
-    with pytest.raises(DeviceFault, match=f"step {serving.runtime.step_number}: "):
+    with pytest.raises(DeviceFault, match=f"step {serving.runtime.faults.step_number}: "):
         serving.runner.reopen((1, 2, 4))
     before = serving.runner.counters.replays
     serving.step(requests[:2], [1, 1])
@@ -176,7 +176,7 @@ def test_a_rank_that_cannot_reopen_tells_the_others(monkeypatch: pytest.MonkeyPa
 def refused(serving: Serving) -> None:
     """Its graph is refused: forward reads a value on the host."""
 
-    def forward(step: Step) -> torch.Tensor:
+    def forward(step: Part) -> torch.Tensor:
         int(step.token_ids.sum())
         return serving._forward(step)
 
@@ -189,7 +189,7 @@ def reopened(serving: Serving) -> None:
 
 
 def unsealed(serving: Serving) -> None:
-    serving.runtime.unseal((1, 2))
+    serving.runtime.seals.unseal((1, 2))
 
 
 @pytest.mark.parametrize(("second", "keeps_graphs"), [(refused, True), (reopened, True), (unsealed, False)])
@@ -226,6 +226,6 @@ def test_the_last_runner_that_is_refused_gives_up_the_sealed_addresses() -> None
     first = serving.runner
     refused(serving)
     serving.step(requests[:2], [1, 1])
-    assert serving.runtime.seal_number
+    assert serving.runtime.seals.number
     first._switch_off("as if it were refused")
-    assert not serving.runtime.seal_number
+    assert not serving.runtime.seals.number

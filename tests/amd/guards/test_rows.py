@@ -54,9 +54,9 @@ def test_a_length_beyond_the_row_writes_no_other_requests_page(provider: str, de
         runtime = serving.runtime
         page = int(runtime.table.pages_of(second.row)[0])
         before = runtime.pool.layer(0).k[page].clone()
-        step = runtime.stage(serving.world.batch([first, second], [1, 1]))
-        runtime.sealed_tensors()["kv_len"][0] = 17
-        runtime.fill()
+        step = runtime.stage(serving.world.batch([first, second], [1, 1])).parts[0]
+        runtime.seals.tensors()["kv_len"][0] = 17
+        runtime.gate.fill()
         step.layers.store(0, serving.world.random(2, 2, 16), serving.world.random(2, 2, 16))
         runtime.end_step()
         return before, runtime.pool.layer(0).k[page]
@@ -138,9 +138,9 @@ def test_a_freed_row_is_not_read(guards: Guards, device: torch.device) -> None:
     batch = StepBatch(np.array([first.row, second.row]), np.array([4, 8]), np.array([1, 1]))
     if guards is ALL_ON:
         with pytest.raises(BadBatch, match="row 1 of sequence 0 is not admitted"):
-            serving.runtime.begin_step(batch)
+            serving.runtime.step(batch)
     else:
-        serving.runtime.begin_step(batch, pad_to=PadTo(8))
+        serving.runtime.step(batch, serving.runtime.plan(batch, PadTo(8)))
         serving.runtime.end_step()
         # Page 0, which drops the token, and reads as zeros: an answer out of nothing.
-        assert serving.runtime.sealed_tensors()["slot_of_token"][0] < serving.problem.page_size
+        assert serving.runtime.seals.tensors()["slot_of_token"][0] < serving.problem.page_size

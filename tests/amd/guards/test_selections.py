@@ -14,7 +14,7 @@ from rocm_attn.errors import WrongState
 from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.sparse.arguments import Indexing
 from rocm_attn.problem import EarlierSelection
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part
 from tests.amd.guards.serving import ALL_ON
 from tests.amd.guards.test_plans import sharing_memory
 from tests.amd.runtime.sparse_world import SparseRequest, SparseWorld, indexer, layer
@@ -57,7 +57,7 @@ class AnyLengths(SparseWorld):
 
     def boundaries(self) -> dict[str, Tensor]:
         """Every indptr of the last step, by name: its padded sequences, and the end."""
-        sealed = self.runtime.sealed_tensors().items()
+        sealed = self.runtime.seals.tensors().items()
         return {name: tensor[: PADDED + 1] for name, tensor in sealed if name.endswith("indptr")}
 
 
@@ -93,7 +93,7 @@ def test_boundaries_stay_monotone_whatever_is_selected(provider: str, steps: int
     for requests, kv_len in random_steps(world, steps):
         assert all(is_monotone(each) for each in world.boundaries().values() if each.numel())
         world.check_at(requests, kv_len)
-        chosen.add(tuple(world.runtime.sealed_tensors()["selection_units"][: PAGES.top].tolist()))
+        chosen.add(tuple(world.runtime.seals.tensors()["selection_units"][: PAGES.top].tolist()))
     assert world.runner.metrics.replays >= steps
     assert len(chosen) > 20
     if device.type == "cuda":
@@ -117,7 +117,7 @@ def test_a_layer_attends_to_no_other_selection_than_its_own(graphs: bool, device
     def late(guards: Guards) -> SparseWorld:
         world = SparseWorld([layer(indexer(TOKENS)), layer(indexer(TOKENS))], device, guards=guards, graphs=graphs)
 
-        def forward(step: Step) -> Tensor:
+        def forward(step: Part) -> Tensor:
             at, layers = step.tokens, step.layers
             for number, asked in enumerate(world.asked):
                 layers.store(number, asked.k[at], asked.v[at])
@@ -147,7 +147,7 @@ def test_a_selection_does_not_outlive_its_step(device: torch.device) -> None:
         request = world.admit()
         world.step([request], [12])
         world.draw(1)
-        step = world.runtime.begin_step(world.batch([request], [1]))
+        step = world.runtime.step(world.batch([request], [1])).parts[0]
         try:
             asked, at = world.asked[0], step.tokens
             step.layers.store(0, asked.k[at], asked.v[at])
@@ -169,6 +169,6 @@ def test_selections_share_no_memory_with_what_a_step_is_given(device: torch.devi
     request = world.admit()
     world.step([request], [5])
     world.step([request], [1])
-    sealed = world.runtime.sealed_tensors()
+    sealed = world.runtime.seals.tensors()
     for name in ("selection_units", "selection_counts"):
         assert sharing_memory(sealed[name], sealed) == [name]

@@ -662,5 +662,5 @@ def test_a_step_of_new_prompts_is_planned_for_their_kernel_and_others_are_not() 
     names: list[str] = []
     for kv_len, q_len in (([100, 60], [100, 60]), ([100, 60], [100, 59]), ([100, 60], [100, 1])):
         batch = StepBatch(np.arange(2, dtype=np.int32), np.array(kv_len, np.int32), np.array(q_len, np.int32))
-        names += [kernel.row.name for kernel in runtime._planner.plan(batch, None, 1).kernels]
+        names += [kernel.row.name for kernel in runtime.gate.planner.plan(batch, None, 1).kernels]
     assert names == ["triton.hopper_prefill", HOPPER[StepKind.EXTEND], HOPPER[StepKind.MIXED]]

@@ -30,7 +30,7 @@ from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.guards import LaunchGuards, StepGuards
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.publisher import PublishingGuards
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part
 
 PROBLEM = Problem(8, 2, 16, 16, torch.float32, 16, 0.25)
 
@@ -103,7 +103,7 @@ class _Replays:
 
 class _Recorder:
     def __init__(self, runtime: AttentionRuntime) -> None:
-        self._slots = runtime._publisher._lines[0].ring.slots
+        self._slots = runtime.gate._publisher._lines[0].ring.slots
 
     def record(self, fn: Callable[[], Any]) -> tuple[_Replays, Any]:
         return _Replays(self._slots), fn()
@@ -140,7 +140,7 @@ class Server:
         for _ in range(3):
             self.runner.run(self.next())
 
-    def forward(self, step: Step) -> Tensor:
+    def forward(self, step: Part) -> Tensor:
         k = torch.zeros(len(self.out), 2, 16)
         for layer in range(2):
             step.layers.store_and_attend(layer, self.out, k, k, self.out)

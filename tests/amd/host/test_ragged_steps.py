@@ -36,7 +36,7 @@ class Served:
         return StepBatch(rows, kv_len, q_len)
 
     def plan(self, new: int, cached: int = 0) -> StepPlan:
-        plan = self.runtime._planner.plan(self.batch(new, cached), None, 1)
+        plan = self.runtime.gate.planner.plan(self.batch(new, cached), None, 1)
         assert not plan.replayable
         return plan
 
@@ -73,7 +73,7 @@ def test_the_latest_plans_are_kept_and_no_more() -> None:
     assert served.plan(2) is not plans[2]
     assert served.views(plans[2]) is not views[2]
     memory = served.runtime.core.memory
-    assert len(memory._open.views) == len(served.runtime._planner._ragged) == MOST_RAGGED
+    assert len(memory._open.views) == len(served.runtime.gate.planner._ragged) == MOST_RAGGED
 
 
 def test_no_views_hold_memory_that_was_given_up() -> None:
@@ -99,7 +99,7 @@ def test_what_a_batch_may_not_have_is_refused_in_a_plan_that_is_known_too() -> N
     plan = served.plan(3)
     elsewhere = DeviceInputs(kv_len=torch.ones(1, dtype=torch.int32, device="meta"))
     with pytest.raises(BadTensor, match="lengths or token ids are on meta"):
-        served.runtime._planner.plan(replace(served.batch(3), inputs=elsewhere), None, 1)
+        served.runtime.gate.planner.plan(replace(served.batch(3), inputs=elsewhere), None, 1)
     assert served.plan(3) is plan
 
 
@@ -107,11 +107,11 @@ def test_a_step_that_is_over_is_refused_while_another_one_of_its_size_runs() -> 
     """Its layers would write K and V to the pages of the other one's requests."""
     served, problem = Served(), small_problem()
     runtime = served.runtime
-    earlier = runtime.begin_step(served.batch(7))
+    earlier = runtime.step(served.batch(7)).parts[0]
     kv = torch.zeros(len(earlier.token_ids), problem.num_kv_heads, problem.head_dim)
     earlier.layers.store(0, kv, kv)
     runtime.end_step()
-    later = runtime.begin_step(served.batch(7, cached=7))
+    later = runtime.step(served.batch(7, cached=7)).parts[0]
     assert later.plan is earlier.plan
     with pytest.raises(WrongState, match="the step of these layers is over"):
         earlier.layers.store(0, kv, kv)
@@ -122,7 +122,7 @@ def test_a_step_that_is_over_is_refused_while_another_one_of_its_size_runs() -> 
 def test_another_policy_begins_with_no_plan() -> None:
     served = Served()
     plan = served.plan(3)
-    planner = served.runtime._planner
+    planner = served.runtime.gate.planner
     planner.start_over(planner.padding)
     assert served.plan(3) is not plan
 
@@ -132,7 +132,7 @@ def test_a_chunk_in_views_of_another_one_reads_its_own_keys() -> None:
     served = Served()
     runtime, problem = served.runtime, small_problem()
     for first in range(0, 24, 6):
-        step = runtime.begin_step(served.batch(6, cached=first))
+        step = runtime.step(served.batch(6, cached=first)).parts[0]
         tokens = step.token_ids.shape[0]
         q = torch.zeros(tokens, problem.num_q_heads, problem.head_dim)
         k = torch.zeros(tokens, problem.num_kv_heads, problem.head_dim)

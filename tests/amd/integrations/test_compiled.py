@@ -30,7 +30,7 @@ from rocm_attn.problem import EarlierSelection, PoolKind
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.protocols import LayerCalls
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part
 from tests.amd.external.engines import SGLang, Tensors
 from tests.amd.graphs.small_models import Requests, Tiny, same, serve
 from tests.amd.runtime.sparse_world import SparseWorld, indexer, layer
@@ -63,11 +63,11 @@ def work_of(device: torch.device) -> QkvWork:
     return QkvWork(table, q_norm=RowNorm(torch.linspace(0.5, 2, DIM, device=device), 1e-6, offset=1.0))
 
 
-def forward_of(model: Tiny, calls_of: Callable[[Step], LayerCalls], work: QkvWork) -> Callable[[Step], Tensor]:
+def forward_of(model: Tiny, calls_of: Callable[[Part], LayerCalls], work: QkvWork) -> Callable[[Part], Tensor]:
     """The first layer stores plain rows, the second one normalises and turns them, and has a gate."""
     embedding, (first, second) = model.embedding, model.projections
 
-    def forward(step: Step) -> Tensor:
+    def forward(step: Part) -> Tensor:
         calls = calls_of(step)
         hidden = embedding[step.token_ids] * (1 + step.positions[:, None] / 100)
         kv = (hidden @ first).view(-1, 4, DIM)
@@ -85,11 +85,11 @@ def forward_of(model: Tiny, calls_of: Callable[[Step], LayerCalls], work: QkvWor
     return forward
 
 
-def eager_forward(model: Tiny, work: QkvWork) -> Callable[[Step], Tensor]:
+def eager_forward(model: Tiny, work: QkvWork) -> Callable[[Part], Tensor]:
     return forward_of(model, lambda step: step.layers, work)
 
 
-def compilable(model: Tiny, work: QkvWork) -> Callable[[Step], Tensor]:
+def compilable(model: Tiny, work: QkvWork) -> Callable[[Part], Tensor]:
     return forward_of(model, compiled_layers(model.runtime).of, work)
 
 
@@ -123,7 +123,7 @@ def test_both_halves_of_a_split_step_find_their_own_tokens(provider: str, device
         requests = Requests(model.runtime)
         requests.admit(3)
         runner = StepRunner(model.runtime, forward, None)
-        outs.append([runner.run(requests.batch([5, 2, 7])), runner.run_split(requests.batch([1, 1, 1])).clone()])
+        outs.append([runner.run(requests.batch([5, 2, 7])), runner.run(requests.batch([1, 1, 1]), halves=2).clone()])
         requests.free()
     assert same(*outs)
 
@@ -142,15 +142,15 @@ def operations_of(forward: Callable[..., Any], *args: Any) -> list[str]:
     return found
 
 
-def running(model: Tiny) -> tuple[Step, CompiledLayers]:
+def running(model: Tiny) -> tuple[Part, CompiledLayers]:
     """A step that runs."""
     requests = Requests(model.runtime)
     requests.admit(2)
-    step = model.runtime.begin_step(requests.batch([3, 2]))
+    step = model.runtime.step(requests.batch([3, 2])).parts[0]
     return step, compiled_layers(model.runtime)
 
 
-def rows(step: Step, heads: int) -> Tensor:
+def rows(step: Part, heads: int) -> Tensor:
     count = step.token_ids.shape[0]
     return torch.randn(count, heads, DIM, generator=torch.Generator().manual_seed(1)).to(step.token_ids.device)
 
@@ -186,14 +186,14 @@ def test_what_fill_writes_is_read_after_it(provider: str, device: torch.device) 
     requests, calls = Requests(model.runtime), compiled_layers(model.runtime)
     requests.admit(2)
 
-    def body(step: Step) -> tuple[Tensor, Tensor]:
+    def body(step: Part) -> tuple[Tensor, Tensor]:
         calls.fill(step.positions, step.token_ids)
         return step.token_ids + 1, step.positions * 2
 
     both = compile_forward(body, backend="aot_eager")
     for q_len in ([3, 2], [1, 1], [1, 1]):
         batch = requests.batch(q_len)
-        step = model.runtime.stage(batch)
+        step = model.runtime.stage(batch).parts[0]
         ids, positions = both(step)
         assert torch.equal(ids, step.token_ids + 1)
         assert torch.equal(positions, step.positions * 2)
@@ -331,12 +331,12 @@ def test_calls_out_of_order_are_refused_as_those_of_a_step_are(provider: str, de
     q, k = rows(step, 6), rows(step, 2)
     with pytest.raises(BadTensor, match="layer 2 does not exist"):
         calls.store(2, k, k)
-    with pytest.raises(WrongState, match="no second half"):
-        OPS.attend(calls.state, q, q.clone(), None, calls._halves[1].number, 0)
+    with pytest.raises(WrongState, match="there is no part 1"):
+        OPS.attend(calls.state, q, q.clone(), None, calls.number, 1, 0)
     with pytest.raises(BadTensor, match="slots are given"):
         calls.fill(slots=torch.zeros(5, dtype=torch.int32, device=device))
     model.runtime.end_step()
-    with pytest.raises(WrongState, match="call begin_step"):
+    with pytest.raises(WrongState, match=r"call runtime.step\(\)"):
         calls.store(0, k, k)
 
 
@@ -358,7 +358,7 @@ def test_a_latent_layers_v_stays_part_of_k(device: torch.device) -> None:
     runtime = build_runtime([problem], options, device=device)
     row = runtime.table.admit()
     runtime.table.reserve(row, 5)
-    step, calls = runtime.begin_step(StepBatch([row], [5], [5])), compiled_layers(runtime)
+    step, calls = runtime.step(StepBatch([row], [5], [5])).parts[0], compiled_layers(runtime)
     q, k = (torch.randn(5, heads, 24, device=device) for heads in (6, 1))
 
     def attend(calls: LayerCalls, q: Tensor, k: Tensor) -> Tensor:
@@ -377,7 +377,7 @@ def test_layers_that_select_keys_are_operations_too(graphs: bool, device: torch.
     world = SparseWorld(problems, device)
     calls = compiled_layers(world.runtime)
 
-    def forward(step: Step) -> Tensor:
+    def forward(step: Part) -> Tensor:
         return world.forward(replace(step, layers=calls.of(step)))
 
     body = forward if graphs else compile_forward(forward, backend="aot_eager")

@@ -64,7 +64,7 @@ class Story:
     def step(self, runtime: AttentionRuntime, row: int, kv_len: int, q_len: int) -> list[Tensor]:
         """Store and attend in every layer; the outputs."""
         runtime.table.reserve(row, kv_len)
-        step = runtime.begin_step(StepBatch([row], [kv_len], [q_len]))
+        step = runtime.step(StepBatch([row], [kv_len], [q_len])).parts[0]
         outs, first = [], kv_len - q_len
         for number, problem in enumerate(self.problems):
             q = self.rows(number, first, q_len, problem.num_q_heads, problem.head_dim, 0)

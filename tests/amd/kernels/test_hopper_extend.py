@@ -640,7 +640,7 @@ def test_layers_of_an_eager_step_after_the_first_launch_what_it_did(layer: str, 
         num_tokens, dtype = int(q_lens.sum()), problem.dtype
         q = torch.randn(num_tokens, problem.num_q_heads, problem.head_dim, device=device).to(dtype)
         k, v = (torch.randn_like(q[:, : problem.num_kv_heads]) for _ in "kv")
-        step = runtime.begin_step(StepBatch(rows, kv_len, q_lens))
+        step = runtime.step(StepBatch(rows, kv_len, q_lens)).parts[0]
         outs = [torch.full_like(q, float("nan")) for _ in range(4)]
         with patch.object(JITFunction, "run", side_effect=JITFunction.run, autospec=True) as by_triton:
             counts = []

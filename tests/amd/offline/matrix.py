@@ -410,7 +410,7 @@ def _batch(rows: list[int], q_lens: list[int]) -> StepBatch:
 def _launch_step(
     runtime: AttentionRuntime, batch: StepBatch, *, pad_to: int | None = None, with_lse: bool = False
 ) -> None:
-    step = runtime.begin_step(batch, padded_to(pad_to))
+    step = runtime.step(batch, runtime.plan(batch, padded_to(pad_to))).parts[0]
     num_tokens = step.token_ids.shape[0]
     for layer, problem in enumerate(selection.problem for selection in runtime.selections):
 
@@ -432,7 +432,7 @@ def _launch_step(
 
 def _launch_row_work(runtime: AttentionRuntime, batch: StepBatch) -> None:
     """What lies between projections and attention, of rows that turn in part or whole, and what follows attention."""
-    step, problem = runtime.begin_step(batch), runtime.selections[0].problem
+    step, problem = runtime.step(batch).parts[0], runtime.selections[0].problem
     num_tokens, heads, dim, v_dim = step.token_ids.shape[0], problem.num_q_heads, problem.head_dim, problem.v_head_dim
 
     def empty(*shape: int) -> Tensor:

@@ -28,7 +28,7 @@ from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part
 from tests.amd.offline.offline_driver import offline
 
 # One worker's, because of what is prewarmed once for all of them.
@@ -115,7 +115,7 @@ def serve(problem: Problem, sizes: RuntimeOptions, num_steps: int = 40) -> list[
             runtime.table.mark_stored(rows[:num_seqs], kv_len - q_len)
             shares = sizes.shared_prefixes and number % 4 == 1
             prefixes = SharedPrefixes([PrefixGroup(1, 0)] * num_seqs) if shares else NO_PREFIXES
-            step = runtime.begin_step(StepBatch(rows[:num_seqs], kv_len, q_len, prefixes=prefixes))
+            step = runtime.step(StepBatch(rows[:num_seqs], kv_len, q_len, prefixes=prefixes)).parts[0]
             q, k, v, out = (
                 torch.zeros(len(step.token_ids), heads, dim, dtype=problem.dtype)
                 for heads, dim in ((8, 64), (2, 64), (2, 64), (8, 64))
@@ -172,7 +172,7 @@ def serve_drafts(sizes: RuntimeOptions) -> list[CompileEvent]:
     def launched(launch: Thunk) -> None:
         launch()
 
-    def attend(step: Step) -> None:
+    def attend(step: Part) -> None:
         q, k, v, out = (
             torch.zeros(len(step.token_ids), heads, dim, dtype=PROBLEM.dtype)
             for heads, dim in ((8, 64), (2, 64), (2, 64), (8, 64))
@@ -184,16 +184,16 @@ def serve_drafts(sizes: RuntimeOptions) -> list[CompileEvent]:
             stored = np.arange(3, 3 + num_seqs, dtype=np.int32)
             runtime.table.mark_stored(np.array(rows[:num_seqs], np.int32), stored)
             for drafts in sizes.drafts:
-                round_ = runtime.begin_drafts(draft_batch(rows[:num_seqs], stored, drafts))
-                for number, step in enumerate(round_.steps):
+                round_ = runtime.step(draft_batch(rows[:num_seqs], stored, drafts))
+                for number, step in enumerate(round_.parts):
                     if number:
-                        round_.set_parents(number, torch.zeros_like(step.token_ids))
+                        step.set_parents(torch.zeros_like(step.token_ids))
                     attend(step)
                 runtime.end_step()
             parents = torch.tensor([[-1, 0, 0, 1, 3]] * num_seqs, dtype=torch.int32)
             new = np.full(num_seqs, sizes.verify_tokens, np.int32)
             batch = StepBatch(rows[:num_seqs], stored + new, new, mask=TreeMask(parents))
-            attend(runtime.begin_step(batch))
+            attend(runtime.step(batch).parts[0])
             runtime.end_step()
             accepted = Accepted.empty(num_seqs, sizes.verify_tokens, CPU)
             for tensor in accepted:

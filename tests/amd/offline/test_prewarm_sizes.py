@@ -36,7 +36,7 @@ from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.options import RuntimeOptions
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part
 from tests.amd.offline.offline_driver import offline
 
 CPU = torch.device("cpu")
@@ -135,10 +135,10 @@ class Served:
 
     def step(self, batch: StepBatch) -> None:
         """One step of one layer."""
-        self.attend(self.runtime.begin_step(batch))
+        self.attend(self.runtime.step(batch).parts[0])
         self.runtime.end_step()
 
-    def attend(self, step: Step) -> None:
+    def attend(self, step: Part) -> None:
         problem = self.problem
         num_tokens = len(step.token_ids)
         q = torch.empty(num_tokens, problem.num_q_heads, problem.head_dim, dtype=problem.dtype)
@@ -280,7 +280,8 @@ def test_halves_find_theirs() -> None:
     with served.serving():
         for num_seqs in range(2, sizes.max_num_seqs + 1):
             for q_len in lengths_of(num_seqs):
-                for half in served.runtime.begin_split_step(served.batch(q_len)).halves:
+                batch = served.batch(q_len)
+                for half in served.runtime.step(batch, served.runtime.plan(batch, halves=2)).parts:
                     served.attend(half)
                 served.runtime.end_step()
     assert sorted(name for name, _ in served.found - prewarmed(GEMMA, sizes, "sm_90")) == []
@@ -294,10 +295,10 @@ def test_rounds_of_drafts_find_theirs() -> None:
         for num_seqs in range(1, sizes.max_num_seqs + 1):
             for drafts in sizes.drafts:
                 stored = np.zeros(num_seqs, np.int32)
-                round_ = served.runtime.begin_drafts(draft_batch(served.rows[:num_seqs], stored, drafts))
-                for number, step in enumerate(round_.steps):
+                round_ = served.runtime.step(draft_batch(served.rows[:num_seqs], stored, drafts))
+                for number, step in enumerate(round_.parts):
                     if number:
-                        round_.keep_branches(number)
+                        step.keep_branches()
                     served.attend(step)
                 served.runtime.end_step()
     assert sorted(name for name, _ in served.found - prewarmed(MASKED, sizes, "sm_90")) == []

@@ -19,7 +19,7 @@ from rocm_attn.selection.build import build_runtime
 from rocm_attn.soak.soak import Soak
 from rocm_attn.soak.world import Scenario
 from rocm_attn.step.options import RuntimeOptions
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part
 from tests.amd.house.source_tree import ROOT
 from tests.amd.rocm.models import Measured, layer
 
@@ -55,7 +55,7 @@ class Layers:
             for count in heads
         ]
 
-    def forward(self, step: Step) -> Tensor:
+    def forward(self, step: Part) -> Tensor:
         """[S, q_heads * head_dim]"""
         q, k, v = (table[(step.token_ids + step.positions) % VOCABULARY] for table in self.tables)
         for index in range(2):

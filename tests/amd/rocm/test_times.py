@@ -50,7 +50,8 @@ def test_one_layer(model: str, shape: Shape, device: torch.device, measured: Mea
         runtime.table.reserve(row, shape.kv_len)
     runtime.table.mark_stored(np.array(rows), np.full(shape.num_seqs, shape.kv_len))
     lengths = [np.full(shape.num_seqs, tokens, np.int32) for tokens in (shape.kv_len, shape.q_len)]
-    step = runtime.begin_step(StepBatch(np.array(rows, np.int32), *lengths), PadTo(shape.num_seqs))
+    batch = StepBatch(np.array(rows, np.int32), *lengths)
+    step = runtime.step(batch, runtime.plan(batch, PadTo(shape.num_seqs))).parts[0]
     q = torch.randn(step.token_ids.shape[0], num_q_heads, head_dim, device=device, dtype=problem.dtype)
     out = torch.full_like(q, float("nan"))
 

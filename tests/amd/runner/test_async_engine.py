@@ -372,7 +372,7 @@ def test_a_fault_of_the_device_fails_the_requests_of_its_step_and_later_ones_are
 
             def faulty(*_: object) -> Any:
                 monkeypatch.setattr(served._steps, "run", run_step)
-                raise DeviceFault("step 2: a page was not there", served.runtime.step_number)
+                raise DeviceFault("step 2: a page was not there", served.runtime.faults.step_number)
 
             monkeypatch.setattr(served._steps, "run", faulty)  # of the third step, which waits to begin
             gated.let(1000)

@@ -41,7 +41,7 @@ class Watched:
         for owner, name in (
             (runners._first, "_body"),
             (runners._round, "_body"),
-            (runners.runtime._publisher, "publish_whole"),
+            (runners.runtime.gate._publisher, "publish_whole"),
         ):
             patch.setattr(owner, name, self._counting(getattr(owner, name)))
         guess, begin, run = guesses.guess, guesses.begin, DraftsAgain.run

@@ -259,7 +259,7 @@ def test_the_layer_of_a_seeded_head_of_eagle_3_is_what_its_formula_says(loaded: 
     head.features[: len(ids)] = torch.randn(len(ids), 3 * size, generator=generator)
     row = runtime.table.admit()
     runtime.table.reserve(row, len(ids))
-    step = runtime.begin_step(StepBatch([row], [len(ids)], [len(ids)], ids))
+    step = runtime.step(StepBatch([row], [len(ids)], [len(ids)], ids)).parts[0]
     with torch.no_grad():
         logits, carried = head.taken_in(step)
     runtime.end_step()

@@ -142,7 +142,7 @@ class _Wiped:
 
     def __call__(self, batch: StepBatch, pad_to: PadTo | None = None) -> Tensor:
         if next(self._numbers) in self._steps:
-            self._engine.runtime._publisher.apply_table_changes()
+            self._engine.runtime.gate._publisher.apply_table_changes()
             self._engine.runtime.table.entries.zero_()
         return self._run(batch, pad_to)
 

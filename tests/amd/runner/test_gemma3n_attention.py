@@ -127,7 +127,7 @@ def test_layers_that_read_anothers_k_and_v_attend_as_transformers_do(published: 
         table.evict(np.array([row], np.int32), lengths - chunk)
         table.reserve(row, kv_len)
         batch = StepBatch(np.array([row], np.int32), lengths, np.array([chunk], np.int32))
-        step = runtime.begin_step(batch, pad_to=PadTo(1))
+        step = runtime.step(batch, runtime.plan(batch, PadTo(1))).parts[0]
         for layer, read in enumerate(geometry.reads):
             if layer < geometry.num_storing:
                 step.layers.store(layer, wanted.k[layer][new], wanted.v[layer][new])

@@ -165,7 +165,7 @@ def test_nothing_of_the_measuring_stays(
     assert counted == [0, 0], "the small runtime is gone before the pool is made"
     assert measured.step > 0
     assert measured.graph > 0
-    assert runtime.step_number == 0
+    assert runtime.faults.step_number == 0
 
 
 def test_what_is_measured_grows_with_the_step_and_the_vocabulary(metered: Callable[[int], MeteredMemory]) -> None:

@@ -32,7 +32,6 @@ from rocm_attn.runner.ranks import RanksOfGroup
 from rocm_attn.runner.request import Completion, FailureEvent, Request
 from rocm_attn.runner.sampling_options import Sampling
 from rocm_attn.runner.speculation.rounds import DeviceRounds
-from rocm_attn.step.repeatable import inputs_of
 from tests.amd.ranks import NUM_RANKS, on_every_rank
 from tests.amd.runner.metered_memory import MeteredMemory
 from tests.amd.runner.round_texts import round_model
@@ -260,9 +259,9 @@ def with_nan_in_kv(serving: Engine) -> None:
 
 
 def with_an_error_word(serving: Engine) -> None:
-    last = serving.runtime.repeatable
+    last = serving.runtime.gate.last
     assert last is not None
-    inputs_of(last).counts[ERROR_WORD] = LENGTH_BEYOND_BOUND
+    last.inputs.counts[ERROR_WORD] = LENGTH_BEYOND_BOUND
 
 
 def the_table_of_one_rank_is_wiped(rank: int) -> list[str]:
@@ -273,13 +272,13 @@ def the_table_of_one_rank_is_wiped(rank: int) -> list[str]:
         nonlocal number
         number += 1
         if rank == 1 and number == 3:
-            serving.runtime._publisher.apply_table_changes()
+            serving.runtime.gate._publisher.apply_table_changes()
             serving.runtime.table.entries.zero_()
         return run(batch, pad_to)
 
-    serving._runner.run = wiping  # type: ignore[method-assign]
+    serving._runner.run = wiping  # type: ignore[assignment, method-assign]
     lines = ended(serving, REQUESTS)
-    known_by = f"known by step {3 + serving.runtime.steps_until_known}"
+    known_by = f"known by step {3 + serving.runtime.faults.steps_until_known}"
     return [*lines, known_by, *shown(serving.generate([REQUESTS[0]]))]
 
 

@@ -23,7 +23,6 @@ from rocm_attn.runner.request import AbortEvent, Completion, Event, Request, Tok
 from rocm_attn.runner.scheduler import Scheduler
 from rocm_attn.runner.speculation.reading import AHEAD_SECONDS, FEWEST_AHEAD, MOST_AHEAD, Pace, Together
 from rocm_attn.runner.speculation.rounds import DeviceRounds, RoundPicks
-from rocm_attn.step.repeatable import inputs_of
 from tests.amd.runner.asking import character_model
 from tests.amd.runner.round_texts import round_model
 from tests.amd.runner.test_rounds import BASE, KINDS, at_pace, rounds_of
@@ -138,14 +137,14 @@ def test_a_fault_of_a_round_fails_none_that_had_ended_in_a_round_before(
     numbers = [engine.submit(request) for request in requests]
     for _ in range(num_steps):
         engine.step()
-    series, last = rounds_of(engine)._series, engine.runtime.repeatable
+    series, last = rounds_of(engine)._series, engine.runtime.gate.last
     assert series is not None
     assert last is not None
     unread = [each.picks for each in engine._unread]
     num_tokens = engine._outputs[numbers[0]].num_tokens
     num_tokens += sum(int(picks.told[0, 0]) for picks in unread if isinstance(picks, RoundPicks))
     assert (num_tokens >= 30) == has_ended
-    inputs_of(last).counts[ERROR_WORD] = LENGTH_BEYOND_BOUND  # as if the round that is launched next had set it
+    last.inputs.counts[ERROR_WORD] = LENGTH_BEYOND_BOUND  # as if the round that is launched next had set it
     num_faults = 0
     while engine.has_work:
         try:

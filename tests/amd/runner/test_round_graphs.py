@@ -21,7 +21,6 @@ from rocm_attn.runner.speculation.drafts_again import DraftsAgain
 from rocm_attn.runner.speculation.kept import Kept
 from rocm_attn.runner.speculation.round_launches import RoundLaunches
 from rocm_attn.runner.speculation.rounds import DeviceRounds
-from rocm_attn.step.repeatable import inputs_of
 from tests.amd.runner.round_texts import CIRCLE, round_model
 from tests.amd.runner.test_rounds import DEVICE, KINDS, Kind, at_pace, of_circle, rounds_of, steps
 
@@ -207,9 +206,9 @@ def test_a_fault_within_the_graph_of_a_round_ends_its_requests_alone(kind: Kind,
     number = engine.submit(kind.request(1, 200))
     at_pace(3, engine)
     until_whole(engine, launched)
-    last = engine.runtime.repeatable
+    last = engine.runtime.gate.last
     assert last is not None
-    inputs_of(last).counts[ERROR_WORD] = LENGTH_BEYOND_BOUND
+    last.inputs.counts[ERROR_WORD] = LENGTH_BEYOND_BOUND
     with pytest.raises(DeviceFault):
         to_the_end(engine, [])
     assert to_the_end(engine, [number])[0].error

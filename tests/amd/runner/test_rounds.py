@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import DeviceFault, WrongState
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, LENGTH_BEYOND_BOUND
 from rocm_attn.runner.engine import Engine
@@ -26,8 +27,8 @@ from rocm_attn.runner.speculation.following import NoRounds
 from rocm_attn.runner.speculation.round_launches import RoundLaunches
 from rocm_attn.runner.speculation.round_trees import Guessed, Trees
 from rocm_attn.runner.speculation.rounds import DeviceRounds
+from rocm_attn.step.gate import AGAIN
 from rocm_attn.step.host_ring import Fence, NoFence
-from rocm_attn.step.repeatable import inputs_of
 from tests.amd.runner.asking import character_model
 from tests.amd.runner.cache_invariants import check_cache
 from tests.amd.runner.round_texts import CIRCLE, OPTIONS, UnsureTexts, round_model
@@ -224,8 +225,8 @@ def test_a_round_publishes_nothing_and_is_launched_before_the_last_one_is_read(
 
     def without_the_host() -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(engine.runtime._publisher, "publish", None)
-            patch.setattr(engine.runtime._planner, "plan", None)
+            patch.setattr(engine.runtime.gate._publisher, "publish", None)
+            patch.setattr(engine.runtime.gate.planner, "plan", None)
             seen.append(len(engine._unread))
             return launch()
 
@@ -440,9 +441,9 @@ def test_a_fault_in_a_round_is_told_before_the_host_plans_another_step(kind: Kin
     number, rounds = engine.submit(kind.request(1, 200)), rounds_of(engine)
     while rounds._series is None or rounds._series.num_unread < 2:
         engine.step()
-    last = engine.runtime.repeatable
+    last = engine.runtime.gate.last
     assert last is not None
-    inputs_of(last).counts[ERROR_WORD] = LENGTH_BEYOND_BOUND
+    last.inputs.counts[ERROR_WORD] = LENGTH_BEYOND_BOUND
     with pytest.raises(DeviceFault):
         for _ in steps(engine):
             pass
@@ -482,7 +483,7 @@ def test_a_row_that_nothing_can_be_picked_from_fails_its_request_alone(kind: Kin
 def test_only_the_step_that_was_staged_last_may_run_again(kind: Kind) -> None:
     engine = kind.engine()
     with pytest.raises(WrongState, match="no whole step was staged last that could run again"):
-        engine.runtime.stage_again()
+        engine.runtime.stage(StepBatch([], [], []), AGAIN)
     assert not engine._runner.may_run_again
 
 
@@ -606,7 +607,7 @@ def test_drafts_of_rounds_are_those_of_rounds_that_the_host_plans(
         nonlocal compared
         is_made, series = guess(guessed, bounds), rounds._series
         assert series is not None
-        inputs = inputs_of(engine.runtime.repeatable)  # type: ignore[arg-type]
+        inputs = engine.runtime.gate.last.inputs  # type: ignore[union-attr]
         num_seqs, width = len(series.rows), rounds._width
         token_ids, lengths = inputs.token_ids[: num_seqs * width].view(num_seqs, width), inputs.kv_len[:num_seqs]
         for seq, (row, kv_len) in enumerate(zip(series.rows.tolist(), lengths.tolist(), strict=True)):

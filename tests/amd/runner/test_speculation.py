@@ -352,10 +352,10 @@ def test_drafts_of_all_levels_are_one_publication_and_one_graph(topk: int, loade
     draft, runtime = drafter._draft, runners._runtime
 
     def counted(decoding: Any, ahead: Any) -> Any:
-        before = runtime.step_number, runners._first.metrics.captures + runners._round.metrics.captures
+        before = runtime.faults.step_number, runners._first.metrics.captures + runners._round.metrics.captures
         found = draft(decoding, ahead)
         if found and before[1] == runners._first.metrics.captures + runners._round.metrics.captures:
-            published[runtime.step_number - before[0]] += 1
+            published[runtime.faults.step_number - before[0]] += 1
         return found
 
     drafter._draft = counted  # type: ignore[method-assign]
@@ -445,7 +445,7 @@ def test_what_happens_between_two_rounds_touches_no_tensor_and_makes_no_plan(loa
     requests = some_requests(4, new_tokens=24)
     engine = speculating(loaded, options, requests)
     engine.capture_all(lambda done, total, name: None)
-    planner, scheduler = engine.runtime._planner, engine._scheduler
+    planner, scheduler = engine.runtime.gate.planner, engine._scheduler
     plans, shapes, calls = Counter[int](), set[tuple[int, ...]](), list[str]()
 
     class Noted(TorchFunctionMode):

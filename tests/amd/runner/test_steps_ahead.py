@@ -208,7 +208,7 @@ def test_one_that_has_ended_is_not_failed_by_the_step_that_it_was_in_too_many(
 
     def wiping(engine: Engine, step: Any) -> StepPicks:
         if next(numbers) == last + 1:
-            engine.runtime._publisher.apply_table_changes()
+            engine.runtime.gate._publisher.apply_table_changes()
             engine.runtime.table.entries.zero_()
         return run(engine, step)
 

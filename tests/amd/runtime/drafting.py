@@ -15,7 +15,7 @@ from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch, draft_batch
 from rocm_attn.problem import UNLIMITED_WINDOW
-from rocm_attn.step.drafts import DraftSteps
+from rocm_attn.step.step import Series
 from tests.amd.runtime.stepping import Request, World, poison_free_pages, take_back
 
 
@@ -65,10 +65,10 @@ def run_round(world: World, requests: Sequence[Request], round_: Round) -> None:
     runtime = world.runtime
     try:
         if round_.halves:
-            split = runtime.begin_split_drafts(batch, pad_to)
-            cut, halves = split.halves[0].num_seqs, list(split.halves)
+            halves = runtime.step(batch, runtime.plan(batch, pad_to, halves=2)).halves
+            cut = halves[0][0].num_seqs
         else:
-            cut, halves = len(requests), [runtime.begin_drafts(batch, pad_to)]
+            cut, halves = len(requests), runtime.step(batch, runtime.plan(batch, pad_to)).halves
         poison_free_pages(runtime)
         of_halves = [requests[:cut], requests[cut:]]
         for step in range(round_.drafts.steps):
@@ -82,14 +82,14 @@ def run_round(world: World, requests: Sequence[Request], round_: Round) -> None:
 
 
 def _run_step(
-    world: World, requests: Sequence[Request], drafts: DraftSteps, number: int, parents: list[list[list[int]]]
+    world: World, requests: Sequence[Request], drafts: Series, number: int, parents: list[list[list[int]]]
 ) -> None:
-    step, branches = drafts.steps[number], drafts.branches
+    step, branches = drafts[number], drafts[0].branches
     num_padded = step.row_of_seq.shape[0]
     if number:
         given = torch.zeros(num_padded, branches, dtype=torch.int32, device=world.runtime.device)
         given[: len(requests)] = torch.tensor(parents[number], dtype=torch.int32).view(len(requests), branches)
-        drafts.set_parents(number, given)
+        step.set_parents(given)
     q_len = [branches] * len(requests)
     prefix = [request.kv_len - number * branches for request in requests]
     positions = torch.tensor([p + number for p in prefix for _ in range(branches)], dtype=torch.int32)

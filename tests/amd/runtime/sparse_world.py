@@ -22,7 +22,7 @@ from rocm_attn.oracle.reference import attend_sequence
 from rocm_attn.problem import ALL_KEYS, AllKeys, EarlierSelection, Indexer, Indexing, Pooling, PoolKind, Problem
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part
 from tests.amd.kernels.sparse_cases import best_units
 from tests.amd.tolerances import assert_attention_close
 
@@ -196,7 +196,7 @@ class SparseWorld:
                 stored.index = torch.cat([stored.index, asked.index_k[at]])
             first += new
 
-    def forward(self, step: Step) -> Tensor:
+    def forward(self, step: Part) -> Tensor:
         """Every layer in order."""
         at = step.tokens
         for number, (problem, asked) in enumerate(zip(self.problems, self.asked, strict=True)):

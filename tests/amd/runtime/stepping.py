@@ -27,7 +27,7 @@ from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.options import RuntimeOptions
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part
 from tests.amd.coded import kept
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
@@ -224,7 +224,7 @@ class World:
             first_place = torch.from_numpy(np.repeat(batch.kv_len - batch.q_len, batch.q_len)).to(positions.device)
             counted_from = torch.maximum(positions, first_place)
             batch = replace(batch, mask=StepMask(packed(visible, self.runtime.device), positions))
-        step = self.runtime.begin_step(batch, padded_to(pad_to))
+        step = self.runtime.step(batch, self.runtime.plan(batch, padded_to(pad_to))).parts[0]
         poison_free_pages(self.runtime)
         try:
             for layer, problem in enumerate(self.problems):
@@ -237,13 +237,13 @@ class World:
         finally:
             self.runtime.end_step()
 
-    def lse_rows(self, layer: int, step: Step, q: Tensor) -> Tensor | None:
+    def lse_rows(self, layer: int, step: Part, q: Tensor) -> Tensor | None:
         """Rows for the log-sum-exp, where the step's kernel gives it."""
         problem = self.problems[layer]
         limits = step.plan.kernels[list(dict.fromkeys(self.problems)).index(problem)].row.limits
         return torch.full(q.shape[:2], float("nan"), device=q.device) if limits.gives_lse(problem) else None
 
-    def qkv(self, problem: Problem, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+    def qkv(self, problem: Problem, step: Part) -> tuple[Tensor, Tensor, Tensor]:
         """Random rows for the real tokens of a step and NaN for the padded ones."""
         num_padded = step.token_ids.shape[0]
         rows = []

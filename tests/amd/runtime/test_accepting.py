@@ -45,7 +45,7 @@ def verify(world: World, requests: list[Request]) -> Accepted:
     batch = world.batch(requests, [7] * 3)
     ids = torch.arange(100, 107, dtype=torch.int32).repeat(3).numpy()
     batch = replace(batch, token_ids=ids, mask=TreeMask(parents))
-    step = world.runtime.begin_step(batch)
+    step = world.runtime.step(batch).parts[0]
     drawn = torch.full_like(step.token_ids, -5)
     for seq, (path, last) in enumerate(zip(PATHS, NEXT, strict=True)):
         for node, after in zip(path, [*(100 + node for node in path[1:]), last], strict=True):
@@ -93,7 +93,7 @@ def test_what_cannot_be_accepted_is_refused(provider: str, device: torch.device)
     world = World.build([MASKED], device, provider)
     requests = [world.admit()]
     batch = replace(world.batch(requests, [3]), mask=TreeMask(torch.tensor([[-1, 0, 0]]).int().to(device)))
-    step = world.runtime.begin_step(batch)
+    step = world.runtime.step(batch).parts[0]
     parents = torch.tensor([[-1, 0, 0]], device=device)
     with pytest.raises(BadTensor, match=r"parents is torch.int64 of shape \[1, 3\]"):
         verified(step, parents)
@@ -150,7 +150,7 @@ def test_a_step_that_may_not_store_moves_nothing(device: torch.device) -> None:
     child = world.fork(request, 7)
     rows = torch.tensor([child.row], dtype=torch.int32).numpy()
     before = world.runtime.pool.layer(0).k.clone()
-    step = world.runtime.begin_step(StepBatch(rows, [7], [3]))
+    step = world.runtime.step(StepBatch(rows, [7], [3])).parts[0]
     q = world.random(step.token_ids.shape[0], 6, 16)
     step.layers.attend(0, q, torch.empty_like(q))
     for _ in range(2):
@@ -176,7 +176,7 @@ def test_what_is_forked_after_its_step_is_not_moved(device: torch.device) -> Non
 
 def test_a_move_on_another_stream_comes_between_its_step_and_the_next_one() -> None:
     world = World.build([MASKED], torch.device("cpu"), "torch")
-    streams = world.runtime._streams._streams = Streams()
+    streams = world.runtime.gate._streams._streams = Streams()
     request = world.admit()
     world.step([request], [5])
     streams.now = 7

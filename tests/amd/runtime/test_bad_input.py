@@ -40,7 +40,7 @@ def test_a_bad_batch_leaves_the_runtime_ready(
     world: World, rows: list[int], kv_len: list[int], q_len: list[int]
 ) -> None:
     with pytest.raises(BadBatch):
-        world.runtime.begin_step(StepBatch(np.array(rows), np.array(kv_len), np.array(q_len)))
+        world.runtime.step(StepBatch(np.array(rows), np.array(kv_len), np.array(q_len)))
     world.step(world.requests, [1, 1])
 
 
@@ -67,7 +67,7 @@ def broken(name: str, tensor: Tensor) -> Tensor:
 )
 def test_a_bad_tensor_is_named_and_the_step_goes_on(world: World, argument: str, fault: str, message: str) -> None:
     requests, q_len = world.requests, [2, 1]
-    step = world.runtime.begin_step(world.batch(requests, q_len))
+    step = world.runtime.step(world.batch(requests, q_len)).parts[0]
     q, k, v = world.qkv(world.problems[0], step)
     world.remember(0, requests, q_len, k, v)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=q.device)
@@ -80,7 +80,7 @@ def test_a_bad_tensor_is_named_and_the_step_goes_on(world: World, argument: str,
 
 
 def test_lse_of_the_wrong_shape_is_named(world: World) -> None:
-    step = world.runtime.begin_step(world.batch(world.requests, [1, 1]))
+    step = world.runtime.step(world.batch(world.requests, [1, 1])).parts[0]
     q, k, v = world.qkv(world.problems[0], step)
     with pytest.raises(BadTensor, match="lse has shape"):
         step.layers.store_and_attend(0, q, k, v, torch.empty_like(q), torch.empty(3))
@@ -88,7 +88,7 @@ def test_lse_of_the_wrong_shape_is_named(world: World) -> None:
 
 
 def test_a_layer_that_does_not_exist_is_named(world: World) -> None:
-    step = world.runtime.begin_step(world.batch(world.requests, [1, 1]))
+    step = world.runtime.step(world.batch(world.requests, [1, 1])).parts[0]
     _, k, v = world.qkv(world.problems[0], step)
     with pytest.raises(BadTensor, match="layer 1 does not exist"):
         step.layers.store(1, k, v)
@@ -98,28 +98,28 @@ def test_a_layer_that_does_not_exist_is_named(world: World) -> None:
 def test_calls_out_of_order_are_refused(world: World) -> None:
     rows = torch.empty(1, 2, 16, device=world.runtime.device)
     batch = world.batch(world.requests, [1, 1])
-    step = world.runtime.stage(batch)
+    step = world.runtime.stage(batch).parts[0]
     world.runtime.end_step()
     with pytest.raises(WrongState, match="no step was begun; call begin_step"):
         step.layers.store(0, rows, rows)
-    step = world.runtime.stage(batch)
+    step = world.runtime.stage(batch).parts[0]
     with pytest.raises(WrongState, match="staged"):
         step.layers.store(0, rows, rows)
     with pytest.raises(WrongState, match="end_step"):
-        world.runtime.begin_step(batch)
+        world.runtime.step(batch)
     with pytest.raises(WrongState, match="end_step"):
-        world.runtime.seal()
+        world.runtime.seals.seal()
     world.runtime.end_step()
     with pytest.raises(WrongState, match="no step"):
-        world.runtime.fill()
+        world.runtime.gate.fill()
     world.step(world.requests, [1, 1])
 
 
 def test_the_layers_of_an_earlier_step_are_refused(world: World) -> None:
-    earlier = world.runtime.begin_step(world.batch(world.requests, [1, 1]))
+    earlier = world.runtime.step(world.batch(world.requests, [1, 1])).parts[0]
     rows = torch.zeros(len(earlier.token_ids), 2, 16, device=world.runtime.device)
     world.runtime.end_step()
-    world.runtime.begin_step(world.batch(world.requests, [3, 2]))
+    world.runtime.step(world.batch(world.requests, [3, 2]))
     with pytest.raises(WrongState, match="the step of these layers is over; call the `layers` of the step that runs"):
         earlier.layers.store(0, rows, rows)
     world.runtime.end_step()

@@ -24,7 +24,7 @@ def encoded(device: torch.device, provider: str, lengths: Sequence[int]) -> tupl
     """A runtime that has stored encoder outputs of these lengths, in one step that attends to nothing."""
     world = World.build([CROSS, CROSS], device, provider)
     requests = [world.admit() for _ in lengths]
-    step = world.runtime.begin_step(world.batch(requests, lengths))
+    step = world.runtime.step(world.batch(requests, lengths)).parts[0]
     for layer in range(2):
         _, k, v = world.qkv(CROSS, step)
         world.remember(layer, requests, lengths, k, v)
@@ -37,7 +37,7 @@ def look_at(world: World, requests: Sequence[Request], q_len: Sequence[int]) -> 
     """Decoder tokens, so many of each request, attend to all of its encoder's KV."""
     lengths = [request.kv_len for request in requests]
     batch = StepBatch(*(np.array(x, np.int32) for x in ([r.row for r in requests], lengths, q_len)))
-    step = world.runtime.begin_step(batch)
+    step = world.runtime.step(batch).parts[0]
     for layer in range(2):
         q = world.random(step.token_ids.shape[0], 6, 16)
         out = torch.full_like(q, float("nan"))
@@ -80,7 +80,7 @@ def test_a_prompt_that_is_longer_than_the_encoder_goes_in_chunks(device: torch.d
     for part in (slice(0, 4), slice(4, 6)):
         new = part.stop - part.start
         batch = StepBatch(row, np.array([4], np.int32), np.array([new], np.int32))
-        step = world.runtime.begin_step(batch, pad_to=PadTo(1))
+        step = world.runtime.step(batch, world.runtime.plan(batch, PadTo(1))).parts[0]
         step.layers.attend(0, q[part], out[part])
         world.runtime.end_step()
     assert_attention_close(out, want, torch.float32)

@@ -62,7 +62,7 @@ def sleep() -> None:
 
 def sleep_after_stage(decoding: Decoding) -> None:
     """From now on the stream sleeps before each replay, and after what was launched to publish its step."""
-    publisher = decoding.tiny.runtime._publisher
+    publisher = decoding.tiny.runtime.gate._publisher
     publish = publisher.publish_whole
 
     def published(batch: StepBatch, step: DeviceStep, *, to_graph: bool = False) -> None:
@@ -137,7 +137,7 @@ def test_a_fault_of_a_delayed_device_is_reported_once(undelayed: list[Tensor], d
     ((at, step),) = told
     assert at == 4
     assert step is not None
-    assert decoding.tiny.runtime.step_number - step == NUM_STEPS - 2
+    assert decoding.tiny.runtime.faults.step_number - step == NUM_STEPS - 2
     for late, right in zip(rows, undelayed, strict=True):
         assert torch.equal(late, right)
 
@@ -175,7 +175,7 @@ def test_a_step_outlives_its_runtime(undelayed: list[Tensor], device: torch.devi
     torch.cuda.synchronize(device)
     torch.cuda._sleep(100 * SLEEP_CYCLES)  # type: ignore[no-untyped-call] # longer than a garbage collection
     rows = served[1].run(served[0], [1, 1, 1])
-    slot_words = served[1].runtime._publisher._lines[0].ring.slots.numel()
+    slot_words = served[1].runtime.gate._publisher._lines[0].ring.slots.numel()
     del served
     gc.collect()
     # The blocks of that size that are free; of a step they say that it has no sequence.

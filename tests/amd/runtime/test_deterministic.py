@@ -178,7 +178,7 @@ def test_the_log_sum_exp_that_is_not_asked_for_changes_no_output(provider: str, 
     told = teller.tell(teller.begin(story), (79,))
     runtime, token = teller.runtime, slice(79, 80)
     runtime.table.reserve(told.row, 80)
-    step = runtime.begin_step(_decode_of(told))
+    step = runtime.step(_decode_of(told)).parts[0]
     q, k, v = (part[token].to(runtime.device) for part in (story.q, story.k, story.v))
     out = torch.empty_like(with_lse.out[token])
     step.layers.store_and_attend(0, q, k, v, out)

@@ -28,10 +28,10 @@ both_ways = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "grap
 
 def set_error_word(serving: Serving, word: int) -> int:
     """As if a kernel of the last step had found something; that step's number."""
-    counts = serving.runtime._publisher._lines[0].counts
+    counts = serving.runtime.gate._publisher._lines[0].counts
     assert counts is not None
     counts[3] = word
-    return serving.runtime.step_number
+    return serving.runtime.faults.step_number
 
 
 def steps_until_told(serving: Serving, requests: Sequence[Request], num_steps: int = 6) -> list[tuple[int, str]]:
@@ -91,7 +91,7 @@ def test_a_fault_of_a_step_in_other_buffers_is_told_too(provider: str, device: t
 def test_a_fault_is_told_although_its_memory_was_given_up(provider: str, device: torch.device) -> None:
     serving, requests = decoding(provider, device, graphs=True)
     number = set_error_word(serving, TOKEN_WITHOUT_PAGE)
-    serving.runtime.give_up_seal()
+    serving.runtime.seals.give_up()
     assert [message.partition(":")[0] for _, message in steps_until_told(serving, requests)] == [f"step {number}"]
 
 
@@ -106,7 +106,7 @@ def test_a_fault_is_told_by_a_slot_that_grows(provider: str, device: torch.devic
     serving.runtime.table.reserve_all(rows, kv_len)
     large = StepBatch(rows, kv_len, np.array([20, 20]), np.zeros(40, np.int32))
     with pytest.raises(DeviceFault, match=f"step {number}: "):
-        serving.runtime.begin_step(large)
+        serving.runtime.step(large)
     serving.step(requests, [1, 1])
 
 
@@ -119,7 +119,9 @@ def test_a_graph_that_never_ran_is_told_when_the_device_is_asked(device: torch.d
         patch.setattr(entry.recording, "replay", partial(serving.runtime.graph_runs.run, lambda: None))
         serving.run(requests, [1, 1])
     serving.run(requests, [1, 1])
-    with pytest.raises(DeviceFault, match=f"the inputs of step {serving.runtime.step_number} never reached the device"):
+    with pytest.raises(
+        DeviceFault, match=f"the inputs of step {serving.runtime.faults.step_number} never reached the device"
+    ):
         serving.runtime.check_device()
     serving.free(*requests)
     assert steps_until_told(serving, serving.admit(2)) == []
@@ -129,12 +131,12 @@ def test_a_graph_that_never_ran_is_told_when_the_device_is_asked(device: torch.d
 @each_provider
 def test_a_step_whose_inputs_were_lost_is_reported_once(provider: str, device: torch.device) -> None:
     serving, requests = decoding(provider, device, graphs=False)
-    publisher = serving.runtime._publisher
+    publisher = serving.runtime.gate._publisher
     publish = publisher._ops.publish
     publisher._ops = replace(publisher._ops, publish=lambda *args, **kwargs: None)
     serving.run(requests, [1, 1])
     publisher._ops = replace(publisher._ops, publish=publish)
-    lost = serving.runtime.step_number
+    lost = serving.runtime.faults.step_number
     # The requests have a token less than they think: what was lost is gone.
     serving.free(*requests)
     requests = serving.admit(2)
@@ -147,7 +149,7 @@ def test_a_step_whose_inputs_were_lost_is_reported_once(provider: str, device: t
 @each_provider
 def test_counts_that_somebody_overwrote_are_told(provider: str, device: torch.device) -> None:
     serving, requests = decoding(provider, device, graphs=False)
-    counts, number = serving.runtime._publisher._lines[0].counts, serving.runtime.step_number
+    counts, number = serving.runtime.gate._publisher._lines[0].counts, serving.runtime.faults.step_number
     assert counts is not None
     counts.fill_(0x7F7F7F7F)
     ((_, message),) = steps_until_told(serving, requests)
@@ -157,7 +159,7 @@ def test_counts_that_somebody_overwrote_are_told(provider: str, device: torch.de
 @each_provider
 def test_a_launch_that_fails_is_not_taken_for_a_lost_step(provider: str, device: torch.device) -> None:
     serving, requests = decoding(provider, device, graphs=False)
-    publisher = serving.runtime._publisher
+    publisher = serving.runtime.gate._publisher
     publish = publisher._ops.publish
 
     def fails(*args: Any, **kwargs: Any) -> None:
@@ -165,11 +167,11 @@ def test_a_launch_that_fails_is_not_taken_for_a_lost_step(provider: str, device:
 
     for _ in range(2):
         publisher._ops = replace(publisher._ops, publish=fails)
-        number = serving.runtime.step_number
+        number = serving.runtime.faults.step_number
         with pytest.raises(RuntimeError, match="no launch"):
             serving.run(requests, [1, 1])
         publisher._ops = replace(publisher._ops, publish=publish)
-        assert serving.runtime.step_number == number
+        assert serving.runtime.faults.step_number == number
         serving.step(requests, [1, 1])
     assert steps_until_told(serving, requests) == []
 
@@ -193,7 +195,7 @@ def test_the_device_is_asked_at_the_end(graphs: bool, provider: str, device: tor
 @each_provider
 def test_a_step_that_is_missing_at_the_end_is_told(provider: str, device: torch.device) -> None:
     serving, _ = decoding(provider, device, graphs=False)
-    counts, number = serving.runtime._publisher._lines[0].counts, serving.runtime.step_number
+    counts, number = serving.runtime.gate._publisher._lines[0].counts, serving.runtime.faults.step_number
     assert counts is not None
     counts[2] = number - 1
     with pytest.raises(DeviceFault, match=f"counts of step {number - 1} where step {number} was published last"):
@@ -223,7 +225,7 @@ def test_a_late_device_answers_although_the_host_runs_three_steps_ahead(device: 
     """A device that works only when it is waited for, after a ring of two slots: what waits is the slot's next use."""
     serving = Serving(torch.device("cpu"), graphs=False)
     runtime, late = serving.runtime, LateDevice()
-    publisher = runtime._publisher
+    publisher = runtime.gate._publisher
 
     def later(launch: Callable[..., None]) -> Callable[..., None]:
         return lambda *args, **kwargs: late.launch(partial(launch, *args, **kwargs))
@@ -246,8 +248,8 @@ def test_a_late_device_answers_although_the_host_runs_three_steps_ahead(device: 
         except DeviceFault as fault:
             told.append((length, fault.step))
             runtime.stage(batch)
-        assert runtime._children[0] is not None
-        late.launch(partial(body, runtime._children[0].tensors))
+        assert runtime.gate._children[0] is not None
+        late.launch(partial(body, runtime.gate._children[0].tensors))
         runtime.end_step()
         runtime.table.mark_stored(batch.rows, batch.kv_len)
         # Of the steps that the device has begun, it has not done the last one.

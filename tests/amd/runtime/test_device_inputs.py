@@ -259,7 +259,7 @@ def test_token_ids_after_what_the_device_takes_are_zero(provider: str, device: t
         StepBatch(rows, most, most, inputs=DeviceInputs(q_len=taken, token_ids=ints(ids.tolist(), serving))),
         StepBatch(rows, most, most, ids, inputs=DeviceInputs(q_len=taken)),
     ):
-        step = serving.runtime.begin_step(batch)
+        step = serving.runtime.step(batch).parts[0]
         assert step.token_ids.tolist() == [11, 12, 13, 0, 0, 0]
         assert step.plan.shape.kind is StepKind.MIXED
         # kv_len stays with the host, at its bound of 3.
@@ -312,7 +312,7 @@ def test_a_kernel_that_must_know_lengths_on_the_host_is_named(provider: str, dev
         kind: LayerKernel(replace(kernel.row, needs_host_lengths=True), kernel.bound)
         for kind, kernel in selection.kernels.items()
     }
-    serving.runtime._planner._selections = (replace(selection, kernels=needy),)
+    serving.runtime.gate.planner._selections = (replace(selection, kernels=needy),)
     requests = serving.admit(1)
     serving.step(requests, [1])
     batch = serving.world.batch(requests, [1])

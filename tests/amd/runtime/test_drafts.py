@@ -12,6 +12,8 @@ from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.mask import StepMask
 from rocm_attn.batch.step_batch import StepBatch, draft_batch
+from rocm_attn.capture.draft_runner import DraftRunner
+from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadBatch, BadTensor, CapacityExceeded, DeviceFault, Unsupported, WrongState
 from tests.amd.runtime.drafting import Round, begin_round, run_round
 from tests.amd.runtime.stepping import World, providers, small_problem
@@ -126,16 +128,16 @@ def test_what_is_no_round_is_refused(provider: str, device: torch.device) -> Non
     with pytest.raises(BadTensor, match="leave ahead out"):
         DeviceInputs(q_len=lengths, ahead=2)
     batch = draft_batch(row, [5], drafts)
-    with pytest.raises(BadBatch, match=r"call begin_drafts\(\)"):
-        runtime.begin_step(batch)
+    with pytest.raises(BadBatch, match="run it by a DraftRunner"):
+        StepRunner(runtime, lambda step: step.kv_len, None).run(batch)
     with pytest.raises(BadBatch, match="the batch has no drafts"):
-        runtime.begin_drafts(StepBatch(row, [7], [2]))
+        DraftRunner(runtime, lambda drafts: drafts[0].kv_len, None).run(StepBatch(row, [7], [2]))
     with pytest.raises(BadBatch, match="row"):
-        runtime.begin_drafts(draft_batch(row, [20], drafts))
+        runtime.step(draft_batch(row, [20], drafts))
     branched = draft_batch(row, [5], Drafts(2, 1))
     runtime.table.reserve(request.row, 12)
     with pytest.raises(Unsupported, match="need masks in every layer"):
-        runtime.begin_drafts(branched)
+        runtime.step(branched)
     world.step([request], [1])
 
 
@@ -144,23 +146,23 @@ def test_a_draft_step_waits_for_its_parents(provider: str, device: torch.device)
     world = world_of(provider, device, 2)
     request = world.admit()
     world.step([request], [5])
-    drafts = world.runtime.begin_drafts(begin_round(world, [request], Round(Drafts(2, 3), [])))
-    q, k, v = world.qkv(world.problems[0], drafts.steps[0])
+    drafts = world.runtime.step(begin_round(world, [request], Round(Drafts(2, 3), []))).parts
+    q, k, v = world.qkv(world.problems[0], drafts[0])
     out = torch.zeros_like(q)
-    with pytest.raises(WrongState, match=r"call set_parents\(1, ...\) or keep_branches\(1\)"):
-        drafts.steps[1].layers.store(0, k, v)
-    drafts.steps[0].layers.store_and_attend(0, q, k, v, out)
+    with pytest.raises(WrongState, match=r"call set_parents\(\) or keep_branches\(\)"):
+        drafts[1].layers.store(0, k, v)
+    drafts[0].layers.store_and_attend(0, q, k, v, out)
     with pytest.raises(WrongState, match="in this order and once each"):
-        drafts.keep_branches(2)
+        drafts[2].keep_branches()
     with pytest.raises(BadTensor, match=r"takes torch.int32 \[\d, 2\]"):
-        drafts.set_parents(1, torch.zeros(2, 2, dtype=torch.int64, device=world.runtime.device))
-    drafts.keep_branches(1)
+        drafts[1].set_parents(torch.zeros(2, 2, dtype=torch.int64, device=world.runtime.device))
+    drafts[1].keep_branches()
     with pytest.raises(WrongState, match="in this order and once each"):
-        drafts.keep_branches(1)
-    drafts.steps[1].layers.store_and_attend(0, q, k, v, out)
+        drafts[1].keep_branches()
+    drafts[1].layers.store_and_attend(0, q, k, v, out)
     world.runtime.end_step()
     with pytest.raises(WrongState, match="no step was begun"):
-        drafts.steps[1].layers.store(0, k, v)
+        drafts[1].layers.store(0, k, v)
 
 
 def test_a_round_stays_within_what_was_reserved_for_it(provider: str, device: torch.device) -> None:
@@ -174,11 +176,11 @@ def test_a_round_stays_within_what_was_reserved_for_it(provider: str, device: to
     lengths = torch.tensor([40, 8], dtype=torch.int32, device=runtime.device)
     rows, prefix = np.array([one.row, other.row], np.int32), np.array([5, 8], np.int32)
     inputs = DeviceInputs(kv_len=lengths, ahead=drafts.tokens)
-    steps = runtime.begin_drafts(draft_batch(rows, prefix, drafts, inputs=inputs))
-    tensors = [child.tensors for child in runtime._children]
+    steps = runtime.step(draft_batch(rows, prefix, drafts, inputs=inputs))
+    tensors = [child.tensors for child in runtime.gate._children]
     assert [step.kv_len[:2].tolist() for step in tensors] == [[7, 10], [9, 12], [11, 14]]
     assert all(step.counts.data_ptr() == tensors[0].counts.data_ptr() for step in tensors)
-    assert steps.parents[:1].tolist() == [[-1, -1, 0, 1, 2, 3]]
+    assert steps.parts[0].parents[:1].tolist() == [[-1, -1, 0, 1, 2, 3]]
     runtime.end_step()
     with pytest.raises(DeviceFault, match="a length on the device lay outside"):
         runtime.check_device()

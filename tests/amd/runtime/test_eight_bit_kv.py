@@ -121,7 +121,7 @@ def test_what_is_no_number_is_stored_as_zero_and_reported_whatever_the_encoding(
         problem = small_problem(kv_encoding=encoding, kv_scales=Scales.TOKEN)
         world = World.build([problem], device, provider)
         request = world.admit()
-        step = world.runtime.begin_step(world.batch([request], [2]))
+        step = world.runtime.step(world.batch([request], [2])).parts[0]
         q, k, v = world.qkv(problem, step)
         k[0, 0, 3], v[1, 1] = float("inf"), -1e-30
         step.layers.store_and_attend(0, q, k, v, torch.empty_like(q))

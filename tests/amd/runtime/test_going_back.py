@@ -19,7 +19,7 @@ from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part
 from tests.amd.guards.serving import Serving
 from tests.amd.runtime.stepping import Request, World, providers, small_problem, take_back
 
@@ -37,7 +37,7 @@ def family(world: World, kv_len: int, shared: int) -> tuple[Request, Request]:
 def assert_refused(world: World, request: Request, q_len: int) -> None:
     """A step is refused when it stores, and says what to call."""
     start = request.kv_len
-    step = world.runtime.begin_step(world.batch([request], [q_len]))
+    step = world.runtime.step(world.batch([request], [q_len])).parts[0]
     _, k, v = world.qkv(world.problems[0], step)
     with pytest.raises(BadBatch, match=rf"call truncate\({request.row}, {start}\) and reserve"):
         step.layers.store(0, k, v)
@@ -130,8 +130,9 @@ def test_a_split_step_that_would_write_to_a_shared_page_is_refused_in_both_halve
     other = world.admit()
     world.step([other], [2])
     take_back(parent, 1)
-    split = world.runtime.begin_split_step(world.batch([other, parent], [1, 1]))
-    for half in split.halves:
+    batch = world.batch([other, parent], [1, 1])
+    split = world.runtime.step(batch, world.runtime.plan(batch, halves=2))
+    for half in split.parts:
         k = torch.zeros(half.token_ids.shape[0], 2, 16, device=world.runtime.device)
         with pytest.raises(BadBatch, match="sequence 1 would store token 5"):
             half.layers.store(0, k, k)
@@ -152,7 +153,7 @@ def test_steps_that_only_attend_read_what_rows_share(provider: str, graphs: bool
     q = torch.zeros(16, 6, 16, device=runtime.device)
     out = torch.zeros_like(q)
 
-    def attend(step: Step) -> Tensor:
+    def attend(step: Part) -> Tensor:
         used = slice(0, step.token_ids.shape[0])
         step.layers.attend(0, q[used], out[used])
         return out[used].index_select(0, step.last_token_of_seq)
@@ -225,7 +226,7 @@ class Fails(Exception):
     """What a forward raises."""
 
 
-def model(layers: int, device: torch.device) -> tuple[AttentionRuntime, Callable[[Step], Tensor], dict[str, int]]:
+def model(layers: int, device: torch.device) -> tuple[AttentionRuntime, Callable[[Part], Tensor], dict[str, int]]:
     """A runtime, a forward that raises before the layer `fails_at`, and that number."""
     problem = Problem(2, 1, 8, 8, torch.float32, 4, 8**-0.5)
     runtime = build_runtime(
@@ -236,7 +237,7 @@ def model(layers: int, device: torch.device) -> tuple[AttentionRuntime, Callable
     embedding = torch.randn(50, 3, 8, generator=torch.Generator().manual_seed(1)).to(runtime.device)
     plan = {"fails_at": -1}
 
-    def forward(step: Step) -> Tensor:
+    def forward(step: Part) -> Tensor:
         x = embedding.index_select(0, step.token_ids)
         q, k, v = x[:, :2].contiguous(), x[:, 1:2].contiguous(), x[:, 2:3].contiguous()
         out = torch.empty_like(q)
@@ -317,7 +318,7 @@ def test_attending_before_storing_is_refused(device: torch.device) -> None:
     runtime, _, _ = model(2, device)
     row = runtime.table.admit()
     runtime.table.reserve(row, 4)
-    step = runtime.begin_step(tokens(row, 4, 4))
+    step = runtime.step(tokens(row, 4, 4)).parts[0]
     q = torch.zeros(step.token_ids.shape[0], 2, 8, device=runtime.device)
     k = q[:, :1]
     step.layers.store(0, k, k)
@@ -334,18 +335,18 @@ def test_a_row_that_is_freed_in_a_running_step_is_empty_for_the_next_request(dev
     rows = [runtime.table.admit() for _ in range(2)]
     for row in rows:
         runtime.table.reserve(row, 4)
-    step = runtime.begin_step(
+    step = runtime.step(
         StepBatch(np.array(rows), np.array([4, 4]), np.array([4, 4]), np.arange(8, dtype=np.int32))
-    )
+    ).parts[0]
     forward(step)
     runtime.table.free(rows[0])
     assert runtime.table.admit() == rows[0]
     runtime.table.reserve(rows[0], 8)
     runtime.end_step()
     with pytest.raises(BadBatch, match=r"the first 4 tokens of row \d, of which 0 are stored"):
-        runtime.begin_step(tokens(rows[0], 5, 1))
+        runtime.step(tokens(rows[0], 5, 1))
     runtime.table.reserve(rows[1], 5)
-    runtime.begin_step(tokens(rows[1], 5, 1))
+    runtime.step(tokens(rows[1], 5, 1))
     runtime.end_step()
 
 
@@ -355,11 +356,11 @@ def test_a_caller_who_changes_its_arrays_changes_no_lengths(device: torch.device
     row = runtime.table.admit()
     runtime.table.reserve(row, 20)
     rows, kv_len = np.array([row], np.int32), np.array([4], np.int32)
-    forward(runtime.begin_step(StepBatch(rows, kv_len, kv_len.copy(), np.arange(4, dtype=np.int32))))
+    forward(runtime.step(StepBatch(rows, kv_len, kv_len.copy(), np.arange(4, dtype=np.int32))).parts[0])
     runtime.end_step()
     kv_len += 9
     with pytest.raises(BadBatch, match="the first 12 tokens of row 1, of which 4 are stored"):
-        runtime.begin_step(StepBatch(rows, kv_len, np.ones(1, np.int32)))
+        runtime.step(StepBatch(rows, kv_len, np.ones(1, np.int32)))
 
 
 def test_kv_that_came_by_other_means_is_marked(device: torch.device) -> None:
@@ -374,11 +375,11 @@ def test_kv_that_came_by_other_means_is_marked(device: torch.device) -> None:
     table.mark_stored(np.array([row]), np.array([8]))
     child = table.fork(row, 6)
     table.reserve(child, 8)
-    forward(runtime.begin_step(tokens(row, 9, 1)))
+    forward(runtime.step(tokens(row, 9, 1)).parts[0])
     runtime.end_step()
     with pytest.raises(BadBatch, match="the first 7 tokens of row 2, of which 6 are stored"):
-        runtime.begin_step(tokens(child, 8, 1))
-    forward(runtime.begin_step(tokens(child, 8, 2)))
+        runtime.step(tokens(child, 8, 1))
+    forward(runtime.step(tokens(child, 8, 2)).parts[0])
     runtime.end_step()
 
 

@@ -271,7 +271,7 @@ def test_pools_of_both_spaces_are_allocated_for_their_own_layers(provider: str, 
     assert runtime.pool.layer(2) is swa.layers[1]
     assert runtime.pool.num_bytes == full.num_bytes + swa.num_bytes
     assert full.num_pages == 65
-    assert {"table", "swa_table", "slot_of_token", "swa_slot_of_token"} <= set(runtime.sealed_tensors())
+    assert {"table", "swa_table", "slot_of_token", "swa_slot_of_token"} <= set(runtime.seals.tensors())
 
 
 def build(device: torch.device, problems: Sequence[Problem], **settings: int) -> AttentionRuntime:
@@ -297,7 +297,7 @@ def test_a_window_in_one_pool_with_the_others_gives_nothing_back(device: torch.d
     runtime = build(device, [small_problem(window_left=2)])
     row = runtime.table.admit()
     runtime.table.reserve(row, 16)
-    runtime.begin_step(StepBatch(np.array([row]), np.array([16]), np.array([16])))
+    runtime.step(StepBatch(np.array([row]), np.array([16]), np.array([16])))
     runtime.end_step()
     assert runtime.options.swa_pages == 0
     assert (runtime.table.pages_of(row) > 0).all()

@@ -65,7 +65,7 @@ def test_a_runtime_that_was_built_in_inference_mode_serves_outside_of_it(
     requests = serving.admit(2)
     serving.step(requests, [3, 1])
     serving.step(requests, [1, 1])
-    assert not any(tensor.is_inference() for tensor in serving.runtime.sealed_tensors().values())
+    assert not any(tensor.is_inference() for tensor in serving.runtime.seals.tensors().values())
     serving.runtime.check_device()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from rocm_attn.errors import WrongState
 from rocm_attn.hip_graphs.graph_cache import GraphCache
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part
 from tests.amd.runtime.interrupts import every_line, interrupted_at
 from tests.amd.runtime.stepping import small_problem
 
@@ -55,10 +56,10 @@ class Counted:
         """A step, whose result is right."""
         split = kind == "split"
         batch = self.batch(number, on_device=kind == "lengths on the device")
-        (rows,) = (self.runner.run_split if split else self.runner.run)(batch)
+        (rows,) = (partial(self.runner.run, halves=2) if split else self.runner.run)(batch)
         assert bool((rows == number).all())
 
-    def _forward(self, step: Step) -> torch.Tensor:
+    def _forward(self, step: Part) -> torch.Tensor:
         problem, tokens = self.problem, step.token_ids.shape[0]
         v = step.token_ids.float()[:, None, None].repeat(1, problem.num_kv_heads, problem.v_head_dim)
         q = torch.zeros(tokens, problem.num_q_heads, problem.head_dim)
@@ -135,9 +136,9 @@ def test_an_interrupt_right_after_a_graph_was_put_away_leaves_the_next_step_righ
     assert served.runner.counters.graphs_off == ""
 
 
-def test_an_interrupt_at_any_line_of_begin_step_leaves_no_step_begun() -> None:
+def test_an_interrupt_at_any_line_of_a_beginning_step_leaves_none_begun() -> None:
     served = Counted(graphs=False)
-    for number in every_line(lambda: served.runtime.begin_step(served.batch(1))):
+    for number in every_line(lambda: served.runtime.step(served.batch(1))):
         served.run("whole", 1 + number)
     served.runtime.end_step()
     served.runtime.check_device()
@@ -145,8 +146,13 @@ def test_an_interrupt_at_any_line_of_begin_step_leaves_no_step_begun() -> None:
 
 def test_a_step_within_a_step_is_refused_and_the_outer_one_goes_on() -> None:
     served = Counted(graphs=False)
-    step = served.runtime.begin_step(served.batch(1))
-    for begin in (served.runner.run, served.runner.run_split, served.runtime.begin_step, served.runtime.stage):
+    step = served.runtime.step(served.batch(1)).parts[0]
+    for begin in (
+        served.runner.run,
+        partial(served.runner.run, halves=2),
+        served.runtime.step,
+        served.runtime.stage,
+    ):
         with pytest.raises(WrongState, match="a step cannot begin, because a step is running; call end_step"):
             begin(served.batch(2))
     problem = served.problem

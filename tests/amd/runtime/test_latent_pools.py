@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
 from rocm_attn.batch.step_batch import StepBatch
-from rocm_attn.errors import BadProblem, BadTensor, Unsupported
+from rocm_attn.errors import BadProblem, BadTensor, Unsupported, WrongState
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.select import select
@@ -19,6 +19,7 @@ from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.kv_scales import KVScales
 from rocm_attn.step.options import RuntimeOptions
+from rocm_attn.step.step import Step
 from tests.amd.runtime.stepping import World, deterministic_providers, providers, small_problem
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
@@ -169,13 +170,14 @@ def test_absorbed_expanded_and_dense_attention_are_one(
             runtime.table.reserve(row, length)
         batch = StepBatch(*(np.array(values, np.int32) for values in (rows, lengths, q_len)))
         q, latents = random(sum(q_len), HEADS, 24), random(sum(q_len), 40)
-        absorbed, lse = absorbed_step(runtime, batch, weights.absorbed(q), latents)
+        step, absorbed, lse = absorbed_step(runtime, batch, weights.absorbed(q), latents)
         kept_latents = [stored_rows(runtime, row, length) for row, length in zip(rows, lengths, strict=True)]
         new_rows = torch.cat([each[len(each) - new :] for each, new in zip(kept_latents, q_len, strict=True)])
         half_a_step = 0.0 if kept == EXACT else torch.finfo(problem.page_format.encoding.dtype).eps / 2
         torch.testing.assert_close(new_rows, latents, rtol=half_a_step, atol=half_a_step / 8)
         prefill = runtime.expanded_prefill(0)
-        out, out_lse = prefill.attend(batch, q, new_rows, weights.expand, chunk_tokens=chunk_tokens)
+        out, out_lse = prefill.attend(q, new_rows, weights.expand, chunk_tokens=chunk_tokens)
+        step.end()
         token = 0
         for stored, new in zip(kept_latents, q_len, strict=True):
             mine = slice(token, token + new)
@@ -194,19 +196,21 @@ def stored_rows(runtime: AttentionRuntime, row: int, length: int) -> Tensor:
     return k.flatten(0, 1)[:length, 0]
 
 
-def absorbed_step(runtime: AttentionRuntime, batch: StepBatch, q: Tensor, latents: Tensor) -> tuple[Tensor, Tensor]:
-    """out and lse of a step over latents that it stores."""
-    step = runtime.begin_step(batch)
-    num_tokens, padded = len(q), step.token_ids.shape[0]
+def absorbed_step(
+    runtime: AttentionRuntime, batch: StepBatch, q: Tensor, latents: Tensor
+) -> tuple[Step, Tensor, Tensor]:
+    """out and lse of a step over latents that it stores; the step still runs."""
+    step = runtime.step(batch)
+    (part,) = step.parts
+    num_tokens, padded = len(q), part.token_ids.shape[0]
 
     def with_pads(rows: Tensor) -> Tensor:
         return torch.cat([rows, rows.new_zeros(padded - num_tokens, *rows.shape[1:])])
 
     k = with_pads(latents)[:, None]
     out, lse = k.new_empty(padded, HEADS, 32), k.new_empty(padded, HEADS)
-    step.layers.store_and_attend(0, with_pads(q), k, k[..., :32], out, lse)
-    runtime.end_step()
-    return out[:num_tokens], lse[:num_tokens]
+    part.layers.store_and_attend(0, with_pads(q), k, k[..., :32], out, lse)
+    return step, out[:num_tokens], lse[:num_tokens]
 
 
 def test_what_cannot_be_expanded_is_refused(device: torch.device) -> None:
@@ -214,12 +218,16 @@ def test_what_cannot_be_expanded_is_refused(device: torch.device) -> None:
     runtime = build_runtime([EXPANDED, small_problem()], options, device=torch.device("cpu"))
     with pytest.raises(BadProblem, match="only latents are expanded, and this layer has K and V pages"):
         runtime.expanded_prefill(1)
-    batch = StepBatch(*(np.array([value], np.int32) for value in (runtime.table.admit(), 3, 3)))
+    row = runtime.table.admit()
+    runtime.table.reserve(row, 3)
     prefill = runtime.expanded_prefill(0)
+    with pytest.raises(WrongState, match="this needs a running step"):
+        prefill.attend(torch.zeros(3, 5, 24), torch.zeros(3, 40), lambda latents: (latents, latents))
+    runtime.step(StepBatch([row], [3], [3]))
     with pytest.raises(BadTensor, match=r"q has shape \[2, 5, 24\].*the step's 3 tokens"):
-        prefill.attend(batch, torch.zeros(2, 5, 24), torch.zeros(3, 40), lambda latents: (latents, latents))
+        prefill.attend(torch.zeros(2, 5, 24), torch.zeros(3, 40), lambda latents: (latents, latents))
     with pytest.raises(BadTensor, match=r"expand gave keys of shape \[3, 40\].*must be \[3, 5, 24\]"):
-        prefill.attend(batch, torch.zeros(3, 5, 24), torch.zeros(3, 40), lambda latents: (latents, latents))
+        prefill.attend(torch.zeros(3, 5, 24), torch.zeros(3, 40), lambda latents: (latents, latents))
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def test_weights_without_values_are_refused(device: torch.device) -> None:
 
 def test_what_graphs_read_includes_the_head_weights(device: torch.device) -> None:
     world = World.build([*GPT_OSS, *BLOOM], device, "torch")
-    assert {"sinks_0", "sinks_1", "alibi_slopes_2"} <= set(world.runtime.sealed_tensors())
+    assert {"sinks_0", "sinks_1", "alibi_slopes_2"} <= set(world.runtime.seals.tensors())
 
 
 def test_a_kernel_without_a_feature_is_refused_by_name() -> None:

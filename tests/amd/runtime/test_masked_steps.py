@@ -138,11 +138,11 @@ def test_positions_come_with_the_mask_and_pads_are_zero(provider: str, device: t
     world, requests = world_of(device, provider)
     batch = world.batch(requests, [3, 1, 2])
     parents = [[NO_PARENT, 0, 0], [NO_PARENT, 7, 7], [NO_PARENT, NO_PARENT, 7]]
-    step = world.runtime.begin_step(replace(batch, mask=trees(parents, device)))
+    step = world.runtime.step(replace(batch, mask=trees(parents, device))).parts[0]
     positions = [9, 10, 10, 20, 1, 1]
     assert step.positions.tolist() == positions + [0] * (len(step.positions) - 6)
     world.runtime.end_step()
-    step = world.runtime.begin_step(batch)
+    step = world.runtime.step(batch).parts[0]
     assert step.positions.tolist()[:6] == [9, 10, 11, 20, 1, 2], "without a mask they are places in the KV"
     world.runtime.end_step()
 
@@ -158,14 +158,16 @@ def test_a_branch_is_what_a_chain_of_its_tokens_would_be(provider: str, device: 
     chains = {token: world.fork(trunk, 11) for token in range(7)}
     out = torch.full_like(q, float("nan"))
     batch = world.batch([trunk], [7])
-    step = world.runtime.begin_step(replace(batch, mask=trees([parents], device)), pad_to=PadTo(1))
+    batch = replace(batch, mask=trees([parents], device))
+    step = world.runtime.step(batch, world.runtime.plan(batch, PadTo(1))).parts[0]
     step.layers.store_and_attend(0, q, k, v, out)
     world.runtime.end_step()
     for token, request in chains.items():
         branch = [token]
         while parents[branch[0]] != NO_PARENT:
             branch.insert(0, parents[branch[0]])
-        step = world.runtime.begin_step(world.batch([request], [len(branch)]), pad_to=PadTo(1))
+        batch = world.batch([request], [len(branch)])
+        step = world.runtime.step(batch, world.runtime.plan(batch, PadTo(1))).parts[0]
         chain = torch.full_like(q[branch], float("nan"))
         assert step.positions.tolist() == list(range(11, 11 + len(branch)))
         step.layers.store_and_attend(0, q[branch], k[branch], v[branch], chain)
@@ -188,7 +190,7 @@ def test_lengths_that_only_the_device_knows_pack_the_mask(provider: str, device:
     bits[: len(live)] = live
     positions = torch.arange(100, 113, dtype=torch.int32, device=device)
     batch = replace(bounds, inputs=inputs, mask=StepMask(bits, positions))
-    step = world.runtime.begin_step(batch)
+    step = world.runtime.step(batch).parts[0]
     assert step.positions.tolist() == [*range(100, 108)] + [0] * (len(step.positions) - 8)
     q, k, v = world.qkv(MASKED, replace(step, num_tokens=8))
     out = torch.full_like(q, float("nan"))
@@ -206,7 +208,7 @@ def test_the_caller_may_change_its_mask_after_the_step_has_begun(provider: str, 
     batch = world.batch(requests[:1], [3])
     bits = torch.full((5,), 255, dtype=torch.uint8, device=device)
     positions = kv_positions(batch.kv_len, batch.q_len, device)
-    step = world.runtime.begin_step(replace(batch, mask=StepMask(bits, positions)))
+    step = world.runtime.step(replace(batch, mask=StepMask(bits, positions))).parts[0]
     bits.zero_()
     positions.zero_()
     q, k, v = world.qkv(MASKED, step)
@@ -230,7 +232,7 @@ def test_a_mask_that_is_too_short_is_refused(device: torch.device) -> None:
         replace(batch, mask=StepMask(ones(8, device), positions))
     with pytest.raises(BadBatch, match="the mask has 5 positions for 6 new tokens; give one each"):
         replace(batch, mask=StepMask(ones(9, device), positions[:5]))
-    world.runtime.begin_step(replace(batch, mask=StepMask(ones(9, device), positions)))
+    world.runtime.step(replace(batch, mask=StepMask(ones(9, device), positions)))
     world.runtime.end_step()
 
 
@@ -259,7 +261,7 @@ def test_a_mask_on_another_device_is_refused(device: torch.device) -> None:
     world, requests = world_of(device, "torch")
     mask = StepMask(ones(9, "meta"), torch.zeros(6, dtype=torch.int32, device="meta"))
     with pytest.raises(BadTensor, match="the step's mask is on meta; the runtime is on"):
-        world.runtime.begin_step(replace(world.batch(requests, [1, 2, 3]), mask=mask))
+        world.runtime.step(replace(world.batch(requests, [1, 2, 3]), mask=mask))
 
 
 def test_a_mask_that_no_layer_looks_at_is_refused(device: torch.device) -> None:
@@ -267,7 +269,7 @@ def test_a_mask_that_no_layer_looks_at_is_refused(device: torch.device) -> None:
     batch = world.batch([world.admit()], [3])
     mask = StepMask(ones(2, device), kv_positions(batch.kv_len, batch.q_len, device))
     with pytest.raises(BadBatch, match="no layer looks at it; build the runtime of problems with custom_mask"):
-        world.runtime.begin_step(replace(batch, mask=mask))
+        world.runtime.step(replace(batch, mask=mask))
     world.step(world.requests, [2])
 
 
@@ -275,8 +277,9 @@ def test_bits_of_a_mask_are_not_split(device: torch.device) -> None:
     world, requests = world_of(device, "torch")
     batch = world.batch(requests, [1, 2, 3])
     mask = StepMask(ones(9, device), kv_positions(batch.kv_len, batch.q_len, device))
+    batch = replace(batch, mask=mask)
     with pytest.raises(BadBatch, match="a step with bits of a mask cannot be split"):
-        world.runtime.begin_split_step(replace(batch, mask=mask))
+        world.runtime.step(batch, world.runtime.plan(batch, halves=2))
 
 
 def test_aiter_is_not_chosen_for_masks() -> None:
@@ -291,14 +294,14 @@ def test_masked_steps_have_a_plan_of_their_own(device: torch.device) -> None:
     mask = StepMask(ones(5, device), kv_positions(batch.kv_len, batch.q_len, device))
     kinds = []
     for given in (batch, replace(batch, mask=mask), batch):
-        kinds.append(world.runtime.begin_step(given).plan.key.shape.kind)
+        kinds.append(world.runtime.step(given).plan.key.shape.kind)
         world.runtime.end_step()
     assert kinds == [StepKind.DECODE, StepKind.MASKED, StepKind.DECODE]
     assert batch.mask is NO_MASK
 
 
 def test_runtimes_without_masked_layers_hold_no_memory_for_masks(device: torch.device) -> None:
-    held = [set(World.build([p], device, "torch").runtime.sealed_tensors()) for p in (small_problem(), MASKED)]
+    held = [set(World.build([p], device, "torch").runtime.seals.tensors()) for p in (small_problem(), MASKED)]
     assert held[1] - held[0] == {
         "draft_parents",
         "mask_words",

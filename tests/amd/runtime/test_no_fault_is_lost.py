@@ -33,9 +33,10 @@ def two_faults() -> AttentionRuntime:
         row = made.table.admit()
         made.table.reserve(row, 16)
     made.table.mark_stored(np.array([1, 2]), np.array([16, 16]))
-    made.begin_step(batch(10, 99))
+    made.step(batch(10, 99))
     made.end_step()
-    made.begin_split_step(batch(10, 99))
+    split = batch(10, 99)
+    made.step(split, made.plan(split, halves=2))
     made.end_step()
     return made
 
@@ -81,14 +82,14 @@ def steps_of(error: BaseException | None) -> set[int]:
 def go_on(runtime: AttentionRuntime, told: set[int]) -> None:
     """Run as many whole steps as a report may take."""
     for _ in range(8):
-        listen(told, partial(runtime.begin_step, batch(10, 10)))
+        listen(told, partial(runtime.step, batch(10, 10)))
         runtime.end_step()
 
 
 CALLS: dict[str, Callable[[AttentionRuntime], object]] = {
     "check_device": lambda runtime: runtime.check_device(),
-    "reseal": lambda runtime: runtime.reseal((1, 2)),
-    "steps": lambda runtime: runtime.begin_step(batch(10, 10)),
+    "reseal": lambda runtime: runtime.seals.reseal((1, 2)),
+    "steps": lambda runtime: runtime.step(batch(10, 10)),
 }
 
 

@@ -71,12 +71,12 @@ def in_another_thread(call: Callable[[], object]) -> object:
 
 def test_a_step_of_one_thread_is_neither_ended_nor_doubled_by_another() -> None:
     served = Counted(graphs=False)
-    step = served.runtime.begin_step(served.batch(5))
+    step = served.runtime.step(served.batch(5)).parts[0]
     for call in (
-        lambda: served.runtime.begin_step(served.batch(1)),
+        lambda: served.runtime.step(served.batch(1)),
         lambda: served.runner.run(served.batch(1)),
-        lambda: served.runtime.unseal((1,)),
-        served.runtime.seal,
+        lambda: served.runtime.seals.unseal((1,)),
+        served.runtime.seals.seal,
         served.runtime.check_device,
     ):
         with pytest.raises(WrongState, match="another thread has begun a step and not ended it; a runtime is used by"):
@@ -93,6 +93,6 @@ def test_a_step_of_a_thread_that_has_ended_is_in_nobodys_way() -> None:
     thread.start()
     thread.join()
     with pytest.raises(WrongState, match="a step was staged and its metadata is not filled yet; call end_step"):
-        served.runtime.begin_step(served.batch(2))
+        served.runtime.step(served.batch(2))
     served.runtime.end_step()
     served.run("whole", 3)

@@ -15,7 +15,7 @@ from rocm_attn.batch.mask import StepMask, kv_positions
 from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part
 from tests.amd.graphs.small_models import VOCABULARY, Requests, Tiny
 from tests.amd.runtime.stepping import padded_to, providers
 
@@ -31,7 +31,7 @@ STEPS = {
 }
 
 
-def by_hand(rows: Sequence[int], q_len: Sequence[int], step: Step) -> dict[str, list[int]]:
+def by_hand(rows: Sequence[int], q_len: Sequence[int], step: Part) -> dict[str, list[int]]:
     """What the tensors of a step hold, one sequence and one token after the other."""
     num_seqs, num_tokens = step.row_of_seq.shape[0], step.token_ids.shape[0]
     new_of_pad = 1 if step.plan.shape.kind.decodes else 0
@@ -53,7 +53,7 @@ def by_hand(rows: Sequence[int], q_len: Sequence[int], step: Step) -> dict[str, 
     }
 
 
-def held(step: Step) -> dict[str, list[int]]:
+def held(step: Part) -> dict[str, list[int]]:
     names = ("row_of_seq", "q_indptr", "seq_of_token", "row_of_token")
     return {name: getattr(step, name).tolist() for name in names}
 
@@ -77,7 +77,8 @@ def test_a_step_says_which_row_each_sequence_and_each_token_has(
     q_len: list[int], pad_to: int | None, provider: str, device: torch.device
 ) -> None:
     tiny, requests = served(device, provider, len(q_len))
-    step = tiny.runtime.begin_step(requests.batch(q_len), padded_to(pad_to))
+    batch = requests.batch(q_len)
+    step = tiny.runtime.step(batch, tiny.runtime.plan(batch, padded_to(pad_to))).parts[0]
     assert held(step) == by_hand(requests.rows, q_len, step)
     assert all(tensor.dtype == torch.int32 for tensor in (step.row_of_seq, step.q_indptr, step.seq_of_token))
     tiny.runtime.end_step()
@@ -86,9 +87,10 @@ def test_a_step_says_which_row_each_sequence_and_each_token_has(
 @pytest.mark.parametrize("q_len", STEPS.values(), ids=STEPS)
 def test_a_half_says_so_of_its_own_sequences_and_tokens(q_len: list[int], provider: str, device: torch.device) -> None:
     tiny, requests = served(device, provider, len(q_len))
-    split = tiny.runtime.begin_split_step(requests.batch(q_len))
-    cut = split.halves[0].num_seqs
-    for half, part in zip(split.halves, (slice(0, cut), slice(cut, None)), strict=True):
+    batch = requests.batch(q_len)
+    split = tiny.runtime.step(batch, tiny.runtime.plan(batch, halves=2))
+    cut = split.parts[0].num_seqs
+    for half, part in zip(split.parts, (slice(0, cut), slice(cut, None)), strict=True):
         assert held(half) == by_hand(requests.rows[part], q_len[part], half)
     tiny.runtime.end_step()
 
@@ -98,7 +100,7 @@ def test_a_masked_step_says_so_too(provider: str, device: torch.device) -> None:
     batch = requests.batch([2, 1, 3])
     cells = torch.full((-(-int((batch.kv_len * batch.q_len).sum()) // 8),), 255, dtype=torch.uint8, device=device)
     batch = replace(batch, mask=StepMask(cells, kv_positions(batch.kv_len, batch.q_len, tiny.runtime.device)))
-    step = tiny.runtime.begin_step(batch)
+    step = tiny.runtime.step(batch).parts[0]
     assert held(step) == by_hand(requests.rows, [2, 1, 3], step)
     tiny.runtime.end_step()
 
@@ -107,7 +109,7 @@ def test_a_step_that_shares_prefixes_says_so_too(provider: str, device: torch.de
     tiny, requests = served(device, provider, 1)
     requests.fork(2, 8)
     batch = replace(requests.batch([1, 1, 1]), prefixes=SharedPrefixes([PrefixGroup(3, 8)]))
-    step = tiny.runtime.begin_step(batch)
+    step = tiny.runtime.step(batch).parts[0]
     assert held(step) == by_hand(requests.rows, [1, 1, 1], step)
     tiny.runtime.end_step()
 
@@ -121,7 +123,7 @@ def test_tokens_follow_the_lengths_that_only_the_device_knows(
     on_device = torch.tensor(taken, dtype=torch.int32, device=tiny.runtime.device)
     kv_len = torch.tensor([8 + new for new in taken], dtype=torch.int32, device=tiny.runtime.device)
     batch = replace(bounds, inputs=DeviceInputs(kv_len=kv_len, q_len=on_device))
-    step = tiny.runtime.begin_step(batch)
+    step = tiny.runtime.step(batch).parts[0]
     assert held(step) == by_hand(requests.rows, taken, step)
     tiny.runtime.end_step()
 
@@ -140,7 +142,7 @@ def test_a_forward_counts_the_tokens_of_each_request_by_their_rows(
     seen = torch.zeros(9, VOCABULARY, device=tiny.runtime.device)
     bias = torch.zeros(9, device=tiny.runtime.device)
 
-    def forward(step: Step) -> Tensor:
+    def forward(step: Part) -> Tensor:
         seen.index_put_((step.row_of_token, step.token_ids), torch.ones_like(step.token_ids).float(), accumulate=True)
         return torch.stack([bias[step.row_of_seq], tiny.forward(step)[:, 0]], 1)
 

@@ -19,7 +19,7 @@ from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.protocols import LayerCalls
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part
 from tests.amd.guards.rotating import Rotating
 from tests.amd.runtime.stepping import World, providers, small_problem
 
@@ -78,7 +78,7 @@ def test_tails_of_pages_are_zeroed_for_kernels_that_multiply_them(device: torch.
     }
     world = World.build([problem], device, provider, selections=[replace(chosen, kernels=kernels)])
     request = world.admit()
-    step = world.runtime.begin_step(world.batch([request], [6]))
+    step = world.runtime.step(world.batch([request], [6])).parts[0]
     q, k, v = world.qkv(problem, step)
     step.layers.rope_and_store(0, q, k, v, q, QkvWork())
     last_page = int(world.runtime.table.pages_of(request.row)[1])
@@ -89,7 +89,7 @@ def test_tails_of_pages_are_zeroed_for_kernels_that_multiply_them(device: torch.
 
 def test_a_layer_that_turns_nothing_and_gates_nothing_launches_nothing(device: torch.device) -> None:
     world = World.build([small_problem()], device, providers()[0])
-    step = world.runtime.begin_step(world.batch([world.admit()], [3]))
+    step = world.runtime.step(world.batch([world.admit()], [3])).parts[0]
     out = torch.randn(step.token_ids.shape[0], 6, 16, device=world.runtime.device)
     before = out.clone()
     step.layers.finish(0, out)
@@ -99,12 +99,12 @@ def test_a_layer_that_turns_nothing_and_gates_nothing_launches_nothing(device: t
 LATENT = Problem(4, 1, 72, 64, torch.float32, 4, scale=0.1, pool=PoolKind.LATENT)
 
 
-def running(problem: Problem) -> tuple[AttentionRuntime, Step]:
+def running(problem: Problem) -> tuple[AttentionRuntime, Part]:
     """A step of one sequence with three new tokens."""
     options = RuntimeOptions(num_pages=8, max_num_seqs=1, max_kv_len=16, provider="torch")
     runtime = build_runtime([problem], options, device=CPU)
     world = World(runtime, [problem], torch.Generator().manual_seed(0))
-    return runtime, runtime.begin_step(world.batch([world.admit()], [3]))
+    return runtime, runtime.step(world.batch([world.admit()], [3])).parts[0]
 
 
 def rope(dim: int, *, at_end: bool = False) -> RopeTable:

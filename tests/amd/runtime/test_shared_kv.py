@@ -14,7 +14,7 @@ from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part
 from tests.amd.runtime.stepping import World, providers, small_problem
 
 # what the runtime knows: a layer with a window and one without, each storing K and V
@@ -30,7 +30,8 @@ def test_a_layer_that_stores_nothing_sees_what_another_stored(provider: str, dev
     world = World.build(STORING, device, provider)
     old, new = world.admit(), world.admit()
     for requests, q_len in (([old], [9]), ([old, new], [1, 12]), ([new, old], [1, 1]), ([old, new], [3, 1])):
-        step = world.runtime.begin_step(world.batch(requests, q_len), pad_to=PadTo(4))
+        batch = world.batch(requests, q_len)
+        step = world.runtime.step(batch, world.runtime.plan(batch, PadTo(4))).parts[0]
         for layer, read in enumerate(READS):
             q, k, v = world.qkv(STORING[read], step)
             if layer < len(STORING):
@@ -52,7 +53,7 @@ class SharingModel:
             torch.randn(len(READS), 32, heads, 16, generator=generator).to(runtime.device) for heads in (6, 2, 2)
         )
 
-    def forward(self, step: Step) -> Tensor:
+    def forward(self, step: Part) -> Tensor:
         """[S, layers * heads * dim]: what each sequence's last token sees in every layer."""
         outs = []
         for layer, read in enumerate(READS):

@@ -114,7 +114,7 @@ def test_layers_that_cannot_share_decode_the_step_as_any_other(
     world = World.build(problems, device, provider, swa_pages=swa_pages)
     requests = family(world, 12, [1, 3, 5])
     batch = replace(world.batch(requests, [1, 1, 1]), prefixes=SharedPrefixes([PrefixGroup(3, 12)]))
-    step = world.runtime.begin_step(batch)
+    step = world.runtime.step(batch).parts[0]
     assert [kernel.row.kind for kernel in step.plan.kernels] == [StepKind.SHARED, StepKind.DECODE, StepKind.DECODE]
     world.runtime.end_step()
     for _ in range(8):
@@ -187,7 +187,7 @@ def test_groups_that_are_none_are_refused(groups: list[PrefixGroup], complaint: 
     world, requests = world_of(device)
     batch = world.batch(requests, [1, 1])
     with pytest.raises(BadBatch, match=complaint):
-        world.runtime.begin_step(replace(batch, prefixes=SharedPrefixes(groups)))
+        world.runtime.step(replace(batch, prefixes=SharedPrefixes(groups)))
     world.step(requests, [1, 1])
 
 
@@ -233,7 +233,7 @@ def test_lengths_that_only_the_device_knows_are_refused_and_token_ids_are_not(de
     lengths = torch.tensor([10, 11], dtype=torch.int32, device=device)
     with pytest.raises(BadBatch, match="prefixes are shared where the host knows the lengths"):
         replace(batch, inputs=DeviceInputs(kv_len=lengths))
-    step = world.runtime.begin_step(replace(batch, inputs=DeviceInputs(token_ids=lengths)))
+    step = world.runtime.step(replace(batch, inputs=DeviceInputs(token_ids=lengths))).parts[0]
     assert step.token_ids.tolist()[:2] == [10, 11]
     assert step.plan.shape.kind is StepKind.SHARED
     world.runtime.end_step()
@@ -243,9 +243,9 @@ def test_token_ids_of_the_host_lie_before_the_prefixes(device: torch.device) -> 
     world, requests = world_of(device)
     batch = world.batch(requests, [1, 1])
     batch = replace(batch, token_ids=np.array([7, 9], np.int32), prefixes=SharedPrefixes([PrefixGroup(2, 8)]))
-    step = world.runtime.begin_step(batch, pad_to=PadTo(3))
+    step = world.runtime.step(batch, world.runtime.plan(batch, PadTo(3))).parts[0]
     assert step.token_ids.tolist() == [7, 9, 0]
-    metadata = world.runtime._children[0].tensors
+    metadata = world.runtime.gate._children[0].tensors
     assert metadata.prefix_len.tolist() == [8, 8, 0]
     assert metadata.group_indptr.tolist() == [0, 2, 2, 2]
     assert metadata.suffix_kv_len.tolist() == [2, 3, 0]
@@ -265,7 +265,7 @@ def test_a_step_with_shared_prefixes_is_not_split(device: torch.device) -> None:
     world, requests = world_of(device)
     batch = replace(world.batch(requests, [1, 1]), prefixes=SharedPrefixes([PrefixGroup(2, 8)]))
     with pytest.raises(BadBatch, match="a step with shared prefixes cannot be split"):
-        world.runtime.begin_split_step(batch)
+        world.runtime.step(batch, world.runtime.plan(batch, halves=2))
 
 
 REFUSALS = {
@@ -305,7 +305,7 @@ def test_steps_that_share_have_a_plan_of_their_own(device: torch.device) -> None
     batch = world.batch(requests, [1, 1])
     kinds = []
     for prefixes in (NO_PREFIXES, SharedPrefixes([PrefixGroup(2, 8)]), NO_PREFIXES):
-        kinds.append(world.runtime.begin_step(replace(batch, prefixes=prefixes)).plan.key.shape.kind)
+        kinds.append(world.runtime.step(replace(batch, prefixes=prefixes)).plan.key.shape.kind)
         world.runtime.end_step()
     assert kinds == [StepKind.DECODE, StepKind.SHARED, StepKind.DECODE]
 

@@ -137,7 +137,7 @@ def test_a_selection_of_all_keys_gives_the_bits_of_deterministic_mode(
     request, asked = world.admit(), world.asked[0]
     for new in (33, 5, 1):
         world.draw(new)
-        step = world.runtime.begin_step(world.batch([request], [new]))
+        step = world.runtime.step(world.batch([request], [new])).parts[0]
         at, layers = step.tokens, step.layers
         layers.store(0, asked.k[at], asked.v[at])
         layers.store_index(0, asked.index_k[at])
@@ -169,15 +169,16 @@ def test_halves_of_a_step_select_for_themselves(device: torch.device) -> None:
     for request, length in zip(requests, (7, 12, 9, 5), strict=True):
         world.run([request], [length])
     world.draw(4)
-    split = world.runtime.begin_split_step(world.batch(requests, [1, 1, 1, 1]))
+    batch = world.batch(requests, [1, 1, 1, 1])
+    split = world.runtime.step(batch, world.runtime.plan(batch, halves=2))
     try:
-        for half in split.halves:
+        for half in split.parts:
             for number, asked in enumerate(world.asked):
                 half.layers.store(number, asked.k[half.tokens], asked.v[half.tokens])
             half.layers.store_index(0, world.asked[0].index_k[half.tokens])
-        for half in split.halves:  # both halves select before either attends
+        for half in split.parts:  # both halves select before either attends
             half.layers.select(0, world.asked[0].index_q[half.tokens], world.asked[0].weights[half.tokens])
-        for half in split.halves:
+        for half in split.parts:
             for number, asked in enumerate(world.asked):
                 half.layers.attend_selected(number, asked.q[half.tokens], asked.out[half.tokens])
     finally:
@@ -190,7 +191,7 @@ def test_a_step_that_stored_no_index_keys_has_not_stored(device: torch.device) -
     world = SparseWorld([layer(indexer(TOKENS))], device)
     request, asked = world.admit(), world.asked[0]
     world.draw(6)
-    step = world.runtime.begin_step(world.batch([request], [6]))
+    step = world.runtime.step(world.batch([request], [6])).parts[0]
     at = step.tokens
     step.layers.store(0, asked.k[at], asked.v[at])
     with pytest.raises(BadBatch, match="stored"):
@@ -205,7 +206,7 @@ def test_bad_calls_say_what_is_wrong(device: torch.device) -> None:
     world = SparseWorld(short(TOKENS), device)
     request, asked = world.admit(), world.asked[0]
     world.draw(4)
-    step = world.runtime.begin_step(world.batch([request], [4]))
+    step = world.runtime.step(world.batch([request], [4])).parts[0]
     at, layers = step.tokens, step.layers
     with pytest.raises(BadTensor, match=r"index k has shape \[4, 3\]; this step and layer need \[4, 16\]"):
         layers.store_index(0, asked.index_k[at][:, :3])
@@ -298,12 +299,12 @@ def test_a_selection_is_in_the_memory_that_graphs_read(device: torch.device) -> 
     request = world.admit()
     world.step([request], [5])
     world.step([request], [1])
-    sealed = world.runtime.sealed_tensors()
+    sealed = world.runtime.seals.tensors()
     assert {"selection_units", "selection_counts", "index_pages_0"} <= set(sealed)
     units = sealed["selection_units"][: TOKENS.top].tolist()
     assert units == sorted(units)
     batch = StepBatch(np.array([request.row]), np.array([6]), np.array([1]))
-    assert world.runtime._planner.plan(batch, None, 1).key.kernels[0].describe().count(" beside ") == 2
+    assert world.runtime.gate.planner.plan(batch, None, 1).key.kernels[0].describe().count(" beside ") == 2
 
 
 def test_a_caller_may_choose_and_is_heard_of_when_it_chooses_wrongly(device: torch.device) -> None:
@@ -314,7 +315,7 @@ def test_a_caller_may_choose_and_is_heard_of_when_it_chooses_wrongly(device: tor
 
     def decode(chosen: list[int]) -> torch.Tensor:
         world.draw(1)
-        step = world.runtime.begin_step(world.batch([request], [1]))
+        step = world.runtime.step(world.batch([request], [1])).parts[0]
         at = step.tokens
         units = torch.full((len(asked.q[at][: len(step.token_ids)]), 1, 5), -1, dtype=torch.int32, device=device)
         units[0, 0, : len(chosen)] = torch.tensor(chosen, dtype=torch.int32)

@@ -21,7 +21,7 @@ from rocm_attn.errors import BadBatch, BadTensor
 from rocm_attn.oracle.reference import attend_sequence
 from rocm_attn.paging.state_slots import require_state_slots
 from rocm_attn.step.accepted import select_last_accepted
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part
 from tests.amd.runtime.stepping import Request, World, providers, small_problem, take_back
 from tests.amd.tolerances import assert_attention_close
 
@@ -77,7 +77,7 @@ class Extending:
         recorder = recorder_for(runtime.device) if self.graphs else None
         self.runner = StepRunner(runtime, self.forward, recorder, check=NO_CHECK)
 
-    def forward(self, step: Step) -> Tensor:
+    def forward(self, step: Part) -> Tensor:
         num_tokens = step.token_ids.shape[0]
         for layer, (q, k, v) in enumerate(self.qkv):
             out = self.outs[layer]
@@ -134,7 +134,7 @@ def test_the_row_of_the_last_accepted_token_is_the_sequences_own(device: torch.d
     """Whatever the counts are, and beside pads."""
     world = world_of("torch", device, 4)
     requests = [world.admit() for _ in range(2)]
-    step = world.runtime.begin_step(world.batch(requests, [3, 2]))
+    step = world.runtime.step(world.batch(requests, [3, 2])).parts[0]
     rows = torch.arange(step.token_ids.shape[0], device=device)
     num_seqs = step.row_of_seq.shape[0]
     for counts, wanted in (([2, 2], [1, 4]), ([0, -7], [0, 3]), ([9, 3], [2, 4])):
@@ -185,7 +185,7 @@ def test_a_draft_model_reads_the_targets_pool_and_writes_nothing(
     queries = [[world.random(4, 6, 16) for _ in world.problems] for _ in range(3)]
     outs = [[torch.zeros_like(q) for q in of_layers] for of_layers in queries]
 
-    def forward(step: Step) -> Tensor:
+    def forward(step: Part) -> Tensor:
         num_seqs = step.token_ids.shape[0]
         for of_layers, to in zip(queries, outs, strict=True):
             for layer, q in enumerate(of_layers):
@@ -222,7 +222,7 @@ def test_branches_that_only_attend_all_see_the_same_tokens(provider: str, device
     bits = torch.full((3,), 255, dtype=torch.uint8, device=device)
     positions = torch.tensor([4] * branches + [8] * branches, dtype=torch.int32, device=device)
     batch = StepBatch(rows, lengths, [branches] * 2, mask=StepMask(bits, positions, keys_before=0))
-    step = world.runtime.begin_step(batch)
+    step = world.runtime.step(batch).parts[0]
     q = world.random(step.token_ids.shape[0], 6, 16)
     out = torch.zeros_like(q)
     step.layers.attend(0, q, out)
@@ -244,7 +244,7 @@ def test_a_fully_masked_split_gives_zeros_and_no_nan(provider: str, device: torc
     visible[0, 130], visible[1, 131], visible[2, 0] = True, True, True
     cells = torch.from_numpy(np.packbits(visible.flatten().numpy(), bitorder="little")).to(device)
     positions = torch.arange(130, 134, dtype=torch.int32, device=device)
-    step = world.runtime.begin_step(replace(batch, mask=StepMask(cells, positions)))
+    step = world.runtime.step(replace(batch, mask=StepMask(cells, positions))).parts[0]
     q, k, v = world.qkv(problem, step)
     out, lse = torch.full_like(q, float("nan")), torch.full(q.shape[:2], float("nan"), device=device)
     step.layers.store_and_attend(0, q, k, v, out, lse)

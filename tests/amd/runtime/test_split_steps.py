@@ -7,11 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from rocm_attn.batch.padding import PadTo
 from rocm_attn.errors import BadTensor, CapacityExceeded, WrongState
-from rocm_attn.step.step import SplitStep, Step
+from rocm_attn.step.step import Part, Step
 from tests.amd.runtime.stepping import Request, World, padded_to, providers, small_problem
 from tests.amd.tolerances import assert_same_but_for_rounding
 
@@ -27,7 +26,7 @@ def build(device: torch.device, provider: str, sizes: Sequence[int] = (2, 8), ro
     return World.build(problems, device, provider, max_num_seqs=rows, capture_sizes=sizes)
 
 
-def run_half(world: World, half: Step, layer: int, requests: Sequence[Request], q_len: Sequence[int]) -> None:
+def run_half(world: World, half: Part, layer: int, requests: Sequence[Request], q_len: Sequence[int]) -> None:
     """One layer of one half with random q, k and v, NaN in the pads, checked against the oracle."""
     problem = world.problems[layer]
     q, k, v = world.qkv(problem, half)
@@ -44,14 +43,15 @@ def split_step(
     q_len: Sequence[int],
     pad_to: int | None = None,
     order: Sequence[tuple[int, int]] = ((0, 0), (0, 1), (1, 0), (1, 1)),
-) -> SplitStep:
+) -> Step:
     """Run a split step and check it. order: (half, layer), each once."""
-    step = world.runtime.begin_split_step(world.batch(requests, q_len), padded_to(pad_to))
+    batch = world.batch(requests, q_len)
+    step = world.runtime.step(batch, world.runtime.plan(batch, padded_to(pad_to), halves=2))
     try:
-        cut = step.halves[0].num_seqs
+        cut = step.parts[0].num_seqs
         parts = [slice(0, cut), slice(cut, None)]
         for half, layer in order:
-            run_half(world, step.halves[half], layer, requests[parts[half]], q_len[parts[half]])
+            run_half(world, step.parts[half], layer, requests[parts[half]], q_len[parts[half]])
     finally:
         world.runtime.end_step()
     assert world.page_zero_is_zero()
@@ -67,7 +67,7 @@ def test_every_count_of_sequences_is_split(sizes: tuple[int, ...], provider: str
         world.step([request], [length])
     for count in (5, 0, 1, 4, 2, 3, 5):
         step = split_step(world, requests[:count], [1] * count)
-        first, second = step.halves
+        first, second = step.parts
         assert (first.num_seqs, second.num_seqs) == ((count + 1) // 2, count // 2)
         assert first.token_ids.shape == second.token_ids.shape == (step.plan.shape.num_seqs // 2,)
         assert step.num_first.item() == first.num_seqs
@@ -106,10 +106,8 @@ def test_a_split_step_stores_and_gives_what_a_whole_one_does(provider: str, devi
         world.step(requests, [5, 1, 9, 4, 3])
         batch = world.batch(requests, [1] * 5)
         rows = torch.randn(5, 6, 16, generator=torch.Generator().manual_seed(1)).to(device)
-        step: Step | SplitStep
-        step = world.runtime.begin_split_step(batch, PadTo(8)) if split else world.runtime.begin_step(batch, PadTo(8))
-        parts: list[tuple[Step, Tensor]]
-        parts = [(step, rows)] if isinstance(step, Step) else list(zip(step.halves, (rows[:3], rows[3:]), strict=True))
+        step = world.runtime.step(batch, world.runtime.plan(batch, PadTo(8), halves=1 + split))
+        parts = list(zip(step.parts, (rows[:3], rows[3:]) if split else (rows,), strict=True))
         real = []
         for part, inputs in parts:
             q = torch.full((len(part.token_ids), 6, 16), float("nan"), device=device)
@@ -131,8 +129,9 @@ def test_token_ids_and_positions_go_with_their_half(provider: str, device: torch
     world.step(requests, [2, 5, 3])
     plain = world.batch(requests, [2, 1, 4])
     ids = np.arange(11, 18, dtype=np.int32)
-    step = world.runtime.begin_split_step(type(plain)(plain.rows, plain.kv_len, plain.q_len, ids), PadTo(4))
-    first, second = step.halves
+    batch = type(plain)(plain.rows, plain.kv_len, plain.q_len, ids)
+    step = world.runtime.step(batch, world.runtime.plan(batch, PadTo(4), halves=2))
+    first, second = step.parts
     # Three tokens and four, both padded to four.
     assert [first.token_ids.tolist(), second.token_ids.tolist()] == [[11, 12, 13, 0], [14, 15, 16, 17]]
     assert [first.positions.tolist(), second.positions.tolist()] == [[2, 3, 5, 0], [3, 4, 5, 6]]
@@ -145,22 +144,24 @@ def test_calls_on_the_wrong_half_or_step_are_refused_in_one_sentence(provider: s
     world = build(device, provider)
     requests = [world.admit() for _ in range(3)]
     rows = torch.zeros(4, 2, 16, device=device)
-    staged = world.runtime.stage_split(world.batch(requests, [1, 1, 1]))
+    batch = world.batch(requests, [1, 1, 1])
+    staged = world.runtime.stage(batch, world.runtime.plan(batch, halves=2))
     with pytest.raises(WrongState, match="staged and its metadata is not filled"):
-        staged.halves[0].layers.store(0, rows, rows)
-    world.runtime.fill()
+        staged.parts[0].layers.store(0, rows, rows)
+    world.runtime.gate.fill()
     with pytest.raises(BadTensor, match=r"k has shape \[3, 2, 16\]; this step and layer need \[4, 2, 16\]"):
-        staged.halves[1].layers.store(0, rows[:3], rows)
+        staged.parts[1].layers.store(0, rows[:3], rows)
+    batch = world.batch(requests, [0, 0, 0])
     with pytest.raises(WrongState, match=r"call end_step\(\) first"):
-        world.runtime.stage_split(world.batch(requests, [0, 0, 0]))
+        world.runtime.stage(batch, world.runtime.plan(batch, halves=2))
     world.runtime.end_step()
     with pytest.raises(WrongState, match="no step was begun"):
-        staged.halves[0].layers.attend(0, rows, rows)
-    for begin in (world.runtime.begin_step, world.runtime.begin_split_step):
-        begin(world.batch(requests, [0, 0, 0]))
+        staged.parts[0].layers.attend(0, rows, rows)
+    for halves in (1, 2):
+        world.runtime.step(batch, world.runtime.plan(batch, halves=halves))
         with pytest.raises(WrongState, match="the step of these layers is over"):
-            staged.halves[0].layers.store(0, rows, rows)
+            staged.parts[0].layers.store(0, rows, rows)
         world.runtime.end_step()
     with pytest.raises(CapacityExceeded, match="pad to an even number"):
-        world.runtime.begin_split_step(world.batch(requests, [0, 0, 0]), PadTo(7))
+        world.runtime.plan(batch, PadTo(7), halves=2)
     split_step(world, requests, [1, 1, 1])

@@ -20,7 +20,7 @@ from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part
 from tests.amd.runtime.stepping import padded_to, providers, small_problem
 from tests.amd.tolerances import assert_same_but_for_rounding
 
@@ -59,7 +59,7 @@ class Model:
         weights = [torch.randn(96, 64, generator=generator).to(device) / 10 for _ in range(2)]
         return cls(runtime, torch.randn(VOCABULARY, 96, generator=generator).to(device), weights)
 
-    def forward(self, step: Step) -> Tensor:
+    def forward(self, step: Part) -> Tensor:
         hidden = self.embedding[step.token_ids] * (1 + step.positions[:, None] / 100)
         for layer, weight in enumerate(self.projections):
             kv = (hidden @ weight).view(-1, 4, 16)
@@ -176,12 +176,12 @@ def test_a_graph_recomputes_whatever_was_left_in_its_buffers(provider: str, devi
             def poisoned_run(
                 batch: StepBatch, pad_to: PadTo | None = None, model: Model = model, run: object = plain_run
             ) -> Tensor:
-                for name, tensor in model.runtime.sealed_tensors().items():
+                for name, tensor in model.runtime.seals.tensors().items():
                     if name not in ("table", "counts") and "pages" not in name:
                         tensor.fill_(float("nan") if tensor.is_floating_point() else 0x7F7F7F7F)
                 return run(batch, pad_to)  # type: ignore[operator, no-any-return]
 
-            runner.run = poisoned_run  # type: ignore[method-assign]
+            runner.run = poisoned_run  # type: ignore[assignment, method-assign]
         outs.append(serve(model, runner, COUNTS))
         assert runner.counters.replays == len(COUNTS)
     for clean, poisoned in zip(*outs, strict=True):
@@ -204,7 +204,7 @@ def test_a_forward_that_cannot_be_captured_is_served_eagerly_with_the_reason(
 ) -> None:
     model = Model.build(device, provider, [4, 8])
 
-    def forward(step: Step) -> Tensor:
+    def forward(step: Part) -> Tensor:
         rows = model.forward(step)
         return rows + float(rows.sum().item()) * 0
 
@@ -223,7 +223,7 @@ def test_an_exception_in_forward_leaves_the_runtime_ready(provider: str, device:
     model = Model.build(device, provider, [4, 8])
     healthy = True
 
-    def forward(step: Step) -> Tensor:
+    def forward(step: Part) -> Tensor:
         if not healthy:
             raise ZeroDivisionError
         return model.forward(step)
@@ -248,10 +248,10 @@ def test_growing_past_the_sealed_size_is_refused_before_anything_moves(provider:
     model = Model.build(device, provider, [2])
     runner = StepRunner(model.runtime, model.forward, recorder_for(model.runtime.device))
     serve(model, runner, [2])
-    addresses = {name: tensor.data_ptr() for name, tensor in model.runtime.sealed_tensors().items()}
+    addresses = {name: tensor.data_ptr() for name, tensor in model.runtime.seals.tensors().items()}
     with pytest.raises(CapacityExceeded, match="capture_sizes"):
         model.runtime.core.memory._sealed.buffers.ensure(model.runtime.padding.shape(_batch_of(64)))
-    assert addresses == {name: tensor.data_ptr() for name, tensor in model.runtime.sealed_tensors().items()}
+    assert addresses == {name: tensor.data_ptr() for name, tensor in model.runtime.seals.tensors().items()}
 
 
 def test_reopening_grows_what_was_sealed_and_goes_on_with_the_same_requests(
@@ -268,7 +268,7 @@ def test_reopening_grows_what_was_sealed_and_goes_on_with_the_same_requests(
         next_token = StepBatch(np.array([row]), np.array([6]), np.array([1]), np.array([7]))
         out.append(runner.run(prompt, PadTo(2)).clone())
         if sizes == [2]:
-            old = weakref.ref(model.runtime.sealed_tensors()["kv_len"])
+            old = weakref.ref(model.runtime.seals.tensors()["kv_len"])
             runner.reopen([1, 2, 4, 8])
             assert old() is None, "the old buffers are still held"
         out.append(runner.run(next_token, PadTo(2)).clone())

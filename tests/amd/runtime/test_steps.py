@@ -147,7 +147,7 @@ def test_the_order_of_sequences_rows_and_pages_does_not_matter(provider: str, de
         q = [torch.randn(n, 6, 16, generator=data).to(device) for n in lengths]
         requests = [world.admit() for _ in lengths]
         batch = world.batch([requests[i] for i in order], [lengths[i] for i in order])
-        step = world.runtime.begin_step(batch)
+        step = world.runtime.step(batch).parts[0]
         out = torch.empty(sum(lengths), 6, 16, device=device)
         keys = torch.cat([k[i] for i in order])
         step.layers.store_and_attend(0, torch.cat([q[i] for i in order]), keys, keys, out)
@@ -172,7 +172,7 @@ def test_strided_rows_are_served(provider: str, device: torch.device) -> None:
     world = World.build([small_problem()], device, provider)
     requests = [world.admit(), world.admit()]
     for q_len in ([4, 6], [1, 1]):
-        step = world.runtime.begin_step(world.batch(requests, q_len))
+        step = world.runtime.step(world.batch(requests, q_len)).parts[0]
         rows = world.random(step.token_ids.shape[0], 10 * 16)
         q, k, v = torch.split(rows.view(-1, 10, 16), [6, 2, 2], dim=1)
         world.remember(0, requests, q_len, k[: step.num_tokens], v[: step.num_tokens])
@@ -188,7 +188,7 @@ def test_positions_and_last_tokens_are_those_of_the_sequences(provider: str, dev
     a, b, c = (world.admit() for _ in range(3))
     world.step([a, c], [5, 2])
     batch = world.batch([a, b, c], [2, 3, 0])
-    step = world.runtime.begin_step(batch)
+    step = world.runtime.step(batch).parts[0]
     assert step.plan.shape.kind is StepKind.MIXED
     assert step.positions[:5].tolist() == [5, 6, 0, 1, 2]
     assert step.last_token_of_seq[:3].tolist() == [1, 4, 0]
@@ -202,7 +202,9 @@ def test_the_last_token_of_a_pad_is_its_own_padded_token_and_0_where_it_has_none
     requests = [world.admit() for _ in range(2)]
     for q_len, last in (([3, 2], [2, 4, 0, 0]), ([1, 1], [0, 1, 2, 3])):
         batch = world.batch(requests, q_len)
-        assert world.runtime.begin_step(batch, PadTo(4)).last_token_of_seq.tolist() == last
+        assert (
+            world.runtime.step(batch, world.runtime.plan(batch, PadTo(4))).parts[0].last_token_of_seq.tolist() == last
+        )
         world.runtime.end_step()
         world.runtime.table.mark_stored(batch.rows, batch.kv_len)
 
@@ -212,15 +214,14 @@ def test_token_ids_arrive_and_pads_are_zero(provider: str, device: torch.device)
     requests = [world.admit() for _ in range(3)]
     plain = world.batch(requests, [2, 1, 3])
     batch = type(plain)(plain.rows, plain.kv_len, plain.q_len, np.arange(11, 17, dtype=np.int32))
-    step = world.runtime.begin_step(batch)
+    step = world.runtime.step(batch).parts[0]
     assert step.token_ids.tolist() == [11, 12, 13, 14, 15, 16]
     world.runtime.end_step()
     world.runtime.table.mark_stored(plain.rows, plain.kv_len)
-    step = world.runtime.begin_step(
-        type(plain)(plain.rows, plain.kv_len, np.ones(3, np.int32), np.array([7, 8, 9])), PadTo(5)
-    )
+    batch = type(plain)(plain.rows, plain.kv_len, np.ones(3, np.int32), np.array([7, 8, 9]))
+    step = world.runtime.step(batch, world.runtime.plan(batch, PadTo(5))).parts[0]
     assert step.token_ids.tolist() == [7, 8, 9, 0, 0]
     world.runtime.end_step()
-    step = world.runtime.begin_step(plain, PadTo(5))
+    step = world.runtime.step(plain, world.runtime.plan(plain, PadTo(5))).parts[0]
     assert not step.token_ids.any()
     world.runtime.end_step()

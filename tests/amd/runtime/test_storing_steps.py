@@ -74,7 +74,7 @@ def serve(
         kv_len = kv_len + np.int32(q_len)
         runtime.table.reserve_all(rows, kv_len)
         batch = StepBatch(rows, kv_len, np.full(2, q_len, np.int32))
-        step = runtime.begin_step(batch, PadTo(4) if q_len == 1 else None)
+        step = runtime.step(batch, runtime.plan(batch, PadTo(4) if q_len == 1 else None)).parts[0]
         q, k, v = random(6), random(2), random(2)
         outs.append(torch.full_like(q, float("nan")))
         launches = 0

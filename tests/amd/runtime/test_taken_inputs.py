@@ -18,9 +18,9 @@ from rocm_attn.hip_graphs.recorder import uncounted
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, TOKEN_WITHOUT_PAGE
 from rocm_attn.kernels.metadata.slot_layout import MOST_TAKEN
 from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.gate import AGAIN
 from rocm_attn.step.graph_runs import STEPS_UNTIL_COMPARED, GraphRuns
 from rocm_attn.step.options import RuntimeOptions
-from rocm_attn.step.repeatable import inputs_of
 from tests.amd.runtime.stepping import small_problem
 from tests.amd.runtime.test_interrupts import Counted
 
@@ -47,9 +47,9 @@ def test_a_step_of_more_sequences_than_one_program_takes_is_published() -> None:
     found = dict[bool, set[bool]]()
     for shape in capture_shapes(runtime.padding):
         if shape.num_halves == 1 and 2 <= shape.num_tokens <= MOST_TAKEN:
-            step = runtime.stage_as(shape, batch)
+            step = runtime.stage(batch, runtime.plan(batch, shape))
             found.setdefault(shape.num_seqs > MOST_TAKEN, set()).add(takes_inputs(runtime, step))
-            runtime.abandon_step()
+            runtime.gate.abandon()
     assert found == {True: {False}, False: {True}}
 
 
@@ -119,7 +119,7 @@ def test_a_step_whose_graph_broke_off_does_not_run_again(launches: bool) -> None
         served.run("whole", 3)
     assert not served.runner.may_run_again
     with pytest.raises(WrongState, match="no whole step was staged last that could run again"):
-        served.runtime.stage_again()
+        served.runtime.stage(served.batch(1), AGAIN)
     served.run("whole", 4)
     assert served.runner.may_run_again
 
@@ -130,7 +130,7 @@ def test_a_fault_of_a_step_that_was_interrupted_after_its_launch_is_told(word: i
     served = Counted(graphs=True)
     for number in range(3):
         served.run("whole", number)
-    step = served.runtime.step_number + 1
+    step = served.runtime.faults.step_number + 1
     with _replay_raises(served, launches=True, word=word), pytest.raises(KeyboardInterrupt):
         served.run("whole", 3)
     told = []
@@ -147,13 +147,13 @@ def test_a_fault_of_a_step_that_was_interrupted_after_its_launch_is_told(word: i
 def _replay_raises(served: Counted, *, launches: bool, word: int = 0) -> Iterator[None]:
     """The graph that takes inputs is interrupted before it is launched or after; then it has left this error word."""
     (entry,) = (entry for plan, entry in served.runner._entry_of_plan.items() if plan in served.runner._takers)
-    replay, last = uncounted(entry.recording).replay, served.runtime.repeatable
+    replay, last = uncounted(entry.recording).replay, served.runtime.gate.last
     assert last is not None
 
     def interrupted() -> None:
         if launches:
             replay()
-            inputs_of(last).counts[ERROR_WORD] = word
+            last.inputs.counts[ERROR_WORD] = word
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:

@@ -24,7 +24,7 @@ from rocm_attn.problem import Problem
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.options import RuntimeOptions
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part
 from tests.amd.runtime.stepping import padded_to
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
@@ -155,7 +155,7 @@ class Teller:
             tensor[places] = torch.cat(parts).to(tensor.device)
         self._out.fill_(float("nan"))
         self._lse.fill_(float("nan"))
-        self.runner.run_as(shape, batch)
+        self.runner.run(batch, shape)
         first = 0
         for told, new in turns:
             mine, here = places[first : first + new], slice(told.num_told, told.num_told + new)
@@ -182,7 +182,7 @@ class Teller:
         device = self.runtime.device
         return Told(story, row, out.to(device), torch.full(out.shape[:2], float("nan"), device=device))
 
-    def _forward(self, step: Step) -> Tensor:
+    def _forward(self, step: Part) -> Tensor:
         used = step.tokens
         step.layers.store_and_attend(0, self._q[used], self._k[used], self._v[used], self._out[used], self._lse[used])
         return self._out[used][step.last_token_of_seq.long()]

@@ -70,7 +70,7 @@ def test_all_keys_selected_give_the_bits_of_all_keys(kind: str, device: torch.de
         lengths = [length + new for length, new in zip(lengths, q_len, strict=True)]
         for row, length in zip(rows, lengths, strict=True):
             runtime.table.reserve(row, length)
-        step = runtime.begin_step(StepBatch(rows, lengths, q_len))
+        step = runtime.step(StepBatch(rows, lengths, q_len)).parts[0]
         tokens, used = len(step.token_ids), sum(q_len)
         q, k = (
             random(tokens, problem.num_q_heads, problem.head_dim),

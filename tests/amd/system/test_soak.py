@@ -32,8 +32,8 @@ from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.soak.alone import NoAloneCheck
 from rocm_attn.soak.soak import Soak, SoakFailed, SoakReport
 from rocm_attn.soak.world import LONG_KV_LEN, Action, Ladders, Request, Scenario, World
-from rocm_attn.step.drafts import DraftSteps
 from rocm_attn.step.layers import StepLayers
+from rocm_attn.step.step import Part
 
 # Few sizes: faults are found in few steps, so captures would take most of the time.
 SMALL = replace(Scenario(), ladders=(Ladders((4, 10), (16, 40)),), verify_len=3, chunk_lens=(9, 16))
@@ -148,7 +148,7 @@ def lengths_of_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def every_branch_goes_on_from_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrap(monkeypatch, DraftSteps, "set_parents", lambda _, round_, step, __: round_.keep_branches(step))
+    wrap(monkeypatch, Part, "set_parents", lambda _, part, __: part.keep_branches())
 
 
 @pytest.mark.parametrize(
@@ -438,7 +438,7 @@ def test_a_buffer_that_moved_under_a_graph_shows_in_the_outputs_too(monkeypatch:
 
 def test_a_fault_of_the_last_step_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     def close(original: Callable[..., None], soak: Soak, number: int) -> None:
-        counts = soak._runtime._publisher._lines[0].counts
+        counts = soak._runtime.gate._publisher._lines[0].counts
         assert counts is not None
         counts[3] = 1
         original(soak, number)

@@ -1,4 +1,4 @@
-"""Steps that a graph is all of run in one call: they leave what other steps leave, and refuse what those refuse."""
+"""Steps whose graph takes their inputs leave behind what other steps do, and refuse what those refuse."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from rocm_attn.kernels.metadata.error_word import ERROR_WORD, TOKEN_WITHOUT_PAGE
 from rocm_attn.machine.agreement import alone
 from rocm_attn.problem import UNLIMITED_WINDOW
 from rocm_attn.selection.build import build_runtime
-from rocm_attn.step.at_once import StepsAtOnce
+from rocm_attn.step.gate import StepGate
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.protocols import NO_FLIGHT_RECORDER, Flight
-from rocm_attn.step.step import Step
+from rocm_attn.step.step import Part, Step
 from tests.amd.runtime.interrupts import every_line, interrupted_at
 from tests.amd.runtime.stepping import small_problem
 
@@ -82,7 +82,7 @@ class Going:
         wanted = np.stack((batch.token_ids, batch.kv_len, batch.rows), 1)
         assert torch.equal(got, torch.from_numpy(wanted))
 
-    def _forward(self, step: Step) -> torch.Tensor:
+    def _forward(self, step: Part) -> torch.Tensor:
         problem, tokens = self.problem, step.token_ids.shape[0]
         q = torch.zeros(tokens, problem.num_q_heads, problem.head_dim)
         k = torch.zeros(tokens, problem.num_kv_heads, problem.head_dim)
@@ -93,20 +93,20 @@ class Going:
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of each step that was tried in one call, whether it ran."""
+    """Whether each step that was staged has left its inputs to its graph."""
     found = list[bool]()
-    stage: Callable[..., object] = StepsAtOnce.stage
+    stage: Callable[..., Step] = StepGate.stage
 
-    def told(self: StepsAtOnce, *args: object) -> object:
-        what = stage(self, *args)
-        found.append(what is not None)
-        return what
+    def told(self: StepGate, *args: object) -> Step:
+        step = stage(self, *args)
+        found.append(self._publisher.launching is not None)
+        return step
 
-    monkeypatch.setattr(StepsAtOnce, "stage", told)
+    monkeypatch.setattr(StepGate, "stage", told)
     return found
 
 
-def test_steps_that_go_on_run_in_one_call_and_leave_what_others_leave(
+def test_steps_whose_graph_takes_their_inputs_leave_what_others_leave(
     ran: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = Going()
@@ -116,36 +116,36 @@ def test_steps_that_go_on_run_in_one_call_and_leave_what_others_leave(
     assert ran == [True] * 4
     left = _left(served)
     other = Going()
-    monkeypatch.setattr(StepRunner, "_run_at_once", lambda self, batch: None)
+    ran.clear()
+    monkeypatch.setattr(other.runner, "_takers", {})
     for _ in range(4):
         other.step()
     assert left == _left(other)
-    assert len(ran) == 5  # the last one is that of the second runner's start
+    assert ran == [False] * 4
     served.runtime.check_device()
 
 
 def _left(served: Going) -> tuple[object, ...]:
     runtime, counters = served.runtime, served.runner.counters
-    assert runtime.repeatable is not None
+    assert runtime.gate.last is not None
     return (
         runtime.table.tokens.of(served.rows).tolist(),
-        runtime.step_number,
-        runtime.graph_runs.number,
-        runtime.stored_layers,
-        runtime.may_store,
+        runtime.faults.step_number,
+        runtime.gate.stores.layers,
+        runtime.gate.may_store,
         served.runner.may_run_again,
-        runtime.repeatable[0].kv_len.tolist(),
+        runtime.gate.last.batch.kv_len.tolist(),
         (counters.steps, counters.replays, counters.real_seqs, counters.padded_seqs),
     )
 
 
-def test_a_step_that_does_not_go_on_is_left_to_another_call(ran: list[bool]) -> None:
+def test_a_step_that_stores_its_tokens_once_more_is_right(ran: list[bool]) -> None:
     served = Going()
     ran.clear()
     again = served.batch()
     served.runner.run(again)
     served.check(again, served.runner.run(again))  # its tokens are stored once more
-    assert ran == [True, False]
+    assert ran == [True, True]
     served.kv_len = again.kv_len
     served.step()
     served.runtime.check_device()
@@ -159,10 +159,10 @@ def test_what_is_refused_is_refused_with_its_sentence_and_nothing_is_lost(ran: l
         served.runner.run(StepBatch(served.rows, served.kv_len + 2000, ones))
     assert not ran  # it has raised
     batch = served.batch()
-    served.runtime.begin_step(batch)
+    served.runtime.step(batch)
     with pytest.raises(WrongState, match="a step cannot begin, because a step is running; call end_step"):
         served.runner.run(batch)
-    served.runtime.fill()  # the step that was begun goes on
+    served.runtime.gate.fill()  # the step that was begun goes on
     served.runtime.end_step()
     served.step()
     served.step()
@@ -194,9 +194,9 @@ def test_an_interrupt_at_any_line_of_a_step_that_runs_again_leaves_the_next_one_
     served, interrupts = Going(), 0
 
     def again() -> None:
-        batch = served.runtime.repeatable
+        batch = served.runtime.gate.last
         assert batch is not None
-        served.runner.run_again(batch[0])
+        served.runner.run_again(batch.batch)
 
     again()
     for _ in every_line(again, 5):
@@ -216,10 +216,10 @@ def test_an_interrupt_at_any_line_of_a_step_that_runs_again_leaves_the_next_one_
 def test_what_an_interrupt_leaves_to_run_again_sees_its_whole_window(ran: list[bool]) -> None:
     served, again = Going(window=64), 0
     for _ in every_line(lambda: served.runner.run(served.batch()), 3):
-        last = served.runtime.repeatable
+        last = served.runtime.gate.last
         if served.runner.may_run_again and last is not None:
             again += 1
-            served.runner.run_again(last[0])
+            served.runner.run_again(last.batch)
         served.kv_len = served.runtime.table.tokens.of(served.rows)
         served.step()
         served.runtime.check_device()
@@ -229,7 +229,7 @@ def test_what_an_interrupt_leaves_to_run_again_sees_its_whole_window(ran: list[b
 def test_an_interrupt_in_a_refused_call_leaves_the_callers_step_open() -> None:
     served, lines = Going(), 0
     batch = served.batch()
-    served.runtime.begin_step(batch)
+    served.runtime.step(batch)
 
     def refused() -> None:
         with pytest.raises(WrongState):
@@ -237,7 +237,7 @@ def test_an_interrupt_in_a_refused_call_leaves_the_callers_step_open() -> None:
 
     for _ in every_line(refused):
         lines += 1
-        served.runtime.running(0)
+        served.runtime.gate.running(0)
     assert lines > 5
     served.runtime.end_step()
 
@@ -258,7 +258,7 @@ class Told:
         self.failures.append(error)
 
 
-@pytest.mark.parametrize("begin", ["begin_step", "stage", "run"])
+@pytest.mark.parametrize("begin", ["step", "stage", "run"])
 def test_no_other_step_begins_within_one(begin: str, ran: list[bool]) -> None:
     told = Told()
     served = Going(told)
@@ -279,7 +279,7 @@ def test_no_other_step_begins_within_one(begin: str, ran: list[bool]) -> None:
 def test_no_other_step_begins_within_one_that_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
     served = Going()
     inner = served.batch()
-    last = served.runtime.repeatable
+    last = served.runtime.gate.last
     assert last is not None
     (entry,) = served.runner._entry_of_plan.values()
     replay, tried = entry.recording.replay, list[bool]()
@@ -292,13 +292,13 @@ def test_no_other_step_begins_within_one_that_runs_again(monkeypatch: pytest.Mon
 
     with monkeypatch.context() as patch:
         patch.setattr(entry.recording, "replay", with_another)
-        served.runner.run_again(last[0])
+        served.runner.run_again(last.batch)
     assert tried == [True]
     served.step()
     served.runtime.check_device()
 
 
-@pytest.mark.parametrize("ask", ["check_device", "report_faults", "report_own_faults", "forget_faults"])
+@pytest.mark.parametrize("ask", ["check", "report", "report_own", "forget"])
 def test_the_device_is_not_asked_while_inputs_wait_for_their_graph(ask: str, ran: list[bool]) -> None:
     """The graph would run on the inputs of the step before it."""
     told = Told()
@@ -306,13 +306,13 @@ def test_the_device_is_not_asked_while_inputs_wait_for_their_graph(ask: str, ran
 
     def then() -> None:
         with pytest.raises(WrongState, match="the device cannot be asked, because a step was staged"):
-            getattr(served.runtime, ask)()
+            getattr(served.runtime.faults, ask)()
 
     told.then = then
     for _ in range(2):
         served.step()
     assert ran[-2:] == [True] * 2
-    getattr(served.runtime, ask)()
+    getattr(served.runtime.faults, ask)()
 
 
 def test_steps_of_other_sizes_have_rows_of_their_own(ran: list[bool]) -> None:
@@ -320,7 +320,7 @@ def test_steps_of_other_sizes_have_rows_of_their_own(ran: list[bool]) -> None:
     ran.clear()
     for num_seqs in (3, 2, 2, 3, 3, 1, 1, 2):
         served.step(num_seqs)
-    assert ran == [True, False] * 4, "a step of other rows than the last one does not go on"
+    assert ran == [True] * 8
     served.runtime.check_device()
 
 
@@ -343,12 +343,12 @@ def test_graphs_that_were_given_up_take_no_inputs_and_hold_no_outputs(ran: list[
     served.runtime.check_device()
 
 
-def test_a_step_from_another_device_goes_the_ordinary_way(ran: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_from_another_device_is_right(ran: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     served = Going()
     ran.clear()
-    monkeypatch.setattr("rocm_attn.step.at_once.is_current", lambda device: False)
+    monkeypatch.setattr("rocm_attn.step.gate.is_current", lambda device: False)
     served.step()
-    assert ran == [False]
+    assert ran == [True]
 
 
 def test_a_step_that_may_not_store_does_not_run_again() -> None:
@@ -356,8 +356,8 @@ def test_a_step_that_may_not_store_does_not_run_again() -> None:
     runtime = served.runtime
     runtime.table.fork(int(served.rows[1]), int(served.kv_len[1]))
     runtime.stage(StepBatch(served.rows, served.kv_len, np.ones(NUM_SEQS, np.int32)))
-    assert not runtime.may_store
-    runtime.abandon_step()
+    assert not runtime.gate.may_store
+    runtime.gate.abandon()
     assert not served.runner.may_run_again
 
 
@@ -425,7 +425,7 @@ def test_a_fault_is_counted_and_told_once(ran: list[bool]) -> None:
     told = Told()
     served = Going(told)
     served.step()
-    (line, *_) = served.runtime._publisher._lines
+    (line, *_) = served.runtime.gate._publisher._lines
     assert line.counts is not None
     line.counts[ERROR_WORD] = TOKEN_WITHOUT_PAGE
     ran.clear()
@@ -443,7 +443,7 @@ def test_a_fault_is_counted_and_told_once(ran: list[bool]) -> None:
 
 
 @pytest.mark.parametrize("change", ["free", "fork", "cut"])
-def test_a_row_that_changed_between_steps_does_not_go_on(change: str, ran: list[bool]) -> None:
+def test_a_row_that_changed_between_steps_is_looked_at_anew(change: str, ran: list[bool]) -> None:
     served = Going()
     table, row = served.runtime.table, int(served.rows[1])
     ran.clear()
@@ -459,24 +459,23 @@ def test_a_row_that_changed_between_steps_does_not_go_on(change: str, ran: list[
         table.truncate(row, int(served.kv_len[1]))
     served.step()
     served.step()
-    assert ran == [False, True]
+    assert ran == [True, True]
     served.runtime.check_device()
 
 
-def test_a_seal_that_was_renewed_leaves_the_step_to_the_ordinary_way(ran: list[bool]) -> None:
+def test_a_seal_that_was_renewed_has_a_graph_made_anew(ran: list[bool]) -> None:
     served = Going()
-    ran.clear()
-    served.runtime.reseal((PADDED,))  # as another runner's reopen()
-    served.step()
-    assert ran == []
-    served.step()
-    assert ran == [True]
-    served.runner.reopen((PADDED,))
-    served.step()
-    assert ran == [True]
+    for renew in (served.runtime.seals.reseal, served.runner.reopen):  # the first is another runner's reopen()
+        renew((PADDED,))
+        assert not served.runner.may_run_again
+        ran.clear()
+        served.step()
+        assert not ran[0], "no graph is there to take them"
+        served.step()
+        assert ran[-1]
 
 
-def test_ranks_that_agree_and_what_is_not_usual_go_the_ordinary_way(ran: list[bool]) -> None:
+def test_ranks_that_agree_and_unusual_steps_are_right(ran: list[bool]) -> None:
     served = Going()
     ran.clear()
     run, ones = served.runner.run, np.ones(NUM_SEQS, np.int32)
@@ -501,10 +500,9 @@ def test_ranks_that_agree_and_what_is_not_usual_go_the_ordinary_way(ran: list[bo
     served.kv_len = chunk.kv_len
     served.runtime.agree = lambda found: dict(found)
     served.step()
-    assert ran == []
     served.runtime.agree = alone
     served.step()
-    assert ran == [True]
+    assert ran[-1]
 
 
 def test_pages_that_leave_a_window_are_given_back(ran: list[bool]) -> None:

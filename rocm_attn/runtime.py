@@ -215,6 +215,7 @@ class AttentionRuntime:
         Raises BadTensor; WrongState for a second move, and after a row of the step was freed, cut, forked or kept;
         BadBatch where the step may not store; Unsupported for layers whose index keys stand for several tokens.
         """
+        self.core.moves.check(accepted, row_of_seq)
         self.gate.before_move()
         self.core.moves.move(accepted, row_of_seq)
 

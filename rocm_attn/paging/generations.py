@@ -32,6 +32,9 @@ class Generations:
         """The number of a row's last change."""
         return int(self._of_row[row])
 
-    def changed_since(self, change: int, rows: Int32Array) -> bool:
-        """Whether one of these rows has changed after a change of the table. rows: int32 [n]"""
-        return change != self.last_change and bool((self._of_row[rows] > change).any())
+    def changed_since(self, change: int, rows: Int32Array) -> list[int]:
+        """The rows that have changed after a change of the table. rows: int32 [n]"""
+        if change == self.last_change:
+            return []
+        found: list[int] = rows[self._of_row[rows] > change].tolist()
+        return found

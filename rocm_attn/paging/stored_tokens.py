@@ -28,7 +28,6 @@ class StoredTokens:
 
     stored_len: tokens whose K and V are stored in every layer
     changed:    rows that were cut since the step that runs was staged: they may be others now
-    forked:     rows that were forked since then, and the first token of each that it does not share
     floor:      the first token that a step may store; those before it may lie in pages that have other holders
     """
 
@@ -40,7 +39,6 @@ class StoredTokens:
         self.has_floors = False
         self._shared_floor = shared_floor
         self.changed: list[int] = []
-        self.forked: dict[int, int] = {}
 
     @property
     def stored_len(self) -> Int32Array:
@@ -77,7 +75,6 @@ class StoredTokens:
         stored_len[child] = min(kv_len, int(stored_len[row]))
         floor = self._shared_floor(kv_len)
         self.floor[child] = floor
-        self.forked[row] = max(floor, self.forked.get(row, 0))
         self.floor[row] = max(floor, int(self.floor[row]))
         self.has_floors = self.has_floors or floor > 0
 
@@ -136,7 +133,6 @@ class StepStores:
         self._all = (1 << num_layers) - 1
         self._require_stored = require_stored
         self._batch: StepBatch | None = None
-        self._last: StepBatch | None = None  # as _batch, which outlives its step
         self._done = [0]
         self._in_turn = 1
         self._wrote = False
@@ -149,13 +145,11 @@ class StepStores:
         refusal:      why it may not store, or nothing
         in_turn:      children of a half, which store in a layer one after the other
         """
-        self._batch, self._last, self.refusal, self._in_turn = batch, batch, refusal, in_turn
+        self._batch, self.refusal, self._in_turn = batch, refusal, in_turn
         self._done = [0] * num_children
         self._wrote = False
-        tokens = self._tokens
-        if tokens.changed or tokens.forked:
-            tokens.changed.clear()
-            tokens.forked.clear()
+        if self._tokens.changed:
+            self._tokens.changed.clear()
 
     def before_store(self, child: int, layer: int) -> None:
         """Raise BadBatch for a step that would write to a page that several rows hold, and WrongState for a draft step
@@ -171,24 +165,9 @@ class StepStores:
         self._wrote = True
 
     def before_move(self) -> None:
-        """Raise BadBatch where the step that runs, or the last one, may not write to the pages of its new tokens.
-
-        Since it was staged, they may have been forked.
-        """
+        """Raise BadBatch where the step that runs, or the last one, may not write to the pages of its new tokens."""
         if self.refusal:
             raise BadBatch(self.refusal)
-        if self._tokens.forked and self._last is not None:
-            self._refuse_forked(self._last)
-
-    def _refuse_forked(self, batch: StepBatch) -> None:
-        """Raise BadBatch where a row of the step shares what a move writes to: all its new tokens but the first."""
-        start = (batch.kv_len - batch.q_len).tolist()
-        for row, first in zip(batch.rows.tolist(), start, strict=True):
-            if self._tokens.forked.get(row, 0) > first + 1:
-                raise BadBatch(
-                    f"row {row} was forked since its step stored token {first + 1}, which a move may write over for "
-                    "both; move what was accepted first, and fork the row then"
-                )
 
     def after_store(self, child: int, layer: int) -> None:
         """A child of the step has stored in a layer."""

@@ -103,13 +103,22 @@ class AcceptedMoves:
         self._kinds, self._table, self._pool, self._ops = kinds, table, pool, ops
         self._alike: list[tuple[SpaceTable, AlikePages]] | None = None
 
-    def move(self, accepted: Accepted, row_of_seq: Tensor) -> None:
-        """Move what was accepted. To be called once for a verify step, before the next step of its sequences.
+    def check(self, accepted: Accepted, row_of_seq: Tensor) -> None:
+        """Raise BadTensor for paths that a move would read past the end of.
 
         row_of_seq: int32 [S], sequence -> row of the request table, as the verify step has it
-        Raises BadTensor, and Unsupported for layers whose index keys stand for several tokens.
         """
-        _check_paths(accepted, row_of_seq, self._pool.device)
+        num_seqs = accepted.path.shape[0]
+        paths, counts, lengths = accepted.path, accepted.num_accepted, accepted.kv_len
+        for name, tensor, dims in (("path", paths, 2), ("num_accepted", counts, 1), ("kv_len", lengths, 1)):
+            _check_ints(name, tensor, dims, num_seqs, self._pool.device)
+        _check_ints("row_of_seq", row_of_seq, 1, num_seqs, self._pool.device)
+
+    def move(self, accepted: Accepted, row_of_seq: Tensor) -> None:
+        """Move what was accepted, once for a verify step. See check() for the arguments.
+
+        Raises Unsupported for layers whose index keys stand for several tokens.
+        """
         if self._alike is None:
             # Not in a capture: a step runs eagerly before it is captured.
             with torch.inference_mode(False):
@@ -149,15 +158,6 @@ class AcceptedMoves:
                 )
             sides = [*sides, *_sides(index, is_index=True)]
         return sides
-
-
-def _check_paths(accepted: Accepted, row_of_seq: Tensor, device: torch.device) -> None:
-    """Refuse paths that a move would read past the end of."""
-    num_seqs = accepted.path.shape[0]
-    paths, counts, lengths = accepted.path, accepted.num_accepted, accepted.kv_len
-    for name, tensor, dims in (("path", paths, 2), ("num_accepted", counts, 1), ("kv_len", lengths, 1)):
-        _check_ints(name, tensor, dims, num_seqs, device)
-    _check_ints("row_of_seq", row_of_seq, 1, num_seqs, device)
 
 
 def _check_ints(name: str, tensor: Tensor, dims: int, num_seqs: int, device: torch.device) -> None:

@@ -253,9 +253,10 @@ class StepGate:
 
     def _require_rows(self, step: RanStep, refused: str) -> None:
         """Raise WrongState where a row of a step was freed, cut, forked or kept since that step was staged."""
-        if self._table.generations.changed_since(step.change, step.batch.rows):
+        changed = self._table.generations.changed_since(step.change, step.batch.rows)
+        if changed:
             raise WrongState(
-                f"{refused}: one of its rows was freed, cut, forked or kept since it was staged; stage a step anew"
+                f"{refused}: row {changed[0]} was freed, cut, forked or kept since the step was staged; stage a step anew"
             )
 
     def before_move(self) -> None:

@@ -167,8 +167,10 @@ class Planner:
         if plan.replayable and self._plan_of_key.get(self._graph_key(plan.key)) is not plan:
             raise WrongState("the plan was made before the sealed addresses were given up; plan the step anew")
         _require_fit(batch, plan.shape)
+        if plan.shape.kind is StepKind.PREFILL and not is_prefill(batch):
+            raise NeverFits("the plan is for prompts that have nothing stored, and the step has; plan the step anew")
         drafts = batch.drafts
-        longest = batch.max_q_len if drafts is NO_DRAFTS else drafts.branches
+        longest = batch.max_q_len if drafts is NO_DRAFTS else min(drafts.branches, batch.max_q_len)
         bounds = plan.bounds
         if longest > bounds.max_q_len or batch.max_kv_len > bounds.max_kv_len:
             raise NeverFits(

@@ -100,7 +100,7 @@ def test_calls_out_of_order_are_refused(world: World) -> None:
     batch = world.batch(world.requests, [1, 1])
     step = world.runtime.stage(batch).parts[0]
     world.runtime.end_step()
-    with pytest.raises(WrongState, match="no step was begun; call begin_step"):
+    with pytest.raises(WrongState, match="no step was begun; call runtime.step"):
         step.layers.store(0, rows, rows)
     step = world.runtime.stage(batch).parts[0]
     with pytest.raises(WrongState, match="staged"):
@@ -120,7 +120,7 @@ def test_the_layers_of_an_earlier_step_are_refused(world: World) -> None:
     rows = torch.zeros(len(earlier.token_ids), 2, 16, device=world.runtime.device)
     world.runtime.end_step()
     world.runtime.step(world.batch(world.requests, [3, 2]))
-    with pytest.raises(WrongState, match="the step of these layers is over; call the `layers` of the step that runs"):
+    with pytest.raises(WrongState, match="the step of these layers is over; call the layers of the step that runs"):
         earlier.layers.store(0, rows, rows)
     world.runtime.end_step()
 

@@ -339,7 +339,8 @@ def test_graphs_that_were_given_up_take_no_inputs_and_hold_no_outputs(ran: list[
     ran.clear()
     served.step(2)
     served.step(2)
-    assert ran == [False, True]
+    assert not ran[0]
+    assert ran[-1]
     served.runtime.check_device()
 
 

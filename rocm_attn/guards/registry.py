@@ -321,6 +321,22 @@ GUARDS: tuple[Guard, ...] = (
         "test_rows.py::test_a_step_beyond_what_was_reserved_is_refused",
     ),
     _guard(
+        "same_rows",
+        "batch.changed",
+        "a step that runs again, or moves what was accepted, writes to rows that other requests hold by now",
+        "G1, G4",
+        unguarded.rows_as_they_were,
+        "test_same_rows.py::test_a_step_runs_again_while_its_rows_are_its_own",
+    ),
+    _guard(
+        "draft_order",
+        "batch.in_turn",
+        "a draft step attends to drafts that no step has stored",
+        "G1, G12",
+        unguarded.in_any_order,
+        "test_same_rows.py::test_draft_steps_store_one_after_the_other",
+    ),
+    _guard(
         "layer_space",
         "step.layers.read_by",
         "a layer with a window writes to its own pool and reads by ids of the full one: others' KV, or none",

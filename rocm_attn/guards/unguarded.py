@@ -417,6 +417,16 @@ def any_batch(table: RequestTable) -> Callable[[StepBatch], None]:
     return take
 
 
+def rows_as_they_were(table: RequestTable) -> Callable[[int, Int32Array], list[int]]:
+    """An earlier step's rows are taken for its own, whatever became of them."""
+    return lambda change, rows: []
+
+
+def in_any_order(steps: int) -> int:
+    """Draft steps store when they are called."""
+    return 1
+
+
 def full_space(step: DeviceStep, kind: int) -> StepTensors:
     """Layers of all spaces read by the full space's ids."""
     return step.spaces[0]

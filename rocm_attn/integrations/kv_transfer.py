@@ -24,7 +24,7 @@ from rocm_attn.integrations.kv_passport import (
     Stretch,
     stretches,
 )
-from rocm_attn.integrations.owners import Owner, clears_tails, given_back, ops_of, spaces_of
+from rocm_attn.integrations.owners import Owner, clears_tails, given_back, idle, ops_of, spaces_of
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.moved_rows import AlikePages, MovedTokens, page_words, word_dtype
 from rocm_attn.kernels.cache.page_format import PoolKind, Scales
@@ -351,6 +351,11 @@ class KVImporter(_Mover):
         self._import((self._all[layer],), pages, extent, buffer)
 
     def _import(self, layers: Sequence[int], pages: Pages, extent: KVExtent, buffer: Tensor) -> None:
+        # A step that was begun may still store in pages that its rows have given back.
+        with idle(self._owner, "KV cannot be imported"):
+            self._import_idle(layers, pages, extent, buffer)
+
+    def _import_idle(self, layers: Sequence[int], pages: Pages, extent: KVExtent, buffer: Tensor) -> None:
         self._check(pages, extent.kv_len, layers)
         parts = stretches(self.source, extent, layers)
         begins = {space: self._begin(space, pages) for space in {self._spaces[layer] for layer in layers}}

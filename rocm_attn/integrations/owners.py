@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 from rocm_attn.external import ExternalAttention
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space
@@ -34,6 +35,14 @@ def given_back(owner: Owner) -> Mapping[Space, int]:
     if isinstance(owner, AttentionRuntime):
         return dict.fromkeys(spaces_of(owner), RESERVED_PAGE)
     return {space: RESERVED_PAGE if has_null else -1 for space, has_null in owner.null_pages.items()}
+
+
+def idle(owner: Owner, refused: str) -> AbstractContextManager[None]:
+    """A context in which no step of a runtime begins. Raises WrongState where one was begun.
+
+    An engine orders its steps itself.
+    """
+    return owner.gate.holder.idle(refused) if isinstance(owner, AttentionRuntime) else nullcontext()
 
 
 def clears_tails(owner: Owner) -> bool:

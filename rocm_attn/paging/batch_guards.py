@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.paging.request_table import RequestTable
 
 ForBatch = Callable[[StepBatch], None]
+# (a change of the table, rows): the rows that have changed after it.
+ChangedRows = Callable[[int, Int32Array], list[int]]
 
 
 def checked_batch(table: RequestTable) -> ForBatch:
@@ -34,6 +36,16 @@ def before_the_steps_windows(table: RequestTable) -> ForBatch:
     return evict
 
 
+def changed_rows(table: RequestTable) -> ChangedRows:
+    """Rows that were freed, cut, forked or kept are others than an earlier step's."""
+    return table.generations.changed_since
+
+
+def one_draft_step_after_the_other(steps: int) -> int:
+    """A draft step stores in a layer after the draft step before it has."""
+    return steps
+
+
 @dataclass(frozen=True, slots=True)
 class BatchGuards:
     """The safeguards of a batch over a request table.
@@ -41,8 +53,12 @@ class BatchGuards:
     check:  the table -> what refuses a batch that cannot be a step
     stored: the table -> see stored_before_it_is_read
     evict:  the table -> what gives back the pages that a step does not need any more
+    changed: the table -> the rows that are no longer those of an earlier step, which runs again or moves its tokens
+    in_turn: draft steps of a round -> those that must store one after the other
     """
 
     check: Callable[[RequestTable], ForBatch] = checked_batch
     stored: Callable[[RequestTable], tuple[ForBatch, ForBatch]] = stored_before_it_is_read
     evict: Callable[[RequestTable], ForBatch] = before_the_steps_windows
+    changed: Callable[[RequestTable], ChangedRows] = changed_rows
+    in_turn: Callable[[int], int] = one_draft_step_after_the_other

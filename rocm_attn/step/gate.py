@@ -100,6 +100,7 @@ class StepGate:
         self._tokens = table.tokens
         self._check_batch = guards.check(table)
         self._check_stored, require_stored = guards.stored(table)
+        self._changed, self._in_turn = guards.changed(table), guards.in_turn
         has_windows = len(table.spaces) > 1
         self._evict: Callable[[StepBatch], None] | None = guards.evict(table) if has_windows else None
         selecting = core.layers.selecting
@@ -177,7 +178,7 @@ class StepGate:
     ) -> Step:
         """The step whose inputs lie where the device reads them. batches: of its halves"""
         plan, self._children, self._staged, self._movable = staged.plan, children, staged, staged
-        self.stores.begin(staged.batch, len(children), refusal, in_turn=plan.shape.drafts.steps)
+        self.stores.begin(staged.batch, len(children), refusal, in_turn=self._in_turn(plan.shape.drafts.steps))
         if self._selects:
             self._selections.begin(len(children))
         # Steps of equal sizes that graphs replay are equal, and a server decodes many in a row. Others end with their
@@ -242,7 +243,7 @@ class StepGate:
     def may_go_again(self) -> RanStep | None:
         """The step that AGAIN would run now; None where there is none, or one of its rows has changed."""
         last = self.last
-        if last is None or self._table.generations.changed_since(last.change, last.batch.rows):
+        if last is None or self._changed(last.change, last.batch.rows):
             return None
         return last
 
@@ -253,10 +254,10 @@ class StepGate:
 
     def _require_rows(self, step: RanStep, refused: str) -> None:
         """Raise WrongState where a row of a step was freed, cut, forked or kept since that step was staged."""
-        changed = self._table.generations.changed_since(step.change, step.batch.rows)
+        changed = self._changed(step.change, step.batch.rows)
         if changed:
             raise WrongState(
-                f"{refused}: row {changed[0]} was freed, cut, forked or kept since the step was staged; stage a step anew"
+                f"{refused}: row {changed[0]} was freed, cut, forked or kept since it was staged; stage a step anew"
             )
 
     def before_move(self) -> None:

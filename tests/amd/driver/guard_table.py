@@ -35,6 +35,10 @@ _ENGINES = "no engine owns pages in these runs: tests/amd/external"
 # Why neither run needs a safeguard: what would meet it is not there, on any machine or on a kind of device.
 UNSEEN = {
     "draft_lengths": "no step of these runs has drafts: tests/amd/guards/test_drafts.py",
+    "draft_order": "no step of these runs has drafts: tests/amd/guards/test_same_rows.py",
+    "same_rows": (
+        "no step of these runs repeats, or moves tokens after its rows changed: tests/amd/guards/test_same_rows.py"
+    ),
     "path_pages": "paths of these runs lie within their rows: tests/amd/guards/test_drafts.py",
     "mask_room": "masks have room for 1,024 older keys and more; `rocm-attn soak --speculative` finds it",
     "row_zero": "no call of the API changes row 0, and the pads of an update have no cell",

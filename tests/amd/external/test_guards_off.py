@@ -259,6 +259,8 @@ NOT_HERE = {
     "sealed_capture": "a captured step before seal() is refused, with no way around",
     "child_ranges": "the engine's steps are whole",
     "draft_lengths": "an engine makes a step of each draft step: tests/amd/guards/test_drafts.py",
+    "draft_order": "an engine makes a step of each draft step: tests/amd/guards/test_same_rows.py",
+    "same_rows": "the engine runs its graphs again, and moves what it accepts: tests/amd/guards/test_same_rows.py",
     "path_pages": "the engine moves what it accepts: tests/amd/guards/test_drafts.py",
     "kv_scales": "the engine owns the factors: tests/amd/guards/test_formats.py",
     "fresh_selection": "of layers that select keys: tests/amd/external/test_selections.py",

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 
-from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.drafts import Drafts
+from rocm_attn.batch.step_batch import StepBatch, draft_batch
 from rocm_attn.capture.check import NO_CHECK
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
@@ -211,7 +212,7 @@ def checked(operation: Any, *args: Any) -> None:
 def test_what_is_declared_of_operations_holds(provider: str, device: torch.device) -> None:
     step, calls = running(Tiny.build(device, provider))
     q, k, v, out = rows(step, 6), rows(step, 2), rows(step, 2) * 2, torch.zeros_like(rows(step, 6))
-    lse, end = torch.zeros_like(q[..., 0]), (calls.number, 1)
+    lse, end = torch.zeros_like(q[..., 0]), (calls.number, 0, 1)
     work = work_of(device)
     flat = *compiled._flat(work), *compiled._flat_rope(work.rope)
     checked(OPS.fill, calls.state, [step.positions, step.token_ids], None, calls.number)
@@ -240,11 +241,11 @@ def test_a_write_that_is_not_declared_is_noticed(declared: str, provider: str, d
             torch.library.register_fake(f"rocm_attn_wrong::{name}", compiled._writes_only, lib=library)
         wrong = torch.ops.rocm_attn_wrong
         if "out" in declared.partition("(b!)")[2]:
-            found = operations_of(lambda k: wrong.store(calls.state, k * 2, k, calls.number, 1), rows(step, 2))
+            found = operations_of(lambda k: wrong.store(calls.state, k * 2, k, calls.number, 0, 1), rows(step, 2))
             assert found == []
         else:
             with pytest.raises(Exception, match=r"[mM]utat|alias"):
-                checked(wrong.attend, calls.state, q, out, None, calls.number, 0)
+                checked(wrong.attend, calls.state, q, out, None, calls.number, 0, 0)
     finally:
         library._destroy()  # type: ignore[no-untyped-call]
 
@@ -439,3 +440,18 @@ def test_on_a_device_the_guard_of_a_capture_steps_aside_for_compiled_code() -> N
     with RecordGuard(torch.device("cpu")):
         double(x)
     assert ran == []
+
+
+def test_each_draft_step_of_a_round_has_its_own_layers(provider: str, device: torch.device) -> None:
+    drafts = Drafts(1, 3)
+    options = RuntimeOptions(num_pages=16, max_num_seqs=2, max_kv_len=32, provider=provider, drafts=(drafts,))
+    runtime = build_runtime([small_problem()], options, device=device)
+    row = runtime.table.admit()
+    runtime.table.reserve(row, drafts.tokens)
+    calls = compiled_layers(runtime)
+    with runtime.step(draft_batch([row], [0], drafts)) as round_:
+        for number, part in enumerate(round_.parts):
+            q = torch.ones(len(part.token_ids), 6, 16, device=device)
+            k, out = torch.zeros(len(part.token_ids), 2, 16, device=device), torch.zeros_like(q)
+            calls.of(part).store_and_attend(0, q, k, k + number, out)
+            assert torch.allclose(out[0], torch.tensor(number / 2, device=device))

@@ -597,3 +597,27 @@ def test_nothing_waits_for_the_device(device: torch.device) -> None:
         importer.import_row(importer.admit(extent), extent, buffer)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_nothing_is_imported_while_a_step_may_store(device: torch.device) -> None:
+    problems = [small_problem()]
+    story = Story(problems, device)
+    there, here = runtime_of(problems, device, "torch"), runtime_of(problems, device, "torch")
+    row = story.prefill(there, 11)
+    exporter = KVExporter(there)
+    extent = exporter.extent(exporter.pages_of(row, 11), 11)
+    buffer = torch.zeros(exporter.num_bytes(extent), dtype=torch.uint8, device=device)
+    exporter.export_row(row, 11, buffer)
+    importer = KVImporter(here, exporter.passport)
+    old = here.table.admit()
+    here.table.reserve(old, 11)
+    with here.step(StepBatch([old], [11], [11])):
+        here.table.free(old)
+        new = importer.admit(extent)
+        with pytest.raises(WrongState, match="KV cannot be imported, because a step is running"):
+            importer.import_row(new, extent, buffer)
+        with pytest.raises(WrongState, match="KV cannot be imported, because a step is running"):
+            importer.import_layer(0, importer.pages_of(new, 11), extent, buffer)
+    importer.import_row(new, extent, buffer)
+    outs = [story.decode(runtime, at, 11) for runtime, at in ((there, row), (here, new))]
+    assert all(torch.equal(one, other) for one, other in zip(*outs, strict=True))

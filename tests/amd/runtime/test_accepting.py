@@ -186,3 +186,17 @@ def test_a_move_on_another_stream_comes_between_its_step_and_the_next_one() -> N
     streams.now = 0
     world.step([request], [1])
     assert streams.take_log() == ["0 waits for 7"]
+
+
+def test_what_was_accepted_is_moved_once_and_while_its_rows_are_its_own(device: torch.device) -> None:
+    world = World.build([MASKED], device, "torch")
+    request, runtime = world.admit(), world.runtime
+    world.step([request], [8])
+    runtime.move_accepted(*one_path(world, request))
+    with pytest.raises(WrongState, match="they were moved already; move once a step"):
+        runtime.move_accepted(*one_path(world, request))
+    request = world.admit()
+    world.step([request], [3])
+    runtime.table.free(request.row)
+    with pytest.raises(WrongState, match=f"row {request.row} was freed, cut, forked or kept since"):
+        runtime.move_accepted(*one_path(world, request))

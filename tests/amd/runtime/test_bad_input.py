@@ -100,7 +100,7 @@ def test_calls_out_of_order_are_refused(world: World) -> None:
     batch = world.batch(world.requests, [1, 1])
     step = world.runtime.stage(batch).parts[0]
     world.runtime.end_step()
-    with pytest.raises(WrongState, match="no step was begun; call runtime.step"):
+    with pytest.raises(WrongState, match=r"no step was begun; call runtime\.step"):
         step.layers.store(0, rows, rows)
     step = world.runtime.stage(batch).parts[0]
     with pytest.raises(WrongState, match="staged"):

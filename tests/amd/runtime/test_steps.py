@@ -8,6 +8,7 @@ import torch
 
 from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.errors import CapacityExceeded, WrongState
 from tests.amd.runtime.stepping import World, providers, small_problem
 from tests.amd.tolerances import assert_same_but_for_rounding
 
@@ -225,3 +226,26 @@ def test_token_ids_arrive_and_pads_are_zero(provider: str, device: torch.device)
     step = world.runtime.step(plain, world.runtime.plan(plain, PadTo(5))).parts[0]
     assert not step.token_ids.any()
     world.runtime.end_step()
+
+
+def test_a_plan_serves_no_batch_that_is_larger_than_it_was_made_for(provider: str, device: torch.device) -> None:
+    """Kernels that bake a length would lose the last keys."""
+    world = World.build([small_problem()], device, provider, num_pages=128, max_kv_len=200, capture_sizes=(1, 2, 4))
+    request = world.admit()
+    world.step([request], [5])
+    runtime, batch = world.runtime, world.batch([request], [1])
+    plan = runtime.plan(batch)
+    with runtime.step(batch, plan) as step:
+        assert step.plan is plan
+    world.step([request], [145])
+    longer = world.batch([request], [1])
+    if plan.bounds.max_kv_len < 151:
+        with pytest.raises(CapacityExceeded, match="151 tokens in a sequence, its plan was made for 1 and 64"):
+            runtime.stage(longer, plan)
+    with pytest.raises(CapacityExceeded, match="1 sequences with 2 new tokens do not fit"):
+        runtime.stage(world.batch([request], [2]), plan)
+    runtime.seals.seal()
+    runtime.seals.unseal((1, 2))
+    with pytest.raises(WrongState, match="the plan was made before the sealed addresses were given up"):
+        runtime.stage(batch, plan)
+    world.step([request], [1])

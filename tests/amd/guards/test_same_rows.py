@@ -1,0 +1,157 @@
+"""A step that comes back later finds its rows as they were, and draft steps store one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from rocm_attn.batch.drafts import Drafts
+from rocm_attn.batch.step_batch import StepBatch, draft_batch
+from rocm_attn.capture.check import NO_CHECK
+from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.capture.step_runner import StepRunner
+from rocm_attn.errors import WrongState
+from rocm_attn.guards.registry import Guards
+from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.gate import AGAIN
+from rocm_attn.step.options import RuntimeOptions
+from rocm_attn.step.step import Part
+from tests.amd.guards.serving import ALL_ON
+from tests.amd.runtime.stepping import small_problem
+
+CPU = torch.device("cpu")
+PROBLEM = small_problem()
+PAGE = PROBLEM.page_size
+
+
+class Repeating:
+    """One request of 9 tokens whose last step may run again; K and V of a token are its id."""
+
+    def __init__(self, guards: Guards, *, graphs: bool = True) -> None:
+        options = RuntimeOptions(num_pages=16, max_num_seqs=2, max_kv_len=32, provider="torch", capture_sizes=(1, 2))
+        self.runtime: AttentionRuntime = build_runtime([PROBLEM], options, device=CPU, guards=guards)
+        self.runner = StepRunner(self.runtime, self.forward, recorder_for(CPU) if graphs else None, check=NO_CHECK)
+        self.row = self.runtime.table.admit()
+        self.runtime.table.reserve(self.row, 9)
+        self.runner.run(StepBatch([self.row], [8], [8], list(range(1, 9))))
+        self.batch = StepBatch([self.row], [9], [1], [9])
+        self.runner.run(self.batch)
+
+    def forward(self, step: Part) -> torch.Tensor:
+        ids = step.token_ids.float()[:, None, None]
+        q, kv = torch.ones(len(ids), 6, 16), ids.expand(-1, 2, 16).contiguous()
+        out = torch.zeros_like(q)
+        step.layers.store_and_attend(0, q, kv, kv, out)
+        return out[step.last_token_of_seq.long()]
+
+    def last_stored(self) -> float:
+        """The value of K in the place of the request's token 8."""
+        page = int(self.runtime.table.pages_of(self.row)[8 // PAGE])
+        return float(self.runtime.pool.layer(0).k[page, 8 % PAGE, 0, 0])
+
+
+def given_to_another(served: Repeating) -> None:
+    """The row is another request's, whose KV came from elsewhere."""
+    table = served.runtime.table
+    table.free(served.row)
+    assert table.admit() == served.row
+    table.reserve(served.row, 9)
+    served.runtime.pool.layer(0).k[1:] = -1.0
+    table.mark_stored([served.row], [9])
+
+
+def forked(served: Repeating) -> None:
+    served.runtime.table.fork(served.row, 9)
+
+
+def kept(served: Repeating) -> None:
+    served.runtime.table.keep(served.row, 0, 2)
+
+
+def cut(served: Repeating) -> None:
+    served.runtime.table.truncate(served.row, 8)
+    served.runtime.table.reserve(served.row, 9)
+
+
+CHANGES = [given_to_another, forked, kept, cut]
+
+
+def run_by_runner(served: Repeating) -> None:
+    served.runner.run_again(served.batch)
+
+
+def stage_by_hand(served: Repeating) -> None:
+    with served.runtime.stage(served.batch, AGAIN) as step:
+        step.fill()
+        served.forward(step.parts[0])
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("run", [run_by_runner, stage_by_hand], ids=lambda run: run.__name__)
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
+def test_a_step_whose_row_has_changed_does_not_run_again(
+    change: Callable[[Repeating], None], run: Callable[[Repeating], None], graphs: bool
+) -> None:
+    served = Repeating(ALL_ON, graphs=graphs)
+    run(served)
+    change(served)
+    assert not served.runner.may_run_again
+    with pytest.raises(WrongState, match=f"cannot run again: row {served.row} was freed, cut, forked or kept since"):
+        run(served)
+    served.runtime.table.reserve(served.row, 9)
+    served.runtime.check_device()
+
+
+def test_a_step_runs_again_while_its_rows_are_its_own() -> None:
+    served = Repeating(ALL_ON)
+    other = served.runtime.table.admit()
+    served.runtime.table.free(other)  # another row's changes are none of this step's
+    run_by_runner(served)
+    given_to_another(served)
+    with pytest.raises(WrongState):
+        run_by_runner(served)
+    assert served.last_stored() == -1.0
+
+    served = Repeating(Guards().without("same_rows"))
+    given_to_another(served)
+    run_by_runner(served)
+    assert served.last_stored() == 9.0, "the other request's token was overwritten"
+
+
+def test_another_batch_does_not_run_again() -> None:
+    served = Repeating(ALL_ON)
+    with pytest.raises(WrongState, match="with another batch than the step that was staged last"):
+        served.runtime.stage(StepBatch([served.row], [9], [1], [9]), AGAIN)
+    run_by_runner(served)
+
+
+DRAFTS = Drafts(1, 3)
+
+
+def drafting(guards: Guards, order: list[int]) -> torch.Tensor:
+    """What the last draft step of a chain of three gives, after those in `order` have run. V of draft n is n + 1."""
+    options = RuntimeOptions(num_pages=16, max_num_seqs=2, max_kv_len=32, provider="torch", drafts=(DRAFTS,))
+    runtime = build_runtime([PROBLEM], options, device=CPU, guards=guards)
+    runtime.pool.layer(0).fill_nan(slice(1, None))
+    row = runtime.table.admit()
+    runtime.table.reserve(row, DRAFTS.tokens)
+    out = torch.zeros(0)
+    with runtime.step(draft_batch([row], [0], DRAFTS)) as round_:
+        for number in order:
+            part = round_.parts[number]
+            q, k = torch.ones(len(part.token_ids), 6, 16), torch.zeros(len(part.token_ids), 2, 16)
+            out = torch.zeros_like(q)
+            part.layers.store_and_attend(0, q, k, k + number + 1, out)
+    return out[0]
+
+
+def test_draft_steps_store_one_after_the_other() -> None:
+    assert torch.allclose(drafting(ALL_ON, [0, 1, 2]), torch.tensor(2.0))
+    for order, late in (([2], 2), ([0, 2], 2), ([1, 0], 1)):
+        with pytest.raises(WrongState, match=f"draft step {late} stores in layer 0 before draft step {late - 1} has"):
+            drafting(ALL_ON, order)
+    off = Guards().without("draft_order")
+    assert drafting(off, [0, 2]).isnan().all(), "it has attended to a draft that no step has stored"

@@ -37,6 +37,8 @@ class DraftRunner(StepRunner[Outputs]):
     other parameters: as StepRunner's
     """
 
+    _takes_plain = False
+
     def __init__(
         self,
         runtime: AttentionRuntime,

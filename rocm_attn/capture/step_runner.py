@@ -48,11 +48,8 @@ _STEPS_BEFORE_ANOTHER_TRY = 64
 _TOO_FEW_PAGES = "too few pages are free to check it on"
 
 # The plan of a step, made when the step before it is over. It is made anew where a graph was made in between.
-PlanOf = Callable[[StepBatch], AnyPlan | None]
-
-
-def _by_ladders(batch: StepBatch) -> None:
-    """The gate plans the step by the runtime's ladders."""
+# None: by the runtime's ladders.
+PlanOf = Callable[[StepBatch], AnyPlan] | None
 
 
 def _again(batch: StepBatch) -> AnyPlan:
@@ -78,6 +75,8 @@ class StepRunner(Generic[Outputs]):
     capture_after: steps of a plan that run eagerly before a graph is made of it; capture_all() makes them at once.
               See graphs.eager_steps_before_capture
     """
+
+    _takes_plain = True
 
     def __init__(
         self,
@@ -140,9 +139,10 @@ class StepRunner(Generic[Outputs]):
         pad_to, halves: as AttentionRuntime.plan has them
         Raises what AttentionRuntime.step and forward raise; the runtime is ready for another step then.
         """
-        self._require_kind(batch)
+        if not (batch.is_plain and self._takes_plain):
+            self._require_kind(batch)
         if pad_to is None and halves == 1:
-            return self._run(batch, _by_ladders)
+            return self._run(batch, None)
         return self._run(batch, partial(self._runtime.plan, pad_to=pad_to, halves=halves))
 
     @property
@@ -223,9 +223,9 @@ class StepRunner(Generic[Outputs]):
             if self._seal_number != self._runtime.seals.number:
                 self._follow_seal()
             try:
-                if self._agrees:
+                if self._runtime.agree is not alone:
                     self._runtime.faults.meet()
-                step = gate.stage(batch, plan_of(batch), self._takers)
+                step = gate.stage(batch, None if plan_of is None else plan_of(batch), self._takers)
             except RuntimeError as fault:  # the device's: of this step, or of one before it
                 self._flight.failed(fault)
                 raise
@@ -429,7 +429,7 @@ class StepRunner(Generic[Outputs]):
             self._eager_steps[plan] = self._capture_after - _STEPS_BEFORE_ANOTHER_TRY
         else:
             self._capture(plan, q_len, live)
-        step = gate.stage(batch, plan_of(batch), self._takers)
+        step = gate.stage(batch, None if plan_of is None else plan_of(batch), self._takers)
         entry = self._entry_of_plan.get(step.plan)
         if entry is None:
             return self._without_graph(step, "graphs are off" if self._recorder is None else "too few pages were free")

@@ -138,7 +138,7 @@ class StepStores:
         self._wrote = False
         self.refusal = ""
 
-    def begin(self, batch: StepBatch, num_children: int, refusal: str, *, in_turn: int) -> None:
+    def begin(self, batch: StepBatch, num_children: int, refusal: str, in_turn: int) -> None:
         """A step is staged.
 
         num_children: halves, draft steps, or those of both halves

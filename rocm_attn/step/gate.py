@@ -81,7 +81,6 @@ class StepGate:
     holder:  which thread has the step, and how far that has come
     planner: plans what is staged without a plan
     stores:  which layers the step has stored in
-    last:    the step that AGAIN runs; None where none was staged last, or it may not store
     """
 
     def __init__(
@@ -97,6 +96,7 @@ class StepGate:
         self.holder = StepHolder()
         self.planner = planner
         self._core, self._table, self._publisher = core, table, publisher
+        self._generations = table.generations
         self._tokens = table.tokens
         self._check_batch = guards.check(table)
         self._check_stored, require_stored = guards.stored(table)
@@ -108,14 +108,15 @@ class StepGate:
         self._selections = StepSelections(selecting, selection_of)
         self._selects = bool(selecting.indexed)
         self._streams = StreamOrder(self.device)
-        self.last: RanStep | None = None
         # The step that runs, or None; and the last one whose views later steps of its size share.
         self._step: Step | None = None
         self._children: tuple[DeviceStep, ...] = ()
         self._kept: Step | None = None
-        # The step that was staged last, and the same as long as its accepted tokens may be moved.
-        self._staged: RanStep | None = None
-        self._movable: RanStep | None = None
+        self._kept_children: tuple[DeviceStep, ...] = ()
+        # The step that was staged last, and what may still come of it.
+        self._staged: tuple[StepBatch, StepPlan, tuple[DeviceStep, ...], int] | None = None
+        self._ran: RanStep | None = None
+        self._may_repeat = self._may_move = False
         # Whose layers may be called: the views of a step that graphs replay, or what stands for one step.
         self._who_runs: object = None
 
@@ -132,7 +133,9 @@ class StepGate:
         try:
             if plan is AGAIN:
                 return self._stage_again(batch)
-            refusal = self._checked(batch)
+            self._check_batch(batch)
+            # A step that goes on from the last one has rows that were neither forked nor cut.
+            refusal = "" if self._tokens.goes_on(batch) else self._checked(batch)
             plan = self.planner.plan(batch, None, 1) if plan is None else self.planner.admit(batch, plan)
             if is_current(self.device):
                 return self._publish(batch, plan, refusal, takers)
@@ -144,19 +147,16 @@ class StepGate:
 
     def _checked(self, batch: StepBatch) -> str:
         """Why a step of the batch may not store, or nothing. Raises BadBatch."""
-        self._check_batch(batch)
-        if self._tokens.goes_on(batch):
-            return ""  # none of its rows was forked or cut
         self._check_stored(batch)
         return self._table.why_no_store(batch)
 
     def _publish(self, batch: StepBatch, plan: StepPlan, refusal: str, takers: Collection[StepPlan]) -> Step:
         """Bring a checked step to where the device reads it. The gate's device is the current one."""
-        batches = (batch,) if plan.shape.num_halves == 1 else split_batch(batch, plan.shape.child.num_seqs)
+        batches = (batch,) if plan.num_halves == 1 else split_batch(batch, plan.shape.child.num_seqs)
         # From here on the step runs: a log, a signal handler or a finalizer begins no other one within it.
         self.holder.state = STAGED
         # Before pages leave the windows of the step that might run again.
-        self.last = None
+        self._ran, self._may_repeat = None, False
         if self._evict is not None:
             self._evict(batch)
         self._streams.follow()
@@ -168,27 +168,36 @@ class StepGate:
         else:
             for half, part in enumerate(batches):
                 publisher.publish(part, children[half * len(children) // HALVES], half)
-        staged = RanStep(batch, plan, children[0], self._table.generations.last_change)
+        self._staged = batch, plan, children, self._generations.last_change
         # The device can run a whole step again, if that may store.
-        self.last = staged if len(children) == 1 and batch.drafts is NO_DRAFTS and not refusal else None
-        return self._begun(batches, staged, children, refusal)
+        self._may_repeat = not refusal and len(children) == 1 and batch.drafts is NO_DRAFTS
+        return self._begun(batch, plan, batches, children, refusal)
 
     def _begun(
-        self, batches: Sequence[StepBatch], staged: RanStep, children: tuple[DeviceStep, ...], refusal: str
+        self,
+        batch: StepBatch,
+        plan: StepPlan,
+        batches: Sequence[StepBatch],
+        children: tuple[DeviceStep, ...],
+        refusal: str,
     ) -> Step:
         """The step whose inputs lie where the device reads them. batches: of its halves"""
-        plan, self._children, self._staged, self._movable = staged.plan, children, staged, staged
-        self.stores.begin(staged.batch, len(children), refusal, in_turn=self._in_turn(plan.shape.drafts.steps))
+        self._children, self._may_move = children, True
+        steps = plan.draft_steps
+        self.stores.begin(batch, len(children), refusal, steps if steps == 1 else self._in_turn(steps))
         if self._selects:
             self._selections.begin(len(children))
-        # Steps of equal sizes that graphs replay are equal, and a server decodes many in a row. Others end with their
-        # layers: a half does not outlive its step.
-        is_kept = plan.replayable and len(batches) == 1
-        step, self._who_runs = (self._kept, children[0]) if is_kept else (None, object())
-        if step is None or not step.is_for(batches[0], children[0], plan):
-            step = self._kept = self._new_step(batches, plan, children)
-        self._step = step
-        return step
+        if not plan.replayable or len(batches) > 1:  # a half does not outlive its step
+            self._who_runs = object()
+            self._step = self._new_step(batches, plan, children)
+            return self._step
+        # Steps of equal sizes that graphs replay are equal, and a server decodes many in a row.
+        self._who_runs, kept = children[0], self._kept
+        if kept is None or self._kept_children is not children or not kept.parts[0].is_for(batch):
+            kept = self._kept = self._new_step(batches, plan, children)
+            self._kept_children = children
+        self._step = kept
+        return kept
 
     def _new_step(self, batches: Sequence[StepBatch], plan: StepPlan, children: tuple[DeviceStep, ...]) -> Step:
         drafts, parts = plan.shape.drafts, list[Part]()
@@ -209,8 +218,8 @@ class StepGate:
         last = self._begin_again()
         if last.batch is not batch:
             raise WrongState("AGAIN was given with another batch than the step that was staged last; give that one")
-        self.last = last
-        return self._begun((batch,), last, (last.views,), "")
+        self._may_repeat = True
+        return self._begun(batch, last.plan, (batch,), (last.views,), "")
 
     def replay_again(self, replay: Callable[[], object]) -> None:
         """Run the last step again by a graph that is all of it: stage() with AGAIN, the rest of the step, and its end.
@@ -236,8 +245,21 @@ class StepGate:
         with on_device(self.device):
             self._streams.follow()
             self._publisher.apply_table_changes()
-        self._movable = last
+        self._may_move = True
         return last
+
+    @property
+    def last(self) -> RanStep | None:
+        """The step that AGAIN runs; None where none was staged last, or it may not store."""
+        return self._ran_step() if self._may_repeat else None
+
+    def _ran_step(self) -> RanStep | None:
+        """The step that was staged last, as one value for as long as it is the last one."""
+        ran, staged = self._ran, self._staged
+        if staged is not None and (ran is None):
+            batch, plan, children, change = staged
+            ran = self._ran = RanStep(batch, plan, children[0], change)
+        return ran
 
     @property
     def may_go_again(self) -> RanStep | None:
@@ -250,7 +272,8 @@ class StepGate:
     def resume(self, step: RanStep) -> None:
         """Have AGAIN run this step, after which only steps of its own round were staged. Raises WrongState."""
         self._require_rows(step, "the step cannot run again")
-        self.last = step
+        self._staged = step.batch, step.plan, (step.views,), step.change
+        self._ran, self._may_repeat = step, True
 
     def _require_rows(self, step: RanStep, refused: str) -> None:
         """Raise WrongState where a row of a step was freed, cut, forked or kept since that step was staged."""
@@ -262,12 +285,12 @@ class StepGate:
 
     def before_move(self) -> None:
         """Ask whether the last verify step may move what was accepted, once. Raises WrongState, BadBatch."""
-        step = self._movable
-        if step is None:
+        step = self._ran_step()
+        if step is None or not self._may_move:
             raise WrongState("no step has stored draft tokens to move, or they were moved already; move once a step")
         self._require_rows(step, "accepted tokens cannot be moved")
         self.stores.before_move()
-        self._movable = None
+        self._may_move = False
         with on_device(self.device):
             # After its step a move follows all of it, and the next step follows the move.
             (self._streams.follow if self.holder.state is StepState.IDLE else self._streams.join)()
@@ -315,13 +338,13 @@ class StepGate:
         """The batch of the step that runs. Raises WrongState."""
         if self.holder.state is not StepState.RUNNING or self._staged is None:
             raise WrongState(f"this needs a running step, but {self.holder.state.value}; call runtime.step() first")
-        return self._staged.batch
+        return self._staged[0]
 
     def end(self) -> None:
         """Close the step; see AttentionRuntime.end_step."""
         if self.holder.is_mine:
             if self._publisher.launching is not None:
-                self.last = None  # its inputs may not be there
+                self._may_repeat = False  # its inputs may not be there
             self.stores.end()
             self.holder.state = IDLE
             self._step, self._children, self._who_runs = None, (), None
@@ -332,12 +355,12 @@ class StepGate:
         step = self._step
         if self.holder.is_mine and self.holder.state is STAGED and step is not None:
             with on_device(self.device):
-                self._publisher.disregard(step.plan.shape.num_halves)
+                self._publisher.disregard(step.plan.num_halves)
         self.end()
 
     def forget(self) -> None:
         """Keep nothing that refers to the memory of steps."""
-        self._kept = self.last = None
+        self._kept, self._kept_children, self._may_repeat = None, (), False
 
     @property
     def may_store(self) -> bool:

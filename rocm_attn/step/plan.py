@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from rocm_attn.batch.padding import PaddedShape
@@ -54,6 +54,7 @@ class StepPlan:
     replayable:      whether the step may run as a graph
     workspace_words: float32 words that the kernels of one child share
     schedule_of_kind: per kind of layer, the first kind whose kernel builds the same schedule
+    num_halves, draft_steps: of the shape; each step looks at them
     prepared_of_kind: per kind of layer, whether calls of its kernel may be made again by their launches (prepared.py)
     """
 
@@ -65,6 +66,12 @@ class StepPlan:
     workspace_words: int
     schedule_of_kind: tuple[int, ...]
     prepared_of_kind: tuple[bool, ...]
+    num_halves: int = field(init=False)
+    draft_steps: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_halves", self.shape.num_halves)
+        object.__setattr__(self, "draft_steps", self.shape.drafts.steps)
 
     @property
     def shape(self) -> PaddedShape:

@@ -61,7 +61,7 @@ class Part:
     @property
     def half(self) -> int:
         """The half that the part belongs to: 0 or 1; 0 in a step that is not split."""
-        return self.number // self.plan.shape.drafts.steps
+        return self.number // self.plan.draft_steps
 
     @property
     def tokens(self) -> slice:
@@ -92,6 +92,10 @@ class Part:
     def keep_branches(self) -> None:
         """set_parents() where each branch continues itself. Raises WrongState."""
         self.tree.keep_branches(self.number % self.plan.shape.drafts.steps)
+
+    def is_for(self, batch: StepBatch) -> bool:
+        """Whether a batch that has the part's plan and views has an equal part."""
+        return self.num_seqs == batch.num_seqs and self.num_tokens == batch.num_fed
 
     @classmethod
     def of(
@@ -158,7 +162,7 @@ class Step:
     @property
     def halves(self) -> tuple[Series, ...]:
         """The parts of each half, which share nothing but the table and the pages; all parts where there is one."""
-        steps = self.plan.shape.drafts.steps
+        steps = self.plan.draft_steps
         return tuple(self.parts[first : first + steps] for first in range(0, len(self.parts), steps))
 
     def fill(self) -> None:
@@ -179,16 +183,6 @@ class Step:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.owner.end()
-
-    def is_for(self, batch: StepBatch, views: DeviceStep, plan: StepPlan) -> bool:
-        """Whether a batch of this size, run by this plan in these views, has an equal step."""
-        part = self.parts[0]
-        return (
-            self.plan is plan
-            and part.token_ids is views.spaces[0].token_ids
-            and part.num_seqs == batch.num_seqs
-            and part.num_tokens == batch.num_fed
-        )
 
 
 # Runs the parts of one half.

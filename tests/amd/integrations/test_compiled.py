@@ -177,7 +177,8 @@ def test_compiled_code_keeps_every_operation_in_its_order(provider: str, device:
 
 
 def test_a_layer_that_only_stores_is_kept_too(provider: str, device: torch.device) -> None:
-    step, calls = running(Tiny.build(device, provider))
+    model = Tiny.build(device, provider)
+    step, calls = running(model)
     assert operations_of(lambda k: calls.store(1, k * 2, k), rows(step, 2)) == ["store"]
 
 
@@ -210,7 +211,8 @@ def checked(operation: Any, *args: Any) -> None:
 
 @pytest.mark.long
 def test_what_is_declared_of_operations_holds(provider: str, device: torch.device) -> None:
-    step, calls = running(Tiny.build(device, provider))
+    model = Tiny.build(device, provider)
+    step, calls = running(model)
     q, k, v, out = rows(step, 6), rows(step, 2), rows(step, 2) * 2, torch.zeros_like(rows(step, 6))
     lse, end = torch.zeros_like(q[..., 0]), (calls.number, 0, 1)
     work = work_of(device)
@@ -229,13 +231,14 @@ def test_what_is_declared_of_operations_holds(provider: str, device: torch.devic
 )
 def test_a_write_that_is_not_declared_is_noticed(declared: str, provider: str, device: torch.device) -> None:
     """By opcheck where it is to a tensor; by what compiled code leaves out where it is to the pages."""
-    step, calls = running(Tiny.build(device, provider))
+    model = Tiny.build(device, provider)
+    step, calls = running(model)
     q, out = rows(step, 6), torch.zeros_like(rows(step, 6))
     calls.store(0, rows(step, 2), rows(step, 2))
     library = torch.library.Library("rocm_attn_wrong", "DEF")  # type: ignore[no-untyped-call]
     try:
-        library.define(f"attend({declared}, Tensor? lse, int number, int layer) -> ()")  # type: ignore[no-untyped-call]
-        library.define("store(Tensor state, Tensor k, Tensor? v, int number, int layer) -> ()")  # type: ignore[no-untyped-call]
+        library.define(f"attend({declared}, Tensor? lse, int number, int part, int layer) -> ()")  # type: ignore[no-untyped-call]
+        library.define("store(Tensor state, Tensor k, Tensor? v, int number, int part, int layer) -> ()")  # type: ignore[no-untyped-call]
         for name in ("attend", "store"):
             library.impl(name, compiled._BODIES[name], "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
             torch.library.register_fake(f"rocm_attn_wrong::{name}", compiled._writes_only, lib=library)

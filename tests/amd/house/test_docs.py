@@ -6,7 +6,7 @@ import ast
 import re
 import xml.etree.ElementTree as ET
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -145,6 +145,51 @@ def test_the_page_on_faults_explains_every_bit_of_the_error_word() -> None:
     bits = names_in(ROOT / "kernels/metadata/error_word.py") - {"ERROR_WORD"}
     explained = re.findall(r"^\| `([A-Z_]+)` \| \S", sections(DOCS / "faults.md")["the-error-word"], re.MULTILINE)
     assert Counter(explained) == Counter(bits)
+
+
+# Whoever takes this name first on an index would be installed by it. Extras of the project may ask for each other.
+NAMED_TO_PIP = re.compile(
+    r"pip3? (?:install|download|wheel)\b[^\n`#]*?(?<![\w./-])rocm[-_]attn(?![\w./]|-\d)|(?<![\w./-])rocm[-_]attn\[",
+    re.IGNORECASE,
+)
+FOLDERS = (".ci", ".github", "benchmarks", "docker", "docs", "hip_graphs", "kernels", "rocm_attn", "scripts", "tests")
+
+
+def texts_of_the_tree() -> dict[str, str]:
+    """Every text that people read or a script runs, by its place."""
+    found = {}
+    for path in (*ROOT.iterdir(), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*"))):
+        if path.is_file():
+            with suppress(UnicodeDecodeError):
+                found[path.relative_to(ROOT).as_posix()] = path.read_text()
+    return found
+
+
+def test_nobody_is_told_to_install_a_name_that_is_on_no_index() -> None:
+    texts = texts_of_the_tree()
+    assert {"README.md", "docs/vllm.md", "docker/Dockerfile", "scripts/demo.sh", ".ci/run"} <= set(texts)
+    itself = {"pyproject.toml", Path(__file__).relative_to(ROOT).as_posix()}
+    said = {
+        place: found for place, text in texts.items() if place not in itself and (found := NAMED_TO_PIP.findall(text))
+    }
+    assert said == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "is_refused"),
+    [
+        ("pip install rocm-attn", True),
+        ("python -m pip install --quiet 'ROCm_attn==0.1'", True),
+        ("run: pip install 'rocm-attn[{extra}]'", True),
+        ("It needs the extra `rocm-attn[serve]`", True),
+        ("pip install --no-deps .   # in a checkout of rocm_attn", False),
+        ("pip install '.[serve]'", False),
+        ("pip install --no-deps /wheels/rocm_attn-0.1.0-py3-none-any.whl", False),
+        ("`pip install triton` where rocm-attn compiles", False),
+    ],
+)
+def test_the_name_is_found_where_pip_would_take_it(text: str, is_refused: bool) -> None:
+    assert bool(NAMED_TO_PIP.search(text)) == is_refused
 
 
 @each_page

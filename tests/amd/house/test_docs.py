@@ -225,14 +225,30 @@ def load_tiny(path: str, *, dtype: torch.dtype, device: torch.device, ranks: Ran
     return tiny_model(context_len=512, dtype=dtype, device=device, tokenizer=word_tokenizer(), ranks=ranks)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if "```python" in page.read_text()], ids=name_of)
+def program_of(page: Path) -> str:
+    """A page's blocks as one program: a class may go on in the next block."""
+    return "\n".join(re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE))
+
+
+each_page_with_code = pytest.mark.parametrize("page", [page for page in PAGES if program_of(page)], ids=name_of)
+
+
+@each_page_with_code
+def test_the_code_of_a_page_uses_what_it_defines(page: Path) -> None:
+    """A function that is never called would not be tested by the page's run."""
+    tree = ast.parse(program_of(page))
+    defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    assert defined - used == set()
+
+
+@each_page_with_code
 def test_the_code_of_a_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its blocks are one program, and a class may go on in the next block; what they promise they assert themselves.
+    """The page asserts its promises itself.
 
     A tiny model stands for any other, and a server of it for the one that a page speaks to.
     """
-    blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
-    text = "\n".join(blocks)
+    text = program_of(page)
     with against_a_server(text) if ADDRESS in text else nullcontext(text) as program:
         monkeypatch.setattr(rocm_attn, "load_model", load_tiny)
         exec(compile(program, name_of(page), "exec", dont_inherit=True), {"__name__": "__main__"})

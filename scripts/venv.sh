@@ -14,7 +14,7 @@ make_venv() {
         return
     fi
     if [ ! "$directory/ready" -nt pyproject.toml ]; then
-        echo "setting up $directory with rocm-attn[$extra]" >&2
+        echo "setting up $directory with the extra $extra" >&2
         # A torch that is already there was built for this machine's GPU: it is used as it is.
         if "$python" -c 'import torch' 2>/dev/null; then
             options=(--system-site-packages)

@@ -17,8 +17,6 @@ to bfloat16 takes one of a sixteenth of the rate, E4M3FNUZ is not there, and cas
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from triton import knobs
@@ -71,7 +69,7 @@ def _largest(encoding: int) -> float:
 
 
 @constexpr_function
-def _type(encoding: int) -> Any:
+def _type(encoding: int) -> tl.dtype:
     return _TYPES[encoding]
 
 

@@ -117,7 +117,7 @@ def _is_half_sooner(encoding: int) -> bool:
 
 
 @constexpr_function
-def _type(encoding: int) -> Any:
+def _type(encoding: int) -> tl.dtype:
     return _TYPES[encoding]
 
 

@@ -12,15 +12,17 @@ from collections.abc import Sequence
 from rocm_attn.cli.interrupts import Interrupts
 from rocm_attn.cli.streams import Stdout, StdoutFailed, open_what_is_closed, say
 from rocm_attn.errors import BadModel, BadProblem, BadRequest, BadSetting, RocmAttnError
+from rocm_attn.machine.distributions import installing
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED, READER_GONE = 0, 1, 2, 130, 141
 _BAD_INPUT_ERRORS = (BadModel, BadProblem, BadRequest, BadSetting)
 
-# What extras bring, beyond what the package always has: library -> extra.
-_EXTRAS = {
-    **dict.fromkeys(("gguf", "jinja2", "safetensors", "tokenizers"), "cli"),
-    **dict.fromkeys(("fastapi", "pydantic", "starlette", "uvicorn"), "serve"),
-    **dict.fromkeys(("httpx", "matplotlib"), "bench"),
+# Libraries that the package does not always bring -> how to install them.
+_REMEDIES = {
+    **dict.fromkeys(("gguf", "jinja2", "safetensors", "tokenizers"), installing("cli")),
+    **dict.fromkeys(("fastapi", "pydantic", "starlette", "uvicorn"), installing("serve")),
+    **dict.fromkeys(("httpx", "matplotlib"), installing("bench")),
+    "triton": "it compiles kernels, and torch for a GPU brings its own; beside torch for CPUs run: pip install triton",
 }
 
 
@@ -70,7 +72,7 @@ def _answer(error: BaseException) -> int:
     if isinstance(error, RocmAttnError):
         say(f"rocm-attn: {error}")
         return BAD_INPUT if isinstance(error, _BAD_INPUT_ERRORS) else FAILED
-    if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
-        say(f"rocm-attn: {error.name} is not installed; run: pip install 'rocm-attn[{_EXTRAS[error.name]}]'")
+    if isinstance(error, ModuleNotFoundError) and error.name in _REMEDIES:
+        say(f"rocm-attn: {error.name} is not installed; {_REMEDIES[error.name]}")
         return FAILED
     raise error

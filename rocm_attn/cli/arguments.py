@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,8 +15,8 @@ from rocm_attn.machine.target import Target, target_elsewhere
 from rocm_attn.paging.index_spaces import num_pages
 from rocm_attn.problem import KVEncoding, Problem, Scales
 from rocm_attn.providers.select import Selection
-from rocm_attn.runner.families import attention_geometry
-from rocm_attn.runner.fields import read_json
+from rocm_attn.runner.families import attention_geometry, text_fields
+from rocm_attn.runner.fields import Fields, read_json
 from rocm_attn.runner.geometry import AttentionGeometry
 from rocm_attn.selection.pages import POOLS, PageChoice, choose_pages, open_page_sizes, open_pools
 from rocm_attn.step.options import RuntimeOptions
@@ -82,6 +82,7 @@ def kv_encodings(names: Sequence[str]) -> Iterator[tuple[KVEncoding, Scales]]:
 class DescribedModel:
     """A model's attention as its files describe it, without its weights.
 
+    geometry:   a window no shorter than the model's context counts as none
     max_kv_len: takes what --max-kv-len says, None where it is not given; tokens of a sequence. Raises BadSetting
     """
 
@@ -101,7 +102,9 @@ def described_model(place: str) -> DescribedModel:
         from rocm_attn.runner.gguf_file import GGUFFile
 
         of_file = config_from_gguf(GGUFFile(path))
-        return DescribedModel(of_file.attention, lambda given: of_file.context_len if given is None else given)
+        context_len = of_file.context_len
+        geometry = of_file.attention.without_idle_windows(context_len)
+        return DescribedModel(geometry, lambda given: context_len if given is None else given)
     if path.is_dir():
         path /= "config.json"
     if not path.is_file():
@@ -109,16 +112,20 @@ def described_model(place: str) -> DescribedModel:
             f"there is no file {path}; give a model's config.json, the directory that holds it, or a .gguf file"
         )
     config = read_json(path)
-    return DescribedModel(attention_geometry(config), lambda given: _context_len(config) if given is None else given)
+    geometry, fields = attention_geometry(config), text_fields(config)
+    if fields.has(_CONTEXT):
+        geometry = geometry.without_idle_windows(fields.count(_CONTEXT))
+    return DescribedModel(geometry, lambda given: _context_len(fields) if given is None else given)
 
 
-def _context_len(config: Mapping[str, object]) -> int:
+_CONTEXT = "max_position_embeddings"
+
+
+def _context_len(fields: Fields) -> int:
     """Tokens of a model's context, by its config.json. Raises BadSetting."""
-    text = config.get("text_config")
-    length = (text if isinstance(text, Mapping) else config).get("max_position_embeddings")
-    if not isinstance(length, int) or length < 1:
-        raise BadSetting(f"config.json: max_position_embeddings is {length!r}; give --max-kv-len")
-    return length
+    if not fields.has(_CONTEXT):
+        raise BadSetting(f"config.json has no {_CONTEXT}; give --max-kv-len")
+    return fields.count(_CONTEXT)
 
 
 def target_asked(options: argparse.Namespace) -> Target:

@@ -1,4 +1,9 @@
-"""What installs Triton: names alone, as `rocm-attn doctor` reads them where torch may be broken."""
+"""How Triton and this project are installed: names alone, for `rocm-attn doctor`, which may find torch broken."""
 
 # Distributions that all install a package called triton; torch for ROCm brings one with "rocm" in its name.
 TRITON_DISTRIBUTIONS = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm", "triton-nightly")
+
+
+def installing(extra: str) -> str:
+    """How to install an extra of this project: from a checkout, because the project is on no package index."""
+    return f"run in a checkout of rocm_attn: pip install '.[{extra}]'"

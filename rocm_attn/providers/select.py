@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from rocm_attn.batch.step_kinds import Extra, StepKind
 from rocm_attn.errors import BadSetting, Unsupported
 from rocm_attn.machine.choices import PROVIDERS
@@ -143,11 +145,12 @@ def select(
     )
 
 
-def ops_for(selections: Sequence[Selection], *, on_cpu: bool) -> StepOps:
-    """The launches around attention that go with the kernels.
+def ops_for(selections: Sequence[Selection], device: torch.device) -> StepOps:
+    """The launches around attention that go with the kernels on a device.
 
     Triton's, for AITER's kernels as well. Torch's twins go with torch's kernels, and with any others where Triton has
-    no device to run on and none of the kernels is Triton's.
+    no device to run on and none of the kernels is Triton's. They also go with all kernels on torch's meta device, whose
+    tensors have no memory: nothing is launched there, and Triton need not be installed.
     """
     names = {
         kernel.row.provider
@@ -156,7 +159,7 @@ def ops_for(selections: Sequence[Selection], *, on_cpu: bool) -> StepOps:
         # What shares prefixes is for those steps alone that ask for it.
         if kind.extra is not Extra.PREFIXES
     }
-    if "torch" in names or (on_cpu and "triton" not in names):
+    if "torch" in names or device.type == "meta" or (device.type == "cpu" and "triton" not in names):
         return TORCH.ops()
     return TRITON.ops()
 

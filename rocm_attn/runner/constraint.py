@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from rocm_attn.errors import BadRequest
+from rocm_attn.machine.distributions import installing
 from rocm_attn.runner.schema_ends import require_ends
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def library() -> Any:
         import llguidance
     except ImportError as error:
         raise BadRequest(
-            "constraints need the library llguidance, which is not installed: pip install 'rocm-attn[serve]'"
+            f"constraints need the library llguidance, which is not installed; {installing('serve')}"
         ) from error
     return llguidance
 

@@ -119,7 +119,7 @@ class Engine:
             self.runtime.table,
             self.metrics,
             max_batch_size=options.max_batch_size,
-            chunk=options.chunk,
+            chunk=options.chunk_on(self.runtime.device.type),
             max_kv_len=self.max_kv_len,
             steps_until_known=self.runtime.faults.steps_until_known,
         )
@@ -368,7 +368,7 @@ class Engine:
             kv_bytes=runtime.pool.num_bytes,
             max_kv_len=self.max_kv_len,
             max_batch_size=self.options.max_batch_size,
-            chunk=self.options.chunk,
+            chunk=self.options.chunk_on(runtime.device.type),
             graphs=graphs,
             rounds=self._rounds_in_words if self.options.speculates else "",
             deterministic=self.options.deterministic,

@@ -61,16 +61,23 @@ class StepForms:
             return cls()
         if not captures_all_steps(options, device):
             return cls(masks=options.topk > 1, beside=beside)
-        return cls(options.rows_of_each, prompt_sizes(options.chunk), options.topk > 1, beside=beside)
+        sizes = prompt_sizes(options.chunk_on(device.type))
+        return cls(options.rows_of_each, sizes, options.topk > 1, beside=beside)
+
+
+# Steps with more new tokens than this run eagerly: they take the device longer than the host, and a graph of one would
+# keep memory for so many tokens from K and V.
+_MOST_REPLAYED = 512
 
 
 def prompt_sizes(chunk: int) -> tuple[int, ...]:
-    """Token counts that steps with prompts are padded to: a quarter of a chunk where that is enough, and the chunk.
+    """Token counts that steps with prompts are padded to: the chunk, up to a bound, and a quarter where that is enough.
 
     Steps wait for the tokens of the steps before them where tokens are guessed, so the host's time for an eager one is
     paid in full.
     """
-    return tuple(sorted({-(-chunk // 4), chunk} - {1}))
+    most = min(chunk, _MOST_REPLAYED)
+    return tuple(sorted({-(-most // 4), most} - {1}))
 
 
 def captures_all_steps(options: EngineOptions, device: torch.device) -> bool:
@@ -157,6 +164,10 @@ class _Sizing:
         return num_bytes * own // (own + self._beside_bytes), measured
 
     @property
+    def _chunk(self) -> int:
+        return self.options.chunk_on(self.loaded.weights.device.type)
+
+    @property
     def _beside_bytes(self) -> int:
         """What K and V of what drafts take for the tokens of a page."""
         first = self.problems[0]
@@ -175,7 +186,7 @@ class _Sizing:
         of_drafts = drawn_bytes(options, self.loaded.config.vocab_size) + rounds_bytes(options, self.max_kv_len)
         free = max(0, ranks.least(free_of(memory)) - of_drafts)
         wanted = most_kv_bytes(
-            self.problems, max_num_seqs=options.max_batch_size, max_kv_len=self.max_kv_len, chunk=options.chunk
+            self.problems, max_num_seqs=options.max_batch_size, max_kv_len=self.max_kv_len, chunk=self._chunk
         )
         wanted += (1 + options.max_batch_size * num_pages(self.max_kv_len, self.problems[0].page_size)) * (
             self._beside_bytes
@@ -195,7 +206,7 @@ class _Sizing:
             self.problems,
             max_num_seqs=options.max_batch_size,
             max_kv_len=self.max_kv_len,
-            chunk=options.chunk,
+            chunk=self._chunk,
             kv_bytes=kv_bytes,
         )
         full = pages.full if options.num_pages is None else options.num_pages
@@ -227,7 +238,7 @@ class _Sizing:
         # Steps with prompts are captured at a size of all sequences, whatever each of them has of it.
         most_captured = max(1, -(-max(self.forms.prompt_tokens, default=0) // num_seqs))
         captured = max(self.forms.verify_tokens, most_captured)
-        num_tokens = max(num_seqs * captured, self.options.chunk)
+        num_tokens = max(num_seqs * captured, self._chunk)
         steps = LargestSteps(num_seqs, num_tokens, self.max_kv_len, affordable * page_size, captured)
         most = steps.longest - max(0, steps.pages(page_size) - affordable // 2) * page_size
         return replace(steps, longest=min(steps.longest, max(most, page_size)))

@@ -16,6 +16,9 @@ from rocm_attn.errors import BadSetting
 from rocm_attn.machine.choices import AUTO, KV_DTYPES, KV_SCALES, POOLS, PROVIDERS
 from rocm_attn.runner.speculation.methods import NGRAM, OFF, require_method
 
+# Tokens of a step. A GPU reads all weights in each step, which few tokens do not keep busy.
+CHUNK_ON_GPU, CHUNK_ON_CPU = 8192, 512
+
 
 @dataclass(frozen=True, slots=True)
 class OptionText:
@@ -121,7 +124,14 @@ class EngineOptions:
         default_is="auto: token, or layer where the model brings factors",
     )
     max_batch_size: int = option(64, "sequences that run at a time", unit="SEQS", least=1)
-    chunk: int = option(512, "tokens of a step; a longer prompt takes several", unit="TOKENS", least=1)
+    chunk: int | None = option(
+        None,
+        "tokens of a step; a longer prompt takes several",
+        kind=int,
+        unit="TOKENS",
+        least=1,
+        default_is=f"{CHUNK_ON_GPU} on a GPU, {CHUNK_ON_CPU} on a CPU",
+    )
     graphs: bool = option(
         True,
         "record decode steps and replay them at padded sizes; a CPU does so in long runs, where it pays",
@@ -272,6 +282,12 @@ class EngineOptions:
     def rows_of_each(self) -> int:
         """Tokens of a sequence and step after which one may be picked."""
         return 1 + self.draft_tokens if self.speculates else 1
+
+    def chunk_on(self, device_type: str) -> int:
+        """chunk as it is, or as it is decided for a device."""
+        if self.chunk is not None:
+            return self.chunk
+        return CHUNK_ON_CPU if device_type == "cpu" else CHUNK_ON_GPU
 
     def steps_ahead_on(self, device_type: str) -> int:
         """steps_ahead as it is, or as it is decided for a device."""

@@ -106,4 +106,6 @@ def _ids(backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool) 
             f"character {error.start + 1} of the text is the surrogate U+{ord(text[error.start]):04X}, which is half "
             "of a character; give whole ones"
         ) from error
-    return [int(token) for token in backend.encode(text, add_special_tokens=add_special_tokens).ids]
+    # encode() would hold Python's lock all the while: for seconds, where a text has megabytes, no other thread ran.
+    (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    return [int(token) for token in encoding.ids]

@@ -86,7 +86,7 @@ class ServerOptions:
     drain_seconds: float = option(
         30.0, "how long after SIGTERM requests that were taken may go on before they are given up", unit="SECONDS"
     )
-    access_log: bool = option(False, "write a line for each request to stderr")
+    access_log: bool = option(False, "write a line for each request to stderr: time, client, request, status")
 
     def __post_init__(self) -> None:
         for name, (default, text) in option_texts(ServerOptions).items():

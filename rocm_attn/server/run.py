@@ -33,6 +33,18 @@ _BACKLOG = 2048
 # How long a connection may be idle: longer than clients and gateways keep one (OpenAI's 5 seconds, others up to 60), so
 # that they close it, and no request comes on one that the server closes at that moment.
 _IDLE_SECONDS = 75
+# Uvicorn's loggers. One level for all of them, as its log_level is, would keep back either a line for each request,
+# which is INFO, or none of what the server says of itself.
+_LOGGING = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(message)s"}},
+    "handlers": {"stderr": {"class": "logging.StreamHandler", "stream": "ext://sys.stderr", "formatter": "line"}},
+    "loggers": {
+        "uvicorn.error": {"handlers": ["stderr"], "level": "WARNING", "propagate": False},
+        "uvicorn.access": {"handlers": ["stderr"], "level": "INFO", "propagate": False},
+    },
+}
 # Of a kernel's timeout, a signed integer of 32 bits.
 _MOST_MILLISECONDS = 2**31 - 1
 
@@ -106,7 +118,7 @@ class Server(uvicorn.Server):
                 build_app(self.generations, model, keys),
                 lifespan="off",
                 ws="none",
-                log_level="warning",
+                log_config=_LOGGING,
                 access_log=model.options.access_log,
                 backlog=_BACKLOG,
                 server_header=False,

@@ -194,7 +194,7 @@ class ServedModel:
             Request(
                 prompt_token_ids=tuple(prompt),
                 max_new_tokens=max_new_tokens,
-                sampling=replace(sampling, seed=seed_of_choice(seed, choice)),
+                sampling=replace(sampling, seed=seed_of_answer(seed, place, choice)),
                 stop=body.stops,
                 stop_token_ids=tuple(body.stop_token_ids or ()),
                 ignore_eos=bool(body.ignore_eos),
@@ -203,7 +203,7 @@ class ServedModel:
                 constraint=constraint,
                 cache_salt=f"{salt}:{body.cache_salt}" if body.cache_salt else salt,
             )
-            for prompt in prompts
+            for place, prompt in enumerate(prompts)
             for choice in range(body.n or 1)
         ]
 
@@ -232,8 +232,11 @@ def _sampling(body: GenerationBody) -> Sampling:
     return Sampling(**{"temperature": 1.0, **said}, top_k=max(0, body.top_k or 0), logit_bias=body.biases)
 
 
-def seed_of_choice(seed: int, choice: int) -> int:
-    """The seed of one of n answers; the first one's is the request's own, modulo 2**64."""
-    if choice == 0:
+def seed_of_answer(seed: int, place: int, choice: int) -> int:
+    """The seed of one of n answers to the prompt at a place of the request; the very first one's is its own, mod 2**64.
+
+    Each answer draws by itself: with one seed for all prompts, equal prompts would get equal answers.
+    """
+    if place == choice == 0:
         return seed % 2**64
-    return int.from_bytes(hashlib.sha256(f"{seed}:{choice}".encode()).digest()[:8], "big")
+    return int.from_bytes(hashlib.sha256(f"{seed}:{place}:{choice}".encode()).digest()[:8], "big")

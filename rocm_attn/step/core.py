@@ -47,7 +47,7 @@ class StepCore:
         self.device = pool.device
         self.kinds = kinds = kinds.of_kernels(guards.launches.selection)
         self.head_weights = LayerHeadWeights(kinds.problems, self.device, guards.layers.new_head_weights)
-        self.ops = guards.launches.ops(ops_for(kinds.selections, on_cpu=self.device.type == "cpu"))
+        self.ops = guards.launches.ops(ops_for(kinds.selections, self.device))
         self.layers = Layers(kinds, pool, self.head_weights, self.ops, guards.layers)
         self.memory = StepMemory(kinds, table, self.device, guards.memory, mask_keys=mask_keys)
         self.moves = AcceptedMoves(kinds, table, pool, self.ops)

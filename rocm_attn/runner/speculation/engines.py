@@ -34,7 +34,8 @@ def served(model: Model, drafting: Drafting, options: EngineOptions, runtime: At
     """The model that steps run: one that hands its rows over where a head drafts."""
     if not isinstance(drafting, EagleWeights | Eagle3Weights):
         return model
-    most = max(options.chunk + options.max_batch_size, runtime.padding.seqs.largest * options.rows_of_each)
+    chunk = options.chunk_on(runtime.device.type)
+    most = max(chunk + options.max_batch_size, runtime.padding.seqs.largest * options.rows_of_each)
     return HandingOver(model, most, drafting.layers if isinstance(drafting, Eagle3Weights) else ())
 
 
@@ -127,7 +128,7 @@ def model_drafter(
     drafting, its_own = _runtime_of(small, options, runtime, few)
     model = SmallModel(model_over(drafting, small, its_own))
     runners = DraftRunners(drafting, model, options, vocabulary=small.config.vocab_size)
-    return ModelDrafter(runners, drafting.table, chunk=options.chunk, few=few)
+    return ModelDrafter(runners, drafting.table, chunk=options.chunk_on(runtime.device.type), few=few)
 
 
 def eagle_drafter(

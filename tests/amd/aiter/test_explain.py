@@ -83,6 +83,31 @@ def run(capsys: pytest.CaptureFixture[str], model: str, *options: str) -> tuple[
     return code, *capsys.readouterr()
 
 
+# Phi-3-medium-128k: its window is as long as its context.
+PHI3_MEDIUM = {
+    "architectures": ["Phi3ForCausalLM"],
+    "hidden_size": 5120,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 40,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 10,
+    "original_max_position_embeddings": 4096,
+    "sliding_window": 131072,
+}
+
+
+@pytest.mark.parametrize(("window", "is_window"), [(131071, True), (131072, False), (262144, False)])
+def test_a_window_that_is_no_shorter_than_the_context_is_no_window(
+    window: int, is_window: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**PHI3_MEDIUM, "sliding_window": window}))
+    assert main(["explain", str(tmp_path), "--arch", "gfx942"]) == 0
+    text = capsys.readouterr().out
+    assert ("it has no sliding window" in text) == is_window
+    assert ("  decode: aiter.paged_attention_ragged\n" in text) != is_window
+    assert ("  shared: triton.shared_prefix\n" in text) != is_window
+
+
 def test_releases_may_be_named_and_decide(capsys: pytest.CaptureFixture[str]) -> None:
     on_7_0 = ("llama-3-8b", "--arch", "gfx950", "--rocm-release", "7.0")
     _, printed, _ = run(capsys, *on_7_0)

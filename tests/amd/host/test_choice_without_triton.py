@@ -1,9 +1,14 @@
-"""A kernel of Triton's is chosen, described and sized where Triton is not imported: it is needed by launches alone."""
+"""A kernel of Triton's is chosen, described and sized where Triton is not there: it is needed by launches alone."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+
+import pytest
+
+from rocm_attn.cli import DONE, FAILED, main
+from tests.amd.house.source_tree import ROOT
 
 CHOICE = """
 import sys
@@ -33,3 +38,58 @@ assert "triton" in sys.modules
 def test_triton_is_imported_by_the_first_launch_and_not_by_the_choice() -> None:
     done = subprocess.run([sys.executable, "-c", CHOICE], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+# The command line where no Triton is installed.
+COMMANDS = """
+import sys
+sys.modules["triton"] = None
+from rocm_attn.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def without_triton(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """What a command ends with and says."""
+    command = [sys.executable, "-c", COMMANDS, *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def config_of(model: str) -> str:
+    """The place of a published config."""
+    return str(ROOT / "tests/amd/aiter/configs" / f"{model}.json")
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("llama-3-8b", ("--arch", "gfx942")),
+        ("llama-3-8b", ("--arch", "gfx950", "--deterministic", "--split-steps")),
+        ("gpt-oss-120b", ("--arch", "gfx942", "--provider", "triton", "--drafts", "3x4")),
+        (
+            "deepseek-v3",
+            (
+                "--arch",
+                "sm_90",
+            ),
+        ),
+    ],
+)
+def test_a_capture_is_planned_without_triton_as_with_it(
+    model: str, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ("--max-batch-size", "8", "--max-kv-len", "4096", "--triton-release", "3.9.0")
+    command = ("capture-plan", config_of(model), *sizes, *options)
+    done = without_triton(*command)
+    assert (done.returncode, done.stderr) == (DONE, "")
+    assert main(command) == DONE
+    assert done.stdout == capsys.readouterr().out
+
+
+def test_prewarm_says_in_a_sentence_that_it_needs_triton() -> None:
+    done = without_triton("prewarm", config_of("llama-3-8b"), "--arch", "gfx942")
+    assert (done.returncode, done.stdout) == (FAILED, "")
+    *_, sentence = done.stderr.splitlines()
+    assert sentence.startswith("rocm-attn: triton is not installed; it compiles kernels, and torch for a GPU ")
+    assert sentence.endswith("run: pip install triton")
+    assert "Traceback" not in done.stderr

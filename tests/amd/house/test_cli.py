@@ -319,7 +319,8 @@ def test_an_interrupt_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: p
 def test_a_missing_extra_names_the_remedy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert main(["generate", "x"]) == FAILED
-    assert "gguf is not installed; run: pip install 'rocm-attn[cli]'" in capsys.readouterr().err
+    remedy = "gguf is not installed; run in a checkout of rocm_attn: pip install '.[cli]'"
+    assert capsys.readouterr().err.splitlines()[-1] == f"rocm-attn: {remedy}"
 
 
 def test_texts_that_grow_together_are_printed_one_after_the_other() -> None:

@@ -6,7 +6,7 @@ import ast
 import re
 import xml.etree.ElementTree as ET
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -147,6 +147,51 @@ def test_the_page_on_faults_explains_every_bit_of_the_error_word() -> None:
     assert Counter(explained) == Counter(bits)
 
 
+# Whoever takes this name first on an index would be installed by it. Extras of the project may ask for each other.
+NAMED_TO_PIP = re.compile(
+    r"pip3? (?:install|download|wheel)\b[^\n`#]*?(?<![\w./-])rocm[-_]attn(?![\w./]|-\d)|(?<![\w./-])rocm[-_]attn\[",
+    re.IGNORECASE,
+)
+FOLDERS = (".ci", ".github", "benchmarks", "docker", "docs", "hip_graphs", "kernels", "rocm_attn", "scripts", "tests")
+
+
+def texts_of_the_tree() -> dict[str, str]:
+    """Every text that people read or a script runs, by its place."""
+    found = {}
+    for path in (*ROOT.iterdir(), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*"))):
+        if path.is_file():
+            with suppress(UnicodeDecodeError):
+                found[path.relative_to(ROOT).as_posix()] = path.read_text()
+    return found
+
+
+def test_nobody_is_told_to_install_a_name_that_is_on_no_index() -> None:
+    texts = texts_of_the_tree()
+    assert {"README.md", "docs/vllm.md", "docker/Dockerfile", "scripts/demo.sh", ".ci/run"} <= set(texts)
+    itself = {"pyproject.toml", Path(__file__).relative_to(ROOT).as_posix()}
+    said = {
+        place: found for place, text in texts.items() if place not in itself and (found := NAMED_TO_PIP.findall(text))
+    }
+    assert said == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "is_refused"),
+    [
+        ("pip install rocm-attn", True),
+        ("python -m pip install --quiet 'ROCm_attn==0.1'", True),
+        ("run: pip install 'rocm-attn[{extra}]'", True),
+        ("It needs the extra `rocm-attn[serve]`", True),
+        ("pip install --no-deps .   # in a checkout of rocm_attn", False),
+        ("pip install '.[serve]'", False),
+        ("pip install --no-deps /wheels/rocm_attn-0.1.0-py3-none-any.whl", False),
+        ("`pip install triton` where rocm-attn compiles", False),
+    ],
+)
+def test_the_name_is_found_where_pip_would_take_it(text: str, is_refused: bool) -> None:
+    assert bool(NAMED_TO_PIP.search(text)) == is_refused
+
+
 @each_page
 def test_a_page_uses_plain_words(page: Path) -> None:
     assert re.findall(NOT_PLAIN, prose(page), re.IGNORECASE) == []
@@ -180,14 +225,30 @@ def load_tiny(path: str, *, dtype: torch.dtype, device: torch.device, ranks: Ran
     return tiny_model(context_len=512, dtype=dtype, device=device, tokenizer=word_tokenizer(), ranks=ranks)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if "```python" in page.read_text()], ids=name_of)
+def program_of(page: Path) -> str:
+    """A page's blocks as one program: a class may go on in the next block."""
+    return "\n".join(re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE))
+
+
+each_page_with_code = pytest.mark.parametrize("page", [page for page in PAGES if program_of(page)], ids=name_of)
+
+
+@each_page_with_code
+def test_the_code_of_a_page_uses_what_it_defines(page: Path) -> None:
+    """A function that is never called would not be tested by the page's run."""
+    tree = ast.parse(program_of(page))
+    defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    assert defined - used == set()
+
+
+@each_page_with_code
 def test_the_code_of_a_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its blocks are one program, and a class may go on in the next block; what they promise they assert themselves.
+    """The page asserts its promises itself.
 
     A tiny model stands for any other, and a server of it for the one that a page speaks to.
     """
-    blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
-    text = "\n".join(blocks)
+    text = program_of(page)
     with against_a_server(text) if ADDRESS in text else nullcontext(text) as program:
         monkeypatch.setattr(rocm_attn, "load_model", load_tiny)
         exec(compile(program, name_of(page), "exec", dont_inherit=True), {"__name__": "__main__"})

@@ -5,9 +5,12 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
+
 from tests.amd.house.source_tree import ROOT, python_files, sources
 
 MAX_LINES = 700
+IN_KERNELS = ("None", "tl.const", "tl.constexpr", "gl.constexpr")  # annotations that Triton reads
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -53,6 +56,50 @@ def test_every_function_but_the_jitted_ones_is_typed() -> None:
             untyped = [argument.arg for argument in arguments if not argument.annotation]
             assert set(untyped) <= {"self", "cls"}, f"{source.module}:{node.lineno} {node.name}: {untyped}"
             assert node.returns, f"{source.module}:{node.lineno} {node.name} has no return type"
+
+
+def refused_annotations(tree: ast.Module) -> list[str]:
+    """Annotations in jitted functions that Triton would look up among the names that a kernel uses, and refuse."""
+    refused = []
+    for function in ast.walk(tree):
+        if not isinstance(function, Function) or not is_jitted(function):
+            continue
+        is_python = any(ast.unparse(decorator) == "constexpr_function" for decorator in function.decorator_list)
+        for node in ast.walk(function):
+            annotation = getattr(node, "annotation", None) or getattr(node, "returns", None)
+            text = ast.unparse(annotation) if annotation else "None"
+            if text == "Any" if is_python else text not in IN_KERNELS:
+                refused.append(f"{function.name}: {text}")
+    return refused
+
+
+def test_annotations_in_jitted_functions_are_those_that_triton_reads() -> None:
+    """Triton looks up every name in a kernel's text, annotations included, and takes no function that is not jitted.
+
+    `Any` of Python 3.10 can be called, so functions of constants cannot name it either; they may name classes.
+    """
+    refused = {
+        str(path.relative_to(ROOT)): found
+        for path in every_python_file()
+        if (found := refused_annotations(ast.parse(path.read_text(), str(path))))
+    }
+    assert refused == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "refused"),
+    [
+        ("@triton.jit\ndef f(x: Any): pass", ["f: Any"]),
+        ("@triton.jit\ndef f(x: int, *, N: tl.constexpr): pass", ["f: int"]),
+        ("@gluon.jit(do_not_specialize=['x'])\ndef f(x, G: gl.constexpr) -> int: pass", ["f: int"]),
+        ("@triton.jit\ndef f(x):\n    y: Any = x\n    N: tl.constexpr = 4", ["f: Any"]),
+        ("@constexpr_function\ndef f(n: int) -> Any: pass", ["f: Any"]),
+        ("@constexpr_function\ndef f(n: int) -> tl.dtype: pass", []),
+        ("@triton.jit\ndef f(x: tl.const, N: tl.constexpr) -> None: pass\ndef g(x: Any) -> Any: pass", []),
+    ],
+)
+def test_annotations_that_triton_does_not_read_are_found(text: str, refused: list[str]) -> None:
+    assert refused_annotations(ast.parse(text)) == refused
 
 
 def test_what_kernels_are_compiled_for_has_no_strings() -> None:

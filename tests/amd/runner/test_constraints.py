@@ -207,7 +207,7 @@ def test_what_a_constraint_needs_is_said(loaded: LoadedModel, monkeypatch: pytes
         replace(request, ignore_eos=True)
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(
-        BadRequest, match=r"need the library llguidance, which is not installed: pip install 'rocm-attn"
+        BadRequest, match=r"need the library llguidance, which is not installed; run in a checkout of rocm_attn: pip"
     ):
         Engine(loaded, BASE).submit(request)
 

@@ -19,6 +19,7 @@ from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadRequest, BadSetting, CapacityExceeded, Unsupported
 from rocm_attn.hip_graphs.fake_recorder import FakeRecording
 from rocm_attn.runner.engine import Engine
+from rocm_attn.runner.engine_runtime import prompt_sizes
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.model import Model
 from rocm_attn.runner.options import EngineOptions
@@ -425,3 +426,14 @@ def test_the_report_says_what_runs_and_what_waits(loaded: LoadedModel) -> None:
     metrics = served.report().metrics
     assert (metrics.running, metrics.waiting) == (2, 3)
     assert 0 < metrics.pages_in_use < metrics.usable_pages == served.runtime.table.num_usable_pages
+
+
+def test_a_step_has_8192_tokens_on_a_gpu_and_512_on_a_cpu(loaded: LoadedModel) -> None:
+    assert [EngineOptions().chunk_on(kind) for kind in ("cpu", "cuda")] == [512, 8192]
+    assert [EngineOptions(chunk=7).chunk_on(kind) for kind in ("cpu", "cuda")] == [7, 7]
+    kind = loaded.weights.device.type
+    assert engine(loaded, chunk=None).report().chunk == EngineOptions().chunk_on(kind)
+
+
+def test_steps_with_many_new_tokens_are_no_graphs() -> None:
+    assert [prompt_sizes(chunk) for chunk in (1, 300, 512, 8192)] == [(), (75, 300), (128, 512), (128, 512)]

@@ -46,6 +46,29 @@ def trained() -> tokenizers.Tokenizer:
     return tokenizer
 
 
+class Unlocking:
+    """A backend as it is, without the call that holds Python's lock while it works."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self._backend = backend
+
+    def __getattr__(self, name: str) -> Any:
+        assert name not in ("encode", "encode_batch"), f"{name}() holds Python's lock, or looks for offsets too"
+        return getattr(self._backend, name)
+
+
+@pytest.mark.parametrize("bos", [None, 1])
+def test_texts_are_split_without_pythons_lock(trained: tokenizers.Tokenizer, bos: int | None) -> None:
+    """A text of megabytes takes seconds; meanwhile a server's other threads run."""
+    backend: Any = Unlocking(trained)
+    template = ChatTemplate("{% for m in messages %}<|start|>{{ m.content }}<|end|>{% endfor %}", {})
+    ours = Tokenizer(backend, bos, template)
+    for given_text in TEXTS:
+        assert ours.encode(given_text) == ([] if bos is None else [bos]) + trained.encode(given_text).ids
+        whole = f"<|start|>{given_text}<|end|>"
+        assert ours.encode_chat(given_text) == trained.encode(whole, add_special_tokens=False).ids
+
+
 def gguf_fields(tokenizer: tokenizers.Tokenizer, **changes: Any) -> Fields:
     """GGUF metadata of a byte-level BPE."""
     model = json.loads(tokenizer.to_str())["model"]

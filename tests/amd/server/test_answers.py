@@ -12,7 +12,7 @@ from rocm_attn.runner.engine import Engine
 from rocm_attn.runner.loading import LoadedModel
 from rocm_attn.runner.request import Completion, Request
 from rocm_attn.runner.sampling_options import Sampling
-from rocm_attn.server.served_model import seed_of_choice
+from rocm_attn.server.served_model import seed_of_answer
 from tests.amd.runner.async_engines import engine
 from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
 from tests.amd.server.running import NAME, Running, running
@@ -91,13 +91,25 @@ def test_a_stream_is_the_whole_answer_in_pieces(seed: int, client: openai.OpenAI
         for choice in chunk.choices:
             texts[choice.index] += choice.text
             reasons[choice.index] = choice.finish_reason
-    sampled = [Sampling(temperature=0.9, seed=seed_of_choice(seed, choice)) for choice in range(3)]
+    sampled = [Sampling(temperature=0.9, seed=seed_of_answer(seed, 0, choice)) for choice in range(3)]
     expected = [generated(direct, (9, 12, 33), 12, sampling=each) for each in sampled]
     assert texts == [each.text for each in whole.choices] == [each.text for each in expected]
     assert reasons == ["length"] * 3
     assert usage[-1] == whole.usage
     assert set(usage[:-1]) == {None}
     assert len(set(texts)) == 3, "each choice draws for itself"
+
+
+def test_each_prompt_of_a_list_draws_for_itself(client: openai.OpenAI, direct: Engine) -> None:
+    asked: dict[str, Any] = {"model": NAME, "prompt": [PROMPT] * 3, "max_tokens": 12, "temperature": 0.9}
+    texts = [each.text for each in client.completions.create(**asked, seed=5, n=2).choices]
+    seeds = [seed_of_answer(5, place, choice) for place in range(3) for choice in range(2)]
+    assert seeds[0] == 5
+    sampled = [Sampling(temperature=0.9, seed=seed) for seed in seeds]
+    assert texts == [generated(direct, (9, 12, 33), 12, sampling=each).text for each in sampled]
+    assert len(set(texts)) == 6
+    drawn = [each.text for each in client.completions.create(**asked).choices]
+    assert len(set(drawn)) == 3, "without a seed, too"
 
 
 def test_a_conversation_is_written_by_the_models_template(client: openai.OpenAI, direct: Engine) -> None:

@@ -6,8 +6,10 @@ import asyncio
 import http.client
 import json
 import math
+import re
 import signal
 import socket
+import urllib.error
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +105,18 @@ def test_a_signal_lets_what_was_taken_end_and_a_second_one_does_not(number: sign
         server.wait_for("shutting down")
         server.send(number)
         assert server.end() == 128 + number
+
+
+@pytest.mark.parametrize("flags", [(), ("--access-log",)], ids=["without", "with"])
+def test_each_request_is_a_line_on_stderr_where_that_is_asked_for(flags: tuple[str, ...], model: Path) -> None:
+    with served(model, *flags) as server:
+        assert text(server)
+        server.get("/health")
+        with pytest.raises(urllib.error.HTTPError):
+            server.get("/nowhere")
+    lines = [re.sub(r".* INFO 127\.0\.0\.1:\d+ - ", "", line) for line in server.log if " HTTP/1.1" in line]
+    completion, health = '"POST /v1/completions HTTP/1.1" 200', '"GET /health HTTP/1.1" 200'
+    assert lines == ([completion, health, '"GET /nowhere HTTP/1.1" 404'] if flags else [])
 
 
 def test_an_address_that_is_taken_is_named_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,7 +61,7 @@ class _Called:
     def layers(self) -> LayerCalls:
         """Of the step that runs. Raises WrongState."""
         owner = self.owner
-        return owner.running(self._half) if isinstance(owner, AttentionRuntime) else owner
+        return owner.running(self._half) if isinstance(owner, AttentionRuntime) else owner.layers
 
     def v_of(self, layer: int, k: Tensor, v: Tensor | None) -> Tensor:
         """V of a layer; where none is given, the first part of k, as of latent layers."""

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_batch import INT32_MAX
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadProblem, BadSetting, BadTensor, DeviceFault, NeverFits, WrongState
@@ -283,14 +282,7 @@ class ExternalAttention:
                 f"{bounds.num_seqs} sequences are to be captured, built for {self.bounds.num_seqs}; raise num_seqs"
             )
         self.pages.require_bound()
-        num_seqs, num_tokens = bounds.num_seqs, bounds.sealed_tokens
-        for core in self._cores.values():
-            kinds = [StepKind.EXTEND, StepKind.MIXED]
-            if any(problem.custom_mask for problem in core.kinds.problems):
-                kinds.append(StepKind.MASKED)
-            shapes = [PaddedShape(kind, num_seqs, num_tokens) for kind in kinds]
-            with on_device(self.device):
-                core.seal([PaddedShape(StepKind.DECODE, num_seqs, num_seqs), *shapes])
+        self._runs.seal(bounds.num_seqs, bounds.sealed_tokens)
         gate.is_sealed = True
 
     def begin(self, step: ExternalStep) -> StepPlan:
@@ -302,7 +294,7 @@ class ExternalAttention:
         gate = self._gate
         had_it = gate.enter()
         try:
-            run = self._runs.of(step, is_sealed=gate.is_sealed)
+            run = self._runs.of(step)
             with on_device(self.device):
                 publisher = self._publisher
                 slot = publisher.hear()

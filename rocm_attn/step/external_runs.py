@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadTensor, NeverFits, Unsupported, WrongState
 from rocm_attn.kernels.metadata.engine_tensors import LengthBounds, PublishedLengths
+from rocm_attn.machine.devices import on_device
 from rocm_attn.paging.adopted import AdoptedTables
 from rocm_attn.providers.contract import Baked
 from rocm_attn.step.core import StepCore
@@ -61,6 +63,18 @@ class ExternalRuns:
         self._kept: dict[tuple[object, ...], ExternalRun] = {}
         self._kept_at: tuple[object, ...] = ()
         self._changes_seen = 0
+        self._is_sealed = False
+
+    def seal(self, num_seqs: int, num_tokens: int) -> None:
+        """Fix the addresses that graphs read, with room for steps that are padded to so many, and smaller ones."""
+        for core in self._cores.values():
+            kinds = [StepKind.EXTEND, StepKind.MIXED]
+            if any(problem.custom_mask for problem in core.kinds.problems):
+                kinds.append(StepKind.MASKED)
+            shapes = [PaddedShape(kind, num_seqs, num_tokens) for kind in kinds]
+            with on_device(self._device):
+                core.seal([PaddedShape(StepKind.DECODE, num_seqs, num_seqs), *shapes])
+        self._is_sealed = True
 
     def core(self, causality: Causality) -> StepCore:
         """What runs the steps of a causality. Raises WrongState."""
@@ -73,7 +87,7 @@ class ExternalRuns:
             )
         return core
 
-    def of(self, step: ExternalStep, *, is_sealed: bool) -> ExternalRun:
+    def of(self, step: ExternalStep) -> ExternalRun:
         """How a step runs: kept for captured ones, and for the latest of others.
 
         Raises NeverFits, WrongState, Unsupported, BadTensor.
@@ -85,7 +99,7 @@ class ExternalRuns:
         kept = self._captured if step.captured else self._kept
         run = kept.get(key)
         if run is None or (not step.captured and self._kept_at != run.core.memory.epochs):
-            self._check(step, is_sealed=is_sealed)
+            self._check(step)
             run = self._new_run(step, max_kv_len)
             if not step.captured and (len(kept) >= _MOST_KEPT or self._kept_at != run.core.memory.epochs):
                 kept.clear()
@@ -111,7 +125,13 @@ class ExternalRuns:
             max_q_len = q_len_bucket(max_q_len)
         plan = core.plan(shape, max_q_len=max_q_len, max_kv_len=max_kv_len, may_capture=step.captured)
         _check_plan(plan, captured=step.captured)
-        (device_step,) = core.memory.new_device_steps(plan)
+        try:
+            (device_step,) = core.memory.new_device_steps(plan)
+        except NeverFits as error:  # of captured steps alone: others get more memory
+            raise NeverFits(
+                f"a captured step of {shape.num_seqs} sequences and {shape.num_tokens} tokens is larger than seal() "
+                "has made room for; give it larger bounds"
+            ) from error
         bounds = LengthBounds(
             num_rows=self._tables.num_rows,
             kv_len=max_kv_len,
@@ -138,16 +158,20 @@ class ExternalRuns:
             gathered=self._tables.gathered,
         )
 
-    def _check(self, step: ExternalStep, *, is_sealed: bool) -> None:
+    def _check(self, step: ExternalStep) -> None:
         """Refuse a step that was not built for."""
-        for name, padded, most in (
-            ("sequences", step.shape.num_seqs, self._num_seqs),
-            ("tokens", step.shape.num_tokens, self._num_tokens),
-        ):
-            if padded > most:
-                field = "num_seqs" if name == "sequences" else "num_tokens"
-                raise NeverFits(f"the step is padded to {padded} {name}, built for {most}; raise {field} of the bounds")
-        if step.captured and not is_sealed:
+        shape = step.shape
+        if shape.num_seqs > self._num_seqs:
+            raise NeverFits(
+                f"the step is padded to {shape.num_seqs} sequences, built for {self._num_seqs}; "
+                "raise num_seqs of the bounds"
+            )
+        if shape.num_tokens > self._num_tokens:
+            raise NeverFits(
+                f"the step is padded to {shape.num_tokens} tokens, built for {self._num_tokens}; "
+                "raise num_tokens of the bounds"
+            )
+        if step.captured and not self._is_sealed:
             raise WrongState("graphs would read memory that may move; call seal() before the first captured step")
         core = self.core(step.causality)
         if not isinstance(step.mask, NoCells) and not any(p.custom_mask for p in core.kinds.problems):

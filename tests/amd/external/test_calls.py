@@ -330,6 +330,34 @@ def test_calls_out_of_order_are_refused(device: torch.device, provider: str) -> 
         engine.run([engine.admit()], [1], pads=16)
 
 
+def test_a_step_of_more_tokens_than_the_bounds_is_refused(device: torch.device, provider: str) -> None:
+    engine = VLLM(PAGE, device=device, provider=provider)
+    first, second = engine.admit(), engine.admit()
+    with pytest.raises(CapacityExceeded, match="padded to 129 tokens, built for 128; raise num_tokens of the bounds"):
+        engine.run([first, second], [90, 30], pads=9)
+    engine.run([first, second], [90, 30], pads=8)
+
+
+def test_bounds_without_tokens_are_those_of_any_step_and_seal_makes_room_for_decode(
+    device: torch.device, provider: str
+) -> None:
+    engine = VLLM(PAGE, device=device, provider=provider)
+    engine.attention = ExternalAttention(
+        [LayerSource(problem())],
+        engine.sources(),
+        device=device,
+        bounds=Bounds(num_seqs=16, kv_len=96, num_pages=engine.num_pages),
+        options=ExternalOptions(provider=provider, page_strides=True),
+    )
+    engine.attention.pages.bind(0, *engine.pages[0])
+    engine.attention.seal()
+    requests = [engine.admit(), engine.admit()]
+    engine.run(requests, [90, 80])
+    engine.capture(16).run(requests)
+    with pytest.raises(CapacityExceeded, match=r"32 tokens is larger than seal\(\) has made room for"):
+        engine.capture(16, width=2)
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [

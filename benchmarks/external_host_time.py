@@ -85,13 +85,13 @@ def measure(page_size: int, tables: Mapping[Space, Source]) -> dict[str, float]:
     ]
     launches = LaunchGuards(pads=_launch_nothing, v_mask=_attend_nothing)
     guards = Guards(step=StepGuards(launches=launches), publishing=PublishingGuards(new_echo_check=EchoIgnored))
-    bounds = Bounds(NUM_SEQS, NUM_SEQS, MAX_KV_LEN, 64)
+    bounds = Bounds(num_seqs=NUM_SEQS, kv_len=MAX_KV_LEN, num_pages=64)
     attention = ExternalAttention(
         layers, tables, device="cpu", bounds=bounds, options=ExternalOptions(provider="torch"), guards=guards
     )
     pages = torch.zeros(64, page_size, 8, 128, dtype=torch.bfloat16)
     for layer in range(len(layers)):
-        attention.bind(layer, pages, pages)
+        attention.pages.bind(layer, pages, pages)
     attention.seal()
     lengths, rows = torch.ones(NUM_SEQS, dtype=torch.int64), torch.arange(NUM_SEQS)
     step = ExternalStep(
@@ -105,8 +105,8 @@ def measure(page_size: int, tables: Mapping[Space, Source]) -> dict[str, float]:
     return {
         "begin": _median_us(lambda: attention.begin(step)),
         "fill": _median_us(lambda: attention.fill(slots)),
-        "store": _median_us(lambda: attention.store(0, kv, kv)),
-        "attend": _median_us(lambda: attention.attend(0, q, out)),
+        "store": _median_us(lambda: attention.layers.store(0, kv, kv)),
+        "attend": _median_us(lambda: attention.layers.attend(0, q, out)),
     }
 
 

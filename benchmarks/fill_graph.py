@@ -39,11 +39,11 @@ def measure(num_seqs: int, windows: tuple[int, ...]) -> dict[str, object]:
         [LayerSource(replace(problem, window_left=window)) for window in windows],
         TableSource(table),
         device=_DEVICE,
-        bounds=Bounds(num_seqs, num_seqs, _KV_LEN, num_seqs * pages_of_seq),
+        bounds=Bounds(num_seqs=num_seqs, kv_len=_KV_LEN, num_pages=num_seqs * pages_of_seq),
     )
     pages = torch.zeros(num_seqs * pages_of_seq, _PAGE_SIZE, 8, 128, dtype=torch.bfloat16, device=_DEVICE)
     for layer in range(len(windows)):
-        attention.bind(layer, pages, pages)
+        attention.pages.bind(layer, pages, pages)
     attention.seal()
     kv_len = torch.randint(1, _KV_LEN, (num_seqs,), dtype=torch.int32, device=_DEVICE)
     places = (kv_len - 1).long()

@@ -8,8 +8,8 @@ tell: on a CPU a host tensor looks like a device tensor, so a replay sees a chan
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
 import torch
@@ -18,7 +18,7 @@ from rocm_attn.hip_graphs.collectives import waited_for
 from rocm_attn.hip_graphs.frozen_ops import Replayed
 from rocm_attn.hip_graphs.host_pool import HostPool
 from rocm_attn.hip_graphs.record_guard import RecordGuard
-from rocm_attn.hip_graphs.recorder import InTurn, Recording
+from rocm_attn.hip_graphs.recorder import InTurn, Recording, refuse_unfinished
 from rocm_attn.hip_graphs.tape import Tape, Thunk, require_unmoved
 from rocm_attn.hip_graphs.tensor_trees import map_tensors
 
@@ -30,20 +30,25 @@ ObserveLaunches = Callable[[Callable[[Thunk], None]], AbstractContextManager[Non
 class FakeRecording:
     """Operations and launches with fixed scalars and addresses."""
 
-    def __init__(
-        self,
-        operations: list[Replayed],
-        storages: dict[int, Callable[[], int]],
-        num_bytes: int,
-        kept: object,
-    ) -> None:
-        self.bytes = num_bytes
+    def __init__(self, operations: list[Replayed], storages: dict[int, Callable[[], int]]) -> None:
+        self.bytes = 0
         self._operations = operations
         self._storages = storages
+        self._is_whole = False
+        self._kept: object = None
+
+    def finish(self, num_bytes: int) -> None:
+        """All is recorded."""
+        self.bytes, self._is_whole = num_bytes, True
+
+    def keep(self, kept: object) -> None:
+        """Hold what it was recorded from."""
         self._kept = kept
 
     def replay(self) -> None:
         """Does every operation again, in order, into the memory that it was recorded in. Raises StaleRecording."""
+        if not self._is_whole:
+            refuse_unfinished()
         require_unmoved(self._storages)
         with torch.inference_mode():
             for operation in self._operations:
@@ -64,30 +69,41 @@ class FakeRecorder:
 
     def record(self, fn: Callable[[], T]) -> tuple[FakeRecording, T]:
         """As Recorder.record; fn runs twice."""
+        # Lazily made tables and the like must exist before, as for a device, whose first launches load modules.
+        with torch.no_grad():
+            map_tensors(waited_for, fn())
+        with self.capture() as recording:
+            outputs = map_tensors(waited_for, fn())
+        recording.keep((fn, outputs))
+        return recording, outputs
+
+    @contextmanager
+    def capture(self) -> Iterator[FakeRecording]:
+        """As Recorder.capture."""
         guard = RecordGuard(torch.device("cpu"))
         tape = Tape(self._pool)
+        recording = FakeRecording(tape.operations, tape.storages)
 
         def observe(thunk: Thunk) -> None:
             with guard.lifted():
                 tape.note_launch(thunk)
 
         bytes_before = self._pool.bytes
-        with torch.no_grad():
-            # Lazily made tables and the like must exist before, as for a device, whose first launches load modules.
-            map_tensors(waited_for, fn())
-            with tape, guard, self._observe_launches(observe):
-                outputs = map_tensors(waited_for, fn())
+        with torch.no_grad(), tape, guard, self._observe_launches(observe):
+            yield recording
         self._pool.poison_taken()
-        recording = FakeRecording(tape.operations, tape.storages, self._pool.bytes - bytes_before, kept=(fn, outputs))
+        recording.finish(self._pool.bytes - bytes_before)
         self._live.add(recording)
-        return recording, outputs
 
     def record_launches(self, fn: Callable[[], object]) -> FakeRecording:
         """As Joiner.record_launches."""
         tape = Tape(self._pool)
         with torch.no_grad(), self._observe_launches(tape.keep_launch):
             fn()
-        return FakeRecording(tape.operations, tape.storages, 0, kept=fn)
+        recording = FakeRecording(tape.operations, tape.storages)
+        recording.finish(0)
+        recording.keep(fn)
+        return recording
 
     def join(self, recordings: Sequence[Recording]) -> InTurn:
         """As Joiner.join."""

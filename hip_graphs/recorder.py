@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Protocol, TypeVar
+
+from rocm_attn.hip_graphs.errors import RecordingRefused
 
 T = TypeVar("T")
 
@@ -43,6 +46,34 @@ class Recorder(Protocol):
     def release_memory(self) -> None:
         """Gives back the memory of recordings that were dropped. No replay may be in flight."""
         ...
+
+
+class GraphRecorder(Recorder, Protocol):
+    """A recorder for those who keep graphs of their own."""
+
+    def capture(self) -> AbstractContextManager[Recording]:
+        """Records what a block does, once, as torch.cuda.graph does; for those who keep graphs of their own.
+
+            with recorder.capture() as graph:
+                out = forward(x)
+            x.copy_(next_x)
+            graph.replay()
+
+        Run the same before, to warm up: nothing is here. What the block makes holds garbage until the first replay,
+        which is refused before the block has ended. Keep every tensor that the block reads or makes and that is
+        wanted for as long as the recording is replayed.
+        Raises RecordingRefused out of the block where it asks for what cannot be replayed; the recorder can be used
+        again then, and the recording cannot.
+        """
+        ...
+
+
+def refuse_unfinished() -> None:
+    """In the place of a replay, before the block of a capture has ended. Raises RecordingRefused."""
+    raise RecordingRefused(
+        "the block of this capture has not ended, or was refused; replay a recording after its block, and record anew "
+        "after a refusal"
+    )
 
 
 class Joiner(Protocol):

@@ -16,7 +16,7 @@ import torch
 from rocm_attn.hip_graphs.driver_graphs import DriverGraph, DriverRefused, GraphCalls, graph_calls
 from rocm_attn.hip_graphs.plain_launch import Here, PlainLaunch, is_known
 from rocm_attn.hip_graphs.record_guard import RecordGuard
-from rocm_attn.hip_graphs.recorder import InTurn, Recording, counted_as, uncounted
+from rocm_attn.hip_graphs.recorder import InTurn, Recording, counted_as, refuse_unfinished, uncounted
 
 T = TypeVar("T")
 
@@ -27,12 +27,21 @@ _GIVES_READY_GRAPHS = hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph_exec") and i
 
 
 class TorchRecording:
-    """A captured graph of a device, with strong references to all that it was captured from."""
+    """A captured graph of a device, with strong references to what it was captured from."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, device: torch.device, num_bytes: int, kept: object) -> None:
-        self.bytes = num_bytes
-        self.replay = _replay_of(graph, device)  # on the stream that is current then
+    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+        self.bytes = 0
+        self.replay: Callable[[], None] = refuse_unfinished
         self.graph = graph
+        self._kept: object = None
+
+    def finish(self, device: torch.device, num_bytes: int) -> None:
+        """The graph is instantiated."""
+        self.bytes = num_bytes
+        self.replay = _replay_of(self.graph, device)  # on the stream that is current then
+
+    def keep(self, kept: object) -> None:
+        """Hold what it was captured from."""
         self._kept = kept
 
 
@@ -78,16 +87,18 @@ class TorchRecorder:
         """As Recorder.record; fn runs twice on the device and once more for the capture."""
         with self._on_own_stream():
             self._warm_up(fn)
-            recording, outputs = self._capture(fn)
-        self._live.add(recording)
-        return recording, outputs
+            return self._captured(fn)
+
+    @contextmanager
+    def capture(self) -> Iterator[TorchRecording]:
+        """As Recorder.capture."""
+        with self._on_own_stream(), self._capturing() as recording:
+            yield recording
 
     def record_launches(self, fn: Callable[[], object]) -> TorchRecording:
         """As Joiner.record_launches."""
         with self._on_own_stream():
-            recording, _ = self._capture(fn)
-        self._live.add(recording)
-        return recording
+            return self._captured(fn)[0]
 
     @contextmanager
     def _on_own_stream(self) -> Iterator[None]:
@@ -132,8 +143,16 @@ class TorchRecorder:
                 fn()
         self._stream.synchronize()
 
-    def _capture(self, fn: Callable[[], T]) -> tuple[TorchRecording, T]:
+    def _captured(self, fn: Callable[[], T]) -> tuple[TorchRecording, T]:
+        with self._capturing() as recording:
+            outputs = fn()
+        recording.keep((fn, outputs))
+        return recording, outputs
+
+    @contextmanager
+    def _capturing(self) -> Iterator[TorchRecording]:
         graph = torch.cuda.CUDAGraph(keep_graph=True) if _KEEPS_GRAPHS else torch.cuda.CUDAGraph()
+        recording = TorchRecording(graph)
         bytes_before = torch.cuda.memory_reserved()
         with _no_garbage_collection():
             # thread_local: what another thread does meanwhile (loading, allocating) must not break the
@@ -141,15 +160,15 @@ class TorchRecorder:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 with RecordGuard(self.device, torch.cuda.is_current_stream_capturing):
-                    outputs = fn()
+                    yield recording
             except BaseException:
                 self._abandon(graph)
                 raise
             graph.capture_end()
         if _KEEPS_GRAPHS:
             graph.instantiate()  # which capture_end() does for one that is not kept
-        num_bytes = torch.cuda.memory_reserved() - bytes_before
-        return TorchRecording(graph, self.device, num_bytes, kept=(fn, outputs)), outputs
+        recording.finish(self.device, torch.cuda.memory_reserved() - bytes_before)
+        self._live.add(recording)
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """Takes the stream out of capture mode, whatever state the capture is in."""

@@ -11,7 +11,7 @@ import torch
 from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.padding import PaddedShape, PaddingPolicy
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.hip_graphs.recorder import Joiner, Recorder
+from rocm_attn.hip_graphs.recorder import GraphRecorder, Joiner
 from rocm_attn.hip_graphs.size_ladder import round_up
 from rocm_attn.kernels.launch import observe_launches
 from rocm_attn.step.plan import GraphKey
@@ -30,7 +30,7 @@ CPU_CAPTURE_RUNS = 8
 _RUNS_PER_CAPTURE_RUN = 10
 
 
-def recorder_for(device: torch.device) -> Recorder:
+def recorder_for(device: torch.device) -> GraphRecorder:
     """HIP or CUDA graphs on a GPU; on a CPU a recorder that replays torch operations and kernel launches itself."""
     return _recorder(device)
 

@@ -60,7 +60,7 @@ class _Called:
     def layers(self, part: int) -> LayerCalls:
         """The layers of a part of the step that runs. Raises WrongState."""
         owner = self.owner
-        return owner.gate.running(part) if isinstance(owner, AttentionRuntime) else owner
+        return owner.gate.running(part) if isinstance(owner, AttentionRuntime) else owner.layers
 
     def v_of(self, layer: int, k: Tensor, v: Tensor | None) -> Tensor:
         """V of a layer; where none is given, the first part of k, as of latent layers."""

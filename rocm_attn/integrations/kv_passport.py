@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rocm_attn.errors import BadSetting, BadTensor
-from rocm_attn.integrations.owners import Owner, problems_of, spaces_of
+from rocm_attn.integrations.owners import Owner, pool_of, problems_of, spaces_of
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, Scales
 from rocm_attn.paging.index_spaces import Space
@@ -106,7 +106,7 @@ class KVPassport:
         """Of a runtime, or of the pages that an engine has bound. Waits for the device, where its factors lie."""
         problems, spaces = problems_of(owner), spaces_of(owner)
         layers = zip(range(len(problems)), problems, spaces, strict=True)
-        return cls(tuple(_layer(owner.pool, *each) for each in layers))
+        return cls(tuple(_layer(pool_of(owner), *each) for each in layers))
 
     def to_json(self) -> str:
         """As text, for a peer of any release that has this version."""

@@ -24,7 +24,7 @@ from rocm_attn.integrations.kv_passport import (
     Stretch,
     stretches,
 )
-from rocm_attn.integrations.owners import Owner, clears_tails, given_back, idle, ops_of, spaces_of
+from rocm_attn.integrations.owners import Owner, clears_tails, given_back, idle, ops_of, pool_of, spaces_of
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.moved_rows import AlikePages, MovedTokens, page_words, word_dtype
 from rocm_attn.kernels.cache.page_format import PoolKind, Scales
@@ -64,7 +64,7 @@ class _Mover:
     """
 
     def __init__(self, owner: Owner, passport: KVPassport, source: KVPassport) -> None:
-        self._owner, self._pool = owner, owner.pool
+        self._owner, self._pool = owner, pool_of(owner)
         self.device = self._pool.device
         self.passport, self.source = passport, source
         self._spaces = spaces_of(owner)

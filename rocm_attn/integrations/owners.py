@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from rocm_attn.external import ExternalAttention
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space
+from rocm_attn.paging.storage import Pool
 from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import StepOps
 from rocm_attn.runtime import AttentionRuntime
@@ -25,6 +26,11 @@ def spaces_of(owner: Owner) -> tuple[Space, ...]:
     return _kinds(owner).spaces_of_layers
 
 
+def pool_of(owner: Owner) -> Pool:
+    """The pages of all layers."""
+    return owner.pool if isinstance(owner, AttentionRuntime) else owner.pages
+
+
 def ops_of(owner: Owner) -> StepOps:
     """The launches around attention."""
     return owner.core.ops if isinstance(owner, AttentionRuntime) else owner.ops
@@ -34,7 +40,7 @@ def given_back(owner: Owner) -> Mapping[Space, int]:
     """What stands for a page that was given back: page 0, where it belongs to no one."""
     if isinstance(owner, AttentionRuntime):
         return dict.fromkeys(spaces_of(owner), RESERVED_PAGE)
-    return {space: RESERVED_PAGE if has_null else -1 for space, has_null in owner.null_pages.items()}
+    return {space: RESERVED_PAGE if has_null else -1 for space, has_null in owner.tables.null_pages.items()}
 
 
 def idle(owner: Owner, refused: str) -> AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""Pages and tables that an engine owns: where they lie, and what a step needs of them.
+"""Tables that an engine owns: where they lie, and what a step needs of them.
 
 A table of pages that kernels can read is read where it lies. Any other, of slots of larger pages, of another space, of
 another dtype, or lists of pages, is gathered for each step into a table of the space's own, where sequence seq has row
@@ -11,6 +11,7 @@ import enum
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,14 +19,10 @@ from torch import Tensor
 
 from rocm_attn.batch.step_batch import INT32_MAX
 from rocm_attn.errors import BadTensor, NeverFits, WrongState
-from rocm_attn.kernels.cache.layer_pages import NEAR, LayerPages
-from rocm_attn.kernels.cache.page_format import FormatMismatch, PageFormat
-from rocm_attn.kernels.cache.page_rows import key_rows, value_rows
+from rocm_attn.kernels.cache.page_format import PageFormat
 from rocm_attn.kernels.metadata.engine_tensors import GatherSource
 from rocm_attn.kernels.metadata.step_tensors import TableTerms
-from rocm_attn.paging.adopted_index import AdoptedIndexPages
 from rocm_attn.paging.index_spaces import Space
-from rocm_attn.problem import PoolKind, Problem
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -48,12 +45,16 @@ class TableSource:
     slot_map:  int32 or int64 [slots], slot that the table names -> slot of this space, 0 for one that was given back;
                None: the table names this space's own
     null_page: whether page 0 belongs to no one, so that a token there has no page; if not, it is a page like others
+    copied:    whether begin() copies what a step needs of it, so that the engine may write it as soon as that has run;
+               else it is read in fill(), or where it lies until the step's last layer. slot_map is read in fill() too,
+               where slots are given
     """
 
     entries: Tensor
     unit: TableUnit = TableUnit.PAGE
     slot_map: Tensor | None = None
     null_page: bool = True
+    copied: bool = False
 
     def __post_init__(self) -> None:
         _check_integers("entries", self.entries, 2)
@@ -73,7 +74,7 @@ class TableSource:
         """Whether kernels can read it where it lies."""
         are_pages = self.unit is TableUnit.PAGE or page_size == 1
         in_order = self.entries.dtype == torch.int32 and self.entries.stride(1) == 1
-        return are_pages and in_order and self.slot_map is None
+        return are_pages and in_order and self.slot_map is None and not self.copied
 
     def row_tokens(self, page_size: int) -> int:
         """Tokens that a row has room for."""
@@ -86,12 +87,13 @@ class CsrSource:
 
     indptr:    int32 or int64 [rows + 1], any stride; row -> first entry of its pages
     indices:   int32 or int64 [n], any stride; pages
-    null_page: as in TableSource
+    null_page, copied: as in TableSource
     """
 
     indptr: Tensor
     indices: Tensor
     null_page: bool = False
+    copied: bool = False
 
     def __post_init__(self) -> None:
         _check_integers("indptr", self.indptr, 1)
@@ -171,6 +173,24 @@ class AdoptedGuards:
     formats: Callable[[str, PageFormat, PageFormat], None] = refuse_other_formats
 
 
+class Gate(Protocol):
+    """What those who change tables and pages ask first. step/external_gate.py has the one that there is.
+
+    guards:    the safeguards
+    is_sealed: whether graphs may read tables and pages, so that they stay where they are
+    """
+
+    @property
+    def guards(self) -> AdoptedGuards: ...
+
+    @property
+    def is_sealed(self) -> bool: ...
+
+    def change(self, call: str) -> None:
+        """A call is about to change something. Raises WrongState while another thread has a step."""
+        ...
+
+
 @dataclass(slots=True)
 class AdoptedSpace:
     """The table of one space, as kernels read it.
@@ -189,7 +209,7 @@ class AdoptedSpace:
 
 
 class AdoptedTables:
-    """The tables of an engine, in every space that layers live in.
+    """The tables of an engine, in every space that layers live in: ExternalAttention.tables.
 
     sources:    space -> table; the spaces' order is that of this mapping
     windows:    space -> previous keys that the furthest-looking of its layers sees
@@ -209,20 +229,20 @@ class AdoptedTables:
         num_seqs: int,
         short_kv: bool,
         device: torch.device,
-        guards: AdoptedGuards,
+        gate: Gate,
     ) -> None:
         self.page_size = page_size
         self.device = device
+        self.changes = 0
         self.gathered = not all(source.lies_right(page_size) for source in sources.values())
         self.max_kv_len = min(max_kv_len, *(source.row_tokens(page_size) for source in sources.values()))
         self.width = -(-self.max_kv_len // page_size)
-        self._moved = guards.moved
-        self._sealed = False
+        self._gate = gate
         self.spaces = tuple(
             AdoptedSpace(
                 space,
                 windows[space],
-                guards.terms(TableTerms(source.null_page, short_kv)),
+                gate.guards.terms(TableTerms(source.null_page, short_kv)),
                 source,
                 torch.zeros((num_seqs + 1, self.width), dtype=torch.int32, device=device)
                 if self.gathered
@@ -233,6 +253,14 @@ class AdoptedTables:
         )
         for space in self.spaces:
             self._check_device(space.space, space.source)
+        gathered = self.spaces if self.gathered else ()
+        self.gathered_in_begin = tuple(space for space in gathered if space.source.copied)
+        self.gathered_in_fill = tuple(space for space in gathered if not space.source.copied)
+
+    @property
+    def null_pages(self) -> Mapping[Space, bool]:
+        """Whether page 0 of a space belongs to no one."""
+        return {space.space: space.terms.null_page for space in self.spaces}
 
     @property
     def num_rows(self) -> int:
@@ -244,8 +272,14 @@ class AdoptedTables:
         """Where rows begin in lists of pages; None for tables of rows."""
         return next((space.source.indptr for space in self.spaces if isinstance(space.source, CsrSource)), None)
 
-    def write(self, space: Space, pages: Sequence[Sequence[int]]) -> None:
-        """Write pages[i] to the beginning of row i of the engine's table. Raises BadTensor."""
+    def write(self, pages: Sequence[Sequence[int]], space: Space = Space.FULL) -> None:
+        """Write the pages of sequences into the rows of the engine's table, from row 0 on: pages[i] begins row i.
+
+        What a row has after them stays; no step reads it. One copy to the device, on the current stream, without a
+        wait. Raises WrongState while another thread has a step, and BadTensor for more rows or pages than the table
+        has, for a table of slots, and for lists of pages; nothing is written then.
+        """
+        self._gate.change("tables.write()")
         source = self._of(space).source
         if not isinstance(source, TableSource) or source.unit is not TableUnit.PAGE:
             raise BadTensor(f"the table of the {space.name} space has no rows of pages; write into it yourself")
@@ -263,20 +297,22 @@ class AdoptedTables:
             )
             source.entries[: len(pages), :width].copy_(cells, non_blocking=True)
 
-    def use(self, space: Space, source: Source | Tensor) -> bool:
-        """Read another table in a space from now on; whether memory that kernels read has moved.
+    def use(self, source: Source | Tensor, space: Space = Space.FULL) -> None:
+        """Read another table, or the same one with other rows, in a space from the next begin() on.
 
-        A longer or shorter one at the same address is the same table with other rows. A tensor is a table with these
-        entries, and otherwise as before.
-        Raises BadTensor for one of another kind, WrongState where graphs read the old one.
+        source: a longer or shorter one at the same address is the same table with other rows. A tensor takes the place
+                of the entries of the table that there is
+        Raises BadTensor for one of another kind, NeverFits, and WrongState where graphs read another, or while another
+        thread has a step.
         """
+        self._gate.change("tables.use()")
         table = self._of(space)
         if isinstance(source, Tensor):
             if isinstance(table.source, CsrSource):
                 raise BadTensor(f"the table of the {space.name} space is lists of pages; give a CsrSource")
             source = replace(table.source, entries=source)
         self._check_device(space, source)
-        if type(source) is not type(table.source) or source.null_page != table.source.null_page:
+        if type(source) is not type(table.source) or _kind(source) != _kind(table.source):
             raise BadTensor(f"the table of the {space.name} space is another kind of table than before; build anew")
         if not self.gathered and not source.lies_right(self.page_size):
             raise BadTensor(
@@ -288,20 +324,15 @@ class AdoptedTables:
                 f"a row of the table of the {space.name} space has room for {source.row_tokens(self.page_size)} "
                 f"tokens; sequences may have {self.max_kv_len}"
             )
-        has_moved = _places(source) != _places(table.source)
-        if has_moved and self._sealed:
-            self._moved(
+        if self._gate.is_sealed and _places(source) != _places(table.source):
+            self._gate.guards.moved(
                 f"the table of the {space.name} space has moved, and graphs read the old one; write into the table "
                 "that there was, or build anew and capture again"
             )
         table.source, table.gather = source, source.gather
         if not self.gathered:
             table.entries = source.entries
-        return has_moved
-
-    def seal(self) -> None:
-        """Graphs may read the tables from now on."""
-        self._sealed = True
+        self.changes += 1
 
     def _of(self, space: Space) -> AdoptedSpace:
         table = next((table for table in self.spaces if table.space == space), None)
@@ -316,217 +347,19 @@ class AdoptedTables:
                 raise BadTensor(f"the table of the {space.name} space is on {tensor.device}, not on {self.device}")
 
 
+def _kind(source: Source) -> tuple[bool, bool]:
+    """What steps and graphs take for granted of a table, besides where it lies."""
+    return source.null_page, source.copied
+
+
 def _tensors(source: Source) -> list[Tensor]:
     of_kind = source.indptr if isinstance(source, CsrSource) else source.slot_map
     return [source.entries, *([] if of_kind is None else [of_kind])]
 
 
-def _places(source: Source) -> list[tuple[int, torch.dtype, tuple[int, ...]]]:
-    """What a graph has frozen of a table."""
-    return [(tensor.data_ptr(), tensor.dtype, tensor.stride()) for tensor in _tensors(source)]
-
-
-_AXES = "kv", "page", "token", "head", "dim"
-
-
-def layer_pages(kv: Tensor | Sequence[Tensor], axes: str) -> tuple[tuple[Tensor, Tensor], ...]:
-    """K and V pages of each layer as views of an engine's KV cache; ExternalAttention.bind_all says what is what."""
-    named = axes.split()
-    wanted = {*_AXES, "layer"} if isinstance(kv, Tensor) else {*_AXES}
-    if len(named) != len(wanted) or set(named) != wanted:
-        raise BadTensor(
-            f"the axes are {axes!r}; name each of {', '.join(_AXES)} once, and layer too where one tensor has all "
-            "layers"
-        )
-    tensors = [kv] if isinstance(kv, Tensor) else kv
-    for tensor in tensors:
-        if tensor.dim() != len(named) or tensor.shape[named.index("kv")] != 2:
-            raise BadTensor(
-                f"a KV cache of shape {list(tensor.shape)} has not the axes {axes!r}: that is {len(named)} dimensions, "
-                "and kv has 2 entries"
-            )
-    if isinstance(kv, Tensor):
-        tensors = kv.unbind(named.index("layer"))
-        named.remove("layer")
-    order = [named.index(axis) for axis in _AXES]
-    return tuple((tensor.permute(order)[0], tensor.permute(order)[1]) for tensor in tensors)
-
-
-@dataclass(frozen=True, slots=True)
-class EnginePages:
-    """What an engine says of a layer's pages, beside the tensors.
-
-    k_scale, v_scale: float32, on the device: [] or [1] for a layer, [kv_heads] for heads, [pages, kv_heads, page_size]
-                      for tokens; they stay the engine's, and are read and, those of tokens, written where they lie.
-                      None where the format has none
-    format:           what its pages hold, by whom. Bytes (uint8) do not say it, so of eight bits it must be declared;
-                      of others it may be
-    """
-
-    k_scale: Tensor | None
-    v_scale: Tensor | None
-    format: PageFormat
-
-
-class AdoptedPages:
-    """The pages of every layer, which an engine brings.
-
-    problems:     one for each layer
-    num_pages:    the most that a layer may have
-    page_strides: whether they may have any strides but the last
-    """
-
-    def __init__(
-        self,
-        problems: Sequence[Problem],
-        *,
-        num_pages: int,
-        page_strides: bool,
-        device: torch.device,
-        guards: AdoptedGuards,
-    ) -> None:
-        self.page_size = problems[0].page_size
-        self.device = device
-        self._problems = tuple(problems)
-        self._num_pages = num_pages
-        self._page_strides = page_strides
-        self._moved, self._formats = guards.moved, guards.formats
-        self._sealed = False
-        self._aligned_sides: dict[int, str] = {}
-        self._aligned_rows: dict[int, str] = {}
-        self._layers: list[LayerPages | None] = [None] * len(problems)
-        self.index_pages = AdoptedIndexPages(
-            problems, num_pages=num_pages, device=device, moved=guards.moved, formats=guards.formats
-        )
-
-    def read_aligned(self, *, sides: Mapping[int, str], rows: Mapping[int, str]) -> None:
-        """Layers whose K and V must begin at multiples of 16 bytes, and those whose pages must have aligned rows, each
-        with the name of a kernel that reads no others.
-        """
-        self._aligned_sides.update(sides)
-        self._aligned_rows.update(rows)
-
-    def bind(self, layer: int, k: Tensor, v: Tensor, coded: EnginePages | None = None) -> None:
-        """Use these pages for a layer; coded: of eight-bit ones, and of others that say what they hold.
-
-        Raises BadTensor, and WrongState where graphs read others.
-        """
-        k, v = self._declared(layer, k, v, coded)
-        self._check(layer, "k", k, key_rows(k).cells, self._problems[layer].head_dim)
-        self._check(layer, "v", v, value_rows(v).cells, self._problems[layer].v_head_dim)
-        if self._problems[layer].pool is PoolKind.LATENT and (v.data_ptr(), v.stride()) != (k.data_ptr(), k.stride()):
-            raise BadTensor(f"layer {layer} is latent: its v is k[..., :{self._problems[layer].v_head_dim}]")
-        bound, pages = self._layers[layer], self._pages(layer, k, v, coded)
-        self._check_alignment(layer, pages)
-        if bound is not None and self._sealed and _place(bound) != _place(pages):
-            self._moved(
-                f"the pages of layer {layer} have moved, and graphs read the old ones; keep them where they are, or "
-                "build anew and capture again"
-            )
-            return
-        self._layers[layer] = pages
-
-    def _check_alignment(self, layer: int, pages: LayerPages) -> None:
-        k, v = pages.k, pages.v
-        if layer in self._aligned_sides and not pages.has_aligned_sides:
-            raise BadTensor(
-                f"layer {layer}: k and v begin at addresses {k.data_ptr():#x} and {v.data_ptr():#x}; "
-                f"{self._aligned_sides[layer]} reads those that begin at multiples of 16 bytes; lay them so, or build "
-                "with unaligned_rows=True"
-            )
-        if layer in self._aligned_rows and not pages.has_aligned_rows:
-            raise BadTensor(
-                f"layer {layer}: k and v have strides {k.stride()} and {v.stride()} from addresses {k.data_ptr():#x} "
-                f"and {v.data_ptr():#x}; {self._aligned_rows[layer]} reads rows that begin at multiples of 16 "
-                f"elements, less than {NEAR} apart in a page; lay them so, or build with unaligned_rows=True"
-            )
-
-    def _declared(self, layer: int, k: Tensor, v: Tensor, coded: EnginePages | None) -> tuple[Tensor, Tensor]:
-        """Pages in the dtype of what they are declared to hold, which is what the layer's kernels are for."""
-        wanted = self._problems[layer].page_format
-        if coded is None:
-            if wanted.encoding.is_fp8:
-                raise BadTensor(
-                    f"layer {layer} keeps K and V in {wanted.encoding.value}; say what its pages hold and where their "
-                    "factors are: bind(layer, k, v, EnginePages(k_scale, v_scale, format))"
-                )
-            return k, v
-        self._formats(f"pages of layer {layer}", coded.format, wanted)
-        declared = coded.format.encoding
-        for pages in (k, v):
-            if pages.dtype != declared.dtype and not (declared.is_fp8 and pages.dtype == torch.uint8):
-                raise BadTensor(
-                    f"the pages of layer {layer} are {pages.dtype}, and were declared to hold {declared.value}"
-                )
-        dtype = wanted.encoding.dtype
-        return k.view(dtype) if k.dtype == torch.uint8 else k, v.view(dtype) if v.dtype == torch.uint8 else v
-
-    def _pages(self, layer: int, k: Tensor, v: Tensor, coded: EnginePages | None) -> LayerPages:
-        form = self._problems[layer].page_format
-        scales = () if coded is None else (coded.k_scale, coded.v_scale)
-        for scale in scales:
-            if scale is not None and scale.device != self.device:
-                raise BadTensor(f"a factor of layer {layer} is on {scale.device}, its pages on {self.device}")
-        try:
-            # A factor without a dimension is an engine's way to keep one for the layer.
-            return LayerPages(
-                k, v, form, *(scale.view(1) if scale is not None and not scale.dim() else scale for scale in scales)
-            )
-        except FormatMismatch as error:
-            raise BadTensor(f"layer {layer}: {error}") from error
-
-    def layer(self, layer: int) -> LayerPages:
-        """The pages of one layer. Raises WrongState while it has none."""
-        pages = self._layers[layer]
-        if pages is None:
-            raise WrongState(f"layer {layer} has no pages yet; call bind() before its first step")
-        return pages
-
-    def format(self, layer: int) -> PageFormat:
-        """What the pages of a layer must hold to be bound."""
-        return self._problems[layer].page_format
-
-    def index(self, layer: int) -> LayerPages:
-        """The index pages of a layer that has an indexer. Raises WrongState while it has none."""
-        return self.index_pages.layer(layer)
-
-    def seal(self) -> None:
-        """Graphs may read the pages from now on."""
-        self._sealed = True
-        self.index_pages.seal()
-
-    def _check(self, layer: int, name: str, pages: Tensor, cells: Tensor, dim: int) -> None:
-        problem = self._problems[layer]
-        page_size, heads = cells.shape[1] * cells.shape[5], cells.shape[2]
-        found, wanted = (
-            (page_size, heads, cells.shape[3] * cells.shape[4]),
-            (problem.page_size, problem.num_kv_heads, dim),
-        )
-        if found != wanted:
-            raise BadTensor(
-                f"{name} of layer {layer} has pages of {found[0]} tokens, {found[1]} heads and {found[2]} elements; "
-                f"the layer needs {wanted[0]}, {wanted[1]} and {wanted[2]}"
-            )
-        held = problem.page_format.encoding.dtype
-        if pages.dtype != held or pages.device != self.device:
-            raise BadTensor(
-                f"{name} of layer {layer} is {pages.dtype} on {pages.device}; the layer keeps {held} on {self.device}"
-            )
-        if pages.shape[0] > self._num_pages:
-            raise NeverFits(
-                f"{name} of layer {layer} has {pages.shape[0]} pages, kernels were chosen for {self._num_pages}; "
-                "raise num_pages"
-            )
-        if pages.stride(-1) != 1:
-            raise BadTensor(f"{name} of layer {layer} has stride {pages.stride(-1)} within a row; it must be 1")
-        is_part = problem.pool is PoolKind.LATENT and name == "v"
-        if not self._page_strides and not is_part and not pages.is_contiguous():
-            raise BadTensor(
-                f"{name} of layer {layer} has strides {pages.stride()}, and kernels were chosen that may take pages "
-                "for contiguous; build with page_strides=True"
-            )
-
-
-def _place(pages: LayerPages) -> list[tuple[int, tuple[int, ...]]]:
-    """What a graph has frozen of a layer's pages."""
-    return [(tensor.data_ptr(), tensor.stride()) for tensor in pages.tensors().values()]
+def _places(source: Source) -> list[tuple[object, ...]]:
+    """What a graph has frozen of a table. It reads no row that begin() has not looked at, but lists and maps to their
+    end."""
+    places: list[tuple[object, ...]] = [(each.data_ptr(), each.dtype, each.stride()) for each in _tensors(source)]
+    to_the_end = source.indices if isinstance(source, CsrSource) else source.slot_map
+    return places if to_the_end is None else [*places, tuple(to_the_end.shape)]

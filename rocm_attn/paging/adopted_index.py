@@ -14,7 +14,10 @@ from rocm_attn.problem import Problem
 
 
 class AdoptedIndexPages:
-    """problems: one for each layer; num_pages: the most that a layer may have; moved, formats: as of AdoptedGuards"""
+    """problems: one for each layer; num_pages: the most that a layer may have; formats: of AdoptedGuards
+
+    moved: says whether pages that have moved stay in their place, for graphs that read them; may raise
+    """
 
     def __init__(
         self,
@@ -22,14 +25,13 @@ class AdoptedIndexPages:
         *,
         num_pages: int,
         device: torch.device,
-        moved: Callable[[str], None],
+        moved: Callable[[str], bool],
         formats: Callable[[str, PageFormat, PageFormat], None],
     ) -> None:
         self._problems = tuple(problems)
         self._num_pages = num_pages
         self._device = device
         self._moved, self._formats = moved, formats
-        self._sealed = False
         self._layers: dict[int, LayerPages] = {}
 
     def bind(self, layer: int, keys: Tensor, scale: Tensor | None, declared: PageFormat | None) -> None:
@@ -45,11 +47,7 @@ class AdoptedIndexPages:
         rows = keys.unsqueeze(2)
         factors = scale.unsqueeze(1) if scale is not None and form.scales is Scales.TOKEN else scale
         bound, pages = self._layers.get(layer), LayerPages(rows, rows, form, factors, factors)
-        if bound is not None and self._sealed and _place(bound) != _place(pages):
-            self._moved(
-                f"the index pages of layer {layer} have moved, and graphs read the old ones; keep them where they are, "
-                "or build anew and capture again"
-            )
+        if bound is not None and _place(bound) != _place(pages) and self._moved(f"the index pages of layer {layer}"):
             return
         self._layers[layer] = pages
 
@@ -57,12 +55,8 @@ class AdoptedIndexPages:
         """The index pages of one layer. Raises WrongState while it has none."""
         pages = self._layers.get(layer)
         if pages is None:
-            raise WrongState(f"layer {layer} has no index pages yet; call bind_index() before its first step")
+            raise WrongState(f"layer {layer} has no index pages yet; call pages.bind_index() before its first step")
         return pages
-
-    def seal(self) -> None:
-        """Graphs may read the pages from now on."""
-        self._sealed = True
 
     def _declared(self, layer: int, keys: Tensor, declared: PageFormat | None, form: PageFormat) -> Tensor:
         """Keys in the dtype of what they are declared to hold, which is what the layer's kernels are for."""

@@ -126,21 +126,38 @@ class ExternalStep:
     lengths: EngineLengths = field(init=False)
 
     @classmethod
-    def decode(cls, kv_len: Tensor, *, num_seqs: int, max_kv_len: int, captured: bool = False) -> ExternalStep:
-        """One new token in each sequence, padded to the entries of kv_len; sequence i has row i."""
+    def decode(
+        cls, kv_len: Tensor, *, num_seqs: int, max_kv_len: int, rows: Tensor | None = None, captured: bool = False
+    ) -> ExternalStep:
+        """One new token in each sequence, padded to the entries of kv_len.
+
+        rows: not given: sequence i has row i
+        """
         padded = kv_len.shape[0]
-        return cls(num_seqs, padded, padded, kv_len, ONE_EACH, None, 1, 1, max_kv_len, captured)
+        return cls(num_seqs, padded, padded, kv_len, ONE_EACH, rows, 1, 1, max_kv_len, captured)
 
     @classmethod
     def extend(
-        cls, q_indptr: Tensor, kv_len: Tensor, *, num_tokens: int, max_q_len: int, max_kv_len: int
+        cls,
+        q_indptr: Tensor,
+        kv_len: Tensor,
+        *,
+        num_tokens: int,
+        max_q_len: int,
+        max_kv_len: int,
+        num_seqs: int | None = None,
+        rows: Tensor | None = None,
+        captured: bool = False,
     ) -> ExternalStep:
-        """Any new tokens, at boundaries q_indptr (cu_seqlens_q elsewhere), without pads; sequence i has row i.
+        """Any new tokens, at boundaries q_indptr (cu_seqlens_q elsewhere), padded to the entries of kv_len.
 
-        num_tokens: of q; the last of q_indptr
+        num_tokens: of q, padded ones; without pads the last of q_indptr
+        num_seqs:   not given: all entries of kv_len count
+        rows:       not given: sequence i has row i
         """
-        num_seqs = kv_len.shape[0]
-        return cls(num_seqs, num_seqs, num_tokens, kv_len, Boundaries(q_indptr), None, 1, max_q_len, max_kv_len)
+        padded = kv_len.shape[0]
+        num_seqs = padded if num_seqs is None else num_seqs
+        return cls(num_seqs, padded, num_tokens, kv_len, Boundaries(q_indptr), rows, 1, max_q_len, max_kv_len, captured)
 
     def __post_init__(self) -> None:
         if not 0 <= self.num_seqs <= self.padded_seqs or self.padded_seqs < 1 or self.padded_tokens < 1:

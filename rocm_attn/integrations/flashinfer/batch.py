@@ -64,7 +64,7 @@ class Inputs:
 
     q:        [tokens, q_heads, head_dim]
     k, v:     pages, [pages, page_size, kv_heads, head_dim | v_head_dim]
-    out, lse: as ExternalAttention.attend; lse receives the natural log, and -inf of tokens that see nothing
+    out, lse: as ExternalAttention.layers.attend; lse receives the natural log, and -inf of tokens that see nothing
     sinks:    float [q_heads], where the geometry has some
     k_scale, v_scale: float32 [1], of pages in eight bits
     """

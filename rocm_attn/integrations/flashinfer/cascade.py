@@ -13,6 +13,7 @@ from rocm_attn.integrations.flashinfer.shared_prefix import (
     BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
     BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
 )
+from rocm_attn.integrations.flashinfer.wrapped import Wrapper
 
 __all__ = [
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
@@ -24,7 +25,7 @@ __all__ = [
 ]
 
 
-class MultiLevelCascadeAttentionWrapper:
+class MultiLevelCascadeAttentionWrapper(Wrapper):
     """Attention over levels of KV, each of which more sequences share than the next: merged over all levels.
 
     num_levels:             of KV, from what most share to what is each sequence's own
@@ -44,6 +45,7 @@ class MultiLevelCascadeAttentionWrapper:
         paged_kv_indices_buf_arr: list[Tensor] | None = None,
         paged_kv_last_page_len_buf_arr: list[Tensor] | None = None,
     ) -> None:
+        super().__init__(float_workspace_buffer)
         given = (qo_indptr_buf_arr, paged_kv_indptr_buf_arr, paged_kv_indices_buf_arr, paged_kv_last_page_len_buf_arr)
         buffers = [each if use_cuda_graph and each is not None else [None] * num_levels for each in given]
         _check_levels(num_levels, *buffers)

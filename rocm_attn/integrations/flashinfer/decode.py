@@ -22,7 +22,7 @@ from rocm_attn.integrations.flashinfer.batch import Room
 from rocm_attn.integrations.flashinfer.calls import Call, PagedKV, Result, Scale, attend, pages_of
 from rocm_attn.integrations.flashinfer.planned import PlannedAttention
 from rocm_attn.integrations.flashinfer.single import as_nhd, attend_alone
-from rocm_attn.integrations.flashinfer.wrapped import PagedKVLists, keep
+from rocm_attn.integrations.flashinfer.wrapped import PagedKVLists, Wrapper, keep
 
 Dtype = str | torch.dtype | None
 
@@ -75,7 +75,7 @@ def single_decode_with_kv_cache(
     return result.squeeze(0) if isinstance(result, Tensor) else (result[0].squeeze(0), result[1].squeeze(0))
 
 
-class BatchDecodeWithPagedKVCacheWrapper:
+class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
     """Decode over lists of pages: plan() once a step, run() for each layer.
 
     float_workspace_buffer: its device is the wrapper's; nothing is written to it
@@ -98,7 +98,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         jit_args: list[Any] | None = None,
     ) -> None:
         refuse(jit_args=jit_args is not None)
-        self.device = float_workspace_buffer.device
+        super().__init__(float_workspace_buffer)
         self._kv_layout = check_layout(kv_layout)
         self._provider = provider_of(backend)
         self._use_cuda_graph, self._use_tensor_cores = use_cuda_graph, use_tensor_cores

@@ -17,7 +17,7 @@ from rocm_attn.integrations.flashinfer.batch import Batch, Room
 from rocm_attn.integrations.flashinfer.calls import Call, Result, attend
 from rocm_attn.integrations.flashinfer.latent_batch import MLAPlanMetadata, batch_of, given
 from rocm_attn.integrations.flashinfer.planned import PlannedAttention
-from rocm_attn.integrations.flashinfer.wrapped import keep
+from rocm_attn.integrations.flashinfer.wrapped import Wrapper, keep
 from rocm_attn.problem import PoolKind
 
 __all__ = ["BatchMLAPagedAttentionWrapper", "MLAPlanMetadata"]
@@ -28,7 +28,7 @@ LseMode = Literal["none", "base2", "basee"]
 ScaleMode = Literal["default", "kv-per-tensor", "bmm-scalar", "bmm-tensor"]
 
 
-class BatchMLAPagedAttentionWrapper:
+class BatchMLAPagedAttentionWrapper(Wrapper):
     """Attention over latent pages: plan() once a step, run() for each layer.
 
     float_workspace_buffer: its device is the wrapper's; nothing is written to it
@@ -49,7 +49,7 @@ class BatchMLAPagedAttentionWrapper:
         kv_len_arr: Tensor | None = None,
         backend: str = "auto",
     ) -> None:
-        self.device = float_workspace_buffer.device
+        super().__init__(float_workspace_buffer)
         self._provider, self._use_cuda_graph = provider_of(backend), use_cuda_graph
         self._buffers = {
             "qo_indptr": qo_indptr,

@@ -22,7 +22,7 @@ from rocm_attn.integrations.flashinfer.cells import seen_cells, token_positions
 from rocm_attn.integrations.flashinfer.lengths import Lengths, Sight
 from rocm_attn.integrations.flashinfer.page_lists import PageLists
 from rocm_attn.machine.devices import with_index
-from rocm_attn.paging.adopted import EnginePages
+from rocm_attn.paging.adopted_pages import EnginePages
 from rocm_attn.problem import Problem
 from rocm_attn.step.external_step import NO_CELLS, ONE_EACH, BoolCells, Boundaries, ExternalStep, NoCells
 from rocm_attn.step.head_weights import HeadWeights
@@ -127,13 +127,13 @@ class PlannedAttention:
         coded = None
         if inputs.k_scale is not None and inputs.v_scale is not None:
             coded = EnginePages(inputs.k_scale, inputs.v_scale, geometry.problem(causal=True, masked=False).page_format)
-        attention.bind(0, inputs.k, inputs.v, coded)
+        attention.pages.bind(0, inputs.k, inputs.v, coded)
         if inputs.sinks is not None:
             attention.set_head_weights(0, _head_weights(geometry, inputs.sinks))
         if self._fixed is not None and len(inputs.q) < self._fixed.num_tokens:
             self._attend_padded(attention, inputs, self._fixed.num_tokens)
         else:
-            attention.attend(0, inputs.q, inputs.out, inputs.lse)
+            attention.layers.attend(0, inputs.q, inputs.out, inputs.lse)
         if geometry.alibi and inputs.lse is not None:
             self._raise_lse(batch.lengths, geometry, inputs.lse)
 
@@ -143,7 +143,7 @@ class PlannedAttention:
         q, out = (each.new_zeros((num_tokens, *each.shape[1:])) for each in (inputs.q, inputs.out))
         q[:count] = inputs.q
         lse = None if inputs.lse is None else inputs.lse.new_empty((num_tokens, *inputs.lse.shape[1:]))
-        attention.attend(0, q, out, lse)
+        attention.layers.attend(0, q, out, lse)
         inputs.out.copy_(out[:count])
         if inputs.lse is not None and lse is not None:
             inputs.lse.copy_(lse[:count])
@@ -161,8 +161,10 @@ class PlannedAttention:
         sight = self._sight_of(batch, geometry)
         problem = geometry.problem(causal=sight is Sight.CAUSAL, masked=sight is Sight.CELLS)
         built = self._built.get((problem, geometry.deterministic))
-        if built is not None and built.plan == self._plan:
-            return built.attention
+        if built is not None:
+            built.attention.take_over()  # a wrapper's calls come one after the other, in whichever threads
+            if built.plan == self._plan:
+                return built.attention
         self._refuse_capture()
         if built is None:
             if self._fixed is None and len(self._built) >= _MOST_BUILT:

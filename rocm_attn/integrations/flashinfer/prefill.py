@@ -22,7 +22,7 @@ from rocm_attn.integrations.flashinfer.calls import Call, PagedKV, Result, Scale
 from rocm_attn.integrations.flashinfer.planned import PlannedAttention
 from rocm_attn.integrations.flashinfer.ragged import BatchPrefillWithRaggedKVCacheWrapper
 from rocm_attn.integrations.flashinfer.single import as_nhd, attend_alone
-from rocm_attn.integrations.flashinfer.wrapped import PagedKVLists, keep
+from rocm_attn.integrations.flashinfer.wrapped import PagedKVLists, Wrapper, keep
 
 __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
@@ -84,7 +84,7 @@ def single_prefill_with_kv_cache(
 single_prefill_with_kv_cache_return_lse = functools.partial(single_prefill_with_kv_cache, return_lse=True)
 
 
-class BatchPrefillWithPagedKVCacheWrapper:
+class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
     """Prefill over lists of pages: plan() once a step, run() for each layer.
 
     float_workspace_buffer: its device is the wrapper's; nothing is written to it
@@ -111,7 +111,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         variant_owns_mask: bool = False,
     ) -> None:
         refuse(jit_args=jit_args is not None, jit_kwargs=bool(jit_kwargs), variant_owns_mask=variant_owns_mask)
-        self.device = float_workspace_buffer.device
+        super().__init__(float_workspace_buffer)
         self._kv_layout = check_layout(kv_layout)
         self._provider = provider_of(backend)
         self._use_cuda_graph = use_cuda_graph

@@ -25,9 +25,10 @@ from rocm_attn.integrations.flashinfer.calls import Call, PagedKV, Result, atten
 from rocm_attn.integrations.flashinfer.lengths import Lengths, on_host
 from rocm_attn.integrations.flashinfer.planned import PlannedAttention
 from rocm_attn.integrations.flashinfer.single import token_batch
+from rocm_attn.integrations.flashinfer.wrapped import Wrapper
 
 
-class BatchPrefillWithRaggedKVCacheWrapper:
+class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
     """Prefill of sequences whose K and V lie one after the other: plan() once a step, run() for each layer.
 
     float_workspace_buffer: its device is the wrapper's; nothing is written to it
@@ -55,7 +56,7 @@ class BatchPrefillWithRaggedKVCacheWrapper:
             raise Unsupported(
                 "use_cuda_graph is not served by the ragged wrapper: no buffer bounds K and V; capture the paged one"
             )
-        self.device = float_workspace_buffer.device
+        super().__init__(float_workspace_buffer)
         self._kv_layout = check_layout(kv_layout)
         self._planned = PlannedAttention(self.device, provider_of(backend))
         self._geometry: Geometry | None = None

@@ -13,6 +13,7 @@ from rocm_attn.integrations.flashinfer.calls import PagedKV, Result
 from rocm_attn.integrations.flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
 from rocm_attn.integrations.flashinfer.merging import merge_state
 from rocm_attn.integrations.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
+from rocm_attn.integrations.flashinfer.wrapped import Wrapper
 
 
 def _over_both(prefix: Result, unique: Result) -> Tensor:
@@ -21,13 +22,14 @@ def _over_both(prefix: Result, unique: Result) -> Tensor:
     return merge_state(out_a, lse_a, out_b, lse_b)[0]
 
 
-class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
+class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(Wrapper):
     """Decode over a shared prefix and lists of pages.
 
     float_workspace_buffer: its device is the wrapper's; nothing is written to it
     """
 
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
+        super().__init__(float_workspace_buffer)
         self._kv_layout = check_layout(kv_layout)
         self._unique = BatchDecodeWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
 
@@ -61,13 +63,14 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
         return _over_both(prefix, self._unique.run(q, unique_kv_cache, return_lse=True))
 
 
-class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
+class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(Wrapper):
     """Prefill over a shared prefix and lists of pages.
 
     float_workspace_buffer: its device is the wrapper's; nothing is written to it
     """
 
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
+        super().__init__(float_workspace_buffer)
         self._kv_layout = check_layout(kv_layout)
         self._unique = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
 

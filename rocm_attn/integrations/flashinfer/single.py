@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from threading import get_ident
 from typing import Literal
 
 import numpy as np
@@ -23,7 +24,8 @@ NO_MASKS: Masks = (None, None)
 
 
 @functools.lru_cache(maxsize=8)
-def _planned_alone(device: torch.device, provider: str) -> PlannedAttention:
+def _planned_alone(device: torch.device, provider: str, thread: int) -> PlannedAttention:
+    """Of a thread: these functions may be called in several at a time."""
     return PlannedAttention(device, provider)
 
 
@@ -65,7 +67,7 @@ def attend_alone(
     geometry = scores.over(Geometry(*sizes, scale=1.0, causal=causal))
     kv_indptr = np.array([0, len(k)], np.int64)
     lengths = Lengths(np.array([0, len(q)], np.int64), kv_indptr[:1], kv_indptr[1:])
-    planned = _planned_alone(device, provider_of(backend))
+    planned = _planned_alone(device, provider_of(backend), get_ident())
     planned.plan(token_batch(lengths, kv_indptr, masks, device), geometry)
     pages = k.unsqueeze(1), v.unsqueeze(1)
     return attend(planned, geometry, q.dtype if out_dtype == "as q" else out_dtype, q, pages, call)

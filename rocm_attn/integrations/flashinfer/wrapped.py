@@ -1,4 +1,4 @@
-"""What the paged wrappers share: from the tensors of plan() to a Batch, and buffers that graphs read."""
+"""What wrappers share: their workspaces, from the tensors of plan() to a Batch, and buffers that graphs read."""
 
 from __future__ import annotations
 
@@ -12,6 +12,21 @@ from rocm_attn.integrations.flashinfer.batch import Batch
 from rocm_attn.integrations.flashinfer.cells import given_cells
 from rocm_attn.integrations.flashinfer.lengths import Int64Array, Lengths, on_host, paged_kv_len
 from rocm_attn.integrations.flashinfer.page_lists import page_bounds
+
+
+class Wrapper:
+    """What a wrapper has for the sake of programs that hand workspaces around. None of them is used.
+
+    float_workspace_buffer: its device is the wrapper's; nothing is written to it
+    """
+
+    def __init__(self, float_workspace_buffer: Tensor) -> None:
+        self.device = float_workspace_buffer.device
+        # Not public in FlashInfer either, and yet engines give one wrapper's to others.
+        self._int_workspace_buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
+
+    def end_forward(self) -> None:
+        """Nothing, as in the releases of FlashInfer that have it."""
 
 
 @dataclass(frozen=True, slots=True)

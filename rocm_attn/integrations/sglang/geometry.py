@@ -15,7 +15,7 @@ from rocm_attn.integrations.sglang import indexers
 from rocm_attn.integrations.sglang.seen import IndexerModule, Layer, Pool, Runner, windowed_layers
 from rocm_attn.kernels.cache.page_format import Encoding, PoolKind, Scales
 from rocm_attn.kernels.sparse.arguments import Indexing
-from rocm_attn.paging.adopted import EnginePages
+from rocm_attn.paging.adopted_pages import EnginePages
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import ALL_KEYS, UNLIMITED_WINDOW, AllKeys, EarlierSelection, Indexer, KVEncoding, Problem
 from rocm_attn.step.head_weights import NO_HEAD_WEIGHTS, HeadWeights
@@ -41,7 +41,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """A layer's pages, as ExternalAttention.bind takes them."""
+    """A layer's pages, as ExternalAttention.pages.bind takes them."""
 
     k: Tensor
     v: Tensor
@@ -130,7 +130,7 @@ class ModelLayers:
         return not isinstance(self._problems[place].indexer, AllKeys)
 
     def index_keys(self, place: int, pool: Pool) -> Tensor:
-        """A layer's index keys in a pool, as ExternalAttention.bind_index takes them, in as many pages as it has."""
+        """A layer's index keys in a pool, as ExternalAttention.pages.bind_index takes them: as many pages as it has."""
         keys = indexers.index_pages(
             pool, self.layers[place].layer_id, self._indexers[place], self._page_size, self._index_encoding
         )

@@ -10,7 +10,7 @@ Nothing here imports SGLang: backend.py puts these hooks over its class.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -119,7 +119,7 @@ class AttentionHooks:
             self._layers.sources,
             self._sources(),
             device=self._device,
-            bounds=Bounds(num_seqs, num_seqs, table.shape[1], self._layers.num_pages),
+            bounds=Bounds(num_seqs=num_seqs, kv_len=table.shape[1], num_pages=self._layers.num_pages),
             options=ExternalOptions(
                 provider=serving.provider,
                 deterministic=serving.deterministic,
@@ -130,7 +130,7 @@ class AttentionHooks:
             agree=serving.agree,
         )
         self._is_sealed, self._sealed_tokens, self._table_seen = False, 0, table
-        self._steps = StepMaker(num_seqs, attention.max_kv_len, self._device)
+        self._steps = StepMaker(num_seqs, attention.tables.max_kv_len, self._device)
         self._bind(attention)
         return attention
 
@@ -142,7 +142,7 @@ class AttentionHooks:
         self._addresses: list[tuple[int, int]] = []
         for place in range(len(self._layers.layers)):
             pages = self._layers.pages(place, pool)
-            attention.bind(place, pages.k, pages.v, pages.coded)
+            attention.pages.bind(place, pages.k, pages.v, pages.coded)
             self._addresses.append(self._layers.addresses(place, pool))
         self._index_keys: dict[int, int] = {}
         self._factors: dict[int, Tensor] = {}
@@ -156,17 +156,21 @@ class AttentionHooks:
         if self._index_keys.get(place) != address:
             factor = self._layers.index_factor(place, pool)
             keys = self._layers.index_keys(place, pool)
-            attention.bind_index(place, keys, factor, index_format(keys))
+            attention.pages.bind_index(place, keys, factor, index_format(keys))
             self._index_keys[place], self._factors[place] = address, factor
 
     def _follow(self) -> None:
-        """Another pool, or tables that lie elsewhere. Raises WrongState where graphs read the old ones."""
+        """Another thread of SGLang's, which has one step at a time; another pool, or tables that lie elsewhere.
+
+        Raises WrongState where graphs read the old ones.
+        """
+        self._attention.take_over()
         if self.token_to_kv_pool is not self._pool_seen:
             self._bind(self._attention)
         table, mapped = self._table(), slot_map(self.token_to_kv_pool)
         if table is not self._table_seen or mapped is not self._map:
             for space, source in self._sources().items():
-                self._attention.use_table(source, space)
+                self._attention.tables.use(source, space)
             self._table_seen = table
 
     # Of a step.
@@ -200,7 +204,7 @@ class AttentionHooks:
         tokens = max(max_bs, max_num_tokens)
         if self._serving.with_trees:
             self._cells = self._mask_of(max(max_bs, 1), tokens)
-        self._attention.seal(Bounds(max(max_bs, 1), tokens, bounds.kv_len, bounds.num_pages))
+        self._attention.seal(replace(bounds, num_seqs=max(max_bs, 1), num_tokens=tokens))
         self._is_sealed, self._sealed_tokens = True, tokens
 
     def _mask_of(self, num_seqs: int, num_tokens: int) -> Tensor:
@@ -221,7 +225,7 @@ class AttentionHooks:
     @property
     def max_context_len(self) -> int:
         """Tokens of the longest sequence. SGLang sizes a mask by it where we have no room for one."""
-        return self._attention.max_kv_len
+        return self._attention.tables.max_kv_len
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Tokens of a pad."""
@@ -308,8 +312,8 @@ class AttentionHooks:
                 f"the indexer of layer {layer_id} was called with {projected.q.shape[0]} tokens in a step of {tokens}; "
                 "its metadata is that of another batch"
             )
-        self._attention.store_index(place, projected.k[:tokens])
-        self._attention.select(place, projected.q[:tokens], projected.gates[:tokens])
+        self._attention.layers.store_index(place, projected.k[:tokens])
+        self._attention.layers.select(place, projected.q[:tokens], projected.gates[:tokens])
         self._chosen = projected.q.new_empty((projected.q.shape[0], 0), dtype=torch.int32)
         return self._chosen
 
@@ -343,8 +347,8 @@ class AttentionHooks:
                 v = k[..., : layer.v_head_dim]
             else:
                 v = v.view(-1, layer.tp_k_head_num, layer.v_head_dim)
-            self._attention.store(place, k[:tokens], v[:tokens])
-        attend = self._attention.attend_selected if is_sparse else self._attention.attend
+            self._attention.layers.store(place, k[:tokens], v[:tokens])
+        attend = self._attention.layers.attend_selected if is_sparse else self._attention.layers.attend
         attend(place, q[:tokens], out[:tokens])
         return out.view(out.shape[0], -1)
 
@@ -354,7 +358,7 @@ class AttentionHooks:
         addresses = self._layers.addresses(place, self.token_to_kv_pool)
         if addresses != self._addresses[place]:
             pages = self._layers.pages(place, self.token_to_kv_pool)
-            self._attention.bind(place, pages.k, pages.v, pages.coded)
+            self._attention.pages.bind(place, pages.k, pages.v, pages.coded)
             self._addresses[place] = addresses
         return place
 
@@ -385,6 +389,7 @@ class AttentionHooks:
 
     def renew_sinks(self) -> None:
         """Read the sinks of the model again, and what index keys are worth, after its weights have changed."""
+        self._attention.take_over()
         for place, sinks in enumerate(self._layers.sinks()):
             if sinks is not None:
                 self._attention.set_head_weights(place, HeadWeights(sinks=sinks))

@@ -22,7 +22,8 @@ from rocm_attn.integrations.vllm.steps import CommonMetadata, Shape, external_st
 from rocm_attn.machine.agreement import Agree, alone
 from rocm_attn.machine.devices import on_device
 from rocm_attn.machine.target import detect_target
-from rocm_attn.paging.adopted import EnginePages, TableSource
+from rocm_attn.paging.adopted import TableSource
+from rocm_attn.paging.adopted_pages import EnginePages
 from rocm_attn.problem import KVEncoding, PoolKind, Problem
 from rocm_attn.providers.select import Selection
 from rocm_attn.selection.kernels import choose_kernels
@@ -198,7 +199,7 @@ class KVGroup:
         lse:    float32 [num_tokens or more, q_heads]
         """
         index, tokens = self._bind(name, step, kv_cache), slice(step.num_tokens)
-        self.attention.attend(index, q[tokens], out[tokens], None if lse is None else lse[tokens])
+        self.attention.layers.attend(index, q[tokens], out[tokens], None if lse is None else lse[tokens])
 
     def attend_chosen(
         self, name: str, step: StepOfGroup, kv_cache: Tensor, chosen: Tensor, q: Tensor, out: Tensor
@@ -211,13 +212,13 @@ class KVGroup:
         """
         index, tokens = self._bind(name, step, kv_cache), slice(step.num_tokens)
         units, counts = in_order(chosen[tokens], step.slots)
-        self.attention.give_selection(index, units, counts)
-        self.attention.attend_selected(index, q[tokens], out[tokens])
+        self.attention.layers.give_selection(index, units, counts)
+        self.attention.layers.attend_selected(index, q[tokens], out[tokens])
 
     def store(self, name: str, step: StepOfGroup, kv_cache: Tensor, k: Tensor, v: Tensor) -> None:
         """Write K and V of a step's new tokens. k, v: [num_tokens or more, kv_heads, head_dim | v_head_dim]"""
         index = self._bind(name, step, kv_cache)
-        self.attention.store(index, k[: step.num_tokens], v[: step.num_tokens])
+        self.attention.layers.store(index, k[: step.num_tokens], v[: step.num_tokens])
 
     def store_at(self, name: str, step: StepOfGroup, kv_cache: Tensor, k: Tensor, v: Tensor) -> None:
         """As store(), to the step's slots, which are not those of the table: its sequences are parts of others."""
@@ -227,7 +228,7 @@ class KVGroup:
         attention = self.attention
         with on_device(attention.device):
             attention.ops.store_kv(
-                k[tokens], v[tokens], step.slots.int(), counts, attention.pool.layer(index), null_page=True
+                k[tokens], v[tokens], step.slots.int(), counts, attention.pages.layer(index), null_page=True
             )
 
     def _slots(self, common: CommonMetadata, shape: Shape) -> Tensor | None:
@@ -250,12 +251,16 @@ class KVGroup:
         return attention
 
     def _attention_over(self, block_table: Tensor) -> ExternalAttention:
-        """The attention, over vLLM's table as it is in this step. It is made with the first one, which comes late."""
+        """The attention, over vLLM's table as it is in this step. It is made with the first one, which comes late.
+
+        vLLM has one step at a time, in whichever thread.
+        """
         place = (block_table.data_ptr(), block_table.stride())
         if self._attention is None:
-            self._attention = self._new_attention(block_table)
-        elif place != self._table_at:
-            self._attention.use_table(_all_rows(block_table, self._sizes.num_seqs))
+            self._attention, self._table_at = self._new_attention(block_table), place
+        self._attention.take_over()
+        if place != self._table_at:
+            self._attention.tables.use(_all_rows(block_table, self._sizes.num_seqs))
         self._table_at = place
         return self._attention
 
@@ -285,7 +290,7 @@ class KVGroup:
                 if (form := each.problem.index_format) is not None:
                     # Keys are chosen by another, over keys of its own, and no row of these is read.
                     no_keys = torch.zeros(1, form.page_size, form.head_dim, dtype=each.problem.dtype)
-                    attention.bind_index(self._index[name], no_keys.to(self._device))
+                    attention.pages.bind_index(self._index[name], no_keys.to(self._device))
         self._options.said(attention.kernels().selections)
         return attention
 
@@ -308,7 +313,7 @@ class KVGroup:
             layer = each.layer
             v_scale = layer._k_scale if each.problem.pool is PoolKind.LATENT else layer._v_scale
             coded = EnginePages(layer._k_scale, v_scale, each.problem.page_format)
-        attention.bind(self._index[name], k, v, coded)
+        attention.pages.bind(self._index[name], k, v, coded)
         self._bound[name] = kv_cache.data_ptr()
 
 
@@ -340,7 +345,9 @@ def _require_kernels(
     problems: Sequence[Problem], sizes: GroupSizes, device: torch.device, options: ExternalOptions
 ) -> None:
     """Refuse layers that no kernel serves before vLLM allocates for them. Raises Unsupported."""
-    few = options.pool_size(Bounds(sizes.num_seqs, sizes.num_tokens, sizes.kv_len, num_pages=2))
+    few = options.pool_size(
+        Bounds(num_seqs=sizes.num_seqs, num_tokens=sizes.num_tokens, kv_len=sizes.kv_len, num_pages=2)
+    )
     for causality in options.causalities:
         choose_kernels(
             list(dict.fromkeys(options.problem(problem, causality) for problem in problems)),

@@ -96,7 +96,12 @@ class SharedContextGroup:
                 [LayerSource(_of_own(each.problem)) for each in layers.values()],
                 CsrSource(self._indptr, torch.arange(sizes.num_tokens, dtype=torch.int32, device=self._device)),
                 device=self._device,
-                bounds=Bounds(sizes.num_seqs, sizes.num_tokens, sizes.num_tokens, num_pages=sizes.num_tokens),
+                bounds=Bounds(
+                    num_seqs=sizes.num_seqs,
+                    num_tokens=sizes.num_tokens,
+                    kv_len=sizes.num_tokens,
+                    num_pages=sizes.num_tokens,
+                ),
                 options=replace(options.external, short_kv=False),
                 agree=options.agree,
             )
@@ -112,7 +117,7 @@ class SharedContextGroup:
             }
             for name, each in layers.items():
                 k, v = self._rows[each.problem]
-                self._own.bind(self._index[name], k, v)
+                self._own.pages.bind(self._index[name], k, v)
 
     @property
     def attention(self) -> ExternalAttention:
@@ -140,6 +145,7 @@ class SharedContextGroup:
             causal=True,
         )
         step = self._context.begin(context)
+        self._own.take_over()
         for name, each in self._layers.items():
             if each.problem.has_sinks and (each.loads is None or each.loads.seen() != self._seen.get(name)):
                 self._own.set_head_weights(self._index[name], each.weights())
@@ -177,7 +183,7 @@ class SharedContextGroup:
         context, lse = self._of_context(name, step, kv_cache, q)
         own = q.new_empty(context.shape)
         own_lse = torch.empty_like(lse)
-        self._own.attend(self._index[name], q, own, own_lse)
+        self._own.layers.attend(self._index[name], q, own, own_lse)
         with on_device(self._device):
             self._own.ops.merge_states(context, lse, own, own_lse, context, lse)
         out[tokens] = context

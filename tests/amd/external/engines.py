@@ -24,6 +24,7 @@ from rocm_attn.paging.adopted import CsrSource, Source, TableSource, TableUnit
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import Problem
 from rocm_attn.step.external_step import ONE_EACH, Boundaries, ExternalStep, Lengths, OneEach
+from rocm_attn.step.protocols import LayerCalls
 from tests.amd.external.oracle import Array, attention
 
 Q_HEADS, KV_HEADS, DIM, V_DIM = 4, 2, 16, 24
@@ -103,7 +104,7 @@ class Engine(ABC):
             guards=guards,
         )
         for layer, (k, v) in enumerate(self.pages):
-            self.attention.bind(layer, k, v)
+            self.attention.pages.bind(layer, k, v)
 
     @abstractmethod
     def new_pages(self) -> tuple[Tensor, Tensor]:
@@ -263,13 +264,17 @@ class Engine(ABC):
         self.keep(requests, new, given)
         return given, outs
 
+    def calls(self) -> LayerCalls:
+        """What its model calls."""
+        return self.attention.layers
+
     def forward(self, given: Tensors) -> list[Tensor]:
         """Store and attend in every layer."""
         outs = []
         for layer in range(len(self.windows)):
             out = torch.full_like(given.q[layer][:, :, :1].expand(-1, -1, V_DIM), 7.0)
-            self.attention.store(layer, given.k[layer], given.v[layer])
-            self.attention.attend(layer, given.q[layer], out)
+            self.calls().store(layer, given.k[layer], given.v[layer])
+            self.calls().attend(layer, given.q[layer], out)
             outs.append(out)
         return outs
 

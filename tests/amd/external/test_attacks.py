@@ -204,17 +204,17 @@ def test_a_policy_may_log_and_count(device: torch.device, provider: str, caplog:
 def test_tables_and_pages_that_graphs_read_stay_where_they_are(device: torch.device, provider: str) -> None:
     engine = VLLM(16, device=device, provider=provider)
     table = engine.block_tables[Space.FULL]
-    engine.attention.use_table(TableSource(table.clone()))
-    engine.attention.use_table(TableSource(table))
+    engine.attention.tables.use(TableSource(table.clone()))
+    engine.attention.tables.use(TableSource(table))
     engine.attention.seal()
-    engine.attention.use_table(TableSource(table[:3]))
-    engine.attention.use_table(TableSource(table))
+    engine.attention.tables.use(TableSource(table[:3]))
+    engine.attention.tables.use(TableSource(table))
     with pytest.raises(WrongState, match="the table of the FULL space has moved"):
-        engine.attention.use_table(TableSource(table.clone()))
+        engine.attention.tables.use(TableSource(table.clone()))
     k, v = engine.pages[0]
-    engine.attention.bind(0, k, v)
+    engine.attention.pages.bind(0, k, v)
     with pytest.raises(WrongState, match="the pages of layer 0 have moved"):
-        engine.attention.bind(0, k.clone(), v)
+        engine.attention.pages.bind(0, k.clone(), v)
     request = engine.admit()
     engine.run([request], [5])
     engine.capture(4).run([request])
@@ -229,9 +229,9 @@ def test_another_kind_of_table_is_refused(device: torch.device, provider: str) -
         (TableSource(table[:, :3]), "has room for 48 tokens; sequences may have 96"),
     ):
         with pytest.raises(Exception, match=why):
-            engine.attention.use_table(source)
+            engine.attention.tables.use(source)
     with pytest.raises(BadTensor, match="no layer lives in the SWA space; the spaces are FULL"):
-        engine.attention.use_table(TableSource(table), Space.SWA)
+        engine.attention.tables.use(TableSource(table), Space.SWA)
 
 
 @pytest.mark.long

@@ -60,7 +60,7 @@ class Filled:
         made = ExternalAttention(
             [LayerSource(self.problem)], {Space.FULL: source}, device=self.device, bounds=BOUNDS, options=self.options
         )
-        made.bind(0, self.k, self.v)
+        made.pages.bind(0, self.k, self.v)
         return made
 
     def rows(self, *shape: int) -> Tensor:
@@ -71,7 +71,7 @@ class Filled:
         lse = torch.full((len(q), Q_HEADS), 7.0, device=self.device)
         self.attention.begin(step)
         self.attention.fill()
-        self.attention.attend(0, q, out, lse)
+        self.attention.layers.attend(0, q, out, lse)
         return out, lse
 
     def step(self, q_len: Sequence[int], kv_len: Sequence[int] | None = None, **others: object) -> ExternalStep:
@@ -228,8 +228,8 @@ def test_latent_pages_of_an_engine_are_stored_and_read(device: torch.device) -> 
     )
     k_pages = torch.full((BOUNDS.num_pages, 1, 1, 24), float("nan"), device=device)
     with pytest.raises(BadTensor, match=r"layer 0 is latent: its v is k\[..., :16\]"):
-        made.bind(0, k_pages, k_pages[..., :16].clone())
-    made.bind(0, k_pages, k_pages[..., :16])
+        made.pages.bind(0, k_pages, k_pages[..., :16].clone())
+    made.pages.bind(0, k_pages, k_pages[..., :16])
     rows, done = torch.randn(10, 1, 24, generator=generator).to(device), 0
     for new in (9, 1):
         q = torch.randn(new, Q_HEADS, 24, generator=generator).to(device)
@@ -239,8 +239,8 @@ def test_latent_pages_of_an_engine_are_stored_and_read(device: torch.device) -> 
         lengths, q_len = torch.tensor([done], device=device), Lengths(torch.tensor([new], device=device))
         made.begin(ExternalStep(1, 1, new, lengths, q_len, None, min_q_len=new, max_q_len=new, max_kv_len=done))
         made.fill(table[0, done - new : done])
-        made.store(0, k, k[..., :16])
-        made.attend(0, q, out)
+        made.layers.store(0, k, k[..., :16])
+        made.layers.attend(0, q, out)
         stored = rows[:done].double().cpu().numpy()
         want, _ = attention(q.double().cpu().numpy(), stored, stored[..., :16], scale=SCALE)
         assert np.allclose(out.cpu(), want, atol=2e-5)
@@ -309,9 +309,9 @@ def test_pages_that_kernels_cannot_read_are_refused(device: torch.device, provid
         (torch.cat([filled.k, filled.k]), filled.v, "kernels were chosen for 20; raise num_pages"),
     ):
         with pytest.raises((BadTensor, CapacityExceeded), match=why):
-            filled.attention.bind(0, k, v)
+            filled.attention.pages.bind(0, k, v)
     with pytest.raises(BadTensor, match="layer 1 does not exist"):
-        filled.attention.bind(1, filled.k, filled.v)
+        filled.attention.pages.bind(1, filled.k, filled.v)
 
 
 def test_calls_out_of_order_are_refused(device: torch.device, provider: str) -> None:
@@ -320,7 +320,7 @@ def test_calls_out_of_order_are_refused(device: torch.device, provider: str) -> 
     with pytest.raises(WrongState, match=r"there is no step to fill; call begin\(\) first"):
         made.fill()
     with pytest.raises(WrongState, match=r"call begin\(\) and fill\(\) first"):
-        made.store(0, nothing, nothing)
+        made.layers.store(0, nothing, nothing)
     with pytest.raises(WrongState, match=r"call seal\(\) before the first captured step"):
         engine.capture(4)
     made.seal()
@@ -328,6 +328,34 @@ def test_calls_out_of_order_are_refused(device: torch.device, provider: str) -> 
         made.seal()
     with pytest.raises(CapacityExceeded, match="padded to 17 sequences, built for 16; raise num_seqs"):
         engine.run([engine.admit()], [1], pads=16)
+
+
+def test_a_step_of_more_tokens_than_the_bounds_is_refused(device: torch.device, provider: str) -> None:
+    engine = VLLM(PAGE, device=device, provider=provider)
+    first, second = engine.admit(), engine.admit()
+    with pytest.raises(CapacityExceeded, match="padded to 129 tokens, built for 128; raise num_tokens of the bounds"):
+        engine.run([first, second], [90, 30], pads=9)
+    engine.run([first, second], [90, 30], pads=8)
+
+
+def test_bounds_without_tokens_are_those_of_any_step_and_seal_makes_room_for_decode(
+    device: torch.device, provider: str
+) -> None:
+    engine = VLLM(PAGE, device=device, provider=provider)
+    engine.attention = ExternalAttention(
+        [LayerSource(problem())],
+        engine.sources(),
+        device=device,
+        bounds=Bounds(num_seqs=16, kv_len=96, num_pages=engine.num_pages),
+        options=ExternalOptions(provider=provider, page_strides=True),
+    )
+    engine.attention.pages.bind(0, *engine.pages[0])
+    engine.attention.seal()
+    requests = [engine.admit(), engine.admit()]
+    engine.run(requests, [90, 80])
+    engine.capture(16).run(requests)
+    with pytest.raises(CapacityExceeded, match=r"32 tokens is larger than seal\(\) has made room for"):
+        engine.capture(16, width=2)
 
 
 @pytest.mark.parametrize(
@@ -376,7 +404,7 @@ def test_layers_tables_and_bounds_must_agree(device: torch.device, provider: str
     with pytest.raises(BadProblem, match=r"layers live in the spaces \['GROUP1'\] and there are tables of \['FULL'\]"):
         build([LayerSource(problem(), Space("group1"))], {Space.FULL: table})
     with pytest.raises(BadSetting, match="num_pages is 0; it is at least 1"):
-        Bounds(1, 1, 1, 0)
+        Bounds(num_seqs=1, num_tokens=1, kv_len=1, num_pages=0)
     with pytest.raises(BadTensor, match=r"entries is torch.float32 \[2, 2\]"):
         TableSource(torch.zeros(2, 2))
     with pytest.raises(BadTensor, match="indptr has 1 elements"):

@@ -12,10 +12,12 @@ from torch import Tensor
 
 from rocm_attn.errors import BadTensor, WrongState
 from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
-from rocm_attn.paging.adopted import CsrSource, TableSource, TableUnit, layer_pages
+from rocm_attn.paging.adopted import CsrSource, TableSource, TableUnit
+from rocm_attn.paging.adopted_pages import layer_pages
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import Problem
 from rocm_attn.step.external_step import ExternalStep
+from tests.amd.external.engines import SGLang
 
 LAYERS, BLOCKS, BLOCK_SIZE, KV_HEADS, DIM = 3, 7, 4, 2, 16
 PROBLEM = Problem(
@@ -65,10 +67,10 @@ def test_a_kv_cache_of_any_axes_is_bound_in_one_line(axes: str, device: torch.de
     count = 1 if "layer" in axes else LAYERS
     caches = [torch.arange(math.prod(shape), dtype=torch.float32).view(*shape).to(device) + i for i in range(count)]
     attention = build(device, page_strides=True)
-    attention.bind_all(caches[0] if count == 1 else caches, axes)
+    attention.pages.bind_all(caches[0] if count == 1 else caches, axes)
     at = {"kv": 1, "layer": 2, "page": 5, "token": 3, "head": 1, "dim": 9}
     cell = caches[0 if count == 1 else 2][tuple(at[axis] for axis in axes.split())]
-    bound = attention._pages.layer(2)
+    bound = attention.pages.layer(2)
     assert bound.v[5, 3, 1, 9] == cell
     assert bound.k.shape == bound.v.shape == (BLOCKS, BLOCK_SIZE, KV_HEADS, DIM)
     bound.v[5, 3, 1, 9] = -7
@@ -100,7 +102,7 @@ def test_a_kv_cache_of_other_axes_is_refused(
 ) -> None:
     attention = build(device)
     with pytest.raises(BadTensor, match=message):
-        attention.bind_all(torch.zeros(shape, device=device), axes)
+        attention.pages.bind_all(torch.zeros(shape, device=device), axes)
     with pytest.raises(WrongState, match="layer 0 has no pages yet"):
         attention.seal()
     with pytest.raises(BadTensor, match="name each of"):
@@ -110,22 +112,22 @@ def test_a_kv_cache_of_other_axes_is_refused(
 def test_a_table_is_written_from_lists_and_replaced_by_a_tensor(device: torch.device) -> None:
     table = torch.full((4, 6), -1, dtype=torch.int32, device=device)
     attention = build(device, TableSource(table, null_page=False))
-    attention.write_table([[3, 1, 2], [], [5]])
+    attention.tables.write([[3, 1, 2], [], [5]])
     assert table[:3, :3].tolist() == [[3, 1, 2], [0, 0, 0], [5, 0, 0]]
     assert table[3].tolist() == [-1] * 6
-    attention.write_table([])
-    attention.write_table([[], []])
+    attention.tables.write([])
+    attention.tables.write([[], []])
     for pages in ([[1]] * 5, [[1] * 7]):
         with pytest.raises(BadTensor, match="do not fit the table of the FULL space"):
-            attention.write_table(pages)
+            attention.tables.write(pages)
     with pytest.raises(BadTensor, match="no layer lives in the SWA space"):
-        attention.write_table([[1]], Space.SWA)
+        attention.tables.write([[1]], Space.SWA)
     other = torch.zeros((2, 8), dtype=torch.int32, device=device)
-    attention.use_table(other)
-    attention.write_table([[6]])
+    attention.tables.use(other)
+    attention.tables.write([[6]])
     assert other[0, 0] == 6
     with pytest.raises(BadTensor, match="int32 or int64 with 2 dimensions"):
-        attention.use_table(torch.zeros(6, dtype=torch.int32, device=device))
+        attention.tables.use(torch.zeros(6, dtype=torch.int32, device=device))
 
 
 def test_tables_that_are_not_rows_of_pages_are_written_by_their_engine(device: torch.device) -> None:
@@ -134,9 +136,9 @@ def test_tables_that_are_not_rows_of_pages_are_written_by_their_engine(device: t
     slots = build(device, TableSource(torch.zeros((4, 24), dtype=torch.int32, device=device), TableUnit.SLOT))
     for attention in (lists, slots):
         with pytest.raises(BadTensor, match="has no rows of pages; write into it yourself"):
-            attention.write_table([[1]])
+            attention.tables.write([[1]])
     with pytest.raises(BadTensor, match="lists of pages; give a CsrSource"):
-        lists.use_table(torch.zeros((4, 6), dtype=torch.int32, device=device))
+        lists.tables.use(torch.zeros((4, 6), dtype=torch.int32, device=device))
 
 
 class Engine:
@@ -146,7 +148,7 @@ class Engine:
         self.device = device
         kv_cache = torch.full((2, LAYERS, BLOCKS, BLOCK_SIZE, KV_HEADS, DIM), float("nan"), device=device)
         self.attention = build(device, provider=provider)
-        self.attention.bind_all(kv_cache, "kv layer page token head dim")
+        self.attention.pages.bind_all(kv_cache, "kv layer page token head dim")
         self.attention.seal()
         self.generator = torch.Generator().manual_seed(0)
         self.block_tables = [[0, 3], [6, 2, 4]]
@@ -166,7 +168,7 @@ class Engine:
 
     def run(self, step: ExternalStep, starts: list[int], ends: list[int]) -> None:
         """One step, every layer of which is compared with dense attention."""
-        self.attention.write_table(self.block_tables)
+        self.attention.tables.write(self.block_tables)
         self.attention.begin(step)
         self.attention.fill(self.slots(starts, ends))
         q_lens = [end - start for start, end in zip(starts, ends, strict=True)]
@@ -175,8 +177,8 @@ class Engine:
                 torch.randn(sum(q_lens), heads, DIM, generator=self.generator).to(self.device)
                 for heads in (4, KV_HEADS, KV_HEADS, 4)
             )
-            self.attention.store(layer, k, v)
-            self.attention.attend(layer, q, out)
+            self.attention.layers.store(layer, k, v)
+            self.attention.layers.attend(layer, q, out)
             if layer == 1:
                 self.compare(q_lens, q, k, v, out)
 
@@ -214,6 +216,36 @@ def test_a_captured_decode_is_padded_to_its_lengths(device: torch.device) -> Non
     assert step.shape.kind.decodes
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_steps_of_rows_that_an_engine_names_are_said_in_a_line(captured: bool, device: torch.device) -> None:
+    """As engines with a table of requests have them, pads and all: eager ones, and those of graphs."""
+    engine = SGLang(16, device=device, provider="torch")
+    first, second = engine.admit(), engine.admit()
+    engine.run([first, second], [5, 3])
+    engine.attention.seal()
+    for new in (4, 1):
+        requests, tokens = [second, first], 2 * new
+        for request in requests:
+            engine.reserve(request, request.kv_len + new)
+        kv_len = engine.ints([second.kv_len + new, first.kv_len + new, 1, 1])
+        rows, q_indptr = engine.ints([2, 1, 0, 0]), engine.ints([0, new, tokens, tokens, tokens])
+        lengths = {"num_seqs": 2, "max_kv_len": 16}
+        if new == 1:
+            step = ExternalStep.decode(kv_len, **lengths, rows=rows, captured=captured)
+        else:
+            padded = tokens + 3
+            step = ExternalStep.extend(
+                q_indptr, kv_len, num_tokens=padded, max_q_len=new, **lengths, rows=rows, captured=captured
+            )
+        given = engine.tensors(tokens, step.padded_tokens)
+        engine.attention.begin(step)
+        engine.attention.fill()
+        outs = engine.forward(given)
+        engine.keep(requests, [new, new], given)
+        engine.compare(requests, [new, new], given, outs)
+    engine.attention.check_device()
+
+
 @pytest.mark.parametrize("binds_calls", [False, True])
 def test_pages_of_a_call_may_come_after_seal_where_the_engine_says_so(binds_calls: bool, device: torch.device) -> None:
     pages = [torch.zeros((BLOCKS, BLOCK_SIZE, KV_HEADS, DIM), device=device) for _ in range(4)]
@@ -225,27 +257,27 @@ def test_pages_of_a_call_may_come_after_seal_where_the_engine_says_so(binds_call
         options=ExternalOptions(provider="torch", binds_calls=binds_calls),
     )
     if not binds_calls:
-        attention.bind(0, pages[0], pages[1])
+        attention.pages.bind(0, pages[0], pages[1])
     attention.seal()
-    attention.bind(0, pages[0], pages[1])
+    attention.pages.bind(0, pages[0], pages[1])
     if binds_calls:
-        attention.bind(0, pages[2], pages[3])
-        assert attention._pages.layer(0).k is pages[2]
+        attention.pages.bind(0, pages[2], pages[3])
+        assert attention.pages.layer(0).k is pages[2]
     else:
         with pytest.raises(WrongState, match="the pages of layer 0 have moved"):
-            attention.bind(0, pages[2], pages[3])
+            attention.pages.bind(0, pages[2], pages[3])
 
 
 def test_tables_that_were_used_before_are_let_go(device: torch.device) -> None:
     """Of the many that an engine may hand over, one for each step, the last one is held."""
     attention = build(device)
     cache = torch.zeros(2, LAYERS, BLOCKS, BLOCK_SIZE, KV_HEADS, DIM, device=device)
-    attention.bind_all(cache, "kv layer page token head dim")
+    attention.pages.bind_all(cache, "kv layer page token head dim")
     tables = []
     for _ in range(4):
         table = torch.zeros(4, 6, dtype=torch.int32, device=device)
         tables.append(weakref.ref(table))
-        attention.use_table(table)
+        attention.tables.use(table)
         first, q_len = (torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in ([0, 3, 8], [3, 5]))
         attention.begin(ExternalStep.extend(first, q_len, num_tokens=8, max_q_len=5, max_kv_len=5))
         attention.fill()

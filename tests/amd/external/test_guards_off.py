@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import DeviceFault, WrongState
+from rocm_attn.external import Bounds
 from rocm_attn.guards.registry import GUARDS, Guards
 from rocm_attn.paging.adopted import TableSource
 from rocm_attn.paging.index_spaces import Space
@@ -107,20 +108,20 @@ def list_tails(make: Make) -> None:
     engine.run([long], [60])
     engine.run([short], [3])
     engine.run([short], [1])
-    step = engine.attention._running().step.tensors
+    step = engine.attention._gate.running().step.tensors
     assert (step.page_list[1:] == 0).all(), "the list holds what an earlier step left"
 
 
 def new_sizes(make: Make) -> None:
     """Memory that graphs read does not grow."""
     engine = build(VLLM, make)
-    engine.attention.seal(engine.bounds.__class__(4, 4, ROOM, engine.num_pages))
+    engine.attention.seal(Bounds(num_seqs=4, num_tokens=4, kv_len=ROOM, num_pages=engine.num_pages))
     small = engine.capture(4)
     requests = [engine.admit() for _ in range(3)]
     engine.run(requests, [5, 20, 2])
     small.run(requests)
     where = {name: tensor.data_ptr() for name, tensor in engine.attention.sealed_tensors().items()}
-    with pytest.raises(Exception, match="captured graphs hold"):
+    with pytest.raises(Exception, match=r"larger than seal\(\) has made room for"):
         engine.capture(16)
     assert where == {name: tensor.data_ptr() for name, tensor in engine.attention.sealed_tensors().items()}
 
@@ -189,7 +190,7 @@ def moved_table(make: Make) -> None:
     engine = build(VLLM, make)
     engine.attention.seal()
     with pytest.raises(WrongState, match="has moved, and graphs read the old one"):
-        engine.attention.use_table(TableSource(engine.block_tables[Space.FULL].clone()))  # type: ignore[attr-defined]
+        engine.attention.tables.use(TableSource(engine.block_tables[Space.FULL].clone()))  # type: ignore[attr-defined]
 
 
 def late_fault(make: Make) -> None:

@@ -37,7 +37,7 @@ class Engine:
         )
         self.device = device
         for number in range(2):
-            self.attention.bind(number, self.nan(PAGES, 4, 2, 16), self.nan(PAGES, 4, 2, 16))
+            self.attention.pages.bind(number, self.nan(PAGES, 4, 2, 16), self.nan(PAGES, 4, 2, 16))
         generator = torch.Generator().manual_seed(0)
         self.q, self.k, self.v, self.other_k, self.other_v = (
             torch.randn(KV_LEN, heads, 16, generator=generator).to(device) for heads in (4, 2, 2, 2, 2)
@@ -60,16 +60,16 @@ class Engine:
 def test_an_engines_layers_attend_to_what_is_chosen(device: torch.device) -> None:
     engine = Engine(device)
     attention = engine.attention
-    attention.bind_index(0, engine.nan(PAGES, 4, 16))
+    attention.pages.bind_index(0, engine.nan(PAGES, 4, 16))
     engine.begin()
-    attention.store(0, engine.k, engine.v)
-    attention.store_index(0, engine.index_k)
-    attention.select(0, engine.index_q)
+    attention.layers.store(0, engine.k, engine.v)
+    attention.layers.store_index(0, engine.index_k)
+    attention.layers.select(0, engine.index_q)
     cells = chosen_cells(engine.index_q, torch.ones(KV_LEN, 4, device=device), engine.index_k, TOKENS)[:, 0]
     for number, (k, v) in enumerate([(engine.k, engine.v), (engine.other_k, engine.other_v)]):
-        attention.store(number, k, v)
+        attention.layers.store(number, k, v)
         out = torch.empty_like(engine.q)
-        attention.attend_selected(number, engine.q, out)
+        attention.layers.attend_selected(number, engine.q, out)
         want, _ = attend_sequence(engine.q, k, v, layer(), visible=cells)
         assert_attention_close(out, want, torch.float32)
 
@@ -78,35 +78,35 @@ def test_index_pages_that_do_not_fit_are_refused(device: torch.device) -> None:
     engine = Engine(device)
     attention = engine.attention
     engine.begin()
-    with pytest.raises(WrongState, match="layer 0 has no index pages yet; call bind_index"):
-        attention.store_index(0, engine.index_k)
+    with pytest.raises(WrongState, match=r"layer 0 has no index pages yet; call pages.bind_index\(\)"):
+        attention.layers.store_index(0, engine.index_k)
     with pytest.raises(BadTensor, match="pages of 4 keys with 16 elements"):
-        attention.bind_index(0, engine.nan(PAGES, 4, 8))
+        attention.pages.bind_index(0, engine.nan(PAGES, 4, 8))
     with pytest.raises(BadTensor, match=r"they must be torch\.float32"):
-        attention.bind_index(0, engine.nan(PAGES, 4, 16).half())
+        attention.pages.bind_index(0, engine.nan(PAGES, 4, 16).half())
     with pytest.raises(BadTensor, match="have no scales"):
-        attention.bind_index(0, engine.nan(PAGES, 4, 16), torch.ones(1, device=device))
+        attention.pages.bind_index(0, engine.nan(PAGES, 4, 16), torch.ones(1, device=device))
     with pytest.raises(BadTensor, match="layer 1 has no indexer"):
-        attention.bind_index(1, engine.nan(PAGES, 4, 16))
-    with pytest.raises(WrongState, match="call bind_index"):
+        attention.pages.bind_index(1, engine.nan(PAGES, 4, 16))
+    with pytest.raises(WrongState, match=r"call pages.bind_index\(\)"):
         attention.seal()
-    attention.bind_index(0, engine.nan(PAGES, 4, 16))
+    attention.pages.bind_index(0, engine.nan(PAGES, 4, 16))
     attention.seal()
     with pytest.raises(WrongState, match="the index pages of layer 0 have moved"):
-        attention.bind_index(0, engine.nan(PAGES, 4, 16))
+        attention.pages.bind_index(0, engine.nan(PAGES, 4, 16))
 
 
 def test_a_selection_does_not_outlive_its_step(device: torch.device) -> None:
     """A later step has not selected: what lies there is an earlier one's."""
     engine = Engine(device)
     attention = engine.attention
-    attention.bind_index(0, engine.nan(PAGES, 4, 16))
+    attention.pages.bind_index(0, engine.nan(PAGES, 4, 16))
     out = torch.empty_like(engine.q)
     engine.begin()
-    attention.store(0, engine.k, engine.v)
-    attention.store_index(0, engine.index_k)
-    attention.select(0, engine.index_q)
-    attention.attend_selected(0, engine.q, out)
+    attention.layers.store(0, engine.k, engine.v)
+    attention.layers.store_index(0, engine.index_k)
+    attention.layers.select(0, engine.index_q)
+    attention.layers.attend_selected(0, engine.q, out)
     engine.begin()
     with pytest.raises(WrongState, match="nothing was selected in this step"):
-        attention.attend_selected(0, engine.q, out)
+        attention.layers.attend_selected(0, engine.q, out)

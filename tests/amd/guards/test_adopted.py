@@ -82,7 +82,7 @@ def test_a_table_is_not_replaced_under_a_graph(provider: str, device: torch.devi
         engine.run([request], [5])
         graph.run([request])
         engine.block_tables[Space.FULL] = engine.block_tables[Space.FULL].clone()
-        engine.attention.use_table(TableSource(engine.block_tables[Space.FULL]))
+        engine.attention.tables.use(TableSource(engine.block_tables[Space.FULL]))
         return engine, graph
 
     with pytest.raises(WrongState, match="the table of the FULL space has moved, and graphs read the old one"):

@@ -16,7 +16,8 @@ from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import Encoding, FormatMismatch, PageFormat, PoolKind
 from rocm_attn.kernels.cache.page_rows import empty_vectorised_pages
 from rocm_attn.kernels.sparse.arguments import Indexing
-from rocm_attn.paging.adopted import EnginePages, TableSource
+from rocm_attn.paging.adopted import TableSource
+from rocm_attn.paging.adopted_pages import EnginePages
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.kv_pool import HybridKVPool
 from rocm_attn.problem import Indexer, KVEncoding, Problem, Scales
@@ -129,7 +130,7 @@ class Adopted:
         self.scales = torch.tensor(0.02, device=device), torch.tensor(0.03, device=device)
 
     def bind(self, form: PageFormat) -> None:
-        self.attention.bind(0, self.k, self.v, EnginePages(*self.scales, form))
+        self.attention.pages.bind(0, self.k, self.v, EnginePages(*self.scales, form))
 
     def decode(self, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, *, stores: bool) -> torch.Tensor:
         """Attention of the last of some tokens, which are stored first, or were."""
@@ -140,10 +141,10 @@ class Adopted:
             indptr = torch.tensor([0, n], dtype=torch.int32, device=k.device)
             attention.begin(ExternalStep.extend(indptr, lengths, num_tokens=n, max_q_len=n, max_kv_len=n))
             attention.fill()
-            attention.store(0, k, v)
+            attention.layers.store(0, k, v)
         attention.begin(ExternalStep.decode(lengths, num_seqs=1, max_kv_len=n))
         attention.fill()
-        attention.attend(0, q, out)
+        attention.layers.attend(0, q, out)
         attention.check_device()
         return out
 
@@ -181,7 +182,7 @@ def test_pages_of_another_format_are_not_adopted(provider: str, device: torch.de
 def test_what_an_engine_says_of_its_bytes_is_checked(provider: str, device: torch.device) -> None:
     engine = Adopted(device, provider)
     with pytest.raises(BadTensor, match=r"say what its pages hold and where their factors are"):
-        engine.attention.bind(0, engine.k, engine.v)
+        engine.attention.pages.bind(0, engine.k, engine.v)
     for form in (
         replace(FN.page_format, producer="vllm: shuffled"),
         replace(FN.page_format, kind=PoolKind.VECTORIZED),
@@ -204,12 +205,12 @@ def test_pages_that_have_no_factors_may_be_declared_too(provider: str, device: t
     engine = Adopted(device, provider, problem=plain)
     engine.k = torch.zeros(PAGES, 16, 2, 16, device=device)
     own = plain.page_format
-    engine.attention.bind(0, engine.k, engine.k.clone(), EnginePages(None, None, own))
+    engine.attention.pages.bind(0, engine.k, engine.k.clone(), EnginePages(None, None, own))
     for form in (replace(own, producer="vllm: shuffled"), replace(own, encoding=Encoding.FP16)):
         with pytest.raises(BadTensor, match=r"the pages of layer 0 hold .*; its kernels read and write .* float32"):
-            engine.attention.bind(0, engine.k, engine.k.clone(), EnginePages(None, None, form))
+            engine.attention.pages.bind(0, engine.k, engine.k.clone(), EnginePages(None, None, form))
     with pytest.raises(BadTensor, match=r"layer 0: k_scale was given"):
-        engine.attention.bind(0, engine.k, engine.k.clone(), EnginePages(engine.scales[0], None, own))
+        engine.attention.pages.bind(0, engine.k, engine.k.clone(), EnginePages(engine.scales[0], None, own))
 
 
 SELECTING = sparse_layer(
@@ -232,12 +233,12 @@ class Selects:
             guards=guards,
         )
         self.k, self.v = (torch.zeros(PAGES, 16, 2, 16, device=device) for _ in range(2))
-        self.attention.bind(0, self.k, self.v)
+        self.attention.pages.bind(0, self.k, self.v)
         self.keys = torch.zeros(PAGES, 16, 32, dtype=torch.uint8, device=device)
         self.factor = torch.full((1,), 0.5, device=device)
 
     def bind(self, form: PageFormat) -> None:
-        self.attention.bind_index(0, self.keys, self.factor, form)
+        self.attention.pages.bind_index(0, self.keys, self.factor, form)
 
     def run(self, *, stores: bool) -> torch.Tensor:
         """What the last token gets. stores: of all of them, or of the last one alone"""
@@ -254,10 +255,10 @@ class Selects:
         self.attention.begin(ExternalStep.extend(indptr, lengths, num_tokens=new, max_q_len=new, max_kv_len=n))
         self.attention.fill()
         out = torch.empty_like(rows[0])
-        self.attention.store(0, rows[1], rows[2])
-        self.attention.store_index(0, rows[4])
-        self.attention.select(0, rows[3])
-        self.attention.attend_selected(0, rows[0], out)
+        self.attention.layers.store(0, rows[1], rows[2])
+        self.attention.layers.store_index(0, rows[4])
+        self.attention.layers.select(0, rows[3])
+        self.attention.layers.attend_selected(0, rows[0], out)
         self.attention.check_device()
         return out[-1]
 
@@ -267,7 +268,7 @@ def test_index_pages_of_another_format_are_not_adopted(provider: str, device: to
     """Written in tiles and read in rows, as in vllm#52109: without the guard the wrong keys are chosen, in silence."""
     writer = Selects(device, provider)
     with pytest.raises(BadTensor, match=r"keeps index keys in float8_e4m3fn; say what its index pages hold"):
-        writer.attention.bind_index(0, writer.keys, writer.factor)
+        writer.attention.pages.bind_index(0, writer.keys, writer.factor)
     writer.bind(INDEX_FORMAT)
     right = writer.run(stores=True)
     shuffled = replace(INDEX_FORMAT, producer="vllm: shuffled")

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rocm_attn.hip_graphs.recorder import Recorder
+from rocm_attn.hip_graphs.recorder import GraphRecorder
 
 
 @dataclass(frozen=True)
 class Lab:
     """A recorder and the device that it records."""
 
-    recorder: Recorder
+    recorder: GraphRecorder
     device: torch.device
 
 

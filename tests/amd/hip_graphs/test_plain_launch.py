@@ -167,7 +167,8 @@ def test_what_the_driver_cannot_be_given_is_replayed_by_torch(lacks: str, monkey
     monkeypatch.setattr(torch_recorder, "_GIVES_READY_GRAPHS", lacks == "a driver")
     monkeypatch.setattr(torch_recorder, "_calls", calls)
     graph: Any = Graph()
-    recording = TorchRecording(graph, torch.device("cuda", 0), 5, kept=())
+    recording = TorchRecording(graph)
+    recording.finish(torch.device("cuda", 0), 5)
     assert recording.replay == graph.replay
     assert recording.bytes == 5
 
@@ -179,7 +180,9 @@ def test_what_the_driver_can_be_given_is_not_torchs_to_replay(monkeypatch: pytes
     monkeypatch.setattr(torch_recorder, "_calls", lambda: calls)
     monkeypatch.setattr(Here, "of", lambda index: here)
     graph: Any = Graph()
-    assert isinstance(launch_of(TorchRecording(graph, torch.device("cuda", 0), 5, kept=())), PlainLaunch)
+    recording = TorchRecording(graph)
+    recording.finish(torch.device("cuda", 0), 5)
+    assert isinstance(launch_of(recording), PlainLaunch)
 
 
 def test_of_a_library_that_is_loaded_twice_neither_copy_is_taken(tmp_path: Path) -> None:

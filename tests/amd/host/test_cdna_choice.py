@@ -167,7 +167,7 @@ def engines_pages(page: int, token: int, head: int, first: int) -> tuple[torch.T
 def test_an_engines_aligned_rows_are_bound(what: str) -> None:
     attention = adopting()
     assert names(attention.kernels().selections[0]) == CDNA
-    attention.bind(0, *engines_pages(*ALIGNED[what]))
+    attention.pages.bind(0, *engines_pages(*ALIGNED[what]))
 
 
 @pytest.mark.parametrize("what", UNALIGNED)
@@ -177,10 +177,10 @@ def test_an_engines_unaligned_rows_are_refused_as_they_are_bound_or_served_by_an
     with pytest.raises(
         BadTensor, match=r"triton\.cdna_decode reads rows that begin .* or build with unaligned_rows=True"
     ):
-        adopting().bind(0, k, v)
+        adopting().pages.bind(0, k, v)
     other = adopting(unaligned_rows=True)
     assert names(other.kernels().selections[0]) == PLAIN
-    other.bind(0, k, v)
+    other.pages.bind(0, k, v)
 
 
 def test_tiles_that_were_measured_on_such_a_gpu_beat_it() -> None:

@@ -234,19 +234,19 @@ def test_an_engines_pages_that_begin_off_16_bytes_are_refused_as_they_are_bound_
     k, v = engines_pages(k_first, v_first)
     name = "triton.hopper_segment_extend" if deterministic else "triton.hopper_extend"
     with pytest.raises(BadTensor, match=rf"{name} reads those that begin at multiples of 16 bytes; .*unaligned_rows"):
-        adopting(deterministic=deterministic).bind(0, k, v)
+        adopting(deterministic=deterministic).pages.bind(0, k, v)
     other = adopting(unaligned_rows=True, deterministic=deterministic)
     selection = other.kernels().selections[0]
     assert not any("hopper" in kernel.row.name for kernel in selection.kernels.values())
     reason = "it reads K and V that begin at multiples of 16 bytes, and these may begin anywhere"
     assert {r.reason for r in selection.refusals if r.kernel == name} == {reason}
-    other.bind(0, k, v)
+    other.pages.bind(0, k, v)
 
 
 def test_an_engines_pages_that_begin_at_16_bytes_are_bound() -> None:
     attention = adopting()
     assert attention.kernels().selections[0].kernel(StepKind.EXTEND).row.name == HOPPER[StepKind.EXTEND]
-    attention.bind(0, *engines_pages(8, 16))
+    attention.pages.bind(0, *engines_pages(8, 16))
 
 
 DETERMINISTIC = {

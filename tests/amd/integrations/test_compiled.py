@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +20,6 @@ from rocm_attn.capture.check import NO_CHECK
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadTensor, WrongState
-from rocm_attn.external import ExternalAttention
 from rocm_attn.hip_graphs.errors import RecordingRefused
 from rocm_attn.hip_graphs.record_guard import RecordGuard
 from rocm_attn.integrations import compiled
@@ -32,7 +31,7 @@ from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.protocols import LayerCalls
 from rocm_attn.step.step import Part
-from tests.amd.external.engines import SGLang, Tensors
+from tests.amd.external.engines import SGLang
 from tests.amd.graphs.small_models import Requests, Tiny, same, serve
 from tests.amd.runtime.sparse_world import SparseWorld, indexer, layer
 from tests.amd.runtime.stepping import small_problem
@@ -394,12 +393,8 @@ def test_layers_that_select_keys_are_operations_too(graphs: bool, device: torch.
 class CompiledEngine(SGLang):
     """An engine whose layer calls, and fill, are operations."""
 
-    def forward(self, given: Tensors) -> list[Tensor]:
-        attention, self.attention = self.attention, cast(ExternalAttention, compiled_layers(self.attention))
-        try:
-            return super().forward(given)
-        finally:
-            self.attention = attention
+    def calls(self) -> LayerCalls:
+        return compiled_layers(self.attention)
 
 
 def test_an_engines_own_pages_are_served_by_operations(provider: str, device: torch.device) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -91,6 +93,55 @@ def test_optional_arguments_of_plan_may_come_by_position(device: torch.device) -
         pytest.raises(TypeError, match="got window_left twice"),
     ):
         wrapper.plan(*batch.lists, *SIZES, 4, "NONE", 2, window_left=2)
+
+
+def test_workspaces_are_handed_around_as_engines_do(device: torch.device) -> None:
+    prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
+    shared = prefill._int_workspace_buffer
+    wrapper._int_workspace_buffer = shared
+    assert shared.device == workspace(device).device
+    batch = new_batch((6, 9), 4, device=device)
+    wrapper.begin_forward(*batch.lists, *SIZES, 4, q_data_type="float32", sm_scale=0.3)
+    q = queries(2, device=device)
+    check(wrapper.run(q, batch.cache, return_lse=True), wanted(batch, q, [1, 1], [Scores(0.3)] * 2))
+    wrapper.end_forward()
+    check(wrapper.run(q, batch.cache, return_lse=True), wanted(batch, q, [1, 1], [Scores(0.3)] * 2))
+
+
+def test_a_wrapper_is_planned_in_one_thread_and_run_in_another(device: torch.device) -> None:
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
+    q = queries(2, device=device)
+    with ThreadPoolExecutor(1) as other:
+        for lens in ((6, 9), (3, 30)):
+            batch = new_batch(lens, 4, device=device)
+            more: dict[str, Any] = {"q_data_type": torch.float32, "sm_scale": 0.3}
+            other.submit(wrapper.plan, *batch.lists, *SIZES, 4, **more).result()
+            expected = wanted(batch, q, [1, 1], [Scores(0.3)] * 2)
+            check(wrapper.run(q, batch.cache, return_lse=True), expected)
+            check(other.submit(wrapper.run, q, batch.cache, return_lse=True).result(), expected)
+
+
+def test_functions_without_a_plan_may_be_called_in_several_threads_at_a_time(device: torch.device) -> None:
+    batch = new_batch((40, 23), 1, device=device)
+    q = queries(2, device=device)
+    expected = wanted(batch, q, [1, 1], [Scores(DIM**-0.5)] * 2)
+    k, v = (
+        [batch.cache[batch.indices[begin:end].long(), side, 0] for begin, end in ((0, 40), (40, 63))] for side in (0, 1)
+    )
+
+    def attend(seq: int) -> list[Any]:
+        return [flashinfer.single_decode_with_kv_cache(q[seq], k[seq], v[seq], return_lse=True) for _ in range(20)]
+
+    interval = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(1e-5)
+        with ThreadPoolExecutor(2) as pool:
+            found = list(pool.map(attend, (0, 1)))
+    finally:
+        sys.setswitchinterval(interval)
+    for first, second in zip(*found, strict=True):
+        check(tuple(torch.stack(pair) for pair in zip(first, second, strict=True)), expected)
 
 
 def test_several_new_tokens_of_each_request_see_no_later_ones(device: torch.device) -> None:

@@ -333,7 +333,7 @@ def test_an_engines_pages_are_sent_as_a_runtimes_are(
     with pytest.raises(WrongState, match="an engine's rows are not known here"):
         importer.admit(extent)
     k, v = one.pages[0]
-    one.attention.bind(0, k.clone(memory_format=torch.preserve_format), v)
+    one.attention.pages.bind(0, k.clone(memory_format=torch.preserve_format), v)
     with pytest.raises(WrongState, match="pages of layer 0 have moved"):
         exporter.export(request.pages, extent, buffer)
 
@@ -476,11 +476,11 @@ def test_page_0_of_an_engine_to_which_it_is_a_page_like_others_is_moved_too(
             [LayerSource(problem) for problem in problems],
             table,
             device=device,
-            bounds=Bounds(2, 8, 32, 6),
+            bounds=Bounds(num_seqs=2, num_tokens=8, kv_len=32, num_pages=6),
             options=ExternalOptions(provider=provider),
         )
         k, v = (torch.randn(6, *side, generator=random).to(device) for side in ((4, 2, 16), (4, 2, 16)))
-        attention.bind(0, k, v)
+        attention.pages.bind(0, k, v)
         attentions.append((attention, k, v))
     (one, k, v), (other, new_k, new_v) = attentions
     exporter, importer = KVExporter(one), KVImporter(other, KVPassport.of(one))
@@ -494,7 +494,7 @@ def test_page_0_of_an_engine_to_which_it_is_a_page_like_others_is_moved_too(
         assert torch.equal(side[[3, 0, 5]], new[[0, 2, 1]])
     with pytest.raises(BadBatch, match="the last of which is not -1, which means none"):
         exporter.extent({Space.FULL: [3, 0, -1]}, 12)
-    other.bind(0, new_k.view(6, 4, 2, 16), new_v)
+    other.pages.bind(0, new_k.view(6, 4, 2, 16), new_v)
     importer.import_pages(there, extent, buffer)  # bound anew as they lay
 
 
@@ -510,7 +510,7 @@ def test_pages_that_are_bound_anew_at_one_address_with_other_strides_are_refused
     k, v = one.pages[0]
     strides = list(k.stride())
     strides[1], strides[2] = k.shape[3], k.shape[1] * k.shape[3]
-    one.attention.bind(0, k.as_strided(k.shape, strides), v)
+    one.attention.pages.bind(0, k.as_strided(k.shape, strides), v)
     with pytest.raises(WrongState, match="pages of layer 0 have moved"):
         exporter.export(request.pages, extent, buffer)
 

@@ -1,0 +1,149 @@
+"""Tables that their engine writes while a step runs, or that have other rows after graphs were captured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rocm_attn.errors import DeviceFault, WrongState
+from rocm_attn.paging.adopted import CsrSource, Source, TableSource
+from rocm_attn.paging.index_spaces import Space
+from rocm_attn.step.external_step import ExternalStep
+from rocm_attn.step.plan import StepPlan
+from tests.amd.external.engines import VLLM, Engine, FlashInfer, SGLang
+
+
+def copied(sources: Mapping[Space, Source]) -> Mapping[Space, Source]:
+    """Of an engine whose scheduler writes the tables of the next step as soon as begin() has run."""
+    return {space: replace(source, copied=True) for space, source in sources.items()}
+
+
+class CopiedSGLang(SGLang):
+    """By slots."""
+
+    def sources(self) -> Mapping[Space, Source]:
+        return copied(super().sources())
+
+
+class CopiedVLLM(VLLM):
+    """By block tables."""
+
+    def sources(self) -> Mapping[Space, Source]:
+        return copied(super().sources())
+
+
+class CopiedFlashInfer(FlashInfer):
+    """By lists of pages."""
+
+    def sources(self) -> Mapping[Space, Source]:
+        return copied(super().sources())
+
+
+def scramble(engine: Engine) -> None:
+    """Another request's rows are in the place of those that the step has."""
+    if isinstance(engine, SGLang):
+        engine.req_to_token.copy_(engine.req_to_token.flip(0).clone())
+    elif isinstance(engine, VLLM):
+        for table in engine.block_tables.values():
+            table.copy_(table[:2].flip(0).repeat(8, 1))
+    elif isinstance(engine, FlashInfer):
+        engine.indices.copy_(engine.indices.flip(0).clone())
+        engine.indptr.zero_()
+
+
+def write_ahead(engine: Engine) -> None:
+    """From now on the engine writes its tables after each begin()."""
+    begin = engine.attention.begin
+
+    def begin_and_write(step: ExternalStep) -> StepPlan:
+        plan = begin(step)
+        scramble(engine)
+        return plan
+
+    engine.attention.begin = begin_and_write  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("kind", "page_size"),
+    [(CopiedSGLang, 1), (CopiedSGLang, 16), (CopiedVLLM, 16), (CopiedFlashInfer, 16)],
+)
+@pytest.mark.parametrize("graphed", [False, True])
+def test_a_table_that_is_copied_may_be_written_while_its_step_runs(
+    kind: type[Engine], page_size: int, graphed: bool, device: torch.device, provider: str
+) -> None:
+    windows, spaces = ((-1, 20), (Space.FULL, Space.SWA)) if kind is CopiedSGLang else ((-1,), (Space.FULL,))
+    engine = kind(page_size, windows, spaces=spaces, device=device, provider=provider)
+    requests = [engine.admit(), engine.admit()]
+    engine.run(requests, [20, 9])
+    engine.attention.seal()
+    graph = engine.capture(4)
+    write_ahead(engine)
+    for _ in range(3):
+        if graphed:
+            graph.run(requests)
+        else:
+            engine.run(requests, [1, 1])
+    engine.run(requests, [3, 2])
+    engine.attention.check_device()
+
+
+@pytest.mark.parametrize(("kind", "page_size"), [(SGLang, 1), (SGLang, 16), (VLLM, 16), (FlashInfer, 16)])
+def test_a_table_that_is_not_copied_is_read_until_its_step_is_over(
+    kind: type[Engine], page_size: int, device: torch.device, provider: str
+) -> None:
+    """So its engine must not write it before: rows are those of another request, or are reported."""
+    engine = kind(page_size, device=device, provider=provider, empty=3.0)
+    requests = [engine.admit(), engine.admit()]
+    engine.run(requests, [20, 9])
+    write_ahead(engine)
+
+    def step() -> None:
+        engine.run(requests, [1, 1])
+        engine.attention.check_device()
+
+    with pytest.raises((AssertionError, DeviceFault)):
+        step()
+
+
+@pytest.mark.parametrize("kind", [SGLang, CopiedSGLang])
+def test_graphs_look_for_rows_in_the_table_as_it_is_now(
+    kind: type[Engine], device: torch.device, provider: str
+) -> None:
+    engine = kind(16, device=device, provider=provider, empty=3.0)
+    requests = [engine.admit(), engine.admit()]
+    engine.run(requests, [20, 9])
+    engine.attention.seal()
+    graph = engine.capture(4)
+    source = engine.sources()[Space.FULL]
+    assert isinstance(source, TableSource)
+    engine.attention.tables.use(replace(source, entries=source.entries[:2]))
+    graph.run(requests[:1])
+    engine.attention.check_device()
+    k_before = engine.pages[0][0].clone()
+    with pytest.raises(AssertionError, match="row 2"):
+        graph.run(requests[1:])
+    with pytest.raises(DeviceFault, match="a row that was given lies outside of the table"):
+        engine.attention.check_device()
+    assert torch.equal(engine.pages[0][0], k_before)
+    engine.attention.tables.use(source)
+    engine.requests[2].kv_len -= 1  # the token that was not stored
+    graph.run(requests)
+    engine.attention.check_device()
+
+
+def test_lists_and_maps_keep_their_length_under_graphs(device: torch.device, provider: str) -> None:
+    lists = FlashInfer(16, device=device, provider=provider)
+    lists.attention.seal()
+    lists.attention.tables.use(CsrSource(lists.indptr[:3], lists.indices))
+    with pytest.raises(WrongState, match="the table of the FULL space has moved"):
+        lists.attention.tables.use(CsrSource(lists.indptr, lists.indices[:-1]))
+    spaces = Space.FULL, Space.SWA
+    mapped = SGLang(16, (-1, 20), spaces=spaces, device=device, provider=provider)
+    mapped.attention.seal()
+    source = mapped.sources()[Space.SWA]
+    assert isinstance(source, TableSource)
+    with pytest.raises(WrongState, match="the table of the SWA space has moved"):
+        mapped.attention.tables.use(replace(source, slot_map=mapped.to_swa[:-1]), Space.SWA)

@@ -6,6 +6,8 @@ be right; where no release is known that ended it, it has no end here.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from rocm_attn.machine.releases import Release, Span
@@ -72,6 +74,12 @@ POOL_OF_2_GIB = Fault(
     aiter=_before("0.1.17"),
 )
 
+# Composable Kernel's bound on a byte offset. Past it v0.1.13 loads by addresses (csrc/cpp_itfs/
+# mha_fwd_batch_prefill.cu:51), and its tests run sides of 4.5 GiB on pages of 1, 16 and 1024 in both layouts, in
+# bfloat16 and eight bits (op_tests/test_batch_prefill.py:1709): neither bytes nor elements are counted in 32 bits.
+# v0.1.12 tests linear pages of 1024 alone, without causality.
+PROMPTS_OF_2_GIB = replace(POOL_OF_2_GIB, aiter=_before("0.1.13"))
+
 # Its instances, by what AITER's tests of each release run.
 NO_PAGES_OF_16 = Fault(
     "it has no kernel for pages of 16 tokens",
@@ -129,15 +137,19 @@ NO_FACTOR_STRIDES = Fault(
     aiter=_before("0.1.13"),
 )
 
-# Groups of 16 heads are counted as more sequences, or as more tokens, or are none, as the release has it.
+# Groups of 16 heads were counted as more sequences, or as more tokens, or were none, as the release had it. In v0.1.18
+# schedule and kernels agree for one new token: both take 32, 64 and 128 heads as they are, and others in groups of 16
+# (csrc/kernels/mla/metadata/v1_2_device.cuh:859, aiter/mla.py:483 to 558), and csrc/py_itfs_cu/asm_mla.cu:850 has a
+# kernel for each (hsa/gfx950/mla/mla_asm.csv); v0.1.19 and v0.1.20 have the same.
 GROUPS_OF_HEADS = Fault(
     "releases differ in how they group more than 16 heads on gfx950",
     lambda problem, pool: problem.num_q_heads > 16,
     (_MI355,),
+    aiter=_before("0.1.18"),
 )
 
 COMPOSABLE = (FAR_SLOPES,)
-BATCH_PREFILL = (NO_PAGES_OF_16, NO_HEAD_DIM_256, SPILLED_SCALARS, *COMPOSABLE)
+BATCH_PREFILL = (PROMPTS_OF_2_GIB, NO_PAGES_OF_16, NO_HEAD_DIM_256, SPILLED_SCALARS, *COMPOSABLE)
 UNIFIED_DECODE = (WIDE_DECODE, LARGE_PAGE_DECODE, FLOAT16_SPLITS, *EIGHT_BITS)
 UNIFIED_EXTEND = (WIDE_EXTEND, *EIGHT_BITS)
 RAGGED = (CAPPED_SLOPES,)

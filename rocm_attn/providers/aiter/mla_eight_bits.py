@@ -2,8 +2,8 @@
 
 The kernels multiply codes of q with codes of the latent rows. gfx942 has them for 16 and for 128 heads in every
 release; a count in between runs as groups of 16 that each read the rows, which is less work than 128 heads of which
-most are zero. Newer releases take 64 heads as they are. On gfx950 releases differ in how they group heads, so that only
-16 are taken there.
+most are zero. Releases from v0.1.18 on take 64 heads as they are, and on gfx950 32 too. Before it, releases differ in
+how they group heads on gfx950, so that only 16 are taken there (faults.py).
 """
 
 from __future__ import annotations

@@ -102,8 +102,6 @@ _BATCH_PREFILL = replace(
     exact_dims=((128, 128), (256, 256)),
     page_sizes=(1, 16, 1024),
     max_gqa_ratio=64,
-    # Composable Kernel's own bound on a byte offset, where a page holds fewer tokens than its tile.
-    max_side_bytes=2**31 - 1,
 )
 
 _VARLEN = replace(

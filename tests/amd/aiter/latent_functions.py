@@ -42,7 +42,7 @@ def mla_decode_fwd(release: Release, eight_bits: torch.dtype, call: Mapping[str,
     )
     require(not call["return_lse"], "no lse")
     if call["work_meta_data"] is not None:
-        decode_by_schedule(release, call, num_seqs, is_eight_bit=is_eight_bit)
+        decode_by_schedule(release, eight_bits, call, num_seqs)
         return
     require(not is_eight_bit, "AITER's callers give eight bits a schedule")
     require(

@@ -17,6 +17,8 @@ from tests.amd.aiter.signatures import Release
 
 # Of gfx942; AITER asks the device.
 COMPUTE_UNITS = 304
+# An arch is known here by its eight bits.
+UNITS_OF = {torch.float8_e4m3fnuz: COMPUTE_UNITS, torch.float8_e4m3fn: 256}
 WORK_BUFFERS = (
     "work_meta_data",
     "work_indptr",
@@ -27,25 +29,27 @@ WORK_BUFFERS = (
 )
 
 
-def _groups(release: Release, num_heads: int, *, is_eight_bit: bool) -> int:
-    """Groups of 16 heads that a sequence is cut into on gfx942, each a sequence of its own to the kernel."""
+def _groups(release: Release, eight_bits: torch.dtype, num_heads: int, *, is_eight_bit: bool) -> int:
+    """Groups of 16 heads that a sequence is cut into, each a sequence of its own to the kernel."""
     require(num_heads % 16 == 0 and num_heads <= 128, f"no kernel for {num_heads} heads")
     if not is_eight_bit:
         require(num_heads == 16, "a schedule for 16 heads")
-    is_native = num_heads in (16, 128) or (num_heads == 64 and not release.is_before(0, 1, 20))
-    return 1 if is_native else num_heads // 16
+    is_gfx950 = eight_bits == torch.float8_e4m3fn
+    require(not is_gfx950 or num_heads == 16 or not release.is_before(0, 1, 18), "releases differ in their groups")
+    newer = () if release.is_before(0, 1, 18) else (32, 64) if is_gfx950 else (64,)
+    return 1 if num_heads in (16, 128, *newer) else num_heads // 16
 
 
-def _require_buffers(buffers: Mapping[str, Tensor], num_seqs: int, num_heads: int) -> None:
+def _require_buffers(buffers: Mapping[str, Tensor], units: int, num_seqs: int, num_heads: int) -> None:
     """The shapes that get_mla_metadata_info_v1 gives for one token a sequence, or more: groups are not always used."""
     tiles = 1 if num_heads == 128 else num_heads // 16
-    work = (num_seqs + COMPUTE_UNITS - 1) * tiles
+    work = (num_seqs + units - 1) * tiles
     require_tensor("work_metadata_ptrs", buffers["work_meta_data"], torch.uint64, (2,))
-    require_tensor("work_indptr", buffers["work_indptr"], torch.int32, (COMPUTE_UNITS + 1,))
+    require_tensor("work_indptr", buffers["work_indptr"], torch.int32, (units + 1,))
     require_tensor("work_info_set", buffers["work_info_set"], torch.int32, (work, 8))
     require_tensor("reduce_indptr", buffers["reduce_indptr"], torch.int32, (num_seqs * tiles + 1,))
     require_tensor("reduce_final_map", buffers["reduce_final_map"], torch.int32, (num_seqs * tiles, 2))
-    partials = min(work, 2 * (COMPUTE_UNITS - 1) * tiles)
+    partials = min(work, 2 * (units - 1) * tiles)
     require_tensor("reduce_partial_map", buffers["reduce_partial_map"], torch.int32, (partials,))
 
 
@@ -56,7 +60,7 @@ def get_mla_metadata_v1(release: Release, eight_bits: torch.dtype, call: Mapping
     require_tensor("kv_last_page_lens", call["kv_last_page_lens"], torch.int32, (num_seqs,))
     buffers = {name: call[name] for name in WORK_BUFFERS[1:]} | {"work_meta_data": call["work_metadata_ptrs"]}
     num_heads, is_eight_bit = call["num_heads_per_head_k"], call["dtype_q"] == eight_bits
-    _require_buffers(buffers, num_seqs, num_heads)
+    _require_buffers(buffers, UNITS_OF[eight_bits], num_seqs, num_heads)
     require(call["num_heads_k"] == 1, "one latent row a token")
     require((call["page_size"], call["kv_granularity"]) == (1, 16), "keys one by one, in shares of 16")
     require((call["max_seqlen_qo"], call["uni_seqlen_qo"]) == (1, 1), "one new token in each sequence")
@@ -69,7 +73,7 @@ def get_mla_metadata_v1(release: Release, eight_bits: torch.dtype, call: Mapping
         call["seqlens_qo_indptr"],
         call["seqlens_kv_indptr"],
         *(buffers[name] for name in WORK_BUFFERS),
-        groups=_groups(release, num_heads, is_eight_bit=is_eight_bit),
+        groups=_groups(release, eight_bits, num_heads, is_eight_bit=is_eight_bit),
     )
 
 
@@ -89,7 +93,8 @@ def _run_schedule(
         buffer.fill_(-(2**31))
     addresses.view(torch.int64).copy_(torch.tensor([indptr.data_ptr(), work.data_ptr()]))
     lengths = kv_indptr.diff().tolist()
-    share = -(-max(1, sum(lengths) * groups) // COMPUTE_UNITS // 16) * 16 + 16
+    units = len(indptr) - 1
+    share = -(-max(1, sum(lengths) * groups) // units // 16) * 16 + 16
     shares: list[list[int]] = []
     num_partials, ends = 0, [0]
     for seq, (first, end) in enumerate(spans(kv_indptr, 2**31 - 1, "seqlens_kv_indptr")):
@@ -109,19 +114,19 @@ def _run_schedule(
     reduce_indptr.fill_(ends[-1])
     reduce_indptr[: len(ends)] = torch.tensor(ends, dtype=torch.int32)
     # One share a compute unit; the last one takes what is over.
-    indptr.copy_(torch.arange(COMPUTE_UNITS + 1).clamp(max=len(shares)))
+    indptr.copy_(torch.arange(units + 1).clamp(max=len(shares)))
     indptr[-1] = len(shares)
 
 
-def decode_by_schedule(release: Release, call: Mapping[str, Any], num_seqs: int, *, is_eight_bit: bool) -> None:
+def decode_by_schedule(release: Release, eight_bits: torch.dtype, call: Mapping[str, Any], num_seqs: int) -> None:
     """The part of mla_decode_fwd that is given a schedule."""
     q, out = call["q"], call["o"]
-    num_heads = q.shape[1]
-    groups = _groups(release, num_heads, is_eight_bit=is_eight_bit)
-    require(call["num_kv_splits"] == COMPUTE_UNITS, "without num_kv_splits, the schedule may be left aside")
+    num_heads, is_eight_bit, units = q.shape[1], q.dtype == eight_bits, UNITS_OF[eight_bits]
+    groups = _groups(release, eight_bits, num_heads, is_eight_bit=is_eight_bit)
+    require(call["num_kv_splits"] == units, "without num_kv_splits, the schedule may be left aside")
     require(call["num_kv_splits_indptr"] is None, "a schedule or splits")
     buffers = {name: call[name] for name in WORK_BUFFERS}
-    _require_buffers(buffers, num_seqs, num_heads)
+    _require_buffers(buffers, units, num_seqs, num_heads)
     run(
         _run_by_schedule,
         q.view(len(q) * groups, num_heads // groups, -1),

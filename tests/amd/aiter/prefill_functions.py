@@ -62,7 +62,8 @@ def mha_batch_prefill_func(
             require(all(inner), "a page's stride is at least its tokens', and a token's at least its heads'")
     rows = (q, out, k, call["v"])
     require(all(stride % x == 0 for each in rows for stride in each.stride()[:-1]), "strides of 16 bytes")
-    require(k.numel() * k.element_size() < 2**31, "byte offsets are 32 bits")
+    if release.is_before(0, 1, 13):
+        require(k.nbytes < 2**31, f"byte offsets reach {2**31}, and a cache takes {k.nbytes}")
     require_tensor("cu_seqlens_q", call["cu_seqlens_q"], torch.int32, (num_seqs + 1,))
     require_tensor("kv_indptr", call["kv_indptr"], torch.int32, (num_seqs + 1,))
     require_tensor("kv_page_indices", call["kv_page_indices"], torch.int32, (None,))

@@ -62,15 +62,15 @@ def functions_of(row: KernelRow) -> list[str]:
     return row.name.removeprefix("aiter.").partition("[")[0].split("+")
 
 
-def partly_torch(problem: Problem) -> Selection:
+def partly_torch(problem: Problem, target: Target = GFX942) -> Selection:
     """The first kernel of AITER that serves each kind of step, and torch's for the kinds that it does not serve."""
     kernels = dict(select(problem, known_target("cpu"), "torch").kernels)
     for kind in StepKind:
-        serving = [row for row in AITER_ROWS if row.kind is kind and not row.refusals(problem, GFX942)]
+        serving = [row for row in AITER_ROWS if row.kind is kind and not row.refusals(problem, target)]
         for row in reversed(serving):
             with suppress(LookupError):
-                kernels[kind] = LayerKernel(row, row.bind(problem, GFX942, SMALLEST_POOL))
-    return Selection(problem, GFX942, kernels, ())
+                kernels[kind] = LayerKernel(row, row.bind(problem, target, SMALLEST_POOL))
+    return Selection(problem, target, kernels, ())
 
 
 def world(

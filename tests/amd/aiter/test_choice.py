@@ -87,7 +87,6 @@ def test_without_aiter_auto_says_so_and_takes_triton(caplog: pytest.LogCaptureFi
 
 # A pool whose K takes as many bytes as a limit, and one page less.
 LIMITS = [
-    ("aiter.mha_batch_prefill_func", StepKind.EXTEND, 2**31),
     ("aiter.paged_attention_ragged", StepKind.DECODE, 2**32),
 ]
 
@@ -100,6 +99,13 @@ def test_a_pool_beyond_a_kernels_offsets_takes_another_kernel(kernel: str, kind:
         chosen = select(problem, GFX942, "aiter", pool=PoolSize(pages, 1024, 1))
         assert chosen.kernels[kind].row.name == expected
     assert any(f"not {kernel}: K or V of a layer takes {num_bytes} bytes" in line for line in chosen.lines())
+
+
+def test_a_pool_of_many_gib_keeps_the_kernels_that_address_it() -> None:
+    """Llama 3.1 8B with 1.2 million tokens: 2.3 GiB of K in each layer."""
+    problem = Problem(32, 8, 128, 128, torch.bfloat16, 16, scale=128**-0.5)
+    chosen = select(problem, GFX942, "aiter", pool=PoolSize(75_000, 131_072, 64))
+    assert chosen.kernels[StepKind.EXTEND].row.name == "aiter.mha_batch_prefill_func"
 
 
 def test_a_workspace_beyond_the_budget_takes_another_kernel() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import Unsupported
+from rocm_attn.machine.releases import Release
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
 from rocm_attn.providers.aiter import mla_eight_bits
@@ -31,7 +32,8 @@ from tests.amd.aiter.serving import (
     vectorised_problem,
     world,
 )
-from tests.amd.aiter.signatures import E4048607, V0_1_10, V0_1_14, Release
+from tests.amd.aiter.signatures import E4048607, V0_1_10, V0_1_14
+from tests.amd.aiter.signatures import Release as Recorded
 from tests.amd.aiter.stand_in import StandIn, install
 
 BF16 = torch.bfloat16
@@ -115,11 +117,29 @@ def test_large_pages_may_have_factors_of_tokens_of_several_heads(scales: Scales)
     row.bind(problem, known_target("gfx942"), PoolSize(num_pages=4, max_kv_len=2048, max_num_seqs=2))
 
 
-def test_more_than_16_heads_over_latent_pages_are_refused_on_gfx950() -> None:
-    problem = in_eight_bits(latent_problem(32), arch="gfx950")
-    (reason,) = refusal(problem, "gfx950", "mla_decode_fwd+get_mla_metadata_v1[fp8]")
-    assert reason.startswith("releases differ in how they group more than 16 heads on gfx950")
-    assert refusal(replace(problem, num_q_heads=16), "gfx950", "mla_decode_fwd+get_mla_metadata_v1[fp8]") == ()
+@pytest.mark.parametrize("heads", [17, 32, 64, 128])
+def test_more_than_16_heads_over_latent_pages_are_refused_on_gfx950_before_a_release(heads: int) -> None:
+    (row,) = (row for row in ROWS if row.name == "aiter.mla_decode_fwd+get_mla_metadata_v1[fp8]")
+    problem, here = in_eight_bits(latent_problem(heads), arch="gfx950"), known_target("gfx950")
+    before, since = (
+        replace(here, releases=replace(here.releases, aiter=Release.of(text))) for text in ("0.1.17", "0.1.18")
+    )
+    (reason,) = row.refusals(problem, before)
+    assert reason.startswith("releases differ in how they group more than 16 heads on gfx950 (AITER before 0.1.18;")
+    assert row.refusals(problem, since) == row.refusals(problem, here) == ()
+    assert row.refusals(replace(problem, num_q_heads=16), before) == ()
+
+
+@pytest.mark.parametrize("heads", [17, 24, 48, 64, 128])
+def test_latent_pages_in_eight_bits_are_decoded_on_gfx950(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """32 heads, 64 and 128 as they are, 48 in groups of 16; the others are padded to one of these."""
+    aiter = install(E4048607, monkeypatch, arch="gfx950")
+    problem = in_eight_bits(latent_problem(heads), arch="gfx950")
+    serving = world(problem, max_kv_len=80, selections=[partly_torch(problem, known_target("gfx950"))])
+    requests = [serving.admit() for _ in range(3)]
+    for q_len in ([40, 2, 13], [1, 1, 1]):
+        serving.step(requests, q_len)
+    assert aiter.calls == ["get_mla_metadata_v1", "mla_decode_fwd"]
 
 
 # A call with one thing wrong: the problem, the function, the parameter, and what is made of it.
@@ -180,7 +200,7 @@ def test_a_release_that_lacks_the_parameters_of_the_schedule_leaves_decode_to_ot
 @pytest.mark.parametrize("scales", [Scales.LAYER, Scales.HEAD])
 @pytest.mark.parametrize("version", [E4048607, V0_1_14], ids=lambda version: version.version)
 def test_every_number_of_heads_is_served_over_latent_pages(
-    scales: Scales, version: Release, monkeypatch: pytest.MonkeyPatch
+    scales: Scales, version: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release = install(version, monkeypatch)
     problem = in_eight_bits(latent_problem(24), scales)

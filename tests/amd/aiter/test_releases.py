@@ -107,6 +107,23 @@ BY_AITER: Mapping[str, tuple[str, StepKind, Problem, PoolSize, str, str]] = {
         "0.1.14",
     ),
     "a pool of 2 GiB": ("pa_fwd_asm", StepKind.DECODE, vectorised_problem(), TWO_GIB, "0.1.16.post6", "0.1.17"),
+    "prompts over 2 GiB": ("mha_batch_prefill_func", StepKind.EXTEND, WIDE, TWO_GIB, "0.1.12.post2", "0.1.13"),
+    "prompts over 2 GiB, vectorised": (
+        "mha_batch_prefill_func[vectorised]",
+        StepKind.MIXED,
+        vectorised_problem(),
+        TWO_GIB,
+        "0.1.12.post2",
+        "0.1.13",
+    ),
+    "prompts over 2 GiB in eight bits": (
+        "mha_batch_prefill_func[fp8]",
+        StepKind.EXTEND,
+        in_eight_bits(replace(WIDE, dtype=torch.bfloat16)),
+        replace(TWO_GIB, num_pages=2 * TWO_GIB.num_pages),
+        "0.1.12",
+        "0.1.14",
+    ),
     "D 512 in decode": ("unified_attention", StepKind.DECODE, D512, SMALLEST_POOL, "0.1.19", "0.1.19.post1"),
     "D 512 in decode on pages of 64": (
         "unified_attention",
@@ -165,6 +182,13 @@ BESIDE: Mapping[str, tuple[str, StepKind, Problem, PoolSize, Target]] = {
         vectorised_problem(),
         replace(TWO_GIB, num_pages=TWO_GIB.num_pages - 1),
         on("gfx942", aiter="0.1.16"),
+    ),
+    "prompts over less": (
+        "mha_batch_prefill_func",
+        StepKind.EXTEND,
+        WIDE,
+        replace(TWO_GIB, num_pages=TWO_GIB.num_pages - 1),
+        on("gfx942", aiter="0.1.12"),
     ),
     "the LDS of gfx950": ("unified_attention", StepKind.DECODE, D512, SMALLEST_POOL, on("gfx950", aiter="0.1.10")),
     "small pages in decode": (

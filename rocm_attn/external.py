@@ -225,8 +225,10 @@ class ExternalAttention(StoreAndAttend):
         )
         self._pages = AdoptedPages(
             problems,
+            spaces,
             num_pages=bounds.num_pages,
             page_strides=options.page_strides,
+            binds_calls=options.binds_calls,
             device=self.device,
             guards=guards.adopted,
         )
@@ -307,7 +309,7 @@ class ExternalAttention(StoreAndAttend):
         Raises BadTensor, and WrongState where graphs read others.
         """
         self._require_layer(layer)
-        self._pages.index_pages.bind(layer, keys, scale, declared)
+        self._pages.bind_index(layer, keys, scale, declared)
 
     def bind_all(
         self, kv: Tensor | Sequence[Tensor], axes: str, coded: Sequence[EnginePages | None] | None = None
@@ -417,6 +419,9 @@ class ExternalAttention(StoreAndAttend):
                 rows, kv_len = run.to.engine_row, run.to.kv_len
                 for table in tables.spaces:
                     self._ops.gather_table(table.gather, rows, kv_len, table.entries, page_size=tables.page_size)
+            for table, tensors in zip(tables.spaces, device_step.spaces, strict=True):
+                num_pages = self._pages.in_every_layer(table.space)
+                self._ops.check_pages(tensors, num_pages, page_size=tables.page_size, window_left=table.window_left)
             run.core.fill(run.children, run.plan)
             if slots is not None:
                 _check_slots(slots)
@@ -639,7 +644,7 @@ class ExternalAttention(StoreAndAttend):
             gathered=tables.gathered,
         )
         bounds = LengthBounds(
-            num_rows=tables.num_rows,
+            rows=tables.rows,
             kv_len=max_kv_len,
             min_q_len=step.min_q_len,
             max_q_len=min(step.max_q_len, max_q_len),

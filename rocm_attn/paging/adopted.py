@@ -21,7 +21,7 @@ from rocm_attn.errors import BadTensor, NeverFits, WrongState
 from rocm_attn.kernels.cache.layer_pages import NEAR, LayerPages
 from rocm_attn.kernels.cache.page_format import FormatMismatch, PageFormat
 from rocm_attn.kernels.cache.page_rows import key_rows, value_rows
-from rocm_attn.kernels.metadata.engine_tensors import GatherSource
+from rocm_attn.kernels.metadata.engine_tensors import EngineRows, GatherSource
 from rocm_attn.kernels.metadata.step_tensors import TableTerms
 from rocm_attn.paging.adopted_index import AdoptedIndexPages
 from rocm_attn.paging.index_spaces import Space
@@ -197,6 +197,8 @@ class AdoptedTables:
     num_seqs:   padded sequences of the largest step
     short_kv:   whether sequences may have fewer tokens in their KV than new ones
     Raises BadTensor for a table on another device.
+
+    `rows` are those that sequences may have: that every table has now.
     """
 
     def __init__(
@@ -233,11 +235,15 @@ class AdoptedTables:
         )
         for space in self.spaces:
             self._check_device(space.space, space.source)
+        self.rows = EngineRows(0, torch.empty(0, dtype=torch.int32, device=device))
+        self._count_rows()
 
-    @property
-    def num_rows(self) -> int:
-        """Rows that sequences may have."""
-        return min(space.source.num_rows for space in self.spaces)
+    def _count_rows(self) -> None:
+        """Sequences may have the rows that every table has."""
+        self.rows.num = min(space.source.num_rows for space in self.spaces)
+        if self.rows.num > len(self.rows.named):
+            # No step has a negative number.
+            self.rows.named = torch.full((self.rows.num,), -1, dtype=torch.int32, device=self.device)
 
     @property
     def csr_indptr(self) -> Tensor | None:
@@ -295,6 +301,7 @@ class AdoptedTables:
                 "that there was, or build anew and capture again"
             )
         table.source, table.gather = source, source.gather
+        self._count_rows()
         if not self.gathered:
             table.entries = source.entries
         return has_moved
@@ -372,16 +379,20 @@ class AdoptedPages:
     """The pages of every layer, which an engine brings.
 
     problems:     one for each layer
+    spaces:       where the pages of each lie
     num_pages:    the most that a layer may have
     page_strides: whether they may have any strides but the last
+    binds_calls:  whether a layer may have other pages at each call, so that how many is not known when a step is filled
     """
 
     def __init__(
         self,
         problems: Sequence[Problem],
+        spaces: Sequence[Space],
         *,
         num_pages: int,
         page_strides: bool,
+        binds_calls: bool,
         device: torch.device,
         guards: AdoptedGuards,
     ) -> None:
@@ -389,6 +400,12 @@ class AdoptedPages:
         self.device = device
         self._problems = tuple(problems)
         self._num_pages = num_pages
+        self._spaces, self._binds_calls = tuple(spaces), binds_calls
+        self._fewest = dict.fromkeys(spaces, num_pages)
+        # Graphs read it: pages of a layer may be bound anew, and be fewer.
+        self._in_every_layer = {
+            space: torch.full((1,), num_pages, dtype=torch.int32, device=device) for space in self._fewest
+        }
         self._page_strides = page_strides
         self._moved, self._formats = guards.moved, guards.formats
         self._sealed = False
@@ -425,6 +442,28 @@ class AdoptedPages:
             )
             return
         self._layers[layer] = pages
+        self._count_pages(self._spaces[layer])
+
+    def bind_index(self, layer: int, keys: Tensor, scale: Tensor | None, declared: PageFormat | None) -> None:
+        """As AdoptedIndexPages.bind."""
+        self.index_pages.bind(layer, keys, scale, declared)
+        self._count_pages(self._spaces[layer])
+
+    def in_every_layer(self, space: Space) -> Tensor:
+        """int32 [1], on the device: how many pages every layer of a space has, of those that were bound so far."""
+        return self._in_every_layer[space]
+
+    def _count_pages(self, space: Space) -> None:
+        """A layer of this space has other pages."""
+        if self._binds_calls:
+            return
+        layers = [layer for layer, its in enumerate(self._spaces) if its is space]
+        bound = [*(self._layers[layer] for layer in layers), *(self.index_pages.bound(layer) for layer in layers)]
+        counts = [side.shape[0] for pages in bound if pages is not None for side in (pages.k, pages.v)]
+        fewest = min(self._num_pages, *counts)
+        if fewest != self._fewest[space]:
+            self._in_every_layer[space].fill_(fewest)
+            self._fewest[space] = fewest
 
     def _check_alignment(self, layer: int, pages: LayerPages) -> None:
         k, v = pages.k, pages.v

@@ -167,6 +167,12 @@ class GatherTable(Protocol):
     ) -> None: ...
 
 
+class CheckPages(Protocol):
+    """launch_check_pages, or its twin."""
+
+    def __call__(self, step: StepTensors, num_pages: Tensor, *, page_size: int, window_left: int) -> None: ...
+
+
 class TakeSlots(Protocol):
     """launch_take_slots, or its twin."""
 

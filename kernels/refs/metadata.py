@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rocm_attn.kernels.launch import run_as_launch
 from rocm_attn.kernels.metadata.error_word import (
+    BAD_PARENT,
     ERROR_WORD,
     LENGTH_BEYOND_BOUND,
     SHARED_TOKEN,
@@ -94,7 +95,7 @@ def place_mask(bits: Tensor, positions: Tensor, keys_before: int, window_left: i
         to.window_start.copy_(torch.where(live, counted_from - window_left, 0))
 
 
-def place_trees(parents: Tensor, nodes_before: int, window_left: int, to: StepTensors) -> None:
+def place_trees(parents: Tensor, nodes_before: int, branches: int, window_left: int, to: StepTensors) -> None:
     """Twin of launch_place_trees; may be recorded."""
     num_tokens = len(to.mask_positions)
     if not parents.numel():
@@ -108,8 +109,15 @@ def place_trees(parents: Tensor, nodes_before: int, window_left: int, to: StepTe
     to.mask_start.copy_(start.clamp(min=0))
     seq = torch.arange(len(new), device=new.device)
     node = torch.arange(parents.shape[1], device=new.device)
-    parent = parents[seq.clamp(max=len(parents) - 1)].long()
-    sees = _ancestors(torch.where(parent < node, parent, -1))
+    given = parents[seq.clamp(max=len(parents) - 1)].long()
+    # Nodes before each one may be its parent: of the same step none, if there are steps.
+    end = node // max(branches, 1) * max(branches, 1)
+    is_parent = (given >= ((end - branches).clamp(min=0) if branches else 0)) & (given < end)
+    is_none = (given < 0) & ((end == 0) | (branches == 0))
+    is_new = (node >= before[:, None]) & (node < nodes[:, None]) & (seq < to.counts[0])[:, None]
+    is_wrong = (is_new & ~is_parent & ~is_none).any()
+    to.counts[ERROR_WORD].bitwise_or_(is_wrong.to(torch.int32) * BAD_PARENT)
+    sees = _ancestors(torch.where(is_parent, given, -1))
     depth = sees.sum(2) - 1
     token = torch.arange(num_tokens, device=new.device)
     end = new.cumsum(0)

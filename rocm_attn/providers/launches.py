@@ -48,7 +48,9 @@ class PlaceMask(Protocol):
 class PlaceTrees(Protocol):
     """launch_place_trees, or its twin."""
 
-    def __call__(self, parents: Tensor, nodes_before: int, window_left: int, to: StepTensors) -> None: ...
+    def __call__(
+        self, parents: Tensor, nodes_before: int, branches: int, window_left: int, to: StepTensors
+    ) -> None: ...
 
 
 class DeriveDraftSteps(Protocol):

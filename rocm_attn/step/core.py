@@ -112,7 +112,7 @@ class StepCore:
         """Work out what the drafts of a draft step see, from the parents of all drafts up to it."""
         with on_device(self.device):
             for tensors, window_left in step.windows:
-                self.ops.place_trees(step.parents, number * drafts.branches, window_left, tensors)
+                self.ops.place_trees(step.parents, number * drafts.branches, drafts.branches, window_left, tensors)
 
     def _fills_by_launches(self, plan: StepPlan) -> bool:
         """Whether all that derives the metadata of steps of a plan is launches."""

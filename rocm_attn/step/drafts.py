@@ -116,8 +116,8 @@ class DraftSteps:
 
         step:    1 or later
         parents: int32 [T] or [S, branches], on the device: the branch of the step before that each draft goes on from.
-                 Several may go on from one. Another number than 0 .. branches - 1 leads to nothing out of bounds, and
-                 to a mask that is not specified
+                 Several may go on from one. A draft with another number than 0 .. branches - 1 is taken for one
+                 without a parent, and a later step raises DeviceFault
 
         Raises WrongState for a step whose turn it is not, BadTensor.
         """

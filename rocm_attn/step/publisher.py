@@ -325,7 +325,7 @@ class Publisher:
                 self._ops.place_mask(bits, mask.positions, mask.keys_before, window_left, tensors)
         elif isinstance(batch.mask, TreeMask):
             for tensors, window_left in step.windows:
-                self._ops.place_trees(batch.mask.parents, 0, window_left, tensors)
+                self._ops.place_trees(batch.mask.parents, 0, 0, window_left, tensors)
 
     def disregard(self, num_children: int) -> None:
         """What the device has found wrong with the inputs published last is not reported: their step is not run."""

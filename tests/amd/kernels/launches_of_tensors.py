@@ -104,10 +104,10 @@ def of_place_mask(place: Launch) -> Launch:
 
 
 def of_place_trees(place: Launch) -> Launch:
-    """place(parents, *_PLACED, nodes_before=, window_left=)."""
+    """place(parents, *_PLACED, nodes_before=, branches=, window_left=)."""
 
-    def of_tensors(parents: Tensor, *tensors: Tensor, nodes_before: int, window_left: int) -> None:
-        place(parents, nodes_before, window_left, step_of(dict(zip(_PLACED, tensors, strict=True))))
+    def of_tensors(parents: Tensor, *tensors: Tensor, nodes_before: int, branches: int, window_left: int) -> None:
+        place(parents, nodes_before, branches, window_left, step_of(dict(zip(_PLACED, tensors, strict=True))))
 
     return of_tensors
 

@@ -48,9 +48,9 @@ def place_trees(memory: Memory) -> None:
     """
     parents = _ints(*[-1, 0, 0, 1, 2, -1, -1, 0, 1, 9, 3, 7, -1, -1, 1, 2, 3, 0]).view(3, 6)
     inputs = [parents, _ints(*[3, 7, 1, 0]), _ints(*[9, 5, 7, 0]), _ints(*[3, 2, 2, 0])]
-    for nodes_before, num_tokens, num_starts in ((0, 9, 9), (2, 5, 5), (3, 9, 0)):
+    for nodes_before, branches, num_tokens, num_starts in ((0, 0, 9, 9), (2, 0, 5, 5), (2, 2, 9, 9), (3, 0, 9, 0)):
         launch, twin = (
-            partial(of_place_trees(place), nodes_before=nodes_before, window_left=1)
+            partial(of_place_trees(place), nodes_before=nodes_before, branches=branches, window_left=1)
             for place in (launch_place_trees, twins.place_trees)
         )
         outputs = [_ints(*[-77] * size) for size in (4, 3, num_tokens, num_starts)]

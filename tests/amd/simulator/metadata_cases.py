@@ -211,7 +211,7 @@ def _launches() -> dict[str, _Launch]:
                 _garbage(50),
                 _garbage(50),
             ],
-            {"nodes_before": 2, "window_left": 3},
+            {"nodes_before": 2, "branches": 0, "window_left": 3},
         ),
         "draft_steps": _Launch(
             of_draft_steps(launch_draft_steps),

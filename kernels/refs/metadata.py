@@ -14,6 +14,7 @@ from rocm_attn.kernels.metadata.error_word import (
     LENGTH_BEYOND_BOUND,
     SHARED_TOKEN,
     TOKEN_WITHOUT_PAGE,
+    UNSTORED_TOKEN,
     WINDOW_WITHOUT_PAGE,
 )
 from rocm_attn.kernels.metadata.given_inputs import GivenInputs
@@ -177,20 +178,26 @@ def _device_inputs(slot: Tensor, given: GivenInputs, to: StepTensors) -> None:
     num_seqs, num_ids, counts = int(slot[0]), len(given.token_ids), to.counts
     parts = slot_parts(num_seqs, num_ids)
     kv_bound, q_bound = slot[parts.kv_len].to(counts.device), slot[parts.q_len].to(counts.device)
-    given_kv, given_q, begin = (
-        words[:num_seqs].to(counts.device) for words in (given.kv_len, given.q_len, given.floor)
+    given_kv, given_q, begin, stored = (
+        words[:num_seqs].to(counts.device) for words in (given.kv_len, given.q_len, given.floor, given.stored)
     )
     given_kv = given_kv + given.ahead
     new = given_q.clamp(min=0).minimum(q_bound)
     length = given_kv.maximum(new).minimum(kv_bound)
     cut = ((new != given_q) | (length != given_kv)).any()
+    late = length - new > stored
+    length = torch.where(late, stored + new, length)
     below = (new > 0) & (length - new < begin)
     length = torch.where(below, (begin + new).minimum(kv_bound), length)
     new = torch.where(below, new.minimum((length - begin).clamp(min=0)), new)
     to.kv_len[:num_seqs].copy_(length)
     to.q_len[:num_seqs].copy_(new)
     counts[1] = new.sum()
-    counts[ERROR_WORD] = torch.where(cut, LENGTH_BEYOND_BOUND, 0) | torch.where(below.any(), SHARED_TOKEN, 0)
+    counts[ERROR_WORD] = (
+        torch.where(cut, LENGTH_BEYOND_BOUND, 0)
+        | torch.where(late.any(), UNSTORED_TOKEN, 0)
+        | torch.where(below.any(), SHARED_TOKEN, 0)
+    )
     live = torch.arange(num_ids, device=counts.device) < counts[1]
     to.token_ids[:num_ids].copy_(torch.where(live, given.token_ids.to(counts.device), 0))
     to.token_ids[num_ids:].zero_()

@@ -81,14 +81,14 @@ def of_take_inputs(take: Launch, pads: Pads) -> Launch:
 
 
 def of_device_inputs(place: Launch, ahead: int = 0) -> Launch:
-    """place(slot, kv_len, q_len, token_ids, floor, and what they are written to: counts, kv_len, q_len, token_ids)."""
+    """place(slot, kv_len, q_len, token_ids, floor, stored, and what is written: counts, kv_len, q_len, token_ids)."""
 
     def of_tensors(slot: Tensor, *tensors: Tensor) -> None:
         names = ("counts", "kv_len", "q_len", "token_ids")
         place(
             slot,
-            GivenInputs(tensors[0], tensors[1], tensors[2], tensors[3], ahead),
-            step_of(dict(zip(names, tensors[4:], strict=True))),
+            GivenInputs(tensors[0], tensors[1], tensors[2], tensors[3], tensors[4], ahead),
+            step_of(dict(zip(names, tensors[5:], strict=True))),
         )
 
     return of_tensors

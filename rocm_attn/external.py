@@ -217,6 +217,7 @@ class ExternalAttention:
         )
         self.pages = AdoptedPages(
             problems,
+            spaces,
             num_pages=bounds.num_pages,
             page_strides=options.page_strides,
             binds_calls=options.binds_calls,
@@ -324,6 +325,9 @@ class ExternalAttention:
         with on_device(self.device):
             if tables.gathered_in_fill:
                 self._gather(tables.gathered_in_fill, run)
+            for table, tensors in zip(tables.spaces, device_step.spaces, strict=True):
+                num_pages = self.pages.in_every_layer(table.space)
+                self.ops.check_pages(tensors, num_pages, page_size=tables.page_size, window_left=table.window_left)
             run.core.fill(run.children, run.plan)
             if slots is not None:
                 _check_slots(slots)

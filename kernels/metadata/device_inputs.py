@@ -2,14 +2,17 @@
 
     q_len[i]  = min(max(device_q_len[i], 0), q bound[i])
     kv_len[i] = min(max(device_kv_len[i] + ahead, q_len[i]), kv bound[i])
+    kv_len[i] = min(kv_len[i], stored[i] + q_len[i])
     where q_len[i] > 0 and kv_len[i] - q_len[i] < floor[i]:
         kv_len[i] = min(floor[i] + q_len[i], kv bound[i])
         q_len[i]  = min(q_len[i], max(kv_len[i] - floor[i], 0))
     token t   = device_token_ids[t] for t < q_len[0] + q_len[1] + ..., 0 after them
 
 Runs after publish; the bounds are the lengths in the ring slot that publish has read. So a length that is wrong on the
-device stays within the pages that the host has reserved, and writes to no token before floor, which other rows may
-share; it sets a bit of the step's error word.
+device stays within the pages that the host has reserved, leaves no gap after the stored tokens, in which an earlier
+request's may lie, and writes to no token before floor, which other rows may share; each sets a bit of the step's error
+word. What is stored counts by the host's bounds: tokens of an earlier step whose length the device alone knew, and that
+were not there, pass for stored.
 
 Each program sums q_len itself, from what the caller and the host have written: none reads what another writes.
 """
@@ -31,6 +34,7 @@ _TOKENS = 256
 _SEQS_AT_ONCE = 512
 _ERROR_WORD = tl.constexpr(error_word.ERROR_WORD)
 _BEYOND_BOUND = tl.constexpr(error_word.LENGTH_BEYOND_BOUND)
+_UNSTORED = tl.constexpr(error_word.UNSTORED_TOKEN)
 _SHARED_TOKEN = tl.constexpr(error_word.SHARED_TOKEN)
 
 
@@ -42,6 +46,7 @@ _SHARED_TOKEN = tl.constexpr(error_word.SHARED_TOKEN)
         "device_q_len",
         "device_token_ids",
         "floor",
+        "stored",
         "counts",
         "kv_len",
         "q_len",
@@ -54,6 +59,7 @@ def _device_inputs_kernel(
     device_q_len,
     device_token_ids,
     floor,
+    stored,
     ahead,
     counts,
     kv_len,
@@ -69,6 +75,7 @@ def _device_inputs_kernel(
     lane = tl.arange(0, SEQS)
     total = 0
     num_beyond = 0
+    num_late = 0
     num_below = 0
     for first in range(0, num_seqs, SEQS):
         seq = first + lane
@@ -80,6 +87,11 @@ def _device_inputs_kernel(
         new = tl.minimum(tl.maximum(given_q, 0), q_bound)
         length = tl.minimum(tl.maximum(given_kv, new), kv_bound)
         num_beyond += tl.sum(((new != given_q) | (length != given_kv)).to(tl.int32), 0)
+        # Where the sum is beyond int32 nothing is late.
+        room = tl.load(stored + seq, mask=live, other=0)
+        late = length - new > room
+        length = tl.where(late, room + new, length)
+        num_late += tl.sum(late.to(tl.int32), 0)
         begin = tl.load(floor + seq, mask=live, other=0)
         below = (new > 0) & (length - new < begin)
         length = tl.where(below, tl.minimum(begin + new, kv_bound), length)
@@ -91,9 +103,10 @@ def _device_inputs_kernel(
             tl.store(q_len + seq, new, mask=live)
     if tl.program_id(0) == 0:
         tl.store(counts + 1, total)
-        cut = tl.where(num_beyond > 0, _BEYOND_BOUND, 0)
+        cut = tl.where(num_beyond > 0, _BEYOND_BOUND, 0) | tl.where(num_late > 0, _UNSTORED, 0)
         tl.store(counts + _ERROR_WORD, cut | tl.where(num_below > 0, _SHARED_TOKEN, 0))
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    # There are ids for all of the batch's bounds, which no sum exceeds, or none at all.
     ids = tl.load(device_token_ids + t, mask=t < tl.minimum(total, num_token_ids), other=0)
     tl.store(token_ids + t, ids, mask=t < num_tokens_padded)
 

@@ -52,11 +52,23 @@ class PublishedLengths:
     gathered: bool
 
 
+@dataclass(slots=True, eq=False)
+class EngineRows:
+    """The rows of an engine's table as it is now: it may be replaced while bounds and graphs stay.
+
+    num:   how many there are
+    named: int32 [num or more], the number of the step that has stored in each row last; another number before that
+    """
+
+    num: int
+    named: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class LengthBounds:
     """What an engine's lengths may be.
 
-    num_rows:   rows of its table
+    rows:       of its table
     kv_len:     most tokens of a sequence
     min_q_len:  fewest new tokens of a sequence that has any
     max_q_len:  most new tokens of a sequence
@@ -66,7 +78,7 @@ class LengthBounds:
     csr_indptr: int32 or int64 [rows + 1], row -> first entry of its pages in a list of all; None for a table of rows
     """
 
-    num_rows: int
+    rows: EngineRows
     kv_len: int
     min_q_len: int
     max_q_len: int

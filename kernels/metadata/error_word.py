@@ -1,6 +1,7 @@
 """The error word of a step: one int32 of `counts`, cleared when the step's inputs are published.
 
-Kernels set bits of it and never clear one, so that a launch may run twice. Kernels, their torch twins and the host that
+Kernels set bits of it and never clear one, so that a launch may run twice. Bits lie below those that slot_layout.py
+puts in the place of the word when it goes back to the host. Kernels, their torch twins and the host that
 reads the word back share these names.
 """
 
@@ -16,3 +17,8 @@ WINDOW_WITHOUT_PAGE = 4  # the first key that a live token sees lies in page 0: 
 SLOT_NOT_IN_TABLE = 32  # a slot that the engine gave for a new token is not the one that its table gives: dropped
 ROW_NOT_IN_TABLE = 64  # a row that the engine gave lies outside of its table: the sequence was taken for a pad
 BAD_SELECTION = 128  # units that a token was given are not in order, or lie outside of what it sees: they give no key
+TOO_FEW_GIVEN = 256  # the step has more tokens or mask cells than were given for it: no slot, position 0, no key seen
+PAGE_NOT_IN_POOL = 512  # a page that the engine's table gives does not exist: the sequence was taken for a pad
+ROW_TWICE = 1024  # two sequences of the step, each with new tokens, have the same row of the engine's table
+BAD_PARENT = 2048  # a new draft's parent is none of those that it may have: it was taken for one without a parent
+UNSTORED_TOKEN = 4096  # a length that only the device knew left a gap after the stored tokens, and was cut

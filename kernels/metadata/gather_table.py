@@ -8,8 +8,9 @@
     slot_map[entry] // page_size                        another space: slot -> its slot there, of a table of slots;
                                                         of pages: slot_map[entry * page_size] // page_size
 
-An entry that is negative, or outside of slot_map, and a page past the sequence's row give page 0. What lies after a
-sequence's last page stays as it is: fill hands none of it on, and kernels look at no page after kv_len.
+An entry that is negative, outside of slot_map or past int32, and a page past the sequence's row or outside of the
+lists, give -1, which is no page in any table: check_pages tells of it. What lies after a sequence's last page stays as
+it is: fill hands none of it on, and kernels look at no page after kv_len.
 
 A program has a share of one sequence's pages; the shares follow from the padded sizes, never from the lengths.
 """
@@ -26,6 +27,7 @@ from rocm_attn.kernels.metadata.engine_tensors import GatherSource
 _PAGES_AT_ONCE = 1024
 # About as many programs as run at a time on an H200 (2112) or an MI300X (2432).
 _PROGRAMS = 2048
+_MOST_PAGE = 2**31 - 1
 
 
 @triton.jit(
@@ -62,34 +64,38 @@ def _gather_table_kernel(
     HAS_CSR: tl.constexpr,
     HAS_MAP: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    MOST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     seq = tl.program_id(0) // shares
     share = tl.program_id(0) % shares
     row = tl.load(engine_row + seq).to(tl.int64)
+    # The most that is published fits a row.
     pages = tl.minimum(tl.cdiv(tl.load(kv_len + seq), PAGE_SIZE), table_width)
-    first_entry = entries
-    in_row = width
+    begin = tl.full([], 0, tl.int64)
+    end = begin + width
+    line = entries
     if HAS_CSR:
-        begin = tl.maximum(tl.load(csr_indptr + row * csr_stride).to(tl.int64), 0)
-        in_row = (tl.minimum(tl.load(csr_indptr + (row + 1) * csr_stride).to(tl.int64), width) - begin).to(tl.int32)
-        first_entry += begin * entry_stride
+        begin = tl.load(csr_indptr + row * csr_stride).to(tl.int64)
+        # What a list has past the end of all is no entry, and gives -1.
+        end = tl.minimum(tl.load(csr_indptr + (row + 1) * csr_stride).to(tl.int64), width)
     else:
-        first_entry += row * row_stride
+        line += row * row_stride
     for first in range(share * BLOCK, pages, shares * BLOCK):
         page_no = first + tl.arange(0, BLOCK)
         live = page_no < pages
         column = page_no * PAGE_SIZE if HAS_SLOTS else page_no
-        # -1 past the row: no entry.
-        is_entry = live & (column < in_row)
-        entry = tl.load(first_entry + column.to(tl.int64) * entry_stride, mask=is_entry, other=-1).to(tl.int64)
+        place = begin + column
+        is_entry = live & (place >= 0) & (place < end)
+        entry = tl.load(line + place * entry_stride, mask=is_entry, other=-1).to(tl.int64)
         if HAS_MAP:
             slot = entry if HAS_SLOTS else entry * PAGE_SIZE
             in_map = (slot >= 0) & (slot < map_len)
             entry = tl.load(slot_map + slot * map_stride, mask=in_map, other=-1).to(tl.int64)
-        page = tl.maximum(entry, 0)
+        page = entry
         if HAS_SLOTS or HAS_MAP:
-            page = page // PAGE_SIZE
+            page = entry // PAGE_SIZE
+        page = tl.where((entry >= 0) & (page <= MOST), page, -1)
         tl.store(table + (seq + 1).to(tl.int64) * table_stride + page_no, page.to(tl.int32), mask=live)
 
 
@@ -108,7 +114,7 @@ def launch_gather_table(
     assert table.shape[0] > num_seqs
     shares = min(-(-table_width // _PAGES_AT_ONCE), max(1, _PROGRAMS // num_seqs))
     entries, csr_indptr, slot_map = source.entries, source.csr_indptr, source.slot_map
-    fixed = source.has_slots, csr_indptr is not None, slot_map is not None, page_size, _PAGES_AT_ONCE
+    fixed = source.has_slots, csr_indptr is not None, slot_map is not None, page_size, _MOST_PAGE, _PAGES_AT_ONCE
     csr_indptr = kv_len if csr_indptr is None else csr_indptr
     slot_map = kv_len if slot_map is None else slot_map
     _variant(entries.dtype, csr_indptr.dtype, slot_map.dtype, *fixed)(

@@ -5,8 +5,9 @@
     window_start t     = max(position t, kv_len - q_len of its sequence) - window_left, 0 after the step's tokens
 
 Bits are in order from the lowest of each byte, as packed_mask.py says. The rest of the last word is 0; what
-lies after it stays, and no kernel looks at it. Runs after fill, which says how many cells the step has, and may be
-captured with it.
+lies after it stays, and no kernel looks at it. Where fewer cells or positions are given than the step has, the bits of
+the others are 0, so that their keys are hidden, and so are those positions; TOO_FEW_GIVEN in the step's error word
+tells of it. Runs after fill, which says how many cells the step has, and may be captured with it.
 """
 
 from __future__ import annotations
@@ -17,18 +18,23 @@ import triton.language as tl
 from torch import Tensor
 
 from rocm_attn.kernels.launch import repeated_launches
+from rocm_attn.kernels.metadata import error_word
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 
 _WORDS = 128  # of 32 cells
 _TOKENS = 1024
 # One number for all sizes: the launch is kept by its grid.
 _PROGRAMS = 512
+_ERROR_WORD = tl.constexpr(error_word.ERROR_WORD)
+_TOO_FEW = tl.constexpr(error_word.TOO_FEW_GIVEN)
 
 
 @triton.jit(
     do_not_specialize=[
         "num_seqs",
         "num_cells",
+        "num_words",
+        "num_positions",
         "num_tokens_padded",
         "num_window_starts",
         "positions_stride",
@@ -60,6 +66,8 @@ def _pack_mask_kernel(
     window_start,
     num_seqs,
     num_cells,
+    num_words,
+    num_positions,
     num_tokens_padded,
     num_window_starts,
     positions_stride,
@@ -71,16 +79,24 @@ def _pack_mask_kernel(
     program = tl.program_id(0)
     bit = tl.arange(0, 32)
     num_tokens = tl.load(counts + 1)
-    needed = tl.minimum(tl.load(mask_indptr + num_seqs), num_cells).to(tl.int32)
-    for first in range(program * WORDS, tl.cdiv(needed, 32), PROGRAMS * WORDS):
+    needed = tl.load(mask_indptr + num_seqs)
+    if (program == 0) & ((needed > num_cells) | (num_tokens > num_positions)):
+        tl.atomic_or(counts + _ERROR_WORD, _TOO_FEW, sem="relaxed")
+    given = tl.minimum(needed, num_cells).to(tl.int32)
+    # There are words for all cells of the largest step, so none is left out that a kernel looks at.
+    last = tl.minimum(tl.cdiv(needed, 32), num_words).to(tl.int32)
+    for first in range(program * WORDS, last, PROGRAMS * WORDS):
         word = first + tl.arange(0, WORDS)
-        cell = word[:, None] * 32 + bit[None, :]
-        value = tl.load(cells + cell, mask=cell < needed, other=0)
+        # No cell is given from this word on, however many there are: more could be beyond 32 bits.
+        begin = tl.minimum(word, tl.cdiv(num_cells, 32)) * 32
+        cell = begin[:, None] + bit[None, :]
+        value = tl.load(cells + cell, mask=cell < given, other=0)
         packed = tl.sum((value != 0).to(tl.int32) << bit[None, :], 1)
-        tl.store(words + word, packed, mask=word * 32 < needed)
+        tl.store(words + word, packed, mask=word < last)
     for first in range(program * TOKENS, num_tokens_padded, PROGRAMS * TOKENS):
         token = first + tl.arange(0, TOKENS)
-        position = tl.load(positions + token.to(tl.int64) * positions_stride, mask=token < num_tokens, other=0)
+        has_position = (token < num_tokens) & (token < num_positions)
+        position = tl.load(positions + token.to(tl.int64) * positions_stride, mask=has_position, other=0)
         tl.store(position_of_token + token, position.to(tl.int32), mask=token < num_tokens_padded)
         live = (token < num_tokens) & (token < num_window_starts)
         seq = tl.load(seq_of_token + token, mask=live, other=0)
@@ -97,13 +113,14 @@ def launch_pack_mask(cells: Tensor, positions: Tensor, window_left: int, to: Ste
 
     cells:             bool or uint8 [n], contiguous, MOST_MASK_CELLS at most; read only: the [q_len, kv_len] cells of a
                        sequence, one sequence after the other
-    positions:         int32 or int64 [m], any stride, at least as many as the step has tokens; read only
+    positions:         int32 or int64 [m], any stride; read only
     window_left:       keys before its position that a window holds, below 2**31
-    to:                counts and mask_indptr say how many tokens and cells the step has; mask_words receive the cells,
+    to:                counts and mask_indptr say how many tokens and cells the step has, and counts[3] receives an
+                       error bit where that is more than was given; mask_words receive the cells,
                        mask_positions the positions, and 0 after the step's tokens. Where window_start is not empty it
                        receives the first key of each token's window, by kv_len, q_len and seq_of_token
     """
-    num_cells = min(cells.shape[0], 32 * to.mask_words.shape[0])
+    num_cells = cells.shape[0]
     assert num_cells + 32 * _PROGRAMS * _WORDS < 2**31
     _variant(positions.dtype)(
         to.counts.device,
@@ -120,6 +137,8 @@ def launch_pack_mask(cells: Tensor, positions: Tensor, window_left: int, to: Ste
         to.window_start,
         to.mask_indptr.shape[0] - 1,
         num_cells,
+        to.mask_words.shape[0],
+        positions.shape[0],
         to.mask_positions.shape[0],
         to.window_start.shape[0],
         positions.stride(0),

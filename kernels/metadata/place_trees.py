@@ -9,7 +9,9 @@ A node sees itself, the nodes that it descends from, and every key before the tr
     window_start of (i, t) = position - window_left, or where that is in the tree, the place of the ancestor that is so
                              many nodes up: nodes lie beside others of their depth, so places in a tree are not depths
 
-parents[i, n] is the number of node n's parent, below n, or negative where it has none; any other number counts as none.
+parents[i, n] is the number of node n's parent, or negative where it has none. In a tree it is below n. In a round of
+drafts, `branches` in each step, it is one of the step before, and the first step's have none. A node with another one
+counts as a node without a parent; where it is new, BAD_PARENT in the step's error word tells of it.
 Tokens at or past num_tokens receive position 0. Words hold the cells of all sequences without gaps, so two sequences
 may share one: each writes its own bits, by an atomic and and an atomic or.
 
@@ -23,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rocm_attn.kernels.launch import RepeatedLaunch
+from rocm_attn.kernels.metadata import error_word
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 
 _WORDS = 16  # of 32 cells
@@ -30,21 +33,40 @@ _TOKENS = 128
 _SEQS = 256
 # Programs of a sequence, which take its words in turn.
 _SHARES = 4
+_ERROR_WORD = tl.constexpr(error_word.ERROR_WORD)
+_BAD_PARENT = tl.constexpr(error_word.BAD_PARENT)
 
 
 @triton.jit
 def _cells(kv_len, q_len, seq, is_seq, nodes_before):
-    """New tokens, nodes and mask cells of sequences; where lengths leave no room for the nodes before, fewer."""
+    """New tokens, nodes and mask cells of sequences; where lengths leave no room for the nodes before, fewer.
+
+    No node is lost so: a round's drafts make its lengths, and pads have no cells that are looked at.
+    """
     new = tl.load(q_len + seq, mask=is_seq, other=0)
     older = tl.load(kv_len + seq, mask=is_seq, other=0) - new
     nodes = new + tl.minimum(tl.maximum(older, 0), nodes_before)
     return new, nodes, new.to(tl.int64) * nodes
 
 
+@triton.jit
+def _parents(line, node, branches):
+    """The parents of nodes, -1 where there is none, and whether they are others than nodes may have."""
+    given = tl.load(line + tl.maximum(node, 0))
+    # Nodes before this one may be parents: of the same step none, if there are steps.
+    end = node // tl.maximum(branches, 1) * tl.maximum(branches, 1)
+    first = tl.where(branches > 0, tl.maximum(end - branches, 0), 0)
+    # A tree may have several nodes without a parent, and of drafts those of the first step have none.
+    is_lost = (given < 0) & (end * branches > 0)
+    is_wrong = (given >= end) | ((given >= 0) & (given < first)) | is_lost
+    return tl.where(is_wrong, -1, given), is_wrong
+
+
 @triton.jit(
     do_not_specialize=[
         "parents_row",
         "nodes_before",
+        "branches",
         "window_left",
         "num_seqs_padded",
         "num_tokens_padded",
@@ -72,6 +94,7 @@ def _place_trees_kernel(
     window_start,
     parents_row,
     nodes_before,
+    branches,
     window_left,
     num_seqs_padded,
     num_tokens_padded,
@@ -98,7 +121,9 @@ def _place_trees_kernel(
     before = nodes - new
     tree_start = tl.load(kv_len + seq) - nodes
     if share == 0:
+        # Below 0 for a pad alone, whose length is shorter than its new tokens.
         tl.store(start + seq, tl.maximum(tree_start, 0))
+    num_told = tl.where(seq < num_seqs, new, 0)
     # Rows of the caller's are those of real sequences.
     line = parents + tl.where(seq < num_seqs, seq, 0).to(tl.int64) * parents_row
     for at in range(share * TOKENS, new, SHARES * TOKENS):
@@ -107,11 +132,14 @@ def _place_trees_kernel(
         node = tl.where(is_token, before + token, -1)
         depth = tl.zeros([TOKENS], tl.int32) - 1
         oldest = tl.zeros([TOKENS], tl.int32) - 1
+        _, wrong = _parents(line, node, branches)
+        error = counts + _ERROR_WORD + tl.zeros([TOKENS], tl.int32)
+        tl.atomic_or(error, _BAD_PARENT, mask=wrong & (token < num_told), sem="relaxed")
         while tl.max(node, 0) >= 0:
             depth += (node >= 0).to(tl.int32)
             oldest = tl.where((node >= 0) & (depth == window_left), node, oldest)
-            parent = tl.load(line + tl.maximum(node, 0))
-            node = tl.where((node >= 0) & (parent < node), parent, -1)
+            parent, _ = _parents(line, node, branches)
+            node = tl.where(node >= 0, parent, -1)
         place = first_token + token
         position = tl.where(place < num_tokens, tree_start + depth, 0)
         tl.store(position_of_token + place, position, mask=is_token & (place < num_tokens_padded))
@@ -136,8 +164,8 @@ def _place_trees_kernel(
         # Up the branch until it has passed the key's node.
         while tl.max(tl.max(node - key, 1), 0) > 0:
             up = node > key
-            parent = tl.load(line + tl.maximum(node, 0))
-            node = tl.where(up, tl.where(parent < node, parent, -1), node)
+            parent, _ = _parents(line, node, branches)
+            node = tl.where(up, parent, node)
         lane = tl.arange(0, 32)[None, :]
         own = tl.sum(is_cell.to(tl.int32) << lane, 1)
         seen = tl.sum((is_cell & (node == key)).to(tl.int32) << lane, 1)
@@ -149,15 +177,16 @@ def _place_trees_kernel(
 _place = RepeatedLaunch(_place_trees_kernel)
 
 
-def launch_place_trees(parents: Tensor, nodes_before: int, window_left: int, to: StepTensors) -> None:
+def launch_place_trees(parents: Tensor, nodes_before: int, branches: int, window_left: int, to: StepTensors) -> None:
     """Write a step's mask and positions.
 
     parents:      int32 [num_seqs, n], rows contiguous at any stride; read only. n is at least nodes_before and the most
                   new tokens of a sequence together
     nodes_before: nodes of each tree that are older than the step
+    branches:     of a round of drafts, nodes of a tree in each of its steps; 0 for trees of any shape
     window_left:  nodes and keys before its own that a window holds, below 2**31
-    to:           counts, kv_len and q_len are read; mask_words, mask_positions and mask_start are written, and
-                  window_start where it is not empty
+    to:           counts, kv_len and q_len are read; counts[3] receives an error bit; mask_words, mask_positions and
+                  mask_start are written, and window_start where it is not empty
     """
     num_seqs_padded = to.kv_len.shape[0]
     _place(
@@ -173,6 +202,7 @@ def launch_place_trees(parents: Tensor, nodes_before: int, window_left: int, to:
         to.window_start,
         parents.stride(0),
         nodes_before,
+        branches,
         window_left,
         num_seqs_padded,
         to.mask_positions.shape[0],

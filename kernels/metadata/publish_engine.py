@@ -12,7 +12,10 @@ gets what padded entries get, less the new tokens that others do not have. Live 
 of the step are those up to the last live sequence, so the host need not know how many of an engine's entries are pads.
 
 What is cut, and fewer new tokens than min_q_len, sets LENGTH_BEYOND_BOUND in the step's error word; so do boundaries
-that do not begin at 0. A row outside of the table sets ROW_NOT_IN_TABLE: its sequence is taken for a pad.
+that do not begin at 0, and new tokens of a sequence that is no live one, where a live one comes after it: the tokens
+of that one lie elsewhere in the engine's tensors. A row outside of the table sets ROW_NOT_IN_TABLE: its sequence is
+taken for a pad. Where two sequences with new tokens have the same row, ROW_TWICE is set: each writes the step's number
+to the row's place and finds it there already.
 
 One program does it all: it alone knows the sums, and engines have some thousand sequences at most. The header of the
 slot and the echo of the step before: slot_layout.py, publish.py.
@@ -34,13 +37,15 @@ from rocm_attn.kernels.metadata.engine_tensors import (
     LengthBounds,
     PublishedLengths,
 )
-from rocm_attn.kernels.metadata.slot_layout import COUNT_WORDS
+from rocm_attn.kernels.metadata.slot_layout import COUNT_WORDS, STEP
 
 # Sequences that the program looks at in one step; a fixed number, so that no batch size needs another compilation.
 _SEQS_AT_ONCE = 512
 _ERROR_WORD = tl.constexpr(error_word.ERROR_WORD)
 _BEYOND_BOUND = tl.constexpr(error_word.LENGTH_BEYOND_BOUND)
 _NO_ROW = tl.constexpr(error_word.ROW_NOT_IN_TABLE)
+_ROW_TWICE = tl.constexpr(error_word.ROW_TWICE)
+_STEP = tl.constexpr(STEP)
 _Q_LENGTHS = tl.constexpr(Q_LENGTHS)
 _Q_BOUNDARIES = tl.constexpr(Q_BOUNDARIES)
 
@@ -64,6 +69,7 @@ _Q_BOUNDARIES = tl.constexpr(Q_BOUNDARIES)
         "slot",
         "counts_before",
         "rows",
+        "named",
         "given_kv_len",
         "given_q",
         "csr_indptr",
@@ -78,6 +84,7 @@ def _publish_engine_kernel(
     slot,
     counts_before,
     rows,
+    named,
     given_kv_len,
     given_q,
     csr_indptr,
@@ -109,11 +116,14 @@ def _publish_engine_kernel(
 ):
     echo_step_before(slot, counts_before)
     num_seqs = tl.load(slot)
+    step = tl.load(slot + _STEP)
     num_live = 0
     tokens_before = tl.zeros([1], tl.int64)
     live_tokens = tl.zeros([1], tl.int64)
+    given_before = tl.zeros([1], tl.int64)
     num_cut = 0
     num_strays = 0
+    num_twice = 0
     if Q_FORM == _Q_BOUNDARIES:
         num_cut += (tl.load(given_q, mask=num_seqs > 0, other=0) != 0).to(tl.int32)
     for first in range(0, num_seqs_padded, SEQS):
@@ -153,6 +163,17 @@ def _publish_engine_kernel(
         taken = tl.minimum(taken, tl.maximum(room, 0))
         few = (taken > 0) & (taken < min_q_len)
         num_cut += tl.sum((in_table & ((kept != length) | (is_live & ((taken != new) | few)))).to(tl.int32), 0)
+        if Q_FORM != 0:
+            # Tokens that the engine has before a sequence's own, and those that the step has there.
+            before = given_before + tl.cumsum(new, 0) - new
+            is_moved = is_live & (before != tokens_before + tl.cumsum(taken, 0) - taken)
+            num_cut += tl.sum(is_moved.to(tl.int32), 0)
+            given_before += tl.sum(new, 0)
+        if HAS_ROWS:
+            stores = is_live & (taken > 0)
+            number = tl.zeros([SEQS], tl.int32) + step
+            found = tl.atomic_xchg(named + row, number, mask=stores, sem="relaxed")
+            num_twice += tl.sum((stores & (found == step)).to(tl.int32), 0)
         num_live = tl.maximum(num_live, tl.max(tl.where(is_live, seq + 1, 0), 0))
         token_end = tokens_before + tl.cumsum(taken, 0)
         live_tokens = tl.maximum(live_tokens, tl.max(tl.where(is_live, token_end, 0), 0))
@@ -168,6 +189,7 @@ def _publish_engine_kernel(
     word = tl.arange(0, COUNTS)
     words = tl.load(slot + word)
     error = tl.where(num_cut > 0, _BEYOND_BOUND, 0) | tl.where(num_strays > 0, _NO_ROW, 0)
+    error |= tl.where(num_twice > 0, _ROW_TWICE, 0)
     words = tl.where(word == 0, num_live, words)
     words = tl.where(word == 1, live_tokens.to(tl.int32), words)
     tl.store(counts + word, tl.where(word == _ERROR_WORD, error, words))
@@ -183,7 +205,7 @@ def launch_publish_engine(
 
     slot:          int32 words in pinned host memory (or device memory), the header of slot_layout.py: entries that the
                    engine's tensors have, at most S, in [0], step number and number of the step before; words ECHO and
-                   ECHOED_STEP are written
+                   ECHOED_STEP are written. No step before it has the same number
     counts_before: int32 [4], the counts of the step before; may be to.counts
     """
     rows = given.kv_len if given.rows is None else given.rows
@@ -205,6 +227,7 @@ def launch_publish_engine(
         slot,
         counts_before,
         rows,
+        bounds.rows.named,
         given.kv_len,
         q,
         csr_indptr,
@@ -219,7 +242,7 @@ def launch_publish_engine(
         csr_indptr.stride(0),
         to.row_of_seq.shape[0],
         bounds.num_tokens,
-        bounds.num_rows,
+        bounds.rows.num,
         bounds.kv_len,
         bounds.min_q_len,
         bounds.max_q_len,

@@ -51,6 +51,7 @@ class SlotParts(NamedTuple):
     token_ids:   num_token_ids words
     prefix_len, group_end: read where the step shares prefixes
     floor:       read where the device knows lengths: the first token that the step may store in each row
+    stored:      likewise: tokens of each row that are stored, at most, before the step
     """
 
     rows: slice
@@ -60,6 +61,7 @@ class SlotParts(NamedTuple):
     prefix_len: slice
     group_end: slice
     floor: slice
+    stored: slice
 
 
 # Parts with a word for each sequence.

@@ -6,7 +6,8 @@
 Fill has written to slot_of_token what the table says. A given slot that is negative, or in the page that belongs to no
 one, says that the engine wants the token not to be written: it is dropped and is no fault. Any other slot that differs
 would put a token's K and V where its sequence never reads them, and another's may lie: it is dropped too, and sets
-SLOT_NOT_IN_TABLE in the step's error word. Tokens past the step's last one, or past the given slots, are dropped.
+SLOT_NOT_IN_TABLE in the step's error word. Tokens past the step's last one are dropped; so are those past the given
+slots, which sets TOO_FEW_GIVEN.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from rocm_attn.kernels.metadata import error_word
 _TOKENS = 256
 _ERROR_WORD = tl.constexpr(error_word.ERROR_WORD)
 _NOT_IN_TABLE = tl.constexpr(error_word.SLOT_NOT_IN_TABLE)
+_TOO_FEW = tl.constexpr(error_word.TOO_FEW_GIVEN)
 
 
 @triton.jit(
@@ -44,7 +46,8 @@ def _take_slots_kernel(
 ):
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = token < num_tokens_padded
-    is_given = (token < num_given) & (token < tl.load(counts + 1))
+    num_tokens = tl.load(counts + 1)
+    is_given = (token < num_given) & (token < num_tokens)
     slot = tl.load(given + token.to(tl.int64) * given_stride, mask=is_given, other=-1).to(tl.int64)
     if HAS_MAP:
         in_map = (slot >= 0) & (slot < map_len)
@@ -57,6 +60,8 @@ def _take_slots_kernel(
     strays = is_given & (slot >= FIRST_SLOT) & (slot != wanted)
     tl.store(slot_of_token + token, tl.where(is_same, wanted, DROPPED), mask=inside)
     tl.atomic_or(counts + _ERROR_WORD + tl.zeros([BLOCK], tl.int32), _NOT_IN_TABLE, mask=strays, sem="relaxed")
+    if (tl.program_id(0) == 0) & (num_given < num_tokens):
+        tl.atomic_or(counts + _ERROR_WORD, _TOO_FEW, sem="relaxed")
 
 
 _variant = repeated_launches(_take_slots_kernel)
@@ -75,7 +80,7 @@ def launch_take_slots(
 
     given:         int32 or int64 [n], any stride, read only; the engine's slot of each token
     slot_map:      int32 or int64 [slots], slot -> slot of this space; None: the same
-    counts:        int32 [4]; [1] is num_tokens, [3] receives an error bit
+    counts:        int32 [4]; [1] is num_tokens, [3] receives error bits
     slot_of_token: int32 [T], as fill has written it; a dropped token receives 0, or -1 where page 0 is a real page
     null_page:     whether page 0 belongs to no one
     """

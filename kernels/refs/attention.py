@@ -308,6 +308,6 @@ def _gather(pages: LayerPages, pages_of_tile: Tensor) -> Iterator[Tensor]:
     """
     num_tiles, width = pages_of_tile.shape
     num_keys = width * pages.format.page_size
-    # An engine may pad the lines of its table with -1.
-    for side in pages.read_sides(pages_of_tile.flatten().clamp(min=0)):
+    # An engine's row may hold anything before the window and after the KV: no token sees it, and it need be no page.
+    for side in pages.read_sides(pages_of_tile.flatten().clamp(0, len(pages.k) - 1)):
         yield side.reshape(num_tiles, num_keys, *side.shape[2:]).permute(2, 0, 1, 3).contiguous()

@@ -17,10 +17,13 @@ from rocm_attn.kernels.metadata.engine_tensors import (
 from rocm_attn.kernels.metadata.error_word import (
     ERROR_WORD,
     LENGTH_BEYOND_BOUND,
+    PAGE_NOT_IN_POOL,
     ROW_NOT_IN_TABLE,
+    ROW_TWICE,
     SLOT_NOT_IN_TABLE,
+    TOO_FEW_GIVEN,
 )
-from rocm_attn.kernels.metadata.slot_layout import COUNT_WORDS
+from rocm_attn.kernels.metadata.slot_layout import COUNT_WORDS, STEP
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.refs.metadata import echo_step_before
 
@@ -33,7 +36,7 @@ def publish_engine(
     echo_step_before(slot, counts_before)
     seq = torch.arange(num_seqs, device=to.counts.device)
     row = seq if given.rows is None else given.rows[:num_seqs].long()
-    in_table = (row >= 0) & (row < bounds.num_rows)
+    in_table = (row >= 0) & (row < bounds.rows.num)
     row = torch.where(in_table, row, 0)
     length = torch.where(in_table, given.kv_len[:num_seqs].long(), 0)
     bound = torch.full_like(length, bounds.kv_len)
@@ -57,6 +60,11 @@ def publish_engine(
     if given.q_form == Q_BOUNDARIES and num_seqs:
         assert given.q is not None
         cut |= given.q[0] != 0
+    if given.q_form != Q_EACH_ONE:
+        cut |= (is_live & (new.cumsum(0) - new != taken.cumsum(0) - taken)).any()
+    stored, named = row[is_live & (taken > 0) & (given.rows is not None)], bounds.rows.named
+    is_twice = len(stored.unique()) < len(stored)
+    named[stored] = slot[STEP].to(named.device)
     own_row = seq + 1 if to.gathered else row
     pads = num_padded - num_seqs
     for buffer, values, pad in (
@@ -68,6 +76,7 @@ def publish_engine(
         buffer.copy_(torch.cat([values, values.new_full((pads,), pad)]))
     nothing = seq.new_zeros(1)
     error = cut.to(torch.int32) * LENGTH_BEYOND_BOUND | (~in_table).any().to(torch.int32) * ROW_NOT_IN_TABLE
+    error |= is_twice * ROW_TWICE
     to.counts.copy_(slot[:COUNT_WORDS])
     to.counts[0] = torch.cat([nothing, torch.where(is_live, seq + 1, 0)]).amax()
     to.counts[1] = torch.cat([nothing, torch.where(is_live, taken.cumsum(0), 0)]).amax()
@@ -94,21 +103,35 @@ def gather_table(source: GatherSource, engine_row: Tensor, kv_len: Tensor, table
         is_entry = column < entries.shape[1]
         entry = entries[row, column.clamp(max=entries.shape[1] - 1)].long()
     else:
-        begin = source.csr_indptr[row].long().clamp(min=0)
-        column = begin + column
-        is_entry = column < source.csr_indptr[row + 1].long().clamp(max=len(entries))
-        entry = entries[column.clamp(max=len(entries) - 1)].long()
+        column = source.csr_indptr[row].long() + column
+        # What a list has past the end of all is no entry, and gives -1.
+        is_entry = (column >= 0) & (column < source.csr_indptr[row + 1].long().clamp(max=len(entries)))
+        entry = entries[torch.where(is_entry, column, 0)].long()
     entry = torch.where(is_entry, entry, -1)
     if source.slot_map is not None:
         slot = entry if source.has_slots else entry * page_size
         in_map = (slot >= 0) & (slot < len(source.slot_map))
         entry = torch.where(in_map, source.slot_map[torch.where(in_map, slot, 0)].long(), -1)
-    page = entry.clamp(min=0)
-    if source.has_slots or source.slot_map is not None:
-        page = page // page_size
+    page = entry // page_size if source.has_slots or source.slot_map is not None else entry
+    page = torch.where((entry >= 0) & (page <= torch.iinfo(torch.int32).max), page, -1)
     live = page_no[None, :] < ((kv_len + page_size - 1) // page_size)[:, None]
     mine = table[1 : num_seqs + 1]
     mine.copy_(torch.where(live, page.to(torch.int32), mine))
+
+
+def check_pages(step: StepTensors, num_pages: Tensor, *, page_size: int, window_left: int) -> None:
+    """Twin of launch_check_pages; may be recorded."""
+    (_, table_width), device = step.table.shape, step.counts.device
+    seq, page_no = (torch.arange(n, device=device) for n in (len(step.kv_len), table_width))
+    # The most that is published fits a row; tokens before the KV, which short ones have, see no key.
+    pages = torch.where(seq < step.counts[0], (step.kv_len + page_size - 1) // page_size, 0)
+    first_no = ((step.kv_len - step.q_len).clamp(min=0) - window_left).clamp(min=0) // page_size
+    looked_at = (page_no >= first_no[:, None]) & (page_no < pages[:, None])
+    page = step.table[step.row_of_seq.long()]
+    is_wrong = (looked_at & ((page < 0) | (page >= num_pages))).any(1)
+    step.kv_len.masked_fill_(is_wrong, step.pads.kv_len)
+    step.row_of_seq.masked_fill_(is_wrong, 0)
+    step.counts[ERROR_WORD].bitwise_or_(is_wrong.any().to(torch.int32) * PAGE_NOT_IN_POOL)
 
 
 def take_slots(
@@ -133,6 +156,7 @@ def take_slots(
     strays = is_given & (slot >= (page_size if null_page else 0)) & (slot != wanted)
     dropped = 0 if null_page else -1
     counts[ERROR_WORD].bitwise_or_(strays.any().to(torch.int32) * SLOT_NOT_IN_TABLE)
+    counts[ERROR_WORD].bitwise_or_((counts[1] > len(given)).to(torch.int32) * TOO_FEW_GIVEN)
     wanted.copy_(torch.where(is_same, wanted, dropped))
     slot_of_token[num_given:].fill_(dropped)
 
@@ -140,16 +164,20 @@ def take_slots(
 def pack_mask(cells: Tensor, positions: Tensor, window_left: int, to: StepTensors) -> None:
     """Twin of launch_pack_mask; may be recorded."""
     words, position_of_token = to.mask_words, to.mask_positions
-    num_cells = min(len(cells), 32 * len(words))
-    num_words = -(-num_cells // 32)
-    needed = to.mask_indptr[-1].clamp(max=num_cells)
+    needed = to.mask_indptr[-1]
+    is_short = (needed > len(cells)) | (to.counts[1] > len(positions))
+    to.counts[ERROR_WORD].bitwise_or_(is_short.to(torch.int32) * TOO_FEW_GIVEN)
+    # There are words for all cells of the largest step, so none is left out that a kernel looks at.
+    num_words = min(len(words), -(-len(cells) // 32))
     cell = torch.arange(32 * num_words, device=cells.device)
-    bits = (cells.view(torch.uint8)[cell.clamp(max=max(num_cells - 1, 0))] != 0) & (cell < needed)
+    is_given = (cell < needed) & (cell < len(cells))
+    bits = (cells.view(torch.uint8)[torch.where(is_given, cell, 0)] != 0) & is_given
     # Summed up in 64 bits; the highest bit of a word is its sign.
     packed = (bits.view(-1, 32).long() << torch.arange(32, device=cells.device)).sum(1)
     packed = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
-    of_step = 32 * torch.arange(num_words, device=cells.device) < needed
-    words[:num_words].copy_(torch.where(of_step, packed, words[:num_words]))
+    of_step = 32 * torch.arange(len(words), device=cells.device) < needed
+    words[:num_words].copy_(torch.where(of_step[:num_words], packed, words[:num_words]))
+    words[num_words:].masked_fill_(of_step[num_words:], 0)
     num_given = min(len(positions), len(position_of_token))
     live = torch.arange(num_given, device=cells.device) < to.counts[1]
     position_of_token[:num_given].copy_(torch.where(live, positions[:num_given], 0))

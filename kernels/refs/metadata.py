@@ -9,10 +9,12 @@ from torch import Tensor
 
 from rocm_attn.kernels.launch import run_as_launch
 from rocm_attn.kernels.metadata.error_word import (
+    BAD_PARENT,
     ERROR_WORD,
     LENGTH_BEYOND_BOUND,
     SHARED_TOKEN,
     TOKEN_WITHOUT_PAGE,
+    UNSTORED_TOKEN,
     WINDOW_WITHOUT_PAGE,
 )
 from rocm_attn.kernels.metadata.given_inputs import GivenInputs
@@ -94,7 +96,7 @@ def place_mask(bits: Tensor, positions: Tensor, keys_before: int, window_left: i
         to.window_start.copy_(torch.where(live, counted_from - window_left, 0))
 
 
-def place_trees(parents: Tensor, nodes_before: int, window_left: int, to: StepTensors) -> None:
+def place_trees(parents: Tensor, nodes_before: int, branches: int, window_left: int, to: StepTensors) -> None:
     """Twin of launch_place_trees; may be recorded."""
     num_tokens = len(to.mask_positions)
     if not parents.numel():
@@ -108,8 +110,15 @@ def place_trees(parents: Tensor, nodes_before: int, window_left: int, to: StepTe
     to.mask_start.copy_(start.clamp(min=0))
     seq = torch.arange(len(new), device=new.device)
     node = torch.arange(parents.shape[1], device=new.device)
-    parent = parents[seq.clamp(max=len(parents) - 1)].long()
-    sees = _ancestors(torch.where(parent < node, parent, -1))
+    given = parents[seq.clamp(max=len(parents) - 1)].long()
+    # Nodes before each one may be its parent: of the same step none, if there are steps.
+    end = node // max(branches, 1) * max(branches, 1)
+    is_parent = (given >= ((end - branches).clamp(min=0) if branches else 0)) & (given < end)
+    is_none = (given < 0) & ((end == 0) | (branches == 0))
+    is_new = (node >= before[:, None]) & (node < nodes[:, None]) & (seq < to.counts[0])[:, None]
+    is_wrong = (is_new & ~is_parent & ~is_none).any()
+    to.counts[ERROR_WORD].bitwise_or_(is_wrong.to(torch.int32) * BAD_PARENT)
+    sees = _ancestors(torch.where(is_parent, given, -1))
     depth = sees.sum(2) - 1
     token = torch.arange(num_tokens, device=new.device)
     end = new.cumsum(0)
@@ -169,20 +178,26 @@ def _device_inputs(slot: Tensor, given: GivenInputs, to: StepTensors) -> None:
     num_seqs, num_ids, counts = int(slot[0]), len(given.token_ids), to.counts
     parts = slot_parts(num_seqs, num_ids)
     kv_bound, q_bound = slot[parts.kv_len].to(counts.device), slot[parts.q_len].to(counts.device)
-    given_kv, given_q, begin = (
-        words[:num_seqs].to(counts.device) for words in (given.kv_len, given.q_len, given.floor)
+    given_kv, given_q, begin, stored = (
+        words[:num_seqs].to(counts.device) for words in (given.kv_len, given.q_len, given.floor, given.stored)
     )
     given_kv = given_kv + given.ahead
     new = given_q.clamp(min=0).minimum(q_bound)
     length = given_kv.maximum(new).minimum(kv_bound)
     cut = ((new != given_q) | (length != given_kv)).any()
+    late = length - new > stored
+    length = torch.where(late, stored + new, length)
     below = (new > 0) & (length - new < begin)
     length = torch.where(below, (begin + new).minimum(kv_bound), length)
     new = torch.where(below, new.minimum((length - begin).clamp(min=0)), new)
     to.kv_len[:num_seqs].copy_(length)
     to.q_len[:num_seqs].copy_(new)
     counts[1] = new.sum()
-    counts[ERROR_WORD] = torch.where(cut, LENGTH_BEYOND_BOUND, 0) | torch.where(below.any(), SHARED_TOKEN, 0)
+    counts[ERROR_WORD] = (
+        torch.where(cut, LENGTH_BEYOND_BOUND, 0)
+        | torch.where(late.any(), UNSTORED_TOKEN, 0)
+        | torch.where(below.any(), SHARED_TOKEN, 0)
+    )
     live = torch.arange(num_ids, device=counts.device) < counts[1]
     to.token_ids[:num_ids].copy_(torch.where(live, given.token_ids.to(counts.device), 0))
     to.token_ids[num_ids:].zero_()

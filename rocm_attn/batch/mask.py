@@ -112,7 +112,8 @@ class TreeMask:
 
     parents: int32 [num_seqs, n] on the runtime's device, rows contiguous at any stride: new token -> its parent's place
              among the sequence's new tokens, or NO_PARENT; a parent comes before its children, and what does not counts
-             as NO_PARENT. n is max_q_len or more; what lies after a sequence's new tokens is not read
+             as NO_PARENT, and raises DeviceFault later. n is max_q_len or more; what lies after a sequence's new tokens
+             is not read
 
     Read where it lies, as the tensors of a StepMask; lengths are the step's, wherever it has them. Raises BadTensor.
     """

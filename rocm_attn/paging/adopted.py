@@ -20,7 +20,7 @@ from torch import Tensor
 from rocm_attn.batch.step_batch import INT32_MAX
 from rocm_attn.errors import BadTensor, NeverFits, WrongState
 from rocm_attn.kernels.cache.page_format import PageFormat
-from rocm_attn.kernels.metadata.engine_tensors import GatherSource
+from rocm_attn.kernels.metadata.engine_tensors import EngineRows, GatherSource
 from rocm_attn.kernels.metadata.step_tensors import TableTerms
 from rocm_attn.paging.index_spaces import Space
 
@@ -217,6 +217,8 @@ class AdoptedTables:
     num_seqs:   padded sequences of the largest step
     short_kv:   whether sequences may have fewer tokens in their KV than new ones
     Raises BadTensor for a table on another device.
+
+    `rows` are those that sequences may have: that every table has now.
     """
 
     def __init__(
@@ -256,16 +258,20 @@ class AdoptedTables:
         gathered = self.spaces if self.gathered else ()
         self.gathered_in_begin = tuple(space for space in gathered if space.source.copied)
         self.gathered_in_fill = tuple(space for space in gathered if not space.source.copied)
+        self.rows = EngineRows(0, torch.empty(0, dtype=torch.int32, device=device))
+        self._count_rows()
 
     @property
     def null_pages(self) -> Mapping[Space, bool]:
         """Whether page 0 of a space belongs to no one."""
         return {space.space: space.terms.null_page for space in self.spaces}
 
-    @property
-    def num_rows(self) -> int:
-        """Rows that sequences may have."""
-        return min(space.source.num_rows for space in self.spaces)
+    def _count_rows(self) -> None:
+        """Sequences may have the rows that every table has."""
+        self.rows.num = min(space.source.num_rows for space in self.spaces)
+        if self.rows.num > len(self.rows.named):
+            # No step has a negative number.
+            self.rows.named = torch.full((self.rows.num,), -1, dtype=torch.int32, device=self.device)
 
     @property
     def csr_indptr(self) -> Tensor | None:
@@ -330,6 +336,7 @@ class AdoptedTables:
                 "that there was, or build anew and capture again"
             )
         table.source, table.gather = source, source.gather
+        self._count_rows()
         if not self.gathered:
             table.entries = source.entries
         self.changes += 1

@@ -51,9 +51,13 @@ class AdoptedIndexPages:
             return
         self._layers[layer] = pages
 
+    def bound(self, layer: int) -> LayerPages | None:
+        """The index pages of one layer; None while it has none."""
+        return self._layers.get(layer)
+
     def layer(self, layer: int) -> LayerPages:
         """The index pages of one layer. Raises WrongState while it has none."""
-        pages = self._layers.get(layer)
+        pages = self.bound(layer)
         if pages is None:
             raise WrongState(f"layer {layer} has no index pages yet; call pages.bind_index() before its first step")
         return pages

@@ -14,6 +14,7 @@ from rocm_attn.kernels.cache.page_format import FormatMismatch, PageFormat
 from rocm_attn.kernels.cache.page_rows import key_rows, value_rows
 from rocm_attn.paging.adopted import Gate
 from rocm_attn.paging.adopted_index import AdoptedIndexPages
+from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import PoolKind, Problem
 
 _AXES = "kv", "page", "token", "head", "dim"
@@ -62,14 +63,17 @@ class AdoptedPages:
     """The pages of every layer, which an engine brings: ExternalAttention.pages.
 
     problems:     one for each layer
+    spaces:       the space of each
     num_pages:    the most that a layer may have
     page_strides: whether they may have any strides but the last
-    binds_calls:  whether a layer may have other pages at each call, graphs or not
+    binds_calls:  whether a layer may have other pages at each call, graphs or not: their number is not known when a
+                  step is filled
     """
 
     def __init__(
         self,
         problems: Sequence[Problem],
+        spaces: Sequence[Space],
         *,
         num_pages: int,
         page_strides: bool,
@@ -82,6 +86,12 @@ class AdoptedPages:
         self._problems = tuple(problems)
         self._num_pages = num_pages
         self._page_strides, self._binds_calls = page_strides, binds_calls
+        self._spaces = tuple(spaces)
+        self._fewest = dict.fromkeys(spaces, num_pages)
+        # Graphs read it: pages of a layer may be bound anew, and be fewer.
+        self._in_every_layer = {
+            space: torch.full((1,), num_pages, dtype=torch.int32, device=device) for space in self._fewest
+        }
         self._gate = gate
         self._aligned_sides: dict[int, str] = {}
         self._aligned_rows: dict[int, str] = {}
@@ -133,6 +143,23 @@ class AdoptedPages:
         self._gate.change("pages.bind_index()")
         require_layer(layer, len(self._problems))
         self._index_pages.bind(layer, keys, scale, declared)
+        self._count_pages(self._spaces[layer])
+
+    def in_every_layer(self, space: Space) -> Tensor:
+        """int32 [1], on the device: the pages that every layer of a space has, of those that were bound so far."""
+        return self._in_every_layer[space]
+
+    def _count_pages(self, space: Space) -> None:
+        """A layer of this space has other pages."""
+        if self._binds_calls:
+            return
+        layers = [layer for layer, its in enumerate(self._spaces) if its is space]
+        bound = [*(self._layers[layer] for layer in layers), *(self._index_pages.bound(layer) for layer in layers)]
+        counts = [side.shape[0] for pages in bound if pages is not None for side in (pages.k, pages.v)]
+        fewest = min(self._num_pages, *counts)
+        if fewest != self._fewest[space]:
+            self._in_every_layer[space].fill_(fewest)
+            self._fewest[space] = fewest
 
     def bind(self, layer: int, k: Tensor, v: Tensor, coded: EnginePages | None = None) -> None:
         """Use these pages for a layer, from now on.
@@ -155,6 +182,7 @@ class AdoptedPages:
         if bound is not None and _place(bound) != _place(pages) and self._refuse_moved(f"the pages of layer {layer}"):
             return
         self._layers[layer] = pages
+        self._count_pages(self._spaces[layer])
 
     def require_bound(self) -> None:
         """Raise WrongState unless every layer has its pages, and its index pages if it has an indexer; where pages

@@ -22,6 +22,7 @@ from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem
 from rocm_attn.providers.launches import (
     AcceptDrawn,
     AcceptSampled,
+    CheckPages,
     CheckSelection,
     ClearPads,
     CutRows,
@@ -488,6 +489,7 @@ class StepOps:
     # Of steps whose lengths, tables, slots and masks an engine owns.
     publish_engine: PublishEngine
     gather_table: GatherTable
+    check_pages: CheckPages
     take_slots: TakeSlots
     pack_mask: PackMask
     # Between pages and what engines send each other.

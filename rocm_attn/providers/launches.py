@@ -48,7 +48,9 @@ class PlaceMask(Protocol):
 class PlaceTrees(Protocol):
     """launch_place_trees, or its twin."""
 
-    def __call__(self, parents: Tensor, nodes_before: int, window_left: int, to: StepTensors) -> None: ...
+    def __call__(
+        self, parents: Tensor, nodes_before: int, branches: int, window_left: int, to: StepTensors
+    ) -> None: ...
 
 
 class DeriveDraftSteps(Protocol):
@@ -165,6 +167,12 @@ class GatherTable(Protocol):
     def __call__(
         self, source: GatherSource, engine_row: Tensor, kv_len: Tensor, table: Tensor, *, page_size: int
     ) -> None: ...
+
+
+class CheckPages(Protocol):
+    """launch_check_pages, or its twin."""
+
+    def __call__(self, step: StepTensors, num_pages: Tensor, *, page_size: int, window_left: int) -> None: ...
 
 
 class TakeSlots(Protocol):

@@ -186,6 +186,7 @@ def _ops() -> StepOps:
         merge_states=merge_states.merge_states,
         publish_engine=engine_metadata.publish_engine,
         gather_table=engine_metadata.gather_table,
+        check_pages=engine_metadata.check_pages,
         take_slots=engine_metadata.take_slots,
         pack_mask=engine_metadata.pack_mask,
         export_rows=cache.export_rows,

@@ -19,6 +19,7 @@ from rocm_attn.kernels.latent.decode import launch_latent_decode
 from rocm_attn.kernels.latent.extend import launch_latent_extend
 from rocm_attn.kernels.latent.segment_decode import launch_latent_segment_decode
 from rocm_attn.kernels.latent.segment_extend import launch_latent_segment_extend
+from rocm_attn.kernels.metadata.check_pages import launch_check_pages
 from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
 from rocm_attn.kernels.metadata.draft_steps import launch_draft_steps
 from rocm_attn.kernels.metadata.fill import launch_fill
@@ -80,6 +81,7 @@ OPS = StepOps(
     merge_states=launch_merge_states,
     publish_engine=launch_publish_engine,
     gather_table=launch_gather_table,
+    check_pages=launch_check_pages,
     take_slots=launch_take_slots,
     pack_mask=launch_pack_mask,
     export_rows=launch_export_rows,

@@ -112,7 +112,7 @@ class StepCore:
         """Derive the mask of a draft step from the parents of all drafts up to it. branches: of the round"""
         with on_device(self.device):
             for tensors, window_left in step.windows:
-                self.ops.place_trees(step.parents, number * branches, window_left, tensors)
+                self.ops.place_trees(step.parents, number * branches, branches, window_left, tensors)
 
     def _fills_by_launches(self, plan: StepPlan) -> bool:
         """Whether all that derives the metadata of steps of a plan is launches."""

@@ -10,14 +10,19 @@ from collections.abc import Sequence
 from rocm_attn.batch.step_batch import Int32Array
 from rocm_attn.errors import DeviceFault
 from rocm_attn.kernels.metadata.error_word import (
+    BAD_PARENT,
     BAD_SELECTION,
     ERROR_WORD,
     LENGTH_BEYOND_BOUND,
     NOT_FINITE,
+    PAGE_NOT_IN_POOL,
     ROW_NOT_IN_TABLE,
+    ROW_TWICE,
     SHARED_TOKEN,
     SLOT_NOT_IN_TABLE,
     TOKEN_WITHOUT_PAGE,
+    TOO_FEW_GIVEN,
+    UNSTORED_TOKEN,
     WINDOW_WITHOUT_PAGE,
 )
 from rocm_attn.kernels.metadata.slot_layout import ECHO, ECHOED_STEP, STEP, STEP_BEFORE, UNREAD, WRONG_STEP
@@ -27,8 +32,8 @@ from rocm_attn.kernels.metadata.slot_layout import ECHO, ECHOED_STEP, STEP, STEP
 STEPS_UNTIL_ECHO = 3
 
 _WHAT = {
-    TOKEN_WITHOUT_PAGE: "a new token had no page of its own, its row led to page 0, and its K and V were dropped; "
-    "look for what changed the request table on the device",
+    TOKEN_WITHOUT_PAGE: "a new token had no page of its own, its row led to page 0 or to no page, and its K and V were "
+    "dropped; look for what changed the request table on the device",
     WINDOW_WITHOUT_PAGE: "the first key that a new token sees lay in a page that its row does not hold any more, and "
     "was read as zero; evict by lengths that are no more than the device's, or look for what changed the table there",
     LENGTH_BEYOND_BOUND: "a length on the device lay outside of 0 <= q_len <= kv_len <= its bound and was cut; "
@@ -43,6 +48,17 @@ _WHAT = {
     "those outside gave no key, and those that were listed twice counted twice; look for what selected them",
     ROW_NOT_IN_TABLE: "a row that was given lies outside of the table, and its sequence was taken for a pad; look for "
     "what wrote the rows",
+    TOO_FEW_GIVEN: "fewer slots, positions or mask cells were given than the step has; tokens without a slot were "
+    "dropped, and cells that were not given hide their keys; give as many as kv_len and q_len ask for",
+    PAGE_NOT_IN_POOL: "a page that the table gives for a sequence's KV is negative or past the pages that were bound, "
+    "and the sequence was taken for a pad; look for what wrote the table, or bind all pages that it names",
+    ROW_TWICE: "two sequences with new tokens have the same row of the table, and may have stored over each other; "
+    "give each sequence of a step a row of its own",
+    BAD_PARENT: "the parent of a new draft is not an earlier node of its tree, and of a round of drafts none of the "
+    "branches one step before; the draft was taken for one without a parent; look for what chose the parents",
+    UNSTORED_TOKEN: "lengths on the device let a step begin after the tokens that its row has stored; it was moved to "
+    "the first one after them; look for what wrote the lengths, or call mark_stored() for tokens that came by other "
+    "means",
 }
 
 

@@ -110,9 +110,9 @@ class ExternalRuns:
     def _follow_tables(self) -> None:
         """Tables have other rows now. Graphs keep what they read; lengths and rows are looked at outside of them."""
         self._kept.clear()
-        rows, csr_indptr = self._tables.num_rows, self._tables.csr_indptr
+        csr_indptr = self._tables.csr_indptr
         for run in self._captured.values():
-            run.bounds = replace(run.bounds, num_rows=rows, csr_indptr=csr_indptr)
+            run.bounds = replace(run.bounds, csr_indptr=csr_indptr)
         self._changes_seen = self._tables.changes
 
     def _new_run(self, step: ExternalStep, max_kv_len: int) -> ExternalRun:
@@ -133,7 +133,7 @@ class ExternalRuns:
                 "has made room for; give it larger bounds"
             ) from error
         bounds = LengthBounds(
-            num_rows=self._tables.num_rows,
+            rows=self._tables.rows,
             kv_len=max_kv_len,
             min_q_len=step.min_q_len,
             max_q_len=min(step.max_q_len, max_q_len),

@@ -190,7 +190,7 @@ class Publisher:
         self._pool = pool
         self._deliver = guards.deliver
         # One for each child, so that the host may be as many split steps ahead as others.
-        words = slot_parts(table.max_num_seqs, _ID_WORDS).floor.stop, HEADER_WORDS
+        words = slot_parts(table.max_num_seqs, _ID_WORDS).stored.stop, HEADER_WORDS
         self._lines = tuple(
             Line(HostRing(pool.device, wait=guards.ring_wait, words=words[half]), guards.new_echo_check(), pool.device)
             for half in range(HALVES)
@@ -297,8 +297,10 @@ class Publisher:
             line.recent.append((number, batch.rows))
             return
         if isinstance(batch.inputs, DeviceInputs):
-            floor = slot_parts(num_seqs, num_ids).floor
-            words[floor] = 0 if batch.inputs.lengths_on_host else self._table.floors(batch.rows)
+            parts, rows, on_host = slot_parts(num_seqs, num_ids), batch.rows, batch.inputs.lengths_on_host
+            words[parts.floor] = 0 if on_host else self._table.floors(rows)
+            # Of lengths that the host has, it has asked the table itself.
+            words[parts.stored] = INT32_MAX if on_host else self._table.tokens.of(rows)
         # One statement: an interrupt comes before all of it or after.
         words[ECHO], self.launching = NO_ECHO, (line, words, counts, number, False)
         try:
@@ -324,7 +326,7 @@ class Publisher:
                 self._ops.place_mask(bits, mask.positions, mask.keys_before, window_left, tensors)
         elif isinstance(batch.mask, TreeMask):
             for tensors, window_left in step.windows:
-                self._ops.place_trees(batch.mask.parents, 0, window_left, tensors)
+                self._ops.place_trees(batch.mask.parents, 0, 0, window_left, tensors)
 
     def disregard(self, num_children: int) -> None:
         """What the device has found wrong with the inputs published last is not reported: their step is not run."""
@@ -421,7 +423,7 @@ class Publisher:
             parts = slot_parts(num_seqs, num_ids)
             # These hold the slot's memory, so that no other one gets its address.
             found = self._parts[key] = GivenInputs(
-                slot[parts.kv_len], slot[parts.q_len], slot[parts.token_ids], slot[parts.floor]
+                slot[parts.kv_len], slot[parts.q_len], slot[parts.token_ids], slot[parts.floor], slot[parts.stored]
             )
         return found
 
@@ -437,6 +439,7 @@ class Publisher:
             in_slot.q_len if inputs.q_len is ON_HOST else inputs.q_len,
             in_slot.token_ids if inputs.token_ids is ON_HOST else inputs.token_ids,
             in_slot.floor,
+            in_slot.stored,
             ahead if has_kv_len else 0,
         )
         self._ops.device_inputs(slot, given, to)

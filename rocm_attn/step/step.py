@@ -83,7 +83,7 @@ class Part:
         """Say which branch of the draft step before each draft of this one continues. Call it before the layers.
 
         parents: int32 [T] or [S, branches], on the device: numbers from 0 to branches - 1. Several drafts may continue
-                 one branch
+                 one branch. A draft with another number has no parent, and a later step raises DeviceFault
 
         Raises WrongState for a draft step whose turn it is not, BadTensor.
         """

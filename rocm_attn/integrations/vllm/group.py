@@ -288,9 +288,10 @@ class KVGroup:
                     attention.set_head_weights(self._index[name], weights)
                 self._use_pages(attention, name, caches[name])
                 if (form := each.problem.index_format) is not None:
-                    # Keys are chosen by another, over keys of its own, and no row of these is read.
+                    # Keys are chosen by another, over keys of its own, and no row of these is read: every page is one.
                     no_keys = torch.zeros(1, form.page_size, form.head_dim, dtype=each.problem.dtype)
-                    attention.pages.bind_index(self._index[name], no_keys.to(self._device))
+                    pages = no_keys.to(self._device).expand(attention.bounds.num_pages, -1, -1)
+                    attention.pages.bind_index(self._index[name], pages)
         self._options.said(attention.kernels().selections)
         return attention
 

@@ -45,7 +45,7 @@ class DeviceSlot:
         self._runtime, self._to, self._num_seqs, self._q_len = runtime, to, num_seqs, q_len
         self._parts: SlotParts = slot_parts(num_seqs, 0)
         with torch.inference_mode(False):
-            self.words = torch.zeros(self._parts.floor.stop, dtype=torch.int32, device=runtime.device)
+            self.words = torch.zeros(self._parts.stored.stop, dtype=torch.int32, device=runtime.device)
 
     def write(self, rows: Int32Array, most: Int32Array) -> None:
         """Take over the rows of a step, and the most tokens that each may have. int32 [num_seqs]"""
@@ -54,6 +54,8 @@ class DeviceSlot:
         words[: parts.rows.start] = np.frombuffer(header, np.int32)
         words[parts.rows], words[parts.kv_len], words[parts.q_len] = rows, most, self._q_len
         words[parts.floor] = self._runtime.table.floors(rows)
+        # The step's lengths are made of what is stored: no gap can be between.
+        words[parts.stored] = most
         self.words.copy_(sent(words, self._runtime.device))
 
     def publish(self, before: StepTensors, stored: Tensor, token_ids: Tensor, faults: Tensor) -> None:
@@ -65,7 +67,7 @@ class DeviceSlot:
         faults:    int32 [1], gets the error bits of the step before
         """
         words, parts, ops = self.words, self._parts, self._runtime.core.ops
-        given = GivenInputs(stored, words[parts.q_len], token_ids, words[parts.floor], self._q_len)
+        given = GivenInputs(stored, words[parts.q_len], token_ids, words[parts.floor], words[parts.stored], self._q_len)
         with on_device(self._runtime.device):
             ops.publish(words, before.counts, self._to)
             faults.bitwise_or_(words[ECHO : ECHO + 1])

@@ -245,4 +245,4 @@ class Trees:
         self._numbers[:, 1:].copy_(self._numbers.gather(1, taken.div(branches, rounding_mode="floor") + 1))
         with on_device(self._runtime.device):
             for tensors, window_left in self._windows:
-                self._runtime.core.ops.place_trees(self._parents, 0, window_left, tensors)
+                self._runtime.core.ops.place_trees(self._parents, 0, 0, window_left, tensors)

@@ -81,14 +81,14 @@ def of_take_inputs(take: Launch, pads: Pads) -> Launch:
 
 
 def of_device_inputs(place: Launch, ahead: int = 0) -> Launch:
-    """place(slot, kv_len, q_len, token_ids, floor, and what they are written to: counts, kv_len, q_len, token_ids)."""
+    """place(slot, kv_len, q_len, token_ids, floor, stored, and what is written: counts, kv_len, q_len, token_ids)."""
 
     def of_tensors(slot: Tensor, *tensors: Tensor) -> None:
         names = ("counts", "kv_len", "q_len", "token_ids")
         place(
             slot,
-            GivenInputs(tensors[0], tensors[1], tensors[2], tensors[3], ahead),
-            step_of(dict(zip(names, tensors[4:], strict=True))),
+            GivenInputs(tensors[0], tensors[1], tensors[2], tensors[3], tensors[4], ahead),
+            step_of(dict(zip(names, tensors[5:], strict=True))),
         )
 
     return of_tensors
@@ -104,10 +104,10 @@ def of_place_mask(place: Launch) -> Launch:
 
 
 def of_place_trees(place: Launch) -> Launch:
-    """place(parents, *_PLACED, nodes_before=, window_left=)."""
+    """place(parents, *_PLACED, nodes_before=, branches=, window_left=)."""
 
-    def of_tensors(parents: Tensor, *tensors: Tensor, nodes_before: int, window_left: int) -> None:
-        place(parents, nodes_before, window_left, step_of(dict(zip(_PLACED, tensors, strict=True))))
+    def of_tensors(parents: Tensor, *tensors: Tensor, nodes_before: int, branches: int, window_left: int) -> None:
+        place(parents, nodes_before, branches, window_left, step_of(dict(zip(_PLACED, tensors, strict=True))))
 
     return of_tensors
 

@@ -11,25 +11,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rocm_attn.kernels.metadata.check_pages import launch_check_pages
 from rocm_attn.kernels.metadata.engine_tensors import (
     Q_BOUNDARIES,
     Q_EACH_ONE,
     Q_LENGTHS,
     EngineLengths,
+    EngineRows,
     GatherSource,
     LengthBounds,
     PublishedLengths,
 )
 from rocm_attn.kernels.metadata.error_word import (
     LENGTH_BEYOND_BOUND,
+    PAGE_NOT_IN_POOL,
     ROW_NOT_IN_TABLE,
+    ROW_TWICE,
     SLOT_NOT_IN_TABLE,
     TOKEN_WITHOUT_PAGE,
+    TOO_FEW_GIVEN,
 )
 from rocm_attn.kernels.metadata.gather_table import launch_gather_table
 from rocm_attn.kernels.metadata.pack_mask import launch_pack_mask
 from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
 from rocm_attn.kernels.metadata.slot_layout import ECHO, ECHOED_STEP, NO_ECHO, WRONG_STEP
+from rocm_attn.kernels.metadata.step_tensors import NO_PADS, Pads, StepTensors
 from rocm_attn.kernels.metadata.take_slots import launch_take_slots
 from rocm_attn.kernels.refs import engine_metadata as twins
 from tests.amd.kernels.launches_of_tensors import of_pack_mask
@@ -38,6 +44,7 @@ GARBAGE = 0x7F7F7F7F
 Launch = Callable[..., None]
 publishes = pytest.mark.parametrize("publish", [launch_publish_engine, twins.publish_engine], ids=["kernel", "twin"])
 gathers = pytest.mark.parametrize("gather", [launch_gather_table, twins.gather_table], ids=["kernel", "twin"])
+checks = pytest.mark.parametrize("check", [launch_check_pages, twins.check_pages], ids=["kernel", "twin"])
 takes = pytest.mark.parametrize("take", [launch_take_slots, twins.take_slots], ids=["kernel", "twin"])
 packs = pytest.mark.parametrize("pack", [launch_pack_mask, twins.pack_mask], ids=["kernel", "twin"])
 INT_TYPES = st.sampled_from([torch.int32, torch.int64])
@@ -52,6 +59,11 @@ def engines(values: Sequence[int], dtype: torch.dtype, stride: int, device: torc
 
 def garbage(*shape: int, device: torch.device) -> Tensor:
     return torch.full(shape, GARBAGE, dtype=torch.int32, device=device)
+
+
+def rows_of(num: int, device: torch.device) -> EngineRows:
+    """Rows of a table, none of which a step has stored in."""
+    return EngineRows(num, torch.full((num,), -1, dtype=torch.int32, device=device))
 
 
 @dataclass(frozen=True)
@@ -116,8 +128,9 @@ class Published:
 
 def by_hand(step: Step, pad_kv_len: int, pad_q_len: int) -> Published:
     """One sequence after the other."""
-    error, tokens, live, live_tokens = 0, 0, 0, 0
+    error, tokens, live, live_tokens, given_tokens = 0, 0, 0, 0, 0
     rows, own_rows, kept_lengths, news = [], [], [], []
+    stored: set[int] = set()
     for seq, (row, length, new) in enumerate(step.seqs):
         row = row if step.has_rows else seq
         is_row = 0 <= row < step.num_rows
@@ -129,11 +142,16 @@ def by_hand(step: Step, pad_kv_len: int, pad_q_len: int) -> Published:
             taken = min(taken, kept)
         is_live = kept > 0 or (not step.causal and step.q_form != Q_EACH_ONE and is_row and wanted > 0)
         is_few = step.q_form != Q_EACH_ONE and 0 < taken < step.min_q_len
+        is_moved = step.q_form != Q_EACH_ONE and given_tokens != tokens
+        given_tokens += wanted
         tokens += taken
         if not is_row:
             error |= ROW_NOT_IN_TABLE
-        elif kept != length or (is_live and (taken != wanted or is_few)):
+        elif kept != length or (is_live and (taken != wanted or is_few or is_moved)):
             error |= LENGTH_BEYOND_BOUND
+        if is_live and taken > 0 and step.has_rows:
+            error |= ROW_TWICE if row in stored else 0
+            stored.add(row)
         if is_live:
             live, live_tokens = seq + 1, tokens
         rows.append(row if is_live else 0)
@@ -174,7 +192,7 @@ def published(publish: Launch, step: Step, device: torch.device, boundary: int =
     least, most = (1, 1) if step.q_form == Q_EACH_ONE else (step.min_q_len, step.max_q_len)
     sizes = least, most, step.num_tokens_padded, step.page_size
     lists = tensor(csr) if step.row_pages else None
-    bounds = LengthBounds(step.num_rows, step.kv_bound, *sizes, step.causal, lists)
+    bounds = LengthBounds(rows_of(step.num_rows, device), step.kv_bound, *sizes, step.causal, lists)
     pad_q_len = int(step.q_form == Q_EACH_ONE)
     to = PublishedLengths(counts, engine_row, row_of_seq, kept, taken, 2, pad_q_len, step.gathered)
     publish(slot, counts, lengths, bounds, to)
@@ -235,13 +253,21 @@ def test_many_sequences_of_an_engine_are_published_whole(publish: Launch, kernel
         [num_seqs, 0, 2, 0, 1, NO_ECHO, 0, 0], dtype=torch.int32, pin_memory=kernel_device.type == "cuda"
     )
     lengths = EngineLengths(kv_len, None, new, Q_LENGTHS)
-    publish(slot, to.counts, lengths, LengthBounds(num_seqs, 100, 0, 9, 2000, 1, causal=True), to)
+    publish(
+        slot, to.counts, lengths, LengthBounds(rows_of(num_seqs, kernel_device), 100, 0, 9, 2000, 1, causal=True), to
+    )
     assert to.counts.tolist() == [num_seqs, int(new.sum()), 2, 0]
     assert slot[ECHO] == WRONG_STEP  # after the line above has waited for the device
     assert torch.equal(to.q_len[:num_seqs].long(), new)
     assert torch.equal(to.kv_len[:num_seqs].long(), kv_len)
     huge = EngineLengths(kv_len, None, torch.full_like(new, 2**31 - 1), Q_LENGTHS)
-    publish(slot, to.counts, huge, LengthBounds(num_seqs, 100, 0, 2**31 - 1, 2000, 1, causal=False), to)
+    publish(
+        slot,
+        to.counts,
+        huge,
+        LengthBounds(rows_of(num_seqs, kernel_device), 100, 0, 2**31 - 1, 2000, 1, causal=False),
+        to,
+    )
     assert to.counts.tolist() == [num_seqs, 2000, 2, LENGTH_BEYOND_BOUND]
     assert int(to.q_len[:num_seqs].sum()) == 2000
 
@@ -292,7 +318,8 @@ def test_tables_of_any_kind_become_one_of_pages(
             if case.slot_map:
                 slot = entry if case.has_slots else entry * size
                 entry = case.slot_map[slot] if 0 <= slot < len(case.slot_map) else -1
-            wanted[seq + 1][page_no] = max(entry, 0) // (size if case.has_slots or case.slot_map else 1)
+            page = entry // (size if case.has_slots or case.slot_map else 1)
+            wanted[seq + 1][page_no] = page if entry >= 0 else -1
     flat = [entry for row in case.rows for entry in row]
     entries = engines(flat, dtype, stride, kernel_device)
     sizes = (len(case.rows), len(case.rows[0]))
@@ -324,6 +351,106 @@ def test_long_rows_are_gathered_whole(gather: Launch, kernel_device: torch.devic
     assert not table[2, 17:].any()
 
 
+@gathers
+@pytest.mark.parametrize("has_slots", [False, True])
+def test_an_entry_past_int32_is_no_page(gather: Launch, has_slots: bool, kernel_device: torch.device) -> None:
+    """Cut to 32 bits it would be one, and another's."""
+    entries = torch.tensor([[2**32 + 5, 2**31, 2**31 - 1, -(2**31)]], device=kernel_device)
+    table = torch.zeros(2, 4, dtype=torch.int32, device=kernel_device)
+    of_seq = [torch.tensor([value], dtype=torch.int32, device=kernel_device) for value in (0, 4)]
+    gather(GatherSource(entries, has_slots), *of_seq, table, page_size=1)
+    assert table.tolist() == [[0] * 4, [-1, -1, 2**31 - 1, -1]]
+
+
+@gathers
+def test_a_list_that_begins_before_all_lists_has_no_page_there(gather: Launch, kernel_device: torch.device) -> None:
+    lists = torch.tensor([[-2, 3], [8, 9]], device=kernel_device)
+    table = torch.zeros(3, 5, dtype=torch.int32, device=kernel_device)
+    of_seq = [torch.tensor(values, dtype=torch.int32, device=kernel_device) for values in ([0, 2], [9, 2])]
+    source = GatherSource(lists.flatten(), csr_indptr=torch.tensor([-2, 3, 3, 5], device=kernel_device))
+    gather(source, *of_seq, table, page_size=2)
+    assert table[1:].tolist() == [[-1, -1, -1, 3, 8], [9, 0, 0, 0, 0]]
+
+
+def step_over(
+    table: list[list[int]], lengths: Sequence[tuple[int, int]], device: torch.device, pads: Pads = NO_PADS
+) -> StepTensors:
+    """Published: sequence i has row i + 1 of the table, and the given (kv_len, q_len); one more is a pad."""
+    values = {
+        "counts": [len(lengths), sum(new for _, new in lengths), 41, TOKEN_WITHOUT_PAGE],
+        "row_of_seq": [*range(1, len(lengths) + 1), 0],
+        "kv_len": [*(length for length, _ in lengths), pads.kv_len],
+        "q_len": [*(new for _, new in lengths), pads.q_len],
+        "table": [[GARBAGE] * len(table[0]), *table],
+    }
+    tensors = {name: torch.tensor(value, dtype=torch.int32, device=device) for name, value in values.items()}
+    return StepTensors.of(garbage(0, device=device), pads, **tensors)
+
+
+@checks
+@pytest.mark.parametrize(("wrong", "num_pages"), [(-1, 40), (40, 40), (2**31 - 1, 40), (7, 7), (0, 0)])
+@pytest.mark.parametrize("page_no", [1, 2])
+def test_a_sequence_whose_page_does_not_exist_becomes_a_pad(
+    check: Launch, wrong: int, num_pages: int, page_no: int, kernel_device: torch.device
+) -> None:
+    """Of three tokens a page: the window's first key is in page 1, the last one in page 2; row 1 is right."""
+    table = [[GARBAGE, 0, 6, GARBAGE], [GARBAGE, 2, 3, GARBAGE]]
+    if num_pages:
+        table[1][page_no] = wrong
+    step = step_over(table, [(8, 2), (9, 1)], kernel_device, Pads(1, 0))
+    for _ in range(2):
+        check(step, torch.tensor([num_pages], dtype=torch.int32, device=kernel_device), page_size=3, window_left=3)
+    is_right = num_pages > 6
+    assert step.row_of_seq.tolist() == [int(is_right), 0, 0]
+    assert step.kv_len.tolist() == [8 if is_right else 1, 1, 1]
+    assert step.q_len.tolist() == [2, 1, 0]
+    assert step.counts.tolist() == [2, 3, 41, TOKEN_WITHOUT_PAGE | PAGE_NOT_IN_POOL]
+
+
+@checks
+@pytest.mark.parametrize("window_left", [3, 2**31 - 1])
+def test_pages_that_exist_and_those_that_no_token_sees_are_left_alone(
+    check: Launch, window_left: int, kernel_device: torch.device
+) -> None:
+    """Short KV too; what lies before a window was given back, and after the KV there is none."""
+    before = -1 if window_left == 3 else 5
+    step = step_over([[before, 0, 6, -1], [39, -1, -1, -1], [-1] * 4], [(8, 2), (1, 4), (0, 3)], kernel_device)
+    published = [step.row_of_seq.tolist(), step.kv_len.tolist(), step.counts.tolist()]
+    check(step, torch.tensor([40], dtype=torch.int32, device=kernel_device), page_size=3, window_left=window_left)
+    assert [step.row_of_seq.tolist(), step.kv_len.tolist(), step.counts.tolist()] == published
+
+
+@checks
+def test_one_wrong_page_of_a_long_row_is_found(check: Launch, kernel_device: torch.device) -> None:
+    """More pages than a program takes at once, shared by several."""
+    table = torch.arange(3 * 5000).view(3, 5000)
+    table[1, 4321] = 2**30
+    step = step_over(table.tolist(), [(5000, 1), (5000, 1), (4321, 1)], kernel_device)
+    num_pages = torch.tensor([15_000], dtype=torch.int32, device=kernel_device)
+    check(step, num_pages, page_size=1, window_left=2**31 - 1)
+    assert step.kv_len.tolist() == [5000, 0, 4321, 0]
+    assert step.row_of_seq.tolist() == [1, 0, 3, 0]
+
+
+@publishes
+def test_a_row_that_two_sequences_store_in_is_reported(publish: Launch, kernel_device: torch.device) -> None:
+    """One that has no new token stores nothing; the same rows are right in the next step."""
+    rows = rows_of(700, kernel_device)
+    for step, (first, last, new) in enumerate([(0, 650, 2), (650, 650, 2), (650, 650, 0), (0, 650, 2)]):
+        chosen = torch.arange(600, device=kernel_device)
+        chosen[0], chosen[599] = first, last
+        news = torch.full((600,), 2, device=kernel_device)
+        news[599] = new
+        outputs = [garbage(600, device=kernel_device) for _ in range(4)]
+        counts = torch.zeros(4, dtype=torch.int32, device=kernel_device)
+        to = PublishedLengths(counts, outputs[0], outputs[1], outputs[2], outputs[3], 0, 0, gathered=False)
+        words = [600, 0, step + 1, 0, step, NO_ECHO, 0, 0]
+        slot = torch.tensor(words, dtype=torch.int32, pin_memory=kernel_device.type == "cuda")
+        lengths = EngineLengths(news + 7, chosen, news, Q_LENGTHS)
+        publish(slot, counts, lengths, LengthBounds(rows, 100, 0, 9, 2000, 1, causal=True), to)
+        assert counts.tolist() == [600, 1198 + new, step + 1, ROW_TWICE if step == 1 else 0]
+
+
 @takes
 @settings(max_examples=120)
 @given(data=st.data(), dtype=INT_TYPES, stride=st.sampled_from([1, 3]), null_page=st.booleans(), has_map=st.booleans())
@@ -342,7 +469,7 @@ def test_a_slot_that_the_table_does_not_give_is_dropped_and_reported(
     given_slots = [data.draw(st.just(slot) | slots) for slot in wanted][: data.draw(st.integers(1, num_padded))]
     num_tokens = data.draw(st.integers(0, num_padded))
     slot_map = data.draw(st.permutations(range(31))) if has_map else []
-    kept, error = [], 16
+    kept, error = [], 16 | (TOO_FEW_GIVEN if len(given_slots) < num_tokens else 0)
     for token in range(num_padded):
         slot = given_slots[token] if token < min(len(given_slots), num_tokens) else -1
         if has_map and slot >= 0:
@@ -370,13 +497,15 @@ def test_a_slot_that_the_table_does_not_give_is_dropped_and_reported(
 @pytest.mark.each_value
 @packs
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize(("num_cells", "num_given"), [(0, 9), (1, 9), (13, 20), (16, 16), (41, 30), (20_011, 20_013)])
+@pytest.mark.parametrize(
+    ("num_cells", "num_given"), [(0, 9), (1, 9), (13, 20), (16, 16), (41, 30), (20_011, 20_013), (77, 1)]
+)
 def test_cells_of_a_byte_become_bits_in_order(
     pack: Launch, num_cells: int, num_given: int, dtype: torch.dtype, kernel_device: torch.device
 ) -> None:
     generator = torch.Generator().manual_seed(num_cells)
     cells = torch.rand(num_given, generator=generator) < 0.5
-    words = torch.full((num_given // 32 + 3,), GARBAGE, dtype=torch.int32, device=kernel_device)
+    words = torch.full((max(num_cells, num_given) // 32 + 3,), GARBAGE, dtype=torch.int32, device=kernel_device)
     before = words.clone().view(torch.uint8).tolist()
     positions = engines([5, 6, 9, 7], dtype, 3, kernel_device)
     position_of_token = garbage(6, device=kernel_device)
@@ -389,10 +518,29 @@ def test_cells_of_a_byte_become_bits_in_order(
     lengths = counts, kv_len, q_len, seq_of_token, indptr
     written = words, position_of_token, window_start
     of_pack_mask(pack)(cells.to(kernel_device), positions, *lengths, *written, window_left=4)
-    used = min(num_cells, num_given)
-    bits = [int(cells[cell]) if cell < used else 0 for cell in range(-(-used // 32) * 32)]
+    bits = [
+        int(cell < num_given and cells[cell]) if cell < num_cells else 0 for cell in range(-(-num_cells // 32) * 32)
+    ]
     packed = [sum(bits[8 * at + bit] << bit for bit in range(8)) for at in range(len(bits) // 8)]
     assert words.view(torch.uint8).tolist() == packed + before[len(packed) :]
     assert position_of_token.tolist() == [5, 6, 9, 0, 0, 0]
     assert window_start.tolist() == [2, 2, 5, 0, 0, 0], "from the place of the sequence's first new token at least"
-    assert counts.tolist() == [2, 3, 41, 0]
+    assert counts.tolist() == [2, 3, 41, TOO_FEW_GIVEN if num_cells > num_given else 0]
+
+
+@packs
+def test_positions_that_were_not_given_are_reported(pack: Launch, kernel_device: torch.device) -> None:
+    """Two for three tokens; nothing is read past them."""
+    positions = engines([5, 6, GARBAGE], torch.int64, 2, kernel_device)[:2]
+    position_of_token, window_start = garbage(4, device=kernel_device), garbage(0, device=kernel_device)
+    counts, kv_len, q_len, seq_of_token = (
+        torch.tensor(values, dtype=torch.int32, device=kernel_device)
+        for values in ([1, 3, 41, TOKEN_WITHOUT_PAGE], [7], [3], [0, 0, 0, 0])
+    )
+    indptr, cells = torch.tensor([0, 21], device=kernel_device), torch.ones(21, dtype=torch.bool, device=kernel_device)
+    lengths = counts, kv_len, q_len, seq_of_token, indptr
+    of_pack_mask(pack)(
+        cells, positions, *lengths, garbage(2, device=kernel_device), position_of_token, window_start, window_left=4
+    )
+    assert position_of_token.tolist() == [5, 6, 0, 0]
+    assert counts.tolist() == [1, 3, 41, TOKEN_WITHOUT_PAGE | TOO_FEW_GIVEN]

@@ -9,12 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rocm_attn.kernels.metadata.error_word import BAD_PARENT, ERROR_WORD
 from rocm_attn.kernels.metadata.place_trees import launch_place_trees
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.refs.metadata import place_trees
 from tests.amd.kernels.fill_cases import GARBAGE
 
-Place = Callable[[torch.Tensor, int, int, StepTensors], None]
+Place = Callable[[torch.Tensor, int, int, int, StepTensors], None]
 
 both = pytest.mark.parametrize("place", [launch_place_trees, place_trees], ids=["kernel", "twin"])
 Tree = Sequence[int]
@@ -70,9 +71,11 @@ def check(place: Place, trees: Sequence[Tree], older: Sequence[int], nodes_befor
     step = step_of(older, [len(tree) - nodes_before for tree in trees], (2, 5), device)
     parents = wide.to(device)[:, : most + 1]
     for _ in range(2):
-        place(parents, nodes_before, WINDOW, step)
+        place(parents, nodes_before, 0, WINDOW, step)
     cells, positions, window_start = walked(trees, older, nodes_before, WINDOW)
     starts = [before - nodes_before for before in older]
+    wrong = any(parent >= node for tree in trees for node, parent in enumerate(tree) if node >= nodes_before)
+    assert step.counts.tolist()[ERROR_WORD:] == [BAD_PARENT if wrong else 0]
     assert step.mask_start.tolist() == [*starts, 0, 0]
     assert step.mask_positions.tolist() == positions + [0] * 5
     assert step.window_start.tolist() == window_start + [0] * 5
@@ -125,7 +128,35 @@ def test_lengths_that_leave_no_room_for_older_nodes_stay_within_the_row(
     """Of the keys before the new ones there are fewer than nodes: those that there are have cells."""
     step = step_of([1], [2], (0, 0), kernel_device)
     parents = torch.tensor([[-1, 0, 1, 2, 3]], dtype=torch.int32, device=kernel_device)
-    place(parents, 3, WINDOW, step)
+    place(parents, 3, 0, WINDOW, step)
     assert step.mask_start.tolist() == [0]
     assert step.mask_positions.tolist() == [1, 2]
     assert step.mask_words.tolist()[0] & 0b111111 == 0b111_011
+
+
+@both
+@pytest.mark.parametrize(
+    ("parents", "cells", "is_wrong"),
+    [
+        # Of each draft its cells: four nodes before, then the new ones, the lowest bit first.
+        ((-1, -1, 0, 1, 3, 2), (0b011010, 0b100101), False),
+        ((-1, -1, 0, 0, 2, 2), (0b010101, 0b100101), False),
+        ((-1, -1, 0, 1, 4, 2), (0b010000, 0b100101), True),  # itself
+        ((-1, -1, 0, 1, 3, 4), (0b011010, 0b100000), True),  # another one of its own step
+        ((-1, -1, 0, 1, 1, 2), (0b010000, 0b100101), True),  # two steps before
+        ((-1, -1, 0, 1, -1, 2), (0b010000, 0b100101), True),  # none, which the first step's alone have
+        ((-1, -1, 0, 1, 3, 2**31 - 1), (0b011010, 0b100000), True),
+        ((7, -1, 0, 1, 3, 2), (0b011010, 0b100101), False),  # of a step that told of it itself
+    ],
+)
+def test_a_drafts_parent_is_one_of_the_step_before(
+    place: Place, parents: Sequence[int], cells: tuple[int, int], is_wrong: bool, kernel_device: torch.device
+) -> None:
+    """The third step of two branches, of two sequences that are alike, and a pad, whose parents are not looked at."""
+    step = step_of([9, 9], [2, 2], (1, 0), kernel_device)
+    step.kv_len[2], step.q_len[2] = 6, 2
+    lines = torch.tensor([parents, parents, [99] * 6], dtype=torch.int32, device=kernel_device)
+    for _ in range(2):
+        place(lines, 4, 2, WINDOW, step)
+    assert step.counts.tolist() == [2, 4, 1, BAD_PARENT if is_wrong else 0]
+    assert int(step.mask_words[0]) & (2**24 - 1) == (cells[0] | cells[1] << 6) * (1 + 2**12)

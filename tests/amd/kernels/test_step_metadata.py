@@ -19,6 +19,7 @@ from rocm_attn.kernels.metadata.error_word import (
     NOT_FINITE,
     SHARED_TOKEN,
     TOKEN_WITHOUT_PAGE,
+    UNSTORED_TOKEN,
 )
 from rocm_attn.kernels.metadata.publish import launch_publish
 from rocm_attn.kernels.metadata.slot_layout import ECHO, ECHOED_STEP, NO_ECHO, TAKEN_BY_GRAPH, WRONG_STEP
@@ -149,12 +150,12 @@ def test_a_run_for_which_no_slot_is_due_changes_nothing_but_the_count(
 class Given:
     """Lengths on the device, each with its bound, and how much is padded.
 
-    seqs:     (kv_len, bound, q_len, bound, floor) of each sequence
+    seqs:     (kv_len, bound, q_len, bound, floor, stored) of each sequence
     with_ids: whether there are token ids
     ahead:    what the lengths on the device leave out
     """
 
-    seqs: list[tuple[int, int, int, int, int]]
+    seqs: list[tuple[int, int, int, int, int, int]]
     seq_pads: int
     token_pads: int
     with_ids: bool
@@ -165,7 +166,10 @@ class Given:
 def given_lengths(draw: st.DrawFn) -> Given:
     any_value = st.integers(-3, 12) | st.integers(-(2**31), 2**31 - 1)
     bounds = draw(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), min_size=1, max_size=9))
-    seqs = [(draw(any_value), kv + q, draw(any_value), q, draw(st.integers(0, kv + q))) for kv, q in bounds]
+    stored = st.integers(0, 12) | st.just(2**31 - 1)
+    seqs = [
+        (draw(any_value), kv + q, draw(any_value), q, draw(st.integers(0, kv + q)), draw(stored)) for kv, q in bounds
+    ]
     return Given(seqs, draw(st.integers(0, 3)), draw(st.integers(0, 3)), draw(st.booleans()), draw(st.integers(-2, 9)))
 
 
@@ -178,12 +182,12 @@ def _wrapped(value: int) -> int:
 @settings(max_examples=25)
 @given(case=given_lengths())
 def test_device_inputs_are_placed_within_their_bounds(place: Launch, kernel_device: torch.device, case: Given) -> None:
-    kv_len, kv_bound, q_len, q_bound, floor = (list(column) for column in zip(*case.seqs, strict=True))
+    kv_len, kv_bound, q_len, q_bound, floor, stored = (list(column) for column in zip(*case.seqs, strict=True))
     n, most = len(case.seqs), sum(q_bound)
     words = [n, most, 41, 0, 40, 0, 40, 0, *range(1, n + 1), *kv_bound, *q_bound]
     slot = torch.tensor(words, dtype=torch.int32, pin_memory=kernel_device.type == "cuda")
     ids = list(range(100, 100 + most)) if case.with_ids else []
-    sources = [device_ints(values, kernel_device) for values in (kv_len, q_len, ids, floor)]
+    sources = [device_ints(values, kernel_device) for values in (kv_len, q_len, ids, floor, stored)]
     counts = device_ints([n, most, 41, 0], kernel_device)
     lengths = [garbage(n + case.seq_pads, kernel_device) for _ in range(2)]
     token_ids = garbage(max(1, most + case.token_pads), kernel_device)
@@ -195,6 +199,9 @@ def test_device_inputs_are_placed_within_their_bounds(place: Launch, kernel_devi
     kept = [min(max(kv, q), bound) for kv, q, bound in zip(kv_len, new, kv_bound, strict=True)]
     error = 0 if (new, kept) == (q_len, kv_len) else LENGTH_BEYOND_BOUND
     for seq in range(n):
+        if kept[seq] - new[seq] > stored[seq]:
+            error |= UNSTORED_TOKEN
+            kept[seq] = stored[seq] + new[seq]
         if new[seq] and kept[seq] - new[seq] < floor[seq]:
             error |= SHARED_TOKEN
             kept[seq] = min(floor[seq] + new[seq], kv_bound[seq])
@@ -206,7 +213,7 @@ def test_device_inputs_are_placed_within_their_bounds(place: Launch, kernel_devi
     assert counts.tolist() == [n, sum(new), 41, error]
     live = ids[: sum(new)]
     assert token_ids.tolist() == live + [0] * (len(token_ids) - len(live))
-    assert [x.tolist() for x in sources] == [given, q_len, ids, floor]
+    assert [x.tolist() for x in sources] == [given, q_len, ids, floor, stored]
     assert slot.tolist() == words
 
 
@@ -222,7 +229,7 @@ def test_device_inputs_of_many_sequences_are_placed_whole(place: Launch, kernel_
     counts, token_ids = device_ints([n, 2 * n, 41, 0], kernel_device), garbage(2 * n + 9, kernel_device)
     lengths = [garbage(n, kernel_device) for _ in range(2)]
     sources = [x.to(kernel_device, torch.int32) for x in (kv_len, q_len)]
-    of_device_inputs(place)(slot, *sources, ids, torch.zeros_like(sources[0]), counts, *lengths, token_ids)
+    of_device_inputs(place)(slot, *sources, ids, torch.zeros_like(sources[0]), sources[0], counts, *lengths, token_ids)
     total = int(q_len.sum())
     assert counts.tolist() == [n, total, 41, 0]
     assert all(torch.equal(placed, source) for placed, source in zip(lengths, sources, strict=True))

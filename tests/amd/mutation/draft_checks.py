@@ -21,10 +21,17 @@ def _ints(*values: int) -> Tensor:
 
 
 def device_inputs(memory: Memory) -> None:
-    """Two sequences of up to five tokens, within their bounds and not, before what is shared too, at five and seven."""
+    """Two sequences of up to five tokens, within their bounds and not, before what is shared and after what is stored
+    too, at five and seven.
+    """
     slot = _ints(*[2, 5, 9, 0, 8, 0, 8, 0, 4, 5, 30, 40, 3, 2])
-    for kv_len, q_len, floor in (([29, 40], [1, 2], [28, 0]), ([31, 1], [4, 2], [0, 0]), ([29, 1], [3, 1], [28, 9])):
-        inputs = [slot, _ints(*kv_len), _ints(*q_len), _ints(*[11, 12, 13, 14, 15]), _ints(*floor)]
+    for kv_len, q_len, floor, stored in (
+        ([29, 40], [1, 2], [28, 0], [28, 38]),
+        ([31, 1], [4, 2], [0, 0], [40, 40]),
+        ([29, 1], [3, 1], [28, 9], [40, 40]),
+        ([20, 30], [3, 2], [0, 0], [9, 27]),
+    ):
+        inputs = [slot, *(_ints(*values) for values in (kv_len, q_len, [11, 12, 13, 14, 15], floor, stored))]
         outputs = [_ints(*[2, 5, 9, 0]), *(_ints(*[-77] * size) for size in (5, 5, 7))]
         assert_same(
             memory, of_device_inputs(launch_device_inputs), of_device_inputs(twins.device_inputs), inputs, outputs
@@ -48,9 +55,9 @@ def place_trees(memory: Memory) -> None:
     """
     parents = _ints(*[-1, 0, 0, 1, 2, -1, -1, 0, 1, 9, 3, 7, -1, -1, 1, 2, 3, 0]).view(3, 6)
     inputs = [parents, _ints(*[3, 7, 1, 0]), _ints(*[9, 5, 7, 0]), _ints(*[3, 2, 2, 0])]
-    for nodes_before, num_tokens, num_starts in ((0, 9, 9), (2, 5, 5), (3, 9, 0)):
+    for nodes_before, branches, num_tokens, num_starts in ((0, 0, 9, 9), (2, 0, 5, 5), (2, 2, 9, 9), (3, 0, 9, 0)):
         launch, twin = (
-            partial(of_place_trees(place), nodes_before=nodes_before, window_left=1)
+            partial(of_place_trees(place), nodes_before=nodes_before, branches=branches, window_left=1)
             for place in (launch_place_trees, twins.place_trees)
         )
         outputs = [_ints(*[-77] * size) for size in (4, 3, num_tokens, num_starts)]

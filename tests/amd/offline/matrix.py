@@ -604,7 +604,7 @@ def launch_speculative(page_size: int) -> None:
         mask_positions=ids,
         window_start=ids,
     )
-    launch_place_trees(given.parents, 0, 1, step)
+    launch_place_trees(given.parents, 0, 0, 1, step)
     launch_draft_steps([step], given.parents, 2)
     for side in _sides_that_move(page_size):
         launch_move_paths(AlikePages.of([side, side]), paths)

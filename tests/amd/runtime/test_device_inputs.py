@@ -247,12 +247,44 @@ def test_a_graph_for_lengths_on_the_device_is_checked_on_other_requests(
     assert all(torch.equal(one, other) for one, other in zip(found[0][1], found[1][1], strict=True))
 
 
+@pytest.mark.parametrize("given", [7, 10, 6])
+def test_a_length_that_leaves_a_gap_is_cut_to_what_is_stored(provider: str, given: int, device: torch.device) -> None:
+    """Five tokens are stored, and a step of one may have ten: what follows them in their pages is another's."""
+    serving, (request, other) = serving_with_prompts(provider, device, [5, 3], graphs=False)
+    rows = np.array([request.row, other.row], np.int32)
+    serving.runtime.table.reserve_all(rows, np.array([10, 4], np.int32))
+    inputs = DeviceInputs(kv_len=ints([given, 4], serving))
+    step = serving.runtime.step(StepBatch(rows, np.array([10, 4]), np.array([1, 1]), inputs=inputs)).parts[0]
+    assert step.positions.tolist()[:2] == [5, 3]
+    serving.runtime.end_step()
+    if given == 6:
+        serving.runtime.check_device()
+    else:
+        with pytest.raises(DeviceFault, match="let a step begin after the tokens that its row has stored"):
+            serving.runtime.check_device()
+
+
+def test_new_tokens_that_the_device_leaves_out_leave_no_gap(provider: str, device: torch.device) -> None:
+    """The host has the length, and the bound of what is new: less would begin after what is stored."""
+    serving, (request,) = serving_with_prompts(provider, device, [5], graphs=False)
+    rows = np.array([request.row], np.int32)
+    serving.runtime.table.reserve_all(rows, np.array([8], np.int32))
+    inputs = DeviceInputs(q_len=ints([2], serving))
+    step = serving.runtime.step(StepBatch(rows, np.array([8]), np.array([3]), inputs=inputs)).parts[0]
+    assert step.positions.tolist()[:2] == [5, 6]
+    serving.runtime.end_step()
+    with pytest.raises(DeviceFault, match="let a step begin after the tokens that its row has stored"):
+        serving.runtime.check_device()
+
+
 def test_token_ids_after_what_the_device_takes_are_zero(provider: str, device: torch.device) -> None:
     """Ids of drafts that were not taken would be looked up in the embedding."""
     serving = Serving(device, graphs=False, provider=provider)
     rows = np.array([request.row for request in serving.admit(2)], np.int32)
     most = np.array([3, 3], np.int32)
     serving.runtime.table.reserve_all(rows, most)
+    # What the device does not take lies before the new tokens.
+    serving.runtime.table.mark_stored(rows, most)
     ids = np.array([11, 12, 13, *[2**31 - 1] * 3], np.int32)
     taken = ints([2, 1], serving)
     for batch in (

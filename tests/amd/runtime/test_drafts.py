@@ -11,6 +11,7 @@ import torch
 from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.mask import StepMask
+from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch, draft_batch
 from rocm_attn.capture.draft_runner import DraftRunner
 from rocm_attn.capture.step_runner import StepRunner
@@ -94,6 +95,27 @@ def test_windows_count_back_from_the_depth_of_a_draft(
         run_round(world, requests, Round.drawn(Drafts(branches, 4), 2, seed))
         world.step(requests, [2, 1])
     world.runtime.check_device()
+
+
+@pytest.mark.parametrize("wrong", [-7, -1, 2, 2**31 - 1])
+def test_a_parent_that_no_branch_is_is_told(wrong: int, provider: str, device: torch.device) -> None:
+    """In the second step as in the third; what pads have is not looked at."""
+    world, drafts = world_of(provider, device, 2), Drafts(2, 3)
+    requests = [world.admit() for _ in range(3)]
+    world.step(requests, [5, 1, 8])
+    for late in (1, 2, 0):
+        batch = begin_round(world, requests, Round(drafts, []))
+        round_ = world.runtime.step(batch, world.runtime.plan(batch, PadTo(5)))
+        for number in (1, 2):
+            parents = torch.zeros(5, 2, dtype=torch.int32, device=world.runtime.device)
+            parents[3:] = wrong
+            parents[1, 0] = wrong if number == late else 1
+            round_.parts[number].set_parents(parents)
+        world.runtime.end_step()
+        if late:
+            with pytest.raises(DeviceFault, match="the parent of a new draft is not an earlier node of its tree"):
+                world.runtime.check_device()
+        world.runtime.check_device()
 
 
 def test_a_round_without_sequences_is_legal(provider: str, device: torch.device) -> None:

@@ -148,7 +148,8 @@ def _launches() -> dict[str, _Launch]:
     rows, kv_len, q_len, table = _ints(*ROWS), _ints(*KV_LEN), _ints(*Q_LEN), _table()
     counts, counts_before = _ints(NUM_SEQS, NUM_TOKENS, 41, 0), _ints(GARBAGE, GARBAGE, 40, 5)
     # A length, and a number of new tokens, beyond what the slot allows.
-    device_lengths = _ints(99, 300, 4), _ints(3, 200, 7), torch.arange(NUM_TOKENS, dtype=torch.int32), _ints(0, 9, 2)
+    ids, floor, stored = torch.arange(NUM_TOKENS, dtype=torch.int32), _ints(0, 9, 2), _ints(90, 9, 400)
+    device_lengths = _ints(99, 300, 4), _ints(3, 200, 7), ids, floor, stored
     step = _garbage(seqs), _garbage(seqs), _garbage(PADDED_TOKENS)
     prefixes, ids = (_garbage(seqs), _garbage(seqs)), _garbage(PADDED_TOKENS)
     read = counts, rows, kv_len, q_len, table, _ints(*PREFIX_LEN, 0, 0), _ints(*GROUP_END, 0, 0), _ints(*MASK_START)
@@ -211,7 +212,7 @@ def _launches() -> dict[str, _Launch]:
                 _garbage(50),
                 _garbage(50),
             ],
-            {"nodes_before": 2, "window_left": 3},
+            {"nodes_before": 2, "branches": 0, "window_left": 3},
         ),
         "draft_steps": _Launch(
             of_draft_steps(launch_draft_steps),

@@ -1,0 +1,103 @@
+"""Take sequences whose pages do not exist for pads, before anything follows from an engine's table.
+
+    page(i, j) = table[row_of_seq[i], j]       for first_no[i] <= j < kv_len[i] / page_size, rounded up
+    first_no[i] = max(max(kv_len[i] - q_len[i], 0) - window_left, 0) // page_size
+
+Where one of them is negative, or num_pages or more, kv_len[i] receives the pads' length and row_of_seq[i] row 0: no
+kernel reads or writes by that row, and the other sequences keep their tokens. PAGE_NOT_IN_POOL in the step's error word
+tells of it. Pages before first_no are seen by no token, and may have been given back.
+
+A program has a share of one sequence's pages; the shares follow from the padded sizes, never from the lengths. Where
+one has found a wrong page, others of the sequence may meet the pad in its place, and leave it as it is. So the launch
+may run twice. It runs after publish_engine and gather_table, before fill, and may be captured with them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rocm_attn.kernels.launch import repeated_launches
+from rocm_attn.kernels.metadata import error_word
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
+
+_PAGES_AT_ONCE = 1024
+# About as many programs as run at a time on an H200 (2112) or an MI300X (2432).
+_PROGRAMS = 2048
+_INT32_BYTES = 2**31
+_ERROR_WORD = tl.constexpr(error_word.ERROR_WORD)
+_NOT_IN_POOL = tl.constexpr(error_word.PAGE_NOT_IN_POOL)
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "table_width", "window_left", "pad_kv_len", "shares"],
+    do_not_specialize_on_alignment=["counts", "row_of_seq", "kv_len", "q_len", "table", "num_pages"],
+)
+def _check_pages_kernel(
+    counts,
+    row_of_seq,
+    kv_len,
+    q_len,
+    table,
+    num_pages,
+    table_stride,
+    table_width,
+    window_left,
+    pad_kv_len,
+    shares,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    seq = tl.program_id(0) // shares
+    share = tl.program_id(0) % shares
+    is_live = seq < tl.load(counts)
+    most = tl.load(num_pages)
+    line = table + tl.load(row_of_seq + seq).to(tl.int64) * table_stride
+    length = tl.load(kv_len + seq)
+    # The most that is published fits a row.
+    pages = tl.where(is_live, tl.minimum(tl.cdiv(length, PAGE_SIZE), table_width), 0)
+    # Tokens before the KV, which short ones have, see no key: nothing is lost by their place.
+    first_key = tl.maximum(tl.maximum(length - tl.load(q_len + seq), 0) - window_left, 0)
+    num_wrong = 0
+    for first in range(first_key // PAGE_SIZE + share * BLOCK, pages, shares * BLOCK):
+        page_no = first + tl.arange(0, BLOCK)
+        page = tl.load(line + page_no, mask=page_no < pages, other=0)
+        wrong = (page_no < pages) & ((page < 0) | (page >= most))
+        num_wrong += tl.sum(wrong.to(tl.int32), 0)
+    if num_wrong > 0:
+        tl.store(kv_len + seq, pad_kv_len)
+        tl.store(row_of_seq + seq, 0)
+        tl.atomic_or(counts + _ERROR_WORD, _NOT_IN_POOL, sem="relaxed")
+
+
+_variant = repeated_launches(_check_pages_kernel)
+
+
+def launch_check_pages(step: StepTensors, num_pages: Tensor, *, page_size: int, window_left: int) -> None:
+    """Take the sequences of a step for pads whose pages in its table do not exist.
+
+    step:        counts, row_of_seq, kv_len and q_len as published; row_of_seq, kv_len and the error word are written
+    num_pages:   int32 [1], pages that every layer which reads the table has
+    window_left: previous keys that the furthest-looking of them sees, below 2**31
+    """
+    num_seqs, (_, table_width) = step.kv_len.shape[0], step.table.shape
+    shares = min(-(-table_width // _PAGES_AT_ONCE), max(1, _PROGRAMS // num_seqs))
+    _variant(step.table.nbytes >= _INT32_BYTES, page_size)(
+        step.counts.device,
+        (num_seqs * shares, 1, 1),
+        step.counts,
+        step.row_of_seq,
+        step.kv_len,
+        step.q_len,
+        step.table,
+        num_pages,
+        step.table.stride(0),
+        table_width,
+        window_left,
+        step.pads.kv_len,
+        shares,
+        page_size,
+        _PAGES_AT_ONCE,
+        num_warps=4,
+    )

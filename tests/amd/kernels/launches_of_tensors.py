@@ -134,6 +134,16 @@ def of_draft_steps(derive: Launch, pads: Pads = NO_PADS) -> Launch:
     return of_tensors
 
 
+def of_check_pages(check: Launch, pads: Pads) -> Launch:
+    """check(q_len, table, num_pages, counts, row_of_seq, kv_len, page_size=, window_left=)."""
+
+    def of_tensors(q_len: Tensor, table: Tensor, num_pages: Tensor, *tensors: Tensor, **options: int) -> None:
+        written = dict(zip(("counts", "row_of_seq", "kv_len"), tensors, strict=True))
+        check(step_of({"q_len": q_len, "table": table, **written}, pads), num_pages, **options)
+
+    return of_tensors
+
+
 def of_pack_mask(pack_mask: Launch) -> Launch:
     """pack_mask(cells, positions, *_PACKED, window_left=)."""
 

@@ -33,6 +33,7 @@ from rocm_attn.kernels.metadata.engine_tensors import (
     Q_BOUNDARIES,
     Q_LENGTHS,
     EngineLengths,
+    EngineRows,
     GatherSource,
     LengthBounds,
     PublishedLengths,
@@ -71,6 +72,7 @@ from tests.amd.mutation.fresh_tensors import GARBAGE, gapped, garbage, ints
 from tests.amd.mutation.latent_checks import latent_segments, latents, rows_of_several_tokens
 from tests.amd.mutation.memory import Memory, assert_same
 from tests.amd.mutation.moves_check import moves
+from tests.amd.mutation.pages_check import check_pages
 from tests.amd.mutation.picks_check import pick_rows
 from tests.amd.mutation.placed_attention import CPU, attention
 from tests.amd.mutation.segment_parts_check import segment_parts
@@ -498,7 +500,7 @@ def publish_engine(memory: Memory) -> None:
     """Three entries at five, in rows of lists; the slot is written too. Then none at all."""
     for num_seqs, q_form, new in ((3, Q_LENGTHS, [2, 3, 1]), (3, Q_BOUNDARIES, [0, 2, 5, 6]), (0, Q_BOUNDARIES, [7])):
         slot = ints([num_seqs, 3, 9, 0, 8, -1, -1, 0])
-        outputs = [slot, ints([6, 6, 8, 2]), *(garbage(size) for size in (4, 5, 5, 5, 5))]
+        outputs = [slot, ints([6, 6, 8, 2]), *(garbage(size) for size in (4, 5, 5, 5, 5, 3))]
         # The last row is past the table.
         inputs = [ints([9, 40, 1]), ints([2, 0, 40]), ints(new), ints([0, 3, 6, 9])]
         kernel, twin = (
@@ -509,12 +511,12 @@ def publish_engine(memory: Memory) -> None:
 
 def _of_engine(publish: Callable[..., None], q_form: int) -> Callable[..., None]:
     """publish as a function of the tensors, with bounds and pads of its own."""
-    bounds = LengthBounds(num_rows=3, kv_len=30, min_q_len=0, max_q_len=9, num_tokens=7, page_size=3, causal=True)
-    return lambda kv_len, rows, q, csr, slot, before, counts, engine_row, row_of_seq, kept, taken: publish(
+    sizes = {"kv_len": 30, "min_q_len": 0, "max_q_len": 9, "num_tokens": 7, "page_size": 3}
+    return lambda kv_len, rows, q, csr, slot, before, counts, engine_row, row_of_seq, kept, taken, named: publish(
         slot,
         before,
         EngineLengths(kv_len, rows, q, q_form),
-        replace(bounds, csr_indptr=csr),
+        LengthBounds(EngineRows(3, named), **sizes, causal=True, csr_indptr=csr),
         PublishedLengths(counts, engine_row, row_of_seq, kept, taken, pad_kv_len=5, pad_q_len=0, gathered=True),
     )
 
@@ -568,14 +570,17 @@ def _with_map(take: Callable[..., None], without: bool) -> Callable[..., None]:
 
 
 def pack_mask(memory: Memory) -> None:
-    """Thirty-nine cells of forty-six for words that hold more, and positions of three tokens at five."""
-    cells = (torch.arange(46) % 3 > 0).to(torch.uint8)
-    inputs = [cells, ints([4, 5, 6, 7]), ints([2, 3, 1, 0]), ints([7, 16]), ints([1, 2]), ints([0, 1, 1, 1, 1])]
-    inputs.append(torch.tensor([0, 7, 39]))
+    """Thirty-nine cells for words that hold more, and positions of three tokens at five: of more that are given, and of
+    fewer.
+    """
     kernel, twin = (
         partial(of_pack_mask(pack), window_left=4) for pack in (launch_pack_mask, engine_metadata.pack_mask)
     )
-    assert_same(memory, kernel, twin, inputs, [garbage(3), garbage(5), garbage(5)])
+    for num_cells, positions in ((46, [4, 5, 6, 7]), (21, [4, 5])):
+        cells = (torch.arange(num_cells) % 3 > 0).to(torch.uint8)
+        lengths = [ints([2, 3, 1, 0]), ints([7, 16]), ints([1, 2]), ints([0, 1, 1, 1, 1]), torch.tensor([0, 7, 39])]
+        outputs = [*lengths, garbage(3), garbage(5), garbage(5)]
+        assert_same(memory, kernel, twin, [cells, ints(positions)], outputs)
 
 
 def experts(memory: Memory) -> None:
@@ -633,6 +638,7 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "latent/segment_extend.py": latent_segments,
     "cache/tails.py": tails,
     "experts/product.py": experts,
+    "metadata/check_pages.py": check_pages,
     "metadata/device_inputs.py": device_inputs,
     "metadata/draft_steps.py": draft_steps,
     "metadata/fill_roles.py": fill,

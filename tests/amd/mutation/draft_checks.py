@@ -51,14 +51,16 @@ def draft_steps(memory: Memory) -> None:
 
 def place_trees(memory: Memory) -> None:
     """Trees of three sequences and a pad, of new nodes alone and of nodes before them; words that are shared. With
-    room for all their tokens and for fewer, and without a window.
+    room for all their tokens and for fewer, without a window, and with parents that none of the new nodes may have.
     """
-    parents = _ints(*[-1, 0, 0, 1, 2, -1, -1, 0, 1, 9, 3, 7, -1, -1, 1, 2, 3, 0]).view(3, 6)
-    inputs = [parents, _ints(*[3, 7, 1, 0]), _ints(*[9, 5, 7, 0]), _ints(*[3, 2, 2, 0])]
+    right, wrong = [0, 0, 1, 2, 9, 9, 0, 0, 1, 9, 9, 9, 0, 0, 1, 2, 9, 9], [-1, 0, 0, 1, 2, -1, -1, 0, 1, 9, 3, 7]
+    lines = [[-1, *right[1:6], -1, *right[7:12], -1, *right[13:]], [*wrong, -1, -1, 1, 2, 3, 0]]
     for nodes_before, branches, num_tokens, num_starts in ((0, 0, 9, 9), (2, 0, 5, 5), (2, 2, 9, 9), (3, 0, 9, 0)):
         launch, twin = (
             partial(of_place_trees(place), nodes_before=nodes_before, branches=branches, window_left=1)
             for place in (launch_place_trees, twins.place_trees)
         )
-        outputs = [_ints(*[-77] * size) for size in (4, 3, num_tokens, num_starts)]
-        assert_same(memory, launch, twin, inputs, outputs)
+        for parents in lines:
+            outputs = [_ints(*[3, 7, 1, 0]), _ints(*[9, 5, 7, 0]), _ints(*[3, 2, 2, 0])]
+            outputs += [_ints(*[-77] * size) for size in (4, 3, num_tokens, num_starts)]
+            assert_same(memory, launch, twin, [_ints(*parents).view(3, 6)], outputs)

@@ -25,11 +25,13 @@ from rocm_attn.kernels.cache.page_rows import empty_vectorised_pages, key_rows
 from rocm_attn.kernels.cache.row_work import QkvWork, RopePairs, RopeTable, RowNorm
 from rocm_attn.kernels.experts.groups import ExpertGroups
 from rocm_attn.kernels.experts.product import launch_expert_product
+from rocm_attn.kernels.metadata.check_pages import launch_check_pages
 from rocm_attn.kernels.metadata.draft_steps import launch_draft_steps
 from rocm_attn.kernels.metadata.engine_tensors import (
     Q_BOUNDARIES,
     Q_EACH_ONE,
     EngineLengths,
+    EngineRows,
     GatherSource,
     LengthBounds,
     PublishedLengths,
@@ -540,7 +542,8 @@ def _launch_of_engines(page_size: int) -> None:
     num_seqs, width = 16, 64
     of_seq, counts, slot = (torch.empty(size, dtype=torch.int32) for size in (num_seqs, 4, 8))
     to = PublishedLengths(counts, of_seq, of_seq, of_seq, of_seq, 0, 0, gathered=True)
-    bounds = LengthBounds(num_seqs, KV_LEN, 1, 1, num_seqs, page_size, causal=True)
+    rows = EngineRows(num_seqs, of_seq)
+    bounds = LengthBounds(rows, KV_LEN, 1, 1, num_seqs, page_size, causal=True)
     table = torch.empty(num_seqs + 1, width, dtype=torch.int32)
     for dtype in (torch.int32, torch.int64):
         given = torch.empty(num_seqs * width, dtype=dtype)
@@ -551,6 +554,8 @@ def _launch_of_engines(page_size: int) -> None:
             GatherSource(given.view(-1, width), True, None, given), of_seq, of_seq, table, page_size=page_size
         )
         launch_gather_table(GatherSource(given, csr_indptr=given), of_seq, of_seq, table, page_size=page_size)
+        step = StepTensors.of(of_seq, counts=counts, row_of_seq=of_seq, kv_len=of_seq, q_len=of_seq, table=table)
+        launch_check_pages(step, counts, page_size=page_size, window_left=1)
         for slot_map in (None, given):
             launch_take_slots(given, slot_map, counts, of_seq, page_size=page_size, null_page=True)
         k = torch.empty(num_seqs, 2, 128, dtype=torch.bfloat16)

@@ -13,6 +13,7 @@ from torch import Tensor
 from rocm_attn.kernels.attention.pads import launch_clear_pads
 from rocm_attn.kernels.cache.move_rows import launch_export_rows, launch_import_rows
 from rocm_attn.kernels.cache.tails import launch_zero_tails
+from rocm_attn.kernels.metadata.check_pages import launch_check_pages
 from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
 from rocm_attn.kernels.metadata.draft_steps import launch_draft_steps
 from rocm_attn.kernels.metadata.engine_tensors import (
@@ -20,6 +21,7 @@ from rocm_attn.kernels.metadata.engine_tensors import (
     Q_EACH_ONE,
     Q_LENGTHS,
     EngineLengths,
+    EngineRows,
     GatherSource,
     LengthBounds,
     PublishedLengths,
@@ -51,6 +53,7 @@ from rocm_attn.kernels.speculative.move_paths import launch_move_paths
 from rocm_attn.kernels.speculative.next_round import launch_next_round
 from tests.amd.kernels.asked_cases import asked_rows, finding, shaping
 from tests.amd.kernels.launches_of_tensors import (
+    of_check_pages,
     of_device_inputs,
     of_draft_steps,
     of_fill,
@@ -262,7 +265,7 @@ def _of_engines() -> dict[str, _Launch]:
         cases[f"publish_engine_{name}"] = _Launch(
             _of_engine(launch_publish_engine, q_form),
             _of_engine(engine_metadata.publish_engine, q_form),
-            [*given, _slot(), _ints(GARBAGE, GARBAGE, 40, 5), *([_garbage(4)] + [_garbage(seqs) for _ in range(4)])],
+            [*given, _slot(), _ints(GARBAGE, GARBAGE, 40, 5), *([_garbage(4)] + [_garbage(seqs) for _ in range(5)])],
             {},
         )
     cases["publish_engine_one_each"] = _Launch(
@@ -272,7 +275,7 @@ def _of_engines() -> dict[str, _Launch]:
             _ints(*KV_LEN),
             _slot(),
             _ints(GARBAGE, GARBAGE, 40, 5),
-            *([_garbage(4)] + [_garbage(seqs) for _ in range(4)]),
+            *([_garbage(4)] + [_garbage(seqs) for _ in range(5)]),
         ],
         {},
     )
@@ -292,6 +295,14 @@ def _of_engines() -> dict[str, _Launch]:
             [*tensors, rows, kv_len, _garbage(seqs + 1, 80)],
             {"page_size": PAGE_SIZE},
         )
+    table = torch.randint(0, 500, (6, 400), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
+    table[2, 8], table[3, 90] = -1, 600
+    cases["check_pages"] = _Launch(
+        of_check_pages(launch_check_pages, Pads(1, 0)),
+        of_check_pages(engine_metadata.check_pages, Pads(1, 0)),
+        [_ints(*Q_LEN), table, _ints(500), _ints(NUM_SEQS, NUM_TOKENS, 41, 0), _ints(1, 2, 3, 0, 0), _ints(*KV_LEN)],
+        {"page_size": PAGE_SIZE, "window_left": 2**31 - 1},
+    )
     filled = torch.arange(PADDED_TOKENS, dtype=torch.int32) + PAGE_SIZE
     given_slots = filled.clone()
     given_slots[7], given_slots[9], given_slots[11] = -1, 2, 999
@@ -335,11 +346,11 @@ def _of_engine(publish: Callable[..., None], q_form: int) -> Callable[..., None]
     sizes = {"num_tokens": PADDED_TOKENS, "min_q_len": 0, "max_q_len": 400, "page_size": PAGE_SIZE}
 
     def of_tensors(*tensors: Tensor) -> None:
-        given, (slot, before, counts, engine_row, row_of_seq, kept, taken) = tensors[:-7], tensors[-7:]
+        given, (slot, before, counts, engine_row, row_of_seq, kept, taken, named) = tensors[:-8], tensors[-8:]
         kv_len, rows, q, csr = given if q_form != Q_EACH_ONE else (*given, None, None, None)
         assert kv_len is not None
         to = PublishedLengths(counts, engine_row, row_of_seq, kept, taken, pad_kv_len=1, pad_q_len=0, gathered=True)
-        bounds = LengthBounds(num_rows=4, kv_len=320, causal=True, csr_indptr=csr, **sizes)
+        bounds = LengthBounds(EngineRows(4, named), kv_len=320, causal=True, csr_indptr=csr, **sizes)
         publish(slot, before, EngineLengths(kv_len, rows, q, q_form), bounds, to)
 
     return of_tensors

@@ -121,13 +121,13 @@ class ExternalOptions:
     page_strides:  whether pages have strides of their own, as where K and V are packed into one tensor
     unaligned_rows: whether K and V, and their rows, may begin anywhere in memory. Else K and V that kernels read fast
                    begin at multiples of 16 bytes, or rows at multiples of 16 elements, less than 2^20 apart in a page,
-                   or bind() refuses them
+                   or pages.bind() refuses them
     zero_tails:    whether what follows a sequence in its last page may be zeroed, which some kernels need. If not,
                    nothing is written but K and V of new tokens, to their slots
     short_kv:      whether sequences may have fewer tokens in their KV than new ones; in steps that are not causal
     causalities:   what steps may say of causality; kernels are chosen for each
-    binds_calls:   whether a layer may have other pages at each call, also after seal(): bind() comes before the call,
-                   and the caller keeps the pages of captured calls where they are
+    binds_calls:   whether a layer may have other pages at each call, also after seal(): pages.bind() comes before the
+                   call, and the caller keeps the pages of captured calls where they are
     on_fault:      called with what went wrong on the device in an earlier step
     """
 

@@ -113,7 +113,7 @@ def made(case: Case) -> Made:
         mask_positions=ints([0] * num_tokens, _DEVICE),
         mask_indptr=torch.arange(case.num_seqs + 1, device=_DEVICE) * (case.q_len * nodes),
     )
-    launch_place_trees(parents, case.nodes_before, ALL_KEYS, step)
+    launch_place_trees(parents, case.nodes_before, 0, ALL_KEYS, step)
     q = torch.randn(num_tokens, problem.num_q_heads, problem.head_dim, generator=generator, device=_DEVICE)
     q = q.to(problem.dtype)
     pages = random_pages(problem, num_pages, generator)

@@ -61,7 +61,7 @@ class Unlocking:
 def test_texts_are_split_without_pythons_lock(trained: tokenizers.Tokenizer, bos: int | None) -> None:
     """A text of megabytes takes seconds; meanwhile a server's other threads run."""
     backend: Any = Unlocking(trained)
-    template = ChatTemplate("{% for m in messages %}<|start|>{{ m.content }}<|end|>{% endfor %}", {})
+    template = ChatTemplate("{% for m in messages %}<|start|>{{ m.content }}<|end|>{% endfor %}")
     ours = Tokenizer(backend, bos, template)
     for given_text in TEXTS:
         assert ours.encode(given_text) == ([] if bos is None else [bos]) + trained.encode(given_text).ids

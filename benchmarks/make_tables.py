@@ -144,7 +144,7 @@ def host_time(result: dict[str, Any]) -> str:
     lines = opening(
         result,
         "Host time of one graphed decode step, 32 layers of attention",
-        "A step: begin_step, publish and the replay call; median of 1,000 steps with growing lengths. What comes "
+        "A step: its beginning, publish and the replay call; median of 1,000 steps with growing lengths. What comes "
         "before it is listed apart: the StepBatch of NumPy arrays, and the request table's growth. Of passes in turn "
         "on one machine the smallest numbers count, and their medians are listed.",
         "| sequences | step us | p90 us | StepBatch us | reserve us | medians of passes |",

@@ -58,7 +58,7 @@ class GraphStale(RocmAttnError):
 
 
 class WrongState(RocmAttnError):
-    """A call out of order, such as attend() without begin_step()."""
+    """A call out of order, such as attend() outside of a step."""
 
 
 class DeviceFault(RocmAttnError, RuntimeError):

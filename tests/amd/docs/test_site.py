@@ -75,7 +75,7 @@ def test_every_stable_name_and_every_public_method_is_in_the_reference(site: Pat
     for place in reference.pages():
         found |= set(re.findall(r'<h[23] id="[^"]+">([\w.]+)', html(site, f"reference/{place}.md")))
     assert set(vars(rocm_attn)["__all__"]) <= found
-    assert {"AttentionRuntime.begin_step", "Engine.submit", "StepRunner.run", "RequestTable.fork"} <= found
+    assert {"AttentionRuntime.step", "Engine.submit", "StepRunner.run", "RequestTable.fork"} <= found
     assert len(found) > 2 * len(interface.groups())
 
 

@@ -69,6 +69,8 @@ def summary(name: str, module: str) -> str:
     match node:
         case ast.Assign(value=ast.Call(func=ast.Name(id=its_class), args=[], keywords=[])):
             node = definition(its_class, module)
+        case ast.AnnAssign(value=ast.Attribute(value=ast.Name(id=its_class))):  # a member of an enumeration
+            node = definition(its_class, module)
         case ast.Assign(value=value):
             return f"the value `{ast.unparse(value)}`"
     assert isinstance(node, ast.FunctionDef | ast.ClassDef)

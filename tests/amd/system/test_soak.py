@@ -422,13 +422,13 @@ def test_a_buffer_that_moved_under_a_graph_shows_in_the_outputs_too(monkeypatch:
     monkeypatch.setattr(StepRunner, "check_addresses", lambda _: None)
     moves = Fuse(monkeypatch, 66)
 
-    def stage(original: Callable[..., object], runtime: AttentionRuntime, *args: Any) -> object:
+    def plan(original: Callable[..., object], runtime: AttentionRuntime, *args: Any, **kwargs: Any) -> object:
         if moves():
             table = runtime.table.space(Space.FULL)
             table.entries = table.entries.clone()
-        return original(runtime, *args)
+        return original(runtime, *args, **kwargs)
 
-    wrap(monkeypatch, AttentionRuntime, "stage_as", stage)
+    wrap(monkeypatch, AttentionRuntime, "plan", plan)
     failed = found()
     assert failed.finding.step >= 66
     # The graph reads the table of before: its new tokens are in other pages, or in none.

@@ -34,7 +34,17 @@ def plan(d: Any) -> Prepared:
     # The harness counts a query's own key among its window's.
     window_left = case.window - 1 if case.window else UNLIMITED_WINDOW
     pool = PoolKind.LATENT if case.kind == "mla" else PoolKind.SPLIT
-    problem = Problem(case.Hq, case.Hkv, case.D, case.Dv, d.q.dtype, case.page, case.scale, window_left, pool=pool)
+    problem = Problem(
+        case.Hq,
+        case.Hkv,
+        case.D,
+        d.q.dtype,
+        case.page,
+        v_head_dim=case.Dv,
+        scale=case.scale,
+        window_left=window_left,
+        pool=pool,
+    )
     kernel = select(problem, detect_target(device), "triton", unavailable=_LEFT_OUT).kernel(step_kind(case.ql, case.kv))
     shape = PaddedShape(kernel.row.kind, case.B, case.T)
     metadata = StepTensors.of(

@@ -61,9 +61,11 @@ class Model:
     """One layer of attention with the heads of Llama-3-8B, which drafts and verifies."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
-        self.problem = Problem(32, 8, 128, 128, torch.bfloat16, PAGE_SIZE, 128**-0.5)
+        self.problem = Problem(32, 8, 128, torch.bfloat16, PAGE_SIZE, v_head_dim=128, scale=128**-0.5)
         if shape.drafts.branches > 1:
-            self.problem = Problem(32, 8, 128, 128, torch.bfloat16, PAGE_SIZE, 128**-0.5, custom_mask=True)
+            self.problem = Problem(
+                32, 8, 128, torch.bfloat16, PAGE_SIZE, v_head_dim=128, scale=128**-0.5, custom_mask=True
+            )
         longest = shape.prefix + shape.drafts.tokens + shape.verified + PAGE_SIZE
         pages = -(-longest // PAGE_SIZE)
         self.runtime = build_runtime(

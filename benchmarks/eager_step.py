@@ -45,7 +45,7 @@ def main() -> None:
 
 def measure(num_seqs: int, device: torch.device) -> dict[str, float | int]:
     """Steps of num_seqs sequences, which grow by one token each time."""
-    problem = Problem(32, 8, 128, 128, torch.bfloat16, PAGE_SIZE, 128**-0.5)
+    problem = Problem(32, 8, 128, torch.bfloat16, PAGE_SIZE, v_head_dim=128, scale=128**-0.5)
     options = RuntimeOptions(
         num_pages=num_seqs * (MOST_TOKENS // PAGE_SIZE) + 1,
         max_num_seqs=num_seqs,

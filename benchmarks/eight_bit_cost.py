@@ -28,9 +28,9 @@ from rocm_attn.providers.contract import PoolSize
 from rocm_attn.providers.select import select
 from rocm_attn.providers.triton import TRITON
 
-LLAMA_8B = Problem(32, 8, 128, 128, torch.bfloat16, 16, 128**-0.5)
+LLAMA_8B = Problem(32, 8, 128, torch.bfloat16, 16, v_head_dim=128, scale=128**-0.5)
 RANK_OF_70B = replace(LLAMA_8B, num_q_heads=8, num_kv_heads=1)
-GPT_OSS = Problem(64, 8, 64, 64, torch.bfloat16, 16, 64**-0.5)
+GPT_OSS = Problem(64, 8, 64, torch.bfloat16, 16, v_head_dim=64, scale=64**-0.5)
 SCALES = Scales.LAYER, Scales.HEAD, Scales.TOKEN
 STORED_TOKENS = 64, 2048
 

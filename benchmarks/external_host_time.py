@@ -79,7 +79,7 @@ def engines() -> Mapping[str, tuple[int, Mapping[Space, Source]]]:
 
 def measure(page_size: int, tables: Mapping[Space, Source]) -> dict[str, float]:
     """Medians of each call of a captured decode step, in microseconds."""
-    problem = Problem(32, 8, 128, 128, torch.bfloat16, page_size, 128**-0.5)
+    problem = Problem(32, 8, 128, torch.bfloat16, page_size, v_head_dim=128, scale=128**-0.5)
     layers = [
         LayerSource(replace(problem, window_left=-1 if at == 0 else 127), space) for at, space in enumerate(tables)
     ]

@@ -33,7 +33,7 @@ _ROUNDS, _STEPS = 41, 20
 def measure(num_seqs: int, windows: tuple[int, ...]) -> dict[str, object]:
     """Times of steps of so many sequences; windows: of the layers, -1 for none."""
     pages_of_seq = _KV_LEN // _PAGE_SIZE
-    problem = Problem(32, 8, 128, 128, torch.bfloat16, _PAGE_SIZE, 128**-0.5)
+    problem = Problem(32, 8, 128, torch.bfloat16, _PAGE_SIZE, v_head_dim=128, scale=128**-0.5)
     table = torch.randint(1, num_seqs * pages_of_seq, (num_seqs, pages_of_seq), dtype=torch.int32, device=_DEVICE)
     attention = ExternalAttention(
         [LayerSource(replace(problem, window_left=window)) for window in windows],

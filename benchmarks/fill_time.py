@@ -98,7 +98,7 @@ def decode_step(form: Form, num_seqs: int, device: torch.device) -> StepTensors:
 
 def schedule_launch(step: StepTensors, device: torch.device) -> Callable[[], None]:
     """The schedule of a layer of Llama 3.1 8B."""
-    problem = Problem(32, 8, 128, 128, torch.bfloat16, 16, 128**-0.5)
+    problem = Problem(32, 8, 128, torch.bfloat16, 16, v_head_dim=128, scale=128**-0.5)
     kernel = select(problem, detect_target(device), "triton").kernels[StepKind.DECODE].bound
     assert isinstance(kernel, TritonDecode)
     num_seqs = step.kv_len.shape[0]

@@ -34,7 +34,7 @@ from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part
 
-LAYER = Problem(32, 8, 128, 128, torch.bfloat16, 16, 128**-0.5)
+LAYER = Problem(32, 8, 128, torch.bfloat16, 16, v_head_dim=128, scale=128**-0.5)
 NUM_LAYERS = 32
 LARGEST_BATCH = 256
 CONTEXT = 4096

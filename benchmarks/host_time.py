@@ -31,7 +31,7 @@ MAX_KV_LEN = 1024
 
 def measure(num_seqs: int, device: torch.device) -> dict[str, float | int]:
     """Medians over ROUNDS steps of num_seqs sequences, lengths growing by one token a step as in serving."""
-    problem = Problem(32, 8, 128, 128, torch.bfloat16, 16, 128**-0.5)
+    problem = Problem(32, 8, 128, torch.bfloat16, 16, v_head_dim=128, scale=128**-0.5)
     runtime = build_runtime(
         [problem] * NUM_LAYERS,
         RuntimeOptions(

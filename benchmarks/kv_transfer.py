@@ -30,9 +30,11 @@ from rocm_attn.step.options import RuntimeOptions
 CUDA = torch.device("cuda", 0)
 BF16 = torch.bfloat16
 ROUNDS = 15
-LLAMA = Problem(32, 8, 128, 128, BF16, 16, 128**-0.5)
-CODED = Problem(32, 8, 128, 128, BF16, 16, 128**-0.5, kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.TOKEN)
-LATENT = Problem(128, 1, 576, 512, BF16, 64, 576**-0.5, pool=PoolKind.LATENT)
+LLAMA = Problem(32, 8, 128, BF16, 16, v_head_dim=128, scale=128**-0.5)
+CODED = Problem(
+    32, 8, 128, BF16, 16, v_head_dim=128, scale=128**-0.5, kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.TOKEN
+)
+LATENT = Problem(128, 1, 576, BF16, 64, v_head_dim=512, scale=576**-0.5, pool=PoolKind.LATENT)
 # Name, layers, their problem, tokens.
 CASES = (
     ("llama 8b, 4k tokens", 32, LLAMA, 4096),

@@ -67,7 +67,9 @@ class Case:
 
     @property
     def problem(self) -> Problem:
-        plain = Problem(self.heads, 1, 576, 512, torch.bfloat16, self.page_size, scale=192**-0.5, pool=PoolKind.LATENT)
+        plain = Problem(
+            self.heads, 1, 576, torch.bfloat16, self.page_size, v_head_dim=512, scale=192**-0.5, pool=PoolKind.LATENT
+        )
         return replace(plain, kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.LAYER) if self.coded else plain
 
     @property

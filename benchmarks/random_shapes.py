@@ -70,11 +70,11 @@ def cases_of(shape: Shape, count: int) -> list[Case]:
         shape.num_q_heads,
         shape.num_kv_heads,
         shape.head_dim,
-        shape.head_dim,
         torch.bfloat16,
         shape.page_size,
-        shape.head_dim**-0.5,
-        shape.window_left,
+        v_head_dim=shape.head_dim,
+        scale=shape.head_dim**-0.5,
+        window_left=shape.window_left,
     )
     kernel = select(problem, detect_target(device), "triton").kernel(step_kind(shape.q_len, shape.kv_len))
     num_seqs, num_tokens = len(shape.q_len), sum(shape.q_len)

@@ -25,8 +25,8 @@ from rocm_attn.providers.select import select
 
 TIMES_ALLOWED = 1.03
 
-GPT_OSS = Problem(64, 8, 64, 64, torch.bfloat16, 16, 64**-0.5)
-GEMMA_2 = Problem(32, 16, 128, 128, torch.bfloat16, 16, 128**-0.5)
+GPT_OSS = Problem(64, 8, 64, torch.bfloat16, 16, v_head_dim=64, scale=64**-0.5)
+GEMMA_2 = Problem(32, 16, 128, torch.bfloat16, 16, v_head_dim=128, scale=128**-0.5)
 DECODE = Batch((4096,) * 64, (1,) * 64)
 EXTEND = Batch((8192,), (2048,))
 

@@ -37,10 +37,10 @@ from rocm_attn.providers.select import select
 _MOST_ERROR = 8e-3
 _DEVICE = torch.device("cuda", 0)
 
-LLAMA_3B = Problem(24, 8, 128, 128, torch.bfloat16, 16, 128**-0.5, custom_mask=True)
+LLAMA_3B = Problem(24, 8, 128, torch.bfloat16, 16, v_head_dim=128, scale=128**-0.5, custom_mask=True)
 LLAMA_8B = replace(LLAMA_3B, num_q_heads=32)
 EIGHT_BITS = replace(LLAMA_8B, kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.TOKEN)
-MLA = Problem(16, 1, 576, 512, torch.bfloat16, 64, 192**-0.5, pool=PoolKind.LATENT, custom_mask=True)
+MLA = Problem(16, 1, 576, torch.bfloat16, 64, v_head_dim=512, scale=192**-0.5, pool=PoolKind.LATENT, custom_mask=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ CHECKED = tuple(Batch((1024,) * 3, q_len) for q_len in ((1, 1, 1), (17, 48, 33),
 
 def problem_of(heads: tuple[int, int], dims: tuple[int, int]) -> Problem:
     """A layer in bfloat16."""
-    return Problem(*heads, *dims, BF16, 16, dims[0] ** -0.5)
+    return Problem(*heads, dims[0], BF16, 16, v_head_dim=dims[1])
 
 
 GEMMA_4 = problem_of((32, 4), (512, 512))

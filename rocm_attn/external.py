@@ -201,14 +201,13 @@ class ExternalAttention:
         self.guards = guards = guards if guards is not None else guards_from_settings()
         guards.warn()
         problems, spaces = [layer.problem for layer in layers], [layer.space for layer in layers]
-        page_size = _page_size(problems)
         tables = tables if isinstance(tables, Mapping) else {Space.FULL: tables}
         _check_spaces(spaces, tables)
         self._gate = ExternalGate(guards.adopted)
         self.tables = AdoptedTables(
             tables,
             {space: _window([p for p, its in zip(problems, spaces, strict=True) if its == space]) for space in tables},
-            page_size=page_size,
+            page_size=_page_size(problems),
             max_kv_len=bounds.kv_len,
             num_seqs=bounds.num_seqs,
             short_kv=options.short_kv,

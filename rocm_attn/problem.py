@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import enum
-import math
+import numbers
 from dataclasses import dataclass
 
 import torch
 
-from rocm_attn.errors import BadProblem
+from rocm_attn.errors import BadProblem, BadSetting
 from rocm_attn.kernels.attention import scores
 from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, Scales
 from rocm_attn.kernels.sparse.arguments import Indexing, LastUnit, Pooling
 from rocm_attn.machine import choices
+from rocm_attn.machine.settings import whole_number
 
 # What a Problem is made of, importable from here.
 __all__ = [
@@ -34,6 +35,11 @@ __all__ = [
 
 DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in choices.DTYPES)
 UNLIMITED_WINDOW = scores.UNLIMITED_WINDOW
+# Kernels count keys in int32, and take scales and caps as float32: their products with scores are finite, too.
+_LARGEST_WINDOW = 2**31 - 2
+_SMALLEST_FACTOR, _LARGEST_FACTOR = 2.0**-100, 2.0**100
+# Problem.v_head_dim, Problem.scale: those of most models.
+AS_HEAD_DIM = 0
 # Of a vectorised pool: what a thread loads at once.
 VECTOR_BYTES = 16
 
@@ -118,6 +124,21 @@ def _check_indexing(indexing: Indexing) -> None:
         raise BadProblem(indexing.refusal)
 
 
+def _whole(name: str, value: object) -> int:
+    """A whole number as an int. Raises BadProblem."""
+    try:
+        return whole_number(name, value)
+    except BadSetting as error:
+        raise BadProblem(str(error)) from None
+
+
+def _number(name: str, value: object) -> float:
+    """A number as a float. Raises BadProblem."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise BadProblem(f"{name} is {value!r}; it must be a number")
+    return float(value)
+
+
 def _check_scales(of: str, encoding: KVEncoding, scales: Scales) -> None:
     if (encoding is KVEncoding.LIKE_Q) != (scales is Scales.NONE):
         raise BadProblem(
@@ -132,10 +153,10 @@ class Problem:
 
     num_q_heads, num_kv_heads:  heads; the first is a multiple of the second (GQA), equal for MHA, 1 KV head for MQA
     head_dim:                   elements of a q and a k row
-    v_head_dim:                 elements of a v and an output row
     dtype:                      of q, k, v and the output
     page_size:                  tokens in a page of the KV pool
-    scale:                      factor on q.k before the softmax
+    v_head_dim:                 elements of a v and an output row; AS_HEAD_DIM: head_dim
+    scale:                      factor on q.k before the softmax; AS_HEAD_DIM: head_dim ** -0.5
     window_left:                previous keys a query sees besides its own; -1: all of them
     logits_soft_cap:            s -> cap * tanh(s / cap) on scaled logits; 0: none
     has_sinks:                  whether each head adds a learned logit to the softmax denominator
@@ -153,10 +174,10 @@ class Problem:
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
-    v_head_dim: int
     dtype: torch.dtype
     page_size: int
-    scale: float
+    v_head_dim: int = AS_HEAD_DIM
+    scale: float = AS_HEAD_DIM
     window_left: int = UNLIMITED_WINDOW
     logits_soft_cap: float = 0.0
     has_sinks: bool = False
@@ -170,9 +191,20 @@ class Problem:
     indexer: AllKeys | Indexer | EarlierSelection = ALL_KEYS
 
     def __post_init__(self) -> None:
+        for name in ("num_q_heads", "num_kv_heads", "head_dim", "page_size", "v_head_dim", "window_left"):
+            object.__setattr__(self, name, _whole(name, getattr(self, name)))
+        for name in ("scale", "logits_soft_cap"):
+            object.__setattr__(self, name, _number(name, getattr(self, name)))
+        for name in ("has_sinks", "has_alibi_slopes", "causal", "custom_mask", "wants_lse"):
+            if not isinstance(getattr(self, name), bool):
+                raise BadProblem(f"{name} is {getattr(self, name)!r}; it must be True or False")
+        if self.v_head_dim == AS_HEAD_DIM:
+            object.__setattr__(self, "v_head_dim", self.head_dim)
         for name in ("num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "page_size"):
             if getattr(self, name) < 1:
                 raise BadProblem(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.scale == AS_HEAD_DIM:
+            object.__setattr__(self, "scale", self.head_dim**-0.5)
         if self.num_q_heads % self.num_kv_heads:
             raise BadProblem(
                 f"{self.num_q_heads} query heads over {self.num_kv_heads} KV heads: "
@@ -180,16 +212,24 @@ class Problem:
             )
         if self.dtype not in DTYPES:
             raise BadProblem(f"dtype {self.dtype} is not one of {', '.join(map(str, DTYPES))}")
-        if not (math.isfinite(self.scale) and self.scale > 0):
-            raise BadProblem(f"scale is {self.scale}; it must be a positive number, for instance head_dim ** -0.5")
-        if self.window_left < UNLIMITED_WINDOW:
-            raise BadProblem(f"window_left is {self.window_left}; it is a number of previous keys, or -1 for all")
+        if not _SMALLEST_FACTOR <= self.scale <= _LARGEST_FACTOR:
+            raise BadProblem(
+                f"scale is {self.scale}; it must be a positive number from 2**-100 to 2**100, for instance "
+                "head_dim ** -0.5"
+            )
+        if not UNLIMITED_WINDOW <= self.window_left <= _LARGEST_WINDOW:
+            raise BadProblem(
+                f"window_left is {self.window_left}; it is a number of previous keys below 2**31 - 1, or -1 for all"
+            )
         if not self.causal and self.window_left != UNLIMITED_WINDOW:
             raise BadProblem(
                 f"window_left is {self.window_left} and causal is False; a window is counted back from a causal query"
             )
-        if not (math.isfinite(self.logits_soft_cap) and self.logits_soft_cap >= 0):
-            raise BadProblem(f"logits_soft_cap is {self.logits_soft_cap}; it must be positive, or 0 for none")
+        if self.logits_soft_cap != 0 and not _SMALLEST_FACTOR <= self.logits_soft_cap <= _LARGEST_FACTOR:
+            raise BadProblem(
+                f"logits_soft_cap is {self.logits_soft_cap}; it must be a positive number from 2**-100 to 2**100, or 0 "
+                "for none"
+            )
         if self.pool is PoolKind.LATENT and (self.num_kv_heads != 1 or self.v_head_dim > self.head_dim):
             raise BadProblem(
                 f"a latent pool with {self.num_kv_heads} KV heads, head_dim {self.head_dim} and v_head_dim "

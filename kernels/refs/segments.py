@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
@@ -106,6 +107,7 @@ def _attend_group(args: AttendArgs, rows: Tiles, scores: Scores, segment_len: in
     compute = torch.float64 if rows.q.dtype == torch.float64 else torch.float32
     # The query heads of a KV head are rows of one product: [kv_heads, tiles, TILE_LEN * ratio, .]
     q = (rows.q.to(compute) * scores.scale).unflatten(2, (num_kv_heads, ratio)).permute(2, 0, 1, 3, 4).flatten(2, 3)
+    q = _with_aligned_rows(q)
     state = _Partial(
         acc=q.new_zeros(num_kv_heads, num_tiles, TILE_LEN * ratio, v_head_dim),
         maximum=q.new_full((num_kv_heads, num_tiles, TILE_LEN * ratio, 1), float("-inf")),
@@ -128,7 +130,7 @@ def _segment(args: AttendArgs, q: Tensor, rows: Tiles, key: Tensor, scores: Scor
     ratio = q.shape[2] // TILE_LEN
     page = rows.pages[:, (key // page_size).clamp(max=rows.pages.shape[1] - 1)].long()
     picked = args.pages.read_tokens(page, key % page_size)
-    k, v = (side.to(q.dtype).permute(2, 0, 1, 3).contiguous() for side in picked)
+    k, v = (_with_aligned_rows(side.to(q.dtype).permute(2, 0, 1, 3)).contiguous() for side in picked)
     hidden = rows.hidden(key, scores)
     # A dead V row meets a weight of 0, and 0 * NaN is NaN. A dead K row meets nothing but logits, replaced below.
     v.masked_fill_(hidden.all(1)[:, :, None], 0)
@@ -141,4 +143,11 @@ def _segment(args: AttendArgs, q: Tensor, rows: Tiles, key: Tensor, scores: Scor
     logits.masked_fill_(hidden.repeat_interleave(ratio, 1), float("-inf"))
     maximum = logits.amax(-1, keepdim=True)
     weights = (logits - maximum.masked_fill(maximum == float("-inf"), 0)).exp()
-    return _Partial(torch.matmul(weights, v), maximum, weights.sum(-1, keepdim=True))
+    acc = torch.matmul(weights, v)[..., : args.pages.format.v_head_dim]
+    return _Partial(acc, maximum, weights.sum(-1, keepdim=True))
+
+
+def _with_aligned_rows(rows: Tensor) -> Tensor:
+    """Rows [..., dim] with zeros up to a multiple of 16 bytes: torch sums products in an order that depends on where in
+    memory each of a batch's matrices begins."""
+    return F.pad(rows, (0, -rows.shape[-1] % (16 // rows.element_size())))

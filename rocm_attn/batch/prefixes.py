@@ -78,7 +78,9 @@ class SharedPrefixes:
             ("group_begin", ends - np.array(counts, np.int32)),
             ("group_end", ends),
         ):
-            object.__setattr__(self, name, np.repeat(of_group, counts))
+            repeated = np.repeat(of_group, counts)
+            repeated.flags.writeable = False  # what was checked is what a step reads
+            object.__setattr__(self, name, repeated)
 
     def check(self, kv_len: _Int32Array, *, decodes: bool) -> None:
         """Refuse groups that do not fit a step. Raises BadBatch.

@@ -43,7 +43,7 @@ class StepBatch:
     drafts:     a round of drafts, which runs in so many steps (batch/drafts.py): each sequence has branches * steps new
                 tokens. Without a mask and prefixes, and with q_len on the host. draft_batch() makes such a batch
 
-    rows, kv_len and q_len are what was given when the batch was made, whatever becomes of the caller's arrays.
+    rows, kv_len, q_len and token_ids are copies: the caller's arrays may change afterwards.
     row_bytes, kv_len_bytes and q_len_bytes are what lies in them: bytes are compared in a tenth of the time of arrays.
     num_fed: new tokens that the forward is given at a time: all of them, or those of one draft step
     is_plain: whether all that there is to it is rows and lengths of the host, with or without token ids
@@ -119,11 +119,8 @@ class StepBatch:
         self.rows = np.frombuffer(row_bytes, _INT32)
         self.kv_len = kv
         self.q_len = new
-        self.token_ids = token_ids
-        self.inputs = inputs
-        self.mask = mask
-        self.prefixes = prefixes
-        self.drafts = drafts
+        self.token_ids = np.frombuffer(token_ids.tobytes(), _INT32) if len(token_ids) else NO_TOKEN_IDS
+        self.inputs, self.mask, self.prefixes, self.drafts = inputs, mask, prefixes, drafts
         self.num_seqs, self.num_tokens, self.num_fed = num_seqs, num_tokens, fed
         self.max_q_len = most
         self.min_q_len = fewest

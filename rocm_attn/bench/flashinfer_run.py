@@ -175,10 +175,10 @@ def step_of(definition: Definition, workload: Workload, inputs: Mapping[str, Any
         q.shape[1],
         form.num_kv_heads,
         form.head_dim,
-        form.v_head_dim,
         q.dtype,
         form.page_size,
-        float(inputs["sm_scale"]),
+        v_head_dim=form.v_head_dim,
+        scale=float(inputs["sm_scale"]),
         pool=kind,
         wants_lse="lse" in definition.outputs,
     )

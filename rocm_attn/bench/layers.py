@@ -33,10 +33,10 @@ class LayerSizes:
             self.num_q_heads,
             self.num_kv_heads,
             self.head_dim,
-            self.v_head_dim,
             dtype,
             page_size,
-            self.scale or self.head_dim**-0.5,
+            v_head_dim=self.v_head_dim,
+            scale=self.scale or self.head_dim**-0.5,
             pool=self.pool,
         )
 

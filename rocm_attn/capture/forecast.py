@@ -26,13 +26,8 @@ from rocm_attn.step.buffers import (
     PADDED_BATCH,
     SELECTION_COUNTS,
     SELECTION_UNITS,
-    BufferSpec,
-    draft_buffers,
-    pool_slot_buffers,
-    selection_buffers,
-    window_buffers,
 )
-from rocm_attn.step.memory import StepMemory, indexings_of, pools_of, table_sizes, windows_of, words_of_children
+from rocm_attn.step.memory import StepMemory, words_of_children
 from rocm_attn.step.options import RuntimeOptions
 
 
@@ -109,7 +104,7 @@ def _is_captured(runtime: AttentionRuntime, shape: PaddedShape) -> bool:
 
 def _bucket(runtime: AttentionRuntime, shape: PaddedShape) -> Bucket:
     kernels = [selection.kernel(shape.kind).bound for selection in runtime.selections]
-    step_bytes = sum(PADDED_BATCH.elements(spec, shape) * spec.dtype.itemsize for spec in _specs(runtime).values())
+    step_bytes = sum(PADDED_BATCH.elements(spec, shape) * spec.dtype.itemsize for spec in runtime.core.memory.specs)
     schedule_words = sum(
         words_of_children(kernel.schedule.words(shape.child), shape.num_children) for kernel in kernels
     )
@@ -117,24 +112,6 @@ def _bucket(runtime: AttentionRuntime, shape: PaddedShape) -> Bucket:
         max(kernel.workspace_words(shape.child) for kernel in kernels), shape.num_halves
     )
     return Bucket(shape, step_bytes + schedule_words * torch.int32.itemsize, workspace_words * torch.float32.itemsize)
-
-
-def _specs(runtime: AttentionRuntime) -> dict[str, BufferSpec]:
-    """The buffers that the runtime has, by name, but for the schedules."""
-    every_need = {table.space: list(Need) for table in runtime.table.spaces}
-    indexings = [indexing for indexing in indexings_of(runtime.selections) if indexing is not None]
-    pools = [(space, tokens) for space, tokens in pools_of(runtime.kinds) if tokens > 1]
-    of_table = table_sizes(runtime.selections, runtime.table, runtime.padding.mask_keys).buffers(every_need)
-    windows = window_buffers(windows_of(runtime.selections))
-    declared = (
-        *of_table,
-        *draft_buffers(every_need),
-        *selection_buffers(indexings),
-        *pool_slot_buffers(pools),
-        *windows,
-    )
-    held = runtime.seals.tensors()
-    return {spec.name: spec for spec in declared if spec.name in held}
 
 
 def _step_parts(runtime: AttentionRuntime, padding: PaddingPolicy) -> list[Part]:
@@ -162,7 +139,7 @@ def _knobs(runtime: AttentionRuntime) -> dict[str, str]:
         Unit.MASK_WORD: f"{tokens}, mask_keys {runtime.padding.mask_keys}",
     }
     of_unit[Unit.DRAFT] = f"{seqs}, drafts"
-    of_buffer = {name: of_unit[spec.unit] for name, spec in _specs(runtime).items()}
+    of_buffer = {spec.name: of_unit[spec.unit] for spec in runtime.core.memory.specs}
     of_need = {Need.PREFIXES: f"shared_prefixes, {seqs}"}
     of_prefixes = {name: of_need[need] for name, field in FIELDS.items() for need in field.needs if need in of_need}
     kernels = f"{seqs}, {tokens}, {runtime.target.compute_units} compute units"

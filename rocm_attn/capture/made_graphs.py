@@ -18,7 +18,7 @@ from rocm_attn.hip_graphs.recorder import CountedRecording, Recorder, Recording
 from rocm_attn.kernels.launch import does_only_launch
 from rocm_attn.kernels.metadata.slot_layout import MOST_TAKEN
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step.gate import RanStep
+from rocm_attn.step.gate import Effects, RanStep
 from rocm_attn.step.outputs import Outputs, real_rows
 from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.step import Step
@@ -108,14 +108,14 @@ class FreshGraph(Generic[Outputs]):
     """A graph that was not checked yet.
 
     seconds:       of warm-up and recording
-    stored_layers: as StepStores.layers, of each step that it replays
+    effects:       of each step that it replays
     takes_inputs:  whether its head takes those of its steps; then its runs are counted
     """
 
     recording: Recording
     outputs: Outputs
     seconds: float
-    stored_layers: int
+    effects: Effects
     takes_inputs: bool
 
     @classmethod
@@ -125,7 +125,7 @@ class FreshGraph(Generic[Outputs]):
         started = time.perf_counter()
         recording, outputs = recorder.record(fn)
         kept = CountedRecording(recording, runtime.graph_runs.run) if takes_inputs else recording
-        return cls(kept, outputs, time.perf_counter() - started, runtime.gate.stores.layers, takes_inputs)
+        return cls(kept, outputs, time.perf_counter() - started, runtime.gate.effects, takes_inputs)
 
     def replay(self) -> Outputs:
         self.recording.replay()

@@ -32,7 +32,7 @@ from rocm_attn.machine.agreement import alone
 from rocm_attn.machine.watchdog import Watchdog
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step.gate import AGAIN, AnyPlan, RanStep
+from rocm_attn.step.gate import AGAIN, AnyPlan, Effects, RanStep
 from rocm_attn.step.metrics import Metrics
 from rocm_attn.step.outputs import Outputs, real_rows, require_rows
 from rocm_attn.step.plan import StepPlan
@@ -104,7 +104,7 @@ class StepRunner(Generic[Outputs]):
         self._pinned = runtime.guards.capture.new_pins()
         self._graphs = GraphCache(self._pinned)
         self._entry_of_plan: dict[StepPlan, Entry[Outputs]] = {}
-        self._stored_layers: dict[StepPlan, int] = {}  # that a plan's graph stores in
+        self._effects: dict[StepPlan, Effects] = {}  # of a plan's graph
         self._takers: dict[StepPlan, TakingGraph[Outputs]] = {}
         self._again: Again[Outputs] | None = None
         self._last_plan: StepPlan | None = None
@@ -380,7 +380,7 @@ class StepRunner(Generic[Outputs]):
         self._again = self._graph_of_last = None
         self._takers.clear()
         self._entry_of_plan.clear()
-        self._stored_layers.clear()
+        self._effects.clear()
         self._eager_steps.clear()
         self._buckets.clear()
         self._graphs.drop_all()
@@ -472,13 +472,13 @@ class StepRunner(Generic[Outputs]):
         return self._body(step)
 
     def _replay(self, plan: StepPlan, entry: Entry[Outputs]) -> Outputs:
-        stored_layers = self._stored_layers[plan]
-        self._runtime.gate.before_replay(stored_layers)
+        effects = self._effects[plan]
+        self._runtime.gate.before_replay(effects)
         try:
             outputs = self._graphs.replay(entry)
         except StaleRecording as stale:
             raise GraphStale(str(stale)) from stale
-        self._runtime.gate.after_replay(stored_layers)
+        self._runtime.gate.after_replay(effects)
         self.metrics.replays += 1
         return outputs
 
@@ -641,7 +641,7 @@ class StepRunner(Generic[Outputs]):
             self._again = self._graph_of_last = None
             self._takers.pop(plan, None)
             self._graphs.drop(plan.key)
-        self._stored_layers[plan] = graph.stored_layers
+        self._effects[plan] = graph.effects
         self._entry_of_plan[plan] = self._graphs.put(plan.key, graph.recording, graph.outputs)
         if graph.takes_inputs:
             self._takers[plan] = TakingGraph(graph.outputs)

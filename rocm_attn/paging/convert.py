@@ -47,7 +47,8 @@ def convert_pages(source: LayerPages, target: LayerPages, source_pages: Tensor, 
     """Write source_pages of one layer to target_pages of another pool of it, in the target's encoding.
 
     source, target: eight-bit pages of equal layout, page size, heads, dims and kind of factor, on one device
-    source_pages, target_pages: int64 [n] on that device; target pages are distinct and not page 0
+    source_pages, target_pages: int64 [n] on that device; target pages are distinct and not page 0. Within one pool, no
+                    page is the target of another that is read
     Factors of tokens are written, so that as many codes as can keep their bits; others are the target's own.
 
     Waits for the device. Raises BadTensor; nothing was written then.
@@ -126,3 +127,11 @@ def _check(source: LayerPages, target: LayerPages, source_pages: Tensor, target_
         raise BadTensor(f"{len(source_pages)} pages cannot become {len(target_pages)}; give as many of both")
     if bool((target_pages == RESERVED_PAGE).any()) or len(set(target_pages.tolist())) != len(target_pages):
         raise BadTensor("target_pages name page 0, which stays zero, or a page twice")
+    if source.raw_k.untyped_storage().data_ptr() == target.raw_k.untyped_storage().data_ptr():
+        moved = source_pages != target_pages
+        clash = target_pages[moved & torch.isin(target_pages, source_pages)]
+        if len(clash):
+            raise BadTensor(
+                f"page {int(clash[0])} is read and written, and both pools are one; convert to pages that are not "
+                "read, or to a pool of their own"
+            )

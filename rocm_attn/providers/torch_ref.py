@@ -9,6 +9,7 @@ import torch
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.kernels.attention import limits
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
 from rocm_attn.kernels.refs import (
@@ -47,7 +48,7 @@ _LIMITS = Limits(
     dtypes=(torch.bfloat16, torch.float16, torch.float32),
     head_dim=(1, 4096),
     v_head_dim=(1, 4096),
-    page_size=(1, 4096),
+    page_size=(1, limits.MAX_PAGE_SIZE),
     max_gqa_ratio=4096,
     window=True,
     soft_cap=True,
@@ -177,8 +178,9 @@ def _ops() -> StepOps:
         place_trees=metadata.place_trees,
         table_update=metadata.table_update,
         fill=metadata.fill,
-        store_kv=cache.store_kv,
-        rope_store=rope.rope_store,
+        # Pages that joined the graph of a K with gradients would hold on to it for good.
+        store_kv=torch.no_grad()(cache.store_kv),
+        rope_store=torch.no_grad()(rope.rope_store),
         rope_queries=rope.rope_queries,
         finish=rope.finish,
         zero_tails=cache.zero_tails,

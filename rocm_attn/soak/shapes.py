@@ -24,13 +24,13 @@ _PAGE_SIZE = 128
 
 def _dense(dtype: torch.dtype, encoding: KVEncoding) -> tuple[Problem, ...]:
     """64 query heads over 8 KV heads of 128; and the same with sinks and a window of 128, as in gpt-oss."""
-    layer = Problem(64, 8, 128, 128, dtype, _PAGE_SIZE, 128**-0.5)
+    layer = Problem(64, 8, 128, dtype, _PAGE_SIZE, v_head_dim=128, scale=128**-0.5)
     return layer, replace(layer, window_left=127, has_sinks=True)
 
 
 def _latent(dtype: torch.dtype, encoding: KVEncoding) -> tuple[Problem, ...]:
     """DeepSeek-V3 on one of eight ranks: 16 heads over latents of 512 and 64 rotated elements."""
-    return (Problem(16, 1, 576, 512, dtype, _PAGE_SIZE, 192**-0.5, pool=PoolKind.LATENT),)
+    return (Problem(16, 1, 576, dtype, _PAGE_SIZE, v_head_dim=512, scale=192**-0.5, pool=PoolKind.LATENT),)
 
 
 def _tokens(dtype: torch.dtype, encoding: KVEncoding) -> tuple[Problem, ...]:
@@ -46,15 +46,17 @@ def _pools(dtype: torch.dtype, encoding: KVEncoding) -> tuple[Problem, ...]:
     2 KV heads of 256."""
     indexing = Indexing(128**-0.5, top=512, key_tokens=4, last_unit=LastUnit.ADDED)
     indexer = Indexer(4, 128, indexing, encoding, _scales(encoding))
-    latent = Problem(16, 1, 512, 512, dtype, _PAGE_SIZE, 512**-0.5, pool=PoolKind.LATENT, indexer=indexer)
-    return latent, Problem(24, 2, 256, 256, dtype, _PAGE_SIZE, 256**-0.5, indexer=indexer)
+    latent = Problem(
+        16, 1, 512, dtype, _PAGE_SIZE, v_head_dim=512, scale=512**-0.5, pool=PoolKind.LATENT, indexer=indexer
+    )
+    return latent, Problem(24, 2, 256, dtype, _PAGE_SIZE, v_head_dim=256, scale=256**-0.5, indexer=indexer)
 
 
 def _blocks(dtype: torch.dtype, encoding: KVEncoding) -> tuple[Problem, ...]:
     """MiniMax-M3: 64 query heads over 4 KV heads of 128; each of these has 16 blocks of 128 tokens, with the last."""
     indexing = Indexing(128**-0.5, top=16, sets=4, rectified=False, unit_keys=128, last=1)
     indexer = Indexer(4, 128, indexing, encoding, _scales(encoding))
-    return (Problem(64, 4, 128, 128, dtype, _PAGE_SIZE, 128**-0.5, indexer=indexer),)
+    return (Problem(64, 4, 128, dtype, _PAGE_SIZE, v_head_dim=128, scale=128**-0.5, indexer=indexer),)
 
 
 def _scales(encoding: KVEncoding) -> Scales:

@@ -106,18 +106,29 @@ class TableSizes:
             Unit.MASK_WORD: -(-min(self.mask_room(shape, self.mask_keys), tokens * self.row_tokens) // 32),
         }[field.unit]
 
-    def buffers(self, needs_of_space: Mapping[Space, Collection[Need]]) -> tuple[BufferSpec, ...]:
-        """The buffers of steps whose kernels, in each space, have these needs.
+    def buffers(
+        self, needs_of_space: Mapping[Space, Collection[Need]], needs_of_drafts: Mapping[Space, Collection[Need]]
+    ) -> tuple[BufferSpec, ...]:
+        """The buffers of steps whose kernels, in each space, have these needs; those of draft steps may have fewer.
 
-        What holds lengths alone exists once, however many spaces need it.
+        Buffers of lengths alone exist once, however many spaces need them.
         """
-        specs = {
-            name: BufferSpec(name, field.unit, field.dtype, partial(self.elements, field), field.pad, field.of_round)
-            for space, needs in needs_of_space.items()
-            for name, field in ((name_in(space, name) if f.of_space else name, f) for name, f in FIELDS.items())
-            if field.needs <= set(needs)
-        }
+        specs: dict[str, BufferSpec] = {}
+        for space, needs in needs_of_space.items():
+            for name, field in FIELDS.items():
+                if not field.needs <= set(needs):
+                    continue
+                elements: Callable[[PaddedShape], int] = partial(self.elements, field)
+                if not field.needs <= set(needs_of_drafts[space]):
+                    elements = partial(_but_for_drafts, elements)
+                named = name_in(space, name) if field.of_space else name
+                specs[named] = BufferSpec(named, field.unit, field.dtype, elements, field.pad, field.of_round)
         return tuple(specs.values())
+
+
+def _but_for_drafts(elements: Callable[[PaddedShape], int], shape: PaddedShape) -> int:
+    """Elements that no draft step uses."""
+    return 0 if isinstance(shape.drafts, Drafts) else elements(shape)
 
 
 SELECTION_UNITS, SELECTION_COUNTS = "selection_units", "selection_counts"

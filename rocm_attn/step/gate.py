@@ -75,6 +75,17 @@ class RanStep(NamedTuple):
         return self.views.spaces[0]
 
 
+class Effects(NamedTuple):
+    """What a graph of steps does, as the host has seen when it was recorded.
+
+    layers: bit i: it stores in layer i; see StepStores.layers
+    moves:  whether it moves what it accepts
+    """
+
+    layers: int
+    moves: bool
+
+
 class StepGate:
     """The gate of one runtime.
 
@@ -301,13 +312,20 @@ class StepGate:
             self._streams.join()
             self._publisher.take_inputs(self._children[0])
 
-    def before_replay(self, layers: int) -> None:
-        """Ask whether a graph that stores in these layers may run the staged step. Raises as store and attend do."""
-        self.stores.before_replay(layers)
+    @property
+    def effects(self) -> Effects:
+        """The effects of the step that runs, so far."""
+        return Effects(self.stores.layers, not self._may_move)
 
-    def after_replay(self, layers: int) -> None:
-        """The graph of the staged step was launched; it has stored in these layers."""
+    def before_replay(self, effects: Effects) -> None:
+        """Ask whether a graph with these effects may run the staged step. Raises as store and attend do."""
+        self.stores.before_replay(effects[0])
+
+    def after_replay(self, effects: Effects) -> None:
+        """The graph of the staged step was launched."""
+        layers, moves = effects
         self.stores.after_replay(layers)
+        self._may_move = not moves
         self._publisher.taken()
 
     def fill(self) -> None:
@@ -321,6 +339,7 @@ class StepGate:
         if step.plan.shape.drafts is not NO_DRAFTS:
             for half in step.halves:
                 half[0].tree.begin()
+        self._may_move = True  # a capture runs its step several times
         self.holder.state = StepState.RUNNING
 
     def running(self, number: int) -> LayerCalls:
@@ -360,7 +379,8 @@ class StepGate:
 
     def forget(self) -> None:
         """Keep nothing that refers to the memory of steps."""
-        self._kept, self._kept_children, self._may_repeat = None, (), False
+        self._kept, self._kept_children, self._children = None, (), ()
+        self._staged, self._ran, self._may_repeat = None, None, False
 
     @property
     def may_store(self) -> bool:

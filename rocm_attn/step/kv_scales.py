@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rocm_attn.errors import BadTensor
 from rocm_attn.kernels.cache.layer_pages import LayerPages
-from rocm_attn.problem import KVEncoding, Problem, Scales
+from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.step.head_weights import NewHeadWeights
 
 # The store divides by factors: reciprocals, and products with any code, are then normal float32.
@@ -46,6 +46,11 @@ class KVScales:
             )
         count = problem.num_kv_heads if problem.kv_scales is Scales.HEAD else 1
         k, v = (_checked(f"{name} of layer {layer}", given, count) for name, given in (("k", self.k), ("v", self.v)))
+        if problem.pool is PoolKind.LATENT and not torch.equal(k, v):
+            raise BadTensor(
+                f"layer {layer} is latent, and was given {k.tolist()} for k and {v.tolist()} for v: its V is a part of "
+                "its K, so give both the same"
+            )
         by = _DOUBLED.get(encodings, 1.0)
         return k * by, v * by
 

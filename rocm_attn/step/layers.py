@@ -28,6 +28,7 @@ from rocm_attn.providers.mixed import MixedAtOnce, is_capturing
 from rocm_attn.step.head_weights import LayerHeadWeights, NewHeadWeights, written_in_place
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.memory import DeviceStep
+from rocm_attn.step.overlap import may_overlap
 from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.prepared import FILL, Call, LayerForms, current_stream
 from rocm_attn.step.row_work import check_rope, check_work
@@ -448,7 +449,7 @@ class StepLayers:
         layers, step, plan = self._layers, self._step, self._plan
         if lse is None and layers.both_again(step, layer, q, k, v, out):
             self._stores.after_store(self._part, layer)
-        elif layers.stores_within(plan, layer) and out.data_ptr() not in (k.data_ptr(), v.data_ptr()):
+        elif layers.stores_within(plan, layer) and not (may_overlap(out, k) or may_overlap(out, v)):
             # In one launch a program may write to out before another one has read what lies there.
             layers.store_and_attend(step, plan, layer, (k, v), (q, out, lse))
             self._stores.after_store(self._part, layer)

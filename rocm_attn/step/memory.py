@@ -5,13 +5,14 @@ A step that is not split has one child, itself; the children of a split one have
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.hip_graphs.size_ladder import round_up
 from rocm_attn.kernels.attention.arguments import Queries
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, FIELDS, Need, StepTensors, Unit
@@ -202,7 +203,7 @@ class StepMemory:
         return self._part(self._sizes)
 
     def _part(self, sizes: TableSizes) -> StepPart:
-        buffers = StepBuffers(self._specs(sizes), self._device, self._guards)
+        buffers = StepBuffers(self._all_specs(sizes), self._device, self._guards)
         return StepPart(buffers, Workspace(self._device, self._guards))
 
     def _make_room(self, part: StepPart, shapes: Sequence[PaddedShape]) -> None:
@@ -271,18 +272,30 @@ class StepMemory:
         no_window = view(window_name(UNLIMITED_WINDOW))
         return StepTensors(**tensors, table=pages.entries, window_start=no_window, pads=plan.pads, terms=pages.terms)
 
-    def _specs(self, sizes: TableSizes) -> list[BufferSpec]:
-        needs = {pages.space: self._needs_in(pages.space) for pages in self._table.spaces}
+    @property
+    def specs(self) -> list[BufferSpec]:
+        """The buffers of steps that graphs replay, but for the schedules."""
+        return self._specs(self._sizes)
+
+    def _all_specs(self, sizes: TableSizes) -> list[BufferSpec]:
         schedules = (_schedule_spec(kind, selection) for kind, selection in enumerate(self._selections))
+        return [*self._specs(sizes), *schedules]
+
+    def _specs(self, sizes: TableSizes) -> list[BufferSpec]:
+        spaces = [pages.space for pages in self._table.spaces]
+        needs = {space: self._needs_in(space, tuple(StepKind)) for space in spaces}
+        of_drafts = {space: self._needs_in(space, (StepKind.DECODE, StepKind.MASKED)) for space in spaces}
         indexings = [indexing for indexing in indexings_of(self._selections) if indexing is not None]
         pools = pool_slot_buffers([(space, tokens) for space, tokens in self._pools if tokens > 1])
-        declared = (*sizes.buffers(needs), *draft_buffers(needs), *window_buffers(windows_of(self._selections)))
-        return [*declared, *schedules, *selection_buffers(indexings), *pools]
+        windows = window_buffers(windows_of(self._selections))
+        declared = *sizes.buffers(needs, of_drafts), *draft_buffers(needs), *windows
+        return [*declared, *selection_buffers(indexings), *pools]
 
-    def _needs_in(self, space: Space) -> set[Need]:
-        """What the kernels of a space read besides lengths and the table."""
+    def _needs_in(self, space: Space, kinds: Collection[StepKind]) -> set[Need]:
+        """The needs of a space's kernels for these kinds of steps, besides lengths and the table."""
         selections = [s for s, its in zip(self._selections, self._space_of_kind, strict=True) if its is space]
-        return {need for s in selections for kernel in s.kernels.values() for need in kernel.row.needs}
+        of_kinds = [kernel for s in selections for kind, kernel in s.kernels.items() if kind in set(kinds)]
+        return {need for kernel in of_kinds for need in kernel.row.needs}
 
 
 def indexings_of(selections: Sequence[Selection]) -> list[Indexing | None]:

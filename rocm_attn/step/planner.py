@@ -172,9 +172,13 @@ class Planner:
         drafts = batch.drafts
         longest = batch.max_q_len if drafts is NO_DRAFTS else min(drafts.branches, batch.max_q_len)
         bounds = plan.bounds
-        if longest > bounds.max_q_len or batch.max_kv_len > bounds.max_kv_len:
+        kv_len = self._longest(batch)
+        is_longer = kv_len > bounds.max_kv_len and (
+            self._graph_key(replace(plan.key, max_kv_len=kv_len)) != self._graph_key(plan.key)
+        )
+        if longest > bounds.max_q_len or is_longer:
             raise NeverFits(
-                f"the step has up to {longest} new tokens and {batch.max_kv_len} tokens in a sequence, its plan was "
+                f"the step has up to {longest} new tokens and {kv_len} tokens in a sequence, its plan was "
                 f"made for {bounds.max_q_len} and {bounds.max_kv_len}; plan the step anew"
             )
         if plan.replayable and not self.padding.has_room(batch, plan.shape):

@@ -164,7 +164,9 @@ def problems_of(options: argparse.Namespace, target: Target) -> tuple[Problem, .
     if named is not None:
         heads, kv_heads, dim = map(int, named.groups())
         encoding, scales = kv.encoding, kv.scales
-        plain = Problem(heads, kv_heads, dim, dim, dtype, 1, dim**-0.5, kv_encoding=encoding, kv_scales=scales)
+        plain = Problem(
+            heads, kv_heads, dim, dtype, 1, v_head_dim=dim, scale=dim**-0.5, kv_encoding=encoding, kv_scales=scales
+        )
         over: Sequence[Problem] = (plain,)
     else:
         model = described_model(options.config)

@@ -35,7 +35,7 @@ SATURATED_QUERIES = (
     "largest value, 240 on gfx942 and 448 on gfx950, saturates."
 )
 GROUPED_HEADS = (
-    "17 to 127 heads run as groups of 16 that each read the latent rows, but for 64 and, on gfx950, 32 from v0.1.18 on. "
-    "The function allocates room for a share of every group: 160 MB at 128 heads on 304 compute units, which a graph "
-    "takes from its pool."
+    "17 to 127 heads run as groups of 16 that each read the latent rows, but for 64 and, on gfx950, 32 from v0.1.18 "
+    "on. The function allocates room for a share of every group: 160 MB at 128 heads on 304 compute units, which a "
+    "graph takes from its pool."
 )

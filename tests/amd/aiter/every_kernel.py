@@ -77,7 +77,7 @@ def _encoded(limits: Limits, dtype: torch.dtype, arch: str) -> Iterator[tuple[Pr
 def _problems(limits: Limits, dtype: torch.dtype) -> Iterator[tuple[Problem, str]]:
     if PoolKind.LATENT in limits.pools:
         for heads in (8, 16, 24, 128):
-            yield Problem(heads, 1, 576, 512, dtype, 1, scale=0.05, pool=PoolKind.LATENT), f"{heads} heads"
+            yield Problem(heads, 1, 576, dtype, 1, v_head_dim=512, scale=0.05, pool=PoolKind.LATENT), f"{heads} heads"
         return
     for pool in limits.pools:
         layout = "" if pool is PoolKind.SPLIT else "-vectorised"
@@ -89,11 +89,11 @@ def _problems_over_pages(limits: Limits, dtype: torch.dtype) -> Iterator[tuple[P
     """Of a linear pool."""
     for head_dim, v_head_dim in limits.exact_dims:
         for page_size in limits.page_sizes or (16,):
-            problem = Problem(8, 2, head_dim, v_head_dim, dtype, page_size, scale=0.11)
+            problem = Problem(8, 2, head_dim, dtype, page_size, v_head_dim=v_head_dim, scale=0.11)
             yield problem, f"{head_dim}x{v_head_dim}-pages of {page_size}"
     head_dim = limits.exact_dims[0][0]
     page_size = 16 if 16 in (limits.page_sizes or (16,)) else limits.page_sizes[0]
-    base = Problem(8, 2, head_dim, head_dim, dtype, page_size, scale=0.11)
+    base = Problem(8, 2, head_dim, dtype, page_size, v_head_dim=head_dim, scale=0.11)
     yield replace(base, window_left=100), "window"
     yield replace(base, window_left=20, has_sinks=True), "window and sinks"
     yield replace(base, has_sinks=True), "sinks"

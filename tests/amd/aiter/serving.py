@@ -31,12 +31,12 @@ def plain_problem(
     wants_lse: bool = False,
 ) -> Problem:
     """Query and KV heads over K and V pages."""
-    return Problem(*heads, *dims, dtype, page_size, scale=0.21, wants_lse=wants_lse)
+    return Problem(*heads, dims[0], dtype, page_size, v_head_dim=dims[1], scale=0.21, wants_lse=wants_lse)
 
 
 def latent_problem(num_q_heads: int = 16) -> Problem:
     """DeepSeek's latent attention, absorbed, on pages of one token."""
-    return Problem(num_q_heads, 1, 576, 512, torch.bfloat16, 1, scale=0.05, pool=PoolKind.LATENT)
+    return Problem(num_q_heads, 1, 576, torch.bfloat16, 1, v_head_dim=512, scale=0.05, pool=PoolKind.LATENT)
 
 
 def vectorised_problem(
@@ -48,7 +48,7 @@ def vectorised_problem(
 ) -> Problem:
     """Over vectorised pages, and with the usual scale: what every kernel serves that reads them."""
     scale = dims[0] ** -0.5
-    return Problem(*heads, *dims, dtype, page_size, scale=scale, pool=PoolKind.VECTORIZED)
+    return Problem(*heads, dims[0], dtype, page_size, v_head_dim=dims[1], scale=scale, pool=PoolKind.VECTORIZED)
 
 
 def in_eight_bits(problem: Problem, scales: Scales = Scales.LAYER, arch: str = "gfx942") -> Problem:

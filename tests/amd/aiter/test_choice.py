@@ -103,13 +103,13 @@ def test_a_pool_beyond_a_kernels_offsets_takes_another_kernel(kernel: str, kind:
 
 def test_a_pool_of_many_gib_keeps_the_kernels_that_address_it() -> None:
     """Llama 3.1 8B with 1.2 million tokens: 2.3 GiB of K in each layer."""
-    problem = Problem(32, 8, 128, 128, torch.bfloat16, 16, scale=128**-0.5)
+    problem = Problem(32, 8, 128, torch.bfloat16, 16, v_head_dim=128, scale=128**-0.5)
     chosen = select(problem, GFX942, "aiter", pool=PoolSize(75_000, 131_072, 64))
     assert chosen.kernels[StepKind.EXTEND].row.name == "aiter.mha_batch_prefill_func"
 
 
 def test_a_workspace_beyond_the_budget_takes_another_kernel() -> None:
-    problem = Problem(64, 8, 128, 128, torch.bfloat16, 16, scale=0.1)
+    problem = Problem(64, 8, 128, torch.bfloat16, 16, v_head_dim=128, scale=0.1)
     for num_seqs, expected in ((64, "aiter.paged_attention_ragged"), (256, "aiter.unified_attention")):
         chosen = select(problem, GFX942, "aiter", pool=PoolSize(100, 1 << 17, num_seqs))
         assert chosen.kernels[StepKind.DECODE].row.name == expected

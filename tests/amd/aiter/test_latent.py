@@ -26,7 +26,7 @@ from tests.amd.runtime.stepping import World
 
 
 def small_latent(page_size: int = 4) -> Problem:
-    return Problem(6, 1, 24, 16, torch.float32, page_size, scale=0.3, pool=PoolKind.LATENT)
+    return Problem(6, 1, 24, torch.float32, page_size, v_head_dim=16, scale=0.3, pool=PoolKind.LATENT)
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -164,7 +164,7 @@ def test_v_of_a_latent_layer_must_be_part_of_k() -> None:
 
 def test_a_latent_pool_has_one_kv_head() -> None:
     with pytest.raises(BadProblem, match="1 KV head"):
-        Problem(8, 2, 24, 16, torch.float32, 4, scale=1.0, pool=PoolKind.LATENT)
+        Problem(8, 2, 24, torch.float32, 4, v_head_dim=16, scale=1.0, pool=PoolKind.LATENT)
 
 
 def test_triton_and_the_other_kernels_of_aiter_say_that_they_read_another_pool() -> None:
@@ -175,7 +175,7 @@ def test_triton_and_the_other_kernels_of_aiter_say_that_they_read_another_pool()
 
 
 def test_mla_decode_is_refused_on_larger_pages() -> None:
-    paged = Problem(16, 1, 576, 512, torch.bfloat16, 16, scale=0.05, pool=PoolKind.LATENT)
+    paged = Problem(16, 1, 576, torch.bfloat16, 16, v_head_dim=512, scale=0.05, pool=PoolKind.LATENT)
     with pytest.raises(Unsupported) as caught:
         select(paged, GFX942, "aiter")
     assert "decode: aiter.mla_decode_fwd: page_size 16 is not 1" in caught.value.reasons

@@ -277,7 +277,7 @@ def test_ragged_decode_says_what_it_lacks() -> None:
 
 
 def test_latent_attention_has_none_of_them() -> None:
-    latent = Problem(16, 1, 576, 512, torch.bfloat16, 1, 0.05, window_left=9, pool=PoolKind.LATENT)
+    latent = Problem(16, 1, 576, torch.bfloat16, 1, v_head_dim=512, scale=0.05, window_left=9, pool=PoolKind.LATENT)
     with pytest.raises(Unsupported) as caught:
         select(latent, GFX942, "aiter")
     assert "decode: aiter.mla_decode_fwd: it has no sliding window (window_left 9)" in caught.value.reasons

@@ -131,7 +131,7 @@ def _problem(
     dtype: torch.dtype = BF16,
     pool: PoolKind = PoolKind.SPLIT,
 ) -> Problem:
-    return Problem(*heads, dim, dim, dtype, page_size, scale=dim**-0.5, pool=pool)
+    return Problem(*heads, dim, dtype, page_size, pool=pool)
 
 
 # An extend, a decode, a mixed and another decode step, across pages and tiles of 64 keys.
@@ -254,7 +254,7 @@ def _gluon_window(window: int, problem: Problem, name: str) -> SourceCase:
 
 
 def _latent(num_heads: int) -> Problem:
-    return Problem(num_heads, 1, 576, 512, BF16, 1, scale=0.05, pool=PoolKind.LATENT)
+    return Problem(num_heads, 1, 576, BF16, 1, v_head_dim=512, scale=0.05, pool=PoolKind.LATENT)
 
 
 _LATENT_DECODES = [

@@ -17,7 +17,7 @@ from tests.amd.runtime.stepping import small_problem
 
 
 def test_two_keys_share_by_their_logits() -> None:
-    problem = Problem(1, 1, 1, 1, torch.float32, 1, scale=1.0)
+    problem = Problem(1, 1, 1, torch.float32, 1, v_head_dim=1, scale=1.0)
     q, k, v = (torch.tensor(rows).reshape(-1, 1, 1) for rows in ([2.0], [0.0, 1.0], [10.0, 20.0]))
     share = torch.tensor([2.0], dtype=torch.float64).sigmoid()
     assert torch.allclose(dense_attention(q, k, v, problem, HeadWeights()).flatten(), 10 + 10 * share)

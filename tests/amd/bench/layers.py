@@ -9,8 +9,8 @@ from rocm_attn.bench.step_data import StepData, random_steps
 from rocm_attn.problem import PoolKind, Problem
 
 CPU = torch.device("cpu")
-LAYER = Problem(4, 2, 16, 16, torch.float32, 8, 0.25)
-LATENT = Problem(4, 1, 24, 16, torch.float32, 8, 0.25, pool=PoolKind.LATENT)
+LAYER = Problem(4, 2, 16, torch.float32, 8, v_head_dim=16, scale=0.25)
+LATENT = Problem(4, 1, 24, torch.float32, 8, v_head_dim=16, scale=0.25, pool=PoolKind.LATENT)
 
 
 def one_step(batch: str, problem: Problem = LAYER) -> StepData:

@@ -41,7 +41,7 @@ mode](deterministic.md) have kernels of their own, Triton's or torch's.
 
 def _problem(heads: tuple[int, int], dims: tuple[int, int], **others: object) -> Problem:
     asked: dict[str, object] = {"dtype": torch.bfloat16, "page_size": 16, "scale": dims[0] ** -0.5, **others}
-    return Problem(heads[0], heads[1], dims[0], dims[1], **asked)  # type: ignore[arg-type]  # of many kinds
+    return Problem(heads[0], heads[1], dims[0], v_head_dim=dims[1], **asked)  # type: ignore[arg-type]  # of many kinds
 
 
 def _latent(heads: int, **others: object) -> Problem:

@@ -137,7 +137,7 @@ def shows(said: str, output: str) -> bool:
 
 def record_steps(path: Path) -> None:
     """A flight record, as a failing step leaves one: a prompt's step and two that decode, three sequences each."""
-    layer = ra.Problem(4, 2, 32, 32, torch.float32, page_size=16, scale=32**-0.5)
+    layer = ra.Problem(4, 2, 32, torch.float32, v_head_dim=32, page_size=16, scale=32**-0.5)
     runtime = ra.build_runtime([layer], ra.RuntimeOptions(num_pages=32, max_num_seqs=4, max_kv_len=128), device="cpu")
 
     def forward(step: ra.Part) -> torch.Tensor:

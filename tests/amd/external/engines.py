@@ -91,7 +91,15 @@ class Engine(ABC):
             self.make_tables()
         problems = [
             Problem(
-                Q_HEADS, KV_HEADS, DIM, V_DIM, torch.float32, page_size, SCALE, window_left=window, **self.features()
+                Q_HEADS,
+                KV_HEADS,
+                DIM,
+                torch.float32,
+                page_size,
+                v_head_dim=V_DIM,
+                scale=SCALE,
+                window_left=window,
+                **self.features(),
             )
             for window in windows
         ]

@@ -152,7 +152,7 @@ def test_a_fault_is_counted_once_wherever_it_is_raised(monkeypatch: pytest.Monke
         raise DeviceFault.of_all([DeviceFault("one", 1), DeviceFault("another", 2)])
 
     with monkeypatch.context() as patch:
-        patch.setattr(tiny.runtime, "stage", faulty)
+        patch.setattr(tiny.runtime.gate, "stage", faulty)
         with pytest.raises(DeviceFault):
             requests.run(runner, [3])
     assert runner.counters.faults == 2

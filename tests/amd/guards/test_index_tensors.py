@@ -71,7 +71,7 @@ def test_kinds_of_layer_with_equal_schedules_share_one_build(
 
 @pytest.mark.parametrize("kind", [StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED])
 def test_schedules_are_shared_only_where_they_are_equal(kind: StepKind) -> None:
-    problem = Problem(32, 8, 128, 128, torch.bfloat16, 16, 128**-0.5)
+    problem = Problem(32, 8, 128, torch.bfloat16, 16, v_head_dim=128, scale=128**-0.5)
     problems = [
         problem,
         replace(problem, scale=0.5),

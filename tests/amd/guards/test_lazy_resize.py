@@ -16,7 +16,7 @@ from tests.amd.guards.serving import PROVIDERS, Serving, in_each_way
 WIDTH = 3
 # One more of each dtype, with a pad that no other has.
 SPECS = (
-    *TableSizes(WIDTH, 0, WIDTH, 8 * WIDTH, 0).buffers({Space.FULL: list(Need)}),
+    *TableSizes(WIDTH, 0, WIDTH, 8 * WIDTH, 0).buffers({Space.FULL: list(Need)}, {Space.FULL: list(Need)}),
     BufferSpec("wide_indptr", Unit.SEQ_BOUNDARY, torch.int64, lambda shape: 5 * shape.num_seqs + 1, pad=-9),
     BufferSpec("schedule", Unit.WORD, torch.int32, lambda shape: 7 + 2 * shape.num_seqs, pad=4),
 )

@@ -28,7 +28,7 @@ from rocm_attn.selection.probe_runs import Wrong
 from rocm_attn.step.prepared import is_prepared
 from tests.amd.host.test_measured_rows import row_of
 
-LAYER = Problem(32, 8, 128, 128, torch.bfloat16, page_size=16, scale=128**-0.5)
+LAYER = Problem(32, 8, 128, torch.bfloat16, v_head_dim=128, page_size=16, scale=128**-0.5)
 KINDS = (StepKind.DECODE, StepKind.MIXED)
 CDNA = ("triton.cdna_decode", "triton.extend+cdna_decode")
 PLAIN = ("triton.decode", "triton.extend+decode")

@@ -17,8 +17,8 @@ from rocm_attn.providers.contract import SMALLEST_POOL, PoolSize
 from rocm_attn.providers.select import select
 from rocm_attn.providers.triton import TritonDecode
 
-LLAMA = Problem(64, 8, 128, 128, torch.bfloat16, 16, 128**-0.5)
-GEMMA = Problem(16, 8, 256, 256, torch.bfloat16, 16, 256**-0.5)
+LLAMA = Problem(64, 8, 128, torch.bfloat16, 16, v_head_dim=128, scale=128**-0.5)
+GEMMA = Problem(16, 8, 256, torch.bfloat16, 16, v_head_dim=256, scale=256**-0.5)
 NARROW = replace(LLAMA, v_head_dim=1)
 
 

@@ -34,14 +34,14 @@ def problems() -> Iterator[Problem]:
     for pool in (PoolKind.SPLIT, PoolKind.VECTORIZED):
         for page_size in (16, 32, 64, 128, 1024, 1):
             for head_dim in (128, 64, 256):
-                problem = Problem(16, 2, head_dim, head_dim, torch.bfloat16, 16, scale=head_dim**-0.5)
+                problem = Problem(16, 2, head_dim, torch.bfloat16, 16, v_head_dim=head_dim, scale=head_dim**-0.5)
                 try:
                     yield replace(problem, page_size=page_size, pool=pool)
                 except ValueError:  # pages that such a pool cannot have
                     continue
-    yield Problem(128, 1, 128, 128, torch.bfloat16, 16, scale=128**-0.5)
+    yield Problem(128, 1, 128, torch.bfloat16, 16, v_head_dim=128, scale=128**-0.5)
     for heads in (16, 128):
-        yield Problem(heads, 1, 576, 512, torch.bfloat16, 1, scale=0.05, pool=PoolKind.LATENT)
+        yield Problem(heads, 1, 576, torch.bfloat16, 1, v_head_dim=512, scale=0.05, pool=PoolKind.LATENT)
 
 
 def eight_bit_problems() -> Iterator[Problem]:

@@ -40,7 +40,7 @@ from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.prepared import is_prepared
 from tests.amd.kernels.attention_cases import Case, Tensors, build, extend_cut, garbage
 
-LAYER = Problem(32, 8, 128, 128, torch.bfloat16, page_size=16, scale=128**-0.5)
+LAYER = Problem(32, 8, 128, torch.bfloat16, v_head_dim=128, page_size=16, scale=128**-0.5)
 KINDS = (StepKind.EXTEND, StepKind.MIXED, StepKind.SHARED)
 HOPPER = {
     StepKind.EXTEND: "triton.hopper_extend",
@@ -434,7 +434,7 @@ def launched_over(case: Case, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensors,
     tensors = build(case, torch.device("cpu"))
     encoding = KVEncoding.LIKE_Q if case.kv is None else KVEncoding.E4M3FN
     (num_q_heads, num_kv_heads), (dim, _) = case.heads, case.dims
-    layer = Problem(num_q_heads, num_kv_heads, dim, dim, case.dtype, case.page_size, dim**-0.5)
+    layer = Problem(num_q_heads, num_kv_heads, dim, case.dtype, case.page_size, v_head_dim=dim, scale=dim**-0.5)
     selection = chosen(replace(layer, kv_encoding=encoding, kv_scales=case.scales), on(TRITONS[0]))
     kernel = hopper_of(selection.kernel(StepKind.EXTEND).bound)
     cut = extend_cut(tensors, kernel.tiles.extend, kernel.cut.sharing)

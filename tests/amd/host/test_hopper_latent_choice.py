@@ -21,7 +21,7 @@ from rocm_attn.providers.triton_hopper_latent import HopperLatentDecode
 from rocm_attn.providers.triton_latent import LatentDecode, LatentExtend
 
 # DeepSeek-V3's.
-LAYER = Problem(128, 1, 576, 512, torch.bfloat16, page_size=64, scale=192**-0.5, pool=PoolKind.LATENT)
+LAYER = Problem(128, 1, 576, torch.bfloat16, v_head_dim=512, page_size=64, scale=192**-0.5, pool=PoolKind.LATENT)
 HOPPER = replace(known_target("sm_90"), releases=Releases(triton=TRITONS[0]))
 KINDS = (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED)
 

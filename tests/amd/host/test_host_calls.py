@@ -32,7 +32,7 @@ from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.publisher import PublishingGuards
 from rocm_attn.step.step import Part
 
-PROBLEM = Problem(8, 2, 16, 16, torch.float32, 16, 0.25)
+PROBLEM = Problem(8, 2, 16, torch.float32, 16, v_head_dim=16, scale=0.25)
 
 
 def calls_in(work: Callable[[], object]) -> int:

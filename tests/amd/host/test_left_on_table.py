@@ -25,7 +25,7 @@ from tests.amd.host.test_measured_rows import LAYER, TUNED, row_of
 
 GFX942, GFX950 = known_target("gfx942"), known_target("gfx950")
 CONFIGS = Path(__file__).parents[1] / "aiter" / "configs"
-LATENT = Problem(16, 1, 576, 512, torch.bfloat16, 16, 0.1, pool=PoolKind.LATENT)
+LATENT = Problem(16, 1, 576, torch.bfloat16, 16, v_head_dim=512, scale=0.1, pool=PoolKind.LATENT)
 
 
 def left(problem: Problem, target: Target, provider: str = "auto") -> list[Left]:

@@ -32,7 +32,7 @@ from rocm_attn.selection.kernels import choose_kernels
 
 TRITON = "3.7.1"
 GFX942 = replace(known_target("gfx942"), releases=Releases(triton=Release.of(TRITON)))
-LAYER = Problem(32, 8, 128, 128, torch.bfloat16, 16, 128**-0.5)
+LAYER = Problem(32, 8, 128, torch.bfloat16, 16, v_head_dim=128, scale=128**-0.5)
 META = torch.device("meta")
 MEASURED = Provenance(
     "AMD Instinct MI300X", "gfx942", 304, TRITON, "2.11.0", "7.2.4", "1.0", "0123456789ab", "2026-11-21T20:00:00+00:00",
@@ -139,7 +139,7 @@ def test_deterministic_steps_keep_their_tiles_and_so_their_bits() -> None:
 
 
 def test_latent_layers_have_rows_of_their_own() -> None:
-    latent = Problem(16, 1, 576, 512, torch.bfloat16, 1, 0.1, pool=PoolKind.LATENT)
+    latent = Problem(16, 1, 576, torch.bfloat16, 1, v_head_dim=512, scale=0.1, pool=PoolKind.LATENT)
     static = select(latent, GFX942, "triton").kernel(StepKind.DECODE).bound
     tiles = replace(static.tiles, key_block=32, num_warps=8)  # type: ignore[attr-defined]
     target = with_rows(row_of(latent, Table.LATENT_DECODE, tiles))

@@ -377,7 +377,7 @@ def test_what_is_wrapped_around_a_launcher_has_to_say_for_itself_that_it_only_la
 
 
 CPU = torch.device("cpu")
-PLAIN = Problem(8, 2, 16, 16, torch.float32, 16, 0.25)
+PLAIN = Problem(8, 2, 16, torch.float32, 16, v_head_dim=16, scale=0.25)
 WITH_SINKS = replace(PLAIN, has_sinks=True)
 
 
@@ -602,7 +602,7 @@ def test_a_fixed_launch_hands_over_what_it_is_given_each_time(monkeypatch: pytes
 
 
 def test_schedules_are_prepared_whose_parts_all_are() -> None:
-    problem = Problem(8, 2, 128, 128, torch.bfloat16, 16, 128**-0.5)
+    problem = Problem(8, 2, 128, torch.bfloat16, 16, v_head_dim=128, scale=128**-0.5)
     selected = select(problem, KNOWN_TARGETS["gfx942"], "triton").kernels
     by_name = {kernel.row.name: kernel.bound.schedule for kernel in selected.values()}
     mixed = by_name["triton.extend+decode"]
@@ -631,7 +631,7 @@ class _WithOtherWork:
 
 
 def test_kernels_are_prepared_whose_parts_all_are() -> None:
-    problem = Problem(8, 2, 128, 128, torch.bfloat16, 16, 128**-0.5)
+    problem = Problem(8, 2, 128, torch.bfloat16, 16, v_head_dim=128, scale=128**-0.5)
     kernels = select(problem, KNOWN_TARGETS["gfx942"], "triton").kernels
     by_name = {kernel.row.name: kernel.bound for kernel in kernels.values()}
     assert is_prepared(by_name["triton.decode"], ANY_SHAPE)

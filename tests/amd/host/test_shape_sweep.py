@@ -252,7 +252,7 @@ def test_a_step_of_a_benchmark_has_the_kernel_that_an_eager_step_has(
     kv_len: tuple[int, ...], q_len: tuple[int, ...], name: str
 ) -> None:
     target = replace(known_target("sm_90"), releases=Releases(triton=TRITONS[0]))
-    layer = Problem(8, 2, 64, 64, torch.bfloat16, page_size=16, scale=0.125)
+    layer = Problem(8, 2, 64, torch.bfloat16, v_head_dim=64, page_size=16, scale=0.125)
     assert select(layer, target, "triton").kernel(step_kind(q_len, kv_len)).row.name == name
     elsewhere = select(layer, known_target("sm_80"), "triton").kernel(step_kind(q_len, kv_len))
     assert elsewhere.row.name == name.replace("hopper_prefill", "extend").replace("hopper_", "")

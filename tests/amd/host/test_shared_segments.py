@@ -19,7 +19,7 @@ from rocm_attn.providers.contract import PoolSize
 from rocm_attn.providers.triton_segments import SegmentExtend, bind_extend, bind_masked
 from tests.amd.kernels.attention_cases import Case, build, garbage
 
-LAYER = Problem(32, 8, 128, 128, torch.bfloat16, page_size=16, scale=128**-0.5)
+LAYER = Problem(32, 8, 128, torch.bfloat16, v_head_dim=128, page_size=16, scale=128**-0.5)
 POOL = PoolSize(1000, 1 << 17, 64)
 
 

@@ -148,7 +148,7 @@ def test_the_halves_of_every_buffer_lie_one_after_another(half: int, tokens: int
     num_tokens = 2 * (half if kind is StepKind.DECODE else tokens)
     shape = PaddedShape(kind, 2 * half, num_tokens, 2)
     sizes = TableSizes(row_width=3, list_tail=0, table_width=3, row_tokens=0, mask_keys=0)
-    specs = sizes.buffers({Space.FULL: [Need.PAGE_LIST]})
+    specs = sizes.buffers({Space.FULL: [Need.PAGE_LIST]}, {Space.FULL: [Need.PAGE_LIST]})
     buffers = StepBuffers(specs, CPU)
     buffers.ensure(shape)
     for spec in specs:
@@ -164,7 +164,7 @@ def test_the_halves_of_every_buffer_lie_one_after_another(half: int, tokens: int
 
 def test_a_second_half_past_the_end_raises_where_a_slice_would_truncate() -> None:
     sizes = TableSizes(row_width=3, list_tail=0, table_width=3, row_tokens=0, mask_keys=0)
-    buffers = StepBuffers(sizes.buffers({Space.FULL: ()}), CPU)
+    buffers = StepBuffers(sizes.buffers({Space.FULL: ()}, {Space.FULL: ()}), CPU)
     buffers.ensure(PaddedShape(StepKind.DECODE, 8, 8))
     with pytest.raises(CapacityExceeded, match="8 elements of counts were asked for, it holds 4"):
         buffers.step_view("counts", PaddedShape(StepKind.DECODE, 8, 8, 2), 1)

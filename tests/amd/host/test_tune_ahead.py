@@ -54,7 +54,7 @@ class Judge:
 
 
 def job(num_q_heads: int) -> Job:
-    layer = Problem(num_q_heads, 2, 64, 64, torch.bfloat16, 16, 0.125)
+    layer = Problem(num_q_heads, 2, 64, torch.bfloat16, 16, v_head_dim=64, scale=0.125)
     return Job.of(Table.DECODE, layer, TILES, ())
 
 

@@ -170,14 +170,14 @@ def test_each_buffer_grows_by_itself_and_keeps_dtype_and_pad() -> None:
 
 
 def test_a_view_past_a_buffer_raises_where_a_slice_would_truncate() -> None:
-    buffers = StepBuffers(SIZES.buffers({Space.FULL: ()}), CPU)
+    buffers = StepBuffers(SIZES.buffers({Space.FULL: ()}, {Space.FULL: ()}), CPU)
     buffers.ensure(decode(4))
     with pytest.raises(CapacityExceeded, match="500 elements of kv_len"):
         buffers.view("kv_len", 500)
 
 
 def test_sealed_buffers_refuse_to_move_and_name_the_knob() -> None:
-    buffers = StepBuffers(SIZES.buffers({Space.FULL: [Need.PAGE_LIST]}), CPU)
+    buffers = StepBuffers(SIZES.buffers({Space.FULL: [Need.PAGE_LIST]}, {Space.FULL: [Need.PAGE_LIST]}), CPU)
     buffers.ensure(decode(8))
     buffers.seal()
     buffers.ensure(decode(5))

@@ -95,7 +95,7 @@ def test_memory_for_the_largest_shape_holds_every_smaller_one(arch: str, kind: S
     target = known_target(arch) if arch.startswith("sm") else known_target("gfx942")
     target = replace(target, arch=arch)
     for heads in ((12, 4), (32, 32), (16, 1), (40, 4)):
-        problem = Problem(*heads, 128, 128, BF16, 16, 1.0, custom_mask=True)
+        problem = Problem(*heads, 128, BF16, 16, scale=1.0, custom_mask=True)
         kernel = select(problem, target, "triton").kernel(kind).bound
         largest = PaddedShape(kind, 64, 4096)
         for num_tokens in (2, 64, 128, 192, 320, 512, 1000, 4096):

@@ -43,11 +43,11 @@ class FakeTimer:
 
 
 def layer(**changes: object) -> Problem:
-    plain = Problem(4, 2, 32, 32, torch.float32, 16, 32**-0.5)
+    plain = Problem(4, 2, 32, torch.float32, 16, v_head_dim=32, scale=32**-0.5)
     return replace(plain, **changes)  # type: ignore[arg-type]
 
 
-LATENT = Problem(4, 1, 48, 32, torch.float32, 16, 48**-0.5, pool=PoolKind.LATENT)
+LATENT = Problem(4, 1, 48, torch.float32, 16, v_head_dim=32, scale=48**-0.5, pool=PoolKind.LATENT)
 CODED = layer(dtype=torch.float16, kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.TOKEN)
 
 

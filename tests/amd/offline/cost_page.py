@@ -16,7 +16,7 @@ from rocm_attn.machine.releases import Release, Releases
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.problem import Problem
 
-LAYER = Problem(32, 8, 128, 128, torch.bfloat16, page_size=16, scale=128**-0.5)
+LAYER = Problem(32, 8, 128, torch.bfloat16, v_head_dim=128, page_size=16, scale=128**-0.5)
 # With which decode for CDNA serves, and with which it does not.
 _TRITONS = ("3.9.0", "3.8.0")
 _SECTION = re.compile(r"(<!-- made by cost_page: (\w+) -->\n).*?(?=<!-- end -->)", re.DOTALL)

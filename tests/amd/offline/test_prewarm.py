@@ -36,7 +36,7 @@ pytestmark = pytest.mark.xdist_group("prewarm")
 
 ARCH = "gfx942"
 CPU = torch.device("cpu")
-PROBLEM = Problem(8, 2, 64, 64, torch.bfloat16, 16, 0.125)
+PROBLEM = Problem(8, 2, 64, torch.bfloat16, 16, v_head_dim=64, scale=0.125)
 SIZES = RuntimeOptions(max_num_seqs=12, max_kv_len=512, num_pages=64, capture_tokens=(1, 64))
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

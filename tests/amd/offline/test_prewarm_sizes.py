@@ -41,10 +41,10 @@ from tests.amd.offline.offline_driver import offline
 
 CPU = torch.device("cpu")
 
-LLAMA = Problem(32, 8, 128, 128, torch.bfloat16, 16, 128**-0.5)
-GEMMA = Problem(16, 4, 256, 256, torch.bfloat16, 16, 256**-0.5)
-GPTOSS = Problem(64, 8, 64, 64, torch.bfloat16, 16, 0.125, window_left=1023, has_sinks=True)
-LATENT = Problem(16, 1, 576, 512, torch.bfloat16, 16, 192**-0.5, pool=PoolKind.LATENT)
+LLAMA = Problem(32, 8, 128, torch.bfloat16, 16, v_head_dim=128, scale=128**-0.5)
+GEMMA = Problem(16, 4, 256, torch.bfloat16, 16, v_head_dim=256, scale=256**-0.5)
+GPTOSS = Problem(64, 8, 64, torch.bfloat16, 16, v_head_dim=64, scale=0.125, window_left=1023, has_sinks=True)
+LATENT = Problem(16, 1, 576, torch.bfloat16, 16, v_head_dim=512, scale=192**-0.5, pool=PoolKind.LATENT)
 MASKED = replace(LLAMA, custom_mask=True)
 
 # With the Triton that Hopper's own kernels run with.

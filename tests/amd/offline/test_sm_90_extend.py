@@ -76,7 +76,7 @@ def test_tiles_of_short_prefills_are_launched_once_and_early_and_spill_hardly_an
 ) -> None:
     """They were tuned for rows that are shared out."""
     target = replace(known_target("sm_90"), releases=Releases(triton=TRITONS[0]))
-    layer = Problem(*heads, dim, dim, torch.bfloat16, page_size, scale=dim**-0.5)
+    layer = Problem(*heads, dim, torch.bfloat16, page_size)
     kernel = select(layer, target, "triton").kernel(StepKind.PREFILL).bound
     assert isinstance(kernel, KernelByTokens)
     whole = [sized.kernel for sized in kernel.short if isinstance(sized.kernel, TritonExtend)]

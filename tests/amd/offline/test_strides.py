@@ -30,7 +30,7 @@ def loads_of_kernel(name: str, head_dim: int, q_len: tuple[int, ...]) -> str:
 
 def kernels_of_layer(head_dim: int, q_len: tuple[int, ...]) -> list[CompiledKernel]:
     """Schedule included."""
-    problem = Problem(HEADS, HEADS, head_dim, head_dim, torch.bfloat16, 16, 1.0)
+    problem = Problem(HEADS, HEADS, head_dim, torch.bfloat16, 16, v_head_dim=head_dim, scale=1.0)
     kernel = select(problem, known_target("sm_90"), "triton").kernel(step_kind(q_len, [64] * len(q_len))).bound
     num_seqs, num_tokens, device = len(q_len), sum(q_len), torch.device("cpu")
     step = StepTensors.of(

@@ -134,7 +134,8 @@ def test_pages_for_windows_that_no_sequence_outgrows_are_refused(max_kv_len: int
 
 def problems(*windows: int) -> list[Problem]:
     return [
-        Problem(4, 2, 8, 8, torch.float32, page_size=4, scale=1.0, window_left=window_left) for window_left in windows
+        Problem(4, 2, 8, torch.float32, v_head_dim=8, page_size=4, scale=1.0, window_left=window_left)
+        for window_left in windows
     ]
 
 

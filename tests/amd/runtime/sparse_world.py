@@ -36,12 +36,12 @@ def indexer(indexing: Indexing, heads: int = 4, dim: int = 16) -> Indexer:
 
 def layer(attends: AllKeys | Indexer | EarlierSelection = ALL_KEYS, *, page_size: int = 4) -> Problem:
     """Four query heads over two KV heads of 16."""
-    return Problem(4, 2, 16, 16, torch.float32, page_size, scale=0.3, indexer=attends)
+    return Problem(4, 2, 16, torch.float32, page_size, v_head_dim=16, scale=0.3, indexer=attends)
 
 
 def latent_layer(attends: AllKeys | Indexer | EarlierSelection = ALL_KEYS, *, page_size: int = 4) -> Problem:
     """Four heads over latents of 16 in rows of 24."""
-    return Problem(4, 1, 24, 16, torch.float32, page_size, scale=0.3, pool=PoolKind.LATENT, indexer=attends)
+    return Problem(4, 1, 24, torch.float32, page_size, v_head_dim=16, scale=0.3, pool=PoolKind.LATENT, indexer=attends)
 
 
 @dataclass

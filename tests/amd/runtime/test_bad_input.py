@@ -152,7 +152,7 @@ def test_capture_sizes_that_make_no_ladder_are_refused(device: torch.device) -> 
 
 
 def test_a_choice_that_cannot_serve_lists_every_reason() -> None:
-    problem = Problem(192, 1, 640, 640, torch.bfloat16, 256, 0.1)
+    problem = Problem(192, 1, 640, torch.bfloat16, 256, v_head_dim=640, scale=0.1)
     with pytest.raises(Unsupported) as caught:
         select(problem, known_target("gfx942"), "triton")
     for reason in ("head_dim 640", "v_head_dim 640", "page_size 256", "192 query heads"):

@@ -228,7 +228,7 @@ class Fails(Exception):
 
 def model(layers: int, device: torch.device) -> tuple[AttentionRuntime, Callable[[Part], Tensor], dict[str, int]]:
     """A runtime, a forward that raises before the layer `fails_at`, and that number."""
-    problem = Problem(2, 1, 8, 8, torch.float32, 4, 8**-0.5)
+    problem = Problem(2, 1, 8, torch.float32, 4, v_head_dim=8, scale=8**-0.5)
     runtime = build_runtime(
         [problem] * layers,
         RuntimeOptions(num_pages=32, max_num_seqs=4, max_kv_len=32, provider="torch", capture_sizes=(1, 2)),

@@ -108,7 +108,16 @@ class Weights:
 
 HEADS, SCALE = 5, 0.2
 EXPANDED = Problem(
-    HEADS, 1, 40, 32, torch.float32, 4, scale=SCALE, pool=PoolKind.LATENT, wants_lse=True, logits_soft_cap=4.0
+    HEADS,
+    1,
+    40,
+    torch.float32,
+    4,
+    v_head_dim=32,
+    scale=SCALE,
+    pool=PoolKind.LATENT,
+    wants_lse=True,
+    logits_soft_cap=4.0,
 )
 
 EXACT = KVEncoding.LIKE_Q, Scales.NONE
@@ -250,7 +259,7 @@ def test_latent_layers_that_no_kernel_serves_are_refused_with_the_reason(
     change: dict[str, object], reason: str
 ) -> None:
     problem = replace(
-        Problem(16, 1, 576, 512, torch.bfloat16, 64, scale=0.07, pool=PoolKind.LATENT),
+        Problem(16, 1, 576, torch.bfloat16, 64, v_head_dim=512, scale=0.07, pool=PoolKind.LATENT),
         **change,  # type: ignore[arg-type]
     )
     with pytest.raises(Unsupported, match=reason):

@@ -96,7 +96,7 @@ def test_a_layer_that_turns_nothing_and_gates_nothing_launches_nothing(device: t
     assert torch.equal(out, before)
 
 
-LATENT = Problem(4, 1, 72, 64, torch.float32, 4, scale=0.1, pool=PoolKind.LATENT)
+LATENT = Problem(4, 1, 72, torch.float32, 4, v_head_dim=64, scale=0.1, pool=PoolKind.LATENT)
 
 
 def running(problem: Problem) -> tuple[AttentionRuntime, Part]:

@@ -15,7 +15,7 @@ from rocm_attn.providers.triton_cdna import TRITONS
 from rocm_attn.selection import probe_runs
 from tests.amd.simulator.driver import ARCHS, simulated
 
-LAYER = Problem(4, 2, 64, 64, torch.bfloat16, 16, 0.125, wants_lse=True)
+LAYER = Problem(4, 2, 64, torch.bfloat16, 16, v_head_dim=64, scale=0.125, wants_lse=True)
 
 
 @pytest.mark.nightly

@@ -49,7 +49,18 @@ def windowed(codes: KVEncoding) -> list[Problem]:
 
 def tokens(codes: KVEncoding) -> list[Problem]:
     """Latents in codes, of which an indexer chooses four tokens by keys in codes."""
-    latents = Problem(2, 1, 80, 64, BF16, 16, 80**-0.5, pool=PoolKind.LATENT, kv_encoding=codes, kv_scales=Scales.TOKEN)
+    latents = Problem(
+        2,
+        1,
+        80,
+        BF16,
+        16,
+        v_head_dim=64,
+        scale=80**-0.5,
+        pool=PoolKind.LATENT,
+        kv_encoding=codes,
+        kv_scales=Scales.TOKEN,
+    )
     return [replace(latents, indexer=Indexer(2, 128, Indexing(0.125, top=4), codes, Scales.TOKEN))]
 
 
@@ -67,7 +78,7 @@ def dense(codes: KVEncoding) -> list[Problem]:
 
 def _dense(codes: KVEncoding, **more: object) -> Problem:
     scales = Scales.NONE if codes is KVEncoding.LIKE_Q else Scales.LAYER
-    layer = Problem(4, 2, 64, 64, BF16, 16, 64**-0.5, kv_encoding=codes, kv_scales=scales)
+    layer = Problem(4, 2, 64, BF16, 16, v_head_dim=64, scale=64**-0.5, kv_encoding=codes, kv_scales=scales)
     return replace(layer, **more)  # type: ignore[arg-type]
 
 

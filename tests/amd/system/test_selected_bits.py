@@ -24,8 +24,10 @@ pytestmark = [
 ]
 
 ALL_OF_THEM = Indexer(4, 64, Indexing(0.125, top=4096))
-DENSE = Problem(16, 4, 128, 128, torch.bfloat16, 64, 128**-0.5, indexer=ALL_OF_THEM)
-LATENT = Problem(16, 1, 576, 512, torch.bfloat16, 64, 192**-0.5, pool=PoolKind.LATENT, indexer=ALL_OF_THEM)
+DENSE = Problem(16, 4, 128, torch.bfloat16, 64, v_head_dim=128, scale=128**-0.5, indexer=ALL_OF_THEM)
+LATENT = Problem(
+    16, 1, 576, torch.bfloat16, 64, v_head_dim=512, scale=192**-0.5, pool=PoolKind.LATENT, indexer=ALL_OF_THEM
+)
 # New tokens of two sequences: prompts, chunks, decode steps.
 STEPS = ([2300, 500], [400, 77], [1, 1], [9, 1], [1, 1])
 

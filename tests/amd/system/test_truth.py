@@ -43,8 +43,8 @@ TOKENS = Indexing(0.125, top=12)
 BLOCKS = Indexing(0.125, top=4, unit_keys=16, first=1, last=1)
 POOLS = Indexing(0.125, top=6, key_tokens=4, last_unit=LastUnit.ADDED)
 MEANS = Indexing(0.125, top=3, sets=2, unit_keys=16, pooling=Pooling.MEAN, last_unit=LastUnit.LEFT_OUT)
-DENSE = Problem(4, 2, 64, 64, torch.float32, 16, 64**-0.5)
-LATENT = Problem(4, 1, 96, 64, torch.float32, 16, 96**-0.5, pool=PoolKind.LATENT)
+DENSE = Problem(4, 2, 64, torch.float32, 16, v_head_dim=64, scale=64**-0.5)
+LATENT = Problem(4, 1, 96, torch.float32, 16, v_head_dim=64, scale=96**-0.5, pool=PoolKind.LATENT)
 WINDOW = replace(DENSE, window_left=40, has_sinks=True)
 
 
@@ -131,8 +131,8 @@ def test_a_chunk_of_more_than_8192_tokens_loses_nothing(problem: Problem, device
 @pytest.mark.parametrize("kind", ["dense", "latents", "tokens", "blocks"])
 def test_every_needle_is_found_at_every_length(kind: str, device: torch.device) -> None:
     """2k to 84k tokens, chunks of more than 8,192, and K pages of more than 4 GiB."""
-    layer = Problem(32, 8, 128, 128, torch.bfloat16, 64, 128**-0.5)
-    latent = Problem(16, 1, 576, 512, torch.bfloat16, 64, 192**-0.5, pool=PoolKind.LATENT)
+    layer = Problem(32, 8, 128, torch.bfloat16, 64, v_head_dim=128, scale=128**-0.5)
+    latent = Problem(16, 1, 576, torch.bfloat16, 64, v_head_dim=512, scale=192**-0.5, pool=PoolKind.LATENT)
     tokens, blocks = Indexing(128**-0.5, top=2048), Indexing(128**-0.5, top=16, unit_keys=128, last=1)
     problem = {
         "dense": layer,
@@ -154,7 +154,7 @@ def wide(problem: Problem = DENSE) -> TruthPlan:
     return replace(SHORT, num_pages=(9 << 29) // page_bytes)
 
 
-LARGE = Problem(8, 8, 128, 128, torch.float32, 16, 128**-0.5)
+LARGE = Problem(8, 8, 128, torch.float32, 16, v_head_dim=128, scale=128**-0.5)
 
 
 @pytest.fixture

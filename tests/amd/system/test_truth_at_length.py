@@ -38,8 +38,8 @@ pytestmark = [
 ]
 
 PLAN = TruthPlan(provider="triton")
-DENSE = Problem(16, 4, 128, 128, torch.bfloat16, 64, 128**-0.5)
-LATENT = Problem(16, 1, 576, 512, torch.bfloat16, 64, 192**-0.5, pool=PoolKind.LATENT)
+DENSE = Problem(16, 4, 128, torch.bfloat16, 64, v_head_dim=128, scale=128**-0.5)
+LATENT = Problem(16, 1, 576, torch.bfloat16, 64, v_head_dim=512, scale=192**-0.5, pool=PoolKind.LATENT)
 TOKENS = Indexing(128**-0.5, top=2048)
 BLOCKS = Indexing(128**-0.5, top=16, unit_keys=128, last=1)
 POOLS = Indexing(128**-0.5, top=512, key_tokens=4, last_unit=LastUnit.ADDED)

@@ -132,13 +132,13 @@ def _place_trees_kernel(
         node = tl.where(is_token, before + token, -1)
         depth = tl.zeros([TOKENS], tl.int32) - 1
         oldest = tl.zeros([TOKENS], tl.int32) - 1
-        _, wrong = _parents(line, node, branches)
+        first_parent, wrong = _parents(line, node, branches)
         error = counts + _ERROR_WORD + tl.zeros([TOKENS], tl.int32)
         tl.atomic_or(error, _BAD_PARENT, mask=wrong & (token < num_told), sem="relaxed")
         while tl.max(node, 0) >= 0:
             depth += (node >= 0).to(tl.int32)
             oldest = tl.where((node >= 0) & (depth == window_left), node, oldest)
-            parent, _ = _parents(line, node, branches)
+            parent, is_wrong = _parents(line, node, branches)
             node = tl.where(node >= 0, parent, -1)
         place = first_token + token
         position = tl.where(place < num_tokens, tree_start + depth, 0)
@@ -164,7 +164,7 @@ def _place_trees_kernel(
         # Up the branch until it has passed the key's node.
         while tl.max(tl.max(node - key, 1), 0) > 0:
             up = node > key
-            parent, _ = _parents(line, node, branches)
+            parent, is_wrong = _parents(line, node, branches)
             node = tl.where(up, parent, node)
         lane = tl.arange(0, 32)[None, :]
         own = tl.sum(is_cell.to(tl.int32) << lane, 1)

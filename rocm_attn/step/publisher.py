@@ -298,10 +298,7 @@ class Publisher:
             line.recent.append((number, batch.rows))
             return
         if isinstance(batch.inputs, DeviceInputs):
-            parts, rows, on_host = slot_parts(num_seqs, num_ids), batch.rows, batch.inputs.lengths_on_host
-            words[parts.floor] = 0 if on_host else self._table.floors(rows)
-            # Of lengths that the host has, it has asked the table itself.
-            words[parts.stored] = INT32_MAX if on_host else self._table.tokens.of(rows)
+            self._write_limits(batch, words)
         # One statement: an interrupt comes before all of it or after.
         words[ECHO], self.launching = NO_ECHO, (line, words, counts, number, False)
         try:
@@ -313,6 +310,12 @@ class Publisher:
         line.counts, line.number, self.step_number, self.launching = counts, number, number, None
         if child:
             self._steps_to_answer = _STEPS_TO_ANSWER
+
+    def _write_limits(self, batch: StepBatch, words: Int32Array) -> None:
+        """Write what lengths on the device have to keep to; of lengths that the host has, it has asked the table."""
+        parts, on_host = slot_parts(batch.num_seqs, len(batch.token_ids)), batch.inputs.lengths_on_host
+        words[parts.floor] = 0 if on_host else self._table.floors(batch.rows)
+        words[parts.stored] = INT32_MAX if on_host else self._table.tokens.of(batch.rows)
 
     def _place_others(self, batch: StepBatch, slot: Tensor, step: DeviceStep, num_fed: int) -> None:
         """Launch what puts a batch's inputs on the device, and its mask, in the place of what was published."""

@@ -139,7 +139,7 @@ def _publish_engine_kernel(
             list_begin = tl.load(csr_indptr + row * csr_stride, mask=in_table, other=0).to(tl.int64)
             list_end = tl.load(csr_indptr + (row + 1) * csr_stride, mask=in_table, other=0).to(tl.int64)
             bound = tl.minimum(bound, (list_end - list_begin) * PAGE_SIZE)
-        # Whatever is cut here and below is told by `errors`; tokens of a sequence without KV by left_out, if they count.
+        # `errors` tells of whatever is cut here and below, and left_out of tokens of a sequence without KV.
         kept = tl.minimum(tl.maximum(length, 0), tl.maximum(bound, 0))
         new = tl.where(in_table, 1, 0).to(tl.int64)
         if Q_FORM == _Q_LENGTHS:

@@ -445,7 +445,7 @@ class AdoptedPages:
         self._count_pages(self._spaces[layer])
 
     def bind_index(self, layer: int, keys: Tensor, scale: Tensor | None, declared: PageFormat | None) -> None:
-        """As AdoptedIndexPages.bind."""
+        """See AdoptedIndexPages.bind."""
         self.index_pages.bind(layer, keys, scale, declared)
         self._count_pages(self._spaces[layer])
 
